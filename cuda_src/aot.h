@@ -1,0 +1,411 @@
+// The calling convention, in one place: MindSpore's AOT convention, whole.
+//
+//   int Func(int nparam, void **params, int *ndims, int64_t **shapes, const char **dtypes, void *stream, void *extra)
+//
+// Parallel arrays describe nparam tensors, inputs first, then outputs. `extra` carries the attributes (host/extra.h).
+// An entry returns 0, or a Status whose text aot_last_error() gives. Beside each entry stand <entry>Init, which reads
+// the attributes once, and <entry>InferShape and <entry>InferType.
+//
+// An operator is a struct that says what it takes and gives; everything generic is done here, for every device:
+//
+//   struct Gelu {
+//     static constexpr const char *name = "gelu";
+//     static constexpr aot::Slot inputs[] = {{"x"}};
+//     static constexpr aot::Slot outputs[] = {{"y"}};
+//     bool tanh = false;                                                    // attributes, with their defaults
+//     Status init(const aot::Attrs &attrs);                                 // reads them
+//     Status infer(const aot::Tensor *in, aot::Spec *out) const;            // checks inputs, tells outputs
+//   };
+//   Status gelu_cpu(const Gelu &op, const aot::Tensor *in, const aot::Tensor *out, void *stream);   // a launcher
+//   AOT_ENTRY(Gelu, aot_gelu_cpu, gelu_cpu)
+//
+// An optional slot may be absent: its Tensor converts to false. Which slots are present is told by the integer
+// attributes "inputs" and "outputs" (bit i: slot i); without them every input is present, and nparam tells how many
+// outputs are.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <iterator>
+#include <vector>
+
+#include "host/extra.h"
+
+#define AOT_API extern "C" __attribute__((visibility("default")))
+
+// CPU sources are compiled once per instruction set (Makefile). Everything inline lives in a namespace of that set, so
+// that the linker can never hand a function compiled for AVX-512 to the plain build.
+#ifndef AOT_ISA
+#define AOT_ISA baseline
+#endif
+
+namespace aot {
+
+enum Status : int {
+  kOk = 0,
+  kInvalidArgument = 1,    // a shape or an attribute; ValueError in Python
+  kUnsupportedDtype = 2,   // TypeError
+  kNotImplemented = 3,     // NotImplementedError
+  kDeviceError = 4,        // what CUDA said; RuntimeError
+  kConventionMisused = 5,  // a wrong nparam, a missing Init: an error of the caller's host; RuntimeError
+};
+
+// Notes the text of an error for aot_last_error() (host/error.cpp) and gives `status` back.
+[[gnu::format(printf, 2, 3)]] Status fail(Status status, const char *format, ...) noexcept;
+
+inline namespace AOT_ISA {
+
+constexpr int kMaxNdim = 32;
+constexpr int64_t kUnknownDim = -1, kUnknownRank = -2;  // MindSpore's marks in a dynamic shape
+
+// ---------------------------------------------------------------------------------------------------------- dtypes
+
+enum class DType : uint8_t { absent, unknown, other, float16, bfloat16, float32, float64, int32, int64 };
+
+inline DType parse_dtype(const char *s) {
+  if (!std::strcmp(s, "float32") || !std::strcmp(s, "float")) return DType::float32;
+  if (!std::strcmp(s, "bfloat16")) return DType::bfloat16;
+  if (!std::strcmp(s, "float16")) return DType::float16;
+  if (!std::strcmp(s, "float64")) return DType::float64;
+  if (!std::strcmp(s, "int64")) return DType::int64;
+  if (!std::strcmp(s, "int32") || !std::strcmp(s, "int")) return DType::int32;
+  return DType::other;
+}
+
+inline const char *dtype_name(DType d) {
+  constexpr const char *names[] = {"absent",  "unknown", "other", "float16", "bfloat16",
+                                   "float32", "float64", "int32", "int64"};
+  return names[static_cast<int>(d)];
+}
+
+inline bool is_floating(DType d) { return d >= DType::float16 && d <= DType::float64; }
+
+// What the statistics and sums of a tensor of this dtype are kept in.
+inline DType accumulate_dtype(DType d) { return d == DType::float64 || d == DType::unknown ? d : DType::float32; }
+
+// --------------------------------------------------------------------------------------------------------- tensors
+
+enum SlotKind {
+  required,
+  optional,
+  workspace
+};  // a workspace is an optional output: scratch, of at least the inferred size
+
+struct Slot {
+  const char *name;
+  SlotKind kind = required;
+};
+
+struct Spec {
+  DType dtype = DType::absent;
+  int ndim = 0;
+  int64_t shape[kMaxNdim];  // the first ndim are set
+
+  Spec() = default;
+  Spec(const Spec &s) { *this = s; }
+  Spec &operator=(const Spec &s) {  // what is set, and no more: this is on the path of every call
+    dtype = s.dtype, ndim = s.ndim;
+    for (int i = 0; i < ndim; ++i) shape[i] = s.shape[i];
+    return *this;
+  }
+  explicit operator bool() const { return dtype != DType::absent; }
+  bool rank_known() const { return !(ndim == 1 && shape[0] == kUnknownRank); }
+  int64_t size(int first = 0) const { return product(first, ndim); }
+  int64_t product(int first, int last) const {
+    int64_t n = 1;
+    for (int i = first; i < last; ++i) n *= shape[i];
+    return n;
+  }
+  static Spec unknown_rank(DType dtype) {
+    Spec s;
+    s.dtype = dtype, s.ndim = 1, s.shape[0] = kUnknownRank;
+    return s;
+  }
+};
+
+struct Tensor : Spec {
+  void *data = nullptr;
+
+  template <typename T>
+  T *as() const {
+    return static_cast<T *>(data);
+  }
+};
+
+inline bool same_dim(int64_t a, int64_t b) { return a == b || a < 0 || b < 0; }
+
+inline bool same_dtype(DType a, DType b) { return a == b || a == DType::unknown || b == DType::unknown; }
+
+inline bool same_shape(const Spec &a, const Spec &b) {
+  if (!a.rank_known() || !b.rank_known()) return true;
+  if (a.ndim != b.ndim) return false;
+  for (int i = 0; i < a.ndim; ++i)
+    if (!same_dim(a.shape[i], b.shape[i])) return false;
+  return true;
+}
+
+// A shape as Python writes it: (2, 3).
+struct ShapeText {
+  char text[192];
+  ShapeText(const int64_t *shape, int ndim) {
+    int n = std::snprintf(text, sizeof text, "(");
+    for (int i = 0; i < ndim && n < 160; ++i)
+      n += std::snprintf(text + n, sizeof text - n, i ? ", %lld" : "%lld", static_cast<long long>(shape[i]));
+    std::snprintf(text + n, sizeof text - n, ndim == 1 ? ",)" : ")");
+  }
+  explicit ShapeText(const Spec &s) : ShapeText(s.shape, s.ndim) {}
+};
+
+// ------------------------------------------------------------------------------------------------- checks for infer
+
+inline Status check_floating(const char *op, const char *slot, const Spec &s) {
+  if (s.dtype == DType::unknown || is_floating(s.dtype)) return kOk;
+  return fail(kUnsupportedDtype, "%s: %s has dtype %s, expected float16, bfloat16, float32 or float64", op, slot,
+              dtype_name(s.dtype));
+}
+
+inline Status check_dtype(const char *op, const char *slot, const Spec &s, DType expected) {
+  if (same_dtype(s.dtype, expected)) return kOk;
+  return fail(kUnsupportedDtype, "%s: %s has dtype %s, expected %s", op, slot, dtype_name(s.dtype),
+              dtype_name(expected));
+}
+
+inline Status check_like(const char *op, const char *slot, const Spec &s, const char *model_slot, const Spec &model) {
+  if (Status status = check_floating(op, slot, s)) return status;
+  if (Status status = check_dtype(op, slot, s, model.dtype)) return status;
+  if (same_shape(s, model)) return kOk;
+  return fail(kInvalidArgument, "%s: %s has shape %s, expected %s, the shape of %s", op, slot, ShapeText(s).text,
+              ShapeText(model).text, model_slot);
+}
+
+#define AOT_TRY(expression)                                   \
+  do {                                                        \
+    if (::aot::Status status_ = (expression)) return status_; \
+  } while (0)
+
+// ------------------------------------------------------------------------------------------------------ attributes
+
+// A short list of integers that lives inside the operator: no allocation.
+struct Ints {
+  int n = 0;
+  int64_t value[kMaxNdim];
+};
+
+// The attributes of one call, read through `extra`. A getter leaves the default alone where the attribute is not given.
+class Attrs {
+ public:
+  Attrs(const char *op, void *extra) : op_(op), extra_(extra) {}
+
+  Status get(const char *name, int64_t *value) const {
+    return check(name, "an integer", extra_get_int(extra_, name, value));
+  }
+  Status get(const char *name, double *value) const {
+    return check(name, "a number", extra_get_float(extra_, name, value));
+  }
+  Status get(const char *name, bool *value) const { return check(name, "a bool", extra_get_bool(extra_, name, value)); }
+  Status get(const char *name, Ints *value) const {
+    return check(name, "a list of at most 32 integers",
+                 extra_get_ints(extra_, name, value->value, kMaxNdim, &value->n));
+  }
+  // A choice among words: *value becomes the index of the word given.
+  template <size_t n>
+  Status get(const char *name, const char *const (&words)[n], int *value) const {
+    char text[32] = "";
+    AOT_TRY(check(name, "a short string", extra_get_string(extra_, name, text, sizeof text)));
+    if (!*text) return kOk;
+    for (size_t i = 0; i < n; ++i)
+      if (!std::strcmp(text, words[i])) return *value = static_cast<int>(i), kOk;
+    return fail(kInvalidArgument, "%s: %s is '%s', expected '%s' or another of its %d values", op_, name, text,
+                words[0], static_cast<int>(n));
+  }
+
+ private:
+  Status check(const char *name, const char *kind, int found) const {
+    if (found >= 0) return kOk;
+    return fail(kInvalidArgument, "%s: attribute %s is not %s", op_, name, kind);
+  }
+  const char *op_;
+  void *extra_;
+};
+
+// An operator with its attributes read: what Init leaves in `extra`, and every call finds there.
+template <class Op>
+struct Bound final : AotKernelData {
+  Op op;
+  int64_t inputs = -1, outputs = -1;  // bit i: slot i is present
+  static constexpr int n_in = std::size(Op::inputs), n_out = std::size(Op::outputs);
+
+  Status init(void *extra) {
+    Attrs attrs(Op::name, extra);
+    AOT_TRY(attrs.get("inputs", &inputs));
+    AOT_TRY(attrs.get("outputs", &outputs));
+    for (int i = 0; i < n_in; ++i)
+      if (!(inputs >> i & 1) && Op::inputs[i].kind == required)
+        return fail(kInvalidArgument, "%s: %s is missing", Op::name, Op::inputs[i].name);
+    return op.init(attrs);
+  }
+};
+
+template <class Op>
+int init(void *extra) noexcept {
+  auto *bound = new (std::nothrow) Bound<Op>;
+  if (!bound) return fail(kConventionMisused, "%s: out of memory", Op::name);
+  if (Status status = bound->init(extra)) return delete bound, status;
+  delete extra_view(extra)->kernel_data;
+  extra_view(extra)->kernel_data = bound;
+  return kOk;
+}
+
+// ---------------------------------------------------------------------------------------------------------- entries
+
+inline Status read_tensor(const char *op, const char *slot, void *data, int ndim, const int64_t *shape,
+                          const char *dtype, Tensor *t) {
+  if (ndim > kMaxNdim)
+    return fail(kInvalidArgument, "%s: %s has %d dimensions, expected at most %d", op, slot, ndim, kMaxNdim);
+  t->data = data, t->ndim = ndim, t->dtype = parse_dtype(dtype);
+  for (int i = 0; i < ndim; ++i) t->shape[i] = shape[i];
+  if (t->dtype == DType::other)
+    return fail(kUnsupportedDtype, "%s: %s has dtype %s, expected float16, bfloat16, float32 or float64", op, slot,
+                dtype);
+  return kOk;
+}
+
+template <class Op>
+using Launcher = Status(const Op &op, const Tensor *in, const Tensor *out, void *stream);
+
+template <class Op>
+int run(const Bound<Op> &bound, Launcher<Op> launch, int nparam, void **params, int *ndims, int64_t **shapes,
+        const char **dtypes, void *stream) noexcept {
+  constexpr int n_in = Bound<Op>::n_in, n_out = Bound<Op>::n_out;
+  // 1. what is given
+  Tensor in[n_in], out[n_out];
+  int n = 0;
+  for (int i = 0; i < n_in; ++i)
+    if (bound.inputs >> i & 1) {
+      if (n >= nparam)
+        return fail(kConventionMisused, "%s: %d tensors given, %s is missing", Op::name, nparam, Op::inputs[i].name);
+      AOT_TRY(read_tensor(Op::name, Op::inputs[i].name, params[n], ndims[n], shapes[n], dtypes[n], &in[i]));
+      ++n;
+    }
+  for (int i = 0; i < n_out && n < nparam; ++i)
+    if (bound.outputs >> i & 1) {
+      AOT_TRY(read_tensor(Op::name, Op::outputs[i].name, params[n], ndims[n], shapes[n], dtypes[n], &out[i]));
+      ++n;
+    }
+  if (n != nparam) return fail(kConventionMisused, "%s: %d tensors given, expected %d", Op::name, nparam, n);
+  // 2. against what must be
+  Spec expected[n_out];
+  AOT_TRY(bound.op.infer(in, expected));
+  int64_t elements = 0;
+  for (int i = 0; i < n_out; ++i) {
+    const Slot &slot = Op::outputs[i];
+    if (!out[i] && slot.kind != required) continue;
+    if (!out[i]) return fail(kConventionMisused, "%s: output %s is missing", Op::name, slot.name);
+    if (slot.kind == workspace && out[i].dtype == expected[i].dtype && out[i].size() >= expected[i].size()) continue;
+    AOT_TRY(check_like(Op::name, slot.name, out[i], "this output", expected[i]));
+    elements += out[i].size();
+  }
+  // 3. launch, unless there is nothing to write
+  return elements ? launch(bound.op, in, out, stream) : kOk;
+}
+
+template <class Op>
+int run(Launcher<Op> launch, int nparam, void **params, int *ndims, int64_t **shapes, const char **dtypes, void *stream,
+        void *extra) noexcept {
+  if (extra && extra_view(extra)->kernel_data) {
+    auto *bound = static_cast<Bound<Op> *>(extra_view(extra)->kernel_data);
+    return run(*bound, launch, nparam, params, ndims, shapes, dtypes, stream);
+  }
+  Bound<Op> bound;  // a caller that called no Init
+  AOT_TRY(bound.init(extra));
+  return run(bound, launch, nparam, params, ndims, shapes, dtypes, stream);
+}
+
+// ------------------------------------------------------------------------------------------------------- inference
+
+// MindSpore's numbers for its dtypes (mindapi/base/type_id.h).
+enum TypeId : int {
+  kTypeInt32 = 34,
+  kTypeInt64 = 35,
+  kTypeFloat16 = 42,
+  kTypeFloat32 = 43,
+  kTypeFloat64 = 44,
+  kTypeBFloat16 = 45
+};
+constexpr struct {
+  DType dtype;
+  TypeId id;
+} kTypeIds[] = {{DType::int32, kTypeInt32},     {DType::int64, kTypeInt64},     {DType::float16, kTypeFloat16},
+                {DType::float32, kTypeFloat32}, {DType::float64, kTypeFloat64}, {DType::bfloat16, kTypeBFloat16}};
+
+// Fills out[] for the present outputs from the present inputs; what cannot be inferred stays unknown, and the call
+// itself, which has a way to say so, refuses it.
+template <class Op, class ReadInput>
+std::vector<Spec> infer(void *extra, ReadInput read) {
+  Bound<Op> bound;
+  std::vector<Spec> result;
+  if (bound.init(extra)) return result;
+  Tensor in[Bound<Op>::n_in];
+  int n = 0;
+  for (int i = 0; i < Bound<Op>::n_in; ++i)
+    if (bound.inputs >> i & 1) read(n++, &in[i]);
+  Spec out[Bound<Op>::n_out];
+  bool failed = bound.op.infer(in, out) != kOk;
+  for (int i = 0; i < Bound<Op>::n_out; ++i)
+    if (bound.outputs >> i & 1) result.push_back(failed ? Spec::unknown_rank(in[0].dtype) : out[i]);
+  return result;
+}
+
+template <class Op>
+std::vector<std::vector<int64_t>> infer_shapes(int *ndims, int64_t **shapes, void *extra) {
+  std::vector<std::vector<int64_t>> result;
+  for (const Spec &s : infer<Op>(extra, [&](int n, Tensor *t) {
+         t->dtype = DType::unknown, t->ndim = ndims[n];
+         for (int i = 0; i < t->ndim && i < kMaxNdim; ++i) t->shape[i] = shapes[n][i];
+       }))
+    result.emplace_back(s.shape, s.shape + s.ndim);
+  return result;
+}
+
+template <class Op>
+std::vector<TypeId> infer_types(const std::vector<TypeId> &types, void *extra) {
+  std::vector<TypeId> result;
+  for (const Spec &s : infer<Op>(extra, [&](int n, Tensor *t) {
+         *static_cast<Spec *>(t) = Spec::unknown_rank(DType::other);
+         for (auto known : kTypeIds)
+           if (known.id == types[n]) t->dtype = known.dtype;
+       })) {
+    TypeId id = types[0];
+    for (auto known : kTypeIds)
+      if (known.dtype == s.dtype) id = known.id;
+    result.push_back(id);
+  }
+  return result;
+}
+
+template <class Op, class T>
+auto one_or_list(std::vector<T> outputs) {
+  if constexpr (std::size(Op::outputs) == 1) return outputs.at(0);
+  else return outputs;
+}
+
+}  // namespace AOT_ISA
+}  // namespace aot
+
+// Exports an entry and its companions. With one output slot the companions return that output's, else a list of them.
+#define AOT_ENTRY(Op, symbol, launcher)                                                                          \
+  AOT_API int symbol(int nparam, void **params, int *ndims, int64_t **shapes, const char **dtypes, void *stream, \
+                     void *extra) {                                                                              \
+    return ::aot::run<Op>(launcher, nparam, params, ndims, shapes, dtypes, stream, extra);                       \
+  }                                                                                                              \
+  AOT_COMPANIONS(Op, symbol)
+
+#define AOT_COMPANIONS(Op, symbol)                                                                           \
+  AOT_API int symbol##Init(int *, int64_t **, const char **, void *extra) { return ::aot::init<Op>(extra); } \
+  AOT_API auto symbol##InferShape(int *ndims, int64_t **shapes, void *extra) {                               \
+    return ::aot::one_or_list<Op>(::aot::infer_shapes<Op>(ndims, shapes, extra));                            \
+  }                                                                                                          \
+  AOT_API auto symbol##InferType(std::vector<::aot::TypeId> types, void *extra) {                            \
+    return ::aot::one_or_list<Op>(::aot::infer_types<Op>(types, extra));                                     \
+  }
