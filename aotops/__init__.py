@@ -1,0 +1,6 @@
+"""Kernels compiled once into one plain shared library, callable and differentiable in every framework.
+
+Use them through a frontend: ``from aotops.frontends import torch`` (or numpy, cupy, jax, mindspore).
+"""
+
+__version__ = "0.1.0"

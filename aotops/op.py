@@ -1,0 +1,100 @@
+"""The declarative definition of an operator: data that every frontend turns into functions of its framework."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from .spec import TensorSpec
+
+Attr = int | float | bool | str | tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Op:
+    """What an operator takes, gives and saves.
+
+    Its entries are ``aot_<name>_cpu`` and ``aot_<name>_cuda``. They take the ``slots`` in order: inputs, outputs,
+    residuals, workspace. Names tell the gradient: ``backward`` takes ``dy`` for the output ``y`` and gives ``dx`` for
+    the input ``x``; whatever else it takes is saved by the forward.
+    """
+
+    name: str
+    bind: Callable[..., tuple[tuple[Any, ...], tuple[Attr, ...]]]
+    """The public signature and docstring; returns the inputs and the attributes, each in the order given here."""
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    infer: Callable[..., tuple[TensorSpec, ...]]
+    """Takes the inputs' specs (None where absent), then the attributes; returns the specs of outputs, residuals and
+    workspace. Raises TypeError or ValueError for inputs that the operator does not take."""
+    optional: frozenset[str] = frozenset()
+    """Inputs that may be None, and outputs that a caller may leave out."""
+    attrs: Mapping[str, str] = field(default_factory=dict)
+    """Attributes and their types: "int[]", "int", "float", "bool" or "str"."""
+    residuals: tuple[str, ...] = ()
+    """Outputs that only the backward wants, and can do without: it computes absent ones again."""
+    workspace: tuple[str, ...] = ()
+    """Scratch; its content means nothing afterwards."""
+    backward: Op | None = None
+    like: Mapping[str, str] = field(default_factory=dict)
+    """Outputs whose spec is that of an input: what ``infer`` says too, at once."""
+    alias: Mapping[str, str] = field(default_factory=dict)
+    """Outputs that are one of the inputs as it is. Where all are, there is no kernel."""
+    batched: frozenset[str] = frozenset()
+    """Slots that may carry more leading axes, each index of which is an independent problem: how vmap works."""
+    broadcast: bool = False
+    """Inputs of different shapes are broadcast by the frontend."""
+    autocast: str | None = None
+    """The dtype that torch.autocast casts to before this operator."""
+
+    @cached_property
+    def extra_outputs(self) -> tuple[str, ...]:
+        """Everything the entry writes: outputs, residuals, workspace."""
+        return (*self.outputs, *self.residuals, *self.workspace)
+
+    @cached_property
+    def slots(self) -> tuple[str, ...]:
+        return (*self.inputs, *self.extra_outputs)
+
+    @cached_property
+    def saved(self) -> tuple[str, ...]:
+        """Which of the forward's slots the backward takes, in its order."""
+        if self.backward is None:
+            return ()
+        gradients = {f"d{y}" for y in self.outputs}
+        return tuple(s for s in self.backward.inputs if s not in gradients)
+
+    @cached_property
+    def has_kernel(self) -> bool:
+        return set(self.alias) != set(self.outputs)
+
+    def is_optional(self, slot: str) -> bool:
+        return slot in self.optional or slot in self.residuals or slot in self.workspace
+
+    def specs(self, inputs: Sequence[TensorSpec | None], attrs: Sequence[Attr]) -> dict[str, TensorSpec]:
+        """The spec of everything the entry writes, by name. Raises for inputs that the operator does not take."""
+        for slot, spec in zip(self.inputs, inputs, strict=True):
+            if spec is None and slot not in self.optional:
+                raise TypeError(f"{self.name}: {slot} is None, expected a tensor")
+        return dict(zip(self.extra_outputs, self.infer(*inputs, *attrs), strict=True))
+
+    def backward_outputs(self, inputs: Sequence[object]) -> tuple[str | None, ...]:
+        """For each input the name of its gradient among the backward's outputs; None where there is none."""
+        assert self.backward is not None, f"{self.name} has no backward"
+        return tuple(
+            f"d{slot}" if value is not None and f"d{slot}" in self.backward.outputs else None
+            for slot, value in zip(self.inputs, inputs, strict=True)
+        )
+
+
+def operator(**definition: Any) -> Callable[[Callable[..., Any]], Op]:
+    """Makes an ``Op`` of the function that gives its name, public signature and docstring."""
+
+    def define(bind: Callable[..., Any]) -> Op:
+        for key in ("optional", "batched"):
+            definition[key] = frozenset(definition.get(key, ()))
+        return Op(name=bind.__name__, bind=bind, **definition)
+
+    return define

@@ -1,0 +1,66 @@
+"""What the core knows of a tensor, shape and dtype, and the checks that every definition uses.
+
+The texts are those of cuda_src/aot.h: an error reads the same whether Python or the library finds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+FLOATING = ("float16", "bfloat16", "float32", "float64")
+
+
+class TensorSpec(NamedTuple):
+    """A tensor without its data. A dimension may be symbolic (a torch.SymInt, a jax.export dimension)."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def accumulate_dtype(dtype: str) -> str:
+    """What the statistics and sums of a tensor of this dtype are kept in."""
+    return "float64" if dtype == "float64" else "float32"
+
+
+def size(shape: Sequence[int]) -> int:
+    """The number of elements; 1 for a 0-dim shape."""
+    n = 1
+    for dim in shape:
+        n *= dim
+    return n
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
+
+
+def check_floating(op: str, slot: str, spec: TensorSpec) -> None:
+    if spec.dtype not in FLOATING:
+        raise TypeError(f"{op}: {slot} has dtype {spec.dtype}, expected float16, bfloat16, float32 or float64")
+
+
+def check_dtype(op: str, slot: str, spec: TensorSpec, expected: str) -> None:
+    if spec.dtype != expected:
+        raise TypeError(f"{op}: {slot} has dtype {spec.dtype}, expected {expected}")
+
+
+def check_like(op: str, slot: str, spec: TensorSpec, model_slot: str, model: TensorSpec) -> None:
+    check_floating(op, slot, spec)
+    check_dtype(op, slot, spec, model.dtype)
+    if tuple(spec.shape) != tuple(model.shape):
+        raise ValueError(
+            f"{op}: {slot} has shape {shape_text(spec.shape)}, expected {shape_text(model.shape)}, "
+            f"the shape of {model_slot}"
+        )
+
+
+def check_broadcast(op: str, slots: Sequence[str], specs: Sequence[TensorSpec]) -> None:
+    """Raises ValueError where a shape does not broadcast with the first one."""
+    for slot, spec in zip(slots[1:], specs[1:], strict=True):
+        pairs = zip(reversed(specs[0].shape), reversed(spec.shape), strict=False)
+        if any(a != b and a != 1 and b != 1 for a, b in pairs):
+            raise ValueError(
+                f"{op}: {slot} has shape {shape_text(spec.shape)}, which does not broadcast with "
+                f"{shape_text(specs[0].shape)}, the shape of {slots[0]}"
+            )
