@@ -1,0 +1,12 @@
+"""All operators: every module in this folder defines one, under its own name."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pkgutil import iter_modules
+
+from ..op import Op
+
+OPS: dict[str, Op] = {
+    name: getattr(import_module(f"{__name__}.{name}"), name) for name in sorted(m.name for m in iter_modules(__path__))
+}

@@ -1,0 +1,65 @@
+"""GELU, the Gaussian error linear unit, exact and in its tanh approximation."""
+
+from __future__ import annotations
+
+from ..op import operator
+from ..spec import check_floating, check_like
+
+
+def _check_approximate(op, approximate):
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f"{op}: approximate is {approximate!r}, expected 'none' or 'tanh'")
+
+
+def _infer(x, approximate):
+    _check_approximate("gelu", approximate)
+    check_floating("gelu", "x", x)
+    return (x,)
+
+
+def _infer_backward(dy, x, approximate):
+    _check_approximate("gelu_backward", approximate)
+    check_floating("gelu_backward", "x", x)
+    check_like("gelu_backward", "dy", dy, "x", x)
+    return (x,)
+
+
+@operator(
+    inputs=("dy", "x"),
+    outputs=("dx",),
+    infer=_infer_backward,
+    attrs={"approximate": "str"},
+    like={"dx": "x"},
+    batched=("dy", "x", "dx"),
+)
+def gelu_backward(dy, x, approximate="none"):
+    return (dy, x), (approximate,)
+
+
+@operator(
+    inputs=("x",),
+    outputs=("y",),
+    infer=_infer,
+    attrs={"approximate": "str"},
+    backward=gelu_backward,
+    like={"y": "x"},
+    batched=("x", "y"),
+)
+def gelu(x, approximate="none"):
+    """The Gaussian error linear unit, as ``torch.nn.functional.gelu``.
+
+    Args:
+        x: float16, bfloat16, float32 or float64; any shape.
+        approximate: "none" for ``x * Phi(x)``, Phi the normal distribution function; "tanh" for
+            ``x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)))``.
+
+    Returns:
+        A tensor like x.
+
+    Raises:
+        TypeError: a dtype that is not floating.
+        ValueError: another value of approximate.
+
+    Source: Hendrycks and Gimpel, arXiv:1606.08415.
+    """
+    return (x,), (approximate,)
