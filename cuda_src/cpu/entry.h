@@ -1,0 +1,71 @@
+// Exports the CPU entry of an operator.
+//
+// The Makefile compiles each <op>.cpp once per instruction set, AOT_ISA: baseline, and on x86-64 (AOT_HAVE_X86_ISAS)
+// also avx2 (x86-64-v3) and avx512 (x86-64-v4). The baseline build exports the entry, which hands each call on to the
+// best build this processor runs. Only the baseline build instantiates code that the linker may share, such as
+// std::vector's.
+#pragma once
+#include <cstdlib>
+
+#include "../aot.h"
+
+#define AOT_PASTE_(a, b) a##b
+#define AOT_PASTE(a, b) AOT_PASTE_(a, b)
+
+#define AOT_ARGUMENTS \
+  int nparam, void **params, int *ndims, int64_t **shapes, const char **dtypes, void *stream, void *extra
+#define AOT_HIDDEN extern "C" __attribute__((visibility("hidden")))
+
+#define AOT_IS_baseline 1
+#if !AOT_PASTE(AOT_IS_, AOT_ISA)
+
+#define AOT_CPU_ENTRY(Op, symbol, launcher)                                                \
+  AOT_HIDDEN int AOT_PASTE(symbol##_, AOT_ISA)(AOT_ARGUMENTS) {                            \
+    return ::aot::run<Op>(launcher, nparam, params, ndims, shapes, dtypes, stream, extra); \
+  }
+
+#elif !defined(AOT_HAVE_X86_ISAS)
+
+#define AOT_CPU_ENTRY(Op, symbol, launcher) AOT_ENTRY(Op, symbol, launcher)
+
+#else
+
+namespace aot {
+inline namespace AOT_ISA {
+
+enum CpuIsa { kBaseline, kAvx2, kAvx512 };
+
+// The best this processor runs, or less where AOTOPS_CPU_ISA asks for less: the tests go through all of them.
+inline CpuIsa find_cpu_isa() {
+  __builtin_cpu_init();
+  CpuIsa best = __builtin_cpu_supports("x86-64-v4") ? kAvx512 : __builtin_cpu_supports("x86-64-v3") ? kAvx2 : kBaseline;
+  const char *names[] = {"baseline", "avx2", "avx512"}, *asked = std::getenv("AOTOPS_CPU_ISA");
+  for (int isa = kBaseline; asked && isa < best; ++isa)
+    if (!std::strcmp(asked, names[isa])) return static_cast<CpuIsa>(isa);
+  return best;
+}
+
+inline CpuIsa cpu_isa() {
+  static const CpuIsa isa = find_cpu_isa();
+  return isa;
+}
+
+}  // namespace AOT_ISA
+}  // namespace aot
+
+#define AOT_CPU_ENTRY(Op, symbol, launcher)                                                    \
+  AOT_HIDDEN int symbol##_avx2(AOT_ARGUMENTS);                                                 \
+  AOT_HIDDEN int symbol##_avx512(AOT_ARGUMENTS);                                               \
+  AOT_API int symbol(AOT_ARGUMENTS) {                                                          \
+    switch (::aot::cpu_isa()) {                                                                \
+      case ::aot::kAvx512:                                                                     \
+        return symbol##_avx512(nparam, params, ndims, shapes, dtypes, stream, extra);          \
+      case ::aot::kAvx2:                                                                       \
+        return symbol##_avx2(nparam, params, ndims, shapes, dtypes, stream, extra);            \
+      default:                                                                                 \
+        return ::aot::run<Op>(launcher, nparam, params, ndims, shapes, dtypes, stream, extra); \
+    }                                                                                          \
+  }                                                                                            \
+  AOT_COMPANIONS(Op, symbol)
+
+#endif

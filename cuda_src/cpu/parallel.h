@@ -1,0 +1,50 @@
+// Threads: OpenMP's, so that OMP_NUM_THREADS and, in a process of torch's, torch.set_num_threads hold here too. Work is
+// cut by shape alone, never by the number of threads: the same input gives the same bits.
+#pragma once
+#include "vector.h"
+
+namespace aot {
+inline namespace AOT_ISA {
+
+constexpr int64_t kGrain = 32768;  // elements that are worth waking a thread for
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// f(chunk) for each chunk; a thread takes the next when it is free, since cores are seldom equally fast. One chunk
+// stays on the calling thread.
+template <class F>
+void parallel(int64_t chunks, F f) {
+  if (chunks <= 1) return chunks == 1 ? f(0) : void();
+#pragma omp parallel for schedule(dynamic)
+  for (int64_t chunk = 0; chunk < chunks; ++chunk) f(chunk);
+}
+
+// f(begin, end) for pieces of [0, n), `piece` of them at a time.
+template <class F>
+void parallel_pieces(int64_t n, int64_t piece, F f) {
+  parallel(ceil_div(n, piece), [&](int64_t i) { f(i * piece, i * piece + piece < n ? i * piece + piece : n); });
+}
+
+// Not inlined, so that each loop has the registers to itself.
+template <bool stream, typename T, class F>
+[[gnu::noinline]] void map_piece(T *y, int64_t begin, int64_t end, F f) {
+  auto step = [=](int64_t i, auto part) { store(y + begin + i, f(begin + i, part), part); };
+  if constexpr (stream) {
+    sweep_stream(y + begin, end - begin, step);
+    end_stream();
+  } else {
+    sweep<T>(end - begin, step);
+  }
+}
+
+// y[i] = f(i, part), elementwise; f gives a Vec<T>.
+template <typename T, class F>
+void map(T *y, int64_t n, F f) {
+  const bool stream = streams(n * sizeof(T));
+  parallel_pieces(n, kGrain, [=](int64_t begin, int64_t end) {
+    stream ? map_piece<true>(y, begin, end, f) : map_piece<false>(y, begin, end, f);
+  });
+}
+
+}  // namespace AOT_ISA
+}  // namespace aot

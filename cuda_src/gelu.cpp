@@ -1,0 +1,86 @@
+#include "gelu.h"
+
+#include "cpu/entry.h"
+#include "cpu/math.h"
+#include "cpu/parallel.h"
+
+namespace aot {
+inline namespace AOT_ISA {
+
+// ------------------------------------------------------------------------------------------------------ formulas
+
+// approximate = "none"
+template <typename T>
+struct ExactGelu {
+  Normal<T> normal;
+
+  explicit ExactGelu(Vec<T> x) : normal(x) {}
+  Vec<T> value(Vec<T> x) const { return x * normal.below; }
+  Vec<T> slope(Vec<T> x) const {
+    return normal.below + x * normal.density * Accumulate<T>(0.3989422804014327);  // 1 / sqrt(2 pi)
+  }
+};
+
+// approximate = "tanh": (1 + tanh(u)) / 2 = s = 1 / (1 + exp(-2u)), and s' = 2 u' s (1 - s); in terms of e =
+// exp(-2|u|), which does not overflow, and of the smaller of s and 1 - s, e / (1 + e).
+template <typename T>
+struct TanhGelu {
+  using A = Accumulate<T>;
+  static constexpr A c = A(0.044715), two_k = A(1.5957691216057308);  // 2 sqrt(2 / pi)
+  static constexpr A log2_e = A(1.4426950408889634);
+  Vec<T> smaller, s;
+
+  explicit TanhGelu(Vec<T> x) {
+    Vec<T> e = exp2_nonpositive<T>(-abs<T>(x * (two_k * log2_e + two_k * log2_e * c * (x * x))));
+    smaller = e / (1 + e);
+    s = x < 0 ? smaller : 1 - smaller;
+  }
+  Vec<T> value(Vec<T> x) const { return x * s; }
+  Vec<T> slope(Vec<T> x) const { return s + x * (smaller - smaller * smaller) * (two_k + 3 * two_k * c * (x * x)); }
+};
+
+// --------------------------------------------------------------------------------------------------------- loops
+
+template <template <typename> class Formula, typename T>
+void gelu_loop(const T *x, T *y, int64_t n) {
+  map(y, n, [=](int64_t i, auto part) {
+    Vec<T> v = load(x + i, part);
+    return Formula<T>(v).value(v);
+  });
+}
+
+template <template <typename> class Formula, typename T>
+void gelu_backward_loop(const T *dy, const T *x, T *dx, int64_t n) {
+  map(dx, n, [=](int64_t i, auto part) {
+    Vec<T> v = load(x + i, part);
+    return load(dy + i, part) * Formula<T>(v).slope(v);
+  });
+}
+
+// ----------------------------------------------------------------------------------------------------- launchers
+
+inline Status gelu_cpu(const Gelu &op, const Tensor *in, const Tensor *out, void *) {
+  return dispatch_floating(in[0].dtype, [&](auto zero) {
+    using T = decltype(zero);
+    auto *loop = op.tanh() ? gelu_loop<TanhGelu, T> : gelu_loop<ExactGelu, T>;
+    loop(in[0].as<T>(), out[0].as<T>(), out[0].size());
+    return kOk;
+  });
+}
+
+inline Status gelu_backward_cpu(const GeluBackward &op, const Tensor *in, const Tensor *out, void *) {
+  return dispatch_floating(in[1].dtype, [&](auto zero) {
+    using T = decltype(zero);
+    auto *loop = op.tanh() ? gelu_backward_loop<TanhGelu, T> : gelu_backward_loop<ExactGelu, T>;
+    loop(in[0].as<T>(), in[1].as<T>(), out[0].as<T>(), out[0].size());
+    return kOk;
+  });
+}
+
+}  // namespace AOT_ISA
+}  // namespace aot
+
+// ------------------------------------------------------------------------------------------------------- entries
+
+AOT_CPU_ENTRY(aot::Gelu, aot_gelu_cpu, aot::gelu_cpu)
+AOT_CPU_ENTRY(aot::GeluBackward, aot_gelu_backward_cpu, aot::gelu_backward_cpu)
