@@ -1,0 +1,144 @@
+#include "gelu.h"
+
+#include "cuda/elementwise.cuh"
+
+namespace aot {
+inline namespace AOT_ISA {
+
+// --------------------------------------------------------------------------------------------------------- formula
+
+// At 4.26 TB/s an H200 has some 30 issue slots for an element of 16 bits read and written, and 60 for one of 32. So
+// what is rounded to 16 bits comes from the hardware's own exponential and reciprocal, one instruction each, and the
+// rest from the mathematical library.
+
+__device__ inline float fast_exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ inline float fast_reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+constexpr double kLog2E = 1.4426950408889634, kSqrtHalf = 0.7071067811865476;
+constexpr double kDensityAtZero = 0.3989422804014327;  // 1 / sqrt(2 pi)
+constexpr double kTanhScale = 0.7978845608028654, kTanhCubic = 0.044715;
+
+// Phi, the normal distribution function, and its density.
+template <typename A>
+struct Normal {
+  A distribution, density;
+};
+
+// Phi(-a) = exp(-a^2 / 2) * t * P(t) with t = 1 / (1 + p a), after Hastings (Abramowitz and Stegun 7.1.26). P is fitted
+// to the least relative error for 0 <= a <= 7, which is 1.0e-5: a 40th of what rounding to float16 makes.
+__device__ inline Normal<float> fast_normal(float x) {
+  float t = fast_reciprocal(fmaf(fabsf(x), 0.36183059f, 1.0f));
+  float e = fast_exp2(x * x * static_cast<float>(-kLog2E / 2));
+  float p = fmaf(t, -0.09590505f, 0.24156349f);
+  p = fmaf(t, p, 0.04949725f);
+  p = fmaf(t, p, 0.16209002f);
+  p = fmaf(t, p, 0.14274922f);
+  float tail = p * t * e;
+  return {x < 0 ? tail : 1 - tail, e * static_cast<float>(kDensityAtZero)};
+}
+__device__ inline Normal<float> normal(float x) {
+  return {0.5f * (1 + erff(x * static_cast<float>(kSqrtHalf))),
+          static_cast<float>(kDensityAtZero) * expf(-0.5f * x * x)};
+}
+__device__ inline Normal<double> normal(double x) {
+  return {0.5 * (1 + erf(x * kSqrtHalf)), kDensityAtZero * exp(-0.5 * x * x)};
+}
+
+// (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u)): the right side keeps its relative error where tanh comes near -1.
+__device__ inline float fast_sigmoid(float x) {
+  return fast_reciprocal(1 + fast_exp2(x * static_cast<float>(-kLog2E)));
+}
+
+// The hardware's reciprocal of 1 <= d <= 2 and a step of Newton's: a division would be a branch and a call.
+__device__ inline float sigmoid(float x) {
+  float e = expf(-fabsf(x)), d = 1 + e, r = fast_reciprocal(d);
+  r = fmaf(r, fmaf(-d, r, 1.0f), r);
+  return x < 0 ? e * r : r;
+}
+__device__ inline double sigmoid(double x) { return 1 / (1 + exp(-x)); }
+
+// T is what is read and written, A what is computed in.
+template <typename T, bool kTanh, typename A>
+__device__ inline A gelu(A x) {
+  constexpr bool kFast = sizeof(T) == 2;
+  if constexpr (kTanh) {
+    A u2 = x * (A(2 * kTanhScale) + A(2 * kTanhScale * kTanhCubic) * (x * x));
+    if constexpr (kFast) return x * fast_sigmoid(u2);
+    else return x * sigmoid(u2);
+  } else {
+    if constexpr (kFast) return x * fast_normal(x).distribution;
+    else return x * normal(x).distribution;
+  }
+}
+
+template <typename T, bool kTanh, typename A>
+__device__ inline A gelu_slope(A x) {
+  constexpr bool kFast = sizeof(T) == 2;
+  if constexpr (kTanh) {
+    A square = x * x, s;
+    A u2 = x * (A(2 * kTanhScale) + A(2 * kTanhScale * kTanhCubic) * square);
+    A du2 = A(2 * kTanhScale) + A(6 * kTanhScale * kTanhCubic) * square;
+    if constexpr (kFast) s = fast_sigmoid(u2);
+    else s = sigmoid(u2);
+    return s + x * (s - s * s) * du2;
+  } else {
+    Normal<A> phi;
+    if constexpr (kFast) phi = fast_normal(x);
+    else phi = normal(x);
+    return phi.distribution + x * phi.density;
+  }
+}
+
+// --------------------------------------------------------------------------------------------------------- kernels
+
+template <typename T, bool kTanh>
+__global__ void __launch_bounds__(kMapBlock) gelu_kernel(const T *x, T *y, int64_t n) {
+  map<T, 1>([](auto x) { return gelu<T, kTanh>(x); }, n, y, {x});
+}
+
+template <typename T, bool kTanh>
+__global__ void __launch_bounds__(kMapBlock) gelu_backward_kernel(const T *dy, const T *x, T *dx, int64_t n) {
+  map<T, 2>([](auto dy, auto x) { return dy * gelu_slope<T, kTanh>(x); }, n, dx, {dy, x});
+}
+
+// ------------------------------------------------------------------------------------------------------- launchers
+
+Status gelu_cuda(const Gelu &op, const Tensor *in, const Tensor *out, void *stream) {
+  const Tensor &x = in[0], &y = out[0];
+  return dispatch(x.dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    auto kernel = op.tanh() ? gelu_kernel<T, true> : gelu_kernel<T, false>;
+    kernel<<<map_grid<T>(x.size()), kMapBlock, 0, static_cast<cudaStream_t>(stream)>>>(x.as<const T>(), y.as<T>(),
+                                                                                       x.size());
+    return check_launch(Gelu::name);
+  });
+}
+
+Status gelu_backward_cuda(const GeluBackward &op, const Tensor *in, const Tensor *out, void *stream) {
+  const Tensor &dy = in[0], &x = in[1], &dx = out[0];
+  return dispatch(x.dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    auto kernel = op.tanh() ? gelu_backward_kernel<T, true> : gelu_backward_kernel<T, false>;
+    kernel<<<map_grid<T>(x.size()), kMapBlock, 0, static_cast<cudaStream_t>(stream)>>>(
+        dy.as<const T>(), x.as<const T>(), dx.as<T>(), x.size());
+    return check_launch(GeluBackward::name);
+  });
+}
+
+}  // namespace AOT_ISA
+}  // namespace aot
+
+// --------------------------------------------------------------------------------------------------------- entries
+
+using namespace aot;
+
+AOT_ENTRY(Gelu, aot_gelu_cuda, gelu_cuda)
+AOT_ENTRY(GeluBackward, aot_gelu_backward_cuda, gelu_backward_cuda)
