@@ -1,0 +1,151 @@
+# aotops: one plain shared library of kernels, and its frontends.
+#
+# make demo      everything from nothing: environments, library, the same model trained in every framework
+# make test      everything from nothing, then the tests
+# make lib       aotops/libaotops.so: with its CUDA entries where nvcc is, without them elsewhere
+# make lint      ruff, mypy, clang-format        make format   lets ruff and clang-format rewrite
+# make bench     the cost of a call              make wheel    dist/*.whl        make clean
+
+PYTHON ?= python3
+# GPU architectures to compile for; any of 75 80 86 89 90 100 120. The newest one's PTX is added for what comes later.
+ARCHS  ?= 80 90
+JOBS   ?= $(shell nproc)
+NVCC   ?= $(firstword $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc))
+# MindSpore 2.10 has no build for Python 3.13.
+MINDSPORE_PYTHON ?= $(shell for p in $(PYTHON) python3.12 python3.11 python3.10; do \
+  $$p -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$p && break; done)
+GPU := $(shell nvidia-smi -L 2>/dev/null)
+
+# ------------------------------------------------------------------------------------------------------------ library
+
+LIB     := aotops/libaotops.so
+VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' aotops/__init__.py)
+
+HOST := $(wildcard cuda_src/host/*.cpp)
+CPU  := $(wildcard cuda_src/*.cpp)
+CUDA := $(if $(NVCC),$(wildcard cuda_src/*.cu))
+
+# The CPU sources are compiled for several instruction sets; the entry picks one at run time (cuda_src/cpu/entry.h).
+ISAS := baseline $(if $(filter x86_64,$(shell uname -m)),avx2 avx512)
+MARCH_avx2   := -march=x86-64-v3
+# GCC 12 warns of its own intrinsics (GCC bug 105593).
+MARCH_avx512 := -march=x86-64-v4 -mprefer-vector-width=512 -Wno-maybe-uninitialized
+
+OBJECTS := $(HOST:cuda_src/%=build/%.o) $(CUDA:cuda_src/%=build/%.o) \
+           $(foreach isa,$(ISAS),$(CPU:cuda_src/%.cpp=build/%.$(isa).o))
+
+WARNINGS  := -Wall -Wextra
+CXXFLAGS  := -std=c++17 -O3 -fPIC -fvisibility=hidden -fopenmp -fno-math-errno -fno-trapping-math $(WARNINGS) \
+             -MMD -MP -DAOT_VERSION='"$(VERSION)"' $(if $(word 2,$(ISAS)),-DAOT_HAVE_X86_ISAS)
+NVCCFLAGS := -std=c++17 -O3 -DAOT_ISA=cuda -MMD -MP -Xcompiler -fPIC,-fvisibility=hidden,-Wall \
+             $(foreach a,$(ARCHS),-gencode arch=compute_$(a),code=sm_$(a)) \
+             -gencode arch=compute_$(lastword $(ARCHS)),code=compute_$(lastword $(ARCHS))
+comma     := ,
+LDFLAGS   := -z,defs,-z,now,-z,nodelete,--version-script=cuda_src/host/exports.map
+lib:
+	@$(MAKE) --no-print-directory -j$(JOBS) $(LIB)
+
+# A change of what to build for rebuilds.
+build/flags: FORCE | build
+	@echo '$(NVCC) $(ARCHS) $(ISAS) $(VERSION)' | cmp -s - $@ || echo '$(NVCC) $(ARCHS) $(ISAS) $(VERSION)' >$@
+FORCE:
+
+build build/host:
+	@mkdir -p $@
+
+$(LIB): $(OBJECTS) cuda_src/host/exports.map
+	@echo "link $@"
+ifneq ($(NVCC),)
+	@$(NVCC) -shared -cudart static -Xlinker $(LDFLAGS) $(OBJECTS) -o $@ -lgomp -ldl
+else
+	@$(CXX) -shared -fopenmp -Wl,$(LDFLAGS) $(OBJECTS) -o $@ -ldl
+endif
+
+build/host/extra.cpp.o: CXXFLAGS += -D_GLIBCXX_USE_CXX11_ABI=0
+build/host/%.cpp.o: cuda_src/host/%.cpp build/flags | build/host
+	@echo "g++  $<"
+	@$(CXX) $(CXXFLAGS) -c $< -o $@
+
+# nvcc knows where CUDA's headers are.
+ifneq ($(NVCC),)
+build/host/device.cpp.o: cuda_src/host/device.cpp build/flags | build/host
+	@echo "nvcc $<"
+	@$(NVCC) -std=c++17 -O3 -MMD -MP -Xcompiler -fPIC,-fvisibility=hidden,-Wall -DAOT_HAVE_CUDA -c $< -o $@
+endif
+
+build/%.cu.o: cuda_src/%.cu build/flags | build
+	@echo "nvcc $<  (sm $(ARCHS))"
+	@$(NVCC) $(NVCCFLAGS) -c $< -o $@
+
+define compile_for
+build/%.$(1).o: cuda_src/%.cpp build/flags | build
+	@echo "g++  $$<  ($(1))"
+	@$$(CXX) $$(CXXFLAGS) $$(MARCH_$(1)) -DAOT_ISA=$(1) -c $$< -o $$@
+endef
+$(foreach isa,$(ISAS),$(eval $(call compile_for,$(isa))))
+
+-include $(OBJECTS:.o=.d)
+
+# ------------------------------------------------------------------------------------------------------- environments
+
+VENV    := .venv
+MS_VENV := .venv-mindspore
+PIP     := -m pip install --quiet --disable-pip-version-check
+
+# Where the package index has a CPU build of torch (PIP_EXTRA_INDEX_URL can add one), pip prefers it.
+$(VENV)/ready: pyproject.toml
+	@echo "environment $(VENV): torch, jax$(if $(GPU),$(comma) cupy)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(VENV)/bin/python $(PIP) --upgrade 'pip>=25.1'
+	@$(VENV)/bin/python $(PIP) --group main $(if $(GPU),--group gpu)
+	@PYTHONWARNINGS=ignore $(VENV)/bin/python $(PIP) --no-deps --editable .
+	@touch $@
+
+$(MS_VENV)/ready: pyproject.toml
+	@echo "environment $(MS_VENV): mindspore"
+	@$(MINDSPORE_PYTHON) -m venv $(MS_VENV)
+	@$(MS_VENV)/bin/python $(PIP) --upgrade 'pip>=25.1'
+	@$(MS_VENV)/bin/python $(PIP) --group mindspore
+	@PYTHONWARNINGS=ignore $(MS_VENV)/bin/python $(PIP) --no-deps --editable .
+	@touch $@
+
+$(VENV)/lint: $(VENV)/ready
+	@$(VENV)/bin/python $(PIP) --group lint
+	@touch $@
+
+environments: $(VENV)/ready $(if $(MINDSPORE_PYTHON),$(MS_VENV)/ready,no-mindspore)
+no-mindspore:
+	@echo "no Python 3.10 to 3.12 here: MindSpore is left out"
+
+# --------------------------------------------------------------------------------------------------------------- uses
+
+demo: lib environments
+	@$(VENV)/bin/python examples/squares.py
+	@$(VENV)/bin/python examples/digits.py $(if $(MINDSPORE_PYTHON),--mindspore-python $(MS_VENV)/bin/python)
+
+test: lib environments $(VENV)/lint
+	@$(MAKE) --no-print-directory lint
+	AOTOPS_TEST_FRONTENDS=numpy,torch,jax$(if $(GPU),$(comma)cupy) $(VENV)/bin/python -m pytest tests
+ifneq ($(MINDSPORE_PYTHON),)
+	AOTOPS_TEST_FRONTENDS=numpy,mindspore $(MS_VENV)/bin/python -m pytest tests
+endif
+
+lint: $(VENV)/lint
+	@$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/mypy
+	@$(VENV)/bin/clang-format --dry-run --Werror $(shell find cuda_src -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+
+format: $(VENV)/lint
+	@$(VENV)/bin/ruff check --fix . ; $(VENV)/bin/ruff format .
+	@$(VENV)/bin/clang-format -i $(shell find cuda_src -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+
+bench: lib $(VENV)/ready
+	@$(VENV)/bin/python -m benchmarks.call_overhead
+
+wheel: lib $(VENV)/ready
+	@$(VENV)/bin/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+
+clean:
+	rm -rf build dist $(LIB)
+
+.PHONY: lib environments no-mindspore demo test lint format bench wheel clean FORCE
