@@ -1,0 +1,119 @@
+"""What the frontends of array libraries without autograd have in common: each operator as a function, and its gradient
+as an explicit ``<op>_backward(dy, <arguments of the op>)``."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .op import Attr, Op
+from .ops import OPS
+from .spec import TensorSpec, accumulate_dtype, check_broadcast
+
+Arrays = Sequence[Any]
+
+
+class ArrayFrontend(ABC):
+    """The verbs of one array library. ``functions`` makes everything else of them."""
+
+    @abstractmethod
+    def prepare(self, op: Op, slot: str, value: Any) -> Any:
+        """The value as a contiguous, aligned array in native byte order. Raises TypeError for what is no array."""
+
+    @abstractmethod
+    def spec(self, array: Any) -> TensorSpec: ...
+
+    @abstractmethod
+    def empty(self, spec: TensorSpec, model: Any) -> Any:
+        """An uninitialised array on model's device."""
+
+    @abstractmethod
+    def broadcast(self, arrays: Arrays) -> Arrays: ...
+
+    @abstractmethod
+    def launch(self, op: Op, attrs: tuple[Attr, ...], arrays: Arrays) -> None:
+        """Runs the entry on one array, or None, for each slot."""
+
+    def functions(self) -> dict[str, Callable[..., Any]]:
+        functions = {op.name: self._forward(op) for op in OPS.values()}
+        return functions | {f"{op.name}_backward": self._backward(op) for op in OPS.values() if op.backward}
+
+    def _forward(self, op: Op) -> Callable[..., Any]:
+        @functools.wraps(op.bind)
+        def function(*args, **kwargs):
+            inputs, attrs = op.bind(*args, **kwargs)
+            return _one_or_all(self._run(op, self._prepare(op, inputs), attrs, op.outputs))
+
+        return function
+
+    def _backward(self, op: Op) -> Callable[..., Any]:
+        backward = op.backward
+        assert backward is not None
+        gradients = [f"d{slot}" for slot in op.inputs if f"d{slot}" in backward.outputs]
+
+        def function(dy, *args, **kwargs):
+            bound, attrs = op.bind(*args, **kwargs)
+            inputs = self._prepare(op, bound)
+            shapes = [getattr(value, "shape", ()) for value in bound]  # before they were broadcast
+            dys = [dy] if len(op.outputs) == 1 else list(dy)
+            given = dict(zip(op.inputs, inputs, strict=True))
+            given |= {f"d{y}": g for y, g in zip(op.outputs, dys, strict=True)}
+            if outputs := [slot for slot in op.saved if slot in op.outputs]:
+                given |= zip(outputs, self._run(op, inputs, attrs, outputs), strict=True)
+            if not backward.has_kernel:
+                results = {d: given[dy] for d, dy in backward.alias.items()}
+                return _one_or_all([_sum_to(results[f"d{x}"], n) for x, n in zip(op.inputs, shapes, strict=True)])
+            taken = self._prepare(backward, [given.get(slot) for slot in backward.inputs])
+            present = {f"d{slot}" for slot, value in zip(op.inputs, inputs, strict=True) if value is not None}
+            results = dict(zip(backward.outputs, self._run(backward, taken, attrs, present), strict=True))
+            return _one_or_all([results[g] for g in gradients])
+
+        parameters = [inspect.Parameter("dy", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+        parameters += inspect.signature(op.bind).parameters.values()
+        function.__name__ = function.__qualname__ = f"{op.name}_backward"
+        function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        function.__doc__ = (
+            f"The gradient of ``{op.name}``.\n\n"
+            f"Args:\n    dy: the gradient of {op.name}'s result, like it; a tuple where there are several.\n"
+            f"    The others are those of {op.name}.\n\n"
+            f"Returns:\n    {', '.join(gradients)}; None where the input is None.\n"
+        )
+        return function
+
+    def _prepare(self, op: Op, inputs: Arrays) -> Arrays:
+        named = zip(op.inputs, inputs, strict=True)
+        arrays = [None if value is None else self.prepare(op, slot, value) for slot, value in named]
+        if not op.broadcast:
+            return arrays
+        specs = [self.spec(a) for a in arrays]
+        check_broadcast(op.name, op.inputs, specs)
+        if all(spec.shape == specs[0].shape for spec in specs):
+            return arrays
+        return [self.prepare(op, slot, a) for slot, a in zip(op.inputs, self.broadcast(arrays), strict=True)]
+
+    def _run(self, op: Op, inputs: Arrays, attrs: tuple[Attr, ...], wanted: Sequence[str] | set[str]) -> list[Any]:
+        """One result for each of ``wanted`` that is an output or a residual, in the order of ``wanted`` where it is a
+        sequence; for a set, one for each output, None where it is not wanted."""
+        specs = op.specs([None if a is None else self.spec(a) for a in inputs], attrs)
+        model = next(a for a in inputs if a is not None)
+        needed = {*wanted, *op.workspace, *(y for y in op.outputs if y not in op.optional)}
+        written = {name: self.empty(specs[name], model) if name in needed else None for name in op.extra_outputs}
+        self.launch(op, attrs, [*inputs, *written.values()])
+        return [written[name] for name in (op.outputs if isinstance(wanted, set) else wanted)]
+
+
+def _one_or_all(results: Sequence[Any]) -> Any:
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def _sum_to(gradient: Any, shape: tuple[int, ...]) -> Any:
+    """The gradient of a broadcast input: summed over the axes that it was broadcast along."""
+    new = gradient.ndim - len(shape)
+    axes = (*range(new), *(new + i for i, n in enumerate(shape) if n == 1 and gradient.shape[new + i] != 1))
+    if not axes:
+        return gradient
+    dtype = gradient.dtype
+    return gradient.sum(axis=axes, dtype=accumulate_dtype(dtype.name)).astype(dtype).reshape(shape)

@@ -1,0 +1,42 @@
+"""CuPy: arrays on a CUDA device, on CuPy's current stream, with explicit ``*_backward`` functions."""
+
+from __future__ import annotations
+
+import cupy as cp
+
+from aotops import call
+from aotops.arrays import ArrayFrontend
+from aotops.op import Attr, Op
+from aotops.spec import TensorSpec
+
+
+class _CuPy(ArrayFrontend):
+    def prepare(self, op: Op, slot: str, value) -> cp.ndarray:
+        if not isinstance(value, cp.ndarray):
+            raise TypeError(f"{op.name}: {slot} is a {type(value).__name__}, expected a cupy.ndarray")
+        return value if value.flags.c_contiguous else cp.array(value, order="C")
+
+    def spec(self, array: cp.ndarray) -> TensorSpec:
+        return TensorSpec(array.shape, array.dtype.name)
+
+    def empty(self, spec: TensorSpec, model: cp.ndarray) -> cp.ndarray:
+        with model.device:
+            dtype = model.dtype if spec.dtype == model.dtype.name else spec.dtype
+            return cp.empty(spec.shape, dtype)
+
+    def broadcast(self, arrays):
+        return cp.broadcast_arrays(*arrays)
+
+    def launch(self, op: Op, attrs: tuple[Attr, ...], arrays) -> None:
+        given = [(slot, a) for slot, a in zip(op.slots, arrays, strict=True) if a is not None]
+        first, device = given[0][0], given[0][1].device
+        for slot, a in given:
+            if a.device != device:
+                raise ValueError(f"{op.name}: {slot} is on {a.device}, expected {device}, the device of {first}")
+        specs = tuple(None if a is None else self.spec(a) for a in arrays)
+        with device:
+            stream = cp.cuda.get_current_stream().ptr
+        call.addresses(op, attrs, "cuda", specs)(device.id, stream, *(a.data.ptr for _, a in given))
+
+
+globals().update(_CuPy().functions())

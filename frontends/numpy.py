@@ -1,0 +1,47 @@
+"""NumPy: arrays on the CPU, with explicit ``*_backward`` functions. bfloat16 is ml_dtypes's."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from aotops import call
+from aotops.arrays import ArrayFrontend
+from aotops.op import Attr, Op
+from aotops.spec import FLOATING, TensorSpec
+
+
+class _NumPy(ArrayFrontend):
+    def __init__(self) -> None:
+        self.dtypes = {name: np.dtype(name) for name in FLOATING if name != "bfloat16"}
+        self.reads_tensors = call.read_numpy(np, list(self.dtypes.values()))
+
+    def prepare(self, op: Op, slot: str, value) -> np.ndarray:
+        if not isinstance(value, np.ndarray | np.generic):
+            raise TypeError(f"{op.name}: {slot} is a {type(value).__name__}, expected a numpy.ndarray")
+        name = value.dtype.name
+        if name == "bfloat16" and name not in self.dtypes:
+            self.dtypes[name] = value.dtype
+            call.read_numpy(np, list(self.dtypes.values()))
+        dtype = self.dtypes.get(name, value.dtype)
+        array = np.require(value, None if value.dtype.isnative else dtype, ("C", "A", "E")).reshape(value.shape)
+        # the call path knows a dtype by identity, and an equal one may be another object
+        return array if array.dtype is dtype else array.view(dtype)
+
+    def spec(self, array: np.ndarray) -> TensorSpec:
+        return TensorSpec(array.shape, array.dtype.name)
+
+    def empty(self, spec: TensorSpec, model: np.ndarray) -> np.ndarray:
+        return np.empty(spec.shape, self.dtypes[spec.dtype])
+
+    def broadcast(self, arrays):
+        return np.broadcast_arrays(*arrays)
+
+    def launch(self, op: Op, attrs: tuple[Attr, ...], arrays) -> None:
+        if self.reads_tensors:
+            call.tensors(op, attrs)(*arrays)
+        else:
+            specs = tuple(None if a is None else self.spec(a) for a in arrays)
+            call.addresses(op, attrs, "cpu", specs)(0, 0, *(a.ctypes.data for a in arrays if a is not None))
+
+
+globals().update(_NumPy().functions())
