@@ -1,0 +1,171 @@
+// One XLA FFI handler for every operator, on the CPU and on CUDA. Its attributes are two strings: `entry`, such as
+// aot_layer_norm, to which the device is added here, and `attrs`, as host/extra.h reads them.
+#include "xla.h"
+
+#include <dlfcn.h>
+
+#include <atomic>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <string>
+#include <string_view>
+
+#include "bind.h"
+
+extern "C" const char *aot_last_error();
+
+namespace {
+
+using namespace aot;
+
+struct Device {
+  const char *suffix;
+  bool has_stream;
+  uint32_t traits;
+};
+
+// An entry launches the same kernels each time, so XLA may record it in a command buffer.
+constexpr Device kCpu = {"_cpu", false, xla::kNoTraits}, kCuda = {"_cuda", true, xla::kCommandBufferCompatible};
+
+// ------------------------------------------------------------------------------------------------------- bound entries
+
+struct BoundEntry {
+  std::string name, attrs;  // the name is without the device's suffix
+  const Device *device;
+  Entry *entry;
+  void *extra;
+  BoundEntry *next;
+};
+
+// Kept for good, as compiled programs are: each bucket is a list that only grows, so that a look-up takes no lock.
+constexpr size_t kBuckets = 256;
+std::atomic<BoundEntry *> buckets[kBuckets];
+
+void *symbol_address(const std::string &symbol) {
+  static void *const self = [] {
+    Dl_info info;
+    return dladdr(reinterpret_cast<void *>(&symbol_address), &info) ? dlopen(info.dli_fname, RTLD_NOW | RTLD_NOLOAD)
+                                                                    : nullptr;
+  }();
+  return self ? dlsym(self, symbol.c_str()) : nullptr;
+}
+
+Status bind_entry(BoundEntry *bound) {
+  std::string symbol = bound->name + bound->device->suffix;
+  bound->entry = reinterpret_cast<Entry *>(symbol_address(symbol));
+  if (!bound->entry)
+    return fail(kNotImplemented, "this build of aotops has no %s; CUDA entries are built where nvcc is",
+                symbol.c_str());
+  auto *init = reinterpret_cast<Init *>(symbol_address(symbol + "Init"));
+  return bind(init, bound->attrs.c_str(), &bound->extra);
+}
+
+Status find(std::string_view name, const Device &device, std::string_view attrs, const BoundEntry **found) {
+  std::hash<std::string_view> hash;
+  auto &bucket = buckets[(hash(name) ^ hash(attrs)) % kBuckets];
+  for (BoundEntry *b = bucket.load(std::memory_order_acquire); b; b = b->next)
+    if (b->device == &device && b->attrs == attrs && b->name == name) return *found = b, kOk;
+  auto bound = std::make_unique<BoundEntry>();
+  bound->name = name, bound->attrs = attrs, bound->device = &device;
+  AOT_TRY(bind_entry(bound.get()));
+  // Two threads may both come here; the second entry is as good as the first.
+  bound->next = bucket.load(std::memory_order_relaxed);
+  while (
+      !bucket.compare_exchange_weak(bound->next, bound.get(), std::memory_order_release, std::memory_order_relaxed)) {
+  }
+  return *found = bound.release(), kOk;
+}
+
+// --------------------------------------------------------------------------------------------------------- the handler
+
+const char *dtype_text(xla::DataType dtype) {
+  switch (dtype) {
+    case xla::DataType::f16:
+      return "float16";
+    case xla::DataType::bf16:
+      return "bfloat16";
+    case xla::DataType::f32:
+      return "float32";
+    case xla::DataType::f64:
+      return "float64";
+    case xla::DataType::s32:
+      return "int32";
+    case xla::DataType::s64:
+      return "int64";
+    default:
+      return "of another kind";
+  }
+}
+
+std::string_view attribute(const xla::Attrs &attrs, std::string_view name) {
+  for (int64_t i = 0; i < attrs.n; ++i) {
+    const xla::ByteSpan &s = *attrs.names[i];
+    if (attrs.types[i] != xla::AttrType::string || std::string_view(s.data, s.size) != name) continue;
+    auto *value = static_cast<const xla::ByteSpan *>(attrs.values[i]);
+    return {value->data, value->size};
+  }
+  return {};
+}
+
+Status call(const xla::CallFrame &frame, const Device &device, void *stream) {
+  const BoundEntry *bound;
+  AOT_TRY(find(attribute(frame.attrs, "entry"), device, attribute(frame.attrs, "attrs"), &bound));
+  constexpr int kMaxTensors = 64;
+  void *params[kMaxTensors];
+  int ndims[kMaxTensors];
+  int64_t *shapes[kMaxTensors];
+  const char *dtypes[kMaxTensors];
+  if (frame.args.n + frame.rets.n > kMaxTensors)
+    return fail(kConventionMisused, "%s: more than %d tensors", bound->name.c_str(), kMaxTensors);
+  int n = 0;
+  for (const xla::Buffers *side : {&frame.args, &frame.rets})
+    for (int64_t i = 0; i < side->n; ++i, ++n) {
+      const xla::Buffer &b = *side->buffers[i];
+      params[n] = b.data, dtypes[n] = dtype_text(b.dtype);
+      ndims[n] = static_cast<int>(b.rank), shapes[n] = b.rank ? b.dims : nullptr;
+    }
+  return static_cast<Status>(bound->entry(n, params, ndims, shapes, dtypes, stream, bound->extra));
+}
+
+xla::Error *error(const xla::Api *api, Status status) {
+  xla::ErrorCreateArgs args{};
+  args.size = sizeof args;
+  args.message = aot_last_error();
+  args.code = status == kInvalidArgument || status == kUnsupportedDtype ? xla::ErrorCode::invalid_argument
+              : status == kNotImplemented                               ? xla::ErrorCode::unimplemented
+                                                                        : xla::ErrorCode::internal;
+  return api->error_create(&args);
+}
+
+// XLA asks a handler for its version, and refuses one that is newer than itself or too old. What is used here has been
+// there since 0.1, so the answer is XLA's own version. Before 0.2 it passes no api with the question.
+void describe(const xla::CallFrame &frame, uint32_t traits) {
+  xla::Metadata *metadata = static_cast<xla::MetadataExtension *>(frame.extension)->metadata;
+  metadata->version.major = frame.api ? frame.api->version.major : 0;
+  metadata->version.minor = frame.api ? frame.api->version.minor : 1;
+  metadata->traits = traits;
+}
+
+xla::Error *handle(const xla::CallFrame *frame, const Device &device) noexcept {
+  if (frame->extension && frame->extension->type == xla::ExtensionType::metadata)
+    return describe(*frame, device.traits), nullptr;
+  if (frame->stage != xla::Stage::execute) return nullptr;
+  xla::StreamGetArgs get{};
+  get.size = sizeof get;
+  get.context = frame->context;
+  if (device.has_stream)
+    if (xla::Error *failed = frame->api->stream_get(&get)) return failed;
+  Status status;
+  try {
+    status = call(*frame, device, get.stream);
+  } catch (const std::exception &e) {
+    status = fail(kConventionMisused, "%s", e.what());
+  }
+  return status ? error(frame->api, status) : nullptr;
+}
+
+}  // namespace
+
+AOT_API xla::Error *aot_xla_cpu(xla::CallFrame *frame) { return handle(frame, kCpu); }
+AOT_API xla::Error *aot_xla_cuda(xla::CallFrame *frame) { return handle(frame, kCuda); }

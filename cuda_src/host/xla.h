@@ -1,0 +1,102 @@
+// The part of XLA's FFI that a handler meets: a mirror of its C ABI, so that no header of XLA is compiled against.
+// Mirrors xla/ffi/api/c_api.h of API version 0.3 (jaxlib 0.10), https://github.com/openxla/xla; every member below is
+// laid out the same since version 0.1 (jaxlib 0.4.36). tests/test_xla_layout.py compares the two.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace aot::xla {
+
+struct Error;             // opaque
+struct ExecutionContext;  // opaque
+
+// Every struct that crosses begins so.
+struct Head {
+  size_t size;
+  void *extension;
+};
+
+enum class ErrorCode : int { invalid_argument = 3, unimplemented = 12, internal = 13 };
+enum class DataType : int { s32 = 4, s64 = 5, f16 = 10, f32 = 11, f64 = 12, bf16 = 16 };
+enum class AttrType : int { string = 4 };
+enum class Stage : int { instantiate, prepare, initialize, execute };
+enum class ExtensionType : int { metadata = 1 };
+enum Traits : uint32_t { kNoTraits = 0, kCommandBufferCompatible = 1 };
+
+struct ApiVersion : Head {
+  int major, minor;
+};
+
+struct ErrorCreateArgs : Head {
+  const char *message;
+  ErrorCode code;
+};
+
+struct StreamGetArgs : Head {
+  ExecutionContext *context;
+  void *stream;
+};
+
+// Its beginning: XLA's goes on.
+struct Api : Head {
+  ApiVersion version;
+  void *internal;
+  Error *(*error_create)(ErrorCreateArgs *args);
+  void *error_get_message, *error_destroy, *handler_register;
+  Error *(*stream_get)(StreamGetArgs *args);
+};
+
+struct Buffer : Head {
+  DataType dtype;
+  void *data;
+  int64_t rank;
+  int64_t *dims;
+};
+
+struct ByteSpan {
+  const char *data;
+  size_t size;
+};
+
+struct Buffers : Head {  // XLA_FFI_Args and XLA_FFI_Rets
+  int64_t n;
+  int *types;
+  Buffer **buffers;
+};
+
+struct Attrs : Head {
+  int64_t n;
+  AttrType *types;
+  ByteSpan **names;
+  void **values;
+};
+
+// Its beginning: XLA's goes on.
+struct Metadata {
+  size_t size;
+  ApiVersion version;
+  uint32_t traits;
+};
+
+struct Extension {
+  size_t size;
+  ExtensionType type;
+  Extension *next;
+};
+
+struct MetadataExtension : Extension {
+  Metadata *metadata;
+};
+
+// Its beginning: XLA's goes on.
+struct CallFrame {
+  size_t size;
+  Extension *extension;
+  const Api *api;
+  ExecutionContext *context;
+  Stage stage;
+  Buffers args, rets;
+  Attrs attrs;
+};
+
+}  // namespace aot::xla
