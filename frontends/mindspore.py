@@ -1,0 +1,302 @@
+"""MindSpore: ``ops.Custom`` of type "aot" on the library's own entries, in PyNative and in graph mode, on CPU and GPU.
+
+The functions work eagerly, in ``nn.Cell.construct`` and under ``ms.jit``, with static and dynamic shapes, and under
+``ms.grad``, ``value_and_grad`` and ``vmap``. What MindSpore leaves open:
+
+- The backward is not itself differentiable, except where it hands the incoming gradient on (add).
+- A backward gives the gradient of every input that is present, wanted or not.
+- vmap calls the kernel once per example.
+- In graph mode, attributes and the axes normalized over are constants; every other dimension may be unknown.
+- Inside a graph, ``ms.grad`` and ``ms.vmap`` of a function with defaults want every argument given.
+- Under unknown dimensions, only the kernel can find some errors, and MindSpore's exception does not say what it found;
+  ``aotops.library.last_error()`` does.
+- Automatic mixed precision of level O1 rewrites the source of a network, and cannot rewrite the modules here; O2, O3,
+  auto and ``to_float`` work.
+"""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from inspect import signature
+from typing import Any
+
+import mindspore as ms
+from mindspore import Tensor, nn, ops
+
+from aotops import library
+from aotops.op import Attr, Op
+from aotops.ops import OPS
+from aotops.spec import TensorSpec, accumulate_dtype, shape_text
+
+__all__ = [*OPS, "GELU", "LayerNorm"]
+
+
+# ------------------------------------------------------------------------------------------------- the public functions
+# Graph mode compiles these from their source, and Op.bind with them.
+
+
+def _function(op: Op) -> Callable[..., Any]:
+    choose = _Choose(op)
+    align = _aligner(op) if op.broadcast else None
+    many, visible = len(op.extra_outputs) > 1, 0 if len(op.outputs) == 1 else slice(len(op.outputs))
+
+    def run(inputs, attrs):
+        if align is not None:
+            inputs = align(inputs)
+        primitive = choose(attrs, *inputs)
+        results = primitive(*[t for t in inputs if t is not None])
+        return results[visible] if many else results
+
+    parameters = signature(op.bind)
+    body = f"inputs, attrs = bind({', '.join(parameters.parameters)}); return run(inputs, attrs)"
+    function = _written_out(op.name, str(parameters), body, bind=op.bind, run=run)
+    function.__qualname__, function.__doc__ = op.name, op.bind.__doc__
+    return function
+
+
+def _written_out(name: str, parameters: str, body: str, **names: Any) -> Callable[..., Any]:
+    """A function with a source that can be read: graph mode counts parameters, and takes no ``*args`` where it
+    differentiates."""
+    source = f"def make({', '.join(names)}):\n    def {name}{parameters}:\n        {body}\n    return {name}\n"
+    file, scope = f"<aotops {name}{parameters}>", {"__name__": __name__}
+    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
+    exec(compile(source, file, "exec"), scope)
+    return scope["make"](**names)
+
+
+class _Constant(ops.PrimitiveWithInfer):
+    """A function of tensors' specs. PyNative calls it; graph mode evaluates it as it compiles, where tensors have specs
+    and no values, and an exception is an error of the compilation."""
+
+    def __init__(self, op: Op, purpose: str) -> None:
+        super().__init__(f"{op.name}_{purpose}")
+        self.op = op
+        self.set_const_prim(True)
+        self.add_prim_attr("constexpr_prim", True)
+
+    def evaluate(self, attrs: Any, specs: Sequence[TensorSpec | None], compiling: bool) -> Any:
+        raise NotImplementedError
+
+    def __call__(self, attrs, *inputs):
+        specs = [_spec(self.op, slot, t) for slot, t in zip(self.op.inputs, inputs, strict=True)]
+        return self.evaluate(attrs, specs, False)
+
+    def __infer__(self, attrs, *inputs):
+        specs = [_compiled_spec(self.op, slot, item) for slot, item in zip(self.op.inputs, inputs, strict=True)]
+        return {"dtype": None, "shape": None, "value": self.evaluate(attrs["value"], specs, True)}
+
+
+class _Choose(_Constant):
+    """Checks a call and gives the primitive that serves it."""
+
+    def __init__(self, op: Op) -> None:
+        super().__init__(op, "primitive")
+
+    def evaluate(self, attrs, specs, compiling):
+        for name, value in zip(self.op.attrs, attrs, strict=True):
+            if value is None or (isinstance(value, tuple) and None in value):
+                raise TypeError(f"{self.op.name}: {name} is unknown while the graph is compiled, expected a constant")
+        given = {slot: spec for slot, spec in zip(self.op.inputs, specs, strict=True) if spec is not None}
+        known = {}
+        if not any(_UNKNOWN_RANK in spec.shape for spec in given.values()):
+            known = given | self.op.specs([spec and TensorSpec(_dims(spec), spec.dtype) for spec in specs], attrs)
+        # see _primitive
+        scalars = compiling and any(spec.shape == () for spec in known.values())
+        dtypes = tuple((slot, spec.dtype) for slot, spec in known.items() if scalars)
+        return _differentiable(self.op, attrs, tuple(given), dtypes, ms.get_context("device_target"))
+
+
+# --------------------------------------------------------------------------------------------------------- broadcasting
+
+
+def _aligner(op: Op) -> Callable[..., Any]:
+    common_shape = _CommonShape(op, "common_shape")
+
+    def align(inputs):
+        sources, wide = common_shape((), *inputs)
+        shape = tuple([inputs[i].shape[axis] for i, axis in sources])
+        return tuple([t if w is None else broadcast(t, shape, w) for t, w in zip(inputs, wide)])  # noqa: B905
+
+    def broadcast(t, shape, wide):
+        return ops.broadcast_to(t.astype(wide), shape).astype(t.dtype)
+
+    return align
+
+
+class _CommonShape(_Constant):
+    """For each axis of the shape that the inputs broadcast to, which axis of which input has its length; and for each
+    input None, or, where it must be broadcast, the dtype to do it in: that which its gradient is summed in.
+    Two unknown lengths are taken to be equal: the kernel checks."""
+
+    def evaluate(self, attrs, specs, compiling):
+        shapes = [() if spec is None else spec.shape for spec in specs]
+        if any(_UNKNOWN_RANK in shape for shape in shapes):
+            return (), (None,) * len(specs)
+        ndim = max(map(len, shapes))
+        sources = tuple(self.source(shapes, axis) for axis in range(-ndim, 0))
+        shape = tuple(shapes[i][axis] for i, axis in sources)
+        wide = [spec and spec.shape != shape and getattr(ms, accumulate_dtype(spec.dtype)) for spec in specs]
+        return sources, tuple(dtype or None for dtype in wide)
+
+    def source(self, shapes, axis):
+        lengths = {i: shape[axis] for i, shape in enumerate(shapes) if len(shape) >= -axis}
+        known = {length for length in lengths.values() if length not in (1, _UNKNOWN_DIM)}
+        if len(known) > 1:
+            given = " and ".join(shape_text(shape) for shape in shapes)
+            raise ValueError(f"{self.op.name}: shapes {given} do not broadcast")
+        rank = {1: 2, _UNKNOWN_DIM: 1}  # a known length tells most, 1 tells least
+        return min(lengths, key=lambda i: rank.get(lengths[i], 0)), axis
+
+
+# --------------------------------------------------------------------------------------------------------------- specs
+
+_UNKNOWN_DIM, _UNKNOWN_RANK = -1, -2
+
+
+class _AnyDim:
+    """A dimension not known yet. It passes every comparison with what is expected of it."""
+
+    def _same(self, *_):
+        return self
+
+    def _yes(self, _):
+        return True
+
+    def _no(self, _):
+        return False
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __floordiv__ = __rfloordiv__ = __mod__ = _same
+    __eq__ = __ge__ = __le__ = _yes
+    __ne__ = __gt__ = __lt__ = _no
+
+    def __repr__(self) -> str:
+        return "?"
+
+
+def _dims(spec: TensorSpec) -> tuple[Any, ...]:
+    return tuple(_AnyDim() if dim == _UNKNOWN_DIM else dim for dim in spec.shape)
+
+
+def _spec(op: Op, slot: str, t: Any) -> TensorSpec | None:
+    if t is None:
+        return None
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{op.name}: {slot} is {t!r:.40}, expected a mindspore.Tensor")
+    return TensorSpec(tuple(t.shape), str(t.dtype).lower())
+
+
+def _compiled_spec(op: Op, slot: str, item: dict[str, Any]) -> TensorSpec | None:
+    """The same of what the compiler knows."""
+    dtype = item["dtype"]
+    if dtype is None:
+        return None
+    if not isinstance(dtype, ms.dtype.TensorType):
+        raise TypeError(f"{op.name}: {slot} is {item['value']!r:.40}, expected a mindspore.Tensor")
+    return TensorSpec(tuple(item["shape"]), str(dtype.element_type()).lower())
+
+
+# ---------------------------------------------------------------------------------------------------------- primitives
+
+
+@cache
+def _differentiable(
+    op: Op, attrs: tuple[Attr, ...], given: tuple[str, ...], dtypes: tuple[tuple[str, str], ...], target: str
+) -> ops.Custom:
+    """``given``: the inputs that are present."""
+    bprop = None
+    if op.backward is not None:
+        inputs = "".join(f"{slot}, " for slot in given)
+        body = f"return gradient(({inputs}), out, dout)"
+        gradient = _gradient(op, attrs, given, dict(dtypes), target)
+        bprop = _written_out("bprop", f"({inputs}out, dout)", body, gradient=gradient)
+    return _primitive(op, attrs, given, op.extra_outputs, dict(dtypes), target, bprop)
+
+
+def _primitive(
+    op: Op,
+    attrs: Sequence[Attr],
+    given: Sequence[str],
+    wanted: Sequence[str],
+    dtypes: Mapping[str, str],
+    target: str,
+    bprop: Callable[..., Any] | None = None,
+) -> ops.Custom:
+    """An entry bound to its attributes and to the slots that are present.
+
+    Shapes and dtypes are inferred by the library: under dynamic shapes, and in a program loaded from a file, graph mode
+    asks for them where there is no Python. ``dtypes`` takes that over for graphs with 0-dim tensors, where MindSpore
+    makes a number of a 0-dim result whose dtype the library inferred.
+    """
+    entry = library.entry_name(op, {"CPU": "cpu", "GPU": "cuda"}.get(target, target))
+    one, known = len(op.extra_outputs) == 1, all(name in dtypes for name in wanted)
+    types = tuple(ms.dtype.TensorType(getattr(ms, dtypes[name])) for name in wanted) if known else None
+    primitive = ops.Custom(f"{library.path()}:{entry}", None, types[0] if types and one else types, "aot", bprop)
+    primitive.add_prim_attr("reg_op_name", primitive.uniq_name)  # without it, MindSpore 2.10 does not infer in C++
+    primitive.add_prim_attr("multi_output", not one)
+    for name, value in zip(op.attrs, attrs, strict=True):
+        # MindSpore's own floats are float32: a decimal string keeps the digits
+        primitive.add_prim_attr(name, repr(value) if isinstance(value, float) else value)
+    primitive.add_prim_attr("inputs", _mask(op.inputs, given))
+    primitive.add_prim_attr("outputs", _mask(op.extra_outputs, wanted))
+    return primitive
+
+
+def _mask(slots: Sequence[str], present: Sequence[str]) -> int:
+    return sum(1 << i for i, slot in enumerate(slots) if slot in present)
+
+
+def _gradient(
+    op: Op, attrs: Sequence[Attr], given: Sequence[str], dtypes: Mapping[str, str], target: str
+) -> Callable[..., Any]:
+    """A function of the inputs, as a tuple, the results and their gradients, which gives the gradient of each input."""
+    backward = op.backward
+    assert backward is not None
+    written = op.extra_outputs
+    named = [*given, *written, *(f"d{name}" for name in written)]
+    taken = [slot for slot in backward.inputs if slot in named]
+    gradients = [backward.alias.get(f"d{slot}", f"d{slot}") for slot in given]
+    wanted = [y for y in backward.extra_outputs if y in gradients or y in backward.workspace]
+    kernel = None
+    if backward.has_kernel:
+        dtypes = {f"d{slot}": dtypes[slot] for slot in given if dtypes}
+        kernel = _primitive(backward, attrs, taken, wanted, dtypes, target)
+        named += wanted
+    arguments = [named.index(slot) for slot in taken]
+    places = [named.index(name) if name in named else None for name in gradients]
+    one, one_gradient = len(written) == 1, len(backward.extra_outputs) == 1
+
+    def gradient(inputs, out, dout):
+        tensors = (*inputs, out, dout) if one else (*inputs, *out, *dout)
+        if kernel is not None:
+            grads = kernel(*[tensors[i] for i in arguments])
+            tensors = (*tensors, grads) if one_gradient else (*tensors, *grads)
+        return tuple([ops.zeros_like(x) if i is None else tensors[i] for i, x in zip(places, inputs)])  # noqa: B905
+
+    return gradient
+
+
+globals().update({name: _function(op) for name, op in OPS.items()})
+
+
+# ------------------------------------------------------------------------------------------------------------- modules
+
+
+class LayerNorm(nn.LayerNorm):
+    """``mindspore.nn.LayerNorm`` on the library's kernel: the same arguments, defaults, parameters and state."""
+
+    def construct(self, input_x):
+        shape = input_x.shape[self.begin_norm_axis :]
+        gamma, beta = self.gamma.astype(input_x.dtype), self.beta.astype(input_x.dtype)
+        if self.begin_norm_axis == self.begin_params_axis:
+            return layer_norm(input_x, shape, gamma, beta, self.epsilon)  # type: ignore[name-defined] # noqa: F821
+        y = layer_norm(input_x, shape, None, None, self.epsilon)  # type: ignore[name-defined] # noqa: F821
+        return y * gamma + beta
+
+
+class GELU(nn.GELU):
+    """``mindspore.nn.GELU`` on the library's kernel: the same argument, the same default."""
+
+    def construct(self, x):
+        return gelu(x, self.approximate)  # type: ignore[name-defined] # noqa: F821
