@@ -1,0 +1,192 @@
+"""What a call costs on the host: this library's operators from PyTorch, beside PyTorch's own and beside plain ctypes.
+
+Tensors of 8 rows x 256, float32: small, so that the call is what is measured. One thread. Each figure is a median over
+repeats, and in every repeat each case has its turn, so that whatever the machine does meanwhile meets all alike. On a
+GPU the time is the host's: kernels are queued, and waited for between repeats only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import platform
+import shlex
+import statistics
+import sys
+import timeit
+from collections.abc import Callable
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+import aotops
+from aotops import call, extra, library
+from aotops.frontends import torch as frontend
+from aotops.op import Attr, Op
+from aotops.ops import OPS
+
+IMPLS = ("aotops", "torch", "naive_ctypes")
+CALLS = 100  # in a row: done within a time slice, and fewer kernels than fit a GPU's queue, which would block the host
+WARM_UP = 30  # calls before them: the turn of another has been in between
+
+
+# -------------------------------------------------------------------------------------------------------- naive ctypes
+
+
+class NaiveCall:
+    """An entry called as one would from the convention's documentation: its arrays are made anew in each call."""
+
+    def __init__(self, op: Op, attrs: tuple[Attr, ...], device: str, present: tuple[bool, ...]) -> None:
+        name = library.entry_name(op, device)
+        self.entry = getattr(library.load(), name)
+        self.extra = ctypes.c_void_p(library.load().aot_extra_new(extra.encode(op, attrs, present).encode()))
+        library.check(getattr(library.load(), f"{name}Init")(None, None, None, self.extra))
+
+    def __call__(self, *tensors: torch.Tensor) -> None:
+        n = len(tensors)
+        params = (ctypes.c_void_p * n)(*(t.data_ptr() for t in tensors))
+        ndims = (ctypes.c_int * n)(*(t.dim() for t in tensors))
+        shapes = [(ctypes.c_int64 * t.dim())(*t.shape) for t in tensors]
+        shape_pointers = (ctypes.c_void_p * n)(*(ctypes.addressof(shape) for shape in shapes))
+        dtypes = (ctypes.c_char_p * n)(*(str(t.dtype).removeprefix("torch.").encode() for t in tensors))
+        stream = torch.cuda.current_stream().cuda_stream if tensors[0].is_cuda else None
+        library.check(self.entry(n, params, ndims, shape_pointers, dtypes, ctypes.c_void_p(stream), self.extra))
+
+
+def allocating(run: NaiveCall) -> Callable[..., torch.Tensor]:
+    def function(x, *others):
+        y = torch.empty_like(x)
+        run(x, *others, y)
+        return y
+
+    return function
+
+
+def differentiable(run: NaiveCall) -> Callable[..., torch.Tensor]:
+    """The same in a plain autograd.Function. Only its forward is timed: it has no backward."""
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, *others):
+            y = torch.empty_like(x)
+            run(x, *others, y)
+            ctx.save_for_backward(x, *others)
+            return y
+
+    return Function.apply
+
+
+# --------------------------------------------------------------------------------------------------------------- cases
+
+CASES = {
+    "builtin_3_tensors": ("aot_add(a, b, out)", "torch_add(a, b, out=out)", "naive_add(a, b, out)"),
+    "layer_norm_no_grad": (
+        "aot_layer_norm(x, (256,), weight, bias, 1e-5)",
+        "torch_layer_norm(x, (256,), weight, bias, 1e-5)",
+        "naive_layer_norm(x, weight, bias)",
+    ),
+    "layer_norm_grad": (
+        "aot_layer_norm(x, (256,), weight, bias, 1e-5)",
+        "torch_layer_norm(x, (256,), weight, bias, 1e-5)",
+        "differentiable_layer_norm(x, weight, bias)",
+    ),
+    "gelu_no_grad": ("aot_gelu(x)", "torch_gelu(x)", "naive_gelu(x)"),
+    "gelu_grad": ("aot_gelu(x)", "torch_gelu(x)", "differentiable_gelu(x)"),
+}
+"""The statement to time for each of IMPLS. Gradients are recorded in those whose names end in _grad."""
+
+
+def namespace(device: str) -> dict[str, Any]:
+    """What the statements name."""
+    torch.manual_seed(0)
+    a, b, out = (torch.randn(8, 256, device=device) for _ in range(3))
+    x = torch.randn(8, 256, device=device, requires_grad=True)
+    weight, bias = (torch.randn(256, device=device, requires_grad=True) for _ in range(2))
+    naive_layer_norm = NaiveCall(OPS["layer_norm"], ((256,), 1e-5), device, (True, True, True, True, False))
+    naive_gelu = NaiveCall(OPS["gelu"], ("none",), device, (True, True))
+    return {
+        "a": a, "b": b, "out": out, "x": x, "weight": weight, "bias": bias,
+        "aot_add": call.tensors(OPS["add"], ()),
+        "aot_layer_norm": frontend.layer_norm,
+        "aot_gelu": frontend.gelu,
+        "torch_add": torch.add,
+        "torch_layer_norm": functional.layer_norm,
+        "torch_gelu": functional.gelu,
+        "naive_add": NaiveCall(OPS["add"], (), device, (True, True, True)),
+        "naive_layer_norm": allocating(naive_layer_norm),
+        "naive_gelu": allocating(naive_gelu),
+        "differentiable_layer_norm": differentiable(naive_layer_norm),
+        "differentiable_gelu": differentiable(naive_gelu),
+    }  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------------- measurement
+
+
+def measure(device: str, repeats: int) -> list[dict[str, Any]]:
+    names = namespace(device)
+    timers = {
+        (case, impl): timeit.Timer(statement, globals=names)
+        for case, statements in CASES.items()
+        for impl, statement in zip(IMPLS, statements, strict=True)
+    }
+    times: dict[tuple[str, str], list[float]] = {key: [] for key in timers}
+    for _ in range(repeats):
+        for (case, impl), timer in timers.items():
+            with torch.set_grad_enabled(not case.endswith("_no_grad")):
+                timer.timeit(WARM_UP)
+                seconds = timer.timeit(CALLS)
+            if device == "cuda":
+                torch.cuda.synchronize()
+            times[case, impl].append(seconds / CALLS)
+    return [
+        {"case": case, "impl": impl, "ns": round(statistics.median(seconds) * 1e9, 1)}
+        for (case, impl), seconds in times.items()
+    ]
+
+
+def device_name(device: str) -> str:
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()
+
+
+def print_table(result: dict[str, Any]) -> None:
+    ns = {(row["case"], row["impl"]): row["ns"] for row in result["rows"]}
+    print(f"nanoseconds a call, 8 rows x 256, float32, one thread: {result['device']}")
+    print(f"{'':20}" + "".join(f"{impl:>14}" for impl in IMPLS) + f"{'aotops / torch':>17}")
+    for case in CASES:
+        ours, torchs = ns[case, "aotops"], ns[case, "torch"]
+        print(f"{case:20}" + "".join(f"{ns[case, impl]:14,.0f}" for impl in IMPLS) + f"{ours / torchs:17.2f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--repeats", type=int, default=301, help="default: %(default)s")
+    args = parser.parse_args()
+
+    torch.set_num_threads(1)
+    result = {
+        "device": device_name(args.device),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "-m", "benchmarks.call_overhead", *sys.argv[1:]]),
+        "versions": {"aotops": aotops.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "rows": measure(args.device, args.repeats),
+    }
+    print_table(result)
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
