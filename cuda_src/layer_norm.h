@@ -42,7 +42,10 @@ struct LayerNormAttrs {
     const Ints &n = normalized_shape;
     if (n.n == 0) return fail(kInvalidArgument, "%s: normalized_shape is empty, expected at least one axis", op);
     bool fits = !x.rank_known() || x.ndim >= n.n;
-    for (int i = 0; fits && x.rank_known() && i < n.n; ++i) fits = same_dim(x.shape[x.ndim - n.n + i], n.value[i]);
+    for (int i = 0; fits && x.rank_known() && i < n.n; ++i) {
+      const int64_t dim = x.shape[x.ndim - n.n + i];
+      fits = dim < 0 || dim == n.value[i];  // an attribute is known: a negative one fits nothing
+    }
     if (fits) return kOk;
     return fail(kInvalidArgument, "%s: x has shape %s, expected its trailing axes to be normalized_shape %s", op,
                 ShapeText(x).text, ShapeText(n.value, n.n).text);

@@ -8,9 +8,9 @@ inline namespace AOT_ISA {
 
 // Polynomials, lowest coefficient first, of smallest relative error (Remez' algorithm).
 // kExp2: 2^f, |f| <= 1/2; error 3e-9 float, 2e-17 double, 4e-6 bfloat16.
-// kTail: erfc(t / sqrt(2)) / 2 * exp(t^2 / 2), t >= 0, as a polynomial of v = (t - kTailPole) / (t + kTailPole), for all
-// t up to where exp(-t^2 / 2) underflows; error 7e-9, 5e-17, 4e-6. The map from t to v is that of Shepherd and
-// Laframboise, Math. Comp. 36 (1981), 249-253.
+// kTail: erfc(t / sqrt(2)) / 2 * exp(t^2 / 2), 0 <= t, as a polynomial of v = (t - kTailPole) / (t + kTailPole), up to
+//   where exp(-t^2 / 2) underflows; error 7e-9, 5e-17, 4e-6. The map from t to v is that of Shepherd and Laframboise,
+//   Math. Comp. 36 (1981), 249-253.
 // kRound: added to a number, it leaves the nearest whole one in the last of the kMantissa bits.
 // kLowest: below, 2^z is taken for 0; above, it is a normal number.
 template <typename T>
