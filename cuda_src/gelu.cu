@@ -99,14 +99,17 @@ __device__ inline A gelu_slope(A x) {
 
 // --------------------------------------------------------------------------------------------------------- kernels
 
+template <bool kTanh>
+constexpr int kGeluVectors = kTanh ? 1 : 2;
+
 template <typename T, bool kTanh>
 __global__ void __launch_bounds__(kMapBlock) gelu_kernel(const T *x, T *y, int64_t n) {
-  map<T, 1>([](auto x) { return gelu<T, kTanh>(x); }, n, y, {x});
+  map<T, kGeluVectors<kTanh>, 1>([](auto x) { return gelu<T, kTanh>(x); }, n, y, {x});
 }
 
 template <typename T, bool kTanh>
 __global__ void __launch_bounds__(kMapBlock) gelu_backward_kernel(const T *dy, const T *x, T *dx, int64_t n) {
-  map<T, 2>([](auto dy, auto x) { return dy * gelu_slope<T, kTanh>(x); }, n, dx, {dy, x});
+  map<T, 1, 2>([](auto dy, auto x) { return dy * gelu_slope<T, kTanh>(x); }, n, dx, {dy, x});
 }
 
 // ------------------------------------------------------------------------------------------------------- launchers
@@ -116,8 +119,8 @@ Status gelu_cuda(const Gelu &op, const Tensor *in, const Tensor *out, void *stre
   return dispatch(x.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     auto kernel = op.tanh() ? gelu_kernel<T, true> : gelu_kernel<T, false>;
-    kernel<<<map_grid<T>(x.size()), kMapBlock, 0, static_cast<cudaStream_t>(stream)>>>(x.as<const T>(), y.as<T>(),
-                                                                                       x.size());
+    unsigned grid = (op.tanh() ? map_grid<T, kGeluVectors<true>> : map_grid<T, kGeluVectors<false>>)(x.size());
+    kernel<<<grid, kMapBlock, 0, static_cast<cudaStream_t>(stream)>>>(x.as<const T>(), y.as<T>(), x.size());
     return check_launch(Gelu::name);
   });
 }
@@ -127,7 +130,7 @@ Status gelu_backward_cuda(const GeluBackward &op, const Tensor *in, const Tensor
   return dispatch(x.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     auto kernel = op.tanh() ? gelu_backward_kernel<T, true> : gelu_backward_kernel<T, false>;
-    kernel<<<map_grid<T>(x.size()), kMapBlock, 0, static_cast<cudaStream_t>(stream)>>>(
+    kernel<<<map_grid<T, 1>(x.size()), kMapBlock, 0, static_cast<cudaStream_t>(stream)>>>(
         dy.as<const T>(), x.as<const T>(), dx.as<T>(), x.size());
     return check_launch(GeluBackward::name);
   });

@@ -6,14 +6,12 @@ namespace aot {
 inline namespace AOT_ISA {
 
 constexpr int kMapBlock = 256;
-constexpr int kMapVectors = 4;  // a thread's loads in flight, of each input
 
-template <typename T>
-constexpr int64_t kMapTile = int64_t{kMapBlock} * kMapVectors * kVectorSize<T>;  // elements of a block
-
-template <typename T>
+// The grid for n elements where a thread takes kVectors vectors of each input. One is best, many small blocks keep the
+// memory busy, unless there is much to compute: then two, for the latency of the one to hide behind the other.
+template <typename T, int kVectors>
 unsigned map_grid(int64_t n) {
-  return grid_size(ceil_div(n, kMapTile<T>));
+  return grid_size(ceil_div(n, int64_t{kMapBlock} * kVectors * kVectorSize<T>));
 }
 
 // Elements before the first that lies on sixteen bytes.
@@ -43,7 +41,7 @@ __device__ inline Vector<T> map_vector(F f, const Vector<T> (&v)[kInputs]) {
 
 // y[i] = f(x[0][i], ...) for i < n: by vectors where the tensors lie alike with respect to sixteen bytes, which leaves
 // less than a vector at each end, and by elements where they do not.
-template <typename T, int kInputs, class F>
+template <typename T, int kVectors, int kInputs, class F>
 __device__ inline void map(F f, int64_t n, T *y, const T *const (&x)[kInputs]) {
   constexpr int kSize = kVectorSize<T>;
   int64_t head = misaligned_elements(y, sizeof(T));
@@ -63,15 +61,15 @@ __device__ inline void map(F f, int64_t n, T *y, const T *const (&x)[kInputs]) {
 #pragma unroll 1
   for (int64_t i = head + vectors * kSize + thread; i < n; i += threads) map_element(i);
 
-  int64_t first = int64_t{blockIdx.x} * (kMapBlock * kMapVectors) + threadIdx.x, at = head + first * kSize;
+  int64_t first = int64_t{blockIdx.x} * (kMapBlock * kVectors) + threadIdx.x, at = head + first * kSize;
   int64_t left = vectors - first;
-  Vector<T> v[kMapVectors][kInputs];
+  Vector<T> v[kVectors][kInputs];
 #pragma unroll
-  for (int k = 0; k < kMapVectors; ++k)
+  for (int k = 0; k < kVectors; ++k)
     for (int j = 0; j < kInputs; ++j)
       if (k * kMapBlock < left) v[k][j] = load_once(x[j] + at + k * kMapBlock * kSize);
 #pragma unroll
-  for (int k = 0; k < kMapVectors; ++k)
+  for (int k = 0; k < kVectors; ++k)
     if (k * kMapBlock < left) store(y + at + k * kMapBlock * kSize, map_vector(f, v[k]));
 }
 
