@@ -125,9 +125,9 @@ demo: lib environments
 
 test: lib environments $(VENV)/lint
 	@$(MAKE) --no-print-directory lint
-	AOTOPS_TEST_FRONTENDS=numpy,torch,jax$(if $(GPU),$(comma)cupy) $(VENV)/bin/python -m pytest tests
+	AOTOPS_TEST_FRONTENDS=numpy,torch,jax$(if $(GPU),$(comma)cupy) $(VENV)/bin/python -m pytest -q tests
 ifneq ($(MINDSPORE_PYTHON),)
-	AOTOPS_TEST_FRONTENDS=numpy,mindspore $(MS_VENV)/bin/python -m pytest tests
+	AOTOPS_TEST_FRONTENDS=numpy,mindspore $(MS_VENV)/bin/python -m pytest -q tests
 endif
 
 lint: $(VENV)/lint

@@ -11,7 +11,7 @@ from typing import Any
 
 from .op import Attr, Op
 from .ops import OPS
-from .spec import TensorSpec, accumulate_dtype, check_broadcast
+from .spec import TensorSpec, accumulate_dtype, check_broadcast, check_like
 
 Arrays = Sequence[Any]
 
@@ -64,6 +64,9 @@ class ArrayFrontend(ABC):
             if outputs := [slot for slot in op.saved if slot in op.outputs]:
                 given |= zip(outputs, self._run(op, inputs, attrs, outputs), strict=True)
             if not backward.has_kernel:
+                prepared = self._prepare(backward, [given[slot] for slot in backward.inputs])
+                given = dict(zip(backward.inputs, prepared, strict=True))
+                self._check_gradients(op, inputs, attrs, given)
                 results = {d: given[dy] for d, dy in backward.alias.items()}
                 return _one_or_all([_sum_to(results[f"d{x}"], n) for x, n in zip(op.inputs, shapes, strict=True)])
             taken = self._prepare(backward, [given.get(slot) for slot in backward.inputs])
@@ -86,13 +89,21 @@ class ArrayFrontend(ABC):
     def _prepare(self, op: Op, inputs: Arrays) -> Arrays:
         named = zip(op.inputs, inputs, strict=True)
         arrays = [None if value is None else self.prepare(op, slot, value) for slot, value in named]
-        if not op.broadcast:
+        if not op.broadcast or any(a is None for a in arrays):
             return arrays
         specs = [self.spec(a) for a in arrays]
         check_broadcast(op.name, op.inputs, specs)
         if all(spec.shape == specs[0].shape for spec in specs):
             return arrays
         return [self.prepare(op, slot, a) for slot, a in zip(op.inputs, self.broadcast(arrays), strict=True)]
+
+    def _check_gradients(self, op: Op, inputs: Arrays, attrs: tuple[Attr, ...], gradients: dict[str, Any]) -> None:
+        """What the backward's kernel checks, for one that has none: each ``dy`` is like ``y``."""
+        assert op.backward is not None
+        expected = op.specs([None if a is None else self.spec(a) for a in inputs], attrs)
+        op.backward.specs([None if a is None else self.spec(a) for a in gradients.values()], attrs)
+        for y in op.outputs:
+            check_like(op.backward.name, f"d{y}", self.spec(gradients[f"d{y}"]), y, expected[y])
 
     def _run(self, op: Op, inputs: Arrays, attrs: tuple[Attr, ...], wanted: Sequence[str] | set[str]) -> list[Any]:
         """One result for each of ``wanted`` that is an output or a residual, in the order of ``wanted`` where it is a

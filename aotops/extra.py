@@ -10,30 +10,22 @@ from .op import Attr, Op
 
 
 def attr_text(kind: str, value: Any) -> str:
-    """One attribute's value, of a kind of ``Op.attrs``. Floats keep all their digits."""
+    """One attribute's value, of a type of ``Op.attrs``. Floats keep all their digits."""
     if kind == "float":
         return repr(float(value))
     if kind == "int[]":
         return ",".join(str(index(v)) for v in value)
-    if kind == "str":
-        if not isinstance(value, str) or "\n" in value:
-            raise TypeError
-        return value
-    return str(index(value))
+    return value.replace("\n", "\\n") if kind == "str" else str(index(value))
 
 
 def encode(op: Op, attrs: Sequence[Attr], present: Sequence[bool] | None = None) -> str:
     """The attributes of a call, one a line. ``present`` says for each of ``op.slots`` whether it is given.
 
     Raises:
-        TypeError: a value that is not of its attribute's kind.
+        TypeError: a value that is not of its attribute's type.
     """
-    lines = []
-    for (name, kind), value in zip(op.attrs.items(), attrs, strict=True):
-        try:
-            lines.append(f"{name}={attr_text(kind, value)}")
-        except (TypeError, ValueError):
-            raise TypeError(f"{op.name}: {name} is {value!r}, expected {kind}") from None
+    op.check_attrs(attrs)
+    lines = [f"{name}={attr_text(kind, value)}" for (name, kind), value in zip(op.attrs.items(), attrs, strict=True)]
     if present is not None:
         n = len(op.inputs)
         lines += [f"inputs={_mask(present[:n])}", f"outputs={_mask(present[n:])}"]

@@ -5,11 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, SupportsFloat, SupportsIndex
 
 from .spec import TensorSpec
 
 Attr = int | float | bool | str | tuple[int, ...]
+
+# Of a value, or of each in a list. What has __index__ is an integer: NumPy's, and torch's symbolic ones.
+_PYTHON_TYPES: dict[str, type] = {
+    "float": SupportsFloat,
+    "int": SupportsIndex,
+    "int[]": SupportsIndex,
+    "bool": bool,
+    "str": str,
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,8 +82,16 @@ class Op:
     def is_optional(self, slot: str) -> bool:
         return slot in self.optional or slot in self.residuals or slot in self.workspace
 
+    def check_attrs(self, attrs: Sequence[Any]) -> None:
+        """Raises TypeError where an attribute is not of its type."""
+        for (name, kind), value in zip(self.attrs.items(), attrs, strict=True):
+            values = value if kind == "int[]" and isinstance(value, tuple) else (value,)
+            if not all(isinstance(v, _PYTHON_TYPES[kind]) for v in values):
+                raise TypeError(f"{self.name}: {name} is {value!r}, expected {kind}")
+
     def specs(self, inputs: Sequence[TensorSpec | None], attrs: Sequence[Attr]) -> dict[str, TensorSpec]:
         """The spec of everything the entry writes, by name. Raises for inputs that the operator does not take."""
+        self.check_attrs(attrs)
         for slot, spec in zip(self.inputs, inputs, strict=True):
             if spec is None and slot not in self.optional:
                 raise TypeError(f"{self.name}: {slot} is None, expected a tensor")

@@ -345,13 +345,13 @@ template <class Op, class ReadInput>
 std::vector<Spec> infer(void *extra, ReadInput read) {
   Bound<Op> bound;
   std::vector<Spec> result;
-  if (bound.init(extra)) return result;
+  bool failed = bound.init(extra) != kOk;
   Tensor in[Bound<Op>::n_in];
   int n = 0;
   for (int i = 0; i < Bound<Op>::n_in; ++i)
     if (bound.inputs >> i & 1) read(n++, &in[i]);
   Spec out[Bound<Op>::n_out];
-  bool failed = bound.op.infer(in, out) != kOk;
+  failed = failed || bound.op.infer(in, out) != kOk;
   for (int i = 0; i < Bound<Op>::n_out; ++i)
     if (bound.outputs >> i & 1) result.push_back(failed ? Spec::unknown_rank(in[0].dtype) : out[i]);
   return result;
@@ -361,8 +361,10 @@ template <class Op>
 std::vector<std::vector<int64_t>> infer_shapes(int *ndims, int64_t **shapes, void *extra) {
   std::vector<std::vector<int64_t>> result;
   for (const Spec &s : infer<Op>(extra, [&](int n, Tensor *t) {
-         t->dtype = DType::unknown, t->ndim = ndims[n];
-         for (int i = 0; i < t->ndim && i < kMaxNdim; ++i) t->shape[i] = shapes[n][i];
+         *static_cast<Spec *>(t) = Spec::unknown_rank(DType::unknown);
+         if (ndims[n] > kMaxNdim) return;
+         t->ndim = ndims[n];
+         for (int i = 0; i < t->ndim; ++i) t->shape[i] = shapes[n][i];
        }))
     result.emplace_back(s.shape, s.shape + s.ndim);
   return result;

@@ -52,7 +52,7 @@ def _infer_backward(dy, x, weight, stats, normalized_shape, eps):
 def _axes(normalized_shape):
     if type(normalized_shape) is tuple:
         return normalized_shape
-    return (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+    return tuple(normalized_shape) if isinstance(normalized_shape, (tuple, list)) else (normalized_shape,)
 
 
 @operator(

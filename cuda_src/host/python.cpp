@@ -24,6 +24,8 @@ WEAK void PyEval_RestoreThread(void *state);
 WEAK void Py_IncRef(void *object);
 WEAK void Py_DecRef(void *object);
 WEAK void *PyObject_Vectorcall(void *callable, void *const *args, size_t n, void *names);
+WEAK void *PyObject_CallMethod(void *object, const char *name, const char *format, ...);
+WEAK int PyObject_IsTrue(void *object);
 WEAK int PyObject_SetAttr(void *object, void *name, void *value);
 WEAK void *PyUnicode_InternFromString(const char *text);
 WEAK void *PyTuple_New(intptr_t n);
@@ -248,7 +250,19 @@ struct Arguments {
     }
     elements += size;
     if (!contiguous && size) return not_contiguous(call, slot);
+    if (size == 1) AOT_TRY(check_not_negated(call, slot, object));
     return on_device(call, slot, t.device_type, t.device_id);
+  }
+
+  // The imaginary part of a conjugated tensor has its values negated by whoever reads them, which the exchange table
+  // does not tell. With more elements than one such a view is not contiguous, and so refused already.
+  Status check_not_negated(const Call &call, int slot, void *object) {
+    void *is_neg = PyObject_CallMethod(object, "is_neg", nullptr);
+    if (!is_neg) return kConventionMisused;
+    bool negated = PyObject_IsTrue(is_neg) == 1;
+    Py_DecRef(is_neg);
+    if (!negated) return kOk;
+    return fail(kInvalidArgument, "%s: %s is a negated view", call.op.c_str(), call.slots[slot].c_str());
   }
 
   Status read_numpy(const Call &call, int slot, void *object) {

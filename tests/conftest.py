@@ -1,0 +1,85 @@
+"""The parameters ``framework``, ``device`` and ``dtype`` of a test, and what a subprocess is run with.
+
+A test that takes ``framework`` runs for every adapter under test (frameworks.py); with ``device`` also, for each device
+of each. What is for a GPU is marked ``gpu`` and skipped, with the reason, where there is none.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.register_assert_rewrite("cases")
+
+from cases import DTYPES, ml_dtypes  # noqa: E402
+from frameworks import FRONTENDS, frameworks, requested  # noqa: E402
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+def pytest_configure(config):
+    try:
+        requested()
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from error
+
+
+def pytest_generate_tests(metafunc):
+    names = metafunc.fixturenames
+    if "device" in names:
+        pairs = [(f, d) for f in frameworks() for d in f.devices]
+        marks = {"cuda": [pytest.mark.gpu], "cpu": []}
+        values = [pytest.param(f, d, id=f"{f.name}-{d}", marks=marks[d]) for f, d in pairs]
+        metafunc.parametrize(("framework", "device"), values)
+    elif "framework" in names:
+        metafunc.parametrize("framework", [pytest.param(f, id=f.name) for f in frameworks() if "cpu" in f.devices])
+    own = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
+    if "dtype" in names and "dtype" not in own:
+        metafunc.parametrize("dtype", DTYPES)
+
+
+@pytest.fixture(autouse=True)
+def _is_here(request):
+    """Skips a test whose device or dtype is not here."""
+    arguments = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    framework, device, dtype = (arguments.get(key) for key in ("framework", "device", "dtype"))
+    if framework is None:
+        return
+    if device is not None and (reason := framework.missing(device)):
+        pytest.skip(reason)
+    if dtype == "bfloat16" and framework.frontend in ("numpy", "cupy") and ml_dtypes is None:
+        pytest.skip(f"{framework.name} has no bfloat16 without ml_dtypes")
+
+
+def pytest_ignore_collect(collection_path):
+    """A file of one framework is for a session that tests it."""
+    frontend = collection_path.stem.removeprefix("test_")
+    return True if frontend in FRONTENDS and frontend not in requested() else None
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _elsewhere(tmp_path_factory):
+    """MindSpore writes down, where it runs, every graph that it refuses to compile."""
+    os.chdir(tmp_path_factory.mktemp("cwd"))
+
+
+@pytest.fixture(scope="session")
+def python():
+    """Runs a program in a fresh interpreter, with these changes of the environment, and gives what it printed."""
+
+    def run(program: str, expect: int = 0, **environment: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, **environment},
+            cwd=HERE,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == expect, done.stdout + done.stderr
+        return done.stdout if expect == 0 else done.stderr
+
+    return run

@@ -1,0 +1,272 @@
+"""What the tests do with a framework, in the same words for each: one adapter a frontend.
+
+``AOTOPS_TEST_FRONTENDS`` names the frontends under test, separated by commas; without it all are tested whose framework
+is installed.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache, cached_property
+from importlib import import_module
+from importlib.util import find_spec
+from inspect import signature
+from typing import Any
+
+import numpy as np
+from cases import numpy_dtype
+
+from aotops import library
+from aotops.frontends import FRONTENDS
+from aotops.ops import OPS
+
+VARIABLE = "AOTOPS_TEST_FRONTENDS"
+
+
+def requested() -> list[str]:
+    """The frontends under test. Raises ValueError for a name that is none."""
+    given = os.environ.get(VARIABLE)
+    if given is None:
+        return [name for name in FRONTENDS if find_spec(name)]
+    names = [name.strip() for name in given.split(",") if name.strip()]
+    unknown = set(names) - set(FRONTENDS)
+    if unknown or not names:
+        raise ValueError(f"{VARIABLE} is {given!r}, expected some of {', '.join(FRONTENDS)}")
+    return names
+
+
+class Framework:
+    """Arrays go in as float64 NumPy arrays that the dtype can hold, and come out as such."""
+
+    name: str
+    frontend: str
+    devices: tuple[str, ...] = ("cpu",)
+    strides = True
+    """Whether an array may have strides."""
+    compiles = False
+    """Whether each case is compiled, which takes long: then not every case is run in every dtype."""
+
+    @cached_property
+    def module(self) -> Any:
+        return import_module(f"aotops.frontends.{self.frontend}")
+
+    def missing(self, device: str) -> str | None:
+        """Why the device cannot be tested here."""
+        if not find_spec(self.frontend):
+            return f"{self.frontend} is not installed"
+        if device == "cpu":
+            return None
+        if not self.has_gpu():
+            return f"{self.name} finds no GPU"
+        return None if library.has_cuda() else "the library was built without CUDA"
+
+    def has_gpu(self) -> bool:
+        return False
+
+    def unable(self, name: str, shapes: list[tuple[int, ...]]) -> str | None:
+        """Why the framework itself cannot do this."""
+        return None
+
+    def make(self, array: np.ndarray, dtype: str, device: str) -> Any:
+        raise NotImplementedError
+
+    def integers(self, array: np.ndarray, device: str) -> Any:
+        """An array of whatever dtype it has."""
+        raise NotImplementedError
+
+    def numpy(self, tensor: Any) -> np.ndarray:
+        raise NotImplementedError
+
+    def dtype(self, tensor: Any) -> str:
+        return str(tensor.dtype).removeprefix("torch.").lower()
+
+    def forward(self, name: str, inputs: dict[str, Any], attrs: dict[str, Any]) -> Any:
+        return getattr(self.module, name)(**inputs, **attrs)
+
+    def gradients(self, name: str, inputs: dict[str, Any], attrs: dict[str, Any], dy: Any) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class _Arrays(Framework):
+    xp: Any
+
+    def make(self, array, dtype, device):
+        return self.xp.asarray(array.astype(numpy_dtype(dtype)))
+
+    def integers(self, array, device):
+        return self.xp.asarray(array)
+
+    def gradients(self, name, inputs, attrs, dy):
+        results = getattr(self.module, f"{name}_backward")(dy, **inputs, **attrs)
+        slots = [slot for slot in OPS[name].inputs if f"d{slot}" in OPS[name].backward.outputs]
+        return dict(zip(slots, results if len(slots) > 1 else (results,), strict=True))
+
+
+class NumPy(_Arrays):
+    name = frontend = "numpy"
+    xp = np
+
+    def numpy(self, tensor):
+        return tensor.astype(np.float64)
+
+
+class CuPy(_Arrays):
+    name = frontend = "cupy"
+    devices = ("cuda",)
+
+    @property
+    def xp(self):
+        return import_module("cupy")
+
+    def has_gpu(self):
+        return self.xp.is_available()
+
+    def numpy(self, tensor):
+        return tensor.get().astype(np.float64)
+
+
+class Torch(Framework):
+    name = frontend = "torch"
+    devices = ("cpu", "cuda")
+
+    @property
+    def torch(self):
+        return import_module("torch")
+
+    def has_gpu(self):
+        return self.torch.cuda.is_available()
+
+    def make(self, array, dtype, device):
+        return self.torch.tensor(array, dtype=getattr(self.torch, dtype), device=device)
+
+    def integers(self, array, device):
+        return self.torch.tensor(array, device=device)
+
+    def numpy(self, tensor):
+        return tensor.detach().to("cpu", self.torch.float64).numpy()
+
+    def gradients(self, name, inputs, attrs, dy):
+        leaves = {slot: None if t is None else t.clone().requires_grad_() for slot, t in inputs.items()}
+        self.forward(name, leaves, attrs).backward(dy)
+        return {slot: None if t is None else t.grad for slot, t in leaves.items()}
+
+
+class Jax(Framework):
+    name = frontend = "jax"
+    devices = ("cpu", "cuda")
+    strides = False
+
+    @cached_property
+    def jax(self):
+        jax = import_module("jax")
+        jax.config.update("jax_enable_x64", True)
+        return jax
+
+    def has_gpu(self):
+        return any(d.platform == "gpu" for d in self.jax.devices())
+
+    def make(self, array, dtype, device):
+        return self.integers(array.astype(numpy_dtype(dtype)), device)
+
+    def integers(self, array, device):
+        return self.jax.device_put(array, self.jax.devices({"cpu": "cpu", "cuda": "gpu"}[device])[0])
+
+    def numpy(self, tensor):
+        return np.asarray(tensor).astype(np.float64)
+
+    def gradients(self, name, inputs, attrs, dy):
+        def function(given):
+            return self.forward(name, inputs | given, attrs)
+
+        given = {slot: x for slot, x in inputs.items() if x is not None}
+        found = self.jax.vjp(function, given)[1](dy)[0]
+        return {slot: found.get(slot) for slot in inputs}
+
+
+class MindSpore(Framework):
+    """PyNative mode."""
+
+    name = frontend = "mindspore"
+    strides = False
+    graph = False
+
+    @property
+    def ms(self):
+        return import_module("mindspore")
+
+    def unable(self, name, shapes):
+        if OPS[name].broadcast and len(set(shapes)) > 1 and 0 in np.broadcast_shapes(*shapes):
+            return "MindSpore refuses to broadcast to nothing, and its gradient of that is uninitialised memory"
+        return None
+
+    def make(self, array, dtype, device):
+        return self.ms.Tensor(array, getattr(self.ms, dtype))
+
+    def integers(self, array, device):
+        return self.ms.Tensor(array)
+
+    def numpy(self, tensor):
+        return tensor.astype(self.ms.float64).asnumpy()
+
+    def forward(self, name, inputs, attrs):
+        self._enter()
+        function, tensors = self._function(name, inputs, attrs)
+        return function(*tensors)
+
+    def gradients(self, name, inputs, attrs, dy):
+        self._enter()
+        function, tensors = self._function(name, inputs, attrs)
+        grads = self.ms.ops.GradOperation(get_all=True, sens_param=True)(function)(*tensors, dy)
+        found = dict(zip([slot for slot, t in inputs.items() if t is not None], grads, strict=True))
+        return {slot: found.get(slot) for slot in inputs}
+
+    def _enter(self):
+        self.ms.set_context(mode=self.ms.GRAPH_MODE if self.graph else self.ms.PYNATIVE_MODE)
+
+    def _function(self, name, inputs, attrs):
+        """A Cell of the tensors given, and those: graph mode wants tensors as parameters, not keywords."""
+        arguments = signature(OPS[name].bind).bind(**inputs, **attrs)
+        arguments.apply_defaults()
+        places = [i for i, slot in enumerate(arguments.arguments) if inputs.get(slot) is not None]
+        tensors = [arguments.args[i] for i in places]
+        rest = [None if i in places else value for i, value in enumerate(arguments.args)]
+        return _mindspore_cell()(getattr(self.module, name), rest, places), tensors
+
+
+class MindSporeGraph(MindSpore):
+    name = "mindspore-graph"
+    graph = compiles = True
+
+
+@cache
+def _mindspore_cell() -> type:
+    from mindspore import nn
+
+    class Call(nn.Cell):
+        """A function of the tensors whose places among its arguments are given."""
+
+        def __init__(self, function, arguments, places):
+            super().__init__()
+            self.function, self.arguments, self.places = function, tuple(arguments), tuple(places)
+
+        def construct(self, *tensors):
+            arguments = list(self.arguments)
+            for place, tensor in zip(self.places, tensors):  # noqa: B905  graph mode knows no strict
+                arguments[place] = tensor
+            return self.function(*arguments)
+
+    return Call
+
+
+FRAMEWORKS = {
+    "numpy": [NumPy()],
+    "cupy": [CuPy()],
+    "torch": [Torch()],
+    "jax": [Jax()],
+    "mindspore": [MindSpore(), MindSporeGraph()],
+}
+
+
+def frameworks() -> list[Framework]:
+    """The adapters of the frontends under test."""
+    return [adapter for name in requested() for adapter in FRAMEWORKS[name]]

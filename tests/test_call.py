@@ -1,0 +1,361 @@
+"""The call path: its rungs agree, threads may share it, it frees what it makes; and every build of a kernel agrees."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import io
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+from frameworks import requested
+
+from aotops import call, library
+from aotops.ops import OPS
+from aotops.spec import TensorSpec
+
+np = pytest.importorskip("numpy")
+
+# Results of everything, as hexadecimal digits of a checksum; what differs from process to process is the environment.
+RESULTS = """
+import zlib, numpy as np
+from aotops.frontends import {frontend} as frontend
+random = np.random.default_rng(0)
+def array(*shape):
+    return make(random.normal(size=shape))
+def show(name, *results):
+    print(name, *(t.shape if t is None else digest(to_numpy(t)) for t in results))
+def digest(a):
+    return f"{{zlib.crc32(np.ascontiguousarray(a).tobytes()):08x}}"
+"""
+
+NUMPY = (
+    RESULTS.format(frontend="numpy")
+    + """
+for dtype in ("float16", "float32", "float64"):
+    make, to_numpy = lambda a: a.astype(dtype), lambda a: a
+    for shape in ((), (0, 3), (3, 5), (33, 1025), (2, 40000)):
+        x, dy = array(*shape), array(*shape)
+        show("add", frontend.add(x, dy))
+        for approximate in ("none", "tanh"):
+            show("gelu", frontend.gelu(x, approximate), frontend.gelu_backward(dy, x, approximate))
+        if shape:
+            w, b = array(*shape[-1:]), array(*shape[-1:])
+            show("layer_norm", frontend.layer_norm(x, shape[-1:], w, b), frontend.layer_norm(x, shape[-1:], None, b))
+            show("backward", *frontend.layer_norm_backward(dy, x, shape[-1:], w, b))
+"""
+)
+
+TORCH = (
+    RESULTS.format(frontend="torch")
+    + """
+import torch
+for dtype in (torch.bfloat16, torch.float32, torch.float64):
+    make = lambda a: torch.tensor(a, dtype=dtype, requires_grad=True)
+    to_numpy = lambda t: t.detach().double().numpy()
+    for shape in ((), (0, 3), (3, 5), (33, 1025)):
+        x, z = array(*shape), array(*shape)
+        results = [frontend.add(x, z), frontend.gelu(x), frontend.gelu(x, "tanh")]
+        if shape:
+            w, b = array(*shape[-1:]), array(*shape[-1:])
+            results += [frontend.layer_norm(x, shape[-1:], w, b), frontend.layer_norm(x.mT, x.mT.shape[-1:]).mT]
+        show("results", *results)
+        sum(results).sum().backward()
+        show("gradients", x.grad, z.grad, *((w.grad, b.grad) if shape else ()))
+"""
+)
+
+
+@pytest.mark.parametrize("frontend", ["numpy", "torch"])
+def test_the_rungs_agree(python, frontend):
+    if frontend not in requested():
+        pytest.skip(f"{frontend} is not under test")
+    program = {"numpy": NUMPY, "torch": TORCH}[frontend]
+    results = {rung: python(program, AOTOPS_CALL_PATH=rung) for rung in call.RUNGS}
+    assert results["tensors"].count("\n") > 10
+    assert results["addresses"] == results["tensors"]
+    assert results["ctypes"] == results["tensors"]
+
+
+@pytest.mark.parametrize("rung", call.RUNGS)
+def test_a_process_is_held_to_its_rung(python, rung):
+    program = """
+import numpy
+from aotops import call
+from aotops.frontends import numpy as frontend
+used = set()
+for name in ("tensors", "addresses", "_CtypesPlan"):
+    inner = getattr(call, name)
+    setattr(call, name, lambda *a, inner=inner, name=name: (used.add(name), inner(*a))[1])
+frontend.gelu(numpy.ones(3))
+print(call.rung(), *sorted(used))
+"""
+    expected = {
+        "tensors": "tensors tensors",
+        "addresses": "addresses addresses",
+        "ctypes": "ctypes _CtypesPlan addresses",
+    }
+    assert python(program, AOTOPS_CALL_PATH=rung).strip() == expected[rung]
+
+
+def test_an_unknown_rung_is_an_error(python):
+    said = python("import aotops.frontends.numpy", expect=1, AOTOPS_CALL_PATH="fast")
+    assert "ValueError: AOTOPS_CALL_PATH is 'fast', expected one of ctypes, addresses, tensors" in said
+
+
+# -------------------------------------------------------------------------------------------- one result on every build
+
+
+def test_instruction_sets_agree(python):
+    """Each build may contract and reorder, and round otherwise; no more than that."""
+    program = """
+import sys, numpy as np
+from aotops.frontends import numpy as frontend
+random = np.random.default_rng(0)
+results = []
+for dtype in ("float16", "float32", "float64"):
+    for shape in ((1,), (7,), (3, 33), (5, 1025), (2, 40000)):
+        x, dy, w, b = (random.normal(size=s).astype(dtype) for s in (shape, shape, shape[-1:], shape[-1:]))
+        results += [frontend.add(x, dy), frontend.layer_norm(x, shape[-1], w, b)]
+        results += frontend.layer_norm_backward(dy, x, shape[-1], w, b)
+        for approximate in ("none", "tanh"):
+            results += [frontend.gelu(8 * x, approximate), frontend.gelu_backward(dy, 8 * x, approximate)]
+np.savez(sys.stdout.buffer, *results)
+"""
+    found = {}
+    for isa in ("baseline", "avx2", "avx512"):
+        environment = {**os.environ, "AOTOPS_CPU_ISA": isa}
+        done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=True)
+        found[isa] = list(np.load(io.BytesIO(done.stdout)).values())
+    for isa in ("avx2", "avx512"):
+        for a, b in zip(found["baseline"], found[isa], strict=True):
+            u = np.finfo(a.dtype).eps
+            work = np.finfo(np.float32 if a.dtype == np.float16 else a.dtype).eps
+            # each may be half a unit from the truth, and 32 roundings of the arithmetic off (cases.py)
+            limit = u * np.abs(a.astype(float)) + 32 * work * max(1, np.abs(a.astype(float)).max())
+            assert (np.abs(a.astype(float) - b.astype(float)) <= limit).all()
+
+
+def test_the_number_of_threads_changes_nothing(python):
+    results = {n: python(NUMPY, OMP_NUM_THREADS=str(n)) for n in (1, 2, 5)}
+    assert results[1] == results[2] == results[5]
+
+
+@pytest.mark.parametrize("kind", ["float16", "float32", "float64"])
+def test_arrays_larger_than_the_caches(kind):
+    """Stored past the caches: what a small array gives, to a few roundings; rows may be taken together otherwise."""
+    from aotops.frontends import numpy as frontend
+
+    random = np.random.default_rng(0)
+    few, many = 64, (1 << 26) // (64 * 1031 * np.dtype(kind).itemsize) + 1
+    x, dy = (random.normal(size=(few, 1031)).astype(kind) for _ in range(2))
+    w = random.normal(size=1031).astype(kind)
+    wide_x, wide_dy = np.tile(x, (many, 1)), np.tile(dy, (many, 1))
+    for small, wide in (
+        (frontend.add(x, dy), frontend.add(wide_x, wide_dy)),
+        (frontend.gelu(x), frontend.gelu(wide_x)),
+        (frontend.gelu_backward(dy, x, "tanh"), frontend.gelu_backward(wide_dy, wide_x, "tanh")),
+        (frontend.layer_norm(x, 1031, w), frontend.layer_norm(wide_x, 1031, w)),
+        (frontend.layer_norm_backward(dy, x, 1031, w)[0], frontend.layer_norm_backward(wide_dy, wide_x, 1031, w)[0]),
+    ):
+        eps = np.finfo(kind).eps
+        np.testing.assert_allclose(wide, np.tile(small, (many, 1)), rtol=8 * eps, atol=8 * eps)
+
+
+# -------------------------------------------------------------------------------------------------------------- threads
+
+
+def _race(work, n=4):
+    """Runs work(i) in n threads that switch as often as they can."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    wrong = []
+    threads = [threading.Thread(target=lambda i=i: wrong.append(work(i))) for i in range(n)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(wrong) == n, "a thread died"
+    return sum(wrong)
+
+
+@pytest.mark.parametrize("size", [4, 8192])
+def test_threads_share_a_bound_builtin(size):
+    """Arguments kept anywhere but on a call's own stack would be mixed up here. A large kernel runs while other threads
+    have the interpreter."""
+    from aotops.frontends import numpy as frontend
+
+    assert frontend
+    run = call.tensors(OPS["add"], ())
+
+    def work(i):
+        a, b, y = np.full(size, float(i)), np.zeros(size), np.empty(size)
+        wrong = 0
+        for _ in range(5000):
+            y.fill(-1)
+            run(a, b, y)
+            wrong += (y != i).any()
+        return wrong
+
+    assert _race(work) == 0
+
+
+def test_threads_share_a_plan():
+    spec = TensorSpec((4,), "float64")
+    run = call.addresses(OPS["add"], (), "cpu", (spec, spec, spec))
+
+    def work(i):
+        a, b, y = np.full(4, float(i)), np.zeros(4), np.empty(4)
+        pointers = [t.ctypes.data for t in (a, b, y)]
+        wrong = 0
+        for _ in range(3000):
+            y.fill(-1)
+            run(0, 0, *pointers)
+            wrong += y[0] != i
+        return wrong
+
+    assert _race(work) == 0
+
+
+def test_threads_bind_at_once(python):
+    """The first calls of an operator come from many threads."""
+    program = """
+import sys, threading, numpy as np
+from aotops.frontends import numpy as frontend
+sys.setswitchinterval(1e-6)
+wrong, barrier = [], threading.Barrier(8)
+def work(i):
+    x = np.arange(6.0).reshape(2, 3) * (i + 1)
+    barrier.wait()
+    for eps in range(1, 30):
+        y = frontend.layer_norm(x, 3, eps=float(eps))
+        z = (x - x.mean(1, keepdims=True)) / np.sqrt(x.var(1, keepdims=True) + eps)
+        if abs(y - z).max() > 1e-12:
+            wrong.append(eps)
+threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+[t.start() for t in threads]
+[t.join() for t in threads]
+print(len(wrong))
+"""
+    assert python(program).strip() == "0"
+
+
+def test_threads_keep_their_own_errors():
+    """Each thread raises the text of its own failed call."""
+    from aotops.frontends import numpy as frontend
+
+    assert frontend
+    run = call.tensors(OPS["add"], ())
+
+    def work(i):
+        a, b = np.zeros(4), np.zeros(i + 5)
+        wrong = 0
+        for _ in range(2000):
+            try:
+                run(a, b, a)
+                wrong += 1
+            except ValueError as error:
+                wrong += f"({i + 5},)" not in str(error)
+        return wrong
+
+    assert _race(work) == 0
+
+
+# -------------------------------------------------------------------------------------------------------- what it costs
+
+
+def test_plans_are_freed(monkeypatch):
+    """Each is freed once, when the last reference to it goes."""
+    lib = library.load()
+    freed = []
+    spec = TensorSpec((3,), "float32")
+    if call.rung() == "ctypes":
+        monkeypatch.setattr(lib, "aot_plan_delete", freed.append)
+    callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda capsule: freed.append(capsule))
+    destructor = ctypes.cast(callback, ctypes.c_void_p).value
+    real = library.address
+    monkeypatch.setattr(library, "address", lambda s: destructor if s == "aot_plan_capsule_delete" else real(s))
+    run = call.addresses.__wrapped__(OPS["gelu"], ("none",), "cpu", (spec, spec))
+    gc.collect()
+    assert not freed
+    del run
+    gc.collect()
+    assert len(freed) == 1
+
+
+def test_plans_do_not_leak():
+    """Plans of ever new shapes, more than are kept, take no more memory than before."""
+    if not os.path.exists("/proc/self/statm"):
+        pytest.skip("needs Linux")
+
+    def plans(n):
+        for i in range(1, n):
+            spec = TensorSpec((i,) * 16, "float32")
+            call.addresses.__wrapped__(OPS["gelu"], ("none",), "cpu", (spec, spec))
+
+    def resident():
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    plans(5000)
+    before = resident()
+    plans(50000)
+    # each has at least 512 bytes: 25 MB, were they kept
+    assert resident() - before < 8 << 20
+
+
+def test_a_call_leaves_reference_counts_alone():
+    from aotops.frontends import numpy as frontend
+
+    assert frontend
+    run = call.tensors(OPS["layer_norm"], ((3,), 1e-5))
+    arrays = [np.zeros((2, 3)), np.ones(3), np.ones(3), np.empty((2, 3))]
+    before = [sys.getrefcount(a) for a in arrays]
+    for _ in range(100):
+        assert run(*arrays, None) is None
+    for _ in range(100):
+        with pytest.raises(ValueError, match="weight"):
+            run(arrays[0], np.ones(4), arrays[2], arrays[3], None)
+    assert [sys.getrefcount(a) for a in arrays] == before
+
+
+# ----------------------------------------------------------------------------------------------- what a builtin refuses
+
+
+def test_a_builtin_takes_a_tensor_for_each_slot():
+    run = call.tensors(OPS["add"], ())
+    a = np.zeros(3)
+    with pytest.raises(RuntimeError, match="add: 2 arguments given, expected 3"):
+        run(a, a)
+    with pytest.raises(TypeError, match="add: b is None, expected a tensor"):
+        run(a, None, a)
+    with pytest.raises(TypeError, match="add: b is a list, expected a tensor"):
+        run(a, [0.0], a)
+    with pytest.raises(ValueError, match="add: b is not contiguous"):
+        run(a, np.zeros(6)[::2], a)
+    with pytest.raises(TypeError, match="add: a has dtype of another kind, expected float16"):
+        run(np.zeros(3, ">f8"), a, a)
+
+
+def test_a_builtin_by_address_takes_ints():
+    spec = TensorSpec((3,), "float64")
+    run = call.addresses(OPS["add"], (), "cpu", (spec, spec, spec))
+    with pytest.raises(RuntimeError, match="2 arguments given, expected 5"):
+        run(0, 0)
+    a = np.zeros(3)
+    with pytest.raises(TypeError):
+        run(0, 0, a, a, a)
+
+
+def test_a_device_without_entries_is_named():
+    if library.has_cuda():
+        pytest.skip("this library has CUDA entries")
+    spec = TensorSpec((3,), "float32")
+    with pytest.raises(NotImplementedError, match=r"gelu: .*CUDA.*make lib"):
+        call.addresses(OPS["gelu"], ("none",), "cuda", (spec, spec))

@@ -1,0 +1,417 @@
+"""The core and the library, without a framework: definitions, entries, inference in C and in Python, error texts."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cases import CASES
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from aotops import call, library
+from aotops.extra import encode
+from aotops.frontends import FRONTENDS
+from aotops.op import Op
+from aotops.ops import OPS
+from aotops.spec import FLOATING, TensorSpec, size
+
+HERE = Path(__file__).parent
+BACKWARDS = {op.backward.name: op.backward for op in OPS.values() if op.backward}
+WITH_KERNEL = [op for op in (*OPS.values(), *BACKWARDS.values()) if op.has_kernel]
+EACH_KERNEL = pytest.mark.parametrize("op", WITH_KERNEL, ids=lambda op: op.name)
+DEVICES = ("cpu", "cuda") if library.has_cuda() else ("cpu",)
+
+# -------------------------------------------------------------------------------------------------------------- imports
+
+
+@pytest.mark.parametrize("module", ["aotops", "aotops.ops", "aotops.call", "aotops.arrays", "aotops.frontends"])
+def test_the_core_imports_the_standard_library_alone(python, module):
+    program = f"import sys; before = set(sys.modules); import {module}; print(*sorted(set(sys.modules) - before))"
+    loaded = {name.partition(".")[0] for name in python(program).split()}
+    # an editable install has setuptools' finder loaded, under a name of its own
+    foreign = {name for name in loaded - {"aotops"} - sys.stdlib_module_names if not name.startswith("__editable__")}
+    assert not foreign
+
+
+def test_the_core_runs_without_a_framework(python):
+    """A kernel called by address, in a process that has nothing but ctypes."""
+    program = """
+import sys, ctypes
+from aotops import call
+from aotops.ops import OPS
+from aotops.spec import TensorSpec
+a, b, y = ((ctypes.c_float * 3)(1, 2, 3), (ctypes.c_float * 3)(10, 20, 30), (ctypes.c_float * 3)())
+spec = TensorSpec((3,), "float32")
+call.addresses(OPS["add"], (), "cpu", (spec, spec, spec))(0, 0, *map(ctypes.addressof, (a, b, y)))
+print(list(y), "numpy" in sys.modules)
+"""
+    assert python(program).split("\n")[0] == "[11.0, 22.0, 33.0] False"
+
+
+# ------------------------------------------------------------------------------------------------------------ the table
+
+
+def test_the_table_has_a_row_for_each_operator():
+    assert set(CASES) == set(OPS)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_row_tries_what_must_be_tried(name):
+    """Values on an empty, a one-element and a plain case; every optional input given and not given."""
+    cases = CASES[name].cases
+    assert len({str(case) for case in cases}) == len(cases), "two cases are the same"
+    sizes = {size(next(iter(case.shapes.values()))) for case in cases}
+    assert {0, 1} <= sizes
+    assert max(sizes) > 32768, "none is large enough for several threads"
+    for case in cases:
+        assert set(case.shapes) == set(OPS[name].inputs)
+    for slot in OPS[name].inputs:
+        given = {case.shapes[slot] is not None for case in cases}
+        assert given == ({True, False} if slot in OPS[name].optional else {True}), slot
+
+
+# -------------------------------------------------------------------------------------------------------------- binary
+
+
+def _tool(*command: str) -> str:
+    if not shutil.which(command[0]):
+        pytest.skip(f"{command[0]} is not installed")
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def test_the_library_exports_nothing_but_its_own_functions():
+    symbols = [line.split()[-1] for line in _tool("nm", "-D", "--defined-only", str(library.path())).splitlines()]
+    assert symbols
+    assert not [s for s in symbols if not s.startswith("aot_")]
+
+
+def test_the_library_needs_no_driver_and_no_framework():
+    needed = re.findall(r"NEEDED.*\[(.*)\]", _tool("readelf", "-d", str(library.path())))
+    assert needed
+    known = ("libc.", "libm.", "libstdc++.", "libgcc_s.", "libgomp.", "libpthread.", "librt.", "libdl.", "ld-linux")
+    assert not [name for name in needed if not name.startswith(known)]
+
+
+def test_the_library_asks_for_python_weakly():
+    """It loads into a program that has no Python."""
+    symbols = _tool("nm", "-D", "--undefined-only", str(library.path()))
+    assert not re.findall(r" U (_?Py\w+)", symbols)
+    assert re.findall(r" w (_?Py\w+)", symbols)
+
+
+def test_the_library_stays_loaded_and_is_bound_at_once():
+    flags = _tool("readelf", "-d", str(library.path()))
+    assert "NODELETE" in flags
+    assert "NOW" in flags
+
+
+@EACH_KERNEL
+def test_each_kernel_has_its_entry_and_companions(op: Op):
+    for device in DEVICES:
+        entry = library.entry_name(op, device)
+        for symbol in (entry, f"{entry}Init", f"{entry}InferShape", f"{entry}InferType"):
+            assert library.address(symbol), f"{symbol} is not exported"
+
+
+def test_each_entry_has_its_operator():
+    """No kernel without a definition."""
+    symbols = _tool("nm", "-D", "--defined-only", str(library.path()))
+    entries = set(re.findall(r"\baot_(\w+)_(?:cpu|cuda)Init\b", symbols))
+    assert entries == {op.name for op in WITH_KERNEL}
+
+
+def test_a_missing_entry_is_named():
+    unknown = Op("no_such_op", lambda x: ((x,), ()), ("x",), ("y",), lambda x: (x,))
+    with pytest.raises(NotImplementedError, match=r"no_such_op: .* has no cpu entry \(aot_no_such_op_cpu\)"):
+        library.entry_name(unknown, "cpu")
+
+
+def test_definitions_are_whole():
+    for op in (*OPS.values(), *BACKWARDS.values()):
+        for name in (*op.like.values(), *op.alias.values()):
+            assert name in op.inputs
+        assert op.optional | op.batched <= set(op.slots)
+        assert {*op.like, *op.alias} <= set(op.extra_outputs)
+        if op.backward:
+            assert set(op.saved) <= set(op.slots), f"{op.backward.name} takes what {op.name} does not have"
+
+
+# ---------------------------------------------------------------------------------------- inference, in C and in Python
+
+TYPE_IDS = {"int32": 34, "int64": 35, "float16": 42, "float32": 43, "float64": 44, "bfloat16": 45}
+ROOM = 4096
+
+
+@pytest.fixture(scope="session")
+def infer_host(tmp_path_factory):
+    compiler = shutil.which("g++") or pytest.skip("g++ is not installed")
+    built = tmp_path_factory.mktemp("infer") / "infer_host.so"
+    command = [compiler, "-std=c++17", "-shared", "-fPIC", "-Wall", "-Wextra", "-o", built, HERE / "infer_host.cpp"]
+    subprocess.run(command, check=True)
+    return ctypes.CDLL(str(built))
+
+
+class Extra:
+    """The library's own host of attributes."""
+
+    def __init__(self, op: Op, attrs, specs, outputs):
+        text = encode(op, attrs, [spec is not None for spec in specs] + [name in outputs for name in op.extra_outputs])
+        self.pointer = ctypes.c_void_p(library.load().aot_extra_new(text.encode()))
+
+    def __enter__(self):
+        return self.pointer
+
+    def __exit__(self, *_):
+        library.load().aot_extra_delete(self.pointer)
+
+
+def _c_arrays(shapes):
+    ndims = (ctypes.c_int * max(len(shapes), 1))(*map(len, shapes))
+    rows = [(ctypes.c_int64 * len(shape))(*shape) if shape else None for shape in shapes]
+    pointers = (ctypes.POINTER(ctypes.c_int64) * max(len(shapes), 1))()
+    for i, row in enumerate(rows):
+        if row is not None:
+            pointers[i] = ctypes.cast(row, ctypes.POINTER(ctypes.c_int64))
+    return ndims, pointers, rows
+
+
+def infer_in_c(host, op: Op, attrs, specs, outputs, device="cpu"):
+    """The shapes and dtypes of ``outputs`` as the library's companions tell them."""
+    given = [spec for spec in specs if spec is not None]
+    entry, many = library.entry_name(op, device), len(op.extra_outputs) > 1
+    out = (ctypes.c_int64 * ROOM)()
+    with Extra(op, attrs, specs, outputs) as extra:
+        ndims, shapes, _keep = _c_arrays([spec.shape for spec in given])
+        function = ctypes.c_void_p(library.address(f"{entry}InferShape"))
+        host.infer_shape(function, many, ndims, shapes, extra, out)
+        assert out[0] == len(outputs)
+        found, at = [], 1
+        for _ in outputs:
+            found.append(tuple(out[at + 1 : at + 1 + out[at]]))
+            at += 1 + out[at]
+        types = (ctypes.c_int * len(given))(*(TYPE_IDS[spec.dtype] for spec in given))
+        host.infer_type(ctypes.c_void_p(library.address(f"{entry}InferType")), many, types, len(given), extra, out)
+        assert out[0] == len(outputs)
+        names = {number: name for name, number in TYPE_IDS.items()}
+        return {name: TensorSpec(found[i], names[out[1 + i]]) for i, name in enumerate(outputs)}
+
+
+def run_in_c(op: Op, attrs, specs, outputs) -> str:
+    """What the entry says of these specs of its inputs and outputs: its message, or nothing."""
+    slots = [*specs, *(outputs.get(name) for name in op.extra_outputs)]
+    memory = ctypes.create_string_buffer(1 << 20)
+    base = ctypes.addressof(memory) // 64 * 64 + 64
+    try:
+        run = call.addresses(op, attrs, "cpu", tuple(slots))
+        run(0, 0, *(base for spec in slots if spec is not None))
+    except (TypeError, ValueError, NotImplementedError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def infer_in_python(op: Op, attrs, specs):
+    """The specs, or what Python says instead."""
+    try:
+        return op.specs(specs, attrs), ""
+    except (TypeError, ValueError) as error:
+        return None, f"{type(error).__name__}: {error}"
+
+
+SHAPE = st.lists(st.integers(0, 4), max_size=4).map(tuple)
+DTYPE = st.sampled_from(FLOATING)
+
+
+@st.composite
+def good_calls(draw):
+    """An operator, its attributes and the specs of inputs that it takes."""
+    op = draw(st.sampled_from(WITH_KERNEL))
+    shape, dtype = draw(SHAPE), draw(DTYPE)
+    like = TensorSpec(shape, dtype)
+    if op.name in ("add", "gelu", "gelu_backward"):
+        attrs = (draw(st.sampled_from(["none", "tanh"])),) if op.attrs else ()
+        return op, attrs, [like] * len(op.inputs)
+    assert op.name in ("layer_norm", "layer_norm_backward"), f"say here what calls {op.name} takes"
+    axes = draw(SHAPE.filter(len))
+    attrs = (axes, draw(st.floats(0, 1)))
+    x, affine = TensorSpec((*shape, *axes), dtype), TensorSpec(axes, dtype)
+    stats = TensorSpec((*shape, 2), "float64" if dtype == "float64" else "float32")
+    specs = {"x": x, "dy": x, "weight": affine, "bias": affine, "stats": stats}
+    return op, attrs, [specs[s] if s not in op.optional or draw(st.booleans()) else None for s in op.inputs]
+
+
+@settings(deadline=None, derandomize=True, max_examples=300)
+@given(call=good_calls(), data=st.data())
+def test_c_infers_what_python_infers(infer_host, call, data):
+    op, attrs, specs = call
+    expected, error = infer_in_python(op, attrs, specs)
+    assert not error
+    outputs = [s for s in op.extra_outputs if not op.is_optional(s) or data.draw(st.booleans())]
+    assume(outputs)
+    for device in DEVICES:
+        assert infer_in_c(infer_host, op, attrs, specs, outputs, device) == {s: expected[s] for s in outputs}
+
+
+@settings(deadline=None, derandomize=True, max_examples=300)
+@given(call=good_calls(), data=st.data())
+def test_unknown_dimensions_stay_unknown(infer_host, call, data):
+    """What C infers from a shape with -1, or from [-2], is what it infers from the real one, as far as it can know."""
+    op, attrs, specs = call
+    outputs = list(op.extra_outputs)
+    expected, _ = infer_in_python(op, attrs, specs)
+
+    def hide(spec):
+        if spec is None:
+            return None
+        if data.draw(st.booleans(), label="rank unknown"):
+            return TensorSpec((-2,), spec.dtype)
+        return TensorSpec(tuple(-1 if data.draw(st.booleans()) else dim for dim in spec.shape), spec.dtype)
+
+    hidden = [hide(spec) for spec in specs]
+    found = infer_in_c(infer_host, op, attrs, hidden, outputs)
+    for name in outputs:
+        assert found[name].dtype == expected[name].dtype
+        if found[name].shape != (-2,):
+            assert len(found[name].shape) == len(expected[name].shape)
+            for dim, real in zip(found[name].shape, expected[name].shape, strict=True):
+                assert dim in (-1, real)
+    for name, source in op.like.items():
+        assert found[name] == hidden[op.inputs.index(source)]
+
+
+@settings(deadline=None, derandomize=True, max_examples=100)
+@given(call=good_calls())
+def test_like_is_what_infer_says(call):
+    op, attrs, specs = call
+    expected = op.specs(specs, attrs)
+    for name, source in op.like.items():
+        assert expected[name] == specs[op.inputs.index(source)]
+
+
+@settings(deadline=None, derandomize=True, max_examples=100)
+@given(call=good_calls())
+def test_saved_gives_the_backward_what_it_takes(call):
+    """The backward accepts the forward's own slots, and its gradients are like the inputs."""
+    op, attrs, specs = call
+    if op.backward is None:
+        return
+    known = dict(zip(op.inputs, specs, strict=True)) | op.specs(specs, attrs)
+    known |= {f"d{y}": known[y] for y in op.outputs}
+    gradients = op.backward.specs([known[s] for s in op.backward.inputs], attrs)
+    for slot, name in zip(op.inputs, op.backward_outputs(specs), strict=True):
+        if name:
+            assert gradients[name] == known[slot]
+
+
+@settings(deadline=None, derandomize=True, max_examples=300)
+@given(call=good_calls(), data=st.data())
+def test_an_error_reads_the_same_in_c_and_in_python(call, data):
+    """One input is made wrong, in its dtype or its shape. Whatever Python says, the entry says."""
+    op, attrs, specs = call
+    which = data.draw(st.sampled_from([i for i, spec in enumerate(specs) if spec is not None]))
+    spec = specs[which]
+    dtype = data.draw(st.sampled_from([*FLOATING, "int32", "int64"]))
+    shape = data.draw(st.sampled_from([spec.shape, (*spec.shape, 5), spec.shape[1:], (), (7,)]))
+    specs[which] = TensorSpec(shape, dtype)
+    written, message = infer_in_python(op, attrs, specs)
+    if written is None:
+        good = TensorSpec((1,), "float32")
+        written = dict.fromkeys(op.extra_outputs, good)
+    assert run_in_c(op, attrs, specs, written) == message
+
+
+@pytest.mark.parametrize(
+    ("op", "attrs", "shapes", "message"),
+    [
+        ("add", (), [(2, 3), (3,)], "ValueError: add: b has shape (3,), expected (2, 3), the shape of a"),
+        (
+            "layer_norm",
+            ((4,), 1e-5),
+            [(2, 3), None, None],
+            "ValueError: layer_norm: x has shape (2, 3), expected its trailing axes to be normalized_shape (4,)",
+        ),
+        (
+            "layer_norm",
+            ((), 1e-5),
+            [(2, 3), None, None],
+            "ValueError: layer_norm: normalized_shape is empty, expected at least one axis",
+        ),
+        (
+            "layer_norm",
+            ((3,), 1e-5),
+            [(2, 3), (2,), None],
+            "ValueError: layer_norm: weight has shape (2,), expected (3,), the shape of normalized_shape",
+        ),
+    ],
+)
+def test_error_texts(op, attrs, shapes, message):
+    specs = [None if shape is None else TensorSpec(shape, "float32") for shape in shapes]
+    assert infer_in_python(OPS[op], attrs, specs) == (None, message)
+    y = TensorSpec((2, 3), "float32")
+    assert run_in_c(OPS[op], attrs, specs, {"y": y}) == message
+
+
+def test_an_entry_refuses_an_output_of_the_wrong_shape_or_dtype():
+    """The last line of defence against a write out of bounds."""
+    x = TensorSpec((2, 3), "float32")
+    small, other = TensorSpec((2, 2), "float32"), TensorSpec((2, 3), "float16")
+    gelu = OPS["gelu"]
+    expected = "ValueError: gelu: y has shape (2, 2), expected (2, 3), the shape of this output"
+    assert run_in_c(gelu, ("none",), [x], {"y": small}) == expected
+    assert run_in_c(gelu, ("none",), [x], {"y": other}) == "TypeError: gelu: y has dtype float16, expected float32"
+    work = TensorSpec((1, 2, 2), "float32")
+    backward = OPS["layer_norm"].backward
+    affine = TensorSpec((3,), "float32")
+    said = run_in_c(backward, ((3,), 1e-5), [x, x, None, None], {"dweight": affine, "workspace": work})
+    assert said.startswith("ValueError: layer_norm_backward: workspace has shape (1, 2, 2), expected (16,)")
+
+
+def test_more_dimensions_than_any_tensor_has():
+    deep = TensorSpec((1,) * 33, "float32")
+    said = run_in_c(OPS["gelu"], ("none",), [deep], {"y": deep})
+    assert said == "ValueError: gelu: x has 33 dimensions, expected at most 32"
+
+
+@pytest.mark.parametrize(
+    ("attrs", "message"),
+    [
+        ("approximate=maybe", "gelu: approximate is 'maybe', expected 'none'"),
+        ("approximate=" + "x" * 100, "gelu: attribute approximate is not a short string"),
+        ("inputs=0", "gelu: x is missing"),
+        ("inputs=many", "gelu: attribute inputs is not an integer"),
+    ],
+)
+def test_init_refuses_bad_attributes(attrs, message):
+    lib = library.load()
+    init = lib.aot_gelu_cpuInit
+    extra = ctypes.c_void_p(lib.aot_extra_new(attrs.encode()))
+    status = init(None, None, None, extra)
+    assert status == 1
+    assert library.last_error().startswith(message)
+    lib.aot_extra_delete(extra)
+
+
+def test_attributes_arrive_with_all_their_digits():
+    """eps through the text of `extra`: a float32 on the way would change the result."""
+    numpy = pytest.importorskip("numpy")
+    from aotops.frontends import numpy as frontend
+
+    eps = 0.1 + 2.0**-40
+    x = numpy.array([1.0, 2.0, 4.0])
+    expected = (x - x.mean()) / numpy.sqrt(x.var() + eps)
+    assert abs(frontend.layer_norm(x, 3, eps=eps) - expected).max() < 1e-15
+
+
+def test_frontends_are_listed_and_lazy(python):
+    from aotops import frontends
+
+    assert dir(frontends) == list(FRONTENDS)
+    program = (
+        "import sys; import aotops.frontends; print(bool({'numpy', 'torch', 'jax', 'mindspore'} & set(sys.modules)))"
+    )
+    assert python(program).split()[-1] == "False"

@@ -1,0 +1,290 @@
+"""Every operator in every frontend, dtype and device: the table's values and gradients, and any layout of memory."""
+
+from __future__ import annotations
+
+import math
+
+import cases
+import numpy as np
+import pytest
+from cases import CASES, DTYPES
+from frameworks import frameworks, requested
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from aotops import frontends
+from aotops.ops import OPS
+
+EACH_CASE = [
+    pytest.param(name, i, id=f"{name}-{case}") for name, row in CASES.items() for i, case in enumerate(row.cases)
+]
+EACH_OP = list(CASES)
+
+
+def first_case(name: str) -> int:
+    """A case of two axes or more and at least ten elements, with every input."""
+    for i, case in enumerate(CASES[name].cases):
+        x, *_ = case.shapes.values()
+        if all(case.shapes.values()) and len(x) > 1 and 10 < math.prod(x) < 1000 and len({*case.shapes.values()}) < 3:
+            return i
+    raise AssertionError(f"{name} has no case of a small matrix")
+
+
+def skip_what_is_spared(framework, dtype, name, i):
+    shapes = [shape for shape in CASES[name].cases[i].shapes.values() if shape is not None]
+    if reason := framework.unable(name, shapes):
+        pytest.skip(reason)
+    if framework.compiles and dtype != "float32" and i != first_case(name):
+        pytest.skip(f"{framework.name} compiles each case: the other dtypes have one")
+
+
+def made(framework, device, dtype, name, i):
+    arrays = cases.inputs(name, i, dtype)
+    return {slot: None if x is None else framework.make(x, dtype, device) for slot, x in arrays.items()}
+
+
+@pytest.mark.parametrize("name", requested())
+def test_requested_frontend_imports(name):
+    module = getattr(frontends, name)
+    for op in OPS:
+        assert callable(getattr(module, op)), f"{name} has no {op}"
+
+
+@pytest.mark.parametrize(("name", "i"), EACH_CASE)
+def test_values(framework, device, dtype, name, i):
+    skip_what_is_spared(framework, dtype, name, i)
+    y = framework.forward(name, made(framework, device, dtype, name, i), CASES[name].cases[i].attrs)
+    assert framework.dtype(y) == dtype
+    cases.assert_values(framework.numpy(y), name, i, dtype)
+
+
+@pytest.mark.parametrize(("name", "i"), EACH_CASE)
+def test_gradients(framework, device, dtype, name, i):
+    skip_what_is_spared(framework, dtype, name, i)
+    dy = framework.make(cases.output_gradient(name, i, dtype), dtype, device)
+    inputs = made(framework, device, dtype, name, i)
+    grads = framework.gradients(name, inputs, CASES[name].cases[i].attrs, dy)
+    for g in grads.values():
+        assert g is None or framework.dtype(g) == dtype
+    got = {slot: None if g is None else framework.numpy(g) for slot, g in grads.items()}
+    cases.assert_gradients(got, name, i, dtype)
+
+
+# --------------------------------------------------------------------------------------------------------------- memory
+
+
+def _transposed(tensor):
+    """The same values, stored the other way round."""
+    axes = tuple(reversed(range(len(tensor.shape))))
+    if hasattr(tensor, "permute"):  # torch
+        return tensor.permute(axes).contiguous().permute(axes)
+    return tensor.transpose(axes).copy().transpose(axes)
+
+
+def _stepped(framework, device, dtype, array):
+    """Every second element of a wider one."""
+    wide = np.repeat(array, 2, axis=-1)
+    return framework.make(wide, dtype, device)[..., ::2]
+
+
+def _reversed(framework, device, dtype, array):
+    """Read backwards: a negative stride, where the framework has them."""
+    tensor = framework.make(array[..., ::-1].copy(), dtype, device)
+    return tensor.flip(-1) if framework.frontend == "torch" else tensor[..., ::-1]
+
+
+def _expanded(framework, device, dtype, array):
+    """Rows that are all one: a stride of 0."""
+    row = framework.make(array[:1], dtype, device)
+    return row.expand(array.shape) if framework.frontend == "torch" else framework.xp.broadcast_to(row, array.shape)
+
+
+def _shifted(framework, device, dtype, array):
+    """One element into a buffer: aligned to its dtype and to nothing more."""
+    buffer = framework.make(np.concatenate([[0.0], array.ravel()]), dtype, device)
+    return buffer[1:].reshape(array.shape)
+
+
+LAYOUTS = {
+    "transposed": lambda f, device, dtype, a: _transposed(f.make(a, dtype, device)),
+    "stepped": _stepped,
+    "reversed": _reversed,
+    "shifted": _shifted,
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", EACH_OP)
+def test_any_layout(framework, device, dtype, name, layout):
+    """Values and gradients of inputs, and of an output gradient, that are not laid out plainly."""
+    if not framework.strides:
+        pytest.skip(f"{framework.frontend} lays out arrays itself")
+    i = first_case(name)
+    attrs = CASES[name].cases[i].attrs
+
+    def lay(array):
+        tensor = LAYOUTS[layout](framework, device, dtype, array)
+        assert np.array_equal(framework.numpy(tensor), array)
+        return tensor
+
+    inputs = {slot: lay(x) for slot, x in cases.inputs(name, i, dtype).items()}
+    cases.assert_values(framework.numpy(framework.forward(name, inputs, attrs)), name, i, dtype)
+    grads = framework.gradients(name, inputs, attrs, lay(cases.output_gradient(name, i, dtype)))
+    cases.assert_gradients({slot: framework.numpy(g) for slot, g in grads.items()}, name, i, dtype)
+
+
+@pytest.mark.parametrize("name", EACH_OP)
+def test_expanded_rows(framework, device, name):
+    if not framework.strides:
+        pytest.skip(f"{framework.frontend} lays out arrays itself")
+    i = first_case(name)
+    attrs = CASES[name].cases[i].attrs
+    arrays = cases.inputs(name, i, "float32")
+    slot = OPS[name].inputs[0]
+    inputs = {s: framework.make(x, "float32", device) for s, x in arrays.items()}
+    inputs[slot] = _expanded(framework, device, "float32", arrays[slot])
+    arrays[slot] = np.broadcast_to(arrays[slot][:1], arrays[slot].shape)
+    expected = CASES[name].reference(**arrays, **attrs)
+    got = framework.numpy(framework.forward(name, inputs, attrs))
+    cases.assert_close(got, expected, cases.allowed(expected, "float32", CASES[name].cases[i]))
+
+
+@pytest.mark.parametrize("name", EACH_OP)
+def test_numpy_bytes_that_are_not_aligned_or_swapped(dtype, name):
+    """NumPy has arrays that start at any byte, and of foreign byte order."""
+    if "numpy" not in requested() or (dtype == "bfloat16" and cases.ml_dtypes is None):
+        pytest.skip("needs the NumPy frontend and the dtype")
+    i = first_case(name)
+    numpy = next(f for f in frameworks() if f.name == "numpy")
+    attrs = CASES[name].cases[i].attrs
+
+    def unaligned(array):
+        values = array.astype(cases.numpy_dtype(dtype))
+        buffer = np.empty(values.nbytes + 1, np.uint8)
+        odd = buffer[1:].view(values.dtype).reshape(values.shape)
+        odd[...] = values
+        assert not odd.flags.aligned
+        return odd
+
+    def swapped(array):
+        values = array.astype(cases.numpy_dtype(dtype))
+        return values.astype(values.dtype.newbyteorder())
+
+    for change in (unaligned, swapped) if dtype != "bfloat16" else (unaligned,):
+        inputs = {slot: change(x) for slot, x in cases.inputs(name, i, dtype).items()}
+        cases.assert_values(numpy.numpy(numpy.forward(name, inputs, attrs)), name, i, dtype)
+        grads = numpy.gradients(name, inputs, attrs, change(cases.output_gradient(name, i, dtype)))
+        cases.assert_gradients({slot: numpy.numpy(g) for slot, g in grads.items()}, name, i, dtype)
+
+
+@pytest.mark.parametrize("name", EACH_OP)
+def test_inputs_are_left_as_they_are(framework, device, name):
+    i = first_case(name)
+    inputs = made(framework, device, "float32", name, i)
+    attrs = CASES[name].cases[i].attrs
+    framework.forward(name, inputs, attrs)
+    framework.gradients(
+        name, inputs, attrs, framework.make(cases.output_gradient(name, i, "float32"), "float32", device)
+    )
+    for slot, x in cases.inputs(name, i, "float32").items():
+        assert np.array_equal(framework.numpy(inputs[slot]), x), f"{slot} was written to"
+
+
+@pytest.mark.parametrize("name", EACH_OP)
+def test_the_same_bits_every_time(framework, device, dtype, name):
+    """No atomics, no order of threads: a result is what it is."""
+    if framework.compiles:
+        pytest.skip("as without a graph")
+    i = max(range(len(CASES[name].cases)), key=lambda i: math.prod(CASES[name].cases[i].shapes[OPS[name].inputs[0]]))
+    attrs = CASES[name].cases[i].attrs
+    inputs = made(framework, device, dtype, name, i)
+    dy = framework.make(cases.output_gradient(name, i, dtype), dtype, device)
+
+    def run():
+        results = {"y": framework.forward(name, inputs, attrs)} | framework.gradients(name, inputs, attrs, dy)
+        return {slot: framework.numpy(t) for slot, t in results.items()}
+
+    first = run()
+    for _ in range(3):
+        for slot, again in run().items():
+            assert np.array_equal(again, first[slot]), f"{slot} differs from run to run"
+
+
+# --------------------------------------------------------------------------------------------------- numbers and shapes
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan], ids=str)
+@pytest.mark.parametrize("name", EACH_OP)
+def test_infinities_and_nans_are_as_the_formula_has_them(framework, device, dtype, name, value):
+    """One odd element: its neighbours, or its row, feel it as the reference does, and nothing else."""
+    i = first_case(name)
+    case = CASES[name].cases[i]
+    arrays = {slot: x.copy() for slot, x in cases.inputs(name, i, dtype).items()}
+    slot = OPS[name].inputs[0]
+    arrays[slot].flat[1] = value
+    inputs = {s: framework.make(x, dtype, device) for s, x in arrays.items()}
+    got = framework.numpy(framework.forward(name, inputs, case.attrs))
+    with np.errstate(invalid="ignore"):
+        expected = CASES[name].reference(**arrays, **case.attrs)
+    if name == "gelu" and value == -math.inf:
+        expected.flat[1] = 0.0  # the limit; the formula says -inf * 0, and frameworks differ
+        got.flat[1] = 0.0 if np.isnan(got.flat[1]) else got.flat[1]
+    assert np.array_equal(np.isnan(got), np.isnan(expected))
+    odd = ~np.isfinite(expected)
+    assert np.array_equal(got[odd], expected[odd], equal_nan=True)
+    limit = cases.allowed(np.where(odd, 0, expected), dtype, case)
+    cases.assert_close(np.where(odd, 0, got), np.where(odd, 0, expected), limit)
+
+
+@pytest.mark.parametrize("name", EACH_OP)
+def test_overflow_of_the_result_is_an_infinity(framework, device, name):
+    """A float16 result beyond 65504 is inf, and what is below the smallest normal number is not lost."""
+    case = CASES[name].cases[first_case(name)]
+    if name != "add":
+        pytest.skip("its results do not overflow")
+    big, small = (np.full(case.shapes["a"], v) for v in (60000.0, 2.0**-24))
+    for x, expected in ((big, math.inf), (small, 2.0**-23)):
+        t = framework.make(x, "float16", device)
+        assert (framework.numpy(framework.forward(name, {"a": t, "b": t}, {})) == expected).all()
+
+
+SHAPES = st.lists(st.integers(0, 5), max_size=5).map(tuple)
+
+
+@settings(deadline=None, derandomize=True, max_examples=40)
+@given(data=st.data())
+def test_any_shape(data):
+    """Shapes nobody thought of, in every frontend with cheap calls: values, and the shapes of gradients."""
+    plain = [f for f in frameworks() if f.name in ("numpy", "torch", "mindspore")]
+    framework = data.draw(st.sampled_from(plain), label="framework") if plain else pytest.skip("needs numpy or torch")
+    name = data.draw(st.sampled_from(EACH_OP), label="op")
+    dtype = data.draw(st.sampled_from([d for d in DTYPES if d != "bfloat16" or cases.ml_dtypes]), label="dtype")
+    x = data.draw(SHAPES, label="x")
+    arrays, attrs = _arguments(data.draw, name, x)
+    arrays = {slot: a if a is None else cases.rounded(a, dtype) for slot, a in arrays.items()}
+    assume(framework.unable(name, [a.shape for a in arrays.values() if a is not None]) is None)
+    inputs = {slot: a if a is None else framework.make(a, dtype, "cpu") for slot, a in arrays.items()}
+    expected = np.asarray(CASES[name].reference(**arrays, **attrs))
+    got = framework.numpy(framework.forward(name, inputs, attrs))
+    assert got.shape == expected.shape
+    # a short row may have nearly no variance: eps keeps 1 / deviation below 10
+    cases.assert_close(got, expected, cases.allowed(expected, dtype, cases.Case({}, magnified=10)))
+    dy = framework.make(np.ones(expected.shape), dtype, "cpu")
+    for slot, g in framework.gradients(name, inputs, attrs, dy).items():
+        assert (g is None) == (arrays[slot] is None)
+        assert g is None or framework.numpy(g).shape == arrays[slot].shape
+
+
+def _arguments(draw, name, x):
+    random = np.random.default_rng(draw(st.integers(0, 9), label="seed"))
+    if name == "add":
+        b = tuple(1 if draw(st.booleans()) else dim for dim in x[draw(st.integers(0, len(x))) :])
+        return {"a": random.normal(size=x), "b": random.normal(size=b)}, {}
+    if name == "gelu":
+        return {"x": random.normal(size=x)}, {"approximate": draw(st.sampled_from(["none", "tanh"]))}
+    assert name == "layer_norm", f"say here how to draw the arguments of {name}"
+    axes = (*x, 3)[-draw(st.integers(1, len(x) + 1), label="axes") :]
+    affine = {
+        slot: random.normal(size=axes) if draw(st.booleans(), label=slot) else None for slot in ("weight", "bias")
+    }
+    return {"x": random.normal(size=(*x, 3)), **affine}, {"normalized_shape": axes, "eps": 0.01}

@@ -1,0 +1,270 @@
+"""JAX: under whatever transformation, alone and nested."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+jax.config.update("jax_enable_x64", True)
+
+import jax.numpy as jnp  # noqa: E402
+from jax.test_util import check_grads  # noqa: E402
+
+from aotops.frontends import jax as ours  # noqa: E402
+
+
+def _layer_norm(x, w=None, b=None):
+    y = (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-5)
+    return y * (1 if w is None else w) + (0 if b is None else b)
+
+
+FUNCTIONS = {
+    "add": (lambda x, w, b: ours.add(x, x * w), lambda x, w, b: x + x * w),
+    "add_broadcast": (lambda x, w, b: ours.add(x, w), lambda x, w, b: x + w),
+    "gelu": (lambda x, w, b: ours.gelu(x * w), lambda x, w, b: jax.nn.gelu(x * w, approximate=False)),
+    "gelu_tanh": (lambda x, w, b: ours.gelu(x + b, "tanh"), lambda x, w, b: jax.nn.gelu(x + b, approximate=True)),
+    "layer_norm": (lambda x, w, b: ours.layer_norm(x, 6, w, b), _layer_norm),
+    "layer_norm_weight": (lambda x, w, b: ours.layer_norm(x, 6, w), lambda x, w, b: _layer_norm(x, w)),
+    "layer_norm_bias": (lambda x, w, b: ours.layer_norm(x, 6, bias=b), lambda x, w, b: _layer_norm(x, None, b)),
+    "layer_norm_plain": (lambda x, w, b: ours.layer_norm(x, (6,)), lambda x, w, b: _layer_norm(x)),
+}
+EACH = pytest.mark.parametrize("name", FUNCTIONS)
+
+
+def arrays():
+    random = np.random.default_rng(0)
+    return tuple(jnp.asarray(random.normal(size=s)) for s in ((4, 6), (6,), (6,)))
+
+
+def close(a, b):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-11, atol=1e-11), a, b)
+
+
+def loss(function):
+    return lambda *args: (function(*args) ** 2).sum()
+
+
+@EACH
+def test_eager_and_jit(name):
+    function, reference = FUNCTIONS[name]
+    close(function(*arrays()), reference(*arrays()))
+    close(jax.jit(function)(*arrays()), reference(*arrays()))
+
+
+@EACH
+def test_grad(name):
+    function, reference = FUNCTIONS[name]
+    expected = jax.grad(loss(reference), (0, 1, 2))(*arrays())
+    close(jax.grad(loss(function), (0, 1, 2))(*arrays()), expected)
+    close(jax.jit(jax.grad(loss(function), (0, 1, 2)))(*arrays()), expected)
+    close(jax.value_and_grad(jax.jit(loss(function)))(*arrays()), (loss(reference)(*arrays()), expected[0]))
+
+
+@EACH
+def test_check_grads(name):
+    check_grads(FUNCTIONS[name][0], arrays(), order=1, modes=["rev"])
+
+
+AXES = [(0, None, None), (1, None, None), (0, 0, 0), (0, 0, None), (None, 0, 0), (-1, None, 0)]
+
+
+@pytest.mark.parametrize("axes", AXES, ids=str)
+@EACH
+def test_vmap(name, axes):
+    """Values, and gradients of each example: weights that are shared, and weights that are not."""
+    function, reference = FUNCTIONS[name]
+    args = [t if a is None else jnp.stack([t, 2 * t, t - 1], a) for t, a in zip(arrays(), axes, strict=True)]
+    close(jax.vmap(function, axes)(*args), jax.vmap(reference, axes)(*args))
+    each = [jax.vmap(jax.grad(loss(f), (0, 1, 2)), axes)(*args) for f in (function, reference)]
+    close(*each)
+    total = [jax.grad(loss(jax.vmap(f, axes)), (0, 1, 2))(*args) for f in (function, reference)]
+    close(*total)
+
+
+@EACH
+def test_vmap_twice(name):
+    function, reference = FUNCTIONS[name]
+    x, w, b = arrays()
+    xs = jnp.stack([jnp.stack([x, x + 1]), jnp.stack([x * 2, -x]), jnp.stack([x, x - 3])])
+    twice = [jax.vmap(jax.vmap(f, (0, None, None)), (0, None, None))(xs, w, b) for f in (function, reference)]
+    close(*twice)
+    ws = jnp.stack([w, -w])
+    apart = [jax.vmap(jax.vmap(f, (None, 0, None)), (0, None, None))(xs[:, 0], ws, b) for f in (function, reference)]
+    close(*apart)
+
+
+@EACH
+def test_jacrev(name):
+    function, reference = FUNCTIONS[name]
+    close(jax.jacrev(function, (0, 1))(*arrays()), jax.jacrev(reference, (0, 1))(*arrays()))
+
+
+def test_forward_mode_and_second_order_are_refused():
+    """add is JAX's own to differentiate where it has no kernel, and the kernels say no."""
+    x = arrays()[0]
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(ours.gelu, (x,), (x,))
+    with pytest.raises((TypeError, NotImplementedError)):
+        jax.grad(lambda x: jax.grad(lambda x: (ours.gelu(x) ** 2).sum())(x).sum())(x)
+
+
+@EACH
+def test_control_flow(name):
+    function, reference = FUNCTIONS[name]
+    x, w, b = arrays()
+
+    def run(f):
+        def step(carry, row):
+            y = jax.lax.cond(row > 1, lambda: f(carry, w, b), lambda: carry * 0.5)
+            return y, y.sum()
+
+        return lambda x: jax.lax.scan(step, x, jnp.arange(4))
+
+    close(run(function)(x), run(reference)(x))
+    grads = [jax.grad(lambda x, f=f: (run(f)(x)[0] ** 2).sum())(x) for f in (function, reference)]
+    close(*grads)
+    remat = [jax.grad(lambda x, f=f: (jax.checkpoint(f)(x, w, b) ** 2).sum())(x) for f in (function, reference)]
+    close(*remat)
+
+
+@EACH
+def test_custom_call_is_in_the_program(name):
+    """What is compiled is the library's kernel, and not a formula."""
+    assert ours.TARGET in jax.jit(FUNCTIONS[name][0]).lower(*arrays()).as_text()
+
+
+def test_a_gradient_nobody_wants_is_not_computed():
+    """x and the weight only: XLA is asked for no dbias. With no gradient of a parameter there is no workspace."""
+    x, w, b = arrays()
+    text = jax.jit(jax.grad(lambda x: loss(ours.gelu)(x))).lower(x).as_text()
+    assert text.count(ours.TARGET) == 2
+    function = jax.jit(lambda x: ours.layer_norm(x, 6, w, b))
+    assert function.lower(x).as_text().count(ours.TARGET) == 1
+
+
+@EACH
+def test_shape_evaluation_and_abstract_shapes(name):
+    function = FUNCTIONS[name][0]
+    shape = jax.eval_shape(function, *arrays())
+    assert (shape.shape, shape.dtype) == ((4, 6), jnp.float64)
+
+
+@EACH
+def test_export(name):
+    """A program saved here runs where the custom call is registered; its number of rows is still open."""
+    from jax import export
+
+    function, reference = FUNCTIONS[name]
+    x, w, b = arrays()
+    (rows,) = export.symbolic_shape("rows")
+    checks = [export.DisabledSafetyCheck.custom_call(ours.TARGET)]
+    for first in (x.shape, (rows, 6)):
+        specs = [jax.ShapeDtypeStruct(s, jnp.float64) for s in (first, (6,), (6,))]
+        loaded = export.export(jax.jit(function), disabled_checks=checks)(*specs)
+        if find_spec("flatbuffers"):  # what JAX serializes with
+            loaded = export.deserialize(loaded.serialize())
+        close(loaded.call(x, w, b), reference(x, w, b))
+    close(loaded.call(x[:3], w, b), reference(x[:3], w, b))
+
+
+def test_devices_and_shard_map(python):
+    """Over several devices: sharded by rows, with and without shard_map."""
+    program = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from aotops.frontends import jax as ours
+assert len(jax.devices()) == 4
+mesh = Mesh(np.array(jax.devices()), ("rows",))
+x = jnp.arange(48.0).reshape(8, 6) ** 1.5
+w, b = jnp.linspace(0, 1, 6), jnp.ones(6)
+def loss(x, w, b):
+    return (ours.gelu(ours.layer_norm(x, 6, w, b)) ** 2).sum()
+expected = jax.grad(loss, (0, 1, 2))(x, w, b)
+sharded = jax.device_put(x, NamedSharding(mesh, P("rows")))
+got = jax.jit(jax.grad(loss, (0, 1, 2)))(sharded, w, b)
+try:
+    shard_map = jax.shard_map
+except AttributeError:
+    from jax.experimental.shard_map import shard_map
+def local(x, w, b):
+    return jax.lax.psum(loss(x, w, b), "rows")
+total = shard_map(local, mesh=mesh, in_specs=(P("rows"), P(), P()), out_specs=P())
+mapped = jax.grad(total, (0, 1, 2))(sharded, w, b)
+for a, c, e in zip(got, mapped, expected):
+    np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(c, e, rtol=1e-4, atol=1e-5)
+print("agree")
+"""
+    said = python(program, XLA_FLAGS="--xla_force_host_platform_device_count=4", JAX_PLATFORMS="cpu")
+    assert said.split()[-1] == "agree"
+
+
+def test_without_x64(python):
+    """JAX's default: float32, and no float64 anywhere."""
+    program = """
+import jax, jax.numpy as jnp
+from aotops.frontends import jax as ours
+x = jnp.arange(12.0).reshape(3, 4)
+y, dx = jax.value_and_grad(lambda x: (ours.layer_norm(x, 4, jnp.ones(4)) * x).sum())(x)
+print(y.dtype, dx.dtype, "f64" in jax.jit(ours.gelu).lower(x).as_text())
+"""
+    assert python(program).split()[-3:] == ["float32", "float32", "False"]
+
+
+def test_importing_the_frontend_leaves_jax_alone(python):
+    """The custom call is registered when it is first wanted: a refused one takes JAX down."""
+    program = """
+from aotops.frontends import jax as ours
+import jax, jax.numpy as jnp
+print(float(jnp.ones(3).sum()))
+"""
+    assert python(program, AOTOPS_LIBRARY="/nowhere/libaotops.so").split()[-1] == "3.0"
+
+
+def test_python_numbers_and_numpy_arrays():
+    """As jax.numpy takes them, weakly typed."""
+    x = jnp.ones(3, jnp.float32)
+    close(ours.add(x, np.ones(3, np.float32)), x + 1)
+    assert ours.gelu(np.ones(3, np.float32)).dtype == jnp.float32
+
+
+def test_donated_inputs():
+    x, w, b = arrays()
+    expected = _layer_norm(x, w, b)
+    close(jax.jit(lambda x: ours.layer_norm(x, 6, w, b), donate_argnums=0)(x + 0), expected)
+
+
+def test_threads():
+    """Several threads dispatch at once."""
+    import threading
+
+    x, w, b = arrays()
+    function = jax.jit(lambda x: ours.layer_norm(ours.gelu(x), 6, w, b))
+    expected = _layer_norm(jax.nn.gelu(x, approximate=False), w, b)
+    wrong = []
+
+    def work():
+        for _ in range(100):
+            if not np.allclose(function(x), expected):
+                wrong.append(1)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_both_devices_of_one_process(name):
+    if not any(d.platform == "gpu" for d in jax.devices()):
+        pytest.skip("jax finds no GPU")
+    function = jax.jit(FUNCTIONS[name][0])
+    here = function(*jax.device_put(arrays(), jax.devices("cpu")[0]))
+    there = function(*jax.device_put(arrays(), jax.devices("gpu")[0]))
+    close(np.asarray(here), np.asarray(there))

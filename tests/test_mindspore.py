@@ -1,0 +1,270 @@
+"""MindSpore: PyNative and graph mode, cells, dynamic shapes."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+
+ms = pytest.importorskip("mindspore")
+
+from mindspore import Tensor, nn, ops  # noqa: E402
+
+from aotops.frontends import mindspore as ours  # noqa: E402
+
+MODES = pytest.mark.parametrize("mode", [ms.PYNATIVE_MODE, ms.GRAPH_MODE], ids=["pynative", "graph"])
+F32 = ms.float32
+
+
+@pytest.fixture(autouse=True)
+def _pynative_again():
+    yield
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+
+
+def tensors(dtype="float32"):
+    random = np.random.default_rng(0)
+    return tuple(Tensor(random.normal(size=s).astype(dtype)) for s in ((4, 6), (6,), (6,)))
+
+
+def close(a, b, tolerance=2e-5):
+    np.testing.assert_allclose(a.asnumpy(), b.asnumpy(), rtol=tolerance, atol=tolerance)
+
+
+class Ours(nn.Cell):
+    def construct(self, x, w, b):
+        return ours.layer_norm(ours.gelu(ours.add(x, w)), (6,), w, b, 1e-5)
+
+
+class Theirs(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.layer_norm = ops.LayerNorm(1, 1, 1e-5)
+
+    def construct(self, x, w, b):
+        return self.layer_norm(ops.gelu(x + w, approximate="none"), w, b)[0]
+
+
+class Loss(nn.Cell):
+    """A number whose gradient differs from element to element."""
+
+    def __init__(self, cell):
+        super().__init__()
+        self.cell = cell
+
+    def construct(self, *tensors):
+        return (self.cell(*tensors).astype(F32) ** 3).sum()
+
+
+@MODES
+def test_cells_and_their_gradients(mode):
+    """Ops in a chain, each input used twice."""
+    ms.set_context(mode=mode)
+    args, dy = tensors(), Tensor(np.random.default_rng(1).normal(size=(4, 6)), F32)
+    close(Ours()(*args), Theirs()(*args))
+    grads = [ops.GradOperation(get_all=True, sens_param=True)(cell)(*args, dy) for cell in (Ours(), Theirs())]
+    for a, b in zip(*grads, strict=True):
+        close(a, b, 2e-4)
+
+
+@MODES
+def test_value_and_grad_of_some_positions(mode):
+    ms.set_context(mode=mode)
+    args = tensors()
+
+    (a, da), (b, db) = (ms.value_and_grad(Loss(cell), (1,))(*args) for cell in (Ours(), Theirs()))
+    close(a, b)
+    close(da[0] if isinstance(da, tuple) else da, db[0] if isinstance(db, tuple) else db, 1e-3)
+
+
+def test_jit_function():
+    @ms.jit
+    def function(x, w, b):
+        return ours.layer_norm(x, 6, w, b) + ours.gelu(x, "tanh")
+
+    x, w, b = tensors()
+    expected = ops.LayerNorm(1, 1, 1e-5)(x, w, b)[0] + ops.gelu(x, approximate="tanh")
+    close(function(x, w, b), expected)
+
+
+@MODES
+def test_dynamic_rows(mode):
+    """The number of rows is open: one graph for all."""
+    ms.set_context(mode=mode)
+    _, w, b = tensors()
+    cell = Ours()
+    cell.set_inputs(Tensor(shape=(None, 6), dtype=F32), w, b)
+    for rows in (1, 5, 3, 300):
+        x = Tensor(np.random.default_rng(rows).normal(size=(rows, 6)), F32)
+        close(cell(x, w, b), Theirs()(x, w, b), 1e-4)
+
+
+@MODES
+def test_gradients_of_dynamic_rows(mode):
+    """What a kernel needs by the way grows with them."""
+    ms.set_context(mode=mode)
+    _, w, b = tensors()
+
+    class Gradient(nn.Cell):
+        def __init__(self, cell):
+            super().__init__()
+            self.loss, self.gradient = Loss(cell), ops.GradOperation(get_all=True)
+
+        def construct(self, x, w, b):
+            return self.gradient(self.loss)(x, w, b)
+
+    cell = Gradient(Ours())
+    cell.set_inputs(Tensor(shape=(None, 6), dtype=F32), w, b)
+    for rows in (2, 700, 5):
+        x = Tensor(np.random.default_rng(rows).normal(size=(rows, 6)), F32)
+        for a, e in zip(cell(x, w, b), Gradient(Theirs())(x, w, b), strict=True):
+            close(a, e, 2e-3)
+
+
+@MODES
+def test_new_shapes_without_saying_so(mode):
+    ms.set_context(mode=mode)
+    _, w, b = tensors()
+    cell = Ours()
+    for rows in (1, 4, 2):
+        x = Tensor(np.random.default_rng(rows).normal(size=(rows, 6)), F32)
+        close(cell(x, w, b), Theirs()(x, w, b), 1e-4)
+
+
+def test_no_shape_is_kept_from_the_first_call():
+    """Attributes belong to a call: two shapes and two eps in one process."""
+    x = Tensor(np.array([[1.0, 2.0, 4.0, 8.0]]), F32)
+    seen = [ours.layer_norm(x, 4, eps=eps).asnumpy() for eps in (1e-5, 10.0, 1e-5)]
+    assert np.array_equal(seen[0], seen[2])
+    assert abs(seen[0] - seen[1]).max() > 0.1
+
+
+def test_the_digits_of_eps():
+    """MindSpore's own attributes are float32: eps arrives in double."""
+    x, eps = np.array([[1.0, 2.0, 4.0]]), 0.1 + 2.0**-40
+    expected = (x - x.mean()) / np.sqrt(x.var() + eps)
+    assert abs(ours.layer_norm(Tensor(x), 3, eps=eps).asnumpy() - expected).max() < 1e-15
+
+
+@MODES
+def test_views(mode):
+    ms.set_context(mode=mode)
+    x = Tensor(np.random.default_rng(0).normal(size=(6, 8)), F32)
+
+    def function(t):
+        return ours.gelu(t.T) + ours.gelu(t.T[:, :])
+
+    close(function(x), 2 * ops.gelu(x, approximate="none").T)
+    close(ours.gelu(x[:, 1::2]), ops.gelu(x, approximate="none")[:, 1::2])
+
+
+def test_vmap():
+    x = Tensor(np.random.default_rng(0).normal(size=(3, 4, 6)), F32)
+
+    def function(t):
+        return ours.gelu(t)
+
+    close(ms.vmap(function)(x), ops.gelu(x, approximate="none"))
+
+
+# ------------------------------------------------------------------------------------------------------------- modules
+
+LAYER_NORMS = [
+    (((6,),), {}),
+    (((4, 6),), {"begin_norm_axis": 1, "begin_params_axis": 1}),
+    (((6,),), {"epsilon": 0.1}),
+    (((6,),), {"gamma_init": "zeros", "beta_init": "ones"}),
+    (((6,), -1, -1, "ones", "zeros", 1e-3, ms.float16), {}),
+]
+
+
+@MODES
+@pytest.mark.parametrize(("args", "kwargs"), LAYER_NORMS, ids=str)
+def test_layer_norm_cell_is_mindspores(mode, args, kwargs):
+    ms.set_context(mode=mode)
+    theirs, mine = nn.LayerNorm(*args, **kwargs), ours.LayerNorm(*args, **kwargs)
+    names = [p.name for p in mine.get_parameters()]
+    assert names == [p.name for p in theirs.get_parameters()]
+    random = np.random.default_rng(0)
+    for p in theirs.get_parameters():
+        p.set_data(Tensor(random.normal(size=p.shape), p.dtype))
+    assert not ms.load_param_into_net(mine, theirs.parameters_dict())[0]
+    dtype = mine.gamma.dtype
+    x = Tensor(random.normal(size=(3, 4, 6)), dtype)
+    tolerance = 1e-2 if dtype == ms.float16 else 2e-5
+    close(mine(x), theirs(x), tolerance)
+    gradients = []
+    for cell in (mine, theirs):
+        weights = list(cell.get_parameters())
+        gradients.append(ms.value_and_grad(Loss(cell), 0, weights)(x)[1])
+    tolerance = 0.05 if dtype == ms.float16 else 1e-3
+    close(gradients[0][0], gradients[1][0], tolerance)
+    for a, b in zip(gradients[0][1], gradients[1][1], strict=True):
+        close(a, b, tolerance * 4)
+    again = nn.LayerNorm(*args, **kwargs)
+    assert not ms.load_param_into_net(again, mine.parameters_dict())[0]
+
+
+@MODES
+@pytest.mark.parametrize("args", [(), (True,), (False,)], ids=str)
+def test_gelu_cell_is_mindspores(mode, args):
+    ms.set_context(mode=mode)
+    x = tensors()[0]
+    close(ours.GELU(*args)(x), nn.GELU(*args)(x))
+
+
+@MODES
+def test_a_model_trains_as_mindspores(mode):
+    ms.set_context(mode=mode)
+    random = np.random.default_rng(0)
+    x, target = Tensor(random.normal(size=(16, 5)), F32), Tensor(random.normal(size=(16, 1)), F32)
+    first, last = random.normal(size=(8, 5)) * 0.4, random.normal(size=(1, 8)) * 0.4
+    curves = []
+    for kinds in ((ours.LayerNorm, ours.GELU), (nn.LayerNorm, nn.GELU)):
+        ends = nn.Dense(5, 8, Tensor(first, F32)), nn.Dense(8, 1, Tensor(last, F32))
+        model = nn.SequentialCell(ends[0], kinds[0]((8,)), kinds[1](False), ends[1])
+        for p in model.get_parameters():
+            if "bias" in p.name:
+                p.set_data(ops.zeros_like(p))
+        optimizer = nn.SGD(model.trainable_params(), 0.1)
+        forward = nn.WithLossCell(model, nn.MSELoss())
+        step = nn.TrainOneStepCell(forward, optimizer)
+        curves.append([float(step(x, target).asnumpy()) for _ in range(20)])
+    assert curves[0][-1] < 0.7 * curves[0][0]
+    np.testing.assert_allclose(curves[0], curves[1], rtol=1e-3)
+
+
+def test_cells_are_copied():
+    model = nn.SequentialCell(nn.Dense(6, 6), ours.LayerNorm((6,)), ours.GELU())
+    x = tensors()[0]
+    other = copy.deepcopy(model)
+    close(other(x), model(x))
+    other[1].gamma.set_data(ops.zeros_like(other[1].gamma))
+    assert np.abs(model(x).asnumpy() - other(x).asnumpy()).max() > 0.01
+
+
+@MODES
+def test_the_parameters_of_a_frozen_cell(mode):
+    """A weight that wants no gradient gets none, and x's is right all the same."""
+    ms.set_context(mode=mode)
+    cell = ours.LayerNorm((6,))
+    for p in cell.get_parameters():
+        p.requires_grad = False
+    assert not cell.trainable_params()
+    x = tensors()[0]
+    close(ms.grad(Loss(cell))(x), ms.grad(Loss(nn.LayerNorm((6,))))(x), 1e-3)
+
+
+@MODES
+def test_errors_of_graphs_name_the_operator(mode):
+    ms.set_context(mode=mode)
+    x, w, b = tensors()
+
+    class Wrong(nn.Cell):
+        def construct(self, x, w):
+            return ours.layer_norm(x, (7,), w)
+
+    with pytest.raises(ValueError, match=r"layer_norm: x has shape \(4, 6\)"):
+        Wrong()(x, w)
+    close(Ours()(x, w, b), Theirs()(x, w, b))

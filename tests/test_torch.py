@@ -1,0 +1,751 @@
+"""PyTorch: whatever a torch user does to an operator of torch's own."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.nn.functional as F  # noqa: E402
+from torch.func import grad, jacfwd, jacrev, vjp, vmap  # noqa: E402
+
+from aotops.frontends import torch as ours  # noqa: E402
+from aotops.ops import OPS  # noqa: E402
+
+FUNCTIONS = {
+    "add": (lambda x, w, b: ours.add(x, x * w), lambda x, w, b: x + x * w),
+    "gelu": (lambda x, w, b: ours.gelu(x * w), lambda x, w, b: F.gelu(x * w)),
+    "gelu_tanh": (lambda x, w, b: ours.gelu(x + b, "tanh"), lambda x, w, b: F.gelu(x + b, approximate="tanh")),
+    "layer_norm": (lambda x, w, b: ours.layer_norm(x, 6, w, b), lambda x, w, b: F.layer_norm(x, (6,), w, b)),
+    "layer_norm_weight": (lambda x, w, b: ours.layer_norm(x, 6, w), lambda x, w, b: F.layer_norm(x, (6,), w)),
+    "layer_norm_bias": (lambda x, w, b: ours.layer_norm(x, 6, None, b), lambda x, w, b: F.layer_norm(x, (6,), None, b)),
+    "layer_norm_plain": (lambda x, w, b: ours.layer_norm(x, (6,)), lambda x, w, b: F.layer_norm(x, (6,))),
+}
+EACH = pytest.mark.parametrize("name", FUNCTIONS)
+CUDA = torch.cuda.is_available()
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="torch finds no GPU")]
+ON = pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=gpu)])
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.fixture
+def xwb():
+    return tensors("cpu")
+
+
+def tensors(where="cpu", dtype=torch.float64, requires_grad=True):
+    generator = torch.Generator().manual_seed(0)
+    shapes = (4, 6), (6,), (6,)
+    made = (torch.randn(s, generator=generator, dtype=torch.float64).to(where, dtype) for s in shapes)
+    return tuple(t.requires_grad_(requires_grad) for t in made)
+
+
+# ---------------------------------------------------------------------------------------------------- custom operators
+
+
+def samples(name, where):
+    """Arguments of torch.ops.aotops.<name>."""
+    x, w, b = tensors(where)
+    dy, stats = torch.randn_like(x.detach()), None
+    cases = {
+        "add": [(x, torch.randn_like(x.detach()).requires_grad_())],
+        "gelu": [(x, "none"), (x, "tanh")],
+        "gelu_backward": [(dy, x.detach(), "none"), (dy, x.detach(), "tanh")],
+        "layer_norm": [(x, w, b, [6], 1e-5), (x, None, b, [6], 1e-5), (x, None, None, [4, 6], 0.1)],
+        "layer_norm_backward": [
+            (dy, x.detach(), w.detach(), stats, [6], 1e-5),
+            (dy, x.detach(), None, stats, [6], 1e-5),
+        ],
+    }
+    if where == "cuda" and name == "layer_norm_backward":
+        stats = torch.ops.aotops.layer_norm(x.detach(), None, None, [6], 1e-5)[1]
+        return [(dy, x.detach(), w.detach(), stats, [6], 1e-5)]
+    return cases[name]
+
+
+@ON
+@pytest.mark.parametrize("name", ours.dispatched)
+def test_opcheck(name, where):
+    for args in samples(name, where):
+        torch.library.opcheck(getattr(torch.ops.aotops, name).default, args)
+
+
+def test_every_kernel_is_a_custom_operator():
+    kernels = {op.name for o in OPS.values() for op in (o, o.backward) if op is not None and op.has_kernel}
+    assert set(ours.dispatched) == kernels
+
+
+@ON
+@EACH
+def test_gradcheck(name, where):
+    assert torch.autograd.gradcheck(FUNCTIONS[name][0], tensors(where))
+
+
+# ------------------------------------------------------------------------------------------------------ as torch's own
+
+
+@ON
+@EACH
+def test_as_torch(name, where):
+    function, reference = FUNCTIONS[name]
+    for kwargs in ({}, {"requires_grad": False}):
+        args = tensors(where, **kwargs)
+        close(function(*args), reference(*args))
+
+
+@EACH
+@pytest.mark.parametrize("wanted", range(1, 8))
+def test_gradients_of_some_inputs(name, wanted):
+    """Any of the inputs may want a gradient; the others get none."""
+    function, reference = FUNCTIONS[name]
+    results = []
+    for f in (function, reference):
+        args = [t.detach().requires_grad_(bool(wanted >> i & 1)) for i, t in enumerate(tensors())]
+        y = f(*args)
+        if y.requires_grad:
+            y.square().sum().backward()
+        results.append([y.requires_grad, *(t.grad for t in args)])
+    for a, b in zip(*results, strict=True):
+        assert (a is None) == (b is None)
+        close(a, b)
+
+
+@EACH
+def test_gradient_through_a_non_leaf(name, xwb):
+    function, reference = FUNCTIONS[name]
+    a, b = (
+        torch.autograd.grad((f(xwb[0].exp().mT.contiguous().mT, *xwb[1:]) ** 2).sum(), xwb[0])
+        for f in (function, reference)
+    )
+    close(a, b)
+
+
+@EACH
+def test_gradient_that_is_not_contiguous(name, xwb):
+    function, reference = FUNCTIONS[name]
+    dy = torch.randn(6, 4, dtype=torch.float64).mT
+    for given in (dy, torch.ones((), dtype=torch.float64).expand(4, 6)):
+        a, b = (torch.autograd.grad(f(*xwb), xwb[0], given) for f in (function, reference))
+        close(a, b)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@EACH
+def test_modes_without_gradient(name, xwb, mode):
+    function, reference = FUNCTIONS[name]
+    with mode():
+        y = function(*xwb)
+        assert not y.requires_grad
+        assert y.is_inference() == (mode is torch.inference_mode)
+        close(y, reference(*xwb))
+
+
+@EACH
+def test_inference_tensors_outside_their_mode(name):
+    """Made in inference mode, used outside: for values, as torch's own."""
+    function, reference = FUNCTIONS[name]
+    with torch.inference_mode():
+        args = tensors(requires_grad=False)
+    close(function(*args), reference(*args))
+
+
+def test_saved_tensors_are_not_kept_beyond_the_graph(xwb):
+    x = xwb[0].detach().clone().requires_grad_()
+    alive = weakref.ref(x)
+    y = ours.layer_norm(x, 6, *xwb[1:])
+    y.sum().backward()
+    del x, y
+    gc.collect()
+    assert alive() is None
+
+
+@EACH
+def test_an_input_changed_before_backward_is_noticed(name):
+    """Autograd's version counter: no gradient of numbers that have been overwritten. add saves nothing."""
+    x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    z = x * 2
+    y = ours.gelu(z) if name.startswith("gelu") else ours.layer_norm(z, 6)
+    z.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_a_second_backward_is_refused(xwb):
+    y = ours.gelu(xwb[0])
+    y.sum().backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        y.sum().backward()
+
+
+@EACH
+def test_double_backward_is_refused(name, xwb):
+    """No second derivative is silently left out."""
+    function = FUNCTIONS[name][0]
+    (first,) = torch.autograd.grad(function(*xwb).square().sum(), xwb[0], create_graph=True)
+    with pytest.raises(RuntimeError, match=r"once_differentiable|not differentiable"):
+        first.sum().backward()
+
+
+@EACH
+def test_second_order_transforms_are_refused(name):
+    function, x = FUNCTIONS[name][0], torch.randn(4, 6, dtype=torch.float64)
+    w = torch.ones(6, dtype=torch.float64)
+    if name == "add":  # it has no kernel of a backward: its derivatives are torch's own
+        close(grad(lambda x: grad(lambda x: function(x, w, w).pow(3).sum())(x).sum())(x), 48 * x)
+        return
+    with pytest.raises(RuntimeError, match="not differentiable"):
+        grad(lambda x: grad(lambda x: function(x, w, w).pow(3).sum())(x).sum())(x)
+
+
+@EACH
+def test_checkpoint(name, xwb):
+    from torch.utils.checkpoint import checkpoint
+
+    function, reference = FUNCTIONS[name]
+    (a,) = torch.autograd.grad(checkpoint(function, *xwb, use_reentrant=False).square().sum(), xwb[0])
+    (b,) = torch.autograd.grad(reference(*xwb).square().sum(), xwb[0])
+    close(a, b)
+
+
+def test_broadcast_as_torch():
+    for a, b in (((3, 1), (1, 4)), ((), (2, 3)), ((2, 1, 3), (0, 3)), ((4,), (4,))):
+        results = []
+        for f in (ours.add, torch.add):
+            x, y = (torch.ones(s, dtype=torch.float64, requires_grad=True) for s in (a, b))
+            z = f(x, y)
+            (z * torch.arange(z.numel(), dtype=torch.float64).reshape(z.shape)).sum().backward()
+            results.append((z, x.grad, y.grad))
+        for ours_, theirs in zip(*results, strict=True):
+            close(ours_, theirs)
+
+
+@ON
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@EACH
+def test_odd_numbers_as_torch(name, dtype, where):
+    """Infinities, NaNs, the largest and the smallest numbers go where torch's own operator lets them go."""
+    function, reference = FUNCTIONS[name]
+    info = torch.finfo(dtype)
+    odd = [torch.inf, -torch.inf, torch.nan, info.max, -info.max, info.tiny, info.smallest_normal / 4, -0.0]
+    rows = [[v, 0.5, -1.0, 2.0, 0.25, 1.5] for v in odd]
+    x = torch.tensor(rows, dtype=dtype, device=where)
+    w, b = torch.ones(6, dtype=dtype, device=where), torch.zeros(6, dtype=dtype, device=where)
+    # in float64: torch's float32 gelu(inf) is NaN on some processors
+    got, expected = function(x, w, b), reference(x.double(), w.double(), b.double()).to(dtype)
+    if name.startswith("layer_norm"):  # the squares of info.max overflow, in one way or another
+        rest = [i for i, v in enumerate(odd) if abs(v) != info.max]
+        got, expected = got[rest], expected[rest]
+    tolerance = {
+        "rtol": 8 * info.eps,
+        "atol": 64 * max(info.eps / 64, 2.0**-24 if dtype != torch.float64 else info.eps),
+    }
+    torch.testing.assert_close(got, expected, equal_nan=True, **tolerance)
+
+
+# --------------------------------------------------------------------------------------------------------- transforms
+
+
+@EACH
+def test_func_grad_and_vjp(name):
+    function, reference = FUNCTIONS[name]
+    args = tensors(requires_grad=False)
+
+    def of(f):
+        return grad(lambda *a: f(*a).square().sum(), argnums=(0, 1, 2))(*args)
+
+    for a, b in zip(of(function), of(reference), strict=True):
+        close(a, b)
+    dy = torch.randn(4, 6, dtype=torch.float64)
+    for a, b in zip(vjp(function, *args)[1](dy), vjp(reference, *args)[1](dy), strict=True):
+        close(a, b)
+
+
+@pytest.mark.parametrize(
+    "dims", [(0, None, None), (1, None, None), (0, 0, None), (0, None, 0), (None, 0, 0), (-1, 0, 0)], ids=str
+)
+@EACH
+def test_vmap(name, dims):
+    function, reference = FUNCTIONS[name]
+    base = tensors(requires_grad=False)
+    args = [t if d is None else torch.stack([t, t * 2, t - 1], d) for t, d in zip(base, dims, strict=True)]
+    close(vmap(function, dims)(*args), vmap(reference, dims)(*args))
+
+    def of(f):
+        return vmap(grad(lambda *a: f(*a).square().sum(), argnums=(0, 1, 2)), dims)
+
+    for a, b in zip(of(function)(*args), of(reference)(*args), strict=True):
+        close(a, b)
+
+
+@EACH
+def test_vmap_twice_and_per_sample_gradients(name):
+    function, reference = FUNCTIONS[name]
+    x, w, b = tensors(requires_grad=False)
+    xs = torch.stack([torch.stack([x, x + 1]), torch.stack([x * 3, x - 2]), torch.stack([x, -x])])
+    close(vmap(vmap(function, (0, None, None)), (0, None, None))(xs, w, b), reference(xs, w, b))
+
+    def of(f):
+        return vmap(grad(lambda w, x: f(x, w, b).square().sum()), (None, 0))(w, xs[:, 0])
+
+    close(of(function), of(reference))
+
+
+@EACH
+def test_jacrev(name):
+    function, reference = FUNCTIONS[name]
+    x, w, b = tensors(requires_grad=False)
+    close(jacrev(function)(x, w, b), jacrev(reference)(x, w, b))
+
+
+def test_forward_mode_is_refused():
+    x = torch.randn(3, dtype=torch.float64)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        jacfwd(ours.gelu)(x)
+
+
+# ------------------------------------------------------------------------------------------ compile, export, fake, meta
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@EACH
+def test_compile(name, xwb, dynamic):
+    function, reference = FUNCTIONS[name]
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for rows in (4, 3, 7):
+        args = (torch.randn(rows, 6, dtype=torch.float64, requires_grad=True), *xwb[1:])
+        results = []
+        for f in (compiled, reference):
+            y = f(*args)
+            results.append((y, *torch.autograd.grad(y.square().sum(), args, materialize_grads=True)))
+        for a, e in zip(*results, strict=True):
+            close(a, e)
+
+
+def test_compile_makes_one_graph_for_all_sizes():
+    from torch._dynamo.testing import CompileCounter
+
+    counter = CompileCounter()
+    compiled = torch.compile(lambda x: ours.layer_norm(ours.gelu(x), x.shape[-1:]), backend=counter, dynamic=True)
+    for rows in (3, 4, 5, 9):
+        x = torch.randn(rows, 6)
+        torch.testing.assert_close(compiled(x), F.layer_norm(F.gelu(x), (6,)))
+    assert counter.frame_count == 1
+
+
+def test_inductor():
+    """The default compiler, where it has a C++ compiler to use."""
+    import shutil
+
+    if not shutil.which("g++"):
+        pytest.skip("g++ is not installed")
+    x, w, b = tensors(dtype=torch.float32)
+    compiled = torch.compile(lambda x, w, b: ours.layer_norm(ours.gelu(x) * 2, 6, w, b).sum(), fullgraph=True)
+    expected = F.layer_norm(F.gelu(x) * 2, (6,), w, b).sum()
+    got = compiled(x, w, b)
+    torch.testing.assert_close(got, expected)
+    for a, e in zip(torch.autograd.grad(got, (x, w, b)), torch.autograd.grad(expected, (x, w, b)), strict=True):
+        torch.testing.assert_close(a, e)
+
+
+@EACH
+def test_export(name):
+    function, reference = FUNCTIONS[name]
+
+    class Model(torch.nn.Module):
+        def forward(self, x, w, b):
+            return function(x, w, b)
+
+    args = tensors(requires_grad=False)
+    program = torch.export.export(Model(), args, dynamic_shapes=({0: torch.export.Dim("rows")}, None, None))
+    assert "aotops" in str(program.graph)
+    more = (torch.randn(9, 6, dtype=torch.float64), *args[1:])
+    close(program.module()(*more), reference(*more))
+    buffer = io.BytesIO()
+    torch.export.save(program, buffer)
+    buffer.seek(0)
+    close(torch.export.load(buffer).module()(*more), reference(*more))
+
+
+@EACH
+def test_fake_and_meta_tensors(name):
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    function = FUNCTIONS[name][0]
+    args = tensors()
+    with FakeTensorMode() as mode:
+        fake = [mode.from_tensor(t) for t in args]
+        y = function(*fake)
+        assert isinstance(y, FakeTensor)
+        assert (y.shape, y.dtype, y.device.type) == ((4, 6), torch.float64, "cpu")
+        y.sum().backward()
+    y = function(*(t.detach().to("meta").requires_grad_() for t in args))
+    assert (y.device.type, y.shape, y.dtype) == ("meta", (4, 6), torch.float64)
+    y.sum().backward()
+
+
+def test_errors_of_fake_tensors_are_the_same():
+    with pytest.raises(ValueError, match=r"layer_norm: x has shape \(2, 3\), expected its trailing axes"):
+        ours.layer_norm(torch.empty(2, 3, device="meta"), 4)
+
+
+@EACH
+def test_make_fx(name):
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    function, reference = FUNCTIONS[name]
+    args = tensors(requires_grad=False)
+    graph = make_fx(function)(*args)
+    assert "aotops" in graph.code
+    close(graph(*(t + 1 for t in args)), reference(*(t + 1 for t in args)))
+
+
+# --------------------------------------------------------------------------------------- subclasses, modes and autocast
+
+
+class Logged(torch.Tensor):
+    seen: list = []  # noqa: RUF012
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        cls.seen.append(function)
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+@EACH
+def test_tensor_subclass(name):
+    function, reference = FUNCTIONS[name]
+    args = tensors(requires_grad=False)
+    y = function(args[0].as_subclass(Logged), *args[1:])
+    assert type(y) is Logged
+    assert any("aotops" in str(f) for f in Logged.seen)
+    close(y.as_subclass(torch.Tensor), reference(*args))
+
+
+@EACH
+def test_wrapper_subclass(name):
+    """A tensor without memory of its own: its address must not be read."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    function, reference = FUNCTIONS[name]
+    args = tensors(requires_grad=False)
+    y = function(TwoTensor(args[0], args[0] + 1), *args[1:])
+    close(y.a, reference(*args))
+    close(y.b, reference(args[0] + 1, *args[1:]))
+
+
+@EACH
+def test_dispatch_mode_sees_the_operator(name):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    args = tensors(requires_grad=False)
+    with Mode():
+        y = FUNCTIONS[name][0](*args)
+    assert any("aotops" in f for f in seen)
+    close(y, FUNCTIONS[name][1](*args))
+
+
+@ON
+@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16], ids=str)
+def test_autocast(low, where):
+    """layer_norm runs in float32 and takes what others left in a lower precision; gelu and add take what they get."""
+    x, w, b = tensors(where, torch.float32, requires_grad=False)
+    with torch.autocast(where, low):
+        for ours_, theirs in (
+            (ours.layer_norm(x.to(low), 6, w, b), F.layer_norm(x.to(low).float(), (6,), w, b)),
+            (ours.gelu(x.to(low)), F.gelu(x.to(low))),
+            (ours.layer_norm(x.double(), 6), F.layer_norm(x.double(), (6,))),
+        ):
+            assert ours_.dtype == theirs.dtype
+            torch.testing.assert_close(ours_, theirs)
+        with (
+            torch.autocast(where, enabled=False),
+            pytest.raises(TypeError, match="layer_norm: weight has dtype float32"),
+        ):
+            ours.layer_norm(x.to(low), 6, w)
+
+
+def test_autocast_gradients():
+    results = []
+    for f in (ours.layer_norm, F.layer_norm):
+        x, w, b = tensors(dtype=torch.float32)
+        with torch.autocast("cpu", torch.bfloat16):
+            f(x @ torch.ones(6, 6), (6,), w, b).square().sum().backward()
+        results.append((x.grad, w.grad, b.grad))
+    for a, e in zip(*results, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-2, atol=1e-2)  # the product is bfloat16's
+
+
+def test_lazily_conjugated_and_negated_views():
+    """A view that only says that it is negated: its memory has the other sign."""
+    x = torch.randn(6, dtype=torch.complex128)
+    negated = x.conj().imag
+    assert negated.is_neg()
+    close(ours.gelu(negated), F.gelu(negated.clone()))
+    close(ours.add(negated, x.real), negated + x.real)
+    z = x.conj().imag.requires_grad_(False).clone().requires_grad_()
+    ours.gelu(z).backward(negated)
+    assert torch.isfinite(z.grad).all()
+    e = z.detach().requires_grad_()
+    F.gelu(e).backward(negated)
+    close(z.grad, e.grad)
+
+
+NEGATED = {
+    "one element": lambda: torch.randn(1, dtype=torch.complex128).conj().imag,
+    "0-dim": lambda: torch.randn((), dtype=torch.complex128).conj().imag,
+}
+
+
+@pytest.mark.parametrize("make", NEGATED.values(), ids=NEGATED)
+def test_negated_views_that_are_contiguous(make):
+    """Nothing but is_neg() tells them from a plain tensor. With more elements such a view has a stride of 2."""
+    x = make()
+    assert x.is_contiguous()
+    assert x.is_neg()
+    close(ours.gelu(x), F.gelu(x.clone()))
+    close(ours.add(x, x), 2 * x.clone())
+
+
+def test_sparse_and_quantized_tensors_are_refused():
+    with pytest.raises((RuntimeError, TypeError, NotImplementedError)):
+        ours.gelu(torch.eye(3).to_sparse())
+    with pytest.raises((RuntimeError, TypeError, NotImplementedError)):
+        ours.gelu(torch.quantize_per_tensor(torch.randn(3), 0.1, 0, torch.qint8))
+
+
+def test_functorch_and_autograd_hooks(xwb):
+    seen = []
+    xwb[1].register_hook(lambda g: seen.append(g.clone()))
+    ours.layer_norm(*xwb[:1], 6, *xwb[1:]).sum().backward()
+    assert len(seen) == 1
+    close(seen[0], xwb[1].grad)
+
+
+def test_saved_tensor_hooks(xwb):
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t.clone(), lambda t: t):
+        y = ours.layer_norm(xwb[0], 6, *xwb[1:])
+    y.sum().backward()
+    assert packed
+
+
+def test_anomaly_mode(xwb):
+    with torch.autograd.detect_anomaly(check_nan=True):
+        ours.layer_norm(xwb[0], 6, *xwb[1:]).sum().backward()
+
+
+def test_parallel_backward_threads(xwb):
+    """Autograd runs a GPU's backward on another thread, and users run several of the CPU's."""
+    import threading
+
+    expected = torch.autograd.grad(F.layer_norm(xwb[0], (6,), *xwb[1:]).square().sum(), xwb)
+    wrong = []
+
+    def work():
+        for _ in range(50):
+            got = torch.autograd.grad(ours.layer_norm(xwb[0], 6, *xwb[1:]).square().sum(), xwb)
+            if not all(torch.allclose(a, b) for a, b in zip(got, expected, strict=True)):
+                wrong.append(1)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong
+
+
+# ------------------------------------------------------------------------------------------------------------- modules
+
+LAYER_NORMS = [
+    ((6,), {}),
+    ((6,), {"eps": 0.1}),
+    (([4, 6],), {}),
+    ((6,), {"elementwise_affine": False}),
+    ((6,), {"bias": False, "dtype": torch.float64}),
+    ((6, 1e-3, True, True, "cpu", torch.bfloat16), {}),
+]
+
+
+@pytest.mark.parametrize(("args", "kwargs"), LAYER_NORMS, ids=str)
+def test_layer_norm_module_is_torchs(args, kwargs):
+    torch.manual_seed(0)
+    theirs, mine = torch.nn.LayerNorm(*args, **kwargs), ours.LayerNorm(*args, **kwargs)
+    assert isinstance(mine, torch.nn.LayerNorm)
+    assert [n for n, _ in mine.named_parameters()] == [n for n, _ in theirs.named_parameters()]
+    with torch.no_grad():
+        for p in theirs.parameters():
+            p.normal_()
+    mine.load_state_dict(theirs.state_dict())
+    again = torch.nn.LayerNorm(*args, **kwargs)
+    again.load_state_dict(mine.state_dict())
+    dtype = next((p.dtype for p in theirs.parameters()), torch.float32)
+    x = torch.randn(3, 4, 6, dtype=dtype, requires_grad=True)
+    torch.testing.assert_close(mine(x), theirs(x))
+    torch.testing.assert_close(again(x), theirs(x))
+    gradients = []
+    for module in (mine, theirs):
+        module(x).square().sum().backward()
+        gradients.append([p.grad for p in module.parameters()])
+    # the sum of 12 rows, in bfloat16 of a dy that is itself bfloat16
+    kwargs = {"rtol": 0.02, "atol": 0.1} if dtype == torch.bfloat16 else {}
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, **kwargs)
+    assert repr(mine) == repr(theirs)
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_gelu_module_is_torchs(approximate):
+    theirs, mine = torch.nn.GELU(approximate), ours.GELU(approximate=approximate)
+    x = torch.randn(3, 5)
+    torch.testing.assert_close(mine(x), theirs(x))
+    assert repr(mine) == repr(theirs)
+    assert mine.state_dict() == theirs.state_dict() == {}
+
+
+def test_modules_are_copied_pickled_moved_and_scripted_away():
+    model = torch.nn.Sequential(torch.nn.Linear(6, 6), ours.LayerNorm(6), ours.GELU("tanh")).double()
+    x = torch.randn(2, 6, dtype=torch.float64)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model.train().eval()):
+        close(other(x), model(x))
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    close(torch.load(buffer, weights_only=False)(x), model(x))
+    half = copy.deepcopy(model).bfloat16()
+    assert half(x.bfloat16()).dtype == torch.bfloat16
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    close(compiled(x), model(x))
+
+
+def test_a_module_trains_as_torchs():
+    losses = []
+    for kinds in ((ours.LayerNorm, ours.GELU), (torch.nn.LayerNorm, torch.nn.GELU)):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(5, 8), kinds[0](8), kinds[1](), torch.nn.Linear(8, 1)).double()
+        x, target = torch.randn(16, 5, dtype=torch.float64), torch.randn(16, 1, dtype=torch.float64)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        curve = []
+        for _ in range(50):
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), target)
+            loss.backward()
+            optimizer.step()
+            curve.append(loss.item())
+        losses.append(curve)
+    assert losses[0][-1] < 0.5 * losses[0][0]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+
+
+# ----------------------------------------------------------------------------------------------------------------- GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="torch finds no GPU")
+class TestGpu:
+    @EACH
+    def test_side_stream(self, name):
+        """Work is queued where torch says: behind a long kernel of the side stream, and not on the default stream."""
+        function, reference = FUNCTIONS[name]
+        args = tensors("cuda", requires_grad=False)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            x = torch.zeros_like(args[0])
+            torch.cuda._sleep(50_000_000)
+            x.copy_(args[0])
+            y = function(x, *args[1:])
+        side.synchronize()
+        close(y, reference(*args))
+
+    @EACH
+    def test_side_stream_backward(self, name):
+        function, reference = FUNCTIONS[name]
+        args = tensors("cuda")
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(50_000_000)
+            got = torch.autograd.grad(function(*args).square().sum(), args[0])
+        torch.cuda.current_stream().wait_stream(side)
+        close(got, torch.autograd.grad(reference(*args).square().sum(), args[0]))
+
+    @EACH
+    def test_cuda_graph(self, name):
+        """Forward and backward, recorded once and replayed on other numbers."""
+        function, reference = FUNCTIONS[name]
+        static = tensors("cuda")
+
+        def step():
+            y = function(*static)
+            return y, torch.autograd.grad(y.square().sum(), static[0])[0]
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y, dx = step()
+        for k in (1.0, -2.0):
+            with torch.no_grad():
+                for t in static:
+                    t.copy_(torch.randn_like(t) * k)
+            graph.replay()
+            expected = reference(*static)
+            close(y, expected)
+            close(dx, torch.autograd.grad(expected.square().sum(), static[0])[0])
+
+    @EACH
+    def test_another_device_than_the_current(self, name):
+        if torch.cuda.device_count() < 2:
+            pytest.skip("one GPU")
+        function, reference = FUNCTIONS[name]
+        args = tensors("cuda:1")
+        assert torch.cuda.current_device() == 0
+        y = function(*args)
+        assert y.device == args[0].device
+        close(y, reference(*args))
+        close(torch.autograd.grad(y.sum(), args[0]), torch.autograd.grad(reference(*args).sum(), args[0]))
+        assert torch.cuda.current_device() == 0
+
+    def test_many_elements(self):
+        """More than 2^31 elements: indices do not wrap."""
+        free, _ = torch.cuda.mem_get_info()
+        n = (1 << 31) + 4096
+        if free < 5 * 2 * n:
+            pytest.skip("the GPU has too little memory")
+        x = torch.zeros(n // 4096, 4096, dtype=torch.float16, device="cuda")
+        x[-1] = torch.arange(4096, device="cuda") % 7
+        for y, expected in (
+            (ours.gelu(x), F.gelu(x[-1])),
+            (ours.add(x, x), 2 * x[-1]),
+            (ours.layer_norm(x, 4096), F.layer_norm(x[-1], (4096,))),
+        ):
+            torch.testing.assert_close(y[-1], expected)
+            torch.testing.assert_close(y[0], torch.zeros_like(y[0]))
+            del y
