@@ -16,7 +16,6 @@
 extern "C" const char *aot_last_error();
 
 #define WEAK extern "C" __attribute__((weak))
-WEAK void *PyCapsule_GetPointer(void *capsule, const char *name);
 WEAK void PyErr_SetString(void *exception, const char *text);
 WEAK void *PyErr_Occurred();
 WEAK void *PyEval_SaveThread();
@@ -38,8 +37,6 @@ namespace {
 using namespace aot;
 
 constexpr int kMaxSlots = 16, kMaxOptional = 8;
-constexpr const char *kCallCapsule = "aotops.call", *kFunctionCapsule = "aotops.function",
-                     *kPlanCapsule = "aotops.plan";
 enum Device { kCpu, kCuda };
 
 // -------------------------------------------------------------------------------------- what Python tells once
@@ -168,6 +165,12 @@ struct Plan {
 };
 
 // ---------------------------------------------------------------------------------------------------------- arguments
+
+// What a builtin of ours is bound to: PyCapsule.pointer, without the check of the name.
+template <typename T>
+T *bound_to(void *capsule) {
+  return *reinterpret_cast<T **>(static_cast<char *>(capsule) + python.head_size);
+}
 
 const char *type_name(void *object) {
   char *type = *reinterpret_cast<char **>(static_cast<char *>(object) + python.type_offset);
@@ -422,7 +425,7 @@ AOT_API void *aot_plan_new(const void *call, int device, unsigned given, int n, 
 }
 
 AOT_API void aot_plan_delete(void *plan) { delete static_cast<Plan *>(plan); }
-AOT_API void aot_plan_capsule_delete(void *capsule) { aot_plan_delete(PyCapsule_GetPointer(capsule, kPlanCapsule)); }
+AOT_API void aot_plan_capsule_delete(void *capsule) { aot_plan_delete(bound_to<Plan>(capsule)); }
 
 AOT_API int aot_plan_run(void *plan, int device_id, void *stream, void **params) {
   auto *p = static_cast<Plan *>(plan);
@@ -433,7 +436,7 @@ AOT_API int aot_plan_run(void *plan, int device_id, void *stream, void **params)
 
 // One object for each slot: a tensor, or None.
 AOT_API void *aot_call_tensors(void *capsule, void *const *objects, intptr_t count) {
-  auto *call = static_cast<Call *>(PyCapsule_GetPointer(capsule, kCallCapsule));
+  auto *call = bound_to<Call>(capsule);
   Arguments a;
   int status = a.read(*call, objects, count);
   return finish(status ? status : call_tensors(*call, a));
@@ -441,19 +444,19 @@ AOT_API void *aot_call_tensors(void *capsule, void *const *objects, intptr_t cou
 
 // One object for each input; returns the output.
 AOT_API void *aot_function_run(void *capsule, void *const *inputs, intptr_t count) {
-  auto *f = static_cast<Function *>(PyCapsule_GetPointer(capsule, kFunctionCapsule));
+  auto *f = bound_to<Function>(capsule);
   return run_function(*f, nullptr, inputs, count);
 }
 
 // The forward of a torch.autograd.Function: its context, then one object for each input.
 AOT_API void *aot_function_forward(void *capsule, void *const *objects, intptr_t count) {
-  auto *f = static_cast<Function *>(PyCapsule_GetPointer(capsule, kFunctionCapsule));
+  auto *f = bound_to<Function>(capsule);
   return run_function(*f, objects, objects + 1, count - 1);
 }
 
 // The device's number, the stream, then the address of each tensor of the plan; all are ints.
 AOT_API void *aot_call_addresses(void *capsule, void *const *objects, intptr_t count) {
-  auto *plan = static_cast<Plan *>(PyCapsule_GetPointer(capsule, kPlanCapsule));
+  auto *plan = bound_to<Plan>(capsule);
   if (count != plan->n + 2)
     return finish(fail(kConventionMisused, "%d arguments given, expected %d", static_cast<int>(count), plan->n + 2));
   void *params[kMaxSlots];
