@@ -7,6 +7,7 @@ import functools
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from .op import Attr, Op
@@ -30,6 +31,10 @@ class ArrayFrontend(ABC):
     def empty(self, spec: TensorSpec, model: Any) -> Any:
         """An uninitialised array on model's device."""
 
+    def device_of(self, array: Any) -> AbstractContextManager[Any]:
+        """Makes the array's device the current one. Takes what is no array too, which ``prepare`` refuses later."""
+        return nullcontext()
+
     @abstractmethod
     def broadcast(self, arrays: Arrays) -> Arrays: ...
 
@@ -45,7 +50,8 @@ class ArrayFrontend(ABC):
         @functools.wraps(op.bind)
         def function(*args, **kwargs):
             inputs, attrs = op.bind(*args, **kwargs)
-            return _one_or_all(self._run(op, self._prepare(op, inputs), attrs, op.outputs))
+            with self.device_of(inputs[0]):
+                return _one_or_all(self._run(op, self._prepare(op, inputs), attrs, op.outputs))
 
         return function
 
@@ -56,6 +62,10 @@ class ArrayFrontend(ABC):
 
         def function(dy, *args, **kwargs):
             bound, attrs = op.bind(*args, **kwargs)
+            with self.device_of(bound[0]):
+                return differentiate(dy, bound, attrs)
+
+        def differentiate(dy, bound, attrs):
             inputs = self._prepare(op, bound)
             shapes = [getattr(value, "shape", ()) for value in bound]  # before they were broadcast
             dys = [dy] if len(op.outputs) == 1 else list(dy)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import cupy as cp
 
 from aotops import call
@@ -20,9 +22,10 @@ class _CuPy(ArrayFrontend):
         return TensorSpec(array.shape, array.dtype.name)
 
     def empty(self, spec: TensorSpec, model: cp.ndarray) -> cp.ndarray:
-        with model.device:
-            dtype = model.dtype if spec.dtype == model.dtype.name else spec.dtype
-            return cp.empty(spec.shape, dtype)
+        return cp.empty(spec.shape, model.dtype if spec.dtype == model.dtype.name else spec.dtype)
+
+    def device_of(self, array):
+        return array.device if isinstance(array, cp.ndarray) else nullcontext()
 
     def broadcast(self, arrays):
         return cp.broadcast_arrays(*arrays)
@@ -34,8 +37,7 @@ class _CuPy(ArrayFrontend):
             if a.device != device:
                 raise ValueError(f"{op.name}: {slot} is on {a.device}, expected {device}, the device of {first}")
         specs = tuple(None if a is None else self.spec(a) for a in arrays)
-        with device:
-            stream = cp.cuda.get_current_stream().ptr
+        stream = cp.cuda.get_current_stream().ptr
         call.addresses(op, attrs, "cuda", specs)(device.id, stream, *(a.data.ptr for _, a in given))
 
 
