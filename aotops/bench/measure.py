@@ -54,7 +54,7 @@ class Cuda:
 
         self.torch = torch
         self.repeats = 5 if quick else 15
-        self.host_repeats = 11 if quick else 101
+        self.host_repeats = 5 if quick else 31
         self.copies: dict[int, float] = {}
         # everything on one stream that may be recorded: a backward runs on the stream of its forward
         torch.cuda.set_stream(torch.cuda.Stream())
@@ -172,7 +172,7 @@ class Cpu:
         self.name = _cpu_name()
         self.cache = _cache_size()
         self.repeats = 3 if quick else 25
-        self.host_repeats = 11 if quick else 101
+        self.host_repeats = 5 if quick else 31
         self.copies: dict[int, float] = {}
 
     def synchronize(self) -> None:

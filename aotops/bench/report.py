@@ -199,14 +199,25 @@ def _draw_op(op: str, rows: list[Row], result: Result, file: Path) -> None:
     impls = [impl for impl in IMPLS if any(row["impl"] == impl for row in rows)]
     over_n = len({row["shape"][-1] for row in rows}) > 1
     top = 1.12 * max([row["gbs"] for row in rows] + [row["gbs"] / row["of_copy"] for row in rows if row["of_copy"]])
-    size = (5.4 * len(dtypes), 3.1 * len(kinds) + 0.9)
-    figure, grid = plt.subplots(len(kinds), len(dtypes), figsize=size, squeeze=False, sharey=True, layout="constrained")
+    height = 3.1 if over_n else 0.5 + 0.3 * len(impls)
+    figure, grid = plt.subplots(
+        len(kinds),
+        len(dtypes),
+        figsize=(5.4 * len(dtypes), height * len(kinds) + 0.9),
+        squeeze=False,
+        sharex=not over_n,
+        sharey=True,
+        layout="constrained",
+    )
     for axes, (variant, pass_) in zip(grid, kinds, strict=True):
         for ax, dtype in zip(axes, dtypes, strict=True):
             panel = [r for r in rows if (r["variant"], r["pass"], r["dtype"]) == (variant, pass_, dtype)]
             (_curves if over_n else _bars)(ax, panel, impls)
-            _furnish(ax, f"{' '.join(filter(None, (variant, pass_)))}, {dtype}", top)
-        axes[0].set_ylabel("GB/s")
+            _furnish(ax, f"{' '.join(filter(None, (variant, pass_)))}, {dtype}", "y" if over_n else "x", top)
+        if over_n:
+            axes[0].set_ylabel("GB/s")
+    for ax in grid[-1]:
+        ax.set_xlabel("N, the length of a row" if over_n else "GB/s; in the bar: of the copy")
     handles, labels = _legend(grid, impls)
     figure.suptitle(f"{op} on {result['device']}", fontsize=13, fontweight="bold")
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
@@ -224,24 +235,25 @@ def _curves(ax: Any, panel: list[Row], impls: list[str]) -> None:
         wide = 2.4 if impl == "aotops" else 1.5
         ax.plot(*zip(*points, strict=True), color=color, marker=marker, ms=4.5, lw=wide, label=impl) if points else None
     ax.set_xscale("log", base=2)
-    ax.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths], minor=False)
-    ax.set_xlabel("N, the length of a row")
+    ax.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths], rotation=45, fontsize=8)
 
 
 def _bars(ax: Any, panel: list[Row], impls: list[str]) -> None:
     found = {row["impl"]: row for row in panel}
-    names = [impl for impl in impls if impl in found]
+    names = [impl for impl in reversed(impls) if impl in found]
     values = [found[impl]["gbs"] for impl in names]
-    bars = ax.bar(names, values, color=[STYLE[impl][0] for impl in names], width=0.62)
-    ax.bar_label(bars, [f"{found[impl]['of_copy']:.2f}" for impl in names], padding=2, fontsize=9)
-    ax.axhline(panel[0]["gbs"] / panel[0]["of_copy"], color="#212529", lw=1.2, ls=(0, (4, 3)), label="copy")
+    ax.barh(names, values, color=[STYLE[impl][0] for impl in names], height=0.7)
+    for i, impl in enumerate(names):
+        ax.text(0, i, f"  {found[impl]['of_copy']:.2f}", va="center", fontsize=9, color="white", fontweight="bold")
+    ax.axvline(panel[0]["gbs"] / panel[0]["of_copy"], color="#212529", lw=1.2, ls=(0, (4, 3)), label="copy")
 
 
-def _furnish(ax: Any, title: str, top: float) -> None:
+def _furnish(ax: Any, title: str, axis: str, top: float) -> None:
+    """``axis``: along which the GB/s are."""
     ax.set_title(title, fontsize=10, loc="left")
-    ax.set_ylim(0, top)
+    ax.set(**{f"{axis}lim": (0, top)})
     ax.spines[["top", "right"]].set_visible(False)
-    ax.grid(axis="y", color="#e9ecef", lw=0.8)
+    ax.grid(axis=axis, color="#e9ecef", lw=0.8)
     ax.set_axisbelow(True)
 
 
