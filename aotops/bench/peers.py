@@ -84,7 +84,7 @@ def _aotops() -> Impl:
         "add_layer_norm": lambda n, variant: lambda x, r, w, b: f.add_layer_norm(x, r, (n,), w, b, LN_EPS),
         "add_rms_norm": lambda n, variant: lambda x, r, w: f.add_rms_norm(x, r, (n,), w, RMS_EPS),
         "softmax": lambda n, variant: lambda x: f.softmax(x, -1),
-        "cross_entropy": lambda n, variant: _loss_and_dx(f.cross_entropy) if variant else f.cross_entropy,
+        "cross_entropy": lambda n, variant: _own_loss_and_dx(f) if variant else f.cross_entropy,
     })  # fmt: skip
 
 
@@ -95,6 +95,21 @@ def _importable(*names: str) -> Iterator[str]:
         except ImportError:
             continue
         yield name
+
+
+def _own_loss_and_dx(f: Any) -> Callable[..., Any]:
+    """On a GPU the forward writes the gradient too, where one is recorded and x is not small."""
+    import torch
+
+    full = _loss_and_dx(f.cross_entropy)
+
+    def run(x, target):
+        if not x.is_cuda or x.numel() <= f.KEEP_RESIDUALS_FROM:
+            return full(x, target)
+        with torch.enable_grad():
+            return f.cross_entropy(x, target)
+
+    return run
 
 
 def _loss_and_dx(loss: Callable[..., Any]) -> Callable[..., Any]:
