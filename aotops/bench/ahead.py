@@ -24,7 +24,7 @@ def compile_ahead(todo: Sequence[Case], impls: Sequence[Impl], device: str, jobs
     with ProcessPoolExecutor(jobs, get_context("spawn"), _prepare) as pool:
         waiting = [pool.submit(_compile, name, case) for name in names for case in todo]
         with report.progress(len(waiting), "compile") as advance:
-            for _ in as_completed(waiting):
+            for _ in as_completed(waiting):  # a process that dies takes the rest with it: they are compiled later
                 advance("", [])
 
 

@@ -35,9 +35,13 @@ class Impl:
     """The inputs as it wants them."""
     synchronizes: frozenset[str] = frozenset()
     """Operators that wait for the device, so that no graph can record them."""
+    forward_only: frozenset[str] = frozenset()
+    """Operators whose forward has done the work of the backward."""
     dtypes: tuple[str, ...] | None = None
 
     def has(self, case: Case) -> bool:
+        if case.pass_ == "backward" and case.work.op in self.forward_only:
+            return False
         return case.work.op in self.functions and (self.dtypes is None or case.dtype in self.dtypes)
 
     def function(self, case: Case) -> Callable[..., Any]:
@@ -99,6 +103,8 @@ def _importable(*names: str) -> Iterator[str]:
 
 def _own_loss_and_dx(f: Any) -> Callable[..., Any]:
     """On a GPU the forward writes the gradient too, where one is recorded and x is not small."""
+    if not hasattr(f, "KEEP_RESIDUALS_FROM"):
+        raise Unavailable("another frontend than torch's has no call that gives both")
     import torch
 
     full = _loss_and_dx(f.cross_entropy)
@@ -240,17 +246,21 @@ def _with_float32_weights(case: Case, inputs: list[Any]) -> list[Any]:
 
 
 def _liger() -> Impl:
+    import torch
     from liger_kernel import ops
 
     layer_norm, rms_norm = ops.LigerLayerNormFunction.apply, ops.LigerRMSNormFunction.apply
     add_rms_norm, loss = ops.LigerFusedAddRMSNormFunction.apply, ops.LigerCrossEntropyFunction.apply
 
-    def loss_and_dx(x, target):
-        # computed in the forward where a gradient is wanted, and written over x
-        import torch
+    # the gradient is computed in the forward, and written over x, where x requires one
 
+    def cross_entropy(x, target):
+        x = x if torch.is_grad_enabled() else x.detach()
+        return loss(x, target, None, -100, 0.0, 0.0, "mean", None, False)[0]
+
+    def loss_and_dx(x, target):
         with torch.enable_grad():
-            return loss(x, target, None, -100, 0.0, 0.0, "mean", None, False)
+            return cross_entropy(x, target)
 
     return Impl("liger", "torch", {
         "swiglu": lambda n, variant: ops.LigerSiLUMulFunction.apply,
@@ -258,10 +268,9 @@ def _liger() -> Impl:
         "rms_norm": lambda n, variant: lambda x, w: rms_norm(x, w, RMS_EPS),
         "add_rms_norm": lambda n, variant: lambda x, r, w: add_rms_norm(x, r, w, RMS_EPS),
         "softmax": lambda n, variant: ops.LigerSoftmaxFunction.apply,
-        "cross_entropy": lambda n, variant: (
-            loss_and_dx if variant else lambda x, t: loss(x, t, None, -100, 0.0, 0.0, "mean", None, False)[0]
-        ),
-    }, adapt=_own_copies, synchronizes=frozenset({"cross_entropy"}))  # fmt: skip
+        "cross_entropy": lambda n, variant: loss_and_dx if variant else cross_entropy,
+    }, adapt=_own_copies, synchronizes=frozenset({"cross_entropy"}),
+       forward_only=frozenset({"cross_entropy"}))  # fmt: skip
 
 
 def _own_copies(case: Case, inputs: list[Any]) -> list[Any]:

@@ -92,7 +92,7 @@ def _by_case(rows: Sequence[Row]) -> Cases:
 
 def _table(title: str, cases: Cases, figure: str, form: str, more: tuple[str, str] | None = None) -> None:
     """A line a case: the figure of each implementation, and how many times faster aotops is than the fastest other."""
-    impls = [impl for impl in IMPLS if any(impl in rows for rows in cases.values())]
+    impls = [impl for impl in IMPLS if any(figure in rows.get(impl, {}) for rows in cases.values())]
     heads = ["operator", "pass", "shape", "dtype", *(["us"] if more else []), *impls, "faster"]
     lines = []
     for (op, variant, pass_, shape, dtype), rows in cases.items():

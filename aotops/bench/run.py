@@ -6,6 +6,7 @@ import argparse
 import platform
 import shlex
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import datetime, timezone
@@ -19,12 +20,19 @@ from .tensors import FRAMEWORKS, Call, Framework
 from .work import Case, cases
 
 Row = dict[str, Any]
+Result = dict[str, Any]
+
+SAVE_SECONDS = 20
 
 
 def run(args: argparse.Namespace) -> None:
     device = args.device or _default_device()
-    earlier = report.load(args.merge)
-    result = earlier if args.impls == ["none"] else report.merged(earlier, _measured(args, device))
+    result = report.load(args.merge)
+    if args.impls != ["none"]:
+        for so_far in _measured(args, device, result):
+            result = so_far
+            if args.json:  # so that nothing is lost, whatever comes
+                report.save(result, args.json)
     if result is None:
         sys.exit("aotops bench: nothing was measured, and --merge names nothing")
     report.show(result)
@@ -42,30 +50,39 @@ def _default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _measured(args: argparse.Namespace, device: str) -> dict[str, Any]:
+def _measured(args: argparse.Namespace, device: str, earlier: Result | None) -> Iterator[Result]:
+    """The result so far, after each of some seconds, and at the end."""
     dtypes = args.dtypes or (["float32"] if args.quick and device == "cpu" else ["bfloat16", "float32"])
     todo = list(cases(device, dtypes, args.ops, args.shapes, args.passes, args.quick))
     impls = peers.available(device, args.impls)
     ahead.compile_ahead(todo, impls, device, args.jobs)
     machine = Cuda(args.quick) if device == "cuda" else Cpu(args.quick)
     bench = Bench(machine, impls, device)
+    head = {
+        "device": machine.name,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join(args.argv),
+        "copy_gbs": round(machine.copy_gbs(machine.COPIED), 1),
+        "versions": {"aotops": __version__, "python": platform.python_version()} | peers.versions(),
+    }
     rows: list[Row] = []
+
+    def so_far() -> Result:
+        copies = {str(2 * half): round(gbs, 1) for half, gbs in sorted(machine.copies.items())}
+        return report.merged(earlier, head | {"copies": copies, "rows": rows})
+
+    saved = time.perf_counter()
     with report.progress(len(todo)) as advance:
         for case in todo:
             new = bench.rows(case)
             rows += new
             advance(str(case), new)
+            if time.perf_counter() - saved > SAVE_SECONDS:
+                yield so_far()
+                saved = time.perf_counter()
     for skipped in bench.skipped:
         print(f"left out: {skipped}")
-    return {
-        "device": machine.name,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(args.argv),
-        "copy_gbs": round(machine.copy_gbs(machine.COPIED), 1),
-        "copies": {str(2 * half): round(gbs, 1) for half, gbs in sorted(machine.copies.items())},
-        "versions": {"aotops": __version__, "python": platform.python_version()} | peers.versions(),
-        "rows": rows,
-    }
+    yield so_far()
 
 
 def _waiting(framework: Framework, call: Call) -> Call:
