@@ -11,6 +11,7 @@ from .op import Attr, Op
 
 def attr_text(kind: str, value: Any) -> str:
     """One attribute's value, of a kind of ``Op.attrs``. Floats keep all their digits."""
+    kind = kind.removesuffix("?")
     if kind == "float":
         return repr(float(value))
     if kind == "int[]":
@@ -30,6 +31,8 @@ def encode(op: Op, attrs: Sequence[Attr], present: Sequence[bool] | None = None)
     """
     lines = []
     for (name, kind), value in zip(op.attrs.items(), attrs, strict=True):
+        if value is None and kind.endswith("?"):
+            continue
         try:
             lines.append(f"{name}={attr_text(kind, value)}")
         except (TypeError, ValueError):
