@@ -4,7 +4,8 @@
 # make test      everything from nothing, then the tests
 # make lib       aotops/libaotops.so: with its CUDA entries where nvcc is, without them elsewhere
 # make lint      ruff, mypy, clang-format        make format   lets ruff and clang-format rewrite
-# make bench     the cost of a call              make wheel    dist/*.whl        make clean
+# make bench     every operator against those of others, on the GPU where there is one: BENCH='--quick --ops gelu'
+# make calls     the cost of a call              make wheel    dist/*.whl        make clean
 
 PYTHON ?= python3
 # GPU architectures to compile for; any of 75 80 86 89 90 100 120. The newest one's PTX is added for what comes later.
@@ -140,6 +141,9 @@ format: $(VENV)/lint
 	@$(VENV)/bin/clang-format -i $(shell find cuda_src -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 bench: lib $(VENV)/ready
+	@$(VENV)/bin/python -m aotops bench $(BENCH)
+
+calls: lib $(VENV)/ready
 	@$(VENV)/bin/python -m benchmarks.call_overhead
 
 wheel: lib $(VENV)/ready
@@ -148,4 +152,4 @@ wheel: lib $(VENV)/ready
 clean:
 	rm -rf build dist $(LIB)
 
-.PHONY: lib environments no-mindspore demo test lint format bench wheel clean FORCE
+.PHONY: lib environments no-mindspore demo test lint format bench calls wheel clean FORCE

@@ -73,16 +73,19 @@ class ArrayFrontend(ABC):
             given |= {f"d{y}": g for y, g in zip(op.outputs, dys, strict=True)}
             if outputs := [slot for slot in op.saved if slot in op.outputs]:
                 given |= zip(outputs, self._run(op, inputs, attrs, outputs), strict=True)
-            if not backward.has_kernel:
-                prepared = self._prepare(backward, [given[slot] for slot in backward.inputs])
-                given = dict(zip(backward.inputs, prepared, strict=True))
+            if backward.has_kernel:
+                taken = self._prepare(backward, [given.get(slot) for slot in backward.inputs])
+                present = {f"d{slot}" for slot, value in zip(op.inputs, inputs, strict=True) if value is not None}
+                given |= zip(backward.results, self._run(backward, taken, attrs, present), strict=True)
+            else:
+                given = dict(
+                    zip(backward.inputs, self._prepare(backward, [given[s] for s in backward.inputs]), strict=True)
+                )
                 self._check_gradients(op, inputs, attrs, given)
-                results = {d: given[dy] for d, dy in backward.alias.items()}
-                return _one_or_all([_sum_to(results[f"d{x}"], n) for x, n in zip(op.inputs, shapes, strict=True)])
-            taken = self._prepare(backward, [given.get(slot) for slot in backward.inputs])
-            present = {f"d{slot}" for slot, value in zip(op.inputs, inputs, strict=True) if value is not None}
-            results = dict(zip(backward.outputs, self._run(backward, taken, attrs, present), strict=True))
-            return _one_or_all([results[g] for g in gradients])
+            given = backward.with_aliases(given)
+            if not op.broadcast:
+                return _one_or_all([given[g] for g in gradients])
+            return _one_or_all([_sum_to(given[f"d{x}"], n) for x, n in zip(op.inputs, shapes, strict=True)])
 
         parameters = [inspect.Parameter("dy", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
         parameters += inspect.signature(op.bind).parameters.values()
@@ -117,13 +120,13 @@ class ArrayFrontend(ABC):
 
     def _run(self, op: Op, inputs: Arrays, attrs: tuple[Attr, ...], wanted: Sequence[str] | set[str]) -> list[Any]:
         """One result for each of ``wanted`` that is an output or a residual, in the order of ``wanted`` where it is a
-        sequence; for a set, one for each output, None where it is not wanted."""
+        sequence; for a set, one for each of ``op.results``, None where it is not wanted."""
         specs = op.specs([None if a is None else self.spec(a) for a in inputs], attrs)
         model = next(a for a in inputs if a is not None)
         needed = {*wanted, *op.workspace, *(y for y in op.outputs if y not in op.optional)}
         written = {name: self.empty(specs[name], model) if name in needed else None for name in op.extra_outputs}
         self.launch(op, attrs, [*inputs, *written.values()])
-        return [written[name] for name in (op.outputs if isinstance(wanted, set) else wanted)]
+        return [written[name] for name in (op.results if isinstance(wanted, set) else wanted)]
 
 
 def _one_or_all(results: Sequence[Any]) -> Any:

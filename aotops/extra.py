@@ -11,6 +11,7 @@ from .op import Attr, Op
 
 def attr_text(kind: str, value: Any) -> str:
     """One attribute's value, of a type of ``Op.attrs``. Floats keep all their digits."""
+    kind = kind.removesuffix("?")
     if kind == "float":
         return repr(float(value))
     if kind == "int[]":
@@ -25,7 +26,8 @@ def encode(op: Op, attrs: Sequence[Attr], present: Sequence[bool] | None = None)
         TypeError: a value that is not of its attribute's type.
     """
     op.check_attrs(attrs)
-    lines = [f"{name}={attr_text(kind, value)}" for (name, kind), value in zip(op.attrs.items(), attrs, strict=True)]
+    given = [(name, kind, v) for (name, kind), v in zip(op.attrs.items(), attrs, strict=True) if v is not None]
+    lines = [f"{name}={attr_text(kind, value)}" for name, kind, value in given]
     if present is not None:
         n = len(op.inputs)
         lines += [f"inputs={_mask(present[:n])}", f"outputs={_mask(present[n:])}"]

@@ -9,7 +9,7 @@ from typing import Any, SupportsFloat, SupportsIndex
 
 from .spec import TensorSpec
 
-Attr = int | float | bool | str | tuple[int, ...]
+Attr = int | float | bool | str | tuple[int, ...] | None
 
 # Of a value, or of each in a list. What has __index__ is an integer: NumPy's, and torch's symbolic ones.
 _PYTHON_TYPES: dict[str, type] = {
@@ -41,7 +41,8 @@ class Op:
     optional: frozenset[str] = frozenset()
     """Inputs that may be None, and outputs that a caller may leave out."""
     attrs: Mapping[str, str] = field(default_factory=dict)
-    """Attributes and their types: "int[]", "int", "float", "bool" or "str"."""
+    """Attributes and their types: "int[]", "int", "float", "bool" or "str"; with a "?" one may be None, and the
+    entry then finds none."""
     residuals: tuple[str, ...] = ()
     """Outputs that only the backward wants, and can do without: it computes absent ones again."""
     workspace: tuple[str, ...] = ()
@@ -50,7 +51,8 @@ class Op:
     like: Mapping[str, str] = field(default_factory=dict)
     """Outputs whose spec is that of an input: what ``infer`` says too, at once."""
     alias: Mapping[str, str] = field(default_factory=dict)
-    """Outputs that are one of the inputs as it is. Where all are, there is no kernel."""
+    """Outputs that are one of the inputs, or another output, as it is: the entry has no slot for them. Where all are
+    inputs, there is no kernel."""
     batched: frozenset[str] = frozenset()
     """Slots that may carry more leading axes, each index of which is an independent problem: how vmap works."""
     broadcast: bool = False
@@ -61,7 +63,12 @@ class Op:
     @cached_property
     def extra_outputs(self) -> tuple[str, ...]:
         """Everything the entry writes: outputs, residuals, workspace."""
-        return (*self.outputs, *self.residuals, *self.workspace)
+        return (*(y for y in self.outputs if y not in self.alias), *self.residuals, *self.workspace)
+
+    @cached_property
+    def results(self) -> tuple[str, ...]:
+        """The same without the workspace."""
+        return self.extra_outputs[: len(self.extra_outputs) - len(self.workspace)]
 
     @cached_property
     def slots(self) -> tuple[str, ...]:
@@ -85,17 +92,23 @@ class Op:
     def check_attrs(self, attrs: Sequence[Any]) -> None:
         """Raises TypeError where an attribute is not of its type."""
         for (name, kind), value in zip(self.attrs.items(), attrs, strict=True):
+            if value is None and kind.endswith("?"):
+                continue
             values = value if kind == "int[]" and isinstance(value, tuple) else (value,)
-            if not all(isinstance(v, _PYTHON_TYPES[kind]) for v in values):
+            if not all(isinstance(v, _PYTHON_TYPES[kind.removesuffix("?")]) for v in values):
                 raise TypeError(f"{self.name}: {name} is {value!r}, expected {kind}")
 
     def specs(self, inputs: Sequence[TensorSpec | None], attrs: Sequence[Attr]) -> dict[str, TensorSpec]:
-        """The spec of everything the entry writes, by name. Raises for inputs that the operator does not take."""
+        """The spec of every output, residual and workspace, by name. Raises for inputs that it does not take."""
         self.check_attrs(attrs)
         for slot, spec in zip(self.inputs, inputs, strict=True):
             if spec is None and slot not in self.optional:
                 raise TypeError(f"{self.name}: {slot} is None, expected a tensor")
-        return dict(zip(self.extra_outputs, self.infer(*inputs, *attrs), strict=True))
+        return dict(zip((*self.outputs, *self.residuals, *self.workspace), self.infer(*inputs, *attrs), strict=True))
+
+    def with_aliases(self, named: Mapping[str, Any]) -> dict[str, Any]:
+        """``named``, values by slot, and the outputs that are one of them."""
+        return {**named, **{y: named[source] for y, source in self.alias.items() if source in named}}
 
     def backward_outputs(self, inputs: Sequence[object]) -> tuple[str | None, ...]:
         """For each input the name of its gradient among the backward's outputs; None where there is none."""

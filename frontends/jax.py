@@ -124,19 +124,21 @@ _differentiable.defvjp(_forward, _backward)
 
 
 def _launch(op: Op, attrs: Attrs, wanted: Names, *inputs: Array | None) -> tuple[Array, ...]:
-    results = {y: inputs[op.inputs.index(x)] for y, x in op.alias.items()}
-    rest = tuple(s for s in wanted if s not in results)
-    if rest:
-        call = custom_vmap(partial(_call, op, attrs, rest))
-        call.def_vmap(partial(_batched, op, attrs, rest))
-        results |= zip(rest, call(*inputs), strict=True)
+    results = dict(zip(op.inputs, inputs, strict=True))
+    sources = {op.alias.get(s, s) for s in wanted}
+    written = tuple(s for s in op.extra_outputs if s in sources)
+    if written:
+        call = custom_vmap(partial(_call, op, attrs, written))
+        call.def_vmap(partial(_batched, op, attrs, written))
+        results |= zip(written, call(*inputs), strict=True)
+    results = op.with_aliases(results)
     return tuple(results[s] for s in wanted)
 
 
 def _call(op: Op, attrs: Attrs, wanted: Names, *inputs: Array | None) -> tuple[Array, ...]:
     specs = op.specs([None if x is None else TensorSpec(x.shape, x.dtype.name) for x in inputs], attrs)
-    written = [s for s in specs if s in wanted or s in op.workspace or not op.is_optional(s)]
-    present = [x is not None for x in inputs] + [s in written for s in specs]
+    written = [s for s in op.extra_outputs if s in wanted or s in op.workspace or not op.is_optional(s)]
+    present = [x is not None for x in inputs] + [s in written for s in op.extra_outputs]
     types = [jax.ShapeDtypeStruct(specs[s].shape, specs[s].dtype) for s in written]
     call = ffi.ffi_call(TARGET, types)
     outputs = call(*(x for x in inputs if x is not None), entry=f"aot_{op.name}", attrs=encode(op, attrs, present))

@@ -30,7 +30,7 @@ from aotops.op import Attr, Op
 from aotops.ops import OPS
 from aotops.spec import TensorSpec, accumulate_dtype, shape_text
 
-__all__ = [*OPS, "GELU", "LayerNorm"]
+__all__ = [*OPS, "GELU", "LayerNorm", "RMSNorm"]
 
 
 # ------------------------------------------------------------------------------------------------- the public functions
@@ -95,8 +95,8 @@ class _Choose(_Constant):
         super().__init__(op, "primitive")
 
     def evaluate(self, attrs, specs, compiling):
-        for name, value in zip(self.op.attrs, attrs, strict=True):
-            if value is None or (isinstance(value, tuple) and None in value):
+        for (name, kind), value in zip(self.op.attrs.items(), attrs, strict=True):
+            if (value is None and not kind.endswith("?")) or (isinstance(value, tuple) and None in value):
                 raise TypeError(f"{self.op.name}: {name} is unknown while the graph is compiled, expected a constant")
         given = {slot: spec for slot, spec in zip(self.op.inputs, specs, strict=True) if spec is not None}
         known = {}
@@ -237,7 +237,8 @@ def _primitive(
     primitive.add_prim_attr("multi_output", not one)
     for name, value in zip(op.attrs, attrs, strict=True):
         # MindSpore's own floats are float32: a decimal string keeps the digits
-        primitive.add_prim_attr(name, repr(value) if isinstance(value, float) else value)
+        if value is not None:
+            primitive.add_prim_attr(name, repr(value) if isinstance(value, float) else value)
     primitive.add_prim_attr("inputs", _mask(op.inputs, given))
     primitive.add_prim_attr("outputs", _mask(op.extra_outputs, wanted))
     return primitive
@@ -293,6 +294,23 @@ class LayerNorm(nn.LayerNorm):
             return layer_norm(input_x, shape, gamma, beta, self.epsilon)  # type: ignore[name-defined] # noqa: F821
         y = layer_norm(input_x, shape, None, None, self.epsilon)  # type: ignore[name-defined] # noqa: F821
         return y * gamma + beta
+
+
+class RMSNorm(nn.Cell):
+    """Root mean square normalization over the trailing axes ``normalized_shape``: the arguments, defaults and parameter
+    of ``torch.nn.RMSNorm``, since mindspore.nn has none."""
+
+    def __init__(self, normalized_shape, eps=None, elementwise_affine=True, dtype=ms.float32):
+        super().__init__()
+        self.normalized_shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        self.eps = eps
+        self.weight = (
+            ms.Parameter(ops.ones(self.normalized_shape, dtype), name="weight") if elementwise_affine else None
+        )
+
+    def construct(self, x):
+        weight = None if self.weight is None else self.weight.astype(x.dtype)
+        return rms_norm(x, self.normalized_shape, weight, self.eps)  # type: ignore[name-defined] # noqa: F821
 
 
 class GELU(nn.GELU):

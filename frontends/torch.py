@@ -88,10 +88,11 @@ def _run(op: Op, inputs: Tensors, attrs: tuple[Attr, ...], wanted: Sequence[str]
     _check_devices(op, inputs)
     inputs = [None if t is None else _plain(t) for t in inputs]
     device = next(t.device for t in inputs if t is not None)
-    needed = {*wanted, *op.workspace}
+    wanted = {op.alias.get(name, name) for name in wanted}
+    needed = {*wanted, *op.workspace, *(y for y in op.outputs if y not in op.optional)}
     written = [_empty(specs[name], device) if name in needed else None for name in op.extra_outputs]
     _launcher(op, attrs)(*inputs, *written)
-    return tuple(written[: len(op.outputs) + len(op.residuals)])
+    return tuple(written[: len(op.results)])
 
 
 def _run_backward(op: Op, saved: Tensors, grads: Tensors, attrs: tuple[Attr, ...], needed: Sequence[bool], run=_run):
@@ -101,15 +102,12 @@ def _run_backward(op: Op, saved: Tensors, grads: Tensors, attrs: tuple[Attr, ...
     if not any(needed):
         return (None,) * len(needed)
     given = dict(zip((f"d{y}" for y in op.outputs), grads, strict=True)) | dict(zip(op.saved, saved, strict=True))
-    if not backward.has_kernel:
-        return tuple(
-            given[backward.alias[f"d{x}"]] if need else None for x, need in zip(op.inputs, needed, strict=True)
-        )
-    wanted = [f"d{x}" for x, need in zip(op.inputs, needed, strict=True) if need]
-    results = dict(
-        zip(backward.outputs, run(backward, [given[s] for s in backward.inputs], attrs, wanted), strict=True)
-    )
-    return tuple(results.get(f"d{x}") for x in op.inputs)
+    if backward.has_kernel:
+        wanted = [f"d{x}" for x, need in zip(op.inputs, needed, strict=True) if need]
+        results = run(backward, [given[s] for s in backward.inputs], attrs, wanted)
+        given |= zip(backward.results, results, strict=True)
+    given = backward.with_aliases(given)
+    return tuple(given.get(f"d{x}") if need else None for x, need in zip(op.inputs, needed, strict=True))
 
 
 # --------------------------------------------------------------------------------------------------------- plain eager
@@ -176,7 +174,7 @@ class _Transformable(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         op, attrs, _, *tensors = inputs
-        named = dict(zip((*op.inputs, *op.outputs, *op.residuals), (*tensors, *output), strict=True))
+        named = dict(zip((*op.inputs, *op.results), (*tensors, *output), strict=True))
         ctx.op, ctx.attrs = op, attrs
         ctx.save_for_backward(*(named[slot] for slot in op.saved))
         ctx.mark_non_differentiable(*(named[slot] for slot in op.residuals))
@@ -229,7 +227,7 @@ _library = torch.library.Library("aotops", "DEF")
 
 def _register(op: Op) -> Callable[..., Any]:
     """``torch.ops.aotops.<op>``: gives every output and residual."""
-    written = (*op.outputs, *op.residuals)
+    written = op.results
     tensors = [f"Tensor{'?' if slot in op.optional else ''} {slot}" for slot in op.inputs]
     attrs = [f"{kind} {name}" for name, kind in op.attrs.items()]
     returns = "Tensor" if len(written) == 1 else f"({', '.join(['Tensor'] * len(written))})"
@@ -377,6 +375,13 @@ class LayerNorm(torch.nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)  # type: ignore[name-defined] # noqa: F821
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """``torch.nn.RMSNorm`` on the library's kernel: the same arguments, parameters and state."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.normalized_shape, self.weight, self.eps)  # type: ignore[name-defined] # noqa: F821
 
 
 class GELU(torch.nn.GELU):

@@ -2,57 +2,16 @@
 
 from __future__ import annotations
 
+from ..norm import axes, infer, infer_backward
 from ..op import operator
-from ..spec import TensorSpec, accumulate_dtype, check_floating, check_like, shape_text, size
-
-
-def partial_rows(rows, cols):
-    """Rows of partial sums that the backward keeps; cuda_src/layer_norm.h has the same rule and its reason."""
-    fit = min(max((1 << 21) // max(cols, 1), 16), 1056)
-    return min(rows, fit) if isinstance(rows, int) else fit
-
-
-def _check(op, x, normalized_shape, **affine):
-    check_floating(op, "x", x)
-    n = len(normalized_shape)
-    if n == 0:
-        raise ValueError(f"{op}: normalized_shape is empty, expected at least one axis")
-    if tuple(x.shape[-n:]) != normalized_shape:
-        raise ValueError(
-            f"{op}: x has shape {shape_text(x.shape)}, expected its trailing axes to be normalized_shape "
-            f"{shape_text(normalized_shape)}"
-        )
-    for slot, spec in affine.items():
-        if spec is not None:
-            check_like(op, slot, spec, "normalized_shape", TensorSpec(normalized_shape, x.dtype))
-
-
-def _stats(x, normalized_shape):
-    return TensorSpec((*x.shape[: -len(normalized_shape)], 2), accumulate_dtype(x.dtype))
 
 
 def _infer(x, weight, bias, normalized_shape, eps):
-    _check("layer_norm", x, normalized_shape, weight=weight, bias=bias)
-    return x, _stats(x, normalized_shape)
+    return infer("layer_norm", 2, {"x": x, "weight": weight, "bias": bias}, normalized_shape)
 
 
 def _infer_backward(dy, x, weight, stats, normalized_shape, eps):
-    op = "layer_norm_backward"
-    _check(op, x, normalized_shape)
-    check_like(op, "dy", dy, "x", x)
-    _check(op, x, normalized_shape, weight=weight)
-    if stats is not None:
-        check_like(op, "stats", stats, "each row's mean and rstd", _stats(x, normalized_shape))
-    affine = TensorSpec(normalized_shape, x.dtype)
-    rows, cols = size(x.shape[: -len(normalized_shape)]), size(normalized_shape)
-    work = 2 * partial_rows(rows, cols) * cols + (2 * rows if stats is None else 0)
-    return x, affine, affine, TensorSpec((work,), accumulate_dtype(x.dtype))
-
-
-def _axes(normalized_shape):
-    if type(normalized_shape) is tuple:
-        return normalized_shape
-    return tuple(normalized_shape) if isinstance(normalized_shape, (tuple, list)) else (normalized_shape,)
+    return infer_backward("layer_norm_backward", "x", 2, {"dy": dy}, x, weight, {"stats": stats}, normalized_shape)
 
 
 @operator(
@@ -66,7 +25,7 @@ def _axes(normalized_shape):
     batched=("dy", "x", "stats", "dx"),
 )
 def layer_norm_backward(dy, x, weight, stats, normalized_shape, eps=1e-5):
-    return (dy, x, weight, stats), (_axes(normalized_shape), eps)
+    return (dy, x, weight, stats), (axes(normalized_shape), eps)
 
 
 @operator(
@@ -100,4 +59,4 @@ def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-5):
 
     Source: Ba, Kiros and Hinton, arXiv:1607.06450.
     """
-    return (x, weight, bias), (_axes(normalized_shape), eps)
+    return (x, weight, bias), (axes(normalized_shape), eps)

@@ -79,6 +79,11 @@ inline void end_stream() {
 // An output this big does not stay in the caches for whoever reads it next.
 inline bool streams(int64_t bytes) { return bytes >= int64_t{32} << 20; }
 
+// Whether a vector of both is aligned at once.
+inline bool alike(const void *a, const void *b) {
+  return (reinterpret_cast<uintptr_t>(a) - reinterpret_cast<uintptr_t>(b)) % kVectorBytes == 0;
+}
+
 // The first part.n lanes of v, zeros beyond.
 template <typename T>
 Vec<T> keep(Vec<T> v, Part part) {

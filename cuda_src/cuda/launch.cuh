@@ -78,21 +78,52 @@ inline Status device_limits(const char *op, DeviceLimits *limits) {
   return kOk;
 }
 
-// Launches blocks in clusters, with as much dynamic shared memory as asked for.
+// A launch of blocks in clusters, with dynamic shared memory.
+struct ClusterLaunch {
+  cudaLaunchConfig_t config = {};
+  cudaLaunchAttribute attribute = {};
+
+  ClusterLaunch(unsigned grid, unsigned block, int cluster, int shared, void *stream) {
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+    config.gridDim = grid, config.blockDim = block, config.dynamicSmemBytes = shared;
+    config.stream = static_cast<cudaStream_t>(stream);
+    config.attrs = &attribute, config.numAttrs = cluster > 1 ? 1 : 0;
+  }
+  ClusterLaunch(const ClusterLaunch &) = delete;
+};
+
+// Lets a kernel ask for so much shared memory.
+template <class Kernel>
+Status allow_shared(const char *op, Kernel *kernel, int shared) {
+  constexpr int kWithoutAsking = 48 << 10;
+  if (shared <= kWithoutAsking) return kOk;
+  return check_cuda(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+}
+
 template <typename... Parameters, typename... Arguments>
 Status launch_clusters(const char *op, void (*kernel)(Parameters...), unsigned grid, unsigned block, int cluster,
                        int shared, void *stream, Arguments... arguments) {
-  constexpr int kWithoutAsking = 48 << 10;
-  if (shared > kWithoutAsking)
-    AOT_TRY(check_cuda(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared)));
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
-  cudaLaunchConfig_t config = {};
-  config.gridDim = grid, config.blockDim = block, config.dynamicSmemBytes = shared;
-  config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = &attribute, config.numAttrs = cluster > 1 ? 1 : 0;
-  return check_cuda(op, cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...));
+  AOT_TRY(allow_shared(op, kernel, shared));
+  ClusterLaunch launch(grid, block, cluster, shared, stream);
+  return check_cuda(op, cudaLaunchKernelEx(&launch.config, kernel, static_cast<Parameters>(arguments)...));
+}
+
+// How many clusters of a kernel the device holds at once. A cluster lives within a group of multiprocessors, whose size
+// need not be a multiple of the cluster's: of 132 multiprocessors, 33 clusters of 4 blocks may find room for 32.
+template <auto kernel>
+Status clusters_at_once(const char *op, unsigned block, int cluster, int shared, int64_t *result) {
+  static std::atomic<uint64_t> known;  // of the latest question to this kernel, and its answer
+  int device = 0, clusters = 0;
+  AOT_TRY(check_cuda(op, cudaGetDevice(&device)));
+  uint64_t question = (uint64_t(device) << 24 | uint64_t(cluster) << 16 | block) << 20, answer = known;
+  if (answer >> 20 << 20 == question) return *result = answer & 0xfffff, kOk;
+  AOT_TRY(allow_shared(op, kernel, shared));
+  ClusterLaunch launch(cluster, block, cluster, shared, nullptr);
+  AOT_TRY(check_cuda(op, cudaOccupancyMaxActiveClusters(&clusters, kernel, &launch.config)));
+  *result = std::max(clusters, 1);
+  known = question | static_cast<uint64_t>(*result);
+  return kOk;
 }
 
 }  // namespace AOT_ISA

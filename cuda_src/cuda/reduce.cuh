@@ -48,32 +48,79 @@ __device__ inline void cluster_barrier() {
 #endif
 }
 
-// Where block `rank` of the cluster has what this block has at `shared`.
-template <typename V>
-__device__ inline V *in_block(V *shared, int rank) {
+// ----------------------------------------------------------------------------------------------------------- mailbox
+
+// Words sent to a block of the cluster, each counted by a barrier of that block: whoever waits there waits for them and
+// for nothing else. A barrier of the whole cluster would also wait for each thread's stores to global memory.
 #if __CUDA_ARCH__ >= 900
-  uint64_t there;
-  asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(shared), "r"(rank));
-  return reinterpret_cast<V *>(there);
-#else
-  return shared;
-#endif
+__device__ inline uint32_t shared_address(const void *p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+
+// Where block `rank` has what this block has at the address.
+__device__ inline uint32_t in_block(uint32_t address, int rank) {
+  uint32_t there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
 }
+__device__ inline void mail_init(uint64_t *barrier) {
+  asm volatile(
+      "mbarrier.init.shared::cta.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;" ::"r"(shared_address(barrier))
+      : "memory");
+}
+// One thread of the block says how many bytes are to come.
+__device__ inline void mail_expect(uint64_t *barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
+}
+template <typename V>
+__device__ inline void mail_send(const V *slot, const V &value, const uint64_t *barrier, int rank) {
+  static_assert(sizeof(V) == 4 || sizeof(V) == 8 || sizeof(V) == 16, "a row of the instruction for each");
+  const uint32_t *word = reinterpret_cast<const uint32_t *>(&value);
+  uint32_t to = in_block(shared_address(slot), rank), there = in_block(shared_address(barrier), rank);
+  if constexpr (sizeof(V) == 4)
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %2, [%1];" ::"r"(to), "r"(there),
+                 "r"(word[0])
+                 : "memory");
+  else if constexpr (sizeof(V) == 8)
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%2, %3}, [%1];" ::"r"(to),
+                 "r"(there), "r"(word[0]), "r"(word[1])
+                 : "memory");
+  else
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%2, %3, %4, %5}, [%1];" ::"r"(to),
+                 "r"(there), "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3])
+                 : "memory");
+}
+__device__ inline void mail_wait(uint64_t *barrier, uint32_t parity) {
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "again:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1;\n@!p bra again;\n}" ::"r"(
+          shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+}
+#else
+__device__ inline void mail_init(uint64_t *) {}
+__device__ inline void mail_expect(uint64_t *, int) {}
+template <typename V>
+__device__ inline void mail_send(const V *, const V &, const uint64_t *, int) {}
+__device__ inline void mail_wait(uint64_t *, uint32_t) {}
+#endif
 
 // --------------------------------------------------------------------------------------------------------- exchange
 
-// Lets each warp of a row tell one value to all of them. An exchange takes one barrier: two sets of slots take turns,
-// and nobody writes to a set again before all have passed the next barrier, and so have read what was there.
+// Lets each warp of a row tell one value to all of them. Two sets of slots take turns: nobody writes to a set again
+// before all have told the next value, and so have read what was there.
 template <Span kSpan, typename V>
 class Exchange {
   static_assert(kSpan != Span::warp, "lanes of a warp need no shared memory");
 
  public:
-  __device__ Exchange() : turn_(0) {
-    __shared__ V slots[2 * kSlots];
-    slots_ = slots, blocks_ = 1, rank_ = 0;
+  __device__ Exchange() {
+    __shared__ alignas(16) V slots[2 * kSlots];
+    slots_ = slots;
     if constexpr (kSpan == Span::cluster) {
-      blocks_ = cluster_size(), rank_ = cluster_rank();
+      __shared__ uint64_t barriers[2];
+      barriers_ = barriers, blocks_ = cluster_size(), rank_ = cluster_rank();
+      if (threadIdx.x == 0) mail_init(&barriers[0]), mail_init(&barriers[1]);
       cluster_barrier();  // the other blocks' shared memory may be written once they have begun
     }
   }
@@ -84,22 +131,26 @@ class Exchange {
 
   // What all warps of the row told, in their order. `mine` is the same in all lanes.
   __device__ const V *all(const V &mine) {
-    V *slots = slots_ + turn_ * kSlots;
-    turn_ ^= 1;
+    int set = turn_ & 1;
+    V *slots = slots_ + set * kSlots;
     if constexpr (kSpan == Span::cluster) {
-      if (lane_index() < blocks_) *in_block(slots + warp(), lane_index()) = mine;
-      cluster_barrier();
+      if (threadIdx.x == 0) mail_expect(&barriers_[set], warps() * static_cast<int>(sizeof(V)));
+      if (lane_index() < blocks_) mail_send(slots + warp(), mine, &barriers_[set], lane_index());
+      mail_wait(&barriers_[set], turn_ >> 1);  // a set's barrier has a phase each second turn
     } else {
       if (lane_index() == 0) slots[warp()] = mine;
       __syncthreads();
     }
+    turn_ = (turn_ + 1) & 3;
     return slots;
   }
 
  private:
   static constexpr int kSlots = kMaxBlockWarps * (kSpan == Span::cluster ? kMaxCluster : 1);
   V *slots_;
-  int blocks_, rank_, turn_;
+  uint64_t *barriers_ = nullptr;
+  int blocks_ = 1, rank_ = 0;
+  uint32_t turn_ = 0;  // modulo 4
 };
 
 struct NoExchange {};
@@ -117,15 +168,21 @@ __device__ inline Sums<kSums, A> sum_lanes(Sums<kSums, A> sums) {
   return sums;
 }
 
+// `sums`: of a warp, the same in all its lanes.
 template <Span kSpan, int kSums, typename A>
-__device__ inline Sums<kSums, A> sum_row(Sums<kSums, A> sums, Exchange<kSpan, Sums<kSums, A>> &exchange) {
-  const Sums<kSums, A> *all = exchange.all(sum_lanes<32>(sums));
+__device__ inline Sums<kSums, A> sum_warps(Sums<kSums, A> sums, Exchange<kSpan, Sums<kSums, A>> &exchange) {
+  const Sums<kSums, A> *all = exchange.all(sums);
   sums = {};
 #pragma unroll 1
   for (int w = lane_index(); w < exchange.warps(); w += 32)
 #pragma unroll
     for (int i = 0; i < kSums; ++i) sums.value[i] += all[w].value[i];
   return sum_lanes<32>(sums);
+}
+
+template <Span kSpan, int kSums, typename A>
+__device__ inline Sums<kSums, A> sum_row(Sums<kSums, A> sums, Exchange<kSpan, Sums<kSums, A>> &exchange) {
+  return sum_warps(sum_lanes<32>(sums), exchange);
 }
 
 }  // namespace AOT_ISA

@@ -23,27 +23,37 @@ struct RowShape {
 
 // ------------------------------------------------------------------------------------------------- a thread's part
 
+// Of the rows of a matrix: `turns` of them one after another, or, with 0 turns, as many as there are for a grid of any
+// size.
 template <class Shape>
 class RowPart {
  public:
-  __device__ explicit RowPart(int64_t cols) : vectors_(static_cast<int>(cols / Shape::kSize)) {
+  __device__ explicit RowPart(int64_t cols, int64_t rows, int turns = 0)
+      : end_(rows), vectors_(static_cast<int>(cols / Shape::kSize)) {
     int warps = blockDim.x / 32;
-    if constexpr (Shape::kSpan == Span::warp) {
-      base_ = (int64_t{blockIdx.x} * warps + warp_index()) * Shape::kRowsPerWarp;
-      step_ = int64_t{gridDim.x} * warps * Shape::kRowsPerWarp;
-      first_ = lane_index() % Shape::kLanes;
-    } else if constexpr (Shape::kSpan == Span::block) {
-      base_ = blockIdx.x, step_ = gridDim.x;
-      first_ = warp_index() * Shape::kShare + lane_index();
-    } else {
-      base_ = blockIdx.x / cluster_size(), step_ = gridDim.x / cluster_size();
+    int64_t team, teams;       // those who share a turn: a block, or a cluster
+    int at_once = 1, own = 0;  // rows in a team's turn, and the first of this warp's among them
+    if constexpr (Shape::kSpan == Span::cluster) {
+      team = blockIdx.x / cluster_size(), teams = gridDim.x / cluster_size();
       first_ = (cluster_rank() * warps + warp_index()) * Shape::kShare + lane_index();
+    } else {
+      team = blockIdx.x, teams = gridDim.x;
+      first_ = warp_index() * Shape::kShare + lane_index();
     }
+    if constexpr (Shape::kSpan == Span::warp) {
+      at_once = warps * Shape::kRowsPerWarp, own = warp_index() * Shape::kRowsPerWarp;
+      first_ = lane_index() % Shape::kLanes;
+    }
+    base_ = team * (turns ? turns : 1) * at_once + own;
+    step_ = turns ? at_once : teams * at_once;
+    if (turns) end_ = min(end_, (team + 1) * turns * at_once);
   }
 
-  // A warp's turns are base, base + step, ...; a thread works on row turn + group, which may be past the last.
+  // A warp's turns are base, base + step, ... below end; a thread works on row turn + group, which may be past the
+  // last.
   __device__ int64_t base() const { return base_; }
   __device__ int64_t step() const { return step_; }
+  __device__ int64_t end() const { return end_; }
   __device__ int group() const { return Shape::kSpan == Span::warp ? lane_index() / Shape::kLanes : 0; }
   __device__ int64_t first() const { return base_ + group(); }
 
@@ -60,7 +70,7 @@ class RowPart {
   }
 
  private:
-  int64_t base_, step_;
+  int64_t base_, step_, end_;
   int first_, vectors_;
 };
 
@@ -136,20 +146,29 @@ struct RowPlan {
   int cluster = 1;  // blocks of a row
 };
 
-// For rows of so many vectors. A thread takes up to 4 of them, a block up to `most_warps` (16 or 32), though from 16 on
-// a row rather spans blocks; `bytes` is the shared memory that a thread needs for each vector.
-inline RowPlan plan_rows(int64_t vectors, int most_warps, int bytes, const DeviceLimits &device) {
+// A kernel's limits: vectors that a thread takes, of a row within a block and of a longer one; warps of a block (16 or
+// 32, though from 16 on a row rather spans blocks); bytes of shared memory that a thread needs for each vector.
+struct RowLimits {
+  int vectors, long_vectors, warps, bytes;
+};
+
+// For rows of so many vectors.
+inline RowPlan plan_rows(int64_t vectors, const RowLimits &most, const DeviceLimits &device) {
   constexpr int kForExchange = 8 << 10;
   RowPlan plan;
   for (int lanes : {8, 16, 32})
-    for (int v = lanes == 8 ? 1 : 3; v <= 4; ++v)
+    for (int v = lanes == 8 ? 1 : most.vectors / 2 + 1; v <= most.vectors; ++v)
       if (vectors <= lanes * v) return plan.lanes = lanes, plan.vectors = v, plan;
-  for (int warps = 16; warps <= most_warps; warps *= 2)
-    for (int cluster = 1; cluster <= (device.clusters ? kMaxCluster : 1); cluster *= 2) {
-      int64_t needed = ceil_div(vectors, int64_t{32} * 4 * cluster);
-      if (needed > warps || needed * 32 * 4 * bytes > device.shared_memory - kForExchange) continue;
-      return plan.lanes = 32, plan.vectors = 4, plan.warps = static_cast<int>(needed), plan.cluster = cluster, plan;
-    }
+  auto try_block = [&](int v, int warps, int cluster) {
+    int64_t needed = ceil_div(vectors, int64_t{32} * v * cluster);
+    if (needed > warps || needed * 32 * v * most.bytes > device.shared_memory - kForExchange) return false;
+    return plan.lanes = 32, plan.vectors = v, plan.warps = static_cast<int>(needed), plan.cluster = cluster, true;
+  };
+  for (int v = most.vectors; v <= most.long_vectors; v *= 2)
+    if (try_block(v, 16, 1)) return plan;
+  for (int warps = 16; warps <= most.warps; warps *= 2)
+    for (int cluster = 1; cluster <= (device.clusters ? kMaxCluster : 1); cluster *= 2)
+      if (try_block(most.long_vectors, warps, cluster)) return plan;
   return plan;
 }
 
@@ -161,40 +180,40 @@ struct RowGrid {
 
 // `resident`: threads that a multiprocessor holds of this kernel; `warp_block`: threads of a block whose rows are
 // within warps; `most`: blocks, or clusters, that the caller has a use for.
-template <class Shape, class Inbox>
-RowGrid row_grid(const RowPlan &plan, const DeviceLimits &device, int resident, int warp_block, int64_t rows,
-                 int64_t most) {
+template <auto kernel, class Shape, class Inbox>
+Status row_grid(const char *op, const RowPlan &plan, const DeviceLimits &device, int resident, int warp_block,
+                int64_t rows, int64_t most, RowGrid *grid) {
   bool within_warp = Shape::kSpan == Span::warp;
   int warps = within_warp ? std::min(warp_block / 32, device.shared_memory / Inbox::kBytesPerWarp) : plan.warps;
-  int64_t per_multiprocessor = std::min(resident / (32 * warps), device.shared_memory / (warps * Inbox::kBytesPerWarp));
-  int64_t at_once = std::max<int64_t>(1, per_multiprocessor) * device.multiprocessors / plan.cluster;
+  int shared = warps * Inbox::kBytesPerWarp;
+  int64_t per_multiprocessor = std::min(resident / (32 * warps), device.shared_memory / shared);
+  int64_t at_once = std::max<int64_t>(1, per_multiprocessor) * device.multiprocessors;
+  if constexpr (Shape::kSpan == Span::cluster)
+    AOT_TRY(clusters_at_once<kernel>(op, 32 * warps, plan.cluster, shared, &at_once));
   int64_t needed = within_warp ? ceil_div(rows, int64_t{warps} * Shape::kRowsPerWarp) : rows;
-  return {grid_size(std::min({needed, at_once, most}) * plan.cluster), 32u * warps, warps * Inbox::kBytesPerWarp};
+  *grid = {grid_size(std::min({needed, at_once, most}) * plan.cluster), 32u * warps, shared};
+  return kOk;
 }
 
-// Calls f(RowShape) with the plan's.
-template <typename T, class F>
+template <typename T, int kLanes, int kFirst, int kLast, class F>
+Status dispatch_vectors(int vectors, F f) {
+  if constexpr (kFirst < kLast)
+    if (vectors > kFirst) return dispatch_vectors<T, kLanes, kFirst + 1, kLast>(vectors, f);
+  return f(RowShape<T, kLanes, kFirst, Span::warp>());
+}
+
+// Calls f(RowShape) with the plan's; kVectors and kLong are those of the limits.
+template <typename T, int kVectors, int kLong, class F>
 Status dispatch_rows(const RowPlan &plan, F f) {
-  if (plan.cluster > 1) return f(RowShape<T, 32, 4, Span::cluster>());
-  if (plan.warps > 1) return f(RowShape<T, 32, 4, Span::block>());
-  switch (plan.lanes * plan.vectors) {
-    case 8:
-      return f(RowShape<T, 8, 1, Span::warp>());
-    case 16:
-      return f(RowShape<T, 8, 2, Span::warp>());
-    case 24:
-      return f(RowShape<T, 8, 3, Span::warp>());
-    case 32:
-      return f(RowShape<T, 8, 4, Span::warp>());
-    case 48:
-      return f(RowShape<T, 16, 3, Span::warp>());
-    case 64:
-      return f(RowShape<T, 16, 4, Span::warp>());
-    case 96:
-      return f(RowShape<T, 32, 3, Span::warp>());
-    default:
-      return f(RowShape<T, 32, 4, Span::warp>());
+  if (plan.cluster > 1) return f(RowShape<T, 32, kLong, Span::cluster>());
+  if (plan.warps > 1) {
+    if constexpr (kLong > kVectors)
+      if (plan.vectors > kVectors) return f(RowShape<T, 32, kLong, Span::block>());
+    return f(RowShape<T, 32, kVectors, Span::block>());
   }
+  if (plan.lanes == 8) return dispatch_vectors<T, 8, 1, kVectors>(plan.vectors, f);
+  if (plan.lanes == 16) return dispatch_vectors<T, 16, kVectors / 2 + 1, kVectors>(plan.vectors, f);
+  return dispatch_vectors<T, 32, kVectors / 2 + 1, kVectors>(plan.vectors, f);
 }
 
 }  // namespace AOT_ISA

@@ -145,6 +145,17 @@ __device__ inline Vector<T> load_once(const T *p) {
   return v;
 }
 
+// The same; zeros where it is not present.
+template <typename T>
+__device__ inline Vector<T> load_present(const T *p, bool present) {
+  Vector<T> v = {};
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+               : "+r"(v.word[0]), "+r"(v.word[1]), "+r"(v.word[2]), "+r"(v.word[3])
+               : "l"(p), "r"(static_cast<int>(present))
+               : "memory");
+  return v;
+}
+
 template <typename T>
 __device__ inline void store(T *p, const Vector<T> &v) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.word[0]), "r"(v.word[1]), "r"(v.word[2]),

@@ -1,0 +1,267 @@
+"""How: the time of a call on its device, that of the call on the host, and the copy that they are held against.
+
+A contender is a *turn*: a function that runs its calls once more and gives the seconds of one. Contenders take turns,
+so that whatever the machine does meanwhile meets all alike, and the median of a contender's turns counts.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from .tensors import Call
+
+Turn = Callable[[], float]
+
+HOST_CALLS = 100
+"""Small ones in a row: done within a time slice, and fewer than fill a GPU's queue, which would block the host."""
+WARM_UP = 30
+"""Small calls before them: the turn of another has been in between."""
+MOST_SETS = 16
+
+
+def medians(turns: Mapping[str, Turn], repeats: int, budget: float = math.inf) -> dict[str, float]:
+    """Seconds of a call, by contender. ``budget``: after so many seconds each has had turns enough, if it had three."""
+    samples: dict[str, list[float]] = {name: [] for name in turns}
+    start = time.perf_counter()
+    for i in range(repeats):
+        if i >= 3 and time.perf_counter() - start > budget:
+            break
+        for name, turn in turns.items():
+            samples[name].append(turn())
+    return {name: statistics.median(times) for name, times in samples.items()}
+
+
+class Cuda:
+    """Calls are recorded in a CUDA graph, in rotation over their inputs, and replayed: no Python, and no gap between
+    kernels but the device's own."""
+
+    HOST_IS_DEVICE = False
+    COPIED = 4 << 30
+    GRAPH_SECONDS = 4e-3  # long enough that to start a graph is nothing
+
+    def __init__(self, quick: bool) -> None:
+        import torch
+
+        self.torch = torch
+        self.repeats = 5 if quick else 15
+        self.host_repeats = 5 if quick else 31
+        self.copies: dict[int, float] = {}
+        # everything on one stream that may be recorded: a backward runs on the stream of its forward
+        torch.cuda.set_stream(torch.cuda.Stream())
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        self.name, self.cache = properties.name, properties.L2_cache_size
+
+    def synchronize(self) -> None:
+        self.torch.cuda.synchronize()
+
+    def sets(self, nbytes: int) -> int:
+        """How many sets of inputs of so many bytes it takes that the L2 serves none: more than three times its size."""
+        return min(MOST_SETS, math.ceil(3 * self.cache / nbytes) + 1)
+
+    def turn(self, calls: Sequence[Call], small: bool = False, records: bool = True) -> Turn:
+        seconds = self._estimate(calls)
+        rounds = max(1, min(round(self.GRAPH_SECONDS / seconds / len(calls)), 2000 // len(calls)))
+        if not records:
+            return self._profiled(list(calls) * rounds)
+        return self._timed(self._graph(list(calls) * rounds).replay, rounds * len(calls))
+
+    def _estimate(self, calls: Sequence[Call]) -> float:
+        for call in (*calls, *calls[:2]):  # compiled, tuned, allocated
+            call()
+        return max(self._timed(lambda: [call() for call in calls], len(calls))(), 1e-6)
+
+    def _graph(self, calls: Sequence[Call]) -> Any:
+        torch = self.torch
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        gc.disable()  # whatever it may free, not now
+        try:
+            graph.capture_begin()
+            try:
+                for call in calls:
+                    call()
+            finally:
+                graph.capture_end()
+        except Exception:
+            torch.cuda.set_stream(torch.cuda.Stream())  # the other may be left recording
+            raise
+        finally:
+            gc.enable()
+        graph.replay()
+        torch.cuda.synchronize()
+        return graph
+
+    def _timed(self, run: Call, n: int) -> Turn:
+        start, end = (self.torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+        def turn() -> float:
+            self.torch.cuda._sleep(200_000)  # until all is queued
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            return start.elapsed_time(end) / 1e3 / n
+
+        return turn
+
+    def _profiled(self, calls: Sequence[Call]) -> Turn:
+        """The kernels' own time: of calls that wait for the device, which would count the host's."""
+        torch = self.torch
+        calls = calls[:20]
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for call in calls:
+                call()
+            torch.cuda.synchronize()
+        on_device = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+        total = sum(event.time_range.elapsed_us() for event in on_device) / 1e6
+        if not total:
+            raise RuntimeError("the profiler saw no kernels")
+        return lambda: total / len(calls)
+
+    def host_turn(self, call: Call, small: bool) -> Turn:
+        """Kernels are queued, and waited for between turns only."""
+        calls, warm_up = (HOST_CALLS, WARM_UP) if small else (20, 2)
+
+        def turn() -> float:
+            for _ in range(warm_up):
+                call()
+            if not small:
+                self.synchronize()
+            seconds = _seconds(call, calls)
+            self.synchronize()
+            return seconds
+
+        return turn
+
+    def copy_gbs(self, nbytes: int) -> float:
+        """GB/s of a copy that reads half of so many bytes and writes half: the faster of two ways to queue it."""
+        half = _half(nbytes)
+        if half not in self.copies:
+            torch, n = self.torch, self.sets(half)
+            pairs = [[torch.empty(half, dtype=torch.uint8, device="cuda") for _ in range(2)] for _ in range(n)]
+            calls = [partial(to.copy_, source) for to, source in pairs]
+            rounds = calls * max(1, 20 // n)
+            turns = {
+                "graph": self.turn(calls),
+                "queue": self._timed(lambda: [call() for call in rounds], len(rounds)),
+            }
+            self.copies[half] = 2 * half / min(medians(turns, self.repeats).values()) / 1e9
+        return self.copies[half]
+
+    def free(self) -> None:
+        self.torch.cuda.empty_cache()
+
+
+class Cpu:
+    """The time of a call is its device's and its host's at once."""
+
+    HOST_IS_DEVICE = True
+    COPIED = 1 << 28
+
+    def __init__(self, quick: bool) -> None:
+        self.name = _cpu_name()
+        self.cache = _cache_size()
+        self.repeats = 3 if quick else 25
+        self.host_repeats = 5 if quick else 31
+        self.copies: dict[int, float] = {}
+
+    def synchronize(self) -> None:
+        pass
+
+    def sets(self, nbytes: int) -> int:
+        return min(MOST_SETS, math.ceil(3 * self.cache / nbytes) + 1)
+
+    def turn(self, calls: Sequence[Call], small: bool = False, records: bool = True) -> Turn:
+        """An untimed call, which also takes the threads back from the contender before, and a timed one on the next
+        inputs."""
+        for call in calls:
+            call()
+        if small:
+            return self.host_turn(calls[0], small)
+        at = 0
+
+        def turn() -> float:
+            nonlocal at
+            calls[at % len(calls)]()
+            at += 1
+            return _seconds(calls[at % len(calls)], 1)
+
+        return turn
+
+    def host_turn(self, call: Call, small: bool) -> Turn:
+        def turn() -> float:
+            for _ in range(WARM_UP):
+                call()
+            return _seconds(call, HOST_CALLS)
+
+        return turn
+
+    def copy_gbs(self, nbytes: int) -> float:
+        half = _half(nbytes)
+        if half not in self.copies:
+            turns = {name: self.turn(calls) for name, calls in _cpu_copies(half, self.sets(half)).items()}
+            self.copies[half] = 2 * half / min(medians(turns, self.repeats).values()) / 1e9
+        return self.copies[half]
+
+    def free(self) -> None:
+        pass
+
+
+def _half(nbytes: int) -> int:
+    """In whole MiB: a copy for each size that differs in earnest."""
+    return max(nbytes >> 21, 1) << 20
+
+
+def _seconds(call: Call, n: int) -> float:
+    start = time.perf_counter()
+    for _ in range(n):
+        call()
+    return (time.perf_counter() - start) / n
+
+
+def _cpu_copies(half: int, sets: int) -> dict[str, list[Call]]:
+    """NumPy's copy, a memmove, on every thread; and torch's where it is. The faster one is the machine's."""
+    import numpy as np
+
+    threads = int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
+    pool = ThreadPoolExecutor(threads)
+    pairs = [(np.empty(half, np.uint8), np.ones(half, np.uint8)) for _ in range(sets)]
+    pieces = [slice(half * i // threads, half * (i + 1) // threads) for i in range(threads)]
+
+    def copy(to: Any, source: Any) -> None:
+        list(pool.map(lambda piece: np.copyto(to[piece], source[piece]), pieces))
+
+    copies: dict[str, list[Call]] = {"numpy": [partial(copy, *pair) for pair in pairs]}
+    try:
+        import torch
+    except ImportError:
+        return copies
+    tensors = [(torch.from_numpy(to), torch.from_numpy(source)) for to, source in pairs]
+    return copies | {"torch": [partial(to.copy_, source) for to, source in tensors]}
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    threads = len(os.sched_getaffinity(0))
+    return f"{models[0] if models else platform.processor() or platform.machine()}, {threads} threads"
+
+
+def _cache_size() -> int:
+    """The largest cache's bytes; 32 MiB where the system does not tell."""
+    sizes = []
+    for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = file.read_text().strip()
+        sizes.append(int(text[:-1]) << {"K": 10, "M": 20}[text[-1]])
+    return max(sizes, default=32 << 20)

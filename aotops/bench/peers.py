@@ -1,0 +1,368 @@
+"""Against whom: each implementation as functions of the operator's inputs, forward; frameworks differentiate them.
+
+An implementation that cannot be imported is absent. It lists the operators that it has as something to call, and is
+called as its own users would call it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module, metadata
+from typing import Any
+
+from .work import Case
+
+LN_EPS, RMS_EPS = 1e-5, 1e-6
+LIGER_ROW = 4096
+"""Liger's elementwise kernels take a block a row: what is flat is given to them in rows of this length."""
+
+Make = Callable[[int, str], Callable[..., Any]]
+"""Takes the length of a row and the variant."""
+
+
+class Unavailable(Exception):
+    """The implementation does not have this, and nobody expects it to."""
+
+
+@dataclass(frozen=True)
+class Impl:
+    name: str
+    framework: str
+    """Whose tensors it takes: torch, mindspore or numpy."""
+    functions: Mapping[str, Make]
+    adapt: Callable[[Case, list[Any]], list[Any]] = lambda case, inputs: inputs
+    """The inputs as it wants them."""
+    synchronizes: frozenset[str] = frozenset()
+    """Operators that wait for the device, so that no graph can record them."""
+    forward_only: frozenset[str] = frozenset()
+    """Operators whose forward has done the work of the backward."""
+    dtypes: tuple[str, ...] | None = None
+
+    def has(self, case: Case) -> bool:
+        if case.pass_ == "backward" and case.work.op in self.forward_only:
+            return False
+        return case.work.op in self.functions and (self.dtypes is None or case.dtype in self.dtypes)
+
+    def function(self, case: Case) -> Callable[..., Any]:
+        return self.functions[case.work.op](case.shape[-1], case.work.variant)
+
+
+def available(device: str, names: list[str] | None) -> list[Impl]:
+    """Those of ``names`` that can be imported; by default those that the device is known for."""
+    impls = []
+    for name in names if names is not None else _KNOWN[device]:
+        if name not in _MAKERS:
+            raise SystemExit(f"aotops bench: --impls has no {name!r}; there are {', '.join(_MAKERS)} and none")
+        try:
+            impls.append(_MAKERS[name]())
+        except ImportError as error:
+            if names is not None:
+                print(f"{name} is left out: {error}")
+    return impls
+
+
+def versions() -> dict[str, str]:
+    packages = {"quack": "quack-kernels", "liger": "liger-kernel"}
+    found = {}
+    for name in ("torch", "triton", "quack", "liger", "mindspore", "numpy"):
+        try:
+            found[name] = metadata.version(packages.get(name, name))
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------- aotops
+
+
+def _aotops() -> Impl:
+    framework = next(_importable("torch", "mindspore", "numpy"))
+    f = import_module(f"aotops.frontends.{framework}")
+    return Impl("aotops", framework, {
+        "add": lambda n, variant: f.add,
+        "gelu": lambda n, variant: lambda x: f.gelu(x, variant),
+        "swiglu": lambda n, variant: f.swiglu,
+        "layer_norm": lambda n, variant: lambda x, w, b: f.layer_norm(x, (n,), w, b, LN_EPS),
+        "rms_norm": lambda n, variant: lambda x, w: f.rms_norm(x, (n,), w, RMS_EPS),
+        "add_layer_norm": lambda n, variant: lambda x, r, w, b: f.add_layer_norm(x, r, (n,), w, b, LN_EPS),
+        "add_rms_norm": lambda n, variant: lambda x, r, w: f.add_rms_norm(x, r, (n,), w, RMS_EPS),
+        "softmax": lambda n, variant: lambda x: f.softmax(x, -1),
+        "cross_entropy": lambda n, variant: _own_loss_and_dx(f) if variant else f.cross_entropy,
+    })  # fmt: skip
+
+
+def _importable(*names: str) -> Iterator[str]:
+    for name in names:
+        try:
+            import_module(name)
+        except ImportError:
+            continue
+        yield name
+
+
+def _own_loss_and_dx(f: Any) -> Callable[..., Any]:
+    """On a GPU the forward writes the gradient too, where one is recorded and x is not small."""
+    if not hasattr(f, "KEEP_RESIDUALS_FROM"):
+        raise Unavailable("another frontend than torch's has no call that gives both")
+    import torch
+
+    full = _loss_and_dx(f.cross_entropy)
+
+    def run(x, target):
+        if not x.is_cuda or x.numel() <= f.KEEP_RESIDUALS_FROM:
+            return full(x, target)
+        with torch.enable_grad():
+            return f.cross_entropy(x, target)
+
+    return run
+
+
+def _loss_and_dx(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """What a training step wants of a loss: its value, and its gradient at once."""
+    import torch
+
+    ones: dict[Any, Any] = {}  # so that autograd need not make one
+
+    def run(x, target):
+        with torch.enable_grad():
+            value = loss(x, target)
+            one = ones.get(value.dtype)
+            if one is None:
+                one = ones[value.dtype] = torch.ones_like(value)
+            return torch.autograd.grad(value, x, one)
+
+    return run
+
+
+# -------------------------------------------------------------------------------------------------------------- torch
+
+
+def _torch() -> Impl:
+    return Impl("torch", "torch", _torch_functions())
+
+
+def _torch_functions() -> dict[str, Make]:
+    import torch
+    from torch.nn import functional as F
+
+    def add_layer_norm(n: int, variant: str) -> Callable[..., Any]:
+        def function(x, residual, weight, bias):
+            total = x + residual
+            return F.layer_norm(total, (n,), weight, bias, LN_EPS), total
+
+        return function
+
+    def add_rms_norm(n: int, variant: str) -> Callable[..., Any]:
+        def function(x, residual, weight):
+            total = x + residual
+            return F.rms_norm(total, (n,), weight, RMS_EPS), total
+
+        return function
+
+    return {
+        "add": lambda n, variant: torch.add,
+        "gelu": lambda n, variant: lambda x: F.gelu(x, approximate=variant),
+        "swiglu": lambda n, variant: lambda gate, up: F.silu(gate) * up,
+        "layer_norm": lambda n, variant: lambda x, w, b: F.layer_norm(x, (n,), w, b, LN_EPS),
+        "rms_norm": lambda n, variant: lambda x, w: F.rms_norm(x, (n,), w, RMS_EPS),
+        "add_layer_norm": add_layer_norm,
+        "add_rms_norm": add_rms_norm,
+        "softmax": lambda n, variant: lambda x: F.softmax(x, -1),
+        "cross_entropy": lambda n, variant: _loss_and_dx(F.cross_entropy) if variant else F.cross_entropy,
+    }
+
+
+def _torch_compile() -> Impl:
+    import torch
+    from torch._functorch import config
+
+    config.donated_buffer = False  # a retained graph is differentiated again and again
+
+    def compiled(make: Make) -> Make:
+        def function(n: int, variant: str) -> Callable[..., Any]:
+            torch._dynamo.reset()  # what was compiled for another shape counts against this one
+            return torch.compile(make(n, variant), dynamic=False)
+
+        return function
+
+    functions = {op: compiled(make) for op, make in _torch_functions().items()}
+    loss = functions["cross_entropy"]
+    functions["cross_entropy"] = lambda n, variant: _loss_and_dx(loss(n, "")) if variant else loss(n, "")
+    return Impl("torch.compile", "torch", functions)
+
+
+# -------------------------------------------------------------------------------------------------------------- quack
+
+
+def _quack() -> Impl:
+    from quack.cross_entropy import cross_entropy, cross_entropy_fwd
+    from quack.rmsnorm import rmsnorm
+    from quack.softmax import softmax
+
+    layer_norm = _quack_layer_norm()
+    return Impl("quack", "torch", {
+        "layer_norm": lambda n, variant: layer_norm,
+        "rms_norm": lambda n, variant: lambda x, w: rmsnorm(x, w, eps=RMS_EPS),
+        "add_rms_norm": lambda n, variant: lambda x, r, w: rmsnorm(x, w, residual=r, eps=RMS_EPS, prenorm=True),
+        "softmax": lambda n, variant: softmax,
+        "cross_entropy": lambda n, variant: (
+            (lambda x, t: cross_entropy_fwd(x.detach(), t, return_dx=True)) if variant else cross_entropy
+        ),
+    }, adapt=_with_float32_weights)  # fmt: skip
+
+
+def _quack_layer_norm() -> Callable[..., Any]:
+    """quack has the two passes, and no function that joins them."""
+    import torch
+    from quack.rmsnorm import layernorm_bwd, layernorm_fwd
+
+    class LayerNorm(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight, bias):
+            if not any(ctx.needs_input_grad):
+                return layernorm_fwd(x, weight, bias, LN_EPS)
+            y, rstd, mean = layernorm_fwd(x, weight, bias, LN_EPS, return_rstd=True, return_mean=True)
+            ctx.save_for_backward(x, weight, rstd, mean)
+            return y
+
+        @staticmethod
+        def backward(ctx, dy):
+            x, weight, rstd, mean = ctx.saved_tensors
+            return layernorm_bwd(x, weight, dy, rstd, mean)
+
+    return LayerNorm.apply
+
+
+def _with_float32_weights(case: Case, inputs: list[Any]) -> list[Any]:
+    """quack's LayerNorm takes no others."""
+    return [
+        t.detach().float().requires_grad_() if letter == "w" else t
+        for letter, t in zip(case.work.reads, inputs, strict=True)
+    ]
+
+
+# -------------------------------------------------------------------------------------------------------------- Liger
+
+
+def _liger() -> Impl:
+    import torch
+    from liger_kernel import ops
+
+    layer_norm, rms_norm = ops.LigerLayerNormFunction.apply, ops.LigerRMSNormFunction.apply
+    add_rms_norm, loss = ops.LigerFusedAddRMSNormFunction.apply, ops.LigerCrossEntropyFunction.apply
+
+    # the gradient is computed in the forward, and written over x, where x requires one
+
+    def cross_entropy(x, target):
+        x = x if torch.is_grad_enabled() else x.detach()
+        return loss(x, target, None, -100, 0.0, 0.0, "mean", None, False)[0]
+
+    def loss_and_dx(x, target):
+        with torch.enable_grad():
+            return cross_entropy(x, target)
+
+    return Impl("liger", "torch", {
+        "swiglu": lambda n, variant: ops.LigerSiLUMulFunction.apply,
+        "layer_norm": lambda n, variant: lambda x, w, b: layer_norm(x, w, b, LN_EPS),
+        "rms_norm": lambda n, variant: lambda x, w: rms_norm(x, w, RMS_EPS),
+        "add_rms_norm": lambda n, variant: lambda x, r, w: add_rms_norm(x, r, w, RMS_EPS),
+        "softmax": lambda n, variant: ops.LigerSoftmaxFunction.apply,
+        "cross_entropy": lambda n, variant: loss_and_dx if variant else cross_entropy,
+    }, adapt=_own_copies, synchronizes=frozenset({"cross_entropy"}),
+       forward_only=frozenset({"cross_entropy"}))  # fmt: skip
+
+
+def _own_copies(case: Case, inputs: list[Any]) -> list[Any]:
+    """Liger's backward writes over what it was given, and others are yet to read it."""
+    copies = [t.detach().clone() if t.is_floating_point() else t for t in inputs]
+    copies = [t if case.work.rows or t.dim() != 1 else t.view(-1, LIGER_ROW) for t in copies]
+    return [t.requires_grad_(t.is_floating_point()) for t in copies]
+
+
+# ---------------------------------------------------------------------------------------------- NumPy and MindSpore
+
+
+def _numpy() -> Impl:
+    """The formulas as one writes them in NumPy; forward, and not in bfloat16, which NumPy does not have."""
+    import numpy as np
+
+    def gelu_tanh(x):
+        return x / 2 * (1 + np.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+
+    def layer_norm(x, weight, bias):
+        centred = x - x.mean(-1, keepdims=True)
+        return centred / np.sqrt((centred * centred).mean(-1, keepdims=True) + LN_EPS) * weight + bias
+
+    def rms_norm(x, weight):
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + RMS_EPS) * weight
+
+    def softmax(x):
+        e = np.exp(x - x.max(-1, keepdims=True))
+        return e / e.sum(-1, keepdims=True)
+
+    def cross_entropy(x, target):
+        x = x - x.max(-1, keepdims=True)
+        chosen = np.take_along_axis(x, target[:, None], -1)[:, 0]
+        return (np.log(np.exp(x).sum(-1)) - chosen).mean()
+
+    def tanh_only(n: int, variant: str) -> Callable[..., Any]:
+        if variant != "tanh":
+            raise Unavailable("NumPy has no erf")
+        return gelu_tanh
+
+    def no_dx(n: int, variant: str) -> Callable[..., Any]:
+        if variant:
+            raise Unavailable("NumPy has no gradients")
+        return cross_entropy
+
+    return Impl("numpy", "numpy", {
+        "add": lambda n, variant: np.add,
+        "gelu": tanh_only,
+        "swiglu": lambda n, variant: lambda gate, up: gate / (1 + np.exp(-gate)) * up,
+        "layer_norm": lambda n, variant: layer_norm,
+        "rms_norm": lambda n, variant: rms_norm,
+        "add_layer_norm": lambda n, variant: lambda x, r, w, b: (layer_norm(x + r, w, b), x + r),
+        "add_rms_norm": lambda n, variant: lambda x, r, w: (rms_norm(x + r, w), x + r),
+        "softmax": lambda n, variant: softmax,
+        "cross_entropy": no_dx,
+    }, dtypes=("float16", "float32", "float64"))  # fmt: skip
+
+
+def _mindspore() -> Impl:
+    """What MindSpore has on a CPU; forward."""
+    from mindspore import ops
+
+    def layer_norm(n: int, variant: str) -> Callable[..., Any]:
+        norm = ops.LayerNorm(begin_norm_axis=-1, begin_params_axis=-1, epsilon=LN_EPS)
+        return lambda x, w, b: norm(x, w, b)[0]
+
+    def no_dx(n: int, variant: str) -> Callable[..., Any]:
+        if variant:
+            raise Unavailable("MindSpore has no fused loss and gradient")
+        return ops.cross_entropy
+
+    return Impl("mindspore", "mindspore", {
+        "add": lambda n, variant: ops.add,
+        "gelu": lambda n, variant: lambda x: ops.gelu(x, approximate=variant),
+        "swiglu": lambda n, variant: lambda gate, up: ops.silu(gate) * up,
+        "layer_norm": layer_norm,
+        "softmax": lambda n, variant: lambda x: ops.softmax(x, -1),
+        "cross_entropy": no_dx,
+    })  # fmt: skip
+
+
+_KNOWN = {
+    "cuda": ("aotops", "torch", "torch.compile", "quack", "liger"),
+    "cpu": ("aotops", "torch", "mindspore", "numpy"),
+}
+
+_MAKERS: dict[str, Callable[[], Impl]] = {
+    "aotops": _aotops,
+    "torch": _torch,
+    "torch.compile": _torch_compile,
+    "quack": _quack,
+    "liger": _liger,
+    "mindspore": _mindspore,
+    "numpy": _numpy,
+}

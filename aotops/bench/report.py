@@ -1,0 +1,266 @@
+"""Progress, the table, the file and the plots. rich makes the first two pleasant and is not needed."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from .work import SMALL
+
+Row = dict[str, Any]
+Result = dict[str, Any]
+Cases = dict[tuple[str, str, str, tuple[int, ...], str], dict[str, Row]]
+
+IMPLS = ("aotops", "torch", "torch.compile", "quack", "liger", "mindspore", "numpy")
+
+
+# ----------------------------------------------------------------------------------------------------------- progress
+
+
+@contextmanager
+def progress(total: int, what: str = "measure") -> Iterator[Callable[[str, Sequence[Row]], None]]:
+    """Gives a function to call after each case: a bar on a terminal, else a line a case."""
+    console = _console()
+    if console is None or not console.is_terminal:
+        yield _lines(total, what)
+        return
+    from rich import progress as rich
+
+    columns = (rich.TextColumn(what), rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeElapsedColumn())
+    more = (rich.TimeRemainingColumn(), rich.TextColumn("{task.description}"))
+    with rich.Progress(*columns, *more, console=console, transient=True) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda case, rows: bar.update(task, advance=1, description=f"{case}  {_brief(rows)}")
+
+
+def _lines(total: int, what: str) -> Callable[[str, Sequence[Row]], None]:
+    start, done = time.perf_counter(), 0
+
+    def advance(case: str, rows: Sequence[Row]) -> None:
+        nonlocal done
+        done += 1
+        if case or done == total:
+            elapsed = time.perf_counter() - start
+            print(f"{what} {done:3}/{total} {elapsed:4.0f} s  {case:48} {_brief(rows)}", flush=True)
+
+    return advance
+
+
+def _brief(rows: Sequence[Row]) -> str:
+    return "  ".join(f"{row['impl']} {row['of_copy']:.2f}" for row in rows)
+
+
+def _console() -> Any:
+    try:
+        from rich.console import Console
+    except ImportError:
+        return None
+    return Console(width=None if sys.stdout.isatty() else 160)
+
+
+# -------------------------------------------------------------------------------------------------------------- table
+
+
+def show(result: Result) -> None:
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    print(f"{result['device']}; a copy moves {result['copy_gbs']:,.0f} GB/s; {versions}")
+    cases = _by_case(result["rows"])
+    large = {case: rows for case, rows in cases.items() if math.prod(case[3]) > math.prod(SMALL)}
+    small = {case: rows for case, rows in cases.items() if case not in large}
+    if large:
+        _table("Of the copy of as many bytes", large, "of_copy", ".2f", ("us", ".1f"))
+    if small:
+        _table(f"Microseconds of a call from Python, {'x'.join(map(str, SMALL))}", small, "host_us", ".2f")
+    if small and any("host_us_grad" in row for row in result["rows"]):
+        recording = {case: rows for case, rows in small.items() if any("host_us_grad" in row for row in rows.values())}
+        _table("The same where gradients are recorded", recording, "host_us_grad", ".2f")
+
+
+def _by_case(rows: Sequence[Row]) -> Cases:
+    cases: Cases = {}
+    for row in rows:
+        case = (row["op"], row["variant"], row["pass"], tuple(row["shape"]), row["dtype"])
+        cases.setdefault(case, {})[row["impl"]] = row
+    return cases
+
+
+def _table(title: str, cases: Cases, figure: str, form: str, more: tuple[str, str] | None = None) -> None:
+    """A line a case: the figure of each implementation, and how many times faster aotops is than the fastest other."""
+    impls = [impl for impl in IMPLS if any(figure in rows.get(impl, {}) for rows in cases.values())]
+    heads = ["operator", "pass", "shape", "dtype", *(["us"] if more else []), *impls, "faster"]
+    lines = []
+    for (op, variant, pass_, shape, dtype), rows in cases.items():
+        own = rows.get("aotops")
+        line = [f"{op} {variant}".rstrip(), pass_, "x".join(map(str, shape)), dtype]
+        if more:
+            line.append(f"{own[more[0]]:,{more[1]}}" if own else "")
+        line += [f"{rows[impl][figure]:{form}}" if figure in rows.get(impl, {}) else "" for impl in impls]
+        lines.append([*line, _faster(rows, "us" if figure == "of_copy" else figure)])
+    _print_table(title, heads, lines)
+
+
+def _faster(rows: dict[str, Row], figure: str) -> str:
+    others = [row[figure] for impl, row in rows.items() if impl != "aotops" and figure in row]
+    own = rows.get("aotops", {}).get(figure)
+    return f"{min(others) / own:.2f}x" if own and others else ""
+
+
+def _print_table(title: str, heads: list[str], lines: list[list[str]]) -> None:
+    console = _console()
+    if console is not None:
+        from rich.table import Table
+
+        table = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False)
+        for i, head in enumerate(heads):
+            table.add_column(head, justify="left" if i < 4 else "right", style="bold" if head == "aotops" else None)
+        for line in lines:
+            slower = line[-1] and float(line[-1][:-1]) < 1
+            table.add_row(*line[:-1], f"[{'red' if slower else 'green'}]{line[-1]}[/]" if line[-1] else "")
+        console.print()
+        console.print(table)
+        return
+    widths = [max(len(line[i]) for line in [heads, *lines]) for i in range(len(heads))]
+    print(f"\n{title}")
+    for line in [heads, *lines]:
+        print("  ".join(f"{cell:{'<' if i < 4 else '>'}{widths[i]}}" for i, cell in enumerate(line)).rstrip())
+
+
+# --------------------------------------------------------------------------------------------------------------- file
+
+
+def load(files: Sequence[Path]) -> Result | None:
+    result = None
+    for file in files:
+        result = merged(result, json.loads(file.read_text()))
+    return result
+
+
+def merged(earlier: Result | None, new: Result) -> Result:
+    """The new result, and those rows of the earlier one that it has not measured again."""
+    if earlier is None:
+        return new
+    if earlier["device"] != new["device"]:
+        raise SystemExit(f"aotops bench: these are of two devices: {earlier['device']} and {new['device']}")
+    rows = {_key(row): row for row in [*earlier["rows"], *new["rows"]]}
+    return earlier | new | {
+        "copies": earlier.get("copies", {}) | new.get("copies", {}),
+        "versions": earlier["versions"] | new["versions"],
+        "rows": list(rows.values()),
+    }  # fmt: skip
+
+
+def _key(row: Row) -> tuple[Any, ...]:
+    return row["op"], row["variant"], row["pass"], tuple(row["shape"]), row["dtype"], row["impl"]
+
+
+def save(result: Result, file: Path) -> None:
+    """A row a line, so that two results can be compared by eye and by diff."""
+    head = {key: value for key, value in result.items() if key != "rows"}
+    rows = ",\n".join(f"    {json.dumps(row)}" for row in result["rows"])
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f'{json.dumps(head, indent=2)[:-2]},\n  "rows": [\n{rows}\n  ]\n}}\n')
+
+
+# -------------------------------------------------------------------------------------------------------------- plots
+
+STYLE = {
+    "aotops": ("#d6336c", "o"),
+    "torch": ("#868e96", "s"),
+    "torch.compile": ("#4263eb", "D"),
+    "quack": ("#f08c00", "^"),
+    "liger": ("#2b8a3e", "v"),
+    "mindspore": ("#0c8599", "P"),
+    "numpy": ("#845ef7", "X"),
+}
+
+
+def draw(result: Result, folder: Path) -> None:
+    """``<op>.png``: GB/s over the length of a row, a panel for each variant, pass and dtype; or bars."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [row for row in result["rows"] if math.prod(row["shape"]) > math.prod(SMALL)]
+    for op in dict.fromkeys(row["op"] for row in rows):
+        _draw_op(op, [row for row in rows if row["op"] == op], result, folder / f"{op}.png")
+
+
+def _draw_op(op: str, rows: list[Row], result: Result, file: Path) -> None:
+    from matplotlib import pyplot as plt
+
+    kinds = list(dict.fromkeys((row["variant"], row["pass"]) for row in rows))
+    dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
+    impls = [impl for impl in IMPLS if any(row["impl"] == impl for row in rows)]
+    over_n = len({row["shape"][-1] for row in rows}) > 1
+    top = 1.12 * max([row["gbs"] for row in rows] + [row["gbs"] / row["of_copy"] for row in rows if row["of_copy"]])
+    height = 3.1 if over_n else 0.5 + 0.3 * len(impls)
+    figure, grid = plt.subplots(
+        len(kinds),
+        len(dtypes),
+        figsize=(5.4 * len(dtypes), height * len(kinds) + 0.9),
+        squeeze=False,
+        sharex=not over_n,
+        sharey=True,
+        layout="constrained",
+    )
+    for axes, (variant, pass_) in zip(grid, kinds, strict=True):
+        for ax, dtype in zip(axes, dtypes, strict=True):
+            panel = [r for r in rows if (r["variant"], r["pass"], r["dtype"]) == (variant, pass_, dtype)]
+            (_curves if over_n else _bars)(ax, panel, impls)
+            _furnish(ax, f"{' '.join(filter(None, (variant, pass_)))}, {dtype}", "y" if over_n else "x", top)
+        if over_n:
+            axes[0].set_ylabel("GB/s")
+    for ax in grid[-1]:
+        ax.set_xlabel("N, the length of a row" if over_n else "GB/s; in the bar: of the copy")
+    handles, labels = _legend(grid, impls)
+    figure.suptitle(f"{op} on {result['device']}", fontsize=13, fontweight="bold")
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    figure.savefig(file, dpi=150)
+    plt.close(figure)
+
+
+def _curves(ax: Any, panel: list[Row], impls: list[str]) -> None:
+    lengths = sorted({row["shape"][-1] for row in panel})
+    copies = {row["shape"][-1]: row["gbs"] / row["of_copy"] for row in panel}
+    ax.plot(lengths, [copies[n] for n in lengths], color="#212529", lw=1.2, ls=(0, (4, 3)), label="copy")
+    for impl in reversed(impls):  # aotops above the others
+        points = sorted((row["shape"][-1], row["gbs"]) for row in panel if row["impl"] == impl)
+        color, marker = STYLE[impl]
+        wide = 2.4 if impl == "aotops" else 1.5
+        ax.plot(*zip(*points, strict=True), color=color, marker=marker, ms=4.5, lw=wide, label=impl) if points else None
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths], rotation=45, fontsize=8)
+
+
+def _bars(ax: Any, panel: list[Row], impls: list[str]) -> None:
+    found = {row["impl"]: row for row in panel}
+    names = [impl for impl in reversed(impls) if impl in found]
+    values = [found[impl]["gbs"] for impl in names]
+    ax.barh(names, values, color=[STYLE[impl][0] for impl in names], height=0.7)
+    for i, impl in enumerate(names):
+        ax.text(0, i, f"  {found[impl]['of_copy']:.2f}", va="center", fontsize=9, color="white", fontweight="bold")
+    ax.axvline(panel[0]["gbs"] / panel[0]["of_copy"], color="#212529", lw=1.2, ls=(0, (4, 3)), label="copy")
+
+
+def _furnish(ax: Any, title: str, axis: str, top: float) -> None:
+    """``axis``: along which the GB/s are."""
+    ax.set_title(title, fontsize=10, loc="left")
+    ax.set(**{f"{axis}lim": (0, top)})
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.grid(axis=axis, color="#e9ecef", lw=0.8)
+    ax.set_axisbelow(True)
+
+
+def _legend(grid: Any, impls: list[str]) -> tuple[list[Any], list[str]]:
+    found: dict[str, Any] = {}
+    for ax in grid.flat:
+        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    labels = [label for label in (*impls, "copy") if label in found]
+    return [found[label] for label in labels], labels

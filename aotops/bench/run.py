@@ -1,0 +1,177 @@
+"""The command: measures case by case, then tells, writes and draws the results."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import datetime, timezone
+from typing import Any
+
+from .. import __version__
+from . import ahead, peers, report
+from .measure import Cpu, Cuda, Turn, medians
+from .peers import Impl, Unavailable
+from .tensors import FRAMEWORKS, Call, Framework
+from .work import Case, cases
+
+Row = dict[str, Any]
+Result = dict[str, Any]
+
+SAVE_SECONDS = 20
+
+
+def run(args: argparse.Namespace) -> None:
+    device = args.device or _default_device()
+    result = report.load(args.merge)
+    if args.impls != ["none"]:
+        for so_far in _measured(args, device, result):
+            result = so_far
+            if args.json:  # so that nothing is lost, whatever comes
+                report.save(result, args.json)
+    if result is None:
+        sys.exit("aotops bench: nothing was measured, and --merge names nothing")
+    report.show(result)
+    if args.json:
+        report.save(result, args.json)
+    if args.plots:
+        report.draw(result, args.plots)
+
+
+def _default_device() -> str:
+    try:
+        import torch
+    except ImportError:
+        return "cpu"
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _measured(args: argparse.Namespace, device: str, earlier: Result | None) -> Iterator[Result]:
+    """The result so far, after each of some seconds, and at the end."""
+    dtypes = args.dtypes or (["float32"] if args.quick and device == "cpu" else ["bfloat16", "float32"])
+    todo = list(cases(device, dtypes, args.ops, args.shapes, args.passes, args.quick))
+    impls = peers.available(device, args.impls)
+    ahead.compile_ahead(todo, impls, device, args.jobs)
+    machine = Cuda(args.quick) if device == "cuda" else Cpu(args.quick)
+    bench = Bench(machine, impls, device)
+    head = {
+        "device": machine.name,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join(args.argv),
+        "copy_gbs": round(machine.copy_gbs(machine.COPIED), 1),
+        "versions": {"aotops": __version__, "python": platform.python_version()} | peers.versions(),
+    }
+    rows: list[Row] = []
+
+    def so_far() -> Result:
+        copies = {str(2 * half): round(gbs, 1) for half, gbs in sorted(machine.copies.items())}
+        return report.merged(earlier, head | {"copies": copies, "rows": rows})
+
+    saved = time.perf_counter()
+    with report.progress(len(todo)) as advance:
+        for case in todo:
+            new = bench.rows(case)
+            rows += new
+            advance(str(case), new)
+            if time.perf_counter() - saved > SAVE_SECONDS:
+                yield so_far()
+                saved = time.perf_counter()
+    for skipped in bench.skipped:
+        print(f"left out: {skipped}")
+    yield so_far()
+
+
+def _waiting(framework: Framework, call: Call) -> Call:
+    if not framework.QUEUES_ON_CPU:
+        return call
+
+    def waiting() -> None:
+        call()
+        framework.synchronize()
+
+    return waiting
+
+
+class Bench:
+    def __init__(self, machine: Cuda | Cpu, impls: Sequence[Impl], device: str) -> None:
+        self.machine, self.impls = machine, impls
+        self.frameworks = {name: FRAMEWORKS[name](device) for name in {impl.framework for impl in impls}}
+        self.skipped: dict[str, None] = {}
+
+    def rows(self, case: Case) -> list[Row]:
+        """One row an implementation that has this."""
+        with self._recording(False):
+            contenders = self._contenders(case)
+            times = medians({name: turn for name, (_, turn) in contenders.items()}, self.machine.repeats, budget=10.0)
+            hosts = times if self.machine.HOST_IS_DEVICE else self._hosts(case, contenders, list(contenders))
+        with self._recording(True):
+            with_grad = self._hosts(case, contenders, self._recorders(case, contenders))
+        rows = [self._row(case, name, times[name], hosts[name], with_grad.get(name)) for name in contenders]
+        del contenders
+        self.machine.free()
+        return rows
+
+    def _contenders(self, case: Case) -> dict[str, tuple[Call, Turn]]:
+        """For each implementation a call, and its turn, which rotates over the inputs."""
+        n = self.machine.sets(case.work.bytes("forward", case.shape, case.dtype))
+        inputs: dict[str, list[list[Any]]] = {}
+        contenders = {}
+        for impl in self.impls:
+            if not impl.has(case):
+                continue
+            framework = self.frameworks[impl.framework]
+            with self._noting(impl, case):
+                if impl.framework not in inputs:
+                    inputs[impl.framework] = [framework.inputs(case) for _ in range(n)]
+                calls = [_waiting(framework, framework.call(impl, case, given)) for given in inputs[impl.framework]]
+                records = case.work.op not in impl.synchronizes
+                contenders[impl.name] = calls[0], self.machine.turn(calls, case.small, records)
+        return contenders
+
+    def _hosts(self, case: Case, contenders: Mapping[str, tuple[Call, Turn]], names: Sequence[str]) -> dict[str, float]:
+        turns = {name: self.machine.host_turn(contenders[name][0], case.small) for name in names}
+        return medians(turns, self.machine.host_repeats if case.small else 5)
+
+    def _recorders(self, case: Case, contenders: Mapping[str, tuple[Call, Turn]]) -> list[str]:
+        """Who is worth a look while gradients are recorded: a small forward that does not record them anyway."""
+        if not case.small or case.pass_ != "forward" or case.work.variant == "fused_dx":
+            return []
+        return [impl.name for impl in self.impls if impl.name in contenders and impl.framework == "torch"]
+
+    @contextmanager
+    def _recording(self, gradients: bool) -> Iterator[None]:
+        with ExitStack() as stack:
+            for framework in self.frameworks.values():
+                stack.enter_context(framework.recording(gradients))
+            yield
+
+    @contextmanager
+    def _noting(self, impl: Impl, case: Case) -> Iterator[None]:
+        """A contender that fails is left out, and the user told; the others go on."""
+        try:
+            yield
+        except Unavailable:
+            pass
+        except Exception as error:
+            lines = str(error).strip().splitlines() or [""]
+            self.skipped[f"{impl.name}, {case}: {type(error).__name__}: {lines[0][:160]}"] = None
+
+    def _row(self, case: Case, name: str, seconds: float, host: float, with_grad: float | None) -> Row:
+        gbs = case.bytes / seconds / 1e9
+        row = {
+            "op": case.work.op,
+            "variant": case.work.variant,
+            "pass": case.pass_,
+            "shape": list(case.shape),
+            "dtype": case.dtype,
+            "impl": name,
+            "us": round(seconds * 1e6, 3),
+            "gbs": round(gbs, 1),
+            "of_copy": round(gbs / self.machine.copy_gbs(case.bytes), 4),
+            "host_us": round(host * 1e6, 3),
+        }
+        return row if with_grad is None else row | {"host_us_grad": round(with_grad * 1e6, 3)}

@@ -1,0 +1,126 @@
+"""Inputs, and functions ready to be called with them, in each framework."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+from .peers import Impl, Unavailable
+from .work import Case, Shape
+
+Call = Callable[[], Any]
+
+
+class Framework:
+    QUEUES_ON_CPU = False
+    """Whether a call on a CPU may return before it is done."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+
+    def inputs(self, case: Case) -> list[Any]:
+        return [
+            self.classes(shape, case.shape[-1]) if letter == "t" else self.normal(shape, case.dtype)
+            for letter, shape in zip(case.work.reads, case.work.shapes(case.shape), strict=True)
+        ]
+
+    def normal(self, shape: Shape, dtype: str) -> Any:
+        raise NotImplementedError
+
+    def classes(self, shape: Shape, n: int) -> Any:
+        raise NotImplementedError
+
+    def call(self, impl: Impl, case: Case, inputs: list[Any]) -> Call:
+        """The case's pass on these inputs, with no more to do than is measured."""
+        inputs = impl.adapt(case, inputs)
+        function = impl.function(case)
+        return self.backward(function, inputs) if case.pass_ == "backward" else partial(function, *inputs)
+
+    def backward(self, function: Callable[..., Any], inputs: list[Any]) -> Call:
+        raise Unavailable("no gradients")
+
+    def recording(self, gradients: bool) -> AbstractContextManager[Any]:
+        """Within it, calls record what a backward needs, or do not."""
+        return nullcontext()
+
+    def synchronize(self) -> None:
+        """Waits for what was called."""
+
+
+class Torch(Framework):
+    def normal(self, shape: Shape, dtype: str) -> Any:
+        import torch
+
+        return torch.randn(shape, device=self.device, dtype=getattr(torch, dtype), requires_grad=True)
+
+    def classes(self, shape: Shape, n: int) -> Any:
+        import torch
+
+        return torch.randint(n, shape, device=self.device)
+
+    def backward(self, function: Callable[..., Any], inputs: list[Any]) -> Call:
+        """All gradients of one forward, as autograd computes them, again and again."""
+        import torch
+
+        with torch.enable_grad():
+            outputs = function(*inputs)
+        outputs = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+        wanted = [t for t in inputs if t.requires_grad]
+        gradients = [torch.ones_like(y) if y.dim() == 0 else torch.randn_like(y) for y in outputs]
+        return partial(torch.autograd.grad, outputs, wanted, gradients, retain_graph=True)
+
+    def recording(self, gradients: bool) -> AbstractContextManager[Any]:
+        import torch
+
+        return torch.set_grad_enabled(gradients)
+
+    def synchronize(self) -> None:
+        import torch
+
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+
+class NumPy(Framework):
+    def normal(self, shape: Shape, dtype: str) -> Any:
+        import numpy as np
+
+        array = np.random.default_rng(math.prod(shape)).standard_normal(shape, np.float32)
+        if dtype == "bfloat16":
+            import ml_dtypes
+
+            return array.astype(ml_dtypes.bfloat16)
+        return array.astype(dtype, copy=False)
+
+    def classes(self, shape: Shape, n: int) -> Any:
+        import numpy as np
+
+        return np.random.default_rng(n).integers(0, n, shape)
+
+
+class MindSpore(NumPy):
+    QUEUES_ON_CPU = True
+
+    def normal(self, shape: Shape, dtype: str) -> Any:
+        import mindspore as ms
+
+        return ms.Tensor(super().normal(shape, "float32")).astype(getattr(ms, dtype))
+
+    def classes(self, shape: Shape, n: int) -> Any:
+        import mindspore as ms
+
+        return ms.Tensor(super().classes(shape, n))
+
+    def synchronize(self) -> None:
+        # mindspore.runtime.synchronize knows no CPU
+        try:
+            from mindspore.graph.api import _pynative_executor
+        except ImportError:  # before 2.9
+            from mindspore.common.api import _pynative_executor
+        _pynative_executor.sync()
+
+
+FRAMEWORKS: dict[str, type[Framework]] = {"torch": Torch, "numpy": NumPy, "mindspore": MindSpore}

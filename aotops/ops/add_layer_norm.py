@@ -1,0 +1,65 @@
+"""Layer normalization of a sum, which is a result too: the residual connection and the norm after it, in one pass."""
+
+from __future__ import annotations
+
+from ..norm import axes, infer, infer_backward
+from ..op import operator
+
+
+def _infer(x, residual, weight, bias, normalized_shape, eps):
+    inputs = {"x": x, "residual": residual, "weight": weight, "bias": bias}
+    return infer("add_layer_norm", 2, inputs, normalized_shape)
+
+
+def _infer_backward(dy, dh, h, weight, stats, normalized_shape, eps):
+    op, gradients = "add_layer_norm_backward", {"dy": dy, "dh": dh}
+    dx, *rest = infer_backward(op, "h", 2, gradients, h, weight, {"stats": stats}, normalized_shape)
+    return dx, dx, *rest
+
+
+@operator(
+    inputs=("dy", "dh", "h", "weight", "stats"),
+    outputs=("dx", "dresidual", "dweight", "dbias"),
+    workspace=("workspace",),
+    infer=_infer_backward,
+    optional=("weight", "stats", "dx", "dresidual", "dweight", "dbias"),
+    attrs={"normalized_shape": "int[]", "eps": "float"},
+    like={"dx": "h"},
+    alias={"dresidual": "dx"},
+    batched=("dy", "dh", "h", "stats", "dx", "dresidual"),
+)
+def add_layer_norm_backward(dy, dh, h, weight, stats, normalized_shape, eps=1e-5):
+    return (dy, dh, h, weight, stats), (axes(normalized_shape), eps)
+
+
+@operator(
+    inputs=("x", "residual", "weight", "bias"),
+    outputs=("y", "h"),
+    residuals=("stats",),
+    infer=_infer,
+    optional=("weight", "bias"),
+    attrs={"normalized_shape": "int[]", "eps": "float"},
+    backward=add_layer_norm_backward,
+    like={"y": "x", "h": "x"},
+    batched=("x", "residual", "y", "h", "stats"),
+    autocast="float32",
+)
+def add_layer_norm(x, residual, normalized_shape, weight=None, bias=None, eps=1e-5):
+    """``h = x + residual`` and ``layer_norm(h, normalized_shape, weight, bias, eps)``.
+
+    Args:
+        x, residual: (..., *normalized_shape); float16, bfloat16, float32 or float64, both the same.
+        normalized_shape: the trailing axes to normalize over; an int stands for one axis.
+        weight, bias: normalized_shape, of x's dtype; either may be None.
+        eps: added to the variance.
+
+    Returns:
+        The norm and h, in this order, each like x. What is normalized is h as it is returned, rounded to its dtype.
+
+    Raises:
+        TypeError: a dtype that is not floating, or a residual, weight or bias of another dtype than x's.
+        ValueError: shapes that do not fit; tensors on different devices.
+
+    Source: Ba, Kiros and Hinton, arXiv:1607.06450.
+    """
+    return (x, residual, weight, bias), (axes(normalized_shape), eps)

@@ -1,0 +1,65 @@
+"""Root mean square normalization of a sum, which is a result too: the residual connection and the norm after it, in one
+pass."""
+
+from __future__ import annotations
+
+from ..norm import axes, infer, infer_backward
+from ..op import operator
+
+
+def _infer(x, residual, weight, normalized_shape, eps):
+    return infer("add_rms_norm", 1, {"x": x, "residual": residual, "weight": weight}, normalized_shape)
+
+
+def _infer_backward(dy, dh, h, weight, rstd, normalized_shape, eps):
+    op, gradients = "add_rms_norm_backward", {"dy": dy, "dh": dh}
+    dx, *rest = infer_backward(op, "h", 1, gradients, h, weight, {"rstd": rstd}, normalized_shape)
+    return dx, dx, *rest
+
+
+@operator(
+    inputs=("dy", "dh", "h", "weight", "rstd"),
+    outputs=("dx", "dresidual", "dweight"),
+    workspace=("workspace",),
+    infer=_infer_backward,
+    optional=("weight", "rstd", "dx", "dresidual", "dweight"),
+    attrs={"normalized_shape": "int[]", "eps": "float?"},
+    like={"dx": "h"},
+    alias={"dresidual": "dx"},
+    batched=("dy", "dh", "h", "rstd", "dx", "dresidual"),
+)
+def add_rms_norm_backward(dy, dh, h, weight, rstd, normalized_shape, eps=None):
+    return (dy, dh, h, weight, rstd), (axes(normalized_shape), eps)
+
+
+@operator(
+    inputs=("x", "residual", "weight"),
+    outputs=("y", "h"),
+    residuals=("rstd",),
+    infer=_infer,
+    optional=("weight",),
+    attrs={"normalized_shape": "int[]", "eps": "float?"},
+    backward=add_rms_norm_backward,
+    like={"y": "x", "h": "x"},
+    batched=("x", "residual", "y", "h", "rstd"),
+    autocast="float32",
+)
+def add_rms_norm(x, residual, normalized_shape, weight=None, eps=None):
+    """``h = x + residual`` and ``rms_norm(h, normalized_shape, weight, eps)``.
+
+    Args:
+        x, residual: (..., *normalized_shape); float16, bfloat16, float32 or float64, both the same.
+        normalized_shape: the trailing axes to normalize over; an int stands for one axis.
+        weight: normalized_shape, of x's dtype, or None.
+        eps: added to the mean; None for the machine epsilon of float32, of float64 where x is.
+
+    Returns:
+        The norm and h, in this order, each like x. What is normalized is h as it is returned, rounded to its dtype.
+
+    Raises:
+        TypeError: a dtype that is not floating, or a residual or weight of another dtype than x's.
+        ValueError: shapes that do not fit; tensors on different devices.
+
+    Source: Zhang and Sennrich, arXiv:1910.07467.
+    """
+    return (x, residual, weight), (axes(normalized_shape), eps)

@@ -1,0 +1,62 @@
+"""Root mean square normalization over the trailing axes."""
+
+from __future__ import annotations
+
+from ..norm import axes, infer, infer_backward
+from ..op import operator
+
+
+def _infer(x, weight, normalized_shape, eps):
+    return infer("rms_norm", 1, {"x": x, "weight": weight}, normalized_shape)
+
+
+def _infer_backward(dy, x, weight, rstd, normalized_shape, eps):
+    return infer_backward("rms_norm_backward", "x", 1, {"dy": dy}, x, weight, {"rstd": rstd}, normalized_shape)
+
+
+@operator(
+    inputs=("dy", "x", "weight", "rstd"),
+    outputs=("dx", "dweight"),
+    workspace=("workspace",),
+    infer=_infer_backward,
+    optional=("weight", "rstd", "dx", "dweight"),
+    attrs={"normalized_shape": "int[]", "eps": "float?"},
+    like={"dx": "x"},
+    batched=("dy", "x", "rstd", "dx"),
+)
+def rms_norm_backward(dy, x, weight, rstd, normalized_shape, eps=None):
+    return (dy, x, weight, rstd), (axes(normalized_shape), eps)
+
+
+@operator(
+    inputs=("x", "weight"),
+    outputs=("y",),
+    residuals=("rstd",),
+    infer=_infer,
+    optional=("weight",),
+    attrs={"normalized_shape": "int[]", "eps": "float?"},
+    backward=rms_norm_backward,
+    like={"y": "x"},
+    batched=("x", "y", "rstd"),
+    autocast="float32",
+)
+def rms_norm(x, normalized_shape, weight=None, eps=None):
+    """Root mean square normalization, as ``torch.nn.functional.rms_norm``: ``x / sqrt(mean(x**2) + eps) * weight``,
+    the mean taken over the trailing axes.
+
+    Args:
+        x: (..., *normalized_shape); float16, bfloat16, float32 or float64.
+        normalized_shape: the trailing axes to normalize over; an int stands for one axis.
+        weight: normalized_shape, of x's dtype, or None.
+        eps: added to the mean; None for the machine epsilon of float32, of float64 where x is.
+
+    Returns:
+        A tensor like x. The mean is taken in float32 (float64 for float64).
+
+    Raises:
+        TypeError: a dtype that is not floating, or a weight of another dtype than x's.
+        ValueError: shapes that do not fit; tensors on different devices.
+
+    Source: Zhang and Sennrich, arXiv:1910.07467.
+    """
+    return (x, weight), (axes(normalized_shape), eps)
