@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 FLOATING = ("float16", "bfloat16", "float32", "float64")
+INTEGERS = ("int32", "int64")
 
 
 class TensorSpec(NamedTuple):
@@ -40,6 +41,11 @@ def check_floating(op: str, slot: str, spec: TensorSpec) -> None:
         raise TypeError(f"{op}: {slot} has dtype {spec.dtype}, expected float16, bfloat16, float32 or float64")
 
 
+def check_integer(op: str, slot: str, spec: TensorSpec) -> None:
+    if spec.dtype not in INTEGERS:
+        raise TypeError(f"{op}: {slot} has dtype {spec.dtype}, expected int32 or int64")
+
+
 def check_dtype(op: str, slot: str, spec: TensorSpec, expected: str) -> None:
     if spec.dtype != expected:
         raise TypeError(f"{op}: {slot} has dtype {spec.dtype}, expected {expected}")
@@ -48,6 +54,10 @@ def check_dtype(op: str, slot: str, spec: TensorSpec, expected: str) -> None:
 def check_like(op: str, slot: str, spec: TensorSpec, model_slot: str, model: TensorSpec) -> None:
     check_floating(op, slot, spec)
     check_dtype(op, slot, spec, model.dtype)
+    check_shape(op, slot, spec, model_slot, model)
+
+
+def check_shape(op: str, slot: str, spec: TensorSpec, model_slot: str, model: TensorSpec) -> None:
     if tuple(spec.shape) != tuple(model.shape):
         raise ValueError(
             f"{op}: {slot} has shape {shape_text(spec.shape)}, expected {shape_text(model.shape)}, "

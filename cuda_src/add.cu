@@ -9,7 +9,7 @@ inline namespace AOT_ISA {
 
 template <typename T>
 __global__ void __launch_bounds__(kMapBlock) add_kernel(const T *a, const T *b, T *y, int64_t n) {
-  map<T, 1, 2>([](auto a, auto b) { return a + b; }, n, y, {a, b});
+  map<T, 1>([](auto a, auto b) { return a + b; }, n, {y}, {a, b});
 }
 
 // ------------------------------------------------------------------------------------------------------- launchers

@@ -87,6 +87,7 @@ inline const char *dtype_name(DType d) {
   return names[static_cast<int>(d)];
 }
 
+inline bool is_integer(DType d) { return d == DType::int32 || d == DType::int64; }
 inline bool is_floating(DType d) { return d >= DType::float16 && d <= DType::float64; }
 
 // What the statistics and sums of a tensor of this dtype are kept in.
@@ -103,7 +104,9 @@ enum SlotKind {
 struct Slot {
   const char *name;
   SlotKind kind = required;
+  const char *dtypes = "float16, bfloat16, float32 or float64";  // that it takes, for whom it is given another
 };
+constexpr const char *kIntegers = "int32 or int64";
 
 struct Spec {
   DType dtype = DType::absent;
@@ -173,18 +176,27 @@ inline Status check_floating(const char *op, const char *slot, const Spec &s) {
               dtype_name(s.dtype));
 }
 
+inline Status check_integer(const char *op, const char *slot, const Spec &s) {
+  if (s.dtype == DType::unknown || is_integer(s.dtype)) return kOk;
+  return fail(kUnsupportedDtype, "%s: %s has dtype %s, expected int32 or int64", op, slot, dtype_name(s.dtype));
+}
+
 inline Status check_dtype(const char *op, const char *slot, const Spec &s, DType expected) {
   if (same_dtype(s.dtype, expected)) return kOk;
   return fail(kUnsupportedDtype, "%s: %s has dtype %s, expected %s", op, slot, dtype_name(s.dtype),
               dtype_name(expected));
 }
 
-inline Status check_like(const char *op, const char *slot, const Spec &s, const char *model_slot, const Spec &model) {
-  if (Status status = check_floating(op, slot, s)) return status;
-  if (Status status = check_dtype(op, slot, s, model.dtype)) return status;
+inline Status check_shape(const char *op, const char *slot, const Spec &s, const char *model_slot, const Spec &model) {
   if (same_shape(s, model)) return kOk;
   return fail(kInvalidArgument, "%s: %s has shape %s, expected %s, the shape of %s", op, slot, ShapeText(s).text,
               ShapeText(model).text, model_slot);
+}
+
+inline Status check_like(const char *op, const char *slot, const Spec &s, const char *model_slot, const Spec &model) {
+  if (Status status = check_floating(op, slot, s)) return status;
+  if (Status status = check_dtype(op, slot, s, model.dtype)) return status;
+  return check_shape(op, slot, s, model_slot, model);
 }
 
 #define AOT_TRY(expression)                                   \
@@ -267,15 +279,14 @@ int init(void *extra) noexcept {
 
 // ---------------------------------------------------------------------------------------------------------- entries
 
-inline Status read_tensor(const char *op, const char *slot, void *data, int ndim, const int64_t *shape,
+inline Status read_tensor(const char *op, const Slot &slot, void *data, int ndim, const int64_t *shape,
                           const char *dtype, Tensor *t) {
   if (ndim > kMaxNdim)
-    return fail(kInvalidArgument, "%s: %s has %d dimensions, expected at most %d", op, slot, ndim, kMaxNdim);
+    return fail(kInvalidArgument, "%s: %s has %d dimensions, expected at most %d", op, slot.name, ndim, kMaxNdim);
   t->data = data, t->ndim = ndim, t->dtype = parse_dtype(dtype);
   for (int i = 0; i < ndim; ++i) t->shape[i] = shape[i];
   if (t->dtype == DType::other)
-    return fail(kUnsupportedDtype, "%s: %s has dtype %s, expected float16, bfloat16, float32 or float64", op, slot,
-                dtype);
+    return fail(kUnsupportedDtype, "%s: %s has dtype %s, expected %s", op, slot.name, dtype, slot.dtypes);
   return kOk;
 }
 
@@ -293,12 +304,12 @@ int run(const Bound<Op> &bound, Launcher<Op> launch, int nparam, void **params, 
     if (bound.inputs >> i & 1) {
       if (n >= nparam)
         return fail(kConventionMisused, "%s: %d tensors given, %s is missing", Op::name, nparam, Op::inputs[i].name);
-      AOT_TRY(read_tensor(Op::name, Op::inputs[i].name, params[n], ndims[n], shapes[n], dtypes[n], &in[i]));
+      AOT_TRY(read_tensor(Op::name, Op::inputs[i], params[n], ndims[n], shapes[n], dtypes[n], &in[i]));
       ++n;
     }
   for (int i = 0; i < n_out && n < nparam; ++i)
     if (bound.outputs >> i & 1) {
-      AOT_TRY(read_tensor(Op::name, Op::outputs[i].name, params[n], ndims[n], shapes[n], dtypes[n], &out[i]));
+      AOT_TRY(read_tensor(Op::name, Op::outputs[i], params[n], ndims[n], shapes[n], dtypes[n], &out[i]));
       ++n;
     }
   if (n != nparam) return fail(kConventionMisused, "%s: %d tensors given, expected %d", Op::name, nparam, n);

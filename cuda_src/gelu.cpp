@@ -21,22 +21,19 @@ struct ExactGelu {
   }
 };
 
-// approximate = "tanh": (1 + tanh(u)) / 2 = s = 1 / (1 + exp(-2u)), and s' = 2 u' s (1 - s); in terms of e =
-// exp(-2|u|), which does not overflow, and of the smaller of s and 1 - s, e / (1 + e).
+// approximate = "tanh": (1 + tanh(u)) / 2 = s(2u), the logistic function, and its slope is 2 u' s (1 - s).
 template <typename T>
 struct TanhGelu {
   using A = Accumulate<T>;
   static constexpr A c = A(0.044715), two_k = A(1.5957691216057308);  // 2 sqrt(2 / pi)
-  static constexpr A log2_e = A(1.4426950408889634);
-  Vec<T> smaller, s;
+  static constexpr A log2_e = A(kLog2E);
+  Logistic<T> s;
 
-  explicit TanhGelu(Vec<T> x) {
-    Vec<T> e = exp2_nonpositive<T>(-abs<T>(x * (two_k * log2_e + two_k * log2_e * c * (x * x))));
-    smaller = e / (1 + e);
-    s = x < 0 ? smaller : 1 - smaller;
+  explicit TanhGelu(Vec<T> x) : s(x * (two_k * log2_e + two_k * log2_e * c * (x * x))) {}
+  Vec<T> value(Vec<T> x) const { return x * s.value; }
+  Vec<T> slope(Vec<T> x) const {
+    return s.value + x * (s.smaller - s.smaller * s.smaller) * (two_k + 3 * two_k * c * (x * x));
   }
-  Vec<T> value(Vec<T> x) const { return x * s; }
-  Vec<T> slope(Vec<T> x) const { return s + x * (smaller - smaller * smaller) * (two_k + 3 * two_k * c * (x * x)); }
 };
 
 // --------------------------------------------------------------------------------------------------------- loops

@@ -7,12 +7,12 @@ import numpy as np
 from aotops import call
 from aotops.arrays import ArrayFrontend
 from aotops.op import Attr, Op
-from aotops.spec import FLOATING, TensorSpec
+from aotops.spec import FLOATING, INTEGERS, TensorSpec
 
 
 class _NumPy(ArrayFrontend):
     def __init__(self) -> None:
-        self.dtypes = {name: np.dtype(name) for name in FLOATING if name != "bfloat16"}
+        self.dtypes = {name: np.dtype(name) for name in (*FLOATING, *INTEGERS) if name != "bfloat16"}
         self.reads_tensors = call.read_numpy(np, list(self.dtypes.values()))
 
     def prepare(self, op: Op, slot: str, value) -> np.ndarray:

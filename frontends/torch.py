@@ -130,16 +130,17 @@ class _Eager:
         self.apply = super(torch.autograd.Function, function).apply
 
     def _run(self, *inputs: Tensor | None):
-        outputs = self._allocate(self.op.outputs, inputs)
-        self.launch(*inputs, *outputs, *self.no_residuals)
-        return _visible(self.op, outputs)
+        op = self.op
+        outputs, workspace = self._allocate(inputs, op.outputs, op.workspace)
+        self.launch(*inputs, *outputs, *self.no_residuals, *workspace)
+        return _visible(op, outputs)
 
     def _forward(self, ctx, *inputs: Tensor | None):
         op, x = self.op, inputs[0]
         keep = x.is_cuda and x.numel() > KEEP_RESIDUALS_FROM
-        outputs = self._allocate(op.outputs, inputs)
-        residuals = self._allocate(op.residuals, inputs) if keep else self.no_residuals
-        named = dict(zip(op.slots, (*inputs, *outputs, *residuals), strict=False))
+        groups = op.outputs, op.residuals if keep else (), op.workspace
+        outputs, residuals, workspace = self._allocate(inputs, *groups)
+        named = dict(zip(op.slots, (*inputs, *outputs, *(residuals or self.no_residuals), *workspace), strict=True))
         self.launch(*named.values())
         ctx.save_for_backward(*(named[slot] for slot in op.saved))
         return _visible(op, outputs)
@@ -147,9 +148,9 @@ class _Eager:
     def _backward(self, ctx, *grads: Tensor):
         return _run_backward(self.op, ctx.saved_tensors, grads, self.attrs, ctx.needs_input_grad)
 
-    def _allocate(self, names: Sequence[str], inputs: Tensors) -> list[Tensor]:
-        specs = self.op.specs([_spec(t) for t in inputs], self.attrs) if names else {}
-        return [_empty(specs[name], inputs[0].device) for name in names]
+    def _allocate(self, inputs: Tensors, *groups: Sequence[str]) -> list[list[Tensor]]:
+        specs = self.op.specs([_spec(t) for t in inputs], self.attrs)
+        return [[_empty(specs[name], inputs[0].device) for name in names] for names in groups]
 
 
 @functools.cache

@@ -1,5 +1,6 @@
-// exp2 and the normal distribution on vectors, for results of type T: within a few units in the last place, also in the
-// far tails, where 1 + erf(x) and 1 + tanh(x) would have cancelled. Written without branches; NaN stays NaN.
+// exp2, the logistic function and the normal distribution on vectors, for results of type T: within a few units in the
+// last place, also in the far tails, where 1 + erf(x) and 1 + tanh(x) would have cancelled. Written without branches;
+// NaN stays NaN.
 #pragma once
 #include "vector.h"
 
@@ -15,6 +16,8 @@ inline namespace AOT_ISA {
 // kLowest: below, 2^z is taken for 0; above, it is a normal number.
 template <typename T>
 struct Constants;
+
+constexpr double kLog2E = 1.4426950408889634;
 
 template <>
 struct Constants<float> {
@@ -96,6 +99,20 @@ Vec<T> exp2_nonpositive(Vec<T> z) {
   Vec<T> y = polynomial(f, C::kExp2) * scale;
   return z < C::kLowest ? Vec<T>{} : y;
 }
+
+// The logistic function, 1 / (1 + exp(-x)), by way of the smaller of it and what it lacks of 1, whose exponential does
+// not overflow.
+template <typename T>
+struct Logistic {
+  Vec<T> smaller, value;
+
+  // log2_e_x: x / log(2)
+  explicit Logistic(Vec<T> log2_e_x) {
+    Vec<T> e = exp2_nonpositive<T>(-abs<T>(log2_e_x));
+    smaller = e / (1 + e);
+    value = log2_e_x < 0 ? smaller : 1 - smaller;
+  }
+};
 
 // The normal distribution: its density, times sqrt(2 pi), and its distribution function.
 template <typename T>

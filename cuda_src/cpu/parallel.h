@@ -27,8 +27,8 @@ void parallel_pieces(int64_t n, int64_t piece, F f) {
 
 // Not inlined, so that each loop has the registers to itself.
 template <bool stream, typename T, class F>
-[[gnu::noinline]] void map_piece(T *y, int64_t begin, int64_t end, F f) {
-  auto step = [=](int64_t i, auto part) { store(y + begin + i, f(begin + i, part), part); };
+[[gnu::noinline]] void each_piece(const T *y, int64_t begin, int64_t end, F f) {
+  auto step = [=](int64_t i, auto part) { f(begin + i, part); };
   if constexpr (stream) {
     sweep_stream(y + begin, end - begin, step);
     end_stream();
@@ -37,13 +37,19 @@ template <bool stream, typename T, class F>
   }
 }
 
+// f(i, part) for every vector of n elements: what f stores may be streamed where it lies as y does.
+template <typename T, class F>
+void each(const T *y, int64_t n, bool stream, F f) {
+  stream = stream && streams(n * sizeof(T));
+  parallel_pieces(n, kGrain, [=](int64_t begin, int64_t end) {
+    stream ? each_piece<true>(y, begin, end, f) : each_piece<false>(y, begin, end, f);
+  });
+}
+
 // y[i] = f(i, part), elementwise; f gives a Vec<T>.
 template <typename T, class F>
 void map(T *y, int64_t n, F f) {
-  const bool stream = streams(n * sizeof(T));
-  parallel_pieces(n, kGrain, [=](int64_t begin, int64_t end) {
-    stream ? map_piece<true>(y, begin, end, f) : map_piece<false>(y, begin, end, f);
-  });
+  each(y, n, true, [=](int64_t i, auto part) { store(y + i, f(i, part), part); });
 }
 
 }  // namespace AOT_ISA

@@ -14,46 +14,62 @@ unsigned map_grid(int64_t n) {
   return grid_size(ceil_div(n, int64_t{kMapBlock} * kVectors * kVectorSize<T>));
 }
 
-// Elements before the first that lies on sixteen bytes.
-__device__ inline int64_t misaligned_elements(const void *p, size_t size) {
-  return (16 - reinterpret_cast<uintptr_t>(p) % 16) % 16 / size;
+// What f gives where there are several outputs.
+template <typename A, int kOutputs>
+struct Elements {
+  A value[kOutputs];
+};
+
+template <int kOutputs, class F, typename A, int kInputs>
+__device__ inline Elements<A, kOutputs> apply(F f, const A (&a)[kInputs]) {
+  static_assert(kInputs <= 3, "one line more for each");
+  auto result = [&] {
+    if constexpr (kInputs == 1) return f(a[0]);
+    else if constexpr (kInputs == 2) return f(a[0], a[1]);
+    else return f(a[0], a[1], a[2]);
+  }();
+  if constexpr (kOutputs == 1) return {{result}};
+  else return result;
 }
 
-template <class F, typename A, int kInputs>
-__device__ inline auto apply(F f, const A (&a)[kInputs]) {
-  static_assert(kInputs <= 2, "one line more for each");
-  if constexpr (kInputs == 1) return f(a[0]);
-  else return f(a[0], a[1]);
-}
+template <typename T, int kOutputs>
+struct Vectors {
+  Vector<T> value[kOutputs];
+};
 
-template <class F, typename T, int kInputs>
-__device__ inline Vector<T> map_vector(F f, const Vector<T> (&v)[kInputs]) {
-  Widened<T> x[kInputs], y;
+template <int kOutputs, class F, typename T, int kInputs>
+__device__ inline Vectors<T, kOutputs> map_vector(F f, const Vector<T> (&v)[kInputs]) {
+  Widened<T> x[kInputs], y[kOutputs];
   for (int j = 0; j < kInputs; ++j) x[j] = widen(v[j]);
 #pragma unroll
   for (int i = 0; i < kVectorSize<T>; ++i) {
     Accumulate<T> a[kInputs];
     for (int j = 0; j < kInputs; ++j) a[j] = x[j][i];
-    y[i] = apply(f, a);
+    auto result = apply<kOutputs>(f, a);
+    for (int j = 0; j < kOutputs; ++j) y[j][i] = result.value[j];
   }
-  return narrow(y);
+  Vectors<T, kOutputs> narrowed;
+  for (int j = 0; j < kOutputs; ++j) narrowed.value[j] = narrow(y[j]);
+  return narrowed;
 }
 
-// y[i] = f(x[0][i], ...) for i < n: by vectors where the tensors lie alike with respect to sixteen bytes, which leaves
-// less than a vector at each end, and by elements where they do not.
-template <typename T, int kVectors, int kInputs, class F>
-__device__ inline void map(F f, int64_t n, T *y, const T *const (&x)[kInputs]) {
+// y[0][i], ... = f(x[0][i], ...) for i < n: by vectors where the tensors lie alike with respect to sixteen bytes, which
+// leaves less than a vector at each end, and by elements where they do not. f gives a number, or Elements of several.
+template <typename T, int kVectors, class F, int kOutputs, int kInputs>
+__device__ inline void map(F f, int64_t n, T *const (&y)[kOutputs], const T *const (&x)[kInputs]) {
   constexpr int kSize = kVectorSize<T>;
-  int64_t head = misaligned_elements(y, sizeof(T));
+  int64_t head = misaligned_elements(y[0], sizeof(T));
   bool alike = true;
   for (const T *p : x) alike = alike && misaligned_elements(p, sizeof(T)) == head;
+  for (const T *p : y) alike = alike && misaligned_elements(p, sizeof(T)) == head;
   if (!alike || head > n) head = n;
   int64_t vectors = (n - head) / kSize;
 
   auto map_element = [&](int64_t i) {
     Accumulate<T> a[kInputs];
     for (int j = 0; j < kInputs; ++j) a[j] = widen(x[j][i]);
-    y[i] = narrow<T>(apply(f, a));
+    auto result = apply<kOutputs>(f, a);
+    for (int j = 0; j < kOutputs; ++j) y[j][i] = narrow<T>(result.value[j]);
   };
   int64_t thread = int64_t{blockIdx.x} * kMapBlock + threadIdx.x, threads = int64_t{gridDim.x} * kMapBlock;
 #pragma unroll 1
@@ -69,8 +85,11 @@ __device__ inline void map(F f, int64_t n, T *y, const T *const (&x)[kInputs]) {
     for (int j = 0; j < kInputs; ++j)
       if (k * kMapBlock < left) v[k][j] = load_once(x[j] + at + k * kMapBlock * kSize);
 #pragma unroll
-  for (int k = 0; k < kVectors; ++k)
-    if (k * kMapBlock < left) store(y + at + k * kMapBlock * kSize, map_vector(f, v[k]));
+  for (int k = 0; k < kVectors; ++k) {
+    if (k * kMapBlock >= left) continue;
+    auto result = map_vector<kOutputs>(f, v[k]);
+    for (int j = 0; j < kOutputs; ++j) store(y[j] + at + k * kMapBlock * kSize, result.value[j]);
+  }
 }
 
 }  // namespace AOT_ISA

@@ -163,6 +163,11 @@ __device__ inline void store(T *p, const Vector<T> &v) {
                : "memory");
 }
 
+// Elements before the first that lies on sixteen bytes.
+__device__ inline int64_t misaligned_elements(const void *p, size_t size) {
+  return (16 - reinterpret_cast<uintptr_t>(p) % 16) % 16 / size;
+}
+
 // Whether every pointer given (null is for what is absent) can be read and written by vectors.
 template <typename... Pointers>
 inline bool aligned(const Pointers *...pointers) {

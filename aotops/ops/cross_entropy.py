@@ -1,0 +1,98 @@
+"""Cross entropy of rows of numbers with class indices."""
+
+from __future__ import annotations
+
+from ..op import operator
+from ..spec import (
+    TensorSpec,
+    accumulate_dtype,
+    check_floating,
+    check_integer,
+    check_like,
+    check_shape,
+    shape_text,
+    size,
+)
+
+PARTS = 64  # cuda_src/cross_entropy.h: kParts
+
+
+def _check(op, x, target, reduction, label_smoothing):
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"{op}: reduction is {reduction!r}, expected 'none', 'mean' or 'sum'")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"{op}: label_smoothing is {label_smoothing!r}, expected 0 to 1")
+    check_floating(op, "x", x)
+    check_integer(op, "target", target)
+    if len(x.shape) not in (1, 2):
+        raise ValueError(f"{op}: x has shape {shape_text(x.shape)}, expected (N, C) or (C,)")
+    check_shape(op, "target", target, "x without its last axis", TensorSpec(x.shape[:-1], target.dtype))
+
+
+def _loss(x, reduction):
+    return TensorSpec(x.shape[:-1] if reduction == "none" else (), x.dtype)
+
+
+def _infer(x, target, ignore_index, reduction, label_smoothing):
+    _check("cross_entropy", x, target, reduction, label_smoothing)
+    work = 1 if reduction == "none" else 2 * PARTS + size(x.shape[:-1])
+    return _loss(x, reduction), x, TensorSpec((work,), accumulate_dtype(x.dtype))
+
+
+def _infer_backward(dy, x, target, slope, ignore_index, reduction, label_smoothing):
+    op = "cross_entropy_backward"
+    _check(op, x, target, reduction, label_smoothing)
+    check_like(op, "dy", dy, "the loss", _loss(x, reduction))
+    if slope is not None:
+        check_like(op, "slope", slope, "x", x)
+    return x, TensorSpec((2 * PARTS,), accumulate_dtype(x.dtype))
+
+
+_ATTRS = {"ignore_index": "int", "reduction": "str", "label_smoothing": "float"}
+
+
+@operator(
+    inputs=("dy", "x", "target", "slope"),
+    outputs=("dx",),
+    workspace=("workspace",),
+    infer=_infer_backward,
+    optional=("slope",),
+    attrs=_ATTRS,
+    like={"dx": "x"},
+)
+def cross_entropy_backward(dy, x, target, slope, ignore_index=-100, reduction="mean", label_smoothing=0.0):
+    return (dy, x, target, slope), (ignore_index, reduction, label_smoothing)
+
+
+@operator(
+    inputs=("x", "target"),
+    outputs=("y",),
+    residuals=("slope",),
+    workspace=("workspace",),
+    infer=_infer,
+    attrs=_ATTRS,
+    backward=cross_entropy_backward,
+    like={"slope": "x"},
+    autocast="float32",
+)
+def cross_entropy(x, target, ignore_index=-100, reduction="mean", label_smoothing=0.0):
+    """Cross entropy with class indices, as ``torch.nn.functional.cross_entropy``:
+    ``-log(softmax(x)[target])`` of each row.
+
+    Args:
+        x: (N, C) or (C,); float16, bfloat16, float32 or float64: a number for each class, before softmax.
+        target: (N,) or (); int32 or int64: the class of each row, from 0 to C - 1, or ignore_index.
+        ignore_index: rows of this class have a loss and a gradient of 0, and do not count for the mean.
+        reduction: "none", the losses of the rows; "sum"; or "mean", the sum over the number of rows not ignored.
+        label_smoothing: from 0 to 1: how much of the probability of the class is spread over all classes.
+
+    Returns:
+        The loss, of x's dtype: (), or target's shape where reduction is "none". Sums are taken in float32 (float64 for
+        float64).
+
+    Raises:
+        TypeError: an x that is not floating, a target that is not int32 or int64.
+        ValueError: shapes that do not fit; another reduction; a label_smoothing that is not from 0 to 1; tensors on
+            different devices; on the CPU, a class that there is not. On a GPU such a row's loss and gradient are NaN.
+    """
+    return (x, target), (ignore_index, reduction, label_smoothing)

@@ -1,0 +1,71 @@
+"""Softmax over one axis."""
+
+from __future__ import annotations
+
+from ..op import operator
+from ..spec import check_floating, check_like, shape_text
+
+
+def _check(op, slot, x, dim):
+    check_floating(op, slot, x)
+    ndim = max(len(x.shape), 1)
+    if not -ndim <= dim < ndim:
+        raise ValueError(f"{op}: dim is {dim}, expected an axis of {slot}, which has shape {shape_text(x.shape)}")
+
+
+def _infer(x, dim):
+    _check("softmax", "x", x, dim)
+    return (x,)
+
+
+def _infer_backward(dy, y, dim):
+    _check("softmax_backward", "y", y, dim)
+    check_like("softmax_backward", "dy", dy, "y", y)
+    return (y,)
+
+
+def _from_the_end(dim, x):
+    """The same axis, counted so that leading axes that vmap adds do not shift it."""
+    if not isinstance(dim, int) or not hasattr(x, "ndim"):
+        return dim
+    ndim = max(x.ndim, 1)
+    return dim - ndim if 0 <= dim < ndim else dim
+
+
+@operator(
+    inputs=("dy", "y"),
+    outputs=("dx",),
+    infer=_infer_backward,
+    attrs={"dim": "int"},
+    like={"dx": "y"},
+    batched=("dy", "y", "dx"),
+)
+def softmax_backward(dy, y, dim=-1):
+    return (dy, y), (_from_the_end(dim, y),)
+
+
+@operator(
+    inputs=("x",),
+    outputs=("y",),
+    infer=_infer,
+    attrs={"dim": "int"},
+    backward=softmax_backward,
+    like={"y": "x"},
+    batched=("x", "y"),
+    autocast="float32",
+)
+def softmax(x, dim=-1):
+    """Softmax, as ``torch.nn.functional.softmax``: ``exp(x) / sum(exp(x))`` along an axis.
+
+    Args:
+        x: float16, bfloat16, float32 or float64; any shape.
+        dim: the axis.
+
+    Returns:
+        A tensor like x. Sums are taken in float32 (float64 for float64).
+
+    Raises:
+        TypeError: a dtype that is not floating.
+        ValueError: dim is no axis of x.
+    """
+    return (x,), (_from_the_end(dim, x),)

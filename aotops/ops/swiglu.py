@@ -1,0 +1,56 @@
+"""SwiGLU: a gated linear unit whose gate is SiLU."""
+
+from __future__ import annotations
+
+from ..op import operator
+from ..spec import check_floating, check_like
+
+
+def _infer(gate, up):
+    check_floating("swiglu", "gate", gate)
+    check_like("swiglu", "up", up, "gate", gate)
+    return (gate,)
+
+
+def _infer_backward(dy, gate, up):
+    check_floating("swiglu_backward", "gate", gate)
+    check_like("swiglu_backward", "up", up, "gate", gate)
+    check_like("swiglu_backward", "dy", dy, "gate", gate)
+    return gate, gate
+
+
+@operator(
+    inputs=("dy", "gate", "up"),
+    outputs=("dgate", "dup"),
+    infer=_infer_backward,
+    like={"dgate": "gate", "dup": "gate"},
+    batched=("dy", "gate", "up", "dgate", "dup"),
+)
+def swiglu_backward(dy, gate, up):
+    return (dy, gate, up), ()
+
+
+@operator(
+    inputs=("gate", "up"),
+    outputs=("y",),
+    infer=_infer,
+    backward=swiglu_backward,
+    like={"y": "gate"},
+    batched=("gate", "up", "y"),
+)
+def swiglu(gate, up):
+    """The SwiGLU of a feed-forward network, ``silu(gate) * up`` with ``silu(g) = g / (1 + exp(-g))``.
+
+    Args:
+        gate, up: float16, bfloat16, float32 or float64, both the same; any shape, both the same.
+
+    Returns:
+        A tensor like gate.
+
+    Raises:
+        TypeError: a dtype that is not floating, or two dtypes.
+        ValueError: two shapes; tensors on different devices.
+
+    Source: Shazeer, arXiv:2002.05202.
+    """
+    return (gate, up), ()

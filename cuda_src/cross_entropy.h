@@ -1,0 +1,93 @@
+// cross_entropy of rows x of C numbers with a class each, t; p = softmax(x)
+//          y = -(1 - a) log(p[t]) - a mean(log(p)), a the label_smoothing; 0 where t is ignore_index
+//          reduction = "none": the rows' losses; "sum"; "mean": the sum over the number of rows that are not ignored
+//          slope: dy / dx of each row by itself, p - (1 - a) onehot(t) - a / C; 0 where t is ignore_index
+// gradient dx = dy * slope, and over that number for "mean"
+// A class that there is not: the CPU refuses it; on CUDA, where nobody could tell the caller, the row becomes NaN.
+// The arguments are torch.nn.functional.cross_entropy's.
+#pragma once
+#include "aot.h"
+
+namespace aot {
+inline namespace AOT_ISA {
+
+struct CrossEntropyAttrs {
+  static constexpr const char *kReductions[] = {"none", "mean", "sum"};
+  int64_t ignore_index = -100;
+  int reduction = 1;
+  double label_smoothing = 0;
+
+  Status init(const Attrs &attrs) {
+    AOT_TRY(attrs.get("ignore_index", &ignore_index));
+    AOT_TRY(attrs.get("reduction", kReductions, &reduction));
+    AOT_TRY(attrs.get("label_smoothing", &label_smoothing));
+    if (0 <= label_smoothing && label_smoothing <= 1) return kOk;
+    return fail(kInvalidArgument, "cross_entropy: label_smoothing is %g, expected 0 to 1", label_smoothing);
+  }
+  bool reduces() const { return reduction != 0; }
+  bool mean() const { return reduction == 1; }
+
+  int64_t rows(const Spec &x) const { return x.product(0, x.ndim - 1); }
+  int64_t cols(const Spec &x) const { return x.shape[x.ndim - 1]; }
+
+  // What reduces rows on CUDA: sums and numbers of so many parts of them.
+  static constexpr int kParts = 64;
+
+ protected:
+  Status check(const char *op, const Spec &x, const Spec &target) const {
+    AOT_TRY(check_floating(op, "x", x));
+    AOT_TRY(check_integer(op, "target", target));
+    if (x.rank_known() && x.ndim != 1 && x.ndim != 2)
+      return fail(kInvalidArgument, "%s: x has shape %s, expected (N, C) or (C,)", op, ShapeText(x).text);
+    return check_shape(op, "target", target, "x without its last axis", rows_of(x, target.dtype));
+  }
+  Spec rows_of(const Spec &x, DType dtype) const {
+    Spec s = x;
+    s.dtype = dtype;
+    if (x.rank_known()) --s.ndim;
+    return s;
+  }
+  Spec loss(const Spec &x) const {
+    Spec s = rows_of(x, x.dtype);
+    if (reduces()) s.ndim = 0;
+    return s;
+  }
+};
+
+struct CrossEntropy : CrossEntropyAttrs {
+  static constexpr const char *name = "cross_entropy";
+  static constexpr Slot inputs[] = {{"x"}, {"target", required, kIntegers}};
+  // workspace: the sums and numbers of kParts parts, then the rows' losses
+  static constexpr Slot outputs[] = {{"y"}, {"slope", optional}, {"workspace", workspace}};
+
+  Status infer(const Tensor *in, Spec *out) const {
+    const Spec &x = in[0];
+    AOT_TRY(check(name, x, in[1]));
+    out[0] = loss(x);
+    out[1] = x;
+    out[2].dtype = accumulate_dtype(x.dtype), out[2].ndim = 1;
+    bool known = x.rank_known() && (x.ndim < 2 || x.shape[0] >= 0);
+    out[2].shape[0] = !reduces() ? 1 : known ? 2 * kParts + rows(x) : kUnknownDim;
+    return kOk;
+  }
+};
+
+// An absent slope is computed again from x.
+struct CrossEntropyBackward : CrossEntropyAttrs {
+  static constexpr const char *name = "cross_entropy_backward";
+  static constexpr Slot inputs[] = {{"dy"}, {"x"}, {"target", required, kIntegers}, {"slope", optional}};
+  static constexpr Slot outputs[] = {{"dx"}, {"workspace", workspace}};  // workspace: the numbers of kParts parts
+
+  Status infer(const Tensor *in, Spec *out) const {
+    const Spec &x = in[1];
+    AOT_TRY(check(name, x, in[2]));
+    AOT_TRY(check_like(name, "dy", in[0], "the loss", loss(x)));
+    if (in[3]) AOT_TRY(check_like(name, "slope", in[3], "x", x));
+    out[0] = x;
+    out[1].dtype = accumulate_dtype(x.dtype), out[1].ndim = 1, out[1].shape[0] = 2 * kParts;
+    return kOk;
+  }
+};
+
+}  // namespace AOT_ISA
+}  // namespace aot

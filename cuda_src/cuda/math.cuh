@@ -1,0 +1,49 @@
+// The exponential and the logistic function, as exact as a result of type T can show.
+//
+// At 4.26 TB/s an H200 has some 30 issue slots for an element of 16 bits read and written, and 60 for one of 32. So
+// what is rounded to 16 bits comes from the hardware's own exponential and reciprocal, one instruction each, and the
+// rest from the mathematical library.
+#pragma once
+#include "vector.cuh"
+
+namespace aot {
+inline namespace AOT_ISA {
+
+constexpr double kLog2E = 1.4426950408889634;
+
+__device__ inline float fast_exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ inline float fast_reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// e^x
+template <typename T, typename A>
+__device__ inline A exponential(A x) {
+  if constexpr (sizeof(T) == 2) return fast_exp2(x * static_cast<float>(kLog2E));
+  else if constexpr (sizeof(T) == 4) return expf(x);
+  else return exp(x);
+}
+
+// 1 / (1 + e^-x)
+template <typename T, typename A>
+__device__ inline A sigmoid(A x) {
+  if constexpr (sizeof(T) == 2) {
+    return fast_reciprocal(1 + fast_exp2(x * static_cast<float>(-kLog2E)));
+  } else if constexpr (sizeof(T) == 4) {
+    // The hardware's reciprocal of 1 <= d <= 2 and a step of Newton's: a division would be a branch and a call.
+    float e = expf(-fabsf(x)), d = 1 + e, r = fast_reciprocal(d);
+    r = fmaf(r, fmaf(-d, r, 1.0f), r);
+    return x < 0 ? e * r : r;
+  } else {
+    return 1 / (1 + exp(-x));
+  }
+}
+
+}  // namespace AOT_ISA
+}  // namespace aot

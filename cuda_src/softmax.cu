@@ -1,0 +1,201 @@
+#include "softmax.h"
+
+#include "cuda/softmax.cuh"
+
+namespace aot {
+inline namespace AOT_ISA {
+
+// --------------------------------------------------------------------------------------- kernels along the last axis
+
+template <class Shape, typename T = typename Shape::T, typename A = Accumulate<T>>
+__global__ void __launch_bounds__(Shape::kMostThreads) softmax_kernel(const T *x, T *y, int64_t rows, int64_t cols) {
+  Tile<Shape> tile(cols);
+  bool present = tile.present(rows);
+  Vector<T> v[Shape::kVectors];
+  tile.load(x, present, kMinusInfinity, v);
+  TileExchange<Shape, Exponentials<A>> exchange;
+  A e[Shape::kVectors][Shape::kSize];
+  auto [row, scale] = row_exponentials<false>(v, tile, e, exchange);
+  Quotient<T, A> quotient(scale, row.sum);
+  tile.store(y, present, [&](int i, int k) { return quotient(e[i][k]); });
+}
+
+template <class Shape, typename T = typename Shape::T, typename A = Accumulate<T>>
+__global__ void __launch_bounds__(Shape::kMostThreads)
+    softmax_backward_kernel(const T *dy, const T *y, T *dx, int64_t rows, int64_t cols) {
+  Tile<Shape> tile(cols);
+  bool present = tile.present(rows);
+  Vector<T> d[Shape::kVectors], v[Shape::kVectors];
+  tile.load(dy, present, 0, d);
+  tile.load(y, present, 0, v);
+  TileExchange<Shape, Sums<1, A>> exchange;
+  Sums<1, A> sum = {};
+#pragma unroll
+  for (int i = 0; i < Shape::kVectors; ++i) {
+    auto a = widen(d[i]), b = widen(v[i]);
+    A vector_sum = 0;
+#pragma unroll
+    for (int k = 0; k < Shape::kSize; ++k) vector_sum += a[k] * b[k];
+    sum.value[0] += vector_sum;
+  }
+  if constexpr (Shape::kSpan == Span::warp) sum = sum_lanes<Shape::kLanes>(sum);
+  else sum = sum_row(sum, exchange);
+  tile.store(dx, present, [&](int i, int k) { return widen(v[i])[k] * (widen(d[i])[k] - sum.value[0]); });
+}
+
+template <typename T, typename A = Accumulate<T>>
+__global__ void __launch_bounds__(kAnyRowThreads) softmax_any_kernel(const T *x, T *y, int64_t rows, int64_t cols) {
+  Exchange<Span::block, Exponentials<A>> exchange;
+  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+    Exponentials<A> s = any_row_exponentials(x + row * cols, cols, exchange);
+    Quotient<T, A> quotient(1, s.sum);
+    map_row(x + row * cols, y + row * cols, cols, [&](int64_t, A x) { return quotient(exponential<T>(x - s.top)); });
+  }
+}
+
+template <typename T, typename A = Accumulate<T>>
+__global__ void __launch_bounds__(kAnyRowThreads)
+    softmax_backward_any_kernel(const T *dy, const T *y, T *dx, int64_t rows, int64_t cols) {
+  Exchange<Span::block, Sums<1, A>> exchange;
+  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+    const T *d = dy + row * cols;
+    Sums<1, A> sum = {};
+    each_of_row(y + row * cols, cols, [&](int64_t c, A y) { sum.value[0] += widen(d[c]) * y; });
+    sum = sum_row(sum, exchange);
+    map_row(y + row * cols, dx + row * cols, cols, [&](int64_t c, A y) { return y * (widen(d[c]) - sum.value[0]); });
+  }
+}
+
+// ---------------------------------------------------------------------------------------- kernels along another axis
+
+// x is (outer, n, inner). A block takes 32 neighbours along inner, so that its loads are runs of memory, and shares out
+// the axis among its kAxisRows rows of threads. Each element is read twice, the second time from a cache if n is small.
+constexpr int kAxisCols = 32, kAxisRows = 16;
+
+// f(where this thread's column begins, whether there is one), for every column of the block.
+template <class F>
+__device__ inline void each_column(int64_t outer, int64_t n, int64_t inner, F f) {
+  for (int64_t o = blockIdx.y; o < outer; o += gridDim.y)
+    for (int64_t first = int64_t{blockIdx.x} * kAxisCols; first < inner; first += int64_t{gridDim.x} * kAxisCols)
+      f(o * n * inner + first + threadIdx.x, first + threadIdx.x < inner);
+}
+
+template <typename T, typename A = Accumulate<T>>
+__global__ void __launch_bounds__(kAxisCols *kAxisRows)
+    softmax_axis_kernel(const T *x, T *y, int64_t outer, int64_t n, int64_t inner) {
+  __shared__ Exponentials<A> parts[kAxisRows][kAxisCols];
+  each_column(outer, n, inner, [&](int64_t base, bool present) {
+    Exponentials<A> s = Exponentials<A>::none();
+    if (present)
+      for (int64_t i = threadIdx.y; i < n; i += kAxisRows) add<T>(s, A(widen(x[base + i * inner])));
+    __syncthreads();  // the parts of the block's columns before have been read
+    parts[threadIdx.y][threadIdx.x] = s;
+    __syncthreads();
+    s = parts[0][threadIdx.x];
+    for (int r = 1; r < kAxisRows; ++r) s = combine<T, false>(s, parts[r][threadIdx.x]);
+    Quotient<T, A> quotient(1, s.sum);
+    if (present)
+      for (int64_t i = threadIdx.y; i < n; i += kAxisRows) {
+        int64_t at = base + i * inner;
+        y[at] = narrow<T>(quotient(exponential<T>(widen(x[at]) - s.top)));
+      }
+  });
+}
+
+template <typename T, typename A = Accumulate<T>>
+__global__ void __launch_bounds__(kAxisCols *kAxisRows)
+    softmax_backward_axis_kernel(const T *dy, const T *y, T *dx, int64_t outer, int64_t n, int64_t inner) {
+  __shared__ A parts[kAxisRows][kAxisCols];
+  each_column(outer, n, inner, [&](int64_t base, bool present) {
+    A sum = 0;
+    if (present)
+      for (int64_t i = threadIdx.y; i < n; i += kAxisRows)
+        sum += widen(dy[base + i * inner]) * widen(y[base + i * inner]);
+    __syncthreads();
+    parts[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();
+    sum = 0;
+    for (int r = 0; r < kAxisRows; ++r) sum += parts[r][threadIdx.x];
+    if (present)
+      for (int64_t i = threadIdx.y; i < n; i += kAxisRows) {
+        int64_t at = base + i * inner;
+        dx[at] = narrow<T>(widen(y[at]) * (widen(dy[at]) - sum));
+      }
+  });
+}
+
+// ------------------------------------------------------------------------------------------------------- launchers
+
+template <typename T>
+Status softmax_rows(const T *x, T *y, int64_t rows, int64_t cols, const DeviceLimits &device, void *stream) {
+  TilePlan plan = plan_tiles<T>(cols, device, x, y);
+  if (plan.lanes == 0) {
+    softmax_any_kernel<<<grid_size(rows), any_row_block(cols), 0, static_cast<cudaStream_t>(stream)>>>(x, y, rows,
+                                                                                                       cols);
+    return check_launch(Softmax::name);
+  }
+  return dispatch_tiles<T>(plan, [&](auto shape) {
+    using Shape = decltype(shape);
+    return launch_tiles<Shape>(Softmax::name, plan, rows, softmax_kernel<Shape>, stream, x, y, rows, cols);
+  });
+}
+
+template <typename T>
+Status softmax_backward_rows(const T *dy, const T *y, T *dx, int64_t rows, int64_t cols, const DeviceLimits &device,
+                             void *stream) {
+  TilePlan plan = plan_tiles<T>(cols, device, dy, y, dx);
+  if (plan.lanes == 0) {
+    softmax_backward_any_kernel<<<grid_size(rows), any_row_block(cols), 0, static_cast<cudaStream_t>(stream)>>>(
+        dy, y, dx, rows, cols);
+    return check_launch(SoftmaxBackward::name);
+  }
+  return dispatch_tiles<T>(plan, [&](auto shape) {
+    using Shape = decltype(shape);
+    return launch_tiles<Shape>(SoftmaxBackward::name, plan, rows, softmax_backward_kernel<Shape>, stream, dy, y, dx,
+                               rows, cols);
+  });
+}
+
+inline dim3 axis_grid(const Softmax::Axes &a) {
+  return {grid_size(ceil_div(a.inner, kAxisCols)), static_cast<unsigned>(std::min<int64_t>(a.outer, 65535))};
+}
+
+Status softmax_cuda(const Softmax &op, const Tensor *in, const Tensor *out, void *stream) {
+  DeviceLimits device;
+  AOT_TRY(device_limits(Softmax::name, &device));
+  return dispatch(in[0].dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    const T *x = in[0].as<const T>();
+    T *y = out[0].as<T>();
+    auto a = op.axes(in[0]);
+    if (a.inner == 1) return softmax_rows(x, y, a.outer, a.n, device, stream);
+    softmax_axis_kernel<<<axis_grid(a), dim3(kAxisCols, kAxisRows), 0, static_cast<cudaStream_t>(stream)>>>(
+        x, y, a.outer, a.n, a.inner);
+    return check_launch(Softmax::name);
+  });
+}
+
+Status softmax_backward_cuda(const SoftmaxBackward &op, const Tensor *in, const Tensor *out, void *stream) {
+  DeviceLimits device;
+  AOT_TRY(device_limits(SoftmaxBackward::name, &device));
+  return dispatch(in[0].dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    const T *dy = in[0].as<const T>(), *y = in[1].as<const T>();
+    T *dx = out[0].as<T>();
+    auto a = op.axes(in[1]);
+    if (a.inner == 1) return softmax_backward_rows(dy, y, dx, a.outer, a.n, device, stream);
+    softmax_backward_axis_kernel<<<axis_grid(a), dim3(kAxisCols, kAxisRows), 0, static_cast<cudaStream_t>(stream)>>>(
+        dy, y, dx, a.outer, a.n, a.inner);
+    return check_launch(SoftmaxBackward::name);
+  });
+}
+
+}  // namespace AOT_ISA
+}  // namespace aot
+
+// --------------------------------------------------------------------------------------------------------- entries
+
+using namespace aot;
+
+AOT_ENTRY(Softmax, aot_softmax_cuda, softmax_cuda)
+AOT_ENTRY(SoftmaxBackward, aot_softmax_backward_cuda, softmax_backward_cuda)
