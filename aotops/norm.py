@@ -44,7 +44,7 @@ def stats_spec(x, normalized_shape, numbers):
 
 
 def infer(op, numbers, inputs, normalized_shape):
-    """``inputs`` by name, x (and residual) first. Returns the specs of y (and h) and of ``numbers`` statistics a row."""
+    """``inputs`` by name, x (and residual) first. Returns the specs of y (and h) and of so many statistics a row."""
     x = inputs["x"]
     check_rows(op, "x", x, normalized_shape)
     rows = [slot for slot in ("x", "residual") if slot in inputs]
