@@ -69,43 +69,55 @@ void softmax_backward_loop(const T *dy, const T *y, T *dx, int64_t rows, int64_t
 
 // ------------------------------------------------------------------------------------------- loops along another axis
 
-// f(at, part) for each vector of columns, `at` where its first element lies; a row of columns is worth a thread's while
-// only with others.
+// f(at, width) for tiles of neighbouring columns, `at` where the first begins: so many that a row of them is a few
+// lines of memory, and so few that what is kept for each stays in the first cache.
+template <typename T>
+constexpr int64_t kTile = 16 * kLanes<T>;
+
 template <typename T, class F>
-void each_columns(int64_t outer, int64_t n, int64_t inner, F f) {
-  const int64_t tiles = ceil_div(inner, kLanes<T>);
-  parallel_pieces(outer * tiles, rows_piece(n * kLanes<T>), [=](int64_t begin, int64_t end) {
+void each_tile(int64_t outer, int64_t n, int64_t inner, F f) {
+  const int64_t tiles = ceil_div(inner, kTile<T>);
+  parallel_pieces(outer * tiles, rows_piece(n * kTile<T>), [=](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b) {
-      const int64_t column = b % tiles * kLanes<T>, at = b / tiles * n * inner + column, left = inner - column;
-      left < kLanes<T> ? f(at, Part{left}) : f(at, Full());
+      const int64_t column = b % tiles * kTile<T>, left = inner - column;
+      f(b / tiles * n * inner + column, left < kTile<T> ? left : kTile<T>);
     }
   });
 }
 
-template <typename T>
+template <typename T, typename A = Accumulate<T>>
 void softmax_axis_loop(const T *x, T *y, int64_t outer, int64_t n, int64_t inner) {
-  each_columns<T>(outer, n, inner, [=](int64_t at, auto part) {
-    Vec<T> top = load(x + at, part), sum{};
-    for (int64_t i = 1; i < n; ++i) {
-      Vec<T> v = load(x + at + i * inner, part);
-      top = v > top ? v : top;
-    }
-    for (int64_t i = 0; i < n; ++i) sum += exp_nonpositive<T>(load(x + at + i * inner, part) - top);
-    const Vec<T> scale = 1 / sum;
+  each_tile<T>(outer, n, inner, [=](int64_t at, int64_t width) {
+    A top[kTile<T>], sum[kTile<T>] = {};
+    sweep<T>(width, [&](int64_t j, auto part) { store(top + j, load(x + at + j, part), part); });
+    for (int64_t i = 1; i < n; ++i)
+      sweep<T>(width, [&, row = x + at + i * inner](int64_t j, auto part) {
+        Vec<T> v = load(row + j, part), t = load(top + j, part);
+        store(top + j, v > t ? v : t, part);
+      });
     for (int64_t i = 0; i < n; ++i)
-      store(y + at + i * inner, exp_nonpositive<T>(load(x + at + i * inner, part) - top) * scale, part);
+      sweep<T>(width, [&, row = x + at + i * inner](int64_t j, auto part) {
+        store(sum + j, load(sum + j, part) + exp_nonpositive<T>(load(row + j, part) - load(top + j, part)), part);
+      });
+    for (int64_t i = 0; i < n; ++i)
+      sweep<T>(width, [&, from = x + at + i * inner, to = y + at + i * inner](int64_t j, auto part) {
+        store(to + j, exp_nonpositive<T>(load(from + j, part) - load(top + j, part)) / load(sum + j, part), part);
+      });
   });
 }
 
-template <typename T>
+template <typename T, typename A = Accumulate<T>>
 void softmax_backward_axis_loop(const T *dy, const T *y, T *dx, int64_t outer, int64_t n, int64_t inner) {
-  each_columns<T>(outer, n, inner, [=](int64_t at, auto part) {
-    Vec<T> sum{};
-    for (int64_t i = 0; i < n; ++i) sum += load(dy + at + i * inner, part) * load(y + at + i * inner, part);
-    for (int64_t i = 0; i < n; ++i) {
-      const int64_t j = at + i * inner;
-      store(dx + j, load(y + j, part) * (load(dy + j, part) - sum), part);
-    }
+  each_tile<T>(outer, n, inner, [=](int64_t at, int64_t width) {
+    A sum[kTile<T>] = {};
+    for (int64_t i = 0; i < n; ++i)
+      sweep<T>(width, [&, row = at + i * inner](int64_t j, auto part) {
+        store(sum + j, load(sum + j, part) + load(dy + row + j, part) * load(y + row + j, part), part);
+      });
+    for (int64_t i = 0; i < n; ++i)
+      sweep<T>(width, [&, row = at + i * inner](int64_t j, auto part) {
+        store(dx + row + j, load(y + row + j, part) * (load(dy + row + j, part) - load(sum + j, part)), part);
+      });
   });
 }
 
