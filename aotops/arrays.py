@@ -68,7 +68,7 @@ class ArrayFrontend(ABC):
         def differentiate(dy, bound, attrs):
             inputs = self._prepare(op, bound)
             shapes = [getattr(value, "shape", ()) for value in bound]  # before they were broadcast
-            dys = [dy] if len(op.outputs) == 1 else list(dy)
+            dys = _gradients_of(op, dy)
             given = dict(zip(op.inputs, inputs, strict=True))
             given |= {f"d{y}": g for y, g in zip(op.outputs, dys, strict=True)}
             if outputs := [slot for slot in op.saved if slot in op.outputs]:
@@ -127,6 +127,19 @@ class ArrayFrontend(ABC):
         written = {name: self.empty(specs[name], model) if name in needed else None for name in op.extra_outputs}
         self.launch(op, attrs, [*inputs, *written.values()])
         return [written[name] for name in (op.results if isinstance(wanted, set) else wanted)]
+
+
+def _gradients_of(op: Op, dy: Any) -> Sequence[Any]:
+    """One for each output."""
+    n = len(op.outputs)
+    if n == 1:
+        return [dy]
+    if not isinstance(dy, tuple | list):
+        what = "None" if dy is None else f"a {type(dy).__name__}"
+        raise TypeError(f"{op.name}_backward: dy is {what}, expected a tuple of {n}, for {' and '.join(op.outputs)}")
+    if len(dy) != n:
+        raise ValueError(f"{op.name}_backward: dy has {len(dy)}, expected {n}, for {' and '.join(op.outputs)}")
+    return dy
 
 
 def _one_or_all(results: Sequence[Any]) -> Any:

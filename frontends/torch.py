@@ -14,7 +14,7 @@ The backward is not itself differentiable.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
@@ -78,21 +78,48 @@ def _check_devices(op: Op, inputs: Tensors) -> None:
             raise ValueError(f"{op.name}: {slot} is on {t.device}, expected {device}, the device of {first}")
 
 
+_REFUSALS = (TypeError, ValueError, AttributeError, BufferError, RuntimeError)
+"""What a call raises that does not get its tensors as it wants them."""
+
+
+@functools.lru_cache(maxsize=4096)
+def _allocations(op: Op, attrs: tuple[Attr, ...], given: tuple[tuple[torch.Size, torch.dtype] | None, ...]):
+    """The shape and dtype of everything that an entry writes."""
+    specs = op.specs([g and TensorSpec(tuple(g[0]), str(g[1]).removeprefix("torch.")) for g in given], attrs)
+    return {name: (spec.shape, _DTYPES[spec.dtype]) for name, spec in specs.items()}
+
+
+def _allocate(op: Op, attrs: tuple[Attr, ...], inputs: Tensors, names: Container[str]) -> list[Tensor | None]:
+    """One tensor for each of ``op.extra_outputs``, None for those that are not among ``names``."""
+    known = _allocations(op, attrs, tuple([None if t is None else (t.shape, t.dtype) for t in inputs]))
+    device = inputs[0].device
+    empty = torch.empty
+    return [
+        empty(known[name][0], dtype=known[name][1], device=device) if name in names else None
+        for name in op.extra_outputs
+    ]
+
+
+def _write(op: Op, inputs: Tensors, attrs: tuple[Attr, ...], names: Container[str]) -> tuple[Tensor | None, ...]:
+    written = _allocate(op, attrs, inputs, names)
+    _launcher(op, attrs)(*inputs, *written)
+    return tuple(written[: len(op.results)])
+
+
 def _run(op: Op, inputs: Tensors, attrs: tuple[Attr, ...], wanted: Sequence[str]) -> tuple[Tensor | None, ...]:
-    """Any inputs that the operator takes: checks, makes contiguous, allocates, launches. One result for each output and
-    residual, None where it is not wanted."""
+    """Any inputs that the operator takes. One result for each output and residual, None where it is not wanted."""
+    names = {*(op.alias.get(name, name) for name in wanted), *op.workspace}
+    names |= {y for y in op.outputs if y not in op.optional}
+    try:
+        return _write(op, inputs, attrs, names)
+    except _REFUSALS:
+        pass
     for slot, t in zip(op.inputs, inputs, strict=True):
         if t is not None and not isinstance(t, Tensor):
             raise TypeError(f"{op.name}: {slot} is a {type(t).__name__}, expected a torch.Tensor")
-    specs = op.specs([_spec(t) for t in inputs], attrs)
+    op.specs([_spec(t) for t in inputs], attrs)
     _check_devices(op, inputs)
-    inputs = [None if t is None else _plain(t) for t in inputs]
-    device = next(t.device for t in inputs if t is not None)
-    wanted = {op.alias.get(name, name) for name in wanted}
-    needed = {*wanted, *op.workspace, *(y for y in op.outputs if y not in op.optional)}
-    written = [_empty(specs[name], device) if name in needed else None for name in op.extra_outputs]
-    _launcher(op, attrs)(*inputs, *written)
-    return tuple(written[: len(op.results)])
+    return _write(op, [None if t is None else _plain(t) for t in inputs], attrs, names)
 
 
 def _run_backward(op: Op, saved: Tensors, grads: Tensors, attrs: tuple[Attr, ...], needed: Sequence[bool], run=_run):
@@ -119,8 +146,7 @@ class _Eager:
 
     def __init__(self, op: Op, attrs: tuple[Attr, ...]) -> None:
         self.op, self.attrs = op, attrs
-        self.launch = _launcher(op, attrs)
-        self.no_residuals = (None,) * len(op.residuals)
+        self.without_residuals = {*op.outputs, *op.workspace}
         builtins = _READS_TENSORS and call.function(op, attrs, torch.empty_like, self._forward, KEEP_RESIDUALS_FROM)
         self.run = builtins.run if builtins else self._run
         members = {"forward": staticmethod(builtins.forward if builtins else self._forward)}
@@ -131,26 +157,19 @@ class _Eager:
 
     def _run(self, *inputs: Tensor | None):
         op = self.op
-        outputs, workspace = self._allocate(inputs, op.outputs, op.workspace)
-        self.launch(*inputs, *outputs, *self.no_residuals, *workspace)
-        return _visible(op, outputs)
+        results = _write(op, inputs, self.attrs, self.without_residuals)
+        return _visible(op, results)
 
     def _forward(self, ctx, *inputs: Tensor | None):
         op, x = self.op, inputs[0]
         keep = x.is_cuda and x.numel() > KEEP_RESIDUALS_FROM
-        groups = op.outputs, op.residuals if keep else (), op.workspace
-        outputs, residuals, workspace = self._allocate(inputs, *groups)
-        named = dict(zip(op.slots, (*inputs, *outputs, *(residuals or self.no_residuals), *workspace), strict=True))
-        self.launch(*named.values())
+        results = _write(op, inputs, self.attrs, op.extra_outputs if keep else self.without_residuals)
+        named = dict(zip((*op.inputs, *op.results), (*inputs, *results), strict=True))
         ctx.save_for_backward(*(named[slot] for slot in op.saved))
-        return _visible(op, outputs)
+        return _visible(op, results)
 
     def _backward(self, ctx, *grads: Tensor):
         return _run_backward(self.op, ctx.saved_tensors, grads, self.attrs, ctx.needs_input_grad)
-
-    def _allocate(self, inputs: Tensors, *groups: Sequence[str]) -> list[list[Tensor]]:
-        specs = self.op.specs([_spec(t) for t in inputs], self.attrs)
-        return [[_empty(specs[name], inputs[0].device) for name in names] for names in groups]
 
 
 @functools.cache
@@ -321,7 +340,7 @@ def _public(op: Op) -> Callable[..., Any]:
                         if t is not None and t.requires_grad:
                             return eager.apply(*inputs)
                 return eager.run(*inputs)
-            except (TypeError, ValueError, AttributeError, BufferError, RuntimeError):
+            except _REFUSALS:
                 pass
         return _general(op, disp, inputs, attrs)
 

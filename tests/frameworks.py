@@ -36,7 +36,7 @@ def requested() -> list[str]:
 
 
 class Framework:
-    """Arrays go in as float64 NumPy arrays that the dtype can hold, and come out as such."""
+    """Arrays go in as float64 NumPy arrays that the dtype can hold, or as integers, and come out as float64."""
 
     name: str
     frontend: str
@@ -81,10 +81,21 @@ class Framework:
         return str(tensor.dtype).removeprefix("torch.").lower()
 
     def forward(self, name: str, inputs: dict[str, Any], attrs: dict[str, Any]) -> Any:
+        """The result, a tuple where there are several."""
         return getattr(self.module, name)(**inputs, **attrs)
 
-    def gradients(self, name: str, inputs: dict[str, Any], attrs: dict[str, Any], dy: Any) -> dict[str, Any]:
+    def results(self, name: str, inputs: dict[str, Any], attrs: dict[str, Any]) -> tuple[Any, ...]:
+        results = self.forward(name, inputs, attrs)
+        assert isinstance(results, tuple) == (len(OPS[name].outputs) > 1)
+        return results if isinstance(results, tuple) else (results,)
+
+    def gradients(self, name: str, inputs: dict[str, Any], attrs: dict[str, Any], dys: tuple[Any, ...]):
+        """By input; None, or nothing, where the input is None or integers. ``dys``: one for each result."""
         raise NotImplementedError
+
+
+def _one_or_all(results: tuple[Any, ...]) -> Any:
+    return results if len(results) > 1 else results[0]
 
 
 class _Arrays(Framework):
@@ -96,8 +107,8 @@ class _Arrays(Framework):
     def integers(self, array, device):
         return self.xp.asarray(array)
 
-    def gradients(self, name, inputs, attrs, dy):
-        results = getattr(self.module, f"{name}_backward")(dy, **inputs, **attrs)
+    def gradients(self, name, inputs, attrs, dys):
+        results = getattr(self.module, f"{name}_backward")(_one_or_all(dys), **inputs, **attrs)
         slots = [slot for slot in OPS[name].inputs if f"d{slot}" in OPS[name].backward.outputs]
         return dict(zip(slots, results if len(slots) > 1 else (results,), strict=True))
 
@@ -145,9 +156,11 @@ class Torch(Framework):
     def numpy(self, tensor):
         return tensor.detach().to("cpu", self.torch.float64).numpy()
 
-    def gradients(self, name, inputs, attrs, dy):
-        leaves = {slot: None if t is None else t.clone().requires_grad_() for slot, t in inputs.items()}
-        self.forward(name, leaves, attrs).backward(dy)
+    def gradients(self, name, inputs, attrs, dys):
+        leaves = {
+            slot: None if t is None else t.clone().requires_grad_(t.is_floating_point()) for slot, t in inputs.items()
+        }
+        self.torch.autograd.backward(self.results(name, leaves, attrs), dys)
         return {slot: None if t is None else t.grad for slot, t in leaves.items()}
 
 
@@ -174,12 +187,13 @@ class Jax(Framework):
     def numpy(self, tensor):
         return np.asarray(tensor).astype(np.float64)
 
-    def gradients(self, name, inputs, attrs, dy):
+    def gradients(self, name, inputs, attrs, dys):
         def function(given):
-            return self.forward(name, inputs | given, attrs)
+            return self.results(name, inputs | given, attrs)
 
-        given = {slot: x for slot, x in inputs.items() if x is not None}
-        found = self.jax.vjp(function, given)[1](dy)[0]
+        floating = self.jax.numpy.floating
+        given = {s: x for s, x in inputs.items() if x is not None and self.jax.numpy.issubdtype(x.dtype, floating)}
+        found = self.jax.vjp(function, given)[1](dys)[0]
         return {slot: found.get(slot) for slot in inputs}
 
 
@@ -213,12 +227,13 @@ class MindSpore(Framework):
         function, tensors = self._function(name, inputs, attrs)
         return function(*tensors)
 
-    def gradients(self, name, inputs, attrs, dy):
+    def gradients(self, name, inputs, attrs, dys):
         self._enter()
         function, tensors = self._function(name, inputs, attrs)
-        grads = self.ms.ops.GradOperation(get_all=True, sens_param=True)(function)(*tensors, dy)
+        grads = self.ms.ops.GradOperation(get_all=True, sens_param=True)(function)(*tensors, _one_or_all(dys))
         found = dict(zip([slot for slot, t in inputs.items() if t is not None], grads, strict=True))
-        return {slot: found.get(slot) for slot in inputs}
+        # of integers it gives zeros
+        return {s: found[s] if t is not None and "Float" in str(t.dtype) else None for s, t in inputs.items()}
 
     def _enter(self):
         self.ms.set_context(mode=self.ms.GRAPH_MODE if self.graph else self.ms.PYNATIVE_MODE)

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cases import CASES
+from cases import CASES, DTYPES, inputs, rounded
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +19,7 @@ from aotops.extra import encode
 from aotops.frontends import FRONTENDS
 from aotops.op import Op
 from aotops.ops import OPS
-from aotops.spec import FLOATING, TensorSpec, size
+from aotops.spec import FLOATING, INTEGERS, TensorSpec, size
 
 HERE = Path(__file__).parent
 BACKWARDS = {op.backward.name: op.backward for op in OPS.values() if op.backward}
@@ -74,6 +74,16 @@ def test_a_row_tries_what_must_be_tried(name):
     for slot in OPS[name].inputs:
         given = {case.shapes[slot] is not None for case in cases}
         assert given == ({True, False} if slot in OPS[name].optional else {True}), slot
+
+
+@pytest.mark.parametrize("name", [name for name, op in OPS.items() if "residual" in op.inputs])
+def test_the_sums_of_the_table_are_exact(name):
+    """The references take it that h is x + residual, not rounded."""
+    for dtype in DTYPES:
+        for i, _ in enumerate(CASES[name].cases):
+            arrays = inputs(name, i, dtype)
+            h = arrays["x"] + arrays["residual"]
+            assert (rounded(h, dtype) == h).all()
 
 
 # -------------------------------------------------------------------------------------------------------------- binary
@@ -134,10 +144,20 @@ def test_a_missing_entry_is_named():
 
 def test_definitions_are_whole():
     for op in (*OPS.values(), *BACKWARDS.values()):
-        for name in (*op.like.values(), *op.alias.values()):
+        for name in op.like.values():
             assert name in op.inputs
-        assert op.optional | op.batched <= set(op.slots)
-        assert {*op.like, *op.alias} <= set(op.extra_outputs)
+        for name, source in op.alias.items():
+            assert name in op.outputs
+            assert name not in op.slots
+            assert source in op.slots, f"{op.name}: {name} is nothing that the entry takes or writes"
+            assert source in (*op.inputs, *op.outputs)
+            # a caller who wants the one may go without the other
+            assert not op.has_kernel or (name in op.optional) == (source in op.optional)
+        assert op.optional | op.batched <= {*op.slots, *op.alias}
+        assert set(op.like) <= set(op.extra_outputs)
+        assert op.results == (*(y for y in op.outputs if y not in op.alias), *op.residuals)
+        assert op.slots == (*op.inputs, *op.results, *op.workspace)
+        assert len(set(op.slots)) == len(op.slots)
         if op.backward:
             assert set(op.saved) <= set(op.slots), f"{op.backward.name} takes what {op.name} does not have"
 
@@ -233,15 +253,27 @@ def good_calls(draw):
     op = draw(st.sampled_from(WITH_KERNEL))
     shape, dtype = draw(SHAPE), draw(DTYPE)
     like = TensorSpec(shape, dtype)
-    if op.name in ("add", "gelu", "gelu_backward"):
+    name = op.name.removesuffix("_backward")
+    if name in ("add", "gelu", "swiglu"):
         attrs = (draw(st.sampled_from(["none", "tanh"])),) if op.attrs else ()
         return op, attrs, [like] * len(op.inputs)
-    assert op.name in ("layer_norm", "layer_norm_backward"), f"say here what calls {op.name} takes"
-    axes = draw(SHAPE.filter(len))
-    attrs = (axes, draw(st.floats(0, 1)))
-    x, affine = TensorSpec((*shape, *axes), dtype), TensorSpec(axes, dtype)
-    stats = TensorSpec((*shape, 2), "float64" if dtype == "float64" else "float32")
-    specs = {"x": x, "dy": x, "weight": affine, "bias": affine, "stats": stats}
+    if name == "softmax":
+        ndim = max(len(shape), 1)
+        return op, (draw(st.integers(-ndim, ndim - 1)),), [like] * len(op.inputs)
+    if name == "cross_entropy":
+        x, rows = TensorSpec((*shape[:1], 5), dtype), shape[:1]
+        reduction = draw(st.sampled_from(["none", "mean", "sum"]))
+        target = TensorSpec(rows, draw(st.sampled_from(INTEGERS)))
+        specs = {"x": x, "target": target, "slope": x, "dy": TensorSpec(rows if reduction == "none" else (), dtype)}
+        attrs = (draw(st.integers(-100, 9)), reduction, draw(st.floats(0, 1)))
+    else:
+        assert name in ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"), f"say here what calls {name} takes"
+        axes, wide = draw(SHAPE.filter(len)), "float64" if dtype == "float64" else "float32"
+        eps = st.floats(0, 1)
+        attrs = (axes, draw(eps | st.none() if op.attrs["eps"].endswith("?") else eps))
+        x, affine = TensorSpec((*shape, *axes), dtype), TensorSpec(axes, dtype)
+        specs = dict.fromkeys(("x", "residual", "h", "dy", "dh"), x) | {"weight": affine, "bias": affine}
+        specs |= {"stats": TensorSpec((*shape, 2), wide), "rstd": TensorSpec((*shape, 1), wide)}
     return op, attrs, [specs[s] if s not in op.optional or draw(st.booleans()) else None for s in op.inputs]
 
 
@@ -288,9 +320,9 @@ def test_unknown_dimensions_stay_unknown(infer_host, call, data):
 @given(call=good_calls())
 def test_like_is_what_infer_says(call):
     op, attrs, specs = call
-    expected = op.specs(specs, attrs)
-    for name, source in op.like.items():
-        assert expected[name] == specs[op.inputs.index(source)]
+    expected = dict(zip(op.inputs, specs, strict=True)) | op.specs(specs, attrs)
+    for name, source in (*op.like.items(), *op.alias.items()):
+        assert expected[name] == expected[source]
 
 
 @settings(deadline=None, derandomize=True, max_examples=100)

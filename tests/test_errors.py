@@ -94,10 +94,86 @@ BAD = [
         ValueError,
         ("layer_norm", "bias has shape (1, 3)", "expected (3,)"),
     ),
+    Bad("rms_norm", {"x": X}, {"normalized_shape": 4}, ValueError, ("rms_norm", "x has shape (2, 3)", "(4,)")),
+    Bad(
+        "rms_norm",
+        {"x": X, "weight": ((3,), F64)},
+        {"normalized_shape": 3},
+        TypeError,
+        ("rms_norm", "weight has dtype float64", "expected float32"),
+    ),
+    Bad("rms_norm", {"x": X}, {"normalized_shape": 3, "eps": "a"}, TypeError, ("rms_norm", "eps is 'a'", "expected")),
+    Bad(
+        "add_layer_norm",
+        {"x": X, "residual": ((1, 3), F32)},
+        {"normalized_shape": 3},
+        ValueError,
+        ("add_layer_norm", "residual has shape (1, 3)", "expected (2, 3)"),
+    ),
+    Bad(
+        "add_rms_norm",
+        {"x": X, "residual": ((2, 3), "float16")},
+        {"normalized_shape": 3},
+        TypeError,
+        ("add_rms_norm", "residual has dtype float16", "expected float32"),
+    ),
+    Bad("swiglu", {"gate": X, "up": ((3,), F32)}, {}, ValueError, ("swiglu", "up has shape (3,)", "expected (2, 3)")),
+    Bad("softmax", {"x": X}, {"dim": 2}, ValueError, ("softmax", "dim is 2", "(2, 3)")),
+    Bad("softmax", {"x": X}, {"dim": -3}, ValueError, ("softmax", "dim is -3", "(2, 3)")),
+    Bad(
+        "cross_entropy",
+        {"x": X, "target": ((2,), F32)},
+        {},
+        TypeError,
+        ("cross_entropy", "target has dtype float32", "expected int32 or int64"),
+    ),
+    Bad(
+        "cross_entropy",
+        {"x": X, "target": ((2,), "int8")},
+        {},
+        TypeError,
+        ("cross_entropy", "target has dtype int8", "expected int32 or int64"),
+    ),
+    Bad(
+        "cross_entropy",
+        {"x": X, "target": ((3,), I64)},
+        {},
+        ValueError,
+        ("cross_entropy", "target has shape (3,)", "expected (2,)"),
+    ),
+    Bad(
+        "cross_entropy",
+        {"x": ((2, 3, 4), F32), "target": ((2, 4), I64)},
+        {},
+        ValueError,
+        ("cross_entropy", "x has shape (2, 3, 4)", "(N, C) or (C,)"),
+    ),
+    Bad(
+        "cross_entropy",
+        {"x": X, "target": ((2,), I64)},
+        {"reduction": "max"},
+        ValueError,
+        ("cross_entropy", "reduction is 'max'", "expected"),
+    ),
+    Bad(
+        "cross_entropy",
+        {"x": X, "target": ((2,), I64)},
+        {"label_smoothing": 1.5},
+        ValueError,
+        ("cross_entropy", "label_smoothing is 1.5", "expected 0 to 1"),
+    ),
     # no tensor
     Bad("add", {"a": ((3,), F32), "b": None}, {}, TypeError, ("add", "b is None", "expected")),
     Bad("gelu", {"x": None}, {}, TypeError, ("gelu", "x is None", "expected")),
     Bad("layer_norm", {"x": None}, {"normalized_shape": 3}, TypeError, ("layer_norm", "x is None", "expected")),
+    Bad(
+        "add_rms_norm",
+        {"x": X, "residual": None},
+        {"normalized_shape": 3},
+        TypeError,
+        ("add_rms_norm", "residual is None", "expected"),
+    ),
+    Bad("cross_entropy", {"x": X, "target": None}, {}, TypeError, ("cross_entropy", "target is None", "expected")),
     Bad("gelu", {"x": "text"}, {}, TypeError, ("gelu", "x is", "expected")),
     Bad("gelu", {"x": [1.0, 2.0]}, {}, TypeError, ("gelu", "x is", "expected")),
     Bad(
@@ -183,6 +259,26 @@ def test_explicit_backward_refuses_a_gradient_unlike_the_result(framework, devic
                 getattr(framework.module, f"{name}_backward")(dy, *arguments)
             for word in (f"{name}_backward", *words):
                 assert word in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["add_layer_norm", "add_rms_norm"])
+def test_explicit_backward_wants_a_gradient_of_each_result(framework, device, name):
+    if framework.frontend not in ("numpy", "cupy"):
+        pytest.skip("its gradients are autograd's")
+    x = framework.make(np.ones((2, 3)), F32, device)
+    for dys, error, words in (
+        (x, TypeError, ("dy is a ", "expected a tuple of 2")),
+        (None, TypeError, ("dy is None", "expected a tuple of 2")),
+        ((x,), ValueError, ("dy has 1", "expected 2")),
+        ((x, x, x), ValueError, ("dy has 3", "expected 2")),
+        ((x, None), TypeError, ("dh is None", "expected")),
+        ((x[:1], x), ValueError, ("dy has shape (1, 3)", "expected (2, 3)")),
+        ((x, x[:1]), ValueError, ("dh has shape (1, 3)", "expected (2, 3)")),
+    ):
+        with pytest.raises(error) as raised:
+            getattr(framework.module, f"{name}_backward")(dys, x, x, 3)
+        for word in (f"{name}_backward", *words):
+            assert word in str(raised.value)
 
 
 FOREIGN = [

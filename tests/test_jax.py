@@ -31,6 +31,41 @@ FUNCTIONS = {
     "layer_norm_bias": (lambda x, w, b: ours.layer_norm(x, 6, bias=b), lambda x, w, b: _layer_norm(x, None, b)),
     "layer_norm_plain": (lambda x, w, b: ours.layer_norm(x, (6,)), lambda x, w, b: _layer_norm(x)),
 }
+
+
+def _rms_norm(x, w=None, eps=2.0**-52):
+    return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + eps) * (1 if w is None else w)
+
+
+def _both(results):
+    """Of two results, one that needs both."""
+    y, h = results
+    return y * 2 + jnp.sin(h)
+
+
+FUNCTIONS |= {
+    "rms_norm": (lambda x, w, b: ours.rms_norm(x + b, 6, w, 0.1), lambda x, w, b: _rms_norm(x + b, w, 0.1)),
+    "rms_norm_plain": (lambda x, w, b: ours.rms_norm(x, (6,)), lambda x, w, b: _rms_norm(x)),
+    "add_layer_norm": (
+        lambda x, w, b: _both(ours.add_layer_norm(x, x * b, 6, w, b)),
+        lambda x, w, b: _both((_layer_norm(x + x * b, w, b), x + x * b)),
+    ),
+    "add_rms_norm": (
+        lambda x, w, b: _both(ours.add_rms_norm(x, x * b, 6, w)),
+        lambda x, w, b: _both((_rms_norm(x + x * b, w), x + x * b)),
+    ),
+    "add_rms_norm_y": (
+        lambda x, w, b: ours.add_rms_norm(x, x * b, 6)[0],
+        lambda x, w, b: _rms_norm(x + x * b),
+    ),
+    "add_layer_norm_h": (
+        lambda x, w, b: ours.add_layer_norm(x * w, x * b, 6)[1],
+        lambda x, w, b: x * w + x * b,
+    ),
+    "swiglu": (lambda x, w, b: ours.swiglu(x * w, x + b), lambda x, w, b: jax.nn.silu(x * w) * (x + b)),
+    "softmax": (lambda x, w, b: ours.softmax(x * w + b), lambda x, w, b: jax.nn.softmax(x * w + b)),
+    "softmax_dim": (lambda x, w, b: ours.softmax(x * w + b, -2), lambda x, w, b: jax.nn.softmax(x * w + b, -2)),
+}
 EACH = pytest.mark.parametrize("name", FUNCTIONS)
 
 
@@ -229,6 +264,28 @@ def test_python_numbers_and_numpy_arrays():
     x = jnp.ones(3, jnp.float32)
     close(ours.add(x, np.ones(3, np.float32)), x + 1)
     assert ours.gelu(np.ones(3, np.float32)).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_cross_entropy(reduction):
+    """A target is an integer: it is mapped, traced and closed over, and has no gradient."""
+    x, target = arrays()[0], jnp.array([1, 5, 0, 2])
+
+    def reference(x, target):
+        losses = -jnp.take_along_axis(jax.nn.log_softmax(x), target[..., None], -1)[..., 0]
+        return losses if reduction == "none" else getattr(losses, reduction)()
+
+    def function(x, target):
+        return ours.cross_entropy(x, target, reduction=reduction)
+
+    xs, targets = jnp.stack([x, 2 * x, x - 1]), jnp.stack([target, target[::-1], target])
+    grads = [jax.grad(loss(f)) for f in (function, reference)]
+    close(*(f(x, target) for f in (function, reference)))
+    close(*(jax.jit(g)(x, target) for g in grads))
+    close(*(jax.vmap(g)(xs, targets) for g in grads))
+    close(*(jax.vmap(g, (0, None))(xs, target) for g in grads))
+    close(*(jax.vmap(g, (None, 0))(x, targets) for g in grads))
+    close(*(jax.vmap(g)(xs, targets.astype(jnp.int32)) for g in grads))
 
 
 def test_donated_inputs():

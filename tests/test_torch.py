@@ -27,6 +27,43 @@ FUNCTIONS = {
     "layer_norm_bias": (lambda x, w, b: ours.layer_norm(x, 6, None, b), lambda x, w, b: F.layer_norm(x, (6,), None, b)),
     "layer_norm_plain": (lambda x, w, b: ours.layer_norm(x, (6,)), lambda x, w, b: F.layer_norm(x, (6,))),
 }
+
+
+def _both(results):
+    """Of two results, one that needs both."""
+    y, h = results
+    return y * 2 + h.sin()
+
+
+def _added(norm):
+    """What add_<norm> is, with torch's own."""
+    return lambda x, r, *args: (norm(x + r, *args), x + r)
+
+
+_ADD_LAYER_NORM, _ADD_RMS_NORM = _added(F.layer_norm), _added(F.rms_norm)
+FUNCTIONS |= {
+    "rms_norm": (lambda x, w, b: ours.rms_norm(x + b, 6, w, 0.1), lambda x, w, b: F.rms_norm(x + b, (6,), w, 0.1)),
+    "rms_norm_plain": (lambda x, w, b: ours.rms_norm(x, (6,)), lambda x, w, b: F.rms_norm(x, (6,))),
+    "add_layer_norm": (
+        lambda x, w, b: _both(ours.add_layer_norm(x, x * b, 6, w, b)),
+        lambda x, w, b: _both(_ADD_LAYER_NORM(x, x * b, (6,), w, b)),
+    ),
+    "add_layer_norm_y": (
+        lambda x, w, b: ours.add_layer_norm(x, x * b, 6, w)[0],
+        lambda x, w, b: _ADD_LAYER_NORM(x, x * b, (6,), w)[0],
+    ),
+    "add_rms_norm": (
+        lambda x, w, b: _both(ours.add_rms_norm(x, x * b, 6, w)),
+        lambda x, w, b: _both(_ADD_RMS_NORM(x, x * b, (6,), w)),
+    ),
+    "add_rms_norm_h": (
+        lambda x, w, b: ours.add_rms_norm(x * w, x * b, 6)[1],
+        lambda x, w, b: _ADD_RMS_NORM(x * w, x * b, (6,))[1],
+    ),
+    "swiglu": (lambda x, w, b: ours.swiglu(x * w, x + b), lambda x, w, b: F.silu(x * w) * (x + b)),
+    "softmax": (lambda x, w, b: ours.softmax(x * w + b), lambda x, w, b: torch.softmax(x * w + b, -1)),
+    "softmax_dim": (lambda x, w, b: ours.softmax(x * w + b, -2), lambda x, w, b: torch.softmax(x * w + b, -2)),
+}
 EACH = pytest.mark.parametrize("name", FUNCTIONS)
 CUDA = torch.cuda.is_available()
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="torch finds no GPU")]
@@ -56,7 +93,25 @@ def samples(name, where):
     """Arguments of torch.ops.aotops.<name>."""
     x, w, b = tensors(where)
     dy, stats = torch.randn_like(x.detach()), None
+    plain, r, weight = x.detach(), torch.randn_like(x.detach()).requires_grad_(), w.detach()
+    target, loss_dy = torch.tensor([1, 5, 0, 2], device=where), torch.ones((), dtype=x.dtype, device=where)
     cases = {
+        "rms_norm": [(x, w, [6], None), (x, None, [6], 0.1), (x, None, [4, 6], 0.1)],
+        "rms_norm_backward": [(dy, plain, weight, None, [6], None), (dy, plain, None, None, [6], 0.1)],
+        "add_layer_norm": [(x, r, w, b, [6], 1e-5), (x, r, None, b, [6], 1e-5), (x, r, None, None, [4, 6], 0.1)],
+        "add_layer_norm_backward": [(dy, r.detach(), plain, v, None, [6], 1e-5) for v in (weight, None)],
+        "add_rms_norm": [(x, r, w, [6], None), (x, r, None, [6], 0.1), (x, r, None, [4, 6], 0.1)],
+        "add_rms_norm_backward": [(dy, r.detach(), plain, v, None, [6], None) for v in (weight, None)],
+        "swiglu": [(x, r)],
+        "swiglu_backward": [(dy, plain, r.detach())],
+        "softmax": [(x, -1), (x, 0)],
+        "softmax_backward": [(dy, plain.softmax(-1), -1), (dy, plain.softmax(-2), -2)],
+        "cross_entropy": [(x, target, -100, "mean", 0.1), (x, target, 5, "none", 0.0), (x, target, 5, "sum", 0.0)],
+        "cross_entropy_backward": [
+            (loss_dy, plain, target, None, -100, "mean", 0.1),
+            (loss_dy, plain, target, torch.randn_like(plain), -100, "sum", 0.1),
+            (dy[:, 0].contiguous(), plain, target, None, 5, "none", 0.0),
+        ],
         "add": [(x, torch.randn_like(x.detach()).requires_grad_())],
         "gelu": [(x, "none"), (x, "tanh")],
         "gelu_backward": [(dy, x.detach(), "none"), (dy, x.detach(), "tanh")],
@@ -241,7 +296,7 @@ def test_odd_numbers_as_torch(name, dtype, where):
     w, b = torch.ones(6, dtype=dtype, device=where), torch.zeros(6, dtype=dtype, device=where)
     # in float64: torch's float32 gelu(inf) is NaN on some processors
     got, expected = function(x, w, b), reference(x.double(), w.double(), b.double()).to(dtype)
-    if name.startswith("layer_norm"):  # the squares of info.max overflow, in one way or another
+    if "norm" in name:  # the squares of info.max overflow, in one way or another
         rest = [i for i, v in enumerate(odd) if abs(v) != info.max]
         got, expected = got[rest], expected[rest]
     tolerance = {
@@ -591,15 +646,19 @@ LAYER_NORMS = [
 
 @pytest.mark.parametrize(("args", "kwargs"), LAYER_NORMS, ids=str)
 def test_layer_norm_module_is_torchs(args, kwargs):
+    assert issubclass(ours.LayerNorm, torch.nn.LayerNorm)
+    check_module(ours.LayerNorm, torch.nn.LayerNorm, args, kwargs)
+
+
+def check_module(kind, its, args, kwargs):
     torch.manual_seed(0)
-    theirs, mine = torch.nn.LayerNorm(*args, **kwargs), ours.LayerNorm(*args, **kwargs)
-    assert isinstance(mine, torch.nn.LayerNorm)
+    theirs, mine = its(*args, **kwargs), kind(*args, **kwargs)
     assert [n for n, _ in mine.named_parameters()] == [n for n, _ in theirs.named_parameters()]
     with torch.no_grad():
         for p in theirs.parameters():
             p.normal_()
     mine.load_state_dict(theirs.state_dict())
-    again = torch.nn.LayerNorm(*args, **kwargs)
+    again = its(*args, **kwargs)
     again.load_state_dict(mine.state_dict())
     dtype = next((p.dtype for p in theirs.parameters()), torch.float32)
     x = torch.randn(3, 4, 6, dtype=dtype, requires_grad=True)
@@ -614,6 +673,22 @@ def test_layer_norm_module_is_torchs(args, kwargs):
     for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b, **kwargs)
     assert repr(mine) == repr(theirs)
+
+
+RMS_NORMS = [
+    ((6,), {}),
+    ((6,), {"eps": 0.1}),
+    (([4, 6],), {}),
+    ((6,), {"elementwise_affine": False}),
+    ((6,), {"dtype": torch.float64}),
+    ((6, 1e-3, True, "cpu", torch.bfloat16), {}),
+]
+
+
+@pytest.mark.parametrize(("args", "kwargs"), RMS_NORMS, ids=str)
+def test_rms_norm_module_is_torchs(args, kwargs):
+    assert issubclass(ours.RMSNorm, torch.nn.RMSNorm)
+    check_module(ours.RMSNorm, torch.nn.RMSNorm, args, kwargs)
 
 
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
@@ -657,6 +732,84 @@ def test_a_module_trains_as_torchs():
         losses.append(curve)
     assert losses[0][-1] < 0.5 * losses[0][0]
     assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+
+
+# ------------------------------------------------------------------------------------------------------ cross_entropy
+
+KINDS = [
+    {},
+    {"reduction": "none"},
+    {"reduction": "sum", "ignore_index": 5},
+    {"label_smoothing": 0.1, "ignore_index": 2},
+    {"reduction": "none", "label_smoothing": 0.3},
+]
+
+
+def scores(where="cpu", dtype=torch.float64, rows=7, classes=6):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(rows, classes, generator=generator, dtype=torch.float64).to(where, dtype).requires_grad_()
+    return x, torch.randint(0, classes, (rows,), generator=generator).to(where)
+
+
+@ON
+@pytest.mark.parametrize("integer", [torch.int64, torch.int32], ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_cross_entropy_as_torch(kind, integer, where):
+    x, target = scores(where)
+    y, expected = ours.cross_entropy(x, target.to(integer), **kind), F.cross_entropy(x, target, **kind)
+    close(y, expected)
+    dy = torch.randn(y.shape, dtype=y.dtype, device=where)
+    close(torch.autograd.grad(y, x, dy), torch.autograd.grad(expected, x, dy))
+
+
+@ON
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_cross_entropy_transformed_and_compiled(kind, where):
+    x, target = scores(where)
+
+    def of(f):
+        def loss(x, t):
+            return f(x, t, **kind).sum()
+
+        singly = torch.func.vmap(torch.func.grad(loss))(x.detach()[:, None], target[:, None])
+        return torch.func.grad(loss)(x.detach(), target), torch.nan_to_num(singly)
+
+    for a, b in zip(of(ours.cross_entropy), of(F.cross_entropy), strict=True):
+        close(a, b)
+    compiled = torch.compile(lambda x, t: ours.cross_entropy(x, t, **kind), backend="aot_eager", fullgraph=True)
+    results = [(y, torch.autograd.grad(y.sum(), x)) for y in (compiled(x, target), F.cross_entropy(x, target, **kind))]
+    close(*results)
+
+
+@ON
+def test_cross_entropy_of_no_rows_and_of_none_that_count(where):
+    x, target = scores(where, rows=0)
+    assert ours.cross_entropy(x, target).isnan()
+    assert ours.cross_entropy(x, target, reduction="sum") == 0
+    x, target = scores(where)
+    assert ours.cross_entropy(x, torch.full_like(target, -100)).isnan()
+
+
+def test_cross_entropy_refuses_a_class_that_there_is_not():
+    x, target = scores()
+    for wrong in (6, -1, 1 << 40):
+        target[3] = wrong
+        said = rf"cross_entropy: target\[3\] is {wrong}, expected 0 to 5, or ignore_index, which is -100"
+        with pytest.raises(ValueError, match=said):
+            ours.cross_entropy(x, target)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="torch finds no GPU")
+@pytest.mark.parametrize("classes", [6, 8, 4096, 40000, 65536])
+def test_cross_entropy_of_a_class_that_there_is_not_is_nan_on_a_gpu(classes):
+    x, target = scores("cuda", torch.float32, classes=classes)
+    for wrong in (classes, -1, 1 << 40):
+        target[3] = wrong
+        y = ours.cross_entropy(x, target, reduction="none")
+        assert y.isnan().nonzero().tolist() == [[3]]
+        dx = torch.autograd.grad(y.sum(), x)[0]
+        assert dx.isnan().any(-1).nonzero().tolist() == [[3]]
 
 
 # ----------------------------------------------------------------------------------------------------------------- GPU
