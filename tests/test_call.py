@@ -46,6 +46,16 @@ for dtype in ("float16", "float32", "float64"):
             w, b = array(*shape[-1:]), array(*shape[-1:])
             show("layer_norm", frontend.layer_norm(x, shape[-1:], w, b), frontend.layer_norm(x, shape[-1:], None, b))
             show("backward", *frontend.layer_norm_backward(dy, x, shape[-1:], w, b))
+            show("rms_norm", frontend.rms_norm(x, shape[-1:], w), *frontend.rms_norm_backward(dy, x, shape[-1:], w))
+            for name, affine in (("add_layer_norm", (w, b)), ("add_rms_norm", (w,))):
+                show(name, *getattr(frontend, name)(x, dy, shape[-1:], *affine))
+                show(name, *getattr(frontend, name + "_backward")((dy, x), x, dy, shape[-1:], *affine))
+            target = random.integers(0, shape[-1], shape[:1])
+            show("swiglu", frontend.swiglu(x, dy), *frontend.swiglu_backward(dy, x, dy))
+            show("softmax", frontend.softmax(x, 0), frontend.softmax_backward(dy, x))
+            if len(target):
+                show("cross_entropy", frontend.cross_entropy(x, target, reduction="sum", label_smoothing=0.1))
+                show("cross_entropy", frontend.cross_entropy_backward(dy[0, :1].reshape(()), x, target))
 """
 )
 
@@ -62,6 +72,10 @@ for dtype in (torch.bfloat16, torch.float32, torch.float64):
         if shape:
             w, b = array(*shape[-1:]), array(*shape[-1:])
             results += [frontend.layer_norm(x, shape[-1:], w, b), frontend.layer_norm(x.mT, x.mT.shape[-1:]).mT]
+            results += [frontend.rms_norm(x, shape[-1:], w), *frontend.add_rms_norm(x, z, shape[-1:], w)]
+            results += [*frontend.add_layer_norm(x, z, shape[-1:], w, b), frontend.swiglu(x, z), frontend.softmax(x, 0)]
+            target = torch.zeros(shape[:1], dtype=torch.int32)
+            results += [frontend.cross_entropy(x, target, reduction="sum")]
         show("results", *results)
         sum(results).sum().backward()
         show("gradients", x.grad, z.grad, *((w.grad, b.grad) if shape else ()))
@@ -121,6 +135,10 @@ for dtype in ("float16", "float32", "float64"):
         x, dy, w, b = (random.normal(size=s).astype(dtype) for s in (shape, shape, shape[-1:], shape[-1:]))
         results += [frontend.add(x, dy), frontend.layer_norm(x, shape[-1], w, b)]
         results += frontend.layer_norm_backward(dy, x, shape[-1], w, b)
+        results += [frontend.rms_norm(x, shape[-1], w), *frontend.add_layer_norm(x, dy, shape[-1], w, b)]
+        results += frontend.rms_norm_backward(dy, x, shape[-1], w)
+        results += [*frontend.add_rms_norm(x, dy, shape[-1], w), frontend.swiglu(x, dy), frontend.softmax(x)]
+        results += frontend.swiglu_backward(dy, x, dy)
         for approximate in ("none", "tanh"):
             results += [frontend.gelu(8 * x, approximate), frontend.gelu_backward(dy, 8 * x, approximate)]
 np.savez(sys.stdout.buffer, *results)

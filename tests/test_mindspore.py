@@ -206,6 +206,27 @@ def test_layer_norm_cell_is_mindspores(mode, args, kwargs):
     assert not ms.load_param_into_net(again, mine.parameters_dict())[0]
 
 
+class RMSNormAsWritten(nn.Cell):
+    def __init__(self, gamma):
+        super().__init__()
+        self.gamma = gamma
+
+    def construct(self, x):
+        return x * ops.rsqrt((x * x).mean(-1, keep_dims=True) + 0.1) * self.gamma
+
+
+@MODES
+def test_rms_norm_cell(mode):
+    ms.set_context(mode=mode)
+    cell = ours.RMSNorm(6, eps=0.1)
+    (weight,) = cell.get_parameters()
+    weight.set_data(tensors()[1])
+    x, expected = tensors()[0], RMSNormAsWritten(tensors()[1])
+    close(cell(x), expected(x))
+    close(ms.grad(Loss(cell))(x), ms.grad(Loss(expected))(x), 1e-3)
+    assert not list(ours.RMSNorm(6, elementwise_affine=False).get_parameters())
+
+
 @MODES
 @pytest.mark.parametrize("args", [(), (True,), (False,)], ids=str)
 def test_gelu_cell_is_mindspores(mode, args):

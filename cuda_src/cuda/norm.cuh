@@ -92,11 +92,14 @@ struct NormForward {
   A eps;
 };
 
-constexpr int kForwardVectors = 4, kForwardLongVectors = 4, kForwardWarpBlock = 256, kForwardResident = 1024;
+// Vectors of a row, and of one that is longer than a block, that a thread takes; warps of a block that is not to be in
+// a cluster; threads of a block that has whole rows in its warps, and how many a multiprocessor is to hold of them.
+constexpr int kForwardVectors = 4, kForwardLongVectors = 4, kForwardWarps = 16, kForwardWarpBlock = 256;
+constexpr int kForwardResident = 1024;
 
 // Rows that a warp, a block or a cluster takes one after another. With one, it is loaded into registers: many blocks
 // that come and go keep the memory busy. With several, or all (0), the next travels while one is worked on.
-constexpr int kWarpTurns = 1, kBlockTurns = 1, kClusterTurns = 1;
+constexpr int kWarpTurns = 1, kBlockTurns = 1, kClusterTurns = 0;
 template <Span kSpan>
 constexpr int kForwardTurns = kSpan == Span::warp    ? kWarpTurns
                               : kSpan == Span::block ? kBlockTurns
@@ -236,9 +239,12 @@ struct NormBackwardTensors {
 
 // A thread keeps kSums sums for each of its columns, of which it has twice as many where a value has 16 bits: 128
 // registers, and so 512 threads on a multiprocessor, or some 80 and 768.
+constexpr int kBackwardVectors = 2, kBackwardLongVectors = 4;
 constexpr int kBackwardThreads = 512, kBackwardWarpBlock = 256, kStages = 2;
-template <typename T>
-constexpr int kBackwardResident = sizeof(T) == 4 ? 768 : 512;
+template <typename T, int kVectors>
+constexpr int kBackwardResident = kVectors <= 2    ? 1024
+                                  : sizeof(T) == 4 ? 768
+                                                   : 512;
 
 template <int kSize, typename A>
 __device__ inline void store_sums(A *to, const A (&sums)[kSize]) {
@@ -286,7 +292,8 @@ __device__ inline void write_partials(A (&sums)[kSums][Shape::kVectors][Shape::k
 
 template <class Shape, bool kCentred, bool kAdd, typename T, typename A>
 __global__ void __launch_bounds__(Shape::kSpan == Span::warp ? kBackwardWarpBlock : kBackwardThreads,
-                                  Shape::kSpan == Span::warp ? kBackwardResident<T> / kBackwardWarpBlock : 1)
+                                  kBackwardResident<T, Shape::kVectors> /
+                                      (Shape::kSpan == Span::warp ? kBackwardWarpBlock : kBackwardThreads))
     norm_backward_kernel(NormBackwardTensors<T, A> a) {
   constexpr int kStats = kCentred ? 2 : 1, kSums = kCentred ? 2 : 1;
   RowPart<Shape> part(a.cols, a.rows);
@@ -361,11 +368,15 @@ __global__ void __launch_bounds__(Shape::kSpan == Span::warp ? kBackwardWarpBloc
 // Adds the rows of partials, (rows, kSums, cols), in a fixed order: blockIdx.y 0 gives dweight and 1 dbias. No rows:
 // zeros.
 constexpr int kSumCols = 16, kSumRows = 32;
+constexpr bool kSumsOverlap = false;  // whether it is launched while the kernel before it ends
 
 template <typename T, typename A>
 __global__ void __launch_bounds__(kSumCols *kSumRows)
     sum_partials_kernel(const A *partials, T *dweight, T *dbias, int64_t rows, int64_t cols) {
   __shared__ A sums[kSumRows][kSumCols];
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");  // for the partials
+#endif
   T *out = blockIdx.y == 0 ? dweight : dbias;
   if (!out) return;
   for (int64_t first = int64_t{blockIdx.x} * kSumCols; first < cols; first += int64_t{gridDim.x} * kSumCols) {
@@ -488,7 +499,7 @@ Status norm_shape(const char *op, const NormForward<T, A> &a, const RowPlan &pla
 
 template <bool kCentred, bool kAdd, typename T, typename A>
 Status norm_rows(const char *op, const NormForward<T, A> &a, const DeviceLimits &device, void *stream) {
-  constexpr RowLimits most = {kForwardVectors, kForwardLongVectors, kMaxBlockWarps, 16 * (kAdd ? 2 : 1)};
+  constexpr RowLimits most = {kForwardVectors, kForwardLongVectors, kForwardWarps, kMaxBlockWarps, 16 * (kAdd ? 2 : 1)};
   RowPlan plan;
   if (a.cols > 0 && a.cols % kVectorSize<T> == 0 && aligned(a.x, a.residual, a.weight, a.bias, a.y, a.h))
     plan = plan_rows(a.cols / kVectorSize<T>, most, device);
@@ -543,18 +554,18 @@ Status norm_backward_any(const char *op, const NormBackwardTensors<T, A> &a, int
 template <bool kCentred, bool kAdd, typename T, typename A>
 Status norm_backward_rows(const char *op, const NormBackwardTensors<T, A> &a, const DeviceLimits &device,
                           int64_t *partial_rows, void *stream) {
-  constexpr int kVectors = 4, kRows = kAdd ? 3 : 2;
-  constexpr RowLimits most = {kVectors, kVectors, kBackwardThreads / 32, kRows * kStages * 16};
+  constexpr int kRows = kAdd ? 3 : 2, kWarps = kBackwardThreads / 32;
+  constexpr RowLimits most = {kBackwardVectors, kBackwardLongVectors, kWarps, kWarps, kRows * kStages * 16};
   RowPlan plan;
   if (a.cols % kVectorSize<T> == 0 && aligned(a.dy, a.dh, a.x, a.weight, a.dx, a.partials))
     plan = plan_rows(a.cols / kVectorSize<T>, most, device);
   if (plan.lanes == 0) return norm_backward_any<kCentred, kAdd>(op, a, *partial_rows, stream);
-  return dispatch_rows<T, kVectors, kVectors>(plan, [&](auto shape) {
+  return dispatch_rows<T, kBackwardVectors, kBackwardLongVectors>(plan, [&](auto shape) {
     using Shape = decltype(shape);
     constexpr auto kernel = norm_backward_kernel<Shape, kCentred, kAdd, T, A>;
     RowGrid grid;
-    AOT_TRY((row_grid<kernel, Shape, Inbox<Shape, kRows, kStages>>(op, plan, device, kBackwardResident<T>,
-                                                                   kBackwardWarpBlock, a.rows, *partial_rows, &grid)));
+    AOT_TRY((row_grid<kernel, Shape, Inbox<Shape, kRows, kStages>>(
+        op, plan, device, kBackwardResident<T, Shape::kVectors>, kBackwardWarpBlock, a.rows, *partial_rows, &grid)));
     *partial_rows = grid.blocks / plan.cluster;
     return launch_clusters(op, kernel, grid.blocks, grid.threads, plan.cluster, grid.shared, stream, a);
   });
@@ -590,9 +601,14 @@ Status norm_backward_cuda(const Op &op, const Tensor *in, const Tensor *out, voi
     if (x.size() > 0) AOT_TRY((norm_backward_rows<kCentred, Op::kAdd>(Op::name, a, device, &partials, stream)));
     if (!sums) return kOk;
     dim3 grid(grid_size(ceil_div(cols, kSumCols)), Op::kSums), block(kSumCols, kSumRows);
-    sum_partials_kernel<T, A><<<grid, block, 0, static_cast<cudaStream_t>(stream)>>>(a.partials, dweight.as<T>(),
-                                                                                     dbias.as<T>(), partials, cols);
-    return check_launch(Op::name);
+    cudaLaunchAttribute overlap = {};
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {
+        grid, block, 0, static_cast<cudaStream_t>(stream), &overlap, kSumsOverlap && device.clusters ? 1u : 0u};
+    const A *from = a.partials;
+    return check_cuda(Op::name, cudaLaunchKernelEx(&config, sum_partials_kernel<T, A>, from, dweight.as<T>(),
+                                                   dbias.as<T>(), partials, cols));
   });
 }
 

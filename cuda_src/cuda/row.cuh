@@ -146,15 +146,15 @@ struct RowPlan {
   int cluster = 1;  // blocks of a row
 };
 
-// A kernel's limits: vectors that a thread takes, of a row within a block and of a longer one; warps of a block (16 or
-// 32, though from 16 on a row rather spans blocks); bytes of shared memory that a thread needs for each vector.
+// A kernel's limits: vectors that a thread takes, of a row within a block and of a longer one; warps of a block, before
+// a row rather spans blocks, and where even a cluster would not hold it; bytes of shared memory for each vector.
 struct RowLimits {
-  int vectors, long_vectors, warps, bytes;
+  int vectors, long_vectors, warps, most_warps, bytes;
 };
 
 // For rows of so many vectors.
 inline RowPlan plan_rows(int64_t vectors, const RowLimits &most, const DeviceLimits &device) {
-  constexpr int kForExchange = 8 << 10;
+  constexpr int kForExchange = 9 << 10;  // 2 sets of 256 warps of two doubles, and their barriers
   RowPlan plan;
   for (int lanes : {8, 16, 32})
     for (int v = lanes == 8 ? 1 : most.vectors / 2 + 1; v <= most.vectors; ++v)
@@ -164,9 +164,8 @@ inline RowPlan plan_rows(int64_t vectors, const RowLimits &most, const DeviceLim
     if (needed > warps || needed * 32 * v * most.bytes > device.shared_memory - kForExchange) return false;
     return plan.lanes = 32, plan.vectors = v, plan.warps = static_cast<int>(needed), plan.cluster = cluster, true;
   };
-  for (int v = most.vectors; v <= most.long_vectors; v *= 2)
-    if (try_block(v, 16, 1)) return plan;
-  for (int warps = 16; warps <= most.warps; warps *= 2)
+  if (try_block(most.vectors, most.warps, 1)) return plan;
+  for (int warps = most.warps; warps <= most.most_warps; warps *= 2)
     for (int cluster = 1; cluster <= (device.clusters ? kMaxCluster : 1); cluster *= 2)
       if (try_block(most.long_vectors, warps, cluster)) return plan;
   return plan;
