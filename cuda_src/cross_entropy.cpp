@@ -67,6 +67,7 @@ struct CrossEntropyRow {
         write(slope, target, scale,
               [=](int64_t j, auto part) { return exp_nonpositive<T>(load(x + j, part) - s.top) * p_scale; });
     }
+    if (target < 0 || target >= n) return __builtin_nan("");  // it has changed since it was checked
     const double log_sum = __builtin_log(s.sum), loss = log_sum - (static_cast<double>(load_one(x + target)) - s.top);
     return smooth ? (1 - smoothing) * loss + smoothing * (log_sum - s.rest / n) : loss;
   }
@@ -100,13 +101,14 @@ void cross_entropy_loop(const T *x, Targets targets, T *slope, int64_t rows, int
     for (int64_t i = begin; i < end; ++i) {
       const T *here = x + i * n, *next = i + 1 < end ? here + n : here;
       T *there = slope ? slope + i * n : nullptr;
-      if (targets.ignored(i)) {
+      const int64_t target = targets[i];
+      if (target == targets.ignore_index) {
         tell(i, 0);
         if (there) row.clear(there);
         continue;
       }
-      tell(i, smoothing > 0 ? row.template run<true>(here, next, targets[i], scale(i), there, buffer)
-                            : row.template run<false>(here, next, targets[i], scale(i), there, buffer));
+      tell(i, smoothing > 0 ? row.template run<true>(here, next, target, scale(i), there, buffer)
+                            : row.template run<false>(here, next, target, scale(i), there, buffer));
     }
     if (stream) end_stream();
   });
