@@ -409,3 +409,23 @@ class GELU(torch.nn.GELU):
 
     def forward(self, x: Tensor) -> Tensor:
         return gelu(x, self.approximate)  # type: ignore[name-defined] # noqa: F821
+
+
+class Softmax(torch.nn.Softmax):
+    """``torch.nn.Softmax`` on the library's kernel: the same argument."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.dim is None:  # torch warns, and chooses an axis
+            return super().forward(x)
+        return softmax(x, self.dim)  # type: ignore[name-defined] # noqa: F821
+
+
+class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
+    """``torch.nn.CrossEntropyLoss`` on the library's kernel: the same arguments. With weights of classes, with targets
+    that are probabilities, and with more axes than (N, C) it is torch's own."""
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        if self.weight is not None or target.is_floating_point() or x.dim() > 2:
+            return super().forward(x, target)
+        options = self.ignore_index, self.reduction, self.label_smoothing
+        return cross_entropy(x, target, *options)  # type: ignore[name-defined] # noqa: F821
