@@ -25,6 +25,9 @@ aot::Status aot::fail(Status status, const char *format, ...) noexcept {
   return status;
 }
 
+const char aot::kFloat16[] = "float16", aot::kBFloat16[] = "bfloat16", aot::kFloat32[] = "float32",
+           aot::kFloat64[] = "float64";
+
 // The calling thread's last error, once; where it has none, the latest of any thread.
 AOT_API const char *aot_last_error() {
   std::lock_guard<std::mutex> hold(latest_lock);

@@ -178,7 +178,7 @@ const char *type_name(void *object) {
 }
 
 const char *dlpack_dtype(const DLTensor &t) {
-  if (t.code == 2 && t.bits == 32) return "float32";
+  if (t.code == 2 && t.bits == 32) return kFloat32;
   constexpr const char *ints[] = {"int8", "int16", "int32", "int64"},
                        *uints[] = {"uint8", "uint16", "uint32", "uint64"};
   int size = t.bits == 8 ? 0 : t.bits == 16 ? 1 : t.bits == 32 ? 2 : 3;
@@ -188,9 +188,9 @@ const char *dlpack_dtype(const DLTensor &t) {
     case 1:
       return uints[size];
     case 2:
-      return t.bits == 32 ? "float32" : t.bits == 64 ? "float64" : "float16";
+      return t.bits == 64 ? kFloat64 : kFloat16;
     case 4:
-      return "bfloat16";
+      return kBFloat16;
     case 5:
       return t.bits == 64 ? "complex64" : "complex128";
     case 6:
