@@ -16,7 +16,7 @@ def axes(normalized_shape):
 
 def partial_rows(rows, cols):
     """Rows of partial sums that a backward keeps; cuda_src/norm.h has the same rule and its reason."""
-    fit = min(max((1 << 21) // max(cols, 1), 16), 1056)
+    fit = min(max((9 << 18) // max(cols, 1), 16), 528)
     return min(rows, fit) if isinstance(rows, int) else fit
 
 

@@ -39,13 +39,18 @@ __device__ inline Normal<double> normal(double x) {
 }
 
 // T is what is read and written, A what is computed in. (1 + tanh(u)) / 2 is the logistic function of 2 u, which keeps
-// its relative error where tanh comes near -1.
+// its relative error where tanh comes near -1; and where that comes near 1, what it lacks is subtracted from x.
 template <typename T, bool kTanh, typename A>
 __device__ inline A gelu(A x) {
   constexpr bool kFast = sizeof(T) == 2;
   if constexpr (kTanh) {
     A u2 = x * (A(2 * kTanhScale) + A(2 * kTanhScale * kTanhCubic) * (x * x));
-    return x * sigmoid<T>(u2);
+    if constexpr (kFast) {
+      return x * sigmoid<T>(u2);
+    } else {
+      A tail = sigmoid_tail<T>(abs(u2));
+      return x < 0 ? x * tail : tail == 0 ? x : x - x * tail;
+    }
   } else {
     if constexpr (kFast) return x * fast_normal(x).distribution;
     else return x * normal(x).distribution;
@@ -59,8 +64,13 @@ __device__ inline A gelu_slope(A x) {
     A square = x * x;
     A u2 = x * (A(2 * kTanhScale) + A(2 * kTanhScale * kTanhCubic) * square);
     A du2 = A(2 * kTanhScale) + A(6 * kTanhScale * kTanhCubic) * square;
-    A s = sigmoid<T>(u2);
-    return s + x * (s - s * s) * du2;
+    if constexpr (kFast) {
+      A s = sigmoid<T>(u2);
+      return s + x * (s - s * s) * du2;
+    } else {
+      A tail = sigmoid_tail<T>(abs(u2));
+      return (x < 0 ? tail : 1 - tail) + x * (tail - tail * tail) * du2;
+    }
   } else {
     Normal<A> phi;
     if constexpr (kFast) phi = fast_normal(x);

@@ -17,8 +17,8 @@ inline namespace AOT_ISA {
 // Rows of partial sums that a backward keeps for dweight and dbias: what fits in about 2M elements, so that their
 // traffic stays small beside x's, and no more than there are rows. aotops/norm.py has the same rule.
 inline int64_t partial_rows(int64_t rows, int64_t cols) {
-  int64_t fit = (int64_t{1} << 21) / (cols > 0 ? cols : 1);
-  fit = fit < 16 ? 16 : fit > 1056 ? 1056 : fit;
+  int64_t fit = (int64_t{9} << 18) / (cols > 0 ? cols : 1);
+  fit = fit < 16 ? 16 : fit > 528 ? 528 : fit;
   return rows >= 0 && rows < fit ? rows : fit;
 }
 

@@ -7,6 +7,7 @@
 #include <mutex>
 
 #include "../aot.h"
+#include "reduce.cuh"
 #include "vector.cuh"
 
 namespace aot {
@@ -93,10 +94,12 @@ struct ClusterLaunch {
   ClusterLaunch(const ClusterLaunch &) = delete;
 };
 
-// Lets a kernel ask for so much shared memory.
+// Lets a kernel ask for so much shared memory, and for a cluster larger than those that every device grants.
 template <class Kernel>
-Status allow_shared(const char *op, Kernel *kernel, int shared) {
-  constexpr int kWithoutAsking = 32 << 10;  // of 48 KB, which are for what a kernel declares too: exchanges, 8 KB
+Status allow(const char *op, Kernel *kernel, int cluster, int shared) {
+  constexpr int kWithoutAsking = 30 << 10;  // of 48 KB, which are for what a kernel declares too: exchanges, 17 KB
+  if (cluster > kMaxCluster)
+    AOT_TRY(check_cuda(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1)));
   if (shared <= kWithoutAsking) return kOk;
   return check_cuda(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
 }
@@ -104,13 +107,14 @@ Status allow_shared(const char *op, Kernel *kernel, int shared) {
 template <typename... Parameters, typename... Arguments>
 Status launch_clusters(const char *op, void (*kernel)(Parameters...), unsigned grid, unsigned block, int cluster,
                        int shared, void *stream, Arguments... arguments) {
-  AOT_TRY(allow_shared(op, kernel, shared));
+  AOT_TRY(allow(op, kernel, cluster, shared));
   ClusterLaunch launch(grid, block, cluster, shared, stream);
   return check_cuda(op, cudaLaunchKernelEx(&launch.config, kernel, static_cast<Parameters>(arguments)...));
 }
 
-// How many clusters of a kernel the device holds at once. A cluster lives within a group of multiprocessors, whose size
-// need not be a multiple of the cluster's: of 132 multiprocessors, 33 clusters of 4 blocks may find room for 32.
+// How many clusters of a kernel the device holds at once; 0 of those that it does not grant. A cluster lives within a
+// group of multiprocessors, whose size need not be a multiple of the cluster's: of 132 multiprocessors, 33 clusters of
+// 4 blocks may find room for 32.
 template <auto kernel>
 Status clusters_at_once(const char *op, unsigned block, int cluster, int shared, int64_t *result) {
   static std::atomic<uint64_t> known;  // of the latest question to this kernel, and its answer
@@ -118,10 +122,12 @@ Status clusters_at_once(const char *op, unsigned block, int cluster, int shared,
   AOT_TRY(check_cuda(op, cudaGetDevice(&device)));
   uint64_t question = (uint64_t(device) << 24 | uint64_t(cluster) << 16 | block) << 20, answer = known;
   if (answer >> 20 << 20 == question) return *result = answer & 0xfffff, kOk;
-  AOT_TRY(allow_shared(op, kernel, shared));
+  AOT_TRY(allow(op, kernel, cluster, shared));
   ClusterLaunch launch(cluster, block, cluster, shared, nullptr);
-  AOT_TRY(check_cuda(op, cudaOccupancyMaxActiveClusters(&clusters, kernel, &launch.config)));
-  *result = std::max(clusters, 1);
+  cudaError_t error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &launch.config);
+  if (error == cudaErrorInvalidClusterSize) error = cudaGetLastError(), error = cudaSuccess, clusters = 0;
+  AOT_TRY(check_cuda(op, error));
+  *result = clusters;
   known = question | static_cast<uint64_t>(*result);
   return kOk;
 }

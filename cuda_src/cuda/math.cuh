@@ -30,18 +30,28 @@ __device__ inline A exponential(A x) {
   else return exp(x);
 }
 
+// 1 / (1 + e^a) for a >= 0: sigmoid(-a), to its last digits where it is small.
+template <typename T, typename A>
+__device__ inline A sigmoid_tail(A a) {
+  if constexpr (sizeof(T) == 2) {
+    return fast_reciprocal(1 + fast_exp2(a * static_cast<float>(kLog2E)));
+  } else if constexpr (sizeof(T) == 4) {
+    // The hardware's reciprocal of 1 <= d <= 2 and a step of Newton's: a division would be a branch and a call.
+    float e = expf(-a), d = 1 + e, r = fast_reciprocal(d);
+    return e * fmaf(r, fmaf(-d, r, 1.0f), r);
+  } else {
+    return 1 / (1 + exp(a));
+  }
+}
+
 // 1 / (1 + e^-x)
 template <typename T, typename A>
 __device__ inline A sigmoid(A x) {
   if constexpr (sizeof(T) == 2) {
     return fast_reciprocal(1 + fast_exp2(x * static_cast<float>(-kLog2E)));
-  } else if constexpr (sizeof(T) == 4) {
-    // The hardware's reciprocal of 1 <= d <= 2 and a step of Newton's: a division would be a branch and a call.
-    float e = expf(-fabsf(x)), d = 1 + e, r = fast_reciprocal(d);
-    r = fmaf(r, fmaf(-d, r, 1.0f), r);
-    return x < 0 ? e * r : r;
   } else {
-    return 1 / (1 + exp(-x));
+    A tail = sigmoid_tail<T>(abs(x));
+    return x < 0 ? tail : 1 - tail;
   }
 }
 

@@ -54,31 +54,39 @@ __device__ inline A sum_share_squares(Vector<typename Shape::T> (&v)[Shape::kVec
   return sum_lanes<Shape::kLanes>(squares);
 }
 
-template <class Shape, bool kCentred, typename A>
-using NormExchange = RowExchange<Shape, std::conditional_t<kCentred, Moments<A>, Sums<1, A>>>;
+// What the warps of a row tell each other.
+template <bool kCentred, typename A>
+using Share = std::conditional_t<kCentred, Moments<A>, Sums<1, A>>;
 
 // Of a row that is in registers, in two passes over each warp's share: its mean, then the squares around that. The
 // shares' moments combine without loss (Chan, Golub and LeVeque 1983), so that a row of several warps needs one
 // exchange only.
-template <bool kCentred, class Shape, class Exchange, typename A>
-__device__ inline Moments<A> row_moments(Vector<typename Shape::T> (&v)[Shape::kVectors], const RowPart<Shape> &part,
-                                         A one_over_share, A one_over_cols, Exchange &exchange) {
-  A mean = 0;
-  if constexpr (kCentred) mean = sum_share<Shape, A>(v) * one_over_share;
-  A squares = sum_share_squares(v, part, mean);
-  if constexpr (Shape::kSpan == Span::warp) return {mean, squares};
-  else if constexpr (!kCentred) return {A(0), sum_warps(Sums<1, A>{{squares}}, exchange).value[0]};
-  else {
-    const Moments<A> *all = exchange.all({mean, squares});
-    A sum = squares = 0;
-#pragma unroll 1
-    for (int w = lane_index(); w < exchange.warps(); w += 32) sum += part.share(w) * all[w].mean;
-    mean = sum_lanes<32>(sum) * one_over_cols;
-#pragma unroll 1
-    for (int w = lane_index(); w < exchange.warps(); w += 32)
-      squares += all[w].squares + part.share(w) * (all[w].mean - mean) * (all[w].mean - mean);
-    return {mean, sum_lanes<32>(squares)};
+template <bool kCentred, class Shape, typename A>
+__device__ inline Share<kCentred, A> share_moments(Vector<typename Shape::T> (&v)[Shape::kVectors],
+                                                   const RowPart<Shape> &part, A one_over_share) {
+  if constexpr (kCentred) {
+    A mean = sum_share<Shape, A>(v) * one_over_share;
+    return {mean, sum_share_squares(v, part, mean)};
+  } else {
+    return {{sum_share_squares(v, part, A(0))}};
   }
+}
+
+template <class Shape, typename A>
+__device__ inline Moments<A> combine_shares(const Moments<A> *all, int warps, const RowPart<Shape> &part,
+                                            A one_over_cols) {
+  A sum = 0, squares = 0;
+#pragma unroll 1
+  for (int w = lane_index(); w < warps; w += 32) sum += part.share(w) * all[w].mean;
+  A mean = sum_lanes<32>(sum) * one_over_cols;
+#pragma unroll 1
+  for (int w = lane_index(); w < warps; w += 32)
+    squares += all[w].squares + part.share(w) * (all[w].mean - mean) * (all[w].mean - mean);
+  return {mean, sum_lanes<32>(squares)};
+}
+template <class Shape, typename A>
+__device__ inline Moments<A> combine_shares(const Sums<1, A> *all, int warps, const RowPart<Shape> &, A) {
+  return {A(0), combine_sums(all, warps).value[0]};
 }
 
 // --------------------------------------------------------------------------------------------------------- forward
@@ -92,24 +100,13 @@ struct NormForward {
   A eps;
 };
 
-// Vectors of a row, and of one that is longer than a block, that a thread takes; warps of a block that is not to be in
-// a cluster; threads of a block that has whole rows in its warps, and how many a multiprocessor is to hold of them.
-constexpr int kForwardVectors = 4, kForwardLongVectors = 4, kForwardWarps = 16, kForwardWarpBlock = 256;
-constexpr int kForwardResident = 1024;
-
-// Rows that a warp, a block or a cluster takes one after another. With one, it is loaded into registers: many blocks
-// that come and go keep the memory busy. With several, or all (0), the next travels while one is worked on.
-constexpr int kWarpTurns = 1, kBlockTurns = 1, kClusterTurns = 0;
-template <Span kSpan>
-constexpr int kForwardTurns = kSpan == Span::warp    ? kWarpTurns
-                              : kSpan == Span::block ? kBlockTurns
-                                                     : kClusterTurns;
-
 // The parameters are read before the row has come, if a thread has as few vectors as kEarlyVectors; else after, for
 // kGroup of them at once.
 constexpr int kEarlyVectors = 2;
-template <Span kSpan, bool kCentred>
-constexpr int kGroup = (kCentred ? 2 : 4) / (kSpan == Span::cluster ? 2 : 1);
+template <int kVectors, bool kCentred>
+constexpr int kGroup = !kCentred       ? 4
+                       : kVectors <= 4 ? 2
+                                       : 1;
 
 template <typename T>
 __device__ inline Vector<T> add_vectors(const Vector<T> &a, const Vector<T> &b) {
@@ -133,33 +130,38 @@ __device__ inline Vector<T> scaled(const Vector<T> &v, A mean, A rstd, const Vec
   return narrow(y);
 }
 
-template <class Shape, bool kCentred, bool kAdd, typename T, typename A>
-__global__ void __launch_bounds__(Shape::kSpan == Span::warp ? kForwardWarpBlock : 32 * kMaxBlockWarps,
-                                  Shape::kSpan == Span::warp ? kForwardResident / kForwardWarpBlock : 1)
-    norm_kernel(NormForward<T, A> a) {
-  constexpr int kVectors = Shape::kVectors, kTurns = kForwardTurns<Shape::kSpan>,
-                kTogether = kGroup<Shape::kSpan, kCentred>;
-  constexpr bool kAhead = kTurns != 1, kEarly = kVectors <= kEarlyVectors;
-  using In = Inbox<Shape, kAdd ? 2 : 1, 1>;
-  RowPart<Shape> part(a.cols, a.rows, kTurns);
-  bool has_weight = a.weight != nullptr, has_bias = a.bias != nullptr, has_y = a.y != nullptr;
-  a.x += part.column(), a.weight += part.column(), a.y += part.column();
-  if constexpr (kCentred) a.bias += part.column();
-  if constexpr (kAdd) a.residual += part.column(), a.h += part.column();
+template <bool kCentred, typename T, typename A>
+__device__ inline void write_stats(const NormForward<T, A> &a, int64_t row, A mean, A rstd) {
+  if constexpr (kCentred) a.stats[2 * row] = mean, a.stats[2 * row + 1] = rstd;
+  else a.stats[row] = rstd;
+}
 
-  In inbox;
-  auto fetch = [&](int64_t row) {
-    inbox.fetch(0, 0, a.x + row * a.cols, part, row < a.rows);
-    if constexpr (kAdd) inbox.fetch(0, 1, a.residual + row * a.cols, part, row < a.rows);
-    commit_copies();
-  };
-  if constexpr (kAhead) fetch(part.first());
-  NormExchange<Shape, kCentred, A> exchange;
+// A row, or a few short ones, straight into registers, by blocks that come and go: many of them keep the memory busy,
+// as one waits and another sums.
+template <class Shape, class Threads, bool kCentred, bool kAdd, typename T, typename A>
+__global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads::kBlock)
+    norm_kernel(NormForward<T, A> a) {
+  constexpr int kVectors = Shape::kVectors, kTogether = kGroup<kVectors, kCentred>;
+  constexpr bool kEarly = kVectors <= kEarlyVectors;
+  RowPart<Shape> part(a.cols, Shape::kSpan == Span::warp ? 1 : blockDim.x / 32);
+  int64_t row = part.first();
+  bool present = row < a.rows;
+  bool has_weight = a.weight != nullptr, has_bias = a.bias != nullptr;
+  int64_t at = row * a.cols + part.column();
+  a.weight += part.column();
+  if constexpr (kCentred) a.bias += part.column();
+
+  Vector<T> v[kVectors], r[kVectors], early_weight[kVectors], early_bias[kVectors];
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    v[i] = load_present(a.x + at + part.offset(i), present && part.holds(i));
+    if constexpr (kAdd) r[i] = load_present(a.residual + at + part.offset(i), present && part.holds(i));
+  }
+  RowExchange<Shape, Share<kCentred, A>> exchange;
   A one_over_cols = A(1) / static_cast<A>(a.cols), one_over_share = one_over_cols;
   if constexpr (Shape::kSpan != Span::warp) one_over_share = A(1) / static_cast<A>(max(1, part.share(exchange.warp())));
   auto weight = [&](int i) { return load_or(a.weight + part.offset(i), has_weight && part.holds(i), 1); };
   auto bias = [&](int i) { return load_or(a.bias + part.offset(i), has_bias && part.holds(i), 0); };
-  Vector<T> early_weight[kVectors], early_bias[kVectors];
   if constexpr (kEarly) {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
@@ -167,63 +169,117 @@ __global__ void __launch_bounds__(Shape::kSpan == Span::warp ? kForwardWarpBlock
       if constexpr (kCentred) early_bias[i] = bias(i);
     }
   }
-
-  auto work = [&](int64_t turn) {
-    int64_t row = turn + part.group();
-    Vector<T> v[kVectors], r[kVectors];
-    if constexpr (kAhead) {
-      wait_copies<0>();
+  if constexpr (kAdd) {
 #pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-        v[i] = inbox.take(0, 0, i);
-        if constexpr (kAdd) r[i] = inbox.take(0, 1, i);
-      }
-      fetch(turn + part.step() < part.end() ? row + part.step() : a.rows);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-        bool present = row < a.rows && part.holds(i);
-        v[i] = load_present(a.x + row * a.cols + part.offset(i), present);
-        if constexpr (kAdd) r[i] = load_present(a.residual + row * a.cols + part.offset(i), present);
-      }
+    for (int i = 0; i < kVectors; ++i) {
+      v[i] = add_vectors(v[i], r[i]);
+      if (present && part.holds(i)) store(a.h + at + part.offset(i), v[i]);
     }
-    if constexpr (kAdd) {
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-        v[i] = add_vectors(v[i], r[i]);
-        if (row < a.rows && part.holds(i)) store(a.h + row * a.cols + part.offset(i), v[i]);
-      }
-    }
-
-    Moments<A> moments = row_moments<kCentred>(v, part, one_over_share, one_over_cols, exchange);
-    A mean = moments.mean, rstd = reciprocal_root(moments.squares * one_over_cols + a.eps);
-    if (row >= a.rows) return;
-    if (a.stats && part.leads()) {
-      if constexpr (kCentred) a.stats[2 * row] = mean, a.stats[2 * row + 1] = rstd;
-      else a.stats[row] = rstd;
-    }
-    if (!has_y) return;
-    T *to = a.y + row * a.cols;
-#pragma unroll
-    for (int first = 0; first < kVectors; first += kTogether) {
-      Vector<T> w[kTogether], b[kTogether];
-#pragma unroll
-      for (int i = first; i < first + kTogether && i < kVectors; ++i) {
-        w[i - first] = kEarly ? early_weight[i] : weight(i);
-        if constexpr (kCentred) b[i - first] = kEarly ? early_bias[i] : bias(i);
-      }
-#pragma unroll
-      for (int i = first; i < first + kTogether && i < kVectors; ++i) {
-        stay_packed(v[i]);
-        if (part.holds(i)) store(to + part.offset(i), scaled<kCentred>(v[i], mean, rstd, w[i - first], b[i - first]));
-      }
-    }
-  };
-  if constexpr (kTurns == 1) {
-    if (part.base() < a.rows) work(part.base());
-  } else {
-    for (int64_t turn = part.base(); turn < part.end(); turn += part.step()) work(turn);
   }
+
+  auto share = share_moments<kCentred>(v, part, one_over_share);
+  Moments<A> moments;
+  if constexpr (Shape::kSpan == Span::warp) moments = combine_shares(&share, 1, part, one_over_cols);
+  else moments = combine_shares(exchange.all(share), exchange.warps(), part, one_over_cols);
+  A mean = moments.mean, rstd = reciprocal_root(moments.squares * one_over_cols + a.eps);
+  if (!present) return;
+  if (a.stats && part.leads()) write_stats<kCentred>(a, row, mean, rstd);
+  if (!a.y) return;
+#pragma unroll
+  for (int first = 0; first < kVectors; first += kTogether) {
+    Vector<T> w[kTogether], b[kTogether];
+#pragma unroll
+    for (int i = first; i < first + kTogether && i < kVectors; ++i) {
+      w[i - first] = kEarly ? early_weight[i] : weight(i);
+      if constexpr (kCentred) b[i - first] = kEarly ? early_bias[i] : bias(i);
+    }
+#pragma unroll
+    for (int i = first; i < first + kTogether && i < kVectors; ++i) {
+      stay_packed(v[i]);
+      if (part.holds(i))
+        store(a.y + at + part.offset(i), scaled<kCentred>(v[i], mean, rstd, w[i - first], b[i - first]));
+    }
+  }
+}
+
+// Rows of clusters that stay, for they keep weight and bias in shared memory, which are as many bytes as a row. The
+// next row's moments are told before this one is written: what the blocks tell each other travels meanwhile. With an
+// addition the room goes to two rows.
+constexpr int kLongStages = 3;
+template <class Shape, bool kCentred, bool kAdd>
+using LongInbox = Inbox<Shape, kAdd ? 2 : 1, kLongStages,
+                        kAdd       ? 0
+                        : kCentred ? 2
+                                   : 1>;
+
+template <class Shape, class Threads, bool kCentred, bool kAdd, typename T, typename A>
+__global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads::kBlock)
+    norm_long_kernel(NormForward<T, A> a) {
+  constexpr int kVectors = Shape::kVectors;
+  RowPart<Shape> part(a.cols, blockDim.x / 32);
+  bool has_weight = a.weight != nullptr, has_bias = a.bias != nullptr, has_y = a.y != nullptr;
+  a.x += part.column(), a.weight += part.column(), a.y += part.column();
+  if constexpr (kCentred) a.bias += part.column();
+  if constexpr (kAdd) a.residual += part.column(), a.h += part.column();
+
+  LongInbox<Shape, kCentred, kAdd> inbox;
+  auto fetch = [&](int stage, int64_t row) {
+    inbox.fetch(stage, 0, a.x + row * a.cols, part, row < a.rows);
+    if constexpr (kAdd) inbox.fetch(stage, 1, a.residual + row * a.cols, part, row < a.rows);
+    commit_copies();
+  };
+  if constexpr (!kAdd) {
+    inbox.fetch_kept(0, a.weight, part, has_weight);
+    if constexpr (kCentred) inbox.fetch_kept(1, a.bias, part, has_bias);
+  }
+#pragma unroll
+  for (int s = 0; s < kLongStages; ++s) fetch(s, part.base() + s * part.step());
+  auto taken = [&](int stage, int i) {
+    if constexpr (kAdd) return add_vectors(inbox.take(stage, 0, i), inbox.take(stage, 1, i));
+    else return inbox.take(stage, 0, i);
+  };
+  auto weight = [&](int i) {
+    if constexpr (kAdd) return load_or(a.weight + part.offset(i), has_weight && part.holds(i), 1);
+    else return inbox.kept(0, i, has_weight, 1);
+  };
+  auto bias = [&](int i) {
+    if constexpr (kAdd) return load_or(a.bias + part.offset(i), has_bias && part.holds(i), 0);
+    else return inbox.kept(1, i, has_bias, 0);
+  };
+
+  Exchange<Span::cluster, Share<kCentred, A>, 4> exchange;
+  A one_over_cols = A(1) / static_cast<A>(a.cols);
+  A one_over_share = A(1) / static_cast<A>(max(1, part.share(exchange.warp())));
+  auto tell = [&](int stage, int64_t row) {
+    Vector<T> v[kVectors];
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      v[i] = taken(stage, i);
+      if constexpr (kAdd)
+        if (part.holds(i)) store(a.h + row * a.cols + part.offset(i), v[i]);
+    }
+    exchange.tell(share_moments<kCentred>(v, part, one_over_share));
+  };
+
+  wait_copies<kLongStages - 1>();
+  if (part.base() < a.rows) tell(0, part.base());
+  int stage = 0;
+  for (int64_t row = part.base(); row < a.rows; row += part.step()) {
+    int next = stage + 1 == kLongStages ? 0 : stage + 1;
+    wait_copies<kLongStages - 2>();
+    if (row + part.step() < a.rows) tell(next, row + part.step());
+    Moments<A> moments = combine_shares(exchange.hear(), exchange.warps(), part, one_over_cols);
+    A mean = moments.mean, rstd = reciprocal_root(moments.squares * one_over_cols + a.eps);
+    if (a.stats && part.leads()) write_stats<kCentred>(a, row, mean, rstd);
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i)
+      if (has_y && part.holds(i))
+        store(a.y + row * a.cols + part.offset(i),
+              scaled<kCentred>(taken(stage, i), mean, rstd, weight(i), kCentred ? bias(i) : Vector<T>{}));
+    fetch(stage, row + kLongStages * part.step());
+    stage = next;
+  }
+  wait_copies<0>();
 }
 
 // -------------------------------------------------------------------------------------------------------- backward
@@ -237,81 +293,75 @@ struct NormBackwardTensors {
   int64_t rows, cols;
 };
 
-// A thread keeps kSums sums for each of its columns, of which it has twice as many where a value has 16 bits: 128
-// registers, and so 512 threads on a multiprocessor, or some 80 and 768.
-constexpr int kBackwardVectors = 2, kBackwardLongVectors = 4;
-constexpr int kBackwardThreads = 512, kBackwardWarpBlock = 256, kStages = 2;
-template <typename T, int kVectors>
-constexpr int kBackwardResident = kVectors <= 2    ? 1024
-                                  : sizeof(T) == 4 ? 768
-                                                   : 512;
+// A thread keeps kSums sums for each of its columns, of which it has twice as many where a value has 16 bits.
+constexpr int kStages = 2;
+
+template <class Shape, bool kAdd>
+using BackwardInbox = Inbox<Shape, kAdd ? 3 : 2, kStages, 1>;
 
 template <int kSize, typename A>
 __device__ inline void store_sums(A *to, const A (&sums)[kSize]) {
 #pragma unroll
-  for (int k = 0; k < kSize; k += kVectorSize<A>) store(to + k, reinterpret_cast<const Vector<A> &>(sums[k]));
+  for (int k = 0; k < kSize; k += kVectorSize<A>)
+    *reinterpret_cast<uint4 *>(to + k) = reinterpret_cast<const uint4 &>(sums[k]);
 }
 
 // Adds what the rows of one block have summed, always in the same order, and writes it to the block's row of partials.
 template <class Shape, int kSums, typename A>
 __device__ inline void write_partials(A (&sums)[kSums][Shape::kVectors][Shape::kSize], const RowPart<Shape> &part,
-                                      A *partials, int64_t cols) {
-  if constexpr (Shape::kSpan != Span::warp) {
-    A *to = partials + kSums * part.base() * cols + part.column();
+                                      int row_warps, A *partials, int64_t cols) {
+  int teams = blockDim.x / (32 * row_warps);
+  int64_t group = Shape::kSpan == Span::cluster ? blockIdx.x / cluster_size() : blockIdx.x;
+  partials += kSums * group * cols;
 #pragma unroll
-    for (int i = 0; i < Shape::kVectors; ++i) {
-      if (!part.holds(i)) continue;
-#pragma unroll
-      for (int s = 0; s < kSums; ++s) store_sums(to + s * cols + part.offset(i), sums[s][i]);
-    }
-  } else {
-    extern __shared__ uint4 memory[];  // the inbox, now that no row is on its way
-    constexpr int kShareCols = Shape::kShare * Shape::kSize;
-    A *shares = reinterpret_cast<A *>(memory), *mine = shares + warp_index() * kSums * kShareCols;
-    __syncthreads();
+  for (int other = Shape::kLanes; other < 32; other *= 2)
 #pragma unroll
     for (int s = 0; s < kSums; ++s)
 #pragma unroll
       for (int i = 0; i < Shape::kVectors; ++i)
 #pragma unroll
-        for (int k = 0; k < Shape::kSize; ++k) {
+        for (int k = 0; k < Shape::kSize; ++k) sums[s][i][k] += __shfl_xor_sync(~0u, sums[s][i][k], other);
+  auto store_all = [&](A *to) {
 #pragma unroll
-          for (int other = Shape::kLanes; other < 32; other *= 2)
-            sums[s][i][k] += __shfl_xor_sync(~0u, sums[s][i][k], other);
-          if (part.group() == 0) mine[s * kShareCols + part.column() + part.offset(i) + k] = sums[s][i][k];
-        }
-    __syncthreads();
-    for (int c = threadIdx.x; c < kSums * cols; c += blockDim.x) {
-      int at = c < cols ? c : static_cast<int>(c - cols) + kShareCols;
-      A sum = 0;
-      for (int w = 0; w < blockDim.x / 32; ++w) sum += shares[w * kSums * kShareCols + at];
-      partials[int64_t{kSums} * blockIdx.x * cols + c] = sum;
-    }
+    for (int s = 0; s < kSums; ++s)
+#pragma unroll
+      for (int i = 0; i < Shape::kVectors; ++i)
+        if (part.group() == 0 && part.holds(i)) store_sums(to + s * cols + part.column() + part.offset(i), sums[s][i]);
+  };
+  if (teams == 1) return store_all(partials);
+  extern __shared__ uint4 memory[];  // the inbox, now that no row is on its way
+  A *shared = reinterpret_cast<A *>(memory);
+  __syncthreads();
+  store_all(shared + part.team() * kSums * cols);
+  __syncthreads();
+  for (int c = threadIdx.x; c < kSums * cols; c += blockDim.x) {
+    A sum = 0;
+    for (int team = 0; team < teams; ++team) sum += shared[team * kSums * cols + c];
+    partials[c] = sum;
   }
 }
 
-template <class Shape, bool kCentred, bool kAdd, typename T, typename A>
-__global__ void __launch_bounds__(Shape::kSpan == Span::warp ? kBackwardWarpBlock : kBackwardThreads,
-                                  kBackwardResident<T, Shape::kVectors> /
-                                      (Shape::kSpan == Span::warp ? kBackwardWarpBlock : kBackwardThreads))
-    norm_backward_kernel(NormBackwardTensors<T, A> a) {
+template <class Shape, class Threads, bool kCentred, bool kAdd, typename T, typename A>
+__global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads::kBlock)
+    norm_backward_kernel(NormBackwardTensors<T, A> a, int row_warps) {
   constexpr int kStats = kCentred ? 2 : 1, kSums = kCentred ? 2 : 1;
-  RowPart<Shape> part(a.cols, a.rows);
+  RowPart<Shape> part(a.cols, row_warps);
   bool has_weight = a.weight != nullptr, has_dx = a.dx != nullptr;
   a.x += part.column(), a.dy += part.column(), a.weight += part.column(), a.dx += part.column();
   if constexpr (kAdd) a.dh += part.column();
-  Inbox<Shape, kAdd ? 3 : 2, kStages> inbox;
+  BackwardInbox<Shape, kAdd> inbox;
   auto fetch = [&](int stage, int64_t row) {
     inbox.fetch(stage, 0, a.x + row * a.cols, part, row < a.rows);
     inbox.fetch(stage, 1, a.dy + row * a.cols, part, row < a.rows);
     if constexpr (kAdd) inbox.fetch(stage, 2, a.dh + row * a.cols, part, row < a.rows);
     commit_copies();
   };
+  inbox.fetch_kept(0, a.weight, part, has_weight);
 #pragma unroll
   for (int s = 0; s < kStages; ++s) fetch(s, part.first() + s * part.step());
   auto stat = [&](int64_t row, int which) { return row < a.rows ? a.stats[kStats * row + which] : A(0); };
   A next_mean = kCentred ? stat(part.first(), 0) : A(0), next_rstd = stat(part.first(), kStats - 1);
-  RowExchange<Shape, Sums<kSums, A>> exchange;
+  RowExchange<Shape, Sums<kSums, A>> exchange(row_warps);
 
   A columns[kSums][Shape::kVectors][Shape::kSize] = {};  // sums of dy * xhat, of dy
   A one_over_cols = A(1) / static_cast<A>(a.cols);
@@ -324,7 +374,7 @@ __global__ void __launch_bounds__(Shape::kSpan == Span::warp ? kBackwardWarpBloc
     // this thread's vector i of the row, element by element: f(k, x - mean, dy, g)
     auto each = [&](int i, auto f) {
       auto x = widen(inbox.take(stage, 0, i)), d = widen(inbox.take(stage, 1, i));
-      auto w = widen(load_or(a.weight + part.offset(i), has_weight, 1));
+      auto w = widen(inbox.kept(0, i, has_weight, 1));
 #pragma unroll
       for (int k = 0; k < Shape::kSize; ++k) f(k, kCentred ? x[k] - mean : x[k], d[k], d[k] * w[k]);
     };
@@ -362,21 +412,17 @@ __global__ void __launch_bounds__(Shape::kSpan == Span::warp ? kBackwardWarpBloc
     stage = stage + 1 == kStages ? 0 : stage + 1;
   }
   wait_copies<0>();
-  if (a.partials) write_partials<Shape>(columns, part, a.partials, a.cols);
+  if (a.partials) write_partials<Shape>(columns, part, row_warps, a.partials, a.cols);
 }
 
 // Adds the rows of partials, (rows, kSums, cols), in a fixed order: blockIdx.y 0 gives dweight and 1 dbias. No rows:
 // zeros.
 constexpr int kSumCols = 16, kSumRows = 32;
-constexpr bool kSumsOverlap = false;  // whether it is launched while the kernel before it ends
 
 template <typename T, typename A>
 __global__ void __launch_bounds__(kSumCols *kSumRows)
     sum_partials_kernel(const A *partials, T *dweight, T *dbias, int64_t rows, int64_t cols) {
   __shared__ A sums[kSumRows][kSumCols];
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");  // for the partials
-#endif
   T *out = blockIdx.y == 0 ? dweight : dbias;
   if (!out) return;
   for (int64_t first = int64_t{blockIdx.x} * kSumCols; first < cols; first += int64_t{gridDim.x} * kSumCols) {
@@ -479,37 +525,62 @@ inline unsigned any_block(int64_t cols) {
 }
 
 template <class Shape, bool kCentred, bool kAdd, typename T, typename A>
-Status norm_shape(const char *op, const NormForward<T, A> &a, const RowPlan &plan, const DeviceLimits &device,
-                  void *stream) {
-  constexpr auto kernel = norm_kernel<Shape, kCentred, kAdd, T, A>;
-  constexpr int kTurns = kForwardTurns<Shape::kSpan>;
-  constexpr bool within_warp = Shape::kSpan == Span::warp;
-  using In = Inbox<Shape, kAdd ? 2 : 1, 1>;
-  RowGrid grid;
-  if constexpr (kTurns == 0) {
-    AOT_TRY(
-        (row_grid<kernel, Shape, In>(op, plan, device, kForwardResident, kForwardWarpBlock, a.rows, a.rows, &grid)));
-  } else {
-    int warps = within_warp ? kForwardWarpBlock / 32 : plan.warps;
-    int64_t rows = int64_t{kTurns} * (within_warp ? warps * Shape::kRowsPerWarp : 1);
-    grid = {grid_size(ceil_div(a.rows, rows) * plan.cluster), 32u * warps, kTurns > 1 ? warps * In::kBytesPerWarp : 0};
-  }
-  return launch_clusters(op, kernel, grid.blocks, grid.threads, plan.cluster, grid.shared, stream, a);
+Status norm_short(const char *op, const NormForward<T, A> &a, const RowPlan &plan, void *stream) {
+  constexpr bool kWithinWarp = Shape::kSpan == Span::warp;
+  using Threads = std::conditional_t<kWithinWarp, Threads<256, 1024>, Threads<512, 1024>>;
+  int teams = kWithinWarp ? Threads::kBlock / 32 : 1;
+  unsigned blocks = grid_size(ceil_div(a.rows, int64_t{teams} * Shape::kRowsPerWarp));
+  return launch_clusters(op, norm_kernel<Shape, Threads, kCentred, kAdd, T, A>, blocks, 32u * teams * plan.warps, 1, 0,
+                         stream, a);
 }
 
 template <bool kCentred, bool kAdd, typename T, typename A>
+Status norm_any(const char *op, const NormForward<T, A> &a, void *stream) {
+  auto s = static_cast<cudaStream_t>(stream);
+  norm_any_kernel<kCentred, kAdd><<<grid_size(a.rows), any_block(a.cols), 0, s>>>(a);
+  return check_launch(op);
+}
+
+template <class Shape, bool kCentred, bool kAdd, typename T, typename A>
+Status norm_long(const char *op, const NormForward<T, A> &a, const RowPlan &plan, const DeviceLimits &device,
+                 void *stream) {
+  using Threads = Threads<512, 512>;
+  constexpr auto kernel = norm_long_kernel<Shape, Threads, kCentred, kAdd, T, A>;
+  RowGrid grid;
+  AOT_TRY(
+      (row_grid<kernel, Shape, LongInbox<Shape, kCentred, kAdd>, Threads>(op, plan, device, a.rows, a.rows, &grid)));
+  if (grid.blocks == 0) return norm_any<kCentred, kAdd>(op, a, stream);
+  return launch_clusters(op, kernel, grid.blocks, grid.threads, plan.cluster, grid.shared, stream, a);
+}
+
+// Measured on an H200 (docs/performance.md). A block holds a row of eight vectors a thread, but where registers do not.
+template <bool kCentred, bool kAdd, typename T, typename A>
 Status norm_rows(const char *op, const NormForward<T, A> &a, const DeviceLimits &device, void *stream) {
-  constexpr RowLimits most = {kForwardVectors, kForwardLongVectors, kForwardWarps, kMaxBlockWarps, 16 * (kAdd ? 2 : 1)};
+  constexpr bool kCrowded = kAdd || (kCentred && sizeof(T) == 2);
+  constexpr int kVectors = 4, kMost = kCrowded ? 4 : 8,
+                kBytes = 16 * kLongStages * (kAdd ? 2 : 1) + (kAdd ? 0 : 16 + 16 * kCentred);
+  int64_t vectors = a.cols / kVectorSize<T>;
   RowPlan plan;
-  if (a.cols > 0 && a.cols % kVectorSize<T> == 0 && aligned(a.x, a.residual, a.weight, a.bias, a.y, a.h))
-    plan = plan_rows(a.cols / kVectorSize<T>, most, device);
-  if (plan.lanes == 0) {
-    auto s = static_cast<cudaStream_t>(stream);
-    norm_any_kernel<kCentred, kAdd><<<grid_size(a.rows), any_block(a.cols), 0, s>>>(a);
-    return check_launch(op);
+  if (a.cols > 0 && a.cols % kVectorSize<T> == 0 && aligned(a.x, a.residual, a.weight, a.bias, a.y, a.h)) {
+    plan = plan_within_warp(vectors, kVectors);
+    if (plan.lanes == 0) plan = first_that_holds(vectors, {{32, kVectors, 16}, {32, kMost, 16}}, 0, device);
+    if (plan.lanes == 0)
+      plan = first_that_holds(vectors,
+                              {{32, kMost, 8, 2},
+                               {32, kMost, 8, 4},
+                               {32, kMost, 8, 8},
+                               {32, kMost, 16, 8},
+                               {32, kMost, 8, 16},
+                               {32, kMost, 16, 16}},
+                              kBytes, device);
   }
-  return dispatch_rows<T, kForwardVectors, kForwardLongVectors>(
-      plan, [&](auto shape) { return norm_shape<decltype(shape), kCentred, kAdd>(op, a, plan, device, stream); });
+  if (plan.lanes == 0) return norm_any<kCentred, kAdd>(op, a, stream);
+  if (plan.cluster > 1)
+    return norm_long<RowShape<T, 32, kMost, Span::cluster>, kCentred, kAdd>(op, a, plan, device, stream);
+  auto run = [&](auto shape) { return norm_short<decltype(shape), kCentred, kAdd>(op, a, plan, stream); };
+  if (plan.warps == 1) return dispatch_within_warp<T, kVectors>(plan, run);
+  if (plan.vectors == kVectors) return run(RowShape<T, 32, kVectors, Span::block>());
+  return run(RowShape<T, 32, kMost, Span::block>());
 }
 
 template <class Op>
@@ -551,24 +622,50 @@ Status norm_backward_any(const char *op, const NormBackwardTensors<T, A> &a, int
 }
 
 // dx, and the partials, of which *partial_rows are there: it comes back as the number of rows written.
+template <class Shape, class Threads, bool kCentred, bool kAdd, typename T, typename A>
+Status norm_backward_shape(const char *op, const NormBackwardTensors<T, A> &a, const RowPlan &plan,
+                           const DeviceLimits &device, int64_t *partial_rows, void *stream) {
+  constexpr auto kernel = norm_backward_kernel<Shape, Threads, kCentred, kAdd, T, A>;
+  RowGrid grid;
+  AOT_TRY(
+      (row_grid<kernel, Shape, BackwardInbox<Shape, kAdd>, Threads>(op, plan, device, a.rows, *partial_rows, &grid)));
+  if (grid.blocks == 0) return norm_backward_any<kCentred, kAdd>(op, a, *partial_rows, stream);
+  *partial_rows = grid.blocks / plan.cluster;
+  return launch_clusters(op, kernel, grid.blocks, grid.threads, plan.cluster, grid.shared, stream, a, plan.warps);
+}
+
+// Measured on an H200 (docs/performance.md). The best is what has 64 KB on their way to a multiprocessor: less does not
+// fill the memory's time, more makes it slower. Spilling a register costs more than anything else here.
 template <bool kCentred, bool kAdd, typename T, typename A>
 Status norm_backward_rows(const char *op, const NormBackwardTensors<T, A> &a, const DeviceLimits &device,
                           int64_t *partial_rows, void *stream) {
-  constexpr int kRows = kAdd ? 3 : 2, kWarps = kBackwardThreads / 32;
-  constexpr RowLimits most = {kBackwardVectors, kBackwardLongVectors, kWarps, kWarps, kRows * kStages * 16};
+  constexpr bool kCrowded = kCentred && sizeof(T) == 2;
+  constexpr int kBytes = 16 * ((kAdd ? 3 : 2) * kStages + 1), kOneVectorWarps = kCrowded ? 2 : 8;
+  int64_t vectors = a.cols / kVectorSize<T>;
   RowPlan plan;
-  if (a.cols % kVectorSize<T> == 0 && aligned(a.dy, a.dh, a.x, a.weight, a.dx, a.partials))
-    plan = plan_rows(a.cols / kVectorSize<T>, most, device);
+  if (a.cols % kVectorSize<T> == 0 && aligned(a.dy, a.dh, a.x, a.weight, a.dx, a.partials)) {
+    plan = plan_within_warp(vectors, 1);
+    if (plan.lanes == 0)
+      plan = first_that_holds(vectors, {{32, 1, kOneVectorWarps}, {32, 2, 16}, {32, 4, 16}}, kBytes, device);
+    if (plan.lanes == 0 && sizeof(T) == 2)
+      plan =
+          first_that_holds(vectors, {{32, 4, 16, 2}, {32, 4, 16, 4}, {32, 4, 16, 8}, {32, 4, 16, 16}}, kBytes, device);
+    if (plan.lanes == 0)
+      plan = first_that_holds(
+          vectors, {{32, 4, 8, 2}, {32, 4, 8, 4}, {32, 4, 8, 8}, {32, 4, 16, 8}, {32, 4, 8, 16}, {32, 4, 16, 16}},
+          kBytes, device);
+  }
   if (plan.lanes == 0) return norm_backward_any<kCentred, kAdd>(op, a, *partial_rows, stream);
-  return dispatch_rows<T, kBackwardVectors, kBackwardLongVectors>(plan, [&](auto shape) {
-    using Shape = decltype(shape);
-    constexpr auto kernel = norm_backward_kernel<Shape, kCentred, kAdd, T, A>;
-    RowGrid grid;
-    AOT_TRY((row_grid<kernel, Shape, Inbox<Shape, kRows, kStages>>(
-        op, plan, device, kBackwardResident<T, Shape::kVectors>, kBackwardWarpBlock, a.rows, *partial_rows, &grid)));
-    *partial_rows = grid.blocks / plan.cluster;
-    return launch_clusters(op, kernel, grid.blocks, grid.threads, plan.cluster, grid.shared, stream, a);
-  });
+  auto run = [&](auto shape, auto threads) {
+    return norm_backward_shape<decltype(shape), decltype(threads), kCentred, kAdd>(op, a, plan, device, partial_rows,
+                                                                                   stream);
+  };
+  if (plan.cluster > 1) return run(RowShape<T, 32, 4, Span::cluster>(), Threads<512, 512>());
+  if (plan.warps == 1)
+    return dispatch_within_warp<T, 1>(plan, [&](auto shape) { return run(shape, Threads<256, 1024>()); });
+  if (plan.vectors == 1) return run(RowShape<T, 32, 1, Span::block>(), Threads<512, 1024>());
+  if (plan.vectors == 2) return run(RowShape<T, 32, 2, Span::block>(), Threads<512, 512>());
+  return run(RowShape<T, 32, 4, Span::block>(), Threads<512, 512>());
 }
 
 template <class Op>
@@ -601,14 +698,9 @@ Status norm_backward_cuda(const Op &op, const Tensor *in, const Tensor *out, voi
     if (x.size() > 0) AOT_TRY((norm_backward_rows<kCentred, Op::kAdd>(Op::name, a, device, &partials, stream)));
     if (!sums) return kOk;
     dim3 grid(grid_size(ceil_div(cols, kSumCols)), Op::kSums), block(kSumCols, kSumRows);
-    cudaLaunchAttribute overlap = {};
-    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    overlap.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {
-        grid, block, 0, static_cast<cudaStream_t>(stream), &overlap, kSumsOverlap && device.clusters ? 1u : 0u};
-    const A *from = a.partials;
-    return check_cuda(Op::name, cudaLaunchKernelEx(&config, sum_partials_kernel<T, A>, from, dweight.as<T>(),
-                                                   dbias.as<T>(), partials, cols));
+    sum_partials_kernel<<<grid, block, 0, static_cast<cudaStream_t>(stream)>>>(a.partials, dweight.as<T>(),
+                                                                               dbias.as<T>(), partials, cols);
+    return check_launch(Op::name);
   });
 }
 

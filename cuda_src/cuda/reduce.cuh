@@ -9,7 +9,8 @@ inline namespace AOT_ISA {
 // What a row is spread over: some or all lanes of a warp, the warps of a block, the blocks of a cluster.
 enum class Span { warp, block, cluster };
 
-constexpr int kMaxCluster = 8;  // what every device with clusters grants
+constexpr int kMaxCluster = 8;       // what every device with clusters grants
+constexpr int kLargestCluster = 16;  // what Hopper does, if it is asked to
 constexpr int kMaxBlockWarps = 32;
 
 __device__ inline int lane_index() { return threadIdx.x % 32; }
@@ -107,53 +108,73 @@ __device__ inline void mail_wait(uint64_t *, uint32_t) {}
 
 // --------------------------------------------------------------------------------------------------------- exchange
 
-// Lets each warp of a row tell one value to all of them. Two sets of slots take turns: nobody writes to a set again
-// before all have told the next value, and so have read what was there.
-template <Span kSpan, typename V>
+// Lets each warp of a row tell one value to all of them. Sets of slots take turns. With two, a value is told and heard
+// before the next is: nobody writes to a set again before all have told the value after it, and so have read what was
+// there. With four, the next value may be told before this one is heard.
+//
+// A block has one row, or, if it is told of how many warps, as many rows at once as it has such teams of warps.
+template <Span kSpan, typename V, int kSets = 2>
 class Exchange {
   static_assert(kSpan != Span::warp, "lanes of a warp need no shared memory");
+  static_assert(kSets == 2 || kSpan == Span::cluster, "a block's barrier comes with the telling");
 
  public:
-  __device__ Exchange() {
-    __shared__ alignas(16) V slots[2 * kSlots];
-    slots_ = slots;
+  __device__ Exchange() : Exchange(blockDim.x / 32) {}
+  __device__ explicit Exchange(int row_warps) : row_warps_(row_warps), team_(warp_index() / row_warps) {
+    __shared__ alignas(16) V slots[kSets * kSlots];
+    slots_ = slots + team_ * row_warps;
     if constexpr (kSpan == Span::cluster) {
-      __shared__ uint64_t barriers[2];
+      __shared__ uint64_t barriers[kSets];
       barriers_ = barriers, blocks_ = cluster_size(), rank_ = cluster_rank();
-      if (threadIdx.x == 0) mail_init(&barriers[0]), mail_init(&barriers[1]);
+      if (threadIdx.x < kSets) mail_init(&barriers[threadIdx.x]);
       cluster_barrier();  // the other blocks' shared memory may be written once they have begun
     }
   }
 
-  __device__ int block_warps() const { return blockDim.x / 32; }
-  __device__ int warps() const { return blocks_ * block_warps(); }
-  __device__ int warp() const { return rank_ * block_warps() + warp_index(); }
+  __device__ int warps() const { return blocks_ * row_warps_; }
+  __device__ int warp() const { return rank_ * row_warps_ + warp_index() - team_ * row_warps_; }
 
-  // What all warps of the row told, in their order. `mine` is the same in all lanes.
-  __device__ const V *all(const V &mine) {
-    int set = turn_ & 1;
-    V *slots = slots_ + set * kSlots;
+  // `mine` is the same in all lanes.
+  __device__ void tell(const V &mine) {
+    V *slots = set(told_);
     if constexpr (kSpan == Span::cluster) {
-      if (threadIdx.x == 0) mail_expect(&barriers_[set], warps() * static_cast<int>(sizeof(V)));
-      if (lane_index() < blocks_) mail_send(slots + warp(), mine, &barriers_[set], lane_index());
-      mail_wait(&barriers_[set], turn_ >> 1);  // a set's barrier has a phase each second turn
+      uint64_t *barrier = &barriers_[told_ % kSets];
+      if (threadIdx.x == 0) mail_expect(barrier, warps() * static_cast<int>(sizeof(V)));
+      if (lane_index() < blocks_) mail_send(slots + warp(), mine, barrier, lane_index());
     } else {
       if (lane_index() == 0) slots[warp()] = mine;
-      __syncthreads();
     }
-    turn_ = (turn_ + 1) & 3;
+    ++told_;
+  }
+  // What all warps of the row told, in their order.
+  __device__ const V *hear() {
+    const V *slots = set(heard_);
+    if constexpr (kSpan == Span::cluster)
+      mail_wait(&barriers_[heard_ % kSets], heard_ / kSets % 2);  // a set's barrier has a phase each time it is used
+    else if (row_warps_ == blockDim.x / 32) __syncthreads();
+    else asm volatile("bar.sync %0, %1;" ::"r"(1 + team_), "r"(32 * row_warps_) : "memory");
+    ++heard_;
     return slots;
+  }
+  __device__ const V *all(const V &mine) {
+    tell(mine);
+    return hear();
   }
 
  private:
+  // or half as many warps in twice the blocks
   static constexpr int kSlots = kMaxBlockWarps * (kSpan == Span::cluster ? kMaxCluster : 1);
+  __device__ V *set(uint32_t turn) { return slots_ + turn % kSets * kSlots; }
+
   V *slots_;
   uint64_t *barriers_ = nullptr;
-  int blocks_ = 1, rank_ = 0;
-  uint32_t turn_ = 0;  // modulo 4
+  int row_warps_, team_, blocks_ = 1, rank_ = 0;
+  uint32_t told_ = 0, heard_ = 0;
 };
 
-struct NoExchange {};
+struct NoExchange {
+  __device__ explicit NoExchange(int = 0) {}
+};
 
 // Several sums, each over all threads of the row, in one exchange.
 template <int kSums, typename A>
@@ -168,13 +189,12 @@ __device__ inline Sums<kSums, A> sum_lanes(Sums<kSums, A> sums) {
   return sums;
 }
 
-// `sums`: of a warp, the same in all its lanes.
-template <Span kSpan, int kSums, typename A>
-__device__ inline Sums<kSums, A> sum_warps(Sums<kSums, A> sums, Exchange<kSpan, Sums<kSums, A>> &exchange) {
-  const Sums<kSums, A> *all = exchange.all(sums);
-  sums = {};
+// Of what each warp told.
+template <int kSums, typename A>
+__device__ inline Sums<kSums, A> combine_sums(const Sums<kSums, A> *all, int warps) {
+  Sums<kSums, A> sums = {};
 #pragma unroll 1
-  for (int w = lane_index(); w < exchange.warps(); w += 32)
+  for (int w = lane_index(); w < warps; w += 32)
 #pragma unroll
     for (int i = 0; i < kSums; ++i) sums.value[i] += all[w].value[i];
   return sum_lanes<32>(sums);
@@ -182,7 +202,7 @@ __device__ inline Sums<kSums, A> sum_warps(Sums<kSums, A> sums, Exchange<kSpan, 
 
 template <Span kSpan, int kSums, typename A>
 __device__ inline Sums<kSums, A> sum_row(Sums<kSums, A> sums, Exchange<kSpan, Sums<kSums, A>> &exchange) {
-  return sum_warps(sum_lanes<32>(sums), exchange);
+  return combine_sums(exchange.all(sum_lanes<32>(sums)), exchange.warps());
 }
 
 }  // namespace AOT_ISA

@@ -21,40 +21,38 @@ struct RowShape {
   static constexpr int kRowsPerWarp = 32 / kLanes;
 };
 
+// Threads that a block has at most, and that a multiprocessor is to hold, which bounds their registers.
+template <int kBlock_, int kResident_>
+struct Threads {
+  static constexpr int kBlock = kBlock_, kResident = kResident_;
+};
+
 // ------------------------------------------------------------------------------------------------- a thread's part
 
-// Of the rows of a matrix: `turns` of them one after another, or, with 0 turns, as many as there are for a grid of any
-// size.
+// Of the rows of a matrix, as many as there are for a grid of any size. `row_warps`: warps of a row in one block, which
+// has as many rows at once as it has such teams of warps.
 template <class Shape>
 class RowPart {
  public:
-  __device__ explicit RowPart(int64_t cols, int64_t rows, int turns = 0)
-      : end_(rows), vectors_(static_cast<int>(cols / Shape::kSize)) {
-    int warps = blockDim.x / 32;
-    int64_t team, teams;       // those who share a turn: a block, or a cluster
-    int at_once = 1, own = 0;  // rows in a team's turn, and the first of this warp's among them
+  __device__ RowPart(int64_t cols, int row_warps)
+      : vectors_(static_cast<int>(cols / Shape::kSize)), team_(warp_index() / row_warps) {
+    int64_t group = blockIdx.x, groups = gridDim.x;  // those who share a turn: a block, or a cluster
+    int warp = warp_index() - team_ * row_warps;     // of the row
     if constexpr (Shape::kSpan == Span::cluster) {
-      team = blockIdx.x / cluster_size(), teams = gridDim.x / cluster_size();
-      first_ = (cluster_rank() * warps + warp_index()) * Shape::kShare + lane_index();
-    } else {
-      team = blockIdx.x, teams = gridDim.x;
-      first_ = warp_index() * Shape::kShare + lane_index();
+      group /= cluster_size(), groups /= cluster_size();
+      warp += cluster_rank() * row_warps;
     }
-    if constexpr (Shape::kSpan == Span::warp) {
-      at_once = warps * Shape::kRowsPerWarp, own = warp_index() * Shape::kRowsPerWarp;
-      first_ = lane_index() % Shape::kLanes;
-    }
-    base_ = team * (turns ? turns : 1) * at_once + own;
-    step_ = turns ? at_once : teams * at_once;
-    if (turns) end_ = min(end_, (team + 1) * turns * at_once);
+    first_ = warp * Shape::kShare + lane_index() % Shape::kLanes;
+    int at_once = blockDim.x / (32 * row_warps) * Shape::kRowsPerWarp;
+    base_ = group * at_once + team_ * Shape::kRowsPerWarp;
+    step_ = groups * at_once;
   }
 
-  // A warp's turns are base, base + step, ... below end; a thread works on row turn + group, which may be past the
-  // last.
+  // A warp's turns are base, base + step, ...; a thread works on row turn + group, which may be past the last.
   __device__ int64_t base() const { return base_; }
   __device__ int64_t step() const { return step_; }
-  __device__ int64_t end() const { return end_; }
   __device__ int group() const { return Shape::kSpan == Span::warp ? lane_index() / Shape::kLanes : 0; }
+  __device__ int team() const { return team_; }  // of its block
   __device__ int64_t first() const { return base_ + group(); }
 
   // Whether the row reaches this thread's vector i; the column where vector 0 begins, and how much further i does.
@@ -70,8 +68,8 @@ class RowPart {
   }
 
  private:
-  int64_t base_, step_, end_;
-  int first_, vectors_;
+  int64_t base_, step_;
+  int first_, vectors_, team_;
 };
 
 // What the warps of a row tell each other by; nothing where a row is within a warp.
@@ -104,14 +102,15 @@ __device__ inline void wait_copies() {
 #endif
 }
 
-// A thread's own places in shared memory, for its part of kRows rows (of as many tensors) in each of kStages stages. No
-// other thread reads or writes them, so that a thread waits for its own copies and for nobody else.
-template <class Shape, int kRows, int kStages>
+// A thread's own places in shared memory, for its part of kRows rows (of as many tensors) in each of kStages stages,
+// and of kKept that stay, such as the weight. No other thread reads or writes them, so that a thread waits for its own
+// copies and for nobody else.
+template <class Shape, int kRows, int kStages, int kKept>
 class Inbox {
   using T = typename Shape::T;
 
  public:
-  static constexpr int kBytesPerWarp = 32 * Shape::kVectors * kRows * kStages * 16;
+  static constexpr int kBytesPerWarp = 32 * Shape::kVectors * (kRows * kStages + kKept) * 16;
 
   __device__ Inbox() {
     extern __shared__ uint4 memory[];
@@ -128,6 +127,13 @@ class Inbox {
     Vector<T> v;
     reinterpret_cast<uint4 &>(v) = *place(stage, which, i);
     return v;
+  }
+  // The same for what stays: it comes with the first row. Absent, `otherwise` stands for each of its elements.
+  __device__ void fetch_kept(int which, const T *from, const RowPart<Shape> &part, bool present) {
+    if (present) fetch(kStages, which, from, part, true);
+  }
+  __device__ Vector<T> kept(int which, int i, bool present, float otherwise) const {
+    return present ? take(kStages, which, i) : filled<T>(otherwise);
   }
 
  private:
@@ -146,29 +152,27 @@ struct RowPlan {
   int cluster = 1;  // blocks of a row
 };
 
-// A kernel's limits: vectors that a thread takes, of a row within a block and of a longer one; warps of a block, before
-// a row rather spans blocks, and where even a cluster would not hold it; bytes of shared memory for each vector.
-struct RowLimits {
-  int vectors, long_vectors, warps, most_warps, bytes;
-};
-
-// For rows of so many vectors.
-inline RowPlan plan_rows(int64_t vectors, const RowLimits &most, const DeviceLimits &device) {
-  constexpr int kForExchange = 9 << 10;  // 2 sets of 256 warps of two doubles, and their barriers
-  RowPlan plan;
+// Rows of so many vectors within warps, of which a thread takes up to `most`.
+inline RowPlan plan_within_warp(int64_t vectors, int most) {
   for (int lanes : {8, 16, 32})
-    for (int v = lanes == 8 ? 1 : most.vectors / 2 + 1; v <= most.vectors; ++v)
-      if (vectors <= lanes * v) return plan.lanes = lanes, plan.vectors = v, plan;
-  auto try_block = [&](int v, int warps, int cluster) {
-    int64_t needed = ceil_div(vectors, int64_t{32} * v * cluster);
-    if (needed > warps || needed * 32 * v * most.bytes > device.shared_memory - kForExchange) return false;
-    return plan.lanes = 32, plan.vectors = v, plan.warps = static_cast<int>(needed), plan.cluster = cluster, true;
-  };
-  if (try_block(most.vectors, most.warps, 1)) return plan;
-  for (int warps = most.warps; warps <= most.most_warps; warps *= 2)
-    for (int cluster = 1; cluster <= (device.clusters ? kMaxCluster : 1); cluster *= 2)
-      if (try_block(most.long_vectors, warps, cluster)) return plan;
-  return plan;
+    for (int v = lanes == 8 ? 1 : most / 2 + 1; v <= most; ++v)
+      if (vectors <= lanes * v) return {lanes, v};
+  return {};
+}
+
+// The first of the plans, with at most so many warps, that holds a row of so many vectors. `bytes`: of shared memory
+// for each vector.
+template <int n>
+RowPlan first_that_holds(int64_t vectors, const RowPlan (&plans)[n], int bytes, const DeviceLimits &device) {
+  constexpr int kForExchange = 17 << 10;  // 4 sets of 256 warps of two doubles, and their barriers
+  for (RowPlan plan : plans) {
+    int64_t needed = ceil_div(vectors, int64_t{32} * plan.vectors * plan.cluster);
+    if (needed > plan.warps || needed * 32 * plan.vectors * bytes > device.shared_memory - kForExchange) continue;
+    if (plan.cluster > 1 && !device.clusters) continue;
+    plan.warps = static_cast<int>(needed);
+    return plan;
+  }
+  return {};
 }
 
 // The grid of a kernel whose warps loop over rows: what the device holds at once, or less where that suffices.
@@ -177,19 +181,24 @@ struct RowGrid {
   int shared;  // bytes for each block's inboxes
 };
 
-// `resident`: threads that a multiprocessor holds of this kernel; `warp_block`: threads of a block whose rows are
-// within warps; `most`: blocks, or clusters, that the caller has a use for.
-template <auto kernel, class Shape, class Inbox>
-Status row_grid(const char *op, const RowPlan &plan, const DeviceLimits &device, int resident, int warp_block,
-                int64_t rows, int64_t most, RowGrid *grid) {
-  bool within_warp = Shape::kSpan == Span::warp;
-  int warps = within_warp ? std::min(warp_block / 32, device.shared_memory / Inbox::kBytesPerWarp) : plan.warps;
-  int shared = warps * Inbox::kBytesPerWarp;
-  int64_t per_multiprocessor = std::min(resident / (32 * warps), device.shared_memory / shared);
-  int64_t at_once = std::max<int64_t>(1, per_multiprocessor) * device.multiprocessors;
-  if constexpr (Shape::kSpan == Span::cluster)
+// `block_warps`: of a block that has several rows at once; `most`: blocks, or clusters, that the caller has a use for.
+// No blocks at all: the device does not grant such clusters.
+template <auto kernel, class Shape, class Inbox, class Threads>
+Status row_grid(const char *op, const RowPlan &plan, const DeviceLimits &device, int64_t rows, int64_t most,
+                RowGrid *grid) {
+  constexpr int kForExchange = 2 << 10;  // of a block
+  int room = device.shared_memory - kForExchange, teams = 1;
+  if (Shape::kSpan != Span::cluster)
+    teams = std::max(1, std::min(Threads::kBlock / 32, room / Inbox::kBytesPerWarp) / plan.warps);
+  int warps = teams * plan.warps, shared = warps * Inbox::kBytesPerWarp;
+  int64_t at_once;
+  if constexpr (Shape::kSpan == Span::cluster) {
     AOT_TRY(clusters_at_once<kernel>(op, 32 * warps, plan.cluster, shared, &at_once));
-  int64_t needed = within_warp ? ceil_div(rows, int64_t{warps} * Shape::kRowsPerWarp) : rows;
+  } else {
+    int blocks = std::min(Threads::kResident / (32 * warps), device.shared_memory / (shared + kForExchange));
+    at_once = int64_t{std::max(1, blocks)} * device.multiprocessors;
+  }
+  int64_t needed = ceil_div(rows, int64_t{teams} * Shape::kRowsPerWarp);
   *grid = {grid_size(std::min({needed, at_once, most}) * plan.cluster), 32u * warps, shared};
   return kOk;
 }
@@ -201,15 +210,9 @@ Status dispatch_vectors(int vectors, F f) {
   return f(RowShape<T, kLanes, kFirst, Span::warp>());
 }
 
-// Calls f(RowShape) with the plan's; kVectors and kLong are those of the limits.
-template <typename T, int kVectors, int kLong, class F>
-Status dispatch_rows(const RowPlan &plan, F f) {
-  if (plan.cluster > 1) return f(RowShape<T, 32, kLong, Span::cluster>());
-  if (plan.warps > 1) {
-    if constexpr (kLong > kVectors)
-      if (plan.vectors > kVectors) return f(RowShape<T, 32, kLong, Span::block>());
-    return f(RowShape<T, 32, kVectors, Span::block>());
-  }
+// Calls f(RowShape) with the shape of a plan within warps.
+template <typename T, int kVectors, class F>
+Status dispatch_within_warp(const RowPlan &plan, F f) {
   if (plan.lanes == 8) return dispatch_vectors<T, 8, 1, kVectors>(plan.vectors, f);
   if (plan.lanes == 16) return dispatch_vectors<T, 16, kVectors / 2 + 1, kVectors>(plan.vectors, f);
   return dispatch_vectors<T, 32, kVectors / 2 + 1, kVectors>(plan.vectors, f);
