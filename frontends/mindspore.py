@@ -318,3 +318,25 @@ class GELU(nn.GELU):
 
     def construct(self, x):
         return gelu(x, self.approximate)  # type: ignore[name-defined] # noqa: F821
+
+
+class Softmax(nn.Softmax):
+    """``mindspore.nn.Softmax`` on the library's kernel: the same argument, an int, the same default."""
+
+    def __init__(self, axis=-1):
+        super().__init__(axis)
+        self.axis = axis
+
+    def construct(self, input):
+        return softmax(input, self.axis)  # type: ignore[name-defined] # noqa: F821
+
+
+class CrossEntropyLoss(nn.CrossEntropyLoss):
+    """``mindspore.nn.CrossEntropyLoss`` on the library's kernel: the same arguments and defaults. With weights of
+    classes, with labels that are probabilities, and with more axes than (N, C) it is MindSpore's own."""
+
+    def construct(self, logits, labels):
+        if self.weight is not None or logits.ndim > 2 or labels.dtype not in (ms.int32, ms.int64):
+            return super().construct(logits, labels)
+        options = self.ignore_index, self.reduction, self.label_smoothing
+        return cross_entropy(logits, labels, *options)  # type: ignore[name-defined] # noqa: F821

@@ -236,6 +236,38 @@ def test_gelu_cell_is_mindspores(mode, args):
 
 
 @MODES
+@pytest.mark.parametrize("args", [(), (0,)], ids=str)
+def test_softmax_cell_is_mindspores(mode, args):
+    ms.set_context(mode=mode)
+    x = tensors()[0]
+    close(ours.Softmax(*args)(x), nn.Softmax(*args)(x))
+    close(ms.grad(Loss(ours.Softmax(*args)))(x), ms.grad(Loss(nn.Softmax(*args)))(x), 1e-3)
+
+
+CROSS_ENTROPIES = [{}, {"reduction": "sum", "ignore_index": 2}, {"reduction": "none", "label_smoothing": 0.1}]
+
+
+@MODES
+@pytest.mark.parametrize("kwargs", CROSS_ENTROPIES, ids=str)
+def test_cross_entropy_cell_is_mindspores(mode, kwargs):
+    ms.set_context(mode=mode)
+    x, labels = Tensor(np.random.default_rng(0).normal(size=(5, 6)), F32), Tensor([0, 5, 2, 2, 3], ms.int32)
+    mine, theirs = ours.CrossEntropyLoss(**kwargs), nn.CrossEntropyLoss(**kwargs)
+    close(mine(x, labels), theirs(x, labels))
+    close(ms.grad(mine)(x, labels), ms.grad(theirs)(x, labels), 1e-4)
+
+
+@MODES
+def test_cross_entropy_cell_leaves_the_rest_to_mindspore(mode):
+    ms.set_context(mode=mode)
+    random = np.random.default_rng(0)
+    x, shares = Tensor(random.normal(size=(5, 6)), F32), Tensor(random.dirichlet(np.ones(6), 5), F32)
+    labels, weight = Tensor([0, 5, 2, 2, 3], ms.int32), Tensor(random.uniform(0.5, 2, size=6), F32)
+    close(ours.CrossEntropyLoss()(x, shares), nn.CrossEntropyLoss()(x, shares))
+    close(ours.CrossEntropyLoss(weight)(x, labels), nn.CrossEntropyLoss(weight)(x, labels))
+
+
+@MODES
 def test_a_model_trains_as_mindspores(mode):
     ms.set_context(mode=mode)
     random = np.random.default_rng(0)
