@@ -72,6 +72,16 @@ __device__ inline Share<kCentred, A> share_moments(Vector<typename Shape::T> (&v
   }
 }
 
+// A row within a warp is one share.
+template <typename A>
+__device__ inline Moments<A> only_share(const Moments<A> &share) {
+  return share;
+}
+template <typename A>
+__device__ inline Moments<A> only_share(const Sums<1, A> &share) {
+  return {A(0), share.value[0]};
+}
+
 template <class Shape, typename A>
 __device__ inline Moments<A> combine_shares(const Moments<A> *all, int warps, const RowPart<Shape> &part,
                                             A one_over_cols) {
@@ -179,7 +189,7 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
 
   auto share = share_moments<kCentred>(v, part, one_over_share);
   Moments<A> moments;
-  if constexpr (Shape::kSpan == Span::warp) moments = combine_shares(&share, 1, part, one_over_cols);
+  if constexpr (Shape::kSpan == Span::warp) moments = only_share(share);
   else moments = combine_shares(exchange.all(share), exchange.warps(), part, one_over_cols);
   A mean = moments.mean, rstd = reciprocal_root(moments.squares * one_over_cols + a.eps);
   if (!present) return;
