@@ -4,7 +4,8 @@ ctypes loads the library and then gets out of the way: CPython itself makes buil
 (cuda_src/host/python.cpp). There are three rungs, and a frontend takes the highest that works for its tensors:
 
 1. ``tensors(op, attrs)``: a builtin that takes tensors, read in C (torch with its DLPack exchange table, NumPy);
-   ``function(...)`` is the same with the one output allocated;
+   ``function(...)`` is the same for torch with the outputs allocated, as the forward and backward of an autograd
+   function too, and ``public(...)`` is all of a call, from Python's arguments on;
 2. ``addresses(op, attrs, device, specs)``: a builtin that takes addresses as ints, with shapes and dtypes fixed;
 3. the same through plain ctypes, on interpreters that are not CPython.
 
@@ -16,9 +17,10 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Callable, Sequence
-from ctypes import POINTER, Structure, byref, c_char_p, c_int, c_int64, c_uint32, c_void_p, py_object
-from functools import cache, lru_cache
+from collections.abc import Callable, Iterable, Sequence
+from ctypes import POINTER, Structure, byref, c_bool, c_char_p, c_int, c_int64, c_uint32, c_void_p, py_object, pythonapi
+from functools import cache, lru_cache, partial
+from inspect import Parameter, signature
 from typing import Any, NamedTuple
 
 from . import library
@@ -28,7 +30,9 @@ from .spec import TensorSpec
 
 RUNGS = ("ctypes", "addresses", "tensors")
 _DEVICES = ("cpu", "cuda")
-_METH_FASTCALL = 0x80
+_METH_KEYWORDS, _METH_FASTCALL = 0x02, 0x80
+_MOST_SLOTS = 16
+_Slots = c_int * _MOST_SLOTS
 
 
 class _MethodDef(Structure):
@@ -40,11 +44,41 @@ class _Interpreter(Structure):
 
 
 class _Torch(Structure):
-    _fields_ = [("exchange", c_void_p), ("types", c_void_p * 2)]
+    _fields_ = [
+        ("exchange", c_void_p), ("types", c_void_p * 2), ("empty_like", c_void_p), ("grad_enabled", c_void_p),
+        ("dispatch_modes", c_void_p), ("autocast_enabled", c_void_p),
+    ]  # fmt: skip
 
 
 class _Numpy(Structure):
     _fields_ = [("type", c_void_p), ("n", c_int), ("dtypes", c_void_p * 8), ("names", c_char_p * 8)]
+
+
+class _Function(Structure):
+    _fields_ = [
+        ("call", c_void_p), ("model", _Slots), ("has_models", c_bool), ("always", c_uint32), ("residuals", c_uint32),
+        ("keep_from", c_int64), ("n_returned", c_int), ("n_saved", c_int), ("saved", _Slots), ("make_models", c_void_p),
+        ("models", c_void_p),
+    ]  # fmt: skip
+
+
+class _Backward(Structure):
+    _fields_ = [
+        ("function", c_void_p), ("n_grads", c_int), ("n_inputs", c_int), ("source", _Slots), ("gradient", _Slots),
+        ("otherwise", c_void_p),
+    ]  # fmt: skip
+
+
+class _Differentiable(Structure):
+    _fields_ = [("function", c_void_p), ("apply", c_void_p)]
+
+
+class _Public(Structure):
+    _fields_ = [
+        ("n_inputs", c_int), ("n_attrs", c_int), ("n_parameters", c_int), ("place", c_int * (2 * _MOST_SLOTS)),
+        ("names", c_void_p * (2 * _MOST_SLOTS)), ("defaults", c_void_p * (2 * _MOST_SLOTS)), ("has_autocast", c_bool),
+        ("bind", c_void_p), ("bound", c_void_p), ("refusals", c_void_p), ("otherwise", c_void_p),
+    ]  # fmt: skip
 
 
 @cache
@@ -67,8 +101,7 @@ def rung() -> str:
 @cache
 def _lib() -> ctypes.CDLL:
     lib = library.load()
-    lib.aot_call_new.restype = lib.aot_function_new.restype = lib.aot_plan_new.restype = c_void_p
-    lib.aot_function_new.argtypes = [c_void_p, c_void_p, c_int, c_int, POINTER(c_int), c_void_p, c_int64]
+    lib.aot_call_new.restype = lib.aot_plan_new.restype = c_void_p
     lib.aot_plan_new.argtypes = [
         c_void_p, c_int, c_uint32, c_int, POINTER(c_int), POINTER(c_int64), POINTER(c_char_p), POINTER(c_int),
     ]  # fmt: skip
@@ -88,10 +121,11 @@ def read_torch(torch: Any) -> bool:
     capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     if rung() != "tensors" or capsule is None:
         return False
-    get = ctypes.pythonapi.PyCapsule_GetPointer
+    get = pythonapi.PyCapsule_GetPointer
     get.restype, get.argtypes = c_void_p, [py_object, c_char_p]
     types = (c_void_p * 2)(id(torch.Tensor), id(torch.nn.Parameter))
-    _lib().aot_python_torch(byref(_Torch(get(capsule, b"dlpack_exchange_api"), types)))
+    asked = torch.empty_like, torch.is_grad_enabled, torch._C._len_torch_dispatch_stack, torch._C._is_any_autocast_enabled
+    _lib().aot_python_torch(byref(_Torch(get(capsule, b"dlpack_exchange_api"), types, *map(id, _keep(asked)))))
     return True
 
 
@@ -113,6 +147,10 @@ _kept: list[Any] = []  # what C points at: as long-lived as the library
 def _keep(value: Any) -> Any:
     _kept.append(value)
     return value
+
+
+def _keep_struct(value: Structure) -> int:
+    return ctypes.addressof(_keep(value))
 
 
 @cache
@@ -147,46 +185,112 @@ def _handle(op: Op, attrs: tuple[Attr, ...]) -> int:
 def tensors(op: Op, attrs: tuple[Attr, ...]) -> Callable[..., None]:
     """A builtin that takes one tensor, or None, for each of ``op.slots``, and runs the entry for their device, on the
     framework's current stream. All must be contiguous and on one device; the outputs must be allocated."""
-    return _builtin(op.name, "aot_call_tensors", _handle(op, attrs), b"aotops.call", None)
+    return _builtin(op.name, "aot_call_tensors", _handle(op, attrs))
 
 
 class Function(NamedTuple):
-    """Builtins that take one tensor, or None, for each input and allocate the one output, which is like an input."""
+    """Builtins for torch that take one tensor, or None, for each input and allocate what they return."""
 
     run: Callable[..., Any]
-    """Returns the output."""
+    """Returns the output, or a tuple of them."""
     forward: Callable[..., Any]
     """The same as the forward of a ``torch.autograd.Function``: takes its context first, and saves for the backward."""
+    backward: Callable[..., Any]
+    """Its backward: takes the context and the gradients of the outputs, returns those of the inputs."""
 
 
 def function(
     op: Op,
     attrs: tuple[Attr, ...],
-    empty_like: Callable[[Any], Any],
-    keep_residuals: Callable[..., Any] | None = None,
-    keep_residuals_from: int = 0,
-) -> Function | None:
-    """None where the operator has another number of outputs, or one that is not like an input.
+    models: Callable[..., tuple[Any, ...]],
+    keep_residuals_from: int,
+    backward: Callable[..., Any],
+) -> Function:
+    """Of an operator that has a backward.
 
-    ``keep_residuals`` serves CUDA tensors of more elements than ``keep_residuals_from`` in the place of ``forward``.
+    Args:
+        models: takes an operator, its attributes and one tensor, or None, for each input; returns, for each of
+            ``op.extra_outputs`` that is not like an input, a tensor of its shape, dtype and device, else None.
+        keep_residuals_from: so many elements of a first input on a GPU are too few to keep residuals.
+        backward: the backward in Python, for what is unusual.
     """
-    if len(op.outputs) != 1 or op.outputs[0] not in op.like:
-        return None
-    positions = {slot: i for i, slot in enumerate(op.slots)}
-    saved = [positions[slot] for slot in op.saved]
-    handle = _lib().aot_function_new(
-        _handle(op, attrs),
-        id(_keep(empty_like)),
-        positions[op.like[op.outputs[0]]],
-        len(saved),
-        (c_int * len(saved))(*saved),
-        id(_keep(keep_residuals)) if op.residuals and keep_residuals else None,
-        keep_residuals_from,
+    assert op.backward is not None
+    forward = _function_handle(op, attrs, models, keep_residuals_from)
+    grads = [f"d{y}" for y in op.outputs]
+    sources = [*grads, *op.saved]
+    slots = op.backward.slots
+    gradients = [op.backward.alias.get(f"d{x}", f"d{x}") for x in op.inputs]
+    made = _Backward(
+        _function_handle(op.backward, attrs, models, keep_residuals_from),
+        len(op.outputs),
+        len(op.inputs),
+        _Slots(*(sources.index(slot) for slot in op.backward.inputs)),
+        _Slots(*(slots.index(slot) if slot in slots else -1 for slot in gradients)),
+        id(_keep(backward)),
     )
     return Function(
-        _builtin(op.name, "aot_function_run", handle, b"aotops.function", None),
-        _builtin(op.name, "aot_function_forward", handle, b"aotops.function", None),
+        _builtin(op.name, "aot_function_run", forward),
+        _builtin(op.name, "aot_function_forward", forward),
+        _builtin(op.name, "aot_function_backward", _keep_struct(made)),
     )
+
+
+@cache
+def _function_handle(
+    op: Op, attrs: tuple[Attr, ...], models: Callable[..., tuple[Any, ...]], keep_residuals_from: int
+) -> int:
+    slots = {slot: i for i, slot in enumerate(op.slots)}
+    written = range(len(op.inputs), len(slots))
+    model = [slots.get(op.like.get(slot, ""), -1) for slot in op.slots]
+
+    def bits(names: Iterable[str]) -> int:
+        return sum(1 << slots[name] for name in names)
+
+    made = _Function(
+        _handle(op, attrs),
+        _Slots(*model),
+        any(model[i] < 0 for i in written),
+        bits([*(y for y in op.outputs if y in slots and y not in op.optional), *op.workspace]),
+        bits(op.residuals),
+        keep_residuals_from,
+        len(op.outputs),
+        len(op.saved),
+        _Slots(*(slots[slot] for slot in op.saved)),
+        id(_keep(partial(models, op, attrs))),
+        id(_keep({})),
+    )
+    return _keep_struct(made)
+
+
+def differentiable(function: Function, apply: Callable[..., Any]) -> Any:
+    """What ``public`` takes: an operator bound to attributes, and the ``apply`` of its autograd function."""
+    return _capsule(_keep_struct(_Differentiable(_bound_to(function.run), id(_keep(apply)))))
+
+
+def public(
+    op: Op,
+    bind: Callable[..., Any],
+    refusals: tuple[type[Exception], ...],
+    otherwise: Callable[..., Any],
+) -> Callable[..., Any]:
+    """A builtin that is called as ``op.bind`` is, and does the whole of a plain call.
+
+    Args:
+        bind: takes the attributes as they are given; returns what ``differentiable`` gives for them.
+        refusals: what a call raises that is not plain, or wrong.
+        otherwise: serves it in Python.
+    """
+    parameters = signature(op.bind).parameters.values()
+    places = {name: i for i, name in enumerate((*op.inputs, *op.attrs))}
+    names = _keep([sys.intern(p.name) for p in parameters])
+    defaults = _keep([p.default for p in parameters])
+    made = _Public(len(op.inputs), len(op.attrs), len(names), has_autocast=op.autocast is not None)
+    for i, (name, default) in enumerate(zip(names, defaults, strict=True)):
+        made.place[i], made.names[i] = places[name], id(name)
+        made.defaults[i] = None if default is Parameter.empty else id(default)
+    made.bind, made.bound = id(_keep(bind)), id(_keep({}))
+    made.refusals, made.otherwise = id(_keep(refusals)), id(_keep(otherwise))
+    return _builtin(op.name, "aot_public", _keep_struct(made), _METH_FASTCALL | _METH_KEYWORDS)
 
 
 @lru_cache(maxsize=4096)
@@ -212,8 +316,7 @@ def addresses(
     library.check(status.value)
     if rung() == "ctypes":
         return _CtypesPlan(plan, len(given))
-    destructor = library.address("aot_plan_capsule_delete")
-    return _builtin(op.name, "aot_call_addresses", plan, b"aotops.plan", destructor)
+    return _builtin(op.name, "aot_call_addresses", plan, destructor=library.address("aot_plan_capsule_delete"))
 
 
 class _CtypesPlan:
@@ -227,16 +330,26 @@ class _CtypesPlan:
         _lib().aot_plan_delete(self._plan)
 
 
-def _builtin(name: str, function: str, handle: int, capsule_name: bytes, destructor: int | None) -> Callable[..., None]:
-    api = ctypes.pythonapi
-    api.PyCapsule_New.restype, api.PyCapsule_New.argtypes = py_object, [c_void_p, c_char_p, c_void_p]
-    api.PyCFunction_NewEx.restype = py_object
-    api.PyCFunction_NewEx.argtypes = [c_void_p, py_object, py_object]
-    capsule = api.PyCapsule_New(handle, capsule_name, destructor)
-    return api.PyCFunction_NewEx(_method(name, function), capsule, "aotops")
+def _builtin(
+    name: str, function: str, handle: int, flags: int = _METH_FASTCALL, destructor: int | None = None
+) -> Callable[..., Any]:
+    pythonapi.PyCFunction_NewEx.restype = py_object
+    pythonapi.PyCFunction_NewEx.argtypes = [c_void_p, py_object, py_object]
+    return pythonapi.PyCFunction_NewEx(_method(name, function, flags), _capsule(handle, destructor), "aotops")
+
+
+def _capsule(handle: int, destructor: int | None = None) -> Any:
+    pythonapi.PyCapsule_New.restype, pythonapi.PyCapsule_New.argtypes = py_object, [c_void_p, c_char_p, c_void_p]
+    return pythonapi.PyCapsule_New(handle, None, destructor)
+
+
+def _bound_to(builtin: Any) -> int:
+    get = pythonapi.PyCapsule_GetPointer
+    get.restype, get.argtypes = c_void_p, [py_object, c_char_p]
+    return get(builtin.__self__, None)
 
 
 @cache
-def _method(name: str, function: str) -> int:
-    definition = _MethodDef(name.encode(), library.address(function), _METH_FASTCALL, None)
-    return ctypes.addressof(_keep(definition))
+def _method(name: str, function: str, flags: int) -> int:
+    definition = _MethodDef(name.encode(), library.address(function), flags, None)
+    return _keep_struct(definition)

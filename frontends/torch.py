@@ -44,10 +44,6 @@ def _spec(t: Tensor | None) -> TensorSpec | None:
     return None if t is None else TensorSpec(tuple(t.shape), str(t.dtype).removeprefix("torch."))
 
 
-def _empty(spec: TensorSpec, device: torch.device) -> Tensor:
-    return torch.empty(spec.shape, dtype=_DTYPES[spec.dtype], device=device)
-
-
 @functools.cache
 def _launcher(op: Op, attrs: tuple[Attr, ...]) -> Callable[..., None]:
     """A function of one tensor, or None, for each slot."""
@@ -83,21 +79,33 @@ _REFUSALS = (TypeError, ValueError, AttributeError, BufferError, RuntimeError)
 
 
 @functools.lru_cache(maxsize=4096)
-def _allocations(op: Op, attrs: tuple[Attr, ...], given: tuple[tuple[torch.Size, torch.dtype] | None, ...]):
-    """The shape and dtype of everything that an entry writes."""
+def _written(op: Op, attrs: tuple[Attr, ...], given: tuple[tuple[torch.Size, torch.dtype] | None, ...]):
+    """The arguments of ``torch.empty`` for everything that an entry writes."""
     specs = op.specs([g and TensorSpec(tuple(g[0]), str(g[1]).removeprefix("torch.")) for g in given], attrs)
-    return {name: (spec.shape, _DTYPES[spec.dtype]) for name, spec in specs.items()}
+    return {name: _empty_arguments(spec) for name, spec in specs.items()}
+
+
+def _empty_arguments(spec: TensorSpec) -> dict[str, Any]:
+    return {"size": spec.shape, "dtype": _DTYPES[spec.dtype]}
 
 
 def _allocate(op: Op, attrs: tuple[Attr, ...], inputs: Tensors, names: Container[str]) -> list[Tensor | None]:
     """One tensor for each of ``op.extra_outputs``, None for those that are not among ``names``."""
-    known = _allocations(op, attrs, tuple([None if t is None else (t.shape, t.dtype) for t in inputs]))
+    written = _written(op, attrs, tuple([None if t is None else (t.shape, t.dtype) for t in inputs]))
     device = inputs[0].device
-    empty = torch.empty
-    return [
-        empty(known[name][0], dtype=known[name][1], device=device) if name in names else None
-        for name in op.extra_outputs
-    ]
+    return [torch.empty(**written[name], device=device) if name in names else None for name in op.extra_outputs]
+
+
+def _models(op: Op, attrs: tuple[Attr, ...], *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Tensors for ``empty_like``, each with the memory of one element, for what is not like an input."""
+    specs = op.specs([_spec(t) for t in inputs], attrs)
+    arguments = {name: _empty_arguments(specs[name]) for name in op.extra_outputs if name not in op.like}
+    for one in arguments.values():
+        one["stride"] = (0,) * len(one["size"])
+    device = inputs[0].device
+    return tuple(
+        torch.empty_strided(**arguments[name], device=device) if name in arguments else None for name in op.extra_outputs
+    )
 
 
 def _write(op: Op, inputs: Tensors, attrs: tuple[Attr, ...], names: Container[str]) -> tuple[Tensor | None, ...]:
@@ -147,13 +155,18 @@ class _Eager:
     def __init__(self, op: Op, attrs: tuple[Attr, ...]) -> None:
         self.op, self.attrs = op, attrs
         self.without_residuals = {*op.outputs, *op.workspace}
-        builtins = _READS_TENSORS and call.function(op, attrs, torch.empty_like, self._forward, KEEP_RESIDUALS_FROM)
-        self.run = builtins.run if builtins else self._run
-        members = {"forward": staticmethod(builtins.forward if builtins else self._forward)}
-        members["backward"] = staticmethod(torch.autograd.function.once_differentiable(self._backward))
+        run, forward = self._run, self._forward
+        backward = torch.autograd.function.once_differentiable(self._backward)
+        if _READS_TENSORS:
+            builtins = call.function(op, attrs, _models, KEEP_RESIDUALS_FROM, backward)
+            run, forward, backward = builtins
+        members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
         function = type(op.name.title().replace("_", ""), (torch.autograd.Function,), members)
+        self.run = run
         # without the Python wrapper, which serves torch.func
         self.apply = super(torch.autograd.Function, function).apply
+        if _READS_TENSORS:
+            self.differentiable = call.differentiable(builtins, self.apply)
 
     def _run(self, *inputs: Tensor | None):
         op = self.op
@@ -268,7 +281,7 @@ def _register(op: Op) -> Callable[..., Any]:
         inputs, attrs = split(args)
         specs = op.specs([_spec(t) for t in inputs], attrs)
         _check_devices(op, inputs)
-        return pack([_empty(specs[name], inputs[0].device) for name in written])
+        return pack([torch.empty(**_empty_arguments(specs[name]), device=inputs[0].device) for name in written])
 
     def vmap(info, dims, *args):
         inputs, attrs = split(args)
@@ -323,23 +336,37 @@ _grad_enabled = torch.is_grad_enabled
 
 
 def _public(op: Op) -> Callable[..., Any]:
-    bind, disp, autocast = op.bind, dispatched[op.name], op.autocast is not None
-    bound: dict[tuple[Attr, ...], _Eager] = {}
+    disp = dispatched[op.name]
 
-    @functools.wraps(bind)
+    def general(*args, **kwargs):
+        return _general(op, disp, *op.bind(*args, **kwargs))
+
+    def bind(*attrs):
+        return _eager(op, op.bind(**dict.fromkeys(op.inputs), **dict(zip(op.attrs, attrs, strict=True)))[1]).differentiable
+
+    plain = call.public(op, bind, _REFUSALS, general) if _READS_TENSORS else _plain_first(op, disp)
+
+    @functools.wraps(op.bind)
     def function(*args, **kwargs):
-        inputs, attrs = bind(*args, **kwargs)
         if _is_compiling():
+            inputs, attrs = op.bind(*args, **kwargs)
             return _dispatch(op, disp, inputs, attrs)
-        if not (_dispatch_modes() or (autocast and _autocast_enabled())):
+        return plain(*args, **kwargs)
+
+    return function
+
+
+def _plain_first(op: Op, disp: Callable[..., Any]) -> Callable[..., Any]:
+    """What ``call.public`` is, in Python."""
+
+    def function(*args, **kwargs):
+        inputs, attrs = op.bind(*args, **kwargs)
+        if not (_dispatch_modes() or (op.autocast and _autocast_enabled())):
             # Subclasses, wrappers of torch.func, strides, broadcasts: the entry refuses all that is not plain.
             try:
-                eager = bound.get(attrs) or bound.setdefault(attrs, _eager(op, attrs))
-                if _grad_enabled():
-                    for t in inputs:
-                        if t is not None and t.requires_grad:
-                            return eager.apply(*inputs)
-                return eager.run(*inputs)
+                eager = _eager(op, attrs)
+                grad = _grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+                return eager.apply(*inputs) if grad else eager.run(*inputs)
             except _REFUSALS:
                 pass
         return _general(op, disp, inputs, attrs)

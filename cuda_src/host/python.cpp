@@ -1,13 +1,14 @@
 // The call path: an operator bound to its attributes, as a METH_FASTCALL builtin of Python.
 //
-// aotops/call.py has CPython make builtins of aot_call_tensors and aot_call_addresses (PyCFunction_NewEx). CPython is
-// reached through weak symbols only, so that the library needs no Python.h, serves every version of it, and loads
-// without it. Tensors are read in C: torch's through its DLPack exchange table (torch >= 2.10), NumPy's from the array
-// struct, whose layout is public. All arguments of a call live on the C stack: shared argument arrays would be a data
-// race.
+// aotops/call.py has CPython make builtins of the functions at the end (PyCFunction_NewEx). CPython is reached through
+// weak symbols only, so that the library needs no Python.h, serves every version of it, and loads without it. Tensors
+// are read in C: torch's through its DLPack exchange table (torch >= 2.10), NumPy's from the array struct, whose layout
+// is public. All arguments of a call live on the C stack: shared argument arrays would be a data race.
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "../aot.h"
 #include "bind.h"
@@ -18,17 +19,27 @@ extern "C" const char *aot_last_error();
 #define WEAK extern "C" __attribute__((weak))
 WEAK void PyErr_SetString(void *exception, const char *text);
 WEAK void *PyErr_Occurred();
+WEAK int PyErr_ExceptionMatches(void *exceptions);
+WEAK void PyErr_Clear();
 WEAK void *PyEval_SaveThread();
 WEAK void PyEval_RestoreThread(void *state);
 WEAK void Py_IncRef(void *object);
 WEAK void Py_DecRef(void *object);
 WEAK void *PyObject_Vectorcall(void *callable, void *const *args, size_t n, void *names);
-WEAK void *PyObject_CallMethod(void *object, const char *name, const char *format, ...);
+WEAK void *PyObject_VectorcallMethod(void *name, void *const *args, size_t n, void *names);
 WEAK int PyObject_IsTrue(void *object);
+WEAK void *PyObject_GetAttr(void *object, void *name);
 WEAK int PyObject_SetAttr(void *object, void *name, void *value);
 WEAK void *PyUnicode_InternFromString(const char *text);
 WEAK void *PyTuple_New(intptr_t n);
+WEAK intptr_t PyTuple_Size(void *tuple);
+WEAK void *PyTuple_GetItem(void *tuple, intptr_t i);
 WEAK int PyTuple_SetItem(void *tuple, intptr_t i, void *value);
+WEAK void *PyBytes_FromStringAndSize(const char *bytes, intptr_t n);
+WEAK intptr_t PyDict_Size(void *dict);
+WEAK void PyDict_Clear(void *dict);
+WEAK void *PyDict_GetItemWithError(void *dict, void *key);
+WEAK int PyDict_SetItem(void *dict, void *key, void *value);
 WEAK void *PyLong_AsVoidPtr(void *object);
 WEAK long PyLong_AsLong(void *object);
 
@@ -39,8 +50,7 @@ using namespace aot;
 constexpr int kMaxSlots = 16, kMaxOptional = 8;
 enum Device { kCpu, kCuda };
 
-// -------------------------------------------------------------------------------------- what Python tells once
-// (call.py)
+// ------------------------------------------------------------------------------------ what Python tells once (call.py)
 
 struct Interpreter {
   void *none;
@@ -69,6 +79,7 @@ struct DLExchange {
 struct Torch {
   const DLExchange *exchange;
   void *types[2];  // Tensor and Parameter: exactly these, a subclass may mean anything
+  void *empty_like, *grad_enabled, *dispatch_modes, *autocast_enabled;  // functions of torch
 };
 
 // PyArrayObject after its head, and the dtypes by identity: a byte-swapped or otherwise special dtype is another
@@ -124,6 +135,11 @@ struct Call {
     return kOk;
   }
 
+  Status wrong_count(intptr_t count, int expected) const {
+    return fail(kConventionMisused, "%s: %d arguments given, expected %d", op.c_str(), static_cast<int>(count),
+                expected);
+  }
+
   Status check_entry(Device device) const {
     if (entry[device]) return kOk;
     return fail(kNotImplemented, "%s: this library was built without CUDA: build it where nvcc is, with `make lib`",
@@ -137,15 +153,50 @@ struct Call {
   }
 };
 
-// A call that allocates its one output, which is like an input, by the framework's own empty_like.
+// The structs from here to Public are call.py's, which fills and keeps them.
+
+// A call that allocates what the entry writes: each an `empty_like` of a model. The model is an input, or a tensor of
+// the right shape and dtype that Python has made for inputs of these shapes and dtypes.
 struct Function {
   Call *call;
-  void *empty_like;
-  int model;             // the input that the output is like
-  int n_saved;           // for the backward:
-  int saved[kMaxSlots];  // slots, of those that are inputs or the output, else None
-  void *keep_residuals;  // a Python function that serves big CUDA tensors in the place of this one; null: none does
-  int64_t keep_residuals_from;  // how many elements are big
+  int model[kMaxSlots];     // by slot, for outputs: the input that it is like; -1: one of those that Python makes
+  bool has_models;          // Python makes some
+  unsigned always;          // bit i for slot i: outputs and workspaces that are not left out
+  unsigned residuals;       // that are kept for the backward where the first input is big, and on a GPU
+  int64_t keep_from;        // how many elements are big
+  int n_returned;           // the first outputs
+  int n_saved;              // for the backward:
+  int saved[kMaxSlots];     // slots
+  void *make_models;        // of all inputs; a tuple with one for each output, None where an input serves
+  void *models;             // what it made, a dict by what is to be known of the inputs
+};
+
+// The backward of a torch.autograd.Function.
+struct Backward {
+  Function *function;          // the operator's
+  int n_grads, n_inputs;       // of the forward: outputs and inputs
+  int source[kMaxSlots];       // by input slot: a number below n_grads is an incoming gradient, others are saved tensors
+  int gradient[kMaxSlots];     // for each input of the forward the slot of its gradient; -1: it has none
+  void *otherwise;             // the same in Python, for what is unusual
+};
+
+// A differentiable operator with its attributes.
+struct Differentiable {
+  Function *function;
+  void *apply;  // the autograd.Function's
+};
+
+// A public function of the torch frontend.
+struct Public {
+  int n_inputs, n_attrs, n_parameters;
+  int place[2 * kMaxSlots];      // by parameter: its place among the inputs, and the attributes after them
+  void *names[2 * kMaxSlots];    // interned
+  void *defaults[2 * kMaxSlots];  // null: there is none
+  bool has_autocast;
+  void *bind;        // of the attributes: gives a capsule of the Differentiable
+  void *bound;       // what it gave, a dict by attributes
+  void *refusals;    // exceptions after which there is
+  void *otherwise;   // the same in Python, for what is unusual
 };
 
 // A call with fixed shapes and dtypes, so that addresses are all it is told.
@@ -165,6 +216,22 @@ struct Plan {
 };
 
 // ---------------------------------------------------------------------------------------------------------- arguments
+
+// A reference that is owned.
+class Ref {
+ public:
+  Ref(void *object = nullptr) : object_(object) {}
+  Ref(Ref &&other) noexcept : object_(other.release()) {}
+  ~Ref() {
+    if (object_) Py_DecRef(object_);
+  }
+  Ref &operator=(Ref &&other) noexcept { return std::swap(object_, other.object_), *this; }
+  operator void *() const { return object_; }
+  void *release() { return std::exchange(object_, nullptr); }
+
+ private:
+  void *object_;
+};
 
 // What a builtin of ours is bound to: PyCapsule.pointer, without the check of the name.
 template <typename T>
@@ -207,16 +274,15 @@ struct Arguments {
   const char *dtypes[kMaxSlots];
   int n = 0;
   unsigned given = 0;
-  int64_t elements = 0;  // of all tensors
+  int64_t elements = 0;        // of all tensors
+  int64_t first_elements = 0;  // of the first
   Device device = kCpu;
   int device_id = 0;
   void *stream = nullptr;
 
-  Status read(const Call &call, void *const *objects, intptr_t count) {
-    if (count != call.n_slots)
-      return fail(kConventionMisused, "%s: %d arguments given, expected %d", call.op.c_str(), static_cast<int>(count),
-                  call.n_slots);
-    for (int i = 0; i < count; ++i) {
+  // The slots from `first` to before `last`.
+  Status read(const Call &call, void *const *objects, int first, int last) {
+    for (int i = first; i < last; ++i) {
       if (objects[i] == python.none) {
         if (call.optional_bit[i] < 0)
           return fail(kUnsupportedDtype, "%s: %s is None, expected a tensor", call.op.c_str(), call.slots[i].c_str());
@@ -227,6 +293,11 @@ struct Arguments {
       ++n;
     }
     return kOk;
+  }
+
+  void count(int64_t size) {
+    if (n == 0) first_elements = size;
+    elements += size;
   }
 
   // Work on so few elements is done sooner than another thread could use the interpreter's lock.
@@ -243,6 +314,9 @@ struct Arguments {
   Status read_torch(const Call &call, int slot, void *object) {
     DLTensor t;
     if (torch.exchange->read(object, &t)) return kConventionMisused;  // torch has set Python's error
+    if (t.ndim > kMaxNdim)
+      return fail(kInvalidArgument, "%s: %s has %d dimensions, expected at most %d", call.op.c_str(),
+                  call.slots[slot].c_str(), t.ndim, kMaxNdim);
     params[n] = static_cast<char *>(t.data) + t.byte_offset;
     ndims[n] = t.ndim, shapes[n] = t.shape, dtypes[n] = dlpack_dtype(t);
     int64_t stride = 1, size = 1;
@@ -251,7 +325,7 @@ struct Arguments {
       if (t.shape[k] != 1 && t.strides && t.strides[k] != stride) contiguous = false;
       stride *= t.shape[k], size *= t.shape[k];
     }
-    elements += size;
+    count(size);
     if (!contiguous && size) return not_contiguous(call, slot);
     if (size == 1) AOT_TRY(check_not_negated(call, slot, object));
     return on_device(call, slot, t.device_type, t.device_id);
@@ -260,11 +334,10 @@ struct Arguments {
   // The imaginary part of a conjugated tensor has its values negated by whoever reads them, which the exchange table
   // does not tell. With more elements than one such a view is not contiguous, and so refused already.
   Status check_not_negated(const Call &call, int slot, void *object) {
-    void *is_neg = PyObject_CallMethod(object, "is_neg", nullptr);
+    static void *name = PyUnicode_InternFromString("is_neg");
+    Ref is_neg = PyObject_VectorcallMethod(name, &object, 1, nullptr);
     if (!is_neg) return kConventionMisused;
-    bool negated = PyObject_IsTrue(is_neg) == 1;
-    Py_DecRef(is_neg);
-    if (!negated) return kOk;
+    if (PyObject_IsTrue(is_neg) != 1) return kOk;
     return fail(kInvalidArgument, "%s: %s is a negated view", call.op.c_str(), call.slots[slot].c_str());
   }
 
@@ -272,7 +345,7 @@ struct Arguments {
     auto *a = reinterpret_cast<NumpyArray *>(static_cast<char *>(object) + python.head_size);
     int64_t size = 1;
     for (int k = 0; k < a->ndim; ++k) size *= a->shape[k];
-    elements += size;
+    count(size);
     params[n] = a->data, ndims[n] = a->ndim, shapes[n] = a->shape, dtypes[n] = "of another kind";
     for (int i = 0; i < numpy.n; ++i)
       if (a->dtype == numpy.dtypes[i]) dtypes[n] = numpy.names[i];
@@ -331,41 +404,179 @@ int call_tensors(Call &call, const Arguments &a) {
   return status;
 }
 
-// What save_for_backward does.
-bool save(const Function &f, void *context, void *const *objects) {
-  static void *to_save = PyUnicode_InternFromString("to_save");
-  void *saved = PyTuple_New(f.n_saved);
-  if (!saved) return false;
-  for (int i = 0; i < f.n_saved; ++i) {
-    Py_IncRef(objects[f.saved[i]]);
-    PyTuple_SetItem(saved, i, objects[f.saved[i]]);
+// --------------------------------------------------------------------------------------------- calls that allocate
+
+// What Python has made for inputs like these; null: it raised.
+Ref models(const Function &f, const Arguments &a, void *const *inputs) {
+  int64_t known[2 + kMaxSlots * (2 + kMaxNdim)];
+  int n = 0;
+  known[n++] = a.given, known[n++] = a.device == kCpu ? -1 : a.device_id;
+  for (int i = 0; i < a.n; ++i) {
+    known[n++] = reinterpret_cast<intptr_t>(a.dtypes[i]), known[n++] = a.ndims[i];
+    for (int k = 0; k < a.ndims[i]; ++k) known[n++] = a.shapes[i][k];
   }
-  bool done = !PyObject_SetAttr(context, to_save, saved);
-  Py_DecRef(saved);
-  return done;
+  Ref key = PyBytes_FromStringAndSize(reinterpret_cast<char *>(known), n * sizeof *known);
+  if (!key) return nullptr;
+  if (void *found = PyDict_GetItemWithError(f.models, key)) return Py_IncRef(found), found;
+  Ref made = PyObject_Vectorcall(f.make_models, inputs, f.call->n_in, nullptr);
+  if (!made) return nullptr;
+  if (PyDict_Size(f.models) >= 1024) PyDict_Clear(f.models);
+  if (PyDict_SetItem(f.models, key, made)) return nullptr;
+  return made;
 }
 
-// `context`: where to save for the backward, followed by the inputs; null: nothing is saved.
-void *run_function(const Function &f, void *const *context, void *const *inputs, intptr_t count) {
-  Call &call = *f.call;
-  if (count != call.n_in)
-    return finish(fail(kConventionMisused, "%s: %d arguments given, expected %d", call.op.c_str(),
-                       static_cast<int>(count), call.n_in));
-  void *objects[kMaxSlots];
-  for (int i = 0; i < call.n_slots; ++i) objects[i] = i < count ? inputs[i] : python.none;
-  void *y = PyObject_Vectorcall(f.empty_like, &inputs[f.model], 1, nullptr);
-  if (!y) return nullptr;
-  objects[count] = y;
-  Arguments a;
-  int status = a.read(call, objects, call.n_slots);
-  if (!status && context && f.keep_residuals && a.device == kCuda && a.elements > f.keep_residuals_from) {
-    Py_DecRef(y);
-    return PyObject_Vectorcall(f.keep_residuals, context, count + 1, nullptr);
+struct Slots {
+  void *objects[kMaxSlots];  // by slot; None where there is none
+  Ref outputs[kMaxSlots];    // those that are ours
+
+  // Runs the entry on the inputs, which are in their slots, and writes those outputs that are `wanted`.
+  // `for_backward`: and the residuals, if they are worth it.
+  int run(const Function &f, unsigned wanted, bool for_backward) {
+    Call &call = *f.call;
+    Arguments a;
+    AOT_TRY(a.read(call, objects, 0, call.n_in));
+    if (for_backward && a.device == kCuda && a.first_elements > f.keep_from) wanted |= f.residuals;
+    Ref made;
+    if (f.has_models && !(made = models(f, a, objects))) return kConventionMisused;
+    for (int i = call.n_in; i < call.n_slots; ++i) {
+      objects[i] = python.none;
+      if (!(wanted >> i & 1)) continue;
+      void *model = f.model[i] >= 0 ? objects[f.model[i]] : PyTuple_GetItem(made, i - call.n_in);
+      outputs[i] = PyObject_Vectorcall(torch.empty_like, &model, 1, nullptr);
+      if (!outputs[i]) return kConventionMisused;
+      objects[i] = outputs[i];
+    }
+    AOT_TRY(a.read(call, objects, call.n_in, call.n_slots));
+    return call_tensors(call, a);
   }
-  if (!status) status = call_tensors(call, a);
-  if (!status && (!context || !f.n_saved || save(f, *context, objects))) return y;
-  Py_DecRef(y);
-  return finish(status ? status : kConventionMisused);
+};
+
+// New references to what `at` names.
+Ref tuple_of(void *const *objects, const int *at, int n) {
+  Ref tuple = PyTuple_New(n);
+  for (int i = 0; tuple && i < n; ++i) {
+    void *object = at[i] < 0 ? python.none : objects[at[i]];
+    Py_IncRef(object);
+    PyTuple_SetItem(tuple, i, object);
+  }
+  return tuple;
+}
+
+// `context`: where to save for the backward, as save_for_backward does; null: nothing is saved.
+void *run_function(const Function &f, void *context, void *const *inputs, intptr_t count) {
+  const Call &call = *f.call;
+  if (count != call.n_in) return finish(call.wrong_count(count, call.n_in));
+  Slots slots;
+  std::copy(inputs, inputs + count, slots.objects);
+  if (int status = slots.run(f, f.always, context)) return finish(status);
+  if (context && f.n_saved) {
+    static void *to_save = PyUnicode_InternFromString("to_save");
+    Ref saved = tuple_of(slots.objects, f.saved, f.n_saved);
+    if (!saved || PyObject_SetAttr(context, to_save, saved)) return nullptr;
+  }
+  if (f.n_returned == 1) return slots.outputs[call.n_in].release();
+  int returned[kMaxSlots];
+  for (int i = 0; i < f.n_returned; ++i) returned[i] = call.n_in + i;
+  return tuple_of(slots.objects, returned, f.n_returned).release();
+}
+
+// 1 or 0; -1: Python has an error.
+int is_true(Ref object) { return object ? PyObject_IsTrue(object) : -1; }
+int ask(void *function) { return is_true(PyObject_Vectorcall(function, nullptr, 0, nullptr)); }
+
+// A tuple with a gradient, or None, for each input of the forward; null, and maybe an error of Python's: this is not for
+// us.
+Ref run_backward(const Backward &b, void *context, void *const *grads) {
+  static void *needs_input_grad = PyUnicode_InternFromString("needs_input_grad"),
+              *saved_tensors = PyUnicode_InternFromString("saved_tensors"),
+              *contiguous = PyUnicode_InternFromString("contiguous");
+  const Function &f = *b.function;
+  if (ask(torch.grad_enabled)) return nullptr;  // the gradients are to be differentiable
+  Ref needed = PyObject_GetAttr(context, needs_input_grad), saved = PyObject_GetAttr(context, saved_tensors);
+  if (!needed || !saved) return nullptr;
+  Slots slots;
+  Ref plain[kMaxSlots];
+  for (int i = 0; i < f.call->n_in; ++i) {
+    int at = b.source[i];
+    if (at < b.n_grads) plain[i] = PyObject_VectorcallMethod(contiguous, &grads[at], 1, nullptr);
+    slots.objects[i] = at < b.n_grads ? static_cast<void *>(plain[i]) : PyTuple_GetItem(saved, at - b.n_grads);
+    if (!slots.objects[i]) return nullptr;
+  }
+  int gradient[kMaxSlots];
+  unsigned wanted = 0;
+  for (int i = 0; i < b.n_inputs; ++i) {
+    gradient[i] = PyObject_IsTrue(PyTuple_GetItem(needed, i)) == 1 ? b.gradient[i] : -1;
+    if (gradient[i] >= 0) wanted |= 1u << gradient[i];
+  }
+  bool has_kernel = f.call->n_slots > f.call->n_in;
+  if (has_kernel && wanted && slots.run(f, wanted | f.always, false)) return nullptr;
+  return tuple_of(slots.objects, gradient, b.n_inputs);
+}
+
+// ------------------------------------------------------------------------------------------------- public functions
+
+// The arguments sorted by Python's rules into the places of inputs and attributes; false: Python shall say what is wrong.
+bool sort_arguments(const Public &p, void *const *arguments, intptr_t count, void *names, void **places) {
+  for (int i = 0; i < p.n_parameters; ++i) places[p.place[i]] = nullptr;
+  if (count > p.n_parameters) return false;
+  for (int i = 0; i < count; ++i) places[p.place[i]] = arguments[i];
+  intptr_t n_names = names ? PyTuple_Size(names) : 0;
+  for (int k = 0; k < n_names; ++k) {
+    void *name = PyTuple_GetItem(names, k);
+    int i = 0;
+    while (i < p.n_parameters && p.names[i] != name) ++i;
+    if (i == p.n_parameters || places[p.place[i]]) return false;
+    places[p.place[i]] = arguments[count + k];
+  }
+  for (int i = 0; i < p.n_parameters; ++i)
+    if (!places[p.place[i]] && !(places[p.place[i]] = p.defaults[i])) return false;
+  return true;
+}
+
+// Borrowed; null: Python raised.
+Differentiable *bind_attributes(const Public &p, void *const *attrs) {
+  Ref key = PyTuple_New(p.n_attrs);
+  if (!key) return nullptr;
+  for (int i = 0; i < p.n_attrs; ++i) Py_IncRef(attrs[i]), PyTuple_SetItem(key, i, attrs[i]);
+  if (void *found = PyDict_GetItemWithError(p.bound, key)) return bound_to<Differentiable>(found);
+  if (PyErr_Occurred()) return nullptr;
+  Ref made = PyObject_Vectorcall(p.bind, attrs, p.n_attrs, nullptr);
+  if (!made || PyDict_SetItem(p.bound, key, made)) return nullptr;
+  return bound_to<Differentiable>(made);
+}
+
+// 1 where one of the inputs wants a gradient, 0; -1: Python has an error.
+int wants_gradient(const Public &p, void *const *inputs) {
+  static void *requires_grad = PyUnicode_InternFromString("requires_grad");
+  int wants = ask(torch.grad_enabled);
+  if (wants != 1) return wants;
+  for (int i = 0; i < p.n_inputs; ++i) {
+    if (inputs[i] == python.none) continue;
+    if (int it_does = is_true(PyObject_GetAttr(inputs[i], requires_grad))) return it_does;
+  }
+  return 0;
+}
+
+// Null, and maybe an error of Python's: this call is not plain.
+void *run_plain(const Public &p, void *const *arguments, intptr_t count, void *names) {
+  void *places[2 * kMaxSlots];
+  if (!sort_arguments(p, arguments, count, names, places)) return nullptr;
+  if (ask(torch.dispatch_modes) || (p.has_autocast && ask(torch.autocast_enabled))) return nullptr;
+  Differentiable *d = bind_attributes(p, places + p.n_inputs);
+  if (!d) return nullptr;
+  int gradient = wants_gradient(p, places);
+  if (gradient < 0) return nullptr;
+  if (gradient) return PyObject_Vectorcall(d->apply, places, p.n_inputs, nullptr);
+  return run_function(*d->function, nullptr, places, p.n_inputs);
+}
+
+void *run_public(const Public &p, void *const *arguments, intptr_t count, void *names) {
+  if (void *result = run_plain(p, arguments, count, names)) return result;
+  if (PyErr_Occurred()) {
+    if (!PyErr_ExceptionMatches(p.refusals)) return nullptr;
+    PyErr_Clear();
+  }
+  return PyObject_Vectorcall(p.otherwise, arguments, count, names);
 }
 
 }  // namespace
@@ -394,14 +605,6 @@ AOT_API void *aot_call_new(const char *op, const char *attrs, int n_in, int n_sl
     call->init[d] = reinterpret_cast<Init *>(inits[d]);
   }
   return call.release();
-}
-
-AOT_API void *aot_function_new(void *call, void *empty_like, int model, int n_saved, const int *saved,
-                               void *keep_residuals, int64_t keep_residuals_from) {
-  auto *f = new (std::nothrow)
-      Function{static_cast<Call *>(call), empty_like, model, n_saved, {}, keep_residuals, keep_residuals_from};
-  for (int i = 0; f && i < n_saved; ++i) f->saved[i] = saved[i];
-  return f;
 }
 
 // Null, and its status, where there is no such entry or Init refuses the attributes.
@@ -437,21 +640,34 @@ AOT_API int aot_plan_run(void *plan, int device_id, void *stream, void **params)
 // One object for each slot: a tensor, or None.
 AOT_API void *aot_call_tensors(void *capsule, void *const *objects, intptr_t count) {
   auto *call = bound_to<Call>(capsule);
+  if (count != call->n_slots) return finish(call->wrong_count(count, call->n_slots));
   Arguments a;
-  int status = a.read(*call, objects, count);
+  int status = a.read(*call, objects, 0, call->n_slots);
   return finish(status ? status : call_tensors(*call, a));
 }
 
-// One object for each input; returns the output.
+// One object for each input; returns the output, or a tuple of them.
 AOT_API void *aot_function_run(void *capsule, void *const *inputs, intptr_t count) {
-  auto *f = bound_to<Function>(capsule);
-  return run_function(*f, nullptr, inputs, count);
+  return run_function(*bound_to<Function>(capsule), nullptr, inputs, count);
 }
 
 // The forward of a torch.autograd.Function: its context, then one object for each input.
 AOT_API void *aot_function_forward(void *capsule, void *const *objects, intptr_t count) {
-  auto *f = bound_to<Function>(capsule);
-  return run_function(*f, objects, objects + 1, count - 1);
+  return run_function(*bound_to<Function>(capsule), objects[0], objects + 1, count - 1);
+}
+
+// Its backward: the context, then the gradient of each output.
+AOT_API void *aot_function_backward(void *capsule, void *const *objects, intptr_t count) {
+  auto *b = bound_to<Backward>(capsule);
+  if (count == 1 + b->n_grads)
+    if (Ref gradients = run_backward(*b, objects[0], objects + 1)) return gradients.release();
+  PyErr_Clear();
+  return PyObject_Vectorcall(b->otherwise, objects, count, nullptr);
+}
+
+// A public function, called as Python calls one.
+AOT_API void *aot_public(void *capsule, void *const *arguments, intptr_t count, void *names) {
+  return run_public(*bound_to<Public>(capsule), arguments, count, names);
 }
 
 // The device's number, the stream, then the address of each tensor of the plan; all are ints.
