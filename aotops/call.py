@@ -57,8 +57,8 @@ class _Numpy(Structure):
 class _Function(Structure):
     _fields_ = [
         ("call", c_void_p), ("model", _Slots), ("has_models", c_bool), ("always", c_uint32), ("residuals", c_uint32),
-        ("keep_from", c_int64), ("n_returned", c_int), ("n_saved", c_int), ("saved", _Slots), ("make_models", c_void_p),
-        ("models", c_void_p),
+        ("scratch", c_uint32), ("keep_from", c_int64), ("n_returned", c_int), ("n_saved", c_int), ("saved", _Slots),
+        ("make_models", c_void_p), ("models", c_void_p),
     ]  # fmt: skip
 
 
@@ -124,7 +124,12 @@ def read_torch(torch: Any) -> bool:
     get = pythonapi.PyCapsule_GetPointer
     get.restype, get.argtypes = c_void_p, [py_object, c_char_p]
     types = (c_void_p * 2)(id(torch.Tensor), id(torch.nn.Parameter))
-    asked = torch.empty_like, torch.is_grad_enabled, torch._C._len_torch_dispatch_stack, torch._C._is_any_autocast_enabled
+    asked = (
+        torch.empty_like,
+        torch.is_grad_enabled,
+        torch._C._len_torch_dispatch_stack,
+        torch._C._is_any_autocast_enabled,
+    )
     _lib().aot_python_torch(byref(_Torch(get(capsule, b"dlpack_exchange_api"), types, *map(id, _keep(asked)))))
     return True
 
@@ -196,7 +201,8 @@ class Function(NamedTuple):
     forward: Callable[..., Any]
     """The same as the forward of a ``torch.autograd.Function``: takes its context first, and saves for the backward."""
     backward: Callable[..., Any]
-    """Its backward: takes the context and the gradients of the outputs, returns those of the inputs."""
+    """For the class of that context: the method that takes the gradients of the outputs and returns those of the
+    inputs."""
 
 
 def function(
@@ -228,11 +234,21 @@ def function(
         _Slots(*(slots.index(slot) if slot in slots else -1 for slot in gradients)),
         id(_keep(backward)),
     )
+    pythonapi.PyInstanceMethod_New.restype, pythonapi.PyInstanceMethod_New.argtypes = py_object, [py_object]
     return Function(
         _builtin(op.name, "aot_function_run", forward),
         _builtin(op.name, "aot_function_forward", forward),
-        _builtin(op.name, "aot_function_backward", _keep_struct(made)),
+        pythonapi.PyInstanceMethod_New(_builtin(op.name, "aot_function_backward", _keep_struct(made))),
     )
+
+
+def serve(function: Callable[..., Any], builtin: Any) -> None:
+    """Where CPython lets it (3.12), a call of ``function``, which forwards to a builtin of ``public``, is one of that
+    builtin, without a frame. It stays a function of Python for all who look at it, torch.compile among them."""
+    _keep(function)
+    address = library.address("aot_python_serve")
+    assert address
+    ctypes.PYFUNCTYPE(None, py_object, py_object)(address)(function, builtin.__self__)
 
 
 @cache
@@ -252,6 +268,7 @@ def _function_handle(
         any(model[i] < 0 for i in written),
         bits([*(y for y in op.outputs if y in slots and y not in op.optional), *op.workspace]),
         bits(op.residuals),
+        bits(op.workspace),
         keep_residuals_from,
         len(op.outputs),
         len(op.saved),

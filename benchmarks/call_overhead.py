@@ -2,7 +2,8 @@
 
 Tensors of 8 rows x 256, float32: small, so that the call is what is measured. One thread. Each figure is a median over
 repeats, and in every repeat each case has its turn, so that whatever the machine does meanwhile meets all alike. On a
-GPU the time is the host's: kernels are queued, and waited for between repeats only.
+GPU the time is the host's: kernels are queued, and waited for between repeats only. A backward is timed whole, from
+``torch.autograd.grad`` on: autograd's own work, which is most of it, is the same for both.
 """
 
 from __future__ import annotations
@@ -82,46 +83,102 @@ def differentiable(run: NaiveCall) -> Callable[..., torch.Tensor]:
 
 # --------------------------------------------------------------------------------------------------------------- cases
 
-CASES = {
-    "builtin_3_tensors": ("aot_add(a, b, out)", "torch_add(a, b, out=out)", "naive_add(a, b, out)"),
-    "layer_norm_no_grad": (
-        "aot_layer_norm(x, (256,), weight, bias, 1e-5)",
-        "torch_layer_norm(x, (256,), weight, bias, 1e-5)",
-        "naive_layer_norm(x, weight, bias)",
-    ),
-    "layer_norm_grad": (
-        "aot_layer_norm(x, (256,), weight, bias, 1e-5)",
-        "torch_layer_norm(x, (256,), weight, bias, 1e-5)",
-        "differentiable_layer_norm(x, weight, bias)",
-    ),
-    "gelu_no_grad": ("aot_gelu(x)", "torch_gelu(x)", "naive_gelu(x)"),
-    "gelu_grad": ("aot_gelu(x)", "torch_gelu(x)", "differentiable_gelu(x)"),
+OPERATORS = {
+    "add": ("add(x, z)", "x, z"),
+    "gelu": ("gelu(x)", "x"),
+    "gelu_tanh": ("gelu(x, approximate='tanh')", "x"),
+    "layer_norm": ("layer_norm(x, (256,), weight, bias, 1e-5)", "x, weight, bias"),
+    "rms_norm": ("rms_norm(x, (256,), weight, 1e-5)", "x, weight"),
+    "add_layer_norm": ("add_layer_norm(x, z, (256,), weight, bias, 1e-5)", "x, z, weight, bias"),
+    "add_rms_norm": ("add_rms_norm(x, z, (256,), weight, 1e-5)", "x, z, weight"),
+    "softmax": ("softmax(x, -1)", "x"),
+    "cross_entropy": ("cross_entropy(x, target)", "x"),
+    "swiglu": ("swiglu(x, z)", "x, z"),
 }
-"""The statement to time for each of IMPLS. Gradients are recorded in those whose names end in _grad."""
+"""A call, and the inputs that want a gradient."""
+
+NAIVE = {
+    "layer_norm_no_grad": "naive_layer_norm(x, weight, bias)",
+    "layer_norm_grad": "differentiable_layer_norm(x, weight, bias)",
+    "gelu_no_grad": "naive_gelu(x)",
+    "gelu_grad": "differentiable_gelu(x)",
+}
+
+
+def _cases() -> dict[str, dict[str, str]]:
+    """The statement to time, by case and implementation. Gradients are recorded in cases whose names end in _grad."""
+    cases = {
+        "builtin_3_tensors": {
+            "aotops": "aot_add(a, b, out)",
+            "torch": "torch_add(a, b, out=out)",
+            "naive_ctypes": "naive_add(a, b, out)",
+        }
+    }
+    for name, (statement, wanted) in OPERATORS.items():
+        forward = {"aotops": f"aotops.{statement}", "torch": f"torch.{statement}"}
+        backward = {impl: f"grad(y_{impl}_{name}, ({wanted},), d{name}, retain_graph=True)" for impl in forward}
+        for case in (f"{name}_no_grad", f"{name}_grad"):
+            cases[case] = forward | ({"naive_ctypes": NAIVE[case]} if case in NAIVE else {})
+        cases[f"{name}_backward"] = backward
+    return cases
+
+
+CASES = _cases()
+
+
+class _Torch:
+    """PyTorch's own, with the arguments of this library's."""
+
+    add = staticmethod(torch.add)
+    gelu = staticmethod(functional.gelu)
+    layer_norm = staticmethod(functional.layer_norm)
+    rms_norm = staticmethod(functional.rms_norm)
+    softmax = staticmethod(functional.softmax)
+    cross_entropy = staticmethod(functional.cross_entropy)
+
+    @staticmethod
+    def add_layer_norm(x, residual, *args):
+        h = x + residual
+        return functional.layer_norm(h, *args), h
+
+    @staticmethod
+    def add_rms_norm(x, residual, *args):
+        h = x + residual
+        return functional.rms_norm(h, *args), h
+
+    @staticmethod
+    def swiglu(gate, up):
+        return functional.silu(gate) * up
 
 
 def namespace(device: str) -> dict[str, Any]:
     """What the statements name."""
     torch.manual_seed(0)
     a, b, out = (torch.randn(8, 256, device=device) for _ in range(3))
-    x = torch.randn(8, 256, device=device, requires_grad=True)
+    x, z = (torch.randn(8, 256, device=device, requires_grad=True) for _ in range(2))
     weight, bias = (torch.randn(256, device=device, requires_grad=True) for _ in range(2))
     naive_layer_norm = NaiveCall(OPS["layer_norm"], ((256,), 1e-5), device, (True, True, True, True, False))
     naive_gelu = NaiveCall(OPS["gelu"], ("none",), device, (True, True))
-    return {
-        "a": a, "b": b, "out": out, "x": x, "weight": weight, "bias": bias,
+    names = {
+        "a": a, "b": b, "out": out, "x": x, "z": z, "weight": weight, "bias": bias,
+        "target": torch.randint(256, (8,), device=device),
+        "grad": torch.autograd.grad,
+        "aotops": frontend,
+        "torch": _Torch,
         "aot_add": call.tensors(OPS["add"], ()),
-        "aot_layer_norm": frontend.layer_norm,
-        "aot_gelu": frontend.gelu,
         "torch_add": torch.add,
-        "torch_layer_norm": functional.layer_norm,
-        "torch_gelu": functional.gelu,
         "naive_add": NaiveCall(OPS["add"], (), device, (True, True, True)),
         "naive_layer_norm": allocating(naive_layer_norm),
         "naive_gelu": allocating(naive_gelu),
         "differentiable_layer_norm": differentiable(naive_layer_norm),
         "differentiable_gelu": differentiable(naive_gelu),
     }  # fmt: skip
+    for name, (statement, _) in OPERATORS.items():
+        for impl in ("aotops", "torch"):
+            y = eval(f"{impl}.{statement}", names)
+            names[f"y_{impl}_{name}"] = y if isinstance(y, tuple) else (y,)
+        names[f"d{name}"] = tuple(map(torch.randn_like, names[f"y_torch_{name}"]))
+    return names
 
 
 # --------------------------------------------------------------------------------------------------------- measurement
@@ -132,7 +189,7 @@ def measure(device: str, repeats: int) -> list[dict[str, Any]]:
     timers = {
         (case, impl): timeit.Timer(statement, globals=names)
         for case, statements in CASES.items()
-        for impl, statement in zip(IMPLS, statements, strict=True)
+        for impl, statement in statements.items()
     }
     times: dict[tuple[str, str], list[float]] = {key: [] for key in timers}
     for _ in range(repeats):
@@ -161,10 +218,14 @@ def device_name(device: str) -> str:
 def print_table(result: dict[str, Any]) -> None:
     ns = {(row["case"], row["impl"]): row["ns"] for row in result["rows"]}
     print(f"nanoseconds a call, 8 rows x 256, float32, one thread: {result['device']}")
-    print(f"{'':20}" + "".join(f"{impl:>14}" for impl in IMPLS) + f"{'aotops / torch':>17}")
+    print(f"{'':24}" + "".join(f"{impl:>14}" for impl in IMPLS) + f"{'aotops / torch':>17}")
     for case in CASES:
-        ours, torchs = ns[case, "aotops"], ns[case, "torch"]
-        print(f"{case:20}" + "".join(f"{ns[case, impl]:14,.0f}" for impl in IMPLS) + f"{ours / torchs:17.2f}")
+        ratio = ns[case, "aotops"] / ns[case, "torch"]
+        print(
+            f"{case:24}"
+            + "".join(f"{ns[case, impl]:14,.0f}" if (case, impl) in ns else " " * 14 for impl in IMPLS)
+            + f"{ratio:17.2f}"
+        )
 
 
 def main() -> None:

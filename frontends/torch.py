@@ -104,7 +104,8 @@ def _models(op: Op, attrs: tuple[Attr, ...], *inputs: Tensor | None) -> tuple[Te
         one["stride"] = (0,) * len(one["size"])
     device = inputs[0].device
     return tuple(
-        torch.empty_strided(**arguments[name], device=device) if name in arguments else None for name in op.extra_outputs
+        torch.empty_strided(**arguments[name], device=device) if name in arguments else None
+        for name in op.extra_outputs
     )
 
 
@@ -155,17 +156,17 @@ class _Eager:
     def __init__(self, op: Op, attrs: tuple[Attr, ...]) -> None:
         self.op, self.attrs = op, attrs
         self.without_residuals = {*op.outputs, *op.workspace}
-        run, forward = self._run, self._forward
+        self.run, forward = self._run, self._forward
         backward = torch.autograd.function.once_differentiable(self._backward)
         if _READS_TENSORS:
             builtins = call.function(op, attrs, _models, KEEP_RESIDUALS_FROM, backward)
-            run, forward, backward = builtins
+            self.run, forward = builtins.run, builtins.forward
         members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
         function = type(op.name.title().replace("_", ""), (torch.autograd.Function,), members)
-        self.run = run
         # without the Python wrapper, which serves torch.func
         self.apply = super(torch.autograd.Function, function).apply
         if _READS_TENSORS:
+            function._backward_cls.apply = builtins.backward  # without the one that looks for members["backward"]
             self.differentiable = call.differentiable(builtins, self.apply)
 
     def _run(self, *inputs: Tensor | None):
@@ -342,7 +343,9 @@ def _public(op: Op) -> Callable[..., Any]:
         return _general(op, disp, *op.bind(*args, **kwargs))
 
     def bind(*attrs):
-        return _eager(op, op.bind(**dict.fromkeys(op.inputs), **dict(zip(op.attrs, attrs, strict=True)))[1]).differentiable
+        return _eager(
+            op, op.bind(**dict.fromkeys(op.inputs), **dict(zip(op.attrs, attrs, strict=True)))[1]
+        ).differentiable
 
     plain = call.public(op, bind, _REFUSALS, general) if _READS_TENSORS else _plain_first(op, disp)
 
@@ -353,6 +356,8 @@ def _public(op: Op) -> Callable[..., Any]:
             return _dispatch(op, disp, inputs, attrs)
         return plain(*args, **kwargs)
 
+    if _READS_TENSORS:
+        call.serve(function, plain)
     return function
 
 

@@ -634,6 +634,124 @@ def test_parallel_backward_threads(xwb):
     assert not wrong
 
 
+# -------------------------------------------------------------------------------------------------- how a call is made
+
+
+def test_arguments_are_python_s():
+    """By position, by name, left out: as ``inspect.signature`` tells, with Python's own errors."""
+    x, w, b = tensors()
+    expected = F.layer_norm(x, (6,), w, b, 0.1)
+    for y in (
+        ours.layer_norm(x, 6, w, b, 0.1),
+        ours.layer_norm(eps=0.1, bias=b, weight=w, normalized_shape=[6], x=x),
+        ours.layer_norm(x, bias=b, normalized_shape=(6,), weight=w, eps=0.1),
+        ours.layer_norm(*(x, 6), **{"weight": w, "bias": b, "eps": 0.1}),
+    ):
+        close(y, expected)
+    close(ours.layer_norm(x, 6, bias=b), F.layer_norm(x, (6,), None, b))
+    for wrong in (
+        lambda f: f(),
+        lambda f: f(x),
+        lambda f: f(x, 6, w, b, 0.1, 1),
+        lambda f: f(x, 6, x=x),
+        lambda f: f(x, 6, size=3),
+    ):
+        said = []
+        for f in (ours.layer_norm, OPS["layer_norm"].bind):
+            with pytest.raises(TypeError) as error:
+                wrong(f)
+            said.append(str(error.value))
+        assert said[0] == said[1]
+
+
+def test_functions_are_python_s():
+    import inspect
+
+    for name, op in OPS.items():
+        function = getattr(ours, name)
+        assert inspect.isfunction(function)
+        assert inspect.signature(function) == inspect.signature(op.bind)
+        assert function.__doc__ == op.bind.__doc__
+        assert function.__name__ == name
+
+
+def test_compiled_by_itself():
+    """A call that needs no frame has one where the compiler wants to see it."""
+    from torch._dynamo.testing import CompileCounter
+
+    counter = CompileCounter()
+    x = torch.randn(4, 6, requires_grad=True)
+    compiled = torch.compile(ours.gelu, backend=counter, fullgraph=True)
+    for _ in range(3):
+        torch.testing.assert_close(compiled(x), F.gelu(x))
+    assert counter.frame_count == 1
+
+
+def test_attributes_in_turn(xwb):
+    """Each set of attributes has its own builtin; equal ones share it, whatever they are written as."""
+    x, w, b = xwb
+    for _ in range(3):
+        for eps in (1e-5, 0.1, 1):
+            for shape in (6, (6,), [6], x.shape[-1:]):
+                close(ours.layer_norm(x, shape, w, b, eps), F.layer_norm(x, (6,), w, b, eps))
+        for dim in (0, -1, 1, -2):
+            close(ours.softmax(x, dim), F.softmax(x, dim))
+            close(ours.softmax(x[0], 0), F.softmax(x[0], 0))
+
+
+@ON
+def test_shapes_and_dtypes_in_turn(where):
+    """Results that are not like an input are of the shape and dtype of this call, and not of the one before."""
+    for _ in range(2):
+        for rows, dtype in ((3, torch.float32), (5, torch.float64), (5, torch.float32), (0, torch.float64)):
+            x, target = scores(where, dtype, rows)
+            for kind in ({"reduction": "none"}, {"reduction": "sum"}):
+                y, expected = ours.cross_entropy(x, target, **kind), F.cross_entropy(x, target, **kind)
+                torch.testing.assert_close(y, expected)
+                dx, expected = (torch.autograd.grad(loss.sum(), x)[0] for loss in (y, expected))
+                torch.testing.assert_close(dx, expected)
+
+
+@ON
+def test_weights_of_two_axes(where):
+    """Their gradients have a model of their own where there is no weight to be like."""
+    x = torch.randn(5, 4, 6, device=where, dtype=torch.float64, requires_grad=True)
+    w, b = (torch.randn(4, 6, device=where, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    for weight in (w, None):
+        wanted = (x, b) if weight is None else (x, w, b)
+        y, expected = ours.layer_norm(x, (4, 6), weight, b), F.layer_norm(x, (4, 6), weight, b)
+        close(y, expected)
+        for a, e in zip(*(torch.autograd.grad(z.square().sum(), wanted) for z in (y, expected)), strict=True):
+            assert a.is_contiguous()
+            close(a, e)
+
+
+@EACH
+def test_a_call_leaves_nothing_behind(name, xwb):
+    """Neither references to its arguments nor memory, forward and backward, and also where it is refused."""
+    import sys
+
+    function = FUNCTIONS[name][0]
+    dy = torch.randn(4, 6, dtype=torch.float64)
+    kept = (*xwb, dy)
+
+    def step():
+        torch.autograd.grad(function(*xwb), xwb[0], dy, allow_unused=True)
+        with torch.no_grad():
+            function(*xwb)
+        with pytest.raises((TypeError, ValueError)):
+            function(*(t.int() for t in xwb))
+
+    step()
+    gc.collect()
+    before = [sys.getrefcount(t) for t in kept], len(gc.get_objects())
+    for _ in range(20):
+        step()
+    gc.collect()
+    assert [sys.getrefcount(t) for t in kept] == before[0]
+    assert len(gc.get_objects()) - before[1] < 20
+
+
 # ------------------------------------------------------------------------------------------------------------- modules
 
 LAYER_NORMS = [

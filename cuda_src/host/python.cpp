@@ -8,6 +8,7 @@
 #include <atomic>
 #include <memory>
 #include <string>
+#include <unordered_map>
 #include <utility>
 
 #include "../aot.h"
@@ -25,7 +26,7 @@ WEAK void *PyEval_SaveThread();
 WEAK void PyEval_RestoreThread(void *state);
 WEAK void Py_IncRef(void *object);
 WEAK void Py_DecRef(void *object);
-WEAK void *PyObject_Vectorcall(void *callable, void *const *args, size_t n, void *names);
+WEAK void *PyObject_VectorcallDict(void *callable, void *const *args, size_t n, void *keywords);
 WEAK void *PyObject_VectorcallMethod(void *name, void *const *args, size_t n, void *names);
 WEAK int PyObject_IsTrue(void *object);
 WEAK void *PyObject_GetAttr(void *object, void *name);
@@ -36,12 +37,20 @@ WEAK intptr_t PyTuple_Size(void *tuple);
 WEAK void *PyTuple_GetItem(void *tuple, intptr_t i);
 WEAK int PyTuple_SetItem(void *tuple, intptr_t i, void *value);
 WEAK void *PyBytes_FromStringAndSize(const char *bytes, intptr_t n);
+WEAK void *PyDict_New();
 WEAK intptr_t PyDict_Size(void *dict);
 WEAK void PyDict_Clear(void *dict);
 WEAK void *PyDict_GetItemWithError(void *dict, void *key);
 WEAK int PyDict_SetItem(void *dict, void *key, void *value);
 WEAK void *PyLong_AsVoidPtr(void *object);
 WEAK long PyLong_AsLong(void *object);
+// since 3.12
+using Vectorcall = void *(void *callable, void *const *args, size_t n, void *names);
+WEAK void PyFunction_SetVectorcall(void *function, Vectorcall *vectorcall);
+WEAK Vectorcall *PyVectorcall_Function(void *callable);
+WEAK void *PyInterpreterState_Get();
+WEAK void *_PyInterpreterState_GetEvalFrameFunc(void *interpreter);
+WEAK void *_PyEval_EvalFrameDefault(void *thread, void *frame, int throws);
 
 namespace {
 
@@ -159,25 +168,26 @@ struct Call {
 // the right shape and dtype that Python has made for inputs of these shapes and dtypes.
 struct Function {
   Call *call;
-  int model[kMaxSlots];     // by slot, for outputs: the input that it is like; -1: one of those that Python makes
-  bool has_models;          // Python makes some
-  unsigned always;          // bit i for slot i: outputs and workspaces that are not left out
-  unsigned residuals;       // that are kept for the backward where the first input is big, and on a GPU
-  int64_t keep_from;        // how many elements are big
-  int n_returned;           // the first outputs
-  int n_saved;              // for the backward:
-  int saved[kMaxSlots];     // slots
-  void *make_models;        // of all inputs; a tuple with one for each output, None where an input serves
-  void *models;             // what it made, a dict by what is to be known of the inputs
+  int model[kMaxSlots];  // by slot, for outputs: the input that it is like; -1: one of those that Python makes
+  bool has_models;       // Python makes some
+  unsigned always;       // bit i for slot i: outputs and workspaces that are not left out
+  unsigned residuals;    // that are kept for the backward where the first input is big, and on a GPU
+  unsigned scratch;      // workspaces: on the CPU, small ones are on the stack
+  int64_t keep_from;     // how many elements are big
+  int n_returned;        // the first outputs
+  int n_saved;           // for the backward:
+  int saved[kMaxSlots];  // slots
+  void *make_models;     // of all inputs; a tuple with one for each output, None where an input serves
+  void *models;          // what it made, a dict by what is to be known of the inputs
 };
 
 // The backward of a torch.autograd.Function.
 struct Backward {
-  Function *function;          // the operator's
-  int n_grads, n_inputs;       // of the forward: outputs and inputs
-  int source[kMaxSlots];       // by input slot: a number below n_grads is an incoming gradient, others are saved tensors
-  int gradient[kMaxSlots];     // for each input of the forward the slot of its gradient; -1: it has none
-  void *otherwise;             // the same in Python, for what is unusual
+  Function *function;       // the operator's
+  int n_grads, n_inputs;    // of the forward: outputs and inputs
+  int source[kMaxSlots];    // by input slot: a number below n_grads is an incoming gradient, others are saved tensors
+  int gradient[kMaxSlots];  // for each input of the forward the slot of its gradient; -1: it has none
+  void *otherwise;          // the same in Python, for what is unusual
 };
 
 // A differentiable operator with its attributes.
@@ -189,14 +199,14 @@ struct Differentiable {
 // A public function of the torch frontend.
 struct Public {
   int n_inputs, n_attrs, n_parameters;
-  int place[2 * kMaxSlots];      // by parameter: its place among the inputs, and the attributes after them
-  void *names[2 * kMaxSlots];    // interned
+  int place[2 * kMaxSlots];       // by parameter: its place among the inputs, and the attributes after them
+  void *names[2 * kMaxSlots];     // interned
   void *defaults[2 * kMaxSlots];  // null: there is none
   bool has_autocast;
-  void *bind;        // of the attributes: gives a capsule of the Differentiable
-  void *bound;       // what it gave, a dict by attributes
-  void *refusals;    // exceptions after which there is
-  void *otherwise;   // the same in Python, for what is unusual
+  void *bind;       // of the attributes: gives a capsule of the Differentiable
+  void *bound;      // what it gave, a dict by attributes
+  void *refusals;   // exceptions after which there is
+  void *otherwise;  // the same in Python, for what is unusual
 };
 
 // A call with fixed shapes and dtypes, so that addresses are all it is told.
@@ -293,6 +303,17 @@ struct Arguments {
       ++n;
     }
     return kOk;
+  }
+
+  // Memory of ours in the place of a tensor like `model`, one of torch's; false where it is too small.
+  bool use(char *memory, int64_t bytes, int slot, void *model) {
+    DLTensor t;
+    if (torch.exchange->read(model, &t)) return PyErr_Clear(), false;
+    for (int k = 0; k < t.ndim; ++k) bytes /= std::max<int64_t>(t.shape[k], 1);
+    if (bytes < t.bits / 8) return false;
+    params[n] = memory, ndims[n] = t.ndim, shapes[n] = t.shape, dtypes[n] = dlpack_dtype(t);
+    given |= 1u << slot, ++n;
+    return true;
   }
 
   void count(int64_t size) {
@@ -418,7 +439,7 @@ Ref models(const Function &f, const Arguments &a, void *const *inputs) {
   Ref key = PyBytes_FromStringAndSize(reinterpret_cast<char *>(known), n * sizeof *known);
   if (!key) return nullptr;
   if (void *found = PyDict_GetItemWithError(f.models, key)) return Py_IncRef(found), found;
-  Ref made = PyObject_Vectorcall(f.make_models, inputs, f.call->n_in, nullptr);
+  Ref made = PyObject_VectorcallDict(f.make_models, inputs, f.call->n_in, nullptr);
   if (!made) return nullptr;
   if (PyDict_Size(f.models) >= 1024) PyDict_Clear(f.models);
   if (PyDict_SetItem(f.models, key, made)) return nullptr;
@@ -428,6 +449,7 @@ Ref models(const Function &f, const Arguments &a, void *const *inputs) {
 struct Slots {
   void *objects[kMaxSlots];  // by slot; None where there is none
   Ref outputs[kMaxSlots];    // those that are ours
+  alignas(64) char scratch[1 << 15];
 
   // Runs the entry on the inputs, which are in their slots, and writes those outputs that are `wanted`.
   // `for_backward`: and the residuals, if they are worth it.
@@ -442,11 +464,12 @@ struct Slots {
       objects[i] = python.none;
       if (!(wanted >> i & 1)) continue;
       void *model = f.model[i] >= 0 ? objects[f.model[i]] : PyTuple_GetItem(made, i - call.n_in);
-      outputs[i] = PyObject_Vectorcall(torch.empty_like, &model, 1, nullptr);
+      if (f.scratch >> i & 1 && a.device == kCpu && a.use(scratch, sizeof scratch, i, model)) continue;
+      outputs[i] = PyObject_VectorcallDict(torch.empty_like, &model, 1, nullptr);
       if (!outputs[i]) return kConventionMisused;
       objects[i] = outputs[i];
+      AOT_TRY(a.read(call, objects, i, i + 1));
     }
-    AOT_TRY(a.read(call, objects, call.n_in, call.n_slots));
     return call_tensors(call, a);
   }
 };
@@ -482,10 +505,10 @@ void *run_function(const Function &f, void *context, void *const *inputs, intptr
 
 // 1 or 0; -1: Python has an error.
 int is_true(Ref object) { return object ? PyObject_IsTrue(object) : -1; }
-int ask(void *function) { return is_true(PyObject_Vectorcall(function, nullptr, 0, nullptr)); }
+int ask(void *function) { return is_true(PyObject_VectorcallDict(function, nullptr, 0, nullptr)); }
 
-// A tuple with a gradient, or None, for each input of the forward; null, and maybe an error of Python's: this is not for
-// us.
+// A tuple with a gradient, or None, for each input of the forward; null, and maybe an error of Python's: this is not
+// for us.
 Ref run_backward(const Backward &b, void *context, void *const *grads) {
   static void *needs_input_grad = PyUnicode_InternFromString("needs_input_grad"),
               *saved_tensors = PyUnicode_InternFromString("saved_tensors"),
@@ -515,7 +538,8 @@ Ref run_backward(const Backward &b, void *context, void *const *grads) {
 
 // ------------------------------------------------------------------------------------------------- public functions
 
-// The arguments sorted by Python's rules into the places of inputs and attributes; false: Python shall say what is wrong.
+// The arguments sorted by Python's rules into the places of inputs and attributes; false: Python shall say what is
+// wrong.
 bool sort_arguments(const Public &p, void *const *arguments, intptr_t count, void *names, void **places) {
   for (int i = 0; i < p.n_parameters; ++i) places[p.place[i]] = nullptr;
   if (count > p.n_parameters) return false;
@@ -540,7 +564,7 @@ Differentiable *bind_attributes(const Public &p, void *const *attrs) {
   for (int i = 0; i < p.n_attrs; ++i) Py_IncRef(attrs[i]), PyTuple_SetItem(key, i, attrs[i]);
   if (void *found = PyDict_GetItemWithError(p.bound, key)) return bound_to<Differentiable>(found);
   if (PyErr_Occurred()) return nullptr;
-  Ref made = PyObject_Vectorcall(p.bind, attrs, p.n_attrs, nullptr);
+  Ref made = PyObject_VectorcallDict(p.bind, attrs, p.n_attrs, nullptr);
   if (!made || PyDict_SetItem(p.bound, key, made)) return nullptr;
   return bound_to<Differentiable>(made);
 }
@@ -566,7 +590,7 @@ void *run_plain(const Public &p, void *const *arguments, intptr_t count, void *n
   if (!d) return nullptr;
   int gradient = wants_gradient(p, places);
   if (gradient < 0) return nullptr;
-  if (gradient) return PyObject_Vectorcall(d->apply, places, p.n_inputs, nullptr);
+  if (gradient) return PyObject_VectorcallDict(d->apply, places, p.n_inputs, nullptr);
   return run_function(*d->function, nullptr, places, p.n_inputs);
 }
 
@@ -576,7 +600,22 @@ void *run_public(const Public &p, void *const *arguments, intptr_t count, void *
     if (!PyErr_ExceptionMatches(p.refusals)) return nullptr;
     PyErr_Clear();
   }
-  return PyObject_Vectorcall(p.otherwise, arguments, count, names);
+  Ref keywords = PyDict_New();
+  for (int i = 0, n = names ? PyTuple_Size(names) : 0; keywords && i < n; ++i)
+    if (PyDict_SetItem(keywords, PyTuple_GetItem(names, i), arguments[count + i])) return nullptr;
+  return keywords ? PyObject_VectorcallDict(p.otherwise, arguments, count, keywords) : nullptr;
+}
+
+std::unordered_map<void *, const Public *> served;  // by function of Python
+Vectorcall *call_in_python;
+
+// What CPython calls in the place of such a function's code, unless torch.compile or a debugger wants to see its frame.
+void *call_served(void *function, void *const *arguments, size_t count, void *names) {
+  auto *evaluate = _PyInterpreterState_GetEvalFrameFunc(PyInterpreterState_Get());
+  if (evaluate != reinterpret_cast<void *>(_PyEval_EvalFrameDefault))
+    return call_in_python(function, arguments, count, names);
+  constexpr size_t kArgumentsOffset = size_t{1} << (8 * sizeof(size_t) - 1);  // PY_VECTORCALL_ARGUMENTS_OFFSET
+  return run_public(*served.find(function)->second, arguments, count & ~kArgumentsOffset, names);
 }
 
 }  // namespace
@@ -586,6 +625,14 @@ void *run_public(const Public &p, void *const *arguments, intptr_t count, void *
 AOT_API void aot_python_setup(const Interpreter *facts) { python = *facts; }
 AOT_API void aot_python_torch(const Torch *facts) { torch = *facts; }
 AOT_API void aot_python_numpy(const Numpy *facts) { numpy = *facts; }
+
+// `function`, of Python, which forwards to the builtin of `capsule`, is from now on called without its frame.
+AOT_API void aot_python_serve(void *function, void *capsule) {
+  if (!PyFunction_SetVectorcall || !_PyInterpreterState_GetEvalFrameFunc || !_PyEval_EvalFrameDefault) return;
+  served[function] = bound_to<Public>(capsule);
+  call_in_python = PyVectorcall_Function(function);
+  PyFunction_SetVectorcall(function, call_served);
+}
 
 AOT_API void *aot_extra_new(const char *attrs) { return extra_new(attrs); }
 AOT_API void aot_extra_delete(void *extra) { extra_delete(extra); }
@@ -662,7 +709,7 @@ AOT_API void *aot_function_backward(void *capsule, void *const *objects, intptr_
   if (count == 1 + b->n_grads)
     if (Ref gradients = run_backward(*b, objects[0], objects + 1)) return gradients.release();
   PyErr_Clear();
-  return PyObject_Vectorcall(b->otherwise, objects, count, nullptr);
+  return PyObject_VectorcallDict(b->otherwise, objects, count, nullptr);
 }
 
 // A public function, called as Python calls one.
