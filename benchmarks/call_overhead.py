@@ -30,7 +30,7 @@ from aotops.frontends import torch as frontend
 from aotops.op import Attr, Op
 from aotops.ops import OPS
 
-IMPLS = ("aotops", "torch", "naive_ctypes")
+PASSES = ("no grad", "grad", "backward")
 CALLS = 100  # in a row: done within a time slice, and fewer kernels than fit a GPU's queue, which would block the host
 WARM_UP = 30  # calls before them: the turn of another has been in between
 
@@ -217,15 +217,19 @@ def device_name(device: str) -> str:
 
 def print_table(result: dict[str, Any]) -> None:
     ns = {(row["case"], row["impl"]): row["ns"] for row in result["rows"]}
+
+    def beside(case: str) -> str:
+        ours, torchs = ns[case, "aotops"], ns[case, "torch"]
+        return f"{ours:10,.0f}{torchs:9,.0f}{ours / torchs:6.2f}"
+
     print(f"nanoseconds a call, 8 rows x 256, float32, one thread: {result['device']}")
-    print(f"{'':24}" + "".join(f"{impl:>14}" for impl in IMPLS) + f"{'aotops / torch':>17}")
-    for case in CASES:
-        ratio = ns[case, "aotops"] / ns[case, "torch"]
-        print(
-            f"{case:24}"
-            + "".join(f"{ns[case, impl]:14,.0f}" if (case, impl) in ns else " " * 14 for impl in IMPLS)
-            + f"{ratio:17.2f}"
-        )
+    print(f"{'':18}" + "".join(f"{name:>10}{'torch':>9}{'ratio':>6}" for name in PASSES))
+    for name in OPERATORS:
+        print(f"{name:18}" + "".join(beside(f"{name}_{p.replace(' ', '_')}") for p in PASSES))
+    print(f"\n{'':18}{'aotops':>10}{'torch':>9}{'ratio':>6}{'naive ctypes':>14}")
+    for case, impl in ns:
+        if impl == "naive_ctypes":
+            print(f"{case:18}{beside(case)}{ns[case, impl]:14,.0f}")
 
 
 def main() -> None:

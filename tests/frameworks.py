@@ -7,6 +7,9 @@ is installed.
 from __future__ import annotations
 
 import os
+import sys
+import threading
+from collections.abc import Callable
 from functools import cache, cached_property
 from importlib import import_module
 from importlib.util import find_spec
@@ -33,6 +36,23 @@ def requested() -> list[str]:
     if unknown or not names:
         raise ValueError(f"{VARIABLE} is {given!r}, expected some of {', '.join(FRONTENDS)}")
     return names
+
+
+def race(work: Callable[[int], int], n: int = 4) -> int:
+    """Runs work(i) in n threads that switch as often as they can; returns the sum of what went wrong in each."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    wrong: list[int] = []
+    threads = [threading.Thread(target=lambda i=i: wrong.append(work(i))) for i in range(n)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(wrong) == n, "a thread died"
+    return sum(wrong)
 
 
 class Framework:

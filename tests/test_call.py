@@ -8,10 +8,9 @@ import io
 import os
 import subprocess
 import sys
-import threading
 
 import pytest
-from frameworks import requested
+from frameworks import race, requested
 
 from aotops import call, library
 from aotops.ops import OPS
@@ -186,23 +185,6 @@ def test_arrays_larger_than_the_caches(kind):
 # -------------------------------------------------------------------------------------------------------------- threads
 
 
-def _race(work, n=4):
-    """Runs work(i) in n threads that switch as often as they can."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    wrong = []
-    threads = [threading.Thread(target=lambda i=i: wrong.append(work(i))) for i in range(n)]
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert len(wrong) == n, "a thread died"
-    return sum(wrong)
-
-
 @pytest.mark.parametrize("size", [4, 8192])
 def test_threads_share_a_bound_builtin(size):
     """Arguments kept anywhere but on a call's own stack would be mixed up here. A large kernel runs while other threads
@@ -221,7 +203,7 @@ def test_threads_share_a_bound_builtin(size):
             wrong += (y != i).any()
         return wrong
 
-    assert _race(work) == 0
+    assert race(work) == 0
 
 
 def test_threads_share_a_plan():
@@ -238,7 +220,7 @@ def test_threads_share_a_plan():
             wrong += y[0] != i
         return wrong
 
-    assert _race(work) == 0
+    assert race(work) == 0
 
 
 def test_threads_bind_at_once(python):
@@ -282,7 +264,7 @@ def test_threads_keep_their_own_errors():
                 wrong += f"({i + 5},)" not in str(error)
         return wrong
 
-    assert _race(work) == 0
+    assert race(work) == 0
 
 
 # -------------------------------------------------------------------------------------------------------- what it costs
@@ -377,3 +359,39 @@ def test_a_device_without_entries_is_named():
     spec = TensorSpec((3,), "float32")
     with pytest.raises(NotImplementedError, match=r"gelu: .*CUDA.*make lib"):
         call.addresses(OPS["gelu"], ("none",), "cuda", (spec, spec))
+
+
+def test_a_function_that_is_served_is_called_as_before(python):
+    """Where CPython can call it without its frame, and where it cannot: torch is not needed to tell."""
+    program = """
+import ctypes
+from aotops import call
+from aotops.ops import OPS
+no = lambda: 0
+facts = call._Torch(0, (ctypes.c_void_p * 2)(0, 0), *map(id, call._keep((no, no, no, no))))
+call._lib().aot_python_torch(ctypes.byref(facts))
+def bind(*attrs):
+    raise ValueError(attrs)
+def otherwise(*args, **kwargs):
+    return args, kwargs
+builtin = call.public(OPS["layer_norm"], bind, (ValueError,), otherwise)
+def function(*args, **kwargs):
+    return builtin(*args, **kwargs)
+class Class:
+    method = function
+results = []
+for served in (False, True):
+    if served:
+        call.serve(function, builtin)
+    here = Class()
+    result = [function(), function(1, 2, eps=3), function(*(1, 2)), function(x=1), function(1, 2, 3, 4, 5, 6)]
+    result += [list(map(function, [1], [2])), here.method(1)[0][0] is here, here.method(1, eps=2)[1]]
+    for _ in range(100):  # as often as it takes to be specialized
+        result.append(function(1, (2,), eps=3))
+    results.append(result)
+assert results[0] == results[1], results
+print("same")
+"""
+    if call.rung() == "ctypes":
+        pytest.skip("needs CPython")
+    assert python(program).strip() == "same"

@@ -13,6 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
+from frameworks import race  # noqa: E402
 from torch.func import grad, jacfwd, jacrev, vjp, vmap  # noqa: E402
 
 from aotops.frontends import torch as ours  # noqa: E402
@@ -615,23 +616,16 @@ def test_anomaly_mode(xwb):
 
 def test_parallel_backward_threads(xwb):
     """Autograd runs a GPU's backward on another thread, and users run several of the CPU's."""
-    import threading
-
     expected = torch.autograd.grad(F.layer_norm(xwb[0], (6,), *xwb[1:]).square().sum(), xwb)
-    wrong = []
 
-    def work():
+    def work(i):
+        wrong = 0
         for _ in range(50):
             got = torch.autograd.grad(ours.layer_norm(xwb[0], 6, *xwb[1:]).square().sum(), xwb)
-            if not all(torch.allclose(a, b) for a, b in zip(got, expected, strict=True)):
-                wrong.append(1)
+            wrong += not all(torch.allclose(a, b) for a, b in zip(got, expected, strict=True))
+        return wrong
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert not wrong
+    assert race(work) == 0
 
 
 # -------------------------------------------------------------------------------------------------- how a call is made

@@ -517,12 +517,14 @@ Ref run_backward(const Backward &b, void *context, void *const *grads) {
   if (ask(torch.grad_enabled)) return nullptr;  // the gradients are to be differentiable
   Ref needed = PyObject_GetAttr(context, needs_input_grad), saved = PyObject_GetAttr(context, saved_tensors);
   if (!needed || !saved) return nullptr;
+  bool has_kernel = f.call->n_slots > f.call->n_in;
   Slots slots;
   Ref plain[kMaxSlots];
   for (int i = 0; i < f.call->n_in; ++i) {
     int at = b.source[i];
-    if (at < b.n_grads) plain[i] = PyObject_VectorcallMethod(contiguous, &grads[at], 1, nullptr);
-    slots.objects[i] = at < b.n_grads ? static_cast<void *>(plain[i]) : PyTuple_GetItem(saved, at - b.n_grads);
+    slots.objects[i] = at < b.n_grads ? grads[at] : PyTuple_GetItem(saved, at - b.n_grads);
+    if (has_kernel && at < b.n_grads)
+      slots.objects[i] = plain[i] = PyObject_VectorcallMethod(contiguous, &grads[at], 1, nullptr);
     if (!slots.objects[i]) return nullptr;
   }
   int gradient[kMaxSlots];
@@ -531,7 +533,6 @@ Ref run_backward(const Backward &b, void *context, void *const *grads) {
     gradient[i] = PyObject_IsTrue(PyTuple_GetItem(needed, i)) == 1 ? b.gradient[i] : -1;
     if (gradient[i] >= 0) wanted |= 1u << gradient[i];
   }
-  bool has_kernel = f.call->n_slots > f.call->n_in;
   if (has_kernel && wanted && slots.run(f, wanted | f.always, false)) return nullptr;
   return tuple_of(slots.objects, gradient, b.n_inputs);
 }
