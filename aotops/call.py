@@ -200,9 +200,9 @@ class Function(NamedTuple):
     """Returns the output, or a tuple of them."""
     forward: Callable[..., Any]
     """The same as the forward of a ``torch.autograd.Function``: takes its context first, and saves for the backward."""
-    backward: Callable[..., Any]
+    backward: Callable[..., Any] | None
     """For the class of that context: the method that takes the gradients of the outputs and returns those of the
-    inputs."""
+    inputs. None where the operator has no backward."""
 
 
 def function(
@@ -212,7 +212,7 @@ def function(
     keep_residuals_from: int,
     backward: Callable[..., Any],
 ) -> Function:
-    """Of an operator that has a backward.
+    """An operator with its attributes as builtins.
 
     Args:
         models: takes an operator, its attributes and one tensor, or None, for each input; returns, for each of
@@ -220,26 +220,29 @@ def function(
         keep_residuals_from: so many elements of a first input on a GPU are too few to keep residuals.
         backward: the backward in Python, for what is unusual.
     """
-    assert op.backward is not None
-    forward = _function_handle(op, attrs, models, keep_residuals_from)
-    grads = [f"d{y}" for y in op.outputs]
-    sources = [*grads, *op.saved]
-    slots = op.backward.slots
-    gradients = [op.backward.alias.get(f"d{x}", f"d{x}") for x in op.inputs]
+    handle, method = _function_handle(op, attrs, models, keep_residuals_from), None
+    if op.backward is not None:
+        its = _function_handle(op.backward, attrs, models, keep_residuals_from)
+        method = _backward_method(op, op.backward, its, backward)
+    return Function(
+        _builtin(op.name, "aot_function_run", handle), _builtin(op.name, "aot_function_forward", handle), method
+    )
+
+
+def _backward_method(op: Op, backward: Op, handle: int, otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    sources = [*(f"d{y}" for y in op.outputs), *op.saved]
+    slots = {slot: i for i, slot in enumerate(backward.slots)}
+    gradients = [backward.alias.get(f"d{x}", f"d{x}") for x in op.inputs]
     made = _Backward(
-        _function_handle(op.backward, attrs, models, keep_residuals_from),
+        handle,
         len(op.outputs),
         len(op.inputs),
-        _Slots(*(sources.index(slot) for slot in op.backward.inputs)),
-        _Slots(*(slots.index(slot) if slot in slots else -1 for slot in gradients)),
-        id(_keep(backward)),
+        _Slots(*(sources.index(slot) for slot in backward.inputs)),
+        _Slots(*(slots.get(gradient, -1) for gradient in gradients)),
+        id(_keep(otherwise)),
     )
     pythonapi.PyInstanceMethod_New.restype, pythonapi.PyInstanceMethod_New.argtypes = py_object, [py_object]
-    return Function(
-        _builtin(op.name, "aot_function_run", forward),
-        _builtin(op.name, "aot_function_forward", forward),
-        pythonapi.PyInstanceMethod_New(_builtin(op.name, "aot_function_backward", _keep_struct(made))),
-    )
+    return pythonapi.PyInstanceMethod_New(_builtin(op.name, "aot_function_backward", _keep_struct(made)))
 
 
 def serve(function: Callable[..., Any], builtin: Any) -> None:

@@ -32,7 +32,8 @@ class Op:
 
     name: str
     bind: Callable[..., tuple[tuple[Any, ...], tuple[Attr, ...]]]
-    """The public signature and docstring; returns the inputs and the attributes, each in the order given here."""
+    """The public signature and docstring; returns the inputs and the attributes, each in the order given here. Its
+    parameters are those inputs and attributes; the entry takes the attributes that it returns where inputs are None."""
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     infer: Callable[..., tuple[TensorSpec, ...]]

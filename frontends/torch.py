@@ -166,7 +166,8 @@ class _Eager:
         # without the Python wrapper, which serves torch.func
         self.apply = super(torch.autograd.Function, function).apply
         if _READS_TENSORS:
-            function._backward_cls.apply = builtins.backward  # without the one that looks for members["backward"]
+            if builtins.backward:
+                function._backward_cls.apply = builtins.backward  # without the one that looks for members["backward"]
             self.differentiable = call.differentiable(builtins, self.apply)
 
     def _run(self, *inputs: Tensor | None):
@@ -343,9 +344,8 @@ def _public(op: Op) -> Callable[..., Any]:
         return _general(op, disp, *op.bind(*args, **kwargs))
 
     def bind(*attrs):
-        return _eager(
-            op, op.bind(**dict.fromkeys(op.inputs), **dict(zip(op.attrs, attrs, strict=True)))[1]
-        ).differentiable
+        named = dict.fromkeys(op.inputs) | dict(zip(op.attrs, attrs, strict=True))
+        return _eager(op, op.bind(**named)[1]).differentiable
 
     plain = call.public(op, bind, _REFUSALS, general) if _READS_TENSORS else _plain_first(op, disp)
 

@@ -205,7 +205,7 @@ struct Public {
   bool has_autocast;
   void *bind;       // of the attributes: gives a capsule of the Differentiable
   void *bound;      // what it gave, a dict by attributes
-  void *refusals;   // exceptions after which there is
+  void *refusals;   // exceptions after which `otherwise` is called
   void *otherwise;  // the same in Python, for what is unusual
 };
 
@@ -610,7 +610,8 @@ void *run_public(const Public &p, void *const *arguments, intptr_t count, void *
 std::unordered_map<void *, const Public *> served;  // by function of Python
 Vectorcall *call_in_python;
 
-// What CPython calls in the place of such a function's code, unless torch.compile or a debugger wants to see its frame.
+// What CPython calls in the place of such a function's code, unless frames are evaluated otherwise, as torch.compile
+// does.
 void *call_served(void *function, void *const *arguments, size_t count, void *names) {
   auto *evaluate = _PyInterpreterState_GetEvalFrameFunc(PyInterpreterState_Get());
   if (evaluate != reinterpret_cast<void *>(_PyEval_EvalFrameDefault))
