@@ -377,7 +377,7 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
   A one_over_cols = A(1) / static_cast<A>(a.cols);
   int stage = 0;
   for (int64_t turn = part.base(); turn < a.rows; turn += part.step()) {
-    int64_t row = turn + part.group();
+    int64_t row = turn + part.own();
     A mean = next_mean, rstd = next_rstd;
     if constexpr (kCentred) next_mean = stat(row + part.step(), 0);
     next_rstd = stat(row + part.step(), kStats - 1);

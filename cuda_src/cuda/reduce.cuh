@@ -126,7 +126,9 @@ class Exchange {
     if constexpr (kSpan == Span::cluster) {
       __shared__ uint64_t barriers[kSets];
       barriers_ = barriers, blocks_ = cluster_size(), rank_ = cluster_rank();
-      if (threadIdx.x < kSets) mail_init(&barriers[threadIdx.x]);
+      if (threadIdx.x == 0)
+#pragma unroll
+        for (uint64_t &barrier : barriers) mail_init(&barrier);
       cluster_barrier();  // the other blocks' shared memory may be written once they have begun
     }
   }

@@ -44,16 +44,17 @@ class RowPart {
     }
     first_ = warp * Shape::kShare + lane_index() % Shape::kLanes;
     int at_once = blockDim.x / (32 * row_warps) * Shape::kRowsPerWarp;
-    base_ = group * at_once + team_ * Shape::kRowsPerWarp;
+    base_ = group * at_once;
     step_ = groups * at_once;
   }
 
-  // A warp's turns are base, base + step, ...; a thread works on row turn + group, which may be past the last.
+  // A block's turns are base, base + step, ...; a thread works on row turn + own, which may be past the last.
   __device__ int64_t base() const { return base_; }
   __device__ int64_t step() const { return step_; }
-  __device__ int group() const { return Shape::kSpan == Span::warp ? lane_index() / Shape::kLanes : 0; }
-  __device__ int team() const { return team_; }  // of its block
-  __device__ int64_t first() const { return base_ + group(); }
+  __device__ int team() const { return team_; }
+  __device__ int group() const { return Shape::kSpan == Span::warp ? lane_index() / Shape::kLanes : 0; }  // of a warp
+  __device__ int own() const { return team_ * Shape::kRowsPerWarp + group(); }
+  __device__ int64_t first() const { return base_ + own(); }
 
   // Whether the row reaches this thread's vector i; the column where vector 0 begins, and how much further i does.
   __device__ bool holds(int i) const { return i * Shape::kLanes < vectors_ - first_; }
