@@ -139,7 +139,7 @@ inline Status cross_entropy_cpu(const CrossEntropy &op, const Tensor *in, const 
     using T = decltype(zero);
     using A = Accumulate<T>;
     T *result = loss.as<T>();
-    A *losses = op.reduces() ? work.as<A>() + 2 * op.kParts : nullptr;
+    A *losses = op.reduces() ? work.as<A>() : nullptr;
     auto tell = [=](int64_t i, double value) {
       losses ? void(losses[i] = static_cast<A>(value)) : store_one(result + i, static_cast<A>(value));
     };

@@ -1,5 +1,6 @@
 #include "cross_entropy.h"
 
+#include "cuda/overlap.cuh"
 #include "cuda/softmax.cuh"
 
 namespace aot {
@@ -37,21 +38,18 @@ struct Smoothing {
   A one_over_cols;
 };
 
-__device__ inline float logarithm(float x) { return logf(x); }
-__device__ inline double logarithm(double x) { return log(x); }
-
 template <typename A>
 __device__ inline A nan() {
   return static_cast<A>(__int_as_float(0x7fffffff));
 }
 
-template <typename A>
+template <typename T, typename A>
 __device__ inline A row_loss(const Exponentials<A> &row, A at_target, const Class &c, const Smoothing<A> &smoothing) {
-  if (c.ignored) return 0;
+  if (c.ignored) return A(-0.);
   if (!c.known) return nan<A>();
-  A log_sum = logarithm(row.sum), loss = log_sum - (at_target - row.top);
+  A log_of_sum = RelativeTo<T, A>(row.top).log_of_sum(row.sum), loss = log_of_sum - (at_target - row.top);
   if (smoothing.spread == 0) return loss;
-  return (1 - smoothing.spread) * loss + smoothing.spread * (log_sum - row.rest * smoothing.one_over_cols);
+  return (1 - smoothing.spread) * loss + smoothing.spread * (log_of_sum - row.rest * smoothing.one_over_cols);
 }
 
 // What a row's slope is multiplied by: dy, over the number of rows that count where `counts` has the numbers of parts
@@ -85,41 +83,60 @@ struct Results {
   T *slope;
 
   __device__ void tell(int64_t row, A value) const {
-    if (loss) loss[row] = narrow<T>(value);
+    if (loss) loss[row] = narrow<T>(value + A(0));  // not -0
     if (losses) losses[row] = value;
   }
 };
 
-template <class Shape, typename T = typename Shape::T, typename A = Accumulate<T>>
-__global__ void __launch_bounds__(Shape::kMostThreads)
+// kRest: with label smoothing; kSlope: where there may be one to tell.
+template <class Shape, bool kRest, bool kSlope, typename T = typename Shape::T, typename A = Accumulate<T>>
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     cross_entropy_kernel(const T *x, Targets targets, Results<T, A> results, Scale<T, A> scale, int64_t rows,
                          int64_t cols, Smoothing<A> smoothing) {
+  launch_next();
   Tile<Shape> tile(cols);
   bool present = tile.present(rows);
-  Class c(present ? targets[tile.row()] : targets.ignore_index, targets.ignore_index, cols);
   Vector<T> v[Shape::kVectors];
   tile.load(x, present, kMinusInfinity, v);
-  A at_target = present && tile.leads() ? widen(x[tile.row() * cols + c.column()]) : A(0);
+  Class c(present ? targets[tile.row()] : targets.ignore_index, targets.ignore_index, cols);
+  bool mine = present && tile.has(c.column());  // one thread of the row
+  A at_target = mine ? widen(x[tile.row() * cols + c.column()]) : A(0);
 
   TileExchange<Shape, Exponentials<A>> exchange;
-  A e[Shape::kVectors][Shape::kSize];
-  auto [row, to_row] = row_exponentials<true>(v, tile, e, exchange);
-  if (present && tile.leads()) results.tell(tile.row(), row_loss(row, at_target, c, smoothing));
-  if (!results.slope) return;
+  auto [row, to_row] = row_exponentials<kRest>(v, tile, exchange);
+  if (mine) results.tell(tile.row(), row_loss<T>(row, at_target, c, smoothing));
+  if (!kSlope || !results.slope) return;
 
-  Quotient<T, A> quotient(to_row, row.sum);
-  A factor = scale.of(tile.row(), present), hit = 1 - smoothing.spread;
+  A factor = scale.of(tile.row(), present);
+  if (c.ignored) return tile.store(results.slope, present, [&](int, int) { return A(0); });
   if (!c.known) factor = nan<A>();
-  int place = static_cast<int>(c.target) - tile.column(0);  // of the class, from this thread's first column
+  Probability<T, A> p(row, to_row, factor);
+  A each = smoothing.each * factor, hit = (1 - smoothing.spread) * factor;
   tile.store(results.slope, present, [&](int i, int k) {
-    A p = quotient(e[i][k]) - smoothing.each;
-    if (place == i * Shape::kLanes * Shape::kSize + k) p -= hit;
-    return c.ignored ? A(0) : p * factor;
+    A slope = p.of_left(widen(v[i])[k]);
+    return kRest ? slope - each : slope;
   });
+  if (mine) results.slope[tile.row() * cols + c.column()] = narrow<T>(p.of(at_target) - each - hit);
+}
+
+// Long rows, where no slope is asked for: a block to each.
+constexpr int kStreamThreads = 256, kStreamBlocks = 5;  // on a multiprocessor
+
+template <typename T, typename A = Accumulate<T>>
+__global__ void __launch_bounds__(kStreamThreads, kStreamBlocks)
+    cross_entropy_stream_kernel(const T *x, Targets targets, Results<T, A> results, int64_t rows, int64_t cols,
+                                Smoothing<A> smoothing) {
+  launch_next();
+  Exchange<Span::block, Exponentials<A>> exchange;
+  int64_t row = blockIdx.x;
+  auto s = streamed_exponentials<false>(x + row * cols, static_cast<int>(cols / kVectorSize<T>), exchange);
+  if (threadIdx.x != 0) return;
+  Class c(targets[row], targets.ignore_index, cols);
+  results.tell(row, row_loss<T>(s, widen(x[row * cols + c.column()]), c, smoothing));
 }
 
 template <class Shape, typename T = typename Shape::T, typename A = Accumulate<T>>
-__global__ void __launch_bounds__(Shape::kMostThreads)
+__global__ void __launch_bounds__(Shape::kThreads)
     cross_entropy_scale_kernel(const T *slope, T *dx, Scale<T, A> scale, int64_t rows, int64_t cols) {
   Tile<Shape> tile(cols);
   bool present = tile.present(rows);
@@ -141,14 +158,14 @@ __global__ void __launch_bounds__(kAnyRowThreads)
     Exponentials<A> s = any_row_exponentials(from, cols, exchange);
     if (threadIdx.x == 0) {
       A at_target = cols > 0 ? widen(from[c.column()]) : A(0);
-      results.tell(row, row_loss(s, at_target, c, smoothing));
+      results.tell(row, row_loss<T>(s, at_target, c, smoothing));
     }
     if (!results.slope) continue;
-    Quotient<T, A> quotient(1, s.sum);
+    Probability<T, A> probability(s);
     A factor = scale.of(row, true);
     if (!c.known) factor = nan<A>();
     map_row(from, results.slope + row * cols, cols, [&](int64_t col, A x) {
-      A p = quotient(exponential<T>(x - s.top)) - smoothing.each - (col == c.target ? 1 - smoothing.spread : A(0));
+      A p = probability.of(x) - smoothing.each - (col == c.target ? 1 - smoothing.spread : A(0));
       return c.ignored ? A(0) : p * factor;
     });
   }
@@ -163,36 +180,86 @@ __global__ void __launch_bounds__(kAnyRowThreads)
   }
 }
 
-// Sums the losses of rows, unless they are null, and counts the rows that are not ignored, for kParts parts of them.
-// The order of the sums depends on the number of rows alone.
+// Counts the rows that are not ignored, for kParts parts of them.
 constexpr int kSumThreads = 256;
 
 template <typename A>
-__global__ void __launch_bounds__(kSumThreads)
-    cross_entropy_parts_kernel(const A *losses, Targets targets, A *counts, A *sums, int64_t rows) {
-  Exchange<Span::block, Sums<2, A>> exchange;
-  Sums<2, A> part = {};
+__global__ void __launch_bounds__(kSumThreads) cross_entropy_parts_kernel(Targets targets, A *counts, int64_t rows) {
+  Exchange<Span::block, Sums<1, A>> exchange;
+  Sums<1, A> part = {};
 #pragma unroll 4
-  for (int64_t row = int64_t{blockIdx.x} * kSumThreads + threadIdx.x; row < rows; row += gridDim.x * kSumThreads) {
+  for (int64_t row = int64_t{blockIdx.x} * kSumThreads + threadIdx.x; row < rows; row += gridDim.x * kSumThreads)
     part.value[0] += targets[row] == targets.ignore_index ? 0 : 1;
-    if (losses) part.value[1] += losses[row];
-  }
   part = sum_row(part, exchange);
-  if (threadIdx.x != 0) return;
-  counts[blockIdx.x] = part.value[0];
-  if (sums) sums[blockIdx.x] = part.value[1];
+  if (threadIdx.x == 0) counts[blockIdx.x] = part.value[0];
 }
 
-// One warp: the loss of them all.
-template <typename T, typename A>
-__global__ void cross_entropy_loss_kernel(const A *counts, const A *sums, T *loss, bool mean) {
+// The sum of all rows' losses, or their mean, by one block or one cluster. An ignored row's loss is -0, as no other is.
+// The order of the sums depends on the number of rows alone.
+constexpr int kLossThreads = 1024;
+
+__device__ inline bool is_ignored(float loss) { return __float_as_uint(loss) == 0x80000000u; }
+__device__ inline bool is_ignored(double loss) { return __double_as_longlong(loss) == (1ll << 63); }
+
+template <Span kSpan, typename T, typename A>
+__global__ void __launch_bounds__(kLossThreads)
+    cross_entropy_loss_kernel(const A *losses, T *loss, int64_t rows, bool mean) {
+  constexpr int kUnroll = 8;
+  int64_t first = blockIdx.x * kLossThreads + threadIdx.x, step = gridDim.x * kLossThreads;
+  Exchange<kSpan, Sums<2, A>> exchange;
+  wait_for_kernel_before();
   Sums<2, A> all = {};
-  for (int i = threadIdx.x; i < CrossEntropyAttrs::kParts; i += 32) all.value[0] += counts[i], all.value[1] += sums[i];
-  all = sum_lanes<32>(all);
-  if (threadIdx.x == 0) *loss = narrow<T>(mean ? all.value[1] / all.value[0] : all.value[1]);
+  auto add = [&](A loss) {
+    all.value[0] += loss;
+    all.value[1] += is_ignored(loss) ? 0 : 1;
+  };
+  int64_t vectors = misaligned_elements(losses, sizeof(A)) ? 0 : rows / kVectorSize<A>;
+  for (int64_t i = first; i < vectors; i += kUnroll * step) {
+    Vector<A> v[kUnroll];
+#pragma unroll
+    for (int j = 0; j < kUnroll; ++j)
+      if (i + j * step < vectors) v[j] = load_once(losses + (i + j * step) * kVectorSize<A>);
+#pragma unroll
+    for (int j = 0; j < kUnroll; ++j) {
+      if (i + j * step >= vectors) continue;
+      auto l = widen(v[j]);
+#pragma unroll
+      for (int k = 0; k < kVectorSize<A>; ++k) add(l[k]);
+    }
+  }
+  for (int64_t row = vectors * kVectorSize<A> + first; row < rows; row += step) add(losses[row]);
+  all = sum_row(all, exchange);
+  if (first == 0) *loss = narrow<T>(mean ? all.value[0] / all.value[1] : all.value[0]);
 }
 
 // ------------------------------------------------------------------------------------------------------- launchers
+
+// Where a slope may be asked for. Blocks of a cluster tell each other sixteen bytes at most: too few for float64.
+template <typename T>
+constexpr auto slope_shapes() {
+  if constexpr (sizeof(T) == 2)
+    return TileShapes<WarpTile<T, 8, 1>, WarpTile<T, 8, 2>, WarpTile<T, 8, 4, 1536>, WarpTile<T, 16, 4, 1536>,
+                      WarpTile<T, 32, 3, 1536>, WarpTile<T, 32, 4, 1536>, BlockTile<T, 4, 512, 1536>, BlockTile<T, 8>,
+                      ClusterTile<T, 8, 256>, ClusterTile<T, 8>>();
+  else if constexpr (sizeof(T) == 4)
+    return TileShapes<WarpTile<T, 8, 1>, WarpTile<T, 8, 2>, WarpTile<T, 8, 4>, WarpTile<T, 16, 4>, WarpTile<T, 32, 4>,
+                      WarpTile<T, 32, 6>, BlockTile<T, 4>, BlockTile<T, 8, 1024>, ClusterTile<T, 8, 256>,
+                      ClusterTile<T, 16, 256, 512>>();
+  else
+    return TileShapes<WarpTile<T, 8, 1>, WarpTile<T, 8, 2>, WarpTile<T, 8, 4>, WarpTile<T, 16, 4>, WarpTile<T, 32, 4>,
+                      BlockTile<T, 4>, BlockTile<T, 8, 512, 512>>();
+}
+
+// For the loss alone; longer rows are streamed.
+template <typename T>
+using LossShapes =
+    TileShapes<WarpTile<T, 8, 1>, WarpTile<T, 8, 2>, WarpTile<T, 8, 4, 1536>, WarpTile<T, 16, 4, 2048>,
+               WarpTile<T, 32, 4, 2048>, WarpTile<T, 32, 8, sizeof(T) == 4 ? 1280 : 1024>, BlockTile<T, 8>>;
+
+// For the product of a slope: rows of a cluster's size are parts of blocks that tell each other nothing.
+template <typename T>
+using ScaleShapes = TileShapes<WarpTile<T, 8, 1>, WarpTile<T, 8, 2>, WarpTile<T, 8, 4>, WarpTile<T, 16, 4>,
+                               WarpTile<T, 32, 4>, BlockTile<T, 4>, ClusterTile<T, 4>, ClusterTile<T, 8>>;
 
 template <typename T, typename A = Accumulate<T>>
 Status cross_entropy_rows(const char *op, const CrossEntropyAttrs &attrs, const Tensor &x, const Targets &targets,
@@ -201,18 +268,33 @@ Status cross_entropy_rows(const char *op, const CrossEntropyAttrs &attrs, const 
   AOT_TRY(device_limits(op, &device));
   int64_t rows = attrs.rows(x), cols = attrs.cols(x);
   if (rows == 0) return kOk;
+  const T *from = x.as<const T>();
   Smoothing<A> smoothing = {A(attrs.label_smoothing), A(attrs.label_smoothing / cols), A(1. / cols)};
-  TilePlan plan = plan_tiles<T>(cols, device, x.as<const T>(), results.slope);
-  if (plan.lanes == 0) {
-    cross_entropy_any_kernel<<<grid_size(rows), any_row_block(cols), 0, static_cast<cudaStream_t>(stream)>>>(
-        x.as<const T>(), targets, results, scale, rows, cols, smoothing);
+  int64_t vectors = row_vectors<T>(cols, from, results.slope);
+  auto s = static_cast<cudaStream_t>(stream);
+  auto any = [&] {
+    cross_entropy_any_kernel<<<grid_size(rows), any_row_block(cols), 0, s>>>(from, targets, results, scale, rows, cols,
+                                                                             smoothing);
     return check_launch(op);
-  }
-  return dispatch_tiles<T>(plan, [&](auto shape) {
-    using Shape = decltype(shape);
-    return launch_tiles<Shape>(op, plan, rows, cross_entropy_kernel<Shape>, stream, x.as<const T>(), targets, results,
-                               scale, rows, cols, smoothing);
-  });
+  };
+  auto stream_rows = [&] {
+    if (cols % kVectorSize<T> != 0 || !aligned(from)) return any();
+    cross_entropy_stream_kernel<<<grid_size(rows), kStreamThreads, 0, s>>>(from, targets, results, rows, cols,
+                                                                           smoothing);
+    return check_launch(op);
+  };
+  auto launch = [&](auto rest, auto slope) {
+    return [=](auto shape, const TilePlan &plan) {
+      using Shape = decltype(shape);
+      return launch_tiles<Shape>(op, plan, rows, cross_entropy_kernel<Shape, rest, slope>, stream, from, targets,
+                                 results, scale, rows, cols, smoothing);
+    };
+  };
+  constexpr std::true_type kYes;
+  constexpr std::false_type kNo;
+  if (attrs.label_smoothing != 0) return dispatch_tiles(slope_shapes<T>(), vectors, device, launch(kYes, kYes), any);
+  if (results.slope) return dispatch_tiles(slope_shapes<T>(), vectors, device, launch(kNo, kYes), any);
+  return dispatch_tiles(LossShapes<T>(), vectors, device, launch(kNo, kNo), stream_rows);
 }
 
 template <typename T, typename A = Accumulate<T>>
@@ -222,16 +304,35 @@ Status cross_entropy_scale(const char *op, const CrossEntropyAttrs &attrs, const
   AOT_TRY(device_limits(op, &device));
   int64_t rows = attrs.rows(slope), cols = attrs.cols(slope);
   const T *from = slope.as<const T>();
-  TilePlan plan = plan_tiles<T>(cols, device, from, dx);
-  if (plan.lanes == 0) {
+  auto launch = [&](auto shape, const TilePlan &plan) {
+    using Shape = decltype(shape);
+    return launch_tiles<Shape>(op, plan, rows, cross_entropy_scale_kernel<Shape>, stream, from, dx, scale, rows, cols);
+  };
+  return dispatch_tiles(ScaleShapes<T>(), row_vectors<T>(cols, from, dx), device, launch, [&] {
     cross_entropy_scale_any_kernel<<<grid_size(rows), any_row_block(cols), 0, static_cast<cudaStream_t>(stream)>>>(
         from, dx, scale, rows, cols);
     return check_launch(op);
-  }
-  return dispatch_tiles<T>(plan, [&](auto shape) {
-    using Shape = decltype(shape);
-    return launch_tiles<Shape>(op, plan, rows, cross_entropy_scale_kernel<Shape>, stream, from, dx, scale, rows, cols);
   });
+}
+
+// The kernel that sums begins while that of the rows ends.
+template <typename T, typename A = Accumulate<T>>
+Status cross_entropy_loss(const CrossEntropy &op, const A *losses, T *loss, int64_t rows, void *stream) {
+  DeviceLimits device;
+  AOT_TRY(device_limits(op.name, &device));
+  int cluster = device.clusters && rows > 16 * kLossThreads ? kMaxCluster : 1;
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  cudaLaunchConfig_t config = {dim3(cluster), dim3(kLossThreads),       0, static_cast<cudaStream_t>(stream),
+                               attributes,    device.clusters ? 2u : 0u};
+  if (cluster > 1)
+    return check_cuda(op.name, cudaLaunchKernelEx(&config, cross_entropy_loss_kernel<Span::cluster, T, A>, losses, loss,
+                                                  rows, op.mean()));
+  return check_cuda(op.name, cudaLaunchKernelEx(&config, cross_entropy_loss_kernel<Span::block, T, A>, losses, loss,
+                                                rows, op.mean()));
 }
 
 Status cross_entropy_cuda(const CrossEntropy &op, const Tensor *in, const Tensor *out, void *stream) {
@@ -241,15 +342,11 @@ Status cross_entropy_cuda(const CrossEntropy &op, const Tensor *in, const Tensor
     using T = typename decltype(type)::type;
     using A = Accumulate<T>;
     Targets targets(in[1], op.ignore_index);
-    A *counts = work.as<A>(), *sums = counts + op.kParts, *losses = op.reduces() ? sums + op.kParts : nullptr;
+    A *losses = op.reduces() ? work.as<A>() : nullptr;
     Results<T, A> results = {op.reduces() ? nullptr : loss.as<T>(), losses, slope.as<T>()};
     AOT_TRY((cross_entropy_rows<T>(op.name, op, x, targets, results, Scale<T, A>{}, stream)));
     if (!op.reduces()) return kOk;
-    auto s = static_cast<cudaStream_t>(stream);
-    cross_entropy_parts_kernel<<<op.kParts, kSumThreads, 0, s>>>(losses, targets, counts, sums, op.rows(x));
-    AOT_TRY(check_launch(op.name));
-    cross_entropy_loss_kernel<<<1, 32, 0, s>>>(counts, sums, loss.as<T>(), op.mean());
-    return check_launch(op.name);
+    return cross_entropy_loss(op, losses, loss.as<T>(), op.rows(x), stream);
   });
 }
 
@@ -262,8 +359,8 @@ Status cross_entropy_backward_cuda(const CrossEntropyBackward &op, const Tensor 
     Targets targets(in[2], op.ignore_index);
     A *counts = op.mean() ? work.as<A>() : nullptr;
     if (counts) {
-      cross_entropy_parts_kernel<A><<<op.kParts, kSumThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-          nullptr, targets, counts, nullptr, op.rows(x));
+      cross_entropy_parts_kernel<A>
+          <<<op.kParts, kSumThreads, 0, static_cast<cudaStream_t>(stream)>>>(targets, counts, op.rows(x));
       AOT_TRY(check_launch(op.name));
     }
     Scale<T, A> scale = {dy.as<const T>(), !op.reduces(), counts};

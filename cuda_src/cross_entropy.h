@@ -30,7 +30,7 @@ struct CrossEntropyAttrs {
   int64_t rows(const Spec &x) const { return x.product(0, x.ndim - 1); }
   int64_t cols(const Spec &x) const { return x.shape[x.ndim - 1]; }
 
-  // What reduces rows on CUDA: sums and numbers of so many parts of them.
+  // What counts rows on CUDA: numbers of so many parts of them.
   static constexpr int kParts = 64;
 
  protected:
@@ -57,7 +57,7 @@ struct CrossEntropyAttrs {
 struct CrossEntropy : CrossEntropyAttrs {
   static constexpr const char *name = "cross_entropy";
   static constexpr Slot inputs[] = {{"x"}, {"target", required, kIntegers}};
-  // workspace: the sums and numbers of kParts parts, then the rows' losses
+  // workspace: the rows' losses, for a reduction, and never empty
   static constexpr Slot outputs[] = {{"y"}, {"slope", optional}, {"workspace", workspace}};
 
   Status infer(const Tensor *in, Spec *out) const {
@@ -67,7 +67,7 @@ struct CrossEntropy : CrossEntropyAttrs {
     out[1] = x;
     out[2].dtype = accumulate_dtype(x.dtype), out[2].ndim = 1;
     bool known = x.rank_known() && (x.ndim < 2 || x.shape[0] >= 0);
-    out[2].shape[0] = !reduces() ? 1 : known ? 2 * kParts + rows(x) : kUnknownDim;
+    out[2].shape[0] = !reduces() ? 1 : known ? 1 + rows(x) : kUnknownDim;
     return kOk;
   }
 };
@@ -84,7 +84,7 @@ struct CrossEntropyBackward : CrossEntropyAttrs {
     AOT_TRY(check_like(name, "dy", in[0], "the loss", loss(x)));
     if (in[3]) AOT_TRY(check_like(name, "slope", in[3], "x", x));
     out[0] = x;
-    out[1].dtype = accumulate_dtype(x.dtype), out[1].ndim = 1, out[1].shape[0] = 2 * kParts;
+    out[1].dtype = accumulate_dtype(x.dtype), out[1].ndim = 1, out[1].shape[0] = kParts;
     return kOk;
   }
 };

@@ -7,21 +7,30 @@ inline namespace AOT_ISA {
 
 // --------------------------------------------------------------------------------------- kernels along the last axis
 
+template <typename T>
+__device__ inline Accumulate<T> dot(const Vector<T> &v, const Vector<T> &w) {
+  auto a = widen(v), b = widen(w);
+  Accumulate<T> sum = 0;
+#pragma unroll
+  for (int k = 0; k < kVectorSize<T>; ++k) sum += a[k] * b[k];
+  return sum;
+}
+
 template <class Shape, typename T = typename Shape::T, typename A = Accumulate<T>>
-__global__ void __launch_bounds__(Shape::kMostThreads) softmax_kernel(const T *x, T *y, int64_t rows, int64_t cols) {
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
+    softmax_kernel(const T *x, T *y, int64_t rows, int64_t cols) {
   Tile<Shape> tile(cols);
   bool present = tile.present(rows);
   Vector<T> v[Shape::kVectors];
   tile.load(x, present, kMinusInfinity, v);
   TileExchange<Shape, Exponentials<A>> exchange;
-  A e[Shape::kVectors][Shape::kSize];
-  auto [row, scale] = row_exponentials<false>(v, tile, e, exchange);
-  Quotient<T, A> quotient(scale, row.sum);
-  tile.store(y, present, [&](int i, int k) { return quotient(e[i][k]); });
+  auto [row, scale] = row_exponentials<false>(v, tile, exchange);
+  Probability<T, A> p(row, scale);
+  tile.store(y, present, [&](int i, int k) { return p.of_left(widen(v[i])[k]); });
 }
 
 template <class Shape, typename T = typename Shape::T, typename A = Accumulate<T>>
-__global__ void __launch_bounds__(Shape::kMostThreads)
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     softmax_backward_kernel(const T *dy, const T *y, T *dx, int64_t rows, int64_t cols) {
   Tile<Shape> tile(cols);
   bool present = tile.present(rows);
@@ -32,11 +41,8 @@ __global__ void __launch_bounds__(Shape::kMostThreads)
   Sums<1, A> sum = {};
 #pragma unroll
   for (int i = 0; i < Shape::kVectors; ++i) {
-    auto a = widen(d[i]), b = widen(v[i]);
-    A vector_sum = 0;
-#pragma unroll
-    for (int k = 0; k < Shape::kSize; ++k) vector_sum += a[k] * b[k];
-    sum.value[0] += vector_sum;
+    sum.value[0] += dot(d[i], v[i]);
+    if constexpr (sizeof(T) == 2) forget(d[i], tile.zero()), forget(v[i], tile.zero());
   }
   if constexpr (Shape::kSpan == Span::warp) sum = sum_lanes<Shape::kLanes>(sum);
   else sum = sum_row(sum, exchange);
@@ -48,8 +54,8 @@ __global__ void __launch_bounds__(kAnyRowThreads) softmax_any_kernel(const T *x,
   Exchange<Span::block, Exponentials<A>> exchange;
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
     Exponentials<A> s = any_row_exponentials(x + row * cols, cols, exchange);
-    Quotient<T, A> quotient(1, s.sum);
-    map_row(x + row * cols, y + row * cols, cols, [&](int64_t, A x) { return quotient(exponential<T>(x - s.top)); });
+    Probability<T, A> p(s);
+    map_row(x + row * cols, y + row * cols, cols, [&](int64_t, A x) { return p.of(x); });
   }
 }
 
@@ -93,12 +99,10 @@ __global__ void __launch_bounds__(kAxisCols *kAxisRows)
     __syncthreads();
     s = parts[0][threadIdx.x];
     for (int r = 1; r < kAxisRows; ++r) s = combine<T, false>(s, parts[r][threadIdx.x]);
-    Quotient<T, A> quotient(1, s.sum);
+    Probability<T, A> p(s);
     if (present)
-      for (int64_t i = threadIdx.y; i < n; i += kAxisRows) {
-        int64_t at = base + i * inner;
-        y[at] = narrow<T>(quotient(exponential<T>(widen(x[at]) - s.top)));
-      }
+      for (int64_t i = threadIdx.y; i < n; i += kAxisRows)
+        y[base + i * inner] = narrow<T>(p.of(widen(x[base + i * inner])));
   });
 }
 
@@ -126,33 +130,57 @@ __global__ void __launch_bounds__(kAxisCols *kAxisRows)
 
 // ------------------------------------------------------------------------------------------------------- launchers
 
+// Blocks of a cluster tell each other sixteen bytes at most: too few for float64.
+template <typename T>
+constexpr auto softmax_shapes() {
+  if constexpr (sizeof(T) == 2)
+    return TileShapes<WarpTile<T, 8, 1>, WarpTile<T, 8, 2>, WarpTile<T, 16, 2>, WarpTile<T, 32, 2>, WarpTile<T, 32, 3>,
+                      WarpTile<T, 32, 4>, BlockTile<T, 4>, BlockTile<T, 8>, ClusterTile<T, 8, 256>,
+                      ClusterTile<T, 8>>();
+  else if constexpr (sizeof(T) == 4)
+    return TileShapes<WarpTile<T, 8, 1>, WarpTile<T, 8, 2>, WarpTile<T, 16, 2>, WarpTile<T, 32, 2>, BlockTile<T, 4>,
+                      BlockTile<T, 8, 1024>, ClusterTile<T, 8, 256>, ClusterTile<T, 16, 256, 512>>();
+  else
+    return TileShapes<WarpTile<T, 8, 1>, WarpTile<T, 8, 2>, WarpTile<T, 16, 2>, WarpTile<T, 32, 2>, WarpTile<T, 32, 4>,
+                      BlockTile<T, 4>, BlockTile<T, 8, 512, 512>>();
+}
+
+template <typename T>
+constexpr auto softmax_backward_shapes() {
+  if constexpr (sizeof(T) < 8)
+    return TileShapes<WarpTile<T, 8, 1>, WarpTile<T, 8, 2>, WarpTile<T, 16, 2>, WarpTile<T, 32, 2>, WarpTile<T, 32, 3>,
+                      WarpTile<T, 32, 4>, BlockTile<T, 4>, ClusterTile<T, 4, 256>, ClusterTile<T, 4>,
+                      ClusterTile<T, 8, 512, 512>>();
+  else
+    return TileShapes<WarpTile<T, 8, 1>, WarpTile<T, 8, 2>, WarpTile<T, 16, 2>, WarpTile<T, 32, 2>, WarpTile<T, 32, 4>,
+                      BlockTile<T, 4>, BlockTile<T, 8, 512, 512>>();
+}
+
 template <typename T>
 Status softmax_rows(const T *x, T *y, int64_t rows, int64_t cols, const DeviceLimits &device, void *stream) {
-  TilePlan plan = plan_tiles<T>(cols, device, x, y);
-  if (plan.lanes == 0) {
+  auto launch = [&](auto shape, const TilePlan &plan) {
+    using Shape = decltype(shape);
+    return launch_tiles<Shape>(Softmax::name, plan, rows, softmax_kernel<Shape>, stream, x, y, rows, cols);
+  };
+  return dispatch_tiles(softmax_shapes<T>(), row_vectors<T>(cols, x, y), device, launch, [&] {
     softmax_any_kernel<<<grid_size(rows), any_row_block(cols), 0, static_cast<cudaStream_t>(stream)>>>(x, y, rows,
                                                                                                        cols);
     return check_launch(Softmax::name);
-  }
-  return dispatch_tiles<T>(plan, [&](auto shape) {
-    using Shape = decltype(shape);
-    return launch_tiles<Shape>(Softmax::name, plan, rows, softmax_kernel<Shape>, stream, x, y, rows, cols);
   });
 }
 
 template <typename T>
 Status softmax_backward_rows(const T *dy, const T *y, T *dx, int64_t rows, int64_t cols, const DeviceLimits &device,
                              void *stream) {
-  TilePlan plan = plan_tiles<T>(cols, device, dy, y, dx);
-  if (plan.lanes == 0) {
-    softmax_backward_any_kernel<<<grid_size(rows), any_row_block(cols), 0, static_cast<cudaStream_t>(stream)>>>(
-        dy, y, dx, rows, cols);
-    return check_launch(SoftmaxBackward::name);
-  }
-  return dispatch_tiles<T>(plan, [&](auto shape) {
+  auto launch = [&](auto shape, const TilePlan &plan) {
     using Shape = decltype(shape);
     return launch_tiles<Shape>(SoftmaxBackward::name, plan, rows, softmax_backward_kernel<Shape>, stream, dy, y, dx,
                                rows, cols);
+  };
+  return dispatch_tiles(softmax_backward_shapes<T>(), row_vectors<T>(cols, dy, y, dx), device, launch, [&] {
+    softmax_backward_any_kernel<<<grid_size(rows), any_row_block(cols), 0, static_cast<cudaStream_t>(stream)>>>(
+        dy, y, dx, rows, cols);
+    return check_launch(SoftmaxBackward::name);
   });
 }
 

@@ -35,7 +35,7 @@ def _loss(x, reduction):
 
 def _infer(x, target, ignore_index, reduction, label_smoothing):
     _check("cross_entropy", x, target, reduction, label_smoothing)
-    work = 1 if reduction == "none" else 2 * PARTS + size(x.shape[:-1])
+    work = 1 if reduction == "none" else 1 + size(x.shape[:-1])
     return _loss(x, reduction), x, TensorSpec((work,), accumulate_dtype(x.dtype))
 
 
@@ -45,7 +45,7 @@ def _infer_backward(dy, x, target, slope, ignore_index, reduction, label_smoothi
     check_like(op, "dy", dy, "the loss", _loss(x, reduction))
     if slope is not None:
         check_like(op, "slope", slope, "x", x)
-    return x, TensorSpec((2 * PARTS,), accumulate_dtype(x.dtype))
+    return x, TensorSpec((PARTS,), accumulate_dtype(x.dtype))
 
 
 _ATTRS = {"ignore_index": "int", "reduction": "str", "label_smoothing": "float"}

@@ -12,28 +12,26 @@
 namespace aot {
 inline namespace AOT_ISA {
 
-constexpr int kTileVectors = 4;      // that a thread has of a row
-constexpr int kTileWarps = 16;       // of a row in a block, before it rather spans blocks
 constexpr int kTileWarpBlock = 128;  // threads of a block whose rows are within warps
-// Of rows beyond what a cluster holds of those, as far as registers go.
-constexpr int kLongVectors = 8;
-template <typename T>
-constexpr int kLongWarps = sizeof(T) == 2 ? 12 : 16;
 
-// What the blocks of a cluster tell each other is at most sixteen bytes: too few for float64.
-template <typename T>
-constexpr bool kTileClusters = sizeof(T) < 8;
-
-template <typename T_, int kLanes_, int kVectors_, Span kSpan_>
+// kThreads: of a block, at most. kResident: threads that a multiprocessor is to hold, which leaves each of them so many
+// of its 65536 registers.
+template <typename T_, int kLanes_, int kVectors_, Span kSpan_, int kThreads_, int kResident>
 struct TileShape {
   using T = T_;
   static constexpr int kLanes = kLanes_, kVectors = kVectors_, kSize = kVectorSize<T>;
   static constexpr Span kSpan = kSpan_;
   static constexpr int kShare = kLanes * kVectors;  // vectors of a row in a warp
   static constexpr int kRowsPerWarp = 32 / kLanes;
-  static constexpr int kMostThreads =
-      kSpan == Span::warp ? kTileWarpBlock : 32 * (kVectors == kLongVectors ? kLongWarps<T> : kTileWarps);
+  static constexpr int kThreads = kThreads_, kBlocks = kResident / kThreads > 0 ? kResident / kThreads : 1;
 };
+
+template <typename T, int kLanes, int kVectors, int kResident = 1024>
+using WarpTile = TileShape<T, kLanes, kVectors, Span::warp, kTileWarpBlock, kResident>;
+template <typename T, int kVectors, int kThreads = 512, int kResident = 1024>
+using BlockTile = TileShape<T, 32, kVectors, Span::block, kThreads, kResident>;
+template <typename T, int kVectors, int kThreads = 512, int kResident = 1024>
+using ClusterTile = TileShape<T, 32, kVectors, Span::cluster, kThreads, kResident>;
 
 // ------------------------------------------------------------------------------------------------- a thread's part
 
@@ -60,11 +58,19 @@ class Tile {
   __device__ int64_t row() const { return row_; }
   // Where rows are within warps, the last warp may have more than there are.
   __device__ bool present(int64_t rows) const { return Shape::kSpan != Span::warp || row_ < rows; }
-  __device__ bool leads() const { return first_ == 0; }  // one thread of a row
 
   // Whether the row reaches this thread's vector i, and where that begins, as a column.
   __device__ bool holds(int i) const { return i * Shape::kLanes < left_; }
   __device__ int column(int i) const { return (first_ + i * Shape::kLanes) * Shape::kSize; }
+
+  // Whether the row's element in this column is in one of this thread's vectors.
+  __device__ bool has(int64_t c) const {
+    int i = static_cast<int>(c) - column(0);
+    return i >= 0 && i / Shape::kSize % Shape::kLanes == 0 && i / (Shape::kSize * Shape::kLanes) < Shape::kVectors;
+  }
+
+  // A zero that the compiler does not know, for forget().
+  __device__ uint32_t zero() const { return static_cast<uint32_t>(cols_ >> 62); }
 
   // Elements of the row in the share of one of its warps.
   __device__ int share(int warp) const {
@@ -101,63 +107,57 @@ class Tile {
   int first_, left_;
 };
 
+// Keeps the compiler from holding what it has made of a vector of 16-bit elements: it is to be made again, from half as
+// many registers.
+template <typename T>
+__device__ inline void forget(Vector<T> &v, uint32_t zero) {
+  static_assert(sizeof(T) == 2, "wider ones are what they are made of");
+#pragma unroll
+  for (uint32_t &word : v.word) word ^= zero;
+}
+
 // What the warps of a row tell each other by; nothing where a row is within a warp.
 template <class Shape, typename V>
 using TileExchange = std::conditional_t<Shape::kSpan == Span::warp, NoExchange, Exchange<Shape::kSpan, V>>;
 
 // ------------------------------------------------------------------------------------------------------------- plan
 
-// How rows of a size are spread. lanes = 0: they are not, a kernel for any size has to do.
 struct TilePlan {
-  int lanes = 0, vectors = 0;
-  int warps = 1;    // of a row in one block
+  int warps = 0;    // of a row in one block; 0: the shape is too small for it
   int cluster = 1;  // blocks of a row
 };
 
-// For rows of `cols` elements of the tensors at these addresses.
-template <typename T, typename... Pointers>
-TilePlan plan_tiles(int64_t cols, const DeviceLimits &device, const Pointers *...pointers) {
-  if (cols == 0 || cols % kVectorSize<T> != 0 || !aligned(pointers...)) return {};
-  int64_t vectors = cols / kVectorSize<T>;
-  for (int lanes : {8, 16, 32})
-    for (int v = lanes == 8 ? 1 : kTileVectors / 2 + 1; v <= kTileVectors; ++v)
-      if (vectors <= lanes * v) return {lanes, v};
-  struct {
-    int vectors, warps;
-  } constexpr kSizes[] = {{kTileVectors, kTileWarps},
-                          {kLongVectors, kTileWarps < kLongWarps<T> ? kTileWarps : kLongWarps<T>},
-                          {kLongVectors, kLongWarps<T>}};
-  for (auto size : kSizes)
-    for (int cluster = 1; cluster <= (device.clusters && kTileClusters<T> ? kMaxCluster : 1); cluster *= 2) {
-      int64_t needed = ceil_div(vectors, int64_t{32} * size.vectors * cluster);
-      if (needed <= size.warps) return {32, size.vectors, static_cast<int>(needed), cluster};
-    }
+template <class Shape>
+TilePlan plan_tiles(int64_t vectors, const DeviceLimits &device) {
+  constexpr int kWarps = Shape::kThreads / 32;
+  if constexpr (Shape::kSpan == Span::warp) return {vectors <= Shape::kShare ? kWarps : 0, 1};
+  bool clusters = Shape::kSpan == Span::cluster;
+  for (int cluster = clusters ? 2 : 1; cluster <= (!clusters ? 1 : device.clusters ? kMaxCluster : 0); cluster *= 2) {
+    int64_t warps = ceil_div(vectors, int64_t{Shape::kShare} * cluster);
+    if (warps <= kWarps) return {static_cast<int>(warps), cluster};
+  }
   return {};
 }
 
-template <typename T, int kLanes, int kVectors, class F>
-Status dispatch_within_warps(const TilePlan &plan, F f) {
-  if constexpr (kVectors > kTileVectors) {
-    return dispatch_within_warps<T, 2 * kLanes, kTileVectors / 2 + 1>(plan, f);
-  } else if constexpr (kLanes == 32 && kVectors == kTileVectors) {
-    return f(TileShape<T, kLanes, kVectors, Span::warp>());
-  } else {
-    if (plan.lanes == kLanes && plan.vectors == kVectors) return f(TileShape<T, kLanes, kVectors, Span::warp>());
-    return dispatch_within_warps<T, kLanes, kVectors + 1>(plan, f);
-  }
+// Shapes in the order in which they are tried.
+template <class... Shapes>
+struct TileShapes {};
+
+// Calls f(shape, plan) with the first of the shapes that holds rows of so many vectors, or otherwise().
+template <class Shape, class... More, class F, class Otherwise>
+Status dispatch_tiles(TileShapes<Shape, More...>, int64_t vectors, const DeviceLimits &device, F f,
+                      Otherwise otherwise) {
+  TilePlan plan = plan_tiles<Shape>(vectors, device);
+  if (plan.warps > 0) return f(Shape(), plan);
+  if constexpr (sizeof...(More) > 0) return dispatch_tiles(TileShapes<More...>(), vectors, device, f, otherwise);
+  else return otherwise();
 }
 
-// Calls f(TileShape) with the plan's.
-template <typename T, class F>
-Status dispatch_tiles(const TilePlan &plan, F f) {
-  if constexpr (kTileClusters<T>)
-    if (plan.cluster > 1) {
-      if (plan.vectors == kTileVectors) return f(TileShape<T, 32, kTileVectors, Span::cluster>());
-      return f(TileShape<T, 32, kLongVectors, Span::cluster>());
-    }
-  if (plan.warps > 1 && plan.vectors == kTileVectors) return f(TileShape<T, 32, kTileVectors, Span::block>());
-  if (plan.warps > 1) return f(TileShape<T, 32, kLongVectors, Span::block>());
-  return dispatch_within_warps<T, 8, 1>(plan, f);
+// Vectors of rows of `cols` elements of the tensors at these addresses; beyond any shape, where they are not of
+// vectors.
+template <typename T, typename... Pointers>
+int64_t row_vectors(int64_t cols, const Pointers *...pointers) {
+  return cols > 0 && cols % kVectorSize<T> == 0 && aligned(pointers...) ? cols / kVectorSize<T> : int64_t{1} << 40;
 }
 
 // ---------------------------------------------------------------------------------------- rows of any size and address
@@ -208,11 +208,9 @@ inline unsigned any_row_block(int64_t cols) {
 template <class Shape, typename... Parameters, typename... Arguments>
 Status launch_tiles(const char *op, const TilePlan &plan, int64_t rows, void (*kernel)(Parameters...), void *stream,
                     Arguments... arguments) {
-  constexpr bool kWithinWarp = Shape::kSpan == Span::warp;
-  constexpr int kRowsPerBlock = kTileWarpBlock / 32 * Shape::kRowsPerWarp;
-  unsigned blocks = grid_size(kWithinWarp ? ceil_div(rows, kRowsPerBlock) : rows * plan.cluster);
-  unsigned threads = kWithinWarp ? kTileWarpBlock : 32u * plan.warps;
-  return launch_clusters(op, kernel, blocks, threads, plan.cluster, 0, stream, arguments...);
+  bool within_warp = Shape::kSpan == Span::warp;
+  unsigned blocks = grid_size(within_warp ? ceil_div(rows, plan.warps * Shape::kRowsPerWarp) : rows * plan.cluster);
+  return launch_clusters(op, kernel, blocks, 32u * plan.warps, plan.cluster, 0, stream, arguments...);
 }
 
 }  // namespace AOT_ISA

@@ -20,15 +20,43 @@ struct Exponentials {
   A count;  // of elements; for add() and combine()
 
   __device__ static Exponentials none() { return {kMinusInfinity, 0, 0, 0}; }
-  // What to subtract: not -inf from -inf.
+  // What the exponentials are relative to: not -inf.
   __device__ A base() const { return top == A(kMinusInfinity) ? A(0) : top; }
 };
 
-// What brings a sum relative to `from` to one relative to `to`, which is no less.
+// exp(x - top) of numbers x. For 16 bits it is one multiplication and addition and the hardware's instruction; the
+// rounding of top times log2(e) is alike for all of a row, and so not seen in its quotients.
 template <typename T, typename A>
-__device__ inline A rebase(A from, A to) {
-  return from == to ? A(1) : exponential<T>(from - to);
-}
+class RelativeTo {
+ public:
+  __device__ explicit RelativeTo(A top) : top_(top) {
+    if constexpr (kFast) multiplier_ = far(top) ? 1 : kMultiplier, center_ = __fmul_rn(top, multiplier_);
+  }
+  __device__ A operator()(A x) const {
+    if constexpr (kFast) return fast_exp2(fmaf(x, multiplier_, -center_));
+    else return exponential<T>(x - top_);
+  }
+  // What a sum of exponentials relative to `from`, no larger, is to be multiplied with.
+  __device__ A rebase(A from) const {
+    if (from == top_) return 1;
+    if constexpr (kFast)
+      if (!far(top_) && !far(from)) return fast_exp2(RelativeTo(from).center_ - center_);
+    return exponential<T>(from - top_);
+  }
+  // The logarithm of a sum of them, if they were as exact as the numbers are.
+  __device__ A log_of_sum(A sum) const {
+    if constexpr (kFast) return logf(sum) - fmaf(top_, multiplier_, -center_) / kMultiplier;
+    else if constexpr (sizeof(T) == 4) return logf(sum);
+    else return log(sum);
+  }
+
+ private:
+  static constexpr bool kFast = sizeof(T) == 2;
+  static constexpr float kMultiplier = static_cast<float>(kLog2E);
+  // Where numbers of 16 bits that differ do so by more than an exponential has room for, whatever its base.
+  __device__ static bool far(A x) { return !(abs(x) < (1 << 24)); }
+  A top_, multiplier_, center_;
+};
 
 template <int kLanes, typename A>
 __device__ inline A max_lanes(A value) {
@@ -39,7 +67,7 @@ __device__ inline A max_lanes(A value) {
 
 template <typename T, bool kRest, typename A>
 __device__ inline void rebase(Exponentials<A> &s, A top) {
-  s.sum *= rebase<T>(s.top, top);
+  s.sum *= RelativeTo<T, A>(top).rebase(s.top);
   if (kRest && s.count != 0 && s.top != top) s.rest += s.count * (s.top - top);
   s.top = top;
 }
@@ -62,45 +90,114 @@ __device__ inline Exponentials<A> combine_lanes(Exponentials<A> s) {
 // Of what each warp of a row told, in their order.
 template <typename T, bool kRest, typename A>
 __device__ inline Exponentials<A> combine_warps(const Exponentials<A> *all, int warps) {
-  Exponentials<A> s = lane_index() < warps ? all[lane_index()] : Exponentials<A>::none();
+  Exponentials<A> s = Exponentials<A>::none();
 #pragma unroll 1
-  for (int w = lane_index() + 32; w < warps; w += 32) s = combine<T, kRest>(s, all[w]);
-  return combine_lanes<T, kRest>(s);
+  for (int w = lane_index(); w < warps; w += 32) s.top = max(s.top, all[w].top);
+  s.top = max_lanes<32>(s.top);
+#pragma unroll 1
+  for (int w = lane_index(); w < warps; w += 32) s = combine<T, kRest>(s, all[w]);
+  s.sum = sum_lanes<32>(s.sum);
+  if constexpr (kRest) s.rest = sum_lanes<32>(s.rest), s.count = sum_lanes<32>(s.count);
+  return s;
+}
+
+// ------------------------------------------------------------------------------------------------------ probability
+
+// exp(x - top) / sum, times a factor. But for 16 bits, to the product with the reciprocal its residual is added: as
+// good as a division, which would be a branch and a call.
+template <typename T, typename A>
+class Probability {
+ public:
+  __device__ explicit Probability(const Exponentials<A> &row, A scale = 1, A factor = 1)
+      : exponential_(row.top), sum_(row.sum), scale_(scale), factor_(factor) {
+    if constexpr (sizeof(T) == 8) reciprocal_ = 1 / row.sum;
+    else reciprocal_ = fast_reciprocal(row.sum);
+    if constexpr (sizeof(T) == 2) reciprocal_ *= factor;
+  }
+  // Of a number.
+  __device__ A of(A x) const { return divide(exponential_(x)); }
+  // Of what row_exponentials() has left of a number.
+  __device__ A of_left(A left) const {
+    if constexpr (sizeof(T) == 2) return of(left);
+    else return divide(left * scale_);
+  }
+
+ private:
+  __device__ A divide(A e) const {
+    A q = e * reciprocal_;
+    if constexpr (sizeof(T) == 2) return q;
+    else return fma(fma(-q, sum_, e), reciprocal_, q) * factor_;
+  }
+  RelativeTo<T, A> exponential_;
+  A sum_, scale_, factor_, reciprocal_;
+};
+
+// ------------------------------------------------------------------------------------------------------ some vectors
+
+__device__ inline uint32_t max_word(uint32_t a, uint32_t b, __half) {
+  __half2 m = __hmax2(reinterpret_cast<const __half2 &>(a), reinterpret_cast<const __half2 &>(b));
+  return reinterpret_cast<const uint32_t &>(m);
+}
+__device__ inline uint32_t max_word(uint32_t a, uint32_t b, __nv_bfloat16) {
+  __nv_bfloat162 m = __hmax2(reinterpret_cast<const __nv_bfloat162 &>(a), reinterpret_cast<const __nv_bfloat162 &>(b));
+  return reinterpret_cast<const uint32_t &>(m);
+}
+
+// The largest number, where there is one that is not NaN; -inf else.
+template <int kVectors, typename T, typename A = Accumulate<T>>
+__device__ inline A largest(const Vector<T> (&v)[kVectors]) {
+  A top = kMinusInfinity;
+  if constexpr (sizeof(T) == 2) {
+    uint32_t pair = v[0].word[0];
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) pair = max_word(pair, v[i].word[j], T());
+    float two[2];
+    widen_word(pair, two, T());
+    top = max(max(top, two[0]), two[1]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      auto x = widen(v[i]);
+#pragma unroll
+      for (int k = 0; k < kVectorSize<T>; ++k) top = max(top, x[k]);
+    }
+  }
+  return top;
 }
 
 // --------------------------------------------------------------------------------------------- a row in registers
 
-// e[i][k] = exp(x - mine) * scale gives exp(x - top) for every thread's elements x.
 template <typename A>
 struct RowExponentials {
   Exponentials<A> row;
-  A scale;
+  A scale;  // for Probability
 };
 
-template <bool kRest, class Shape, class Exchange, typename T, typename A>
-__device__ inline RowExponentials<A> row_exponentials(const Vector<T> (&v)[Shape::kVectors], const Tile<Shape> &tile,
-                                                      A (&e)[Shape::kVectors][Shape::kSize], Exchange &exchange) {
+// Leaves in v what Probability::of_left() is of: numbers of 16 bits, or exponentials.
+template <bool kRest, class Shape, class Exchange, typename T, typename A = Accumulate<T>>
+__device__ inline RowExponentials<A> row_exponentials(Vector<T> (&v)[Shape::kVectors], const Tile<Shape> &tile,
+                                                      Exchange &exchange) {
   Exponentials<A> mine = Exponentials<A>::none();
-#pragma unroll
-  for (int i = 0; i < Shape::kVectors; ++i) {
-    auto x = widen(v[i]);  // past the row there is -inf
-#pragma unroll
-    for (int k = 0; k < Shape::kSize; ++k) mine.top = max(mine.top, x[k]);
-  }
-  mine.top = max_lanes<Shape::kLanes>(mine.top);
+  mine.top = max_lanes<Shape::kLanes>(largest(v));  // past the row there is -inf
   A base = mine.base();
+  RelativeTo<T, A> exponential(base);
 #pragma unroll
   for (int i = 0; i < Shape::kVectors; ++i) {
     auto x = widen(v[i]);
     A sum = 0, rest = 0;  // one for each vector: shorter chains of additions
 #pragma unroll
     for (int k = 0; k < Shape::kSize; ++k) {
-      e[i][k] = exponential<T>(x[k] - base);
-      sum += e[i][k];
+      A e = exponential(x[k]);
+      sum += e;
       if constexpr (kRest) rest += x[k] - base;
+      if constexpr (sizeof(T) > 2) x[k] = e;
     }
     mine.sum += sum;
     if (kRest && tile.holds(i)) mine.rest += rest;
+    if constexpr (sizeof(T) == 2) forget(v[i], tile.zero());
+    else v[i] = narrow<T>(x);
   }
   mine.sum = sum_lanes<Shape::kLanes>(mine.sum);
   if constexpr (kRest) mine.rest = sum_lanes<Shape::kLanes>(mine.rest);
@@ -108,30 +205,58 @@ __device__ inline RowExponentials<A> row_exponentials(const Vector<T> (&v)[Shape
   else {
     if constexpr (kRest) mine.count = tile.share(exchange.warp());
     Exponentials<A> row = combine_warps<T, kRest>(exchange.all(mine), exchange.warps());
-    return {row, rebase<T>(mine.top, row.top)};
+    return {row, RelativeTo<T, A>(row.top).rebase(mine.top)};
   }
 }
 
-// exp(x - top) / sum, of numbers e that `scale` makes exp(x - top) of. To a product with the reciprocal its residual is
-// added, but for 16 bits: as good as a division, which would be a branch and a call.
-template <typename T, typename A>
-struct Quotient {
-  A scale, sum, reciprocal;
+// ------------------------------------------------------------------------------------------------------ a row in
+// passing
 
-  __device__ Quotient(A scale, A sum) : scale(scale), sum(sum) {
-    if constexpr (sizeof(T) == 8) reciprocal = 1 / sum;
-    else reciprocal = fast_reciprocal(sum);
-    if (sizeof(T) == 2) this->scale *= reciprocal;
-  }
-  __device__ A operator()(A e) const {
-    if constexpr (sizeof(T) == 2) {
-      return e * scale;
-    } else {
-      A q = e * scale * reciprocal;
-      return fma(fma(-q, sum, e * scale), reciprocal, q);
+// Adds vectors, `present` of which are of the row and the rest -inf.
+template <bool kRest, int kVectors, typename T, typename A>
+__device__ inline void add(Exponentials<A> &mine, const Vector<T> (&v)[kVectors], int present) {
+  A top = largest(v);
+  if (top > mine.top) rebase<T, kRest>(mine, top);
+  A base = mine.base();
+  RelativeTo<T, A> exponential(base);
+#pragma unroll
+  for (int j = 0; j < kVectors; ++j) {
+    auto x = widen(v[j]);
+    A sum = 0, rest = 0;
+#pragma unroll
+    for (int k = 0; k < kVectorSize<T>; ++k) {
+      sum += exponential(x[k]);
+      if constexpr (kRest) rest += x[k] - base;
     }
+    mine.sum += sum;
+    if (kRest && j < present) mine.rest += rest, mine.count += kVectorSize<T>;
   }
-};
+}
+
+// A long row, by a block that reads it once: the next vectors are on their way while these are added.
+template <bool kRest, typename T, class Exchange, typename A = Accumulate<T>>
+__device__ inline Exponentials<A> streamed_exponentials(const T *from, int vectors, Exchange &exchange) {
+  constexpr int kGroup = 4;
+  Exponentials<A> mine = Exponentials<A>::none();
+  int step = blockDim.x;
+  Vector<T> v[kGroup], next[kGroup];
+  auto fetch = [&](Vector<T>(&w)[kGroup], int i) {
+#pragma unroll
+    for (int j = 0; j < kGroup; ++j) {
+      w[j] = filled<T>(kMinusInfinity);
+      if (i + j * step < vectors) w[j] = load_once(from + (i + j * step) * kVectorSize<T>);
+    }
+  };
+  int i = threadIdx.x;
+  fetch(v, i);
+  for (; i < vectors; i += kGroup * step) {
+    fetch(next, i + kGroup * step);
+    add<kRest>(mine, v, (vectors - i + step - 1) / step);
+#pragma unroll
+    for (int j = 0; j < kGroup; ++j) v[j] = next[j];
+  }
+  return combine_warps<T, kRest>(exchange.all(combine_lanes<T, kRest>(mine)), exchange.warps());
+}
 
 // ---------------------------------------------------------------------------------------- a row of any size, in passes
 
@@ -139,11 +264,11 @@ struct Quotient {
 template <typename T, typename A>
 __device__ inline void add(Exponentials<A> &s, A x) {
   if (x > s.top) {
-    s.sum *= exponential<T>(s.top - x);
+    s.sum *= RelativeTo<T, A>(x).rebase(s.top);
     if (s.top != A(kMinusInfinity)) s.rest += s.count * (s.top - x);
     s.top = x;
   }
-  s.sum += exponential<T>(x - s.base());
+  s.sum += RelativeTo<T, A>(s.base())(x);
   s.rest += x - s.base();
   s.count += 1;
 }
