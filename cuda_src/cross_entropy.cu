@@ -43,13 +43,13 @@ __device__ inline A nan() {
   return static_cast<A>(__int_as_float(0x7fffffff));
 }
 
-template <typename T, typename A>
+template <typename A>
 __device__ inline A row_loss(const Exponentials<A> &row, A at_target, const Class &c, const Smoothing<A> &smoothing) {
   if (c.ignored) return A(-0.);
   if (!c.known) return nan<A>();
-  A log_of_sum = RelativeTo<T, A>(row.top).log_of_sum(row.sum), loss = log_of_sum - (at_target - row.top);
+  A log_sum = logarithm(row.sum), loss = log_sum - (at_target - row.top);
   if (smoothing.spread == 0) return loss;
-  return (1 - smoothing.spread) * loss + smoothing.spread * (log_of_sum - row.rest * smoothing.one_over_cols);
+  return (1 - smoothing.spread) * loss + smoothing.spread * (log_sum - row.rest * smoothing.one_over_cols);
 }
 
 // What a row's slope is multiplied by: dy, over the number of rows that count where `counts` has the numbers of parts
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
 
   TileExchange<Shape, Exponentials<A>> exchange;
   auto [row, to_row] = row_exponentials<kRest>(v, tile, exchange);
-  if (mine) results.tell(tile.row(), row_loss<T>(row, at_target, c, smoothing));
+  if (mine) results.tell(tile.row(), row_loss(row, at_target, c, smoothing));
   if (!kSlope || !results.slope) return;
 
   A factor = scale.of(tile.row(), present);
@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(kStreamThreads, kStreamBlocks)
   auto s = streamed_exponentials<false>(x + row * cols, static_cast<int>(cols / kVectorSize<T>), exchange);
   if (threadIdx.x != 0) return;
   Class c(targets[row], targets.ignore_index, cols);
-  results.tell(row, row_loss<T>(s, widen(x[row * cols + c.column()]), c, smoothing));
+  results.tell(row, row_loss(s, widen(x[row * cols + c.column()]), c, smoothing));
 }
 
 template <class Shape, typename T = typename Shape::T, typename A = Accumulate<T>>
@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(kAnyRowThreads)
     Exponentials<A> s = any_row_exponentials(from, cols, exchange);
     if (threadIdx.x == 0) {
       A at_target = cols > 0 ? widen(from[c.column()]) : A(0);
-      results.tell(row, row_loss<T>(s, at_target, c, smoothing));
+      results.tell(row, row_loss(s, at_target, c, smoothing));
     }
     if (!results.slope) continue;
     Probability<T, A> probability(s);
