@@ -5,7 +5,7 @@
 namespace aot {
 inline namespace AOT_ISA {
 
-constexpr int kMapBlock = 256;
+constexpr int kMapBlock = 128;
 
 // The grid for n elements where a thread takes kVectors vectors of each input. One is best, many small blocks keep the
 // memory busy, unless there is much to compute: then two, for the latency of the one to hide behind the other.
