@@ -1,0 +1,165 @@
+// Products of matrices on the ordinary cores, summed in the accumulate type: a block has a tile of the result in its
+// registers, and goes along the summed axis in steps. The next step's operands come from memory, and wait in registers,
+// while this one's, in shared memory, are multiplied.
+#pragma once
+#include "launch.cuh"
+#include "reduce.cuh"
+
+namespace aot {
+inline namespace AOT_ISA {
+
+// ---------------------------------------------------------------------------------------------------------- packets
+
+// Neighbouring elements that are read and written at once.
+template <typename T, int n>
+struct alignas(sizeof(T) * n < 16 ? sizeof(T) * n : 16) Packet {
+  T value[n];
+};
+
+// Zeros where there is nothing.
+template <int n, typename T>
+__device__ inline Packet<T, n> load_packet(const T *p) {
+  Packet<T, n> packet = {};
+  if constexpr (sizeof packet == 16) reinterpret_cast<Vector<T> &>(packet) = load_present(p, p != nullptr);
+  else if (p) packet = *reinterpret_cast<const Packet<T, n> *>(p);
+  return packet;
+}
+
+template <typename T, int n>
+__device__ inline void store_packet(T *p, const Packet<T, n> &packet) {
+  *reinterpret_cast<Packet<T, n> *>(p) = packet;
+}
+
+// ------------------------------------------------------------------------------------------------------------ shapes
+
+// kM by kN, summed over kDepth a step. A thread has 4 rows in each of kGroupsM parts of the tile's, and 4 columns
+// likewise; a warp is 4 by 8 threads. A multiprocessor is to have room for kBlocks blocks.
+template <int kM_, int kN_, int kDepth_, int kGroupsM_, int kGroupsN_, int kBlocks_>
+struct Tile {
+  static constexpr int kM = kM_, kN = kN_, kDepth = kDepth_, kGroupsM = kGroupsM_, kGroupsN = kGroupsN_;
+  static constexpr int kBlocks = kBlocks_;
+  static constexpr int kPartM = kM / kGroupsM, kPartN = kN / kGroupsN, kRows = 4 * kGroupsM, kColumns = 4 * kGroupsN;
+  static constexpr int kThreads = kPartM / 4 * (kPartN / 4);
+  static constexpr int kStrideM = kM + 4, kStrideN = kN + 4;  // in shared memory: spreads a column over the banks
+  static_assert(kPartM % 16 == 0 && kPartN % 32 == 0, "whole warps");
+};
+
+// Where this thread's first row and column are.
+template <class Shape>
+__device__ inline int first_row() {
+  return (warp_index() / (Shape::kPartN / 32) * 4 + lane_index() / 8) * 4;
+}
+template <class Shape>
+__device__ inline int first_column() {
+  return (warp_index() % (Shape::kPartN / 32) * 8 + lane_index() % 8) * 4;
+}
+
+template <class Shape, typename A>
+struct Product {
+  A value[Shape::kRows][Shape::kColumns];
+};
+
+// ----------------------------------------------------------------------------------------------------------- operands
+
+// What a thread carries of a step of an operand that has kWidth rows (or columns) of the result, from memory to shared
+// memory, in packets of kSize. kDeep: it lies in memory along the summed axis, else along the other.
+template <typename T, class Shape, int kWidth, bool kDeep, int kSize>
+struct Carrier {
+  static constexpr int kPackets = kWidth * Shape::kDepth / kSize;
+  static constexpr int kLoads = (kPackets + Shape::kThreads - 1) / Shape::kThreads;
+  static constexpr int kAlong = (kDeep ? Shape::kDepth : kWidth) / kSize, kStride = kWidth + 4;
+  Packet<T, kSize> held[kLoads];
+
+  // f(i, at, depth) for each of this thread's packets.
+  template <class F>
+  __device__ static void each(F f) {
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      int packet = threadIdx.x + i * Shape::kThreads, along = packet % kAlong * kSize, across = packet / kAlong;
+      if (kPackets % Shape::kThreads == 0 || packet < kPackets) f(i, kDeep ? across : along, kDeep ? along : across);
+    }
+  }
+  // address(at, depth): null outside of the operand
+  template <class Address>
+  __device__ void fetch(Address address) {
+    each([&](int i, int at, int depth) { held[i] = load_packet<kSize>(address(at, depth)); });
+  }
+  __device__ void put(Accumulate<T> *tile) const {
+    using A = Accumulate<T>;
+    each([&](int i, int at, int depth) {
+      if constexpr (kDeep) {
+#pragma unroll
+        for (int k = 0; k < kSize; ++k) tile[(depth + k) * kStride + at] = widen(held[i].value[k]);
+      } else {
+        constexpr int kPart = kSize < 4 ? kSize : 4;
+#pragma unroll
+        for (int k = 0; k < kSize; k += kPart) {
+          Packet<A, kPart> wide;
+#pragma unroll
+          for (int l = 0; l < kPart; ++l) wide.value[l] = widen(held[i].value[k + l]);
+          store_packet(&tile[depth * kStride + at + k], wide);
+        }
+      }
+    });
+  }
+};
+
+// ------------------------------------------------------------------------------------------------------------ product
+
+template <class Shape, typename A>
+struct TileMemory {
+  A left[2][Shape::kDepth * Shape::kStrideM], right[2][Shape::kDepth * Shape::kStrideN];
+};
+
+template <int kGroups, int kPart, typename A>
+__device__ inline void load_fragment(A (&fragment)[4 * kGroups], const A *line) {
+#pragma unroll
+  for (int g = 0; g < kGroups; ++g) {
+    Packet<A, 4> part = *reinterpret_cast<const Packet<A, 4> *>(line + g * kPart);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) fragment[4 * g + i] = part.value[i];
+  }
+}
+
+// sum += left right, over the steps. left(step, row, depth) and right(step, column, depth) give addresses; each(tile)
+// sees every step of the left operand in shared memory.
+template <class Shape, class LeftCarrier, class RightCarrier, typename A, class Left, class Right, class Each>
+__device__ inline void multiply(TileMemory<Shape, A> &memory, Product<Shape, A> &sum, int64_t steps, Left left,
+                                Right right, Each each) {
+  LeftCarrier carry_left;
+  RightCarrier carry_right;
+  auto fetch = [&](int64_t step) {
+    carry_left.fetch([&](int row, int depth) { return left(step, row, depth); });
+    carry_right.fetch([&](int column, int depth) { return right(step, column, depth); });
+  };
+  auto put = [&](int stage) {
+    carry_left.put(memory.left[stage]);
+    carry_right.put(memory.right[stage]);
+    __syncthreads();
+  };
+  if (steps == 0) return;
+  fetch(0);
+  put(0);
+  const int row = first_row<Shape>(), column = first_column<Shape>();
+#pragma unroll 1
+  for (int64_t step = 0; step < steps; ++step) {
+    int stage = step & 1;
+    if (step + 1 < steps) fetch(step + 1);
+    const A *left_tile = memory.left[stage], *right_tile = memory.right[stage];
+    each(left_tile);
+#pragma unroll
+    for (int k = 0; k < Shape::kDepth; ++k) {
+      A a[Shape::kRows], b[Shape::kColumns];
+      load_fragment<Shape::kGroupsM, Shape::kPartM>(a, left_tile + k * Shape::kStrideM + row);
+      load_fragment<Shape::kGroupsN, Shape::kPartN>(b, right_tile + k * Shape::kStrideN + column);
+#pragma unroll
+      for (int i = 0; i < Shape::kRows; ++i)
+#pragma unroll
+        for (int j = 0; j < Shape::kColumns; ++j) sum.value[i][j] += a[i] * b[j];
+    }
+    if (step + 1 < steps) put(stage ^ 1);
+  }
+}
+
+}  // namespace AOT_ISA
+}  // namespace aot
