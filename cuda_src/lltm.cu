@@ -73,8 +73,7 @@ template <typename T>
 struct CellBackward {
   using A = Accumulate<T>;
   const T *bias, *old_cell, *dnew_h, *dnew_cell;
-  T *dold_cell;
-  A *dpre;
+  T *dold_cell, *dpre;
   int64_t state;
 
   template <int n>
@@ -101,13 +100,13 @@ struct CellBackward {
   }
   template <int n>
   __device__ void write(int64_t row, int64_t j, const Gates<A> (&gate)[n], const Read<n> &r) const {
-    Packet<T, n> cell;
-    Packet<A, n> d[3];
+    Packet<T, n> cell, d[3];
 #pragma unroll
     for (int l = 0; l < n; ++l) {
       GateGradients<A> g = lltm_gradient(gate[l], widen(r.old_cell.value[l]), widen(r.dnew_h.value[l]),
                                          widen(r.dnew_cell.value[l]));
-      d[0].value[l] = g.i, d[1].value[l] = g.o, d[2].value[l] = g.c, cell.value[l] = narrow<T>(g.cell);
+      d[0].value[l] = narrow<T>(g.i), d[1].value[l] = narrow<T>(g.o), d[2].value[l] = narrow<T>(g.c);
+      cell.value[l] = narrow<T>(g.cell);
     }
     for (int g = 0; g < 3; ++g) store_packet(dpre + (row * 3 + g) * state + j, d[g]);
     if (dold_cell) store_packet(dold_cell + row * state + j, cell);
@@ -167,7 +166,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) lltm_tile_ker
   using A = Accumulate<T>;
   static_assert(Shape::kGroupsN == 3, "one for each gate");
   __shared__ TileMemory<Shape, A> memory;
-  Product<Shape, A> sum = {};
+  TileSums<Shape, A> sum = {};
   const int64_t row0 = int64_t{blockIdx.y} * Shape::kM, j0 = int64_t{blockIdx.x} * Shape::kPartN;
   const int64_t steps_h = ceil_div(x.state, Shape::kDepth), steps = steps_h + ceil_div(x.features, Shape::kDepth);
   // old_h first, then input
@@ -234,8 +233,8 @@ struct Gradients {
 constexpr int kFewBlock = 256, kFewWarps = kFewBlock / 32, kFewRows = 4, kFewBatch = 8;
 
 // sum[i] += left[i * left_row + t * left_term] * right(t), over every step-th t; right is 0 outside.
-template <typename A, class Right>
-__device__ inline void multiply_few(A (&sum)[kFewRows], A (&total)[kFewRows], const A *left, int64_t left_row,
+template <typename T, typename A, class Right>
+__device__ inline void multiply_few(A (&sum)[kFewRows], A (&total)[kFewRows], const T *left, int64_t left_row,
                                     int64_t left_term, int rows, int64_t first, int64_t terms, int64_t step,
                                     Right right) {
   for (; first < terms; first += step * kFewBatch) {
@@ -247,7 +246,7 @@ __device__ inline void multiply_few(A (&sum)[kFewRows], A (&total)[kFewRows], co
       b[t] = inside ? right(term) : A(0);
 #pragma unroll
       for (int i = 0; i < kFewRows; ++i)
-        a[t][i] = inside && i < rows ? left[i * left_row + term * left_term] : A(0);
+        a[t][i] = inside && i < rows ? widen(left[i * left_row + term * left_term]) : A(0);
     }
 #pragma unroll
     for (int t = 0; t < kFewBatch; ++t)
@@ -258,7 +257,7 @@ __device__ inline void multiply_few(A (&sum)[kFewRows], A (&total)[kFewRows], co
 
 template <typename T>
 __global__ void __launch_bounds__(kFewBlock)
-    lltm_products_few_kernel(Operands<T> x, const Accumulate<T> *dpre, Gradients<T> gradients, int64_t weight_blocks) {
+    lltm_products_few_kernel(Operands<T> x, const T *dpre, Gradients<T> gradients, int64_t weight_blocks) {
   using A = Accumulate<T>;
   const int warp = warp_index(), lane = lane_index();
   const int64_t columns = ceil_div(x.width(), 32), all = 3 * x.state;
@@ -298,11 +297,10 @@ struct TileCounts {
 
 template <typename T, class Shape, int kSize>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
-    lltm_products_kernel(Operands<T> x, const Accumulate<T> *dpre, Gradients<T> gradients, TileCounts tiles) {
+    lltm_products_kernel(Operands<T> x, const T *dpre, Gradients<T> gradients, TileCounts tiles) {
   using A = Accumulate<T>;
-  constexpr int kSumSize = kSize == 1 ? 1 : 16 / sizeof(A);  // a packet of dpre
   __shared__ TileMemory<Shape, A> memory;
-  Product<Shape, A> sum = {};
+  TileSums<Shape, A> sum = {};
   const int64_t all = 3 * x.state;
   int64_t tile = blockIdx.x;
   const bool of_weights = tile < tiles.weights_h + tiles.weights_x;
@@ -315,7 +313,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     const T *right_of = of_input ? x.input : x.old_h;
     const bool with_bias = gradients.dbias && offset + n0 == 0 && threadIdx.x < Shape::kM;
     A bias = 0;
-    auto left = [&](int64_t step, int at, int depth) -> const A * {
+    auto left = [&](int64_t step, int at, int depth) -> const T * {
       int64_t row = step * Shape::kDepth + depth, m = m0 + at;
       return row < x.rows && m < all ? dpre + row * all + m : nullptr;
     };
@@ -323,14 +321,14 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
       int64_t row = step * Shape::kDepth + depth, n = n0 + at;
       return row < x.rows && n < width ? right_of + row * width + n : nullptr;
     };
-    multiply<Shape, Carrier<A, Shape, Shape::kM, false, kSumSize>, Carrier<T, Shape, Shape::kN, false, kSize>>(
+    multiply<Shape, Carrier<T, Shape, Shape::kM, false, kSize>, Carrier<T, Shape, Shape::kN, false, kSize>>(
         memory, sum, ceil_div(x.rows, Shape::kDepth), left, right, [&](const A *step) {
           if (with_bias)
             for (int k = 0; k < Shape::kDepth; ++k) bias += step[k * Shape::kStrideM + threadIdx.x];
         });
     if (with_bias && m0 + threadIdx.x < all) gradients.dbias[m0 + threadIdx.x] = narrow<T>(bias);
   } else {
-    auto left = [&](int64_t step, int at, int depth) -> const A * {
+    auto left = [&](int64_t step, int at, int depth) -> const T * {
       int64_t n = step * Shape::kDepth + depth, row = m0 + at;
       return row < x.rows && n < all ? dpre + row * all + n : nullptr;
     };
@@ -338,7 +336,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
       int64_t n = step * Shape::kDepth + depth, k = n0 + at;
       return n < all && k < width ? x.weights + n * x.width() + offset + k : nullptr;
     };
-    multiply<Shape, Carrier<A, Shape, Shape::kM, true, kSumSize>, Carrier<T, Shape, Shape::kN, false, kSize>>(
+    multiply<Shape, Carrier<T, Shape, Shape::kM, true, kSize>, Carrier<T, Shape, Shape::kN, false, kSize>>(
         memory, sum, ceil_div(all, Shape::kDepth), left, right, [](const A *) {});
   }
 
@@ -421,7 +419,7 @@ Status launch_gates(const char *op, const Operands<T> &x, const Cell &cell, void
 }
 
 template <typename T, class Shape, int kSize>
-Status launch_products(const char *op, const Operands<T> &x, const Accumulate<T> *dpre, const Gradients<T> &gradients,
+Status launch_products(const char *op, const Operands<T> &x, const T *dpre, const Gradients<T> &gradients,
                        void *stream) {
   auto tiles = [](int64_t m, int64_t n) { return ceil_div(m, Shape::kM) * ceil_div(n, Shape::kN); };
   const bool weights = gradients.dweights;
@@ -437,7 +435,7 @@ Status launch_products(const char *op, const Operands<T> &x, const Accumulate<T>
 }
 
 template <typename T, int kSize>
-Status launch_products(const char *op, const Operands<T> &x, const Accumulate<T> *dpre, const Gradients<T> &gradients,
+Status launch_products(const char *op, const Operands<T> &x, const T *dpre, const Gradients<T> &gradients,
                        void *stream) {
   using Shapes = TileShapes<Accumulate<T>>;
   const int64_t columns = ceil_div(x.width(), 32);
@@ -492,7 +490,7 @@ Status lltm_backward_cuda(const LltmBackward &op, const Tensor *in, const Tensor
     using A = Accumulate<T>;
     Operands<T> x = operands<T>(in[2], in[3], in[5]);
     CellBackward<T> cell = {in[4].as<const T>(), in[6].as<const T>(), in[0].as<const T>(), in[1].as<const T>(),
-                            out[4].as<T>(),      out[5].as<A>(),      x.state};
+                            out[4].as<T>(),      out[5].as<T>(),      x.state};
     Gradients<T> gradients = {out[0].as<T>(), out[1].as<T>(), out[2].as<T>(), out[3].as<T>()};
     const A *gates = in[7].as<const A>();
     if (in_packets(x, cell.bias, cell.old_cell, cell.dnew_h, cell.dnew_cell, cell.dold_cell, cell.dpre, gates,

@@ -90,7 +90,7 @@ struct Lltm : LltmAttrs {
   }
 };
 
-// Absent gates are computed again. The workspace has dpre.
+// Absent gates are computed again. The workspace has dpre, rounded: what is multiplied has one type.
 struct LltmBackward : LltmAttrs {
   static constexpr const char *name = "lltm_backward";
   static constexpr Slot inputs[] = {{"dnew_h"}, {"dnew_cell"}, {"input"},    {"weights"},
@@ -105,7 +105,7 @@ struct LltmBackward : LltmAttrs {
     AOT_TRY(check_like(name, "dnew_cell", in[1], "old_h", old_h));
     if (in[7]) AOT_TRY(check_like(name, "gates", in[7], "the three gates of old_h", gates(old_h)));
     out[0] = in[2], out[1] = in[3], out[2] = in[4], out[3] = out[4] = old_h;
-    out[5].dtype = accumulate_dtype(old_h.dtype), out[5].ndim = 1, out[5].shape[0] = kUnknownDim;
+    out[5].dtype = old_h.dtype, out[5].ndim = 1, out[5].shape[0] = kUnknownDim;
     bool known = old_h.rank_known();
     for (int i = 0; known && i < old_h.ndim; ++i) known = old_h.shape[i] >= 0;
     if (known) out[5].shape[0] = 3 * old_h.size();

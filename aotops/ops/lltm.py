@@ -45,8 +45,7 @@ def _infer_backward(dnew_h, dnew_cell, input, weights, bias, old_h, old_cell, ga
     check_like(op, "dnew_cell", dnew_cell, "old_h", old_h)
     if gates is not None:
         check_like(op, "gates", gates, "the three gates of old_h", _gates(old_h))
-    work = TensorSpec((3 * size(old_h.shape),), accumulate_dtype(old_h.dtype))
-    return input, weights, bias, old_h, old_h, work
+    return input, weights, bias, old_h, old_h, TensorSpec((3 * size(old_h.shape),), old_h.dtype)
 
 
 @operator(

@@ -55,7 +55,7 @@ __device__ inline int first_column() {
 }
 
 template <class Shape, typename A>
-struct Product {
+struct TileSums {
   A value[Shape::kRows][Shape::kColumns];
 };
 
@@ -124,7 +124,7 @@ __device__ inline void load_fragment(A (&fragment)[4 * kGroups], const A *line) 
 // sum += left right, over the steps. left(step, row, depth) and right(step, column, depth) give addresses; each(tile)
 // sees every step of the left operand in shared memory.
 template <class Shape, class LeftCarrier, class RightCarrier, typename A, class Left, class Right, class Each>
-__device__ inline void multiply(TileMemory<Shape, A> &memory, Product<Shape, A> &sum, int64_t steps, Left left,
+__device__ inline void multiply(TileMemory<Shape, A> &memory, TileSums<Shape, A> &sum, int64_t steps, Left left,
                                 Right right, Each each) {
   LeftCarrier carry_left;
   RightCarrier carry_right;
