@@ -120,7 +120,7 @@ struct Operands {
   const T *input, *old_h, *weights;
   int64_t rows, features, state;
 
-  __device__ int64_t width() const { return state + features; }
+  __host__ __device__ int64_t width() const { return state + features; }
   // [old_h, input]
   __device__ const T *at(int64_t row, int64_t k) const {
     return k < state ? old_h + row * state + k : input + row * features + k - state;
@@ -168,24 +168,21 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) lltm_tile_ker
   __shared__ TileMemory<Shape, A> memory;
   TileSums<Shape, A> sum = {};
   const int64_t row0 = int64_t{blockIdx.y} * Shape::kM, j0 = int64_t{blockIdx.x} * Shape::kPartN;
-  const int64_t steps_h = ceil_div(x.state, Shape::kDepth), steps = steps_h + ceil_div(x.features, Shape::kDepth);
-  // old_h first, then input
-  auto left = [&](int64_t step, int at, int depth) -> const T * {
-    bool second = step >= steps_h;
-    int64_t row = row0 + at, k = (second ? step - steps_h : step) * Shape::kDepth + depth;
-    int64_t width = second ? x.features : x.state;
-    return row < x.rows && k < width ? (second ? x.input : x.old_h) + row * width + k : nullptr;
+  using Left = Carrier<T, Shape, Shape::kM, true, kSize>;
+  using Right = Carrier<T, Shape, Shape::kN, true, kSize>;
+  auto begin = [&](int part, Left &left, Right &right) {  // old_h first, then input
+    const T *rows = part ? x.input : x.old_h, *columns = x.weights + (part ? x.state : 0);
+    const int64_t width = part ? x.features : x.state;
+    left.begin(width, Shape::kDepth, [&](int at, int k) -> const T * {
+      return row0 + at < x.rows ? rows + (row0 + at) * width + k : nullptr;
+    });
+    right.begin(width, Shape::kDepth, [&](int at, int k) -> const T * {
+      int64_t j = j0 + at % Shape::kPartN;
+      return j < x.state ? columns + (at / Shape::kPartN * x.state + j) * x.width() + k : nullptr;
+    });
   };
-  auto right = [&](int64_t step, int at, int depth) -> const T * {
-    bool second = step >= steps_h;
-    int64_t k = (second ? step - steps_h : step) * Shape::kDepth + depth, width = second ? x.features : x.state;
-    int64_t j = j0 + at % Shape::kPartN;
-    return j < x.state && k < width
-               ? x.weights + (at / Shape::kPartN * x.state + j) * x.width() + (second ? x.state : 0) + k
-               : nullptr;
-  };
-  multiply<Shape, Carrier<T, Shape, Shape::kM, true, kSize>, Carrier<T, Shape, Shape::kN, true, kSize>>(
-      memory, sum, steps, left, right, [](const A *) {});
+  multiply<Left, Right>(memory, sum, ceil_div(x.state, Shape::kDepth), ceil_div(x.features, Shape::kDepth), begin,
+                        [](const A *) {});
 
   constexpr int kCount = kSize == 1 ? 1 : 4;
   const int64_t column = j0 + first_column<Shape>();
@@ -313,31 +310,33 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     const T *right_of = of_input ? x.input : x.old_h;
     const bool with_bias = gradients.dbias && offset + n0 == 0 && threadIdx.x < Shape::kM;
     A bias = 0;
-    auto left = [&](int64_t step, int at, int depth) -> const T * {
-      int64_t row = step * Shape::kDepth + depth, m = m0 + at;
-      return row < x.rows && m < all ? dpre + row * all + m : nullptr;
+    using Left = Carrier<T, Shape, Shape::kM, false, kSize>;
+    using Right = Carrier<T, Shape, Shape::kN, false, kSize>;
+    auto begin = [&](int part, Left &left, Right &right) {
+      left.begin(x.rows, Shape::kDepth * all, [&](int at, int row) -> const T * {
+        return m0 + at < all ? dpre + row * all + m0 + at : nullptr;
+      });
+      right.begin(x.rows, Shape::kDepth * width, [&](int at, int row) -> const T * {
+        return n0 + at < width ? right_of + row * width + n0 + at : nullptr;
+      });
     };
-    auto right = [&](int64_t step, int at, int depth) -> const T * {
-      int64_t row = step * Shape::kDepth + depth, n = n0 + at;
-      return row < x.rows && n < width ? right_of + row * width + n : nullptr;
-    };
-    multiply<Shape, Carrier<T, Shape, Shape::kM, false, kSize>, Carrier<T, Shape, Shape::kN, false, kSize>>(
-        memory, sum, ceil_div(x.rows, Shape::kDepth), left, right, [&](const A *step) {
-          if (with_bias)
-            for (int k = 0; k < Shape::kDepth; ++k) bias += step[k * Shape::kStrideM + threadIdx.x];
-        });
+    multiply<Left, Right>(memory, sum, ceil_div(x.rows, Shape::kDepth), 0, begin, [&](const A *step) {
+      if (with_bias)
+        for (int k = 0; k < Shape::kDepth; ++k) bias += step[k * Shape::kStrideM + threadIdx.x];
+    });
     if (with_bias && m0 + threadIdx.x < all) gradients.dbias[m0 + threadIdx.x] = narrow<T>(bias);
   } else {
-    auto left = [&](int64_t step, int at, int depth) -> const T * {
-      int64_t n = step * Shape::kDepth + depth, row = m0 + at;
-      return row < x.rows && n < all ? dpre + row * all + n : nullptr;
+    using Left = Carrier<T, Shape, Shape::kM, true, kSize>;
+    using Right = Carrier<T, Shape, Shape::kN, false, kSize>;
+    auto begin = [&](int part, Left &left, Right &right) {
+      left.begin(all, Shape::kDepth, [&](int at, int n) -> const T * {
+        return m0 + at < x.rows ? dpre + (m0 + at) * all + n : nullptr;
+      });
+      right.begin(all, Shape::kDepth * x.width(), [&](int at, int n) -> const T * {
+        return n0 + at < width ? x.weights + n * x.width() + offset + n0 + at : nullptr;
+      });
     };
-    auto right = [&](int64_t step, int at, int depth) -> const T * {
-      int64_t n = step * Shape::kDepth + depth, k = n0 + at;
-      return n < all && k < width ? x.weights + n * x.width() + offset + k : nullptr;
-    };
-    multiply<Shape, Carrier<T, Shape, Shape::kM, true, kSize>, Carrier<T, Shape, Shape::kN, false, kSize>>(
-        memory, sum, ceil_div(all, Shape::kDepth), left, right, [](const A *) {});
+    multiply<Left, Right>(memory, sum, ceil_div(all, Shape::kDepth), 0, begin, [](const A *) {});
   }
 
   T *out = of_weights ? gradients.dweights : of_input ? gradients.dinput : gradients.dold_h;
@@ -361,25 +360,29 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
 
 // -------------------------------------------------------------------------------------------------------- launchers
 
-// Shapes of tiles for sums of A: of many rows and of few, where more blocks matter more.
-template <typename A>
+// Shapes of tiles for sums of A: of many rows, and of fewer, where more blocks matter more.
+template <typename A, int kSize>
 struct TileShapes {
-  using Gates = Tile<128, 192, 16, 2, 3, 1>;
+  using Gates = Tile<128, 192, 8, 2, 3, 1>;
   using FewGates = Tile<64, 96, 16, 1, 3, 2>;
-  using Products = Tile<128, 128, 8, 2, 2, 2>;
+  using Products = Tile<128, 128, 16, 2, 2, 2>;
   using FewProducts = Tile<64, 64, 16, 1, 1, 2>;
 };
-template <>
-struct TileShapes<double> {
-  using Gates = Tile<64, 96, 16, 1, 3, 1>;
-  using FewGates = Gates;
-  using Products = Tile<64, 64, 16, 1, 1, 1>;
-  using FewProducts = Products;
+// Doubles, and what can only be read element by element.
+struct PlainTileShapes {
+  using FewGates = Tile<64, 96, 8, 1, 3, 1>;
+  using Gates = FewGates;
+  using FewProducts = Tile<64, 64, 8, 1, 1, 1>;
+  using Products = FewProducts;
 };
+template <int kSize>
+struct TileShapes<double, kSize> : PlainTileShapes {};
+template <>
+struct TileShapes<float, 1> : PlainTileShapes {};
 
 template <typename T>
 Operands<T> operands(const Tensor &input, const Tensor &weights, const Tensor &old_h) {
-  return {input.as<const T>(),     weights.as<const T>(),  old_h.as<const T>(),
+  return {input.as<const T>(),     old_h.as<const T>(),    weights.as<const T>(),
           LltmAttrs::rows(old_h), LltmAttrs::width(input), LltmAttrs::width(old_h)};
 }
 
@@ -406,14 +409,14 @@ Status launch_tiles(const char *op, const Operands<T> &x, const Cell &cell, void
 // The gates, and what `cell` makes of them.
 template <typename T, int kSize, class Cell>
 Status launch_gates(const char *op, const Operands<T> &x, const Cell &cell, void *stream) {
-  using Shapes = TileShapes<Accumulate<T>>;
+  using Shapes = TileShapes<Accumulate<T>, kSize>;
   if (x.rows * x.state == 0) return kOk;
   if (x.rows <= 2 * kSumRows || x.rows * x.state * 3 * x.width() < (int64_t{1} << 24)) {
     dim3 grid(grid_size(x.state), ceil_div(x.rows, kSumRows));
     lltm_lanes_kernel<T, kSize><<<grid, kSumBlock, 0, static_cast<cudaStream_t>(stream)>>>(x, cell);
     return check_launch(op);
   }
-  if (kSize > 1 && gate_tiles<typename Shapes::Gates>(x.rows, x.state) >= 96)
+  if (gate_tiles<typename Shapes::Gates>(x.rows, x.state) >= 96)
     return launch_tiles<T, typename Shapes::Gates, kSize>(op, x, cell, stream);
   return launch_tiles<T, typename Shapes::FewGates, kSize>(op, x, cell, stream);
 }
@@ -437,7 +440,7 @@ Status launch_products(const char *op, const Operands<T> &x, const T *dpre, cons
 template <typename T, int kSize>
 Status launch_products(const char *op, const Operands<T> &x, const T *dpre, const Gradients<T> &gradients,
                        void *stream) {
-  using Shapes = TileShapes<Accumulate<T>>;
+  using Shapes = TileShapes<Accumulate<T>, kSize>;
   const int64_t columns = ceil_div(x.width(), 32);
   if (x.rows <= 32 && x.width() <= 1024) {
     bool weights = gradients.dweights || gradients.dbias, inputs = gradients.dold_h || gradients.dinput;

@@ -34,8 +34,9 @@ __device__ inline void store_packet(T *p, const Packet<T, n> &packet) {
 
 // kM by kN, summed over kDepth a step. A thread has 4 rows in each of kGroupsM parts of the tile's, and 4 columns
 // likewise; a warp is 4 by 8 threads. A multiprocessor is to have room for kBlocks blocks.
-template <int kM_, int kN_, int kDepth_, int kGroupsM_, int kGroupsN_, int kBlocks_>
+template <int kM_, int kN_, int kDepth_, int kGroupsM_, int kGroupsN_, int kBlocks_, int kUnroll_ = 8, int kMap_ = 1>
 struct Tile {
+  static constexpr int kUnroll = kUnroll_, kMap = kMap_;
   static constexpr int kM = kM_, kN = kN_, kDepth = kDepth_, kGroupsM = kGroupsM_, kGroupsN = kGroupsN_;
   static constexpr int kBlocks = kBlocks_;
   static constexpr int kPartM = kM / kGroupsM, kPartN = kN / kGroupsN, kRows = 4 * kGroupsM, kColumns = 4 * kGroupsN;
@@ -47,11 +48,13 @@ struct Tile {
 // Where this thread's first row and column are.
 template <class Shape>
 __device__ inline int first_row() {
-  return (warp_index() / (Shape::kPartN / 32) * 4 + lane_index() / 8) * 4;
+  int lane = lane_index(), row = Shape::kMap ? lane / 16 * 2 + lane % 2 : lane / 8;
+  return (warp_index() / (Shape::kPartN / 32) * 4 + row) * 4;
 }
 template <class Shape>
 __device__ inline int first_column() {
-  return (warp_index() % (Shape::kPartN / 32) * 8 + lane_index() % 8) * 4;
+  int lane = lane_index(), column = Shape::kMap ? lane / 2 % 8 : lane % 8;
+  return (warp_index() % (Shape::kPartN / 32) * 8 + column) * 4;
 }
 
 template <class Shape, typename A>
@@ -61,13 +64,15 @@ struct TileSums {
 
 // ----------------------------------------------------------------------------------------------------------- operands
 
-// What a thread carries of a step of an operand that has kWidth rows (or columns) of the result, from memory to shared
-// memory, in packets of kSize. kDeep: it lies in memory along the summed axis, else along the other.
+// What a thread carries of an operand that has kWidth rows (or columns) of the result, step by step from memory to
+// shared memory, in packets of kSize. kDeep: it lies in memory along the summed axis, else along the other.
 template <typename T, class Shape, int kWidth, bool kDeep, int kSize>
 struct Carrier {
   static constexpr int kPackets = kWidth * Shape::kDepth / kSize;
   static constexpr int kLoads = (kPackets + Shape::kThreads - 1) / Shape::kThreads;
   static constexpr int kAlong = (kDeep ? Shape::kDepth : kWidth) / kSize, kStride = kWidth + 4;
+  const T *from[kLoads];  // null outside of the operand
+  int64_t advance, left;
   Packet<T, kSize> held[kLoads];
 
   // f(i, at, depth) for each of this thread's packets.
@@ -79,10 +84,19 @@ struct Carrier {
       if (kPackets % Shape::kThreads == 0 || packet < kPackets) f(i, kDeep ? across : along, kDeep ? along : across);
     }
   }
-  // address(at, depth): null outside of the operand
+  // From here on: address(at, depth), null where there is no such row, `depth` to be summed, `advance_` elements from
+  // one step to the next.
   template <class Address>
-  __device__ void fetch(Address address) {
-    each([&](int i, int at, int depth) { held[i] = load_packet<kSize>(address(at, depth)); });
+  __device__ void begin(int64_t depth, int64_t advance_, Address address) {
+    left = depth, advance = advance_;
+    each([&](int i, int at, int depth) { from[i] = address(at, depth); });
+  }
+  __device__ void fetch() {
+    each([&](int i, int, int depth) {
+      held[i] = load_packet<kSize>(from[i] && depth < left ? from[i] : nullptr);
+      if (from[i]) from[i] += advance;
+    });
+    left -= Shape::kDepth;
   }
   __device__ void put(Accumulate<T> *tile) const {
     using A = Accumulate<T>;
@@ -121,23 +135,24 @@ __device__ inline void load_fragment(A (&fragment)[4 * kGroups], const A *line) 
   }
 }
 
-// sum += left right, over the steps. left(step, row, depth) and right(step, column, depth) give addresses; each(tile)
-// sees every step of the left operand in shared memory.
-template <class Shape, class LeftCarrier, class RightCarrier, typename A, class Left, class Right, class Each>
-__device__ inline void multiply(TileMemory<Shape, A> &memory, TileSums<Shape, A> &sum, int64_t steps, Left left,
-                                Right right, Each each) {
-  LeftCarrier carry_left;
-  RightCarrier carry_right;
+// sum += left right, over `first` steps and then over `second` ones. begin(part, left, right) lets the carriers begin
+// with either; each(tile) sees every step of the left operand in shared memory.
+template <class Left, class Right, class Shape, typename A, class Begin, class Each>
+__device__ inline void multiply(TileMemory<Shape, A> &memory, TileSums<Shape, A> &sum, int64_t first, int64_t second,
+                                Begin begin, Each each) {
+  Left left;
+  Right right;
+  const int64_t steps = first + second;
   auto fetch = [&](int64_t step) {
-    carry_left.fetch([&](int row, int depth) { return left(step, row, depth); });
-    carry_right.fetch([&](int column, int depth) { return right(step, column, depth); });
+    if (step == first) begin(1, left, right);
+    left.fetch(), right.fetch();
   };
   auto put = [&](int stage) {
-    carry_left.put(memory.left[stage]);
-    carry_right.put(memory.right[stage]);
+    left.put(memory.left[stage]), right.put(memory.right[stage]);
     __syncthreads();
   };
   if (steps == 0) return;
+  begin(0, left, right);
   fetch(0);
   put(0);
   const int row = first_row<Shape>(), column = first_column<Shape>();
@@ -145,17 +160,21 @@ __device__ inline void multiply(TileMemory<Shape, A> &memory, TileSums<Shape, A>
   for (int64_t step = 0; step < steps; ++step) {
     int stage = step & 1;
     if (step + 1 < steps) fetch(step + 1);
-    const A *left_tile = memory.left[stage], *right_tile = memory.right[stage];
-    each(left_tile);
-#pragma unroll
+    each(memory.left[stage]);
+    const A *left_line = memory.left[stage] + row, *right_line = memory.right[stage] + column;
+    A a[2][Shape::kRows], b[2][Shape::kColumns];
+    auto load = [&](int k) {
+      load_fragment<Shape::kGroupsM, Shape::kPartM>(a[k % 2], left_line + k * Shape::kStrideM);
+      load_fragment<Shape::kGroupsN, Shape::kPartN>(b[k % 2], right_line + k * Shape::kStrideN);
+    };
+    load(0);
+#pragma unroll(Shape::kUnroll)
     for (int k = 0; k < Shape::kDepth; ++k) {
-      A a[Shape::kRows], b[Shape::kColumns];
-      load_fragment<Shape::kGroupsM, Shape::kPartM>(a, left_tile + k * Shape::kStrideM + row);
-      load_fragment<Shape::kGroupsN, Shape::kPartN>(b, right_tile + k * Shape::kStrideN + column);
+      if (k + 1 < Shape::kDepth) load(k + 1);
 #pragma unroll
       for (int i = 0; i < Shape::kRows; ++i)
 #pragma unroll
-        for (int j = 0; j < Shape::kColumns; ++j) sum.value[i][j] += a[i] * b[j];
+        for (int j = 0; j < Shape::kColumns; ++j) sum.value[i][j] += a[k % 2][i] * b[k % 2][j];
     }
     if (step + 1 < steps) put(stage ^ 1);
   }
