@@ -311,7 +311,13 @@ def _arguments(draw, name, x):
     if name == "lltm":
         state = draw(st.integers(0, 5), label="state")
         h = (*x, state)
-        shapes = {"input": (*x, 3), "weights": (3 * state, state + 3), "bias": (1, 3 * state), "old_h": h, "old_cell": h}
+        shapes = {
+            "input": (*x, 3),
+            "weights": (3 * state, state + 3),
+            "bias": (1, 3 * state),
+            "old_h": h,
+            "old_cell": h,
+        }
         return {slot: random.normal(size=shape) for slot, shape in shapes.items()}, {}
     assert name.endswith(("layer_norm", "rms_norm")), f"say here how to draw the arguments of {name}"
     axes = (*x, 3)[-draw(st.integers(1, len(x) + 1), label="axes") :]
