@@ -71,8 +71,8 @@ struct Operands {
   int64_t width() const { return state + features; }
 };
 
-// -------------------------------------------------------------------------------------------------- products of few rows
-// Up to kFewRows rows leave no time to pack the weights. Their type is the one that is summed in.
+// -------------------------------------------------------------------------------------------------- products of few
+// rows Up to kFewRows rows leave no time to pack the weights. Their type is the one that is summed in.
 
 constexpr int64_t kFewRows = 64, kFewColumns = 32;
 constexpr double kFewWork = 1 << 17;  // multiplications that are worth waking a thread for
@@ -223,8 +223,7 @@ void each_column(int64_t rows, int64_t state, F f) {
   constexpr int64_t kCost = 8;  // an element of the cell has that of as many of a simple one
   const int64_t piece = kGrain / (kCost * state) + 1;
   parallel_pieces(rows, piece, [=](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row)
-      sweep<T>(state, [=](int64_t j, auto part) { f(row, j, part); });
+    for (int64_t row = begin; row < end; ++row) sweep<T>(state, [=](int64_t j, auto part) { f(row, j, part); });
   });
 }
 
@@ -249,8 +248,8 @@ Status gates_loop(const char *op, const Operands<T> &x, const Cell &cell) {
     const Matrix<T> of_h{x.weights, x.width(), true}, of_input{x.weights + s, x.width(), true};
     status = gemm(n, 3 * s, s, Matrix<T>{x.old_h + first * s, s}, of_h, sums, 3 * s);
     if (!status && x.features)
-      status = gemm(n, 3 * s, x.features, Matrix<T>{x.input + first * x.features, x.features}, of_input, sums, 3 * s,
-                    true);
+      status =
+          gemm(n, 3 * s, x.features, Matrix<T>{x.input + first * x.features, x.features}, of_input, sums, 3 * s, true);
     if (status) break;
     each_column<T>(n, s, [=](int64_t row, int64_t j, auto part) {
       cell(first + row, j, gates_of(sums + row * 3 * s + j, s, x.bias + j, s, part), part);
@@ -311,7 +310,7 @@ Status products(const Operands<T> &x, const T *dpre, const Gradients<T> &d) {
 
 template <typename T>
 Operands<T> operands(const Tensor &input, const Tensor &weights, const Tensor &bias, const Tensor &old_h) {
-  return {input.as<T>(),           weights.as<T>(),          bias.as<T>(),            old_h.as<T>(),
+  return {input.as<T>(),          weights.as<T>(),         bias.as<T>(),           old_h.as<T>(),
           LltmAttrs::rows(old_h), LltmAttrs::width(input), LltmAttrs::width(old_h)};
 }
 
@@ -319,8 +318,8 @@ inline Status lltm_cpu(const Lltm &op, const Tensor *in, const Tensor *out, void
   return dispatch_floating(in[0].dtype, [&](auto zero) {
     using T = decltype(zero);
     const auto x = operands<T>(in[0], in[1], in[2], in[3]);
-    return gates_loop(op.name, x,
-                      CellForward<T>{in[4].as<T>(), out[0].as<T>(), out[1].as<T>(), out[2].as<Accumulate<T>>(), x.state});
+    return gates_loop(
+        op.name, x, CellForward<T>{in[4].as<T>(), out[0].as<T>(), out[1].as<T>(), out[2].as<Accumulate<T>>(), x.state});
   });
 }
 

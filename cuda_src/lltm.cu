@@ -1,6 +1,7 @@
 #include "lltm.h"
 
 #include "cuda/math.cuh"
+#include "cuda/mma.cuh"
 #include "cuda/tile.cuh"
 
 namespace aot {
@@ -103,8 +104,8 @@ struct CellBackward {
     Packet<T, n> cell, d[3];
 #pragma unroll
     for (int l = 0; l < n; ++l) {
-      GateGradients<A> g = lltm_gradient(gate[l], widen(r.old_cell.value[l]), widen(r.dnew_h.value[l]),
-                                         widen(r.dnew_cell.value[l]));
+      GateGradients<A> g =
+          lltm_gradient(gate[l], widen(r.old_cell.value[l]), widen(r.dnew_h.value[l]), widen(r.dnew_cell.value[l]));
       d[0].value[l] = narrow<T>(g.i), d[1].value[l] = narrow<T>(g.o), d[2].value[l] = narrow<T>(g.c);
       cell.value[l] = narrow<T>(g.cell);
     }
@@ -146,9 +147,8 @@ __global__ void __launch_bounds__(kSumBlock) lltm_lanes_kernel(Operands<T> x, Ce
     for (int b = 0; b < kSumBatch; ++b) {
       int64_t k = first + b * kSumLanes * kSize;
       bool inside = k < x.width();
-      a[b] = load_packet<kSize>(inside && present ? x.at(row, k) : nullptr);
-      for (int g = 0; g < 3; ++g)
-        w[b][g] = load_packet<kSize>(inside ? x.weights + (g * x.state + j) * x.width() + k : nullptr);
+      a[b] = load_packet<kSize>(x.at(row, k), inside && present);
+      for (int g = 0; g < 3; ++g) w[b][g] = load_packet<kSize>(x.weights + (g * x.state + j) * x.width() + k, inside);
     }
 #pragma unroll
     for (int b = 0; b < kSumBatch; ++b)
@@ -161,49 +161,88 @@ __global__ void __launch_bounds__(kSumBlock) lltm_lanes_kernel(Operands<T> x, Ce
 }
 
 // Many rows: a tile has the same columns of the three gates, which meet in one thread.
+
+// Lets a tile's operands begin with old_h, and then with input.
+template <typename T, class Shape>
+struct GateOperands {
+  Operands<T> x;
+  int64_t row0, j0;
+
+  __device__ explicit GateOperands(const Operands<T> &x)
+      : x(x), row0(int64_t{blockIdx.y} * Shape::kM), j0(int64_t{blockIdx.x} * Shape::kPartN) {
+    static_assert(Shape::kGroupsN == 3, "one for each gate");
+  }
+  template <class Left, class Right>
+  __device__ void operator()(int part, Left &left, Right &right) const {
+    const T *rows = part ? x.input : x.old_h, *columns = x.weights + (part ? x.state : 0);
+    const int64_t width = part ? x.features : x.state;
+    left.begin(width, Shape::kDepth, [&](int at, int k) { return rows + min(row0 + at, x.rows - 1) * width + k; });
+    right.begin(width, Shape::kDepth, [&](int at, int k) {
+      return columns + (at / Shape::kPartN * x.state + min(j0 + at % Shape::kPartN, x.state - 1)) * x.width() + k;
+    });
+  }
+  __device__ int64_t steps_h() const { return ceil_div(x.state, Shape::kDepth); }
+  __device__ int64_t steps_input() const { return ceil_div(x.features, Shape::kDepth); }
+};
+
 template <typename T, class Shape, int kSize, class Cell>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) lltm_tile_kernel(Operands<T> x, Cell cell) {
   using A = Accumulate<T>;
-  static_assert(Shape::kGroupsN == 3, "one for each gate");
-  __shared__ TileMemory<Shape, A> memory;
-  TileSums<Shape, A> sum = {};
-  const int64_t row0 = int64_t{blockIdx.y} * Shape::kM, j0 = int64_t{blockIdx.x} * Shape::kPartN;
   using Left = Carrier<T, Shape, Shape::kM, true, kSize>;
   using Right = Carrier<T, Shape, Shape::kN, true, kSize>;
-  auto begin = [&](int part, Left &left, Right &right) {  // old_h first, then input
-    const T *rows = part ? x.input : x.old_h, *columns = x.weights + (part ? x.state : 0);
-    const int64_t width = part ? x.features : x.state;
-    left.begin(width, Shape::kDepth, [&](int at, int k) -> const T * {
-      return row0 + at < x.rows ? rows + (row0 + at) * width + k : nullptr;
-    });
-    right.begin(width, Shape::kDepth, [&](int at, int k) -> const T * {
-      int64_t j = j0 + at % Shape::kPartN;
-      return j < x.state ? columns + (at / Shape::kPartN * x.state + j) * x.width() + k : nullptr;
-    });
-  };
-  multiply<Left, Right>(memory, sum, ceil_div(x.state, Shape::kDepth), ceil_div(x.features, Shape::kDepth), begin,
-                        [](const A *) {});
+  __shared__ TileMemory<Shape, A> memory;
+  TileSums<Shape, A> sum = {};
+  GateOperands<T, Shape> operands(x);
+  multiply<Left, Right>(memory, sum, operands.steps_h(), operands.steps_input(), operands, [](const A *) {});
 
   constexpr int kCount = kSize == 1 ? 1 : 4;
-  const int64_t column = j0 + first_column<Shape>();
+  const int64_t column = operands.j0 + first_column<Shape>();
 #pragma unroll
   for (int i = 0; i < Shape::kRows; ++i) {
-    int64_t row = row0 + first_row<Shape>() + i / 4 * Shape::kPartM + i % 4;
+    int64_t row = operands.row0 + first_row<Shape>() + i / 4 * Shape::kPartM + i % 4;
 #pragma unroll
     for (int l = 0; l < 4; l += kCount) {
       A of_gates[3][kCount];
 #pragma unroll
-      for (int n = 0; n < 3 * kCount; ++n) of_gates[n / kCount][n % kCount] = sum.value[i][n / kCount * 4 + l + n % kCount];
+      for (int n = 0; n < 3 * kCount; ++n)
+        of_gates[n / kCount][n % kCount] = sum.value[i][n / kCount * 4 + l + n % kCount];
       if (row < x.rows && column + l < x.state)
         cell.template write<kCount>(row, column + l, of_gates, cell.template read<kCount>(row, column + l));
     }
   }
 }
 
+// The same of 16 bits on the tensor cores.
+extern __shared__ __align__(128) unsigned char mma_memory[];
+
+template <typename T, class Shape, class Cell>
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) lltm_mma_kernel(Operands<T> x, Cell cell) {
+  using Left = MmaOperand<T, Shape, Shape::kM, true>;
+  using Right = MmaOperand<T, Shape, Shape::kN, true>;
+  MmaSums<Shape> sum = {};
+  GateOperands<T, Shape> operands(x);
+  multiply_mma<Left, Right>(reinterpret_cast<T *>(mma_memory), sum, operands.steps_h(), operands.steps_input(),
+                            operands, [](const T *) {});
+  constexpr int kInGate = Shape::kColumns / 3;
+#pragma unroll
+  for (int i = 0; i < Shape::kRows; ++i)
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int j = 0; j < kInGate; ++j) {
+        int64_t row = operands.row0 + Shape::row(i, half), column = operands.j0 + Shape::column(j);
+        float of_gates[3][2];
+#pragma unroll
+        for (int n = 0; n < 6; ++n) of_gates[n / 2][n % 2] = sum.value[i][n / 2 * kInGate + j][half * 2 + n % 2];
+        if (row < x.rows && column < x.state)
+          cell.template write<2>(row, column, of_gates, cell.template read<2>(row, column));
+      }
+}
+
 // dpre where the forward has left the gates.
 template <typename T, int kCount>
-__global__ void __launch_bounds__(256) lltm_gates_backward_kernel(CellBackward<T> cell, const Accumulate<T> *gates,
-                                                                  int64_t packets) {
+__global__ void __launch_bounds__(256)
+    lltm_gates_backward_kernel(CellBackward<T> cell, const Accumulate<T> *gates, int64_t packets) {
   using A = Accumulate<T>;
   int64_t packet = int64_t{blockIdx.x} * 256 + threadIdx.x, at = packet * kCount;
   if (packet >= packets) return;
@@ -229,26 +268,28 @@ struct Gradients {
 // few; dold_h and dinput over the gates, which the warps of a block share.
 constexpr int kFewBlock = 256, kFewWarps = kFewBlock / 32, kFewRows = 4, kFewBatch = 8;
 
-// sum[i] += left[i * left_row + t * left_term] * right(t), over every step-th t; right is 0 outside.
+// sum[i] += left[i * left_row + t * left_term] * *right(t), over every step-th t, unless there is nothing to the right.
 template <typename T, typename A, class Right>
 __device__ inline void multiply_few(A (&sum)[kFewRows], A (&total)[kFewRows], const T *left, int64_t left_row,
                                     int64_t left_term, int rows, int64_t first, int64_t terms, int64_t step,
-                                    Right right) {
+                                    bool present, Right right) {
   for (; first < terms; first += step * kFewBatch) {
-    A a[kFewBatch][kFewRows], b[kFewBatch];
+    T a[kFewBatch][kFewRows], b[kFewBatch];  // as they are: all loads are on their way before one is used
 #pragma unroll
     for (int t = 0; t < kFewBatch; ++t) {
       int64_t term = first + t * step;
       bool inside = term < terms;
-      b[t] = inside ? right(term) : A(0);
+      b[t] = inside && present ? *right(term) : T(0.0f);
 #pragma unroll
-      for (int i = 0; i < kFewRows; ++i)
-        a[t][i] = inside && i < rows ? widen(left[i * left_row + term * left_term]) : A(0);
+      for (int i = 0; i < kFewRows; ++i) a[t][i] = inside && i < rows ? left[i * left_row + term * left_term] : T(0.0f);
     }
 #pragma unroll
     for (int t = 0; t < kFewBatch; ++t)
 #pragma unroll
-      for (int i = 0; i < kFewRows; ++i) sum[i] += a[t][i] * b[t], total[i] += a[t][i];
+      for (int i = 0; i < kFewRows; ++i) {
+        A x = widen(a[t][i]);
+        sum[i] += x * widen(b[t]), total[i] += x;
+      }
   }
 }
 
@@ -264,8 +305,7 @@ __global__ void __launch_bounds__(kFewBlock)
     if (n >= all) return;
     const int rows = static_cast<int>(min(int64_t{kFewRows}, all - n));
     const bool inside = k < x.width();
-    multiply_few(sum, total, dpre + n, 1, all, rows, 0, x.rows, 1,
-                 [&](int64_t row) { return inside ? widen(*x.at(row, k)) : A(0); });
+    multiply_few(sum, total, dpre + n, 1, all, rows, 0, x.rows, 1, inside, [&](int64_t row) { return x.at(row, k); });
     for (int i = 0; i < rows; ++i) {
       if (gradients.dweights && inside) gradients.dweights[(n + i) * x.width() + k] = narrow<T>(sum[i]);
       if (gradients.dbias && k == 0) gradients.dbias[n + i] = narrow<T>(total[i]);
@@ -275,8 +315,8 @@ __global__ void __launch_bounds__(kFewBlock)
   const int64_t block = blockIdx.x - weight_blocks, k = block % columns * 32 + lane, row = block / columns * kFewRows;
   const int rows = static_cast<int>(min(int64_t{kFewRows}, x.rows - row));
   const bool inside = k < x.width();
-  multiply_few(sum, total, dpre + row * all, all, 1, rows, warp, all, kFewWarps,
-               [&](int64_t n) { return inside ? widen(x.weights[n * x.width() + k]) : A(0); });
+  multiply_few(sum, total, dpre + row * all, all, 1, rows, warp, all, kFewWarps, inside,
+               [&](int64_t n) { return x.weights + n * x.width() + k; });
   __shared__ A of_warps[kFewWarps][kFewRows][32];
   for (int i = 0; i < kFewRows; ++i) of_warps[warp][i][lane] = sum[i];
   __syncthreads();
@@ -292,70 +332,118 @@ struct TileCounts {
   int64_t weights_h, weights_x, old_h, input;  // of each; 0 where nobody wants it
 };
 
+// Which tile of which product a block has.
+template <typename T, class Shape>
+struct ProductTile {
+  Operands<T> x;
+  const T *dpre;
+  int64_t all, width, offset, m0, n0;
+  bool of_weights, of_input;
+
+  __device__ ProductTile(const Operands<T> &x, const T *dpre, const TileCounts &tiles) : x(x), dpre(dpre) {
+    int64_t tile = blockIdx.x;
+    of_weights = tile < tiles.weights_h + tiles.weights_x;
+    if (!of_weights) tile -= tiles.weights_h + tiles.weights_x;
+    of_input = tile >= (of_weights ? tiles.weights_h : tiles.old_h);
+    if (of_input) tile -= of_weights ? tiles.weights_h : tiles.old_h;
+    all = 3 * x.state, width = of_input ? x.features : x.state, offset = of_input ? x.state : 0;
+    const int64_t columns = ceil_div(width, Shape::kN);
+    m0 = tile / columns * Shape::kM, n0 = tile % columns * Shape::kN;
+  }
+  __device__ int64_t steps() const { return ceil_div(of_weights ? x.rows : all, Shape::kDepth); }
+  // The tiles at the left edge of dweights have dbias too.
+  __device__ bool has_bias() const { return of_weights && offset + n0 == 0; }
+
+  // dweights where the left operand lies along its rows, dold_h or dinput where it lies along the summed axis. A packet
+  // beyond the last is the last.
+  template <int kSize, class Left, class Right>
+  __device__ void begin(Left &left, Right &right) const {
+    if constexpr (!Left::kDeep) {
+      const T *rows = of_input ? x.input : x.old_h;
+      left.begin(x.rows, Shape::kDepth * all,
+                 [&](int at, int row) { return dpre + row * all + min(m0 + at, all - kSize); });
+      right.begin(x.rows, Shape::kDepth * width,
+                  [&](int at, int row) { return rows + row * width + min(n0 + at, width - kSize); });
+    } else {
+      const T *columns = x.weights + offset;
+      left.begin(all, Shape::kDepth, [&](int at, int n) { return dpre + min(m0 + at, x.rows - 1) * all + n; });
+      right.begin(all, Shape::kDepth * x.width(),
+                  [&](int at, int n) { return columns + n * x.width() + min(n0 + at, width - kSize); });
+    }
+  }
+  template <int n>
+  __device__ void store(const Gradients<T> &gradients, int row, int column, const Accumulate<T> *sum) const {
+    T *out = of_weights ? gradients.dweights : of_input ? gradients.dinput : gradients.dold_h;
+    const int64_t m = m0 + row, k = n0 + column;
+    if (!out || m >= (of_weights ? all : x.rows) || k >= width) return;
+    Packet<T, n> packet;
+#pragma unroll
+    for (int l = 0; l < n; ++l) packet.value[l] = narrow<T>(sum[l]);
+    store_packet(out + (of_weights ? m * x.width() + offset : m * width) + k, packet);
+  }
+};
+
 template <typename T, class Shape, int kSize>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     lltm_products_kernel(Operands<T> x, const T *dpre, Gradients<T> gradients, TileCounts tiles) {
   using A = Accumulate<T>;
   __shared__ TileMemory<Shape, A> memory;
   TileSums<Shape, A> sum = {};
-  const int64_t all = 3 * x.state;
-  int64_t tile = blockIdx.x;
-  const bool of_weights = tile < tiles.weights_h + tiles.weights_x;
-  if (!of_weights) tile -= tiles.weights_h + tiles.weights_x;
-  const bool of_input = tile >= (of_weights ? tiles.weights_h : tiles.old_h);
-  if (of_input) tile -= of_weights ? tiles.weights_h : tiles.old_h;
-  const int64_t width = of_input ? x.features : x.state, offset = of_input ? x.state : 0;
-  const int64_t columns = ceil_div(width, Shape::kN), m0 = tile / columns * Shape::kM, n0 = tile % columns * Shape::kN;
-  if (of_weights) {
-    const T *right_of = of_input ? x.input : x.old_h;
-    const bool with_bias = gradients.dbias && offset + n0 == 0 && threadIdx.x < Shape::kM;
+  const ProductTile<T, Shape> tile(x, dpre, tiles);
+  auto begin = [&](int, auto &left, auto &right) { tile.template begin<kSize>(left, right); };
+  using Right = Carrier<T, Shape, Shape::kN, false, kSize>;
+  if (tile.of_weights) {
+    const int64_t n = tile.m0 + threadIdx.x;
+    const bool with_bias = gradients.dbias && tile.has_bias() && threadIdx.x < Shape::kM && n < tile.all;
     A bias = 0;
-    using Left = Carrier<T, Shape, Shape::kM, false, kSize>;
-    using Right = Carrier<T, Shape, Shape::kN, false, kSize>;
-    auto begin = [&](int part, Left &left, Right &right) {
-      left.begin(x.rows, Shape::kDepth * all, [&](int at, int row) -> const T * {
-        return m0 + at < all ? dpre + row * all + m0 + at : nullptr;
-      });
-      right.begin(x.rows, Shape::kDepth * width, [&](int at, int row) -> const T * {
-        return n0 + at < width ? right_of + row * width + n0 + at : nullptr;
-      });
-    };
-    multiply<Left, Right>(memory, sum, ceil_div(x.rows, Shape::kDepth), 0, begin, [&](const A *step) {
-      if (with_bias)
-        for (int k = 0; k < Shape::kDepth; ++k) bias += step[k * Shape::kStrideM + threadIdx.x];
-    });
-    if (with_bias && m0 + threadIdx.x < all) gradients.dbias[m0 + threadIdx.x] = narrow<T>(bias);
+    multiply<Carrier<T, Shape, Shape::kM, false, kSize>, Right>(memory, sum, tile.steps(), 0, begin,
+                                                                [&](const A *step) {
+                                                                  if (with_bias)
+                                                                    for (int k = 0; k < Shape::kDepth; ++k)
+                                                                      bias += step[k * Shape::kStrideM + threadIdx.x];
+                                                                });
+    if (with_bias) gradients.dbias[n] = narrow<T>(bias);
   } else {
-    using Left = Carrier<T, Shape, Shape::kM, true, kSize>;
-    using Right = Carrier<T, Shape, Shape::kN, false, kSize>;
-    auto begin = [&](int part, Left &left, Right &right) {
-      left.begin(all, Shape::kDepth, [&](int at, int n) -> const T * {
-        return m0 + at < x.rows ? dpre + (m0 + at) * all + n : nullptr;
-      });
-      right.begin(all, Shape::kDepth * x.width(), [&](int at, int n) -> const T * {
-        return n0 + at < width ? x.weights + n * x.width() + offset + n0 + at : nullptr;
-      });
-    };
-    multiply<Left, Right>(memory, sum, ceil_div(all, Shape::kDepth), 0, begin, [](const A *) {});
+    multiply<Carrier<T, Shape, Shape::kM, true, kSize>, Right>(memory, sum, tile.steps(), 0, begin, [](const A *) {});
   }
-
-  T *out = of_weights ? gradients.dweights : of_input ? gradients.dinput : gradients.dold_h;
-  if (!out) return;
-  const int64_t height = of_weights ? all : x.rows, pitch = of_weights ? x.width() : width;
-  if (of_weights) out += offset;
   constexpr int kCount = kSize == 1 ? 1 : 4;
 #pragma unroll
-  for (int i = 0; i < Shape::kRows; ++i) {
-    int64_t m = m0 + first_row<Shape>() + i / 4 * Shape::kPartM + i % 4;
+  for (int i = 0; i < Shape::kRows; ++i)
 #pragma unroll
-    for (int j = 0; j < Shape::kColumns; j += kCount) {
-      int64_t n = n0 + first_column<Shape>() + j / 4 * Shape::kPartN + j % 4;
-      Packet<T, kCount> packet;
-#pragma unroll
-      for (int l = 0; l < kCount; ++l) packet.value[l] = narrow<T>(sum.value[i][j + l]);
-      if (m < height && n < width) store_packet(out + m * pitch + n, packet);
-    }
+    for (int j = 0; j < Shape::kColumns; j += kCount)
+      tile.template store<kCount>(gradients, first_row<Shape>() + i / 4 * Shape::kPartM + i % 4,
+                                  first_column<Shape>() + j / 4 * Shape::kPartN + j % 4, &sum.value[i][j]);
+}
+
+template <typename T, class Shape>
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
+    lltm_products_mma_kernel(Operands<T> x, const T *dpre, Gradients<T> gradients, TileCounts tiles) {
+  T *memory = reinterpret_cast<T *>(mma_memory);
+  MmaSums<Shape> sum = {};
+  const ProductTile<T, Shape> tile(x, dpre, tiles);
+  auto begin = [&](int, auto &left, auto &right) { tile.template begin<8>(left, right); };
+  using Right = MmaOperand<T, Shape, Shape::kN, false>;
+  if (tile.of_weights) {
+    const int64_t n = tile.m0 + threadIdx.x;
+    const bool with_bias = gradients.dbias && tile.has_bias() && threadIdx.x < Shape::kM && n < tile.all;
+    float bias = 0;
+    using Left = MmaOperand<T, Shape, Shape::kM, false>;
+    multiply_mma<Left, Right>(memory, sum, tile.steps(), 0, begin, [&](const T *step) {
+      if (with_bias)
+        for (int k = 0; k < Shape::kDepth; ++k)
+          bias += widen(step[packet_offset<Left::kPackets>(k, threadIdx.x / 8) / sizeof(T) + threadIdx.x % 8]);
+    });
+    if (with_bias) gradients.dbias[n] = narrow<T>(bias);
+  } else {
+    multiply_mma<MmaOperand<T, Shape, Shape::kM, true>, Right>(memory, sum, tile.steps(), 0, begin, [](const T *) {});
   }
+#pragma unroll
+  for (int i = 0; i < Shape::kRows; ++i)
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int j = 0; j < Shape::kColumns; ++j)
+        tile.template store<2>(gradients, Shape::row(i, half), Shape::column(j), &sum.value[i][j][half * 2]);
 }
 
 // -------------------------------------------------------------------------------------------------------- launchers
@@ -363,12 +451,12 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
 // Shapes of tiles for sums of A: of many rows, and of fewer, where more blocks matter more.
 template <typename A, int kSize>
 struct TileShapes {
-  using Gates = Tile<128, 192, 8, 2, 3, 1>;
+  using Gates = Tile<128, 192, 16, 2, 3, 1, 8>;
   using FewGates = Tile<64, 96, 16, 1, 3, 2>;
-  using Products = Tile<128, 128, 16, 2, 2, 2>;
+  using Products = Tile<128, 128, 16, 2, 2, 2, 2>;
   using FewProducts = Tile<64, 64, 16, 1, 1, 2>;
 };
-// Doubles, and what can only be read element by element.
+// Doubles; 16 bits where there are no tensor cores for them; what can only be read element by element.
 struct PlainTileShapes {
   using FewGates = Tile<64, 96, 8, 1, 3, 1>;
   using Gates = FewGates;
@@ -378,11 +466,16 @@ struct PlainTileShapes {
 template <int kSize>
 struct TileShapes<double, kSize> : PlainTileShapes {};
 template <>
+struct TileShapes<float, 8> : PlainTileShapes {};
+template <>
 struct TileShapes<float, 1> : PlainTileShapes {};
+
+using MmaGates = MmaTile<128, 192, 3, 4, 2, 3, 1>;
+using MmaProducts = MmaTile<128, 128, 1, 2, 4, 3, 2>;
 
 template <typename T>
 Operands<T> operands(const Tensor &input, const Tensor &weights, const Tensor &old_h) {
-  return {input.as<const T>(),     old_h.as<const T>(),    weights.as<const T>(),
+  return {input.as<const T>(),    old_h.as<const T>(),     weights.as<const T>(),
           LltmAttrs::rows(old_h), LltmAttrs::width(input), LltmAttrs::width(old_h)};
 }
 
@@ -398,12 +491,26 @@ int64_t gate_tiles(int64_t rows, int64_t state) {
   return ceil_div(rows, Shape::kM) * ceil_div(state, Shape::kPartN);
 }
 
-template <typename T, class Shape, int kSize, class Cell>
-Status launch_tiles(const char *op, const Operands<T> &x, const Cell &cell, void *stream) {
+template <class Shape, typename T, class Cell>
+Status launch_tiles(const char *op, void (*kernel)(Operands<T>, Cell), int shared, const Operands<T> &x,
+                    const Cell &cell, void *stream) {
   dim3 grid(ceil_div(x.state, Shape::kPartN), ceil_div(x.rows, Shape::kM));
   if (grid.y > 65535) return fail(kInvalidArgument, "%s: more than 65535 tiles of rows", op);
-  lltm_tile_kernel<T, Shape, kSize><<<grid, Shape::kThreads, 0, static_cast<cudaStream_t>(stream)>>>(x, cell);
+  AOT_TRY(allow_shared(op, kernel, shared));
+  kernel<<<grid, Shape::kThreads, shared, static_cast<cudaStream_t>(stream)>>>(x, cell);
   return check_launch(op);
+}
+
+template <typename T, class Shape, int kSize, class Cell>
+Status launch_tiles(const char *op, const Operands<T> &x, const Cell &cell, void *stream) {
+  return launch_tiles<Shape>(op, lltm_tile_kernel<T, Shape, kSize, Cell>, 0, x, cell, stream);
+}
+
+// Whether there are tensor cores that take it.
+inline Status on_tensor_cores(const char *op, bool *result) {
+  DeviceLimits device;
+  AOT_TRY(device_limits(op, &device));
+  return *result = device.capability >= 8, kOk;
 }
 
 // The gates, and what `cell` makes of them.
@@ -411,30 +518,42 @@ template <typename T, int kSize, class Cell>
 Status launch_gates(const char *op, const Operands<T> &x, const Cell &cell, void *stream) {
   using Shapes = TileShapes<Accumulate<T>, kSize>;
   if (x.rows * x.state == 0) return kOk;
-  if (x.rows <= 2 * kSumRows || x.rows * x.state * 3 * x.width() < (int64_t{1} << 24)) {
+  if (x.rows <= kSumRows || x.rows * x.state <= 49152) {
     dim3 grid(grid_size(x.state), ceil_div(x.rows, kSumRows));
     lltm_lanes_kernel<T, kSize><<<grid, kSumBlock, 0, static_cast<cudaStream_t>(stream)>>>(x, cell);
     return check_launch(op);
+  }
+  if constexpr (sizeof(T) == 2 && kSize > 1) {
+    bool mma;
+    AOT_TRY(on_tensor_cores(op, &mma));
+    if (mma) return launch_tiles<MmaGates>(op, lltm_mma_kernel<T, MmaGates, Cell>, MmaGates::kShared, x, cell, stream);
   }
   if (gate_tiles<typename Shapes::Gates>(x.rows, x.state) >= 96)
     return launch_tiles<T, typename Shapes::Gates, kSize>(op, x, cell, stream);
   return launch_tiles<T, typename Shapes::FewGates, kSize>(op, x, cell, stream);
 }
 
-template <typename T, class Shape, int kSize>
-Status launch_products(const char *op, const Operands<T> &x, const T *dpre, const Gradients<T> &gradients,
-                       void *stream) {
+template <class Shape, typename T>
+Status launch_products(const char *op, void (*kernel)(Operands<T>, const T *, Gradients<T>, TileCounts), int shared,
+                       const Operands<T> &x, const T *dpre, const Gradients<T> &gradients, void *stream) {
   auto tiles = [](int64_t m, int64_t n) { return ceil_div(m, Shape::kM) * ceil_div(n, Shape::kN); };
   const bool weights = gradients.dweights;
-  TileCounts counts = {weights ? tiles(3 * x.state, x.state) : gradients.dbias ? tiles(3 * x.state, 1) : 0,
-                       weights ? tiles(3 * x.state, x.features) : 0,
-                       gradients.dold_h ? tiles(x.rows, x.state) : 0,
+  TileCounts counts = {weights           ? tiles(3 * x.state, x.state)
+                       : gradients.dbias ? tiles(3 * x.state, 1)
+                                         : 0,
+                       weights ? tiles(3 * x.state, x.features) : 0, gradients.dold_h ? tiles(x.rows, x.state) : 0,
                        gradients.dinput ? tiles(x.rows, x.features) : 0};
   int64_t blocks = counts.weights_h + counts.weights_x + counts.old_h + counts.input;
   if (blocks == 0) return kOk;
-  lltm_products_kernel<T, Shape, kSize><<<grid_size(blocks), Shape::kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-      x, dpre, gradients, counts);
+  AOT_TRY(allow_shared(op, kernel, shared));
+  kernel<<<grid_size(blocks), Shape::kThreads, shared, static_cast<cudaStream_t>(stream)>>>(x, dpre, gradients, counts);
   return check_launch(op);
+}
+
+template <typename T, class Shape, int kSize>
+Status launch_products(const char *op, const Operands<T> &x, const T *dpre, const Gradients<T> &gradients,
+                       void *stream) {
+  return launch_products<Shape>(op, lltm_products_kernel<T, Shape, kSize>, 0, x, dpre, gradients, stream);
 }
 
 template <typename T, int kSize>
@@ -447,9 +566,16 @@ Status launch_products(const char *op, const Operands<T> &x, const T *dpre, cons
     int64_t weight_blocks = weights ? columns * ceil_div(3 * x.state, kFewRows * kFewWarps) : 0;
     int64_t blocks = weight_blocks + (inputs ? columns * ceil_div(x.rows, kFewRows) : 0);
     if (blocks == 0) return kOk;
-    lltm_products_few_kernel<<<grid_size(blocks), kFewBlock, 0, static_cast<cudaStream_t>(stream)>>>(
-        x, dpre, gradients, weight_blocks);
+    lltm_products_few_kernel<<<grid_size(blocks), kFewBlock, 0, static_cast<cudaStream_t>(stream)>>>(x, dpre, gradients,
+                                                                                                     weight_blocks);
     return check_launch(op);
+  }
+  if constexpr (sizeof(T) == 2 && kSize > 1) {
+    bool mma;
+    AOT_TRY(on_tensor_cores(op, &mma));
+    if (mma)
+      return launch_products<MmaProducts>(op, lltm_products_mma_kernel<T, MmaProducts>, MmaProducts::kShared, x, dpre,
+                                          gradients, stream);
   }
   if (ceil_div(3 * x.state, 128) * ceil_div(x.width(), 128) >= 96)
     return launch_products<T, typename Shapes::Products, kSize>(op, x, dpre, gradients, stream);
@@ -492,8 +618,13 @@ Status lltm_backward_cuda(const LltmBackward &op, const Tensor *in, const Tensor
     using T = typename decltype(type)::type;
     using A = Accumulate<T>;
     Operands<T> x = operands<T>(in[2], in[3], in[5]);
-    CellBackward<T> cell = {in[4].as<const T>(), in[6].as<const T>(), in[0].as<const T>(), in[1].as<const T>(),
-                            out[4].as<T>(),      out[5].as<T>(),      x.state};
+    CellBackward<T> cell = {in[4].as<const T>(),
+                            in[6].as<const T>(),
+                            in[0].as<const T>(),
+                            in[1].as<const T>(),
+                            out[4].as<T>(),
+                            out[5].as<T>(),
+                            x.state};
     Gradients<T> gradients = {out[0].as<T>(), out[1].as<T>(), out[2].as<T>(), out[3].as<T>()};
     const A *gates = in[7].as<const A>();
     if (in_packets(x, cell.bias, cell.old_cell, cell.dnew_h, cell.dnew_cell, cell.dold_cell, cell.dpre, gates,

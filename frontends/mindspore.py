@@ -344,7 +344,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
 
 
 class LLTM(nn.Cell):
-    """The cell of PyTorch's tutorial "Custom C++ and CUDA Extensions": its arguments, parameters and their first values.
+    """The cell of PyTorch's tutorial "Custom C++ and CUDA Extensions", its arguments, parameters and first values.
     ``construct(input, (old_h, old_cell))`` gives new_h and new_cell."""
 
     def __init__(self, input_features, state_size, dtype=ms.float32):

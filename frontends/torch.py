@@ -464,8 +464,8 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
 
 
 class LLTM(torch.nn.Module):
-    """The cell of PyTorch's tutorial "Custom C++ and CUDA Extensions" on the library's kernel: the tutorial's arguments,
-    parameters and state; device and dtype besides. ``forward(input, (old_h, old_cell))`` gives new_h and new_cell."""
+    """The cell of PyTorch's tutorial "Custom C++ and CUDA Extensions" on the library's kernel, with its arguments,
+    parameters and state, and a device and dtype besides. ``forward(input, (old_h, old_cell))``: new_h, new_cell."""
 
     def __init__(self, input_features: int, state_size: int, device=None, dtype=None) -> None:
         super().__init__()

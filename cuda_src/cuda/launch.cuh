@@ -53,6 +53,7 @@ Status dispatch(DType dtype, F f) {
 struct DeviceLimits {
   int multiprocessors;
   int shared_memory;  // bytes a block may ask for
+  int capability;     // the major version
   bool clusters;      // blocks that read each other's shared memory: compute capability 9.0
 };
 
@@ -70,7 +71,7 @@ inline Status device_limits(const char *op, DeviceLimits *limits) {
   AOT_TRY(ask(cudaDevAttrMultiProcessorCount, &limits->multiprocessors));
   AOT_TRY(ask(cudaDevAttrMaxSharedMemoryPerBlockOptin, &limits->shared_memory));
   AOT_TRY(ask(cudaDevAttrComputeCapabilityMajor, &major));
-  limits->clusters = major >= 9;
+  limits->capability = major, limits->clusters = major >= 9;
   if (device >= kCached) return kOk;
   static std::mutex writing;
   std::lock_guard<std::mutex> hold(writing);

@@ -16,12 +16,19 @@ struct alignas(sizeof(T) * n < 16 ? sizeof(T) * n : 16) Packet {
   T value[n];
 };
 
-// Zeros where there is nothing.
 template <int n, typename T>
 __device__ inline Packet<T, n> load_packet(const T *p) {
+  Packet<T, n> packet;
+  if constexpr (sizeof packet == 16) reinterpret_cast<Vector<T> &>(packet) = load_once(p);
+  else packet = *reinterpret_cast<const Packet<T, n> *>(p);
+  return packet;
+}
+// Zeros where it is not present.
+template <int n, typename T>
+__device__ inline Packet<T, n> load_packet(const T *p, bool present) {
   Packet<T, n> packet = {};
-  if constexpr (sizeof packet == 16) reinterpret_cast<Vector<T> &>(packet) = load_present(p, p != nullptr);
-  else if (p) packet = *reinterpret_cast<const Packet<T, n> *>(p);
+  if constexpr (sizeof packet == 16) reinterpret_cast<Vector<T> &>(packet) = load_present(p, present);
+  else if (present) packet = *reinterpret_cast<const Packet<T, n> *>(p);
   return packet;
 }
 
@@ -66,12 +73,16 @@ struct TileSums {
 
 // What a thread carries of an operand that has kWidth rows (or columns) of the result, step by step from memory to
 // shared memory, in packets of kSize. kDeep: it lies in memory along the summed axis, else along the other.
-template <typename T, class Shape, int kWidth, bool kDeep, int kSize>
+template <typename T, class Shape, int kWidth, bool kDeep_, int kSize>
 struct Carrier {
+  static constexpr bool kDeep = kDeep_;
   static constexpr int kPackets = kWidth * Shape::kDepth / kSize;
   static constexpr int kLoads = (kPackets + Shape::kThreads - 1) / Shape::kThreads;
   static constexpr int kAlong = (kDeep ? Shape::kDepth : kWidth) / kSize, kStride = kWidth + 4;
-  const T *from[kLoads];  // null outside of the operand
+  // Neighbouring threads have a sector of a row, and then the same of the next row: a warp's stores to shared memory
+  // meet all of its banks.
+  static constexpr int kSector = 32 / (kSize * sizeof(T)) < kAlong ? 32 / (kSize * sizeof(T)) : kAlong;
+  const T *from[kLoads];
   int64_t advance, left;
   Packet<T, kSize> held[kLoads];
 
@@ -80,22 +91,24 @@ struct Carrier {
   __device__ static void each(F f) {
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      int packet = threadIdx.x + i * Shape::kThreads, along = packet % kAlong * kSize, across = packet / kAlong;
-      if (kPackets % Shape::kThreads == 0 || packet < kPackets) f(i, kDeep ? across : along, kDeep ? along : across);
+      int packet = threadIdx.x + i * Shape::kThreads;
+      if (kPackets % Shape::kThreads && packet >= kPackets) continue;
+      if constexpr (kDeep)
+        f(i, packet / kSector % kWidth, (packet / (kSector * kWidth) * kSector + packet % kSector) * kSize);
+      else f(i, packet % kAlong * kSize, packet / kAlong);
     }
   }
-  // From here on: address(at, depth), null where there is no such row, `depth` to be summed, `advance_` elements from
-  // one step to the next.
+  // From here on: address(at, depth), `depth` to be summed, `advance_` elements from one step to the next. What is
+  // outside of the result may be anything: it comes to nothing but itself.
   template <class Address>
   __device__ void begin(int64_t depth, int64_t advance_, Address address) {
     left = depth, advance = advance_;
     each([&](int i, int at, int depth) { from[i] = address(at, depth); });
   }
   __device__ void fetch() {
-    each([&](int i, int, int depth) {
-      held[i] = load_packet<kSize>(from[i] && depth < left ? from[i] : nullptr);
-      if (from[i]) from[i] += advance;
-    });
+    if (left >= Shape::kDepth) each([&](int i, int, int) { held[i] = load_packet<kSize>(from[i]); });
+    else each([&](int i, int, int depth) { held[i] = load_packet<kSize>(from[i], depth < left); });
+    each([&](int i, int, int) { from[i] += advance; });
     left -= Shape::kDepth;
   }
   __device__ void put(Accumulate<T> *tile) const {
