@@ -76,7 +76,8 @@ def _lltm(input, weights, bias, old_h, old_cell):
 
 
 def _lltm_arguments(x, w, b):
-    return x, jnp.outer(w, jnp.concatenate([b, w[:2]])), b[None], x[..., :2], x[..., 2:4]
+    columns = jnp.concatenate([b, w])
+    return x, jnp.outer(jnp.concatenate([w, columns]), columns), jnp.concatenate([columns, b])[None], x * w, x - b
 
 
 FUNCTIONS |= {
