@@ -452,15 +452,15 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
 template <typename A, int kSize>
 struct TileShapes {
   using Gates = Tile<128, 192, 16, 2, 3, 1, 8>;
-  using FewGates = Tile<64, 96, 16, 1, 3, 2>;
+  using FewGates = Tile<64, 96, 16, 1, 3, 2, 8>;
   using Products = Tile<128, 128, 16, 2, 2, 2, 2>;
-  using FewProducts = Tile<64, 64, 16, 1, 1, 2>;
+  using FewProducts = Tile<64, 64, 16, 1, 1, 2, 8>;
 };
 // Doubles; 16 bits where there are no tensor cores for them; what can only be read element by element.
 struct PlainTileShapes {
-  using FewGates = Tile<64, 96, 8, 1, 3, 1>;
+  using FewGates = Tile<64, 96, 8, 1, 3, 1, 8>;
   using Gates = FewGates;
-  using FewProducts = Tile<64, 64, 8, 1, 1, 1>;
+  using FewProducts = Tile<64, 64, 8, 1, 1, 1, 8>;
   using Products = FewProducts;
 };
 template <int kSize>
@@ -470,8 +470,8 @@ struct TileShapes<float, 8> : PlainTileShapes {};
 template <>
 struct TileShapes<float, 1> : PlainTileShapes {};
 
-using MmaGates = MmaTile<128, 192, 3, 4, 2, 3, 1>;
-using MmaProducts = MmaTile<128, 128, 1, 2, 4, 3, 2>;
+using MmaGates = MmaTile<128, 192, 3, 4, 2, 4, 1>;
+using MmaProducts = MmaTile<128, 128, 1, 2, 2, 3, 2>;
 
 template <typename T>
 Operands<T> operands(const Tensor &input, const Tensor &weights, const Tensor &old_h) {
@@ -506,11 +506,11 @@ Status launch_tiles(const char *op, const Operands<T> &x, const Cell &cell, void
   return launch_tiles<Shape>(op, lltm_tile_kernel<T, Shape, kSize, Cell>, 0, x, cell, stream);
 }
 
-// Whether there are tensor cores that take it.
-inline Status on_tensor_cores(const char *op, bool *result) {
+// Whether there are tensor cores that take it, and `shared` bytes for their operands.
+inline Status on_tensor_cores(const char *op, int shared, bool *result) {
   DeviceLimits device;
   AOT_TRY(device_limits(op, &device));
-  return *result = device.capability >= 8, kOk;
+  return *result = device.capability >= 8 && device.shared_memory >= shared, kOk;
 }
 
 // The gates, and what `cell` makes of them.
@@ -525,7 +525,7 @@ Status launch_gates(const char *op, const Operands<T> &x, const Cell &cell, void
   }
   if constexpr (sizeof(T) == 2 && kSize > 1) {
     bool mma;
-    AOT_TRY(on_tensor_cores(op, &mma));
+    AOT_TRY(on_tensor_cores(op, MmaGates::kShared, &mma));
     if (mma) return launch_tiles<MmaGates>(op, lltm_mma_kernel<T, MmaGates, Cell>, MmaGates::kShared, x, cell, stream);
   }
   if (gate_tiles<typename Shapes::Gates>(x.rows, x.state) >= 96)
@@ -561,7 +561,7 @@ Status launch_products(const char *op, const Operands<T> &x, const T *dpre, cons
                        void *stream) {
   using Shapes = TileShapes<Accumulate<T>, kSize>;
   const int64_t columns = ceil_div(x.width(), 32);
-  if (x.rows <= 32 && x.width() <= 1024) {
+  if (x.rows * x.width() <= 36864) {
     bool weights = gradients.dweights || gradients.dbias, inputs = gradients.dold_h || gradients.dinput;
     int64_t weight_blocks = weights ? columns * ceil_div(3 * x.state, kFewRows * kFewWarps) : 0;
     int64_t blocks = weight_blocks + (inputs ? columns * ceil_div(x.rows, kFewRows) : 0);
@@ -572,12 +572,13 @@ Status launch_products(const char *op, const Operands<T> &x, const T *dpre, cons
   }
   if constexpr (sizeof(T) == 2 && kSize > 1) {
     bool mma;
-    AOT_TRY(on_tensor_cores(op, &mma));
+    AOT_TRY(on_tensor_cores(op, MmaProducts::kShared, &mma));
     if (mma)
       return launch_products<MmaProducts>(op, lltm_products_mma_kernel<T, MmaProducts>, MmaProducts::kShared, x, dpre,
                                           gradients, stream);
   }
-  if (ceil_div(3 * x.state, 128) * ceil_div(x.width(), 128) >= 96)
+  const int64_t across = ceil_div(x.width(), 128), of_weights = ceil_div(3 * x.state, 128) * across;
+  if (of_weights >= 96 && of_weights + ceil_div(x.rows, 128) * across >= 264)
     return launch_products<T, typename Shapes::Products, kSize>(op, x, dpre, gradients, stream);
   return launch_products<T, typename Shapes::FewProducts, kSize>(op, x, dpre, gradients, stream);
 }

@@ -40,12 +40,12 @@ __device__ inline void store_packet(T *p, const Packet<T, n> &packet) {
 // ------------------------------------------------------------------------------------------------------------ shapes
 
 // kM by kN, summed over kDepth a step. A thread has 4 rows in each of kGroupsM parts of the tile's, and 4 columns
-// likewise; a warp is 4 by 8 threads. A multiprocessor is to have room for kBlocks blocks.
-template <int kM_, int kN_, int kDepth_, int kGroupsM_, int kGroupsN_, int kBlocks_, int kUnroll_ = 8, int kMap_ = 1>
+// likewise; a warp is 4 by 8 threads, of which pairs share columns: so a fragment is read in half the time. kUnroll
+// terms are written out; a multiprocessor is to have room for kBlocks blocks.
+template <int kM_, int kN_, int kDepth_, int kGroupsM_, int kGroupsN_, int kBlocks_, int kUnroll_>
 struct Tile {
-  static constexpr int kUnroll = kUnroll_, kMap = kMap_;
   static constexpr int kM = kM_, kN = kN_, kDepth = kDepth_, kGroupsM = kGroupsM_, kGroupsN = kGroupsN_;
-  static constexpr int kBlocks = kBlocks_;
+  static constexpr int kBlocks = kBlocks_, kUnroll = kUnroll_;
   static constexpr int kPartM = kM / kGroupsM, kPartN = kN / kGroupsN, kRows = 4 * kGroupsM, kColumns = 4 * kGroupsN;
   static constexpr int kThreads = kPartM / 4 * (kPartN / 4);
   static constexpr int kStrideM = kM + 4, kStrideN = kN + 4;  // in shared memory: spreads a column over the banks
@@ -55,12 +55,12 @@ struct Tile {
 // Where this thread's first row and column are.
 template <class Shape>
 __device__ inline int first_row() {
-  int lane = lane_index(), row = Shape::kMap ? lane / 16 * 2 + lane % 2 : lane / 8;
+  int row = lane_index() / 16 * 2 + lane_index() % 2;
   return (warp_index() / (Shape::kPartN / 32) * 4 + row) * 4;
 }
 template <class Shape>
 __device__ inline int first_column() {
-  int lane = lane_index(), column = Shape::kMap ? lane / 2 % 8 : lane % 8;
+  int column = lane_index() / 2 % 8;
   return (warp_index() % (Shape::kPartN / 32) * 8 + column) * 4;
 }
 
@@ -106,9 +106,12 @@ struct Carrier {
     each([&](int i, int at, int depth) { from[i] = address(at, depth); });
   }
   __device__ void fetch() {
-    if (left >= Shape::kDepth) each([&](int i, int, int) { held[i] = load_packet<kSize>(from[i]); });
-    else each([&](int i, int, int depth) { held[i] = load_packet<kSize>(from[i], depth < left); });
-    each([&](int i, int, int) { from[i] += advance; });
+    const bool whole = left >= Shape::kDepth;
+    each([&](int i, int, int depth) {
+      const T *p = whole || depth < left ? from[i] : nullptr;
+      held[i] = load_packet<kSize>(p, p != nullptr);
+      from[i] += advance;
+    });
     left -= Shape::kDepth;
   }
   __device__ void put(Accumulate<T> *tile) const {
