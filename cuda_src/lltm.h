@@ -84,8 +84,7 @@ struct Lltm : LltmAttrs {
 
   Status infer(const Tensor *in, Spec *out) const {
     AOT_TRY(check(name, in[0], in[1], in[2], in[3], in[4]));
-    out[0] = out[1] = in[3];
-    out[2] = gates(in[3]);
+    out[0] = in[3], out[1] = in[4], out[2] = gates(in[3]);
     return kOk;
   }
 };
@@ -104,7 +103,7 @@ struct LltmBackward : LltmAttrs {
     AOT_TRY(check_like(name, "dnew_h", in[0], "old_h", old_h));
     AOT_TRY(check_like(name, "dnew_cell", in[1], "old_h", old_h));
     if (in[7]) AOT_TRY(check_like(name, "gates", in[7], "the three gates of old_h", gates(old_h)));
-    out[0] = in[2], out[1] = in[3], out[2] = in[4], out[3] = out[4] = old_h;
+    out[0] = in[2], out[1] = in[3], out[2] = in[4], out[3] = old_h, out[4] = in[6];
     out[5].dtype = old_h.dtype, out[5].ndim = 1, out[5].shape[0] = kUnknownDim;
     bool known = old_h.rank_known();
     for (int i = 0; known && i < old_h.ndim; ++i) known = old_h.shape[i] >= 0;

@@ -35,7 +35,7 @@ def _gates(old_h):
 
 def _infer(input, weights, bias, old_h, old_cell):
     _check("lltm", input, weights, bias, old_h, old_cell)
-    return old_h, old_h, _gates(old_h)
+    return old_h, old_cell, _gates(old_h)
 
 
 def _infer_backward(dnew_h, dnew_cell, input, weights, bias, old_h, old_cell, gates):
@@ -45,7 +45,7 @@ def _infer_backward(dnew_h, dnew_cell, input, weights, bias, old_h, old_cell, ga
     check_like(op, "dnew_cell", dnew_cell, "old_h", old_h)
     if gates is not None:
         check_like(op, "gates", gates, "the three gates of old_h", _gates(old_h))
-    return input, weights, bias, old_h, old_h, TensorSpec((3 * size(old_h.shape),), old_h.dtype)
+    return input, weights, bias, old_h, old_cell, TensorSpec((3 * size(old_h.shape),), old_h.dtype)
 
 
 @operator(
