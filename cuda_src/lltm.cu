@@ -496,7 +496,7 @@ Status launch_tiles(const char *op, void (*kernel)(Operands<T>, Cell), int share
                     const Cell &cell, void *stream) {
   dim3 grid(ceil_div(x.state, Shape::kPartN), ceil_div(x.rows, Shape::kM));
   if (grid.y > 65535) return fail(kInvalidArgument, "%s: more than 65535 tiles of rows", op);
-  AOT_TRY(allow_shared(op, kernel, shared));
+  AOT_TRY(allow(op, kernel, 1, shared));
   kernel<<<grid, Shape::kThreads, shared, static_cast<cudaStream_t>(stream)>>>(x, cell);
   return check_launch(op);
 }
@@ -545,7 +545,7 @@ Status launch_products(const char *op, void (*kernel)(Operands<T>, const T *, Gr
                        gradients.dinput ? tiles(x.rows, x.features) : 0};
   int64_t blocks = counts.weights_h + counts.weights_x + counts.old_h + counts.input;
   if (blocks == 0) return kOk;
-  AOT_TRY(allow_shared(op, kernel, shared));
+  AOT_TRY(allow(op, kernel, 1, shared));
   kernel<<<grid_size(blocks), Shape::kThreads, shared, static_cast<cudaStream_t>(stream)>>>(x, dpre, gradients, counts);
   return check_launch(op);
 }
