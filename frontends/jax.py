@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial, wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ try:
 except ImportError:  # before JAX 0.5
     from jax.extend import ffi
 
-__all__ = ["TARGET", "register", *OPS]
+__all__ = ["LLTM", "TARGET", "register", *OPS]
 
 TARGET = "aotops"
 """The name of the custom call."""
@@ -190,3 +190,30 @@ def _vary_one(x: Array, axes: tuple[str, ...]) -> Array:
 
 
 globals().update({name: _function(op) for name, op in OPS.items()})
+
+
+# -------------------------------------------------------------------------------------------------------------- modules
+
+
+class LLTM(NamedTuple):
+    """The cell of PyTorch's tutorial "Custom C++ and CUDA Extensions". As everything of JAX's it keeps nothing:
+    ``init(key)`` gives the parameters, ``apply(parameters, input, (old_h, old_cell))`` new_h and new_cell."""
+
+    input_features: int
+    state_size: int
+
+    def init(self, key: Array, dtype: Any = jnp.float32) -> dict[str, Array]:
+        """``weights`` (3 * state, state + features) and ``bias`` (1, 3 * state), uniform within 1 / sqrt(state)."""
+        shapes = {
+            "weights": (3 * self.state_size, self.state_size + self.input_features),
+            "bias": (1, 3 * self.state_size),
+        }
+        bound = self.state_size**-0.5
+        keys = jax.random.split(key, len(shapes))
+        return {
+            name: jax.random.uniform(key, shape, dtype, -bound, bound)
+            for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+        }
+
+    def apply(self, parameters: dict[str, Array], input: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+        return lltm(input, parameters["weights"], parameters["bias"], *state)  # type: ignore[name-defined] # noqa: F821

@@ -24,13 +24,14 @@ from typing import Any
 
 import mindspore as ms
 from mindspore import Tensor, nn, ops
+from mindspore.common import initializer
 
 from aotops import library
 from aotops.op import Attr, Op
 from aotops.ops import OPS
 from aotops.spec import TensorSpec, accumulate_dtype, shape_text
 
-__all__ = [*OPS, "GELU", "LayerNorm", "Linear", "RMSNorm"]
+__all__ = [*OPS, "GELU", "LLTM", "CrossEntropyLoss", "LayerNorm", "Linear", "RMSNorm", "Softmax"]
 
 
 # ------------------------------------------------------------------------------------------------- the public functions
@@ -353,3 +354,20 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
             return super().construct(logits, labels)
         options = self.ignore_index, self.reduction, self.label_smoothing
         return cross_entropy(logits, labels, *options)  # type: ignore[name-defined] # noqa: F821
+
+
+class LLTM(nn.Cell):
+    """The cell of PyTorch's tutorial "Custom C++ and CUDA Extensions", its arguments, parameters and first values.
+    ``construct(input, (old_h, old_cell))`` gives new_h and new_cell."""
+
+    def __init__(self, input_features, state_size, dtype=ms.float32):
+        super().__init__()
+        self.input_features, self.state_size = input_features, state_size
+        shapes = {"weights": (3 * state_size, state_size + input_features), "bias": (1, 3 * state_size)}
+        uniform = initializer.Uniform(state_size**-0.5)
+        for name, shape in shapes.items():
+            setattr(self, name, ms.Parameter(initializer.initializer(uniform, shape, dtype), name=name))
+
+    def construct(self, input, state):
+        weights, bias = self.weights.astype(input.dtype), self.bias.astype(input.dtype)
+        return lltm(input, weights, bias, state[0], state[1])  # type: ignore[name-defined] # noqa: F821

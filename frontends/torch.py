@@ -478,3 +478,27 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
             return super().forward(x, target)
         options = self.ignore_index, self.reduction, self.label_smoothing
         return cross_entropy(x, target, *options)  # type: ignore[name-defined] # noqa: F821
+
+
+class LLTM(torch.nn.Module):
+    """The cell of PyTorch's tutorial "Custom C++ and CUDA Extensions" on the library's kernel, with its arguments,
+    parameters and state, and a device and dtype besides. ``forward(input, (old_h, old_cell))``: new_h, new_cell."""
+
+    def __init__(self, input_features: int, state_size: int, device=None, dtype=None) -> None:
+        super().__init__()
+        self.input_features, self.state_size = input_features, state_size
+        gates, features = 3 * state_size, state_size + input_features
+        self.weights = torch.nn.Parameter(torch.empty(gates, features, device=device, dtype=dtype))
+        self.bias = torch.nn.Parameter(torch.empty(1, gates, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        bound = self.state_size**-0.5
+        for parameter in self.parameters():
+            torch.nn.init.uniform_(parameter, -bound, bound)
+
+    def forward(self, input: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return lltm(input, self.weights, self.bias, *state)  # type: ignore[name-defined] # noqa: F821
+
+    def extra_repr(self) -> str:
+        return f"input_features={self.input_features}, state_size={self.state_size}"

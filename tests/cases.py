@@ -69,6 +69,9 @@ class Row:
     cases: tuple[Case, ...]
     defaults: Callable[[str], dict[str, Any]] = _no_defaults
     """Of a dtype: the arguments for which None, or nothing, stands for something that depends on it."""
+    complex: bool = False
+    """The reference takes complex numbers: its derivative is then the imaginary part of a tiny imaginary step. For what
+    has kinks, about which finite differences are wrong, or costs much, since one step is enough."""
 
     def results(self, arrays: Arrays, attrs: dict[str, Any], dtype: str) -> tuple[np.ndarray, ...]:
         """What the formula gives, in float64, where ``dtype`` is tried."""
@@ -158,6 +161,13 @@ def cross_entropy(x, target, ignore_index=-100, reduction="mean", label_smoothin
     return losses.sum() / (counts.sum() if reduction == "mean" else 1)
 
 
+def lltm(input, weights, bias, old_h, old_cell):
+    i, o, c = np.split(np.concatenate([old_h, input], -1) @ weights.T + bias.reshape(-1), 3, -1)
+    i, o, c = 1 / (1 + np.exp(-i)), 1 / (1 + np.exp(-o)), np.where(c.real > 0, c, np.expm1(np.where(c.real > 0, 0, c)))
+    new_cell = old_cell + c * i
+    return np.tanh(new_cell) * o, new_cell
+
+
 # --------------------------------------------------------------------------------------------------------------- cases
 
 
@@ -223,6 +233,13 @@ def _softmax(x, dim=None, **kwargs) -> Case:
 def _cross_entropy(x, scale=1.0, **attrs) -> Case:
     # the gradient of a row is rounded before it is multiplied by dy, where a frontend keeps it
     return Case({"x": x, "target": x[:-1]}, attrs, scale=scale, classes={"target": x[-1]}, summed=1)
+
+
+def _lltm(rows, features, state, scale=1.0, bias=None) -> Case:
+    n, h = 3 * state, (*rows, state)
+    shapes = {"input": (*rows, features), "weights": (n, state + features), "bias": bias or (1, n)}
+    # the gradients are products with that of the gates, which is rounded
+    return Case(shapes | {"old_h": h, "old_cell": h}, scale=scale, summed=2)
 
 
 CASES: dict[str, Row] = {
@@ -483,6 +500,25 @@ CASES: dict[str, Row] = {
             _cross_entropy((1500, 24), ignore_index=7),
         ),
     ),
+    "lltm": Row(
+        lltm,
+        (
+            _lltm((4,), 6, 5),
+            _lltm((1,), 1, 1),
+            _lltm((), 3, 2),
+            _lltm((2, 3), 5, 4, bias=(12,)),
+            _lltm((0,), 3, 2),  # no rows: dweights and dbias are 0
+            _lltm((3,), 0, 4),  # nothing but the state
+            _lltm((5,), 3, 7),
+            _lltm((16,), 32, 128, scale=0.3),
+            # one for each path of a kernel
+            _lltm((70,), 33, 65, scale=0.3),
+            _lltm((300,), 128, 96, scale=0.3),
+            _lltm((520,), 67, 83, scale=0.3),
+            _lltm((6144,), 8, 128, scale=0.3),
+        ),
+        complex=True,
+    ),
 }
 
 
@@ -589,7 +625,14 @@ def _probes(name: str, index: int, dtype: str) -> dict[str, list[Probe]]:
     row, inputs, dys = CASES[name], _inputs(name, index, dtype), output_gradients(name, index, dtype)
     attrs = row.cases[index].attrs
 
+    def along_imaginary(slot: str, direction: np.ndarray) -> float:
+        results = row.results(inputs | {slot: inputs[slot] + 1e-30j * direction}, attrs, dtype)
+        return sum(float(np.vdot(dy, y.imag)) for dy, y in zip(dys, results, strict=True)) * 1e30
+
     def along(slot: str, direction: np.ndarray) -> float:
+        if row.complex:
+            return along_imaginary(slot, direction)
+
         def f(t: float) -> tuple[np.ndarray, ...]:
             # in more digits, where there are: a sum of 40000 differences has the roundings of all of them
             return row.results(inputs | {slot: inputs[slot].astype(np.longdouble) + t * direction}, attrs, dtype)

@@ -285,6 +285,14 @@ def good_calls(draw):
         target = TensorSpec(rows, draw(st.sampled_from(INTEGERS)))
         specs = {"x": x, "target": target, "slope": x, "dy": TensorSpec(rows if reduction == "none" else (), dtype)}
         attrs = (draw(st.integers(-100, 9)), reduction, draw(st.floats(0, 1)))
+    elif name == "lltm":
+        state, features = draw(st.integers(0, 3)), draw(st.integers(0, 3))
+        x, h = TensorSpec((*shape, features), dtype), TensorSpec((*shape, state), dtype)
+        weights = TensorSpec((3 * state, state + features), dtype)
+        bias = TensorSpec(draw(st.sampled_from([(1, 3 * state), (3 * state,)])), dtype)
+        gates = TensorSpec((*shape, 3 * state), "float64" if dtype == "float64" else "float32")
+        specs = dict.fromkeys(("old_h", "old_cell", "dnew_h", "dnew_cell"), h)
+        specs, attrs = specs | {"input": x, "weights": weights, "bias": bias, "gates": gates}, ()
     else:
         assert name in ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"), f"say here what calls {name} takes"
         axes, wide = draw(SHAPE.filter(len)), "float64" if dtype == "float64" else "float32"

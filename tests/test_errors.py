@@ -36,6 +36,13 @@ class Bad:
 F32, F64, I32, I64 = "float32", "float64", "int32", "int64"
 FLOATING = "expected float16, bfloat16, float32 or float64"
 X = ((2, 3), F32)
+LLTM = {
+    "input": ((4, 3), F32),
+    "weights": ((6, 5), F32),
+    "bias": ((1, 6), F32),
+    "old_h": ((4, 2), F32),
+    "old_cell": ((4, 2), F32),
+}
 
 BAD = [
     # integers
@@ -118,6 +125,17 @@ BAD = [
         ("add_rms_norm", "residual has dtype float16", "expected float32"),
     ),
     Bad("swiglu", {"gate": X, "up": ((3,), F32)}, {}, ValueError, ("swiglu", "up has shape (3,)", "expected (2, 3)")),
+    Bad(
+        "lltm",
+        LLTM | {"weights": ((6, 4), F32)},
+        {},
+        ValueError,
+        ("lltm", "weights has shape (6, 4)", "(6, 5)", "(4, 3)"),
+    ),
+    Bad("lltm", LLTM | {"bias": ((6, 1), F32)}, {}, ValueError, ("lltm", "bias has shape (6, 1)", "(1, 6) or (6,)")),
+    Bad("lltm", LLTM | {"old_h": ((3, 2), F32)}, {}, ValueError, ("lltm", "old_h (3, 2)", "input (4, 3)")),
+    Bad("lltm", LLTM | {"old_cell": ((4, 3), F32)}, {}, ValueError, ("lltm", "old_cell has shape (4, 3)", "(4, 2)")),
+    Bad("lltm", LLTM | {"bias": ((6,), F64)}, {}, TypeError, ("lltm", "bias has dtype float64", "expected float32")),
     Bad(
         "matmul", {"a": X, "b": X}, {}, ValueError, ("matmul", "b has shape (2, 3)", "(..., 3, n)", "(2, 3), the shape")
     ),

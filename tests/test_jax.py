@@ -67,6 +67,29 @@ FUNCTIONS |= {
     "softmax": (lambda x, w, b: ours.softmax(x * w + b), lambda x, w, b: jax.nn.softmax(x * w + b)),
     "softmax_dim": (lambda x, w, b: ours.softmax(x * w + b, -2), lambda x, w, b: jax.nn.softmax(x * w + b, -2)),
 }
+
+
+def _lltm(input, weights, bias, old_h, old_cell):
+    i, o, c = jnp.split(jnp.concatenate([old_h, input], -1) @ weights.T + bias.reshape(-1), 3, -1)
+    new_cell = old_cell + jax.nn.elu(c) * jax.nn.sigmoid(i)
+    return jnp.tanh(new_cell) * jax.nn.sigmoid(o), new_cell
+
+
+def _lltm_arguments(x, w, b):
+    columns = jnp.concatenate([b, w])
+    return x, jnp.outer(jnp.concatenate([w, columns]), columns), jnp.concatenate([columns, b])[None], x * w, x - b
+
+
+FUNCTIONS |= {
+    "lltm": (
+        lambda x, w, b: _both(ours.lltm(*_lltm_arguments(x, w, b))),
+        lambda x, w, b: _both(_lltm(*_lltm_arguments(x, w, b))),
+    ),
+    "lltm_h": (
+        lambda x, w, b: ours.lltm(*_lltm_arguments(x, w, b))[0],
+        lambda x, w, b: _lltm(*_lltm_arguments(x, w, b))[0],
+    ),
+}
 EACH = pytest.mark.parametrize("name", FUNCTIONS)
 
 
@@ -316,3 +339,15 @@ def test_both_devices_of_one_process(name):
     here = function(*jax.device_put(arrays(), jax.devices("cpu")[0]))
     there = function(*jax.device_put(arrays(), jax.devices("gpu")[0]))
     close(np.asarray(here), np.asarray(there))
+
+
+def test_lltm_module():
+    cell = ours.LLTM(32, 128)
+    parameters = cell.init(jax.random.key(0))
+    assert {name: p.shape for name, p in parameters.items()} == {"weights": (384, 160), "bias": (1, 384)}
+    assert all(0.9 < abs(p).max() * 128**0.5 <= 1 for p in parameters.values())
+    random = np.random.default_rng(0)
+    x, h, c = (jnp.asarray(random.normal(size=(16, n)), jnp.float32) for n in (32, 128, 128))
+    expected = _lltm(x, parameters["weights"], parameters["bias"], h, c)
+    got = jax.jit(cell.apply)(parameters, x, (h, c))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, expected)

@@ -335,3 +335,42 @@ def test_errors_of_graphs_name_the_operator(mode):
     with pytest.raises(ValueError, match=r"layer_norm: x has shape \(4, 6\)"):
         Wrong()(x, w)
     close(Ours()(x, w, b), Theirs()(x, w, b))
+
+
+class LltmAsWritten(nn.Cell):
+    def __init__(self, weights, bias):
+        super().__init__()
+        self.weights, self.bias = weights, bias
+
+    def construct(self, input, state):
+        i, o, c = ops.split(ops.matmul(ops.cat((state[0], input), -1), self.weights.T) + self.bias, 5, -1)
+        new_cell = state[1] + ops.elu(c) * ops.sigmoid(i)
+        return ops.tanh(new_cell) * ops.sigmoid(o), new_cell
+
+
+class LltmLoss(nn.Cell):
+    def __init__(self, cell):
+        super().__init__()
+        self.cell = cell
+
+    def construct(self, x, h, c):
+        new_h, new_cell = self.cell(x, (h, c))
+        return ops.sin(new_h).sum() + (new_cell * new_cell).sum()
+
+
+@MODES
+def test_lltm_cell_is_the_tutorials(mode):
+    ms.set_context(mode=mode)
+    cell = ours.LLTM(6, 5)
+    weights, bias = cell.get_parameters()
+    assert (weights.name, weights.shape, bias.name, bias.shape) == ("weights", (15, 11), "bias", (1, 15))
+    assert 0.9 < abs(weights.asnumpy()).max() * 5**0.5 <= 1
+    random = np.random.default_rng(0)
+    x, h, c = (Tensor(random.normal(size=(4, n)), F32) for n in (6, 5, 5))
+    theirs = LltmAsWritten(Tensor(weights), Tensor(bias))
+    for a, b in zip(cell(x, (h, c)), theirs(x, (h, c)), strict=True):
+        close(a, b, 1e-4)
+    mine = ms.grad(LltmLoss(cell), (0, 1, 2), [weights, bias])(x, h, c)
+    for a, b in zip(mine[0], ms.grad(LltmLoss(theirs), (0, 1, 2))(x, h, c), strict=True):
+        close(a, b, 1e-3)
+    assert all(np.abs(g.asnumpy()).sum() > 0 for g in mine[1])

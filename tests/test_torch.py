@@ -85,6 +85,29 @@ FUNCTIONS |= {
     "softmax": (lambda x, w, b: ours.softmax(x * w + b), lambda x, w, b: torch.softmax(x * w + b, -1)),
     "softmax_dim": (lambda x, w, b: ours.softmax(x * w + b, -2), lambda x, w, b: torch.softmax(x * w + b, -2)),
 }
+
+
+def lltm_as_written(input, weights, bias, old_h, old_cell):
+    """The tutorial's."""
+    i, o, c = F.linear(torch.cat([old_h, input], -1), weights, bias.view(-1)).chunk(3, -1)
+    new_cell = old_cell + F.elu(c) * torch.sigmoid(i)
+    return torch.tanh(new_cell) * torch.sigmoid(o), new_cell
+
+
+def _lltm_arguments(x, w, b):
+    return x, torch.outer(torch.cat([w, b, w]), torch.cat([b, w])), torch.cat([b, w, b])[None], x * w, x - b
+
+
+FUNCTIONS |= {
+    "lltm": (
+        lambda x, w, b: _both(ours.lltm(*_lltm_arguments(x, w, b))),
+        lambda x, w, b: _both(lltm_as_written(*_lltm_arguments(x, w, b))),
+    ),
+    "lltm_cell": (
+        lambda x, w, b: ours.lltm(*_lltm_arguments(x, w, b))[1],
+        lambda x, w, b: lltm_as_written(*_lltm_arguments(x, w, b))[1],
+    ),
+}
 EACH = pytest.mark.parametrize("name", FUNCTIONS)
 CUDA = torch.cuda.is_available()
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="torch finds no GPU")]
@@ -116,7 +139,10 @@ def samples(name, where):
     dy, stats = torch.randn_like(x.detach()), None
     plain, r, weight = x.detach(), torch.randn_like(x.detach()).requires_grad_(), w.detach()
     target, loss_dy = torch.tensor([1, 5, 0, 2], device=where), torch.ones((), dtype=x.dtype, device=where)
+    cell = tuple(t.detach().clone() for t in _lltm_arguments(x, w, b))
     cases = {
+        "lltm": [tuple(t.requires_grad_() for t in cell)],
+        "lltm_backward": [(dy, dy * 2, *cell, None)],
         "rms_norm": [(x, w, [6], None), (x, None, [6], 0.1), (x, None, [4, 6], 0.1)],
         "rms_norm_backward": [(dy, plain, weight, None, [6], None), (dy, plain, None, None, [6], 0.1)],
         "add_layer_norm": [(x, r, w, b, [6], 1e-5), (x, r, None, b, [6], 1e-5), (x, r, None, None, [4, 6], 0.1)],
@@ -326,7 +352,7 @@ def test_odd_numbers_as_torch(name, dtype, where):
     # infinity is NaN throughout, where the formula has 0
     got = function(x, w, b).cpu()
     expected = reference(x.double().cpu(), w.double().cpu(), b.double().cpu()).to(dtype)
-    if "norm" in name:  # the squares of info.max overflow, in one way or another
+    if "norm" in name or "lltm" in name:  # squares and sums of info.max overflow, in one way or another
         rest = [i for i, v in enumerate(odd) if abs(v) != info.max]
         got, expected = got[rest], expected[rest]
     tolerance = {
@@ -860,6 +886,33 @@ def test_gelu_module_is_torchs(approximate):
     torch.testing.assert_close(mine(x), theirs(x))
     assert repr(mine) == repr(theirs)
     assert mine.state_dict() == theirs.state_dict() == {}
+
+
+class LltmAsWritten(torch.nn.Module):
+    def __init__(self, input_features, state_size):
+        super().__init__()
+        self.weights = torch.nn.Parameter(torch.empty(3 * state_size, input_features + state_size))
+        self.bias = torch.nn.Parameter(torch.empty(1, 3 * state_size))
+
+    def forward(self, input, state):
+        return lltm_as_written(input, self.weights, self.bias, *state)
+
+
+def test_lltm_module_is_the_tutorials():
+    torch.manual_seed(0)
+    theirs, mine = LltmAsWritten(32, 128), ours.LLTM(32, 128)
+    assert all(0.9 < p.abs().max() * 128**0.5 <= 1 for p in mine.parameters())
+    theirs.load_state_dict(mine.state_dict())
+    x, h, c = (torch.randn(16, n, requires_grad=True) for n in (32, 128, 128))
+    gradients = []
+    for module in (mine, theirs):
+        new_h, new_cell = module(x, (h, c))
+        given = [x, h, c, *module.parameters()]
+        gradients.append((new_h, new_cell, *torch.autograd.grad(new_h.sin().sum() + new_cell.square().sum(), given)))
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert repr(mine) == "LLTM(input_features=32, state_size=128)"
+    assert ours.LLTM(3, 5, dtype=torch.float64).bias.dtype == torch.float64
 
 
 def test_modules_are_copied_pickled_moved_and_scripted_away():

@@ -100,6 +100,27 @@ Vec<T> exp2_nonpositive(Vec<T> z) {
   return z < C::kLowest ? Vec<T>{} : y;
 }
 
+// e^x - 1 for x <= 0: 2^n * (2^f - 1) + (2^n - 1), whose first term has no 1 to cancel.
+template <typename T>
+Vec<T> expm1_nonpositive(Vec<T> x) {
+  using C = Constants<T>;
+  using A = Accumulate<T>;
+  Vec<T> z = x * A(kLog2E), shifted = z + C::kRound, f = z - (shifted - C::kRound);
+  Vec<T> scale = (Vec<T>)(((VecInt<T>)shifted << C::kMantissa) + (VecInt<T>)(Vec<T>{} + 1));
+  constexpr size_t terms = sizeof C::kExp2 / sizeof *C::kExp2;
+  Vec<T> powers[5] = {f};
+  for (int i = 1; i < 5; ++i) powers[i] = powers[i - 1] * powers[i - 1];
+  Vec<T> y = f * estrin<1, terms - 1>(powers, C::kExp2) * scale + (scale - 1);
+  return z < C::kLowest ? Vec<T>{} - 1 : y;
+}
+
+// By way of e^(-2|x|) - 1, which keeps the digits of a small x.
+template <typename T>
+Vec<T> tanh(Vec<T> x) {
+  Vec<T> m = expm1_nonpositive<T>(-2 * abs<T>(x)), y = -m / (m + 2);
+  return x < 0 ? -y : y;
+}
+
 // The logistic function, 1 / (1 + exp(-x)), by way of the smaller of it and what it lacks of 1, whose exponential does
 // not overflow.
 template <typename T>

@@ -1,0 +1,200 @@
+// Products of matrices on the ordinary cores, summed in the accumulate type: a block has a tile of the result in its
+// registers, and goes along the summed axis in steps. The next step's operands come from memory, and wait in registers,
+// while this one's, in shared memory, are multiplied.
+#pragma once
+#include "launch.cuh"
+#include "reduce.cuh"
+
+namespace aot {
+inline namespace AOT_ISA {
+
+// ---------------------------------------------------------------------------------------------------------- packets
+
+// Neighbouring elements that are read and written at once.
+template <typename T, int n>
+struct alignas(sizeof(T) * n < 16 ? sizeof(T) * n : 16) Packet {
+  T value[n];
+};
+
+template <int n, typename T>
+__device__ inline Packet<T, n> load_packet(const T *p) {
+  Packet<T, n> packet;
+  if constexpr (sizeof packet == 16) reinterpret_cast<Vector<T> &>(packet) = load_once(p);
+  else packet = *reinterpret_cast<const Packet<T, n> *>(p);
+  return packet;
+}
+// Zeros where it is not present.
+template <int n, typename T>
+__device__ inline Packet<T, n> load_packet(const T *p, bool present) {
+  Packet<T, n> packet = {};
+  if constexpr (sizeof packet == 16) reinterpret_cast<Vector<T> &>(packet) = load_present(p, present);
+  else if (present) packet = *reinterpret_cast<const Packet<T, n> *>(p);
+  return packet;
+}
+
+template <typename T, int n>
+__device__ inline void store_packet(T *p, const Packet<T, n> &packet) {
+  *reinterpret_cast<Packet<T, n> *>(p) = packet;
+}
+
+// ------------------------------------------------------------------------------------------------------------ shapes
+
+// kM by kN, summed over kDepth a step. A thread has 4 rows in each of kGroupsM parts of the tile's, and 4 columns
+// likewise; a warp is 4 by 8 threads, of which pairs share columns: so a fragment is read in half the time. kUnroll
+// terms are written out; a multiprocessor is to have room for kBlocks blocks.
+template <int kM_, int kN_, int kDepth_, int kGroupsM_, int kGroupsN_, int kBlocks_, int kUnroll_>
+struct Tile {
+  static constexpr int kM = kM_, kN = kN_, kDepth = kDepth_, kGroupsM = kGroupsM_, kGroupsN = kGroupsN_;
+  static constexpr int kBlocks = kBlocks_, kUnroll = kUnroll_;
+  static constexpr int kPartM = kM / kGroupsM, kPartN = kN / kGroupsN, kRows = 4 * kGroupsM, kColumns = 4 * kGroupsN;
+  static constexpr int kThreads = kPartM / 4 * (kPartN / 4);
+  static constexpr int kStrideM = kM + 4, kStrideN = kN + 4;  // in shared memory: spreads a column over the banks
+  static_assert(kPartM % 16 == 0 && kPartN % 32 == 0, "whole warps");
+};
+
+// Where this thread's first row and column are.
+template <class Shape>
+__device__ inline int first_row() {
+  int row = lane_index() / 16 * 2 + lane_index() % 2;
+  return (warp_index() / (Shape::kPartN / 32) * 4 + row) * 4;
+}
+template <class Shape>
+__device__ inline int first_column() {
+  int column = lane_index() / 2 % 8;
+  return (warp_index() % (Shape::kPartN / 32) * 8 + column) * 4;
+}
+
+template <class Shape, typename A>
+struct TileSums {
+  A value[Shape::kRows][Shape::kColumns];
+};
+
+// ----------------------------------------------------------------------------------------------------------- operands
+
+// What a thread carries of an operand that has kWidth rows (or columns) of the result, step by step from memory to
+// shared memory, in packets of kSize. kDeep: it lies in memory along the summed axis, else along the other.
+template <typename T, class Shape, int kWidth, bool kDeep_, int kSize>
+struct Carrier {
+  static constexpr bool kDeep = kDeep_;
+  static constexpr int kPackets = kWidth * Shape::kDepth / kSize;
+  static constexpr int kLoads = (kPackets + Shape::kThreads - 1) / Shape::kThreads;
+  static constexpr int kAlong = (kDeep ? Shape::kDepth : kWidth) / kSize, kStride = kWidth + 4;
+  // Neighbouring threads have a sector of a row, and then the same of the next row: a warp's stores to shared memory
+  // meet all of its banks.
+  static constexpr int kSector = 32 / (kSize * sizeof(T)) < kAlong ? 32 / (kSize * sizeof(T)) : kAlong;
+  const T *from[kLoads];
+  int64_t advance, left;
+  Packet<T, kSize> held[kLoads];
+
+  // f(i, at, depth) for each of this thread's packets.
+  template <class F>
+  __device__ static void each(F f) {
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      int packet = threadIdx.x + i * Shape::kThreads;
+      if (kPackets % Shape::kThreads && packet >= kPackets) continue;
+      if constexpr (kDeep)
+        f(i, packet / kSector % kWidth, (packet / (kSector * kWidth) * kSector + packet % kSector) * kSize);
+      else f(i, packet % kAlong * kSize, packet / kAlong);
+    }
+  }
+  // From here on: address(at, depth), `depth` to be summed, `advance_` elements from one step to the next. What is
+  // outside of the result may be anything: it comes to nothing but itself.
+  template <class Address>
+  __device__ void begin(int64_t depth, int64_t advance_, Address address) {
+    left = depth, advance = advance_;
+    each([&](int i, int at, int depth) { from[i] = address(at, depth); });
+  }
+  __device__ void fetch() {
+    const bool whole = left >= Shape::kDepth;
+    each([&](int i, int, int depth) {
+      const T *p = whole || depth < left ? from[i] : nullptr;
+      held[i] = load_packet<kSize>(p, p != nullptr);
+      from[i] += advance;
+    });
+    left -= Shape::kDepth;
+  }
+  __device__ void put(Accumulate<T> *tile) const {
+    using A = Accumulate<T>;
+    each([&](int i, int at, int depth) {
+      if constexpr (kDeep) {
+#pragma unroll
+        for (int k = 0; k < kSize; ++k) tile[(depth + k) * kStride + at] = widen(held[i].value[k]);
+      } else {
+        constexpr int kPart = kSize < 4 ? kSize : 4;
+#pragma unroll
+        for (int k = 0; k < kSize; k += kPart) {
+          Packet<A, kPart> wide;
+#pragma unroll
+          for (int l = 0; l < kPart; ++l) wide.value[l] = widen(held[i].value[k + l]);
+          store_packet(&tile[depth * kStride + at + k], wide);
+        }
+      }
+    });
+  }
+};
+
+// ------------------------------------------------------------------------------------------------------------ product
+
+template <class Shape, typename A>
+struct TileMemory {
+  A left[2][Shape::kDepth * Shape::kStrideM], right[2][Shape::kDepth * Shape::kStrideN];
+};
+
+template <int kGroups, int kPart, typename A>
+__device__ inline void load_fragment(A (&fragment)[4 * kGroups], const A *line) {
+#pragma unroll
+  for (int g = 0; g < kGroups; ++g) {
+    Packet<A, 4> part = *reinterpret_cast<const Packet<A, 4> *>(line + g * kPart);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) fragment[4 * g + i] = part.value[i];
+  }
+}
+
+// sum += left right, over `first` steps and then over `second` ones. begin(part, left, right) lets the carriers begin
+// with either; each(tile) sees every step of the left operand in shared memory.
+template <class Left, class Right, class Shape, typename A, class Begin, class Each>
+__device__ inline void multiply(TileMemory<Shape, A> &memory, TileSums<Shape, A> &sum, int64_t first, int64_t second,
+                                Begin begin, Each each) {
+  Left left;
+  Right right;
+  const int64_t steps = first + second;
+  auto fetch = [&](int64_t step) {
+    if (step == first) begin(1, left, right);
+    left.fetch(), right.fetch();
+  };
+  auto put = [&](int stage) {
+    left.put(memory.left[stage]), right.put(memory.right[stage]);
+    __syncthreads();
+  };
+  if (steps == 0) return;
+  begin(0, left, right);
+  fetch(0);
+  put(0);
+  const int row = first_row<Shape>(), column = first_column<Shape>();
+#pragma unroll 1
+  for (int64_t step = 0; step < steps; ++step) {
+    int stage = step & 1;
+    if (step + 1 < steps) fetch(step + 1);
+    each(memory.left[stage]);
+    const A *left_line = memory.left[stage] + row, *right_line = memory.right[stage] + column;
+    A a[2][Shape::kRows], b[2][Shape::kColumns];
+    auto load = [&](int k) {
+      load_fragment<Shape::kGroupsM, Shape::kPartM>(a[k % 2], left_line + k * Shape::kStrideM);
+      load_fragment<Shape::kGroupsN, Shape::kPartN>(b[k % 2], right_line + k * Shape::kStrideN);
+    };
+    load(0);
+#pragma unroll(Shape::kUnroll)
+    for (int k = 0; k < Shape::kDepth; ++k) {
+      if (k + 1 < Shape::kDepth) load(k + 1);
+#pragma unroll
+      for (int i = 0; i < Shape::kRows; ++i)
+#pragma unroll
+        for (int j = 0; j < Shape::kColumns; ++j) sum.value[i][j] += a[k % 2][i] * b[k % 2][j];
+    }
+    if (step + 1 < steps) put(stage ^ 1);
+  }
+}
+
+}  // namespace AOT_ISA
+}  // namespace aot
