@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 from . import __version__
@@ -52,9 +53,18 @@ def load() -> ctypes.CDLL:
         raise LibraryError(f"{file} is not a library of aotops: it exports no aot_version") from error
     if built != __version__:
         raise LibraryError(f"{file} is version {built}, the package is {__version__}: rebuild it with `make lib`")
+    lib.aot_set_openblas.argtypes = [ctypes.c_char_p]
+    lib.aot_set_openblas(str(_openblas() or "").encode())
     lib.aot_extra_new.restype, lib.aot_extra_new.argtypes = _POINTER, [ctypes.c_char_p]
     lib.aot_extra_delete.restype, lib.aot_extra_delete.argtypes = None, [_POINTER]
     return lib
+
+
+def _openblas() -> Path | None:
+    """The OpenBLAS of PyPI's scipy-openblas32, where it is installed: what CPU matrix products use, if they find it."""
+    spec = find_spec("scipy_openblas32")
+    file = spec and spec.origin and Path(spec.origin).with_name("lib") / "libscipy_openblas.so"
+    return file if file and file.exists() else None
 
 
 def address(symbol: str) -> int | None:
