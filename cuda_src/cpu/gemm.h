@@ -1,9 +1,11 @@
 // Matrix products on the CPU: C = A B, or C += A B, with A (m, k), B (k, n) and C (m, n) row-major.
 //
-//   gemm(m, n, k, {a, lda}, {b, ldb, true}, c, ldc);                     c[i * ldc + j] = sum_p a[i * lda + p] * b[j *
-//   ldb + p] gemm(m, n, k, {a, lda}, {b, ldb}, c, ldc, true);                     adds to what c holds gemm(m, n, k,
-//   {a, lda}, {b, ldb}, c, ldc, false, finish);            stores finish(v, i, j, part) in the place of v
+//   gemm(m, n, k, a, b, c, ldc);                  c[i * ldc + j] = sum over p of a(i, p) * b(p, j)
+//   gemm(m, n, k, a, b, c, ldc, true);            adds to what c holds
+//   gemm(m, n, k, a, b, c, ldc, false, finish);   stores finish(v, i, j, part) in the place of v
+//   gemm_batch(count, m, n, k, product);          products of one size; product(i) gives a, b, c and ldc of the i-th
 //
+// a is Matrix<T>{data, stride} or, as it lies, (k, m): Matrix<T>{data, stride, true}; b likewise.
 // A and B are of float16, bfloat16, float or double, both the same T; C is of T or of Accumulate<T>. Sums are taken in
 // Accumulate<T>, and rounded to C's type once. `finish` gets a vector of sums, Vec<T>, with the row and the column of
 // its first, and returns what is to be stored: how a bias and an activation are applied while the tile is in a cache.
@@ -65,21 +67,16 @@ template <typename A, int rows>
 void multiply_block(int64_t depth, const A *a, const A *b, bool add, A *c, int64_t ldc) {
   using B = Block<A>;
   VecOf<A> sum[rows][B::kVectors];
-  for (int i = 0; i < rows; ++i)
-    for (int v = 0; v < B::kVectors; ++v) {
-      sum[i][v] = VecOf<A>{};
-      if (add) std::memcpy(&sum[i][v], c + i * ldc + v * B::kLanesA, sizeof sum[i][v]);
-    }
-  for (int64_t p = 0; p < depth; ++p, a += B::kRows, b += B::kCols) {
-    VecOf<A> row[B::kVectors];
-    std::memcpy(row, b, sizeof row);
+  auto each = [](auto f) {
 #pragma GCC unroll 16
     for (int i = 0; i < rows; ++i)
 #pragma GCC unroll 4
-      for (int v = 0; v < B::kVectors; ++v) sum[i][v] += a[i] * row[v];
-  }
-  for (int i = 0; i < rows; ++i)
-    for (int v = 0; v < B::kVectors; ++v) std::memcpy(c + i * ldc + v * B::kLanesA, &sum[i][v], sizeof sum[i][v]);
+      for (int v = 0; v < B::kVectors; ++v) f(i, v);
+  };
+  each([&](int i, int v) { sum[i][v] = add ? load(c + i * ldc + v * B::kLanesA) : VecOf<A>{}; });
+  for (int64_t p = 0; p < depth; ++p, a += B::kRows, b += B::kCols)
+    each([&](int i, int v) { sum[i][v] += a[i] * load(b + v * B::kLanesA); });
+  each([&](int i, int v) { store(c + i * ldc + v * B::kLanesA, sum[i][v]); });
 }
 
 template <typename A, int rows = Block<A>::kRows>
