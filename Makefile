@@ -24,7 +24,12 @@ VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' aotops/__init__.py)
 
 HOST := $(wildcard cuda_src/host/*.cpp)
 CPU  := $(wildcard cuda_src/*.cpp)
-CUDA := $(if $(NVCC),$(wildcard cuda_src/*.cu))
+CUDA := $(if $(NVCC),$(wildcard cuda_src/*.cu cuda_src/cuda/*.cu))
+# Files named _sm80 and _sm90 include CUTLASS's headers. The latter are Hopper's alone (wgmma, TMA): they are for sm_90a,
+# and there only if 90 is asked for.
+SM90 := $(filter %_sm90.cu,$(CUDA))
+CUDA := $(filter-out $(SM90),$(CUDA)) $(if $(filter 90,$(ARCHS)),$(SM90))
+CUTLASS := build/cutlass
 
 # The CPU sources are compiled for several instruction sets; the entry picks one at run time (cuda_src/cpu/entry.h).
 ISAS := baseline $(if $(filter x86_64,$(shell uname -m)),avx2 avx512)
@@ -38,10 +43,12 @@ OBJECTS := $(HOST:cuda_src/%=build/%.o) $(CUDA:cuda_src/%=build/%.o) \
 WARNINGS  := -Wall -Wextra
 CXXFLAGS  := -std=c++17 -O3 -fPIC -fvisibility=hidden -fopenmp -fno-math-errno -fno-trapping-math $(WARNINGS) \
              -MMD -MP -DAOT_VERSION='"$(VERSION)"' $(if $(word 2,$(ISAS)),-DAOT_HAVE_X86_ISAS)
-NVCCFLAGS := -std=c++17 -O3 -DAOT_ISA=cuda -MMD -MP -Xcompiler -fPIC,-fvisibility=hidden,-Wall \
-             $(foreach a,$(ARCHS),-gencode arch=compute_$(a),code=sm_$(a)) \
+GENCODE   := $(foreach a,$(ARCHS),-gencode arch=compute_$(a),code=sm_$(a)) \
              -gencode arch=compute_$(lastword $(ARCHS)),code=compute_$(lastword $(ARCHS))
+NVCCFLAGS := -std=c++17 -O3 -DAOT_ISA=cuda -MMD -MP -Xcompiler -fPIC,-fvisibility=hidden,-Wall \
+             $(if $(filter 90,$(ARCHS)),-DAOT_HAVE_SM90)
 comma     := ,
+pinned     = $(shell sed -n 's/.*"\($(1)==[^"]*\)".*/\1/p' pyproject.toml)
 LDFLAGS   := -z,defs,-z,now,-z,nodelete,--version-script=cuda_src/host/exports.map
 lib:
 	@$(MAKE) --no-print-directory -j$(JOBS) $(LIB)
@@ -51,7 +58,7 @@ build/flags: FORCE | build
 	@echo '$(NVCC) $(ARCHS) $(ISAS) $(VERSION)' | cmp -s - $@ || echo '$(NVCC) $(ARCHS) $(ISAS) $(VERSION)' >$@
 FORCE:
 
-build build/host:
+build build/host build/cuda:
 	@mkdir -p $@
 
 $(LIB): $(OBJECTS) cuda_src/host/exports.map
@@ -74,9 +81,24 @@ build/host/device.cpp.o: cuda_src/host/device.cpp build/flags | build/host
 	@$(NVCC) -std=c++17 -O3 -MMD -MP -Xcompiler -fPIC,-fvisibility=hidden,-Wall -DAOT_HAVE_CUDA -c $< -o $@
 endif
 
-build/%.cu.o: cuda_src/%.cu build/flags | build
+build/%.cu.o: cuda_src/%.cu build/flags | build build/cuda
 	@echo "nvcc $<  (sm $(ARCHS))"
-	@$(NVCC) $(NVCCFLAGS) -c $< -o $@
+	@$(NVCC) $(NVCCFLAGS) $(GENCODE) -c $< -o $@
+
+# NDEBUG: a call of assert() in a kernel makes the compiler wait for each wgmma.
+WITH_CUTLASS := $(patsubst cuda_src/%,build/%.o,$(filter %_sm80.cu %_sm90.cu,$(CUDA)))
+$(WITH_CUTLASS): NVCCFLAGS += -DNDEBUG --expt-relaxed-constexpr -isystem $(CUTLASS)/include
+$(WITH_CUTLASS): | $(CUTLASS)/include
+$(SM90:cuda_src/%=build/%.o): GENCODE := -gencode arch=compute_90a,code=sm_90a
+
+# The wheel has no library, only headers.
+$(CUTLASS)/include: pyproject.toml
+	@echo "fetch $(call pinned,nvidia-cutlass)"
+	@mkdir -p $(CUTLASS)
+	@$(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps --dest $(CUTLASS) $(call pinned,nvidia-cutlass)
+	@$(PYTHON) -m zipfile -e $(CUTLASS)/nvidia_cutlass-*.whl $(CUTLASS)/wheel
+	@rm -rf $@ && mv $(CUTLASS)/wheel/cutlass_library/source/include $@
+	@rm -rf $(CUTLASS)/wheel $(CUTLASS)/*.whl && touch $@
 
 define compile_for
 build/%.$(1).o: cuda_src/%.cpp build/flags | build

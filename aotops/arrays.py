@@ -50,6 +50,8 @@ class ArrayFrontend(ABC):
         @functools.wraps(op.bind)
         def function(*args, **kwargs):
             inputs, attrs = op.bind(*args, **kwargs)
+            if op.transposable:
+                inputs, attrs = op.as_they_lie(inputs, attrs, lambda a: a.flags.c_contiguous)
             with self.device_of(inputs[0]):
                 return _one_or_all(self._run(op, self._prepare(op, inputs), attrs, op.outputs))
 

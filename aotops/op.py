@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, SupportsFloat, SupportsIndex
@@ -46,6 +46,8 @@ class Op:
     entry then finds none."""
     residuals: tuple[str, ...] = ()
     """Outputs that only the backward wants, and can do without: it computes absent ones again."""
+    costly: bool = False
+    """Residuals that are always cheaper to keep than to compute again."""
     workspace: tuple[str, ...] = ()
     """Scratch; its content means nothing afterwards."""
     backward: Op | None = None
@@ -56,10 +58,12 @@ class Op:
     inputs, there is no kernel."""
     batched: frozenset[str] = frozenset()
     """Slots that may carry more leading axes, each index of which is an independent problem: how vmap works."""
+    aligned: bool = False
+    """The same only where all inputs have as many axes: the kernel itself broadcasts leading ones."""
     broadcast: bool = False
     """Inputs of different shapes are broadcast by the frontend."""
     autocast: str | None = None
-    """The dtype that torch.autocast casts to before this operator."""
+    """The dtype that torch.autocast casts to before this operator; "autocast" for its own, of 16 bits."""
 
     @cached_property
     def extra_outputs(self) -> tuple[str, ...]:
@@ -86,6 +90,29 @@ class Op:
     @cached_property
     def has_kernel(self) -> bool:
         return set(self.alias) != set(self.outputs)
+
+    def takes_batch(self, slots: Iterable[str], ndims: Sequence[int | None]) -> bool:
+        """Whether these slots may all carry one more leading axis, where inputs have so many axes without it."""
+        return self.batched.issuperset(slots) and not (self.aligned and len({*ndims} - {None}) > 1)
+
+    @cached_property
+    def transposable(self) -> tuple[tuple[int, int], ...]:
+        """The inputs that may lie transposed, each with the attribute that says so: ``transpose_a`` for ``a``."""
+        names = list(self.attrs)
+        pairs = ((i, f"transpose_{slot}") for i, slot in enumerate(self.inputs))
+        return tuple((i, names.index(name)) for i, name in pairs if name in names)
+
+    def as_they_lie(
+        self, inputs: Sequence[Any], attrs: tuple[Attr, ...], contiguous: Callable[[Any], bool]
+    ) -> tuple[tuple[Any, ...], tuple[Attr, ...]]:
+        """The same call, with the matrix itself in the place of a transposed view of it."""
+        given, said = list(inputs), list(attrs)
+        for i, j in self.transposable:
+            if getattr(given[i], "ndim", 0) > 1 and not contiguous(given[i]):
+                matrix = given[i].swapaxes(-2, -1)
+                if contiguous(matrix):
+                    given[i], said[j] = matrix, not said[j]
+        return tuple(given), tuple(said)
 
     def is_optional(self, slot: str) -> bool:
         return slot in self.optional or slot in self.residuals or slot in self.workspace

@@ -1,40 +1,11 @@
 #include "gelu.h"
 
 #include "cpu/entry.h"
-#include "cpu/math.h"
+#include "cpu/gelu.h"
 #include "cpu/parallel.h"
 
 namespace aot {
 inline namespace AOT_ISA {
-
-// ------------------------------------------------------------------------------------------------------ formulas
-
-// approximate = "none"
-template <typename T>
-struct ExactGelu {
-  Normal<T> normal;
-
-  explicit ExactGelu(Vec<T> x) : normal(x) {}
-  Vec<T> value(Vec<T> x) const { return x * normal.below; }
-  Vec<T> slope(Vec<T> x) const {
-    return normal.below + x * normal.density * Accumulate<T>(0.3989422804014327);  // 1 / sqrt(2 pi)
-  }
-};
-
-// approximate = "tanh": (1 + tanh(u)) / 2 = s(2u), the logistic function, and its slope is 2 u' s (1 - s).
-template <typename T>
-struct TanhGelu {
-  using A = Accumulate<T>;
-  static constexpr A c = A(0.044715), two_k = A(1.5957691216057308);  // 2 sqrt(2 / pi)
-  static constexpr A log2_e = A(kLog2E);
-  Logistic<T> s;
-
-  explicit TanhGelu(Vec<T> x) : s(x * (two_k * log2_e + two_k * log2_e * c * (x * x))) {}
-  Vec<T> value(Vec<T> x) const { return x * s.value; }
-  Vec<T> slope(Vec<T> x) const {
-    return s.value + x * (s.smaller - s.smaller * s.smaller) * (two_k + 3 * two_k * c * (x * x));
-  }
-};
 
 // --------------------------------------------------------------------------------------------------------- loops
 

@@ -150,7 +150,8 @@ def _batched(op: Op, attrs: Attrs, wanted: Names, n: int, batched: Sequence[bool
     """vmap's rule. Outputs that may carry one more leading axis come from one call, the others from a call for each
     index. XLA drops whichever nobody uses, such as the dweight of a weight that is not trained."""
     slots = list(zip(op.inputs, inputs, batched, strict=True))
-    at_once = all(slot in op.batched for slot, _, b in slots if b)
+    ndims = [None if x is None else x.ndim - b for _, x, b in slots]
+    at_once = op.takes_batch((slot for slot, _, b in slots if b), ndims)
     together = tuple(s for s in wanted if at_once and s in op.batched)
     apart = tuple(s for s in wanted if s not in together)
     results: dict[str, Array] = {}

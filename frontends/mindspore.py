@@ -30,7 +30,7 @@ from aotops.op import Attr, Op
 from aotops.ops import OPS
 from aotops.spec import TensorSpec, accumulate_dtype, shape_text
 
-__all__ = [*OPS, "GELU", "LayerNorm", "RMSNorm"]
+__all__ = [*OPS, "GELU", "LayerNorm", "Linear", "RMSNorm"]
 
 
 # ------------------------------------------------------------------------------------------------- the public functions
@@ -311,6 +311,19 @@ class RMSNorm(nn.Cell):
     def construct(self, x):
         weight = None if self.weight is None else self.weight.astype(x.dtype)
         return rms_norm(x, self.normalized_shape, weight, self.eps)  # type: ignore[name-defined] # noqa: F821
+
+
+class Linear(nn.Dense):
+    """``mindspore.nn.Dense`` on the library's kernel: the same arguments, defaults, parameters and state, but for the
+    activation, which is applied in the same kernel: None, "relu", "gelu", "gelu_tanh" or "silu"."""
+
+    def __init__(self, *args, activation=None, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.applied = activation
+
+    def construct(self, x):
+        bias = self.bias.astype(x.dtype) if self.has_bias else None
+        return linear(x, self.weight.astype(x.dtype), bias, self.applied)  # type: ignore[name-defined] # noqa: F821
 
 
 class GELU(nn.GELU):

@@ -177,7 +177,7 @@ class _Eager:
 
     def _forward(self, ctx, *inputs: Tensor | None):
         op, x = self.op, inputs[0]
-        keep = x.is_cuda and x.numel() > KEEP_RESIDUALS_FROM
+        keep = op.costly or (x.is_cuda and x.numel() > KEEP_RESIDUALS_FROM)
         results = _write(op, inputs, self.attrs, op.extra_outputs if keep else self.without_residuals)
         named = dict(zip((*op.inputs, *op.results), (*inputs, *results), strict=True))
         ctx.save_for_backward(*(named[slot] for slot in op.saved))
@@ -238,7 +238,8 @@ def _transformed(op: Op, inputs: Tensors, attrs: tuple[Attr, ...], wanted: Seque
 def _batch(op: Op, size: int, dims: Sequence[int | None], inputs: Tensors, wanted: Sequence[str], run):
     """vmap's rule: one call with a leading axis where every slot in question may have one, else a call an example."""
     batched = {slot for slot, dim in zip(op.inputs, dims, strict=True) if dim is not None}
-    if batched <= op.batched and set(wanted) <= op.batched:
+    ndims = [None if t is None else t.dim() - (dim is not None) for t, dim in zip(inputs, dims, strict=True)]
+    if op.takes_batch({*batched, *wanted}, ndims):
         moved = [
             t if t is None or slot not in op.batched
             else t.movedim(dim, 0) if dim is not None
@@ -382,6 +383,8 @@ def _plain_first(op: Op, disp: Callable[..., Any]) -> Callable[..., Any]:
 def _general(op: Op, disp: Callable[..., Any], inputs: Tensors, attrs: tuple[Attr, ...]):
     """What plain eager does not take as it is. Raises for what the operator does not take at all."""
     inputs = _prepare(op, inputs)
+    if op.transposable:
+        inputs, attrs = op.as_they_lie(inputs, attrs, Tensor.is_contiguous)
     if _transforms_active():
         return _visible(op, _transformed(op, inputs, attrs, (*op.outputs, *op.residuals)))
     plain = all(type(t) in _PLAIN for t in inputs) and not _dispatch_modes()
@@ -405,10 +408,9 @@ def _prepare(op: Op, inputs: Tensors) -> Tensors:
         if not (isinstance(t, Tensor) or (t is None and slot in op.optional)):
             raise TypeError(f"{op.name}: {slot} is {t!r:.40}, expected a torch.Tensor")
     if op.autocast and _autocast_enabled() and torch.is_autocast_enabled(inputs[0].device.type):
-        wide = getattr(torch, op.autocast)
-        inputs = [
-            t if t is None or t.dtype == torch.float64 or not t.is_floating_point() else t.to(wide) for t in inputs
-        ]
+        device = inputs[0].device.type
+        to = torch.get_autocast_dtype(device) if op.autocast == "autocast" else getattr(torch, op.autocast)
+        inputs = [t if t is None or t.dtype == torch.float64 or not t.is_floating_point() else t.to(to) for t in inputs]
     if not op.broadcast:
         return inputs
     check_broadcast(op.name, op.inputs, [_spec(t) for t in inputs])
@@ -434,6 +436,21 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.normalized_shape, self.weight, self.eps)  # type: ignore[name-defined] # noqa: F821
+
+
+class Linear(torch.nn.Linear):
+    """``torch.nn.Linear`` on the library's kernel: the same arguments, parameters and state, and an activation that is
+    applied in the same kernel: None, "relu", "gelu", "gelu_tanh" or "silu"."""
+
+    def __init__(self, in_features, out_features, bias=True, device=None, dtype=None, activation=None):
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias, self.activation)  # type: ignore[name-defined] # noqa: F821
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + (f", activation={self.activation!r}" if self.activation else "")
 
 
 class GELU(torch.nn.GELU):

@@ -118,6 +118,23 @@ def add_rms_norm(x, residual, *args, **kwargs):
     return rms_norm(x + residual, *args, **kwargs), x + residual
 
 
+def matmul(a, b, transpose_a=False, transpose_b=False):
+    return (np.swapaxes(a, -2, -1) if transpose_a else a) @ (np.swapaxes(b, -2, -1) if transpose_b else b)
+
+
+_ACTIVATIONS = {
+    None: lambda x: x,
+    "relu": lambda x: np.maximum(x, 0),
+    "gelu": gelu,
+    "gelu_tanh": lambda x: gelu(x, "tanh"),
+    "silu": lambda x: x / (1 + np.exp(-x)),
+}
+
+
+def linear(x, weight, bias=None, activation=None):
+    return _ACTIVATIONS[activation](x @ weight.T + (0 if bias is None else bias))
+
+
 def swiglu(gate, up):
     return gate / (1 + np.exp(-gate)) * up
 
@@ -182,6 +199,16 @@ def _add_rms_norm(x, normalized_shape, weight=True, eps=(), **kwargs) -> Case:
 
 def _rms_eps(dtype: str) -> dict[str, Any]:
     return {"eps": float(np.finfo("float64" if dtype == "float64" else "float32").eps)}
+
+
+def _matmul(a, b, **attrs) -> Case:
+    return Case({"a": a, "b": b}, attrs)
+
+
+def _linear(x, out, bias=True, activation=None, **kwargs) -> Case:
+    shapes = {"x": x, "weight": (out, x[-1]), "bias": (out,) if bias else None}
+    # a gradient of the product is one of a rounded factor, and has its rounding in each of its terms
+    return Case(shapes, {"activation": activation} if activation else {}, summed=8 if activation else 0, **kwargs)
 
 
 def _swiglu(shape, **kwargs) -> Case:
@@ -336,6 +363,66 @@ CASES: dict[str, Row] = {
             _add_rms_norm((2500, 3), 3, weight=False, eps=0.1),
         ),
         defaults=_rms_eps,
+    ),
+    "linear": Row(
+        linear,
+        (
+            _linear((1, 1), 1),
+            _linear((6, 6), 6, activation="gelu"),
+            _linear((4, 6), 5),
+            _linear((4, 6), 6, bias=False),
+            _linear((4, 6), 5, activation="relu"),
+            _linear((4, 6), 5, activation="gelu"),
+            _linear((4, 6), 5, activation="gelu_tanh"),
+            _linear((4, 6), 5, activation="silu"),
+            _linear((4, 6), 5, bias=False, activation="gelu"),
+            _linear((7,), 3),
+            _linear((7,), 3, activation="silu"),
+            _linear((2, 3, 4), 5, activation="gelu_tanh"),
+            _linear((0, 3), 2),
+            _linear((0, 3), 2, activation="relu"),
+            _linear((3, 0), 2),  # nothing but the bias
+            _linear((3, 4), 0, activation="gelu"),
+            # one for each path of a kernel
+            _linear((33, 1025), 7, bias=False),
+            _linear((256, 264), 256),
+            _linear((300, 72), 504, activation="gelu", scale=0.5),
+            _linear((2, 130, 72), 128, activation="gelu_tanh", scale=0.5),
+            _linear((500, 128), 96),
+        ),
+    ),
+    "matmul": Row(
+        matmul,
+        (
+            _matmul((1, 1), (1, 1)),
+            _matmul((4, 6), (6, 4)),
+            _matmul((4, 6), (4, 5), transpose_a=True),
+            _matmul((4, 6), (5, 6), transpose_b=True),
+            _matmul((6, 4), (5, 6), transpose_a=True, transpose_b=True),
+            _matmul((1, 7), (7, 1)),
+            _matmul((7, 1), (1, 7)),
+            _matmul((0, 3), (3, 2)),
+            _matmul((3, 2), (2, 0)),
+            _matmul((2, 0), (0, 3)),  # sums of nothing
+            # leading axes, which broadcast
+            _matmul((3, 4, 5), (3, 5, 2)),
+            _matmul((3, 4, 5), (5, 2)),
+            _matmul((4, 5), (3, 5, 2)),
+            _matmul((3, 5, 4), (2, 5), transpose_a=True, transpose_b=True),
+            _matmul((4, 5), (3, 2, 5), transpose_b=True),
+            _matmul((2, 1, 3, 4), (3, 4, 2)),
+            _matmul((2, 3, 4, 5), (2, 1, 5, 3)),
+            _matmul((2, 3, 5, 4), (1, 3, 6, 5), transpose_a=True, transpose_b=True),
+            _matmul((0, 3, 4), (4, 2)),
+            _matmul((2, 0, 3, 4), (2, 1, 4, 2)),
+            # one for each path of a kernel: blocks and tiles that are not whole, sums in several pieces
+            _matmul((33, 1025), (1025, 70)),
+            _matmul((250, 300), (300, 500)),
+            _matmul((100, 33), (100, 130), transpose_a=True),
+            _matmul((3, 5000), (2, 5000), transpose_b=True),
+            _matmul((256, 256), (256, 256), transpose_b=True),
+            _matmul((64, 33, 8), (64, 8, 40)),
+        ),
     ),
     "swiglu": Row(
         swiglu,

@@ -47,6 +47,15 @@ def test_bytes_of_cross_entropy():
     assert fused.bytes("forward", (1024, 4096), "bfloat16") == 4 * X + classes + scalar
 
 
+def test_bytes_and_operations_of_products():
+    matmul, linear = (next(w for w in WORKS if w.name == name) for name in ("matmul", "linear gelu"))
+    m, n, k = shape = (8, 4, 2)
+    assert matmul.bytes("forward", shape, "bfloat16") == 2 * (m * k + k * n + m * n)
+    assert linear.bytes("backward", shape, "bfloat16") == 2 * (2 * m * n + 2 * m * k + 2 * n * k + n)
+    assert (matmul.flops("forward", shape), matmul.flops("backward", shape)) == (2 * m * n * k, 4 * m * n * k)
+    assert WORKS[0].flops("forward", (8, 4)) == 0
+
+
 def test_shapes_on_a_gpu():
     found = [case.shape for case in cases("cuda", ["bfloat16"], ["layer_norm"], passes=["forward"])]
     assert found[0] == (8, 256)

@@ -260,6 +260,25 @@ def good_calls(draw):
     if name == "softmax":
         ndim = max(len(shape), 1)
         return op, (draw(st.integers(-ndim, ndim - 1)),), [like] * len(op.inputs)
+    if name == "matmul":
+        m, k, n = (draw(st.integers(0, 5)) for _ in range(3))
+        few = tuple(1 if draw(st.booleans()) else dim for dim in shape[draw(st.integers(0, len(shape))) :])
+        batch_a, batch_b = (shape, few) if draw(st.booleans()) else (few, shape)
+        ta, tb = draw(st.booleans()), draw(st.booleans())
+        specs = {
+            "a": TensorSpec((*batch_a, *((k, m) if ta else (m, k))), dtype),
+            "b": TensorSpec((*batch_b, *((n, k) if tb else (k, n))), dtype),
+            "dy": TensorSpec((*shape, m, n), dtype),
+        }
+        return op, (ta, tb, draw(st.booleans())), [specs[s] for s in op.inputs]
+    if name == "linear":
+        n, out = draw(st.integers(0, 5)), draw(st.integers(0, 5))
+        activation = draw(st.sampled_from([None, "relu", "gelu", "gelu_tanh", "silu"]))
+        rows = TensorSpec((*shape, out), dtype)
+        specs = {"x": TensorSpec((*shape, n), dtype), "weight": TensorSpec((out, n), dtype), "dy": rows}
+        specs |= {"bias": TensorSpec((out,), dtype), "before": rows if activation else TensorSpec((*shape, 0), dtype)}
+        attrs = (activation, draw(st.booleans()))
+        return op, attrs, [specs[s] if s not in op.optional or draw(st.booleans()) else None for s in op.inputs]
     if name == "cross_entropy":
         x, rows = TensorSpec((*shape[:1], 5), dtype), shape[:1]
         reduction = draw(st.sampled_from(["none", "mean", "sum"]))

@@ -297,6 +297,22 @@ def _arguments(draw, name, x):
         return {"x": random.normal(size=x)}, {"approximate": draw(st.sampled_from(["none", "tanh"]))}
     if name == "swiglu":
         return {"gate": random.normal(size=x), "up": random.normal(size=x)}, {}
+    if name == "matmul":
+        m, k, n = (draw(st.integers(0, 5), label=axis) for axis in "mkn")
+        few = tuple(1 if draw(st.booleans()) else dim for dim in x[draw(st.integers(0, len(x))) :])
+        a, b = (x, few) if draw(st.booleans()) else (few, x)
+        ta, tb = draw(st.booleans(), label="transpose_a"), draw(st.booleans(), label="transpose_b")
+        arrays = {
+            "a": random.normal(size=(*a, *((k, m) if ta else (m, k)))),
+            "b": random.normal(size=(*b, *((n, k) if tb else (k, n)))),
+        }
+        return arrays, {"transpose_a": ta, "transpose_b": tb}
+    if name == "linear":
+        out, n = draw(st.integers(0, 5), label="out"), draw(st.integers(0, 5), label="in")
+        bias = random.normal(size=out) if draw(st.booleans(), label="bias") else None
+        activation = draw(st.sampled_from([None, "relu", "gelu", "gelu_tanh", "silu"]), label="activation")
+        arrays = {"x": random.normal(size=(*x, n)), "weight": random.normal(size=(out, n)), "bias": bias}
+        return arrays, {"activation": activation}
     if name == "softmax":
         ndim = max(len(x), 1)
         return {"x": random.normal(size=x)}, {"dim": draw(st.integers(-ndim, ndim - 1), label="dim")}

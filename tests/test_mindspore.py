@@ -228,6 +228,20 @@ def test_rms_norm_cell(mode):
 
 
 @MODES
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_linear_cell_is_mindspores(mode, has_bias):
+    ms.set_context(mode=mode)
+    theirs, mine = nn.Dense(6, 5, has_bias=has_bias), ours.Linear(6, 5, has_bias=has_bias)
+    assert not ms.load_param_into_net(mine, theirs.parameters_dict())[0]
+    x = tensors()[0]
+    close(mine(x), theirs(x))
+    close(ms.grad(Loss(mine))(x), ms.grad(Loss(theirs))(x), 1e-3)
+    activated = ours.Linear(6, 5, has_bias=has_bias, activation="relu")
+    ms.load_param_into_net(activated, theirs.parameters_dict())
+    close(activated(x), ops.relu(theirs(x)))
+
+
+@MODES
 @pytest.mark.parametrize("args", [(), (True,), (False,)], ids=str)
 def test_gelu_cell_is_mindspores(mode, args):
     ms.set_context(mode=mode)

@@ -61,6 +61,26 @@ FUNCTIONS |= {
         lambda x, w, b: ours.add_rms_norm(x * w, x * b, 6)[1],
         lambda x, w, b: _ADD_RMS_NORM(x * w, x * b, (6,))[1],
     ),
+    "linear": (
+        lambda x, w, b: ours.linear(x + b, w.outer(b), w),
+        lambda x, w, b: F.linear(x + b, w.outer(b), w),
+    ),
+    "linear_gelu": (
+        lambda x, w, b: ours.linear(x + b, w.outer(b), w, "gelu"),
+        lambda x, w, b: F.gelu(F.linear(x + b, w.outer(b), w)),
+    ),
+    "linear_silu": (
+        lambda x, w, b: ours.linear(x + b, w.outer(w), None, "silu"),
+        lambda x, w, b: F.silu(F.linear(x + b, w.outer(w))),
+    ),
+    "matmul": (
+        lambda x, w, b: ours.matmul(ours.matmul(x * w, (x + b).mT), x),
+        lambda x, w, b: (x * w) @ (x + b).mT @ x,
+    ),
+    "matmul_broadcast": (
+        lambda x, w, b: ours.matmul(x[None] * w, w.outer(b))[0] + ours.matmul(x, torch.stack([w.outer(w)] * 2)).sum(0),
+        lambda x, w, b: x * w @ w.outer(b) + 2 * x @ w.outer(w),
+    ),
     "swiglu": (lambda x, w, b: ours.swiglu(x * w, x + b), lambda x, w, b: F.silu(x * w) * (x + b)),
     "softmax": (lambda x, w, b: ours.softmax(x * w + b), lambda x, w, b: torch.softmax(x * w + b, -1)),
     "softmax_dim": (lambda x, w, b: ours.softmax(x * w + b, -2), lambda x, w, b: torch.softmax(x * w + b, -2)),
@@ -103,6 +123,13 @@ def samples(name, where):
         "add_layer_norm_backward": [(dy, r.detach(), plain, v, None, [6], 1e-5) for v in (weight, None)],
         "add_rms_norm": [(x, r, w, [6], None), (x, r, None, [6], 0.1), (x, r, None, [4, 6], 0.1)],
         "add_rms_norm_backward": [(dy, r.detach(), plain, v, None, [6], None) for v in (weight, None)],
+        "linear": [(x, r, w[:4].detach(), "gelu", False), (x, r, None, None, False)],
+        "linear_backward": [
+            (dy[:, :4].contiguous(), plain, r.detach(), weight[:4], plain[:, :4].contiguous(), "silu", False),
+            (dy[:, :4].contiguous(), plain, r.detach(), None, None, None, False),
+        ],
+        "matmul": [(x, r, False, True, False), (x, w.reshape(6, 1), False, False, False)],
+        "matmul_backward": [(dy[:, :4].contiguous(), plain, r.detach(), False, True, False)],
         "swiglu": [(x, r)],
         "swiglu_backward": [(dy, plain, r.detach())],
         "softmax": [(x, -1), (x, 0)],
@@ -534,6 +561,8 @@ def test_autocast(low, where):
             (ours.layer_norm(x.to(low), 6, w, b), F.layer_norm(x.to(low).float(), (6,), w, b)),
             (ours.gelu(x.to(low)), F.gelu(x.to(low))),
             (ours.layer_norm(x.double(), 6), F.layer_norm(x.double(), (6,))),
+            (ours.linear(x, w.outer(b), w), F.linear(x, w.outer(b), w)),
+            (ours.matmul(x, x.mT), x @ x.mT),
         ):
             assert ours_.dtype == theirs.dtype
             torch.testing.assert_close(ours_, theirs)
@@ -553,6 +582,16 @@ def test_autocast_gradients():
         results.append((x.grad, w.grad, b.grad))
     for a, e in zip(*results, strict=True):
         torch.testing.assert_close(a, e, rtol=1e-2, atol=1e-2)  # the product is bfloat16's
+
+
+def test_transposed_views_are_not_copied(monkeypatch):
+    """The call takes the matrix itself, and says that it lies transposed."""
+    x = torch.randn(2, 3, 4, dtype=torch.float64)
+    monkeypatch.setattr(ours, "_plain", lambda t: pytest.fail("a copy was made"))
+    close(ours.matmul(x.mT, x), x.mT @ x)
+    close(ours.matmul(x, x.mT), x @ x.mT)
+    close(ours.matmul(x, x, transpose_b=True), x @ x.mT)
+    close(ours.matmul(x.mT, x.mT, transpose_b=True), x.mT @ x)
 
 
 def test_lazily_conjugated_and_negated_views():
@@ -787,6 +826,15 @@ def check_module(kind, its, args, kwargs):
     for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b, **kwargs)
     assert repr(mine) == repr(theirs)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_module(bias):
+    check_module(ours.Linear, torch.nn.Linear, (6, 5), {"bias": bias})
+    module = ours.Linear(6, 5, bias, dtype=torch.float64, activation="silu")
+    x = torch.randn(4, 6, dtype=torch.float64)
+    close(module(x), F.silu(F.linear(x, module.weight, module.bias)))
+    assert repr(module) == f"Linear(in_features=6, out_features=5, bias={bias}, activation='silu')"
 
 
 RMS_NORMS = [

@@ -71,8 +71,12 @@ def show(result: Result) -> None:
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     print(f"{result['device']}; a copy moves {result['copy_gbs']:,.0f} GB/s; {versions}")
     cases = _by_case(result["rows"])
-    large = {case: rows for case, rows in cases.items() if math.prod(case[3]) > math.prod(SMALL)}
-    small = {case: rows for case, rows in cases.items() if case not in large}
+    products = {case: rows for case, rows in cases.items() if any("tflops" in row for row in rows.values())}
+    rest = {case: rows for case, rows in cases.items() if case not in products}
+    large = {case: rows for case, rows in rest.items() if math.prod(case[3]) > math.prod(SMALL)}
+    small = {case: rows for case, rows in rest.items() if case not in large}
+    if products:
+        _table("TFLOP/s of products, M x N x K", products, "tflops", ",.1f", ("us", ".1f"))
     if large:
         _table("Of the copy of as many bytes", large, "of_copy", ".2f", ("us", ".1f"))
     if small:
@@ -101,7 +105,7 @@ def _table(title: str, cases: Cases, figure: str, form: str, more: tuple[str, st
         if more:
             line.append(f"{own[more[0]]:,{more[1]}}" if own else "")
         line += [f"{rows[impl][figure]:{form}}" if figure in rows.get(impl, {}) else "" for impl in impls]
-        lines.append([*line, _faster(rows, "us" if figure == "of_copy" else figure)])
+        lines.append([*line, _faster(rows, "us" if figure in ("of_copy", "tflops") else figure)])
     _print_table(title, heads, lines)
 
 
@@ -181,12 +185,13 @@ STYLE = {
 
 
 def draw(result: Result, folder: Path) -> None:
-    """``<op>.png``: GB/s over the length of a row, a panel for each variant, pass and dtype; or bars."""
+    """``<op>.png``: GB/s over the length of a row, a panel for each variant, pass and dtype; or bars. Products have
+    none."""
     import matplotlib
 
     matplotlib.use("agg")
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [row for row in result["rows"] if math.prod(row["shape"]) > math.prod(SMALL)]
+    rows = [r for r in result["rows"] if math.prod(r["shape"]) > math.prod(SMALL) and "tflops" not in r]
     for op in dict.fromkeys(row["op"] for row in rows):
         _draw_op(op, [row for row in rows if row["op"] == op], result, folder / f"{op}.png")
 

@@ -23,6 +23,8 @@ Row = dict[str, Any]
 Result = dict[str, Any]
 
 SAVE_SECONDS = 20
+PEER = "torch"
+"""Whom products are compared with: on a GPU its products are cuBLAS's, on a CPU MKL's."""
 
 
 def run(args: argparse.Namespace) -> None:
@@ -111,9 +113,18 @@ class Bench:
         with self._recording(True):
             with_grad = self._hosts(case, contenders, self._recorders(case, contenders))
         rows = [self._row(case, name, times[name], hosts[name], with_grad.get(name)) for name in contenders]
+        if case.flops:
+            rows = [row | self._of_peer(case, times, times[row["impl"]]) for row in rows]
         del contenders
         self.machine.free()
         return rows
+
+    def _of_peer(self, case: Case, times: Mapping[str, float], seconds: float) -> Row:
+        """Of a product: its rate, and how many times the rate of torch's own it is."""
+        row: Row = {"tflops": round(case.flops / seconds / 1e12, 3)}
+        if PEER in times:
+            row |= {"of_peer": round(times[PEER] / seconds, 4), "peer": PEER}
+        return row
 
     def _contenders(self, case: Case) -> dict[str, tuple[Call, Turn]]:
         """For each implementation a call, and its turn, which rotates over the inputs."""

@@ -16,14 +16,22 @@ LENGTHS = (256, 768, 1024, 4096, 8192, 32768, 131072)
 SMALL = (8, 256)
 """Done in no time: here the call is what is measured."""
 
+PRODUCTS = (
+    *((n, n, n) for n in (1024, 2048, 4096, 8192)),
+    (4096, 16384, 4096),
+    (8192, 4096, 1024),
+    (2048, 3072, 768),
+)
+"""M, N, K of matrix products: cubes, and the first linear layer of three transformers."""
+
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
 @dataclass(frozen=True)
 class Work:
     """A tensor is a letter: x has M rows of N, w is one row (a weight or its gradient), t has a class for each row, and
-    s is a scalar. Bytes are the fewest that can be moved: what is read is read once, what is written is written once,
-    and neither statistics nor scratch count."""
+    s is a scalar; of a product, a is (M, K), b (K, N), c (N, K), y (M, N) and v (N,). Bytes are the fewest that can be
+    moved: what is read is read once, what is written is written once, and neither statistics nor scratch count."""
 
     op: str
     reads: str
@@ -34,6 +42,8 @@ class Work:
     variant: str = ""
     rows: bool = True
     """Whether N is the length of a row; an elementwise operator takes one axis."""
+    product: bool = False
+    """Whether it is a product of matrices, whose shapes are M, N, K and whose operations count too."""
 
     @property
     def name(self) -> str:
@@ -47,6 +57,10 @@ class Work:
         """The shapes of the inputs."""
         return [_shape(letter, shape) for letter in self.reads]
 
+    def flops(self, pass_: str, shape: Shape) -> int:
+        """Those of the products: of a forward one, of a backward two."""
+        return 2 * math.prod(shape) * (1 if pass_ == "forward" else 2) if self.product else 0
+
     def bytes(self, pass_: str, shape: Shape, dtype: str) -> int:
         reads, writes = (self.reads, self.writes) if pass_ == "forward" or not self.backward else self.backward
         return sum(
@@ -55,6 +69,9 @@ class Work:
 
 
 def _shape(letter: str, shape: Shape) -> Shape:
+    if letter in "abcyv":
+        m, n, k = shape
+        return {"a": (m, k), "b": (k, n), "c": (n, k), "y": (m, n), "v": (n,)}[letter]
     return {"x": shape, "w": shape[-1:], "t": shape[:-1], "s": ()}[letter]
 
 
@@ -70,6 +87,9 @@ WORKS = (
     Work("add_rms_norm", "xxw", "xx", ("xxxw", "xw")),
     Work("softmax", "x", "x", ("xx", "x")),
     Work("cross_entropy", "xt", "s", ("xts", "x")),
+    Work("matmul", "ab", "y", ("yab", "ab"), rows=False, product=True),
+    Work("linear", "acv", "y", ("yac", "acv"), rows=False, product=True),
+    Work("linear", "acv", "y", ("yyac", "acv"), variant="gelu", rows=False, product=True),
     Work("cross_entropy", "xt", "sx", variant="fused_dx"),  # the loss and its gradient, as a training step wants them
 )
 
@@ -84,6 +104,10 @@ class Case:
     @property
     def bytes(self) -> int:
         return self.work.bytes(self.pass_, self.shape, self.dtype)
+
+    @property
+    def flops(self) -> int:
+        return self.work.flops(self.pass_, self.shape)
 
     @property
     def small(self) -> bool:
@@ -113,6 +137,11 @@ def cases(
 
 
 def _shapes(work: Work, device: str, shapes: list[Shape] | None, quick: bool) -> Iterator[Shape]:
+    if work.product:
+        few = ((256,) * 3, (1024,) * 3)
+        yield from [s for s in shapes or [] if len(s) == 3] or (few if quick or device == "cpu" else PRODUCTS)
+        return
+    shapes = None if shapes is None else [s for s in shapes if len(s) < 3]
     if shapes is None:
         yield SMALL
         if device == "cpu":

@@ -53,6 +53,7 @@ Status dispatch(DType dtype, F f) {
 struct DeviceLimits {
   int multiprocessors;
   int shared_memory;  // bytes a block may ask for
+  int major;          // of the compute capability
   bool clusters;      // blocks that read each other's shared memory: compute capability 9.0
 };
 
@@ -61,7 +62,7 @@ inline Status device_limits(const char *op, DeviceLimits *limits) {
   constexpr int kCached = 64;
   static DeviceLimits cache[kCached];
   static std::atomic<bool> known[kCached];
-  int device = 0, major = 0;
+  int device = 0;
   AOT_TRY(check_cuda(op, cudaGetDevice(&device)));
   if (device < kCached && known[device].load(std::memory_order_acquire)) return *limits = cache[device], kOk;
   auto ask = [&](cudaDeviceAttr what, int *value) {
@@ -69,8 +70,8 @@ inline Status device_limits(const char *op, DeviceLimits *limits) {
   };
   AOT_TRY(ask(cudaDevAttrMultiProcessorCount, &limits->multiprocessors));
   AOT_TRY(ask(cudaDevAttrMaxSharedMemoryPerBlockOptin, &limits->shared_memory));
-  AOT_TRY(ask(cudaDevAttrComputeCapabilityMajor, &major));
-  limits->clusters = major >= 9;
+  AOT_TRY(ask(cudaDevAttrComputeCapabilityMajor, &limits->major));
+  limits->clusters = limits->major >= 9;
   if (device >= kCached) return kOk;
   static std::mutex writing;
   std::lock_guard<std::mutex> hold(writing);

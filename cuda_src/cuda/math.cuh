@@ -11,12 +11,12 @@ inline namespace AOT_ISA {
 
 constexpr double kLog2E = 1.4426950408889634;
 
-__device__ inline float fast_exp2(float x) {
+__device__ __forceinline__ float fast_exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-__device__ inline float fast_reciprocal(float x) {
+__device__ __forceinline__ float fast_reciprocal(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
@@ -24,7 +24,7 @@ __device__ inline float fast_reciprocal(float x) {
 
 // e^x
 template <typename T, typename A>
-__device__ inline A exponential(A x) {
+__device__ __forceinline__ A exponential(A x) {
   if constexpr (sizeof(T) == 2) return fast_exp2(x * static_cast<float>(kLog2E));
   else if constexpr (sizeof(T) == 4) return expf(x);
   else return exp(x);
@@ -32,7 +32,7 @@ __device__ inline A exponential(A x) {
 
 // 1 / (1 + e^a) for a >= 0: sigmoid(-a), to its last digits where it is small.
 template <typename T, typename A>
-__device__ inline A sigmoid_tail(A a) {
+__device__ __forceinline__ A sigmoid_tail(A a) {
   if constexpr (sizeof(T) == 2) {
     return fast_reciprocal(1 + fast_exp2(a * static_cast<float>(kLog2E)));
   } else if constexpr (sizeof(T) == 4) {
@@ -46,7 +46,7 @@ __device__ inline A sigmoid_tail(A a) {
 
 // 1 / (1 + e^-x)
 template <typename T, typename A>
-__device__ inline A sigmoid(A x) {
+__device__ __forceinline__ A sigmoid(A x) {
   if constexpr (sizeof(T) == 2) {
     return fast_reciprocal(1 + fast_exp2(x * static_cast<float>(-kLog2E)));
   } else {

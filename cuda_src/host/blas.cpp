@@ -41,9 +41,8 @@ bool read(void *library, const char *prefix, aot::Blas *blas, bool ours) {
 
 // $AOTOPS_OPENBLAS, where it is set, names the file, or is "none". Else the wheel's, a copy that nobody else calls, or
 // the system's, which may be NumPy's too: that one only if its number of threads need not be touched.
-const aot::Blas *find_blas() {
+const aot::Blas *find_blas(const char *asked) {
   static aot::Blas blas;
-  const char *asked = std::getenv("AOTOPS_OPENBLAS");
   if (asked && !std::strcmp(asked, "none")) return nullptr;
   const std::string file = asked ? asked : wheel();
   void *own = file.empty() ? nullptr : dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL);
@@ -60,8 +59,10 @@ struct Scratch {
 
 }  // namespace
 
-const aot::Blas *aot::blas() noexcept {
-  static const Blas *const found = find_blas();
+const aot::Blas *aot::blas(bool own_is_good) noexcept {
+  static const char *const asked = std::getenv("AOTOPS_OPENBLAS");
+  if (own_is_good && !asked) return nullptr;
+  static const Blas *const found = find_blas(asked);
   return found;
 }
 

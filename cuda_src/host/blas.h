@@ -14,8 +14,9 @@ struct Blas {
   Gemm64 *dgemm = nullptr;
 };
 
-// OpenBLAS, looked for once, by name, at the first product; null where there is none.
-const Blas *blas() noexcept;
+// OpenBLAS, looked for once, by name, at the first product; null where there is none, and for a caller who has a good
+// kernel of its own, unless $AOTOPS_OPENBLAS asks for it: the file, or "none".
+const Blas *blas(bool own_is_good) noexcept;
 
 // At least so many bytes, aligned to a cache line, which stay the calling thread's until it asks again or ends. Null
 // when out of memory.

@@ -1,0 +1,10 @@
+"""What the operators that multiply matrices have in common. The rules are those of cuda_src/matrix.h."""
+
+from __future__ import annotations
+
+
+def library_workspace(elements, k):
+    """Elements of scratch for cuBLASLt, for a product of so many elements, each a sum of k terms: it may cut k into
+    pieces. None for a small one."""
+    work = elements * k
+    return (1 << 23) if not isinstance(work, int) or work >= 1 << 24 else 0

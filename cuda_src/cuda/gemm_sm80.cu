@@ -1,0 +1,94 @@
+// Products of 16-bit matrices on tensor cores, on any GPU from Ampere on: CUTLASS's kernels with mma.sync and cp.async.
+// For a GPU that Hopper's own are not for, or a layout that they do not take, where cuBLASLt is not to be had.
+#include <cutlass/cutlass.h>
+#include <cutlass/epilogue/thread/linear_combination.h>
+#include <cutlass/gemm/device/gemm_universal.h>
+
+#include "activation.cuh"
+#include "gemm.h"
+#include "launch.cuh"
+
+namespace aot {
+inline namespace AOT_ISA {
+
+// activation(sum + bias), as CUTLASS's epilogue calls it; the bias is its C, whose rows are all one.
+template <typename T>
+struct Sm80Epilogue {
+  static constexpr int kCount = 8;  // elements in a vector
+  using ElementOutput = T;
+  using ElementSource = T;
+  using ElementAccumulator = float;
+  using ElementCompute = float;
+  using ElementScalar = float;
+  using ElementC = T;
+  using ElementD = T;
+  using FragmentOutput = cutlass::Array<T, kCount>;
+  using FragmentSource = cutlass::Array<T, kCount>;
+  using FragmentAccumulator = cutlass::Array<float, kCount>;
+  static constexpr cutlass::FloatRoundStyle kRound = cutlass::FloatRoundStyle::round_to_nearest;
+
+  struct Params {
+    Activation activation = kActivationNone;
+    bool bias = false;
+  };
+
+  CUTLASS_HOST_DEVICE explicit Sm80Epilogue(const Params &params, int = 0) : params_(params) {}
+  CUTLASS_HOST_DEVICE bool is_source_needed() const { return params_.bias; }
+  CUTLASS_HOST_DEVICE void set_k_partition(int, int) {}
+
+  __device__ FragmentOutput operator()(FragmentAccumulator sum, const FragmentSource &bias) const {
+    cutlass::NumericArrayConverter<float, T, kCount, kRound> widen;
+    const FragmentAccumulator b = widen(bias);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) sum[i] += b[i];
+    return (*this)(sum);
+  }
+  __device__ FragmentOutput operator()(FragmentAccumulator sum) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) sum[i] = activate<__half>(sum[i], params_.activation);
+    cutlass::NumericArrayConverter<T, float, kCount, kRound> narrow;
+    return narrow(sum);
+  }
+
+ private:
+  Params params_;
+};
+
+template <typename T, bool kTransposeA, bool kTransposeB>
+static Status run(const char *op, const Gemm &g, cudaStream_t stream, bool *done) {
+  using Row = cutlass::layout::RowMajor;
+  using Column = cutlass::layout::ColumnMajor;
+  using Shape = cutlass::gemm::GemmShape<128, 128, 32>;
+  using Warp = cutlass::gemm::GemmShape<64, 64, 32>;
+  using Instruction = cutlass::gemm::GemmShape<16, 8, 16>;
+  using Device = cutlass::gemm::device::GemmUniversal<
+      T, std::conditional_t<kTransposeA, Column, Row>, T, std::conditional_t<kTransposeB, Column, Row>, T, Row, float,
+      cutlass::arch::OpClassTensorOp, cutlass::arch::Sm80, Shape, Warp, Instruction, Sm80Epilogue<T>,
+      cutlass::gemm::threadblock::GemmIdentityThreadblockSwizzle<8>, 4, 8, 8>;
+  typename Device::Arguments arguments(cutlass::gemm::GemmUniversalMode::kBatched, {int(g.m), int(g.n), int(g.k)},
+                                       int(g.count), {g.activation, g.bias != nullptr}, g.a.data, g.b.data, g.bias,
+                                       g.c.data, g.a_step, g.b_step, 0, g.c_step, g.a.stride, g.b.stride, int64_t{0},
+                                       g.c.stride);
+  if (Device::can_implement(arguments) != cutlass::Status::kSuccess || Device::get_workspace_size(arguments))
+    return kOk;
+  Device device;
+  if (device.initialize(arguments, nullptr, stream) != cutlass::Status::kSuccess ||
+      device.run(stream) != cutlass::Status::kSuccess)
+    return check_cuda(op, cudaGetLastError());
+  return *done = true, check_launch(op);
+}
+
+template <typename T>
+static Status run_layout(const char *op, const Gemm &g, cudaStream_t stream, bool *done) {
+  auto *layout = g.a.transposed ? (g.b.transposed ? run<T, true, true> : run<T, true, false>)
+                                : (g.b.transposed ? run<T, false, true> : run<T, false, false>);
+  return layout(op, g, stream, done);
+}
+
+Status gemm_sm80(const char *op, const Gemm &gemm, cudaStream_t stream, bool *done) {
+  auto *type = gemm.dtype == DType::bfloat16 ? run_layout<cutlass::bfloat16_t> : run_layout<cutlass::half_t>;
+  return type(op, gemm, stream, done);
+}
+
+}  // namespace AOT_ISA
+}  // namespace aot
