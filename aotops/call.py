@@ -272,7 +272,7 @@ def _function_handle(
         bits([*(y for y in op.outputs if y in slots and y not in op.optional), *op.workspace]),
         bits(op.residuals),
         bits(op.workspace),
-        keep_residuals_from,
+        -1 if op.costly else keep_residuals_from,
         len(op.outputs),
         len(op.saved),
         _Slots(*(slots[slot] for slot in op.saved)),

@@ -83,6 +83,7 @@ template <typename T>
 static Status slope_and_sum(const char *op, const T *dy, const T *before, T *dz, T *sum, Accumulate<T> *partials,
                             int64_t rows, int64_t n, Activation activation, cudaStream_t stream) {
   constexpr int kParts = LinearBackward::kParts;
+  if (n == 0) return kOk;
   const bool vectors = n % kVectorSize<T> == 0 && aligned(dy) && (!before || (aligned(before) && aligned(dz)));
   const int columns = kLanesX * (vectors ? kVectorSize<T> : 1);
   const int parts = static_cast<int>(std::clamp<int64_t>(ceil_div(rows, 4 * kLanesY), 1, kParts));

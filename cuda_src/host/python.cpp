@@ -173,7 +173,7 @@ struct Function {
   unsigned always;       // bit i for slot i: outputs and workspaces that are not left out
   unsigned residuals;    // that are kept for the backward where the first input is big, and on a GPU
   unsigned scratch;      // workspaces: on the CPU, small ones are on the stack
-  int64_t keep_from;     // how many elements are big
+  int64_t keep_from;     // how many elements of a GPU's are big; -1: any, and of a CPU's too
   int n_returned;        // the first outputs
   int n_saved;           // for the backward:
   int saved[kMaxSlots];  // slots
@@ -457,7 +457,8 @@ struct Slots {
     Call &call = *f.call;
     Arguments a;
     AOT_TRY(a.read(call, objects, 0, call.n_in));
-    if (for_backward && a.device == kCuda && a.first_elements > f.keep_from) wanted |= f.residuals;
+    const bool may_keep = a.device == kCuda || f.keep_from < 0;
+    if (for_backward && may_keep && a.first_elements > f.keep_from) wanted |= f.residuals;
     Ref made;
     if (f.has_models && !(made = models(f, a, objects))) return kConventionMisused;
     for (int i = call.n_in; i < call.n_slots; ++i) {
