@@ -82,7 +82,7 @@ Status launch_cutlass(const char *op, const Conv2dProduct &p, void *stream) {
   const typename Kernel::Params params(arguments, nullptr);
   const dim3 grid = typename Conv::Swizzle().get_grid_shape(params.grid_tiled_shape);
   constexpr int shared = sizeof(typename Kernel::SharedStorage);
-  AOT_TRY(allow_shared(op, cutlass::Kernel<Kernel>, shared));
+  AOT_TRY(allow(op, cutlass::Kernel<Kernel>, 1, shared));
   cutlass::Kernel<Kernel><<<grid, Kernel::kThreadCount, shared, static_cast<cudaStream_t>(stream)>>>(params);
   return check_launch(op);
 }

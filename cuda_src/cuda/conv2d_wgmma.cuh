@@ -418,7 +418,7 @@ Status launch_wgmma(const char *op, const Conv2dWgmma &p, void *stream) {
   const int cols = kPass == Conv2dProduct::dweight ? p.kernel * p.depth * kBox : p.cols;
   const dim3 grid(static_cast<unsigned>(ceil_div(p.rows, Tile::kRowBoxes * kBox)),
                   static_cast<unsigned>(ceil_div(cols, Tile::kColBoxes * kBox)), std::max(p.slices, 1));
-  AOT_TRY(allow_shared(op, kernel, Tile::kShared));
+  AOT_TRY(allow(op, kernel, 1, Tile::kShared));
   kernel<<<grid, Tile::kThreads, Tile::kShared, static_cast<cudaStream_t>(stream)>>>(p);
   return check_launch(op);
 }
