@@ -31,7 +31,7 @@ from aotops.op import Attr, Op
 from aotops.ops import OPS
 from aotops.spec import TensorSpec, accumulate_dtype, shape_text
 
-__all__ = [*OPS, "GELU", "LLTM", "CrossEntropyLoss", "LayerNorm", "Linear", "RMSNorm", "Softmax"]
+__all__ = [*OPS, "GELU", "LLTM", "Conv2d", "CrossEntropyLoss", "LayerNorm", "Linear", "RMSNorm", "Softmax"]
 
 
 # ------------------------------------------------------------------------------------------------- the public functions
@@ -371,3 +371,34 @@ class LLTM(nn.Cell):
     def construct(self, input, state):
         weights, bias = self.weights.astype(input.dtype), self.bias.astype(input.dtype)
         return lltm(input, weights, bias, state[0], state[1])  # type: ignore[name-defined] # noqa: F821
+
+
+class Conv2d(nn.Conv2d):
+    """``mindspore.nn.Conv2d`` on the library's kernel: the same arguments, defaults, parameters and state. With padding
+    that is not the same on both sides, as pad_mode "same" can have it, it is MindSpore's own."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        top, bottom, left, right = _conv2d_padding(self)
+        self.symmetric = top == bottom and left == right and self.data_format == "NCHW"
+        self.options = (self.stride, (top, left), self.dilation, self.group)
+
+    def construct(self, x):
+        if not self.symmetric:
+            return super().construct(x)
+        bias = self.bias.astype(x.dtype) if self.has_bias else None
+        weight = self.weight.astype(x.dtype)
+        return conv2d(x, weight, bias, *self.options)  # type: ignore[name-defined] # noqa: F821
+
+
+def _conv2d_padding(cell: nn.Conv2d) -> tuple[int, int, int, int]:
+    """Top, bottom, left, right. With pad_mode "same" it follows from the image, unless the stride is 1."""
+    if cell.pad_mode == "valid":
+        return 0, 0, 0, 0
+    if cell.pad_mode == "pad":
+        padding = cell.padding
+        return (padding,) * 4 if isinstance(padding, int) else tuple(padding)
+    reach = [d * (k - 1) for d, k in zip(cell.dilation, cell.kernel_size, strict=True)]
+    if cell.stride != (1, 1):
+        return 0, 1, 0, 1
+    return reach[0] // 2, reach[0] - reach[0] // 2, reach[1] // 2, reach[1] - reach[1] // 2

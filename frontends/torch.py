@@ -421,6 +421,28 @@ for _op in OPS.values():
     globals()[_op.name] = _public(_op)
 
 
+def _channels_last(conv2d: Callable[..., Any]) -> Callable[..., Any]:
+    """A channels_last tensor is NHWC by another name: it goes in as a view, and so does what comes out."""
+
+    def is_channels_last(t: Any) -> bool:
+        if not isinstance(t, Tensor) or t.dim() != 4 or t.is_contiguous():
+            return False
+        return t.is_contiguous(memory_format=torch.channels_last)
+
+    @functools.wraps(conv2d)
+    def function(x, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, layout="NCHW", allow_tf32=False):
+        rest = bias, stride, padding, dilation, groups
+        if layout == "NCHW" and (is_channels_last(x) or is_channels_last(weight)) and x.dim() == 4:
+            y = conv2d(x.permute(0, 2, 3, 1), weight.permute(0, 2, 3, 1), *rest, "NHWC", allow_tf32)
+            return y.permute(0, 3, 1, 2)
+        return conv2d(x, weight, *rest, layout, allow_tf32)
+
+    return function
+
+
+conv2d = _channels_last(conv2d)  # type: ignore[name-defined] # noqa: F821
+
+
 # -------------------------------------------------------------------------------------------------------------- modules
 
 
@@ -502,3 +524,16 @@ class LLTM(torch.nn.Module):
 
     def extra_repr(self) -> str:
         return f"input_features={self.input_features}, state_size={self.state_size}"
+
+
+class Conv2d(torch.nn.Conv2d):
+    """``torch.nn.Conv2d`` on the library's kernel: the same arguments, parameters and state; channels_last tensors stay
+    so, and TF32 is as ``torch.backends.cudnn.allow_tf32`` has it. With another padding_mode than zeros, and with
+    padding "same", it is torch's own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.padding_mode != "zeros" or self.padding == "same":
+            return super().forward(x)
+        padding = 0 if self.padding == "valid" else self.padding
+        options = self.stride, padding, self.dilation, self.groups
+        return conv2d(x, self.weight, self.bias, *options, allow_tf32=torch.backends.cudnn.allow_tf32)

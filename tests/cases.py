@@ -168,6 +168,28 @@ def lltm(input, weights, bias, old_h, old_cell):
     return np.tanh(new_cell) * o, new_cell
 
 
+def conv2d(x, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, layout="NCHW", allow_tf32=False):
+    if layout == "NHWC":
+        x, weight = np.moveaxis(x, -1, -3), np.moveaxis(weight, -1, 1)
+    (stride_h, stride_w), (padding_h, padding_w), (dilation_h, dilation_w) = (
+        np.broadcast_to(pair, 2) for pair in (stride, padding, dilation)
+    )
+    *batch, _, height, width = x.shape
+    outputs, channels, kernel_h, kernel_w = weight.shape
+    out_h = (height + 2 * padding_h - dilation_h * (kernel_h - 1) - 1) // stride_h + 1
+    out_w = (width + 2 * padding_w - dilation_w * (kernel_w - 1) - 1) // stride_w + 1
+    x = np.pad(x, [(0, 0)] * (len(batch) + 1) + [(padding_h, padding_h), (padding_w, padding_w)])
+    y = np.zeros((*batch, groups, outputs // groups, out_h, out_w), np.result_type(x, weight))
+    for r in range(kernel_h):
+        for s in range(kernel_w):
+            h, w = r * dilation_h, s * dilation_w
+            met = x[..., h : h + (out_h - 1) * stride_h + 1 : stride_h, w : w + (out_w - 1) * stride_w + 1 : stride_w]
+            met = met.reshape(*batch, groups, channels, out_h, out_w)
+            y += np.einsum("...gchw,goc->...gohw", met, weight[:, :, r, s].reshape(groups, outputs // groups, channels))
+    y = y.reshape(*batch, outputs, out_h, out_w) + (0 if bias is None else bias[:, None, None])
+    return np.moveaxis(y, -3, -1) if layout == "NHWC" else y
+
+
 # --------------------------------------------------------------------------------------------------------------- cases
 
 
@@ -240,6 +262,14 @@ def _lltm(rows, features, state, scale=1.0, bias=None) -> Case:
     shapes = {"input": (*rows, features), "weights": (n, state + features), "bias": bias or (1, n)}
     # the gradients are products with that of the gates, which is rounded
     return Case(shapes | {"old_h": h, "old_cell": h}, scale=scale, summed=2)
+
+
+def _conv2d(x, weight, bias=True, **attrs) -> Iterator[Case]:
+    """Shapes of NCHW, and the same of NHWC."""
+    bias = weight[:1] if bias else None
+    yield Case({"x": x, "weight": weight, "bias": bias}, attrs)
+    x, weight = (*x[:-3], *x[-2:], x[-3]), (weight[0], *weight[2:], weight[1])
+    yield Case({"x": x, "weight": weight, "bias": bias}, attrs | {"layout": "NHWC"})
 
 
 CASES: dict[str, Row] = {
@@ -498,6 +528,36 @@ CASES: dict[str, Row] = {
             _cross_entropy((3, 8192), reduction="none", label_smoothing=1.0),
             _cross_entropy((2, 40000)),
             _cross_entropy((1500, 24), ignore_index=7),
+        ),
+    ),
+    "conv2d": Row(
+        conv2d,
+        (
+            *_conv2d((2, 3, 3, 3), (2, 3, 3, 3), padding=1),
+            *_conv2d((2, 3, 6, 5), (4, 3, 3, 2), bias=False),
+            *_conv2d((1, 1, 1, 1), (1, 1, 1, 1)),
+            *_conv2d((6, 6, 5), (4, 3, 3, 3), groups=2, padding=1),  # one image, without an axis for it
+            *_conv2d((2, 2, 4, 5, 6), (3, 4, 2, 3), bias=False),
+            *_conv2d((0, 3, 5, 5), (2, 3, 3, 3)),
+            *_conv2d((2, 0, 4, 4), (2, 0, 3, 3)),
+            *_conv2d((1, 2, 3, 3), (0, 2, 3, 3)),
+            *_conv2d((1, 2, 0, 3), (2, 2, 1, 3), padding=1),
+            *_conv2d((2, 5, 4, 7), (3, 5, 1, 1)),
+            *_conv2d((2, 3, 9, 8), (4, 3, 3, 3), stride=2, padding=1),
+            *_conv2d((2, 3, 9, 8), (4, 3, 3, 2), stride=(2, 3), padding=(2, 1), dilation=(1, 2)),
+            *_conv2d((1, 2, 12, 11), (3, 2, 3, 3), stride=2, dilation=3, padding=(3, 4)),
+            *_conv2d((1, 2, 3, 4), (3, 2, 2, 2), padding=5, stride=4),  # whole windows of padding
+            *_conv2d((2, 6, 5, 5), (6, 1, 3, 3), padding=1, groups=6),
+            *_conv2d((2, 4, 7, 6), (8, 2, 3, 3), stride=2, groups=2),
+            # channels in whole vectors
+            *_conv2d((2, 16, 8, 8), (24, 16, 3, 3), padding=1),
+            *_conv2d((2, 32, 9, 7), (16, 32, 3, 3), stride=2, padding=1, bias=False),
+            *_conv2d((3, 24, 5, 5), (40, 24, 1, 1)),
+            *_conv2d((2, 16, 9, 9), (8, 16, 3, 3), dilation=2, padding=2),
+            *_conv2d((2, 16, 9, 9), (8, 16, 2, 3), dilation=(2, 1), stride=(1, 2)),
+            *_conv2d((2, 64, 3, 3), (72, 64, 3, 3), padding=1),
+            *_conv2d((2, 3, 96, 64), (8, 3, 3, 3), stride=2, padding=1),
+            *_conv2d((2, 8, 24, 20), (16, 8, 3, 3), padding=1),
         ),
     ),
     "lltm": Row(

@@ -248,6 +248,24 @@ DTYPE = st.sampled_from(FLOATING)
 
 
 @st.composite
+def convolutions(draw):
+    """Attributes of conv2d, and the shapes of x, weight and y."""
+    batch, groups, layout = draw(SHAPE), draw(st.integers(1, 3)), draw(st.sampled_from(["NCHW", "NHWC"]))
+    inner, outputs = draw(st.integers(0, 9)), groups * draw(st.integers(0, 9))
+    stride, dilation, kernel, out = (draw(st.tuples(*2 * [st.integers(1, 3)])) for _ in range(4))
+    spans = [(n - 1) * s + d * (k - 1) + 1 for n, s, d, k in zip(out, stride, dilation, kernel, strict=True)]
+    padding = tuple(draw(st.integers(0, span // 2)) for span in spans)
+    image = [span - 2 * p for span, p in zip(spans, padding, strict=True)]
+
+    def placed(channels, sizes):
+        return (channels, *sizes) if layout == "NCHW" else (*sizes, channels)
+
+    attrs = (stride, padding, dilation, groups, layout, draw(st.booleans()))
+    x, weight = (*batch, *placed(groups * inner, image)), (outputs, *placed(inner, kernel))
+    return attrs, x, weight, (*batch, *placed(outputs, out))
+
+
+@st.composite
 def good_calls(draw):
     """An operator, its attributes and the specs of inputs that it takes."""
     op = draw(st.sampled_from(WITH_KERNEL))
@@ -260,6 +278,11 @@ def good_calls(draw):
     if name == "softmax":
         ndim = max(len(shape), 1)
         return op, (draw(st.integers(-ndim, ndim - 1)),), [like] * len(op.inputs)
+    if name == "conv2d":
+        attrs, x, weight, y = draw(convolutions())
+        specs = {"x": x, "dy": y, "weight": weight, "bias": weight[:1]}
+        specs = {slot: TensorSpec(shape, dtype) for slot, shape in specs.items()}
+        return op, attrs, [specs[s] if s not in op.optional or draw(st.booleans()) else None for s in op.inputs]
     if name == "matmul":
         m, k, n = (draw(st.integers(0, 5)) for _ in range(3))
         few = tuple(1 if draw(st.booleans()) else dim for dim in shape[draw(st.integers(0, len(shape))) :])

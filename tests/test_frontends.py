@@ -335,6 +335,20 @@ def _arguments(draw, name, x):
             "old_cell": h,
         }
         return {slot: random.normal(size=shape) for slot, shape in shapes.items()}, {}
+    if name == "conv2d":
+        groups, stride, padding = (draw(st.integers(low, low + 1), label="conv2d") for low in (1, 1, 0))
+        attrs = {
+            "groups": groups,
+            "stride": stride,
+            "padding": padding,
+            "layout": draw(st.sampled_from(["NCHW", "NHWC"])),
+        }
+        image, channels = (3 + len(x), 4), groups * len(x)
+        nchw = attrs["layout"] == "NCHW"
+        shape = (*x[:2], channels, *image) if nchw else (*x[:2], *image, channels)
+        weight = (2 * groups, len(x), 3, 2) if nchw else (2 * groups, 3, 2, len(x))
+        bias = random.normal(size=2 * groups) if draw(st.booleans(), label="bias") else None
+        return {"x": random.normal(size=shape), "weight": random.normal(size=weight), "bias": bias}, attrs
     assert name.endswith(("layer_norm", "rms_norm")), f"say here how to draw the arguments of {name}"
     axes = (*x, 3)[-draw(st.integers(1, len(x) + 1), label="axes") :]
     affine = {

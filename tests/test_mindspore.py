@@ -206,6 +206,30 @@ def test_layer_norm_cell_is_mindspores(mode, args, kwargs):
     assert not ms.load_param_into_net(again, mine.parameters_dict())[0]
 
 
+CONVOLUTIONS = [
+    {},
+    {"has_bias": True, "pad_mode": "pad", "padding": (1, 1, 2, 2)},
+    {"stride": 2, "group": 2, "pad_mode": "valid"},
+    {"dilation": 2},
+    {"stride": 2},  # what it adds on each side is not the same
+    {"has_bias": True, "pad_mode": "pad", "padding": (0, 1, 2, 2)},
+]
+
+
+@MODES
+@pytest.mark.parametrize("kwargs", CONVOLUTIONS, ids=str)
+def test_conv2d_cell_is_mindspores(mode, kwargs):
+    ms.set_context(mode=mode)
+    theirs, mine = nn.Conv2d(4, 6, 3, **kwargs), ours.Conv2d(4, 6, 3, **kwargs)
+    assert not ms.load_param_into_net(mine, theirs.parameters_dict())[0]
+    x = Tensor(np.random.default_rng(0).normal(size=(2, 4, 8, 6)), F32)
+    close(mine(x), theirs(x))
+    gradients = [ms.value_and_grad(Loss(cell), 0, list(cell.get_parameters()))(x)[1] for cell in (mine, theirs)]
+    close(gradients[0][0], gradients[1][0], 1e-3)
+    for a, b in zip(gradients[0][1], gradients[1][1], strict=True):
+        close(a, b, 1e-3)
+
+
 class RMSNormAsWritten(nn.Cell):
     def __init__(self, gamma):
         super().__init__()

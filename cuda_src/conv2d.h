@@ -1,0 +1,228 @@
+// conv2d of images x, C channels of (H, W) numbers each, with a weight of O outputs; c goes over the C / groups
+// channels of the group of o, (r, s) over the kernel, and x is zero where it is not.
+//          y[o, p, q] = bias[o] + sum over c, r, s of x[c, p * stride + r * dilation - padding, q ...] * weight[o, c,
+//          r, s]
+// gradient dx[c, h, w] = sum over the (o, p, q, r, s) that met it above of dy[o, p, q] * weight[o, c, r, s]
+//          dweight[o, c, r, s] = sum over images, p, q of dy[o, p, q] * x[c, p * stride + ..., q ...]
+//          dbias[o] = sum over images, p, q of dy[o, p, q]
+// layout "NCHW": x (..., C, H, W), weight (O, C / groups, kh, kw), y (..., O, P, Q)
+//        "NHWC": x (..., H, W, C), weight (O, kh, kw, C / groups), y (..., P, Q, O): the weight's axes are in the order
+//                of x's. So all that one output sums over lies in a row, and torch's channels_last tensors, which are
+//                this memory under the other layout's names, need no copy.
+// The arguments are torch.nn.functional.conv2d's. allow_tf32: on CUDA, whether float32 is multiplied as TF32.
+#pragma once
+#include "aot.h"
+
+namespace aot {
+inline namespace AOT_ISA {
+
+// What a call is about, whatever the layout. Batch: the product of the leading axes.
+struct Conv2dShape {
+  int64_t batch, channels, height, width, outputs, kernel_h, kernel_w, out_h, out_w;
+
+  int64_t pixels() const { return batch * out_h * out_w; }
+  int64_t kernel() const { return kernel_h * kernel_w; }
+};
+
+struct Conv2dAttrs {
+  static constexpr const char *kLayouts[] = {"NCHW", "NHWC"};
+  Ints stride{2, {1, 1}}, padding{2, {0, 0}}, dilation{2, {1, 1}};
+  int64_t groups = 1;
+  int layout = 0;
+  bool allow_tf32 = false;
+
+  Status init(const Attrs &attrs) {
+    AOT_TRY(attrs.get("layout", kLayouts, &layout));
+    AOT_TRY(get_pair(attrs, "stride", &stride, 1));
+    AOT_TRY(get_pair(attrs, "padding", &padding, 0));
+    AOT_TRY(get_pair(attrs, "dilation", &dilation, 1));
+    AOT_TRY(attrs.get("groups", &groups));
+    if (groups < 1)
+      return fail(kInvalidArgument, "conv2d: groups is %lld, expected at least 1", static_cast<long long>(groups));
+    return attrs.get("allow_tf32", &allow_tf32);
+  }
+  bool nhwc() const { return layout == 1; }
+
+  Conv2dShape shape(const Spec &x, const Spec &weight, const Spec &y) const {
+    const Image in = image(x), kernel = image(weight), out = image(y);
+    return {x.product(0, x.ndim - 3),
+            in.channels,
+            in.height,
+            in.width,
+            weight.shape[0],
+            kernel.height,
+            kernel.width,
+            out.height,
+            out.width};
+  }
+
+  // --------------------------------------------------------------------------------------------------- CUDA's scratch
+
+  // The rules here are those of aotops/ops/conv2d.py too. What follows is in elements of the workspace's dtype: words.
+
+  // A sum over pixels is taken in slices, which a second kernel adds in their order: so many of dbias, and of dweight
+  // so many that kFull blocks are at work, which is two on each multiprocessor of an H200.
+  static constexpr int64_t kSlices = 128, kFull = 264;
+
+  // Whether the call is one of the kernels that multiply matrices, which take NHWC with channels in whole vectors of 16
+  // bytes. Tensors that are not so are packed into the workspace first, with zeros for the channels that there are not.
+  struct Plan {
+    bool product = false, packed = false;
+    int64_t channels = 0, outputs = 0;           // in whole vectors
+    int64_t x = 0, weight = 0, y = 0, bias = 0;  // words of what is packed
+    int64_t slices = 0, slice = 0;               // of dweight, and the words of one
+    int64_t y_slices = 0, dx_slices = 0;         // words of all
+    int64_t dbias = 0;
+
+    int64_t forward() const { return x + weight + y + bias + y_slices; }
+    int64_t backward() const {
+      const int64_t dweight = slices * slice;
+      return x + weight + y + (dweight > dx_slices ? dweight : dx_slices) + dbias;
+    }
+  };
+  // Of no dtype in particular: what is enough for each, since shapes are inferred without one.
+  Plan plan(const Conv2dShape &s, DType dtype = DType::unknown) const {
+    Plan p;
+    p.bias = words(s.outputs + 7, 4), p.dbias = kSlices * s.outputs;
+    p.product = groups == 1 && dtype != DType::float64;
+    if (!p.product) return p;
+    constexpr int64_t kWidest = 8;
+    const int64_t itemsize = dtype == DType::float16 || dtype == DType::bfloat16 ? 2 : 4;
+    const int64_t vector = dtype == DType::float32 ? 4 : kWidest;
+    p.channels = ceil(s.channels, vector) * vector, p.outputs = ceil(s.outputs, vector) * vector;
+    p.packed = !nhwc() || p.channels != s.channels || p.outputs != s.outputs;
+    if (p.packed) {
+      p.x = words(s.batch * s.height * s.width * p.channels, itemsize);
+      p.weight = words(p.outputs * s.kernel() * p.channels, itemsize);
+      p.y = words(s.pixels() * p.outputs, itemsize);
+    }
+    const int64_t whole_c = ceil(s.channels, kWidest) * kWidest, whole_o = ceil(s.outputs, kWidest) * kWidest;
+    const int64_t tiles = ceil(whole_o, s.outputs <= 64 ? 64 : 128) * ceil(s.kernel() * whole_c, 128);
+    p.slices = tiles > 0 ? ceil(kFull, tiles) : 1;
+    p.slice = p.outputs * s.kernel() * p.channels;
+    p.y_slices = few_slices(s.pixels(), whole_o);
+    p.dx_slices = few_slices(s.batch * s.height * s.width, whole_c);
+    return p;
+  }
+
+ protected:
+  struct Image {
+    int64_t channels, height, width;
+  };
+  // The last three axes of x, y and the weight; unknown where they are.
+  Image image(const Spec &s) const {
+    if (!s.rank_known() || s.ndim < 3) return {kUnknownDim, kUnknownDim, kUnknownDim};
+    const int64_t *last = s.shape + s.ndim - 3;
+    return nhwc() ? Image{last[2], last[0], last[1]} : Image{last[0], last[1], last[2]};
+  }
+
+  // Checks a call; the spec of y.
+  Status output(const char *op, const Spec &x, const Spec &weight, Spec *y) const {
+    AOT_TRY(check_floating(op, "x", x));
+    if (x.rank_known() && x.ndim < 3)
+      return fail(kInvalidArgument, "%s: x has shape %s, expected %s", op, ShapeText(x).text,
+                  nhwc() ? "(..., H, W, C)" : "(..., C, H, W)");
+    AOT_TRY(check_floating(op, "weight", weight));
+    AOT_TRY(check_dtype(op, "weight", weight, x.dtype));
+    if (weight.rank_known() && weight.ndim != 4)
+      return fail(kInvalidArgument, "%s: weight has shape %s, expected %s", op, ShapeText(weight).text,
+                  nhwc() ? "(O, kh, kw, C / groups)" : "(O, C / groups, kh, kw)");
+    const Image in = image(x), kernel = image(weight);
+    const int64_t outputs = weight.rank_known() ? weight.shape[0] : kUnknownDim;
+    const bool channels_known = in.channels >= 0 && kernel.channels >= 0;
+    if ((channels_known && in.channels != kernel.channels * groups) || (outputs >= 0 && outputs % groups != 0))
+      return fail(kInvalidArgument, "%s: weight has shape %s and x %s, which do not fit in layout %s with groups %lld",
+                  op, ShapeText(weight).text, ShapeText(x).text, kLayouts[layout], static_cast<long long>(groups));
+    const Image out{outputs, out_size(in.height, kernel.height, 0), out_size(in.width, kernel.width, 1)};
+    if (kernel.height == 0 || kernel.width == 0 || out.height == 0 || out.width == 0)
+      return fail(kInvalidArgument,
+                  "%s: weight has shape %s and x %s, expected a kernel that fits with padding %s and dilation %s", op,
+                  ShapeText(weight).text, ShapeText(x).text, ShapeText(padding.value, 2).text,
+                  ShapeText(dilation.value, 2).text);
+    *y = x;
+    if (!x.rank_known()) return kOk;
+    int64_t *last = y->shape + y->ndim - 3;
+    if (nhwc()) last[0] = out.height, last[1] = out.width, last[2] = out.channels;
+    else last[0] = out.channels, last[1] = out.height, last[2] = out.width;
+    return kOk;
+  }
+
+  // Of y along an axis; 0 where the kernel does not fit.
+  int64_t out_size(int64_t in, int64_t kernel, int axis) const {
+    if (in < 0 || kernel < 0) return kUnknownDim;
+    const int64_t room = in + 2 * padding.value[axis] - dilation.value[axis] * (kernel - 1) - 1;
+    return room < 0 ? 0 : room / stride.value[axis] + 1;
+  }
+
+  // Where a result has few tiles, its sum over channels and the kernel is taken in slices too.
+  static int64_t few_slices(int64_t rows, int64_t cols) {
+    const int64_t tiles = ceil(rows, 128) * ceil(cols, 128);
+    return tiles > 0 && 2 * tiles < kFull ? kFull / tiles * rows * cols : 0;
+  }
+  static int64_t ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
+  // float32 words of so many elements, in whole vectors of 16 bytes.
+  static int64_t words(int64_t elements, int64_t itemsize) { return ceil(elements * itemsize, 16) * 4; }
+
+  static Spec vector(DType dtype, int64_t n) {
+    Spec s;
+    s.dtype = dtype, s.ndim = 1, s.shape[0] = n;
+    return s;
+  }
+  static Spec outputs_of(const Spec &weight) {
+    return vector(weight.dtype, weight.rank_known() ? weight.shape[0] : kUnknownDim);
+  }
+  static bool known(const Spec &s) {
+    for (int i = 0; i < s.ndim; ++i)
+      if (s.shape[i] < 0) return false;
+    return true;
+  }
+
+ private:
+  static Status get_pair(const Attrs &attrs, const char *name, Ints *pair, int64_t least) {
+    AOT_TRY(attrs.get(name, pair));
+    if (pair->n == 2 && pair->value[0] >= least && pair->value[1] >= least) return kOk;
+    return fail(kInvalidArgument, "conv2d: %s is %s, expected two integers of at least %lld", name,
+                ShapeText(pair->value, pair->n).text, static_cast<long long>(least));
+  }
+};
+
+struct Conv2d : Conv2dAttrs {
+  static constexpr const char *name = "conv2d";
+  static constexpr Slot inputs[] = {{"x"}, {"weight"}, {"bias", optional}};
+  static constexpr Slot outputs[] = {{"y"}, {"workspace", workspace}};  // workspace: x, weight, y and bias, packed
+
+  Status infer(const Tensor *in, Spec *out) const {
+    const Spec &x = in[0], &weight = in[1], &bias = in[2];
+    AOT_TRY(output(name, x, weight, &out[0]));
+    if (bias) AOT_TRY(check_like(name, "bias", bias, "the output channels", outputs_of(weight)));
+    out[1] = vector(accumulate_dtype(x.dtype), kUnknownDim);
+    if (!known(x) || !known(weight)) return kOk;
+    out[1].shape[0] = plan(shape(x, weight, out[0])).forward();
+    return kOk;
+  }
+};
+
+struct Conv2dBackward : Conv2dAttrs {
+  static constexpr const char *name = "conv2d_backward";
+  static constexpr Slot inputs[] = {{"dy"}, {"x"}, {"weight"}};
+  // workspace: x or dx, weight and dy, packed; slices of dweight; slices of dbias
+  static constexpr Slot outputs[] = {
+      {"dx", optional}, {"dweight", optional}, {"dbias", optional}, {"workspace", workspace}};
+
+  Status infer(const Tensor *in, Spec *out) const {
+    const Spec &dy = in[0], &x = in[1], &weight = in[2];
+    Spec y;
+    AOT_TRY(output(name, x, weight, &y));
+    AOT_TRY(check_like(name, "dy", dy, "the result", y));
+    out[0] = x;
+    out[1] = weight;
+    out[2] = outputs_of(weight);
+    out[2].dtype = x.dtype;
+    out[3] = vector(accumulate_dtype(x.dtype), kUnknownDim);
+    if (known(x) && known(weight)) out[3].shape[0] = plan(shape(x, weight, y)).backward();
+    return kOk;
+  }
+};
+
+}  // namespace AOT_ISA
+}  // namespace aot

@@ -1,0 +1,48 @@
+// What the kernels of conv2d have in common: a call's sizes, and where each tensor's elements are.
+#pragma once
+#include "../conv2d.h"
+#include "launch.cuh"
+
+namespace aot {
+inline namespace AOT_ISA {
+
+// Elements from one image (output, of a weight), channel, row and column to the next; a tap is a row or column of a
+// kernel, counted through.
+struct Steps {
+  int64_t image, channel, row, column, tap;
+
+  __host__ __device__ int64_t at(int64_t i, int64_t c, int64_t h, int64_t w) const {
+    return i * image + c * channel + h * row + w * column;
+  }
+};
+
+inline Steps steps(bool nhwc, int64_t channels, int64_t height, int64_t width) {
+  return nhwc ? Steps{channels * height * width, 1, width * channels, channels, channels}
+              : Steps{channels * height * width, height * width, width, 1, 1};
+}
+
+// A call as kernels see it. Lengths are of the tensors; a weight has channels / groups channels.
+struct Conv2dCall {
+  Conv2dShape s;
+  int64_t pixels, groups, stride_h, stride_w, padding_h, padding_w, dilation_h, dilation_w;
+  bool nhwc;
+  Steps x, weight, y;
+
+  Conv2dCall(const Conv2dAttrs &op, const Conv2dShape &s)
+      : s(s),
+        pixels(s.pixels()),
+        groups(op.groups),
+        stride_h(op.stride.value[0]),
+        stride_w(op.stride.value[1]),
+        padding_h(op.padding.value[0]),
+        padding_w(op.padding.value[1]),
+        dilation_h(op.dilation.value[0]),
+        dilation_w(op.dilation.value[1]),
+        nhwc(op.nhwc()),
+        x(steps(nhwc, s.channels, s.height, s.width)),
+        weight(steps(nhwc, s.channels / groups, s.kernel_h, s.kernel_w)),
+        y(steps(nhwc, s.outputs, s.out_h, s.out_w)) {}
+};
+
+}  // namespace AOT_ISA
+}  // namespace aot
