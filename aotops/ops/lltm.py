@@ -69,6 +69,7 @@ def lltm_backward(dnew_h, dnew_cell, input, weights, bias, old_h, old_cell, gate
     backward=lltm_backward,
     like={"new_h": "old_h", "new_cell": "old_cell"},
     batched=("input", "old_h", "old_cell", "new_h", "new_cell", "gates"),
+    costly=True,
     autocast="float32",
 )
 def lltm(input, weights, bias, old_h, old_cell):

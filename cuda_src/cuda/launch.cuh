@@ -21,7 +21,7 @@ inline Status check_cuda(const char *op, cudaError_t error) {
 
 inline Status check_launch(const char *op) { return check_cuda(op, cudaGetLastError()); }
 
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+__host__ __device__ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // A grid's x dimension holds 2^31 - 1 blocks; kernels whose blocks loop take fewer than they are offered.
 inline unsigned grid_size(int64_t blocks) { return static_cast<unsigned>(std::min<int64_t>(blocks, 0x7fffffff)); }
