@@ -624,7 +624,8 @@ def test_autocast_gradients():
 def test_transposed_views_are_not_copied(monkeypatch):
     """The call takes the matrix itself, and says that it lies transposed."""
     x = torch.randn(2, 3, 4, dtype=torch.float64)
-    monkeypatch.setattr(ours, "_plain", lambda t: pytest.fail("a copy was made"))
+    plain = ours._plain
+    monkeypatch.setattr(ours, "_plain", lambda t: plain(t) if t.is_contiguous() else pytest.fail("a copy was made"))
     close(ours.matmul(x.mT, x), x.mT @ x)
     close(ours.matmul(x, x.mT), x @ x.mT)
     close(ours.matmul(x, x, transpose_b=True), x @ x.mT)
