@@ -128,17 +128,23 @@ struct Spec {
   }
   explicit operator bool() const { return dtype != DType::absent; }
   bool rank_known() const { return !(ndim == 1 && shape[0] == kUnknownRank); }
+  bool known() const {
+    for (int i = 0; i < ndim; ++i)
+      if (shape[i] < 0) return false;
+    return true;
+  }
   int64_t size(int first = 0) const { return product(first, ndim); }
   int64_t product(int first, int last) const {
     int64_t n = 1;
     for (int i = first; i < last; ++i) n *= shape[i];
     return n;
   }
-  static Spec unknown_rank(DType dtype) {
+  static Spec vector(DType dtype, int64_t n) {
     Spec s;
-    s.dtype = dtype, s.ndim = 1, s.shape[0] = kUnknownRank;
+    s.dtype = dtype, s.ndim = 1, s.shape[0] = n;
     return s;
   }
+  static Spec unknown_rank(DType dtype) { return vector(dtype, kUnknownRank); }
 };
 
 struct Tensor : Spec {

@@ -163,18 +163,8 @@ struct Conv2dAttrs {
   // float32 words of so many elements, in whole vectors of 16 bytes.
   static int64_t words(int64_t elements, int64_t itemsize) { return ceil(elements * itemsize, 16) * 4; }
 
-  static Spec vector(DType dtype, int64_t n) {
-    Spec s;
-    s.dtype = dtype, s.ndim = 1, s.shape[0] = n;
-    return s;
-  }
   static Spec outputs_of(const Spec &weight) {
-    return vector(weight.dtype, weight.rank_known() ? weight.shape[0] : kUnknownDim);
-  }
-  static bool known(const Spec &s) {
-    for (int i = 0; i < s.ndim; ++i)
-      if (s.shape[i] < 0) return false;
-    return true;
+    return Spec::vector(weight.dtype, weight.rank_known() ? weight.shape[0] : kUnknownDim);
   }
 
  private:
@@ -195,8 +185,8 @@ struct Conv2d : Conv2dAttrs {
     const Spec &x = in[0], &weight = in[1], &bias = in[2];
     AOT_TRY(output(name, x, weight, &out[0]));
     if (bias) AOT_TRY(check_like(name, "bias", bias, "the output channels", outputs_of(weight)));
-    out[1] = vector(accumulate_dtype(x.dtype), kUnknownDim);
-    if (!known(x) || !known(weight)) return kOk;
+    out[1] = Spec::vector(accumulate_dtype(x.dtype), kUnknownDim);
+    if (!x.known() || !weight.known()) return kOk;
     out[1].shape[0] = plan(shape(x, weight, out[0])).forward();
     return kOk;
   }
@@ -218,8 +208,8 @@ struct Conv2dBackward : Conv2dAttrs {
     out[1] = weight;
     out[2] = outputs_of(weight);
     out[2].dtype = x.dtype;
-    out[3] = vector(accumulate_dtype(x.dtype), kUnknownDim);
-    if (known(x) && known(weight)) out[3].shape[0] = plan(shape(x, weight, y)).backward();
+    out[3] = Spec::vector(accumulate_dtype(x.dtype), kUnknownDim);
+    if (x.known() && weight.known()) out[3].shape[0] = plan(shape(x, weight, y)).backward();
     return kOk;
   }
 };

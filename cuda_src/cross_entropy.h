@@ -65,9 +65,8 @@ struct CrossEntropy : CrossEntropyAttrs {
     AOT_TRY(check(name, x, in[1]));
     out[0] = loss(x);
     out[1] = x;
-    out[2].dtype = accumulate_dtype(x.dtype), out[2].ndim = 1;
     bool known = x.rank_known() && (x.ndim < 2 || x.shape[0] >= 0);
-    out[2].shape[0] = !reduces() ? 1 : known ? 1 + rows(x) : kUnknownDim;
+    out[2] = Spec::vector(accumulate_dtype(x.dtype), !reduces() ? 1 : known ? 1 + rows(x) : kUnknownDim);
     return kOk;
   }
 };
@@ -84,7 +83,7 @@ struct CrossEntropyBackward : CrossEntropyAttrs {
     AOT_TRY(check_like(name, "dy", in[0], "the loss", loss(x)));
     if (in[3]) AOT_TRY(check_like(name, "slope", in[3], "x", x));
     out[0] = x;
-    out[1].dtype = accumulate_dtype(x.dtype), out[1].ndim = 1, out[1].shape[0] = kParts;
+    out[1] = Spec::vector(accumulate_dtype(x.dtype), kParts);
     return kOk;
   }
 };

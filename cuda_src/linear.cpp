@@ -116,8 +116,8 @@ inline Status linear_backward_cpu(const LinearBackward &op, const Tensor *in, co
                                 {bias ? bias.as<T>() : nullptr, nullptr, products.out, kActivationNone}));
       slope_loop(dy.as<T>(), before ? before.as<T>() : slope, slope, dy.size(), op.activation());
     }
-    if (dx) AOT_TRY(multiply(products.gradient_x(slope, weight, dx), scratch));
-    if (dweight) AOT_TRY(multiply(products.gradient_weight(slope, x, dweight), scratch));
+    if (dx) AOT_TRY(multiply(op.name, products.gradient_x(slope, weight, dx), scratch));
+    if (dweight) AOT_TRY(multiply(op.name, products.gradient_weight(slope, x, dweight), scratch));
     if (dbias) sum_columns(slope, products.rows, products.out, dbias.as<T>());
     return kOk;
   });

@@ -29,8 +29,7 @@ struct LinearAttrs {
     if (known && (weight.ndim != 2 || !same_dim(weight.shape[1], in)))
       return fail(kInvalidArgument, "%s: weight has shape %s, expected (out, %lld), to multiply %s, the shape of x", op,
                   ShapeText(weight).text, static_cast<long long>(in), ShapeText(x).text);
-    Spec rows;
-    rows.dtype = x.dtype, rows.ndim = 1, rows.shape[0] = known ? weight.shape[0] : kUnknownDim;
+    const Spec rows = outputs_of(x, weight);
     if (bias) AOT_TRY(check_like(op, "bias", bias, "weight's first axis", rows));
     *y = x;
     if (x.rank_known()) y->shape[y->ndim - 1] = rows.shape[0];
@@ -44,15 +43,9 @@ struct LinearAttrs {
     return s;
   }
 
-  static bool known(const Spec &x) {
-    bool known = x.rank_known();
-    for (int i = 0; known && i < x.ndim; ++i) known = x.shape[i] >= 0;
-    return known;
-  }
-  static Spec scratch(DType dtype, int64_t elements) {
-    Spec s;
-    s.dtype = accumulate_dtype(dtype), s.ndim = 1, s.shape[0] = elements;
-    return s;
+  // (out,), as the bias is
+  static Spec outputs_of(const Spec &x, const Spec &weight) {
+    return Spec::vector(x.dtype, weight.rank_known() ? weight.shape[0] : kUnknownDim);
   }
 };
 
@@ -65,8 +58,9 @@ struct Linear : LinearAttrs {
     const Spec &x = in[0];
     AOT_TRY(check(name, x, in[1], in[2], &out[0]));
     out[1] = before(out[0]);
-    const bool all = known(x) && known(out[0]);
-    out[2] = scratch(x.dtype, all ? library_workspace(out[0].size(), x.shape[x.ndim - 1]) : kUnknownDim);
+    const bool all = x.known() && out[0].known();
+    out[2] = Spec::vector(accumulate_dtype(x.dtype),
+                          all ? library_workspace(out[0].size(), x.shape[x.ndim - 1]) : kUnknownDim);
     return kOk;
   }
 };
@@ -85,12 +79,11 @@ struct LinearBackward : LinearAttrs {
     AOT_TRY(check(name, x, weight, in[3], &y));
     AOT_TRY(check_like(name, "dy", dy, "y", y));
     if (in[4]) AOT_TRY(check_like(name, "before", in[4], "what goes into the activation", before(y)));
-    out[0] = x, out[1] = weight;
-    out[2].dtype = x.dtype, out[2].ndim = 1, out[2].shape[0] = weight.rank_known() ? weight.shape[0] : kUnknownDim;
+    out[0] = x, out[1] = weight, out[2] = outputs_of(x, weight);
     int64_t work = kUnknownDim;
-    if (known(x) && known(y))
+    if (x.known() && y.known())
       work = slope_elements(y) + kParts * out[2].shape[0] + library_workspace(y.size(), x.shape[x.ndim - 1]);
-    out[3] = scratch(x.dtype, work);
+    out[3] = Spec::vector(accumulate_dtype(x.dtype), work);
     return kOk;
   }
 

@@ -104,10 +104,7 @@ struct LltmBackward : LltmAttrs {
     AOT_TRY(check_like(name, "dnew_cell", in[1], "old_h", old_h));
     if (in[7]) AOT_TRY(check_like(name, "gates", in[7], "the three gates of old_h", gates(old_h)));
     out[0] = in[2], out[1] = in[3], out[2] = in[4], out[3] = old_h, out[4] = in[6];
-    out[5].dtype = old_h.dtype, out[5].ndim = 1, out[5].shape[0] = kUnknownDim;
-    bool known = old_h.rank_known();
-    for (int i = 0; known && i < old_h.ndim; ++i) known = old_h.shape[i] >= 0;
-    if (known) out[5].shape[0] = 3 * old_h.size();
+    out[5] = Spec::vector(old_h.dtype, old_h.known() ? 3 * old_h.size() : kUnknownDim);
     return kOk;
   }
 };

@@ -9,13 +9,13 @@ inline namespace AOT_ISA {
 // ------------------------------------------------------------------------------------------------------- launchers
 
 inline Status matmul_cpu(const Matmul &op, const Tensor *in, const Tensor *out, void *) {
-  return multiply(op.forward(in[0], in[1], out[0]), Tensor());
+  return multiply(op.name, op.forward(in[0], in[1], out[0]), Tensor());
 }
 
 inline Status matmul_backward_cpu(const MatmulBackward &op, const Tensor *in, const Tensor *out, void *) {
   const Tensor &dy = in[0], &a = in[1], &b = in[2], &da = out[0], &db = out[1], &scratch = out[2];
-  if (da) AOT_TRY(multiply(op.gradient_a(dy, a, b, da), scratch));
-  if (db) AOT_TRY(multiply(op.gradient_b(dy, a, b, db), scratch));
+  if (da) AOT_TRY(multiply(op.name, op.gradient_a(dy, a, b, da), scratch));
+  if (db) AOT_TRY(multiply(op.name, op.gradient_b(dy, a, b, db), scratch));
   return kOk;
 }
 

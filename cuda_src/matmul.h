@@ -89,11 +89,6 @@ struct MatmulAttrs {
     for (int i = y.ndim - 2; i >= 1; --i) f(leading(y, i), step(a, i), step(b, i), step(y, i));
   }
   static int64_t step(const Spec &x, int i) { return leading(x, i) == 1 ? 0 : x.product(x.ndim - 1 - i, x.ndim); }
-  static bool known(const Spec &x) {
-    bool known = x.rank_known();
-    for (int i = 0; known && i < x.ndim; ++i) known = x.shape[i] >= 0;
-    return known;
-  }
 };
 
 struct Matmul : MatmulAttrs {
@@ -103,8 +98,8 @@ struct Matmul : MatmulAttrs {
 
   Status infer(const Tensor *in, Spec *out) const {
     AOT_TRY(check(name, in[0], in[1], &out[0]));
-    out[1].dtype = accumulate_dtype(in[0].dtype), out[1].ndim = 1, out[1].shape[0] = kUnknownDim;
-    if (known(in[0]) && known(in[1])) out[1].shape[0] = library_workspace(out[0].size(), k(in[0]));
+    out[1] = Spec::vector(accumulate_dtype(in[0].dtype), kUnknownDim);
+    if (in[0].known() && in[1].known()) out[1].shape[0] = library_workspace(out[0].size(), k(in[0]));
     return kOk;
   }
 };
@@ -120,8 +115,8 @@ struct MatmulBackward : MatmulAttrs {
     AOT_TRY(check(name, a, b, &y));
     AOT_TRY(check_like(name, "dy", in[0], "y", y));
     out[0] = a, out[1] = b;
-    out[2].dtype = accumulate_dtype(a.dtype), out[2].ndim = 1, out[2].shape[0] = kUnknownDim;
-    if (known(a) && known(b)) out[2].shape[0] = sums_a(a, b, y) + sums_b(a, b, y) + library_workspace(y.size(), k(a));
+    out[2] = Spec::vector(accumulate_dtype(a.dtype), kUnknownDim);
+    if (a.known() && b.known()) out[2].shape[0] = sums_a(a, b, y) + sums_b(a, b, y) + library_workspace(y.size(), k(a));
     return kOk;
   }
 

@@ -1,6 +1,6 @@
 // The norms, over the trailing axes of x that normalized_shape names; a row is what those axes span, N elements of it.
-//   layer_norm  xhat = (x - mean) * rstd,   rstd = 1 / sqrt(mean((x - mean)^2) + eps),   stats = (mean, rstd) of each
-//   row rms_norm    xhat = x * rstd,            rstd = 1 / sqrt(mean(x^2) + eps),            stats = (rstd)
+//   layer_norm  xhat = (x - mean) * rstd,   rstd = 1 / sqrt(mean((x - mean)^2) + eps),   stats = (mean, rstd)
+//   rms_norm    xhat = x * rstd,            rstd = 1 / sqrt(mean(x^2) + eps),            stats = (rstd)
 //               y = xhat * weight + bias
 //   gradient    g = dy * weight
 //               dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), without mean(g) for rms_norm
@@ -139,14 +139,12 @@ struct NormBackward : NormAttrs<kCentred, kAdd> {
 
  private:
   Spec workspace_spec(const Spec &x, bool with_stats) const {
-    Spec s;
-    s.dtype = accumulate_dtype(x.dtype), s.ndim = 1, s.shape[0] = kUnknownDim;
-    bool known = x.rank_known();
-    for (int i = 0; known && i < x.ndim; ++i) known = x.shape[i] >= 0;
-    if (!known) return s;
-    const int64_t rows = this->rows(x), cols = this->cols();
-    s.shape[0] = this->kSums * partial_rows(rows, cols) * cols + (with_stats ? this->kStats * rows : 0);
-    return s;
+    int64_t n = kUnknownDim;
+    if (x.known()) {
+      const int64_t rows = this->rows(x), cols = this->cols();
+      n = this->kSums * partial_rows(rows, cols) * cols + (with_stats ? this->kStats * rows : 0);
+    }
+    return Spec::vector(accumulate_dtype(x.dtype), n);
   }
 };
 

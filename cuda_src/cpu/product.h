@@ -29,12 +29,12 @@ void sum_apart(const Accumulate<T> *x, int64_t count, T *y, int64_t n) {
 }
 
 // `scratch` is needed where products are summed that cannot be summed at once.
-inline Status multiply(const Product &p, const Tensor &scratch) {
+inline Status multiply(const char *op, const Product &p, const Tensor &scratch) {
   return dispatch_floating(p.dtype, [&](auto zero) -> Status {
     using T = decltype(zero);
     if (!p.elements()) return kOk;
     if (!p.sums()) return multiply_each<T, T>(p);
-    if (!scratch) return fail(kConventionMisused, "matmul_backward: workspace is missing");
+    if (!scratch) return fail(kConventionMisused, "%s: workspace is missing", op);
     AOT_TRY((multiply_each<T, Accumulate<T>>(p.apart(scratch.data))));
     return sum_apart(scratch.as<Accumulate<T>>(), p.summed(), static_cast<T *>(p.c.data), p.elements()), kOk;
   });

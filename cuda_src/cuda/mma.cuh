@@ -39,26 +39,6 @@ struct MmaSums {
 
 // ------------------------------------------------------------------------------------------------------ instructions
 
-__device__ inline uint32_t shared_word(const void *p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
-
-// Sixteen bytes to shared memory; zeros where it is not present.
-__device__ inline void copy_async(uint32_t to, const void *from, bool present) {
-#if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(present ? 16 : 0) : "memory");
-#endif
-}
-__device__ inline void copies_commit() {
-#if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.commit_group;" ::: "memory");
-#endif
-}
-template <int kPending>
-__device__ inline void copies_wait() {
-#if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-#endif
-}
-
 // Four matrices of 8 by 8, each lane giving a row of one of them; transposed where they lie the other way round.
 template <bool kTransposed>
 __device__ inline void load_matrices(uint32_t (&m)[4], uint32_t row) {
@@ -158,7 +138,7 @@ __device__ inline void multiply_mma(T *memory, MmaSums<Shape> &sum, int64_t firs
   Right right;
   const int64_t steps = first + second;
   if (steps == 0) return;
-  const uint32_t base = shared_word(memory);
+  const uint32_t base = shared_address(memory);
   auto stage_of = [&](int64_t step) {
     return static_cast<uint32_t>(step % Shape::kStages) * (Left::kBytes + Right::kBytes);
   };
@@ -167,14 +147,14 @@ __device__ inline void multiply_mma(T *memory, MmaSums<Shape> &sum, int64_t firs
       if (step == first) begin(1, left, right);
       left.fetch(base + stage_of(step)), right.fetch(base + stage_of(step) + Left::kBytes);
     }
-    copies_commit();
+    commit_copies();
   };
   begin(0, left, right);
   for (int step = 0; step < Shape::kStages - 1; ++step) fetch(step);
   constexpr int kInPart = Shape::kWarpN / 8;
 #pragma unroll 1
   for (int64_t step = 0; step < steps; ++step) {
-    copies_wait<Shape::kStages - 2>();
+    wait_copies<Shape::kStages - 2>();
     __syncthreads();
     fetch(step + Shape::kStages - 1);
     const uint32_t left_stage = base + stage_of(step), right_stage = left_stage + Left::kBytes;
@@ -197,7 +177,7 @@ __device__ inline void multiply_mma(T *memory, MmaSums<Shape> &sum, int64_t firs
       }
     }
   }
-  copies_wait<0>();
+  wait_copies<0>();
 }
 
 }  // namespace AOT_ISA

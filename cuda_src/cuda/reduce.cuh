@@ -3,14 +3,15 @@
 #pragma once
 #include <cstdint>
 
+#include "async.cuh"
+
 namespace aot {
 inline namespace AOT_ISA {
 
 // What a row is spread over: some or all lanes of a warp, the warps of a block, the blocks of a cluster.
 enum class Span { warp, block, cluster };
 
-constexpr int kMaxCluster = 8;       // what every device with clusters grants
-constexpr int kLargestCluster = 16;  // what Hopper does, if it is asked to
+constexpr int kMaxCluster = 8;  // what every device with clusters grants
 constexpr int kMaxBlockWarps = 32;
 
 __device__ inline int lane_index() { return threadIdx.x % 32; }
@@ -54,8 +55,6 @@ __device__ inline void cluster_barrier() {
 // Words sent to a block of the cluster, each counted by a barrier of that block: whoever waits there waits for them and
 // for nothing else. A barrier of the whole cluster would also wait for each thread's stores to global memory.
 #if __CUDA_ARCH__ >= 900
-__device__ inline uint32_t shared_address(const void *p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
-
 // Where block `rank` has what this block has at the address.
 __device__ inline uint32_t in_block(uint32_t address, int rank) {
   uint32_t there;

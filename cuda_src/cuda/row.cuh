@@ -5,6 +5,7 @@
 // it, so that each load of the warp is one run of memory, at an address that is a constant away from the first. With
 // fewer than 32 lanes to a row a warp has several rows; with a row longer than a share, it spans warps and then blocks.
 #pragma once
+#include "async.cuh"
 #include "launch.cuh"
 #include "reduce.cuh"
 #include "vector.cuh"
@@ -79,30 +80,6 @@ using RowExchange = std::conditional_t<Shape::kSpan == Span::warp, NoExchange, E
 
 // ------------------------------------------------------------------------------------------------------------ inbox
 
-// Sixteen bytes to shared memory, or zeros. The thread goes on meanwhile (from compute capability 8.0).
-__device__ inline void copy_async(uint4 *shared, const void *global, bool present) {
-#if __CUDA_ARCH__ >= 800
-  asm volatile(
-      "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(static_cast<unsigned>(__cvta_generic_to_shared(shared))),
-      "l"(global), "r"(present ? 16 : 0)
-      : "memory");
-#else
-  *shared = present ? *static_cast<const uint4 *>(global) : uint4{};
-#endif
-}
-__device__ inline void commit_copies() {
-#if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.commit_group;" ::: "memory");
-#endif
-}
-// Waits until at most kPending of this thread's committed groups are on their way.
-template <int kPending>
-__device__ inline void wait_copies() {
-#if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-#endif
-}
-
 // A thread's own places in shared memory, for its part of kRows rows (of as many tensors) in each of kStages stages,
 // and of kKept that stay, such as the weight. No other thread reads or writes them, so that a thread waits for its own
 // copies and for nobody else.
@@ -122,7 +99,7 @@ class Inbox {
   __device__ void fetch(int stage, int which, const T *from, const RowPart<Shape> &part, bool present) {
 #pragma unroll
     for (int i = 0; i < Shape::kVectors; ++i)
-      copy_async(place(stage, which, i), from + part.offset(i), present && part.holds(i));
+      copy_async(shared_address(place(stage, which, i)), from + part.offset(i), present && part.holds(i));
   }
   __device__ Vector<T> take(int stage, int which, int i) const {
     Vector<T> v;

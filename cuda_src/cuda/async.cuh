@@ -1,0 +1,33 @@
+// Copies to shared memory that a thread does not wait for, from compute capability 8.0.
+#pragma once
+#include <cstdint>
+
+namespace aot {
+inline namespace AOT_ISA {
+
+__device__ inline uint32_t shared_address(const void *p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+
+// Sixteen bytes, or zeros where they are not present. An older device waits.
+__device__ inline void copy_async(uint32_t shared, const void *global, bool present) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(present ? 16 : 0)
+               : "memory");
+#else
+  *static_cast<uint4 *>(__cvta_shared_to_generic(shared)) = present ? *static_cast<const uint4 *>(global) : uint4{};
+#endif
+}
+__device__ inline void commit_copies() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+// Waits until at most kPending of this thread's committed groups are on their way.
+template <int kPending>
+__device__ inline void wait_copies() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+#endif
+}
+
+}  // namespace AOT_ISA
+}  // namespace aot
