@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     cross_entropy_kernel(const T *x, Targets targets, Results<T, A> results, Scale<T, A> scale, int64_t rows,
                          int64_t cols, Smoothing<A> smoothing) {
   launch_next();
-  Tile<Shape> tile(cols);
+  RowTile<Shape> tile(cols);
   bool present = tile.present(rows);
   Vector<T> v[Shape::kVectors];
   tile.load(x, present, kMinusInfinity, v);
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   bool mine = present && tile.has(c.column());  // one thread of the row
   A at_target = mine ? widen(x[tile.row() * cols + c.column()]) : A(0);
 
-  TileExchange<Shape, Exponentials<A>> exchange;
+  RowExchange<Shape, Exponentials<A>> exchange;
   auto [row, to_row] = row_exponentials<kRest>(v, tile, exchange);
   if (mine) results.tell(tile.row(), row_loss(row, at_target, c, smoothing));
   if (!kSlope || !results.slope) return;
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kStreamThreads, kStreamBlocks)
 template <class Shape, typename T = typename Shape::T, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(Shape::kThreads)
     cross_entropy_scale_kernel(const T *slope, T *dx, Scale<T, A> scale, int64_t rows, int64_t cols) {
-  Tile<Shape> tile(cols);
+  RowTile<Shape> tile(cols);
   bool present = tile.present(rows);
   Vector<T> v[Shape::kVectors];
   tile.load(slope, present, 0, v);
@@ -238,28 +238,28 @@ __global__ void __launch_bounds__(kLossThreads)
 template <typename T>
 constexpr auto slope_shapes() {
   if constexpr (sizeof(T) == 2)
-    return TileShapes<WarpTile<T, 8, 1>, WarpTile<T, 8, 2>, WarpTile<T, 8, 4, 1536>, WarpTile<T, 16, 4, 1536>,
-                      WarpTile<T, 32, 3, 1536>, WarpTile<T, 32, 4, 1536>, BlockTile<T, 4, 512, 1536>, BlockTile<T, 8>,
-                      ClusterTile<T, 8, 256>, ClusterTile<T, 8>>();
+    return RowTileShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 8, 4, 1536>, WarpRow<T, 16, 4, 1536>,
+                         WarpRow<T, 32, 3, 1536>, WarpRow<T, 32, 4, 1536>, BlockRow<T, 4, 512, 1536>, BlockRow<T, 8>,
+                         ClusterRow<T, 8, 256>, ClusterRow<T, 8>>();
   else if constexpr (sizeof(T) == 4)
-    return TileShapes<WarpTile<T, 8, 1>, WarpTile<T, 8, 2>, WarpTile<T, 8, 4>, WarpTile<T, 16, 4>, WarpTile<T, 32, 4>,
-                      WarpTile<T, 32, 6>, BlockTile<T, 4>, BlockTile<T, 8, 1024>, ClusterTile<T, 8, 256>,
-                      ClusterTile<T, 16, 256, 512>>();
+    return RowTileShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 8, 4>, WarpRow<T, 16, 4>, WarpRow<T, 32, 4>,
+                         WarpRow<T, 32, 6>, BlockRow<T, 4>, BlockRow<T, 8, 1024>, ClusterRow<T, 8, 256>,
+                         ClusterRow<T, 16, 256, 512>>();
   else
-    return TileShapes<WarpTile<T, 8, 1>, WarpTile<T, 8, 2>, WarpTile<T, 8, 4>, WarpTile<T, 16, 4>, WarpTile<T, 32, 4>,
-                      BlockTile<T, 4>, BlockTile<T, 8, 512, 512>>();
+    return RowTileShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 8, 4>, WarpRow<T, 16, 4>, WarpRow<T, 32, 4>,
+                         BlockRow<T, 4>, BlockRow<T, 8, 512, 512>>();
 }
 
 // For the loss alone; longer rows are streamed.
 template <typename T>
 using LossShapes =
-    TileShapes<WarpTile<T, 8, 1>, WarpTile<T, 8, 2>, WarpTile<T, 8, 4, 1536>, WarpTile<T, 16, 4, 2048>,
-               WarpTile<T, 32, 4, 2048>, WarpTile<T, 32, 8, sizeof(T) == 4 ? 1280 : 1024>, BlockTile<T, 8>>;
+    RowTileShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 8, 4, 1536>, WarpRow<T, 16, 4, 2048>,
+                  WarpRow<T, 32, 4, 2048>, WarpRow<T, 32, 8, sizeof(T) == 4 ? 1280 : 1024>, BlockRow<T, 8>>;
 
 // For the product of a slope: rows of a cluster's size are parts of blocks that tell each other nothing.
 template <typename T>
-using ScaleShapes = TileShapes<WarpTile<T, 8, 1>, WarpTile<T, 8, 2>, WarpTile<T, 8, 4>, WarpTile<T, 16, 4>,
-                               WarpTile<T, 32, 4>, BlockTile<T, 4>, ClusterTile<T, 4>, ClusterTile<T, 8>>;
+using ScaleShapes = RowTileShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 8, 4>, WarpRow<T, 16, 4>,
+                                  WarpRow<T, 32, 4>, BlockRow<T, 4>, ClusterRow<T, 4>, ClusterRow<T, 8>>;
 
 template <typename T, typename A = Accumulate<T>>
 Status cross_entropy_rows(const char *op, const CrossEntropyAttrs &attrs, const Tensor &x, const Targets &targets,
@@ -284,17 +284,18 @@ Status cross_entropy_rows(const char *op, const CrossEntropyAttrs &attrs, const 
     return check_launch(op);
   };
   auto launch = [&](auto rest, auto slope) {
-    return [=](auto shape, const TilePlan &plan) {
+    return [=](auto shape, const RowTilePlan &plan) {
       using Shape = decltype(shape);
-      return launch_tiles<Shape>(op, plan, rows, cross_entropy_kernel<Shape, rest, slope>, stream, from, targets,
-                                 results, scale, rows, cols, smoothing);
+      return launch_row_tiles<Shape>(op, plan, rows, cross_entropy_kernel<Shape, rest, slope>, stream, from, targets,
+                                     results, scale, rows, cols, smoothing);
     };
   };
   constexpr std::true_type kYes;
   constexpr std::false_type kNo;
-  if (attrs.label_smoothing != 0) return dispatch_tiles(slope_shapes<T>(), vectors, device, launch(kYes, kYes), any);
-  if (results.slope) return dispatch_tiles(slope_shapes<T>(), vectors, device, launch(kNo, kYes), any);
-  return dispatch_tiles(LossShapes<T>(), vectors, device, launch(kNo, kNo), stream_rows);
+  if (attrs.label_smoothing != 0)
+    return dispatch_row_tiles(slope_shapes<T>(), vectors, device, launch(kYes, kYes), any);
+  if (results.slope) return dispatch_row_tiles(slope_shapes<T>(), vectors, device, launch(kNo, kYes), any);
+  return dispatch_row_tiles(LossShapes<T>(), vectors, device, launch(kNo, kNo), stream_rows);
 }
 
 template <typename T, typename A = Accumulate<T>>
@@ -304,11 +305,12 @@ Status cross_entropy_scale(const char *op, const CrossEntropyAttrs &attrs, const
   AOT_TRY(device_limits(op, &device));
   int64_t rows = attrs.rows(slope), cols = attrs.cols(slope);
   const T *from = slope.as<const T>();
-  auto launch = [&](auto shape, const TilePlan &plan) {
+  auto launch = [&](auto shape, const RowTilePlan &plan) {
     using Shape = decltype(shape);
-    return launch_tiles<Shape>(op, plan, rows, cross_entropy_scale_kernel<Shape>, stream, from, dx, scale, rows, cols);
+    return launch_row_tiles<Shape>(op, plan, rows, cross_entropy_scale_kernel<Shape>, stream, from, dx, scale, rows,
+                                   cols);
   };
-  return dispatch_tiles(ScaleShapes<T>(), row_vectors<T>(cols, from, dx), device, launch, [&] {
+  return dispatch_row_tiles(ScaleShapes<T>(), row_vectors<T>(cols, from, dx), device, launch, [&] {
     cross_entropy_scale_any_kernel<<<grid_size(rows), any_row_block(cols), 0, static_cast<cudaStream_t>(stream)>>>(
         from, dx, scale, rows, cols);
     return check_launch(op);

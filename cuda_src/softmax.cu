@@ -19,11 +19,11 @@ __device__ inline Accumulate<T> dot(const Vector<T> &v, const Vector<T> &w) {
 template <class Shape, typename T = typename Shape::T, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     softmax_kernel(const T *x, T *y, int64_t rows, int64_t cols) {
-  Tile<Shape> tile(cols);
+  RowTile<Shape> tile(cols);
   bool present = tile.present(rows);
   Vector<T> v[Shape::kVectors];
   tile.load(x, present, kMinusInfinity, v);
-  TileExchange<Shape, Exponentials<A>> exchange;
+  RowExchange<Shape, Exponentials<A>> exchange;
   auto [row, scale] = row_exponentials<false>(v, tile, exchange);
   Probability<T, A> p(row, scale);
   tile.store(y, present, [&](int i, int k) { return p.of_left(widen(v[i])[k]); });
@@ -32,12 +32,12 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
 template <class Shape, typename T = typename Shape::T, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     softmax_backward_kernel(const T *dy, const T *y, T *dx, int64_t rows, int64_t cols) {
-  Tile<Shape> tile(cols);
+  RowTile<Shape> tile(cols);
   bool present = tile.present(rows);
   Vector<T> d[Shape::kVectors], v[Shape::kVectors];
   tile.load(dy, present, 0, d);
   tile.load(y, present, 0, v);
-  TileExchange<Shape, Sums<1, A>> exchange;
+  RowExchange<Shape, Sums<1, A>> exchange;
   Sums<1, A> sum = {};
 #pragma unroll
   for (int i = 0; i < Shape::kVectors; ++i) {
@@ -134,35 +134,34 @@ __global__ void __launch_bounds__(kAxisCols *kAxisRows)
 template <typename T>
 constexpr auto softmax_shapes() {
   if constexpr (sizeof(T) == 2)
-    return TileShapes<WarpTile<T, 8, 1>, WarpTile<T, 8, 2>, WarpTile<T, 16, 2>, WarpTile<T, 32, 2>, WarpTile<T, 32, 3>,
-                      WarpTile<T, 32, 4>, BlockTile<T, 4>, BlockTile<T, 8>, ClusterTile<T, 8, 256>,
-                      ClusterTile<T, 8>>();
+    return RowTileShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 16, 2>, WarpRow<T, 32, 2>, WarpRow<T, 32, 3>,
+                         WarpRow<T, 32, 4>, BlockRow<T, 4>, BlockRow<T, 8>, ClusterRow<T, 8, 256>, ClusterRow<T, 8>>();
   else if constexpr (sizeof(T) == 4)
-    return TileShapes<WarpTile<T, 8, 1>, WarpTile<T, 8, 2>, WarpTile<T, 16, 2>, WarpTile<T, 32, 2>, BlockTile<T, 4>,
-                      BlockTile<T, 8, 1024>, ClusterTile<T, 8, 256>, ClusterTile<T, 16, 256, 512>>();
+    return RowTileShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 16, 2>, WarpRow<T, 32, 2>, BlockRow<T, 4>,
+                         BlockRow<T, 8, 1024>, ClusterRow<T, 8, 256>, ClusterRow<T, 16, 256, 512>>();
   else
-    return TileShapes<WarpTile<T, 8, 1>, WarpTile<T, 8, 2>, WarpTile<T, 16, 2>, WarpTile<T, 32, 2>, WarpTile<T, 32, 4>,
-                      BlockTile<T, 4>, BlockTile<T, 8, 512, 512>>();
+    return RowTileShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 16, 2>, WarpRow<T, 32, 2>, WarpRow<T, 32, 4>,
+                         BlockRow<T, 4>, BlockRow<T, 8, 512, 512>>();
 }
 
 template <typename T>
 constexpr auto softmax_backward_shapes() {
   if constexpr (sizeof(T) < 8)
-    return TileShapes<WarpTile<T, 8, 1>, WarpTile<T, 8, 2>, WarpTile<T, 16, 2>, WarpTile<T, 32, 2>, WarpTile<T, 32, 3>,
-                      WarpTile<T, 32, 4>, BlockTile<T, 4>, ClusterTile<T, 4, 256>, ClusterTile<T, 4>,
-                      ClusterTile<T, 8, 512, 512>>();
+    return RowTileShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 16, 2>, WarpRow<T, 32, 2>, WarpRow<T, 32, 3>,
+                         WarpRow<T, 32, 4>, BlockRow<T, 4>, ClusterRow<T, 4, 256>, ClusterRow<T, 4>,
+                         ClusterRow<T, 8, 512, 512>>();
   else
-    return TileShapes<WarpTile<T, 8, 1>, WarpTile<T, 8, 2>, WarpTile<T, 16, 2>, WarpTile<T, 32, 2>, WarpTile<T, 32, 4>,
-                      BlockTile<T, 4>, BlockTile<T, 8, 512, 512>>();
+    return RowTileShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 16, 2>, WarpRow<T, 32, 2>, WarpRow<T, 32, 4>,
+                         BlockRow<T, 4>, BlockRow<T, 8, 512, 512>>();
 }
 
 template <typename T>
 Status softmax_rows(const T *x, T *y, int64_t rows, int64_t cols, const DeviceLimits &device, void *stream) {
-  auto launch = [&](auto shape, const TilePlan &plan) {
+  auto launch = [&](auto shape, const RowTilePlan &plan) {
     using Shape = decltype(shape);
-    return launch_tiles<Shape>(Softmax::name, plan, rows, softmax_kernel<Shape>, stream, x, y, rows, cols);
+    return launch_row_tiles<Shape>(Softmax::name, plan, rows, softmax_kernel<Shape>, stream, x, y, rows, cols);
   };
-  return dispatch_tiles(softmax_shapes<T>(), row_vectors<T>(cols, x, y), device, launch, [&] {
+  return dispatch_row_tiles(softmax_shapes<T>(), row_vectors<T>(cols, x, y), device, launch, [&] {
     softmax_any_kernel<<<grid_size(rows), any_row_block(cols), 0, static_cast<cudaStream_t>(stream)>>>(x, y, rows,
                                                                                                        cols);
     return check_launch(Softmax::name);
@@ -172,12 +171,12 @@ Status softmax_rows(const T *x, T *y, int64_t rows, int64_t cols, const DeviceLi
 template <typename T>
 Status softmax_backward_rows(const T *dy, const T *y, T *dx, int64_t rows, int64_t cols, const DeviceLimits &device,
                              void *stream) {
-  auto launch = [&](auto shape, const TilePlan &plan) {
+  auto launch = [&](auto shape, const RowTilePlan &plan) {
     using Shape = decltype(shape);
-    return launch_tiles<Shape>(SoftmaxBackward::name, plan, rows, softmax_backward_kernel<Shape>, stream, dy, y, dx,
-                               rows, cols);
+    return launch_row_tiles<Shape>(SoftmaxBackward::name, plan, rows, softmax_backward_kernel<Shape>, stream, dy, y, dx,
+                                   rows, cols);
   };
-  return dispatch_tiles(softmax_backward_shapes<T>(), row_vectors<T>(cols, dy, y, dx), device, launch, [&] {
+  return dispatch_row_tiles(softmax_backward_shapes<T>(), row_vectors<T>(cols, dy, y, dx), device, launch, [&] {
     softmax_backward_any_kernel<<<grid_size(rows), any_row_block(cols), 0, static_cast<cudaStream_t>(stream)>>>(
         dy, y, dx, rows, cols);
     return check_launch(SoftmaxBackward::name);

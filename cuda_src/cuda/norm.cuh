@@ -1,7 +1,7 @@
 // The norms on CUDA, forward and backward: kernels and launchers, which an operator instantiates (../norm.h).
 #pragma once
 #include "../norm.h"
-#include "row.cuh"
+#include "row_loop.cuh"
 
 namespace aot {
 inline namespace AOT_ISA {

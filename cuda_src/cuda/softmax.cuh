@@ -5,7 +5,7 @@
 // of a row that has nothing but -inf the sum is 0, which the quotient makes NaN.
 #pragma once
 #include "math.cuh"
-#include "rows.cuh"
+#include "row_tile.cuh"
 
 namespace aot {
 inline namespace AOT_ISA {
@@ -168,7 +168,7 @@ struct RowExponentials {
 
 // Leaves in v what Probability::of_left() is of: numbers of 16 bits, or exponentials.
 template <bool kRest, class Shape, class Exchange, typename T, typename A = Accumulate<T>>
-__device__ inline RowExponentials<A> row_exponentials(Vector<T> (&v)[Shape::kVectors], const Tile<Shape> &tile,
+__device__ inline RowExponentials<A> row_exponentials(Vector<T> (&v)[Shape::kVectors], const RowTile<Shape> &tile,
                                                       Exchange &exchange) {
   Exponentials<A> mine = Exponentials<A>::none();
   mine.top = max_lanes<Shape::kLanes>(largest(v));  // past the row there is -inf

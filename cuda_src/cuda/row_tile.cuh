@@ -1,46 +1,36 @@
 // Rows of a matrix, each held in the registers of the threads that share it: read once, written once, by blocks that do
 // one row, or a few short ones, and are gone. Many small blocks keep the memory busy, as one waits and another sums.
-//
-// A warp's share of a row is contiguous: kLanes lanes by kVectors vectors, lane l holding vectors l, l + kLanes, ... of
-// it, so that each load of the warp is one run of memory, at an address that is a constant away from the first. With
-// fewer than 32 lanes to a row a warp has several rows; with a row longer than a share, it spans warps and then blocks.
 #pragma once
 #include "launch.cuh"
-#include "reduce.cuh"
-#include "vector.cuh"
+#include "row_shape.cuh"
 
 namespace aot {
 inline namespace AOT_ISA {
 
-constexpr int kTileWarpBlock = 128;  // threads of a block whose rows are within warps
+constexpr int kWarpRowBlock = 128;  // threads of a block whose rows are within warps
 
 // kThreads: of a block, at most. kResident: threads that a multiprocessor is to hold, which leaves each of them so many
 // of its 65536 registers.
-template <typename T_, int kLanes_, int kVectors_, Span kSpan_, int kThreads_, int kResident>
-struct TileShape {
-  using T = T_;
-  static constexpr int kLanes = kLanes_, kVectors = kVectors_, kSize = kVectorSize<T>;
-  static constexpr Span kSpan = kSpan_;
-  static constexpr int kShare = kLanes * kVectors;  // vectors of a row in a warp
-  static constexpr int kRowsPerWarp = 32 / kLanes;
+template <typename T, int kLanes, int kVectors, Span kSpan, int kThreads_, int kResident>
+struct RowTileShape : RowShape<T, kLanes, kVectors, kSpan> {
   static constexpr int kThreads = kThreads_, kBlocks = kResident / kThreads > 0 ? kResident / kThreads : 1;
 };
 
 template <typename T, int kLanes, int kVectors, int kResident = 1024>
-using WarpTile = TileShape<T, kLanes, kVectors, Span::warp, kTileWarpBlock, kResident>;
+using WarpRow = RowTileShape<T, kLanes, kVectors, Span::warp, kWarpRowBlock, kResident>;
 template <typename T, int kVectors, int kThreads = 512, int kResident = 1024>
-using BlockTile = TileShape<T, 32, kVectors, Span::block, kThreads, kResident>;
+using BlockRow = RowTileShape<T, 32, kVectors, Span::block, kThreads, kResident>;
 template <typename T, int kVectors, int kThreads = 512, int kResident = 1024>
-using ClusterTile = TileShape<T, 32, kVectors, Span::cluster, kThreads, kResident>;
+using ClusterRow = RowTileShape<T, 32, kVectors, Span::cluster, kThreads, kResident>;
 
 // ------------------------------------------------------------------------------------------------- a thread's part
 
 template <class Shape>
-class Tile {
+class RowTile {
   using T = typename Shape::T;
 
  public:
-  __device__ explicit Tile(int64_t cols) : cols_(cols) {
+  __device__ explicit RowTile(int64_t cols) : cols_(cols) {
     int warps = blockDim.x / 32, vectors = static_cast<int>(cols / Shape::kSize);
     if constexpr (Shape::kSpan == Span::warp) {
       row_ = (int64_t{blockIdx.x} * warps + warp_index()) * Shape::kRowsPerWarp + lane_index() / Shape::kLanes;
@@ -73,10 +63,7 @@ class Tile {
   __device__ uint32_t zero() const { return static_cast<uint32_t>(cols_ >> 62); }
 
   // Elements of the row in the share of one of its warps.
-  __device__ int share(int warp) const {
-    int vectors = static_cast<int>(cols_ / Shape::kSize) - warp * Shape::kShare;
-    return (vectors < 0 ? 0 : vectors < Shape::kShare ? vectors : Shape::kShare) * Shape::kSize;
-  }
+  __device__ int share(int warp) const { return Shape::share(static_cast<int>(cols_ / Shape::kSize), warp); }
 
   // This thread's vectors of its row of `x`; `otherwise` past the row's end, and in a row that is not `present`.
   __device__ void load(const T *x, bool present, float otherwise, Vector<T> (&v)[Shape::kVectors]) const {
@@ -116,19 +103,15 @@ __device__ inline void forget(Vector<T> &v, uint32_t zero) {
   for (uint32_t &word : v.word) word ^= zero;
 }
 
-// What the warps of a row tell each other by; nothing where a row is within a warp.
-template <class Shape, typename V>
-using TileExchange = std::conditional_t<Shape::kSpan == Span::warp, NoExchange, Exchange<Shape::kSpan, V>>;
-
 // ------------------------------------------------------------------------------------------------------------- plan
 
-struct TilePlan {
+struct RowTilePlan {
   int warps = 0;    // of a row in one block; 0: the shape is too small for it
   int cluster = 1;  // blocks of a row
 };
 
 template <class Shape>
-TilePlan plan_tiles(int64_t vectors, const DeviceLimits &device) {
+RowTilePlan plan_row_tiles(int64_t vectors, const DeviceLimits &device) {
   constexpr int kWarps = Shape::kThreads / 32;
   if constexpr (Shape::kSpan == Span::warp) return {vectors <= Shape::kShare ? kWarps : 0, 1};
   bool clusters = Shape::kSpan == Span::cluster;
@@ -141,15 +124,15 @@ TilePlan plan_tiles(int64_t vectors, const DeviceLimits &device) {
 
 // Shapes in the order in which they are tried.
 template <class... Shapes>
-struct TileShapes {};
+struct RowTileShapes {};
 
 // Calls f(shape, plan) with the first of the shapes that holds rows of so many vectors, or otherwise().
 template <class Shape, class... More, class F, class Otherwise>
-Status dispatch_tiles(TileShapes<Shape, More...>, int64_t vectors, const DeviceLimits &device, F f,
-                      Otherwise otherwise) {
-  TilePlan plan = plan_tiles<Shape>(vectors, device);
+Status dispatch_row_tiles(RowTileShapes<Shape, More...>, int64_t vectors, const DeviceLimits &device, F f,
+                          Otherwise otherwise) {
+  RowTilePlan plan = plan_row_tiles<Shape>(vectors, device);
   if (plan.warps > 0) return f(Shape(), plan);
-  if constexpr (sizeof...(More) > 0) return dispatch_tiles(TileShapes<More...>(), vectors, device, f, otherwise);
+  if constexpr (sizeof...(More) > 0) return dispatch_row_tiles(RowTileShapes<More...>(), vectors, device, f, otherwise);
   else return otherwise();
 }
 
@@ -206,8 +189,8 @@ inline unsigned any_row_block(int64_t cols) {
 
 // Launches a kernel on rows laid out by a plan.
 template <class Shape, typename... Parameters, typename... Arguments>
-Status launch_tiles(const char *op, const TilePlan &plan, int64_t rows, void (*kernel)(Parameters...), void *stream,
-                    Arguments... arguments) {
+Status launch_row_tiles(const char *op, const RowTilePlan &plan, int64_t rows, void (*kernel)(Parameters...),
+                        void *stream, Arguments... arguments) {
   bool within_warp = Shape::kSpan == Span::warp;
   unsigned blocks = grid_size(within_warp ? ceil_div(rows, plan.warps * Shape::kRowsPerWarp) : rows * plan.cluster);
   return launch_clusters(op, kernel, blocks, 32u * plan.warps, plan.cluster, 0, stream, arguments...);

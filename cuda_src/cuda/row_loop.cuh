@@ -1,26 +1,12 @@
-// Rows of a matrix, one after another: which threads hold which vectors of a row, and how a thread's part of the next
-// rows travels while it works on this one.
-//
-// A warp's share of a row is contiguous: kLanes lanes by kVectors vectors, lane l holding vectors l, l + kLanes, ... of
-// it, so that each load of the warp is one run of memory, at an address that is a constant away from the first. With
-// fewer than 32 lanes to a row a warp has several rows; with a row longer than a share, it spans warps and then blocks.
+// Rows of a matrix, one after another: which of them a thread works on, and how its part of the next ones travels while
+// it does.
 #pragma once
 #include "async.cuh"
 #include "launch.cuh"
-#include "reduce.cuh"
-#include "vector.cuh"
+#include "row_shape.cuh"
 
 namespace aot {
 inline namespace AOT_ISA {
-
-template <typename T_, int kLanes_, int kVectors_, Span kSpan_>
-struct RowShape {
-  using T = T_;
-  static constexpr int kLanes = kLanes_, kVectors = kVectors_, kSize = kVectorSize<T>;
-  static constexpr Span kSpan = kSpan_;
-  static constexpr int kShare = kLanes * kVectors;  // vectors of a row in a warp
-  static constexpr int kRowsPerWarp = 32 / kLanes;
-};
 
 // Threads that a block has at most, and that a multiprocessor is to hold, which bounds their registers.
 template <int kBlock_, int kResident_>
@@ -64,19 +50,12 @@ class RowPart {
   __device__ bool leads() const { return first_ == 0; }  // one thread of a row
 
   // Elements of the row in the share of one of its warps.
-  __device__ int share(int warp) const {
-    int vectors = vectors_ - warp * Shape::kShare;
-    return (vectors < 0 ? 0 : vectors < Shape::kShare ? vectors : Shape::kShare) * Shape::kSize;
-  }
+  __device__ int share(int warp) const { return Shape::share(vectors_, warp); }
 
  private:
   int64_t base_, step_;
   int first_, vectors_, team_;
 };
-
-// What the warps of a row tell each other by; nothing where a row is within a warp.
-template <class Shape, typename V>
-using RowExchange = std::conditional_t<Shape::kSpan == Span::warp, NoExchange, Exchange<Shape::kSpan, V>>;
 
 // ------------------------------------------------------------------------------------------------------------ inbox
 

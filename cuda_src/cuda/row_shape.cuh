@@ -1,0 +1,33 @@
+// Which threads hold which vectors of a row of a matrix.
+//
+// A warp's share of a row is contiguous: kLanes lanes by kVectors vectors, lane l holding vectors l, l + kLanes, ... of
+// it, so that each load of the warp is one run of memory, at an address that is a constant away from the first. With
+// fewer than 32 lanes to a row a warp has several rows; with a row longer than a share, it spans warps and then blocks.
+#pragma once
+#include "reduce.cuh"
+#include "vector.cuh"
+
+namespace aot {
+inline namespace AOT_ISA {
+
+template <typename T_, int kLanes_, int kVectors_, Span kSpan_>
+struct RowShape {
+  using T = T_;
+  static constexpr int kLanes = kLanes_, kVectors = kVectors_, kSize = kVectorSize<T>;
+  static constexpr Span kSpan = kSpan_;
+  static constexpr int kShare = kLanes * kVectors;  // vectors of a row in a warp
+  static constexpr int kRowsPerWarp = 32 / kLanes;
+
+  // Elements in the share of one of the warps of a row of so many vectors.
+  __device__ static int share(int vectors, int warp) {
+    vectors -= warp * kShare;
+    return (vectors < 0 ? 0 : vectors < kShare ? vectors : kShare) * kSize;
+  }
+};
+
+// What the warps of a row tell each other by; nothing where a row is within a warp.
+template <class Shape, typename V>
+using RowExchange = std::conditional_t<Shape::kSpan == Span::warp, NoExchange, Exchange<Shape::kSpan, V>>;
+
+}  // namespace AOT_ISA
+}  // namespace aot
