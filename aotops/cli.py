@@ -32,7 +32,8 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     add("--impls", type=_words, metavar="A,B", help="only these, of those installed: aotops, torch, torch.compile, "
         "quack, liger, mindspore, numpy; 'none' measures nothing, for --merge")  # fmt: skip
     add("--dtypes", type=_words, metavar="A,B", help="default: bfloat16,float32")
-    add("--shapes", type=_shapes, metavar="MxN,N", help="only these; on a GPU N alone means 2^26 elements in rows of N")
+    add("--shapes", type=_shapes, metavar="MxN,N", help="only these, each of the operators whose shapes have as many "
+        "numbers: MxNxK of products; on a GPU N alone means 2^26 elements in rows of N")  # fmt: skip
     add("--passes", type=_words, metavar="A,B", help="only these of forward, backward")
     add("--quick", action="store_true", help="few shapes and few repeats: to see that all works, not for the record")
     add("--jobs", type=int, metavar="N", help="processes that compile ahead what torch.compile and quack want compiled")

@@ -5,15 +5,29 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from aotops.bench import report
-from aotops.bench.work import WORKS, cases
+from aotops.bench import peers, report
+from aotops.bench.tensors import FRAMEWORKS
+from aotops.bench.work import WORKS, Case, Cell, Convolution, Elements, Product, Rows, cases
 from aotops.cli import main
 
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "h200.json"
+TINY = {
+    Rows: (4, 6),
+    Elements: (24,),
+    Product: (4, 6, 5),
+    Convolution: (2, 3, 5, 4, 3, 2),
+    Cell: (3, 4, 5),
+}
 ROW = {"op", "variant", "pass", "shape", "dtype", "impl", "us", "gbs", "of_copy", "host_us"}
 X, N = 1024 * 4096, 4096
+
+
+def work_of(name):
+    return next(work for work in WORKS if work.name == name)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +48,7 @@ X, N = 1024 * 4096, 4096
     ],
 )
 def test_bytes_are_the_fewest(name, pass_, elements):
-    work = next(work for work in WORKS if work.name == name)
+    work = work_of(name)
     assert work.bytes(pass_, (1024, 4096), "bfloat16") == 2 * elements
     assert work.bytes(pass_, (1024, 4096), "float32") == 4 * elements
 
@@ -48,12 +62,34 @@ def test_bytes_of_cross_entropy():
 
 
 def test_bytes_and_operations_of_products():
-    matmul, linear = (next(w for w in WORKS if w.name == name) for name in ("matmul", "linear gelu"))
+    matmul, linear = work_of("matmul"), work_of("linear gelu")
     m, n, k = shape = (8, 4, 2)
     assert matmul.bytes("forward", shape, "bfloat16") == 2 * (m * k + k * n + m * n)
     assert linear.bytes("backward", shape, "bfloat16") == 2 * (2 * m * n + 2 * m * k + 2 * n * k + n)
     assert (matmul.flops("forward", shape), matmul.flops("backward", shape)) == (2 * m * n * k, 4 * m * n * k)
-    assert WORKS[0].flops("forward", (8, 4)) == 0
+    assert work_of("gelu none").flops("forward", (8, 4)) == 0
+
+
+def test_bytes_and_operations_of_convolutions():
+    nhwc, nchw = work_of("conv2d nhwc"), work_of("conv2d nchw")
+    x, w, y = 32 * 64 * 56 * 56, 128 * 64 * 3 * 3, 32 * 128 * 28 * 28
+    shape = (32, 64, 56, 128, 3, 2)
+    assert nhwc.bytes("forward", shape, "bfloat16") == 2 * (x + w + y)
+    assert nchw.bytes("backward", shape, "float32") == 4 * (2 * x + 2 * w + y)
+    assert nhwc.flops("forward", shape) == nchw.flops("backward", shape) / 2 == 2 * y * 64 * 3 * 3
+    assert nhwc.tensors(shape)["x"] == (32, 56, 56, 64)
+    assert nchw.tensors(shape)["w"] == (128, 64, 3, 3)
+
+
+def test_bytes_and_operations_of_a_cell():
+    lltm, (batch, features, state) = work_of("lltm"), (16, 32, 128)
+    weights, h = 3 * state * (state + features), batch * state
+    forward = batch * features + weights + 3 * state + 4 * h
+    assert lltm.bytes("forward", (batch, features, state), "float32") == 4 * forward
+    # besides: the gradients of both results, those of the inputs, and the gates; but not the bias
+    backward = 2 * batch * features + 2 * weights + 3 * state + 6 * h + 3 * h
+    assert lltm.bytes("backward", (batch, features, state), "float32") == 4 * backward
+    assert lltm.flops("forward", (batch, features, state)) == 2 * batch * weights
 
 
 def test_shapes_on_a_gpu():
@@ -61,6 +97,63 @@ def test_shapes_on_a_gpu():
     assert found[0] == (8, 256)
     assert {m * n for m, n in found[1:]} == {1 << 26, (1 << 26) // 768 * 768}
     assert [case.shape for case in cases("cuda", ["float32"], ["add"])] == [(8, 256), (1 << 26,)]
+
+
+def test_shapes_that_are_given_are_for_operators_that_have_such():
+    found = cases("cuda", ["float32"], ["gelu", "softmax", "linear", "lltm"], [(4, 6), (1024,), (4, 6, 5)], ["forward"])
+    shapes = {}
+    for case in found:
+        shapes.setdefault(case.work.op, {})[case.shape] = None
+    assert {op: list(of_op) for op, of_op in shapes.items()} == {
+        "gelu": [(4, 6), (1 << 26,)],
+        "softmax": [(4, 6), (1 << 16, 1024)],
+        "linear": [(4, 6, 5)],
+        "lltm": [(4, 6, 5)],
+    }
+
+
+def test_variants_have_their_dtypes():
+    def variants(device):
+        found = cases(device, ["bfloat16", "float32"], ["matmul", "conv2d"], passes=["forward"], quick=True)
+        return list(dict.fromkeys((case.work.name, case.dtype) for case in found))
+
+    on_cpu = [("matmul", "bfloat16"), ("matmul", "float32"), ("conv2d nhwc", "bfloat16"), ("conv2d nchw", "float32")]
+    assert variants("cpu") == on_cpu
+    assert sorted({*variants("cuda")} - {*on_cpu}) == [("conv2d nchw tf32", "float32"), ("matmul tf32", "float32")]
+
+
+def test_what_is_on_record_is_still_measured():
+    """So that a new result replaces it."""
+    keys = {
+        (case.work.op, case.work.variant, case.pass_, case.shape, case.dtype)
+        for case in cases("cuda", ["bfloat16", "float32"])
+    }
+    for row in json.loads(RESULTS.read_text())["rows"]:
+        assert (row["op"], row["variant"], row["pass"], tuple(row["shape"]), row["dtype"]) in keys
+
+
+@pytest.mark.parametrize("work", WORKS, ids=lambda work: work.name)
+def test_implementations_compute_the_same(work):
+    """Each is given the same tensors as it wants them: what is compared are equals."""
+    torch = pytest.importorskip("torch")
+    framework, case = FRAMEWORKS["torch"]("cpu"), Case(work, "forward", TINY[type(work)], "float32")
+    inputs = framework.inputs(case)
+    results = []
+    with framework.settings(case), framework.recording(False):
+        for impl in peers.available("cpu", ["aotops", "torch", "numpy"]):
+            if not impl.has(case):
+                continue
+            given = [t.detach().numpy() for t in inputs] if impl.framework == "numpy" else impl.adapt(case, inputs)
+            try:
+                found = impl.function(case)(*given)
+            except peers.Unavailable:
+                continue
+            found = [torch.as_tensor(y) for y in (found if isinstance(found, tuple) else (found,))]
+            nhwc = isinstance(work, Convolution) and work.nhwc and impl.name == "torch"
+            results.append([y.permute(0, 2, 3, 1) for y in found] if nhwc else found)
+    assert len(results) > 1
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], rtol=1e-4, atol=1e-4, check_dtype=False)
 
 
 def test_a_run_writes_what_it_says(tmp_path, capsys):
@@ -78,6 +171,25 @@ def test_a_run_writes_what_it_says(tmp_path, capsys):
         assert row["gbs"] > 0
         assert row["host_us"] > 0
     assert "add" in capsys.readouterr().out
+
+
+def test_a_run_of_products(tmp_path, capsys):
+    pytest.importorskip("torch")
+    file = tmp_path / "bench.json"
+    shapes = "8x6x4,2x3x5x4x3x2"
+    main(
+        f"bench --device cpu --quick --ops matmul,conv2d,lltm --impls aotops,torch --shapes {shapes} "
+        f"--dtypes bfloat16,float32 --json {file}".split()
+    )
+    rows = json.loads(file.read_text())["rows"]
+    assert len(rows) == 2 * 2 * (2 + 2 + 2)  # passes, implementations, and the dtypes of each operator
+    for row in rows:
+        assert row.keys() - {"host_us_grad"} == ROW | {"tflops", "of_peer", "peer"}
+        assert row["peer"] == "torch"
+        assert row["of_peer"] == 1 if row["impl"] == "torch" else row["of_peer"] > 0
+    told = capsys.readouterr().out
+    for words in ("M x N x K", "batch x channels x size", "batch x features x state", "of torch", "left out"):
+        assert (words in told) == (words != "left out")
 
 
 def _result(impl, us):
@@ -103,8 +215,10 @@ def test_plots(tmp_path):
     pytest.importorskip("matplotlib")
     rows = _result("aotops", 3.0)["rows"]
     rows += [rows[0] | {"op": "softmax", "variant": "", "shape": [(1 << 26) // n, n]} for n in (1024, 4096)]
+    rate = {"tflops": 300.0, "of_peer": 1.1, "peer": "torch (cuDNN)"}
+    rows += [rows[0] | rate | {"op": "conv2d", "variant": "nhwc", "shape": [32, 64, n, 64, 3, 1]} for n in (28, 56)]
     report.draw(_result("aotops", 3.0) | {"rows": rows}, tmp_path)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["gelu.png", "softmax.png"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["conv2d.png", "gelu.png", "softmax.png"]
 
 
 def test_the_command_needs_no_package_to_be_imported():

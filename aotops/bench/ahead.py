@@ -43,7 +43,7 @@ def _compile(name: str, case: Case) -> None:
         impl, framework = _impl(name), FRAMEWORKS["torch"]("cuda")
         if impl.has(case):
             for gradients in (False, True) if case.small else (False,):
-                with framework.recording(gradients):
+                with framework.settings(case), framework.recording(gradients):
                     framework.call(impl, case, framework.inputs(case))()
             framework.synchronize()
     except Exception:

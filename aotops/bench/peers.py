@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from importlib import import_module, metadata
 from typing import Any
 
-from .work import Case
+from .work import Case, Convolution, Elements, Shape
 
 LN_EPS, RMS_EPS = 1e-5, 1e-6
 LIGER_ROW = 4096
 """Liger's elementwise kernels take a block a row: what is flat is given to them in rows of this length."""
 
-Make = Callable[[int, str], Callable[..., Any]]
-"""Takes the length of a row and the variant."""
+Make = Callable[[Shape, str], Callable[..., Any]]
+"""Takes the shape and the variant."""
 
 
 class Unavailable(Exception):
@@ -45,7 +45,7 @@ class Impl:
         return case.work.op in self.functions and (self.dtypes is None or case.dtype in self.dtypes)
 
     def function(self, case: Case) -> Callable[..., Any]:
-        return self.functions[case.work.op](case.shape[-1], case.work.variant)
+        return self.functions[case.work.op](case.shape, case.work.variant)
 
 
 def available(device: str, names: list[str] | None) -> list[Impl]:
@@ -73,24 +73,45 @@ def versions() -> dict[str, str]:
     return found
 
 
+def _window(shape: Shape) -> tuple[int, int]:
+    """The stride and the padding of a convolution."""
+    *_, kernel, stride = shape
+    return stride, kernel // 2
+
+
 # ------------------------------------------------------------------------------------------------------------- aotops
 
 
 def _aotops() -> Impl:
     framework = next(_importable("torch", "mindspore", "numpy"))
     f = import_module(f"aotops.frontends.{framework}")
+
+    def matmul(shape: Shape, variant: str) -> Callable[..., Any]:
+        return (lambda a, b: f.matmul(a, b, allow_tf32=True)) if "tf32" in variant else f.matmul
+
+    def linear(shape: Shape, variant: str) -> Callable[..., Any]:
+        activation, tf32 = "gelu" if "gelu" in variant else None, "tf32" in variant
+        return lambda x, w, b: f.linear(x, w, b, activation, tf32)
+
+    def conv2d(shape: Shape, variant: str) -> Callable[..., Any]:
+        stride, padding = _window(shape)
+        layout, tf32 = variant.split()[0].upper(), "tf32" in variant
+        return lambda x, w: f.conv2d(x, w, None, stride, padding, layout=layout, allow_tf32=tf32)
+
     return Impl("aotops", framework, {
-        "add": lambda n, variant: f.add,
-        "gelu": lambda n, variant: lambda x: f.gelu(x, variant),
-        "swiglu": lambda n, variant: f.swiglu,
-        "matmul": lambda n, variant: f.matmul,
-        "linear": lambda n, variant: lambda x, w, b: f.linear(x, w, b, variant or None),
-        "layer_norm": lambda n, variant: lambda x, w, b: f.layer_norm(x, (n,), w, b, LN_EPS),
-        "rms_norm": lambda n, variant: lambda x, w: f.rms_norm(x, (n,), w, RMS_EPS),
-        "add_layer_norm": lambda n, variant: lambda x, r, w, b: f.add_layer_norm(x, r, (n,), w, b, LN_EPS),
-        "add_rms_norm": lambda n, variant: lambda x, r, w: f.add_rms_norm(x, r, (n,), w, RMS_EPS),
-        "softmax": lambda n, variant: lambda x: f.softmax(x, -1),
-        "cross_entropy": lambda n, variant: _own_loss_and_dx(f) if variant else f.cross_entropy,
+        "add": lambda shape, variant: f.add,
+        "gelu": lambda shape, variant: lambda x: f.gelu(x, variant),
+        "swiglu": lambda shape, variant: f.swiglu,
+        "matmul": matmul,
+        "linear": linear,
+        "conv2d": conv2d,
+        "lltm": lambda shape, variant: f.lltm,
+        "layer_norm": lambda shape, variant: lambda x, w, b: f.layer_norm(x, shape[-1:], w, b, LN_EPS),
+        "rms_norm": lambda shape, variant: lambda x, w: f.rms_norm(x, shape[-1:], w, RMS_EPS),
+        "add_layer_norm": lambda shape, variant: lambda x, r, w, b: f.add_layer_norm(x, r, shape[-1:], w, b, LN_EPS),
+        "add_rms_norm": lambda shape, variant: lambda x, r, w: f.add_rms_norm(x, r, shape[-1:], w, RMS_EPS),
+        "softmax": lambda shape, variant: lambda x: f.softmax(x, -1),
+        "cross_entropy": lambda shape, variant: _own_loss_and_dx(f) if variant else f.cross_entropy,
     })  # fmt: skip
 
 
@@ -141,40 +162,59 @@ def _loss_and_dx(loss: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _torch() -> Impl:
-    return Impl("torch", "torch", _torch_functions())
+    return Impl("torch", "torch", _torch_functions(), adapt=_channels_last)
 
 
 def _torch_functions() -> dict[str, Make]:
     import torch
     from torch.nn import functional as F
 
-    def add_layer_norm(n: int, variant: str) -> Callable[..., Any]:
+    def add_layer_norm(shape: Shape, variant: str) -> Callable[..., Any]:
         def function(x, residual, weight, bias):
             total = x + residual
-            return F.layer_norm(total, (n,), weight, bias, LN_EPS), total
+            return F.layer_norm(total, shape[-1:], weight, bias, LN_EPS), total
 
         return function
 
-    def add_rms_norm(n: int, variant: str) -> Callable[..., Any]:
+    def add_rms_norm(shape: Shape, variant: str) -> Callable[..., Any]:
         def function(x, residual, weight):
             total = x + residual
-            return F.rms_norm(total, (n,), weight, RMS_EPS), total
+            return F.rms_norm(total, shape[-1:], weight, RMS_EPS), total
 
         return function
 
+    def conv2d(shape: Shape, variant: str) -> Callable[..., Any]:
+        stride, padding = _window(shape)
+        return lambda x, w: F.conv2d(x, w, None, stride, padding)
+
+    def lltm(input, weights, bias, old_h, old_cell):
+        gates = F.linear(torch.cat([old_h, input], 1), weights, bias)
+        i, o, candidate = gates.chunk(3, 1)
+        new_cell = old_cell + F.elu(candidate) * torch.sigmoid(i)
+        return torch.tanh(new_cell) * torch.sigmoid(o), new_cell
+
     return {
-        "add": lambda n, variant: torch.add,
-        "gelu": lambda n, variant: lambda x: F.gelu(x, approximate=variant),
-        "swiglu": lambda n, variant: lambda gate, up: F.silu(gate) * up,
-        "matmul": lambda n, variant: torch.matmul,
-        "linear": lambda n, variant: (lambda x, w, b: F.gelu(F.linear(x, w, b))) if variant else F.linear,
-        "layer_norm": lambda n, variant: lambda x, w, b: F.layer_norm(x, (n,), w, b, LN_EPS),
-        "rms_norm": lambda n, variant: lambda x, w: F.rms_norm(x, (n,), w, RMS_EPS),
+        "add": lambda shape, variant: torch.add,
+        "gelu": lambda shape, variant: lambda x: F.gelu(x, approximate=variant),
+        "swiglu": lambda shape, variant: lambda gate, up: F.silu(gate) * up,
+        "matmul": lambda shape, variant: torch.matmul,
+        "linear": lambda shape, variant: (lambda x, w, b: F.gelu(F.linear(x, w, b))) if "gelu" in variant else F.linear,
+        "conv2d": conv2d,
+        "lltm": lambda shape, variant: lltm,
+        "layer_norm": lambda shape, variant: lambda x, w, b: F.layer_norm(x, shape[-1:], w, b, LN_EPS),
+        "rms_norm": lambda shape, variant: lambda x, w: F.rms_norm(x, shape[-1:], w, RMS_EPS),
         "add_layer_norm": add_layer_norm,
         "add_rms_norm": add_rms_norm,
-        "softmax": lambda n, variant: lambda x: F.softmax(x, -1),
-        "cross_entropy": lambda n, variant: _loss_and_dx(F.cross_entropy) if variant else F.cross_entropy,
+        "softmax": lambda shape, variant: lambda x: F.softmax(x, -1),
+        "cross_entropy": lambda shape, variant: _loss_and_dx(F.cross_entropy) if variant else F.cross_entropy,
     }
+
+
+def _channels_last(case: Case, inputs: list[Any]) -> list[Any]:
+    """How torch calls what lies as NHWC."""
+    if not isinstance(case.work, Convolution) or not case.work.nhwc:
+        return inputs
+    return [t.detach().permute(0, 3, 1, 2).requires_grad_() for t in inputs]
 
 
 def _torch_compile() -> Impl:
@@ -184,16 +224,16 @@ def _torch_compile() -> Impl:
     config.donated_buffer = False  # a retained graph is differentiated again and again
 
     def compiled(make: Make) -> Make:
-        def function(n: int, variant: str) -> Callable[..., Any]:
+        def function(shape: Shape, variant: str) -> Callable[..., Any]:
             torch._dynamo.reset()  # what was compiled for another shape counts against this one
-            return torch.compile(make(n, variant), dynamic=False)
+            return torch.compile(make(shape, variant), dynamic=False)
 
         return function
 
     functions = {op: compiled(make) for op, make in _torch_functions().items()}
     loss = functions["cross_entropy"]
-    functions["cross_entropy"] = lambda n, variant: _loss_and_dx(loss(n, "")) if variant else loss(n, "")
-    return Impl("torch.compile", "torch", functions)
+    functions["cross_entropy"] = lambda shape, variant: _loss_and_dx(loss(shape, "")) if variant else loss(shape, "")
+    return Impl("torch.compile", "torch", functions, adapt=_channels_last)
 
 
 # -------------------------------------------------------------------------------------------------------------- quack
@@ -206,11 +246,11 @@ def _quack() -> Impl:
 
     layer_norm = _quack_layer_norm()
     return Impl("quack", "torch", {
-        "layer_norm": lambda n, variant: layer_norm,
-        "rms_norm": lambda n, variant: lambda x, w: rmsnorm(x, w, eps=RMS_EPS),
-        "add_rms_norm": lambda n, variant: lambda x, r, w: rmsnorm(x, w, residual=r, eps=RMS_EPS, prenorm=True),
-        "softmax": lambda n, variant: softmax,
-        "cross_entropy": lambda n, variant: (
+        "layer_norm": lambda shape, variant: layer_norm,
+        "rms_norm": lambda shape, variant: lambda x, w: rmsnorm(x, w, eps=RMS_EPS),
+        "add_rms_norm": lambda shape, variant: lambda x, r, w: rmsnorm(x, w, residual=r, eps=RMS_EPS, prenorm=True),
+        "softmax": lambda shape, variant: softmax,
+        "cross_entropy": lambda shape, variant: (
             (lambda x, t: cross_entropy_fwd(x.detach(), t, return_dx=True)) if variant else cross_entropy
         ),
     }, adapt=_with_float32_weights)  # fmt: skip
@@ -267,12 +307,12 @@ def _liger() -> Impl:
             return cross_entropy(x, target)
 
     return Impl("liger", "torch", {
-        "swiglu": lambda n, variant: ops.LigerSiLUMulFunction.apply,
-        "layer_norm": lambda n, variant: lambda x, w, b: layer_norm(x, w, b, LN_EPS),
-        "rms_norm": lambda n, variant: lambda x, w: rms_norm(x, w, RMS_EPS),
-        "add_rms_norm": lambda n, variant: lambda x, r, w: add_rms_norm(x, r, w, RMS_EPS),
-        "softmax": lambda n, variant: ops.LigerSoftmaxFunction.apply,
-        "cross_entropy": lambda n, variant: loss_and_dx if variant else cross_entropy,
+        "swiglu": lambda shape, variant: ops.LigerSiLUMulFunction.apply,
+        "layer_norm": lambda shape, variant: lambda x, w, b: layer_norm(x, w, b, LN_EPS),
+        "rms_norm": lambda shape, variant: lambda x, w: rms_norm(x, w, RMS_EPS),
+        "add_rms_norm": lambda shape, variant: lambda x, r, w: add_rms_norm(x, r, w, RMS_EPS),
+        "softmax": lambda shape, variant: ops.LigerSoftmaxFunction.apply,
+        "cross_entropy": lambda shape, variant: loss_and_dx if variant else cross_entropy,
     }, adapt=_own_copies, synchronizes=frozenset({"cross_entropy"}),
        forward_only=frozenset({"cross_entropy"}))  # fmt: skip
 
@@ -280,7 +320,8 @@ def _liger() -> Impl:
 def _own_copies(case: Case, inputs: list[Any]) -> list[Any]:
     """Liger's backward writes over what it was given, and others are yet to read it."""
     copies = [t.detach().clone() if t.is_floating_point() else t for t in inputs]
-    copies = [t if case.work.rows or t.dim() != 1 else t.view(-1, LIGER_ROW) for t in copies]
+    if isinstance(case.work, Elements):
+        copies = [t if t.dim() != 1 else t.view(-1, LIGER_ROW) for t in copies]
     return [t.requires_grad_(t.is_floating_point()) for t in copies]
 
 
@@ -310,25 +351,38 @@ def _numpy() -> Impl:
         chosen = np.take_along_axis(x, target[:, None], -1)[:, 0]
         return (np.log(np.exp(x).sum(-1)) - chosen).mean()
 
-    def tanh_only(n: int, variant: str) -> Callable[..., Any]:
+    def lltm(input, weights, bias, old_h, old_cell):
+        i, o, candidate = np.split(np.concatenate([old_h, input], 1) @ weights.T + bias, 3, 1)
+        new_cell = old_cell + np.where(candidate > 0, candidate, np.expm1(candidate)) / (1 + np.exp(-i))
+        return np.tanh(new_cell) / (1 + np.exp(-o)), new_cell
+
+    def linear(shape: Shape, variant: str) -> Callable[..., Any]:
+        if variant:
+            raise Unavailable("NumPy has no erf")
+        return lambda x, w, b: x @ w.T + b
+
+    def tanh_only(shape: Shape, variant: str) -> Callable[..., Any]:
         if variant != "tanh":
             raise Unavailable("NumPy has no erf")
         return gelu_tanh
 
-    def no_dx(n: int, variant: str) -> Callable[..., Any]:
+    def no_dx(shape: Shape, variant: str) -> Callable[..., Any]:
         if variant:
             raise Unavailable("NumPy has no gradients")
         return cross_entropy
 
     return Impl("numpy", "numpy", {
-        "add": lambda n, variant: np.add,
+        "add": lambda shape, variant: np.add,
         "gelu": tanh_only,
-        "swiglu": lambda n, variant: lambda gate, up: gate / (1 + np.exp(-gate)) * up,
-        "layer_norm": lambda n, variant: layer_norm,
-        "rms_norm": lambda n, variant: rms_norm,
-        "add_layer_norm": lambda n, variant: lambda x, r, w, b: (layer_norm(x + r, w, b), x + r),
-        "add_rms_norm": lambda n, variant: lambda x, r, w: (rms_norm(x + r, w), x + r),
-        "softmax": lambda n, variant: softmax,
+        "swiglu": lambda shape, variant: lambda gate, up: gate / (1 + np.exp(-gate)) * up,
+        "matmul": lambda shape, variant: np.matmul,
+        "linear": linear,
+        "lltm": lambda shape, variant: lltm,
+        "layer_norm": lambda shape, variant: layer_norm,
+        "rms_norm": lambda shape, variant: rms_norm,
+        "add_layer_norm": lambda shape, variant: lambda x, r, w, b: (layer_norm(x + r, w, b), x + r),
+        "add_rms_norm": lambda shape, variant: lambda x, r, w: (rms_norm(x + r, w), x + r),
+        "softmax": lambda shape, variant: softmax,
         "cross_entropy": no_dx,
     }, dtypes=("float16", "float32", "float64"))  # fmt: skip
 
@@ -337,21 +391,33 @@ def _mindspore() -> Impl:
     """What MindSpore has on a CPU; forward."""
     from mindspore import ops
 
-    def layer_norm(n: int, variant: str) -> Callable[..., Any]:
+    def layer_norm(shape: Shape, variant: str) -> Callable[..., Any]:
         norm = ops.LayerNorm(begin_norm_axis=-1, begin_params_axis=-1, epsilon=LN_EPS)
         return lambda x, w, b: norm(x, w, b)[0]
 
-    def no_dx(n: int, variant: str) -> Callable[..., Any]:
+    def no_dx(shape: Shape, variant: str) -> Callable[..., Any]:
         if variant:
             raise Unavailable("MindSpore has no fused loss and gradient")
         return ops.cross_entropy
 
+    def linear(shape: Shape, variant: str) -> Callable[..., Any]:
+        return (lambda x, w, b: ops.gelu(ops.dense(x, w, b), "none")) if "gelu" in variant else ops.dense
+
+    def conv2d(shape: Shape, variant: str) -> Callable[..., Any]:
+        if "nhwc" in variant:
+            raise Unavailable("MindSpore has NCHW on a CPU")
+        stride, padding = _window(shape)
+        return lambda x, w: ops.conv2d(x, w, None, stride, "pad", padding)
+
     return Impl("mindspore", "mindspore", {
-        "add": lambda n, variant: ops.add,
-        "gelu": lambda n, variant: lambda x: ops.gelu(x, approximate=variant),
-        "swiglu": lambda n, variant: lambda gate, up: ops.silu(gate) * up,
+        "add": lambda shape, variant: ops.add,
+        "gelu": lambda shape, variant: lambda x: ops.gelu(x, approximate=variant),
+        "swiglu": lambda shape, variant: lambda gate, up: ops.silu(gate) * up,
+        "matmul": lambda shape, variant: ops.matmul,
+        "linear": linear,
+        "conv2d": conv2d,
         "layer_norm": layer_norm,
-        "softmax": lambda n, variant: lambda x: ops.softmax(x, -1),
+        "softmax": lambda shape, variant: lambda x: ops.softmax(x, -1),
         "cross_entropy": no_dx,
     })  # fmt: skip
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .work import SMALL
+from .work import Case, find
 
 Row = dict[str, Any]
 Result = dict[str, Any]
-Cases = dict[tuple[str, str, str, tuple[int, ...], str], dict[str, Row]]
+Cases = dict[Case, dict[str, Row]]
 
 IMPLS = ("aotops", "torch", "torch.compile", "quack", "liger", "mindspore", "numpy")
 
@@ -53,7 +52,7 @@ def _lines(total: int, what: str) -> Callable[[str, Sequence[Row]], None]:
 
 
 def _brief(rows: Sequence[Row]) -> str:
-    return "  ".join(f"{row['impl']} {row['of_copy']:.2f}" for row in rows)
+    return "  ".join(f"{row['impl']} {row.get('of_peer', row['of_copy']):.2f}" for row in rows)
 
 
 def _console() -> Any:
@@ -72,44 +71,53 @@ def show(result: Result) -> None:
     print(f"{result['device']}; a copy moves {result['copy_gbs']:,.0f} GB/s; {versions}")
     cases = _by_case(result["rows"])
     products = {case: rows for case, rows in cases.items() if any("tflops" in row for row in rows.values())}
-    rest = {case: rows for case, rows in cases.items() if case not in products}
-    large = {case: rows for case, rows in rest.items() if math.prod(case[3]) > math.prod(SMALL)}
-    small = {case: rows for case, rows in rest.items() if case not in large}
-    if products:
-        _table("TFLOP/s of products, M x N x K", products, "tflops", ",.1f", ("us", ".1f"))
-    if large:
-        _table("Of the copy of as many bytes", large, "of_copy", ".2f", ("us", ".1f"))
-    if small:
-        _table(f"Microseconds of a call from Python, {'x'.join(map(str, SMALL))}", small, "host_us", ".2f")
-    if small and any("host_us_grad" in row for row in result["rows"]):
-        recording = {case: rows for case, rows in small.items() if any("host_us_grad" in row for row in rows.values())}
-        _table("The same where gradients are recorded", recording, "host_us_grad", ".2f")
+    small = {case: rows for case, rows in cases.items() if case.work.small(case.shape)}
+    large = {case: rows for case, rows in cases.items() if case not in products and case not in small}
+    recording = {case: rows for case, rows in small.items() if any("host_us_grad" in row for row in rows.values())}
+    for kind in dict.fromkeys(type(case.work) for case in products):
+        of_kind = {case: rows for case, rows in products.items() if isinstance(case.work, kind)}
+        _table(f"TFLOP/s, {' x '.join(kind.AXES)}", of_kind, "tflops", ",.3f", device=True)
+    _table("Of the copy of as many bytes", large, "of_copy", ".2f", device=True)
+    _table("Microseconds of a call from Python, where it is done in no time", small, "host_us", ".2f")
+    _table("The same where gradients are recorded", recording, "host_us_grad", ".2f")
+
+
+def _case(row: Row) -> Case:
+    return Case(find(row["op"], row["variant"]), row["pass"], tuple(row["shape"]), row["dtype"])
 
 
 def _by_case(rows: Sequence[Row]) -> Cases:
     cases: Cases = {}
     for row in rows:
-        case = (row["op"], row["variant"], row["pass"], tuple(row["shape"]), row["dtype"])
-        cases.setdefault(case, {})[row["impl"]] = row
+        cases.setdefault(_case(row), {})[row["impl"]] = row
     return cases
 
 
-def _table(title: str, cases: Cases, figure: str, form: str, more: tuple[str, str] | None = None) -> None:
-    """A line a case: the figure of each implementation, and how many times faster aotops is than the fastest other."""
+def _table(title: str, cases: Cases, figure: str, form: str, device: bool = False) -> None:
+    """A line a case: the figure of each implementation, and how many times faster aotops is than the fastest other; of
+    what the device needs, aotops' microseconds and the ratio to its peer too, where it has one."""
+    if not cases:
+        return
     impls = [impl for impl in IMPLS if any(figure in rows.get(impl, {}) for rows in cases.values())]
-    heads = ["operator", "pass", "shape", "dtype", *(["us"] if more else []), *impls, "faster"]
+    peers = dict.fromkeys(row["peer"] for rows in cases.values() for row in rows.values() if device and "peer" in row)
+    of_peer = [f"of {' or '.join(peers)}"] if peers else []
+    heads = ["operator", "pass", "shape", "dtype", *(["us"] if device else []), *impls, *of_peer, "faster"]
     lines = []
-    for (op, variant, pass_, shape, dtype), rows in cases.items():
-        own = rows.get("aotops")
-        line = [f"{op} {variant}".rstrip(), pass_, "x".join(map(str, shape)), dtype]
-        if more:
-            line.append(f"{own[more[0]]:,{more[1]}}" if own else "")
-        line += [f"{rows[impl][figure]:{form}}" if figure in rows.get(impl, {}) else "" for impl in impls]
-        lines.append([*line, _faster(rows, "us" if figure in ("of_copy", "tflops") else figure)])
+    for case, rows in cases.items():
+        own = rows.get("aotops", {})
+        line = [case.work.name, case.pass_, "x".join(map(str, case.shape)), case.dtype]
+        line += [_cell(own, "us", ",.1f")] if device else []
+        line += [_cell(rows.get(impl, {}), figure, form) for impl in impls]
+        line += [_cell(own, "of_peer", ".2f")] if peers else []
+        lines.append([*line, _faster(rows, "us" if device else figure)])
     _print_table(title, heads, lines)
 
 
-def _faster(rows: dict[str, Row], figure: str) -> str:
+def _cell(row: Row, figure: str, form: str) -> str:
+    return f"{row[figure]:{form}}" if figure in row else ""
+
+
+def _faster(rows: Mapping[str, Row], figure: str) -> str:
     others = [row[figure] for impl, row in rows.items() if impl != "aotops" and figure in row]
     own = rows.get("aotops", {}).get(figure)
     return f"{min(others) / own:.2f}x" if own and others else ""
@@ -151,16 +159,12 @@ def merged(earlier: Result | None, new: Result) -> Result:
         return new
     if earlier["device"] != new["device"]:
         raise SystemExit(f"aotops bench: these are of two devices: {earlier['device']} and {new['device']}")
-    rows = {_key(row): row for row in [*earlier["rows"], *new["rows"]]}
+    rows = {(_case(row), row["impl"]): row for row in [*earlier["rows"], *new["rows"]]}
     return earlier | new | {
         "copies": earlier.get("copies", {}) | new.get("copies", {}),
         "versions": earlier["versions"] | new["versions"],
         "rows": list(rows.values()),
     }  # fmt: skip
-
-
-def _key(row: Row) -> tuple[Any, ...]:
-    return row["op"], row["variant"], row["pass"], tuple(row["shape"]), row["dtype"], row["impl"]
 
 
 def save(result: Result, file: Path) -> None:
@@ -185,15 +189,16 @@ STYLE = {
 
 
 def draw(result: Result, folder: Path) -> None:
-    """``<op>.png``: GB/s over the length of a row, a panel for each variant, pass and dtype; or bars. Products have
-    none."""
+    """``<op>.png``, a panel for each variant, pass and dtype: GB/s over the length of a row, or bars; of products bars
+    of TFLOP/s."""
     import matplotlib
 
     matplotlib.use("agg")
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [r for r in result["rows"] if math.prod(r["shape"]) > math.prod(SMALL) and "tflops" not in r]
+    rows = [row for row in result["rows"] if not _case(row).small]
     for op in dict.fromkeys(row["op"] for row in rows):
-        _draw_op(op, [row for row in rows if row["op"] == op], result, folder / f"{op}.png")
+        of_op = [row for row in rows if row["op"] == op]
+        (_draw_products if "tflops" in of_op[0] else _draw_op)(op, of_op, result, folder / f"{op}.png")
 
 
 def _draw_op(op: str, rows: list[Row], result: Result, file: Path) -> None:
@@ -223,8 +228,44 @@ def _draw_op(op: str, rows: list[Row], result: Result, file: Path) -> None:
             axes[0].set_ylabel("GB/s")
     for ax in grid[-1]:
         ax.set_xlabel("N, the length of a row" if over_n else "GB/s; in the bar: of the copy")
+    _finish(figure, grid, impls, f"{op} on {result['device']}", file)
+
+
+def _draw_products(op: str, rows: list[Row], result: Result, file: Path) -> None:
+    from matplotlib import pyplot as plt
+
+    kinds = list(dict.fromkeys((row["variant"], row["dtype"]) for row in rows))
+    passes = list(dict.fromkeys(row["pass"] for row in rows))
+    impls = [impl for impl in IMPLS if any(row["impl"] == impl for row in rows)]
+    shapes = list(dict.fromkeys(tuple(row["shape"]) for row in rows))
+    figure, grid = plt.subplots(
+        len(kinds),
+        len(passes),
+        figsize=(5.4 * len(passes), (0.6 + 0.14 * len(shapes) * (len(impls) + 1)) * len(kinds) + 0.9),
+        squeeze=False,
+        sharex="row",
+        sharey=True,
+        layout="constrained",
+    )
+    for axes, (variant, dtype) in zip(grid, kinds, strict=True):
+        of_kind = [row for row in rows if (row["variant"], row["dtype"]) == (variant, dtype)]
+        top = 1.15 * max(row["tflops"] for row in of_kind)
+        for ax, pass_ in zip(axes, passes, strict=True):
+            _groups(ax, [row for row in of_kind if row["pass"] == pass_], impls, shapes)
+            _furnish(ax, f"{' '.join(filter(None, (variant, pass_)))}, {dtype}", "x", top)
+    peers = dict.fromkeys(row["peer"] for row in rows if "peer" in row)
+    for ax in grid[-1]:
+        ax.set_xlabel("TFLOP/s" + (f"; behind the bar: of {' or '.join(peers)}" if peers else ""))
+    grid[0, 0].invert_yaxis()  # of all: the first shape on top
+    figure.supylabel(" x ".join(_case(rows[0]).work.AXES), fontsize=9)
+    _finish(figure, grid, impls, f"{op} on {result['device']}", file)
+
+
+def _finish(figure: Any, grid: Any, impls: list[str], title: str, file: Path) -> None:
+    from matplotlib import pyplot as plt
+
     handles, labels = _legend(grid, impls)
-    figure.suptitle(f"{op} on {result['device']}", fontsize=13, fontweight="bold")
+    figure.suptitle(title, fontsize=13, fontweight="bold")
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
     figure.savefig(file, dpi=150)
     plt.close(figure)
@@ -253,8 +294,22 @@ def _bars(ax: Any, panel: list[Row], impls: list[str]) -> None:
     ax.axvline(panel[0]["gbs"] / panel[0]["of_copy"], color="#212529", lw=1.2, ls=(0, (4, 3)), label="copy")
 
 
+def _groups(ax: Any, panel: list[Row], impls: list[str], shapes: list[tuple[int, ...]]) -> None:
+    """A group of bars for each shape."""
+    thick = 1 / (len(impls) + 1)
+    for i, impl in enumerate(impls):
+        found = {shapes.index(tuple(row["shape"])): row for row in panel if row["impl"] == impl}
+        places = [at + (i - (len(impls) - 1) / 2) * thick for at in found]
+        values = [row["tflops"] for row in found.values()]
+        ax.barh(places, values, thick, color=STYLE[impl][0], label=impl)
+        for place, row in zip(places, found.values(), strict=True):
+            ratio = f" {row['of_peer']:.2f}" if "of_peer" in row and row["impl"] != row["peer"].split()[0] else ""
+            ax.text(row["tflops"], place, ratio, va="center", fontsize=7, color=STYLE[impl][0])
+    ax.set_yticks(range(len(shapes)), ["x".join(map(str, shape)) for shape in shapes], fontsize=8)
+
+
 def _furnish(ax: Any, title: str, axis: str, top: float) -> None:
-    """``axis``: along which the GB/s are."""
+    """``axis``: along which the rates are."""
     ax.set_title(title, fontsize=10, loc="left")
     ax.set(**{f"{axis}lim": (0, top)})
     ax.spines[["top", "right"]].set_visible(False)

@@ -7,8 +7,8 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import datetime, timezone
 from typing import Any
 
@@ -24,7 +24,7 @@ Result = dict[str, Any]
 
 SAVE_SECONDS = 20
 PEER = "torch"
-"""Whom products are compared with: on a GPU its products are cuBLAS's, on a CPU MKL's."""
+"""Whose rate a product's is compared with."""
 
 
 def run(args: argparse.Namespace) -> None:
@@ -100,18 +100,20 @@ def _waiting(framework: Framework, call: Call) -> Call:
 
 class Bench:
     def __init__(self, machine: Cuda | Cpu, impls: Sequence[Impl], device: str) -> None:
-        self.machine, self.impls = machine, impls
+        self.machine, self.impls, self.device = machine, impls, device
         self.frameworks = {name: FRAMEWORKS[name](device) for name in {impl.framework for impl in impls}}
         self.skipped: dict[str, None] = {}
 
     def rows(self, case: Case) -> list[Row]:
         """One row an implementation that has this."""
-        with self._recording(False):
-            contenders = self._contenders(case)
-            times = medians({name: turn for name, (_, turn) in contenders.items()}, self.machine.repeats, budget=10.0)
-            hosts = times if self.machine.HOST_IS_DEVICE else self._hosts(case, contenders, list(contenders))
-        with self._recording(True):
-            with_grad = self._hosts(case, contenders, self._recorders(case, contenders))
+        with self._entered(lambda framework: framework.settings(case)):
+            with self._recording(False):
+                contenders = self._contenders(case)
+                turns = {name: turn for name, (_, turn) in contenders.items()}
+                times = medians(turns, self.machine.repeats, budget=10.0)
+                hosts = times if self.machine.HOST_IS_DEVICE else self._hosts(case, contenders, list(contenders))
+            with self._recording(True):
+                with_grad = self._hosts(case, contenders, self._recorders(case, contenders))
         rows = [self._row(case, name, times[name], hosts[name], with_grad.get(name)) for name in contenders]
         if case.flops:
             rows = [row | self._of_peer(case, times, times[row["impl"]]) for row in rows]
@@ -120,10 +122,11 @@ class Bench:
         return rows
 
     def _of_peer(self, case: Case, times: Mapping[str, float], seconds: float) -> Row:
-        """Of a product: its rate, and how many times the rate of torch's own it is."""
-        row: Row = {"tflops": round(case.flops / seconds / 1e12, 3)}
+        """Of a product: its rate, how many times torch's it is, and whose kernels torch's are."""
+        row: Row = {"tflops": round(case.flops / seconds / 1e12, 4)}
         if PEER in times:
-            row |= {"of_peer": round(times[PEER] / seconds, 4), "peer": PEER}
+            library = case.work.LIBRARY if self.device == "cuda" else ""
+            row |= {"of_peer": round(times[PEER] / seconds, 4), "peer": f"{PEER} ({library})" if library else PEER}
         return row
 
     def _contenders(self, case: Case) -> dict[str, tuple[Call, Turn]]:
@@ -145,7 +148,7 @@ class Bench:
 
     def _hosts(self, case: Case, contenders: Mapping[str, tuple[Call, Turn]], names: Sequence[str]) -> dict[str, float]:
         turns = {name: self.machine.host_turn(contenders[name][0], case.small) for name in names}
-        return medians(turns, self.machine.host_repeats if case.small else 5)
+        return medians(turns, self.machine.host_repeats if case.small else 5, budget=10.0)
 
     def _recorders(self, case: Case, contenders: Mapping[str, tuple[Call, Turn]]) -> list[str]:
         """Who is worth a look while gradients are recorded: a small forward that does not record them anyway."""
@@ -153,11 +156,15 @@ class Bench:
             return []
         return [impl.name for impl in self.impls if impl.name in contenders and impl.framework == "torch"]
 
+    def _recording(self, gradients: bool) -> AbstractContextManager[None]:
+        return self._entered(lambda framework: framework.recording(gradients))
+
     @contextmanager
-    def _recording(self, gradients: bool) -> Iterator[None]:
+    def _entered(self, of: Callable[[Framework], AbstractContextManager[Any]]) -> Iterator[None]:
+        """In each framework."""
         with ExitStack() as stack:
             for framework in self.frameworks.values():
-                stack.enter_context(framework.recording(gradients))
+                stack.enter_context(of(framework))
             yield
 
     @contextmanager

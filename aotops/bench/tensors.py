@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,11 +23,13 @@ class Framework:
 
     def inputs(self, case: Case) -> list[Any]:
         return [
-            self.classes(shape, case.shape[-1]) if letter == "t" else self.normal(shape, case.dtype)
-            for letter, shape in zip(case.work.reads, case.work.shapes(case.shape), strict=True)
+            self.classes(shape, case.shape[-1])
+            if letter == "t"
+            else self.normal(shape, case.dtype, _deviation(letter, shape))
+            for letter, shape in case.inputs
         ]
 
-    def normal(self, shape: Shape, dtype: str) -> Any:
+    def normal(self, shape: Shape, dtype: str, deviation: float) -> Any:
         raise NotImplementedError
 
     def classes(self, shape: Shape, n: int) -> Any:
@@ -46,15 +48,25 @@ class Framework:
         """Within it, calls record what a backward needs, or do not."""
         return nullcontext()
 
+    def settings(self, case: Case) -> AbstractContextManager[Any]:
+        """Within it, the framework's own switches are as the case wants them."""
+        return nullcontext()
+
     def synchronize(self) -> None:
         """Waits for what was called."""
 
 
+def _deviation(letter: str, shape: Shape) -> float:
+    """Of a weight such that its sums are near 1, and activations are not all zeros and ones, which take less power."""
+    return math.prod(shape[1:]) ** -0.5 if letter == "w" else 1.0
+
+
 class Torch(Framework):
-    def normal(self, shape: Shape, dtype: str) -> Any:
+    def normal(self, shape: Shape, dtype: str, deviation: float) -> Any:
         import torch
 
-        return torch.randn(shape, device=self.device, dtype=getattr(torch, dtype), requires_grad=True)
+        tensor = torch.empty(shape, device=self.device, dtype=getattr(torch, dtype))
+        return tensor.normal_(0, deviation).requires_grad_()
 
     def classes(self, shape: Shape, n: int) -> Any:
         import torch
@@ -77,6 +89,22 @@ class Torch(Framework):
 
         return torch.set_grad_enabled(gradients)
 
+    @contextmanager
+    def settings(self, case: Case) -> Iterator[None]:
+        """TF32 where the case says so, and cuDNN may try what is fastest."""
+        from torch.backends import cuda, cudnn
+
+        wanted = [(cuda.matmul, "allow_tf32", case.work.tf32), (cudnn, "allow_tf32", case.work.tf32)]
+        wanted.append((cudnn, "benchmark", True))
+        before = [(place, name, getattr(place, name)) for place, name, _ in wanted]
+        try:
+            for place, name, value in wanted:
+                setattr(place, name, value)
+            yield
+        finally:
+            for place, name, value in before:
+                setattr(place, name, value)
+
     def synchronize(self) -> None:
         import torch
 
@@ -85,10 +113,10 @@ class Torch(Framework):
 
 
 class NumPy(Framework):
-    def normal(self, shape: Shape, dtype: str) -> Any:
+    def normal(self, shape: Shape, dtype: str, deviation: float) -> Any:
         import numpy as np
 
-        array = np.random.default_rng(math.prod(shape)).standard_normal(shape, np.float32)
+        array = np.random.default_rng(math.prod(shape)).standard_normal(shape, np.float32) * np.float32(deviation)
         if dtype == "bfloat16":
             import ml_dtypes
 
@@ -104,10 +132,10 @@ class NumPy(Framework):
 class MindSpore(NumPy):
     QUEUES_ON_CPU = True
 
-    def normal(self, shape: Shape, dtype: str) -> Any:
+    def normal(self, shape: Shape, dtype: str, deviation: float) -> Any:
         import mindspore as ms
 
-        return ms.Tensor(super().normal(shape, "float32")).astype(getattr(ms, dtype))
+        return ms.Tensor(super().normal(shape, "float32", deviation)).astype(getattr(ms, dtype))
 
     def classes(self, shape: Shape, n: int) -> Any:
         import mindspore as ms

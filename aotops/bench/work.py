@@ -1,37 +1,27 @@
-"""What is measured: operators and their tensors, shapes, and the bytes that cannot be avoided."""
+"""What is measured: operators and their tensors, shapes, the bytes that cannot be avoided, and the multiplications."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ..ops import OPS
 
 Shape = tuple[int, ...]
 
-ELEMENTS = 1 << 26
-"""M * N on a GPU: twice the L2 cache of an H200 in bfloat16."""
-LENGTHS = (256, 768, 1024, 4096, 8192, 32768, 131072)
-SMALL = (8, 256)
-"""Done in no time: here the call is what is measured."""
-
-PRODUCTS = (
-    *((n, n, n) for n in (1024, 2048, 4096, 8192)),
-    (4096, 16384, 4096),
-    (8192, 4096, 1024),
-    (2048, 3072, 768),
-)
-"""M, N, K of matrix products: cubes, and the first linear layer of three transformers."""
-
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+DTYPES = tuple(ITEMSIZE)
+
+# --------------------------------------------------------------------------------------------------- kinds of operators
 
 
 @dataclass(frozen=True)
 class Work:
-    """A tensor is a letter: x has M rows of N, w is one row (a weight or its gradient), t has a class for each row, and
-    s is a scalar; of a product, a is (M, K), b (K, N), c (N, K), y (M, N) and v (N,). Bytes are the fewest that can be
-    moved: what is read is read once, what is written is written once, and neither statistics nor scratch count."""
+    """A tensor is a letter; a subclass, a kind of operators, says what a case's shape is and which shapes the letters
+    have then. w is always the weight. Bytes are the fewest that can be moved: what is read is read once, what is
+    written is written once, and neither statistics nor scratch count."""
 
     op: str
     reads: str
@@ -40,10 +30,18 @@ class Work:
     backward: tuple[str, str] | None = None
     """What the backward must read and write; None where there is nothing to do."""
     variant: str = ""
-    rows: bool = True
-    """Whether N is the length of a row; an elementwise operator takes one axis."""
-    product: bool = False
-    """Whether it is a product of matrices, whose shapes are M, N, K and whose operations count too."""
+    """Words, one of which may be tf32: float32 is then multiplied so, where there is a GPU."""
+    dtypes: tuple[str, ...] = DTYPES
+
+    AXES: ClassVar[tuple[str, ...]]
+    """What the numbers of a shape are."""
+    SHAPES: ClassVar[tuple[Shape, ...]]
+    FEW: ClassVar[tuple[Shape, ...]]
+    """In their place where it is to be quick, and on a CPU."""
+    SMALL: ClassVar[int] = 0
+    """Shapes whose product is at most this are done in no time: there the call is what is measured."""
+    LIBRARY: ClassVar[str] = ""
+    """Whose kernels torch's are on a GPU."""
 
     @property
     def name(self) -> str:
@@ -53,45 +51,186 @@ class Work:
     def passes(self) -> tuple[str, ...]:
         return ("forward", "backward") if self.backward else ("forward",)
 
-    def shapes(self, shape: Shape) -> list[Shape]:
-        """The shapes of the inputs."""
-        return [_shape(letter, shape) for letter in self.reads]
+    @property
+    def tf32(self) -> bool:
+        return "tf32" in self.variant.split()
+
+    def tensors(self, shape: Shape) -> dict[str, Shape]:
+        """The shape of each letter."""
+        raise NotImplementedError
+
+    def multiplications(self, shape: Shape) -> int:
+        """Those of the forward's product; 0 where there is none."""
+        return 0
+
+    def shapes(self, device: str, given: Sequence[Shape] | None, quick: bool) -> Sequence[Shape]:
+        """Those to measure, ``given`` if they are of this kind."""
+        if given is not None:
+            return [shape for shape in given if len(shape) == len(self.AXES)]
+        return self.FEW if quick or device == "cpu" else self.SHAPES
+
+    def small(self, shape: Shape) -> bool:
+        return math.prod(shape) <= self.SMALL
 
     def flops(self, pass_: str, shape: Shape) -> int:
         """Those of the products: of a forward one, of a backward two."""
-        return 2 * math.prod(shape) * (1 if pass_ == "forward" else 2) if self.product else 0
+        return 2 * self.multiplications(shape) * (1 if pass_ == "forward" else 2)
 
     def bytes(self, pass_: str, shape: Shape, dtype: str) -> int:
         reads, writes = (self.reads, self.writes) if pass_ == "forward" or not self.backward else self.backward
-        return sum(
-            math.prod(_shape(letter, shape)) * (8 if letter == "t" else ITEMSIZE[dtype]) for letter in reads + writes
-        )
+        tensors = self.tensors(shape)
+        return sum(math.prod(tensors[letter]) * (8 if letter == "t" else ITEMSIZE[dtype]) for letter in reads + writes)
 
 
-def _shape(letter: str, shape: Shape) -> Shape:
-    if letter in "abcyv":
+class Rows(Work):
+    """x has M rows of N, w is one row (a weight or its gradient), t has a class for each row, and s is a scalar."""
+
+    AXES = ("M", "N")
+    ELEMENTS: ClassVar[int] = 1 << 26
+    """M * N on a GPU: twice the L2 cache of an H200 in bfloat16."""
+    SHAPES = ((8, 256), (256,), (768,), (1024,), (4096,), (8192,), (32768,), (131072,))
+    FEW = ((8, 256), (1024,), (8192,))
+    SMALL = 8 * 256
+
+    def tensors(self, shape):
+        return {"x": shape, "w": shape[-1:], "t": shape[:-1], "s": ()}
+
+    def shapes(self, device, given, quick):
+        """On a GPU N alone is so many rows that there are ELEMENTS; a CPU has a shape of its own."""
+        if given is None and device == "cpu":
+            return [(8, 256), (512, 1024) if quick else (8192, 4096)]
+        shapes = (self.FEW if quick else self.SHAPES) if given is None else [s for s in given if len(s) < 3]
+        return [self.filled(s) if len(s) == 1 and device != "cpu" else s for s in shapes]
+
+    def filled(self, shape: Shape) -> Shape:
+        return self.ELEMENTS // shape[0], shape[0]
+
+
+class Elements(Rows):
+    """The same where a row is nothing: x has one axis."""
+
+    def filled(self, shape):
+        return (self.ELEMENTS,)
+
+
+class Product(Work):
+    """a is (M, K), b (K, N), w (N, K), y (M, N) and v (N,)."""
+
+    AXES = ("M", "N", "K")
+    # cubes, and the first linear layer of three transformers
+    SHAPES = (
+        *((n, n, n) for n in (1024, 2048, 4096, 8192)),
+        (4096, 16384, 4096),
+        (8192, 4096, 1024),
+        (2048, 3072, 768),
+    )
+    FEW = ((256, 256, 256), (1024, 1024, 1024))
+    LIBRARY = "cuBLAS"
+
+    def tensors(self, shape):
         m, n, k = shape
-        return {"a": (m, k), "b": (k, n), "c": (n, k), "y": (m, n), "v": (n,)}[letter]
-    return {"x": shape, "w": shape[-1:], "t": shape[:-1], "s": ()}[letter]
+        return {"a": (m, k), "b": (k, n), "w": (n, k), "y": (m, n), "v": (n,)}
 
+    def multiplications(self, shape):
+        return math.prod(shape)
+
+
+class Convolution(Work):
+    """x has square images, w square filters of an odd size, half of which is the padding, and y the results. The
+    variant has a word for how they lie: nchw or nhwc."""
+
+    AXES = ("batch", "channels", "size", "outputs", "kernel", "stride")
+    # of ResNet-50
+    SHAPES = (
+        (32, 64, 56, 64, 3, 1),
+        (32, 256, 56, 64, 1, 1),
+        (32, 128, 28, 128, 3, 1),
+        (32, 512, 7, 512, 3, 1),
+        (32, 128, 56, 128, 3, 2),
+    )
+    FEW = ((4, 32, 28, 64, 3, 1), (4, 64, 28, 32, 1, 2))
+    LIBRARY = "cuDNN"
+
+    @property
+    def nhwc(self) -> bool:
+        return "nhwc" in self.variant.split()
+
+    def tensors(self, shape):
+        batch, channels, size, outputs, kernel, stride = shape
+
+        def square(n: int, channels: int, size: int) -> Shape:
+            return (n, size, size, channels) if self.nhwc else (n, channels, size, size)
+
+        return {
+            "x": square(batch, channels, size),
+            "w": square(outputs, channels, kernel),
+            "y": square(batch, outputs, math.ceil(size / stride)),
+        }
+
+    def multiplications(self, shape):
+        _, channels, _, _, kernel, _ = shape
+        return math.prod(self.tensors(shape)["y"]) * channels * kernel * kernel
+
+
+class Cell(Work):
+    """A recurrent cell: i is its input, h a state, old or new, g what its three gates are before they are applied, w
+    the weights of state and input, and b the bias."""
+
+    AXES = ("batch", "features", "state")
+    SHAPES = ((16, 32, 128), (64, 512, 512), (4096, 1024, 1024))
+    FEW = SHAPES[:2]
+    SMALL = 16 * 32 * 128
+
+    def tensors(self, shape):
+        batch, features, state = shape
+        gates = 3 * state
+        return {
+            "i": (batch, features),
+            "h": (batch, state),
+            "g": (batch, gates),
+            "w": (gates, state + features),
+            "b": (1, gates),
+        }
+
+    def multiplications(self, shape):
+        batch, features, state = shape
+        return batch * 3 * state * (state + features)
+
+
+# ----------------------------------------------------------------------------------------------------------- operators
+
+_16_BITS, _MORE = DTYPES[:2], DTYPES[2:]
 
 WORKS = (
-    Work("add", "xx", "x", rows=False),  # its gradient is the one that comes in
-    Work("gelu", "x", "x", ("xx", "x"), variant="none", rows=False),
-    Work("gelu", "x", "x", ("xx", "x"), variant="tanh", rows=False),
-    Work("swiglu", "xx", "x", ("xxx", "xx"), rows=False),
-    Work("layer_norm", "xww", "x", ("xxw", "xww")),
-    Work("rms_norm", "xw", "x", ("xxw", "xw")),
+    Elements("add", "xx", "x"),  # its gradient is the one that comes in
+    Elements("gelu", "x", "x", ("xx", "x"), variant="none"),
+    Elements("gelu", "x", "x", ("xx", "x"), variant="tanh"),
+    Elements("swiglu", "xx", "x", ("xxx", "xx")),
+    Rows("layer_norm", "xww", "x", ("xxw", "xww")),
+    Rows("rms_norm", "xw", "x", ("xxw", "xw")),
     # both results are used, so two gradients come in; those of x and of residual are one tensor
-    Work("add_layer_norm", "xxww", "xx", ("xxxw", "xww")),
-    Work("add_rms_norm", "xxw", "xx", ("xxxw", "xw")),
-    Work("softmax", "x", "x", ("xx", "x")),
-    Work("cross_entropy", "xt", "s", ("xts", "x")),
-    Work("matmul", "ab", "y", ("yab", "ab"), rows=False, product=True),
-    Work("linear", "acv", "y", ("yac", "acv"), rows=False, product=True),
-    Work("linear", "acv", "y", ("yyac", "acv"), variant="gelu", rows=False, product=True),
-    Work("cross_entropy", "xt", "sx", variant="fused_dx"),  # the loss and its gradient, as a training step wants them
+    Rows("add_layer_norm", "xxww", "xx", ("xxxw", "xww")),
+    Rows("add_rms_norm", "xxw", "xx", ("xxxw", "xw")),
+    Rows("softmax", "x", "x", ("xx", "x")),
+    Rows("cross_entropy", "xt", "s", ("xts", "x")),
+    Rows("cross_entropy", "xt", "sx", variant="fused_dx"),  # the loss and its gradient, as a training step wants them
+    Product("matmul", "ab", "y", ("yab", "ab")),
+    Product("matmul", "ab", "y", ("yab", "ab"), variant="tf32", dtypes=("float32",)),
+    Product("linear", "awv", "y", ("yaw", "awv")),
+    Product("linear", "awv", "y", ("yyaw", "awv"), variant="gelu"),
+    Product("linear", "awv", "y", ("yyaw", "awv"), variant="gelu tf32", dtypes=("float32",)),
+    # as each dtype is fastest
+    Convolution("conv2d", "xw", "y", ("yxw", "xw"), variant="nhwc", dtypes=_16_BITS),
+    Convolution("conv2d", "xw", "y", ("yxw", "xw"), variant="nchw", dtypes=_MORE),
+    Convolution("conv2d", "xw", "y", ("yxw", "xw"), variant="nchw tf32", dtypes=("float32",)),
+    Cell("lltm", "iwbhh", "hh", ("hhiwhhg", "iwbhh")),
 )
+
+
+def find(op: str, variant: str) -> Work:
+    """Of a result that may be of another version, too."""
+    found = (work for work in WORKS if (work.op, work.variant) == (op, variant))
+    return next(found, Rows(op, "", "", variant=variant))
 
 
 @dataclass(frozen=True)
@@ -111,7 +250,13 @@ class Case:
 
     @property
     def small(self) -> bool:
-        return math.prod(self.shape) <= math.prod(SMALL)
+        return self.work.small(self.shape)
+
+    @property
+    def inputs(self) -> list[tuple[str, Shape]]:
+        """The letter and the shape of each."""
+        tensors = self.work.tensors(self.shape)
+        return [(letter, tensors[letter]) for letter in self.work.reads]
 
     def __str__(self) -> str:
         return f"{self.work.name} {self.pass_} {'x'.join(map(str, self.shape))} {self.dtype}"
@@ -125,31 +270,12 @@ def cases(
     passes: list[str] | None = None,
     quick: bool = False,
 ) -> Iterator[Case]:
-    """Operators that the library does not define are left out."""
+    """Operators that the library does not define are left out, and TF32 on a CPU, which has none."""
     for work in WORKS:
-        if work.op not in (ops or OPS) or work.op not in OPS:
+        if work.op not in (ops or OPS) or work.op not in OPS or (work.tf32 and device == "cpu"):
             continue
-        for shape in dict.fromkeys(_shapes(work, device, shapes, quick)):
+        for shape in dict.fromkeys(work.shapes(device, shapes, quick)):
             for dtype in dtypes:
                 for pass_ in work.passes:
-                    if pass_ in (passes or work.passes):
+                    if dtype in work.dtypes and pass_ in (passes or work.passes):
                         yield Case(work, pass_, shape, dtype)
-
-
-def _shapes(work: Work, device: str, shapes: list[Shape] | None, quick: bool) -> Iterator[Shape]:
-    if work.product:
-        few = ((256,) * 3, (1024,) * 3)
-        yield from [s for s in shapes or [] if len(s) == 3] or (few if quick or device == "cpu" else PRODUCTS)
-        return
-    shapes = None if shapes is None else [s for s in shapes if len(s) < 3]
-    if shapes is None:
-        yield SMALL
-        if device == "cpu":
-            shapes = [(512, 1024) if quick else (8192, 4096)]
-        else:
-            shapes = [(n,) for n in ((1024, 8192) if quick else LENGTHS)]
-    for shape in shapes:
-        if device == "cpu" or len(shape) > 1:
-            yield shape
-        else:
-            yield (ELEMENTS // shape[0], shape[0]) if work.rows else (ELEMENTS,)
