@@ -723,6 +723,15 @@ def _directions(shape: tuple[int, ...], random: np.random.Generator) -> Iterator
 # The public side; a case is named by its operator and its place in the row.
 
 
+def first_case(name: str) -> int:
+    """A case of two axes or more and at least ten elements, with every input."""
+    for i, case in enumerate(CASES[name].cases):
+        x, *_ = case.shapes.values()
+        if all(case.shapes.values()) and len(x) > 1 and 10 < math.prod(x) < 1000:
+            return i
+    raise AssertionError(f"{name} has no case of a small matrix")
+
+
 def inputs(name: str, index: int, dtype: str) -> Arrays:
     """The case's inputs, rounded to the dtype, as float64; integers as they are."""
     return dict(_inputs(name, index, dtype))

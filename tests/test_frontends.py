@@ -7,7 +7,7 @@ import math
 import cases
 import numpy as np
 import pytest
-from cases import CASES, DTYPES
+from cases import CASES, DTYPES, first_case
 from frameworks import frameworks, requested
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -19,15 +19,6 @@ EACH_CASE = [
     pytest.param(name, i, id=f"{name}-{case}") for name, row in CASES.items() for i, case in enumerate(row.cases)
 ]
 EACH_OP = list(CASES)
-
-
-def first_case(name: str) -> int:
-    """A case of two axes or more and at least ten elements, with every input."""
-    for i, case in enumerate(CASES[name].cases):
-        x, *_ = case.shapes.values()
-        if all(case.shapes.values()) and len(x) > 1 and 10 < math.prod(x) < 1000:
-            return i
-    raise AssertionError(f"{name} has no case of a small matrix")
 
 
 def skip_what_is_spared(framework, dtype, name, i):
