@@ -195,7 +195,8 @@ def test_a_run_of_products(tmp_path, capsys):
 def _result(impl, us):
     row = {"op": "gelu", "variant": "tanh", "pass": "forward", "shape": [1 << 26], "dtype": "bfloat16", "impl": impl}
     row |= {"us": us, "gbs": 4000.0, "of_copy": 0.95, "host_us": 5.0}
-    return {"device": "a GPU", "copy_gbs": 4200.0, "versions": {impl: "1"}, "rows": [row]}
+    head = {"device": "a GPU", "command": f"measure {impl}", "copy_gbs": 4200.0, "versions": {impl: "1"}}
+    return head | {"rows": [row]}
 
 
 def test_results_are_merged(tmp_path, capsys):
@@ -207,6 +208,7 @@ def test_results_are_merged(tmp_path, capsys):
     merged = json.loads((tmp_path / "all").read_text())
     assert [(row["impl"], row["us"]) for row in merged["rows"]] == [("aotops", 2.0), ("quack", 4.0)]
     assert merged["versions"] == {"aotops": "1", "quack": "1"}
+    assert merged["command"] == "measure aotops; measure quack"
     with pytest.raises(SystemExit):
         report.merged(merged, _result("aotops", 1.0) | {"device": "another"})
 

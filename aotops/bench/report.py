@@ -154,13 +154,14 @@ def load(files: Sequence[Path]) -> Result | None:
 
 
 def merged(earlier: Result | None, new: Result) -> Result:
-    """The new result, and those rows of the earlier one that it has not measured again."""
+    """The new result, those rows of the earlier one that it has not measured again, and the commands of both."""
     if earlier is None:
         return new
     if earlier["device"] != new["device"]:
         raise SystemExit(f"aotops bench: these are of two devices: {earlier['device']} and {new['device']}")
     rows = {(_case(row), row["impl"]): row for row in [*earlier["rows"], *new["rows"]]}
     return earlier | new | {
+        "command": "; ".join(dict.fromkeys([*earlier["command"].split("; "), new["command"]])),
         "copies": earlier.get("copies", {}) | new.get("copies", {}),
         "versions": earlier["versions"] | new["versions"],
         "rows": list(rows.values()),
