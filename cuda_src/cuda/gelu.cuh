@@ -39,14 +39,14 @@ __device__ __forceinline__ Normal<double> normal(double x) {
 // least error for 0 <= a <= 7, which makes 1.4e-5 of the tail, relative; it goes on falling, and 16 stands for what is
 // more. One exponential and nothing else that is slow: this is what an epilogue has time for.
 __device__ __forceinline__ float fast_gelu(float x) {
-  float a = fminf(fabsf(x), 16.0f), p = fmaf(a, -1.5882043e-6f, 5.6153116e-5f), positive;
+  float a = fminf(fabsf(x), 16.0f), p = fmaf(a, -1.5882043e-6f, 5.6153116e-5f);
   p = fmaf(a, p, -8.8321365e-4f);
   p = fmaf(a, p, 8.3032139e-3f);
   p = fmaf(a, p, -5.3501315e-2f);
   p = fmaf(a, p, -4.5896432e-1f);
   p = fmaf(a, p, -1.1510357f);
   p = fmaf(a, p, -1.0000139f);
-  asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(positive) : "f"(x));
+  float positive = x - fminf(x, 0.0f);  // NaN for -inf, as x Phi(x) is, and for NaN
   return fmaf(-a, fast_exp2(p), positive);
 }
 
