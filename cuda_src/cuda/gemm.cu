@@ -84,28 +84,37 @@ static Status gemm_plain(const char *op, const Gemm &gemm, cudaStream_t stream) 
   });
 }
 
-// CUTLASS's kernels take 16 bits, and vectors of them: addresses and strides that are multiples of 16 bytes.
-static bool takes_vectors(const Gemm &gemm) {
-  constexpr int64_t kElements = 8, kLimit = 0x7fffffff;
-  if (gemm.dtype != DType::bfloat16 && gemm.dtype != DType::float16) return false;
-  if (gemm.c_dtype != gemm.dtype || !gemm.k || gemm.m > kLimit || gemm.n > kLimit || gemm.k > kLimit) return false;
-  for (int64_t n : {gemm.n, gemm.a.stride, gemm.b.stride, gemm.c.stride, gemm.a_step, gemm.b_step, gemm.c_step})
-    if (n % kElements) return false;
+// Of 128 x 128, of all products.
+static int64_t tiles_of(const Gemm &g) { return ceil_div(g.m, 128) * ceil_div(g.n, 128) * g.count; }
+
+// Whether every line of a product is whole vectors of 16 bytes.
+static bool takes_vectors(const Gemm &g) {
+  const int64_t elements = g.dtype == DType::float64 ? 2 : g.dtype == DType::float32 ? 4 : 8;
+  for (int64_t n : {g.a.transposed ? g.m : g.k, g.b.transposed ? g.k : g.n, g.n, g.a.stride, g.b.stride, g.c.stride,
+                    g.a_step, g.b_step, g.c_step})
+    if (n % elements) return false;
   auto bytes = [](const void *p) { return static_cast<const char *>(p); };
-  return aligned(bytes(gemm.a.data), bytes(gemm.b.data), bytes(gemm.c.data), bytes(gemm.bias), bytes(gemm.before));
+  return aligned(bytes(g.a.data), bytes(g.b.data), bytes(g.c.data), bytes(g.bias), bytes(g.before));
 }
 
-// Hopper's own kernels, for matrices that both have k innermost.
+// CUTLASS's kernels take 16 bits.
+static bool cutlass_takes(const Gemm &g) {
+  constexpr int64_t kLimit = 0x7fffffff;
+  const bool half = g.dtype == DType::bfloat16 || g.dtype == DType::float16;
+  return half && g.c_dtype == g.dtype && g.k && g.m <= kLimit && g.n <= kLimit && g.k <= kLimit;
+}
+
+// Hopper's own kernels; `before` is linear's, whose matrices both have k innermost.
 static Status gemm_on_hopper(const char *op, const Gemm &gemm, cudaStream_t stream, bool *done) {
   *done = false;
 #ifdef AOT_HAVE_SM90
   DeviceLimits limits;
   AOT_TRY(device_limits(op, &limits));
-  if (limits.major != 9 || gemm.a.transposed || !gemm.b.transposed || gemm.count != 1 || !takes_vectors(gemm))
-    return kOk;
+  if (limits.major != 9 || gemm.count > 0x7fffffff || !cutlass_takes(gemm) || !takes_vectors(gemm)) return kOk;
+  if (gemm.before && (gemm.a.transposed || !gemm.b.transposed)) return kOk;
   auto *run = gemm.dtype == DType::bfloat16 ? gemm_bfloat16_sm90 : gemm_float16_sm90;
   // Small tiles where there would be too few large ones, unless they are long.
-  const int64_t tiles = ceil_div(gemm.m, 128) * ceil_div(gemm.n, 128), all = limits.multiprocessors;
+  const int64_t tiles = tiles_of(gemm), all = limits.multiprocessors;
   const bool small = 2 * tiles <= all || (tiles < all && gemm.k <= 1024);
   return run(op, gemm, small ? 64 : 128, limits.multiprocessors, stream, done);
 #else
@@ -118,8 +127,8 @@ static Status gemm_on_ampere(const char *op, const Gemm &gemm, cudaStream_t stre
   *done = false;
   DeviceLimits limits;
   AOT_TRY(device_limits(op, &limits));
-  if (limits.major < 8 || gemm.before || gemm.count > kMaxBatch || !takes_vectors(gemm)) return kOk;
-  return gemm_sm80(op, gemm, stream, done);
+  if (limits.major < 8 || gemm.before || gemm.count > kMaxBatch || !cutlass_takes(gemm)) return kOk;
+  return gemm_sm80(op, gemm, takes_vectors(gemm), stream, done);
 }
 
 template <typename T>

@@ -12,9 +12,9 @@ namespace aot {
 inline namespace AOT_ISA {
 
 // activation(sum + bias), as CUTLASS's epilogue calls it; the bias is its C, whose rows are all one.
-template <typename T>
+template <typename T, int kCount_>
 struct Sm80Epilogue {
-  static constexpr int kCount = 8;  // elements in a vector
+  static constexpr int kCount = kCount_;  // elements in a vector
   using ElementOutput = T;
   using ElementSource = T;
   using ElementAccumulator = float;
@@ -54,7 +54,8 @@ struct Sm80Epilogue {
   Params params_;
 };
 
-template <typename T, bool kTransposeA, bool kTransposeB>
+// kAligned: elements that lie together in every line, 8 or 1, which cp.async is not for.
+template <typename T, int kAligned, bool kTransposeA, bool kTransposeB>
 static Status run(const char *op, const Gemm &g, cudaStream_t stream, bool *done) {
   using Row = cutlass::layout::RowMajor;
   using Column = cutlass::layout::ColumnMajor;
@@ -63,8 +64,8 @@ static Status run(const char *op, const Gemm &g, cudaStream_t stream, bool *done
   using Instruction = cutlass::gemm::GemmShape<16, 8, 16>;
   using Device = cutlass::gemm::device::GemmUniversal<
       T, std::conditional_t<kTransposeA, Column, Row>, T, std::conditional_t<kTransposeB, Column, Row>, T, Row, float,
-      cutlass::arch::OpClassTensorOp, cutlass::arch::Sm80, Shape, Warp, Instruction, Sm80Epilogue<T>,
-      cutlass::gemm::threadblock::GemmIdentityThreadblockSwizzle<8>, 4, 8, 8>;
+      cutlass::arch::OpClassTensorOp, cutlass::arch::Sm80, Shape, Warp, Instruction, Sm80Epilogue<T, kAligned>,
+      cutlass::gemm::threadblock::GemmIdentityThreadblockSwizzle<8>, kAligned == 1 ? 2 : 4, kAligned, kAligned>;
   typename Device::Arguments arguments(cutlass::gemm::GemmUniversalMode::kBatched, {int(g.m), int(g.n), int(g.k)},
                                        int(g.count), {g.activation, g.bias != nullptr}, g.a.data, g.b.data, g.bias,
                                        g.c.data, g.a_step, g.b_step, 0, g.c_step, g.a.stride, g.b.stride, int64_t{0},
@@ -78,16 +79,19 @@ static Status run(const char *op, const Gemm &g, cudaStream_t stream, bool *done
   return *done = true, check_launch(op);
 }
 
-template <typename T>
+template <typename T, int kAligned>
 static Status run_layout(const char *op, const Gemm &g, cudaStream_t stream, bool *done) {
-  auto *layout = g.a.transposed ? (g.b.transposed ? run<T, true, true> : run<T, true, false>)
-                                : (g.b.transposed ? run<T, false, true> : run<T, false, false>);
+  auto *layout = g.a.transposed ? (g.b.transposed ? run<T, kAligned, true, true> : run<T, kAligned, true, false>)
+                                : (g.b.transposed ? run<T, kAligned, false, true> : run<T, kAligned, false, false>);
   return layout(op, g, stream, done);
 }
 
-Status gemm_sm80(const char *op, const Gemm &gemm, cudaStream_t stream, bool *done) {
-  auto *type = gemm.dtype == DType::bfloat16 ? run_layout<cutlass::bfloat16_t> : run_layout<cutlass::half_t>;
-  return type(op, gemm, stream, done);
+Status gemm_sm80(const char *op, const Gemm &g, bool vectors, cudaStream_t stream, bool *done) {
+  using BFloat16 = cutlass::bfloat16_t;
+  using Float16 = cutlass::half_t;
+  auto *type = g.dtype == DType::bfloat16 ? (vectors ? run_layout<BFloat16, 8> : run_layout<BFloat16, 1>)
+                                          : (vectors ? run_layout<Float16, 8> : run_layout<Float16, 1>);
+  return type(op, g, stream, done);
 }
 
 }  // namespace AOT_ISA
