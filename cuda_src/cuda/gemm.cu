@@ -3,60 +3,61 @@
 
 #include "activation.cuh"
 #include "elementwise.cuh"
+#include "tile.cuh"
 
 namespace aot {
 inline namespace AOT_ISA {
 
 // --------------------------------------------------------------------------------------------------------- kernels
 
-constexpr int kTile = 64, kDepth = 16, kThreads = 256, kEach = 4;  // a block's tile of c; a thread has 4 x 4 of it
+// The tiles of a product, and those of one that is large and of whole vectors of float32.
+template <typename A>
+using UsualTile = std::conditional_t<sizeof(A) == 4, Tile<64, 64, 16, 1, 1, 2, 8>, Tile<128, 64, 8, 2, 1, 1, 2>>;
+using LargeTile = Tile<128, 128, 16, 2, 2, 2, 2>;
 
-// A tile of a matrix, kTile lines of kDepth elements, zeros beyond its edges: line i, element p is at
-// data[i * line_step + p * step]. Neighbouring threads read what lies side by side.
-template <typename T>
-__device__ inline void load_tile(Accumulate<T> (&tile)[kDepth][kTile + kEach], const T *data, int64_t lines,
-                                 int64_t depth, int64_t stride, bool along_lines) {
-#pragma unroll
-  for (int e = 0; e < kTile * kDepth / kThreads; ++e) {
-    const int index = threadIdx.x + e * kThreads;
-    const int i = along_lines ? index % kTile : index / kDepth, p = along_lines ? index / kTile : index % kDepth;
-    const int64_t at = along_lines ? p * stride + i : i * stride + p;
-    tile[p][i] = i < lines && p < depth ? widen(data[at]) : Accumulate<T>(0);
-  }
+// Lets a carrier begin with the lines of an operand from `first` on, of which there are `lines`; beyond the last is the
+// last again.
+template <typename T, class Shape, int kWidth, bool kDeep, int kSize>
+__device__ inline void begin_lines(Carrier<T, Shape, kWidth, kDeep, kSize> &carrier, const T *data, int64_t stride,
+                                   int64_t first, int64_t lines, int64_t depth) {
+  carrier.begin(depth, kDeep ? Shape::kDepth : Shape::kDepth * stride, [&](int at, int k) {
+    const int64_t line = min(first + at, lines - (kDeep ? 1 : kSize));
+    return data + (kDeep ? line * stride + k : k * stride + line);
+  });
 }
 
-template <typename T, typename C>
-__global__ void __launch_bounds__(kThreads) gemm_kernel(Gemm g) {
+// kDeep: a lies as it is, b transposed, so that the summed axis is innermost.
+template <typename T, typename C, class Shape, int kSize, bool kDeepA, bool kDeepB>
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) gemm_kernel(Gemm g) {
   using A = Accumulate<T>;
-  __shared__ A a_tile[kDepth][kTile + kEach], b_tile[kDepth][kTile + kEach];
-  const int64_t across = (g.n + kTile - 1) / kTile;
-  const int64_t i0 = blockIdx.x / across * kTile, j0 = blockIdx.x % across * kTile;
-  const int row = threadIdx.x / (kTile / kEach) * kEach, col = threadIdx.x % (kTile / kEach) * kEach;
+  __shared__ TileMemory<Shape, A> memory;
+  const int64_t across = ceil_div(g.n, Shape::kN);
+  const int64_t i0 = blockIdx.x / across * Shape::kM, j0 = blockIdx.x % across * Shape::kN;
   const T *bias = static_cast<const T *>(g.bias);
   for (int64_t z = blockIdx.y; z < g.count; z += gridDim.y) {
-    const T *a = static_cast<const T *>(g.a.data) + z * g.a_step + (g.a.transposed ? i0 : i0 * g.a.stride);
-    const T *b = static_cast<const T *>(g.b.data) + z * g.b_step + (g.b.transposed ? j0 * g.b.stride : j0);
-    A sum[kEach][kEach] = {};
-    for (int64_t p = 0; p < g.k; p += kDepth) {
-      load_tile(a_tile, a + (g.a.transposed ? p * g.a.stride : p), g.m - i0, g.k - p, g.a.stride, g.a.transposed);
-      load_tile(b_tile, b + (g.b.transposed ? p : p * g.b.stride), g.n - j0, g.k - p, g.b.stride, !g.b.transposed);
-      __syncthreads();
+    TileSums<Shape, A> sum = {};
+    auto begin = [&](int, auto &left, auto &right) {
+      begin_lines(left, static_cast<const T *>(g.a.data) + z * g.a_step, g.a.stride, i0, g.m, g.k);
+      begin_lines(right, static_cast<const T *>(g.b.data) + z * g.b_step, g.b.stride, j0, g.n, g.k);
+    };
+    multiply<Carrier<T, Shape, Shape::kM, kDeepA, kSize>, Carrier<T, Shape, Shape::kN, kDeepB, kSize>>(
+        memory, sum, ceil_div(g.k, Shape::kDepth), 0, begin, [](const A *) {});
+    constexpr int kCount = kSize < 4 ? kSize : 4;
 #pragma unroll
-      for (int d = 0; d < kDepth; ++d)
+    for (int i = 0; i < Shape::kRows; ++i)
 #pragma unroll
-        for (int i = 0; i < kEach; ++i)
-#pragma unroll
-          for (int j = 0; j < kEach; ++j) sum[i][j] += a_tile[d][row + i] * b_tile[d][col + j];
-      __syncthreads();
-    }
-    for (int i = 0; i < kEach; ++i)
-      for (int j = 0; j < kEach; ++j) {
-        const int64_t m = i0 + row + i, n = j0 + col + j, at = z * g.c_step + m * g.c.stride + n;
+      for (int j = 0; j < Shape::kColumns; j += kCount) {
+        const int64_t m = i0 + first_row<Shape>() + i / 4 * Shape::kPartM + i % 4;
+        const int64_t n = j0 + first_column<Shape>() + j / 4 * Shape::kPartN + j % 4;
+        const int64_t at = z * g.c_step + m * g.c.stride + n;
         if (m >= g.m || n >= g.n) continue;
-        A v = sum[i][j] + (bias ? widen(bias[n]) : A(0));
-        if (g.before) static_cast<C *>(g.before)[at] = narrow<C>(v);
-        static_cast<C *>(g.c.data)[at] = narrow<C>(activate<T>(v, g.activation));
+        Packet<C, kCount> v;
+#pragma unroll
+        for (int l = 0; l < kCount; ++l)
+          v.value[l] = narrow<C>(sum.value[i][j + l] + (bias ? widen(bias[n + l]) : A(0)));
+        store_packet(static_cast<C *>(g.c.data) + at, v);
       }
+    __syncthreads();
   }
 }
 
@@ -72,18 +73,6 @@ __global__ void __launch_bounds__(kMapBlock) sum_apart(const Accumulate<T> *x, i
 
 // ------------------------------------------------------------------------------------------------------- launchers
 
-static Status gemm_plain(const char *op, const Gemm &gemm, cudaStream_t stream) {
-  const int64_t tiles = ceil_div(gemm.m, kTile) * ceil_div(gemm.n, kTile);
-  if (tiles > 0x7fffffff) return fail(kInvalidArgument, "%s: a product has more elements than a kernel takes", op);
-  const dim3 grid(static_cast<unsigned>(tiles), static_cast<unsigned>(std::min<int64_t>(gemm.count, 65535)));
-  return dispatch(gemm.dtype, [&](auto type) {
-    using T = typename decltype(type)::type;
-    if (gemm.c_dtype == gemm.dtype) gemm_kernel<T, T><<<grid, kThreads, 0, stream>>>(gemm);
-    else gemm_kernel<T, Accumulate<T>><<<grid, kThreads, 0, stream>>>(gemm);
-    return check_launch(op);
-  });
-}
-
 // Of 128 x 128, of all products.
 static int64_t tiles_of(const Gemm &g) { return ceil_div(g.m, 128) * ceil_div(g.n, 128) * g.count; }
 
@@ -95,6 +84,32 @@ static bool takes_vectors(const Gemm &g) {
     if (n % elements) return false;
   auto bytes = [](const void *p) { return static_cast<const char *>(p); };
   return aligned(bytes(g.a.data), bytes(g.b.data), bytes(g.c.data), bytes(g.bias), bytes(g.before));
+}
+
+template <typename T, typename C, class Shape, int kSize>
+static Status launch_tiles(const char *op, const Gemm &g, cudaStream_t stream) {
+  const int64_t tiles = ceil_div(g.m, Shape::kM) * ceil_div(g.n, Shape::kN);
+  if (tiles > 0x7fffffff) return fail(kInvalidArgument, "%s: a product has more elements than a kernel takes", op);
+  const dim3 grid(static_cast<unsigned>(tiles), static_cast<unsigned>(std::min<int64_t>(g.count, 65535)));
+  auto *kernel = g.a.transposed ? (g.b.transposed ? gemm_kernel<T, C, Shape, kSize, false, true>
+                                                  : gemm_kernel<T, C, Shape, kSize, false, false>)
+                                : (g.b.transposed ? gemm_kernel<T, C, Shape, kSize, true, true>
+                                                  : gemm_kernel<T, C, Shape, kSize, true, false>);
+  kernel<<<grid, Shape::kThreads, 0, stream>>>(g);
+  return check_launch(op);
+}
+
+static Status gemm_plain(const char *op, const Gemm &g, cudaStream_t stream) {
+  return dispatch(g.dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    using A = Accumulate<T>;
+    if constexpr (std::is_same_v<T, float>)
+      if (takes_vectors(g))
+        return tiles_of(g) >= 96 ? launch_tiles<T, T, LargeTile, 4>(op, g, stream)
+                                 : launch_tiles<T, T, UsualTile<A>, 4>(op, g, stream);
+    return g.c_dtype == g.dtype ? launch_tiles<T, T, UsualTile<A>, 1>(op, g, stream)
+                                : launch_tiles<T, A, UsualTile<A>, 1>(op, g, stream);
+  });
 }
 
 // CUTLASS's kernels take 16 bits.
@@ -136,21 +151,17 @@ __global__ void __launch_bounds__(kMapBlock) activate_kernel(const T *x, T *y, i
   map<T, 1>([=](auto x) { return activate<T>(x, activation); }, n, {y}, {x});
 }
 
-// cuBLASLt's product with the bias, and the activation after it: where rounding in between loses nothing.
-static Status gemm_and_activation(const char *op, const Gemm &gemm, cudaStream_t stream, bool *done) {
-  *done = false;
-  const bool whole = gemm.count == 1 && gemm.c.stride == gemm.n;
-  if (!gemm.activation || accumulate_dtype(gemm.dtype) != gemm.c_dtype || !whole) return kOk;
-  Gemm product = gemm;
+// The product with the bias, and the activation after it, of what is rounded by then.
+static Status gemm_and_activation(const char *op, const Gemm &g, cudaStream_t stream) {
+  Gemm product = g;
   product.activation = kActivationNone, product.before = nullptr;
-  if (gemm.before) product.c.data = gemm.before;
-  AOT_TRY(gemm_cublaslt(op, product, stream, done));
-  if (!*done) return kOk;
-  return dispatch(gemm.dtype, [&](auto type) {
+  if (g.before) product.c.data = g.before;
+  AOT_TRY(gemm(op, product, stream));
+  return dispatch(g.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    const int64_t n = gemm.m * gemm.n;
+    const int64_t n = g.m * g.n;
     activate_kernel<T><<<map_grid<T, 1>(n), kMapBlock, 0, stream>>>(static_cast<const T *>(product.c.data),
-                                                                    static_cast<T *>(gemm.c.data), n, gemm.activation);
+                                                                    static_cast<T *>(g.c.data), n, g.activation);
     return check_launch(op);
   });
 }
@@ -159,10 +170,11 @@ static Status gemm_and_activation(const char *op, const Gemm &gemm, cudaStream_t
 Status gemm(const char *op, const Gemm &gemm, cudaStream_t stream) {
   if (gemm.m == 0 || gemm.n == 0 || gemm.count == 0) return kOk;
   bool done = false;
-  for (auto *way : {gemm_cublaslt, gemm_on_hopper, gemm_on_ampere, gemm_and_activation}) {
+  for (auto *way : {gemm_cublaslt, gemm_on_hopper, gemm_on_ampere}) {
     AOT_TRY(way(op, gemm, stream, &done));
     if (done) return kOk;
   }
+  if (gemm.activation) return gemm_and_activation(op, gemm, stream);
   return gemm_plain(op, gemm, stream);
 }
 

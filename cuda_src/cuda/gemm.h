@@ -15,7 +15,8 @@ struct Gemm {
   int64_t count = 1, a_step = 0, b_step = 0, c_step = 0;
   bool allow_tf32 = false;
 
-  // c = activation(a b + bias). What goes into the activation is stored in `before`, laid out as c, where it is wanted.
+  // c = activation(a b + bias), of one product, and c without gaps. What goes into the activation is stored in
+  // `before`, laid out as c, where it is wanted.
   const void *bias = nullptr;
   Activation activation = kActivationNone;
   void *before = nullptr;
