@@ -1219,6 +1219,28 @@ class TestGpu:
         close(torch.autograd.grad(y.sum(), args[0]), torch.autograd.grad(reference(*args).sum(), args[0]))
         assert torch.cuda.current_device() == 0
 
+    @pytest.mark.parametrize("transpose_b", [False, True])
+    @pytest.mark.parametrize("transpose_a", [False, True])
+    @pytest.mark.parametrize(("batch", "m", "k", "n"), [(1, 2048, 72, 2048), (4, 1024, 64, 1024), (1, 2047, 65, 2049)])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+    def test_large_products(self, dtype, batch, m, k, n, transpose_a, transpose_b):
+        """Large tiles: small integers, of which every sum is exact but for the rounding of the result."""
+        random = torch.Generator("cuda").manual_seed(0)
+        shapes = (batch, k, m) if transpose_a else (batch, m, k), (batch, n, k) if transpose_b else (batch, k, n)
+        a, b = (torch.randint(-3, 4, s, generator=random, device="cuda", dtype=torch.float64) for s in shapes)
+        expected = (a.mT if transpose_a else a) @ (b.mT if transpose_b else b)
+        assert torch.equal(ours.matmul(a.to(dtype), b.to(dtype), transpose_a, transpose_b), expected.to(dtype))
+
+    def test_large_linear(self):
+        """Large tiles, with what goes into the activation kept and not."""
+        random = torch.Generator("cuda").manual_seed(0)
+        shapes = (2048, 64), (2048, 64), (2048,)
+        x, weight, bias = (torch.randint(-8, 9, s, generator=random, device="cuda").double() / 16 for s in shapes)
+        z = F.linear(x, weight, bias)
+        half = [t.bfloat16().requires_grad_() for t in (x, weight, bias)]
+        for args in half, [t.detach() for t in half]:
+            torch.testing.assert_close(ours.linear(*args, "gelu").double(), F.gelu(z), rtol=2**-6, atol=2**-8)
+
     def test_many_elements(self):
         """More than 2^31 elements: indices do not wrap."""
         free, _ = torch.cuda.mem_get_info()
