@@ -14,6 +14,7 @@ struct Gemm {
   Operand a, b, c;
   int64_t count = 1, a_step = 0, b_step = 0, c_step = 0;
   bool allow_tf32 = false;
+  bool accumulate = false;  // c += a b, which is cuBLASLt's alone
 
   // c = activation(a b + bias), of one product, and c without gaps. What goes into the activation is stored in
   // `before`, laid out as c, where it is wanted.
