@@ -179,6 +179,7 @@ def _handle(op: Op, attrs: tuple[Attr, ...]) -> int:
         n,
         (c_char_p * n)(*(slot.encode() for slot in op.slots)),
         (c_int * n)(*(op.is_optional(slot) for slot in op.slots)),
+        c_uint32(sum(1 << i for i, slot in enumerate(op.slots) if slot in op.uniform)),
         entries,
         inits,
     )

@@ -41,6 +41,8 @@ class Op:
     workspace. Raises TypeError or ValueError for inputs that the operator does not take."""
     optional: frozenset[str] = frozenset()
     """Inputs that may be None, and outputs that a caller may leave out."""
+    uniform: frozenset[str] = frozenset()
+    """Inputs that may have no axes: one number in the place of every element, as a sum hands back its gradient."""
     attrs: Mapping[str, str] = field(default_factory=dict)
     """Attributes and their types: "int[]", "int", "float", "bool" or "str"; with a "?" one may be None, and the
     entry then finds none."""
@@ -151,7 +153,7 @@ def operator(**definition: Any) -> Callable[[Callable[..., Any]], Op]:
     """Makes an ``Op`` of the function that gives its name, public signature and docstring."""
 
     def define(bind: Callable[..., Any]) -> Op:
-        for key in ("optional", "batched"):
+        for key in ("optional", "uniform", "batched"):
             definition[key] = frozenset(definition.get(key, ()))
         return Op(name=bind.__name__, bind=bind, **definition)
 

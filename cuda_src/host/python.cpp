@@ -120,7 +120,8 @@ struct Call {
   int optional_bit[kMaxSlots];  // -1: required
   int n_in, n_slots;
   bool has_optional;
-  Entry *entry[2];  // by Device; null where the library has none
+  unsigned uniform;  // bit i for slot i: where all elements are the same one, the entry takes it alone
+  Entry *entry[2];   // by Device; null where the library has none
   Init *init[2];
   std::atomic<void *> extras[2][1 << kMaxOptional] = {};
 
@@ -277,6 +278,21 @@ const char *dlpack_dtype(const DLTensor &t) {
   }
 }
 
+// How a tensor lies: its elements side by side, or all of them in one place.
+struct Layout {
+  int64_t size = 1;
+  bool contiguous = true, uniform = true;
+
+  explicit Layout(const DLTensor &t) {
+    for (int k = t.ndim - 1; k >= 0; --k) {
+      const int64_t stride = t.strides ? t.strides[k] : size;
+      if (t.shape[k] != 1) contiguous = contiguous && stride == size, uniform = uniform && stride == 0;
+      size *= t.shape[k];
+    }
+    contiguous = contiguous || size == 0;
+  }
+};
+
 struct Arguments {
   void *params[kMaxSlots];
   int ndims[kMaxSlots];
@@ -340,15 +356,12 @@ struct Arguments {
                   call.slots[slot].c_str(), t.ndim, kMaxNdim);
     params[n] = static_cast<char *>(t.data) + t.byte_offset;
     ndims[n] = t.ndim, shapes[n] = t.shape, dtypes[n] = dlpack_dtype(t);
-    int64_t stride = 1, size = 1;
-    bool contiguous = true;
-    for (int k = t.ndim - 1; k >= 0; --k) {
-      if (t.shape[k] != 1 && t.strides && t.strides[k] != stride) contiguous = false;
-      stride *= t.shape[k], size *= t.shape[k];
-    }
-    count(size);
-    if (!contiguous && size) return not_contiguous(call, slot);
-    if (size == 1) AOT_TRY(check_not_negated(call, slot, object));
+    const Layout layout(t);
+    count(layout.size);
+    const bool one = !layout.contiguous && layout.uniform && call.uniform >> slot & 1;
+    if (one) ndims[n] = 0, shapes[n] = nullptr;
+    if (!layout.contiguous && !one) return not_contiguous(call, slot);
+    if (layout.size == 1 || one) AOT_TRY(check_not_negated(call, slot, object));
     return on_device(call, slot, t.device_type, t.device_id);
   }
 
@@ -508,6 +521,14 @@ void *run_function(const Function &f, void *context, void *const *inputs, intptr
 int is_true(Ref object) { return object ? PyObject_IsTrue(object) : -1; }
 int ask(void *function) { return is_true(PyObject_VectorcallDict(function, nullptr, 0, nullptr)); }
 
+// Whether the slot takes a tensor of torch's as it lies.
+bool lies_well(const Call &call, int slot, void *object) {
+  DLTensor t;
+  if (torch.exchange->read(object, &t)) return PyErr_Clear(), false;
+  const Layout layout(t);
+  return layout.contiguous || (layout.uniform && call.uniform >> slot & 1);
+}
+
 // A tuple with a gradient, or None, for each input of the forward; null, and maybe an error of Python's: this is not
 // for us.
 Ref run_backward(const Backward &b, void *context, void *const *grads) {
@@ -524,7 +545,7 @@ Ref run_backward(const Backward &b, void *context, void *const *grads) {
   for (int i = 0; i < f.call->n_in; ++i) {
     int at = b.source[i];
     slots.objects[i] = at < b.n_grads ? grads[at] : PyTuple_GetItem(saved, at - b.n_grads);
-    if (has_kernel && at < b.n_grads)
+    if (has_kernel && at < b.n_grads && !lies_well(*f.call, i, grads[at]))
       slots.objects[i] = plain[i] = PyObject_VectorcallMethod(contiguous, &grads[at], 1, nullptr);
     if (!slots.objects[i]) return nullptr;
   }
@@ -640,11 +661,12 @@ AOT_API void aot_python_serve(void *function, void *capsule) {
 AOT_API void *aot_extra_new(const char *attrs) { return extra_new(attrs); }
 AOT_API void aot_extra_delete(void *extra) { extra_delete(extra); }
 
-// `slots`: n_slots names; `optional`: 1 where a slot may be None. Null where there are too many of either.
+// `slots`: n_slots names; `optional`: 1 where a slot may be None; `uniform`: as of Call. Null where there are too many
+// slots, or too many that may be None.
 AOT_API void *aot_call_new(const char *op, const char *attrs, int n_in, int n_slots, const char *const *slots,
-                           const int *optional, void *const *entries, void *const *inits) {
+                           const int *optional, unsigned uniform, void *const *entries, void *const *inits) {
   auto call = std::make_unique<Call>();
-  call->op = op, call->attrs = attrs, call->n_in = n_in, call->n_slots = n_slots;
+  call->op = op, call->attrs = attrs, call->n_in = n_in, call->n_slots = n_slots, call->uniform = uniform;
   if (n_slots > kMaxSlots) return nullptr;
   int bits = 0;
   for (int i = 0; i < n_slots; ++i) call->slots[i] = slots[i], call->optional_bit[i] = optional[i] ? bits++ : -1;
