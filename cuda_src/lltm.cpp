@@ -44,17 +44,31 @@ struct CellForward {
   }
 };
 
+// A gradient that comes in: like the state, or one number for all of it.
+template <typename T>
+struct Incoming {
+  const T *data;
+  bool one;
+
+  explicit Incoming(const Tensor &d) : data(d.as<T>()), one(d.ndim == 0) {}
+  template <class P>
+  Vec<T> at(int64_t i, P part) const {
+    return one ? Vec<T>{} + load(data, Part{1})[0] : load(data + i, part);
+  }
+};
+
 template <typename T>
 struct CellBackward {
-  const T *old_cell, *dnew_h, *dnew_cell;
+  const T *old_cell;
+  Incoming<T> dnew_h, dnew_cell;
   T *dold_cell, *dpre;
   int64_t state;
 
   template <class P>
   void operator()(int64_t row, int64_t column, const Gates<T> &g, P part) const {
     const int64_t at = row * state + column;
-    const Vec<T> dh = load(dnew_h + at, part), h = tanh<T>(g.cell(load(old_cell + at, part))), one = Vec<T>{} + 1;
-    const Vec<T> dcell = load(dnew_cell + at, part) + dh * g.o * (1 - h * h);
+    const Vec<T> dh = dnew_h.at(at, part), h = tanh<T>(g.cell(load(old_cell + at, part))), one = Vec<T>{} + 1;
+    const Vec<T> dcell = dnew_cell.at(at, part) + dh * g.o * (1 - h * h);
     T *d = dpre + row * 3 * state + column;
     store(d, dcell * g.c * g.i * (1 - g.i), part);
     store(d + state, dh * h * g.o * (1 - g.o), part);
@@ -328,7 +342,8 @@ inline Status lltm_backward_cpu(const LltmBackward &op, const Tensor *in, const 
   return dispatch_floating(in[2].dtype, [&](auto zero) -> Status {
     using T = decltype(zero);
     const auto x = operands<T>(in[2], in[3], in[4], in[5]);
-    const CellBackward<T> cell{in[6].as<T>(), in[0].as<T>(), in[1].as<T>(), out[4].as<T>(), out[5].as<T>(), x.state};
+    const CellBackward<T> cell{in[6].as<T>(),  Incoming<T>(in[0]), Incoming<T>(in[1]),
+                               out[4].as<T>(), out[5].as<T>(),     x.state};
     if (x.rows && x.state) {
       if (in[7]) kept_gates_loop<T>(x.rows, x.state, in[7].as<Accumulate<T>>(), cell);
       else AOT_TRY(gates_loop(op.name, x, cell));

@@ -1,5 +1,8 @@
 #include "lltm.h"
 
+#include <initializer_list>
+
+#include "cuda/gemm.h"
 #include "cuda/math.cuh"
 #include "cuda/mma.cuh"
 #include "cuda/tile.cuh"
@@ -30,8 +33,8 @@ __device__ inline GateGradients<A> lltm_gradient(Gates<A> g, A old_cell, A dnew_
   return {cell * g.c * g.i * (1 - g.i), dnew_h * h * g.o * (1 - g.o), cell * g.i * (g.c > 0 ? 1 : g.c + 1), cell};
 }
 
-// What becomes of the three sums of n neighbouring columns of the state. `read` fetches beforehand what it takes.
-
+// What becomes of the three sums of n neighbouring columns of the state. `read` fetches beforehand what it takes. new_h
+// and new_cell, or the gates, may be absent.
 template <typename T>
 struct CellForward {
   using A = Accumulate<T>;
@@ -63,54 +66,52 @@ struct CellForward {
       cell.value[l] = narrow<T>(c), h.value[l] = narrow<T>(tanh(c) * g.o);
       gate[0].value[l] = g.i, gate[1].value[l] = g.o, gate[2].value[l] = g.c;
     }
-    store_packet(new_cell + row * state + j, cell);
-    store_packet(new_h + row * state + j, h);
+    if (new_h) store_packet(new_h + row * state + j, h), store_packet(new_cell + row * state + j, cell);
     if (!gates) return;
     for (int g = 0; g < 3; ++g) store_packet(gates + (row * 3 + g) * state + j, gate[g]);
+  }
+};
+
+// A gradient that comes in: like the state, or one number for all of it.
+template <typename T>
+struct Incoming {
+  const T *data;
+  bool one;
+
+  template <int n>
+  __device__ Packet<T, n> read(int64_t at) const {
+    if (!one) return load_packet<n>(data + at);
+    Packet<T, n> packet;
+#pragma unroll
+    for (int l = 0; l < n; ++l) packet.value[l] = *data;
+    return packet;
   }
 };
 
 template <typename T>
 struct CellBackward {
   using A = Accumulate<T>;
-  const T *bias, *old_cell, *dnew_h, *dnew_cell;
-  T *dold_cell, *dpre;
+  const A *gates;
+  const T *old_cell;
+  Incoming<T> dnew_h, dnew_cell;
+  T *dold_cell;
   int64_t state;
 
+  // Of n neighbouring columns; writes dold_cell.
   template <int n>
-  struct Read {
-    Packet<T, n> bias[3], old_cell, dnew_h, dnew_cell;
-  };
-  template <int n>
-  __device__ Read<n> read(int64_t row, int64_t j) const {
-    Read<n> r;
-    for (int g = 0; g < 3; ++g) r.bias[g] = load_packet<n>(bias + g * state + j);
-    r.old_cell = load_packet<n>(old_cell + row * state + j);
-    r.dnew_h = load_packet<n>(dnew_h + row * state + j);
-    r.dnew_cell = load_packet<n>(dnew_cell + row * state + j);
-    return r;
-  }
-  template <int n>
-  __device__ void write(int64_t row, int64_t j, const A (&sum)[3][n], const Read<n> &r) const {
-    Gates<A> g[n];
-#pragma unroll
-    for (int l = 0; l < n; ++l)
-      g[l] = activate(sum[0][l] + widen(r.bias[0].value[l]), sum[1][l] + widen(r.bias[1].value[l]),
-                      sum[2][l] + widen(r.bias[2].value[l]));
-    write(row, j, g, r);
-  }
-  template <int n>
-  __device__ void write(int64_t row, int64_t j, const Gates<A> (&gate)[n], const Read<n> &r) const {
-    Packet<T, n> cell, d[3];
+  __device__ void gradients(int64_t row, int64_t j, GateGradients<A> (&d)[n]) const {
+    const int64_t at = row * state + j;
+    Packet<A, n> g[3];
+    for (int i = 0; i < 3; ++i) g[i] = load_packet<n>(gates + (row * 3 + i) * state + j);
+    Packet<T, n> cell = load_packet<n>(old_cell + at), dh = dnew_h.template read<n>(at),
+                 dcell = dnew_cell.template read<n>(at), dold;
 #pragma unroll
     for (int l = 0; l < n; ++l) {
-      GateGradients<A> g =
-          lltm_gradient(gate[l], widen(r.old_cell.value[l]), widen(r.dnew_h.value[l]), widen(r.dnew_cell.value[l]));
-      d[0].value[l] = narrow<T>(g.i), d[1].value[l] = narrow<T>(g.o), d[2].value[l] = narrow<T>(g.c);
-      cell.value[l] = narrow<T>(g.cell);
+      d[l] = lltm_gradient<A>({g[0].value[l], g[1].value[l], g[2].value[l]}, widen(cell.value[l]), widen(dh.value[l]),
+                              widen(dcell.value[l]));
+      dold.value[l] = narrow<T>(d[l].cell);
     }
-    for (int g = 0; g < 3; ++g) store_packet(dpre + (row * 3 + g) * state + j, d[g]);
-    if (dold_cell) store_packet(dold_cell + row * state + j, cell);
+    if (dold_cell) store_packet(dold_cell + at, dold);
   }
 };
 
@@ -120,6 +121,7 @@ template <typename T>
 struct Operands {
   const T *input, *old_h, *weights;
   int64_t rows, features, state;
+  DType dtype;
 
   __host__ __device__ int64_t width() const { return state + features; }
   // [old_h, input]
@@ -132,13 +134,13 @@ struct Operands {
 // memory, it asks at once.
 constexpr int kSumLanes = 16, kSumBlock = 256, kSumRows = kSumBlock / kSumLanes, kSumBatch = 4;
 
-template <typename T, int kSize, class Cell>
-__global__ void __launch_bounds__(kSumBlock) lltm_lanes_kernel(Operands<T> x, Cell cell) {
+template <typename T, int kSize>
+__global__ void __launch_bounds__(kSumBlock) lltm_lanes_kernel(Operands<T> x, CellForward<T> cell) {
   using A = Accumulate<T>;
   const int lane = threadIdx.x % kSumLanes;
   const int64_t row = int64_t{blockIdx.y} * kSumRows + threadIdx.x / kSumLanes, j = blockIdx.x;
   const bool present = row < x.rows;
-  typename Cell::template Read<1> read;
+  typename CellForward<T>::template Read<1> read;
   if (present && lane == 0) read = cell.template read<1>(row, j);
   A sum[3][1] = {};
   for (int64_t first = lane * kSize; first < x.width(); first += kSumLanes * kSize * kSumBatch) {
@@ -185,15 +187,16 @@ struct GateOperands {
   __device__ int64_t steps_input() const { return ceil_div(x.features, Shape::kDepth); }
 };
 
-template <typename T, class Shape, int kSize, class Cell>
-__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) lltm_tile_kernel(Operands<T> x, Cell cell) {
+template <typename T, class Shape, int kSize>
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
+    lltm_tile_kernel(Operands<T> x, CellForward<T> cell) {
   using A = Accumulate<T>;
   using Left = Carrier<T, Shape, Shape::kM, true, kSize>;
   using Right = Carrier<T, Shape, Shape::kN, true, kSize>;
   __shared__ TileMemory<Shape, A> memory;
   TileSums<Shape, A> sum = {};
   GateOperands<T, Shape> operands(x);
-  multiply<Left, Right>(memory, sum, operands.steps_h(), operands.steps_input(), operands, [](const A *) {});
+  multiply<Left, Right>(memory, sum, operands.steps_h(), operands.steps_input(), operands);
 
   constexpr int kCount = kSize == 1 ? 1 : 4;
   const int64_t column = operands.j0 + first_column<Shape>();
@@ -215,14 +218,14 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) lltm_tile_ker
 // The same of 16 bits on the tensor cores.
 extern __shared__ __align__(128) unsigned char mma_memory[];
 
-template <typename T, class Shape, class Cell>
-__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) lltm_mma_kernel(Operands<T> x, Cell cell) {
+template <typename T, class Shape>
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) lltm_mma_kernel(Operands<T> x, CellForward<T> cell) {
   using Left = MmaOperand<T, Shape, Shape::kM, true>;
   using Right = MmaOperand<T, Shape, Shape::kN, true>;
   MmaSums<Shape> sum = {};
   GateOperands<T, Shape> operands(x);
   multiply_mma<Left, Right>(reinterpret_cast<T *>(mma_memory), sum, operands.steps_h(), operands.steps_input(),
-                            operands, [](const T *) {});
+                            operands);
   constexpr int kInGate = Shape::kColumns / 3;
 #pragma unroll
   for (int i = 0; i < Shape::kRows; ++i)
@@ -239,24 +242,24 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) lltm_mma_kern
       }
 }
 
-// dpre where the forward has left the gates.
+// The cell of sums that are in the place of the gates.
 template <typename T, int kCount>
-__global__ void __launch_bounds__(256)
-    lltm_gates_backward_kernel(CellBackward<T> cell, const Accumulate<T> *gates, int64_t packets) {
+__global__ void __launch_bounds__(256) lltm_cell_kernel(CellForward<T> cell, int64_t packets) {
   using A = Accumulate<T>;
-  int64_t packet = int64_t{blockIdx.x} * 256 + threadIdx.x, at = packet * kCount;
+  const int64_t packet = int64_t{blockIdx.x} * 256 + threadIdx.x, at = packet * kCount;
   if (packet >= packets) return;
-  int64_t row = at / cell.state, j = at % cell.state;
-  auto read = cell.template read<kCount>(row, j);
-  Packet<A, kCount> g[3];
-  for (int i = 0; i < 3; ++i) g[i] = load_packet<kCount>(gates + (row * 3 + i) * cell.state + j);
-  Gates<A> gate[kCount];
+  const int64_t row = at / cell.state, j = at % cell.state;
+  A sum[3][kCount];
 #pragma unroll
-  for (int l = 0; l < kCount; ++l) gate[l] = {g[0].value[l], g[1].value[l], g[2].value[l]};
-  cell.write(row, j, gate, read);
+  for (int g = 0; g < 3; ++g) {
+    auto part = load_packet<kCount>(cell.gates + (row * 3 + g) * cell.state + j);
+#pragma unroll
+    for (int l = 0; l < kCount; ++l) sum[g][l] = part.value[l];
+  }
+  cell.template write<kCount>(row, j, sum, cell.template read<kCount>(row, j));
 }
 
-// --------------------------------------------------------------------------------------------------------- products
+// --------------------------------------------------------------------------------------------------------- gradients
 
 // The gradients that are products with dpre; null where nobody wants them.
 template <typename T>
@@ -264,49 +267,129 @@ struct Gradients {
   T *dinput, *dweights, *dbias, *dold_h;
 };
 
-// Few rows. Four results of a column are a warp's; a lane has a column. dweights and dbias sum over the rows, which are
-// few; dold_h and dinput over the gates, which the warps of a block share.
-constexpr int kFewBlock = 256, kFewWarps = kFewBlock / 32, kFewRows = 4, kFewBatch = 8;
+// dpre and dold_cell; `sums`, where it is wanted, gets those of each block's rows, (gridDim.y, 3S).
+constexpr int kCellWarps = 8;
 
-// sum[i] += left[i * left_row + t * left_term] * *right(t), over every step-th t, unless there is nothing to the right.
-template <typename T, typename A, class Right>
-__device__ inline void multiply_few(A (&sum)[kFewRows], A (&total)[kFewRows], const T *left, int64_t left_row,
-                                    int64_t left_term, int rows, int64_t first, int64_t terms, int64_t step,
-                                    bool present, Right right) {
-  for (; first < terms; first += step * kFewBatch) {
-    T a[kFewBatch][kFewRows], b[kFewBatch];  // as they are: all loads are on their way before one is used
+template <typename T, int kCount>
+__global__ void __launch_bounds__(kCellWarps * 32)
+    lltm_cell_backward_kernel(CellBackward<T> cell, T *dpre, Accumulate<T> *sums, int64_t rows) {
+  using A = Accumulate<T>;
+  const int64_t j = (int64_t{blockIdx.x} * 32 + lane_index()) * kCount, all = 3 * cell.state;
+  const int64_t piece = ceil_div(rows, gridDim.y), first = blockIdx.y * piece, last = min(first + piece, rows);
+  A total[3][kCount] = {};
+  for (int64_t row = first + warp_index(); row < last && j < cell.state; row += kCellWarps) {
+    GateGradients<A> d[kCount];
+    cell.template gradients<kCount>(row, j, d);
+    Packet<T, kCount> packet[3];
 #pragma unroll
-    for (int t = 0; t < kFewBatch; ++t) {
-      int64_t term = first + t * step;
-      bool inside = term < terms;
-      b[t] = inside && present ? *right(term) : T(0.0f);
+    for (int l = 0; l < kCount; ++l) {
+      A gate[] = {d[l].i, d[l].o, d[l].c};
 #pragma unroll
-      for (int i = 0; i < kFewRows; ++i) a[t][i] = inside && i < rows ? left[i * left_row + term * left_term] : T(0.0f);
+      for (int g = 0; g < 3; ++g) total[g][l] += gate[g], packet[g].value[l] = narrow<T>(gate[g]);
     }
 #pragma unroll
-    for (int t = 0; t < kFewBatch; ++t)
+    for (int g = 0; g < 3; ++g) store_packet(dpre + row * all + g * cell.state + j, packet[g]);
+  }
+  if (!sums) return;
+  __shared__ A of_warps[kCellWarps][3 * kCount][32];
 #pragma unroll
-      for (int i = 0; i < kFewRows; ++i) {
-        A x = widen(a[t][i]);
-        sum[i] += x * widen(b[t]), total[i] += x;
-      }
+  for (int n = 0; n < 3 * kCount; ++n) of_warps[warp_index()][n][lane_index()] = total[n / kCount][n % kCount];
+  __syncthreads();
+  for (int n = warp_index(); n < 3 * kCount && j < cell.state; n += kCellWarps) {
+    A sum = 0;
+#pragma unroll
+    for (int w = 0; w < kCellWarps; ++w) sum += of_warps[w][n][lane_index()];
+    sums[blockIdx.y * all + n / kCount * cell.state + j + n % kCount] = sum;
   }
 }
 
 template <typename T>
+__global__ void __launch_bounds__(256) lltm_dbias_kernel(const Accumulate<T> *sums, int parts, T *dbias, int64_t n) {
+  const int64_t i = int64_t{blockIdx.x} * 256 + threadIdx.x;
+  if (i >= n) return;
+  Accumulate<T> sum = 0;
+#pragma unroll 16
+  for (int part = 0; part < parts; ++part) sum += sums[part * n + i];
+  dbias[i] = narrow<T>(sum);
+}
+
+// Few rows: all gradients in one kernel. Four results of a column are a warp's; a lane has a column. dweights and dbias
+// sum over the rows, which are few; dold_h and dinput over the gates, which the warps of a block share. A block
+// computes the dpre that it multiplies itself, or reads it where too many blocks would compute the same.
+constexpr int kFewBlock = 256, kFewWarps = kFewBlock / 32, kFewRows = 4, kFewBatch = 16, kFewPart = 2048;
+
+// Element (row, n) of dpre.
+template <typename T>
+struct KeptGradients {
+  const T *dpre;
+  int64_t all;
+  __device__ Accumulate<T> operator()(int64_t row, int64_t n, bool) const { return widen(dpre[row * all + n]); }
+};
+template <typename T>
+struct OwnGradients {
+  CellBackward<T> cell;
+  // `first`: the only block to have it that writes dold_cell
+  __device__ Accumulate<T> operator()(int64_t row, int64_t n, bool first) const {
+    const int gate = (n >= cell.state) + (n >= 2 * cell.state);
+    CellBackward<T> of = cell;
+    if (gate || !first) of.dold_cell = nullptr;
+    GateGradients<Accumulate<T>> d[1];
+    of.template gradients<1>(row, n - gate * cell.state, d);
+    return gate == 0 ? d->i : gate == 1 ? d->o : d->c;
+  }
+};
+
+// sum[i] += left(from + i, t) * *right(t) and total[i] += left(from + i, t), over `terms` of t, which kWarps warps
+// share. `part` gets what the block's warps need of the left: left(i, t) for i < kAcross.
+template <int kAcross, int kWarps, typename T, typename A, class Left, class Right>
+__device__ inline void multiply_few(A *part, A (&sum)[kFewRows], A (&total)[kFewRows], int from, int64_t terms,
+                                    bool present, Left left, Right right) {
+  constexpr int kTerms = kFewPart / kAcross;
+  for (int64_t first = 0; first < terms; first += kTerms) {
+    const int count = static_cast<int>(min(int64_t{kTerms}, terms - first)), begin = kWarps > 1 ? warp_index() : 0;
+    T b[kFewBatch];
+    auto load = [&](int t) {  // all are on their way before one is used
+#pragma unroll
+      for (int l = 0; l < kFewBatch; ++l)
+        b[l] = present && t + l * kWarps < count ? *right(first + t + l * kWarps) : T(0.0f);
+    };
+    load(begin);
+    for (int e = threadIdx.x; e < count * kAcross; e += kFewBlock) part[e] = left(e % kAcross, first + e / kAcross);
+    __syncthreads();
+    for (int t = begin; t < count; t += kFewBatch * kWarps) {
+      T now[kFewBatch];
+#pragma unroll
+      for (int l = 0; l < kFewBatch; ++l) now[l] = b[l];
+      load(t + kFewBatch * kWarps);
+#pragma unroll
+      for (int l = 0; l < kFewBatch; ++l) {
+        if (t + l * kWarps >= count) continue;
+        auto a = *reinterpret_cast<const Packet<A, kFewRows> *>(part + (t + l * kWarps) * kAcross + from);
+#pragma unroll
+        for (int i = 0; i < kFewRows; ++i) sum[i] += a.value[i] * widen(now[l]), total[i] += a.value[i];
+      }
+    }
+    __syncthreads();
+  }
+}
+
+template <typename T, class Source>
 __global__ void __launch_bounds__(kFewBlock)
-    lltm_products_few_kernel(Operands<T> x, const T *dpre, Gradients<T> gradients, int64_t weight_blocks) {
+    lltm_few_kernel(Operands<T> x, Source dpre, Gradients<T> gradients, int64_t weight_blocks) {
   using A = Accumulate<T>;
+  __shared__ __align__(16) A part[kFewPart];
   const int warp = warp_index(), lane = lane_index();
   const int64_t columns = ceil_div(x.width(), 32), all = 3 * x.state;
   A sum[kFewRows] = {}, total[kFewRows] = {};
   if (blockIdx.x < weight_blocks) {
-    const int64_t k = blockIdx.x % columns * 32 + lane, n = (blockIdx.x / columns * kFewWarps + warp) * kFewRows;
-    if (n >= all) return;
-    const int rows = static_cast<int>(min(int64_t{kFewRows}, all - n));
-    const bool inside = k < x.width();
-    multiply_few(sum, total, dpre + n, 1, all, rows, 0, x.rows, 1, inside, [&](int64_t row) { return x.at(row, k); });
-    for (int i = 0; i < rows; ++i) {
+    constexpr int kAcross = kFewRows * kFewWarps;
+    const int64_t k = blockIdx.x % columns * 32 + lane, n0 = blockIdx.x / columns * kAcross, n = n0 + warp * kFewRows;
+    const bool inside = k < x.width(), first = blockIdx.x % columns == 0;
+    multiply_few<kAcross, 1, T>(
+        part, sum, total, warp * kFewRows, x.rows, inside,
+        [&](int i, int64_t row) { return n0 + i < all ? dpre(row, n0 + i, first) : A(0); },
+        [&](int64_t row) { return x.at(row, k); });
+    for (int i = 0; i < kFewRows && n + i < all; ++i) {
       if (gradients.dweights && inside) gradients.dweights[(n + i) * x.width() + k] = narrow<T>(sum[i]);
       if (gradients.dbias && k == 0) gradients.dbias[n + i] = narrow<T>(total[i]);
     }
@@ -315,9 +398,10 @@ __global__ void __launch_bounds__(kFewBlock)
   const int64_t block = blockIdx.x - weight_blocks, k = block % columns * 32 + lane, row = block / columns * kFewRows;
   const int rows = static_cast<int>(min(int64_t{kFewRows}, x.rows - row));
   const bool inside = k < x.width();
-  multiply_few(sum, total, dpre + row * all, all, 1, rows, warp, all, kFewWarps, inside,
-               [&](int64_t n) { return x.weights + n * x.width() + k; });
-  __shared__ A of_warps[kFewWarps][kFewRows][32];
+  multiply_few<kFewRows, kFewWarps, T>(
+      part, sum, total, 0, all, inside, [&](int i, int64_t n) { return i < rows ? dpre(row + i, n, false) : A(0); },
+      [&](int64_t n) { return x.weights + n * x.width() + k; });
+  A(&of_warps)[kFewWarps][kFewRows][32] = reinterpret_cast<A(&)[kFewWarps][kFewRows][32]>(part);
   for (int i = 0; i < kFewRows; ++i) of_warps[warp][i][lane] = sum[i];
   __syncthreads();
   if (warp >= rows || !inside) return;
@@ -330,6 +414,9 @@ __global__ void __launch_bounds__(kFewBlock)
 // Many rows: tiles of dweights by old_h, dweights by input, dold_h and dinput, one after the other.
 struct TileCounts {
   int64_t weights_h, weights_x, old_h, input;  // of each; 0 where nobody wants it
+
+  __host__ __device__ int64_t weights() const { return weights_h + weights_x; }
+  __host__ __device__ int64_t inputs() const { return old_h + input; }
 };
 
 // Which tile of which product a block has.
@@ -342,8 +429,8 @@ struct ProductTile {
 
   __device__ ProductTile(const Operands<T> &x, const T *dpre, const TileCounts &tiles) : x(x), dpre(dpre) {
     int64_t tile = blockIdx.x;
-    of_weights = tile < tiles.weights_h + tiles.weights_x;
-    if (!of_weights) tile -= tiles.weights_h + tiles.weights_x;
+    of_weights = tile < tiles.weights();
+    if (!of_weights) tile -= tiles.weights();
     of_input = tile >= (of_weights ? tiles.weights_h : tiles.old_h);
     if (of_input) tile -= of_weights ? tiles.weights_h : tiles.old_h;
     all = 3 * x.state, width = of_input ? x.features : x.state, offset = of_input ? x.state : 0;
@@ -351,9 +438,6 @@ struct ProductTile {
     m0 = tile / columns * Shape::kM, n0 = tile % columns * Shape::kN;
   }
   __device__ int64_t steps() const { return ceil_div(of_weights ? x.rows : all, Shape::kDepth); }
-  // The tiles at the left edge of dweights have dbias too.
-  __device__ bool has_bias() const { return of_weights && offset + n0 == 0; }
-
   // dweights where the left operand lies along its rows, dold_h or dinput where it lies along the summed axis. A packet
   // beyond the last is the last.
   template <int kSize, class Left, class Right>
@@ -392,20 +476,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   const ProductTile<T, Shape> tile(x, dpre, tiles);
   auto begin = [&](int, auto &left, auto &right) { tile.template begin<kSize>(left, right); };
   using Right = Carrier<T, Shape, Shape::kN, false, kSize>;
-  if (tile.of_weights) {
-    const int64_t n = tile.m0 + threadIdx.x;
-    const bool with_bias = gradients.dbias && tile.has_bias() && threadIdx.x < Shape::kM && n < tile.all;
-    A bias = 0;
-    multiply<Carrier<T, Shape, Shape::kM, false, kSize>, Right>(memory, sum, tile.steps(), 0, begin,
-                                                                [&](const A *step) {
-                                                                  if (with_bias)
-                                                                    for (int k = 0; k < Shape::kDepth; ++k)
-                                                                      bias += step[k * Shape::kStrideM + threadIdx.x];
-                                                                });
-    if (with_bias) gradients.dbias[n] = narrow<T>(bias);
-  } else {
-    multiply<Carrier<T, Shape, Shape::kM, true, kSize>, Right>(memory, sum, tile.steps(), 0, begin, [](const A *) {});
-  }
+  if (tile.of_weights) multiply<Carrier<T, Shape, Shape::kM, false, kSize>, Right>(memory, sum, tile.steps(), 0, begin);
+  else multiply<Carrier<T, Shape, Shape::kM, true, kSize>, Right>(memory, sum, tile.steps(), 0, begin);
   constexpr int kCount = kSize == 1 ? 1 : 4;
 #pragma unroll
   for (int i = 0; i < Shape::kRows; ++i)
@@ -423,20 +495,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   const ProductTile<T, Shape> tile(x, dpre, tiles);
   auto begin = [&](int, auto &left, auto &right) { tile.template begin<8>(left, right); };
   using Right = MmaOperand<T, Shape, Shape::kN, false>;
-  if (tile.of_weights) {
-    const int64_t n = tile.m0 + threadIdx.x;
-    const bool with_bias = gradients.dbias && tile.has_bias() && threadIdx.x < Shape::kM && n < tile.all;
-    float bias = 0;
-    using Left = MmaOperand<T, Shape, Shape::kM, false>;
-    multiply_mma<Left, Right>(memory, sum, tile.steps(), 0, begin, [&](const T *step) {
-      if (with_bias)
-        for (int k = 0; k < Shape::kDepth; ++k)
-          bias += widen(step[packet_offset<Left::kPackets>(k, threadIdx.x / 8) / sizeof(T) + threadIdx.x % 8]);
-    });
-    if (with_bias) gradients.dbias[n] = narrow<T>(bias);
-  } else {
-    multiply_mma<MmaOperand<T, Shape, Shape::kM, true>, Right>(memory, sum, tile.steps(), 0, begin, [](const T *) {});
-  }
+  if (tile.of_weights) multiply_mma<MmaOperand<T, Shape, Shape::kM, false>, Right>(memory, sum, tile.steps(), 0, begin);
+  else multiply_mma<MmaOperand<T, Shape, Shape::kM, true>, Right>(memory, sum, tile.steps(), 0, begin);
 #pragma unroll
   for (int i = 0; i < Shape::kRows; ++i)
 #pragma unroll
@@ -451,9 +511,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
 // Shapes of tiles for sums of A: of many rows, and of fewer, where more blocks matter more.
 template <typename A, int kSize>
 struct TileShapes {
-  using Gates = Tile<128, 192, 16, 2, 3, 1, 8>;
+  using Gates = Tile<128, 96, 16, 2, 3, 2, 16>;
   using FewGates = Tile<64, 96, 16, 1, 3, 2, 8>;
-  using Products = Tile<128, 128, 16, 2, 2, 2, 2>;
+  using Products = Tile<128, 128, 16, 2, 2, 2, 16>;
   using FewProducts = Tile<64, 64, 16, 1, 1, 2, 8>;
 };
 // Doubles; 16 bits where there are no tensor cores for them; what can only be read element by element.
@@ -461,7 +521,6 @@ struct PlainTileShapes {
   using FewGates = Tile<64, 96, 8, 1, 3, 1, 8>;
   using Gates = FewGates;
   using FewProducts = Tile<64, 64, 8, 1, 1, 1, 8>;
-  using Products = FewProducts;
 };
 template <int kSize>
 struct TileShapes<double, kSize> : PlainTileShapes {};
@@ -475,8 +534,13 @@ using MmaProducts = MmaTile<128, 128, 1, 2, 2, 3, 2>;
 
 template <typename T>
 Operands<T> operands(const Tensor &input, const Tensor &weights, const Tensor &old_h) {
-  return {input.as<const T>(),    old_h.as<const T>(),     weights.as<const T>(),
-          LltmAttrs::rows(old_h), LltmAttrs::width(input), LltmAttrs::width(old_h)};
+  return {input.as<const T>(),
+          old_h.as<const T>(),
+          weights.as<const T>(),
+          LltmAttrs::rows(old_h),
+          LltmAttrs::width(input),
+          LltmAttrs::width(old_h),
+          old_h.dtype};
 }
 
 // Whether all can be read and written sixteen bytes at a time.
@@ -486,24 +550,19 @@ bool in_packets(const Operands<T> &x, const Pointers *...pointers) {
   return x.state % kWhole == 0 && x.features % kWhole == 0 && aligned(x.input, x.old_h, x.weights, pointers...);
 }
 
-template <class Shape>
-int64_t gate_tiles(int64_t rows, int64_t state) {
-  return ceil_div(rows, Shape::kM) * ceil_div(state, Shape::kPartN);
-}
-
-template <class Shape, typename T, class Cell>
-Status launch_tiles(const char *op, void (*kernel)(Operands<T>, Cell), int shared, const Operands<T> &x,
-                    const Cell &cell, void *stream) {
+template <class Shape, typename T>
+Status launch_tiles(const char *op, void (*kernel)(Operands<T>, CellForward<T>), int shared, const Operands<T> &x,
+                    const CellForward<T> &cell, cudaStream_t stream) {
   dim3 grid(ceil_div(x.state, Shape::kPartN), ceil_div(x.rows, Shape::kM));
   if (grid.y > 65535) return fail(kInvalidArgument, "%s: more than 65535 tiles of rows", op);
   AOT_TRY(allow(op, kernel, 1, shared));
-  kernel<<<grid, Shape::kThreads, shared, static_cast<cudaStream_t>(stream)>>>(x, cell);
+  kernel<<<grid, Shape::kThreads, shared, stream>>>(x, cell);
   return check_launch(op);
 }
 
-template <typename T, class Shape, int kSize, class Cell>
-Status launch_tiles(const char *op, const Operands<T> &x, const Cell &cell, void *stream) {
-  return launch_tiles<Shape>(op, lltm_tile_kernel<T, Shape, kSize, Cell>, 0, x, cell, stream);
+template <typename T, class Shape, int kSize>
+Status launch_tiles(const char *op, const Operands<T> &x, const CellForward<T> &cell, cudaStream_t stream) {
+  return launch_tiles<Shape>(op, lltm_tile_kernel<T, Shape, kSize>, 0, x, cell, stream);
 }
 
 // Whether there are tensor cores that take it, and `shared` bytes for their operands.
@@ -513,63 +572,144 @@ inline Status on_tensor_cores(const char *op, int shared, bool *result) {
   return *result = device.major >= 8 && device.shared_memory >= shared, kOk;
 }
 
+// Whether there is a tile for each of the device's places.
+template <class Shape>
+Status fill_device(const char *op, int64_t tiles, bool *result) {
+  DeviceLimits device;
+  AOT_TRY(device_limits(op, &device));
+  return *result = tiles >= device.multiprocessors * Shape::kBlocks, kOk;
+}
+
+// c = a b of so many rows, columns and terms, or c += a b.
+struct LargeProduct {
+  int64_t m, n, k;
+  Operand a, b, c;
+  bool accumulate = false;
+};
+
+// All of them by cuBLASLt, those without c left out; *done tells whether it is there and takes them.
+inline Status multiply_large(const char *op, DType dtype, DType c_dtype, std::initializer_list<LargeProduct> products,
+                             void *workspace, int64_t bytes, cudaStream_t stream, bool *done) {
+  *done = false;
+  for (const LargeProduct &p : products) {
+    if (!p.c.data || !p.m || !p.n) continue;
+    Gemm gemm = {dtype, c_dtype, p.m, p.n, p.k, p.a, p.b, p.c};
+    gemm.accumulate = p.accumulate, gemm.workspace = workspace, gemm.workspace_bytes = bytes;
+    AOT_TRY(gemm_cublaslt(op, gemm, stream, done));
+    if (!*done) return kOk;
+  }
+  return kOk;
+}
+
+template <typename T>
+Operand matrix(const T *data, int64_t stride, bool transposed = false) {
+  return {const_cast<T *>(data), stride, transposed};
+}
+
+// The gates of many rows, where they are wanted, by cuBLASLt, which leaves their sums in their place.
+template <typename T>
+Status large_gates(const char *op, const Operands<T> &x, const CellForward<T> &cell, cudaStream_t stream, bool *done) {
+  const int64_t all = 3 * x.state, packets = x.rows * x.state / 4;
+  // the sums are written, read, written and read: few terms do not pay for it
+  if (!cell.gates || x.width() < 512 || !library_workspace(x.rows * all, x.width())) return kOk;
+  const Operand gates = {cell.gates, all};
+  AOT_TRY(multiply_large(op, x.dtype, accumulate_dtype(x.dtype),
+                         {{x.rows, all, x.state, matrix(x.old_h, x.state), matrix(x.weights, x.width(), true), gates},
+                          {x.rows, all, x.features, matrix(x.input, x.features),
+                           matrix(x.weights + x.state, x.width(), true), gates, true}},
+                         nullptr, 0, stream, done));
+  if (!*done) return kOk;
+  lltm_cell_kernel<T, 4><<<grid_size(ceil_div(packets, 256)), 256, 0, stream>>>(cell, packets);
+  return check_launch(op);
+}
+
 // The gates, and what `cell` makes of them.
-template <typename T, int kSize, class Cell>
-Status launch_gates(const char *op, const Operands<T> &x, const Cell &cell, void *stream) {
+template <typename T, int kSize>
+Status launch_gates(const char *op, const Operands<T> &x, const CellForward<T> &cell, cudaStream_t stream) {
   using Shapes = TileShapes<Accumulate<T>, kSize>;
   if (x.rows * x.state == 0) return kOk;
   if (x.rows <= kSumRows || x.rows * x.state <= 49152) {
     dim3 grid(grid_size(x.state), ceil_div(x.rows, kSumRows));
-    lltm_lanes_kernel<T, kSize><<<grid, kSumBlock, 0, static_cast<cudaStream_t>(stream)>>>(x, cell);
+    lltm_lanes_kernel<T, kSize><<<grid, kSumBlock, 0, stream>>>(x, cell);
     return check_launch(op);
+  }
+  if constexpr (kSize > 1) {
+    bool done = false;
+    AOT_TRY(large_gates<T>(op, x, cell, stream, &done));
+    if (done) return kOk;
   }
   if constexpr (sizeof(T) == 2 && kSize > 1) {
     bool mma;
     AOT_TRY(on_tensor_cores(op, MmaGates::kShared, &mma));
-    if (mma) return launch_tiles<MmaGates>(op, lltm_mma_kernel<T, MmaGates, Cell>, MmaGates::kShared, x, cell, stream);
+    if (mma) return launch_tiles<MmaGates>(op, lltm_mma_kernel<T, MmaGates>, MmaGates::kShared, x, cell, stream);
   }
-  if (gate_tiles<typename Shapes::Gates>(x.rows, x.state) >= 96)
-    return launch_tiles<T, typename Shapes::Gates, kSize>(op, x, cell, stream);
+  using Large = typename Shapes::Gates;
+  bool many;
+  AOT_TRY(fill_device<Large>(op, ceil_div(x.rows, Large::kM) * ceil_div(x.state, Large::kPartN), &many));
+  if (many) return launch_tiles<T, Large, kSize>(op, x, cell, stream);
   return launch_tiles<T, typename Shapes::FewGates, kSize>(op, x, cell, stream);
 }
 
 template <class Shape, typename T>
+TileCounts count_tiles(const Operands<T> &x, const Gradients<T> &gradients) {
+  auto tiles = [](bool wanted, int64_t m, int64_t n) {
+    return wanted ? ceil_div(m, Shape::kM) * ceil_div(n, Shape::kN) : 0;
+  };
+  return {tiles(gradients.dweights, 3 * x.state, x.state), tiles(gradients.dweights, 3 * x.state, x.features),
+          tiles(gradients.dold_h, x.rows, x.state), tiles(gradients.dinput, x.rows, x.features)};
+}
+
+template <class Shape, typename T>
 Status launch_products(const char *op, void (*kernel)(Operands<T>, const T *, Gradients<T>, TileCounts), int shared,
-                       const Operands<T> &x, const T *dpre, const Gradients<T> &gradients, void *stream) {
-  auto tiles = [](int64_t m, int64_t n) { return ceil_div(m, Shape::kM) * ceil_div(n, Shape::kN); };
-  const bool weights = gradients.dweights;
-  TileCounts counts = {weights           ? tiles(3 * x.state, x.state)
-                       : gradients.dbias ? tiles(3 * x.state, 1)
-                                         : 0,
-                       weights ? tiles(3 * x.state, x.features) : 0, gradients.dold_h ? tiles(x.rows, x.state) : 0,
-                       gradients.dinput ? tiles(x.rows, x.features) : 0};
-  int64_t blocks = counts.weights_h + counts.weights_x + counts.old_h + counts.input;
-  if (blocks == 0) return kOk;
+                       const Operands<T> &x, const T *dpre, const Gradients<T> &gradients, cudaStream_t stream) {
+  const TileCounts tiles = count_tiles<Shape>(x, gradients);
+  if (tiles.weights() + tiles.inputs() == 0) return kOk;
   AOT_TRY(allow(op, kernel, 1, shared));
-  kernel<<<grid_size(blocks), Shape::kThreads, shared, static_cast<cudaStream_t>(stream)>>>(x, dpre, gradients, counts);
+  kernel<<<grid_size(tiles.weights() + tiles.inputs()), Shape::kThreads, shared, stream>>>(x, dpre, gradients, tiles);
   return check_launch(op);
 }
 
 template <typename T, class Shape, int kSize>
 Status launch_products(const char *op, const Operands<T> &x, const T *dpre, const Gradients<T> &gradients,
-                       void *stream) {
+                       cudaStream_t stream) {
   return launch_products<Shape>(op, lltm_products_kernel<T, Shape, kSize>, 0, x, dpre, gradients, stream);
 }
 
+// dweights, dold_h and dinput of many rows. `scratch`: cuBLASLt's.
 template <typename T, int kSize>
-Status launch_products(const char *op, const Operands<T> &x, const T *dpre, const Gradients<T> &gradients,
-                       void *stream) {
+Status launch_products(const char *op, const Operands<T> &x, T *dpre, const Gradients<T> &gradients, void *scratch,
+                       int64_t bytes, cudaStream_t stream) {
   using Shapes = TileShapes<Accumulate<T>, kSize>;
-  const int64_t columns = ceil_div(x.width(), 32);
-  if (x.rows * x.width() <= 36864) {
-    bool weights = gradients.dweights || gradients.dbias, inputs = gradients.dold_h || gradients.dinput;
-    int64_t weight_blocks = weights ? columns * ceil_div(3 * x.state, kFewRows * kFewWarps) : 0;
-    int64_t blocks = weight_blocks + (inputs ? columns * ceil_div(x.rows, kFewRows) : 0);
-    if (blocks == 0) return kOk;
-    lltm_products_few_kernel<<<grid_size(blocks), kFewBlock, 0, static_cast<cudaStream_t>(stream)>>>(x, dpre, gradients,
-                                                                                                     weight_blocks);
-    return check_launch(op);
+  // In one launch nothing waits for the last tiles of a product; where there are few tiles, cuBLASLt cuts their sums.
+  if constexpr (std::is_same_v<T, float> && kSize > 1) {
+    using Large = typename Shapes::Products;
+    const TileCounts tiles = count_tiles<Large>(x, gradients);
+    bool weights = true, inputs = true;
+    if (tiles.weights()) AOT_TRY(fill_device<Large>(op, tiles.weights(), &weights));
+    if (tiles.inputs()) AOT_TRY(fill_device<Large>(op, tiles.inputs(), &inputs));
+    if (weights && inputs) return launch_products<T, Large, kSize>(op, x, dpre, gradients, stream);
   }
+  const int64_t all = 3 * x.state;
+  bool done = false;
+  if (bytes)
+    AOT_TRY(multiply_large(
+        op, x.dtype, x.dtype,
+        {{all, x.state, x.rows, matrix(dpre, all, true), matrix(x.old_h, x.state), {gradients.dweights, x.width()}},
+         {all,
+          x.features,
+          x.rows,
+          matrix(dpre, all, true),
+          matrix(x.input, x.features),
+          {gradients.dweights ? gradients.dweights + x.state : nullptr, x.width()}},
+         {x.rows, x.state, all, matrix(dpre, all), matrix(x.weights, x.width()), {gradients.dold_h, x.state}},
+         {x.rows,
+          x.features,
+          all,
+          matrix(dpre, all),
+          matrix(x.weights + x.state, x.width()),
+          {gradients.dinput, x.features}}},
+        scratch, bytes, stream, &done));
+  if (done) return kOk;
   if constexpr (sizeof(T) == 2 && kSize > 1) {
     bool mma;
     AOT_TRY(on_tensor_cores(op, MmaProducts::kShared, &mma));
@@ -577,40 +717,62 @@ Status launch_products(const char *op, const Operands<T> &x, const T *dpre, cons
       return launch_products<MmaProducts>(op, lltm_products_mma_kernel<T, MmaProducts>, MmaProducts::kShared, x, dpre,
                                           gradients, stream);
   }
-  const int64_t across = ceil_div(x.width(), 128), of_weights = ceil_div(3 * x.state, 128) * across;
-  if (of_weights >= 96 && of_weights + ceil_div(x.rows, 128) * across >= 264)
-    return launch_products<T, typename Shapes::Products, kSize>(op, x, dpre, gradients, stream);
   return launch_products<T, typename Shapes::FewProducts, kSize>(op, x, dpre, gradients, stream);
 }
 
-Status lltm_cuda(const Lltm &op, const Tensor *in, const Tensor *out, void *stream) {
+template <typename T, class Source>
+Status launch_few(const char *op, const Operands<T> &x, const Source &dpre, const Gradients<T> &gradients, bool weights,
+                  cudaStream_t stream) {
+  const int64_t columns = ceil_div(x.width(), 32);
+  const int64_t weight_blocks = weights ? columns * ceil_div(3 * x.state, kFewRows * kFewWarps) : 0;
+  const bool inputs = gradients.dold_h || gradients.dinput;
+  const int64_t blocks = weight_blocks + (inputs ? columns * ceil_div(x.rows, kFewRows) : 0);
+  if (blocks == 0) return kOk;
+  lltm_few_kernel<T, Source><<<grid_size(blocks), kFewBlock, 0, stream>>>(x, dpre, gradients, weight_blocks);
+  return check_launch(op);
+}
+
+Status lltm_cuda(const Lltm &op, const Tensor *in, const Tensor *out, void *stream_) {
+  auto *stream = static_cast<cudaStream_t>(stream_);
   return dispatch(in[0].dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    using A = Accumulate<T>;
     Operands<T> x = operands<T>(in[0], in[1], in[3]);
-    CellForward<T> cell = {in[2].as<const T>(), in[4].as<const T>(), out[0].as<T>(),
-                           out[1].as<T>(),      out[2].as<A>(),      x.state};
+    CellForward<T> cell = {in[2].as<const T>(), in[4].as<const T>(),        out[0].as<T>(),
+                           out[1].as<T>(),      out[2].as<Accumulate<T>>(), x.state};
     if (in_packets(x, cell.bias, cell.old_cell, cell.new_h, cell.new_cell, cell.gates))
       return launch_gates<T, kVectorSize<T>>(op.name, x, cell, stream);
     return launch_gates<T, 1>(op.name, x, cell, stream);
   });
 }
 
+// `scratch`: its places, of the accumulate type.
 template <typename T, int kSize>
-Status lltm_backward(const LltmBackward &op, const Operands<T> &x, const CellBackward<T> &cell,
-                     const Accumulate<T> *gates, const Gradients<T> &gradients, void *stream) {
+Status lltm_backward(const LltmBackward &op, const Operands<T> &x, const T *bias, const CellBackward<T> &cell,
+                     const LltmBackward::Scratch &place, Accumulate<T> *scratch, const Gradients<T> &gradients,
+                     bool kept, cudaStream_t stream) {
   constexpr int kCount = kSize == 1 ? 1 : 4;
-  if (gates) {
-    int64_t packets = x.rows * x.state / kCount;
-    if (packets) {
-      lltm_gates_backward_kernel<T, kCount>
-          <<<grid_size(ceil_div(packets, 256)), 256, 0, static_cast<cudaStream_t>(stream)>>>(cell, gates, packets);
-      AOT_TRY(check_launch(op.name));
-    }
-  } else {
-    AOT_TRY((launch_gates<T, kSize>(op.name, x, cell, stream)));
+  const int64_t all = 3 * x.state;
+  T *dpre = reinterpret_cast<T *>(scratch);
+  const bool few = x.rows * x.width() <= 36864, weights = gradients.dweights || gradients.dbias;
+  if (!kept)
+    AOT_TRY((launch_gates<T, kSize>(op.name, x, {bias, cell.old_cell, nullptr, nullptr, scratch + place.gates, x.state},
+                                    stream)));
+  if (few && x.width() <= 256)
+    return launch_few(op.name, x, OwnGradients<T>{cell}, gradients, weights || cell.dold_cell, stream);
+  if (x.rows * x.state) {
+    const dim3 grid(grid_size(ceil_div(x.state, 32 * kCount)), op.parts(x.rows));
+    lltm_cell_backward_kernel<T, kCount><<<grid, kCellWarps * 32, 0, stream>>>(
+        cell, dpre, gradients.dbias && !few ? scratch + place.sums : nullptr, x.rows);
+    AOT_TRY(check_launch(op.name));
   }
-  return launch_products<T, kSize>(op.name, x, cell.dpre, gradients, stream);
+  if (few) return launch_few(op.name, x, KeptGradients<T>{dpre, all}, gradients, weights, stream);
+  if (gradients.dbias) {
+    lltm_dbias_kernel<<<grid_size(ceil_div(all, 256)), 256, 0, stream>>>(scratch + place.sums, op.parts(x.rows),
+                                                                         gradients.dbias, all);
+    AOT_TRY(check_launch(op.name));
+  }
+  return launch_products<T, kSize>(op.name, x, dpre, gradients, scratch + place.library,
+                                   (place.end - place.library) * sizeof(*scratch), stream);
 }
 
 Status lltm_backward_cuda(const LltmBackward &op, const Tensor *in, const Tensor *out, void *stream) {
@@ -618,20 +780,27 @@ Status lltm_backward_cuda(const LltmBackward &op, const Tensor *in, const Tensor
   return dispatch(in[2].dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     using A = Accumulate<T>;
-    Operands<T> x = operands<T>(in[2], in[3], in[5]);
-    CellBackward<T> cell = {in[4].as<const T>(),
-                            in[6].as<const T>(),
-                            in[0].as<const T>(),
-                            in[1].as<const T>(),
-                            out[4].as<T>(),
-                            out[5].as<T>(),
-                            x.state};
-    Gradients<T> gradients = {out[0].as<T>(), out[1].as<T>(), out[2].as<T>(), out[3].as<T>()};
-    const A *gates = in[7].as<const A>();
-    if (in_packets(x, cell.bias, cell.old_cell, cell.dnew_h, cell.dnew_cell, cell.dold_cell, cell.dpre, gates,
-                   gradients.dinput, gradients.dweights, gradients.dold_h))
-      return lltm_backward<T, kVectorSize<T>>(op, x, cell, gates, gradients, stream);
-    return lltm_backward<T, 1>(op, x, cell, gates, gradients, stream);
+    const Operands<T> x = operands<T>(in[2], in[3], in[5]);
+    const LltmBackward::Scratch place = op.scratch(in[2], in[5], bool(in[7]));
+    A *scratch = out[5].as<A>();
+    const T *bias = in[4].as<const T>();
+    auto incoming = [&](const Tensor &d) { return Incoming<T>{d.as<const T>(), d.ndim == 0}; };
+    const CellBackward<T> cell = {in[7] ? in[7].as<const A>() : scratch + place.gates,
+                                  in[6].as<const T>(),
+                                  incoming(in[0]),
+                                  incoming(in[1]),
+                                  out[4].as<T>(),
+                                  x.state};
+    const Gradients<T> gradients = {out[0].as<T>(), out[1].as<T>(), out[2].as<T>(), out[3].as<T>()};
+    auto run = [&](auto size) {
+      return lltm_backward<T, size()>(op, x, bias, cell, place, scratch, gradients, bool(in[7]),
+                                      static_cast<cudaStream_t>(stream));
+    };
+    const bool packets = in_packets(x, bias, cell.old_cell, cell.gates, cell.dnew_h.one ? nullptr : cell.dnew_h.data,
+                                    cell.dnew_cell.one ? nullptr : cell.dnew_cell.data, cell.dold_cell, scratch,
+                                    gradients.dinput, gradients.dweights, gradients.dold_h);
+    if (packets) return run(std::integral_constant<int, kVectorSize<T>>());
+    return run(std::integral_constant<int, 1>());
   });
 }
 

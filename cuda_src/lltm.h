@@ -10,7 +10,7 @@
 //            dbias = sum over rows of dpre
 // The cell of PyTorch's tutorial "Custom C++ and CUDA Extensions"; there input and old_h are matrices.
 #pragma once
-#include "aot.h"
+#include "matrix.h"
 
 namespace aot {
 inline namespace AOT_ISA {
@@ -89,7 +89,7 @@ struct Lltm : LltmAttrs {
   }
 };
 
-// Absent gates are computed again. The workspace has dpre, rounded: what is multiplied has one type.
+// Absent gates are computed again. dnew_h and dnew_cell may have no axes: one number for all.
 struct LltmBackward : LltmAttrs {
   static constexpr const char *name = "lltm_backward";
   static constexpr Slot inputs[] = {{"dnew_h"}, {"dnew_cell"}, {"input"},    {"weights"},
@@ -98,14 +98,41 @@ struct LltmBackward : LltmAttrs {
                                      {"dold_h", optional}, {"dold_cell", optional}, {"workspace", workspace}};
 
   Status infer(const Tensor *in, Spec *out) const {
-    const Spec &old_h = in[5];
-    AOT_TRY(check(name, in[2], in[3], in[4], old_h, in[6]));
-    AOT_TRY(check_like(name, "dnew_h", in[0], "old_h", old_h));
-    AOT_TRY(check_like(name, "dnew_cell", in[1], "old_h", old_h));
+    const Spec &input = in[2], &old_h = in[5];
+    AOT_TRY(check(name, input, in[3], in[4], old_h, in[6]));
+    AOT_TRY(check_incoming("dnew_h", in[0], old_h));
+    AOT_TRY(check_incoming("dnew_cell", in[1], old_h));
     if (in[7]) AOT_TRY(check_like(name, "gates", in[7], "the three gates of old_h", gates(old_h)));
-    out[0] = in[2], out[1] = in[3], out[2] = in[4], out[3] = old_h, out[4] = in[6];
-    out[5] = Spec::vector(old_h.dtype, old_h.known() ? 3 * old_h.size() : kUnknownDim);
+    out[0] = input, out[1] = in[3], out[2] = in[4], out[3] = old_h, out[4] = in[6];
+    out[5] = Spec::vector(accumulate_dtype(old_h.dtype),
+                          input.known() && old_h.known() ? scratch(input, old_h, bool(in[7])).end : kUnknownDim);
     return kOk;
+  }
+
+  // What the workspace has, in elements: first dpre, which is rounded, for what is multiplied has one type; then, each
+  // from there on, gates that were absent, partial sums of dbias, and what is cuBLASLt's.
+  struct Scratch {
+    int64_t gates, sums, library, end;
+  };
+  Scratch scratch(const Spec &input, const Spec &old_h, bool kept) const {
+    const int64_t all = 3 * old_h.size(), columns = 3 * width(old_h);
+    const bool half = accumulate_dtype(old_h.dtype) != old_h.dtype;
+    auto whole = [](int64_t n) { return (n + 63) / 64 * 64; };  // 256 bytes
+    Scratch s;
+    s.gates = whole(half ? (all + 1) / 2 : all);
+    s.sums = s.gates + (kept ? 0 : whole(all));
+    s.library = s.sums + whole(parts(rows(old_h)) * columns);
+    s.end = s.library + library_workspace(all, width(old_h) + width(input));
+    return s;
+  }
+  // Into how many the rows are cut for dbias.
+  static int parts(int64_t rows) { return static_cast<int>(rows < 64 ? 1 : rows < 64 * 64 ? rows / 64 : 64); }
+
+ private:
+  Status check_incoming(const char *slot, const Spec &s, const Spec &old_h) const {
+    if (s.ndim) return check_like(name, slot, s, "old_h", old_h);
+    AOT_TRY(check_floating(name, slot, s));
+    return check_dtype(name, slot, s, old_h.dtype);
   }
 };
 

@@ -258,6 +258,36 @@ def test_gradient_that_is_not_contiguous(name, xwb):
         close(a, b)
 
 
+@ON
+@pytest.mark.parametrize(("of_h", "of_cell"), [(torch.sum, torch.sum), (torch.sum, torch.std), (torch.std, torch.sum)])
+def test_lltm_of_a_sum(of_h, of_cell, where):
+    """The gradient of a sum is one number, which the kernels take as it lies."""
+    results = []
+    for f in (ours.lltm, lltm_as_written):
+        args = tensors(where)
+        h, cell = f(*_lltm_arguments(*args))
+        results.append(torch.autograd.grad(of_h(h) - 2 * of_cell(cell), args))
+    for a, b in zip(*results, strict=True):
+        close(a, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="torch finds no GPU")
+def test_lltm_of_a_large_state():
+    """Enough tiles for a device: float32 multiplies in another kernel then."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = (3333, 908), (3300, 2008), (3300,), (3333, 1100), (3333, 1100)
+    args = [torch.randn(s, generator=generator, device="cuda") * 0.03 for s in shapes]
+    results = []
+    for f, dtype in ((ours.lltm, torch.float32), (lltm_as_written, torch.float64)):
+        given = [t.to(dtype).requires_grad_() for t in args]
+        with torch.no_grad():
+            alone = f(*given)
+        results.append([*alone, *f(*given), *torch.autograd.grad([y.square().sum() for y in f(*given)], given)])
+    for a, b in zip(*results, strict=True):
+        assert (a - b).abs().max() <= 1e-5 * b.abs().max()
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @EACH
 def test_modes_without_gradient(name, xwb, mode):

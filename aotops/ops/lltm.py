@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..matrix import library_workspace
 from ..op import operator
 from ..spec import TensorSpec, accumulate_dtype, check_dtype, check_floating, check_like, shape_text, size
 
@@ -33,6 +34,19 @@ def _gates(old_h):
     return TensorSpec((*old_h.shape[:-1], 3 * old_h.shape[-1]), accumulate_dtype(old_h.dtype))
 
 
+def _scratch(input, old_h, kept):
+    """As cuda_src/lltm.h has it: dpre, absent gates, partial sums of dbias, and cuBLASLt's."""
+
+    def whole(n):
+        return (n + 63) // 64 * 64
+
+    rows, state, n = size(old_h.shape[:-1]), old_h.shape[-1], 3 * size(old_h.shape)
+    dtype = accumulate_dtype(old_h.dtype)
+    parts = min(max(rows // 64, 1), 64) if isinstance(rows, int) else 64
+    work = whole(n if dtype == old_h.dtype else (n + 1) // 2) + (0 if kept else whole(n)) + whole(parts * 3 * state)
+    return TensorSpec((work + library_workspace(n, state + input.shape[-1]),), dtype)
+
+
 def _infer(input, weights, bias, old_h, old_cell):
     _check("lltm", input, weights, bias, old_h, old_cell)
     return old_h, old_cell, _gates(old_h)
@@ -41,11 +55,11 @@ def _infer(input, weights, bias, old_h, old_cell):
 def _infer_backward(dnew_h, dnew_cell, input, weights, bias, old_h, old_cell, gates):
     op = "lltm_backward"
     _check(op, input, weights, bias, old_h, old_cell)
-    check_like(op, "dnew_h", dnew_h, "old_h", old_h)
-    check_like(op, "dnew_cell", dnew_cell, "old_h", old_h)
+    for slot, spec in (("dnew_h", dnew_h), ("dnew_cell", dnew_cell)):
+        check_like(op, slot, spec, "old_h", old_h if spec.shape else TensorSpec((), old_h.dtype))
     if gates is not None:
         check_like(op, "gates", gates, "the three gates of old_h", _gates(old_h))
-    return input, weights, bias, old_h, old_cell, TensorSpec((3 * size(old_h.shape),), old_h.dtype)
+    return input, weights, bias, old_h, old_cell, _scratch(input, old_h, gates is not None)
 
 
 @operator(
@@ -54,6 +68,7 @@ def _infer_backward(dnew_h, dnew_cell, input, weights, bias, old_h, old_cell, ga
     workspace=("workspace",),
     infer=_infer_backward,
     optional=("gates", "dinput", "dweights", "dbias", "dold_h", "dold_cell"),
+    uniform=("dnew_h", "dnew_cell"),
     like={"dinput": "input", "dweights": "weights", "dbias": "bias", "dold_h": "old_h", "dold_cell": "old_cell"},
     batched=("dnew_h", "dnew_cell", "input", "old_h", "old_cell", "gates", "dinput", "dold_h", "dold_cell"),
 )

@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) gemm_kernel(G
       begin_lines(right, static_cast<const T *>(g.b.data) + z * g.b_step, g.b.stride, j0, g.n, g.k);
     };
     multiply<Carrier<T, Shape, Shape::kM, kDeepA, kSize>, Carrier<T, Shape, Shape::kN, kDeepB, kSize>>(
-        memory, sum, ceil_div(g.k, Shape::kDepth), 0, begin, [](const A *) {});
+        memory, sum, ceil_div(g.k, Shape::kDepth), 0, begin);
     constexpr int kCount = kSize < 4 ? kSize : 4;
 #pragma unroll
     for (int i = 0; i < Shape::kRows; ++i)

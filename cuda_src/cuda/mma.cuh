@@ -131,9 +131,8 @@ struct MmaOperand {
 // ------------------------------------------------------------------------------------------------------------ product
 
 // As multiply() of tile.cuh. `memory`: Shape::kShared bytes.
-template <class Left, class Right, typename T, class Shape, class Begin, class Each>
-__device__ inline void multiply_mma(T *memory, MmaSums<Shape> &sum, int64_t first, int64_t second, Begin begin,
-                                    Each each) {
+template <class Left, class Right, typename T, class Shape, class Begin>
+__device__ inline void multiply_mma(T *memory, MmaSums<Shape> &sum, int64_t first, int64_t second, Begin begin) {
   Left left;
   Right right;
   const int64_t steps = first + second;
@@ -158,7 +157,6 @@ __device__ inline void multiply_mma(T *memory, MmaSums<Shape> &sum, int64_t firs
     __syncthreads();
     fetch(step + Shape::kStages - 1);
     const uint32_t left_stage = base + stage_of(step), right_stage = left_stage + Left::kBytes;
-    each(memory + stage_of(step) / sizeof(T));
 #pragma unroll
     for (int k = 0; k < Shape::kDepth; k += 16) {
       uint32_t a[Shape::kRows][4];

@@ -1,7 +1,8 @@
 // Products of matrices on the ordinary cores, summed in the accumulate type: a block has a tile of the result in its
-// registers, and goes along the summed axis in steps. The next step's operands come from memory, and wait in registers,
-// while this one's, in shared memory, are multiplied.
+// registers, and goes along the summed axis in steps. The next step's operands are copied to shared memory while this
+// one's are multiplied.
 #pragma once
+#include "async.cuh"
 #include "launch.cuh"
 #include "reduce.cuh"
 
@@ -71,31 +72,29 @@ struct TileSums {
 
 // ----------------------------------------------------------------------------------------------------------- operands
 
-// What a thread carries of an operand that has kWidth rows (or columns) of the result, step by step from memory to
-// shared memory, in packets of kSize. kDeep: it lies in memory along the summed axis, else along the other.
-template <typename T, class Shape, int kWidth, bool kDeep_, int kSize>
+// An operand that has kWidth rows (or columns) of the result, step by step from memory to shared memory, where a line
+// is one term of the sums. kDeep: it lies in memory along the summed axis, and is copied element by element; else along
+// the other, and is copied in packets of kSize_.
+template <typename T, class Shape, int kWidth, bool kDeep_, int kSize_>
 struct Carrier {
+  using A = Accumulate<T>;
   static constexpr bool kDeep = kDeep_;
-  static constexpr int kPackets = kWidth * Shape::kDepth / kSize;
-  static constexpr int kLoads = (kPackets + Shape::kThreads - 1) / Shape::kThreads;
-  static constexpr int kAlong = (kDeep ? Shape::kDepth : kWidth) / kSize, kStride = kWidth + 4;
-  // Neighbouring threads have a sector of a row, and then the same of the next row: a warp's stores to shared memory
-  // meet all of its banks.
-  static constexpr int kSector = 32 / (kSize * sizeof(T)) < kAlong ? 32 / (kSize * sizeof(T)) : kAlong;
+  static constexpr int kSize = kDeep ? 1 : kSize_, kStride = kWidth + 4;
+  // Neighbouring threads have kAlong packets of what lies side by side: a sector of a row, or a whole line.
+  static constexpr int kAlong = kDeep ? 8 : kWidth / kSize, kPackets = kWidth * (kDeep ? 8 : Shape::kDepth / kSize);
+  static constexpr int kLoads = (kPackets + Shape::kThreads - 1) / Shape::kThreads, kTerms = kDeep ? Shape::kDepth : 1;
+  static_assert(!kDeep || Shape::kDepth % 8 == 0, "whole sectors");
   const T *from[kLoads];
   int64_t advance, left;
-  Packet<T, kSize> held[kLoads];
 
-  // f(i, at, depth) for each of this thread's packets.
+  // f(i, at, depth) for each of this thread's addresses.
   template <class F>
   __device__ static void each(F f) {
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      int packet = threadIdx.x + i * Shape::kThreads;
+      int packet = threadIdx.x + i * Shape::kThreads, side = packet % kAlong, line = packet / kAlong;
       if (kPackets % Shape::kThreads && packet >= kPackets) continue;
-      if constexpr (kDeep)
-        f(i, packet / kSector % kWidth, (packet / (kSector * kWidth) * kSector + packet % kSector) * kSize);
-      else f(i, packet % kAlong * kSize, packet / kAlong);
+      f(i, kDeep ? line : side * kSize, kDeep ? side : line);
     }
   }
   // From here on: address(at, depth), `depth` to be summed, `advance_` elements from one step to the next. What is
@@ -105,31 +104,25 @@ struct Carrier {
     left = depth, advance = advance_;
     each([&](int i, int at, int depth) { from[i] = address(at, depth); });
   }
-  __device__ void fetch() {
-    const bool whole = left >= Shape::kDepth;
-    each([&](int i, int, int depth) {
-      const T *p = whole || depth < left ? from[i] : nullptr;
-      held[i] = load_packet<kSize>(p, p != nullptr);
-      from[i] += advance;
-    });
+  __device__ void fetch(A *tile) {
+    if (left >= Shape::kDepth) copy(tile, [](int) { return true; });
+    else copy(tile, [&](int depth) { return depth < left; });
     left -= Shape::kDepth;
   }
-  __device__ void put(Accumulate<T> *tile) const {
-    using A = Accumulate<T>;
+
+ private:
+  template <class Present>
+  __device__ void copy(A *tile, Present present) {
     each([&](int i, int at, int depth) {
-      if constexpr (kDeep) {
 #pragma unroll
-        for (int k = 0; k < kSize; ++k) tile[(depth + k) * kStride + at] = widen(held[i].value[k]);
-      } else {
-        constexpr int kPart = kSize < 4 ? kSize : 4;
-#pragma unroll
-        for (int k = 0; k < kSize; k += kPart) {
-          Packet<A, kPart> wide;
-#pragma unroll
-          for (int l = 0; l < kPart; ++l) wide.value[l] = widen(held[i].value[k + l]);
-          store_packet(&tile[depth * kStride + at + k], wide);
-        }
+      for (int k = 0; k < kTerms; k += 8) {
+        A *to = tile + (depth + k) * kStride + at;
+        if constexpr (std::is_same_v<T, A>)
+          copy_async<kSize * sizeof(T)>(shared_address(to), from[i] + k, present(depth + k));
+        else
+          for (int l = 0; l < kSize; ++l) to[l] = present(depth + k) ? widen(from[i][k + l]) : A(0);
       }
+      from[i] += advance;
     });
   }
 };
@@ -138,7 +131,9 @@ struct Carrier {
 
 template <class Shape, typename A>
 struct TileMemory {
-  A left[2][Shape::kDepth * Shape::kStrideM], right[2][Shape::kDepth * Shape::kStrideN];
+  struct alignas(16) Stage {
+    A left[Shape::kDepth * Shape::kStrideM], right[Shape::kDepth * Shape::kStrideN];
+  } stages[2];
 };
 
 template <int kGroups, int kPart, typename A>
@@ -152,32 +147,29 @@ __device__ inline void load_fragment(A (&fragment)[4 * kGroups], const A *line) 
 }
 
 // sum += left right, over `first` steps and then over `second` ones. begin(part, left, right) lets the carriers begin
-// with either; each(tile) sees every step of the left operand in shared memory.
-template <class Left, class Right, class Shape, typename A, class Begin, class Each>
+// with either.
+template <class Left, class Right, class Shape, typename A, class Begin>
 __device__ inline void multiply(TileMemory<Shape, A> &memory, TileSums<Shape, A> &sum, int64_t first, int64_t second,
-                                Begin begin, Each each) {
+                                Begin begin) {
   Left left;
   Right right;
   const int64_t steps = first + second;
   auto fetch = [&](int64_t step) {
     if (step == first) begin(1, left, right);
-    left.fetch(), right.fetch();
-  };
-  auto put = [&](int stage) {
-    left.put(memory.left[stage]), right.put(memory.right[stage]);
-    __syncthreads();
+    auto &stage = memory.stages[step & 1];
+    left.fetch(stage.left), right.fetch(stage.right);
+    commit_copies();
   };
   if (steps == 0) return;
   begin(0, left, right);
   fetch(0);
-  put(0);
-  const int row = first_row<Shape>(), column = first_column<Shape>();
 #pragma unroll 1
   for (int64_t step = 0; step < steps; ++step) {
-    int stage = step & 1;
+    wait_copies<0>();
+    __syncthreads();
     if (step + 1 < steps) fetch(step + 1);
-    each(memory.left[stage]);
-    const A *left_line = memory.left[stage] + row, *right_line = memory.right[stage] + column;
+    const auto &stage = memory.stages[step & 1];
+    const A *left_line = stage.left + first_row<Shape>(), *right_line = stage.right + first_column<Shape>();
     A a[2][Shape::kRows], b[2][Shape::kColumns];
     auto load = [&](int k) {
       load_fragment<Shape::kGroupsM, Shape::kPartM>(a[k % 2], left_line + k * Shape::kStrideM);
@@ -187,12 +179,16 @@ __device__ inline void multiply(TileMemory<Shape, A> &memory, TileSums<Shape, A>
 #pragma unroll(Shape::kUnroll)
     for (int k = 0; k < Shape::kDepth; ++k) {
       if (k + 1 < Shape::kDepth) load(k + 1);
+      // Down a column, up the next: one operand of each multiplication is the last one's too, which saves a read of
+      // registers, of which there are two in a cycle.
 #pragma unroll
-      for (int i = 0; i < Shape::kRows; ++i)
+      for (int j = 0; j < Shape::kColumns; ++j)
 #pragma unroll
-        for (int j = 0; j < Shape::kColumns; ++j) sum.value[i][j] += a[k % 2][i] * b[k % 2][j];
+        for (int l = 0; l < Shape::kRows; ++l) {
+          const int i = j % 2 ? Shape::kRows - 1 - l : l;
+          sum.value[i][j] += a[k % 2][i] * b[k % 2][j];
+        }
     }
-    if (step + 1 < steps) put(stage ^ 1);
   }
 }
 
