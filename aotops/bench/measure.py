@@ -73,7 +73,13 @@ class Cuda:
         rounds = max(1, min(round(self.GRAPH_SECONDS / seconds / len(calls)), 2000 // len(calls)))
         if not records:
             return self._profiled(list(calls) * rounds)
-        return self._timed(self._graph(list(calls) * rounds).replay, rounds * len(calls))
+        graph = self._graph(list(calls) * rounds)
+
+        def replay(reads: Sequence[Call] = calls) -> None:
+            """``reads``: they own what the graph reads, which would else be freed."""
+            graph.replay()
+
+        return self._timed(replay, rounds * len(calls))
 
     def _estimate(self, calls: Sequence[Call]) -> float:
         for call in (*calls, *calls[:2]):  # compiled, tuned, allocated
