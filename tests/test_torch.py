@@ -8,6 +8,7 @@ import gc
 import io
 import pickle
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -1181,6 +1182,20 @@ def test_conv2d_on_tensor_cores(shape, outputs, kernel, options, dtype, format):
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="torch finds no GPU")
 class TestGpu:
+    def test_first_thing_in_a_thread(self):
+        """conv2d encodes tensor maps, for which the driver wants a context. Where memory is at hand, nothing before has
+        given the thread one."""
+        x = torch.randn(8, 16, 16, 128, device="cuda", dtype=torch.bfloat16)
+        weight = torch.randn(128, 3, 3, 128, device="cuda", dtype=torch.bfloat16)
+
+        def run():
+            return ours.conv2d(x, weight, padding=1, layout="NHWC")
+
+        expected = run()
+        run()
+        with ThreadPoolExecutor(1) as thread:
+            assert torch.equal(thread.submit(run).result(), expected)
+
     @EACH
     def test_side_stream(self, name):
         """Work is queued where torch says: behind a long kernel of the side stream, and not on the default stream."""

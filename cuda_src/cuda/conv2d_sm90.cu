@@ -91,6 +91,7 @@ bool conv2d_sm90_takes(const char *op, Conv2dProduct *p, int most, bool whole) {
 template <typename T>
 static Status run(const char *op, const Conv2dProduct &p, void *stream) {
   Conv2dWgmma arguments;
+  AOT_TRY(bind_device(op));
   if (!wgmma_arguments(p, &arguments)) return fail(kDeviceError, "%s: the driver refuses a tensor map", op);
   return with_tile(choose(p), [&](auto type) {
     using Tile = typename decltype(type)::type;

@@ -80,6 +80,14 @@ inline Status device_limits(const char *op, DeviceLimits *limits) {
   return kOk;
 }
 
+// Makes the device's context this thread's, which the driver's own functions want: a new thread has a device, but no
+// context before the runtime needs one.
+inline Status bind_device(const char *op) {
+  int device = 0;
+  AOT_TRY(check_cuda(op, cudaGetDevice(&device)));
+  return check_cuda(op, cudaSetDevice(device));
+}
+
 // A launch of blocks in clusters, with dynamic shared memory.
 struct ClusterLaunch {
   cudaLaunchConfig_t config = {};
