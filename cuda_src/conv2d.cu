@@ -1,5 +1,7 @@
 #include "conv2d.h"
 
+#include <utility>
+
 #include "cuda/conv2d.cuh"
 #include "cuda/conv2d_pack.cuh"
 #include "cuda/conv2d_product.h"
@@ -139,27 +141,25 @@ __global__ void __launch_bounds__(kDirectBlock)
 }
 
 // The same of slices (outputs, kernel, channels), with more outputs and channels than dweight has, to its own layout. A
-// thread has four neighbouring channels; kWarps warps share the slices.
-template <typename T, int kWarps>
+// thread has four neighbouring channels; the warps of a block share the slices.
+template <typename T>
 __global__ void __launch_bounds__(kDirectBlock)
     sum_dweight_kernel(Conv2dCall c, const float *partial, int slices, int64_t slice, unsigned channels, T *dweight) {
-  constexpr int kGroups = kDirectBlock / 32 / kWarps;
-  __shared__ float4 sums[kDirectBlock / 32][32];
-  const int lane = lane_index(), warp = warp_index(), first = warp % kWarps;
-  const unsigned i = ((blockIdx.x * kGroups + warp / kWarps) * 32 + lane) * 4;
-  const unsigned kernel = static_cast<unsigned>(c.s.kernel_h * c.s.kernel_w);
+  constexpr int kWarps = kDirectBlock / 32;
+  __shared__ float4 sums[kWarps][32];
+  const int lane = lane_index(), warp = warp_index();
+  const unsigned i = (blockIdx.x * 32 + lane) * 4, kernel = static_cast<unsigned>(c.s.kernel_h * c.s.kernel_w);
   const unsigned channel = i % channels, k = i / channels % kernel, output = i / channels / kernel;
   auto add = [](float4 &a, const float4 &b) { a.x += b.x, a.y += b.y, a.z += b.z, a.w += b.w; };
   float4 sum = {};
+  wait_for_kernel_before();
   if (output < c.s.outputs)
 #pragma unroll 4
-    for (int s = first; s < slices; s += kWarps) add(sum, *reinterpret_cast<const float4 *>(partial + s * slice + i));
-  if constexpr (kWarps > 1) {
-    sums[warp][lane] = sum;
-    __syncthreads();
-    for (int w = 1; first == 0 && w < kWarps; ++w) add(sum, sums[warp + w][lane]);
-  }
-  if (first != 0 || output >= c.s.outputs) return;
+    for (int s = warp; s < slices; s += kWarps) add(sum, *reinterpret_cast<const float4 *>(partial + s * slice + i));
+  sums[warp][lane] = sum;
+  __syncthreads();
+  if (warp != 0 || output >= c.s.outputs) return;
+  for (int w = 1; w < kWarps; ++w) add(sum, sums[w][lane]);
   T *to = dweight + output * c.weight.image + k * c.weight.tap;
   const float each[] = {sum.x, sum.y, sum.z, sum.w};
 #pragma unroll
@@ -167,35 +167,50 @@ __global__ void __launch_bounds__(kDirectBlock)
     if (channel + e < c.s.channels) to[(channel + e) * c.weight.channel] = narrow<T>(each[e]);
 }
 
-template <typename T>
-void sum_dweight(const Conv2dCall &c, const float *partial, int slices, int64_t slice, int64_t channels, T *dweight,
-                 cudaStream_t stream) {
-  const int64_t fours = c.s.outputs * c.s.kernel() * channels / 4;
-  auto launch = [&](auto *kernel, int each) {
-    kernel<<<grid_size(ceil_div(fours, each)), kDirectBlock, 0, stream>>>(c, partial, slices, slice,
-                                                                          static_cast<unsigned>(channels), dweight);
-  };
-  slices > 4 ? launch(sum_dweight_kernel<T, 8>, 32) : launch(sum_dweight_kernel<T, 1>, kDirectBlock);
-}
+// The same of few slices, which are of large weights: a warp has 32 channels of an output for kSumTaps elements of the
+// kernel, and writes them in the order in which they lie.
+constexpr int kSumTaps = 16;
 
-// y[row][col] = the sum of slices (rows, cols), and bias[col]; cols are whole vectors of y's.
 template <typename T>
 __global__ void __launch_bounds__(kDirectBlock)
-    sum_y_kernel(const float *partial, int slices, const T *bias, T *y, int64_t n, int cols) {
-  const int64_t i = first_index() * 4;
-  if (i >= n) return;
-  float4 sum = {};
-#pragma unroll 4
-  for (int s = 0; s < slices; ++s) {
-    const float4 v = *reinterpret_cast<const float4 *>(partial + s * n + i);
-    sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+    place_dweight_kernel(Conv2dCall c, const float *partial, int slices, int64_t slice, unsigned channels, T *dweight) {
+  __shared__ float sums[kDirectBlock / 32][kSumTaps][33];
+  const int lane = lane_index(), warp = warp_index(), kernel = static_cast<int>(c.s.kernel_h * c.s.kernel_w);
+  const unsigned pieces = (kernel + kSumTaps - 1) / kSumTaps, parts = (channels + 31) / 32;
+  const unsigned item = blockIdx.x * (kDirectBlock / 32) + warp;
+  const int k0 = item % pieces * kSumTaps, c0 = item / pieces % parts * 32, output = item / pieces / parts;
+  const int taps = kernel - k0 < kSumTaps ? kernel - k0 : kSumTaps;
+  const bool there = output < c.s.outputs && c0 + lane < c.s.channels;
+  const float *from = partial + (int64_t{output} * kernel + k0) * channels + c0 + lane;
+  float sum[kSumTaps] = {};
+  wait_for_kernel_before();
+  for (int s = 0; there && s < slices; ++s)
+#pragma unroll
+    for (int k = 0; k < kSumTaps; ++k)
+      if (k < taps) sum[k] += from[s * slice + k * channels];
+#pragma unroll
+  for (int k = 0; k < kSumTaps; ++k) sums[warp][k][lane] = sum[k];
+  __syncwarp();
+  if (output >= c.s.outputs) return;
+  T *to = dweight + output * c.weight.image + c0 * c.weight.channel + k0 * c.weight.tap;
+  for (int i = lane; i < taps * 32; i += 32) {
+    const int k = c.nhwc ? i / 32 : i % taps, channel = c.nhwc ? i % 32 : i / taps;
+    if (c0 + channel < c.s.channels)
+      to[channel * c.weight.channel + k * c.weight.tap] = narrow<T>(sums[warp][k][channel]);
   }
-  if (bias) {
-    const T *b = bias + i % cols;
-    sum.x += widen(b[0]), sum.y += widen(b[1]), sum.z += widen(b[2]), sum.w += widen(b[3]);
-  }
-  const uint2 word = {narrow_word(sum.x, sum.y, T()), narrow_word(sum.z, sum.w, T())};
-  *reinterpret_cast<uint2 *>(y + i) = word;
+}
+
+template <typename T>
+Status sum_dweight(const Conv2dCall &c, const float *partial, int slices, int64_t slice, int64_t channels, T *dweight,
+                   Launches &launch) {
+  const int64_t fours = c.s.outputs * c.s.kernel() * channels / 4;
+  const int64_t items = c.s.outputs * ceil_div(channels, 32) * ceil_div(c.s.kernel(), kSumTaps);
+  auto with = [&](auto *kernel, int64_t blocks) {
+    return launch(kernel, grid_size(blocks), kDirectBlock, 0, 1, c, partial, slices, slice,
+                  static_cast<unsigned>(channels), dweight);
+  };
+  return slices > 4 ? with(sum_dweight_kernel<T>, ceil_div(fours, 32))
+                    : with(place_dweight_kernel<T>, ceil_div(items, kDirectBlock / 32));
 }
 
 template <typename T>
@@ -214,13 +229,7 @@ class ProductCall {
  public:
   ProductCall(const char *op, const Conv2dAttrs &attrs, const Conv2dShape &s, DType dtype, const Tensor &workspace,
               cudaStream_t stream)
-      : op_(op), call_(attrs, s), plan_(attrs.plan(s, dtype)), stream_(stream) {
-    float *next = workspace.as<float>();
-    auto take = [&](int64_t words) {
-      auto *p = reinterpret_cast<T *>(next);
-      return next += words, p;
-    };
-    x_ = take(plan_.x), weight_ = take(plan_.weight), y_ = take(plan_.y), rest_ = next;
+      : call_(attrs, s), plan_(attrs.plan(s, dtype)), launch_(op, stream), next_(workspace.as<float>()) {
     takes_ = workspace && aligned(workspace.data) && plan_.product && within_limits(attrs);
     p_ = {};
     p_.dtype = dtype, p_.tf32 = attrs.allow_tf32;
@@ -231,6 +240,8 @@ class ProductCall {
     p_.padding_h = attrs.padding.value[0], p_.padding_w = attrs.padding.value[1];
     p_.dilation_h = s.kernel_h > 1 ? attrs.dilation.value[0] : 1;
     p_.dilation_w = s.kernel_w > 1 ? attrs.dilation.value[1] : 1;
+    p_.whole_vectors = !plan_.packed;
+    p_.b_tap = plan_.channels, p_.b_row = s.kernel() * plan_.channels;
   }
 
   // Whether these tensors can be multiplied so.
@@ -242,39 +253,57 @@ class ProductCall {
 
   Status y(const T *x, const T *weight, const T *bias, T *y) {
     const Conv2dShape &s = call_.s;
+    T *weight_at = take_packed(plan_.weight), *y_at = take_packed(plan_.y), *x_at = take_packed(plan_.x);
     if (bias && (plan_.packed || !aligned(bias))) {
-      T *whole = reinterpret_cast<T *>(rest_);
-      fit<T>({bias, whole, 1, s.outputs, s.outputs, 1, plan_.outputs}, stream_);
-      bias = whole;
+      T *bias_at = take(plan_.bias);
+      AOT_TRY(fit<T>({bias, bias_at, 1, s.outputs, s.outputs, 1, plan_.outputs}, launch_));
+      bias = bias_at;
     }
-    rest_ += plan_.bias;
-    p_.pass = Conv2dProduct::y, p_.a = packed_x(x), p_.b = packed_weight(weight), p_.bias = bias;
-    AOT_TRY(run(plan_.packed ? y_ : y, call_.pixels, plan_.outputs, plan_.y_slices));
-    if (plan_.packed) unpack(call_.nhwc, y_, plan_.outputs, {s.batch, s.outputs, s.out_h * s.out_w}, y, stream_);
-    return check_launch(op_);
+    AOT_TRY(pack_weight(&weight, weight_at));
+    AOT_TRY(pack_images(&x, x_at, x_planes(), plan_.channels));
+    p_.pass = Conv2dProduct::y, p_.a = x, p_.b = weight, p_.bias = bias;
+    p_.to = y, p_.to_steps = call_.y, p_.to_channels = s.outputs;
+    if (conv2d_sm90_takes(op(), &p_, kMaxCluster, true)) return conv2d_sm90(launch_, p_);
+    return cutlass(p_, y_at, y_planes(), plan_.outputs);
   }
 
-  Status dx(const T *dy, const T *weight, T *dx) {
+  // dx or dweight may be null.
+  Status backward(const T *dy, const T *x, const T *weight, T *dx, T *dweight) {
     const Conv2dShape &s = call_.s;
-    p_.pass = Conv2dProduct::dx, p_.a = packed_dy(dy), p_.b = packed_weight(weight), p_.bias = nullptr;
-    AOT_TRY(run(plan_.packed ? x_ : dx, s.batch * s.height * s.width, plan_.channels, plan_.dx_slices));
-    if (plan_.packed) unpack(call_.nhwc, x_, plan_.channels, {s.batch, s.channels, s.height * s.width}, dx, stream_);
-    return check_launch(op_);
-  }
+    T *weight_at = take(plan_.weight), *dy_at = take_packed(plan_.y), *x_at = take_packed(plan_.x);
+    float *slices = next_;
+    Conv2dProduct of_dx = p_, of_dweight = p_;
+    of_dx.pass = Conv2dProduct::dx, of_dx.to = dx, of_dx.to_steps = call_.x, of_dx.to_channels = s.channels;
+    of_dweight.pass = Conv2dProduct::dweight, of_dweight.to_steps.channel = 1, of_dweight.whole_vectors = true;
+    const bool dx_sm90 = dx && conv2d_sm90_takes(op(), &of_dx, kMaxCluster, true);
+    const bool whole = sizeof(T) == 2 && !plan_.packed;
+    const bool dweight_sm90 = dweight && conv2d_sm90_takes(op(), &of_dweight, static_cast<int>(plan_.slices), whole);
 
-  Status dweight(const T *dy, const T *x, T *dweight) {
-    constexpr int64_t kLeast = 256;  // pixels of a slice
-    p_.pass = Conv2dProduct::dweight, p_.a = packed_dy(dy), p_.b = packed_x(x), p_.bias = nullptr, p_.to = rest_;
-    const int most = static_cast<int>(plan_.slices);
-    if (sizeof(T) == 2 && conv2d_sm90_takes(op_, &p_, most, !plan_.packed)) {
-      if (!p_.slices) return p_.to = dweight, conv2d_sm90(op_, p_, stream_);
-      AOT_TRY(conv2d_sm90(op_, p_, stream_));
-    } else {
-      p_.slices = static_cast<int>(std::min<int64_t>(most, ceil_div(call_.pixels, kLeast)));
-      AOT_TRY(cutlass());
+    AOT_TRY(pack_images(&dy, dy_at, y_planes(), plan_.outputs));
+    auto pack_x = [&] { return pack_images(&x, x_at, x_planes(), plan_.channels); };
+    // before dx, so that dweight's kernel follows dx's at once; but CUTLASS's dx is where x would be
+    const bool x_first = dx_sm90 || !dx;
+    if (dweight && x_first) AOT_TRY(pack_x());
+    if (dx) {
+      const bool turned = dx_sm90 && sizeof(T) == 4;
+      AOT_TRY(turned ? turn_weight(&weight, weight_at, &of_dx) : pack_weight(&weight, weight_at));
+      of_dx.a = dy, of_dx.b = weight;
+      AOT_TRY(dx_sm90 ? conv2d_sm90(launch_, of_dx) : cutlass(of_dx, x_at, x_planes(), plan_.channels));
     }
-    sum_dweight(call_, rest_, p_.slices, plan_.slice, plan_.channels, dweight, stream_);
-    return check_launch(op_);
+    if (!dweight) return kOk;
+    if (!x_first) AOT_TRY(pack_x());
+    of_dweight.a = dy, of_dweight.b = x;
+    if (dweight_sm90) {
+      of_dweight.to = of_dweight.slices ? static_cast<void *>(slices) : dweight, of_dweight.independent = dx_sm90;
+      AOT_TRY(conv2d_sm90(launch_, of_dweight));
+      if (!of_dweight.slices) return kOk;
+    } else {
+      constexpr int64_t kLeast = 256;  // pixels of a slice
+      of_dweight.to = slices;
+      of_dweight.slices = static_cast<int>(std::min(plan_.slices, ceil_div(call_.pixels, kLeast)));
+      AOT_TRY(multiply(of_dweight));
+    }
+    return sum_dweight(call_, slices, of_dweight.slices, plan_.slice, plan_.channels, dweight, launch_);
   }
 
  private:
@@ -291,48 +320,47 @@ class ProductCall {
     return few && in * c * size < kMost && out * o * size < kMost && o * weights * c * size < kMost;
   }
 
-  T *packed(const T *from, Planes planes, T *to, int64_t images, int64_t channels) {
-    if (!plan_.packed) return const_cast<T *>(from);
-    pack(call_.nhwc, from, planes, to, images, channels, stream_);
-    return to;
+  const char *op() const { return launch_.op(); }
+  Planes x_planes() const { return {call_.s.batch, call_.s.channels, call_.s.height * call_.s.width}; }
+  Planes y_planes() const { return {call_.s.batch, call_.s.outputs, call_.s.out_h * call_.s.out_w}; }
+  T *take(int64_t words) { return reinterpret_cast<T *>(std::exchange(next_, next_ + words)); }
+  T *take_packed(int64_t words) { return take(plan_.packed ? words : 0); }
+
+  // *tensor becomes what is packed, where it has to be.
+  Status packed(const T **tensor, T *to, Planes planes, int64_t images, int64_t channels) {
+    if (!plan_.packed) return kOk;
+    AOT_TRY(pack(call_.nhwc, *tensor, planes, to, images, channels, launch_));
+    return *tensor = to, kOk;
   }
-  T *packed_x(const T *x) {
-    const Conv2dShape &s = call_.s;
-    return packed(x, {s.batch, s.channels, s.height * s.width}, x_, s.batch, plan_.channels);
+  Status pack_images(const T **tensor, T *to, Planes planes, int64_t channels) {
+    return packed(tensor, to, planes, planes.images, channels);
   }
-  T *packed_weight(const T *weight) {
-    const Conv2dShape &s = call_.s;
-    return packed(weight, {s.outputs, s.channels, s.kernel()}, weight_, plan_.outputs, plan_.channels);
+  Status pack_weight(const T **weight, T *to) {
+    return packed(weight, to, {call_.s.outputs, call_.s.channels, call_.s.kernel()}, plan_.outputs, plan_.channels);
   }
-  T *packed_dy(const T *dy) {  // dx and dweight take the same
-    const Conv2dShape &s = call_.s;
-    if (!dy_) dy_ = packed(dy, {s.batch, s.outputs, s.out_h * s.out_w}, y_, s.batch, plan_.outputs);
-    return dy_;
+  // (outputs, what one is multiplied with) becomes (that, outputs).
+  Status turn_weight(const T **weight, T *to, Conv2dProduct *dx) {
+    const int64_t outputs = plan_.outputs, channels = call_.s.channels, kernel = call_.s.kernel();
+    const int64_t n = channels * kernel;
+    AOT_TRY(transpose<T>({*weight, to, 1, call_.s.outputs, n, n, outputs, outputs, 1}, launch_));
+    dx->b_tap = call_.nhwc ? channels * outputs : outputs, dx->b_row = call_.nhwc ? outputs : kernel * outputs;
+    return *weight = to, kOk;
+  }
+  Status multiply(const Conv2dProduct &p) {
+    return (sizeof(T) == 2 ? conv2d_cutlass_16 : conv2d_cutlass_32)(op(), p, launch_.stream());
+  }
+  // y or dx, by way of `at` where tensors are packed.
+  Status cutlass(Conv2dProduct p, T *at, Planes planes, int64_t channels) {
+    T *to = static_cast<T *>(p.to);
+    if (plan_.packed) p.to = at;
+    AOT_TRY(multiply(p));
+    return plan_.packed ? unpack(call_.nhwc, at, channels, planes, to, launch_) : kOk;
   }
 
-  // y or dx, as a matrix, with room for so many words of slices.
-  Status run(T *to, int64_t rows, int64_t cols, int64_t words) {
-    p_.to = to, p_.slices = 0;
-    if constexpr (sizeof(T) == 2) {
-      if (conv2d_sm90_takes(op_, &p_, static_cast<int>(words / (rows * cols)), true)) {
-        if (!p_.slices) return conv2d_sm90(op_, p_, stream_);
-        p_.to = rest_;
-        AOT_TRY(conv2d_sm90(op_, p_, stream_));
-        sum_y_kernel<<<direct_grid(ceil_div(rows * cols, 4)), kDirectBlock, 0, stream_>>>(
-            rest_, p_.slices, static_cast<const T *>(p_.bias), to, rows * cols, static_cast<int>(cols));
-        return check_launch(op_);
-      }
-    }
-    return cutlass();
-  }
-  Status cutlass() { return (sizeof(T) == 2 ? conv2d_cutlass_16 : conv2d_cutlass_32)(op_, p_, stream_); }
-
-  const char *op_;
   const Conv2dCall call_;
   const Conv2dAttrs::Plan plan_;
-  const cudaStream_t stream_;
-  T *x_, *weight_, *y_, *dy_ = nullptr;
-  float *rest_;
+  Launches launch_;
+  float *next_;  // of the workspace
   bool takes_;
   Conv2dProduct p_;
 };
@@ -472,14 +500,11 @@ Status conv2d_backward_cuda(const Conv2dBackward &op, const Tensor *in, const Te
     }
     if constexpr (sizeof(T) < 8) {
       ProductCall<T> call(op.name, op, s, in[0].dtype, out[3], stream);
-      if (product && dx_left && call.takes(dy, weight, dx) && call.takes_dx()) {
-        AOT_TRY(call.dx(dy, weight, dx));
-        dx_left = false;
-      }
-      if (product && dweight_left && call.takes(dy, x, dweight)) {
-        AOT_TRY(call.dweight(dy, x, dweight));
-        dweight_left = false;
-      }
+      const bool of_dx = product && dx_left && call.takes(dy, weight, dx) && call.takes_dx();
+      const bool of_dweight = product && dweight_left && call.takes(dy, x, dweight);
+      if (of_dx || of_dweight)
+        AOT_TRY(call.backward(dy, x, weight, of_dx ? dx : nullptr, of_dweight ? dweight : nullptr));
+      dx_left = dx_left && !of_dx, dweight_left = dweight_left && !of_dweight;
     }
     if (dx_left) AOT_TRY(direct_dx(c, dy, weight, dx, stream));
     if (dweight_left) AOT_TRY(direct_dweight(c, dy, x, dweight, stream));
@@ -493,7 +518,7 @@ Status conv2d_backward_cuda(const Conv2dBackward &op, const Tensor *in, const Te
 
 #ifndef AOT_HAVE_SM90  // what cuda/conv2d_sm90.cu has
 bool conv2d_sm90_takes(const char *, Conv2dProduct *, int, bool) { return false; }
-Status conv2d_sm90(const char *, const Conv2dProduct &, void *) { return kOk; }
+Status conv2d_sm90(Launches &, const Conv2dProduct &) { return kOk; }
 #endif
 
 // --------------------------------------------------------------------------------------------------------------

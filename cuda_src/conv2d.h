@@ -16,6 +16,8 @@
 namespace aot {
 inline namespace AOT_ISA {
 
+inline int64_t itemsize(DType dtype) { return dtype == DType::float64 ? 8 : dtype == DType::float32 ? 4 : 2; }
+
 // What a call is about, whatever the layout. Batch: the product of the leading axes.
 struct Conv2dShape {
   int64_t batch, channels, height, width, outputs, kernel_h, kernel_w, out_h, out_w;
@@ -71,14 +73,11 @@ struct Conv2dAttrs {
     int64_t channels = 0, outputs = 0;           // in whole vectors
     int64_t x = 0, weight = 0, y = 0, bias = 0;  // words of what is packed
     int64_t slices = 0, slice = 0;               // of dweight, and the words of one
-    int64_t y_slices = 0, dx_slices = 0;         // words of all
     int64_t dbias = 0;
 
-    int64_t forward() const { return x + weight + y + bias + y_slices; }
-    int64_t backward() const {
-      const int64_t dweight = slices * slice;
-      return x + weight + y + (dweight > dx_slices ? dweight : dx_slices) + dbias;
-    }
+    int64_t forward() const { return (packed ? weight + y + x : 0) + bias; }
+    // x may be where dx was
+    int64_t backward() const { return weight + (packed ? y + x : 0) + slices * slice + dbias; }
   };
   // Of no dtype in particular: what is enough for each, since shapes are inferred without one.
   Plan plan(const Conv2dShape &s, DType dtype = DType::unknown) const {
@@ -87,21 +86,16 @@ struct Conv2dAttrs {
     p.product = groups == 1 && dtype != DType::float64;
     if (!p.product) return p;
     constexpr int64_t kWidest = 8;
-    const int64_t itemsize = dtype == DType::float16 || dtype == DType::bfloat16 ? 2 : 4;
-    const int64_t vector = dtype == DType::float32 ? 4 : kWidest;
+    const int64_t size = dtype == DType::unknown ? 4 : itemsize(dtype), vector = dtype == DType::float32 ? 4 : kWidest;
     p.channels = ceil(s.channels, vector) * vector, p.outputs = ceil(s.outputs, vector) * vector;
     p.packed = !nhwc() || p.channels != s.channels || p.outputs != s.outputs;
-    if (p.packed) {
-      p.x = words(s.batch * s.height * s.width * p.channels, itemsize);
-      p.weight = words(p.outputs * s.kernel() * p.channels, itemsize);
-      p.y = words(s.pixels() * p.outputs, itemsize);
-    }
+    p.x = words(s.batch * s.height * s.width * p.channels, size);
+    p.weight = words(p.outputs * s.kernel() * p.channels, size);
+    p.y = words(s.pixels() * p.outputs, size);
     const int64_t whole_c = ceil(s.channels, kWidest) * kWidest, whole_o = ceil(s.outputs, kWidest) * kWidest;
     const int64_t tiles = ceil(whole_o, s.outputs <= 64 ? 64 : 128) * ceil(s.kernel() * whole_c, 128);
     p.slices = tiles > 0 ? ceil(kFull, tiles) : 1;
     p.slice = p.outputs * s.kernel() * p.channels;
-    p.y_slices = few_slices(s.pixels(), whole_o);
-    p.dx_slices = few_slices(s.batch * s.height * s.width, whole_c);
     return p;
   }
 
@@ -154,11 +148,6 @@ struct Conv2dAttrs {
     return room < 0 ? 0 : room / stride.value[axis] + 1;
   }
 
-  // Where a result has few tiles, its sum over channels and the kernel is taken in slices too.
-  static int64_t few_slices(int64_t rows, int64_t cols) {
-    const int64_t tiles = ceil(rows, 128) * ceil(cols, 128);
-    return tiles > 0 && 2 * tiles < kFull ? kFull / tiles * rows * cols : 0;
-  }
   static int64_t ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
   // float32 words of so many elements, in whole vectors of 16 bytes.
   static int64_t words(int64_t elements, int64_t itemsize) { return ceil(elements * itemsize, 16) * 4; }

@@ -1146,6 +1146,7 @@ CONVOLUTIONS = [
     ((32, 512, 7, 7), 512, (3, 3), {"padding": 1}),  # few tiles: slices
     ((4, 64, 28, 27), 128, (3, 3), {"stride": 2, "padding": 1}),
     ((4, 40, 29, 30), 72, (5, 3), {"stride": (1, 2), "padding": (0, 3)}),
+    ((4, 128, 28, 27), 128, (1, 1), {"stride": 2}),  # dx has pixels that no product is for
     ((4, 64, 30, 30), 64, (3, 3), {"dilation": 3, "padding": 2}),
     ((4, 64, 30, 30), 80, (3, 2), {"dilation": 2, "stride": 2, "padding": 9}),
     ((4, 35, 40, 30), 51, (3, 3), {"padding": 4}),  # channels that are no whole vectors

@@ -78,13 +78,6 @@ def _words(elements, itemsize):
     return _ceil(elements * itemsize, 16) * 4
 
 
-def _few_slices(rows, cols):
-    if not isinstance(rows, int) or not isinstance(cols, int):
-        return FULL * 128 * 128  # the most that there may be
-    tiles = _ceil(rows, 128) * _ceil(cols, 128)
-    return FULL // tiles * rows * cols if 0 < 2 * tiles < FULL else 0
-
-
 def _workspace(x, weight, y, groups, layout):
     """Words of the forward's and of the backward's: enough for every dtype."""
     outputs, images = weight.shape[0], size(x.shape[:-3])
@@ -93,17 +86,16 @@ def _workspace(x, weight, y, groups, layout):
         return bias, dbias
     (channels, height, width), (_, out_h, out_w), (_, kh, kw) = (_image(t, layout) for t in (x, y, weight))
     whole_c, whole_o = _ceil(channels, 8) * 8, _ceil(outputs, 8) * 8
-    packed = 0
-    if layout == "NCHW" or whole_c != channels or whole_o != outputs:
-        packed += _words(images * height * width * whole_c, 4)
-        packed += _words(whole_o * kh * kw * whole_c, 4)
-        packed += _words(images * out_h * out_w * whole_o, 4)
     side, cols = 64 if outputs <= 64 else 128, kh * kw * whole_c
     tiles = _ceil(whole_o, side) * _ceil(cols, 128)
     dweight = (_ceil(FULL, tiles) if tiles > 0 else 1) * whole_o * cols
-    y_slices = _few_slices(images * out_h * out_w, whole_o)
-    dx_slices = _few_slices(images * height * width, whole_c)
-    return packed + bias + y_slices, packed + max(dweight, dx_slices) + dbias
+    packed_weight = _words(whole_o * cols, 4)
+    forward, backward = bias, packed_weight + dweight + dbias
+    if layout == "NCHW" or whole_c != channels or whole_o != outputs:
+        packed = _words(images * height * width * whole_c, 4) + _words(images * out_h * out_w * whole_o, 4)
+        forward += packed_weight + packed
+        backward += packed
+    return forward, backward
 
 
 def _infer(x, weight, bias, stride, padding, dilation, groups, layout, allow_tf32):

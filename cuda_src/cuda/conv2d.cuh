@@ -44,5 +44,42 @@ struct Conv2dCall {
         y(steps(nhwc, s.outputs, s.out_h, s.out_w)) {}
 };
 
+// Launches a call's kernels, each of which may begin while the one before it ends, and says itself where it waits for
+// that (overlap.cuh). The first waits for whatever was before it.
+class Launches {
+ public:
+  Launches(const char *op, void *stream) : op_(op), stream_(static_cast<cudaStream_t>(stream)) {}
+
+  // `cluster`: along z.
+  template <typename... Parameters, typename... Arguments>
+  Status operator()(void (*kernel)(Parameters...), dim3 grid, int block, int shared, int cluster,
+                    const Arguments &...arguments) {
+    DeviceLimits limits;
+    AOT_TRY(device_limits(op_, &limits));
+    AOT_TRY(allow(op_, kernel, cluster, shared));
+    cudaLaunchAttribute attributes[2] = {};
+    cudaLaunchConfig_t config = {grid, dim3(block), static_cast<size_t>(shared), stream_, attributes, 0};
+    if (overlap_ && limits.clusters) {
+      attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (cluster > 1) {
+      attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+      attributes[config.numAttrs++].val.clusterDim = {1, 1, static_cast<unsigned>(cluster)};
+    }
+    overlap_ = true;
+    return check_cuda(op_, cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...));
+  }
+  // The next one waits for all.
+  void restart() { overlap_ = false; }
+  const char *op() const { return op_; }
+  cudaStream_t stream() const { return stream_; }
+
+ private:
+  const char *op_;
+  cudaStream_t stream_;
+  bool overlap_ = false;
+};
+
 }  // namespace AOT_ISA
 }  // namespace aot

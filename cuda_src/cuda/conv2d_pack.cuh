@@ -1,11 +1,13 @@
-// Tensors as the tensor core kernels of conv2d want them, NHWC with channels in whole vectors, and back.
+// Tensors as the tensor core kernels of conv2d want them, NHWC with channels in whole vectors, and back. What packs
+// reads nothing that a kernel of this call wrote.
 #pragma once
 #include "conv2d.cuh"
+#include "overlap.cuh"
 
 namespace aot {
 inline namespace AOT_ISA {
 
-constexpr int kPackBlock = 256, kPackRows = 32, kPackCols = 64;  // of a tile
+constexpr int kPackBlock = 256;
 
 // to[b][j][i] = from[b][i][j] for i < rows, j < cols; zero for i < to_rows beyond, and in a batch that `from` has not.
 template <typename T>
@@ -24,16 +26,17 @@ struct alignas(4 * sizeof(T)) Four {
   T v[4];
 };
 
-template <typename T>
+template <typename T, int kRows, int kCols>
 __global__ void __launch_bounds__(kPackBlock) transpose_kernel(Transposition<T> t) {
-  __shared__ T tile[kPackRows][kPackCols + 4 / sizeof(T)];
+  __shared__ T tile[kRows][kCols + 4 / sizeof(T)];
+  launch_next();
   const unsigned across = t.across, down = t.down, block = blockIdx.x;
   const int64_t batch = block / (across * down);
-  const int64_t i0 = block / across % down * kPackRows, j0 = block % across * kPackCols;
+  const int64_t i0 = block / across % down * kRows, j0 = block % across * kCols;
   const T *from = t.from + batch * t.rows * t.stride;
 #pragma unroll
-  for (int k = 0; k < kPackRows * kPackCols / kPackBlock / 4; ++k) {
-    const int index = threadIdx.x + k * kPackBlock, i = index / (kPackCols / 4), j = index % (kPackCols / 4) * 4;
+  for (int k = 0; k < kRows * kCols / kPackBlock / 4; ++k) {
+    const int index = threadIdx.x + k * kPackBlock, i = index / (kCols / 4), j = index % (kCols / 4) * 4;
     const int64_t left = batch < t.batches && i0 + i < t.rows ? t.cols - j0 - j : 0;
     const T *p = from + (i0 + i) * t.stride + j0 + j;
     Four<T> four;
@@ -49,8 +52,8 @@ __global__ void __launch_bounds__(kPackBlock) transpose_kernel(Transposition<T> 
   __syncthreads();
   T *to = t.to + batch * t.cols * t.to_stride;
 #pragma unroll
-  for (int k = 0; k < kPackRows * kPackCols / kPackBlock / 4; ++k) {
-    const int index = threadIdx.x + k * kPackBlock, i = index % (kPackRows / 4) * 4, j = index / (kPackRows / 4);
+  for (int k = 0; k < kRows * kCols / kPackBlock / 4; ++k) {
+    const int index = threadIdx.x + k * kPackBlock, i = index % (kRows / 4) * 4, j = index / (kRows / 4);
     const int64_t left = j0 + j < t.cols ? t.to_rows - i0 - i : 0;
     T *p = to + (j0 + j) * t.to_stride + i0 + i;
     if (t.to_fours && left >= 4) {
@@ -61,16 +64,7 @@ __global__ void __launch_bounds__(kPackBlock) transpose_kernel(Transposition<T> 
         if (e < left) p[e] = tile[i + e][j];
     }
   }
-}
-
-// The same where rows are short, as a kernel's are: a thread has one element. There are less than 2^31 of them.
-template <typename T>
-__global__ void __launch_bounds__(kPackBlock) gather_kernel(Transposition<T> t) {
-  const unsigned at = blockIdx.x * kPackBlock + threadIdx.x, rows = static_cast<unsigned>(t.to_rows);
-  const unsigned cols = static_cast<unsigned>(t.cols), i = at % rows, j = at / rows % cols, batch = at / rows / cols;
-  if (batch >= t.to_batches) return;
-  const bool there = batch < t.batches && i < t.rows;
-  t.to[(batch * t.cols + j) * t.to_stride + i] = there ? t.from[(batch * t.rows + i) * t.stride + j] : narrow<T>(0);
+  wait_for_kernel_before();
 }
 
 // to (to_rows, to_cols) = from (rows, cols), whose rows are `stride` apart, where it is, zero where it is not.
@@ -83,28 +77,27 @@ struct Fit {
 
 template <typename T>
 __global__ void __launch_bounds__(kPackBlock) fit_kernel(Fit<T> f) {
+  launch_next();
   const unsigned i = blockIdx.x * kPackBlock + threadIdx.x, cols = static_cast<unsigned>(f.to_cols);
   const unsigned row = i / cols, col = i % cols;
-  if (row >= f.to_rows) return;
-  f.to[i] = row < f.rows && col < f.cols ? f.from[row * f.stride + col] : narrow<T>(0);
+  if (row < f.to_rows) f.to[i] = row < f.rows && col < f.cols ? f.from[row * f.stride + col] : narrow<T>(0);
+  wait_for_kernel_before();
 }
 
 template <typename T>
-void fit(const Fit<T> &f, cudaStream_t stream) {
-  fit_kernel<<<grid_size(ceil_div(f.to_rows * f.to_cols, kPackBlock)), kPackBlock, 0, stream>>>(f);
+Status fit(const Fit<T> &f, Launches &launch) {
+  return launch(fit_kernel<T>, grid_size(ceil_div(f.to_rows * f.to_cols, kPackBlock)), kPackBlock, 0, 1, f);
 }
 
 template <typename T>
-void transpose(Transposition<T> t, cudaStream_t stream) {
-  t.across = static_cast<unsigned>(ceil_div(t.cols, kPackCols));
-  t.down = static_cast<unsigned>(ceil_div(t.to_rows, kPackRows));
-  const int64_t n = t.to_batches * t.cols * t.to_rows;
+Status transpose(Transposition<T> t, Launches &launch) {
   t.from_fours = t.stride % 4 == 0 && aligned(t.from), t.to_fours = t.to_stride % 4 == 0 && aligned(t.to);
-  if (t.cols >= kPackRows) {
-    transpose_kernel<<<grid_size(t.to_batches * t.across * t.down), kPackBlock, 0, stream>>>(t);
-  } else {
-    gather_kernel<<<grid_size(ceil_div(n, kPackBlock)), kPackBlock, 0, stream>>>(t);
-  }
+  auto with_tile = [&](auto *kernel, int rows, int cols) {
+    t.across = static_cast<unsigned>(ceil_div(t.cols, cols)), t.down = static_cast<unsigned>(ceil_div(t.to_rows, rows));
+    return launch(kernel, grid_size(t.to_batches * t.across * t.down), kPackBlock, 0, 1, t);
+  };
+  return t.cols > 16 ? with_tile(transpose_kernel<T, 32, 64>, 32, 64)
+                     : with_tile(transpose_kernel<T, 128, 16>, 128, 16);
 }
 
 // `plane` numbers in each of `channels` channels of each of `images`: of x and y the pixels, of a weight the kernel.
@@ -114,18 +107,21 @@ struct Planes {
 
 // to: (to_images, plane, to_channels).
 template <typename T>
-void pack(bool nhwc, const T *from, Planes p, T *to, int64_t to_images, int64_t to_channels, cudaStream_t stream) {
+Status pack(bool nhwc, const T *from, Planes p, T *to, int64_t to_images, int64_t to_channels, Launches &launch) {
   if (nhwc)
-    return fit<T>({from, to, p.images * p.plane, p.channels, p.channels, to_images * p.plane, to_channels}, stream);
-  transpose<T>({from, to, p.images, p.channels, p.plane, p.plane, to_channels, to_channels, to_images}, stream);
+    return fit<T>({from, to, p.images * p.plane, p.channels, p.channels, to_images * p.plane, to_channels}, launch);
+  return transpose<T>({from, to, p.images, p.channels, p.plane, p.plane, to_channels, to_channels, to_images}, launch);
 }
 
 // from: (p.images, p.plane, from_channels), of which p.channels are wanted.
 template <typename T>
-void unpack(bool nhwc, const T *from, int64_t from_channels, Planes p, T *to, cudaStream_t stream) {
-  if (!nhwc)
-    return transpose<T>({from, to, p.images, p.plane, p.channels, from_channels, p.plane, p.plane, p.images}, stream);
-  fit<T>({from, to, p.images * p.plane, p.channels, from_channels, p.images * p.plane, p.channels}, stream);
+Status unpack(bool nhwc, const T *from, int64_t from_channels, Planes p, T *to, Launches &launch) {
+  launch.restart();  // it reads what the kernel before it wrote, and the one after it may write where it reads
+  AOT_TRY(
+      nhwc
+          ? fit<T>({from, to, p.images * p.plane, p.channels, from_channels, p.images * p.plane, p.channels}, launch)
+          : transpose<T>({from, to, p.images, p.plane, p.channels, from_channels, p.plane, p.plane, p.images}, launch));
+  return launch.restart(), kOk;
 }
 
 }  // namespace AOT_ISA
