@@ -759,7 +759,7 @@ Status lltm_backward(const LltmBackward &op, const Operands<T> &x, const T *bias
                                     stream)));
   if (few && x.width() <= 256)
     return launch_few(op.name, x, OwnGradients<T>{cell}, gradients, weights || cell.dold_cell, stream);
-  if (x.rows * x.state) {
+  if (x.rows > 0 && x.state > 0) {
     const dim3 grid(grid_size(ceil_div(x.state, 32 * kCount)), op.parts(x.rows));
     lltm_cell_backward_kernel<T, kCount><<<grid, kCellWarps * 32, 0, stream>>>(
         cell, dpre, gradients.dbias && !few ? scratch + place.sums : nullptr, x.rows);

@@ -42,10 +42,11 @@ bool conv2d_sm90_takes(const char *op, Conv2dProduct *p, int most, bool whole) {
   if (!TensorMaps::get().tiled || !TensorMaps::get().im2col) return false;
   const bool dx = p->pass == Conv2dProduct::dx, dweight = p->pass == Conv2dProduct::dweight;
   if (p->dtype == DType::float32 && (!p->tf32 || dweight)) return false;
-  // a dx with strides is one for each phase
+  // a dx with strides is one for each phase; of float32 CUTLASS's, which is one for all, is faster
   auto whole_steps = [](int stride, int dilation) { return stride == 1 || dilation == 1; };
   if (dx && (!whole_steps(p->stride_h, p->dilation_h) || !whole_steps(p->stride_w, p->dilation_w))) return false;
-  if (dx && p->stride_h * p->stride_w > 4) return false;
+  const int phases = p->stride_h * p->stride_w;
+  if (dx && phases > (p->dtype == DType::float32 ? 1 : 4)) return false;
   // what TMA's im2col mode takes: corners of 8 bits, offsets of 8, strides of up to 8
   const int reach_h = p->dilation_h * (p->kernel_h - 1), reach_w = p->dilation_w * (p->kernel_w - 1);
   const bool fits = std::max(reach_h, p->padding_h) < 120 && std::max(reach_w, p->padding_w) < 120;

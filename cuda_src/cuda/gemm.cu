@@ -130,6 +130,7 @@ static Status gemm_on_hopper(const char *op, const Gemm &gemm, cudaStream_t stre
   auto *run = gemm.dtype == DType::bfloat16 ? gemm_bfloat16_sm90 : gemm_float16_sm90;
   // Small tiles where there would be too few large ones, unless they are long.
   const int64_t tiles = tiles_of(gemm), all = limits.multiprocessors;
+  AOT_TRY(bind_device(op));  // CUTLASS has the driver encode tensor maps
   const bool small = 2 * tiles <= all || (tiles < all && gemm.k <= 1024);
   return run(op, gemm, small ? 64 : 128, limits.multiprocessors, stream, done);
 #else
