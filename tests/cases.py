@@ -576,7 +576,7 @@ CASES: dict[str, Row] = {
             _lltm((300,), 128, 96, scale=0.3),
             _lltm((520,), 67, 83, scale=0.3),
             _lltm((6144,), 8, 128, scale=0.3),
-            _lltm((120,), 64, 448, scale=0.3),
+            _lltm((120,), 64, 448, scale=0.2),
         ),
         complex=True,
     ),
