@@ -94,21 +94,6 @@ struct Source {
   }
 };
 
-// Memory of a block, on the heap: a gemm has the thread's scratch.
-template <typename T>
-class Buffer {
- public:
-  explicit Buffer(int64_t n) : data_(static_cast<T *>(std::malloc((n > 0 ? n : 1) * sizeof(T)))) {}
-  ~Buffer() { std::free(data_); }
-  Buffer(const Buffer &) = delete;
-  operator T *() const { return data_; }
-
- private:
-  T *data_;
-};
-
-inline Status out_of_memory(const char *op) { return fail(kConventionMisused, "%s: out of memory", op); }
-
 // Positions of a block whose columns stay in a cache.
 inline int64_t block_of(int64_t depth, int64_t elements) {
   const int64_t n = elements / (depth > 0 ? depth : 1);
@@ -126,22 +111,18 @@ Status convolve(const char *op, const Source<T> &source, const T *weight, const 
   // NHWC has its images in one, NCHW is cut at each
   const int64_t images = source.nhwc ? 1 : source.batch, length = source.nhwc ? source.batch * positions : positions;
   const int64_t blocks = ceil_div(length, block);
-  Status status = kOk;
-  auto failed = [&](Status s) {
-    if (s) __atomic_store_n(&status, s, __ATOMIC_RELAXED);
-  };
-  parallel(images * groups * blocks, [&](int64_t index) {
+  return try_parallel(images * groups * blocks, [&](int64_t index) -> Status {
     const int64_t begin = index % blocks * block, n = length - begin < block ? length - begin : block;
     const int64_t group = index / blocks % groups, image = index / blocks / groups;
     const Buffer<T> buffer(source.identity() ? 0 : n * depth);
-    if (!buffer) return failed(out_of_memory(op));
+    if (!buffer) return out_of_memory(op);
     const Matrix<T> w{weight + group * outputs * depth, depth, source.nhwc};
     const T *add = bias ? bias + group * outputs : nullptr;
     if (source.nhwc) {
       Matrix<T> rows{source.data + begin * source.all + group * source.channels, source.all};
       if (!source.identity()) source.rows(group, begin, n, buffer), rows = {buffer, depth};
-      failed(gemm(n, outputs, depth, rows, w, result + begin * all + group * outputs, all, false,
-                  [=](Vec<T> v, int64_t, int64_t j, auto part) { return add ? v + load(add + j, part) : v; }));
+      return gemm(n, outputs, depth, rows, w, result + begin * all + group * outputs, all, false,
+                  [=](Vec<T> v, int64_t, int64_t j, auto part) { return add ? v + load(add + j, part) : v; });
     } else {
       Matrix<T> columns{source.data + (image * source.all + group * source.channels) * positions + begin, positions};
       if (!source.identity()) {
@@ -149,12 +130,11 @@ Status convolve(const char *op, const Source<T> &source, const T *weight, const 
           source.columns(image, group, c, begin, n, buffer + c * source.h.kernel * source.w.kernel * n);
         columns = {buffer, n};
       }
-      failed(gemm(outputs, n, depth, w, columns, result + (image * all + group * outputs) * positions + begin,
+      return gemm(outputs, n, depth, w, columns, result + (image * all + group * outputs) * positions + begin,
                   positions, false,
-                  [=](Vec<T> v, int64_t i, int64_t, auto) { return add ? v + load(add + i, Part{1})[0] : v; }));
+                  [=](Vec<T> v, int64_t i, int64_t, auto) { return add ? v + load(add + i, Part{1})[0] : v; });
     }
   });
-  return status;
 }
 
 // The weight of the convolution that gives dx: each group's inputs and outputs change places.

@@ -66,23 +66,6 @@ void slope_loop(const T *dy, const T *before, T *dx, int64_t n, Activation activ
   });
 }
 
-// sum[j] = the sum of column j, its terms in order.
-template <typename T>
-void sum_columns(const T *x, int64_t rows, int64_t n, T *sum) {
-  parallel_pieces(n, 16 * kLanes<T>, [=](int64_t begin, int64_t end) {
-    sweep<T>(end - begin, [=](int64_t j, auto part) {
-      constexpr int64_t kPiece = 256;  // of whose sums the sum is taken
-      Vec<T> all{};
-      for (int64_t i = 0; i < rows; i += kPiece) {
-        Vec<T> piece{};
-        for (int64_t k = i; k < rows && k < i + kPiece; ++k) piece += load(x + k * n + begin + j, part);
-        all += piece;
-      }
-      store(sum + begin + j, all, part);
-    });
-  });
-}
-
 template <typename T>
 Status forward_rows(const Product &p, Finish<T> finish) {
   auto matrix = [](const Operand &x) { return Matrix<T>{static_cast<const T *>(x.data), x.stride, x.transposed}; };

@@ -58,6 +58,19 @@ for dtype in ("float16", "float32", "float64"):
 """
 )
 
+# Few rows, and many.
+PRODUCTS = """
+    for rows in (20, 300):
+        x, weight, dy = array(rows, 165), array(390, 165), array(rows, 390)
+        show("matmul", frontend.matmul(x, weight, False, True))
+        show("backward", *frontend.matmul_backward(dy, x, weight, False, True))
+        bias, h, cell = array(390), array(rows, 130), array(rows, 130)
+        inputs = x[:, 130:].copy(), weight, bias, h, cell
+        show("lltm", *frontend.lltm(*inputs), *frontend.lltm_backward((cell, h), *inputs))
+        inputs = array(2, 12, 20, rows), array(8, 12, 3, 3), array(8)
+        show("conv2d", frontend.conv2d(*inputs), *frontend.conv2d_backward(array(2, 8, 18, rows - 2), *inputs))
+"""
+
 TORCH = (
     RESULTS.format(frontend="torch")
     + """
@@ -157,7 +170,7 @@ np.savez(sys.stdout.buffer, *results)
 
 
 def test_the_number_of_threads_changes_nothing(python):
-    results = {n: python(NUMPY, OMP_NUM_THREADS=str(n)) for n in (1, 2, 5)}
+    results = {n: python(NUMPY + PRODUCTS, OMP_NUM_THREADS=str(n)) for n in (1, 2, 5)}
     assert results[1] == results[2] == results[5]
 
 

@@ -11,12 +11,12 @@
 // its first, and returns what is to be stored: how a bias and an activation are applied while the tile is in a cache.
 // k = 0 gives zeros (finished). Everything may be called inside a parallel loop too: then it has the calling thread.
 //
-// C is cut into tiles by shape alone, threads take tiles, and a sum's terms are added in an order that k alone
-// decides: the same bits on any number of threads. For a tile, panels of A and B are copied, widened, to a thread's own
-// memory, and a block of C stays in registers while a panel passes. Of float and double, OpenBLAS computes it, on one
-// thread, where it is asked for, or where it is installed and this is a build without AVX (host/blas.h): measured on
-// one core of an AMD EPYC 9005 (Zen 5) at 1024 x 1024 x 1024 in float, OpenBLAS 0.3.34 does 96 GFLOP/s, the kernel here
-// 150 with AVX-512, 95 with AVX2 and 39 without.
+// C is cut into tiles, threads take tiles, and a sum's terms are added in an order that m and k alone decide: the same
+// bits on any number of threads. For a tile, panels of A and B are copied, widened, to a thread's own memory, and a
+// block of C stays in registers while a panel passes; few rows are multiplied as they lie. Of float and double,
+// OpenBLAS computes it, on one thread, where it is asked for, or where it is installed and this is a build without AVX
+// (host/blas.h): measured on one core of an AMD EPYC 9005 (Zen 5) at 1024 x 1024 x 1024 in float, OpenBLAS 0.3.34 does
+// 96 GFLOP/s, the kernel here half as much again with AVX-512, as much with AVX2, and less than half without.
 #pragma once
 #include <type_traits>
 
@@ -46,6 +46,60 @@ struct Plain {
   }
 };
 
+// ----------------------------------------------------------------------------------------------------------- terms
+
+// What panels and dot products are made of: vectors whose elements have kTerms terms each of a sum. They are read from
+// `along` a line of a matrix, or `across` as many lines as a vector has lanes, which lie side by side; there a term's
+// successor lies `stride` further on, if it is one of those that are `left`.
+
+template <typename T>
+struct Widened {
+  static constexpr int kTerms = 1;
+
+  template <class P>
+  static Vec<T> along(const T *at, P part) {
+    return load(at, part);
+  }
+  template <class P>
+  static Vec<T> across(const T *at, int64_t, int64_t, P part) {
+    return load(at, part);
+  }
+  static Vec<T> spread(Accumulate<T> a) { return a - Vec<T>{}; }
+  static Vec<T> add(Vec<T> sum, Vec<T> a, Vec<T> b) { return sum + a * b; }
+};
+
+#if defined(__AVX512F__)
+// Two terms of bfloat16, as the bits of a float: they have an instruction, which takes subnormal numbers for zeros.
+struct Pairs {
+  static constexpr int kTerms = 2;
+
+  // Not every processor of this build has it. AOTOPS_CPU_ISA=avx512 is without.
+  static bool available() {
+    static const bool is = [] {
+      const char *asked = std::getenv("AOTOPS_CPU_ISA");
+      return __builtin_cpu_supports("avx512bf16") && !(asked && !std::strcmp(asked, "avx512"));
+    }();
+    return is;
+  }
+  static Vec<float> along(const bfloat16 *at, Full) { return load_raw<Vec<float>>(at); }
+  static Vec<float> along(const bfloat16 *at, Part part) { return load_raw<Vec<float>>(at, part.n * sizeof *at); }
+  template <class P>
+  static Vec<float> across(const bfloat16 *at, int64_t stride, int64_t left, P part) {
+    const auto high = left > 1 ? (VecBits)load(at + stride, part) : VecBits{};
+    return (Vec<float>)(high | (VecBits)load(at, part) >> 16);
+  }
+  static Vec<float> spread(float a) {
+    uint32_t bits;
+    std::memcpy(&bits, &a, sizeof a);
+    return (Vec<float>)(bits - VecBits{});
+  }
+  static Vec<float> add(Vec<float> sum, Vec<float> a, Vec<float> b) {
+    asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+    return sum;
+  }
+};
+#endif
+
 // ---------------------------------------------------------------------------------------------------------- kernel
 
 // A block of C that the registers hold: kRows rows of kVectors vectors, with one vector for each column of B and one
@@ -65,7 +119,7 @@ template <typename A>
 using VecOf = typename VectorOf<A, kVectorBytes / sizeof(A)>::type;
 
 // rows x kCols of C, += or =, of packed a (depth, kRows) and b (depth, kCols).
-template <typename A, int rows>
+template <class Terms, int rows, typename A>
 void multiply_block(int64_t depth, const A *a, const A *b, bool add, A *c, int64_t ldc) {
   using B = Block<A>;
   VecOf<A> sum[rows][B::kVectors];
@@ -77,7 +131,7 @@ void multiply_block(int64_t depth, const A *a, const A *b, bool add, A *c, int64
   };
   each([&](int i, int v) { sum[i][v] = VecOf<A>{}; });
   for (int64_t p = 0; p < depth; ++p, a += B::kRows, b += B::kCols)
-    each([&](int i, int v) { sum[i][v] += a[i] * load(b + v * B::kLanesA); });
+    each([&](int i, int v) { sum[i][v] = Terms::add(sum[i][v], Terms::spread(a[i]), load(b + v * B::kLanesA)); });
   // a long sum is one of pieces of kDepth terms, whose roundings do not pile up
   each([&](int i, int v) {
     A *at = c + i * ldc + v * B::kLanesA;
@@ -85,167 +139,309 @@ void multiply_block(int64_t depth, const A *a, const A *b, bool add, A *c, int64
   });
 }
 
-template <typename A, int rows = Block<A>::kRows>
+template <class Terms, typename A, int rows = Block<A>::kRows>
 void multiply_rows(int64_t n, int64_t depth, const A *a, const A *b, bool add, A *c, int64_t ldc) {
   if constexpr (rows > 0) {
-    if (n == rows) return multiply_block<A, rows>(depth, a, b, add, c, ldc);
-    multiply_rows<A, rows - 1>(n, depth, a, b, add, c, ldc);
+    if (n == rows) return multiply_block<Terms, rows>(depth, a, b, add, c, ldc);
+    multiply_rows<Terms, A, rows - 1>(n, depth, a, b, add, c, ldc);
   }
 }
 
 // Transposes lanes x lanes elements in registers: log2(lanes) times, halves of blocks change places.
-template <typename A>
-AOT_INLINE void transpose(VecOf<A> (&v)[Block<A>::kLanesA]) {
-  constexpr int lanes = Block<A>::kLanesA;
-  using Mask = typename VectorOf<typename Traits<A>::Int, lanes>::type;
-#pragma GCC unroll 4
-  for (int half = lanes / 2; half; half /= 2) {
-    Mask low, high;
-    for (int i = 0; i < lanes; ++i) {
-      low[i] = i & half ? lanes + i - half : i;
-      high[i] = i & half ? lanes + i : i + half;
-    }
+template <int half, class V, int... i>
+AOT_INLINE void swap_halves(V &a, V &b, std::integer_sequence<int, i...>) {
+  constexpr int lanes = sizeof...(i);
+  using Mask = decltype(a == b);
+  const V low = __builtin_shuffle(a, b, Mask{(i & half ? lanes + i - half : i)...});
+  b = __builtin_shuffle(a, b, Mask{(i & half ? lanes + i : i + half)...}), a = low;
+}
+template <int half, class V, int lanes>
+AOT_INLINE void transpose(V (&v)[lanes]) {
+  if constexpr (half > 0) {
 #pragma GCC unroll 16
-    for (int i = 0; i < lanes; ++i) {
-      if (i & half) continue;
-      VecOf<A> a = v[i], b = v[i + half];
-      v[i] = __builtin_shuffle(a, b, low);
-      v[i + half] = __builtin_shuffle(a, b, high);
-    }
+    for (int i = 0; i < lanes; ++i)
+      if (!(i & half)) swap_halves<half>(v[i], v[i + half], std::make_integer_sequence<int, lanes>());
+    transpose<half / 2>(v);
   }
 }
 
-// Packs `width` lines of m, lines of which the panel has kWidth a strip, as (depth, kWidth) each; zeros for those that
-// are not there. Line i, element p is m(i, p): of A lines are rows, of B columns (of which m is then the transpose).
-// Ends up to a vector beyond the last strip.
-template <int kWidth, typename T, typename A = Accumulate<T>>
-void pack(Matrix<T> m, int64_t width, int64_t depth, A *panel) {
-  constexpr int lanes = kLanes<T>;
-  for (int64_t i = 0; i < width; i += kWidth, panel += depth * kWidth) {
-    const int64_t here = width - i < kWidth ? width - i : kWidth;
-    for (int64_t first = 0; first < kWidth; first += lanes) {
-      const int64_t n = here - first < lanes ? here - first : lanes;
-      if (m.transposed) {  // a line's elements lie apart, and elements p of all lines side by side
-        const T *source = m.at(i + first, 0).data;
-        for (int64_t p = 0; p < depth; ++p, source += m.stride) {
-          Vec<T> v = n == lanes ? load(source) : n > 0 ? load(source, Part{n}) : Vec<T>{};
-          store(panel + p * kWidth + first, v);
-        }
-        continue;
+// A strip of kWidth lines in a panel, (depth, kWidth). The vector beyond takes what a store of whole vectors writes too
+// much, and keeps strips from meeting in a cache's set.
+template <int kWidth, typename A>
+constexpr int64_t strip(int64_t depth) {
+  return depth * kWidth + kVectorBytes / sizeof(A);
+}
+
+// Packs `width` lines of m in strips of kWidth; zeros for those that are not there. Line i, term p is m(i, p): of A
+// lines are rows, of B columns (of which m is then the transpose).
+template <class Terms, int kWidth, typename T, typename A = Accumulate<T>>
+void pack(Matrix<T> m, int64_t width, int64_t terms, A *panel) {
+  constexpr int lanes = kLanes<T>, step = lanes * Terms::kTerms;
+  const int64_t stride = strip<kWidth, A>(ceil_div(terms, Terms::kTerms));
+  // f(line, n, to): as many lines as a vector has lanes, the n first of which are there
+  auto each_strip = [=](auto f) {
+    for (int64_t i = 0; i < width; i += kWidth)
+      for (int64_t first = 0; first < kWidth; first += lanes) {
+        const int64_t left = width - i - first;
+        f(i + first, left < 0 ? 0 : left < lanes ? left : lanes, panel + i / kWidth * stride + first);
       }
-      for (int64_t p = 0; p < depth; p += lanes) {
-        const int64_t k = depth - p < lanes ? depth - p : lanes;
-        Vec<T> v[lanes];
-        for (int l = 0; l < lanes; ++l) {
-          const T *source = m.at(i + first + l, p).data;
-          v[l] = l >= n ? Vec<T>{} : k == lanes ? load(source) : load(source, Part{k});
+  };
+  if (m.transposed) {  // a line's terms lie apart, and terms p of all lines side by side
+    constexpr int64_t kNear = 8 * Terms::kTerms;
+    for (int64_t near = 0; near < terms; near += kNear)
+      each_strip([=](int64_t line, int64_t n, A *to) {
+        const T *source = m.at(line, near).data;
+        to += near / Terms::kTerms * kWidth;
+        for (int64_t p = near; p < terms && p < near + kNear; p += Terms::kTerms) {
+          store(to, n == lanes ? Terms::across(source, m.stride, terms - p, Full())
+                    : n > 0    ? Terms::across(source, m.stride, terms - p, Part{n})
+                               : Vec<T>{});
+          source += Terms::kTerms * m.stride, to += kWidth;
         }
-        transpose<A>(v);
-        for (int64_t l = 0; l < k; ++l) store(panel + (p + l) * kWidth + first, v[l]);
+      });
+    return;
+  }
+  each_strip([=](int64_t line, int64_t n, A *to) {
+    const int64_t in_strip = kWidth - line % kWidth, here = n < in_strip ? n : in_strip;
+    for (int64_t p = 0; p < terms; p += step) {
+      const int64_t left = terms - p;
+      Vec<T> v[lanes];
+      for (int l = 0; l < lanes; ++l) {
+        const T *source = m.at(line + l, p).data;
+        v[l] = l >= here ? Vec<T>{} : left >= step ? Terms::along(source, Full()) : Terms::along(source, Part{left});
       }
+      transpose<lanes / 2>(v);
+      for (int l = 0; l < lanes && l * Terms::kTerms < left; ++l, to += kWidth) store(to, v[l]);
     }
+  });
+}
+
+// ------------------------------------------------------------------------------------------------------------ dots
+
+// The sums of each vector's lanes: of the i-th in lane i. Halves of vectors are added until there is one.
+template <int half, class V, int... i>
+AOT_INLINE V add_halves(V a, V b, std::integer_sequence<int, i...>) {
+  constexpr int lanes = sizeof...(i);
+  using Mask = decltype(a == b);
+  return __builtin_shuffle(a, b, Mask{(i & half ? lanes + i : i)...}) +
+         __builtin_shuffle(a, b, Mask{(i & half ? lanes + i - half : i + half)...});
+}
+template <typename T, int n>
+AOT_INLINE Vec<T> sum_each(const Vec<T> (&v)[n]) {
+  if constexpr (n == 1) {
+    return v[0];
+  } else {
+    Vec<T> halves[n / 2];
+#pragma GCC unroll 8
+    for (int i = 0; i < n / 2; ++i)
+      halves[i] = add_halves<n / 2>(v[i], v[i + n / 2], std::make_integer_sequence<int, kLanes<T>>());
+    return sum_each<T>(halves);
   }
 }
 
-// ------------------------------------------------------------------------------------------------------------ tiles
+// As many dot products as a vector has lanes: of kRows rows of A with kCols columns of B, which lies transposed.
+template <class Terms, typename T>
+struct Dots {
+  static constexpr int kRows = kLanes<T> > 4 ? 4 : kLanes<T> > 2 ? 2 : 1, kCols = kLanes<T> / kRows;
+  const T *rows[kRows], *columns[kCols];
 
-// The panels of a thread, and a tile of sums for a C of another type.
-template <typename A>
-struct Panels {
-  using B = Block<A>;
-  static constexpr int64_t kSlack = 64 / sizeof(A);
-  static constexpr int64_t kA = B::kDepth * (B::kPanelRows + B::kRows) + kSlack;
-  static constexpr int64_t kB = B::kDepth * (B::kPanelCols + B::kCols) + kSlack;
-  static constexpr int64_t kC = B::kPanelRows * (B::kPanelCols + B::kCols);
-  A *a, *b, *c;
-
-  bool allocate() {
-    a = static_cast<A *>(thread_scratch((kA + kB + kC) * sizeof(A)));
-    b = a + kA, c = b + kB;
-    return a;
+  // Row by row.
+  [[gnu::noinline]] Vec<T> sums(int64_t k) const {
+    Vec<T> sum[kRows * kCols];
+#pragma GCC unroll 16
+    for (auto &s : sum) s = Vec<T>{};
+    auto step = [&](int64_t p, auto part) {
+      Vec<T> a[kRows];
+#pragma GCC unroll 4
+      for (int i = 0; i < kRows; ++i) a[i] = Terms::along(rows[i] + p, part);
+#pragma GCC unroll 4
+      for (int j = 0; j < kCols; ++j) {
+        const Vec<T> b = Terms::along(columns[j] + p, part);
+#pragma GCC unroll 4
+        for (int i = 0; i < kRows; ++i) sum[i * kCols + j] = Terms::add(sum[i * kCols + j], a[i], b);
+      }
+    };
+    constexpr int64_t whole = kLanes<T> * Terms::kTerms;
+    int64_t p = 0;
+    for (; p + whole <= k; p += whole) step(p, Full());
+    if (p < k) step(p, Part{k - p});
+    return sum_each<T>(sum);
   }
 };
 
-// A tile of C, of at most kPanelRows x kPanelCols, by the kernel above: sums go to `sums`, whose rows have room for a
-// whole number of blocks.
-template <typename T, typename A = Accumulate<T>>
-void multiply_panels(int64_t m, int64_t n, int64_t k, Matrix<T> a, Matrix<T> b, bool add, const Panels<A> &panels,
-                     A *sums, int64_t stride) {
+// ------------------------------------------------------------------------------------------------------------ tiles
+
+// Memory that is not the thread's scratch, which is gemm's.
+template <typename T>
+class Buffer {
+ public:
+  explicit Buffer(int64_t n) : data_(static_cast<T *>(std::malloc((n > 0 ? n : 1) * sizeof(T)))) {}
+  ~Buffer() { std::free(data_); }
+  Buffer(const Buffer &) = delete;
+  operator T *() const { return data_; }
+
+ private:
+  T *data_;
+};
+
+inline Status out_of_memory(const char *op) { return fail(kConventionMisused, "%s: out of memory", op); }
+
+// The panels of a thread, and a tile of sums.
+template <typename A>
+struct Panels {
   using B = Block<A>;
-  Matrix<T> columns{b.data, b.stride, !b.transposed};
-  for (int64_t p = 0; p < k; p += B::kDepth, add = true) {
-    const int64_t depth = k - p < B::kDepth ? k - p : B::kDepth;
-    pack<B::kRows>(a.at(0, p), m, depth, panels.a);
-    pack<B::kCols>(columns.at(0, p), n, depth, panels.b);
-    for (int64_t j = 0; j < n; j += B::kCols)
-      for (int64_t i = 0; i < m; i += B::kRows)
-        multiply_rows<A>(m - i < B::kRows ? m - i : B::kRows, depth, panels.a + i * depth, panels.b + j * depth, add,
-                         sums + i * stride + j, stride);
-  }
-}
+  static constexpr int64_t kA = ceil_div(B::kPanelRows, B::kRows) * strip<B::kRows, A>(B::kDepth);
+  static constexpr int64_t kB = ceil_div(B::kPanelCols, B::kCols) * strip<B::kCols, A>(B::kDepth);
+  static constexpr int64_t kC = B::kPanelRows * ceil_div(B::kPanelCols, B::kCols) * B::kCols;
+  A *a = static_cast<A *>(thread_scratch((kA + kB + kC) * sizeof(A))), *b = a + kA, *c = b + kB;
+};
 
-// c(i, j) = finish(sums(i, j) + what c holds where `add`, ...), n to a row; the first is (i0, j0) of C.
-template <typename T, typename C, class Finish, typename A = Accumulate<T>>
-void finish_tile(int64_t m, int64_t n, const A *sums, int64_t stride, C *c, int64_t ldc, bool add, int64_t i0,
-                 int64_t j0, Finish finish) {
-  for (int64_t i = 0; i < m; ++i, sums += stride, c += ldc)
-    sweep<T>(n, [=](int64_t j, auto part) {
-      Vec<T> v = load(sums + j, part);
-      if (add) v += load(c + j, part);
-      store(c + j, finish(v, i0 + i, j0 + j, part), part);
-    });
-}
+constexpr int64_t kFewRows = 64;
 
-// One tile on the calling thread, of any size with OpenBLAS, else of at most a panel's.
-template <typename T, typename C, class Finish>
-bool gemm_tile(const Blas *blas, int64_t m, int64_t n, int64_t k, Matrix<T> a, Matrix<T> b, C *c, int64_t ldc, bool add,
-               int64_t i0, int64_t j0, Finish finish) {
+// A tile of C on the calling thread.
+template <typename T, typename C, class Finish = Plain>
+struct Tile {
   using A = Accumulate<T>;
-  constexpr bool kPlain = std::is_same_v<Finish, Plain>;
-  if constexpr (std::is_same_v<T, A>) {
-    if (blas && k > 0) {
-      constexpr int kRowMajor = 101, kNoTranspose = 111, kTranspose = 112;
-      auto gemm = [&] {
-        if constexpr (sizeof(T) == 4) return blas->sgemm;
-        else return blas->dgemm;
-      }();
-      gemm(kRowMajor, a.transposed ? kTranspose : kNoTranspose, b.transposed ? kTranspose : kNoTranspose, m, n, k, 1,
-           a.data, a.stride, b.data, b.stride, add ? 1 : 0, c, ldc);
-      if (!kPlain) finish_tile<T>(m, n, c, ldc, c, ldc, false, i0, j0, finish);
-      return true;
+  using B = Block<A>;
+  int64_t m, n, k;
+  Matrix<T> a, b;
+  C *c;
+  int64_t ldc;
+  bool add = false;
+  int64_t row = 0, column = 0;  // of the whole C, where it begins
+  Finish finish = {};
+
+  // rows x cols of c, from (i, j) on, of their sums.
+  void finish_sums(int64_t i, int64_t j, int64_t rows, int64_t cols, const A *sums, int64_t stride) const {
+    for (int64_t end = i + rows; i < end; ++i, sums += stride)
+      sweep<T>(cols, [=](int64_t l, auto part) {
+        Vec<T> v = load(sums + l, part);
+        C *to = c + i * ldc + j + l;
+        if (add) v += load(to, part);
+        store(to, finish(v, row + i, column + j + l, part), part);
+      });
+  }
+
+  // `few`: of a C of at most kFewRows rows. It is not for the tile to say: other sums, other bits.
+  Status compute(bool few) const {
+    constexpr int64_t kMax = 0x7fffffff;  // of CBLAS's int
+    if constexpr (std::is_same_v<T, A>)
+      if (const Blas *found = blas(kVectorBytes > 16))
+        if (k > 0 && k <= kMax && a.stride <= kMax && b.stride <= kMax && ldc <= kMax) return by_blas(*found), kOk;
+#if defined(__AVX512F__)
+    if constexpr (std::is_same_v<T, bfloat16>)
+      if (Pairs::available()) return by<Pairs>(few);
+#endif
+    return by<Widened<T>>(few);
+  }
+
+ private:
+  template <class Terms>
+  Status by(bool few) const {
+    if (few && !a.transposed && b.transposed) return by_dots<Terms>(), kOk;
+    return by_panels<Terms>() ? kOk : out_of_memory("a matrix product");
+  }
+
+  // Of any size.
+  void by_blas(const Blas &blas) const {
+    constexpr int kRowMajor = 101, kNoTranspose = 111, kTranspose = 112;
+    auto gemm = [&] {
+      if constexpr (sizeof(T) == 4) return blas.sgemm;
+      else return blas.dgemm;
+    }();
+    gemm(kRowMajor, a.transposed ? kTranspose : kNoTranspose, b.transposed ? kTranspose : kNoTranspose, m, n, k, 1,
+         a.data, a.stride, b.data, b.stride, add ? 1 : 0, c, ldc);
+    if (!std::is_same_v<Finish, Plain>)
+      Tile{m, n, k, a, b, c, ldc, false, row, column, finish}.finish_sums(0, 0, m, n, c, ldc);
+  }
+
+  // Of at most kPanelRows x kPanelCols, by the kernel above. A block's sums go to c where that is all there is to do,
+  // else to panels.c until they have all their terms.
+  template <class Terms>
+  bool by_panels() const {
+    constexpr int64_t kDepth = B::kDepth * Terms::kTerms;
+    const Panels<A> panels;
+    if (!panels.a) return false;
+    const Matrix<T> columns{b.data, b.stride, !b.transposed};
+    const bool once = k <= kDepth;
+    const int64_t stride = once ? B::kCols : ceil_div(n, B::kCols) * B::kCols;
+    int64_t p = 0;
+    do {
+      const int64_t terms = k - p < kDepth ? k - p : kDepth, depth = ceil_div(terms, Terms::kTerms);
+      pack<Terms, B::kRows>(a.at(0, p), m, terms, panels.a);
+      pack<Terms, B::kCols>(columns.at(0, p), n, terms, panels.b);
+      for (int64_t j = 0; j < n; j += B::kCols)
+        for (int64_t i = 0; i < m; i += B::kRows) {
+          const int64_t rows = m - i < B::kRows ? m - i : B::kRows, cols = n - j < B::kCols ? n - j : B::kCols;
+          const A *left = panels.a + i / B::kRows * strip<B::kRows, A>(depth);
+          const A *right = panels.b + j / B::kCols * strip<B::kCols, A>(depth);
+          if constexpr (std::is_same_v<Finish, Plain> && std::is_same_v<C, A>)
+            if (cols == B::kCols) {
+              multiply_rows<Terms>(rows, depth, left, right, add || p, c + i * ldc + j, ldc);
+              continue;
+            }
+          A *sums = once ? panels.c : panels.c + i * stride + j;
+          multiply_rows<Terms>(rows, depth, left, right, p, sums, stride);
+          if (p + terms == k) finish_sums(i, j, rows, cols, sums, stride);
+        }
+      p += terms;
+    } while (p < k);
+    return true;
+  }
+
+  // Of at most kFewRows rows, and B transposed: both lie as dot products want them.
+  template <class Terms>
+  void by_dots() const {
+    using D = Dots<Terms, T>;
+    constexpr int lanes = kLanes<T>;
+    for (int64_t j = 0; j < n; j += lanes) {
+      A sums[kFewRows * lanes];
+      const int64_t cols = n - j < lanes ? n - j : lanes;
+      for (int64_t l = 0; l < cols; l += D::kCols) {
+        D dots;
+        for (int r = 0; r < D::kCols; ++r) dots.columns[r] = b.at(0, j + (l + r < cols ? l + r : l)).data;
+        for (int64_t i = 0; i < m; i += D::kRows) {
+          for (int r = 0; r < D::kRows; ++r) dots.rows[r] = a.at(i + r < m ? i + r : i, 0).data;
+          const Vec<T> found = dots.sums(k);
+          for (int r = 0; r < D::kRows; ++r)
+            std::memcpy(sums + (i + r) * lanes + l, reinterpret_cast<const A *>(&found) + r * D::kCols,
+                        D::kCols * sizeof(A));
+        }
+      }
+      finish_sums(0, j, m, cols, sums, lanes);
     }
   }
-  using B = Block<A>;
-  Panels<A> panels;
-  if (!panels.allocate()) return false;
-  const int64_t width = ceil_div(n, B::kCols) * B::kCols;
-  if (k == 0) std::memset(panels.c, 0, m * width * sizeof(A));
-  multiply_panels(m, n, k, a, b, false, panels, panels.c, width);
-  finish_tile<T>(m, n, panels.c, width, c, ldc, add, i0, j0, finish);
-  return true;
-}
+};
 
-// How C is cut.
+// How C is cut: into tiles of one size, but for the last.
 struct Tiles {
   int64_t m, n, rows, cols, across, count;
 
-  // Big enough that packing is little work beside multiplying; small enough for every thread to have some, and none
-  // for which a thread need not be woken.
+  // Enough for all threads, with those of so many products, if each is worth waking one for. OpenBLAS's sums may depend
+  // on how they are cut: they are cut alike for any number of threads.
   template <typename A>
-  static Tiles of(int64_t m, int64_t n, int64_t k) {
-    constexpr double kWorth = 1 << 21;  // multiplications
-    constexpr int64_t kWanted = 16;
-    Tiles t{m, n, Block<A>::kPanelRows, Block<A>::kPanelCols, 0, 0};
-    for (;;) {
+  static Tiles of(int64_t m, int64_t n, int64_t k, int64_t products = 1) {
+    using B = Block<A>;
+    constexpr double kWorth = 1 << 18;  // multiplications
+    const int64_t enough = blas(kVectorBytes > 16) ? 16 : threads() > 1 ? 2 * threads() : 1;
+    auto piece = [](int64_t total, int64_t pieces, int64_t unit) {
+      return ceil_div(ceil_div(total, pieces), unit) * unit;
+    };
+    if (m == 0 || n == 0) return {};
+    for (int64_t down = ceil_div(m, B::kPanelRows), across = ceil_div(n, B::kPanelCols);;) {
+      Tiles t{m, n, piece(m, down, B::kRows), piece(n, across, B::kCols), 0, 0};
       t.across = ceil_div(n, t.cols), t.count = ceil_div(m, t.rows) * t.across;
-      const double work = double(t.rows < m ? t.rows : m) * (t.cols < n ? t.cols : n) * k;
-      if (t.count >= kWanted || work < 2 * kWorth) return t;
-      int64_t &side = (t.cols < n ? t.cols : n) >= (t.rows < m ? t.rows : m) ? t.cols : t.rows;
-      const int64_t unit = &side == &t.cols ? Block<A>::kCols : Block<A>::kRows, total = &side == &t.cols ? n : m;
-      const int64_t half = ceil_div((side < total ? side : total) / 2, unit) * unit;
-      if (half >= side) return t;
-      side = half;
+      const bool flat = t.rows == B::kRows, narrow = t.cols == B::kCols;
+      if (t.count * products >= enough || (flat && narrow) || double(m) * n * k < 2 * kWorth * t.count) return t;
+      narrow || (t.rows > t.cols && !flat) ? down *= 2 : across *= 2;
     }
+  }
+
+  // f(i, j, rows, cols) of the index-th.
+  template <class F>
+  auto at(int64_t index, F f) const {
+    const int64_t i = index / across * rows, j = index % across * cols;
+    return f(i, j, m - i < rows ? m - i : rows, n - j < cols ? n - j : cols);
   }
 };
 
@@ -263,22 +459,16 @@ struct Typed {
 template <class F, class Finish = Plain>
 Status gemm_batch(int64_t count, int64_t m, int64_t n, int64_t k, F product, bool add = false, Finish finish = {}) {
   using T = typename decltype(product(0))::Element;
-  using A = Accumulate<T>;
-  constexpr int64_t kMax = 0x7fffffff;  // of CBLAS's int
-  const Blas *found = std::is_same_v<T, A> && k <= kMax ? blas(kVectorBytes > 16) : nullptr;
-  const Tiles tiles = Tiles::of<A>(m, n, k);
-  bool out_of_memory = false;
-  parallel(count * tiles.count, [&](int64_t index) {
+  using C = std::remove_pointer_t<decltype(product(0).c)>;
+  const Tiles tiles = Tiles::of<Accumulate<T>>(m, n, k, count);
+  return try_parallel(count * tiles.count, [&](int64_t index) {
     const auto of = product(index / tiles.count);
-    const int64_t tile = index % tiles.count;
-    const int64_t i = tile / tiles.across * tiles.rows, j = tile % tiles.across * tiles.cols;
-    const int64_t rows = m - i < tiles.rows ? m - i : tiles.rows, cols = n - j < tiles.cols ? n - j : tiles.cols;
-    const bool fits = of.a.stride <= kMax && of.b.stride <= kMax && of.ldc <= kMax;
-    if (!gemm_tile(fits ? found : nullptr, rows, cols, k, of.a.at(i, 0), of.b.at(0, j), of.c + i * of.ldc + j, of.ldc,
-                   add, i, j, finish))
-      __atomic_store_n(&out_of_memory, true, __ATOMIC_RELAXED);
+    return tiles.at(index % tiles.count, [&](int64_t i, int64_t j, int64_t rows, int64_t cols) {
+      const Tile<T, C, Finish> tile{rows, cols, k, of.a.at(i, 0), of.b.at(0, j), of.c + i * of.ldc + j, of.ldc,
+                                    add,  i,    j, finish};
+      return tile.compute(m <= kFewRows);
+    });
   });
-  return out_of_memory ? fail(kConventionMisused, "a matrix product is out of memory") : kOk;
 }
 
 template <typename T, typename C, class Finish = Plain>

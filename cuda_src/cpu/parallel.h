@@ -1,6 +1,8 @@
-// Threads: OpenMP's, so that OMP_NUM_THREADS and, in a process of torch's, torch.set_num_threads hold here too. Work is
-// cut by shape alone, never by the number of threads: the same input gives the same bits.
+// Threads: OpenMP's, so that OMP_NUM_THREADS and, in a process of torch's, torch.set_num_threads hold here too. What is
+// summed is cut by shape alone, never by the number of threads: the same input gives the same bits.
 #pragma once
+#include <omp.h>
+
 #include "vector.h"
 
 namespace aot {
@@ -8,15 +10,31 @@ inline namespace AOT_ISA {
 
 constexpr int64_t kGrain = 32768;  // elements that are worth waking a thread for
 
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Those that a loop would have: in another loop only the calling one.
+inline int64_t threads() { return omp_get_level() > 0 ? 1 : omp_get_max_threads(); }
 
 // f(chunk) for each chunk; a thread takes the next when it is free, since cores are seldom equally fast. One chunk
 // stays on the calling thread.
 template <class F>
 void parallel(int64_t chunks, F f) {
-  if (chunks <= 1) return chunks == 1 ? f(0) : void();
+  if (chunks <= 1 || threads() == 1) {  // an if clause of OpenMP's takes half a microsecond
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) f(chunk);
+  } else {
 #pragma omp parallel for schedule(dynamic)
-  for (int64_t chunk = 0; chunk < chunks; ++chunk) f(chunk);
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) f(chunk);
+  }
+}
+
+// The same where f gives a Status: one that is not kOk, if there is any.
+template <class F>
+Status try_parallel(int64_t chunks, F f) {
+  Status status = kOk;
+  parallel(chunks, [&](int64_t chunk) {
+    if (const Status failed = f(chunk)) __atomic_store_n(&status, failed, __ATOMIC_RELAXED);
+  });
+  return status;
 }
 
 // f(begin, end) for pieces of [0, n), `piece` of them at a time.
@@ -50,6 +68,24 @@ void each(const T *y, int64_t n, bool stream, F f) {
 template <typename T, class F>
 void map(T *y, int64_t n, F f) {
   each(y, n, true, [=](int64_t i, auto part) { store(y + i, f(i, part), part); });
+}
+
+// sum[j] = the sum of column j of x (rows, n), its terms in order: a sum of sums of kPiece.
+template <typename T>
+void sum_columns(const T *x, int64_t rows, int64_t n, T *sum) {
+  constexpr int64_t kPiece = 256, kNarrow = 4 * kLanes<T>;
+  const int64_t columns = ceil_div(kGrain, (rows + 1) * kNarrow) * kNarrow;
+  parallel_pieces(n, columns, [=](int64_t begin, int64_t end) {
+    sweep<T>(end - begin, [=](int64_t j, auto part) {
+      Vec<T> all{};
+      for (int64_t i = 0; i < rows; i += kPiece) {
+        Vec<T> piece{};
+        for (int64_t k = i; k < rows && k < i + kPiece; ++k) piece += load(x + k * n + begin + j, part);
+        all += piece;
+      }
+      store(sum + begin + j, all, part);
+    });
+  });
 }
 
 }  // namespace AOT_ISA

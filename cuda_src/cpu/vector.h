@@ -19,11 +19,41 @@ struct Part {
 
 // ----------------------------------------------------------------------------------------------------- load, store
 
+template <class V>
+V load_raw(const void *p) {
+  V raw;
+  std::memcpy(&raw, p, sizeof raw);
+  return raw;
+}
+
+// The first bytes, and zeros beyond.
+template <class V>
+V load_raw(const void *p, int64_t bytes) {
+#if defined(__AVX512BW__)
+  const uint64_t mask = _bzhi_u64(-1, bytes);
+  if constexpr (sizeof(V) == 64) return (V)_mm512_maskz_loadu_epi8(mask, p);
+  else return (V)_mm256_maskz_loadu_epi8(mask, p);
+#else
+  V raw{};
+  std::memcpy(&raw, p, bytes);
+  return raw;
+#endif
+}
+
+template <class V>
+void store_raw(void *p, V raw, int64_t bytes) {
+#if defined(__AVX512BW__)
+  const uint64_t mask = _bzhi_u64(-1, bytes);
+  if constexpr (sizeof(V) == 64) _mm512_mask_storeu_epi8(p, mask, (__m512i)raw);
+  else _mm256_mask_storeu_epi8(p, mask, (__m256i)raw);
+#else
+  std::memcpy(p, &raw, bytes);
+#endif
+}
+
 template <typename T>
 Vec<T> load(const T *p, Full = {}) {
-  Stored<T> raw;
-  std::memcpy(&raw, p, sizeof raw);
-  return widen(raw, T());
+  return widen(load_raw<Stored<T>>(p), T());
 }
 
 template <typename T>
@@ -34,9 +64,7 @@ Vec<T> load(const T *p, Stream) {
 // Zeros beyond the n elements.
 template <typename T>
 Vec<T> load(const T *p, Part part) {
-  Stored<T> raw{};
-  std::memcpy(&raw, p, part.n * sizeof(T));
-  return widen(raw, T());
+  return widen(load_raw<Stored<T>>(p, part.n * sizeof(T)), T());
 }
 
 template <typename T>
@@ -47,8 +75,7 @@ void store(T *p, Vec<T> v, Full = {}) {
 
 template <typename T>
 void store(T *p, Vec<T> v, Part part) {
-  Stored<T> raw = narrow(v, T());
-  std::memcpy(p, &raw, part.n * sizeof(T));
+  store_raw(p, narrow(v, T()), part.n * sizeof(T));
 }
 
 // A store past the caches: it spares reading the line that it overwrites.
