@@ -126,7 +126,7 @@ def test_what_is_on_record_is_still_measured():
     """So that a new result replaces it."""
     keys = {
         (case.work.op, case.work.variant, case.pass_, case.shape, case.dtype)
-        for case in cases("cuda", ["bfloat16", "float32"])
+        for case in cases("cuda", ["bfloat16", "float16", "float32"])
     }
     for row in json.loads(RESULTS.read_text())["rows"]:
         assert (row["op"], row["variant"], row["pass"], tuple(row["shape"]), row["dtype"]) in keys
