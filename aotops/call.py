@@ -76,7 +76,8 @@ class _Differentiable(Structure):
 class _Public(Structure):
     _fields_ = [
         ("n_inputs", c_int), ("n_attrs", c_int), ("n_parameters", c_int), ("place", c_int * (2 * _MOST_SLOTS)),
-        ("names", c_void_p * (2 * _MOST_SLOTS)), ("defaults", c_void_p * (2 * _MOST_SLOTS)), ("has_autocast", c_bool),
+        ("names", c_void_p * (2 * _MOST_SLOTS)), ("defaults", c_void_p * (2 * _MOST_SLOTS)),
+        ("n_transposable", c_int), ("transposable", _Slots), ("transposes", _Slots), ("has_autocast", c_bool),
         ("bind", c_void_p), ("bound", c_void_p), ("refusals", c_void_p), ("otherwise", c_void_p),
     ]  # fmt: skip
 
@@ -309,6 +310,9 @@ def public(
     for i, (name, default) in enumerate(zip(names, defaults, strict=True)):
         made.place[i], made.names[i] = places[name], id(name)
         made.defaults[i] = None if default is Parameter.empty else id(default)
+    made.n_transposable = len(op.transposable)
+    for i, (slot, attr) in enumerate(op.transposable):
+        made.transposable[i], made.transposes[i] = slot, len(op.inputs) + attr
     made.bind, made.bound = id(_keep(bind)), id(_keep({}))
     made.refusals, made.otherwise = id(_keep(refusals)), id(_keep(otherwise))
     return _builtin(op.name, "aot_public", _keep_struct(made), _METH_FASTCALL | _METH_KEYWORDS)

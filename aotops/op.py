@@ -108,6 +108,7 @@ class Op:
         self, inputs: Sequence[Any], attrs: tuple[Attr, ...], contiguous: Callable[[Any], bool]
     ) -> tuple[tuple[Any, ...], tuple[Attr, ...]]:
         """The same call, with the matrix itself in the place of a transposed view of it."""
+        self.check_attrs(attrs)  # what is turned round is a bool
         given, said = list(inputs), list(attrs)
         for i, j in self.transposable:
             if getattr(given[i], "ndim", 0) > 1 and not contiguous(given[i]):

@@ -663,6 +663,23 @@ def test_transposed_views_are_not_copied(monkeypatch):
     close(ours.matmul(x.mT, x.mT, transpose_b=True), x.mT @ x)
 
 
+@pytest.mark.skipif(not ours._READS_TENSORS, reason="calls that are not sorted out in C")
+def test_transposed_views_are_sorted_out_in_c(monkeypatch):
+    monkeypatch.setattr(ours, "_general", lambda op, *_: pytest.fail("served in Python"))
+    x, w = (torch.randn(3, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    for f, g in (
+        (ours.matmul(x, w.T), x @ w.T),
+        (ours.matmul(x.T, w, transpose_b=False), x.T @ w),
+        (ours.matmul(x.T, w.T, transpose_a=True), x @ w.T),
+        (ours.matmul(a=x, b=w[:1].T.expand(4, 3)[:, :1]), x @ w[:1].T),  # one column is contiguous as it is
+    ):
+        close(f, g)
+        close(torch.autograd.grad(f.square().sum(), (x, w)), torch.autograd.grad(g.square().sum(), (x, w)))
+    monkeypatch.undo()
+    with pytest.raises(TypeError, match=r"matmul: transpose_b is 1\.5, expected bool"):
+        ours.matmul(x, w.T, transpose_b=1.5)
+
+
 def test_lazily_conjugated_and_negated_views():
     """A view that only says that it is negated: its memory has the other sign."""
     x = torch.randn(6, dtype=torch.complex128)

@@ -36,6 +36,7 @@ WEAK void *PyTuple_New(intptr_t n);
 WEAK intptr_t PyTuple_Size(void *tuple);
 WEAK void *PyTuple_GetItem(void *tuple, intptr_t i);
 WEAK int PyTuple_SetItem(void *tuple, intptr_t i, void *value);
+WEAK void *PyBool_FromLong(long value);
 WEAK void *PyBytes_FromStringAndSize(const char *bytes, intptr_t n);
 WEAK void *PyDict_New();
 WEAK intptr_t PyDict_Size(void *dict);
@@ -203,6 +204,9 @@ struct Public {
   int place[2 * kMaxSlots];       // by parameter: its place among the inputs, and the attributes after them
   void *names[2 * kMaxSlots];     // interned
   void *defaults[2 * kMaxSlots];  // null: there is none
+  int n_transposable;             // inputs that may lie transposed:
+  int transposable[kMaxSlots];    // their places
+  int transposes[kMaxSlots];      // the places of the attributes that say so, each a bool
   bool has_autocast;
   void *bind;       // of the attributes: gives a capsule of the Differentiable
   void *bound;      // what it gave, a dict by attributes
@@ -250,10 +254,14 @@ T *bound_to(void *capsule) {
   return *reinterpret_cast<T **>(static_cast<char *>(capsule) + python.head_size);
 }
 
+void *type_of(void *object) { return *reinterpret_cast<void **>(static_cast<char *>(object) + python.type_offset); }
+
 const char *type_name(void *object) {
-  char *type = *reinterpret_cast<char **>(static_cast<char *>(object) + python.type_offset);
+  char *type = static_cast<char *>(type_of(object));
   return *reinterpret_cast<const char **>(type + python.head_size + sizeof(intptr_t));  // after PyVarObject.ob_size
 }
+
+bool is_torch(void *object) { return type_of(object) == torch.types[0] || type_of(object) == torch.types[1]; }
 
 const char *dlpack_dtype(const DLTensor &t) {
   if (t.code == 2 && t.bits == 32) return kFloat32;
@@ -341,9 +349,8 @@ struct Arguments {
   bool worth_releasing() const { return device == kCuda || elements > 16384; }
 
   Status read(const Call &call, int slot, void *object) {
-    void *type = *reinterpret_cast<void **>(static_cast<char *>(object) + python.type_offset);
-    if (type == torch.types[0] || type == torch.types[1]) return read_torch(call, slot, object);
-    if (type == numpy.type) return read_numpy(call, slot, object);
+    if (is_torch(object)) return read_torch(call, slot, object);
+    if (type_of(object) == numpy.type) return read_numpy(call, slot, object);
     return fail(kUnsupportedDtype, "%s: %s is a %s, expected a tensor", call.op.c_str(), call.slots[slot].c_str(),
                 type_name(object));
   }
@@ -580,6 +587,30 @@ bool sort_arguments(const Public &p, void *const *arguments, intptr_t count, voi
   return true;
 }
 
+// Whether it is the view of a matrix, or of a batch of them, with its last two axes in each other's place.
+bool lies_transposed(void *tensor) {
+  DLTensor t;
+  if (torch.exchange->read(tensor, &t)) return PyErr_Clear(), false;
+  if (t.ndim < 2 || t.ndim > kMaxNdim || !t.strides || Layout(t).contiguous) return false;
+  int64_t shape[kMaxNdim], strides[kMaxNdim];
+  std::copy_n(t.shape, t.ndim, shape), std::copy_n(t.strides, t.ndim, strides);
+  std::swap(shape[t.ndim - 1], shape[t.ndim - 2]), std::swap(strides[t.ndim - 1], strides[t.ndim - 2]);
+  t.shape = shape, t.strides = strides;
+  return Layout(t).contiguous;
+}
+
+// Puts the matrix itself in the place of a transposed view of it. `matrices` keeps it. False: Python raised.
+bool take_as_they_lie(const Public &p, void **places, Ref *matrices) {
+  static void *const no = PyBool_FromLong(0), *const yes = PyBool_FromLong(1), *mT = PyUnicode_InternFromString("mT");
+  for (int k = 0; k < p.n_transposable; ++k) {
+    void *&tensor = places[p.transposable[k]], *&transposed = places[p.transposes[k]];
+    if (!is_torch(tensor) || (transposed != no && transposed != yes) || !lies_transposed(tensor)) continue;
+    if (!(matrices[k] = PyObject_GetAttr(tensor, mT))) return false;
+    tensor = matrices[k], transposed = transposed == no ? yes : no;
+  }
+  return true;
+}
+
 // Borrowed; null: Python raised.
 Differentiable *bind_attributes(const Public &p, void *const *attrs) {
   Ref key = PyTuple_New(p.n_attrs);
@@ -609,6 +640,8 @@ void *run_plain(const Public &p, void *const *arguments, intptr_t count, void *n
   void *places[2 * kMaxSlots];
   if (!sort_arguments(p, arguments, count, names, places)) return nullptr;
   if (ask(torch.dispatch_modes) || (p.has_autocast && ask(torch.autocast_enabled))) return nullptr;
+  Ref matrices[kMaxSlots];
+  if (!take_as_they_lie(p, places, matrices)) return nullptr;
   Differentiable *d = bind_attributes(p, places + p.n_inputs);
   if (!d) return nullptr;
   int gradient = wants_gradient(p, places);
