@@ -110,7 +110,7 @@ Status gates_loop(const char *op, const Operands<T> &x, const Cell &cell) {
       for (int gate = 0; gate < 3; ++gate) {
         const Matrix<T> weights{x.weights + (gate * x.state + j) * width, width, true};
         const Tile<T, A> tile{rows, cols, width, {joined, width}, weights, sums + gate * cols, 3 * cols};
-        AOT_TRY(tile.compute(x.rows <= kFewRows));
+        AOT_TRY(tile.compute(x.rows));
       }
       for (int64_t row = 0; row < rows; ++row)
         sweep<T>(cols, [=, &sums](int64_t l, auto part) {
@@ -137,27 +137,24 @@ void kept_gates_loop(int64_t rows, int64_t s, const Accumulate<T> *gates, const 
   });
 }
 
-// The gradients that are products with dpre; null where nobody wants them.
+// The gradients that are sums of dpre, and products with it; null where nobody wants them.
 template <typename T>
 struct Gradients {
   T *dinput, *dweights, *dbias, *dold_h;
 };
 
 template <typename T>
-Status products(const char *op, const Operands<T> &x, const T *dpre, const Gradients<T> &d) {
-  const int64_t s = x.state, f = x.features, width = x.width(), all = 3 * s;
-  if (d.dbias) sum_columns(dpre, x.rows, all, d.dbias);
-  if (d.dweights) {
-    const Buffer<T> joined(x.rows * width);
-    if (!joined) return out_of_memory(op);
-    parallel_pieces(x.rows, kGrain / (width + 1) + 1,
-                    [=, &joined](int64_t begin, int64_t end) { x.join(begin, end - begin, joined + begin * width); });
-    AOT_TRY(gemm(all, width, x.rows, Matrix<T>{dpre, all, true}, Matrix<T>{joined, width}, d.dweights, width));
-  }
-  const Matrix<T> left{dpre, all};
-  if (d.dold_h) AOT_TRY(gemm(x.rows, s, all, left, Matrix<T>{x.weights, width}, d.dold_h, s));
-  if (d.dinput) AOT_TRY(gemm(x.rows, f, all, left, Matrix<T>{x.weights + s, width}, d.dinput, f));
-  return kOk;
+Status products(const Operands<T> &x, const T *dpre, const Gradients<T> &d) {
+  const int64_t s = x.state, f = x.features, width = x.width(), all = 3 * s, rows = x.rows;
+  if (d.dbias) sum_columns(dpre, rows, all, d.dbias);
+  const Matrix<T> of_rows{dpre, all}, of_gates{dpre, all, true};
+  T *const dweights_of_input = d.dweights ? d.dweights + s : nullptr;
+  return gemm_each<T, T>({
+      {all, s, rows, of_gates, {x.old_h, s}, d.dweights, width},
+      {all, f, rows, of_gates, {x.input, f}, dweights_of_input, width},
+      {rows, s, all, of_rows, {x.weights, width}, d.dold_h, s},
+      {rows, f, all, of_rows, {x.weights + s, width}, d.dinput, f},
+  });
 }
 
 // ------------------------------------------------------------------------------------------------------- launchers
@@ -188,8 +185,7 @@ inline Status lltm_backward_cpu(const LltmBackward &op, const Tensor *in, const 
       if (in[7]) kept_gates_loop<T>(x.rows, x.state, in[7].as<Accumulate<T>>(), cell);
       else AOT_TRY(gates_loop(op.name, x, cell));
     }
-    return products(op.name, x, cell.dpre,
-                    Gradients<T>{out[0].as<T>(), out[1].as<T>(), out[2].as<T>(), out[3].as<T>()});
+    return products(x, cell.dpre, Gradients<T>{out[0].as<T>(), out[1].as<T>(), out[2].as<T>(), out[3].as<T>()});
   });
 }
 

@@ -3,7 +3,8 @@
 //   gemm(m, n, k, a, b, c, ldc);                  c[i * ldc + j] = sum over p of a(i, p) * b(p, j)
 //   gemm(m, n, k, a, b, c, ldc, true);            adds to what c holds
 //   gemm(m, n, k, a, b, c, ldc, false, finish);   stores finish(v, i, j, part) in the place of v
-//   gemm_batch(count, m, n, k, product);          products of one size; product(i) gives a, b, c and ldc of the i-th
+//   gemm_batch(count, product);                   products of one size; product(i) gives the i-th, a Gemm
+//   gemm_each(products);                          products of any sizes
 //
 // a is Matrix<T>{data, stride} or, as it lies, (k, m): Matrix<T>{data, stride, true}; b likewise.
 // A and B are of float16, bfloat16, float or double, both the same T; C is of T or of Accumulate<T>. Sums are taken in
@@ -118,9 +119,30 @@ struct Block {
 template <typename A>
 using VecOf = typename VectorOf<A, kVectorBytes / sizeof(A)>::type;
 
-// rows x kCols of C, += or =, of packed a (depth, kRows) and b (depth, kCols).
-template <class Terms, int rows, typename A>
-void multiply_block(int64_t depth, const A *a, const A *b, bool add, A *c, int64_t ldc) {
+// kCols columns of B: packed, (depth, kCols), or as they lie in rows of B.
+template <typename A>
+struct Packed {
+  const A *b;
+
+  VecOf<A> operator()(int64_t p, int64_t column) const { return load(b + p * Block<A>::kCols + column); }
+};
+template <class Terms, typename T>
+struct Lying {
+  Matrix<T> b;
+  int64_t terms;
+
+  Vec<T> operator()(int64_t p, int64_t column) const {
+    p *= Terms::kTerms;
+    const T *at = b.data + p * b.stride + column;
+    // the columns beside these: rows are so far apart that no prefetcher of the processor's finds them
+    __builtin_prefetch(at + Block<Accumulate<T>>::kCols, 0, 2);
+    return Terms::across(at, b.stride, terms - p, Full());
+  }
+};
+
+// rows x kCols of C, += or =, of packed a (depth, kRows) and b.
+template <class Terms, int rows, typename A, class Columns>
+void multiply_block(int64_t depth, const A *a, Columns b, bool add, A *c, int64_t ldc) {
   using B = Block<A>;
   VecOf<A> sum[rows][B::kVectors];
   auto each = [](auto f) {
@@ -130,8 +152,12 @@ void multiply_block(int64_t depth, const A *a, const A *b, bool add, A *c, int64
       for (int v = 0; v < B::kVectors; ++v) f(i, v);
   };
   each([&](int i, int v) { sum[i][v] = VecOf<A>{}; });
-  for (int64_t p = 0; p < depth; ++p, a += B::kRows, b += B::kCols)
-    each([&](int i, int v) { sum[i][v] = Terms::add(sum[i][v], Terms::spread(a[i]), load(b + v * B::kLanesA)); });
+  for (int64_t p = 0; p < depth; ++p, a += B::kRows) {
+    VecOf<A> right[B::kVectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < B::kVectors; ++v) right[v] = b(p, v * B::kLanesA);
+    each([&](int i, int v) { sum[i][v] = Terms::add(sum[i][v], Terms::spread(a[i]), right[v]); });
+  }
   // a long sum is one of pieces of kDepth terms, whose roundings do not pile up
   each([&](int i, int v) {
     A *at = c + i * ldc + v * B::kLanesA;
@@ -139,11 +165,11 @@ void multiply_block(int64_t depth, const A *a, const A *b, bool add, A *c, int64
   });
 }
 
-template <class Terms, typename A, int rows = Block<A>::kRows>
-void multiply_rows(int64_t n, int64_t depth, const A *a, const A *b, bool add, A *c, int64_t ldc) {
+template <class Terms, typename A, class Columns, int rows = Block<A>::kRows>
+void multiply_rows(int64_t n, int64_t depth, const A *a, Columns b, bool add, A *c, int64_t ldc) {
   if constexpr (rows > 0) {
     if (n == rows) return multiply_block<Terms, rows>(depth, a, b, add, c, ldc);
-    multiply_rows<Terms, A, rows - 1>(n, depth, a, b, add, c, ldc);
+    multiply_rows<Terms, A, Columns, rows - 1>(n, depth, a, b, add, c, ldc);
   }
 }
 
@@ -296,7 +322,8 @@ struct Panels {
   A *a = static_cast<A *>(thread_scratch((kA + kB + kC) * sizeof(A))), *b = a + kA, *c = b + kB;
 };
 
-constexpr int64_t kFewRows = 64;
+// Of so many rows C is made of dot products where B lies transposed, else of B as it lies: to pack it does not pay.
+constexpr int64_t kDotRows = 32, kFewRows = 64;
 
 // A tile of C on the calling thread.
 template <typename T, typename C, class Finish = Plain>
@@ -322,24 +349,25 @@ struct Tile {
       });
   }
 
-  // `few`: of a C of at most kFewRows rows. It is not for the tile to say: other sums, other bits.
-  Status compute(bool few) const {
+  // `all`: the rows of the whole C, since whether it is made of dot products is not for a tile to say: other sums,
+  // other bits.
+  Status compute(int64_t all) const {
     constexpr int64_t kMax = 0x7fffffff;  // of CBLAS's int
     if constexpr (std::is_same_v<T, A>)
       if (const Blas *found = blas(kVectorBytes > 16))
         if (k > 0 && k <= kMax && a.stride <= kMax && b.stride <= kMax && ldc <= kMax) return by_blas(*found), kOk;
 #if defined(__AVX512F__)
     if constexpr (std::is_same_v<T, bfloat16>)
-      if (Pairs::available()) return by<Pairs>(few);
+      if (Pairs::available()) return by<Pairs>(all);
 #endif
-    return by<Widened<T>>(few);
+    return by<Widened<T>>(all);
   }
 
  private:
   template <class Terms>
-  Status by(bool few) const {
-    if (few && !a.transposed && b.transposed) return by_dots<Terms>(), kOk;
-    return by_panels<Terms>() ? kOk : out_of_memory("a matrix product");
+  Status by(int64_t all) const {
+    if (all <= kDotRows && !a.transposed && b.transposed) return by_dots<Terms>(), kOk;
+    return by_panels<Terms>(all <= kFewRows && !b.transposed) ? kOk : out_of_memory("a matrix product");
   }
 
   // Of any size.
@@ -356,32 +384,38 @@ struct Tile {
   }
 
   // Of at most kPanelRows x kPanelCols, by the kernel above. A block's sums go to c where that is all there is to do,
-  // else to panels.c until they have all their terms.
+  // else to panels.c until they have all their terms. `as_it_lies`: B is not packed, but for the last few columns.
   template <class Terms>
-  bool by_panels() const {
+  bool by_panels(bool as_it_lies) const {
     constexpr int64_t kDepth = B::kDepth * Terms::kTerms;
     const Panels<A> panels;
     if (!panels.a) return false;
     const Matrix<T> columns{b.data, b.stride, !b.transposed};
     const bool once = k <= kDepth;
     const int64_t stride = once ? B::kCols : ceil_div(n, B::kCols) * B::kCols;
+    const int64_t lying = as_it_lies ? n / B::kCols * B::kCols : 0;
     int64_t p = 0;
     do {
       const int64_t terms = k - p < kDepth ? k - p : kDepth, depth = ceil_div(terms, Terms::kTerms);
       pack<Terms, B::kRows>(a.at(0, p), m, terms, panels.a);
-      pack<Terms, B::kCols>(columns.at(0, p), n, terms, panels.b);
+      pack<Terms, B::kCols>(columns.at(lying, p), n - lying, terms, panels.b);
+      auto multiply = [=](int64_t i, int64_t j, int64_t rows, bool added, A *sums, int64_t ld) {
+        const A *left = panels.a + i / B::kRows * strip<B::kRows, A>(depth);
+        if (j < lying)
+          return multiply_rows<Terms>(rows, depth, left, Lying<Terms, T>{b.at(p, j), terms}, added, sums, ld);
+        const Packed<A> right{panels.b + (j - lying) / B::kCols * strip<B::kCols, A>(depth)};
+        multiply_rows<Terms>(rows, depth, left, right, added, sums, ld);
+      };
       for (int64_t j = 0; j < n; j += B::kCols)
         for (int64_t i = 0; i < m; i += B::kRows) {
           const int64_t rows = m - i < B::kRows ? m - i : B::kRows, cols = n - j < B::kCols ? n - j : B::kCols;
-          const A *left = panels.a + i / B::kRows * strip<B::kRows, A>(depth);
-          const A *right = panels.b + j / B::kCols * strip<B::kCols, A>(depth);
           if constexpr (std::is_same_v<Finish, Plain> && std::is_same_v<C, A>)
             if (cols == B::kCols) {
-              multiply_rows<Terms>(rows, depth, left, right, add || p, c + i * ldc + j, ldc);
+              multiply(i, j, rows, add || p, c + i * ldc + j, ldc);
               continue;
             }
           A *sums = once ? panels.c : panels.c + i * stride + j;
-          multiply_rows<Terms>(rows, depth, left, right, p, sums, stride);
+          multiply(i, j, rows, p, sums, stride);
           if (p + terms == k) finish_sums(i, j, rows, cols, sums, stride);
         }
       p += terms;
@@ -389,13 +423,13 @@ struct Tile {
     return true;
   }
 
-  // Of at most kFewRows rows, and B transposed: both lie as dot products want them.
+  // Of at most kDotRows rows, and B transposed: both lie as dot products want them.
   template <class Terms>
   void by_dots() const {
     using D = Dots<Terms, T>;
     constexpr int lanes = kLanes<T>;
     for (int64_t j = 0; j < n; j += lanes) {
-      A sums[kFewRows * lanes];
+      A sums[kDotRows * lanes];
       const int64_t cols = n - j < lanes ? n - j : lanes;
       for (int64_t l = 0; l < cols; l += D::kCols) {
         D dots;
@@ -447,34 +481,53 @@ struct Tiles {
 
 // -------------------------------------------------------------------------------------------------------- products
 
-template <typename T, typename C>
-struct Typed {
-  using Element = T;
+template <typename T, typename C, class Finish = Plain>
+struct Gemm {
+  int64_t m, n, k;
   Matrix<T> a, b;
   C *c;
   int64_t ldc;
+  bool add = false;
+  Finish finish = {};
+
+  Tiles tiles(int64_t products) const { return Tiles::of<Accumulate<T>>(m, n, k, products); }
+
+  Status compute(const Tiles &tiles, int64_t index) const {
+    return tiles.at(index, [this](int64_t i, int64_t j, int64_t rows, int64_t cols) {
+      return Tile<T, C, Finish>{rows, cols, k, a.at(i, 0), b.at(0, j), c + i * ldc + j, ldc, add, i, j, finish}.compute(
+          m);
+    });
+  }
 };
 
-// `count` products of one size, in one loop of threads: product(i) gives the i-th; `finish` is not told which it is.
-template <class F, class Finish = Plain>
-Status gemm_batch(int64_t count, int64_t m, int64_t n, int64_t k, F product, bool add = false, Finish finish = {}) {
-  using T = typename decltype(product(0))::Element;
-  using C = std::remove_pointer_t<decltype(product(0).c)>;
-  const Tiles tiles = Tiles::of<Accumulate<T>>(m, n, k, count);
-  return try_parallel(count * tiles.count, [&](int64_t index) {
-    const auto of = product(index / tiles.count);
-    return tiles.at(index % tiles.count, [&](int64_t i, int64_t j, int64_t rows, int64_t cols) {
-      const Tile<T, C, Finish> tile{rows, cols, k, of.a.at(i, 0), of.b.at(0, j), of.c + i * of.ldc + j, of.ldc,
-                                    add,  i,    j, finish};
-      return tile.compute(m <= kFewRows);
-    });
+// `count` products of one size, in one loop of threads: product(i) gives the i-th.
+template <class F>
+Status gemm_batch(int64_t count, F product) {
+  if (count == 0) return kOk;
+  const Tiles tiles = product(0).tiles(count);
+  return try_parallel(count * tiles.count,
+                      [&](int64_t index) { return product(index / tiles.count).compute(tiles, index % tiles.count); });
+}
+
+// Products of any sizes, in one loop of threads; those whose c is null nobody wants.
+template <typename T, typename C, int count>
+Status gemm_each(const Gemm<T, C> (&products)[count]) {
+  int64_t wanted = 0, total = 0;
+  for (const auto &product : products) wanted += product.c != nullptr;
+  Tiles tiles[count] = {};
+  for (int i = 0; i < count; ++i)
+    if (products[i].c) total += (tiles[i] = products[i].tiles(wanted)).count;
+  return try_parallel(total, [&](int64_t index) {
+    int i = 0;
+    while (index >= tiles[i].count) index -= tiles[i++].count;
+    return products[i].compute(tiles[i], index);
   });
 }
 
 template <typename T, typename C, class Finish = Plain>
 Status gemm(int64_t m, int64_t n, int64_t k, Matrix<T> a, Matrix<T> b, C *c, int64_t ldc, bool add = false,
             Finish finish = {}) {
-  return gemm_batch(1, m, n, k, [=](int64_t) { return Typed<T, C>{a, b, c, ldc}; }, add, finish);
+  return gemm_batch(1, [=](int64_t) { return Gemm<T, C, Finish>{m, n, k, a, b, c, ldc, add, finish}; });
 }
 
 }  // namespace AOT_ISA

@@ -8,13 +8,13 @@ inline namespace AOT_ISA {
 
 template <typename T, typename C>
 Status multiply_each(const Product &p) {
-  return gemm_batch(p.count(), p.m, p.n, p.k, [&](int64_t index) {
+  return gemm_batch(p.count(), [&](int64_t index) {
     int64_t a, b, c;
     p.at(index, &a, &b, &c);
     auto matrix = [](const Operand &x, int64_t at) {
       return Matrix<T>{static_cast<const T *>(x.data) + at, x.stride, x.transposed};
     };
-    return Typed<T, C>{matrix(p.a, a), matrix(p.b, b), static_cast<C *>(p.c.data) + c, p.c.stride};
+    return Gemm<T, C>{p.m, p.n, p.k, matrix(p.a, a), matrix(p.b, b), static_cast<C *>(p.c.data) + c, p.c.stride};
   });
 }
 
