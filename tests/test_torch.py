@@ -147,9 +147,9 @@ def samples(name, where):
     )
     options = [[1, 1], [1, 1], [1, 1], 1, "NCHW", False], [[2, 1], [0, 2], [1, 2], 2, "NCHW", True]
     dys = [torch.randn(*shape, device=where, dtype=x.dtype) for shape in ((2, 6, 5, 6), (2, 6, 2, 8))]
-    cell = tuple(t.detach().clone() for t in _lltm_arguments(x, w, b))
+    cell = tuple(t.detach() for t in _lltm_arguments(x, w, b))
     cases = {
-        "lltm": [tuple(t.requires_grad_() for t in cell)],
+        "lltm": [tuple(t.clone().requires_grad_() for t in cell)],
         "lltm_backward": [(dy, dy * 2, *cell, None)],
         "conv2d": [(image, kernel, w, *options[0]), (image, grouped, None, *options[1])],
         "conv2d_backward": [
