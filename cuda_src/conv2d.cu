@@ -100,8 +100,7 @@ __global__ void __launch_bounds__(kDirectBlock)
 // Blocks for n threads. More than a grid holds would be elements of 10^12 bytes.
 inline unsigned direct_grid(int64_t n) { return grid_size(ceil_div(n, kDirectBlock)); }
 
-// ----------------------------------------------------------------------------------------------------------------
-// dbias
+// --------------------------------------------------------------------------------------------------------------- dbias
 
 // partial[slice][output]: a block sums one slice of the pixels, for 32 outputs (NHWC) or for one (NCHW).
 template <typename T>
@@ -220,8 +219,7 @@ __global__ void __launch_bounds__(kDirectBlock)
   if (i < n) y[i] += bias[i / plane % channels];
 }
 
-// ------------------------------------------------------------------------------------------------------------
-// launchers
+// ----------------------------------------------------------------------------------------------------------- launchers
 
 // A call as a matrix product on tensor cores, by way of the workspace where its tensors are not as those want them.
 template <typename T>
@@ -521,8 +519,7 @@ bool conv2d_sm90_takes(const char *, Conv2dProduct *, int, bool) { return false;
 Status conv2d_sm90(Launches &, const Conv2dProduct &) { return kOk; }
 #endif
 
-// --------------------------------------------------------------------------------------------------------------
-// entries
+// ------------------------------------------------------------------------------------------------------------- entries
 
 AOT_ENTRY(Conv2d, aot_conv2d_cuda, conv2d_cuda)
 AOT_ENTRY(Conv2dBackward, aot_conv2d_backward_cuda, conv2d_backward_cuda)
