@@ -45,8 +45,8 @@ CXXFLAGS  := -std=c++17 -O3 -fPIC -fvisibility=hidden -fopenmp -fno-math-errno -
              -MMD -MP -DAOT_VERSION='"$(VERSION)"' $(if $(word 2,$(ISAS)),-DAOT_HAVE_X86_ISAS)
 GENCODE   := $(foreach a,$(ARCHS),-gencode arch=compute_$(a),code=sm_$(a)) \
              -gencode arch=compute_$(lastword $(ARCHS)),code=compute_$(lastword $(ARCHS))
-NVCCFLAGS := -std=c++17 -O3 -DAOT_ISA=cuda -MMD -MP -Werror cross-execution-space-call -Xcompiler -fPIC,-fvisibility=hidden,-Wall \
-             $(if $(filter 90,$(ARCHS)),-DAOT_HAVE_SM90)
+NVCCFLAGS := -std=c++17 -O3 -DAOT_ISA=cuda -MMD -MP -Werror cross-execution-space-call \
+             -Xcompiler -fPIC,-fvisibility=hidden,-Wall $(if $(filter 90,$(ARCHS)),-DAOT_HAVE_SM90)
 comma     := ,
 pinned     = $(shell sed -n 's/.*"\($(1)==[^"]*\)".*/\1/p' pyproject.toml)
 LDFLAGS   := -z,defs,-z,now,-z,nodelete,--version-script=cuda_src/host/exports.map

@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+from .spec import accumulate_dtype
+
+
+def workspace_elements(n, dtype):
+    """Elements of a workspace, which are of accumulate_dtype(dtype), that n of ``dtype`` take there; whatever follows
+    begins at a multiple of 64."""
+    words = n if dtype == accumulate_dtype(dtype) else (n + 1) // 2
+    return (words + 63) // 64 * 64
+
 
 def library_workspace(elements, k):
     """Elements of scratch for cuBLASLt, for a product of so many elements, each a sum of k terms: it may cut k into

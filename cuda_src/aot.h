@@ -99,6 +99,9 @@ inline bool is_floating(DType d) { return d >= DType::float16 && d <= DType::flo
 // What the statistics and sums of a tensor of this dtype are kept in.
 inline DType accumulate_dtype(DType d) { return d == DType::float64 || d == DType::unknown ? d : DType::float32; }
 
+// Bytes of an element of a floating dtype.
+inline int64_t itemsize(DType d) { return d == DType::float64 ? 8 : d == DType::float32 ? 4 : 2; }
+
 // --------------------------------------------------------------------------------------------------------- tensors
 
 enum SlotKind {

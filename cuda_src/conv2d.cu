@@ -229,7 +229,6 @@ class ProductCall {
               cudaStream_t stream)
       : call_(attrs, s), plan_(attrs.plan(s, dtype)), launch_(op, stream), next_(workspace.as<float>()) {
     takes_ = workspace && aligned(workspace.data) && plan_.product && within_limits(attrs);
-    p_ = {};
     p_.dtype = dtype, p_.tf32 = attrs.allow_tf32;
     p_.batch = s.batch, p_.height = s.height, p_.width = s.width;
     p_.channels = plan_.channels, p_.outputs = plan_.outputs;
@@ -360,7 +359,7 @@ class ProductCall {
   Launches launch_;
   float *next_;  // of the workspace
   bool takes_;
-  Conv2dProduct p_;
+  Conv2dProduct p_ = {};
 };
 
 // A kernel of 1 x 1 on NCHW as a product for each image, of the tensors as they lie. float32 and float64 alone: packing

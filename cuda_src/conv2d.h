@@ -16,8 +16,6 @@
 namespace aot {
 inline namespace AOT_ISA {
 
-inline int64_t itemsize(DType dtype) { return dtype == DType::float64 ? 8 : dtype == DType::float32 ? 4 : 2; }
-
 // What a call is about, whatever the layout. Batch: the product of the leading axes.
 struct Conv2dShape {
   int64_t batch, channels, height, width, outputs, kernel_h, kernel_w, out_h, out_w;

@@ -104,7 +104,7 @@ static Gemm to_gemm(const Product &p, bool allow_tf32, char *workspace, int64_t 
 
 Status linear_cuda(const Linear &op, const Tensor *in, const Tensor *out, void *stream) {
   const Tensor &x = in[0], &weight = in[1], &bias = in[2], &y = out[0], &before = out[1], &scratch = out[2];
-  const int64_t size = x.dtype == DType::float64 ? 8 : 4;
+  const int64_t size = itemsize(accumulate_dtype(x.dtype));
   Gemm g = to_gemm(LinearProducts(x, weight).forward(x, weight, y.data), op.allow_tf32, scratch.as<char>(),
                    scratch ? scratch.size() * size : 0);
   g.bias = bias.data, g.activation = op.activation(), g.before = op.activation() ? before.data : nullptr;
@@ -121,7 +121,6 @@ Status linear_backward_cuda(const LinearBackward &op, const Tensor *in, const Te
     using T = typename decltype(type)::type;
     using A = Accumulate<T>;
     A *partials = scratch.as<A>() + (scratch ? op.slope_elements(dy) : 0), *rest = partials + op.kParts * products.out;
-    rest += (op.kAligned - op.kParts * products.out % op.kAligned) % op.kAligned;
     const int64_t bytes = scratch ? (scratch.as<A>() + scratch.size() - rest) * int64_t(sizeof(A)) : 0;
     auto run = [&](const Product &p, const void *with_bias) {
       if (!p.m || !p.n) return kOk;

@@ -70,8 +70,7 @@ struct LinearBackward : LinearAttrs {
   static constexpr Slot inputs[] = {{"dy"}, {"x"}, {"weight"}, {"bias", optional}, {"before", optional}};
   static constexpr Slot outputs[] = {
       {"dx", optional}, {"dweight", optional}, {"dbias", optional}, {"workspace", workspace}};
-  static constexpr int kParts = 64;  // partial sums of a column of dy
-  static constexpr int64_t kAligned = 64;
+  static constexpr int kParts = 64;  // partial sums of a column of dy; what lies behind all of them is aligned, too
 
   Status infer(const Tensor *in, Spec *out) const {
     const Spec &dy = in[0], &x = in[1], &weight = in[2];
@@ -89,12 +88,7 @@ struct LinearBackward : LinearAttrs {
 
   // Elements of scratch for the gradient of what goes into the activation, which is of dy's dtype; the sums' partials
   // lie behind it, and cuBLASLt's scratch behind them.
-  int64_t slope_elements(const Spec &dy) const {
-    if (!activation()) return 0;
-    const bool half = dy.dtype == DType::float16 || dy.dtype == DType::bfloat16;
-    const int64_t n = half ? (dy.size() + 1) / 2 : dy.size();
-    return (n + kAligned - 1) / kAligned * kAligned;
-  }
+  int64_t slope_elements(const Spec &dy) const { return activation() ? workspace_elements(dy.size(), dy.dtype) : 0; }
 };
 
 // The products. x and dy are taken as matrices, of all their rows.

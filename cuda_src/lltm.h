@@ -116,12 +116,11 @@ struct LltmBackward : LltmAttrs {
   };
   Scratch scratch(const Spec &input, const Spec &old_h, bool kept) const {
     const int64_t all = 3 * old_h.size(), columns = 3 * width(old_h);
-    const bool half = accumulate_dtype(old_h.dtype) != old_h.dtype;
-    auto whole = [](int64_t n) { return (n + 63) / 64 * 64; };  // 256 bytes
+    const DType sums = accumulate_dtype(old_h.dtype);
     Scratch s;
-    s.gates = whole(half ? (all + 1) / 2 : all);
-    s.sums = s.gates + (kept ? 0 : whole(all));
-    s.library = s.sums + whole(parts(rows(old_h)) * columns);
+    s.gates = workspace_elements(all, old_h.dtype);
+    s.sums = s.gates + (kept ? 0 : workspace_elements(all, sums));
+    s.library = s.sums + workspace_elements(parts(rows(old_h)) * columns, sums);
     s.end = s.library + library_workspace(all, width(old_h) + width(input));
     return s;
   }

@@ -96,6 +96,13 @@ struct Product {
 // What may follow a product, elementwise.
 enum Activation { kActivationNone, kActivationRelu, kActivationGeluTanh, kActivationGelu, kActivationSilu };
 
+// Elements of a workspace, which are of accumulate_dtype(dtype), that n of dtype take there; whatever follows begins at
+// a multiple of 64.
+inline int64_t workspace_elements(int64_t n, DType dtype) {
+  const int64_t size = itemsize(accumulate_dtype(dtype)), words = (n * itemsize(dtype) + size - 1) / size;
+  return (words + 63) / 64 * 64;
+}
+
 // Elements of scratch for cuBLASLt, for a product of so many elements, each a sum of k terms: it may cut k into pieces.
 // None for a small one.
 inline int64_t library_workspace(int64_t elements, int64_t k) { return elements * k >= 1 << 24 ? 1 << 23 : 0; }

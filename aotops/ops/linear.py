@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from ..matrix import library_workspace
+from ..matrix import library_workspace, workspace_elements
 from ..op import operator
 from ..spec import TensorSpec, accumulate_dtype, check_dtype, check_floating, check_like, shape_text, size
 
 ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh", "silu")
 PARTS = 64  # cuda_src/linear.h: kParts
-_ALIGNED = 64  # elements that scratch begins at a multiple of
 
 
 def _layer(op, x, weight, bias, activation):
@@ -49,13 +48,8 @@ def _infer_backward(dy, x, weight, bias, before, activation, allow_tf32):
     check_like(op, "dy", dy, "y", y)
     if before is not None:
         check_like(op, "before", before, "what goes into the activation", _before(y, activation))
-    n = size(y.shape)
-    if activation is None:
-        n = 0
-    elif x.dtype in ("float16", "bfloat16"):
-        n = (n + 1) // 2  # two in an element of the workspace
-    work = (n + _ALIGNED - 1) // _ALIGNED * _ALIGNED + PARTS * weight.shape[0]
-    work = work + library_workspace(size(y.shape), x.shape[-1])
+    slope = 0 if activation is None else workspace_elements(size(y.shape), x.dtype)
+    work = slope + PARTS * weight.shape[0] + library_workspace(size(y.shape), x.shape[-1])
     return x, weight, TensorSpec(weight.shape[:1], x.dtype), TensorSpec((work,), accumulate_dtype(x.dtype))
 
 

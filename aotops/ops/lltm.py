@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..matrix import library_workspace
+from ..matrix import library_workspace, workspace_elements
 from ..op import operator
 from ..spec import TensorSpec, accumulate_dtype, check_dtype, check_floating, check_like, shape_text, size
 
@@ -36,14 +36,11 @@ def _gates(old_h):
 
 def _scratch(input, old_h, kept):
     """As cuda_src/lltm.h has it: dpre, absent gates, partial sums of dbias, and cuBLASLt's."""
-
-    def whole(n):
-        return (n + 63) // 64 * 64
-
     rows, state, n = size(old_h.shape[:-1]), old_h.shape[-1], 3 * size(old_h.shape)
     dtype = accumulate_dtype(old_h.dtype)
     parts = min(max(rows // 64, 1), 64) if isinstance(rows, int) else 64
-    work = whole(n if dtype == old_h.dtype else (n + 1) // 2) + (0 if kept else whole(n)) + whole(parts * 3 * state)
+    work = workspace_elements(n, old_h.dtype) + (0 if kept else workspace_elements(n, dtype))
+    work += workspace_elements(parts * 3 * state, dtype)
     return TensorSpec((work + library_workspace(n, state + input.shape[-1]),), dtype)
 
 

@@ -495,8 +495,8 @@ struct Gemm {
 
   Status compute(const Tiles &tiles, int64_t index) const {
     return tiles.at(index, [this](int64_t i, int64_t j, int64_t rows, int64_t cols) {
-      return Tile<T, C, Finish>{rows, cols, k, a.at(i, 0), b.at(0, j), c + i * ldc + j, ldc, add, i, j, finish}.compute(
-          m);
+      const Tile<T, C, Finish> tile{rows, cols, k, a.at(i, 0), b.at(0, j), c + i * ldc + j, ldc, add, i, j, finish};
+      return tile.compute(m);
     });
   }
 };

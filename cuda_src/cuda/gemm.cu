@@ -78,7 +78,7 @@ static int64_t tiles_of(const Gemm &g) { return ceil_div(g.m, 128) * ceil_div(g.
 
 // Whether every line of a product is whole vectors of 16 bytes.
 static bool takes_vectors(const Gemm &g) {
-  const int64_t elements = g.dtype == DType::float64 ? 2 : g.dtype == DType::float32 ? 4 : 8;
+  const int64_t elements = 16 / itemsize(g.dtype);
   for (int64_t n : {g.a.transposed ? g.m : g.k, g.b.transposed ? g.k : g.n, g.n, g.a.stride, g.b.stride, g.c.stride,
                     g.a_step, g.b_step, g.c_step})
     if (n % elements) return false;
@@ -195,8 +195,7 @@ Status gemm(const char *op, const Gemm &gemm, cudaStream_t stream) {
 static Status multiply_each(const char *op, const Product &p, DType c_dtype, bool allow_tf32, void *workspace,
                             int64_t workspace_bytes, cudaStream_t stream) {
   const Product::Axis inner = p.naxes ? p.axes[p.naxes - 1] : Product::Axis{1, 0, 0, 0};
-  const int64_t size = p.dtype == DType::float64 ? 8 : p.dtype == DType::float32 ? 4 : 2;
-  const int64_t c_size = c_dtype == p.dtype ? size : 4;
+  const int64_t size = itemsize(p.dtype), c_size = itemsize(c_dtype);
   Product outer = p;
   outer.naxes = p.naxes ? p.naxes - 1 : 0;
   for (int64_t i = 0; i < outer.count(); ++i) {
@@ -214,7 +213,7 @@ static Status multiply_each(const char *op, const Product &p, DType c_dtype, boo
 Status multiply(const char *op, const Product &product, bool allow_tf32, const Tensor &scratch, int64_t first,
                 int64_t sums, cudaStream_t stream) {
   if (!product.elements()) return kOk;
-  const int64_t size = product.dtype == DType::float64 ? 8 : 4;
+  const int64_t size = itemsize(accumulate_dtype(product.dtype));
   constexpr int64_t kAligned = 256;
   char *rest = nullptr;
   int64_t bytes = 0;

@@ -299,6 +299,8 @@ struct Layout {
     }
     contiguous = contiguous || size == 0;
   }
+  // Whether the slot takes the one number that all elements are, in their place.
+  bool as_number(const Call &call, int slot) const { return !contiguous && uniform && call.uniform >> slot & 1; }
 };
 
 struct Arguments {
@@ -365,7 +367,7 @@ struct Arguments {
     ndims[n] = t.ndim, shapes[n] = t.shape, dtypes[n] = dlpack_dtype(t);
     const Layout layout(t);
     count(layout.size);
-    const bool one = !layout.contiguous && layout.uniform && call.uniform >> slot & 1;
+    const bool one = layout.as_number(call, slot);
     if (one) ndims[n] = 0, shapes[n] = nullptr;
     if (!layout.contiguous && !one) return not_contiguous(call, slot);
     if (layout.size == 1 || one) AOT_TRY(check_not_negated(call, slot, object));
@@ -533,7 +535,7 @@ bool lies_well(const Call &call, int slot, void *object) {
   DLTensor t;
   if (torch.exchange->read(object, &t)) return PyErr_Clear(), false;
   const Layout layout(t);
-  return layout.contiguous || (layout.uniform && call.uniform >> slot & 1);
+  return layout.contiguous || layout.as_number(call, slot);
 }
 
 // A tuple with a gradient, or None, for each input of the forward; null, and maybe an error of Python's: this is not
