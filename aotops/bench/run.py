@@ -188,7 +188,7 @@ class Bench:
             "dtype": case.dtype,
             "impl": name,
             "us": round(seconds * 1e6, 3),
-            "gbs": round(gbs, 1),
+            "gbs": round(gbs, 4),  # of a small call on a busy machine little is left
             "of_copy": round(gbs / self.machine.copy_gbs(case.bytes), 4),
             "host_us": round(host * 1e6, 3),
         }
