@@ -18,7 +18,21 @@ import ctypes
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from ctypes import POINTER, Structure, byref, c_bool, c_char_p, c_int, c_int64, c_uint32, c_void_p, py_object, pythonapi
+from ctypes import (
+    POINTER,
+    Structure,
+    byref,
+    c_bool,
+    c_char,
+    c_char_p,
+    c_int,
+    c_int64,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+    py_object,
+    pythonapi,
+)
 from functools import cache, lru_cache, partial
 from inspect import Parameter, signature
 from typing import Any, NamedTuple
@@ -32,6 +46,9 @@ RUNGS = ("ctypes", "addresses", "tensors")
 _DEVICES = ("cpu", "cuda")
 _METH_KEYWORDS, _METH_FASTCALL = 0x02, 0x80
 _MOST_SLOTS = 16
+MOST_BOUND = 256
+"""Bindings of an operator to attributes that are kept, of those used last: a program has few, unless it changes an
+attribute with each call."""
 _Slots = c_int * _MOST_SLOTS
 
 
@@ -40,13 +57,26 @@ class _MethodDef(Structure):
 
 
 class _Interpreter(Structure):
-    _fields_ = [("none", c_void_p), ("errors", c_void_p * 6), ("type_offset", c_int64), ("head_size", c_int64)]
+    _fields_ = [
+        ("none", c_void_p), ("errors", c_void_p * 6), ("types", c_void_p * 5), ("type_offset", c_int64),
+        ("head_size", c_int64),
+    ]  # fmt: skip
+
+
+class Gate(Structure):
+    """What cuda_src/host/gate.h has to know of a torch; the frontend fills it."""
+
+    _fields_ = [
+        ("tensor_keys", c_uint64 * 4), ("autocast_keys", c_uint64), ("inference", c_uint64 * 2),
+        ("impl_offset", c_int64), ("key_offset", c_int64), ("forward_ad", c_void_p), ("level", c_void_p),
+        ("no_level", c_void_p),
+    ]  # fmt: skip
 
 
 class _Torch(Structure):
     _fields_ = [
-        ("exchange", c_void_p), ("types", c_void_p * 2), ("empty_like", c_void_p), ("grad_enabled", c_void_p),
-        ("dispatch_modes", c_void_p), ("autocast_enabled", c_void_p),
+        ("exchange", c_void_p), ("types", c_void_p * 2), ("size_type", c_void_p), ("empty_like", c_void_p),
+        ("gate", Gate),
     ]  # fmt: skip
 
 
@@ -58,7 +88,7 @@ class _Function(Structure):
     _fields_ = [
         ("call", c_void_p), ("model", _Slots), ("has_models", c_bool), ("always", c_uint32), ("residuals", c_uint32),
         ("scratch", c_uint32), ("keep_from", c_int64), ("n_returned", c_int), ("n_saved", c_int), ("saved", _Slots),
-        ("make_models", c_void_p), ("models", c_void_p),
+        ("instead", _Slots), ("make_models", c_void_p), ("models", c_void_p),
     ]  # fmt: skip
 
 
@@ -70,15 +100,16 @@ class _Backward(Structure):
 
 
 class _Differentiable(Structure):
-    _fields_ = [("function", c_void_p), ("apply", c_void_p)]
+    _fields_ = [("function", c_void_p), ("apply", c_void_p), ("last_use", c_uint64)]
 
 
 class _Public(Structure):
     _fields_ = [
         ("n_inputs", c_int), ("n_attrs", c_int), ("n_parameters", c_int), ("place", c_int * (2 * _MOST_SLOTS)),
         ("names", c_void_p * (2 * _MOST_SLOTS)), ("defaults", c_void_p * (2 * _MOST_SLOTS)),
-        ("n_transposable", c_int), ("transposable", _Slots), ("transposes", _Slots), ("has_autocast", c_bool),
-        ("bind", c_void_p), ("bound", c_void_p), ("refusals", c_void_p), ("otherwise", c_void_p),
+        ("n_transposable", c_int), ("transposable", _Slots), ("transposes", _Slots),
+        ("kinds", c_char * (2 * _MOST_SLOTS)), ("has_autocast", c_bool), ("most_bound", c_int), ("clock", c_uint64),
+        ("bind", c_void_p), ("bound", c_void_p), ("otherwise", c_void_p),
     ]  # fmt: skip
 
 
@@ -112,27 +143,29 @@ def _lib() -> ctypes.CDLL:
         # ob_type is the last word of the object's head, in free-threaded builds too
         head = object.__basicsize__
         errors = (None, *(id(library.ERRORS[status]) for status in range(1, 6)))
-        facts = _Interpreter(id(None), (c_void_p * 6)(*errors), head - ctypes.sizeof(c_void_p), head)
+        types = (c_void_p * 5)(*map(id, (int, float, bool, str, tuple)))
+        facts = _Interpreter(id(None), (c_void_p * 6)(*errors), types, head - ctypes.sizeof(c_void_p), head)
         lib.aot_python_setup(byref(facts))
     return lib
 
 
-def read_torch(torch: Any) -> bool:
-    """Lets ``tensors`` take torch tensors; False where this torch has no exchange table (before 2.10)."""
+def read_torch(torch: Any, gate: Gate | None) -> bool:
+    """Lets ``tensors`` take torch tensors; False where this torch has no exchange table (before 2.10), or no gate."""
     capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-    if rung() != "tensors" or capsule is None:
+    if rung() != "tensors" or capsule is None or gate is None:
         return False
     get = pythonapi.PyCapsule_GetPointer
     get.restype, get.argtypes = c_void_p, [py_object, c_char_p]
     types = (c_void_p * 2)(id(torch.Tensor), id(torch.nn.Parameter))
-    asked = (
-        torch.empty_like,
-        torch.is_grad_enabled,
-        torch._C._len_torch_dispatch_stack,
-        torch._C._is_any_autocast_enabled,
-    )
-    _lib().aot_python_torch(byref(_Torch(get(capsule, b"dlpack_exchange_api"), types, *map(id, _keep(asked)))))
-    return True
+    exchange = get(capsule, b"dlpack_exchange_api")
+    facts = _Torch(exchange, types, id(torch.Size), id(torch.empty_like), gate)
+    return bool(_lib().aot_python_torch(byref(facts)))
+
+
+def gate() -> Callable[..., bool]:
+    """After ``read_torch``: a builtin of tensors, or None, that tells whether a call on them is plain
+    (cuda_src/host/gate.h), with autocast on or off."""
+    return _builtin("gate", "aot_gate", _struct(c_int()))
 
 
 def read_numpy(numpy: Any, dtypes: Sequence[Any]) -> bool:
@@ -147,16 +180,13 @@ def read_numpy(numpy: Any, dtypes: Sequence[Any]) -> bool:
     return True
 
 
-_kept: list[Any] = []  # what C points at: as long-lived as the library
+# What C points at for good: dtypes, methods and public functions, which are few. importlib.reload keeps it.
+_kept: list[Any] = globals().get("_kept", [])
 
 
 def _keep(value: Any) -> Any:
     _kept.append(value)
     return value
-
-
-def _keep_struct(value: Structure) -> int:
-    return ctypes.addressof(_keep(value))
 
 
 @cache
@@ -167,9 +197,9 @@ def _text(value: str) -> bytes:
 # ------------------------------------------------------------------------------------------------------------- calls
 
 
-@cache
-def _handle(op: Op, attrs: tuple[Attr, ...]) -> int:
-    """The C side of an operator bound to its attributes. Kept for good: a program has few of them."""
+@lru_cache(maxsize=MOST_BOUND)
+def _handle(op: Op, attrs: tuple[Attr, ...]) -> Any:
+    """The C side of an operator bound to its attributes: a capsule that owns it."""
     n = len(op.slots)
     entries = (c_void_p * 2)(*(library.address(f"aot_{op.name}_{device}") for device in _DEVICES))
     inits = (c_void_p * 2)(*(library.address(f"aot_{op.name}_{device}Init") for device in _DEVICES))
@@ -185,10 +215,10 @@ def _handle(op: Op, attrs: tuple[Attr, ...]) -> int:
         inits,
     )
     assert handle, f"{op.name} has more than 16 slots, or more than 8 optional ones"
-    return handle
+    return _capsule(handle, "aot_call_capsule_delete")
 
 
-@cache
+@lru_cache(maxsize=MOST_BOUND)
 def tensors(op: Op, attrs: tuple[Attr, ...]) -> Callable[..., None]:
     """A builtin that takes one tensor, or None, for each of ``op.slots``, and runs the entry for their device, on the
     framework's current stream. All must be contiguous and on one device; the outputs must be allocated."""
@@ -220,7 +250,8 @@ def function(
         models: takes an operator, its attributes and one tensor, or None, for each input; returns, for each of
             ``op.extra_outputs`` that is not like an input, a tensor of its shape, dtype and device, else None.
         keep_residuals_from: so many elements of a first input on a GPU are too few to keep residuals.
-        backward: the backward in Python, for what is unusual.
+        backward: the backward in Python, for what is not plain: a function of the saved tensors, the gradients of the
+            outputs, and for each input whether its gradient is needed.
     """
     handle, method = _function_handle(op, attrs, models, keep_residuals_from), None
     if op.backward is not None:
@@ -231,20 +262,20 @@ def function(
     )
 
 
-def _backward_method(op: Op, backward: Op, handle: int, otherwise: Callable[..., Any]) -> Callable[..., Any]:
+def _backward_method(op: Op, backward: Op, handle: Any, otherwise: Callable[..., Any]) -> Callable[..., Any]:
     sources = [*(f"d{y}" for y in op.outputs), *op.saved]
     slots = {slot: i for i, slot in enumerate(backward.slots)}
     gradients = [backward.alias.get(f"d{x}", f"d{x}") for x in op.inputs]
     made = _Backward(
-        handle,
+        _pointer(handle),
         len(op.outputs),
         len(op.inputs),
         _Slots(*(sources.index(slot) for slot in backward.inputs)),
         _Slots(*(slots.get(gradient, -1) for gradient in gradients)),
-        id(_keep(otherwise)),
+        id(otherwise),
     )
     pythonapi.PyInstanceMethod_New.restype, pythonapi.PyInstanceMethod_New.argtypes = py_object, [py_object]
-    return pythonapi.PyInstanceMethod_New(_builtin(op.name, "aot_function_backward", _keep_struct(made)))
+    return pythonapi.PyInstanceMethod_New(_builtin(op.name, "aot_function_backward", _struct(made, handle, otherwise)))
 
 
 def serve(function: Callable[..., Any], builtin: Any) -> None:
@@ -256,10 +287,9 @@ def serve(function: Callable[..., Any], builtin: Any) -> None:
     ctypes.PYFUNCTYPE(None, py_object, py_object)(address)(function, builtin.__self__)
 
 
-@cache
 def _function_handle(
     op: Op, attrs: tuple[Attr, ...], models: Callable[..., tuple[Any, ...]], keep_residuals_from: int
-) -> int:
+) -> Any:
     slots = {slot: i for i, slot in enumerate(op.slots)}
     written = range(len(op.inputs), len(slots))
     model = [slots.get(op.like.get(slot, ""), -1) for slot in op.slots]
@@ -267,8 +297,9 @@ def _function_handle(
     def bits(names: Iterable[str]) -> int:
         return sum(1 << slots[name] for name in names)
 
+    handle, make_models, made_models = _handle(op, attrs), partial(models, op, attrs), {}
     made = _Function(
-        _handle(op, attrs),
+        _pointer(handle),
         _Slots(*model),
         any(model[i] < 0 for i in written),
         bits([*(y for y in op.outputs if y in slots and y not in op.optional), *op.workspace]),
@@ -278,44 +309,41 @@ def _function_handle(
         len(op.outputs),
         len(op.saved),
         _Slots(*(slots[slot] for slot in op.saved)),
-        id(_keep(partial(models, op, attrs))),
-        id(_keep({})),
+        _Slots(*(slots.get(op.instead.get(slot, ""), -1) for slot in op.saved)),
+        id(make_models),
+        id(made_models),
     )
-    return _keep_struct(made)
+    return _struct(made, handle, make_models, made_models)
 
 
 def differentiable(function: Function, apply: Callable[..., Any]) -> Any:
     """What ``public`` takes: an operator bound to attributes, and the ``apply`` of its autograd function."""
-    return _capsule(_keep_struct(_Differentiable(_bound_to(function.run), id(_keep(apply)))))
+    handle = function.run.__self__  # type: ignore[attr-defined]
+    return _struct(_Differentiable(_pointer(handle), id(apply)), handle, apply)
 
 
-def public(
-    op: Op,
-    bind: Callable[..., Any],
-    refusals: tuple[type[Exception], ...],
-    otherwise: Callable[..., Any],
-) -> Callable[..., Any]:
+def public(op: Op, bind: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
     """A builtin that is called as ``op.bind`` is, and does the whole of a plain call.
 
     Args:
         bind: takes the attributes as they are given; returns what ``differentiable`` gives for them.
-        refusals: what a call raises that is not plain, or wrong.
-        otherwise: serves it in Python.
+        otherwise: serves in Python a call that is not plain, or that the entry refuses.
     """
     parameters = signature(op.bind).parameters.values()
     places = {name: i for i, name in enumerate((*op.inputs, *op.attrs))}
-    names = _keep([sys.intern(p.name) for p in parameters])
-    defaults = _keep([p.default for p in parameters])
-    made = _Public(len(op.inputs), len(op.attrs), len(names), has_autocast=op.autocast is not None)
+    names, defaults = [sys.intern(p.name) for p in parameters], [p.default for p in parameters]
+    bound: dict[Any, Any] = {}
+    made = _Public(len(op.inputs), len(op.attrs), len(names), has_autocast=bool(op.autocast), most_bound=MOST_BOUND)
     for i, (name, default) in enumerate(zip(names, defaults, strict=True)):
         made.place[i], made.names[i] = places[name], id(name)
         made.defaults[i] = None if default is Parameter.empty else id(default)
     made.n_transposable = len(op.transposable)
     for i, (slot, attr) in enumerate(op.transposable):
         made.transposable[i], made.transposes[i] = slot, len(op.inputs) + attr
-    made.bind, made.bound = id(_keep(bind)), id(_keep({}))
-    made.refusals, made.otherwise = id(_keep(refusals)), id(_keep(otherwise))
-    return _builtin(op.name, "aot_public", _keep_struct(made), _METH_FASTCALL | _METH_KEYWORDS)
+    made.kinds = "".join("l" if kind == "int[]" else kind[0] for kind in op.attrs.values()).encode()
+    made.bind, made.bound, made.otherwise = id(bind), id(bound), id(otherwise)
+    handle = _struct(made, names, defaults, bound, bind, otherwise)
+    return _builtin(op.name, "aot_public", handle, _METH_FASTCALL | _METH_KEYWORDS)
 
 
 @lru_cache(maxsize=4096)
@@ -329,7 +357,7 @@ def addresses(
     dims = [dim for spec in given for dim in spec.shape]
     status = c_int()
     plan = _lib().aot_plan_new(
-        _handle(op, attrs),
+        _pointer(_handle(op, attrs)),
         _DEVICES.index(device),
         sum(1 << i for i, spec in enumerate(specs) if spec is not None),
         len(given),
@@ -341,7 +369,7 @@ def addresses(
     library.check(status.value)
     if rung() == "ctypes":
         return _CtypesPlan(plan, len(given))
-    return _builtin(op.name, "aot_call_addresses", plan, destructor=library.address("aot_plan_capsule_delete"))
+    return _builtin(op.name, "aot_call_addresses", _capsule(plan, "aot_plan_capsule_delete"))
 
 
 class _CtypesPlan:
@@ -355,26 +383,38 @@ class _CtypesPlan:
         _lib().aot_plan_delete(self._plan)
 
 
-def _builtin(
-    name: str, function: str, handle: int, flags: int = _METH_FASTCALL, destructor: int | None = None
-) -> Callable[..., Any]:
+# What a builtin is bound to is a capsule, which owns what the C side reads: its destructor frees that with the last
+# reference to the builtin.
+
+
+def _builtin(name: str, function: str, capsule: Any, flags: int = _METH_FASTCALL) -> Callable[..., Any]:
     pythonapi.PyCFunction_NewEx.restype = py_object
     pythonapi.PyCFunction_NewEx.argtypes = [c_void_p, py_object, py_object]
-    return pythonapi.PyCFunction_NewEx(_method(name, function, flags), _capsule(handle, destructor), "aotops")
+    return pythonapi.PyCFunction_NewEx(_method(name, function, flags), capsule, "aotops")
 
 
-def _capsule(handle: int, destructor: int | None = None) -> Any:
+def _struct(made: Any, *kept: Any) -> Any:
+    """A capsule of a struct that keeps what the struct points at."""
+    context = (made, *kept)
+    capsule = _capsule(ctypes.addressof(made), "aot_capsule_release")
+    pythonapi.Py_IncRef.argtypes = [py_object]
+    pythonapi.PyCapsule_SetContext.argtypes = [py_object, py_object]
+    pythonapi.Py_IncRef(context)
+    pythonapi.PyCapsule_SetContext(capsule, context)
+    return capsule
+
+
+def _capsule(pointer: int, destructor: str) -> Any:
     pythonapi.PyCapsule_New.restype, pythonapi.PyCapsule_New.argtypes = py_object, [c_void_p, c_char_p, c_void_p]
-    return pythonapi.PyCapsule_New(handle, None, destructor)
+    return pythonapi.PyCapsule_New(pointer, None, library.address(destructor))
 
 
-def _bound_to(builtin: Any) -> int:
+def _pointer(capsule: Any) -> int:
     get = pythonapi.PyCapsule_GetPointer
     get.restype, get.argtypes = c_void_p, [py_object, c_char_p]
-    return get(builtin.__self__, None)
+    return get(capsule, None)
 
 
 @cache
 def _method(name: str, function: str, flags: int) -> int:
-    definition = _MethodDef(name.encode(), library.address(function), flags, None)
-    return _keep_struct(definition)
+    return ctypes.addressof(_keep(_MethodDef(name.encode(), library.address(function), flags, None)))

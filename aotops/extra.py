@@ -25,8 +25,8 @@ def encode(op: Op, attrs: Sequence[Attr], present: Sequence[bool] | None = None)
     Raises:
         TypeError: a value that is not of its attribute's type.
     """
-    op.check_attrs(attrs)
-    given = [(name, kind, v) for (name, kind), v in zip(op.attrs.items(), attrs, strict=True) if v is not None]
+    plain = op.canonical(attrs)
+    given = [(name, kind, v) for (name, kind), v in zip(op.attrs.items(), plain, strict=True) if v is not None]
     lines = [f"{name}={attr_text(kind, value)}" for name, kind, value in given]
     if present is not None:
         n = len(op.inputs)

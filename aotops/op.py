@@ -5,19 +5,55 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, SupportsFloat, SupportsIndex
+from operator import index
+from typing import Any
 
 from .spec import TensorSpec
 
 Attr = int | float | bool | str | tuple[int, ...] | None
 
-# Of a value, or of each in a list. What has __index__ is an integer: NumPy's, and torch's symbolic ones.
-_PYTHON_TYPES: dict[str, type] = {
-    "float": SupportsFloat,
-    "int": SupportsIndex,
-    "int[]": SupportsIndex,
-    "bool": bool,
-    "str": str,
+_INT64 = range(-(1 << 63), 1 << 63)
+
+
+def _integer(value: Any) -> int:
+    """What has __index__ is an integer, NumPy's and torch's among them; a bool is none."""
+    if isinstance(value, bool) or not hasattr(value, "__index__") or getattr(value, "ndim", 0):
+        raise TypeError
+    if (number := index(value)) not in _INT64:
+        raise ValueError
+    return number
+
+
+def _integers(value: Any) -> tuple[int, ...]:
+    return tuple(_integer(v) for v in (value if isinstance(value, tuple | list) else (value,)))
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not hasattr(value, "__float__") or getattr(value, "ndim", 0):
+        raise TypeError
+    return float(value)
+
+
+def _bool(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError
+    return value
+
+
+def _text(value: Any) -> str:
+    """The C side ends a string at its first NUL, and a line at a newline."""
+    if not isinstance(value, str):
+        raise TypeError
+    return str(value)
+
+
+# For each type of an attribute: what makes a plain value of Python of it, and its name in an error.
+_KINDS: dict[str, tuple[Callable[[Any], Attr], str]] = {
+    "float": (_number, "a number"),
+    "int": (_integer, "an integer of 64 bits"),
+    "int[]": (_integers, "integers of 64 bits"),
+    "bool": (_bool, "True or False"),
+    "str": (_text, "a string"),
 }
 
 
@@ -62,10 +98,19 @@ class Op:
     """Slots that may carry more leading axes, each index of which is an independent problem: how vmap works."""
     aligned: bool = False
     """The same only where all inputs have as many axes: the kernel itself broadcasts leading ones."""
+    axes: int = 0
+    """Axes that an example of a batch must have."""
     broadcast: bool = False
     """Inputs of different shapes are broadcast by the frontend."""
-    autocast: str | None = None
-    """The dtype that torch.autocast casts to before this operator; "autocast" for its own, of 16 bits."""
+    elementwise: bool = False
+    """All tensors have one shape, and the order of their elements is free: a result may lie as an input does."""
+    instead: Mapping[str, str] = field(default_factory=dict)
+    """Inputs that the backward takes for their spec alone where a residual of the same spec is kept: what is saved is
+    that residual, and the input may change or be freed."""
+    autocast: Mapping[str, str] = field(default_factory=dict)
+    """By kind of device the dtype that torch.autocast casts to before this operator; "autocast" for its own, of 16
+    bits. An operator that names some device computes, on another, in the widest dtype it is given, and its results have
+    the first input's: as torch's norms on the CPU."""
 
     @cached_property
     def extra_outputs(self) -> tuple[str, ...]:
@@ -95,7 +140,8 @@ class Op:
 
     def takes_batch(self, slots: Iterable[str], ndims: Sequence[int | None]) -> bool:
         """Whether these slots may all carry one more leading axis, where inputs have so many axes without it."""
-        return self.batched.issuperset(slots) and not (self.aligned and len({*ndims} - {None}) > 1)
+        given = {n for n in ndims if n is not None}
+        return self.batched.issuperset(slots) and min(given) >= self.axes and not (self.aligned and len(given) > 1)
 
     @cached_property
     def transposable(self) -> tuple[tuple[int, int], ...]:
@@ -108,7 +154,6 @@ class Op:
         self, inputs: Sequence[Any], attrs: tuple[Attr, ...], contiguous: Callable[[Any], bool]
     ) -> tuple[tuple[Any, ...], tuple[Attr, ...]]:
         """The same call, with the matrix itself in the place of a transposed view of it."""
-        self.check_attrs(attrs)  # what is turned round is a bool
         given, said = list(inputs), list(attrs)
         for i, j in self.transposable:
             if getattr(given[i], "ndim", 0) > 1 and not contiguous(given[i]):
@@ -120,18 +165,32 @@ class Op:
     def is_optional(self, slot: str) -> bool:
         return slot in self.optional or slot in self.residuals or slot in self.workspace
 
-    def check_attrs(self, attrs: Sequence[Any]) -> None:
-        """Raises TypeError where an attribute is not of its type."""
-        for (name, kind), value in zip(self.attrs.items(), attrs, strict=True):
-            if value is None and kind.endswith("?"):
-                continue
-            values = value if kind == "int[]" and isinstance(value, tuple) else (value,)
-            if not all(isinstance(v, _PYTHON_TYPES[kind.removesuffix("?")]) for v in values):
-                raise TypeError(f"{self.name}: {name} is {value!r}, expected {kind}")
+    def canonical(self, attrs: Sequence[Any]) -> tuple[Attr, ...]:
+        """The attributes as plain values of Python, each of its type: what caches may be asked for, since 1, 1.0 and
+        True are no more one key, and a tensor's value is read now.
+
+        Raises:
+            TypeError: a value is not of its attribute's type.
+            ValueError: an integer needs more than 64 bits, a number is too large for a float.
+        """
+        return tuple(
+            self._attr(name, kind, value) for (name, kind), value in zip(self.attrs.items(), attrs, strict=True)
+        )
+
+    def _attr(self, name: str, kind: str, value: Any) -> Attr:
+        if value is None and kind.endswith("?"):
+            return None
+        plain, expected = _KINDS[kind.removesuffix("?")]
+        try:
+            return plain(value)
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+            expected += " or None" if kind.endswith("?") else ""
+            raised = TypeError if isinstance(error, TypeError) else ValueError
+            raise raised(f"{self.name}: {name} is {_short(value)}, expected {expected}") from None
 
     def specs(self, inputs: Sequence[TensorSpec | None], attrs: Sequence[Attr]) -> dict[str, TensorSpec]:
-        """The spec of every output, residual and workspace, by name. Raises for inputs that it does not take."""
-        self.check_attrs(attrs)
+        """The spec of every output, residual and workspace, by name. Raises for inputs that it does not take.
+        ``attrs`` are canonical, but for dimensions that are symbolic."""
         for slot, spec in zip(self.inputs, inputs, strict=True):
             if spec is None and slot not in self.optional:
                 raise TypeError(f"{self.name}: {slot} is None, expected a tensor")
@@ -148,6 +207,15 @@ class Op:
             f"d{slot}" if value is not None and f"d{slot}" in self.backward.outputs else None
             for slot, value in zip(self.inputs, inputs, strict=True)
         )
+
+
+def _short(value: Any) -> str:
+    """Its text on one line of an error."""
+    try:
+        text = " ".join(repr(value).split())
+    except ValueError:  # Python writes no integer of more than 4300 digits
+        return "too large a number"
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def operator(**definition: Any) -> Callable[[Callable[..., Any]], Op]:

@@ -1,34 +1,40 @@
 """PyTorch: CPU and CUDA tensors, differentiable, on the current stream.
 
-A call takes one of three ways, the first that serves it:
+A call takes one of two ways:
 
-- plain eager tensors: straight to the kernel, and, where a gradient is wanted, through ``autograd.Function``'s own C
-  entry, which costs a quarter of its Python wrapper;
-- inside ``torch.func`` transforms: an ``autograd.Function`` of the kind that they understand, with a vmap rule;
-- everything else (``torch.compile``, ``export``, fake and meta tensors, subclasses, modes): an operator of
-  ``torch.library``, ``torch.ops.aotops.<op>``.
+- a plain eager call, which is what the gate lets pass (cuda_src/host/gate.h): straight to the kernel, and, where a
+  gradient is recorded, through ``autograd.Function``'s own C entry, which costs a quarter of its Python wrapper;
+- everything else (``torch.compile``, ``export``, ``torch.func``, forward AD, modes, subclasses, fake, meta, functional
+  and batched tensors, a backward with ``create_graph=True``): an operator of torch's dispatcher,
+  ``torch.ops.aotops.<op>``. Where the gate does not open (before torch 2.10), all calls.
 
-The backward is not itself differentiable.
+What no definition states is refused by an error that names the operator: the derivative of a backward, and forward
+mode.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._profiler import _RecordFunctionFast
+from torch.autograd import forward_ad
 
 from aotops import call
 from aotops.op import Attr, Op
 from aotops.ops import OPS
 from aotops.spec import TensorSpec, check_broadcast
 
+from . import torch_gate
+
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 }
-_READS_TENSORS = call.read_torch(torch)
+_READS_TENSORS = call.read_torch(torch, torch_gate.facts())
 
 KEEP_RESIDUALS_FROM = 1 << 18
 """Elements of a CUDA tensor from which the forward keeps what the backward would else compute again. Below, and on the
@@ -44,7 +50,6 @@ def _spec(t: Tensor | None) -> TensorSpec | None:
     return None if t is None else TensorSpec(tuple(t.shape), str(t.dtype).removeprefix("torch."))
 
 
-@functools.cache
 def _launcher(op: Op, attrs: tuple[Attr, ...]) -> Callable[..., None]:
     """A function of one tensor, or None, for each slot."""
     return call.tensors(op, attrs) if _READS_TENSORS else functools.partial(_by_address, op, attrs)
@@ -53,17 +58,18 @@ def _launcher(op: Op, attrs: tuple[Attr, ...]) -> Callable[..., None]:
 def _by_address(op: Op, attrs: tuple[Attr, ...], *tensors: Tensor | None) -> None:
     given = [t for t in tensors if t is not None]
     device = given[0].device
-    if any(not t.is_contiguous() or t.device != device for t in given):
-        raise ValueError(f"{op.name}: tensors must be contiguous and on one device")
     run = call.addresses(op, attrs, device.type, tuple(map(_spec, tensors)))
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     run(device.index or 0, stream, *(t.data_ptr() for t in given))
 
 
+_PLAIN_TYPES = {Tensor, torch.nn.Parameter}
+
+
 def _plain(t: Tensor) -> Tensor:
     """Contiguous, and a Tensor itself: a subclass that only has another __torch_function__ arrives as it is."""
     t = t.contiguous().resolve_neg()
-    return t if type(t) in _PLAIN else t.as_subclass(Tensor)
+    return t if type(t) in _PLAIN_TYPES else t.as_subclass(Tensor)
 
 
 def _check_devices(op: Op, inputs: Tensors) -> None:
@@ -72,10 +78,6 @@ def _check_devices(op: Op, inputs: Tensors) -> None:
     for slot, t in given:
         if t.device != device:
             raise ValueError(f"{op.name}: {slot} is on {t.device}, expected {device}, the device of {first}")
-
-
-_REFUSALS = (TypeError, ValueError, AttributeError, BufferError, RuntimeError)
-"""What a call raises that does not get its tensors as it wants them."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -87,13 +89,6 @@ def _written(op: Op, attrs: tuple[Attr, ...], given: tuple[tuple[torch.Size, tor
 
 def _empty_arguments(spec: TensorSpec) -> dict[str, Any]:
     return {"size": spec.shape, "dtype": _DTYPES[spec.dtype]}
-
-
-def _allocate(op: Op, attrs: tuple[Attr, ...], inputs: Tensors, names: Container[str]) -> list[Tensor | None]:
-    """One tensor for each of ``op.extra_outputs``, None for those that are not among ``names``."""
-    written = _written(op, attrs, tuple([None if t is None else (t.shape, t.dtype) for t in inputs]))
-    device = inputs[0].device
-    return [torch.empty(**written[name], device=device) if name in names else None for name in op.extra_outputs]
 
 
 def _models(op: Op, attrs: tuple[Attr, ...], *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -109,41 +104,79 @@ def _models(op: Op, attrs: tuple[Attr, ...], *inputs: Tensor | None) -> tuple[Te
     )
 
 
-def _write(op: Op, inputs: Tensors, attrs: tuple[Attr, ...], names: Container[str]) -> tuple[Tensor | None, ...]:
-    written = _allocate(op, attrs, inputs, names)
-    _launcher(op, attrs)(*inputs, *written)
-    return tuple(written[: len(op.results)])
-
-
 def _run(op: Op, inputs: Tensors, attrs: tuple[Attr, ...], wanted: Sequence[str]) -> tuple[Tensor | None, ...]:
-    """Any inputs that the operator takes. One result for each output and residual, None where it is not wanted."""
+    """Runs the entry on tensors that have memory. One result for each output and residual, None where it is not
+    wanted."""
     names = {*(op.alias.get(name, name) for name in wanted), *op.workspace}
     names |= {y for y in op.outputs if y not in op.optional}
-    try:
-        return _write(op, inputs, attrs, names)
-    except _REFUSALS:
-        pass
-    for slot, t in zip(op.inputs, inputs, strict=True):
-        if t is not None and not isinstance(t, Tensor):
-            raise TypeError(f"{op.name}: {slot} is a {type(t).__name__}, expected a torch.Tensor")
-    op.specs([_spec(t) for t in inputs], attrs)
+    written = _written(op, attrs, tuple([None if t is None else (t.shape, t.dtype) for t in inputs]))
     _check_devices(op, inputs)
-    return _write(op, [None if t is None else _plain(t) for t in inputs], attrs, names)
+    if op.elementwise and (strides := _common_strides(inputs)):
+        return _run_elementwise(op, inputs, attrs, names, strides)
+    plain, device = [None if t is None else _plain(t) for t in inputs], inputs[0].device
+    results = [torch.empty(**written[name], device=device) if name in names else None for name in op.extra_outputs]
+    _launcher(op, attrs)(*plain, *results)
+    return tuple(results[: len(op.results)])
 
 
-def _run_backward(op: Op, saved: Tensors, grads: Tensors, attrs: tuple[Attr, ...], needed: Sequence[bool], run=_run):
-    """One gradient, or None, for each input of ``op``."""
+def _common_strides(inputs: Tensors) -> tuple[int, ...] | None:
+    """The strides that torch gives the result of an elementwise operator; None where it is contiguous."""
+    if all(t is None or t.is_contiguous() for t in inputs):
+        return None
+    from torch._prims_common import compute_elementwise_output_strides  # slow to import, seldom needed
+
+    return compute_elementwise_output_strides(*inputs)
+
+
+def _run_elementwise(
+    op: Op, inputs: Tensors, attrs: tuple[Attr, ...], names: Container[str], strides: tuple[int, ...]
+) -> tuple[Tensor | None, ...]:
+    """All tensors are laid out alike, without gaps: then each is a vector, in whatever order."""
+    model = inputs[0]
+
+    def laid_out(t: Tensor) -> Tensor:
+        return (
+            t
+            if t.stride() == strides
+            else torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
+        )
+
+    def vector(t: Tensor | None) -> Tensor | None:
+        return t if t is None else _plain(t.as_strided((t.numel(),), (1,)))
+
+    given = [laid_out(t.resolve_neg()) for t in inputs]
+    results = [
+        torch.empty_strided(model.shape, strides, dtype=model.dtype, device=model.device) if name in names else None
+        for name in op.extra_outputs
+    ]
+    _launcher(op, attrs)(*map(vector, given), *map(vector, results))
+    return tuple(results)
+
+
+def _run_backward(op: Op, attrs: tuple[Attr, ...], saved: Tensors, grads: Tensors, needed: Sequence[bool]):
+    """One gradient, or None, for each input of ``op``, by way of the dispatcher: it takes gradients of any kind."""
     backward = op.backward
     assert backward is not None
     if not any(needed):
         return (None,) * len(needed)
     given = dict(zip((f"d{y}" for y in op.outputs), grads, strict=True)) | dict(zip(op.saved, saved, strict=True))
+    if torch.is_grad_enabled():  # what stands for an input wants a gradient as that did, or the graph would end here
+        for slot in op.instead:
+            if needed[op.inputs.index(slot)] and not given[slot].requires_grad:
+                given[slot] = given[slot].detach().requires_grad_()
     if backward.has_kernel:
-        wanted = [f"d{x}" for x, need in zip(op.inputs, needed, strict=True) if need]
-        results = run(backward, [given[s] for s in backward.inputs], attrs, wanted)
+        results = _results(dispatched[backward.name](*(given[slot] for slot in backward.inputs), *attrs))
         given |= zip(backward.results, results, strict=True)
     given = backward.with_aliases(given)
     return tuple(given.get(f"d{x}") if need else None for x, need in zip(op.inputs, needed, strict=True))
+
+
+def _results(value) -> tuple:
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+
+
+def _visible(op: Op, written: Sequence[Tensor]):
+    return written[0] if len(op.outputs) == 1 else tuple(written[: len(op.outputs)])
 
 
 # --------------------------------------------------------------------------------------------------------- plain eager
@@ -154,121 +187,43 @@ class _Eager:
     has another look at what it refuses."""
 
     def __init__(self, op: Op, attrs: tuple[Attr, ...]) -> None:
-        self.op, self.attrs = op, attrs
-        self.without_residuals = {*op.outputs, *op.workspace}
-        self.run, forward = self._run, self._forward
-        backward = torch.autograd.function.once_differentiable(self._backward)
-        if _READS_TENSORS:
-            builtins = call.function(op, attrs, _models, KEEP_RESIDUALS_FROM, backward)
-            self.run, forward = builtins.run, builtins.forward
-        members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+        backward = functools.partial(_run_backward, op, attrs)
+        builtins = call.function(op, attrs, _models, KEEP_RESIDUALS_FROM, backward)
+        members = {"forward": staticmethod(builtins.forward), "backward": staticmethod(backward)}
         function = type(op.name.title().replace("_", ""), (torch.autograd.Function,), members)
+        self.run = builtins.run
         # without the Python wrapper, which serves torch.func
         self.apply = super(torch.autograd.Function, function).apply
-        if _READS_TENSORS:
-            if builtins.backward:
-                function._backward_cls.apply = builtins.backward  # without the one that looks for members["backward"]
-            self.differentiable = call.differentiable(builtins, self.apply)
+        if builtins.backward:
+            function._backward_cls.apply = builtins.backward  # without the one that looks for members["backward"]
+        self.differentiable = call.differentiable(builtins, self.apply)
 
-    def _run(self, *inputs: Tensor | None):
-        op = self.op
-        results = _write(op, inputs, self.attrs, self.without_residuals)
-        return _visible(op, results)
-
-    def _forward(self, ctx, *inputs: Tensor | None):
-        op, x = self.op, inputs[0]
-        keep = op.costly or (x.is_cuda and x.numel() > KEEP_RESIDUALS_FROM)
-        results = _write(op, inputs, self.attrs, op.extra_outputs if keep else self.without_residuals)
-        named = dict(zip((*op.inputs, *op.results), (*inputs, *results), strict=True))
-        ctx.save_for_backward(*(named[slot] for slot in op.saved))
-        return _visible(op, results)
-
-    def _backward(self, ctx, *grads: Tensor):
-        return _run_backward(self.op, ctx.saved_tensors, grads, self.attrs, ctx.needs_input_grad)
+    def __call__(self, *inputs: Tensor | None):
+        recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+        return self.apply(*inputs) if recorded else self.run(*inputs)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=call.MOST_BOUND)
 def _eager(op: Op, attrs: tuple[Attr, ...]) -> _Eager:
     return _Eager(op, attrs)
 
 
-def _visible(op: Op, written: Sequence[Tensor]):
-    return written[0] if len(op.outputs) == 1 else tuple(written[: len(op.outputs)])
-
-
-# ---------------------------------------------------------------------------------------------------------- torch.func
-
-
-class _Transformable(torch.autograd.Function):
-    """Gives outputs and residuals: what a later backward needs must be among the results."""
-
-    @staticmethod
-    def forward(op, attrs, wanted, *inputs):
-        return _run(op, inputs, attrs, wanted)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        op, attrs, _, *tensors = inputs
-        named = dict(zip((*op.inputs, *op.results), (*tensors, *output), strict=True))
-        ctx.op, ctx.attrs = op, attrs
-        ctx.save_for_backward(*(named[slot] for slot in op.saved))
-        ctx.mark_non_differentiable(*(named[slot] for slot in op.residuals))
-
-    @staticmethod
-    def backward(ctx, *grads):
-        op = ctx.op
-        if op.backward is None:
-            raise RuntimeError(f"{op.name}: the backward of this operator is not differentiable")
-        dys = grads[: len(op.outputs)]
-        grads = _run_backward(op, ctx.saved_tensors, dys, ctx.attrs, ctx.needs_input_grad[3:], _transformed)
-        return None, None, None, *grads
-
-    @staticmethod
-    def vmap(info, in_dims, op, attrs, wanted, *inputs):
-        def run(*tensors):
-            return _transformed(op, tensors, attrs, wanted)
-
-        return _batch(op, info.batch_size, in_dims[3:], inputs, wanted, run)
-
-
-def _transformed(op: Op, inputs: Tensors, attrs: tuple[Attr, ...], wanted: Sequence[str]):
-    return _Transformable.apply(op, attrs, tuple(wanted), *inputs)
-
-
-def _batch(op: Op, size: int, dims: Sequence[int | None], inputs: Tensors, wanted: Sequence[str], run):
-    """vmap's rule: one call with a leading axis where every slot in question may have one, else a call an example."""
-    batched = {slot for slot, dim in zip(op.inputs, dims, strict=True) if dim is not None}
-    ndims = [None if t is None else t.dim() - (dim is not None) for t, dim in zip(inputs, dims, strict=True)]
-    if op.takes_batch({*batched, *wanted}, ndims):
-        moved = [
-            t if t is None or slot not in op.batched
-            else t.movedim(dim, 0) if dim is not None
-            else t.expand(size, *t.shape)
-            for slot, t, dim in zip(op.inputs, inputs, dims, strict=True)
-        ]  # fmt: skip
-        results = run(*moved)
-    else:
-        examples = [
-            run(*(t if dim is None else t.select(dim, i) for t, dim in zip(inputs, dims, strict=True)))
-            for i in range(size)
-        ]
-        results = tuple(None if r[0] is None else torch.stack(r) for r in zip(*examples, strict=True))
-    return results, tuple(None if r is None else 0 for r in results)
-
-
-# -------------------------------------------------------------------------------------------------------- torch.library
+# ---------------------------------------------------------------------------------------------------------- dispatcher
 
 _library = torch.library.Library("aotops", "DEF")
+# A dimension of an "int[]" may be symbolic.
+_SCHEMA_TYPES = {"int[]": "SymInt[]"}
 
 
-def _register(op: Op) -> Callable[..., Any]:
-    """``torch.ops.aotops.<op>``: gives every output and residual."""
-    written = op.results
+def _register(op: Op, forward: Op) -> Callable[..., Any]:
+    """``torch.ops.aotops.<op>``: gives every output and residual. ``forward``: the operator whose backward this may
+    be."""
+    written, n, name = op.results, len(op.inputs), f"aotops::{op.name}"
     tensors = [f"Tensor{'?' if slot in op.optional else ''} {slot}" for slot in op.inputs]
-    attrs = [f"{kind} {name}" for name, kind in op.attrs.items()]
+    attrs = [f"{_SCHEMA_TYPES.get(kind, kind)} {attr}" for attr, kind in op.attrs.items()]
     returns = "Tensor" if len(written) == 1 else f"({', '.join(['Tensor'] * len(written))})"
-    _library.define(f"{op.name}({', '.join(tensors + attrs)}) -> {returns}")
-    n = len(op.inputs)
+    _library.define(f"{op.name}({', '.join(tensors + attrs)}) -> {returns}", tags=(torch.Tag.needs_fixed_stride_order,))
+    dispatched = getattr(torch.ops.aotops, op.name).default
 
     def split(args):
         return args[:n], tuple(tuple(a) if isinstance(a, list) else a for a in args[n:])
@@ -278,143 +233,235 @@ def _register(op: Op) -> Callable[..., Any]:
 
     def kernel(*args):
         inputs, attrs = split(args)
-        return pack(_run(op, inputs, attrs, written))
+        return pack(_run(op, inputs, op.canonical(attrs), written))
 
     def fake(*args):
         inputs, attrs = split(args)
         specs = op.specs([_spec(t) for t in inputs], attrs)
         _check_devices(op, inputs)
-        return pack([torch.empty(**_empty_arguments(specs[name]), device=inputs[0].device) for name in written])
+        strides, device = op.elementwise and _common_strides(inputs), inputs[0].device
+        if strides:
+            return pack(
+                [torch.empty_strided(**_empty_arguments(specs[y]), stride=strides, device=device) for y in written]
+            )
+        return pack([torch.empty(**_empty_arguments(specs[y]), device=device) for y in written])
 
     def vmap(info, dims, *args):
         inputs, attrs = split(args)
-        results, out_dims = _batch(
-            op, info.batch_size, dims[:n], inputs, written, lambda *t: _results(disp(*t, *attrs))
-        )
+        run = lambda *t: _results(dispatched(*t, *attrs))  # noqa: E731
+        results, out_dims = _batch(op, info.batch_size, dims[:n], inputs, written, run)
         return pack(results), pack(out_dims)
 
-    def setup_context(ctx, inputs, output):
-        tensors, ctx.attrs = split(inputs)
-        named = dict(zip((*op.inputs, *written), (*tensors, *_results(output)), strict=True))
-        ctx.save_for_backward(*(named[slot] for slot in op.saved))
-
-    def backward(ctx, *grads):
-        def run(backward_op, inputs, attrs, wanted):
-            return _results(dispatched[backward_op.name](*inputs, *attrs))
-
-        needed = ctx.needs_input_grad[:n]
-        grads = _run_backward(op, ctx.saved_tensors, grads[: len(op.outputs)], ctx.attrs, needed, run)
-        return *(g if need else None for g, need in zip(grads, needed, strict=True)), *(None for _ in op.attrs)
-
-    name = f"aotops::{op.name}"
     for device in ("CPU", "CUDA"):
         _library.impl(op.name, kernel, device)
-    disp = getattr(torch.ops.aotops, op.name).default
+        if op.autocast:
+            _library.impl(op.name, _autocast_kernel(op, dispatched, device, split, pack), f"Autocast{device}")
     torch.library.register_fake(name, fake, lib=_library)
     torch.library.register_vmap(name, vmap, lib=_library)
-    if op.backward is not None:
-        torch.library.register_autograd(name, backward, setup_context=setup_context, lib=_library)
-    return disp
+    _library.impl(op.name, _autograd_kernel(op, forward, dispatched, split, pack), "Autograd", with_keyset=True)
+    return dispatched
 
 
-def _results(value) -> tuple:
-    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+def _autograd_kernel(op: Op, forward: Op, dispatched: Callable[..., Any], split, pack) -> Callable[..., Any]:
+    """What autograd does with the operator, at every level of torch.func too. A backward has no derivative: a graph
+    that is made through one raises when it is differentiated, and no earlier, as torch's own."""
+
+    def below(keyset, args):
+        with torch._C._AutoDispatchBelowAutograd():
+            return dispatched.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+    def run(ctx, keyset, attrs, *inputs):
+        with _other_levels():
+            results = below(keyset, (*inputs, *attrs))
+        named = dict(zip((*op.inputs, *op.results), (*inputs, *_results(results)), strict=True))
+        ctx.attrs = attrs
+        if op.backward is not None:
+            ctx.save_for_backward(*(named[slot] for slot in op.saved))
+        ctx.mark_non_differentiable(*(named[slot] for slot in op.residuals))
+        return results
+
+    def differentiate(ctx, *grads):
+        if op.backward is None:
+            raise NotImplementedError(f"{op.name} has no derivative: {forward.name} can be differentiated once")
+        dys, needed = grads[: len(op.outputs)], ctx.needs_input_grad[2:]
+        return None, None, *_run_backward(op, ctx.attrs, ctx.saved_tensors, dys, needed)
+
+    members = {"forward": staticmethod(run), "backward": staticmethod(differentiate)}
+    function = type(op.name.title().replace("_", ""), (torch.autograd.Function,), members)
+    apply = super(torch.autograd.Function, function).apply  # the wrapper would hand on to another level of torch.func
+
+    def kernel(keyset, *args):
+        inputs, attrs = split(args)
+        _refuse_tangents(op, inputs)
+        if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)):
+            return below(keyset, args)
+        with _other_levels():
+            return apply(keyset, attrs, *inputs)
+
+    return kernel
+
+
+@contextlib.contextmanager
+def _other_levels():
+    """An autograd.Function that serves one level of torch.func leaves the levels below it to themselves: its forward,
+    which runs them, records gradients for them."""
+    if not torch._C._are_functorch_transforms_active():
+        yield
+        return
+    allowed = torch._C._functorch.get_single_level_autograd_function_allowed()
+    torch._C._functorch.set_single_level_autograd_function_allowed(True)
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        torch._C._functorch.set_single_level_autograd_function_allowed(allowed)
+
+
+def _refuse_tangents(op: Op, inputs: Tensors) -> None:
+    if forward_ad._current_level < 0:
+        return
+    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in inputs):
+        raise NotImplementedError(f"{op.name}: forward-mode differentiation is not supported")
+
+
+def _autocast_kernel(op: Op, dispatched: Callable[..., Any], device: str, split, pack) -> Callable[..., Any]:
+    key = getattr(torch._C.DispatchKey, f"Autocast{device}")
+    keys = torch._C.DispatchKeySet(key)
+
+    def kernel(*args):
+        inputs, attrs = split(args)
+        cast, back = _autocast(op, device.lower(), inputs)
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            results = _results(dispatched(*cast, *attrs))
+        if back is None:
+            return pack(results)
+        n = len(op.outputs)
+        return pack([*(y.to(back) for y in results[:n]), *results[n:]])
+
+    return kernel
+
+
+def _autocast(op: Op, device: str, inputs: Tensors) -> tuple[Tensors, torch.dtype | None]:
+    """The inputs as autocast has them, and the dtype of the results where it is another than that of those inputs."""
+    to = op.autocast.get(device)
+    floating = [t for t in inputs if t is not None and t.is_floating_point()]
+    dtype, back = torch.get_autocast_dtype(device) if to == "autocast" else _DTYPES.get(to or ""), None
+    if dtype is None:
+        dtype = functools.reduce(torch.promote_types, (t.dtype for t in floating))
+        back = floating[0].dtype if floating[0].dtype != dtype else None
+    casts = {id(t) for t in floating if t.dtype not in (dtype, torch.float64)}
+    return [t.to(dtype) if id(t) in casts else t for t in inputs], back
+
+
+def _batch(op: Op, size: int, dims: Sequence[int | None], inputs: Tensors, wanted: Sequence[str], run):
+    """vmap's rule: one call with a leading axis where every slot in question may have one, else a call an example."""
+    batched = {slot for slot, dim in zip(op.inputs, dims, strict=True) if dim is not None}
+    ndims = [None if t is None else t.dim() - (dim is not None) for t, dim in zip(inputs, dims, strict=True)]
+    pairs = list(zip(inputs, dims, strict=True))
+    if op.takes_batch({*batched, *wanted}, ndims):
+        moved = [
+            t if t is None or slot not in op.batched
+            else t.movedim(dim, 0) if dim is not None
+            else t.expand(size, *t.shape)
+            for slot, (t, dim) in zip(op.inputs, pairs, strict=True)
+        ]  # fmt: skip
+        results = run(*moved)
+    elif size:
+        examples = [run(*(t if dim is None else t.select(dim, i) for t, dim in pairs)) for i in range(size)]
+        results = tuple(torch.stack(r) for r in zip(*examples, strict=True))
+    else:  # what an example gives, none of them
+        example = run(*(t if dim is None else t.sum(dim, dtype=t.dtype) for t, dim in pairs))
+        results = tuple(r[None][:0] for r in example)
+    return results, (0,) * len(results)
 
 
 dispatched: dict[str, Callable[..., Any]] = {}
 for _op in OPS.values():
     for _one in (_op.backward, _op):
         if _one is not None and _one.has_kernel:
-            dispatched[_one.name] = _register(_one)
+            dispatched[_one.name] = _register(_one, _op)
 
 
 # ----------------------------------------------------------------------------------------------------- public functions
 
-_PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 _is_compiling = torch.compiler.is_dynamo_compiling
-_transforms_active = torch._C._are_functorch_transforms_active
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_autocast_enabled = torch._C._is_any_autocast_enabled
-_grad_enabled = torch.is_grad_enabled
+_gate = call.gate() if _READS_TENSORS else None
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def _public(op: Op) -> Callable[..., Any]:
     disp = dispatched[op.name]
+    first, second = op.inputs[0], op.inputs[1] if len(op.inputs) > 1 else ""
+    torchs_names = {"input": first, "other": second} if "input" not in op.inputs else {}
+
+    def sort(args, kwargs):
+        """The inputs and the attributes. torch's own names of the first two inputs stand for ours."""
+        return op.bind(*args, **{torchs_names.get(name, name): value for name, value in kwargs.items()})
 
     def general(*args, **kwargs):
-        return _general(op, disp, *op.bind(*args, **kwargs))
+        return _general(op, disp, *sort(args, kwargs))
 
     def bind(*attrs):
         named = dict.fromkeys(op.inputs) | dict(zip(op.attrs, attrs, strict=True))
-        return _eager(op, op.bind(**named)[1]).differentiable
+        return _eager(op, op.canonical(op.bind(**named)[1])).differentiable
 
-    plain = call.public(op, bind, _REFUSALS, general) if _READS_TENSORS else _plain_first(op, disp)
+    plain = call.public(op, bind, general) if _READS_TENSORS else general
 
     @functools.wraps(op.bind)
     def function(*args, **kwargs):
         if _is_compiling():
-            inputs, attrs = op.bind(*args, **kwargs)
-            return _dispatch(op, disp, inputs, attrs)
+            return _dispatch(op, disp, *sort(args, kwargs))
         return plain(*args, **kwargs)
 
+    function.__module__ = __name__
     if _READS_TENSORS:
         call.serve(function, plain)
     return function
 
 
-def _plain_first(op: Op, disp: Callable[..., Any]) -> Callable[..., Any]:
-    """What ``call.public`` is, in Python."""
-
-    def function(*args, **kwargs):
-        inputs, attrs = op.bind(*args, **kwargs)
-        if not (_dispatch_modes() or (op.autocast and _autocast_enabled())):
-            # Subclasses, wrappers of torch.func, strides, broadcasts: the entry refuses all that is not plain.
-            try:
-                eager = _eager(op, attrs)
-                grad = _grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
-                return eager.apply(*inputs) if grad else eager.run(*inputs)
-            except _REFUSALS:
-                pass
-        return _general(op, disp, inputs, attrs)
-
-    return function
-
-
-def _general(op: Op, disp: Callable[..., Any], inputs: Tensors, attrs: tuple[Attr, ...]):
+def _general(op: Op, disp: Callable[..., Any], inputs: Tensors, attrs: tuple[Any, ...]):
     """What plain eager does not take as it is. Raises for what the operator does not take at all."""
-    inputs = _prepare(op, inputs)
-    if op.transposable:
-        inputs, attrs = op.as_they_lie(inputs, attrs, Tensor.is_contiguous)
-    if _transforms_active():
-        return _visible(op, _transformed(op, inputs, attrs, (*op.outputs, *op.residuals)))
-    plain = all(type(t) in _PLAIN for t in inputs) and not _dispatch_modes()
-    if not plain or any(t is not None and t.device.type not in ("cpu", "cuda") for t in inputs):
+    _check_tensors(op, inputs)
+    if not any(isinstance(v, _SYMBOLIC) for a in attrs for v in (a if isinstance(a, (tuple, list)) else (a,))):
+        attrs = op.canonical(attrs)
+    if op.broadcast:
+        check_broadcast(op.name, op.inputs, [_spec(t) for t in inputs])
+    strided = op.elementwise and not all(t.is_contiguous() for t in inputs)
+    if strided or _gate is None or not _gate(*inputs):
         return _dispatch(op, disp, inputs, attrs)
+    return _run_eager(op, inputs, attrs)
+
+
+def _run_eager(op: Op, inputs: Tensors, attrs: tuple[Attr, ...]):
+    """Plain tensors that lie, or are cast, otherwise."""
+    back = None
+    if op.autocast and torch.is_autocast_enabled(inputs[0].device.type):
+        inputs, back = _autocast(op, inputs[0].device.type, inputs)
+    inputs, attrs = op.as_they_lie(inputs, attrs, Tensor.is_contiguous)
+    if op.broadcast:
+        inputs = torch.broadcast_tensors(*inputs)
     op.specs([_spec(t) for t in inputs], attrs)
     _check_devices(op, inputs)
-    inputs = [None if t is None else _plain(t) for t in inputs]
-    grad = _grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
-    return _eager(op, attrs).apply(*inputs) if grad else _eager(op, attrs).run(*inputs)
+    with _RecordFunctionFast(f"aotops::{op.name}", [t for t in inputs if t is not None]):
+        results = _eager(op, attrs)(*(None if t is None else _plain(t) for t in inputs))
+    return results if back is None else _visible(op, [y.to(back) for y in _results(results)])
 
 
-def _dispatch(op: Op, disp: Callable[..., Any], inputs: Tensors, attrs: tuple[Attr, ...]):
+def _dispatch(op: Op, disp: Callable[..., Any], inputs: Tensors, attrs: tuple[Any, ...]):
     if op.broadcast:
         inputs = torch.broadcast_tensors(*inputs)
     return _visible(op, _results(disp(*inputs, *attrs)))
 
 
-def _prepare(op: Op, inputs: Tensors) -> Tensors:
+def _check_tensors(op: Op, inputs: Tensors) -> None:
     for slot, t in zip(op.inputs, inputs, strict=True):
-        if not (isinstance(t, Tensor) or (t is None and slot in op.optional)):
+        if t is None and slot in op.optional:
+            continue
+        if not isinstance(t, Tensor):
             raise TypeError(f"{op.name}: {slot} is {t!r:.40}, expected a torch.Tensor")
-    if op.autocast and _autocast_enabled() and torch.is_autocast_enabled(inputs[0].device.type):
-        device = inputs[0].device.type
-        to = torch.get_autocast_dtype(device) if op.autocast == "autocast" else getattr(torch, op.autocast)
-        inputs = [t if t is None or t.dtype == torch.float64 or not t.is_floating_point() else t.to(to) for t in inputs]
-    if not op.broadcast:
-        return inputs
-    check_broadcast(op.name, op.inputs, [_spec(t) for t in inputs])
-    return torch.broadcast_tensors(*inputs)
+        if t.layout != torch.strided or t.is_nested:
+            kind = "a nested tensor" if t.is_nested else f"a tensor of layout {t.layout}"
+            raise TypeError(f"{op.name}: {slot} is {kind}, expected a strided tensor")
 
 
 for _op in OPS.values():
@@ -425,9 +472,8 @@ def _channels_last(conv2d: Callable[..., Any]) -> Callable[..., Any]:
     """A channels_last tensor is NHWC by another name: it goes in as a view, and so does what comes out."""
 
     def is_channels_last(t: Any) -> bool:
-        if not isinstance(t, Tensor) or t.dim() != 4 or t.is_contiguous():
-            return False
-        return t.is_contiguous(memory_format=torch.channels_last)
+        # is_contiguous(memory_format=...) is not to be had inside of vmap
+        return isinstance(t, Tensor) and t.dim() == 4 and not t.is_contiguous() and t.movedim(1, 3).is_contiguous()
 
     @functools.wraps(conv2d)
     def function(x, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, layout="NCHW", allow_tf32=False):
@@ -449,15 +495,15 @@ conv2d = _channels_last(conv2d)  # type: ignore[name-defined] # noqa: F821
 class LayerNorm(torch.nn.LayerNorm):
     """``torch.nn.LayerNorm`` on the library's kernel: the same arguments, parameters and state."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)  # type: ignore[name-defined] # noqa: F821
+    def forward(self, input: Tensor) -> Tensor:
+        return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)  # type: ignore[name-defined] # noqa: F821
 
 
 class RMSNorm(torch.nn.RMSNorm):
     """``torch.nn.RMSNorm`` on the library's kernel: the same arguments, parameters and state."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.normalized_shape, self.weight, self.eps)  # type: ignore[name-defined] # noqa: F821
+    def forward(self, input: Tensor) -> Tensor:
+        return rms_norm(input, self.normalized_shape, self.weight, self.eps)  # type: ignore[name-defined] # noqa: F821
 
 
 class Linear(torch.nn.Linear):
@@ -468,8 +514,8 @@ class Linear(torch.nn.Linear):
         super().__init__(in_features, out_features, bias, device, dtype)
         self.activation = activation
 
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias, self.activation)  # type: ignore[name-defined] # noqa: F821
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight, self.bias, self.activation)  # type: ignore[name-defined] # noqa: F821
 
     def extra_repr(self) -> str:
         return super().extra_repr() + (f", activation={self.activation!r}" if self.activation else "")
@@ -478,28 +524,28 @@ class Linear(torch.nn.Linear):
 class GELU(torch.nn.GELU):
     """``torch.nn.GELU`` on the library's kernel: the same argument."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return gelu(x, self.approximate)  # type: ignore[name-defined] # noqa: F821
+    def forward(self, input: Tensor) -> Tensor:
+        return gelu(input, self.approximate)  # type: ignore[name-defined] # noqa: F821
 
 
 class Softmax(torch.nn.Softmax):
     """``torch.nn.Softmax`` on the library's kernel: the same argument."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         if self.dim is None:  # torch warns, and chooses an axis
-            return super().forward(x)
-        return softmax(x, self.dim)  # type: ignore[name-defined] # noqa: F821
+            return super().forward(input)
+        return softmax(input, self.dim)  # type: ignore[name-defined] # noqa: F821
 
 
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
     """``torch.nn.CrossEntropyLoss`` on the library's kernel: the same arguments. With weights of classes, with targets
     that are probabilities, and with more axes than (N, C) it is torch's own."""
 
-    def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        if self.weight is not None or target.is_floating_point() or x.dim() > 2:
-            return super().forward(x, target)
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        if self.weight is not None or target.is_floating_point() or input.dim() > 2:
+            return super().forward(input, target)
         options = self.ignore_index, self.reduction, self.label_smoothing
-        return cross_entropy(x, target, *options)  # type: ignore[name-defined] # noqa: F821
+        return cross_entropy(input, target, *options)  # type: ignore[name-defined] # noqa: F821
 
 
 class LLTM(torch.nn.Module):
@@ -531,9 +577,9 @@ class Conv2d(torch.nn.Conv2d):
     so, and TF32 is as ``torch.backends.cudnn.allow_tf32`` has it. With another padding_mode than zeros, and with
     padding "same", it is torch's own."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         if self.padding_mode != "zeros" or self.padding == "same":
-            return super().forward(x)
+            return super().forward(input)
         padding = 0 if self.padding == "valid" else self.padding
         options = self.stride, padding, self.dilation, self.groups
-        return conv2d(x, self.weight, self.bias, *options, allow_tf32=torch.backends.cudnn.allow_tf32)
+        return conv2d(input, self.weight, self.bias, *options, allow_tf32=torch.backends.cudnn.allow_tf32)

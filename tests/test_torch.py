@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
 from frameworks import race  # noqa: E402
+from torch.autograd import forward_ad  # noqa: E402
 from torch.func import grad, jacfwd, jacrev, vjp, vmap  # noqa: E402
 
 from aotops.frontends import torch as ours  # noqa: E402
@@ -337,24 +338,50 @@ def test_a_second_backward_is_refused(xwb):
         y.sum().backward()
 
 
+DERIVATIVE_ONCE = r"_backward has no derivative: \w+ can be differentiated once"
+
+
 @EACH
 def test_double_backward_is_refused(name, xwb):
-    """No second derivative is silently left out."""
-    function = FUNCTIONS[name][0]
-    (first,) = torch.autograd.grad(function(*xwb).square().sum(), xwb[0], create_graph=True)
-    with pytest.raises(RuntimeError, match=r"once_differentiable|not differentiable"):
-        first.sum().backward()
+    """No second derivative is silently left out: not that of a constant incoming gradient either."""
+    function, reference = FUNCTIONS[name]
+    for of in (torch.square, torch.clone):
+        (first,) = torch.autograd.grad(of(function(*xwb)).sum(), xwb[0], create_graph=True)
+        if name == "add":  # it has no kernel of a backward: its derivatives are torch's own
+            (expected,) = torch.autograd.grad(of(reference(*xwb)).sum(), xwb[0], create_graph=True)
+            second = [torch.autograd.grad((g**2).sum() + xwb[0].sum(), xwb[:2]) for g in (first, expected)]
+            for a, b in zip(*second, strict=True):
+                close(a, b)
+            continue
+        with pytest.raises(NotImplementedError, match=DERIVATIVE_ONCE):
+            ((first**2).sum() + xwb[0].sum()).backward()
 
 
 @EACH
 def test_second_order_transforms_are_refused(name):
     function, x = FUNCTIONS[name][0], torch.randn(4, 6, dtype=torch.float64)
     w = torch.ones(6, dtype=torch.float64)
-    if name == "add":  # it has no kernel of a backward: its derivatives are torch's own
+    if name == "add":
         close(grad(lambda x: grad(lambda x: function(x, w, w).pow(3).sum())(x).sum())(x), 48 * x)
         return
-    with pytest.raises(RuntimeError, match="not differentiable"):
-        grad(lambda x: grad(lambda x: function(x, w, w).pow(3).sum())(x).sum())(x)
+    for power in (3, 1):
+        with pytest.raises(NotImplementedError, match=DERIVATIVE_ONCE):
+            grad(lambda x: grad(lambda x: function(x, w, w).pow(power).sum())(x).sum())(x)
+
+
+@pytest.mark.parametrize("name", ours.dispatched)
+def test_operators_of_the_dispatcher_are_differentiated_once(name):
+    """The operators themselves: a forward whose gradient is differentiated, and a backward."""
+    if name == "add":
+        return
+    for args in samples(name, "cpu"):
+        given = [t.detach().requires_grad_(t.is_floating_point()) if isinstance(t, torch.Tensor) else t for t in args]
+        ys = getattr(torch.ops.aotops, name)(*given)
+        y = ys if isinstance(ys, torch.Tensor) else ys[0]
+        leaves = [t for t in given if isinstance(t, torch.Tensor) and t.requires_grad]
+        with pytest.raises(NotImplementedError, match=DERIVATIVE_ONCE):
+            grads = torch.autograd.grad(y.sum(), leaves, create_graph=True, allow_unused=True)
+            sum((g**2).sum() for g in grads if g is not None).backward()
 
 
 @EACH
@@ -461,8 +488,16 @@ def test_jacrev(name):
 
 def test_forward_mode_is_refused():
     x = torch.randn(3, dtype=torch.float64)
-    with pytest.raises((RuntimeError, NotImplementedError)):
+    with pytest.raises(NotImplementedError, match="gelu: forward-mode differentiation is not supported"):
         jacfwd(ours.gelu)(x)
+    for requires_grad in (False, True):
+        with (
+            forward_ad.dual_level(),
+            pytest.raises(NotImplementedError, match="gelu: forward-mode differentiation is not supported"),
+        ):
+            ours.gelu(forward_ad.make_dual(x.clone().requires_grad_(requires_grad), x))
+    with forward_ad.dual_level():
+        close(ours.gelu(x), F.gelu(x))
 
 
 # ------------------------------------------------------------------------------------------ compile, export, fake, meta
@@ -622,11 +657,14 @@ def test_dispatch_mode_sees_the_operator(name):
 @ON
 @pytest.mark.parametrize("low", [torch.float16, torch.bfloat16], ids=str)
 def test_autocast(low, where):
-    """layer_norm runs in float32 and takes what others left in a lower precision; gelu and add take what they get."""
+    """layer_norm takes what others left in a lower precision, and runs in float32; on the CPU its result has the lower
+    precision again. gelu and add take what they get."""
     x, w, b = tensors(where, torch.float32, requires_grad=False)
     with torch.autocast(where, low):
         for ours_, theirs in (
-            (ours.layer_norm(x.to(low), 6, w, b), F.layer_norm(x.to(low).float(), (6,), w, b)),
+            (ours.layer_norm(x.to(low), 6, w, b), F.layer_norm(x.to(low), (6,), w, b)),
+            (ours.rms_norm(x.to(low), 6, w), F.rms_norm(x.to(low), (6,), w)),
+            (ours.softmax(x.to(low)), F.softmax(x.to(low), -1)),
             (ours.gelu(x.to(low)), F.gelu(x.to(low))),
             (ours.layer_norm(x.double(), 6), F.layer_norm(x.double(), (6,))),
             (ours.linear(x, w.outer(b), w), F.linear(x, w.outer(b), w)),
@@ -676,7 +714,7 @@ def test_transposed_views_are_sorted_out_in_c(monkeypatch):
         close(f, g)
         close(torch.autograd.grad(f.square().sum(), (x, w)), torch.autograd.grad(g.square().sum(), (x, w)))
     monkeypatch.undo()
-    with pytest.raises(TypeError, match=r"matmul: transpose_b is 1\.5, expected bool"):
+    with pytest.raises(TypeError, match=r"matmul: transpose_b is 1\.5, expected True or False"):
         ours.matmul(x, w.T, transpose_b=1.5)
 
 

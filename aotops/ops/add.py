@@ -18,6 +18,7 @@ def _infer(a, b):
     infer=lambda dy: (dy, dy),
     alias={"da": "dy", "db": "dy"},
     batched=("dy", "da", "db"),
+    elementwise=True,
 )
 def add_backward(dy):
     return (dy,), ()
@@ -30,6 +31,7 @@ def add_backward(dy):
     backward=add_backward,
     like={"y": "a"},
     batched=("a", "b", "y"),
+    elementwise=True,
     broadcast=True,
 )
 def add(a, b):

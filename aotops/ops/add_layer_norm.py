@@ -42,7 +42,7 @@ def add_layer_norm_backward(dy, dh, h, weight, stats, normalized_shape, eps=1e-5
     backward=add_layer_norm_backward,
     like={"y": "x", "h": "x"},
     batched=("x", "residual", "y", "h", "stats"),
-    autocast="float32",
+    autocast={"cuda": "float32"},
 )
 def add_layer_norm(x, residual, normalized_shape, weight=None, bias=None, eps=1e-5):
     """``h = x + residual`` and ``layer_norm(h, normalized_shape, weight, bias, eps)``.

@@ -42,7 +42,7 @@ def add_rms_norm_backward(dy, dh, h, weight, rstd, normalized_shape, eps=None):
     backward=add_rms_norm_backward,
     like={"y": "x", "h": "x"},
     batched=("x", "residual", "y", "h", "rstd"),
-    autocast="float32",
+    autocast={"cuda": "float32"},
 )
 def add_rms_norm(x, residual, normalized_shape, weight=None, eps=None):
     """``h = x + residual`` and ``rms_norm(h, normalized_shape, weight, eps)``.

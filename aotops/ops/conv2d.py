@@ -147,7 +147,7 @@ def conv2d_backward(dy, x, weight, stride=1, padding=0, dilation=1, groups=1, la
     attrs=_ATTRS,
     backward=conv2d_backward,
     batched=("x", "y"),
-    autocast="autocast",
+    autocast={"cpu": "autocast", "cuda": "autocast"},
 )
 def conv2d(x, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, layout="NCHW", allow_tf32=False):
     """Two-dimensional convolution, as ``torch.nn.functional.conv2d``: each output channel is the sum, over a window of

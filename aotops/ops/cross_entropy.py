@@ -73,7 +73,9 @@ def cross_entropy_backward(dy, x, target, slope, ignore_index=-100, reduction="m
     attrs=_ATTRS,
     backward=cross_entropy_backward,
     like={"slope": "x"},
-    autocast="float32",
+    instead={"x": "slope"},
+    costly=True,
+    autocast={"cpu": "float32", "cuda": "float32"},
 )
 def cross_entropy(x, target, ignore_index=-100, reduction="mean", label_smoothing=0.0):
     """Cross entropy with class indices, as ``torch.nn.functional.cross_entropy``:

@@ -31,6 +31,7 @@ def _infer_backward(dy, x, approximate):
     attrs={"approximate": "str"},
     like={"dx": "x"},
     batched=("dy", "x", "dx"),
+    elementwise=True,
 )
 def gelu_backward(dy, x, approximate="none"):
     return (dy, x), (approximate,)
@@ -44,6 +45,7 @@ def gelu_backward(dy, x, approximate="none"):
     backward=gelu_backward,
     like={"y": "x"},
     batched=("x", "y"),
+    elementwise=True,
 )
 def gelu(x, approximate="none"):
     """The Gaussian error linear unit, as ``torch.nn.functional.gelu``.

@@ -38,7 +38,7 @@ def layer_norm_backward(dy, x, weight, stats, normalized_shape, eps=1e-5):
     backward=layer_norm_backward,
     like={"y": "x"},
     batched=("x", "y", "stats"),
-    autocast="float32",
+    autocast={"cuda": "float32"},
 )
 def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-5):
     """Layer normalization, as ``torch.nn.functional.layer_norm``:

@@ -81,7 +81,7 @@ def linear_backward(dy, x, weight, bias, before, activation=None, allow_tf32=Fal
     backward=linear_backward,
     batched=("x", "y", "before"),
     costly=True,
-    autocast="autocast",
+    autocast={"cpu": "autocast", "cuda": "autocast"},
 )
 def linear(x, weight, bias=None, activation=None, allow_tf32=False):
     """A linear layer and what follows it: ``activation(x @ weight.T + bias)``, as ``torch.nn.functional.linear``.

@@ -82,7 +82,7 @@ def lltm_backward(dnew_h, dnew_cell, input, weights, bias, old_h, old_cell, gate
     like={"new_h": "old_h", "new_cell": "old_cell"},
     batched=("input", "old_h", "old_cell", "new_h", "new_cell", "gates"),
     costly=True,
-    autocast="float32",
+    autocast={"cuda": "float32"},
 )
 def lltm(input, weights, bias, old_h, old_cell):
     """One step of the LLTM, a long short-term memory without a forget gate whose candidate is an ELU. With

@@ -78,7 +78,7 @@ def matmul_backward(dy, a, b, transpose_a=False, transpose_b=False, allow_tf32=F
     backward=matmul_backward,
     batched=("a", "b", "y"),
     aligned=True,
-    autocast="autocast",
+    autocast={"cpu": "autocast", "cuda": "autocast"},
 )
 def matmul(a, b, transpose_a=False, transpose_b=False, allow_tf32=False):
     """The matrix product ``a @ b``, of each pair of matrices along the leading axes, which broadcast.

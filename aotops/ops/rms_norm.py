@@ -38,7 +38,7 @@ def rms_norm_backward(dy, x, weight, rstd, normalized_shape, eps=None):
     backward=rms_norm_backward,
     like={"y": "x"},
     batched=("x", "y", "rstd"),
-    autocast="float32",
+    autocast={"cuda": "float32"},
 )
 def rms_norm(x, normalized_shape, weight=None, eps=None):
     """Root mean square normalization, as ``torch.nn.functional.rms_norm``: ``x / sqrt(mean(x**2) + eps) * weight``,

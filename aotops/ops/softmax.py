@@ -39,6 +39,7 @@ def _from_the_end(dim, x):
     attrs={"dim": "int"},
     like={"dx": "y"},
     batched=("dy", "y", "dx"),
+    axes=1,
 )
 def softmax_backward(dy, y, dim=-1):
     return (dy, y), (_from_the_end(dim, y),)
@@ -52,7 +53,8 @@ def softmax_backward(dy, y, dim=-1):
     backward=softmax_backward,
     like={"y": "x"},
     batched=("x", "y"),
-    autocast="float32",
+    axes=1,
+    autocast={"cuda": "float32"},
 )
 def softmax(x, dim=-1):
     """Softmax, as ``torch.nn.functional.softmax``: ``exp(x) / sum(exp(x))`` along an axis.

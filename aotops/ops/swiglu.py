@@ -25,6 +25,7 @@ def _infer_backward(dy, gate, up):
     infer=_infer_backward,
     like={"dgate": "gate", "dup": "gate"},
     batched=("dy", "gate", "up", "dgate", "dup"),
+    elementwise=True,
 )
 def swiglu_backward(dy, gate, up):
     return (dy, gate, up), ()
@@ -37,6 +38,7 @@ def swiglu_backward(dy, gate, up):
     backward=swiglu_backward,
     like={"y": "gate"},
     batched=("gate", "up", "y"),
+    elementwise=True,
 )
 def swiglu(gate, up):
     """The SwiGLU of a feed-forward network, ``silu(gate) * up`` with ``silu(g) = g / (1 + exp(-g))``.

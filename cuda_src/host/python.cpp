@@ -14,13 +14,13 @@
 #include "../aot.h"
 #include "bind.h"
 #include "device.h"
+#include "gate.h"
 
 extern "C" const char *aot_last_error();
 
 #define WEAK extern "C" __attribute__((weak))
 WEAK void PyErr_SetString(void *exception, const char *text);
 WEAK void *PyErr_Occurred();
-WEAK int PyErr_ExceptionMatches(void *exceptions);
 WEAK void PyErr_Clear();
 WEAK void *PyEval_SaveThread();
 WEAK void PyEval_RestoreThread(void *state);
@@ -41,8 +41,10 @@ WEAK void *PyBytes_FromStringAndSize(const char *bytes, intptr_t n);
 WEAK void *PyDict_New();
 WEAK intptr_t PyDict_Size(void *dict);
 WEAK void PyDict_Clear(void *dict);
-WEAK void *PyDict_GetItemWithError(void *dict, void *key);
 WEAK int PyDict_SetItem(void *dict, void *key, void *value);
+WEAK int PyDict_DelItem(void *dict, void *key);
+WEAK int PyDict_Next(void *dict, intptr_t *at, void **key, void **value);
+WEAK void *PyCapsule_GetContext(void *capsule);
 WEAK void *PyLong_AsVoidPtr(void *object);
 WEAK long PyLong_AsLong(void *object);
 // since 3.12
@@ -64,7 +66,8 @@ enum Device { kCpu, kCuda };
 
 struct Interpreter {
   void *none;
-  void *errors[6];      // by Status; [0] is not used
+  void *errors[6];  // by Status; [0] is not used
+  void *int_type, *float_type, *bool_type, *str_type, *tuple_type;
   int64_t type_offset;  // of PyObject.ob_type
   int64_t head_size;    // sizeof(PyObject)
 };
@@ -88,8 +91,10 @@ struct DLExchange {
 };
 struct Torch {
   const DLExchange *exchange;
-  void *types[2];  // Tensor and Parameter: exactly these, a subclass may mean anything
-  void *empty_like, *grad_enabled, *dispatch_modes, *autocast_enabled;  // functions of torch
+  void *types[2];    // Tensor and Parameter: exactly these, a subclass may mean anything
+  void *size_type;   // torch.Size, a tuple of ints
+  void *empty_like;  // a function of torch's
+  GateFacts gate;
 };
 
 // PyArrayObject after its head, and the dtypes by identity: a byte-swapped or otherwise special dtype is another
@@ -110,6 +115,7 @@ struct Numpy {
 
 Interpreter python;
 Torch torch;
+Gate gate;
 Numpy numpy;
 
 // ------------------------------------------------------------------------------------------------------- bound calls
@@ -170,17 +176,18 @@ struct Call {
 // the right shape and dtype that Python has made for inputs of these shapes and dtypes.
 struct Function {
   Call *call;
-  int model[kMaxSlots];  // by slot, for outputs: the input that it is like; -1: one of those that Python makes
-  bool has_models;       // Python makes some
-  unsigned always;       // bit i for slot i: outputs and workspaces that are not left out
-  unsigned residuals;    // that are kept for the backward where the first input is big, and on a GPU
-  unsigned scratch;      // workspaces: on the CPU, small ones are on the stack
-  int64_t keep_from;     // how many elements of a GPU's are big; -1: any, and of a CPU's too
-  int n_returned;        // the first outputs
-  int n_saved;           // for the backward:
-  int saved[kMaxSlots];  // slots
-  void *make_models;     // of all inputs; a tuple with one for each output, None where an input serves
-  void *models;          // what it made, a dict by what is to be known of the inputs
+  int model[kMaxSlots];    // by slot, for outputs: the input that it is like; -1: one of those that Python makes
+  bool has_models;         // Python makes some
+  unsigned always;         // bit i for slot i: outputs and workspaces that are not left out
+  unsigned residuals;      // that are kept for the backward where the first input is big, and on a GPU
+  unsigned scratch;        // workspaces: on the CPU, small ones are on the stack
+  int64_t keep_from;       // how many elements of a GPU's are big; -1: any, and of a CPU's too
+  int n_returned;          // the first outputs
+  int n_saved;             // for the backward:
+  int saved[kMaxSlots];    // slots,
+  int instead[kMaxSlots];  // and the residual that is saved in the place of each where it is kept; -1: none
+  void *make_models;       // of all inputs; a tuple with one for each output, None where an input serves
+  void *models;            // what it made, a dict by what is to be known of the inputs
 };
 
 // The backward of a torch.autograd.Function.
@@ -195,7 +202,8 @@ struct Backward {
 // A differentiable operator with its attributes.
 struct Differentiable {
   Function *function;
-  void *apply;  // the autograd.Function's
+  void *apply;        // the autograd.Function's
+  uint64_t last_use;  // on the clock of its public function
 };
 
 // A public function of the torch frontend.
@@ -207,11 +215,13 @@ struct Public {
   int n_transposable;             // inputs that may lie transposed:
   int transposable[kMaxSlots];    // their places
   int transposes[kMaxSlots];      // the places of the attributes that say so, each a bool
+  char kinds[2 * kMaxSlots];      // of attributes: the first letter of Op.attrs' types, "l" for a list of integers
   bool has_autocast;
+  int most_bound;   // entries of `bound`
+  uint64_t clock;   // calls
   void *bind;       // of the attributes: gives a capsule of the Differentiable
   void *bound;      // what it gave, a dict by attributes
-  void *refusals;   // exceptions after which `otherwise` is called
-  void *otherwise;  // the same in Python, for what is unusual
+  void *otherwise;  // the same in Python, for what is not plain, and what is refused
 };
 
 // A call with fixed shapes and dtypes, so that addresses are all it is told.
@@ -359,6 +369,8 @@ struct Arguments {
 
   Status read_torch(const Call &call, int slot, void *object) {
     DLTensor t;
+    if (!gate.plain_tensor(object))
+      return fail(kInvalidArgument, "%s: %s is not a plain tensor", call.op.c_str(), call.slots[slot].c_str());
     if (torch.exchange->read(object, &t)) return kConventionMisused;  // torch has set Python's error
     if (t.ndim > kMaxNdim)
       return fail(kInvalidArgument, "%s: %s has %d dimensions, expected at most %d", call.op.c_str(),
@@ -370,18 +382,10 @@ struct Arguments {
     const bool one = layout.as_number(call, slot);
     if (one) ndims[n] = 0, shapes[n] = nullptr;
     if (!layout.contiguous && !one) return not_contiguous(call, slot);
-    if (layout.size == 1 || one) AOT_TRY(check_not_negated(call, slot, object));
+    if (!t.data && layout.size)
+      return fail(kInvalidArgument, "%s: %s has no memory: its storage was freed", call.op.c_str(),
+                  call.slots[slot].c_str());
     return on_device(call, slot, t.device_type, t.device_id);
-  }
-
-  // The imaginary part of a conjugated tensor has its values negated by whoever reads them, which the exchange table
-  // does not tell. With more elements than one such a view is not contiguous, and so refused already.
-  Status check_not_negated(const Call &call, int slot, void *object) {
-    static void *name = PyUnicode_InternFromString("is_neg");
-    Ref is_neg = PyObject_VectorcallMethod(name, &object, 1, nullptr);
-    if (!is_neg) return kConventionMisused;
-    if (PyObject_IsTrue(is_neg) != 1) return kOk;
-    return fail(kInvalidArgument, "%s: %s is a negated view", call.op.c_str(), call.slots[slot].c_str());
   }
 
   Status read_numpy(const Call &call, int slot, void *object) {
@@ -392,9 +396,40 @@ struct Arguments {
     params[n] = a->data, ndims[n] = a->ndim, shapes[n] = a->shape, dtypes[n] = "of another kind";
     for (int i = 0; i < numpy.n; ++i)
       if (a->dtype == numpy.dtypes[i]) dtypes[n] = numpy.names[i];
-    constexpr int kCContiguous = 1, kAligned = 0x100;
+    constexpr int kCContiguous = 1, kAligned = 0x100, kWriteable = 0x400;
     if (!(a->flags & kCContiguous) || !(a->flags & kAligned)) return not_contiguous(call, slot);
+    if (slot >= call.n_in && !(a->flags & kWriteable))
+      return fail(kInvalidArgument, "%s: %s is read-only, expected an array to write to", call.op.c_str(),
+                  call.slots[slot].c_str());
     return on_device(call, slot, 1, 0);
+  }
+
+  int64_t bytes(int i) const {
+    int64_t elements = 1;
+    for (int k = 0; k < ndims[i]; ++k) elements *= shapes[i][k];
+    const DType dtype = parse_dtype(dtypes[i]);
+    return elements * (dtype == DType::int64 ? 8 : dtype == DType::int32 ? 4 : itemsize(dtype));
+  }
+
+  // An output may be an input, element by element, but nothing else may share its memory.
+  Status check_apart(const Call &call) const {
+    const int n_in = __builtin_popcount(given & ((1u << call.n_in) - 1));
+    for (int i = n_in; i < n; ++i)
+      for (int j = 0; j < i; ++j) {
+        const char *a = static_cast<char *>(params[i]), *b = static_cast<char *>(params[j]);
+        const bool apart = a + bytes(i) <= b || b + bytes(j) <= a;
+        if (!apart && !(j < n_in && a == b && bytes(i) == bytes(j)))
+          return fail(kInvalidArgument, "%s: %s shares memory with %s", call.op.c_str(), slot_name(call, i),
+                      slot_name(call, j));
+      }
+    return kOk;
+  }
+
+  // Of the i-th tensor given.
+  const char *slot_name(const Call &call, int i) const {
+    int slot = 0;
+    for (;; ++slot)
+      if (given >> slot & 1 && i-- == 0) return call.slots[slot].c_str();
   }
 
   Status not_contiguous(const Call &call, int slot) {
@@ -429,10 +464,13 @@ int launch(Device device, int device_id, Entry *entry, int n, void **params, int
   return entry(n, params, ndims, shapes, dtypes, stream, extra);
 }
 
+thread_local bool refused;  // whether Python's error is a refusal of ours, rather than raised by what we called
+
 // None, or the exception of the status with the text of aot_last_error().
 void *finish(int status) {
   if (!status) return Py_IncRef(python.none), python.none;
-  if (!PyErr_Occurred()) PyErr_SetString(python.errors[status < 0 || status > 5 ? 5 : status], aot_last_error());
+  refused = !PyErr_Occurred();
+  if (refused) PyErr_SetString(python.errors[status < 0 || status > 5 ? 5 : status], aot_last_error());
   return nullptr;
 }
 
@@ -517,7 +555,12 @@ void *run_function(const Function &f, void *context, void *const *inputs, intptr
   if (int status = slots.run(f, f.always, context)) return finish(status);
   if (context && f.n_saved) {
     static void *to_save = PyUnicode_InternFromString("to_save");
-    Ref saved = tuple_of(slots.objects, f.saved, f.n_saved);
+    int at[kMaxSlots];
+    for (int i = 0; i < f.n_saved; ++i) {
+      const int instead = f.instead[i];
+      at[i] = instead >= 0 && slots.objects[instead] != python.none ? instead : f.saved[i];
+    }
+    Ref saved = tuple_of(slots.objects, at, f.n_saved);
     if (!saved || PyObject_SetAttr(context, to_save, saved)) return nullptr;
   }
   if (f.n_returned == 1) return slots.outputs[call.n_in].release();
@@ -528,9 +571,10 @@ void *run_function(const Function &f, void *context, void *const *inputs, intptr
 
 // 1 or 0; -1: Python has an error.
 int is_true(Ref object) { return object ? PyObject_IsTrue(object) : -1; }
-int ask(void *function) { return is_true(PyObject_VectorcallDict(function, nullptr, 0, nullptr)); }
 
-// Whether the slot takes a tensor of torch's as it lies.
+bool is_plain(void *object) { return is_torch(object) && gate.plain_tensor(object); }
+
+// Whether the slot takes a plain tensor of torch's as it lies.
 bool lies_well(const Call &call, int slot, void *object) {
   DLTensor t;
   if (torch.exchange->read(object, &t)) return PyErr_Clear(), false;
@@ -538,25 +582,23 @@ bool lies_well(const Call &call, int slot, void *object) {
   return layout.contiguous || layout.as_number(call, slot);
 }
 
-// A tuple with a gradient, or None, for each input of the forward; null, and maybe an error of Python's: this is not
-// for us.
-Ref run_backward(const Backward &b, void *context, void *const *grads) {
-  static void *needs_input_grad = PyUnicode_InternFromString("needs_input_grad"),
-              *saved_tensors = PyUnicode_InternFromString("saved_tensors"),
-              *contiguous = PyUnicode_InternFromString("contiguous");
+// A tuple with a gradient, or None, for each input of the forward. Null, with or without an error of Python's: this is
+// not for us.
+Ref run_plain_backward(const Backward &b, void *needed, void *saved, void *const *grads) {
+  static void *contiguous = PyUnicode_InternFromString("contiguous");
   const Function &f = *b.function;
-  if (ask(torch.grad_enabled)) return nullptr;  // the gradients are to be differentiable
-  Ref needed = PyObject_GetAttr(context, needs_input_grad), saved = PyObject_GetAttr(context, saved_tensors);
-  if (!needed || !saved) return nullptr;
+  if (gate.records_gradients() || !gate.plain_thread(true)) return nullptr;
   bool has_kernel = f.call->n_slots > f.call->n_in;
   Slots slots;
   Ref plain[kMaxSlots];
   for (int i = 0; i < f.call->n_in; ++i) {
     int at = b.source[i];
-    slots.objects[i] = at < b.n_grads ? grads[at] : PyTuple_GetItem(saved, at - b.n_grads);
-    if (has_kernel && at < b.n_grads && !lies_well(*f.call, i, grads[at]))
-      slots.objects[i] = plain[i] = PyObject_VectorcallMethod(contiguous, &grads[at], 1, nullptr);
-    if (!slots.objects[i]) return nullptr;
+    void *&tensor = slots.objects[i];
+    tensor = at < b.n_grads ? grads[at] : PyTuple_GetItem(saved, at - b.n_grads);
+    if (tensor != python.none && !is_plain(tensor)) return nullptr;
+    if (has_kernel && at < b.n_grads && !lies_well(*f.call, i, tensor))
+      tensor = plain[i] = PyObject_VectorcallMethod(contiguous, &tensor, 1, nullptr);
+    if (!tensor) return nullptr;
   }
   int gradient[kMaxSlots];
   unsigned wanted = 0;
@@ -564,8 +606,30 @@ Ref run_backward(const Backward &b, void *context, void *const *grads) {
     gradient[i] = PyObject_IsTrue(PyTuple_GetItem(needed, i)) == 1 ? b.gradient[i] : -1;
     if (gradient[i] >= 0) wanted |= 1u << gradient[i];
   }
-  if (has_kernel && wanted && slots.run(f, wanted | f.always, false)) return nullptr;
+  if (has_kernel && wanted)
+    if (int status = slots.run(f, wanted | f.always, false)) return finish(status), nullptr;
   return tuple_of(slots.objects, gradient, b.n_inputs);
+}
+
+// The saved tensors are asked for once: a hook that unpacks them may cost, count or raise.
+Ref run_backward(const Backward &b, void *context, void *const *grads) {
+  static void *needs_input_grad = PyUnicode_InternFromString("needs_input_grad"),
+              *saved_tensors = PyUnicode_InternFromString("saved_tensors");
+  Ref needed = PyObject_GetAttr(context, needs_input_grad);
+  if (!needed) return nullptr;
+  Ref saved = PyObject_GetAttr(context, saved_tensors);
+  if (!saved) return nullptr;
+  refused = false;
+  if (Ref gradients = run_plain_backward(b, needed, saved, grads)) return gradients;
+  if (PyErr_Occurred()) {
+    if (!refused) return nullptr;
+    PyErr_Clear();
+  }
+  Ref given = PyTuple_New(b.n_grads);
+  if (!given) return nullptr;
+  for (int i = 0; i < b.n_grads; ++i) Py_IncRef(grads[i]), PyTuple_SetItem(given, i, grads[i]);
+  void *const arguments[] = {saved, given, needed};
+  return PyObject_VectorcallDict(b.otherwise, arguments, 3, nullptr);
 }
 
 // ------------------------------------------------------------------------------------------------- public functions
@@ -613,23 +677,67 @@ bool take_as_they_lie(const Public &p, void **places, Ref *matrices) {
   return true;
 }
 
-// Borrowed; null: Python raised.
-Differentiable *bind_attributes(const Public &p, void *const *attrs) {
+bool is_int(void *value) { return type_of(value) == python.int_type; }
+
+bool is_ints(void *value) {
+  if (type_of(value) != python.tuple_type && type_of(value) != torch.size_type) return is_int(value);
+  for (intptr_t i = 0, n = PyTuple_Size(value); i < n; ++i)
+    if (!is_int(PyTuple_GetItem(value, i))) return false;
+  return true;
+}
+
+// Whether the value is of the very type that a dict may be asked for: 1, 1.0 and True are one key, a tensor changes.
+bool is_key(char kind, void *value) {
+  if (value == python.none) return true;
+  switch (kind) {
+    case 'i':
+      return is_int(value);
+    case 'l':
+      return is_ints(value);
+    case 'f':
+      return type_of(value) == python.float_type || is_int(value);
+    case 'b':
+      return type_of(value) == python.bool_type;
+    default:
+      return type_of(value) == python.str_type;
+  }
+}
+
+// Frees the place of the binding that was used least recently.
+bool forget_one(const Public &p) {
+  void *key, *value, *oldest = nullptr;
+  uint64_t last_use = ~uint64_t{0};
+  for (intptr_t at = 0; PyDict_Next(p.bound, &at, &key, &value);)
+    if (auto *d = bound_to<Differentiable>(value); d->last_use < last_use) oldest = key, last_use = d->last_use;
+  Ref hold(oldest);
+  if (oldest) Py_IncRef(oldest);
+  return !oldest || !PyDict_DelItem(p.bound, oldest);
+}
+
+// A capsule of the Differentiable. Null: Python raised, or an attribute is not what it should be.
+Ref bind_attributes(Public &p, void *const *attrs) {
+  for (int i = 0; i < p.n_attrs; ++i)
+    if (!is_key(p.kinds[i], attrs[i])) return nullptr;
   Ref key = PyTuple_New(p.n_attrs);
   if (!key) return nullptr;
   for (int i = 0; i < p.n_attrs; ++i) Py_IncRef(attrs[i]), PyTuple_SetItem(key, i, attrs[i]);
-  if (void *found = PyDict_GetItemWithError(p.bound, key)) return bound_to<Differentiable>(found);
-  if (PyErr_Occurred()) return nullptr;
-  Ref made = PyObject_VectorcallDict(p.bind, attrs, p.n_attrs, nullptr);
-  if (!made || PyDict_SetItem(p.bound, key, made)) return nullptr;
-  return bound_to<Differentiable>(made);
+  void *found = PyDict_GetItemWithError(p.bound, key);
+  if (!found && PyErr_Occurred()) return nullptr;
+  if (found) Py_IncRef(found);
+  Ref bound = found;
+  if (!found) {
+    bound = PyObject_VectorcallDict(p.bind, attrs, p.n_attrs, nullptr);
+    if (!bound || (PyDict_Size(p.bound) >= p.most_bound && !forget_one(p))) return nullptr;
+    if (PyDict_SetItem(p.bound, key, bound)) return nullptr;
+  }
+  bound_to<Differentiable>(bound)->last_use = ++p.clock;
+  return bound;
 }
 
 // 1 where one of the inputs wants a gradient, 0; -1: Python has an error.
 int wants_gradient(const Public &p, void *const *inputs) {
   static void *requires_grad = PyUnicode_InternFromString("requires_grad");
-  int wants = ask(torch.grad_enabled);
-  if (wants != 1) return wants;
+  if (!gate.records_gradients()) return 0;
   for (int i = 0; i < p.n_inputs; ++i) {
     if (inputs[i] == python.none) continue;
     if (int it_does = is_true(PyObject_GetAttr(inputs[i], requires_grad))) return it_does;
@@ -637,25 +745,35 @@ int wants_gradient(const Public &p, void *const *inputs) {
   return 0;
 }
 
-// Null, and maybe an error of Python's: this call is not plain.
-void *run_plain(const Public &p, void *const *arguments, intptr_t count, void *names) {
+// Whether the gate lets a call on these inputs pass.
+bool is_plain_call(bool autocast, void *const *inputs, int n) {
+  if (!gate.plain_thread(autocast)) return false;
+  for (int i = 0; i < n; ++i)
+    if (inputs[i] != python.none && !is_plain(inputs[i])) return false;
+  return true;
+}
+
+// Null, with or without an error of Python's: this call is not for us.
+void *run_plain(Public &p, void *const *arguments, intptr_t count, void *names) {
   void *places[2 * kMaxSlots];
   if (!sort_arguments(p, arguments, count, names, places)) return nullptr;
-  if (ask(torch.dispatch_modes) || (p.has_autocast && ask(torch.autocast_enabled))) return nullptr;
+  if (!is_plain_call(!p.has_autocast, places, p.n_inputs) || gate.records_calls()) return nullptr;
   Ref matrices[kMaxSlots];
   if (!take_as_they_lie(p, places, matrices)) return nullptr;
-  Differentiable *d = bind_attributes(p, places + p.n_inputs);
-  if (!d) return nullptr;
+  Ref bound = bind_attributes(p, places + p.n_inputs);
+  if (!bound) return nullptr;
+  auto *d = bound_to<Differentiable>(bound);
   int gradient = wants_gradient(p, places);
   if (gradient < 0) return nullptr;
   if (gradient) return PyObject_VectorcallDict(d->apply, places, p.n_inputs, nullptr);
   return run_function(*d->function, nullptr, places, p.n_inputs);
 }
 
-void *run_public(const Public &p, void *const *arguments, intptr_t count, void *names) {
+void *run_public(Public &p, void *const *arguments, intptr_t count, void *names) {
+  refused = false;
   if (void *result = run_plain(p, arguments, count, names)) return result;
   if (PyErr_Occurred()) {
-    if (!PyErr_ExceptionMatches(p.refusals)) return nullptr;
+    if (!refused) return nullptr;
     PyErr_Clear();
   }
   Ref keywords = PyDict_New();
@@ -664,7 +782,7 @@ void *run_public(const Public &p, void *const *arguments, intptr_t count, void *
   return keywords ? PyObject_VectorcallDict(p.otherwise, arguments, count, keywords) : nullptr;
 }
 
-std::unordered_map<void *, const Public *> served;  // by function of Python
+std::unordered_map<void *, Public *> served;  // by function of Python
 Vectorcall *call_in_python;
 
 // What CPython calls in the place of such a function's code, unless frames are evaluated otherwise, as torch.compile
@@ -682,7 +800,11 @@ void *call_served(void *function, void *const *arguments, size_t count, void *na
 // -------------------------------------------------------------------------------------------------------- setting up
 
 AOT_API void aot_python_setup(const Interpreter *facts) { python = *facts; }
-AOT_API void aot_python_torch(const Torch *facts) { torch = *facts; }
+AOT_API int aot_python_torch(const Torch *facts) {
+  if (!gate.open(facts->gate)) return 0;
+  torch = *facts;
+  return 1;
+}
 AOT_API void aot_python_numpy(const Numpy *facts) { numpy = *facts; }
 
 // `function`, of Python, which forwards to the builtin of `capsule`, is from now on called without its frame.
@@ -719,6 +841,7 @@ AOT_API void *aot_plan_new(const void *call, int device, unsigned given, int n, 
                            const char *const *dtypes, int *status) {
   auto *c = static_cast<const Call *>(call);
   auto plan = std::make_unique<Plan>();
+  if (n > kMaxSlots) return *status = c->wrong_count(n, c->n_slots), nullptr;
   plan->device = static_cast<Device>(device), plan->entry = c->entry[device], plan->n = n;
   *status = c->check_entry(plan->device);
   if (!*status) *status = c->new_extra(plan->device, given, &plan->extra);
@@ -736,6 +859,10 @@ AOT_API void *aot_plan_new(const void *call, int device, unsigned given, int n, 
 
 AOT_API void aot_plan_delete(void *plan) { delete static_cast<Plan *>(plan); }
 AOT_API void aot_plan_capsule_delete(void *capsule) { aot_plan_delete(bound_to<Plan>(capsule)); }
+AOT_API void aot_call_capsule_delete(void *capsule) { delete bound_to<Call>(capsule); }
+
+// The destructor of a capsule whose context is one object of Python that it keeps.
+AOT_API void aot_capsule_release(void *capsule) { Py_DecRef(PyCapsule_GetContext(capsule)); }
 
 AOT_API int aot_plan_run(void *plan, int device_id, void *stream, void **params) {
   auto *p = static_cast<Plan *>(plan);
@@ -750,6 +877,7 @@ AOT_API void *aot_call_tensors(void *capsule, void *const *objects, intptr_t cou
   if (count != call->n_slots) return finish(call->wrong_count(count, call->n_slots));
   Arguments a;
   int status = a.read(*call, objects, 0, call->n_slots);
+  if (!status) status = a.check_apart(*call);
   return finish(status ? status : call_tensors(*call, a));
 }
 
@@ -766,15 +894,18 @@ AOT_API void *aot_function_forward(void *capsule, void *const *objects, intptr_t
 // Its backward: the context, then the gradient of each output.
 AOT_API void *aot_function_backward(void *capsule, void *const *objects, intptr_t count) {
   auto *b = bound_to<Backward>(capsule);
-  if (count == 1 + b->n_grads)
-    if (Ref gradients = run_backward(*b, objects[0], objects + 1)) return gradients.release();
-  PyErr_Clear();
-  return PyObject_VectorcallDict(b->otherwise, objects, count, nullptr);
+  if (count != 1 + b->n_grads) return finish(b->function->call->wrong_count(count, 1 + b->n_grads));
+  return run_backward(*b, objects[0], objects + 1).release();
 }
 
 // A public function, called as Python calls one.
 AOT_API void *aot_public(void *capsule, void *const *arguments, intptr_t count, void *names) {
   return run_public(*bound_to<Public>(capsule), arguments, count, names);
+}
+
+// Whether a call on these tensors is plain, with autocast on or off.
+AOT_API void *aot_gate(void *, void *const *tensors, intptr_t count) {
+  return PyBool_FromLong(is_plain_call(true, tensors, count));
 }
 
 // The device's number, the stream, then the address of each tensor of the plan; all are ints.

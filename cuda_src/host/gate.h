@@ -1,0 +1,95 @@
+// The gate: whether a call of torch's is plain, that is, means what it says and no more.
+//
+// Everything that may change the meaning of a call is asked for here, and nowhere else:
+//
+//   where                          what it tells
+//   the thread's dispatch keys     torch.func levels, torch_dispatch modes (fake tensors, functionalisation, make_fx,
+//                                  export), tracing, autocast, inference mode, guards that include or exclude a key
+//   the tensor's dispatch keys     zero tensors, negated and conjugated views, functional, batched, sparse, quantised,
+//                                  nested, meta, mkldnn and other devices' tensors, wrapper subclasses
+//   the tensor's type              subclasses with a __torch_function__
+//   torch_function modes, record functions (the profiler), the level of forward AD
+//   the storage                    one without memory (Arguments::read_torch)
+//
+// Dispatch keys are read from memory. The thread's are one exported variable of libc10's, two words which are zero in a
+// plain thread. A tensor's are one word of its TensorImpl; frontends/torch_gate.py finds the word's place on tensors
+// whose keys it knows, and opens no gate where it does not find it. One word answers what some ten questions in Python
+// would ask, at 40 ns each.
+#pragma once
+#include <dlfcn.h>
+
+#include <cstdint>
+
+extern "C" __attribute__((weak)) void *PyDict_GetItemWithError(void *dict, void *key);
+
+namespace aot {
+
+struct LocalKeys {  // c10::impl::PODLocalDispatchKeySet: what differs from a plain thread's
+  uint64_t included, excluded;
+};
+
+// torch_gate.py fills it.
+struct GateFacts {
+  uint64_t tensor_keys[4];  // of plain tensors: CPU and CUDA, each made outside and inside of inference mode
+  uint64_t autocast_keys;   // that autocast takes from the thread's excluded ones
+  LocalKeys inference;      // in inference mode
+  int64_t impl_offset;      // of the TensorImpl's address within a Tensor of Python
+  int64_t key_offset;       // of the keys within the TensorImpl
+  void *forward_ad;         // torch.autograd.forward_ad.__dict__
+  void *level, *no_level;   // its "_current_level", and the value outside of all levels
+};
+
+class Gate {
+ public:
+  // False where this torch does not export what is asked.
+  bool open(const GateFacts &facts) {
+    facts_ = facts;
+    void *torch = dlopen("libtorch_cpu.so", RTLD_NOW | RTLD_NOLOAD);
+    return find(torch, "aoti_torch_grad_mode_is_enabled", &grad_mode_) &&
+           find(torch, "_ZN2at4impl27torch_function_mode_enabledEv", &function_mode_) &&
+           find(torch, "_ZN2at12hasCallbacksEv", &callbacks_) && local_keys();
+  }
+
+  bool records_gradients() const { return grad_mode_(); }
+  bool records_calls() const { return callbacks_(); }
+
+  // Of the thread, but for record functions. `autocast`: whether it may be on.
+  bool plain_thread(bool autocast) const {
+    LocalKeys keys = *local_keys();
+    if (keys.included || keys.excluded) {
+      if (keys.included == facts_.inference.included) {
+        keys.included = 0, keys.excluded ^= facts_.inference.excluded;
+      }
+      if (keys.included || keys.excluded & ~(autocast ? facts_.autocast_keys : 0)) return false;
+    }
+    return !function_mode_() && PyDict_GetItemWithError(facts_.forward_ad, facts_.level) == facts_.no_level;
+  }
+
+  // `tensor`: a Tensor of Python's, exactly.
+  bool plain_tensor(void *tensor) const {
+    const char *impl = *reinterpret_cast<char **>(static_cast<char *>(tensor) + facts_.impl_offset);
+    const uint64_t keys = *reinterpret_cast<const uint64_t *>(impl + facts_.key_offset);
+    for (uint64_t plain : facts_.tensor_keys)
+      if (keys == plain) return true;
+    return false;
+  }
+
+ private:
+  template <class F>
+  static bool find(void *library, const char *name, F **function) {
+    *function = library ? reinterpret_cast<F *>(dlsym(library, name)) : nullptr;
+    return *function;
+  }
+
+  // The calling thread's; null where there is none.
+  static const LocalKeys *local_keys() {
+    static thread_local const LocalKeys *keys;
+    if (!keys) find(dlopen("libc10.so", RTLD_NOW | RTLD_NOLOAD), "_ZN3c104impl26raw_local_dispatch_key_setE", &keys);
+    return keys;
+  }
+
+  GateFacts facts_ = {};
+  bool (*grad_mode_)() = nullptr, (*function_mode_)() = nullptr, (*callbacks_)() = nullptr;
+};
+
+}  // namespace aot

@@ -1,0 +1,92 @@
+"""What the gate (cuda_src/host/gate.h) has to know of this torch, found out on tensors whose dispatch keys are known.
+
+Nothing is taken for granted: where a tensor's keys do not lie where they are expected, or a thread's do not change as
+they should, there is no gate, and every call goes through torch's dispatcher.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from aotops.call import Gate
+
+_LEVEL, _NO_LEVEL = "_current_level", -1
+_WORD = ctypes.sizeof(ctypes.c_void_p)
+
+
+def facts() -> Gate | None:
+    """None where this torch is not as the gate needs it."""
+    try:
+        return _facts()
+    except (AttributeError, ValueError, OSError, LookupError):
+        return None
+
+
+def _facts() -> Gate | None:
+    if getattr(forward_ad, _LEVEL) != _NO_LEVEL:
+        return None
+    samples = _samples()
+    impl = _place([(id(t), t._cdata) for t in samples], object.__basicsize__, 8)
+    keys = _place([(t._cdata, _keys(t)) for t in samples], 0, 25)
+    inference, autocast = _local_keys(torch.inference_mode), _local_keys(lambda: torch.autocast("cpu", torch.bfloat16))
+    autocast_keys = _union("AutocastCPU") | _union("AutocastCUDA")
+    if _local_keys(torch.no_grad) != (0, 0) or autocast != (0, _union("AutocastCPU")) or inference == (0, 0):
+        return None
+    level = forward_ad.__dict__
+    return Gate(
+        (ctypes.c_uint64 * 4)(*(_plain_keys(device, made) for device in ("CPU", "CUDA") for made in (False, True))),
+        autocast_keys,
+        (ctypes.c_uint64 * 2)(*inference),
+        impl,
+        keys,
+        id(level),
+        id(next(name for name in level if name == _LEVEL)),
+        id(level[_LEVEL]),
+    )
+
+
+def _samples() -> list[torch.Tensor]:
+    """Tensors of many kinds of keys; the first is plain."""
+    plain = torch.empty(2)
+    with torch.inference_mode():
+        inference = torch.empty(2)
+    if (_keys(plain), _keys(inference)) != (_plain_keys("CPU", False), _plain_keys("CPU", True)):
+        raise ValueError("a plain tensor has other keys")
+    others = [plain.to("meta"), torch.nn.Parameter(plain), plain.to_sparse(), torch._neg_view(plain)]
+    return [plain, inference, *others, torch._efficientzerotensor(2)]
+
+
+def _keys(t: torch.Tensor) -> int:
+    return torch._C._dispatch_keys(t).raw_repr()
+
+
+def _union(*names: str) -> int:
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, names[0]))
+    for name in names[1:]:
+        keys = keys | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
+    return keys.raw_repr()
+
+
+def _plain_keys(device: str, inference: bool) -> int:
+    autograd = () if inference else (f"Autograd{device}", "ADInplaceOrView")
+    return _union(device, f"Autocast{device}", *autograd)
+
+
+def _place(pairs: list[tuple[int, int]], start: int, words: int) -> int:
+    """The offset, the same in all, at which the memory at an address has the word that belongs to it."""
+    offsets = range(start, start + words * _WORD, _WORD)
+    (place,) = [o for o in offsets if all(ctypes.c_uint64.from_address(a + o).value == word for a, word in pairs)]
+    return place
+
+
+def _local_keys(context: Callable[[], Any]) -> tuple[int, ...]:
+    """This thread's dispatch keys in a context, as they differ from those outside of all."""
+    c10 = ctypes.CDLL("libc10.so", os.RTLD_NOW | os.RTLD_NOLOAD)
+    with context():
+        return tuple((ctypes.c_uint64 * 2).in_dll(c10, "_ZN3c104impl26raw_local_dispatch_key_setE"))
