@@ -211,6 +211,8 @@ def _eager(op: Op, attrs: tuple[Attr, ...]) -> _Eager:
 # ---------------------------------------------------------------------------------------------------------- dispatcher
 
 _library = torch.library.Library("aotops", "DEF")
+# The strides of a result follow from those of the inputs.
+_TAGS = (getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order),)
 # A dimension of an "int[]" may be symbolic.
 _SCHEMA_TYPES = {"int[]": "SymInt[]"}
 
@@ -222,7 +224,7 @@ def _register(op: Op, forward: Op) -> Callable[..., Any]:
     tensors = [f"Tensor{'?' if slot in op.optional else ''} {slot}" for slot in op.inputs]
     attrs = [f"{_SCHEMA_TYPES.get(kind, kind)} {attr}" for attr, kind in op.attrs.items()]
     returns = "Tensor" if len(written) == 1 else f"({', '.join(['Tensor'] * len(written))})"
-    _library.define(f"{op.name}({', '.join(tensors + attrs)}) -> {returns}", tags=(torch.Tag.needs_fixed_stride_order,))
+    _library.define(f"{op.name}({', '.join(tensors + attrs)}) -> {returns}", tags=_TAGS)
     dispatched = getattr(torch.ops.aotops, op.name).default
 
     def split(args):
@@ -257,7 +259,8 @@ def _register(op: Op, forward: Op) -> Callable[..., Any]:
         if op.autocast:
             _library.impl(op.name, _autocast_kernel(op, dispatched, device, split, pack), f"Autocast{device}")
     torch.library.register_fake(name, fake, lib=_library)
-    torch.library.register_vmap(name, vmap, lib=_library)
+    if hasattr(torch.library, "register_vmap"):  # torch 2.5; before, vmap calls the operator for each example
+        torch.library.register_vmap(name, vmap, lib=_library)
     _library.impl(op.name, _autograd_kernel(op, forward, dispatched, split, pack), "Autograd", with_keyset=True)
     return dispatched
 

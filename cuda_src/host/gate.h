@@ -55,6 +55,7 @@ class Gate {
 
   // Of the thread, but for record functions. `autocast`: whether it may be on.
   bool plain_thread(bool autocast) const {
+    if (!callbacks_) return false;  // never opened
     LocalKeys keys = *local_keys();
     if (keys.included || keys.excluded) {
       if (keys.included == facts_.inference.included) {

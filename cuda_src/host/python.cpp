@@ -587,7 +587,7 @@ bool lies_well(const Call &call, int slot, void *object) {
 Ref run_plain_backward(const Backward &b, void *needed, void *saved, void *const *grads) {
   static void *contiguous = PyUnicode_InternFromString("contiguous");
   const Function &f = *b.function;
-  if (gate.records_gradients() || !gate.plain_thread(true)) return nullptr;
+  if (!gate.plain_thread(true) || gate.records_gradients()) return nullptr;
   bool has_kernel = f.call->n_slots > f.call->n_in;
   Slots slots;
   Ref plain[kMaxSlots];
