@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from aotops import call
+from aotops.frontends import torch_inductor
 from aotops.op import Attr, Op
 from aotops.ops import OPS
 from aotops.spec import TensorSpec, check_broadcast
@@ -326,6 +327,7 @@ for _op in OPS.values():
     for _one in (_op.backward, _op):
         if _one is not None and _one.has_kernel:
             dispatched[_one.name] = _register(_one)
+torch_inductor.register(dispatched.values())
 
 
 # ----------------------------------------------------------------------------------------------------- public functions
