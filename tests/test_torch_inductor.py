@@ -1,4 +1,4 @@
-"""PyTorch's Inductor: it knows every operator before it meets one, and compiles a deep chain of them as fast as torch's.
+"""PyTorch's Inductor: it knows every operator before it meets one, and compiles a deep chain of them in good time.
 
 Inductor is let take no operator that it was not told of (``implicit_fallbacks``). On any torch, that is an error where
 it would otherwise write the operator's arguments down, which before torch 2.13 takes time without bound.
@@ -120,7 +120,7 @@ def _forward_and_backward(chain, x, parameters):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_chain_is_right(formatted, dynamic):
-    """From the source to the compiled library, forward and backward. A transposed view is none of the kernel's kinds."""
+    """From the source to the compiled library, forward and backward. x is a transposed view, which no kernel takes."""
     parameters, (mine, torchs) = _parameters(2), map(_chain, (_ours, _torchs))
     compiled = torch.compile(mine, fullgraph=True, dynamic=dynamic)
     for rows in (5, 3) if dynamic else (5,):
@@ -144,8 +144,8 @@ def _host_seconds(block, parameters, x) -> float:
 
 
 def test_a_chain_compiles_as_fast_as_torchs(formatted, monkeypatch):
-    """The time is asked for here, and it is what was wrong: it doubled with each operator. The C++ compiler, which
-    torch's operators need more of, is left out. Ours take a third of what torch's own do, and may take twice as much."""
+    """A time, since the fault was one: it doubled with each operator. The C++ compiler, which torch's operators need
+    more of, is left out. Ours take a third of what torch's own do, and may take twice as much."""
     from torch._inductor.async_compile import AsyncCompile
 
     monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *_: lambda *_: None)
@@ -158,8 +158,8 @@ def test_a_chain_compiles_as_fast_as_torchs(formatted, monkeypatch):
 
 
 def test_operators_called_by_name(formatted):
-    """As an exported graph calls them, without the public functions. A result's strides follow from those of the inputs,
-    which are what eager torch has: sliced, transposed and repeated."""
+    """As an exported graph calls them, without the public functions. The strides of inputs, here of a transposed, a
+    sliced and a repeated one, decide on those of a result: these are eager torch's."""
     gelu, add = torch.ops.aotops.gelu.default, torch.ops.aotops.add.default
 
     def function(x):
