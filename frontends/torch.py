@@ -29,7 +29,7 @@ from aotops.op import Attr, Op
 from aotops.ops import OPS
 from aotops.spec import TensorSpec, check_broadcast
 
-from . import torch_gate
+from . import torch_gate, torch_inductor
 
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -383,6 +383,7 @@ for _op in OPS.values():
     for _one in (_op.backward, _op):
         if _one is not None and _one.has_kernel:
             dispatched[_one.name] = _register(_one, _op)
+torch_inductor.register(dispatched.values())
 
 
 # ----------------------------------------------------------------------------------------------------- public functions

@@ -56,7 +56,7 @@ def _is_here(request):
 
 def pytest_ignore_collect(collection_path):
     """A file of one framework is for a session that tests it."""
-    frontend = collection_path.stem.removeprefix("test_")
+    frontend = collection_path.stem.removeprefix("test_").partition("_")[0]
     return True if frontend in FRONTENDS and frontend not in requested() else None
 
 
