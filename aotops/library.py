@@ -24,7 +24,7 @@ ERRORS: dict[int, type[Exception]] = {
 
 _POINTER = ctypes.c_void_p
 _ELF = struct.Struct("<4sBB10xHHIQQQIHHHHHH")
-"""The head of a 64-bit ELF file: its magic, class and byte order; of what follows, where its segments are told."""
+"""The head of a 64-bit ELF file: its magic, class and byte order; at the end, where segments and sections are told."""
 _SEGMENT = struct.Struct("<IIQQQQQQ")
 
 
@@ -80,14 +80,14 @@ def load() -> ctypes.CDLL:
 
 
 def _check_whole(file: Path) -> None:
-    """Raises LibraryError where the file cannot be read, or ends before its segments do: to map it would end the
-    process. What is no ELF file of this kind is left to the loader, which says so."""
+    """Raises LibraryError where the file cannot be read, or ends before its segments or its table of sections do: to
+    map it would end the process. What is no ELF file of this kind is left to the loader, which says so."""
     try:
         with file.open("rb") as opened:
             size, head = os.fstat(opened.fileno()).st_size, opened.read(_ELF.size)
             if len(head) < _ELF.size or head[:6] != b"\x7fELF\x02\x01":
                 return
-            *_, at, _sections, _flags, _size, each, n, _, _, _ = _ELF.unpack(head)
+            *_, at, sections, _flags, _size, each, n, section, n_sections, _ = _ELF.unpack(head)
             opened.seek(at)
             table = opened.read(each * n)
     except FileNotFoundError:
@@ -95,7 +95,13 @@ def _check_whole(file: Path) -> None:
     except OSError as error:
         raise LibraryError(f"{file} cannot be read: {error.strerror}") from error
     segments = [_SEGMENT.unpack_from(table, i) for i in range(0, len(table) - _SEGMENT.size + 1, max(each, 1))]
-    needed = max([at + each * n, *(offset + filled for _, _, offset, _, _, filled, _, _ in segments)])
+    needed = max(
+        [
+            at + each * n,
+            sections + section * n_sections,
+            *(offset + filled for _, _, offset, _, _, filled, _, _ in segments),
+        ]
+    )
     if needed > size:
         raise LibraryError(f"{file} has {size} bytes of at least {needed}: rebuild it with `make clean lib`")
 
