@@ -4,6 +4,7 @@
 # make test      everything from nothing, then the tests
 # make lib       aotops/libaotops.so: with its CUDA entries where nvcc is, without them elsewhere
 # make lint      ruff, mypy, clang-format        make format   lets ruff and clang-format rewrite
+# make asan      the CPU entries under ASan and UBSan: a million calls at random (ASAN_CALLS), then the tests
 # make bench     every operator against those of others, on the GPU where there is one: BENCH='--quick --ops gelu'
 # make calls     the cost of a call              make wheel    dist/*.whl        make clean
 
@@ -109,6 +110,48 @@ $(foreach isa,$(ISAS),$(eval $(call compile_for,$(isa))))
 
 -include $(OBJECTS:.o=.d)
 
+# -------------------------------------------------------------------------------------------------------- sanitizers
+
+ASAN         := build/asan
+ASAN_CALLS   ?= 1000000
+ASAN_SEED    ?= 1
+ASAN_FLAGS   := -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
+ASAN_OBJECTS := $(HOST:cuda_src/%=$(ASAN)/%.o) $(foreach isa,$(ISAS),$(CPU:cuda_src/%.cpp=$(ASAN)/%.$(isa).o))
+ASAN_PRELOAD  = $(shell $(CXX) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libstdc++.so)
+
+# The suite's process is Python's, which leaks as it ends, and loads the sanitizer only this way.
+asan: $(VENV)/ready
+	@$(MAKE) --no-print-directory -j$(JOBS) $(ASAN)/libaotops.so $(ASAN)/fuzz_convention
+	for isa in $(ISAS); do \
+	  AOTOPS_CPU_ISA=$$isa $(ASAN)/fuzz_convention $(ASAN)/libaotops.so $(ASAN_CALLS) $(ASAN_SEED) || exit; done
+	LD_PRELOAD="$(ASAN_PRELOAD)" ASAN_OPTIONS=detect_leaks=0 AOTOPS_LIBRARY=$(abspath $(ASAN)/libaotops.so) \
+	  AOTOPS_TEST_FRONTENDS=numpy $(VENV)/bin/python -m pytest -q -m 'not gpu' tests
+
+$(ASAN)/host:
+	@mkdir -p $@
+
+$(ASAN)/libaotops.so: $(ASAN_OBJECTS) cuda_src/host/exports.map
+	@echo "link $@"
+	@$(CXX) -shared -fopenmp $(ASAN_FLAGS) -Wl,$(LDFLAGS) $(ASAN_OBJECTS) -o $@ -ldl
+
+$(ASAN)/fuzz_convention: tests/fuzz_convention.cpp | $(ASAN)/host
+	@echo "g++  $<"
+	@$(CXX) -std=c++17 $(ASAN_FLAGS) $(WARNINGS) $< -o $@ -ldl
+
+$(ASAN)/host/extra.cpp.o: CXXFLAGS += -D_GLIBCXX_USE_CXX11_ABI=0
+$(ASAN)/host/%.cpp.o: cuda_src/host/%.cpp build/flags | $(ASAN)/host
+	@echo "g++  $<  (asan)"
+	@$(CXX) $(CXXFLAGS) $(ASAN_FLAGS) -c $< -o $@
+
+define compile_asan_for
+$(ASAN)/%.$(1).o: cuda_src/%.cpp build/flags | $(ASAN)/host
+	@echo "g++  $$<  ($(1), asan)"
+	@$$(CXX) $$(CXXFLAGS) $$(ASAN_FLAGS) $$(MARCH_$(1)) -DAOT_ISA=$(1) -c $$< -o $$@
+endef
+$(foreach isa,$(ISAS),$(eval $(call compile_asan_for,$(isa))))
+
+-include $(ASAN_OBJECTS:.o=.d)
+
 # ------------------------------------------------------------------------------------------------------- environments
 
 VENV    := .venv
@@ -174,4 +217,4 @@ wheel: lib $(VENV)/ready
 clean:
 	rm -rf build dist $(LIB)
 
-.PHONY: lib environments no-mindspore demo test lint format bench calls wheel clean FORCE
+.PHONY: lib asan environments no-mindspore demo test lint format bench calls wheel clean FORCE

@@ -3,20 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import index
 from typing import Any
 
 from .op import Attr, Op
-
-
-def attr_text(kind: str, value: Any) -> str:
-    """One attribute's value, of a type of ``Op.attrs``. Floats keep all their digits."""
-    kind = kind.removesuffix("?")
-    if kind == "float":
-        return repr(float(value))
-    if kind == "int[]":
-        return ",".join(str(index(v)) for v in value)
-    return value.replace("\n", "\\n") if kind == "str" else str(index(value))
 
 
 def encode(op: Op, attrs: Sequence[Attr], present: Sequence[bool] | None = None) -> str:
@@ -24,14 +13,21 @@ def encode(op: Op, attrs: Sequence[Attr], present: Sequence[bool] | None = None)
 
     Raises:
         TypeError: a value that is not of its attribute's type.
+        ValueError: an integer of more than 64 bits; a number too large for a float; a string that no attribute may be.
     """
-    plain = op.canonical(attrs)
-    given = [(name, kind, v) for (name, kind), v in zip(op.attrs.items(), plain, strict=True) if v is not None]
-    lines = [f"{name}={attr_text(kind, value)}" for name, kind, value in given]
+    given = [(name, value) for name, value in zip(op.attrs, op.canonical(attrs), strict=True) if value is not None]
+    lines = [f"{name}={_text(value)}" for name, value in given]
     if present is not None:
         n = len(op.inputs)
         lines += [f"inputs={_mask(present[:n])}", f"outputs={_mask(present[n:])}"]
     return "\n".join(lines)
+
+
+def _text(value: Any) -> str:
+    """A canonical value. Floats keep all their digits."""
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return value if isinstance(value, str) else repr(value) if isinstance(value, float) else str(int(value))
 
 
 def _mask(present: Sequence[bool]) -> int:

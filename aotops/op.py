@@ -41,9 +41,11 @@ def _bool(value: Any) -> bool:
 
 
 def _text(value: Any) -> str:
-    """The C side ends a string at its first NUL, and a line at a newline."""
+    """A NUL would end the text in C, and the end of a line the attribute."""
     if not isinstance(value, str):
         raise TypeError
+    if not (value.isascii() and value.isprintable()):
+        raise ValueError
     return str(value)
 
 
@@ -53,7 +55,7 @@ _KINDS: dict[str, tuple[Callable[[Any], Attr], str]] = {
     "int": (_integer, "an integer of 64 bits"),
     "int[]": (_integers, "integers of 64 bits"),
     "bool": (_bool, "True or False"),
-    "str": (_text, "a string"),
+    "str": (_text, "a string of printable ASCII characters"),
 }
 
 

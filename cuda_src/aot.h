@@ -63,6 +63,10 @@ inline namespace AOT_ISA {
 constexpr int kMaxNdim = 32;
 constexpr int64_t kUnknownDim = -1, kUnknownRank = -2;  // MindSpore's marks in a dynamic shape
 
+// The most elements of a tensor: more than any memory has, and so few that what is computed of one tensor's shape, its
+// bytes or its workspace, does not overflow. Numbers that come of several shapes are held to kLarge (bounded_product).
+constexpr int64_t kMostElements = int64_t{1} << 50, kLarge = int64_t{1} << 60;
+
 // ---------------------------------------------------------------------------------------------------------- dtypes
 
 enum class DType : uint8_t { absent, unknown, other, float16, bfloat16, float32, float64, int32, int64 };
@@ -159,6 +163,25 @@ struct Tensor : Spec {
   }
 };
 
+// a * b of two numbers that are not negative, or kLarge where it is more.
+inline int64_t bounded_product(int64_t a, int64_t b) {
+  int64_t product;
+  return __builtin_mul_overflow(a, b, &product) || product > kLarge ? kLarge : product;
+}
+
+// The elements of a shape whose dimensions are all known, those of none taken for 1, so that no part of the product is
+// larger. False where they are more than a tensor has. `unknown`: dimensions below 0 are passed over, else refused.
+inline bool count_elements(const int64_t *shape, int ndim, bool unknown, int64_t *elements) {
+  int64_t n = 1;
+  bool empty = false;
+  for (int i = 0; i < ndim; ++i) {
+    if (shape[i] < 0 && !unknown) return false;
+    if (shape[i] <= 0) empty |= shape[i] == 0;
+    else if (__builtin_mul_overflow(n, shape[i], &n) || n > kMostElements) return false;
+  }
+  return *elements = empty ? 0 : n, true;
+}
+
 inline bool same_dim(int64_t a, int64_t b) { return a == b || a < 0 || b < 0; }
 
 inline bool same_dtype(DType a, DType b) { return a == b || a == DType::unknown || b == DType::unknown; }
@@ -214,6 +237,13 @@ inline Status check_like(const char *op, const char *slot, const Spec &s, const 
   return check_shape(op, slot, s, model_slot, model);
 }
 
+// A result is not larger than a tensor may be: one that is broadcast, or wider than what it comes of.
+inline Status check_size(const char *op, const char *slot, const Spec &s) {
+  int64_t elements;
+  if (count_elements(s.shape, s.ndim, true, &elements)) return kOk;
+  return fail(kInvalidArgument, "%s: %s has shape %s, expected at most 2**50 elements", op, slot, ShapeText(s).text);
+}
+
 #define AOT_TRY(expression)                                   \
   do {                                                        \
     if (::aot::Status status_ = (expression)) return status_; \
@@ -227,32 +257,58 @@ struct Ints {
   int64_t value[kMaxNdim];
 };
 
+// A number that may be left out. Any value, NaN too, is one that was given.
+struct Number {
+  bool given = false;
+  double value = 0;
+};
+
+// 'a', 'b' or 'c': the words that an attribute may be. A null stands for None, which is told by leaving it out.
+struct WordsText {
+  char text[192];
+  WordsText(const char *const *words, size_t n) {
+    int at = 0;
+    for (size_t i = 0; i < n; ++i) {
+      const char *before = i == 0 ? "" : i + 1 < n ? ", " : " or ", *quote = words[i] ? "'" : "";
+      at += std::snprintf(text + at, sizeof text - at, "%s%s%s%s", before, quote, words[i] ? words[i] : "None", quote);
+      if (at >= static_cast<int>(sizeof text)) return;
+    }
+  }
+};
+
 // The attributes of one call, read through `extra`. A getter leaves the default alone where the attribute is not given.
 class Attrs {
  public:
   Attrs(const char *op, void *extra) : op_(op), extra_(extra) {}
 
+  const char *op() const { return op_; }
+
   Status get(const char *name, int64_t *value) const {
-    return check(name, "an integer", extra_get_int(extra_, name, value));
+    return check(name, "an integer of 64 bits", extra_get_int(extra_, name, value));
   }
   Status get(const char *name, double *value) const {
     return check(name, "a number", extra_get_float(extra_, name, value));
   }
+  Status get(const char *name, Number *number) const {
+    const int found = extra_get_float(extra_, name, &number->value);
+    number->given |= found > 0;
+    return check(name, "a number", found);
+  }
   Status get(const char *name, bool *value) const { return check(name, "a bool", extra_get_bool(extra_, name, value)); }
   Status get(const char *name, Ints *value) const {
-    return check(name, "a list of at most 32 integers",
+    return check(name, "a list of at most 32 integers of 64 bits",
                  extra_get_ints(extra_, name, value->value, kMaxNdim, &value->n));
   }
   // A choice among words: *value becomes the index of the word given.
   template <size_t n>
   Status get(const char *name, const char *const (&words)[n], int *value) const {
-    char text[32] = "";
-    AOT_TRY(check(name, "a short string", extra_get_string(extra_, name, text, sizeof text)));
-    if (!*text) return kOk;
+    char text[32];
+    const int found = extra_get_string(extra_, name, text, sizeof text);
+    AOT_TRY(check(name, "a short string without NUL", found));
+    if (!found) return kOk;
     for (size_t i = 0; i < n; ++i)
-      if (!std::strcmp(text, words[i])) return *value = static_cast<int>(i), kOk;
-    return fail(kInvalidArgument, "%s: %s is '%s', expected '%s' or another of its %d values", op_, name, text,
-                words[0], static_cast<int>(n));
+      if (words[i] && !std::strcmp(text, words[i])) return *value = static_cast<int>(i), kOk;
+    return fail(kInvalidArgument, "%s: %s is '%s', expected %s", op_, name, text, WordsText(words, n).text);
   }
 
  private:
@@ -264,12 +320,28 @@ class Attrs {
   void *extra_;
 };
 
+// What an Init of ours leaves begins with the operator's mark, so that no entry takes what is another's.
+struct Marked : AotKernelData {
+  const uint64_t mark;
+  explicit Marked(uint64_t mark) : mark(mark) {}
+};
+
+// The same for an operator whatever instruction set or device it is compiled for: of its name (FNV-1a) alone.
+constexpr uint64_t mark_of(const char *name) {
+  uint64_t hash = 0xcbf29ce484222325;
+  for (; *name; ++name) hash = (hash ^ static_cast<unsigned char>(*name)) * 0x100000001b3;
+  return hash;
+}
+
 // An operator with its attributes read: what Init leaves in `extra`, and every call finds there.
 template <class Op>
-struct Bound final : AotKernelData {
+struct Bound final : Marked {
   Op op;
   int64_t inputs = -1, outputs = -1;  // bit i: slot i is present
   static constexpr int n_in = std::size(Op::inputs), n_out = std::size(Op::outputs);
+  static constexpr uint64_t kMark = mark_of(Op::name);
+
+  Bound() : Marked(kMark) {}
 
   Status init(void *extra) {
     Attrs attrs(Op::name, extra);
@@ -284,6 +356,7 @@ struct Bound final : AotKernelData {
 
 template <class Op>
 int init(void *extra) noexcept {
+  if (!extra) return fail(kConventionMisused, "%s: Init is given no extra", Op::name);
   auto *bound = new (std::nothrow) Bound<Op>;
   if (!bound) return fail(kConventionMisused, "%s: out of memory", Op::name);
   if (Status status = bound->init(extra)) return delete bound, status;
@@ -294,14 +367,45 @@ int init(void *extra) noexcept {
 
 // ---------------------------------------------------------------------------------------------------------- entries
 
+// All that is to be known of a tensor, where a look did not show that it is a usual one.
+[[gnu::cold, gnu::noinline]] inline Status examine_tensor(const char *op, const Slot &slot, const void *data, int ndim,
+                                                          const int64_t *shape, const char *dtype) {
+  if (ndim < 0 || ndim > kMaxNdim)
+    return fail(kInvalidArgument, "%s: %s has %d dimensions, expected at most %d", op, slot.name, ndim, kMaxNdim);
+  if (ndim && !shape) return fail(kConventionMisused, "%s: the shape of %s is null", op, slot.name);
+  if (!dtype) return fail(kConventionMisused, "%s: the dtype of %s is null", op, slot.name);
+  const ShapeText text(shape, ndim);
+  for (int i = 0; i < ndim; ++i)
+    if (shape[i] < 0)
+      return fail(kInvalidArgument, "%s: %s has shape %s, expected no dimension below 0", op, slot.name, text.text);
+  int64_t elements;
+  if (!count_elements(shape, ndim, false, &elements))
+    return fail(kInvalidArgument, "%s: %s has shape %s, expected at most 2**50 elements", op, slot.name, text.text);
+  if (!data && elements)
+    return fail(kConventionMisused, "%s: the data of %s is null, its shape is %s", op, slot.name, text.text);
+  if (parse_dtype(dtype) == DType::other)
+    return fail(kUnsupportedDtype, "%s: %s has dtype %s, expected %s", op, slot.name, dtype, slot.dtypes);
+  return kOk;
+}
+
+// Bits of each dimension, of so many, of a shape that surely has no more than kMostElements.
+struct UsualBits {
+  uint8_t of[kMaxNdim + 1] = {50};
+  constexpr UsualBits() {
+    for (int i = 1; i <= kMaxNdim; ++i) of[i] = 50 / i;
+  }
+};
+constexpr UsualBits kUsualBits;
+
 inline Status read_tensor(const char *op, const Slot &slot, void *data, int ndim, const int64_t *shape,
                           const char *dtype, Tensor *t) {
-  if (ndim > kMaxNdim)
-    return fail(kInvalidArgument, "%s: %s has %d dimensions, expected at most %d", op, slot.name, ndim, kMaxNdim);
+  if (static_cast<unsigned>(ndim) > kMaxNdim || (ndim && !shape) || !dtype)
+    return examine_tensor(op, slot, data, ndim, shape, dtype);
+  uint64_t bits = 0;
+  for (int i = 0; i < ndim; ++i) bits |= t->shape[i] = shape[i];
   t->data = data, t->ndim = ndim, t->dtype = parse_dtype(dtype);
-  for (int i = 0; i < ndim; ++i) t->shape[i] = shape[i];
-  if (t->dtype == DType::other)
-    return fail(kUnsupportedDtype, "%s: %s has dtype %s, expected %s", op, slot.name, dtype, slot.dtypes);
+  if (bits >> kUsualBits.of[ndim] || !data || t->dtype == DType::other)
+    return examine_tensor(op, slot, data, ndim, shape, dtype);
   return kOk;
 }
 
@@ -313,6 +417,8 @@ int run(const Bound<Op> &bound, Launcher<Op> launch, int nparam, void **params, 
         const char **dtypes, void *stream) noexcept {
   constexpr int n_in = Bound<Op>::n_in, n_out = Bound<Op>::n_out;
   // 1. what is given
+  if (nparam > 0 && !(params && ndims && shapes && dtypes))
+    return fail(kConventionMisused, "%s: params, ndims, shapes or dtypes is null", Op::name);
   Tensor in[n_in], out[n_out];
   int n = 0;
   for (int i = 0; i < n_in; ++i)
@@ -348,8 +454,10 @@ template <class Op>
 int run(Launcher<Op> launch, int nparam, void **params, int *ndims, int64_t **shapes, const char **dtypes, void *stream,
         void *extra) noexcept {
   if (extra && extra_view(extra)->kernel_data) {
-    auto *bound = static_cast<Bound<Op> *>(extra_view(extra)->kernel_data);
-    return run(*bound, launch, nparam, params, ndims, shapes, dtypes, stream);
+    auto *marked = static_cast<Marked *>(extra_view(extra)->kernel_data);
+    if (marked->mark != Bound<Op>::kMark)
+      return fail(kConventionMisused, "%s: extra holds what the Init of another operator left", Op::name);
+    return run(static_cast<Bound<Op> &>(*marked), launch, nparam, params, ndims, shapes, dtypes, stream);
   }
   Bound<Op> bound;  // a caller that called no Init
   AOT_TRY(bound.init(extra));
@@ -396,7 +504,8 @@ std::vector<std::vector<int64_t>> infer_shapes(int *ndims, int64_t **shapes, voi
   std::vector<std::vector<int64_t>> result;
   for (const Spec &s : infer<Op>(extra, [&](int n, Tensor *t) {
          *static_cast<Spec *>(t) = Spec::unknown_rank(DType::unknown);
-         if (ndims[n] > kMaxNdim) return;
+         int64_t elements;
+         if (ndims[n] < 0 || ndims[n] > kMaxNdim || !count_elements(shapes[n], ndims[n], true, &elements)) return;
          t->ndim = ndims[n];
          for (int i = 0; i < t->ndim; ++i) t->shape[i] = shapes[n][i];
        }))
@@ -410,9 +519,9 @@ std::vector<TypeId> infer_types(const std::vector<TypeId> &types, void *extra) {
   for (const Spec &s : infer<Op>(extra, [&](int n, Tensor *t) {
          *static_cast<Spec *>(t) = Spec::unknown_rank(DType::other);
          for (auto known : kTypeIds)
-           if (known.id == types[n]) t->dtype = known.dtype;
+           if (n < static_cast<int>(types.size()) && known.id == types[n]) t->dtype = known.dtype;
        })) {
-    TypeId id = types[0];
+    TypeId id = types.empty() ? kTypeFloat32 : types[0];
     for (auto known : kTypeIds)
       if (known.dtype == s.dtype) id = known.id;
     result.push_back(id);
@@ -422,7 +531,7 @@ std::vector<TypeId> infer_types(const std::vector<TypeId> &types, void *extra) {
 
 template <class Op, class T>
 auto one_or_list(std::vector<T> outputs) {
-  if constexpr (std::size(Op::outputs) == 1) return outputs.at(0);
+  if constexpr (std::size(Op::outputs) == 1) return outputs.empty() ? T{} : outputs[0];
   else return outputs;
 }
 

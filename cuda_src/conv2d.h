@@ -38,7 +38,8 @@ struct Conv2dAttrs {
     AOT_TRY(get_pair(attrs, "dilation", &dilation, 1));
     AOT_TRY(attrs.get("groups", &groups));
     if (groups < 1)
-      return fail(kInvalidArgument, "conv2d: groups is %lld, expected at least 1", static_cast<long long>(groups));
+      return fail(kInvalidArgument, "%s: groups is %lld, expected at least 1", attrs.op(),
+                  static_cast<long long>(groups));
     return attrs.get("allow_tf32", &allow_tf32);
   }
   bool nhwc() const { return layout == 1; }
@@ -122,7 +123,8 @@ struct Conv2dAttrs {
     const Image in = image(x), kernel = image(weight);
     const int64_t outputs = weight.rank_known() ? weight.shape[0] : kUnknownDim;
     const bool channels_known = in.channels >= 0 && kernel.channels >= 0;
-    if ((channels_known && in.channels != kernel.channels * groups) || (outputs >= 0 && outputs % groups != 0))
+    if ((channels_known && in.channels != bounded_product(kernel.channels, groups)) ||
+        (outputs >= 0 && outputs % groups != 0))
       return fail(kInvalidArgument, "%s: weight has shape %s and x %s, which do not fit in layout %s with groups %lld",
                   op, ShapeText(weight).text, ShapeText(x).text, kLayouts[layout], static_cast<long long>(groups));
     const Image out{outputs, out_size(in.height, kernel.height, 0), out_size(in.width, kernel.width, 1)};
@@ -136,13 +138,14 @@ struct Conv2dAttrs {
     int64_t *last = y->shape + y->ndim - 3;
     if (nhwc()) last[0] = out.height, last[1] = out.width, last[2] = out.channels;
     else last[0] = out.channels, last[1] = out.height, last[2] = out.width;
-    return kOk;
+    return check_size(op, "the result", *y);
   }
 
   // Of y along an axis; 0 where the kernel does not fit.
   int64_t out_size(int64_t in, int64_t kernel, int axis) const {
-    if (in < 0 || kernel < 0) return kUnknownDim;
-    const int64_t room = in + 2 * padding.value[axis] - dilation.value[axis] * (kernel - 1) - 1;
+    if (in < 0 || kernel < 1) return kernel ? kUnknownDim : 0;
+    const int64_t padded = in + bounded_product(2, padding.value[axis]);
+    const int64_t room = padded - bounded_product(dilation.value[axis], kernel - 1) - 1;
     return room < 0 ? 0 : room / stride.value[axis] + 1;
   }
 
@@ -157,9 +160,12 @@ struct Conv2dAttrs {
  private:
   static Status get_pair(const Attrs &attrs, const char *name, Ints *pair, int64_t least) {
     AOT_TRY(attrs.get(name, pair));
-    if (pair->n == 2 && pair->value[0] >= least && pair->value[1] >= least) return kOk;
-    return fail(kInvalidArgument, "conv2d: %s is %s, expected two integers of at least %lld", name,
-                ShapeText(pair->value, pair->n).text, static_cast<long long>(least));
+    const ShapeText shown(pair->value, pair->n);
+    if (pair->n != 2 || pair->value[0] < least || pair->value[1] < least)
+      return fail(kInvalidArgument, "%s: %s is %s, expected two integers of at least %lld", attrs.op(), name,
+                  shown.text, static_cast<long long>(least));
+    if (pair->value[0] <= kMostElements && pair->value[1] <= kMostElements) return kOk;
+    return fail(kInvalidArgument, "%s: %s is %s, expected two integers of at most 2**50", attrs.op(), name, shown.text);
   }
 };
 

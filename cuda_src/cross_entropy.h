@@ -22,7 +22,7 @@ struct CrossEntropyAttrs {
     AOT_TRY(attrs.get("reduction", kReductions, &reduction));
     AOT_TRY(attrs.get("label_smoothing", &label_smoothing));
     if (0 <= label_smoothing && label_smoothing <= 1) return kOk;
-    return fail(kInvalidArgument, "cross_entropy: label_smoothing is %g, expected 0 to 1", label_smoothing);
+    return fail(kInvalidArgument, "%s: label_smoothing is %g, expected 0 to 1", attrs.op(), label_smoothing);
   }
   bool reduces() const { return reduction != 0; }
   bool mean() const { return reduction == 1; }

@@ -7,7 +7,7 @@ namespace aot {
 inline namespace AOT_ISA {
 
 struct LinearAttrs {
-  static constexpr const char *kActivations[] = {"none", "relu", "gelu_tanh", "gelu", "silu"};  // as Activation
+  static constexpr const char *kActivations[] = {nullptr, "relu", "gelu_tanh", "gelu", "silu"};  // as Activation
   int which = 0;
   bool allow_tf32 = false;
 
@@ -32,8 +32,9 @@ struct LinearAttrs {
     const Spec rows = outputs_of(x, weight);
     if (bias) AOT_TRY(check_like(op, "bias", bias, "weight's first axis", rows));
     *y = x;
-    if (x.rank_known()) y->shape[y->ndim - 1] = rows.shape[0];
-    return kOk;
+    if (!x.rank_known()) return kOk;
+    y->shape[y->ndim - 1] = rows.shape[0];
+    return check_size(op, "the result", *y);
   }
 
   // Of what goes into the activation: of no columns where there is none.

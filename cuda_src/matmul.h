@@ -42,7 +42,7 @@ struct MatmulAttrs {
       y->shape[y->ndim - 2 - i] = da == 1 || (da < 0 && db > 1) ? db : db == 1 || da >= 0 || db < 0 ? da : -1;
     }
     y->shape[y->ndim - 2] = m(a), y->shape[y->ndim - 1] = n(b);
-    return kOk;
+    return check_size(op, "the product", *y);
   }
 
   int64_t m(const Spec &a) const { return a.shape[a.ndim - (transpose_a ? 1 : 2)]; }
@@ -123,11 +123,11 @@ struct MatmulBackward : MatmulAttrs {
   // Elements of scratch for the gradients of every product, where those of a matrix that was broadcast must be summed
   // and Product::fold does not do it.
   static int64_t sums_a(const Spec &a, const Spec &, const Spec &y) {
-    return batch(a) == batch(y) ? 0 : batch(y) * matrix_size(a);
+    return batch(a) == batch(y) ? 0 : bounded_product(batch(y), matrix_size(a));
   }
   int64_t sums_b(const Spec &a, const Spec &b, const Spec &y) const {
     const bool folds = !transpose_a && batch(a) == batch(y) && batch(b) == 1;
-    return batch(b) == batch(y) || folds ? 0 : batch(y) * matrix_size(b);
+    return batch(b) == batch(y) || folds ? 0 : bounded_product(batch(y), matrix_size(b));
   }
 
  private:

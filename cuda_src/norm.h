@@ -37,7 +37,7 @@ struct NormAttrs {
 
   // Where none is given, rms_norm takes that of the dtype it computes in, as torch does.
   double eps(DType dtype) const {
-    if (eps_ == eps_) return eps_;
+    if (kCentred || eps_.given) return eps_.value;
     return accumulate_dtype(dtype) == DType::float64 ? 0x1p-52 : 0x1p-23;
   }
 
@@ -86,7 +86,7 @@ struct NormAttrs {
   }
 
  private:
-  double eps_ = kCentred ? 1e-5 : __builtin_nan("");  // a NaN stands for none
+  Number eps_ = {false, 1e-5};  // the value where none is given is layer_norm's
 };
 
 // Slot `at` of an operator's tensors; one that the operator does not have, at -1, is like one that is absent.

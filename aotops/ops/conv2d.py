@@ -7,6 +7,7 @@ from ..spec import TensorSpec, accumulate_dtype, check_dtype, check_floating, ch
 
 SLICES = 128  # cuda_src/conv2d.h: kSlices
 FULL = 264  # cuda_src/conv2d.h: kFull
+MOST = 1 << 50  # cuda_src/aot.h: kMostElements
 
 
 def _pair(value):
@@ -29,6 +30,8 @@ def _placed(leading, channels, height, width, layout):
 def _check_pair(op, name, pair, least):
     if len(pair) != 2 or pair[0] < least or pair[1] < least:
         raise ValueError(f"{op}: {name} is {shape_text(pair)}, expected two integers of at least {least}")
+    if pair[0] > MOST or pair[1] > MOST:
+        raise ValueError(f"{op}: {name} is {shape_text(pair)}, expected two integers of at most 2**50")
 
 
 def _output(op, x, weight, stride, padding, dilation, groups, layout):

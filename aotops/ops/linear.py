@@ -6,7 +6,7 @@ from ..matrix import library_workspace, workspace_elements
 from ..op import operator
 from ..spec import TensorSpec, accumulate_dtype, check_dtype, check_floating, check_like, shape_text, size
 
-ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh", "silu")
+ACTIVATIONS = (None, "relu", "gelu_tanh", "gelu", "silu")  # in the order of cuda_src/linear.h, which says so too
 PARTS = 64  # cuda_src/linear.h: kParts
 
 

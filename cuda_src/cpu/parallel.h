@@ -3,6 +3,7 @@
 #pragma once
 #include <omp.h>
 
+#include "../host/fork.h"
 #include "vector.h"
 
 namespace aot {
@@ -15,19 +16,42 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // Those that a loop would have: in another loop only the calling one.
 inline int64_t threads() { return omp_get_level() > 0 ? 1 : omp_get_max_threads(); }
 
-// f(chunk) for each chunk; a thread takes the next when it is free, since cores are seldom equally fast. One chunk
-// stays on the calling thread.
+// f(chunk) for each chunk on OpenMP's threads.
 template <class F>
-void parallel(int64_t chunks, F f) {
-  if (chunks <= 1 || threads() == 1) {  // an if clause of OpenMP's takes half a microsecond
-    for (int64_t chunk = 0; chunk < chunks; ++chunk) f(chunk);
-  } else if (chunks <= threads()) {  // the same thread for a chunk again, whose cache may have what it reads
+void share_out(int64_t chunks, const F &f) {
+  if (chunks <= threads()) {  // the same thread for a chunk again, whose cache may have what it reads
 #pragma omp parallel for schedule(static, 1)
     for (int64_t chunk = 0; chunk < chunks; ++chunk) f(chunk);
   } else {
 #pragma omp parallel for schedule(dynamic)
     for (int64_t chunk = 0; chunk < chunks; ++chunk) f(chunk);
   }
+}
+
+// The same for a thread that came through a fork (../host/fork.h): by way of another one, with as many threads.
+template <class F>
+bool share_out_after_fork(int64_t chunks, const F &f) {
+  struct Work {
+    int64_t chunks, threads;
+    const F &f;
+  } work{chunks, threads(), f};
+  return run_on_new_thread(
+      [](void *data) {
+        const auto &[chunks, threads, f] = *static_cast<Work *>(data);
+        omp_set_num_threads(static_cast<int>(threads));
+        share_out(chunks, f);
+      },
+      &work);
+}
+
+// f(chunk) for each chunk; a thread takes the next when it is free, since cores are seldom equally fast. One chunk
+// stays on the calling thread.
+template <class F>
+void parallel(int64_t chunks, F f) {
+  const bool alone = chunks <= 1 || threads() == 1;  // an if clause of OpenMP's takes half a microsecond
+  if (!alone && !came_through_fork()) return share_out(chunks, f);
+  if (!alone && share_out_after_fork(chunks, f)) return;
+  for (int64_t chunk = 0; chunk < chunks; ++chunk) f(chunk);
 }
 
 // The same where f gives a Status: one that is not kOk, if there is any.

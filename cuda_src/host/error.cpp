@@ -1,4 +1,6 @@
 // The text behind a status, and the library's version.
+#include <pthread.h>
+
 #include <cstdarg>
 #include <mutex>
 
@@ -12,6 +14,9 @@ constexpr size_t kCapacity = 1024;
 thread_local char own[kCapacity], answer[kCapacity];
 char latest[kCapacity];
 std::mutex latest_lock;
+// No thread that a child of fork() lacks holds it there.
+[[maybe_unused]] const int watched =
+    pthread_atfork([] { latest_lock.lock(); }, [] { latest_lock.unlock(); }, [] { latest_lock.unlock(); });
 
 }  // namespace
 

@@ -1,6 +1,10 @@
 // Compiled with -D_GLIBCXX_USE_CXX11_ABI=0: the strings in this vtable are the old ones, as in MindSpore's own build.
 #include "extra.h"
 
+#include <locale.h>
+
+#include <algorithm>
+#include <charconv>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -37,6 +41,28 @@ static_assert(sizeof(AotExtra) == sizeof(aot::ExtraView), "AotExtra is laid out 
 
 namespace {
 
+// Numbers are read as C's locale writes them, whatever locale the process is in. Each of these says whether the text,
+// all of it, is such a number.
+
+bool parse(const std::string &text, int64_t *value) {
+  const char *end = text.data() + text.size();
+  const auto read = std::from_chars(text.data(), end, *value);
+  return read.ec == std::errc{} && read.ptr == end;
+}
+
+// As Python's repr writes a float: digits, or inf or nan with a sign. Neither spaces nor hexadecimal digits, which
+// strtod would take, and no number beyond the largest double, which it would take for infinity.
+bool parse(const std::string &text, double *value) {
+  static const locale_t c = newlocale(LC_ALL_MASK, "C", locale_t{});
+  const size_t sign = text[0] == '-';
+  const bool word = !text.compare(sign, std::string::npos, "inf") || !text.compare(sign, std::string::npos, "nan");
+  if (!c || text.empty() || (!word && text.find_first_not_of("0123456789+-.eE") != std::string::npos)) return false;
+  char *end;
+  const double number = strtod_l(text.c_str(), &end, c);
+  if (end != text.c_str() + text.size() || (std::isinf(number) && !word)) return false;
+  return *value = number, true;
+}
+
 // Attributes kept as text; each getter reads what it is asked for, strictly.
 class TextExtra final : public AotExtra {
  public:
@@ -51,39 +77,37 @@ class TextExtra final : public AotExtra {
   ~TextExtra() override { delete kernel_data; }
 
   bool HasAttr(std::string name) override { return values_.count(name) != 0; }
-  bool GetAttrBool(std::string name) override { return GetAttrInt(name) != 0; }
-  int64_t GetAttrInt(std::string name) override {
-    auto list = GetAttrIntVec(name);
-    if (list.size() != 1) throw std::invalid_argument(name + " is not an integer");
-    return list[0];
+  bool GetAttrBool(std::string name) override {
+    const int64_t value = GetAttrInt(name);
+    if (value != 0 && value != 1) throw std::invalid_argument(name + " is not a bool");
+    return value != 0;
   }
-  float GetAttrFloat(std::string name) override {
-    auto list = GetAttrFloatVec(name);
-    if (list.size() != 1) throw std::invalid_argument(name + " is not a number");
-    return list[0];
-  }
+  int64_t GetAttrInt(std::string name) override { return Parse<int64_t>(name, GetAttrStr(name)); }
+  float GetAttrFloat(std::string name) override { return static_cast<float>(Parse<double>(name, GetAttrStr(name))); }
   std::string GetAttrStr(std::string name) override {
     auto found = values_.find(name);
     if (found == values_.end()) throw std::out_of_range("there is no attribute " + name);
     return found->second;
   }
-  std::vector<int64_t> GetAttrIntVec(std::string name) override {
-    return List<int64_t>(name, [](const char *s, char **end) { return std::strtoll(s, end, 10); });
-  }
-  std::vector<float> GetAttrFloatVec(std::string name) override { return List<float>(name, std::strtof); }
+  std::vector<int64_t> GetAttrIntVec(std::string name) override { return List<int64_t, int64_t>(name); }
+  std::vector<float> GetAttrFloatVec(std::string name) override { return List<float, double>(name); }
   std::vector<std::vector<int64_t>> GetAttrInt2DVec(std::string name) override { return {GetAttrIntVec(name)}; }
   std::vector<std::vector<float>> GetAttrFloat2DVec(std::string name) override { return {GetAttrFloatVec(name)}; }
 
  private:
-  template <typename T, class Parse>
-  std::vector<T> List(const std::string &name, Parse parse) {
-    std::string text = GetAttrStr(name);
+  template <typename T>
+  static T Parse(const std::string &name, const std::string &text) {
+    T value;
+    if (!parse(text, &value)) throw std::invalid_argument(name + " is not a number");
+    return value;
+  }
+  template <typename T, typename Parsed>
+  std::vector<T> List(const std::string &name) {
+    const std::string text = GetAttrStr(name);
     std::vector<T> list;
-    for (const char *s = text.c_str(); *s;) {
-      char *end;
-      list.push_back(static_cast<T>(parse(s, &end)));
-      if (end == s || (*end && *end != ',')) throw std::invalid_argument(name + " is not a list of numbers");
-      s = *end ? end + 1 : end;
+    for (size_t at = 0, comma; !text.empty() && at != std::string::npos; at = comma + (comma != std::string::npos)) {
+      comma = text.find(',', at);
+      list.push_back(static_cast<T>(Parse<Parsed>(name, text.substr(at, comma - at))));
     }
     return list;
   }
@@ -115,14 +139,7 @@ int extra_get_int(void *extra, const char *name, int64_t *value) noexcept {
 }
 
 int extra_get_float(void *extra, const char *name, double *value) noexcept {
-  int found = get(extra, name, [&](AotExtra &e) {
-    std::string text = e.GetAttrStr(name);
-    char *end;
-    double number = std::strtod(text.c_str(), &end);
-    if (text.empty() || *end) return false;
-    *value = number;
-    return true;
-  });
+  const int found = get(extra, name, [&](AotExtra &e) { return parse(e.GetAttrStr(name), value); });
   if (found >= 0) return found;
   return get(extra, name, [&](AotExtra &e) { return *value = e.GetAttrFloat(name), true; });
 }
@@ -130,7 +147,7 @@ int extra_get_float(void *extra, const char *name, double *value) noexcept {
 int extra_get_string(void *extra, const char *name, char *value, size_t capacity) noexcept {
   return get(extra, name, [&](AotExtra &e) {
     std::string text = e.GetAttrStr(name);
-    if (text.size() >= capacity) return false;
+    if (text.size() >= capacity || text.find('\0') != std::string::npos) return false;
     std::memcpy(value, text.c_str(), text.size() + 1);
     return true;
   });
@@ -140,7 +157,7 @@ int extra_get_ints(void *extra, const char *name, int64_t *value, int capacity, 
   return get(extra, name, [&](AotExtra &e) {
     std::vector<int64_t> list = e.GetAttrIntVec(name);
     if (list.size() > static_cast<size_t>(capacity)) return false;
-    std::memcpy(value, list.data(), list.size() * sizeof(int64_t));
+    std::copy(list.begin(), list.end(), value);
     *n = static_cast<int>(list.size());
     return true;
   });
@@ -148,7 +165,7 @@ int extra_get_ints(void *extra, const char *name, int64_t *value, int capacity, 
 
 void *extra_new(const char *attrs) noexcept {
   try {
-    return static_cast<AotExtra *>(new TextExtra(attrs));
+    return static_cast<AotExtra *>(new TextExtra(attrs ? attrs : ""));
   } catch (...) {
     return nullptr;
   }

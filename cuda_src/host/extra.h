@@ -22,8 +22,9 @@ struct ExtraView {
 inline ExtraView *extra_view(void *extra) { return static_cast<ExtraView *>(extra); }
 
 // Each returns 1 and writes *value where the attribute is given, 0 where it is not (or extra is null), -1 where it is
-// given but is of another kind or does not fit. A number may be given as a decimal string, which keeps double
-// precision: the convention's own floats are float32.
+// given but is of another kind or does not fit, as an integer of more than 64 bits and a string with a NUL do not. A
+// number may be given as a decimal string, which keeps double precision: the convention's own floats are float32. Its
+// point is a ".", in every locale.
 int extra_get_bool(void *extra, const char *name, bool *value) noexcept;
 int extra_get_int(void *extra, const char *name, int64_t *value) noexcept;
 int extra_get_float(void *extra, const char *name, double *value) noexcept;

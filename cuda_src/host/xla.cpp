@@ -52,6 +52,8 @@ void *symbol_address(const std::string &symbol) {
 }
 
 Status bind_entry(BoundEntry *bound) {
+  if (bound->name.find('\0') != std::string::npos || bound->attrs.find('\0') != std::string::npos)
+    return fail(kInvalidArgument, "%s: the attributes have a NUL", bound->name.c_str());
   std::string symbol = bound->name + bound->device->suffix;
   bound->entry = reinterpret_cast<Entry *>(symbol_address(symbol));
   if (!bound->entry)
@@ -116,7 +118,7 @@ Status call(const xla::CallFrame &frame, const Device &device, void *stream) {
   int ndims[kMaxTensors];
   int64_t *shapes[kMaxTensors];
   const char *dtypes[kMaxTensors];
-  if (frame.args.n + frame.rets.n > kMaxTensors)
+  if (frame.args.n > kMaxTensors || frame.rets.n > kMaxTensors - frame.args.n)
     return fail(kConventionMisused, "%s: more than %d tensors", bound->name.c_str(), kMaxTensors);
   int n = 0;
   for (const xla::Buffers *side : {&frame.args, &frame.rets})

@@ -1,0 +1,621 @@
+// Calls the CPU entries of a library through the C convention alone, at random: fuzz_convention LIBRARY CALLS SEED.
+//
+// A valid call has shapes that fit, and must return 0, write every byte of its outputs and none beside them. A hostile
+// call has one thing wrong, and must return a status with a text that begins with the operator's name, and write
+// nothing. Inference is asked of both, and of shapes that no tensor has. The first fault ends the run with exit 1.
+#include <dlfcn.h>
+
+#include <cinttypes>
+#include <climits>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace {
+
+using Shape = std::vector<int64_t>;
+
+// ------------------------------------------------------------------------------------------------------------- chance
+
+uint64_t state;
+
+uint64_t bits() {  // splitmix64
+  uint64_t z = state += 0x9e3779b97f4a7c15;
+  z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
+  z = (z ^ z >> 27) * 0x94d049bb133111eb;
+  return z ^ z >> 31;
+}
+int64_t between(int64_t first, int64_t last) { return first + static_cast<int64_t>(bits() % (last - first + 1)); }
+bool flip() { return bits() & 1; }
+bool seldom(int n) { return bits() % n == 0; }
+template <class T>
+const T &any(const std::vector<T> &of) {
+  return of[bits() % of.size()];
+}
+
+// Mostly small, and seldom so large that several threads have something to do.
+Shape small_shape(int most = 4) {
+  Shape shape(between(0, most));
+  const bool large = seldom(400);
+  for (int64_t &dim : shape) dim = large && shape.size() < 3 ? between(100, 300) : between(0, 5);
+  return shape;
+}
+
+Shape operator+(Shape a, const Shape &b) { return a.insert(a.end(), b.begin(), b.end()), a; }
+
+// ---------------------------------------------------------------------------------------------------------- operators
+
+struct Op {
+  std::string name, inputs, outputs;  // slots in order; "?" after one that may be absent, "*" after a workspace
+};
+
+const std::vector<Op> kOps = {
+    {"add", "a b", "y"},
+    {"gelu", "x", "y"},
+    {"gelu_backward", "dy x", "dx"},
+    {"swiglu", "gate up", "y"},
+    {"swiglu_backward", "dy gate up", "dgate dup"},
+    {"softmax", "x", "y"},
+    {"softmax_backward", "dy y", "dx"},
+    {"layer_norm", "x weight? bias?", "y stats?"},
+    {"layer_norm_backward", "dy x weight? stats?", "dx? dweight? dbias? workspace*"},
+    {"rms_norm", "x weight?", "y rstd?"},
+    {"rms_norm_backward", "dy x weight? rstd?", "dx? dweight? workspace*"},
+    {"add_layer_norm", "x residual weight? bias?", "y h stats?"},
+    {"add_layer_norm_backward", "dy dh h weight? stats?", "dx? dweight? dbias? workspace*"},
+    {"add_rms_norm", "x residual weight?", "y h rstd?"},
+    {"add_rms_norm_backward", "dy dh h weight? rstd?", "dx? dweight? workspace*"},
+    {"cross_entropy", "x target", "y slope? workspace*"},
+    {"cross_entropy_backward", "dy x target slope?", "dx workspace*"},
+    {"linear", "x weight bias?", "y before? workspace*"},
+    {"linear_backward", "dy x weight bias? before?", "dx? dweight? dbias? workspace*"},
+    {"lltm", "input weights bias old_h old_cell", "new_h new_cell gates?"},
+    {"lltm_backward", "dnew_h dnew_cell input weights bias old_h old_cell gates?",
+     "dinput? dweights? dbias? dold_h? dold_cell? workspace*"},
+    {"matmul", "a b", "y workspace*"},
+    {"matmul_backward", "dy a b", "da? db? workspace*"},
+    {"conv2d", "x weight bias?", "y workspace*"},
+    {"conv2d_backward", "dy x weight", "dx? dweight? dbias? workspace*"},
+};
+
+struct Problem {
+  std::string attrs;
+  std::map<std::string, Shape> shapes;                                                // by input
+  std::vector<std::string> wide = {"stats", "rstd", "gates"}, integers = {"target"};  // not of the common dtype
+  int64_t classes = 0, ignored = -100;
+};
+
+std::string text(const Shape &shape) {
+  std::string s;
+  for (int64_t dim : shape) s += (s.empty() ? "" : ",") + std::to_string(dim);
+  return s;
+}
+
+Problem norm_problem(bool eps) {
+  Problem p;
+  Shape rows = small_shape(3), axes = small_shape(2);
+  if (axes.empty()) axes = {between(0, 40)};
+  const Shape x = rows + axes;
+  for (const char *slot : {"x", "residual", "h", "dy", "dh"}) p.shapes[slot] = x;
+  p.shapes["weight"] = p.shapes["bias"] = axes;
+  p.shapes["stats"] = rows + Shape{2}, p.shapes["rstd"] = rows + Shape{1};
+  p.attrs = "normalized_shape=" + text(axes);
+  if (eps) p.attrs += "\neps=" + any<std::string>({"1e-05", "0.1", "0.0", "nan", "inf", "-inf", "5e-324"});
+  return p;
+}
+
+Problem cross_entropy_problem() {
+  Problem p;
+  const Shape rows = flip() ? Shape{seldom(100) ? between(1000, 9000) : between(0, 9)} : Shape{};
+  const std::string reduction = any<std::string>({"none", "mean", "sum"});
+  p.classes = between(1, 40), p.ignored = flip() ? -100 : between(0, p.classes - 1);
+  p.shapes["x"] = p.shapes["slope"] = rows + Shape{p.classes};
+  p.shapes["target"] = rows, p.shapes["dy"] = reduction == "none" ? rows : Shape{};
+  p.attrs = "reduction=" + reduction + "\nlabel_smoothing=" + any<std::string>({"0.0", "0.1", "1.0"}) +
+            "\nignore_index=" + std::to_string(p.ignored);
+  return p;
+}
+
+Problem linear_problem() {
+  Problem p;
+  const int64_t in = between(0, 40), out = between(0, 40);
+  const Shape rows = small_shape(3);
+  const std::string activation = any<std::string>({"", "relu", "gelu", "gelu_tanh", "silu"});
+  p.shapes = {{"x", rows + Shape{in}}, {"weight", {out, in}}, {"bias", {out}}, {"dy", rows + Shape{out}}};
+  p.shapes["before"] = rows + Shape{activation.empty() ? 0 : out};
+  p.attrs = std::string("allow_tf32=") + (flip() ? "1" : "0");
+  if (!activation.empty()) p.attrs += "\nactivation=" + activation;
+  return p;
+}
+
+Problem lltm_problem() {
+  Problem p;
+  const int64_t state = between(0, 20), features = between(0, 20);
+  const Shape rows = small_shape(2), h = rows + Shape{state};
+  for (const char *slot : {"old_h", "old_cell", "dnew_h", "dnew_cell"}) p.shapes[slot] = h;
+  for (const char *slot : {"dnew_h", "dnew_cell"})
+    if (seldom(5)) p.shapes[slot] = {};
+  p.shapes["input"] = rows + Shape{features}, p.shapes["weights"] = {3 * state, state + features};
+  p.shapes["bias"] = flip() ? Shape{1, 3 * state} : Shape{3 * state}, p.shapes["gates"] = rows + Shape{3 * state};
+  return p;
+}
+
+Problem matmul_problem() {
+  Problem p;
+  const int64_t m = between(0, 40), k = between(0, 40), n = between(0, 40);
+  const bool ta = flip(), tb = flip();
+  Shape batch = small_shape(2), few(batch.begin() + between(0, static_cast<int64_t>(batch.size())), batch.end());
+  for (int64_t &dim : batch) dim = dim > 5 ? 5 : dim;
+  for (int64_t &dim : few) dim = dim > 5 ? 5 : dim;
+  for (int64_t &dim : few)
+    if (flip()) dim = 1;
+  const bool first = flip();
+  p.shapes["a"] = (first ? batch : few) + (ta ? Shape{k, m} : Shape{m, k});
+  p.shapes["b"] = (first ? few : batch) + (tb ? Shape{n, k} : Shape{k, n});
+  p.shapes["dy"] = batch + Shape{m, n};
+  p.attrs = "transpose_a=" + std::to_string(ta) + "\ntranspose_b=" + std::to_string(tb);
+  return p;
+}
+
+Problem conv2d_problem() {
+  Problem p;
+  const bool nhwc = flip();
+  const int64_t groups = between(1, 3), inner = between(0, 9), outputs = groups * between(0, 9);
+  int64_t stride[2], dilation[2], kernel[2], out[2], padding[2], image[2];
+  for (int i = 0; i < 2; ++i) {
+    stride[i] = between(1, 3), dilation[i] = between(1, 3), kernel[i] = between(1, 3), out[i] = between(1, 6);
+    const int64_t span = (out[i] - 1) * stride[i] + dilation[i] * (kernel[i] - 1) + 1;
+    padding[i] = between(0, span / 2), image[i] = span - 2 * padding[i];
+  }
+  auto placed = [&](int64_t channels, const int64_t *size) {
+    return nhwc ? Shape{size[0], size[1], channels} : Shape{channels, size[0], size[1]};
+  };
+  Shape batch = small_shape(2);
+  for (int64_t &dim : batch) dim = dim > 5 ? 5 : dim;
+  p.shapes["x"] = batch + placed(groups * inner, image), p.shapes["weight"] = Shape{outputs} + placed(inner, kernel);
+  p.shapes["dy"] = batch + placed(outputs, out), p.shapes["bias"] = {outputs};
+  p.attrs = std::string("layout=") + (nhwc ? "NHWC" : "NCHW") + "\ngroups=" + std::to_string(groups) +
+            "\nstride=" + text({stride[0], stride[1]}) + "\npadding=" + text({padding[0], padding[1]}) +
+            "\ndilation=" + text({dilation[0], dilation[1]});
+  return p;
+}
+
+Problem elementwise_problem(const std::string &family) {
+  Problem p;
+  const Shape shape = small_shape();
+  for (const char *slot : {"a", "b", "x", "y", "dy", "gate", "up"}) p.shapes[slot] = shape;
+  const int64_t ndim = shape.empty() ? 1 : static_cast<int64_t>(shape.size());
+  if (family == "gelu") p.attrs = std::string("approximate=") + (flip() ? "tanh" : "none");
+  if (family == "softmax") p.attrs = "dim=" + std::to_string(between(-ndim, ndim - 1));
+  return p;
+}
+
+Problem problem_of(const Op &op) {
+  const std::string family = op.name.substr(0, op.name.find("_backward"));
+  if (family.find("norm") != std::string::npos) return norm_problem(flip());
+  if (family == "cross_entropy") return cross_entropy_problem();
+  if (family == "linear") return linear_problem();
+  if (family == "lltm") return lltm_problem();
+  if (family == "matmul") return matmul_problem();
+  if (family == "conv2d") return conv2d_problem();
+  return elementwise_problem(family);
+}
+
+// ----------------------------------------------------------------------------------------------------------- a library
+
+using Entry = int(int, void **, int *, int64_t **, const char **, void *, void *);
+using Init = int(int *, int64_t **, const char **, void *);
+
+void *library;
+
+template <class F>
+F *symbol(const std::string &name) {
+  void *found = dlsym(library, name.c_str());
+  if (!found) std::fprintf(stderr, "the library has no %s\n", name.c_str()), std::exit(1);
+  return reinterpret_cast<F *>(found);
+}
+
+struct Extra {
+  void *pointer;
+  explicit Extra(const std::string &attrs) : pointer(symbol<void *(const char *)>("aot_extra_new")(attrs.c_str())) {}
+  ~Extra() { symbol<void(void *)>("aot_extra_delete")(pointer); }
+  Extra(const Extra &) = delete;
+  Extra &operator=(const Extra &) = delete;
+};
+
+const std::map<std::string, int> kTypes = {{"int32", 34},   {"int64", 35},   {"float16", 42},
+                                           {"float32", 43}, {"float64", 44}, {"bfloat16", 45}};
+
+int64_t itemsize(const std::string &dtype) {
+  return dtype == "float64" || dtype == "int64" ? 8 : dtype == "float32" || dtype == "int32" ? 4 : 2;
+}
+
+int64_t count(const Shape &shape) {
+  int64_t n = 1;
+  for (int64_t dim : shape) n *= dim;
+  return n;
+}
+
+// The companions give a vector of one output's, where the operator has one slot, else of all those that are present.
+std::vector<Shape> infer_shapes(const std::string &entry, bool many, int *ndims, int64_t **shapes, void *extra) {
+  if (many) return symbol<std::vector<Shape>(int *, int64_t **, void *)>(entry + "InferShape")(ndims, shapes, extra);
+  return {symbol<Shape(int *, int64_t **, void *)>(entry + "InferShape")(ndims, shapes, extra)};
+}
+std::vector<int> infer_types(const std::string &entry, bool many, const std::vector<int> &types, void *extra) {
+  if (many) return symbol<std::vector<int>(std::vector<int>, void *)>(entry + "InferType")(types, extra);
+  return {symbol<int(std::vector<int>, void *)>(entry + "InferType")(types, extra)};
+}
+
+// -------------------------------------------------------------------------------------------------------------- memory
+
+// So many bytes, and none beside them: under ASan the heap's own guards see to that, else a fence on either side.
+class Memory {
+ public:
+  explicit Memory(int64_t bytes) : bytes_(bytes), all_(new unsigned char[bytes + 2 * kFence]) {
+    std::memset(all_.get(), kMark, kFence), std::memset(data() + bytes, kMark, kFence), fill();
+  }
+  unsigned char *data() const { return all_.get() + kFence; }
+  void fill() { std::memset(data(), kUnwritten, bytes_); }
+  bool fenced() const { return all(all_.get(), kFence, kMark) && all(data() + bytes_, kFence, kMark); }
+  bool untouched() const { return all(data(), bytes_, kUnwritten); }
+  // Bytes that are all ones make a NaN that no kernel writes.
+  bool written(int64_t itemsize) const {
+    for (int64_t i = 0; i < bytes_; i += itemsize)
+      if (all(data() + i, itemsize, kUnwritten)) return false;
+    return true;
+  }
+
+ private:
+#ifdef __SANITIZE_ADDRESS__
+  static constexpr int kFence = 0;
+#else
+  static constexpr int kFence = 64;
+#endif
+  static constexpr unsigned char kMark = 0xa7, kUnwritten = 0xff;
+  static bool all(const unsigned char *p, int64_t n, unsigned char value) {
+    for (int64_t i = 0; i < n; ++i)
+      if (p[i] != value) return false;
+    return true;
+  }
+  int64_t bytes_;
+  std::unique_ptr<unsigned char[]> all_;
+};
+
+// Numbers from -4 to 4, and seldom one that is not finite.
+void fill_floats(const std::string &dtype, int64_t n, unsigned char *data) {
+  for (int64_t i = 0; i < n; ++i) {
+    const float number = seldom(500) ? __builtin_inff() : seldom(500) ? __builtin_nanf("") : between(-64, 64) / 16.f;
+    uint32_t word;
+    std::memcpy(&word, &number, 4);
+    if (dtype == "float64") {
+      const double wide = number;
+      std::memcpy(data + i * 8, &wide, 8);
+    } else if (dtype == "float32") {
+      std::memcpy(data + i * 4, &word, 4);
+    } else if (dtype == "bfloat16") {
+      const uint16_t high = word >> 16;
+      std::memcpy(data + i * 2, &high, 2);
+    } else {  // float16: 1 to 2, or infinite
+      const uint16_t half = seldom(500) ? 0x7c00 : 0x3c00 | (bits() & 0x83ff);
+      std::memcpy(data + i * 2, &half, 2);
+    }
+  }
+}
+
+void fill_integers(const std::string &dtype, int64_t n, const Problem &p, unsigned char *data) {
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t wide = seldom(4) ? p.ignored : between(0, p.classes - 1);
+    const int32_t narrow = static_cast<int32_t>(wide);
+    if (dtype == "int64") std::memcpy(data + i * 8, &wide, 8);
+    else std::memcpy(data + i * 4, &narrow, 4);
+  }
+}
+
+// ------------------------------------------------------------------------------------------------------------- a call
+
+struct Slot {
+  std::string name;
+  bool optional, workspace;
+};
+
+std::vector<Slot> slots(const std::string &text) {
+  std::vector<Slot> found;
+  for (size_t at = 0; at < text.size();) {
+    const size_t end = text.find(' ', at) == std::string::npos ? text.size() : text.find(' ', at);
+    const char last = text[end - 1];
+    const bool marked = last == '?' || last == '*';
+    found.push_back({text.substr(at, end - at - marked), last == '?', last == '*'});
+    at = end + 1;
+  }
+  return found;
+}
+
+struct Given {
+  Slot slot;
+  bool output;
+  Shape shape;
+  std::string dtype;
+  std::unique_ptr<Memory> memory;
+};
+
+struct Call {
+  const Op &op;
+  std::string entry, attrs;
+  bool many;
+  std::vector<Given> given;
+  // the arrays of the convention, with room for a tensor too many
+  std::vector<void *> params;
+  std::vector<int> ndims;
+  std::vector<int64_t *> shapes;
+  std::vector<const char *> dtypes;
+  int nparam = 0;
+
+  explicit Call(const Op &op) : op(op), entry("aot_" + op.name + "_cpu"), many(slots(op.outputs).size() > 1) {
+    const Problem p = problem_of(op);
+    const std::string dtype = any<std::string>({"float16", "bfloat16", "float32", "float64"});
+    const int64_t inputs = take_inputs(p, dtype), outputs = choose_outputs();
+    attrs = p.attrs + "\ninputs=" + std::to_string(inputs) + "\noutputs=" + std::to_string(outputs);
+    arrays();
+    infer(dtype);
+    arrays();
+  }
+
+  int run(void *extra) {
+    return symbol<Entry>(entry)(nparam, params.data(), ndims.data(), shapes.data(), dtypes.data(), nullptr, extra);
+  }
+  int init(void *extra) const { return symbol<Init>(entry + "Init")(nullptr, nullptr, nullptr, extra); }
+
+  std::string described() const {
+    std::string s = op.name + " {" + attrs + "}";
+    for (char &c : s) c = c == '\n' ? ' ' : c;
+    for (const Given &g : given) s += " " + g.slot.name + " " + g.dtype + "(" + text(g.shape) + ")";
+    return s;
+  }
+
+ private:
+  int64_t take_inputs(const Problem &p, const std::string &dtype) {
+    auto has = [](const std::vector<std::string> &names, const std::string &name) {
+      for (const std::string &n : names)
+        if (n == name) return true;
+      return false;
+    };
+    int64_t mask = 0, i = 0;
+    for (const Slot &slot : slots(op.inputs)) {
+      const int64_t bit = int64_t{1} << i++;
+      if (slot.optional && flip()) continue;
+      mask |= bit;
+      Given g{slot, false, p.shapes.at(slot.name), dtype, nullptr};
+      if (has(p.wide, slot.name)) g.dtype = dtype == "float64" ? dtype : "float32";
+      const bool integer = has(p.integers, slot.name);
+      if (integer) g.dtype = flip() ? "int32" : "int64";
+      const int64_t n = count(g.shape);
+      g.memory = std::make_unique<Memory>(n * itemsize(g.dtype));
+      integer ? fill_integers(g.dtype, n, p, g.memory->data()) : fill_floats(g.dtype, n, g.memory->data());
+      given.push_back(std::move(g));
+    }
+    return mask;
+  }
+  int64_t choose_outputs() {
+    int64_t mask = 0, i = 0;
+    for (const Slot &slot : slots(op.outputs)) {
+      const int64_t bit = int64_t{1} << i++;
+      if (slot.optional && flip()) continue;
+      mask |= bit, given.push_back({slot, true, {}, "", nullptr});
+    }
+    return mask;
+  }
+  // What the companions say of the outputs is what the entry must take.
+  void infer(const std::string &dtype) {
+    const Extra extra(attrs);
+    std::vector<int> types;
+    for (const Given &g : given)
+      if (!g.output) types.push_back(kTypes.at(g.dtype));
+    const auto found = infer_shapes(entry, many, ndims.data(), shapes.data(), extra.pointer);
+    const auto ids = infer_types(entry, many, types, extra.pointer);
+    size_t at = 0;
+    for (Given &g : given) {
+      if (!g.output) continue;
+      g.dtype = dtype;
+      for (const auto &[name, id] : kTypes)
+        if (id == ids.at(at)) g.dtype = name;
+      g.shape = found.at(at++);
+      for (int64_t dim : g.shape)
+        if (dim < 0)
+          std::printf("FAULT: %s: %s is not inferred\n", described().c_str(), g.slot.name.c_str()), std::exit(1);
+      if (g.slot.workspace && flip()) g.shape = g.shape + Shape{2};
+      g.memory = std::make_unique<Memory>(count(g.shape) * itemsize(g.dtype));
+    }
+  }
+  void arrays() {
+    params.clear(), ndims.clear(), shapes.clear(), dtypes.clear();
+    for (Given &g : given) {
+      params.push_back(g.memory ? g.memory->data() : nullptr), ndims.push_back(static_cast<int>(g.shape.size()));
+      shapes.push_back(g.shape.data()), dtypes.push_back(g.dtype.c_str());
+    }
+    nparam = static_cast<int>(given.size());
+    params.push_back(params[0]), ndims.push_back(ndims[0]), shapes.push_back(shapes[0]), dtypes.push_back(dtypes[0]);
+  }
+};
+
+[[noreturn]] void fault(const Call &call, const std::string &what) {
+  std::printf("FAULT: %s: %s\n", call.described().c_str(), what.c_str());
+  std::exit(1);
+}
+
+std::string last_error() { return symbol<const char *()>("aot_last_error")(); }
+
+void check_fences(const Call &call) {
+  for (const Given &g : call.given)
+    if (!g.memory->fenced()) fault(call, "bytes beside " + g.slot.name + " were written");
+}
+
+void valid_call() {
+  Call call(any(kOps));
+  const Extra extra(call.attrs);
+  if (!seldom(8) && call.init(extra.pointer)) fault(call, "Init: " + last_error());
+  if (call.run(extra.pointer)) fault(call, last_error());
+  check_fences(call);
+  for (const Given &g : call.given)
+    if (g.output && !g.slot.workspace && !g.memory->written(itemsize(g.dtype)))
+      fault(call, g.slot.name + " was not wholly written");
+}
+
+// ------------------------------------------------------------------------------------------------------ hostile calls
+
+const std::vector<int64_t> kLarge = {int64_t{1} << 31, int64_t{1} << 40, int64_t{1} << 49, int64_t{1} << 62, INT64_MAX};
+const std::vector<int64_t> kNegative = {-1, -2, -100, -(int64_t{1} << 40), INT64_MIN};
+
+enum Outcome { kRefused, kEither, kNothingDone };
+
+// Makes one thing wrong. Of what may be right after all, as a workspace that is too large, the outcome is kEither.
+Outcome spoil(Call &call, void **extra, std::vector<std::unique_ptr<Extra>> &kept) {
+  const size_t i = bits() % call.given.size();
+  Given &g = call.given[i];
+  const bool may_be_absent = g.slot.optional || g.slot.workspace;
+  switch (between(0, 13)) {
+    case 0:
+    case 1:
+      if (g.shape.empty()) return kNothingDone;
+      g.shape[bits() % g.shape.size()] = any(kNegative);
+      return kRefused;
+    case 2:
+    case 3:
+      if (g.shape.empty()) return kNothingDone;
+      g.shape[bits() % g.shape.size()] = any(kLarge);
+      if (flip() && g.shape.size() > 1)
+        for (int64_t &dim : g.shape) dim = any(kLarge);
+      return g.slot.workspace ? kEither : kRefused;
+    case 4:
+      call.ndims[i] = any<int>({-1, -2, -1000, INT_MIN, 33, 1000, INT_MAX});
+      return kRefused;
+    case 5:
+      call.nparam = any<int>({-1, 0, INT_MIN, call.nparam + 1, INT_MAX});
+      return call.nparam == 0 && call.given.empty() ? kEither : kRefused;
+    case 6:
+      --call.nparam;
+      return call.given.back().slot.optional || call.given.back().slot.workspace ? kEither : kRefused;
+    case 7:
+      if (g.shape.empty()) return kNothingDone;
+      call.shapes[i] = nullptr;
+      return kRefused;
+    case 8:
+      call.dtypes[i] = any<const char *>({nullptr, "", "float128", "float3", "float32x", "complex64", "int8", "bool"});
+      return kRefused;
+    case 9:
+      if (!count(g.shape)) return kNothingDone;
+      call.params[i] = nullptr;
+      return kRefused;
+    case 10: {  // what the Init of another operator left
+      const Call other(any(kOps));
+      if (other.op.name == call.op.name) return kNothingDone;
+      kept.push_back(std::make_unique<Extra>(other.attrs));
+      if (other.init(kept.back()->pointer)) return kNothingDone;
+      *extra = kept.back()->pointer;
+      return kRefused;
+    }
+    case 11:  // a dtype that is known, but not this one
+      call.dtypes[i] = g.dtype == "int32" || g.dtype == "int64" ? "float32" : "int64";
+      return kRefused;
+    case 12:
+      if (g.shape.empty() || (!g.output && count(g.shape))) return kNothingDone;  // an input of more is no smaller
+      if (!g.output || may_be_absent) return kNothingDone;
+      ++g.shape[bits() % g.shape.size()];
+      return kRefused;
+    default:  // attributes of which one is not what the operator takes
+      const size_t at = call.attrs.find('=', call.attrs.find("inputs=") ? 0 : std::string::npos);
+      if (at == std::string::npos || at > call.attrs.find("inputs=")) return kNothingDone;
+      const size_t end = call.attrs.find('\n', at);
+      call.attrs.replace(at + 1, end - at - 1,
+                         any<std::string>({"", "x", "7,7,7", "18446744073709551616", "-9223372036854775809", "9e999",
+                                           "0x10", " 1", "1 ", "nan,", "none\t", std::string(100, 'a'), "2,,2"}));
+      kept.push_back(std::make_unique<Extra>(call.attrs));
+      *extra = kept.back()->pointer;
+      return kRefused;
+  }
+}
+
+bool hostile_call() {
+  Call call(any(kOps));
+  const std::string before = call.attrs;
+  std::vector<std::unique_ptr<Extra>> kept;
+  kept.push_back(std::make_unique<Extra>(call.attrs));
+  void *extra = kept[0]->pointer;
+  const bool bound = flip();
+  if (bound && call.init(extra)) fault(call, "Init: " + last_error());
+  const Outcome outcome = spoil(call, &extra, kept);
+  if (outcome == kNothingDone) return false;
+  if (call.attrs != before && bound) call.init(extra);  // which refuses them, and so does the call
+  const int status = call.run(extra);
+  const std::string said = last_error();
+  if (outcome == kRefused && !status) fault(call, "was taken");
+  if (status && said.compare(0, call.op.name.size(), call.op.name))
+    fault(call, "does not say whose error it is: " + said);
+  for (const Given &g : call.given)
+    if (status && g.output && !g.memory->untouched()) fault(call, g.slot.name + " was written by a call that failed");
+  return true;
+}
+
+// The arrays themselves are null: of a call, and of an Init.
+bool null_call() {
+  Call call(any(kOps));
+  const Extra extra(call.attrs);
+  if (flip() && call.init(extra.pointer)) fault(call, "Init: " + last_error());
+  if (call.init(nullptr) == 0) fault(call, "Init took no extra");
+  const int missing = static_cast<int>(between(0, 3));
+  const int status = symbol<Entry>(call.entry)(
+      call.nparam, missing == 0 ? nullptr : call.params.data(), missing == 1 ? nullptr : call.ndims.data(),
+      missing == 2 ? nullptr : call.shapes.data(), missing == 3 ? nullptr : call.dtypes.data(), nullptr, extra.pointer);
+  if (!status) fault(call, "was taken without one of its arrays");
+  call.run(nullptr);  // no attributes: right for some
+  check_fences(call);
+  return true;
+}
+
+// Of shapes that no tensor has, and of types that nobody knows, inference says something and throws nothing.
+bool hostile_inference() {
+  Call call(any(kOps));
+  std::vector<std::vector<int64_t>> rows;
+  for (size_t i = 0; i < call.given.size(); ++i) {
+    rows.emplace_back(between(0, 40));
+    for (int64_t &dim : rows.back()) dim = seldom(4) ? any(kLarge) : seldom(4) ? any(kNegative) : between(-2, 9);
+    if (flip()) continue;
+    call.shapes[i] = rows.back().data();
+    call.ndims[i] = seldom(4) ? any<int>({-1, INT_MIN, 33, INT_MAX}) : static_cast<int>(rows.back().size());
+  }
+  std::vector<int> types;
+  for (int64_t i = between(0, 9); i > 0; --i) types.push_back(static_cast<int>(between(30, 50)));
+  if (seldom(4)) call.attrs = any<std::string>({"", "inputs=0", "outputs=0", "inputs=1\noutputs=1", "stride=-1,-1"});
+  // what is present is told by the attributes: no more is read than there is
+  const Extra extra(call.attrs);
+  if (call.attrs.find("inputs=") != std::string::npos)
+    infer_shapes(call.entry, call.many, call.ndims.data(), call.shapes.data(), extra.pointer);
+  infer_types(call.entry, call.many, types, extra.pointer);
+  return true;
+}
+
+}  // namespace
+
+int main(int argc, char **argv) {
+  if (argc != 4) return std::fprintf(stderr, "usage: %s LIBRARY CALLS SEED\n", argv[0]), 2;
+  library = dlopen(argv[1], RTLD_NOW);
+  if (!library) return std::fprintf(stderr, "%s\n", dlerror()), 2;
+  const int64_t calls = std::atoll(argv[2]);
+  state = std::strtoull(argv[3], nullptr, 10);
+  std::setvbuf(stdout, nullptr, _IOLBF, 0);
+  int64_t valid = 0, hostile = 0, inferred = 0;
+  while (valid + hostile + inferred < calls) {
+    const int64_t which = between(0, 9);
+    if (which < 5) valid_call(), ++valid;
+    else if (which < 8) hostile += hostile_call();
+    else if (which < 9) hostile += null_call();
+    else inferred += hostile_inference();
+  }
+  std::printf("%" PRId64 " calls of %zu entries: %" PRId64 " valid, %" PRId64 " hostile, %" PRId64
+              " of inference with hostile shapes; no fault\n",
+              calls, kOps.size(), valid, hostile, inferred);
+}
