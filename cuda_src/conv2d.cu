@@ -85,15 +85,16 @@ __global__ void __launch_bounds__(kDirectBlock)
   const int64_t channels = c.s.channels / c.groups;
   const Position to(i, c.nhwc, channels, c.s.kernel_h, c.s.kernel_w);  // its image is the output
   const int64_t channel = to.image / (c.s.outputs / c.groups) * channels + to.channel;
-  Accumulate<T> sum = 0;
-  for (int64_t k = lane_index(); k < c.pixels; k += 32) {
+  Accumulate<T> of_lane[1];
+  LongSums<Accumulate<T>, 1> terms(of_lane);
+  terms.each(lane_index(), c.pixels, 32, [&](int64_t k) {
     const int64_t q = k % c.s.out_w, p = k / c.s.out_w % c.s.out_h, image = k / c.s.out_w / c.s.out_h;
     const int64_t h = p * c.stride_h + to.row * c.dilation_h - c.padding_h;
     const int64_t w = q * c.stride_w + to.column * c.dilation_w - c.padding_w;
     if (0 <= h && h < c.s.height && 0 <= w && w < c.s.width)
-      sum += widen(dy[c.y.at(image, to.image, p, q)]) * widen(x[c.x.at(image, channel, h, w)]);
-  }
-  sum = sum_lanes<32>(sum);
+      terms.run[0] += widen(dy[c.y.at(image, to.image, p, q)]) * widen(x[c.x.at(image, channel, h, w)]);
+  });
+  const Accumulate<T> sum = sum_lanes<32>(of_lane[0]);
   if (lane_index() == 0) dweight[i] = narrow<T>(sum);
 }
 
@@ -111,16 +112,17 @@ __global__ void __launch_bounds__(256) conv2d_dbias_kernel(Conv2dCall c, const T
   const int64_t begin = blockIdx.y * length, end = begin + length < pixels ? begin + length : pixels;
   const int lane = lane_index(), warp = warp_index();
   const int64_t output = c.nhwc ? int64_t{blockIdx.x} * 32 + lane : blockIdx.x;
-  A sum = 0;
+  A of_thread[1];
+  LongSums<A, 1> terms(of_thread);
   if (c.nhwc) {
-    if (output < c.s.outputs)
-      for (int64_t k = begin + warp; k < end; k += 8) sum += widen(dy[k * c.s.outputs + output]);
+    terms.each(begin + warp, output < c.s.outputs ? end : 0, 8,
+               [&](int64_t k) { terms.run[0] += widen(dy[k * c.s.outputs + output]); });
   } else {
     const int64_t plane = c.s.out_h * c.s.out_w;
-    for (int64_t k = begin + threadIdx.x; k < end; k += 256)
-      sum += widen(dy[(k / plane * c.s.outputs + output) * plane + k % plane]);
-    sum = sum_lanes<32>(sum);
+    terms.each(begin + threadIdx.x, end, 256,
+               [&](int64_t k) { terms.run[0] += widen(dy[(k / plane * c.s.outputs + output) * plane + k % plane]); });
   }
+  A sum = c.nhwc ? of_thread[0] : sum_lanes<32>(of_thread[0]);
   sums[warp][lane] = sum;
   __syncthreads();
   if (warp != 0 || output >= c.s.outputs) return;
@@ -134,9 +136,9 @@ __global__ void __launch_bounds__(kDirectBlock)
     sum_slices_kernel(const Accumulate<T> *partial, int slices, T *to, int64_t n) {
   const int64_t i = first_index();
   if (i >= n) return;
-  Accumulate<T> sum = 0;
+  double sum = 0;  // of so few it costs nothing
   for (int k = 0; k < slices; ++k) sum += partial[k * n + i];
-  to[i] = narrow<T>(sum);
+  to[i] = narrow<T>(static_cast<Accumulate<T>>(sum));
 }
 
 // The same of slices (outputs, kernel, channels), with more outputs and channels than dweight has, to its own layout. A

@@ -17,7 +17,7 @@ constexpr int kColumns = kVectors ? kVectorSize<T> : 1;  // of a thread
 // dz = dy * slope(before), and for each block the sums of its rows' dz, by column: to partials, (parts, n) of them.
 // Without an activation there is no `before`, and dz is dy, which is not written.
 template <typename T, bool kVectors>
-__global__ void __launch_bounds__(kLanesX *kLanesY)
+__global__ void __launch_bounds__(kLanesX *kLanesY, 5)
     slope_and_sum_kernel(const T *dy, const T *before, T *dz, Accumulate<T> *partials, int64_t rows, int64_t n,
                          Activation activation) {
   using A = Accumulate<T>;
@@ -26,8 +26,9 @@ __global__ void __launch_bounds__(kLanesX *kLanesY)
   const int64_t col = (int64_t{blockIdx.x} * kLanesX + threadIdx.x) * kSize;
   const int64_t piece = (rows + gridDim.y - 1) / gridDim.y, first = blockIdx.y * piece;
   const int64_t last = first + piece < rows ? first + piece : rows;
-  A sum[kSize] = {};
-  for (int64_t i = first + threadIdx.y; i < last && col < n; i += kLanesY) {
+  __shared__ A shared[kLanesY][kLanesX][kSize];
+  LongSums<A, kSize> sums(shared[threadIdx.y][threadIdx.x]);
+  sums.each(first + threadIdx.y, col < n ? last : 0, kLanesY, [&](int64_t i) {
     const int64_t at = i * n + col;
     A d[kSize];
     auto read = [&](const T *x, A(&value)[kSize]) {
@@ -43,7 +44,7 @@ __global__ void __launch_bounds__(kLanesX *kLanesY)
       A z[kSize];
       read(before, z);
 #pragma unroll
-      for (int j = 0; j < kSize; ++j) d[j] *= activation_slope<T>(z[j], activation);
+      for (int j = 0; j < kSize; ++j) d[j] = activation_gradient<T>(d[j], z[j], activation);
       if constexpr (kVectors) {
         Widened<T> wide;
         for (int j = 0; j < kSize; ++j) wide[j] = d[j];
@@ -52,11 +53,9 @@ __global__ void __launch_bounds__(kLanesX *kLanesY)
         dz[at] = narrow<T>(d[0]);
       }
     }
-    for (int j = 0; j < kSize; ++j) sum[j] += d[j];
-  }
+    for (int j = 0; j < kSize; ++j) sums.run[j] += d[j];
+  });
   if (!partials) return;
-  __shared__ A shared[kLanesY][kLanesX][kSize];
-  for (int j = 0; j < kSize; ++j) shared[threadIdx.y][threadIdx.x][j] = sum[j];
   __syncthreads();
   if (threadIdx.y || col >= n) return;
   for (int j = 0; j < kSize; ++j) {
@@ -71,9 +70,9 @@ __global__ void __launch_bounds__(kMapBlock)
     sum_partials_kernel(const Accumulate<T> *partials, int parts, T *sum, int64_t n) {
   const int64_t j = int64_t{blockIdx.x} * kMapBlock + threadIdx.x;
   if (j >= n) return;
-  Accumulate<T> all = 0;
+  double all = 0;  // of so few it costs nothing
   for (int i = 0; i < parts; ++i) all += partials[i * n + j];
-  sum[j] = narrow<T>(all);
+  sum[j] = narrow<T>(static_cast<Accumulate<T>>(all));
 }
 
 // ------------------------------------------------------------------------------------------------------- launchers

@@ -276,8 +276,9 @@ __global__ void __launch_bounds__(kCellWarps * 32)
   using A = Accumulate<T>;
   const int64_t j = (int64_t{blockIdx.x} * 32 + lane_index()) * kCount, all = 3 * cell.state;
   const int64_t piece = ceil_div(rows, gridDim.y), first = blockIdx.y * piece, last = min(first + piece, rows);
-  A total[3][kCount] = {};
-  for (int64_t row = first + warp_index(); row < last && j < cell.state; row += kCellWarps) {
+  A total[3 * kCount];
+  LongSums<A, 3 * kCount> totals(total);
+  totals.each(first + warp_index(), j < cell.state ? last : 0, kCellWarps, [&](int64_t row) {
     GateGradients<A> d[kCount];
     cell.template gradients<kCount>(row, j, d);
     Packet<T, kCount> packet[3];
@@ -285,15 +286,15 @@ __global__ void __launch_bounds__(kCellWarps * 32)
     for (int l = 0; l < kCount; ++l) {
       A gate[] = {d[l].i, d[l].o, d[l].c};
 #pragma unroll
-      for (int g = 0; g < 3; ++g) total[g][l] += gate[g], packet[g].value[l] = narrow<T>(gate[g]);
+      for (int g = 0; g < 3; ++g) totals.run[g * kCount + l] += gate[g], packet[g].value[l] = narrow<T>(gate[g]);
     }
 #pragma unroll
     for (int g = 0; g < 3; ++g) store_packet(dpre + row * all + g * cell.state + j, packet[g]);
-  }
+  });
   if (!sums) return;
   __shared__ A of_warps[kCellWarps][3 * kCount][32];
 #pragma unroll
-  for (int n = 0; n < 3 * kCount; ++n) of_warps[warp_index()][n][lane_index()] = total[n / kCount][n % kCount];
+  for (int n = 0; n < 3 * kCount; ++n) of_warps[warp_index()][n][lane_index()] = total[n];
   __syncthreads();
   for (int n = warp_index(); n < 3 * kCount && j < cell.state; n += kCellWarps) {
     A sum = 0;
@@ -307,10 +308,10 @@ template <typename T>
 __global__ void __launch_bounds__(256) lltm_dbias_kernel(const Accumulate<T> *sums, int parts, T *dbias, int64_t n) {
   const int64_t i = int64_t{blockIdx.x} * 256 + threadIdx.x;
   if (i >= n) return;
-  Accumulate<T> sum = 0;
+  double sum = 0;  // of so few it costs nothing
 #pragma unroll 16
   for (int part = 0; part < parts; ++part) sum += sums[part * n + i];
-  dbias[i] = narrow<T>(sum);
+  dbias[i] = narrow<T>(static_cast<Accumulate<T>>(sum));
 }
 
 // Few rows: all gradients in one kernel. Four results of a column are a warp's; a lane has a column. dweights and dbias

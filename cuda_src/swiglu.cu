@@ -15,8 +15,8 @@ __global__ void __launch_bounds__(kMapBlock) swiglu_kernel(const T *gate, const 
 
 template <typename T, typename A>
 __device__ inline Elements<A, 2> swiglu_gradient(A dy, A gate, A up) {
-  A s = sigmoid<T>(gate), silu = gate * s;
-  return {{dy * up * (s + silu * (1 - s)), dy * silu}};
+  Logistic<A> s = logistic<T>(gate);
+  return {{dy * up * (s.value + gate * s.slope), dy * (gate * s.value)}};
 }
 
 template <typename T>

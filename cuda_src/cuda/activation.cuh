@@ -24,21 +24,22 @@ __device__ __forceinline__ A activate(A x, Activation activation) {
   }
 }
 
+// dy times the slope at x. relu's is 1 at NaN, and what it stops is 0 also where dy is not finite.
 template <typename T, typename A>
-__device__ __forceinline__ A activation_slope(A x, Activation activation) {
+__device__ __forceinline__ A activation_gradient(A dy, A x, Activation activation) {
   switch (activation) {
     case kActivationRelu:
-      return x > 0 ? A(1) : A(0);
+      return x <= 0 ? A(0) : dy;
     case kActivationGelu:
-      return gelu_slope<T, false>(x);
+      return dy * gelu_slope<T, false>(x);
     case kActivationGeluTanh:
-      return gelu_slope<T, true>(x);
+      return dy * gelu_slope<T, true>(x);
     case kActivationSilu: {
-      A s = sigmoid<T>(x);
-      return s + x * (s - s * s);
+      Logistic<A> s = logistic<T>(x);
+      return dy * (s.value + x * s.slope);
     }
     default:
-      return A(1);
+      return dy;
   }
 }
 

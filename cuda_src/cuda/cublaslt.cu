@@ -191,12 +191,14 @@ struct Call {
     const int compute = wide ? kCompute64 : gemm.dtype == DType::float32 && gemm.allow_tf32 ? kComputeTf32 : kCompute32;
     const int32_t flip_b = gemm.b.transposed, flip_a = gemm.a.transposed;
     if (lib.desc_create(&desc.object, compute, wide ? kFloat64Type : kFloat32Type)) return false;
-    if (set(kTransposeA, flip_b) || set(kTransposeB, flip_a) || set(kEpilogue, uint32_t(epilogue))) return false;
+    if (set(kTransposeA, flip_b) || set(kTransposeB, flip_a) || !set_epilogue(epilogue)) return false;
     if (gemm.bias && set(kBiasPointer, gemm.bias)) return false;
     return lay(&a, gemm.dtype, gemm.n, gemm.k, gemm.b, gemm.b_step) &&
            lay(&b, gemm.dtype, gemm.k, gemm.m, gemm.a, gemm.a_step) &&
            lay(&c, gemm.c_dtype, gemm.n, gemm.m, gemm.c, gemm.c_step);
   }
+
+  bool set_epilogue(int epilogue) { return !set(kEpilogue, uint32_t(epilogue)); }
 
   bool ask(Object handle, Algorithm *algorithm) {
     Owned preference(lib.preference_destroy);
@@ -251,11 +253,12 @@ Status gemm_cublaslt(const char *op, const Gemm &gemm, cudaStream_t stream, bool
   const int64_t limit = 0x7fffffff;
   const bool fits = gemm.m <= limit && gemm.n <= limit && gemm.k <= limit && gemm.count <= limit;
   if (gemm.k == 0 || !fits || !library()) return kOk;
-  // Its GELU, the tanh approximation, is not used: in float64 it is right to ten digits.
-  if (gemm.activation > kActivationRelu || gemm.before) return kOk;
-  const int epilogue = gemm.activation == kActivationRelu ? (gemm.bias ? kBias | kRelu : kRelu)
-                       : gemm.bias                        ? kBias
-                                                          : kDefault;
+  // Its GELU, the tanh approximation, is not used: in float64 it is right to ten digits. Its ReLU is where the same
+  // product, with `before`, is its own, too (gemm.cu); that one has no activation, and so the algorithm is asked for
+  // without: the same sums, the same bits.
+  const bool relu = gemm.activation == kActivationRelu && itemsize(gemm.dtype) > 2;
+  if ((gemm.activation && !relu) || gemm.before) return kOk;
+  const int epilogue = gemm.bias ? kBias : kDefault;
   int device = 0;
   AOT_TRY(check_cuda(op, cudaGetDevice(&device)));
   Object handle = handle_of(device);
@@ -281,6 +284,10 @@ Status gemm_cublaslt(const char *op, const Gemm &gemm, cudaStream_t stream, bool
     }
   }
   if (!answer.known) return kOk;
+  if (relu) {  // what it does not take is left
+    const int with_relu = gemm.bias ? kBias | kRelu : kRelu;
+    return *done = call.set_epilogue(with_relu) && !call.run(handle, answer.algorithm, stream), kOk;
+  }
   if (int status = call.run(handle, answer.algorithm, stream))
     return fail(kDeviceError, "%s: cublasLtMatmul gives status %d", op, status);
   return *done = true, kOk;

@@ -26,6 +26,10 @@ __device__ inline void begin_lines(Carrier<T, Shape, kWidth, kDeep, kSize> &carr
   });
 }
 
+// Whether the kernel applies the activation: where what goes into it would be rounded on the way to another kernel.
+template <typename T, typename C>
+constexpr bool kActivates = sizeof(T) == 2 && std::is_same_v<T, C>;
+
 // kDeep: a lies as it is, b transposed, so that the summed axis is innermost.
 template <typename T, typename C, class Shape, int kSize, bool kDeepA, bool kDeepB>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) gemm_kernel(Gemm g) {
@@ -51,11 +55,15 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) gemm_kernel(G
         const int64_t n = j0 + first_column<Shape>() + j / 4 * Shape::kPartN + j % 4;
         const int64_t at = z * g.c_step + m * g.c.stride + n;
         if (m >= g.m || n >= g.n) continue;
-        Packet<C, kCount> v;
+        Packet<C, kCount> v, before;
 #pragma unroll
-        for (int l = 0; l < kCount; ++l)
-          v.value[l] = narrow<C>(sum.value[i][j + l] + (bias ? widen(bias[n + l]) : A(0)));
+        for (int l = 0; l < kCount; ++l) {
+          A value = sum.value[i][j + l] + (bias ? widen(bias[n + l]) : A(0));
+          if constexpr (kActivates<T, C>) before.value[l] = narrow<C>(value), value = activate<C>(value, g.activation);
+          v.value[l] = narrow<C>(value);
+        }
         store_packet(static_cast<C *>(g.c.data) + at, v);
+        if (kActivates<T, C> && g.before) store_packet(static_cast<C *>(g.before) + at, before);
       }
     __syncthreads();
   }
@@ -155,7 +163,8 @@ static Status gemm_on_ampere(const char *op, const Gemm &gemm, cudaStream_t stre
   *done = false;
   DeviceLimits limits;
   AOT_TRY(device_limits(op, &limits));
-  if (limits.major < 8 || gemm.before || gemm.count > kMaxBatch || !cutlass_takes(gemm)) return kOk;
+  if (limits.major < 8 || gemm.count > kMaxBatch || !cutlass_takes(gemm)) return kOk;
+  if (gemm.before && (gemm.a.transposed || !gemm.b.transposed)) return kOk;
   return gemm_sm80(op, gemm, takes_vectors(gemm), stream, done);
 }
 
@@ -164,7 +173,7 @@ __global__ void __launch_bounds__(kMapBlock) activate_kernel(const T *x, T *y, i
   map<T, 1>([=](auto x) { return activate<T>(x, activation); }, n, {y}, {x});
 }
 
-// The product with the bias, and the activation after it, of what is rounded by then.
+// The product with the bias, and the activation after it, of what is stored by then.
 static Status gemm_and_activation(const char *op, const Gemm &g, cudaStream_t stream) {
   Gemm product = g;
   product.activation = kActivationNone, product.before = nullptr;
@@ -179,7 +188,9 @@ static Status gemm_and_activation(const char *op, const Gemm &g, cudaStream_t st
   });
 }
 
-// The first of these that takes it. What cuBLASLt leaves has an activation, as a rule.
+// The first of these that takes it. What cuBLASLt leaves has an activation, as a rule. Which one it is does not depend
+// on whether `before` is wanted: nor do the bits of the result. An activation sees a sum that is not rounded; for relu
+// it is one whether its operand is rounded or its result.
 Status gemm(const char *op, const Gemm &gemm, cudaStream_t stream) {
   if (gemm.m == 0 || gemm.n == 0 || gemm.count == 0) return kOk;
   bool done = false;
@@ -187,7 +198,8 @@ Status gemm(const char *op, const Gemm &gemm, cudaStream_t stream) {
     AOT_TRY(way(op, gemm, stream, &done));
     if (done) return kOk;
   }
-  if (gemm.activation) return gemm_and_activation(op, gemm, stream);
+  const bool rounds = itemsize(gemm.dtype) == 2 && gemm.activation != kActivationRelu;
+  if (gemm.activation && !rounds) return gemm_and_activation(op, gemm, stream);
   return gemm_plain(op, gemm, stream);
 }
 

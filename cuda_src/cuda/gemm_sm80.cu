@@ -3,6 +3,7 @@
 #include <cutlass/cutlass.h>
 #include <cutlass/epilogue/thread/linear_combination.h>
 #include <cutlass/gemm/device/gemm_universal.h>
+#include <cutlass/gemm/device/gemm_universal_with_broadcast.h>
 
 #include "activation.cuh"
 #include "gemm.h"
@@ -54,22 +55,64 @@ struct Sm80Epilogue {
   Params params_;
 };
 
-// kAligned: elements that lie together in every line, 8 or 1, which cp.async is not for.
-template <typename T, int kAligned, bool kTransposeA, bool kTransposeB>
-static Status run(const char *op, const Gemm &g, cudaStream_t stream, bool *done) {
-  using Row = cutlass::layout::RowMajor;
-  using Column = cutlass::layout::ColumnMajor;
-  using Shape = cutlass::gemm::GemmShape<128, 128, 32>;
-  using Warp = cutlass::gemm::GemmShape<64, 64, 32>;
-  using Instruction = cutlass::gemm::GemmShape<16, 8, 16>;
-  using Device = cutlass::gemm::device::GemmUniversal<
-      T, std::conditional_t<kTransposeA, Column, Row>, T, std::conditional_t<kTransposeB, Column, Row>, T, Row, float,
-      cutlass::arch::OpClassTensorOp, cutlass::arch::Sm80, Shape, Warp, Instruction, Sm80Epilogue<T, kAligned>,
-      cutlass::gemm::threadblock::GemmIdentityThreadblockSwizzle<8>, kAligned == 1 ? 2 : 4, kAligned, kAligned>;
-  typename Device::Arguments arguments(cutlass::gemm::GemmUniversalMode::kBatched, {int(g.m), int(g.n), int(g.k)},
-                                       int(g.count), {g.activation, g.bias != nullptr}, g.a.data, g.b.data, g.bias,
-                                       g.c.data, g.a_step, g.b_step, 0, g.c_step, g.a.stride, g.b.stride, int64_t{0},
-                                       g.c.stride);
+// The same, with what goes into the activation as a second result, which CUTLASS calls T: of the same sums, so that the
+// first has the same bits. `bias` is zeros where there is none.
+template <typename T, int kCount_>
+struct Sm80KeepingEpilogue {
+  static constexpr int kCount = kCount_, kElementsPerAccess = kCount_;
+  static constexpr bool kIsSingleSource = true, kIsHeavy = false, kStoreZ = true, kStoreT = true;
+  using ElementOutput = T;
+  using ElementC = T;
+  using ElementD = T;
+  using ElementZ = T;
+  using ElementT = T;
+  using ElementVector = T;
+  using ElementAccumulator = float;
+  using ElementCompute = float;
+  using ElementScalar = float;
+  using Fragment = cutlass::Array<T, kCount>;
+  using FragmentOutput = Fragment;
+  using FragmentSource = Fragment;
+  using Sums = cutlass::Array<float, kCount>;
+  using FragmentAccumulator = Sums;
+
+  struct Params {
+    Activation activation = kActivationNone;
+  };
+
+  CUTLASS_HOST_DEVICE explicit Sm80KeepingEpilogue(const Params &params) : params_(params) {}
+  CUTLASS_HOST_DEVICE bool is_source_needed() const { return false; }
+  CUTLASS_HOST_DEVICE void set_k_partition(int, int) {}
+
+  __device__ void operator()(Fragment &y, Fragment &before, Sums sum, const Sums &bias) const {
+    cutlass::NumericArrayConverter<T, float, kCount, cutlass::FloatRoundStyle::round_to_nearest> narrow;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) sum[i] += bias[i];
+    before = narrow(sum);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) sum[i] = activate<__half>(sum[i], params_.activation);
+    y = narrow(sum);
+  }
+  // With a C, which there is not.
+  __device__ void operator()(Fragment &y, Fragment &before, const Sums &sum, const Fragment &, const Sums &bias) const {
+    (*this)(y, before, sum, bias);
+  }
+
+ private:
+  Params params_;
+};
+
+template <bool kTransposed>
+using Sm80Layout = std::conditional_t<kTransposed, cutlass::layout::ColumnMajor, cutlass::layout::RowMajor>;
+using Sm80Tile = cutlass::gemm::GemmShape<128, 128, 32>;
+using Sm80Warp = cutlass::gemm::GemmShape<64, 64, 32>;
+using Sm80Instruction = cutlass::gemm::GemmShape<16, 8, 16>;
+using Sm80Swizzle = cutlass::gemm::threadblock::GemmIdentityThreadblockSwizzle<8>;
+template <int kAligned>
+constexpr int kSm80Stages = kAligned == 1 ? 2 : 4;
+
+template <class Device>
+static Status run_device(const char *op, const typename Device::Arguments &arguments, cudaStream_t stream, bool *done) {
   if (Device::can_implement(arguments) != cutlass::Status::kSuccess || Device::get_workspace_size(arguments))
     return kOk;
   Device device;
@@ -79,8 +122,37 @@ static Status run(const char *op, const Gemm &g, cudaStream_t stream, bool *done
   return *done = true, check_launch(op);
 }
 
+// kAligned: elements that lie together in every line, 8 or 1, which cp.async is not for.
+template <typename T, int kAligned, bool kTransposeA, bool kTransposeB>
+static Status run(const char *op, const Gemm &g, cudaStream_t stream, bool *done) {
+  using Device = cutlass::gemm::device::GemmUniversal<
+      T, Sm80Layout<kTransposeA>, T, Sm80Layout<kTransposeB>, T, cutlass::layout::RowMajor, float,
+      cutlass::arch::OpClassTensorOp, cutlass::arch::Sm80, Sm80Tile, Sm80Warp, Sm80Instruction,
+      Sm80Epilogue<T, kAligned>, Sm80Swizzle, kSm80Stages<kAligned>, kAligned, kAligned>;
+  const typename Device::Arguments arguments(cutlass::gemm::GemmUniversalMode::kBatched, {int(g.m), int(g.n), int(g.k)},
+                                             int(g.count), {g.activation, g.bias != nullptr}, g.a.data, g.b.data,
+                                             g.bias, g.c.data, g.a_step, g.b_step, 0, g.c_step, g.a.stride, g.b.stride,
+                                             int64_t{0}, g.c.stride);
+  return run_device<Device>(op, arguments, stream, done);
+}
+
+// Of linear's layout, and one product.
+template <typename T, int kAligned>
+static Status run_keeping(const char *op, const Gemm &g, cudaStream_t stream, bool *done) {
+  using Device = cutlass::gemm::device::GemmUniversalWithBroadcast<
+      T, Sm80Layout<false>, T, Sm80Layout<true>, T, cutlass::layout::RowMajor, float, cutlass::arch::OpClassTensorOp,
+      cutlass::arch::Sm80, Sm80Tile, Sm80Warp, Sm80Instruction, Sm80KeepingEpilogue<T, kAligned>, Sm80Swizzle,
+      kSm80Stages<kAligned>, kAligned, kAligned>;
+  const typename Device::Arguments arguments(cutlass::gemm::GemmUniversalMode::kBatched, {int(g.m), int(g.n), int(g.k)},
+                                             1, {g.activation}, g.a.data, g.b.data, nullptr, g.c.data,
+                                             const_cast<void *>(g.bias), g.before, 0, 0, 0, 0, 0, 0, g.a.stride,
+                                             g.b.stride, 0, g.c.stride, 0, g.c.stride);
+  return run_device<Device>(op, arguments, stream, done);
+}
+
 template <typename T, int kAligned>
 static Status run_layout(const char *op, const Gemm &g, cudaStream_t stream, bool *done) {
+  if (g.before) return run_keeping<T, kAligned>(op, g, stream, done);
   auto *layout = g.a.transposed ? (g.b.transposed ? run<T, kAligned, true, true> : run<T, kAligned, true, false>)
                                 : (g.b.transposed ? run<T, kAligned, false, true> : run<T, kAligned, false, false>);
   return layout(op, g, stream, done);

@@ -55,5 +55,21 @@ __device__ __forceinline__ A sigmoid(A x) {
   }
 }
 
+// The logistic function and its slope, s (1 - s), which is that of the smaller of s and 1 - s: so it keeps its digits.
+template <typename A>
+struct Logistic {
+  A value, slope;
+};
+template <typename T, typename A>
+__device__ __forceinline__ Logistic<A> logistic(A x) {
+  if constexpr (sizeof(T) == 2) {
+    A s = sigmoid<T>(x);
+    return {s, s - s * s};
+  } else {
+    A tail = sigmoid_tail<T>(abs(x));
+    return {x < 0 ? tail : 1 - tail, tail - tail * tail};
+  }
+}
+
 }  // namespace AOT_ISA
 }  // namespace aot

@@ -11,6 +11,13 @@ inline namespace AOT_ISA {
 __device__ inline float reciprocal_root(float x) { return rsqrtf(x); }
 __device__ inline double reciprocal_root(double x) { return rsqrt(x); }
 
+// 1 / sqrt(x); of a variance that has overflowed NaN: 0 would make the row's result one of the bias alone. A mean
+// square has 0, as the formula does and torch.
+template <bool kCentred, typename A>
+__device__ inline A reciprocal_deviation(A x) {
+  return kCentred ? fma(x, A(0), reciprocal_root(x)) : reciprocal_root(x);
+}
+
 // squares: the sum of the squares of the differences from the mean, or, without one, of the numbers themselves
 template <typename A>
 struct Moments {
@@ -191,7 +198,7 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
   Moments<A> moments;
   if constexpr (Shape::kSpan == Span::warp) moments = only_share(share);
   else moments = combine_shares(exchange.all(share), exchange.warps(), part, one_over_cols);
-  A mean = moments.mean, rstd = reciprocal_root(moments.squares * one_over_cols + a.eps);
+  A mean = moments.mean, rstd = reciprocal_deviation<kCentred>(moments.squares * one_over_cols + a.eps);
   if (!present) return;
   if (a.stats && part.leads()) write_stats<kCentred>(a, row, mean, rstd);
   if (!a.y) return;
@@ -279,7 +286,7 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
     wait_copies<kLongStages - 2>();
     if (row + part.step() < a.rows) tell(next, row + part.step());
     Moments<A> moments = combine_shares(exchange.hear(), exchange.warps(), part, one_over_cols);
-    A mean = moments.mean, rstd = reciprocal_root(moments.squares * one_over_cols + a.eps);
+    A mean = moments.mean, rstd = reciprocal_deviation<kCentred>(moments.squares * one_over_cols + a.eps);
     if (a.stats && part.leads()) write_stats<kCentred>(a, row, mean, rstd);
 #pragma unroll
     for (int i = 0; i < kVectors; ++i)
@@ -477,7 +484,7 @@ __global__ void __launch_bounds__(kAnyThreads) norm_any_kernel(NormForward<T, A>
     if constexpr (kCentred) mean = sum_row(sum, exchange).value[0] / cols;
     for (int64_t c = threadIdx.x; c < a.cols; c += blockDim.x)
       squares.value[0] += (widen(from[c]) - mean) * (widen(from[c]) - mean);
-    A rstd = reciprocal_root(sum_row(squares, exchange).value[0] / cols + a.eps);
+    A rstd = reciprocal_deviation<kCentred>(sum_row(squares, exchange).value[0] / cols + a.eps);
     if (a.stats && threadIdx.x == 0) {
       if constexpr (kCentred) a.stats[2 * row] = mean, a.stats[2 * row + 1] = rstd;
       else a.stats[row] = rstd;

@@ -174,5 +174,28 @@ inline bool aligned(const Pointers *...pointers) {
   return ((reinterpret_cast<uintptr_t>(pointers) | ...) & 15) == 0;
 }
 
+// Sums of many terms, as sums of sums of kTerms: their roundings do not pile up. They come to `sum`, which may lie in
+// shared memory where registers are dear.
+template <typename A, int kCount>
+struct LongSums {
+  static constexpr int kTerms = 32;
+  A (&sum)[kCount];
+  A run[kCount] = {};
+
+  __device__ explicit LongSums(A (&to)[kCount]) : sum(to) {
+    for (A &s : sum) s = 0;
+  }
+  // f(i) for first <= i < last, `step` apart, adds a term to each of run.
+  template <class F>
+  __device__ void each(int64_t first, int64_t last, int64_t step, F f) {
+    for (int64_t i = first; i < last;) {
+      const int64_t end = last - i < kTerms * step ? last : i + kTerms * step;
+      for (; i < end; i += step) f(i);
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) sum[j] += run[j], run[j] = 0;
+    }
+  }
+};
+
 }  // namespace AOT_ISA
 }  // namespace aot
