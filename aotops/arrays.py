@@ -22,7 +22,8 @@ class ArrayFrontend(ABC):
 
     @abstractmethod
     def prepare(self, op: Op, slot: str, value: Any) -> Any:
-        """The value as a contiguous, aligned array in native byte order. Raises TypeError for what is no array."""
+        """The value as a contiguous, aligned array in native byte order. Raises TypeError for what is no array, and for
+        a subclass whose meaning is not in its elements alone: results are plain arrays, and would lose it."""
 
     @abstractmethod
     def spec(self, array: Any) -> TensorSpec: ...
@@ -44,14 +45,18 @@ class ArrayFrontend(ABC):
 
     def functions(self) -> dict[str, Callable[..., Any]]:
         functions = {op.name: self._forward(op) for op in OPS.values()}
-        return functions | {f"{op.name}_backward": self._backward(op) for op in OPS.values() if op.backward}
+        functions |= {f"{op.name}_backward": self._backward(op) for op in OPS.values() if op.backward}
+        for name, function in functions.items():  # pickle looks a function up by its module and name
+            function.__module__, function.__name__, function.__qualname__ = type(self).__module__, name, name
+        return functions
 
     def _forward(self, op: Op) -> Callable[..., Any]:
         @functools.wraps(op.bind)
         def function(*args, **kwargs):
             inputs, attrs = op.bind(*args, **kwargs)
+            attrs = op.canonical(attrs)
             if op.transposable:
-                inputs, attrs = op.as_they_lie(inputs, attrs, lambda a: a.flags.c_contiguous)
+                inputs, attrs = op.as_they_lie(inputs, attrs, _contiguous)
             with self.device_of(inputs[0]):
                 return _one_or_all(self._run(op, self._prepare(op, inputs), attrs, op.outputs))
 
@@ -64,6 +69,7 @@ class ArrayFrontend(ABC):
 
         def function(dy, *args, **kwargs):
             bound, attrs = op.bind(*args, **kwargs)
+            attrs = op.canonical(attrs)
             with self.device_of(bound[0]):
                 return differentiate(dy, bound, attrs)
 
@@ -91,7 +97,6 @@ class ArrayFrontend(ABC):
 
         parameters = [inspect.Parameter("dy", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
         parameters += inspect.signature(op.bind).parameters.values()
-        function.__name__ = function.__qualname__ = f"{op.name}_backward"
         function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         function.__doc__ = (
             f"The gradient of ``{op.name}``.\n\n"
@@ -129,6 +134,11 @@ class ArrayFrontend(ABC):
         written = {name: self.empty(specs[name], model) if name in needed else None for name in op.extra_outputs}
         self.launch(op, attrs, [*inputs, *written.values()])
         return [written[name] for name in (op.results if isinstance(wanted, set) else wanted)]
+
+
+def _contiguous(value: Any) -> bool:
+    """What is no array is taken as it is: ``prepare`` refuses it."""
+    return getattr(getattr(value, "flags", None), "c_contiguous", True)
 
 
 def _gradients_of(op: Op, dy: Any) -> Sequence[Any]:

@@ -1,4 +1,7 @@
-"""CuPy: arrays on a CUDA device, on CuPy's current stream, with explicit ``*_backward`` functions."""
+"""CuPy: arrays on a CUDA device, on CuPy's current stream, with explicit ``*_backward`` functions.
+
+Subclasses of cupy.ndarray are refused with a TypeError.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from aotops.spec import TensorSpec
 
 class _CuPy(ArrayFrontend):
     def prepare(self, op: Op, slot: str, value) -> cp.ndarray:
-        if not isinstance(value, cp.ndarray):
+        if type(value) is not cp.ndarray:  # the elements of a subclass need not be where a plain array's are
             raise TypeError(f"{op.name}: {slot} is a {type(value).__name__}, expected a cupy.ndarray")
         return value if value.flags.c_contiguous else cp.array(value, order="C")
 

@@ -1,18 +1,34 @@
 """The operators for JAX: each is one XLA custom call, differentiable in reverse mode and batched by vmap.
 
 They work under jit, grad, vmap, scan, cond, checkpoint and shard_map. A program exported with ``jax.export`` needs
-``disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(TARGET)]``, and ``register()`` where it is loaded.
+``disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(TARGET)]``, and ``register()`` where it is loaded. What is
+left open:
+
+- XLA cannot partition a custom call. Under jit over several devices every operator gathers its inputs, and each device
+  computes the whole result: values are right, memory and time are not shared. ``shard_map`` shares them. The first
+  operator of a process that meets this gives a ``ShardingWarning``; where only ``in_shardings`` of jit names the
+  devices, JAX's types do not tell, and nothing warns.
+- Derivatives are of the first order, in reverse mode. Forward mode (``jvp``, ``jacfwd``) is a TypeError, and a second
+  order a NotImplementedError; add has both. Where a function under jit is differentiated in forward mode, or by
+  ``jax.linearize``, the TypeError is JAX's and names no operator.
+- Attributes, and so the axes normalized over, are constants of the program: they cannot be traced, nor symbolic in an
+  export. Other dimensions may be.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial, wraps
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial, reduce, wraps
+from math import prod
+from operator import add as plus
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_batching import custom_vmap
+from jax.export import is_symbolic_dim
 
 from .. import library
 from ..extra import encode
@@ -21,14 +37,23 @@ from ..ops import OPS
 from ..spec import TensorSpec, shape_text
 
 try:
+    from jax.errors import InconclusiveDimensionOperation
+except ImportError:  # where it was before
+    from jax.core import InconclusiveDimensionOperation
+try:
     from jax import ffi
 except ImportError:  # before JAX 0.5
     from jax.extend import ffi
 
-__all__ = ["LLTM", "TARGET", "register", *OPS]
+__all__ = ["LLTM", "TARGET", "ShardingWarning", "register", *OPS]
 
 TARGET = "aotops"
 """The name of the custom call."""
+
+
+class ShardingWarning(UserWarning):
+    """Several devices each compute the whole of what they could share."""
+
 
 Array = Any  # jax.Array, or what jit takes for one
 Attrs = tuple[Attr, ...]
@@ -56,13 +81,34 @@ def register() -> None:
 def _function(op: Op) -> Callable[..., Array]:
     @wraps(op.bind, assigned=("__name__", "__qualname__", "__doc__"))
     def function(*args, **kwargs):
-        inputs, attrs = op.bind(*args, **kwargs)
-        for slot, x in zip(op.inputs, inputs, strict=True):
-            if x is not None and not hasattr(x, "dtype") and not isinstance(x, (int, float, complex)):
-                raise TypeError(f"{op.name}: {slot} is a {type(x).__name__}, expected an array")
-        return _run(op, attrs, *inputs)
+        inputs, attrs = _bind(op, args, kwargs)
+        try:
+            return _run(op, attrs, *inputs)
+        except TypeError as error:
+            if "forward-mode" not in str(error):
+                raise
+            raise TypeError(f"{op.name} has no derivative in forward mode: expected grad or vjp, not jvp") from error
 
     return function
+
+
+def _bind(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Array | None, ...], Attrs]:
+    """The inputs and the attributes; refuses what the core, which knows no framework, cannot tell from an array or a
+    number."""
+    try:
+        inputs, attrs = op.bind(*args, **kwargs)
+        for name, value in zip(op.attrs, attrs, strict=True):
+            if any(map(is_symbolic_dim, value if isinstance(value, tuple) else (value,))):
+                raise TypeError(f"{op.name}: {name} is {value}, which is symbolic, expected a constant of the program")
+        attrs = op.canonical(attrs)
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError) as error:
+        names = ", ".join(op.attrs)
+        raise TypeError(f"{op.name}: an attribute is traced, expected constants of the program: {names}") from error
+    for slot, x in zip(op.inputs, inputs, strict=True):
+        is_array = hasattr(x, "dtype") and not isinstance(x, np.ma.MaskedArray)  # whose mask JAX does not know
+        if x is not None and not is_array and not isinstance(x, (int, float, complex)):
+            raise TypeError(f"{op.name}: {slot} is a {type(x).__name__}, expected an array")
+    return inputs, attrs
 
 
 @partial(jax.jit, static_argnums=(0, 1))  # for eager calls: a bare custom call is set up anew each time
@@ -88,8 +134,22 @@ def _broadcast(op: Op, inputs: Sequence[Array]) -> Sequence[Array]:
 
 def _apply(op: Op, attrs: Attrs, wanted: Names, *inputs: Array | None) -> tuple[Array, ...]:
     """The wanted outputs of an operator. An alias is JAX's own to differentiate."""
-    call = _differentiable if op.has_kernel else _launch
-    return call(op, attrs, wanted, *inputs)
+    if not op.has_kernel:
+        return _launch(op, attrs, wanted, *inputs)
+    if op.backward is not None and not op.backward.has_kernel:
+        return _sum(op, attrs, wanted, *inputs)
+    return _differentiable(op, attrs, wanted, *inputs)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _sum(op, attrs, wanted, *inputs):
+    """Where the gradient of every input is that which came in."""
+    return _launch(op, attrs, wanted, *inputs)
+
+
+@_sum.defjvp
+def _tangent_of_sum(op, attrs, wanted, inputs, tangents):
+    return _sum(op, attrs, wanted, *inputs), (reduce(plus, tangents),)  # JAX's own, to transpose
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -136,14 +196,24 @@ def _launch(op: Op, attrs: Attrs, wanted: Names, *inputs: Array | None) -> tuple
 
 
 def _call(op: Op, attrs: Attrs, wanted: Names, *inputs: Array | None) -> tuple[Array, ...]:
-    specs = op.specs([None if x is None else TensorSpec(x.shape, x.dtype.name) for x in inputs], attrs)
+    specs = _specs(op, attrs, inputs)
     written = [s for s in op.extra_outputs if s in wanted or s in op.workspace or not op.is_optional(s)]
     present = [x is not None for x in inputs] + [s in written for s in op.extra_outputs]
     types = [jax.ShapeDtypeStruct(specs[s].shape, specs[s].dtype) for s in written]
+    _warn_of_mesh(op, inputs)
     call = ffi.ffi_call(TARGET, types)
     outputs = call(*(x for x in inputs if x is not None), entry=f"aot_{op.name}", attrs=encode(op, attrs, present))
     results = dict(zip(written, _vary(outputs, _varying(inputs)), strict=True))
     return tuple(results[s] for s in wanted)
+
+
+def _specs(op: Op, attrs: Attrs, inputs: Sequence[Array | None]) -> dict[str, TensorSpec]:
+    try:
+        return op.specs([None if x is None else TensorSpec(x.shape, x.dtype.name) for x in inputs], attrs)
+    except InconclusiveDimensionOperation as error:
+        # XLA drops a call whose results are empty, so that what does not fit would not be found when it runs.
+        what = str(error).partition("\n")[0].removesuffix(".")
+        raise ValueError(f"{op.name}: {what}: give jax.export.symbolic_shape a constraint that decides it") from error
 
 
 def _batched(op: Op, attrs: Attrs, wanted: Names, n: int, batched: Sequence[bool], *inputs: Array | None):
@@ -168,13 +238,42 @@ def _batched(op: Op, attrs: Attrs, wanted: Names, n: int, batched: Sequence[bool
     return tuple(results[s] for s in wanted), (True,) * len(wanted)
 
 
+# ------------------------------------------------------------------------------------------------------ several devices
+
+_warned = False
+
+
+def _warn_of_mesh(op: Op, arrays: Iterable[Array | None]) -> None:
+    """Once in a process: where XLA must gather inputs from several devices, and every device has the whole result."""
+    global _warned
+    n = max((_devices(x) for x in arrays if x is not None), default=1)
+    if _warned or n == 1:
+        return
+    _warned = True
+    text = f"{op.name}: XLA cannot partition a custom call: each of {n} devices gathers the inputs and computes all of "
+    warnings.warn(f"{text}the result; in jax.shard_map each does its part", ShardingWarning, stacklevel=2)
+
+
+def _devices(x: Array) -> int:
+    """Over how many devices XLA lays out an array: 1 in shard_map, where each part is an array of its own."""
+    mesh = getattr(getattr(_type(x), "sharding", None), "mesh", None)
+    if mesh is None:
+        return 1
+    manual = getattr(mesh, "manual_axes", ())
+    return prod(size for axis, size in mesh.shape.items() if axis not in manual)
+
+
+def _type(x: Array) -> Any:
+    return jax.typeof(x) if hasattr(jax, "typeof") else None  # since JAX 0.6
+
+
 # ------------------------------------------------------------------------------------------------------------ shard_map
 # A shard_map that checks (check_vma) knows along which mesh axes each array varies. A custom call wants its inputs to
 # agree; JAX then sums a gradient over the axes along which its input did not vary.
 
 
 def _varying(arrays: Iterable[Array | None]) -> frozenset[str]:
-    types = [jax.typeof(x) for x in arrays if x is not None] if hasattr(jax, "typeof") else []
+    types = [_type(x) for x in arrays if x is not None]
     axes = [t.mat.varying if hasattr(t, "mat") else getattr(t, "vma", ()) for t in types]
     return frozenset().union(*axes)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import linecache
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import lru_cache
 from inspect import signature
 from typing import Any
 
@@ -77,16 +77,16 @@ class _Constant(ops.PrimitiveWithInfer):
         self.set_const_prim(True)
         self.add_prim_attr("constexpr_prim", True)
 
-    def evaluate(self, attrs: Any, specs: Sequence[TensorSpec | None], compiling: bool) -> Any:
+    def evaluate(self, attrs: Any, specs: Sequence[TensorSpec | None]) -> Any:
         raise NotImplementedError
 
     def __call__(self, attrs, *inputs):
         specs = [_spec(self.op, slot, t) for slot, t in zip(self.op.inputs, inputs, strict=True)]
-        return self.evaluate(attrs, specs, False)
+        return self.evaluate(attrs, specs)
 
     def __infer__(self, attrs, *inputs):
         specs = [_compiled_spec(self.op, slot, item) for slot, item in zip(self.op.inputs, inputs, strict=True)]
-        return {"dtype": None, "shape": None, "value": self.evaluate(attrs["value"], specs, True)}
+        return {"dtype": None, "shape": None, "value": self.evaluate(attrs["value"], specs)}
 
 
 class _Choose(_Constant):
@@ -95,16 +95,16 @@ class _Choose(_Constant):
     def __init__(self, op: Op) -> None:
         super().__init__(op, "primitive")
 
-    def evaluate(self, attrs, specs, compiling):
+    def evaluate(self, attrs, specs):
         for (name, kind), value in zip(self.op.attrs.items(), attrs, strict=True):
             if (value is None and not kind.endswith("?")) or (isinstance(value, tuple) and None in value):
                 raise TypeError(f"{self.op.name}: {name} is unknown while the graph is compiled, expected a constant")
         given = {slot: spec for slot, spec in zip(self.op.inputs, specs, strict=True) if spec is not None}
+        attrs = self.op.canonical(attrs)
         known = {}
         if not any(_UNKNOWN_RANK in spec.shape for spec in given.values()):
             known = given | self.op.specs([spec and TensorSpec(_dims(spec), spec.dtype) for spec in specs], attrs)
-        # see _primitive
-        scalars = compiling and any(spec.shape == () for spec in known.values())
+        scalars = any(spec.shape == () for spec in known.values())  # see _primitive
         dtypes = tuple((slot, spec.dtype) for slot, spec in known.items() if scalars)
         return _differentiable(self.op, attrs, tuple(given), dtypes, ms.get_context("device_target"))
 
@@ -131,7 +131,7 @@ class _CommonShape(_Constant):
     input None, or, where it must be broadcast, the dtype to do it in: that which its gradient is summed in.
     Two unknown lengths are taken to be equal: the kernel checks."""
 
-    def evaluate(self, attrs, specs, compiling):
+    def evaluate(self, attrs, specs):
         shapes = [() if spec is None else spec.shape for spec in specs]
         if any(_UNKNOWN_RANK in shape for shape in shapes):
             return (), (None,) * len(specs)
@@ -201,7 +201,7 @@ def _compiled_spec(op: Op, slot: str, item: dict[str, Any]) -> TensorSpec | None
 # ---------------------------------------------------------------------------------------------------------- primitives
 
 
-@cache
+@lru_cache(maxsize=1024)  # a network has some dozens; an attribute that is another one each step fills no memory
 def _differentiable(
     op: Op, attrs: tuple[Attr, ...], given: tuple[str, ...], dtypes: tuple[tuple[str, str], ...], target: str
 ) -> ops.Custom:
@@ -227,8 +227,8 @@ def _primitive(
     """An entry bound to its attributes and to the slots that are present.
 
     Shapes and dtypes are inferred by the library: under dynamic shapes, and in a program loaded from a file, graph mode
-    asks for them where there is no Python. ``dtypes`` takes that over for graphs with 0-dim tensors, where MindSpore
-    makes a number of a 0-dim result whose dtype the library inferred.
+    asks for them where there is no Python. ``dtypes`` takes that over where there are 0-dim tensors: of a 0-dim result
+    whose dtype the library inferred MindSpore makes a number, and, after ``set_inputs`` in PyNative mode, an error.
     """
     entry = library.entry_name(op, {"CPU": "cpu", "GPU": "cuda"}.get(target, target))
     one, known = len(op.extra_outputs) == 1, all(name in dtypes for name in wanted)
@@ -263,7 +263,7 @@ def _gradient(
     kernel = None
     if backward.has_kernel:
         dtypes = {f"d{slot}": dtypes[slot] for slot in given if dtypes}
-        kernel = _primitive(backward, attrs, taken, wanted, dtypes, target)
+        kernel = _primitive(backward, attrs, taken, wanted, dtypes, target, _refusal(backward, taken))
         named += wanted
     arguments = [named.index(slot) for slot in taken]
     places = [named.index(name) if name in named else None for name in gradients]
@@ -277,6 +277,25 @@ def _gradient(
         return tuple([ops.zeros_like(x) if i is None else tensors[i] for i, x in zip(places, inputs)])  # noqa: B905
 
     return gradient
+
+
+class _Refuse(ops.PrimitiveWithInfer):
+    """Raises when PyNative calls it, and when graph mode compiles it."""
+
+    def __init__(self, op: Op) -> None:
+        super().__init__(f"{op.name}_refusal")
+        self.op = op
+
+    def __call__(self, *_):
+        raise NotImplementedError(f"{self.op.name} has no gradient: derivatives of a higher order are not supported")
+
+    __infer__ = __call__
+
+
+def _refusal(backward: Op, given: Sequence[str]) -> Callable[..., Any]:
+    """The bprop of a backward: MindSpore's own error for one without does not name it."""
+    inputs = "".join(f"{slot}, " for slot in given)
+    return _written_out("refusal", f"({inputs}out, dout)", f"return refuse({inputs})", refuse=_Refuse(backward))
 
 
 globals().update({name: _function(op) for name, op in OPS.items()})

@@ -1,4 +1,8 @@
-"""NumPy: arrays on the CPU, with explicit ``*_backward`` functions. bfloat16 is ml_dtypes's."""
+"""NumPy: arrays on the CPU, with explicit ``*_backward`` functions. bfloat16 is ml_dtypes's.
+
+A result is a plain array. So masked arrays, numpy.matrix and other subclasses, which a result would have to be too, are
+refused with a TypeError; memory maps and NumPy's scalars are taken.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,10 @@ from aotops.arrays import ArrayFrontend
 from aotops.op import Attr, Op
 from aotops.spec import FLOATING, INTEGERS, TensorSpec
 
+_PLAIN = (np.ndarray, np.memmap)
+"""What NumPy's own functions make plain arrays of. Of another subclass, such as numpy.ma.MaskedArray, they make that
+subclass."""
+
 
 class _NumPy(ArrayFrontend):
     def __init__(self) -> None:
@@ -16,8 +24,10 @@ class _NumPy(ArrayFrontend):
         self.reads_tensors = call.read_numpy(np, list(self.dtypes.values()))
 
     def prepare(self, op: Op, slot: str, value) -> np.ndarray:
-        if not isinstance(value, np.ndarray | np.generic):
-            raise TypeError(f"{op.name}: {slot} is a {type(value).__name__}, expected a numpy.ndarray")
+        if type(value) not in _PLAIN and not isinstance(value, np.generic):
+            what = f"{op.name}: {slot} is a {type(value).__name__}, expected a numpy.ndarray"
+            lost = "; numpy.asarray gives the elements alone" if isinstance(value, np.ndarray) else ""
+            raise TypeError(what + lost)
         name = value.dtype.name
         if name == "bfloat16" and name not in self.dtypes:
             self.dtypes[name] = value.dtype

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from importlib.util import find_spec
 
 import numpy as np
@@ -15,6 +16,7 @@ from frameworks import race  # noqa: E402
 from jax.test_util import check_grads  # noqa: E402
 
 from aotops.frontends import jax as ours  # noqa: E402
+from aotops.ops import OPS  # noqa: E402
 
 
 def _layer_norm(x, w=None, b=None):
@@ -161,13 +163,28 @@ def test_jacrev(name):
     close(jax.jacrev(function, (0, 1))(*arrays()), jax.jacrev(reference, (0, 1))(*arrays()))
 
 
-def test_forward_mode_and_second_order_are_refused():
-    """add is JAX's own to differentiate where it has no kernel, and the kernels say no."""
+def test_forward_mode_and_second_order_are_refused_by_name():
     x = arrays()[0]
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(ours.gelu, (x,), (x,))
-    with pytest.raises((TypeError, NotImplementedError)):
-        jax.grad(lambda x: jax.grad(lambda x: (ours.gelu(x) ** 2).sum())(x).sum())(x)
+    for derivative in (lambda f: jax.jvp(f, (x,), (x,)), lambda f: jax.jacfwd(f)(x)):
+        with pytest.raises(TypeError, match=r"^gelu has no derivative in forward mode"):
+            derivative(ours.gelu)
+    for function, name in ((ours.gelu, "gelu"), (lambda x: ours.layer_norm(x, 6), "layer_norm")):
+        with pytest.raises(NotImplementedError, match=f"^{name}_backward has no gradient"):
+            jax.grad(lambda x: jax.grad(loss(function))(x).sum())(x)  # noqa: B023
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_add_is_differentiated_in_any_mode_and_order(jit):
+    x, w, _ = arrays()
+    pairs = [(jit(ours.add), jnp.add), (jit(jax.vmap(ours.add, (0, None))), jax.vmap(jnp.add, (0, None)))]
+    for function, reference in pairs:
+        close(*(jax.jvp(f, (x, w), (w + x, x[0])) for f in (function, reference)))
+        close(*(jax.jvp(lambda x, f=f: f(x, w), (x,), (w + x,)) for f in (function, reference)))
+        close(*(jax.vmap(lambda t, f=f: jax.jvp(f, (x, w), (t, w))[1])(x[:, None] * x) for f in (function, reference)))
+        cubes = [lambda x, f=f: (f(x * x, w) ** 3).sum() for f in (function, reference)]
+        close(*(jax.hessian(c)(x) for c in cubes))
+        close(*(jax.grad(lambda x, c=c: jax.grad(lambda x: jax.grad(c)(x).sum())(x).sum())(x) for c in cubes))
+    check_grads(ours.add, (x, w), order=3)
 
 
 @EACH
@@ -187,6 +204,58 @@ def test_control_flow(name):
     close(*grads)
     remat = [jax.grad(lambda x, f=f: (jax.checkpoint(f)(x, w, b) ** 2).sum())(x) for f in (function, reference)]
     close(*remat)
+
+
+def test_vmap_of_examples_without_axes():
+    """softmax of a number is 1, whichever axis it is asked for: vmap's is not among them."""
+    xs, ones = jnp.array([1.0, 2.0, 3.0]), jnp.ones(3)
+    close(jax.vmap(lambda v: ours.softmax(v, 0))(xs), ones)
+    close(jax.vmap(jax.grad(lambda v: ours.softmax(v, 0)))(xs), 0 * ones)
+
+
+@pytest.mark.parametrize("integer", [np.int64, np.int32, np.array, jnp.array], ids=["int64", "int32", "numpy", "jax"])
+def test_an_axis_that_is_another_kind_of_integer(integer):
+    x, _, _ = arrays()
+    for dim in (0, 1, -1):
+        close(ours.softmax(x, integer(dim)), jax.nn.softmax(x, dim))
+    close(jax.vmap(lambda v: ours.softmax(v, integer(0)))(x), jax.nn.softmax(x, 1))
+
+
+def test_what_an_attribute_may_be_does_not_depend_on_what_was_called_before():
+    """To a cache 1, 1.0 and True are one."""
+    x, _, _ = arrays()
+    image, weight = jnp.ones((1, 1, 4, 4)), jnp.ones((1, 1, 2, 2))
+    for _ in range(2):
+        ours.softmax(x, 1)
+        ours.conv2d(image, weight, stride=1)
+        for value in (1.0, True, 1 + 0j):
+            with pytest.raises(TypeError, match=r"^softmax: dim is "):
+                ours.softmax(x, value)
+            with pytest.raises(TypeError, match=r"^conv2d: stride is "):
+                ours.conv2d(image, weight, stride=value)
+
+
+def test_attributes_are_constants():
+    x, _, _ = arrays()
+    traced = {
+        "softmax": lambda n: ours.softmax(x, n),
+        "layer_norm": lambda n: ours.layer_norm(x, n),
+        "rms_norm": lambda n: ours.rms_norm(x, 6, eps=n),
+    }
+    for name, function in traced.items():
+        with pytest.raises(TypeError, match=f"^{name}: an attribute is traced"):
+            jax.jit(function)(1)
+
+
+def test_masked_arrays():
+    with pytest.raises(TypeError, match=r"^add: b is a MaskedArray"):
+        ours.add(np.ones(2), np.ma.masked_array(np.ones(2), [True, False]))
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_functions_are_pickled(name):
+    function = getattr(ours, name)
+    assert pickle.loads(pickle.dumps(function)) is function
 
 
 @EACH
@@ -227,6 +296,101 @@ def test_export(name):
             loaded = export.deserialize(loaded.serialize())
         close(loaded.call(x, w, b), reference(x, w, b))
     close(loaded.call(x[:3], w, b), reference(x[:3], w, b))
+
+
+def _exported(function, shapes, constraints=()):
+    """Exported for axes that are named, and called on arrays of these lengths."""
+    from jax import export
+
+    scope = export.SymbolicScope(constraints)
+    specs = [jax.ShapeDtypeStruct(export.symbolic_shape(s, scope=scope), jnp.float64) for s in shapes]
+    checks = [export.DisabledSafetyCheck.custom_call(ours.TARGET)]
+    return export.export(jax.jit(function), disabled_checks=checks)(*specs).call
+
+
+CONVOLUTIONS = {
+    "image": (("n, 3, h, w", "4, 3, 3, 2"), ("h >= 3", "w >= 2"), {}),
+    "image_and_kernel": (("n, c, h, w", "o, c, k, l"), ("h >= k", "w >= l"), {}),
+    "padded": (("n, 3, h, w", "4, 3, 3, 2"), (), {"padding": 1}),
+    "strided": (("3, h, w", "4, 3, 3, 2"), ("h >= 3", "w >= 2"), {"stride": (2, 3)}),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_export_of_convolutions_of_images_of_any_size(name):
+    """Where the shapes' constraints say that the kernel fits: value and gradients."""
+    shapes, constraints, attrs = CONVOLUTIONS[name]
+
+    def function(x, w):
+        return ours.conv2d(x, w, **attrs)
+
+    gradients = jax.grad(loss(function), (0, 1))
+    forward, backward = (_exported(f, shapes, constraints) for f in (function, gradients))
+    random = np.random.default_rng(0)
+    for image in ((2, 3, 9, 8), (1, 3, 3, 2), (5, 3, 40, 17)):
+        x, w = random.normal(size=image if "n" in shapes[0] else image[1:]), random.normal(size=(4, 3, 3, 2))
+        close(forward(x, w), function(x, w))
+        close(backward(x, w), gradients(x, w))
+
+
+def test_export_of_what_may_not_fit():
+    with pytest.raises(ValueError, match=r"^conv2d: .*'h - 3' < '0' is inconclusive: .* constraint"):
+        _exported(ours.conv2d, ("n, 3, h, w", "4, 3, 3, 3"))
+
+
+NORMS = [name for name, op in OPS.items() if "normalized_shape" in op.attrs]
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_export_of_a_norm_over_an_axis_of_unknown_length(name):
+    function = getattr(ours, name)
+
+    def norm(x):
+        return function(x, x, x.shape[-1]) if "residual" in OPS[name].inputs else function(x, x.shape[-1])
+
+    with pytest.raises(TypeError, match=rf"^{name}: normalized_shape is \(d,\), which is symbolic"):
+        _exported(norm, ("n, d",))
+
+
+SHARDED = """
+import warnings
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from aotops.frontends import jax as ours
+mesh = Mesh(np.array(jax.devices()), ("rows",))
+try:
+    shard_map = jax.shard_map
+except AttributeError:
+    from jax.experimental.shard_map import shard_map
+x = jnp.ones((8, 6))
+sharded = jax.device_put(x, NamedSharding(mesh, P("rows")))
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for i in range(2):
+        {call}
+print([str(w.message).split(":")[0] for w in caught if w.category is ours.ShardingWarning])
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "warned"),
+    [
+        ("ours.gelu(sharded); ours.softmax(sharded)", "['gelu']"),
+        ("jax.jit(lambda x: ours.softmax(2 * x))(sharded); jax.jit(ours.gelu)(sharded)", "['softmax']"),
+        ("jax.grad(lambda x: ours.add(x, x).sum())(sharded)", "['add']"),
+        ("ours.gelu(x)", "[]"),
+        ("ours.gelu(jax.device_put(x, jax.devices()[1]))", "[]"),
+        ("shard_map(ours.gelu, mesh=mesh, in_specs=P('rows'), out_specs=P('rows'))(sharded)", "[]"),
+        ("jax.jit(shard_map(jax.jit(ours.gelu), mesh=mesh, in_specs=P('rows'), out_specs=P('rows')))(sharded)", "[]"),
+    ],
+)
+def test_a_warning_where_every_device_computes_all(python, call, warned):
+    """One in a process, and none where there is nothing to share or shard_map shares it."""
+    if not hasattr(jax, "typeof"):
+        pytest.skip("this JAX does not tell, while it traces, over which devices an array lies")
+    program = SHARDED.replace("{call}", call)
+    said = python(program, XLA_FLAGS="--xla_force_host_platform_device_count=4", JAX_PLATFORMS="cpu")
+    assert said.splitlines()[-1] == warned
 
 
 def test_devices_and_shard_map(python):

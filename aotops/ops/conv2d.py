@@ -89,8 +89,8 @@ def _workspace(x, weight, y, groups, layout):
         return bias, dbias
     (channels, height, width), (_, out_h, out_w), (_, kh, kw) = (_image(t, layout) for t in (x, y, weight))
     whole_c, whole_o = _ceil(channels, 8) * 8, _ceil(outputs, 8) * 8
-    side, cols = 64 if outputs <= 64 else 128, kh * kw * whole_c
-    tiles = _ceil(whole_o, side) * _ceil(cols, 128)
+    cols = kh * kw * whole_c
+    tiles = _ceil(whole_o, 128) * _ceil(cols, 128)  # one of 64 rows where there are no more: as many
     dweight = (_ceil(FULL, tiles) if tiles > 0 else 1) * whole_o * cols
     packed_weight = _words(whole_o * cols, 4)
     forward, backward = bias, packed_weight + dweight + dbias

@@ -26,8 +26,8 @@ def _infer_backward(dy, y, dim):
 
 def _from_the_end(dim, x):
     """The same axis, counted so that leading axes that vmap adds do not shift it."""
-    if not isinstance(dim, int) or not hasattr(x, "ndim"):
-        return dim
+    if isinstance(dim, bool) or not hasattr(dim, "__index__") or not hasattr(x, "ndim"):
+        return dim  # to be refused
     ndim = max(x.ndim, 1)
     return dim - ndim if 0 <= dim < ndim else dim
 
