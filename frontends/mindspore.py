@@ -3,7 +3,8 @@
 The functions work eagerly, in ``nn.Cell.construct`` and under ``ms.jit``, with static and dynamic shapes, and under
 ``ms.grad``, ``value_and_grad`` and ``vmap``. What MindSpore leaves open:
 
-- The backward is not itself differentiable, except where it hands the incoming gradient on (add).
+- The backward is not itself differentiable, which a NotImplementedError says, except where it hands the incoming gradient
+  on (add). ``ms.jvp`` is a gradient of a gradient.
 - A backward gives the gradient of every input that is present, wanted or not.
 - vmap calls the kernel once per example.
 - In graph mode, attributes and the axes normalized over are constants; every other dimension may be unknown.
@@ -201,7 +202,7 @@ def _compiled_spec(op: Op, slot: str, item: dict[str, Any]) -> TensorSpec | None
 # ---------------------------------------------------------------------------------------------------------- primitives
 
 
-@lru_cache(maxsize=1024)  # a network has some dozens; an attribute that is another one each step fills no memory
+@lru_cache(maxsize=256)  # a network has some dozens; an attribute that is another one each step fills no memory
 def _differentiable(
     op: Op, attrs: tuple[Attr, ...], given: tuple[str, ...], dtypes: tuple[tuple[str, str], ...], target: str
 ) -> ops.Custom:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from functools import partial
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 cupy = pytest.importorskip("cupy")
 
 from aotops.frontends import cupy as ours  # noqa: E402
+from aotops.ops import OPS  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not cupy.is_available(), reason="cupy finds no GPU")]
 
@@ -98,6 +100,34 @@ def test_as_on_the_cpu(name):
     expected = expected if isinstance(expected, tuple) else (expected,)
     for a, e in zip(results(FUNCTIONS[name](ours, *arrays())), expected, strict=True):
         np.testing.assert_allclose(a, e, rtol=1e-12, atol=1e-12)
+
+
+def test_subclasses_are_refused():
+    """Their elements may be anywhere: a DistributedArray has none of its own."""
+
+    class Subclass(cupy.ndarray):
+        pass
+
+    x = arrays()[0]
+    with pytest.raises(TypeError, match=r"^add: b is a Subclass, expected a cupy\.ndarray"):
+        ours.add(x, x.view(Subclass))
+
+
+def test_what_an_attribute_may_be_does_not_depend_on_what_was_called_before():
+    """To a cache 1, 1.0 and True are one."""
+    x = arrays()[0]
+    for _ in range(2):
+        ours.softmax(x, 1)
+        for value in (1.0, True):
+            with pytest.raises(TypeError, match=r"^softmax: dim is "):
+                ours.softmax(x, value)
+
+
+@pytest.mark.parametrize("name", [*OPS, *(f"{name}_backward" for name, op in OPS.items() if op.backward)])
+def test_functions_are_pickled(name):
+    function = getattr(ours, name)
+    assert (function.__module__, function.__qualname__) == ("aotops.frontends.cupy", name)
+    assert pickle.loads(pickle.dumps(function)) is function
 
 
 def test_many_elements():

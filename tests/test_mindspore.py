@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ ms = pytest.importorskip("mindspore")
 from mindspore import Tensor, nn, ops  # noqa: E402
 
 from aotops.frontends import mindspore as ours  # noqa: E402
+from aotops.ops import OPS  # noqa: E402
 
 MODES = pytest.mark.parametrize("mode", [ms.PYNATIVE_MODE, ms.GRAPH_MODE], ids=["pynative", "graph"])
 F32 = ms.float32
@@ -120,6 +122,118 @@ def test_gradients_of_dynamic_rows(mode):
         x = Tensor(np.random.default_rng(rows).normal(size=(rows, 6)), F32)
         for a, e in zip(cell(x, w, b), Gradient(Theirs())(x, w, b), strict=True):
             close(a, e, 2e-3)
+
+
+class Entropy(nn.Cell):
+    def construct(self, x, target):
+        return ours.cross_entropy(x, target)
+
+
+class OfNumber(nn.Cell):
+    """gelu of a number, and its gradient's way through one."""
+
+    def construct(self, x):
+        return ours.gelu(x.sum())
+
+
+@MODES
+def test_results_without_axes_of_dynamic_rows(mode):
+    ms.set_context(mode=mode)
+    loss, number, scalar = Entropy(), OfNumber(), ours.GELU(False)
+    loss.set_inputs(Tensor(shape=(None, 6), dtype=F32), Tensor(shape=(None,), dtype=ms.int32))
+    number.set_inputs(Tensor(shape=(None, 6), dtype=F32))
+    scalar.set_inputs(Tensor(shape=(), dtype=F32))
+    for rows in (2, 7, 3):
+        x = Tensor(np.random.default_rng(rows).normal(size=(rows, 6)), F32)
+        target = Tensor(np.arange(rows) % 6, ms.int32)
+        close(loss(x, target), ops.cross_entropy(x, target))
+        close(number(x), ops.gelu(x.sum(), approximate="none"))
+        close(scalar(x[0, 0]), ops.gelu(x[0, 0], approximate="none"))
+        assert loss(x, target).shape == number(x).shape == scalar(x[0, 0]).shape == ()
+        close(ms.grad(loss)(x, target), ms.grad(ops.cross_entropy)(x, target), 1e-4)
+
+
+class Gradient(nn.Cell):
+    def __init__(self, cell):
+        super().__init__()
+        self.cell, self.gradient = cell, ops.GradOperation()
+
+    def construct(self, x):
+        return self.gradient(self.cell)(x)
+
+
+class Normed(nn.Cell):
+    def construct(self, x):
+        return ours.layer_norm(x, 6)
+
+
+class Cube(nn.Cell):
+    def construct(self, x):
+        return ours.add(x, x) * ours.add(x, x) * x
+
+
+@MODES
+def test_a_gradient_of_a_gradient_is_refused_by_name(mode):
+    ms.set_context(mode=mode)
+    x = tensors()[0]
+    for cell, name in ((ours.GELU(), "gelu"), (Normed(), "layer_norm"), (ours.Softmax(), "softmax")):
+        with pytest.raises(NotImplementedError, match=f"{name}_backward has no gradient"):
+            Gradient(Gradient(cell))(x)
+    with pytest.raises(NotImplementedError, match="gelu_backward has no gradient"):
+        ms.jvp(ours.gelu, x, x)  # MindSpore's is a gradient of a gradient
+    close(Gradient(ours.GELU(False))(x), Gradient(nn.GELU(False))(x), 1e-4)
+
+
+@MODES
+def test_add_is_differentiated_as_often_as_one_likes(mode):
+    ms.set_context(mode=mode)
+    x = tensors()[0]
+    close(Gradient(Gradient(Cube()))(x), 24 * x)
+    close(Gradient(Gradient(Gradient(Cube())))(x), 24 * ops.ones_like(x))
+
+
+class Axis(nn.Cell):
+    def __init__(self, dim):
+        super().__init__()
+        self.dim = dim
+
+    def construct(self, x):
+        return ours.softmax(x, self.dim)
+
+
+@MODES
+def test_what_an_attribute_may_be_does_not_depend_on_what_was_called_before(mode):
+    """To a cache 1, 1.0 and True are one."""
+    ms.set_context(mode=mode)
+    x = tensors()[0]
+    for _ in range(2):
+        close(Axis(np.int64(1))(x), Axis(1)(x))
+        for value in (1.0, True):
+            with pytest.raises(TypeError, match=r"softmax: dim is "):
+                Axis(value)(x)
+
+
+def test_attributes_that_are_tensors_are_numbers():
+    x = tensors()[0]
+    close(ours.softmax(x, Tensor(0)), ops.softmax(x, 0))
+    close(ours.layer_norm(x, 6, eps=Tensor(0.5, F32)), ours.layer_norm(x, 6, eps=0.5))
+    with pytest.raises(TypeError, match=r"^conv2d: stride is "):
+        ours.conv2d(x[None, None], x[None, None], stride=True)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_functions_are_pickled(name):
+    function = getattr(ours, name)
+    assert pickle.loads(pickle.dumps(function)) is function
+
+
+def test_attributes_without_end_fill_no_memory():
+    """A rate that is another one each step."""
+    cache, x = ours._differentiable, tensors()[0]
+    bound = cache.cache_info().maxsize
+    for i in range(bound + 8):
+        ours.layer_norm(x, 6, eps=1.0 + i)
+    assert cache.cache_info().currsize == bound
 
 
 @MODES
