@@ -3,8 +3,8 @@
 The functions work eagerly, in ``nn.Cell.construct`` and under ``ms.jit``, with static and dynamic shapes, and under
 ``ms.grad``, ``value_and_grad`` and ``vmap``. What MindSpore leaves open:
 
-- The backward is not itself differentiable, which a NotImplementedError says, except where it hands the incoming gradient
-  on (add). ``ms.jvp`` is a gradient of a gradient.
+- The backward is not itself differentiable, and says so by a NotImplementedError, except where it hands the incoming
+  gradient on (add). ``ms.jvp`` is a gradient of a gradient.
 - A backward gives the gradient of every input that is present, wanted or not.
 - vmap calls the kernel once per example.
 - In graph mode, attributes and the axes normalized over are constants; every other dimension may be unknown.
