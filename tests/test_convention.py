@@ -112,21 +112,20 @@ def test_the_words_of_an_attribute_read_the_same_in_c_and_in_python(op, attr):
 
 @pytest.mark.parametrize("word", ["tanh\0", "\0tanh", "tanh\nx=1", "tanh\u00e9", "\ud800"])
 def test_text_that_no_attribute_may_be(word):
-    with pytest.raises(ValueError, match=r"gelu: approximate is .*, expected printable ASCII"):
+    with pytest.raises(ValueError, match=r"gelu: approximate is .*, expected a string of printable ASCII characters"):
         encode(OPS["gelu"], (word,))
 
 
 @pytest.mark.parametrize("number", [2**63, -(2**63) - 1, 2**64, 10**4000])
 def test_integers_of_more_than_64_bits(number):
-    words = "an integer of .* bits, expected one from -2\\*\\*63 to 2\\*\\*63 - 1"
-    with pytest.raises(ValueError, match=f"cross_entropy: ignore_index has {words}"):
+    with pytest.raises(ValueError, match="cross_entropy: ignore_index is .*, expected an integer of 64 bits"):
         encode(OPS["cross_entropy"], (number, "mean", 0.0))
-    with pytest.raises(ValueError, match=f"conv2d: stride has {words}"):
+    with pytest.raises(ValueError, match="conv2d: stride is .*, expected integers of 64 bits"):
         encode(OPS["conv2d"], ((1, number), (0, 0), (1, 1), 1, "NCHW", False))
 
 
 def test_an_integer_that_no_float_holds():
-    with pytest.raises(ValueError, match="layer_norm: eps is an integer of 1329 bits, expected a float"):
+    with pytest.raises(ValueError, match="layer_norm: eps is 1000*.*, expected a number"):
         encode(OPS["layer_norm"], ((3,), 10**400))
 
 
