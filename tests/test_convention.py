@@ -83,6 +83,45 @@ def test_init_takes_numbers(text):
     assert _init("cross_entropy", f"label_smoothing={text}") == ""
 
 
+# A host of its own strings, as MindSpore is: laid out as cuda_src/host/extra.cpp says.
+HOST = r"""
+#include <cstdint>
+#include <string>
+#include <vector>
+struct Host {
+  virtual ~Host() = default;
+  virtual bool HasAttr(std::string name) { return name == "approximate"; }
+  std::vector<size_t> workspace;
+  void *kernel_data = nullptr;
+  virtual bool GetAttrBool(std::string) { throw 1; }
+  virtual int64_t GetAttrInt(std::string) { throw 1; }
+  virtual float GetAttrFloat(std::string) { throw 1; }
+  virtual std::string GetAttrStr(std::string) { return text; }
+  std::string text;
+};
+extern "C" int init_with(int (*init)(int *, int64_t **, const char **, void *), const char *text, size_t size) {
+  Host host;
+  host.text.assign(text, size);
+  return init(nullptr, nullptr, nullptr, &host);
+}
+"""
+
+
+def test_a_string_of_a_host_ends_where_the_host_says(tmp_path):
+    built = tmp_path / "host.so"
+    command = [_tool("g++"), "-std=c++17", "-D_GLIBCXX_USE_CXX11_ABI=0", "-shared", "-fPIC", "-x", "c++", "-", "-o"]
+    subprocess.run([*command, built], input=HOST, text=True, check=True)
+    init_with = ctypes.CDLL(str(built)).init_with
+    init_with.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t]
+    init = library.address("aot_gelu_cpuInit")
+    assert init_with(init, b"tanh", 4) == 0
+    for word in (b"tanh\0", b"\0tanh", b"\0"):
+        assert init_with(init, word, len(word)) == 1
+        assert library.last_error() == "gelu: attribute approximate is not a short string without NUL"
+    assert init_with(init, b"", 0) == 1
+    assert library.last_error() == "gelu: approximate is '', expected 'none' or 'tanh'"
+
+
 SPECS = {
     "gelu": ([((3,), F32)], {}),
     "cross_entropy": (
