@@ -53,16 +53,15 @@ struct CrossEntropyRow {
   A smoothing;
   bool stream;
 
-  // The loss of a row, and its slope times `scale` unless it is null.
+  // The loss of a row, and its slope times `scale` unless it is null; `buffer` is as of row_buffer().
   template <bool smooth>
   double run(const T *x, const T *next, int64_t target, A scale, T *slope, A *buffer) const {
-    const bool fits = n <= kRowBuffer;
     const auto s = exponentials<smooth>(x, slope ? x : next, n, [=](int64_t j, Vec<T> e, auto part) {
-      if (slope && fits) store(buffer + j, e, part);
+      if (buffer) store(buffer + j, e, part);
     });
     if (slope) {
       const A p_scale = static_cast<A>(1 / s.sum);
-      if (fits) write(slope, target, scale, [=](int64_t j, auto part) { return load(buffer + j, part) * p_scale; });
+      if (buffer) write(slope, target, scale, [=](int64_t j, auto part) { return load(buffer + j, part) * p_scale; });
       else
         write(slope, target, scale,
               [=](int64_t j, auto part) { return exp_nonpositive<T>(load(x + j, part) - s.top) * p_scale; });
@@ -97,7 +96,7 @@ void cross_entropy_loop(const T *x, Targets targets, T *slope, int64_t rows, int
   const bool stream = slope && streams(rows * n * sizeof(T));
   const CrossEntropyRow<T> row{n, static_cast<A>(smoothing), stream};
   parallel_pieces(rows, rows_piece(n), [=](int64_t begin, int64_t end) {
-    alignas(kVectorBytes) A buffer[kRowBuffer];
+    A *buffer = slope ? row_buffer<T>(n) : nullptr;
     for (int64_t i = begin; i < end; ++i) {
       const T *here = x + i * n, *next = i + 1 < end ? here + n : here;
       T *there = slope ? slope + i * n : nullptr;

@@ -19,24 +19,25 @@ Vec<T> activate(Vec<T> x, Activation activation) {
     case kActivationGeluTanh:
       return TanhGelu<T>(x).value(x);
     case kActivationSilu:
-      return x * Logistic<T>(x * Accumulate<T>(kLog2E)).value;
+      return x * Logistic<T>(x).value;
     default:
       return x;
   }
 }
 
+// dy times the slope at x. relu's is 1 at NaN, and what it stops is 0 also where dy is not finite.
 template <typename T>
-Vec<T> activation_slope(Vec<T> x, Activation activation) {
+Vec<T> activation_gradient(Vec<T> dy, Vec<T> x, Activation activation) {
   switch (activation) {
     case kActivationRelu:
-      return x > 0 ? Vec<T>{} + 1 : Vec<T>{};
+      return x <= 0 ? Vec<T>{} : dy;
     case kActivationGelu:
-      return ExactGelu<T>(x).slope(x);
+      return dy * ExactGelu<T>(x).slope(x);
     case kActivationGeluTanh:
-      return TanhGelu<T>(x).slope(x);
+      return dy * TanhGelu<T>(x).slope(x);
     default: {
-      Logistic<T> s(x * Accumulate<T>(kLog2E));
-      return s.value + x * (s.smaller - s.smaller * s.smaller);
+      const Logistic<T> s(x);
+      return dy * (s.value + x * s.slope());
     }
   }
 }
@@ -62,7 +63,7 @@ struct Finish {
 template <typename T>
 void slope_loop(const T *dy, const T *before, T *dx, int64_t n, Activation activation) {
   map(dx, n, [=](int64_t i, auto part) {
-    return load(dy + i, part) * activation_slope<T>(load(before + i, part), activation);
+    return activation_gradient<T>(load(dy + i, part), load(before + i, part), activation);
   });
 }
 

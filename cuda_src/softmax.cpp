@@ -15,7 +15,7 @@ void softmax_row(const T *x, const T *next, T *y, A *buffer, int64_t n, bool str
     auto step = [=](int64_t j, auto part) { store(y + j, e(j, part) * scale, part); };
     stream ? sweep_stream(y, n, step) : sweep<T>(n, step);
   };
-  if (n <= kRowBuffer) {
+  if (buffer) {
     auto s = exponentials<false>(x, next, n, [=](int64_t j, Vec<T> e, auto part) { store(buffer + j, e, part); });
     write([=](int64_t j, auto part) { return load(buffer + j, part); }, static_cast<A>(1 / s.sum));
   } else {
@@ -29,7 +29,7 @@ template <typename T, typename A = Accumulate<T>>
 void softmax_loop(const T *x, T *y, int64_t rows, int64_t n) {
   const bool stream = streams(rows * n * sizeof(T));
   parallel_pieces(rows, rows_piece(n), [=](int64_t begin, int64_t end) {
-    alignas(kVectorBytes) A buffer[kRowBuffer];
+    A *buffer = row_buffer<T>(n);
     for (int64_t i = begin; i < end; ++i) {
       const T *next = x + (i + 1 < end ? i + 1 : i) * n;
       softmax_row(x + i * n, next, y + i * n, buffer, n, stream);
@@ -85,20 +85,34 @@ void each_tile(int64_t outer, int64_t n, int64_t inner, F f) {
   });
 }
 
+// sum[j] = the sum of term(i, j, part) for i < n, of sums of kRun terms: the roundings of a long one do not pile up.
+template <typename T, typename A, class Term>
+AOT_INLINE void sum_axis(int64_t n, int64_t width, A *sum, Term term) {
+  constexpr int64_t kRun = 256;
+  A run[kTile<T>];
+  for (int64_t j = 0; j < width; ++j) sum[j] = 0;
+  for (int64_t i = 0; i < n;) {
+    const int64_t end = n - i < kRun ? n : i + kRun;
+    for (int64_t j = 0; j < width; ++j) run[j] = 0;
+    for (; i < end; ++i)
+      sweep<T>(width, [&](int64_t j, auto part) { store(run + j, load(run + j, part) + term(i, j, part), part); });
+    for (int64_t j = 0; j < width; ++j) sum[j] += run[j];
+  }
+}
+
 template <typename T, typename A = Accumulate<T>>
 void softmax_axis_loop(const T *x, T *y, int64_t outer, int64_t n, int64_t inner) {
   each_tile<T>(outer, n, inner, [=](int64_t at, int64_t width) {
-    A top[kTile<T>], sum[kTile<T>] = {};
+    A top[kTile<T>], sum[kTile<T>];
     sweep<T>(width, [&](int64_t j, auto part) { store(top + j, load(x + at + j, part), part); });
     for (int64_t i = 1; i < n; ++i)
       sweep<T>(width, [&, row = x + at + i * inner](int64_t j, auto part) {
         Vec<T> v = load(row + j, part), t = load(top + j, part);
         store(top + j, v > t ? v : t, part);
       });
-    for (int64_t i = 0; i < n; ++i)
-      sweep<T>(width, [&, row = x + at + i * inner](int64_t j, auto part) {
-        store(sum + j, load(sum + j, part) + exp_nonpositive<T>(load(row + j, part) - load(top + j, part)), part);
-      });
+    sum_axis<T>(n, width, sum, [&](int64_t i, int64_t j, auto part) {
+      return exp_nonpositive<T>(load(x + at + i * inner + j, part) - load(top + j, part));
+    });
     for (int64_t i = 0; i < n; ++i)
       sweep<T>(width, [&, from = x + at + i * inner, to = y + at + i * inner](int64_t j, auto part) {
         store(to + j, exp_nonpositive<T>(load(from + j, part) - load(top + j, part)) / load(sum + j, part), part);
@@ -109,11 +123,11 @@ void softmax_axis_loop(const T *x, T *y, int64_t outer, int64_t n, int64_t inner
 template <typename T, typename A = Accumulate<T>>
 void softmax_backward_axis_loop(const T *dy, const T *y, T *dx, int64_t outer, int64_t n, int64_t inner) {
   each_tile<T>(outer, n, inner, [=](int64_t at, int64_t width) {
-    A sum[kTile<T>] = {};
-    for (int64_t i = 0; i < n; ++i)
-      sweep<T>(width, [&, row = at + i * inner](int64_t j, auto part) {
-        store(sum + j, load(sum + j, part) + load(dy + row + j, part) * load(y + row + j, part), part);
-      });
+    A sum[kTile<T>];
+    sum_axis<T>(n, width, sum, [&](int64_t i, int64_t j, auto part) {
+      const int64_t from = at + i * inner + j;
+      return load(dy + from, part) * load(y + from, part);
+    });
     for (int64_t i = 0; i < n; ++i)
       sweep<T>(width, [&, row = at + i * inner](int64_t j, auto part) {
         store(dx + row + j, load(y + row + j, part) * (load(dy + row + j, part) - load(sum + j, part)), part);

@@ -13,7 +13,7 @@ template <typename T>
 void swiglu_loop(const T *gate, const T *up, T *y, int64_t n) {
   map(y, n, [=](int64_t i, auto part) {
     Vec<T> g = load(gate + i, part);
-    return g * Logistic<T>(g * Accumulate<T>(kLog2E)).value * load(up + i, part);
+    return g * Logistic<T>(g).value * load(up + i, part);
   });
 }
 
@@ -21,8 +21,8 @@ template <typename T>
 void swiglu_backward_loop(const T *dy, const T *gate, const T *up, T *dgate, T *dup, int64_t n) {
   each(dgate, n, alike(dgate, dup), [=](int64_t i, auto part) {
     Vec<T> d = load(dy + i, part), g = load(gate + i, part);
-    Logistic<T> s(g * Accumulate<T>(kLog2E));
-    store(dgate + i, d * load(up + i, part) * (s.value + g * (s.smaller - s.smaller * s.smaller)), part);
+    const Logistic<T> s(g);
+    store(dgate + i, d * load(up + i, part) * (s.value + g * s.slope()), part);
     store(dup + i, d * (g * s.value), part);
   });
 }

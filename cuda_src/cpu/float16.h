@@ -1,6 +1,8 @@
 // float16 and bfloat16 on the CPU, and the choice of a type by dtype. Arithmetic is done in Accumulate<T>; the
 // conversions, on whole vectors, round to nearest even, overflow to infinity, and keep NaN NaN.
 #pragma once
+#include <type_traits>
+
 #include "../aot.h"
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -88,6 +90,8 @@ template <typename T>  // as many elements as they lie in memory
 using Stored = typename VectorOf<typename Traits<T>::Storage, kLanes<T>>::type;
 template <typename T>  // masks, and the bits of a Vec<T>
 using VecInt = typename VectorOf<typename Traits<T>::Int, kLanes<T>>::type;
+template <typename T>  // the same bits, for sums that wrap
+using VecUnsigned = typename VectorOf<std::make_unsigned_t<typename Traits<T>::Int>, kLanes<T>>::type;
 
 // ----------------------------------------------------------------------------------------------------- conversions
 

@@ -22,14 +22,11 @@ template <typename T>
 struct TanhGelu {
   using A = Accumulate<T>;
   static constexpr A c = A(0.044715), two_k = A(1.5957691216057308);  // 2 sqrt(2 / pi)
-  static constexpr A log2_e = A(kLog2E);
   Logistic<T> s;
 
-  explicit TanhGelu(Vec<T> x) : s(x * (two_k * log2_e + two_k * log2_e * c * (x * x))) {}
+  explicit TanhGelu(Vec<T> x) : s(x * (two_k + two_k * c * (x * x))) {}
   Vec<T> value(Vec<T> x) const { return x * s.value; }
-  Vec<T> slope(Vec<T> x) const {
-    return s.value + x * (s.smaller - s.smaller * s.smaller) * (two_k + 3 * two_k * c * (x * x));
-  }
+  Vec<T> slope(Vec<T> x) const { return s.value + x * s.slope() * (two_k + 3 * two_k * c * (x * x)); }
 };
 
 }  // namespace AOT_ISA

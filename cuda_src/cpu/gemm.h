@@ -119,6 +119,9 @@ struct Block {
 template <typename A>
 using VecOf = typename VectorOf<A, kVectorBytes / sizeof(A)>::type;
 
+// Terms of a sum that are added up by themselves: a longer one is a sum of such sums, whose roundings do not pile up.
+constexpr int64_t kPieceTerms = 4096;
+
 // kCols columns of B: packed, (depth, kCols), or as they lie in rows of B.
 template <typename A>
 struct Packed {
@@ -272,7 +275,16 @@ struct Dots {
   const T *rows[kRows], *columns[kCols];
 
   // Row by row.
-  [[gnu::noinline]] Vec<T> sums(int64_t k) const {
+  Vec<T> sums(int64_t k) const {
+    constexpr int64_t kTerms = kPieceTerms * kLanes<T>;
+    Vec<T> all = sums(0, k < kTerms ? k : kTerms);
+    for (int64_t p = kTerms; p < k; p += kTerms) all += sums(p, k - p < kTerms ? k : p + kTerms);
+    return all;
+  }
+
+ private:
+  // Of terms `begin` to `end`.
+  [[gnu::noinline]] Vec<T> sums(int64_t begin, int64_t end) const {
     Vec<T> sum[kRows * kCols];
 #pragma GCC unroll 16
     for (auto &s : sum) s = Vec<T>{};
@@ -288,9 +300,9 @@ struct Dots {
       }
     };
     constexpr int64_t whole = kLanes<T> * Terms::kTerms;
-    int64_t p = 0;
-    for (; p + whole <= k; p += whole) step(p, Full());
-    if (p < k) step(p, Part{k - p});
+    int64_t p = begin;
+    for (; p + whole <= end; p += whole) step(p, Full());
+    if (p < end) step(p, Part{end - p});
     return sum_each<T>(sum);
   }
 };
@@ -320,7 +332,13 @@ struct Panels {
   static constexpr int64_t kA = ceil_div(B::kPanelRows, B::kRows) * strip<B::kRows, A>(B::kDepth);
   static constexpr int64_t kB = ceil_div(B::kPanelCols, B::kCols) * strip<B::kCols, A>(B::kDepth);
   static constexpr int64_t kC = B::kPanelRows * ceil_div(B::kPanelCols, B::kCols) * B::kCols;
-  A *a = static_cast<A *>(thread_scratch((kA + kB + kC) * sizeof(A))), *b = a + kA, *c = b + kB;
+  A *a, *b, *c, *all;  // `all`: of long sums, those of the pieces before
+
+  explicit Panels(bool long_sums)
+      : a(static_cast<A *>(thread_scratch((kA + kB + kC + (long_sums ? kC : 0)) * sizeof(A)))),
+        b(a + kA),
+        c(b + kB),
+        all(c + kC) {}
 };
 
 // Of so many rows C is made of dot products where B lies transposed, else of B as it lies: to pack it does not pay.
@@ -356,7 +374,8 @@ struct Tile {
     constexpr int64_t kMax = 0x7fffffff;  // of CBLAS's int
     if constexpr (std::is_same_v<T, A>)
       if (const Blas *found = blas(kVectorBytes > 16))
-        if (k > 0 && k <= kMax && a.stride <= kMax && b.stride <= kMax && ldc <= kMax) return by_blas(*found), kOk;
+        if (k > 0 && k <= kMax && a.stride <= kMax && b.stride <= kMax && ldc <= kMax)
+          return by_blas(*found) ? kOk : out_of_memory("a matrix product");
 #if defined(__AVX512F__)
     if constexpr (std::is_same_v<T, bfloat16>)
       if (Pairs::available()) return by<Pairs>(all);
@@ -372,16 +391,31 @@ struct Tile {
   }
 
   // Of any size.
-  void by_blas(const Blas &blas) const {
+  bool by_blas(const Blas &blas) const {
     constexpr int kRowMajor = 101, kNoTranspose = 111, kTranspose = 112;
     auto gemm = [&] {
       if constexpr (sizeof(T) == 4) return blas.sgemm;
       else return blas.dgemm;
     }();
-    gemm(kRowMajor, a.transposed ? kTranspose : kNoTranspose, b.transposed ? kTranspose : kNoTranspose, m, n, k, 1,
-         a.data, a.stride, b.data, b.stride, add ? 1 : 0, c, ldc);
+    auto multiply = [&](int64_t p, int64_t terms, bool added, A *to, int64_t ld) {
+      const Matrix<T> left = a.at(0, p), right = b.at(p, 0);
+      gemm(kRowMajor, a.transposed ? kTranspose : kNoTranspose, b.transposed ? kTranspose : kNoTranspose, m, n, terms,
+           1, left.data, a.stride, right.data, b.stride, added ? 1 : 0, to, ld);
+    };
+    const int64_t first = k < kPieceTerms ? k : kPieceTerms;
+    multiply(0, first, add, c, ldc);
+    A *const sums = k > first ? static_cast<A *>(thread_scratch(m * n * sizeof(A))) : nullptr;
+    if (k > first && !sums) return false;
+    for (int64_t p = first; p < k; p += kPieceTerms) {
+      multiply(p, k - p < kPieceTerms ? k - p : kPieceTerms, false, sums, n);
+      for (int64_t i = 0; i < m; ++i) add_to(c + i * ldc, sums + i * n, n);
+    }
     if (!std::is_same_v<Finish, Plain>)
       Tile{m, n, k, a, b, c, ldc, false, row, column, finish}.finish_sums(0, 0, m, n, c, ldc);
+    return true;
+  }
+  static void add_to(A *to, const A *from, int64_t n) {
+    sweep<A>(n, [=](int64_t j, auto part) { store(to + j, load(to + j, part) + load(from + j, part), part); });
   }
 
   // Of at most kPanelRows x kPanelCols, by the kernel above. A block's sums go to c where that is all there is to do,
@@ -389,7 +423,8 @@ struct Tile {
   template <class Terms>
   bool by_panels(bool as_it_lies) const {
     constexpr int64_t kDepth = B::kDepth * Terms::kTerms;
-    const Panels<A> panels;
+    const bool pieces = k > kPieceTerms;
+    const Panels<A> panels(pieces);
     if (!panels.a) return false;
     const Matrix<T> columns{b.data, b.stride, !b.transposed};
     const bool once = k <= kDepth;
@@ -398,6 +433,7 @@ struct Tile {
     int64_t p = 0;
     do {
       const int64_t terms = k - p < kDepth ? k - p : kDepth, depth = ceil_div(terms, Terms::kTerms);
+      const bool begins = p % kPieceTerms == 0, all = p + terms == k, ends = all || (p + terms) % kPieceTerms == 0;
       pack<Terms, B::kRows>(a.at(0, p), m, terms, panels.a);
       pack<Terms, B::kCols>(columns.at(lying, p), n - lying, terms, panels.b);
       auto multiply = [=](int64_t i, int64_t j, int64_t rows, bool added, A *sums, int64_t ld) {
@@ -411,13 +447,19 @@ struct Tile {
         for (int64_t i = 0; i < m; i += B::kRows) {
           const int64_t rows = m - i < B::kRows ? m - i : B::kRows, cols = n - j < B::kCols ? n - j : B::kCols;
           if constexpr (std::is_same_v<Finish, Plain> && std::is_same_v<C, A>)
-            if (cols == B::kCols) {
+            if (cols == B::kCols && !pieces) {
               multiply(i, j, rows, add || p, c + i * ldc + j, ldc);
               continue;
             }
           A *sums = once ? panels.c : panels.c + i * stride + j;
-          multiply(i, j, rows, p, sums, stride);
-          if (p + terms == k) finish_sums(i, j, rows, cols, sums, stride);
+          multiply(i, j, rows, !begins, sums, stride);
+          if (pieces && ends) {
+            A *const before = panels.all + i * stride + j;
+            for (int64_t r = 0; r < rows && p >= kPieceTerms; ++r) add_to(sums + r * stride, before + r * stride, cols);
+            for (int64_t r = 0; r < rows && !all; ++r)
+              std::memcpy(before + r * stride, sums + r * stride, cols * sizeof(A));
+          }
+          if (all) finish_sums(i, j, rows, cols, sums, stride);
         }
       p += terms;
     } while (p < k);

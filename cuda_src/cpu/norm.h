@@ -1,5 +1,6 @@
 // The norms on the CPU, forward and backward: loops and launchers, which an operator instantiates (../norm.h).
 #pragma once
+#include "../host/blas.h"
 #include "../norm.h"
 #include "entry.h"
 #include "parallel.h"
@@ -77,7 +78,10 @@ Moments<A> row_moments(Row<T, kAdd> x, Row<T, kAdd> next, int64_t n, double eps)
     sum_d += sum_of_4<T>(d1), sum_d2 += sum_of_4<T>(d2);
   });
   const double rest = sum_d * inverse_n, var = sum_d2 * inverse_n - rest * rest;
-  return {mean, static_cast<A>(1 / __builtin_sqrt((var < 0 ? 0 : var) + eps)), static_cast<A>(rest)};
+  const double rstd = 1 / __builtin_sqrt((var < 0 ? 0 : var) + eps);
+  // A variance that has overflowed gives NaN: 0 would make the row's result one of the bias alone. A mean square gives
+  // 0, as the formula does and torch.
+  return {mean, static_cast<A>(kCentred ? rstd + 0 * var : rstd), static_cast<A>(rest)};
 }
 
 // --------------------------------------------------------------------------------------------------- loops, forward
@@ -224,6 +228,23 @@ void sum_partials(const A *partial, int64_t chunks, int64_t n, T *dweight, T *db
   });
 }
 
+// A chunk, by runs of rows whose sums are added up: the roundings of many rows' terms do not pile up.
+template <bool kCentred, bool kAdd, typename T, typename A = Accumulate<T>>
+void chunk_in_runs(const Backward<kCentred, kAdd, T> &b, int64_t begin, int64_t end, A *sums, int64_t n_sums) {
+  constexpr int64_t kRun = 256;
+  auto chunk = [&](int64_t begin, int64_t end, A *to) {
+    if (to) std::memset(to, 0, n_sums * sizeof(A));
+    b.chunk(begin, end, to, to && kCentred ? to + b.n : nullptr);
+  };
+  A *run = sums && end - begin > kRun ? static_cast<A *>(thread_scratch(n_sums * sizeof(A))) : nullptr;
+  if (!run) return chunk(begin, end, sums);  // few rows, or no memory
+  std::memset(sums, 0, n_sums * sizeof(A));
+  for (int64_t i = begin; i < end; i += kRun) {
+    chunk(i, end - i < kRun ? end : i + kRun, run);
+    sweep<A>(n_sums, [=](int64_t j, auto part) { store(sums + j, load(sums + j, part) + load(run + j, part), part); });
+  }
+}
+
 template <bool kCentred, bool kAdd, typename T, typename A = Accumulate<T>>
 void norm_backward_loop(const Backward<kCentred, kAdd, T> &b, T *dweight, T *dbias, A *partial, int64_t rows) {
   // As many chunks as keep a few threads busy: each costs a row of the workspace.
@@ -232,9 +253,8 @@ void norm_backward_loop(const Backward<kCentred, kAdd, T> &b, T *dweight, T *dbi
   int64_t chunks = ceil_div(rows * n, kGrain);
   chunks = chunks > most ? most : chunks;
   parallel(chunks, [=](int64_t c) {
-    A *sums = partial ? partial + c * kSums * n : nullptr;
-    if (sums) std::memset(sums, 0, kSums * n * sizeof(A));
-    b.chunk(rows * c / chunks, rows * (c + 1) / chunks, sums, sums && kCentred ? sums + n : nullptr);
+    const int64_t begin = rows * c / chunks, end = rows * (c + 1) / chunks;
+    chunk_in_runs(b, begin, end, partial ? partial + c * kSums * n : nullptr, kSums * n);
   });
   if (dweight || dbias) sum_partials<kSums>(partial, chunks, n, dweight, dbias);
 }

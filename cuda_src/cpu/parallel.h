@@ -97,20 +97,20 @@ void map(T *y, int64_t n, F f) {
   each(y, n, true, [=](int64_t i, auto part) { store(y + i, f(i, part), part); });
 }
 
-// sum[j] = the sum of column j of x (rows, n), its terms in order: a sum of sums of kPiece.
+// sum[j] = the sum of column j of x (rows, n): sums of kPiece terms, added up in double.
 template <typename T>
 void sum_columns(const T *x, int64_t rows, int64_t n, T *sum) {
   constexpr int64_t kPiece = 256, kNarrow = 4 * kLanes<T>;
   const int64_t columns = ceil_div(kGrain, (rows + 1) * kNarrow) * kNarrow;
   parallel_pieces(n, columns, [=](int64_t begin, int64_t end) {
     sweep<T>(end - begin, [=](int64_t j, auto part) {
-      Vec<T> all{};
+      typename VectorOf<double, kLanes<T>>::type all{};
       for (int64_t i = 0; i < rows; i += kPiece) {
         Vec<T> piece{};
         for (int64_t k = i; k < rows && k < i + kPiece; ++k) piece += load(x + k * n + begin + j, part);
-        all += piece;
+        all += __builtin_convertvector(piece, decltype(all));
       }
-      store(sum + begin + j, all, part);
+      store(sum + begin + j, __builtin_convertvector(all, Vec<T>), part);
     });
   });
 }

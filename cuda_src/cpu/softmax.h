@@ -1,6 +1,7 @@
 // The exponentials of a row, for softmax and the cross entropy: the largest number, then exp(x - top) and its sum. A
 // NaN or an infinity makes the sum NaN, as in the formula.
 #pragma once
+#include "../host/blas.h"
 #include "math.h"
 #include "parallel.h"
 
@@ -37,11 +38,6 @@ Accumulate<T> largest(const T *x, int64_t n) {
   return most;
 }
 
-template <typename T>
-AOT_INLINE Vec<T> exp_nonpositive(Vec<T> x) {
-  return exp2_nonpositive<T>(x * Accumulate<T>(kLog2E));
-}
-
 // f(j, e, part) gets the exponentials, relative to top. Sums over a block are added up in double: in a long row float
 // would lose them. `next` is fetched meanwhile, as far as n elements.
 template <bool with_rest, typename T, class F>
@@ -65,7 +61,13 @@ AOT_INLINE Exponentials<Accumulate<T>> exponentials(const T *x, const T *next, i
 }
 
 // Exponentials of a row this long wait in a buffer, which stays in a cache; those of a longer one are taken again.
+// The buffer is the thread's own memory: 128 KiB of doubles are more than a stack may have. Null for a longer row.
 constexpr int64_t kRowBuffer = 16384;
+template <typename T>
+Accumulate<T> *row_buffer(int64_t n) {
+  return n <= kRowBuffer ? static_cast<Accumulate<T> *>(thread_scratch((n + kLanes<T>)*sizeof(Accumulate<T>)))
+                         : nullptr;
+}
 
 // Rows that are worth a thread's while.
 inline int64_t rows_piece(int64_t n) { return n < kGrain ? kGrain / (n > 0 ? n : 1) : 1; }
