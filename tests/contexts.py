@@ -408,7 +408,7 @@ def _(f, args):
 for _name in ("hessian", "hvp", "vhp"):
 
     def _second(f, args, name=_name):
-        function, given = of_floating(lambda *a: total(f(*a)), args)
+        function, given = of_floating(lambda *a: total(f(*a)) + loss(f(*a)), args)
         v = () if name == "hessian" else (tuple(map(weighted, given)),)
         return getattr(torch.autograd.functional, name)(function, given, *v)
 
@@ -543,6 +543,11 @@ def _(f, args, wanted):
 @func("hessian", refused=True)
 def _(f, args, wanted):
     return torch.func.hessian(lambda *a: total(f(*a)), wanted)(*args)
+
+
+@func("hessian, of squares", refused=True)
+def _(f, args, wanted):
+    return torch.func.hessian(scalar(f), wanted)(*args)
 
 
 @func("grad of grad", refused=True)

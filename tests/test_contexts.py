@@ -75,7 +75,8 @@ def test_a_recorded_result_has_the_same_bits(where, name, i):
         y = getattr(ours, name)(**inputs, **CASES[name].cases[i].attrs)
         results = y if isinstance(y, tuple) else (y,)
         assert all(t.requires_grad == bool(wanted) for t in results[:1])
-        return [t.detach().reshape(-1).view(torch.uint8) for t in results]
+        flat = (t.detach().reshape(-1).clone(memory_format=torch.contiguous_format) for t in results)
+        return [t.view(torch.uint8) for t in flat]
 
     slots = [slot for slot, shape in CASES[name].cases[i].shapes.items() if shape is not None and slot != "target"]
     for dtype in DTYPES:
