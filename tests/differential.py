@@ -253,6 +253,8 @@ def magnitude(tensors: list[Tensor]) -> float:
 
 def lies_as_torchs(name: str, operator: Operator, tensors: list[Tensor]) -> None:
     """A result of an elementwise operator has the strides that torch's has; any other is contiguous, or as torch's."""
+    if name == "swiglu" and len({t.stride() for t in tensors}) > 1:
+        return  # torch's is two operators, of which the second follows the first one's result
     with torch.no_grad():
         mine, theirs = (f(*tensors) for f in (operator.ours, operator.theirs))
     pairs = zip(mine, theirs, strict=True) if isinstance(mine, tuple) else [(mine, theirs)]
