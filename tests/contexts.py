@@ -159,7 +159,7 @@ class Context:
     only: tuple[str, ...] = ()
     """What it is tried with, where it takes too long for all."""
     without: tuple[str, ...] = ()
-    """What torch's own vmap does not do, and ours does."""
+    """What torch's own does not do here, or does otherwise than it does everywhere else."""
     drawn: bool = False
     """Cheap, and for tensors of any shape: for the differential tester."""
     gpu: bool = False
@@ -829,7 +829,9 @@ for _low in (torch.bfloat16, torch.float16):
     context(f"{_title}, within compile", **_options)(_cast_compiled)
     context(f"{_title}, around compile", **_options)(_cast_outside)
     context(f"{_title}, around func.grad", **_options)(_cast_func)
-    context(f"{_title}, around vmap", **_options)(_cast_vmap)
+    # there torch takes linear and conv2d apart, and adds a bias of float32 to a product of 16 bits
+    _apart = ("conv2d", *(name for name in OPERATORS if name.startswith("linear")))
+    context(f"{_title}, around vmap", without=_apart, **_options)(_cast_vmap)
 
 
 @context("autocast of another device", dtype=torch.float32)
@@ -1160,7 +1162,8 @@ def _(f, args):
 def _(f, args):
     given = leaves(args)
     y = results(f(*given))
-    return torch.autograd.grad(y, [given[i] for i in floating(given)], [weighted(t).to_sparse() for t in y])
+    found = torch.autograd.grad(y, [given[i] for i in floating(given)], [weighted(t).to_sparse() for t in y])
+    return [g.to_dense() for g in found]
 
 
 @context("mkldnn", refused=True, dtype=torch.float32)
@@ -1496,7 +1499,7 @@ def same(got: Any, expected: Any, works: torch.dtype, magnified: float = 1.0) ->
 
 
 def close(a: Tensor, b: Tensor, works: torch.dtype, magnified: float) -> None:
-    a, b = (t.detach().resolve_neg().to("cpu", torch.float64).numpy() for t in (a, b))
+    a, b = (t.detach().resolve_neg().to("cpu", torch.float64).numpy(force=True) for t in (a, b))
     assert np.array_equal(np.isfinite(a), np.isfinite(b)), f"{a}, expected {b}"
     odd = ~np.isfinite(b)
     assert np.array_equal(a[odd], b[odd], equal_nan=True)

@@ -55,8 +55,9 @@ def test_the_profiler_sees_every_call(name, recorded):
             total(y if isinstance(y, tuple) else [y]).backward()
     seen = {event.key for event in profile.key_averages()}
     assert f"aotops::{operator.name}" in seen
-    if recorded and operator.name != "add":
-        assert f"aotops::{operator.name}_backward" in seen
+    if recorded:  # its own operator, or the node of the graph
+        node = f"{operator.name.replace('_', '')}backward"
+        assert any(node in key.lower().replace("_", "") for key in seen)
 
 
 @ON
