@@ -202,7 +202,7 @@ test: lib environments $(VENV)/lint
 	test -z "$$failed" || { echo "tests failed in:$$failed"; exit 1; }
 
 fuzz: lib $(VENV)/ready
-	AOTOPS_TEST_PROFILE=fuzz AOTOPS_TEST_FRONTENDS=torch $(VENV)/bin/python -m pytest -q tests/test_differential.py
+	AOTOPS_TEST_PROFILE=fuzz AOTOPS_TEST_FRONTENDS=torch $(VENV)/bin/python -m pytest -q tests/test_torch_differential.py
 
 lint: $(VENV)/lint
 	@$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .

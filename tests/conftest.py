@@ -24,9 +24,6 @@ settings.register_profile("test", max_examples=100, derandomize=True, deadline=N
 settings.register_profile("fuzz", max_examples=10_000, print_blob=True, deadline=None, suppress_health_check=SLOW)
 settings.load_profile(os.environ.get("AOTOPS_TEST_PROFILE", "test"))
 
-TORCHS = ("contexts", "differential")
-"""Tests that are of torch alone and do not have its name."""
-
 HERE = os.path.dirname(os.path.abspath(__file__))
 
 
@@ -67,7 +64,6 @@ def _is_here(request):
 def pytest_ignore_collect(collection_path):
     """A file of one framework is for a session that tests it."""
     frontend = collection_path.stem.removeprefix("test_").partition("_")[0]
-    frontend = "torch" if frontend in TORCHS else frontend
     return True if frontend in FRONTENDS and frontend not in requested() else None
 
 
