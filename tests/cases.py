@@ -630,6 +630,13 @@ def allowed_gradient(expected: np.ndarray, dtype: str, case: Case) -> np.ndarray
     return work + case.summed * PRECISION[dtype].result * largest
 
 
+def apart(expected: np.ndarray, dtype: str, magnified: float = 1.0) -> np.ndarray:
+    """How far two implementations may lie from each other, of results and gradients of numbers near 1: each is as far
+    from the formula as it may be, and either may round, in this dtype, what it goes on computing with. 8 such numbers
+    are on the way of no operator's gradient."""
+    return 2 * magnified * allowed_gradient(expected, dtype, Case({}, summed=8))
+
+
 # --------------------------------------------------------------------------------------------------- inputs and results
 
 

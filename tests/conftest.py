@@ -11,11 +11,18 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 pytest.register_assert_rewrite("cases")
 
 from cases import DTYPES, ml_dtypes  # noqa: E402
 from frameworks import FRONTENDS, frameworks, requested  # noqa: E402
+
+# The same examples every time, or, to look for new ones, many of them. No deadline: a test does not depend on the time.
+SLOW = [HealthCheck.too_slow]
+settings.register_profile("test", max_examples=100, derandomize=True, deadline=None, suppress_health_check=SLOW)
+settings.register_profile("fuzz", max_examples=10_000, print_blob=True, deadline=None, suppress_health_check=SLOW)
+settings.load_profile(os.environ.get("AOTOPS_TEST_PROFILE", "test"))
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 

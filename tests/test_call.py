@@ -6,8 +6,11 @@ import ctypes
 import gc
 import io
 import os
+import pickle
 import subprocess
 import sys
+from fractions import Fraction
+from importlib import import_module
 
 import pytest
 from frameworks import race, requested
@@ -195,6 +198,154 @@ def test_arrays_larger_than_the_caches(kind):
         np.testing.assert_allclose(wide, np.tile(small, (many, 1)), rtol=8 * eps, atol=8 * eps)
 
 
+# ----------------------------------------------------------------------------------------------- what attributes may be
+
+
+class Index:
+    def __index__(self):
+        return 1
+
+
+ODD = [
+    # the same number as one that is taken, of a type that is not
+    ("softmax", "dim", 1, 1.0),
+    ("softmax", "dim", 1, 1 + 0j),
+    ("softmax", "dim", 1, Fraction(1)),
+    ("softmax", "dim", 1, np.float32(1)),
+    ("softmax", "dim", 1, np.ones(1)),
+    ("softmax", "dim", 1, "1"),
+    ("softmax", "dim", 1, None),
+    ("softmax", "dim", 1, 2**64 + 1),
+    ("layer_norm", "eps", 1, 1 + 0j),
+    ("layer_norm", "eps", 1, "1"),
+    ("layer_norm", "eps", 1, np.ones(2)),
+    ("layer_norm", "eps", 1, 10**400),
+    ("layer_norm", "eps", 1, None),
+    ("layer_norm", "normalized_shape", 3, 3.0),
+    ("layer_norm", "normalized_shape", (3,), (3.0,)),
+    ("layer_norm", "normalized_shape", (3,), ("3",)),
+    ("layer_norm", "normalized_shape", 3, None),
+    ("layer_norm", "normalized_shape", 3, 2**64 + 3),
+    ("gelu", "approximate", "tanh", b"tanh"),
+    ("gelu", "approximate", "tanh", "tanh\0"),
+    ("gelu", "approximate", "tanh", "\0tanh"),
+    ("gelu", "approximate", "tanh", "Tanh"),
+    ("gelu", "approximate", "tanh", None),
+    ("matmul", "transpose_b", True, 1),
+    ("matmul", "transpose_b", True, 1.0),
+    ("matmul", "transpose_b", True, None),
+    ("conv2d", "stride", 1, 1.0),
+    ("conv2d", "stride", 1, np.ones(2)),
+    ("conv2d", "stride", (1, 1), (1.0, 1)),
+    ("conv2d", "stride", 1, 2**64 + 1),
+    ("conv2d", "stride", 1, (1, 1, 1)),
+    ("cross_entropy", "ignore_index", 1, 1.0),
+    ("cross_entropy", "ignore_index", 1, 2**64 + 1),
+    ("cross_entropy", "label_smoothing", 1, "1"),
+    ("cross_entropy", "reduction", "sum", "sum\0"),
+]
+ARRAYS = {
+    "softmax": (np.ones((2, 3)),),
+    "layer_norm": (np.ones((2, 3)),),
+    "gelu": (np.ones((2, 3)),),
+    "matmul": (np.ones((2, 3)), np.ones((2, 3))),
+    "conv2d": (np.ones((1, 1, 3, 3)), np.ones((1, 1, 2, 2))),
+    "cross_entropy": (np.ones((2, 3)), np.zeros(2, np.int64)),
+}
+
+
+@pytest.mark.parametrize(("name", "attr", "taken", "odd"), ODD, ids=lambda value: repr(value)[:30])
+@pytest.mark.parametrize("frontend", ["numpy", "torch"])
+def test_attributes_are_of_their_type_whatever_came_before(frontend, name, attr, taken, odd):
+    """Python has 1 == 1.0 == True: what was bound to one is not for the other. The error names the argument."""
+    if frontend not in requested():
+        pytest.skip(f"{frontend} is not under test")
+    function = getattr(import_module(f"aotops.frontends.{frontend}"), name)
+    arrays, rest = ARRAYS[name], {"normalized_shape": 3} if attr == "eps" else {}
+    if frontend == "torch":
+        arrays = tuple(map(import_module("torch").from_numpy, arrays))
+    said = []
+    for _ in range(2):  # before, and after
+        with pytest.raises((TypeError, ValueError), match=f"{name}: .*{attr}") as error:
+            function(*arrays, **rest, **{attr: odd})
+        said.append(str(error.value))
+        function(*arrays, **rest, **{attr: taken})
+    assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("value", [1, True, np.int64(1), Index()], ids=lambda value: type(value).__name__)
+def test_integers_of_any_type(value):
+    from aotops.frontends import numpy as frontend
+
+    x = np.arange(6.0).reshape(2, 3)
+    assert (frontend.softmax(x, value) == frontend.softmax(x, -1)).all()
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"])
+def test_an_eps_of_nan_is_nan(name):
+    from aotops.frontends import numpy as frontend
+
+    x = np.arange(6.0).reshape(2, 3)
+    rows = (x, x) if name.startswith("add") else (x,)
+    y = getattr(frontend, name)(*rows, 3, eps=float("nan"))
+    assert np.isnan(y[0] if isinstance(y, tuple) else y).all()
+
+
+# ------------------------------------------------------------------------------------------ what Python does to modules
+
+
+@pytest.mark.parametrize("frontend", ["numpy", "torch"])
+def test_public_functions_are_pickled_by_name(frontend):
+    if frontend not in requested():
+        pytest.skip(f"{frontend} is not under test")
+    module = import_module(f"aotops.frontends.{frontend}")
+    functions = [*OPS, *(f"{name}_backward" for name in OPS if frontend == "numpy")]
+    for name in functions:
+        function = getattr(module, name)
+        assert pickle.loads(pickle.dumps(function)) is function
+
+
+@pytest.mark.parametrize("frontend", ["numpy", "torch"])
+def test_reloading_the_call_path(python, frontend):
+    if frontend not in requested():
+        pytest.skip(f"{frontend} is not under test")
+    program = f"""
+import importlib, numpy as np
+from aotops import call
+from aotops.frontends import {frontend} as frontend
+x = np.ones((2, 3)) if "{frontend}" == "numpy" else importlib.import_module("torch").ones(2, 3, requires_grad=True)
+before = frontend.gelu(x)
+importlib.reload(call)
+assert (frontend.gelu(x) == before).all()
+frontend.softmax(x, 0)
+importlib.reload(frontend)
+assert (frontend.gelu(x) == before).all()
+print("alive")
+"""
+    if frontend == "torch":  # torch has an operator of that name already, and says so
+        program = program.replace("importlib.reload(frontend)\n", "")
+    assert python(program).strip() == "alive"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_child_computes_after_its_parent(python):
+    """The threads of the parent are not in the child. The alarm only ends a child that waits for them."""
+    program = """
+import os, signal, numpy as np
+from aotops.frontends import numpy as frontend
+x, a = np.ones(1 << 20), np.ones((300, 300))
+expected = frontend.gelu(x), frontend.matmul(a, a)
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    same = all((y == e).all() for y, e in zip((frontend.gelu(x), frontend.matmul(a, a)), expected))
+    os._exit(0 if same else 1)
+print(os.waitpid(child, 0)[1])
+frontend.gelu(x)
+"""
+    assert python(program, OMP_NUM_THREADS="2").strip() == "0"
+
+
 # -------------------------------------------------------------------------------------------------------------- threads
 
 
@@ -338,7 +489,81 @@ def test_a_call_leaves_reference_counts_alone():
     assert [sys.getrefcount(a) for a in arrays] == before
 
 
+# Warmed up beyond what is kept of them, the process is as large as it gets.
+VALUES = """
+import os, numpy as np
+from aotops.frontends import {frontend} as frontend
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def values(first, n):
+    for i in range(first, first + n):
+        call(i)
+        try:
+            refused(i)
+        except (TypeError, ValueError):
+            pass
+{calls}
+values(0, 8000)
+before = resident()
+values(8000, 20000)
+print((resident() - before) >> 20)
+"""
+CALLS = {
+    "numpy": """
+x, target = np.ones((2, 3)), np.zeros(2, np.int64)
+def call(i):
+    frontend.cross_entropy(x, target, label_smoothing=i / 1e6)
+def refused(i):
+    frontend.cross_entropy(x, target, label_smoothing=2.0 + i)
+""",
+    "torch": """
+import torch
+x, target = torch.ones(2, 3, requires_grad=True), torch.zeros(2, dtype=torch.int64)
+def call(i):
+    frontend.cross_entropy(x, target, label_smoothing=i / 1e6).backward()
+def refused(i):
+    frontend.layer_norm(x, 3, eps=float("nan"))
+    frontend.cross_entropy(x, target, label_smoothing=2.0 + i)
+""",
+}
+
+
+@pytest.mark.parametrize("frontend", CALLS)
+def test_attributes_of_ever_new_values_do_not_pile_up(python, frontend):
+    """An annealed label_smoothing has 20,000 values, at some 10 KB each where all are kept: 200 MB."""
+    if frontend not in requested() or not os.path.exists("/proc/self/statm"):
+        pytest.skip(f"needs Linux, and {frontend} under test")
+    assert int(python(VALUES.format(frontend=frontend, calls=CALLS[frontend]))) < 16
+
+
 # ----------------------------------------------------------------------------------------------- what a builtin refuses
+
+
+def test_a_plan_has_no_more_tensors_than_its_operator():
+    spec = TensorSpec((3,), "float64")
+    for n in (0, 2, 4, 20):
+        with pytest.raises((TypeError, ValueError, RuntimeError), match="add"):
+            call.addresses(OPS["add"], (), "cpu", (spec,) * n)
+
+
+def test_a_builtin_writes_only_where_it_may():
+    run = call.tensors(OPS["add"], ())
+    a = np.ones(4)
+    constant = np.zeros(4)
+    constant.flags.writeable = False
+    for y in (constant, np.frombuffer(bytes(32))):
+        with pytest.raises((TypeError, ValueError, RuntimeError), match="add: y"):
+            run(a, a, y)
+        assert not y.any()
+
+
+def test_outputs_that_partly_overlap_are_refused():
+    run = call.tensors(OPS["add"], ())
+    buffer = np.arange(6.0)
+    with pytest.raises(ValueError, match="add: y"):
+        run(buffer[:4], np.ones(4), buffer[1:5])
+    assert (buffer == np.arange(6.0)).all()
 
 
 def test_a_builtin_takes_a_tensor_for_each_slot():

@@ -1,0 +1,286 @@
+"""Calls that nobody thought of, of ours and of torch's operator: hypothesis draws them, contexts.py compares.
+
+A call starts as a valid one: shapes (0-dim, empty, odd, broadcast), strides, dtype, device, attributes and a context.
+Such a call must be served as torch serves it. Then, sometimes, one thing about it is made odd, and then ours may raise
+an error that names the operator where torch has an answer: it takes less.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from contexts import ACTIVATIONS, CONTEXTS, LAYOUTS, Context, Operator, attempt, judge, lltm, silu_gate
+from hypothesis import strategies as st
+from torch import Tensor
+
+from aotops.frontends import torch as ours
+
+Draw = Callable[..., Any]
+Shape = tuple[int, ...]
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+SIZES = st.integers(0, 5)
+SHAPES = st.lists(SIZES, max_size=4).map(tuple)
+
+
+@dataclass
+class Call:
+    """Two functions of tensors and attributes, and a shape for each tensor."""
+
+    ours: Callable[..., Any]
+    theirs: Callable[..., Any]
+    shapes: list[Shape]
+    attrs: dict[str, Any] = field(default_factory=dict)
+    classes: int = 0
+    """The last tensor is integers, from 0 up to this."""
+
+
+# ------------------------------------------------------------------------------------------------ each operator's calls
+
+
+def few(draw: Draw, shape: Shape) -> Shape:
+    """A shape that broadcasts to this one."""
+    return tuple(1 if draw(st.booleans()) else dim for dim in shape[draw(st.integers(0, len(shape))) :])
+
+
+def _add(draw: Draw) -> Call:
+    shape = draw(SHAPES)
+    return Call(ours.add, torch.add, draw(st.permutations([shape, few(draw, shape)])))
+
+
+def _gelu(draw: Draw) -> Call:
+    return Call(ours.gelu, F.gelu, [draw(SHAPES)], {"approximate": draw(st.sampled_from(["none", "tanh"]))})
+
+
+def _swiglu(draw: Draw) -> Call:
+    return Call(ours.swiglu, silu_gate, [draw(SHAPES)] * 2)
+
+
+def _softmax(draw: Draw) -> Call:
+    shape = draw(SHAPES)
+    n = max(len(shape), 1)
+    return Call(ours.softmax, F.softmax, [shape], {"dim": draw(st.integers(-n, n - 1))})
+
+
+def _norm(draw: Draw, name: str, theirs: Callable[..., Any], rows: int, affine: tuple[str, ...]) -> Call:
+    x = (*draw(SHAPES), draw(SIZES))
+    axes = x[-draw(st.integers(1, len(x))) :]
+    given = [slot for slot in affine if draw(st.booleans())]
+    # eps keeps 1 / deviation of a short row below 4
+    attrs = {"normalized_shape": axes, "eps": draw(st.sampled_from([0.1, 1.0]))}
+
+    def call(f):
+        return lambda *tensors, **attrs: f(*tensors[:rows], **dict(zip(given, tensors[rows:], strict=True)), **attrs)
+
+    return Call(call(getattr(ours, name)), call(theirs), [x] * rows + [axes] * len(given), attrs)
+
+
+def _added(norm: Callable[..., Any]) -> Callable[..., Any]:
+    def function(x, r, **kwargs):
+        return norm(x + r, **kwargs), x + r
+
+    return function
+
+
+def _cross_entropy(draw: Draw) -> Call:
+    shape = draw(st.lists(st.integers(0, 5), max_size=1).map(tuple))
+    attrs = {
+        "reduction": draw(st.sampled_from(["none", "sum", "mean"])),
+        "ignore_index": draw(st.sampled_from([-100, 1])),
+        "label_smoothing": draw(st.sampled_from([0.0, 0.2, 1.0])),
+    }
+    return Call(ours.cross_entropy, F.cross_entropy, [(*shape, 5), shape], attrs, classes=5)
+
+
+def _linear(draw: Draw) -> Call:
+    def theirs(x, weight, bias=None, activation=None):
+        return ACTIVATIONS[activation](F.linear(x, weight, bias))
+
+    n, out = draw(SIZES), draw(SIZES)
+    shapes = [(*draw(SHAPES), n), (out, n), *([(out,)] if draw(st.booleans()) else [])]
+    return Call(ours.linear, theirs, shapes, {"activation": draw(st.sampled_from(list(ACTIVATIONS)))})
+
+
+def _matmul(draw: Draw) -> Call:
+    def theirs(a, b, transpose_a, transpose_b):
+        return torch.matmul(a.mT if transpose_a else a, b.mT if transpose_b else b)
+
+    m, k, n = draw(SIZES), draw(SIZES), draw(SIZES)
+    shape = draw(st.lists(SIZES, max_size=2).map(tuple))
+    a, b = draw(st.permutations([shape, few(draw, shape)]))
+    attrs = {"transpose_a": draw(st.booleans()), "transpose_b": draw(st.booleans())}
+    shapes = [
+        (*a, *((k, m) if attrs["transpose_a"] else (m, k))),
+        (*b, *((n, k) if attrs["transpose_b"] else (k, n))),
+    ]
+    return Call(ours.matmul, theirs, shapes, attrs)
+
+
+def _conv2d(draw: Draw) -> Call:
+    def pair(low: int, high: int):
+        one = st.integers(low, high)
+        return draw(one | st.tuples(one, one))
+
+    groups, channels = draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    outputs = groups * draw(st.integers(1, 2))
+    attrs = {"stride": pair(1, 2), "padding": pair(0, 2), "dilation": pair(1, 2), "groups": groups}
+    kernel = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    image = tuple(2 * k + draw(st.integers(0, 3)) for k in kernel)
+    batch = draw(st.lists(st.integers(0, 3), max_size=1).map(tuple))
+    shapes = [(*batch, groups * channels, *image), (outputs, channels, *kernel)]
+    return Call(ours.conv2d, F.conv2d, shapes + ([(outputs,)] if draw(st.booleans()) else []), attrs)
+
+
+def _lltm(draw: Draw) -> Call:
+    features, state = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    rows = draw(st.lists(SIZES, max_size=1).map(tuple))
+    h = (*rows, state)
+    shapes = [(*rows, features), (3 * state, state + features), (1, 3 * state), h, h]
+    return Call(ours.lltm, lltm, shapes)
+
+
+CALLS: dict[str, Callable[[Draw], Call]] = {
+    "add": _add,
+    "gelu": _gelu,
+    "swiglu": _swiglu,
+    "softmax": _softmax,
+    "layer_norm": lambda draw: _norm(draw, "layer_norm", F.layer_norm, 1, ("weight", "bias")),
+    "rms_norm": lambda draw: _norm(draw, "rms_norm", F.rms_norm, 1, ("weight",)),
+    "add_layer_norm": lambda draw: _norm(draw, "add_layer_norm", _added(F.layer_norm), 2, ("weight", "bias")),
+    "add_rms_norm": lambda draw: _norm(draw, "add_rms_norm", _added(F.rms_norm), 2, ("weight",)),
+    "cross_entropy": _cross_entropy,
+    "linear": _linear,
+    "matmul": _matmul,
+    "conv2d": _conv2d,
+    "lltm": _lltm,
+}
+TORCHS_OWN = "not implemented for", "INTERNAL ASSERT FAILED"
+"""Errors of what torch cannot do and ours may: some dtypes, and functional tensors where it asserts that they are."""
+ELEMENTWISE = ("add", "gelu", "swiglu")
+
+# ---------------------------------------------------------------------------------------------------------- what is odd
+
+ODD_ATTRIBUTES = st.sampled_from(
+    [
+        None, True, False, 0, 1, -1, 7, 2**63, 2**64, -(2**63), 10**400, 0.0, 1.0, 0.5, -1.0, math.nan, math.inf,
+        1 + 0j, Fraction(1), "", "none", "tanh\0", "1", b"none", (), (1,), [1, 1], (1.0, 1), (1, 2, 3), ("1",),
+        np.int64(1), np.float32(1), np.bool_(True), np.ones(1), np.ones(2), torch.tensor(1), torch.tensor(1.0),
+        torch.tensor([1, 2]), object(),
+    ]
+)  # fmt: skip
+ODD_DTYPES = st.sampled_from([*DTYPES, torch.int32, torch.int64, torch.uint8, torch.bool, torch.complex64])
+ODD_TENSORS = st.sampled_from([None, 1, 1.0, [1.0], np.ones(3), "x"])
+
+
+def _odd_shape(draw: Draw, call: Call) -> None:
+    i = draw(st.integers(0, len(call.shapes) - 1))
+    call.shapes = [draw(SHAPES) if i == j else shape for j, shape in enumerate(call.shapes)]
+
+
+def _odd_attribute(draw: Draw, call: Call) -> None:
+    if call.attrs:
+        name = draw(st.sampled_from(sorted(call.attrs)))
+        call.attrs = call.attrs | {name: draw(ODD_ATTRIBUTES)}
+
+
+# ------------------------------------------------------------------------------------------------------------- the rule
+
+
+def layouts(t: Tensor) -> list[str]:
+    return ["contiguous", *(LAYOUTS if t.dim() and t.numel() and t.is_floating_point() else ())]
+
+
+def check(draw: Draw, name: str) -> None:
+    call = CALLS[name](draw)
+    odd = draw(st.sampled_from(["", "", "", "", "shape", "attribute", "dtype", "device", "tensor"]), label="odd")
+    if odd == "shape":
+        _odd_shape(draw, call)
+    if odd == "attribute":
+        _odd_attribute(draw, call)
+    dtype, device = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(DEVICES))
+    tensors = made(draw, call, dtype, device)
+    i = draw(st.integers(0, len(tensors) - 1))
+    if odd == "dtype":
+        tensors[i] = tensors[i].to(draw(ODD_DTYPES))
+    if odd == "device":
+        tensors[i] = tensors[i].to(draw(st.sampled_from(["meta", *DEVICES])))
+    if odd == "tensor":
+        given = draw(ODD_TENSORS)
+        return compare_odd_tensor(name, call, tensors, i, given)
+    context = CONTEXTS[draw(st.sampled_from([c.name for c in CONTEXTS.values() if c.drawn]), label="context")]
+    compare(name, call, context, tensors, odd)
+
+
+def made(draw: Draw, call: Call, dtype: torch.dtype, device: str) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 9), label="seed"))
+    found = []
+    for i, shape in enumerate(call.shapes):
+        if call.classes and i == len(call.shapes) - 1:
+            t = torch.randint(call.classes, shape, generator=generator)
+        else:
+            t = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+        lay = draw(st.sampled_from(layouts(t)), label="layout")
+        found.append(LAYOUTS.get(lay, Tensor.contiguous)(t).to(device))
+    return found
+
+
+def compare(name: str, call: Call, context: Context, tensors: list[Tensor], odd: str) -> None:
+    def with_attrs(f):
+        return lambda *args: f(*args, **call.attrs)
+
+    operator = Operator(name, with_attrs(call.ours), with_attrs(call.theirs), ())
+    expected, got = (attempt(context.apply, f, tensors) for f in (operator.theirs, operator.ours))
+    works = max((t.dtype for t in tensors if t.is_floating_point()), key=lambda d: torch.finfo(d).eps, default=None)
+    if isinstance(expected, Exception) and any(text in str(expected) for text in TORCHS_OWN):
+        return
+    if odd == "attribute" and isinstance(expected, TypeError) and not isinstance(got, Exception):
+        # ours takes what stands for a number, and an int for one axis
+        attrs = {key: canonical(value) for key, value in call.attrs.items()}
+        expected = attempt(context.apply, lambda *args: call.theirs(*args, **attrs), tensors)
+    rule = Context(context.name, context.apply, context.refused or bool(odd), works or torch.float64)
+    judge(rule, operator, expected, got, magnified=magnitude(tensors))
+    if not odd and not isinstance(got, Exception):
+        lies_as_torchs(name, operator, tensors)
+
+
+def canonical(value: Any) -> Any:
+    if isinstance(value, (bool, str, tuple, type(None))):
+        return value
+    return (int(value),) if hasattr(value, "__index__") else float(value) if hasattr(value, "__float__") else value
+
+
+def magnitude(tensors: list[Tensor]) -> float:
+    """A gradient is a sum of products of the inputs and of what comes in, and may itself be small."""
+    here = [t for t in tensors if t.is_floating_point() and t.numel() and t.device.type != "meta"]
+    largest = (float(t.abs().max()) for t in here)
+    return 4 * math.prod(max(1.0, x) for x in largest)
+
+
+def lies_as_torchs(name: str, operator: Operator, tensors: list[Tensor]) -> None:
+    """A result of an elementwise operator has the strides that torch's has; any other is contiguous, or as torch's."""
+    if name == "swiglu" and len({t.stride() for t in tensors}) > 1:
+        return  # torch's is two operators, of which the second follows the first one's result
+    with torch.no_grad():
+        mine, theirs = (f(*tensors) for f in (operator.ours, operator.theirs))
+    pairs = zip(mine, theirs, strict=True) if isinstance(mine, tuple) else [(mine, theirs)]
+    for a, b in pairs:
+        if a.numel() and (name in ELEMENTWISE or not a.is_contiguous()):
+            axes = [i for i, size in enumerate(a.shape) if size > 1]
+            strides = [[t.stride(i) for i in axes] for t in (a, b)]
+            assert strides[0] == strides[1], f"strides {a.stride()}, expected {b.stride()}"
+
+
+def compare_odd_tensor(name: str, call: Call, tensors: list[Any], i: int, given: Any) -> None:
+    """What is no tensor is refused, or taken as torch takes it."""
+    args = [given if i == j else t for j, t in enumerate(tensors)]
+    expected, got = (attempt(lambda f, args: f(*args, **call.attrs), f, args) for f in (call.theirs, call.ours))
+    works = next(t.dtype for t in tensors if t.is_floating_point())
+    rule = Context("odd tensor", attempt, True, works)
+    judge(rule, Operator(name, call.ours, call.theirs, ()), expected, got, magnified=4)
