@@ -251,7 +251,8 @@ def function(
             ``op.extra_outputs`` that is not like an input, a tensor of its shape, dtype and device, else None.
         keep_residuals_from: so many elements of a first input on a GPU are too few to keep residuals.
         backward: the backward in Python, for what is not plain: a function of the saved tensors, the gradients of the
-            outputs, and for each input whether its gradient is needed.
+            outputs, for each input whether its gradient is needed, and the context, which has as ``inputs`` those that
+            were replaced by a residual (Op.instead).
     """
     handle, method = _function_handle(op, attrs, models, keep_residuals_from), None
     if op.backward is not None:
@@ -282,8 +283,7 @@ def serve(function: Callable[..., Any], builtin: Any) -> None:
     """Where CPython lets it (3.12), a call of ``function``, which forwards to a builtin of ``public``, is one of that
     builtin, without a frame. It stays a function of Python for all who look at it, torch.compile among them."""
     _keep(function)
-    address = library.address("aot_python_serve")
-    assert address
+    address = library.function("aot_python_serve")
     ctypes.PYFUNCTYPE(None, py_object, py_object)(address)(function, builtin.__self__)
 
 
@@ -406,7 +406,7 @@ def _struct(made: Any, *kept: Any) -> Any:
 
 def _capsule(pointer: int, destructor: str) -> Any:
     pythonapi.PyCapsule_New.restype, pythonapi.PyCapsule_New.argtypes = py_object, [c_void_p, c_char_p, c_void_p]
-    return pythonapi.PyCapsule_New(pointer, None, library.address(destructor))
+    return pythonapi.PyCapsule_New(pointer, None, library.function(destructor))
 
 
 def _pointer(capsule: Any) -> int:
@@ -417,4 +417,4 @@ def _pointer(capsule: Any) -> int:
 
 @cache
 def _method(name: str, function: str, flags: int) -> int:
-    return ctypes.addressof(_keep(_MethodDef(name.encode(), library.address(function), flags, None)))
+    return ctypes.addressof(_keep(_MethodDef(name.encode(), library.function(function), flags, None)))

@@ -108,11 +108,11 @@ class Op:
     """All tensors have one shape, and the order of their elements is free: a result may lie as an input does."""
     instead: Mapping[str, str] = field(default_factory=dict)
     """Inputs that the backward takes for their spec alone where a residual of the same spec is kept: what is saved is
-    that residual, and the input may change or be freed."""
+    that residual, and the input may be changed in place."""
     autocast: Mapping[str, str] = field(default_factory=dict)
     """By kind of device the dtype that torch.autocast casts to before this operator; "autocast" for its own, of 16
     bits. An operator that names some device computes, on another, in the widest dtype it is given, and its results have
-    the first input's: as torch's norms on the CPU."""
+    the widest of the ``batched`` inputs: as torch's norms on the CPU."""
 
     @cached_property
     def extra_outputs(self) -> tuple[str, ...]:

@@ -111,6 +111,9 @@ def _run(op: Op, inputs: Tensors, attrs: tuple[Attr, ...], wanted: Sequence[str]
     names |= {y for y in op.outputs if y not in op.optional}
     written = _written(op, attrs, tuple([None if t is None else (t.shape, t.dtype) for t in inputs]))
     _check_devices(op, inputs)
+    for slot, t in zip(op.inputs, inputs, strict=True):
+        if t is not None and t.numel() and not t.data_ptr():
+            raise RuntimeError(f"{op.name}: {slot} has no memory: its storage was freed")
     if op.elementwise and (strides := _common_strides(inputs)):
         return _run_elementwise(op, inputs, attrs, names, strides)
     plain, device = [None if t is None else _plain(t) for t in inputs], inputs[0].device
@@ -153,17 +156,15 @@ def _run_elementwise(
     return tuple(results)
 
 
-def _run_backward(op: Op, attrs: tuple[Attr, ...], saved: Tensors, grads: Tensors, needed: Sequence[bool]):
+def _run_backward(op: Op, attrs: tuple[Attr, ...], saved: Tensors, grads: Tensors, needed: Sequence[bool], ctx: Any):
     """One gradient, or None, for each input of ``op``, by way of the dispatcher: it takes gradients of any kind."""
     backward = op.backward
     assert backward is not None
     if not any(needed):
         return (None,) * len(needed)
     given = dict(zip((f"d{y}" for y in op.outputs), grads, strict=True)) | dict(zip(op.saved, saved, strict=True))
-    if torch.is_grad_enabled():  # what stands for an input wants a gradient as that did, or the graph would end here
-        for slot in op.instead:
-            if needed[op.inputs.index(slot)] and not given[slot].requires_grad:
-                given[slot] = given[slot].detach().requires_grad_()
+    if torch.is_grad_enabled():  # the graph of the gradients goes on to the inputs, not to what was saved instead
+        given |= zip(op.instead, getattr(ctx, "inputs", ()), strict=False)
     if backward.has_kernel:
         results = _results(dispatched[backward.name](*(given[slot] for slot in backward.inputs), *attrs))
         given |= zip(backward.results, results, strict=True)
@@ -287,7 +288,7 @@ def _autograd_kernel(op: Op, forward: Op, dispatched: Callable[..., Any], split,
         if op.backward is None:
             raise NotImplementedError(f"{op.name} has no derivative: {forward.name} can be differentiated once")
         dys, needed = grads[: len(op.outputs)], ctx.needs_input_grad[2:]
-        return None, None, *_run_backward(op, ctx.attrs, ctx.saved_tensors, dys, needed)
+        return None, None, *_run_backward(op, ctx.attrs, ctx.saved_tensors, dys, needed, ctx)
 
     members = {"forward": staticmethod(run), "backward": staticmethod(differentiate)}
     function = type(op.name.title().replace("_", ""), (torch.autograd.Function,), members)
@@ -307,14 +308,14 @@ def _autograd_kernel(op: Op, forward: Op, dispatched: Callable[..., Any], split,
 @contextlib.contextmanager
 def _other_levels():
     """An autograd.Function that serves one level of torch.func leaves the levels below it to themselves: its forward,
-    which runs them, records gradients for them."""
+    which runs them, records gradients and tangents for them."""
     if not torch._C._are_functorch_transforms_active():
         yield
         return
     allowed = torch._C._functorch.get_single_level_autograd_function_allowed()
     torch._C._functorch.set_single_level_autograd_function_allowed(True)
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
             yield
     finally:
         torch._C._functorch.set_single_level_autograd_function_allowed(allowed)
@@ -350,10 +351,15 @@ def _autocast(op: Op, device: str, inputs: Tensors) -> tuple[Tensors, torch.dtyp
     floating = [t for t in inputs if t is not None and t.is_floating_point()]
     dtype, back = torch.get_autocast_dtype(device) if to == "autocast" else _DTYPES.get(to or ""), None
     if dtype is None:
-        dtype = functools.reduce(torch.promote_types, (t.dtype for t in floating))
-        back = floating[0].dtype if floating[0].dtype != dtype else None
+        dtype = _widest(floating)
+        back = _widest([t for slot, t in zip(op.inputs, inputs, strict=True) if slot in op.batched])
+        back = None if back == dtype else back
     casts = {id(t) for t in floating if t.dtype not in (dtype, torch.float64)}
     return [t.to(dtype) if id(t) in casts else t for t in inputs], back
+
+
+def _widest(tensors: Sequence[Tensor]) -> torch.dtype:
+    return functools.reduce(torch.promote_types, (t.dtype for t in tensors))
 
 
 def _batch(op: Op, size: int, dims: Sequence[int | None], inputs: Tensors, wanted: Sequence[str], run):
@@ -482,7 +488,8 @@ def _channels_last(conv2d: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(conv2d)
     def function(x, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, layout="NCHW", allow_tf32=False):
         rest = bias, stride, padding, dilation, groups
-        if layout == "NCHW" and (is_channels_last(x) or is_channels_last(weight)) and x.dim() == 4:
+        both = getattr(x, "ndim", 0) == getattr(weight, "ndim", 0) == 4
+        if layout == "NCHW" and both and (is_channels_last(x) or is_channels_last(weight)):
             y = conv2d(x.permute(0, 2, 3, 1), weight.permute(0, 2, 3, 1), *rest, "NHWC", allow_tf32)
             return y.permute(0, 3, 1, 2)
         return conv2d(x, weight, *rest, layout, allow_tf32)

@@ -555,10 +555,17 @@ void *run_function(const Function &f, void *context, void *const *inputs, intptr
   if (int status = slots.run(f, f.always, context)) return finish(status);
   if (context && f.n_saved) {
     static void *to_save = PyUnicode_InternFromString("to_save");
-    int at[kMaxSlots];
+    int at[kMaxSlots], replaced[kMaxSlots], n_replaced = 0;
     for (int i = 0; i < f.n_saved; ++i) {
       const int instead = f.instead[i];
-      at[i] = instead >= 0 && slots.objects[instead] != python.none ? instead : f.saved[i];
+      const bool kept = instead >= 0 && slots.objects[instead] != python.none;
+      at[i] = kept ? instead : f.saved[i];
+      if (kept) replaced[n_replaced++] = f.saved[i];
+    }
+    if (n_replaced) {
+      static void *name = PyUnicode_InternFromString("inputs");
+      Ref hold = tuple_of(slots.objects, replaced, n_replaced);
+      if (!hold || PyObject_SetAttr(context, name, hold)) return nullptr;
     }
     Ref saved = tuple_of(slots.objects, at, f.n_saved);
     if (!saved || PyObject_SetAttr(context, to_save, saved)) return nullptr;
@@ -628,8 +635,8 @@ Ref run_backward(const Backward &b, void *context, void *const *grads) {
   Ref given = PyTuple_New(b.n_grads);
   if (!given) return nullptr;
   for (int i = 0; i < b.n_grads; ++i) Py_IncRef(grads[i]), PyTuple_SetItem(given, i, grads[i]);
-  void *const arguments[] = {saved, given, needed};
-  return PyObject_VectorcallDict(b.otherwise, arguments, 3, nullptr);
+  void *const arguments[] = {saved, given, needed, context};
+  return PyObject_VectorcallDict(b.otherwise, arguments, 4, nullptr);
 }
 
 // ------------------------------------------------------------------------------------------------- public functions
