@@ -352,6 +352,8 @@ def addresses(
 ) -> Callable[..., None]:
     """A function of the device's number, the stream (0 on the CPU) and the address of each tensor given, all ints.
     ``specs`` has one for each of ``op.slots``, None where a tensor is absent."""
+    if len(specs) != len(op.slots):
+        raise TypeError(f"{op.name}: {len(specs)} specs given, expected {len(op.slots)}")
     given = [spec for spec in specs if spec is not None]
     ndims = [len(spec.shape) for spec in given]
     dims = [dim for spec in given for dim in spec.shape]

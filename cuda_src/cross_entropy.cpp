@@ -163,7 +163,9 @@ inline Status cross_entropy_backward_cpu(const CrossEntropyBackward &op, const T
     const A count = op.mean() ? static_cast<A>(targets.count(rows)) : A(1);
     const bool each_row = !op.reduces();
     auto scale = [=, from = dy.as<const T>()](int64_t i) { return load_one(from + (each_row ? i : 0)) / count; };
-    if (slope) return scale_loop(slope.as<const T>(), dx.as<T>(), rows, cols, scale), kOk;
+    // an ignored row's gradient is 0, whatever dy is, and with no row to count
+    auto factor = [=](int64_t i) { return targets.ignored(i) ? A(0) : scale(i); };
+    if (slope) return scale_loop(slope.as<const T>(), dx.as<T>(), rows, cols, factor), kOk;
     cross_entropy_loop(
         x.as<const T>(), targets, dx.as<T>(), rows, cols, op.label_smoothing, [](int64_t, double) {}, scale);
     return kOk;

@@ -137,12 +137,13 @@ __global__ void __launch_bounds__(kStreamThreads, kStreamBlocks)
 
 template <class Shape, typename T = typename Shape::T, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(Shape::kThreads)
-    cross_entropy_scale_kernel(const T *slope, T *dx, Scale<T, A> scale, int64_t rows, int64_t cols) {
+    cross_entropy_scale_kernel(const T *slope, T *dx, Targets targets, Scale<T, A> scale, int64_t rows, int64_t cols) {
   RowTile<Shape> tile(cols);
   bool present = tile.present(rows);
   Vector<T> v[Shape::kVectors];
   tile.load(slope, present, 0, v);
   A factor = scale.of(tile.row(), present);
+  if (present && targets[tile.row()] == targets.ignore_index) factor = 0;  // whatever dy is, and with no row to count
   tile.store(dx, present, [&](int i, int k) { return widen(v[i])[k] * factor; });
 }
 
@@ -173,9 +174,11 @@ __global__ void __launch_bounds__(kAnyRowThreads)
 
 template <typename T, typename A>
 __global__ void __launch_bounds__(kAnyRowThreads)
-    cross_entropy_scale_any_kernel(const T *slope, T *dx, Scale<T, A> scale, int64_t rows, int64_t cols) {
+    cross_entropy_scale_any_kernel(const T *slope, T *dx, Targets targets, Scale<T, A> scale, int64_t rows,
+                                   int64_t cols) {
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
     A factor = scale.of(row, true);
+    if (targets[row] == targets.ignore_index) factor = 0;
     map_row(slope + row * cols, dx + row * cols, cols, [&](int64_t, A slope) { return slope * factor; });
   }
 }
@@ -300,19 +303,19 @@ Status cross_entropy_rows(const char *op, const CrossEntropyAttrs &attrs, const 
 
 template <typename T, typename A = Accumulate<T>>
 Status cross_entropy_scale(const char *op, const CrossEntropyAttrs &attrs, const Tensor &slope, T *dx,
-                           const Scale<T, A> &scale, void *stream) {
+                           const Targets &targets, const Scale<T, A> &scale, void *stream) {
   DeviceLimits device;
   AOT_TRY(device_limits(op, &device));
   int64_t rows = attrs.rows(slope), cols = attrs.cols(slope);
   const T *from = slope.as<const T>();
   auto launch = [&](auto shape, const RowTilePlan &plan) {
     using Shape = decltype(shape);
-    return launch_row_tiles<Shape>(op, plan, rows, cross_entropy_scale_kernel<Shape>, stream, from, dx, scale, rows,
-                                   cols);
+    return launch_row_tiles<Shape>(op, plan, rows, cross_entropy_scale_kernel<Shape>, stream, from, dx, targets, scale,
+                                   rows, cols);
   };
   return dispatch_row_tiles(ScaleShapes<T>(), row_vectors<T>(cols, from, dx), device, launch, [&] {
     cross_entropy_scale_any_kernel<<<grid_size(rows), any_row_block(cols), 0, static_cast<cudaStream_t>(stream)>>>(
-        from, dx, scale, rows, cols);
+        from, dx, targets, scale, rows, cols);
     return check_launch(op);
   });
 }
@@ -366,7 +369,7 @@ Status cross_entropy_backward_cuda(const CrossEntropyBackward &op, const Tensor 
       AOT_TRY(check_launch(op.name));
     }
     Scale<T, A> scale = {dy.as<const T>(), !op.reduces(), counts};
-    if (slope) return cross_entropy_scale(op.name, op, slope, dx.as<T>(), scale, stream);
+    if (slope) return cross_entropy_scale(op.name, op, slope, dx.as<T>(), targets, scale, stream);
     return cross_entropy_rows(op.name, op, x, targets, Results<T, A>{nullptr, nullptr, dx.as<T>()}, scale, stream);
   });
 }

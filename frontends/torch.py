@@ -481,15 +481,15 @@ for _op in OPS.values():
 def _channels_last(conv2d: Callable[..., Any]) -> Callable[..., Any]:
     """A channels_last tensor is NHWC by another name: it goes in as a view, and so does what comes out."""
 
-    def is_channels_last(t: Any) -> bool:
+    def is_channels_last(t: Tensor) -> bool:
         # is_contiguous(memory_format=...) is not to be had inside of vmap
-        return isinstance(t, Tensor) and t.dim() == 4 and not t.is_contiguous() and t.movedim(1, 3).is_contiguous()
+        return not t.is_contiguous() and t.movedim(1, 3).is_contiguous()
 
     @functools.wraps(conv2d)
     def function(x, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, layout="NCHW", allow_tf32=False):
         rest = bias, stride, padding, dilation, groups
-        both = getattr(x, "ndim", 0) == getattr(weight, "ndim", 0) == 4
-        if layout == "NCHW" and both and (is_channels_last(x) or is_channels_last(weight)):
+        images = all(isinstance(t, Tensor) and t.dim() == 4 for t in (x, weight))
+        if layout == "NCHW" and images and (is_channels_last(x) or is_channels_last(weight)):
             y = conv2d(x.permute(0, 2, 3, 1), weight.permute(0, 2, 3, 1), *rest, "NHWC", allow_tf32)
             return y.permute(0, 3, 1, 2)
         return conv2d(x, weight, *rest, layout, allow_tf32)

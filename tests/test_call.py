@@ -273,7 +273,7 @@ def test_attributes_are_of_their_type_whatever_came_before(frontend, name, attr,
     assert said[0] == said[1]
 
 
-@pytest.mark.parametrize("value", [1, True, np.int64(1), Index()], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize("value", [1, np.int64(1), Index()], ids=lambda value: type(value).__name__)
 def test_integers_of_any_type(value):
     from aotops.frontends import numpy as frontend
 
@@ -443,8 +443,8 @@ def test_plans_are_freed(monkeypatch):
         monkeypatch.setattr(lib, "aot_plan_delete", freed.append)
     callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda capsule: freed.append(capsule))
     destructor = ctypes.cast(callback, ctypes.c_void_p).value
-    real = library.address
-    monkeypatch.setattr(library, "address", lambda s: destructor if s == "aot_plan_capsule_delete" else real(s))
+    real = library.function
+    monkeypatch.setattr(library, "function", lambda s: destructor if s == "aot_plan_capsule_delete" else real(s))
     run = call.addresses.__wrapped__(OPS["gelu"], ("none",), "cpu", (spec, spec))
     gc.collect()
     assert not freed
@@ -504,9 +504,9 @@ def values(first, n):
         except (TypeError, ValueError):
             pass
 {calls}
-values(0, 8000)
+values(0, {warm_up})
 before = resident()
-values(8000, 20000)
+values({warm_up}, 4000)
 print((resident() - before) >> 20)
 """
 CALLS = {
@@ -531,10 +531,11 @@ def refused(i):
 
 @pytest.mark.parametrize("frontend", CALLS)
 def test_attributes_of_ever_new_values_do_not_pile_up(python, frontend):
-    """An annealed label_smoothing has 20,000 values, at some 10 KB each where all are kept: 200 MB."""
+    """An annealed label_smoothing has thousands of values: at some 10 KB each, 4,000 that are kept take 40 MB. What is
+    freed only now and then, with the garbage that refers to itself, is no more than what the warm-up leaves."""
     if frontend not in requested() or not os.path.exists("/proc/self/statm"):
         pytest.skip(f"needs Linux, and {frontend} under test")
-    assert int(python(VALUES.format(frontend=frontend, calls=CALLS[frontend]))) < 16
+    assert int(python(VALUES.format(frontend=frontend, calls=CALLS[frontend], warm_up=1500))) < 16
 
 
 # ----------------------------------------------------------------------------------------------- what a builtin refuses

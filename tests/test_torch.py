@@ -1096,6 +1096,19 @@ def test_cross_entropy_as_torch(kind, integer, where):
 
 
 @ON
+@pytest.mark.parametrize("columns", [6, 1 << 18])
+def test_cross_entropy_of_ignored_rows_has_no_gradient(columns, where):
+    """The mean of no rows is NaN; its gradient is 0, as torch's."""
+    for targets in ([-100, -100, -100], [-100, 1, -100]):
+        results = []
+        for f in (ours.cross_entropy, F.cross_entropy):
+            x = torch.ones(3, columns, device=where, requires_grad=True)
+            f(x, torch.tensor(targets, device=where)).backward()
+            results.append(x.grad)
+        torch.testing.assert_close(*results)
+
+
+@ON
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_cross_entropy_transformed_and_compiled(kind, where):
     x, target = scores(where)

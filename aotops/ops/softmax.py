@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import index
+
 from ..op import operator
 from ..spec import check_floating, check_like, shape_text
 
@@ -26,9 +28,9 @@ def _infer_backward(dy, y, dim):
 
 def _from_the_end(dim, x):
     """The same axis, counted so that leading axes that vmap adds do not shift it."""
-    if isinstance(dim, bool) or not hasattr(dim, "__index__") or not hasattr(x, "ndim"):
+    if isinstance(dim, bool) or not hasattr(dim, "__index__") or not isinstance(getattr(x, "ndim", None), int):
         return dim  # to be refused
-    ndim = max(x.ndim, 1)
+    dim, ndim = index(dim), max(x.ndim, 1)
     return dim - ndim if 0 <= dim < ndim else dim
 
 
