@@ -92,3 +92,32 @@ if __name__ == "__main__":
         print(np.array_equal(pool.map(ours.gelu, xs), [ours.gelu(x) for x in xs]))
 """
     assert python(program).split()[-1] == "True"
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_a_thread_may_have_a_small_stack(python, dtype):
+    """Rows just short of those whose exponentials are taken twice: the doubles of one fill 125 KiB."""
+    program = f"""
+import threading, numpy as np
+from aotops.frontends import numpy as ours
+n = 16000
+x, target, w = np.linspace(-3, 3, 2 * n).reshape(2, n).astype("{dtype}"), np.array([5, 7]), np.ones(n, "{dtype}")
+def work():
+    y = ours.softmax(x, -1), ours.softmax(x.T, 0), ours.softmax(x, 0)
+    np.testing.assert_allclose(y[0], y[1].T, 1e-2)
+    ours.softmax_backward(x, y[0], -1), ours.softmax_backward(x.T, y[1], 0)
+    loss = ours.cross_entropy(x, target, reduction="none")
+    ours.cross_entropy_backward(np.ones_like(loss), x, target, reduction="none")
+    for name in ("layer_norm", "rms_norm"):
+        getattr(ours, name)(x, n, w)
+        getattr(ours, name + "_backward")(x, x, n, w)
+    ours.gelu(x), ours.swiglu(x, x), ours.matmul(x, x.T), ours.linear(x, x)
+    done.append(True)
+done = []
+threading.stack_size(96 << 10)
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+print(done)
+"""
+    assert python(program, OMP_NUM_THREADS="1").strip() == "[True]"

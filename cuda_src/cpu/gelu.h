@@ -11,9 +11,11 @@ struct ExactGelu {
   Normal<T> normal;
 
   explicit ExactGelu(Vec<T> x) : normal(x) {}
-  Vec<T> value(Vec<T> x) const { return x * normal.below; }
+  // The larger of x and -0, less what the tail takes: a result of zero has the sign of x.
+  Vec<T> value(Vec<T> x) const { return (-Vec<T>{} > x ? -Vec<T>{} : x) - abs<T>(x) * normal.tail; }
   Vec<T> slope(Vec<T> x) const {
-    return normal.below + x * normal.density * Accumulate<T>(0.3989422804014327);  // 1 / sqrt(2 pi)
+    return (x < 0 ? normal.tail : 1 - normal.tail) +
+           x * normal.density * Accumulate<T>(0.3989422804014327);  // 1 / sqrt(2 pi)
   }
 };
 
