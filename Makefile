@@ -152,17 +152,17 @@ ASAN_FLAGS   := -O1 -g1 -fsanitize=address,undefined -fno-sanitize=vptr -fno-san
                 -fno-omit-frame-pointer
 ASAN_OBJECTS := $(HOST:cuda_src/%=$(ASAN)/%.o) $(foreach isa,$(ISAS),$(CPU:cuda_src/%.cpp=$(ASAN)/%.$(isa).o))
 ASAN_PRELOAD  = $(shell $(CXX) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libstdc++.so)
-
 ASAN_TESTS   := $(addprefix tests/test_,convention.py call.py numpy.py frontends.py)
 
 # The tests' process is Python's, which leaks as it ends, and loads the sanitizer only this way. What the sanitizer says
-# goes to the descriptor of stderr, which pytest would keep.
+# goes to the descriptor of stderr, which pytest would keep. What was freed stays in quarantine, and looks like a leak.
 asan: $(VENV)/ready
 	@$(MAKE) --no-print-directory -j$(JOBS) $(ASAN)/libaotops.so $(ASAN)/fuzz_convention
 	for isa in $(ISAS); do \
 	  OMP_NUM_THREADS=2 AOTOPS_CPU_ISA=$$isa $(ASAN)/fuzz_convention $(ASAN)/libaotops.so $(ASAN_CALLS) $(ASAN_SEED) || exit; done
 	LD_PRELOAD="$(ASAN_PRELOAD)" ASAN_OPTIONS=detect_leaks=0 AOTOPS_LIBRARY=$(abspath $(ASAN)/libaotops.so) \
-	  AOTOPS_TEST_FRONTENDS=numpy $(VENV)/bin/python -m pytest -q --capture=sys -m 'not gpu' $(ASAN_TESTS)
+	  AOTOPS_TEST_FRONTENDS=numpy $(VENV)/bin/python -m pytest -q --capture=sys -m 'not gpu' -k 'not leak and not pile_up' \
+	  $(ASAN_TESTS)
 
 $(ASAN)/host:
 	@mkdir -p $@
