@@ -213,6 +213,7 @@ ODD = [
     ("softmax", "dim", 1, Fraction(1)),
     ("softmax", "dim", 1, np.float32(1)),
     ("softmax", "dim", 1, np.ones(1)),
+    ("softmax", "dim", 1, np.array(1.0)),
     ("softmax", "dim", 1, "1"),
     ("softmax", "dim", 1, None),
     ("softmax", "dim", 1, 2**64 + 1),
