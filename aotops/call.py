@@ -297,7 +297,8 @@ def _function_handle(
     def bits(names: Iterable[str]) -> int:
         return sum(1 << slots[name] for name in names)
 
-    handle, make_models, made_models = _handle(op, attrs), partial(models, op, attrs), {}
+    handle, make_models = _handle(op, attrs), partial(models, op, attrs)
+    made_models: dict[Any, Any] = {}
     made = _Function(
         _pointer(handle),
         _Slots(*model),

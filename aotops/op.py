@@ -17,7 +17,7 @@ _INT64 = range(-(1 << 63), 1 << 63)
 
 def _integer(value: Any) -> int:
     """What has __index__ is an integer, NumPy's and torch's among them; a bool is none."""
-    if isinstance(value, bool) or not hasattr(value, "__index__") or getattr(value, "ndim", 0):
+    if isinstance(value, bool) or not hasattr(value, "__index__") or getattr(value, "ndim", False):
         raise TypeError
     if (number := index(value)) not in _INT64:
         raise ValueError
@@ -29,7 +29,7 @@ def _integers(value: Any) -> tuple[int, ...]:
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, bool) or not hasattr(value, "__float__") or getattr(value, "ndim", 0):
+    if isinstance(value, bool) or not hasattr(value, "__float__") or getattr(value, "ndim", False):
         raise TypeError
     return float(value)
 

@@ -14,6 +14,7 @@ inline Status matmul_cpu(const Matmul &op, const Tensor *in, const Tensor *out, 
 
 inline Status matmul_backward_cpu(const MatmulBackward &op, const Tensor *in, const Tensor *out, void *) {
   const Tensor &dy = in[0], &a = in[1], &b = in[2], &da = out[0], &db = out[1], &scratch = out[2];
+  AOT_TRY(op.check_scratch(in, out));
   if (da) AOT_TRY(multiply(op.name, op.gradient_a(dy, a, b, da), scratch));
   if (db) AOT_TRY(multiply(op.name, op.gradient_b(dy, a, b, db), scratch));
   return kOk;

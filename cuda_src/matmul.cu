@@ -16,6 +16,7 @@ Status matmul_backward_cuda(const MatmulBackward &op, const Tensor *in, const Te
   const Tensor &dy = in[0], &a = in[1], &b = in[2], &da = out[0], &db = out[1], &scratch = out[2];
   const int64_t first = op.sums_a(a, b, dy), sums = first + op.sums_b(a, b, dy);
   auto *s = static_cast<cudaStream_t>(stream);
+  AOT_TRY(op.check_scratch(in, out));
   if (da) AOT_TRY(multiply(op.name, op.gradient_a(dy, a, b, da), op.allow_tf32, scratch, 0, sums, s));
   if (db) AOT_TRY(multiply(op.name, op.gradient_b(dy, a, b, db), op.allow_tf32, scratch, first, sums, s));
   return kOk;

@@ -130,6 +130,14 @@ struct MatmulBackward : MatmulAttrs {
     return batch(b) == batch(y) || folds ? 0 : bounded_product(batch(y), matrix_size(b));
   }
 
+  // For both gradients, before either is written.
+  Status check_scratch(const Tensor *in, const Tensor *out) const {
+    const Tensor &dy = in[0], &a = in[1], &b = in[2], &da = out[0], &db = out[1], &scratch = out[2];
+    const bool needed =
+        (da && gradient_a(dy, a, b, da).sums_anything()) || (db && gradient_b(dy, a, b, db).sums_anything());
+    return needed && !scratch ? fail(kConventionMisused, "%s: workspace is missing", name) : kOk;
+  }
+
  private:
   static int64_t batch(const Spec &x) { return x.product(0, x.ndim - 2); }
   static int64_t matrix_size(const Spec &x) { return x.product(x.ndim - 2, x.ndim); }

@@ -65,6 +65,7 @@ struct Product {
       if (!axes[i].c) return true;
     return false;
   }
+  bool sums_anything() const { return elements() && sums(); }
   // The elements of all of c, which has no gaps.
   int64_t elements() const {
     int64_t n = m * this->n;

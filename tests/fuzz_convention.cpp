@@ -370,6 +370,12 @@ struct Call {
   }
   int init(void *extra) const { return symbol<Init>(entry + "Init")(nullptr, nullptr, nullptr, extra); }
 
+  // The operator has one, and attributes end with the bits of the outputs.
+  std::string attrs_without_workspace() const {
+    const size_t bits_at = attrs.rfind('=') + 1, last = slots(op.outputs).size() - 1;
+    return attrs.substr(0, bits_at) + std::to_string(std::stoll(attrs.substr(bits_at)) & ~(int64_t{1} << last));
+  }
+
   std::string described() const {
     std::string s = op.name + " {" + attrs + "}";
     for (char &c : s) c = c == '\n' ? ' ' : c;
@@ -500,6 +506,10 @@ Outcome spoil(Call &call, void **extra, std::vector<std::unique_ptr<Extra>> &kep
       return call.nparam == 0 && call.given.empty() ? kEither : kRefused;
     case 6:
       --call.nparam;
+      if (call.given.back().slot.workspace && flip()) {
+        call.attrs = call.attrs_without_workspace();
+        kept.push_back(std::make_unique<Extra>(call.attrs)), *extra = kept.back()->pointer;
+      }
       return call.given.back().slot.optional || call.given.back().slot.workspace ? kEither : kRefused;
     case 7:
       if (g.shape.empty()) return kNothingDone;
@@ -558,8 +568,7 @@ bool hostile_call() {
   if (status && said.compare(0, call.op.name.size(), call.op.name))
     fault(call, "does not say whose error it is: " + said);
   for (const Given &g : call.given)
-    if (outcome == kRefused && g.output && !g.memory->untouched())
-      fault(call, g.slot.name + " was written by a call that failed");
+    if (status && g.output && !g.memory->untouched()) fault(call, g.slot.name + " was written by a call that failed");
   return true;
 }
 

@@ -213,14 +213,17 @@ ODD = [
     ("softmax", "dim", 1, Fraction(1)),
     ("softmax", "dim", 1, np.float32(1)),
     ("softmax", "dim", 1, np.ones(1)),
+    ("softmax", "dim", 1, np.array(1.0)),
     ("softmax", "dim", 1, "1"),
     ("softmax", "dim", 1, None),
     ("softmax", "dim", 1, 2**64 + 1),
+    ("softmax", "dim", 1, True),
     ("layer_norm", "eps", 1, 1 + 0j),
     ("layer_norm", "eps", 1, "1"),
     ("layer_norm", "eps", 1, np.ones(2)),
     ("layer_norm", "eps", 1, 10**400),
     ("layer_norm", "eps", 1, None),
+    ("layer_norm", "eps", 1, True),
     ("layer_norm", "normalized_shape", 3, 3.0),
     ("layer_norm", "normalized_shape", (3,), (3.0,)),
     ("layer_norm", "normalized_shape", (3,), ("3",)),
@@ -542,10 +545,10 @@ def test_attributes_of_ever_new_values_do_not_pile_up(python, frontend):
 
 
 def test_a_plan_has_no_more_tensors_than_its_operator():
-    spec = TensorSpec((3,), "float64")
+    spec, array = TensorSpec((3,), "float64"), (ctypes.c_double * 3)()
     for n in (0, 2, 4, 20):
         with pytest.raises((TypeError, ValueError, RuntimeError), match="add"):
-            call.addresses(OPS["add"], (), "cpu", (spec,) * n)
+            call.addresses(OPS["add"], (), "cpu", (spec,) * n)(0, 0, *[ctypes.addressof(array)] * n)
 
 
 def test_a_builtin_writes_only_where_it_may():

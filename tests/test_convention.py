@@ -22,7 +22,7 @@ F32 = "float32"
 
 
 def _tool(name: str) -> str:
-    return shutil.which(name) or pytest.skip(f"{name} is not installed")
+    return shutil.which(name) or pytest.fail(f"{name} is not installed; g++ builds the library, localedef is glibc's")
 
 
 # ----------------------------------------------------------------------------------------------------- calls at random
@@ -33,9 +33,23 @@ def test_calls_at_random(tmp_path):
     built = tmp_path / "fuzz"
     source = HERE / "fuzz_convention.cpp"
     subprocess.run([_tool("g++"), "-std=c++17", "-O1", "-Wall", "-Wextra", source, "-o", built, "-ldl"], check=True)
-    done = subprocess.run([built, library.path(), "5000", "7"], capture_output=True, text=True, timeout=300)
+    environment = {**os.environ, "OMP_NUM_THREADS": "2"}  # more would wait for each other most of the time
+    command = [built, library.path(), "5000", "7"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("5000 calls of 25 entries")
+
+
+def test_a_backward_without_its_workspace_writes_neither_gradient():
+    """That of a needs none, and would be first. That of b is a sum over the matrices of a, which lie transposed."""
+    dy, a, b = (TensorSpec(shape, F32) for shape in ((2, 3, 5), (2, 4, 3), (4, 5)))
+    attrs = {"transpose_a": True, "transpose_b": False, "allow_tf32": False}
+    arrays = [(ctypes.c_float * math.prod(spec.shape))(*[7] * math.prod(spec.shape)) for spec in (dy, a, b, a, b)]
+    op = OPS["matmul"].backward
+    run = call.addresses(op, tuple(attrs[name] for name in op.attrs), "cpu", (dy, a, b, a, b, None))
+    with pytest.raises(RuntimeError, match="matmul_backward: workspace is missing"):
+        run(0, 0, *map(ctypes.addressof, arrays))
+    assert {number for array in arrays for number in array} == {7}
 
 
 # ---------------------------------------------------------------------------------------------------------- attributes

@@ -28,9 +28,12 @@ def _infer_backward(dy, y, dim):
 
 def _from_the_end(dim, x):
     """The same axis, counted so that leading axes that vmap adds do not shift it."""
-    if isinstance(dim, bool) or not hasattr(dim, "__index__") or not isinstance(getattr(x, "ndim", None), int):
+    if isinstance(dim, bool) or getattr(dim, "ndim", False) or not isinstance(getattr(x, "ndim", None), int):
         return dim  # to be refused
-    dim, ndim = index(dim), max(x.ndim, 1)
+    try:
+        dim, ndim = index(dim), max(x.ndim, 1)
+    except TypeError:
+        return dim  # likewise
     return dim - ndim if 0 <= dim < ndim else dim
 
 
