@@ -607,12 +607,11 @@ Operand matrix(const T *data, int64_t stride, bool transposed = false) {
   return {const_cast<T *>(data), stride, transposed};
 }
 
-// The gates of many rows, where they are wanted, by cuBLASLt, which leaves their sums in their place.
+// The gates of many rows by cuBLASLt, which leaves their sums in their place.
 template <typename T>
 Status large_gates(const char *op, const Operands<T> &x, const CellForward<T> &cell, cudaStream_t stream, bool *done) {
   const int64_t all = 3 * x.state, packets = x.rows * x.state / 4;
-  // the sums are written, read, written and read: few terms do not pay for it
-  if (!cell.gates || x.width() < 512 || !library_workspace(x.rows * all, x.width())) return kOk;
+  if (!cell.gates || !Lltm::large(x.rows * all, x.width())) return kOk;
   const Operand gates = {cell.gates, all};
   AOT_TRY(multiply_large(op, x.dtype, accumulate_dtype(x.dtype),
                          {{x.rows, all, x.state, matrix(x.old_h, x.state), matrix(x.weights, x.width(), true), gates},
@@ -738,8 +737,9 @@ Status lltm_cuda(const Lltm &op, const Tensor *in, const Tensor *out, void *stre
   return dispatch(in[0].dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     Operands<T> x = operands<T>(in[0], in[1], in[3]);
-    CellForward<T> cell = {in[2].as<const T>(), in[4].as<const T>(),        out[0].as<T>(),
-                           out[1].as<T>(),      out[2].as<Accumulate<T>>(), x.state};
+    const Tensor &gates = out[2] || out[3].size() == 0 ? out[2] : out[3];
+    CellForward<T> cell = {in[2].as<const T>(), in[4].as<const T>(),       out[0].as<T>(),
+                           out[1].as<T>(),      gates.as<Accumulate<T>>(), x.state};
     if (in_packets(x, cell.bias, cell.old_cell, cell.new_h, cell.new_cell, cell.gates))
       return launch_gates<T, kVectorSize<T>>(op.name, x, cell, stream);
     return launch_gates<T, 1>(op.name, x, cell, stream);

@@ -80,13 +80,22 @@ struct LltmAttrs {
 struct Lltm : LltmAttrs {
   static constexpr const char *name = "lltm";
   static constexpr Slot inputs[] = {{"input"}, {"weights"}, {"bias"}, {"old_h"}, {"old_cell"}};
-  static constexpr Slot outputs[] = {{"new_h"}, {"new_cell"}, {"gates", optional}};
+  static constexpr Slot outputs[] = {{"new_h"}, {"new_cell"}, {"gates", optional}, {"workspace", workspace}};
 
   Status infer(const Tensor *in, Spec *out) const {
-    AOT_TRY(check(name, in[0], in[1], in[2], in[3], in[4]));
-    out[0] = in[3], out[1] = in[4], out[2] = gates(in[3]);
+    const Spec &input = in[0], &old_h = in[3];
+    AOT_TRY(check(name, input, in[1], in[2], old_h, in[4]));
+    out[0] = old_h, out[1] = in[4], out[2] = gates(old_h);
+    const int64_t all = 3 * old_h.size();
+    out[3] = Spec::vector(accumulate_dtype(old_h.dtype), !input.known() || !old_h.known()          ? kUnknownDim
+                                                         : large(all, width(old_h) + width(input)) ? all
+                                                                                                   : 0);
     return kOk;
   }
+
+  // Whether the sums of so many gates, each of so many terms, are cuBLASLt's on a GPU. It writes them out: to the
+  // gates that are kept, else to the workspace, so that the result is the same. Few terms do not pay for that.
+  static bool large(int64_t gates, int64_t terms) { return terms >= 512 && library_workspace(gates, terms); }
 };
 
 // Absent gates are computed again. dnew_h and dnew_cell may have no axes: one number for all.

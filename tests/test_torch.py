@@ -665,10 +665,12 @@ def test_autocast(low, where):
     """layer_norm takes what others left in a lower precision, and runs in float32; on the CPU its result has the lower
     precision again. gelu and add take what they get."""
     x, w, b = tensors(where, torch.float32, requires_grad=False)
+    casts = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")  # torch 2.11 did not yet
+    rms_norm = F.rms_norm if casts or where == "cpu" else lambda x, *args: F.rms_norm(x.float(), *args)
     with torch.autocast(where, low):
         for ours_, theirs in (
             (ours.layer_norm(x.to(low), 6, w, b), F.layer_norm(x.to(low), (6,), w, b)),
-            (ours.rms_norm(x.to(low), 6, w), F.rms_norm(x.to(low), (6,), w)),
+            (ours.rms_norm(x.to(low), 6, w), rms_norm(x.to(low), (6,), w)),
             (ours.softmax(x.to(low)), F.softmax(x.to(low), -1)),
             (ours.gelu(x.to(low)), F.gelu(x.to(low))),
             (ours.layer_norm(x.double(), 6), F.layer_norm(x.double(), (6,))),
@@ -1331,10 +1333,10 @@ class TestGpu:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             y, dx = step()
-        for k in (1.0, -2.0):
+        for k in (1.5, -2.0):  # numbers whose sums do not cancel, unlike some that are drawn
             with torch.no_grad():
-                for t in static:
-                    t.copy_(torch.randn_like(t) * k)
+                for t, start in zip(static, tensors("cuda", requires_grad=False), strict=True):
+                    t.copy_(start * k)
             graph.replay()
             expected = reference(*static)
             close(y, expected)

@@ -46,7 +46,10 @@ def _scratch(input, old_h, kept):
 
 def _infer(input, weights, bias, old_h, old_cell):
     _check("lltm", input, weights, bias, old_h, old_cell)
-    return old_h, old_cell, _gates(old_h)
+    gates, terms = 3 * size(old_h.shape), old_h.shape[-1] + input.shape[-1]
+    # as cuda_src/lltm.h has it: where cuBLASLt leaves its sums
+    work = gates if terms >= 512 and library_workspace(gates, terms) else 0
+    return old_h, old_cell, _gates(old_h), TensorSpec((work,), accumulate_dtype(old_h.dtype))
 
 
 def _infer_backward(dnew_h, dnew_cell, input, weights, bias, old_h, old_cell, gates):
@@ -77,6 +80,7 @@ def lltm_backward(dnew_h, dnew_cell, input, weights, bias, old_h, old_cell, gate
     inputs=("input", "weights", "bias", "old_h", "old_cell"),
     outputs=("new_h", "new_cell"),
     residuals=("gates",),
+    workspace=("workspace",),
     infer=_infer,
     backward=lltm_backward,
     like={"new_h": "old_h", "new_cell": "old_cell"},

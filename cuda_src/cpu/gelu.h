@@ -11,8 +11,8 @@ struct ExactGelu {
   Normal<T> normal;
 
   explicit ExactGelu(Vec<T> x) : normal(x) {}
-  // The larger of x and -0, less what the tail takes: a result of zero has the sign of x.
-  Vec<T> value(Vec<T> x) const { return (-Vec<T>{} > x ? -Vec<T>{} : x) - abs<T>(x) * normal.tail; }
+  // The larger of x and -0, less what the tail takes: a result of zero has the sign of x. Infinity loses nothing.
+  Vec<T> value(Vec<T> x) const { return (-Vec<T>{} > x ? -Vec<T>{} : x) - abs<T>(at_most<T>(x)) * normal.tail; }
   Vec<T> slope(Vec<T> x) const {
     return (x < 0 ? normal.tail : 1 - normal.tail) +
            x * normal.density * Accumulate<T>(0.3989422804014327);  // 1 / sqrt(2 pi)

@@ -161,6 +161,13 @@ struct Logistic {
   Vec<T> slope() const { return smaller - smaller * smaller; }
 };
 
+// x, or where it is large, infinity among it, a number that is large enough for the normal density to be 0.
+template <typename T>
+AOT_INLINE Vec<T> at_most(Vec<T> x) {
+  const Vec<T> far = Vec<T>{} + Accumulate<T>(64);
+  return x > far ? far : x;
+}
+
 // The normal distribution at x: its density, times sqrt(2 pi), and its distribution function at -|x|.
 template <typename T>
 struct Normal {
@@ -168,8 +175,8 @@ struct Normal {
 
   AOT_INLINE explicit Normal(Vec<T> x) {
     using C = Constants<T>;
-    const Vec<T> t = abs<T>(x), s = t / (t + C::kTailPole);
-    density = square_exponential(x);
+    const Vec<T> t = at_most<T>(abs<T>(x)), s = t / (t + C::kTailPole);
+    density = square_exponential(t);
     tail = (density - density * s) * (s * polynomial(2 * s - 1, C::kTail) + Accumulate<T>(0.5));
   }
 
