@@ -485,14 +485,19 @@ def _channels_last(conv2d: Callable[..., Any]) -> Callable[..., Any]:
         # is_contiguous(memory_format=...) is not to be had inside of vmap
         return not t.is_contiguous() and t.movedim(1, 3).is_contiguous()
 
-    @functools.wraps(conv2d)
-    def function(x, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, layout="NCHW", allow_tf32=False):
+    def as_they_lie(x, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, layout="NCHW", allow_tf32=False):
         rest = bias, stride, padding, dilation, groups
         images = all(isinstance(t, Tensor) and t.dim() == 4 for t in (x, weight))
         if layout == "NCHW" and images and (is_channels_last(x) or is_channels_last(weight)):
             y = conv2d(x.permute(0, 2, 3, 1), weight.permute(0, 2, 3, 1), *rest, "NHWC", allow_tf32)
             return y.permute(0, 3, 1, 2)
         return conv2d(x, weight, *rest, layout, allow_tf32)
+
+    @functools.wraps(conv2d)
+    def function(*args, **kwargs):
+        if "input" in kwargs:  # torch's name of x
+            kwargs["x"] = kwargs.pop("input")
+        return as_they_lie(*args, **kwargs)
 
     return function
 

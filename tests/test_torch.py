@@ -596,6 +596,17 @@ def test_errors_of_fake_tensors_are_the_same():
         ours.layer_norm(torch.empty(2, 3, device="meta"), 4)
 
 
+def test_export_with_a_dynamic_normalized_axis():
+    class Model(torch.nn.Module):
+        def forward(self, x, w):
+            return ours.layer_norm(x, x.shape[-1:], w) + ours.rms_norm(x, (x.shape[-1],))
+
+    axis = torch.export.Dim("axis")
+    program = torch.export.export(Model(), (torch.randn(3, 16), torch.randn(16)), dynamic_shapes=({1: axis}, {0: axis}))
+    x, w = torch.randn(3, 20), torch.randn(20)
+    torch.testing.assert_close(program.module()(x, w), F.layer_norm(x, (20,), w) + F.rms_norm(x, (20,)))
+
+
 @EACH
 def test_make_fx(name):
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -608,6 +619,29 @@ def test_make_fx(name):
 
 
 # --------------------------------------------------------------------------------------- subclasses, modes and autocast
+
+
+def test_torchs_names_of_arguments():
+    """The first two inputs by the names that torch gives them, eagerly and compiled; modules too."""
+    x, w = torch.randn(2, 4), torch.randn(3, 4)
+    image, kernel, target = torch.randn(1, 2, 5, 5), torch.randn(3, 2, 3, 3), torch.tensor([1, 2])
+    calls = {
+        "add": ({"input": x, "other": x}, x + x),
+        "matmul": ({"input": x, "other": w.T}, x @ w.T),
+        "gelu": ({"input": x, "approximate": "tanh"}, F.gelu(x, approximate="tanh")),
+        "softmax": ({"input": x, "dim": 0}, x.softmax(0)),
+        "layer_norm": ({"input": x, "normalized_shape": 4}, F.layer_norm(x, (4,))),
+        "linear": ({"input": x, "weight": w}, F.linear(x, w)),
+        "conv2d": ({"input": image, "weight": kernel}, F.conv2d(image, kernel)),
+        "cross_entropy": ({"input": x, "target": target}, F.cross_entropy(x, target)),
+    }
+    for name, (arguments, expected) in calls.items():
+        function = getattr(ours, name)
+        for f in (function, torch.compile(function, backend="eager", fullgraph=True)):
+            torch.testing.assert_close(f(**arguments), expected)
+    assert ours.Linear(4, 4)(input=x).shape == (2, 4)
+    with pytest.raises(TypeError, match=r"cross_entropy: ignore_index is tensor\(.*\), expected an integer"):
+        ours.cross_entropy(x, target, torch.ones(4))  # the place of torch's weight
 
 
 class Logged(torch.Tensor):
