@@ -28,13 +28,13 @@ def _infer_backward(dy, y, dim):
 
 def _from_the_end(dim, x):
     """The same axis, counted so that leading axes that vmap adds do not shift it."""
-    if isinstance(dim, bool) or getattr(dim, "ndim", False) or not isinstance(getattr(x, "ndim", None), int):
+    if isinstance(dim, bool) or not hasattr(dim, "__index__") or not hasattr(x, "ndim"):
         return dim  # to be refused
-    try:
-        dim, ndim = index(dim), max(x.ndim, 1)
-    except TypeError:
-        return dim  # likewise
-    return dim - ndim if 0 <= dim < ndim else dim
+    if getattr(dim, "ndim", 0) or not isinstance(x.ndim, int):
+        return dim
+    # MindSpore's graph mode compiles this, and knows no index()
+    axis, ndim = dim if isinstance(dim, int) else index(dim), max(x.ndim, 1)
+    return axis - ndim if 0 <= axis < ndim else axis
 
 
 @operator(
