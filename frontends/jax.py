@@ -95,15 +95,13 @@ def _function(op: Op) -> Callable[..., Array]:
 def _bind(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Array | None, ...], Attrs]:
     """The inputs and the attributes; refuses what the core, which knows no framework, cannot tell from an array or a
     number."""
-    try:
-        inputs, attrs = op.bind(*args, **kwargs)
-        for name, value in zip(op.attrs, attrs, strict=True):
-            if any(map(is_symbolic_dim, value if isinstance(value, tuple) else (value,))):
-                raise TypeError(f"{op.name}: {name} is {value}, which is symbolic, expected a constant of the program")
-        attrs = op.canonical(attrs)
-    except (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError) as error:
-        names = ", ".join(op.attrs)
-        raise TypeError(f"{op.name}: an attribute is traced, expected constants of the program: {names}") from error
+    inputs, attrs = op.bind(*args, **kwargs)
+    for name, value in zip(op.attrs, attrs, strict=True):
+        for part in value if isinstance(value, tuple) else (value,):
+            if isinstance(part, jax.core.Tracer) or is_symbolic_dim(part):
+                kind = "traced" if isinstance(part, jax.core.Tracer) else "symbolic"
+                raise TypeError(f"{op.name}: {name} is {value}, which is {kind}, expected a constant of the program")
+    attrs = op.canonical(attrs)
     for slot, x in zip(op.inputs, inputs, strict=True):
         is_array = hasattr(x, "dtype") and not isinstance(x, np.ma.MaskedArray)  # whose mask JAX does not know
         if x is not None and not is_array and not isinstance(x, (int, float, complex)):

@@ -28,13 +28,20 @@ def _infer_backward(dy, y, dim):
 
 def _from_the_end(dim, x):
     """The same axis, counted so that leading axes that vmap adds do not shift it."""
-    if isinstance(dim, bool) or not hasattr(dim, "__index__") or not hasattr(x, "ndim"):
-        return dim  # to be refused
-    if getattr(dim, "ndim", 0) or not isinstance(x.ndim, int):
+    if isinstance(dim, bool) or not isinstance(getattr(x, "ndim", None), int):
         return dim
-    # MindSpore's graph mode compiles this, and knows no index()
-    axis, ndim = dim if isinstance(dim, int) else index(dim), max(x.ndim, 1)
+    axis, ndim = dim if isinstance(dim, int) else _axis(dim), max(x.ndim, 1)
+    if axis is None:
+        return dim  # to be refused
     return axis - ndim if 0 <= axis < ndim else axis
+
+
+def _axis(dim):
+    """None for what is no integer. MindSpore's graph mode, which compiles the above, would know nothing of this."""
+    try:
+        return None if getattr(dim, "ndim", 0) else index(dim)
+    except TypeError:
+        return None
 
 
 @operator(
