@@ -28,7 +28,7 @@ def _infer_backward(dy, y, dim):
 
 def _from_the_end(dim, x):
     """The same axis, counted so that leading axes that vmap adds do not shift it."""
-    if isinstance(dim, bool) or not isinstance(getattr(x, "ndim", None), int):
+    if isinstance(dim, (bool, float, str, list, tuple)) or not isinstance(getattr(x, "ndim", None), int):
         return dim
     axis, ndim = dim if isinstance(dim, int) else _axis(dim), max(x.ndim, 1)
     if axis is None:
