@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from .infer import infer
 from .op import Attr, Op
 from .ops import OPS
 from .spec import TensorSpec, accumulate_dtype, check_broadcast, check_like
@@ -19,6 +20,9 @@ Arrays = Sequence[Any]
 
 class ArrayFrontend(ABC):
     """The verbs of one array library. ``functions`` makes everything else of them."""
+
+    device: str
+    """Where its arrays are: "cpu" or "cuda"."""
 
     @abstractmethod
     def prepare(self, op: Op, slot: str, value: Any) -> Any:
@@ -120,20 +124,22 @@ class ArrayFrontend(ABC):
     def _check_gradients(self, op: Op, inputs: Arrays, attrs: tuple[Attr, ...], gradients: dict[str, Any]) -> None:
         """What the backward's kernel checks, for one that has none: each ``dy`` is like ``y``."""
         assert op.backward is not None
-        expected = op.specs([None if a is None else self.spec(a) for a in inputs], attrs)
-        op.backward.specs([None if a is None else self.spec(a) for a in gradients.values()], attrs)
+        expected = self._infer(op, inputs, attrs)
         for y in op.outputs:
             check_like(op.backward.name, f"d{y}", self.spec(gradients[f"d{y}"]), y, expected[y])
 
     def _run(self, op: Op, inputs: Arrays, attrs: tuple[Attr, ...], wanted: Sequence[str] | set[str]) -> list[Any]:
         """One result for each of ``wanted`` that is an output or a residual, in the order of ``wanted`` where it is a
         sequence; for a set, one for each of ``op.results``, None where it is not wanted."""
-        specs = op.specs([None if a is None else self.spec(a) for a in inputs], attrs)
+        specs = self._infer(op, inputs, attrs)
         model = next(a for a in inputs if a is not None)
         needed = {*wanted, *op.workspace, *(y for y in op.outputs if y not in op.optional)}
         written = {name: self.empty(specs[name], model) if name in needed else None for name in op.extra_outputs}
         self.launch(op, attrs, [*inputs, *written.values()])
         return [written[name] for name in (op.results if isinstance(wanted, set) else wanted)]
+
+    def _infer(self, op: Op, inputs: Arrays, attrs: tuple[Attr, ...]) -> dict[str, TensorSpec]:
+        return infer(op, attrs, tuple(None if a is None else self.spec(a) for a in inputs), self.device)
 
 
 def _contiguous(value: Any) -> bool:

@@ -8,8 +8,6 @@ from functools import cached_property
 from operator import index
 from typing import Any
 
-from .spec import TensorSpec
-
 Attr = int | float | bool | str | tuple[int, ...] | None
 
 _INT64 = range(-(1 << 63), 1 << 63)
@@ -74,9 +72,6 @@ class Op:
     parameters are those inputs and attributes; the entry takes the attributes that it returns where inputs are None."""
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    infer: Callable[..., tuple[TensorSpec, ...]]
-    """Takes the inputs' specs (None where absent), then the attributes; returns the specs of outputs, residuals and
-    workspace. Raises TypeError or ValueError for inputs that the operator does not take."""
     optional: frozenset[str] = frozenset()
     """Inputs that may be None, and outputs that a caller may leave out."""
     uniform: frozenset[str] = frozenset()
@@ -92,7 +87,10 @@ class Op:
     """Scratch; its content means nothing afterwards."""
     backward: Op | None = None
     like: Mapping[str, str] = field(default_factory=dict)
-    """Outputs whose spec is that of an input: what ``infer`` says too, at once."""
+    """Outputs whose spec is that of an input."""
+    shapes: Mapping[str, Callable[[Any], tuple[Any, ...]]] = field(default_factory=dict)
+    """The shapes of all other outputs and residuals, for dimensions that are symbolic, of which the library knows
+    nothing: functions of a call, whose members are the inputs' shapes and the attributes, by name."""
     alias: Mapping[str, str] = field(default_factory=dict)
     """Outputs that are one of the inputs, or another output, as it is: the entry has no slot for them. Where all are
     inputs, there is no kernel."""
@@ -189,14 +187,6 @@ class Op:
             expected += " or None" if kind.endswith("?") else ""
             raised = TypeError if isinstance(error, TypeError) else ValueError
             raise raised(f"{self.name}: {name} is {_short(value)}, expected {expected}") from None
-
-    def specs(self, inputs: Sequence[TensorSpec | None], attrs: Sequence[Attr]) -> dict[str, TensorSpec]:
-        """The spec of every output, residual and workspace, by name. Raises for inputs that it does not take.
-        ``attrs`` are canonical, but for dimensions that are symbolic."""
-        for slot, spec in zip(self.inputs, inputs, strict=True):
-            if spec is None and slot not in self.optional:
-                raise TypeError(f"{self.name}: {slot} is None, expected a tensor")
-        return dict(zip((*self.outputs, *self.residuals, *self.workspace), self.infer(*inputs, *attrs), strict=True))
 
     def with_aliases(self, named: Mapping[str, Any]) -> dict[str, Any]:
         """``named``, values by slot, and the outputs that are one of them."""

@@ -1,7 +1,4 @@
-"""What the core knows of a tensor, shape and dtype, and the checks that every definition uses.
-
-The texts are those of cuda_src/aot.h: an error reads the same whether Python or the library finds it.
-"""
+"""What the core knows of a tensor: shape and dtype. The library infers the rest (infer.py)."""
 
 from __future__ import annotations
 
@@ -24,41 +21,15 @@ def accumulate_dtype(dtype: str) -> str:
     return "float64" if dtype == "float64" else "float32"
 
 
-def size(shape: Sequence[int]) -> int:
-    """The number of elements; 1 for a 0-dim shape."""
-    n = 1
-    for dim in shape:
-        n *= dim
-    return n
-
-
 def shape_text(shape: Sequence[int]) -> str:
     return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
 
 
-def check_floating(op: str, slot: str, spec: TensorSpec) -> None:
-    if spec.dtype not in FLOATING:
-        raise TypeError(f"{op}: {slot} has dtype {spec.dtype}, expected float16, bfloat16, float32 or float64")
-
-
-def check_integer(op: str, slot: str, spec: TensorSpec) -> None:
-    if spec.dtype not in INTEGERS:
-        raise TypeError(f"{op}: {slot} has dtype {spec.dtype}, expected int32 or int64")
-
-
-def check_dtype(op: str, slot: str, spec: TensorSpec, expected: str) -> None:
-    if spec.dtype != expected:
-        raise TypeError(f"{op}: {slot} has dtype {spec.dtype}, expected {expected}")
-
-
 def check_like(op: str, slot: str, spec: TensorSpec, model_slot: str, model: TensorSpec) -> None:
-    check_floating(op, slot, spec)
-    check_dtype(op, slot, spec, model.dtype)
-    check_shape(op, slot, spec, model_slot, model)
-
-
-def check_shape(op: str, slot: str, spec: TensorSpec, model_slot: str, model: TensorSpec) -> None:
-    if tuple(spec.shape) != tuple(model.shape):
+    """For a call that no entry sees."""
+    if spec.dtype != model.dtype:
+        raise TypeError(f"{op}: {slot} has dtype {spec.dtype}, expected {model.dtype}")
+    if spec.shape != model.shape:
         raise ValueError(
             f"{op}: {slot} has shape {shape_text(spec.shape)}, expected {shape_text(model.shape)}, "
             f"the shape of {model_slot}"

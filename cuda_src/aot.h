@@ -4,7 +4,8 @@
 //
 // Parallel arrays describe nparam tensors, inputs first, then outputs. `extra` carries the attributes (host/extra.h).
 // An entry returns 0, or a Status whose text aot_last_error() gives. Beside each entry stand <entry>Init, which reads
-// the attributes once, and <entry>InferShape and <entry>InferType.
+// the attributes once; MindSpore's <entry>InferShape and <entry>InferType, in C++; and <entry>Infer, the same in plain
+// C.
 //
 // An operator is a struct that says what it takes and gives; everything generic is done here, for every device:
 //
@@ -59,6 +60,13 @@ enum Status : int {
 extern const char kFloat16[], kBFloat16[], kFloat32[], kFloat64[];
 
 inline namespace AOT_ISA {
+
+// Whether this is compiled for the entries of a GPU. The size of a workspace may depend on it.
+#ifdef __CUDACC__
+constexpr bool kIsCuda = true;
+#else
+constexpr bool kIsCuda = false;
+#endif
 
 constexpr int kMaxNdim = 32;
 constexpr int64_t kUnknownDim = -1, kUnknownRank = -2;  // MindSpore's marks in a dynamic shape
@@ -367,25 +375,32 @@ int init(void *extra) noexcept {
 
 // ---------------------------------------------------------------------------------------------------------- entries
 
-// All that is to be known of a tensor, where a look did not show that it is a usual one.
-[[gnu::cold, gnu::noinline]] inline Status examine_tensor(const char *op, const Slot &slot, const void *data, int ndim,
-                                                          const int64_t *shape, const char *dtype) {
+// What a tensor must be, whatever the operator. Dimensions may be unknown only where `unknown_dims`.
+inline Status check_spec(const char *op, const Slot &slot, int ndim, const int64_t *shape, const char *dtype,
+                         bool unknown_dims, int64_t *elements) {
   if (ndim < 0 || ndim > kMaxNdim)
     return fail(kInvalidArgument, "%s: %s has %d dimensions, expected at most %d", op, slot.name, ndim, kMaxNdim);
   if (ndim && !shape) return fail(kConventionMisused, "%s: the shape of %s is null", op, slot.name);
   if (!dtype) return fail(kConventionMisused, "%s: the dtype of %s is null", op, slot.name);
   const ShapeText text(shape, ndim);
-  for (int i = 0; i < ndim; ++i)
+  for (int i = 0; i < ndim && !unknown_dims; ++i)
     if (shape[i] < 0)
       return fail(kInvalidArgument, "%s: %s has shape %s, expected no dimension below 0", op, slot.name, text.text);
-  int64_t elements;
-  if (!count_elements(shape, ndim, false, &elements))
+  if (!count_elements(shape, ndim, unknown_dims, elements))
     return fail(kInvalidArgument, "%s: %s has shape %s, expected at most 2**50 elements", op, slot.name, text.text);
-  if (!data && elements)
-    return fail(kConventionMisused, "%s: the data of %s is null, its shape is %s", op, slot.name, text.text);
   if (parse_dtype(dtype) == DType::other)
     return fail(kUnsupportedDtype, "%s: %s has dtype %s, expected %s", op, slot.name, dtype, slot.dtypes);
   return kOk;
+}
+
+// The checks that read_tensor skips for a usual tensor.
+[[gnu::cold, gnu::noinline]] inline Status examine_tensor(const char *op, const Slot &slot, const void *data, int ndim,
+                                                          const int64_t *shape, const char *dtype) {
+  int64_t elements;
+  AOT_TRY(check_spec(op, slot, ndim, shape, dtype, false, &elements));
+  if (data || !elements) return kOk;
+  return fail(kConventionMisused, "%s: the data of %s is null, its shape is %s", op, slot.name,
+              ShapeText(shape, ndim).text);
 }
 
 // Bits of each dimension, of so many, of a shape that surely has no more than kMostElements.
@@ -450,21 +465,59 @@ int run(const Bound<Op> &bound, Launcher<Op> launch, int nparam, void **params, 
   return elements ? launch(bound.op, in, out, stream) : kOk;
 }
 
-template <class Op>
-int run(Launcher<Op> launch, int nparam, void **params, int *ndims, int64_t **shapes, const char **dtypes, void *stream,
-        void *extra) noexcept {
+// f(the operator with its attributes): what Init left in `extra`, or, for a caller that called no Init, read now.
+template <class Op, class F>
+int with_bound(void *extra, F f) noexcept {
   if (extra && extra_view(extra)->kernel_data) {
     auto *marked = static_cast<Marked *>(extra_view(extra)->kernel_data);
     if (marked->mark != Bound<Op>::kMark)
       return fail(kConventionMisused, "%s: extra holds what the Init of another operator left", Op::name);
-    return run(static_cast<Bound<Op> &>(*marked), launch, nparam, params, ndims, shapes, dtypes, stream);
+    return f(static_cast<const Bound<Op> &>(*marked));
   }
-  Bound<Op> bound;  // a caller that called no Init
+  Bound<Op> bound;
   AOT_TRY(bound.init(extra));
-  return run(bound, launch, nparam, params, ndims, shapes, dtypes, stream);
+  return f(bound);
+}
+
+template <class Op>
+int run(Launcher<Op> launch, int nparam, void **params, int *ndims, int64_t **shapes, const char **dtypes, void *stream,
+        void *extra) noexcept {
+  return with_bound<Op>(
+      extra, [=](const Bound<Op> &bound) { return run(bound, launch, nparam, params, ndims, shapes, dtypes, stream); });
 }
 
 // ------------------------------------------------------------------------------------------------------- inference
+
+// <entry>Infer: the spec of every output slot, from the inputs that are present. A dimension may be kUnknownDim, a
+// shape {kUnknownRank}; what follows from those is unknown too. Status and text are those of the entry on the same
+// inputs. out_shapes: a row of kMaxNdim for each output slot.
+template <class Op>
+int infer_outputs(int nparam, const int *ndims, int64_t *const *shapes, const char *const *dtypes, void *extra,
+                  int *out_ndims, int64_t *out_shapes, const char **out_dtypes) noexcept {
+  return with_bound<Op>(extra, [=](const Bound<Op> &bound) -> Status {
+    constexpr int n_in = Bound<Op>::n_in, n_out = Bound<Op>::n_out;
+    Tensor in[n_in];
+    int n = 0;
+    for (int i = 0; i < n_in; ++i) {
+      if (!(bound.inputs >> i & 1)) continue;
+      if (n >= nparam)
+        return fail(kConventionMisused, "%s: %d tensors given, %s is missing", Op::name, nparam, Op::inputs[i].name);
+      int64_t elements;
+      AOT_TRY(check_spec(Op::name, Op::inputs[i], ndims[n], shapes[n], dtypes[n], true, &elements));
+      in[i].dtype = parse_dtype(dtypes[n]), in[i].ndim = ndims[n];
+      for (int k = 0; k < ndims[n]; ++k) in[i].shape[k] = shapes[n][k];
+      ++n;
+    }
+    if (n != nparam) return fail(kConventionMisused, "%s: %d tensors given, expected %d", Op::name, nparam, n);
+    Spec out[n_out];
+    AOT_TRY(bound.op.infer(in, out));
+    for (int i = 0; i < n_out; ++i) {
+      out_ndims[i] = out[i].ndim, out_dtypes[i] = dtype_name(out[i].dtype);
+      for (int k = 0; k < out[i].ndim; ++k) out_shapes[i * kMaxNdim + k] = out[i].shape[k];
+    }
+    return kOk;
+  });
+}
 
 // MindSpore's numbers for its dtypes (mindapi/base/type_id.h).
 enum TypeId : int {
@@ -546,11 +599,15 @@ auto one_or_list(std::vector<T> outputs) {
   }                                                                                                              \
   AOT_COMPANIONS(Op, symbol)
 
-#define AOT_COMPANIONS(Op, symbol)                                                                           \
-  AOT_API int symbol##Init(int *, int64_t **, const char **, void *extra) { return ::aot::init<Op>(extra); } \
-  AOT_API auto symbol##InferShape(int *ndims, int64_t **shapes, void *extra) {                               \
-    return ::aot::one_or_list<Op>(::aot::infer_shapes<Op>(ndims, shapes, extra));                            \
-  }                                                                                                          \
-  AOT_API auto symbol##InferType(std::vector<::aot::TypeId> types, void *extra) {                            \
-    return ::aot::one_or_list<Op>(::aot::infer_types<Op>(types, extra));                                     \
+#define AOT_COMPANIONS(Op, symbol)                                                                            \
+  AOT_API int symbol##Init(int *, int64_t **, const char **, void *extra) { return ::aot::init<Op>(extra); }  \
+  AOT_API int symbol##Infer(int nparam, const int *ndims, int64_t *const *shapes, const char *const *dtypes,  \
+                            void *extra, int *out_ndims, int64_t *out_shapes, const char **out_dtypes) {      \
+    return ::aot::infer_outputs<Op>(nparam, ndims, shapes, dtypes, extra, out_ndims, out_shapes, out_dtypes); \
+  }                                                                                                           \
+  AOT_API auto symbol##InferShape(int *ndims, int64_t **shapes, void *extra) {                                \
+    return ::aot::one_or_list<Op>(::aot::infer_shapes<Op>(ndims, shapes, extra));                             \
+  }                                                                                                           \
+  AOT_API auto symbol##InferType(std::vector<::aot::TypeId> types, void *extra) {                             \
+    return ::aot::one_or_list<Op>(::aot::infer_types<Op>(types, extra));                                      \
   }

@@ -59,7 +59,7 @@ struct Conv2dAttrs {
 
   // --------------------------------------------------------------------------------------------------- CUDA's scratch
 
-  // The rules here are those of aotops/ops/conv2d.py too. What follows is in elements of the workspace's dtype: words.
+  // What follows is in elements of the workspace's dtype: words.
 
   // A sum over pixels is taken in slices, which a second kernel adds in their order: so many of dbias, and of dweight
   // so many that kFull blocks are at work, which is two on each multiprocessor of an H200.
@@ -179,8 +179,8 @@ struct Conv2d : Conv2dAttrs {
     AOT_TRY(output(name, x, weight, &out[0]));
     if (bias) AOT_TRY(check_like(name, "bias", bias, "the output channels", outputs_of(weight)));
     out[1] = Spec::vector(accumulate_dtype(x.dtype), kUnknownDim);
-    if (!x.known() || !weight.known()) return kOk;
-    out[1].shape[0] = plan(shape(x, weight, out[0])).forward();
+    if (!kIsCuda) out[1].shape[0] = 0;
+    else if (x.known() && weight.known()) out[1].shape[0] = plan(shape(x, weight, out[0])).forward();
     return kOk;
   }
 };
@@ -202,7 +202,8 @@ struct Conv2dBackward : Conv2dAttrs {
     out[2] = outputs_of(weight);
     out[2].dtype = x.dtype;
     out[3] = Spec::vector(accumulate_dtype(x.dtype), kUnknownDim);
-    if (x.known() && weight.known()) out[3].shape[0] = plan(shape(x, weight, y)).backward();
+    if (!kIsCuda) out[3].shape[0] = 0;
+    else if (x.known() && weight.known()) out[3].shape[0] = plan(shape(x, weight, y)).backward();
     return kOk;
   }
 };

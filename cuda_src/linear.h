@@ -71,7 +71,8 @@ struct LinearBackward : LinearAttrs {
   static constexpr Slot inputs[] = {{"dy"}, {"x"}, {"weight"}, {"bias", optional}, {"before", optional}};
   static constexpr Slot outputs[] = {
       {"dx", optional}, {"dweight", optional}, {"dbias", optional}, {"workspace", workspace}};
-  static constexpr int kParts = 64;  // partial sums of a column of dy; what lies behind all of them is aligned, too
+  // partial sums of a column of dy, which the CPU does not need; what follows all of them is aligned, too
+  static constexpr int kParts = kIsCuda ? 64 : 0;
 
   Status infer(const Tensor *in, Spec *out) const {
     const Spec &dy = in[0], &x = in[1], &weight = in[2];

@@ -118,8 +118,8 @@ struct LltmBackward : LltmAttrs {
     return kOk;
   }
 
-  // What the workspace has, in elements: first dpre, which is rounded, for what is multiplied has one type; then, each
-  // from there on, gates that were absent, partial sums of dbias, and what is cuBLASLt's.
+  // What the workspace has, in elements: first dpre, which is rounded, for what is multiplied has one type. On CUDA
+  // there follow, each from here on: absent gates, partial sums of dbias, and cuBLASLt's scratch.
   struct Scratch {
     int64_t gates, sums, library, end;
   };
@@ -128,6 +128,7 @@ struct LltmBackward : LltmAttrs {
     const DType sums = accumulate_dtype(old_h.dtype);
     Scratch s;
     s.gates = workspace_elements(all, old_h.dtype);
+    if (!kIsCuda) return s.sums = s.library = s.end = s.gates, s;
     s.sums = s.gates + (kept ? 0 : workspace_elements(all, sums));
     s.library = s.sums + workspace_elements(parts(rows(old_h)) * columns, sums);
     s.end = s.library + library_workspace(all, width(old_h) + width(input));

@@ -15,10 +15,11 @@ namespace aot {
 inline namespace AOT_ISA {
 
 // Rows of partial sums that a backward keeps for dweight and dbias: what fits in about 2M elements, so that their
-// traffic stays small beside x's, and no more than there are rows. aotops/norm.py has the same rule.
+// traffic stays small beside x's, and no more than there are rows.
 inline int64_t partial_rows(int64_t rows, int64_t cols) {
+  constexpr int64_t kMost = kIsCuda ? 528 : 32;  // on the CPU what keeps a few threads busy
   int64_t fit = (int64_t{9} << 18) / (cols > 0 ? cols : 1);
-  fit = fit < 16 ? 16 : fit > 528 ? 528 : fit;
+  fit = fit < 16 ? 16 : fit > kMost ? kMost : fit;
   return rows >= 0 && rows < fit ? rows : fit;
 }
 
@@ -117,7 +118,7 @@ struct Norm : NormAttrs<kCentred, kAdd> {
 };
 
 // The same for a backward: dy, dh, x (h where there was an addition), weight, stats; dx, dweight, dbias, workspace.
-// Absent stats are computed again. The workspace has (partial_rows, kSums, N) sums, then the stats that are absent.
+// Absent stats are computed again. The workspace has (partial_rows, kSums, N) sums, then, on CUDA, absent stats.
 template <class Op, bool kCentred, bool kAdd>
 struct NormBackward : NormAttrs<kCentred, kAdd> {
   static constexpr int kDy = 0, kDh = kAdd ? 1 : -1, kX = 1 + kAdd, kWeight = 2 + kAdd, kStatsIn = 3 + kAdd;
@@ -142,7 +143,7 @@ struct NormBackward : NormAttrs<kCentred, kAdd> {
     int64_t n = kUnknownDim;
     if (x.known()) {
       const int64_t rows = this->rows(x), cols = this->cols();
-      n = this->kSums * partial_rows(rows, cols) * cols + (with_stats ? this->kStats * rows : 0);
+      n = this->kSums * partial_rows(rows, cols) * cols + (kIsCuda && with_stats ? this->kStats * rows : 0);
     }
     return Spec::vector(accumulate_dtype(x.dtype), n);
   }

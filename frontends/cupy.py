@@ -16,6 +16,8 @@ from aotops.spec import TensorSpec
 
 
 class _CuPy(ArrayFrontend):
+    device = "cuda"
+
     def prepare(self, op: Op, slot: str, value) -> cp.ndarray:
         if type(value) is not cp.ndarray:  # the elements of a subclass need not be where a plain array's are
             raise TypeError(f"{op.name}: {slot} is a {type(value).__name__}, expected a cupy.ndarray")

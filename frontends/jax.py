@@ -1,8 +1,8 @@
 """The operators for JAX: each is one XLA custom call, differentiable in reverse mode and batched by vmap.
 
 They work under jit, grad, vmap, scan, cond, checkpoint and shard_map. A program exported with ``jax.export`` needs
-``disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(TARGET)]``, and ``register()`` where it is loaded. What is
-left open:
+``disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(name) for name in (TARGET, SCRATCH_TARGET)]``, and
+``register()`` where it is loaded. What is left open:
 
 - XLA cannot partition a custom call. Under jit over several devices every operator gathers its inputs, and each device
   computes the whole result: values are right, memory and time are not shared. ``shard_map`` shares them. The first
@@ -32,6 +32,7 @@ from jax.export import is_symbolic_dim
 
 from .. import library
 from ..extra import encode
+from ..infer import UNKNOWN_DIM, infer, infer_symbolic
 from ..op import Attr, Op
 from ..ops import OPS
 from ..spec import TensorSpec, shape_text
@@ -45,10 +46,11 @@ try:
 except ImportError:  # before JAX 0.5
     from jax.extend import ffi
 
-__all__ = ["LLTM", "TARGET", "ShardingWarning", "register", *OPS]
+__all__ = ["LLTM", "SCRATCH_TARGET", "TARGET", "ShardingWarning", "register", *OPS]
 
-TARGET = "aotops"
-"""The name of the custom call."""
+TARGET, SCRATCH_TARGET = "aotops", "aotops_scratch"
+"""The names of the custom calls. The second is in exported programs alone, for operators that need a workspace whose
+size depends on a symbolic dimension."""
 
 
 class ShardingWarning(UserWarning):
@@ -71,8 +73,10 @@ def register() -> None:
     # Not at import: a registration that XLA refuses takes the whole of JAX down.
     lib = library.load()
     ffi.register_ffi_target(TARGET, ffi.pycapsule(lib.aot_xla_cpu), platform="cpu")
+    ffi.register_ffi_target(SCRATCH_TARGET, ffi.pycapsule(lib.aot_xla_cpu), platform="cpu")
     # Without CUDA entries too: the handler says so better than XLA would.
     ffi.register_ffi_target(TARGET, ffi.pycapsule(lib.aot_xla_cuda), platform="CUDA")
+    ffi.register_ffi_target(SCRATCH_TARGET, ffi.pycapsule(lib.aot_xla_cuda_scratch), platform="CUDA")
 
 
 # ------------------------------------------------------------------------------------------------------------ functions
@@ -194,24 +198,46 @@ def _launch(op: Op, attrs: Attrs, wanted: Names, *inputs: Array | None) -> tuple
 
 
 def _call(op: Op, attrs: Attrs, wanted: Names, *inputs: Array | None) -> tuple[Array, ...]:
-    specs = _specs(op, attrs, inputs)
+    _warn_of_mesh(op, inputs)
+    specs = tuple(None if x is None else TensorSpec(x.shape, x.dtype.name) for x in inputs)
+    if any(is_symbolic_dim(dim) for spec in specs if spec for dim in spec.shape):
+        return _custom_call(op, attrs, wanted, _symbolic_specs(op, attrs, specs), *inputs)
+    cpu, cuda = (infer(op, attrs, specs, device) for device in ("cpu", "cuda"))
+    calls = [partial(_custom_call, op, attrs, wanted, found) for found in (cpu, cuda)]
+    if cpu == cuda:
+        return calls[0](*inputs)
+    return jax.lax.platform_dependent(*inputs, cpu=calls[0], cuda=calls[1])  # workspaces differ
+
+
+def _custom_call(
+    op: Op, attrs: Attrs, wanted: Names, specs: Mapping[str, TensorSpec], *inputs: Array | None
+) -> tuple[Array, ...]:
+    """``specs``: where they have no workspace, the handler allocates it."""
     written = [s for s in op.extra_outputs if s in wanted or s in op.workspace or not op.is_optional(s)]
     present = [x is not None for x in inputs] + [s in written for s in op.extra_outputs]
-    types = [jax.ShapeDtypeStruct(specs[s].shape, specs[s].dtype) for s in written]
-    _warn_of_mesh(op, inputs)
-    call = ffi.ffi_call(TARGET, types)
-    outputs = call(*(x for x in inputs if x is not None), entry=f"aot_{op.name}", attrs=encode(op, attrs, present))
-    results = dict(zip(written, _vary(outputs, _varying(inputs)), strict=True))
-    return tuple(results[s] for s in wanted)
+    results = [s for s in written if s in specs]
+    types = [jax.ShapeDtypeStruct(specs[s].shape, specs[s].dtype) for s in results]
+    texts = {"entry": f"aot_{op.name}", "attrs": encode(op, attrs, present)}
+    if results != written:
+        texts["scratch"] = ",".join(op.workspace)
+    call = ffi.ffi_call(TARGET if results == written else SCRATCH_TARGET, types)
+    outputs = call(*(x for x in inputs if x is not None), **texts)
+    named = dict(zip(results, _vary(outputs, _varying(inputs)), strict=True))
+    return tuple(named[s] for s in wanted)
 
 
-def _specs(op: Op, attrs: Attrs, inputs: Sequence[Array | None]) -> dict[str, TensorSpec]:
+def _symbolic_specs(op: Op, attrs: Attrs, specs: Sequence[TensorSpec | None]) -> dict[str, TensorSpec]:
+    found = infer_symbolic(op, attrs, specs, lambda dim: UNKNOWN_DIM if is_symbolic_dim(dim) else dim)
     try:
-        return op.specs([None if x is None else TensorSpec(x.shape, x.dtype.name) for x in inputs], attrs)
-    except InconclusiveDimensionOperation as error:
         # XLA drops a call whose results are empty, so that what does not fit would not be found when it runs.
+        fits = all(dim >= 1 for spec in found.values() for dim in spec.shape if is_symbolic_dim(dim))
+    except InconclusiveDimensionOperation as error:
         what = str(error).partition("\n")[0].removesuffix(".")
         raise ValueError(f"{op.name}: {what}: give jax.export.symbolic_shape a constraint that decides it") from error
+    if not fits:
+        shapes = " and ".join(shape_text(spec.shape) for spec in specs if spec)
+        raise ValueError(f"{op.name}: shapes {shapes} do not fit")
+    return found
 
 
 def _batched(op: Op, attrs: Attrs, wanted: Names, n: int, batched: Sequence[bool], *inputs: Array | None):

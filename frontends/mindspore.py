@@ -28,11 +28,15 @@ from mindspore import Tensor, nn, ops
 from mindspore.common import initializer
 
 from aotops import library
+from aotops.infer import UNKNOWN_DIM, UNKNOWN_RANK, infer
 from aotops.op import Attr, Op
 from aotops.ops import OPS
 from aotops.spec import TensorSpec, accumulate_dtype, shape_text
 
 __all__ = [*OPS, "GELU", "LLTM", "Conv2d", "CrossEntropyLoss", "LayerNorm", "Linear", "RMSNorm", "Softmax"]
+
+
+_DEVICES = {"CPU": "cpu", "GPU": "cuda"}  # by MindSpore's device_target
 
 
 # ------------------------------------------------------------------------------------------------- the public functions
@@ -101,13 +105,11 @@ class _Choose(_Constant):
             if (value is None and not kind.endswith("?")) or (isinstance(value, tuple) and None in value):
                 raise TypeError(f"{self.op.name}: {name} is unknown while the graph is compiled, expected a constant")
         given = {slot: spec for slot, spec in zip(self.op.inputs, specs, strict=True) if spec is not None}
-        attrs = self.op.canonical(attrs)
-        known = {}
-        if not any(_UNKNOWN_RANK in spec.shape for spec in given.values()):
-            known = given | self.op.specs([spec and TensorSpec(_dims(spec), spec.dtype) for spec in specs], attrs)
+        attrs, target = self.op.canonical(attrs), ms.get_context("device_target")
+        known = given | infer(self.op, attrs, tuple(specs), _DEVICES.get(target, target))
         scalars = any(spec.shape == () for spec in known.values())  # see _primitive
         dtypes = tuple((slot, spec.dtype) for slot, spec in known.items() if scalars)
-        return _differentiable(self.op, attrs, tuple(given), dtypes, ms.get_context("device_target"))
+        return _differentiable(self.op, attrs, tuple(given), dtypes, target)
 
 
 # --------------------------------------------------------------------------------------------------------- broadcasting
@@ -134,7 +136,7 @@ class _CommonShape(_Constant):
 
     def evaluate(self, attrs, specs):
         shapes = [() if spec is None else spec.shape for spec in specs]
-        if any(_UNKNOWN_RANK in shape for shape in shapes):
+        if any(UNKNOWN_RANK in shape for shape in shapes):
             return (), (None,) * len(specs)
         ndim = max(map(len, shapes))
         sources = tuple(self.source(shapes, axis) for axis in range(-ndim, 0))
@@ -144,41 +146,15 @@ class _CommonShape(_Constant):
 
     def source(self, shapes, axis):
         lengths = {i: shape[axis] for i, shape in enumerate(shapes) if len(shape) >= -axis}
-        known = {length for length in lengths.values() if length not in (1, _UNKNOWN_DIM)}
+        known = {length for length in lengths.values() if length not in (1, UNKNOWN_DIM)}
         if len(known) > 1:
             given = " and ".join(shape_text(shape) for shape in shapes)
             raise ValueError(f"{self.op.name}: shapes {given} do not broadcast")
-        rank = {1: 2, _UNKNOWN_DIM: 1}  # a known length tells most, 1 tells least
+        rank = {1: 2, UNKNOWN_DIM: 1}  # a known length tells most, 1 tells least
         return min(lengths, key=lambda i: rank.get(lengths[i], 0)), axis
 
 
 # --------------------------------------------------------------------------------------------------------------- specs
-
-_UNKNOWN_DIM, _UNKNOWN_RANK = -1, -2
-
-
-class _AnyDim:
-    """A dimension not known yet. It passes every comparison with what is expected of it."""
-
-    def _same(self, *_):
-        return self
-
-    def _yes(self, _):
-        return True
-
-    def _no(self, _):
-        return False
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __floordiv__ = __rfloordiv__ = __mod__ = _same
-    __eq__ = __ge__ = __le__ = _yes
-    __ne__ = __gt__ = __lt__ = _no
-
-    def __repr__(self) -> str:
-        return "?"
-
-
-def _dims(spec: TensorSpec) -> tuple[Any, ...]:
-    return tuple(_AnyDim() if dim == _UNKNOWN_DIM else dim for dim in spec.shape)
 
 
 def _spec(op: Op, slot: str, t: Any) -> TensorSpec | None:
@@ -231,7 +207,7 @@ def _primitive(
     asks for them where there is no Python. ``dtypes`` takes that over where there are 0-dim tensors: of a 0-dim result
     whose dtype the library inferred MindSpore makes a number, and, after ``set_inputs`` in PyNative mode, an error.
     """
-    entry = library.entry_name(op, {"CPU": "cpu", "GPU": "cuda"}.get(target, target))
+    entry = library.entry_name(op, _DEVICES.get(target, target))
     one, known = len(op.extra_outputs) == 1, all(name in dtypes for name in wanted)
     types = tuple(ms.dtype.TensorType(getattr(ms, dtypes[name])) for name in wanted) if known else None
     primitive = ops.Custom(f"{library.path()}:{entry}", None, types[0] if types and one else types, "aot", bprop)

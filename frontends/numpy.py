@@ -19,6 +19,8 @@ subclass."""
 
 
 class _NumPy(ArrayFrontend):
+    device = "cpu"
+
     def __init__(self) -> None:
         self.dtypes = {name: np.dtype(name) for name in (*FLOATING, *INTEGERS) if name != "bfloat16"}
         self.reads_tensors = call.read_numpy(np, list(self.dtypes.values()))

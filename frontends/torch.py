@@ -25,6 +25,7 @@ from torch._C._profiler import _RecordFunctionFast
 from torch.autograd import forward_ad
 
 from aotops import call
+from aotops.infer import UNKNOWN_DIM, infer, infer_symbolic
 from aotops.op import Attr, Op
 from aotops.ops import OPS
 from aotops.spec import TensorSpec, check_broadcast
@@ -80,11 +81,31 @@ def _check_devices(op: Op, inputs: Tensors) -> None:
             raise ValueError(f"{op.name}: {slot} is on {t.device}, expected {device}, the device of {first}")
 
 
+def _infer(op: Op, attrs: tuple[Any, ...], inputs: Tensors) -> dict[str, TensorSpec]:
+    """The spec of every output and residual, for dimensions that may be symbolic."""
+    specs, device = tuple(map(_spec, inputs)), inputs[0].device.type
+    dims = [*(dim for spec in specs if spec for dim in spec.shape), *(a for attr in attrs for a in _parts(attr))]
+    if any(isinstance(dim, _SYMBOLIC) for dim in dims):
+        return infer_symbolic(op, attrs, specs, _hint, device)
+    return infer(op, op.canonical(attrs), specs, device)
+
+
+def _parts(attr: Any) -> Sequence[Any]:
+    return attr if isinstance(attr, (tuple, list)) else (attr,)
+
+
+def _hint(dim: Any) -> int:
+    """The value that torch traces a symbolic dimension with: to compare it adds no guard."""
+    if not isinstance(dim, torch.SymInt):
+        return dim
+    return dim.node.hint if dim.node.has_hint() else UNKNOWN_DIM
+
+
 @functools.lru_cache(maxsize=4096)
-def _written(op: Op, attrs: tuple[Attr, ...], given: tuple[tuple[torch.Size, torch.dtype] | None, ...]):
+def _written(op: Op, attrs: tuple[Attr, ...], device: str, given: tuple[tuple[torch.Size, torch.dtype] | None, ...]):
     """The arguments of ``torch.empty`` for everything that an entry writes."""
-    specs = op.specs([g and TensorSpec(tuple(g[0]), str(g[1]).removeprefix("torch.")) for g in given], attrs)
-    return {name: _empty_arguments(spec) for name, spec in specs.items()}
+    specs = tuple(g and TensorSpec(tuple(g[0]), str(g[1]).removeprefix("torch.")) for g in given)
+    return {name: _empty_arguments(spec) for name, spec in infer(op, attrs, specs, device).items()}
 
 
 def _empty_arguments(spec: TensorSpec) -> dict[str, Any]:
@@ -93,7 +114,7 @@ def _empty_arguments(spec: TensorSpec) -> dict[str, Any]:
 
 def _models(op: Op, attrs: tuple[Attr, ...], *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
     """Tensors for ``empty_like``, each with the memory of one element, for what is not like an input."""
-    specs = op.specs([_spec(t) for t in inputs], attrs)
+    specs = infer(op, attrs, tuple(map(_spec, inputs)), inputs[0].device.type)
     arguments = {name: _empty_arguments(specs[name]) for name in op.extra_outputs if name not in op.like}
     for one in arguments.values():
         one["stride"] = (0,) * len(one["size"])
@@ -109,14 +130,15 @@ def _run(op: Op, inputs: Tensors, attrs: tuple[Attr, ...], wanted: Sequence[str]
     wanted."""
     names = {*(op.alias.get(name, name) for name in wanted), *op.workspace}
     names |= {y for y in op.outputs if y not in op.optional}
-    written = _written(op, attrs, tuple([None if t is None else (t.shape, t.dtype) for t in inputs]))
+    device = inputs[0].device
+    written = _written(op, attrs, device.type, tuple([None if t is None else (t.shape, t.dtype) for t in inputs]))
     _check_devices(op, inputs)
     for slot, t in zip(op.inputs, inputs, strict=True):
         if t is not None and t.numel() and not t.data_ptr():
             raise RuntimeError(f"{op.name}: {slot} has no memory: its storage was freed")
     if op.elementwise and (strides := _common_strides(inputs)):
         return _run_elementwise(op, inputs, attrs, names, strides)
-    plain, device = [None if t is None else _plain(t) for t in inputs], inputs[0].device
+    plain = [None if t is None else _plain(t) for t in inputs]
     results = [torch.empty(**written[name], device=device) if name in names else None for name in op.extra_outputs]
     _launcher(op, attrs)(*plain, *results)
     return tuple(results[: len(op.results)])
@@ -240,7 +262,7 @@ def _register(op: Op, forward: Op) -> Callable[..., Any]:
 
     def fake(*args):
         inputs, attrs = split(args)
-        specs = op.specs([_spec(t) for t in inputs], attrs)
+        specs = _infer(op, attrs, inputs)
         _check_devices(op, inputs)
         strides, device = op.elementwise and _common_strides(inputs), inputs[0].device
         if strides:
@@ -432,7 +454,7 @@ def _public(op: Op) -> Callable[..., Any]:
 def _general(op: Op, disp: Callable[..., Any], inputs: Tensors, attrs: tuple[Any, ...]):
     """What plain eager does not take as it is. Raises for what the operator does not take at all."""
     _check_tensors(op, inputs)
-    if not any(isinstance(v, _SYMBOLIC) for a in attrs for v in (a if isinstance(a, (tuple, list)) else (a,))):
+    if not any(isinstance(part, _SYMBOLIC) for attr in attrs for part in _parts(attr)):
         attrs = op.canonical(attrs)
     if op.broadcast:
         check_broadcast(op.name, op.inputs, [_spec(t) for t in inputs])
@@ -450,7 +472,7 @@ def _run_eager(op: Op, inputs: Tensors, attrs: tuple[Attr, ...]):
     inputs, attrs = op.as_they_lie(inputs, attrs, Tensor.is_contiguous)
     if op.broadcast:
         inputs = torch.broadcast_tensors(*inputs)
-    op.specs([_spec(t) for t in inputs], attrs)
+    _infer(op, attrs, inputs)
     _check_devices(op, inputs)
     with _RecordFunctionFast(f"aotops::{op.name}", [t for t in inputs if t is not None]):
         results = _eager(op, attrs)(*(None if t is None else _plain(t) for t in inputs))

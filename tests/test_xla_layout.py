@@ -11,6 +11,10 @@ HOST = Path(__file__).parents[1] / "cuda_src" / "host"
 STRUCTS = """
 ApiVersion: XLA_FFI_Api_Version size=struct_size extension=extension_start major=major_version minor=minor_version
 ErrorCreateArgs: XLA_FFI_Error_Create_Args size=struct_size extension=extension_start message=message code=errc
+ErrorDestroyArgs: XLA_FFI_Error_Destroy_Args size=struct_size extension=extension_start error=error
+AllocateArgs: XLA_FFI_DeviceMemory_Allocate_Args size=struct_size extension=extension_start context=ctx bytes=size
+AllocateArgs: XLA_FFI_DeviceMemory_Allocate_Args alignment=alignment data=data
+FreeArgs: XLA_FFI_DeviceMemory_Free_Args size=struct_size extension=extension_start context=ctx bytes=size data=data
 StreamGetArgs: XLA_FFI_Stream_Get_Args size=struct_size extension=extension_start context=ctx stream=stream
 Buffer: XLA_FFI_Buffer size=struct_size extension=extension_start dtype=dtype data=data rank=rank dims=dims
 ByteSpan: XLA_FFI_ByteSpan data=ptr size=len
@@ -24,6 +28,7 @@ Api: XLA_FFI_Api size=struct_size extension=extension_start version=api_version 
 Api: XLA_FFI_Api error_create=XLA_FFI_Error_Create error_get_message=XLA_FFI_Error_GetMessage +
 Api: XLA_FFI_Api error_destroy=XLA_FFI_Error_Destroy handler_register=XLA_FFI_Handler_Register +
 Api: XLA_FFI_Api stream_get=XLA_FFI_Stream_Get +
+Api: XLA_FFI_Api allocate=XLA_FFI_DeviceMemory_Allocate free=XLA_FFI_DeviceMemory_Free +
 CallFrame: XLA_FFI_CallFrame size=struct_size extension=extension_start api=api context=ctx stage=stage +
 CallFrame: XLA_FFI_CallFrame args=args rets=rets attrs=attrs +
 """

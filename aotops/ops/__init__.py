@@ -1,4 +1,4 @@
-"""All operators: every module in this folder defines one, under its own name."""
+"""All operators: every module in this folder defines one, under its own name; ``_*.py`` are what several share."""
 
 from __future__ import annotations
 
@@ -8,5 +8,6 @@ from pkgutil import iter_modules
 from ..op import Op
 
 OPS: dict[str, Op] = {
-    name: getattr(import_module(f"{__name__}.{name}"), name) for name in sorted(m.name for m in iter_modules(__path__))
+    name: getattr(import_module(f"{__name__}.{name}"), name)
+    for name in sorted(m.name for m in iter_modules(__path__) if not m.name.startswith("_"))
 }

@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 from ..op import operator
-from ..spec import check_floating, check_like
-
-
-def _infer(a, b):
-    check_floating("add", "a", a)
-    check_like("add", "b", b, "a", a)
-    return (a,)
 
 
 @operator(
     inputs=("dy",),
     outputs=("da", "db"),
-    infer=lambda dy: (dy, dy),
     alias={"da": "dy", "db": "dy"},
     batched=("dy", "da", "db"),
     elementwise=True,
@@ -27,7 +19,6 @@ def add_backward(dy):
 @operator(
     inputs=("a", "b"),
     outputs=("y",),
-    infer=_infer,
     backward=add_backward,
     like={"y": "a"},
     batched=("a", "b", "y"),

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from ..norm import axes, infer, infer_backward
 from ..op import operator
-
-
-def _infer(x, residual, weight, bias, normalized_shape, eps):
-    inputs = {"x": x, "residual": residual, "weight": weight, "bias": bias}
-    return infer("add_layer_norm", 2, inputs, normalized_shape)
-
-
-def _infer_backward(dy, dh, h, weight, stats, normalized_shape, eps):
-    op, gradients = "add_layer_norm_backward", {"dy": dy, "dh": dh}
-    dx, *rest = infer_backward(op, "h", 2, gradients, h, weight, {"stats": stats}, normalized_shape)
-    return dx, dx, *rest
+from ._norm import axes, normalized, statistics
 
 
 @operator(
     inputs=("dy", "dh", "h", "weight", "stats"),
     outputs=("dx", "dresidual", "dweight", "dbias"),
     workspace=("workspace",),
-    infer=_infer_backward,
+    shapes={"dweight": normalized, "dbias": normalized},
     optional=("weight", "stats", "dx", "dresidual", "dweight", "dbias"),
     attrs={"normalized_shape": "int[]", "eps": "float"},
     like={"dx": "h"},
@@ -36,7 +25,7 @@ def add_layer_norm_backward(dy, dh, h, weight, stats, normalized_shape, eps=1e-5
     inputs=("x", "residual", "weight", "bias"),
     outputs=("y", "h"),
     residuals=("stats",),
-    infer=_infer,
+    shapes={"stats": statistics(2)},
     optional=("weight", "bias"),
     attrs={"normalized_shape": "int[]", "eps": "float"},
     backward=add_layer_norm_backward,

@@ -3,25 +3,15 @@ pass."""
 
 from __future__ import annotations
 
-from ..norm import axes, infer, infer_backward
 from ..op import operator
-
-
-def _infer(x, residual, weight, normalized_shape, eps):
-    return infer("add_rms_norm", 1, {"x": x, "residual": residual, "weight": weight}, normalized_shape)
-
-
-def _infer_backward(dy, dh, h, weight, rstd, normalized_shape, eps):
-    op, gradients = "add_rms_norm_backward", {"dy": dy, "dh": dh}
-    dx, *rest = infer_backward(op, "h", 1, gradients, h, weight, {"rstd": rstd}, normalized_shape)
-    return dx, dx, *rest
+from ._norm import axes, normalized, statistics
 
 
 @operator(
     inputs=("dy", "dh", "h", "weight", "rstd"),
     outputs=("dx", "dresidual", "dweight"),
     workspace=("workspace",),
-    infer=_infer_backward,
+    shapes={"dweight": normalized},
     optional=("weight", "rstd", "dx", "dresidual", "dweight"),
     attrs={"normalized_shape": "int[]", "eps": "float?"},
     like={"dx": "h"},
@@ -36,7 +26,7 @@ def add_rms_norm_backward(dy, dh, h, weight, rstd, normalized_shape, eps=None):
     inputs=("x", "residual", "weight"),
     outputs=("y", "h"),
     residuals=("rstd",),
-    infer=_infer,
+    shapes={"rstd": statistics(1)},
     optional=("weight",),
     attrs={"normalized_shape": "int[]", "eps": "float?"},
     backward=add_rms_norm_backward,

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 from ..op import operator
-from ..spec import TensorSpec, accumulate_dtype, check_dtype, check_floating, check_like, shape_text, size
-
-SLICES = 128  # cuda_src/conv2d.h: kSlices
-FULL = 264  # cuda_src/conv2d.h: kFull
-MOST = 1 << 50  # cuda_src/aot.h: kMostElements
 
 
 def _pair(value):
@@ -16,105 +11,13 @@ def _pair(value):
     return tuple(value) if isinstance(value, (tuple, list)) else (value, value)
 
 
-def _image(spec, layout):
-    """Channels, height and width: the last three axes of x, y and the weight."""
-    a, b, c = spec.shape[-3:]
-    return (a, b, c) if layout == "NCHW" else (c, a, b)
-
-
-def _placed(leading, channels, height, width, layout):
-    image = (channels, height, width) if layout == "NCHW" else (height, width, channels)
-    return (*leading, *image)
-
-
-def _check_pair(op, name, pair, least):
-    if len(pair) != 2 or pair[0] < least or pair[1] < least:
-        raise ValueError(f"{op}: {name} is {shape_text(pair)}, expected two integers of at least {least}")
-    if pair[0] > MOST or pair[1] > MOST:
-        raise ValueError(f"{op}: {name} is {shape_text(pair)}, expected two integers of at most 2**50")
-
-
-def _output(op, x, weight, stride, padding, dilation, groups, layout):
-    """Checks a call; the spec of y."""
-    if layout not in ("NCHW", "NHWC"):
-        raise ValueError(f"{op}: layout is {layout!r}, expected 'NCHW' or 'NHWC'")
-    _check_pair(op, "stride", stride, 1)
-    _check_pair(op, "padding", padding, 0)
-    _check_pair(op, "dilation", dilation, 1)
-    if groups < 1:
-        raise ValueError(f"{op}: groups is {groups}, expected at least 1")
-    nchw = layout == "NCHW"
-    check_floating(op, "x", x)
-    if len(x.shape) < 3:
-        expected = "(..., C, H, W)" if nchw else "(..., H, W, C)"
-        raise ValueError(f"{op}: x has shape {shape_text(x.shape)}, expected {expected}")
-    check_floating(op, "weight", weight)
-    check_dtype(op, "weight", weight, x.dtype)
-    if len(weight.shape) != 4:
-        expected = "(O, C / groups, kh, kw)" if nchw else "(O, kh, kw, C / groups)"
-        raise ValueError(f"{op}: weight has shape {shape_text(weight.shape)}, expected {expected}")
-    channels, height, width = _image(x, layout)
-    inner, kh, kw = _image(weight, layout)
-    shapes = f"weight has shape {shape_text(weight.shape)} and x {shape_text(x.shape)}"
-    if channels != inner * groups or weight.shape[0] % groups != 0:
-        raise ValueError(f"{op}: {shapes}, which do not fit in layout {layout} with groups {groups}")
-    out_h = height + 2 * padding[0] - dilation[0] * (kh - 1) - 1
-    out_w = width + 2 * padding[1] - dilation[1] * (kw - 1) - 1
-    if kh < 1 or kw < 1 or out_h < 0 or out_w < 0:
-        raise ValueError(
-            f"{op}: {shapes}, expected a kernel that fits with padding {shape_text(padding)} and dilation "
-            f"{shape_text(dilation)}"
-        )
-    out_h, out_w = out_h // stride[0] + 1, out_w // stride[1] + 1
-    return TensorSpec(_placed(x.shape[:-3], weight.shape[0], out_h, out_w, layout), x.dtype)
-
-
-# ------------------------------------------------------------------------------------------------------- the workspace
-# cuda_src/conv2d.h has the same rules and their reasons.
-
-
-def _ceil(a, b):
-    return (a + b - 1) // b
-
-
-def _words(elements, itemsize):
-    return _ceil(elements * itemsize, 16) * 4
-
-
-def _workspace(x, weight, y, groups, layout):
-    """Words of the forward's and of the backward's: enough for every dtype."""
-    outputs, images = weight.shape[0], size(x.shape[:-3])
-    bias, dbias = _words(outputs + 7, 4), SLICES * outputs
-    if groups != 1:
-        return bias, dbias
-    (channels, height, width), (_, out_h, out_w), (_, kh, kw) = (_image(t, layout) for t in (x, y, weight))
-    whole_c, whole_o = _ceil(channels, 8) * 8, _ceil(outputs, 8) * 8
-    cols = kh * kw * whole_c
-    tiles = _ceil(whole_o, 128) * _ceil(cols, 128)  # one of 64 rows where there are no more: as many
-    dweight = (_ceil(FULL, tiles) if tiles > 0 else 1) * whole_o * cols
-    packed_weight = _words(whole_o * cols, 4)
-    forward, backward = bias, packed_weight + dweight + dbias
-    if layout == "NCHW" or whole_c != channels or whole_o != outputs:
-        packed = _words(images * height * width * whole_c, 4) + _words(images * out_h * out_w * whole_o, 4)
-        forward += packed_weight + packed
-        backward += packed
-    return forward, backward
-
-
-def _infer(x, weight, bias, stride, padding, dilation, groups, layout, allow_tf32):
-    y = _output("conv2d", x, weight, stride, padding, dilation, groups, layout)
-    if bias is not None:
-        check_like("conv2d", "bias", bias, "the output channels", TensorSpec(weight.shape[:1], x.dtype))
-    work, _ = _workspace(x, weight, y, groups, layout)
-    return y, TensorSpec((work,), accumulate_dtype(x.dtype))
-
-
-def _infer_backward(dy, x, weight, stride, padding, dilation, groups, layout, allow_tf32):
-    op = "conv2d_backward"
-    y = _output(op, x, weight, stride, padding, dilation, groups, layout)
-    check_like(op, "dy", dy, "the result", y)
-    _, work = _workspace(x, weight, y, groups, layout)
-    return x, weight, TensorSpec(weight.shape[:1], x.dtype), TensorSpec((work,), accumulate_dtype(x.dtype))
+def _output(call):
+    """(..., O, P, Q), or (..., P, Q, O)."""
+    nchw = call.layout == "NCHW"
+    image, kernel = (shape[-2:] if nchw else shape[-3:-1] for shape in (call.x, call.weight))
+    options = zip(image, kernel, call.stride, call.padding, call.dilation, strict=True)
+    sizes = [(n + 2 * padding - dilation * (k - 1) - 1) // stride + 1 for n, k, stride, padding, dilation in options]
+    return (*call.x[:-3], call.weight[0], *sizes) if nchw else (*call.x[:-3], *sizes, call.weight[0])
 
 
 _ATTRS = {
@@ -131,7 +34,7 @@ _ATTRS = {
     inputs=("dy", "x", "weight"),
     outputs=("dx", "dweight", "dbias"),
     workspace=("workspace",),
-    infer=_infer_backward,
+    shapes={"dbias": lambda call: call.weight[:1]},
     optional=("dx", "dweight", "dbias"),
     attrs=_ATTRS,
     like={"dx": "x", "dweight": "weight"},
@@ -145,7 +48,7 @@ def conv2d_backward(dy, x, weight, stride=1, padding=0, dilation=1, groups=1, la
     inputs=("x", "weight", "bias"),
     outputs=("y",),
     workspace=("workspace",),
-    infer=_infer,
+    shapes={"y": _output},
     optional=("bias",),
     attrs=_ATTRS,
     backward=conv2d_backward,

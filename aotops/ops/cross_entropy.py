@@ -3,50 +3,6 @@
 from __future__ import annotations
 
 from ..op import operator
-from ..spec import (
-    TensorSpec,
-    accumulate_dtype,
-    check_floating,
-    check_integer,
-    check_like,
-    check_shape,
-    shape_text,
-    size,
-)
-
-PARTS = 64  # cuda_src/cross_entropy.h: kParts
-
-
-def _check(op, x, target, reduction, label_smoothing):
-    if reduction not in ("none", "mean", "sum"):
-        raise ValueError(f"{op}: reduction is {reduction!r}, expected 'none', 'mean' or 'sum'")
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"{op}: label_smoothing is {label_smoothing!r}, expected 0 to 1")
-    check_floating(op, "x", x)
-    check_integer(op, "target", target)
-    if len(x.shape) not in (1, 2):
-        raise ValueError(f"{op}: x has shape {shape_text(x.shape)}, expected (N, C) or (C,)")
-    check_shape(op, "target", target, "x without its last axis", TensorSpec(x.shape[:-1], target.dtype))
-
-
-def _loss(x, reduction):
-    return TensorSpec(x.shape[:-1] if reduction == "none" else (), x.dtype)
-
-
-def _infer(x, target, ignore_index, reduction, label_smoothing):
-    _check("cross_entropy", x, target, reduction, label_smoothing)
-    work = 1 if reduction == "none" else 1 + size(x.shape[:-1])
-    return _loss(x, reduction), x, TensorSpec((work,), accumulate_dtype(x.dtype))
-
-
-def _infer_backward(dy, x, target, slope, ignore_index, reduction, label_smoothing):
-    op = "cross_entropy_backward"
-    _check(op, x, target, reduction, label_smoothing)
-    check_like(op, "dy", dy, "the loss", _loss(x, reduction))
-    if slope is not None:
-        check_like(op, "slope", slope, "x", x)
-    return x, TensorSpec((PARTS,), accumulate_dtype(x.dtype))
-
 
 _ATTRS = {"ignore_index": "int", "reduction": "str", "label_smoothing": "float"}
 
@@ -55,7 +11,6 @@ _ATTRS = {"ignore_index": "int", "reduction": "str", "label_smoothing": "float"}
     inputs=("dy", "x", "target", "slope"),
     outputs=("dx",),
     workspace=("workspace",),
-    infer=_infer_backward,
     optional=("slope",),
     attrs=_ATTRS,
     like={"dx": "x"},
@@ -69,7 +24,7 @@ def cross_entropy_backward(dy, x, target, slope, ignore_index=-100, reduction="m
     outputs=("y",),
     residuals=("slope",),
     workspace=("workspace",),
-    infer=_infer,
+    shapes={"y": lambda call: call.x[:-1] if call.reduction == "none" else ()},
     attrs=_ATTRS,
     backward=cross_entropy_backward,
     like={"slope": "x"},

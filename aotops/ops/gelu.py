@@ -3,31 +3,11 @@
 from __future__ import annotations
 
 from ..op import operator
-from ..spec import check_floating, check_like
-
-
-def _check_approximate(op, approximate):
-    if approximate not in ("none", "tanh"):
-        raise ValueError(f"{op}: approximate is {approximate!r}, expected 'none' or 'tanh'")
-
-
-def _infer(x, approximate):
-    _check_approximate("gelu", approximate)
-    check_floating("gelu", "x", x)
-    return (x,)
-
-
-def _infer_backward(dy, x, approximate):
-    _check_approximate("gelu_backward", approximate)
-    check_floating("gelu_backward", "x", x)
-    check_like("gelu_backward", "dy", dy, "x", x)
-    return (x,)
 
 
 @operator(
     inputs=("dy", "x"),
     outputs=("dx",),
-    infer=_infer_backward,
     attrs={"approximate": "str"},
     like={"dx": "x"},
     batched=("dy", "x", "dx"),
@@ -40,7 +20,6 @@ def gelu_backward(dy, x, approximate="none"):
 @operator(
     inputs=("x",),
     outputs=("y",),
-    infer=_infer,
     attrs={"approximate": "str"},
     backward=gelu_backward,
     like={"y": "x"},

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from ..norm import axes, infer, infer_backward
 from ..op import operator
-
-
-def _infer(x, weight, bias, normalized_shape, eps):
-    return infer("layer_norm", 2, {"x": x, "weight": weight, "bias": bias}, normalized_shape)
-
-
-def _infer_backward(dy, x, weight, stats, normalized_shape, eps):
-    return infer_backward("layer_norm_backward", "x", 2, {"dy": dy}, x, weight, {"stats": stats}, normalized_shape)
+from ._norm import axes, normalized, statistics
 
 
 @operator(
     inputs=("dy", "x", "weight", "stats"),
     outputs=("dx", "dweight", "dbias"),
     workspace=("workspace",),
-    infer=_infer_backward,
+    shapes={"dweight": normalized, "dbias": normalized},
     optional=("weight", "stats", "dx", "dweight", "dbias"),
     attrs={"normalized_shape": "int[]", "eps": "float"},
     like={"dx": "x"},
@@ -32,7 +24,7 @@ def layer_norm_backward(dy, x, weight, stats, normalized_shape, eps=1e-5):
     inputs=("x", "weight", "bias"),
     outputs=("y",),
     residuals=("stats",),
-    infer=_infer,
+    shapes={"stats": statistics(2)},
     optional=("weight", "bias"),
     attrs={"normalized_shape": "int[]", "eps": "float"},
     backward=layer_norm_backward,

@@ -2,55 +2,12 @@
 
 from __future__ import annotations
 
-from ..matrix import library_workspace, workspace_elements
 from ..op import operator
-from ..spec import TensorSpec, accumulate_dtype, check_dtype, check_floating, check_like, shape_text, size
-
-ACTIVATIONS = (None, "relu", "gelu_tanh", "gelu", "silu")  # in the order of cuda_src/linear.h, which says so too
-PARTS = 64  # cuda_src/linear.h: kParts
 
 
-def _layer(op, x, weight, bias, activation):
-    """Checks the inputs; gives the spec of the result."""
-    if activation not in ACTIVATIONS:
-        raise ValueError(
-            f"{op}: activation is {activation!r}, expected None, {', '.join(map(repr, ACTIVATIONS[1:-1]))} or 'silu'"
-        )
-    check_floating(op, "x", x)
-    check_floating(op, "weight", weight)
-    check_dtype(op, "weight", weight, x.dtype)
-    if len(x.shape) < 1:
-        raise ValueError(f"{op}: x has shape (), expected at least one axis")
-    if len(weight.shape) != 2 or weight.shape[1] != x.shape[-1]:
-        raise ValueError(
-            f"{op}: weight has shape {shape_text(weight.shape)}, expected (out, {x.shape[-1]}), to multiply "
-            f"{shape_text(x.shape)}, the shape of x"
-        )
-    if bias is not None:
-        check_like(op, "bias", bias, "weight's first axis", TensorSpec(weight.shape[:1], x.dtype))
-    return TensorSpec((*x.shape[:-1], weight.shape[0]), x.dtype)
-
-
-def _before(y, activation):
-    """The spec of what goes into the activation: of no columns where there is none."""
-    return y if activation is not None else TensorSpec((*y.shape[:-1], 0), y.dtype)
-
-
-def _infer(x, weight, bias, activation, allow_tf32):
-    y = _layer("linear", x, weight, bias, activation)
-    work = library_workspace(size(y.shape), x.shape[-1])
-    return y, _before(y, activation), TensorSpec((work,), accumulate_dtype(x.dtype))
-
-
-def _infer_backward(dy, x, weight, bias, before, activation, allow_tf32):
-    op = "linear_backward"
-    y = _layer(op, x, weight, bias, activation)
-    check_like(op, "dy", dy, "y", y)
-    if before is not None:
-        check_like(op, "before", before, "what goes into the activation", _before(y, activation))
-    slope = 0 if activation is None else workspace_elements(size(y.shape), x.dtype)
-    work = slope + PARTS * weight.shape[0] + library_workspace(size(y.shape), x.shape[-1])
-    return x, weight, TensorSpec(weight.shape[:1], x.dtype), TensorSpec((work,), accumulate_dtype(x.dtype))
+def _before(call):
+    """Of no columns where there is no activation."""
+    return (*call.x[:-1], 0 if call.activation is None else call.weight[0])
 
 
 _ATTRS = {"activation": "str?", "allow_tf32": "bool"}
@@ -60,7 +17,7 @@ _ATTRS = {"activation": "str?", "allow_tf32": "bool"}
     inputs=("dy", "x", "weight", "bias", "before"),
     outputs=("dx", "dweight", "dbias"),
     workspace=("workspace",),
-    infer=_infer_backward,
+    shapes={"dbias": lambda call: call.weight[:1]},
     optional=("bias", "before", "dx", "dweight", "dbias"),
     attrs=_ATTRS,
     like={"dx": "x", "dweight": "weight"},
@@ -75,7 +32,7 @@ def linear_backward(dy, x, weight, bias, before, activation=None, allow_tf32=Fal
     outputs=("y",),
     residuals=("before",),
     workspace=("workspace",),
-    infer=_infer,
+    shapes={"y": lambda call: (*call.x[:-1], call.weight[0]), "before": _before},
     optional=("bias",),
     attrs=_ATTRS,
     backward=linear_backward,

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from ..norm import axes, infer, infer_backward
 from ..op import operator
-
-
-def _infer(x, weight, normalized_shape, eps):
-    return infer("rms_norm", 1, {"x": x, "weight": weight}, normalized_shape)
-
-
-def _infer_backward(dy, x, weight, rstd, normalized_shape, eps):
-    return infer_backward("rms_norm_backward", "x", 1, {"dy": dy}, x, weight, {"rstd": rstd}, normalized_shape)
+from ._norm import axes, normalized, statistics
 
 
 @operator(
     inputs=("dy", "x", "weight", "rstd"),
     outputs=("dx", "dweight"),
     workspace=("workspace",),
-    infer=_infer_backward,
+    shapes={"dweight": normalized},
     optional=("weight", "rstd", "dx", "dweight"),
     attrs={"normalized_shape": "int[]", "eps": "float?"},
     like={"dx": "x"},
@@ -32,7 +24,7 @@ def rms_norm_backward(dy, x, weight, rstd, normalized_shape, eps=None):
     inputs=("x", "weight"),
     outputs=("y",),
     residuals=("rstd",),
-    infer=_infer,
+    shapes={"rstd": statistics(1)},
     optional=("weight",),
     attrs={"normalized_shape": "int[]", "eps": "float?"},
     backward=rms_norm_backward,

@@ -5,25 +5,6 @@ from __future__ import annotations
 from operator import index
 
 from ..op import operator
-from ..spec import check_floating, check_like, shape_text
-
-
-def _check(op, slot, x, dim):
-    check_floating(op, slot, x)
-    ndim = max(len(x.shape), 1)
-    if not -ndim <= dim < ndim:
-        raise ValueError(f"{op}: dim is {dim}, expected an axis of {slot}, which has shape {shape_text(x.shape)}")
-
-
-def _infer(x, dim):
-    _check("softmax", "x", x, dim)
-    return (x,)
-
-
-def _infer_backward(dy, y, dim):
-    _check("softmax_backward", "y", y, dim)
-    check_like("softmax_backward", "dy", dy, "y", y)
-    return (y,)
 
 
 def _from_the_end(dim, x):
@@ -47,7 +28,6 @@ def _axis(dim):
 @operator(
     inputs=("dy", "y"),
     outputs=("dx",),
-    infer=_infer_backward,
     attrs={"dim": "int"},
     like={"dx": "y"},
     batched=("dy", "y", "dx"),
@@ -60,7 +40,6 @@ def softmax_backward(dy, y, dim=-1):
 @operator(
     inputs=("x",),
     outputs=("y",),
-    infer=_infer,
     attrs={"dim": "int"},
     backward=softmax_backward,
     like={"y": "x"},

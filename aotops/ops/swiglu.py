@@ -3,26 +3,11 @@
 from __future__ import annotations
 
 from ..op import operator
-from ..spec import check_floating, check_like
-
-
-def _infer(gate, up):
-    check_floating("swiglu", "gate", gate)
-    check_like("swiglu", "up", up, "gate", gate)
-    return (gate,)
-
-
-def _infer_backward(dy, gate, up):
-    check_floating("swiglu_backward", "gate", gate)
-    check_like("swiglu_backward", "up", up, "gate", gate)
-    check_like("swiglu_backward", "dy", dy, "gate", gate)
-    return gate, gate
 
 
 @operator(
     inputs=("dy", "gate", "up"),
     outputs=("dgate", "dup"),
-    infer=_infer_backward,
     like={"dgate": "gate", "dup": "gate"},
     batched=("dy", "gate", "up", "dgate", "dup"),
     elementwise=True,
@@ -34,7 +19,6 @@ def swiglu_backward(dy, gate, up):
 @operator(
     inputs=("gate", "up"),
     outputs=("y",),
-    infer=_infer,
     backward=swiglu_backward,
     like={"y": "gate"},
     batched=("gate", "up", "y"),

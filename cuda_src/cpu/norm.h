@@ -247,9 +247,9 @@ void chunk_in_runs(const Backward<kCentred, kAdd, T> &b, int64_t begin, int64_t 
 
 template <bool kCentred, bool kAdd, typename T, typename A = Accumulate<T>>
 void norm_backward_loop(const Backward<kCentred, kAdd, T> &b, T *dweight, T *dbias, A *partial, int64_t rows) {
-  // As many chunks as keep a few threads busy: each costs a row of the workspace.
+  // Each chunk costs a row of the workspace.
   constexpr int kSums = kCentred ? 2 : 1;
-  const int64_t n = b.n, most = partial_rows(rows, n) < 32 ? partial_rows(rows, n) : 32;
+  const int64_t n = b.n, most = partial_rows(rows, n);
   int64_t chunks = ceil_div(rows * n, kGrain);
   chunks = chunks > most ? most : chunks;
   parallel(chunks, [=](int64_t c) {

@@ -1,10 +1,13 @@
-// One XLA FFI handler for every operator, on the CPU and on CUDA. Its attributes are two strings: `entry`, such as
-// aot_layer_norm, to which the device is added here, and `attrs`, as host/extra.h reads them.
+// One XLA FFI handler for every operator, on the CPU and on CUDA. Its attributes are strings: `entry`, such as
+// aot_layer_norm, to which the device is added here, and `attrs`, as host/extra.h reads them. Workspaces are results,
+// which XLA places; where `scratch` is given, they are not: the handler allocates them, since their sizes follow from
+// dimensions that were symbolic when the program was made.
 #include "xla.h"
 
 #include <dlfcn.h>
 
 #include <atomic>
+#include <cstdlib>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -25,8 +28,10 @@ struct Device {
   uint32_t traits;
 };
 
-// An entry launches the same kernels each time, so XLA may record it in a command buffer.
-constexpr Device kCpu = {"_cpu", false, xla::kNoTraits}, kCuda = {"_cuda", true, xla::kCommandBufferCompatible};
+// An entry launches the same kernels each time, so XLA may record it in a command buffer; but not with scratch that is
+// free again when the call returns.
+constexpr Device kCpu = {"_cpu", false, xla::kNoTraits}, kCuda = {"_cuda", true, xla::kCommandBufferCompatible},
+                 kCudaScratch = {"_cuda", true, xla::kNoTraits};
 
 // ------------------------------------------------------------------------------------------------------- bound entries
 
@@ -34,6 +39,7 @@ struct BoundEntry {
   std::string name, attrs;  // the name is without the device's suffix
   const Device *device;
   Entry *entry;
+  Infer *infer;
   void *extra;
   BoundEntry *next;
 };
@@ -59,6 +65,7 @@ Status bind_entry(BoundEntry *bound) {
   if (!bound->entry)
     return fail(kNotImplemented, "this build of aotops has no %s; CUDA entries are built where nvcc is",
                 symbol.c_str());
+  bound->infer = reinterpret_cast<Infer *>(symbol_address(symbol + "Infer"));
   auto *init = reinterpret_cast<Init *>(symbol_address(symbol + "Init"));
   return bind(init, bound->attrs.c_str(), &bound->extra);
 }
@@ -110,6 +117,50 @@ std::string_view attribute(const xla::Attrs &attrs, std::string_view name) {
   return {};
 }
 
+// Memory until the call returns. XLA's own is ordered by the stream; on the CPU it has none for a handler.
+class Scratch {
+ public:
+  Scratch(const xla::CallFrame &frame, const Device &device) : frame_(frame), device_(device) {}
+  Scratch(const Scratch &) = delete;
+  ~Scratch() {
+    if (!device_.has_stream) std::free(data_);
+    if (!device_.has_stream || !data_) return;
+    xla::FreeArgs args{};
+    args.size = sizeof args, args.context = frame_.context, args.bytes = bytes_, args.data = data_;
+    drop(frame_.api->free(&args));
+  }
+
+  Status allocate(const char *op, int64_t bytes) {
+    constexpr size_t kAlignment = 256;
+    bytes_ = (bytes + kAlignment - 1) / kAlignment * kAlignment;
+    if (!bytes_) return kOk;
+    if (device_.has_stream) {
+      xla::AllocateArgs args{};
+      args.size = sizeof args, args.context = frame_.context, args.bytes = bytes_, args.alignment = kAlignment;
+      drop(frame_.api->allocate(&args));
+      data_ = args.data;
+    } else {
+      data_ = std::aligned_alloc(kAlignment, bytes_);
+    }
+    return data_
+               ? kOk
+               : fail(kDeviceError, "%s: %lld bytes of scratch cannot be allocated", op, static_cast<long long>(bytes));
+  }
+  void *data() const { return data_; }
+
+ private:
+  void drop(xla::Error *error) const {
+    if (!error) return;
+    xla::ErrorDestroyArgs args{};
+    args.size = sizeof args, args.error = error;
+    frame_.api->error_destroy(&args);
+  }
+  const xla::CallFrame &frame_;
+  const Device &device_;
+  size_t bytes_ = 0;
+  void *data_ = nullptr;
+};
+
 Status call(const xla::CallFrame &frame, const Device &device, void *stream) {
   const BoundEntry *bound;
   AOT_TRY(find(attribute(frame.attrs, "entry"), device, attribute(frame.attrs, "attrs"), &bound));
@@ -118,8 +169,8 @@ Status call(const xla::CallFrame &frame, const Device &device, void *stream) {
   int ndims[kMaxTensors];
   int64_t *shapes[kMaxTensors];
   const char *dtypes[kMaxTensors];
-  if (frame.args.n > kMaxTensors || frame.rets.n > kMaxTensors - frame.args.n)
-    return fail(kConventionMisused, "%s: more than %d tensors", bound->name.c_str(), kMaxTensors);
+  if (frame.args.n >= kMaxTensors || frame.rets.n >= kMaxTensors - frame.args.n)
+    return fail(kConventionMisused, "%s: more than %d tensors", bound->name.c_str(), kMaxTensors - 1);
   int n = 0;
   for (const xla::Buffers *side : {&frame.args, &frame.rets})
     for (int64_t i = 0; i < side->n; ++i, ++n) {
@@ -127,6 +178,22 @@ Status call(const xla::CallFrame &frame, const Device &device, void *stream) {
       params[n] = b.data, dtypes[n] = dtype_text(b.dtype);
       ndims[n] = static_cast<int>(b.rank), shapes[n] = b.rank ? b.dims : nullptr;
     }
+  Scratch scratch(frame, device);
+  int64_t elements;
+  if (!attribute(frame.attrs, "scratch").empty()) {  // the last output, a vector
+    constexpr int kMaxOutputs = 16;
+    int n_args = static_cast<int>(frame.args.n), out_ndims[kMaxOutputs] = {};
+    int64_t out_shapes[kMaxOutputs * kMaxNdim];
+    const char *out_dtypes[kMaxOutputs];
+    AOT_TRY(static_cast<Status>(
+        bound->infer(n_args, ndims, shapes, dtypes, bound->extra, out_ndims, out_shapes, out_dtypes)));
+    int last = kMaxOutputs - 1;
+    while (last && !out_ndims[last]) --last;
+    elements = out_shapes[last * kMaxNdim];
+    ndims[n] = 1, shapes[n] = &elements, dtypes[n] = out_dtypes[last];
+    AOT_TRY(scratch.allocate(bound->name.c_str(), elements * itemsize(parse_dtype(dtypes[n]))));
+    params[n++] = scratch.data();
+  }
   return static_cast<Status>(bound->entry(n, params, ndims, shapes, dtypes, stream, bound->extra));
 }
 
@@ -171,3 +238,4 @@ xla::Error *handle(const xla::CallFrame *frame, const Device &device) noexcept {
 
 AOT_API xla::Error *aot_xla_cpu(xla::CallFrame *frame) { return handle(frame, kCpu); }
 AOT_API xla::Error *aot_xla_cuda(xla::CallFrame *frame) { return handle(frame, kCuda); }
+AOT_API xla::Error *aot_xla_cuda_scratch(xla::CallFrame *frame) { return handle(frame, kCudaScratch); }

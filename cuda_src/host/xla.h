@@ -32,9 +32,25 @@ struct ErrorCreateArgs : Head {
   ErrorCode code;
 };
 
+struct ErrorDestroyArgs : Head {
+  Error *error;
+};
+
 struct StreamGetArgs : Head {
   ExecutionContext *context;
   void *stream;
+};
+
+struct AllocateArgs : Head {
+  ExecutionContext *context;
+  size_t bytes, alignment;
+  void *data;
+};
+
+struct FreeArgs : Head {
+  ExecutionContext *context;
+  size_t bytes;
+  void *data;
 };
 
 // Its beginning: XLA's goes on.
@@ -42,8 +58,13 @@ struct Api : Head {
   ApiVersion version;
   void *internal;
   Error *(*error_create)(ErrorCreateArgs *args);
-  void *error_get_message, *error_destroy, *handler_register;
+  void *error_get_message;
+  void (*error_destroy)(ErrorDestroyArgs *args);
+  void *handler_register;
   Error *(*stream_get)(StreamGetArgs *args);
+  void *type_register, *context_get, *state_set, *state_get;
+  Error *(*allocate)(AllocateArgs *args);
+  Error *(*free)(FreeArgs *args);
 };
 
 struct Buffer : Head {

@@ -1,0 +1,119 @@
+"""Shapes, dtypes and scratch of a call, as the library infers them (cuda_src/aot.h: ``<entry>Infer``)."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from ctypes import POINTER, c_char_p, c_int, c_int64, c_void_p
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any
+
+from . import library
+from .extra import encode
+from .op import Attr, Op
+from .spec import TensorSpec
+
+UNKNOWN_DIM, UNKNOWN_RANK = -1, -2
+"""In a shape: a dimension that is not known yet; alone in a shape: not even their number is."""
+
+_MAX_NDIM = 32  # cuda_src/aot.h: kMaxNdim
+_Dims = POINTER(c_int64)
+Specs = tuple[TensorSpec | None, ...]
+
+
+@lru_cache(maxsize=4096)
+def infer(op: Op, attrs: tuple[Attr, ...], specs: Specs, device: str = "cpu") -> dict[str, TensorSpec]:
+    """The spec of every output, residual and workspace, by name.
+
+    Args:
+        attrs: as ``Op.canonical`` gives them.
+        specs: one for each of ``op.inputs``, None where it is absent. What follows from unknown dimensions is unknown.
+        device: "cpu" or "cuda", which sizes of workspaces depend on. A library without CUDA entries infers for the CPU.
+
+    Raises:
+        TypeError, ValueError: inputs or attributes that the operator does not accept.
+    """
+    _check_present(op, specs)
+    if not op.has_kernel:
+        return _with_aliases(op, specs, {})
+    bound = _bound(op, attrs, device, tuple(spec is not None for spec in specs))
+    given = [spec for spec in specs if spec is not None]
+    rows = [(c_int64 * len(spec.shape))(*spec.shape) for spec in given]
+    n, n_out = len(given), len(op.extra_outputs)
+    ndims, shapes, dtypes = (c_int * n_out)(), (c_int64 * (n_out * _MAX_NDIM))(), (c_char_p * n_out)()
+    status = bound.infer(
+        n,
+        (c_int * n)(*map(len, rows)),
+        (_Dims * n)(*(ctypes.cast(row, _Dims) for row in rows)),
+        (c_char_p * n)(*(spec.dtype.encode() for spec in given)),
+        bound.extra,
+        ndims,
+        shapes,
+        dtypes,
+    )
+    library.check(status)
+    starts = range(0, n_out * _MAX_NDIM, _MAX_NDIM)
+    found = (
+        TensorSpec(tuple(shapes[at : at + ndim]), (dtype or b"").decode())
+        for at, ndim, dtype in zip(starts, ndims, dtypes, strict=True)
+    )
+    return _with_aliases(op, specs, dict(zip(op.extra_outputs, found, strict=True)))
+
+
+def infer_symbolic(
+    op: Op,
+    attrs: Sequence[Any],
+    specs: Sequence[TensorSpec | None],
+    number: Callable[[Any], int],
+    device: str = "cpu",
+) -> dict[str, TensorSpec]:
+    """The spec of every output and residual, by name, where dimensions are symbolic: objects of a framework.
+
+    Args:
+        number: of a dimension: an int that may stand for it in the checks, or ``UNKNOWN_DIM``.
+    """
+    numbers = op.canonical([tuple(map(number, a)) if isinstance(a, tuple) else a for a in attrs])
+    plain = tuple(spec and TensorSpec(tuple(map(number, spec.shape)), spec.dtype) for spec in specs)
+    found = infer(op, numbers, plain, device)
+    call = dict(zip(op.inputs, (spec and spec.shape for spec in specs), strict=True))
+    shapes = {y: call[x] for y, x in op.like.items()}
+    call |= zip(op.attrs, attrs, strict=True)
+    shapes |= {y: shape(SimpleNamespace(**call)) for y, shape in op.shapes.items()}
+    return _with_aliases(op, specs, {y: TensorSpec(shapes[y], found[y].dtype) for y in op.results})
+
+
+def _check_present(op: Op, specs: Specs) -> None:
+    for slot, spec in zip(op.inputs, specs, strict=True):
+        if spec is None and slot not in op.optional:
+            raise TypeError(f"{op.name}: {slot} is None, expected a tensor")
+
+
+def _with_aliases(op: Op, specs: Sequence[TensorSpec | None], written: dict[str, TensorSpec]) -> dict[str, TensorSpec]:
+    named = op.with_aliases(dict(zip(op.inputs, specs, strict=True)) | written)
+    return {name: named[name] for name in (*op.outputs, *op.residuals, *op.workspace) if name in named}
+
+
+class _Bound:
+    """An operator's attributes, read once by its Init, and the function that infers."""
+
+    def __init__(self, entry: str, attrs: str) -> None:
+        lib = library.load()
+        self._delete = lib.aot_extra_delete
+        self.extra = c_void_p(lib.aot_extra_new(attrs.encode()))
+        library.check(getattr(lib, f"{entry}Init")(None, None, None, self.extra))
+        self.infer = getattr(lib, f"{entry}Infer")
+        ints, texts = POINTER(c_int), POINTER(c_char_p)
+        self.infer.argtypes = [c_int, ints, POINTER(_Dims), texts, c_void_p, ints, _Dims, texts]
+
+    def __del__(self) -> None:
+        if extra := getattr(self, "extra", None):
+            self._delete(extra)
+
+
+@lru_cache(maxsize=256)
+def _bound(op: Op, attrs: tuple[Attr, ...], device: str, given: tuple[bool, ...]) -> _Bound:
+    entry = f"aot_{op.name}_{device}"
+    if library.address(entry) is None:
+        entry = library.entry_name(op, "cpu")
+    return _Bound(entry, encode(op, attrs, (*given, *(True for _ in op.extra_outputs))))

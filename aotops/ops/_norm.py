@@ -1,0 +1,18 @@
+"""What the norms over trailing axes have in common."""
+
+from __future__ import annotations
+
+
+def axes(normalized_shape):
+    if type(normalized_shape) is tuple:
+        return normalized_shape
+    return tuple(normalized_shape) if isinstance(normalized_shape, (tuple, list)) else (normalized_shape,)
+
+
+def normalized(call):
+    return call.normalized_shape
+
+
+def statistics(n):
+    """n numbers for each row."""
+    return lambda call: (*call.x[: -len(call.normalized_shape)], n)
