@@ -124,6 +124,7 @@ class ArrayFrontend(ABC):
     def _check_gradients(self, op: Op, inputs: Arrays, attrs: tuple[Attr, ...], gradients: dict[str, Any]) -> None:
         """What the backward's kernel checks, for one that has none: each ``dy`` is like ``y``."""
         assert op.backward is not None
+        self._infer(op.backward, list(gradients.values()), attrs)
         expected = self._infer(op, inputs, attrs)
         for y in op.outputs:
             check_like(op.backward.name, f"d{y}", self.spec(gradients[f"d{y}"]), y, expected[y])
