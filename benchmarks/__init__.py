@@ -2,4 +2,4 @@
 
 import os
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # read once, when a library with OpenMP loads: before torch, so here
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # here, because it is read once, when torch loads OpenMP

@@ -1,9 +1,9 @@
-"""What a call costs on the host: this library's operators from PyTorch, beside PyTorch's own and beside plain ctypes.
+"""The host time of a call: this library's operators from PyTorch, PyTorch's own, and plain ctypes.
 
-Tensors of 8 rows x 256, float32: small, so that the call is what is measured. One thread. Each figure is a median over
-repeats, and in every repeat each case has its turn, so that whatever the machine does meanwhile meets all alike. On a
-GPU the time is the host's: kernels are queued, and waited for between repeats only. A backward is timed whole, from
-``torch.autograd.grad`` on: autograd's own work, which is most of it, is the same for both.
+Tensors are 8 x 256, float32: small, so that the call itself is measured. One thread. Each figure is a median over
+repeats, and every repeat runs all cases in turn, so that other load on the machine affects all of them. On a GPU the
+time is host time: kernels are queued, and synchronized between repeats only. A backward is a whole
+``torch.autograd.grad``, of which most is autograd's own work and the same for both.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from aotops.op import Attr, Op
 from aotops.ops import OPS
 
 PASSES = ("no grad", "grad", "backward")
-CALLS = 100  # in a row: done within a time slice, and fewer kernels than fit a GPU's queue, which would block the host
-WARM_UP = 30  # calls before them: the turn of another has been in between
+CALLS = 100  # per repeat: within a time slice, and fewer kernels than a GPU's queue holds, so that the host never waits
+WARM_UP = 30  # calls before those, since other cases ran in between
 
 
 # -------------------------------------------------------------------------------------------------------- naive ctypes
 
 
 class NaiveCall:
-    """An entry called as one would from the convention's documentation: its arrays are made anew in each call."""
+    """An entry called through ctypes as the calling convention says, with new argument arrays in each call."""
 
     def __init__(self, op: Op, attrs: tuple[Attr, ...], device: str, present: tuple[bool, ...]) -> None:
         name = library.entry_name(op, device)
@@ -68,7 +68,7 @@ def allocating(run: NaiveCall) -> Callable[..., torch.Tensor]:
 
 
 def differentiable(run: NaiveCall) -> Callable[..., torch.Tensor]:
-    """The same in a plain autograd.Function. Only its forward is timed: it has no backward."""
+    """``run`` in a plain autograd.Function, without a backward: only the forward is timed."""
 
     class Function(torch.autograd.Function):
         @staticmethod
@@ -95,7 +95,7 @@ OPERATORS = {
     "cross_entropy": ("cross_entropy(x, target)", "x"),
     "swiglu": ("swiglu(x, z)", "x, z"),
 }
-"""A call, and the inputs that want a gradient."""
+"""A call, and the inputs that require a gradient."""
 
 NAIVE = {
     "layer_norm_no_grad": "naive_layer_norm(x, weight, bias)",
@@ -106,7 +106,7 @@ NAIVE = {
 
 
 def _cases() -> dict[str, dict[str, str]]:
-    """The statement to time, by case and implementation. Gradients are recorded in cases whose names end in _grad."""
+    """The statement to time, by case and implementation. No gradient is recorded in cases that end in _no_grad."""
     cases = {
         "builtin_3_tensors": {
             "aotops": "aot_add(a, b, out)",
@@ -127,7 +127,7 @@ CASES = _cases()
 
 
 class _Torch:
-    """PyTorch's own, with the arguments of this library's."""
+    """PyTorch's functions, with the arguments of this library's."""
 
     add = staticmethod(torch.add)
     gelu = staticmethod(functional.gelu)
@@ -234,7 +234,7 @@ def print_table(result: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--repeats", type=int, default=301, help="default: %(default)s")
     args = parser.parse_args()

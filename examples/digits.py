@@ -1,10 +1,10 @@
-"""One classifier, three frameworks, one library: scikit-learn's 1,797 images of handwritten digits, told apart by
+"""Trains one classifier of scikit-learn's 1,797 images of handwritten digits in PyTorch, MindSpore and JAX:
 
     linear - LayerNorm - GELU - linear
 
-with LayerNorm and GELU from aotops, trained in PyTorch, MindSpore and JAX from the same weights on the same batches,
-then evaluated in NumPy (and CuPy on a GPU). Exits with 1 where a framework is less accurate than it must be, or further
-from the others.
+with LayerNorm and GELU from aotops. All frameworks start from the same weights and see the same batches. The trained
+weights are evaluated in NumPy, and in CuPy on a GPU. Exits with 1 if an accuracy is too low or a distance between
+frameworks too large.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ console = Console(highlight=False)
 
 
 def make_task(seed: int = 0) -> tuple[Arrays, np.ndarray]:
-    """What every framework is given: images, initial weights, and which images make each batch of each epoch; and, kept
-    from them, the classes of the test images."""
+    """The task for every framework: images, initial weights and the images of each batch of each epoch. Returned apart,
+    since no framework gets them: the classes of the test images."""
     rng = np.random.default_rng(seed)
     digits = load_digits()
     images, classes = (digits.data / 16).astype("float32"), digits.target.astype("int64")
@@ -72,17 +72,17 @@ def make_task(seed: int = 0) -> tuple[Arrays, np.ndarray]:
 
 @dataclass
 class Run:
-    """What came of the training in one framework."""
+    """The result of training in one framework."""
 
     name: str
     device: str
-    losses: np.ndarray  # one for each step
+    losses: np.ndarray  # one per step
     logits: np.ndarray  # of the test images
     weights: list[np.ndarray]
 
 
 def train(framework: str, python: str, folder: Path, progress: Progress) -> Run:
-    """Runs the framework's worker, and shows how far it is."""
+    """Runs the framework's worker and shows its progress."""
     name, result = NAMES[framework], folder / f"{framework}.npz"
     bar = progress.add_task(f"{name:9}", total=EPOCHS, loss="starting")
     command = [
@@ -107,13 +107,13 @@ def train(framework: str, python: str, folder: Path, progress: Progress) -> Run:
 
 
 def environment() -> dict[str, str]:
-    """The frameworks' own switches for results that repeat, a GPU that is shared, and quiet."""
+    """The frameworks' switches for deterministic results, a shared GPU, and no log messages."""
     return os.environ | {
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_deterministic_ops=true",
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "GLOG_v": "3",
-        "OMP_NUM_THREADS": "1",  # the work is too little to share
+        "OMP_NUM_THREADS": "1",  # the model is too small for threads to help
     }
 
 
@@ -121,14 +121,14 @@ def environment() -> dict[str, str]:
 
 
 def evaluate(xp, ops, weights: list[np.ndarray], x: np.ndarray) -> np.ndarray:
-    """The model once more, in a library of arrays (NumPy, CuPy): the logits of x."""
+    """The logits of x: the same model in an array library, NumPy or CuPy."""
     w1, b1, gamma, beta, w2, b2 = map(xp.asarray, weights)
     h = ops.gelu(ops.layer_norm(xp.asarray(x) @ w1.T + b1, len(gamma), gamma, beta))
     return h @ w2.T + b2
 
 
 def array_libraries():
-    """(name, a function of weights and images) of each array library that can run here."""
+    """Pairs of a name and a function of weights and images, for each array library that can run here."""
     from aotops.frontends import numpy as ops
 
     yield "NumPy", lambda weights, x: evaluate(np, ops, weights, x)
@@ -146,7 +146,7 @@ def accuracy(logits: np.ndarray, classes: np.ndarray) -> float:
 
 
 def distance(run: Run, reference: Run) -> np.ndarray:
-    """How far apart two loss curves are at each step, relative to the second."""
+    """The distance between two loss curves at each step, relative to the second."""
     return np.abs(run.losses - reference.losses) / np.abs(reference.losses)
 
 
@@ -154,7 +154,7 @@ def distance(run: Run, reference: Run) -> np.ndarray:
 
 
 class Report:
-    """Tables with a mark on each figure that has a bar to clear."""
+    """Prints the tables; marks each figure that has a bound."""
 
     def __init__(self) -> None:
         self.missed: list[str] = []
@@ -167,7 +167,7 @@ class Report:
 
     def training(self, runs: list[Run], classes: np.ndarray, steps: int) -> None:
         first = runs[0]
-        header = f"loss apart from\n{first.name}'s, epoch 1"
+        header = f"loss: distance from\n{first.name}, epoch 1"
         table = make_table("trained in", "device", "test accuracy", header, f"all {EPOCHS} epochs")
         for run in runs:
             right, apart = accuracy(run.logits, classes), distance(run, first)
@@ -176,14 +176,14 @@ class Report:
                 run.name,
                 run.device,
                 self.mark(f"{run.name}: test accuracy", f"{right:.4f}", right >= MIN_ACCURACY),
-                "" if run is first else self.mark(f"{run.name}: loss apart", f"{early:.1e}", early <= MAX_FIRST_EPOCH),
+                "" if run is first else self.mark(f"{run.name}: distance", f"{early:.1e}", early <= MAX_FIRST_EPOCH),
                 "" if run is first else f"{apart.max():.1e}",
             )
-        table.caption = f"at least {MIN_ACCURACY} right, in epoch 1 at most {MAX_FIRST_EPOCH:.0e} apart (relative)"
+        table.caption = f"bounds: accuracy >= {MIN_ACCURACY}, relative distance in epoch 1 <= {MAX_FIRST_EPOCH:.0e}"
         console.print(table)
 
     def evaluation(self, runs: list[Run], task: Arrays, classes: np.ndarray) -> None:
-        table = make_table("weights of", "evaluated in", "test accuracy", "logits apart")
+        table = make_table("weights of", "evaluated in", "test accuracy", "distance of logits")
         for name, logits_of in array_libraries():
             for run in runs:
                 logits = logits_of(run.weights, task["x_test"])
@@ -193,14 +193,14 @@ class Report:
                     run.name,
                     name,
                     self.mark(f"{what}: test accuracy", f"{right:.4f}", right == accuracy(run.logits, classes)),
-                    self.mark(f"{what}: logits apart", f"{apart:.1e}", apart <= MAX_LOGITS),
+                    self.mark(f"{what}: distance of logits", f"{apart:.1e}", apart <= MAX_LOGITS),
                 )
-        table.caption = f"as right as in training, logits at most {MAX_LOGITS:.0e} apart"
+        table.caption = f"bounds: accuracy as in training, distance of logits <= {MAX_LOGITS:.0e}"
         console.print(table)
 
 
 def make_table(*headers: str) -> Table:
-    """Two columns of words, then figures."""
+    """A table with two columns of text, then columns of figures."""
     table = Table(box=box.SIMPLE_HEAD)
     for i, header in enumerate(headers):
         table.add_column(header, justify="left" if i < 2 else "right", vertical="bottom")
@@ -208,7 +208,7 @@ def make_table(*headers: str) -> Table:
 
 
 def plot(runs: list[Run], steps: int, file: Path) -> None:
-    """The loss curves above, how far they are apart below."""
+    """Plots the loss curves, and below them their distances from the first."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -218,7 +218,7 @@ def plot(runs: list[Run], steps: int, file: Path) -> None:
     figure, (above, below) = plt.subplots(2, 1, figsize=(9, 7), sharex=True, height_ratios=(3, 2), layout="constrained")
     epochs = np.arange(1, EPOCHS + 1)
     above.plot(np.arange(1, EPOCHS * steps + 1) / steps, first.losses, color="0.85", linewidth=0.6, label="each batch")
-    # the first is the widest, so that all show where they coincide
+    # decreasing widths, so that all are visible where they coincide
     for i, (run, width, line) in enumerate(zip(runs, (7, 3, 1.2), ("-", "-", "--"), strict=False)):
         means = run.losses.reshape(EPOCHS, steps).mean(axis=1)
         above.plot(
@@ -249,16 +249,16 @@ def plot(runs: list[Run], steps: int, file: Path) -> None:
 
 
 def interpreters(wanted: list[str] | None, mindspore_python: str | None) -> dict[str, str]:
-    """Which Python runs each framework. Without a wish, those that are installed."""
+    """The interpreter for each framework in ``wanted``; by default for those that are installed."""
     python = dict.fromkeys(NAMES, sys.executable)
     if mindspore_python:
         if not which(mindspore_python):
-            raise SystemExit(f"--mindspore-python: {mindspore_python} is no interpreter")
+            raise SystemExit(f"--mindspore-python: {mindspore_python} is not an interpreter")
         python["mindspore"] = mindspore_python
     here = {name for name in NAMES if python[name] != sys.executable or find_spec(name)}
     for name in wanted or NAMES:
         if name not in here:
-            hint = ": --mindspore-python names an interpreter that has it" if name == "mindspore" else ""
+            hint = "; use --mindspore-python to name an interpreter that has it" if name == "mindspore" else ""
             message = f"{NAMES[name]} is not installed here{hint}"
             if wanted:
                 raise SystemExit(message)
@@ -269,7 +269,7 @@ def interpreters(wanted: list[str] | None, mindspore_python: str | None) -> dict
 def frameworks(text: str) -> list[str]:
     names = list(dict.fromkeys(text.split(",")))
     if unknown := [name for name in names if name not in NAMES]:
-        raise argparse.ArgumentTypeError(f"no framework {', '.join(unknown)}; there are {', '.join(NAMES)}")
+        raise argparse.ArgumentTypeError(f"unknown framework {', '.join(unknown)}, expected some of {', '.join(NAMES)}")
     return names
 
 
@@ -280,11 +280,11 @@ def main() -> int:
     )
     parser.add_argument("--mindspore-python", metavar="PATH", help="the interpreter of MindSpore's own environment")
     parser.add_argument(
-        "--output", type=Path, default=Path("build/digits.png"), metavar="PNG", help="where the curves go"
+        "--output", type=Path, default=Path("build/digits.png"), metavar="PNG", help="file for the plot"
     )
     args = parser.parse_args()
 
-    library.load()  # what is wrong with it is better said once than by each worker
+    library.load()  # fails here, once, rather than in each worker
     python = interpreters(args.frameworks, args.mindspore_python)
     if not python:
         raise SystemExit("none of the frameworks is installed here")
@@ -292,7 +292,7 @@ def main() -> int:
     steps = task["batches"].shape[1]
     console.print(
         f"\nlinear - [b]LayerNorm[/] - [b]GELU[/] - linear, with LayerNorm and GELU from aotops\n"
-        f"{len(task['x'])} images of digits and {len(classes)} to test, {EPOCHS} epochs of {steps} batches of {BATCH}\n"
+        f"{len(task['x'])} training images, {len(classes)} test images, {EPOCHS} epochs, {steps} batches of {BATCH}\n"
     )
     columns = (TextColumn("{task.description}"), BarColumn(40), TextColumn("epoch {task.completed:2}/{task.total}"))
     with (

@@ -22,7 +22,7 @@ def loss_of(weights, x, y):
 def train(report, x, y, x_test, batches, learning_rate, momentum, **weights):
     if not library.has_cuda():
         jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_default_matmul_precision", "highest")  # on a GPU JAX would use TF32, and PyTorch would not
+    jax.config.update("jax_default_matmul_precision", "highest")  # on a GPU JAX defaults to TF32, unlike PyTorch
     x, y, x_test = map(jnp.asarray, (x, y, x_test))
 
     def step(state, batch):

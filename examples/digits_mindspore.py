@@ -9,13 +9,13 @@ from aotops.frontends.mindspore import GELU, LayerNorm
 
 def train(report, x, y, x_test, batches, learning_rate, momentum, **weights):
     ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU", deterministic="ON")
-    y = y.astype(np.int32)  # what MindSpore's cross_entropy takes
+    y = y.astype(np.int32)  # MindSpore's cross_entropy requires int32
 
     hidden, features = weights["w1"].shape
     classes = len(weights["b2"])
     model = nn.SequentialCell(
         nn.Dense(features, hidden),
-        LayerNorm([hidden], epsilon=1e-5),  # MindSpore's own defaults: 1e-7, and the approximation by tanh
+        LayerNorm([hidden], epsilon=1e-5),  # MindSpore's defaults are 1e-7 and the tanh approximation
         GELU(approximate=False),
         nn.Dense(hidden, classes),
     )

@@ -1,6 +1,6 @@
-"""Trains the digits classifier in one framework, in a process of its own: `digits_worker.py FRAMEWORK TASK RESULT`.
+"""Trains the digits classifier in one framework, in a separate process: `digits_worker.py FRAMEWORK TASK RESULT`.
 
-digits_<framework>.py has the model. TASK and RESULT are .npz files: nothing but arrays passes between the frameworks.
+digits_<framework>.py has the model. TASK and RESULT are .npz files, the only data exchanged between the processes.
 """
 
 import sys

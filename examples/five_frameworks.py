@@ -1,6 +1,6 @@
-"""One operator in five frameworks: the same function, the same numbers, the same gradient with respect to x.
+"""One operator in five frameworks: the same function, the same result, the same gradient with respect to x.
 
-Runs in those that are installed. README.md shows the functions.
+Uses the frameworks that are installed. README.md shows the functions.
 """
 
 from importlib.util import find_spec

@@ -1,7 +1,8 @@
-"""The LLTM of PyTorch's tutorial "Custom C++ and CUDA Extensions", timed as the tutorial times it: a forward and a
-backward pass as Python has them, until the device is done.
+"""Times the LLTM of PyTorch's tutorial "Custom C++ and CUDA Extensions" as the tutorial does.
 
-The same cell three times: in Python on torch's operators, the same compiled by torch.compile, and the module of aotops.
+It takes the wall time of a forward and of a backward pass, until the device has finished, of three implementations:
+Python on torch's operators, the same with torch.compile, and the module of aotops.
+
 ``python examples/lltm.py [--batch-size 16] [--features 32] [--state-size 128] [--runs 1000] [--dtype float32]
 [--devices cpu,cuda]``
 """
@@ -19,7 +20,7 @@ from aotops.frontends.torch import LLTM
 
 
 class PythonLLTM(LLTM):
-    """The tutorial's own forward; the parameters are the same."""
+    """The tutorial's forward, with the same parameters."""
 
     def forward(self, input, state):
         old_h, old_cell = state
@@ -38,7 +39,7 @@ MODULES = {"Python": PythonLLTM, "torch.compile": compiled, "aotops": LLTM}
 
 
 def measure(make, device: str, options) -> tuple[float, float]:
-    """Median microseconds of a forward and of a backward pass."""
+    """The median time of a forward and of a backward pass, in microseconds."""
     tensors = {"device": device, "dtype": getattr(torch, options.dtype)}
     x = torch.randn(options.batch_size, options.features, **tensors)
     h, c = (torch.randn(options.batch_size, options.state_size, **tensors) for _ in range(2))

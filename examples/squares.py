@@ -1,4 +1,4 @@
-"""The a*a + b*b model: two parameters, the library's add as the custom operator, and plain gradient descent to 0."""
+"""Minimizes a*a + b*b by gradient descent in PyTorch, with ``add`` from aotops as the custom operator."""
 
 import torch
 

@@ -587,8 +587,12 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
 
 
 class LLTM(torch.nn.Module):
-    """The cell of PyTorch's tutorial "Custom C++ and CUDA Extensions" on the library's kernel, with its arguments,
-    parameters and state, and a device and dtype besides. ``forward(input, (old_h, old_cell))``: new_h, new_cell."""
+    """The cell of PyTorch's tutorial "Custom C++ and CUDA Extensions" on the library's kernel: the same arguments and
+    parameters, and device and dtype. ``forward(input, (old_h, old_cell))`` returns new_h and new_cell.
+
+    ``bias`` is (1, 3 * state_size), as in the code that comes with the tutorial. A state_dict whose bias is
+    (3 * state_size,), as in the tutorial's text, is loaded too.
+    """
 
     def __init__(self, input_features: int, state_size: int, device=None, dtype=None) -> None:
         super().__init__()
@@ -605,6 +609,12 @@ class LLTM(torch.nn.Module):
 
     def forward(self, input: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return lltm(input, self.weights, self.bias, *state)  # type: ignore[name-defined] # noqa: F821
+
+    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
+        bias = state_dict.get(f"{prefix}bias")
+        if isinstance(bias, Tensor) and bias.shape == (3 * self.state_size,):
+            state_dict[f"{prefix}bias"] = bias[None]
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
         return f"input_features={self.input_features}, state_size={self.state_size}"

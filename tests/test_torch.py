@@ -1054,6 +1054,29 @@ def test_lltm_module_is_the_tutorials():
     assert ours.LLTM(3, 5, dtype=torch.float64).bias.dtype == torch.float64
 
 
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("shape", [(384,), (1, 384)], ids=str)
+def test_lltm_module_loads_the_tutorials_state(shape, assign):
+    """Alone and within another module. Its bias is (3 * state,) in the tutorial's text, (1, 3 * state) in its code."""
+    theirs, mine = LltmAsWritten(32, 128), torch.nn.Sequential(torch.nn.GELU(), ours.LLTM(32, 128))
+    theirs.weights, theirs.bias = (torch.nn.Parameter(torch.randn(s)) for s in ((384, 160), shape))
+    state = theirs.state_dict()
+    mine[1].load_state_dict(state, assign=assign)
+    mine.load_state_dict({f"1.{name}": value for name, value in state.items()}, assign=assign)
+    assert state["bias"].shape == shape
+    assert {name: p.shape for name, p in mine[1].named_parameters()} == {"weights": (384, 160), "bias": (1, 384)}
+    x, h, c = (torch.randn(16, n) for n in (32, 128, 128))
+    for a, b in zip(mine[1](x, (h, c)), theirs(x, (h, c)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(383,), (2, 192), (384, 1)], ids=str)
+def test_lltm_module_refuses_another_bias(shape):
+    state = ours.LLTM(32, 128).state_dict() | {"bias": torch.zeros(shape)}
+    with pytest.raises(RuntimeError, match="size mismatch for bias"):
+        ours.LLTM(32, 128).load_state_dict(state)
+
+
 def test_modules_are_copied_pickled_moved_and_scripted_away():
     model = torch.nn.Sequential(torch.nn.Linear(6, 6), ours.LayerNorm(6), ours.GELU("tanh")).double()
     x = torch.randn(2, 6, dtype=torch.float64)

@@ -1,5 +1,5 @@
-// One operator after another, each kernel one step from the one before it. Plain launchers, float32, no other code:
-// study.py builds this file alone and calls them through ctypes.
+// The kernels of the optimization study: each is one step from the one before it. float32. study.py builds this file
+// alone and calls the launchers through ctypes.
 //
 //   int add_<step>(const float *a, const float *b, float *c, int64_t n, cudaStream_t stream)
 //   int row_sum_<step>(const float *x, float *y, int64_t rows, int64_t cols, cudaStream_t stream)
@@ -12,8 +12,8 @@
 namespace {
 
 constexpr int kThreads = 256, kWarp = 32, kWarps = kThreads / kWarp;
-constexpr int kRun = 32;    // neighbours that one thread takes, where it takes neighbours
-constexpr int kUnroll = 4;  // loads that are under way at once
+constexpr int kRun = 32;    // consecutive elements per thread, in the strided kernels
+constexpr int kUnroll = 4;  // loads in flight per thread
 
 __device__ int64_t thread() { return int64_t{blockIdx.x} * blockDim.x + threadIdx.x; }
 
@@ -27,30 +27,30 @@ __device__ float sum(float4 v) { return (v.x + v.y) + (v.z + v.w); }
 
 // ------------------------------------------------------------------------------------------------------------- add
 
-// Any number of threads: each takes every threads()-th element. Launched with one block, it is the first CUDA program.
+// Any number of threads: each takes every threads()-th element. With one block it is the usual first CUDA program.
 __global__ void add_loop(const float *a, const float *b, float *c, int64_t n) {
   for (int64_t i = thread(); i < n; i += threads()) c[i] = a[i] + b[i];
 }
 
-// Each thread takes a run of neighbours, as it would on a CPU: the lanes of a warp are 128 bytes apart.
+// Each thread takes consecutive elements, as it would on a CPU: the lanes of a warp are 128 bytes apart.
 __global__ void add_runs(const float *a, const float *b, float *c, int64_t n) {
   int64_t first = thread() * kRun;
   for (int64_t i = first; i < first + kRun && i < n; ++i) c[i] = a[i] + b[i];
 }
 
-// Neighbouring threads take neighbouring elements.
+// Consecutive threads take consecutive elements: coalesced.
 __global__ void add_elements(const float *a, const float *b, float *c, int64_t n) {
   int64_t i = thread();
   if (i < n) c[i] = a[i] + b[i];
 }
 
-// Four elements a load.
+// Four elements per load.
 __global__ void add_vectors(const float4 *a, const float4 *b, float4 *c, int64_t n) {
   int64_t i = thread();
   if (i < n) c[i] = a[i] + b[i];
 }
 
-// Four loads of each input before the first result is wanted.
+// Four loads of each input before the first result is used.
 __global__ void add_unrolled_vectors(const float4 *a, const float4 *b, float4 *c, int64_t n) {
   int64_t first = int64_t{blockIdx.x} * kThreads * kUnroll + threadIdx.x;
   float4 left[kUnroll], right[kUnroll];
@@ -62,7 +62,7 @@ __global__ void add_unrolled_vectors(const float4 *a, const float4 *b, float4 *c
     if (int64_t i = first + j * kThreads; i < n) c[i] = left[j] + right[j];
 }
 
-// Through shared memory, though nothing is used twice.
+// Through shared memory, although nothing is reused.
 __global__ void add_staged(const float4 *a, const float4 *b, float4 *c, int64_t n) {
   __shared__ float4 left[kThreads], right[kThreads];
   int64_t i = thread();
@@ -73,7 +73,7 @@ __global__ void add_staged(const float4 *a, const float4 *b, float4 *c, int64_t 
 
 // --------------------------------------------------------------------------------------------------------- row sum
 
-// A thread a row: the lanes of a warp are a row apart.
+// One thread per row: the lanes of a warp are a row apart.
 __global__ void row_sum_threads(const float *x, float *y, int64_t rows, int64_t cols) {
   int64_t row = thread();
   if (row >= rows) return;
@@ -82,7 +82,7 @@ __global__ void row_sum_threads(const float *x, float *y, int64_t rows, int64_t 
   y[row] = total;
 }
 
-// A block a row, and each thread a run of it. Every thread adds its part to the result in memory.
+// One block per row, each thread a consecutive run. Every thread adds its partial sum to the result in memory.
 __global__ void row_sum_runs(const float *x, float *y, int64_t cols) {
   x += int64_t{blockIdx.x} * cols;
   int64_t run = (cols + kThreads - 1) / kThreads, first = threadIdx.x * run;
@@ -91,7 +91,7 @@ __global__ void row_sum_runs(const float *x, float *y, int64_t cols) {
   atomicAdd(&y[blockIdx.x], total);
 }
 
-// What a thread adds up where neighbouring threads take neighbours.
+// A thread's partial sum, with coalesced loads.
 __device__ float part(const float *x, int64_t cols) {
   float total = 0;
   for (int64_t i = threadIdx.x; i < cols; i += kThreads) total += x[i];
@@ -102,7 +102,7 @@ __global__ void row_sum_neighbours(const float *x, float *y, int64_t cols) {
   atomicAdd(&y[blockIdx.x], part(x + int64_t{blockIdx.x} * cols, cols));
 }
 
-// The parts meet in shared memory, half of the threads at rest after each step.
+// A tree in shared memory: each step halves the number of active threads.
 __global__ void row_sum_tree(const float *x, float *y, int64_t cols) {
   __shared__ float parts[kThreads];
   parts[threadIdx.x] = part(x + int64_t{blockIdx.x} * cols, cols);
@@ -114,7 +114,7 @@ __global__ void row_sum_tree(const float *x, float *y, int64_t cols) {
   if (threadIdx.x == 0) y[blockIdx.x] = parts[0];
 }
 
-// The sum over a warp, in every lane: registers are exchanged, without memory and without a barrier.
+// The sum over a warp, in every lane, by exchanging registers: no memory, no barrier.
 __device__ float warp_sum(float total) {
 #pragma unroll
   for (int n = kWarp / 2; n > 0; n /= 2) total += __shfl_xor_sync(~0u, total, n);
@@ -135,7 +135,7 @@ __global__ void row_sum_shuffles(const float *x, float *y, int64_t cols) {
   if (threadIdx.x == 0) y[blockIdx.x] = total;
 }
 
-// The part of one of `n` threads, four elements a load and `unroll` loads under way.
+// The partial sum of one of `n` threads, with four elements per load and `unroll` loads in flight.
 template <int unroll>
 __device__ float vector_part(const float4 *x, int64_t vectors, int thread, int n) {
   float4 totals[unroll] = {};
@@ -155,7 +155,7 @@ __global__ void row_sum_vectors(const float4 *x, float *y, int64_t vectors) {
   if (threadIdx.x == 0) y[blockIdx.x] = total;
 }
 
-// A warp a row: no barrier at all.
+// One warp per row: no barrier.
 __global__ void row_sum_warps(const float4 *x, float *y, int64_t rows, int64_t vectors) {
   int64_t row = thread() / kWarp;
   if (row >= rows) return;

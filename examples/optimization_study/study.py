@@ -1,13 +1,13 @@
-"""Two operators, vector addition and the sum of each row, optimized one step at a time and measured after each.
+"""Two operators, vector addition and row sums, optimized one step at a time and measured after each step.
 
-    python examples/optimization_study/study.py                   builds kernels.cu, measures, tells
+    python examples/optimization_study/study.py                   builds kernels.cu, measures and prints
         --json benchmarks/results/optimization_study.json         writes the figures
         --plot docs/optimization_study.png                        draws them
-        --markdown docs/optimization_study.md                     puts them into the text, between its marks
-        --from FILE                                               takes the figures from there, and needs no GPU
+        --markdown docs/optimization_study.md                     updates the tables in the text, between its markers
+        --from FILE                                               reads the figures from there; needs no GPU
 
-Timed as `aotops bench` is: replays of CUDA graphs, inputs rotated so that the L2 cache serves none, medians, and a copy
-of as many bytes in the same run.
+Timed as by `aotops bench`: medians of CUDA graph replays, inputs rotated so that none is in the L2 cache, and a copy of
+as many bytes in the same run.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ HERE = Path(__file__).resolve().parent
 
 STEPS = {
     "add": {
-        "naive": "one block of 256 threads, which loops over everything",
-        "strided": "a thread for every 32 elements, which are neighbours",
-        "coalesced": "a thread an element: neighbouring threads take neighbours",
-        "vectorised": "four elements a load",
-        "unrolled": "four such loads of each input under way at once",
-        "shared": "vectorised, and staged in shared memory",
+        "naive": "one block of 256 threads that loops over all elements",
+        "strided": "one thread per 32 consecutive elements",
+        "coalesced": "one thread per element, consecutive",
+        "vectorised": "four elements per load",
+        "unrolled": "four such loads of each input in flight",
+        "shared": "vectorised, staged through shared memory",
     },
     "row_sum": {
-        "naive": "a thread a row",
-        "strided": "a block a row, a thread a run of it; atomic additions",
-        "coalesced": "neighbouring threads take neighbours; atomic additions",
-        "shared": "the parts added up in shared memory, as a tree",
-        "shuffles": "the parts of a warp added up by shuffles",
-        "vectorised": "four elements a load",
-        "unrolled": "four such loads under way at once",
-        "warp": "the same with a warp a row in the place of a block",
+        "naive": "one thread per row",
+        "strided": "one block per row, each thread a consecutive run; atomic additions",
+        "coalesced": "consecutive threads read consecutive elements; atomic additions",
+        "shared": "partial sums reduced in shared memory, as a tree",
+        "shuffles": "partial sums reduced by warp shuffles first",
+        "vectorised": "four elements per load",
+        "unrolled": "four such loads in flight",
+        "warp": "the same with one warp per row",
     },
 }
 SHAPES = {"add": [(1 << 26,)], "row_sum": [(8192, 8192), (262144, 256)]}
@@ -133,7 +133,7 @@ def launch(library: ctypes.CDLL, name: str, tensors: list[Any], shape: tuple[int
 
 
 def check(call: Callable[[], None], reference: Callable[..., Any], tensors: list[Any]) -> None:
-    """A kernel that is wrong is not fast."""
+    """Raises AssertionError if the kernel's result is wrong."""
     import torch
 
     *inputs, output = tensors
@@ -143,7 +143,7 @@ def check(call: Callable[[], None], reference: Callable[..., Any], tensors: list
     torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-2)
 
 
-# ------------------------------------------------------------------------------------------------------------ telling
+# --------------------------------------------------------------------------------------------------------------- report
 
 
 def panels(result: dict[str, Any]) -> dict[tuple[str, tuple[int, ...]], list[Row]]:
@@ -167,7 +167,7 @@ def draw(result: dict[str, Any], file: Path) -> None:
     )  # fmt: skip
     for ax, ((op, shape), rows) in zip(axes, groups.items(), strict=True):
         panel(ax, f"{op} of {' x '.join(f'{n:,}' for n in shape)} float32", rows)
-    axes[-1].set_xlabel("GB/s; on the bar: of the copy, the dashed line")
+    axes[-1].set_xlabel("GB/s; on the bar: fraction of the copy (dashed line)")
     figure.suptitle(f"One step at a time, on {result['device']}", fontweight="bold")
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=150)
@@ -192,7 +192,7 @@ def panel(ax: Any, title: str, rows: list[Row]) -> None:
 
 
 def fill_in(result: dict[str, Any], file: Path) -> None:
-    """Replaces what stands between ``<!-- figures NAME -->`` and ``<!-- end -->``."""
+    """Replaces the text between ``<!-- figures NAME -->`` and ``<!-- end -->``."""
     texts = {"run": f"{result['device']}, {result['date'][:10]}, torch {result['versions']['torch']}, CUDA "
              f"{result['versions']['cuda']}; a large copy moves {result['copy_gbs']:,.0f} GB/s."}  # fmt: skip
     for (op, shape), rows in panels(result).items():
@@ -200,7 +200,7 @@ def fill_in(result: dict[str, Any], file: Path) -> None:
 
     def text(match: re.Match[str]) -> str:
         if match[1] not in texts:
-            raise SystemExit(f"{file} asks for the figures of {match[1]!r}; there are {', '.join(texts)}")
+            raise SystemExit(f"{file}: unknown figures {match[1]!r}, expected one of {', '.join(texts)}")
         return f"<!-- figures {match[1]} -->\n{texts[match[1]]}\n<!-- end -->"
 
     marked = re.compile(r"<!-- figures (.*?) -->.*?<!-- end -->", re.DOTALL)
