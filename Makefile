@@ -1,6 +1,6 @@
 # aotops: one plain shared library of kernels, and its frontends.
 #
-# make demo      everything from nothing: environments, library, the same model trained in every framework
+# make demo      everything from nothing: environments, a library for this machine, a model trained in every framework
 # make test      everything from nothing, then the tests
 # make lib       aotops/libaotops.so: with its CUDA entries where nvcc is, without them elsewhere
 # make fuzz      torch's operators and ours on 10,000 drawn calls each
@@ -55,15 +55,17 @@ LDFLAGS   := -z,defs,-z,now,-z,nodelete,--version-script=cuda_src/host/exports.m
 lib:
 	@$(MAKE) --no-print-directory -j$(JOBS) $(LIB)
 
-# A change of what to build for rebuilds.
+# A change of what to build for rebuilds, on the CPU's side and on CUDA's.
 build/flags: FORCE | build
-	@echo '$(NVCC) $(ARCHS) $(ISAS) $(VERSION)' | cmp -s - $@ || echo '$(NVCC) $(ARCHS) $(ISAS) $(VERSION)' >$@
+	@echo '$(ISAS) $(VERSION)' | cmp -s - $@ || echo '$(ISAS) $(VERSION)' >$@
+build/flags_cuda: FORCE | build
+	@echo 'NVCC=$(NVCC) ARCHS="$(ARCHS)"' | cmp -s - $@ || echo 'NVCC=$(NVCC) ARCHS="$(ARCHS)"' >$@
 FORCE:
 
 build build/host build/cuda:
 	@mkdir -p $@
 
-$(LIB): $(OBJECTS) cuda_src/host/exports.map
+$(LIB): $(OBJECTS) cuda_src/host/exports.map build/flags_cuda
 	@echo "link $@"
 ifneq ($(NVCC),)
 	@$(NVCC) -shared -cudart static -Xlinker $(LDFLAGS) $(OBJECTS) -o $@ -lgomp -ldl
@@ -77,13 +79,14 @@ build/host/%.cpp.o: cuda_src/host/%.cpp build/flags | build/host
 	@$(CXX) $(CXXFLAGS) -c $< -o $@
 
 # nvcc knows where CUDA's headers are.
+build/host/device.cpp.o: build/flags_cuda
 ifneq ($(NVCC),)
-build/host/device.cpp.o: cuda_src/host/device.cpp build/flags | build/host
+build/host/device.cpp.o: cuda_src/host/device.cpp | build/host
 	@echo "nvcc $<"
 	@$(NVCC) -std=c++17 -O3 -MMD -MP -Xcompiler -fPIC,-fvisibility=hidden,-Wall -DAOT_HAVE_CUDA -c $< -o $@
 endif
 
-build/%.cu.o: cuda_src/%.cu build/flags | build build/cuda
+build/%.cu.o: cuda_src/%.cu build/flags_cuda | build build/cuda
 	@echo "nvcc $<  (sm $(ARCHS))"
 	@$(NVCC) $(NVCCFLAGS) $(GENCODE) -c $< -o $@
 
@@ -191,13 +194,25 @@ $(foreach isa,$(ISAS),$(eval $(call compile_asan_for,$(isa))))
 
 # --------------------------------------------------------------------------------------------------------------- uses
 
-demo: lib environments
+# What this machine can run: the CPU entries, and those of its own GPU's architecture; or what was built here before.
+CAPABILITIES := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | tr -d . | sort -un)
+RUNNABLE     := $(if $(CAPABILITIES),ARCHS="$(CAPABILITIES)",NVCC=)
+
+demo: environments
+	@$(if $(filter command environment,$(foreach v,NVCC ARCHS,$(origin $(v)))),$(MAKE) --no-print-directory lib,\
+	  eval $(MAKE) --no-print-directory lib "$$(cat build/flags_cuda 2>/dev/null || echo '$(RUNNABLE)')")
 	@$(VENV)/bin/python examples/squares.py
 	@$(VENV)/bin/python examples/digits.py $(if $(MINDSPORE_PYTHON),--mindspore-python $(MS_VENV)/bin/python)
 
+# Several processes, of two threads each, which do not spin while they wait: processors have other work. At most four,
+# since each holds a context on the GPU, whose memory JAX would else take for itself.
+TEST_JOBS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
+PYTEST := -m pytest -q -n $(TEST_JOBS) tests
+PYTEST_ENVIRONMENT := OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive XLA_PYTHON_CLIENT_PREALLOCATE=false
+
 # Both environments are tested, whatever the first one says, and then those that failed are named.
-TESTS := AOTOPS_TEST_FRONTENDS=numpy,torch,jax$(if $(GPU),$(comma)cupy) $(VENV)/bin/python -m pytest -q tests
-MS_TESTS := AOTOPS_TEST_FRONTENDS=numpy,mindspore $(MS_VENV)/bin/python -m pytest -q tests
+TESTS := AOTOPS_TEST_FRONTENDS=numpy,torch,jax$(if $(GPU),$(comma)cupy) $(PYTEST_ENVIRONMENT) $(VENV)/bin/python $(PYTEST)
+MS_TESTS := AOTOPS_TEST_FRONTENDS=numpy,mindspore $(PYTEST_ENVIRONMENT) $(MS_VENV)/bin/python $(PYTEST)
 
 test: lib environments $(VENV)/lint
 	@$(MAKE) --no-print-directory lint

@@ -76,7 +76,7 @@ def infer_symbolic(
     numbers = op.canonical([tuple(map(number, a)) if isinstance(a, tuple) else a for a in attrs])
     plain = tuple(spec and TensorSpec(tuple(map(number, spec.shape)), spec.dtype) for spec in specs)
     found = infer(op, numbers, plain, device)
-    call = dict(zip(op.inputs, (spec and spec.shape for spec in specs), strict=True))
+    call: dict[str, Any] = dict(zip(op.inputs, (spec and spec.shape for spec in specs), strict=True))
     shapes = {y: call[x] for y, x in op.like.items()}
     call |= zip(op.attrs, attrs, strict=True)
     shapes |= {y: shape(SimpleNamespace(**call)) for y, shape in op.shapes.items()}

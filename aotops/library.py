@@ -19,6 +19,7 @@ ERRORS: dict[int, type[Exception]] = {
     3: NotImplementedError,
     4: RuntimeError,
     5: RuntimeError,
+    6: MemoryError,
 }
 """The exception for each status of cuda_src/aot.h."""
 

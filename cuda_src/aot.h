@@ -50,6 +50,7 @@ enum Status : int {
   kNotImplemented = 3,     // NotImplementedError
   kDeviceError = 4,        // what CUDA said; RuntimeError
   kConventionMisused = 5,  // a wrong nparam, a missing Init: an error of the caller's host; RuntimeError
+  kOutOfMemory = 6,        // of the host's; MemoryError
 };
 
 // Notes the text of an error for aot_last_error() (host/error.cpp) and gives `status` back.
@@ -366,7 +367,7 @@ template <class Op>
 int init(void *extra) noexcept {
   if (!extra) return fail(kConventionMisused, "%s: Init is given no extra", Op::name);
   auto *bound = new (std::nothrow) Bound<Op>;
-  if (!bound) return fail(kConventionMisused, "%s: out of memory", Op::name);
+  if (!bound) return fail(kOutOfMemory, "%s: out of memory", Op::name);
   if (Status status = bound->init(extra)) return delete bound, status;
   delete extra_view(extra)->kernel_data;
   extra_view(extra)->kernel_data = bound;

@@ -308,6 +308,33 @@ def _exported(function, shapes, constraints=()):
     return export.export(jax.jit(function), disabled_checks=checks)(*specs).call
 
 
+@EACH
+def test_export_of_gradients(name):
+    """Workspaces whose sizes depend on the number of rows are allocated when the program runs."""
+    function, reference = FUNCTIONS[name]
+    ours_, theirs = (jax.grad(loss(f), (0, 1, 2)) for f in (function, reference))
+    exported = _exported(ours_, ("rows, 6", "6", "6"))
+    for rows in (1, 4, 700):
+        x, w, b = jnp.asarray(np.random.default_rng(rows).normal(size=(rows, 6))), *arrays()[1:]
+        for mine, its in zip(exported(x, w, b), theirs(x, w, b), strict=True):
+            close(mine, its)
+
+
+def test_export_of_a_product_whose_gradient_needs_a_workspace():
+    """b is broadcast over the batch, and its gradient summed over it."""
+
+    def product(a, b):
+        return ours.matmul(a, b, transpose_a=True).sum()
+
+    gradients = _exported(jax.grad(product, (0, 1)), ("n, k, m", "k, o"))
+    random = np.random.default_rng(0)
+    for n, k, m, o in ((1, 3, 2, 5), (4, 70, 3, 2)):
+        a, b = random.normal(size=(n, k, m)), random.normal(size=(k, o))
+        da, db = gradients(a, b)
+        close(da, jnp.broadcast_to(b.sum(1)[None, :, None], a.shape))
+        close(db, jnp.broadcast_to(a.sum((0, 2))[:, None], b.shape))
+
+
 CONVOLUTIONS = {
     "image": (("n, 3, h, w", "4, 3, 3, 2"), ("h >= 3", "w >= 2"), {}),
     "image_and_kernel": (("n, c, h, w", "o, c, k, l"), ("h >= k", "w >= l"), {}),

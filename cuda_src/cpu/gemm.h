@@ -323,7 +323,7 @@ class Buffer {
   T *data_;
 };
 
-inline Status out_of_memory(const char *op) { return fail(kConventionMisused, "%s: out of memory", op); }
+inline Status out_of_memory(const char *op) { return fail(kOutOfMemory, "%s: out of memory", op); }
 
 // The panels of a thread, and a tile of sums.
 template <typename A>

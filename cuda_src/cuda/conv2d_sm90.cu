@@ -3,7 +3,7 @@
 namespace aot {
 inline namespace AOT_ISA {
 
-// RowBoxes, ColBoxes, RowGroups, ColGroups, Stages, Blocks: by what an H200 measured (docs/performance.md).
+// RowBoxes, ColBoxes, RowGroups, ColGroups, Stages, Blocks: by what an H200 measured (docs/lab_notes.md).
 using Narrow = WgmmaTile<2, 1, 2, 1, 3, 3>;  // y and dx of up to 64 columns,
 using Short = WgmmaTile<1, 2, 1, 1, 2, 4>;   // of more, with sums of a box or two,
 using Wide = WgmmaTile<1, 2, 1, 1, 3, 3>;    // with longer ones,

@@ -10,18 +10,6 @@
 #include "gemm.h"
 #include "launch.cuh"
 
-namespace {
-
-std::string &wheel() {
-  static std::string path;
-  return path;
-}
-
-}  // namespace
-
-// Where aotops/library.py found the library of NVIDIA's own wheel.
-AOT_API void aot_set_cublaslt(const char *path) { wheel() = path; }
-
 namespace aot {
 inline namespace AOT_ISA {
 namespace {
@@ -99,7 +87,6 @@ const Library *find_library() {
     return std::strcmp(asked, "none") && found.read(dlopen(asked, RTLD_NOW | RTLD_LOCAL)) ? &found : nullptr;
   for (const char *name : names)
     if (found.read(dlopen(name, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD))) return &found;
-  if (!wheel().empty() && found.read(dlopen(wheel().c_str(), RTLD_NOW | RTLD_LOCAL))) return &found;
   for (const char *name : names)
     if (found.read(dlopen(name, RTLD_NOW | RTLD_LOCAL))) return &found;
   return nullptr;

@@ -570,7 +570,7 @@ Status norm_long(const char *op, const NormForward<T, A> &a, const RowPlan &plan
   return launch_clusters(op, kernel, grid.blocks, grid.threads, plan.cluster, grid.shared, stream, a);
 }
 
-// Measured on an H200 (docs/performance.md). A block holds a row of eight vectors a thread, but where registers do not.
+// Measured on an H200 (docs/lab_notes.md). A block holds a row of eight vectors a thread, but where registers do not.
 template <bool kCentred, bool kAdd, typename T, typename A>
 Status norm_rows(const char *op, const NormForward<T, A> &a, const DeviceLimits &device, void *stream) {
   constexpr bool kCrowded = kAdd || (kCentred && sizeof(T) == 2);
@@ -651,7 +651,7 @@ Status norm_backward_shape(const char *op, const NormBackwardTensors<T, A> &a, c
   return launch_clusters(op, kernel, grid.blocks, grid.threads, plan.cluster, grid.shared, stream, a, plan.warps);
 }
 
-// Measured on an H200 (docs/performance.md). The best is what has 64 KB on their way to a multiprocessor: less does not
+// Measured on an H200 (docs/lab_notes.md). The best is what has 64 KB on their way to a multiprocessor: less does not
 // fill the memory's time, more makes it slower. Spilling a register costs more than anything else here.
 template <bool kCentred, bool kAdd, typename T, typename A>
 Status norm_backward_rows(const char *op, const NormBackwardTensors<T, A> &a, const DeviceLimits &device,

@@ -13,7 +13,7 @@ using Init = int(int *ndims, int64_t **shapes, const char **dtypes, void *extra)
 // Makes an `extra` of the attributes and lets Init read it. On failure *extra is null and aot_last_error() says why.
 inline Status bind(Init *init, const char *attrs, void **extra) {
   *extra = extra_new(attrs);
-  if (!*extra) return fail(kConventionMisused, "out of memory");
+  if (!*extra) return fail(kOutOfMemory, "out of memory");
   Status status = static_cast<Status>(init ? init(nullptr, nullptr, nullptr, *extra) : 0);
   if (status) extra_delete(*extra), *extra = nullptr;
   return status;
