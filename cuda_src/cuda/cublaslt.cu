@@ -4,7 +4,6 @@
 
 #include <cstdlib>
 #include <mutex>
-#include <string>
 #include <unordered_map>
 
 #include "gemm.h"

@@ -165,7 +165,8 @@ static Status gemm_on_ampere(const char *op, const Gemm &gemm, cudaStream_t stre
   AOT_TRY(device_limits(op, &limits));
   if (limits.major < 8 || gemm.count > kMaxBatch || !cutlass_takes(gemm)) return kOk;
   if (gemm.before && (gemm.a.transposed || !gemm.b.transposed)) return kOk;
-  return gemm_sm80(op, gemm, takes_vectors(gemm), stream, done);
+  auto *run = gemm.dtype == DType::bfloat16 ? gemm_bfloat16_sm80 : gemm_float16_sm80;
+  return run(op, gemm, takes_vectors(gemm), stream, done);
 }
 
 template <typename T>

@@ -30,7 +30,8 @@ struct Gemm {
 Status gemm_cublaslt(const char *op, const Gemm &gemm, cudaStream_t stream, bool *done);
 
 // CUTLASS's, for a product that they take (gemm.cu asks). vectors: whether every line is whole vectors of 16 bytes.
-Status gemm_sm80(const char *op, const Gemm &gemm, bool vectors, cudaStream_t stream, bool *done);
+Status gemm_bfloat16_sm80(const char *op, const Gemm &gemm, bool vectors, cudaStream_t stream, bool *done);
+Status gemm_float16_sm80(const char *op, const Gemm &gemm, bool vectors, cudaStream_t stream, bool *done);
 // rows: of a tile, 64 or 128
 Status gemm_bfloat16_sm90(const char *op, const Gemm &gemm, int rows, int multiprocessors, cudaStream_t stream,
                           bool *done);

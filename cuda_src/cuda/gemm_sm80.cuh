@@ -1,5 +1,7 @@
 // Products of 16-bit matrices on tensor cores, on any GPU from Ampere on: CUTLASS's kernels with mma.sync and cp.async.
-// For a GPU that Hopper's own are not for, or a layout that they do not take, where cuBLASLt is not to be had.
+// Used on GPUs before Hopper, and for layouts that the Hopper kernels do not support, where cuBLASLt is not available.
+// Each dtype has a source file of its own, because each compiles for minutes.
+#pragma once
 #include <cutlass/cutlass.h>
 #include <cutlass/epilogue/thread/linear_combination.h>
 #include <cutlass/gemm/device/gemm_universal.h>
@@ -158,12 +160,10 @@ static Status run_layout(const char *op, const Gemm &g, cudaStream_t stream, boo
   return layout(op, g, stream, done);
 }
 
+template <typename T>
 Status gemm_sm80(const char *op, const Gemm &g, bool vectors, cudaStream_t stream, bool *done) {
-  using BFloat16 = cutlass::bfloat16_t;
-  using Float16 = cutlass::half_t;
-  auto *type = g.dtype == DType::bfloat16 ? (vectors ? run_layout<BFloat16, 8> : run_layout<BFloat16, 1>)
-                                          : (vectors ? run_layout<Float16, 8> : run_layout<Float16, 1>);
-  return type(op, g, stream, done);
+  auto *run = vectors ? run_layout<T, 8> : run_layout<T, 1>;
+  return run(op, g, stream, done);
 }
 
 }  // namespace AOT_ISA
