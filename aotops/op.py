@@ -152,7 +152,7 @@ class Op:
         pairs = ((i, f"transpose_{slot}") for i, slot in enumerate(self.inputs))
         return tuple((i, names.index(name)) for i, name in pairs if name in names)
 
-    def as_they_lie(
+    def absorb_transposed_views(
         self, inputs: Sequence[Any], attrs: tuple[Attr, ...], contiguous: Callable[[Any], bool]
     ) -> tuple[tuple[Any, ...], tuple[Attr, ...]]:
         """The same call, with the matrix itself in the place of a transposed view of it."""

@@ -29,12 +29,12 @@ from aotops.op import Attr, Op
 from aotops.ops import OPS
 from aotops.spec import TensorSpec, check_broadcast
 
-from . import torch_gate, torch_inductor
+from . import torch_call, torch_gate, torch_inductor
 
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 }
-_READS_TENSORS = call.read_torch(torch, torch_gate.facts())
+_READS_TENSORS = torch_call.set_up(torch, torch_gate.facts())
 
 KEEP_RESIDUALS_FROM = 1 << 18
 """Elements of a CUDA tensor from which the forward keeps what the backward would else compute again. Below, and on the
@@ -176,7 +176,7 @@ def _results(value) -> tuple:
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
-def _visible(op: Op, written: Sequence[Tensor]):
+def _public_outputs(op: Op, written: Sequence[Tensor]):
     return written[0] if len(op.outputs) == 1 else tuple(written[: len(op.outputs)])
 
 
@@ -189,7 +189,7 @@ class _Eager:
 
     def __init__(self, op: Op, attrs: tuple[Attr, ...]) -> None:
         backward = functools.partial(_run_backward, op, attrs)
-        builtins = call.function(op, attrs, _models, KEEP_RESIDUALS_FROM, backward)
+        builtins = torch_call.function(op, attrs, _models, KEEP_RESIDUALS_FROM, backward)
         members = {"forward": staticmethod(builtins.forward), "backward": staticmethod(backward)}
         function = type(op.name.title().replace("_", ""), (torch.autograd.Function,), members)
         self.run = builtins.run
@@ -197,7 +197,7 @@ class _Eager:
         self.apply = super(torch.autograd.Function, function).apply
         if builtins.backward:
             function._backward_cls.apply = builtins.backward  # without the one that looks for members["backward"]
-        self.differentiable = call.differentiable(builtins, self.apply)
+        self.differentiable = torch_call.differentiable(builtins, self.apply)
 
     def __call__(self, *inputs: Tensor | None):
         recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
@@ -395,7 +395,7 @@ torch_inductor.register(dispatched.values())
 # ----------------------------------------------------------------------------------------------------- public functions
 
 _is_compiling = torch.compiler.is_dynamo_compiling
-_gate = call.gate() if _READS_TENSORS else None
+_gate = torch_call.gate() if _READS_TENSORS else None
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -415,7 +415,7 @@ def _public(op: Op) -> Callable[..., Any]:
         named = dict.fromkeys(op.inputs) | dict(zip(op.attrs, attrs, strict=True))
         return _eager(op, op.canonical(op.bind(**named)[1])).differentiable
 
-    plain = call.public(op, bind, general) if _READS_TENSORS else general
+    plain = torch_call.public(op, bind, general) if _READS_TENSORS else general
 
     @functools.wraps(op.bind)
     def function(*args, **kwargs):
@@ -425,7 +425,7 @@ def _public(op: Op) -> Callable[..., Any]:
 
     function.__module__ = __name__
     if _READS_TENSORS:
-        call.serve(function, plain)
+        torch_call.install_vectorcall(function, plain)
     return function
 
 
@@ -447,20 +447,20 @@ def _run_eager(op: Op, inputs: Tensors, attrs: tuple[Attr, ...]):
     back = None
     if op.autocast and torch.is_autocast_enabled(inputs[0].device.type):
         inputs, back = _autocast(op, inputs[0].device.type, inputs)
-    inputs, attrs = op.as_they_lie(inputs, attrs, Tensor.is_contiguous)
+    inputs, attrs = op.absorb_transposed_views(inputs, attrs, Tensor.is_contiguous)
     if op.broadcast:
         inputs = torch.broadcast_tensors(*inputs)
     op.specs([_spec(t) for t in inputs], attrs)
     _check_devices(op, inputs)
     with _RecordFunctionFast(f"aotops::{op.name}", [t for t in inputs if t is not None]):
         results = _eager(op, attrs)(*(None if t is None else _plain(t) for t in inputs))
-    return results if back is None else _visible(op, [y.to(back) for y in _results(results)])
+    return results if back is None else _public_outputs(op, [y.to(back) for y in _results(results)])
 
 
 def _dispatch(op: Op, disp: Callable[..., Any], inputs: Tensors, attrs: tuple[Any, ...]):
     if op.broadcast:
         inputs = torch.broadcast_tensors(*inputs)
-    return _visible(op, _results(disp(*inputs, *attrs)))
+    return _public_outputs(op, _results(disp(*inputs, *attrs)))
 
 
 def _check_tensors(op: Op, inputs: Tensors) -> None:

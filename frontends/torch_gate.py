@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from aotops.call import Gate
+from .torch_call import Gate
 
 _LEVEL, _NO_LEVEL = "_current_level", -1
 _WORD = ctypes.sizeof(ctypes.c_void_p)
