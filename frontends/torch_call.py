@@ -116,8 +116,8 @@ class Function(NamedTuple):
     forward: Callable[..., Any]
     """The same as the forward of a ``torch.autograd.Function``: takes its context first, and saves for the backward."""
     backward: Callable[..., Any] | None
-    """For the class of that context: the method that takes the gradients of the outputs and returns those of the
-    inputs. None where the operator has no backward."""
+    """Its backward: takes the context and the gradients of the outputs, returns those of the inputs. None where the
+    operator has no backward."""
 
 
 def function(
@@ -125,7 +125,7 @@ def function(
     attrs: tuple[Attr, ...],
     prototypes: Callable[..., tuple[Any, ...]],
     keep_residuals_from: int,
-    backward: Callable[..., Any],
+    fallback: Callable[..., Any],
 ) -> Function:
     """An operator with its attributes as builtins.
 
@@ -133,18 +133,19 @@ def function(
         prototypes: takes an operator, its attributes and one tensor, or None, for each input; returns, for each of
             ``op.extra_outputs`` that is not like an input, a tensor of its shape, dtype and device, else None.
         keep_residuals_from: for a first input on a GPU with fewer elements no residuals are kept.
-        backward: the backward in Python, for a call that is not plain: a function of the saved tensors, the gradients
+        fallback: the backward in Python, for a call that is not plain: a function of the saved tensors, the gradients
             of the outputs, for each input whether its gradient is needed, and the context, which has as ``inputs``
             those that were replaced by a residual (Op.instead).
     """
-    handle, method = _function_handle(op, attrs, prototypes, keep_residuals_from), None
-    if op.backward is not None:
-        backward_handle = _function_handle(op.backward, attrs, prototypes, keep_residuals_from)
-        method = _backward_method(op, op.backward, backward_handle, backward)
-    return Function(_builtin(op.name, "aot_torch_run", handle), _builtin(op.name, "aot_torch_forward", handle), method)
+    handle = _function_handle(op, attrs, prototypes, keep_residuals_from)
+    run, forward = (_builtin(op.name, f"aot_torch_{kind}", handle) for kind in ("run", "forward"))
+    if op.backward is None:
+        return Function(run, forward, None)
+    backward_handle = _function_handle(op.backward, attrs, prototypes, keep_residuals_from)
+    return Function(run, forward, _backward(op, op.backward, backward_handle, fallback))
 
 
-def _backward_method(op: Op, backward: Op, handle: Any, fallback: Callable[..., Any]) -> Callable[..., Any]:
+def _backward(op: Op, backward: Op, handle: Any, fallback: Callable[..., Any]) -> Callable[..., Any]:
     sources = [*(f"d{y}" for y in op.outputs), *op.saved]
     slots = {slot: i for i, slot in enumerate(backward.slots)}
     gradients = [backward.alias.get(f"d{x}", f"d{x}") for x in op.inputs]
@@ -156,8 +157,7 @@ def _backward_method(op: Op, backward: Op, handle: Any, fallback: Callable[..., 
         _Slots(*(slots.get(gradient, -1) for gradient in gradients)),
         id(fallback),
     )
-    pythonapi.PyInstanceMethod_New.restype, pythonapi.PyInstanceMethod_New.argtypes = py_object, [py_object]
-    return pythonapi.PyInstanceMethod_New(_builtin(op.name, "aot_torch_backward", _struct(made, handle, fallback)))
+    return _builtin(op.name, "aot_torch_backward", _struct(made, handle, fallback))
 
 
 def _function_handle(
