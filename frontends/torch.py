@@ -185,7 +185,7 @@ def _public_outputs(op: Op, written: Sequence[Tensor]):
 
 class _Eager:
     """An operator bound to its attributes, for plain tensors. Nothing is checked here: the entry does, and ``_general``
-    has another look at what it refuses."""
+    takes over what it refuses."""
 
     def __init__(self, op: Op, attrs: tuple[Attr, ...]) -> None:
         fallback = functools.partial(_run_backward, op, attrs)
@@ -434,7 +434,7 @@ def _public(op: Op) -> Callable[..., Any]:
 
 
 def _general(op: Op, disp: Callable[..., Any], inputs: Tensors, attrs: tuple[Any, ...]):
-    """What plain eager does not take as it is. Raises for what the operator does not take at all."""
+    """A call that is not plain, or that the builtin refused. Raises for arguments that the operator does not accept."""
     _check_tensors(op, inputs)
     if not any(isinstance(v, _SYMBOLIC) for a in attrs for v in (a if isinstance(a, (tuple, list)) else (a,))):
         attrs = op.canonical(attrs)
@@ -447,7 +447,7 @@ def _general(op: Op, disp: Callable[..., Any], inputs: Tensors, attrs: tuple[Any
 
 
 def _run_eager(op: Op, inputs: Tensors, attrs: tuple[Attr, ...]):
-    """Plain tensors that lie, or are cast, otherwise."""
+    """A plain call that the builtin refused: casts, broadcasts and makes contiguous first."""
     back = None
     if op.autocast and torch.is_autocast_enabled(inputs[0].device.type):
         inputs, back = _autocast(op, inputs[0].device.type, inputs)
@@ -489,7 +489,7 @@ def _channels_last(conv2d: Callable[..., Any]) -> Callable[..., Any]:
         # is_contiguous(memory_format=...) is not to be had inside of vmap
         return not t.is_contiguous() and t.movedim(1, 3).is_contiguous()
 
-    def as_they_lie(x, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, layout="NCHW", allow_tf32=False):
+    def absorb_layout(x, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, layout="NCHW", allow_tf32=False):
         rest = bias, stride, padding, dilation, groups
         images = all(isinstance(t, Tensor) and t.dim() == 4 for t in (x, weight))
         if layout == "NCHW" and images and (is_channels_last(x) or is_channels_last(weight)):
@@ -501,7 +501,7 @@ def _channels_last(conv2d: Callable[..., Any]) -> Callable[..., Any]:
     def function(*args, **kwargs):
         if "input" in kwargs:  # torch's name of x
             kwargs["x"] = kwargs.pop("input")
-        return as_they_lie(*args, **kwargs)
+        return absorb_layout(*args, **kwargs)
 
     return function
 

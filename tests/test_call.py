@@ -9,6 +9,7 @@ import os
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from fractions import Fraction
 from importlib import import_module
 
@@ -635,6 +636,18 @@ print("same")
     if call.call_path() == "ctypes":
         pytest.skip("needs CPython")
     assert python(program).strip() == "same"
+
+
+def test_an_operator_without_a_backward_is_named():
+    if "torch" not in requested():
+        pytest.skip("torch is not under test")
+    torch, frontend = import_module("torch"), import_module("aotops.frontends.torch")
+    if not frontend._READS_TENSORS:
+        pytest.skip("needs the gate")
+    eager = frontend._Eager(replace(OPS["gelu"], backward=None), ("none",))
+    y = eager(torch.ones(3, requires_grad=True))
+    with pytest.raises(NotImplementedError, match="gelu has no derivative"):
+        y.sum().backward()
 
 
 # -------------------------------------------------------------------------------------- structs that Python mirrors
