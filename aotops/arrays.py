@@ -60,7 +60,7 @@ class ArrayFrontend(ABC):
             inputs, attrs = op.bind(*args, **kwargs)
             attrs = op.canonical(attrs)
             if op.transposable:
-                inputs, attrs = op.as_they_lie(inputs, attrs, _contiguous)
+                inputs, attrs = op.absorb_transposed_views(inputs, attrs, _contiguous)
             with self.device_of(inputs[0]):
                 return _one_or_all(self._run(op, self._prepare(op, inputs), attrs, op.outputs))
 

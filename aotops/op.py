@@ -145,15 +145,15 @@ class Op:
 
     @cached_property
     def transposable(self) -> tuple[tuple[int, int], ...]:
-        """The inputs that may lie transposed, each with the attribute that says so: ``transpose_a`` for ``a``."""
+        """Inputs that may be transposed views, each with the attribute that transposes it: ``transpose_a`` of ``a``."""
         names = list(self.attrs)
         pairs = ((i, f"transpose_{slot}") for i, slot in enumerate(self.inputs))
         return tuple((i, names.index(name)) for i, name in pairs if name in names)
 
-    def as_they_lie(
+    def absorb_transposed_views(
         self, inputs: Sequence[Any], attrs: tuple[Attr, ...], contiguous: Callable[[Any], bool]
     ) -> tuple[tuple[Any, ...], tuple[Attr, ...]]:
-        """The same call, with the matrix itself in the place of a transposed view of it."""
+        """The same call, with each transposed view replaced by the matrix that it is a view of."""
         given, said = list(inputs), list(attrs)
         for i, j in self.transposable:
             if getattr(given[i], "ndim", 0) > 1 and not contiguous(given[i]):

@@ -30,12 +30,12 @@ from aotops.op import Attr, Op
 from aotops.ops import OPS
 from aotops.spec import TensorSpec, check_broadcast
 
-from . import torch_gate, torch_inductor
+from . import torch_call, torch_gate, torch_inductor
 
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 }
-_READS_TENSORS = call.read_torch(torch, torch_gate.facts())
+_READS_TENSORS = torch_call.set_up(torch, torch_gate.facts())
 
 KEEP_RESIDUALS_FROM = 1 << 18
 """Elements of a CUDA tensor from which the forward keeps what the backward would else compute again. Below, and on the
@@ -198,7 +198,7 @@ def _results(value) -> tuple:
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
-def _visible(op: Op, written: Sequence[Tensor]):
+def _public_outputs(op: Op, written: Sequence[Tensor]):
     return written[0] if len(op.outputs) == 1 else tuple(written[: len(op.outputs)])
 
 
@@ -207,23 +207,27 @@ def _visible(op: Op, written: Sequence[Tensor]):
 
 class _Eager:
     """An operator bound to its attributes, for plain tensors. Nothing is checked here: the entry does, and ``_general``
-    has another look at what it refuses."""
+    takes over what it refuses."""
 
     def __init__(self, op: Op, attrs: tuple[Attr, ...]) -> None:
-        backward = functools.partial(_run_backward, op, attrs)
-        builtins = call.function(op, attrs, _models, KEEP_RESIDUALS_FROM, backward)
+        fallback = functools.partial(_run_backward, op, attrs)
+        builtins = torch_call.function(op, attrs, _models, KEEP_RESIDUALS_FROM, fallback)
+        backward = builtins.backward or functools.partial(_refuse_derivative, op)
         members = {"forward": staticmethod(builtins.forward), "backward": staticmethod(backward)}
         function = type(op.name.title().replace("_", ""), (torch.autograd.Function,), members)
         self.run = builtins.run
-        # without the Python wrapper, which serves torch.func
-        self.apply = super(torch.autograd.Function, function).apply
-        if builtins.backward:
-            function._backward_cls.apply = builtins.backward  # without the one that looks for members["backward"]
-        self.differentiable = call.differentiable(builtins, self.apply)
+        # Without torch's Python wrapper, which serves torch.func, whose calls are not plain. A forward that records
+        # gradients would take 23 to 37 % longer with it (2 to 3 us; benchmarks/call_overhead.py on a CPU).
+        self.apply = getattr(super(torch.autograd.Function, function), "apply", function.apply)
+        self.differentiable = torch_call.differentiable(builtins, self.apply)
 
     def __call__(self, *inputs: Tensor | None):
         recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
         return self.apply(*inputs) if recorded else self.run(*inputs)
+
+
+def _refuse_derivative(op: Op, ctx: Any, *grads: Tensor):
+    raise NotImplementedError(f"{op.name} has no derivative")
 
 
 @functools.lru_cache(maxsize=call.MOST_BOUND)
@@ -417,7 +421,7 @@ torch_inductor.register(dispatched.values())
 # ----------------------------------------------------------------------------------------------------- public functions
 
 _is_compiling = torch.compiler.is_dynamo_compiling
-_gate = call.gate() if _READS_TENSORS else None
+_gate = torch_call.gate() if _READS_TENSORS else None
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -437,7 +441,7 @@ def _public(op: Op) -> Callable[..., Any]:
         named = dict.fromkeys(op.inputs) | dict(zip(op.attrs, attrs, strict=True))
         return _eager(op, op.canonical(op.bind(**named)[1])).differentiable
 
-    plain = call.public(op, bind, general) if _READS_TENSORS else general
+    plain = torch_call.public(op, bind, general) if _READS_TENSORS else general
 
     @functools.wraps(op.bind)
     def function(*args, **kwargs):
@@ -447,12 +451,12 @@ def _public(op: Op) -> Callable[..., Any]:
 
     function.__module__ = __name__
     if _READS_TENSORS:
-        call.serve(function, plain)
+        torch_call.install_vectorcall(function, plain)
     return function
 
 
 def _general(op: Op, disp: Callable[..., Any], inputs: Tensors, attrs: tuple[Any, ...]):
-    """What plain eager does not take as it is. Raises for what the operator does not take at all."""
+    """A call that is not plain, or that the builtin refused. Raises for arguments that the operator does not accept."""
     _check_tensors(op, inputs)
     if not any(isinstance(part, _SYMBOLIC) for attr in attrs for part in _parts(attr)):
         attrs = op.canonical(attrs)
@@ -465,24 +469,24 @@ def _general(op: Op, disp: Callable[..., Any], inputs: Tensors, attrs: tuple[Any
 
 
 def _run_eager(op: Op, inputs: Tensors, attrs: tuple[Attr, ...]):
-    """Plain tensors that lie, or are cast, otherwise."""
+    """A plain call that the builtin refused: casts, broadcasts and makes contiguous first."""
     back = None
     if op.autocast and torch.is_autocast_enabled(inputs[0].device.type):
         inputs, back = _autocast(op, inputs[0].device.type, inputs)
-    inputs, attrs = op.as_they_lie(inputs, attrs, Tensor.is_contiguous)
+    inputs, attrs = op.absorb_transposed_views(inputs, attrs, Tensor.is_contiguous)
     if op.broadcast:
         inputs = torch.broadcast_tensors(*inputs)
     _infer(op, attrs, inputs)
     _check_devices(op, inputs)
     with _RecordFunctionFast(f"aotops::{op.name}", [t for t in inputs if t is not None]):
         results = _eager(op, attrs)(*(None if t is None else _plain(t) for t in inputs))
-    return results if back is None else _visible(op, [y.to(back) for y in _results(results)])
+    return results if back is None else _public_outputs(op, [y.to(back) for y in _results(results)])
 
 
 def _dispatch(op: Op, disp: Callable[..., Any], inputs: Tensors, attrs: tuple[Any, ...]):
     if op.broadcast:
         inputs = torch.broadcast_tensors(*inputs)
-    return _visible(op, _results(disp(*inputs, *attrs)))
+    return _public_outputs(op, _results(disp(*inputs, *attrs)))
 
 
 def _check_tensors(op: Op, inputs: Tensors) -> None:
@@ -507,7 +511,7 @@ def _channels_last(conv2d: Callable[..., Any]) -> Callable[..., Any]:
         # is_contiguous(memory_format=...) is not to be had inside of vmap
         return not t.is_contiguous() and t.movedim(1, 3).is_contiguous()
 
-    def as_they_lie(x, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, layout="NCHW", allow_tf32=False):
+    def absorb_layout(x, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, layout="NCHW", allow_tf32=False):
         rest = bias, stride, padding, dilation, groups
         images = all(isinstance(t, Tensor) and t.dim() == 4 for t in (x, weight))
         if layout == "NCHW" and images and (is_channels_last(x) or is_channels_last(weight)):
@@ -519,7 +523,7 @@ def _channels_last(conv2d: Callable[..., Any]) -> Callable[..., Any]:
     def function(*args, **kwargs):
         if "input" in kwargs:  # torch's name of x
             kwargs["x"] = kwargs.pop("input")
-        return as_they_lie(*args, **kwargs)
+        return absorb_layout(*args, **kwargs)
 
     return function
 

@@ -1,7 +1,7 @@
-"""What the gate (cuda_src/host/gate.h) has to know of this torch, found out on tensors whose dispatch keys are known.
+"""What the gate (cuda_src/host/gate.h) needs to know of this torch, measured on tensors whose dispatch keys are known.
 
-Nothing is taken for granted: where a tensor's keys do not lie where they are expected, or a thread's do not change as
-they should, there is no gate, and every call goes through torch's dispatcher.
+Where a tensor's keys are not found in its memory, or a thread's do not change as expected, there is no gate, and every
+call goes through torch's dispatcher.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from aotops.call import Gate
+from .torch_call import Gate
 
 _LEVEL, _NO_LEVEL = "_current_level", -1
 _WORD = ctypes.sizeof(ctypes.c_void_p)
 
 
 def facts() -> Gate | None:
-    """None where this torch is not as the gate needs it."""
+    """None where this torch is not what the gate needs."""
     try:
         return _facts()
     except (AttributeError, ValueError, OSError, LookupError):
@@ -32,8 +32,8 @@ def _facts() -> Gate | None:
     if getattr(forward_ad, _LEVEL) != _NO_LEVEL:
         return None
     samples = _samples()
-    impl = _place([(id(t), t._cdata) for t in samples], object.__basicsize__, 8)
-    keys = _place([(t._cdata, _keys(t)) for t in samples], 0, 25)
+    impl = _offset([(id(t), t._cdata) for t in samples], object.__basicsize__, 8)
+    keys = _offset([(t._cdata, _keys(t)) for t in samples], 0, 25)
     inference, autocast = _local_keys(torch.inference_mode), _local_keys(lambda: torch.autocast("cpu", torch.bfloat16))
     autocast_keys = _union("AutocastCPU") | _union("AutocastCUDA")
     if _local_keys(torch.no_grad) != (0, 0) or autocast != (0, _union("AutocastCPU")) or inference == (0, 0):
@@ -52,7 +52,7 @@ def _facts() -> Gate | None:
 
 
 def _samples() -> list[torch.Tensor]:
-    """Tensors of many kinds of keys; the first is plain."""
+    """Tensors with different dispatch keys; the first is plain."""
     plain = torch.empty(2)
     with torch.inference_mode():
         inference = torch.empty(2)
@@ -78,15 +78,16 @@ def _plain_keys(device: str, inference: bool) -> int:
     return _union(device, f"Autocast{device}", *autograd)
 
 
-def _place(pairs: list[tuple[int, int]], start: int, words: int) -> int:
-    """The offset, the same in all, at which the memory at an address has the word that belongs to it."""
+def _offset(pairs: list[tuple[int, int]], start: int, words: int) -> int:
+    """The one offset at which, for every (address, word), the memory at the address holds the word. Raises ValueError
+    where there is none, or more than one."""
     offsets = range(start, start + words * _WORD, _WORD)
-    (place,) = [o for o in offsets if all(ctypes.c_uint64.from_address(a + o).value == word for a, word in pairs)]
-    return place
+    (offset,) = [o for o in offsets if all(ctypes.c_uint64.from_address(a + o).value == word for a, word in pairs)]
+    return offset
 
 
 def _local_keys(context: Callable[[], Any]) -> tuple[int, ...]:
-    """This thread's dispatch keys in a context, as they differ from those outside of all."""
+    """This thread's dispatch keys in a context, as a difference from a plain thread's: included, excluded."""
     c10 = ctypes.CDLL("libc10.so", os.RTLD_NOW | os.RTLD_NOLOAD)
     with context():
         return tuple((ctypes.c_uint64 * 2).in_dll(c10, "_ZN3c104impl26raw_local_dispatch_key_setE"))

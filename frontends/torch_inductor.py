@@ -1,14 +1,13 @@
-"""The operators of ``torch.library`` made known to Inductor: part of the torch frontend, and no frontend itself.
+"""Registers the operators of ``torch.library`` as fallbacks of Inductor: a part of the torch frontend.
 
-Inductor takes an operator that it has not heard of as a fallback, which is right, but before torch 2.13 it writes the
-operator's arguments down for its log first, whether the log wants them or not. An argument is written with all that
-it was computed from, and one that is used twice is written twice: in a residual network the text doubles with each
-operator. So each operator becomes a fallback before Inductor meets it, which is what Inductor would make of it itself.
+Inductor makes a fallback of an operator that it does not know, which is right. But before torch 2.13 it formats the
+operator's arguments for its log first, even where nothing is logged. The text of an argument contains all that it was
+computed from, and an argument that is used twice appears twice: in a residual network the text doubles with each
+operator. So each operator is made a fallback before Inductor sees it.
 
-Inductor takes seconds to import, and who does not compile should not wait for it. So the operators are registered when
-somebody else has imported its table of lowerings. There is no other moment that serves everyone: a public function, or
-an operator's fake kernel, is not run again where its result is in a cache, and neither hears of a graph that was
-exported before.
+Inductor takes seconds to import, which only those who compile should wait for. So the operators are registered after
+something else has imported Inductor's table of lowerings. A public function or an operator's fake kernel would be too
+late: they do not run where their result is cached, or where the graph was exported before.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ def register(operators: Iterable[Any]) -> None:
     finder = _Finder(tuple(operators))
     sys.meta_path.insert(0, finder)
     if sys.modules.get(_LOWERING) is not None:
-        # waits for a thread that is at it
+        # import_module waits for a thread that is importing it
         finder.register(import_module(_LOWERING))
 
 
 class _Finder(MetaPathFinder):
-    """Finds the lowerings where the others do. It stays: to take it away would make an import in another thread, which
-    is at this place of the list, skip the next finder."""
+    """Finds the lowerings with the help of the other finders. It is never removed: an import in another thread that
+    iterates over ``sys.meta_path`` would skip the next finder."""
 
     def __init__(self, operators: Sequence[Any]) -> None:
         self.operators = operators
@@ -54,12 +53,12 @@ class _Finder(MetaPathFinder):
         try:
             for operator in self.operators:
                 _make_fallback(lowering, operator)
-        except Exception as error:  # Inductor must come up: without us it compiles the same, though it may take longer
+        except Exception as error:  # Inductor must work: without the fallbacks it does, though more slowly
             warnings.warn(f"aotops: Inductor {lowering.torch.__version__} took no fallbacks: {error!r}", stacklevel=2)
 
 
 class _ThenRegister(Loader):
-    """A loader for one module, which has its own again before its first line runs."""
+    """The loader of one import: the module has its own loader again before its first line runs."""
 
     def __init__(self, spec: ModuleSpec, loader: Loader, finder: _Finder) -> None:
         self.spec, self.loader, self.finder = spec, loader, finder
@@ -74,8 +73,8 @@ class _ThenRegister(Loader):
 
 
 def _make_fallback(lowering: ModuleType, operator: Any) -> None:
-    """An operator's results have strides that follow from those of its inputs, so these must be what the fake kernel
-    saw: to the number where Inductor keeps them (torch 2.7), else in their order."""
+    """The strides of an operator's results follow from those of its inputs. So these must be what the fake kernel
+    saw: exactly where Inductor can do that (torch 2.7), else in the same order."""
     as_traced = getattr(lowering, "constrain_to_fake_tensors", None) or lowering.constrain_to_fx_strides
-    # what warn asks for is an error, under CI, where somebody has registered a decomposition
+    # with warn=True a decomposition that is registered already is an error under CI
     lowering.make_fallback(operator, as_traced, warn=False)

@@ -1,4 +1,4 @@
-"""The call path: its rungs agree, threads may share it, it frees what it makes; and every build of a kernel agrees."""
+"""The call path: all three agree, threads may share it, it frees what it makes; and every build of a kernel agrees."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from fractions import Fraction
 from importlib import import_module
 
@@ -16,6 +17,7 @@ import pytest
 from frameworks import race, requested
 
 from aotops import call, library
+from aotops.frontends import torch_call
 from aotops.ops import OPS
 from aotops.spec import TensorSpec
 
@@ -99,18 +101,18 @@ for dtype in (torch.bfloat16, torch.float32, torch.float64):
 
 
 @pytest.mark.parametrize("frontend", ["numpy", "torch"])
-def test_the_rungs_agree(python, frontend):
+def test_the_call_paths_agree(python, frontend):
     if frontend not in requested():
         pytest.skip(f"{frontend} is not under test")
     program = {"numpy": NUMPY, "torch": TORCH}[frontend]
-    results = {rung: python(program, AOTOPS_CALL_PATH=rung) for rung in call.RUNGS}
+    results = {path: python(program, AOTOPS_CALL_PATH=path) for path in call.CALL_PATHS}
     assert results["tensors"].count("\n") > 10
     assert results["addresses"] == results["tensors"]
     assert results["ctypes"] == results["tensors"]
 
 
-@pytest.mark.parametrize("rung", call.RUNGS)
-def test_a_process_is_held_to_its_rung(python, rung):
+@pytest.mark.parametrize("path", call.CALL_PATHS)
+def test_a_process_is_held_to_its_call_path(python, path):
     program = """
 import numpy
 from aotops import call
@@ -120,17 +122,17 @@ for name in ("tensors", "addresses", "_CtypesPlan"):
     inner = getattr(call, name)
     setattr(call, name, lambda *a, inner=inner, name=name: (used.add(name), inner(*a))[1])
 frontend.gelu(numpy.ones(3))
-print(call.rung(), *sorted(used))
+print(call.call_path(), *sorted(used))
 """
     expected = {
         "tensors": "tensors tensors",
         "addresses": "addresses addresses",
         "ctypes": "ctypes _CtypesPlan addresses",
     }
-    assert python(program, AOTOPS_CALL_PATH=rung).strip() == expected[rung]
+    assert python(program, AOTOPS_CALL_PATH=path).strip() == expected[path]
 
 
-def test_an_unknown_rung_is_an_error(python):
+def test_an_unknown_call_path_is_an_error(python):
     said = python("import aotops.frontends.numpy", expect=1, AOTOPS_CALL_PATH="fast")
     assert "ValueError: AOTOPS_CALL_PATH is 'fast', expected one of ctypes, addresses, tensors" in said
 
@@ -442,7 +444,7 @@ def test_plans_are_freed(monkeypatch):
     lib = library.load()
     freed = []
     spec = TensorSpec((3,), "float32")
-    if call.rung() == "ctypes":
+    if call.call_path() == "ctypes":
         monkeypatch.setattr(lib, "aot_plan_delete", freed.append)
     callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda capsule: freed.append(capsule))
     destructor = ctypes.cast(callback, ctypes.c_void_p).value
@@ -603,34 +605,79 @@ def test_a_device_without_entries_is_named():
         call.addresses(OPS["gelu"], ("none",), "cuda", (spec, spec))
 
 
-def test_a_function_that_is_served_is_called_as_before(python):
-    """Where CPython can call it without its frame, and where it cannot: torch is not needed to tell."""
+def test_a_function_without_a_frame_is_called_as_before(python):
+    """With and without its frame. Torch is not needed: without it the gate stays shut, and every call falls back."""
     program = """
-from aotops import call
+from aotops.frontends import torch_call
 from aotops.ops import OPS
-call._lib()  # without torch the gate stays shut: every call is served in Python
+torch_call.lib()
 def bind(*attrs):
     raise ValueError(attrs)
-def otherwise(*args, **kwargs):
+def fallback(*args, **kwargs):
     return args, kwargs
-builtin = call.public(OPS["layer_norm"], bind, otherwise)
+builtin = torch_call.public(OPS["layer_norm"], bind, fallback)
 def function(*args, **kwargs):
     return builtin(*args, **kwargs)
 class Class:
     method = function
 results = []
-for served in (False, True):
-    if served:
-        call.serve(function, builtin)
+for installed in (False, True):
+    if installed:
+        torch_call.install_vectorcall(function, builtin)
     here = Class()
     result = [function(), function(1, 2, eps=3), function(*(1, 2)), function(x=1), function(1, 2, 3, 4, 5, 6)]
     result += [list(map(function, [1], [2])), here.method(1)[0][0] is here, here.method(1, eps=2)[1]]
-    for _ in range(100):  # as often as it takes to be specialized
+    for _ in range(100):  # until CPython specializes the call
         result.append(function(1, (2,), eps=3))
     results.append(result)
 assert results[0] == results[1], results
 print("same")
 """
-    if call.rung() == "ctypes":
+    if call.call_path() == "ctypes":
         pytest.skip("needs CPython")
     assert python(program).strip() == "same"
+
+
+def test_an_operator_without_a_backward_is_named():
+    if "torch" not in requested():
+        pytest.skip("torch is not under test")
+    torch, frontend = import_module("torch"), import_module("aotops.frontends.torch")
+    if not frontend._READS_TENSORS:
+        pytest.skip("needs the gate")
+    eager = frontend._Eager(replace(OPS["gelu"], backward=None), ("none",))
+    y = eager(torch.ones(3, requires_grad=True))
+    with pytest.raises(NotImplementedError, match="gelu has no derivative"):
+        y.sum().backward()
+
+
+# -------------------------------------------------------------------------------------- structs that Python mirrors
+
+
+def _mirrors(module):
+    structs = [s for s in vars(module).values() if isinstance(s, type) and issubclass(s, ctypes.Structure)]
+    return [s for s in structs if s.__module__ == module.__name__ and s.__name__ != "_MethodDef"]
+
+
+@pytest.mark.parametrize("struct", [*_mirrors(call), *_mirrors(torch_call)], ids=lambda s: s.__name__)
+def test_a_struct_of_another_size_is_refused(monkeypatch, struct):
+    """``_MethodDef`` is CPython's own, all others are the library's."""
+    module = import_module(struct.__module__)
+    set_up = module._lib if module is call else module.lib
+    set_up.__wrapped__()
+
+    class Longer(ctypes.Structure):
+        _fields_ = [*struct._fields_, ("more", ctypes.c_int64)]
+
+    Longer.__name__ = struct.__name__
+    monkeypatch.setattr(module, struct.__name__, Longer)
+    name, size = struct.__name__.removeprefix("_"), ctypes.sizeof(struct)
+    expected = rf"libaotops.so: aot_\w+_structs: sizeof\({name}\) is {size}, expected {size + 8}: rebuild it"
+    with pytest.raises(library.LibraryError, match=expected):
+        set_up.__wrapped__()
+
+
+@pytest.mark.parametrize("symbol", ["aot_call_structs", "aot_torch_structs"])
+def test_structs_of_another_version_are_refused(symbol):
+    call.check_structs(symbol, 1, [])
+    with pytest.raises(library.LibraryError, match=rf"libaotops.so: {symbol}: version is 1, expected 2: rebuild it"):
+        call.check_structs(symbol, 2, [])

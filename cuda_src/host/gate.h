@@ -1,6 +1,6 @@
-// The gate: whether a call of torch's is plain, that is, means what it says and no more.
+// The gate: whether a call from torch is plain, so that nothing but its arguments decides what it means.
 //
-// Everything that may change the meaning of a call is asked for here, and nowhere else:
+// Everything else that may decide is checked here, and nowhere else:
 //
 //   where                          what it tells
 //   the thread's dispatch keys     torch.func levels, torch_dispatch modes (fake tensors, functionalisation, make_fx,
@@ -9,39 +9,40 @@
 //                                  nested, meta, mkldnn and other devices' tensors, wrapper subclasses
 //   the tensor's type              subclasses with a __torch_function__
 //   torch_function modes, record functions (the profiler), the level of forward AD
-//   the storage                    one without memory (Arguments::read_torch)
+//   the storage                    one without memory (Arguments::read_dlpack)
 //
-// Dispatch keys are read from memory. The thread's are one exported variable of libc10's, two words which are zero in a
-// plain thread. A tensor's are one word of its TensorImpl; frontends/torch_gate.py finds the word's place on tensors
-// whose keys it knows, and opens no gate where it does not find it. One word answers what some ten questions in Python
-// would ask, at 40 ns each.
+// Dispatch keys are read from memory. The thread's are one exported variable of libc10, two words which are zero in a
+// plain thread. A tensor's are one word of its TensorImpl; frontends/torch_gate.py finds the offset of that word on
+// tensors whose keys it knows, and opens no gate where it does not find it. One word replaces about ten questions asked
+// in Python, at 40 ns each.
 #pragma once
 #include <dlfcn.h>
 
 #include <cstdint>
 
-extern "C" __attribute__((weak)) void *PyDict_GetItemWithError(void *dict, void *key);
+#include "cpython.h"
 
 namespace aot {
 
-struct LocalKeys {  // c10::impl::PODLocalDispatchKeySet: what differs from a plain thread's
+// c10::impl::PODLocalDispatchKeySet: the difference from a plain thread's keys.
+struct LocalKeys {
   uint64_t included, excluded;
 };
 
-// torch_gate.py fills it.
+// torch_gate.py fills this struct.
 struct GateFacts {
   uint64_t tensor_keys[4];  // of plain tensors: CPU and CUDA, each made outside and inside of inference mode
-  uint64_t autocast_keys;   // that autocast takes from the thread's excluded ones
+  uint64_t autocast_keys;   // that autocast removes from the thread's excluded keys
   LocalKeys inference;      // in inference mode
-  int64_t impl_offset;      // of the TensorImpl's address within a Tensor of Python
+  int64_t impl_offset;      // of the TensorImpl's address within a Python Tensor
   int64_t key_offset;       // of the keys within the TensorImpl
   void *forward_ad;         // torch.autograd.forward_ad.__dict__
-  void *level, *no_level;   // its "_current_level", and the value outside of all levels
+  void *level, *no_level;   // its "_current_level", and the value of that outside of all levels
 };
 
 class Gate {
  public:
-  // False where this torch does not export what is asked.
+  // False: this torch does not export one of these symbols.
   bool open(const GateFacts &facts) {
     facts_ = facts;
     void *torch = dlopen("libtorch_cpu.so", RTLD_NOW | RTLD_NOLOAD);
@@ -53,7 +54,7 @@ class Gate {
   bool records_gradients() const { return grad_mode_(); }
   bool records_calls() const { return callbacks_(); }
 
-  // Of the thread, but for record functions. `autocast`: whether it may be on.
+  // Everything about the thread but record functions. `autocast`: whether it may be on.
   bool plain_thread(bool autocast) const {
     if (!callbacks_) return false;  // never opened
     LocalKeys keys = *local_keys();
@@ -66,7 +67,7 @@ class Gate {
     return !function_mode_() && PyDict_GetItemWithError(facts_.forward_ad, facts_.level) == facts_.no_level;
   }
 
-  // `tensor`: a Tensor of Python's, exactly.
+  // `tensor`: a Python Tensor or Parameter, no subclass.
   bool plain_tensor(void *tensor) const {
     const char *impl = *reinterpret_cast<char **>(static_cast<char *>(tensor) + facts_.impl_offset);
     const uint64_t keys = *reinterpret_cast<const uint64_t *>(impl + facts_.key_offset);
@@ -82,7 +83,7 @@ class Gate {
     return *function;
   }
 
-  // The calling thread's; null where there is none.
+  // The calling thread's; null: this torch does not export them.
   static const LocalKeys *local_keys() {
     static thread_local const LocalKeys *keys;
     if (!keys) find(dlopen("libc10.so", RTLD_NOW | RTLD_NOLOAD), "_ZN3c104impl26raw_local_dispatch_key_setE", &keys);

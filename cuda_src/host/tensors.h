@@ -1,0 +1,232 @@
+// Reads the tensors of a call: NumPy arrays, and tensors of a framework that has a DLPack exchange table.
+//
+// All arguments of a call live on the C stack: argument arrays that calls share would be a data race between threads.
+#pragma once
+#include <algorithm>
+#include <cstdio>
+
+#include "cpython.h"
+
+namespace aot {
+
+constexpr int kMaxSlots = 16;
+enum Device { kCpu, kCuda };
+
+// DLPack 1.3, DLPackExchangeAPI; https://github.com/dmlc/dlpack
+struct DLTensor {
+  void *data;
+  int32_t device_type, device_id;
+  int32_t ndim;
+  uint8_t code, bits;
+  uint16_t lanes;
+  int64_t *shape, *strides;
+  uint64_t byte_offset;
+};
+struct DLExchange {
+  uint32_t major, minor;
+  void *previous;
+  void *allocate, *from_object, *to_object;
+  int (*read)(void *object, DLTensor *out);  // -1: Python's error is set
+  int (*current_stream)(int device_type, int32_t device_id, void **stream);
+};
+
+// The framework whose tensors are read through DLPack; its set-up fills this struct.
+struct DLPack {
+  const DLExchange *exchange;
+  void *types[2];                  // exactly these: a subclass may mean anything
+  bool (*is_plain)(void *tensor);  // whether the memory of a tensor of these types is what the tensor means
+};
+inline DLPack dlpack;
+
+// PyArrayObject after its head. Its layout is public.
+struct NumpyArray {
+  char *data;
+  int ndim;
+  int64_t *shape, *strides;
+  void *base, *dtype;
+  int flags;
+};
+
+// NumPy's types. call.py fills this struct. Dtypes are compared by identity: a byte-swapped or otherwise special dtype
+// is another object.
+struct Numpy {
+  void *type;
+  int n;
+  void *dtypes[8];
+  const char *names[8];
+};
+inline Numpy numpy;
+
+inline bool is_dlpack(void *object) {
+  const void *type = type_of(object);
+  return type == dlpack.types[0] || type == dlpack.types[1];
+}
+
+// The name of a dtype that no operator accepts and that has no name here: for the error text.
+constexpr const char *kUnnamedDtype = "of another kind";
+
+inline const char *dlpack_dtype(const DLTensor &t) {
+  if (t.code == 2 && t.bits == 32) return kFloat32;
+  constexpr const char *ints[] = {"int8", "int16", "int32", "int64"},
+                       *uints[] = {"uint8", "uint16", "uint32", "uint64"};
+  int size = t.bits == 8 ? 0 : t.bits == 16 ? 1 : t.bits == 32 ? 2 : 3;
+  switch (t.code) {
+    case 0:
+      return ints[size];
+    case 1:
+      return uints[size];
+    case 2:
+      return t.bits == 64 ? kFloat64 : kFloat16;
+    case 4:
+      return kBFloat16;
+    case 5:
+      return t.bits == 64 ? "complex64" : "complex128";
+    case 6:
+      return "bool";
+    default:
+      return kUnnamedDtype;
+  }
+}
+
+// One slot of an operator.
+struct CallSlot {
+  std::string op, name;  // for error texts
+  int optional_bit;      // its bit among the optional slots; -1: required
+  bool is_output;
+  bool accepts_scalar;  // where all elements are one number in memory, the entry accepts it as a tensor without axes
+};
+
+struct Layout {
+  int64_t size = 1;
+  bool contiguous = true;
+  bool one_number = true;  // all strides are 0
+
+  explicit Layout(const DLTensor &t) {
+    for (int k = t.ndim - 1; k >= 0; --k) {
+      const int64_t stride = t.strides ? t.strides[k] : size;
+      if (t.shape[k] != 1) contiguous = contiguous && stride == size, one_number = one_number && stride == 0;
+      size *= t.shape[k];
+    }
+    contiguous = contiguous || size == 0;
+  }
+  // Whether the tensor is passed without axes.
+  bool as_scalar(const CallSlot &slot) const { return !contiguous && one_number && slot.accepts_scalar; }
+};
+
+// The arguments of an entry, as read from Python objects. The errors of its functions are those of aot::fail; where one
+// of Python's is set already, the status is kConventionMisused.
+struct Arguments {
+  void *params[kMaxSlots];
+  int ndims[kMaxSlots];
+  int64_t *shapes[kMaxSlots];
+  const char *dtypes[kMaxSlots];
+  int n = 0;
+  unsigned given = 0;          // bit i: slot i
+  int64_t elements = 0;        // of all tensors
+  int64_t first_elements = 0;  // of the first
+  Device device = kCpu;
+  int device_id = 0;
+  void *stream = nullptr;
+
+  // The slots from `first` to before `last`; None is an absent one.
+  Status read(const CallSlot *slots, void *const *objects, int first, int last) {
+    for (int i = first; i < last; ++i) {
+      if (objects[i] == python.none) {
+        if (slots[i].optional_bit < 0)
+          return fail(kUnsupportedDtype, "%s: %s is None, expected a tensor", slots[i].op.c_str(),
+                      slots[i].name.c_str());
+        continue;
+      }
+      AOT_TRY(read(slots[i], slots[0], objects[i]));
+      given |= 1u << i;
+      ++n;
+    }
+    return kOk;
+  }
+
+  // Passes `memory` as a tensor of the shape and dtype of `prototype`, a DLPack tensor; false where it is too small.
+  bool use(char *memory, int64_t bytes, int slot, void *prototype) {
+    DLTensor t;
+    if (dlpack.exchange->read(prototype, &t)) return PyErr_Clear(), false;
+    for (int k = 0; k < t.ndim; ++k) bytes /= std::max<int64_t>(t.shape[k], 1);
+    if (bytes < t.bits / 8) return false;
+    params[n] = memory, ndims[n] = t.ndim, shapes[n] = t.shape, dtypes[n] = dlpack_dtype(t);
+    given |= 1u << slot, ++n;
+    return true;
+  }
+
+  // A call on fewer elements is over before another thread could use the interpreter's lock.
+  bool worth_releasing() const { return device == kCuda || elements > 16384; }
+
+  // An output may be an input, element for element. Nothing else may share an output's memory.
+  Status check_overlap(const CallSlot *slots, int n_slots) const;
+
+ private:
+  Status read(const CallSlot &slot, const CallSlot &first, void *object) {
+    if (is_dlpack(object)) return read_dlpack(slot, first, object);
+    if (type_of(object) == numpy.type) return read_numpy(slot, first, object);
+    return fail(kUnsupportedDtype, "%s: %s is a %s, expected a tensor", slot.op.c_str(), slot.name.c_str(),
+                type_name(object));
+  }
+
+  Status read_dlpack(const CallSlot &slot, const CallSlot &first, void *object) {
+    DLTensor t;
+    if (!dlpack.is_plain(object)) return refuse(slot, "is not a plain tensor");
+    if (dlpack.exchange->read(object, &t)) return kConventionMisused;
+    if (t.ndim > kMaxNdim)
+      return fail(kInvalidArgument, "%s: %s has %d dimensions, expected at most %d", slot.op.c_str(), slot.name.c_str(),
+                  t.ndim, kMaxNdim);
+    params[n] = static_cast<char *>(t.data) + t.byte_offset;
+    ndims[n] = t.ndim, shapes[n] = t.shape, dtypes[n] = dlpack_dtype(t);
+    const Layout layout(t);
+    count(layout.size);
+    const bool scalar = layout.as_scalar(slot);
+    if (scalar) ndims[n] = 0, shapes[n] = nullptr;
+    if (!layout.contiguous && !scalar) return refuse(slot, "is not contiguous");
+    if (!t.data && layout.size) return refuse(slot, "has no memory: its storage was freed");
+    return check_device(slot, first, t.device_type, t.device_id);
+  }
+
+  Status read_numpy(const CallSlot &slot, const CallSlot &first, void *object) {
+    auto *a = reinterpret_cast<NumpyArray *>(static_cast<char *>(object) + python.head_size);
+    int64_t size = 1;
+    for (int k = 0; k < a->ndim; ++k) size *= a->shape[k];
+    count(size);
+    params[n] = a->data, ndims[n] = a->ndim, shapes[n] = a->shape, dtypes[n] = kUnnamedDtype;
+    for (int i = 0; i < numpy.n; ++i)
+      if (a->dtype == numpy.dtypes[i]) dtypes[n] = numpy.names[i];
+    constexpr int kCContiguous = 1, kAligned = 0x100, kWriteable = 0x400;
+    if (!(a->flags & kCContiguous) || !(a->flags & kAligned)) return refuse(slot, "is not contiguous");
+    if (slot.is_output && !(a->flags & kWriteable)) return refuse(slot, "is read-only, expected an array to write to");
+    return check_device(slot, first, kDLCpu, 0);
+  }
+
+  void count(int64_t size) {
+    if (n == 0) first_elements = size;
+    elements += size;
+  }
+
+  // The first tensor chooses the device and the stream; the others must be on that device.
+  Status check_device(const CallSlot &slot, const CallSlot &first, int type, int id) {
+    const bool is_cpu = type == kDLCpu || type == kDLCudaHost;
+    if (!is_cpu && type != kDLCuda)
+      return fail(kNotImplemented, "%s: %s is on a device of DLPack's type %d, expected cpu or cuda", slot.op.c_str(),
+                  slot.name.c_str(), type);
+    if (n == 0) {
+      device = is_cpu ? kCpu : kCuda, device_id = is_cpu ? 0 : id;
+      if (!is_cpu && dlpack.exchange->current_stream(type, id, &stream)) return kConventionMisused;
+      return kOk;
+    }
+    if ((device == kCpu) == is_cpu && (is_cpu || id == device_id)) return kOk;
+    return wrong_device(slot, first, is_cpu, id);
+  }
+
+  static Status refuse(const CallSlot &slot, const char *why);
+  Status wrong_device(const CallSlot &slot, const CallSlot &first, bool is_cpu, int id) const;
+  int64_t bytes(int i) const;
+  const char *slot_name(const CallSlot *slots, int i) const;
+
+  static constexpr int kDLCpu = 1, kDLCuda = 2, kDLCudaHost = 3;
+};
+
+}  // namespace aot

@@ -1,0 +1,470 @@
+// The call path of PyTorch: whole calls in C, with outputs allocated and gradients recorded.
+//
+// frontends/torch_call.py makes builtins of the functions at the end, and fills and keeps the structs that they are
+// bound to. gate.h decides which calls are made here. Everything else goes back to Python, to a `fallback`.
+#include <unordered_map>
+
+#include "calls.h"
+#include "gate.h"
+
+using namespace aot;
+
+namespace {
+
+struct Torch {
+  const DLExchange *exchange;
+  void *types[2];    // Tensor and Parameter
+  void *size_type;   // torch.Size, a tuple of ints
+  void *empty_like;  // torch.empty_like
+  GateFacts gate;
+};
+Torch torch;
+Gate gate;
+
+// A call that allocates what the entry writes, each with `empty_like` of a prototype. The prototype is an input, or a
+// tensor of the right shape and dtype that Python made for inputs of these shapes and dtypes.
+struct Function {
+  Call *call;
+  int prototype[kMaxSlots];  // by slot, for what is written: the input that it is like; -1: Python makes the prototype
+  bool has_prototypes;       // Python makes some
+  unsigned always;           // bit i: slot i is always written
+  unsigned residuals;        // bit i: slot i is a residual. It is written for the backward where that is worth it
+  unsigned scratch;          // bit i: slot i is a workspace. On the CPU small ones are on the stack
+  int64_t keep_from;         // a first input on a GPU with more elements is worth residuals; -1: every first input is
+  int n_returned;            // outputs, the first slots that are written
+  int n_saved;               // what is saved for the backward:
+  int saved[kMaxSlots];      // the slot of each,
+  int instead[kMaxSlots];    // and the residual that is saved in its place if it is written; -1: none
+  void *make_prototypes;     // takes the inputs; returns a tuple with one for each slot written, None where an input is
+  void *prototypes;          // a dict of what it returned, by what the shapes of outputs depend on
+};
+
+// The backward of a torch.autograd.Function.
+struct Backward {
+  Function *function;       // of the backward operator
+  int n_grads, n_inputs;    // outputs and inputs of the forward
+  int source[kMaxSlots];    // by input slot: below n_grads an incoming gradient, from there on a saved tensor
+  int gradient[kMaxSlots];  // for each input of the forward the slot of its gradient; -1: it has none
+  void *fallback;           // takes the saved tensors, the gradients, needs_input_grad and the context
+};
+
+// A differentiable operator with its attributes.
+struct Differentiable {
+  Function *function;
+  void *apply;        // the autograd.Function's
+  uint64_t last_use;  // Public::clock at its last call
+};
+
+// A public function of the torch frontend. Below, "argument k" is an input, or after them an attribute.
+struct Public {
+  int n_inputs, n_attrs, n_parameters;
+  int position[2 * kMaxSlots];    // by parameter: its argument
+  void *names[2 * kMaxSlots];     // by parameter; interned
+  void *defaults[2 * kMaxSlots];  // by parameter; null: none
+  int n_transposable;             // inputs that may be transposed views:
+  int transposable[kMaxSlots];    // the argument of each,
+  int transposes[kMaxSlots];      // and the attribute, a bool, that transposes it
+  char kinds[2 * kMaxSlots];      // by attribute: the first letter of its type in Op.attrs; "l" for a list of integers
+  bool has_autocast;
+  int most_bound;  // limit of entries in `bound`
+  uint64_t clock;  // number of calls
+  void *bind;      // takes the attributes; returns a capsule of the Differentiable
+  void *bound;     // a dict of what it returned, by attributes
+  void *fallback;  // takes the arguments of a call that is not plain, or that is refused
+};
+
+// --------------------------------------------------------------------------------------------- calls that allocate
+
+// The prototypes of inputs like these; null: Python's error is set.
+Ref prototypes(const Function &f, const Arguments &a, void *const *inputs) {
+  int64_t known[2 + kMaxSlots * (2 + kMaxNdim)];
+  int n = 0;
+  known[n++] = a.given, known[n++] = a.device == kCpu ? -1 : a.device_id;
+  for (int i = 0; i < a.n; ++i) {
+    known[n++] = reinterpret_cast<intptr_t>(a.dtypes[i]), known[n++] = a.ndims[i];
+    for (int k = 0; k < a.ndims[i]; ++k) known[n++] = a.shapes[i][k];
+  }
+  Ref key = PyBytes_FromStringAndSize(reinterpret_cast<char *>(known), n * sizeof *known);
+  if (!key) return nullptr;
+  if (void *found = PyDict_GetItemWithError(f.prototypes, key)) return Py_IncRef(found), found;
+  Ref made = PyObject_VectorcallDict(f.make_prototypes, inputs, f.call->n_in, nullptr);
+  if (!made) return nullptr;
+  if (PyDict_Size(f.prototypes) >= 1024) PyDict_Clear(f.prototypes);
+  if (PyDict_SetItem(f.prototypes, key, made)) return nullptr;
+  return made;
+}
+
+struct Slots {
+  void *objects[kMaxSlots];  // by slot; None: absent
+  Ref outputs[kMaxSlots];    // by slot: what was allocated here
+  alignas(64) char scratch[1 << 15];
+
+  // Runs the entry on the inputs, which are in their slots, and writes the slots of `wanted`, and for a backward the
+  // residuals that are worth it. Returns a status.
+  int run(const Function &f, unsigned wanted, bool for_backward) {
+    Call &call = *f.call;
+    Arguments a;
+    AOT_TRY(a.read(call.slots, objects, 0, call.n_in));
+    const bool may_keep = a.device == kCuda || f.keep_from < 0;
+    if (for_backward && may_keep && a.first_elements > f.keep_from) wanted |= f.residuals;
+    Ref made;
+    if (f.has_prototypes && !(made = prototypes(f, a, objects))) return kConventionMisused;
+    for (int i = call.n_in; i < call.n_slots; ++i) {
+      objects[i] = python.none;
+      if (!(wanted >> i & 1)) continue;
+      void *prototype = f.prototype[i] >= 0 ? objects[f.prototype[i]] : PyTuple_GetItem(made, i - call.n_in);
+      if (f.scratch >> i & 1 && a.device == kCpu && a.use(scratch, sizeof scratch, i, prototype)) continue;
+      outputs[i] = PyObject_VectorcallDict(torch.empty_like, &prototype, 1, nullptr);
+      if (!outputs[i]) return kConventionMisused;
+      objects[i] = outputs[i];
+      AOT_TRY(a.read(call.slots, objects, i, i + 1));
+    }
+    return run_entry(call, a);
+  }
+};
+
+// A tuple of n objects, each given by its index; None for an index of -1.
+Ref tuple_of(void *const *objects, const int *index, int n) {
+  Ref tuple = PyTuple_New(n);
+  for (int i = 0; tuple && i < n; ++i) {
+    void *object = index[i] < 0 ? python.none : objects[index[i]];
+    Py_IncRef(object);
+    PyTuple_SetItem(tuple, i, object);
+  }
+  return tuple;
+}
+
+// Calls context.save_for_backward, and keeps the inputs that a residual replaces as context.inputs. False: Python's
+// error is set.
+bool save(const Function &f, void *context, void *const *objects) {
+  static void *save_for_backward = PyUnicode_InternFromString("save_for_backward"),
+              *inputs = PyUnicode_InternFromString("inputs");
+  void *arguments[1 + kMaxSlots] = {context};
+  int replaced[kMaxSlots], n_replaced = 0;
+  for (int i = 0; i < f.n_saved; ++i) {
+    const int instead = f.instead[i];
+    const bool kept = instead >= 0 && objects[instead] != python.none;
+    arguments[1 + i] = objects[kept ? instead : f.saved[i]];
+    if (kept) replaced[n_replaced++] = f.saved[i];
+  }
+  if (n_replaced) {
+    Ref kept = tuple_of(objects, replaced, n_replaced);
+    if (!kept || PyObject_SetAttr(context, inputs, kept)) return false;
+  }
+  return Ref(PyObject_VectorcallMethod(save_for_backward, arguments, 1 + f.n_saved, nullptr));
+}
+
+// `context`: of the autograd.Function; null: nothing is saved for a backward. Returns the output, or a tuple of them.
+void *run_function(const Function &f, void *context, void *const *inputs, intptr_t count) {
+  const Call &call = *f.call;
+  if (count != call.n_in) return finish(call.wrong_count(count, call.n_in));
+  Slots slots;
+  std::copy(inputs, inputs + count, slots.objects);
+  if (int status = slots.run(f, f.always, context)) return finish(status);
+  if (context && f.n_saved && !save(f, context, slots.objects)) return nullptr;
+  if (f.n_returned == 1) return slots.outputs[call.n_in].release();
+  int returned[kMaxSlots];
+  for (int i = 0; i < f.n_returned; ++i) returned[i] = call.n_in + i;
+  return tuple_of(slots.objects, returned, f.n_returned).release();
+}
+
+bool is_plain(void *object) { return is_dlpack(object) && gate.plain_tensor(object); }
+
+// Whether the slot accepts a plain tensor without a copy.
+bool is_accepted(const CallSlot &slot, void *object) {
+  DLTensor t;
+  if (torch.exchange->read(object, &t)) return PyErr_Clear(), false;
+  const Layout layout(t);
+  return layout.contiguous || layout.as_scalar(slot);
+}
+
+// A tuple with a gradient, or None, for each input of the forward. Null: Python's error is set, or, where it is not,
+// the fallback must run.
+Ref run_plain_backward(const Backward &b, void *needed, void *saved, void *const *grads) {
+  static void *contiguous = PyUnicode_InternFromString("contiguous");
+  const Function &f = *b.function;
+  if (!gate.plain_thread(true) || gate.records_gradients()) return nullptr;
+  bool has_kernel = f.call->n_slots > f.call->n_in;
+  Slots slots;
+  Ref copies[kMaxSlots];
+  for (int i = 0; i < f.call->n_in; ++i) {
+    const int source = b.source[i];
+    void *&tensor = slots.objects[i];
+    tensor = source < b.n_grads ? grads[source] : PyTuple_GetItem(saved, source - b.n_grads);
+    if (tensor != python.none && !is_plain(tensor)) return nullptr;
+    if (has_kernel && source < b.n_grads && !is_accepted(f.call->slots[i], tensor))
+      tensor = copies[i] = PyObject_VectorcallMethod(contiguous, &tensor, 1, nullptr);
+    if (!tensor) return nullptr;
+  }
+  int gradient[kMaxSlots];
+  unsigned wanted = 0;
+  for (int i = 0; i < b.n_inputs; ++i) {
+    gradient[i] = PyObject_IsTrue(PyTuple_GetItem(needed, i)) == 1 ? b.gradient[i] : -1;
+    if (gradient[i] >= 0) wanted |= 1u << gradient[i];
+  }
+  if (has_kernel && wanted)
+    if (int status = slots.run(f, wanted | f.always, false)) return finish(status), nullptr;
+  return tuple_of(slots.objects, gradient, b.n_inputs);
+}
+
+// After a null result: whether the fallback must run. An error that is ours is dropped, the fallback raises a better
+// one.
+bool must_fall_back() {
+  if (!PyErr_Occurred()) return true;
+  if (error_is_ours) PyErr_Clear();
+  return error_is_ours;
+}
+
+// The saved tensors are read once: a hook that unpacks them may be slow, count its calls or raise.
+Ref run_backward(const Backward &b, void *context, void *const *grads) {
+  static void *needs_input_grad = PyUnicode_InternFromString("needs_input_grad"),
+              *saved_tensors = PyUnicode_InternFromString("saved_tensors");
+  Ref needed = PyObject_GetAttr(context, needs_input_grad);
+  if (!needed) return nullptr;
+  Ref saved = PyObject_GetAttr(context, saved_tensors);
+  if (!saved) return nullptr;
+  error_is_ours = false;
+  if (Ref gradients = run_plain_backward(b, needed, saved, grads)) return gradients;
+  if (!must_fall_back()) return nullptr;
+  Ref given = PyTuple_New(b.n_grads);
+  if (!given) return nullptr;
+  for (int i = 0; i < b.n_grads; ++i) Py_IncRef(grads[i]), PyTuple_SetItem(given, i, grads[i]);
+  void *const arguments[] = {saved, given, needed, context};
+  return PyObject_VectorcallDict(b.fallback, arguments, 4, nullptr);
+}
+
+// ------------------------------------------------------------------------------------------------- public functions
+
+// Sorts what a function was called with into inputs and attributes, by Python's rules. False: Python raises the
+// TypeError.
+bool sort_arguments(const Public &p, void *const *given, intptr_t count, void *names, void **arguments) {
+  for (int i = 0; i < p.n_parameters; ++i) arguments[p.position[i]] = nullptr;
+  if (count > p.n_parameters) return false;
+  for (int i = 0; i < count; ++i) arguments[p.position[i]] = given[i];
+  intptr_t n_names = names ? PyTuple_Size(names) : 0;
+  for (int k = 0; k < n_names; ++k) {
+    void *name = PyTuple_GetItem(names, k);
+    int i = 0;
+    while (i < p.n_parameters && p.names[i] != name) ++i;
+    if (i == p.n_parameters || arguments[p.position[i]]) return false;
+    arguments[p.position[i]] = given[count + k];
+  }
+  for (int i = 0; i < p.n_parameters; ++i)
+    if (!arguments[p.position[i]] && !(arguments[p.position[i]] = p.defaults[i])) return false;
+  return true;
+}
+
+// Whether the tensor, with its last two axes swapped, is contiguous, and without that is not.
+bool is_transposed_view(void *tensor) {
+  DLTensor t;
+  if (torch.exchange->read(tensor, &t)) return PyErr_Clear(), false;
+  if (t.ndim < 2 || t.ndim > kMaxNdim || !t.strides || Layout(t).contiguous) return false;
+  int64_t shape[kMaxNdim], strides[kMaxNdim];
+  std::copy_n(t.shape, t.ndim, shape), std::copy_n(t.strides, t.ndim, strides);
+  std::swap(shape[t.ndim - 1], shape[t.ndim - 2]), std::swap(strides[t.ndim - 1], strides[t.ndim - 2]);
+  t.shape = shape, t.strides = strides;
+  return Layout(t).contiguous;
+}
+
+// Replaces each transposed view by the matrix that it is a view of, and flips the attribute that transposes it.
+// `matrices` owns them. False: Python's error is set.
+bool absorb_transposed_views(const Public &p, void **arguments, Ref *matrices) {
+  static void *const no = PyBool_FromLong(0), *const yes = PyBool_FromLong(1), *mT = PyUnicode_InternFromString("mT");
+  for (int k = 0; k < p.n_transposable; ++k) {
+    void *&tensor = arguments[p.transposable[k]], *&transposed = arguments[p.transposes[k]];
+    if (!is_dlpack(tensor) || (transposed != no && transposed != yes) || !is_transposed_view(tensor)) continue;
+    if (!(matrices[k] = PyObject_GetAttr(tensor, mT))) return false;
+    tensor = matrices[k], transposed = transposed == no ? yes : no;
+  }
+  return true;
+}
+
+bool is_int(void *value) { return type_of(value) == python.int_type; }
+
+bool is_ints(void *value) {
+  if (type_of(value) != python.tuple_type && type_of(value) != torch.size_type) return is_int(value);
+  for (intptr_t i = 0, n = PyTuple_Size(value); i < n; ++i)
+    if (!is_int(PyTuple_GetItem(value, i))) return false;
+  return true;
+}
+
+// Whether the attribute is exactly of its type, and so may be part of a key: 1, 1.0 and True are the same key, and a
+// tensor can change.
+bool is_key(char kind, void *value) {
+  if (value == python.none) return true;
+  switch (kind) {
+    case 'i':
+      return is_int(value);
+    case 'l':
+      return is_ints(value);
+    case 'f':
+      return type_of(value) == python.float_type || is_int(value);
+    case 'b':
+      return type_of(value) == python.bool_type;
+    default:
+      return type_of(value) == python.str_type;
+  }
+}
+
+// Removes the binding that was used least recently. False: Python's error is set.
+bool forget_one(const Public &p) {
+  void *key, *value, *oldest = nullptr;
+  uint64_t last_use = ~uint64_t{0};
+  for (intptr_t position = 0; PyDict_Next(p.bound, &position, &key, &value);)
+    if (auto *d = capsule_pointer<Differentiable>(value); d->last_use < last_use) oldest = key, last_use = d->last_use;
+  Ref hold(oldest);
+  if (oldest) Py_IncRef(oldest);
+  return !oldest || !PyDict_DelItem(p.bound, oldest);
+}
+
+// A capsule of the Differentiable. Null: Python's error is set, or an attribute is not of its type.
+Ref bind_attributes(Public &p, void *const *attrs) {
+  for (int i = 0; i < p.n_attrs; ++i)
+    if (!is_key(p.kinds[i], attrs[i])) return nullptr;
+  Ref key = PyTuple_New(p.n_attrs);
+  if (!key) return nullptr;
+  for (int i = 0; i < p.n_attrs; ++i) Py_IncRef(attrs[i]), PyTuple_SetItem(key, i, attrs[i]);
+  void *found = PyDict_GetItemWithError(p.bound, key);
+  if (!found && PyErr_Occurred()) return nullptr;
+  if (found) Py_IncRef(found);
+  Ref bound = found;
+  if (!found) {
+    bound = PyObject_VectorcallDict(p.bind, attrs, p.n_attrs, nullptr);
+    if (!bound || (PyDict_Size(p.bound) >= p.most_bound && !forget_one(p))) return nullptr;
+    if (PyDict_SetItem(p.bound, key, bound)) return nullptr;
+  }
+  capsule_pointer<Differentiable>(bound)->last_use = ++p.clock;
+  return bound;
+}
+
+// Whether a gradient is recorded: 1 or 0; -1: Python's error is set.
+int wants_gradient(const Public &p, void *const *inputs) {
+  static void *requires_grad = PyUnicode_InternFromString("requires_grad");
+  if (!gate.records_gradients()) return 0;
+  for (int i = 0; i < p.n_inputs; ++i) {
+    if (inputs[i] == python.none) continue;
+    if (int wants = is_true(PyObject_GetAttr(inputs[i], requires_grad))) return wants;
+  }
+  return 0;
+}
+
+// `autocast`: whether it may be on.
+bool is_plain_call(bool autocast, void *const *inputs, int n) {
+  if (!gate.plain_thread(autocast)) return false;
+  for (int i = 0; i < n; ++i)
+    if (inputs[i] != python.none && !is_plain(inputs[i])) return false;
+  return true;
+}
+
+// Null: Python's error is set, or, where it is not, the fallback must run.
+void *run_plain(Public &p, void *const *given, intptr_t count, void *names) {
+  void *arguments[2 * kMaxSlots];
+  if (!sort_arguments(p, given, count, names, arguments)) return nullptr;
+  if (!is_plain_call(!p.has_autocast, arguments, p.n_inputs) || gate.records_calls()) return nullptr;
+  Ref matrices[kMaxSlots];
+  if (!absorb_transposed_views(p, arguments, matrices)) return nullptr;
+  Ref bound = bind_attributes(p, arguments + p.n_inputs);
+  if (!bound) return nullptr;
+  auto *d = capsule_pointer<Differentiable>(bound);
+  int gradient = wants_gradient(p, arguments);
+  if (gradient < 0) return nullptr;
+  if (gradient) return PyObject_VectorcallDict(d->apply, arguments, p.n_inputs, nullptr);
+  return run_function(*d->function, nullptr, arguments, p.n_inputs);
+}
+
+void *run_public(Public &p, void *const *given, intptr_t count, void *names) {
+  error_is_ours = false;
+  if (void *result = run_plain(p, given, count, names)) return result;
+  if (!must_fall_back()) return nullptr;
+  Ref keywords = PyDict_New();
+  for (int i = 0, n = names ? PyTuple_Size(names) : 0; keywords && i < n; ++i)
+    if (PyDict_SetItem(keywords, PyTuple_GetItem(names, i), given[count + i])) return nullptr;
+  return keywords ? PyObject_VectorcallDict(p.fallback, given, count, keywords) : nullptr;
+}
+
+}  // namespace
+
+// ------------------------------------------------------------------------------------------- calls without a frame
+
+// A Python function that only forwards to a builtin is called without its frame, which would take 0.2 to 0.3 us: 13 %
+// of add, 5 to 11 % of other operators (benchmarks/call_overhead.py without gradients, CPython 3.12). CPython has
+// PyFunction_SetVectorcall since 3.12. The functions with an underscore are private; without them frames stay.
+using Vectorcall = void *(void *callable, void *const *args, size_t n, void *names);
+WEAK void PyFunction_SetVectorcall(void *function, Vectorcall *vectorcall);
+WEAK Vectorcall *PyVectorcall_Function(void *callable);
+WEAK void *PyInterpreterState_Get();
+WEAK void *_PyInterpreterState_GetEvalFrameFunc(void *interpreter);
+WEAK void *_PyEval_EvalFrameDefault(void *thread, void *frame, int throws);
+
+namespace {
+
+std::unordered_map<void *, Public *> installed;  // by Python function
+Vectorcall *call_frame;                          // CPython's own
+
+// torch.compile evaluates frames itself, and must be given one.
+void *call_without_frame(void *function, void *const *given, size_t count, void *names) {
+  auto *evaluate = _PyInterpreterState_GetEvalFrameFunc(PyInterpreterState_Get());
+  if (evaluate != reinterpret_cast<void *>(_PyEval_EvalFrameDefault)) return call_frame(function, given, count, names);
+  constexpr size_t kArgumentsOffset = size_t{1} << (8 * sizeof(size_t) - 1);  // PY_VECTORCALL_ARGUMENTS_OFFSET
+  return run_public(*installed.find(function)->second, given, count & ~kArgumentsOffset, names);
+}
+
+}  // namespace
+
+// `capsule`: of the builtin that `function` forwards to.
+AOT_API void aot_torch_install_vectorcall(void *function, void *capsule) {
+  if (!PyFunction_SetVectorcall || !_PyInterpreterState_GetEvalFrameFunc || !_PyEval_EvalFrameDefault) return;
+  installed[function] = capsule_pointer<Public>(capsule);
+  call_frame = PyVectorcall_Function(function);
+  PyFunction_SetVectorcall(function, call_without_frame);
+}
+
+// ------------------------------------------------------------------------------------------------------------ set-up
+
+// The structs that frontends/torch_call.py mirrors. A change of one of them raises the version here and there.
+AOT_API const char *aot_torch_structs() {
+  static const std::string sizes = struct_sizes(1, {{"Gate", sizeof(GateFacts)},
+                                                    {"Torch", sizeof(Torch)},
+                                                    {"Function", sizeof(Function)},
+                                                    {"Backward", sizeof(Backward)},
+                                                    {"Differentiable", sizeof(Differentiable)},
+                                                    {"Public", sizeof(Public)}});
+  return sizes.c_str();
+}
+
+// From here on torch's tensors are read. 0: the gate does not open.
+AOT_API int aot_torch_setup(const Torch *facts) {
+  if (!gate.open(facts->gate)) return 0;
+  torch = *facts;
+  dlpack = {torch.exchange, {torch.types[0], torch.types[1]}, [](void *tensor) { return gate.plain_tensor(tensor); }};
+  return 1;
+}
+
+// ------------------------------------------------------------------------------------------------------- the builtins
+
+// One object for each input; returns the output, or a tuple of them.
+AOT_API void *aot_torch_run(void *capsule, void *const *inputs, intptr_t count) {
+  return run_function(*capsule_pointer<Function>(capsule), nullptr, inputs, count);
+}
+
+// The forward of a torch.autograd.Function: its context, then one object for each input.
+AOT_API void *aot_torch_forward(void *capsule, void *const *objects, intptr_t count) {
+  return run_function(*capsule_pointer<Function>(capsule), objects[0], objects + 1, count - 1);
+}
+
+// Its backward: the context, then the gradient of each output.
+AOT_API void *aot_torch_backward(void *capsule, void *const *objects, intptr_t count) {
+  auto *b = capsule_pointer<Backward>(capsule);
+  if (count != 1 + b->n_grads) return finish(b->function->call->wrong_count(count, 1 + b->n_grads));
+  return run_backward(*b, objects[0], objects + 1).release();
+}
+
+// A public function, with Python's calling convention.
+AOT_API void *aot_torch_public(void *capsule, void *const *arguments, intptr_t count, void *names) {
+  return run_public(*capsule_pointer<Public>(capsule), arguments, count, names);
+}
+
+// Whether a call on these tensors is plain, with autocast on or off.
+AOT_API void *aot_torch_gate(void *, void *const *tensors, intptr_t count) {
+  return PyBool_FromLong(is_plain_call(true, tensors, count));
+}

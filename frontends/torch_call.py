@@ -1,0 +1,231 @@
+"""The call path of PyTorch: whole calls as builtins of Python (cuda_src/host/torch.cpp). It does not import torch.
+
+``function`` makes builtins that allocate what they return, for the forward and backward of an autograd function too;
+``public`` makes builtins that do all of a plain call, from the arguments of the public function on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable, Iterable
+from ctypes import (
+    Structure,
+    byref,
+    c_bool,
+    c_char,
+    c_char_p,
+    c_int,
+    c_int64,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+    py_object,
+    pythonapi,
+)
+from functools import cache, partial
+from inspect import Parameter, signature
+from typing import Any, NamedTuple
+
+from aotops import call, library
+from aotops.call import _builtin, _handle, _keep, _pointer, _struct
+from aotops.op import Attr, Op
+
+_METH_KEYWORDS = 0x02
+_Slots = c_int * call.MOST_SLOTS
+_Parameters = call.MOST_SLOTS * 2
+
+
+class Gate(Structure):
+    """What cuda_src/host/gate.h needs to know of this torch; torch_gate.py fills it."""
+
+    _fields_ = [
+        ("tensor_keys", c_uint64 * 4), ("autocast_keys", c_uint64), ("inference", c_uint64 * 2),
+        ("impl_offset", c_int64), ("key_offset", c_int64), ("forward_ad", c_void_p), ("level", c_void_p),
+        ("no_level", c_void_p),
+    ]  # fmt: skip
+
+
+class _Torch(Structure):
+    _fields_ = [
+        ("exchange", c_void_p), ("types", c_void_p * 2), ("size_type", c_void_p), ("empty_like", c_void_p),
+        ("gate", Gate),
+    ]  # fmt: skip
+
+
+class _Function(Structure):
+    _fields_ = [
+        ("call", c_void_p), ("prototype", _Slots), ("has_prototypes", c_bool), ("always", c_uint32),
+        ("residuals", c_uint32), ("scratch", c_uint32), ("keep_from", c_int64), ("n_returned", c_int),
+        ("n_saved", c_int), ("saved", _Slots), ("instead", _Slots), ("make_prototypes", c_void_p),
+        ("prototypes", c_void_p),
+    ]  # fmt: skip
+
+
+class _Backward(Structure):
+    _fields_ = [
+        ("function", c_void_p), ("n_grads", c_int), ("n_inputs", c_int), ("source", _Slots), ("gradient", _Slots),
+        ("fallback", c_void_p),
+    ]  # fmt: skip
+
+
+class _Differentiable(Structure):
+    _fields_ = [("function", c_void_p), ("apply", c_void_p), ("last_use", c_uint64)]
+
+
+class _Public(Structure):
+    _fields_ = [
+        ("n_inputs", c_int), ("n_attrs", c_int), ("n_parameters", c_int), ("position", c_int * _Parameters),
+        ("names", c_void_p * _Parameters), ("defaults", c_void_p * _Parameters), ("n_transposable", c_int),
+        ("transposable", _Slots), ("transposes", _Slots), ("kinds", c_char * _Parameters), ("has_autocast", c_bool),
+        ("most_bound", c_int), ("clock", c_uint64), ("bind", c_void_p), ("bound", c_void_p), ("fallback", c_void_p),
+    ]  # fmt: skip
+
+
+@cache
+def lib() -> ctypes.CDLL:
+    """The library, after its structs were compared with those above. Raises LibraryError where they differ."""
+    call.check_structs("aot_torch_structs", 1, (Gate, _Torch, _Function, _Backward, _Differentiable, _Public))
+    return call._lib()
+
+
+def set_up(torch: Any, gate: Gate | None) -> bool:
+    """Lets builtins take torch tensors; False where this torch has no exchange table (before 2.10), or no gate."""
+    capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+    if call.call_path() != "tensors" or capsule is None or gate is None:
+        return False
+    get = pythonapi.PyCapsule_GetPointer
+    get.restype, get.argtypes = c_void_p, [py_object, c_char_p]
+    types = (c_void_p * 2)(id(torch.Tensor), id(torch.nn.Parameter))
+    exchange = get(capsule, b"dlpack_exchange_api")
+    facts = _Torch(exchange, types, id(torch.Size), id(torch.empty_like), gate)
+    return bool(lib().aot_torch_setup(byref(facts)))
+
+
+def gate() -> Callable[..., bool]:
+    """After ``set_up``: a builtin of tensors, each of which may be None, that returns whether a call on them is plain,
+    with autocast on or off."""
+    return _builtin("gate", "aot_torch_gate", _struct(c_int()))
+
+
+class Function(NamedTuple):
+    """Builtins that take one tensor, or None, for each input and allocate what they return."""
+
+    run: Callable[..., Any]
+    """Returns the output, or a tuple of them."""
+    forward: Callable[..., Any]
+    """The same as the forward of a ``torch.autograd.Function``: takes its context first, and saves for the backward."""
+    backward: Callable[..., Any] | None
+    """Its backward: takes the context and the gradients of the outputs, returns those of the inputs. None where the
+    operator has no backward."""
+
+
+def function(
+    op: Op,
+    attrs: tuple[Attr, ...],
+    prototypes: Callable[..., tuple[Any, ...]],
+    keep_residuals_from: int,
+    fallback: Callable[..., Any],
+) -> Function:
+    """An operator with its attributes as builtins.
+
+    Args:
+        prototypes: takes an operator, its attributes and one tensor, or None, for each input; returns, for each of
+            ``op.extra_outputs`` that is not like an input, a tensor of its shape, dtype and device, else None.
+        keep_residuals_from: for a first input on a GPU with fewer elements no residuals are kept.
+        fallback: the backward in Python, for a call that is not plain: a function of the saved tensors, the gradients
+            of the outputs, for each input whether its gradient is needed, and the context, which has as ``inputs``
+            those that were replaced by a residual (Op.instead).
+    """
+    handle = _function_handle(op, attrs, prototypes, keep_residuals_from)
+    run, forward = (_builtin(op.name, f"aot_torch_{kind}", handle) for kind in ("run", "forward"))
+    if op.backward is None:
+        return Function(run, forward, None)
+    backward_handle = _function_handle(op.backward, attrs, prototypes, keep_residuals_from)
+    return Function(run, forward, _backward(op, op.backward, backward_handle, fallback))
+
+
+def _backward(op: Op, backward: Op, handle: Any, fallback: Callable[..., Any]) -> Callable[..., Any]:
+    sources = [*(f"d{y}" for y in op.outputs), *op.saved]
+    slots = {slot: i for i, slot in enumerate(backward.slots)}
+    gradients = [backward.alias.get(f"d{x}", f"d{x}") for x in op.inputs]
+    made = _Backward(
+        _pointer(handle),
+        len(op.outputs),
+        len(op.inputs),
+        _Slots(*(sources.index(slot) for slot in backward.inputs)),
+        _Slots(*(slots.get(gradient, -1) for gradient in gradients)),
+        id(fallback),
+    )
+    return _builtin(op.name, "aot_torch_backward", _struct(made, handle, fallback))
+
+
+def _function_handle(
+    op: Op, attrs: tuple[Attr, ...], prototypes: Callable[..., tuple[Any, ...]], keep_residuals_from: int
+) -> Any:
+    slots = {slot: i for i, slot in enumerate(op.slots)}
+    written = range(len(op.inputs), len(slots))
+    prototype = [slots.get(op.like.get(slot, ""), -1) for slot in op.slots]
+
+    def bits(names: Iterable[str]) -> int:
+        return sum(1 << slots[name] for name in names)
+
+    handle, make_prototypes = _handle(op, attrs), partial(prototypes, op, attrs)
+    made_prototypes: dict[Any, Any] = {}
+    made = _Function(
+        _pointer(handle),
+        _Slots(*prototype),
+        any(prototype[i] < 0 for i in written),
+        bits([*(y for y in op.outputs if y in slots and y not in op.optional), *op.workspace]),
+        bits(op.residuals),
+        bits(op.workspace),
+        -1 if op.costly else keep_residuals_from,
+        len(op.outputs),
+        len(op.saved),
+        _Slots(*(slots[slot] for slot in op.saved)),
+        _Slots(*(slots.get(op.instead.get(slot, ""), -1) for slot in op.saved)),
+        id(make_prototypes),
+        id(made_prototypes),
+    )
+    return _struct(made, handle, make_prototypes, made_prototypes)
+
+
+def differentiable(function: Function, apply: Callable[..., Any]) -> Any:
+    """What ``bind`` of ``public`` returns: an operator bound to attributes, and the ``apply`` of its autograd
+    function."""
+    handle = function.run.__self__  # type: ignore[attr-defined]
+    return _struct(_Differentiable(_pointer(handle), id(apply)), handle, apply)
+
+
+def public(op: Op, bind: Callable[..., Any], fallback: Callable[..., Any]) -> Callable[..., Any]:
+    """A builtin with the signature of ``op.bind`` that does the whole of a plain call.
+
+    Args:
+        bind: takes the attributes as they are given; returns what ``differentiable`` makes of them.
+        fallback: the function in Python, for a call that is not plain, or that the entry refuses.
+    """
+    parameters = signature(op.bind).parameters.values()
+    positions = {name: i for i, name in enumerate((*op.inputs, *op.attrs))}
+    names, defaults = [sys.intern(p.name) for p in parameters], [p.default for p in parameters]
+    bound: dict[Any, Any] = {}
+    made = _Public(
+        len(op.inputs), len(op.attrs), len(names), has_autocast=bool(op.autocast), most_bound=call.MOST_BOUND
+    )
+    for i, (name, default) in enumerate(zip(names, defaults, strict=True)):
+        made.position[i], made.names[i] = positions[name], id(name)
+        made.defaults[i] = None if default is Parameter.empty else id(default)
+    made.n_transposable = len(op.transposable)
+    for i, (slot, attr) in enumerate(op.transposable):
+        made.transposable[i], made.transposes[i] = slot, len(op.inputs) + attr
+    made.kinds = "".join("l" if kind == "int[]" else kind[0] for kind in op.attrs.values()).encode()
+    made.bind, made.bound, made.fallback = id(bind), id(bound), id(fallback)
+    handle = _struct(made, names, defaults, bound, bind, fallback)
+    return _builtin(op.name, "aot_torch_public", handle, call.METH_FASTCALL | _METH_KEYWORDS)
+
+
+def install_vectorcall(function: Callable[..., Any], builtin: Any) -> None:
+    """Makes a call of ``function``, which forwards to a builtin of ``public``, one of that builtin, without a frame, on
+    CPython 3.12 and later. It stays a Python function to whoever inspects it, torch.compile among them."""
+    _keep(function)
+    address = library.function("aot_torch_install_vectorcall")
+    ctypes.PYFUNCTYPE(None, py_object, py_object)(address)(function, builtin.__self__)
