@@ -33,6 +33,7 @@ MOST_BOUND = 256
 """Bindings of an operator to attributes that are kept, of those used last: a program has few, unless it changes an
 attribute with each call."""
 _DEVICES = ("cpu", "cuda")
+_N_STATUSES = len(library.ERRORS) + 1
 
 
 class _MethodDef(Structure):
@@ -41,7 +42,7 @@ class _MethodDef(Structure):
 
 class _Interpreter(Structure):
     _fields_ = [
-        ("none", c_void_p), ("errors", c_void_p * 6), ("types", c_void_p * 5), ("type_offset", c_int64),
+        ("none", c_void_p), ("errors", c_void_p * _N_STATUSES), ("types", c_void_p * 5), ("type_offset", c_int64),
         ("head_size", c_int64),
     ]  # fmt: skip
 
@@ -68,7 +69,7 @@ def call_path() -> str:
 
 
 @cache
-def _lib() -> ctypes.CDLL:
+def lib() -> ctypes.CDLL:
     lib = library.load()
     check_structs("aot_call_structs", 1, (_Interpreter, _Numpy))
     lib.aot_call_new.restype = lib.aot_plan_new.restype = c_void_p
@@ -80,9 +81,9 @@ def _lib() -> ctypes.CDLL:
     if call_path() != "ctypes":
         # ob_type is the last word of the object's head, in free-threaded builds too
         head = object.__basicsize__
-        errors = (None, *(id(library.ERRORS[status]) for status in range(1, 6)))
+        errors = (None, *(id(library.ERRORS[status]) for status in range(1, _N_STATUSES)))
         types = (c_void_p * 5)(*map(id, (int, float, bool, str, tuple)))
-        facts = _Interpreter(id(None), (c_void_p * 6)(*errors), types, head - ctypes.sizeof(c_void_p), head)
+        facts = _Interpreter(id(None), (c_void_p * _N_STATUSES)(*errors), types, head - ctypes.sizeof(c_void_p), head)
         lib.aot_python_setup(byref(facts))
     return lib
 
@@ -110,9 +111,9 @@ def read_numpy(numpy: Any, dtypes: Sequence[Any]) -> bool:
         return False
     facts = _Numpy(id(numpy.ndarray), len(dtypes))
     for i, dtype in enumerate(dtypes):
-        facts.dtypes[i], facts.names[i] = id(dtype), _keep(dtype.name.encode())
-    _keep(tuple(dtypes))
-    _lib().aot_python_numpy(byref(facts))
+        facts.dtypes[i], facts.names[i] = id(dtype), keep(dtype.name.encode())
+    keep(tuple(dtypes))
+    lib().aot_python_numpy(byref(facts))
     return True
 
 
@@ -120,7 +121,7 @@ def read_numpy(numpy: Any, dtypes: Sequence[Any]) -> bool:
 _kept: list[Any] = globals().get("_kept", [])
 
 
-def _keep(value: Any) -> Any:
+def keep(value: Any) -> Any:
     _kept.append(value)
     return value
 
@@ -134,12 +135,12 @@ def _text(value: str) -> bytes:
 
 
 @lru_cache(maxsize=MOST_BOUND)
-def _handle(op: Op, attrs: tuple[Attr, ...]) -> Any:
+def handle_of(op: Op, attrs: tuple[Attr, ...]) -> Any:
     """The C side of an operator bound to its attributes: a capsule that owns it."""
     n = len(op.slots)
     entries = (c_void_p * 2)(*(library.address(f"aot_{op.name}_{device}") for device in _DEVICES))
     inits = (c_void_p * 2)(*(library.address(f"aot_{op.name}_{device}Init") for device in _DEVICES))
-    handle = _lib().aot_call_new(
+    handle = lib().aot_call_new(
         op.name.encode(),
         encode(op, attrs).encode(),
         len(op.inputs),
@@ -158,7 +159,7 @@ def _handle(op: Op, attrs: tuple[Attr, ...]) -> Any:
 def tensors(op: Op, attrs: tuple[Attr, ...]) -> Callable[..., None]:
     """A builtin that takes one tensor, or None, for each of ``op.slots``, and runs the entry for their device, on the
     framework's current stream. All must be contiguous and on one device; the outputs must be allocated."""
-    return _builtin(op.name, "aot_call_tensors", _handle(op, attrs))
+    return builtin(op.name, "aot_call_tensors", handle_of(op, attrs))
 
 
 @lru_cache(maxsize=4096)
@@ -173,8 +174,8 @@ def addresses(
     ndims = [len(spec.shape) for spec in given]
     dims = [dim for spec in given for dim in spec.shape]
     status = c_int()
-    plan = _lib().aot_plan_new(
-        _pointer(_handle(op, attrs)),
+    plan = lib().aot_plan_new(
+        pointer_of(handle_of(op, attrs)),
         _DEVICES.index(device),
         sum(1 << i for i, spec in enumerate(specs) if spec is not None),
         len(given),
@@ -186,7 +187,7 @@ def addresses(
     library.check(status.value)
     if call_path() == "ctypes":
         return _CtypesPlan(plan, len(given))
-    return _builtin(op.name, "aot_call_addresses", _capsule(plan, "aot_plan_capsule_delete"))
+    return builtin(op.name, "aot_call_addresses", _capsule(plan, "aot_plan_capsule_delete"))
 
 
 class _CtypesPlan:
@@ -194,23 +195,23 @@ class _CtypesPlan:
         self._plan, self._params = plan, c_void_p * n
 
     def __call__(self, device: int, stream: int, *pointers: int) -> None:
-        library.check(_lib().aot_plan_run(self._plan, device, stream, self._params(*pointers)))
+        library.check(lib().aot_plan_run(self._plan, device, stream, self._params(*pointers)))
 
     def __del__(self) -> None:
-        _lib().aot_plan_delete(self._plan)
+        lib().aot_plan_delete(self._plan)
 
 
 # What a builtin is bound to is a capsule, which owns what the C side reads: its destructor frees that with the last
 # reference to the builtin.
 
 
-def _builtin(name: str, function: str, capsule: Any, flags: int = METH_FASTCALL) -> Callable[..., Any]:
+def builtin(name: str, function: str, capsule: Any, flags: int = METH_FASTCALL) -> Callable[..., Any]:
     pythonapi.PyCFunction_NewEx.restype = py_object
     pythonapi.PyCFunction_NewEx.argtypes = [c_void_p, py_object, py_object]
     return pythonapi.PyCFunction_NewEx(_method(name, function, flags), capsule, "aotops")
 
 
-def _struct(made: Any, *kept: Any) -> Any:
+def struct_capsule(made: Any, *kept: Any) -> Any:
     """A capsule of a struct that keeps what the struct points at."""
     context = (made, *kept)
     capsule = _capsule(ctypes.addressof(made), "aot_capsule_release")
@@ -226,7 +227,7 @@ def _capsule(pointer: int, destructor: str) -> Any:
     return pythonapi.PyCapsule_New(pointer, None, library.function(destructor))
 
 
-def _pointer(capsule: Any) -> int:
+def pointer_of(capsule: Any) -> int:
     get = pythonapi.PyCapsule_GetPointer
     get.restype, get.argtypes = c_void_p, [py_object, c_char_p]
     return get(capsule, None)
@@ -234,4 +235,4 @@ def _pointer(capsule: Any) -> int:
 
 @cache
 def _method(name: str, function: str, flags: int) -> int:
-    return ctypes.addressof(_keep(_MethodDef(name.encode(), library.function(function), flags, None)))
+    return ctypes.addressof(keep(_MethodDef(name.encode(), library.function(function), flags, None)))

@@ -28,7 +28,7 @@ from inspect import Parameter, signature
 from typing import Any, NamedTuple
 
 from aotops import call, library
-from aotops.call import _builtin, _handle, _keep, _pointer, _struct
+from aotops.call import builtin, handle_of, keep, pointer_of, struct_capsule
 from aotops.op import Attr, Op
 
 _METH_KEYWORDS = 0x02
@@ -86,7 +86,7 @@ class _Public(Structure):
 def lib() -> ctypes.CDLL:
     """The library, after its structs were compared with those above. Raises LibraryError where they differ."""
     call.check_structs("aot_torch_structs", 1, (Gate, _Torch, _Function, _Backward, _Differentiable, _Public))
-    return call._lib()
+    return call.lib()
 
 
 def set_up(torch: Any, gate: Gate | None) -> bool:
@@ -105,7 +105,7 @@ def set_up(torch: Any, gate: Gate | None) -> bool:
 def gate() -> Callable[..., bool]:
     """After ``set_up``: a builtin of tensors, each of which may be None, that returns whether a call on them is plain,
     with autocast on or off."""
-    return _builtin("gate", "aot_torch_gate", _struct(c_int()))
+    return builtin("gate", "aot_torch_gate", struct_capsule(c_int()))
 
 
 class Function(NamedTuple):
@@ -138,7 +138,7 @@ def function(
             those that were replaced by a residual (Op.instead).
     """
     handle = _function_handle(op, attrs, prototypes, keep_residuals_from)
-    run, forward = (_builtin(op.name, f"aot_torch_{kind}", handle) for kind in ("run", "forward"))
+    run, forward = (builtin(op.name, f"aot_torch_{kind}", handle) for kind in ("run", "forward"))
     if op.backward is None:
         return Function(run, forward, None)
     backward_handle = _function_handle(op.backward, attrs, prototypes, keep_residuals_from)
@@ -150,14 +150,14 @@ def _backward(op: Op, backward: Op, handle: Any, fallback: Callable[..., Any]) -
     slots = {slot: i for i, slot in enumerate(backward.slots)}
     gradients = [backward.alias.get(f"d{x}", f"d{x}") for x in op.inputs]
     made = _Backward(
-        _pointer(handle),
+        pointer_of(handle),
         len(op.outputs),
         len(op.inputs),
         _Slots(*(sources.index(slot) for slot in backward.inputs)),
         _Slots(*(slots.get(gradient, -1) for gradient in gradients)),
         id(fallback),
     )
-    return _builtin(op.name, "aot_torch_backward", _struct(made, handle, fallback))
+    return builtin(op.name, "aot_torch_backward", struct_capsule(made, handle, fallback))
 
 
 def _function_handle(
@@ -170,10 +170,10 @@ def _function_handle(
     def bits(names: Iterable[str]) -> int:
         return sum(1 << slots[name] for name in names)
 
-    handle, make_prototypes = _handle(op, attrs), partial(prototypes, op, attrs)
+    handle, make_prototypes = handle_of(op, attrs), partial(prototypes, op, attrs)
     made_prototypes: dict[Any, Any] = {}
     made = _Function(
-        _pointer(handle),
+        pointer_of(handle),
         _Slots(*prototype),
         any(prototype[i] < 0 for i in written),
         bits([*(y for y in op.outputs if y in slots and y not in op.optional), *op.workspace]),
@@ -187,14 +187,14 @@ def _function_handle(
         id(make_prototypes),
         id(made_prototypes),
     )
-    return _struct(made, handle, make_prototypes, made_prototypes)
+    return struct_capsule(made, handle, make_prototypes, made_prototypes)
 
 
 def differentiable(function: Function, apply: Callable[..., Any]) -> Any:
     """What ``bind`` of ``public`` returns: an operator bound to attributes, and the ``apply`` of its autograd
     function."""
     handle = function.run.__self__  # type: ignore[attr-defined]
-    return _struct(_Differentiable(_pointer(handle), id(apply)), handle, apply)
+    return struct_capsule(_Differentiable(pointer_of(handle), id(apply)), handle, apply)
 
 
 def public(op: Op, bind: Callable[..., Any], fallback: Callable[..., Any]) -> Callable[..., Any]:
@@ -219,13 +219,13 @@ def public(op: Op, bind: Callable[..., Any], fallback: Callable[..., Any]) -> Ca
         made.transposable[i], made.transposes[i] = slot, len(op.inputs) + attr
     made.kinds = "".join("l" if kind == "int[]" else kind[0] for kind in op.attrs.values()).encode()
     made.bind, made.bound, made.fallback = id(bind), id(bound), id(fallback)
-    handle = _struct(made, names, defaults, bound, bind, fallback)
-    return _builtin(op.name, "aot_torch_public", handle, call.METH_FASTCALL | _METH_KEYWORDS)
+    handle = struct_capsule(made, names, defaults, bound, bind, fallback)
+    return builtin(op.name, "aot_torch_public", handle, call.METH_FASTCALL | _METH_KEYWORDS)
 
 
 def install_vectorcall(function: Callable[..., Any], builtin: Any) -> None:
     """Makes a call of ``function``, which forwards to a builtin of ``public``, one of that builtin, without a frame, on
     CPython 3.12 and later. It stays a Python function to whoever inspects it, torch.compile among them."""
-    _keep(function)
+    keep(function)
     address = library.function("aot_torch_install_vectorcall")
     ctypes.PYFUNCTYPE(None, py_object, py_object)(address)(function, builtin.__self__)

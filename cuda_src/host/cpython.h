@@ -46,7 +46,7 @@ namespace aot {
 // Facts about the interpreter. call.py fills this struct once.
 struct Interpreter {
   void *none;
-  void *errors[6];  // exception classes by Status; [0] is not used
+  void *errors[kOutOfMemory + 1];  // exception classes by Status; [0] is not used
   void *int_type, *float_type, *bool_type, *str_type, *tuple_type;
   int64_t type_offset;  // of PyObject.ob_type
   int64_t head_size;    // sizeof(PyObject)
@@ -94,7 +94,7 @@ inline thread_local bool error_is_ours = false;
 inline void *finish(int status) {
   if (!status) return Py_IncRef(python.none), python.none;
   error_is_ours = !PyErr_Occurred();
-  if (error_is_ours) PyErr_SetString(python.errors[status < 0 || status > 5 ? 5 : status], aot_last_error());
+  if (error_is_ours) PyErr_SetString(python.errors[status < 0 || status > kOutOfMemory ? kConventionMisused : status], aot_last_error());
   return nullptr;
 }
 
