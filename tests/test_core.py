@@ -9,8 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
-from cases import CASES, DTYPES, inputs, rounded
+from cases import CASES, DTYPES, Draw, inputs, rounded
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -69,6 +70,8 @@ def test_a_row_tries_what_must_be_tried(name):
     sizes = {size(next(iter(case.shapes.values()))) for case in cases}
     assert {0, 1} <= sizes
     assert max(sizes) > 32768, "none is large enough for several threads"
+    assert CASES[name].bad, "no call is refused"
+    assert CASES[name].bench, "no speed is measured"
     for case in cases:
         assert set(case.shapes) == set(OPS[name].inputs)
     for slot in OPS[name].inputs:
@@ -243,88 +246,25 @@ def infer_in_python(op: Op, attrs, specs):
         return None, f"{type(error).__name__}: {error}"
 
 
-SHAPE = st.lists(st.integers(0, 4), max_size=4).map(tuple)
-DTYPE = st.sampled_from(FLOATING)
-
-
-@st.composite
-def convolutions(draw):
-    """Attributes of conv2d, and the shapes of x, weight and y."""
-    batch, groups, layout = draw(SHAPE), draw(st.integers(1, 3)), draw(st.sampled_from(["NCHW", "NHWC"]))
-    inner, outputs = draw(st.integers(0, 9)), groups * draw(st.integers(0, 9))
-    stride, dilation, kernel, out = (draw(st.tuples(*2 * [st.integers(1, 3)])) for _ in range(4))
-    spans = [(n - 1) * s + d * (k - 1) + 1 for n, s, d, k in zip(out, stride, dilation, kernel, strict=True)]
-    padding = tuple(draw(st.integers(0, span // 2)) for span in spans)
-    image = [span - 2 * p for span, p in zip(spans, padding, strict=True)]
-
-    def placed(channels, sizes):
-        return (channels, *sizes) if layout == "NCHW" else (*sizes, channels)
-
-    attrs = (stride, padding, dilation, groups, layout, draw(st.booleans()))
-    x, weight = (*batch, *placed(groups * inner, image)), (outputs, *placed(inner, kernel))
-    return attrs, x, weight, (*batch, *placed(outputs, out))
-
-
 @st.composite
 def good_calls(draw):
-    """An operator, its attributes and the specs of inputs that it takes."""
-    op = draw(st.sampled_from(WITH_KERNEL))
-    shape, dtype = draw(SHAPE), draw(DTYPE)
-    like = TensorSpec(shape, dtype)
-    name = op.name.removesuffix("_backward")
-    if name in ("add", "gelu", "swiglu"):
-        attrs = (draw(st.sampled_from(["none", "tanh"])),) if op.attrs else ()
-        return op, attrs, [like] * len(op.inputs)
-    if name == "softmax":
-        ndim = max(len(shape), 1)
-        return op, (draw(st.integers(-ndim, ndim - 1)),), [like] * len(op.inputs)
-    if name == "conv2d":
-        attrs, x, weight, y = draw(convolutions())
-        specs = {"x": x, "dy": y, "weight": weight, "bias": weight[:1]}
-        specs = {slot: TensorSpec(shape, dtype) for slot, shape in specs.items()}
-        return op, attrs, [specs[s] if s not in op.optional or draw(st.booleans()) else None for s in op.inputs]
-    if name == "matmul":
-        m, k, n = (draw(st.integers(0, 5)) for _ in range(3))
-        few = tuple(1 if draw(st.booleans()) else dim for dim in shape[draw(st.integers(0, len(shape))) :])
-        batch_a, batch_b = (shape, few) if draw(st.booleans()) else (few, shape)
-        ta, tb = draw(st.booleans()), draw(st.booleans())
-        specs = {
-            "a": TensorSpec((*batch_a, *((k, m) if ta else (m, k))), dtype),
-            "b": TensorSpec((*batch_b, *((n, k) if tb else (k, n))), dtype),
-            "dy": TensorSpec((*shape, m, n), dtype),
-        }
-        return op, (ta, tb, draw(st.booleans())), [specs[s] for s in op.inputs]
-    if name == "linear":
-        n, out = draw(st.integers(0, 5)), draw(st.integers(0, 5))
-        activation = draw(st.sampled_from([None, "relu", "gelu", "gelu_tanh", "silu"]))
-        rows = TensorSpec((*shape, out), dtype)
-        specs = {"x": TensorSpec((*shape, n), dtype), "weight": TensorSpec((out, n), dtype), "dy": rows}
-        specs |= {"bias": TensorSpec((out,), dtype), "before": rows if activation else TensorSpec((*shape, 0), dtype)}
-        attrs = (activation, draw(st.booleans()))
-        return op, attrs, [specs[s] if s not in op.optional or draw(st.booleans()) else None for s in op.inputs]
-    if name == "cross_entropy":
-        x, rows = TensorSpec((*shape[:1], 5), dtype), shape[:1]
-        reduction = draw(st.sampled_from(["none", "mean", "sum"]))
-        target = TensorSpec(rows, draw(st.sampled_from(INTEGERS)))
-        specs = {"x": x, "target": target, "slope": x, "dy": TensorSpec(rows if reduction == "none" else (), dtype)}
-        attrs = (draw(st.integers(-100, 9)), reduction, draw(st.floats(0, 1)))
-    elif name == "lltm":
-        state, features = draw(st.integers(0, 3)), draw(st.integers(0, 3))
-        x, h = TensorSpec((*shape, features), dtype), TensorSpec((*shape, state), dtype)
-        weights = TensorSpec((3 * state, state + features), dtype)
-        bias = TensorSpec(draw(st.sampled_from([(1, 3 * state), (3 * state,)])), dtype)
-        gates = TensorSpec((*shape, 3 * state), "float64" if dtype == "float64" else "float32")
-        specs = dict.fromkeys(("old_h", "old_cell", "dnew_h", "dnew_cell"), h)
-        specs, attrs = specs | {"input": x, "weights": weights, "bias": bias, "gates": gates}, ()
-    else:
-        assert name in ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"), f"say here what calls {name} takes"
-        axes, wide = draw(SHAPE.filter(len)), "float64" if dtype == "float64" else "float32"
-        eps = st.floats(0, 1)
-        attrs = (axes, draw(eps | st.none() if op.attrs["eps"].endswith("?") else eps))
-        x, affine = TensorSpec((*shape, *axes), dtype), TensorSpec(axes, dtype)
-        specs = dict.fromkeys(("x", "residual", "h", "dy", "dh"), x) | {"weight": affine, "bias": affine}
-        specs |= {"stats": TensorSpec((*shape, 2), wide), "rstd": TensorSpec((*shape, 1), wide)}
-    return op, attrs, [specs[s] if s not in op.optional or draw(st.booleans()) else None for s in op.inputs]
+    """An operator or its backward, its attributes and the specs of inputs that it takes."""
+    op = draw(st.sampled_from(list(OPS.values())))
+    case, dtype = CASES[op.name].draw(Draw(draw)), draw(st.sampled_from(FLOATING))
+    shapes = dict(case.shapes)
+    if op.broadcast:  # by the frontend
+        shapes = dict.fromkeys(shapes, np.broadcast_shapes(*shapes.values()))
+    dtypes = {slot: draw(st.sampled_from(INTEGERS)) if slot in case.classes else dtype for slot in shapes}
+    specs = {slot: None if shape is None else TensorSpec(shape, dtypes[slot]) for slot, shape in shapes.items()}
+    inputs, attrs = op.bind(**specs, **case.attrs)
+    kinds = zip(attrs, op.attrs.values(), strict=True)
+    attrs = op.canonical([None if kind.endswith("?") and draw(st.booleans()) else value for value, kind in kinds])
+    if op.backward is None or not op.backward.has_kernel or draw(st.booleans()):
+        return op, attrs, list(inputs)
+    known = dict(zip(op.inputs, inputs, strict=True)) | op.with_aliases(op.specs(inputs, attrs))
+    known |= {f"d{y}": known[y] for y in op.outputs}
+    absent = {slot for slot in op.backward.inputs if slot in op.backward.optional and draw(st.booleans())}
+    return op.backward, attrs, [None if slot in absent else known[slot] for slot in op.backward.inputs]
 
 
 @settings(deadline=None, derandomize=True, max_examples=300)
