@@ -49,7 +49,7 @@ def _copy_objects(to: Path) -> dict[str, str]:
             (to / file.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(file, to / file.relative_to(ROOT))
     words = (build / "flags").read_text().split()
-    if not words[0].isdigit():  # the path of nvcc, with which device.cpp is compiled otherwise
+    while not words[0].isdigit():  # nvcc, with which device.cpp is compiled otherwise
         del words[0]
         (to / "build" / "host" / "device.cpp.o").unlink(missing_ok=True)
     (to / "build" / "flags").write_text(f" {' '.join(words)}\n")
@@ -60,7 +60,8 @@ def _copy_objects(to: Path) -> dict[str, str]:
 
 def _run(command: list[str], where: Path) -> str:
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS", "PYTEST", "AOTOPS_LIB"))}
-    environment = inherited | {"PYTHONPATH": str(where), "OMP_NUM_THREADS": "2"}
+    path = os.pathsep.join(filter(None, [str(where), os.environ.get("PYTHONPATH")]))
+    environment = inherited | {"PYTHONPATH": path, "OMP_NUM_THREADS": "2"}
     done = subprocess.run(command, cwd=where, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
     return done.stdout
