@@ -135,7 +135,7 @@ class ArrayFrontend(ABC):
         specs = self._infer(op, inputs, attrs)
         model = next(a for a in inputs if a is not None)
         needed = {*wanted, *op.workspace, *(y for y in op.outputs if y not in op.optional)}
-        written = {name: self.empty(specs[name], model) if name in needed else None for name in op.extra_outputs}
+        written = {name: self.empty(specs[name], model) if name in needed else None for name in op.entry_outputs}
         self.launch(op, attrs, [*inputs, *written.values()])
         return [written[name] for name in (op.results if isinstance(wanted, set) else wanted)]
 

@@ -147,7 +147,7 @@ def handle_of(op: Op, attrs: tuple[Attr, ...]) -> Any:
         n,
         (c_char_p * n)(*(slot.encode() for slot in op.slots)),
         (c_int * n)(*(op.is_optional(slot) for slot in op.slots)),
-        c_uint32(sum(1 << i for i, slot in enumerate(op.slots) if slot in op.uniform)),
+        c_uint32(sum(1 << i for i, slot in enumerate(op.slots) if slot in op.accepts_scalar)),
         entries,
         inits,
     )

@@ -39,6 +39,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     add("--jobs", type=int, metavar="N", help="processes that compile ahead what torch.compile and quack want compiled")
     add("--json", type=Path, metavar="FILE", help="write the results there")
     add("--plots", type=Path, metavar="DIR", help="draw there, one PNG an operator")
+    add("--cases", type=Path, metavar="DIR", help="the rows of the operators; default: tests/cases of the checkout")
     add("--merge", type=Path, nargs="+", default=[], metavar="FILE", help="keep the rows of these earlier results too")
     parser.set_defaults(run=_bench)
 
@@ -55,6 +56,9 @@ def _shapes(text: str) -> list[tuple[int, ...]]:
 
 
 def _bench(args: argparse.Namespace) -> None:
+    from .bench import work
     from .bench.run import run
 
+    if args.cases:
+        work.use(args.cases)
     run(args)

@@ -40,7 +40,7 @@ def infer(op: Op, attrs: tuple[Attr, ...], specs: Specs, device: str = "cpu") ->
     bound = _bound(op, attrs, device, tuple(spec is not None for spec in specs))
     given = [spec for spec in specs if spec is not None]
     rows = [(c_int64 * len(spec.shape))(*spec.shape) for spec in given]
-    n, n_out = len(given), len(op.extra_outputs)
+    n, n_out = len(given), len(op.entry_outputs)
     ndims, shapes, dtypes = (c_int * n_out)(), (c_int64 * (n_out * _MAX_NDIM))(), (c_char_p * n_out)()
     status = bound.infer(
         n,
@@ -58,7 +58,7 @@ def infer(op: Op, attrs: tuple[Attr, ...], specs: Specs, device: str = "cpu") ->
         TensorSpec(tuple(shapes[at : at + ndim]), (dtype or b"").decode())
         for at, ndim, dtype in zip(starts, ndims, dtypes, strict=True)
     )
-    return _with_aliases(op, specs, dict(zip(op.extra_outputs, found, strict=True)))
+    return _with_aliases(op, specs, dict(zip(op.entry_outputs, found, strict=True)))
 
 
 def infer_symbolic(
@@ -77,7 +77,7 @@ def infer_symbolic(
     plain = tuple(spec and TensorSpec(tuple(map(number, spec.shape)), spec.dtype) for spec in specs)
     found = infer(op, numbers, plain, device)
     call: dict[str, Any] = dict(zip(op.inputs, (spec and spec.shape for spec in specs), strict=True))
-    shapes = {y: call[x] for y, x in op.like.items()}
+    shapes = {y: call[x] for y, x in op.same_spec_as.items()}
     call |= zip(op.attrs, attrs, strict=True)
     shapes |= {y: shape(SimpleNamespace(**call)) for y, shape in op.shapes.items()}
     return _with_aliases(op, specs, {y: TensorSpec(shapes[y], found[y].dtype) for y in op.results})
@@ -116,4 +116,4 @@ def _bound(op: Op, attrs: tuple[Attr, ...], device: str, given: tuple[bool, ...]
     entry = f"aot_{op.name}_{device}"
     if library.address(entry) is None:
         entry = library.entry_name(op, "cpu")
-    return _Bound(entry, encode(op, attrs, (*given, *(True for _ in op.extra_outputs))))
+    return _Bound(entry, encode(op, attrs, (*given, *(True for _ in op.entry_outputs))))

@@ -74,57 +74,57 @@ class Op:
     outputs: tuple[str, ...]
     optional: frozenset[str] = frozenset()
     """Inputs that may be None, and outputs that a caller may leave out."""
-    uniform: frozenset[str] = frozenset()
-    """Inputs that may have no axes: one number in the place of every element, as a sum hands back its gradient."""
+    accepts_scalar: frozenset[str] = frozenset()
+    """Inputs that accept a 0-dim tensor, which stands for all elements: the gradient of a sum comes that way."""
     attrs: Mapping[str, str] = field(default_factory=dict)
     """Attributes and their types: "int[]", "int", "float", "bool" or "str"; with a "?" one may be None, and the
     entry then finds none."""
     residuals: tuple[str, ...] = ()
-    """Outputs that only the backward wants, and can do without: it computes absent ones again."""
-    costly: bool = False
-    """Residuals that are always cheaper to keep than to compute again."""
+    """Outputs that only the backward needs, and recomputes if they are absent."""
+    always_save_residuals: bool = False
+    """Residuals are cheaper to keep than to recompute, whatever the device and the size."""
     workspace: tuple[str, ...] = ()
     """Scratch; its content means nothing afterwards."""
     backward: Op | None = None
-    like: Mapping[str, str] = field(default_factory=dict)
+    same_spec_as: Mapping[str, str] = field(default_factory=dict)
     """Outputs whose spec is that of an input."""
     shapes: Mapping[str, Callable[[Any], tuple[Any, ...]]] = field(default_factory=dict)
-    """The shapes of all other outputs and residuals, for dimensions that are symbolic, of which the library knows
-    nothing: functions of a call, whose members are the inputs' shapes and the attributes, by name."""
+    """The shapes of all other outputs and residuals, for symbolic dimensions only: the library infers all others. Each
+    is a function of a call, whose members are the inputs' shapes and the attributes, by name."""
     alias: Mapping[str, str] = field(default_factory=dict)
-    """Outputs that are one of the inputs, or another output, as it is: the entry has no slot for them. Where all are
-    inputs, there is no kernel."""
-    batched: frozenset[str] = frozenset()
-    """Slots that may carry more leading axes, each index of which is an independent problem: how vmap works."""
-    aligned: bool = False
-    """The same only where all inputs have as many axes: the kernel itself broadcasts leading ones."""
+    """Outputs that are an input, or another output, without a copy: the entry has no slot for them. If all are inputs,
+    there is no kernel."""
+    vmappable: frozenset[str] = frozenset()
+    """Slots that may have additional leading axes, whose indices are independent problems: vmap adds one."""
+    vmap_same_rank: bool = False
+    """vmap adds an axis only if all inputs have the same rank, because the kernel itself broadcasts leading axes."""
     axes: int = 0
-    """Axes that an example of a batch must have."""
+    """Least rank of an example of a batch."""
     broadcast: bool = False
     """Inputs of different shapes are broadcast by the frontend."""
     elementwise: bool = False
-    """All tensors have one shape, and the order of their elements is free: a result may lie as an input does."""
+    """All tensors have one shape, in any order of elements: a result may have the strides of an input."""
     instead: Mapping[str, str] = field(default_factory=dict)
-    """Inputs that the backward takes for their spec alone where a residual of the same spec is kept: what is saved is
-    that residual, and the input may be changed in place."""
+    """Inputs of which the backward needs only the spec if a residual of the same spec is kept: the residual is saved
+    instead of the input, which may then be changed in place."""
     autocast: Mapping[str, str] = field(default_factory=dict)
     """By kind of device the dtype that torch.autocast casts to before this operator; "autocast" for its own, of 16
     bits. An operator that names some device computes, on another, in the widest dtype it is given, and its results have
-    the widest of the ``batched`` inputs: as torch's norms on the CPU."""
+    the widest of the ``vmappable`` inputs: as torch's norms on the CPU."""
 
     @cached_property
-    def extra_outputs(self) -> tuple[str, ...]:
+    def entry_outputs(self) -> tuple[str, ...]:
         """Everything the entry writes: outputs, residuals, workspace."""
         return (*(y for y in self.outputs if y not in self.alias), *self.residuals, *self.workspace)
 
     @cached_property
     def results(self) -> tuple[str, ...]:
         """The same without the workspace."""
-        return self.extra_outputs[: len(self.extra_outputs) - len(self.workspace)]
+        return self.entry_outputs[: len(self.entry_outputs) - len(self.workspace)]
 
     @cached_property
     def slots(self) -> tuple[str, ...]:
-        return (*self.inputs, *self.extra_outputs)
+        return (*self.inputs, *self.entry_outputs)
 
     @cached_property
     def saved(self) -> tuple[str, ...]:
@@ -141,7 +141,11 @@ class Op:
     def takes_batch(self, slots: Iterable[str], ndims: Sequence[int | None]) -> bool:
         """Whether these slots may all carry one more leading axis, where inputs have so many axes without it."""
         given = {n for n in ndims if n is not None}
-        return self.batched.issuperset(slots) and min(given) >= self.axes and not (self.aligned and len(given) > 1)
+        return (
+            self.vmappable.issuperset(slots)
+            and min(given) >= self.axes
+            and not (self.vmap_same_rank and len(given) > 1)
+        )
 
     @cached_property
     def transposable(self) -> tuple[tuple[int, int], ...]:
@@ -214,7 +218,7 @@ def operator(**definition: Any) -> Callable[[Callable[..., Any]], Op]:
     """Makes an ``Op`` of the function that gives its name, public signature and docstring."""
 
     def define(bind: Callable[..., Any]) -> Op:
-        for key in ("optional", "uniform", "batched"):
+        for key in ("optional", "accepts_scalar", "vmappable"):
             definition[key] = frozenset(definition.get(key, ()))
         return Op(name=bind.__name__, bind=bind, **definition)
 

@@ -162,7 +162,7 @@ def _differentiable(op, attrs, wanted, *inputs):
 def _forward(op, attrs, wanted, *inputs):
     if op.backward is None:
         raise NotImplementedError(f"{op.name} has no gradient: derivatives of a higher order are not supported")
-    results = tuple(s for s in op.extra_outputs if s in wanted or s in op.saved)
+    results = tuple(s for s in op.entry_outputs if s in wanted or s in op.saved)
     given = dict(zip(op.inputs, inputs, strict=True))
     given |= zip(results, _apply(op, attrs, results, *inputs), strict=True)
     # Only arrays and their structure pass from here to the backward: the keys carry which gradients there are to be.
@@ -188,7 +188,7 @@ _differentiable.defvjp(_forward, _backward)
 def _launch(op: Op, attrs: Attrs, wanted: Names, *inputs: Array | None) -> tuple[Array, ...]:
     results = dict(zip(op.inputs, inputs, strict=True))
     sources = {op.alias.get(s, s) for s in wanted}
-    written = tuple(s for s in op.extra_outputs if s in sources)
+    written = tuple(s for s in op.entry_outputs if s in sources)
     if written:
         call = custom_vmap(partial(_call, op, attrs, written))
         call.def_vmap(partial(_batched, op, attrs, written))
@@ -213,8 +213,8 @@ def _custom_call(
     op: Op, attrs: Attrs, wanted: Names, specs: Mapping[str, TensorSpec], *inputs: Array | None
 ) -> tuple[Array, ...]:
     """``specs``: where they have no workspace, the handler allocates it."""
-    written = [s for s in op.extra_outputs if s in wanted or s in op.workspace or not op.is_optional(s)]
-    present = [x is not None for x in inputs] + [s in written for s in op.extra_outputs]
+    written = [s for s in op.entry_outputs if s in wanted or s in op.workspace or not op.is_optional(s)]
+    present = [x is not None for x in inputs] + [s in written for s in op.entry_outputs]
     results = [s for s in written if s in specs]
     types = [jax.ShapeDtypeStruct(specs[s].shape, specs[s].dtype) for s in results]
     texts = {"entry": f"aot_{op.name}", "attrs": encode(op, attrs, present)}
@@ -246,11 +246,11 @@ def _batched(op: Op, attrs: Attrs, wanted: Names, n: int, batched: Sequence[bool
     slots = list(zip(op.inputs, inputs, batched, strict=True))
     ndims = [None if x is None else x.ndim - b for _, x, b in slots]
     at_once = op.takes_batch((slot for slot, _, b in slots if b), ndims)
-    together = tuple(s for s in wanted if at_once and s in op.batched)
+    together = tuple(s for s in wanted if at_once and s in op.vmappable)
     apart = tuple(s for s in wanted if s not in together)
     results: dict[str, Array] = {}
     if together:
-        grow = [x is not None and slot in op.batched and not b for slot, x, b in slots]
+        grow = [x is not None and slot in op.vmappable and not b for slot, x, b in slots]
         grown = [jnp.broadcast_to(x, (n, *x.shape)) if g else x for x, g in zip(inputs, grow, strict=True)]
         results |= zip(together, _launch(op, attrs, together, *grown), strict=True)
     if apart:

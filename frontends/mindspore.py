@@ -46,7 +46,7 @@ _DEVICES = {"CPU": "cpu", "GPU": "cuda"}  # by MindSpore's device_target
 def _function(op: Op) -> Callable[..., Any]:
     choose = _Choose(op)
     align = _aligner(op) if op.broadcast else None
-    many, visible = len(op.extra_outputs) > 1, 0 if len(op.outputs) == 1 else slice(len(op.outputs))
+    many, visible = len(op.entry_outputs) > 1, 0 if len(op.outputs) == 1 else slice(len(op.outputs))
 
     def run(inputs, attrs):
         if align is not None:
@@ -189,7 +189,7 @@ def _differentiable(
         body = f"return gradient(({inputs}), out, dout)"
         gradient = _gradient(op, attrs, given, dict(dtypes), target)
         bprop = _written_out("bprop", f"({inputs}out, dout)", body, gradient=gradient)
-    return _primitive(op, attrs, given, op.extra_outputs, dict(dtypes), target, bprop)
+    return _primitive(op, attrs, given, op.entry_outputs, dict(dtypes), target, bprop)
 
 
 def _primitive(
@@ -208,7 +208,7 @@ def _primitive(
     whose dtype the library inferred MindSpore makes a number, and, after ``set_inputs`` in PyNative mode, an error.
     """
     entry = library.entry_name(op, _DEVICES.get(target, target))
-    one, known = len(op.extra_outputs) == 1, all(name in dtypes for name in wanted)
+    one, known = len(op.entry_outputs) == 1, all(name in dtypes for name in wanted)
     types = tuple(ms.dtype.TensorType(getattr(ms, dtypes[name])) for name in wanted) if known else None
     primitive = ops.Custom(f"{library.path()}:{entry}", None, types[0] if types and one else types, "aot", bprop)
     primitive.add_prim_attr("reg_op_name", primitive.uniq_name)  # without it, MindSpore 2.10 does not infer in C++
@@ -218,7 +218,7 @@ def _primitive(
         if value is not None:
             primitive.add_prim_attr(name, repr(value) if isinstance(value, float) else value)
     primitive.add_prim_attr("inputs", _mask(op.inputs, given))
-    primitive.add_prim_attr("outputs", _mask(op.extra_outputs, wanted))
+    primitive.add_prim_attr("outputs", _mask(op.entry_outputs, wanted))
     return primitive
 
 
@@ -232,11 +232,11 @@ def _gradient(
     """A function of the inputs, as a tuple, the results and their gradients, which gives the gradient of each input."""
     backward = op.backward
     assert backward is not None
-    written = op.extra_outputs
+    written = op.entry_outputs
     named = [*given, *written, *(f"d{name}" for name in written)]
     taken = [slot for slot in backward.inputs if slot in named]
     gradients = [backward.alias.get(f"d{slot}", f"d{slot}") for slot in given]
-    wanted = [y for y in backward.extra_outputs if y in gradients or y in backward.workspace]
+    wanted = [y for y in backward.entry_outputs if y in gradients or y in backward.workspace]
     kernel = None
     if backward.has_kernel:
         dtypes = {f"d{slot}": dtypes[slot] for slot in given if dtypes}
@@ -244,7 +244,7 @@ def _gradient(
         named += wanted
     arguments = [named.index(slot) for slot in taken]
     places = [named.index(name) if name in named else None for name in gradients]
-    one, one_gradient = len(written) == 1, len(backward.extra_outputs) == 1
+    one, one_gradient = len(written) == 1, len(backward.entry_outputs) == 1
 
     def gradient(inputs, out, dout):
         tensors = (*inputs, out, dout) if one else (*inputs, *out, *dout)

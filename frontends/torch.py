@@ -115,13 +115,13 @@ def _empty_arguments(spec: TensorSpec) -> dict[str, Any]:
 def _models(op: Op, attrs: tuple[Attr, ...], *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
     """Tensors for ``empty_like``, each with the memory of one element, for what is not like an input."""
     specs = infer(op, attrs, tuple(map(_spec, inputs)), inputs[0].device.type)
-    arguments = {name: _empty_arguments(specs[name]) for name in op.extra_outputs if name not in op.like}
+    arguments = {name: _empty_arguments(specs[name]) for name in op.entry_outputs if name not in op.same_spec_as}
     for one in arguments.values():
         one["stride"] = (0,) * len(one["size"])
     device = inputs[0].device
     return tuple(
         torch.empty_strided(**arguments[name], device=device) if name in arguments else None
-        for name in op.extra_outputs
+        for name in op.entry_outputs
     )
 
 
@@ -139,7 +139,7 @@ def _run(op: Op, inputs: Tensors, attrs: tuple[Attr, ...], wanted: Sequence[str]
     if op.elementwise and (strides := _common_strides(inputs)):
         return _run_elementwise(op, inputs, attrs, names, strides)
     plain = [None if t is None else _plain(t) for t in inputs]
-    results = [torch.empty(**written[name], device=device) if name in names else None for name in op.extra_outputs]
+    results = [torch.empty(**written[name], device=device) if name in names else None for name in op.entry_outputs]
     _launcher(op, attrs)(*plain, *results)
     return tuple(results[: len(op.results)])
 
@@ -172,7 +172,7 @@ def _run_elementwise(
     given = [laid_out(t.resolve_neg()) for t in inputs]
     results = [
         torch.empty_strided(model.shape, strides, dtype=model.dtype, device=model.device) if name in names else None
-        for name in op.extra_outputs
+        for name in op.entry_outputs
     ]
     _launcher(op, attrs)(*map(vector, given), *map(vector, results))
     return tuple(results)
@@ -378,7 +378,7 @@ def _autocast(op: Op, device: str, inputs: Tensors) -> tuple[Tensors, torch.dtyp
     dtype, back = torch.get_autocast_dtype(device) if to == "autocast" else _DTYPES.get(to or ""), None
     if dtype is None:
         dtype = _widest(floating)
-        back = _widest([t for slot, t in zip(op.inputs, inputs, strict=True) if slot in op.batched])
+        back = _widest([t for slot, t in zip(op.inputs, inputs, strict=True) if slot in op.vmappable])
         back = None if back == dtype else back
     casts = {id(t) for t in floating if t.dtype not in (dtype, torch.float64)}
     return [t.to(dtype) if id(t) in casts else t for t in inputs], back
@@ -395,7 +395,7 @@ def _batch(op: Op, size: int, dims: Sequence[int | None], inputs: Tensors, wante
     pairs = list(zip(inputs, dims, strict=True))
     if op.takes_batch({*batched, *wanted}, ndims):
         moved = [
-            t if t is None or slot not in op.batched
+            t if t is None or slot not in op.vmappable
             else t.movedim(dim, 0) if dim is not None
             else t.expand(size, *t.shape)
             for slot, (t, dim) in zip(op.inputs, pairs, strict=True)

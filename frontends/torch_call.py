@@ -131,7 +131,7 @@ def function(
 
     Args:
         prototypes: takes an operator, its attributes and one tensor, or None, for each input; returns, for each of
-            ``op.extra_outputs`` that is not like an input, a tensor of its shape, dtype and device, else None.
+            ``op.entry_outputs`` that is not like an input, a tensor of its shape, dtype and device, else None.
         keep_residuals_from: for a first input on a GPU with fewer elements no residuals are kept.
         fallback: the backward in Python, for a call that is not plain: a function of the saved tensors, the gradients
             of the outputs, for each input whether its gradient is needed, and the context, which has as ``inputs``
@@ -165,7 +165,7 @@ def _function_handle(
 ) -> Any:
     slots = {slot: i for i, slot in enumerate(op.slots)}
     written = range(len(op.inputs), len(slots))
-    prototype = [slots.get(op.like.get(slot, ""), -1) for slot in op.slots]
+    prototype = [slots.get(op.same_spec_as.get(slot, ""), -1) for slot in op.slots]
 
     def bits(names: Iterable[str]) -> int:
         return sum(1 << slots[name] for name in names)
@@ -179,7 +179,7 @@ def _function_handle(
         bits([*(y for y in op.outputs if y in slots and y not in op.optional), *op.workspace]),
         bits(op.residuals),
         bits(op.workspace),
-        -1 if op.costly else keep_residuals_from,
+        -1 if op.always_save_residuals else keep_residuals_from,
         len(op.outputs),
         len(op.saved),
         _Slots(*(slots[slot] for slot in op.saved)),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -65,6 +66,16 @@ def pytest_ignore_collect(collection_path):
     """A file of one framework is for a session that tests it."""
     frontend = collection_path.stem.removeprefix("test_").partition("_")[0]
     return True if frontend in FRONTENDS and frontend not in requested() else None
+
+
+def pytest_terminal_summary(terminalreporter):
+    """How many tests were skipped, by reason."""
+    reports = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in reports)
+    if reasons:
+        terminalreporter.section(f"{reasons.total()} skipped")
+    for reason, count in reasons.most_common():
+        terminalreporter.line(f"{count:6} {reason}")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -25,12 +25,13 @@ from typing import Any
 import cases
 import numpy as np
 import torch
-import torch.nn.functional as F
+from cases import CASES
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 from aotops.frontends import torch as ours
+from aotops.ops import OPS
 
 Function = Callable[..., Any]
 
@@ -50,6 +51,10 @@ class Operator:
     scalars: bool = False
     """Takes tensors without axes."""
 
+    @property
+    def saves_inputs(self) -> bool:
+        return bool(set(OPS[self.name].saved) & set(OPS[self.name].inputs))
+
     def tensors(self, dtype: torch.dtype = torch.float64, device: str = "cpu") -> tuple[Tensor, ...]:
         generator = torch.Generator().manual_seed(1)
         shapes = self.shapes[:-1] if self.classes else self.shapes
@@ -59,86 +64,25 @@ class Operator:
         return tuple(made)
 
 
-def silu_gate(gate, up):
-    return F.silu(gate) * up
+def of_tensors(function: Function, slots: list[str], attrs: dict[str, Any] | None = None) -> Function:
+    """The same of these inputs alone, by position."""
+
+    def of(first, *others, **more):
+        return function(first, **dict(zip(slots[1:], others, strict=True)), **(attrs or {}), **more)
+
+    return of
 
 
-def added(norm: Function) -> Function:
-    """What add_<norm> is, with torch's own."""
-    return lambda x, r, *args: (norm(x + r, *args), x + r)
+def _operators() -> Iterator[tuple[str, Operator]]:
+    for name, row in CASES.items():
+        for suffix, case in cases.row_samples(name).items():
+            slots, shapes = list(case.given), tuple(case.given.values())
+            functions = (of_tensors(f, slots, case.attrs) for f in (getattr(ours, name), row.in_torch(torch, name)))
+            classes = next(iter(case.classes.values()), 0)
+            yield f"{name}_{suffix}" if suffix else name, Operator(name, *functions, shapes, classes, row.scalars)
 
 
-def lltm(input, weights, bias, old_h, old_cell):
-    """As PyTorch's tutorial on extensions has it."""
-    i, o, c = F.linear(torch.cat([old_h, input], -1), weights, bias.reshape(weights.shape[0])).chunk(3, -1)
-    new_cell = old_cell + F.elu(c) * torch.sigmoid(i)
-    return torch.tanh(new_cell) * torch.sigmoid(o), new_cell.clone()
-
-
-# A clone where what is returned would else be what autograd has saved, or goes on with.
-
-
-ACTIVATIONS: dict[str | None, Function] = {
-    None: lambda x: x,
-    "relu": lambda x: F.relu(x).clone(),
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "silu": F.silu,
-}
-
-
-def linear(x, weight, bias=None, activation=None):
-    return ACTIVATIONS[activation](F.linear(x, weight, bias))
-
-
-def _linear(kind: str | None) -> Operator:
-    return Operator(
-        "linear",
-        lambda x, w, b: ours.linear(x, w, b, kind),
-        lambda x, w, b: linear(x, w, b, kind),
-        ((4, 6), (5, 6), (5,)),
-    )
-
-
-_X, _W = (4, 6), (6,)
-_LLTM = (4, 3), (6, 5), (1, 6), (4, 2), (4, 2)
-
-OPERATORS = {
-    "add": Operator("add", ours.add, torch.add, (_X, _X), scalars=True),
-    "gelu": Operator("gelu", ours.gelu, F.gelu, (_X,), scalars=True),
-    "gelu_tanh": Operator(
-        "gelu", lambda x: ours.gelu(x, "tanh"), lambda x: F.gelu(x, approximate="tanh"), (_X,), scalars=True
-    ),
-    "layer_norm": Operator(
-        "layer_norm",
-        lambda x, w, b: ours.layer_norm(x, 6, w, b),
-        lambda x, w, b: F.layer_norm(x, (6,), w, b),
-        (_X, _W, _W),
-    ),
-    "rms_norm": Operator(
-        "rms_norm", lambda x, w: ours.rms_norm(x, 6, w), lambda x, w: F.rms_norm(x, (6,), w), (_X, _W)
-    ),
-    "add_layer_norm": Operator(
-        "add_layer_norm",
-        lambda x, r, w, b: ours.add_layer_norm(x, r, 6, w, b),
-        lambda x, r, w, b: added(F.layer_norm)(x, r, (6,), w, b),
-        (_X, _X, _W, _W),
-    ),
-    "add_rms_norm": Operator(
-        "add_rms_norm",
-        lambda x, r, w: ours.add_rms_norm(x, r, 6, w),
-        lambda x, r, w: added(F.rms_norm)(x, r, (6,), w),
-        (_X, _X, _W),
-    ),
-    "softmax": Operator("softmax", ours.softmax, lambda x: F.softmax(x, -1), (_X,), scalars=True),
-    "softmax_first": Operator("softmax", lambda x: ours.softmax(x, 0), lambda x: F.softmax(x, 0), (_X,), scalars=True),
-    "cross_entropy": Operator("cross_entropy", ours.cross_entropy, F.cross_entropy, (_X, (4,)), classes=6),
-    **{"linear" + (f"_{kind}" if kind else ""): _linear(kind) for kind in ACTIVATIONS},
-    "matmul": Operator("matmul", ours.matmul, torch.matmul, (_X, (6, 5))),
-    "conv2d": Operator("conv2d", ours.conv2d, F.conv2d, ((2, 2, 3, 4), (2, 2, 2, 3), (2,))),
-    "swiglu": Operator("swiglu", ours.swiglu, silu_gate, (_X, _X), scalars=True),
-    "lltm": Operator("lltm", ours.lltm, lltm, _LLTM),
-}
+OPERATORS = dict(_operators())
 
 
 # ------------------------------------------------------------------------------------------------------------- contexts
@@ -1205,8 +1149,11 @@ def _(f, args):
     return gradients(f, [first, *args[1:]])
 
 
-# add and softmax save no input
-@context("a saved tensor's storage without memory", crashes=True, without=("add", "softmax", "softmax_first"))
+@context(
+    "a saved tensor's storage without memory",
+    crashes=True,
+    without=tuple(name for name, operator in OPERATORS.items() if not operator.saves_inputs),
+)
 def _(f, args):
     given = [t.clone().requires_grad_(t.is_floating_point()) for t in args]
     y = total(f(*given))
@@ -1432,14 +1379,8 @@ def _(f, args):
     return found
 
 
-@context("cuda, graph", gpu=True)
-def _(f, args):
-    static = [t.clone().requires_grad_(t.is_floating_point()) for t in args]
-
-    def step():
-        y = f(*static)
-        return y, torch.autograd.grad(loss(y), [static[i] for i in floating(static)])
-
+def recorded(step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A graph of the step, after a few to warm up, and the tensors that it writes."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -1448,7 +1389,18 @@ def _(f, args):
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = step()
+        return graph, step()
+
+
+@context("cuda, graph", gpu=True)
+def _(f, args):
+    static = [t.clone().requires_grad_(t.is_floating_point()) for t in args]
+
+    def step():
+        y = f(*static)
+        return y, torch.autograd.grad(loss(y), [static[i] for i in floating(static)])
+
+    graph, found = recorded(step)
     with torch.no_grad():
         for i in floating(static):
             static[i].mul_(0.5)

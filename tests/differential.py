@@ -9,25 +9,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+import cases
 import numpy as np
 import torch
-import torch.nn.functional as F
-from contexts import ACTIVATIONS, CONTEXTS, LAYOUTS, Context, Operator, attempt, judge, lltm, silu_gate
+from cases import CASES
+from contexts import CONTEXTS, LAYOUTS, Context, Operator, attempt, judge, of_tensors
 from hypothesis import strategies as st
 from torch import Tensor
 
 from aotops.frontends import torch as ours
+from aotops.ops import OPS
 
 Draw = Callable[..., Any]
 Shape = tuple[int, ...]
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-SIZES = st.integers(0, 5)
-SHAPES = st.lists(SIZES, max_size=4).map(tuple)
+SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
 
 @dataclass
@@ -37,133 +38,19 @@ class Call:
     ours: Callable[..., Any]
     theirs: Callable[..., Any]
     shapes: list[Shape]
-    attrs: dict[str, Any] = field(default_factory=dict)
-    classes: int = 0
+    attrs: dict[str, Any]
+    classes: int
     """The last tensor is integers, from 0 up to this."""
 
 
-# ------------------------------------------------------------------------------------------------ each operator's calls
+def drawn(draw: Draw, name: str) -> Call:
+    case = CASES[name].draw(cases.Draw(draw))
+    functions = (of_tensors(f, list(case.given)) for f in (getattr(ours, name), CASES[name].in_torch(torch, name)))
+    return Call(*functions, list(case.given.values()), case.attrs, next(iter(case.classes.values()), 0))
 
 
-def few(draw: Draw, shape: Shape) -> Shape:
-    """A shape that broadcasts to this one."""
-    return tuple(1 if draw(st.booleans()) else dim for dim in shape[draw(st.integers(0, len(shape))) :])
-
-
-def _add(draw: Draw) -> Call:
-    shape = draw(SHAPES)
-    return Call(ours.add, torch.add, draw(st.permutations([shape, few(draw, shape)])))
-
-
-def _gelu(draw: Draw) -> Call:
-    return Call(ours.gelu, F.gelu, [draw(SHAPES)], {"approximate": draw(st.sampled_from(["none", "tanh"]))})
-
-
-def _swiglu(draw: Draw) -> Call:
-    return Call(ours.swiglu, silu_gate, [draw(SHAPES)] * 2)
-
-
-def _softmax(draw: Draw) -> Call:
-    shape = draw(SHAPES)
-    n = max(len(shape), 1)
-    return Call(ours.softmax, F.softmax, [shape], {"dim": draw(st.integers(-n, n - 1))})
-
-
-def _norm(draw: Draw, name: str, theirs: Callable[..., Any], rows: int, affine: tuple[str, ...]) -> Call:
-    x = (*draw(SHAPES), draw(SIZES))
-    axes = x[-draw(st.integers(1, len(x))) :]
-    given = [slot for slot in affine if draw(st.booleans())]
-    # eps keeps 1 / deviation of a short row below 4
-    attrs = {"normalized_shape": axes, "eps": draw(st.sampled_from([0.1, 1.0]))}
-
-    def call(f):
-        return lambda *tensors, **attrs: f(*tensors[:rows], **dict(zip(given, tensors[rows:], strict=True)), **attrs)
-
-    return Call(call(getattr(ours, name)), call(theirs), [x] * rows + [axes] * len(given), attrs)
-
-
-def _added(norm: Callable[..., Any]) -> Callable[..., Any]:
-    def function(x, r, **kwargs):
-        return norm(x + r, **kwargs), x + r
-
-    return function
-
-
-def _cross_entropy(draw: Draw) -> Call:
-    shape = draw(st.lists(st.integers(0, 5), max_size=1).map(tuple))
-    attrs = {
-        "reduction": draw(st.sampled_from(["none", "sum", "mean"])),
-        "ignore_index": draw(st.sampled_from([-100, 1])),
-        "label_smoothing": draw(st.sampled_from([0.0, 0.2, 1.0])),
-    }
-    return Call(ours.cross_entropy, F.cross_entropy, [(*shape, 5), shape], attrs, classes=5)
-
-
-def _linear(draw: Draw) -> Call:
-    def theirs(x, weight, bias=None, activation=None):
-        return ACTIVATIONS[activation](F.linear(x, weight, bias))
-
-    n, out = draw(SIZES), draw(SIZES)
-    shapes = [(*draw(SHAPES), n), (out, n), *([(out,)] if draw(st.booleans()) else [])]
-    return Call(ours.linear, theirs, shapes, {"activation": draw(st.sampled_from(list(ACTIVATIONS)))})
-
-
-def _matmul(draw: Draw) -> Call:
-    def theirs(a, b, transpose_a, transpose_b):
-        return torch.matmul(a.mT if transpose_a else a, b.mT if transpose_b else b)
-
-    m, k, n = draw(SIZES), draw(SIZES), draw(SIZES)
-    shape = draw(st.lists(SIZES, max_size=2).map(tuple))
-    a, b = draw(st.permutations([shape, few(draw, shape)]))
-    attrs = {"transpose_a": draw(st.booleans()), "transpose_b": draw(st.booleans())}
-    shapes = [
-        (*a, *((k, m) if attrs["transpose_a"] else (m, k))),
-        (*b, *((n, k) if attrs["transpose_b"] else (k, n))),
-    ]
-    return Call(ours.matmul, theirs, shapes, attrs)
-
-
-def _conv2d(draw: Draw) -> Call:
-    def pair(low: int, high: int):
-        one = st.integers(low, high)
-        return draw(one | st.tuples(one, one))
-
-    groups, channels = draw(st.integers(1, 2)), draw(st.integers(1, 3))
-    outputs = groups * draw(st.integers(1, 2))
-    attrs = {"stride": pair(1, 2), "padding": pair(0, 2), "dilation": pair(1, 2), "groups": groups}
-    kernel = draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    image = tuple(2 * k + draw(st.integers(0, 3)) for k in kernel)
-    batch = draw(st.lists(st.integers(0, 3), max_size=1).map(tuple))
-    shapes = [(*batch, groups * channels, *image), (outputs, channels, *kernel)]
-    return Call(ours.conv2d, F.conv2d, shapes + ([(outputs,)] if draw(st.booleans()) else []), attrs)
-
-
-def _lltm(draw: Draw) -> Call:
-    features, state = draw(st.integers(1, 4)), draw(st.integers(1, 4))
-    rows = draw(st.lists(SIZES, max_size=1).map(tuple))
-    h = (*rows, state)
-    shapes = [(*rows, features), (3 * state, state + features), (1, 3 * state), h, h]
-    return Call(ours.lltm, lltm, shapes)
-
-
-CALLS: dict[str, Callable[[Draw], Call]] = {
-    "add": _add,
-    "gelu": _gelu,
-    "swiglu": _swiglu,
-    "softmax": _softmax,
-    "layer_norm": lambda draw: _norm(draw, "layer_norm", F.layer_norm, 1, ("weight", "bias")),
-    "rms_norm": lambda draw: _norm(draw, "rms_norm", F.rms_norm, 1, ("weight",)),
-    "add_layer_norm": lambda draw: _norm(draw, "add_layer_norm", _added(F.layer_norm), 2, ("weight", "bias")),
-    "add_rms_norm": lambda draw: _norm(draw, "add_rms_norm", _added(F.rms_norm), 2, ("weight",)),
-    "cross_entropy": _cross_entropy,
-    "linear": _linear,
-    "matmul": _matmul,
-    "conv2d": _conv2d,
-    "lltm": _lltm,
-}
 TORCHS_OWN = "not implemented for", "INTERNAL ASSERT FAILED"
 """Errors of what torch cannot do and ours may: some dtypes, and functional tensors where it asserts that they are."""
-ELEMENTWISE = ("add", "gelu", "swiglu")
 
 # ---------------------------------------------------------------------------------------------------------- what is odd
 
@@ -198,7 +85,7 @@ def layouts(t: Tensor) -> list[str]:
 
 
 def check(draw: Draw, name: str) -> None:
-    call = CALLS[name](draw)
+    call = drawn(draw, name)
     odd = draw(st.sampled_from(["", "", "", "", "shape", "attribute", "dtype", "device", "tensor"]), label="odd")
     if odd == "shape":
         _odd_shape(draw, call)
@@ -274,7 +161,7 @@ def lies_as_torchs(name: str, operator: Operator, tensors: list[Tensor]) -> None
         mine, theirs = (f(*tensors) for f in (operator.ours, operator.theirs))
     pairs = zip(mine, theirs, strict=True) if isinstance(mine, tuple) else [(mine, theirs)]
     for a, b in pairs:
-        if a.numel() and (name in ELEMENTWISE or not a.is_contiguous()):
+        if a.numel() and (OPS[name].elementwise or not a.is_contiguous()):
             axes = [i for i, size in enumerate(a.shape) if size > 1]
             strides = [[t.stride(i) for i in axes] for t in (a, b)]
             assert strides[0] == strides[1], f"strides {a.stride()}, expected {b.stride()}"

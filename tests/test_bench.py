@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from aotops.bench import peers, report
+from aotops.bench import baselines, report
 from aotops.bench.tensors import FRAMEWORKS
-from aotops.bench.work import WORKS, Case, Cell, Convolution, Elements, Product, Rows, cases
+from aotops.bench.work import Case, Cell, Convolution, Elements, Product, Rows, cases, works
 from aotops.cli import main
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "h200.json"
@@ -24,6 +25,7 @@ TINY = {
 }
 ROW = {"op", "variant", "pass", "shape", "dtype", "impl", "us", "gbs", "of_copy", "host_us"}
 X, N = 1024 * 4096, 4096
+WORKS = works()
 
 
 def work_of(name):
@@ -118,7 +120,7 @@ def test_variants_have_their_dtypes():
         return list(dict.fromkeys((case.work.name, case.dtype) for case in found))
 
     on_cpu = [("matmul", "bfloat16"), ("matmul", "float32"), ("conv2d nhwc", "bfloat16"), ("conv2d nchw", "float32")]
-    assert variants("cpu") == on_cpu
+    assert sorted(variants("cpu")) == sorted(on_cpu)
     assert sorted({*variants("cuda")} - {*on_cpu}) == [("conv2d nchw tf32", "float32"), ("matmul tf32", "float32")]
 
 
@@ -140,13 +142,13 @@ def test_implementations_compute_the_same(work):
     inputs = framework.inputs(case)
     results = []
     with framework.settings(case), framework.recording(False):
-        for impl in peers.available("cpu", ["aotops", "torch", "numpy"]):
+        for impl in baselines.available("cpu", ["aotops", "torch", "numpy"]):
             if not impl.has(case):
                 continue
             given = [t.detach().numpy() for t in inputs] if impl.framework == "numpy" else impl.adapt(case, inputs)
             try:
                 found = impl.function(case)(*given)
-            except peers.Unavailable:
+            except baselines.Unavailable:
                 continue
             found = [torch.as_tensor(y) for y in (found if isinstance(found, tuple) else (found,))]
             nhwc = isinstance(work, Convolution) and work.nhwc and impl.name == "torch"
@@ -221,6 +223,29 @@ def test_plots(tmp_path):
     rows += [rows[0] | rate | {"op": "conv2d", "variant": "nhwc", "shape": [32, 64, n, 64, 3, 1]} for n in (28, 56)]
     report.draw(_result("aotops", 3.0) | {"rows": rows}, tmp_path)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["conv2d.png", "gelu.png", "softmax.png"]
+
+
+def test_rows_elsewhere(tmp_path, capsys):
+    """A package of one operator's row, and a folder that has none."""
+    (tmp_path / "__init__.py").write_text(
+        "from types import SimpleNamespace\n"
+        "from aotops.bench.work import Elements\n"
+        "CASES = {'add': SimpleNamespace(bench=(Elements('xx', 'x', variant='mine'),))}\n"
+    )
+    options = ["bench", "--device", "cpu", "--quick", "--impls", "aotops", "--shapes", "8x256", "--cases"]
+    command = [sys.executable, "-c", "import sys; from aotops.cli import main; main(sys.argv[1:])", *options]
+    told = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, check=True).stdout
+    assert "add mine" in told
+    failed = subprocess.run([*command, str(tmp_path / "none")], capture_output=True, text=True)
+    assert failed.returncode == 1
+    assert f"aotops bench: there are no rows in {tmp_path / 'none'}; --cases names their folder" in failed.stderr
+
+
+def test_a_case_is_pickled():
+    """Processes that compile are given cases."""
+    for case in cases("cpu", ["float32"], quick=True):
+        again = pickle.loads(pickle.dumps(case))
+        assert (str(again), again.bytes, again.work.call) == (str(case), case.bytes, case.work.call)
 
 
 def test_the_command_needs_no_package_to_be_imported():

@@ -190,7 +190,7 @@ def test_an_eps_that_is_nan_makes_nan(op):
     inputs = [row, row][: len(outputs)]
     spec = TensorSpec((1, 3), F32)
     given = [spec] * len(inputs)
-    written = [spec if y in OPS[op].outputs else None for y in OPS[op].extra_outputs]
+    written = [spec if y in OPS[op].outputs else None for y in OPS[op].entry_outputs]
     slots = (*given, *[None] * (len(OPS[op].inputs) - len(given)), *written)
     run = call.addresses(OPS[op], ((3,), math.nan), "cpu", slots)
     run(0, 0, *map(ctypes.addressof, (*inputs, *outputs)))

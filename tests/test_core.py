@@ -10,8 +10,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
-from cases import CASES, DTYPES, inputs, rounded
+from cases import CASES, DTYPES, Draw, inputs, rounded
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -71,6 +72,8 @@ def test_a_row_tries_what_must_be_tried(name):
     sizes = {math.prod(next(iter(case.shapes.values()))) for case in cases}
     assert {0, 1} <= sizes
     assert max(sizes) > 32768, "none is large enough for several threads"
+    assert CASES[name].bad, "no call is refused"
+    assert CASES[name].bench, "no speed is measured"
     for case in cases:
         assert set(case.shapes) == set(OPS[name].inputs)
     for slot in OPS[name].inputs:
@@ -146,7 +149,7 @@ def test_a_missing_entry_is_named():
 
 def test_definitions_are_whole():
     for op in (*OPS.values(), *BACKWARDS.values()):
-        for name in op.like.values():
+        for name in op.same_spec_as.values():
             assert name in op.inputs
         for name, source in op.alias.items():
             assert name in op.outputs
@@ -155,9 +158,11 @@ def test_definitions_are_whole():
             assert source in (*op.inputs, *op.outputs)
             # a caller who wants the one may go without the other
             assert not op.has_kernel or (name in op.optional) == (source in op.optional)
-        assert op.optional | op.batched <= {*op.slots, *op.alias}
-        assert set(op.like) <= set(op.extra_outputs)
-        assert sorted([*op.like, *op.shapes]) == sorted(op.results), f"{op.name}: the shape of each result stands once"
+        assert op.optional | op.vmappable <= {*op.slots, *op.alias}
+        assert set(op.same_spec_as) <= set(op.entry_outputs)
+        assert sorted([*op.same_spec_as, *op.shapes]) == sorted(op.results), (
+            f"{op.name}: the shape of each result stands once"
+        )
         assert op.results == (*(y for y in op.outputs if y not in op.alias), *op.residuals)
         assert op.slots == (*op.inputs, *op.results, *op.workspace)
         assert len(set(op.slots)) == len(op.slots)
@@ -184,7 +189,7 @@ class Extra:
     """The library's own host of attributes."""
 
     def __init__(self, op: Op, attrs, specs, outputs):
-        text = encode(op, attrs, [spec is not None for spec in specs] + [name in outputs for name in op.extra_outputs])
+        text = encode(op, attrs, [spec is not None for spec in specs] + [name in outputs for name in op.entry_outputs])
         self.pointer = ctypes.c_void_p(library.load().aot_extra_new(text.encode()))
 
     def __enter__(self):
@@ -207,7 +212,7 @@ def _c_arrays(shapes):
 def infer_in_c(host, op: Op, attrs, specs, outputs, device="cpu"):
     """The shapes and dtypes of ``outputs`` as the library's companions tell them."""
     given = [spec for spec in specs if spec is not None]
-    entry, many = library.entry_name(op, device), len(op.extra_outputs) > 1
+    entry, many = library.entry_name(op, device), len(op.entry_outputs) > 1
     out = (ctypes.c_int64 * ROOM)()
     with Extra(op, attrs, specs, outputs) as extra:
         ndims, shapes, _keep = _c_arrays([spec.shape for spec in given])
@@ -227,7 +232,7 @@ def infer_in_c(host, op: Op, attrs, specs, outputs, device="cpu"):
 
 def run_in_c(op: Op, attrs, specs, outputs) -> str:
     """What the entry says of these specs of its inputs and outputs: its message, or nothing."""
-    slots = [*specs, *(outputs.get(name) for name in op.extra_outputs)]
+    slots = [*specs, *(outputs.get(name) for name in op.entry_outputs)]
     memory = ctypes.create_string_buffer(1 << 20)
     base = ctypes.addressof(memory) // 64 * 64 + 64
     try:
@@ -246,95 +251,32 @@ def inferred(op: Op, attrs, specs):
         return None, f"{type(error).__name__}: {error}"
 
 
-SHAPE = st.lists(st.integers(0, 4), max_size=4).map(tuple)
-DTYPE = st.sampled_from(FLOATING)
-
-
-@st.composite
-def convolutions(draw):
-    """Attributes of conv2d, and the shapes of x, weight and y."""
-    batch, groups, layout = draw(SHAPE), draw(st.integers(1, 3)), draw(st.sampled_from(["NCHW", "NHWC"]))
-    inner, outputs = draw(st.integers(0, 9)), groups * draw(st.integers(0, 9))
-    stride, dilation, kernel, out = (draw(st.tuples(*2 * [st.integers(1, 3)])) for _ in range(4))
-    spans = [(n - 1) * s + d * (k - 1) + 1 for n, s, d, k in zip(out, stride, dilation, kernel, strict=True)]
-    padding = tuple(draw(st.integers(0, span // 2)) for span in spans)
-    image = [span - 2 * p for span, p in zip(spans, padding, strict=True)]
-
-    def placed(channels, sizes):
-        return (channels, *sizes) if layout == "NCHW" else (*sizes, channels)
-
-    attrs = (stride, padding, dilation, groups, layout, draw(st.booleans()))
-    x, weight = (*batch, *placed(groups * inner, image)), (outputs, *placed(inner, kernel))
-    return attrs, x, weight, (*batch, *placed(outputs, out))
-
-
 @st.composite
 def good_calls(draw):
-    """An operator, its attributes and the specs of inputs that it takes."""
-    op = draw(st.sampled_from(WITH_KERNEL))
-    shape, dtype = draw(SHAPE), draw(DTYPE)
-    like = TensorSpec(shape, dtype)
-    name = op.name.removesuffix("_backward")
-    if name in ("add", "gelu", "swiglu"):
-        attrs = (draw(st.sampled_from(["none", "tanh"])),) if op.attrs else ()
-        return op, attrs, [like] * len(op.inputs)
-    if name == "softmax":
-        ndim = max(len(shape), 1)
-        return op, (draw(st.integers(-ndim, ndim - 1)),), [like] * len(op.inputs)
-    if name == "conv2d":
-        attrs, x, weight, y = draw(convolutions())
-        specs = {"x": x, "dy": y, "weight": weight, "bias": weight[:1]}
-        specs = {slot: TensorSpec(shape, dtype) for slot, shape in specs.items()}
-        return op, attrs, [specs[s] if s not in op.optional or draw(st.booleans()) else None for s in op.inputs]
-    if name == "matmul":
-        m, k, n = (draw(st.integers(0, 5)) for _ in range(3))
-        few = tuple(1 if draw(st.booleans()) else dim for dim in shape[draw(st.integers(0, len(shape))) :])
-        batch_a, batch_b = (shape, few) if draw(st.booleans()) else (few, shape)
-        ta, tb = draw(st.booleans()), draw(st.booleans())
-        specs = {
-            "a": TensorSpec((*batch_a, *((k, m) if ta else (m, k))), dtype),
-            "b": TensorSpec((*batch_b, *((n, k) if tb else (k, n))), dtype),
-            "dy": TensorSpec((*shape, m, n), dtype),
-        }
-        return op, (ta, tb, draw(st.booleans())), [specs[s] for s in op.inputs]
-    if name == "linear":
-        n, out = draw(st.integers(0, 5)), draw(st.integers(0, 5))
-        activation = draw(st.sampled_from([None, "relu", "gelu", "gelu_tanh", "silu"]))
-        rows = TensorSpec((*shape, out), dtype)
-        specs = {"x": TensorSpec((*shape, n), dtype), "weight": TensorSpec((out, n), dtype), "dy": rows}
-        specs |= {"bias": TensorSpec((out,), dtype), "before": rows if activation else TensorSpec((*shape, 0), dtype)}
-        attrs = (activation, draw(st.booleans()))
-        return op, attrs, [specs[s] if s not in op.optional or draw(st.booleans()) else None for s in op.inputs]
-    if name == "cross_entropy":
-        x, rows = TensorSpec((*shape[:1], 5), dtype), shape[:1]
-        reduction = draw(st.sampled_from(["none", "mean", "sum"]))
-        target = TensorSpec(rows, draw(st.sampled_from(INTEGERS)))
-        specs = {"x": x, "target": target, "slope": x, "dy": TensorSpec(rows if reduction == "none" else (), dtype)}
-        attrs = (draw(st.integers(-100, 9)), reduction, draw(st.floats(0, 1)))
-    elif name == "lltm":
-        state, features = draw(st.integers(0, 3)), draw(st.integers(0, 3))
-        x, h = TensorSpec((*shape, features), dtype), TensorSpec((*shape, state), dtype)
-        weights = TensorSpec((3 * state, state + features), dtype)
-        bias = TensorSpec(draw(st.sampled_from([(1, 3 * state), (3 * state,)])), dtype)
-        gates = TensorSpec((*shape, 3 * state), "float64" if dtype == "float64" else "float32")
-        specs = dict.fromkeys(("old_h", "old_cell", "dnew_h", "dnew_cell"), h)
-        specs, attrs = specs | {"input": x, "weights": weights, "bias": bias, "gates": gates}, ()
-    else:
-        assert name in ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"), f"say here what calls {name} takes"
-        axes, wide = draw(SHAPE.filter(len)), "float64" if dtype == "float64" else "float32"
-        eps = st.floats(0, 1)
-        attrs = (axes, draw(eps | st.none() if op.attrs["eps"].endswith("?") else eps))
-        x, affine = TensorSpec((*shape, *axes), dtype), TensorSpec(axes, dtype)
-        specs = dict.fromkeys(("x", "residual", "h", "dy", "dh"), x) | {"weight": affine, "bias": affine}
-        specs |= {"stats": TensorSpec((*shape, 2), wide), "rstd": TensorSpec((*shape, 1), wide)}
-    return op, attrs, [specs[s] if s not in op.optional or draw(st.booleans()) else None for s in op.inputs]
+    """An operator or its backward, its attributes and the specs of inputs that it takes."""
+    op = draw(st.sampled_from(list(OPS.values())))
+    case, dtype = CASES[op.name].draw(Draw(draw)), draw(st.sampled_from(FLOATING))
+    shapes = dict(case.shapes)
+    if op.broadcast:  # by the frontend
+        shapes = dict.fromkeys(shapes, np.broadcast_shapes(*shapes.values()))
+    dtypes = {slot: draw(st.sampled_from(INTEGERS)) if slot in case.classes else dtype for slot in shapes}
+    specs = {slot: None if shape is None else TensorSpec(shape, dtypes[slot]) for slot, shape in shapes.items()}
+    inputs, attrs = op.bind(**specs, **case.attrs)
+    kinds = zip(attrs, op.attrs.values(), strict=True)
+    attrs = op.canonical([None if kind.endswith("?") and draw(st.booleans()) else value for value, kind in kinds])
+    if op.backward is None or not op.backward.has_kernel or draw(st.booleans()):
+        return op, attrs, list(inputs)
+    known = dict(zip(op.inputs, inputs, strict=True)) | infer(op, attrs, inputs)
+    known |= {f"d{y}": known[y] for y in op.outputs}
+    absent = {slot for slot in op.backward.inputs if slot in op.backward.optional and draw(st.booleans())}
+    return op.backward, attrs, [None if slot in absent else known[slot] for slot in op.backward.inputs]
 
 
 @settings(deadline=None, derandomize=True, max_examples=300)
 @given(call=good_calls(), data=st.data())
 def test_mindspores_companions_infer_the_same(infer_host, call, data):
     op, attrs, specs = call
-    outputs = [s for s in op.extra_outputs if not op.is_optional(s) or data.draw(st.booleans())]
+    outputs = [s for s in op.entry_outputs if not op.is_optional(s) or data.draw(st.booleans())]
     assume(outputs)
     for device in DEVICES:
         expected = infer(op, attrs, tuple(specs), device)
@@ -386,7 +328,7 @@ def test_inference_is_plain_c_and_refuses_hostile_arguments():
 def test_unknown_dimensions_stay_unknown(infer_host, call, data):
     """What C infers from a shape with -1, or from [-2], is what it infers from the real one, as far as it can know."""
     op, attrs, specs = call
-    outputs = list(op.extra_outputs)
+    outputs = list(op.entry_outputs)
     expected = infer(op, attrs, tuple(specs))
 
     def hide(spec):
@@ -405,7 +347,7 @@ def test_unknown_dimensions_stay_unknown(infer_host, call, data):
             assert len(found[name].shape) == len(expected[name].shape)
             for dim, real in zip(found[name].shape, expected[name].shape, strict=True):
                 assert dim in (-1, real)
-    for name, source in op.like.items():
+    for name, source in op.same_spec_as.items():
         assert found[name] == hidden[op.inputs.index(source)]
 
 
@@ -414,7 +356,7 @@ def test_unknown_dimensions_stay_unknown(infer_host, call, data):
 def test_like_is_what_infer_says(call):
     op, attrs, specs = call
     expected = dict(zip(op.inputs, specs, strict=True)) | infer(op, attrs, tuple(specs))
-    for name, source in (*op.like.items(), *op.alias.items()):
+    for name, source in (*op.same_spec_as.items(), *op.alias.items()):
         assert expected[name] == expected[source]
 
 
@@ -446,7 +388,7 @@ def test_an_error_of_inference_is_that_of_the_entry(call, data):
     written, message = inferred(op, attrs, specs)
     if written is None:
         good = TensorSpec((1,), "float32")
-        written = dict.fromkeys(op.extra_outputs, good)
+        written = dict.fromkeys(op.entry_outputs, good)
     assert run_in_c(op, attrs, specs, written) == message
 
 

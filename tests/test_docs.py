@@ -1,4 +1,6 @@
-"""Code that the documents show under a path is that of the file; a program shown with its output prints it."""
+"""Code that the documents show under a path is that of the file; a program shown with its output prints it.
+
+The files of adding_an_op.md are not in the tree: test_adding_an_op.py builds them."""
 
 import re
 from pathlib import Path
@@ -12,6 +14,7 @@ PROGRAM = re.compile(r"```python\n(import .*?)```\n\n```\n(.*?)```", re.S)
 SHOWN = [
     pytest.param(path, part, id=f"{document.name}-{i}")
     for document in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+    if document.name != "adding_an_op.md"
     for i, (path, block) in enumerate(BLOCK.findall(document.read_text()))
     for part in re.split(r"^ *\.\.\.\n", block, flags=re.M)
     if part.strip()

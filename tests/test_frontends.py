@@ -240,19 +240,11 @@ def test_infinities_and_nans_are_as_the_formula_has_them(framework, device, dtyp
         cases.assert_close(np.where(odd, 0, got), np.where(odd, 0, expected), limit)
 
 
-@pytest.mark.parametrize("name", EACH_OP)
-def test_overflow_of_the_result_is_an_infinity(framework, device, name):
+def test_overflow_of_the_result_is_an_infinity(framework, device):
     """A float16 result beyond 65504 is inf, and what is below the smallest normal number is not lost."""
-    case = CASES[name].cases[first_case(name)]
-    if name != "add":
-        pytest.skip("tried with add")
-    big, small = (np.full(case.shapes["a"], v) for v in (60000.0, 2.0**-24))
-    for x, expected in ((big, math.inf), (small, 2.0**-23)):
-        t = framework.make(x, "float16", device)
-        assert (framework.numpy(framework.forward(name, {"a": t, "b": t}, {})) == expected).all()
-
-
-SHAPES = st.lists(st.integers(0, 5), max_size=5).map(tuple)
+    for number, expected in ((60000.0, math.inf), (2.0**-24, 2.0**-23)):
+        t = framework.make(np.full((3, 5), number), "float16", device)
+        assert (framework.numpy(framework.forward("add", {"a": t, "b": t}, {})) == expected).all()
 
 
 @settings(deadline=None, derandomize=True, max_examples=40)
@@ -263,12 +255,14 @@ def test_any_shape(data):
     framework = data.draw(st.sampled_from(plain), label="framework") if plain else pytest.skip("needs numpy or torch")
     name = data.draw(st.sampled_from(EACH_OP), label="op")
     dtype = data.draw(st.sampled_from([d for d in DTYPES if d != "bfloat16" or cases.ml_dtypes]), label="dtype")
-    x = data.draw(SHAPES, label="x")
-    arrays, attrs = _arguments(data.draw, name, x)
-    arrays = {s: a if a is None or a.dtype.kind != "f" else cases.rounded(a, dtype) for s, a in arrays.items()}
-    assume(framework.unable(name, [a.shape for a in arrays.values() if a is not None]) is None)
+    case = CASES[name].draw(cases.Draw(data.draw))
+    attrs, random = case.attrs, np.random.default_rng(data.draw(st.integers(0, 9), label="seed"))
+    arrays = cases.rounded_inputs(case.random(random), dtype)
+    assume(framework.unable(name, list(case.given.values())) is None)
     inputs = {s: a if a is None else framework.make(a, cases.dtype_of(a, dtype), "cpu") for s, a in arrays.items()}
-    reference = CASES[name].results(arrays, attrs, dtype)
+    with np.errstate(invalid="ignore"):
+        reference = CASES[name].results(arrays, attrs, dtype)
+    assume(all(np.isfinite(y).all() for y in reference))  # the mean of no losses is NaN
     for got, expected in zip(to_numpy(framework, framework.results(name, inputs, attrs)), reference, strict=True):
         assert got.shape == expected.shape
         # a short row may have nearly no variance: eps keeps 1 / deviation below 10
@@ -277,76 +271,3 @@ def test_any_shape(data):
     for slot, g in framework.gradients(name, inputs, attrs, dys).items():
         assert (g is None) == (arrays[slot] is None or arrays[slot].dtype.kind != "f")
         assert g is None or framework.numpy(g).shape == arrays[slot].shape
-
-
-def _arguments(draw, name, x):
-    random = np.random.default_rng(draw(st.integers(0, 9), label="seed"))
-    if name == "add":
-        b = tuple(1 if draw(st.booleans()) else dim for dim in x[draw(st.integers(0, len(x))) :])
-        return {"a": random.normal(size=x), "b": random.normal(size=b)}, {}
-    if name == "gelu":
-        return {"x": random.normal(size=x)}, {"approximate": draw(st.sampled_from(["none", "tanh"]))}
-    if name == "swiglu":
-        return {"gate": random.normal(size=x), "up": random.normal(size=x)}, {}
-    if name == "matmul":
-        m, k, n = (draw(st.integers(0, 5), label=axis) for axis in "mkn")
-        few = tuple(1 if draw(st.booleans()) else dim for dim in x[draw(st.integers(0, len(x))) :])
-        a, b = (x, few) if draw(st.booleans()) else (few, x)
-        ta, tb = draw(st.booleans(), label="transpose_a"), draw(st.booleans(), label="transpose_b")
-        arrays = {
-            "a": random.normal(size=(*a, *((k, m) if ta else (m, k)))),
-            "b": random.normal(size=(*b, *((n, k) if tb else (k, n)))),
-        }
-        return arrays, {"transpose_a": ta, "transpose_b": tb}
-    if name == "linear":
-        out, n = draw(st.integers(0, 5), label="out"), draw(st.integers(0, 5), label="in")
-        bias = random.normal(size=out) if draw(st.booleans(), label="bias") else None
-        activation = draw(st.sampled_from([None, "relu", "gelu", "gelu_tanh", "silu"]), label="activation")
-        arrays = {"x": random.normal(size=(*x, n)), "weight": random.normal(size=(out, n)), "bias": bias}
-        return arrays, {"activation": activation}
-    if name == "softmax":
-        ndim = max(len(x), 1)
-        return {"x": random.normal(size=x)}, {"dim": draw(st.integers(-ndim, ndim - 1), label="dim")}
-    if name == "cross_entropy":
-        x = (*x[:1], 5)
-        attrs = {
-            "reduction": draw(st.sampled_from(["none", "sum"]), label="reduction"),
-            "ignore_index": draw(st.sampled_from([-100, 1]), label="ignore_index"),
-            "label_smoothing": draw(st.sampled_from([0.0, 0.2]), label="label_smoothing"),
-        }
-        return {"x": random.normal(size=x), "target": random.integers(0, 5, x[:-1])}, attrs
-    if name == "lltm":
-        state = draw(st.integers(0, 5), label="state")
-        h = (*x, state)
-        shapes = {
-            "input": (*x, 3),
-            "weights": (3 * state, state + 3),
-            "bias": (1, 3 * state),
-            "old_h": h,
-            "old_cell": h,
-        }
-        return {slot: random.normal(size=shape) for slot, shape in shapes.items()}, {}
-    if name == "conv2d":
-        groups, stride, padding = (draw(st.integers(low, low + 1), label="conv2d") for low in (1, 1, 0))
-        attrs = {
-            "groups": groups,
-            "stride": stride,
-            "padding": padding,
-            "layout": draw(st.sampled_from(["NCHW", "NHWC"])),
-        }
-        image, channels = (3 + len(x), 4), groups * len(x)
-        nchw = attrs["layout"] == "NCHW"
-        shape = (*x[:2], channels, *image) if nchw else (*x[:2], *image, channels)
-        weight = (2 * groups, len(x), 3, 2) if nchw else (2 * groups, 3, 2, len(x))
-        bias = random.normal(size=2 * groups) if draw(st.booleans(), label="bias") else None
-        return {"x": random.normal(size=shape), "weight": random.normal(size=weight), "bias": bias}, attrs
-    assert name.endswith(("layer_norm", "rms_norm")), f"say here how to draw the arguments of {name}"
-    axes = (*x, 3)[-draw(st.integers(1, len(x) + 1), label="axes") :]
-    affine = {
-        slot: random.normal(size=axes) if draw(st.booleans(), label=slot) else None
-        for slot in ("weight", "bias")
-        if slot in OPS[name].inputs
-    }
-    # on a grid: the sum of two is exact
-    rows = {s: np.round(16 * random.normal(size=(*x, 3))) / 16 for s in ("x", "residual") if s in OPS[name].inputs}
-    return rows | affine, {"normalized_shape": axes, "eps": 0.01}

@@ -14,7 +14,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import numpy as np  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
+from cases import CASES, row_samples  # noqa: E402
+from contexts import recorded  # noqa: E402
 from frameworks import race  # noqa: E402
 from torch.autograd import forward_ad  # noqa: E402
 from torch.func import grad, jacfwd, jacrev, vjp, vmap  # noqa: E402
@@ -90,11 +93,7 @@ FUNCTIONS |= {
 }
 
 
-def lltm_as_written(input, weights, bias, old_h, old_cell):
-    """The tutorial's."""
-    i, o, c = F.linear(torch.cat([old_h, input], -1), weights, bias.view(-1)).chunk(3, -1)
-    new_cell = old_cell + F.elu(c) * torch.sigmoid(i)
-    return torch.tanh(new_cell) * torch.sigmoid(o), new_cell
+lltm_as_written = CASES["lltm"].in_torch(torch, "lltm")
 
 
 def _lltm_arguments(x, w, b):
@@ -136,62 +135,34 @@ def tensors(where="cpu", dtype=torch.float64, requires_grad=True):
 # ---------------------------------------------------------------------------------------------------- custom operators
 
 
+BACKWARDS = {op.backward.name: op for op in OPS.values() if op.backward}
+DIFFERENTIATED_BY_TORCH = {name for name, op in OPS.items() if not op.backward.has_kernel}
+"""Their backward has no kernel: a derivative of it is torch's own."""
+
+
 def samples(name, where):
-    """Arguments of torch.ops.aotops.<name>."""
-    x, w, b = tensors(where)
-    dy, stats = torch.randn_like(x.detach()), None
-    plain, r, weight = x.detach(), torch.randn_like(x.detach()).requires_grad_(), w.detach()
-    target, loss_dy = torch.tensor([1, 5, 0, 2], device=where), torch.ones((), dtype=x.dtype, device=where)
-    image, kernel, grouped = (
-        torch.randn(*shape, device=where, dtype=x.dtype, requires_grad=True)
-        for shape in ((2, 4, 5, 6), (6, 4, 3, 3), (6, 2, 3, 2))
-    )
-    options = [[1, 1], [1, 1], [1, 1], 1, "NCHW", False], [[2, 1], [0, 2], [1, 2], 2, "NCHW", True]
-    dys = [torch.randn(*shape, device=where, dtype=x.dtype) for shape in ((2, 6, 5, 6), (2, 6, 2, 8))]
-    cell = tuple(t.detach() for t in _lltm_arguments(x, w, b))
-    cases = {
-        "lltm": [tuple(t.clone().requires_grad_() for t in cell)],
-        "lltm_backward": [(dy, dy * 2, *cell, None)],
-        "conv2d": [(image, kernel, w, *options[0]), (image, grouped, None, *options[1])],
-        "conv2d_backward": [
-            (dy, image.detach(), v.detach(), *rest) for dy, v, rest in zip(dys, (kernel, grouped), options, strict=True)
-        ],
-        "rms_norm": [(x, w, [6], None), (x, None, [6], 0.1), (x, None, [4, 6], 0.1)],
-        "rms_norm_backward": [(dy, plain, weight, None, [6], None), (dy, plain, None, None, [6], 0.1)],
-        "add_layer_norm": [(x, r, w, b, [6], 1e-5), (x, r, None, b, [6], 1e-5), (x, r, None, None, [4, 6], 0.1)],
-        "add_layer_norm_backward": [(dy, r.detach(), plain, v, None, [6], 1e-5) for v in (weight, None)],
-        "add_rms_norm": [(x, r, w, [6], None), (x, r, None, [6], 0.1), (x, r, None, [4, 6], 0.1)],
-        "add_rms_norm_backward": [(dy, r.detach(), plain, v, None, [6], None) for v in (weight, None)],
-        "linear": [(x, r, w[:4].detach(), "gelu", False), (x, r, None, None, False)],
-        "linear_backward": [
-            (dy[:, :4].contiguous(), plain, r.detach(), weight[:4], plain[:, :4].contiguous(), "silu", False),
-            (dy[:, :4].contiguous(), plain, r.detach(), None, None, None, False),
-        ],
-        "matmul": [(x, r, False, True, False), (x, w.reshape(6, 1), False, False, False)],
-        "matmul_backward": [(dy[:, :4].contiguous(), plain, r.detach(), False, True, False)],
-        "swiglu": [(x, r)],
-        "swiglu_backward": [(dy, plain, r.detach())],
-        "softmax": [(x, -1), (x, 0)],
-        "softmax_backward": [(dy, plain.softmax(-1), -1), (dy, plain.softmax(-2), -2)],
-        "cross_entropy": [(x, target, -100, "mean", 0.1), (x, target, 5, "none", 0.0), (x, target, 5, "sum", 0.0)],
-        "cross_entropy_backward": [
-            (loss_dy, plain, target, None, -100, "mean", 0.1),
-            (loss_dy, plain, target, torch.randn_like(plain), -100, "sum", 0.1),
-            (dy[:, 0].contiguous(), plain, target, None, 5, "none", 0.0),
-        ],
-        "add": [(x, torch.randn_like(x.detach()).requires_grad_())],
-        "gelu": [(x, "none"), (x, "tanh")],
-        "gelu_backward": [(dy, x.detach(), "none"), (dy, x.detach(), "tanh")],
-        "layer_norm": [(x, w, b, [6], 1e-5), (x, None, b, [6], 1e-5), (x, None, None, [4, 6], 0.1)],
-        "layer_norm_backward": [
-            (dy, x.detach(), w.detach(), stats, [6], 1e-5),
-            (dy, x.detach(), None, stats, [6], 1e-5),
-        ],
-    }
-    if where == "cuda" and name == "layer_norm_backward":
-        stats = torch.ops.aotops.layer_norm(x.detach(), None, None, [6], 1e-5)[1]
-        return [(dy, x.detach(), w.detach(), stats, [6], 1e-5)]
-    return cases[name]
+    """Arguments of torch.ops.aotops.<name>: of the samples of the operator's row, its inputs, or those of its backward,
+    residuals kept and not."""
+    op = BACKWARDS.get(name) or OPS[name]
+    row = CASES[op.name]
+    for case in (*row_samples(op.name).values(), *row.opcheck):
+        arrays = case.random(np.random.default_rng(0))
+        inputs = {slot: None if x is None else torch.as_tensor(x, device=where) for slot, x in arrays.items()}
+        if name == op.name:
+            for t in inputs.values():
+                if t is not None and t.is_floating_point():
+                    t.requires_grad_()
+        given, attrs = op.bind(**inputs, **case.attrs)
+        attrs = [list(value) if isinstance(value, tuple) else value for value in op.canonical(attrs)]
+        if name == op.name:
+            yield *given, *attrs
+            continue
+        results = getattr(torch.ops.aotops, op.name)(*given, *attrs)
+        results = results if isinstance(results, (tuple, list)) else (results,)
+        known = op.with_aliases(dict(zip((*op.inputs, *op.results), (*given, *results), strict=True)))
+        known |= {f"d{y}": torch.randn_like(known[y]) for y in op.outputs}
+        for absent in ((), op.residuals) if op.residuals else ((),):
+            yield *(None if slot in absent else known[slot] for slot in op.backward.inputs), *attrs
 
 
 @ON
@@ -347,7 +318,7 @@ def test_double_backward_is_refused(name, xwb):
     function, reference = FUNCTIONS[name]
     for of in (torch.square, torch.clone):
         (first,) = torch.autograd.grad(of(function(*xwb)).sum(), xwb[0], create_graph=True)
-        if name == "add":  # it has no kernel of a backward: its derivatives are torch's own
+        if name in DIFFERENTIATED_BY_TORCH:
             (expected,) = torch.autograd.grad(of(reference(*xwb)).sum(), xwb[0], create_graph=True)
             second = [torch.autograd.grad((g**2).sum() + xwb[0].sum(), xwb[:2]) for g in (first, expected)]
             for a, b in zip(*second, strict=True):
@@ -373,12 +344,14 @@ def test_second_order_transforms_are_refused(name):
 @pytest.mark.parametrize("name", ours.dispatched)
 def test_operators_of_the_dispatcher_are_differentiated_once(name):
     """The operators themselves: a forward whose gradient is differentiated, and a backward."""
-    if name == "add":
+    if name in DIFFERENTIATED_BY_TORCH:
         return
     for args in samples(name, "cpu"):
         given = [t.detach().requires_grad_(t.is_floating_point()) if isinstance(t, torch.Tensor) else t for t in args]
         ys = getattr(torch.ops.aotops, name)(*given)
         y = ys if isinstance(ys, torch.Tensor) else ys[0]
+        if name in OPS and not OPS[name].saved:  # a linear operator's gradient of a constant is one
+            y = y.square()
         leaves = [t for t in given if isinstance(t, torch.Tensor) and t.requires_grad]
 
         def differentiate_twice(y=y, leaves=leaves):
@@ -1217,9 +1190,6 @@ def test_cross_entropy_of_a_class_that_there_is_not_is_nan_on_a_gpu(classes):
         assert dx.isnan().any(-1).nonzero().tolist() == [[3]]
 
 
-# ----------------------------------------------------------------------------------------------------------------- GPU
-
-
 # -------------------------------------------------------------------------------------------------------------- conv2d
 
 
@@ -1327,6 +1297,9 @@ def test_conv2d_on_tensor_cores(shape, outputs, kernel, options, dtype, format):
         assert torch.equal(t, exact.to(dtype))
 
 
+# ----------------------------------------------------------------------------------------------------------------- GPU
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="torch finds no GPU")
 class TestGpu:
@@ -1381,15 +1354,7 @@ class TestGpu:
             y = function(*static)
             return y, torch.autograd.grad(y.square().sum(), static[0])[0]
 
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                step()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y, dx = step()
+        graph, (y, dx) = recorded(step)
         for k in (1.5, -2.0):  # numbers whose sums do not cancel, unlike some that are drawn
             with torch.no_grad():
                 for t, start in zip(static, tensors("cuda", requires_grad=False), strict=True):

@@ -13,9 +13,9 @@ from datetime import datetime, timezone
 from typing import Any
 
 from .. import __version__
-from . import ahead, peers, report
+from . import baselines, precompile, report
+from .baselines import Impl, Unavailable
 from .measure import Cpu, Cuda, Turn, medians
-from .peers import Impl, Unavailable
 from .tensors import FRAMEWORKS, Call, Framework
 from .work import Case, cases
 
@@ -56,8 +56,8 @@ def _measured(args: argparse.Namespace, device: str, earlier: Result | None) -> 
     """The result so far, after each of some seconds, and at the end."""
     dtypes = args.dtypes or (["float32"] if args.quick and device == "cpu" else ["bfloat16", "float32"])
     todo = list(cases(device, dtypes, args.ops, args.shapes, args.passes, args.quick))
-    impls = peers.available(device, args.impls)
-    ahead.compile_ahead(todo, impls, device, args.jobs)
+    impls = baselines.available(device, args.impls)
+    precompile.precompile(todo, impls, device, args.jobs)
     machine = Cuda(args.quick) if device == "cuda" else Cpu(args.quick)
     bench = Bench(machine, impls, device)
     head = {
@@ -65,7 +65,7 @@ def _measured(args: argparse.Namespace, device: str, earlier: Result | None) -> 
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join(args.argv),
         "copy_gbs": round(machine.copy_gbs(machine.COPIED), 1),
-        "versions": {"aotops": __version__, "python": platform.python_version()} | peers.versions(),
+        "versions": {"aotops": __version__, "python": platform.python_version()} | baselines.versions(),
     }
     rows: list[Row] = []
 

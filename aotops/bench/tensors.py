@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-from .peers import Impl, Unavailable
+from .baselines import Impl, Unavailable
 from .work import Case, Shape
 
 Call = Callable[[], Any]

@@ -1,11 +1,19 @@
-"""What is measured: operators and their tensors, shapes, the bytes that cannot be avoided, and the multiplications."""
+"""What is measured: operators and their tensors, shapes, the bytes that cannot be avoided, and the multiplications.
+
+Here are the kinds of operators. An operator's row says of what kind it is: its ``bench`` are Works. Rows are ``CASES``
+of a package, tests/cases in a checkout.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any, ClassVar
 
 from ..ops import OPS
 
@@ -13,6 +21,7 @@ Shape = tuple[int, ...]
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 DTYPES = tuple(ITEMSIZE)
+LN_EPS, RMS_EPS = 1e-5, 1e-6
 
 # --------------------------------------------------------------------------------------------------- kinds of operators
 
@@ -23,7 +32,6 @@ class Work:
     have then. w is always the weight. Bytes are the fewest that can be moved: what is read is read once, what is
     written is written once, and neither statistics nor scratch count."""
 
-    op: str
     reads: str
     """The operator's inputs, in order."""
     writes: str
@@ -32,6 +40,10 @@ class Work:
     variant: str = ""
     """Words, one of which may be tf32: float32 is then multiplied so, where there is a GPU."""
     dtypes: tuple[str, ...] = DTYPES
+    call: Callable[[Any, Shape], Callable[..., Any]] | None = None
+    """Takes a module that has the operators and a shape; gives a function of the inputs. None: the operator itself."""
+    op: str = ""
+    """Set by the table."""
 
     AXES: ClassVar[tuple[str, ...]]
     """What the numbers of a shape are."""
@@ -54,6 +66,12 @@ class Work:
     @property
     def tf32(self) -> bool:
         return "tf32" in self.variant.split()
+
+    def __reduce__(self) -> Any:
+        return find, (self.op, self.variant)  # functions are not pickled
+
+    def function(self, module: Any, shape: Shape) -> Callable[..., Any]:
+        return self.call(module, shape) if self.call else getattr(module, self.op)
 
     def tensors(self, shape: Shape) -> dict[str, Shape]:
         """The shape of each letter."""
@@ -197,40 +215,51 @@ class Cell(Work):
         return batch * 3 * state * (state + features)
 
 
-# ----------------------------------------------------------------------------------------------------------- operators
+def window(shape: Shape) -> tuple[int, int]:
+    """The stride and the padding of a convolution."""
+    *_, kernel, stride = shape
+    return stride, kernel // 2
 
-_16_BITS, _MORE = DTYPES[:2], DTYPES[2:]
 
-WORKS = (
-    Elements("add", "xx", "x"),  # its gradient is the one that comes in
-    Elements("gelu", "x", "x", ("xx", "x"), variant="none"),
-    Elements("gelu", "x", "x", ("xx", "x"), variant="tanh"),
-    Elements("swiglu", "xx", "x", ("xxx", "xx")),
-    Rows("layer_norm", "xww", "x", ("xxw", "xww")),
-    Rows("rms_norm", "xw", "x", ("xxw", "xw")),
-    # both results are used, so two gradients come in; those of x and of residual are one tensor
-    Rows("add_layer_norm", "xxww", "xx", ("xxxw", "xww")),
-    Rows("add_rms_norm", "xxw", "xx", ("xxxw", "xw")),
-    Rows("softmax", "x", "x", ("xx", "x")),
-    Rows("cross_entropy", "xt", "s", ("xts", "x")),
-    Rows("cross_entropy", "xt", "sx", variant="fused_dx"),  # the loss and its gradient, as a training step wants them
-    Product("matmul", "ab", "y", ("yab", "ab")),
-    Product("matmul", "ab", "y", ("yab", "ab"), variant="tf32", dtypes=("float32",)),
-    Product("linear", "awv", "y", ("yaw", "awv")),
-    Product("linear", "awv", "y", ("yyaw", "awv"), variant="gelu"),
-    Product("linear", "awv", "y", ("yyaw", "awv"), variant="gelu tf32", dtypes=("float32",)),
-    # as each dtype is fastest
-    Convolution("conv2d", "xw", "y", ("yxw", "xw"), variant="nhwc", dtypes=_16_BITS),
-    Convolution("conv2d", "xw", "y", ("yxw", "xw"), variant="nchw", dtypes=_MORE),
-    Convolution("conv2d", "xw", "y", ("yxw", "xw"), variant="nchw tf32", dtypes=("float32",)),
-    Cell("lltm", "iwbhh", "hh", ("hhiwhhg", "iwbhh")),
-)
+# ---------------------------------------------------------------------------------------------------------------- rows
+
+_rows = Path(__file__).parents[2] / "tests" / "cases"
+
+
+def use(folder: Path) -> None:
+    """The rows are there, and not in the checkout's own folder."""
+    global _rows
+    _rows = folder
+
+
+def folder() -> Path:
+    return _rows
+
+
+def rows() -> dict[str, Any]:
+    """By operator. Exits where there are none."""
+    return _loaded(_rows)
+
+
+@cache
+def _loaded(folder: Path) -> dict[str, Any]:
+    name = "aotops_bench_rows"
+    spec = spec_from_file_location(name, folder / "__init__.py", submodule_search_locations=[str(folder)])
+    if spec is None or spec.loader is None or not (folder / "__init__.py").exists():
+        sys.exit(f"aotops bench: there are no rows in {folder}; --cases names their folder, tests/cases of a checkout")
+    module = sys.modules[name] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.CASES
+
+
+def works() -> list[Work]:
+    return [replace(work, op=op) for op, row in rows().items() for work in row.bench]
 
 
 def find(op: str, variant: str) -> Work:
     """Of a result that may be of another version, too."""
-    found = (work for work in WORKS if (work.op, work.variant) == (op, variant))
-    return next(found, Rows(op, "", "", variant=variant))
+    found = (work for work in works() if (work.op, work.variant) == (op, variant))
+    return next(found, Rows("", "", variant=variant, op=op))
 
 
 @dataclass(frozen=True)
@@ -271,7 +300,7 @@ def cases(
     quick: bool = False,
 ) -> Iterator[Case]:
     """Operators that the library does not define are left out, and TF32 on a CPU, which has none."""
-    for work in WORKS:
+    for work in works():
         if work.op not in (ops or OPS) or work.op not in OPS or (work.tf32 and device == "cpu"):
             continue
         for shape in dict.fromkeys(work.shapes(device, shapes, quick)):

@@ -9,7 +9,7 @@ from ..op import operator
     inputs=("dy",),
     outputs=("da", "db"),
     alias={"da": "dy", "db": "dy"},
-    batched=("dy", "da", "db"),
+    vmappable=("dy", "da", "db"),
     elementwise=True,
 )
 def add_backward(dy):
@@ -20,8 +20,8 @@ def add_backward(dy):
     inputs=("a", "b"),
     outputs=("y",),
     backward=add_backward,
-    like={"y": "a"},
-    batched=("a", "b", "y"),
+    same_spec_as={"y": "a"},
+    vmappable=("a", "b", "y"),
     elementwise=True,
     broadcast=True,
 )

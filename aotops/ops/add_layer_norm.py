@@ -13,9 +13,9 @@ from ._norm import axes, normalized, statistics
     shapes={"dweight": normalized, "dbias": normalized},
     optional=("weight", "stats", "dx", "dresidual", "dweight", "dbias"),
     attrs={"normalized_shape": "int[]", "eps": "float"},
-    like={"dx": "h"},
+    same_spec_as={"dx": "h"},
     alias={"dresidual": "dx"},
-    batched=("dy", "dh", "h", "stats", "dx", "dresidual"),
+    vmappable=("dy", "dh", "h", "stats", "dx", "dresidual"),
 )
 def add_layer_norm_backward(dy, dh, h, weight, stats, normalized_shape, eps=1e-5):
     return (dy, dh, h, weight, stats), (axes(normalized_shape), eps)
@@ -29,8 +29,8 @@ def add_layer_norm_backward(dy, dh, h, weight, stats, normalized_shape, eps=1e-5
     optional=("weight", "bias"),
     attrs={"normalized_shape": "int[]", "eps": "float"},
     backward=add_layer_norm_backward,
-    like={"y": "x", "h": "x"},
-    batched=("x", "residual", "y", "h", "stats"),
+    same_spec_as={"y": "x", "h": "x"},
+    vmappable=("x", "residual", "y", "h", "stats"),
     autocast={"cuda": "float32"},
 )
 def add_layer_norm(x, residual, normalized_shape, weight=None, bias=None, eps=1e-5):

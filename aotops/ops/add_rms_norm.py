@@ -14,9 +14,9 @@ from ._norm import axes, normalized, statistics
     shapes={"dweight": normalized},
     optional=("weight", "rstd", "dx", "dresidual", "dweight"),
     attrs={"normalized_shape": "int[]", "eps": "float?"},
-    like={"dx": "h"},
+    same_spec_as={"dx": "h"},
     alias={"dresidual": "dx"},
-    batched=("dy", "dh", "h", "rstd", "dx", "dresidual"),
+    vmappable=("dy", "dh", "h", "rstd", "dx", "dresidual"),
 )
 def add_rms_norm_backward(dy, dh, h, weight, rstd, normalized_shape, eps=None):
     return (dy, dh, h, weight, rstd), (axes(normalized_shape), eps)
@@ -30,8 +30,8 @@ def add_rms_norm_backward(dy, dh, h, weight, rstd, normalized_shape, eps=None):
     optional=("weight",),
     attrs={"normalized_shape": "int[]", "eps": "float?"},
     backward=add_rms_norm_backward,
-    like={"y": "x", "h": "x"},
-    batched=("x", "residual", "y", "h", "rstd"),
+    same_spec_as={"y": "x", "h": "x"},
+    vmappable=("x", "residual", "y", "h", "rstd"),
     autocast={"cuda": "float32"},
 )
 def add_rms_norm(x, residual, normalized_shape, weight=None, eps=None):

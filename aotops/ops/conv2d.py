@@ -37,8 +37,8 @@ _ATTRS = {
     shapes={"dbias": lambda call: call.weight[:1]},
     optional=("dx", "dweight", "dbias"),
     attrs=_ATTRS,
-    like={"dx": "x", "dweight": "weight"},
-    batched=("dy", "x", "dx"),
+    same_spec_as={"dx": "x", "dweight": "weight"},
+    vmappable=("dy", "x", "dx"),
 )
 def conv2d_backward(dy, x, weight, stride=1, padding=0, dilation=1, groups=1, layout="NCHW", allow_tf32=False):
     return (dy, x, weight), (_pair(stride), _pair(padding), _pair(dilation), groups, layout, allow_tf32)
@@ -52,7 +52,7 @@ def conv2d_backward(dy, x, weight, stride=1, padding=0, dilation=1, groups=1, la
     optional=("bias",),
     attrs=_ATTRS,
     backward=conv2d_backward,
-    batched=("x", "y"),
+    vmappable=("x", "y"),
     autocast={"cpu": "autocast", "cuda": "autocast"},
 )
 def conv2d(x, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, layout="NCHW", allow_tf32=False):

@@ -13,7 +13,7 @@ _ATTRS = {"ignore_index": "int", "reduction": "str", "label_smoothing": "float"}
     workspace=("workspace",),
     optional=("slope",),
     attrs=_ATTRS,
-    like={"dx": "x"},
+    same_spec_as={"dx": "x"},
 )
 def cross_entropy_backward(dy, x, target, slope, ignore_index=-100, reduction="mean", label_smoothing=0.0):
     return (dy, x, target, slope), (ignore_index, reduction, label_smoothing)
@@ -27,9 +27,9 @@ def cross_entropy_backward(dy, x, target, slope, ignore_index=-100, reduction="m
     shapes={"y": lambda call: call.x[:-1] if call.reduction == "none" else ()},
     attrs=_ATTRS,
     backward=cross_entropy_backward,
-    like={"slope": "x"},
+    same_spec_as={"slope": "x"},
     instead={"x": "slope"},
-    costly=True,
+    always_save_residuals=True,
     autocast={"cpu": "float32", "cuda": "float32"},
 )
 def cross_entropy(x, target, ignore_index=-100, reduction="mean", label_smoothing=0.0):

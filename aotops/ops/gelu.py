@@ -9,8 +9,8 @@ from ..op import operator
     inputs=("dy", "x"),
     outputs=("dx",),
     attrs={"approximate": "str"},
-    like={"dx": "x"},
-    batched=("dy", "x", "dx"),
+    same_spec_as={"dx": "x"},
+    vmappable=("dy", "x", "dx"),
     elementwise=True,
 )
 def gelu_backward(dy, x, approximate="none"):
@@ -22,8 +22,8 @@ def gelu_backward(dy, x, approximate="none"):
     outputs=("y",),
     attrs={"approximate": "str"},
     backward=gelu_backward,
-    like={"y": "x"},
-    batched=("x", "y"),
+    same_spec_as={"y": "x"},
+    vmappable=("x", "y"),
     elementwise=True,
 )
 def gelu(x, approximate="none"):

@@ -13,8 +13,8 @@ from ._norm import axes, normalized, statistics
     shapes={"dweight": normalized, "dbias": normalized},
     optional=("weight", "stats", "dx", "dweight", "dbias"),
     attrs={"normalized_shape": "int[]", "eps": "float"},
-    like={"dx": "x"},
-    batched=("dy", "x", "stats", "dx"),
+    same_spec_as={"dx": "x"},
+    vmappable=("dy", "x", "stats", "dx"),
 )
 def layer_norm_backward(dy, x, weight, stats, normalized_shape, eps=1e-5):
     return (dy, x, weight, stats), (axes(normalized_shape), eps)
@@ -28,8 +28,8 @@ def layer_norm_backward(dy, x, weight, stats, normalized_shape, eps=1e-5):
     optional=("weight", "bias"),
     attrs={"normalized_shape": "int[]", "eps": "float"},
     backward=layer_norm_backward,
-    like={"y": "x"},
-    batched=("x", "y", "stats"),
+    same_spec_as={"y": "x"},
+    vmappable=("x", "y", "stats"),
     autocast={"cuda": "float32"},
 )
 def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-5):

@@ -20,8 +20,8 @@ _ATTRS = {"activation": "str?", "allow_tf32": "bool"}
     shapes={"dbias": lambda call: call.weight[:1]},
     optional=("bias", "before", "dx", "dweight", "dbias"),
     attrs=_ATTRS,
-    like={"dx": "x", "dweight": "weight"},
-    batched=("dy", "x", "before", "dx"),
+    same_spec_as={"dx": "x", "dweight": "weight"},
+    vmappable=("dy", "x", "before", "dx"),
 )
 def linear_backward(dy, x, weight, bias, before, activation=None, allow_tf32=False):
     return (dy, x, weight, bias, before), (activation, allow_tf32)
@@ -36,8 +36,8 @@ def linear_backward(dy, x, weight, bias, before, activation=None, allow_tf32=Fal
     optional=("bias",),
     attrs=_ATTRS,
     backward=linear_backward,
-    batched=("x", "y", "before"),
-    costly=True,
+    vmappable=("x", "y", "before"),
+    always_save_residuals=True,
     autocast={"cpu": "autocast", "cuda": "autocast"},
 )
 def linear(x, weight, bias=None, activation=None, allow_tf32=False):

@@ -10,9 +10,15 @@ from ..op import operator
     outputs=("dinput", "dweights", "dbias", "dold_h", "dold_cell"),
     workspace=("workspace",),
     optional=("gates", "dinput", "dweights", "dbias", "dold_h", "dold_cell"),
-    uniform=("dnew_h", "dnew_cell"),
-    like={"dinput": "input", "dweights": "weights", "dbias": "bias", "dold_h": "old_h", "dold_cell": "old_cell"},
-    batched=("dnew_h", "dnew_cell", "input", "old_h", "old_cell", "gates", "dinput", "dold_h", "dold_cell"),
+    accepts_scalar=("dnew_h", "dnew_cell"),
+    same_spec_as={
+        "dinput": "input",
+        "dweights": "weights",
+        "dbias": "bias",
+        "dold_h": "old_h",
+        "dold_cell": "old_cell",
+    },
+    vmappable=("dnew_h", "dnew_cell", "input", "old_h", "old_cell", "gates", "dinput", "dold_h", "dold_cell"),
 )
 def lltm_backward(dnew_h, dnew_cell, input, weights, bias, old_h, old_cell, gates):
     return (dnew_h, dnew_cell, input, weights, bias, old_h, old_cell, gates), ()
@@ -25,9 +31,9 @@ def lltm_backward(dnew_h, dnew_cell, input, weights, bias, old_h, old_cell, gate
     workspace=("workspace",),
     shapes={"gates": lambda call: (*call.old_h[:-1], 3 * call.old_h[-1])},
     backward=lltm_backward,
-    like={"new_h": "old_h", "new_cell": "old_cell"},
-    batched=("input", "old_h", "old_cell", "new_h", "new_cell", "gates"),
-    costly=True,
+    same_spec_as={"new_h": "old_h", "new_cell": "old_cell"},
+    vmappable=("input", "old_h", "old_cell", "new_h", "new_cell", "gates"),
+    always_save_residuals=True,
     autocast={"cuda": "float32"},
 )
 def lltm(input, weights, bias, old_h, old_cell):

@@ -21,9 +21,9 @@ _ATTRS = {"transpose_a": "bool", "transpose_b": "bool", "allow_tf32": "bool"}
     workspace=("workspace",),
     optional=("da", "db"),
     attrs=_ATTRS,
-    like={"da": "a", "db": "b"},
-    batched=("dy", "a", "b", "da", "db"),
-    aligned=True,
+    same_spec_as={"da": "a", "db": "b"},
+    vmappable=("dy", "a", "b", "da", "db"),
+    vmap_same_rank=True,
 )
 def matmul_backward(dy, a, b, transpose_a=False, transpose_b=False, allow_tf32=False):
     return (dy, a, b), (transpose_a, transpose_b, allow_tf32)
@@ -36,8 +36,8 @@ def matmul_backward(dy, a, b, transpose_a=False, transpose_b=False, allow_tf32=F
     shapes={"y": _product},
     attrs=_ATTRS,
     backward=matmul_backward,
-    batched=("a", "b", "y"),
-    aligned=True,
+    vmappable=("a", "b", "y"),
+    vmap_same_rank=True,
     autocast={"cpu": "autocast", "cuda": "autocast"},
 )
 def matmul(a, b, transpose_a=False, transpose_b=False, allow_tf32=False):

@@ -13,8 +13,8 @@ from ._norm import axes, normalized, statistics
     shapes={"dweight": normalized},
     optional=("weight", "rstd", "dx", "dweight"),
     attrs={"normalized_shape": "int[]", "eps": "float?"},
-    like={"dx": "x"},
-    batched=("dy", "x", "rstd", "dx"),
+    same_spec_as={"dx": "x"},
+    vmappable=("dy", "x", "rstd", "dx"),
 )
 def rms_norm_backward(dy, x, weight, rstd, normalized_shape, eps=None):
     return (dy, x, weight, rstd), (axes(normalized_shape), eps)
@@ -28,8 +28,8 @@ def rms_norm_backward(dy, x, weight, rstd, normalized_shape, eps=None):
     optional=("weight",),
     attrs={"normalized_shape": "int[]", "eps": "float?"},
     backward=rms_norm_backward,
-    like={"y": "x"},
-    batched=("x", "y", "rstd"),
+    same_spec_as={"y": "x"},
+    vmappable=("x", "y", "rstd"),
     autocast={"cuda": "float32"},
 )
 def rms_norm(x, normalized_shape, weight=None, eps=None):

@@ -29,8 +29,8 @@ def _axis(dim):
     inputs=("dy", "y"),
     outputs=("dx",),
     attrs={"dim": "int"},
-    like={"dx": "y"},
-    batched=("dy", "y", "dx"),
+    same_spec_as={"dx": "y"},
+    vmappable=("dy", "y", "dx"),
     axes=1,
 )
 def softmax_backward(dy, y, dim=-1):
@@ -42,8 +42,8 @@ def softmax_backward(dy, y, dim=-1):
     outputs=("y",),
     attrs={"dim": "int"},
     backward=softmax_backward,
-    like={"y": "x"},
-    batched=("x", "y"),
+    same_spec_as={"y": "x"},
+    vmappable=("x", "y"),
     axes=1,
     autocast={"cuda": "float32"},
 )

@@ -8,8 +8,8 @@ from ..op import operator
 @operator(
     inputs=("dy", "gate", "up"),
     outputs=("dgate", "dup"),
-    like={"dgate": "gate", "dup": "gate"},
-    batched=("dy", "gate", "up", "dgate", "dup"),
+    same_spec_as={"dgate": "gate", "dup": "gate"},
+    vmappable=("dy", "gate", "up", "dgate", "dup"),
     elementwise=True,
 )
 def swiglu_backward(dy, gate, up):
@@ -20,8 +20,8 @@ def swiglu_backward(dy, gate, up):
     inputs=("gate", "up"),
     outputs=("y",),
     backward=swiglu_backward,
-    like={"y": "gate"},
-    batched=("gate", "up", "y"),
+    same_spec_as={"y": "gate"},
+    vmappable=("gate", "up", "y"),
     elementwise=True,
 )
 def swiglu(gate, up):

@@ -7,34 +7,36 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import cache
 from multiprocessing import get_context
+from pathlib import Path
 
-from . import peers, report
-from .peers import Impl
+from . import baselines, report, work
+from .baselines import Impl
 from .tensors import FRAMEWORKS
 from .work import Case
 
 COMPILE = ("torch.compile", "quack")
 
 
-def compile_ahead(todo: Sequence[Case], impls: Sequence[Impl], device: str, jobs: int | None) -> None:
+def precompile(todo: Sequence[Case], impls: Sequence[Impl], device: str, jobs: int | None) -> None:
     names = [impl.name for impl in impls if impl.name in COMPILE]
     jobs = min(8, len(os.sched_getaffinity(0)) // 2) if jobs is None else jobs
     if device != "cuda" or not names or jobs < 2:
         return
-    with ProcessPoolExecutor(jobs, get_context("spawn"), _prepare) as pool:
+    with ProcessPoolExecutor(jobs, get_context("spawn"), _prepare, (work.folder(),)) as pool:
         waiting = [pool.submit(_compile, name, case) for name in names for case in todo]
         with report.progress(len(waiting), "compile") as advance:
             for _ in as_completed(waiting):  # a process that dies takes the rest with it: they are compiled later
                 advance("", [])
 
 
-def _prepare() -> None:
+def _prepare(folder: Path) -> None:
+    work.use(folder)
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # one process a case is enough
 
 
 @cache
 def _impl(name: str) -> Impl:
-    return peers.available("cuda", [name])[0]
+    return baselines.available("cuda", [name])[0]
 
 
 def _compile(name: str, case: Case) -> None:

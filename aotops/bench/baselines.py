@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module, metadata
+from types import SimpleNamespace
 from typing import Any
 
-from .work import Case, Convolution, Elements, Shape
+from .work import LN_EPS, RMS_EPS, Case, Convolution, Elements, Shape, rows, window
 
-LN_EPS, RMS_EPS = 1e-5, 1e-6
 LIGER_ROW = 4096
 """Liger's elementwise kernels take a block a row: what is flat is given to them in rows of this length."""
 
@@ -31,6 +31,8 @@ class Impl:
     framework: str
     """Whose tensors it takes: torch, mindspore or numpy."""
     functions: Mapping[str, Make]
+    module: Any = None
+    """Has more operators, with our arguments."""
     adapt: Callable[[Case, list[Any]], list[Any]] = lambda case, inputs: inputs
     """The inputs as it wants them."""
     synchronizes: frozenset[str] = frozenset()
@@ -42,10 +44,12 @@ class Impl:
     def has(self, case: Case) -> bool:
         if case.pass_ == "backward" and case.work.op in self.forward_only:
             return False
-        return case.work.op in self.functions and (self.dtypes is None or case.dtype in self.dtypes)
+        has = case.work.op in self.functions or hasattr(self.module, case.work.op)
+        return has and (self.dtypes is None or case.dtype in self.dtypes)
 
     def function(self, case: Case) -> Callable[..., Any]:
-        return self.functions[case.work.op](case.shape, case.work.variant)
+        make = self.functions.get(case.work.op)
+        return make(case.shape, case.work.variant) if make else case.work.function(self.module, case.shape)
 
 
 def available(device: str, names: list[str] | None) -> list[Impl]:
@@ -73,12 +77,6 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _window(shape: Shape) -> tuple[int, int]:
-    """The stride and the padding of a convolution."""
-    *_, kernel, stride = shape
-    return stride, kernel // 2
-
-
 # ------------------------------------------------------------------------------------------------------------- aotops
 
 
@@ -86,33 +84,9 @@ def _aotops() -> Impl:
     framework = next(_importable("torch", "mindspore", "numpy"))
     f = import_module(f"aotops.frontends.{framework}")
 
-    def matmul(shape: Shape, variant: str) -> Callable[..., Any]:
-        return (lambda a, b: f.matmul(a, b, allow_tf32=True)) if "tf32" in variant else f.matmul
-
-    def linear(shape: Shape, variant: str) -> Callable[..., Any]:
-        activation, tf32 = "gelu" if "gelu" in variant else None, "tf32" in variant
-        return lambda x, w, b: f.linear(x, w, b, activation, tf32)
-
-    def conv2d(shape: Shape, variant: str) -> Callable[..., Any]:
-        stride, padding = _window(shape)
-        layout, tf32 = variant.split()[0].upper(), "tf32" in variant
-        return lambda x, w: f.conv2d(x, w, None, stride, padding, layout=layout, allow_tf32=tf32)
-
-    return Impl("aotops", framework, {
-        "add": lambda shape, variant: f.add,
-        "gelu": lambda shape, variant: lambda x: f.gelu(x, variant),
-        "swiglu": lambda shape, variant: f.swiglu,
-        "matmul": matmul,
-        "linear": linear,
-        "conv2d": conv2d,
-        "lltm": lambda shape, variant: f.lltm,
-        "layer_norm": lambda shape, variant: lambda x, w, b: f.layer_norm(x, shape[-1:], w, b, LN_EPS),
-        "rms_norm": lambda shape, variant: lambda x, w: f.rms_norm(x, shape[-1:], w, RMS_EPS),
-        "add_layer_norm": lambda shape, variant: lambda x, r, w, b: f.add_layer_norm(x, r, shape[-1:], w, b, LN_EPS),
-        "add_rms_norm": lambda shape, variant: lambda x, r, w: f.add_rms_norm(x, r, shape[-1:], w, RMS_EPS),
-        "softmax": lambda shape, variant: lambda x: f.softmax(x, -1),
-        "cross_entropy": lambda shape, variant: _own_loss_and_dx(f) if variant else f.cross_entropy,
-    })  # fmt: skip
+    # the loss and its gradient are one call of no operator
+    losses = {"cross_entropy": lambda shape, variant: _own_loss_and_dx(f) if variant else f.cross_entropy}
+    return Impl("aotops", framework, losses, module=f)
 
 
 def _importable(*names: str) -> Iterator[str]:
@@ -162,7 +136,11 @@ def _loss_and_dx(loss: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _torch() -> Impl:
-    return Impl("torch", "torch", _torch_functions(), adapt=_channels_last)
+    import torch
+
+    functions = _torch_functions()
+    others = {op: row.in_torch(torch, op) for op, row in rows().items() if op not in functions}
+    return Impl("torch", "torch", functions, module=SimpleNamespace(**others), adapt=_channels_last)
 
 
 def _torch_functions() -> dict[str, Make]:
@@ -184,7 +162,7 @@ def _torch_functions() -> dict[str, Make]:
         return function
 
     def conv2d(shape: Shape, variant: str) -> Callable[..., Any]:
-        stride, padding = _window(shape)
+        stride, padding = window(shape)
         return lambda x, w: F.conv2d(x, w, None, stride, padding)
 
     def lltm(input, weights, bias, old_h, old_cell):
@@ -406,7 +384,7 @@ def _mindspore() -> Impl:
     def conv2d(shape: Shape, variant: str) -> Callable[..., Any]:
         if "nhwc" in variant:
             raise Unavailable("MindSpore has NCHW on a CPU")
-        stride, padding = _window(shape)
+        stride, padding = window(shape)
         return lambda x, w: ops.conv2d(x, w, None, stride, "pad", padding)
 
     return Impl("mindspore", "mindspore", {

@@ -1,0 +1,164 @@
+"""What a row says of its operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from aotops.bench.work import Work
+
+Arrays = dict[str, "np.ndarray | None"]
+Shape = tuple[int, ...]
+
+F32, F64, I32, I64 = "float32", "float64", "int32", "int64"
+FLOATING = "expected float16, bfloat16, float32 or float64"
+X = ((2, 3), F32)
+"""An input of a ``Bad`` call."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call: shapes by input (None for an optional one that is not given), and the other arguments."""
+
+    shapes: dict[str, Shape | None]
+    attrs: dict[str, Any] = field(default_factory=dict)
+    scale: float = 1.0
+    """Inputs are normally distributed with this deviation ..."""
+    mean: float = 0.0
+    """... and, the first of them, about this mean."""
+    grid: float = 0.0
+    """They are multiples of this, where it is not 0: sums of such are exact in every dtype."""
+    classes: dict[str, int] = field(default_factory=dict)
+    """Inputs that are integers, from 0 up to this."""
+    magnified: float = 1.0
+    """By how much the formula itself magnifies a rounding error of its inputs: the condition number."""
+    grad_condition: float = 1.0
+    """The condition number of the gradient, relative to that of the formula."""
+    dtype_roundings: int = 0
+    """Roundings of the dtype itself that a gradient may have: one for each of the terms that a framework sums over a
+    broadcast axis, as it does for its own operators; or those of a result that the gradient is computed from."""
+
+    @property
+    def given(self) -> dict[str, Shape]:
+        """The shapes of the inputs that are not None."""
+        return {slot: shape for slot, shape in self.shapes.items() if shape is not None}
+
+    def random(self, random: np.random.Generator) -> Arrays:
+        """Inputs, float64 or integers."""
+        arrays: Arrays = {}
+        for slot, shape in self.shapes.items():
+            if shape is None:
+                arrays[slot] = None
+            elif slot in self.classes:
+                arrays[slot] = random.integers(0, self.classes[slot], shape)
+            else:
+                values = random.normal(0.0 if arrays else self.mean, self.scale, shape)
+                arrays[slot] = np.round(values / self.grid) * self.grid if self.grid else values
+        return arrays
+
+    def __str__(self) -> str:
+        shapes = [f"{slot}{'x'.join(map(str, s)) or '0dim'}" for slot, s in self.given.items()]
+        attrs = [f"{name}={value}" for name, value in self.attrs.items()]
+        return "-".join([*shapes, *attrs, *([f"mean={self.mean:g}"] if self.mean else [])]).replace(" ", "")
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A call with one thing wrong."""
+
+    arrays: dict[str, Any]
+    """Shape and dtype by input; anything else is passed as it is."""
+    attrs: dict[str, Any]
+    error: type[Exception] | tuple[type[Exception], ...]
+    words: tuple[str, ...]
+    """All of them are in the error's text, and the operator's name."""
+
+    def __init__(self, arrays, attrs, error, *words):
+        for name, value in zip(("arrays", "attrs", "error", "words"), (arrays, attrs, error, words), strict=True):
+            object.__setattr__(self, name, value)
+
+    def __str__(self) -> str:
+        return "-".join(self.words).replace(" ", "_")
+
+
+class Draw:
+    """What a random call is drawn with."""
+
+    def __init__(self, draw: Callable[..., Any]) -> None:
+        from hypothesis import strategies
+
+        self._draw, self._st = draw, strategies
+
+    def integer(self, low: int, high: int) -> int:
+        return self._draw(self._st.integers(low, high))
+
+    def choice(self, *values: Any) -> Any:
+        return self._draw(self._st.sampled_from(values))
+
+    def flag(self) -> bool:
+        return self._draw(self._st.booleans())
+
+    def size(self) -> int:
+        return self.integer(0, 5)
+
+    def shape(self, most: int = 4) -> Shape:
+        return self._draw(self._st.lists(self._st.integers(0, 5), max_size=most).map(tuple))
+
+    def broadcast(self, shape: Shape) -> tuple[Shape, Shape]:
+        """This shape, and one that broadcasts to it, in either order."""
+        few = tuple(1 if self.flag() else dim for dim in shape[self.integer(0, len(shape)) :])
+        return self._draw(self._st.permutations([shape, few]))
+
+
+def _no_defaults(dtype: str) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Row:
+    """All that is tried on an operator."""
+
+    reference: Callable[..., Any]
+    """The formula in NumPy, as plain as can be: a function of the public function's arguments, by name, that takes
+    float64 arrays and gives the result, a tuple where there are several."""
+    cases: tuple[Case, ...]
+    """Shapes to think of: 0-dim, empty, one element, odd, one axis and several, each optional input alone; and one for
+    each path of a kernel that size decides."""
+    draw: Callable[[Draw], Case]
+    """A random call that the operator takes, of small tensors."""
+    bad: tuple[Bad, ...]
+    """Calls that it refuses."""
+    bench: tuple[Work, ...]
+    """What ``aotops bench`` measures: each variant's tensors, which give its shapes, bytes and FLOPs."""
+    torch: Callable[..., Any] | None = None
+    """The same in torch: a function of the module ``torch`` and the public function's arguments. Without it, that of
+    ``torch.nn.functional`` of the operator's name, whose arguments but the first have the same names."""
+    samples: Mapping[str, Case] | None = None
+    """What is tried in every context of torch (contexts.py), by the suffix of its name; without it, the first case of a
+    small matrix."""
+    opcheck: tuple[Case, ...] = ()
+    """More of what ``torch.library.opcheck`` is given, besides the samples: each optional input absent."""
+    defaults: Callable[[str], dict[str, Any]] = _no_defaults
+    """Of a dtype: the arguments for which None, or nothing, stands for something that depends on it."""
+    complex: bool = False
+    """The reference takes complex numbers: its derivative is then the imaginary part of a tiny imaginary step. For what
+    has kinks, about which finite differences are wrong, or costs much, since one step is enough."""
+
+    def results(self, arrays: Arrays, attrs: dict[str, Any], dtype: str) -> tuple[np.ndarray, ...]:
+        """What the formula gives, in float64, where ``dtype`` is tried."""
+        given = {name: value for name, value in attrs.items() if value is not None}
+        results = self.reference(**arrays, **self.defaults(dtype) | given)
+        return tuple(np.asarray(y) for y in (results if isinstance(results, tuple) else (results,)))
+
+    def in_torch(self, torch: Any, name: str) -> Callable[..., Any]:
+        """torch's own, which takes the first input by position and all else by name."""
+        return partial(self.torch, torch) if self.torch else getattr(torch.nn.functional, name)
+
+    @property
+    def scalars(self) -> bool:
+        """Whether it takes tensors without axes."""
+        return any(not any(case.given.values()) for case in self.cases)

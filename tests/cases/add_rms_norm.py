@@ -1,0 +1,77 @@
+"""add_rms_norm: all that is tried on it."""
+
+from __future__ import annotations
+
+from aotops.bench.work import RMS_EPS, Rows
+
+from ._row import Bad, Case, Row, X
+from .layer_norm import draw_norm, norm_case
+from .rms_norm import rms_eps, rms_norm
+
+
+def add_rms_norm(x, residual, *args, **kwargs):
+    return rms_norm(x + residual, *args, **kwargs), x + residual
+
+
+_GRID = {"grid": 1 / 16}
+"""What is normalized is h as it is rounded. Multiples of 1 / 16 below 8: their sum is not rounded in any dtype."""
+
+
+def _in_torch(torch, x, residual, *args, **kwargs):
+    return torch.nn.functional.rms_norm(x + residual, *args, **kwargs), x + residual
+
+
+def _add_rms_norm(x, normalized_shape, weight=True, eps=(), **kwargs) -> Case:
+    return norm_case({"x": x, "residual": x}, normalized_shape, {"weight": weight}, eps, _GRID | kwargs)
+
+
+ROW = Row(
+    add_rms_norm,
+    cases=(
+        _add_rms_norm((4, 6), 6),
+        _add_rms_norm((4, 6), (6,), weight=False),
+        _add_rms_norm((4, 6), [6], eps=None),
+        _add_rms_norm((3, 7), 7, eps=0.1),
+        _add_rms_norm((2, 3, 4), (3, 4)),
+        _add_rms_norm((2, 3, 4), (2, 3, 4)),
+        _add_rms_norm((9,), 9),
+        _add_rms_norm((1, 1), 1, mean=3.0),
+        _add_rms_norm((5, 1), 1, mean=6.0),
+        _add_rms_norm((0, 6), 6),
+        _add_rms_norm((3, 0), 0),
+        _add_rms_norm((2, 0, 3), (0, 3)),
+        _add_rms_norm((3, 33), 33),
+        # one for each path of a kernel
+        _add_rms_norm((33, 1025), 1025),
+        _add_rms_norm((3, 8192), (8192,)),
+        _add_rms_norm((2, 40000), 40000),
+        _add_rms_norm((1500, 24), 24),
+        _add_rms_norm((2500, 3), 3, weight=False, eps=0.1),
+    ),
+    draw=lambda draw: draw_norm(draw, _GRID, ("weight",), ("x", "residual")),
+    bad=(
+        Bad(
+            {"x": X, "residual": ((2, 3), "float16")},
+            {"normalized_shape": 3},
+            TypeError,
+            "residual has dtype float16",
+            "expected float32",
+        ),
+        Bad({"x": X, "residual": None}, {"normalized_shape": 3}, TypeError, "residual is None", "expected"),
+    ),
+    torch=_in_torch,
+    samples={"": _add_rms_norm((4, 6), (6,))},
+    opcheck=(
+        _add_rms_norm((4, 6), (6,), weight=False, eps=0.1),
+        _add_rms_norm((4, 6), (4, 6), weight=False, eps=0.1),
+    ),
+    bench=(
+        Rows(
+            "xxw",
+            "xx",
+            ("xxxw", "xw"),
+            call=lambda f, shape: lambda x, r, w: f.add_rms_norm(x, r, shape[-1:], w, RMS_EPS),
+        ),
+    ),
+    defaults=rms_eps,
+)

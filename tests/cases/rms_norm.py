@@ -1,0 +1,74 @@
+"""rms_norm: all that is tried on it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from aotops.bench.work import RMS_EPS, Rows
+
+from ._row import F64, Bad, Case, Row, X
+from .layer_norm import draw_norm, norm_case
+
+
+def rms_norm(x, normalized_shape, weight=None, *, eps):
+    if x.size == 0:
+        return x
+    axes = tuple(range(-len(np.atleast_1d(normalized_shape)), 0))
+    return x / np.sqrt((x**2).mean(axes, keepdims=True) + eps) * (1 if weight is None else weight)
+
+
+def _rms_norm(x, normalized_shape, weight=True, eps=(), **kwargs) -> Case:
+    return norm_case({"x": x}, normalized_shape, {"weight": weight}, eps, kwargs)
+
+
+def rms_eps(dtype: str) -> dict[str, Any]:
+    return {"eps": float(np.finfo("float64" if dtype == "float64" else "float32").eps)}
+
+
+ROW = Row(
+    rms_norm,
+    cases=(
+        _rms_norm((4, 6), 6),
+        _rms_norm((4, 6), (6,), weight=False),
+        _rms_norm((4, 6), [6], eps=None),
+        _rms_norm((3, 7), 7, eps=0.1),
+        _rms_norm((3, 6), 6, weight=False, eps=0.25, scale=0.0),  # rows of zeros
+        _rms_norm((2, 3, 4), (3, 4)),
+        _rms_norm((2, 3, 4), (2, 3, 4)),
+        _rms_norm((2, 2, 1, 5), (1, 5), weight=False),
+        _rms_norm((9,), 9),
+        # one element a row: y is the weight or its opposite, and dx is nearly 0
+        _rms_norm((1, 1), 1, mean=3.0),
+        _rms_norm((5, 1), 1, mean=8.0),
+        _rms_norm((5, 1), 1, weight=False, eps=0.1),
+        _rms_norm((0, 6), 6),  # no rows: dweight is 0
+        _rms_norm((3, 0), 0),
+        _rms_norm((2, 0, 3), (0, 3)),
+        _rms_norm((3, 33), 33),
+        _rms_norm((6, 16), 16, mean=8.0),
+        # one for each path of a kernel
+        _rms_norm((33, 1025), 1025),
+        _rms_norm((3, 8192), (8192,)),
+        _rms_norm((2, 40000), 40000),
+        _rms_norm((1500, 24), 24),
+        _rms_norm((2500, 3), 3, weight=False, eps=0.1),
+    ),
+    draw=lambda draw: draw_norm(draw, {}, ("weight",)),
+    bad=(
+        Bad({"x": X}, {"normalized_shape": 4}, ValueError, "x has shape (2, 3)", "(4,)"),
+        Bad(
+            {"x": X, "weight": ((3,), F64)},
+            {"normalized_shape": 3},
+            TypeError,
+            "weight has dtype float64",
+            "expected float32",
+        ),
+        Bad({"x": X}, {"normalized_shape": 3, "eps": "a"}, TypeError, "eps is 'a'", "expected"),
+    ),
+    samples={"": _rms_norm((4, 6), (6,))},
+    opcheck=(_rms_norm((4, 6), (6,), weight=False, eps=0.1), _rms_norm((4, 6), (4, 6), weight=False, eps=0.1)),
+    bench=(Rows("xw", "x", ("xxw", "xw"), call=lambda f, shape: lambda x, w: f.rms_norm(x, shape[-1:], w, RMS_EPS)),),
+    defaults=rms_eps,
+)

@@ -1,0 +1,95 @@
+"""docs/adding_an_op.md adds an operator by new files alone: here they are added to a copy of the tree, which is built
+and tested."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FILE = re.compile(r"```(?:python|cpp)\n(?:#|//) (\S+)\n(.*?)```", re.S)
+FILES = dict(FILE.findall((ROOT / "docs" / "adding_an_op.md").read_text()))
+(NAME,) = {Path(path).stem for path in FILES}
+CORE = ("test_core", "test_frontends", "test_errors")
+TORCH = ("test_bench", "test_torch", "test_torch_differential", "test_torch_contexts")
+
+
+def _copy(to: Path) -> None:
+    """As a wheel lays it out, with the frontends in the package."""
+    ignored = shutil.ignore_patterns("__pycache__", "*.so")
+    for source, target in (("aotops", "aotops"), ("frontends", "aotops/frontends"), ("cuda_src", "cuda_src")):
+        shutil.copytree(ROOT / source, to / target, ignore=ignored)
+    shutil.copytree(ROOT / "tests", to / "tests", ignore=ignored)
+    shutil.copytree(ROOT / "benchmarks", to / "benchmarks", ignore=ignored)
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy2(ROOT / name, to)
+    # PYTHONPATH before whatever finds the checkout's own package
+    (to / "sitecustomize.py").write_text(
+        "import sys\nsys.meta_path.sort(key=lambda finder: not isinstance(finder, type))\n"
+    )
+
+
+def _copy_objects(to: Path) -> dict[str, str]:
+    """The CPU's objects of this checkout, as old as they are, so that make compiles what is new alone. Returns make's
+    variables that they were compiled with."""
+    build = ROOT / "build"
+    if not (build / "flags").exists():
+        return {"NVCC": "", "ISAS": "baseline"}
+    for file in (*build.glob("*.[od]"), *build.glob("host/*.[od]")):
+        if ".cu." not in file.name:
+            (to / file.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(file, to / file.relative_to(ROOT))
+    words = (build / "flags").read_text().split()
+    while not words[0].isdigit():  # nvcc, with which device.cpp is compiled otherwise
+        del words[0]
+        (to / "build" / "host" / "device.cpp.o").unlink(missing_ok=True)
+    (to / "build" / "flags").write_text(f" {' '.join(words)}\n")
+    shutil.copystat(build / "flags", to / "build" / "flags")
+    archs = [word for word in words if word.isdigit()]
+    return {"NVCC": "", "ARCHS": " ".join(archs), "ISAS": " ".join(words[len(archs) : -1])}
+
+
+def _run(command: list[str], where: Path) -> str:
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS", "PYTEST", "AOTOPS_LIB"))}
+    path = os.pathsep.join(filter(None, [str(where), os.environ.get("PYTHONPATH")]))
+    environment = inherited | {"PYTHONPATH": path, "OMP_NUM_THREADS": "2"}
+    done = subprocess.run(command, cwd=where, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def test_an_operator_is_added_by_its_files(tmp_path):
+    if not (shutil.which("make") and shutil.which("g++")):
+        pytest.skip("make or g++ is not installed")
+    assert {Path(path).parent.name for path in FILES} == {"ops", "cuda_src", "cases"}
+    _copy(tmp_path)
+    variables = [f"{name}={value}" for name, value in _copy_objects(tmp_path).items()]
+    for path, text in FILES.items():
+        assert not (tmp_path / path).exists(), f"{path} is in the tree"
+        (tmp_path / path).write_text(text)
+
+    built = _run(["make", "lib", "JOBS=2", *variables], tmp_path)
+    assert f"cuda_src/{NAME}.cpp" in built
+
+    with_torch = "torch" in os.environ.get("AOTOPS_TEST_FRONTENDS", "torch") and find_spec("torch")
+    modules = [*CORE, *(TORCH if with_torch else ())]
+    files = [f"tests/{module}.py" for module in modules]
+    chosen = f"test_core or {NAME}"
+    _run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml=x.xml", "-k", chosen, *files],
+        tmp_path,
+    )
+    passed = Counter()
+    for case in ElementTree.parse(tmp_path / "x.xml").iter("testcase"):
+        if not len(case) and NAME in case.get("name"):
+            passed[case.get("classname").rpartition(".")[2]] += 1
+    assert set(passed) == set(modules), passed
