@@ -44,7 +44,7 @@ OBJECTS := $(HOST:cuda_src/%=build/%.o) $(CUDA:cuda_src/%=build/%.o) \
 
 WARNINGS  := -Wall -Wextra
 CXXFLAGS  := -std=c++17 -O3 -fPIC -fvisibility=hidden -fopenmp -fno-math-errno -fno-trapping-math $(WARNINGS) \
-             -MMD -MP -DAOT_VERSION='"$(VERSION)"' $(if $(word 2,$(ISAS)),-DAOT_HAVE_X86_ISAS)
+             -MMD -MP -DAOT_VERSION='"$(VERSION)"'
 GENCODE   := $(foreach a,$(ARCHS),-gencode arch=compute_$(a),code=sm_$(a)) \
              -gencode arch=compute_$(lastword $(ARCHS)),code=compute_$(lastword $(ARCHS))
 NVCCFLAGS := -std=c++17 -O3 -DAOT_ISA=cuda -MMD -MP -Werror cross-execution-space-call \
@@ -55,17 +55,18 @@ LDFLAGS   := -z,defs,-z,now,-z,nodelete,--version-script=cuda_src/host/exports.m
 lib:
 	@$(MAKE) --no-print-directory -j$(JOBS) $(LIB)
 
-# A change of what to build for rebuilds, on the CPU's side and on CUDA's.
+# A change of the version, or of what the library is built for, rebuilds.
 build/flags: FORCE | build
-	@echo '$(ISAS) $(VERSION)' | cmp -s - $@ || echo '$(ISAS) $(VERSION)' >$@
-build/flags_cuda: FORCE | build
-	@echo 'NVCC=$(NVCC) ARCHS="$(ARCHS)"' | cmp -s - $@ || echo 'NVCC=$(NVCC) ARCHS="$(ARCHS)"' >$@
+	@echo '$(VERSION)' | cmp -s - $@ || echo '$(VERSION)' >$@
+build/targets: FORCE | build
+	@echo 'NVCC=$(NVCC) ARCHS="$(ARCHS)" ISAS="$(ISAS)"' | cmp -s - $@ || \
+	  echo 'NVCC=$(NVCC) ARCHS="$(ARCHS)" ISAS="$(ISAS)"' >$@
 FORCE:
 
 build build/host build/cuda:
 	@mkdir -p $@
 
-$(LIB): $(OBJECTS) cuda_src/host/exports.map build/flags_cuda
+$(LIB): $(OBJECTS) cuda_src/host/exports.map build/targets
 	@echo "link $@"
 ifneq ($(NVCC),)
 	@$(NVCC) -shared -cudart static -Xlinker $(LDFLAGS) $(OBJECTS) -o $@ -lgomp -ldl
@@ -79,14 +80,14 @@ build/host/%.cpp.o: cuda_src/host/%.cpp build/flags | build/host
 	@$(CXX) $(CXXFLAGS) -c $< -o $@
 
 # nvcc knows where CUDA's headers are.
-build/host/device.cpp.o: build/flags_cuda
+build/host/device.cpp.o: build/targets
 ifneq ($(NVCC),)
 build/host/device.cpp.o: cuda_src/host/device.cpp | build/host
 	@echo "nvcc $<"
 	@$(NVCC) -std=c++17 -O3 -MMD -MP -Xcompiler -fPIC,-fvisibility=hidden,-Wall -DAOT_HAVE_CUDA -c $< -o $@
 endif
 
-build/%.cu.o: cuda_src/%.cu build/flags_cuda | build build/cuda
+build/%.cu.o: cuda_src/%.cu build/targets | build build/cuda
 	@echo "nvcc $<  (sm $(ARCHS))"
 	@$(NVCC) $(NVCCFLAGS) $(GENCODE) -c $< -o $@
 
@@ -194,13 +195,14 @@ $(foreach isa,$(ISAS),$(eval $(call compile_asan_for,$(isa))))
 
 # --------------------------------------------------------------------------------------------------------------- uses
 
-# What this machine can run: the CPU entries, and those of its own GPU's architecture; or what was built here before.
+# What is quick to build and runs here: CPU entries for any processor, and CUDA entries for this machine's GPU; or what
+# was built here before.
 CAPABILITIES := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | tr -d . | sort -un)
-RUNNABLE     := $(if $(CAPABILITIES),ARCHS="$(CAPABILITIES)",NVCC=)
+RUNNABLE     := ISAS=baseline $(if $(CAPABILITIES),ARCHS="$(CAPABILITIES)",NVCC=)
 
 demo: environments
 	@$(if $(filter command environment,$(foreach v,NVCC ARCHS,$(origin $(v)))),$(MAKE) --no-print-directory lib,\
-	  eval $(MAKE) --no-print-directory lib "$$(cat build/flags_cuda 2>/dev/null || echo '$(RUNNABLE)')")
+	  eval $(MAKE) --no-print-directory lib "$$(cat build/targets 2>/dev/null || echo '$(RUNNABLE)')")
 	@$(VENV)/bin/python examples/squares.py
 	@$(VENV)/bin/python examples/digits.py $(if $(MINDSPORE_PYTHON),--mindspore-python $(MS_VENV)/bin/python)
 

@@ -1,9 +1,9 @@
 // Exports the CPU entry of an operator.
 //
-// The Makefile compiles each <op>.cpp once per instruction set, AOT_ISA: baseline, and on x86-64 (AOT_HAVE_X86_ISAS)
-// also avx2 (x86-64-v3) and avx512 (x86-64-v4). The baseline build exports the entry, which hands each call on to the
-// best build this processor runs. Only the baseline build instantiates code that the linker may share, such as
-// std::vector's.
+// The Makefile compiles each <op>.cpp once per instruction set, AOT_ISA: baseline, and on x86-64 also avx2 (x86-64-v3)
+// and avx512 (x86-64-v4), or fewer of them (ISAS). The baseline build exports the entry, which calls the best build
+// that the library has and this processor runs. Only the baseline build instantiates code that the linker may share,
+// such as std::vector's.
 #pragma once
 #include <cstdlib>
 
@@ -24,7 +24,7 @@
     return ::aot::run<Op>(launcher, nparam, params, ndims, shapes, dtypes, stream, extra); \
   }
 
-#elif !defined(AOT_HAVE_X86_ISAS)
+#elif !defined(__x86_64__)
 
 #define AOT_CPU_ENTRY(Op, symbol, launcher) AOT_ENTRY(Op, symbol, launcher)
 
@@ -53,19 +53,18 @@ inline CpuIsa cpu_isa() {
 }  // namespace AOT_ISA
 }  // namespace aot
 
-#define AOT_CPU_ENTRY(Op, symbol, launcher)                                                    \
-  AOT_HIDDEN int symbol##_avx2(AOT_ARGUMENTS);                                                 \
-  AOT_HIDDEN int symbol##_avx512(AOT_ARGUMENTS);                                               \
-  AOT_API int symbol(AOT_ARGUMENTS) {                                                          \
-    switch (::aot::cpu_isa()) {                                                                \
-      case ::aot::kAvx512:                                                                     \
-        return symbol##_avx512(nparam, params, ndims, shapes, dtypes, stream, extra);          \
-      case ::aot::kAvx2:                                                                       \
-        return symbol##_avx2(nparam, params, ndims, shapes, dtypes, stream, extra);            \
-      default:                                                                                 \
-        return ::aot::run<Op>(launcher, nparam, params, ndims, shapes, dtypes, stream, extra); \
-    }                                                                                          \
-  }                                                                                            \
+// Weak: null where the library was built without that instruction set.
+#define AOT_CPU_ENTRY(Op, symbol, launcher)                                                \
+  AOT_HIDDEN __attribute__((weak)) int symbol##_avx2(AOT_ARGUMENTS);                       \
+  AOT_HIDDEN __attribute__((weak)) int symbol##_avx512(AOT_ARGUMENTS);                     \
+  AOT_API int symbol(AOT_ARGUMENTS) {                                                      \
+    const ::aot::CpuIsa isa = ::aot::cpu_isa();                                            \
+    if (isa >= ::aot::kAvx512 && symbol##_avx512)                                          \
+      return symbol##_avx512(nparam, params, ndims, shapes, dtypes, stream, extra);        \
+    if (isa >= ::aot::kAvx2 && symbol##_avx2)                                              \
+      return symbol##_avx2(nparam, params, ndims, shapes, dtypes, stream, extra);          \
+    return ::aot::run<Op>(launcher, nparam, params, ndims, shapes, dtypes, stream, extra); \
+  }                                                                                        \
   AOT_COMPANIONS(Op, symbol)
 
 #endif
