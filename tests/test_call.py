@@ -662,7 +662,7 @@ def _mirrors(module):
 def test_a_struct_of_another_size_is_refused(monkeypatch, struct):
     """``_MethodDef`` is CPython's own, all others are the library's."""
     module = import_module(struct.__module__)
-    set_up = module._lib if module is call else module.lib
+    set_up = module.lib
     set_up.__wrapped__()
 
     class Longer(ctypes.Structure):
