@@ -169,7 +169,7 @@ np.savez(sys.stdout.buffer, *results)
         for a, b in zip(found["baseline"], found[isa], strict=True):
             u = np.finfo(a.dtype).eps
             work = np.finfo(np.float32 if a.dtype == np.float16 else a.dtype).eps
-            # each may be half a unit from the truth, and 32 roundings of the arithmetic off (cases.py)
+            # each may be half a unit from the truth, and 32 roundings of the arithmetic off (cases/)
             limit = u * np.abs(a.astype(float)) + 32 * work * max(1, np.abs(a.astype(float)).max())
             assert (np.abs(a.astype(float) - b.astype(float)) <= limit).all()
 
