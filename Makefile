@@ -199,10 +199,12 @@ $(foreach isa,$(ISAS),$(eval $(call compile_asan_for,$(isa))))
 # was built here before.
 CAPABILITIES := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | tr -d . | sort -un)
 RUNNABLE     := ISAS=baseline $(if $(CAPABILITIES),ARCHS="$(CAPABILITIES)",NVCC=)
+runnable:
+	@$(if $(filter command environment,$(foreach v,NVCC ARCHS,$(origin $(v)))),$(MAKE) --no-print-directory $(LIB),\
+	  eval $(MAKE) --no-print-directory $(LIB) "$$(cat build/targets 2>/dev/null || echo '$(RUNNABLE)')")
 
-demo: environments
-	@$(if $(filter command environment,$(foreach v,NVCC ARCHS,$(origin $(v)))),$(MAKE) --no-print-directory lib,\
-	  eval $(MAKE) --no-print-directory lib "$$(cat build/targets 2>/dev/null || echo '$(RUNNABLE)')")
+demo:
+	@$(MAKE) --no-print-directory -j$(JOBS) environments runnable
 	@$(VENV)/bin/python examples/squares.py
 	@$(VENV)/bin/python examples/digits.py $(if $(MINDSPORE_PYTHON),--mindspore-python $(MS_VENV)/bin/python)
 
