@@ -94,7 +94,8 @@ inline thread_local bool error_is_ours = false;
 inline void *finish(int status) {
   if (!status) return Py_IncRef(python.none), python.none;
   error_is_ours = !PyErr_Occurred();
-  if (error_is_ours) PyErr_SetString(python.errors[status < 0 || status > kOutOfMemory ? kConventionMisused : status], aot_last_error());
+  if (error_is_ours)
+    PyErr_SetString(python.errors[status < 0 || status > kOutOfMemory ? kConventionMisused : status], aot_last_error());
   return nullptr;
 }
 
