@@ -200,7 +200,7 @@ $(foreach isa,$(ISAS),$(eval $(call compile_asan_for,$(isa))))
 CAPABILITIES := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | tr -d . | sort -un)
 RUNNABLE     := ISAS=baseline $(if $(CAPABILITIES),ARCHS="$(CAPABILITIES)",NVCC=)
 runnable:
-	@$(if $(filter command environment,$(foreach v,NVCC ARCHS,$(origin $(v)))),$(MAKE) --no-print-directory $(LIB),\
+	@$(if $(filter command environment,$(foreach v,NVCC ARCHS ISAS,$(origin $(v)))),$(MAKE) --no-print-directory $(LIB),\
 	  eval $(MAKE) --no-print-directory $(LIB) "$$(cat build/targets 2>/dev/null || echo '$(RUNNABLE)')")
 
 demo:
@@ -208,8 +208,8 @@ demo:
 	@$(VENV)/bin/python examples/squares.py
 	@$(VENV)/bin/python examples/digits.py $(if $(MINDSPORE_PYTHON),--mindspore-python $(MS_VENV)/bin/python)
 
-# Several processes, of two threads each, which do not spin while they wait: processors have other work. At most four,
-# since each holds a context on the GPU, whose memory JAX would else take for itself.
+# The tests run in several processes with two threads each. Waiting threads sleep, because spinning would slow the other
+# processes. At most four processes, because each has a context on the GPU; JAX must not preallocate its memory.
 TEST_JOBS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 PYTEST := -m pytest -q -n $(TEST_JOBS) tests
 PYTEST_ENVIRONMENT := OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive XLA_PYTHON_CLIENT_PREALLOCATE=false

@@ -15,7 +15,7 @@ from .op import Attr, Op
 from .spec import TensorSpec
 
 UNKNOWN_DIM, UNKNOWN_RANK = -1, -2
-"""In a shape: a dimension that is not known yet; alone in a shape: not even their number is."""
+"""An unknown dimension; as the only element of a shape, an unknown rank."""
 
 _MAX_NDIM = 32  # cuda_src/aot.h: kMaxNdim
 _Dims = POINTER(c_int64)

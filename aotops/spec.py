@@ -26,7 +26,7 @@ def shape_text(shape: Sequence[int]) -> str:
 
 
 def check_like(op: str, slot: str, spec: TensorSpec, model_slot: str, model: TensorSpec) -> None:
-    """For a call that no entry sees."""
+    """For an operator without a kernel, whose calls the library does not check."""
     if spec.dtype != model.dtype:
         raise TypeError(f"{op}: {slot} has dtype {spec.dtype}, expected {model.dtype}")
     if spec.shape != model.shape:

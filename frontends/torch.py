@@ -84,14 +84,15 @@ def _check_devices(op: Op, inputs: Tensors) -> None:
 def _infer(op: Op, attrs: tuple[Any, ...], inputs: Tensors) -> dict[str, TensorSpec]:
     """The spec of every output and residual, for dimensions that may be symbolic."""
     specs, device = tuple(map(_spec, inputs)), inputs[0].device.type
-    dims = [*(dim for spec in specs if spec for dim in spec.shape), *(a for attr in attrs for a in _parts(attr))]
-    if any(isinstance(dim, _SYMBOLIC) for dim in dims):
+    if _symbolic(attrs) or _symbolic([spec.shape for spec in specs if spec]):
         return infer_symbolic(op, attrs, specs, _hint, device)
     return infer(op, op.canonical(attrs), specs, device)
 
 
-def _parts(attr: Any) -> Sequence[Any]:
-    return attr if isinstance(attr, (tuple, list)) else (attr,)
+def _symbolic(values: Sequence[Any]) -> bool:
+    """Whether one of the values, or of the elements of one that is a sequence, is symbolic."""
+    parts = (part for v in values for part in (v if isinstance(v, (tuple, list)) else (v,)))
+    return any(isinstance(part, _SYMBOLIC) for part in parts)
 
 
 def _hint(dim: Any) -> int:
@@ -458,7 +459,7 @@ def _public(op: Op) -> Callable[..., Any]:
 def _general(op: Op, disp: Callable[..., Any], inputs: Tensors, attrs: tuple[Any, ...]):
     """A call that is not plain, or that the builtin refused. Raises for arguments that the operator does not accept."""
     _check_tensors(op, inputs)
-    if not any(isinstance(part, _SYMBOLIC) for attr in attrs for part in _parts(attr)):
+    if not _symbolic(attrs):
         attrs = op.canonical(attrs)
     if op.broadcast:
         check_broadcast(op.name, op.inputs, [_spec(t) for t in inputs])
@@ -476,7 +477,7 @@ def _run_eager(op: Op, inputs: Tensors, attrs: tuple[Attr, ...]):
     inputs, attrs = op.absorb_transposed_views(inputs, attrs, Tensor.is_contiguous)
     if op.broadcast:
         inputs = torch.broadcast_tensors(*inputs)
-    _infer(op, attrs, inputs)
+    infer(op, attrs, tuple(map(_spec, inputs)), inputs[0].device.type)
     _check_devices(op, inputs)
     with _RecordFunctionFast(f"aotops::{op.name}", [t for t in inputs if t is not None]):
         results = _eager(op, attrs)(*(None if t is None else _plain(t) for t in inputs))

@@ -117,7 +117,8 @@ std::string_view attribute(const xla::Attrs &attrs, std::string_view name) {
   return {};
 }
 
-// Memory until the call returns. XLA's own is ordered by the stream; on the CPU it has none for a handler.
+// A workspace that is freed when the call returns. On CUDA it is XLA's memory, ordered by the stream; on the CPU XLA
+// has no allocator for handlers.
 class Scratch {
  public:
   Scratch(const xla::CallFrame &frame, const Device &device) : frame_(frame), device_(device) {}
@@ -144,7 +145,7 @@ class Scratch {
     }
     return data_
                ? kOk
-               : fail(kDeviceError, "%s: %lld bytes of scratch cannot be allocated", op, static_cast<long long>(bytes));
+               : fail(kOutOfMemory, "%s: %lld bytes of scratch cannot be allocated", op, static_cast<long long>(bytes));
   }
   void *data() const { return data_; }
 
