@@ -24,9 +24,10 @@ GPU := $(shell nvidia-smi -L 2>/dev/null)
 LIB     := aotops/libaotops.so
 VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' aotops/__init__.py)
 
-HOST := $(wildcard cuda_src/host/*.cpp)
-CPU  := $(wildcard cuda_src/*.cpp)
-CUDA := $(if $(NVCC),$(wildcard cuda_src/*.cu cuda_src/cuda/*.cu))
+# Compiled once; for each instruction set; by nvcc.
+HOST := $(wildcard $(addprefix cuda_src/,*.cpp cpu/*.cpp host/*.cpp))
+CPU  := $(wildcard $(addprefix cuda_src/operators/,*.cpp */*.cpp))
+CUDA := $(if $(NVCC),$(wildcard $(addprefix cuda_src/,gemm/*.cu conv/*.cu operators/*.cu operators/*/*.cu)))
 # Files named _sm80 and _sm90 include CUTLASS's headers. The latter are Hopper's alone (wgmma, TMA): they are for sm_90a,
 # and there only if 90 is asked for.
 SM90 := $(filter %_sm90.cu,$(CUDA))
@@ -43,11 +44,11 @@ OBJECTS := $(HOST:cuda_src/%=build/%.o) $(CUDA:cuda_src/%=build/%.o) \
            $(foreach isa,$(ISAS),$(CPU:cuda_src/%.cpp=build/%.$(isa).o))
 
 WARNINGS  := -Wall -Wextra
-CXXFLAGS  := -std=c++17 -O3 -fPIC -fvisibility=hidden -fopenmp -fno-math-errno -fno-trapping-math $(WARNINGS) \
+CXXFLAGS  := -std=c++17 -O3 -Icuda_src -fPIC -fvisibility=hidden -fopenmp -fno-math-errno -fno-trapping-math $(WARNINGS) \
              -MMD -MP -DAOT_VERSION='"$(VERSION)"'
 GENCODE   := $(foreach a,$(ARCHS),-gencode arch=compute_$(a),code=sm_$(a)) \
              -gencode arch=compute_$(lastword $(ARCHS)),code=compute_$(lastword $(ARCHS))
-NVCCFLAGS := -std=c++17 -O3 -DAOT_ISA=cuda -MMD -MP -Werror cross-execution-space-call \
+NVCCFLAGS := -std=c++17 -O3 -Icuda_src -DAOT_ISA=cuda -MMD -MP -Werror cross-execution-space-call \
              -Xcompiler -fPIC,-fvisibility=hidden,-Wall $(if $(filter 90,$(ARCHS)),-DAOT_HAVE_SM90)
 comma     := ,
 pinned     = $(shell sed -n 's/.*"\($(1)==[^"]*\)".*/\1/p' pyproject.toml)
@@ -63,7 +64,7 @@ build/targets: FORCE | build
 	  echo 'NVCC=$(NVCC) ARCHS="$(ARCHS)" ISAS="$(ISAS)"' >$@
 FORCE:
 
-build build/host build/cuda:
+build:
 	@mkdir -p $@
 
 $(LIB): $(OBJECTS) cuda_src/host/exports.map build/targets
@@ -74,20 +75,23 @@ else
 	@$(CXX) -shared -fopenmp -Wl,$(LDFLAGS) $(OBJECTS) -o $@ -ldl
 endif
 
-build/host/extra.cpp.o: CXXFLAGS += -D_GLIBCXX_USE_CXX11_ABI=0
-build/host/%.cpp.o: cuda_src/host/%.cpp build/flags | build/host
+build/extra.cpp.o: CXXFLAGS += -D_GLIBCXX_USE_CXX11_ABI=0
+build/%.cpp.o: cuda_src/%.cpp build/flags
+	@mkdir -p $(@D)
 	@echo "g++  $<"
 	@$(CXX) $(CXXFLAGS) -c $< -o $@
 
 # nvcc knows where CUDA's headers are.
 build/host/device.cpp.o: build/targets
 ifneq ($(NVCC),)
-build/host/device.cpp.o: cuda_src/host/device.cpp | build/host
+build/host/device.cpp.o: cuda_src/host/device.cpp
+	@mkdir -p $(@D)
 	@echo "nvcc $<"
-	@$(NVCC) -std=c++17 -O3 -MMD -MP -Xcompiler -fPIC,-fvisibility=hidden,-Wall -DAOT_HAVE_CUDA -c $< -o $@
+	@$(NVCC) -std=c++17 -O3 -Icuda_src -MMD -MP -Xcompiler -fPIC,-fvisibility=hidden,-Wall -DAOT_HAVE_CUDA -c $< -o $@
 endif
 
-build/%.cu.o: cuda_src/%.cu build/targets | build build/cuda
+build/%.cu.o: cuda_src/%.cu build/targets
+	@mkdir -p $(@D)
 	@echo "nvcc $<  (sm $(ARCHS))"
 	@$(NVCC) $(NVCCFLAGS) $(GENCODE) -c $< -o $@
 
@@ -107,7 +111,8 @@ $(CUTLASS)/include: pyproject.toml
 	@rm -rf $(CUTLASS)/wheel $(CUTLASS)/*.whl && touch $@
 
 define compile_for
-build/%.$(1).o: cuda_src/%.cpp build/flags | build
+build/%.$(1).o: cuda_src/%.cpp build/flags
+	@mkdir -p $$(@D)
 	@echo "g++  $$<  ($(1))"
 	@$$(CXX) $$(CXXFLAGS) $$(MARCH_$(1)) -DAOT_ISA=$(1) -c $$< -o $$@
 endef
@@ -151,7 +156,7 @@ no-mindspore:
 ASAN         := build/asan
 ASAN_CALLS   ?= 1000000
 ASAN_SEED    ?= 1
-# vptr would refuse a host's object, which is of no class of ours (cuda_src/host/extra.cpp).
+# vptr would refuse a host's object, which is of no class of ours (cuda_src/extra.cpp).
 ASAN_FLAGS   := -O1 -g1 -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all \
                 -fno-omit-frame-pointer
 ASAN_OBJECTS := $(HOST:cuda_src/%=$(ASAN)/%.o) $(foreach isa,$(ISAS),$(CPU:cuda_src/%.cpp=$(ASAN)/%.$(isa).o))
@@ -168,24 +173,24 @@ asan: $(VENV)/ready
 	  AOTOPS_TEST_FRONTENDS=numpy $(VENV)/bin/python -m pytest -q --capture=sys -m 'not gpu' -k 'not leak and not pile_up' \
 	  $(ASAN_TESTS)
 
-$(ASAN)/host:
-	@mkdir -p $@
-
 $(ASAN)/libaotops.so: $(ASAN_OBJECTS) cuda_src/host/exports.map
 	@echo "link $@"
 	@$(CXX) -shared -fopenmp $(ASAN_FLAGS) -Wl,$(LDFLAGS) $(ASAN_OBJECTS) -o $@ -ldl
 
-$(ASAN)/fuzz_convention: tests/fuzz_convention.cpp | $(ASAN)/host
+$(ASAN)/fuzz_convention: tests/fuzz_convention.cpp
+	@mkdir -p $(@D)
 	@echo "g++  $<"
 	@$(CXX) -std=c++17 $(ASAN_FLAGS) $(WARNINGS) $< -o $@ -ldl
 
-$(ASAN)/host/extra.cpp.o: CXXFLAGS += -D_GLIBCXX_USE_CXX11_ABI=0
-$(ASAN)/host/%.cpp.o: cuda_src/host/%.cpp build/flags | $(ASAN)/host
+$(ASAN)/extra.cpp.o: CXXFLAGS += -D_GLIBCXX_USE_CXX11_ABI=0
+$(ASAN)/%.cpp.o: cuda_src/%.cpp build/flags
+	@mkdir -p $(@D)
 	@echo "g++  $<  (asan)"
 	@$(CXX) $(CXXFLAGS) $(ASAN_FLAGS) -c $< -o $@
 
 define compile_asan_for
-$(ASAN)/%.$(1).o: cuda_src/%.cpp build/flags | $(ASAN)/host
+$(ASAN)/%.$(1).o: cuda_src/%.cpp build/flags
+	@mkdir -p $$(@D)
 	@echo "g++  $$<  ($(1), asan)"
 	@$$(CXX) $$(CXXFLAGS) $$(ASAN_FLAGS) $$(MARCH_$(1)) -DAOT_ISA=$(1) -c $$< -o $$@
 endef

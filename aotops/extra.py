@@ -1,4 +1,4 @@
-"""Attributes as text: what ``extra`` is made of outside MindSpore (cuda_src/host/extra.cpp reads it)."""
+"""Attributes as text: what ``extra`` is made of outside MindSpore (cuda_src/extra.cpp reads it)."""
 
 from __future__ import annotations
 

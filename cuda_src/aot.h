@@ -2,7 +2,7 @@
 //
 //   int Func(int nparam, void **params, int *ndims, int64_t **shapes, const char **dtypes, void *stream, void *extra)
 //
-// Parallel arrays describe nparam tensors, inputs first, then outputs. `extra` carries the attributes (host/extra.h).
+// Parallel arrays describe nparam tensors, inputs first, then outputs. `extra` carries the attributes (extra.h).
 // An entry returns 0, or a Status whose text aot_last_error() gives. Beside each entry stand <entry>Init, which reads
 // the attributes once; MindSpore's <entry>InferShape and <entry>InferType, in C++; and <entry>Infer, the same in plain
 // C.
@@ -31,7 +31,7 @@
 #include <iterator>
 #include <vector>
 
-#include "host/extra.h"
+#include "extra.h"
 
 #define AOT_API extern "C" __attribute__((visibility("default")))
 
@@ -53,10 +53,10 @@ enum Status : int {
   kOutOfMemory = 6,        // of the host's; MemoryError
 };
 
-// Notes the text of an error for aot_last_error() (host/error.cpp) and gives `status` back.
+// Notes the text of an error for aot_last_error() (error.cpp) and gives `status` back.
 [[gnu::format(printf, 2, 3)]] Status fail(Status status, const char *format, ...) noexcept;
 
-// The names of the floating dtypes (host/error.cpp). These very strings, which the call path hands over, are known by
+// The names of the floating dtypes (error.cpp). These very strings, which the call path hands over, are known by
 // their address: to compare characters is a tenth of the cost of a small call.
 extern const char kFloat16[], kBFloat16[], kFloat32[], kFloat64[];
 

@@ -42,11 +42,12 @@ def _copy_objects(to: Path) -> str:
     """The CPU's objects of this checkout, as old as they are, so that make compiles what is new alone. Returns the
     instruction sets that they are for."""
     build = ROOT / "build"
-    for file in (*build.glob("*.[od]"), *build.glob("host/*.[od]"), *build.glob("flags")):
+    for file in (*build.glob("*.[od]"), *build.glob("[cho]*/**/*.[od]"), build / "flags"):
         if ".cu." not in file.name:
             (to / file.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(file, to / file.relative_to(ROOT))
-    return " ".join(isa for isa in ("baseline", "avx2", "avx512") if (build / f"gelu.{isa}.o").exists()) or "baseline"
+    isas = [isa for isa in ("baseline", "avx2", "avx512") if (build / "operators" / f"gelu.{isa}.o").exists()]
+    return " ".join(isas) or "baseline"
 
 
 def _run(command: list[str], where: Path) -> str:
@@ -61,7 +62,7 @@ def _run(command: list[str], where: Path) -> str:
 def test_an_operator_is_added_by_its_files(tmp_path):
     if not (shutil.which("make") and shutil.which("g++")):
         pytest.skip("make or g++ is not installed")
-    assert {Path(path).parent.name for path in FILES} == {"ops", "cuda_src", "cases"}
+    assert {Path(path).parent.name for path in FILES} == {"ops", "operators", "cases"}
     _copy(tmp_path)
     isas = _copy_objects(tmp_path)
     for path, text in FILES.items():
@@ -69,7 +70,7 @@ def test_an_operator_is_added_by_its_files(tmp_path):
         (tmp_path / path).write_text(text)
 
     built = _run(["make", "lib", "JOBS=2", "NVCC=", f"ISAS={isas}"], tmp_path)
-    assert f"cuda_src/{NAME}.cpp" in built
+    assert f"cuda_src/operators/{NAME}.cpp" in built
 
     with_torch = "torch" in os.environ.get("AOTOPS_TEST_FRONTENDS", "torch") and find_spec("torch")
     modules = [*CORE, *(TORCH if with_torch else ())]

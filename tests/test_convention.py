@@ -98,7 +98,7 @@ def test_init_takes_numbers(text):
     assert _init("cross_entropy", f"label_smoothing={text}") == ""
 
 
-# A host of its own strings, as MindSpore is: laid out as cuda_src/host/extra.cpp says.
+# A host of its own strings, as MindSpore is: laid out as cuda_src/extra.cpp says.
 HOST = r"""
 #include <cstdint>
 #include <string>

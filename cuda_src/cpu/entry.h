@@ -7,7 +7,7 @@
 #pragma once
 #include <cstdlib>
 
-#include "../aot.h"
+#include "aot.h"
 
 #define AOT_PASTE_(a, b) a##b
 #define AOT_PASTE(a, b) AOT_PASTE_(a, b)

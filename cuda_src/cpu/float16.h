@@ -3,7 +3,7 @@
 #pragma once
 #include <type_traits>
 
-#include "../aot.h"
+#include "aot.h"
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif

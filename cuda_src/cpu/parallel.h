@@ -3,7 +3,7 @@
 #pragma once
 #include <omp.h>
 
-#include "../host/fork.h"
+#include "fork.h"
 #include "vector.h"
 
 namespace aot {
@@ -28,7 +28,7 @@ void share_out(int64_t chunks, const F &f) {
   }
 }
 
-// The same for a thread that came through a fork (../host/fork.h): by way of another one, with as many threads.
+// The same for a thread that came through a fork (../cpu/fork.h): by way of another one, with as many threads.
 template <class F>
 bool share_out_after_fork(int64_t chunks, const F &f) {
   struct Work {

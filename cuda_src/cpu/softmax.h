@@ -1,7 +1,7 @@
 // The exponentials of a row, for softmax and the cross entropy: the largest number, then exp(x - top) and its sum. A
 // NaN or an infinity makes the sum NaN, as in the formula.
 #pragma once
-#include "../host/blas.h"
+#include "blas.h"
 #include "math.h"
 #include "parallel.h"
 

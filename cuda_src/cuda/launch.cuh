@@ -6,7 +6,7 @@
 #include <atomic>
 #include <mutex>
 
-#include "../aot.h"
+#include "aot.h"
 #include "reduce.cuh"
 #include "vector.cuh"
 

@@ -1,6 +1,6 @@
 // An entry bound to its attributes: what every caller but MindSpore keeps between calls.
 #pragma once
-#include "../aot.h"
+#include "aot.h"
 
 namespace aot {
 

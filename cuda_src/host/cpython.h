@@ -6,7 +6,7 @@
 #include <string>
 #include <utility>
 
-#include "../aot.h"
+#include "aot.h"
 
 extern "C" const char *aot_last_error();
 

@@ -1,6 +1,6 @@
 // Makes a CUDA device current for the length of a call. In a build without CUDA there is nothing to do.
 #pragma once
-#include "../aot.h"
+#include "aot.h"
 
 namespace aot {
 

@@ -1,5 +1,5 @@
 // One XLA FFI handler for every operator, on the CPU and on CUDA. Its attributes are strings: `entry`, such as
-// aot_layer_norm, to which the device is added here, and `attrs`, as host/extra.h reads them. Workspaces are results,
+// aot_layer_norm, to which the device is added here, and `attrs`, as extra.h reads them. Workspaces are results,
 // which XLA places; where `scratch` is given, they are not: the handler allocates them, since their sizes follow from
 // dimensions that were symbolic when the program was made.
 #include "xla.h"

@@ -1,0 +1,47 @@
+// The activations that may follow a matrix product, chosen at run time, and their slopes.
+#pragma once
+#include "cuda/gelu.cuh"
+#include "cuda/math.cuh"
+#include "matrix.h"
+
+namespace aot {
+inline namespace AOT_ISA {
+
+// T is what is written, A what is computed in.
+template <typename T, typename A>
+__device__ __forceinline__ A activate(A x, Activation activation) {
+  switch (activation) {
+    case kActivationRelu:
+      return x < 0 ? A(0) : x;  // NaN stays NaN
+    case kActivationGelu:
+      return gelu<T, false>(x);
+    case kActivationGeluTanh:
+      return gelu<T, true>(x);
+    case kActivationSilu:
+      return x * sigmoid<T>(x);
+    default:
+      return x;
+  }
+}
+
+// dy times the slope at x. relu's is 1 at NaN, and what it stops is 0 also where dy is not finite.
+template <typename T, typename A>
+__device__ __forceinline__ A activation_gradient(A dy, A x, Activation activation) {
+  switch (activation) {
+    case kActivationRelu:
+      return x <= 0 ? A(0) : dy;
+    case kActivationGelu:
+      return dy * gelu_slope<T, false>(x);
+    case kActivationGeluTanh:
+      return dy * gelu_slope<T, true>(x);
+    case kActivationSilu: {
+      Logistic<A> s = logistic<T>(x);
+      return dy * (s.value + x * s.slope);
+    }
+    default:
+      return dy;
+  }
+}
+
+}  // namespace AOT_ISA
+}  // namespace aot

@@ -1,0 +1,283 @@
+// cuBLASLt, where the process has it or can load it: found by name, never linked. What is used of its interface is
+// declared here after NVIDIA's documentation of cuBLAS 12 and 13; its numbers have not changed since version 11.
+#include <dlfcn.h>
+
+#include <cstdlib>
+#include <mutex>
+#include <unordered_map>
+
+#include "cuda/launch.cuh"
+#include "gemm.h"
+
+namespace aot {
+inline namespace AOT_ISA {
+namespace {
+
+// ------------------------------------------------------------------------------------------------------- interface
+
+using Object = void *;  // a handle, a descriptor, a layout, a preference
+
+struct Algorithm {
+  uint64_t data[8];
+};
+struct Heuristic {
+  Algorithm algorithm;
+  size_t workspace;
+  int state;
+  float waves;
+  int reserved[4];
+};
+
+enum Attribute {
+  kTransposeA = 3,
+  kTransposeB = 4,
+  kEpilogue = 7,
+  kBiasPointer = 8,
+  kBatchCount = 5,   // of a layout
+  kBatchOffset = 6,  // of a layout
+  kMaxWorkspace = 1,
+  kReductions = 3,
+  kAlignment = 5,  // and the three behind it: of a, b, c, d
+};
+enum Epilogue { kDefault = 1, kRelu = 2, kBias = 4 };
+enum DataType { kFloat32Type = 0, kFloat64Type = 1, kFloat16Type = 2, kBFloat16Type = 14 };
+enum ComputeType { kCompute32 = 68, kCompute64 = 70, kComputeTf32 = 77 };
+constexpr uint32_t kReduceInComputeType = 2;
+
+struct Library {
+  int (*create)(Object *handle);
+  int (*desc_create)(Object *desc, int compute, int scale);
+  int (*desc_set)(Object desc, int attribute, const void *value, size_t size);
+  int (*desc_destroy)(Object desc);
+  int (*layout_create)(Object *layout, int type, uint64_t rows, uint64_t cols, int64_t stride);
+  int (*layout_set)(Object layout, int attribute, const void *value, size_t size);
+  int (*layout_destroy)(Object layout);
+  int (*preference_create)(Object *preference);
+  int (*preference_set)(Object preference, int attribute, const void *value, size_t size);
+  int (*preference_destroy)(Object preference);
+  int (*heuristic)(Object handle, Object desc, Object a, Object b, Object c, Object d, Object preference, int wanted,
+                   Heuristic *results, int *found);
+  int (*matmul)(Object handle, Object desc, const void *alpha, const void *a, Object a_layout, const void *b,
+                Object b_layout, const void *beta, const void *c, Object c_layout, void *d, Object d_layout,
+                const Algorithm *algorithm, void *workspace, size_t workspace_bytes, cudaStream_t stream);
+
+  bool read(void *library) {
+    auto get = [&](auto *function, const char *name) {
+      *function = reinterpret_cast<std::decay_t<decltype(*function)>>(dlsym(library, name));
+      return *function != nullptr;
+    };
+    return library && get(&create, "cublasLtCreate") && get(&desc_create, "cublasLtMatmulDescCreate") &&
+           get(&desc_set, "cublasLtMatmulDescSetAttribute") && get(&desc_destroy, "cublasLtMatmulDescDestroy") &&
+           get(&layout_create, "cublasLtMatrixLayoutCreate") && get(&layout_set, "cublasLtMatrixLayoutSetAttribute") &&
+           get(&layout_destroy, "cublasLtMatrixLayoutDestroy") &&
+           get(&preference_create, "cublasLtMatmulPreferenceCreate") &&
+           get(&preference_set, "cublasLtMatmulPreferenceSetAttribute") &&
+           get(&preference_destroy, "cublasLtMatmulPreferenceDestroy") &&
+           get(&heuristic, "cublasLtMatmulAlgoGetHeuristic") && get(&matmul, "cublasLtMatmul");
+  }
+};
+
+// What a framework has loaded; else NVIDIA's wheel; else the system's. $AOTOPS_CUBLASLT, where it is set, names the
+// file, or is "none".
+const Library *find_library() {
+  static Library found;
+  const char *names[] = {"libcublasLt.so.13", "libcublasLt.so.12"};
+  if (const char *asked = std::getenv("AOTOPS_CUBLASLT"))
+    return std::strcmp(asked, "none") && found.read(dlopen(asked, RTLD_NOW | RTLD_LOCAL)) ? &found : nullptr;
+  for (const char *name : names)
+    if (found.read(dlopen(name, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD))) return &found;
+  for (const char *name : names)
+    if (found.read(dlopen(name, RTLD_NOW | RTLD_LOCAL))) return &found;
+  return nullptr;
+}
+
+const Library *library() {
+  static const Library *const found = find_library();
+  return found;
+}
+
+// The handle of a device: it is for any thread and any stream, and is kept.
+Object handle_of(int device) {
+  constexpr int kDevices = 64;
+  static Object handles[kDevices];
+  static std::mutex creating;
+  if (device < 0 || device >= kDevices) return nullptr;
+  std::lock_guard<std::mutex> hold(creating);
+  if (!handles[device] && library()->create(&handles[device])) handles[device] = nullptr;
+  return handles[device];
+}
+
+// --------------------------------------------------------------------------------------------------------- product
+
+class Owned {
+ public:
+  Owned(int (*destroy)(Object)) : destroy_(destroy) {}
+  Owned(const Owned &) = delete;
+  ~Owned() {
+    if (object) destroy_(object);
+  }
+  Object object = nullptr;
+
+ private:
+  int (*destroy_)(Object);
+};
+
+int data_type(DType dtype) {
+  switch (dtype) {
+    case DType::float16:
+      return kFloat16Type;
+    case DType::bfloat16:
+      return kBFloat16Type;
+    case DType::float32:
+      return kFloat32Type;
+    default:
+      return kFloat64Type;
+  }
+}
+
+uint32_t alignment(const void *data) {
+  uint32_t bytes = 256;
+  while (reinterpret_cast<uintptr_t>(data) % bytes) bytes /= 2;
+  return bytes;
+}
+
+// All that an algorithm depends on.
+struct Key {
+  int64_t number[16];
+  bool operator==(const Key &other) const { return !std::memcmp(number, other.number, sizeof number); }
+};
+struct Hash {
+  size_t operator()(const Key &key) const {
+    uint64_t h = 0;
+    for (int64_t n : key.number) h = (h ^ n) * 0x9e3779b97f4a7c15u, h ^= h >> 29;
+    return h;
+  }
+};
+
+// Algorithms that were asked for; a question costs some ten microseconds. `known` false: there is none.
+struct Answer {
+  Algorithm algorithm;
+  bool known;
+};
+constexpr size_t kAnswers = 4096;
+std::mutex answering;
+std::unordered_map<Key, Answer, Hash> &answers() {
+  static auto *map = new std::unordered_map<Key, Answer, Hash>;  // lives as long as any thread
+  return *map;
+}
+
+// Row-major c = a b is column-major c^T = b^T a^T: what cuBLASLt calls A is b.
+struct Call {
+  const Library &lib;
+  const Gemm &gemm;
+  Owned desc{lib.desc_destroy}, a{lib.layout_destroy}, b{lib.layout_destroy}, c{lib.layout_destroy};
+
+  bool describe(int epilogue) {
+    const bool wide = gemm.dtype == DType::float64;
+    const int compute = wide ? kCompute64 : gemm.dtype == DType::float32 && gemm.allow_tf32 ? kComputeTf32 : kCompute32;
+    const int32_t flip_b = gemm.b.transposed, flip_a = gemm.a.transposed;
+    if (lib.desc_create(&desc.object, compute, wide ? kFloat64Type : kFloat32Type)) return false;
+    if (set(kTransposeA, flip_b) || set(kTransposeB, flip_a) || !set_epilogue(epilogue)) return false;
+    if (gemm.bias && set(kBiasPointer, gemm.bias)) return false;
+    return lay(&a, gemm.dtype, gemm.n, gemm.k, gemm.b, gemm.b_step) &&
+           lay(&b, gemm.dtype, gemm.k, gemm.m, gemm.a, gemm.a_step) &&
+           lay(&c, gemm.c_dtype, gemm.n, gemm.m, gemm.c, gemm.c_step);
+  }
+
+  bool set_epilogue(int epilogue) { return !set(kEpilogue, uint32_t(epilogue)); }
+
+  bool ask(Object handle, Algorithm *algorithm) {
+    Owned preference(lib.preference_destroy);
+    if (lib.preference_create(&preference.object)) return false;
+    auto prefer = [&](int attribute, auto value) {
+      return lib.preference_set(preference.object, attribute, &value, sizeof value);
+    };
+    prefer(kMaxWorkspace, uint64_t(gemm.workspace_bytes));
+    prefer(kReductions, kReduceInComputeType);
+    prefer(kAlignment, alignment(gemm.b.data)), prefer(kAlignment + 1, alignment(gemm.a.data));
+    prefer(kAlignment + 2, alignment(gemm.c.data)), prefer(kAlignment + 3, alignment(gemm.c.data));
+    Heuristic result;
+    int found = 0;
+    if (lib.heuristic(handle, desc.object, a.object, b.object, c.object, c.object, preference.object, 1, &result,
+                      &found) ||
+        !found || result.state)
+      return false;
+    return *algorithm = result.algorithm, true;
+  }
+
+  int run(Object handle, const Algorithm &algorithm, cudaStream_t stream) {
+    const float one = 1, zero = 0;
+    const double one64 = 1, zero64 = 0;
+    const bool wide = gemm.dtype == DType::float64;
+    const void *alpha = wide ? static_cast<const void *>(&one64) : &one, *beta = alpha;
+    if (!gemm.accumulate) beta = wide ? static_cast<const void *>(&zero64) : &zero;
+    return lib.matmul(handle, desc.object, alpha, gemm.b.data, a.object, gemm.a.data, b.object, beta, gemm.c.data,
+                      c.object, gemm.c.data, c.object, &algorithm, gemm.workspace, gemm.workspace_bytes, stream);
+  }
+
+ private:
+  template <typename T>
+  int set(int attribute, T value) {
+    return lib.desc_set(desc.object, attribute, &value, sizeof value);
+  }
+  bool lay(Owned *layout, DType dtype, int64_t rows, int64_t cols, const Operand &x, int64_t step) {
+    const int64_t r = x.transposed ? cols : rows, c = x.transposed ? rows : cols;
+    if (lib.layout_create(&layout->object, data_type(dtype), r, c, x.stride)) return false;
+    if (gemm.count == 1) return true;
+    const int32_t count = static_cast<int32_t>(gemm.count);
+    return !lib.layout_set(layout->object, kBatchCount, &count, sizeof count) &&
+           !lib.layout_set(layout->object, kBatchOffset, &step, sizeof step);
+  }
+};
+
+}  // namespace
+
+// ----------------------------------------------------------------------------------------------------------- entry
+
+Status gemm_cublaslt(const char *op, const Gemm &gemm, cudaStream_t stream, bool *done) {
+  *done = false;
+  const int64_t limit = 0x7fffffff;
+  const bool fits = gemm.m <= limit && gemm.n <= limit && gemm.k <= limit && gemm.count <= limit;
+  if (gemm.k == 0 || !fits || !library()) return kOk;
+  // Its GELU, the tanh approximation, is not used: in float64 it is right to ten digits. Its ReLU is where the same
+  // product, with `before`, is its own, too (gemm.cu); that one has no activation, and so the algorithm is asked for
+  // without: the same sums, the same bits.
+  const bool relu = gemm.activation == kActivationRelu && itemsize(gemm.dtype) > 2;
+  if ((gemm.activation && !relu) || gemm.before) return kOk;
+  const int epilogue = gemm.bias ? kBias : kDefault;
+  int device = 0;
+  AOT_TRY(check_cuda(op, cudaGetDevice(&device)));
+  Object handle = handle_of(device);
+  Call call{*library(), gemm};
+  if (!handle || !call.describe(epilogue)) return kOk;
+
+  const Key key = {{device | gemm.a.transposed << 8 | gemm.b.transposed << 9 | gemm.allow_tf32 << 10 | epilogue << 16,
+                    int64_t(gemm.dtype) << 8 | int64_t(gemm.c_dtype), gemm.m, gemm.n, gemm.k, gemm.a.stride,
+                    gemm.b.stride, gemm.c.stride, gemm.count, gemm.a_step, gemm.b_step, gemm.c_step,
+                    gemm.workspace_bytes,
+                    alignment(gemm.a.data) << 20 | alignment(gemm.b.data) << 10 | alignment(gemm.c.data),
+                    gemm.bias ? alignment(gemm.bias) : 0}};
+  Answer answer{};
+  {
+    std::lock_guard<std::mutex> hold(answering);
+    auto found = answers().find(key);
+    if (found != answers().end()) {
+      answer = found->second;
+    } else {
+      answer.known = call.ask(handle, &answer.algorithm);
+      if (answers().size() >= kAnswers) answers().clear();
+      answers().emplace(key, answer);
+    }
+  }
+  if (!answer.known) return kOk;
+  if (relu) {  // what it does not take is left
+    const int with_relu = gemm.bias ? kBias | kRelu : kRelu;
+    return *done = call.set_epilogue(with_relu) && !call.run(handle, answer.algorithm, stream), kOk;
+  }
+  if (int status = call.run(handle, answer.algorithm, stream))
+    return fail(kDeviceError, "%s: cublasLtMatmul gives status %d", op, status);
+  return *done = true, kOk;
+}
+
+}  // namespace AOT_ISA
+}  // namespace aot

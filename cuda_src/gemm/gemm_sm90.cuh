@@ -1,0 +1,143 @@
+// Products on Hopper's tensor cores: CUTLASS's kernels with wgmma, fed by TMA, whose epilogue adds the bias, keeps what
+// goes into the activation where it is wanted, and applies the activation. For matrices of T, 16 bits, which wgmma
+// reads as they lie.
+#pragma once
+#include <cutlass/cutlass.h>
+#include <cutlass/gemm/device/gemm_universal_adapter.h>
+#include <cutlass/epilogue/collective/collective_builder.hpp>
+#include <cutlass/gemm/collective/collective_builder.hpp>
+#include <cutlass/gemm/kernel/gemm_universal.hpp>
+
+#include "activation.cuh"
+#include "cuda/launch.cuh"
+#include "gemm.h"
+
+namespace aot {
+inline namespace AOT_ISA {
+
+struct ActivationArguments {
+  Activation activation;
+};
+
+template <class T>
+struct Sm90Activation;
+
+// As CUTLASS's epilogue calls it, on a fragment of sums.
+template <typename A, int n>
+struct Sm90Activation<cutlass::Array<A, n>> {
+  using Arguments = ActivationArguments;
+  using Fragment = cutlass::Array<A, n>;
+
+  CUTLASS_DEVICE Fragment operator()(const Fragment &x, const Arguments &arguments) const {
+    Fragment y = x;
+    switch (arguments.activation) {  // once for all of them
+      case kActivationRelu:
+        return each<kActivationRelu>(x);
+      case kActivationGelu:
+        return each<kActivationGelu>(x);
+      case kActivationGeluTanh:
+        return each<kActivationGeluTanh>(x);
+      case kActivationSilu:
+        return each<kActivationSilu>(x);
+      default:
+        return y;
+    }
+  }
+
+ private:
+  template <Activation activation>
+  CUTLASS_DEVICE static Fragment each(const Fragment &x) {
+    Fragment y;
+#pragma unroll
+    for (int i = 0; i < n; ++i) y[i] = activate<__half>(x[i], activation);
+    return y;
+  }
+};
+
+template <typename A>
+struct Sm90Activation {
+  using Arguments = ActivationArguments;
+  CUTLASS_DEVICE A operator()(A x, const Arguments &arguments) const {
+    return activate<__half>(x, arguments.activation);
+  }
+};
+
+// Tile: of c, and 64 of k; Cluster: blocks that share what they read; kPingpong: two warpgroups take turns with tiles,
+// so that one's epilogue is hidden behind the other's product; else both work on one, larger tile.
+template <typename T, class Tile, class Cluster, class EpilogueTile, bool kPingpong, bool kBefore, bool kTransposedA,
+          bool kTransposedB>
+struct Sm90Kernel {
+  static constexpr int kAligned = 16 / sizeof(T);
+  using Row = cutlass::layout::RowMajor;
+  using Column = cutlass::layout::ColumnMajor;
+  using LayoutA = std::conditional_t<kTransposedA, Column, Row>;
+  using LayoutB = std::conditional_t<kTransposedB, Column, Row>;
+  using Plain = cutlass::epilogue::fusion::LinCombPerColBiasEltAct<Sm90Activation, T, float, T, void, float, kAligned>;
+  using Keeping = cutlass::epilogue::fusion::LinCombPerColBiasEltActAux<Row, Sm90Activation, T, float, T, T, void,
+                                                                        float, kAligned, kAligned>;
+  using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
+      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster, EpilogueTile, float, float, void, Row,
+      kAligned, T, Row, kAligned,
+      std::conditional_t<kPingpong, cutlass::epilogue::TmaWarpSpecialized,
+                         cutlass::epilogue::TmaWarpSpecializedCooperative>,
+      std::conditional_t<kBefore, Keeping, Plain>>::CollectiveOp;
+  using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
+      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, T, LayoutA, kAligned, T, LayoutB, kAligned, float, Tile,
+      Cluster,
+      cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::SharedStorage))>,
+      std::conditional_t<kPingpong, cutlass::gemm::KernelTmaWarpSpecializedPingpong,
+                         cutlass::gemm::KernelTmaWarpSpecializedCooperative>>::CollectiveOp;
+  using Kernel = cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop, Epilogue>;
+  using Device = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
+
+  static Status run(const char *op, const Gemm &g, int multiprocessors, cudaStream_t stream, bool *done) {
+    const int m = static_cast<int>(g.m), n = static_cast<int>(g.n), k = static_cast<int>(g.k);
+    typename Kernel::StrideA a_stride;
+    typename Kernel::StrideB b_stride;
+    cute::get<kTransposedA ? 1 : 0>(a_stride) = g.a.stride, cute::get<2>(a_stride) = g.a_step;
+    cute::get<kTransposedB ? 0 : 1>(b_stride) = g.b.stride, cute::get<2>(b_stride) = g.b_step;
+    const typename Kernel::StrideD c_stride{g.c.stride, {}, g.c_step};
+    typename Device::Arguments arguments{
+        cutlass::gemm::GemmUniversalMode::kGemm,
+        {m, n, k, static_cast<int>(g.count)},
+        {static_cast<const T *>(g.a.data), a_stride, static_cast<const T *>(g.b.data), b_stride},
+        {{}, nullptr, c_stride, static_cast<T *>(g.c.data), c_stride}};
+    arguments.hw_info.sm_count = multiprocessors;
+    auto &epilogue = arguments.epilogue.thread;
+    epilogue.bias_ptr = static_cast<const T *>(g.bias);
+    epilogue.activation = {g.activation};
+    if constexpr (kBefore) epilogue.aux_ptr = static_cast<T *>(g.before), epilogue.dAux = c_stride;
+    Device device;
+    if (Device::get_workspace_size(arguments) || Device::can_implement(arguments) != cutlass::Status::kSuccess)
+      return kOk;
+    if (device.initialize(arguments, nullptr, stream) != cutlass::Status::kSuccess ||
+        device.run(stream) != cutlass::Status::kSuccess)
+      return check_cuda(op, cudaGetLastError());
+    return *done = true, check_launch(op);
+  }
+};
+
+// A tile of m x 128, by two warpgroups that take turns, in clusters of two that share columns of b.
+template <typename T, int m, bool kBefore, bool kTransposedA, bool kTransposedB>
+using Sm90Pingpong =
+    Sm90Kernel<T, cute::Shape<cute::Int<m>, cute::_128, cute::_64>, cute::Shape<cute::_2, cute::_1, cute::_1>,
+               cute::Shape<cute::_64, cute::_64>, true, kBefore, kTransposedA, kTransposedB>;
+
+template <typename T, bool kBefore, bool kTransposedA, bool kTransposedB>
+Status gemm_sm90(const char *op, const Gemm &g, int rows, int multiprocessors, cudaStream_t stream, bool *done) {
+  auto run = rows < 128 ? Sm90Pingpong<T, 64, kBefore, kTransposedA, kTransposedB>::run
+                        : Sm90Pingpong<T, 128, kBefore, kTransposedA, kTransposedB>::run;
+  return run(op, g, multiprocessors, stream, done);
+}
+
+template <typename T>
+Status gemm_sm90(const char *op, const Gemm &g, int rows, int multiprocessors, cudaStream_t stream, bool *done) {
+  auto *run = g.before ? gemm_sm90<T, true, false, true>
+              : g.a.transposed
+                  ? (g.b.transposed ? gemm_sm90<T, false, true, true> : gemm_sm90<T, false, true, false>)
+                  : (g.b.transposed ? gemm_sm90<T, false, false, true> : gemm_sm90<T, false, false, false>);
+  return run(op, g, rows, multiprocessors, stream, done);
+}
+
+}  // namespace AOT_ISA
+}  // namespace aot

@@ -1,0 +1,196 @@
+// Products of matrices on the ordinary cores, summed in the accumulate type: a block has a tile of the result in its
+// registers, and goes along the summed axis in steps. The next step's operands are copied to shared memory while this
+// one's are multiplied.
+#pragma once
+#include "cuda/async.cuh"
+#include "cuda/launch.cuh"
+#include "cuda/reduce.cuh"
+
+namespace aot {
+inline namespace AOT_ISA {
+
+// ---------------------------------------------------------------------------------------------------------- packets
+
+// Neighbouring elements that are read and written at once.
+template <typename T, int n>
+struct alignas(sizeof(T) * n < 16 ? sizeof(T) * n : 16) Packet {
+  T value[n];
+};
+
+template <int n, typename T>
+__device__ inline Packet<T, n> load_packet(const T *p) {
+  Packet<T, n> packet;
+  if constexpr (sizeof packet == 16) reinterpret_cast<Vector<T> &>(packet) = load_once(p);
+  else packet = *reinterpret_cast<const Packet<T, n> *>(p);
+  return packet;
+}
+// Zeros where it is not present.
+template <int n, typename T>
+__device__ inline Packet<T, n> load_packet(const T *p, bool present) {
+  Packet<T, n> packet = {};
+  if constexpr (sizeof packet == 16) reinterpret_cast<Vector<T> &>(packet) = load_present(p, present);
+  else if (present) packet = *reinterpret_cast<const Packet<T, n> *>(p);
+  return packet;
+}
+
+template <typename T, int n>
+__device__ inline void store_packet(T *p, const Packet<T, n> &packet) {
+  *reinterpret_cast<Packet<T, n> *>(p) = packet;
+}
+
+// ------------------------------------------------------------------------------------------------------------ shapes
+
+// kM by kN, summed over kDepth a step. A thread has 4 rows in each of kGroupsM parts of the tile's, and 4 columns
+// likewise; a warp is 4 by 8 threads, of which pairs share columns: so a fragment is read in half the time. kUnroll
+// terms are written out; a multiprocessor is to have room for kBlocks blocks.
+template <int kM_, int kN_, int kDepth_, int kGroupsM_, int kGroupsN_, int kBlocks_, int kUnroll_>
+struct Tile {
+  static constexpr int kM = kM_, kN = kN_, kDepth = kDepth_, kGroupsM = kGroupsM_, kGroupsN = kGroupsN_;
+  static constexpr int kBlocks = kBlocks_, kUnroll = kUnroll_;
+  static constexpr int kPartM = kM / kGroupsM, kPartN = kN / kGroupsN, kRows = 4 * kGroupsM, kColumns = 4 * kGroupsN;
+  static constexpr int kThreads = kPartM / 4 * (kPartN / 4);
+  static constexpr int kStrideM = kM + 4, kStrideN = kN + 4;  // in shared memory: spreads a column over the banks
+  static_assert(kPartM % 16 == 0 && kPartN % 32 == 0, "whole warps");
+};
+
+// Where this thread's first row and column are.
+template <class Shape>
+__device__ inline int first_row() {
+  int row = lane_index() / 16 * 2 + lane_index() % 2;
+  return (warp_index() / (Shape::kPartN / 32) * 4 + row) * 4;
+}
+template <class Shape>
+__device__ inline int first_column() {
+  int column = lane_index() / 2 % 8;
+  return (warp_index() % (Shape::kPartN / 32) * 8 + column) * 4;
+}
+
+template <class Shape, typename A>
+struct TileSums {
+  A value[Shape::kRows][Shape::kColumns];
+};
+
+// ----------------------------------------------------------------------------------------------------------- operands
+
+// An operand that has kWidth rows (or columns) of the result, step by step from memory to shared memory, where a line
+// is one term of the sums. kDeep: it lies in memory along the summed axis, and is copied element by element; else along
+// the other, and is copied in packets of kSize_.
+template <typename T, class Shape, int kWidth, bool kDeep_, int kSize_>
+struct Carrier {
+  using A = Accumulate<T>;
+  static constexpr bool kDeep = kDeep_;
+  static constexpr int kSize = kDeep ? 1 : kSize_, kStride = kWidth + 4;
+  // Neighbouring threads have kAlong packets of what lies side by side: a sector of a row, or a whole line.
+  static constexpr int kAlong = kDeep ? 8 : kWidth / kSize, kPackets = kWidth * (kDeep ? 8 : Shape::kDepth / kSize);
+  static constexpr int kLoads = (kPackets + Shape::kThreads - 1) / Shape::kThreads, kTerms = kDeep ? Shape::kDepth : 1;
+  static_assert(!kDeep || Shape::kDepth % 8 == 0, "whole sectors");
+  const T *from[kLoads];
+  int64_t advance, left;
+
+  // f(i, at, depth) for each of this thread's addresses.
+  template <class F>
+  __device__ static void each(F f) {
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      int packet = threadIdx.x + i * Shape::kThreads, side = packet % kAlong, line = packet / kAlong;
+      if (kPackets % Shape::kThreads && packet >= kPackets) continue;
+      f(i, kDeep ? line : side * kSize, kDeep ? side : line);
+    }
+  }
+  // From here on: address(at, depth), `depth` to be summed, `advance_` elements from one step to the next. What is
+  // outside of the result may be anything: it comes to nothing but itself.
+  template <class Address>
+  __device__ void begin(int64_t depth, int64_t advance_, Address address) {
+    left = depth, advance = advance_;
+    each([&](int i, int at, int depth) { from[i] = address(at, depth); });
+  }
+  __device__ void fetch(A *tile) {
+    if (left >= Shape::kDepth) copy(tile, [](int) { return true; });
+    else copy(tile, [&](int depth) { return depth < left; });
+    left -= Shape::kDepth;
+  }
+
+ private:
+  template <class Present>
+  __device__ void copy(A *tile, Present present) {
+    each([&](int i, int at, int depth) {
+#pragma unroll
+      for (int k = 0; k < kTerms; k += 8) {
+        A *to = tile + (depth + k) * kStride + at;
+        if constexpr (std::is_same_v<T, A>)
+          copy_async<kSize * sizeof(T)>(shared_address(to), from[i] + k, present(depth + k));
+        else
+          for (int l = 0; l < kSize; ++l) to[l] = present(depth + k) ? widen(from[i][k + l]) : A(0);
+      }
+      from[i] += advance;
+    });
+  }
+};
+
+// ------------------------------------------------------------------------------------------------------------ product
+
+template <class Shape, typename A>
+struct TileMemory {
+  struct alignas(16) Stage {
+    A left[Shape::kDepth * Shape::kStrideM], right[Shape::kDepth * Shape::kStrideN];
+  } stages[2];
+};
+
+template <int kGroups, int kPart, typename A>
+__device__ inline void load_fragment(A (&fragment)[4 * kGroups], const A *line) {
+#pragma unroll
+  for (int g = 0; g < kGroups; ++g) {
+    Packet<A, 4> part = *reinterpret_cast<const Packet<A, 4> *>(line + g * kPart);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) fragment[4 * g + i] = part.value[i];
+  }
+}
+
+// sum += left right, over `first` steps and then over `second` ones. begin(part, left, right) lets the carriers begin
+// with either.
+template <class Left, class Right, class Shape, typename A, class Begin>
+__device__ inline void multiply(TileMemory<Shape, A> &memory, TileSums<Shape, A> &sum, int64_t first, int64_t second,
+                                Begin begin) {
+  Left left;
+  Right right;
+  const int64_t steps = first + second;
+  auto fetch = [&](int64_t step) {
+    if (step == first) begin(1, left, right);
+    auto &stage = memory.stages[step & 1];
+    left.fetch(stage.left), right.fetch(stage.right);
+    commit_copies();
+  };
+  if (steps == 0) return;
+  begin(0, left, right);
+  fetch(0);
+#pragma unroll 1
+  for (int64_t step = 0; step < steps; ++step) {
+    wait_copies<0>();
+    __syncthreads();
+    if (step + 1 < steps) fetch(step + 1);
+    const auto &stage = memory.stages[step & 1];
+    const A *left_line = stage.left + first_row<Shape>(), *right_line = stage.right + first_column<Shape>();
+    A a[2][Shape::kRows], b[2][Shape::kColumns];
+    auto load = [&](int k) {
+      load_fragment<Shape::kGroupsM, Shape::kPartM>(a[k % 2], left_line + k * Shape::kStrideM);
+      load_fragment<Shape::kGroupsN, Shape::kPartN>(b[k % 2], right_line + k * Shape::kStrideN);
+    };
+    load(0);
+#pragma unroll(Shape::kUnroll)
+    for (int k = 0; k < Shape::kDepth; ++k) {
+      if (k + 1 < Shape::kDepth) load(k + 1);
+      // Down a column, up the next: one operand of each multiplication is the last one's too, which saves a read of
+      // registers, of which there are two in a cycle.
+#pragma unroll
+      for (int j = 0; j < Shape::kColumns; ++j)
+#pragma unroll
+        for (int l = 0; l < Shape::kRows; ++l) {
+          const int i = j % 2 ? Shape::kRows - 1 - l : l;
+          sum.value[i][j] += a[k % 2][i] * b[k % 2][j];
+        }
+    }
+  }
+}
+
+}  // namespace AOT_ISA
+}  // namespace aot

@@ -1,0 +1,312 @@
+#include "conv2d.h"
+
+#include <cstdlib>
+
+#include "cpu/entry.h"
+#include "cpu/parallel.h"
+#include "gemm/gemm_cpu.h"
+
+namespace aot {
+inline namespace AOT_ISA {
+
+// A convolution is a matrix product: of the weight with columns, which hold for each position of the result all that
+// it sums over. Columns are made for a block of positions at a time, and the product of the block follows while they
+// are in a cache.
+
+// ---------------------------------------------------------------------------------------------------------- columns
+
+// Where along an axis the kernel's element k meets the source, for a position of the result; -1 where it does not.
+struct Axis {
+  int64_t source, result, kernel, stride, padding, dilation;
+  bool transposed;  // the source is dy, and the result dx
+
+  int64_t meets(int64_t position, int64_t k) const {
+    int64_t i = transposed ? position + padding - k * dilation : position * stride + k * dilation - padding;
+    if (transposed) {
+      if (i % stride != 0) return -1;
+      i /= stride;
+    }
+    return 0 <= i && i < source ? i : -1;
+  }
+  bool identity() const { return kernel == 1 && stride == 1 && padding == 0; }
+};
+
+// The source, of which one group's channels are of interest: `channels` of `all`.
+template <typename T>
+struct Source {
+  bool nhwc;
+  Axis h, w;
+  int64_t batch, channels, all;
+  const T *data;
+
+  int64_t positions() const { return h.result * w.result; }
+  int64_t depth() const { return channels * h.kernel * w.kernel; }
+  bool identity() const { return h.identity() && w.identity(); }
+
+  // NHWC: a row (kernel, channels) for each of the positions from `begin` on, counted through all images.
+  void rows(int64_t group, int64_t begin, int64_t n, T *to) const {
+    for (int64_t at = begin; at < begin + n; ++at) {
+      const int64_t image = at / positions(), i = at / w.result % h.result, j = at % w.result;
+      for (int64_t r = 0; r < h.kernel; ++r) {
+        const int64_t y = h.meets(i, r);
+        for (int64_t s = 0; s < w.kernel; ++s, to += channels) {
+          const int64_t x = y < 0 ? -1 : w.meets(j, s);
+          if (x < 0) std::memset(to, 0, channels * sizeof(T));
+          else
+            std::memcpy(to, data + ((image * h.source + y) * w.source + x) * all + group * channels,
+                        channels * sizeof(T));
+        }
+      }
+    }
+  }
+
+  // NCHW: for each element of the kernel of channel c a row of n positions of an image, from `begin` on.
+  void columns(int64_t image, int64_t group, int64_t c, int64_t begin, int64_t n, T *to) const {
+    const T *plane = data + (image * all + group * channels + c) * h.source * w.source;
+    for (int64_t r = 0; r < h.kernel; ++r)
+      for (int64_t s = 0; s < w.kernel; ++s)
+        for (int64_t at = begin; at < begin + n;) {
+          const int64_t i = at / w.result, j = at % w.result, left = begin + n - at;
+          const int64_t run = w.result - j < left ? w.result - j : left, y = h.meets(i, r);
+          fill_run(y < 0 ? nullptr : plane + y * w.source, j, s, run, to);
+          at += run, to += run;
+        }
+  }
+
+ private:
+  void fill_run(const T *line, int64_t j, int64_t s, int64_t run, T *to) const {
+    if (!line) {
+      std::memset(to, 0, run * sizeof(T));
+    } else if (w.stride == 1) {  // the source's elements are neighbours too
+      const int64_t first = w.transposed ? j + w.padding - s * w.dilation : j + s * w.dilation - w.padding;
+      int64_t before = first < 0 ? -first : 0, there = w.source - first;
+      before = before < run ? before : run, there = there < run ? there : run;
+      there = there < before ? before : there;
+      std::memset(to, 0, before * sizeof(T));
+      std::memcpy(to + before, line + first + before, (there - before) * sizeof(T));
+      std::memset(to + there, 0, (run - there) * sizeof(T));
+    } else {
+      for (int64_t k = 0; k < run; ++k) {
+        const int64_t x = w.meets(j + k, s);
+        to[k] = x < 0 ? T{} : line[x];
+      }
+    }
+  }
+};
+
+// Positions of a block whose columns stay in a cache.
+inline int64_t block_of(int64_t depth, int64_t elements) {
+  const int64_t n = elements / (depth > 0 ? depth : 1);
+  return n < 64 ? 64 : n > 1024 ? 1024 : n;
+}
+
+// ------------------------------------------------------------------------------------------------------ y and dx
+
+// result = the source convolved with a weight of (outputs, depth) for each group; `outputs` are of one group.
+template <typename T>
+Status convolve(const char *op, const Source<T> &source, const T *weight, const T *bias, int64_t groups,
+                int64_t outputs, T *result) {
+  const int64_t depth = source.depth(), positions = source.positions(), all = groups * outputs;
+  const int64_t block = block_of(depth, 1 << 18);
+  // NHWC has its images in one, NCHW is cut at each
+  const int64_t images = source.nhwc ? 1 : source.batch, length = source.nhwc ? source.batch * positions : positions;
+  const int64_t blocks = ceil_div(length, block);
+  return try_parallel(images * groups * blocks, [&](int64_t index) -> Status {
+    const int64_t begin = index % blocks * block, n = length - begin < block ? length - begin : block;
+    const int64_t group = index / blocks % groups, image = index / blocks / groups;
+    const Buffer<T> buffer(source.identity() ? 0 : n * depth);
+    if (!buffer) return out_of_memory(op);
+    const Matrix<T> w{weight + group * outputs * depth, depth, source.nhwc};
+    const T *add = bias ? bias + group * outputs : nullptr;
+    if (source.nhwc) {
+      Matrix<T> rows{source.data + begin * source.all + group * source.channels, source.all};
+      if (!source.identity()) source.rows(group, begin, n, buffer), rows = {buffer, depth};
+      return gemm(n, outputs, depth, rows, w, result + begin * all + group * outputs, all, false,
+                  [=](Vec<T> v, int64_t, int64_t j, auto part) { return add ? v + load(add + j, part) : v; });
+    } else {
+      Matrix<T> columns{source.data + (image * source.all + group * source.channels) * positions + begin, positions};
+      if (!source.identity()) {
+        for (int64_t c = 0; c < source.channels; ++c)
+          source.columns(image, group, c, begin, n, buffer + c * source.h.kernel * source.w.kernel * n);
+        columns = {buffer, n};
+      }
+      return gemm(outputs, n, depth, w, columns, result + (image * all + group * outputs) * positions + begin,
+                  positions, false,
+                  [=](Vec<T> v, int64_t i, int64_t, auto) { return add ? v + load(add + i, Part{1})[0] : v; });
+    }
+  });
+}
+
+// The weight of the convolution that gives dx: each group's inputs and outputs change places.
+template <typename T>
+void transpose_weight(const T *weight, bool nhwc, int64_t groups, int64_t outputs, int64_t channels, int64_t kernel,
+                      T *to) {
+  parallel_pieces(groups * channels, ceil_div(kGrain, outputs * kernel + 1), [=](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t group = i / channels, c = i % channels;
+      for (int64_t o = 0; o < outputs; ++o)
+        for (int64_t k = 0; k < kernel; ++k) {
+          const int64_t from = (group * outputs + o) * kernel * channels;
+          if (nhwc) to[(i * kernel + k) * outputs + o] = weight[from + k * channels + c];
+          else to[(i * outputs + o) * kernel + k] = weight[from + c * kernel + k];
+        }
+    }
+  });
+}
+
+// ---------------------------------------------------------------------------------------------------------- dweight
+
+// sums (outputs, depth) for each group = dy, as a matrix of outputs and positions, times the source's columns. Blocks
+// come one after the other, each a product that all threads share: the order of the sum is that of the blocks.
+template <typename T, typename A = Accumulate<T>>
+Status sum_products(const char *op, const Source<T> &source, const T *dy, int64_t groups, int64_t outputs, A *sums) {
+  const int64_t depth = source.depth(), positions = source.positions(), all = groups * outputs;
+  const int64_t images = source.nhwc ? 1 : source.batch, length = source.nhwc ? source.batch * positions : positions;
+  const int64_t block = source.identity() ? length : block_of(depth, 1 << 20);
+  const Buffer<T> buffer(source.identity() ? 0 : (block < length ? block : length) * depth);
+  if (!buffer) return out_of_memory(op);
+  if (images * length == 0) std::memset(sums, 0, all * depth * sizeof(A));
+  for (int64_t group = 0; group < groups; ++group)
+    for (int64_t image = 0; image < images; ++image)
+      for (int64_t begin = 0; begin < length; begin += block) {
+        const int64_t n = length - begin < block ? length - begin : block;
+        A *to = sums + group * outputs * depth;
+        if (source.nhwc) {
+          Matrix<T> rows{source.data + begin * source.all + group * source.channels, source.all};
+          if (!source.identity()) {
+            parallel_pieces(n, ceil_div(kGrain, depth + 1), [&](int64_t first, int64_t last) {
+              source.rows(group, begin + first, last - first, buffer + first * depth);
+            });
+            rows = {buffer, depth};
+          }
+          const Matrix<T> left{dy + begin * all + group * outputs, all, true};
+          AOT_TRY(gemm(outputs, depth, n, left, rows, to, depth, image + begin > 0));
+        } else {
+          Matrix<T> columns{source.data + (image * source.all + group * source.channels) * positions + begin, positions,
+                            true};
+          if (!source.identity()) {
+            const int64_t kernel = source.h.kernel * source.w.kernel;
+            parallel_pieces(source.channels, ceil_div(kGrain, kernel * n + 1), [&](int64_t first, int64_t last) {
+              for (int64_t c = first; c < last; ++c) source.columns(image, group, c, begin, n, buffer + c * kernel * n);
+            });
+            columns = {buffer, n, true};
+          }
+          const Matrix<T> left{dy + (image * all + group * outputs) * positions + begin, positions};
+          AOT_TRY(gemm(outputs, depth, n, left, columns, to, depth, image + begin > 0));
+        }
+      }
+  return kOk;
+}
+
+// ------------------------------------------------------------------------------------------------------------ dbias
+
+// The sum of n elements in each of `rows` rows, `stride` apart.
+template <typename T>
+double sum_rows(const T *x, int64_t rows, int64_t stride, int64_t n) {
+  constexpr int64_t block = 4096;
+  double total = 0;
+  for (int64_t i = 0; i < rows; ++i, x += stride)
+    for (int64_t begin = 0; begin < n; begin += block) {
+      Vec<T> s[4] = {};
+      sweep_sums<T>(n - begin < block ? n - begin : block,
+                    [&](int64_t j, auto part, int k) { s[k] += load(x + begin + j, part); });
+      total += sum<Accumulate<T>>((s[0] + s[1]) + (s[2] + s[3]));
+    }
+  return total;
+}
+
+template <typename T>
+void sum_outputs(const T *dy, bool nhwc, int64_t batch, int64_t positions, int64_t outputs, T *dbias) {
+  using A = Accumulate<T>;
+  if (!nhwc) {
+    parallel_pieces(outputs, ceil_div(kGrain, batch * positions + 1), [=](int64_t begin, int64_t end) {
+      for (int64_t o = begin; o < end; ++o) {
+        const A total = sum_rows(dy + o * positions, batch, outputs * positions, positions);
+        store(dbias + o, Vec<T>{} + total, Part{1});
+      }
+    });
+    return;
+  }
+  // columns of a matrix: a vector of them at a time, its rows in blocks
+  constexpr int64_t block = 256;
+  parallel_pieces(outputs, kLanes<T>, [=](int64_t begin, int64_t end) {
+    const Part part{end - begin};
+    double total[kLanes<T>] = {};
+    for (int64_t first = 0; first < batch * positions; first += block) {
+      Vec<T> s = {};
+      for (int64_t i = first; i < first + block && i < batch * positions; ++i)
+        s += load(dy + i * outputs + begin, part);
+      for (int l = 0; l < kLanes<T>; ++l) total[l] += s[l];
+    }
+    Vec<T> v = {};
+    for (int l = 0; l < kLanes<T>; ++l) v[l] = static_cast<A>(total[l]);
+    store(dbias + begin, v, part);
+  });
+}
+
+// -------------------------------------------------------------------------------------------------------- launchers
+
+template <typename T>
+Source<T> source_of(const Conv2dAttrs &op, const Conv2dShape &s, const T *data, bool transposed) {
+  auto axis = [&](int i, int64_t in, int64_t out, int64_t kernel) {
+    return Axis{transposed ? out : in, transposed ? in : out, kernel,    op.stride.value[i],
+                op.padding.value[i],   op.dilation.value[i],  transposed};
+  };
+  const int64_t channels = transposed ? s.outputs : s.channels;
+  return {op.nhwc(),
+          axis(0, s.height, s.out_h, s.kernel_h),
+          axis(1, s.width, s.out_w, s.kernel_w),
+          s.batch,
+          channels / op.groups,
+          channels,
+          data};
+}
+
+inline Status conv2d_cpu(const Conv2d &op, const Tensor *in, const Tensor *out, void *) {
+  const Conv2dShape s = op.shape(in[0], in[1], out[0]);
+  return dispatch_floating(in[0].dtype, [&](auto zero) {
+    using T = decltype(zero);
+    return convolve(Conv2d::name, source_of(op, s, in[0].as<const T>(), false), in[1].as<const T>(),
+                    in[2].as<const T>(), op.groups, s.outputs / op.groups, out[0].as<T>());
+  });
+}
+
+inline Status conv2d_backward_cpu(const Conv2dBackward &op, const Tensor *in, const Tensor *out, void *) {
+  const Conv2dShape s = op.shape(in[1], in[2], in[0]);
+  const int64_t outputs = s.outputs / op.groups, channels = s.channels / op.groups;
+  const int64_t weights = s.outputs * channels * s.kernel();
+  const char *name = Conv2dBackward::name;
+  return dispatch_floating(in[0].dtype, [&](auto zero) {
+    using T = decltype(zero);
+    using A = Accumulate<T>;
+    const T *dy = in[0].as<const T>(), *x = in[1].as<const T>(), *weight = in[2].as<const T>();
+    if (out[0]) {
+      const Buffer<T> turned(weights);
+      if (!turned) return out_of_memory(name);
+      transpose_weight<T>(weight, op.nhwc(), op.groups, outputs, channels, s.kernel(), turned);
+      AOT_TRY(convolve<T>(name, source_of(op, s, dy, true), turned, nullptr, op.groups, channels, out[0].as<T>()));
+    }
+    if (out[1]) {
+      const Source<T> source = source_of(op, s, x, false);
+      T *dweight = out[1].as<T>();
+      if constexpr (std::is_same_v<T, A>) {
+        AOT_TRY(sum_products(name, source, dy, op.groups, outputs, dweight));
+      } else {
+        const Buffer<A> sums(weights);
+        if (!sums) return out_of_memory(name);
+        AOT_TRY(sum_products(name, source, dy, op.groups, outputs, static_cast<A *>(sums)));
+        map(dweight, weights, [&](int64_t i, auto part) { return load(sums + i, part); });
+      }
+    }
+    if (out[2]) sum_outputs(dy, op.nhwc(), s.batch, s.out_h * s.out_w, s.outputs, out[2].as<T>());
+    return kOk;
+  });
+}
+
+}  // namespace AOT_ISA
+}  // namespace aot
+
+// ---------------------------------------------------------------------------------------------------------- entries
+
+AOT_CPU_ENTRY(aot::Conv2d, aot_conv2d_cpu, aot::conv2d_cpu)
+AOT_CPU_ENTRY(aot::Conv2dBackward, aot_conv2d_backward_cpu, aot::conv2d_backward_cpu)

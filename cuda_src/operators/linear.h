@@ -1,0 +1,116 @@
+// linear: y = activation(x weight^T + bias), of rows x. What goes into the activation, `before`, is kept for the
+// backward where a frontend lets it: to compute it again is a third product, to keep it are as many bytes as y has.
+#pragma once
+#include "gemm/matrix.h"
+
+namespace aot {
+inline namespace AOT_ISA {
+
+struct LinearAttrs {
+  static constexpr const char *kActivations[] = {nullptr, "relu", "gelu_tanh", "gelu", "silu"};  // as Activation
+  int which = 0;
+  bool allow_tf32 = false;
+
+  Status init(const Attrs &attrs) {
+    AOT_TRY(attrs.get("activation", kActivations, &which));
+    return attrs.get("allow_tf32", &allow_tf32);
+  }
+  Activation activation() const { return static_cast<Activation>(which); }
+
+  // Checks the inputs and infers y; its rank is unknown where x's is.
+  Status check(const char *op, const Spec &x, const Spec &weight, const Spec &bias, Spec *y) const {
+    AOT_TRY(check_floating(op, "x", x));
+    AOT_TRY(check_floating(op, "weight", weight));
+    AOT_TRY(check_dtype(op, "weight", weight, x.dtype));
+    if (x.rank_known() && x.ndim < 1)
+      return fail(kInvalidArgument, "%s: x has shape (), expected at least one axis", op);
+    const int64_t in = x.rank_known() ? x.shape[x.ndim - 1] : kUnknownDim;
+    const bool known = weight.rank_known();
+    if (known && (weight.ndim != 2 || !same_dim(weight.shape[1], in)))
+      return fail(kInvalidArgument, "%s: weight has shape %s, expected (out, %lld), to multiply %s, the shape of x", op,
+                  ShapeText(weight).text, static_cast<long long>(in), ShapeText(x).text);
+    const Spec rows = outputs_of(x, weight);
+    if (bias) AOT_TRY(check_like(op, "bias", bias, "weight's first axis", rows));
+    *y = x;
+    if (!x.rank_known()) return kOk;
+    y->shape[y->ndim - 1] = rows.shape[0];
+    return check_size(op, "the result", *y);
+  }
+
+  // Of what goes into the activation: of no columns where there is none.
+  Spec before(const Spec &y) const {
+    Spec s = y;
+    if (!activation() && s.rank_known()) s.shape[s.ndim - 1] = 0;
+    return s;
+  }
+
+  // (out,), as the bias is
+  static Spec outputs_of(const Spec &x, const Spec &weight) {
+    return Spec::vector(x.dtype, weight.rank_known() ? weight.shape[0] : kUnknownDim);
+  }
+};
+
+struct Linear : LinearAttrs {
+  static constexpr const char *name = "linear";
+  static constexpr Slot inputs[] = {{"x"}, {"weight"}, {"bias", optional}};
+  static constexpr Slot outputs[] = {{"y"}, {"before", optional}, {"workspace", workspace}};
+
+  Status infer(const Tensor *in, Spec *out) const {
+    const Spec &x = in[0];
+    AOT_TRY(check(name, x, in[1], in[2], &out[0]));
+    out[1] = before(out[0]);
+    const bool all = x.known() && out[0].known();
+    out[2] = Spec::vector(accumulate_dtype(x.dtype),
+                          all ? library_workspace(out[0].size(), x.shape[x.ndim - 1]) : kUnknownDim);
+    return kOk;
+  }
+};
+
+struct LinearBackward : LinearAttrs {
+  static constexpr const char *name = "linear_backward";
+  static constexpr Slot inputs[] = {{"dy"}, {"x"}, {"weight"}, {"bias", optional}, {"before", optional}};
+  static constexpr Slot outputs[] = {
+      {"dx", optional}, {"dweight", optional}, {"dbias", optional}, {"workspace", workspace}};
+  // partial sums of a column of dy, which the CPU does not need; what follows all of them is aligned, too
+  static constexpr int kParts = kIsCuda ? 64 : 0;
+
+  Status infer(const Tensor *in, Spec *out) const {
+    const Spec &dy = in[0], &x = in[1], &weight = in[2];
+    Spec y;
+    AOT_TRY(check(name, x, weight, in[3], &y));
+    AOT_TRY(check_like(name, "dy", dy, "y", y));
+    if (in[4]) AOT_TRY(check_like(name, "before", in[4], "what goes into the activation", before(y)));
+    out[0] = x, out[1] = weight, out[2] = outputs_of(x, weight);
+    int64_t work = kUnknownDim;
+    if (x.known() && y.known())
+      work = slope_elements(y) + kParts * out[2].shape[0] + library_workspace(y.size(), x.shape[x.ndim - 1]);
+    out[3] = Spec::vector(accumulate_dtype(x.dtype), work);
+    return kOk;
+  }
+
+  // Elements of scratch for the gradient of what goes into the activation, which is of dy's dtype; the sums' partials
+  // lie behind it, and cuBLASLt's scratch behind them.
+  int64_t slope_elements(const Spec &dy) const { return activation() ? workspace_elements(dy.size(), dy.dtype) : 0; }
+};
+
+// The products. x and dy are taken as matrices, of all their rows.
+struct LinearProducts {
+  int64_t rows, out, in;
+  DType dtype;
+
+  LinearProducts(const Tensor &x, const Tensor &weight)
+      : rows(x.product(0, x.ndim - 1)), out(weight.shape[0]), in(weight.shape[1]), dtype(x.dtype) {}
+
+  Product forward(const Tensor &x, const Tensor &weight, void *y) const {
+    return {dtype, rows, out, in, {x.data, in}, {weight.data, in, true}, {y, out}};
+  }
+  Product gradient_x(void *dy, const Tensor &weight, const Tensor &dx) const {
+    return {dtype, rows, in, out, {dy, out}, {weight.data, in}, {dx.data, in}};
+  }
+  Product gradient_weight(void *dy, const Tensor &x, const Tensor &dweight) const {
+    return {dtype, out, in, rows, {dy, out, true}, {x.data, in}, {dweight.data, in}};
+  }
+};
+
+}  // namespace AOT_ISA
+}  // namespace aot
