@@ -11,8 +11,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from .infer import infer
+from .library import Library
 from .op import Attr, Op
-from .ops import OPS
 from .spec import TensorSpec, accumulate_dtype, check_broadcast, check_like
 
 Arrays = Sequence[Any]
@@ -47,11 +47,13 @@ class ArrayFrontend(ABC):
     def launch(self, op: Op, attrs: tuple[Attr, ...], arrays: Arrays) -> None:
         """Runs the entry on one array, or None, for each slot."""
 
-    def functions(self) -> dict[str, Callable[..., Any]]:
-        functions = {op.name: self._forward(op) for op in OPS.values()}
-        functions |= {f"{op.name}_backward": self._backward(op) for op in OPS.values() if op.backward}
-        for name, function in functions.items():  # pickle looks a function up by its module and name
-            function.__module__, function.__name__, function.__qualname__ = type(self).__module__, name, name
+    def functions(self, library: Library, module: str) -> dict[str, Callable[..., Any]]:
+        """Each operator of a library, and its gradient, by name. ``module``: where they are found, for pickle."""
+        ops = library.ops.values()
+        functions = {op.name: self._forward(op) for op in ops}
+        functions |= {f"{op.name}_backward": self._backward(op) for op in ops if op.backward}
+        for name, function in functions.items():
+            function.__module__, function.__name__, function.__qualname__ = module, name, name
         return functions
 
     def _forward(self, op: Op) -> Callable[..., Any]:

@@ -138,8 +138,8 @@ def _text(value: str) -> bytes:
 def handle_of(op: Op, attrs: tuple[Attr, ...]) -> Any:
     """The C side of an operator bound to its attributes: a capsule that owns it."""
     n = len(op.slots)
-    entries = (c_void_p * 2)(*(library.address(f"aot_{op.name}_{device}") for device in _DEVICES))
-    inits = (c_void_p * 2)(*(library.address(f"aot_{op.name}_{device}Init") for device in _DEVICES))
+    entries = (c_void_p * 2)(*(op.library.address(f"{op.entry}_{device}") for device in _DEVICES))
+    inits = (c_void_p * 2)(*(op.library.address(f"{op.entry}_{device}Init") for device in _DEVICES))
     handle = lib().aot_call_new(
         op.name.encode(),
         encode(op, attrs).encode(),
@@ -150,6 +150,7 @@ def handle_of(op: Op, attrs: tuple[Attr, ...]) -> Any:
         c_uint32(sum(1 << i for i, slot in enumerate(op.slots) if slot in op.accepts_scalar)),
         entries,
         inits,
+        c_void_p(op.library.address("aot_last_error")),
     )
     assert handle, f"{op.name} has more than 16 slots, or more than 8 optional ones"
     return _capsule(handle, "aot_call_capsule_delete")

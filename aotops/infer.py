@@ -52,7 +52,7 @@ def infer(op: Op, attrs: tuple[Attr, ...], specs: Specs, device: str = "cpu") ->
         shapes,
         dtypes,
     )
-    library.check(status)
+    op.library.check(status)
     starts = range(0, n_out * _MAX_NDIM, _MAX_NDIM)
     found = (
         TensorSpec(tuple(shapes[at : at + ndim]), (dtype or b"").decode())
@@ -97,12 +97,12 @@ def _with_aliases(op: Op, specs: Sequence[TensorSpec | None], written: dict[str,
 class _Bound:
     """An operator's attributes, read once by its Init, and the function that infers."""
 
-    def __init__(self, entry: str, attrs: str) -> None:
-        lib = library.load()
-        self._delete = lib.aot_extra_delete
-        self.extra = c_void_p(lib.aot_extra_new(attrs.encode()))
-        library.check(getattr(lib, f"{entry}Init")(None, None, None, self.extra))
-        self.infer = getattr(lib, f"{entry}Infer")
+    def __init__(self, of: library.Library, entry: str, attrs: str) -> None:
+        host = library.load()
+        self._delete = host.aot_extra_delete
+        self.extra = c_void_p(host.aot_extra_new(attrs.encode()))
+        of.check(getattr(of.functions, f"{entry}Init")(None, None, None, self.extra))
+        self.infer = getattr(of.functions, f"{entry}Infer")
         ints, texts = POINTER(c_int), POINTER(c_char_p)
         self.infer.argtypes = [c_int, ints, POINTER(_Dims), texts, c_void_p, ints, _Dims, texts]
 
@@ -113,7 +113,7 @@ class _Bound:
 
 @lru_cache(maxsize=256)
 def _bound(op: Op, attrs: tuple[Attr, ...], device: str, given: tuple[bool, ...]) -> _Bound:
-    entry = f"aot_{op.name}_{device}"
-    if library.address(entry) is None:
-        entry = library.entry_name(op, "cpu")
-    return _Bound(entry, encode(op, attrs, (*given, *(True for _ in op.entry_outputs))))
+    entry = f"{op.entry}_{device}"
+    if op.library.address(entry) is None:
+        entry = op.library.entry_name(op, "cpu")
+    return _Bound(op.library, entry, encode(op, attrs, (*given, *(True for _ in op.entry_outputs))))

@@ -1,11 +1,12 @@
-"""The shared library: where it is, its entries, its version and its errors."""
+"""Shared libraries: the one of aotops, which every call goes through, and libraries of operators."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import struct
-from functools import cache
+from collections.abc import Iterable
+from functools import cache, cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,16 +26,16 @@ ERRORS: dict[int, type[Exception]] = {
 
 _POINTER = ctypes.c_void_p
 _ELF = struct.Struct("<4sBB10xHHIQQQIHHHHHH")
-"""The head of a 64-bit ELF file: its magic, class and byte order; at the end, where segments and sections are told."""
+"""The header of a 64-bit ELF file. Its last fields locate the tables of segments and sections."""
 _SEGMENT = struct.Struct("<IIQQQQQQ")
 
 
 class LibraryError(ImportError):
-    """libaotops.so cannot be used: it is missing, does not load, or is of another version."""
+    """A shared library cannot be used: it is missing, does not load, or is of another version."""
 
 
-class _Library(ctypes.CDLL):
-    """Its functions as attributes; one that it does not have is a ``LibraryError``."""
+class _Functions(ctypes.CDLL):
+    """A shared library's functions as attributes; a symbol that it does not export is a ``LibraryError``."""
 
     def __getattr__(self, symbol: str) -> Any:
         if symbol.startswith("__"):
@@ -44,35 +45,39 @@ class _Library(ctypes.CDLL):
         except AttributeError:
             raise LibraryError(f"{self._name} exports no {symbol}: rebuild it with `make clean lib`") from None
 
+    def address(self, symbol: str) -> int | None:
+        """The address of an exported symbol, or None."""
+        try:
+            return ctypes.cast(self[symbol], _POINTER).value
+        except AttributeError:
+            return None
+
+
+# ------------------------------------------------------------------------------------------------------ libaotops.so
+
 
 @cache
 def path() -> Path:
-    """Where the library is: $AOTOPS_LIBRARY, or beside this file. The first answer holds for good, so that it is the
-    library that is loaded, wherever the process goes."""
+    """The path of libaotops.so: $AOTOPS_LIBRARY, or beside this file. The first result is kept, so that it stays the
+    library that is loaded if the process changes its directory or environment."""
     return Path(os.environ.get("AOTOPS_LIBRARY") or Path(__file__).with_name("libaotops.so")).absolute()
 
 
 @cache
-def load() -> ctypes.CDLL:
-    """Loads the library once.
+def load() -> _Functions:
+    """Loads libaotops.so, once: the call path and the built-in operators.
 
     Raises:
-        LibraryError: it is missing, does not load, or is of another version than this package.
+        LibraryError: it is missing, does not load, or has another version than this package.
     """
-    file = path()
-    _check_whole(file)
-    try:
-        lib = _Library(str(file))
-    except OSError as error:
-        raise LibraryError(f"{file} does not load: {error}; rebuild it with `make clean lib`") from error
+    lib = _open(path())
     try:
         lib.aot_version.restype = ctypes.c_char_p
         built = lib.aot_version().decode()
     except LibraryError as error:
-        raise LibraryError(f"{file} is not a library of aotops: it exports no aot_version") from error
+        raise LibraryError(f"{path()} is not a library of aotops: it exports no aot_version") from error
     if built != __version__:
-        raise LibraryError(f"{file} is version {built}, the package is {__version__}: rebuild it with `make lib`")
-    lib.aot_last_error.restype = ctypes.c_char_p
+        raise LibraryError(f"{path()} is version {built}, the package is {__version__}: rebuild it with `make lib`")
     lib.aot_set_openblas.argtypes = [ctypes.c_char_p]
     lib.aot_set_openblas(str(_openblas() or "").encode())
     lib.aot_extra_new.restype, lib.aot_extra_new.argtypes = _POINTER, [ctypes.c_char_p]
@@ -80,15 +85,108 @@ def load() -> ctypes.CDLL:
     return lib
 
 
-def _check_whole(file: Path) -> None:
-    """Raises LibraryError where the file cannot be read, or ends before its segments or its table of sections do: to
-    map it would end the process. What is no ELF file of this kind is left to the loader, which says so."""
+def function(symbol: str) -> int:
+    """The address of a function of libaotops.so. Raises LibraryError if it is not exported."""
+    address = ctypes.cast(getattr(load(), symbol), _POINTER).value
+    assert address
+    return address
+
+
+def last_error() -> str:
+    """The message of this thread's last failed call of libaotops.so."""
+    return _last_error(load())
+
+
+def check(status: int) -> None:
+    """Raises the exception of a status other than 0 that a function of libaotops.so returned."""
+    if status:
+        raise ERRORS.get(status, RuntimeError)(last_error())
+
+
+def has_cuda() -> bool:
+    """Whether libaotops.so was built with its CUDA entries."""
+    return load().address("aot_add_cuda") is not None
+
+
+# ---------------------------------------------------------------------------------------------- libraries of operators
+
+
+class Library:
+    """A shared library and the definitions of its operators. A frontend is a function of one:
+    ``aotops.frontends.numpy.functions(library)``.
+
+    Args:
+        name: an identifier; torch's namespace for the operators.
+        definitions: the operators. ``ops`` has them by name, with this library as their ``library``.
+        file: its path; None for libaotops.so.
+    """
+
+    def __init__(self, name: str, definitions: Iterable[Op], file: str | Path | None = None) -> None:
+        self.name = name
+        self.ops = {op.name: op.bound_to(self) for op in definitions}
+        self._file = None if file is None else Path(file).absolute()
+
+    @property
+    def path(self) -> Path:
+        return self._file or path()
+
+    @cached_property
+    def functions(self) -> _Functions:
+        """The loaded library. Raises LibraryError if it is missing or does not load."""
+        return _open(self._file) if self._file else load()
+
+    def address(self, symbol: str) -> int | None:
+        """The address of an exported symbol, or None."""
+        return self.functions.address(symbol)
+
+    def entry_name(self, op: Op, device: str) -> str:
+        """The symbol of an operator's entry; device is "cpu" or "cuda".
+
+        Raises:
+            NotImplementedError: the library has no such entry.
+        """
+        symbol = f"{op.entry}_{device}"
+        if self.address(symbol) is None:
+            why = "; build it where nvcc is, with `make lib`" if device == "cuda" else ""
+            raise NotImplementedError(f"{op.name}: {self.path} has no {device} entry ({symbol}){why}")
+        return symbol
+
+    def last_error(self) -> str:
+        """The message of this thread's last failed call of the library's entries."""
+        return _last_error(self.functions)
+
+    def check(self, status: int) -> None:
+        """Raises the exception of a status other than 0 that a function of this library returned."""
+        if status:
+            raise ERRORS.get(status, RuntimeError)(self.last_error())
+
+
+# ------------------------------------------------------------------------------------------------------------- loading
+
+
+def _open(file: Path) -> _Functions:
+    _check_complete(file)
+    try:
+        lib = _Functions(str(file))
+    except OSError as error:
+        raise LibraryError(f"{file} does not load: {error}; rebuild it with `make clean lib`") from error
+    return lib
+
+
+def _last_error(lib: _Functions) -> str:
+    lib.aot_last_error.restype = ctypes.c_char_p
+    return lib.aot_last_error().decode(errors="replace")
+
+
+def _check_complete(file: Path) -> None:
+    """Raises LibraryError if the file cannot be read, or ends before its segments or its section table do: mapping a
+    truncated file would end the process. A file of another format is left to the loader, which reports it."""
     try:
         with file.open("rb") as opened:
-            size, head = os.fstat(opened.fileno()).st_size, opened.read(_ELF.size)
-            if len(head) < _ELF.size or head[:6] != b"\x7fELF\x02\x01":
+            size, header = os.fstat(opened.fileno()).st_size, opened.read(_ELF.size)
+            if len(header) < _ELF.size or header[:6] != b"\x7fELF\x02\x01":
                 return
-            *_, at, sections, _flags, _size, each, n, section, n_sections, _ = _ELF.unpack(head)
+            *_, at, sections, _flags, _size, each, n, section, n_sections, _ = _ELF.unpack(header)
             opened.seek(at)
             table = opened.read(each * n)
     except FileNotFoundError:
@@ -96,63 +194,14 @@ def _check_whole(file: Path) -> None:
     except OSError as error:
         raise LibraryError(f"{file} cannot be read: {error.strerror}") from error
     segments = [_SEGMENT.unpack_from(table, i) for i in range(0, len(table) - _SEGMENT.size + 1, max(each, 1))]
-    needed = max(
-        [
-            at + each * n,
-            sections + section * n_sections,
-            *(offset + filled for _, _, offset, _, _, filled, _, _ in segments),
-        ]
-    )
+    ends = [offset + in_file for _, _, offset, _, _, in_file, _, _ in segments]
+    needed = max(at + each * n, sections + section * n_sections, *ends)
     if needed > size:
         raise LibraryError(f"{file} has {size} bytes of at least {needed}: rebuild it with `make clean lib`")
 
 
 def _openblas() -> Path | None:
-    """The OpenBLAS of PyPI's scipy-openblas32, where it is installed: what CPU matrix products use, if they find it."""
+    """The OpenBLAS of PyPI's scipy-openblas32 if it is installed: CPU matrix products use it."""
     spec = find_spec("scipy_openblas32")
     file = spec and spec.origin and Path(spec.origin).with_name("lib") / "libscipy_openblas.so"
     return file if file and file.exists() else None
-
-
-def address(symbol: str) -> int | None:
-    """The address of an exported symbol; None where there is none."""
-    try:
-        return ctypes.cast(load()[symbol], _POINTER).value
-    except AttributeError:
-        return None
-
-
-def function(symbol: str) -> int:
-    """The address of a function that every library has. Raises LibraryError where it is not there."""
-    address = ctypes.cast(getattr(load(), symbol), _POINTER).value
-    assert address
-    return address
-
-
-def has_cuda() -> bool:
-    """Whether the library was built with its CUDA entries."""
-    return address("aot_add_cuda") is not None
-
-
-def entry_name(op: Op, device: str) -> str:
-    """The symbol of an operator's entry; device is "cpu" or "cuda".
-
-    Raises:
-        NotImplementedError: the library has no such entry.
-    """
-    symbol = f"aot_{op.name}_{device}"
-    if address(symbol) is None:
-        why = "; build it where nvcc is, with `make lib`" if device == "cuda" else ""
-        raise NotImplementedError(f"{op.name}: {path()} has no {device} entry ({symbol}){why}")
-    return symbol
-
-
-def last_error() -> str:
-    """The text of this thread's last failed call."""
-    return load().aot_last_error().decode(errors="replace")
-
-
-def check(status: int) -> None:
-    """Raises the exception of a status other than 0."""
-    if status:
-        raise ERRORS.get(status, RuntimeError)(last_error())

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import index
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .library import Library
 
 Attr = int | float | bool | str | tuple[int, ...] | None
 
@@ -61,9 +64,9 @@ _KINDS: dict[str, tuple[Callable[[Any], Attr], str]] = {
 class Op:
     """What an operator takes, gives and saves.
 
-    Its entries are ``aot_<name>_cpu`` and ``aot_<name>_cuda``. They take the ``slots`` in order: inputs, outputs,
-    residuals, workspace. Names tell the gradient: ``backward`` takes ``dy`` for the output ``y`` and gives ``dx`` for
-    the input ``x``; whatever else it takes is saved by the forward.
+    Its entries are ``aot_<name>_cpu`` and ``aot_<name>_cuda`` of its library. They take the ``slots`` in order: inputs,
+    outputs, residuals, workspace. The gradient follows by name: ``backward`` takes ``dy`` for the output ``y`` and
+    returns ``dx`` for the input ``x``; its other inputs are saved by the forward.
     """
 
     name: str
@@ -111,6 +114,18 @@ class Op:
     """By kind of device the dtype that torch.autocast casts to before this operator; "autocast" for its own, of 16
     bits. An operator that names some device computes, on another, in the widest dtype it is given, and its results have
     the widest of the ``vmappable`` inputs: as torch's norms on the CPU."""
+    library: Library = field(default=None, repr=False)  # type: ignore[assignment]
+    """Whose entries it has; set by ``Library``."""
+
+    def bound_to(self, library: Library) -> Op:
+        """The same operator, and its backward, of a library."""
+        backward = self.backward and self.backward.bound_to(library)
+        return replace(self, library=library, backward=backward)
+
+    @property
+    def entry(self) -> str:
+        """The name of its entries, without the device."""
+        return f"aot_{self.name}"
 
     @cached_property
     def entry_outputs(self) -> tuple[str, ...]:

@@ -42,7 +42,7 @@ class NaiveCall:
     """An entry called through ctypes as the calling convention says, with new argument arrays in each call."""
 
     def __init__(self, op: Op, attrs: tuple[Attr, ...], device: str, present: tuple[bool, ...]) -> None:
-        name = library.entry_name(op, device)
+        name = op.library.entry_name(op, device)
         self.entry = getattr(library.load(), name)
         self.extra = ctypes.c_void_p(library.load().aot_extra_new(extra.encode(op, attrs, present).encode()))
         library.check(getattr(library.load(), f"{name}Init")(None, None, None, self.extra))

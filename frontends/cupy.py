@@ -5,13 +5,17 @@ Subclasses of cupy.ndarray are refused with a TypeError.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import cupy as cp
 
 from aotops import call
 from aotops.arrays import ArrayFrontend
+from aotops.library import Library
 from aotops.op import Attr, Op
+from aotops.ops import BUILTIN
 from aotops.spec import TensorSpec
 
 
@@ -46,4 +50,12 @@ class _CuPy(ArrayFrontend):
         call.addresses(op, attrs, "cuda", specs)(device.id, stream, *(a.data.ptr for _, a in given))
 
 
-globals().update(_CuPy().functions())
+_frontend = _CuPy()
+
+
+def functions(library: Library, module: str = __name__) -> dict[str, Callable[..., Any]]:
+    """The functions of a library's operators. ``module``: where they are found, for pickle."""
+    return _frontend.functions(library, module)
+
+
+globals().update(functions(BUILTIN))

@@ -17,6 +17,7 @@ They work under jit, grad, vmap, scan, cond, checkpoint and shard_map. A program
 
 from __future__ import annotations
 
+import ctypes
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial, reduce, wraps
@@ -33,8 +34,9 @@ from jax.export import is_symbolic_dim
 from .. import library
 from ..extra import encode
 from ..infer import UNKNOWN_DIM, infer, infer_symbolic
+from ..library import Library
 from ..op import Attr, Op
-from ..ops import OPS
+from ..ops import BUILTIN, OPS
 from ..spec import TensorSpec, shape_text
 
 try:
@@ -46,7 +48,7 @@ try:
 except ImportError:  # before JAX 0.5
     from jax.extend import ffi
 
-__all__ = ["LLTM", "SCRATCH_TARGET", "TARGET", "ShardingWarning", "register", *OPS]
+__all__ = ["LLTM", "SCRATCH_TARGET", "TARGET", "ShardingWarning", "functions", "register", *OPS]
 
 TARGET, SCRATCH_TARGET = "aotops", "aotops_scratch"
 """The names of the custom calls. The second is in exported programs alone, for operators that need a workspace whose
@@ -62,14 +64,20 @@ Attrs = tuple[Attr, ...]
 Names = tuple[str, ...]
 
 
-@cache
-def register() -> None:
-    """Makes the custom call known to XLA. The functions here do so when first called; a process that calls none of
-    them, and runs a program loaded by ``jax.export``, has to do so itself.
+def register(library: Library = BUILTIN) -> None:
+    """Makes a library's operators known to XLA. The functions here do so when first called; a process that calls none
+    of them, and runs a program loaded by ``jax.export``, has to do so itself.
 
     Raises:
         LibraryError: the library is missing, does not load, or is of another version.
     """
+    _register_targets()
+    if library is not BUILTIN:
+        _register_library(library)
+
+
+@cache
+def _register_targets() -> None:
     # Not at import: a registration that XLA refuses takes the whole of JAX down.
     lib = library.load()
     ffi.register_ffi_target(TARGET, ffi.pycapsule(lib.aot_xla_cpu), platform="cpu")
@@ -79,10 +87,21 @@ def register() -> None:
     ffi.register_ffi_target(SCRATCH_TARGET, ffi.pycapsule(lib.aot_xla_cuda_scratch), platform="CUDA")
 
 
+@cache
+def _register_library(other: Library) -> None:
+    status = library.load().aot_xla_library(other.name.encode(), ctypes.c_void_p(other.functions._handle))
+    library.check(status)
+
+
 # ------------------------------------------------------------------------------------------------------------ functions
 
 
-def _function(op: Op) -> Callable[..., Array]:
+def functions(library: Library, module: str = __name__) -> dict[str, Callable[..., Array]]:
+    """The functions of a library's operators. ``module``: where they are found, for pickle."""
+    return {name: _function(op, module) for name, op in library.ops.items()}
+
+
+def _function(op: Op, module: str) -> Callable[..., Array]:
     @wraps(op.bind, assigned=("__name__", "__qualname__", "__doc__"))
     def function(*args, **kwargs):
         inputs, attrs = _bind(op, args, kwargs)
@@ -93,6 +112,7 @@ def _function(op: Op) -> Callable[..., Array]:
                 raise
             raise TypeError(f"{op.name} has no derivative in forward mode: expected grad or vjp, not jvp") from error
 
+    function.__module__ = module
     return function
 
 
@@ -115,7 +135,7 @@ def _bind(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple
 
 @partial(jax.jit, static_argnums=(0, 1))  # for eager calls: a bare custom call is set up anew each time
 def _run(op: Op, attrs: Attrs, *inputs: Array | None) -> Array:
-    register()
+    register(op.library)
     if op.broadcast and all(x is not None for x in inputs):
         inputs = _broadcast(op, inputs)
     with jax.named_scope(op.name):
@@ -217,7 +237,8 @@ def _custom_call(
     present = [x is not None for x in inputs] + [s in written for s in op.entry_outputs]
     results = [s for s in written if s in specs]
     types = [jax.ShapeDtypeStruct(specs[s].shape, specs[s].dtype) for s in results]
-    texts = {"entry": f"aot_{op.name}", "attrs": encode(op, attrs, present)}
+    entry = op.entry if op.library is BUILTIN else f"{op.library.name}/{op.entry}"
+    texts = {"entry": entry, "attrs": encode(op, attrs, present)}
     if results != written:
         texts["scratch"] = ",".join(op.workspace)
     call = ffi.ffi_call(TARGET if results == written else SCRATCH_TARGET, types)
@@ -312,7 +333,7 @@ def _vary_one(x: Array, axes: tuple[str, ...]) -> Array:
     return jax.lax.pcast(x, axes, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary(x, axes)
 
 
-globals().update({name: _function(op) for name, op in OPS.items()})
+globals().update(functions(BUILTIN))
 
 
 # -------------------------------------------------------------------------------------------------------------- modules

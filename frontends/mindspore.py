@@ -27,14 +27,15 @@ import mindspore as ms
 from mindspore import Tensor, nn, ops
 from mindspore.common import initializer
 
-from aotops import library
 from aotops.infer import UNKNOWN_DIM, UNKNOWN_RANK, infer
+from aotops.library import Library
 from aotops.op import Attr, Op
-from aotops.ops import OPS
+from aotops.ops import BUILTIN, OPS
 from aotops.spec import TensorSpec, accumulate_dtype, shape_text
 
-__all__ = [*OPS, "GELU", "LLTM", "Conv2d", "CrossEntropyLoss", "LayerNorm", "Linear", "RMSNorm", "Softmax"]
-
+__all__ = [
+    *OPS, "GELU", "LLTM", "Conv2d", "CrossEntropyLoss", "LayerNorm", "Linear", "RMSNorm", "Softmax", "functions",
+]  # fmt: skip
 
 _DEVICES = {"CPU": "cpu", "GPU": "cuda"}  # by MindSpore's device_target
 
@@ -43,7 +44,12 @@ _DEVICES = {"CPU": "cpu", "GPU": "cuda"}  # by MindSpore's device_target
 # Graph mode compiles these from their source, and Op.bind with them.
 
 
-def _function(op: Op) -> Callable[..., Any]:
+def functions(library: Library, module: str = __name__) -> dict[str, Callable[..., Any]]:
+    """The functions of a library's operators. ``module``: where they are found, for pickle."""
+    return {name: _function(op, module) for name, op in library.ops.items()}
+
+
+def _function(op: Op, module: str) -> Callable[..., Any]:
     choose = _Choose(op)
     align = _aligner(op) if op.broadcast else None
     many, visible = len(op.entry_outputs) > 1, 0 if len(op.outputs) == 1 else slice(len(op.outputs))
@@ -58,7 +64,7 @@ def _function(op: Op) -> Callable[..., Any]:
     parameters = signature(op.bind)
     body = f"inputs, attrs = bind({', '.join(parameters.parameters)}); return run(inputs, attrs)"
     function = _written_out(op.name, str(parameters), body, bind=op.bind, run=run)
-    function.__qualname__, function.__doc__ = op.name, op.bind.__doc__
+    function.__module__, function.__qualname__, function.__doc__ = module, op.name, op.bind.__doc__
     return function
 
 
@@ -207,10 +213,10 @@ def _primitive(
     asks for them where there is no Python. ``dtypes`` takes that over where there are 0-dim tensors: of a 0-dim result
     whose dtype the library inferred MindSpore makes a number, and, after ``set_inputs`` in PyNative mode, an error.
     """
-    entry = library.entry_name(op, _DEVICES.get(target, target))
+    entry = op.library.entry_name(op, _DEVICES.get(target, target))
     one, known = len(op.entry_outputs) == 1, all(name in dtypes for name in wanted)
     types = tuple(ms.dtype.TensorType(getattr(ms, dtypes[name])) for name in wanted) if known else None
-    primitive = ops.Custom(f"{library.path()}:{entry}", None, types[0] if types and one else types, "aot", bprop)
+    primitive = ops.Custom(f"{op.library.path}:{entry}", None, types[0] if types and one else types, "aot", bprop)
     primitive.add_prim_attr("reg_op_name", primitive.uniq_name)  # without it, MindSpore 2.10 does not infer in C++
     primitive.add_prim_attr("multi_output", not one)
     for name, value in zip(op.attrs, attrs, strict=True):
@@ -275,7 +281,7 @@ def _refusal(backward: Op, given: Sequence[str]) -> Callable[..., Any]:
     return _written_out("refusal", f"({inputs}out, dout)", f"return refuse({inputs})", refuse=_Refuse(backward))
 
 
-globals().update({name: _function(op) for name, op in OPS.items()})
+globals().update(functions(BUILTIN))
 
 
 # ------------------------------------------------------------------------------------------------------------- modules

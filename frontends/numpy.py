@@ -6,11 +6,16 @@ refused with a TypeError; memory maps and NumPy's scalars are taken.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 
 from aotops import call
 from aotops.arrays import ArrayFrontend
+from aotops.library import Library
 from aotops.op import Attr, Op
+from aotops.ops import BUILTIN
 from aotops.spec import FLOATING, INTEGERS, TensorSpec
 
 _PLAIN = (np.ndarray, np.memmap)
@@ -56,4 +61,12 @@ class _NumPy(ArrayFrontend):
             call.addresses(op, attrs, "cpu", specs)(0, 0, *(a.ctypes.data for a in arrays if a is not None))
 
 
-globals().update(_NumPy().functions())
+_frontend = _NumPy()
+
+
+def functions(library: Library, module: str = __name__) -> dict[str, Callable[..., Any]]:
+    """The functions of a library's operators. ``module``: where they are found, for pickle."""
+    return _frontend.functions(library, module)
+
+
+globals().update(functions(BUILTIN))

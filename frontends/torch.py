@@ -26,8 +26,9 @@ from torch.autograd import forward_ad
 
 from aotops import call
 from aotops.infer import UNKNOWN_DIM, infer, infer_symbolic
+from aotops.library import Library
 from aotops.op import Attr, Op
-from aotops.ops import OPS
+from aotops.ops import BUILTIN
 from aotops.spec import TensorSpec, check_broadcast
 
 from . import torch_call, torch_gate, torch_inductor
@@ -189,7 +190,7 @@ def _run_backward(op: Op, attrs: tuple[Attr, ...], saved: Tensors, grads: Tensor
     if torch.is_grad_enabled():  # the graph of the gradients goes on to the inputs, not to what was saved instead
         given |= zip(op.instead, getattr(ctx, "inputs", ()), strict=False)
     if backward.has_kernel:
-        results = _results(dispatched[backward.name](*(given[slot] for slot in backward.inputs), *attrs))
+        results = _results(dispatched[backward](*(given[slot] for slot in backward.inputs), *attrs))
         given |= zip(backward.results, results, strict=True)
     given = backward.with_aliases(given)
     return tuple(given.get(f"d{x}") if need else None for x, need in zip(op.inputs, needed, strict=True))
@@ -238,22 +239,32 @@ def _eager(op: Op, attrs: tuple[Attr, ...]) -> _Eager:
 
 # ---------------------------------------------------------------------------------------------------------- dispatcher
 
-_library = torch.library.Library("aotops", "DEF")
+dispatched: dict[Op, Callable[..., Any]] = {}
+"""The operator of torch's dispatcher for each operator and backward that has a kernel."""
 # The strides of a result follow from those of the inputs.
 _TAGS = (getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order),)
 # A dimension of an "int[]" may be symbolic.
 _SCHEMA_TYPES = {"int[]": "SymInt[]"}
 
 
-def _register(op: Op, forward: Op) -> Callable[..., Any]:
-    """``torch.ops.aotops.<op>``: gives every output and residual. ``forward``: the operator whose backward this may
-    be."""
-    written, n, name = op.results, len(op.inputs), f"aotops::{op.name}"
+@functools.cache  # which keeps the namespace: it is unregistered when it is deleted
+def _register_all(library: Library) -> torch.library.Library:
+    namespace = torch.library.Library(library.name, "DEF")
+    operators = [(one, op) for op in library.ops.values() for one in (op.backward, op) if one and one.has_kernel]
+    dispatched.update((one, _register(namespace, one, forward)) for one, forward in operators)
+    torch_inductor.register([dispatched[one] for one, _ in operators])
+    return namespace
+
+
+def _register(namespace: torch.library.Library, op: Op, forward: Op) -> Callable[..., Any]:
+    """``torch.ops.<library>.<op>``: returns every output and residual. ``forward``: the operator itself, or the one
+    whose backward it is."""
+    written, n, name = op.results, len(op.inputs), f"{namespace.ns}::{op.name}"
     tensors = [f"Tensor{'?' if slot in op.optional else ''} {slot}" for slot in op.inputs]
     attrs = [f"{_SCHEMA_TYPES.get(kind, kind)} {attr}" for attr, kind in op.attrs.items()]
     returns = "Tensor" if len(written) == 1 else f"({', '.join(['Tensor'] * len(written))})"
-    _library.define(f"{op.name}({', '.join(tensors + attrs)}) -> {returns}", tags=_TAGS)
-    dispatched = getattr(torch.ops.aotops, op.name).default
+    namespace.define(f"{op.name}({', '.join(tensors + attrs)}) -> {returns}", tags=_TAGS)
+    dispatched = getattr(getattr(torch.ops, namespace.ns), op.name).default
 
     def split(args):
         return args[:n], tuple(tuple(a) if isinstance(a, list) else a for a in args[n:])
@@ -283,13 +294,13 @@ def _register(op: Op, forward: Op) -> Callable[..., Any]:
         return pack(results), pack(out_dims)
 
     for device in ("CPU", "CUDA"):
-        _library.impl(op.name, kernel, device)
+        namespace.impl(op.name, kernel, device)
         if op.autocast:
-            _library.impl(op.name, _autocast_kernel(op, dispatched, device, split, pack), f"Autocast{device}")
-    torch.library.register_fake(name, fake, lib=_library)
+            namespace.impl(op.name, _autocast_kernel(op, dispatched, device, split, pack), f"Autocast{device}")
+    torch.library.register_fake(name, fake, lib=namespace)
     if hasattr(torch.library, "register_vmap"):  # torch 2.5; before, vmap calls the operator for each example
-        torch.library.register_vmap(name, vmap, lib=_library)
-    _library.impl(op.name, _autograd_kernel(op, forward, dispatched, split, pack), "Autograd", with_keyset=True)
+        torch.library.register_vmap(name, vmap, lib=namespace)
+    namespace.impl(op.name, _autograd_kernel(op, forward, dispatched, split, pack), "Autograd", with_keyset=True)
     return dispatched
 
 
@@ -411,14 +422,6 @@ def _batch(op: Op, size: int, dims: Sequence[int | None], inputs: Tensors, wante
     return results, (0,) * len(results)
 
 
-dispatched: dict[str, Callable[..., Any]] = {}
-for _op in OPS.values():
-    for _one in (_op.backward, _op):
-        if _one is not None and _one.has_kernel:
-            dispatched[_one.name] = _register(_one, _op)
-torch_inductor.register(dispatched.values())
-
-
 # ----------------------------------------------------------------------------------------------------- public functions
 
 _is_compiling = torch.compiler.is_dynamo_compiling
@@ -426,8 +429,15 @@ _gate = torch_call.gate() if _READS_TENSORS else None
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
-def _public(op: Op) -> Callable[..., Any]:
-    disp = dispatched[op.name]
+def functions(library: Library, module: str = __name__) -> dict[str, Callable[..., Any]]:
+    """The functions of a library's operators, which it registers as ``torch.ops.<library>``, once in a process.
+    ``module``: where they are found, for pickle."""
+    _register_all(library)
+    return {name: _public(op, module) for name, op in library.ops.items()}
+
+
+def _public(op: Op, module: str) -> Callable[..., Any]:
+    disp = dispatched[op]
     first, second = op.inputs[0], op.inputs[1] if len(op.inputs) > 1 else ""
     torchs_names = {"input": first, "other": second} if "input" not in op.inputs else {}
 
@@ -450,7 +460,7 @@ def _public(op: Op) -> Callable[..., Any]:
             return _dispatch(op, disp, *sort(args, kwargs))
         return plain(*args, **kwargs)
 
-    function.__module__ = __name__
+    function.__module__ = module
     if _READS_TENSORS:
         torch_call.install_vectorcall(function, plain)
     return function
@@ -479,7 +489,7 @@ def _run_eager(op: Op, inputs: Tensors, attrs: tuple[Attr, ...]):
         inputs = torch.broadcast_tensors(*inputs)
     infer(op, attrs, tuple(map(_spec, inputs)), inputs[0].device.type)
     _check_devices(op, inputs)
-    with _RecordFunctionFast(f"aotops::{op.name}", [t for t in inputs if t is not None]):
+    with _RecordFunctionFast(f"{op.library.name}::{op.name}", [t for t in inputs if t is not None]):
         results = _eager(op, attrs)(*(None if t is None else _plain(t) for t in inputs))
     return results if back is None else _public_outputs(op, [y.to(back) for y in _results(results)])
 
@@ -501,8 +511,7 @@ def _check_tensors(op: Op, inputs: Tensors) -> None:
             raise TypeError(f"{op.name}: {slot} is {kind}, expected a strided tensor")
 
 
-for _op in OPS.values():
-    globals()[_op.name] = _public(_op)
+globals().update(functions(BUILTIN))
 
 
 def _channels_last(conv2d: Callable[..., Any]) -> Callable[..., Any]:

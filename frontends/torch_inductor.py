@@ -34,8 +34,8 @@ def register(operators: Iterable[Any]) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds the lowerings with the help of the other finders. It is never removed: an import in another thread that
-    iterates over ``sys.meta_path`` would skip the next finder."""
+    """Finds the lowerings by the finders behind it, one of another library among them. It is never removed: an import
+    in another thread that iterates over ``sys.meta_path`` would skip the next finder."""
 
     def __init__(self, operators: Sequence[Any]) -> None:
         self.operators = operators
@@ -43,8 +43,10 @@ class _Finder(MetaPathFinder):
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None):
         if name != _LOWERING:
             return None
-        others = (f.find_spec(name, path, target) for f in sys.meta_path if f is not self and hasattr(f, "find_spec"))
-        spec = next((spec for spec in others if spec is not None), None)
+        finders = list(sys.meta_path)
+        behind = finders[finders.index(self) + 1 :] if self in finders else finders
+        found = (f.find_spec(name, path, target) for f in behind if hasattr(f, "find_spec"))
+        spec = next((spec for spec in found if spec is not None), None)
         if spec is not None and spec.loader is not None:
             spec.loader = _ThenRegister(spec, spec.loader, self)
         return spec

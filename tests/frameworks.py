@@ -60,6 +60,7 @@ class Framework:
 
     name: str
     frontend: str
+    ops = OPS
     devices: tuple[str, ...] = ("cpu",)
     strides = True
     """Whether an array may have strides."""
@@ -106,7 +107,7 @@ class Framework:
 
     def results(self, name: str, inputs: dict[str, Any], attrs: dict[str, Any]) -> tuple[Any, ...]:
         results = self.forward(name, inputs, attrs)
-        assert isinstance(results, tuple) == (len(OPS[name].outputs) > 1)
+        assert isinstance(results, tuple) == (len(self.ops[name].outputs) > 1)
         return results if isinstance(results, tuple) else (results,)
 
     def gradients(self, name: str, inputs: dict[str, Any], attrs: dict[str, Any], dys: tuple[Any, ...]):
@@ -129,7 +130,7 @@ class _Arrays(Framework):
 
     def gradients(self, name, inputs, attrs, dys):
         results = getattr(self.module, f"{name}_backward")(_one_or_all(dys), **inputs, **attrs)
-        slots = [slot for slot in OPS[name].inputs if f"d{slot}" in OPS[name].backward.outputs]
+        slots = [slot for slot in self.ops[name].inputs if f"d{slot}" in self.ops[name].backward.outputs]
         return dict(zip(slots, results if len(slots) > 1 else (results,), strict=True))
 
 
@@ -229,7 +230,7 @@ class MindSpore(Framework):
         return import_module("mindspore")
 
     def unable(self, name, shapes):
-        if OPS[name].broadcast and len(set(shapes)) > 1 and 0 in np.broadcast_shapes(*shapes):
+        if self.ops[name].broadcast and len(set(shapes)) > 1 and 0 in np.broadcast_shapes(*shapes):
             return "MindSpore refuses to broadcast to nothing, and its gradient of that is uninitialised memory"
         return None
 
@@ -260,7 +261,7 @@ class MindSpore(Framework):
 
     def _function(self, name, inputs, attrs):
         """A Cell of the tensors given, and those: graph mode wants tensors as parameters, not keywords."""
-        arguments = signature(OPS[name].bind).bind(**inputs, **attrs)
+        arguments = signature(self.ops[name].bind).bind(**inputs, **attrs)
         arguments.apply_defaults()
         places = [i for i, slot in enumerate(arguments.arguments) if inputs.get(slot) is not None]
         tensors = [arguments.args[i] for i in places]

@@ -128,7 +128,7 @@ def test_a_string_of_a_host_ends_where_the_host_says(tmp_path):
     subprocess.run([*command, built], input=HOST, text=True, check=True)
     init_with = ctypes.CDLL(str(built)).init_with
     init_with.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t]
-    init = library.address("aot_gelu_cpuInit")
+    init = library.load().address("aot_gelu_cpuInit")
     assert init_with(init, b"tanh", 4) == 0
     for word in (b"tanh\0", b"\0tanh", b"\0"):
         assert init_with(init, word, len(word)) == 1

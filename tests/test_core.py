@@ -21,7 +21,7 @@ from aotops.extra import encode
 from aotops.frontends import FRONTENDS
 from aotops.infer import infer, infer_symbolic
 from aotops.op import Op
-from aotops.ops import OPS
+from aotops.ops import BUILTIN, OPS
 from aotops.spec import FLOATING, INTEGERS, TensorSpec
 
 HERE = Path(__file__).parent
@@ -47,7 +47,7 @@ def test_the_core_runs_without_a_framework(python):
     program = """
 import sys, ctypes
 from aotops import call
-from aotops.ops import OPS
+from aotops.ops import BUILTIN, OPS
 from aotops.spec import TensorSpec
 a, b, y = ((ctypes.c_float * 3)(1, 2, 3), (ctypes.c_float * 3)(10, 20, 30), (ctypes.c_float * 3)())
 spec = TensorSpec((3,), "float32")
@@ -129,9 +129,9 @@ def test_the_library_stays_loaded_and_is_bound_at_once():
 @EACH_KERNEL
 def test_each_kernel_has_its_entry_and_companions(op: Op):
     for device in DEVICES:
-        entry = library.entry_name(op, device)
+        entry = op.library.entry_name(op, device)
         for symbol in (entry, f"{entry}Init", f"{entry}InferShape", f"{entry}InferType"):
-            assert library.address(symbol), f"{symbol} is not exported"
+            assert op.library.address(symbol), f"{symbol} is not exported"
 
 
 def test_each_entry_has_its_operator():
@@ -144,7 +144,7 @@ def test_each_entry_has_its_operator():
 def test_a_missing_entry_is_named():
     unknown = Op("no_such_op", lambda x: ((x,), ()), ("x",), ("y",))
     with pytest.raises(NotImplementedError, match=r"no_such_op: .* has no cpu entry \(aot_no_such_op_cpu\)"):
-        library.entry_name(unknown, "cpu")
+        BUILTIN.entry_name(unknown, "cpu")
 
 
 def test_definitions_are_whole():
@@ -212,11 +212,11 @@ def _c_arrays(shapes):
 def infer_in_c(host, op: Op, attrs, specs, outputs, device="cpu"):
     """The shapes and dtypes of ``outputs`` as the library's companions tell them."""
     given = [spec for spec in specs if spec is not None]
-    entry, many = library.entry_name(op, device), len(op.entry_outputs) > 1
+    entry, many = op.library.entry_name(op, device), len(op.entry_outputs) > 1
     out = (ctypes.c_int64 * ROOM)()
     with Extra(op, attrs, specs, outputs) as extra:
         ndims, shapes, _keep = _c_arrays([spec.shape for spec in given])
-        function = ctypes.c_void_p(library.address(f"{entry}InferShape"))
+        function = ctypes.c_void_p(op.library.address(f"{entry}InferShape"))
         host.infer_shape(function, many, ndims, shapes, extra, out)
         assert out[0] == len(outputs)
         found, at = [], 1
@@ -224,7 +224,7 @@ def infer_in_c(host, op: Op, attrs, specs, outputs, device="cpu"):
             found.append(tuple(out[at + 1 : at + 1 + out[at]]))
             at += 1 + out[at]
         types = (ctypes.c_int * len(given))(*(TYPE_IDS[spec.dtype] for spec in given))
-        host.infer_type(ctypes.c_void_p(library.address(f"{entry}InferType")), many, types, len(given), extra, out)
+        host.infer_type(ctypes.c_void_p(op.library.address(f"{entry}InferType")), many, types, len(given), extra, out)
         assert out[0] == len(outputs)
         names = {number: name for name, number in TYPE_IDS.items()}
         return {name: TensorSpec(found[i], names[out[1 + i]]) for i, name in enumerate(outputs)}

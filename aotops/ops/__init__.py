@@ -1,13 +1,17 @@
-"""All operators: every module in this folder defines one, under its own name; ``_*.py`` are what several share."""
+"""The built-in operators: every module in this folder defines one, under its own name; ``_*.py`` are shared helpers."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from pkgutil import iter_modules
 
-from ..op import Op
+from ..library import Library
 
-OPS: dict[str, Op] = {
-    name: getattr(import_module(f"{__name__}.{name}"), name)
-    for name in sorted(m.name for m in iter_modules(__path__) if not m.name.startswith("_"))
-}
+BUILTIN = Library(
+    "aotops",
+    [
+        getattr(import_module(f"{__name__}.{name}"), name)
+        for name in sorted(m.name for m in iter_modules(__path__) if not m.name.startswith("_"))
+    ],
+)
+OPS = BUILTIN.ops

@@ -14,6 +14,7 @@ namespace {
 struct Plan {
   Device device;
   Entry *entry;
+  LastError *last_error;
   void *extra = nullptr;
   int n;
   int ndims[kMaxSlots];
@@ -45,7 +46,8 @@ AOT_API void aot_extra_delete(void *extra) { extra_delete(extra); }
 // `slots`: n_slots names; `optional`: 1 where a slot may be None; `scalars`: bit i where slot i accepts a scalar
 // (CallSlot). Null: there are too many slots, or too many that may be None.
 AOT_API void *aot_call_new(const char *op, const char *attrs, int n_in, int n_slots, const char *const *slots,
-                           const int *optional, unsigned scalars, void *const *entries, void *const *inits) {
+                           const int *optional, unsigned scalars, void *const *entries, void *const *inits,
+                           void *last_error) {
   auto call = std::make_unique<Call>();
   call->op = op, call->attrs = attrs, call->n_in = n_in, call->n_slots = n_slots;
   if (n_slots > kMaxSlots) return nullptr;
@@ -54,6 +56,7 @@ AOT_API void *aot_call_new(const char *op, const char *attrs, int n_in, int n_sl
     call->slots[i] = {op, slots[i], optional[i] ? bits++ : -1, i >= n_in, (scalars >> i & 1) != 0};
   if (bits > kMaxOptional) return nullptr;
   call->has_optional = bits > 0;
+  call->last_error = reinterpret_cast<LastError *>(last_error);
   for (int d : {kCpu, kCuda}) {
     call->entry[d] = reinterpret_cast<Entry *>(entries[d]);
     call->init[d] = reinterpret_cast<Init *>(inits[d]);
@@ -68,6 +71,7 @@ AOT_API void *aot_plan_new(const void *call, int device, unsigned given, int n, 
   auto plan = std::make_unique<Plan>();
   if (n > kMaxSlots) return *status = c->wrong_count(n, c->n_slots), nullptr;
   plan->device = static_cast<Device>(device), plan->entry = c->entry[device], plan->n = n;
+  plan->last_error = c->last_error;
   *status = c->check_entry(plan->device);
   if (!*status) *status = c->new_extra(plan->device, given, &plan->extra);
   if (*status) return nullptr;
@@ -91,7 +95,8 @@ AOT_API void aot_capsule_release(void *capsule) { Py_DecRef(PyCapsule_GetContext
 
 AOT_API int aot_plan_run(void *plan, int device_id, void *stream, void **params) {
   auto *p = static_cast<Plan *>(plan);
-  return launch(p->device, device_id, p->entry, p->n, params, p->ndims, p->shapes, p->dtypes, stream, p->extra);
+  return launch(p->device, device_id, p->entry, p->last_error, p->n, params, p->ndims, p->shapes, p->dtypes, stream,
+                p->extra);
 }
 
 // ------------------------------------------------------------------------------------------------------- the builtins

@@ -18,6 +18,7 @@ struct Call {
   bool has_optional;
   Entry *entry[2];  // by Device; null: the library has none
   Init *init[2];
+  LastError *last_error;  // of their library; null: it has none
   // What Init returned, by Device and by the set of optional slots that are given.
   std::atomic<void *> extras[2][1 << kMaxOptional] = {};
 
@@ -55,16 +56,16 @@ struct Call {
   Status new_extra(Device device, unsigned given, void **result) const {
     std::string text =
         attrs + "\ninputs=" + std::to_string(given & ((1u << n_in) - 1)) + "\noutputs=" + std::to_string(given >> n_in);
-    return bind(init[device], text.c_str(), result);
+    return bind(init[device], text.c_str(), last_error, result);
   }
 };
 
-inline int launch(Device device, int device_id, Entry *entry, int n, void **params, int *ndims, int64_t **shapes,
-                  const char **dtypes, void *stream, void *extra) {
-  if (device == kCpu) return entry(n, params, ndims, shapes, dtypes, nullptr, extra);
+inline int launch(Device device, int device_id, Entry *entry, LastError *last_error, int n, void **params, int *ndims,
+                  int64_t **shapes, const char **dtypes, void *stream, void *extra) {
+  if (device == kCpu) return adopt(entry(n, params, ndims, shapes, dtypes, nullptr, extra), last_error);
   DeviceGuard guard;
   AOT_TRY(guard.enter(device_id));
-  return entry(n, params, ndims, shapes, dtypes, stream, extra);
+  return adopt(entry(n, params, ndims, shapes, dtypes, stream, extra), last_error);
 }
 
 inline int run_entry(Call &call, const Arguments &a) {
@@ -72,8 +73,8 @@ inline int run_entry(Call &call, const Arguments &a) {
   AOT_TRY(call.extra(a.device, a.given, &extra));
   void *thread = a.worth_releasing() ? PyEval_SaveThread() : nullptr;
   auto &m = const_cast<Arguments &>(a);  // the convention's arrays are not const
-  int status =
-      launch(a.device, a.device_id, call.entry[a.device], a.n, m.params, m.ndims, m.shapes, m.dtypes, a.stream, extra);
+  int status = launch(a.device, a.device_id, call.entry[a.device], call.last_error, a.n, m.params, m.ndims, m.shapes,
+                      m.dtypes, a.stream, extra);
   if (thread) PyEval_RestoreThread(thread);
   return status;
 }

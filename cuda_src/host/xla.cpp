@@ -1,5 +1,6 @@
 // One XLA FFI handler for every operator, on the CPU and on CUDA. Its attributes are strings: `entry`, such as
-// aot_layer_norm, to which the device is added here, and `attrs`, as extra.h reads them. Workspaces are results,
+// aot_layer_norm, to which the device is added here, and `attrs`, as extra.h reads them. An entry of another library is
+// scale/aot_scale, after aot_xla_library was told of the library named scale. Workspaces are results,
 // which XLA places; where `scratch` is given, they are not: the handler allocates them, since their sizes follow from
 // dimensions that were symbolic when the program was made.
 #include "xla.h"
@@ -8,15 +9,15 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <deque>
 #include <exception>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <string_view>
 
 #include "bind.h"
-
-extern "C" const char *aot_last_error();
 
 namespace {
 
@@ -33,6 +34,30 @@ struct Device {
 constexpr Device kCpu = {"_cpu", false, xla::kNoTraits}, kCuda = {"_cuda", true, xla::kCommandBufferCompatible},
                  kCudaScratch = {"_cuda", true, xla::kNoTraits};
 
+// ----------------------------------------------------------------------------------------------------------- libraries
+
+struct Library {
+  std::string name;
+  void *handle;  // of dlopen
+};
+
+std::mutex libraries_lock;
+std::deque<Library> libraries;  // kept for good
+
+// The handle of the library of this name; of this one, without a name. Null: it is not known.
+void *find_library(std::string_view name) {
+  static void *const self = [] {
+    Dl_info info;
+    return dladdr(reinterpret_cast<void *>(&find_library), &info) ? dlopen(info.dli_fname, RTLD_NOW | RTLD_NOLOAD)
+                                                                  : nullptr;
+  }();
+  if (name.empty()) return self;
+  std::lock_guard<std::mutex> hold(libraries_lock);
+  for (const Library &library : libraries)
+    if (library.name == name) return library.handle;
+  return nullptr;
+}
+
 // ------------------------------------------------------------------------------------------------------- bound entries
 
 struct BoundEntry {
@@ -40,6 +65,7 @@ struct BoundEntry {
   const Device *device;
   Entry *entry;
   Infer *infer;
+  LastError *last_error;
   void *extra;
   BoundEntry *next;
 };
@@ -48,26 +74,24 @@ struct BoundEntry {
 constexpr size_t kBuckets = 256;
 std::atomic<BoundEntry *> buckets[kBuckets];
 
-void *symbol_address(const std::string &symbol) {
-  static void *const self = [] {
-    Dl_info info;
-    return dladdr(reinterpret_cast<void *>(&symbol_address), &info) ? dlopen(info.dli_fname, RTLD_NOW | RTLD_NOLOAD)
-                                                                    : nullptr;
-  }();
-  return self ? dlsym(self, symbol.c_str()) : nullptr;
-}
-
 Status bind_entry(BoundEntry *bound) {
   if (bound->name.find('\0') != std::string::npos || bound->attrs.find('\0') != std::string::npos)
     return fail(kInvalidArgument, "%s: the attributes have a NUL", bound->name.c_str());
-  std::string symbol = bound->name + bound->device->suffix;
-  bound->entry = reinterpret_cast<Entry *>(symbol_address(symbol));
+  const size_t slash = bound->name.find('/');
+  const std::string library = slash == std::string::npos ? "" : bound->name.substr(0, slash);
+  const std::string symbol = bound->name.substr(library.empty() ? 0 : slash + 1) + bound->device->suffix;
+  void *handle = find_library(library);
+  if (!handle)
+    return fail(kNotImplemented, "%s: the library %s is not registered: call aotops.frontends.jax.register(library)",
+                bound->name.c_str(), library.c_str());
+  bound->entry = reinterpret_cast<Entry *>(dlsym(handle, symbol.c_str()));
   if (!bound->entry)
-    return fail(kNotImplemented, "this build of aotops has no %s; CUDA entries are built where nvcc is",
-                symbol.c_str());
-  bound->infer = reinterpret_cast<Infer *>(symbol_address(symbol + "Infer"));
-  auto *init = reinterpret_cast<Init *>(symbol_address(symbol + "Init"));
-  return bind(init, bound->attrs.c_str(), &bound->extra);
+    return fail(kNotImplemented, "the library %s has no %s; CUDA entries are built where nvcc is",
+                library.empty() ? "aotops" : library.c_str(), symbol.c_str());
+  bound->infer = reinterpret_cast<Infer *>(dlsym(handle, (symbol + "Infer").c_str()));
+  bound->last_error = reinterpret_cast<LastError *>(dlsym(handle, "aot_last_error"));
+  auto *init = reinterpret_cast<Init *>(dlsym(handle, (symbol + "Init").c_str()));
+  return bind(init, bound->attrs.c_str(), bound->last_error, &bound->extra);
 }
 
 Status find(std::string_view name, const Device &device, std::string_view attrs, const BoundEntry **found) {
@@ -186,8 +210,8 @@ Status call(const xla::CallFrame &frame, const Device &device, void *stream) {
     int n_args = static_cast<int>(frame.args.n), out_ndims[kMaxOutputs] = {};
     int64_t out_shapes[kMaxOutputs * kMaxNdim];
     const char *out_dtypes[kMaxOutputs];
-    AOT_TRY(static_cast<Status>(
-        bound->infer(n_args, ndims, shapes, dtypes, bound->extra, out_ndims, out_shapes, out_dtypes)));
+    AOT_TRY(adopt(bound->infer(n_args, ndims, shapes, dtypes, bound->extra, out_ndims, out_shapes, out_dtypes),
+                  bound->last_error));
     int last = kMaxOutputs - 1;
     while (last && !out_ndims[last]) --last;
     elements = out_shapes[last * kMaxNdim];
@@ -195,7 +219,7 @@ Status call(const xla::CallFrame &frame, const Device &device, void *stream) {
     AOT_TRY(scratch.allocate(bound->name.c_str(), elements * itemsize(parse_dtype(dtypes[n]))));
     params[n++] = scratch.data();
   }
-  return static_cast<Status>(bound->entry(n, params, ndims, shapes, dtypes, stream, bound->extra));
+  return adopt(bound->entry(n, params, ndims, shapes, dtypes, stream, bound->extra), bound->last_error);
 }
 
 xla::Error *error(const xla::Api *api, Status status) {
@@ -236,6 +260,16 @@ xla::Error *handle(const xla::CallFrame *frame, const Device &device) noexcept {
 }
 
 }  // namespace
+
+// Names a library of operators, by its handle of dlopen, which is never closed. The name of another one is refused.
+AOT_API int aot_xla_library(const char *name, void *handle) {
+  std::lock_guard<std::mutex> hold(libraries_lock);
+  for (const Library &library : libraries)
+    if (library.name == name)
+      return library.handle == handle ? kOk : fail(kInvalidArgument, "the library %s is registered already", name);
+  libraries.push_back({name, handle});
+  return kOk;
+}
 
 AOT_API xla::Error *aot_xla_cpu(xla::CallFrame *frame) { return handle(frame, kCpu); }
 AOT_API xla::Error *aot_xla_cuda(xla::CallFrame *frame) { return handle(frame, kCuda); }
