@@ -1,5 +1,5 @@
-"""What the frontends of array libraries without autograd have in common: each operator as a function, and its gradient
-as an explicit ``<op>_backward(dy, <arguments of the op>)``."""
+"""The base of the frontends without autograd (NumPy, CuPy): each operator as a function, and its gradient as a function
+``<op>_backward(dy, <arguments of the op>)``."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Arrays = Sequence[Any]
 
 
 class ArrayFrontend(ABC):
-    """The verbs of one array library. ``functions`` makes everything else of them."""
+    """The primitives of an array library, from which ``functions`` makes the operators."""
 
     device: str
-    """Where its arrays are: "cpu" or "cuda"."""
+    """The device of its arrays: "cpu" or "cuda"."""
 
     @abstractmethod
     def prepare(self, op: Op, slot: str, value: Any) -> Any:
-        """The value as a contiguous, aligned array in native byte order. Raises TypeError for what is no array, and for
-        a subclass whose meaning is not in its elements alone: results are plain arrays, and would lose it."""
+        """The value as a contiguous, aligned array in native byte order. Raises TypeError if it is not an array, or is
+        of a subclass with more meaning than its elements, which a result, a plain array, would lose."""
 
     @abstractmethod
     def spec(self, array: Any) -> TensorSpec: ...
@@ -37,7 +37,7 @@ class ArrayFrontend(ABC):
         """An uninitialised array on model's device."""
 
     def device_of(self, array: Any) -> AbstractContextManager[Any]:
-        """Makes the array's device the current one. Takes what is no array too, which ``prepare`` refuses later."""
+        """Makes the array's device the current one. Accepts other objects, which ``prepare`` refuses later."""
         return nullcontext()
 
     @abstractmethod
@@ -124,7 +124,7 @@ class ArrayFrontend(ABC):
         return [self.prepare(op, slot, a) for slot, a in zip(op.inputs, self.broadcast(arrays), strict=True)]
 
     def _check_gradients(self, op: Op, inputs: Arrays, attrs: tuple[Attr, ...], gradients: dict[str, Any]) -> None:
-        """What the backward's kernel checks, for one that has none: each ``dy`` is like ``y``."""
+        """For a backward without a kernel, which would check it: each ``dy`` is like ``y``."""
         assert op.backward is not None
         self._infer(op.backward, list(gradients.values()), attrs)
         expected = self._infer(op, inputs, attrs)
@@ -132,8 +132,8 @@ class ArrayFrontend(ABC):
             check_like(op.backward.name, f"d{y}", self.spec(gradients[f"d{y}"]), y, expected[y])
 
     def _run(self, op: Op, inputs: Arrays, attrs: tuple[Attr, ...], wanted: Sequence[str] | set[str]) -> list[Any]:
-        """One result for each of ``wanted`` that is an output or a residual, in the order of ``wanted`` where it is a
-        sequence; for a set, one for each of ``op.results``, None where it is not wanted."""
+        """``wanted``: names of outputs and residuals. Returns these in the order of a sequence; for a set, one for each
+        of ``op.results``, None for those that are not wanted."""
         specs = self._infer(op, inputs, attrs)
         model = next(a for a in inputs if a is not None)
         needed = {*wanted, *op.workspace, *(y for y in op.outputs if y not in op.optional)}
@@ -146,7 +146,7 @@ class ArrayFrontend(ABC):
 
 
 def _contiguous(value: Any) -> bool:
-    """What is no array is taken as it is: ``prepare`` refuses it."""
+    """True for other objects than arrays, which ``prepare`` refuses."""
     return getattr(getattr(value, "flags", None), "c_contiguous", True)
 
 

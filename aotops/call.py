@@ -8,7 +8,7 @@ are three call paths, and a frontend takes the highest that works for its tensor
 2. ``addresses(op, attrs, device, specs)``: a builtin that takes addresses as ints, with shapes and dtypes fixed;
 3. the same through plain ctypes, on interpreters that are not CPython.
 
-``AOTOPS_CALL_PATH`` (tensors, addresses or ctypes) holds a process to a lower one.
+``AOTOPS_CALL_PATH`` (tensors, addresses or ctypes) limits a process to a lower one.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ CALL_PATHS = ("ctypes", "addresses", "tensors")
 METH_FASTCALL = 0x80
 MOST_SLOTS = 16
 MOST_BOUND = 256
-"""Bindings of an operator to attributes that are kept, of those used last: a program has few, unless it changes an
-attribute with each call."""
+"""Cached bindings of operators to attributes. A program has few, unless an attribute changes with each call."""
 _DEVICES = ("cpu", "cuda")
 _N_STATUSES = len(library.ERRORS) + 1
 
@@ -65,7 +64,7 @@ def call_path() -> str:
     return min(wanted, highest, key=CALL_PATHS.index)
 
 
-# ------------------------------------------------------------------------------------------ what C must know of Python
+# -------------------------------------------------------------------------------------------- facts that C is told
 
 
 @cache
@@ -79,7 +78,7 @@ def lib() -> ctypes.CDLL:
     lib.aot_plan_delete.argtypes = [c_void_p]
     lib.aot_plan_run.argtypes = [c_void_p, c_int, c_void_p, POINTER(c_void_p)]
     if call_path() != "ctypes":
-        # ob_type is the last word of the object's head, in free-threaded builds too
+        # ob_type is the last word of the object's header, in free-threaded builds too
         head = object.__basicsize__
         errors = (None, *(id(library.ERRORS[status]) for status in range(1, _N_STATUSES)))
         types = (c_void_p * 5)(*map(id, (int, float, bool, str, tuple)))
@@ -106,7 +105,7 @@ def check_structs(symbol: str, version: int, mirrors: Sequence[type[Structure]])
 
 
 def read_numpy(numpy: Any, dtypes: Sequence[Any]) -> bool:
-    """Lets ``tensors`` take NumPy arrays of these dtypes; False where this process is held to a lower call path."""
+    """Lets ``tensors`` take NumPy arrays of these dtypes; False if this process is limited to a lower call path."""
     if call_path() != "tensors":
         return False
     facts = _Numpy(id(numpy.ndarray), len(dtypes))
@@ -117,7 +116,7 @@ def read_numpy(numpy: Any, dtypes: Sequence[Any]) -> bool:
     return True
 
 
-# Objects that C points at for good: dtypes, methods and public functions, which are few. importlib.reload keeps them.
+# Objects that C keeps pointers to: dtypes, methods and public functions, which are few. importlib.reload keeps them.
 _kept: list[Any] = globals().get("_kept", [])
 
 
@@ -158,7 +157,7 @@ def handle_of(op: Op, attrs: tuple[Attr, ...]) -> Any:
 
 @lru_cache(maxsize=MOST_BOUND)
 def tensors(op: Op, attrs: tuple[Attr, ...]) -> Callable[..., None]:
-    """A builtin that takes one tensor, or None, for each of ``op.slots``, and runs the entry for their device, on the
+    """A builtin that takes one tensor, or None, for each of ``op.slots``, and runs the entry of their device on the
     framework's current stream. All must be contiguous and on one device; the outputs must be allocated."""
     return builtin(op.name, "aot_call_tensors", handle_of(op, attrs))
 
@@ -202,8 +201,7 @@ class _CtypesPlan:
         lib().aot_plan_delete(self._plan)
 
 
-# What a builtin is bound to is a capsule, which owns what the C side reads: its destructor frees that with the last
-# reference to the builtin.
+# A builtin is bound to a capsule, which owns what the C side reads and frees it with the last reference to the builtin.
 
 
 def builtin(name: str, function: str, capsule: Any, flags: int = METH_FASTCALL) -> Callable[..., Any]:
@@ -213,7 +211,7 @@ def builtin(name: str, function: str, capsule: Any, flags: int = METH_FASTCALL) 
 
 
 def struct_capsule(made: Any, *kept: Any) -> Any:
-    """A capsule of a struct that keeps what the struct points at."""
+    """A capsule of a struct, which keeps the objects that the struct points at."""
     context = (made, *kept)
     capsule = _capsule(ctypes.addressof(made), "aot_capsule_release")
     pythonapi.Py_IncRef.argtypes = [py_object]

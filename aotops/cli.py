@@ -1,4 +1,4 @@
-"""The command ``aotops``. What a subcommand needs is imported when it runs: importing this needs no other package."""
+"""The command ``aotops``. A subcommand imports what it needs when it runs."""
 
 from __future__ import annotations
 

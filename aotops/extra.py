@@ -1,4 +1,4 @@
-"""Attributes as text: what ``extra`` is made of outside MindSpore (cuda_src/extra.cpp reads it)."""
+"""Attributes as text, which ``extra`` is made from outside MindSpore (cuda_src/extra.cpp reads it)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from .op import Attr, Op
 
 
 def encode(op: Op, attrs: Sequence[Attr], present: Sequence[bool] | None = None) -> str:
-    """The attributes of a call, one a line. ``present`` says for each of ``op.slots`` whether it is given.
+    """The attributes of a call, one per line. ``present``: for each of ``op.slots`` whether it is given.
 
     Raises:
-        TypeError: a value that is not of its attribute's type.
+        TypeError: a value is not of its attribute's type.
         ValueError: an integer of more than 64 bits; a number too large for a float; a string that no attribute may be.
     """
     given = [(name, value) for name, value in zip(op.attrs, op.canonical(attrs), strict=True) if value is not None]
@@ -24,7 +24,7 @@ def encode(op: Op, attrs: Sequence[Attr], present: Sequence[bool] | None = None)
 
 
 def _text(value: Any) -> str:
-    """A canonical value. Floats keep all their digits."""
+    """The text of a canonical value. Floats keep all digits."""
     if isinstance(value, tuple):
         return ",".join(map(str, value))
     return value if isinstance(value, str) else repr(value) if isinstance(value, float) else str(int(value))

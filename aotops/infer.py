@@ -1,4 +1,4 @@
-"""Shapes, dtypes and scratch of a call, as the library infers them (cuda_src/aot.h: ``<entry>Infer``)."""
+"""Shapes, dtypes and workspaces of a call, inferred by the library (cuda_src/aot.h: ``<entry>Infer``)."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ def infer(op: Op, attrs: tuple[Attr, ...], specs: Specs, device: str = "cpu") ->
 
     Args:
         attrs: as ``Op.canonical`` gives them.
-        specs: one for each of ``op.inputs``, None where it is absent. What follows from unknown dimensions is unknown.
-        device: "cpu" or "cuda", which sizes of workspaces depend on. A library without CUDA entries infers for the CPU.
+        specs: one for each of ``op.inputs``, None where it is absent. Unknown dimensions make outputs that depend on
+            them unknown.
+        device: "cpu" or "cuda"; workspaces depend on it. A library without CUDA entries infers for the CPU.
 
     Raises:
         TypeError, ValueError: inputs or attributes that the operator does not accept.
@@ -68,10 +69,10 @@ def infer_symbolic(
     number: Callable[[Any], int],
     device: str = "cpu",
 ) -> dict[str, TensorSpec]:
-    """The spec of every output and residual, by name, where dimensions are symbolic: objects of a framework.
+    """The spec of every output and residual, by name, for symbolic dimensions, which are objects of a framework.
 
     Args:
-        number: of a dimension: an int that may stand for it in the checks, or ``UNKNOWN_DIM``.
+        number: a function of a dimension: the int to check instead of it, or ``UNKNOWN_DIM``.
     """
     numbers = op.canonical([tuple(map(number, a)) if isinstance(a, tuple) else a for a in attrs])
     plain = tuple(spec and TensorSpec(tuple(map(number, spec.shape)), spec.dtype) for spec in specs)

@@ -17,7 +17,7 @@ _INT64 = range(-(1 << 63), 1 << 63)
 
 
 def _integer(value: Any) -> int:
-    """What has __index__ is an integer, NumPy's and torch's among them; a bool is none."""
+    """Of any object with __index__, such as NumPy's and torch's integers, except a bool."""
     if isinstance(value, bool) or not hasattr(value, "__index__") or getattr(value, "ndim", False):
         raise TypeError
     if (number := index(value)) not in _INT64:
@@ -42,7 +42,7 @@ def _bool(value: Any) -> bool:
 
 
 def _text(value: Any) -> str:
-    """A NUL would end the text in C, and the end of a line the attribute."""
+    """Refuses NUL, which ends a string in C, and line ends, which separate attributes."""
     if not isinstance(value, str):
         raise TypeError
     if not (value.isascii() and value.isprintable()):
@@ -50,7 +50,7 @@ def _text(value: Any) -> str:
     return str(value)
 
 
-# For each type of an attribute: what makes a plain value of Python of it, and its name in an error.
+# For each type of attribute: the conversion to a plain Python value, and its name in an error.
 _KINDS: dict[str, tuple[Callable[[Any], Attr], str]] = {
     "float": (_number, "a number"),
     "int": (_integer, "an integer of 64 bits"),
@@ -62,7 +62,7 @@ _KINDS: dict[str, tuple[Callable[[Any], Attr], str]] = {
 
 @dataclass(frozen=True, eq=False)
 class Op:
-    """What an operator takes, gives and saves.
+    """The inputs, outputs, attributes and gradient of an operator.
 
     Its entries are ``aot_<name>_cpu`` and ``aot_<name>_cuda`` of its library. They take the ``slots`` in order: inputs,
     outputs, residuals, workspace. The gradient follows by name: ``backward`` takes ``dy`` for the output ``y`` and
@@ -71,54 +71,54 @@ class Op:
 
     name: str
     bind: Callable[..., tuple[tuple[Any, ...], tuple[Attr, ...]]]
-    """The public signature and docstring; returns the inputs and the attributes, each in the order given here. Its
-    parameters are those inputs and attributes; the entry takes the attributes that it returns where inputs are None."""
+    """The public signature and docstring. Returns the inputs and attributes, in the order of ``inputs`` and ``attrs``;
+    these are its parameters. It may change attributes depending on which inputs are None."""
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     optional: frozenset[str] = frozenset()
     """Inputs that may be None, and outputs that a caller may leave out."""
     accepts_scalar: frozenset[str] = frozenset()
-    """Inputs that accept a 0-dim tensor, which stands for all elements: the gradient of a sum comes that way."""
+    """Inputs that accept a 0-dim tensor as a value for all elements, such as the gradient of a sum."""
     attrs: Mapping[str, str] = field(default_factory=dict)
-    """Attributes and their types: "int[]", "int", "float", "bool" or "str"; with a "?" one may be None, and the
-    entry then finds none."""
+    """Attributes and their types: "int[]", "int", "float", "bool" or "str"; with a "?" it may be None, and is
+    then absent for the entry."""
     residuals: tuple[str, ...] = ()
     """Outputs that only the backward needs, and recomputes if they are absent."""
     always_save_residuals: bool = False
-    """Residuals are cheaper to keep than to recompute, whatever the device and the size."""
+    """Residuals are cheaper to keep than to recompute, on every device and for every size."""
     workspace: tuple[str, ...] = ()
-    """Scratch; its content means nothing afterwards."""
+    """Scratch memory."""
     backward: Op | None = None
     same_spec_as: Mapping[str, str] = field(default_factory=dict)
-    """Outputs whose spec is that of an input."""
+    """Outputs with the spec of an input."""
     shapes: Mapping[str, Callable[[Any], tuple[Any, ...]]] = field(default_factory=dict)
-    """The shapes of all other outputs and residuals, for symbolic dimensions only: the library infers all others. Each
-    is a function of a call, whose members are the inputs' shapes and the attributes, by name."""
+    """The shapes of all other outputs and residuals, for symbolic dimensions only; the library infers numbers. Each is
+    a function of an object whose members are the inputs' shapes and the attributes."""
     alias: Mapping[str, str] = field(default_factory=dict)
     """Outputs that are an input, or another output, without a copy: the entry has no slot for them. If all are inputs,
     there is no kernel."""
     vmappable: frozenset[str] = frozenset()
-    """Slots that may have additional leading axes, whose indices are independent problems: vmap adds one."""
+    """Slots that may have additional leading axes, over which results are independent: vmap adds one."""
     vmap_same_rank: bool = False
     """vmap adds an axis only if all inputs have the same rank, because the kernel itself broadcasts leading axes."""
     axes: int = 0
-    """Least rank of an example of a batch."""
+    """The minimum rank of an example of a batch."""
     broadcast: bool = False
     """Inputs of different shapes are broadcast by the frontend."""
     elementwise: bool = False
-    """All tensors have one shape, in any order of elements: a result may have the strides of an input."""
+    """All tensors have the same shape, and results may have the strides of an input."""
     instead: Mapping[str, str] = field(default_factory=dict)
     """Inputs of which the backward needs only the spec if a residual of the same spec is kept: the residual is saved
     instead of the input, which may then be changed in place."""
     autocast: Mapping[str, str] = field(default_factory=dict)
-    """By kind of device the dtype that torch.autocast casts to before this operator; "autocast" for its own, of 16
-    bits. An operator that names some device computes, on another, in the widest dtype it is given, and its results have
-    the widest of the ``vmappable`` inputs: as torch's norms on the CPU."""
+    """By device, the dtype that torch.autocast casts inputs to; "autocast" for its 16-bit dtype. On a device not
+    named, an operator that names another computes in the widest dtype of its inputs, and its results have the widest of
+    the ``vmappable`` inputs, as torch's norms on the CPU."""
     library: Library = field(default=None, repr=False)  # type: ignore[assignment]
     """Whose entries it has; set by ``Library``."""
 
     def bound_to(self, library: Library) -> Op:
-        """The same operator, and its backward, of a library."""
+        """The operator and its backward, as those of a library."""
         backward = self.backward and self.backward.bound_to(library)
         return replace(self, library=library, backward=backward)
 
@@ -143,7 +143,7 @@ class Op:
 
     @cached_property
     def saved(self) -> tuple[str, ...]:
-        """Which of the forward's slots the backward takes, in its order."""
+        """The forward's slots that the backward takes, in its order."""
         if self.backward is None:
             return ()
         gradients = {f"d{y}" for y in self.outputs}
@@ -154,7 +154,7 @@ class Op:
         return set(self.alias) != set(self.outputs)
 
     def takes_batch(self, slots: Iterable[str], ndims: Sequence[int | None]) -> bool:
-        """Whether these slots may all carry one more leading axis, where inputs have so many axes without it."""
+        """Whether these slots may all have another leading axis. ``ndims``: the inputs' ranks without it."""
         given = {n for n in ndims if n is not None}
         return (
             self.vmappable.issuperset(slots)
@@ -185,8 +185,8 @@ class Op:
         return slot in self.optional or slot in self.residuals or slot in self.workspace
 
     def canonical(self, attrs: Sequence[Any]) -> tuple[Attr, ...]:
-        """The attributes as plain values of Python, each of its type: what caches may be asked for, since 1, 1.0 and
-        True are no more one key, and a tensor's value is read now.
+        """The attributes as plain Python values of their types. They can be keys of caches, for which 1, 1.0 and True
+        would be equal, and which a tensor that changes would corrupt.
 
         Raises:
             TypeError: a value is not of its attribute's type.
@@ -208,11 +208,11 @@ class Op:
             raise raised(f"{self.name}: {name} is {_short(value)}, expected {expected}") from None
 
     def with_aliases(self, named: Mapping[str, Any]) -> dict[str, Any]:
-        """``named``, values by slot, and the outputs that are one of them."""
+        """``named``, values by slot, with the outputs that are aliases of them."""
         return {**named, **{y: named[source] for y, source in self.alias.items() if source in named}}
 
     def backward_outputs(self, inputs: Sequence[object]) -> tuple[str | None, ...]:
-        """For each input the name of its gradient among the backward's outputs; None where there is none."""
+        """For each input the name of its gradient among the backward's outputs, or None."""
         assert self.backward is not None, f"{self.name} has no backward"
         return tuple(
             f"d{slot}" if value is not None and f"d{slot}" in self.backward.outputs else None
@@ -221,16 +221,16 @@ class Op:
 
 
 def _short(value: Any) -> str:
-    """Its text on one line of an error."""
+    """One line for an error message."""
     try:
         text = " ".join(repr(value).split())
-    except ValueError:  # Python writes no integer of more than 4300 digits
+    except ValueError:  # Python converts at most 4300 digits
         return "too large a number"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def operator(**definition: Any) -> Callable[[Callable[..., Any]], Op]:
-    """Makes an ``Op`` of the function that gives its name, public signature and docstring."""
+    """Makes an ``Op`` of a function, which has its name, public signature and docstring."""
 
     def define(bind: Callable[..., Any]) -> Op:
         for key in ("optional", "accepts_scalar", "vmappable"):

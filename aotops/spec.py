@@ -1,4 +1,4 @@
-"""What the core knows of a tensor: shape and dtype. The library infers the rest (infer.py)."""
+"""Specs of tensors: shape and dtype."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class TensorSpec(NamedTuple):
 
 
 def accumulate_dtype(dtype: str) -> str:
-    """What the statistics and sums of a tensor of this dtype are kept in."""
+    """The dtype of statistics and sums of a tensor."""
     return "float64" if dtype == "float64" else "float32"
 
 
@@ -26,7 +26,7 @@ def shape_text(shape: Sequence[int]) -> str:
 
 
 def check_like(op: str, slot: str, spec: TensorSpec, model_slot: str, model: TensorSpec) -> None:
-    """For an operator without a kernel, whose calls the library does not check."""
+    """For an operator without a kernel: no entry checks its calls."""
     if spec.dtype != model.dtype:
         raise TypeError(f"{op}: {slot} has dtype {spec.dtype}, expected {model.dtype}")
     if spec.shape != model.shape:
@@ -37,7 +37,7 @@ def check_like(op: str, slot: str, spec: TensorSpec, model_slot: str, model: Ten
 
 
 def check_broadcast(op: str, slots: Sequence[str], specs: Sequence[TensorSpec]) -> None:
-    """Raises ValueError where a shape does not broadcast with the first one."""
+    """Raises ValueError if a shape does not broadcast with the first one."""
     for slot, spec in zip(slots[1:], specs[1:], strict=True):
         pairs = zip(reversed(specs[0].shape), reversed(spec.shape), strict=False)
         if any(a != b and a != 1 and b != 1 for a, b in pairs):

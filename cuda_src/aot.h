@@ -1,13 +1,13 @@
-// The calling convention, in one place: MindSpore's AOT convention, whole.
+// The calling convention: MindSpore's AOT convention, complete, in one place.
 //
 //   int Func(int nparam, void **params, int *ndims, int64_t **shapes, const char **dtypes, void *stream, void *extra)
 //
-// Parallel arrays describe nparam tensors, inputs first, then outputs. `extra` carries the attributes (extra.h).
-// An entry returns 0, or a Status whose text aot_last_error() gives. Beside each entry stand <entry>Init, which reads
-// the attributes once; MindSpore's <entry>InferShape and <entry>InferType, in C++; and <entry>Infer, the same in plain
-// C.
+// Parallel arrays describe nparam tensors, inputs first, then outputs. `extra` holds the attributes (extra.h). An entry
+// returns 0, or a Status whose message aot_last_error() returns. Each entry is exported with companions: <entry>Init,
+// which reads the attributes once; MindSpore's <entry>InferShape and <entry>InferType, in C++; and <entry>Infer, the
+// same in plain C.
 //
-// An operator is a struct that says what it takes and gives; everything generic is done here, for every device:
+// An operator is a struct of its slots, attributes and shape inference. All else is generic, and here:
 //
 //   struct Gelu {
 //     static constexpr const char *name = "gelu";
@@ -15,14 +15,13 @@
 //     static constexpr aot::Slot outputs[] = {{"y"}};
 //     bool tanh = false;                                                    // attributes, with their defaults
 //     Status init(const aot::Attrs &attrs);                                 // reads them
-//     Status infer(const aot::Tensor *in, aot::Spec *out) const;            // checks inputs, tells outputs
+//     Status infer(const aot::Tensor *in, aot::Spec *out) const;            // checks inputs, infers outputs
 //   };
 //   Status gelu_cpu(const Gelu &op, const aot::Tensor *in, const aot::Tensor *out, void *stream);   // a launcher
 //   AOT_ENTRY(Gelu, aot_gelu_cpu, gelu_cpu)
 //
-// An optional slot may be absent: its Tensor converts to false. Which slots are present is told by the integer
-// attributes "inputs" and "outputs" (bit i: slot i); without them every input is present, and nparam tells how many
-// outputs are.
+// An optional slot may be absent; its Tensor then converts to false. The integer attributes "inputs" and "outputs" have
+// bit i set if slot i is present. Without them every input is present, and nparam determines the number of outputs.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -35,8 +34,8 @@
 
 #define AOT_API extern "C" __attribute__((visibility("default")))
 
-// CPU sources are compiled once per instruction set (Makefile). Everything inline lives in a namespace of that set, so
-// that the linker can never hand a function compiled for AVX-512 to the plain build.
+// CPU sources are compiled once per instruction set (Makefile). Everything inline is in a namespace of that set, so
+// that the linker cannot use a function compiled for AVX-512 in the baseline code.
 #ifndef AOT_ISA
 #define AOT_ISA baseline
 #endif
@@ -48,21 +47,21 @@ enum Status : int {
   kInvalidArgument = 1,    // a shape or an attribute; ValueError in Python
   kUnsupportedDtype = 2,   // TypeError
   kNotImplemented = 3,     // NotImplementedError
-  kDeviceError = 4,        // what CUDA said; RuntimeError
-  kConventionMisused = 5,  // a wrong nparam, a missing Init: an error of the caller's host; RuntimeError
-  kOutOfMemory = 6,        // of the host's; MemoryError
+  kDeviceError = 4,        // an error of CUDA; RuntimeError
+  kConventionMisused = 5,  // such as a wrong nparam: an error of the calling code; RuntimeError
+  kOutOfMemory = 6,        // host memory; MemoryError
 };
 
-// Notes the text of an error for aot_last_error() (error.cpp) and gives `status` back.
+// Stores the message for aot_last_error() (error.cpp) and returns `status`.
 [[gnu::format(printf, 2, 3)]] Status fail(Status status, const char *format, ...) noexcept;
 
-// The names of the floating dtypes (error.cpp). These very strings, which the call path hands over, are known by
-// their address: to compare characters is a tenth of the cost of a small call.
+// The names of the floating dtypes (error.cpp). The call path passes these strings themselves, so that parse_dtype can
+// compare addresses: comparing characters takes a tenth of a small call.
 extern const char kFloat16[], kBFloat16[], kFloat32[], kFloat64[];
 
 inline namespace AOT_ISA {
 
-// Whether this is compiled for the entries of a GPU. The size of a workspace may depend on it.
+// Whether CUDA entries are compiled. The size of a workspace may depend on it.
 #ifdef __CUDACC__
 constexpr bool kIsCuda = true;
 #else
@@ -72,8 +71,8 @@ constexpr bool kIsCuda = false;
 constexpr int kMaxNdim = 32;
 constexpr int64_t kUnknownDim = -1, kUnknownRank = -2;  // MindSpore's marks in a dynamic shape
 
-// The most elements of a tensor: more than any memory has, and so few that what is computed of one tensor's shape, its
-// bytes or its workspace, does not overflow. Numbers that come of several shapes are held to kLarge (bounded_product).
+// The maximum number of elements of a tensor: more than any memory holds, and small enough that the bytes or workspace
+// of one tensor do not overflow. Products of several shapes are limited to kLarge (bounded_product).
 constexpr int64_t kMostElements = int64_t{1} << 50, kLarge = int64_t{1} << 60;
 
 // ---------------------------------------------------------------------------------------------------------- dtypes
@@ -109,7 +108,7 @@ inline const char *dtype_name(DType d) {
 inline bool is_integer(DType d) { return d == DType::int32 || d == DType::int64; }
 inline bool is_floating(DType d) { return d >= DType::float16 && d <= DType::float64; }
 
-// What the statistics and sums of a tensor of this dtype are kept in.
+// The dtype of statistics and sums of a tensor.
 inline DType accumulate_dtype(DType d) { return d == DType::float64 || d == DType::unknown ? d : DType::float32; }
 
 // Bytes of an element of a floating dtype.
@@ -117,16 +116,13 @@ inline int64_t itemsize(DType d) { return d == DType::float64 ? 8 : d == DType::
 
 // --------------------------------------------------------------------------------------------------------- tensors
 
-enum SlotKind {
-  required,
-  optional,
-  workspace
-};  // a workspace is an optional output: scratch, of at least the inferred size
+// A workspace is an optional output: scratch of at least the inferred size.
+enum SlotKind { required, optional, workspace };
 
 struct Slot {
   const char *name;
   SlotKind kind = required;
-  const char *dtypes = "float16, bfloat16, float32 or float64";  // that it takes, for whom it is given another
+  const char *dtypes = "float16, bfloat16, float32 or float64";  // accepted dtypes, for the error message
 };
 constexpr const char *kIntegers = "int32 or int64";
 
@@ -137,7 +133,7 @@ struct Spec {
 
   Spec() = default;
   Spec(const Spec &s) { *this = s; }
-  Spec &operator=(const Spec &s) {  // what is set, and no more: this is on the path of every call
+  Spec &operator=(const Spec &s) {  // copies only what is set: every call comes here
     dtype = s.dtype, ndim = s.ndim;
     for (int i = 0; i < ndim; ++i) shape[i] = s.shape[i];
     return *this;
@@ -172,14 +168,14 @@ struct Tensor : Spec {
   }
 };
 
-// a * b of two numbers that are not negative, or kLarge where it is more.
+// min(a * b, kLarge), for a, b >= 0.
 inline int64_t bounded_product(int64_t a, int64_t b) {
   int64_t product;
   return __builtin_mul_overflow(a, b, &product) || product > kLarge ? kLarge : product;
 }
 
-// The elements of a shape whose dimensions are all known, those of none taken for 1, so that no part of the product is
-// larger. False where they are more than a tensor has. `unknown`: dimensions below 0 are passed over, else refused.
+// The number of elements of a shape. False if it exceeds kMostElements, with dimensions of 0 counted as 1, so that no
+// partial product overflows. `unknown`: dimensions below 0 are skipped, else refused.
 inline bool count_elements(const int64_t *shape, int ndim, bool unknown, int64_t *elements) {
   int64_t n = 1;
   bool empty = false;
@@ -246,7 +242,7 @@ inline Status check_like(const char *op, const char *slot, const Spec &s, const 
   return check_shape(op, slot, s, model_slot, model);
 }
 
-// A result is not larger than a tensor may be: one that is broadcast, or wider than what it comes of.
+// For a result that may have more elements than the inputs, such as a broadcast one.
 inline Status check_size(const char *op, const char *slot, const Spec &s) {
   int64_t elements;
   if (count_elements(s.shape, s.ndim, true, &elements)) return kOk;
@@ -266,13 +262,13 @@ struct Ints {
   int64_t value[kMaxNdim];
 };
 
-// A number that may be left out. Any value, NaN too, is one that was given.
+// An optional number, of any value, NaN included.
 struct Number {
   bool given = false;
   double value = 0;
 };
 
-// 'a', 'b' or 'c': the words that an attribute may be. A null stands for None, which is told by leaving it out.
+// 'a', 'b' or 'c': the accepted values of an attribute. Null stands for None, which is passed as an absent attribute.
 struct WordsText {
   char text[192];
   WordsText(const char *const *words, size_t n) {
@@ -285,7 +281,7 @@ struct WordsText {
   }
 };
 
-// The attributes of one call, read through `extra`. A getter leaves the default alone where the attribute is not given.
+// The attributes of one call, read through `extra`. A getter keeps the default if the attribute is absent.
 class Attrs {
  public:
   Attrs(const char *op, void *extra) : op_(op), extra_(extra) {}
@@ -329,20 +325,20 @@ class Attrs {
   void *extra_;
 };
 
-// What an Init of ours leaves begins with the operator's mark, so that no entry takes what is another's.
+// The data that an Init stores begins with a mark of its operator, so that an entry can refuse another operator's.
 struct Marked : AotKernelData {
   const uint64_t mark;
   explicit Marked(uint64_t mark) : mark(mark) {}
 };
 
-// The same for an operator whatever instruction set or device it is compiled for: of its name (FNV-1a) alone.
+// A hash (FNV-1a) of the operator's name, the same for every instruction set and device.
 constexpr uint64_t mark_of(const char *name) {
   uint64_t hash = 0xcbf29ce484222325;
   for (; *name; ++name) hash = (hash ^ static_cast<unsigned char>(*name)) * 0x100000001b3;
   return hash;
 }
 
-// An operator with its attributes read: what Init leaves in `extra`, and every call finds there.
+// An operator with its attributes read: what Init stores in `extra` for the calls.
 template <class Op>
 struct Bound final : Marked {
   Op op;
@@ -361,6 +357,20 @@ struct Bound final : Marked {
         return fail(kInvalidArgument, "%s: %s is missing", Op::name, Op::inputs[i].name);
     return op.init(attrs);
   }
+
+  // Calls read(n, slot, &tensor) for each input that is present, where n counts them; *count: how many there are.
+  template <class Read>
+  Status read_inputs(int nparam, Read read, Tensor *in, int *count) const {
+    int n = 0;
+    for (int i = 0; i < n_in; ++i) {
+      if (!(inputs >> i & 1)) continue;
+      if (n >= nparam)
+        return fail(kConventionMisused, "%s: %d tensors given, %s is missing", Op::name, nparam, Op::inputs[i].name);
+      AOT_TRY(read(n, Op::inputs[i], &in[i]));
+      ++n;
+    }
+    return *count = n, kOk;
+  }
 };
 
 template <class Op>
@@ -376,7 +386,7 @@ int init(void *extra) noexcept {
 
 // ---------------------------------------------------------------------------------------------------------- entries
 
-// What a tensor must be, whatever the operator. Dimensions may be unknown only where `unknown_dims`.
+// Checks a tensor for any operator. `unknown_dims`: dimensions may be unknown.
 inline Status check_spec(const char *op, const Slot &slot, int ndim, const int64_t *shape, const char *dtype,
                          bool unknown_dims, int64_t *elements) {
   if (ndim < 0 || ndim > kMaxNdim)
@@ -394,7 +404,7 @@ inline Status check_spec(const char *op, const Slot &slot, int ndim, const int64
   return kOk;
 }
 
-// The checks that read_tensor skips for a usual tensor.
+// The checks that read_tensor skips for an ordinary tensor.
 [[gnu::cold, gnu::noinline]] inline Status examine_tensor(const char *op, const Slot &slot, const void *data, int ndim,
                                                           const int64_t *shape, const char *dtype) {
   int64_t elements;
@@ -404,14 +414,14 @@ inline Status check_spec(const char *op, const Slot &slot, int ndim, const int64
               ShapeText(shape, ndim).text);
 }
 
-// Bits of each dimension, of so many, of a shape that surely has no more than kMostElements.
-struct UsualBits {
+// By ndim: a shape whose dimensions all have at most this many bits has at most kMostElements.
+struct SafeBits {
   uint8_t of[kMaxNdim + 1] = {50};
-  constexpr UsualBits() {
+  constexpr SafeBits() {
     for (int i = 1; i <= kMaxNdim; ++i) of[i] = 50 / i;
   }
 };
-constexpr UsualBits kUsualBits;
+constexpr SafeBits kSafeBits;
 
 inline Status read_tensor(const char *op, const Slot &slot, void *data, int ndim, const int64_t *shape,
                           const char *dtype, Tensor *t) {
@@ -420,7 +430,7 @@ inline Status read_tensor(const char *op, const Slot &slot, void *data, int ndim
   uint64_t bits = 0;
   for (int i = 0; i < ndim; ++i) bits |= t->shape[i] = shape[i];
   t->data = data, t->ndim = ndim, t->dtype = parse_dtype(dtype);
-  if (bits >> kUsualBits.of[ndim] || !data || t->dtype == DType::other)
+  if (bits >> kSafeBits.of[ndim] || !data || t->dtype == DType::other)
     return examine_tensor(op, slot, data, ndim, shape, dtype);
   return kOk;
 }
@@ -432,25 +442,22 @@ template <class Op>
 int run(const Bound<Op> &bound, Launcher<Op> launch, int nparam, void **params, int *ndims, int64_t **shapes,
         const char **dtypes, void *stream) noexcept {
   constexpr int n_in = Bound<Op>::n_in, n_out = Bound<Op>::n_out;
-  // 1. what is given
+  // 1. read
   if (nparam > 0 && !(params && ndims && shapes && dtypes))
     return fail(kConventionMisused, "%s: params, ndims, shapes or dtypes is null", Op::name);
+  const auto read = [&](int i, const Slot &slot, Tensor *t) {
+    return read_tensor(Op::name, slot, params[i], ndims[i], shapes[i], dtypes[i], t);
+  };
   Tensor in[n_in], out[n_out];
   int n = 0;
-  for (int i = 0; i < n_in; ++i)
-    if (bound.inputs >> i & 1) {
-      if (n >= nparam)
-        return fail(kConventionMisused, "%s: %d tensors given, %s is missing", Op::name, nparam, Op::inputs[i].name);
-      AOT_TRY(read_tensor(Op::name, Op::inputs[i], params[n], ndims[n], shapes[n], dtypes[n], &in[i]));
-      ++n;
-    }
+  AOT_TRY(bound.read_inputs(nparam, read, in, &n));
   for (int i = 0; i < n_out && n < nparam; ++i)
     if (bound.outputs >> i & 1) {
-      AOT_TRY(read_tensor(Op::name, Op::outputs[i], params[n], ndims[n], shapes[n], dtypes[n], &out[i]));
+      AOT_TRY(read(n, Op::outputs[i], &out[i]));
       ++n;
     }
   if (n != nparam) return fail(kConventionMisused, "%s: %d tensors given, expected %d", Op::name, nparam, n);
-  // 2. against what must be
+  // 2. check
   Spec expected[n_out];
   AOT_TRY(bound.op.infer(in, expected));
   int64_t elements = 0;
@@ -462,17 +469,17 @@ int run(const Bound<Op> &bound, Launcher<Op> launch, int nparam, void **params, 
     AOT_TRY(check_like(Op::name, slot.name, out[i], "this output", expected[i]));
     elements += out[i].size();
   }
-  // 3. launch, unless there is nothing to write
+  // 3. launch, unless the outputs are empty
   return elements ? launch(bound.op, in, out, stream) : kOk;
 }
 
-// f(the operator with its attributes): what Init left in `extra`, or, for a caller that called no Init, read now.
+// Calls f with the operator and its attributes: those that Init stored in `extra`, or, without Init, read now.
 template <class Op, class F>
 int with_bound(void *extra, F f) noexcept {
   if (extra && extra_view(extra)->kernel_data) {
     auto *marked = static_cast<Marked *>(extra_view(extra)->kernel_data);
     if (marked->mark != Bound<Op>::kMark)
-      return fail(kConventionMisused, "%s: extra holds what the Init of another operator left", Op::name);
+      return fail(kConventionMisused, "%s: extra holds the data of another operator's Init", Op::name);
     return f(static_cast<const Bound<Op> &>(*marked));
   }
   Bound<Op> bound;
@@ -490,25 +497,23 @@ int run(Launcher<Op> launch, int nparam, void **params, int *ndims, int64_t **sh
 // ------------------------------------------------------------------------------------------------------- inference
 
 // <entry>Infer: the spec of every output slot, from the inputs that are present. A dimension may be kUnknownDim, a
-// shape {kUnknownRank}; what follows from those is unknown too. Status and text are those of the entry on the same
-// inputs. out_shapes: a row of kMaxNdim for each output slot.
+// shape {kUnknownRank}; outputs that depend on these are unknown too. Status and message are those of the entry on the
+// same inputs. out_shapes: a row of kMaxNdim for each output slot.
 template <class Op>
 int infer_outputs(int nparam, const int *ndims, int64_t *const *shapes, const char *const *dtypes, void *extra,
                   int *out_ndims, int64_t *out_shapes, const char **out_dtypes) noexcept {
   return with_bound<Op>(extra, [=](const Bound<Op> &bound) -> Status {
-    constexpr int n_in = Bound<Op>::n_in, n_out = Bound<Op>::n_out;
-    Tensor in[n_in];
-    int n = 0;
-    for (int i = 0; i < n_in; ++i) {
-      if (!(bound.inputs >> i & 1)) continue;
-      if (n >= nparam)
-        return fail(kConventionMisused, "%s: %d tensors given, %s is missing", Op::name, nparam, Op::inputs[i].name);
+    constexpr int n_out = Bound<Op>::n_out;
+    const auto read = [&](int i, const Slot &slot, Tensor *t) -> Status {
       int64_t elements;
-      AOT_TRY(check_spec(Op::name, Op::inputs[i], ndims[n], shapes[n], dtypes[n], true, &elements));
-      in[i].dtype = parse_dtype(dtypes[n]), in[i].ndim = ndims[n];
-      for (int k = 0; k < ndims[n]; ++k) in[i].shape[k] = shapes[n][k];
-      ++n;
-    }
+      AOT_TRY(check_spec(Op::name, slot, ndims[i], shapes[i], dtypes[i], true, &elements));
+      t->dtype = parse_dtype(dtypes[i]), t->ndim = ndims[i];
+      for (int k = 0; k < t->ndim; ++k) t->shape[k] = shapes[i][k];
+      return kOk;
+    };
+    Tensor in[Bound<Op>::n_in];
+    int n = 0;
+    AOT_TRY(bound.read_inputs(nparam, read, in, &n));
     if (n != nparam) return fail(kConventionMisused, "%s: %d tensors given, expected %d", Op::name, nparam, n);
     Spec out[n_out];
     AOT_TRY(bound.op.infer(in, out));
@@ -535,17 +540,18 @@ constexpr struct {
 } kTypeIds[] = {{DType::int32, kTypeInt32},     {DType::int64, kTypeInt64},     {DType::float16, kTypeFloat16},
                 {DType::float32, kTypeFloat32}, {DType::float64, kTypeFloat64}, {DType::bfloat16, kTypeBFloat16}};
 
-// Fills out[] for the present outputs from the present inputs; what cannot be inferred stays unknown, and the call
-// itself, which has a way to say so, refuses it.
+// The specs of the outputs that are present. If inference fails they are unknown, since MindSpore's companions cannot
+// report an error; the call itself does.
 template <class Op, class ReadInput>
-std::vector<Spec> infer(void *extra, ReadInput read) {
+std::vector<Spec> infer(void *extra, ReadInput read_input) {
+  constexpr int n_in = Bound<Op>::n_in;
+  const auto read = [&](int i, const Slot &, Tensor *t) { return read_input(i, t), kOk; };
   Bound<Op> bound;
   std::vector<Spec> result;
   bool failed = bound.init(extra) != kOk;
-  Tensor in[Bound<Op>::n_in];
+  Tensor in[n_in];
   int n = 0;
-  for (int i = 0; i < Bound<Op>::n_in; ++i)
-    if (bound.inputs >> i & 1) read(n++, &in[i]);
+  failed |= bound.read_inputs(n_in, read, in, &n) != kOk;
   Spec out[Bound<Op>::n_out];
   failed = failed || bound.op.infer(in, out) != kOk;
   for (int i = 0; i < Bound<Op>::n_out; ++i)

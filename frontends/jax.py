@@ -2,17 +2,16 @@
 
 They work under jit, grad, vmap, scan, cond, checkpoint and shard_map. A program exported with ``jax.export`` needs
 ``disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(name) for name in (TARGET, SCRATCH_TARGET)]``, and
-``register()`` where it is loaded. What is left open:
+``register()`` in the process that loads it. Limits:
 
 - XLA cannot partition a custom call. Under jit over several devices every operator gathers its inputs, and each device
-  computes the whole result: values are right, memory and time are not shared. ``shard_map`` shares them. The first
-  operator of a process that meets this gives a ``ShardingWarning``; where only ``in_shardings`` of jit names the
-  devices, JAX's types do not tell, and nothing warns.
+  computes the whole result. Under ``shard_map`` each device computes its part. The first such call of a process gives a
+  ``ShardingWarning``, except if only the ``in_shardings`` of jit name the devices, which JAX's types do not show.
 - Derivatives are of the first order, in reverse mode. Forward mode (``jvp``, ``jacfwd``) is a TypeError, and a second
-  order a NotImplementedError; add has both. Where a function under jit is differentiated in forward mode, or by
+  order a NotImplementedError; add has both. If a function under jit is differentiated in forward mode, or by
   ``jax.linearize``, the TypeError is JAX's and names no operator.
-- Attributes, and so the axes normalized over, are constants of the program: they cannot be traced, nor symbolic in an
-  export. Other dimensions may be.
+- Attributes, and so the axes normalized over, are constants of the program: they can be neither traced nor symbolic in
+  an export. Other dimensions can.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from ..spec import TensorSpec, shape_text
 
 try:
     from jax.errors import InconclusiveDimensionOperation
-except ImportError:  # where it was before
+except ImportError:  # older JAX
     from jax.core import InconclusiveDimensionOperation
 try:
     from jax import ffi
@@ -51,15 +50,15 @@ except ImportError:  # before JAX 0.5
 __all__ = ["LLTM", "SCRATCH_TARGET", "TARGET", "ShardingWarning", "functions", "register", *OPS]
 
 TARGET, SCRATCH_TARGET = "aotops", "aotops_scratch"
-"""The names of the custom calls. The second is in exported programs alone, for operators that need a workspace whose
-size depends on a symbolic dimension."""
+"""The names of the custom calls. The second is used only in exported programs, for operators that need a workspace
+whose size depends on a symbolic dimension."""
 
 
 class ShardingWarning(UserWarning):
-    """Several devices each compute the whole of what they could share."""
+    """Each of several devices computes the whole result."""
 
 
-Array = Any  # jax.Array, or what jit takes for one
+Array = Any  # jax.Array, or what jit accepts as one
 Attrs = tuple[Attr, ...]
 Names = tuple[str, ...]
 
@@ -78,11 +77,11 @@ def register(library: Library = BUILTIN) -> None:
 
 @cache
 def _register_targets() -> None:
-    # Not at import: a registration that XLA refuses takes the whole of JAX down.
+    # Not at import: a registration that XLA refuses disables the whole backend.
     lib = library.load()
     ffi.register_ffi_target(TARGET, ffi.pycapsule(lib.aot_xla_cpu), platform="cpu")
     ffi.register_ffi_target(SCRATCH_TARGET, ffi.pycapsule(lib.aot_xla_cpu), platform="cpu")
-    # Without CUDA entries too: the handler says so better than XLA would.
+    # Without CUDA entries too: the handler's error is clearer than XLA's.
     ffi.register_ffi_target(TARGET, ffi.pycapsule(lib.aot_xla_cuda), platform="CUDA")
     ffi.register_ffi_target(SCRATCH_TARGET, ffi.pycapsule(lib.aot_xla_cuda_scratch), platform="CUDA")
 
@@ -117,8 +116,8 @@ def _function(op: Op, module: str) -> Callable[..., Array]:
 
 
 def _bind(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Array | None, ...], Attrs]:
-    """The inputs and the attributes; refuses what the core, which knows no framework, cannot tell from an array or a
-    number."""
+    """The inputs and the attributes. Refuses JAX's tracers as attributes and other objects as arrays: the core, which
+    knows no framework, cannot recognize them."""
     inputs, attrs = op.bind(*args, **kwargs)
     for name, value in zip(op.attrs, attrs, strict=True):
         for part in value if isinstance(value, tuple) else (value,):
@@ -127,13 +126,13 @@ def _bind(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple
                 raise TypeError(f"{op.name}: {name} is {value}, which is {kind}, expected a constant of the program")
     attrs = op.canonical(attrs)
     for slot, x in zip(op.inputs, inputs, strict=True):
-        is_array = hasattr(x, "dtype") and not isinstance(x, np.ma.MaskedArray)  # whose mask JAX does not know
+        is_array = hasattr(x, "dtype") and not isinstance(x, np.ma.MaskedArray)  # JAX would drop its mask
         if x is not None and not is_array and not isinstance(x, (int, float, complex)):
             raise TypeError(f"{op.name}: {slot} is a {type(x).__name__}, expected an array")
     return inputs, attrs
 
 
-@partial(jax.jit, static_argnums=(0, 1))  # for eager calls: a bare custom call is set up anew each time
+@partial(jax.jit, static_argnums=(0, 1))  # for eager calls: without jit, each would compile the custom call again
 def _run(op: Op, attrs: Attrs, *inputs: Array | None) -> Array:
     register(op.library)
     if op.broadcast and all(x is not None for x in inputs):
@@ -155,7 +154,7 @@ def _broadcast(op: Op, inputs: Sequence[Array]) -> Sequence[Array]:
 
 
 def _apply(op: Op, attrs: Attrs, wanted: Names, *inputs: Array | None) -> tuple[Array, ...]:
-    """The wanted outputs of an operator. An alias is JAX's own to differentiate."""
+    """The wanted outputs of an operator, differentiable. JAX itself differentiates aliases."""
     if not op.has_kernel:
         return _launch(op, attrs, wanted, *inputs)
     if op.backward is not None and not op.backward.has_kernel:
@@ -165,13 +164,13 @@ def _apply(op: Op, attrs: Attrs, wanted: Names, *inputs: Array | None) -> tuple[
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def _sum(op, attrs, wanted, *inputs):
-    """Where the gradient of every input is that which came in."""
+    """For an operator whose input gradients are all the incoming gradient."""
     return _launch(op, attrs, wanted, *inputs)
 
 
 @_sum.defjvp
 def _tangent_of_sum(op, attrs, wanted, inputs, tangents):
-    return _sum(op, attrs, wanted, *inputs), (reduce(plus, tangents),)  # JAX's own, to transpose
+    return _sum(op, attrs, wanted, *inputs), (reduce(plus, tangents),)  # an operation of JAX, which it can transpose
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -185,7 +184,7 @@ def _forward(op, attrs, wanted, *inputs):
     results = tuple(s for s in op.entry_outputs if s in wanted or s in op.saved)
     given = dict(zip(op.inputs, inputs, strict=True))
     given |= zip(results, _apply(op, attrs, results, *inputs), strict=True)
-    # Only arrays and their structure pass from here to the backward: the keys carry which gradients there are to be.
+    # Only arrays and their tree structure can be passed to the backward: the keys name the gradients to compute.
     gradients = {d: None for d in op.backward_outputs(inputs) if d}
     return tuple(given[s] for s in wanted), ([given[s] for s in op.saved], gradients)
 
@@ -232,7 +231,7 @@ def _call(op: Op, attrs: Attrs, wanted: Names, *inputs: Array | None) -> tuple[A
 def _custom_call(
     op: Op, attrs: Attrs, wanted: Names, specs: Mapping[str, TensorSpec], *inputs: Array | None
 ) -> tuple[Array, ...]:
-    """``specs``: where they have no workspace, the handler allocates it."""
+    """``specs``: of all results; the handler allocates a workspace that they lack."""
     written = [s for s in op.entry_outputs if s in wanted or s in op.workspace or not op.is_optional(s)]
     present = [x is not None for x in inputs] + [s in written for s in op.entry_outputs]
     results = [s for s in written if s in specs]
@@ -250,7 +249,7 @@ def _custom_call(
 def _symbolic_specs(op: Op, attrs: Attrs, specs: Sequence[TensorSpec | None]) -> dict[str, TensorSpec]:
     found = infer_symbolic(op, attrs, specs, lambda dim: UNKNOWN_DIM if is_symbolic_dim(dim) else dim)
     try:
-        # XLA drops a call whose results are empty, so that what does not fit would not be found when it runs.
+        # XLA removes a call with empty results, so that an invalid shape would not be found at run time.
         fits = all(dim >= 1 for spec in found.values() for dim in spec.shape if is_symbolic_dim(dim))
     except InconclusiveDimensionOperation as error:
         what = str(error).partition("\n")[0].removesuffix(".")
@@ -262,8 +261,8 @@ def _symbolic_specs(op: Op, attrs: Attrs, specs: Sequence[TensorSpec | None]) ->
 
 
 def _batched(op: Op, attrs: Attrs, wanted: Names, n: int, batched: Sequence[bool], *inputs: Array | None):
-    """vmap's rule. Outputs that may carry one more leading axis come from one call, the others from a call for each
-    index. XLA drops whichever nobody uses, such as the dweight of a weight that is not trained."""
+    """The batching rule. Outputs that may have another leading axis come from one call, the others from a call for each
+    index. XLA removes a call whose results are not used, such as the dweight of a weight that is not trained."""
     slots = list(zip(op.inputs, inputs, batched, strict=True))
     ndims = [None if x is None else x.ndim - b for _, x, b in slots]
     at_once = op.takes_batch((slot for slot, _, b in slots if b), ndims)
@@ -289,7 +288,7 @@ _warned = False
 
 
 def _warn_of_mesh(op: Op, arrays: Iterable[Array | None]) -> None:
-    """Once in a process: where XLA must gather inputs from several devices, and every device has the whole result."""
+    """Warns, once in a process, that XLA gathers inputs that several devices share."""
     global _warned
     n = max((_devices(x) for x in arrays if x is not None), default=1)
     if _warned or n == 1:
@@ -300,7 +299,7 @@ def _warn_of_mesh(op: Op, arrays: Iterable[Array | None]) -> None:
 
 
 def _devices(x: Array) -> int:
-    """Over how many devices XLA lays out an array: 1 in shard_map, where each part is an array of its own."""
+    """The number of devices over which XLA lays out an array: 1 in shard_map, where each part is an array."""
     mesh = getattr(getattr(_type(x), "sharding", None), "mesh", None)
     if mesh is None:
         return 1
@@ -313,8 +312,8 @@ def _type(x: Array) -> Any:
 
 
 # ------------------------------------------------------------------------------------------------------------ shard_map
-# A shard_map that checks (check_vma) knows along which mesh axes each array varies. A custom call wants its inputs to
-# agree; JAX then sums a gradient over the axes along which its input did not vary.
+# With check_vma, shard_map tracks the mesh axes along which each array varies. The inputs of a custom call must agree;
+# JAX then sums a gradient over the axes along which its input does not vary.
 
 
 def _varying(arrays: Iterable[Array | None]) -> frozenset[str]:
@@ -340,8 +339,9 @@ globals().update(functions(BUILTIN))
 
 
 class LLTM(NamedTuple):
-    """The cell of PyTorch's tutorial "Custom C++ and CUDA Extensions". As everything of JAX's it keeps nothing:
-    ``init(key)`` gives the parameters, ``apply(parameters, input, (old_h, old_cell))`` new_h and new_cell."""
+    """The cell of PyTorch's tutorial "Custom C++ and CUDA Extensions". It has no state, as is usual in
+    JAX: ``init(key)`` returns the parameters, ``apply(parameters, input, (old_h, old_cell))`` new_h and
+    new_cell."""
 
     input_features: int
     state_size: int

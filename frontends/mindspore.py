@@ -1,16 +1,16 @@
 """MindSpore: ``ops.Custom`` of type "aot" on the library's own entries, in PyNative and in graph mode, on CPU and GPU.
 
 The functions work eagerly, in ``nn.Cell.construct`` and under ``ms.jit``, with static and dynamic shapes, and under
-``ms.grad``, ``value_and_grad`` and ``vmap``. What MindSpore leaves open:
+``ms.grad``, ``value_and_grad`` and ``vmap``. Limits:
 
-- The backward is not itself differentiable, and says so by a NotImplementedError, except where it hands the incoming
-  gradient on (add). ``ms.jvp`` is a gradient of a gradient.
-- A backward gives the gradient of every input that is present, wanted or not.
+- The backward is not differentiable, and raises NotImplementedError, except that of add, which returns the incoming
+  gradient. ``ms.jvp`` is a gradient of a gradient.
+- A backward computes the gradients of all inputs that are present, wanted or not.
 - vmap calls the kernel once per example.
 - In graph mode, attributes and the axes normalized over are constants; every other dimension may be unknown.
-- Inside a graph, ``ms.grad`` and ``ms.vmap`` of a function with defaults want every argument given.
-- Under unknown dimensions, only the kernel can find some errors, and MindSpore's exception does not say what it found;
-  ``aotops.library.last_error()`` does.
+- Inside a graph, ``ms.grad`` and ``ms.vmap`` need every argument of a function, including those with defaults.
+- With unknown dimensions, only the kernel can find some errors, and MindSpore's exception does not contain the message;
+  ``aotops.library.last_error()`` returns it.
 - Automatic mixed precision of level O1 rewrites the source of a network, and cannot rewrite the modules here; O2, O3,
   auto and ``to_float`` work.
 """
@@ -69,8 +69,7 @@ def _function(op: Op, module: str) -> Callable[..., Any]:
 
 
 def _written_out(name: str, parameters: str, body: str, **names: Any) -> Callable[..., Any]:
-    """A function with a source that can be read: graph mode counts parameters, and takes no ``*args`` where it
-    differentiates."""
+    """A function that has a source: graph mode compiles it, and does not differentiate functions with ``*args``."""
     source = f"def make({', '.join(names)}):\n    def {name}{parameters}:\n        {body}\n    return {name}\n"
     file, scope = f"<aotops {name}{parameters}>", {"__name__": __name__}
     linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
@@ -79,8 +78,8 @@ def _written_out(name: str, parameters: str, body: str, **names: Any) -> Callabl
 
 
 class _Constant(ops.PrimitiveWithInfer):
-    """A function of tensors' specs. PyNative calls it; graph mode evaluates it as it compiles, where tensors have specs
-    and no values, and an exception is an error of the compilation."""
+    """A function of the specs of tensors. PyNative calls it; graph mode evaluates it during compilation, where tensors
+    have no values and an exception is an error of the compilation."""
 
     def __init__(self, op: Op, purpose: str) -> None:
         super().__init__(f"{op.name}_{purpose}")
@@ -101,7 +100,7 @@ class _Constant(ops.PrimitiveWithInfer):
 
 
 class _Choose(_Constant):
-    """Checks a call and gives the primitive that serves it."""
+    """Checks a call and returns the primitive for it."""
 
     def __init__(self, op: Op) -> None:
         super().__init__(op, "primitive")
@@ -136,9 +135,9 @@ def _aligner(op: Op) -> Callable[..., Any]:
 
 
 class _CommonShape(_Constant):
-    """For each axis of the shape that the inputs broadcast to, which axis of which input has its length; and for each
-    input None, or, where it must be broadcast, the dtype to do it in: that which its gradient is summed in.
-    Two unknown lengths are taken to be equal: the kernel checks."""
+    """For each axis of the broadcast shape, the input and its axis that have the length. For each input None or, if it
+    must be broadcast, the dtype to do that in, which is the dtype that its gradient is summed in. Two unknown lengths
+    are assumed equal; the kernel checks them."""
 
     def evaluate(self, attrs, specs):
         shapes = [() if spec is None else spec.shape for spec in specs]
@@ -156,7 +155,7 @@ class _CommonShape(_Constant):
         if len(known) > 1:
             given = " and ".join(shape_text(shape) for shape in shapes)
             raise ValueError(f"{self.op.name}: shapes {given} do not broadcast")
-        rank = {1: 2, UNKNOWN_DIM: 1}  # a known length tells most, 1 tells least
+        rank = {1: 2, UNKNOWN_DIM: 1}  # a known length decides, then an unknown one, then 1
         return min(lengths, key=lambda i: rank.get(lengths[i], 0)), axis
 
 
@@ -172,7 +171,7 @@ def _spec(op: Op, slot: str, t: Any) -> TensorSpec | None:
 
 
 def _compiled_spec(op: Op, slot: str, item: dict[str, Any]) -> TensorSpec | None:
-    """The same of what the compiler knows."""
+    """The same, of an argument during compilation."""
     dtype = item["dtype"]
     if dtype is None:
         return None
@@ -184,7 +183,7 @@ def _compiled_spec(op: Op, slot: str, item: dict[str, Any]) -> TensorSpec | None
 # ---------------------------------------------------------------------------------------------------------- primitives
 
 
-@lru_cache(maxsize=256)  # a network has some dozens; an attribute that is another one each step fills no memory
+@lru_cache(maxsize=256)  # a network has some dozens; bounded, for attributes that change with each step
 def _differentiable(
     op: Op, attrs: tuple[Attr, ...], given: tuple[str, ...], dtypes: tuple[tuple[str, str], ...], target: str
 ) -> ops.Custom:
@@ -209,15 +208,15 @@ def _primitive(
 ) -> ops.Custom:
     """An entry bound to its attributes and to the slots that are present.
 
-    Shapes and dtypes are inferred by the library: under dynamic shapes, and in a program loaded from a file, graph mode
-    asks for them where there is no Python. ``dtypes`` takes that over where there are 0-dim tensors: of a 0-dim result
-    whose dtype the library inferred MindSpore makes a number, and, after ``set_inputs`` in PyNative mode, an error.
+    The library infers shapes and dtypes, because graph mode asks for them without Python, with dynamic shapes and in a
+    program loaded from a file. With 0-dim tensors ``dtypes`` states the dtypes instead: MindSpore turns a 0-dim result
+    whose dtype the library inferred into a number and, after ``set_inputs`` in PyNative mode, raises.
     """
     entry = op.library.entry_name(op, _DEVICES.get(target, target))
     one, known = len(op.entry_outputs) == 1, all(name in dtypes for name in wanted)
     types = tuple(ms.dtype.TensorType(getattr(ms, dtypes[name])) for name in wanted) if known else None
     primitive = ops.Custom(f"{op.library.path}:{entry}", None, types[0] if types and one else types, "aot", bprop)
-    primitive.add_prim_attr("reg_op_name", primitive.uniq_name)  # without it, MindSpore 2.10 does not infer in C++
+    primitive.add_prim_attr("reg_op_name", primitive.uniq_name)  # MindSpore 2.10 needs it to infer in C++
     primitive.add_prim_attr("multi_output", not one)
     for name, value in zip(op.attrs, attrs, strict=True):
         # MindSpore's own floats are float32: a decimal string keeps the digits
@@ -235,7 +234,7 @@ def _mask(slots: Sequence[str], present: Sequence[str]) -> int:
 def _gradient(
     op: Op, attrs: Sequence[Attr], given: Sequence[str], dtypes: Mapping[str, str], target: str
 ) -> Callable[..., Any]:
-    """A function of the inputs, as a tuple, the results and their gradients, which gives the gradient of each input."""
+    """A function of the inputs, as a tuple, the results and their gradients that returns the gradient of each input."""
     backward = op.backward
     assert backward is not None
     written = op.entry_outputs
@@ -263,7 +262,7 @@ def _gradient(
 
 
 class _Refuse(ops.PrimitiveWithInfer):
-    """Raises when PyNative calls it, and when graph mode compiles it."""
+    """Raises when PyNative calls it and when graph mode compiles it."""
 
     def __init__(self, op: Op) -> None:
         super().__init__(f"{op.name}_refusal")
@@ -276,7 +275,7 @@ class _Refuse(ops.PrimitiveWithInfer):
 
 
 def _refusal(backward: Op, given: Sequence[str]) -> Callable[..., Any]:
-    """The bprop of a backward: MindSpore's own error for one without does not name it."""
+    """The bprop of a backward. Without one MindSpore's error would not name the operator."""
     inputs = "".join(f"{slot}, " for slot in given)
     return _written_out("refusal", f"({inputs}out, dout)", f"return refuse({inputs})", refuse=_Refuse(backward))
 
@@ -348,8 +347,8 @@ class Softmax(nn.Softmax):
 
 
 class CrossEntropyLoss(nn.CrossEntropyLoss):
-    """``mindspore.nn.CrossEntropyLoss`` on the library's kernel: the same arguments and defaults. With weights of
-    classes, with labels that are probabilities, and with more axes than (N, C) it is MindSpore's own."""
+    """``mindspore.nn.CrossEntropyLoss`` on the library's kernel: the same arguments and defaults. With class
+    weights, with labels that are probabilities, and with more axes than (N, C) it calls MindSpore's own."""
 
     def construct(self, logits, labels):
         if self.weight is not None or logits.ndim > 2 or labels.dtype not in (ms.int32, ms.int64):
@@ -359,8 +358,8 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
 
 
 class LLTM(nn.Cell):
-    """The cell of PyTorch's tutorial "Custom C++ and CUDA Extensions", its arguments, parameters and first values.
-    ``construct(input, (old_h, old_cell))`` gives new_h and new_cell."""
+    """The cell of PyTorch's tutorial "Custom C++ and CUDA Extensions", its arguments, parameters and initial values.
+    ``construct(input, (old_h, old_cell))`` returns new_h and new_cell."""
 
     def __init__(self, input_features, state_size, dtype=ms.float32):
         super().__init__()
@@ -376,8 +375,8 @@ class LLTM(nn.Cell):
 
 
 class Conv2d(nn.Conv2d):
-    """``mindspore.nn.Conv2d`` on the library's kernel: the same arguments, defaults, parameters and state. With padding
-    that is not the same on both sides, as pad_mode "same" can have it, it is MindSpore's own."""
+    """``mindspore.nn.Conv2d`` on the library's kernel: the same arguments, defaults, parameters and state. With
+    asymmetric padding, which pad_mode "same" may need, it calls MindSpore's own."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -394,7 +393,8 @@ class Conv2d(nn.Conv2d):
 
 
 def _conv2d_padding(cell: nn.Conv2d) -> tuple[int, int, int, int]:
-    """Top, bottom, left, right. With pad_mode "same" it follows from the image, unless the stride is 1."""
+    """Top, bottom, left, right. For pad_mode "same" with a stride other than 1, which depends on the image, values that
+    are not symmetric."""
     if cell.pad_mode == "valid":
         return 0, 0, 0, 0
     if cell.pad_mode == "pad":

@@ -1,15 +1,14 @@
 """PyTorch: CPU and CUDA tensors, differentiable, on the current stream.
 
-A call takes one of two ways:
+A call takes one of two paths:
 
-- a plain eager call, which is what the gate lets pass (cuda_src/host/gate.h): straight to the kernel, and, where a
-  gradient is recorded, through ``autograd.Function``'s own C entry, which costs a quarter of its Python wrapper;
-- everything else (``torch.compile``, ``export``, ``torch.func``, forward AD, modes, subclasses, fake, meta, functional
-  and batched tensors, a backward with ``create_graph=True``): an operator of torch's dispatcher,
-  ``torch.ops.aotops.<op>``. Where the gate does not open (before torch 2.10), all calls.
+- A plain eager call, as the gate decides (cuda_src/host/gate.h), runs the kernel directly. If a gradient is recorded,
+  it goes through the C entry point of ``autograd.Function``, which costs a quarter of the Python wrapper.
+- Every other call is an operator of torch's dispatcher, ``torch.ops.aotops.<op>``: under ``torch.compile``, ``export``,
+  ``torch.func``, forward AD and modes, for subclasses, fake, meta, functional and batched tensors, and in a backward
+  with ``create_graph=True``. Without a gate (before torch 2.10) these are all calls.
 
-What no definition states is refused by an error that names the operator: the derivative of a backward, and forward
-mode.
+The derivative of a backward and forward mode are not supported: the error names the operator.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ _DTYPES = {
 _READS_TENSORS = torch_call.set_up(torch, torch_gate.facts())
 
 KEEP_RESIDUALS_FROM = 1 << 18
-"""Elements of a CUDA tensor from which the forward keeps what the backward would else compute again. Below, and on the
-CPU, to allocate it costs more than to compute it."""
+"""Elements of a CUDA tensor from which the forward keeps residuals. For smaller ones, and on the CPU, allocating them
+costs more than recomputing them."""
 
 Tensors = Sequence["Tensor | None"]
 
@@ -69,7 +68,7 @@ _PLAIN_TYPES = {Tensor, torch.nn.Parameter}
 
 
 def _plain(t: Tensor) -> Tensor:
-    """Contiguous, and a Tensor itself: a subclass that only has another __torch_function__ arrives as it is."""
+    """A contiguous Tensor. Subclasses that only override __torch_function__ come here too."""
     t = t.contiguous().resolve_neg()
     return t if type(t) in _PLAIN_TYPES else t.as_subclass(Tensor)
 
@@ -97,7 +96,7 @@ def _symbolic(values: Sequence[Any]) -> bool:
 
 
 def _hint(dim: Any) -> int:
-    """The value that torch traces a symbolic dimension with: to compare it adds no guard."""
+    """The value that torch traces a symbolic dimension with. Comparing it adds no guard."""
     if not isinstance(dim, torch.SymInt):
         return dim
     return dim.node.hint if dim.node.has_hint() else UNKNOWN_DIM
@@ -115,7 +114,7 @@ def _empty_arguments(spec: TensorSpec) -> dict[str, Any]:
 
 
 def _models(op: Op, attrs: tuple[Attr, ...], *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Tensors for ``empty_like``, each with the memory of one element, for what is not like an input."""
+    """For each output that is not like an input, a tensor for ``empty_like``, with the memory of one element."""
     specs = infer(op, attrs, tuple(map(_spec, inputs)), inputs[0].device.type)
     arguments = {name: _empty_arguments(specs[name]) for name in op.entry_outputs if name not in op.same_spec_as}
     for one in arguments.values():
@@ -128,8 +127,7 @@ def _models(op: Op, attrs: tuple[Attr, ...], *inputs: Tensor | None) -> tuple[Te
 
 
 def _run(op: Op, inputs: Tensors, attrs: tuple[Attr, ...], wanted: Sequence[str]) -> tuple[Tensor | None, ...]:
-    """Runs the entry on tensors that have memory. One result for each output and residual, None where it is not
-    wanted."""
+    """Runs the entry on tensors that have memory. Returns each output and residual, None for one that is not wanted."""
     names = {*(op.alias.get(name, name) for name in wanted), *op.workspace}
     names |= {y for y in op.outputs if y not in op.optional}
     device = inputs[0].device
@@ -147,7 +145,7 @@ def _run(op: Op, inputs: Tensors, attrs: tuple[Attr, ...], wanted: Sequence[str]
 
 
 def _common_strides(inputs: Tensors) -> tuple[int, ...] | None:
-    """The strides that torch gives the result of an elementwise operator; None where it is contiguous."""
+    """The strides that torch gives the result of an elementwise operator; None if it is contiguous."""
     if all(t is None or t.is_contiguous() for t in inputs):
         return None
     from torch._prims_common import compute_elementwise_output_strides  # slow to import, seldom needed
@@ -158,7 +156,7 @@ def _common_strides(inputs: Tensors) -> tuple[int, ...] | None:
 def _run_elementwise(
     op: Op, inputs: Tensors, attrs: tuple[Attr, ...], names: Container[str], strides: tuple[int, ...]
 ) -> tuple[Tensor | None, ...]:
-    """All tensors are laid out alike, without gaps: then each is a vector, in whatever order."""
+    """Runs the entry on tensors of the same strides, without gaps, as vectors."""
     model = inputs[0]
 
     def laid_out(t: Tensor) -> Tensor:
@@ -181,13 +179,13 @@ def _run_elementwise(
 
 
 def _run_backward(op: Op, attrs: tuple[Attr, ...], saved: Tensors, grads: Tensors, needed: Sequence[bool], ctx: Any):
-    """One gradient, or None, for each input of ``op``, by way of the dispatcher: it takes gradients of any kind."""
+    """One gradient, or None, for each input of ``op``, by the dispatcher, which accepts tensors of any kind."""
     backward = op.backward
     assert backward is not None
     if not any(needed):
         return (None,) * len(needed)
     given = dict(zip((f"d{y}" for y in op.outputs), grads, strict=True)) | dict(zip(op.saved, saved, strict=True))
-    if torch.is_grad_enabled():  # the graph of the gradients goes on to the inputs, not to what was saved instead
+    if torch.is_grad_enabled():  # the graph of the gradients leads to the inputs, not to the residuals saved instead
         given |= zip(op.instead, getattr(ctx, "inputs", ()), strict=False)
     if backward.has_kernel:
         results = _results(dispatched[backward](*(given[slot] for slot in backward.inputs), *attrs))
@@ -208,8 +206,8 @@ def _public_outputs(op: Op, written: Sequence[Tensor]):
 
 
 class _Eager:
-    """An operator bound to its attributes, for plain tensors. Nothing is checked here: the entry does, and ``_general``
-    takes over what it refuses."""
+    """An operator bound to its attributes, for plain tensors. Only the entry checks the call; ``_general`` handles a
+    call that it refuses."""
 
     def __init__(self, op: Op, attrs: tuple[Attr, ...]) -> None:
         fallback = functools.partial(_run_backward, op, attrs)
@@ -218,8 +216,8 @@ class _Eager:
         members = {"forward": staticmethod(builtins.forward), "backward": staticmethod(backward)}
         function = type(op.name.title().replace("_", ""), (torch.autograd.Function,), members)
         self.run = builtins.run
-        # Without torch's Python wrapper, which serves torch.func, whose calls are not plain. A forward that records
-        # gradients would take 23 to 37 % longer with it (2 to 3 us; benchmarks/call_overhead.py on a CPU).
+        # Without torch's Python wrapper, which is for torch.func, whose calls are not plain. With it a forward that
+        # records gradients would take 23 to 37 % longer (2 to 3 us; benchmarks/call_overhead.py, CPU).
         self.apply = getattr(super(torch.autograd.Function, function), "apply", function.apply)
         self.differentiable = torch_call.differentiable(builtins, self.apply)
 
@@ -241,7 +239,7 @@ def _eager(op: Op, attrs: tuple[Attr, ...]) -> _Eager:
 
 dispatched: dict[Op, Callable[..., Any]] = {}
 """The operator of torch's dispatcher for each operator and backward that has a kernel."""
-# The strides of a result follow from those of the inputs.
+# The strides of results depend on those of inputs.
 _TAGS = (getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order),)
 # A dimension of an "int[]" may be symbolic.
 _SCHEMA_TYPES = {"int[]": "SymInt[]"}
@@ -305,8 +303,8 @@ def _register(namespace: torch.library.Library, op: Op, forward: Op) -> Callable
 
 
 def _autograd_kernel(op: Op, forward: Op, dispatched: Callable[..., Any], split, pack) -> Callable[..., Any]:
-    """What autograd does with the operator, at every level of torch.func too. A backward has no derivative: a graph
-    that is made through one raises when it is differentiated, and no earlier, as torch's own."""
+    """The operator's autograd kernel, for every level of torch.func too. A backward has no derivative: a graph through
+    one raises only when it is differentiated, as torch's own do."""
 
     def below(keyset, args):
         with torch._C._AutoDispatchBelowAutograd():
@@ -330,7 +328,7 @@ def _autograd_kernel(op: Op, forward: Op, dispatched: Callable[..., Any], split,
 
     members = {"forward": staticmethod(run), "backward": staticmethod(differentiate)}
     function = type(op.name.title().replace("_", ""), (torch.autograd.Function,), members)
-    apply = super(torch.autograd.Function, function).apply  # the wrapper would hand on to another level of torch.func
+    apply = super(torch.autograd.Function, function).apply  # the wrapper would choose a level of torch.func
 
     def kernel(keyset, *args):
         inputs, attrs = split(args)
@@ -345,8 +343,8 @@ def _autograd_kernel(op: Op, forward: Op, dispatched: Callable[..., Any], split,
 
 @contextlib.contextmanager
 def _other_levels():
-    """An autograd.Function that serves one level of torch.func leaves the levels below it to themselves: its forward,
-    which runs them, records gradients and tangents for them."""
+    """An autograd.Function handles one level of torch.func. Its forward runs the lower levels, for which gradients and
+    tangents must be recorded."""
     if not torch._C._are_functorch_transforms_active():
         yield
         return
@@ -384,7 +382,7 @@ def _autocast_kernel(op: Op, dispatched: Callable[..., Any], device: str, split,
 
 
 def _autocast(op: Op, device: str, inputs: Tensors) -> tuple[Tensors, torch.dtype | None]:
-    """The inputs as autocast has them, and the dtype of the results where it is another than that of those inputs."""
+    """The inputs as autocast casts them, and the dtype to cast the results to, or None."""
     to = op.autocast.get(device)
     floating = [t for t in inputs if t is not None and t.is_floating_point()]
     dtype, back = torch.get_autocast_dtype(device) if to == "autocast" else _DTYPES.get(to or ""), None
@@ -401,7 +399,7 @@ def _widest(tensors: Sequence[Tensor]) -> torch.dtype:
 
 
 def _batch(op: Op, size: int, dims: Sequence[int | None], inputs: Tensors, wanted: Sequence[str], run):
-    """vmap's rule: one call with a leading axis where every slot in question may have one, else a call an example."""
+    """The batching rule: one call if every slot concerned may have another leading axis, else one for each example."""
     batched = {slot for slot, dim in zip(op.inputs, dims, strict=True) if dim is not None}
     ndims = [None if t is None else t.dim() - (dim is not None) for t, dim in zip(inputs, dims, strict=True)]
     pairs = list(zip(inputs, dims, strict=True))
@@ -416,7 +414,7 @@ def _batch(op: Op, size: int, dims: Sequence[int | None], inputs: Tensors, wante
     elif size:
         examples = [run(*(t if dim is None else t.select(dim, i) for t, dim in pairs)) for i in range(size)]
         results = tuple(torch.stack(r) for r in zip(*examples, strict=True))
-    else:  # what an example gives, none of them
+    else:  # the shapes of an example, with a batch of 0
         example = run(*(t if dim is None else t.sum(dim, dtype=t.dtype) for t, dim in pairs))
         results = tuple(r[None][:0] for r in example)
     return results, (0,) * len(results)
@@ -442,7 +440,7 @@ def _public(op: Op, module: str) -> Callable[..., Any]:
     torchs_names = {"input": first, "other": second} if "input" not in op.inputs else {}
 
     def sort(args, kwargs):
-        """The inputs and the attributes. torch's own names of the first two inputs stand for ours."""
+        """The inputs and attributes. ``input`` and ``other``, torch's names of the first two inputs, are accepted."""
         return op.bind(*args, **{torchs_names.get(name, name): value for name, value in kwargs.items()})
 
     def general(*args, **kwargs):
@@ -480,7 +478,7 @@ def _general(op: Op, disp: Callable[..., Any], inputs: Tensors, attrs: tuple[Any
 
 
 def _run_eager(op: Op, inputs: Tensors, attrs: tuple[Attr, ...]):
-    """A plain call that the builtin refused: casts, broadcasts and makes contiguous first."""
+    """A plain call that the builtin refused, after casting, broadcasting and copying to contiguous tensors."""
     back = None
     if op.autocast and torch.is_autocast_enabled(inputs[0].device.type):
         inputs, back = _autocast(op, inputs[0].device.type, inputs)
@@ -515,10 +513,10 @@ globals().update(functions(BUILTIN))
 
 
 def _channels_last(conv2d: Callable[..., Any]) -> Callable[..., Any]:
-    """A channels_last tensor is NHWC by another name: it goes in as a view, and so does what comes out."""
+    """Passes channels_last tensors as NHWC views, and returns such a view."""
 
     def is_channels_last(t: Tensor) -> bool:
-        # is_contiguous(memory_format=...) is not to be had inside of vmap
+        # is_contiguous(memory_format=...) fails inside vmap
         return not t.is_contiguous() and t.movedim(1, 3).is_contiguous()
 
     def absorb_layout(x, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, layout="NCHW", allow_tf32=False):
@@ -590,8 +588,8 @@ class Softmax(torch.nn.Softmax):
 
 
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
-    """``torch.nn.CrossEntropyLoss`` on the library's kernel: the same arguments. With weights of classes, with targets
-    that are probabilities, and with more axes than (N, C) it is torch's own."""
+    """``torch.nn.CrossEntropyLoss`` on the library's kernel: the same arguments. With class weights, with targets that
+    are probabilities, and with more axes than (N, C) it calls torch's own."""
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         if self.weight is not None or target.is_floating_point() or input.dim() > 2:
@@ -636,8 +634,8 @@ class LLTM(torch.nn.Module):
 
 class Conv2d(torch.nn.Conv2d):
     """``torch.nn.Conv2d`` on the library's kernel: the same arguments, parameters and state; channels_last tensors stay
-    so, and TF32 is as ``torch.backends.cudnn.allow_tf32`` has it. With another padding_mode than zeros, and with
-    padding "same", it is torch's own."""
+    so, and TF32 is used if ``torch.backends.cudnn.allow_tf32`` is set. With another padding_mode than zeros, and with
+    padding "same", it calls torch's own."""
 
     def forward(self, input: Tensor) -> Tensor:
         if self.padding_mode != "zeros" or self.padding == "same":

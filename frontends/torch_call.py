@@ -84,13 +84,13 @@ class _Public(Structure):
 
 @cache
 def lib() -> ctypes.CDLL:
-    """The library, after its structs were compared with those above. Raises LibraryError where they differ."""
+    """The library, with its structs compared with those above. Raises LibraryError if they differ."""
     call.check_structs("aot_torch_structs", 1, (Gate, _Torch, _Function, _Backward, _Differentiable, _Public))
     return call.lib()
 
 
 def set_up(torch: Any, gate: Gate | None) -> bool:
-    """Lets builtins take torch tensors; False where this torch has no exchange table (before 2.10), or no gate."""
+    """Lets builtins take torch tensors. False if this torch has no exchange table (before 2.10) or no gate."""
     capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     if call.call_path() != "tensors" or capsule is None or gate is None:
         return False
@@ -116,7 +116,7 @@ class Function(NamedTuple):
     forward: Callable[..., Any]
     """The same as the forward of a ``torch.autograd.Function``: takes its context first, and saves for the backward."""
     backward: Callable[..., Any] | None
-    """Its backward: takes the context and the gradients of the outputs, returns those of the inputs. None where the
+    """Its backward: takes the context and the gradients of the outputs, returns those of the inputs. None if the
     operator has no backward."""
 
 
@@ -198,7 +198,7 @@ def differentiable(function: Function, apply: Callable[..., Any]) -> Any:
 
 
 def public(op: Op, bind: Callable[..., Any], fallback: Callable[..., Any]) -> Callable[..., Any]:
-    """A builtin with the signature of ``op.bind`` that does the whole of a plain call.
+    """A builtin with the signature of ``op.bind`` that executes plain calls.
 
     Args:
         bind: takes the attributes as they are given; returns what ``differentiable`` makes of them.
@@ -224,8 +224,8 @@ def public(op: Op, bind: Callable[..., Any], fallback: Callable[..., Any]) -> Ca
 
 
 def install_vectorcall(function: Callable[..., Any], builtin: Any) -> None:
-    """Makes a call of ``function``, which forwards to a builtin of ``public``, one of that builtin, without a frame, on
-    CPython 3.12 and later. It stays a Python function to whoever inspects it, torch.compile among them."""
+    """On CPython 3.12 and later, makes a call of ``function``, which forwards to a builtin of ``public``, call that
+    builtin without a frame. To inspection and torch.compile it is still a Python function."""
     keep(function)
     address = library.function("aot_torch_install_vectorcall")
     ctypes.PYFUNCTYPE(None, py_object, py_object)(address)(function, builtin.__self__)

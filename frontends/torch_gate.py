@@ -1,7 +1,7 @@
 """What the gate (cuda_src/host/gate.h) needs to know of this torch, measured on tensors whose dispatch keys are known.
 
-Where a tensor's keys are not found in its memory, or a thread's do not change as expected, there is no gate, and every
-call goes through torch's dispatcher.
+Without a gate, if a tensor's keys are not found in its memory or a thread's do not change as expected, every call goes
+through torch's dispatcher.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _WORD = ctypes.sizeof(ctypes.c_void_p)
 
 
 def facts() -> Gate | None:
-    """None where this torch is not what the gate needs."""
+    """None if this torch does not have what the gate needs."""
     try:
         return _facts()
     except (AttributeError, ValueError, OSError, LookupError):
@@ -80,7 +80,7 @@ def _plain_keys(device: str, inference: bool) -> int:
 
 def _offset(pairs: list[tuple[int, int]], start: int, words: int) -> int:
     """The one offset at which, for every (address, word), the memory at the address holds the word. Raises ValueError
-    where there is none, or more than one."""
+    if there is none, or more than one."""
     offsets = range(start, start + words * _WORD, _WORD)
     (offset,) = [o for o in offsets if all(ctypes.c_uint64.from_address(a + o).value == word for a, word in pairs)]
     return offset

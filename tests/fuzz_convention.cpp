@@ -522,7 +522,7 @@ Outcome spoil(Call &call, void **extra, std::vector<std::unique_ptr<Extra>> &kep
       if (!count(g.shape)) return kNothingDone;
       call.params[i] = nullptr;
       return kRefused;
-    case 10: {  // what the Init of another operator left
+    case 10: {  // the data of another operator's Init
       const Call other(any(kOps));
       if (other.op.name == call.op.name) return kNothingDone;
       kept.push_back(std::make_unique<Extra>(other.attrs));

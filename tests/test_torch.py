@@ -1361,9 +1361,11 @@ class TestGpu:
                 for t, start in zip(static, tensors("cuda", requires_grad=False), strict=True):
                     t.copy_(start * k)
             graph.replay()
-            expected = reference(*static)
+            # fresh leaves: the gradient of `static` would be accumulated on the stream of the recording, unsynchronized
+            leaves = [t.detach().clone().requires_grad_() for t in static]
+            expected = reference(*leaves)
             close(y, expected)
-            close(dx, torch.autograd.grad(expected.square().sum(), static[0])[0])
+            close(dx, torch.autograd.grad(expected.square().sum(), leaves[0])[0])
 
     @EACH
     def test_another_device_than_the_current(self, name):
