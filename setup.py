@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: a wheel holds a shared library, for one platform and for every Python 3."""
+"""The wheel's tag, which pyproject.toml cannot set: a shared library for one platform and every Python 3."""
 
 import shutil
 
@@ -11,7 +11,7 @@ class PlatformWheel(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
     def run(self):
-        # of an earlier build: a module that is no longer in the tree would still be packed
+        # from an earlier build: it may contain modules that no longer exist
         shutil.rmtree(self.get_finalized_command("build").build_lib, ignore_errors=True)
         super().run()
 

@@ -1,4 +1,4 @@
-"""Kernels compiled once into one plain shared library, callable and differentiable in every framework.
+"""CUDA and CPU kernels in one plain shared library, callable and differentiable in every framework.
 
 Use them through a frontend: ``from aotops.frontends import torch`` (or numpy, cupy, jax, mindspore).
 """

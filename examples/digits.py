@@ -45,8 +45,8 @@ console = Console(highlight=False)
 
 
 def make_task(seed: int = 0) -> tuple[Arrays, np.ndarray]:
-    """The task for every framework: images, initial weights and the images of each batch of each epoch. Returned apart,
-    since no framework gets them: the classes of the test images."""
+    """The task for every framework: images, initial weights and the images of each batch of each epoch. Second, the
+    classes of the test images, which the frameworks do not get."""
     rng = np.random.default_rng(seed)
     digits = load_digits()
     images, classes = (digits.data / 16).astype("float32"), digits.target.astype("int64")

@@ -1,4 +1,4 @@
-"""One module a framework: ``from aotops.frontends import torch`` (or numpy, cupy, jax, mindspore).
+"""One module per framework: ``from aotops.frontends import torch`` (or numpy, cupy, jax, mindspore).
 
 Each has the same functions, with the same signatures. A frontend is imported, and with it its framework, only when it
 is asked for.

@@ -1,6 +1,6 @@
 """CuPy: arrays on a CUDA device, on CuPy's current stream, with explicit ``*_backward`` functions.
 
-Subclasses of cupy.ndarray are refused with a TypeError.
+Subclasses of cupy.ndarray raise TypeError.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _CuPy(ArrayFrontend):
     device = "cuda"
 
     def prepare(self, op: Op, slot: str, value) -> cp.ndarray:
-        if type(value) is not cp.ndarray:  # the elements of a subclass need not be where a plain array's are
+        if type(value) is not cp.ndarray:  # a subclass may store its elements differently
             raise TypeError(f"{op.name}: {slot} is a {type(value).__name__}, expected a cupy.ndarray")
         return value if value.flags.c_contiguous else cp.array(value, order="C")
 

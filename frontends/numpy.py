@@ -1,7 +1,7 @@
 """NumPy: arrays on the CPU, with explicit ``*_backward`` functions. bfloat16 is ml_dtypes's.
 
-A result is a plain array. So masked arrays, numpy.matrix and other subclasses, which a result would have to be too, are
-refused with a TypeError; memory maps and NumPy's scalars are taken.
+A result is a plain array. Masked arrays, numpy.matrix and other subclasses, whose type a result would have to keep,
+raise TypeError. Memory maps and NumPy's scalars are accepted.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from aotops.ops import BUILTIN
 from aotops.spec import FLOATING, INTEGERS, TensorSpec
 
 _PLAIN = (np.ndarray, np.memmap)
-"""What NumPy's own functions make plain arrays of. Of another subclass, such as numpy.ma.MaskedArray, they make that
-subclass."""
+"""Types that NumPy's own functions turn into plain arrays. They keep others, such as numpy.ma.MaskedArray."""
 
 
 class _NumPy(ArrayFrontend):
@@ -41,7 +40,7 @@ class _NumPy(ArrayFrontend):
             call.read_numpy(np, list(self.dtypes.values()))
         dtype = self.dtypes.get(name, value.dtype)
         array = np.require(value, None if value.dtype.isnative else dtype, ("C", "A", "E")).reshape(value.shape)
-        # the call path knows a dtype by identity, and an equal one may be another object
+        # the call path compares dtypes by identity; an equal one may be another object
         return array if array.dtype is dtype else array.view(dtype)
 
     def spec(self, array: np.ndarray) -> TensorSpec:

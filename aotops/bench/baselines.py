@@ -1,4 +1,4 @@
-"""Against whom: each implementation as functions of the operator's inputs, forward; frameworks differentiate them.
+"""The implementations to compare with, as forward functions of the operator's inputs; frameworks differentiate them.
 
 An implementation that cannot be imported is absent. It lists the operators that it has as something to call, and is
 called as its own users would call it.
@@ -15,30 +15,30 @@ from typing import Any
 from .work import LN_EPS, RMS_EPS, Case, Convolution, Elements, Shape, rows, window
 
 LIGER_ROW = 4096
-"""Liger's elementwise kernels take a block a row: what is flat is given to them in rows of this length."""
+"""Liger's elementwise kernels use a block per row: flat tensors are passed in rows of this length."""
 
 Make = Callable[[Shape, str], Callable[..., Any]]
 """Takes the shape and the variant."""
 
 
 class Unavailable(Exception):
-    """The implementation does not have this, and nobody expects it to."""
+    """The implementation does not have this case."""
 
 
 @dataclass(frozen=True)
 class Impl:
     name: str
     framework: str
-    """Whose tensors it takes: torch, mindspore or numpy."""
+    """The framework of its tensors: torch, mindspore or numpy."""
     functions: Mapping[str, Make]
     module: Any = None
     """Has more operators, with our arguments."""
     adapt: Callable[[Case, list[Any]], list[Any]] = lambda case, inputs: inputs
-    """The inputs as it wants them."""
+    """Converts the inputs."""
     synchronizes: frozenset[str] = frozenset()
-    """Operators that wait for the device, so that no graph can record them."""
+    """Operators that synchronize with the device, so that a CUDA graph cannot record them."""
     forward_only: frozenset[str] = frozenset()
-    """Operators whose forward has done the work of the backward."""
+    """Operators whose forward computes the gradient as well."""
     dtypes: tuple[str, ...] | None = None
 
     def has(self, case: Case) -> bool:
@@ -53,7 +53,7 @@ class Impl:
 
 
 def available(device: str, names: list[str] | None) -> list[Impl]:
-    """Those of ``names`` that can be imported; by default those that the device is known for."""
+    """Those of ``names`` that can be imported; by default those usual for the device."""
     impls = []
     for name in names if names is not None else _KNOWN[device]:
         if name not in _MAKERS:
@@ -84,7 +84,7 @@ def _aotops() -> Impl:
     framework = next(_importable("torch", "mindspore", "numpy"))
     f = import_module(f"aotops.frontends.{framework}")
 
-    # the loss and its gradient are one call of no operator
+    # the loss with its gradient is not one operator
     losses = {"cross_entropy": lambda shape, variant: _own_loss_and_dx(f) if variant else f.cross_entropy}
     return Impl("aotops", framework, losses, module=f)
 
@@ -99,7 +99,7 @@ def _importable(*names: str) -> Iterator[str]:
 
 
 def _own_loss_and_dx(f: Any) -> Callable[..., Any]:
-    """On a GPU the forward writes the gradient too, where one is recorded and x is not small."""
+    """On a GPU the forward computes the gradient too, if one is recorded and x is not small."""
     if not hasattr(f, "KEEP_RESIDUALS_FROM"):
         raise Unavailable("another frontend than torch's has no call that gives both")
     import torch
@@ -116,10 +116,10 @@ def _own_loss_and_dx(f: Any) -> Callable[..., Any]:
 
 
 def _loss_and_dx(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """What a training step wants of a loss: its value, and its gradient at once."""
+    """The loss and its gradient, as a training step needs them."""
     import torch
 
-    ones: dict[Any, Any] = {}  # so that autograd need not make one
+    ones: dict[Any, Any] = {}  # so that autograd does not create one
 
     def run(x, target):
         with torch.enable_grad():
@@ -189,7 +189,7 @@ def _torch_functions() -> dict[str, Make]:
 
 
 def _channels_last(case: Case, inputs: list[Any]) -> list[Any]:
-    """How torch calls what lies as NHWC."""
+    """torch's view of NHWC."""
     if not isinstance(case.work, Convolution) or not case.work.nhwc:
         return inputs
     return [t.detach().permute(0, 3, 1, 2).requires_grad_() for t in inputs]
@@ -199,11 +199,11 @@ def _torch_compile() -> Impl:
     import torch
     from torch._functorch import config
 
-    config.donated_buffer = False  # a retained graph is differentiated again and again
+    config.donated_buffer = False  # a retained graph is differentiated repeatedly
 
     def compiled(make: Make) -> Make:
         def function(shape: Shape, variant: str) -> Callable[..., Any]:
-            torch._dynamo.reset()  # what was compiled for another shape counts against this one
+            torch._dynamo.reset()  # each shape compiled counts towards the recompile limit
             return torch.compile(make(shape, variant), dynamic=False)
 
         return function
@@ -235,7 +235,7 @@ def _quack() -> Impl:
 
 
 def _quack_layer_norm() -> Callable[..., Any]:
-    """quack has the two passes, and no function that joins them."""
+    """An autograd function of quack's two passes."""
     import torch
     from quack.rmsnorm import layernorm_bwd, layernorm_fwd
 
@@ -257,7 +257,7 @@ def _quack_layer_norm() -> Callable[..., Any]:
 
 
 def _with_float32_weights(case: Case, inputs: list[Any]) -> list[Any]:
-    """quack's LayerNorm takes no others."""
+    """quack's LayerNorm requires float32 weights."""
     return [
         t.detach().float().requires_grad_() if letter == "w" else t
         for letter, t in zip(case.work.reads, inputs, strict=True)
@@ -274,7 +274,7 @@ def _liger() -> Impl:
     layer_norm, rms_norm = ops.LigerLayerNormFunction.apply, ops.LigerRMSNormFunction.apply
     add_rms_norm, loss = ops.LigerFusedAddRMSNormFunction.apply, ops.LigerCrossEntropyFunction.apply
 
-    # the gradient is computed in the forward, and written over x, where x requires one
+    # the forward computes the gradient, and writes it over x, if x requires one
 
     def cross_entropy(x, target):
         x = x if torch.is_grad_enabled() else x.detach()
@@ -296,7 +296,7 @@ def _liger() -> Impl:
 
 
 def _own_copies(case: Case, inputs: list[Any]) -> list[Any]:
-    """Liger's backward writes over what it was given, and others are yet to read it."""
+    """Liger's backward overwrites its input, which others still read: a copy."""
     copies = [t.detach().clone() if t.is_floating_point() else t for t in inputs]
     if isinstance(case.work, Elements):
         copies = [t if t.dim() != 1 else t.view(-1, LIGER_ROW) for t in copies]
@@ -307,7 +307,7 @@ def _own_copies(case: Case, inputs: list[Any]) -> list[Any]:
 
 
 def _numpy() -> Impl:
-    """The formulas as one writes them in NumPy; forward, and not in bfloat16, which NumPy does not have."""
+    """The formulas in NumPy; forward only, without bfloat16."""
     import numpy as np
 
     def gelu_tanh(x):
@@ -366,7 +366,7 @@ def _numpy() -> Impl:
 
 
 def _mindspore() -> Impl:
-    """What MindSpore has on a CPU; forward."""
+    """MindSpore's own functions on a CPU; forward only."""
     from mindspore import ops
 
     def layer_norm(shape: Shape, variant: str) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""How: the time of a call on its device, that of the call on the host, and the copy that they are held against.
+"""Measurement: the time of a call on its device and on the host, and of the copy that it is compared with.
 
 A contender is a *turn*: a function that runs its calls once more and gives the seconds of one. Contenders take turns,
 so that whatever the machine does meanwhile meets all alike, and the median of a contender's turns counts.
@@ -23,14 +23,14 @@ from .tensors import Call
 Turn = Callable[[], float]
 
 HOST_CALLS = 100
-"""Small ones in a row: done within a time slice, and fewer than fill a GPU's queue, which would block the host."""
+"""Small calls per turn: within a time slice, and fewer than a GPU's queue holds, so that the host never waits."""
 WARM_UP = 30
-"""Small calls before them: the turn of another has been in between."""
+"""Small calls before them, since other contenders ran in between."""
 MOST_SETS = 16
 
 
 def medians(turns: Mapping[str, Turn], repeats: int, budget: float = math.inf) -> dict[str, float]:
-    """Seconds of a call, by contender. ``budget``: after so many seconds each has had turns enough, if it had three."""
+    """Seconds of a call, by contender. ``budget``: in seconds, after which no more than three turns each are needed."""
     samples: dict[str, list[float]] = {name: [] for name in turns}
     start = time.perf_counter()
     for i in range(repeats):
@@ -42,12 +42,11 @@ def medians(turns: Mapping[str, Turn], repeats: int, budget: float = math.inf) -
 
 
 class Cuda:
-    """Calls are recorded in a CUDA graph, in rotation over their inputs, and replayed: no Python, and no gap between
-    kernels but the device's own."""
+    """Calls are recorded in a CUDA graph, rotating over their inputs, and replayed, without Python between kernels."""
 
     HOST_IS_DEVICE = False
     COPIED = 4 << 30
-    GRAPH_SECONDS = 4e-3  # long enough that to start a graph is nothing
+    GRAPH_SECONDS = 4e-3  # long enough that launching the graph is negligible
 
     def __init__(self, quick: bool) -> None:
         import torch
@@ -56,7 +55,7 @@ class Cuda:
         self.repeats = 5 if quick else 15
         self.host_repeats = 5 if quick else 31
         self.copies: dict[int, float] = {}
-        # everything on one stream that may be recorded: a backward runs on the stream of its forward
+        # one stream for all, not the default one: a backward runs on the stream of its forward
         torch.cuda.set_stream(torch.cuda.Stream())
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         self.name, self.cache = properties.name, properties.L2_cache_size
@@ -65,7 +64,7 @@ class Cuda:
         self.torch.cuda.synchronize()
 
     def sets(self, nbytes: int) -> int:
-        """How many sets of inputs of so many bytes it takes that the L2 serves none: more than three times its size."""
+        """The number of sets of inputs that exceeds three times the L2 cache, so that it serves none."""
         return min(MOST_SETS, math.ceil(3 * self.cache / nbytes) + 1)
 
     def turn(self, calls: Sequence[Call], small: bool = False, records: bool = True) -> Turn:
@@ -76,13 +75,13 @@ class Cuda:
         graph = self._graph(list(calls) * rounds)
 
         def replay(reads: Sequence[Call] = calls) -> None:
-            """``reads``: they own what the graph reads, which would else be freed."""
+            """``reads``: objects that own the memory that the graph reads."""
             graph.replay()
 
         return self._timed(replay, rounds * len(calls))
 
     def _estimate(self, calls: Sequence[Call]) -> float:
-        for call in (*calls, *calls[:2]):  # compiled, tuned, allocated
+        for call in (*calls, *calls[:2]):  # compiles, tunes and allocates
             call()
         return max(self._timed(lambda: [call() for call in calls], len(calls))(), 1e-6)
 
@@ -90,7 +89,7 @@ class Cuda:
         torch = self.torch
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        gc.disable()  # whatever it may free, not now
+        gc.disable()  # nothing is freed during the recording
         try:
             graph.capture_begin()
             try:
@@ -99,7 +98,7 @@ class Cuda:
             finally:
                 graph.capture_end()
         except Exception:
-            torch.cuda.set_stream(torch.cuda.Stream())  # the other may be left recording
+            torch.cuda.set_stream(torch.cuda.Stream())  # the other one may still be recording
             raise
         finally:
             gc.enable()
@@ -111,7 +110,7 @@ class Cuda:
         start, end = (self.torch.cuda.Event(enable_timing=True) for _ in range(2))
 
         def turn() -> float:
-            self.torch.cuda._sleep(200_000)  # until all is queued
+            self.torch.cuda._sleep(200_000)  # while the calls are queued
             start.record()
             run()
             end.record()
@@ -121,7 +120,7 @@ class Cuda:
         return turn
 
     def _profiled(self, calls: Sequence[Call]) -> Turn:
-        """The kernels' own time: of calls that wait for the device, which would count the host's."""
+        """The time of the kernels alone, for calls that synchronize, whose own time includes the host's."""
         torch = self.torch
         calls = calls[:20]
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -135,7 +134,7 @@ class Cuda:
         return lambda: total / len(calls)
 
     def host_turn(self, call: Call, small: bool) -> Turn:
-        """Kernels are queued, and waited for between turns only."""
+        """The host's time: kernels are queued, and synchronized between turns only."""
         calls, warm_up = (HOST_CALLS, WARM_UP) if small else (20, 2)
 
         def turn() -> float:
@@ -150,7 +149,7 @@ class Cuda:
         return turn
 
     def copy_gbs(self, nbytes: int) -> float:
-        """GB/s of a copy that reads half of so many bytes and writes half: the faster of two ways to queue it."""
+        """GB/s of a copy that reads half of the bytes and writes half: the faster of two implementations."""
         half = _half(nbytes)
         if half not in self.copies:
             torch, n = self.torch, self.sets(half)
@@ -169,7 +168,7 @@ class Cuda:
 
 
 class Cpu:
-    """The time of a call is its device's and its host's at once."""
+    """The time of a call is that of the device and of the host."""
 
     HOST_IS_DEVICE = True
     COPIED = 1 << 28
@@ -188,8 +187,7 @@ class Cpu:
         return min(MOST_SETS, math.ceil(3 * self.cache / nbytes) + 1)
 
     def turn(self, calls: Sequence[Call], small: bool = False, records: bool = True) -> Turn:
-        """An untimed call, which also takes the threads back from the contender before, and a timed one on the next
-        inputs."""
+        """An untimed call, which also wakes the threads of this contender, and a timed one on the next inputs."""
         for call in calls:
             call()
         if small:
@@ -224,7 +222,7 @@ class Cpu:
 
 
 def _half(nbytes: int) -> int:
-    """In whole MiB: a copy for each size that differs in earnest."""
+    """Rounded to MiB: one copy for similar sizes."""
     return max(nbytes >> 21, 1) << 20
 
 
@@ -236,7 +234,7 @@ def _seconds(call: Call, n: int) -> float:
 
 
 def _cpu_copies(half: int, sets: int) -> dict[str, list[Call]]:
-    """NumPy's copy, a memmove, on every thread; and torch's where it is. The faster one is the machine's."""
+    """The faster of NumPy's copy, a memmove, on every thread, and torch's if it is installed."""
     import numpy as np
 
     threads = int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
@@ -265,7 +263,7 @@ def _cpu_name() -> str:
 
 
 def _cache_size() -> int:
-    """The largest cache's bytes; 32 MiB where the system does not tell."""
+    """Bytes of the largest cache; 32 MiB if the system does not tell."""
     sizes = []
     for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         text = file.read_text().strip()

@@ -1,4 +1,4 @@
-"""What torch.compile and quack compile, compiled in several processes at once: both find it again in their caches."""
+"""Fills the caches of torch.compile and quack by compiling in several processes."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def precompile(todo: Sequence[Case], impls: Sequence[Impl], device: str, jobs: i
     with ProcessPoolExecutor(jobs, get_context("spawn"), _prepare, (work.folder(),)) as pool:
         waiting = [pool.submit(_compile, name, case) for name in names for case in todo]
         with report.progress(len(waiting), "compile") as advance:
-            for _ in as_completed(waiting):  # a process that dies takes the rest with it: they are compiled later
+            for _ in as_completed(waiting):  # if a process dies, the pool ends: the rest is compiled later
                 advance("", [])
 
 
 def _prepare(folder: Path) -> None:
     work.use(folder)
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # one process a case is enough
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # one process per case
 
 
 @cache
@@ -40,7 +40,7 @@ def _impl(name: str) -> Impl:
 
 
 def _compile(name: str, case: Case) -> None:
-    """Calls it once; should that fail, it fails again where it is told."""
+    """Calls it once. A failure is reported when it is measured."""
     try:
         impl, framework = _impl(name), FRAMEWORKS["torch"]("cuda")
         if impl.has(case):

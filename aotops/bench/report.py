@@ -1,4 +1,4 @@
-"""Progress, the table, the file and the plots. rich makes the first two pleasant and is not needed."""
+"""Progress, the table, the file and the plots. The first two use rich if it is installed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ IMPLS = ("aotops", "torch", "torch.compile", "quack", "liger", "mindspore", "num
 
 @contextmanager
 def progress(total: int, what: str = "measure") -> Iterator[Callable[[str, Sequence[Row]], None]]:
-    """Gives a function to call after each case: a bar on a terminal, else a line a case."""
+    """Yields a function to call after each case: a bar on a terminal, else a line per case."""
     console = _console()
     if console is None or not console.is_terminal:
         yield _lines(total, what)
@@ -94,8 +94,8 @@ def _by_case(rows: Sequence[Row]) -> Cases:
 
 
 def _table(title: str, cases: Cases, figure: str, form: str, device: bool = False) -> None:
-    """A line a case: the figure of each implementation, and how many times faster aotops is than the fastest other; of
-    what the device needs, aotops' microseconds and the ratio to its peer too, where it has one."""
+    """A line per case: the figure of each implementation, and the speed-up of aotops over the fastest other. For device
+    times also the microseconds of aotops and the ratio to its peer."""
     if not cases:
         return
     impls = [impl for impl in IMPLS if any(figure in rows.get(impl, {}) for rows in cases.values())]
@@ -154,7 +154,7 @@ def load(files: Sequence[Path]) -> Result | None:
 
 
 def merged(earlier: Result | None, new: Result) -> Result:
-    """The new result, those rows of the earlier one that it has not measured again, and the commands of both."""
+    """The new result with those rows of the earlier one that were not measured again, and the commands of both."""
     if earlier is None:
         return new
     if earlier["device"] != new["device"]:
@@ -169,7 +169,7 @@ def merged(earlier: Result | None, new: Result) -> Result:
 
 
 def save(result: Result, file: Path) -> None:
-    """A row a line, so that two results can be compared by eye and by diff."""
+    """One row per line, for diff."""
     head = {key: value for key, value in result.items() if key != "rows"}
     rows = ",\n".join(f"    {json.dumps(row)}" for row in result["rows"])
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -190,7 +190,7 @@ STYLE = {
 
 
 def draw(result: Result, folder: Path) -> None:
-    """``<op>.png``, a panel for each variant, pass and dtype: GB/s over the length of a row, or bars; of products bars
+    """``<op>.png``, a panel for each variant, pass and dtype: GB/s over the length of a row, or bars; for products bars
     of TFLOP/s."""
     import matplotlib
 
@@ -257,7 +257,7 @@ def _draw_products(op: str, rows: list[Row], result: Result, file: Path) -> None
     peers = dict.fromkeys(row["peer"] for row in rows if "peer" in row)
     for ax in grid[-1]:
         ax.set_xlabel("TFLOP/s" + (f"; behind the bar: of {' or '.join(peers)}" if peers else ""))
-    grid[0, 0].invert_yaxis()  # of all: the first shape on top
+    grid[0, 0].invert_yaxis()  # shared by all panels: the first shape on top
     figure.supylabel(" x ".join(_case(rows[0]).work.AXES), fontsize=9)
     _finish(figure, grid, impls, f"{op} on {result['device']}", file)
 
@@ -276,7 +276,7 @@ def _curves(ax: Any, panel: list[Row], impls: list[str]) -> None:
     lengths = sorted({row["shape"][-1] for row in panel})
     copies = {row["shape"][-1]: row["gbs"] / row["of_copy"] for row in panel}
     ax.plot(lengths, [copies[n] for n in lengths], color="#212529", lw=1.2, ls=(0, (4, 3)), label="copy")
-    for impl in reversed(impls):  # aotops above the others
+    for impl in reversed(impls):  # aotops in front
         points = sorted((row["shape"][-1], row["gbs"]) for row in panel if row["impl"] == impl)
         color, marker = STYLE[impl]
         wide = 2.4 if impl == "aotops" else 1.5
@@ -310,7 +310,7 @@ def _groups(ax: Any, panel: list[Row], impls: list[str], shapes: list[tuple[int,
 
 
 def _furnish(ax: Any, title: str, axis: str, top: float) -> None:
-    """``axis``: along which the rates are."""
+    """``axis``: that of the rates."""
     ax.set_title(title, fontsize=10, loc="left")
     ax.set(**{f"{axis}lim": (0, top)})
     ax.spines[["top", "right"]].set_visible(False)

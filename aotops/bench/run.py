@@ -1,4 +1,4 @@
-"""The command: measures case by case, then tells, writes and draws the results."""
+"""The command: measures case by case, then prints, writes and plots the results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Result = dict[str, Any]
 
 SAVE_SECONDS = 20
 PEER = "torch"
-"""Whose rate a product's is compared with."""
+"""The implementation that the rates of products are compared with."""
 
 
 def run(args: argparse.Namespace) -> None:
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> None:
     if args.impls != ["none"]:
         for so_far in _measured(args, device, result):
             result = so_far
-            if args.json:  # so that nothing is lost, whatever comes
+            if args.json:  # after every case, so that an interrupted run keeps its results
                 report.save(result, args.json)
     if result is None:
         sys.exit("aotops bench: nothing was measured, and --merge names nothing")
@@ -53,7 +53,7 @@ def _default_device() -> str:
 
 
 def _measured(args: argparse.Namespace, device: str, earlier: Result | None) -> Iterator[Result]:
-    """The result so far, after each of some seconds, and at the end."""
+    """Writes the result so far, every few seconds and at the end."""
     dtypes = args.dtypes or (["float32"] if args.quick and device == "cpu" else ["bfloat16", "float32"])
     todo = list(cases(device, dtypes, args.ops, args.shapes, args.passes, args.quick))
     impls = baselines.available(device, args.impls)
@@ -105,7 +105,7 @@ class Bench:
         self.skipped: dict[str, None] = {}
 
     def rows(self, case: Case) -> list[Row]:
-        """One row an implementation that has this."""
+        """One row for each implementation that has the case."""
         with self._entered(lambda framework: framework.settings(case)):
             with self._recording(False):
                 contenders = self._contenders(case)
@@ -122,7 +122,7 @@ class Bench:
         return rows
 
     def _of_peer(self, case: Case, times: Mapping[str, float], seconds: float) -> Row:
-        """Of a product: its rate, how many times torch's it is, and whose kernels torch's are."""
+        """For a product: its rate, the ratio to torch's, and the library behind torch's."""
         row: Row = {"tflops": round(case.flops / seconds / 1e12, 4)}
         if PEER in times:
             library = case.work.LIBRARY if self.device == "cuda" else ""
@@ -130,7 +130,7 @@ class Bench:
         return row
 
     def _contenders(self, case: Case) -> dict[str, tuple[Call, Turn]]:
-        """For each implementation a call, and its turn, which rotates over the inputs."""
+        """For each implementation a call, rotating over the inputs."""
         n = self.machine.sets(case.work.bytes("forward", case.shape, case.dtype))
         inputs: dict[str, list[list[Any]]] = {}
         contenders = {}
@@ -151,7 +151,7 @@ class Bench:
         return medians(turns, self.machine.host_repeats if case.small else 5, budget=10.0)
 
     def _recorders(self, case: Case, contenders: Mapping[str, tuple[Call, Turn]]) -> list[str]:
-        """Who is worth a look while gradients are recorded: a small forward that does not record them anyway."""
+        """The implementations to time again while gradients are recorded: for small forward cases."""
         if not case.small or case.pass_ != "forward" or case.work.variant == "fused_dx":
             return []
         return [impl.name for impl in self.impls if impl.name in contenders and impl.framework == "torch"]
@@ -169,7 +169,7 @@ class Bench:
 
     @contextmanager
     def _noting(self, impl: Impl, case: Case) -> Iterator[None]:
-        """A contender that fails is left out, and the user told; the others go on."""
+        """A contender that fails is reported and left out."""
         try:
             yield
         except Unavailable:
@@ -188,7 +188,7 @@ class Bench:
             "dtype": case.dtype,
             "impl": name,
             "us": round(seconds * 1e6, 3),
-            "gbs": round(gbs, 4),  # of a small call on a busy machine little is left
+            "gbs": round(gbs, 4),  # small for a small call on a busy machine
             "of_copy": round(gbs / self.machine.copy_gbs(case.bytes), 4),
             "host_us": round(host * 1e6, 3),
         }

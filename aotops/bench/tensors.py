@@ -1,4 +1,4 @@
-"""Inputs, and functions ready to be called with them, in each framework."""
+"""Inputs, and functions of them, in each framework."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Call = Callable[[], Any]
 
 class Framework:
     QUEUES_ON_CPU = False
-    """Whether a call on a CPU may return before it is done."""
+    """Whether a call on a CPU may return before it is complete."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -36,7 +36,7 @@ class Framework:
         raise NotImplementedError
 
     def call(self, impl: Impl, case: Case, inputs: list[Any]) -> Call:
-        """The case's pass on these inputs, with no more to do than is measured."""
+        """The pass of the case on these inputs, with nothing else to do."""
         inputs = impl.adapt(case, inputs)
         function = impl.function(case)
         return self.backward(function, inputs) if case.pass_ == "backward" else partial(function, *inputs)
@@ -45,19 +45,19 @@ class Framework:
         raise Unavailable("no gradients")
 
     def recording(self, gradients: bool) -> AbstractContextManager[Any]:
-        """Within it, calls record what a backward needs, or do not."""
+        """A context in which calls record gradients, or do not."""
         return nullcontext()
 
     def settings(self, case: Case) -> AbstractContextManager[Any]:
-        """Within it, the framework's own switches are as the case wants them."""
+        """A context with the framework's switches set for the case."""
         return nullcontext()
 
     def synchronize(self) -> None:
-        """Waits for what was called."""
+        """Waits for the calls."""
 
 
 def _deviation(letter: str, shape: Shape) -> float:
-    """Of a weight such that its sums are near 1, and activations are not all zeros and ones, which take less power."""
+    """For weights, so that products are near 1. Activations would else saturate, which takes less power."""
     return math.prod(shape[1:]) ** -0.5 if letter == "w" else 1.0
 
 
@@ -74,7 +74,7 @@ class Torch(Framework):
         return torch.randint(n, shape, device=self.device)
 
     def backward(self, function: Callable[..., Any], inputs: list[Any]) -> Call:
-        """All gradients of one forward, as autograd computes them, again and again."""
+        """A function that computes all gradients of one forward by autograd."""
         import torch
 
         with torch.enable_grad():
@@ -91,7 +91,7 @@ class Torch(Framework):
 
     @contextmanager
     def settings(self, case: Case) -> Iterator[None]:
-        """TF32 where the case says so, and cuDNN may try what is fastest."""
+        """TF32 if the case says so; cuDNN's benchmark mode."""
         from torch.backends import cuda, cudnn
 
         wanted = [(cuda.matmul, "allow_tf32", case.work.tf32), (cudnn, "allow_tf32", case.work.tf32)]
@@ -143,7 +143,7 @@ class MindSpore(NumPy):
         return ms.Tensor(super().classes(shape, n))
 
     def synchronize(self) -> None:
-        # mindspore.runtime.synchronize knows no CPU
+        # mindspore.runtime.synchronize fails on a CPU
         try:
             from mindspore.graph.api import _pynative_executor
         except ImportError:  # before 2.9

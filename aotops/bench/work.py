@@ -1,4 +1,4 @@
-"""What is measured: operators and their tensors, shapes, the bytes that cannot be avoided, and the multiplications.
+"""What is measured: operators with their tensors, shapes, minimum bytes and FLOPs.
 
 Here are the kinds of operators. An operator's row says of what kind it is: its ``bench`` are Works. Rows are ``CASES``
 of a package, tests/cases in a checkout.
@@ -28,32 +28,32 @@ LN_EPS, RMS_EPS = 1e-5, 1e-6
 
 @dataclass(frozen=True)
 class Work:
-    """A tensor is a letter; a subclass, a kind of operators, says what a case's shape is and which shapes the letters
+    """A tensor is a letter. A subclass, a kind of operator, defines the shape of a case and the shapes of the letters
     have then. w is always the weight. Bytes are the fewest that can be moved: what is read is read once, what is
-    written is written once, and neither statistics nor scratch count."""
+    written is written once; statistics and scratch are not counted."""
 
     reads: str
     """The operator's inputs, in order."""
     writes: str
     backward: tuple[str, str] | None = None
-    """What the backward must read and write; None where there is nothing to do."""
+    """What the backward must read and write; None if it does nothing."""
     variant: str = ""
-    """Words, one of which may be tf32: float32 is then multiplied so, where there is a GPU."""
+    """Words. tf32: float32 products use TF32 on a GPU."""
     dtypes: tuple[str, ...] = DTYPES
     call: Callable[[Any, Shape], Callable[..., Any]] | None = None
-    """Takes a module that has the operators and a shape; gives a function of the inputs. None: the operator itself."""
+    """Takes a module of operators and a shape; returns a function of the inputs. None: the operator itself."""
     op: str = ""
     """Set by the table."""
 
     AXES: ClassVar[tuple[str, ...]]
-    """What the numbers of a shape are."""
+    """The meaning of a shape's numbers."""
     SHAPES: ClassVar[tuple[Shape, ...]]
     FEW: ClassVar[tuple[Shape, ...]]
-    """In their place where it is to be quick, and on a CPU."""
+    """Instead, with --quick and on a CPU."""
     SMALL: ClassVar[int] = 0
-    """Shapes whose product is at most this are done in no time: there the call is what is measured."""
+    """For shapes of at most this product, the call itself is measured."""
     LIBRARY: ClassVar[str] = ""
-    """Whose kernels torch's are on a GPU."""
+    """The library behind torch's function on a GPU."""
 
     @property
     def name(self) -> str:
@@ -78,11 +78,11 @@ class Work:
         raise NotImplementedError
 
     def multiplications(self, shape: Shape) -> int:
-        """Those of the forward's product; 0 where there is none."""
+        """FLOPs of the forward's product, or 0."""
         return 0
 
     def shapes(self, device: str, given: Sequence[Shape] | None, quick: bool) -> Sequence[Shape]:
-        """Those to measure, ``given`` if they are of this kind."""
+        """The shapes to measure: ``given``, if they are of this kind."""
         if given is not None:
             return [shape for shape in given if len(shape) == len(self.AXES)]
         return self.FEW if quick or device == "cpu" else self.SHAPES
@@ -91,7 +91,7 @@ class Work:
         return math.prod(shape) <= self.SMALL
 
     def flops(self, pass_: str, shape: Shape) -> int:
-        """Those of the products: of a forward one, of a backward two."""
+        """FLOPs: of a forward one product, of a backward two."""
         return 2 * self.multiplications(shape) * (1 if pass_ == "forward" else 2)
 
     def bytes(self, pass_: str, shape: Shape, dtype: str) -> int:
@@ -114,7 +114,7 @@ class Rows(Work):
         return {"x": shape, "w": shape[-1:], "t": shape[:-1], "s": ()}
 
     def shapes(self, device, given, quick):
-        """On a GPU N alone is so many rows that there are ELEMENTS; a CPU has a shape of its own."""
+        """On a GPU, N alone stands for ELEMENTS / N rows; a CPU has its own shapes."""
         if given is None and device == "cpu":
             return [(8, 256), (512, 1024) if quick else (8192, 4096)]
         shapes = (self.FEW if quick else self.SHAPES) if given is None else [s for s in given if len(s) < 3]
@@ -125,7 +125,7 @@ class Rows(Work):
 
 
 class Elements(Rows):
-    """The same where a row is nothing: x has one axis."""
+    """The same without rows: x has one axis."""
 
     def filled(self, shape):
         return (self.ELEMENTS,)
@@ -155,7 +155,7 @@ class Product(Work):
 
 class Convolution(Work):
     """x has square images, w square filters of an odd size, half of which is the padding, and y the results. The
-    variant has a word for how they lie: nchw or nhwc."""
+    variant names the layout: nchw or nhwc."""
 
     AXES = ("batch", "channels", "size", "outputs", "kernel", "stride")
     # of ResNet-50
@@ -227,7 +227,7 @@ _rows = Path(__file__).parents[2] / "tests" / "cases"
 
 
 def use(folder: Path) -> None:
-    """The rows are there, and not in the checkout's own folder."""
+    """Uses the rows in this folder, not those of the checkout."""
     global _rows
     _rows = folder
 
@@ -237,7 +237,7 @@ def folder() -> Path:
 
 
 def rows() -> dict[str, Any]:
-    """By operator. Exits where there are none."""
+    """By operator. Exits if there are none."""
     return _loaded(_rows)
 
 
@@ -257,7 +257,7 @@ def works() -> list[Work]:
 
 
 def find(op: str, variant: str) -> Work:
-    """Of a result that may be of another version, too."""
+    """Accepts results of other versions, too."""
     found = (work for work in works() if (work.op, work.variant) == (op, variant))
     return next(found, Rows("", "", variant=variant, op=op))
 
@@ -299,7 +299,7 @@ def cases(
     passes: list[str] | None = None,
     quick: bool = False,
 ) -> Iterator[Case]:
-    """Operators that the library does not define are left out, and TF32 on a CPU, which has none."""
+    """Without operators that the library does not define, and without TF32 on a CPU."""
     for work in works():
         if work.op not in (ops or OPS) or work.op not in OPS or (work.tf32 and device == "cpu"):
             continue

@@ -1,4 +1,4 @@
-"""What the norms over trailing axes have in common."""
+"""Shared by the norms over trailing axes."""
 
 from __future__ import annotations
 

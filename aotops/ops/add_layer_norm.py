@@ -1,4 +1,4 @@
-"""Layer normalization of a sum, which is a result too: the residual connection and the norm after it, in one pass."""
+"""A residual connection and the layer normalization after it, in one pass."""
 
 from __future__ import annotations
 

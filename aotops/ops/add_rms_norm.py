@@ -1,5 +1,4 @@
-"""Root mean square normalization of a sum, which is a result too: the residual connection and the norm after it, in one
-pass."""
+"""A residual connection and the root mean square normalization after it, in one pass."""
 
 from __future__ import annotations
 

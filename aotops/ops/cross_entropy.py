@@ -1,4 +1,4 @@
-"""Cross entropy of rows of numbers with class indices."""
+"""Cross entropy with class indices."""
 
 from __future__ import annotations
 

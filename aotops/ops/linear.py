@@ -1,4 +1,4 @@
-"""A linear layer: a product with a matrix of weights, a bias and an activation."""
+"""A linear layer with an activation."""
 
 from __future__ import annotations
 

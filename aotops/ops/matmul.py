@@ -1,4 +1,4 @@
-"""The product of matrices, batched."""
+"""Batched matrix product."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from ..op import operator
 
 
 def _from_the_end(dim, x):
-    """The same axis, counted so that leading axes that vmap adds do not shift it."""
+    """The axis counted from the end, so that leading axes that vmap adds do not shift it."""
     if isinstance(dim, (bool, float, str, list, tuple)) or not isinstance(getattr(x, "ndim", None), int):
         return dim
     axis, ndim = dim if isinstance(dim, int) else _axis(dim), max(x.ndim, 1)
@@ -18,7 +18,7 @@ def _from_the_end(dim, x):
 
 
 def _axis(dim):
-    """None for what is no integer. MindSpore's graph mode, which compiles the above, would know nothing of this."""
+    """None if it is not an integer. MindSpore's graph mode compiles the caller, and could not compile this."""
     try:
         return None if getattr(dim, "ndim", 0) else index(dim)
     except TypeError:
