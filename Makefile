@@ -225,8 +225,8 @@ TESTS := AOTOPS_TEST_FRONTENDS=numpy,torch,jax$(if $(GPU),$(comma)cupy) $(PYTEST
 TESTED_ONCE := $(addprefix --ignore=tests/test_,bench.py convention.py core.py docs.py packaging.py)
 MS_TESTS := AOTOPS_TEST_FRONTENDS=numpy,mindspore $(PYTEST_ENVIRONMENT) $(MS_VENV)/bin/python $(PYTEST) $(TESTED_ONCE)
 
-test: lib environments $(VENV)/lint
-	@$(MAKE) --no-print-directory lint
+test:
+	@$(MAKE) --no-print-directory -j$(JOBS) environments lint $(LIB)
 	@failed=; \
 	echo "$(TESTS)"; $(TESTS) || failed="$$failed $(VENV)"; \
 	$(if $(MINDSPORE_PYTHON),echo "$(MS_TESTS)"; $(MS_TESTS) || failed="$$failed $(MS_VENV)";) \

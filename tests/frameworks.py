@@ -231,7 +231,7 @@ class MindSpore(Framework):
 
     def unable(self, name, shapes):
         if OPS[name].broadcast and len(set(shapes)) > 1 and 0 in np.broadcast_shapes(*shapes):
-            return "MindSpore refuses to broadcast to nothing, and its gradient of that is uninitialised memory"
+            return "MindSpore does not broadcast to an empty shape, and its gradient of that is uninitialised memory"
         return None
 
     def make(self, array, dtype, device):
