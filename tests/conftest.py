@@ -35,8 +35,13 @@ def pytest_configure(config):
         raise pytest.UsageError(str(error)) from error
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_generate_tests(metafunc):
+    """The framework is the last parameter, and varies fastest: a reference is computed once, for all frameworks."""
     names = metafunc.fixturenames
+    own = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
+    if "dtype" in names and "dtype" not in own:
+        metafunc.parametrize("dtype", DTYPES)
     if "device" in names:
         pairs = [(f, d) for f in frameworks() for d in f.devices]
         marks = {"cuda": [pytest.mark.gpu], "cpu": []}
@@ -44,9 +49,6 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize(("framework", "device"), values)
     elif "framework" in names:
         metafunc.parametrize("framework", [pytest.param(f, id=f.name) for f in frameworks() if "cpu" in f.devices])
-    own = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
-    if "dtype" in names and "dtype" not in own:
-        metafunc.parametrize("dtype", DTYPES)
 
 
 @pytest.fixture(autouse=True)

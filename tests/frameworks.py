@@ -14,6 +14,7 @@ from functools import cache, cached_property
 from importlib import import_module
 from importlib.util import find_spec
 from inspect import signature
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -65,7 +66,7 @@ class Framework:
     strides = True
     """Whether an array may have strides."""
     compiles = False
-    """Whether each case is compiled, which takes long: then not every case is run in every dtype."""
+    """Whether each call is compiled, which takes about a second: test_frontends.py says which cases are."""
 
     @cached_property
     def module(self) -> Any:
@@ -231,7 +232,7 @@ class MindSpore(Framework):
 
     def unable(self, name, shapes):
         if self.ops[name].broadcast and len(set(shapes)) > 1 and 0 in np.broadcast_shapes(*shapes):
-            return "MindSpore refuses to broadcast to nothing, and its gradient of that is uninitialised memory"
+            return "MindSpore does not broadcast to an empty shape, and its gradient of that is uninitialised memory"
         return None
 
     def make(self, array, dtype, device):
@@ -252,8 +253,11 @@ class MindSpore(Framework):
         self._enter()
         function, tensors = self._function(name, inputs, attrs)
         grads = self.ms.ops.GradOperation(get_all=True, sens_param=True)(function)(*tensors, _one_or_all(dys))
+        return self._of_floating(inputs, grads)
+
+    def _of_floating(self, inputs, grads):
+        """The gradients by input. Those of integers are zeros, and left out."""
         found = dict(zip([slot for slot, t in inputs.items() if t is not None], grads, strict=True))
-        # of integers it gives zeros
         return {s: found[s] if t is not None and "Float" in str(t.dtype) else None for s, t in inputs.items()}
 
     def _enter(self):
@@ -266,17 +270,24 @@ class MindSpore(Framework):
         places = [i for i, slot in enumerate(arguments.arguments) if inputs.get(slot) is not None]
         tensors = [arguments.args[i] for i in places]
         rest = [None if i in places else value for i, value in enumerate(arguments.args)]
-        return _mindspore_cell()(getattr(self.module, name), rest, places), tensors
+        return _mindspore_cells().Call(getattr(self.module, name), rest, places), tensors
 
 
 class MindSporeGraph(MindSpore):
     name = "mindspore-graph"
     graph = compiles = True
 
+    def results_and_gradients(self, name, inputs, attrs, dys):
+        """What ``results`` and ``gradients`` return, of one graph."""
+        self._enter()
+        function, tensors = self._function(name, inputs, attrs)
+        results, grads = _mindspore_cells().Differentiated(function)(_one_or_all(dys), *tensors)
+        return results if isinstance(results, tuple) else (results,), self._of_floating(inputs, grads)
+
 
 @cache
-def _mindspore_cell() -> type:
-    from mindspore import nn
+def _mindspore_cells() -> SimpleNamespace:
+    from mindspore import nn, ops
 
     class Call(nn.Cell):
         """A function of the tensors whose places among its arguments are given."""
@@ -291,7 +302,17 @@ def _mindspore_cell() -> type:
                 arguments[place] = tensor
             return self.function(*arguments)
 
-    return Call
+    class Differentiated(nn.Cell):
+        """The results of a function, and the gradients of its tensors."""
+
+        def __init__(self, function):
+            super().__init__()
+            self.function, self.gradient = function, ops.GradOperation(get_all=True, sens_param=True)
+
+        def construct(self, dys, *tensors):
+            return self.function(*tensors), self.gradient(self.function)(*tensors, dys)
+
+    return SimpleNamespace(Call=Call, Differentiated=Differentiated)
 
 
 FRAMEWORKS = {

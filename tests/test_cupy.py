@@ -79,7 +79,7 @@ def test_cuda_graph(name):
 @EACH
 def test_another_device_than_the_current(name):
     if cupy.cuda.runtime.getDeviceCount() < 2:
-        pytest.skip("one GPU")
+        pytest.skip("needs two GPUs")
     function = partial(FUNCTIONS[name], ours)
     expected = results(function(*arrays()))
     with cupy.cuda.Device(1):

@@ -26,7 +26,9 @@ def test_code_in_a_document_is_that_of_the_file(path, code):
     assert code.strip("\n") in (ROOT / path).read_text()
 
 
-@pytest.mark.skipif("torch" not in requested(), reason="the README's first program uses torch")
+@pytest.mark.skipif(
+    "torch" not in requested(), reason="torch, which the README's first program uses, is not under test"
+)
 def test_first_program_of_the_readme_prints_what_is_shown(python):
     ((program, output),) = PROGRAM.findall((ROOT / "README.md").read_text())
     assert python(program) == output

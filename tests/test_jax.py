@@ -414,7 +414,7 @@ print([str(w.message).split(":")[0] for w in caught if w.category is ours.Shardi
 def test_a_warning_where_every_device_computes_all(python, call, warned):
     """One in a process, and none where there is nothing to share or shard_map shares it."""
     if not hasattr(jax, "typeof"):
-        pytest.skip("this JAX does not tell, while it traces, over which devices an array lies")
+        pytest.skip("this JAX does not tell how an array is sharded while it traces")
     program = SHARDED.replace("{call}", call)
     said = python(program, XLA_FLAGS="--xla_force_host_platform_device_count=4", JAX_PLATFORMS="cpu")
     assert said.splitlines()[-1] == warned

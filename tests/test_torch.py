@@ -716,7 +716,7 @@ def test_transposed_views_are_not_copied(monkeypatch):
     close(ours.matmul(x.mT, x.mT, transpose_b=True), x.mT @ x)
 
 
-@pytest.mark.skipif(not ours._READS_TENSORS, reason="calls that are not sorted out in C")
+@pytest.mark.skipif(not ours._READS_TENSORS, reason="this torch has no gate: its calls are served in Python")
 def test_transposed_views_are_sorted_out_in_c(monkeypatch):
     monkeypatch.setattr(ours, "_general", lambda op, *_: pytest.fail("served in Python"))
     x, w = (torch.randn(3, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
@@ -1370,7 +1370,7 @@ class TestGpu:
     @EACH
     def test_another_device_than_the_current(self, name):
         if torch.cuda.device_count() < 2:
-            pytest.skip("one GPU")
+            pytest.skip("needs two GPUs")
         function, reference = FUNCTIONS[name]
         args = tensors("cuda:1")
         assert torch.cuda.current_device() == 0

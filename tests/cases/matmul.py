@@ -92,4 +92,5 @@ ROW = Row(
             call=lambda f, shape: lambda a, b: f.matmul(a, b, allow_tf32=True),
         ),
     ),
+    complex=True,
 )
