@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from inspect import signature
 from operator import index
 from typing import Any
 
@@ -27,9 +28,11 @@ def _integers(value: Any) -> tuple[int, ...]:
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, bool) or not hasattr(value, "__float__") or getattr(value, "ndim", False):
+    """No tensor with a gradient, which would be lost."""
+    is_number = hasattr(value, "__float__") and not getattr(value, "ndim", 0) and not isinstance(value, bool)
+    if not is_number or getattr(value, "requires_grad", False):
         raise TypeError
-    return float(value)
+    return float(value) + 0.0  # 0.0 for -0.0: the two are one key
 
 
 def _bool(value: Any) -> bool:
@@ -69,7 +72,8 @@ class Op:
     name: str
     bind: Callable[..., tuple[tuple[Any, ...], tuple[Attr, ...]]]
     """The public signature and docstring; returns the inputs and the attributes, each in the order given here. Its
-    parameters are those inputs and attributes; the entry takes the attributes that it returns where inputs are None."""
+    parameters are those inputs and attributes, but for attributes that follow from the others; the entry takes the
+    attributes that it returns where inputs are None."""
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     optional: frozenset[str] = frozenset()
@@ -94,6 +98,9 @@ class Op:
     alias: Mapping[str, str] = field(default_factory=dict)
     """Outputs that are an input, or another output, without a copy: the entry has no slot for them. If all are inputs,
     there is no kernel."""
+    scale: Mapping[str, str] = field(default_factory=dict)
+    """Aliases of a backward without a kernel that are multiplied by an attribute: by the framework, which can
+    differentiate that. With 1 they are the alias itself."""
     vmappable: frozenset[str] = frozenset()
     """Slots that may have additional leading axes, whose indices are independent problems: vmap adds one."""
     vmap_same_rank: bool = False
@@ -137,6 +144,11 @@ class Op:
     @cached_property
     def has_kernel(self) -> bool:
         return set(self.alias) != set(self.outputs)
+
+    @cached_property
+    def public_attrs(self) -> tuple[str, ...]:
+        """The attributes that are parameters of ``bind``."""
+        return tuple(name for name in self.attrs if name in signature(self.bind).parameters)
 
     def takes_batch(self, slots: Iterable[str], ndims: Sequence[int | None]) -> bool:
         """Whether these slots may all carry one more leading axis, where inputs have so many axes without it."""
@@ -195,6 +207,11 @@ class Op:
     def with_aliases(self, named: Mapping[str, Any]) -> dict[str, Any]:
         """``named``, values by slot, and the outputs that are one of them."""
         return {**named, **{y: named[source] for y, source in self.alias.items() if source in named}}
+
+    def factors(self, attrs: Sequence[Any]) -> dict[str, Any]:
+        """What each alias of ``scale`` is multiplied by, where that is not 1."""
+        values = dict(zip(self.attrs, attrs, strict=True))
+        return {y: values[name] for y, name in self.scale.items() if values[name] != 1}
 
     def backward_outputs(self, inputs: Sequence[object]) -> tuple[str | None, ...]:
         """For each input the name of its gradient among the backward's outputs; None where there is none."""
