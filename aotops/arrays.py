@@ -81,7 +81,6 @@ class ArrayFrontend(ABC):
 
         def differentiate(dy, bound, attrs):
             inputs = self._prepare(op, bound)
-            shapes = [getattr(value, "shape", ()) for value in bound]  # before they were broadcast
             dys = _gradients_of(op, dy)
             given = dict(zip(op.inputs, inputs, strict=True))
             given |= {f"d{y}": g for y, g in zip(op.outputs, dys, strict=True)}
@@ -99,7 +98,13 @@ class ArrayFrontend(ABC):
             given = backward.with_aliases(given)
             if not op.broadcast:
                 return _one_or_all([given[g] for g in gradients])
-            return _one_or_all([_sum_to(given[f"d{x}"], n) for x, n in zip(op.inputs, shapes, strict=True)])
+            factors = backward.factors(attrs)
+            return _one_or_all(
+                [
+                    None if value is None else _sum_to(given[f"d{x}"], value.shape, factors.get(f"d{x}", 1))
+                    for x, value in zip(op.inputs, bound, strict=True)
+                ]
+            )
 
         parameters = [inspect.Parameter("dy", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
         parameters += inspect.signature(op.bind).parameters.values()
@@ -167,11 +172,12 @@ def _one_or_all(results: Sequence[Any]) -> Any:
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def _sum_to(gradient: Any, shape: tuple[int, ...]) -> Any:
-    """The gradient of a broadcast input: summed over the axes that it was broadcast along."""
+def _sum_to(gradient: Any, shape: tuple[int, ...], factor: float) -> Any:
+    """The gradient of a broadcast input: summed over the axes that it was broadcast along, times a factor."""
     new = gradient.ndim - len(shape)
     axes = (*range(new), *(new + i for i, n in enumerate(shape) if n == 1 and gradient.shape[new + i] != 1))
-    if not axes:
+    if not axes and factor == 1:
         return gradient
     dtype = gradient.dtype
-    return gradient.sum(axis=axes, dtype=accumulate_dtype(dtype.name)).astype(dtype).reshape(shape)
+    total = gradient.sum(axis=axes, dtype=accumulate_dtype(dtype.name))
+    return (total * factor).astype(dtype).reshape(shape)

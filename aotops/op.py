@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from inspect import signature
 from operator import index
 from typing import TYPE_CHECKING, Any
 
@@ -30,9 +31,11 @@ def _integers(value: Any) -> tuple[int, ...]:
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, bool) or not hasattr(value, "__float__") or getattr(value, "ndim", False):
+    """No tensor with a gradient, which would be lost."""
+    is_number = hasattr(value, "__float__") and not getattr(value, "ndim", 0) and not isinstance(value, bool)
+    if not is_number or getattr(value, "requires_grad", False):
         raise TypeError
-    return float(value)
+    return float(value) + 0.0  # 0.0 for -0.0: the two are one key
 
 
 def _bool(value: Any) -> bool:
@@ -71,8 +74,8 @@ class Op:
 
     name: str
     bind: Callable[..., tuple[tuple[Any, ...], tuple[Attr, ...]]]
-    """The public signature and docstring. Returns the inputs and attributes, in the order of ``inputs`` and ``attrs``;
-    these are its parameters. It may change attributes depending on which inputs are None."""
+    """The public signature and docstring. Returns the inputs and attributes, in the order of ``inputs`` and ``attrs``.
+    Its parameters are these, except attributes that depend on other arguments, such as which inputs are None."""
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     optional: frozenset[str] = frozenset()
@@ -97,6 +100,9 @@ class Op:
     alias: Mapping[str, str] = field(default_factory=dict)
     """Outputs that are an input, or another output, without a copy: the entry has no slot for them. If all are inputs,
     there is no kernel."""
+    scale: Mapping[str, str] = field(default_factory=dict)
+    """Aliases of a backward without a kernel that the framework, which can differentiate that, multiplies by an
+    attribute. With 1 they are the alias itself."""
     vmappable: frozenset[str] = frozenset()
     """Slots that may have additional leading axes, over which results are independent: vmap adds one."""
     vmap_same_rank: bool = False
@@ -152,6 +158,11 @@ class Op:
     @cached_property
     def has_kernel(self) -> bool:
         return set(self.alias) != set(self.outputs)
+
+    @cached_property
+    def public_attrs(self) -> tuple[str, ...]:
+        """The attributes that are parameters of ``bind``."""
+        return tuple(name for name in self.attrs if name in signature(self.bind).parameters)
 
     def takes_batch(self, slots: Iterable[str], ndims: Sequence[int | None]) -> bool:
         """Whether these slots may all have another leading axis. ``ndims``: the inputs' ranks without it."""
@@ -210,6 +221,11 @@ class Op:
     def with_aliases(self, named: Mapping[str, Any]) -> dict[str, Any]:
         """``named``, values by slot, with the outputs that are aliases of them."""
         return {**named, **{y: named[source] for y, source in self.alias.items() if source in named}}
+
+    def factors(self, attrs: Sequence[Any]) -> dict[str, Any]:
+        """The factor of each alias in ``scale`` that is not 1."""
+        values = dict(zip(self.attrs, attrs, strict=True))
+        return {y: values[name] for y, name in self.scale.items() if values[name] != 1}
 
     def backward_outputs(self, inputs: Sequence[object]) -> tuple[str | None, ...]:
         """For each input the name of its gradient among the backward's outputs, or None."""

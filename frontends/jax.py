@@ -20,6 +20,7 @@ import ctypes
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial, reduce, wraps
+from itertools import starmap
 from math import prod
 from operator import add as plus
 from typing import Any, NamedTuple
@@ -36,7 +37,7 @@ from ..infer import UNKNOWN_DIM, infer, infer_symbolic
 from ..library import Library
 from ..op import Attr, Op
 from ..ops import BUILTIN, OPS
-from ..spec import TensorSpec, shape_text
+from ..spec import TensorSpec, accumulate_dtype, shape_text
 
 try:
     from jax.errors import InconclusiveDimensionOperation
@@ -164,13 +165,19 @@ def _apply(op: Op, attrs: Attrs, wanted: Names, *inputs: Array | None) -> tuple[
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def _sum(op, attrs, wanted, *inputs):
-    """For an operator whose input gradients are all the incoming gradient."""
+    """For an operator whose input gradients are the incoming gradient, or a multiple of it."""
     return _launch(op, attrs, wanted, *inputs)
 
 
 @_sum.defjvp
 def _tangent_of_sum(op, attrs, wanted, inputs, tangents):
-    return _sum(op, attrs, wanted, *inputs), (reduce(plus, tangents),)  # an operation of JAX, which it can transpose
+    factors = op.backward.factors(attrs)
+    given = [(t, factors.get(f"d{slot}", 1)) for slot, t in zip(op.inputs, tangents, strict=True) if t is not None]
+    return _sum(op, attrs, wanted, *inputs), (reduce(plus, starmap(_times, given)),)  # operations of JAX, which it can transpose
+
+
+def _times(x: Array, factor: float) -> Array:
+    return x if factor == 1 else (x.astype(accumulate_dtype(x.dtype.name)) * factor).astype(x.dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

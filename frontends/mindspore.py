@@ -8,6 +8,8 @@ The functions work eagerly, in ``nn.Cell.construct`` and under ``ms.jit``, with 
 - A backward computes the gradients of all inputs that are present, wanted or not.
 - vmap calls the kernel once per example.
 - In graph mode, attributes and the axes normalized over are constants; every other dimension may be unknown.
+  MindSpore itself rounds some numbers to float32 when it compiles: 1e300 becomes infinity, and 16777217.0 becomes
+  16777216.0, but 0.1 keeps its digits.
 - Inside a graph, ``ms.grad`` and ``ms.vmap`` need every argument of a function, including those with defaults.
 - With unknown dimensions, only the kernel can find some errors, and MindSpore's exception does not contain the message;
   ``aotops.library.last_error()`` returns it.
@@ -241,6 +243,8 @@ def _gradient(
     named = [*given, *written, *(f"d{name}" for name in written)]
     taken = [slot for slot in backward.inputs if slot in named]
     gradients = [backward.alias.get(f"d{slot}", f"d{slot}") for slot in given]
+    factors = backward.factors(attrs)
+    scales = [Tensor(factors[f"d{slot}"], ms.float64) if f"d{slot}" in factors else None for slot in given]
     wanted = [y for y in backward.entry_outputs if y in gradients or y in backward.workspace]
     kernel = None
     if backward.has_kernel:
@@ -256,7 +260,12 @@ def _gradient(
         if kernel is not None:
             grads = kernel(*[tensors[i] for i in arguments])
             tensors = (*tensors, grads) if one_gradient else (*tensors, *grads)
-        return tuple([ops.zeros_like(x) if i is None else tensors[i] for i, x in zip(places, inputs)])  # noqa: B905
+        found = [ops.zeros_like(x) if i is None else tensors[i] for i, x in zip(places, inputs)]  # noqa: B905
+        return tuple([x if scale is None else times(x, scale) for x, scale in zip(found, scales)])  # noqa: B905
+
+    def times(x, scale):
+        wide = ms.float64 if x.dtype == ms.float64 else ms.float32
+        return (x.astype(wide) * scale.astype(wide)).astype(x.dtype)
 
     return gradient
 
@@ -359,7 +368,11 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
 
 class LLTM(nn.Cell):
     """The cell of PyTorch's tutorial "Custom C++ and CUDA Extensions", its arguments, parameters and initial values.
-    ``construct(input, (old_h, old_cell))`` returns new_h and new_cell."""
+    ``construct(input, (old_h, old_cell))`` returns new_h and new_cell.
+
+    ``bias`` is (1, 3 * state_size), as in the code that comes with the tutorial. ``load_state_dict`` also accepts
+    (3 * state_size,), as in the tutorial's text; ``mindspore.load_param_into_net`` does not.
+    """
 
     def __init__(self, input_features, state_size, dtype=ms.float32):
         super().__init__()
@@ -372,6 +385,12 @@ class LLTM(nn.Cell):
     def construct(self, input, state):
         weights, bias = self.weights.astype(input.dtype), self.bias.astype(input.dtype)
         return lltm(input, weights, bias, state[0], state[1])  # type: ignore[name-defined] # noqa: F821
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        bias = state_dict.get(f"{prefix}bias")
+        if isinstance(bias, Tensor) and bias.shape == (3 * self.state_size,):
+            state_dict[f"{prefix}bias"] = bias.reshape(1, -1)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 class Conv2d(nn.Conv2d):

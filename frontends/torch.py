@@ -150,7 +150,7 @@ def _common_strides(inputs: Tensors) -> tuple[int, ...] | None:
         return None
     from torch._prims_common import compute_elementwise_output_strides  # slow to import, seldom needed
 
-    return compute_elementwise_output_strides(*inputs)
+    return compute_elementwise_output_strides(*(t for t in inputs if t is not None))
 
 
 def _run_elementwise(
@@ -159,17 +159,16 @@ def _run_elementwise(
     """Runs the entry on tensors of the same strides, without gaps, as vectors."""
     model = inputs[0]
 
-    def laid_out(t: Tensor) -> Tensor:
-        return (
-            t
-            if t.stride() == strides
-            else torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
-        )
+    def laid_out(t: Tensor | None) -> Tensor | None:
+        t = t if t is None else t.resolve_neg()
+        if t is None or t.stride() == strides:
+            return t
+        return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
 
     def vector(t: Tensor | None) -> Tensor | None:
         return t if t is None else _plain(t.as_strided((t.numel(),), (1,)))
 
-    given = [laid_out(t.resolve_neg()) for t in inputs]
+    given = [laid_out(t) for t in inputs]
     results = [
         torch.empty_strided(model.shape, strides, dtype=model.dtype, device=model.device) if name in names else None
         for name in op.entry_outputs
@@ -191,6 +190,7 @@ def _run_backward(op: Op, attrs: tuple[Attr, ...], saved: Tensors, grads: Tensor
         results = _results(dispatched[backward](*(given[slot] for slot in backward.inputs), *attrs))
         given |= zip(backward.results, results, strict=True)
     given = backward.with_aliases(given)
+    given |= {y: given[y] * factor for y, factor in backward.factors(attrs).items()}
     return tuple(given.get(f"d{x}") if need else None for x, need in zip(op.inputs, needed, strict=True))
 
 
@@ -441,13 +441,16 @@ def _public(op: Op, module: str) -> Callable[..., Any]:
 
     def sort(args, kwargs):
         """The inputs and attributes. ``input`` and ``other``, torch's names of the first two inputs, are accepted."""
-        return op.bind(*args, **{torchs_names.get(name, name): value for name, value in kwargs.items()})
+        inputs, attrs = op.bind(*args, **{torchs_names.get(name, name): value for name, value in kwargs.items()})
+        if op.broadcast and isinstance(inputs[0], (int, float)) and isinstance(inputs[1], Tensor):
+            inputs = inputs[1].new_full((), inputs[0]), inputs[1]  # as torch.add accepts
+        return inputs, attrs
 
     def general(*args, **kwargs):
         return _general(op, disp, *sort(args, kwargs))
 
     def bind(*attrs):
-        named = dict.fromkeys(op.inputs) | dict(zip(op.attrs, attrs, strict=True))
+        named = dict.fromkeys(op.inputs) | dict(zip(op.public_attrs, attrs, strict=True))
         return _eager(op, op.canonical(op.bind(**named)[1])).differentiable
 
     plain = torch_call.public(op, bind, general) if _READS_TENSORS else general
@@ -469,9 +472,9 @@ def _general(op: Op, disp: Callable[..., Any], inputs: Tensors, attrs: tuple[Any
     _check_tensors(op, inputs)
     if not _symbolic(attrs):
         attrs = op.canonical(attrs)
-    if op.broadcast:
+    if op.broadcast and _all_given(inputs):
         check_broadcast(op.name, op.inputs, [_spec(t) for t in inputs])
-    strided = op.elementwise and not all(t.is_contiguous() for t in inputs)
+    strided = op.elementwise and not all(t is None or t.is_contiguous() for t in inputs)
     if strided or _gate is None or not _gate(*inputs):
         return _dispatch(op, disp, inputs, attrs)
     return _run_eager(op, inputs, attrs)
@@ -483,7 +486,7 @@ def _run_eager(op: Op, inputs: Tensors, attrs: tuple[Attr, ...]):
     if op.autocast and torch.is_autocast_enabled(inputs[0].device.type):
         inputs, back = _autocast(op, inputs[0].device.type, inputs)
     inputs, attrs = op.absorb_transposed_views(inputs, attrs, Tensor.is_contiguous)
-    if op.broadcast:
+    if op.broadcast and _all_given(inputs):
         inputs = torch.broadcast_tensors(*inputs)
     infer(op, attrs, tuple(map(_spec, inputs)), inputs[0].device.type)
     _check_devices(op, inputs)
@@ -493,9 +496,13 @@ def _run_eager(op: Op, inputs: Tensors, attrs: tuple[Attr, ...]):
 
 
 def _dispatch(op: Op, disp: Callable[..., Any], inputs: Tensors, attrs: tuple[Any, ...]):
-    if op.broadcast:
+    if op.broadcast and _all_given(inputs):
         inputs = torch.broadcast_tensors(*inputs)
     return _public_outputs(op, _results(disp(*inputs, *attrs)))
+
+
+def _all_given(inputs: Tensors) -> bool:
+    return all(t is not None for t in inputs)
 
 
 def _check_tensors(op: Op, inputs: Tensors) -> None:

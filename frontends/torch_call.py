@@ -141,6 +141,8 @@ def function(
     run, forward = (builtin(op.name, f"aot_torch_{kind}", handle) for kind in ("run", "forward"))
     if op.backward is None:
         return Function(run, forward, None)
+    if op.backward.factors(attrs):
+        return Function(run, forward, lambda ctx, *dys: fallback(ctx.saved_tensors, dys, ctx.needs_input_grad, ctx))
     backward_handle = _function_handle(op.backward, attrs, prototypes, keep_residuals_from)
     return Function(run, forward, _backward(op, op.backward, backward_handle, fallback))
 
@@ -201,15 +203,15 @@ def public(op: Op, bind: Callable[..., Any], fallback: Callable[..., Any]) -> Ca
     """A builtin with the signature of ``op.bind`` that executes plain calls.
 
     Args:
-        bind: takes the attributes as they are given; returns what ``differentiable`` makes of them.
+        bind: takes the public attributes as they are given; returns what ``differentiable`` makes of them.
         fallback: the function in Python, for a call that is not plain, or that the entry refuses.
     """
     parameters = signature(op.bind).parameters.values()
-    positions = {name: i for i, name in enumerate((*op.inputs, *op.attrs))}
+    positions = {name: i for i, name in enumerate((*op.inputs, *op.public_attrs))}
     names, defaults = [sys.intern(p.name) for p in parameters], [p.default for p in parameters]
     bound: dict[Any, Any] = {}
     made = _Public(
-        len(op.inputs), len(op.attrs), len(names), has_autocast=bool(op.autocast), most_bound=call.MOST_BOUND
+        len(op.inputs), len(op.public_attrs), len(names), has_autocast=bool(op.autocast), most_bound=call.MOST_BOUND
     )
     for i, (name, default) in enumerate(zip(names, defaults, strict=True)):
         made.position[i], made.names[i] = positions[name], id(name)
@@ -217,7 +219,7 @@ def public(op: Op, bind: Callable[..., Any], fallback: Callable[..., Any]) -> Ca
     made.n_transposable = len(op.transposable)
     for i, (slot, attr) in enumerate(op.transposable):
         made.transposable[i], made.transposes[i] = slot, len(op.inputs) + attr
-    made.kinds = "".join("l" if kind == "int[]" else kind[0] for kind in op.attrs.values()).encode()
+    made.kinds = "".join("l" if kind == "int[]" else kind[0] for kind in map(op.attrs.get, op.public_attrs)).encode()
     made.bind, made.bound, made.fallback = id(bind), id(bound), id(fallback)
     handle = struct_capsule(made, names, defaults, bound, bind, fallback)
     return builtin(op.name, "aot_torch_public", handle, call.METH_FASTCALL | _METH_KEYWORDS)

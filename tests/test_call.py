@@ -362,7 +362,7 @@ def test_threads_share_a_bound_builtin(size):
     from aotops.frontends import numpy as frontend
 
     assert frontend
-    run = call.tensors(OPS["add"], ())
+    run = call.tensors(OPS["add"], (1.0, None))
 
     def work(i):
         a, b, y = np.full(size, float(i)), np.zeros(size), np.empty(size)
@@ -378,7 +378,7 @@ def test_threads_share_a_bound_builtin(size):
 
 def test_threads_share_a_plan():
     spec = TensorSpec((4,), "float64")
-    run = call.addresses(OPS["add"], (), "cpu", (spec, spec, spec))
+    run = call.addresses(OPS["add"], (1.0, None), "cpu", (spec, spec, spec))
 
     def work(i):
         a, b, y = np.full(4, float(i)), np.zeros(4), np.empty(4)
@@ -421,7 +421,7 @@ def test_threads_keep_their_own_errors():
     from aotops.frontends import numpy as frontend
 
     assert frontend
-    run = call.tensors(OPS["add"], ())
+    run = call.tensors(OPS["add"], (1.0, None))
 
     def work(i):
         a, b = np.zeros(4), np.zeros(i + 5)
@@ -553,11 +553,11 @@ def test_a_plan_has_no_more_tensors_than_its_operator():
     spec, array = TensorSpec((3,), "float64"), (ctypes.c_double * 3)()
     for n in (0, 2, 4, 20):
         with pytest.raises((TypeError, ValueError, RuntimeError), match="add"):
-            call.addresses(OPS["add"], (), "cpu", (spec,) * n)(0, 0, *[ctypes.addressof(array)] * n)
+            call.addresses(OPS["add"], (1.0, None), "cpu", (spec,) * n)(0, 0, *[ctypes.addressof(array)] * n)
 
 
 def test_a_builtin_writes_only_where_it_may():
-    run = call.tensors(OPS["add"], ())
+    run = call.tensors(OPS["add"], (1.0, None))
     a = np.ones(4)
     constant = np.zeros(4)
     constant.flags.writeable = False
@@ -568,7 +568,7 @@ def test_a_builtin_writes_only_where_it_may():
 
 
 def test_outputs_that_partly_overlap_are_refused():
-    run = call.tensors(OPS["add"], ())
+    run = call.tensors(OPS["add"], (1.0, None))
     buffer = np.arange(6.0)
     with pytest.raises(ValueError, match="add: y"):
         run(buffer[:4], np.ones(4), buffer[1:5])
@@ -576,7 +576,7 @@ def test_outputs_that_partly_overlap_are_refused():
 
 
 def test_a_builtin_takes_a_tensor_for_each_slot():
-    run = call.tensors(OPS["add"], ())
+    run = call.tensors(OPS["add"], (1.0, None))
     a = np.zeros(3)
     with pytest.raises(RuntimeError, match="add: 2 arguments given, expected 3"):
         run(a, a)
@@ -592,7 +592,7 @@ def test_a_builtin_takes_a_tensor_for_each_slot():
 
 def test_a_builtin_by_address_takes_ints():
     spec = TensorSpec((3,), "float64")
-    run = call.addresses(OPS["add"], (), "cpu", (spec, spec, spec))
+    run = call.addresses(OPS["add"], (1.0, None), "cpu", (spec, spec, spec))
     with pytest.raises(RuntimeError, match="2 arguments given, expected 5"):
         run(0, 0)
     a = np.zeros(3)

@@ -187,6 +187,30 @@ def test_add_is_differentiated_in_any_mode_and_order(jit):
     check_grads(ours.add, (x, w), order=3)
 
 
+def test_add_with_alpha_and_a_number_is_differentiated_in_any_mode_and_order():
+    x, w, _ = arrays()
+
+    def mine(x, w):
+        return ours.add(ours.add(x * x, w, 0.1), 0.7, -3) ** 3
+
+    def theirs(x, w):
+        return (x * x + 0.1 * w - 3 * 0.7) ** 3
+
+    for pair in ((mine, theirs), [jax.vmap(f, (0, None)) for f in (mine, theirs)]):
+        close(*(jax.jit(f)(x, w) for f in pair))
+        close(*(jax.jit(lambda *a, f=f: jax.jvp(f, (x, w), a))(w + x, x[0]) for f in pair))
+        close(*(jax.jit(jax.hessian(lambda *a, f=f: f(*a).sum(), (0, 1)))(x, w) for f in pair))
+    check_grads(jax.jit(mine), (x, w), order=2)
+    close(*(jax.grad(lambda w, f=f: f(x, w).sum())(w) for f in (mine, theirs)))  # each operator alone
+    half = jnp.ones(3, jnp.bfloat16)
+    dy = jax.vjp(lambda b: ours.add(half, b, 0.1), half)[1](half)[0]
+    assert dy.dtype == jnp.bfloat16
+    close(dy, jnp.bfloat16(0.1) * half)
+    with pytest.raises(TypeError, match=r"^add: alpha is .* traced, expected a constant"):
+        jax.jit(ours.add)(x, x, 2.0)
+    close(jax.jit(ours.add)(x, 2.0), x + 2)  # a traced number is an array
+
+
 @EACH
 def test_control_flow(name):
     function, reference = FUNCTIONS[name]

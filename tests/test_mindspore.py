@@ -512,3 +512,70 @@ def test_lltm_cell_is_the_tutorials(mode):
     for a, b in zip(mine[0], ms.grad(LltmLoss(theirs), (0, 1, 2))(x, h, c), strict=True):
         close(a, b, 1e-3)
     assert all(np.abs(g.asnumpy()).sum() > 0 for g in mine[1])
+
+
+@pytest.mark.parametrize("shape", [(15,), (1, 15)], ids=str)
+def test_lltm_cell_loads_the_tutorials_state(shape):
+    """Alone and within another cell. Its bias is (3 * state,) in the tutorial's text, (1, 3 * state) in its code."""
+    random = np.random.default_rng(0)
+    alone, within = ours.LLTM(6, 5), nn.SequentialCell(ours.GELU(), ours.LLTM(6, 5))
+    state = {name: Tensor(random.normal(size=s), F32) for name, s in (("weights", (15, 11)), ("bias", shape))}
+    alone.load_state_dict(state)
+    within.load_state_dict({f"1.{name}": value for name, value in state.items()})
+    assert state["bias"].shape == shape
+    x, h, c = (Tensor(random.normal(size=(4, n)), F32) for n in (6, 5, 5))
+    expected = LltmAsWritten(state["weights"], state["bias"])(x, (h, c))
+    for cell in (alone, within[1]):
+        assert [p.shape for p in cell.get_parameters()] == [(15, 11), (1, 15)]
+        for a, b in zip(cell(x, (h, c)), expected, strict=True):
+            close(a, b, 1e-4)
+
+
+@pytest.mark.parametrize("shape", [(14,), (3, 5), (15, 1)], ids=str)
+def test_lltm_cell_refuses_another_bias(shape):
+    cell = ours.LLTM(6, 5)
+    with pytest.raises(RuntimeError, match="size mismatch for bias"):
+        cell.load_state_dict(cell.state_dict() | {"bias": Tensor(np.zeros(shape), F32)})
+
+
+class Scaled(nn.Cell):
+    def construct(self, x):
+        return ours.add(ours.add(x * x, x, 0.1), 0.7, -3) * x
+
+
+class ScaledByMindSpore(nn.Cell):
+    def construct(self, x):
+        return (x * x + x * 0.1 - 3 * 0.7) * x
+
+
+class Added(nn.Cell):
+    def __init__(self, b, alpha):
+        super().__init__()
+        self.b, self.alpha = b, alpha
+
+    def construct(self, x):
+        return ours.add(x, self.b, self.alpha)
+
+
+class AddedTo(Added):
+    def construct(self, x):
+        return ours.add(self.b, x, self.alpha)
+
+
+@MODES
+def test_add_takes_alpha_and_a_number(mode):
+    """Differentiated as often as one likes; float64 keeps the digits of a number."""
+    ms.set_context(mode=mode)
+    x, mine, theirs = tensors()[0], Scaled(), ScaledByMindSpore()
+    for _ in range(3):
+        close(mine(x), theirs(x))
+        mine, theirs = Gradient(mine), Gradient(theirs)
+    one = Tensor(np.ones(3))
+    for got, expected in (
+        (Added(0.1, 1)(one), 1.1),
+        (Added(0.1, 3)(one), 1 + 3 * 0.1),
+        (Added(True, 3)(one), 4.0),
+        (AddedTo(one, 0.1)(one), 1.1),
+        (Gradient(AddedTo(one, 0.1))(one), 0.1),
+    ):
+        np.testing.assert_allclose(got.asnumpy(), np.full(3, expected), rtol=1e-15)

@@ -1,4 +1,4 @@
-"""a + b. Its gradient is the gradient that came in, twice: an alias, no kernel."""
+"""a + alpha * b. Its gradients are the one that came in, and alpha times that: aliases, no kernel."""
 
 from __future__ import annotations
 
@@ -8,34 +8,44 @@ from ..op import operator
 @operator(
     inputs=("dy",),
     outputs=("da", "db"),
+    attrs={"alpha": "float", "b_number": "float?"},
     alias={"da": "dy", "db": "dy"},
+    scale={"db": "alpha"},
     vmappable=("dy", "da", "db"),
     elementwise=True,
 )
-def add_backward(dy):
-    return (dy,), ()
+def add_backward(dy, alpha=1, b_number=None):
+    return (dy,), (alpha, b_number)
 
 
 @operator(
     inputs=("a", "b"),
     outputs=("y",),
+    optional=("b",),
+    attrs={"alpha": "float", "b_number": "float?"},
     backward=add_backward,
     same_spec_as={"y": "a"},
     vmappable=("a", "b", "y"),
     elementwise=True,
     broadcast=True,
 )
-def add(a, b):
-    """The sum ``a + b``.
+def add(a, b, alpha=1):
+    """The sum ``a + alpha * b``, as ``torch.add``.
 
     Args:
-        a, b: float16, bfloat16, float32 or float64, both the same; any shapes that broadcast.
+        a: float16, bfloat16, float32 or float64; any shape.
+        b: of a's dtype, of any shape that broadcasts with a's; or a number of Python, which has no gradient.
+        alpha: a number. It has no gradient.
 
     Returns:
-        Their sum, of the broadcast shape and the same dtype.
+        The sum, of the broadcast shape and a's dtype. It is computed in float32 (float64 for float64), where
+        ``alpha * b`` may be fused with the sum, and rounded once.
 
     Raises:
-        TypeError: a dtype that is not floating, or two dtypes.
-        ValueError: shapes that do not broadcast; tensors on different devices.
+        TypeError: a dtype that is not floating, or two dtypes; an alpha that is no number.
+        ValueError: shapes that do not broadcast; tensors on different devices; an alpha beyond float32's range for
+            tensors that are not float64.
     """
-    return (a, b), ()
+    if isinstance(b, (int, float)):
+        return (a, None), (alpha, int(b) if isinstance(b, bool) else b)
+    return (a, b), (alpha, None)
