@@ -72,8 +72,8 @@ const std::vector<Op> kOps = {
     {"add_rms_norm_backward", "dy dh h weight? rstd?", "dx? dweight? workspace*"},
     {"cross_entropy", "x target", "y slope? workspace*"},
     {"cross_entropy_backward", "dy x target slope?", "dx workspace*"},
-    {"linear", "x weight bias?", "y before? workspace*"},
-    {"linear_backward", "dy x weight bias? before?", "dx? dweight? dbias? workspace*"},
+    {"linear", "x weight bias?", "y pre_activation? workspace*"},
+    {"linear_backward", "dy x weight bias? pre_activation?", "dx? dweight? dbias? workspace*"},
     {"lltm", "input weights bias old_h old_cell", "new_h new_cell gates?"},
     {"lltm_backward", "dnew_h dnew_cell input weights bias old_h old_cell gates?",
      "dinput? dweights? dbias? dold_h? dold_cell? workspace*"},
@@ -127,7 +127,7 @@ Problem linear_problem() {
   const Shape rows = small_shape(3);
   const std::string activation = any<std::string>({"", "relu", "gelu", "gelu_tanh", "silu"});
   p.shapes = {{"x", rows + Shape{in}}, {"weight", {out, in}}, {"bias", {out}}, {"dy", rows + Shape{out}}};
-  p.shapes["before"] = rows + Shape{activation.empty() ? 0 : out};
+  p.shapes["pre_activation"] = rows + Shape{activation.empty() ? 0 : out};
   p.attrs = std::string("allow_tf32=") + (flip() ? "1" : "0");
   if (!activation.empty()) p.attrs += "\nactivation=" + activation;
   return p;

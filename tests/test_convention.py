@@ -53,6 +53,51 @@ def test_a_backward_without_its_workspace_writes_neither_gradient():
     assert {number for array in arrays for number in array} == {7}
 
 
+# ----------------------------------------------------------------------------------------------------- other libraries
+
+
+@pytest.mark.parametrize(
+    ("file", "reason"),
+    [("missing.so", "missing.so: cannot open shared object file"), ("", "undefined symbol: cublasLtCreate")],
+    ids=["missing", "another library"],
+)
+def test_a_cublaslt_that_cannot_be_used_is_named(python, tmp_path, file, reason):
+    """By the first matrix product, before it asks for a GPU: none is needed here."""
+    if not library.has_cuda():
+        pytest.skip("the library was built without CUDA")
+    path = tmp_path / file if file else library.path()
+    error = python(_MATMUL_ON_CUDA, AOTOPS_CUBLASLT=str(path))
+    assert error.startswith(f"4 matmul: AOTOPS_CUBLASLT is '{path}', expected the path of libcublasLt.so, or 'none': ")
+    assert reason in error
+
+
+@pytest.mark.parametrize("word", ["none", ""])
+def test_a_word_that_names_no_cublaslt_is_no_error(python, word):
+    if not library.has_cuda():
+        pytest.skip("the library was built without CUDA")
+    assert "AOTOPS_CUBLASLT" not in python(_MATMUL_ON_CUDA, AOTOPS_CUBLASLT=word)
+
+
+_MATMUL_ON_CUDA = """
+import ctypes
+import math
+from aotops import library
+shapes = [(2, 3), (3, 4), (2, 4), (0,)]
+dims = [(ctypes.c_int64 * len(shape))(*shape) for shape in shapes]
+data = [(ctypes.c_float * max(math.prod(shape), 1))() for shape in shapes]
+status = library.load().aot_matmul_cuda(
+    len(shapes),
+    (ctypes.c_void_p * len(shapes))(*map(ctypes.addressof, data)),
+    (ctypes.c_int * len(shapes))(*map(len, shapes)),
+    (ctypes.c_void_p * len(shapes))(*map(ctypes.addressof, dims)),
+    (ctypes.c_char_p * len(shapes))(*[b"float32"] * len(shapes)),
+    None,
+    None,
+)
+print(status, library.last_error() if status else "")
+"""
+
+
 # ---------------------------------------------------------------------------------------------------------- attributes
 
 

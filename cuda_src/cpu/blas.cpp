@@ -10,20 +10,20 @@
 
 namespace {
 
-// Where aotops/library.py found the file of PyPI's scipy-openblas32.
+// The file of PyPI's scipy-openblas32, found by aotops/library.py.
 std::string &wheel() {
   static std::string path;
   return path;
 }
 
-// A function of OpenBLAS; the wheel prefixes their names.
+// Looks up a function of OpenBLAS; the wheel's names have a prefix.
 template <class F>
 bool find(void *library, const char *prefix, const char *name, F **function) {
   *function = reinterpret_cast<F *>(dlsym(library, (std::string(prefix) + name).c_str()));
   return *function;
 }
 
-bool read(void *library, const char *prefix, aot::Blas *blas, bool ours) {
+bool read(void *library, const char *prefix, aot::Blas *blas, bool private_copy) {
   constexpr int kOwnThreads = 1;  // openblas_get_parallel: 0 sequential, 1 a pool of threads, 2 OpenMP
   int (*get_parallel)();
   void (*set_num_threads)(int);
@@ -31,23 +31,23 @@ bool read(void *library, const char *prefix, aot::Blas *blas, bool ours) {
       !find(library, prefix, "openblas_set_num_threads", &set_num_threads) ||
       !find(library, prefix, "cblas_sgemm", &blas->sgemm) || !find(library, prefix, "cblas_dgemm", &blas->dgemm))
     return false;
-  // The threads are OpenMP's (../cpu/parallel.h): within them OpenBLAS must have none of its own.
+  // Products are already divided among OpenMP's threads (parallel.h), so OpenBLAS must not start its own.
   if (get_parallel() == kOwnThreads) {
-    if (!ours) return false;
+    if (!private_copy) return false;
     set_num_threads(1);
   }
   return true;
 }
 
-// $AOTOPS_OPENBLAS, where it is set, names the file, or is "none". Else the wheel's, a copy that nobody else calls, or
-// the system's, which may be NumPy's too: that one only if its number of threads need not be touched.
-const aot::Blas *find_blas(const char *asked) {
+// The file that $AOTOPS_OPENBLAS names. If it is not set, the wheel's, which is a copy of our own; else the system's,
+// which NumPy may share, and which is used only if its number of threads need not be changed.
+const aot::Blas *find_blas(const char *named) {
   static aot::Blas blas;
-  if (asked && !std::strcmp(asked, "none")) return nullptr;
-  const std::string file = asked ? asked : wheel();
+  if (named && !std::strcmp(named, "none")) return nullptr;
+  const std::string file = named ? named : wheel();
   void *own = file.empty() ? nullptr : dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (read(own, "scipy_", &blas, true) || read(own, "", &blas, true)) return &blas;
-  if (!asked && read(dlopen("libopenblas.so.0", RTLD_NOW | RTLD_LOCAL), "", &blas, false)) return &blas;
+  if (!named && read(dlopen("libopenblas.so.0", RTLD_NOW | RTLD_LOCAL), "", &blas, false)) return &blas;
   return nullptr;
 }
 
@@ -60,9 +60,9 @@ struct Scratch {
 }  // namespace
 
 const aot::Blas *aot::blas(bool own_is_good) noexcept {
-  static const char *const asked = std::getenv("AOTOPS_OPENBLAS");
-  if (own_is_good && !asked) return nullptr;
-  static const Blas *const found = find_blas(asked);
+  static const char *const named = std::getenv("AOTOPS_OPENBLAS");
+  if (own_is_good && !named) return nullptr;
+  static const Blas *const found = find_blas(named);
   return found;
 }
 
@@ -76,5 +76,5 @@ void *aot::thread_scratch(size_t bytes) noexcept {
   return scratch.data;
 }
 
-// Before the first product: where the wheel's library is.
+// Sets the path of the wheel's library; called before the first product.
 AOT_API void aot_set_openblas(const char *path) { wheel() = path; }

@@ -1,10 +1,10 @@
-// What a matrix product on the CPU asks of the process: OpenBLAS, where there is one, and memory for its panels.
+// OpenBLAS, if the process can load it, and scratch memory for each thread.
 #pragma once
 #include <cstddef>
 
 namespace aot {
 
-// CBLAS's functions of a product, for row-major matrices, on the calling thread alone.
+// CBLAS's products, single-threaded.
 struct Blas {
   using Gemm32 = void(int order, int transpose_a, int transpose_b, int m, int n, int k, float alpha, const float *a,
                       int lda, const float *b, int ldb, float beta, float *c, int ldc);
@@ -14,12 +14,12 @@ struct Blas {
   Gemm64 *dgemm = nullptr;
 };
 
-// OpenBLAS, looked for once, by name, at the first product; null where there is none, and for a caller who has a good
-// kernel of its own, unless $AOTOPS_OPENBLAS asks for it: the file, or "none".
+// OpenBLAS, looked for once, by name, at the first product. $AOTOPS_OPENBLAS: its file, or "none". Null if there is
+// none, or if own_is_good, the caller has a good kernel of its own, and $AOTOPS_OPENBLAS is not set.
 const Blas *blas(bool own_is_good) noexcept;
 
-// At least so many bytes, aligned to a cache line, which stay the calling thread's until it asks again or ends. Null
-// when out of memory.
+// Memory of at least so many bytes, aligned to a cache line, that belongs to the calling thread until its next call or
+// its end. Null if out of memory.
 void *thread_scratch(size_t bytes) noexcept;
 
 }  // namespace aot

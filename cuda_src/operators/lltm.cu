@@ -191,12 +191,12 @@ template <typename T, class Shape, int kSize>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     lltm_tile_kernel(Operands<T> x, CellForward<T> cell) {
   using A = Accumulate<T>;
-  using Left = Carrier<T, Shape, Shape::kM, true, kSize>;
-  using Right = Carrier<T, Shape, Shape::kN, true, kSize>;
-  __shared__ TileMemory<Shape, A> memory;
+  using Left = TileLoader<T, Shape, Shape::kM, true, kSize>;
+  using Right = TileLoader<T, Shape, Shape::kN, true, kSize>;
+  __shared__ TileStages<Shape, A> memory;
   TileSums<Shape, A> sum = {};
   GateOperands<T, Shape> operands(x);
-  multiply<Left, Right>(memory, sum, operands.steps_h(), operands.steps_input(), operands);
+  simt_mainloop<Left, Right>(memory, sum, operands.steps_h(), operands.steps_input(), operands);
 
   constexpr int kCount = kSize == 1 ? 1 : 4;
   const int64_t column = operands.j0 + first_column<Shape>();
@@ -220,11 +220,11 @@ extern __shared__ __align__(128) unsigned char mma_memory[];
 
 template <typename T, class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) lltm_mma_kernel(Operands<T> x, CellForward<T> cell) {
-  using Left = MmaOperand<T, Shape, Shape::kM, true>;
-  using Right = MmaOperand<T, Shape, Shape::kN, true>;
+  using Left = MmaLoader<T, Shape, Shape::kM, true>;
+  using Right = MmaLoader<T, Shape, Shape::kN, true>;
   MmaSums<Shape> sum = {};
   GateOperands<T, Shape> operands(x);
-  multiply_mma<Left, Right>(reinterpret_cast<T *>(mma_memory), sum, operands.steps_h(), operands.steps_input(),
+  mma_mainloop<Left, Right>(reinterpret_cast<T *>(mma_memory), sum, operands.steps_h(), operands.steps_input(),
                             operands);
   constexpr int kInGate = Shape::kColumns / 3;
 #pragma unroll
@@ -443,7 +443,7 @@ struct ProductTile {
   // beyond the last is the last.
   template <int kSize, class Left, class Right>
   __device__ void begin(Left &left, Right &right) const {
-    if constexpr (!Left::kDeep) {
+    if constexpr (!Left::kKMajor) {
       const T *rows = of_input ? x.input : x.old_h;
       left.begin(x.rows, Shape::kDepth * all,
                  [&](int at, int row) { return dpre + row * all + min(m0 + at, all - kSize); });
@@ -472,13 +472,14 @@ template <typename T, class Shape, int kSize>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     lltm_products_kernel(Operands<T> x, const T *dpre, Gradients<T> gradients, TileCounts tiles) {
   using A = Accumulate<T>;
-  __shared__ TileMemory<Shape, A> memory;
+  __shared__ TileStages<Shape, A> memory;
   TileSums<Shape, A> sum = {};
   const ProductTile<T, Shape> tile(x, dpre, tiles);
   auto begin = [&](int, auto &left, auto &right) { tile.template begin<kSize>(left, right); };
-  using Right = Carrier<T, Shape, Shape::kN, false, kSize>;
-  if (tile.of_weights) multiply<Carrier<T, Shape, Shape::kM, false, kSize>, Right>(memory, sum, tile.steps(), 0, begin);
-  else multiply<Carrier<T, Shape, Shape::kM, true, kSize>, Right>(memory, sum, tile.steps(), 0, begin);
+  using Right = TileLoader<T, Shape, Shape::kN, false, kSize>;
+  if (tile.of_weights)
+    simt_mainloop<TileLoader<T, Shape, Shape::kM, false, kSize>, Right>(memory, sum, tile.steps(), 0, begin);
+  else simt_mainloop<TileLoader<T, Shape, Shape::kM, true, kSize>, Right>(memory, sum, tile.steps(), 0, begin);
   constexpr int kCount = kSize == 1 ? 1 : 4;
 #pragma unroll
   for (int i = 0; i < Shape::kRows; ++i)
@@ -495,9 +496,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   MmaSums<Shape> sum = {};
   const ProductTile<T, Shape> tile(x, dpre, tiles);
   auto begin = [&](int, auto &left, auto &right) { tile.template begin<8>(left, right); };
-  using Right = MmaOperand<T, Shape, Shape::kN, false>;
-  if (tile.of_weights) multiply_mma<MmaOperand<T, Shape, Shape::kM, false>, Right>(memory, sum, tile.steps(), 0, begin);
-  else multiply_mma<MmaOperand<T, Shape, Shape::kM, true>, Right>(memory, sum, tile.steps(), 0, begin);
+  using Right = MmaLoader<T, Shape, Shape::kN, false>;
+  if (tile.of_weights) mma_mainloop<MmaLoader<T, Shape, Shape::kM, false>, Right>(memory, sum, tile.steps(), 0, begin);
+  else mma_mainloop<MmaLoader<T, Shape, Shape::kM, true>, Right>(memory, sum, tile.steps(), 0, begin);
 #pragma unroll
   for (int i = 0; i < Shape::kRows; ++i)
 #pragma unroll
@@ -512,16 +513,16 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
 // Shapes of tiles for sums of A: of many rows, and of fewer, where more blocks matter more.
 template <typename A, int kSize>
 struct TileShapes {
-  using Gates = Tile<128, 96, 16, 2, 3, 2, 16>;
-  using FewGates = Tile<64, 96, 16, 1, 3, 2, 8>;
-  using Products = Tile<128, 128, 16, 2, 2, 2, 16>;
-  using FewProducts = Tile<64, 64, 16, 1, 1, 2, 8>;
+  using Gates = SimtTile<128, 96, 16, 2, 3, 2, 16>;
+  using FewGates = SimtTile<64, 96, 16, 1, 3, 2, 8>;
+  using Products = SimtTile<128, 128, 16, 2, 2, 2, 16>;
+  using FewProducts = SimtTile<64, 64, 16, 1, 1, 2, 8>;
 };
 // Doubles; 16 bits where there are no tensor cores for them; what can only be read element by element.
 struct PlainTileShapes {
-  using FewGates = Tile<64, 96, 8, 1, 3, 1, 8>;
+  using FewGates = SimtTile<64, 96, 8, 1, 3, 1, 8>;
   using Gates = FewGates;
-  using FewProducts = Tile<64, 64, 8, 1, 1, 1, 8>;
+  using FewProducts = SimtTile<64, 64, 8, 1, 1, 1, 8>;
 };
 template <int kSize>
 struct TileShapes<double, kSize> : PlainTileShapes {};
@@ -594,7 +595,7 @@ inline Status multiply_large(const char *op, DType dtype, DType c_dtype, std::in
   *done = false;
   for (const LargeProduct &p : products) {
     if (!p.c.data || !p.m || !p.n) continue;
-    Gemm gemm = {dtype, c_dtype, p.m, p.n, p.k, p.a, p.b, p.c};
+    GemmParams gemm = {dtype, c_dtype, p.m, p.n, p.k, p.a, p.b, p.c};
     gemm.accumulate = p.accumulate, gemm.workspace = workspace, gemm.workspace_bytes = bytes;
     AOT_TRY(gemm_cublaslt(op, gemm, stream, done));
     if (!*done) return kOk;
