@@ -58,7 +58,9 @@ def load() -> ctypes.CDLL:
 
     Raises:
         LibraryError: it is missing, does not load, or is of another version than this package.
+        ValueError: AOTOPS_CPU_ISA names no instruction set.
     """
+    _check_cpu_isa()
     file = path()
     _check_whole(file)
     try:
@@ -78,6 +80,13 @@ def load() -> ctypes.CDLL:
     lib.aot_extra_new.restype, lib.aot_extra_new.argtypes = _POINTER, [ctypes.c_char_p]
     lib.aot_extra_delete.restype, lib.aot_extra_delete.argtypes = None, [_POINTER]
     return lib
+
+
+def _check_cpu_isa() -> None:
+    """Raises ValueError if AOTOPS_CPU_ISA is set to anything that the library would ignore (cuda_src/cpu/entry.h)."""
+    wanted = os.environ.get("AOTOPS_CPU_ISA", "baseline")
+    if wanted not in ("baseline", "avx2", "avx512"):
+        raise ValueError(f"AOTOPS_CPU_ISA is {wanted!r}, expected baseline, avx2 or avx512")
 
 
 def _check_whole(file: Path) -> None:
