@@ -1,4 +1,4 @@
-// gelu     y = x * Phi(x), Phi the normal distribution function                        approximate = "none"
+// gelu     y = x * Phi(x), with Phi the normal distribution function                   approximate = "none"
 //          y = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))                   approximate = "tanh"
 // gradient dx = dy * y'(x)
 // Hendrycks and Gimpel, arXiv:1606.08415; the arguments are torch.nn.functional.gelu's.

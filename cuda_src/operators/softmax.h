@@ -1,4 +1,4 @@
-// softmax over one axis of x; a row is what that axis spans, n elements of it
+// softmax along one axis of x, of n elements
 //          y = exp(x - max(x)) / sum(exp(x - max(x)))
 // gradient dx = y * (dy - sum(dy * y))
 // The arguments are torch.nn.functional.softmax's.

@@ -1,4 +1,4 @@
-// swiglu   y = silu(gate) * up,   silu(g) = g * s(g),   s(g) = 1 / (1 + exp(-g)), equal shapes
+// swiglu   y = silu(gate) * up,   silu(g) = g * s(g),   s(g) = 1 / (1 + exp(-g)); gate and up have the same shape
 // gradient dgate = dy * up * s * (1 + gate * (1 - s)),   dup = dy * silu(gate)
 // Shazeer, arXiv:2002.05202.
 #pragma once
