@@ -19,8 +19,7 @@ inline int64_t threads() { return omp_get_level() > 0 ? 1 : omp_get_max_threads(
 // f(chunk) for each chunk on OpenMP's threads.
 template <class F>
 void run_in_pool(int64_t chunks, const F &f) {
-  if (chunks <=
-      threads()) {  // static: the next call gives a chunk to the same core, which may have its data in a cache
+  if (chunks <= threads()) {  // static: the next call gives a chunk to the same core, whose cache may have its data
 #pragma omp parallel for schedule(static, 1)
     for (int64_t chunk = 0; chunk < chunks; ++chunk) f(chunk);
   } else {

@@ -88,7 +88,7 @@ struct Results {
   }
 };
 
-// kSmoothing: with label smoothing; kSlope: whether a slope may be asked for.
+// kSmoothing: with label smoothing; kSlope: results.slope may be given.
 template <class Shape, bool kSmoothing, bool kSlope, typename T = typename Shape::T, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     cross_entropy_kernel(const T *x, Targets targets, Results<T, A> results, Scale<T, A> scale, int64_t rows,
@@ -237,7 +237,7 @@ __global__ void __launch_bounds__(kLossThreads)
 
 // ------------------------------------------------------------------------------------------------------- launchers
 
-// If a slope may be asked for. No ClusterRow for float64: blocks of a cluster exchange at most 16 bytes, too few for
+// For kernels with kSlope. No ClusterRow for float64: blocks of a cluster exchange at most 16 bytes, too few for
 // Exponentials<double>.
 template <typename T>
 constexpr auto slope_shapes() {

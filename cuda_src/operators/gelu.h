@@ -22,8 +22,9 @@ struct Gelu : GeluAttrs {
   static constexpr Slot outputs[] = {{"y"}};
 
   Status infer(const Tensor *in, Spec *out) const {
-    AOT_TRY(check_floating(name, "x", in[0]));
-    out[0] = in[0];
+    const Spec &x = in[0];
+    AOT_TRY(check_floating(name, "x", x));
+    out[0] = x;
     return kOk;
   }
 };
@@ -34,9 +35,10 @@ struct GeluBackward : GeluAttrs {
   static constexpr Slot outputs[] = {{"dx"}};
 
   Status infer(const Tensor *in, Spec *out) const {
-    AOT_TRY(check_floating(name, "x", in[1]));
-    AOT_TRY(check_like(name, "dy", in[0], "x", in[1]));
-    out[0] = in[1];
+    const Spec &dy = in[0], &x = in[1];
+    AOT_TRY(check_floating(name, "x", x));
+    AOT_TRY(check_like(name, "dy", dy, "x", x));
+    out[0] = x;
     return kOk;
   }
 };
