@@ -1,6 +1,6 @@
 // The norms on CUDA: kernels and launchers, which each operator instantiates (norm.h). The kernel by row length:
 //
-//            row length       kernel                                                            blocks
+//            row length       kernel                                                             blocks
 //   forward  up to 2 KiB      norm_kernel, 1 to 4 rows for each warp                             one-shot
 //            up to 32 KiB     norm_kernel, a row for each block (up to 64 KiB with kMost = 8)    one-shot
 //            up to 512 KiB    norm_long_kernel, a row for each cluster                           persistent
