@@ -69,7 +69,9 @@ def load() -> _Functions:
 
     Raises:
         LibraryError: it is missing, does not load, or has another version than this package.
+        ValueError: AOTOPS_CPU_ISA names no instruction set.
     """
+    _check_cpu_isa()
     lib = _open(path())
     try:
         lib.aot_version.restype = ctypes.c_char_p
@@ -176,6 +178,13 @@ def _open(file: Path) -> _Functions:
 def _last_error(lib: _Functions) -> str:
     lib.aot_last_error.restype = ctypes.c_char_p
     return lib.aot_last_error().decode(errors="replace")
+
+
+def _check_cpu_isa() -> None:
+    """Raises ValueError if AOTOPS_CPU_ISA is set to a value that the library would ignore (cuda_src/cpu/entry.h)."""
+    wanted = os.environ.get("AOTOPS_CPU_ISA", "baseline")
+    if wanted not in ("baseline", "avx2", "avx512"):
+        raise ValueError(f"AOTOPS_CPU_ISA is {wanted!r}, expected baseline, avx2 or avx512")
 
 
 def _check_complete(file: Path) -> None:

@@ -1,4 +1,4 @@
-// The text behind a status, and the library's version.
+// The text of a failed call's error, and the library's version.
 #include <pthread.h>
 
 #include <cstdarg>
@@ -8,14 +8,14 @@
 
 namespace {
 
-// A frontend reads its error on the thread that called. MindSpore calls from threads of its own, so the latest error of
-// any thread is kept too, for a thread that has none.
+// A frontend reads the error on the thread that made the call. MindSpore makes calls on threads of its own, so the
+// latest error of any thread is kept too, for threads without one.
 constexpr size_t kCapacity = 1024;
 thread_local char own[kCapacity], answer[kCapacity];
 char latest[kCapacity];
 std::mutex latest_lock;
-// No thread that a child of fork() lacks holds it there.
-[[maybe_unused]] const int watched =
+// fork() takes the lock, so that no thread that the child lacks holds it there.
+[[maybe_unused]] const int registered =
     pthread_atfork([] { latest_lock.lock(); }, [] { latest_lock.unlock(); }, [] { latest_lock.unlock(); });
 
 }  // namespace
@@ -33,7 +33,7 @@ aot::Status aot::fail(Status status, const char *format, ...) noexcept {
 const char aot::kFloat16[] = "float16", aot::kBFloat16[] = "bfloat16", aot::kFloat32[] = "float32",
            aot::kFloat64[] = "float64";
 
-// The calling thread's last error, once; where it has none, the latest of any thread.
+// Returns and clears the calling thread's last error. If it has none, the latest error of any thread.
 AOT_API const char *aot_last_error() {
   std::lock_guard<std::mutex> hold(latest_lock);
   std::memcpy(answer, *own ? own : latest, kCapacity);

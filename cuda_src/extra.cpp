@@ -1,4 +1,5 @@
-// Compiled with -D_GLIBCXX_USE_CXX11_ABI=0: the strings in this vtable are the old ones, as in MindSpore's own build.
+// Compiled with -D_GLIBCXX_USE_CXX11_ABI=0: the strings in AotExtra's interface have the old ABI, as in MindSpore's
+// build.
 #include "extra.h"
 
 #include <locale.h>
@@ -18,7 +19,7 @@
 #error "compile this file with -D_GLIBCXX_USE_CXX11_ABI=0"
 #endif
 
-// The interface, slot by slot as in MindSpore's custom_aot_extra.h: the order of the virtual functions is the contract.
+// The interface of MindSpore's custom_aot_extra.h. The order of the virtual functions, its vtable, must be the same.
 class AotExtra {
  public:
   virtual ~AotExtra() = default;
@@ -37,12 +38,12 @@ class AotExtra {
   virtual std::vector<std::vector<float>> GetAttrFloat2DVec(std::string name) = 0;
 };
 
-static_assert(sizeof(AotExtra) == sizeof(aot::ExtraView), "AotExtra is laid out as MindSpore lays it out");
+static_assert(sizeof(AotExtra) == sizeof(aot::ExtraView), "AotExtra has the layout of MindSpore's build");
 
 namespace {
 
-// Numbers are read as C's locale writes them, whatever locale the process is in. Each of these says whether the text,
-// all of it, is such a number.
+// Numbers are parsed in the C locale, whatever the process's locale. Each function returns whether the whole text is a
+// number.
 
 bool parse(const std::string &text, int64_t *value) {
   const char *end = text.data() + text.size();
@@ -50,8 +51,8 @@ bool parse(const std::string &text, int64_t *value) {
   return read.ec == std::errc{} && read.ptr == end;
 }
 
-// As Python's repr writes a float: digits, or inf or nan with a sign. Neither spaces nor hexadecimal digits, which
-// strtod would take, and no number beyond the largest double, which it would take for infinity.
+// The format of Python's repr(float): digits, or inf or nan with an optional sign. Spaces and hexadecimal digits, which
+// strtod accepts, are refused, and so are numbers beyond the largest double, which it reads as infinity.
 bool parse(const std::string &text, double *value) {
   static const locale_t c = newlocale(LC_ALL_MASK, "C", locale_t{});
   const size_t sign = text[0] == '-';
@@ -63,7 +64,7 @@ bool parse(const std::string &text, double *value) {
   return *value = number, true;
 }
 
-// Attributes kept as text; each getter reads what it is asked for, strictly.
+// Attributes as text, which each getter parses strictly as its type.
 class TextExtra final : public AotExtra {
  public:
   explicit TextExtra(const char *attrs) {
@@ -114,7 +115,8 @@ class TextExtra final : public AotExtra {
   std::map<std::string, std::string> values_;
 };
 
-// Runs `read` where the attribute is given. An exception of the host (a missing attribute, another type) ends here.
+// Calls `read` if the attribute is given. Catches the host's exceptions, such as for a missing attribute or another
+// type.
 template <class Read>
 int get(void *extra, const char *name, Read read) noexcept {
   try {

@@ -173,7 +173,7 @@ def _sum(op, attrs, wanted, *inputs):
 def _tangent_of_sum(op, attrs, wanted, inputs, tangents):
     factors = op.backward.factors(attrs)
     given = [(t, factors.get(f"d{slot}", 1)) for slot, t in zip(op.inputs, tangents, strict=True) if t is not None]
-    return _sum(op, attrs, wanted, *inputs), (reduce(plus, starmap(_times, given)),)  # operations of JAX, which it can transpose
+    return _sum(op, attrs, wanted, *inputs), (reduce(plus, starmap(_times, given)),)  # JAX can transpose these
 
 
 def _times(x: Array, factor: float) -> Array:

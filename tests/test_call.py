@@ -137,6 +137,12 @@ def test_an_unknown_call_path_is_an_error(python):
     assert "ValueError: AOTOPS_CALL_PATH is 'fast', expected one of ctypes, addresses, tensors" in said
 
 
+@pytest.mark.parametrize("isa", ["avx10", "AVX2", ""])
+def test_an_unknown_instruction_set_is_an_error(python, isa):
+    said = python("import aotops.frontends.numpy", expect=1, AOTOPS_CPU_ISA=isa)
+    assert f"ValueError: AOTOPS_CPU_ISA is '{isa}', expected baseline, avx2 or avx512" in said
+
+
 # -------------------------------------------------------------------------------------------- one result on every build
 
 

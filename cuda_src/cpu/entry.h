@@ -1,9 +1,9 @@
 // Exports the CPU entry of an operator.
 //
 // The Makefile compiles each <op>.cpp once per instruction set, AOT_ISA: baseline, and on x86-64 also avx2 (x86-64-v3)
-// and avx512 (x86-64-v4), or fewer of them (ISAS). The baseline build exports the entry, which calls the best build
-// that the library has and this processor runs. Only the baseline build instantiates code that the linker may share,
-// such as std::vector's.
+// and avx512 (x86-64-v4), or fewer of them (ISAS). The baseline build exports the entry. The entry dispatches to the
+// best build that the library contains and the processor supports. Only the baseline build instantiates templates that
+// the linker may merge, such as std::vector's.
 #pragma once
 #include <cstdlib>
 
@@ -35,13 +35,14 @@ inline namespace AOT_ISA {
 
 enum CpuIsa { kBaseline, kAvx2, kAvx512 };
 
-// The best this processor runs, or less where AOTOPS_CPU_ISA asks for less: the tests go through all of them.
+// The best instruction set that the processor supports, or a lower one that AOTOPS_CPU_ISA names. aotops/library.py
+// refuses other names.
 inline CpuIsa find_cpu_isa() {
   __builtin_cpu_init();
   CpuIsa best = __builtin_cpu_supports("x86-64-v4") ? kAvx512 : __builtin_cpu_supports("x86-64-v3") ? kAvx2 : kBaseline;
-  const char *names[] = {"baseline", "avx2", "avx512"}, *asked = std::getenv("AOTOPS_CPU_ISA");
-  for (int isa = kBaseline; asked && isa < best; ++isa)
-    if (!std::strcmp(asked, names[isa])) return static_cast<CpuIsa>(isa);
+  const char *names[] = {"baseline", "avx2", "avx512"}, *wanted = std::getenv("AOTOPS_CPU_ISA");
+  for (int isa = kBaseline; wanted && isa < best; ++isa)
+    if (!std::strcmp(wanted, names[isa])) return static_cast<CpuIsa>(isa);
   return best;
 }
 
@@ -53,7 +54,7 @@ inline CpuIsa cpu_isa() {
 }  // namespace AOT_ISA
 }  // namespace aot
 
-// Weak: null where the library was built without that instruction set.
+// Weak: null if the library was built without that instruction set.
 #define AOT_CPU_ENTRY(Op, symbol, launcher)                                                \
   AOT_HIDDEN __attribute__((weak)) int symbol##_avx2(AOT_ARGUMENTS);                       \
   AOT_HIDDEN __attribute__((weak)) int symbol##_avx512(AOT_ARGUMENTS);                     \

@@ -1,5 +1,5 @@
-// float16 and bfloat16 on the CPU, and the choice of a type by dtype. Arithmetic is done in Accumulate<T>; the
-// conversions, on whole vectors, round to nearest even, overflow to infinity, and keep NaN NaN.
+// float16 and bfloat16 on the CPU, the vector types, and the dispatch on a dtype. Arithmetic uses Accumulate<T>. The
+// conversions work on whole vectors, round to nearest even, overflow to infinity and preserve NaN.
 #pragma once
 #include <type_traits>
 
@@ -18,7 +18,7 @@ struct bfloat16 {
   uint16_t bits;
 };
 
-// Calls f with a value of the C++ type of a floating dtype.
+// Returns f(T()) with the C++ type T of a floating dtype.
 template <class F>
 Status dispatch_floating(DType dtype, F f) {
   switch (dtype) {
@@ -37,7 +37,7 @@ Status dispatch_floating(DType dtype, F f) {
 
 // ---------------------------------------------------------------------------------------------------- vector types
 
-// What one register of this instruction set holds. GCC's vector types serve every architecture.
+// The size of a register of this instruction set. GCC's vector types work on every architecture.
 #if defined(__AVX512F__)
 constexpr int kVectorBytes = 64;
 #elif defined(__AVX2__)
@@ -52,7 +52,7 @@ struct VectorOf {
 };
 
 template <typename T>
-struct Traits;  // Accumulate: what T is computed in; Storage: as it lies in memory; Int: of the size of Accumulate
+struct Traits;  // Accumulate: the type T is computed in; Storage: its type in memory; Int: as wide as Accumulate
 template <>
 struct Traits<float16> {
   using Accumulate = float;
@@ -84,13 +84,13 @@ using Accumulate = typename Traits<T>::Accumulate;
 template <typename T>
 constexpr int kLanes = kVectorBytes / sizeof(Accumulate<T>);
 
-template <typename T>  // what arithmetic is done on
+template <typename T>  // a register of values to compute with
 using Vec = typename VectorOf<Accumulate<T>, kLanes<T>>::type;
-template <typename T>  // as many elements as they lie in memory
+template <typename T>  // as many elements in their storage type
 using Stored = typename VectorOf<typename Traits<T>::Storage, kLanes<T>>::type;
-template <typename T>  // masks, and the bits of a Vec<T>
+template <typename T>  // masks, and the bits of a Vec<T>, signed
 using VecInt = typename VectorOf<typename Traits<T>::Int, kLanes<T>>::type;
-template <typename T>  // the same bits, for sums that wrap
+template <typename T>  // the same unsigned, whose overflow wraps
 using VecUnsigned = typename VectorOf<std::make_unsigned_t<typename Traits<T>::Int>, kLanes<T>>::type;
 
 // ----------------------------------------------------------------------------------------------------- conversions
@@ -103,8 +103,8 @@ inline Vec<double> widen(Vec<double> v, double) { return v; }
 inline Vec<float> narrow(Vec<float> v, float) { return v; }
 inline Vec<double> narrow(Vec<double> v, double) { return v; }
 
-// Between a uint16 and the same as a uint32, and its upper half: GCC 12 does not find these instructions itself. The
-// maskz forms of intrinsics, since it takes the plain ones for reads of an uninitialized register (its PR 105593).
+// Zero extension of uint16 to uint32, and the upper halves of uint32: GCC 12 does not find these instructions itself.
+// The maskz forms avoid its false warnings about uninitialized registers (GCC bug 105593).
 #if defined(__AVX512F__)
 inline VecBits widen_bits(Halves h) { return (VecBits)_mm512_maskz_cvtepu16_epi32(-1, (__m256i)h); }
 inline Halves upper_halves(VecBits u) {
@@ -148,11 +148,10 @@ inline Halves narrow(Vec<float> v, float16) {
 
 inline Vec<float> widen(Halves h, float16) {
   VecBits u = widen_bits(h);
-  VecBits magnitude = (u & 0x7fff) << 13;      // exponent and mantissa, where float32 has them
-  VecBits normal = magnitude + (112u << 23);   // the exponent's bias: 127 - 15
-  VecBits special = magnitude + (224u << 23);  // infinity, NaN: the largest exponent stays the largest
-  Vec<float> subnormal =
-      (Vec<float>)(magnitude + (113u << 23)) - 0x1p-14f;  // as if of the smallest exponent, less its 1
+  VecBits magnitude = (u & 0x7fff) << 13;      // exponent and mantissa at float32's positions
+  VecBits normal = magnitude + (112u << 23);   // exponent bias: 127 - 15
+  VecBits special = magnitude + (224u << 23);  // infinity, NaN: the largest exponent
+  Vec<float> subnormal = (Vec<float>)(magnitude + (113u << 23)) - 0x1p-14f;  // as if normal, minus the implicit 1
   VecBits bits = magnitude < 1u << 23 ? (VecBits)subnormal : magnitude >= 31u << 23 ? special : normal;
   return (Vec<float>)(bits | (u & 0x8000) << 16);
 }
@@ -160,8 +159,7 @@ inline Vec<float> widen(Halves h, float16) {
 inline Halves narrow(Vec<float> v, float16) {
   VecBits u = (VecBits)v, magnitude = u & 0x7fffffff;
   VecBits normal = (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
-  VecBits subnormal =
-      (VecBits)((Vec<float>)magnitude + 0.5f) - 0x3f000000;  // the last place of 0.5f is float16's 2^-24
+  VecBits subnormal = (VecBits)((Vec<float>)magnitude + 0.5f) - 0x3f000000;  // 0.5f's last place is 2^-24, float16's
   VecBits bits = magnitude < 113u << 23 ? subnormal : normal;
   bits = magnitude >= 143u << 23 ? VecBits{} + 0x7c00 : bits;  // 2^16 and above
   bits = v != v ? VecBits{} + 0x7e00 : bits;

@@ -8,7 +8,7 @@
 
 namespace {
 
-// Serves the thread that came through the fork, for as long as the process lives. A child of its own has another.
+// A thread that runs functions for the forked thread until the process ends. A child's child starts another.
 struct Server {
   sem_t go, done;
   void (*f)(void *);
@@ -37,15 +37,15 @@ struct Server {
   }
 };
 
-thread_local bool through_fork = false;
-Server *server = nullptr;  // only the thread that came through the fork asks for it
+thread_local bool forked = false;
+Server *server = nullptr;  // used by the forked thread only
 
-[[maybe_unused]] const int watched =
-    pthread_atfork(nullptr, nullptr, [] { through_fork = true, server = nullptr; });  // a parent's is not freed
+[[maybe_unused]] const int registered =
+    pthread_atfork(nullptr, nullptr, [] { forked = true, server = nullptr; });  // the parent's server is not freed
 
 }  // namespace
 
-bool aot::came_through_fork() noexcept { return through_fork; }
+bool aot::in_forked_thread() noexcept { return forked; }
 
 bool aot::run_on_new_thread(void (*f)(void *), void *data) noexcept {
   if (!server) server = Server::start();

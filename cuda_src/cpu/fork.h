@@ -1,13 +1,13 @@
-// A child of fork() has the thread that forked and no other. The pool that OpenMP remembers for that thread is not
-// there, and a parallel region that waits for it waits for ever; a thread that is started since gets a pool of its own.
+// OpenMP after fork(). A child process has only the thread that forked. OpenMP still associates a thread pool with it,
+// whose threads do not exist, and a parallel region would deadlock. A new thread of the child gets a pool of its own.
 #pragma once
 
 namespace aot {
 
-// Whether the calling thread is the one that came through a fork.
-bool came_through_fork() noexcept;
+// Whether the calling thread is the one that forked, in the child.
+bool in_forked_thread() noexcept;
 
-// f(data) on a thread that was started since, for which this one waits. False where no thread can be started.
+// Runs f(data) on a thread started after the fork, and waits for it. False if no thread can be started.
 bool run_on_new_thread(void (*f)(void *), void *data) noexcept;
 
 }  // namespace aot

@@ -1,4 +1,4 @@
-// The formulas of GELU and its slope.
+// GELU and its derivative, the slope.
 #pragma once
 #include "math.h"
 
@@ -11,15 +11,15 @@ struct ExactGelu {
   Normal<T> normal;
 
   explicit ExactGelu(Vec<T> x) : normal(x) {}
-  // The larger of x and -0, less what the tail takes: a result of zero has the sign of x. Infinity loses nothing.
-  Vec<T> value(Vec<T> x) const { return (-Vec<T>{} > x ? -Vec<T>{} : x) - abs<T>(at_most<T>(x)) * normal.tail; }
+  // max(x, -0) - |x| * tail: a zero result has the sign of x, and |x| is finite where the tail is 0.
+  Vec<T> value(Vec<T> x) const { return (-Vec<T>{} > x ? -Vec<T>{} : x) - abs<T>(clamp_far<T>(x)) * normal.tail; }
   Vec<T> slope(Vec<T> x) const {
     return (x < 0 ? normal.tail : 1 - normal.tail) +
            x * normal.density * Accumulate<T>(0.3989422804014327);  // 1 / sqrt(2 pi)
   }
 };
 
-// approximate = "tanh": (1 + tanh(u)) / 2 = s(2u), the logistic function, and its slope is 2 u' s (1 - s).
+// approximate = "tanh": (1 + tanh(u)) / 2 = s(2u), the logistic function, whose derivative is 2 u' s (1 - s).
 template <typename T>
 struct TanhGelu {
   using A = Accumulate<T>;

@@ -1,9 +1,9 @@
-// The exponential, the logistic function and the normal distribution on vectors, also in the far tails, where 1 +
-// erf(x) and 1 + tanh(x) would have cancelled. Written without branches; NaN stays NaN.
+// The exponential, the logistic function and the normal distribution on vectors. They are accurate in the far tails
+// too, where 1 + erf(x) and 1 + tanh(x) would cancel. There are no branches; NaN gives NaN.
 //
-// Largest errors measured, in units in the last place, of float or double: e^x 1.1, e^x - 1 1.2, tanh 2.5, the logistic
-// function 2.4, x times it 3.1, x Phi(x) 3 to |x| = 1, 9 to 5, 20 beyond. Where e^x is no normal number it is 0, but in
-// the logistic function. Of GELU's tanh approximation the argument is rounded first, as the formula has it: 200.
+// Largest measured errors, in units in the last place of float or double: e^x 1.1; e^x - 1 1.2; tanh 2.5; the logistic
+// function 2.4, times x 3.1; x Phi(x) 3 for |x| <= 1, 9 for |x| <= 5, 20 beyond; GELU's tanh approximation 200, since
+// the formula rounds its argument. Subnormal values of e^x are flushed to 0, except in the logistic function.
 #pragma once
 #include <cmath>
 
@@ -12,18 +12,18 @@
 namespace aot {
 inline namespace AOT_ISA {
 
-// Polynomials, lowest coefficient first, of smallest relative error (Remez' algorithm).
-// kExp: (e^r - 1 - r) / r^2, |r| <= log(2) / 2; of e^r the error is 3e-9 float, 4e-18 double. For 16 bits fewer digits
-//   do: kExp is (e^r - 1) / r, error 3e-6.
-// kTail: with s = t / (t + kTailPole), erfc(t / sqrt(2)) / 2 * exp(t^2 / 2), 0 <= t, is (1 - s) (1/2 + s P(2s - 1)), up
-//   to where exp(-t^2 / 2) underflows; error 2e-8, 3e-17, 7e-6 bfloat16. It is exactly 1/2 at 0, where its error would
-//   be GELU's, and the factor of 1 - s leaves nothing to cancel where it is small. The map from t to s is that of
-//   Shepherd and Laframboise, Math. Comp. 36 (1981), 249-253.
-// kRound: added to a number, it leaves the nearest whole one in the last of the kMantissa bits.
-// kLog2, kLog2Rest: log(2), the first with so few bits that its product with a whole number of an exponential's is
-//   exact; without the rest for 16 bits.
-// kUpperHalf: the bits of a number whose square is exact.
-// kLowest, kLowestSubnormal: above, e^x is a normal number, or not 0. kUnit: times it, it is a normal number.
+// Minimax polynomials (Remez' algorithm, relative error), lowest coefficient first, and other constants.
+// kExp: (e^r - 1 - r) / r^2 for |r| <= log(2) / 2; the error of e^r is 3e-9 for float, 4e-18 for double. For 16 bits it
+//   is (e^r - 1) / r with an error of 3e-6.
+// kTail: P in erfc(t / sqrt(2)) / 2 * exp(t^2 / 2) = (1 - s) (1/2 + s P(2s - 1)), s = t / (t + kTailPole), for t >= 0
+//   up to where exp(-t^2 / 2) underflows. The error is 2e-8 for float, 3e-17 for double, 7e-6 for bfloat16. The form is
+//   exactly 1/2 at t = 0, where an error would appear unreduced in GELU, and the factor 1 - s avoids cancellation where
+//   the result is small. The map from t to s is from Shepherd and Laframboise, Math. Comp. 36 (1981), 249-253.
+// kRound: adding it to a number leaves the nearest integer in the last of the kMantissa bits.
+// kLog2High, kLog2Low: log(2) as a sum. The high part has so few bits that its product with an exponent is exact. For
+//   16 bits it is all of log(2).
+// kUpperHalf: mask of the leading bits; a number of only these has an exact square.
+// kLowest, kLowestSubnormal: above them e^x is normal, or not 0. kUnit: scales the subnormal e^x to normal numbers.
 template <typename T>
 struct Constants;
 
@@ -38,7 +38,7 @@ struct Constants<float> {
   static constexpr uint32_t kUpperHalf = 0xfffff000;
   static constexpr float kRound = 0x1.8p23f, kTailPole = 2.9f, kUnit = 0x1p64f;
   static constexpr float kLowest = -87.3365448f, kLowestSubnormal = -103.972084f;
-  static constexpr float kLog2 = 0x1.63p-1f, kLog2Rest = -2.12194440e-4f;
+  static constexpr float kLog2High = 0x1.63p-1f, kLog2Low = -2.12194440e-4f;
   static constexpr float kExp[] = {4.999999343e-1f, 1.666652040e-1f, 4.166839082e-2f, 8.368745145e-3f, 1.381453880e-3f};
   static constexpr float kTail[] = {-0.4998083076f,  0.1577631847f,   -0.01203119764f,   -0.01177906791f,
                                     0.002426092915f, 0.001477197255f, -0.0002768289486f, -0.0002203284059f};
@@ -50,7 +50,7 @@ struct Constants<double> {
   static constexpr uint64_t kUpperHalf = 0xfffffffff8000000;
   static constexpr double kRound = 0x1.8p52, kTailPole = 5.2, kUnit = 0x1p64;
   static constexpr double kLowest = -708.39641853226408, kLowestSubnormal = -745.13321910194122;
-  static constexpr double kLog2 = 6.93147180369123816490e-01, kLog2Rest = 1.90821492927058770002e-10;
+  static constexpr double kLog2High = 6.93147180369123816490e-01, kLog2Low = 1.90821492927058770002e-10;
   static constexpr double kExp[] = {0.50000000000000106687,     0.166666666666664115,     0.041666666666529728493,
                                     0.0083333333334949811516,   0.0013888888943759925489, 0.00019841269505766659694,
                                     0.000024801492949656775167, 2.7557586809444479336e-6, 2.7630306246327369447e-7,
@@ -65,7 +65,7 @@ struct Constants<double> {
 
 template <>
 struct Constants<float16> : Constants<float> {
-  static constexpr float kLog2 = 0.693147181f;
+  static constexpr float kLog2High = 0.693147181f;
   static constexpr float kExp[] = {9.999667795e-1f, 5.000302369e-1f, 1.678758703e-1f, 4.151336747e-2f};
 };
 
@@ -75,8 +75,8 @@ struct Constants<bfloat16> : Constants<float16> {  // 8 bits are kept
   static constexpr float kTail[] = {-0.54007161f, 0.20642136f, -0.040203907f, -0.0058235771f, 0.0044540697f};
 };
 
-// Coefficients first ... first + n - 1 at x, whose powers x^1, x^2, x^4 ... are given: Estrin's scheme, whose chain of
-// dependent operations is the logarithm of Horner's.
+// The polynomial of the coefficients first ... first + n - 1, from the powers x^1, x^2, x^4 ...: Estrin's scheme, with
+// a chain of log2(n) dependent operations where Horner's has n.
 template <size_t first, size_t n, typename V, typename A, size_t size>
 AOT_INLINE V estrin(const V *powers, const A (&c)[size]) {
   if constexpr (n == 1) {
@@ -99,89 +99,89 @@ Vec<T> abs(Vec<T> x) {
   return (Vec<T>)((VecInt<T>)x & ~(VecInt<T>)-Vec<T>{});
 }
 
-// e^x for x <= 0 as scale + scale * rest: x = n log(2) + r, scale = 2^n times `unit`, rest = e^r - 1. `low` is what x
-// has been rounded by, where that matters.
+// e^x for x <= 0 as scale + scale * expm1, with x = n log(2) + r, scale = 2^n * unit and expm1 = e^r - 1. `low`, if
+// given, is the rounding error of x.
 template <typename T>
 struct Exponential {
-  Vec<T> scale, rest;
+  Vec<T> scale, expm1;
 
   template <class... Low>
   explicit Exponential(Accumulate<T> unit, Vec<T> x, Low... low) {
     using C = Constants<T>;
     using Bits = VecUnsigned<T>;
     const Vec<T> shifted = x * Accumulate<T>(kLog2E) + C::kRound, n = shifted - C::kRound;
-    Vec<T> r = x - n * C::kLog2;
-    if constexpr (kExact<T>) r += ((-n * C::kLog2Rest) + ... + low);
+    Vec<T> r = x - n * C::kLog2High;
+    if constexpr (kExact<T>) r += ((-n * C::kLog2Low) + ... + low);
     scale = (Vec<T>)(((Bits)shifted << C::kMantissa) + (Bits)(Vec<T>{} + unit));
-    rest = kExact<T> ? r + r * r * polynomial(r, C::kExp) : r * polynomial(r, C::kExp);
+    expm1 = kExact<T> ? r + r * r * polynomial(r, C::kExp) : r * polynomial(r, C::kExp);
   }
 };
 
-// e^(x + low), x <= 0; 0 where that is no normal number.
+// e^(x + low) for x <= 0; 0 if that is subnormal.
 template <typename T, class... Low>
 AOT_INLINE Vec<T> exp_nonpositive(Vec<T> x, Low... low) {
   const Exponential<T> e(1, x, low...);
-  return x < Constants<T>::kLowest ? Vec<T>{} : e.scale + e.scale * e.rest;
+  return x < Constants<T>::kLowest ? Vec<T>{} : e.scale + e.scale * e.expm1;
 }
 
-// The same to the last of the subnormal numbers.
+// e^x for x <= 0, subnormal results included.
 template <typename T>
 AOT_INLINE Vec<T> exp_subnormal(Vec<T> x) {
   using C = Constants<T>;
   const Exponential<T> e(C::kUnit, x);
-  return x < C::kLowestSubnormal ? Vec<T>{} : (e.scale + e.scale * e.rest) * (1 / C::kUnit);
+  return x < C::kLowestSubnormal ? Vec<T>{} : (e.scale + e.scale * e.expm1) * (1 / C::kUnit);
 }
 
-// e^x - 1 for x <= 0: scale * rest has no 1 to cancel.
+// e^x - 1 for x <= 0, without cancellation near 0, where scale is 1.
 template <typename T>
 Vec<T> expm1_nonpositive(Vec<T> x) {
   const Exponential<T> e(1, x);
-  return x < Constants<T>::kLowest ? Vec<T>{} - 1 : e.scale * e.rest + (e.scale - 1);
+  return x < Constants<T>::kLowest ? Vec<T>{} - 1 : e.scale * e.expm1 + (e.scale - 1);
 }
 
-// By way of e^(-2|x|) - 1, which keeps the digits of a small x.
+// From e^(-2|x|) - 1, which is accurate for small x.
 template <typename T>
 Vec<T> tanh(Vec<T> x) {
   Vec<T> m = expm1_nonpositive<T>(-2 * abs<T>(x)), y = -m / (m + 2);
   return x < 0 ? -y : y;
 }
 
-// The logistic function, 1 / (1 + exp(-x)), by way of the smaller of it and what it lacks of 1, whose exponential does
-// not overflow.
+// The logistic function s = 1 / (1 + exp(-x)), from the smaller of s and 1 - s: its exponential does not overflow.
 template <typename T>
 struct Logistic {
   Vec<T> smaller, value;
 
   explicit Logistic(Vec<T> x) {
-    Vec<T> e = exp_subnormal<T>(-abs<T>(x));  // x e may be normal
+    Vec<T> e = exp_subnormal<T>(-abs<T>(x));  // callers multiply by x, and x * e may be normal
     smaller = e / (1 + e);
     value = x < 0 ? smaller : 1 - smaller;
   }
-  // s (1 - s)
+  // The derivative, s (1 - s).
   Vec<T> slope() const { return smaller - smaller * smaller; }
 };
 
-// x, or where it is large, infinity among it, a number that is large enough for the normal density to be 0.
+// x clamped to a finite number at which the normal density is 0. NaN stays.
 template <typename T>
-AOT_INLINE Vec<T> at_most(Vec<T> x) {
+AOT_INLINE Vec<T> clamp_far(Vec<T> x) {
   const Vec<T> far = Vec<T>{} + Accumulate<T>(64);
   return x > far ? far : x;
 }
 
-// The normal distribution at x: its density, times sqrt(2 pi), and its distribution function at -|x|.
+// The normal distribution: its density at x, times sqrt(2 pi), and its distribution function at -|x|.
 template <typename T>
 struct Normal {
   Vec<T> density, tail;
 
   AOT_INLINE explicit Normal(Vec<T> x) {
     using C = Constants<T>;
-    const Vec<T> t = at_most<T>(abs<T>(x)), s = t / (t + C::kTailPole);
+    const Vec<T> t = clamp_far<T>(abs<T>(x)), s = t / (t + C::kTailPole);
     density = square_exponential(t);
     tail = (density - density * s) * (s * polynomial(2 * s - 1, C::kTail) + Accumulate<T>(0.5));
   }
 
  private:
-  // exp(-x^2 / 2), with what the square has been rounded by: without a fused multiplication, x's upper half is squared.
+  // exp(-x^2 / 2), with a correction for the rounding error of the square. Without a fused multiply-add, the square of
+  // the leading bits, which is exact, takes the place of the rounded one.
   AOT_INLINE static Vec<T> square_exponential(Vec<T> x) {
     using A = Accumulate<T>;
     const Vec<T> half = x * A(-0.5), square = half * x;

@@ -1,5 +1,5 @@
-// Threads: OpenMP's, so that OMP_NUM_THREADS and, in a process of torch's, torch.set_num_threads hold here too. What is
-// summed is cut by shape alone, never by the number of threads: the same input gives the same bits.
+// Parallel loops. They use OpenMP, so that OMP_NUM_THREADS and, in a process with torch, torch.set_num_threads apply.
+// Sums are split by shape alone, never by the number of threads: the same input gives the same bits.
 #pragma once
 #include <omp.h>
 
@@ -9,17 +9,17 @@
 namespace aot {
 inline namespace AOT_ISA {
 
-constexpr int64_t kGrain = 32768;  // elements that are worth waking a thread for
+constexpr int64_t kGrain = 32768;  // elements per task, so that waking a thread pays
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Those that a loop would have: in another loop only the calling one.
+// The threads that a loop gets: within a parallel region only the calling one.
 inline int64_t threads() { return omp_get_level() > 0 ? 1 : omp_get_max_threads(); }
 
 // f(chunk) for each chunk on OpenMP's threads.
 template <class F>
-void share_out(int64_t chunks, const F &f) {
-  if (chunks <= threads()) {  // the same thread for a chunk again, whose cache may have what it reads
+void run_in_pool(int64_t chunks, const F &f) {
+  if (chunks <= threads()) {  // static: the next call gives a chunk to the same core, whose cache may have its data
 #pragma omp parallel for schedule(static, 1)
     for (int64_t chunk = 0; chunk < chunks; ++chunk) f(chunk);
   } else {
@@ -28,9 +28,9 @@ void share_out(int64_t chunks, const F &f) {
   }
 }
 
-// The same for a thread that came through a fork (../cpu/fork.h): by way of another one, with as many threads.
+// The same for the forked thread (fork.h): on a new thread, with as many OpenMP threads.
 template <class F>
-bool share_out_after_fork(int64_t chunks, const F &f) {
+bool run_in_pool_after_fork(int64_t chunks, const F &f) {
   struct Work {
     int64_t chunks, threads;
     const F &f;
@@ -39,22 +39,22 @@ bool share_out_after_fork(int64_t chunks, const F &f) {
       [](void *data) {
         const auto &[chunks, threads, f] = *static_cast<Work *>(data);
         omp_set_num_threads(static_cast<int>(threads));
-        share_out(chunks, f);
+        run_in_pool(chunks, f);
       },
       &work);
 }
 
-// f(chunk) for each chunk; a thread takes the next when it is free, since cores are seldom equally fast. One chunk
-// stays on the calling thread.
+// f(chunk) for each chunk. Scheduling is dynamic, since cores are rarely equally fast. A single chunk runs on the
+// calling thread.
 template <class F>
 void parallel(int64_t chunks, F f) {
-  const bool alone = chunks <= 1 || threads() == 1;  // an if clause of OpenMP's takes half a microsecond
-  if (!alone && !came_through_fork()) return share_out(chunks, f);
-  if (!alone && share_out_after_fork(chunks, f)) return;
+  const bool alone = chunks <= 1 || threads() == 1;  // OpenMP's if clause takes half a microsecond
+  if (!alone && !in_forked_thread()) return run_in_pool(chunks, f);
+  if (!alone && run_in_pool_after_fork(chunks, f)) return;
   for (int64_t chunk = 0; chunk < chunks; ++chunk) f(chunk);
 }
 
-// The same where f gives a Status: one that is not kOk, if there is any.
+// The same for an f that returns a Status: an error if there was any.
 template <class F>
 Status try_parallel(int64_t chunks, F f) {
   Status status = kOk;
@@ -64,13 +64,16 @@ Status try_parallel(int64_t chunks, F f) {
   return status;
 }
 
-// f(begin, end) for pieces of [0, n), `piece` of them at a time.
+// f(begin, end) for ranges of [0, n) of `piece` elements.
 template <class F>
 void parallel_pieces(int64_t n, int64_t piece, F f) {
   parallel(ceil_div(n, piece), [&](int64_t i) { f(i * piece, i * piece + piece < n ? i * piece + piece : n); });
 }
 
-// Not inlined, so that each loop has the registers to itself.
+// The rows of n elements that make a task.
+inline int64_t rows_per_task(int64_t n) { return n < kGrain ? kGrain / (n > 0 ? n : 1) : 1; }
+
+// Not inlined, so that each loop gets all registers.
 template <bool stream, typename T, class F>
 [[gnu::noinline]] void each_piece(const T *y, int64_t begin, int64_t end, F f) {
   auto step = [=](int64_t i, auto part) { f(begin + i, part); };
@@ -82,22 +85,23 @@ template <bool stream, typename T, class F>
   }
 }
 
-// f(i, part) for every vector of n elements: what f stores may be streamed where it lies as y does.
+// f(i, part) for every vector of n elements. If `stream`, f's stores may bypass the caches; they must have y's
+// alignment.
 template <typename T, class F>
 void each(const T *y, int64_t n, bool stream, F f) {
-  stream = stream && streams(n * sizeof(T));
+  stream = stream && worth_streaming(n * sizeof(T));
   parallel_pieces(n, kGrain, [=](int64_t begin, int64_t end) {
     stream ? each_piece<true>(y, begin, end, f) : each_piece<false>(y, begin, end, f);
   });
 }
 
-// y[i] = f(i, part), elementwise; f gives a Vec<T>.
+// y[i] = f(i, part), elementwise; f returns a Vec<T>.
 template <typename T, class F>
 void map(T *y, int64_t n, F f) {
   each(y, n, true, [=](int64_t i, auto part) { store(y + i, f(i, part), part); });
 }
 
-// sum[j] = the sum of column j of x (rows, n): sums of kPiece terms, added up in double.
+// sum[j] = the sum of column j of x (rows, n): partial sums of kPiece terms, added up in double.
 template <typename T>
 void sum_columns(const T *x, int64_t rows, int64_t n, T *sum) {
   constexpr int64_t kPiece = 256, kNarrow = 4 * kLanes<T>;

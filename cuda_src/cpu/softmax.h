@@ -1,5 +1,5 @@
-// The exponentials of a row, for softmax and the cross entropy: the largest number, then exp(x - top) and its sum. A
-// NaN or an infinity makes the sum NaN, as in the formula.
+// The exponentials of a row, for softmax and cross_entropy, in two passes: the maximum, then exp(x - max) and its sum.
+// NaN or +inf in the row makes the sum NaN, as in the formula.
 #pragma once
 #include "blas.h"
 #include "math.h"
@@ -10,9 +10,9 @@ inline namespace AOT_ISA {
 
 template <typename A>
 struct Exponentials {
-  A top;
-  double sum;   // of exp(x - top)
-  double rest;  // the sum of x - top
+  A max;
+  double sum;          // of exp(x - max)
+  double shifted_sum;  // of x - max
 };
 
 template <typename T>
@@ -38,39 +38,34 @@ Accumulate<T> largest(const T *x, int64_t n) {
   return most;
 }
 
-// f(j, e, part) gets the exponentials, relative to top. Sums over a block are added up in double: in a long row float
-// would lose them. `next` is fetched meanwhile, as far as n elements.
-template <bool with_rest, typename T, class F>
+// Calls f(j, e, part) with the exponentials e = exp(x - max), and prefetches n elements of `next`. shifted_sum is 0 if
+// kShiftedSum is false.
+template <bool kShiftedSum, typename T, class F>
 AOT_INLINE Exponentials<Accumulate<T>> exponentials(const T *x, const T *next, int64_t n, F f) {
-  constexpr int64_t block = 4096;
   Exponentials<Accumulate<T>> s{largest(x, n), 0, 0};
-  for (int64_t begin = 0; begin < n; begin += block) {
-    Vec<T> sums[4] = {}, rests[4] = {};
-    sweep_sums<T>(n - begin < block ? n - begin : block, [&](int64_t i, auto part, int k) {
+  for_blocks(n, [&](int64_t begin, int64_t size) {
+    Vec<T> sums[4] = {}, shifted_sums[4] = {};
+    sweep_sums<T>(size, [&](int64_t i, auto part, int k) {
       const int64_t j = begin + i;
       __builtin_prefetch(next + j);
-      Vec<T> d = load(x + j, part) - s.top, e = keep<T>(exp_nonpositive<T>(d), part);
+      Vec<T> d = load(x + j, part) - s.max, e = keep<T>(exp_nonpositive<T>(d), part);
       sums[k] += e;
-      if (with_rest) rests[k] += keep<T>(d, part);
+      if (kShiftedSum) shifted_sums[k] += keep<T>(d, part);
       f(j, e, part);
     });
-    s.sum += sum<Accumulate<T>>((sums[0] + sums[1]) + (sums[2] + sums[3]));
-    s.rest += sum<Accumulate<T>>((rests[0] + rests[1]) + (rests[2] + rests[3]));
-  }
+    s.sum += sum_of_4<T>(sums), s.shifted_sum += sum_of_4<T>(shifted_sums);
+  });
   return s;
 }
 
-// Exponentials of a row this long wait in a buffer, which stays in a cache; those of a longer one are taken again.
-// The buffer is the thread's own memory: 128 KiB of doubles are more than a stack may have. Null for a longer row.
+// A buffer for the exponentials of a row, from the thread's scratch memory, since 128 KiB may exceed its stack. Null
+// for rows longer than kRowBuffer, whose exponentials would not stay in the cache: they are computed twice.
 constexpr int64_t kRowBuffer = 16384;
 template <typename T>
 Accumulate<T> *row_buffer(int64_t n) {
   return n <= kRowBuffer ? static_cast<Accumulate<T> *>(thread_scratch((n + kLanes<T>)*sizeof(Accumulate<T>)))
                          : nullptr;
 }
-
-// Rows that are worth a thread's while.
-inline int64_t rows_piece(int64_t n) { return n < kGrain ? kGrain / (n > 0 ? n : 1) : 1; }
 
 }  // namespace AOT_ISA
 }  // namespace aot

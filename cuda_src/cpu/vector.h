@@ -1,4 +1,4 @@
-// Vectors of kLanes<T> elements: load, store, reduce, and the sweeps over an array that every loop is made of.
+// Vectors of kLanes<T> elements: loads, stores, reductions, and sweeps, the vectorized loops over an array.
 #pragma once
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -9,8 +9,8 @@
 namespace aot {
 inline namespace AOT_ISA {
 
-// What a step of a sweep covers: a whole vector, a whole vector whose destination is aligned and too big for the
-// caches, or the first n elements of one.
+// The part of a vector that a step of a sweep covers: all of it; all of it, stored past the caches to an aligned
+// address; or the first n elements.
 struct Full {};
 struct Stream {};
 struct Part {
@@ -26,7 +26,7 @@ V load_raw(const void *p) {
   return raw;
 }
 
-// The first bytes, and zeros beyond.
+// Loads `bytes` bytes; the others are zero.
 template <class V>
 V load_raw(const void *p, int64_t bytes) {
 #if defined(__AVX512BW__)
@@ -61,7 +61,7 @@ Vec<T> load(const T *p, Stream) {
   return load(p);
 }
 
-// Zeros beyond the n elements.
+// Elements from part.n on are zero.
 template <typename T>
 Vec<T> load(const T *p, Part part) {
   return widen(load_raw<Stored<T>>(p, part.n * sizeof(T)), T());
@@ -78,7 +78,7 @@ void store(T *p, Vec<T> v, Part part) {
   store_raw(p, narrow(v, T()), part.n * sizeof(T));
 }
 
-// A store past the caches: it spares reading the line that it overwrites.
+// A store that bypasses the caches: the line that it overwrites is not read first.
 template <typename T>
 void store(T *p, Vec<T> v, Stream) {
 #if defined(__x86_64__)
@@ -96,22 +96,22 @@ void store(T *p, Vec<T> v, Stream) {
 #endif
 }
 
-// Orders the streamed stores of this thread before whatever tells another thread that they are done.
+// Makes this thread's streaming stores visible before its later stores, such as those of a barrier.
 inline void end_stream() {
 #if defined(__x86_64__)
   _mm_sfence();
 #endif
 }
 
-// An output this big does not stay in the caches for whoever reads it next.
-inline bool streams(int64_t bytes) { return bytes >= int64_t{32} << 20; }
+// Whether an output is too large to remain in the caches until it is read.
+inline bool worth_streaming(int64_t bytes) { return bytes >= int64_t{32} << 20; }
 
-// Whether a vector of both is aligned at once.
-inline bool alike(const void *a, const void *b) {
+// Whether a and b reach a vector boundary at the same offset.
+inline bool same_alignment(const void *a, const void *b) {
   return (reinterpret_cast<uintptr_t>(a) - reinterpret_cast<uintptr_t>(b)) % kVectorBytes == 0;
 }
 
-// The first part.n lanes of v, zeros beyond.
+// v with the lanes outside `part` set to zero.
 template <typename T>
 Vec<T> keep(Vec<T> v, Part part) {
   VecInt<T> lane;
@@ -139,10 +139,10 @@ A sum(typename VectorOf<A, lanes>::type v) {
 
 // ---------------------------------------------------------------------------------------------------------- sweeps
 
-// Always inlined, so that sums which f refers to are kept in registers.
+// Always inlined, so that sums captured by f stay in registers.
 #define AOT_INLINE [[gnu::always_inline]] inline
 
-// f(j, part) for every vector of n elements, whose Accumulate is that of T.
+// f(j, part) for every vector of n elements of T, or of a type with T's Accumulate.
 template <typename T, class F>
 AOT_INLINE void sweep(int64_t n, F f) {
   int64_t j = 0;
@@ -151,7 +151,7 @@ AOT_INLINE void sweep(int64_t n, F f) {
   if (j < n) f(j, Part{n - j});
 }
 
-// The same for loops that sum: f(j, part, k), with k the one of 4 independent sums to add to.
+// The same for sums: f(j, part, k) adds to sum k of 4 independent ones, which hides the latency of additions.
 template <typename T, class F>
 AOT_INLINE void sweep_sums(int64_t n, F f) {
   int64_t j = 0;
@@ -160,8 +160,20 @@ AOT_INLINE void sweep_sums(int64_t n, F f) {
   for (; j + kLanes<T> <= n; j += kLanes<T>) f(j, Full(), 0);
   if (j < n) f(j, Part{n - j}, 1);
 }
+template <typename T>
+double sum_of_4(const Vec<T> (&s)[4]) {
+  return sum<Accumulate<T>>((s[0] + s[1]) + (s[2] + s[3]));
+}
 
-// The same for loops that write y: its middle is streamed.
+// Splits n elements into blocks: f(begin, size). Callers sum a block in Accumulate<T> and add the blocks up in double,
+// because a float sum of a long row would lose digits.
+template <class F>
+AOT_INLINE void for_blocks(int64_t n, F f) {
+  constexpr int64_t kBlock = 4096;
+  for (int64_t begin = 0; begin < n; begin += kBlock) f(begin, n - begin < kBlock ? n - begin : kBlock);
+}
+
+// The same as sweep for loops that write y: all but its ends is streamed.
 template <typename T, class F>
 AOT_INLINE void sweep_stream(const T *y, int64_t n, F f) {
   int64_t j = -reinterpret_cast<uintptr_t>(y) % kVectorBytes / sizeof(T);

@@ -1,4 +1,4 @@
-// Copies to shared memory that a thread does not wait for, from compute capability 8.0.
+// Asynchronous copies from global to shared memory (cp.async), which compute capability 8.0 introduced.
 #pragma once
 #include <cstdint>
 #include <type_traits>
@@ -8,7 +8,7 @@ inline namespace AOT_ISA {
 
 __device__ inline uint32_t shared_address(const void *p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
-// 4, 8 or 16 bytes, or zeros where they are not present. An older device waits.
+// Copies kBytes, 4, 8 or 16, or writes zeros if they are not `present`. Older devices copy synchronously.
 template <int kBytes = 16>
 __device__ inline void copy_async(uint32_t shared, const void *global, bool present) {
 #if __CUDA_ARCH__ >= 800
@@ -29,7 +29,7 @@ __device__ inline void commit_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
-// Waits until at most kPending of this thread's committed groups are on their way.
+// Waits until at most kPending of this thread's committed groups are in flight.
 template <int kPending>
 __device__ inline void wait_copies() {
 #if __CUDA_ARCH__ >= 800

@@ -1,4 +1,5 @@
-// One function over contiguous tensors of one size. A kernel is one call of map(), launched with map_grid() blocks.
+// Elementwise functions of contiguous tensors of the same size. A kernel calls map(), and is launched with map_grid()
+// blocks of kMapBlock threads.
 #pragma once
 #include "launch.cuh"
 
@@ -7,14 +8,14 @@ inline namespace AOT_ISA {
 
 constexpr int kMapBlock = 128;
 
-// The grid for n elements where a thread takes kVectors vectors of each input. One is best, many small blocks keep the
-// memory busy, unless there is much to compute: then two, for the latency of the one to hide behind the other.
+// The grid for n elements if a thread takes kVectors vectors of each input. One vector suits a memory-bound function:
+// many small blocks keep many loads in flight. Two suit a compute-bound function: their latencies overlap.
 template <typename T, int kVectors>
 unsigned map_grid(int64_t n) {
   return grid_size(ceil_div(n, int64_t{kMapBlock} * kVectors * kVectorSize<T>));
 }
 
-// What f gives where there are several outputs.
+// The result of a function with several outputs.
 template <typename A, int kOutputs>
 struct Elements {
   A value[kOutputs];
@@ -22,7 +23,7 @@ struct Elements {
 
 template <int kOutputs, class F, typename A, int kInputs>
 __device__ inline Elements<A, kOutputs> apply(F f, const A (&a)[kInputs]) {
-  static_assert(kInputs <= 3, "one line more for each");
+  static_assert(kInputs <= 3, "add a case for more inputs");
   auto result = [&] {
     if constexpr (kInputs == 1) return f(a[0]);
     else if constexpr (kInputs == 2) return f(a[0], a[1]);
@@ -53,16 +54,17 @@ __device__ inline Vectors<T, kOutputs> map_vector(F f, const Vector<T> (&v)[kInp
   return narrowed;
 }
 
-// y[0][i], ... = f(x[0][i], ...) for i < n: by vectors where the tensors lie alike with respect to sixteen bytes, which
-// leaves less than a vector at each end, and by elements where they do not. f gives a number, or Elements of several.
+// y[0][i], ... = f(x[0][i], ...) for i < n. f returns a number, or Elements if there are several outputs. Accesses are
+// vectorized if all tensors reach a 16-byte boundary at the same element, except for less than a vector at each end.
+// Otherwise all elements are processed one by one.
 template <typename T, int kVectors, class F, int kOutputs, int kInputs>
 __device__ inline void map(F f, int64_t n, T *const (&y)[kOutputs], const T *const (&x)[kInputs]) {
   constexpr int kSize = kVectorSize<T>;
   int64_t head = misaligned_elements(y[0], sizeof(T));
-  bool alike = true;
-  for (const T *p : x) alike = alike && misaligned_elements(p, sizeof(T)) == head;
-  for (const T *p : y) alike = alike && misaligned_elements(p, sizeof(T)) == head;
-  if (!alike || head > n) head = n;
+  bool same_alignment = true;
+  for (const T *p : x) same_alignment = same_alignment && misaligned_elements(p, sizeof(T)) == head;
+  for (const T *p : y) same_alignment = same_alignment && misaligned_elements(p, sizeof(T)) == head;
+  if (!same_alignment || head > n) head = n;
   int64_t vectors = (n - head) / kSize;
 
   auto map_element = [&](int64_t i) {

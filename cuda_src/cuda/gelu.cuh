@@ -1,4 +1,4 @@
-// The formulas of GELU and its slope.
+// GELU and its derivative, the slope.
 #pragma once
 #include "math.cuh"
 
@@ -9,14 +9,14 @@ constexpr double kSqrtHalf = 0.7071067811865476;
 constexpr double kDensityAtZero = 0.3989422804014327;  // 1 / sqrt(2 pi)
 constexpr double kTanhScale = 0.7978845608028654, kTanhCubic = 0.044715;
 
-// Phi, the normal distribution function, and its density.
+// The normal distribution function Phi, and its density.
 template <typename A>
 struct Normal {
   A distribution, density;
 };
 
-// Phi(-a) = exp(-a^2 / 2) * t * P(t) with t = 1 / (1 + p a), after Hastings (Abramowitz and Stegun 7.1.26). P is fitted
-// to the least relative error for 0 <= a <= 7, which is 1.0e-5: a 40th of what rounding to float16 makes.
+// Phi(-a) = exp(-a^2 / 2) * t * P(t) with t = 1 / (1 + p a), after Hastings (Abramowitz and Stegun 7.1.26). P minimizes
+// the relative error for 0 <= a <= 7, which is 1.0e-5: a 40th of float16's rounding error.
 __device__ __forceinline__ Normal<float> fast_normal(float x) {
   float t = fast_reciprocal(fmaf(fabsf(x), 0.36183059f, 1.0f));
   float e = fast_exp2(x * x * static_cast<float>(-kLog2E / 2));
@@ -35,9 +35,9 @@ __device__ __forceinline__ Normal<double> normal(double x) {
   return {0.5 * (1 + erf(x * kSqrtHalf)), kDensityAtZero * exp(-0.5 * x * x)};
 }
 
-// x Phi(x) = max(x, 0) - a Phi(-a), with a = |x|. log2 Phi(-a) is nearly a parabola: the polynomial is fitted to the
-// least error for 0 <= a <= 7, which makes 1.4e-5 of the tail, relative; it goes on falling, and 16 stands for what is
-// more. One exponential and nothing else that is slow: this is what an epilogue has time for.
+// x Phi(x) = max(x, 0) - a Phi(-a), with a = |x|. log2 Phi(-a) is nearly a parabola, which the polynomial approximates
+// for 0 <= a <= 7; the relative error of the tail is 1.4e-5. Beyond 7 the polynomial keeps falling, and a is clamped to
+// 16. One exponential is the only slow instruction, which an epilogue can afford.
 __device__ __forceinline__ float fast_gelu(float x) {
   float a = fminf(fabsf(x), 16.0f), p = fmaf(a, -1.5882043e-6f, 5.6153116e-5f);
   p = fmaf(a, p, -8.8321365e-4f);
@@ -46,12 +46,12 @@ __device__ __forceinline__ float fast_gelu(float x) {
   p = fmaf(a, p, -4.5896432e-1f);
   p = fmaf(a, p, -1.1510357f);
   p = fmaf(a, p, -1.0000139f);
-  float positive = x - fminf(x, 0.0f);  // NaN for -inf, as x Phi(x) is, and for NaN
+  float positive = x - fminf(x, 0.0f);  // NaN for -inf, as in the formula, and for NaN
   return fmaf(-a, fast_exp2(p), positive);
 }
 
-// T is what is read and written, A what is computed in. (1 + tanh(u)) / 2 is the logistic function of 2 u, which keeps
-// its relative error where tanh comes near -1; and where that comes near 1, what it lacks is subtracted from x.
+// T is the type of the tensors, A the type of the computation. (1 + tanh(u)) / 2 is the logistic function of 2u, which
+// does not cancel where tanh(u) is near -1. Where it is near 1, its complement to 1, times x, is subtracted from x.
 template <typename T, bool kTanh, typename A>
 __device__ __forceinline__ A gelu(A x) {
   constexpr bool kFast = sizeof(T) == 2;

@@ -1,8 +1,8 @@
-// The exponential and the logistic function, as exact as a result of type T can show.
+// The exponential and the logistic function, as accurate as results of type T require.
 //
-// At 4.26 TB/s an H200 has some 30 issue slots for an element of 16 bits read and written, and 60 for one of 32. So
-// what is rounded to 16 bits comes from the hardware's own exponential and reciprocal, one instruction each, and the
-// rest from the mathematical library.
+// At 4.26 TB/s an H200 has about 30 issue slots for each 16-bit element that is read and written, and 60 for each
+// 32-bit element. So results of 16 bits use the hardware's approximate exponential and reciprocal, one instruction
+// each; wider results use CUDA's math library.
 #pragma once
 #include "vector.cuh"
 
@@ -30,13 +30,13 @@ __device__ __forceinline__ A exponential(A x) {
   else return exp(x);
 }
 
-// 1 / (1 + e^a) for a >= 0: sigmoid(-a), to its last digits where it is small.
+// 1 / (1 + e^a) for a >= 0, which is sigmoid(-a): relatively accurate where it is small.
 template <typename T, typename A>
 __device__ __forceinline__ A sigmoid_tail(A a) {
   if constexpr (sizeof(T) == 2) {
     return fast_reciprocal(1 + fast_exp2(a * static_cast<float>(kLog2E)));
   } else if constexpr (sizeof(T) == 4) {
-    // The hardware's reciprocal of 1 <= d <= 2 and a step of Newton's: a division would be a branch and a call.
+    // The hardware's reciprocal of 1 <= d <= 2 and a Newton step: a division would be a branch and a call.
     float e = expf(-a), d = 1 + e, r = fast_reciprocal(d);
     return e * fmaf(r, fmaf(-d, r, 1.0f), r);
   } else {
@@ -55,7 +55,7 @@ __device__ __forceinline__ A sigmoid(A x) {
   }
 }
 
-// The logistic function and its slope, s (1 - s), which is that of the smaller of s and 1 - s: so it keeps its digits.
+// The logistic function s and its derivative s (1 - s), from the smaller of s and 1 - s, which avoids cancellation.
 template <typename A>
 struct Logistic {
   A value, slope;

@@ -1,8 +1,8 @@
-// Which threads hold which vectors of a row of a matrix.
+// How the vectors of a matrix row are distributed over threads.
 //
-// A warp's share of a row is contiguous: kLanes lanes by kVectors vectors, lane l holding vectors l, l + kLanes, ... of
-// it, so that each load of the warp is one run of memory, at an address that is a constant away from the first. With
-// fewer than 32 lanes to a row a warp has several rows; with a row longer than a share, it spans warps and then blocks.
+// A warp's share of a row is contiguous: kLanes lanes by kVectors vectors. Lane l holds vectors l, l + kLanes, ... of
+// it, so that each load of the warp is one range of memory at a constant offset from the first. With fewer than 32
+// lanes to a row, a warp has several rows. A row longer than one share spans several warps, and then several blocks.
 #pragma once
 #include "reduce.cuh"
 #include "vector.cuh"
@@ -18,14 +18,14 @@ struct RowShape {
   static constexpr int kShare = kLanes * kVectors;  // vectors of a row in a warp
   static constexpr int kRowsPerWarp = 32 / kLanes;
 
-  // Elements in the share of one of the warps of a row of so many vectors.
+  // Elements in the share of the row's warp `warp`, in a row of `vectors` vectors.
   __device__ static int share(int vectors, int warp) {
     vectors -= warp * kShare;
     return (vectors < 0 ? 0 : vectors < kShare ? vectors : kShare) * kSize;
   }
 };
 
-// What the warps of a row tell each other by; nothing where a row is within a warp.
+// The exchange between the warps of a row; none if the row is within a warp.
 template <class Shape, typename V>
 using RowExchange = std::conditional_t<Shape::kSpan == Span::warp, NoExchange, Exchange<Shape::kSpan, V>>;
 

@@ -1,11 +1,11 @@
-// The exponentials of a row and their sum. Each warp takes them relative to the largest number that it sees itself, so
-// that it waits for the others once only: then the sums are brought to the largest number of the row.
+// Softmax of rows: exponentials and their sum (online softmax). Each warp uses the maximum of its own elements, and its
+// sum is then rescaled to the row's maximum. So the warps of a row exchange values only once.
 //
-// Rows of infinities and NaNs come out as the formula has them: a NaN makes the sum NaN, +inf does, as inf - inf, and
-// of a row that has nothing but -inf the sum is 0, which the quotient makes NaN.
+// Infinities and NaNs give what the formula gives: NaN and +inf make the sum NaN. In a row of -inf alone the sum is 0,
+// and the quotient NaN.
 #pragma once
 #include "math.cuh"
-#include "row_tile.cuh"
+#include "register_row.cuh"
 
 namespace aot {
 inline namespace AOT_ISA {
@@ -14,36 +14,37 @@ constexpr float kMinusInfinity = -__builtin_huge_valf();
 
 template <typename A>
 struct Exponentials {
-  A top;    // the largest number
-  A sum;    // of exp(x - top)
-  A rest;   // the sum of x - top, where it is asked for
-  A count;  // of elements; for add() and combine()
+  A max;
+  A sum;          // of exp(x - max)
+  A shifted_sum;  // of x - max, if kShiftedSum (label smoothing)
+  A count;        // of elements, if kShiftedSum
 
   __device__ static Exponentials none() { return {kMinusInfinity, 0, 0, 0}; }
-  // What the exponentials are relative to: not -inf.
-  __device__ A base() const { return top == A(kMinusInfinity) ? A(0) : top; }
+  // What is subtracted from x: max, but not -inf, since -inf - -inf is NaN.
+  __device__ A base() const { return max == A(kMinusInfinity) ? A(0) : max; }
 };
 
-// exp(x - top) of numbers x. For bfloat16 it is one multiplication and addition and the hardware's exponential: the
-// products of its 8 bits with a log2(e) of 16 bits, which is 5e-6 off, are exact, and exp(0) is 1.
+// The function exp(x - max). For bfloat16 it is a fused multiply-add and the hardware's exponential. The factor log2(e)
+// is rounded to 16 bits, a relative error of 5e-6, so that products with bfloat16's 8 bits are exact, and exp(0) is 1.
 template <typename T, typename A>
-class RelativeTo {
+class ShiftedExp {
  public:
-  __device__ explicit RelativeTo(A top) : top_(top) {
-    // Numbers of 8 bits that differ do so by more than an exponential has room for, whatever its base; and no overflow.
-    constexpr float kFar = 1 << 24;
-    if constexpr (kFused) multiplier_ = fabsf(top) < kFar ? 47274.f / 32768 : 1, center_ = top * multiplier_;
+  __device__ explicit ShiftedExp(A max) : max_(max) {
+    // From kLarge on, different bfloat16 numbers are so far apart that the exponential is 0 with any factor; 1 avoids
+    // an overflow of the product.
+    constexpr float kLarge = 1 << 24;
+    if constexpr (kFused) multiplier_ = fabsf(max) < kLarge ? 47274.f / 32768 : 1, scaled_max_ = max * multiplier_;
   }
   __device__ A operator()(A x) const {
-    if constexpr (kFused) return fast_exp2(fmaf(x, multiplier_, -center_));
-    else return exponential<T>(x - top_);
+    if constexpr (kFused) return fast_exp2(fmaf(x, multiplier_, -scaled_max_));
+    else return exponential<T>(x - max_);
   }
-  // What a sum of exponentials relative to `from`, no larger, is to be multiplied with.
-  __device__ A rebase(A from) const { return from == top_ ? A(1) : (*this)(from); }
+  // The factor that rescales a sum of exp(x - old_max) to this maximum, which is not smaller.
+  __device__ A rescale(A old_max) const { return old_max == max_ ? A(1) : (*this)(old_max); }
 
  private:
   static constexpr bool kFused = std::is_same_v<T, __nv_bfloat16>;
-  A top_, multiplier_, center_;
+  A max_, multiplier_, scaled_max_;
 };
 
 __device__ inline float logarithm(float x) { return logf(x); }
@@ -56,61 +57,61 @@ __device__ inline A max_lanes(A value) {
   return value;
 }
 
-template <typename T, bool kRest, typename A>
-__device__ inline void rebase(Exponentials<A> &s, A top) {
-  s.sum *= RelativeTo<T, A>(top).rebase(s.top);
-  if (kRest && s.count != 0 && s.top != top) s.rest += s.count * (s.top - top);
-  s.top = top;
+// Rescales s to a maximum that is not smaller.
+template <typename T, bool kShiftedSum, typename A>
+__device__ inline void rescale(Exponentials<A> &s, A new_max) {
+  s.sum *= ShiftedExp<T, A>(new_max).rescale(s.max);
+  if (kShiftedSum && s.count != 0 && s.max != new_max) s.shifted_sum += s.count * (s.max - new_max);
+  s.max = new_max;
 }
 
-template <typename T, bool kRest, typename A>
+template <typename T, bool kShiftedSum, typename A>
 __device__ inline Exponentials<A> combine(Exponentials<A> a, Exponentials<A> b) {
-  A top = max(a.top, b.top);
-  rebase<T, kRest>(a, top), rebase<T, kRest>(b, top);
-  return {top, a.sum + b.sum, a.rest + b.rest, a.count + b.count};
+  A new_max = max(a.max, b.max);
+  rescale<T, kShiftedSum>(a, new_max), rescale<T, kShiftedSum>(b, new_max);
+  return {new_max, a.sum + b.sum, a.shifted_sum + b.shifted_sum, a.count + b.count};
 }
 
-template <typename T, bool kRest, typename A>
+template <typename T, bool kShiftedSum, typename A>
 __device__ inline Exponentials<A> combine_lanes(Exponentials<A> s) {
-  rebase<T, kRest>(s, max_lanes<32>(s.top));
+  rescale<T, kShiftedSum>(s, max_lanes<32>(s.max));
   s.sum = sum_lanes<32>(s.sum);
-  if constexpr (kRest) s.rest = sum_lanes<32>(s.rest), s.count = sum_lanes<32>(s.count);
+  if constexpr (kShiftedSum) s.shifted_sum = sum_lanes<32>(s.shifted_sum), s.count = sum_lanes<32>(s.count);
   return s;
 }
 
-// Of what each warp of a row told, in their order.
-template <typename T, bool kRest, typename A>
+// Combines what each warp of a row has published, in their order.
+template <typename T, bool kShiftedSum, typename A>
 __device__ inline Exponentials<A> combine_warps(const Exponentials<A> *all, int warps) {
   Exponentials<A> s = Exponentials<A>::none();
 #pragma unroll 1
-  for (int w = lane_index(); w < warps; w += 32) s.top = max(s.top, all[w].top);
-  s.top = max_lanes<32>(s.top);
+  for (int w = lane_index(); w < warps; w += 32) s.max = max(s.max, all[w].max);
+  s.max = max_lanes<32>(s.max);
 #pragma unroll 1
-  for (int w = lane_index(); w < warps; w += 32) s = combine<T, kRest>(s, all[w]);
+  for (int w = lane_index(); w < warps; w += 32) s = combine<T, kShiftedSum>(s, all[w]);
   s.sum = sum_lanes<32>(s.sum);
-  if constexpr (kRest) s.rest = sum_lanes<32>(s.rest), s.count = sum_lanes<32>(s.count);
+  if constexpr (kShiftedSum) s.shifted_sum = sum_lanes<32>(s.shifted_sum), s.count = sum_lanes<32>(s.count);
   return s;
 }
 
 // ------------------------------------------------------------------------------------------------------ probability
 
-// exp(x - top) / sum, times a factor. But for 16 bits, to the product with the reciprocal its residual is added: as
-// good as a division, which would be a branch and a call.
+// exp(x - max) / sum * factor. The quotient is a product with the reciprocal, followed by a Newton correction for
+// results of more than 16 bits: as accurate as a division, which would be a branch and a call.
 template <typename T, typename A>
 class Probability {
  public:
   __device__ explicit Probability(const Exponentials<A> &row, A scale = 1, A factor = 1)
-      : exponential_(row.top), sum_(row.sum), scale_(scale), factor_(factor) {
+      : exponential_(row.max), sum_(row.sum), scale_(scale), factor_(factor) {
     if constexpr (sizeof(T) == 8) reciprocal_ = 1 / row.sum;
     else reciprocal_ = fast_reciprocal(row.sum);
     if constexpr (sizeof(T) == 2) reciprocal_ *= factor;
   }
-  // Of a number.
   __device__ A of(A x) const { return divide(exponential_(x)); }
-  // Of what row_exponentials() has left of a number.
-  __device__ A of_left(A left) const {
-    if constexpr (sizeof(T) == 2) return of(left);
-    else return divide(left * scale_);
+  // From the value that row_exponentials() has left in the place of x.
+  __device__ A of_exponential(A value) const {
+    if constexpr (sizeof(T) == 2) return of(value);
+    else return divide(value * scale_);
   }
 
  private:
@@ -119,11 +120,11 @@ class Probability {
     if constexpr (sizeof(T) == 2) return q;
     else return fma(fma(-q, sum_, e), reciprocal_, q) * factor_;
   }
-  RelativeTo<T, A> exponential_;
+  ShiftedExp<T, A> exponential_;
   A sum_, scale_, factor_, reciprocal_;
 };
 
-// ------------------------------------------------------------------------------------------------------ some vectors
+// ----------------------------------------------------------------------------------------------------- the maximum
 
 __device__ inline uint32_t max_word(uint32_t a, uint32_t b, __half) {
   __half2 m = __hmax2(reinterpret_cast<const __half2 &>(a), reinterpret_cast<const __half2 &>(b));
@@ -134,10 +135,10 @@ __device__ inline uint32_t max_word(uint32_t a, uint32_t b, __nv_bfloat16) {
   return reinterpret_cast<const uint32_t &>(m);
 }
 
-// The largest number, where there is one that is not NaN; -inf else.
+// The largest element that is not NaN; -inf if there is none.
 template <int kVectors, typename T, typename A = Accumulate<T>>
-__device__ inline A largest(const Vector<T> (&v)[kVectors]) {
-  A top = kMinusInfinity;
+__device__ inline A max_element(const Vector<T> (&v)[kVectors]) {
+  A largest = kMinusInfinity;
   if constexpr (sizeof(T) == 2) {
     uint32_t pair = v[0].word[0];
 #pragma unroll
@@ -146,16 +147,16 @@ __device__ inline A largest(const Vector<T> (&v)[kVectors]) {
       for (int j = 0; j < 4; ++j) pair = max_word(pair, v[i].word[j], T());
     float two[2];
     widen_word(pair, two, T());
-    top = max(max(top, two[0]), two[1]);
+    largest = max(max(largest, two[0]), two[1]);
   } else {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       auto x = widen(v[i]);
 #pragma unroll
-      for (int k = 0; k < kVectorSize<T>; ++k) top = max(top, x[k]);
+      for (int k = 0; k < kVectorSize<T>; ++k) largest = max(largest, x[k]);
     }
   }
-  return top;
+  return largest;
 }
 
 // --------------------------------------------------------------------------------------------- a row in registers
@@ -166,66 +167,66 @@ struct RowExponentials {
   A scale;  // for Probability
 };
 
-// Leaves in v what Probability::of_left() is of: numbers of 16 bits, or exponentials.
-template <bool kRest, class Shape, class Exchange, typename T, typename A = Accumulate<T>>
-__device__ inline RowExponentials<A> row_exponentials(Vector<T> (&v)[Shape::kVectors], const RowTile<Shape> &tile,
+// The sums of the row in v. Replaces v by the values that Probability::of_exponential() takes: relative to the warp's
+// maximum, or unchanged if they have 16 bits, because rounded exponentials would lose accuracy.
+template <bool kShiftedSum, class Shape, class Exchange, typename T, typename A = Accumulate<T>>
+__device__ inline RowExponentials<A> row_exponentials(Vector<T> (&v)[Shape::kVectors], const RegisterRow<Shape> &part,
                                                       Exchange &exchange) {
   Exponentials<A> mine = Exponentials<A>::none();
-  mine.top = max_lanes<Shape::kLanes>(largest(v));  // past the row there is -inf
+  mine.max = max_lanes<Shape::kLanes>(max_element(v));  // past the row's end v is -inf
   A base = mine.base();
-  RelativeTo<T, A> exponential(base);
+  ShiftedExp<T, A> exponential(base);
 #pragma unroll
   for (int i = 0; i < Shape::kVectors; ++i) {
     auto x = widen(v[i]);
-    A sum = 0, rest = 0;  // one for each vector: shorter chains of additions
+    A sum = 0, shifted_sum = 0;  // one for each vector: shorter dependency chains
 #pragma unroll
     for (int k = 0; k < Shape::kSize; ++k) {
       A e = exponential(x[k]);
       sum += e;
-      if constexpr (kRest) rest += x[k] - base;
+      if constexpr (kShiftedSum) shifted_sum += x[k] - base;
       if constexpr (sizeof(T) > 2) x[k] = e;
     }
     mine.sum += sum;
-    if (kRest && tile.holds(i)) mine.rest += rest;
-    if constexpr (sizeof(T) == 2) forget(v[i], tile.zero());
+    if (kShiftedSum && part.holds(i)) mine.shifted_sum += shifted_sum;
+    if constexpr (sizeof(T) == 2) keep_packed(v[i], part.opaque_zero());
     else v[i] = narrow<T>(x);
   }
   mine.sum = sum_lanes<Shape::kLanes>(mine.sum);
-  if constexpr (kRest) mine.rest = sum_lanes<Shape::kLanes>(mine.rest);
+  if constexpr (kShiftedSum) mine.shifted_sum = sum_lanes<Shape::kLanes>(mine.shifted_sum);
   if constexpr (Shape::kSpan == Span::warp) return {mine, 1};
   else {
-    if constexpr (kRest) mine.count = tile.share(exchange.warp());
-    Exponentials<A> row = combine_warps<T, kRest>(exchange.all(mine), exchange.warps());
-    return {row, RelativeTo<T, A>(row.top).rebase(mine.top)};
+    if constexpr (kShiftedSum) mine.count = part.share(exchange.warp());
+    Exponentials<A> row = combine_warps<T, kShiftedSum>(exchange.all(mine), exchange.warps());
+    return {row, ShiftedExp<T, A>(row.max).rescale(mine.max)};
   }
 }
 
-// ------------------------------------------------------------------------------------------------------ a row in
-// passing
+// ------------------------------------------------------------------------------------------------- a streamed row
 
-// Adds vectors, `present` of which are of the row and the rest -inf.
-template <bool kRest, int kVectors, typename T, typename A>
+// Adds vectors, of which the first `present` are elements of the row and the others are -inf.
+template <bool kShiftedSum, int kVectors, typename T, typename A>
 __device__ inline void add(Exponentials<A> &mine, const Vector<T> (&v)[kVectors], int present) {
-  A top = largest(v);
-  if (top > mine.top) rebase<T, kRest>(mine, top);
+  A new_max = max_element(v);
+  if (new_max > mine.max) rescale<T, kShiftedSum>(mine, new_max);
   A base = mine.base();
-  RelativeTo<T, A> exponential(base);
+  ShiftedExp<T, A> exponential(base);
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
     auto x = widen(v[j]);
-    A sum = 0, rest = 0;
+    A sum = 0, shifted_sum = 0;
 #pragma unroll
     for (int k = 0; k < kVectorSize<T>; ++k) {
       sum += exponential(x[k]);
-      if constexpr (kRest) rest += x[k] - base;
+      if constexpr (kShiftedSum) shifted_sum += x[k] - base;
     }
     mine.sum += sum;
-    if (kRest && j < present) mine.rest += rest, mine.count += kVectorSize<T>;
+    if (kShiftedSum && j < present) mine.shifted_sum += shifted_sum, mine.count += kVectorSize<T>;
   }
 }
 
-// A long row, by a block that reads it once: the next vectors are on their way while these are added.
-template <bool kRest, typename T, class Exchange, typename A = Accumulate<T>>
+// The sums of a long row, which a block reads once: the next vectors are in flight while these are added.
+template <bool kShiftedSum, typename T, class Exchange, typename A = Accumulate<T>>
 __device__ inline Exponentials<A> streamed_exponentials(const T *from, int vectors, Exchange &exchange) {
   constexpr int kGroup = 4;
   Exponentials<A> mine = Exponentials<A>::none();
@@ -242,34 +243,34 @@ __device__ inline Exponentials<A> streamed_exponentials(const T *from, int vecto
   fetch(v, i);
   for (; i < vectors; i += kGroup * step) {
     fetch(next, i + kGroup * step);
-    add<kRest>(mine, v, (vectors - i + step - 1) / step);
+    add<kShiftedSum>(mine, v, (vectors - i + step - 1) / step);
 #pragma unroll
     for (int j = 0; j < kGroup; ++j) v[j] = next[j];
   }
-  return combine_warps<T, kRest>(exchange.all(combine_lanes<T, kRest>(mine)), exchange.warps());
+  return combine_warps<T, kShiftedSum>(exchange.all(combine_lanes<T, kShiftedSum>(mine)), exchange.warps());
 }
 
-// ---------------------------------------------------------------------------------------- a row of any size, in passes
+// ------------------------------------------------------------------------------------------- a row of any size
 
-// Adds one element to a thread's own.
+// Adds one element to a thread's sums.
 template <typename T, typename A>
 __device__ inline void add(Exponentials<A> &s, A x) {
-  if (x > s.top) {
-    s.sum *= RelativeTo<T, A>(x).rebase(s.top);
-    if (s.top != A(kMinusInfinity)) s.rest += s.count * (s.top - x);
-    s.top = x;
+  if (x > s.max) {
+    s.sum *= ShiftedExp<T, A>(x).rescale(s.max);
+    if (s.max != A(kMinusInfinity)) s.shifted_sum += s.count * (s.max - x);
+    s.max = x;
   }
-  s.sum += RelativeTo<T, A>(s.base())(x);
-  s.rest += x - s.base();
+  s.sum += ShiftedExp<T, A>(s.base())(x);
+  s.shifted_sum += x - s.base();
   s.count += 1;
 }
 
-// Of the row `from`, to every thread of the block.
+// The sums of the row `from`, returned to every thread of the block.
 template <typename T, typename A>
 __device__ inline Exponentials<A> any_row_exponentials(const T *from, int64_t cols,
                                                        Exchange<Span::block, Exponentials<A>> &exchange) {
   Exponentials<A> s = Exponentials<A>::none();
-  each_of_row(from, cols, [&](int64_t, A x) { add<T>(s, x); });
+  for_each_in_row(from, cols, [&](int64_t, A x) { add<T>(s, x); });
   return combine_warps<T, true>(exchange.all(combine_lanes<T, true>(s)), exchange.warps());
 }
 

@@ -1,4 +1,4 @@
-// Sixteen bytes of a tensor: how they are read and written, and how they become the type one computes in.
+// Vectors of 16 bytes: loads, stores, and conversions between a tensor's type and the type of the computation.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -8,7 +8,7 @@
 namespace aot {
 inline namespace AOT_ISA {
 
-// The type that values of T are computed and summed in.
+// The type in which values of T are computed and summed.
 template <typename T>
 struct AccumulateType {
   using type = float;
@@ -42,7 +42,7 @@ __device__ inline __nv_bfloat16 narrow<__nv_bfloat16>(float x) {
 
 // -------------------------------------------------------------------------------------------------- sixteen bytes
 
-// As they lie in memory: a row waits in registers in this form, which for 16-bit types is half of what it widens to.
+// In the tensor's type: 16-bit values kept in registers in this form need half as many as their widened values.
 template <typename T>
 struct alignas(16) Vector {
   static constexpr int kSize = 16 / sizeof(T);
@@ -105,7 +105,7 @@ __device__ inline Vector<T> narrow(const Widened<T> &x) {
   return v;
 }
 
-// Every element `value`.
+// A vector of copies of `value`.
 template <typename T>
 __device__ inline Vector<T> filled(float value) {
   Widened<T> x;
@@ -116,7 +116,7 @@ __device__ inline Vector<T> filled(float value) {
 
 // ----------------------------------------------------------------------------------------------- loads and stores
 
-// For what is read again soon, such as a weight.
+// For data that is read again soon, such as a weight.
 template <typename T>
 __device__ inline Vector<T> load(const T *p) {
   Vector<T> v;
@@ -124,17 +124,17 @@ __device__ inline Vector<T> load(const T *p) {
   return v;
 }
 
-// A parameter that may be absent, in which case `otherwise` stands for each of its elements.
+// The same if `present`, else a vector of copies of `fallback`.
 template <typename T>
-__device__ inline Vector<T> load_or(const T *p, bool present, float otherwise) {
-  Vector<T> v = filled<T>(otherwise);
+__device__ inline Vector<T> load_or(const T *p, bool present, float fallback) {
+  Vector<T> v = filled<T>(fallback);
   if (present) v = load(p);
   return v;
 }
 
-// For what is read once: issued where it stands, so that all of a thread's loads are on their way before it uses the
-// first. It has no cache hint: with L1::no_allocate add was 8 % slower on an H200. Nor is it `.nc`: an output may be
-// the input itself.
+// For data that is read once. It is volatile, so that the compiler issues it where it stands: all of a thread's loads
+// are in flight before the first one is used. It has no cache hint: with L1::no_allocate, add was 8 % slower on an
+// H200. It is not `.nc`, because an output may be the input itself.
 template <typename T>
 __device__ inline Vector<T> load_once(const T *p) {
   Vector<T> v;
@@ -145,7 +145,7 @@ __device__ inline Vector<T> load_once(const T *p) {
   return v;
 }
 
-// The same; zeros where it is not present.
+// The same if `present`, else zeros.
 template <typename T>
 __device__ inline Vector<T> load_present(const T *p, bool present) {
   Vector<T> v = {};
@@ -163,19 +163,19 @@ __device__ inline void store(T *p, const Vector<T> &v) {
                : "memory");
 }
 
-// Elements before the first that lies on sixteen bytes.
+// Elements before the first 16-byte boundary.
 __device__ inline int64_t misaligned_elements(const void *p, size_t size) {
   return (16 - reinterpret_cast<uintptr_t>(p) % 16) % 16 / size;
 }
 
-// Whether every pointer given (null is for what is absent) can be read and written by vectors.
+// Whether vectors can be loaded and stored at all pointers, of which those of absent tensors are null.
 template <typename... Pointers>
 inline bool aligned(const Pointers *...pointers) {
   return ((reinterpret_cast<uintptr_t>(pointers) | ...) & 15) == 0;
 }
 
-// Sums of many terms, as sums of sums of kTerms: their roundings do not pile up. They come to `sum`, which may lie in
-// shared memory where registers are dear.
+// Sums of many terms, from partial sums of kTerms, which limits rounding errors. The result is in `sum`, which may be
+// in shared memory to save registers.
 template <typename A, int kCount>
 struct LongSums {
   static constexpr int kTerms = 32;
@@ -185,7 +185,7 @@ struct LongSums {
   __device__ explicit LongSums(A (&to)[kCount]) : sum(to) {
     for (A &s : sum) s = 0;
   }
-  // f(i) for first <= i < last, `step` apart, adds a term to each of run.
+  // Calls f(i) for first <= i < last in steps of `step`; f adds a term to each element of `run`.
   template <class F>
   __device__ void each(int64_t first, int64_t last, int64_t step, F f) {
     for (int64_t i = first; i < last;) {

@@ -6,6 +6,7 @@
 
 namespace aot {
 inline namespace AOT_ISA {
+namespace {
 
 // ------------------------------------------------------------------------------------------------------- targets
 
@@ -18,6 +19,7 @@ struct Targets {
   }
   bool ignored(int64_t row) const { return (*this)[row] == ignore_index; }
 
+  // An error if a class index is out of range.
   Status check(const char *op, int64_t rows, int64_t cols) const {
     for (int64_t i = 0; i < rows; ++i) {
       const int64_t t = (*this)[i];
@@ -28,6 +30,7 @@ struct Targets {
     }
     return kOk;
   }
+  // Rows that are not ignored.
   int64_t count(int64_t rows) const {
     int64_t n = 0;
     for (int64_t i = 0; i < rows; ++i) n += !ignored(i);
@@ -53,10 +56,10 @@ struct CrossEntropyRow {
   A smoothing;
   bool stream;
 
-  // The loss of a row, and its slope times `scale` unless it is null; `buffer` is as of row_buffer().
-  template <bool smooth>
+  // Returns the loss of a row, and writes its slope times `scale` unless `slope` is null. `buffer` is row_buffer()'s.
+  template <bool kSmoothing>
   double run(const T *x, const T *next, int64_t target, A scale, T *slope, A *buffer) const {
-    const auto s = exponentials<smooth>(x, slope ? x : next, n, [=](int64_t j, Vec<T> e, auto part) {
+    const auto s = exponentials<kSmoothing>(x, slope ? x : next, n, [=](int64_t j, Vec<T> e, auto part) {
       if (buffer) store(buffer + j, e, part);
     });
     if (slope) {
@@ -64,19 +67,20 @@ struct CrossEntropyRow {
       if (buffer) write(slope, target, scale, [=](int64_t j, auto part) { return load(buffer + j, part) * p_scale; });
       else
         write(slope, target, scale,
-              [=](int64_t j, auto part) { return exp_nonpositive<T>(load(x + j, part) - s.top) * p_scale; });
+              [=](int64_t j, auto part) { return exp_nonpositive<T>(load(x + j, part) - s.max) * p_scale; });
     }
-    if (target < 0 || target >= n) return __builtin_nan("");  // it has changed since it was checked
-    const double log_sum = __builtin_log(s.sum), loss = log_sum - (static_cast<double>(load_one(x + target)) - s.top);
-    return smooth ? (1 - smoothing) * loss + smoothing * (log_sum - s.rest / n) : loss;
+    if (target < 0 || target >= n) return __builtin_nan("");  // the caller changed it since the check
+    const double log_sum = __builtin_log(s.sum), loss = log_sum - (static_cast<double>(load_one(x + target)) - s.max);
+    return kSmoothing ? (1 - smoothing) * loss + smoothing * (log_sum - s.shifted_sum / n) : loss;
   }
 
+  // slope = scale * (p - (1 - smoothing) onehot(target) - smoothing / n); p(j, part) returns probabilities.
   template <class P>
   void write(T *slope, int64_t target, A scale, P p) const {
-    const A each = smoothing / n, hit = 1 - smoothing;
+    const A off_target = smoothing / n, on_target = 1 - smoothing;
     auto step = [=](int64_t j, auto part) {
-      Vec<T> v = p(j, part) - each;
-      if (static_cast<uint64_t>(target - j) < kLanes<T>) v[target - j] -= hit;
+      Vec<T> v = p(j, part) - off_target;
+      if (static_cast<uint64_t>(target - j) < kLanes<T>) v[target - j] -= on_target;
       store(slope + j, v * scale, part);
     };
     stream ? sweep_stream(slope, n, step) : sweep<T>(n, step);
@@ -88,26 +92,26 @@ struct CrossEntropyRow {
   }
 };
 
-// tell(row, loss) and the slope of each row, times scale(row), unless it is null.
-template <typename T, class Tell, class Scale>
-void cross_entropy_loop(const T *x, Targets targets, T *slope, int64_t rows, int64_t n, double smoothing, Tell tell,
-                        Scale scale) {
+// Calls write_loss(row, loss) for each row, and writes its slope times scale(row) unless `slope` is null.
+template <typename T, class WriteLoss, class Scale>
+void cross_entropy_loop(const T *x, Targets targets, T *slope, int64_t rows, int64_t n, double smoothing,
+                        WriteLoss write_loss, Scale scale) {
   using A = Accumulate<T>;
-  const bool stream = slope && streams(rows * n * sizeof(T));
+  const bool stream = slope && worth_streaming(rows * n * sizeof(T));
   const CrossEntropyRow<T> row{n, static_cast<A>(smoothing), stream};
-  parallel_pieces(rows, rows_piece(n), [=](int64_t begin, int64_t end) {
+  parallel_pieces(rows, rows_per_task(n), [=](int64_t begin, int64_t end) {
     A *buffer = slope ? row_buffer<T>(n) : nullptr;
     for (int64_t i = begin; i < end; ++i) {
-      const T *here = x + i * n, *next = i + 1 < end ? here + n : here;
-      T *there = slope ? slope + i * n : nullptr;
+      const T *x_row = x + i * n, *next = i + 1 < end ? x_row + n : x_row;
+      T *slope_row = slope ? slope + i * n : nullptr;
       const int64_t target = targets[i];
       if (target == targets.ignore_index) {
-        tell(i, 0);
-        if (there) row.clear(there);
+        write_loss(i, 0);
+        if (slope_row) row.clear(slope_row);
         continue;
       }
-      tell(i, smoothing > 0 ? row.template run<true>(here, next, target, scale(i), there, buffer)
-                            : row.template run<false>(here, next, target, scale(i), there, buffer));
+      write_loss(i, smoothing > 0 ? row.template run<true>(x_row, next, target, scale(i), slope_row, buffer)
+                                  : row.template run<false>(x_row, next, target, scale(i), slope_row, buffer));
     }
     if (stream) end_stream();
   });
@@ -115,8 +119,8 @@ void cross_entropy_loop(const T *x, Targets targets, T *slope, int64_t rows, int
 
 template <typename T, class Scale>
 void scale_loop(const T *slope, T *dx, int64_t rows, int64_t n, Scale scale) {
-  const bool stream = streams(rows * n * sizeof(T));
-  parallel_pieces(rows, rows_piece(n), [=](int64_t begin, int64_t end) {
+  const bool stream = worth_streaming(rows * n * sizeof(T));
+  parallel_pieces(rows, rows_per_task(n), [=](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const Accumulate<T> factor = scale(i);
       auto step = [=](int64_t j, auto part) { store(dx + i * n + j, load(slope + i * n + j, part) * factor, part); };
@@ -128,21 +132,21 @@ void scale_loop(const T *slope, T *dx, int64_t rows, int64_t n, Scale scale) {
 
 // ----------------------------------------------------------------------------------------------------- launchers
 
-inline Status cross_entropy_cpu(const CrossEntropy &op, const Tensor *in, const Tensor *out, void *) {
-  const Tensor &x = in[0], &loss = out[0], &slope = out[1], &work = out[2];
+Status cross_entropy_cpu(const CrossEntropy &op, const Tensor *in, const Tensor *out, void *) {
+  const Tensor &x = in[op.kX], &loss = out[op.kY], &slope = out[op.kSlope], &work = out[op.kWork];
   if (op.reduces() && !work) return fail(kConventionMisused, "%s: workspace is missing", op.name);
   const int64_t rows = op.rows(x), cols = op.cols(x);
-  const Targets targets{in[1], op.ignore_index};
+  const Targets targets{in[op.kTarget], op.ignore_index};
   AOT_TRY(targets.check(op.name, rows, cols));
   return dispatch_floating(x.dtype, [&](auto zero) {
     using T = decltype(zero);
     using A = Accumulate<T>;
     T *result = loss.as<T>();
     A *losses = op.reduces() ? work.as<A>() : nullptr;
-    auto tell = [=](int64_t i, double value) {
+    auto write_loss = [=](int64_t i, double value) {
       losses ? void(losses[i] = static_cast<A>(value)) : store_one(result + i, static_cast<A>(value));
     };
-    cross_entropy_loop(x.as<const T>(), targets, slope.as<T>(), rows, cols, op.label_smoothing, tell,
+    cross_entropy_loop(x.as<const T>(), targets, slope.as<T>(), rows, cols, op.label_smoothing, write_loss,
                        [](int64_t) { return A(1); });
     if (!op.reduces()) return kOk;
     double sum = 0;
@@ -152,10 +156,10 @@ inline Status cross_entropy_cpu(const CrossEntropy &op, const Tensor *in, const 
   });
 }
 
-inline Status cross_entropy_backward_cpu(const CrossEntropyBackward &op, const Tensor *in, const Tensor *out, void *) {
-  const Tensor &dy = in[0], &x = in[1], &slope = in[3], &dx = out[0];
+Status cross_entropy_backward_cpu(const CrossEntropyBackward &op, const Tensor *in, const Tensor *out, void *) {
+  const Tensor &dy = in[op.kDy], &x = in[op.kX], &slope = in[op.kSlope], &dx = out[op.kDx];
   const int64_t rows = op.rows(x), cols = op.cols(x);
-  const Targets targets{in[2], op.ignore_index};
+  const Targets targets{in[op.kTarget], op.ignore_index};
   AOT_TRY(targets.check(op.name, rows, cols));
   return dispatch_floating(x.dtype, [&](auto zero) {
     using T = decltype(zero);
@@ -163,7 +167,7 @@ inline Status cross_entropy_backward_cpu(const CrossEntropyBackward &op, const T
     const A count = op.mean() ? static_cast<A>(targets.count(rows)) : A(1);
     const bool each_row = !op.reduces();
     auto scale = [=, from = dy.as<const T>()](int64_t i) { return load_one(from + (each_row ? i : 0)) / count; };
-    // an ignored row's gradient is 0, whatever dy is, and with no row to count
+    // 0 for an ignored row, also if dy is not finite or the count is 0
     auto factor = [=](int64_t i) { return targets.ignored(i) ? A(0) : scale(i); };
     if (slope) return scale_loop(slope.as<const T>(), dx.as<T>(), rows, cols, factor), kOk;
     cross_entropy_loop(
@@ -172,6 +176,7 @@ inline Status cross_entropy_backward_cpu(const CrossEntropyBackward &op, const T
   });
 }
 
+}  // namespace
 }  // namespace AOT_ISA
 }  // namespace aot
 

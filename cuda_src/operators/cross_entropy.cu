@@ -5,6 +5,7 @@
 
 namespace aot {
 inline namespace AOT_ISA {
+namespace {
 
 // --------------------------------------------------------------------------------------------------------- formula
 
@@ -20,21 +21,21 @@ struct Targets {
   }
 };
 
-// The class of one row.
+// The class index of one row.
 struct Class {
   int64_t target;
-  bool ignored, known;
+  bool ignored, in_range;
 
   __device__ Class(int64_t target, int64_t ignore_index, int64_t cols)
-      : target(target), ignored(target == ignore_index), known(target >= 0 && target < cols) {}
-  // Where its number lies in the row; somewhere in it, if there is none.
-  __device__ int64_t column() const { return known ? target : 0; }
+      : target(target), ignored(target == ignore_index), in_range(target >= 0 && target < cols) {}
+  // The column of its logit; an out-of-range index must not be read, and gives column 0.
+  __device__ int64_t column() const { return in_range ? target : 0; }
 };
 
 template <typename A>
 struct Smoothing {
-  A spread;  // over all classes
-  A each;    // of that, for one class
+  A total;      // label_smoothing
+  A per_class;  // label_smoothing / cols
   A one_over_cols;
 };
 
@@ -45,22 +46,21 @@ __device__ inline A nan() {
 
 template <typename A>
 __device__ inline A row_loss(const Exponentials<A> &row, A at_target, const Class &c, const Smoothing<A> &smoothing) {
-  if (c.ignored) return A(-0.);
-  if (!c.known) return nan<A>();
-  A log_sum = logarithm(row.sum), loss = log_sum - (at_target - row.top);
-  if (smoothing.spread == 0) return loss;
-  return (1 - smoothing.spread) * loss + smoothing.spread * (log_sum - row.rest * smoothing.one_over_cols);
+  if (c.ignored) return A(-0.);  // which marks it for cross_entropy_loss_kernel
+  if (!c.in_range) return nan<A>();
+  A log_sum = logarithm(row.sum), loss = log_sum - (at_target - row.max);
+  if (smoothing.total == 0) return loss;
+  return (1 - smoothing.total) * loss + smoothing.total * (log_sum - row.shifted_sum * smoothing.one_over_cols);
 }
 
-// What a row's slope is multiplied by: dy, over the number of rows that count where `counts` has the numbers of parts
-// of them. A null dy is 1.
+// The factor of a row's slope: dy, or 1 if it is null, divided by the sum of `counts` unless that is null.
 template <typename T, typename A>
 struct Scale {
   const T *dy;
   bool each_row;
-  const A *counts;
+  const A *counts;  // kParts partial counts of the rows not ignored
 
-  // Called by whole warps.
+  // All lanes of the warp must call it.
   __device__ A of(int64_t row, bool present) const {
     A scale = 1;
     if (counts) {
@@ -75,52 +75,52 @@ struct Scale {
 
 // --------------------------------------------------------------------------------------------------------- kernels
 
-// Of each row: its loss as a result and as a number to sum, and its slope, times the scale; each unless it is null.
+// The outputs of a rows kernel, each unless it is null.
 template <typename T, typename A>
 struct Results {
-  T *loss;
-  A *losses;
-  T *slope;
+  T *loss;    // of each row: reduction = "none"
+  A *losses;  // the same for the reduction
+  T *slope;   // times the scale
 
-  __device__ void tell(int64_t row, A value) const {
-    if (loss) loss[row] = narrow<T>(value + A(0));  // not -0
+  __device__ void write_loss(int64_t row, A value) const {
+    if (loss) loss[row] = narrow<T>(value + A(0));  // + 0: not -0
     if (losses) losses[row] = value;
   }
 };
 
-// kRest: with label smoothing; kSlope: where there may be one to tell.
-template <class Shape, bool kRest, bool kSlope, typename T = typename Shape::T, typename A = Accumulate<T>>
+// kSmoothing: with label smoothing; kSlope: results.slope may be given.
+template <class Shape, bool kSmoothing, bool kSlope, typename T = typename Shape::T, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     cross_entropy_kernel(const T *x, Targets targets, Results<T, A> results, Scale<T, A> scale, int64_t rows,
                          int64_t cols, Smoothing<A> smoothing) {
   launch_next();
-  RowTile<Shape> tile(cols);
-  bool present = tile.present(rows);
+  RegisterRow<Shape> part(cols);
+  bool present = part.present(rows);
   Vector<T> v[Shape::kVectors];
-  tile.load(x, present, kMinusInfinity, v);
-  Class c(present ? targets[tile.row()] : targets.ignore_index, targets.ignore_index, cols);
-  bool mine = present && tile.has(c.column());  // one thread of the row
-  A at_target = mine ? widen(x[tile.row() * cols + c.column()]) : A(0);
+  part.load(x, present, kMinusInfinity, v);
+  Class c(present ? targets[part.row()] : targets.ignore_index, targets.ignore_index, cols);
+  bool mine = present && part.has(c.column());  // for one thread of the row
+  A at_target = mine ? widen(x[part.row() * cols + c.column()]) : A(0);
 
   RowExchange<Shape, Exponentials<A>> exchange;
-  auto [row, to_row] = row_exponentials<kRest>(v, tile, exchange);
-  if (mine) results.tell(tile.row(), row_loss(row, at_target, c, smoothing));
+  auto [row, to_row] = row_exponentials<kSmoothing>(v, part, exchange);
+  if (mine) results.write_loss(part.row(), row_loss(row, at_target, c, smoothing));
   if (!kSlope || !results.slope) return;
 
-  A factor = scale.of(tile.row(), present);
-  if (c.ignored) return tile.store(results.slope, present, [&](int, int) { return A(0); });
-  if (!c.known) factor = nan<A>();
+  A factor = scale.of(part.row(), present);
+  if (c.ignored) return part.store(results.slope, present, [&](int, int) { return A(0); });
+  if (!c.in_range) factor = nan<A>();
   Probability<T, A> p(row, to_row, factor);
-  A each = smoothing.each * factor, hit = (1 - smoothing.spread) * factor;
-  tile.store(results.slope, present, [&](int i, int k) {
-    A slope = p.of_left(widen(v[i])[k]);
-    return kRest ? slope - each : slope;
+  A off_target = smoothing.per_class * factor, on_target = (1 - smoothing.total) * factor;
+  part.store(results.slope, present, [&](int i, int k) {
+    A slope = p.of_exponential(widen(v[i])[k]);
+    return kSmoothing ? slope - off_target : slope;
   });
-  if (mine) results.slope[tile.row() * cols + c.column()] = narrow<T>(p.of(at_target) - each - hit);
+  if (mine) results.slope[part.row() * cols + c.column()] = narrow<T>(p.of(at_target) - off_target - on_target);
 }
 
-// Long rows, where no slope is asked for: a block to each.
-constexpr int kStreamThreads = 256, kStreamBlocks = 5;  // on a multiprocessor
+// The loss alone of long rows: a block for each.
+constexpr int kStreamThreads = 256, kStreamBlocks = 5;  // per multiprocessor
 
 template <typename T, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(kStreamThreads, kStreamBlocks)
@@ -132,22 +132,22 @@ __global__ void __launch_bounds__(kStreamThreads, kStreamBlocks)
   auto s = streamed_exponentials<false>(x + row * cols, static_cast<int>(cols / kVectorSize<T>), exchange);
   if (threadIdx.x != 0) return;
   Class c(targets[row], targets.ignore_index, cols);
-  results.tell(row, row_loss(s, widen(x[row * cols + c.column()]), c, smoothing));
+  results.write_loss(row, row_loss(s, widen(x[row * cols + c.column()]), c, smoothing));
 }
 
 template <class Shape, typename T = typename Shape::T, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(Shape::kThreads)
     cross_entropy_scale_kernel(const T *slope, T *dx, Targets targets, Scale<T, A> scale, int64_t rows, int64_t cols) {
-  RowTile<Shape> tile(cols);
-  bool present = tile.present(rows);
+  RegisterRow<Shape> part(cols);
+  bool present = part.present(rows);
   Vector<T> v[Shape::kVectors];
-  tile.load(slope, present, 0, v);
-  A factor = scale.of(tile.row(), present);
-  if (present && targets[tile.row()] == targets.ignore_index) factor = 0;  // whatever dy is, and with no row to count
-  tile.store(dx, present, [&](int i, int k) { return widen(v[i])[k] * factor; });
+  part.load(slope, present, 0, v);
+  A factor = scale.of(part.row(), present);
+  if (present && targets[part.row()] == targets.ignore_index) factor = 0;  // also if dy is not finite or the count is 0
+  part.store(dx, present, [&](int i, int k) { return widen(v[i])[k] * factor; });
 }
 
-// Rows of any size and address, a block to each.
+// Rows of any size and alignment: a block for each.
 template <typename T, typename A>
 __global__ void __launch_bounds__(kAnyRowThreads)
     cross_entropy_any_kernel(const T *x, Targets targets, Results<T, A> results, Scale<T, A> scale, int64_t rows,
@@ -159,14 +159,14 @@ __global__ void __launch_bounds__(kAnyRowThreads)
     Exponentials<A> s = any_row_exponentials(from, cols, exchange);
     if (threadIdx.x == 0) {
       A at_target = cols > 0 ? widen(from[c.column()]) : A(0);
-      results.tell(row, row_loss(s, at_target, c, smoothing));
+      results.write_loss(row, row_loss(s, at_target, c, smoothing));
     }
     if (!results.slope) continue;
     Probability<T, A> probability(s);
     A factor = scale.of(row, true);
-    if (!c.known) factor = nan<A>();
+    if (!c.in_range) factor = nan<A>();
     map_row(from, results.slope + row * cols, cols, [&](int64_t col, A x) {
-      A p = probability.of(x) - smoothing.each - (col == c.target ? 1 - smoothing.spread : A(0));
+      A p = probability.of(x) - smoothing.per_class - (col == c.target ? 1 - smoothing.total : A(0));
       return c.ignored ? A(0) : p * factor;
     });
   }
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(kAnyRowThreads)
   }
 }
 
-// Counts the rows that are not ignored, for kParts parts of them.
+// Counts the rows that are not ignored, in kParts parts.
 constexpr int kSumThreads = 256;
 
 template <typename A>
@@ -197,8 +197,8 @@ __global__ void __launch_bounds__(kSumThreads) cross_entropy_parts_kernel(Target
   if (threadIdx.x == 0) counts[blockIdx.x] = part.value[0];
 }
 
-// The sum of all rows' losses, or their mean, by one block or one cluster. An ignored row's loss is -0, as no other is.
-// The order of the sums depends on the number of rows alone.
+// The sum or the mean of the rows' losses, by one block or one cluster. The loss of an ignored row, and of no other, is
+// -0. The order of the additions depends on the number of rows alone.
 constexpr int kLossThreads = 1024;
 
 __device__ inline bool is_ignored(float loss) { return __float_as_uint(loss) == 0x80000000u; }
@@ -237,32 +237,33 @@ __global__ void __launch_bounds__(kLossThreads)
 
 // ------------------------------------------------------------------------------------------------------- launchers
 
-// Where a slope may be asked for. Blocks of a cluster tell each other sixteen bytes at most: too few for float64.
+// For kernels with kSlope. No ClusterRow for float64: blocks of a cluster exchange at most 16 bytes, too few for
+// Exponentials<double>.
 template <typename T>
 constexpr auto slope_shapes() {
   if constexpr (sizeof(T) == 2)
-    return RowTileShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 8, 4, 1536>, WarpRow<T, 16, 4, 1536>,
-                         WarpRow<T, 32, 3, 1536>, WarpRow<T, 32, 4, 1536>, BlockRow<T, 4, 512, 1536>, BlockRow<T, 8>,
-                         ClusterRow<T, 8, 256>, ClusterRow<T, 8>>();
+    return RegisterRowShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 8, 4, 1536>, WarpRow<T, 16, 4, 1536>,
+                             WarpRow<T, 32, 3, 1536>, WarpRow<T, 32, 4, 1536>, BlockRow<T, 4, 512, 1536>,
+                             BlockRow<T, 8>, ClusterRow<T, 8, 256>, ClusterRow<T, 8>>();
   else if constexpr (sizeof(T) == 4)
-    return RowTileShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 8, 4>, WarpRow<T, 16, 4>, WarpRow<T, 32, 4>,
-                         WarpRow<T, 32, 6>, BlockRow<T, 4>, BlockRow<T, 8, 1024>, ClusterRow<T, 8, 256>,
-                         ClusterRow<T, 16, 256, 512>>();
+    return RegisterRowShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 8, 4>, WarpRow<T, 16, 4>, WarpRow<T, 32, 4>,
+                             WarpRow<T, 32, 6>, BlockRow<T, 4>, BlockRow<T, 8, 1024>, ClusterRow<T, 8, 256>,
+                             ClusterRow<T, 16, 256, 512>>();
   else
-    return RowTileShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 8, 4>, WarpRow<T, 16, 4>, WarpRow<T, 32, 4>,
-                         BlockRow<T, 4>, BlockRow<T, 8, 512, 512>>();
+    return RegisterRowShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 8, 4>, WarpRow<T, 16, 4>, WarpRow<T, 32, 4>,
+                             BlockRow<T, 4>, BlockRow<T, 8, 512, 512>>();
 }
 
-// For the loss alone; longer rows are streamed.
+// For the loss alone. Longer rows are streamed.
 template <typename T>
 using LossShapes =
-    RowTileShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 8, 4, 1536>, WarpRow<T, 16, 4, 2048>,
-                  WarpRow<T, 32, 4, 2048>, WarpRow<T, 32, 8, sizeof(T) == 4 ? 1280 : 1024>, BlockRow<T, 8>>;
+    RegisterRowShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 8, 4, 1536>, WarpRow<T, 16, 4, 2048>,
+                      WarpRow<T, 32, 4, 2048>, WarpRow<T, 32, 8, sizeof(T) == 4 ? 1280 : 1024>, BlockRow<T, 8>>;
 
-// For the product of a slope: rows of a cluster's size are parts of blocks that tell each other nothing.
+// For slope * scale. In a ClusterRow each block has a part of the row; they exchange nothing.
 template <typename T>
-using ScaleShapes = RowTileShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 8, 4>, WarpRow<T, 16, 4>,
-                                  WarpRow<T, 32, 4>, BlockRow<T, 4>, ClusterRow<T, 4>, ClusterRow<T, 8>>;
+using ScaleShapes = RegisterRowShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 8, 4>, WarpRow<T, 16, 4>,
+                                      WarpRow<T, 32, 4>, BlockRow<T, 4>, ClusterRow<T, 4>, ClusterRow<T, 8>>;
 
 template <typename T, typename A = Accumulate<T>>
 Status cross_entropy_rows(const char *op, const CrossEntropyAttrs &attrs, const Tensor &x, const Targets &targets,
@@ -286,19 +287,19 @@ Status cross_entropy_rows(const char *op, const CrossEntropyAttrs &attrs, const 
                                                                            smoothing);
     return check_launch(op);
   };
-  auto launch = [&](auto rest, auto slope) {
-    return [=](auto shape, const RowTilePlan &plan) {
+  auto launch = [&](auto smooth, auto slope) {
+    return [=](auto shape, const RegisterRowPlan &plan) {
       using Shape = decltype(shape);
-      return launch_row_tiles<Shape>(op, plan, rows, cross_entropy_kernel<Shape, rest, slope>, stream, from, targets,
-                                     results, scale, rows, cols, smoothing);
+      return launch_register_rows<Shape>(op, plan, rows, cross_entropy_kernel<Shape, smooth, slope>, stream, from,
+                                         targets, results, scale, rows, cols, smoothing);
     };
   };
   constexpr std::true_type kYes;
   constexpr std::false_type kNo;
   if (attrs.label_smoothing != 0)
-    return dispatch_row_tiles(slope_shapes<T>(), vectors, device, launch(kYes, kYes), any);
-  if (results.slope) return dispatch_row_tiles(slope_shapes<T>(), vectors, device, launch(kNo, kYes), any);
-  return dispatch_row_tiles(LossShapes<T>(), vectors, device, launch(kNo, kNo), stream_rows);
+    return dispatch_register_rows(slope_shapes<T>(), vectors, device, launch(kYes, kYes), any);
+  if (results.slope) return dispatch_register_rows(slope_shapes<T>(), vectors, device, launch(kNo, kYes), any);
+  return dispatch_register_rows(LossShapes<T>(), vectors, device, launch(kNo, kNo), stream_rows);
 }
 
 template <typename T, typename A = Accumulate<T>>
@@ -308,45 +309,37 @@ Status cross_entropy_scale(const char *op, const CrossEntropyAttrs &attrs, const
   AOT_TRY(device_limits(op, &device));
   int64_t rows = attrs.rows(slope), cols = attrs.cols(slope);
   const T *from = slope.as<const T>();
-  auto launch = [&](auto shape, const RowTilePlan &plan) {
+  auto launch = [&](auto shape, const RegisterRowPlan &plan) {
     using Shape = decltype(shape);
-    return launch_row_tiles<Shape>(op, plan, rows, cross_entropy_scale_kernel<Shape>, stream, from, dx, targets, scale,
-                                   rows, cols);
+    return launch_register_rows<Shape>(op, plan, rows, cross_entropy_scale_kernel<Shape>, stream, from, dx, targets,
+                                       scale, rows, cols);
   };
-  return dispatch_row_tiles(ScaleShapes<T>(), row_vectors<T>(cols, from, dx), device, launch, [&] {
+  return dispatch_register_rows(ScaleShapes<T>(), row_vectors<T>(cols, from, dx), device, launch, [&] {
     cross_entropy_scale_any_kernel<<<grid_size(rows), any_row_block(cols), 0, static_cast<cudaStream_t>(stream)>>>(
         from, dx, targets, scale, rows, cols);
     return check_launch(op);
   });
 }
 
-// The kernel that sums begins while that of the rows ends.
+// This kernel overlaps the end of the rows kernel (overlap.cuh).
 template <typename T, typename A = Accumulate<T>>
 Status cross_entropy_loss(const CrossEntropy &op, const A *losses, T *loss, int64_t rows, void *stream) {
   DeviceLimits device;
   AOT_TRY(device_limits(op.name, &device));
-  int cluster = device.clusters && rows > 16 * kLossThreads ? kMaxCluster : 1;
-  cudaLaunchAttribute attributes[2] = {};
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
-  cudaLaunchConfig_t config = {dim3(cluster), dim3(kLossThreads),       0, static_cast<cudaStream_t>(stream),
-                               attributes,    device.clusters ? 2u : 0u};
-  if (cluster > 1)
-    return check_cuda(op.name, cudaLaunchKernelEx(&config, cross_entropy_loss_kernel<Span::cluster, T, A>, losses, loss,
-                                                  rows, op.mean()));
-  return check_cuda(op.name, cudaLaunchKernelEx(&config, cross_entropy_loss_kernel<Span::block, T, A>, losses, loss,
-                                                rows, op.mean()));
+  const unsigned cluster = device.clusters && rows > 16 * kLossThreads ? kMaxCluster : 1;
+  const LaunchShape shape = {cluster, kLossThreads, 0, cluster, true};
+  auto *kernel =
+      cluster > 1 ? cross_entropy_loss_kernel<Span::cluster, T, A> : cross_entropy_loss_kernel<Span::block, T, A>;
+  return launch_kernel(op.name, kernel, shape, stream, losses, loss, rows, op.mean());
 }
 
 Status cross_entropy_cuda(const CrossEntropy &op, const Tensor *in, const Tensor *out, void *stream) {
-  const Tensor &x = in[0], &loss = out[0], &slope = out[1], &work = out[2];
+  const Tensor &x = in[op.kX], &loss = out[op.kY], &slope = out[op.kSlope], &work = out[op.kWork];
   if (op.reduces() && !work) return fail(kConventionMisused, "%s: workspace is missing", op.name);
   return dispatch(x.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     using A = Accumulate<T>;
-    Targets targets(in[1], op.ignore_index);
+    Targets targets(in[op.kTarget], op.ignore_index);
     A *losses = op.reduces() ? work.as<A>() : nullptr;
     Results<T, A> results = {op.reduces() ? nullptr : loss.as<T>(), losses, slope.as<T>()};
     AOT_TRY((cross_entropy_rows<T>(op.name, op, x, targets, results, Scale<T, A>{}, stream)));
@@ -356,12 +349,12 @@ Status cross_entropy_cuda(const CrossEntropy &op, const Tensor *in, const Tensor
 }
 
 Status cross_entropy_backward_cuda(const CrossEntropyBackward &op, const Tensor *in, const Tensor *out, void *stream) {
-  const Tensor &dy = in[0], &x = in[1], &slope = in[3], &dx = out[0], &work = out[1];
+  const Tensor &dy = in[op.kDy], &x = in[op.kX], &slope = in[op.kSlope], &dx = out[op.kDx], &work = out[op.kWork];
   if (op.mean() && !work) return fail(kConventionMisused, "%s: workspace is missing", op.name);
   return dispatch(x.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     using A = Accumulate<T>;
-    Targets targets(in[2], op.ignore_index);
+    Targets targets(in[op.kTarget], op.ignore_index);
     A *counts = op.mean() ? work.as<A>() : nullptr;
     if (counts) {
       cross_entropy_parts_kernel<A>
@@ -374,6 +367,7 @@ Status cross_entropy_backward_cuda(const CrossEntropyBackward &op, const Tensor 
   });
 }
 
+}  // namespace
 }  // namespace AOT_ISA
 }  // namespace aot
 

@@ -1,9 +1,10 @@
-// cross_entropy of rows x of C numbers with a class each, t; p = softmax(x)
-//          y = -(1 - a) log(p[t]) - a mean(log(p)), a the label_smoothing; 0 where t is ignore_index
-//          reduction = "none": the rows' losses; "sum"; "mean": the sum over the number of rows that are not ignored
-//          slope: dy / dx of each row by itself, p - (1 - a) onehot(t) - a / C; 0 where t is ignore_index
-// gradient dx = dy * slope, and over that number for "mean"
-// A class that there is not: the CPU refuses it; on CUDA, where nobody could tell the caller, the row becomes NaN.
+// cross_entropy of x, rows of C logits, with a class index t for each row; p = softmax(x)
+//          y = -(1 - a) log(p[t]) - a mean(log(p)), with a = label_smoothing; 0 if t is ignore_index
+//          reduction = "none": the rows' losses; "sum"; "mean": the sum divided by the count of rows not ignored
+//          slope: the derivative of each row's loss, p - (1 - a) onehot(t) - a / C; 0 if t is ignore_index
+// gradient dx = dy * slope, divided by the count for "mean". slope itself is not, which preserves fp16 loss scaling.
+// An out-of-range class index is an error on the CPU. CUDA cannot report it without a synchronization: there the loss
+// and the gradient of the row are NaN.
 // The arguments are torch.nn.functional.cross_entropy's.
 #pragma once
 #include "aot.h"
@@ -30,7 +31,7 @@ struct CrossEntropyAttrs {
   int64_t rows(const Spec &x) const { return x.product(0, x.ndim - 1); }
   int64_t cols(const Spec &x) const { return x.shape[x.ndim - 1]; }
 
-  // The rows that are not ignored are counted in so many parts; on the CPU, without scratch.
+  // Partial counts of the rows not ignored, which the backward keeps in its workspace. The CPU needs none.
   static constexpr int kParts = kIsCuda ? 64 : 0;
 
  protected:
@@ -57,33 +58,37 @@ struct CrossEntropyAttrs {
 struct CrossEntropy : CrossEntropyAttrs {
   static constexpr const char *name = "cross_entropy";
   static constexpr Slot inputs[] = {{"x"}, {"target", required, kIntegers}};
-  // workspace: the rows' losses, for a reduction, and never empty
+  // workspace: the rows' losses if there is a reduction; at least one element
   static constexpr Slot outputs[] = {{"y"}, {"slope", optional}, {"workspace", workspace}};
+  enum Input { kX, kTarget };
+  enum Output { kY, kSlope, kWork };
 
   Status infer(const Tensor *in, Spec *out) const {
-    const Spec &x = in[0];
-    AOT_TRY(check(name, x, in[1]));
-    out[0] = loss(x);
-    out[1] = x;
+    const Spec &x = in[kX];
+    AOT_TRY(check(name, x, in[kTarget]));
+    out[kY] = loss(x);
+    out[kSlope] = x;
     bool known = x.rank_known() && (x.ndim < 2 || x.shape[0] >= 0);
-    out[2] = Spec::vector(accumulate_dtype(x.dtype), !reduces() ? 1 : known ? 1 + rows(x) : kUnknownDim);
+    out[kWork] = Spec::vector(accumulate_dtype(x.dtype), !reduces() ? 1 : known ? 1 + rows(x) : kUnknownDim);
     return kOk;
   }
 };
 
-// An absent slope is computed again from x.
+// An absent slope is recomputed from x.
 struct CrossEntropyBackward : CrossEntropyAttrs {
   static constexpr const char *name = "cross_entropy_backward";
   static constexpr Slot inputs[] = {{"dy"}, {"x"}, {"target", required, kIntegers}, {"slope", optional}};
-  static constexpr Slot outputs[] = {{"dx"}, {"workspace", workspace}};  // workspace: the numbers of kParts parts
+  static constexpr Slot outputs[] = {{"dx"}, {"workspace", workspace}};  // workspace: kParts counts
+  enum Input { kDy, kX, kTarget, kSlope };
+  enum Output { kDx, kWork };
 
   Status infer(const Tensor *in, Spec *out) const {
-    const Spec &x = in[1];
-    AOT_TRY(check(name, x, in[2]));
-    AOT_TRY(check_like(name, "dy", in[0], "the loss", loss(x)));
-    if (in[3]) AOT_TRY(check_like(name, "slope", in[3], "x", x));
-    out[0] = x;
-    out[1] = Spec::vector(accumulate_dtype(x.dtype), kParts);
+    const Spec &x = in[kX];
+    AOT_TRY(check(name, x, in[kTarget]));
+    AOT_TRY(check_like(name, "dy", in[kDy], "the loss", loss(x)));
+    if (in[kSlope]) AOT_TRY(check_like(name, "slope", in[kSlope], "x", x));
+    out[kDx] = x;
+    out[kWork] = Spec::vector(accumulate_dtype(x.dtype), kParts);
     return kOk;
   }
 };

@@ -6,6 +6,7 @@
 
 namespace aot {
 inline namespace AOT_ISA {
+namespace {
 
 // --------------------------------------------------------------------------------------------------------- loops
 
@@ -27,24 +28,27 @@ void gelu_backward_loop(const T *dy, const T *x, T *dx, int64_t n) {
 
 // ----------------------------------------------------------------------------------------------------- launchers
 
-inline Status gelu_cpu(const Gelu &op, const Tensor *in, const Tensor *out, void *) {
-  return dispatch_floating(in[0].dtype, [&](auto zero) {
+Status gelu_cpu(const Gelu &op, const Tensor *in, const Tensor *out, void *) {
+  const Tensor &x = in[0], &y = out[0];
+  return dispatch_floating(x.dtype, [&](auto zero) {
     using T = decltype(zero);
     auto *loop = op.tanh() ? gelu_loop<TanhGelu, T> : gelu_loop<ExactGelu, T>;
-    loop(in[0].as<T>(), out[0].as<T>(), out[0].size());
+    loop(x.as<T>(), y.as<T>(), x.size());
     return kOk;
   });
 }
 
-inline Status gelu_backward_cpu(const GeluBackward &op, const Tensor *in, const Tensor *out, void *) {
-  return dispatch_floating(in[1].dtype, [&](auto zero) {
+Status gelu_backward_cpu(const GeluBackward &op, const Tensor *in, const Tensor *out, void *) {
+  const Tensor &dy = in[0], &x = in[1], &dx = out[0];
+  return dispatch_floating(x.dtype, [&](auto zero) {
     using T = decltype(zero);
     auto *loop = op.tanh() ? gelu_backward_loop<TanhGelu, T> : gelu_backward_loop<ExactGelu, T>;
-    loop(in[0].as<T>(), in[1].as<T>(), out[0].as<T>(), out[0].size());
+    loop(dy.as<T>(), x.as<T>(), dx.as<T>(), x.size());
     return kOk;
   });
 }
 
+}  // namespace
 }  // namespace AOT_ISA
 }  // namespace aot
 

@@ -5,6 +5,7 @@
 
 namespace aot {
 inline namespace AOT_ISA {
+namespace {
 
 // --------------------------------------------------------------------------------------------------------- kernels
 
@@ -45,6 +46,7 @@ Status gelu_backward_cuda(const GeluBackward &op, const Tensor *in, const Tensor
   });
 }
 
+}  // namespace
 }  // namespace AOT_ISA
 }  // namespace aot
 

@@ -1,4 +1,4 @@
-// gelu     y = x * Phi(x), Phi the normal distribution function                        approximate = "none"
+// gelu     y = x * Phi(x), with Phi the normal distribution function                   approximate = "none"
 //          y = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))                   approximate = "tanh"
 // gradient dx = dy * y'(x)
 // Hendrycks and Gimpel, arXiv:1606.08415; the arguments are torch.nn.functional.gelu's.
@@ -22,8 +22,9 @@ struct Gelu : GeluAttrs {
   static constexpr Slot outputs[] = {{"y"}};
 
   Status infer(const Tensor *in, Spec *out) const {
-    AOT_TRY(check_floating(name, "x", in[0]));
-    out[0] = in[0];
+    const Spec &x = in[0];
+    AOT_TRY(check_floating(name, "x", x));
+    out[0] = x;
     return kOk;
   }
 };
@@ -34,9 +35,10 @@ struct GeluBackward : GeluAttrs {
   static constexpr Slot outputs[] = {{"dx"}};
 
   Status infer(const Tensor *in, Spec *out) const {
-    AOT_TRY(check_floating(name, "x", in[1]));
-    AOT_TRY(check_like(name, "dy", in[0], "x", in[1]));
-    out[0] = in[1];
+    const Spec &dy = in[0], &x = in[1];
+    AOT_TRY(check_floating(name, "x", x));
+    AOT_TRY(check_like(name, "dy", dy, "x", x));
+    out[0] = x;
     return kOk;
   }
 };

@@ -8,6 +8,7 @@
 
 namespace aot {
 inline namespace AOT_ISA {
+namespace {
 
 // --------------------------------------------------------------------------------------------------------- formula
 
@@ -21,7 +22,7 @@ struct Gates {
   Vec<T> cell(Vec<T> old_cell) const { return old_cell + c * i; }
 };
 
-// What becomes of a row's gates, n columns from `column` of the state.
+// Cells are functions of the gates of some columns of a row, from `column` of the state on.
 
 template <typename T>
 struct CellForward {
@@ -38,28 +39,28 @@ struct CellForward {
     store(new_cell + at, cell, part);
     store(new_h + at, tanh<T>(cell) * g.o, part);
     if (!gates) return;
-    A *kept = gates + row * 3 * state + column;
-    store(kept, g.i, part), store(kept + state, g.o, part), store(kept + 2 * state, g.c, part);
+    A *to = gates + row * 3 * state + column;
+    store(to, g.i, part), store(to + state, g.o, part), store(to + 2 * state, g.c, part);
   }
 };
 
-// A gradient that comes in: like the state, or one number for all of it.
+// The gradient of an output: shaped like the state, or a scalar to be broadcast.
 template <typename T>
-struct Incoming {
+struct OutputGradient {
   const T *data;
-  bool one;
+  bool scalar;
 
-  explicit Incoming(const Tensor &d) : data(d.as<T>()), one(d.ndim == 0) {}
+  explicit OutputGradient(const Tensor &d) : data(d.as<T>()), scalar(d.ndim == 0) {}
   template <class P>
   Vec<T> at(int64_t i, P part) const {
-    return one ? Vec<T>{} + load(data, Part{1})[0] : load(data + i, part);
+    return scalar ? Vec<T>{} + load(data, Part{1})[0] : load(data + i, part);
   }
 };
 
 template <typename T>
 struct CellBackward {
   const T *old_cell;
-  Incoming<T> dnew_h, dnew_cell;
+  OutputGradient<T> dnew_h, dnew_cell;
   T *dold_cell, *dpre;
   int64_t state;
 
@@ -83,8 +84,8 @@ struct Operands {
 
   int64_t width() const { return state + features; }
 
-  // n rows of [old_h, input].
-  void join(int64_t first, int64_t n, T *to) const {
+  // Writes n rows of [old_h, input].
+  void concatenate(int64_t first, int64_t n, T *to) const {
     for (int64_t i = first; i < first + n; ++i, to += width()) {
       std::memcpy(to, old_h + i * state, state * sizeof(T));
       std::memcpy(to + state, input + i * features, features * sizeof(T));
@@ -94,7 +95,7 @@ struct Operands {
 
 // -------------------------------------------------------------------------------------------------------------- loops
 
-// What `cell` makes of the gates: of tiles of the state, each with the sums of its three gates.
+// Computes the gates in tiles of the state, with the products of the three gates for each tile, and calls `cell`.
 template <typename T, class Cell>
 Status gates_loop(const char *op, const Operands<T> &x, const Cell &cell) {
   using A = Accumulate<T>;
@@ -105,7 +106,7 @@ Status gates_loop(const char *op, const Operands<T> &x, const Cell &cell) {
       const Buffer<T> joined(rows * width);
       const Buffer<A> sums(rows * 3 * cols);
       if (!joined || !sums) return out_of_memory(op);
-      x.join(i, rows, joined);
+      x.concatenate(i, rows, joined);
       for (int gate = 0; gate < 3; ++gate) {
         const Matrix<T> weights{x.weights + (gate * x.state + j) * width, width, true};
         const GemmTile<T, A> tile{rows, cols, width, {joined, width}, weights, sums + gate * cols, 3 * cols};
@@ -123,10 +124,10 @@ Status gates_loop(const char *op, const Operands<T> &x, const Cell &cell) {
   });
 }
 
-// The same of gates that are kept.
+// Calls `cell` with gates that the forward has saved.
 template <typename T, class Cell>
-void kept_gates_loop(int64_t rows, int64_t s, const Accumulate<T> *gates, const Cell &cell) {
-  constexpr int64_t kCost = 8;  // an element of the cell has that of as many of a simple one
+void saved_gates_loop(int64_t rows, int64_t s, const Accumulate<T> *gates, const Cell &cell) {
+  constexpr int64_t kCost = 8;  // of an element, relative to a cheap elementwise function
   parallel_pieces(rows, kGrain / (kCost * s) + 1, [=](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row)
       sweep<T>(s, [=](int64_t j, auto part) {
@@ -136,7 +137,7 @@ void kept_gates_loop(int64_t rows, int64_t s, const Accumulate<T> *gates, const 
   });
 }
 
-// The gradients that are sums of dpre, and products with it; null where nobody wants them.
+// The gradients that are sums over dpre, or products with it; null if not wanted.
 template <typename T>
 struct Gradients {
   T *dinput, *dweights, *dbias, *dold_h;
@@ -164,30 +165,39 @@ Operands<T> operands(const Tensor &input, const Tensor &weights, const Tensor &b
           LltmAttrs::rows(old_h), LltmAttrs::width(input), LltmAttrs::width(old_h)};
 }
 
-inline Status lltm_cpu(const Lltm &op, const Tensor *in, const Tensor *out, void *) {
-  return dispatch_floating(in[0].dtype, [&](auto zero) {
+Status lltm_cpu(const Lltm &op, const Tensor *in, const Tensor *out, void *) {
+  return dispatch_floating(in[op.kInput].dtype, [&](auto zero) {
     using T = decltype(zero);
-    const auto x = operands<T>(in[0], in[1], in[2], in[3]);
-    return gates_loop(
-        op.name, x, CellForward<T>{in[4].as<T>(), out[0].as<T>(), out[1].as<T>(), out[2].as<Accumulate<T>>(), x.state});
+    const auto x = operands<T>(in[op.kInput], in[op.kWeights], in[op.kBias], in[op.kOldH]);
+    const CellForward<T> cell{in[op.kOldCell].as<T>(), out[op.kNewH].as<T>(), out[op.kNewCell].as<T>(),
+                              out[op.kGates].as<Accumulate<T>>(), x.state};
+    return gates_loop(op.name, x, cell);
   });
 }
 
-inline Status lltm_backward_cpu(const LltmBackward &op, const Tensor *in, const Tensor *out, void *) {
-  if (!out[5]) return fail(kConventionMisused, "%s: workspace is missing", op.name);
-  return dispatch_floating(in[2].dtype, [&](auto zero) -> Status {
+Status lltm_backward_cpu(const LltmBackward &op, const Tensor *in, const Tensor *out, void *) {
+  const Tensor &gates = in[op.kGates], &work = out[op.kWork];
+  if (!work) return fail(kConventionMisused, "%s: workspace is missing", op.name);
+  return dispatch_floating(in[op.kInput].dtype, [&](auto zero) -> Status {
     using T = decltype(zero);
-    const auto x = operands<T>(in[2], in[3], in[4], in[5]);
-    const CellBackward<T> cell{in[6].as<T>(),  Incoming<T>(in[0]), Incoming<T>(in[1]),
-                               out[4].as<T>(), out[5].as<T>(),     x.state};
+    const auto x = operands<T>(in[op.kInput], in[op.kWeights], in[op.kBias], in[op.kOldH]);
+    const CellBackward<T> cell{in[op.kOldCell].as<T>(),
+                               OutputGradient<T>(in[op.kDnewH]),
+                               OutputGradient<T>(in[op.kDnewCell]),
+                               out[op.kDoldCell].as<T>(),
+                               work.as<T>(),
+                               x.state};
     if (x.rows && x.state) {
-      if (in[7]) kept_gates_loop<T>(x.rows, x.state, in[7].as<Accumulate<T>>(), cell);
+      if (gates) saved_gates_loop<T>(x.rows, x.state, gates.as<Accumulate<T>>(), cell);
       else AOT_TRY(gates_loop(op.name, x, cell));
     }
-    return products(x, cell.dpre, Gradients<T>{out[0].as<T>(), out[1].as<T>(), out[2].as<T>(), out[3].as<T>()});
+    return products(x, cell.dpre,
+                    Gradients<T>{out[op.kDinput].as<T>(), out[op.kDweights].as<T>(), out[op.kDbias].as<T>(),
+                                 out[op.kDoldH].as<T>()});
   });
 }
 
+}  // namespace
 }  // namespace AOT_ISA
 }  // namespace aot
 

@@ -3,12 +3,14 @@
 #include <initializer_list>
 
 #include "cuda/math.cuh"
+#include "cuda/sum_slices.cuh"
 #include "gemm/gemm.h"
 #include "gemm/mma.cuh"
 #include "gemm/tile.cuh"
 
 namespace aot {
 inline namespace AOT_ISA {
+namespace {
 
 // ---------------------------------------------------------------------------------------------------------- formula
 
@@ -33,8 +35,8 @@ __device__ inline GateGradients<A> lltm_gradient(Gates<A> g, A old_cell, A dnew_
   return {cell * g.c * g.i * (1 - g.i), dnew_h * h * g.o * (1 - g.o), cell * g.i * (g.c > 0 ? 1 : g.c + 1), cell};
 }
 
-// What becomes of the three sums of n neighbouring columns of the state. `read` fetches beforehand what it takes. new_h
-// and new_cell, or the gates, may be absent.
+// Computes a row's new_h, new_cell and gates in n neighbouring columns of the state from the three sums of each:
+// write(). read() loads the operands, and may precede the sums. new_h and new_cell may be null, and so may gates.
 template <typename T>
 struct CellForward {
   using A = Accumulate<T>;
@@ -72,15 +74,15 @@ struct CellForward {
   }
 };
 
-// A gradient that comes in: like the state, or one number for all of it.
+// The gradient of an output: shaped like the state, or a scalar to be broadcast.
 template <typename T>
-struct Incoming {
+struct OutputGradient {
   const T *data;
-  bool one;
+  bool scalar;
 
   template <int n>
   __device__ Packet<T, n> read(int64_t at) const {
-    if (!one) return load_packet<n>(data + at);
+    if (!scalar) return load_packet<n>(data + at);
     Packet<T, n> packet;
 #pragma unroll
     for (int l = 0; l < n; ++l) packet.value[l] = *data;
@@ -93,11 +95,11 @@ struct CellBackward {
   using A = Accumulate<T>;
   const A *gates;
   const T *old_cell;
-  Incoming<T> dnew_h, dnew_cell;
+  OutputGradient<T> dnew_h, dnew_cell;
   T *dold_cell;
   int64_t state;
 
-  // Of n neighbouring columns; writes dold_cell.
+  // The gradients of a row's gates in n neighbouring columns. Writes dold_cell, if that is not null.
   template <int n>
   __device__ void gradients(int64_t row, int64_t j, GateGradients<A> (&d)[n]) const {
     const int64_t at = row * state + j;
@@ -124,14 +126,14 @@ struct Operands {
   DType dtype;
 
   __host__ __device__ int64_t width() const { return state + features; }
-  // [old_h, input]
+  // Element (row, k) of [old_h, input].
   __device__ const T *at(int64_t row, int64_t k) const {
     return k < state ? old_h + row * state + k : input + row * features + k - state;
   }
 };
 
-// Few rows: a warp has two of them and one column of the state, and its lanes share the sums. What a block asks of
-// memory, it asks at once.
+// Few rows: a warp computes two rows of one column of the state, each with kSumLanes lanes. A thread issues kSumBatch
+// loads of each operand before it uses the first, so that many are in flight.
 constexpr int kSumLanes = 16, kSumBlock = 256, kSumRows = kSumBlock / kSumLanes, kSumBatch = 4;
 
 template <typename T, int kSize>
@@ -162,9 +164,9 @@ __global__ void __launch_bounds__(kSumBlock) lltm_lanes_kernel(Operands<T> x, Ce
   if (present && lane == 0) cell.template write<1>(row, j, sum, read);
 }
 
-// Many rows: a tile has the same columns of the three gates, which meet in one thread.
+// Many rows: a tile has the same columns of all three gates, so that one thread has the three sums of a cell.
 
-// Lets a tile's operands begin with old_h, and then with input.
+// The operands of a tile's product: old_h and its weights in part 0, input and its weights in part 1.
 template <typename T, class Shape>
 struct GateOperands {
   Operands<T> x;
@@ -215,7 +217,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   }
 }
 
-// The same of 16 bits on the tensor cores.
+// The same for 16 bits on the tensor cores.
 extern __shared__ __align__(128) unsigned char mma_memory[];
 
 template <typename T, class Shape>
@@ -242,7 +244,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) lltm_mma_kern
       }
 }
 
-// The cell of sums that are in the place of the gates.
+// The cell, from sums that cuBLASLt has written in the place of the gates.
 template <typename T, int kCount>
 __global__ void __launch_bounds__(256) lltm_cell_kernel(CellForward<T> cell, int64_t packets) {
   using A = Accumulate<T>;
@@ -261,13 +263,13 @@ __global__ void __launch_bounds__(256) lltm_cell_kernel(CellForward<T> cell, int
 
 // --------------------------------------------------------------------------------------------------------- gradients
 
-// The gradients that are products with dpre; null where nobody wants them.
+// The gradients that are sums over dpre, or products with it; null if not wanted.
 template <typename T>
 struct Gradients {
   T *dinput, *dweights, *dbias, *dold_h;
 };
 
-// dpre and dold_cell; `sums`, where it is wanted, gets those of each block's rows, (gridDim.y, 3S).
+// dpre and dold_cell. `sums`, unless null, receives the partial sums of dbias over each block's rows, (gridDim.y, 3S).
 constexpr int kCellWarps = 8;
 
 template <typename T, int kCount>
@@ -304,44 +306,35 @@ __global__ void __launch_bounds__(kCellWarps * 32)
   }
 }
 
-template <typename T>
-__global__ void __launch_bounds__(256) lltm_dbias_kernel(const Accumulate<T> *sums, int parts, T *dbias, int64_t n) {
-  const int64_t i = int64_t{blockIdx.x} * 256 + threadIdx.x;
-  if (i >= n) return;
-  double sum = 0;  // of so few it costs nothing
-#pragma unroll 16
-  for (int part = 0; part < parts; ++part) sum += sums[part * n + i];
-  dbias[i] = narrow<T>(static_cast<Accumulate<T>>(sum));
-}
-
-// Few rows: all gradients in one kernel. Four results of a column are a warp's; a lane has a column. dweights and dbias
-// sum over the rows, which are few; dold_h and dinput over the gates, which the warps of a block share. A block
-// computes the dpre that it multiplies itself, or reads it where too many blocks would compute the same.
+// Few rows: all gradients in one kernel. A lane has a column, and a warp kFewRows results of each. dweights and dbias
+// are sums over the few rows. dold_h and dinput are sums over the gates, which the warps of a block share. A block
+// computes the elements of dpre that it needs, or loads them if too many blocks would compute the same ones.
 constexpr int kFewBlock = 256, kFewWarps = kFewBlock / 32, kFewRows = 4, kFewBatch = 16, kFewPart = 2048;
 
-// Element (row, n) of dpre.
+// Element (row, n) of dpre, loaded.
 template <typename T>
-struct KeptGradients {
+struct LoadedGradients {
   const T *dpre;
   int64_t all;
   __device__ Accumulate<T> operator()(int64_t row, int64_t n, bool) const { return widen(dpre[row * all + n]); }
 };
+// The same, computed from the gates.
 template <typename T>
-struct OwnGradients {
+struct ComputedGradients {
   CellBackward<T> cell;
-  // `first`: the only block to have it that writes dold_cell
-  __device__ Accumulate<T> operator()(int64_t row, int64_t n, bool first) const {
+  // `writes`: this block writes dold_cell
+  __device__ Accumulate<T> operator()(int64_t row, int64_t n, bool writes) const {
     const int gate = (n >= cell.state) + (n >= 2 * cell.state);
-    CellBackward<T> of = cell;
-    if (gate || !first) of.dold_cell = nullptr;
+    CellBackward<T> of_element = cell;
+    if (gate || !writes) of_element.dold_cell = nullptr;
     GateGradients<Accumulate<T>> d[1];
-    of.template gradients<1>(row, n - gate * cell.state, d);
+    of_element.template gradients<1>(row, n - gate * cell.state, d);
     return gate == 0 ? d->i : gate == 1 ? d->o : d->c;
   }
 };
 
-// sum[i] += left(from + i, t) * *right(t) and total[i] += left(from + i, t), over `terms` of t, which kWarps warps
-// share. `part` gets what the block's warps need of the left: left(i, t) for i < kAcross.
+// sum[i] += left(from + i, t) * *right(t) and total[i] += left(from + i, t) for t < terms, which kWarps warps share.
+// `part`, in shared memory, holds left(i, t) for i < kAcross, which all warps of the block use.
 template <int kAcross, int kWarps, typename T, typename A, class Left, class Right>
 __device__ inline void multiply_few(A *part, A (&sum)[kFewRows], A (&total)[kFewRows], int from, int64_t terms,
                                     bool present, Left left, Right right) {
@@ -349,7 +342,7 @@ __device__ inline void multiply_few(A *part, A (&sum)[kFewRows], A (&total)[kFew
   for (int64_t first = 0; first < terms; first += kTerms) {
     const int count = static_cast<int>(min(int64_t{kTerms}, terms - first)), begin = kWarps > 1 ? warp_index() : 0;
     T b[kFewBatch];
-    auto load = [&](int t) {  // all are on their way before one is used
+    auto load = [&](int t) {  // all are in flight before one is used
 #pragma unroll
       for (int l = 0; l < kFewBatch; ++l)
         b[l] = present && t + l * kWarps < count ? *right(first + t + l * kWarps) : T(0.0f);
@@ -385,10 +378,10 @@ __global__ void __launch_bounds__(kFewBlock)
   if (blockIdx.x < weight_blocks) {
     constexpr int kAcross = kFewRows * kFewWarps;
     const int64_t k = blockIdx.x % columns * 32 + lane, n0 = blockIdx.x / columns * kAcross, n = n0 + warp * kFewRows;
-    const bool inside = k < x.width(), first = blockIdx.x % columns == 0;
+    const bool inside = k < x.width(), writes_dold_cell = blockIdx.x % columns == 0;
     multiply_few<kAcross, 1, T>(
         part, sum, total, warp * kFewRows, x.rows, inside,
-        [&](int i, int64_t row) { return n0 + i < all ? dpre(row, n0 + i, first) : A(0); },
+        [&](int i, int64_t row) { return n0 + i < all ? dpre(row, n0 + i, writes_dold_cell) : A(0); },
         [&](int64_t row) { return x.at(row, k); });
     for (int i = 0; i < kFewRows && n + i < all; ++i) {
       if (gradients.dweights && inside) gradients.dweights[(n + i) * x.width() + k] = narrow<T>(sum[i]);
@@ -412,15 +405,16 @@ __global__ void __launch_bounds__(kFewBlock)
   if (out) out[k < x.state ? (row + warp) * x.state + k : (row + warp) * x.features + k - x.state] = narrow<T>(result);
 }
 
-// Many rows: tiles of dweights by old_h, dweights by input, dold_h and dinput, one after the other.
+// Many rows: one launch for the tiles of four products, in the order of TileCounts: the columns of dweights for old_h,
+// those for input, dold_h and dinput.
 struct TileCounts {
-  int64_t weights_h, weights_x, old_h, input;  // of each; 0 where nobody wants it
+  int64_t weights_h, weights_x, old_h, input;  // 0 if not wanted
 
   __host__ __device__ int64_t weights() const { return weights_h + weights_x; }
   __host__ __device__ int64_t inputs() const { return old_h + input; }
 };
 
-// Which tile of which product a block has.
+// The product and the tile of this block.
 template <typename T, class Shape>
 struct ProductTile {
   Operands<T> x;
@@ -439,8 +433,8 @@ struct ProductTile {
     m0 = tile / columns * Shape::kM, n0 = tile % columns * Shape::kN;
   }
   __device__ int64_t steps() const { return ceil_div(of_weights ? x.rows : all, Shape::kDepth); }
-  // dweights where the left operand lies along its rows, dold_h or dinput where it lies along the summed axis. A packet
-  // beyond the last is the last.
+  // dweights if the left operand is contiguous along its rows; dold_h or dinput if along the summed axis. A packet past
+  // the end of a row is replaced by the row's last one; its results are not stored.
   template <int kSize, class Left, class Right>
   __device__ void begin(Left &left, Right &right) const {
     if constexpr (!Left::kKMajor) {
@@ -510,7 +504,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
 
 // -------------------------------------------------------------------------------------------------------- launchers
 
-// Shapes of tiles for sums of A: of many rows, and of fewer, where more blocks matter more.
+// Tile shapes for sums in A: for many rows, and for fewer, where enough blocks matter more than large tiles.
 template <typename A, int kSize>
 struct TileShapes {
   using Gates = SimtTile<128, 96, 16, 2, 3, 2, 16>;
@@ -518,7 +512,7 @@ struct TileShapes {
   using Products = SimtTile<128, 128, 16, 2, 2, 2, 16>;
   using FewProducts = SimtTile<64, 64, 16, 1, 1, 2, 8>;
 };
-// Doubles; 16 bits where there are no tensor cores for them; what can only be read element by element.
+// For float64, for 16 bits without tensor cores, and for accesses that cannot be vectorized.
 struct PlainTileShapes {
   using FewGates = SimtTile<64, 96, 8, 1, 3, 1, 8>;
   using Gates = FewGates;
@@ -545,16 +539,16 @@ Operands<T> operands(const Tensor &input, const Tensor &weights, const Tensor &o
           old_h.dtype};
 }
 
-// Whether all can be read and written sixteen bytes at a time.
+// Whether accesses of 16 bytes are possible throughout.
 template <typename T, typename... Pointers>
-bool in_packets(const Operands<T> &x, const Pointers *...pointers) {
+bool vectorizable(const Operands<T> &x, const Pointers *...pointers) {
   constexpr int kWhole = kVectorSize<T> < 4 ? 4 : kVectorSize<T>;
   return x.state % kWhole == 0 && x.features % kWhole == 0 && aligned(x.input, x.old_h, x.weights, pointers...);
 }
 
 template <class Shape, typename T>
-Status launch_tiles(const char *op, void (*kernel)(Operands<T>, CellForward<T>), int shared, const Operands<T> &x,
-                    const CellForward<T> &cell, cudaStream_t stream) {
+Status launch_gates_kernel(const char *op, void (*kernel)(Operands<T>, CellForward<T>), int shared,
+                           const Operands<T> &x, const CellForward<T> &cell, cudaStream_t stream) {
   dim3 grid(ceil_div(x.state, Shape::kPartN), ceil_div(x.rows, Shape::kM));
   if (grid.y > 65535) return fail(kInvalidArgument, "%s: more than 65535 tiles of rows", op);
   AOT_TRY(allow(op, kernel, 1, shared));
@@ -563,18 +557,18 @@ Status launch_tiles(const char *op, void (*kernel)(Operands<T>, CellForward<T>),
 }
 
 template <typename T, class Shape, int kSize>
-Status launch_tiles(const char *op, const Operands<T> &x, const CellForward<T> &cell, cudaStream_t stream) {
-  return launch_tiles<Shape>(op, lltm_tile_kernel<T, Shape, kSize>, 0, x, cell, stream);
+Status launch_gate_tiles(const char *op, const Operands<T> &x, const CellForward<T> &cell, cudaStream_t stream) {
+  return launch_gates_kernel<Shape>(op, lltm_tile_kernel<T, Shape, kSize>, 0, x, cell, stream);
 }
 
-// Whether there are tensor cores that take it, and `shared` bytes for their operands.
-inline Status on_tensor_cores(const char *op, int shared, bool *result) {
+// Whether the device has tensor cores for bfloat16 too, and `shared` bytes of shared memory.
+Status on_tensor_cores(const char *op, int shared, bool *result) {
   DeviceLimits device;
   AOT_TRY(device_limits(op, &device));
   return *result = device.major >= 8 && device.shared_memory >= shared, kOk;
 }
 
-// Whether there is a tile for each of the device's places.
+// Whether there are enough tiles for one wave of blocks.
 template <class Shape>
 Status fill_device(const char *op, int64_t tiles, bool *result) {
   DeviceLimits device;
@@ -582,16 +576,16 @@ Status fill_device(const char *op, int64_t tiles, bool *result) {
   return *result = tiles >= device.multiprocessors * Shape::kBlocks, kOk;
 }
 
-// c = a b of so many rows, columns and terms, or c += a b.
+// c (m, n) = a (m, k) b (k, n), or c += a b.
 struct LargeProduct {
   int64_t m, n, k;
   Operand a, b, c;
   bool accumulate = false;
 };
 
-// All of them by cuBLASLt, those without c left out; *done tells whether it is there and takes them.
-inline Status multiply_large(const char *op, DType dtype, DType c_dtype, std::initializer_list<LargeProduct> products,
-                             void *workspace, int64_t bytes, cudaStream_t stream, bool *done) {
+// Computes the products with cuBLASLt, except those whose c is null. *done is false if cuBLASLt is absent or refuses.
+Status multiply_large(const char *op, DType dtype, DType c_dtype, std::initializer_list<LargeProduct> products,
+                      void *workspace, int64_t bytes, cudaStream_t stream, bool *done) {
   *done = false;
   for (const LargeProduct &p : products) {
     if (!p.c.data || !p.m || !p.n) continue;
@@ -608,7 +602,7 @@ Operand matrix(const T *data, int64_t stride, bool transposed = false) {
   return {const_cast<T *>(data), stride, transposed};
 }
 
-// The gates of many rows by cuBLASLt, which leaves their sums in their place.
+// The gates of many rows: cuBLASLt writes their sums, and lltm_cell_kernel replaces them by the gates.
 template <typename T>
 Status large_gates(const char *op, const Operands<T> &x, const CellForward<T> &cell, cudaStream_t stream, bool *done) {
   const int64_t all = 3 * x.state, packets = x.rows * x.state / 4;
@@ -624,7 +618,7 @@ Status large_gates(const char *op, const Operands<T> &x, const CellForward<T> &c
   return check_launch(op);
 }
 
-// The gates, and what `cell` makes of them.
+// Computes the gates' sums, and calls `cell` with them.
 template <typename T, int kSize>
 Status launch_gates(const char *op, const Operands<T> &x, const CellForward<T> &cell, cudaStream_t stream) {
   using Shapes = TileShapes<Accumulate<T>, kSize>;
@@ -642,13 +636,13 @@ Status launch_gates(const char *op, const Operands<T> &x, const CellForward<T> &
   if constexpr (sizeof(T) == 2 && kSize > 1) {
     bool mma;
     AOT_TRY(on_tensor_cores(op, MmaGates::kShared, &mma));
-    if (mma) return launch_tiles<MmaGates>(op, lltm_mma_kernel<T, MmaGates>, MmaGates::kShared, x, cell, stream);
+    if (mma) return launch_gates_kernel<MmaGates>(op, lltm_mma_kernel<T, MmaGates>, MmaGates::kShared, x, cell, stream);
   }
   using Large = typename Shapes::Gates;
   bool many;
   AOT_TRY(fill_device<Large>(op, ceil_div(x.rows, Large::kM) * ceil_div(x.state, Large::kPartN), &many));
-  if (many) return launch_tiles<T, Large, kSize>(op, x, cell, stream);
-  return launch_tiles<T, typename Shapes::FewGates, kSize>(op, x, cell, stream);
+  if (many) return launch_gate_tiles<T, Large, kSize>(op, x, cell, stream);
+  return launch_gate_tiles<T, typename Shapes::FewGates, kSize>(op, x, cell, stream);
 }
 
 template <class Shape, typename T>
@@ -661,8 +655,9 @@ TileCounts count_tiles(const Operands<T> &x, const Gradients<T> &gradients) {
 }
 
 template <class Shape, typename T>
-Status launch_products(const char *op, void (*kernel)(Operands<T>, const T *, Gradients<T>, TileCounts), int shared,
-                       const Operands<T> &x, const T *dpre, const Gradients<T> &gradients, cudaStream_t stream) {
+Status launch_products_kernel(const char *op, void (*kernel)(Operands<T>, const T *, Gradients<T>, TileCounts),
+                              int shared, const Operands<T> &x, const T *dpre, const Gradients<T> &gradients,
+                              cudaStream_t stream) {
   const TileCounts tiles = count_tiles<Shape>(x, gradients);
   if (tiles.weights() + tiles.inputs() == 0) return kOk;
   AOT_TRY(allow(op, kernel, 1, shared));
@@ -671,24 +666,24 @@ Status launch_products(const char *op, void (*kernel)(Operands<T>, const T *, Gr
 }
 
 template <typename T, class Shape, int kSize>
-Status launch_products(const char *op, const Operands<T> &x, const T *dpre, const Gradients<T> &gradients,
-                       cudaStream_t stream) {
-  return launch_products<Shape>(op, lltm_products_kernel<T, Shape, kSize>, 0, x, dpre, gradients, stream);
+Status launch_product_tiles(const char *op, const Operands<T> &x, const T *dpre, const Gradients<T> &gradients,
+                            cudaStream_t stream) {
+  return launch_products_kernel<Shape>(op, lltm_products_kernel<T, Shape, kSize>, 0, x, dpre, gradients, stream);
 }
 
-// dweights, dold_h and dinput of many rows. `scratch`: cuBLASLt's.
+// dweights, dold_h and dinput of many rows. `scratch` is cuBLASLt's.
 template <typename T, int kSize>
 Status launch_products(const char *op, const Operands<T> &x, T *dpre, const Gradients<T> &gradients, void *scratch,
                        int64_t bytes, cudaStream_t stream) {
   using Shapes = TileShapes<Accumulate<T>, kSize>;
-  // In one launch nothing waits for the last tiles of a product; where there are few tiles, cuBLASLt cuts their sums.
+  // One launch for all products has a single tail. With few tiles cuBLASLt is faster, because of its split-K.
   if constexpr (std::is_same_v<T, float> && kSize > 1) {
     using Large = typename Shapes::Products;
     const TileCounts tiles = count_tiles<Large>(x, gradients);
     bool weights = true, inputs = true;
     if (tiles.weights()) AOT_TRY(fill_device<Large>(op, tiles.weights(), &weights));
     if (tiles.inputs()) AOT_TRY(fill_device<Large>(op, tiles.inputs(), &inputs));
-    if (weights && inputs) return launch_products<T, Large, kSize>(op, x, dpre, gradients, stream);
+    if (weights && inputs) return launch_product_tiles<T, Large, kSize>(op, x, dpre, gradients, stream);
   }
   const int64_t all = 3 * x.state;
   bool done = false;
@@ -715,10 +710,10 @@ Status launch_products(const char *op, const Operands<T> &x, T *dpre, const Grad
     bool mma;
     AOT_TRY(on_tensor_cores(op, MmaProducts::kShared, &mma));
     if (mma)
-      return launch_products<MmaProducts>(op, lltm_products_mma_kernel<T, MmaProducts>, MmaProducts::kShared, x, dpre,
-                                          gradients, stream);
+      return launch_products_kernel<MmaProducts>(op, lltm_products_mma_kernel<T, MmaProducts>, MmaProducts::kShared, x,
+                                                 dpre, gradients, stream);
   }
-  return launch_products<T, typename Shapes::FewProducts, kSize>(op, x, dpre, gradients, stream);
+  return launch_product_tiles<T, typename Shapes::FewProducts, kSize>(op, x, dpre, gradients, stream);
 }
 
 template <typename T, class Source>
@@ -735,77 +730,77 @@ Status launch_few(const char *op, const Operands<T> &x, const Source &dpre, cons
 
 Status lltm_cuda(const Lltm &op, const Tensor *in, const Tensor *out, void *stream_) {
   auto *stream = static_cast<cudaStream_t>(stream_);
-  return dispatch(in[0].dtype, [&](auto type) {
+  return dispatch(in[op.kInput].dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    Operands<T> x = operands<T>(in[0], in[1], in[3]);
-    const Tensor &gates = out[2] || out[3].size() == 0 ? out[2] : out[3];
-    CellForward<T> cell = {in[2].as<const T>(), in[4].as<const T>(),       out[0].as<T>(),
-                           out[1].as<T>(),      gates.as<Accumulate<T>>(), x.state};
-    if (in_packets(x, cell.bias, cell.old_cell, cell.new_h, cell.new_cell, cell.gates))
+    Operands<T> x = operands<T>(in[op.kInput], in[op.kWeights], in[op.kOldH]);
+    const Tensor &gates = out[op.kGates] || out[op.kWork].size() == 0 ? out[op.kGates] : out[op.kWork];
+    CellForward<T> cell = {in[op.kBias].as<const T>(), in[op.kOldCell].as<const T>(), out[op.kNewH].as<T>(),
+                           out[op.kNewCell].as<T>(),   gates.as<Accumulate<T>>(),     x.state};
+    if (vectorizable(x, cell.bias, cell.old_cell, cell.new_h, cell.new_cell, cell.gates))
       return launch_gates<T, kVectorSize<T>>(op.name, x, cell, stream);
     return launch_gates<T, 1>(op.name, x, cell, stream);
   });
 }
 
-// `scratch`: its places, of the accumulate type.
+// `place` is the layout of `scratch`. `have_gates`: cell.gates is an input, and need not be recomputed.
 template <typename T, int kSize>
 Status lltm_backward(const LltmBackward &op, const Operands<T> &x, const T *bias, const CellBackward<T> &cell,
                      const LltmBackward::Scratch &place, Accumulate<T> *scratch, const Gradients<T> &gradients,
-                     bool kept, cudaStream_t stream) {
+                     bool have_gates, cudaStream_t stream) {
   constexpr int kCount = kSize == 1 ? 1 : 4;
   const int64_t all = 3 * x.state;
   T *dpre = reinterpret_cast<T *>(scratch);
   const bool few = x.rows * x.width() <= 36864, weights = gradients.dweights || gradients.dbias;
-  if (!kept)
+  if (!have_gates)
     AOT_TRY((launch_gates<T, kSize>(op.name, x, {bias, cell.old_cell, nullptr, nullptr, scratch + place.gates, x.state},
                                     stream)));
   if (few && x.width() <= 256)
-    return launch_few(op.name, x, OwnGradients<T>{cell}, gradients, weights || cell.dold_cell, stream);
+    return launch_few(op.name, x, ComputedGradients<T>{cell}, gradients, weights || cell.dold_cell, stream);
   if (x.rows > 0 && x.state > 0) {
     const dim3 grid(grid_size(ceil_div(x.state, 32 * kCount)), op.parts(x.rows));
     lltm_cell_backward_kernel<T, kCount><<<grid, kCellWarps * 32, 0, stream>>>(
         cell, dpre, gradients.dbias && !few ? scratch + place.sums : nullptr, x.rows);
     AOT_TRY(check_launch(op.name));
   }
-  if (few) return launch_few(op.name, x, KeptGradients<T>{dpre, all}, gradients, weights, stream);
-  if (gradients.dbias) {
-    lltm_dbias_kernel<<<grid_size(ceil_div(all, 256)), 256, 0, stream>>>(scratch + place.sums, op.parts(x.rows),
-                                                                         gradients.dbias, all);
-    AOT_TRY(check_launch(op.name));
-  }
+  if (few) return launch_few(op.name, x, LoadedGradients<T>{dpre, all}, gradients, weights, stream);
+  if (gradients.dbias)
+    AOT_TRY(sum_slices<double>(op.name, scratch + place.sums, op.parts(x.rows), gradients.dbias, all, stream));
   return launch_products<T, kSize>(op.name, x, dpre, gradients, scratch + place.library,
                                    (place.end - place.library) * sizeof(*scratch), stream);
 }
 
 Status lltm_backward_cuda(const LltmBackward &op, const Tensor *in, const Tensor *out, void *stream) {
-  if (!out[5]) return fail(kConventionMisused, "%s: workspace is missing", op.name);
-  return dispatch(in[2].dtype, [&](auto type) {
+  const Tensor &input = in[op.kInput], &old_h = in[op.kOldH], &gates = in[op.kGates], &work = out[op.kWork];
+  if (!work) return fail(kConventionMisused, "%s: workspace is missing", op.name);
+  return dispatch(input.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     using A = Accumulate<T>;
-    const Operands<T> x = operands<T>(in[2], in[3], in[5]);
-    const LltmBackward::Scratch place = op.scratch(in[2], in[5], bool(in[7]));
-    A *scratch = out[5].as<A>();
-    const T *bias = in[4].as<const T>();
-    auto incoming = [&](const Tensor &d) { return Incoming<T>{d.as<const T>(), d.ndim == 0}; };
-    const CellBackward<T> cell = {in[7] ? in[7].as<const A>() : scratch + place.gates,
-                                  in[6].as<const T>(),
-                                  incoming(in[0]),
-                                  incoming(in[1]),
-                                  out[4].as<T>(),
+    const Operands<T> x = operands<T>(input, in[op.kWeights], old_h);
+    const LltmBackward::Scratch place = op.scratch(input, old_h, bool(gates));
+    A *scratch = work.as<A>();
+    const T *bias = in[op.kBias].as<const T>();
+    auto output_gradient = [&](const Tensor &d) { return OutputGradient<T>{d.as<const T>(), d.ndim == 0}; };
+    const CellBackward<T> cell = {gates ? gates.as<const A>() : scratch + place.gates,
+                                  in[op.kOldCell].as<const T>(),
+                                  output_gradient(in[op.kDnewH]),
+                                  output_gradient(in[op.kDnewCell]),
+                                  out[op.kDoldCell].as<T>(),
                                   x.state};
-    const Gradients<T> gradients = {out[0].as<T>(), out[1].as<T>(), out[2].as<T>(), out[3].as<T>()};
+    const Gradients<T> gradients = {out[op.kDinput].as<T>(), out[op.kDweights].as<T>(), out[op.kDbias].as<T>(),
+                                    out[op.kDoldH].as<T>()};
     auto run = [&](auto size) {
-      return lltm_backward<T, size()>(op, x, bias, cell, place, scratch, gradients, bool(in[7]),
+      return lltm_backward<T, size()>(op, x, bias, cell, place, scratch, gradients, bool(gates),
                                       static_cast<cudaStream_t>(stream));
     };
-    const bool packets = in_packets(x, bias, cell.old_cell, cell.gates, cell.dnew_h.one ? nullptr : cell.dnew_h.data,
-                                    cell.dnew_cell.one ? nullptr : cell.dnew_cell.data, cell.dold_cell, scratch,
-                                    gradients.dinput, gradients.dweights, gradients.dold_h);
-    if (packets) return run(std::integral_constant<int, kVectorSize<T>>());
+    if (vectorizable(x, bias, cell.old_cell, cell.gates, cell.dnew_h.scalar ? nullptr : cell.dnew_h.data,
+                     cell.dnew_cell.scalar ? nullptr : cell.dnew_cell.data, cell.dold_cell, scratch, gradients.dinput,
+                     gradients.dweights, gradients.dold_h))
+      return run(std::integral_constant<int, kVectorSize<T>>());
     return run(std::integral_constant<int, 1>());
   });
 }
 
+}  // namespace
 }  // namespace AOT_ISA
 }  // namespace aot
 

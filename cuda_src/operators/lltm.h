@@ -1,5 +1,7 @@
-// lltm     of input (..., F), old_h and old_cell (..., S), with weights (3S, S + F) and bias (1, 3S) or (3S):
-//            pre = [old_h, input] weights^T + bias, in it S columns each of the input gate, output gate and candidate
+// lltm     input (..., F), old_h and old_cell (..., S), weights (3S, S + F), bias (1, 3S) or (3S)
+//            pre = [old_h, input] weights^T + bias, the pre-activations: S columns each of the input gate, the output
+//            gate
+//              and the candidate
 //            i, o, c = sigmoid(pre_i), sigmoid(pre_o), elu(pre_c)
 //            new_cell = old_cell + c * i,   new_h = tanh(new_cell) * o
 //          gates: i, o, c of each row, (..., 3S)
@@ -8,7 +10,7 @@
 //            dpre_c = dcell * i * elu'(pre_c), which is 1 where c > 0 and c + 1 elsewhere
 //            dold_cell = dcell,   [dold_h, dinput] = dpre weights,   dweights = dpre^T [old_h, input],
 //            dbias = sum over rows of dpre
-// The cell of PyTorch's tutorial "Custom C++ and CUDA Extensions"; there input and old_h are matrices.
+// The cell of PyTorch's tutorial "Custom C++ and CUDA Extensions", where input and old_h are matrices.
 #pragma once
 #include "gemm/matrix.h"
 
@@ -81,60 +83,68 @@ struct Lltm : LltmAttrs {
   static constexpr const char *name = "lltm";
   static constexpr Slot inputs[] = {{"input"}, {"weights"}, {"bias"}, {"old_h"}, {"old_cell"}};
   static constexpr Slot outputs[] = {{"new_h"}, {"new_cell"}, {"gates", optional}, {"workspace", workspace}};
+  enum Input { kInput, kWeights, kBias, kOldH, kOldCell };
+  enum Output { kNewH, kNewCell, kGates, kWork };
 
   Status infer(const Tensor *in, Spec *out) const {
-    const Spec &input = in[0], &old_h = in[3];
-    AOT_TRY(check(name, input, in[1], in[2], old_h, in[4]));
-    out[0] = old_h, out[1] = in[4], out[2] = gates(old_h);
+    const Spec &input = in[kInput], &old_h = in[kOldH], &old_cell = in[kOldCell];
+    AOT_TRY(check(name, input, in[kWeights], in[kBias], old_h, old_cell));
+    out[kNewH] = old_h, out[kNewCell] = old_cell, out[kGates] = gates(old_h);
     const int64_t all = 3 * old_h.size();
-    out[3] = Spec::vector(accumulate_dtype(old_h.dtype), !input.known() || !old_h.known()          ? kUnknownDim
-                                                         : large(all, width(old_h) + width(input)) ? all
-                                                                                                   : 0);
+    out[kWork] = Spec::vector(accumulate_dtype(old_h.dtype), !input.known() || !old_h.known()          ? kUnknownDim
+                                                             : large(all, width(old_h) + width(input)) ? all
+                                                                                                       : 0);
     return kOk;
   }
 
-  // Whether the sums of so many gates, each of so many terms, are cuBLASLt's on a GPU. It writes them out: to the
-  // gates that are kept, else to the workspace, so that the result is the same. Few terms do not pay for that.
+  // Whether a GPU computes `gates` pre-activations, each a sum of `terms` terms, with cuBLASLt. It writes them to
+  // memory: to `gates` if they are an output, else to the workspace, so that the results are the same. Short sums are
+  // faster in a kernel of our own, which does not write them.
   static bool large(int64_t gates, int64_t terms) { return terms >= 512 && library_workspace(gates, terms); }
 };
 
-// Absent gates are computed again. dnew_h and dnew_cell may have no axes: one number for all.
+// Absent gates are recomputed. dnew_h and dnew_cell may be 0-dimensional: one number for all elements.
 struct LltmBackward : LltmAttrs {
   static constexpr const char *name = "lltm_backward";
   static constexpr Slot inputs[] = {{"dnew_h"}, {"dnew_cell"}, {"input"},    {"weights"},
                                     {"bias"},   {"old_h"},     {"old_cell"}, {"gates", optional}};
   static constexpr Slot outputs[] = {{"dinput", optional}, {"dweights", optional},  {"dbias", optional},
                                      {"dold_h", optional}, {"dold_cell", optional}, {"workspace", workspace}};
+  enum Input { kDnewH, kDnewCell, kInput, kWeights, kBias, kOldH, kOldCell, kGates };
+  enum Output { kDinput, kDweights, kDbias, kDoldH, kDoldCell, kWork };
 
   Status infer(const Tensor *in, Spec *out) const {
-    const Spec &input = in[2], &old_h = in[5];
-    AOT_TRY(check(name, input, in[3], in[4], old_h, in[6]));
-    AOT_TRY(check_incoming("dnew_h", in[0], old_h));
-    AOT_TRY(check_incoming("dnew_cell", in[1], old_h));
-    if (in[7]) AOT_TRY(check_like(name, "gates", in[7], "the three gates of old_h", gates(old_h)));
-    out[0] = input, out[1] = in[3], out[2] = in[4], out[3] = old_h, out[4] = in[6];
-    out[5] = Spec::vector(accumulate_dtype(old_h.dtype),
-                          input.known() && old_h.known() ? scratch(input, old_h, bool(in[7])).end : kUnknownDim);
+    const Spec &input = in[kInput], &old_h = in[kOldH], &old_cell = in[kOldCell];
+    AOT_TRY(check(name, input, in[kWeights], in[kBias], old_h, old_cell));
+    AOT_TRY(check_incoming("dnew_h", in[kDnewH], old_h));
+    AOT_TRY(check_incoming("dnew_cell", in[kDnewCell], old_h));
+    if (in[kGates]) AOT_TRY(check_like(name, "gates", in[kGates], "the three gates of old_h", gates(old_h)));
+    out[kDinput] = input, out[kDweights] = in[kWeights], out[kDbias] = in[kBias];
+    out[kDoldH] = old_h, out[kDoldCell] = old_cell;
+    const bool known = input.known() && old_h.known();
+    out[kWork] =
+        Spec::vector(accumulate_dtype(old_h.dtype), known ? scratch(input, old_h, bool(in[kGates])).end : kUnknownDim);
     return kOk;
   }
 
-  // What the workspace has, in elements: first dpre, which is rounded, for what is multiplied has one type. On CUDA
-  // there follow, each from here on: absent gates, partial sums of dbias, and cuBLASLt's scratch.
+  // The layout of the workspace, as offsets in elements. dpre comes first; it is rounded to the dtype, because both
+  // operands of a product have the same type. On CUDA it is followed by recomputed gates, the partial sums of dbias and
+  // cuBLASLt's scratch.
   struct Scratch {
     int64_t gates, sums, library, end;
   };
-  Scratch scratch(const Spec &input, const Spec &old_h, bool kept) const {
+  Scratch scratch(const Spec &input, const Spec &old_h, bool have_gates) const {
     const int64_t all = 3 * old_h.size(), columns = 3 * width(old_h);
     const DType sums = accumulate_dtype(old_h.dtype);
     Scratch s;
     s.gates = workspace_elements(all, old_h.dtype);
     if (!kIsCuda) return s.sums = s.library = s.end = s.gates, s;
-    s.sums = s.gates + (kept ? 0 : workspace_elements(all, sums));
+    s.sums = s.gates + (have_gates ? 0 : workspace_elements(all, sums));
     s.library = s.sums + workspace_elements(parts(rows(old_h)) * columns, sums);
     s.end = s.library + library_workspace(all, width(old_h) + width(input));
     return s;
   }
-  // Into how many the rows are cut for dbias.
+  // The parts of the rows for which dbias has partial sums.
   static int parts(int64_t rows) { return static_cast<int>(rows < 64 ? 1 : rows < 64 * 64 ? rows / 64 : 64); }
 
  private:

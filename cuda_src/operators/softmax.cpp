@@ -6,9 +6,11 @@
 
 namespace aot {
 inline namespace AOT_ISA {
+namespace {
 
 // ------------------------------------------------------------------------------------------ loops along the last axis
 
+// `next` is prefetched. `buffer` is row_buffer()'s.
 template <typename T, typename A = Accumulate<T>>
 void softmax_row(const T *x, const T *next, T *y, A *buffer, int64_t n, bool stream) {
   auto write = [=](auto e, A scale) {
@@ -20,15 +22,15 @@ void softmax_row(const T *x, const T *next, T *y, A *buffer, int64_t n, bool str
     write([=](int64_t j, auto part) { return load(buffer + j, part); }, static_cast<A>(1 / s.sum));
   } else {
     auto s = exponentials<false>(x, next, n, [](int64_t, Vec<T>, auto) {});
-    write([=](int64_t j, auto part) { return exp_nonpositive<T>(load(x + j, part) - s.top); },
+    write([=](int64_t j, auto part) { return exp_nonpositive<T>(load(x + j, part) - s.max); },
           static_cast<A>(1 / s.sum));
   }
 }
 
 template <typename T, typename A = Accumulate<T>>
 void softmax_loop(const T *x, T *y, int64_t rows, int64_t n) {
-  const bool stream = streams(rows * n * sizeof(T));
-  parallel_pieces(rows, rows_piece(n), [=](int64_t begin, int64_t end) {
+  const bool stream = worth_streaming(rows * n * sizeof(T));
+  parallel_pieces(rows, rows_per_task(n), [=](int64_t begin, int64_t end) {
     A *buffer = row_buffer<T>(n);
     for (int64_t i = begin; i < end; ++i) {
       const T *next = x + (i + 1 < end ? i + 1 : i) * n;
@@ -38,16 +40,16 @@ void softmax_loop(const T *x, T *y, int64_t rows, int64_t n) {
   });
 }
 
+// `next`: the distance to the row to prefetch.
 template <typename T>
 void softmax_backward_row(const T *dy, const T *y, T *dx, int64_t next, int64_t n, bool stream) {
-  constexpr int64_t block = 4096;
   double dot = 0;
-  for (int64_t begin = 0; begin < n; begin += block) {
+  for_blocks(n, [&](int64_t begin, int64_t size) {
     Vec<T> s[4] = {};
-    sweep_sums<T>(n - begin < block ? n - begin : block,
+    sweep_sums<T>(size,
                   [&](int64_t j, auto part, int k) { s[k] += load(dy + begin + j, part) * load(y + begin + j, part); });
-    dot += sum<Accumulate<T>>((s[0] + s[1]) + (s[2] + s[3]));
-  }
+    dot += sum_of_4<T>(s);
+  });
   const auto c = static_cast<Accumulate<T>>(dot);
   auto step = [=](int64_t j, auto part) {
     __builtin_prefetch(dy + next + j);
@@ -59,8 +61,8 @@ void softmax_backward_row(const T *dy, const T *y, T *dx, int64_t next, int64_t 
 
 template <typename T>
 void softmax_backward_loop(const T *dy, const T *y, T *dx, int64_t rows, int64_t n) {
-  const bool stream = streams(rows * n * sizeof(T));
-  parallel_pieces(rows, rows_piece(n), [=](int64_t begin, int64_t end) {
+  const bool stream = worth_streaming(rows * n * sizeof(T));
+  parallel_pieces(rows, rows_per_task(n), [=](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i)
       softmax_backward_row(dy + i * n, y + i * n, dx + i * n, i + 1 < end ? n : 0, n, stream);
     if (stream) end_stream();
@@ -69,27 +71,28 @@ void softmax_backward_loop(const T *dy, const T *y, T *dx, int64_t rows, int64_t
 
 // ------------------------------------------------------------------------------------------- loops along another axis
 
-// f(at, width) for tiles of neighbouring columns, `at` where the first begins: so many that a row of them is a few
-// lines of memory, and so few that what is kept for each stays in the first cache.
+// x is (outer, n, inner). Adjacent columns along inner are processed in groups: large enough for full cache lines,
+// small enough for a group's maxima and sums to stay in the L1 cache.
 template <typename T>
-constexpr int64_t kTile = 16 * kLanes<T>;
+constexpr int64_t kColumns = 16 * kLanes<T>;
 
+// f(at, width) for each group of `width` columns, the first of which begins at element `at`.
 template <typename T, class F>
-void each_tile(int64_t outer, int64_t n, int64_t inner, F f) {
-  const int64_t tiles = ceil_div(inner, kTile<T>);
-  parallel_pieces(outer * tiles, rows_piece(n * kTile<T>), [=](int64_t begin, int64_t end) {
-    for (int64_t b = begin; b < end; ++b) {
-      const int64_t column = b % tiles * kTile<T>, left = inner - column;
-      f(b / tiles * n * inner + column, left < kTile<T> ? left : kTile<T>);
+void each_column_group(int64_t outer, int64_t n, int64_t inner, F f) {
+  const int64_t groups = ceil_div(inner, kColumns<T>);
+  parallel_pieces(outer * groups, rows_per_task(n * kColumns<T>), [=](int64_t begin, int64_t end) {
+    for (int64_t g = begin; g < end; ++g) {
+      const int64_t column = g % groups * kColumns<T>, left = inner - column;
+      f(g / groups * n * inner + column, left < kColumns<T> ? left : kColumns<T>);
     }
   });
 }
 
-// sum[j] = the sum of term(i, j, part) for i < n, of sums of kRun terms: the roundings of a long one do not pile up.
+// sum[j] = the sum of term(i, j, part) for i < n, from partial sums of kRun terms, which limits rounding errors.
 template <typename T, typename A, class Term>
 AOT_INLINE void sum_axis(int64_t n, int64_t width, A *sum, Term term) {
   constexpr int64_t kRun = 256;
-  A run[kTile<T>];
+  A run[kColumns<T>];
   for (int64_t j = 0; j < width; ++j) sum[j] = 0;
   for (int64_t i = 0; i < n;) {
     const int64_t end = n - i < kRun ? n : i + kRun;
@@ -102,28 +105,28 @@ AOT_INLINE void sum_axis(int64_t n, int64_t width, A *sum, Term term) {
 
 template <typename T, typename A = Accumulate<T>>
 void softmax_axis_loop(const T *x, T *y, int64_t outer, int64_t n, int64_t inner) {
-  each_tile<T>(outer, n, inner, [=](int64_t at, int64_t width) {
-    A top[kTile<T>], sum[kTile<T>];
-    sweep<T>(width, [&](int64_t j, auto part) { store(top + j, load(x + at + j, part), part); });
+  each_column_group<T>(outer, n, inner, [=](int64_t at, int64_t width) {
+    A max[kColumns<T>], sum[kColumns<T>];
+    sweep<T>(width, [&](int64_t j, auto part) { store(max + j, load(x + at + j, part), part); });
     for (int64_t i = 1; i < n; ++i)
       sweep<T>(width, [&, row = x + at + i * inner](int64_t j, auto part) {
-        Vec<T> v = load(row + j, part), t = load(top + j, part);
-        store(top + j, v > t ? v : t, part);
+        Vec<T> v = load(row + j, part), m = load(max + j, part);
+        store(max + j, v > m ? v : m, part);
       });
     sum_axis<T>(n, width, sum, [&](int64_t i, int64_t j, auto part) {
-      return exp_nonpositive<T>(load(x + at + i * inner + j, part) - load(top + j, part));
+      return exp_nonpositive<T>(load(x + at + i * inner + j, part) - load(max + j, part));
     });
     for (int64_t i = 0; i < n; ++i)
       sweep<T>(width, [&, from = x + at + i * inner, to = y + at + i * inner](int64_t j, auto part) {
-        store(to + j, exp_nonpositive<T>(load(from + j, part) - load(top + j, part)) / load(sum + j, part), part);
+        store(to + j, exp_nonpositive<T>(load(from + j, part) - load(max + j, part)) / load(sum + j, part), part);
       });
   });
 }
 
 template <typename T, typename A = Accumulate<T>>
 void softmax_backward_axis_loop(const T *dy, const T *y, T *dx, int64_t outer, int64_t n, int64_t inner) {
-  each_tile<T>(outer, n, inner, [=](int64_t at, int64_t width) {
-    A sum[kTile<T>];
+  each_column_group<T>(outer, n, inner, [=](int64_t at, int64_t width) {
+    A sum[kColumns<T>];
     sum_axis<T>(n, width, sum, [&](int64_t i, int64_t j, auto part) {
       const int64_t from = at + i * inner + j;
       return load(dy + from, part) * load(y + from, part);
@@ -137,29 +140,29 @@ void softmax_backward_axis_loop(const T *dy, const T *y, T *dx, int64_t outer, i
 
 // ----------------------------------------------------------------------------------------------------- launchers
 
-inline Status softmax_cpu(const Softmax &op, const Tensor *in, const Tensor *out, void *) {
-  return dispatch_floating(in[0].dtype, [&](auto zero) {
+Status softmax_cpu(const Softmax &op, const Tensor *in, const Tensor *out, void *) {
+  const Tensor &x = in[0], &y = out[0];
+  const Softmax::Axes a = op.axes(x);
+  return dispatch_floating(x.dtype, [&](auto zero) {
     using T = decltype(zero);
-    const T *x = in[0].as<T>();
-    T *y = out[0].as<T>();
-    auto a = op.axes(in[0]);
-    a.inner == 1 ? softmax_loop(x, y, a.outer, a.n) : softmax_axis_loop(x, y, a.outer, a.n, a.inner);
+    a.inner == 1 ? softmax_loop(x.as<const T>(), y.as<T>(), a.outer, a.n)
+                 : softmax_axis_loop(x.as<const T>(), y.as<T>(), a.outer, a.n, a.inner);
     return kOk;
   });
 }
 
-inline Status softmax_backward_cpu(const SoftmaxBackward &op, const Tensor *in, const Tensor *out, void *) {
-  return dispatch_floating(in[0].dtype, [&](auto zero) {
+Status softmax_backward_cpu(const SoftmaxBackward &op, const Tensor *in, const Tensor *out, void *) {
+  const Tensor &dy = in[0], &y = in[1], &dx = out[0];
+  const SoftmaxBackward::Axes a = op.axes(y);
+  return dispatch_floating(y.dtype, [&](auto zero) {
     using T = decltype(zero);
-    const T *dy = in[0].as<T>(), *y = in[1].as<T>();
-    T *dx = out[0].as<T>();
-    auto a = op.axes(in[1]);
-    a.inner == 1 ? softmax_backward_loop(dy, y, dx, a.outer, a.n)
-                 : softmax_backward_axis_loop(dy, y, dx, a.outer, a.n, a.inner);
+    a.inner == 1 ? softmax_backward_loop(dy.as<const T>(), y.as<const T>(), dx.as<T>(), a.outer, a.n)
+                 : softmax_backward_axis_loop(dy.as<const T>(), y.as<const T>(), dx.as<T>(), a.outer, a.n, a.inner);
     return kOk;
   });
 }
 
+}  // namespace
 }  // namespace AOT_ISA
 }  // namespace aot
 

@@ -4,11 +4,12 @@
 
 namespace aot {
 inline namespace AOT_ISA {
+namespace {
 
 // --------------------------------------------------------------------------------------- kernels along the last axis
 
 template <typename T>
-__device__ inline Accumulate<T> dot(const Vector<T> &v, const Vector<T> &w) {
+__device__ Accumulate<T> dot(const Vector<T> &v, const Vector<T> &w) {
   auto a = widen(v), b = widen(w);
   Accumulate<T> sum = 0;
 #pragma unroll
@@ -19,34 +20,34 @@ __device__ inline Accumulate<T> dot(const Vector<T> &v, const Vector<T> &w) {
 template <class Shape, typename T = typename Shape::T, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     softmax_kernel(const T *x, T *y, int64_t rows, int64_t cols) {
-  RowTile<Shape> tile(cols);
-  bool present = tile.present(rows);
+  RegisterRow<Shape> part(cols);
+  bool present = part.present(rows);
   Vector<T> v[Shape::kVectors];
-  tile.load(x, present, kMinusInfinity, v);
+  part.load(x, present, kMinusInfinity, v);
   RowExchange<Shape, Exponentials<A>> exchange;
-  auto [row, scale] = row_exponentials<false>(v, tile, exchange);
+  auto [row, scale] = row_exponentials<false>(v, part, exchange);
   Probability<T, A> p(row, scale);
-  tile.store(y, present, [&](int i, int k) { return p.of_left(widen(v[i])[k]); });
+  part.store(y, present, [&](int i, int k) { return p.of_exponential(widen(v[i])[k]); });
 }
 
 template <class Shape, typename T = typename Shape::T, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     softmax_backward_kernel(const T *dy, const T *y, T *dx, int64_t rows, int64_t cols) {
-  RowTile<Shape> tile(cols);
-  bool present = tile.present(rows);
+  RegisterRow<Shape> part(cols);
+  bool present = part.present(rows);
   Vector<T> d[Shape::kVectors], v[Shape::kVectors];
-  tile.load(dy, present, 0, d);
-  tile.load(y, present, 0, v);
+  part.load(dy, present, 0, d);
+  part.load(y, present, 0, v);
   RowExchange<Shape, Sums<1, A>> exchange;
   Sums<1, A> sum = {};
 #pragma unroll
   for (int i = 0; i < Shape::kVectors; ++i) {
     sum.value[0] += dot(d[i], v[i]);
-    if constexpr (sizeof(T) == 2) forget(d[i], tile.zero()), forget(v[i], tile.zero());
+    if constexpr (sizeof(T) == 2) keep_packed(d[i], part.opaque_zero()), keep_packed(v[i], part.opaque_zero());
   }
   if constexpr (Shape::kSpan == Span::warp) sum = sum_lanes<Shape::kLanes>(sum);
   else sum = sum_row(sum, exchange);
-  tile.store(dx, present, [&](int i, int k) { return widen(v[i])[k] * (widen(d[i])[k] - sum.value[0]); });
+  part.store(dx, present, [&](int i, int k) { return widen(v[i])[k] * (widen(d[i])[k] - sum.value[0]); });
 }
 
 template <typename T, typename A = Accumulate<T>>
@@ -66,7 +67,7 @@ __global__ void __launch_bounds__(kAnyRowThreads)
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
     const T *d = dy + row * cols;
     Sums<1, A> sum = {};
-    each_of_row(y + row * cols, cols, [&](int64_t c, A y) { sum.value[0] += widen(d[c]) * y; });
+    for_each_in_row(y + row * cols, cols, [&](int64_t c, A y) { sum.value[0] += widen(d[c]) * y; });
     sum = sum_row(sum, exchange);
     map_row(y + row * cols, dx + row * cols, cols, [&](int64_t c, A y) { return y * (widen(d[c]) - sum.value[0]); });
   }
@@ -74,13 +75,13 @@ __global__ void __launch_bounds__(kAnyRowThreads)
 
 // ---------------------------------------------------------------------------------------- kernels along another axis
 
-// x is (outer, n, inner). A block takes 32 neighbours along inner, so that its loads are runs of memory, and shares out
-// the axis among its kAxisRows rows of threads. Each element is read twice, the second time from a cache if n is small.
+// x is (outer, n, inner). A block takes kAxisCols neighbouring columns along inner, so that its loads coalesce, and its
+// kAxisRows rows of threads share the axis n. Each element is read twice, the second time from a cache if n is small.
 constexpr int kAxisCols = 32, kAxisRows = 16;
 
-// f(where this thread's column begins, whether there is one), for every column of the block.
+// Calls f(base, present) for each column of this thread: its first element, and whether there is such a column.
 template <class F>
-__device__ inline void each_column(int64_t outer, int64_t n, int64_t inner, F f) {
+__device__ void each_column(int64_t outer, int64_t n, int64_t inner, F f) {
   for (int64_t o = blockIdx.y; o < outer; o += gridDim.y)
     for (int64_t first = int64_t{blockIdx.x} * kAxisCols; first < inner; first += int64_t{gridDim.x} * kAxisCols)
       f(o * n * inner + first + threadIdx.x, first + threadIdx.x < inner);
@@ -94,7 +95,7 @@ __global__ void __launch_bounds__(kAxisCols *kAxisRows)
     Exponentials<A> s = Exponentials<A>::none();
     if (present)
       for (int64_t i = threadIdx.y; i < n; i += kAxisRows) add<T>(s, A(widen(x[base + i * inner])));
-    __syncthreads();  // the parts of the block's columns before have been read
+    __syncthreads();  // `parts` of the previous columns has been read
     parts[threadIdx.y][threadIdx.x] = s;
     __syncthreads();
     s = parts[0][threadIdx.x];
@@ -130,38 +131,39 @@ __global__ void __launch_bounds__(kAxisCols *kAxisRows)
 
 // ------------------------------------------------------------------------------------------------------- launchers
 
-// Blocks of a cluster tell each other sixteen bytes at most: too few for float64.
+// No ClusterRow for float64: blocks of a cluster exchange at most 16 bytes, too few for Exponentials<double>.
 template <typename T>
 constexpr auto softmax_shapes() {
   if constexpr (sizeof(T) == 2)
-    return RowTileShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 16, 2>, WarpRow<T, 32, 2>, WarpRow<T, 32, 3>,
-                         WarpRow<T, 32, 4>, BlockRow<T, 4>, BlockRow<T, 8>, ClusterRow<T, 8, 256>, ClusterRow<T, 8>>();
+    return RegisterRowShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 16, 2>, WarpRow<T, 32, 2>,
+                             WarpRow<T, 32, 3>, WarpRow<T, 32, 4>, BlockRow<T, 4>, BlockRow<T, 8>,
+                             ClusterRow<T, 8, 256>, ClusterRow<T, 8>>();
   else if constexpr (sizeof(T) == 4)
-    return RowTileShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 16, 2>, WarpRow<T, 32, 2>, BlockRow<T, 4>,
-                         BlockRow<T, 8, 1024>, ClusterRow<T, 8, 256>, ClusterRow<T, 16, 256, 512>>();
+    return RegisterRowShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 16, 2>, WarpRow<T, 32, 2>, BlockRow<T, 4>,
+                             BlockRow<T, 8, 1024>, ClusterRow<T, 8, 256>, ClusterRow<T, 16, 256, 512>>();
   else
-    return RowTileShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 16, 2>, WarpRow<T, 32, 2>, WarpRow<T, 32, 4>,
-                         BlockRow<T, 4>, BlockRow<T, 8, 512, 512>>();
+    return RegisterRowShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 16, 2>, WarpRow<T, 32, 2>,
+                             WarpRow<T, 32, 4>, BlockRow<T, 4>, BlockRow<T, 8, 512, 512>>();
 }
 
 template <typename T>
 constexpr auto softmax_backward_shapes() {
   if constexpr (sizeof(T) < 8)
-    return RowTileShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 16, 2>, WarpRow<T, 32, 2>, WarpRow<T, 32, 3>,
-                         WarpRow<T, 32, 4>, BlockRow<T, 4>, ClusterRow<T, 4, 256>, ClusterRow<T, 4>,
-                         ClusterRow<T, 8, 512, 512>>();
+    return RegisterRowShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 16, 2>, WarpRow<T, 32, 2>,
+                             WarpRow<T, 32, 3>, WarpRow<T, 32, 4>, BlockRow<T, 4>, ClusterRow<T, 4, 256>,
+                             ClusterRow<T, 4>, ClusterRow<T, 8, 512, 512>>();
   else
-    return RowTileShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 16, 2>, WarpRow<T, 32, 2>, WarpRow<T, 32, 4>,
-                         BlockRow<T, 4>, BlockRow<T, 8, 512, 512>>();
+    return RegisterRowShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 16, 2>, WarpRow<T, 32, 2>,
+                             WarpRow<T, 32, 4>, BlockRow<T, 4>, BlockRow<T, 8, 512, 512>>();
 }
 
 template <typename T>
 Status softmax_rows(const T *x, T *y, int64_t rows, int64_t cols, const DeviceLimits &device, void *stream) {
-  auto launch = [&](auto shape, const RowTilePlan &plan) {
+  auto launch = [&](auto shape, const RegisterRowPlan &plan) {
     using Shape = decltype(shape);
-    return launch_row_tiles<Shape>(Softmax::name, plan, rows, softmax_kernel<Shape>, stream, x, y, rows, cols);
+    return launch_register_rows<Shape>(Softmax::name, plan, rows, softmax_kernel<Shape>, stream, x, y, rows, cols);
   };
-  return dispatch_row_tiles(softmax_shapes<T>(), row_vectors<T>(cols, x, y), device, launch, [&] {
+  return dispatch_register_rows(softmax_shapes<T>(), row_vectors<T>(cols, x, y), device, launch, [&] {
     softmax_any_kernel<<<grid_size(rows), any_row_block(cols), 0, static_cast<cudaStream_t>(stream)>>>(x, y, rows,
                                                                                                        cols);
     return check_launch(Softmax::name);
@@ -171,52 +173,52 @@ Status softmax_rows(const T *x, T *y, int64_t rows, int64_t cols, const DeviceLi
 template <typename T>
 Status softmax_backward_rows(const T *dy, const T *y, T *dx, int64_t rows, int64_t cols, const DeviceLimits &device,
                              void *stream) {
-  auto launch = [&](auto shape, const RowTilePlan &plan) {
+  auto launch = [&](auto shape, const RegisterRowPlan &plan) {
     using Shape = decltype(shape);
-    return launch_row_tiles<Shape>(SoftmaxBackward::name, plan, rows, softmax_backward_kernel<Shape>, stream, dy, y, dx,
-                                   rows, cols);
+    return launch_register_rows<Shape>(SoftmaxBackward::name, plan, rows, softmax_backward_kernel<Shape>, stream, dy, y,
+                                       dx, rows, cols);
   };
-  return dispatch_row_tiles(softmax_backward_shapes<T>(), row_vectors<T>(cols, dy, y, dx), device, launch, [&] {
+  return dispatch_register_rows(softmax_backward_shapes<T>(), row_vectors<T>(cols, dy, y, dx), device, launch, [&] {
     softmax_backward_any_kernel<<<grid_size(rows), any_row_block(cols), 0, static_cast<cudaStream_t>(stream)>>>(
         dy, y, dx, rows, cols);
     return check_launch(SoftmaxBackward::name);
   });
 }
 
-inline dim3 axis_grid(const Softmax::Axes &a) {
+dim3 axis_grid(const Softmax::Axes &a) {
   return {grid_size(ceil_div(a.inner, kAxisCols)), static_cast<unsigned>(std::min<int64_t>(a.outer, 65535))};
 }
 
 Status softmax_cuda(const Softmax &op, const Tensor *in, const Tensor *out, void *stream) {
+  const Tensor &x = in[0], &y = out[0];
+  const Softmax::Axes a = op.axes(x);
   DeviceLimits device;
   AOT_TRY(device_limits(Softmax::name, &device));
-  return dispatch(in[0].dtype, [&](auto type) {
+  return dispatch(x.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    const T *x = in[0].as<const T>();
-    T *y = out[0].as<T>();
-    auto a = op.axes(in[0]);
-    if (a.inner == 1) return softmax_rows(x, y, a.outer, a.n, device, stream);
+    if (a.inner == 1) return softmax_rows(x.as<const T>(), y.as<T>(), a.outer, a.n, device, stream);
     softmax_axis_kernel<<<axis_grid(a), dim3(kAxisCols, kAxisRows), 0, static_cast<cudaStream_t>(stream)>>>(
-        x, y, a.outer, a.n, a.inner);
+        x.as<const T>(), y.as<T>(), a.outer, a.n, a.inner);
     return check_launch(Softmax::name);
   });
 }
 
 Status softmax_backward_cuda(const SoftmaxBackward &op, const Tensor *in, const Tensor *out, void *stream) {
+  const Tensor &dy = in[0], &y = in[1], &dx = out[0];
+  const SoftmaxBackward::Axes a = op.axes(y);
   DeviceLimits device;
   AOT_TRY(device_limits(SoftmaxBackward::name, &device));
-  return dispatch(in[0].dtype, [&](auto type) {
+  return dispatch(y.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    const T *dy = in[0].as<const T>(), *y = in[1].as<const T>();
-    T *dx = out[0].as<T>();
-    auto a = op.axes(in[1]);
-    if (a.inner == 1) return softmax_backward_rows(dy, y, dx, a.outer, a.n, device, stream);
+    if (a.inner == 1)
+      return softmax_backward_rows(dy.as<const T>(), y.as<const T>(), dx.as<T>(), a.outer, a.n, device, stream);
     softmax_backward_axis_kernel<<<axis_grid(a), dim3(kAxisCols, kAxisRows), 0, static_cast<cudaStream_t>(stream)>>>(
-        dy, y, dx, a.outer, a.n, a.inner);
+        dy.as<const T>(), y.as<const T>(), dx.as<T>(), a.outer, a.n, a.inner);
     return check_launch(SoftmaxBackward::name);
   });
 }
 
+}  // namespace
 }  // namespace AOT_ISA
 }  // namespace aot
 

@@ -1,4 +1,4 @@
-// softmax over one axis of x; a row is what that axis spans, n elements of it
+// softmax along one axis of x, of n elements
 //          y = exp(x - max(x)) / sum(exp(x - max(x)))
 // gradient dx = y * (dy - sum(dy * y))
 // The arguments are torch.nn.functional.softmax's.
@@ -39,8 +39,9 @@ struct Softmax : SoftmaxAttrs {
   static constexpr Slot outputs[] = {{"y"}};
 
   Status infer(const Tensor *in, Spec *out) const {
-    AOT_TRY(check_x(name, "x", in[0]));
-    out[0] = in[0];
+    const Spec &x = in[0];
+    AOT_TRY(check_x(name, "x", x));
+    out[0] = x;
     return kOk;
   }
 };
@@ -51,9 +52,10 @@ struct SoftmaxBackward : SoftmaxAttrs {
   static constexpr Slot outputs[] = {{"dx"}};
 
   Status infer(const Tensor *in, Spec *out) const {
-    AOT_TRY(check_x(name, "y", in[1]));
-    AOT_TRY(check_like(name, "dy", in[0], "y", in[1]));
-    out[0] = in[1];
+    const Spec &dy = in[0], &y = in[1];
+    AOT_TRY(check_x(name, "y", y));
+    AOT_TRY(check_like(name, "dy", dy, "y", y));
+    out[0] = y;
     return kOk;
   }
 };

@@ -6,6 +6,7 @@
 
 namespace aot {
 inline namespace AOT_ISA {
+namespace {
 
 // --------------------------------------------------------------------------------------------------------- loops
 
@@ -19,7 +20,7 @@ void swiglu_loop(const T *gate, const T *up, T *y, int64_t n) {
 
 template <typename T>
 void swiglu_backward_loop(const T *dy, const T *gate, const T *up, T *dgate, T *dup, int64_t n) {
-  each(dgate, n, alike(dgate, dup), [=](int64_t i, auto part) {
+  each(dgate, n, same_alignment(dgate, dup), [=](int64_t i, auto part) {
     Vec<T> d = load(dy + i, part), g = load(gate + i, part);
     const Logistic<T> s(g);
     store(dgate + i, d * load(up + i, part) * (s.value + g * s.slope()), part);
@@ -29,22 +30,25 @@ void swiglu_backward_loop(const T *dy, const T *gate, const T *up, T *dgate, T *
 
 // ----------------------------------------------------------------------------------------------------- launchers
 
-inline Status swiglu_cpu(const Swiglu &, const Tensor *in, const Tensor *out, void *) {
-  return dispatch_floating(in[0].dtype, [&](auto zero) {
+Status swiglu_cpu(const Swiglu &, const Tensor *in, const Tensor *out, void *) {
+  const Tensor &gate = in[0], &up = in[1], &y = out[0];
+  return dispatch_floating(gate.dtype, [&](auto zero) {
     using T = decltype(zero);
-    swiglu_loop(in[0].as<T>(), in[1].as<T>(), out[0].as<T>(), out[0].size());
+    swiglu_loop(gate.as<T>(), up.as<T>(), y.as<T>(), gate.size());
     return kOk;
   });
 }
 
-inline Status swiglu_backward_cpu(const SwigluBackward &, const Tensor *in, const Tensor *out, void *) {
-  return dispatch_floating(in[0].dtype, [&](auto zero) {
+Status swiglu_backward_cpu(const SwigluBackward &, const Tensor *in, const Tensor *out, void *) {
+  const Tensor &dy = in[0], &gate = in[1], &up = in[2], &dgate = out[0], &dup = out[1];
+  return dispatch_floating(gate.dtype, [&](auto zero) {
     using T = decltype(zero);
-    swiglu_backward_loop(in[0].as<T>(), in[1].as<T>(), in[2].as<T>(), out[0].as<T>(), out[1].as<T>(), in[0].size());
+    swiglu_backward_loop(dy.as<T>(), gate.as<T>(), up.as<T>(), dgate.as<T>(), dup.as<T>(), gate.size());
     return kOk;
   });
 }
 
+}  // namespace
 }  // namespace AOT_ISA
 }  // namespace aot
 

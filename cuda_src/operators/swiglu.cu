@@ -5,6 +5,7 @@
 
 namespace aot {
 inline namespace AOT_ISA {
+namespace {
 
 // --------------------------------------------------------------------------------------------------------- kernels
 
@@ -48,6 +49,7 @@ Status swiglu_backward_cuda(const SwigluBackward &, const Tensor *in, const Tens
   });
 }
 
+}  // namespace
 }  // namespace AOT_ISA
 }  // namespace aot
 

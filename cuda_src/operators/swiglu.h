@@ -1,4 +1,4 @@
-// swiglu   y = silu(gate) * up,   silu(g) = g * s(g),   s(g) = 1 / (1 + exp(-g)), equal shapes
+// swiglu   y = silu(gate) * up,   silu(g) = g * s(g),   s(g) = 1 / (1 + exp(-g)); gate and up have the same shape
 // gradient dgate = dy * up * s * (1 + gate * (1 - s)),   dup = dy * silu(gate)
 // Shazeer, arXiv:2002.05202.
 #pragma once
@@ -23,8 +23,9 @@ struct Swiglu : SwigluAttrs {
   static constexpr Slot outputs[] = {{"y"}};
 
   Status infer(const Tensor *in, Spec *out) const {
-    AOT_TRY(check(name, in[0], in[1]));
-    out[0] = in[0];
+    const Spec &gate = in[0], &up = in[1];
+    AOT_TRY(check(name, gate, up));
+    out[0] = gate;
     return kOk;
   }
 };
@@ -35,9 +36,10 @@ struct SwigluBackward : SwigluAttrs {
   static constexpr Slot outputs[] = {{"dgate"}, {"dup"}};
 
   Status infer(const Tensor *in, Spec *out) const {
-    AOT_TRY(check(name, in[1], in[2]));
-    AOT_TRY(check_like(name, "dy", in[0], "gate", in[1]));
-    out[0] = out[1] = in[1];
+    const Spec &dy = in[0], &gate = in[1], &up = in[2];
+    AOT_TRY(check(name, gate, up));
+    AOT_TRY(check_like(name, "dy", dy, "gate", gate));
+    out[0] = out[1] = gate;
     return kOk;
   }
 };

@@ -1,4 +1,4 @@
-// add_layer_norm: y = layer_norm(h), h = x + residual: see norm.h.
+// add_layer_norm: y = layer_norm(h), h = x + residual (norm.h).
 #pragma once
 #include "norm.h"
 

@@ -1,4 +1,4 @@
-// add_rms_norm: y = rms_norm(h), h = x + residual: see norm.h.
+// add_rms_norm: y = rms_norm(h), h = x + residual (norm.h).
 #pragma once
 #include "norm.h"
 

@@ -1,4 +1,4 @@
-// layer_norm: see norm.h. The arguments are torch.nn.functional.layer_norm's.
+// layer_norm (norm.h). The arguments are torch.nn.functional.layer_norm's.
 #pragma once
 #include "norm.h"
 

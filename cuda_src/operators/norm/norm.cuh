@@ -1,7 +1,20 @@
-// The norms on CUDA, forward and backward: kernels and launchers, which an operator instantiates (../norm.h).
+// The norms on CUDA: kernels and launchers, which each operator instantiates (norm.h). The kernel by row length:
+//
+//            row length       kernel                                                             blocks
+//   forward  up to 2 KiB      norm_kernel, 1 to 4 rows for each warp                             one-shot
+//            up to 32 KiB     norm_kernel, a row for each block (up to 64 KiB with kMost = 8)    one-shot
+//            up to 512 KiB    norm_long_kernel, a row for each cluster                           persistent
+//   backward up to 512 bytes  norm_backward_kernel, 1 to 4 rows for each warp                    persistent
+//            up to 32 KiB     norm_backward_kernel, one or more rows for each block              persistent
+//            up to 512 KiB    norm_backward_kernel, a row for each cluster                       persistent
+//   both     others           norm_any_kernel, norm_backward_any_kernel, norm_partials_any_kernel
+//
+// Others are longer rows, rows that are not aligned to 16 bytes, rows for whose pipelines the device has too little
+// shared memory, and rows that need clusters before compute capability 9.0. norm_rows() and norm_backward_rows()
+// choose. After each backward, sum_partials_kernel adds up dweight and dbias.
 #pragma once
 #include "norm.h"
-#include "row_loop.cuh"
+#include "persistent_rows.cuh"
 
 namespace aot {
 inline namespace AOT_ISA {
@@ -11,23 +24,23 @@ inline namespace AOT_ISA {
 __device__ inline float reciprocal_root(float x) { return rsqrtf(x); }
 __device__ inline double reciprocal_root(double x) { return rsqrt(x); }
 
-// 1 / sqrt(x); of a variance that has overflowed NaN: 0 would make the row's result one of the bias alone. A mean
-// square has 0, as the formula does and torch.
+// 1 / sqrt(x). An overflowed variance gives NaN: with 0, y would silently be the bias alone. An overflowed mean square
+// gives 0, as in the formula and in torch.
 template <bool kCentred, typename A>
 __device__ inline A reciprocal_deviation(A x) {
   return kCentred ? fma(x, A(0), reciprocal_root(x)) : reciprocal_root(x);
 }
 
-// squares: the sum of the squares of the differences from the mean, or, without one, of the numbers themselves
+// squares: the sum of squares of x - mean, or of x if there is no mean
 template <typename A>
 struct Moments {
   A mean, squares;
 };
 
-// Keeps the compiler from holding on to what a vector has been widened to: a row of 16 bits waits in half the
-// registers.
+// Keeps the compiler from holding the widened values of a vector of 16-bit elements: it widens them again, and
+// meanwhile they take half as many registers.
 template <typename T>
-__device__ inline void stay_packed(Vector<T> &v) {
+__device__ inline void keep_packed(Vector<T> &v) {
   if constexpr (sizeof(T) == 2) asm volatile("" : "+r"(v.word[0]), "+r"(v.word[1]), "+r"(v.word[2]), "+r"(v.word[3]));
 }
 
@@ -37,10 +50,10 @@ __device__ inline A sum_share(const Vector<typename Shape::T> (&v)[Shape::kVecto
 #pragma unroll
   for (int i = 0; i < Shape::kVectors; ++i) {
     auto x = widen(v[i]);
-    A vector_sum = 0;  // one for each vector: shorter chains of additions
+    A vector_sum = 0;  // one for each vector: shorter dependency chains
 #pragma unroll
     for (int k = 0; k < Shape::kSize; ++k) vector_sum += x[k];
-    sum += vector_sum;  // past the row there are zeros
+    sum += vector_sum;  // past the row's end v is 0
   }
   return sum_lanes<Shape::kLanes>(sum);
 }
@@ -51,7 +64,7 @@ __device__ inline A sum_share_squares(Vector<typename Shape::T> (&v)[Shape::kVec
   A squares = 0;
 #pragma unroll
   for (int i = 0; i < Shape::kVectors; ++i) {
-    stay_packed(v[i]);
+    keep_packed(v[i]);
     auto x = widen(v[i]);
     A vector_squares = 0;
 #pragma unroll
@@ -61,13 +74,13 @@ __device__ inline A sum_share_squares(Vector<typename Shape::T> (&v)[Shape::kVec
   return sum_lanes<Shape::kLanes>(squares);
 }
 
-// What the warps of a row tell each other.
+// What each warp of a row publishes of its share.
 template <bool kCentred, typename A>
 using Share = std::conditional_t<kCentred, Moments<A>, Sums<1, A>>;
 
-// Of a row that is in registers, in two passes over each warp's share: its mean, then the squares around that. The
-// shares' moments combine without loss (Chan, Golub and LeVeque 1983), so that a row of several warps needs one
-// exchange only.
+// The moments of this warp's share of a row in registers, in two passes: the mean of the share, then the squares about
+// that mean. The shares' moments combine without cancellation (Chan, Golub and LeVeque 1983), so that a row of several
+// warps needs a single exchange.
 template <bool kCentred, class Shape, typename A>
 __device__ inline Share<kCentred, A> share_moments(Vector<typename Shape::T> (&v)[Shape::kVectors],
                                                    const RowPart<Shape> &part, A one_over_share) {
@@ -79,7 +92,7 @@ __device__ inline Share<kCentred, A> share_moments(Vector<typename Shape::T> (&v
   }
 }
 
-// A row within a warp is one share.
+// The moments of a row within a warp, which is a single share.
 template <typename A>
 __device__ inline Moments<A> only_share(const Moments<A> &share) {
   return share;
@@ -111,19 +124,19 @@ __device__ inline Moments<A> combine_shares(const Sums<1, A> *all, int warps, co
 template <typename T, typename A>
 struct NormForward {
   const T *x, *residual, *weight, *bias;
-  T *y, *h;  // y may be null: then only the statistics are wanted
+  T *y, *h;  // y is null if only the statistics are wanted
   A *stats;
   int64_t rows, cols;
   A eps;
 };
 
-// The parameters are read before the row has come, if a thread has as few vectors as kEarlyVectors; else after, for
-// kGroup of them at once.
+// Weight and bias are loaded before the row arrives if a thread has at most kEarlyVectors vectors. Otherwise they are
+// loaded after it, for kParameterVectors vectors at once: registers limit both.
 constexpr int kEarlyVectors = 2;
 template <int kVectors, bool kCentred>
-constexpr int kGroup = !kCentred       ? 4
-                       : kVectors <= 4 ? 2
-                                       : 1;
+constexpr int kParameterVectors = !kCentred       ? 4
+                                  : kVectors <= 4 ? 2
+                                                  : 1;
 
 template <typename T>
 __device__ inline Vector<T> add_vectors(const Vector<T> &a, const Vector<T> &b) {
@@ -153,15 +166,15 @@ __device__ inline void write_stats(const NormForward<T, A> &a, int64_t row, A me
   else a.stats[row] = rstd;
 }
 
-// A row, or a few short ones, straight into registers, by blocks that come and go: many of them keep the memory busy,
-// as one waits and another sums.
+// One-shot blocks, each with one row or several short ones, which are loaded directly into registers. Many small blocks
+// keep the memory busy, because some load while others compute.
 template <class Shape, class Threads, bool kCentred, bool kAdd, typename T, typename A>
 __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads::kBlock)
     norm_kernel(NormForward<T, A> a) {
-  constexpr int kVectors = Shape::kVectors, kTogether = kGroup<kVectors, kCentred>;
+  constexpr int kVectors = Shape::kVectors, kTogether = kParameterVectors<kVectors, kCentred>;
   constexpr bool kEarly = kVectors <= kEarlyVectors;
   RowPart<Shape> part(a.cols, Shape::kSpan == Span::warp ? 1 : blockDim.x / 32);
-  int64_t row = part.first();
+  int64_t row = part.first_row();
   bool present = row < a.rows;
   bool has_weight = a.weight != nullptr, has_bias = a.bias != nullptr;
   int64_t at = row * a.cols + part.column();
@@ -212,22 +225,22 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
     }
 #pragma unroll
     for (int i = first; i < first + kTogether && i < kVectors; ++i) {
-      stay_packed(v[i]);
+      keep_packed(v[i]);
       if (part.holds(i))
         store(a.y + at + part.offset(i), scaled<kCentred>(v[i], mean, rstd, w[i - first], b[i - first]));
     }
   }
 }
 
-// Rows of clusters that stay, for they keep weight and bias in shared memory, which are as many bytes as a row. The
-// next row's moments are told before this one is written: what the blocks tell each other travels meanwhile. With an
-// addition the room goes to two rows.
+// Persistent clusters: weight and bias, each as long as a row, stay in shared memory. The moments of the next row are
+// published before this row is written, so that the exchange between the blocks overlaps with the stores. With kAdd the
+// pipeline has rows of x and residual, which leave no room for weight and bias.
 constexpr int kLongStages = 3;
 template <class Shape, bool kCentred, bool kAdd>
-using LongInbox = Inbox<Shape, kAdd ? 2 : 1, kLongStages,
-                        kAdd       ? 0
-                        : kCentred ? 2
-                                   : 1>;
+using LongPipeline = SmemPipeline<Shape, kAdd ? 2 : 1, kLongStages,
+                                  kAdd       ? 0
+                                  : kCentred ? 2
+                                             : 1>;
 
 template <class Shape, class Threads, bool kCentred, bool kAdd, typename T, typename A>
 __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads::kBlock)
@@ -239,39 +252,41 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
   if constexpr (kCentred) a.bias += part.column();
   if constexpr (kAdd) a.residual += part.column(), a.h += part.column();
 
-  LongInbox<Shape, kCentred, kAdd> inbox;
-  auto fetch = [&](int stage, int64_t row) {
-    inbox.fetch(stage, 0, a.x + row * a.cols, part, row < a.rows);
-    if constexpr (kAdd) inbox.fetch(stage, 1, a.residual + row * a.cols, part, row < a.rows);
+  LongPipeline<Shape, kCentred, kAdd> pipeline;
+  enum { kX, kResidual };   // its tensors
+  enum { kWeight, kBias };  // its parameters
+  auto load_row = [&](int stage, int64_t row) {
+    pipeline.load(stage, kX, a.x + row * a.cols, part, row < a.rows);
+    if constexpr (kAdd) pipeline.load(stage, kResidual, a.residual + row * a.cols, part, row < a.rows);
     commit_copies();
   };
   if constexpr (!kAdd) {
-    inbox.fetch_kept(0, a.weight, part, has_weight);
-    if constexpr (kCentred) inbox.fetch_kept(1, a.bias, part, has_bias);
+    pipeline.load_parameter(kWeight, a.weight, part, has_weight);
+    if constexpr (kCentred) pipeline.load_parameter(kBias, a.bias, part, has_bias);
   }
 #pragma unroll
-  for (int s = 0; s < kLongStages; ++s) fetch(s, part.base() + s * part.step());
-  auto taken = [&](int stage, int i) {
-    if constexpr (kAdd) return add_vectors(inbox.take(stage, 0, i), inbox.take(stage, 1, i));
-    else return inbox.take(stage, 0, i);
+  for (int s = 0; s < kLongStages; ++s) load_row(s, part.base() + s * part.step());
+  auto row_vector = [&](int stage, int i) {
+    if constexpr (kAdd) return add_vectors(pipeline.read(stage, kX, i), pipeline.read(stage, kResidual, i));
+    else return pipeline.read(stage, kX, i);
   };
   auto weight = [&](int i) {
     if constexpr (kAdd) return load_or(a.weight + part.offset(i), has_weight && part.holds(i), 1);
-    else return inbox.kept(0, i, has_weight, 1);
+    else return pipeline.parameter(kWeight, i, has_weight, 1);
   };
   auto bias = [&](int i) {
     if constexpr (kAdd) return load_or(a.bias + part.offset(i), has_bias && part.holds(i), 0);
-    else return inbox.kept(1, i, has_bias, 0);
+    else return pipeline.parameter(kBias, i, has_bias, 0);
   };
 
   Exchange<Span::cluster, Share<kCentred, A>, 4> exchange;
   A one_over_cols = A(1) / static_cast<A>(a.cols);
   A one_over_share = A(1) / static_cast<A>(max(1, part.share(exchange.warp())));
-  auto tell = [&](int stage, int64_t row) {
+  auto publish = [&](int stage, int64_t row) {
     Vector<T> v[kVectors];
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      v[i] = taken(stage, i);
+      v[i] = row_vector(stage, i);
       if constexpr (kAdd)
         if (part.holds(i)) store(a.h + row * a.cols + part.offset(i), v[i]);
     }
@@ -279,12 +294,12 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
   };
 
   wait_copies<kLongStages - 1>();
-  if (part.base() < a.rows) tell(0, part.base());
+  if (part.base() < a.rows) publish(0, part.base());
   int stage = 0;
   for (int64_t row = part.base(); row < a.rows; row += part.step()) {
     int next = stage + 1 == kLongStages ? 0 : stage + 1;
     wait_copies<kLongStages - 2>();
-    if (row + part.step() < a.rows) tell(next, row + part.step());
+    if (row + part.step() < a.rows) publish(next, row + part.step());
     Moments<A> moments = combine_shares(exchange.collect(), exchange.warps(), part, one_over_cols);
     A mean = moments.mean, rstd = reciprocal_deviation<kCentred>(moments.squares * one_over_cols + a.eps);
     if (a.stats && part.leads()) write_stats<kCentred>(a, row, mean, rstd);
@@ -292,8 +307,8 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
     for (int i = 0; i < kVectors; ++i)
       if (has_y && part.holds(i))
         store(a.y + row * a.cols + part.offset(i),
-              scaled<kCentred>(taken(stage, i), mean, rstd, weight(i), kCentred ? bias(i) : Vector<T>{}));
-    fetch(stage, row + kLongStages * part.step());
+              scaled<kCentred>(row_vector(stage, i), mean, rstd, weight(i), kCentred ? bias(i) : Vector<T>{}));
+    load_row(stage, row + kLongStages * part.step());
     stage = next;
   }
   wait_copies<0>();
@@ -310,11 +325,10 @@ struct NormBackwardTensors {
   int64_t rows, cols;
 };
 
-// A thread keeps kSums sums for each of its columns, of which it has twice as many where a value has 16 bits.
 constexpr int kStages = 2;
 
 template <class Shape, bool kAdd>
-using BackwardInbox = Inbox<Shape, kAdd ? 3 : 2, kStages, 1>;
+using BackwardPipeline = SmemPipeline<Shape, kAdd ? 3 : 2, kStages, 1>;
 
 template <int kSize, typename A>
 __device__ inline void store_sums(A *to, const A (&sums)[kSize]) {
@@ -323,7 +337,7 @@ __device__ inline void store_sums(A *to, const A (&sums)[kSize]) {
     *reinterpret_cast<uint4 *>(to + k) = reinterpret_cast<const uint4 &>(sums[k]);
 }
 
-// Adds what the rows of one block have summed, always in the same order, and writes it to the block's row of partials.
+// Adds up the sums of a block's rows, always in the same order, and writes them to the block's row of partial sums.
 template <class Shape, int kSums, typename A>
 __device__ inline void write_partials(A (&sums)[kSums][Shape::kVectors][Shape::kSize], const RowPart<Shape> &part,
                                       int row_warps, A *partials, int64_t cols) {
@@ -343,10 +357,11 @@ __device__ inline void write_partials(A (&sums)[kSums][Shape::kVectors][Shape::k
     for (int s = 0; s < kSums; ++s)
 #pragma unroll
       for (int i = 0; i < Shape::kVectors; ++i)
-        if (part.group() == 0 && part.holds(i)) store_sums(to + s * cols + part.column() + part.offset(i), sums[s][i]);
+        if (part.row_of_warp() == 0 && part.holds(i))
+          store_sums(to + s * cols + part.column() + part.offset(i), sums[s][i]);
   };
   if (teams == 1) return store_all(partials);
-  extern __shared__ uint4 memory[];  // the inbox, now that no row is on its way
+  extern __shared__ uint4 memory[];  // the pipeline's, which has no copy in flight any more
   A *shared = reinterpret_cast<A *>(memory);
   __syncthreads();
   store_all(shared + part.team() * kSums * cols);
@@ -366,38 +381,40 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
   bool has_weight = a.weight != nullptr, has_dx = a.dx != nullptr;
   a.x += part.column(), a.dy += part.column(), a.weight += part.column(), a.dx += part.column();
   if constexpr (kAdd) a.dh += part.column();
-  BackwardInbox<Shape, kAdd> inbox;
-  auto fetch = [&](int stage, int64_t row) {
-    inbox.fetch(stage, 0, a.x + row * a.cols, part, row < a.rows);
-    inbox.fetch(stage, 1, a.dy + row * a.cols, part, row < a.rows);
-    if constexpr (kAdd) inbox.fetch(stage, 2, a.dh + row * a.cols, part, row < a.rows);
+  BackwardPipeline<Shape, kAdd> pipeline;
+  enum { kX, kDy, kDh };  // its tensors
+  enum { kWeight };       // its parameter
+  auto load_row = [&](int stage, int64_t row) {
+    pipeline.load(stage, kX, a.x + row * a.cols, part, row < a.rows);
+    pipeline.load(stage, kDy, a.dy + row * a.cols, part, row < a.rows);
+    if constexpr (kAdd) pipeline.load(stage, kDh, a.dh + row * a.cols, part, row < a.rows);
     commit_copies();
   };
-  inbox.fetch_kept(0, a.weight, part, has_weight);
+  pipeline.load_parameter(kWeight, a.weight, part, has_weight);
 #pragma unroll
-  for (int s = 0; s < kStages; ++s) fetch(s, part.first() + s * part.step());
+  for (int s = 0; s < kStages; ++s) load_row(s, part.first_row() + s * part.step());
   auto stat = [&](int64_t row, int which) { return row < a.rows ? a.stats[kStats * row + which] : A(0); };
-  A next_mean = kCentred ? stat(part.first(), 0) : A(0), next_rstd = stat(part.first(), kStats - 1);
+  A next_mean = kCentred ? stat(part.first_row(), 0) : A(0), next_rstd = stat(part.first_row(), kStats - 1);
   RowExchange<Shape, Sums<kSums, A>> exchange(row_warps);
 
-  A columns[kSums][Shape::kVectors][Shape::kSize] = {};  // sums of dy * xhat, of dy
+  A columns[kSums][Shape::kVectors][Shape::kSize] = {};  // each column's sums of dy * xhat and of dy
   A one_over_cols = A(1) / static_cast<A>(a.cols);
   int stage = 0;
-  for (int64_t turn = part.base(); turn < a.rows; turn += part.step()) {
-    int64_t row = turn + part.own();
+  for (int64_t base = part.base(); base < a.rows; base += part.step()) {
+    int64_t row = base + part.own();
     A mean = next_mean, rstd = next_rstd;
     if constexpr (kCentred) next_mean = stat(row + part.step(), 0);
     next_rstd = stat(row + part.step(), kStats - 1);
-    // this thread's vector i of the row, element by element: f(k, x - mean, dy, g)
+    // f(k, x - mean, dy, g) for each element k of this thread's vector i of the row
     auto each = [&](int i, auto f) {
-      auto x = widen(inbox.take(stage, 0, i)), d = widen(inbox.take(stage, 1, i));
-      auto w = widen(inbox.kept(0, i, has_weight, 1));
+      auto x = widen(pipeline.read(stage, kX, i)), d = widen(pipeline.read(stage, kDy, i));
+      auto w = widen(pipeline.parameter(kWeight, i, has_weight, 1));
 #pragma unroll
       for (int k = 0; k < Shape::kSize; ++k) f(k, kCentred ? x[k] - mean : x[k], d[k], d[k] * w[k]);
     };
 
     wait_copies<kStages - 1>();
-    Sums<kSums, A> sums = {};  // of g * xhat, of g
+    Sums<kSums, A> sums = {};  // the row's, of g * xhat and of g
 #pragma unroll
     for (int i = 0; i < Shape::kVectors; ++i)
       if (part.holds(i))
@@ -419,21 +436,21 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
           Widened<T> dx;
           each(i, [&](int k, A x, A, A g) { dx[k] = g * rstd + (x * c1 + c0); });
           if constexpr (kAdd) {
-            auto dh = widen(inbox.take(stage, 2, i));
+            auto dh = widen(pipeline.read(stage, kDh, i));
 #pragma unroll
             for (int k = 0; k < Shape::kSize; ++k) dx[k] += dh[k];
           }
           store(a.dx + row * a.cols + part.offset(i), narrow(dx));
         }
-    fetch(stage, row + kStages * part.step());
+    load_row(stage, row + kStages * part.step());
     stage = stage + 1 == kStages ? 0 : stage + 1;
   }
   wait_copies<0>();
   if (a.partials) write_partials<Shape>(columns, part, row_warps, a.partials, a.cols);
 }
 
-// Adds the rows of partials, (rows, kSums, cols), in a fixed order: blockIdx.y 0 gives dweight and 1 dbias. No rows:
-// zeros.
+// Adds up the partial sums, (rows, kSums, cols), in a fixed order: dweight if blockIdx.y is 0, dbias if it is 1.
+// Without rows they are 0.
 constexpr int kSumCols = 16, kSumRows = 32;
 
 template <typename T, typename A>
@@ -461,7 +478,7 @@ __global__ void __launch_bounds__(kSumCols *kSumRows)
 
 // ------------------------------------------------------------------------------------ kernels for any size and address
 
-// A block to a row, element by element, reading the row again for each pass.
+// A block for each row, element by element. The row is read again for each pass.
 constexpr int kAnyThreads = 1024;
 
 template <bool kCentred, bool kAdd, typename T, typename A>
@@ -470,7 +487,7 @@ __global__ void __launch_bounds__(kAnyThreads) norm_any_kernel(NormForward<T, A>
   A cols = static_cast<A>(a.cols);
   for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x) {
     int64_t at = row * a.cols;
-    const T *from = kAdd ? a.h + at : a.x + at;  // each thread reads of h what it has written itself
+    const T *from = kAdd ? a.h + at : a.x + at;  // a thread reads only the elements of h that it has written
     Sums<1, A> sum = {}, squares = {};
     for (int64_t c = threadIdx.x; c < a.cols; c += blockDim.x) {
       A x = widen(a.x[at + c]);
@@ -518,7 +535,7 @@ __global__ void __launch_bounds__(kAnyThreads) norm_backward_any_kernel(NormBack
   }
 }
 
-// A thread to a column, each row of blocks summing its part of the rows.
+// A thread for each column. Each blockIdx.y has a part of the rows.
 template <bool kCentred, typename T, typename A>
 __global__ void __launch_bounds__(kAnyThreads) norm_partials_any_kernel(NormBackwardTensors<T, A> a) {
   constexpr int kStats = kCentred ? 2 : 1, kSums = kCentred ? 2 : 1;
@@ -565,12 +582,13 @@ Status norm_long(const char *op, const NormForward<T, A> &a, const RowPlan &plan
   constexpr auto kernel = norm_long_kernel<Shape, Threads, kCentred, kAdd, T, A>;
   RowGrid grid;
   AOT_TRY(
-      (row_grid<kernel, Shape, LongInbox<Shape, kCentred, kAdd>, Threads>(op, plan, device, a.rows, a.rows, &grid)));
+      (row_grid<kernel, Shape, LongPipeline<Shape, kCentred, kAdd>, Threads>(op, plan, device, a.rows, a.rows, &grid)));
   if (grid.blocks == 0) return norm_any<kCentred, kAdd>(op, a, stream);
   return launch_clusters(op, kernel, grid.blocks, grid.threads, plan.cluster, grid.shared, stream, a);
 }
 
-// Measured on an H200 (docs/lab_notes.md). A block holds a row of eight vectors a thread, but where registers do not.
+// The plans are those measured fastest on an H200 (docs/lab_notes.md). Eight vectors for each thread need too many
+// registers if kCrowded.
 template <bool kCentred, bool kAdd, typename T, typename A>
 Status norm_rows(const char *op, const NormForward<T, A> &a, const DeviceLimits &device, void *stream) {
   constexpr bool kCrowded = kAdd || (kCentred && sizeof(T) == 2);
@@ -638,21 +656,22 @@ Status norm_backward_any(const char *op, const NormBackwardTensors<T, A> &a, int
   return check_launch(op);
 }
 
-// dx, and the partials, of which *partial_rows are there: it comes back as the number of rows written.
+// dx and the partial sums. *partial_rows: on entry the most rows of partial sums, on return those written.
 template <class Shape, class Threads, bool kCentred, bool kAdd, typename T, typename A>
 Status norm_backward_shape(const char *op, const NormBackwardTensors<T, A> &a, const RowPlan &plan,
                            const DeviceLimits &device, int64_t *partial_rows, void *stream) {
   constexpr auto kernel = norm_backward_kernel<Shape, Threads, kCentred, kAdd, T, A>;
   RowGrid grid;
-  AOT_TRY(
-      (row_grid<kernel, Shape, BackwardInbox<Shape, kAdd>, Threads>(op, plan, device, a.rows, *partial_rows, &grid)));
+  AOT_TRY((
+      row_grid<kernel, Shape, BackwardPipeline<Shape, kAdd>, Threads>(op, plan, device, a.rows, *partial_rows, &grid)));
   if (grid.blocks == 0) return norm_backward_any<kCentred, kAdd>(op, a, *partial_rows, stream);
   *partial_rows = grid.blocks / plan.cluster;
   return launch_clusters(op, kernel, grid.blocks, grid.threads, plan.cluster, grid.shared, stream, a, plan.warps);
 }
 
-// Measured on an H200 (docs/lab_notes.md). The best is what has 64 KB on their way to a multiprocessor: less does not
-// fill the memory's time, more makes it slower. Spilling a register costs more than anything else here.
+// The plans are those measured fastest on an H200 (docs/lab_notes.md). About 64 KB in flight for each multiprocessor
+// are best: less does not hide the latency of the memory, more makes it slower. Spilled registers cost more than all
+// else.
 template <bool kCentred, bool kAdd, typename T, typename A>
 Status norm_backward_rows(const char *op, const NormBackwardTensors<T, A> &a, const DeviceLimits &device,
                           int64_t *partial_rows, void *stream) {
@@ -698,10 +717,11 @@ Status norm_backward_cuda(const Op &op, const Tensor *in, const Tensor *out, voi
     int64_t rows = op.rows(x), cols = op.cols(), partials = partial_rows(rows, cols);
     A *stats = in[Op::kStatsIn].template as<A>();
     if ((sums || !stats) && !work) return fail(kConventionMisused, "%s: workspace is missing", Op::name);
-    if (!stats && rows > 0 && cols > 0) {  // in the workspace, behind the partials
+    if (!stats && rows > 0 && cols > 0) {  // in the workspace, after the partial sums
       stats = work.as<A>() + Op::kSums * partials * cols;
-      NormForward<T, A> again{x.as<const T>(), {}, {}, {}, {}, {}, stats, rows, cols, static_cast<A>(op.eps(x.dtype))};
-      AOT_TRY((norm_rows<kCentred, false>(Op::name, again, device, stream)));
+      NormForward<T, A> recompute{
+          x.as<const T>(), {}, {}, {}, {}, {}, stats, rows, cols, static_cast<A>(op.eps(x.dtype))};
+      AOT_TRY((norm_rows<kCentred, false>(Op::name, recompute, device, stream)));
     }
     NormBackwardTensors<T, A> a{in[Op::kDy].template as<const T>(),
                                 slot<Op::kDh>(in).template as<const T>(),

@@ -1,12 +1,13 @@
-// The norms, over the trailing axes of x that normalized_shape names; a row is what those axes span, N elements of it.
+// The norms, over the trailing axes of x, whose lengths are normalized_shape. A row is what these axes span, N
+// elements.
 //   layer_norm  xhat = (x - mean) * rstd,   rstd = 1 / sqrt(mean((x - mean)^2) + eps),   stats = (mean, rstd)
 //   rms_norm    xhat = x * rstd,            rstd = 1 / sqrt(mean(x^2) + eps),            stats = (rstd)
 //               y = xhat * weight + bias
 //   gradient    g = dy * weight
 //               dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), without mean(g) for rms_norm
 //               dweight = sum over rows of dy * xhat,   dbias = sum over rows of dy
-//   add_...     the norm of h = x + residual, rounded to the dtype; both y and h are results, and so
-//               dx = dresidual = the norm's dx, at h, + dh
+//   add_...     the norm of h = x + residual, rounded to the dtype; outputs y and h
+//               dx = dresidual = the norm's dx at h, + dh
 // Ba, Kiros and Hinton, arXiv:1607.06450; Zhang and Sennrich, arXiv:1910.07467.
 #pragma once
 #include "aot.h"
@@ -14,16 +15,16 @@
 namespace aot {
 inline namespace AOT_ISA {
 
-// Rows of partial sums that a backward keeps for dweight and dbias: what fits in about 2M elements, so that their
-// traffic stays small beside x's, and no more than there are rows.
+// Rows of partial sums that a backward keeps for dweight and dbias: at most as many as x has, and about 2M elements, so
+// that their memory traffic is small compared to x's.
 inline int64_t partial_rows(int64_t rows, int64_t cols) {
-  constexpr int64_t kMost = kIsCuda ? 528 : 32;  // on the CPU what keeps a few threads busy
+  constexpr int64_t kMost = kIsCuda ? 528 : 32;  // CUDA: 4 blocks on each of 132 multiprocessors; CPU: a few threads
   int64_t fit = (int64_t{9} << 18) / (cols > 0 ? cols : 1);
   fit = fit < 16 ? 16 : fit > kMost ? kMost : fit;
   return rows >= 0 && rows < fit ? rows : fit;
 }
 
-// kCentred: about the mean, layer_norm and not rms_norm. kAdd: of x + residual.
+// kCentred: the mean is subtracted (layer_norm, not rms_norm). kAdd: the input is x + residual.
 template <bool kCentred_, bool kAdd_>
 struct NormAttrs {
   static constexpr bool kCentred = kCentred_, kAdd = kAdd_;
@@ -36,13 +37,13 @@ struct NormAttrs {
     return attrs.get("eps", &eps_);
   }
 
-  // Where none is given, rms_norm takes that of the dtype it computes in, as torch does.
+  // The default of rms_norm is the machine epsilon of the dtype that it computes in, as in torch.
   double eps(DType dtype) const {
     if (kCentred || eps_.given) return eps_.value;
     return accumulate_dtype(dtype) == DType::float64 ? 0x1p-52 : 0x1p-23;
   }
 
-  // x as a matrix: rows by cols.
+  // x as a matrix (rows, cols).
   int64_t rows(const Spec &x) const { return x.product(0, x.ndim - normalized_shape.n); }
   int64_t cols() const {
     int64_t n = 1;
@@ -58,7 +59,7 @@ struct NormAttrs {
     bool fits = !x.rank_known() || x.ndim >= n.n;
     for (int i = 0; fits && x.rank_known() && i < n.n; ++i) {
       const int64_t dim = x.shape[x.ndim - n.n + i];
-      fits = dim < 0 || dim == n.value[i];  // an attribute is known: a negative one fits nothing
+      fits = dim < 0 || dim == n.value[i];  // normalized_shape is known: a negative value fits nothing
     }
     if (fits) return kOk;
     return fail(kInvalidArgument, "%s: %s has shape %s, expected its trailing axes to be normalized_shape %s", op, slot,
@@ -87,10 +88,10 @@ struct NormAttrs {
   }
 
  private:
-  Number eps_ = {false, 1e-5};  // the value where none is given is layer_norm's
+  Number eps_ = {false, 1e-5};  // layer_norm's default
 };
 
-// Slot `at` of an operator's tensors; one that the operator does not have, at -1, is like one that is absent.
+// The tensor in slot `at`. A slot that the operator does not have, -1, is absent.
 template <int at>
 const Tensor &slot(const Tensor *tensors) {
   static const Tensor absent = {};
@@ -98,7 +99,7 @@ const Tensor &slot(const Tensor *tensors) {
   else return tensors[at];
 }
 
-// An operator derives from this and adds its name and slots: x, residual, weight, bias; y, h, stats.
+// A norm derives from this and adds its name and slots: x, residual, weight, bias; y, h, stats.
 template <class Op, bool kCentred, bool kAdd>
 struct Norm : NormAttrs<kCentred, kAdd> {
   static constexpr int kX = 0, kResidual = kAdd ? 1 : -1, kWeight = 1 + kAdd, kBias = kCentred ? 2 + kAdd : -1;
@@ -117,8 +118,8 @@ struct Norm : NormAttrs<kCentred, kAdd> {
   }
 };
 
-// The same for a backward: dy, dh, x (h where there was an addition), weight, stats; dx, dweight, dbias, workspace.
-// Absent stats are computed again. The workspace has (partial_rows, kSums, N) sums, then, on CUDA, absent stats.
+// The same for a backward: dy, dh, x (h of an add_ norm), weight, stats; dx, dweight, dbias, workspace. Absent stats
+// are recomputed. The workspace has (partial_rows, kSums, N) partial sums, then, on CUDA, the recomputed stats.
 template <class Op, bool kCentred, bool kAdd>
 struct NormBackward : NormAttrs<kCentred, kAdd> {
   static constexpr int kDy = 0, kDh = kAdd ? 1 : -1, kX = 1 + kAdd, kWeight = 2 + kAdd, kStatsIn = 3 + kAdd;

@@ -1,4 +1,4 @@
-// The norms on the CPU, forward and backward: loops and launchers, which an operator instantiates (../norm.h).
+// The norms on the CPU: forward and backward loops and launchers, which each operator instantiates (norm.h).
 #pragma once
 #include "cpu/blas.h"
 #include "cpu/entry.h"
@@ -10,7 +10,7 @@ inline namespace AOT_ISA {
 
 // --------------------------------------------------------------------------------------------------------- moments
 
-// A row to be normalized: x, or what x + residual is in the dtype.
+// A row to normalize: x, or x + residual rounded to the dtype.
 template <typename T, bool kAdd>
 struct Row {
   const T *x, *residual;
@@ -35,37 +35,25 @@ struct Row {
 template <typename A>
 struct Moments {
   A mean, rstd;
-  A rest;  // what rounding left out of the mean
+  A mean_error;  // to be added to the mean: its rounding error
 };
 
-// f(begin, n) for the blocks of a row. Sums over a block are added up in double: in a long row float would lose them.
-template <class F>
-AOT_INLINE void for_blocks(int64_t n, F f) {
-  constexpr int64_t block = 4096;
-  for (int64_t i = 0; i < n; i += block) f(i, n - i < block ? n - i : block);
-}
-
-template <typename T>
-double sum_of_4(const Vec<T> (&s)[4]) {
-  return sum<Accumulate<T>>((s[0] + s[1]) + (s[2] + s[3]));
-}
-
-// In two passes over the row, which stays in a cache; without a mean, in one. The last fetches the next row meanwhile,
-// since it does not use the memory itself.
+// Two passes over the row, which stays in a cache: the mean, then the squares; rms_norm needs only the second. That one
+// prefetches the next row, because the memory is idle.
 template <bool kCentred, typename T, bool kAdd, typename A = Accumulate<T>>
 Moments<A> row_moments(Row<T, kAdd> x, Row<T, kAdd> next, int64_t n, double eps) {
   const double inverse_n = 1. / n;
   double sum_x = 0, sum_d = 0, sum_d2 = 0;
   if constexpr (kCentred)
-    for_blocks(n, [&](int64_t begin, int64_t n) {
+    for_blocks(n, [&](int64_t begin, int64_t size) {
       Vec<T> s[4] = {};
-      sweep_sums<T>(n, [&](int64_t j, auto part, int k) { s[k] += x(begin + j, part); });
+      sweep_sums<T>(size, [&](int64_t j, auto part, int k) { s[k] += x(begin + j, part); });
       sum_x += sum_of_4<T>(s);
     });
   const A mean = sum_x * inverse_n;
-  for_blocks(n, [&](int64_t begin, int64_t n) {
+  for_blocks(n, [&](int64_t begin, int64_t size) {
     Vec<T> d1[4] = {}, d2[4] = {};
-    sweep_sums<T>(n, [&](int64_t j, auto part, int k) {
+    sweep_sums<T>(size, [&](int64_t j, auto part, int k) {
       next.prefetch(begin + j);
       if constexpr (kCentred) {
         Vec<T> d = keep<T>(x(begin + j, part) - mean, part);
@@ -77,11 +65,11 @@ Moments<A> row_moments(Row<T, kAdd> x, Row<T, kAdd> next, int64_t n, double eps)
     });
     sum_d += sum_of_4<T>(d1), sum_d2 += sum_of_4<T>(d2);
   });
-  const double rest = sum_d * inverse_n, var = sum_d2 * inverse_n - rest * rest;
+  const double mean_error = sum_d * inverse_n, var = sum_d2 * inverse_n - mean_error * mean_error;
   const double rstd = 1 / __builtin_sqrt((var < 0 ? 0 : var) + eps);
-  // A variance that has overflowed gives NaN: 0 would make the row's result one of the bias alone. A mean square gives
-  // 0, as the formula does and torch.
-  return {mean, static_cast<A>(kCentred ? rstd + 0 * var : rstd), static_cast<A>(rest)};
+  // An overflowed variance makes rstd NaN: with 0, y would silently be the bias alone. An overflowed mean square makes
+  // it 0, as in the formula and in torch.
+  return {mean, static_cast<A>(kCentred ? rstd + 0 * var : rstd), static_cast<A>(mean_error)};
 }
 
 // --------------------------------------------------------------------------------------------------- loops, forward
@@ -104,7 +92,7 @@ struct Forward {
       const Moments<A> m = row_moments<kCentred>(row, next, n, eps);
       write(row, y + i * n, kAdd ? h + i * n : nullptr, m);
       if (!stats) continue;
-      if (kCentred) stats[kStats * i] = m.mean + m.rest;
+      if (kCentred) stats[kStats * i] = m.mean + m.mean_error;
       stats[kStats * i + kStats - 1] = m.rstd;
     }
     if (stream) end_stream();
@@ -117,7 +105,7 @@ struct Forward {
     auto step = [=](int64_t j, auto part) {
       Vec<T> v = row(j, part);
       if constexpr (kAdd) store(h + j, v, part);
-      if constexpr (kCentred) v = (v - m.mean) * m.rstd - m.rest * m.rstd;
+      if constexpr (kCentred) v = (v - m.mean) * m.rstd - m.mean_error * m.rstd;
       else v *= m.rstd;
       v = v * (weight ? load(weight + j, part) : one);
       if constexpr (kCentred) v += bias ? load(bias + j, part) : Vec<T>{};
@@ -134,13 +122,13 @@ struct Backward {
   using A = Accumulate<T>;
   static constexpr int kStats = kCentred ? 2 : 1;
   const T *dy, *dh, *x, *weight;
-  const A *stats;  // null: computed again
+  const A *stats;  // null: recomputed
   T *dx;
   int64_t n;
   double eps;
   bool stream;
 
-  // Rows begin to end; adds them to the sums, dweight and dbias, of n elements each, unless they are null.
+  // dx of rows begin to end. Adds the rows' terms to dweight and dbias, n elements each, unless they are null.
   void chunk(int64_t begin, int64_t end, A *dweight, A *dbias) const {
     int64_t i = begin;
     for (; i + 4 <= end; i += 4) rows<4>(i, end, dweight, dbias);
@@ -155,7 +143,7 @@ struct Backward {
     return row_moments<kCentred>(row, row, n, eps);
   }
 
-  // The R rows from i on, of a chunk up to end.
+  // R rows from i on. Prefetches the next R rows if the chunk, which ends at `end`, has them.
   template <int R>
   void rows(int64_t i, int64_t end, A *dweight, A *dbias) const {
     const Vec<T> one = Vec<T>{} + 1;
@@ -164,18 +152,18 @@ struct Backward {
     A mean[R], rstd[R];
     for (int r = 0; r < R; ++r) {
       const Moments<A> m = moments(i + r);
-      mean[r] = m.mean + m.rest, rstd[r] = m.rstd;
+      mean[r] = m.mean + m.mean_error, rstd[r] = m.rstd;
     }
     auto normalized = [=](const T *p, A mean, A rstd, auto part) {
       if constexpr (kCentred) return (load(p, part) - mean) * rstd;
       else return load(p, part) * rstd;
     };
 
-    // 1. sums over each row, and over the rows
+    // 1. each row's sums of g and g * xhat; the columns' sums, dweight and dbias
     double c1[R] = {}, c2[R] = {};
-    for_blocks(n, [&](int64_t begin, int64_t n_block) {
+    for_blocks(n, [&](int64_t begin, int64_t size) {
       Vec<T> g1[R] = {}, g2[R] = {};
-      sweep<T>(n_block, [&](int64_t i, auto part) {
+      sweep<T>(size, [&](int64_t i, auto part) {
         const int64_t j = begin + i;
         Vec<T> w = weight ? load(weight + j, part) : one, sum1{}, sum2{};
         for (int r = 0; r < R; ++r) {
@@ -191,7 +179,7 @@ struct Backward {
     });
     if (!this->dx) return;
 
-    // 2. dx, while the next rows are fetched
+    // 2. dx, and prefetching
     const int64_t next = i + 2 * R <= end ? R * n : 0;
     const T *dh = kAdd ? this->dh + i * n : nullptr;
     for (int r = 0; r < R; ++r) {
@@ -212,7 +200,7 @@ struct Backward {
   }
 };
 
-// The sums of the workspace's rows, each of kSums times n elements, in order.
+// Adds up the workspace's partial sums, (chunks, kSums, n), in order.
 template <int kSums, typename T, typename A = Accumulate<T>>
 void sum_partials(const A *partial, int64_t chunks, int64_t n, T *dweight, T *dbias) {
   parallel_pieces(n, kGrain / 16, [=](int64_t begin, int64_t end) {
@@ -228,7 +216,7 @@ void sum_partials(const A *partial, int64_t chunks, int64_t n, T *dweight, T *db
   });
 }
 
-// A chunk, by runs of rows whose sums are added up: the roundings of many rows' terms do not pile up.
+// A chunk of rows. dweight and dbias are summed over runs of kRun rows first, which limits rounding errors.
 template <bool kCentred, bool kAdd, typename T, typename A = Accumulate<T>>
 void chunk_in_runs(const Backward<kCentred, kAdd, T> &b, int64_t begin, int64_t end, A *sums, int64_t n_sums) {
   constexpr int64_t kRun = 256;
@@ -237,7 +225,7 @@ void chunk_in_runs(const Backward<kCentred, kAdd, T> &b, int64_t begin, int64_t 
     b.chunk(begin, end, to, to && kCentred ? to + b.n : nullptr);
   };
   A *run = sums && end - begin > kRun ? static_cast<A *>(thread_scratch(n_sums * sizeof(A))) : nullptr;
-  if (!run) return chunk(begin, end, sums);  // few rows, or no memory
+  if (!run) return chunk(begin, end, sums);  // a single run, or out of memory: a larger rounding error
   std::memset(sums, 0, n_sums * sizeof(A));
   for (int64_t i = begin; i < end; i += kRun) {
     chunk(i, end - i < kRun ? end : i + kRun, run);
@@ -247,11 +235,10 @@ void chunk_in_runs(const Backward<kCentred, kAdd, T> &b, int64_t begin, int64_t 
 
 template <bool kCentred, bool kAdd, typename T, typename A = Accumulate<T>>
 void norm_backward_loop(const Backward<kCentred, kAdd, T> &b, T *dweight, T *dbias, A *partial, int64_t rows) {
-  // Each chunk costs a row of the workspace.
   constexpr int kSums = kCentred ? 2 : 1;
-  const int64_t n = b.n, most = partial_rows(rows, n);
+  const int64_t n = b.n, max_chunks = partial_rows(rows, n);  // each has a row of partial sums in the workspace
   int64_t chunks = ceil_div(rows * n, kGrain);
-  chunks = chunks > most ? most : chunks;
+  chunks = chunks > max_chunks ? max_chunks : chunks;
   parallel(chunks, [=](int64_t c) {
     const int64_t begin = rows * c / chunks, end = rows * (c + 1) / chunks;
     chunk_in_runs(b, begin, end, partial ? partial + c * kSums * n : nullptr, kSums * n);
@@ -267,17 +254,17 @@ Status norm_cpu(const Op &op, const Tensor *in, const Tensor *out, void *) {
   return dispatch_floating(x.dtype, [&](auto zero) {
     using T = decltype(zero);
     const int64_t rows = op.rows(x), n = op.cols();
-    Forward<Op::kCentred, Op::kAdd, T> f{{x.as<T>(), slot<Op::kResidual>(in).template as<T>()},
-                                         in[Op::kWeight].template as<T>(),
-                                         slot<Op::kBias>(in).template as<T>(),
-                                         y.as<T>(),
-                                         h.as<T>(),
-                                         out[Op::kStatsOut].template as<Accumulate<T>>(),
-                                         n,
-                                         op.eps(x.dtype),
-                                         streams(rows * n * sizeof(T)) && (!h || alike(y.data, h.data))};
-    const int64_t piece = n < kGrain ? kGrain / (n > 0 ? n : 1) : 1;
-    parallel_pieces(rows, piece, [=](int64_t begin, int64_t end) { f.rows(begin, end); });
+    Forward<Op::kCentred, Op::kAdd, T> f{
+        {x.as<T>(), slot<Op::kResidual>(in).template as<T>()},
+        in[Op::kWeight].template as<T>(),
+        slot<Op::kBias>(in).template as<T>(),
+        y.as<T>(),
+        h.as<T>(),
+        out[Op::kStatsOut].template as<Accumulate<T>>(),
+        n,
+        op.eps(x.dtype),
+        worth_streaming(rows * n * sizeof(T)) && (!h || same_alignment(y.data, h.data))};
+    parallel_pieces(rows, rows_per_task(n), [=](int64_t begin, int64_t end) { f.rows(begin, end); });
     return kOk;
   });
 }
@@ -287,7 +274,7 @@ Status norm_backward_cpu(const Op &op, const Tensor *in, const Tensor *out, void
   const Tensor &x = in[Op::kX], &dx = out[Op::kDx], &dweight = out[Op::kDweight], &dbias = slot<Op::kDbias>(out);
   const Tensor &work = out[Op::kWork];
   const bool sums = dweight || dbias;
-  if (sums && !work) return fail(kConventionMisused, "%s: output workspace is missing", Op::name);
+  if (sums && !work) return fail(kConventionMisused, "%s: workspace is missing", Op::name);
   return dispatch_floating(x.dtype, [&](auto zero) {
     using T = decltype(zero);
     using A = Accumulate<T>;
@@ -299,7 +286,7 @@ Status norm_backward_cpu(const Op &op, const Tensor *in, const Tensor *out, void
                                           dx.as<T>(),
                                           op.cols(),
                                           op.eps(x.dtype),
-                                          dx && streams(dx.size() * sizeof(T))};
+                                          dx && worth_streaming(dx.size() * sizeof(T))};
     norm_backward_loop(b, dweight.as<T>(), dbias.as<T>(), sums ? work.as<A>() : nullptr, op.rows(x));
     return kOk;
   });

@@ -1,4 +1,4 @@
-// rms_norm: see norm.h. The arguments are torch.nn.functional.rms_norm's.
+// rms_norm (norm.h). The arguments are torch.nn.functional.rms_norm's.
 #pragma once
 #include "norm.h"
 

@@ -1,5 +1,5 @@
-// Rows of a matrix, each held in the registers of the threads that share it: read once, written once, by blocks that do
-// one row, or a few short ones, and are gone. Many small blocks keep the memory busy, as one waits and another sums.
+// Matrix rows held in registers: each is read once and written once by a one-shot block, which has one row or several
+// short ones. Many small blocks keep the memory busy, because some load while others compute.
 #pragma once
 #include "launch.cuh"
 #include "row_shape.cuh"
@@ -7,30 +7,30 @@
 namespace aot {
 inline namespace AOT_ISA {
 
-constexpr int kWarpRowBlock = 128;  // threads of a block whose rows are within warps
+constexpr int kWarpRowBlock = 128;  // threads of a block, if a row is within a warp
 
-// kThreads: of a block, at most. kResident: threads that a multiprocessor is to hold, which leaves each of them so many
-// of its 65536 registers.
+// kThreads: the most threads of a block. kResident: threads that a multiprocessor shall hold at once, which limits
+// their registers.
 template <typename T, int kLanes, int kVectors, Span kSpan, int kThreads_, int kResident>
-struct RowTileShape : RowShape<T, kLanes, kVectors, kSpan> {
+struct RegisterRowShape : RowShape<T, kLanes, kVectors, kSpan> {
   static constexpr int kThreads = kThreads_, kBlocks = kResident / kThreads > 0 ? kResident / kThreads : 1;
 };
 
 template <typename T, int kLanes, int kVectors, int kResident = 1024>
-using WarpRow = RowTileShape<T, kLanes, kVectors, Span::warp, kWarpRowBlock, kResident>;
+using WarpRow = RegisterRowShape<T, kLanes, kVectors, Span::warp, kWarpRowBlock, kResident>;
 template <typename T, int kVectors, int kThreads = 512, int kResident = 1024>
-using BlockRow = RowTileShape<T, 32, kVectors, Span::block, kThreads, kResident>;
+using BlockRow = RegisterRowShape<T, 32, kVectors, Span::block, kThreads, kResident>;
 template <typename T, int kVectors, int kThreads = 512, int kResident = 1024>
-using ClusterRow = RowTileShape<T, 32, kVectors, Span::cluster, kThreads, kResident>;
+using ClusterRow = RegisterRowShape<T, 32, kVectors, Span::cluster, kThreads, kResident>;
 
 // ------------------------------------------------------------------------------------------------- a thread's part
 
 template <class Shape>
-class RowTile {
+class RegisterRow {
   using T = typename Shape::T;
 
  public:
-  __device__ explicit RowTile(int64_t cols) : cols_(cols) {
+  __device__ explicit RegisterRow(int64_t cols) : cols_(cols) {
     int warps = blockDim.x / 32, vectors = static_cast<int>(cols / Shape::kSize);
     if constexpr (Shape::kSpan == Span::warp) {
       row_ = (int64_t{blockIdx.x} * warps + warp_index()) * Shape::kRowsPerWarp + lane_index() / Shape::kLanes;
@@ -46,36 +46,36 @@ class RowTile {
   }
 
   __device__ int64_t row() const { return row_; }
-  // Where rows are within warps, the last warp may have more than there are.
+  // If rows are within warps, the last warp may go past the last row.
   __device__ bool present(int64_t rows) const { return Shape::kSpan != Span::warp || row_ < rows; }
 
-  // Whether the row reaches this thread's vector i, and where that begins, as a column.
+  // Whether this thread's vector i is within the row; its first column.
   __device__ bool holds(int i) const { return i * Shape::kLanes < left_; }
   __device__ int column(int i) const { return (first_ + i * Shape::kLanes) * Shape::kSize; }
 
-  // Whether the row's element in this column is in one of this thread's vectors.
+  // Whether column c of the row is in one of this thread's vectors.
   __device__ bool has(int64_t c) const {
     int i = static_cast<int>(c) - column(0);
     return i >= 0 && i / Shape::kSize % Shape::kLanes == 0 && i / (Shape::kSize * Shape::kLanes) < Shape::kVectors;
   }
 
-  // A zero that the compiler does not know, for forget().
-  __device__ uint32_t zero() const { return static_cast<uint32_t>(cols_ >> 62); }
+  // Zero, which the compiler cannot know, for keep_packed().
+  __device__ uint32_t opaque_zero() const { return static_cast<uint32_t>(cols_ >> 62); }
 
-  // Elements of the row in the share of one of its warps.
+  // Elements in the share of the row's warp `warp`.
   __device__ int share(int warp) const { return Shape::share(static_cast<int>(cols_ / Shape::kSize), warp); }
 
-  // This thread's vectors of its row of `x`; `otherwise` past the row's end, and in a row that is not `present`.
-  __device__ void load(const T *x, bool present, float otherwise, Vector<T> (&v)[Shape::kVectors]) const {
+  // Loads this thread's vectors of its row of `x`; `fallback` past the row's end, and if the row is not `present`.
+  __device__ void load(const T *x, bool present, float fallback, Vector<T> (&v)[Shape::kVectors]) const {
     const T *from = x + row_ * cols_ + column(0);
 #pragma unroll
     for (int i = 0; i < Shape::kVectors; ++i) {
-      v[i] = filled<T>(otherwise);
+      v[i] = filled<T>(fallback);
       if (present && holds(i)) v[i] = load_once(from + i * Shape::kLanes * Shape::kSize);
     }
   }
 
-  // y's row: element k of vector i becomes f(i, k).
+  // Stores the row of y; element k of vector i is f(i, k).
   template <class F>
   __device__ void store(T *y, bool present, F f) const {
     T *to = y + row_ * cols_ + column(0);
@@ -94,24 +94,24 @@ class RowTile {
   int first_, left_;
 };
 
-// Keeps the compiler from holding what it has made of a vector of 16-bit elements: it is to be made again, from half as
-// many registers.
+// Keeps the compiler from holding the widened values of a vector of 16-bit elements: it widens them again, and
+// meanwhile they take half as many registers. `zero` is opaque_zero().
 template <typename T>
-__device__ inline void forget(Vector<T> &v, uint32_t zero) {
-  static_assert(sizeof(T) == 2, "wider ones are what they are made of");
+__device__ inline void keep_packed(Vector<T> &v, uint32_t zero) {
+  static_assert(sizeof(T) == 2, "only 16-bit elements are widened");
 #pragma unroll
   for (uint32_t &word : v.word) word ^= zero;
 }
 
 // ------------------------------------------------------------------------------------------------------------- plan
 
-struct RowTilePlan {
-  int warps = 0;    // of a row in one block; 0: the shape is too small for it
+struct RegisterRowPlan {
+  int warps = 0;    // of a row in one block; 0: the row is too long for the shape
   int cluster = 1;  // blocks of a row
 };
 
 template <class Shape>
-RowTilePlan plan_row_tiles(int64_t vectors, const DeviceLimits &device) {
+RegisterRowPlan plan_register_rows(int64_t vectors, const DeviceLimits &device) {
   constexpr int kWarps = Shape::kThreads / 32;
   if constexpr (Shape::kSpan == Span::warp) return {vectors <= Shape::kShare ? kWarps : 0, 1};
   bool clusters = Shape::kSpan == Span::cluster;
@@ -124,20 +124,20 @@ RowTilePlan plan_row_tiles(int64_t vectors, const DeviceLimits &device) {
 
 // Shapes in the order in which they are tried.
 template <class... Shapes>
-struct RowTileShapes {};
+struct RegisterRowShapes {};
 
-// Calls f(shape, plan) with the first of the shapes that holds rows of so many vectors, or otherwise().
-template <class Shape, class... More, class F, class Otherwise>
-Status dispatch_row_tiles(RowTileShapes<Shape, More...>, int64_t vectors, const DeviceLimits &device, F f,
-                          Otherwise otherwise) {
-  RowTilePlan plan = plan_row_tiles<Shape>(vectors, device);
+// Returns f(shape, plan) with the first shape that holds rows of `vectors` vectors, or fallback() if there is none.
+template <class Shape, class... More, class F, class Fallback>
+Status dispatch_register_rows(RegisterRowShapes<Shape, More...>, int64_t vectors, const DeviceLimits &device, F f,
+                              Fallback fallback) {
+  RegisterRowPlan plan = plan_register_rows<Shape>(vectors, device);
   if (plan.warps > 0) return f(Shape(), plan);
-  if constexpr (sizeof...(More) > 0) return dispatch_row_tiles(RowTileShapes<More...>(), vectors, device, f, otherwise);
-  else return otherwise();
+  if constexpr (sizeof...(More) > 0)
+    return dispatch_register_rows(RegisterRowShapes<More...>(), vectors, device, f, fallback);
+  else return fallback();
 }
 
-// Vectors of rows of `cols` elements of the tensors at these addresses; beyond any shape, where they are not of
-// vectors.
+// Vectors in a row of `cols` elements; more than any shape holds if the rows at these addresses are not all aligned.
 template <typename T, typename... Pointers>
 int64_t row_vectors(int64_t cols, const Pointers *...pointers) {
   return cols > 0 && cols % kVectorSize<T> == 0 && aligned(pointers...) ? cols / kVectorSize<T> : int64_t{1} << 40;
@@ -145,10 +145,10 @@ int64_t row_vectors(int64_t cols, const Pointers *...pointers) {
 
 // ---------------------------------------------------------------------------------------- rows of any size and address
 
-// A block to a row, which it reads again for each pass: by vectors between the first and the last sixteen bytes that
-// are aligned. f(c, x) for this thread's elements x of the row `from`, c the column.
+// A block for each row, which it reads again for each pass. Accesses are vectorized between the first and the last
+// 16-byte boundary. Calls f(c, x) for this thread's elements x of the row `from`, with the column c.
 template <typename T, class F>
-__device__ inline void each_of_row(const T *from, int64_t cols, F f) {
+__device__ inline void for_each_in_row(const T *from, int64_t cols, F f) {
   int64_t head = min(misaligned_elements(from, sizeof(T)), cols), vectors = (cols - head) / kVectorSize<T>;
   if (threadIdx.x < head) f(int64_t{threadIdx.x}, widen(from[threadIdx.x]));
   for (int64_t v = threadIdx.x; v < vectors; v += blockDim.x) {
@@ -161,7 +161,7 @@ __device__ inline void each_of_row(const T *from, int64_t cols, F f) {
   if (c < cols) f(c, widen(from[c]));
 }
 
-// to[c] = f(c, x), for rows that lie alike by vectors.
+// to[c] = f(c, x), vectorized if both rows reach a 16-byte boundary at the same element.
 template <typename T, class F>
 __device__ inline void map_row(const T *from, T *to, int64_t cols, F f) {
   int64_t head = min(misaligned_elements(from, sizeof(T)), cols), vectors = (cols - head) / kVectorSize<T>;
@@ -180,17 +180,17 @@ __device__ inline void map_row(const T *from, T *to, int64_t cols, F f) {
 
 constexpr int kAnyRowThreads = 512;
 
-// Threads of a block for a row of any size: whole warps, of which an Exchange has room for as many as there may be.
+// Threads of a block for a row of any size: whole warps, no more than the row has use for.
 inline unsigned any_row_block(int64_t cols) {
   return static_cast<unsigned>(std::min<int64_t>(kAnyRowThreads, ceil_div(std::max<int64_t>(cols, 1), 32) * 32));
 }
 
 // -------------------------------------------------------------------------------------------------------- launch
 
-// Launches a kernel on rows laid out by a plan.
+// Launches a kernel for `rows` rows as planned.
 template <class Shape, typename... Parameters, typename... Arguments>
-Status launch_row_tiles(const char *op, const RowTilePlan &plan, int64_t rows, void (*kernel)(Parameters...),
-                        void *stream, Arguments... arguments) {
+Status launch_register_rows(const char *op, const RegisterRowPlan &plan, int64_t rows, void (*kernel)(Parameters...),
+                            void *stream, Arguments... arguments) {
   bool within_warp = Shape::kSpan == Span::warp;
   unsigned blocks = grid_size(within_warp ? ceil_div(rows, plan.warps * Shape::kRowsPerWarp) : rows * plan.cluster);
   return launch_clusters(op, kernel, blocks, 32u * plan.warps, plan.cluster, 0, stream, arguments...);
