@@ -570,12 +570,12 @@ def test_add_takes_alpha_and_a_number(mode):
     for _ in range(3):
         close(mine(x), theirs(x))
         mine, theirs = Gradient(mine), Gradient(theirs)
-    one = Tensor(np.ones(3))
+    one, other = Tensor(np.ones(3)), Tensor(np.ones(3))  # to PyNative's gradient one tensor is one variable
     for got, expected in (
         (Added(0.1, 1)(one), 1.1),
         (Added(0.1, 3)(one), 1 + 3 * 0.1),
         (Added(True, 3)(one), 4.0),
-        (AddedTo(one, 0.1)(one), 1.1),
-        (Gradient(AddedTo(one, 0.1))(one), 0.1),
+        (AddedTo(other, 0.1)(one), 1.1),
+        (Gradient(AddedTo(other, 0.1))(one), 0.1),
     ):
         np.testing.assert_allclose(got.asnumpy(), np.full(3, expected), rtol=1e-15)

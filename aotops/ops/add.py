@@ -34,8 +34,8 @@ def add(a, b, alpha=1):
 
     Args:
         a: float16, bfloat16, float32 or float64; any shape.
-        b: of a's dtype, of any shape that broadcasts with a's; or a number of Python, which has no gradient.
-        alpha: a number. It has no gradient.
+        b: of a's dtype, of any shape that broadcasts with a's; or a number of Python.
+        alpha: a number. Numbers have no gradient, and what compiles a program compiles it again for another number.
 
     Returns:
         The sum, of the broadcast shape and a's dtype. It is computed in float32 (float64 for float64), where
