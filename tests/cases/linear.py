@@ -19,7 +19,7 @@ _ACTIVATIONS = {
 
 
 def linear(x, weight, bias=None, activation=None):
-    return _ACTIVATIONS[activation](x @ weight.T + (0 if bias is None else bias))
+    return _ACTIVATIONS[activation](np.inner(x, weight) + (0 if bias is None else bias))
 
 
 def _linear(x, out, bias=True, activation=None, **kwargs) -> Case:
