@@ -127,7 +127,7 @@ Problem linear_problem() {
   const Shape rows = small_shape(3);
   const std::string activation = any<std::string>({"", "relu", "gelu", "gelu_tanh", "silu"});
   p.shapes = {{"x", rows + Shape{in}}, {"weight", {out, in}}, {"bias", {out}}, {"dy", rows + Shape{out}}};
-  p.shapes["before"] = rows + Shape{activation.empty() ? 0 : out};
+  p.shapes["pre_activation"] = rows + Shape{activation.empty() ? 0 : out};
   p.attrs = std::string("allow_tf32=") + (flip() ? "1" : "0");
   if (!activation.empty()) p.attrs += "\nactivation=" + activation;
   return p;

@@ -5,8 +5,8 @@ from __future__ import annotations
 from ..op import operator
 
 
-def _before(call):
-    """Of no columns where there is no activation."""
+def _pre_activation(call):
+    """What the activation is applied to. Without an activation it has no columns."""
     return (*call.x[:-1], 0 if call.activation is None else call.weight[0])
 
 
@@ -14,29 +14,29 @@ _ATTRS = {"activation": "str?", "allow_tf32": "bool"}
 
 
 @operator(
-    inputs=("dy", "x", "weight", "bias", "before"),
+    inputs=("dy", "x", "weight", "bias", "pre_activation"),
     outputs=("dx", "dweight", "dbias"),
     workspace=("workspace",),
     shapes={"dbias": lambda call: call.weight[:1]},
-    optional=("bias", "before", "dx", "dweight", "dbias"),
+    optional=("bias", "pre_activation", "dx", "dweight", "dbias"),
     attrs=_ATTRS,
     same_spec_as={"dx": "x", "dweight": "weight"},
-    vmappable=("dy", "x", "before", "dx"),
+    vmappable=("dy", "x", "pre_activation", "dx"),
 )
-def linear_backward(dy, x, weight, bias, before, activation=None, allow_tf32=False):
-    return (dy, x, weight, bias, before), (activation, allow_tf32)
+def linear_backward(dy, x, weight, bias, pre_activation, activation=None, allow_tf32=False):
+    return (dy, x, weight, bias, pre_activation), (activation, allow_tf32)
 
 
 @operator(
     inputs=("x", "weight", "bias"),
     outputs=("y",),
-    residuals=("before",),
+    residuals=("pre_activation",),
     workspace=("workspace",),
-    shapes={"y": lambda call: (*call.x[:-1], call.weight[0]), "before": _before},
+    shapes={"y": lambda call: (*call.x[:-1], call.weight[0]), "pre_activation": _pre_activation},
     optional=("bias",),
     attrs=_ATTRS,
     backward=linear_backward,
-    vmappable=("x", "y", "before"),
+    vmappable=("x", "y", "pre_activation"),
     always_save_residuals=True,
     autocast={"cpu": "autocast", "cuda": "autocast"},
 )

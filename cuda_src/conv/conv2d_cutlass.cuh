@@ -1,4 +1,4 @@
-// conv2d as an implicit matrix product by CUTLASS, of its kernels for sm_80, which every architecture since runs.
+// conv2d as an implicit GEMM by CUTLASS: its kernels for sm_80, which later architectures run as well.
 #pragma once
 #include <cutlass/conv/kernel/default_conv2d_dgrad.h>
 #include <cutlass/conv/kernel/default_conv2d_fprop.h>
@@ -9,7 +9,7 @@
 
 #include <type_traits>
 
-#include "conv2d_product.h"
+#include "conv2d_gemm.h"
 #include "cuda/launch.cuh"
 
 namespace aot {
@@ -17,7 +17,7 @@ inline namespace AOT_ISA {
 
 using cutlass::gemm::GemmShape;
 
-// What multiplies: T by T, on tensor cores, or, with kSimt, without them.
+// The multiply-add: of T, on tensor cores, or with kSimt on the ordinary cores.
 template <typename T_, class Instruction_, bool kSimt_ = false>
 struct CutlassMath {
   using T = T_;
@@ -26,8 +26,9 @@ struct CutlassMath {
   using Class = std::conditional_t<kSimt, cutlass::arch::OpClassSimt, cutlass::arch::OpClassTensorOp>;
 };
 
-// kStrided: a dx of another stride than 1. To: the result's type; dweight's is float, of slices.
-template <class Math, typename To_, Conv2dProduct::Pass kPass_, class Tile_, class WarpTile_, int kStages_,
+// kStrided: dx with a stride other than 1. To: the type of the result; float for dweight, whose slices are summed
+// later.
+template <class Math, typename To_, Conv2dGemm::Pass kPass_, class Tile_, class WarpTile_, int kStages_,
           bool kStrided_ = false>
 struct CutlassConv2d {
   using T = typename Math::T;
@@ -36,8 +37,8 @@ struct CutlassConv2d {
   using Tile = Tile_;
   static constexpr auto kPass = kPass_;
   static constexpr bool kStrided = kStrided_;
-  static constexpr auto kSteps = kPass == Conv2dProduct::dx && !kStrided ? cutlass::conv::StrideSupport::kUnity
-                                                                         : cutlass::conv::StrideSupport::kStrided;
+  static constexpr auto kStrideSupport = kPass == Conv2dGemm::dx && !kStrided ? cutlass::conv::StrideSupport::kUnity
+                                                                              : cutlass::conv::StrideSupport::kStrided;
   static constexpr int kVector = Math::kSimt ? 1 : 128 / cutlass::sizeof_bits<T>::value;
   static constexpr int kToVector = Math::kSimt ? 1 : 128 / cutlass::sizeof_bits<To>::value;
   using Epilogue = cutlass::epilogue::thread::LinearCombination<To, kToVector, float, float>;
@@ -47,11 +48,11 @@ struct CutlassConv2d {
 #define AOT_CUTLASS_CONV2D(Default)                                                                                  \
   cutlass::conv::kernel::Default<T, Layout, T, Layout, To, Layout, float, typename Math::Class, cutlass::arch::Sm80, \
                                  Tile, WarpTile_, typename Math::Instruction, Epilogue, Swizzle, kStages_,           \
-                                 cutlass::arch::OpMultiplyAdd, cutlass::conv::IteratorAlgorithm::kOptimized, kSteps, \
-                                 kVector, kVector>::Kernel
+                                 cutlass::arch::OpMultiplyAdd, cutlass::conv::IteratorAlgorithm::kOptimized,         \
+                                 kStrideSupport, kVector, kVector>::Kernel
   static auto kernel() {
-    if constexpr (kPass == Conv2dProduct::y) return Type<typename AOT_CUTLASS_CONV2D(DefaultConv2dFprop)>();
-    else if constexpr (kPass == Conv2dProduct::dx) return Type<typename AOT_CUTLASS_CONV2D(DefaultConv2dDgrad)>();
+    if constexpr (kPass == Conv2dGemm::y) return Type<typename AOT_CUTLASS_CONV2D(DefaultConv2dFprop)>();
+    else if constexpr (kPass == Conv2dGemm::dx) return Type<typename AOT_CUTLASS_CONV2D(DefaultConv2dDgrad)>();
     else return Type<typename AOT_CUTLASS_CONV2D(DefaultConv2dWgrad)>();
   }
 #undef AOT_CUTLASS_CONV2D
@@ -59,22 +60,22 @@ struct CutlassConv2d {
 };
 
 template <class Conv>
-Status launch_cutlass(const char *op, const Conv2dProduct &p, void *stream) {
+Status launch_cutlass(const char *op, const Conv2dGemm &p, void *stream) {
   using Kernel = typename Conv::Kernel;
   using Layout = typename Conv::Layout;
   using T = typename Conv::T;
   using To = typename Conv::To;
   const int slices = p.slices > 0 ? p.slices : 1;
   const cutlass::conv::Conv2dProblemSize size(
-      p.batch, p.height, p.width, p.channels, p.outputs, p.kernel_h, p.kernel_w, p.out_h, p.out_w, p.padding_h,
+      p.batch, p.height, p.width, p.channels, p.out_channels, p.kernel_h, p.kernel_w, p.out_h, p.out_w, p.padding_h,
       p.padding_w, p.stride_h, p.stride_w, p.dilation_h, p.dilation_w, cutlass::conv::Mode::kCrossCorrelation, slices);
   const Layout x = Layout::packed({p.batch, p.height, p.width, p.channels});
-  const Layout y = Layout::packed({p.batch, p.out_h, p.out_w, p.outputs});
-  const Layout weight = Layout::packed({p.outputs, p.kernel_h, p.kernel_w, p.channels});
-  const bool forward = p.pass == Conv2dProduct::y, dweight = p.pass == Conv2dProduct::dweight;
+  const Layout y = Layout::packed({p.batch, p.out_h, p.out_w, p.out_channels});
+  const Layout weight = Layout::packed({p.out_channels, p.kernel_h, p.kernel_w, p.channels});
+  const bool forward = p.pass == Conv2dGemm::y, dweight = p.pass == Conv2dGemm::dweight;
   const Layout to = forward ? y : dweight ? weight : x;
   auto data = [](const void *p) { return static_cast<T *>(const_cast<void *>(p)); };
-  auto *bias = static_cast<To *>(const_cast<void *>(p.bias));  // a tensor whose rows are all this one
+  auto *bias = static_cast<To *>(const_cast<void *>(p.bias));  // as a source tensor of stride 0: every row is the bias
   const typename Kernel::Arguments arguments(
       size, {data(p.a), forward ? x : y}, {data(p.b), dweight ? x : weight},
       {bias, bias ? Layout(typename Layout::Stride(0)) : to}, {static_cast<To *>(p.to), to}, {1.f, bias ? 1.f : 0.f},

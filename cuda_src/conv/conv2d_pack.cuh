@@ -1,5 +1,5 @@
-// Tensors as the tensor core kernels of conv2d want them, NHWC with channels in whole vectors, and back. What packs
-// reads nothing that a kernel of this call wrote.
+// Packing: copies tensors to NHWC with padded channels, as the implicit GEMM kernels take them, and results back. A
+// packing kernel reads nothing that another kernel of the call wrote.
 #pragma once
 #include "conv2d.cuh"
 #include "cuda/overlap.cuh"
@@ -9,16 +9,16 @@ inline namespace AOT_ISA {
 
 constexpr int kPackBlock = 256;
 
-// to[b][j][i] = from[b][i][j] for i < rows, j < cols; zero for i < to_rows beyond, and in a batch that `from` has not.
+// to[b][j][i] = from[b][i][j] for b < batches, i < rows, j < cols. `to` is padded with zeros to to_batches and to_rows.
 template <typename T>
 struct Transposition {
   const T *from;
   T *to;
-  int64_t batches, rows, cols, stride, to_rows, to_stride;  // strides: from one row to the next
+  int64_t batches, rows, cols, stride, to_rows, to_stride;  // strides: between rows
   int64_t to_batches;
 
   unsigned across = 0, down = 0;              // tiles
-  bool from_fours = false, to_fours = false;  // whether rows begin at multiples of four elements
+  bool from_fours = false, to_fours = false;  // whether all rows are aligned to four elements
 };
 
 template <typename T>
@@ -67,16 +67,16 @@ __global__ void __launch_bounds__(kPackBlock) transpose_kernel(Transposition<T> 
   wait_for_kernel_before();
 }
 
-// to (to_rows, to_cols) = from (rows, cols), whose rows are `stride` apart, where it is, zero where it is not.
+// to (to_rows, to_cols) = from (rows, cols), whose rows are `stride` apart, cropped or padded with zeros.
 template <typename T>
-struct Fit {
+struct PaddedCopy {
   const T *from;
   T *to;
   int64_t rows, cols, stride, to_rows, to_cols;
 };
 
 template <typename T>
-__global__ void __launch_bounds__(kPackBlock) fit_kernel(Fit<T> f) {
+__global__ void __launch_bounds__(kPackBlock) copy_padded_kernel(PaddedCopy<T> f) {
   launch_next();
   const unsigned i = blockIdx.x * kPackBlock + threadIdx.x, cols = static_cast<unsigned>(f.to_cols);
   const unsigned row = i / cols, col = i % cols;
@@ -85,12 +85,12 @@ __global__ void __launch_bounds__(kPackBlock) fit_kernel(Fit<T> f) {
 }
 
 template <typename T>
-Status fit(const Fit<T> &f, Launches &launch) {
-  return launch(fit_kernel<T>, grid_size(ceil_div(f.to_rows * f.to_cols, kPackBlock)), kPackBlock, 0, 1, f);
+Status copy_padded(const PaddedCopy<T> &f, LaunchSequence &launch) {
+  return launch(copy_padded_kernel<T>, grid_size(ceil_div(f.to_rows * f.to_cols, kPackBlock)), kPackBlock, 0, 1, f);
 }
 
 template <typename T>
-Status transpose(Transposition<T> t, Launches &launch) {
+Status transpose(Transposition<T> t, LaunchSequence &launch) {
   t.from_fours = t.stride % 4 == 0 && aligned(t.from), t.to_fours = t.to_stride % 4 == 0 && aligned(t.to);
   auto with_tile = [&](auto *kernel, int rows, int cols) {
     t.across = static_cast<unsigned>(ceil_div(t.cols, cols)), t.down = static_cast<unsigned>(ceil_div(t.to_rows, rows));
@@ -100,28 +100,30 @@ Status transpose(Transposition<T> t, Launches &launch) {
                      : with_tile(transpose_kernel<T, 128, 16>, 128, 16);
 }
 
-// `plane` numbers in each of `channels` channels of each of `images`: of x and y the pixels, of a weight the kernel.
+// A tensor (images, channels, plane). plane: of x and y the pixels of an image, of a weight the kernel elements.
 struct Planes {
   int64_t images, channels, plane;
 };
 
-// to: (to_images, plane, to_channels).
+// From either layout to (to_images, plane, to_channels), padded with zeros.
 template <typename T>
-Status pack(bool nhwc, const T *from, Planes p, T *to, int64_t to_images, int64_t to_channels, Launches &launch) {
+Status pack(bool nhwc, const T *from, Planes p, T *to, int64_t to_images, int64_t to_channels, LaunchSequence &launch) {
   if (nhwc)
-    return fit<T>({from, to, p.images * p.plane, p.channels, p.channels, to_images * p.plane, to_channels}, launch);
+    return copy_padded<T>({from, to, p.images * p.plane, p.channels, p.channels, to_images * p.plane, to_channels},
+                          launch);
   return transpose<T>({from, to, p.images, p.channels, p.plane, p.plane, to_channels, to_channels, to_images}, launch);
 }
 
-// from: (p.images, p.plane, from_channels), of which p.channels are wanted.
+// From (p.images, p.plane, from_channels) to either layout, without padding.
 template <typename T>
-Status unpack(bool nhwc, const T *from, int64_t from_channels, Planes p, T *to, Launches &launch) {
-  launch.restart();  // it reads what the kernel before it wrote, and the one after it may write where it reads
-  AOT_TRY(
-      nhwc
-          ? fit<T>({from, to, p.images * p.plane, p.channels, from_channels, p.images * p.plane, p.channels}, launch)
-          : transpose<T>({from, to, p.images, p.plane, p.channels, from_channels, p.plane, p.plane, p.images}, launch));
-  return launch.restart(), kOk;
+Status unpack(bool nhwc, const T *from, int64_t from_channels, Planes p, T *to, LaunchSequence &launch) {
+  // reads what the kernel before it wrote, and the kernel after it may overwrite that
+  launch.wait_for_all();
+  AOT_TRY(nhwc ? copy_padded<T>(
+                     {from, to, p.images * p.plane, p.channels, from_channels, p.images * p.plane, p.channels}, launch)
+               : transpose<T>({from, to, p.images, p.plane, p.channels, from_channels, p.plane, p.plane, p.images},
+                              launch));
+  return launch.wait_for_all(), kOk;
 }
 
 }  // namespace AOT_ISA

@@ -1,46 +1,49 @@
-// conv2d on sm_90: an implicit matrix product by wgmma, whose operands TMA brings.
+// conv2d on sm_90: an implicit GEMM by wgmma, whose operands are loaded by TMA.
 //
-// Everything lies in boxes of 64 rows of 128 bytes, 64 elements of 16 bits or 32 of float32, swizzled as both units
-// know it. TMA's im2col mode walks through 64 pixels of an image as a kernel's element meets them, strides, padding and
-// the step from one image to the next included; what lies outside of a tensor comes as zeros. float32 is rounded to
-// TF32 on its way.
-//            rows of the result, from a           columns, from b                  summed over
-//   y        pixels: x (pixels, channels)         outputs: weight (outputs, chan.)  kernel elements, channels
-//   dx       pixels: dy (pixels, outputs)         channels: weight (outputs, chan.) kernel elements, outputs
-//   dweight  outputs: dy (pixels, outputs)        kernel elements x channels:       pixels
-//                                                 x (pixels, channels)
-// wgmma reads a box of 16 bits along its rows or across, so nothing is ever transposed. TF32 it reads along them alone:
-// dx then has the weight as (channels, outputs), and dweight, whose rows would have to be of pixels, is CUTLASS's.
+// Operands are loaded in boxes of 64 rows of 128 bytes (64 elements of 16 bits, or 32 of float32), swizzled as TMA
+// writes and wgmma reads them. TMA's im2col mode loads 64 pixels as one kernel element meets them, across rows and
+// images, with stride and padding; elements outside of a tensor are loaded as zeros, and float32 is rounded to TF32.
+//            rows of the result, from a         columns, from b                       summed over
+//   y        pixels: x (pixels, channels)       outputs: weight (outputs, channels)   kernel elements, channels
+//   dx       pixels: dy (pixels, outputs)       channels: weight (outputs, channels)  kernel elements, outputs
+//   dweight  outputs: dy (pixels, outputs)      kernel elements x channels:           pixels
+//                                               x (pixels, channels)
+// where outputs are the output channels. wgmma reads 16-bit operands in either major order, so these are never
+// transposed. TF32 must be K-major: dx then takes the weight as (channels, outputs), and dweight, whose operands would
+// have to be transposed, is left to CUTLASS.
 #pragma once
 #include <cuda.h>
 #include <cute/arch/mma_sm90_gmma.hpp>
 
 #include <utility>
 
-#include "conv2d_product.h"
+#include "conv2d_gemm.h"
+#include "cuda/mbarrier.cuh"
 #include "cuda/overlap.cuh"
 
 namespace aot {
 inline namespace AOT_ISA {
 
-// Of an H200; a number of the device would make results depend on it.
+// An H200's, whatever the device: the split of sums, and so the results, must not depend on the device.
 constexpr int kMultiprocessors = 132;
 
 constexpr int kBox = 64, kBoxRow = 128, kBoxBytes = kBox * kBoxRow;
 template <typename T>
 constexpr int kBoxDepth = kBoxRow / static_cast<int>(sizeof(T));  // elements of a box's row
 
-// What a block computes: kRowBoxes x kColBoxes boxes of the result, by kRowGroups x kColGroups warpgroups, from kStages
-// of them on their way; so many blocks on a multiprocessor. Clusters whose blocks share what they bring were slower.
+// A block computes kRowBoxes x kColBoxes boxes of the result with kRowGroups x kColGroups consumer warpgroups and one
+// producer warp, in a pipeline of kStages; a multiprocessor has room for kBlocks blocks. Clusters that share their
+// loads by multicast were slower.
 template <int kRowBoxes_, int kColBoxes_, int kRowGroups_, int kColGroups_, int kStages_, int kBlocks_>
 struct WgmmaTile {
   static constexpr int kRowBoxes = kRowBoxes_, kColBoxes = kColBoxes_, kRowGroups = kRowGroups_;
   static constexpr int kColGroups = kColGroups_, kStages = kStages_, kBlocks = kBlocks_;
-  static constexpr int kGroups = kRowGroups * kColGroups, kThreads = kGroups * 128 + 32;  // one warp brings
+  static constexpr int kGroups = kRowGroups * kColGroups, kThreads = kGroups * 128 + 32;
   static constexpr int kStageBytes = (kRowBoxes + kColBoxes) * kBoxBytes;
-  static constexpr int kShared = kStages * kStageBytes + 1024;  // a box begins at a multiple of 1024
-  // whether a sum may be cut: a block alone on its multiprocessor, with room for sums that a cluster's show each other
-  static constexpr bool kShows =
+  static constexpr int kShared = kStages * kStageBytes + 1024;  // boxes are aligned to 1024
+  // Split-K within a cluster, which adds up its partial sums through distributed shared memory: for blocks that have a
+  // multiprocessor to themselves, and whose stages have room for the partial sums.
+  static constexpr bool kClusterSplitK =
       kBlocks == 1 && kStages * kStageBytes >= kRowBoxes * kColBoxes * kBox * kBox * static_cast<int>(sizeof(float));
 };
 
@@ -48,17 +51,17 @@ struct Conv2dWgmma {
   CUtensorMap a, b;
   int rows;     // of the result
   int columns;  // y, dx: of the result; dweight: of one kernel element, which is channels
-  int steps;    // boxes along the sum
-  int depth;    // y, dx: boxes of channels or outputs in a kernel element's sum; dweight: boxes of channels
+  int steps;    // of the mainloop: boxes along the sum
+  int depth;    // y, dx: boxes along the channels of a kernel element's sum; dweight: boxes along channels
   int kernel, kernel_w;
-  int tap, tap_h, tap_w;  // dx: the weight's element for dy's first, and from one of its rows and columns to the next
+  int tap, tap_h, tap_w;  // dx: weight's kernel element for dy's first one, and from one of dy's rows and columns on
   int map_h, map_w;       // pixels of the im2col operand
   int stride_h, stride_w, first_h, first_w, dilation_h, dilation_w;
   int row_tiles, col_tiles;
-  int slices;        // of the sum: dweight's go to memory, those of y and dx are a cluster
-  bool pairs;        // neighbouring columns are neighbours in memory, all of them in whole vectors
-  bool independent;  // reads nothing that the kernel before this wrote
-  Steps to_steps;    // y, dx
+  int slices;          // split-K: dweight's partial sums go to memory; for y and dx the slices are a cluster
+  bool pairs;          // neighbouring columns are contiguous and in whole vectors
+  bool independent;    // reads nothing that the kernel launched before it writes
+  Strides to_strides;  // y, dx
   const void *bias;
   void *to;
 };
@@ -67,33 +70,15 @@ struct Conv2dWgmma {
 
 #ifdef CUTE_ARCH_MMA_SM90A_ENABLED
 
-__device__ inline void barrier_init(uint64_t *barrier, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
-}
-__device__ inline void barrier_expect(uint64_t *barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
-               : "memory");
-}
-__device__ inline void barrier_arrive(uint64_t *barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-__device__ inline void barrier_wait(uint64_t *barrier, uint32_t parity) {
-  asm volatile(
-      "{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
-      "@!p bra again;\n}" ::"r"(shared_address(barrier)),
-      "r"(parity)
-      : "memory");
-}
-
-// A box of a tensor map: of a matrix, of a weight, and of images, in im2col mode.
-__device__ inline void bring(const CUtensorMap &map, uint32_t to, uint64_t *barrier, int c, int row) {
+// Loads a box of a tensor map: of a matrix, of a weight, and of images in im2col mode.
+__device__ inline void tma_load(const CUtensorMap &map, uint32_t to, uint64_t *barrier, int c, int row) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
           to),
       "l"(&map), "r"(shared_address(barrier)), "r"(c), "r"(row)
       : "memory");
 }
-__device__ inline void bring(const CUtensorMap &map, uint32_t to, uint64_t *barrier, int c, int k, int row) {
+__device__ inline void tma_load(const CUtensorMap &map, uint32_t to, uint64_t *barrier, int c, int k, int row) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::
           "r"(to),
@@ -103,8 +88,8 @@ __device__ inline void bring(const CUtensorMap &map, uint32_t to, uint64_t *barr
 struct PixelAt {
   int w, h, n;
 };
-__device__ inline void bring(const CUtensorMap &map, uint32_t to, uint64_t *barrier, int c, PixelAt at, int offset_w,
-                             int offset_h) {
+__device__ inline void tma_load(const CUtensorMap &map, uint32_t to, uint64_t *barrier, int c, PixelAt at, int offset_w,
+                                int offset_h) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes "
       "[%0], [%1, {%3, %4, %5, %6}], [%2], {%7, %8};" ::"r"(to),
@@ -113,7 +98,7 @@ __device__ inline void bring(const CUtensorMap &map, uint32_t to, uint64_t *barr
       : "memory");
 }
 
-// Boxes as wgmma sees them: 128-byte swizzle, groups of 8 rows 1024 bytes apart, boxes side by side kBoxBytes apart.
+// A wgmma matrix descriptor: 128-byte swizzle, groups of 8 rows 1024 bytes apart, adjacent boxes kBoxBytes apart.
 __device__ inline uint64_t box_descriptor(uint32_t address) {
   return uint64_t{(address & 0x3ffff) >> 4} | uint64_t{kBoxBytes >> 4} << 16 | uint64_t{1024 >> 4} << 32 |
          uint64_t{1} << 62;
@@ -142,8 +127,9 @@ struct Wgmma {
 #undef AOT_WGMMA
 };
 
+// Keeps the compiler from moving uses of the accumulators across this point, while wgmma writes them asynchronously.
 template <int kRows, int kSums>
-__device__ inline void hold(float (&sum)[kRows][kSums]) {
+__device__ inline void fence_accumulators(float (&sum)[kRows][kSums]) {
 #pragma unroll
   for (auto &row : sum)
 #pragma unroll
@@ -154,11 +140,11 @@ __device__ inline void hold(float (&sum)[kRows][kSums]) {
 
 // ------------------------------------------------------------------------------------------------------------- kernel
 
-template <typename T, Conv2dProduct::Pass kPass, class Tile>
+template <typename T, Conv2dGemm::Pass kPass, class Tile>
 struct WgmmaBlock {
-  static constexpr bool kDweight = kPass == Conv2dProduct::dweight, kTf32 = sizeof(T) == 4;
-  static constexpr bool kTurned = kPass == Conv2dProduct::dx && !kTf32;           // b's rows are of the sum
-  static constexpr int kDepth = kBoxDepth<T>;                                     // of a step
+  static constexpr bool kDweight = kPass == Conv2dGemm::dweight, kTf32 = sizeof(T) == 4;
+  static constexpr bool kTransposedB = kPass == Conv2dGemm::dx && !kTf32;         // b is MN-major
+  static constexpr int kDepth = kBoxDepth<T>;                                     // elements of a step
   static constexpr int kRowsOfGroup = Tile::kRowBoxes / Tile::kRowGroups;         // in boxes
   static constexpr int kColsOfGroup = Tile::kColBoxes / Tile::kColGroups * kBox;  // in elements
 
@@ -169,19 +155,19 @@ struct WgmmaBlock {
   uint32_t boxes;
   uint64_t *full, *empty;
 
-  // A tile of the result, and the part of its sum that is this block's; tiles of the same rows follow each other.
-  struct Place {
-    int row_box, col_box, begin, end;
+  // A tile of the result, and the steps of its sum that are this block's. Consecutive tiles have the same rows.
+  struct WorkTile {
+    int row_box, col_box, first_step, last_step;
   };
-  __device__ Place place(int tile) const {
+  __device__ WorkTile work_tile(int tile) const {
     const int slices = p.slices > 0 ? p.slices : 1, slice = blockIdx.z;
     return {tile / p.col_tiles * Tile::kRowBoxes, tile % p.col_tiles * Tile::kColBoxes,
             static_cast<int>(int64_t{p.steps} * slice / slices),
             static_cast<int>(int64_t{p.steps} * (slice + 1) / slices)};
   }
   template <class F>
-  __device__ void each_place(F f) const {
-    for (int tile = blockIdx.x; tile < p.row_tiles * p.col_tiles; tile += gridDim.x) f(place(tile));
+  __device__ void each_tile(F f) const {
+    for (int tile = blockIdx.x; tile < p.row_tiles * p.col_tiles; tile += gridDim.x) f(work_tile(tile));
   }
 
   __device__ uint32_t a_box(int stage, int i) const { return boxes + stage * Tile::kStageBytes + i * kBoxBytes; }
@@ -192,45 +178,45 @@ struct WgmmaBlock {
     return {w * p.stride_w + p.first_w, h * p.stride_h + p.first_h, i / p.map_w / p.map_h};
   }
 
-  // ------------------------------------------------------------------------------------------- the warp that brings
+  // ---------------------------------------------------------------------------------------------------- producer warp
 
-  __device__ void bring_all() const {
-    int turn = 0;
-    each_place([&](const Place &at) {
+  __device__ void load_tiles() const {
+    int iteration = 0;
+    each_tile([&](const WorkTile &at) {
       auto next = [&] {
-        const int stage = turn % Tile::kStages;
-        barrier_wait(&empty[stage], turn++ / Tile::kStages % 2 ^ 1);
-        barrier_expect(&full[stage], Tile::kStageBytes);
+        const int stage = iteration % Tile::kStages;
+        mbarrier_wait(&empty[stage], iteration++ / Tile::kStages % 2 ^ 1);
+        mbarrier_expect(&full[stage], Tile::kStageBytes);
         return stage;
       };
-      if constexpr (kDweight) bring_pixels(at, next);
-      else bring_taps(at, next);
+      if constexpr (kDweight) load_by_pixel(at, next);
+      else load_by_tap(at, next);
     });
   }
 
   template <class Next>
-  __device__ void bring_taps(const Place &at, Next next) const {
+  __device__ void load_by_tap(const WorkTile &at, Next next) const {
     PixelAt rows[Tile::kRowBoxes];
     for (int i = 0; i < Tile::kRowBoxes; ++i) rows[i] = pixel((at.row_box + i) * kBox);
-    int k = at.begin / p.depth, d = at.begin % p.depth;
-    for (int step = at.begin; step < at.end; ++step) {
+    int k = at.first_step / p.depth, d = at.first_step % p.depth;
+    for (int step = at.first_step; step < at.last_step; ++step) {
       const int stage = next(), k_w = k % p.kernel_w, k_h = k / p.kernel_w;
-      const int tap = kPass == Conv2dProduct::y ? k : p.tap + k_h * p.tap_h + k_w * p.tap_w;
+      const int tap = kPass == Conv2dGemm::y ? k : p.tap + k_h * p.tap_h + k_w * p.tap_w;
 #pragma unroll
       for (int i = 0; i < Tile::kRowBoxes; ++i)
-        bring(p.a, a_box(stage, i), &full[stage], d * kDepth, rows[i], k_w * p.dilation_w, k_h * p.dilation_h);
+        tma_load(p.a, a_box(stage, i), &full[stage], d * kDepth, rows[i], k_w * p.dilation_w, k_h * p.dilation_h);
 #pragma unroll
       for (int j = 0; j < Tile::kColBoxes; ++j) {
         const int col = (at.col_box + j) * kBox;
-        if (kTurned) bring(p.b, b_box(stage, j), &full[stage], col, tap, d * kDepth);
-        else bring(p.b, b_box(stage, j), &full[stage], d * kDepth, tap, col);
+        if (kTransposedB) tma_load(p.b, b_box(stage, j), &full[stage], col, tap, d * kDepth);
+        else tma_load(p.b, b_box(stage, j), &full[stage], d * kDepth, tap, col);
       }
       if (++d == p.depth) d = 0, ++k;
     }
   }
 
   template <class Next>
-  __device__ void bring_pixels(const Place &at, Next next) const {
+  __device__ void load_by_pixel(const WorkTile &at, Next next) const {
     struct {
       int c, w, h;
     } cols[Tile::kColBoxes];
@@ -240,68 +226,68 @@ struct WgmmaBlock {
       cols[j] = {(there ? box % p.depth : p.depth) * kBox, there ? k % p.kernel_w * p.dilation_w : 0,
                  there ? k / p.kernel_w * p.dilation_h : 0};
     }
-    for (int step = at.begin; step < at.end; ++step) {
+    for (int step = at.first_step; step < at.last_step; ++step) {
       const int stage = next();
       const PixelAt pixels = pixel(step * kBox);
 #pragma unroll
       for (int i = 0; i < Tile::kRowBoxes; ++i)
-        bring(p.a, a_box(stage, i), &full[stage], (at.row_box + i) * kBox, step * kBox);
+        tma_load(p.a, a_box(stage, i), &full[stage], (at.row_box + i) * kBox, step * kBox);
 #pragma unroll
       for (int j = 0; j < Tile::kColBoxes; ++j)
-        bring(p.b, b_box(stage, j), &full[stage], cols[j].c, pixels, cols[j].w, cols[j].h);
+        tma_load(p.b, b_box(stage, j), &full[stage], cols[j].c, pixels, cols[j].w, cols[j].h);
     }
   }
 
-  // ---------------------------------------------------------------------------------------- the groups that multiply
+  // ----------------------------------------------------------------------------------------------- consumer warpgroups
 
-  __device__ void multiply_all(int row_group, int col_group) const {
-    int turn = 0;
-    each_place([&](const Place &at) {
+  __device__ void compute_tiles(int row_group, int col_group) const {
+    int iteration = 0;
+    each_tile([&](const WorkTile &at) {
       Sums sum = {};
-      multiply(at.end - at.begin, row_group, col_group, turn, sum);
+      mainloop(at.last_step - at.first_step, row_group, col_group, iteration, sum);
       wait_for_kernel_before();
       store(at, row_group, col_group, sum);
     });
   }
 
-  __device__ void multiply(int steps, int row_group, int col_group, int &turn, Sums &sum) const {
-    // across a box's rows the next 16 of the sum are 16 rows on, along them 32 bytes
-    constexpr bool kAcrossA = kDweight, kAcrossB = kDweight || kTurned;
+  __device__ void mainloop(int steps, int row_group, int col_group, int &iteration, Sums &sum) const {
+    // the next 16 terms (8 of TF32) are 16 rows on in an MN-major box, 32 bytes on in a K-major one
+    constexpr bool kAcrossA = kDweight, kAcrossB = kDweight || kTransposedB;
     constexpr int kStepA = kAcrossA ? 16 * kBoxRow : 32, kStepB = kAcrossB ? 16 * kBoxRow : 32;
-    using Multiply = Wgmma<T, kColsOfGroup, kAcrossA, kAcrossB>;
-    auto release = [&](int turn) {
-      if (threadIdx.x % 128 == 0) barrier_arrive(&empty[turn % Tile::kStages]);
+    using Mma = Wgmma<T, kColsOfGroup, kAcrossA, kAcrossB>;
+    auto release = [&](int iteration) {
+      if (threadIdx.x % 128 == 0) mbarrier_arrive(&empty[iteration % Tile::kStages]);
     };
-    for (int step = 0; step < steps; ++step, ++turn) {
-      const int stage = turn % Tile::kStages;
-      barrier_wait(&full[stage], turn / Tile::kStages % 2);
+    for (int step = 0; step < steps; ++step, ++iteration) {
+      const int stage = iteration % Tile::kStages;
+      mbarrier_wait(&full[stage], iteration / Tile::kStages % 2);
       const uint32_t b = b_box(stage, col_group * (kColsOfGroup / kBox));
-      hold(sum);
+      fence_accumulators(sum);
       asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
       for (int k = 0; k < 4; ++k)
 #pragma unroll
         for (int i = 0; i < kRowsOfGroup; ++i)
-          Multiply::run(box_descriptor(a_box(stage, row_group * kRowsOfGroup + i) + k * kStepA),
-                        box_descriptor(b + k * kStepB), sum[i], step + k > 0,
-                        std::make_index_sequence<kColsOfGroup / 2>());
+          Mma::run(box_descriptor(a_box(stage, row_group * kRowsOfGroup + i) + k * kStepA),
+                   box_descriptor(b + k * kStepB), sum[i], step + k > 0, std::make_index_sequence<kColsOfGroup / 2>());
       asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-      hold(sum);
+      fence_accumulators(sum);
       asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-      if (step > 0) release(turn - 1);
+      if (step > 0) release(iteration - 1);
     }
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-    hold(sum);
-    if (steps > 0) release(turn - 1);
+    fence_accumulators(sum);
+    if (steps > 0) release(iteration - 1);
   }
 
-  // ------------------------------------------------------------------------------------------------------ the result
+  // --------------------------------------------------------------------------------------------------------- epilogue
 
-  // A thread has pairs of neighbours, in rows 8 apart; the pairs of a row that are 8 columns apart are stored together.
-  __device__ void store(const Place &at, int row_group, int col_group, Sums &sum) const {
+  // A thread's accumulators are pairs of neighbouring columns, in rows 8 apart. The pairs of a row that are 8 columns
+  // apart are stored together.
+  __device__ void store(const WorkTile &at, int row_group, int col_group, Sums &sum) const {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-    const bool cluster = !kDweight && Tile::kShows && p.slices > 1;
-    if (cluster) show(sum);
+    const bool cluster = !kDweight && Tile::kClusterSplitK && p.slices > 1;
+    if (cluster) publish_partials(sum);
 #pragma unroll
     for (int i = 0; i < kRowsOfGroup; ++i) {
       const int row = (at.row_box + row_group * kRowsOfGroup + i) * kBox + warp * 16 + lane / 4;
@@ -310,59 +296,58 @@ struct WgmmaBlock {
       for (int j = 0; j < kColsOfGroup / 8; j += 2) {
         if (cluster && j / 2 % p.slices != blockIdx.z) continue;
         const Columns columns = columns_of(at.col_box + col_group * (kColsOfGroup / kBox) + j * 8 / kBox);
-        const int piece = i * kColsOfGroup / 8 + j, col = j * 8 % kBox;
+        const int quad = i * kColsOfGroup / 8 + j, col = j * 8 % kBox;
         const float *v = &sum[i][j * 4];
         float4 pairs[] = {{v[0], v[1], v[2], v[3]}, {v[4], v[5], v[6], v[7]}};
-        if (cluster) pairs[0] = all_slices(piece), pairs[1] = all_slices(piece + 1);
+        if (cluster) pairs[0] = collect_partials(quad), pairs[1] = collect_partials(quad + 1);
         write(rows[0], columns, col, {pairs[0].x, pairs[0].y}, {pairs[1].x, pairs[1].y});
         write(rows[1], columns, col, {pairs[0].z, pairs[0].w}, {pairs[1].z, pairs[1].w});
       }
     }
-    if (cluster) cluster_barrier();  // until all have read what this block shows
+    if (cluster) cluster_barrier();  // all blocks have read these partial sums
   }
 
-  // The blocks of a cluster, each with a slice, show their sums where their boxes were, in pieces of four of a
-  // thread's; each then adds some columns' of all, in the order of the slices.
-  __device__ uint32_t piece_at(int piece) const { return boxes + (piece * Tile::kGroups * 128 + threadIdx.x) * 16; }
+  // Split-K in a cluster: each block publishes the partial sums of its slice in shared memory, over its stages, four of
+  // a thread's accumulators at a time. Each block then adds all slices, in their order, for some of the columns.
+  __device__ uint32_t quad_address(int quad) const { return boxes + (quad * Tile::kGroups * 128 + threadIdx.x) * 16; }
 
-  __device__ void show(const Sums &sum) const {
-    asm volatile("bar.sync 1, %0;" ::"n"(Tile::kGroups * 128) : "memory");  // all have read the boxes
+  __device__ void publish_partials(const Sums &sum) const {
+    asm volatile("bar.sync 1, %0;" ::"n"(Tile::kGroups * 128) : "memory");  // all warpgroups have read the stages
 #pragma unroll
     for (int i = 0; i < kRowsOfGroup; ++i)
 #pragma unroll
       for (int j = 0; j < kColsOfGroup / 8; ++j)
-        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(piece_at(i * kColsOfGroup / 8 + j)),
+        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(quad_address(i * kColsOfGroup / 8 + j)),
                      "f"(sum[i][j * 4]), "f"(sum[i][j * 4 + 1]), "f"(sum[i][j * 4 + 2]), "f"(sum[i][j * 4 + 3])
                      : "memory");
     cluster_barrier();
   }
-  __device__ float4 all_slices(int piece) const {
+  __device__ float4 collect_partials(int quad) const {
     float4 sum = {};
     for (int slice = 0; slice < p.slices; ++slice) {
       float4 v;
       asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
                    : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                   : "r"(in_block(piece_at(piece), slice))
+                   : "r"(address_in_block(quad_address(quad), slice))
                    : "memory");
       sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
     }
     return sum;
   }
 
-  // Where a row of the result is; below 0 where it is none.
+  // Offset of a row of the result; negative if out of range.
   __device__ int64_t row_at(int row) const {
     if (row >= p.rows) return -1;
     if constexpr (kDweight) {
       const int64_t slice = p.slices ? blockIdx.z : 0;
       return (slice * p.rows + row) * p.kernel * p.columns;
     }
-    return p.to_steps.at(row / p.map_w / p.map_h, 0, row / p.map_w % p.map_h, row % p.map_w);
+    return p.to_strides.at(row / p.map_w / p.map_h, 0, row / p.map_w % p.map_h, row % p.map_w);
   }
-  // A box's columns: the first one, where it is, and how many there are.
-  struct Columns {
+  struct Columns {  // of a box
     int first;
-    int64_t at;
-    int count;
+    int64_t at;  // offset of the first column
+    int count;   // up to the last column of the result
   };
   __device__ Columns columns_of(int box) const {
     if constexpr (kDweight) {
@@ -370,14 +355,14 @@ struct WgmmaBlock {
       return {first, int64_t{k} * p.columns + first, k < p.kernel ? p.columns - first : 0};
     }
     const int first = box * kBox;
-    return {first, first * p.to_steps.channel, p.columns - first};
+    return {first, first * p.to_strides.channel, p.columns - first};
   }
 
-  // Two pairs of a row, of which the four lanes of the row have all from column `col` of a box on.
+  // Writes two pairs of a row; the four lanes of the row have the 16 columns from column `col` of the box on.
   __device__ void write(int64_t row, const Columns &columns, int col, float2 v0, float2 v1) const {
     const int pair = threadIdx.x % 4 * 2;
     const int64_t at = row + columns.at;
-    if (kPass == Conv2dProduct::y && p.bias) {
+    if (kPass == Conv2dGemm::y && p.bias) {
       const T *bias = static_cast<const T *>(p.bias) + columns.first + col + pair;
       if (col + pair < columns.count) v0.x += widen(bias[0]), v0.y += widen(bias[1]);
       if (col + pair + 8 < columns.count) v1.x += widen(bias[8]), v1.y += widen(bias[9]);
@@ -387,7 +372,7 @@ struct WgmmaBlock {
     } else if (kTf32 || !p.pairs) {
       write_pair<T>(row, at, columns, col + pair, v0), write_pair<T>(row, at, columns, col + pair + 8, v1);
     } else if constexpr (!kTf32) {
-      // two lanes exchange a pair each: each has four neighbours then, and the four lanes of a row a whole sector
+      // Pairs of lanes exchange a pair each. Each lane then has four contiguous elements, the four lanes a sector.
       const uint32_t w0 = narrow_word(v0.x, v0.y, T()), w1 = narrow_word(v1.x, v1.y, T());
       const bool odd = threadIdx.x & 1;
       const uint32_t other = __shfl_xor_sync(~0u, odd ? w0 : w1, 1);
@@ -403,14 +388,14 @@ struct WgmmaBlock {
     if (std::is_same_v<To, float> && p.pairs) {
       *reinterpret_cast<float2 *>(to + col) = v;
     } else {
-      to[col * p.to_steps.channel] = narrow<To>(v.x);
-      if (col + 1 < columns.count) to[(col + 1) * p.to_steps.channel] = narrow<To>(v.y);
+      to[col * p.to_strides.channel] = narrow<To>(v.x);
+      if (col + 1 < columns.count) to[(col + 1) * p.to_strides.channel] = narrow<To>(v.y);
     }
   }
 #endif
 };
 
-template <typename T, Conv2dProduct::Pass kPass, class Tile>
+template <typename T, Conv2dGemm::Pass kPass, class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     conv2d_wgmma_kernel(const __grid_constant__ Conv2dWgmma p) {
 #ifdef CUTE_ARCH_MMA_SM90A_ENABLED
@@ -419,28 +404,30 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
   const WgmmaBlock<T, kPass, Tile> block{p, (shared_address(dynamic) + 1023) & ~1023u, full, empty};
   if (threadIdx.x == 0) {
     for (int i = 0; i < Tile::kStages; ++i) {
-      barrier_init(&full[i], 1);
-      barrier_init(&empty[i], Tile::kGroups);
+      mbarrier_init(&full[i], 1);
+      mbarrier_init(&empty[i], Tile::kGroups);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
   const int group = threadIdx.x / 128;
   if (group < Tile::kGroups) {
-    block.multiply_all(group % Tile::kRowGroups, group / Tile::kRowGroups);
+    block.compute_tiles(group % Tile::kRowGroups, group / Tile::kRowGroups);
   } else if (threadIdx.x % 32 == 0) {
     if (!p.independent) wait_for_kernel_before();
-    launch_next();  // whose reading nothing of this one's means that it reads what was there before this one, too
-    block.bring_all();
+    // The next kernel may be `independent` of this one and read what earlier kernels wrote, without waiting: it may
+    // start only when those have ended.
+    launch_next();
+    block.load_tiles();
   }
 #else
-  __trap();  // never launched
+  __trap();  // compiled for other architectures, never launched there
 #endif
 }
 
 // ------------------------------------------------------------------------------------------------------------ launcher
 
-// The driver's functions that encode tensor maps; null where there are none.
+// The driver's functions that encode tensor maps; null if the driver lacks them.
 struct TensorMaps {
   decltype(&cuTensorMapEncodeTiled) tiled = nullptr;
   decltype(&cuTensorMapEncodeIm2col) im2col = nullptr;
@@ -465,15 +452,15 @@ struct TensorMaps {
   }
 };
 
-// How the numbers of a dtype are read: float32 is rounded to TF32.
+// float32 is rounded to TF32 as it is loaded.
 inline CUtensorMapDataType map_type(DType dtype) {
   return dtype == DType::float32   ? CU_TENSOR_MAP_DATA_TYPE_TFLOAT32
          : dtype == DType::float16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                    : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
 }
 
-// (size[n - 1], ..., size[0]) numbers, `step` of them from one to the next along each axis but the last, of which boxes
-// have `box` each.
+// A tensor (size[n - 1], ..., size[0]) with `step` elements from one index to the next along each axis but the last,
+// loaded in boxes of `box` elements.
 template <int n>
 bool map_tiled(CUtensorMap *map, DType dtype, const void *data, const uint64_t (&size)[n], const int64_t (&step)[n - 1],
                const uint32_t (&box)[n]) {
@@ -486,7 +473,7 @@ bool map_tiled(CUtensorMap *map, DType dtype, const void *data, const uint64_t (
                                  CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-// Images (n, h, w, c), of which p.map_h x p.map_w pixels are met from (first_h, first_w) on, `stride` apart.
+// Images (n, h, w, c): p.map_h x p.map_w pixels each, from (p.first_h, p.first_w) on, p.stride_h and p.stride_w apart.
 inline bool map_im2col(CUtensorMap *map, DType dtype, const void *data, int n, int h, int w, int c,
                        const Conv2dWgmma &p) {
   const uint64_t size[] = {uint64_t(c), uint64_t(w), uint64_t(h), uint64_t(n)}, bytes = itemsize(dtype);
@@ -500,8 +487,8 @@ inline bool map_im2col(CUtensorMap *map, DType dtype, const void *data, int n, i
                                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-// Where the elements of dy are that a pixel of dx meets along an axis, for the pixels `stride` apart that have this
-// phase: from `first` on, for kernel elements from `last` down.
+// Along an axis, for the pixels of dx with one stride phase: which elements of dy meet them, from `first` on, and which
+// kernel elements, from `last` down.
 struct DxTaps {
   int count = 0, first = 0, last = 0;
 
@@ -513,65 +500,68 @@ struct DxTaps {
   }
 };
 
-// A call's sizes; of a dx with strides, for the pixels (i * stride_h + phase_h, j * stride_w + phase_w).
-inline Conv2dWgmma wgmma_sizes(const Conv2dProduct &c, int phase_h = 0, int phase_w = 0) {
-  const bool dx = c.pass == Conv2dProduct::dx, dweight = c.pass == Conv2dProduct::dweight;
-  const int deep = static_cast<int>(kBoxRow / itemsize(c.dtype));
+// The kernel's parameters, without tensor maps and tile counts. A strided dx is one GEMM per stride phase: for the
+// pixels (i * stride_h + phase_h, j * stride_w + phase_w).
+inline Conv2dWgmma wgmma_params(const Conv2dGemm &c, int phase_h = 0, int phase_w = 0) {
+  const bool dx = c.pass == Conv2dGemm::dx, dweight = c.pass == Conv2dGemm::dweight;
+  const int box_depth = static_cast<int>(kBoxRow / itemsize(c.dtype));
   auto boxes = [](int64_t n, int size) { return static_cast<int>(ceil_div(n, size)); };
   Conv2dWgmma p = {};
   p.kernel = c.kernel(), p.kernel_w = c.kernel_w, p.dilation_h = c.dilation_h, p.dilation_w = c.dilation_w;
   p.stride_h = dx ? 1 : c.stride_h, p.stride_w = dx ? 1 : c.stride_w;
   p.first_h = -c.padding_h, p.first_w = -c.padding_w, p.map_h = c.out_h, p.map_w = c.out_w;
-  p.to_steps = c.to_steps;
+  p.to_strides = c.to_strides;
   if (dx) {
     const DxTaps h(phase_h, c.padding_h, c.stride_h, c.dilation_h, c.kernel_h);
     const DxTaps w(phase_w, c.padding_w, c.stride_w, c.dilation_w, c.kernel_w);
     p.kernel = h.count * w.count, p.kernel_w = w.count, p.first_h = h.first, p.first_w = w.first;
     p.tap = h.last * c.kernel_w + w.last, p.tap_h = -c.stride_h * c.kernel_w, p.tap_w = -c.stride_w;
     p.map_h = boxes(c.height - phase_h, c.stride_h), p.map_w = boxes(c.width - phase_w, c.stride_w);
-    p.to_steps.row *= c.stride_h, p.to_steps.column *= c.stride_w;
+    p.to_strides.row *= c.stride_h, p.to_strides.column *= c.stride_w;
   }
-  p.rows = dweight ? c.outputs : c.batch * p.map_h * p.map_w;
+  p.rows = dweight ? c.out_channels : c.batch * p.map_h * p.map_w;
   p.columns = dweight ? c.channels : c.to_channels;
-  p.depth = dweight ? boxes(c.channels, kBox) : boxes(dx ? c.outputs : c.channels, deep);
-  p.steps = dweight ? boxes(c.pixels(), deep) : p.kernel * p.depth;
+  p.depth = dweight ? boxes(c.channels, kBox) : boxes(dx ? c.out_channels : c.channels, box_depth);
+  p.steps = dweight ? boxes(c.pixels(), box_depth) : p.kernel * p.depth;
   p.slices = c.slices, p.pairs = c.whole_vectors, p.independent = c.independent, p.bias = c.bias;
   p.to = static_cast<char *>(c.to) +
-         (phase_h * c.to_steps.row + phase_w * c.to_steps.column) * static_cast<int64_t>(itemsize(c.dtype));
+         (phase_h * c.to_strides.row + phase_w * c.to_strides.column) * static_cast<int64_t>(itemsize(c.dtype));
   return p;
 }
 
-// Boxes across the result.
-inline int64_t col_boxes(Conv2dProduct::Pass pass, const Conv2dWgmma &p) {
-  return pass == Conv2dProduct::dweight ? int64_t{p.kernel} * p.depth : ceil_div(p.columns, kBox);
+// Boxes along the columns of the result.
+inline int64_t col_boxes(Conv2dGemm::Pass pass, const Conv2dWgmma &p) {
+  return pass == Conv2dGemm::dweight ? int64_t{p.kernel} * p.depth : ceil_div(p.columns, kBox);
 }
 
-// false where the driver does not take the call.
-inline bool map_operands(const Conv2dProduct &c, Conv2dWgmma *p) {
-  const auto deep = static_cast<uint32_t>(kBoxRow / itemsize(c.dtype));
-  const uint64_t channels = c.channels, outputs = c.outputs;
-  if (c.pass == Conv2dProduct::dweight)
-    return map_tiled<2>(&p->a, c.dtype, c.a, {outputs, uint64_t(c.pixels())}, {c.outputs}, {deep, kBox}) &&
+// Encodes the tensor maps; false if the driver refuses.
+inline bool map_operands(const Conv2dGemm &c, Conv2dWgmma *p) {
+  const auto box_depth = static_cast<uint32_t>(kBoxRow / itemsize(c.dtype));
+  const uint64_t channels = c.channels, out_channels = c.out_channels;
+  if (c.pass == Conv2dGemm::dweight)
+    return map_tiled<2>(&p->a, c.dtype, c.a, {out_channels, uint64_t(c.pixels())}, {c.out_channels},
+                        {box_depth, kBox}) &&
            map_im2col(&p->b, c.dtype, c.b, c.batch, c.height, c.width, c.channels, *p);
-  const bool dx = c.pass == Conv2dProduct::dx;
-  if (!(dx ? map_im2col(&p->a, c.dtype, c.a, c.batch, c.out_h, c.out_w, c.outputs, *p)
+  const bool dx = c.pass == Conv2dGemm::dx;
+  if (!(dx ? map_im2col(&p->a, c.dtype, c.a, c.batch, c.out_h, c.out_w, c.out_channels, *p)
            : map_im2col(&p->a, c.dtype, c.a, c.batch, c.height, c.width, c.channels, *p)))
     return false;
-  const bool turned = dx && c.dtype == DType::float32;
-  return map_tiled<3>(&p->b, c.dtype, c.b,
-                      {turned ? outputs : channels, uint64_t(c.kernel()), turned ? uint64_t(c.to_channels) : outputs},
-                      {c.b_tap, c.b_row}, {deep, 1, kBox});
+  const bool transposed = dx && c.dtype == DType::float32;
+  return map_tiled<3>(
+      &p->b, c.dtype, c.b,
+      {transposed ? out_channels : channels, uint64_t(c.kernel()), transposed ? uint64_t(c.to_channels) : out_channels},
+      {c.b_tap, c.b_row}, {box_depth, 1, kBox});
 }
 
-template <typename T, Conv2dProduct::Pass kPass, class Tile>
-Status launch_wgmma(Launches &launch, Conv2dWgmma p) {
-  constexpr bool kDweight = kPass == Conv2dProduct::dweight;
+template <typename T, Conv2dGemm::Pass kPass, class Tile>
+Status launch_wgmma(LaunchSequence &launch, Conv2dWgmma p) {
+  constexpr bool kDweight = kPass == Conv2dGemm::dweight;
   p.row_tiles = static_cast<int>(ceil_div(ceil_div(p.rows, kBox), Tile::kRowBoxes));
   p.col_tiles = static_cast<int>(ceil_div(col_boxes(kPass, p), Tile::kColBoxes));
   const int slices = std::max(p.slices, 1), tiles = p.row_tiles * p.col_tiles;
-  // blocks stay for further tiles, unless they show their sums where the next tile's boxes would be
-  const bool stay = slices == 1 && !kDweight;
-  const dim3 grid(stay ? std::min(tiles, kMultiprocessors * Tile::kBlocks) : tiles, 1, slices);
+  // Persistent blocks, except where the partial sums take the place of the next tile's stages, and for dweight.
+  const bool persistent = slices == 1 && !kDweight;
+  const dim3 grid(persistent ? std::min(tiles, kMultiprocessors * Tile::kBlocks) : tiles, 1, slices);
   return launch(conv2d_wgmma_kernel<T, kPass, Tile>, grid, Tile::kThreads, Tile::kShared, kDweight ? 1 : slices, p);
 }
 

@@ -1,4 +1,4 @@
-// What every launcher does on the host: pick the type, know the device, check the launch.
+// What launchers share on the host: dispatch of the dtype, limits of the device, launches and their errors.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -15,7 +15,7 @@ inline namespace AOT_ISA {
 
 inline Status check_cuda(const char *op, cudaError_t error) {
   if (error == cudaSuccess) return kOk;
-  cudaGetLastError();  // it is told here; the next call begins clean
+  cudaGetLastError();  // clears it: it is reported here, and must not fail the next call
   return fail(kDeviceError, "%s: %s", op, cudaGetErrorString(error));
 }
 
@@ -23,7 +23,7 @@ inline Status check_launch(const char *op) { return check_cuda(op, cudaGetLastEr
 
 __host__ __device__ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// A grid's x dimension holds 2^31 - 1 blocks; kernels whose blocks loop take fewer than they are offered.
+// Clamps to the largest x dimension of a grid. Only kernels whose blocks loop may be given more blocks than that.
 inline unsigned grid_size(int64_t blocks) { return static_cast<unsigned>(std::min<int64_t>(blocks, 0x7fffffff)); }
 
 // ----------------------------------------------------------------------------------------------------------- dtype
@@ -33,7 +33,7 @@ struct Type {
   using type = T;
 };
 
-// Calls f(Type<T>()) with the T of a floating dtype; infer has let no other pass.
+// Calls f(Type<T>()) for the type T of a floating dtype. Shape inference has refused all others.
 template <class F>
 Status dispatch(DType dtype, F f) {
   switch (dtype) {
@@ -52,12 +52,12 @@ Status dispatch(DType dtype, F f) {
 
 struct DeviceLimits {
   int multiprocessors;
-  int shared_memory;  // bytes a block may ask for
+  int shared_memory;  // bytes that a block may request
   int major;          // of the compute capability
-  bool clusters;      // blocks that read each other's shared memory: compute capability 9.0
+  bool clusters;      // and overlapping kernels (overlap.cuh): compute capability 9.0
 };
 
-// The current device's limits. They are asked for once per device: a query costs as much as a launch.
+// The current device's limits, cached for each device: a query costs as much as a launch.
 inline Status device_limits(const char *op, DeviceLimits *limits) {
   constexpr int kCached = 64;
   static DeviceLimits cache[kCached];
@@ -80,64 +80,95 @@ inline Status device_limits(const char *op, DeviceLimits *limits) {
   return kOk;
 }
 
-// Makes the device's context this thread's, which the driver's own functions want: a new thread has a device, but no
-// context before the runtime needs one.
+// Makes the device's context current in this thread, as functions of the driver API require: a new thread has a current
+// device, but no context before the runtime needs one.
 inline Status bind_device(const char *op) {
   int device = 0;
   AOT_TRY(check_cuda(op, cudaGetDevice(&device)));
   return check_cuda(op, cudaSetDevice(device));
 }
 
-// A launch of blocks in clusters, with dynamic shared memory.
-struct ClusterLaunch {
-  cudaLaunchConfig_t config = {};
-  cudaLaunchAttribute attribute = {};
+// ---------------------------------------------------------------------------------------------------------- launch
 
-  ClusterLaunch(unsigned grid, unsigned block, int cluster, int shared, void *stream) {
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
-    config.gridDim = grid, config.blockDim = block, config.dynamicSmemBytes = shared;
-    config.stream = static_cast<cudaStream_t>(stream);
-    config.attrs = &attribute, config.numAttrs = cluster > 1 ? 1 : 0;
-  }
-  ClusterLaunch(const ClusterLaunch &) = delete;
+struct LaunchShape {
+  dim3 grid, block;
+  int shared = 0;        // bytes of dynamic shared memory
+  dim3 cluster = 1;      // in blocks
+  bool overlap = false;  // whether it may start while the kernel before it ends (overlap.cuh)
 };
 
-// Lets a kernel ask for so much shared memory, and for a cluster larger than those that every device grants.
+// A launch as the runtime takes it.
+struct LaunchConfig {
+  cudaLaunchAttribute attributes[2] = {};
+  cudaLaunchConfig_t config = {};
+
+  LaunchConfig(const LaunchShape &shape, void *stream) {
+    config.gridDim = shape.grid, config.blockDim = shape.block, config.dynamicSmemBytes = shape.shared;
+    config.stream = static_cast<cudaStream_t>(stream), config.attrs = attributes;
+    if (shape.overlap) {
+      cudaLaunchAttribute &attribute = attributes[config.numAttrs++];
+      attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      attribute.val.programmaticStreamSerializationAllowed = 1;
+    }
+    const dim3 cluster = shape.cluster;
+    if (cluster.x * cluster.y * cluster.z > 1) {
+      cudaLaunchAttribute &attribute = attributes[config.numAttrs++];
+      attribute.id = cudaLaunchAttributeClusterDimension;
+      attribute.val.clusterDim = {cluster.x, cluster.y, cluster.z};
+    }
+  }
+  LaunchConfig(const LaunchConfig &) = delete;  // config points to attributes
+};
+
+// Allows a kernel its dynamic shared memory, and clusters of more than kMaxCluster blocks.
 template <class Kernel>
 Status allow(const char *op, Kernel *kernel, int cluster, int shared) {
-  constexpr int kWithoutAsking = 30 << 10;  // of 48 KB, which are for what a kernel declares too: exchanges, 17 KB
+  // Of the 48 KB that every kernel may have, 17 KB or less are static shared memory: exchanges.
+  constexpr int kAlwaysAllowed = 30 << 10;
   if (cluster > kMaxCluster)
     AOT_TRY(check_cuda(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1)));
-  if (shared <= kWithoutAsking) return kOk;
+  if (shared <= kAlwaysAllowed) return kOk;
   return check_cuda(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+}
+
+// Launches a kernel. Before compute capability 9.0, kernels do not overlap.
+template <typename... Parameters, typename... Arguments>
+Status launch_kernel(const char *op, void (*kernel)(Parameters...), LaunchShape shape, void *stream,
+                     const Arguments &...arguments) {
+  AOT_TRY(allow(op, kernel, static_cast<int>(shape.cluster.x * shape.cluster.y * shape.cluster.z), shape.shared));
+  if (shape.overlap) {
+    DeviceLimits limits;
+    AOT_TRY(device_limits(op, &limits));
+    shape.overlap = limits.clusters;
+  }
+  const LaunchConfig launch(shape, stream);
+  return check_cuda(op, cudaLaunchKernelEx(&launch.config, kernel, static_cast<Parameters>(arguments)...));
 }
 
 template <typename... Parameters, typename... Arguments>
 Status launch_clusters(const char *op, void (*kernel)(Parameters...), unsigned grid, unsigned block, int cluster,
-                       int shared, void *stream, Arguments... arguments) {
-  AOT_TRY(allow(op, kernel, cluster, shared));
-  ClusterLaunch launch(grid, block, cluster, shared, stream);
-  return check_cuda(op, cudaLaunchKernelEx(&launch.config, kernel, static_cast<Parameters>(arguments)...));
+                       int shared, void *stream, const Arguments &...arguments) {
+  return launch_kernel(op, kernel, {grid, block, shared, static_cast<unsigned>(cluster)}, stream, arguments...);
 }
 
-// How many clusters of a kernel the device holds at once; 0 of those that it does not grant. A cluster lives within a
-// group of multiprocessors, whose size need not be a multiple of the cluster's: of 132 multiprocessors, 33 clusters of
-// 4 blocks may find room for 32.
+// How many clusters of a kernel the device holds at once; 0 if it does not support clusters of that size. A cluster
+// runs within a group of multiprocessors (GPC), whose size need not be a multiple of the cluster's: 132 multiprocessors
+// may hold 32 clusters of 4 blocks, not 33.
 template <auto kernel>
 Status clusters_at_once(const char *op, unsigned block, int cluster, int shared, int64_t *result) {
-  static std::atomic<uint64_t> known;  // of the latest question to this kernel, and its answer
+  static std::atomic<uint64_t> cached;  // the latest query of this kernel, and its result in the low 20 bits
   int device = 0, clusters = 0;
   AOT_TRY(check_cuda(op, cudaGetDevice(&device)));
-  uint64_t question = (uint64_t(device) << 24 | uint64_t(cluster) << 16 | block) << 20, answer = known;
-  if (answer >> 20 << 20 == question) return *result = answer & 0xfffff, kOk;
+  uint64_t query = (uint64_t(device) << 24 | uint64_t(cluster) << 16 | block) << 20, latest = cached;
+  if (latest >> 20 << 20 == query) return *result = latest & 0xfffff, kOk;
   AOT_TRY(allow(op, kernel, cluster, shared));
-  ClusterLaunch launch(cluster, block, cluster, shared, nullptr);
+  const auto size = static_cast<unsigned>(cluster);
+  const LaunchConfig launch({size, block, shared, size}, nullptr);
   cudaError_t error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &launch.config);
   if (error == cudaErrorInvalidClusterSize) error = cudaGetLastError(), error = cudaSuccess, clusters = 0;
   AOT_TRY(check_cuda(op, error));
   *result = clusters;
-  known = question | static_cast<uint64_t>(*result);
+  cached = query | static_cast<uint64_t>(*result);
   return kOk;
 }
 

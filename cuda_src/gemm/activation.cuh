@@ -1,4 +1,4 @@
-// The activations that may follow a matrix product, chosen at run time, and their slopes.
+// The activations of an epilogue, chosen at run time, and their gradients.
 #pragma once
 #include "cuda/gelu.cuh"
 #include "cuda/math.cuh"
@@ -7,7 +7,7 @@
 namespace aot {
 inline namespace AOT_ISA {
 
-// T is what is written, A what is computed in.
+// T: the type that is stored, whose precision suffices; A: the type of the computation.
 template <typename T, typename A>
 __device__ __forceinline__ A activate(A x, Activation activation) {
   switch (activation) {
@@ -24,7 +24,7 @@ __device__ __forceinline__ A activate(A x, Activation activation) {
   }
 }
 
-// dy times the slope at x. relu's is 1 at NaN, and what it stops is 0 also where dy is not finite.
+// dy * activation'(x). relu'(NaN) is 1; where relu' is 0, the result is 0 even if dy is not finite.
 template <typename T, typename A>
 __device__ __forceinline__ A activation_gradient(A dy, A x, Activation activation) {
   switch (activation) {

@@ -1,8 +1,10 @@
-// cuBLASLt, where the process has it or can load it: found by name, never linked. What is used of its interface is
-// declared here after NVIDIA's documentation of cuBLAS 12 and 13; its numbers have not changed since version 11.
+// cuBLASLt, if the process has loaded it or can: found by name, never linked. The part of its interface that is used is
+// declared here, after NVIDIA's documentation of cuBLAS 12 and 13; its numbers have not changed since version 11.
 #include <dlfcn.h>
 
+#include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <mutex>
 #include <unordered_map>
 
@@ -37,7 +39,7 @@ enum Attribute {
   kBatchOffset = 6,  // of a layout
   kMaxWorkspace = 1,
   kReductions = 3,
-  kAlignment = 5,  // and the three behind it: of a, b, c, d
+  kAlignment = 5,  // of a, and the next three of b, c, d
 };
 enum Epilogue { kDefault = 1, kRelu = 2, kBias = 4 };
 enum DataType { kFloat32Type = 0, kFloat64Type = 1, kFloat16Type = 2, kBFloat16Type = 14 };
@@ -77,43 +79,57 @@ struct Library {
   }
 };
 
-// What a framework has loaded; else NVIDIA's wheel; else the system's. $AOTOPS_CUBLASLT, where it is set, names the
-// file, or is "none".
-const Library *find_library() {
-  static Library found;
-  const char *names[] = {"libcublasLt.so.13", "libcublasLt.so.12"};
-  if (const char *asked = std::getenv("AOTOPS_CUBLASLT"))
-    return std::strcmp(asked, "none") && found.read(dlopen(asked, RTLD_NOW | RTLD_LOCAL)) ? &found : nullptr;
-  for (const char *name : names)
-    if (found.read(dlopen(name, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD))) return &found;
-  for (const char *name : names)
-    if (found.read(dlopen(name, RTLD_NOW | RTLD_LOCAL))) return &found;
-  return nullptr;
+// The library, looked for once. error: why the one that the user named cannot be used; else empty.
+struct Found {
+  Library library = {};
+  bool usable = false;
+  char error[512] = "";
+
+  Found() {
+    const char *named = std::getenv("AOTOPS_CUBLASLT");
+    if (named && *named) load(named);
+    else search();
+  }
+
+ private:
+  void load(const char *file) {
+    if (!std::strcmp(file, "none")) return;
+    usable = library.read(dlopen(file, RTLD_NOW | RTLD_LOCAL));
+    if (usable) return;
+    const char *reason = dlerror();
+    std::snprintf(error, sizeof error, "AOTOPS_CUBLASLT is '%s', expected the path of libcublasLt.so, or 'none': %s",
+                  file, reason ? reason : "unknown error");
+  }
+  void search() {
+    for (int loaded : {RTLD_NOLOAD, 0})  // what the process has loaded comes first
+      for (const char *name : {"libcublasLt.so.13", "libcublasLt.so.12"})
+        if (!usable) usable = library.read(dlopen(name, RTLD_NOW | RTLD_LOCAL | loaded));
+  }
+};
+
+const Found &found() {
+  static const Found once;
+  return once;
 }
 
-const Library *library() {
-  static const Library *const found = find_library();
-  return found;
-}
-
-// The handle of a device: it is for any thread and any stream, and is kept.
+// The handle of a device, kept for all threads and streams.
 Object handle_of(int device) {
   constexpr int kDevices = 64;
   static Object handles[kDevices];
   static std::mutex creating;
   if (device < 0 || device >= kDevices) return nullptr;
   std::lock_guard<std::mutex> hold(creating);
-  if (!handles[device] && library()->create(&handles[device])) handles[device] = nullptr;
+  if (!handles[device] && found().library.create(&handles[device])) handles[device] = nullptr;
   return handles[device];
 }
 
 // --------------------------------------------------------------------------------------------------------- product
 
-class Owned {
+class OwnedObject {
  public:
-  Owned(int (*destroy)(Object)) : destroy_(destroy) {}
-  Owned(const Owned &) = delete;
-  ~Owned() {
+  OwnedObject(int (*destroy)(Object)) : destroy_(destroy) {}
+  OwnedObject(const OwnedObject &) = delete;
+  ~OwnedObject() {
     if (object) destroy_(object);
   }
   Object object = nullptr;
@@ -141,7 +157,7 @@ uint32_t alignment(const void *data) {
   return bytes;
 }
 
-// All that an algorithm depends on.
+// All that the choice of an algorithm depends on.
 struct Key {
   int64_t number[16];
   bool operator==(const Key &other) const { return !std::memcmp(number, other.number, sizeof number); }
@@ -154,23 +170,23 @@ struct Hash {
   }
 };
 
-// Algorithms that were asked for; a question costs some ten microseconds. `known` false: there is none.
-struct Answer {
+// An answer of the heuristic, kept because a query costs some ten microseconds. found is false if there is none.
+struct CachedAlgorithm {
   Algorithm algorithm;
-  bool known;
+  bool found;
 };
-constexpr size_t kAnswers = 4096;
-std::mutex answering;
-std::unordered_map<Key, Answer, Hash> &answers() {
-  static auto *map = new std::unordered_map<Key, Answer, Hash>;  // lives as long as any thread
+constexpr size_t kMaxCached = 4096;
+std::mutex cache_mutex;
+std::unordered_map<Key, CachedAlgorithm, Hash> &cache() {
+  static auto *map = new std::unordered_map<Key, CachedAlgorithm, Hash>;  // never destroyed: threads may use it at exit
   return *map;
 }
 
-// Row-major c = a b is column-major c^T = b^T a^T: what cuBLASLt calls A is b.
-struct Call {
+// cuBLASLt is column-major, and row-major c = a b is column-major c^T = b^T a^T: its A is b.
+struct CublasLtCall {
   const Library &lib;
-  const Gemm &gemm;
-  Owned desc{lib.desc_destroy}, a{lib.layout_destroy}, b{lib.layout_destroy}, c{lib.layout_destroy};
+  const GemmParams &gemm;
+  OwnedObject desc{lib.desc_destroy}, a{lib.layout_destroy}, b{lib.layout_destroy}, c{lib.layout_destroy};
 
   bool describe(int epilogue) {
     const bool wide = gemm.dtype == DType::float64;
@@ -179,15 +195,15 @@ struct Call {
     if (lib.desc_create(&desc.object, compute, wide ? kFloat64Type : kFloat32Type)) return false;
     if (set(kTransposeA, flip_b) || set(kTransposeB, flip_a) || !set_epilogue(epilogue)) return false;
     if (gemm.bias && set(kBiasPointer, gemm.bias)) return false;
-    return lay(&a, gemm.dtype, gemm.n, gemm.k, gemm.b, gemm.b_step) &&
-           lay(&b, gemm.dtype, gemm.k, gemm.m, gemm.a, gemm.a_step) &&
-           lay(&c, gemm.c_dtype, gemm.n, gemm.m, gemm.c, gemm.c_step);
+    return create_layout(&a, gemm.dtype, gemm.n, gemm.k, gemm.b, gemm.b_step) &&
+           create_layout(&b, gemm.dtype, gemm.k, gemm.m, gemm.a, gemm.a_step) &&
+           create_layout(&c, gemm.c_dtype, gemm.n, gemm.m, gemm.c, gemm.c_step);
   }
 
   bool set_epilogue(int epilogue) { return !set(kEpilogue, uint32_t(epilogue)); }
 
-  bool ask(Object handle, Algorithm *algorithm) {
-    Owned preference(lib.preference_destroy);
+  bool find_algorithm(Object handle, Algorithm *algorithm) {
+    OwnedObject preference(lib.preference_destroy);
     if (lib.preference_create(&preference.object)) return false;
     auto prefer = [&](int attribute, auto value) {
       return lib.preference_set(preference.object, attribute, &value, sizeof value);
@@ -220,7 +236,7 @@ struct Call {
   int set(int attribute, T value) {
     return lib.desc_set(desc.object, attribute, &value, sizeof value);
   }
-  bool lay(Owned *layout, DType dtype, int64_t rows, int64_t cols, const Operand &x, int64_t step) {
+  bool create_layout(OwnedObject *layout, DType dtype, int64_t rows, int64_t cols, const Operand &x, int64_t step) {
     const int64_t r = x.transposed ? cols : rows, c = x.transposed ? rows : cols;
     if (lib.layout_create(&layout->object, data_type(dtype), r, c, x.stride)) return false;
     if (gemm.count == 1) return true;
@@ -234,21 +250,25 @@ struct Call {
 
 // ----------------------------------------------------------------------------------------------------------- entry
 
-Status gemm_cublaslt(const char *op, const Gemm &gemm, cudaStream_t stream, bool *done) {
+Status check_cublaslt(const char *op) { return *found().error ? fail(kDeviceError, "%s: %s", op, found().error) : kOk; }
+
+Status gemm_cublaslt(const char *op, const GemmParams &gemm, cudaStream_t stream, bool *done) {
   *done = false;
   const int64_t limit = 0x7fffffff;
   const bool fits = gemm.m <= limit && gemm.n <= limit && gemm.k <= limit && gemm.count <= limit;
-  if (gemm.k == 0 || !fits || !library()) return kOk;
-  // Its GELU, the tanh approximation, is not used: in float64 it is right to ten digits. Its ReLU is where the same
-  // product, with `before`, is its own, too (gemm.cu); that one has no activation, and so the algorithm is asked for
-  // without: the same sums, the same bits.
+  if (gemm.k == 0 || !fits) return kOk;
+  // Its GELU is the tanh approximation, which has ten correct digits in float64, and is not used. Its ReLU is used only
+  // for the dtypes whose GEMM with pre_activation runs here as well (gemm_and_activation in gemm.cu). That one has no
+  // activation, so the algorithm is always chosen without one: both have the same bits.
   const bool relu = gemm.activation == kActivationRelu && itemsize(gemm.dtype) > 2;
-  if ((gemm.activation && !relu) || gemm.before) return kOk;
+  if ((gemm.activation && !relu) || gemm.pre_activation) return kOk;
   const int epilogue = gemm.bias ? kBias : kDefault;
+  AOT_TRY(check_cublaslt(op));
+  if (!found().usable) return kOk;
   int device = 0;
   AOT_TRY(check_cuda(op, cudaGetDevice(&device)));
   Object handle = handle_of(device);
-  Call call{*library(), gemm};
+  CublasLtCall call{found().library, gemm};
   if (!handle || !call.describe(epilogue)) return kOk;
 
   const Key key = {{device | gemm.a.transposed << 8 | gemm.b.transposed << 9 | gemm.allow_tf32 << 10 | epilogue << 16,
@@ -257,25 +277,25 @@ Status gemm_cublaslt(const char *op, const Gemm &gemm, cudaStream_t stream, bool
                     gemm.workspace_bytes,
                     alignment(gemm.a.data) << 20 | alignment(gemm.b.data) << 10 | alignment(gemm.c.data),
                     gemm.bias ? alignment(gemm.bias) : 0}};
-  Answer answer{};
+  CachedAlgorithm cached{};
   {
-    std::lock_guard<std::mutex> hold(answering);
-    auto found = answers().find(key);
-    if (found != answers().end()) {
-      answer = found->second;
+    std::lock_guard<std::mutex> hold(cache_mutex);
+    auto known = cache().find(key);
+    if (known != cache().end()) {
+      cached = known->second;
     } else {
-      answer.known = call.ask(handle, &answer.algorithm);
-      if (answers().size() >= kAnswers) answers().clear();
-      answers().emplace(key, answer);
+      cached.found = call.find_algorithm(handle, &cached.algorithm);
+      if (cache().size() >= kMaxCached) cache().clear();
+      cache().emplace(key, cached);
     }
   }
-  if (!answer.known) return kOk;
-  if (relu) {  // what it does not take is left
+  if (!cached.found) return kOk;
+  if (relu) {  // if it is not supported, another kernel runs
     const int with_relu = gemm.bias ? kBias | kRelu : kRelu;
-    return *done = call.set_epilogue(with_relu) && !call.run(handle, answer.algorithm, stream), kOk;
+    return *done = call.set_epilogue(with_relu) && !call.run(handle, cached.algorithm, stream), kOk;
   }
-  if (int status = call.run(handle, answer.algorithm, stream))
-    return fail(kDeviceError, "%s: cublasLtMatmul gives status %d", op, status);
+  if (int status = call.run(handle, cached.algorithm, stream))
+    return fail(kDeviceError, "%s: cublasLtMatmul returned status %d", op, status);
   return *done = true, kOk;
 }
 

@@ -1,4 +1,4 @@
-// A matrix product on the device, as its kernels take it: many of one size, at equal distances.
+// GEMM on CUDA: the parameters that every kernel takes, and the choice between the kernels.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -7,44 +7,48 @@
 namespace aot {
 inline namespace AOT_ISA {
 
-struct Gemm {
+// c = a b for `count` matrices at equal distances.
+struct GemmParams {
   DType dtype;    // of a and b
-  DType c_dtype;  // the same, or what that is summed in
+  DType c_dtype;  // dtype, or its accumulate dtype
   int64_t m, n, k;
   Operand a, b, c;
-  int64_t count = 1, a_step = 0, b_step = 0, c_step = 0;
+  int64_t count = 1, a_step = 0, b_step = 0, c_step = 0;  // steps: elements from one matrix to the next
   bool allow_tf32 = false;
-  bool accumulate = false;  // c += a b, which is cuBLASLt's alone
+  bool accumulate = false;  // c += a b; gemm_cublaslt only
 
-  // c = activation(a b + bias), of one product, and c without gaps. What goes into the activation is stored in
-  // `before`, laid out as c, where it is wanted.
+  // Epilogue: c = activation(a b + bias), for count = 1 and contiguous c. If pre_activation is not null, a b + bias is
+  // stored there as well, with c's strides.
   const void *bias = nullptr;
   Activation activation = kActivationNone;
-  void *before = nullptr;
+  void *pre_activation = nullptr;
 
   void *workspace = nullptr;
   int64_t workspace_bytes = 0;
 };
 
-// Each runs the product, or leaves it: *done tells. `op` is who is named in an error.
-Status gemm_cublaslt(const char *op, const Gemm &gemm, cudaStream_t stream, bool *done);
+// Runs the GEMM by the best kernel that supports it. `op` is named in errors.
+Status gemm(const char *op, const GemmParams &gemm, cudaStream_t stream);
 
-// CUTLASS's, for a product that they take (gemm.cu asks). vectors: whether every line is whole vectors of 16 bytes.
-Status gemm_bfloat16_sm80(const char *op, const Gemm &gemm, bool vectors, cudaStream_t stream, bool *done);
-Status gemm_float16_sm80(const char *op, const Gemm &gemm, bool vectors, cudaStream_t stream, bool *done);
+// The kernels. *done: whether the kernel supports the GEMM, and has run it.
+
+// An error if $AOTOPS_CUBLASLT names a library that cannot be used.
+Status gemm_cublaslt(const char *op, const GemmParams &gemm, cudaStream_t stream, bool *done);
+Status check_cublaslt(const char *op);
+
+// CUTLASS's. vectors: whether every line of a matrix is whole, aligned vectors of 16 bytes.
+Status gemm_bfloat16_sm80(const char *op, const GemmParams &gemm, bool vectors, cudaStream_t stream, bool *done);
+Status gemm_float16_sm80(const char *op, const GemmParams &gemm, bool vectors, cudaStream_t stream, bool *done);
 // rows: of a tile, 64 or 128
-Status gemm_bfloat16_sm90(const char *op, const Gemm &gemm, int rows, int multiprocessors, cudaStream_t stream,
+Status gemm_bfloat16_sm90(const char *op, const GemmParams &gemm, int rows, int multiprocessors, cudaStream_t stream,
                           bool *done);
-Status gemm_float16_sm90(const char *op, const Gemm &gemm, int rows, int multiprocessors, cudaStream_t stream,
+Status gemm_float16_sm90(const char *op, const GemmParams &gemm, int rows, int multiprocessors, cudaStream_t stream,
                          bool *done);
 
-// Runs it, by the best of what is there (gemm.cu).
-Status gemm(const char *op, const Gemm &gemm, cudaStream_t stream);
-
-// Every product, summed where they are to be: for that, `scratch` is needed from its element `first` on. Behind the
-// first `sums` elements it is cuBLASLt's.
-Status multiply(const char *op, const Product &product, bool allow_tf32, const Tensor &scratch, int64_t first,
-                int64_t sums, cudaStream_t stream);
+// Runs all products of the problem, and sums them as it says. scratch, in elements of the accumulate dtype: from
+// `first` on for unreduced products; from `reserved` on cuBLASLt's.
+Status run_matmul(const char *op, const MatmulProblem &problem, bool allow_tf32, const Tensor &scratch, int64_t first,
+                  int64_t reserved, cudaStream_t stream);
 
 }  // namespace AOT_ISA
 }  // namespace aot

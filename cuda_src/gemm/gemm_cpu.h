@@ -1,23 +1,24 @@
 // Matrix products on the CPU: C = A B, or C += A B, with A (m, k), B (k, n) and C (m, n) row-major.
 //
-//   gemm(m, n, k, a, b, c, ldc);                  c[i * ldc + j] = sum over p of a(i, p) * b(p, j)
-//   gemm(m, n, k, a, b, c, ldc, true);            adds to what c holds
-//   gemm(m, n, k, a, b, c, ldc, false, finish);   stores finish(v, i, j, part) in the place of v
-//   gemm_batch(count, product);                   products of one size; product(i) gives the i-th, a Gemm
-//   gemm_each(products);                          products of any sizes
+//   gemm(m, n, k, a, b, c, ldc);                   c[i * ldc + j] = sum over p of a(i, p) * b(p, j)
+//   gemm(m, n, k, a, b, c, ldc, true);             adds to what c holds
+//   gemm(m, n, k, a, b, c, ldc, false, epilogue);  stores epilogue(v, i, j, part) instead of v
+//   gemm_batch(count, product);                    products of one size; product(i) gives the i-th, a CpuGemm
+//   gemm_each(products);                           products of any sizes
 //
-// a is Matrix<T>{data, stride} or, as it lies, (k, m): Matrix<T>{data, stride, true}; b likewise.
-// A and B are of float16, bfloat16, float or double, both the same T; C is of T or of Accumulate<T>. Sums are taken in
-// Accumulate<T>, and rounded to C's type once. `finish` gets a vector of sums, Vec<T>, with the row and the column of
-// its first, and returns what is to be stored: how a bias and an activation are applied while the tile is in a cache.
-// k = 0 gives zeros (finished). Everything may be called inside a parallel loop too: then it has the calling thread.
+// a is Matrix<T>{data, stride}, or Matrix<T>{data, stride, true} if it is stored transposed, (k, m); b likewise. A and
+// B are of the same T: float16, bfloat16, float or double. C is of T or of Accumulate<T>; sums are computed in
+// Accumulate<T> and rounded to C's type once. The epilogue takes a vector of sums, Vec<T>, with the row and column of
+// its first element, and returns what to store; it runs while the tile is in a cache. k = 0 gives sums of zero. All
+// functions may be called inside a parallel loop, and then run on the calling thread.
 //
-// C is cut into tiles, threads take tiles, and a sum's terms are added in an order that m and k alone decide: the same
-// bits on any number of threads. For a tile, panels of A and B are copied, widened, to a thread's own memory, and a
-// block of C stays in registers while a panel passes; few rows are multiplied as they lie. Of float and double,
-// OpenBLAS computes it, on one thread, where it is asked for, or where it is installed and this is a build without AVX
-// (cpu/blas.h): measured on one core of an AMD EPYC 9005 (Zen 5) at 1024 x 1024 x 1024 in float, OpenBLAS 0.3.34 does
-// 96 GFLOP/s, the kernel here half as much again with AVX-512, as much with AVX2, and less than half without.
+// C is divided into tiles, which threads take one by one. The order in which the terms of a sum are added depends on m
+// and k only, so the result is the same on any number of threads. For a tile, panels of A and B are packed and widened
+// to the thread's own memory, and a block of C stays in registers while a panel passes; few rows are multiplied without
+// packing B. For float and double, OpenBLAS computes the tiles, on the calling thread, if AOTOPS_OPENBLAS names it, or
+// if it is installed and this is a build without AVX (cpu/blas.h): on one core of an AMD EPYC 9005 (Zen 5), at 1024 x
+// 1024 x 1024 in float, OpenBLAS 0.3.34 does 96 GFLOP/s, this kernel 1.5 times that with AVX-512, as much with AVX2,
+// and less than half without AVX.
 #pragma once
 #include <type_traits>
 
@@ -27,7 +28,7 @@
 namespace aot {
 inline namespace AOT_ISA {
 
-// A matrix as it lies in memory: element (i, j) is data[i * stride + j], or, transposed, data[j * stride + i].
+// Element (i, j) is data[i * stride + j], or data[j * stride + i] if transposed.
 template <typename T>
 struct Matrix {
   const T *data;
@@ -39,8 +40,8 @@ struct Matrix {
   }
 };
 
-// What is stored is the sum.
-struct Plain {
+// Stores the sums.
+struct NoEpilogue {
   template <class V, class P>
   V operator()(V sum, int64_t, int64_t, P) const {
     return sum;
@@ -49,12 +50,12 @@ struct Plain {
 
 // ----------------------------------------------------------------------------------------------------------- terms
 
-// What panels and dot products are made of: vectors whose elements have kTerms terms each of a sum. They are read from
-// `along` a line of a matrix, or `across` as many lines as a vector has lanes, which lie side by side; there a term's
-// successor lies `stride` further on, if it is one of those that are `left`.
+// Panels and dot products consist of vectors, each of whose elements has kTerms terms of a sum. `along` reads them
+// along a contiguous line of a matrix. `across` reads them from as many adjacent lines as a vector has lanes, where the
+// next term of a line is `stride` further on, if any of the `left` terms remain.
 
 template <typename T>
-struct Widened {
+struct WidenedTerms {
   static constexpr int kTerms = 1;
 
   template <class P>
@@ -70,11 +71,11 @@ struct Widened {
 };
 
 #if defined(__AVX512F__)
-// Two terms of bfloat16, as the bits of a float: they have an instruction, which takes subnormal numbers for zeros.
-struct Pairs {
+// Pairs of bfloat16 terms in the 32 bits of a float, for vdpbf16ps, which treats subnormal numbers as zeros.
+struct BFloat16Pairs {
   static constexpr int kTerms = 2;
 
-  // Not every processor of this build has it. AOTOPS_CPU_ISA=avx512 is without.
+  // Not every processor with AVX-512 has the instruction. AOTOPS_CPU_ISA=avx512 turns it off.
   static bool available() {
     static const bool is = [] {
       const char *asked = std::getenv("AOTOPS_CPU_ISA");
@@ -103,49 +104,49 @@ struct Pairs {
 
 // ---------------------------------------------------------------------------------------------------------- kernel
 
-// A block of C that the registers hold: kRows rows of kVectors vectors, with one vector for each column of B and one
-// for the element of A that is being multiplied.
+// A block of C in registers: kRows rows of kVectors vectors. The remaining registers hold a row of B's block and one
+// element of A.
 template <typename A>
 struct Block {
   static constexpr int kLanesA = kVectorBytes / sizeof(A);
-  static constexpr bool kMany = kVectorBytes == 64;  // 32 registers, else 16
-  static constexpr int kRows = kMany ? (kLanesA == 16 ? 12 : 8) : kLanesA == 8 ? 6 : kLanesA;
-  static constexpr int kVectors = kMany ? (kLanesA == 16 ? 2 : 3) : kLanesA == 8 ? 2 : kLanesA == 4 ? 3 : 4;
+  static constexpr bool k32Registers = kVectorBytes == 64;  // 32 registers, else 16
+  static constexpr int kRows = k32Registers ? (kLanesA == 16 ? 12 : 8) : kLanesA == 8 ? 6 : kLanesA;
+  static constexpr int kVectors = k32Registers ? (kLanesA == 16 ? 2 : 3) : kLanesA == 8 ? 2 : kLanesA == 4 ? 3 : 4;
   static constexpr int kCols = kVectors * kLanesA;
-  // Of what a thread has in its second-level cache at once: a panel of A, rows x depth, and one of B, depth x columns.
+  // Panels that fit a thread's second-level cache: of A (kPanelRows, kDepth), of B (kDepth, kPanelCols).
   static constexpr int kDepth = 256, kPanelRows = 240, kPanelCols = 480;
 };
 
 template <typename A>
 using VecOf = typename VectorOf<A, kVectorBytes / sizeof(A)>::type;
 
-// Terms of a sum that are added up by themselves: a longer one is a sum of such sums, whose roundings do not pile up.
+// Longer sums are sums of partial sums of this many terms, so that rounding errors grow more slowly.
 constexpr int64_t kPieceTerms = 4096;
 
-// kCols columns of B: packed, (depth, kCols), or as they lie in rows of B.
+// kCols columns of B: packed (depth, kCols), or unpacked in rows of B.
 template <typename A>
-struct Packed {
+struct PackedB {
   const A *b;
 
   VecOf<A> operator()(int64_t p, int64_t column) const { return load(b + p * Block<A>::kCols + column); }
 };
 template <class Terms, typename T>
-struct Lying {
+struct UnpackedB {
   Matrix<T> b;
   int64_t terms;
 
   Vec<T> operator()(int64_t p, int64_t column) const {
     p *= Terms::kTerms;
     const T *at = b.data + p * b.stride + column;
-    // the columns beside these: rows are so far apart that no prefetcher of the processor's finds them
+    // the next columns: rows are too far apart for hardware prefetchers
     __builtin_prefetch(at + Block<Accumulate<T>>::kCols, 0, 2);
     return Terms::across(at, b.stride, terms - p, Full());
   }
 };
 
-// rows x kCols of C, += or =, of packed a (depth, kRows) and b.
+// rows x kCols of C (+)= packed a (depth, kRows) times b.
 template <class Terms, int rows, typename A, class Columns>
-void multiply_block(int64_t depth, const A *a, Columns b, bool add, A *c, int64_t ldc) {
+void micro_kernel(int64_t depth, const A *a, Columns b, bool add, A *c, int64_t ldc) {
   using B = Block<A>;
   VecOf<A> sum[rows][B::kVectors];
   auto each = [](auto f) {
@@ -161,7 +162,7 @@ void multiply_block(int64_t depth, const A *a, Columns b, bool add, A *c, int64_
     for (int v = 0; v < B::kVectors; ++v) right[v] = b(p, v * B::kLanesA);
     each([&](int i, int v) { sum[i][v] = Terms::add(sum[i][v], Terms::spread(a[i]), right[v]); });
   }
-  // a long sum is one of pieces of kDepth terms, whose roundings do not pile up
+  // partial sums of kDepth terms, so that rounding errors grow more slowly
   each([&](int i, int v) {
     A *at = c + i * ldc + v * B::kLanesA;
     store(at, add ? load(at) + sum[i][v] : sum[i][v]);
@@ -169,14 +170,14 @@ void multiply_block(int64_t depth, const A *a, Columns b, bool add, A *c, int64_
 }
 
 template <class Terms, typename A, class Columns, int rows = Block<A>::kRows>
-void multiply_rows(int64_t n, int64_t depth, const A *a, Columns b, bool add, A *c, int64_t ldc) {
+void micro_kernel_of_rows(int64_t n, int64_t depth, const A *a, Columns b, bool add, A *c, int64_t ldc) {
   if constexpr (rows > 0) {
-    if (n == rows) return multiply_block<Terms, rows>(depth, a, b, add, c, ldc);
-    multiply_rows<Terms, A, Columns, rows - 1>(n, depth, a, b, add, c, ldc);
+    if (n == rows) return micro_kernel<Terms, rows>(depth, a, b, add, c, ldc);
+    micro_kernel_of_rows<Terms, A, Columns, rows - 1>(n, depth, a, b, add, c, ldc);
   }
 }
 
-// Transposes lanes x lanes elements in registers: log2(lanes) times, halves of blocks change places.
+// Transposes lanes x lanes elements in registers, in log2(lanes) steps that exchange halves of blocks.
 template <int half, class V, int... i>
 AOT_INLINE void swap_halves(V &a, V &b, std::integer_sequence<int, i...>) {
   constexpr int lanes = sizeof...(i);
@@ -194,20 +195,20 @@ AOT_INLINE void transpose(V (&v)[lanes]) {
   }
 }
 
-// A strip of kWidth lines in a panel, (depth, kWidth). The vector beyond takes what a store of whole vectors writes too
-// much, and keeps strips from meeting in a cache's set.
+// Elements of a strip (depth, kWidth) of a panel. The additional vector receives what a store of a whole vector writes
+// beyond the end, and keeps strips from mapping to the same sets of a cache.
 template <int kWidth, typename A>
 constexpr int64_t strip(int64_t depth) {
   return depth * kWidth + kVectorBytes / sizeof(A);
 }
 
-// Packs `width` lines of m in strips of kWidth; zeros for those that are not there. Line i, term p is m(i, p): of A
-// lines are rows, of B columns (of which m is then the transpose).
+// Packs `width` lines of m in strips of kWidth, padded with zeros. Term p of line i is m(i, p): lines are rows of A, or
+// columns of B, whose transpose m then is.
 template <class Terms, int kWidth, typename T, typename A = Accumulate<T>>
 void pack(Matrix<T> m, int64_t width, int64_t terms, A *panel) {
   constexpr int lanes = kLanes<T>, step = lanes * Terms::kTerms;
   const int64_t stride = strip<kWidth, A>(ceil_div(terms, Terms::kTerms));
-  // f(line, n, to): as many lines as a vector has lanes, the n first of which are there
+  // f(line, n, to) for as many lines as a vector has lanes, the first n of which exist
   auto each_strip = [=](auto f) {
     for (int64_t i = 0; i < width; i += kWidth)
       for (int64_t first = 0; first < kWidth; first += lanes) {
@@ -215,13 +216,13 @@ void pack(Matrix<T> m, int64_t width, int64_t terms, A *panel) {
         f(i + first, left < 0 ? 0 : left < lanes ? left : lanes, panel + i / kWidth * stride + first);
       }
   };
-  if (m.transposed) {  // a line's terms lie apart, and terms p of all lines side by side
-    constexpr int64_t kNear = 8 * Terms::kTerms;
-    for (int64_t near = 0; near < terms; near += kNear)
+  if (m.transposed) {  // terms p of adjacent lines are contiguous
+    constexpr int64_t kBlockTerms = 8 * Terms::kTerms;
+    for (int64_t begin = 0; begin < terms; begin += kBlockTerms)
       each_strip([=](int64_t line, int64_t n, A *to) {
-        const T *source = m.at(line, near).data;
-        to += near / Terms::kTerms * kWidth;
-        for (int64_t p = near; p < terms && p < near + kNear; p += Terms::kTerms) {
+        const T *source = m.at(line, begin).data;
+        to += begin / Terms::kTerms * kWidth;
+        for (int64_t p = begin; p < terms && p < begin + kBlockTerms; p += Terms::kTerms) {
           store(to, n == lanes ? Terms::across(source, m.stride, terms - p, Full())
                     : n > 0    ? Terms::across(source, m.stride, terms - p, Part{n})
                                : Vec<T>{});
@@ -247,7 +248,7 @@ void pack(Matrix<T> m, int64_t width, int64_t terms, A *panel) {
 
 // ------------------------------------------------------------------------------------------------------------ dots
 
-// The sums of each vector's lanes: of the i-th in lane i. Halves of vectors are added until there is one.
+// Lane i of the result is the sum of the i-th vector's lanes. Halves of vectors are added until one vector is left.
 template <int half, class V, int... i>
 AOT_INLINE V add_halves(V a, V b, std::integer_sequence<int, i...>) {
   constexpr int lanes = sizeof...(i);
@@ -268,13 +269,13 @@ AOT_INLINE Vec<T> sum_each(const Vec<T> (&v)[n]) {
   }
 }
 
-// As many dot products as a vector has lanes: of kRows rows of A with kCols columns of B, which lies transposed.
+// As many dot products as a vector has lanes: kRows rows of A by kCols columns of B, which is stored transposed.
 template <class Terms, typename T>
-struct Dots {
+struct DotProducts {
   static constexpr int kRows = kLanes<T> > 4 ? 4 : kLanes<T> > 2 ? 2 : 1, kCols = kLanes<T> / kRows;
   const T *rows[kRows], *columns[kCols];
 
-  // Row by row.
+  // (kRows, kCols), row-major
   Vec<T> sums(int64_t k) const {
     constexpr int64_t kTerms = kPieceTerms * kLanes<T>;
     Vec<T> all = sums(0, k < kTerms ? k : kTerms);
@@ -283,7 +284,7 @@ struct Dots {
   }
 
  private:
-  // Of terms `begin` to `end`.
+  // Of terms [begin, end).
   [[gnu::noinline]] Vec<T> sums(int64_t begin, int64_t end) const {
     Vec<T> sum[kRows * kCols];
 #pragma GCC unroll 16
@@ -309,7 +310,7 @@ struct Dots {
 
 // ------------------------------------------------------------------------------------------------------------ tiles
 
-// Memory that is not the thread's scratch, which is gemm's. Aligned: half of the vectors else lie in two lines.
+// Memory for callers; the thread's scratch is gemm's own. Aligned to cache lines, so that no vector spans two.
 template <typename T>
 class Buffer {
  public:
@@ -325,14 +326,14 @@ class Buffer {
 
 inline Status out_of_memory(const char *op) { return fail(kOutOfMemory, "%s: out of memory", op); }
 
-// The panels of a thread, and a tile of sums.
+// The panels of a thread, and the sums of a tile.
 template <typename A>
 struct Panels {
   using B = Block<A>;
   static constexpr int64_t kA = ceil_div(B::kPanelRows, B::kRows) * strip<B::kRows, A>(B::kDepth);
   static constexpr int64_t kB = ceil_div(B::kPanelCols, B::kCols) * strip<B::kCols, A>(B::kDepth);
   static constexpr int64_t kC = B::kPanelRows * ceil_div(B::kPanelCols, B::kCols) * B::kCols;
-  A *a, *b, *c, *all;  // `all`: of long sums, those of the pieces before
+  A *a, *b, *c, *all;  // all: long sums, up to the current partial sum
 
   explicit Panels(bool long_sums)
       : a(static_cast<A *>(thread_scratch((kA + kB + kC + (long_sums ? kC : 0)) * sizeof(A)))),
@@ -341,12 +342,13 @@ struct Panels {
         all(c + kC) {}
 };
 
-// Of so many rows C is made of dot products where B lies transposed, else of B as it lies: to pack it does not pay.
+// Up to kDotRows rows of C are computed as dot products if B is stored transposed. Up to kFewRows rows, B is not packed
+// otherwise: packing would cost more than it saves.
 constexpr int64_t kDotRows = 32, kFewRows = 64;
 
 // A tile of C on the calling thread.
-template <typename T, typename C, class Finish = Plain>
-struct Tile {
+template <typename T, typename C, class Epilogue = NoEpilogue>
+struct GemmTile {
   using A = Accumulate<T>;
   using B = Block<A>;
   int64_t m, n, k;
@@ -354,74 +356,74 @@ struct Tile {
   C *c;
   int64_t ldc;
   bool add = false;
-  int64_t row = 0, column = 0;  // of the whole C, where it begins
-  Finish finish = {};
+  int64_t row = 0, column = 0;  // where the tile begins in C
+  Epilogue epilogue = {};
 
-  // rows x cols of c, from (i, j) on, of their sums.
-  void finish_sums(int64_t i, int64_t j, int64_t rows, int64_t cols, const A *sums, int64_t stride) const {
+  // Applies the epilogue to the sums of rows x cols of c, from (i, j) on, and stores them.
+  void store_tile(int64_t i, int64_t j, int64_t rows, int64_t cols, const A *sums, int64_t stride) const {
     for (int64_t end = i + rows; i < end; ++i, sums += stride)
       sweep<T>(cols, [=](int64_t l, auto part) {
         Vec<T> v = load(sums + l, part);
         C *to = c + i * ldc + j + l;
         if (add) v += load(to, part);
-        store(to, finish(v, row + i, column + j + l, part), part);
+        store(to, epilogue(v, row + i, column + j + l, part), part);
       });
   }
 
-  // `all`: the rows of the whole C, since whether it is made of dot products is not for a tile to say: other sums,
-  // other bits.
-  Status compute(int64_t all) const {
-    constexpr int64_t kMax = 0x7fffffff;  // of CBLAS's int
+  // all_rows: of C. They decide how sums are computed, not the tile's rows: the bits must not depend on the tiling.
+  Status compute(int64_t all_rows) const {
+    constexpr int64_t kMax = 0x7fffffff;  // CBLAS takes int
     if constexpr (std::is_same_v<T, A>)
       if (const Blas *found = blas(kVectorBytes > 16))
         if (k > 0 && k <= kMax && a.stride <= kMax && b.stride <= kMax && ldc <= kMax)
-          return by_blas(*found) ? kOk : out_of_memory("a matrix product");
+          return compute_by_blas(*found) ? kOk : out_of_memory("a matrix product");
 #if defined(__AVX512F__)
     if constexpr (std::is_same_v<T, bfloat16>)
-      if (Pairs::available()) return by<Pairs>(all);
+      if (BFloat16Pairs::available()) return compute_as<BFloat16Pairs>(all_rows);
 #endif
-    return by<Widened<T>>(all);
+    return compute_as<WidenedTerms<T>>(all_rows);
   }
 
  private:
   template <class Terms>
-  Status by(int64_t all) const {
-    if (all <= kDotRows && !a.transposed && b.transposed) return by_dots<Terms>(), kOk;
-    return by_panels<Terms>(all <= kFewRows && !b.transposed) ? kOk : out_of_memory("a matrix product");
+  Status compute_as(int64_t all_rows) const {
+    if (all_rows <= kDotRows && !a.transposed && b.transposed) return compute_by_dots<Terms>(), kOk;
+    return compute_by_panels<Terms>(all_rows <= kFewRows && !b.transposed) ? kOk : out_of_memory("a matrix product");
   }
 
-  // Of any size.
-  bool by_blas(const Blas &blas) const {
+  // Any size of tile.
+  bool compute_by_blas(const Blas &blas) const {
     constexpr int kRowMajor = 101, kNoTranspose = 111, kTranspose = 112;
     auto gemm = [&] {
       if constexpr (sizeof(T) == 4) return blas.sgemm;
       else return blas.dgemm;
     }();
-    auto multiply = [&](int64_t p, int64_t terms, bool added, A *to, int64_t ld) {
+    auto accumulate = [&](int64_t p, int64_t terms, bool added, A *to, int64_t ld) {
       const Matrix<T> left = a.at(0, p), right = b.at(p, 0);
       gemm(kRowMajor, a.transposed ? kTranspose : kNoTranspose, b.transposed ? kTranspose : kNoTranspose, m, n, terms,
            1, left.data, a.stride, right.data, b.stride, added ? 1 : 0, to, ld);
     };
     const int64_t first = k < kPieceTerms ? k : kPieceTerms;
-    multiply(0, first, add, c, ldc);
+    accumulate(0, first, add, c, ldc);
     A *const sums = k > first ? static_cast<A *>(thread_scratch(m * n * sizeof(A))) : nullptr;
     if (k > first && !sums) return false;
     for (int64_t p = first; p < k; p += kPieceTerms) {
-      multiply(p, k - p < kPieceTerms ? k - p : kPieceTerms, false, sums, n);
+      accumulate(p, k - p < kPieceTerms ? k - p : kPieceTerms, false, sums, n);
       for (int64_t i = 0; i < m; ++i) add_to(c + i * ldc, sums + i * n, n);
     }
-    if (!std::is_same_v<Finish, Plain>)
-      Tile{m, n, k, a, b, c, ldc, false, row, column, finish}.finish_sums(0, 0, m, n, c, ldc);
+    if (!std::is_same_v<Epilogue, NoEpilogue>)
+      GemmTile{m, n, k, a, b, c, ldc, false, row, column, epilogue}.store_tile(0, 0, m, n, c, ldc);
     return true;
   }
   static void add_to(A *to, const A *from, int64_t n) {
     sweep<A>(n, [=](int64_t j, auto part) { store(to + j, load(to + j, part) + load(from + j, part), part); });
   }
 
-  // Of at most kPanelRows x kPanelCols, by the kernel above. A block's sums go to c where that is all there is to do,
-  // else to panels.c until they have all their terms. `as_it_lies`: B is not packed, but for the last few columns.
+  // Tiles of at most kPanelRows x kPanelCols, by the micro-kernel. Sums of a block go straight to c if neither an
+  // epilogue nor a conversion follows, else to panels.c until they have all their terms. unpacked_b: B is packed only
+  // for the last columns, which are not a whole block.
   template <class Terms>
-  bool by_panels(bool as_it_lies) const {
+  bool compute_by_panels(bool unpacked_b) const {
     constexpr int64_t kDepth = B::kDepth * Terms::kTerms;
     const bool pieces = k > kPieceTerms;
     const Panels<A> panels(pieces);
@@ -429,47 +431,48 @@ struct Tile {
     const Matrix<T> columns{b.data, b.stride, !b.transposed};
     const bool once = k <= kDepth;
     const int64_t stride = once ? B::kCols : ceil_div(n, B::kCols) * B::kCols;
-    const int64_t lying = as_it_lies ? n / B::kCols * B::kCols : 0;
+    const int64_t unpacked_cols = unpacked_b ? n / B::kCols * B::kCols : 0;
     int64_t p = 0;
     do {
       const int64_t terms = k - p < kDepth ? k - p : kDepth, depth = ceil_div(terms, Terms::kTerms);
       const bool begins = p % kPieceTerms == 0, all = p + terms == k, ends = all || (p + terms) % kPieceTerms == 0;
       pack<Terms, B::kRows>(a.at(0, p), m, terms, panels.a);
-      pack<Terms, B::kCols>(columns.at(lying, p), n - lying, terms, panels.b);
-      auto multiply = [=](int64_t i, int64_t j, int64_t rows, bool added, A *sums, int64_t ld) {
+      pack<Terms, B::kCols>(columns.at(unpacked_cols, p), n - unpacked_cols, terms, panels.b);
+      auto accumulate = [=](int64_t i, int64_t j, int64_t rows, bool added, A *sums, int64_t ld) {
         const A *left = panels.a + i / B::kRows * strip<B::kRows, A>(depth);
-        if (j < lying)
-          return multiply_rows<Terms>(rows, depth, left, Lying<Terms, T>{b.at(p, j), terms}, added, sums, ld);
-        const Packed<A> right{panels.b + (j - lying) / B::kCols * strip<B::kCols, A>(depth)};
-        multiply_rows<Terms>(rows, depth, left, right, added, sums, ld);
+        if (j < unpacked_cols)
+          return micro_kernel_of_rows<Terms>(rows, depth, left, UnpackedB<Terms, T>{b.at(p, j), terms}, added, sums,
+                                             ld);
+        const PackedB<A> right{panels.b + (j - unpacked_cols) / B::kCols * strip<B::kCols, A>(depth)};
+        micro_kernel_of_rows<Terms>(rows, depth, left, right, added, sums, ld);
       };
       for (int64_t j = 0; j < n; j += B::kCols)
         for (int64_t i = 0; i < m; i += B::kRows) {
           const int64_t rows = m - i < B::kRows ? m - i : B::kRows, cols = n - j < B::kCols ? n - j : B::kCols;
-          if constexpr (std::is_same_v<Finish, Plain> && std::is_same_v<C, A>)
+          if constexpr (std::is_same_v<Epilogue, NoEpilogue> && std::is_same_v<C, A>)
             if (cols == B::kCols && !pieces) {
-              multiply(i, j, rows, add || p, c + i * ldc + j, ldc);
+              accumulate(i, j, rows, add || p, c + i * ldc + j, ldc);
               continue;
             }
           A *sums = once ? panels.c : panels.c + i * stride + j;
-          multiply(i, j, rows, !begins, sums, stride);
+          accumulate(i, j, rows, !begins, sums, stride);
           if (pieces && ends) {
             A *const before = panels.all + i * stride + j;
             for (int64_t r = 0; r < rows && p >= kPieceTerms; ++r) add_to(sums + r * stride, before + r * stride, cols);
             for (int64_t r = 0; r < rows && !all; ++r)
               std::memcpy(before + r * stride, sums + r * stride, cols * sizeof(A));
           }
-          if (all) finish_sums(i, j, rows, cols, sums, stride);
+          if (all) store_tile(i, j, rows, cols, sums, stride);
         }
       p += terms;
     } while (p < k);
     return true;
   }
 
-  // Of at most kDotRows rows, and B transposed: both lie as dot products want them.
+  // At most kDotRows rows, and B stored transposed: the terms of both operands are contiguous.
   template <class Terms>
-  void by_dots() const {
-    using D = Dots<Terms, T>;
+  void compute_by_dots() const {
+    using D = DotProducts<Terms, T>;
     constexpr int lanes = kLanes<T>;
     for (int64_t j = 0; j < n; j += lanes) {
       A sums[kDotRows * lanes];
@@ -485,36 +488,36 @@ struct Tile {
                         D::kCols * sizeof(A));
         }
       }
-      finish_sums(0, j, m, cols, sums, lanes);
+      store_tile(0, j, m, cols, sums, lanes);
     }
   }
 };
 
-// How C is cut: into tiles of one size, but for the last.
-struct Tiles {
+// How C is divided into tiles, all of one size but the last of each row and column.
+struct Tiling {
   int64_t m, n, rows, cols, across, count;
 
-  // Enough for all threads, with those of so many products, if each is worth waking one for. OpenBLAS's sums may depend
-  // on how they are cut: they are cut alike for any number of threads.
+  // Enough tiles for all threads, counting those of `products` products, as long as a tile is worth waking a thread
+  // for. OpenBLAS's sums may depend on the tiling, which then must not depend on the number of threads.
   template <typename A>
-  static Tiles of(int64_t m, int64_t n, int64_t k, int64_t products = 1) {
+  static Tiling of(int64_t m, int64_t n, int64_t k, int64_t products = 1) {
     using B = Block<A>;
-    constexpr double kWorth = 1 << 18;  // multiplications
+    constexpr double kMinWork = 1 << 18;  // multiplications of a tile
     const int64_t enough = blas(kVectorBytes > 16) ? 16 : threads() > 1 ? 2 * threads() : 1;
     auto piece = [](int64_t total, int64_t pieces, int64_t unit) {
       return ceil_div(ceil_div(total, pieces), unit) * unit;
     };
     if (m == 0 || n == 0) return {};
     for (int64_t down = ceil_div(m, B::kPanelRows), across = ceil_div(n, B::kPanelCols);;) {
-      Tiles t{m, n, piece(m, down, B::kRows), piece(n, across, B::kCols), 0, 0};
+      Tiling t{m, n, piece(m, down, B::kRows), piece(n, across, B::kCols), 0, 0};
       t.across = ceil_div(n, t.cols), t.count = ceil_div(m, t.rows) * t.across;
       const bool flat = t.rows == B::kRows, narrow = t.cols == B::kCols;
-      if (t.count * products >= enough || (flat && narrow) || double(m) * n * k < 2 * kWorth * t.count) return t;
+      if (t.count * products >= enough || (flat && narrow) || double(m) * n * k < 2 * kMinWork * t.count) return t;
       narrow || (t.rows > t.cols && !flat) ? down *= 2 : across *= 2;
     }
   }
 
-  // f(i, j, rows, cols) of the index-th.
+  // f(i, j, rows, cols) for the index-th tile.
   template <class F>
   auto at(int64_t index, F f) const {
     const int64_t i = index / across * rows, j = index % across * cols;
@@ -524,40 +527,41 @@ struct Tiles {
 
 // -------------------------------------------------------------------------------------------------------- products
 
-template <typename T, typename C, class Finish = Plain>
-struct Gemm {
+template <typename T, typename C, class Epilogue = NoEpilogue>
+struct CpuGemm {
   int64_t m, n, k;
   Matrix<T> a, b;
   C *c;
   int64_t ldc;
   bool add = false;
-  Finish finish = {};
+  Epilogue epilogue = {};
 
-  Tiles tiles(int64_t products) const { return Tiles::of<Accumulate<T>>(m, n, k, products); }
+  Tiling tiles(int64_t products) const { return Tiling::of<Accumulate<T>>(m, n, k, products); }
 
-  Status compute(const Tiles &tiles, int64_t index) const {
+  Status compute(const Tiling &tiles, int64_t index) const {
     return tiles.at(index, [this](int64_t i, int64_t j, int64_t rows, int64_t cols) {
-      const Tile<T, C, Finish> tile{rows, cols, k, a.at(i, 0), b.at(0, j), c + i * ldc + j, ldc, add, i, j, finish};
+      const GemmTile<T, C, Epilogue> tile{rows, cols, k, a.at(i, 0), b.at(0, j), c + i * ldc + j,
+                                          ldc,  add,  i, j,          epilogue};
       return tile.compute(m);
     });
   }
 };
 
-// `count` products of one size, in one loop of threads: product(i) gives the i-th.
+// `count` products of one size in one parallel loop: product(i) gives the i-th, a CpuGemm.
 template <class F>
 Status gemm_batch(int64_t count, F product) {
   if (count == 0) return kOk;
-  const Tiles tiles = product(0).tiles(count);
+  const Tiling tiles = product(0).tiles(count);
   return try_parallel(count * tiles.count,
                       [&](int64_t index) { return product(index / tiles.count).compute(tiles, index % tiles.count); });
 }
 
-// Products of any sizes, in one loop of threads; those whose c is null nobody wants.
+// Products of any sizes in one parallel loop, except those whose c is null.
 template <typename T, typename C, int count>
-Status gemm_each(const Gemm<T, C> (&products)[count]) {
+Status gemm_each(const CpuGemm<T, C> (&products)[count]) {
   int64_t wanted = 0, total = 0;
   for (const auto &product : products) wanted += product.c != nullptr;
-  Tiles tiles[count] = {};
+  Tiling tiles[count] = {};
   for (int i = 0; i < count; ++i)
     if (products[i].c) total += (tiles[i] = products[i].tiles(wanted)).count;
   return try_parallel(total, [&](int64_t index) {
@@ -567,10 +571,10 @@ Status gemm_each(const Gemm<T, C> (&products)[count]) {
   });
 }
 
-template <typename T, typename C, class Finish = Plain>
+template <typename T, typename C, class Epilogue = NoEpilogue>
 Status gemm(int64_t m, int64_t n, int64_t k, Matrix<T> a, Matrix<T> b, C *c, int64_t ldc, bool add = false,
-            Finish finish = {}) {
-  return gemm_batch(1, [=](int64_t) { return Gemm<T, C, Finish>{m, n, k, a, b, c, ldc, add, finish}; });
+            Epilogue epilogue = {}) {
+  return gemm_batch(1, [=](int64_t) { return CpuGemm<T, C, Epilogue>{m, n, k, a, b, c, ldc, add, epilogue}; });
 }
 
 }  // namespace AOT_ISA

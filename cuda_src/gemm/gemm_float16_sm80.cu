@@ -3,7 +3,7 @@
 namespace aot {
 inline namespace AOT_ISA {
 
-Status gemm_float16_sm80(const char *op, const Gemm &gemm, bool vectors, cudaStream_t stream, bool *done) {
+Status gemm_float16_sm80(const char *op, const GemmParams &gemm, bool vectors, cudaStream_t stream, bool *done) {
   return gemm_sm80<cutlass::half_t>(op, gemm, vectors, stream, done);
 }
 

@@ -1,6 +1,6 @@
 // Products of 16-bit matrices on tensor cores, on any GPU from Ampere on: CUTLASS's kernels with mma.sync and cp.async.
 // Used on GPUs before Hopper, and for layouts that the Hopper kernels do not support, where cuBLASLt is not available.
-// Each dtype has a source file of its own, because each compiles for minutes.
+// Each dtype has a source file of its own, so that they compile side by side: each takes minutes.
 #pragma once
 #include <cutlass/cutlass.h>
 #include <cutlass/epilogue/thread/linear_combination.h>
@@ -14,7 +14,7 @@
 namespace aot {
 inline namespace AOT_ISA {
 
-// activation(sum + bias), as CUTLASS's epilogue calls it; the bias is its C, whose rows are all one.
+// activation(sum + bias), as CUTLASS's epilogue calls it. The bias is its source matrix C, with stride 0.
 template <typename T, int kCount_>
 struct Sm80Epilogue {
   static constexpr int kCount = kCount_;  // elements in a vector
@@ -57,10 +57,10 @@ struct Sm80Epilogue {
   Params params_;
 };
 
-// The same, with what goes into the activation as a second result, which CUTLASS calls T: of the same sums, so that the
-// first has the same bits. `bias` is zeros where there is none.
+// The same, which also stores the pre-activation, as the second result that CUTLASS calls T. Both are computed from the
+// same sums, so that y has the same bits. `bias` is zeros if there is none.
 template <typename T, int kCount_>
-struct Sm80KeepingEpilogue {
+struct Sm80PreActivationEpilogue {
   static constexpr int kCount = kCount_, kElementsPerAccess = kCount_;
   static constexpr bool kIsSingleSource = true, kIsHeavy = false, kStoreZ = true, kStoreT = true;
   using ElementOutput = T;
@@ -82,22 +82,23 @@ struct Sm80KeepingEpilogue {
     Activation activation = kActivationNone;
   };
 
-  CUTLASS_HOST_DEVICE explicit Sm80KeepingEpilogue(const Params &params) : params_(params) {}
+  CUTLASS_HOST_DEVICE explicit Sm80PreActivationEpilogue(const Params &params) : params_(params) {}
   CUTLASS_HOST_DEVICE bool is_source_needed() const { return false; }
   CUTLASS_HOST_DEVICE void set_k_partition(int, int) {}
 
-  __device__ void operator()(Fragment &y, Fragment &before, Sums sum, const Sums &bias) const {
+  __device__ void operator()(Fragment &y, Fragment &pre_activation, Sums sum, const Sums &bias) const {
     cutlass::NumericArrayConverter<T, float, kCount, cutlass::FloatRoundStyle::round_to_nearest> narrow;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) sum[i] += bias[i];
-    before = narrow(sum);
+    pre_activation = narrow(sum);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) sum[i] = activate<__half>(sum[i], params_.activation);
     y = narrow(sum);
   }
-  // With a C, which there is not.
-  __device__ void operator()(Fragment &y, Fragment &before, const Sums &sum, const Fragment &, const Sums &bias) const {
-    (*this)(y, before, sum, bias);
+  // CUTLASS requires this overload, for a source C, which this epilogue never has.
+  __device__ void operator()(Fragment &y, Fragment &pre_activation, const Sums &sum, const Fragment &,
+                             const Sums &bias) const {
+    (*this)(y, pre_activation, sum, bias);
   }
 
  private:
@@ -124,9 +125,9 @@ static Status run_device(const char *op, const typename Device::Arguments &argum
   return *done = true, check_launch(op);
 }
 
-// kAligned: elements that lie together in every line, 8 or 1, which cp.async is not for.
+// kAligned: the alignment of every line, in elements: 8, or 1, for which CUTLASS cannot use cp.async.
 template <typename T, int kAligned, bool kTransposeA, bool kTransposeB>
-static Status run(const char *op, const Gemm &g, cudaStream_t stream, bool *done) {
+static Status run(const char *op, const GemmParams &g, cudaStream_t stream, bool *done) {
   using Device = cutlass::gemm::device::GemmUniversal<
       T, Sm80Layout<kTransposeA>, T, Sm80Layout<kTransposeB>, T, cutlass::layout::RowMajor, float,
       cutlass::arch::OpClassTensorOp, cutlass::arch::Sm80, Sm80Tile, Sm80Warp, Sm80Instruction,
@@ -138,30 +139,30 @@ static Status run(const char *op, const Gemm &g, cudaStream_t stream, bool *done
   return run_device<Device>(op, arguments, stream, done);
 }
 
-// Of linear's layout, and one product.
+// One product of linear's layout: a not transposed, b transposed.
 template <typename T, int kAligned>
-static Status run_keeping(const char *op, const Gemm &g, cudaStream_t stream, bool *done) {
+static Status run_with_pre_activation(const char *op, const GemmParams &g, cudaStream_t stream, bool *done) {
   using Device = cutlass::gemm::device::GemmUniversalWithBroadcast<
       T, Sm80Layout<false>, T, Sm80Layout<true>, T, cutlass::layout::RowMajor, float, cutlass::arch::OpClassTensorOp,
-      cutlass::arch::Sm80, Sm80Tile, Sm80Warp, Sm80Instruction, Sm80KeepingEpilogue<T, kAligned>, Sm80Swizzle,
+      cutlass::arch::Sm80, Sm80Tile, Sm80Warp, Sm80Instruction, Sm80PreActivationEpilogue<T, kAligned>, Sm80Swizzle,
       kSm80Stages<kAligned>, kAligned, kAligned>;
   const typename Device::Arguments arguments(cutlass::gemm::GemmUniversalMode::kBatched, {int(g.m), int(g.n), int(g.k)},
                                              1, {g.activation}, g.a.data, g.b.data, nullptr, g.c.data,
-                                             const_cast<void *>(g.bias), g.before, 0, 0, 0, 0, 0, 0, g.a.stride,
+                                             const_cast<void *>(g.bias), g.pre_activation, 0, 0, 0, 0, 0, 0, g.a.stride,
                                              g.b.stride, 0, g.c.stride, 0, g.c.stride);
   return run_device<Device>(op, arguments, stream, done);
 }
 
 template <typename T, int kAligned>
-static Status run_layout(const char *op, const Gemm &g, cudaStream_t stream, bool *done) {
-  if (g.before) return run_keeping<T, kAligned>(op, g, stream, done);
+static Status run_layout(const char *op, const GemmParams &g, cudaStream_t stream, bool *done) {
+  if (g.pre_activation) return run_with_pre_activation<T, kAligned>(op, g, stream, done);
   auto *layout = g.a.transposed ? (g.b.transposed ? run<T, kAligned, true, true> : run<T, kAligned, true, false>)
                                 : (g.b.transposed ? run<T, kAligned, false, true> : run<T, kAligned, false, false>);
   return layout(op, g, stream, done);
 }
 
 template <typename T>
-Status gemm_sm80(const char *op, const Gemm &g, bool vectors, cudaStream_t stream, bool *done) {
+Status gemm_sm80(const char *op, const GemmParams &g, bool vectors, cudaStream_t stream, bool *done) {
   auto *run = vectors ? run_layout<T, 8> : run_layout<T, 1>;
   return run(op, g, stream, done);
 }

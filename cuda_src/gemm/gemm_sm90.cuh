@@ -1,6 +1,7 @@
-// Products on Hopper's tensor cores: CUTLASS's kernels with wgmma, fed by TMA, whose epilogue adds the bias, keeps what
-// goes into the activation where it is wanted, and applies the activation. For matrices of T, 16 bits, which wgmma
-// reads as they lie.
+// Products of 16-bit matrices on Hopper's tensor cores: CUTLASS's kernels with wgmma and TMA, whose epilogue adds the
+// bias, stores the pre-activation if wanted, and applies the activation. wgmma reads 16-bit operands in either major
+// order, so every layout is supported. Each dtype has a source file of its own, so that they compile side by side: each
+// takes minutes.
 #pragma once
 #include <cutlass/cutlass.h>
 #include <cutlass/gemm/device/gemm_universal_adapter.h>
@@ -30,7 +31,7 @@ struct Sm90Activation<cutlass::Array<A, n>> {
 
   CUTLASS_DEVICE Fragment operator()(const Fragment &x, const Arguments &arguments) const {
     Fragment y = x;
-    switch (arguments.activation) {  // once for all of them
+    switch (arguments.activation) {  // once for the whole fragment
       case kActivationRelu:
         return each<kActivationRelu>(x);
       case kActivationGelu:
@@ -62,25 +63,26 @@ struct Sm90Activation {
   }
 };
 
-// Tile: of c, and 64 of k; Cluster: blocks that share what they read; kPingpong: two warpgroups take turns with tiles,
-// so that one's epilogue is hidden behind the other's product; else both work on one, larger tile.
-template <typename T, class Tile, class Cluster, class EpilogueTile, bool kPingpong, bool kBefore, bool kTransposedA,
-          bool kTransposedB>
+// Tile: (m, n, k) of a block; Cluster: blocks that share loads by multicast. kPingpong: two warpgroups compute tiles in
+// turn, so that the epilogue of one overlaps the mainloop of the other; otherwise both compute one, larger tile.
+template <typename T, class Tile, class Cluster, class EpilogueTile, bool kPingpong, bool kPreActivation,
+          bool kTransposedA, bool kTransposedB>
 struct Sm90Kernel {
   static constexpr int kAligned = 16 / sizeof(T);
   using Row = cutlass::layout::RowMajor;
   using Column = cutlass::layout::ColumnMajor;
   using LayoutA = std::conditional_t<kTransposedA, Column, Row>;
   using LayoutB = std::conditional_t<kTransposedB, Column, Row>;
-  using Plain = cutlass::epilogue::fusion::LinCombPerColBiasEltAct<Sm90Activation, T, float, T, void, float, kAligned>;
-  using Keeping = cutlass::epilogue::fusion::LinCombPerColBiasEltActAux<Row, Sm90Activation, T, float, T, T, void,
-                                                                        float, kAligned, kAligned>;
+  using WithoutPreActivation =
+      cutlass::epilogue::fusion::LinCombPerColBiasEltAct<Sm90Activation, T, float, T, void, float, kAligned>;
+  using WithPreActivation = cutlass::epilogue::fusion::LinCombPerColBiasEltActAux<Row, Sm90Activation, T, float, T, T,
+                                                                                  void, float, kAligned, kAligned>;
   using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster, EpilogueTile, float, float, void, Row,
       kAligned, T, Row, kAligned,
       std::conditional_t<kPingpong, cutlass::epilogue::TmaWarpSpecialized,
                          cutlass::epilogue::TmaWarpSpecializedCooperative>,
-      std::conditional_t<kBefore, Keeping, Plain>>::CollectiveOp;
+      std::conditional_t<kPreActivation, WithPreActivation, WithoutPreActivation>>::CollectiveOp;
   using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, T, LayoutA, kAligned, T, LayoutB, kAligned, float, Tile,
       Cluster,
@@ -90,7 +92,7 @@ struct Sm90Kernel {
   using Kernel = cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop, Epilogue>;
   using Device = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
 
-  static Status run(const char *op, const Gemm &g, int multiprocessors, cudaStream_t stream, bool *done) {
+  static Status run(const char *op, const GemmParams &g, int multiprocessors, cudaStream_t stream, bool *done) {
     const int m = static_cast<int>(g.m), n = static_cast<int>(g.n), k = static_cast<int>(g.k);
     typename Kernel::StrideA a_stride;
     typename Kernel::StrideB b_stride;
@@ -106,7 +108,7 @@ struct Sm90Kernel {
     auto &epilogue = arguments.epilogue.thread;
     epilogue.bias_ptr = static_cast<const T *>(g.bias);
     epilogue.activation = {g.activation};
-    if constexpr (kBefore) epilogue.aux_ptr = static_cast<T *>(g.before), epilogue.dAux = c_stride;
+    if constexpr (kPreActivation) epilogue.aux_ptr = static_cast<T *>(g.pre_activation), epilogue.dAux = c_stride;
     Device device;
     if (Device::get_workspace_size(arguments) || Device::can_implement(arguments) != cutlass::Status::kSuccess)
       return kOk;
@@ -117,22 +119,22 @@ struct Sm90Kernel {
   }
 };
 
-// A tile of m x 128, by two warpgroups that take turns, in clusters of two that share columns of b.
-template <typename T, int m, bool kBefore, bool kTransposedA, bool kTransposedB>
+// Tiles of m x 128 by ping-pong warpgroups, in clusters of two blocks that share columns of b.
+template <typename T, int m, bool kPreActivation, bool kTransposedA, bool kTransposedB>
 using Sm90Pingpong =
     Sm90Kernel<T, cute::Shape<cute::Int<m>, cute::_128, cute::_64>, cute::Shape<cute::_2, cute::_1, cute::_1>,
-               cute::Shape<cute::_64, cute::_64>, true, kBefore, kTransposedA, kTransposedB>;
+               cute::Shape<cute::_64, cute::_64>, true, kPreActivation, kTransposedA, kTransposedB>;
 
-template <typename T, bool kBefore, bool kTransposedA, bool kTransposedB>
-Status gemm_sm90(const char *op, const Gemm &g, int rows, int multiprocessors, cudaStream_t stream, bool *done) {
-  auto run = rows < 128 ? Sm90Pingpong<T, 64, kBefore, kTransposedA, kTransposedB>::run
-                        : Sm90Pingpong<T, 128, kBefore, kTransposedA, kTransposedB>::run;
+template <typename T, bool kPreActivation, bool kTransposedA, bool kTransposedB>
+Status gemm_sm90(const char *op, const GemmParams &g, int rows, int multiprocessors, cudaStream_t stream, bool *done) {
+  auto run = rows < 128 ? Sm90Pingpong<T, 64, kPreActivation, kTransposedA, kTransposedB>::run
+                        : Sm90Pingpong<T, 128, kPreActivation, kTransposedA, kTransposedB>::run;
   return run(op, g, multiprocessors, stream, done);
 }
 
 template <typename T>
-Status gemm_sm90(const char *op, const Gemm &g, int rows, int multiprocessors, cudaStream_t stream, bool *done) {
-  auto *run = g.before ? gemm_sm90<T, true, false, true>
+Status gemm_sm90(const char *op, const GemmParams &g, int rows, int multiprocessors, cudaStream_t stream, bool *done) {
+  auto *run = g.pre_activation ? gemm_sm90<T, true, false, true>
               : g.a.transposed
                   ? (g.b.transposed ? gemm_sm90<T, false, true, true> : gemm_sm90<T, false, true, false>)
                   : (g.b.transposed ? gemm_sm90<T, false, false, true> : gemm_sm90<T, false, false, false>);

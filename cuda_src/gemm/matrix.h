@@ -1,23 +1,22 @@
-// What the operators that multiply matrices have in common: a product, or many of one size, as the kernels of either
-// device take it.
+// Matrix products as operators describe them, for either device: one product, or many of one size.
 #pragma once
 #include "aot.h"
 
 namespace aot {
 inline namespace AOT_ISA {
 
-// Element (i, j) of a matrix is data[i * stride + j], or, transposed, data[j * stride + i].
+// Element (i, j) of a matrix is data[i * stride + j], or data[j * stride + i] if transposed.
 struct Operand {
   void *data = nullptr;
   int64_t stride = 0;
   bool transposed = false;
 
-  Operand flipped() const { return {data, stride, !transposed}; }
+  Operand transpose() const { return {data, stride, !transposed}; }
 };
 
-// c (m, n) = a (m, k) b (k, n), for every index of the axes; `a`, `b` and `c` of an axis are how many elements on the
-// next one's matrices lie: 0 in a matrix that is broadcast. Where c is 0, the products along the axis are summed.
-struct Product {
+// c (m, n) = a (m, k) b (k, n) for every index of the batch axes. An axis has, for a, b and c, the elements from one of
+// its matrices to the next; 0 if the matrix is broadcast along it. Along an axis where c's is 0, products are summed.
+struct MatmulProblem {
   struct Axis {
     int64_t length, a, b, c;
   };
@@ -28,7 +27,7 @@ struct Product {
   int naxes = 0;
   Axis axes[kMaxNdim] = {};  // outermost first
 
-  // An axis inside the others.
+  // Adds an innermost axis; merges it with the one around it if both are one range of memory.
   void add(Axis axis) {
     if (axis.length == 1) return;
     Axis *outer = naxes ? &axes[naxes - 1] : nullptr;
@@ -38,7 +37,7 @@ struct Product {
     else axes[naxes++] = axis;
   }
 
-  // Takes the innermost axis for more rows, or more terms of the sums, where it lies so.
+  // Makes the innermost axis part of m, or of k if it is summed, where strides allow.
   void fold() {
     if (!naxes) return;
     const Axis &axis = axes[naxes - 1];
@@ -54,28 +53,29 @@ struct Product {
     for (int i = 0; i < naxes; ++i) n *= axes[i].length;
     return n;
   }
-  // How many products each element of c is the sum of.
-  int64_t summed() const {
+  // How many products are summed for each matrix of c.
+  int64_t products_per_result() const {
     int64_t n = 1;
     for (int i = 0; i < naxes; ++i) n *= axes[i].c ? 1 : axes[i].length;
     return n;
   }
-  bool sums() const {
+  bool reduces() const {
     for (int i = 0; i < naxes; ++i)
       if (!axes[i].c) return true;
     return false;
   }
-  bool sums_anything() const { return elements() && sums(); }
-  // The elements of all of c, which has no gaps.
+  bool needs_scratch() const { return elements() && reduces(); }
+  // Of all of c, which is contiguous.
   int64_t elements() const {
     int64_t n = m * this->n;
     for (int i = 0; i < naxes; ++i) n *= axes[i].c ? axes[i].length : 1;
     return n;
   }
 
-  // The same with each product by itself, to scratch: what is to be summed lies elements() apart.
-  Product apart(void *scratch) const {
-    Product p = *this;
+  // The same problem without the sums over products, whose result goes to scratch: for each matrix of c the
+  // products_per_result() terms are elements() apart.
+  MatmulProblem unreduced(void *scratch) const {
+    MatmulProblem p = *this;
     p.c.data = scratch;
     int64_t step = elements();
     for (int i = naxes - 1; i >= 0; --i)
@@ -83,29 +83,29 @@ struct Product {
     return p;
   }
 
-  // Where the index-th product's matrices are, in elements.
+  // Offsets of the index-th product's matrices, in elements.
   void at(int64_t index, int64_t *a, int64_t *b, int64_t *c) const {
     *a = *b = *c = 0;
     for (int i = naxes - 1; i >= 0; --i) {
-      const int64_t here = index % axes[i].length;
+      const int64_t along = index % axes[i].length;
       index /= axes[i].length;
-      *a += here * axes[i].a, *b += here * axes[i].b, *c += here * axes[i].c;
+      *a += along * axes[i].a, *b += along * axes[i].b, *c += along * axes[i].c;
     }
   }
 };
 
-// What may follow a product, elementwise.
+// Applied to a product's result by its epilogue.
 enum Activation { kActivationNone, kActivationRelu, kActivationGeluTanh, kActivationGelu, kActivationSilu };
 
-// Elements of a workspace, which are of accumulate_dtype(dtype), that n of dtype take there; whatever follows begins at
-// a multiple of 64.
+// Elements of a workspace, whose dtype is accumulate_dtype(dtype), that n elements of dtype need; rounded up, so that
+// what follows is aligned.
 inline int64_t workspace_elements(int64_t n, DType dtype) {
   const int64_t size = itemsize(accumulate_dtype(dtype)), words = (n * itemsize(dtype) + size - 1) / size;
   return (words + 63) / 64 * 64;
 }
 
-// Elements of scratch for cuBLASLt, for a product of so many elements, each a sum of k terms: it may cut k into pieces.
-// None for a small product, and none on the CPU.
+// Elements of scratch for cuBLASLt, for a product of so many elements, each a sum of k terms: for split-K. None for a
+// small product, and none on the CPU.
 inline int64_t library_workspace(int64_t elements, int64_t k) {
   return kIsCuda && bounded_product(elements, k) >= 1 << 24 ? 1 << 23 : 0;
 }

@@ -1,6 +1,6 @@
-// Products of 16-bit matrices on the tensor cores, for compute capability 8.0 and later: mma.sync, fed by cp.async and
-// ldmatrix. A block has a tile of the result in its registers, in float32; the next steps' operands are on their way to
-// shared memory while this one's are multiplied.
+// The mainloop of products of 16-bit matrices on tensor cores, for compute capability 8.0 and later: mma.sync, fed by
+// cp.async and ldmatrix. A block keeps a tile of the result in registers, in float32, and loads the next kStages - 1
+// steps' operands to shared memory while it multiplies one step's.
 #pragma once
 #include <type_traits>
 
@@ -13,25 +13,26 @@ inline namespace AOT_ISA {
 
 // ------------------------------------------------------------------------------------------------------------ shapes
 
-// kM by kN, the columns in kGroupsN parts of which every warp has the same columns; kWarpsM by kWarpsN warps; kStages
-// steps of kDepth in shared memory; a multiprocessor is to have room for kBlocks blocks.
+// A tile of kM x kN results, whose columns are kGroupsN parts. kWarpsM x kWarpsN warps; a warp has the same columns of
+// every part. kStages steps of kDepth terms in shared memory; kBlocks: blocks for which a multiprocessor must have
+// room.
 template <int kM_, int kN_, int kGroupsN_, int kWarpsM, int kWarpsN, int kStages_, int kBlocks_>
 struct MmaTile {
   static constexpr int kM = kM_, kN = kN_, kDepth = 64, kGroupsN = kGroupsN_, kStages = kStages_, kBlocks = kBlocks_;
   static constexpr int kPartN = kN / kGroupsN, kThreads = 32 * kWarpsM * kWarpsN;
-  static constexpr int kWarpM = kM / kWarpsM, kWarpN = kPartN / kWarpsN;       // of a warp, the latter in each part
-  static constexpr int kRows = kWarpM / 16, kColumns = kWarpN / 8 * kGroupsN;  // of mma's results
+  static constexpr int kWarpM = kM / kWarpsM, kWarpN = kPartN / kWarpsN;       // of a warp, kWarpN in each part
+  static constexpr int kRows = kWarpM / 16, kColumns = kWarpN / 8 * kGroupsN;  // results of mma
   static constexpr int kShared = kStages * (kM + kN) * kDepth * 2;
   static_assert(kWarpM % 16 == 0 && kWarpN % 16 == 0 && kM % 64 == 0 && kN % 64 == 0, "whole fragments and rows");
 
   __device__ static int warp_row() { return warp_index() / kWarpsN * kWarpM; }
   __device__ static int warp_column() { return warp_index() % kWarpsN * kWarpN; }
-  // Of the pair of neighbours `half` of result (i, j); the part of the columns is j / (kWarpN / 8).
+  // Row and first column of pair `half` of result (i, j), within part j / (kWarpN / 8) of the columns.
   __device__ static int row(int i, int half) { return warp_row() + i * 16 + half * 8 + lane_index() / 4; }
   __device__ static int column(int j) { return warp_column() + j % (kWarpN / 8) * 8 + lane_index() % 4 * 2; }
 };
 
-// value[i][j]: rows row(i, 0), two columns; row(i, 1), the same two.
+// value[i][j]: two columns of row(i, 0), then the same columns of row(i, 1).
 template <class Shape>
 struct MmaSums {
   float value[Shape::kRows][Shape::kColumns][4];
@@ -39,9 +40,9 @@ struct MmaSums {
 
 // ------------------------------------------------------------------------------------------------------ instructions
 
-// Four matrices of 8 by 8, each lane giving a row of one of them; transposed where they lie the other way round.
+// Loads four 8 x 8 matrices, transposed or not. Each lane gives the address of one row.
 template <bool kTransposed>
-__device__ inline void load_matrices(uint32_t (&m)[4], uint32_t row) {
+__device__ inline void ldmatrix(uint32_t (&m)[4], uint32_t row) {
 #if __CUDA_ARCH__ >= 800
   if constexpr (kTransposed)
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -57,7 +58,7 @@ __device__ inline void load_matrices(uint32_t (&m)[4], uint32_t row) {
 }
 
 template <typename T>
-__device__ inline void multiply_matrices(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+__device__ inline void mma_sync(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 #if __CUDA_ARCH__ >= 800
   if constexpr (std::is_same_v<T, __half>)
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
@@ -74,20 +75,20 @@ __device__ inline void multiply_matrices(float (&c)[4], const uint32_t (&a)[4], 
 
 // ---------------------------------------------------------------------------------------------------------- operands
 
-// Where sixteen bytes of a step lie, `packet`s of them to a line: eight neighbouring lines have theirs in eight places
-// of 128 bytes, so that a matrix is read without bank conflicts.
+// Offset of a packet of 16 bytes in a stage whose lines have kPackets packets. The swizzle (XOR) places the packets of
+// eight neighbouring lines in different banks, so that ldmatrix has no bank conflicts.
 template <int kPackets>
 __device__ inline uint32_t packet_offset(int line, int packet) {
   return (line * kPackets + (packet ^ line % 8)) * 16;
 }
 
-// An operand that has kWidth rows (or columns) of the result, step by step from memory to shared memory. kDeep: it lies
-// in memory along the summed axis, a line for each row; else along the other, a line for each term.
-template <typename T, class Shape, int kWidth_, bool kDeep_>
-struct MmaOperand {
+// Loads an operand with kWidth rows (or columns) of the result, step by step, to a stage of shared memory. kKMajor: the
+// summed axis is contiguous in memory, and a stage has a line for each row; otherwise a line for each term.
+template <typename T, class Shape, int kWidth_, bool kKMajor_>
+struct MmaLoader {
   static constexpr int kWidth = kWidth_;
-  static constexpr bool kDeep = kDeep_;
-  static constexpr int kPackets = (kDeep ? Shape::kDepth : kWidth) / 8;  // of a line
+  static constexpr bool kKMajor = kKMajor_;
+  static constexpr int kPackets = (kKMajor ? Shape::kDepth : kWidth) / 8;  // of a line
   static constexpr int kLoads = kWidth * Shape::kDepth / 8 / Shape::kThreads;
   static constexpr int kBytes = kWidth * Shape::kDepth * 2;
   static_assert(kWidth * Shape::kDepth / 8 % Shape::kThreads == 0, "every thread has as many");
@@ -103,36 +104,38 @@ struct MmaOperand {
       f(i, packet / kPackets, packet % kPackets);
     }
   }
-  // As of Carrier (tile.cuh): address(at, depth).
+  // As TileLoader::begin (tile.cuh).
   template <class Address>
   __device__ void begin(int64_t depth, int64_t advance_, Address address) {
     left = depth, advance = advance_;
-    each([&](int i, int line, int packet) { from[i] = kDeep ? address(line, packet * 8) : address(packet * 8, line); });
+    each([&](int i, int line, int packet) {
+      from[i] = kKMajor ? address(line, packet * 8) : address(packet * 8, line);
+    });
   }
   __device__ void fetch(uint32_t stage) {
     const bool whole = left >= Shape::kDepth;
     each([&](int i, int line, int packet) {
-      bool present = whole || (kDeep ? packet * 8 : line) < left;
+      bool present = whole || (kKMajor ? packet * 8 : line) < left;
       copy_async(stage + packet_offset<kPackets>(line, packet), from[i], present);
       from[i] += advance;
     });
     left -= Shape::kDepth;
   }
-  // Matrices of 16 rows from `at` by 16 terms from `term`: first those of the first 8 terms if kTermsLast.
-  template <bool kTermsLast>
+  // The four matrices of 16 rows from `at` by 16 terms from `term`, rows first if kRowsFirst, else terms first.
+  template <bool kRowsFirst>
   __device__ static void load(uint32_t (&m)[4], uint32_t stage, int at, int term) {
     const int group = lane_index() / 8, inner = lane_index() % 8;
-    at += (kTermsLast ? group % 2 : group / 2) * 8, term += (kTermsLast ? group / 2 : group % 2) * 8;
-    load_matrices<!kDeep>(m, stage + (kDeep ? packet_offset<kPackets>(at + inner, term / 8)
-                                            : packet_offset<kPackets>(term + inner, at / 8)));
+    at += (kRowsFirst ? group % 2 : group / 2) * 8, term += (kRowsFirst ? group / 2 : group % 2) * 8;
+    ldmatrix<!kKMajor>(m, stage + (kKMajor ? packet_offset<kPackets>(at + inner, term / 8)
+                                           : packet_offset<kPackets>(term + inner, at / 8)));
   }
 };
 
 // ------------------------------------------------------------------------------------------------------------ product
 
-// As multiply() of tile.cuh. `memory`: Shape::kShared bytes.
+// As simt_mainloop (tile.cuh). memory: Shape::kShared bytes.
 template <class Left, class Right, typename T, class Shape, class Begin>
-__device__ inline void multiply_mma(T *memory, MmaSums<Shape> &sum, int64_t first, int64_t second, Begin begin) {
+__device__ inline void mma_mainloop(T *memory, MmaSums<Shape> &sum, int64_t first, int64_t second, Begin begin) {
   Left left;
   Right right;
   const int64_t steps = first + second;
@@ -169,8 +172,8 @@ __device__ inline void multiply_mma(T *memory, MmaSums<Shape> &sum, int64_t firs
                                     j / kInPart * Shape::kPartN + Shape::warp_column() + j % kInPart * 8, k);
 #pragma unroll
         for (int i = 0; i < Shape::kRows; ++i) {
-          multiply_matrices<T>(sum.value[i][j], a[i], b[0], b[1]);
-          multiply_matrices<T>(sum.value[i][j + 1], a[i], b[2], b[3]);
+          mma_sync<T>(sum.value[i][j], a[i], b[0], b[1]);
+          mma_sync<T>(sum.value[i][j + 1], a[i], b[2], b[3]);
         }
       }
     }

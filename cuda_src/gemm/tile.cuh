@@ -1,6 +1,6 @@
-// Products of matrices on the ordinary cores, summed in the accumulate type: a block has a tile of the result in its
-// registers, and goes along the summed axis in steps. The next step's operands are copied to shared memory while this
-// one's are multiplied.
+// The mainloop of matrix products on the ordinary cores (SIMT), summed in the accumulate type. A block keeps a tile of
+// the result in registers and steps along the summed axis; operands pass through two stages of shared memory, of which
+// one is loaded while the other is multiplied.
 #pragma once
 #include "cuda/async.cuh"
 #include "cuda/launch.cuh"
@@ -11,7 +11,7 @@ inline namespace AOT_ISA {
 
 // ---------------------------------------------------------------------------------------------------------- packets
 
-// Neighbouring elements that are read and written at once.
+// Contiguous elements that are loaded and stored at once.
 template <typename T, int n>
 struct alignas(sizeof(T) * n < 16 ? sizeof(T) * n : 16) Packet {
   T value[n];
@@ -24,7 +24,7 @@ __device__ inline Packet<T, n> load_packet(const T *p) {
   else packet = *reinterpret_cast<const Packet<T, n> *>(p);
   return packet;
 }
-// Zeros where it is not present.
+// Zeros if not present.
 template <int n, typename T>
 __device__ inline Packet<T, n> load_packet(const T *p, bool present) {
   Packet<T, n> packet = {};
@@ -40,20 +40,20 @@ __device__ inline void store_packet(T *p, const Packet<T, n> &packet) {
 
 // ------------------------------------------------------------------------------------------------------------ shapes
 
-// kM by kN, summed over kDepth a step. A thread has 4 rows in each of kGroupsM parts of the tile's, and 4 columns
-// likewise; a warp is 4 by 8 threads, of which pairs share columns: so a fragment is read in half the time. kUnroll
-// terms are written out; a multiprocessor is to have room for kBlocks blocks.
+// A tile of kM x kN results, kDepth terms a step. A thread computes 4 rows in each of kGroupsM parts of the tile, and 4
+// columns in each of kGroupsN parts. A warp is 4 x 8 threads, in which pairs of lanes share columns: that halves the
+// time to load a fragment. kUnroll: terms unrolled; kBlocks: blocks for which a multiprocessor must have registers.
 template <int kM_, int kN_, int kDepth_, int kGroupsM_, int kGroupsN_, int kBlocks_, int kUnroll_>
-struct Tile {
+struct SimtTile {
   static constexpr int kM = kM_, kN = kN_, kDepth = kDepth_, kGroupsM = kGroupsM_, kGroupsN = kGroupsN_;
   static constexpr int kBlocks = kBlocks_, kUnroll = kUnroll_;
   static constexpr int kPartM = kM / kGroupsM, kPartN = kN / kGroupsN, kRows = 4 * kGroupsM, kColumns = 4 * kGroupsN;
   static constexpr int kThreads = kPartM / 4 * (kPartN / 4);
-  static constexpr int kStrideM = kM + 4, kStrideN = kN + 4;  // in shared memory: spreads a column over the banks
+  static constexpr int kStrideM = kM + 4, kStrideN = kN + 4;  // in shared memory, padded against bank conflicts
   static_assert(kPartM % 16 == 0 && kPartN % 32 == 0, "whole warps");
 };
 
-// Where this thread's first row and column are.
+// This thread's first row and column in the tile.
 template <class Shape>
 __device__ inline int first_row() {
   int row = lane_index() / 16 * 2 + lane_index() % 2;
@@ -72,33 +72,34 @@ struct TileSums {
 
 // ----------------------------------------------------------------------------------------------------------- operands
 
-// An operand that has kWidth rows (or columns) of the result, step by step from memory to shared memory, where a line
-// is one term of the sums. kDeep: it lies in memory along the summed axis, and is copied element by element; else along
-// the other, and is copied in packets of kSize_.
-template <typename T, class Shape, int kWidth, bool kDeep_, int kSize_>
-struct Carrier {
+// Loads an operand with kWidth rows (or columns) of the result, step by step, to a stage of shared memory, (kDepth,
+// kWidth). kKMajor: the summed axis is contiguous in memory, and elements are copied one by one; otherwise the other
+// axis is, and packets of kSize_ are copied.
+template <typename T, class Shape, int kWidth, bool kKMajor_, int kSize_>
+struct TileLoader {
   using A = Accumulate<T>;
-  static constexpr bool kDeep = kDeep_;
-  static constexpr int kSize = kDeep ? 1 : kSize_, kStride = kWidth + 4;
-  // Neighbouring threads have kAlong packets of what lies side by side: a sector of a row, or a whole line.
-  static constexpr int kAlong = kDeep ? 8 : kWidth / kSize, kPackets = kWidth * (kDeep ? 8 : Shape::kDepth / kSize);
-  static constexpr int kLoads = (kPackets + Shape::kThreads - 1) / Shape::kThreads, kTerms = kDeep ? Shape::kDepth : 1;
-  static_assert(!kDeep || Shape::kDepth % 8 == 0, "whole sectors");
+  static constexpr bool kKMajor = kKMajor_;
+  static constexpr int kSize = kKMajor ? 1 : kSize_, kStride = kWidth + 4;
+  // Neighbouring threads load kAlong contiguous packets: a sector of a row, or a whole line.
+  static constexpr int kAlong = kKMajor ? 8 : kWidth / kSize, kPackets = kWidth * (kKMajor ? 8 : Shape::kDepth / kSize);
+  static constexpr int kLoads = (kPackets + Shape::kThreads - 1) / Shape::kThreads,
+                       kTerms = kKMajor ? Shape::kDepth : 1;
+  static_assert(!kKMajor || Shape::kDepth % 8 == 0, "whole sectors");
   const T *from[kLoads];
   int64_t advance, left;
 
-  // f(i, at, depth) for each of this thread's addresses.
+  // f(i, at, depth) for each of this thread's packets.
   template <class F>
   __device__ static void each(F f) {
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       int packet = threadIdx.x + i * Shape::kThreads, side = packet % kAlong, line = packet / kAlong;
       if (kPackets % Shape::kThreads && packet >= kPackets) continue;
-      f(i, kDeep ? line : side * kSize, kDeep ? side : line);
+      f(i, kKMajor ? line : side * kSize, kKMajor ? side : line);
     }
   }
-  // From here on: address(at, depth), `depth` to be summed, `advance_` elements from one step to the next. What is
-  // outside of the result may be anything: it comes to nothing but itself.
+  // Starts at address(at, depth) for each packet; `depth` terms follow, in steps `advance_` elements apart. Rows and
+  // columns outside of the result may be given any valid address: their sums are not stored.
   template <class Address>
   __device__ void begin(int64_t depth, int64_t advance_, Address address) {
     left = depth, advance = advance_;
@@ -130,10 +131,10 @@ struct Carrier {
 // ------------------------------------------------------------------------------------------------------------ product
 
 template <class Shape, typename A>
-struct TileMemory {
+struct TileStages {
   struct alignas(16) Stage {
     A left[Shape::kDepth * Shape::kStrideM], right[Shape::kDepth * Shape::kStrideN];
-  } stages[2];
+  } buffer[2];
 };
 
 template <int kGroups, int kPart, typename A>
@@ -146,17 +147,17 @@ __device__ inline void load_fragment(A (&fragment)[4 * kGroups], const A *line) 
   }
 }
 
-// sum += left right, over `first` steps and then over `second` ones. begin(part, left, right) lets the carriers begin
-// with either.
+// sum += left right, over `first` steps and then `second` more. begin(part, left, right) starts the loaders for part 0,
+// the first steps, and part 1, the second.
 template <class Left, class Right, class Shape, typename A, class Begin>
-__device__ inline void multiply(TileMemory<Shape, A> &memory, TileSums<Shape, A> &sum, int64_t first, int64_t second,
-                                Begin begin) {
+__device__ inline void simt_mainloop(TileStages<Shape, A> &stages, TileSums<Shape, A> &sum, int64_t first,
+                                     int64_t second, Begin begin) {
   Left left;
   Right right;
   const int64_t steps = first + second;
   auto fetch = [&](int64_t step) {
     if (step == first) begin(1, left, right);
-    auto &stage = memory.stages[step & 1];
+    auto &stage = stages.buffer[step & 1];
     left.fetch(stage.left), right.fetch(stage.right);
     commit_copies();
   };
@@ -168,7 +169,7 @@ __device__ inline void multiply(TileMemory<Shape, A> &memory, TileSums<Shape, A>
     wait_copies<0>();
     __syncthreads();
     if (step + 1 < steps) fetch(step + 1);
-    const auto &stage = memory.stages[step & 1];
+    const auto &stage = stages.buffer[step & 1];
     const A *left_line = stage.left + first_row<Shape>(), *right_line = stage.right + first_column<Shape>();
     A a[2][Shape::kRows], b[2][Shape::kColumns];
     auto load = [&](int k) {
@@ -179,8 +180,8 @@ __device__ inline void multiply(TileMemory<Shape, A> &memory, TileSums<Shape, A>
 #pragma unroll(Shape::kUnroll)
     for (int k = 0; k < Shape::kDepth; ++k) {
       if (k + 1 < Shape::kDepth) load(k + 1);
-      // Down a column, up the next: one operand of each multiplication is the last one's too, which saves a read of
-      // registers, of which there are two in a cycle.
+      // Down one column and up the next, so that consecutive multiply-adds share an operand: the operand cache saves a
+      // register read, of which a cycle has two.
 #pragma unroll
       for (int j = 0; j < Shape::kColumns; ++j)
 #pragma unroll

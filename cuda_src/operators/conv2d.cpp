@@ -8,17 +8,19 @@
 
 namespace aot {
 inline namespace AOT_ISA {
+namespace {
 
-// A convolution is a matrix product: of the weight with columns, which hold for each position of the result all that
-// it sums over. Columns are made for a block of positions at a time, and the product of the block follows while they
-// are in a cache.
+// im2col: a convolution is the product of the weight with a matrix of columns, which hold the elements of x that each
+// position of the result sums over. Columns are made for a block of positions at a time, and multiplied while they are
+// in a cache.
 
 // ---------------------------------------------------------------------------------------------------------- columns
 
-// Where along an axis the kernel's element k meets the source, for a position of the result; -1 where it does not.
+// An axis of a convolution. meets(): the index in the source that kernel element k meets for a position of the result;
+// -1 if it is out of range.
 struct Axis {
   int64_t source, result, kernel, stride, padding, dilation;
-  bool transposed;  // the source is dy, and the result dx
+  bool transposed;  // for dx, whose source is dy
 
   int64_t meets(int64_t position, int64_t k) const {
     int64_t i = transposed ? position + padding - k * dilation : position * stride + k * dilation - padding;
@@ -31,7 +33,7 @@ struct Axis {
   bool identity() const { return kernel == 1 && stride == 1 && padding == 0; }
 };
 
-// The source, of which one group's channels are of interest: `channels` of `all`.
+// The operand that columns are made of: x, or dy for dx. A group has `channels` of its `all` channels.
 template <typename T>
 struct Source {
   bool nhwc;
@@ -43,7 +45,7 @@ struct Source {
   int64_t depth() const { return channels * h.kernel * w.kernel; }
   bool identity() const { return h.identity() && w.identity(); }
 
-  // NHWC: a row (kernel, channels) for each of the positions from `begin` on, counted through all images.
+  // NHWC: a row (kernel, channels) for each of n positions from `begin` on, which count through all images.
   void rows(int64_t group, int64_t begin, int64_t n, T *to) const {
     for (int64_t at = begin; at < begin + n; ++at) {
       const int64_t image = at / positions(), i = at / w.result % h.result, j = at % w.result;
@@ -60,7 +62,7 @@ struct Source {
     }
   }
 
-  // NCHW: for each element of the kernel of channel c a row of n positions of an image, from `begin` on.
+  // NCHW: for each kernel element of channel c, a row of n positions of an image from `begin` on.
   void columns(int64_t image, int64_t group, int64_t c, int64_t begin, int64_t n, T *to) const {
     const T *plane = data + (image * all + group * channels + c) * h.source * w.source;
     for (int64_t r = 0; r < h.kernel; ++r)
@@ -77,7 +79,7 @@ struct Source {
   void fill_run(const T *line, int64_t j, int64_t s, int64_t run, T *to) const {
     if (!line) {
       std::memset(to, 0, run * sizeof(T));
-    } else if (w.stride == 1) {  // the source's elements are neighbours too
+    } else if (w.stride == 1) {  // contiguous in the source
       const int64_t first = w.transposed ? j + w.padding - s * w.dilation : j + s * w.dilation - w.padding;
       int64_t before = first < 0 ? -first : 0, there = w.source - first;
       before = before < run ? before : run, there = there < run ? there : run;
@@ -94,21 +96,21 @@ struct Source {
   }
 };
 
-// Positions of a block whose columns stay in a cache.
-inline int64_t block_of(int64_t depth, int64_t elements) {
+// Positions in a block whose columns, of `depth` elements, are about `elements` in all.
+int64_t block_positions(int64_t depth, int64_t elements) {
   const int64_t n = elements / (depth > 0 ? depth : 1);
   return n < 64 ? 64 : n > 1024 ? 1024 : n;
 }
 
 // ------------------------------------------------------------------------------------------------------ y and dx
 
-// result = the source convolved with a weight of (outputs, depth) for each group; `outputs` are of one group.
+// result = the source convolved with a weight (groups, out_channels, depth).
 template <typename T>
 Status convolve(const char *op, const Source<T> &source, const T *weight, const T *bias, int64_t groups,
-                int64_t outputs, T *result) {
-  const int64_t depth = source.depth(), positions = source.positions(), all = groups * outputs;
-  const int64_t block = block_of(depth, 1 << 18);
-  // NHWC has its images in one, NCHW is cut at each
+                int64_t out_channels, T *result) {
+  const int64_t depth = source.depth(), positions = source.positions(), all = groups * out_channels;
+  const int64_t block = block_positions(depth, 1 << 18);
+  // a block of NHWC may span images, one of NCHW not
   const int64_t images = source.nhwc ? 1 : source.batch, length = source.nhwc ? source.batch * positions : positions;
   const int64_t blocks = ceil_div(length, block);
   return try_parallel(images * groups * blocks, [&](int64_t index) -> Status {
@@ -116,12 +118,12 @@ Status convolve(const char *op, const Source<T> &source, const T *weight, const 
     const int64_t group = index / blocks % groups, image = index / blocks / groups;
     const Buffer<T> buffer(source.identity() ? 0 : n * depth);
     if (!buffer) return out_of_memory(op);
-    const Matrix<T> w{weight + group * outputs * depth, depth, source.nhwc};
-    const T *add = bias ? bias + group * outputs : nullptr;
+    const Matrix<T> w{weight + group * out_channels * depth, depth, source.nhwc};
+    const T *add = bias ? bias + group * out_channels : nullptr;
     if (source.nhwc) {
       Matrix<T> rows{source.data + begin * source.all + group * source.channels, source.all};
       if (!source.identity()) source.rows(group, begin, n, buffer), rows = {buffer, depth};
-      return gemm(n, outputs, depth, rows, w, result + begin * all + group * outputs, all, false,
+      return gemm(n, out_channels, depth, rows, w, result + begin * all + group * out_channels, all, false,
                   [=](Vec<T> v, int64_t, int64_t j, auto part) { return add ? v + load(add + j, part) : v; });
     } else {
       Matrix<T> columns{source.data + (image * source.all + group * source.channels) * positions + begin, positions};
@@ -130,25 +132,25 @@ Status convolve(const char *op, const Source<T> &source, const T *weight, const 
           source.columns(image, group, c, begin, n, buffer + c * source.h.kernel * source.w.kernel * n);
         columns = {buffer, n};
       }
-      return gemm(outputs, n, depth, w, columns, result + (image * all + group * outputs) * positions + begin,
+      return gemm(out_channels, n, depth, w, columns, result + (image * all + group * out_channels) * positions + begin,
                   positions, false,
                   [=](Vec<T> v, int64_t i, int64_t, auto) { return add ? v + load(add + i, Part{1})[0] : v; });
     }
   });
 }
 
-// The weight of the convolution that gives dx: each group's inputs and outputs change places.
+// The weight for dx: channels and out_channels of each group are exchanged.
 template <typename T>
-void transpose_weight(const T *weight, bool nhwc, int64_t groups, int64_t outputs, int64_t channels, int64_t kernel,
-                      T *to) {
-  parallel_pieces(groups * channels, ceil_div(kGrain, outputs * kernel + 1), [=](int64_t begin, int64_t end) {
+void transpose_weight(const T *weight, bool nhwc, int64_t groups, int64_t out_channels, int64_t channels,
+                      int64_t kernel, T *to) {
+  parallel_pieces(groups * channels, ceil_div(kGrain, out_channels * kernel + 1), [=](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t group = i / channels, c = i % channels;
-      for (int64_t o = 0; o < outputs; ++o)
+      for (int64_t o = 0; o < out_channels; ++o)
         for (int64_t k = 0; k < kernel; ++k) {
-          const int64_t from = (group * outputs + o) * kernel * channels;
-          if (nhwc) to[(i * kernel + k) * outputs + o] = weight[from + k * channels + c];
-          else to[(i * outputs + o) * kernel + k] = weight[from + c * kernel + k];
+          const int64_t from = (group * out_channels + o) * kernel * channels;
+          if (nhwc) to[(i * kernel + k) * out_channels + o] = weight[from + k * channels + c];
+          else to[(i * out_channels + o) * kernel + k] = weight[from + c * kernel + k];
         }
     }
   });
@@ -156,13 +158,14 @@ void transpose_weight(const T *weight, bool nhwc, int64_t groups, int64_t output
 
 // ---------------------------------------------------------------------------------------------------------- dweight
 
-// sums (outputs, depth) for each group = dy, as a matrix of outputs and positions, times the source's columns. Blocks
-// come one after the other, each a product that all threads share: the order of the sum is that of the blocks.
+// sums (groups, out_channels, depth) = dy, as a matrix of output channels by positions, times the source's columns.
+// Blocks of positions are added in their order; all threads share the product of each, so the result does not depend on
+// them.
 template <typename T, typename A = Accumulate<T>>
-Status sum_products(const char *op, const Source<T> &source, const T *dy, int64_t groups, int64_t outputs, A *sums) {
-  const int64_t depth = source.depth(), positions = source.positions(), all = groups * outputs;
+Status sum_blocks(const char *op, const Source<T> &source, const T *dy, int64_t groups, int64_t out_channels, A *sums) {
+  const int64_t depth = source.depth(), positions = source.positions(), all = groups * out_channels;
   const int64_t images = source.nhwc ? 1 : source.batch, length = source.nhwc ? source.batch * positions : positions;
-  const int64_t block = source.identity() ? length : block_of(depth, 1 << 20);
+  const int64_t block = source.identity() ? length : block_positions(depth, 1 << 20);
   const Buffer<T> buffer(source.identity() ? 0 : (block < length ? block : length) * depth);
   if (!buffer) return out_of_memory(op);
   if (images * length == 0) std::memset(sums, 0, all * depth * sizeof(A));
@@ -170,7 +173,7 @@ Status sum_products(const char *op, const Source<T> &source, const T *dy, int64_
     for (int64_t image = 0; image < images; ++image)
       for (int64_t begin = 0; begin < length; begin += block) {
         const int64_t n = length - begin < block ? length - begin : block;
-        A *to = sums + group * outputs * depth;
+        A *to = sums + group * out_channels * depth;
         if (source.nhwc) {
           Matrix<T> rows{source.data + begin * source.all + group * source.channels, source.all};
           if (!source.identity()) {
@@ -179,8 +182,8 @@ Status sum_products(const char *op, const Source<T> &source, const T *dy, int64_
             });
             rows = {buffer, depth};
           }
-          const Matrix<T> left{dy + begin * all + group * outputs, all, true};
-          AOT_TRY(gemm(outputs, depth, n, left, rows, to, depth, image + begin > 0));
+          const Matrix<T> left{dy + begin * all + group * out_channels, all, true};
+          AOT_TRY(gemm(out_channels, depth, n, left, rows, to, depth, image + begin > 0));
         } else {
           Matrix<T> columns{source.data + (image * source.all + group * source.channels) * positions + begin, positions,
                             true};
@@ -191,8 +194,8 @@ Status sum_products(const char *op, const Source<T> &source, const T *dy, int64_
             });
             columns = {buffer, n, true};
           }
-          const Matrix<T> left{dy + (image * all + group * outputs) * positions + begin, positions};
-          AOT_TRY(gemm(outputs, depth, n, left, columns, to, depth, image + begin > 0));
+          const Matrix<T> left{dy + (image * all + group * out_channels) * positions + begin, positions};
+          AOT_TRY(gemm(out_channels, depth, n, left, columns, to, depth, image + begin > 0));
         }
       }
   return kOk;
@@ -200,7 +203,7 @@ Status sum_products(const char *op, const Source<T> &source, const T *dy, int64_
 
 // ------------------------------------------------------------------------------------------------------------ dbias
 
-// The sum of n elements in each of `rows` rows, `stride` apart.
+// The sum of `rows` rows of n elements, `stride` apart.
 template <typename T>
 double sum_rows(const T *x, int64_t rows, int64_t stride, int64_t n) {
   constexpr int64_t block = 4096;
@@ -216,26 +219,26 @@ double sum_rows(const T *x, int64_t rows, int64_t stride, int64_t n) {
 }
 
 template <typename T>
-void sum_outputs(const T *dy, bool nhwc, int64_t batch, int64_t positions, int64_t outputs, T *dbias) {
+void sum_out_channels(const T *dy, bool nhwc, int64_t batch, int64_t positions, int64_t out_channels, T *dbias) {
   using A = Accumulate<T>;
   if (!nhwc) {
-    parallel_pieces(outputs, ceil_div(kGrain, batch * positions + 1), [=](int64_t begin, int64_t end) {
+    parallel_pieces(out_channels, ceil_div(kGrain, batch * positions + 1), [=](int64_t begin, int64_t end) {
       for (int64_t o = begin; o < end; ++o) {
-        const A total = sum_rows(dy + o * positions, batch, outputs * positions, positions);
+        const A total = sum_rows(dy + o * positions, batch, out_channels * positions, positions);
         store(dbias + o, Vec<T>{} + total, Part{1});
       }
     });
     return;
   }
-  // columns of a matrix: a vector of them at a time, its rows in blocks
+  // a vector of columns at a time; rows in blocks, whose sums are added in double
   constexpr int64_t block = 256;
-  parallel_pieces(outputs, kLanes<T>, [=](int64_t begin, int64_t end) {
+  parallel_pieces(out_channels, kLanes<T>, [=](int64_t begin, int64_t end) {
     const Part part{end - begin};
     double total[kLanes<T>] = {};
     for (int64_t first = 0; first < batch * positions; first += block) {
       Vec<T> s = {};
       for (int64_t i = first; i < first + block && i < batch * positions; ++i)
-        s += load(dy + i * outputs + begin, part);
+        s += load(dy + i * out_channels + begin, part);
       for (int l = 0; l < kLanes<T>; ++l) total[l] += s[l];
     }
     Vec<T> v = {};
@@ -252,7 +255,7 @@ Source<T> source_of(const Conv2dAttrs &op, const Conv2dShape &s, const T *data, 
     return Axis{transposed ? out : in, transposed ? in : out, kernel,    op.stride.value[i],
                 op.padding.value[i],   op.dilation.value[i],  transposed};
   };
-  const int64_t channels = transposed ? s.outputs : s.channels;
+  const int64_t channels = transposed ? s.out_channels : s.channels;
   return {op.nhwc(),
           axis(0, s.height, s.out_h, s.kernel_h),
           axis(1, s.width, s.out_w, s.kernel_w),
@@ -262,47 +265,48 @@ Source<T> source_of(const Conv2dAttrs &op, const Conv2dShape &s, const T *data, 
           data};
 }
 
-inline Status conv2d_cpu(const Conv2d &op, const Tensor *in, const Tensor *out, void *) {
+Status conv2d_cpu(const Conv2d &op, const Tensor *in, const Tensor *out, void *) {
   const Conv2dShape s = op.shape(in[0], in[1], out[0]);
   return dispatch_floating(in[0].dtype, [&](auto zero) {
     using T = decltype(zero);
     return convolve(Conv2d::name, source_of(op, s, in[0].as<const T>(), false), in[1].as<const T>(),
-                    in[2].as<const T>(), op.groups, s.outputs / op.groups, out[0].as<T>());
+                    in[2].as<const T>(), op.groups, s.out_channels / op.groups, out[0].as<T>());
   });
 }
 
-inline Status conv2d_backward_cpu(const Conv2dBackward &op, const Tensor *in, const Tensor *out, void *) {
+Status conv2d_backward_cpu(const Conv2dBackward &op, const Tensor *in, const Tensor *out, void *) {
   const Conv2dShape s = op.shape(in[1], in[2], in[0]);
-  const int64_t outputs = s.outputs / op.groups, channels = s.channels / op.groups;
-  const int64_t weights = s.outputs * channels * s.kernel();
+  const int64_t out_channels = s.out_channels / op.groups, channels = s.channels / op.groups;
+  const int64_t weights = s.out_channels * channels * s.kernel();
   const char *name = Conv2dBackward::name;
   return dispatch_floating(in[0].dtype, [&](auto zero) {
     using T = decltype(zero);
     using A = Accumulate<T>;
     const T *dy = in[0].as<const T>(), *x = in[1].as<const T>(), *weight = in[2].as<const T>();
     if (out[0]) {
-      const Buffer<T> turned(weights);
-      if (!turned) return out_of_memory(name);
-      transpose_weight<T>(weight, op.nhwc(), op.groups, outputs, channels, s.kernel(), turned);
-      AOT_TRY(convolve<T>(name, source_of(op, s, dy, true), turned, nullptr, op.groups, channels, out[0].as<T>()));
+      const Buffer<T> transposed(weights);
+      if (!transposed) return out_of_memory(name);
+      transpose_weight<T>(weight, op.nhwc(), op.groups, out_channels, channels, s.kernel(), transposed);
+      AOT_TRY(convolve<T>(name, source_of(op, s, dy, true), transposed, nullptr, op.groups, channels, out[0].as<T>()));
     }
     if (out[1]) {
       const Source<T> source = source_of(op, s, x, false);
       T *dweight = out[1].as<T>();
       if constexpr (std::is_same_v<T, A>) {
-        AOT_TRY(sum_products(name, source, dy, op.groups, outputs, dweight));
+        AOT_TRY(sum_blocks(name, source, dy, op.groups, out_channels, dweight));
       } else {
         const Buffer<A> sums(weights);
         if (!sums) return out_of_memory(name);
-        AOT_TRY(sum_products(name, source, dy, op.groups, outputs, static_cast<A *>(sums)));
+        AOT_TRY(sum_blocks(name, source, dy, op.groups, out_channels, static_cast<A *>(sums)));
         map(dweight, weights, [&](int64_t i, auto part) { return load(sums + i, part); });
       }
     }
-    if (out[2]) sum_outputs(dy, op.nhwc(), s.batch, s.out_h * s.out_w, s.outputs, out[2].as<T>());
+    if (out[2]) sum_out_channels(dy, op.nhwc(), s.batch, s.out_h * s.out_w, s.out_channels, out[2].as<T>());
     return kOk;
   });
 }
 
+}  // namespace
 }  // namespace AOT_ISA
 }  // namespace aot
 

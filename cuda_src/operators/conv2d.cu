@@ -3,22 +3,23 @@
 #include <utility>
 
 #include "conv/conv2d.cuh"
+#include "conv/conv2d_gemm.h"
 #include "conv/conv2d_pack.cuh"
-#include "conv/conv2d_product.h"
-#include "cuda/launch.cuh"
 #include "cuda/reduce.cuh"
+#include "cuda/sum_slices.cuh"
 #include "gemm/gemm.h"
 
 namespace aot {
 inline namespace AOT_ISA {
+namespace {
 
 // ------------------------------------------------------------------------------------------------------ direct kernels
-// For every call there is: any layout, stride, dilation, groups, channels and dtype. A thread has one element of the
-// result, in the order in which they lie; a warp one element of dweight.
+// They support every call: any layout, stride, dilation, groups, channels and dtype. A thread computes one element of y
+// or dx, neighbouring threads neighbouring elements; a warp computes one element of dweight.
 
 constexpr int kDirectBlock = 256;
 
-// Which element of a tensor of (images, channels, height, width) the i-th in memory is.
+// The index of the i-th element in memory of a tensor of images.
 struct Position {
   int64_t image, channel, row, column;
 
@@ -38,8 +39,8 @@ __global__ void __launch_bounds__(kDirectBlock)
     conv2d_kernel(Conv2dCall c, const T *x, const T *weight, const T *bias, T *y, int64_t n) {
   const int64_t i = first_index();
   if (i >= n) return;
-  const Position to(i, c.nhwc, c.s.outputs, c.s.out_h, c.s.out_w);
-  const int64_t channels = c.s.channels / c.groups, first = to.channel / (c.s.outputs / c.groups) * channels;
+  const Position to(i, c.nhwc, c.s.out_channels, c.s.out_h, c.s.out_w);
+  const int64_t channels = c.s.channels / c.groups, first = to.channel / (c.s.out_channels / c.groups) * channels;
   Accumulate<T> sum = 0;
   for (int64_t r = 0; r < c.s.kernel_h; ++r) {
     const int64_t h = to.row * c.stride_h + r * c.dilation_h - c.padding_h;
@@ -61,8 +62,8 @@ __global__ void __launch_bounds__(kDirectBlock)
   const int64_t i = first_index();
   if (i >= n) return;
   const Position to(i, c.nhwc, c.s.channels, c.s.height, c.s.width);
-  const int64_t channels = c.s.channels / c.groups, outputs = c.s.outputs / c.groups;
-  const int64_t first = to.channel / channels * outputs, channel = to.channel % channels;
+  const int64_t channels = c.s.channels / c.groups, out_channels = c.s.out_channels / c.groups;
+  const int64_t first = to.channel / channels * out_channels, channel = to.channel % channels;
   Accumulate<T> sum = 0;
   for (int64_t r = 0; r < c.s.kernel_h; ++r) {
     const int64_t h = to.row + c.padding_h - r * c.dilation_h, p = h / c.stride_h;
@@ -71,7 +72,8 @@ __global__ void __launch_bounds__(kDirectBlock)
       const int64_t w = to.column + c.padding_w - s * c.dilation_w, q = w / c.stride_w;
       if (w < 0 || w % c.stride_w != 0 || q >= c.s.out_w) continue;
       const T *from = dy + c.y.at(to.image, first, p, q), *by = weight + c.weight.at(first, channel, r, s);
-      for (int64_t k = 0; k < outputs; ++k, from += c.y.channel, by += c.weight.image) sum += widen(*from) * widen(*by);
+      for (int64_t k = 0; k < out_channels; ++k, from += c.y.channel, by += c.weight.image)
+        sum += widen(*from) * widen(*by);
     }
   }
   dx[i] = narrow<T>(sum);
@@ -83,8 +85,8 @@ __global__ void __launch_bounds__(kDirectBlock)
   const int64_t i = first_index() / 32;
   if (i >= n) return;
   const int64_t channels = c.s.channels / c.groups;
-  const Position to(i, c.nhwc, channels, c.s.kernel_h, c.s.kernel_w);  // its image is the output
-  const int64_t channel = to.image / (c.s.outputs / c.groups) * channels + to.channel;
+  const Position to(i, c.nhwc, channels, c.s.kernel_h, c.s.kernel_w);  // `image` is the output channel
+  const int64_t channel = to.image / (c.s.out_channels / c.groups) * channels + to.channel;
   Accumulate<T> of_lane[1];
   LongSums<Accumulate<T>, 1> terms(of_lane);
   terms.each(lane_index(), c.pixels, 32, [&](int64_t k) {
@@ -98,12 +100,12 @@ __global__ void __launch_bounds__(kDirectBlock)
   if (lane_index() == 0) dweight[i] = narrow<T>(sum);
 }
 
-// Blocks for n threads. More than a grid holds would be elements of 10^12 bytes.
+// Blocks for n threads. More blocks than a grid holds would be a tensor of 2^39 elements.
 inline unsigned direct_grid(int64_t n) { return grid_size(ceil_div(n, kDirectBlock)); }
 
 // --------------------------------------------------------------------------------------------------------------- dbias
 
-// partial[slice][output]: a block sums one slice of the pixels, for 32 outputs (NHWC) or for one (NCHW).
+// partial[slice][out_channel]: a block sums one slice of the pixels for 32 output channels (NHWC) or one (NCHW).
 template <typename T>
 __global__ void __launch_bounds__(256) conv2d_dbias_kernel(Conv2dCall c, const T *dy, Accumulate<T> *partial) {
   using A = Accumulate<T>;
@@ -115,34 +117,24 @@ __global__ void __launch_bounds__(256) conv2d_dbias_kernel(Conv2dCall c, const T
   A of_thread[1];
   LongSums<A, 1> terms(of_thread);
   if (c.nhwc) {
-    terms.each(begin + warp, output < c.s.outputs ? end : 0, 8,
-               [&](int64_t k) { terms.run[0] += widen(dy[k * c.s.outputs + output]); });
+    terms.each(begin + warp, output < c.s.out_channels ? end : 0, 8,
+               [&](int64_t k) { terms.run[0] += widen(dy[k * c.s.out_channels + output]); });
   } else {
     const int64_t plane = c.s.out_h * c.s.out_w;
-    terms.each(begin + threadIdx.x, end, 256,
-               [&](int64_t k) { terms.run[0] += widen(dy[(k / plane * c.s.outputs + output) * plane + k % plane]); });
+    terms.each(begin + threadIdx.x, end, 256, [&](int64_t k) {
+      terms.run[0] += widen(dy[(k / plane * c.s.out_channels + output) * plane + k % plane]);
+    });
   }
   A sum = c.nhwc ? of_thread[0] : sum_lanes<32>(of_thread[0]);
   sums[warp][lane] = sum;
   __syncthreads();
-  if (warp != 0 || output >= c.s.outputs) return;
+  if (warp != 0 || output >= c.s.out_channels) return;
   for (int w = 1; w < 8; ++w) sum += sums[w][lane];
-  if (c.nhwc || lane == 0) partial[blockIdx.y * c.s.outputs + output] = sum;
+  if (c.nhwc || lane == 0) partial[blockIdx.y * c.s.out_channels + output] = sum;
 }
 
-// to[i] = the sum of `slices` numbers, n apart.
-template <typename T>
-__global__ void __launch_bounds__(kDirectBlock)
-    sum_slices_kernel(const Accumulate<T> *partial, int slices, T *to, int64_t n) {
-  const int64_t i = first_index();
-  if (i >= n) return;
-  double sum = 0;  // of so few it costs nothing
-  for (int k = 0; k < slices; ++k) sum += partial[k * n + i];
-  to[i] = narrow<T>(static_cast<Accumulate<T>>(sum));
-}
-
-// The same of slices (outputs, kernel, channels), with more outputs and channels than dweight has, to its own layout. A
-// thread has four neighbouring channels; the warps of a block share the slices.
+// Adds the slices of dweight, (slices, out_channels, kernel, channels) with padded channels, and writes them in its own
+// layout. A thread has four neighbouring channels; the warps of a block share the slices.
 template <typename T>
 __global__ void __launch_bounds__(kDirectBlock)
     sum_dweight_kernel(Conv2dCall c, const float *partial, int slices, int64_t slice, unsigned channels, T *dweight) {
@@ -154,12 +146,12 @@ __global__ void __launch_bounds__(kDirectBlock)
   auto add = [](float4 &a, const float4 &b) { a.x += b.x, a.y += b.y, a.z += b.z, a.w += b.w; };
   float4 sum = {};
   wait_for_kernel_before();
-  if (output < c.s.outputs)
+  if (output < c.s.out_channels)
 #pragma unroll 4
     for (int s = warp; s < slices; s += kWarps) add(sum, *reinterpret_cast<const float4 *>(partial + s * slice + i));
   sums[warp][lane] = sum;
   __syncthreads();
-  if (warp != 0 || output >= c.s.outputs) return;
+  if (warp != 0 || output >= c.s.out_channels) return;
   for (int w = 1; w < kWarps; ++w) add(sum, sums[w][lane]);
   T *to = dweight + output * c.weight.image + k * c.weight.tap;
   const float each[] = {sum.x, sum.y, sum.z, sum.w};
@@ -168,20 +160,21 @@ __global__ void __launch_bounds__(kDirectBlock)
     if (channel + e < c.s.channels) to[(channel + e) * c.weight.channel] = narrow<T>(each[e]);
 }
 
-// The same of few slices, which are of large weights: a warp has 32 channels of an output for kSumTaps elements of the
-// kernel, and writes them in the order in which they lie.
+// The same for few slices, which large weights have. A warp has 32 channels of an output channel for kSumTaps kernel
+// elements, and transposes them in shared memory, so that its stores are contiguous in either layout.
 constexpr int kSumTaps = 16;
 
 template <typename T>
 __global__ void __launch_bounds__(kDirectBlock)
-    place_dweight_kernel(Conv2dCall c, const float *partial, int slices, int64_t slice, unsigned channels, T *dweight) {
+    sum_dweight_transposed_kernel(Conv2dCall c, const float *partial, int slices, int64_t slice, unsigned channels,
+                                  T *dweight) {
   __shared__ float sums[kDirectBlock / 32][kSumTaps][33];
   const int lane = lane_index(), warp = warp_index(), kernel = static_cast<int>(c.s.kernel_h * c.s.kernel_w);
   const unsigned pieces = (kernel + kSumTaps - 1) / kSumTaps, parts = (channels + 31) / 32;
   const unsigned item = blockIdx.x * (kDirectBlock / 32) + warp;
   const int k0 = item % pieces * kSumTaps, c0 = item / pieces % parts * 32, output = item / pieces / parts;
   const int taps = kernel - k0 < kSumTaps ? kernel - k0 : kSumTaps;
-  const bool there = output < c.s.outputs && c0 + lane < c.s.channels;
+  const bool there = output < c.s.out_channels && c0 + lane < c.s.channels;
   const float *from = partial + (int64_t{output} * kernel + k0) * channels + c0 + lane;
   float sum[kSumTaps] = {};
   wait_for_kernel_before();
@@ -192,7 +185,7 @@ __global__ void __launch_bounds__(kDirectBlock)
 #pragma unroll
   for (int k = 0; k < kSumTaps; ++k) sums[warp][k][lane] = sum[k];
   __syncwarp();
-  if (output >= c.s.outputs) return;
+  if (output >= c.s.out_channels) return;
   T *to = dweight + output * c.weight.image + c0 * c.weight.channel + k0 * c.weight.tap;
   for (int i = lane; i < taps * 32; i += 32) {
     const int k = c.nhwc ? i / 32 : i % taps, channel = c.nhwc ? i % 32 : i / taps;
@@ -203,15 +196,15 @@ __global__ void __launch_bounds__(kDirectBlock)
 
 template <typename T>
 Status sum_dweight(const Conv2dCall &c, const float *partial, int slices, int64_t slice, int64_t channels, T *dweight,
-                   Launches &launch) {
-  const int64_t fours = c.s.outputs * c.s.kernel() * channels / 4;
-  const int64_t items = c.s.outputs * ceil_div(channels, 32) * ceil_div(c.s.kernel(), kSumTaps);
+                   LaunchSequence &launch) {
+  const int64_t fours = c.s.out_channels * c.s.kernel() * channels / 4;
+  const int64_t items = c.s.out_channels * ceil_div(channels, 32) * ceil_div(c.s.kernel(), kSumTaps);
   auto with = [&](auto *kernel, int64_t blocks) {
     return launch(kernel, grid_size(blocks), kDirectBlock, 0, 1, c, partial, slices, slice,
                   static_cast<unsigned>(channels), dweight);
   };
   return slices > 4 ? with(sum_dweight_kernel<T>, ceil_div(fours, 32))
-                    : with(place_dweight_kernel<T>, ceil_div(items, kDirectBlock / 32));
+                    : with(sum_dweight_transposed_kernel<T>, ceil_div(items, kDirectBlock / 32));
 }
 
 template <typename T>
@@ -223,47 +216,49 @@ __global__ void __launch_bounds__(kDirectBlock)
 
 // ----------------------------------------------------------------------------------------------------------- launchers
 
-// A call as a matrix product on tensor cores, by way of the workspace where its tensors are not as those want them.
+// A call as an implicit GEMM, of tensors that are packed into the workspace first if the kernels cannot take them.
 template <typename T>
-class ProductCall {
+class ImplicitGemmCall {
  public:
-  ProductCall(const char *op, const Conv2dAttrs &attrs, const Conv2dShape &s, DType dtype, const Tensor &workspace,
-              cudaStream_t stream)
-      : call_(attrs, s), plan_(attrs.plan(s, dtype)), launch_(op, stream), next_(workspace.as<float>()) {
-    takes_ = workspace && aligned(workspace.data) && plan_.product && within_limits(attrs);
-    p_.dtype = dtype, p_.tf32 = attrs.allow_tf32;
+  ImplicitGemmCall(const char *op, const Conv2dParams &params, const Conv2dShape &s, DType dtype,
+                   const Tensor &workspace, cudaStream_t stream)
+      : call_(params, s), plan_(params.plan(s, dtype)), launch_(op, stream), next_(workspace.as<float>()) {
+    supported_ = workspace && aligned(workspace.data) && plan_.implicit_gemm && within_limits(params);
+    p_.dtype = dtype, p_.tf32 = params.allow_tf32;
     p_.batch = s.batch, p_.height = s.height, p_.width = s.width;
-    p_.channels = plan_.channels, p_.outputs = plan_.outputs;
+    p_.channels = plan_.channels, p_.out_channels = plan_.out_channels;
     p_.kernel_h = s.kernel_h, p_.kernel_w = s.kernel_w, p_.out_h = s.out_h, p_.out_w = s.out_w;
-    p_.stride_h = attrs.stride.value[0], p_.stride_w = attrs.stride.value[1];
-    p_.padding_h = attrs.padding.value[0], p_.padding_w = attrs.padding.value[1];
-    p_.dilation_h = s.kernel_h > 1 ? attrs.dilation.value[0] : 1;
-    p_.dilation_w = s.kernel_w > 1 ? attrs.dilation.value[1] : 1;
+    p_.stride_h = params.stride.value[0], p_.stride_w = params.stride.value[1];
+    p_.padding_h = params.padding.value[0], p_.padding_w = params.padding.value[1];
+    p_.dilation_h = s.kernel_h > 1 ? params.dilation.value[0] : 1;
+    p_.dilation_w = s.kernel_w > 1 ? params.dilation.value[1] : 1;
     p_.whole_vectors = !plan_.packed;
     p_.b_tap = plan_.channels, p_.b_row = s.kernel() * plan_.channels;
   }
 
-  // Whether these tensors can be multiplied so.
+  // Whether the call is supported with these tensors.
   template <typename... Pointers>
-  bool takes(const Pointers *...tensors) const {
-    return takes_ && (plan_.packed || aligned(tensors...));
+  bool supports(const Pointers *...tensors) const {
+    return supported_ && (plan_.packed || aligned(tensors...));
   }
-  bool takes_dx() const { return (p_.stride_h == 1 && p_.stride_w == 1) || (p_.dilation_h == 1 && p_.dilation_w == 1); }
+  bool supports_dx() const {
+    return (p_.stride_h == 1 && p_.stride_w == 1) || (p_.dilation_h == 1 && p_.dilation_w == 1);
+  }
 
   Status y(const T *x, const T *weight, const T *bias, T *y) {
     const Conv2dShape &s = call_.s;
     T *weight_at = take_packed(plan_.weight), *y_at = take_packed(plan_.y), *x_at = take_packed(plan_.x);
     if (bias && (plan_.packed || !aligned(bias))) {
       T *bias_at = take(plan_.bias);
-      AOT_TRY(fit<T>({bias, bias_at, 1, s.outputs, s.outputs, 1, plan_.outputs}, launch_));
+      AOT_TRY(copy_padded<T>({bias, bias_at, 1, s.out_channels, s.out_channels, 1, plan_.out_channels}, launch_));
       bias = bias_at;
     }
     AOT_TRY(pack_weight(&weight, weight_at));
     AOT_TRY(pack_images(&x, x_at, x_planes(), plan_.channels));
-    p_.pass = Conv2dProduct::y, p_.a = x, p_.b = weight, p_.bias = bias;
-    p_.to = y, p_.to_steps = call_.y, p_.to_channels = s.outputs;
+    p_.pass = Conv2dGemm::y, p_.a = x, p_.b = weight, p_.bias = bias;
+    p_.to = y, p_.to_strides = call_.y, p_.to_channels = s.out_channels;
     if (conv2d_sm90_takes(op(), &p_, kMaxCluster, true)) return conv2d_sm90(launch_, p_);
-    return cutlass(p_, y_at, y_planes(), plan_.outputs);
+    return cutlass(p_, y_at, y_planes(), plan_.out_channels);
   }
 
   // dx or dweight may be null.
@@ -271,21 +266,22 @@ class ProductCall {
     const Conv2dShape &s = call_.s;
     T *weight_at = take(plan_.weight), *dy_at = take_packed(plan_.y), *x_at = take_packed(plan_.x);
     float *slices = next_;
-    Conv2dProduct of_dx = p_, of_dweight = p_;
-    of_dx.pass = Conv2dProduct::dx, of_dx.to = dx, of_dx.to_steps = call_.x, of_dx.to_channels = s.channels;
-    of_dweight.pass = Conv2dProduct::dweight, of_dweight.to_steps.channel = 1, of_dweight.whole_vectors = true;
+    Conv2dGemm of_dx = p_, of_dweight = p_;
+    of_dx.pass = Conv2dGemm::dx, of_dx.to = dx, of_dx.to_strides = call_.x, of_dx.to_channels = s.channels;
+    of_dweight.pass = Conv2dGemm::dweight, of_dweight.to_strides.channel = 1, of_dweight.whole_vectors = true;
     const bool dx_sm90 = dx && conv2d_sm90_takes(op(), &of_dx, kMaxCluster, true);
     const bool whole = sizeof(T) == 2 && !plan_.packed;
     const bool dweight_sm90 = dweight && conv2d_sm90_takes(op(), &of_dweight, static_cast<int>(plan_.slices), whole);
 
-    AOT_TRY(pack_images(&dy, dy_at, y_planes(), plan_.outputs));
+    AOT_TRY(pack_images(&dy, dy_at, y_planes(), plan_.out_channels));
     auto pack_x = [&] { return pack_images(&x, x_at, x_planes(), plan_.channels); };
-    // before dx, so that dweight's kernel follows dx's at once; but CUTLASS's dx is where x would be
+    // x is packed before dx is computed, so that dweight's kernel may overlap dx's; except that CUTLASS's packed dx
+    // takes the place of packed x
     const bool x_first = dx_sm90 || !dx;
     if (dweight && x_first) AOT_TRY(pack_x());
     if (dx) {
-      const bool turned = dx_sm90 && sizeof(T) == 4;
-      AOT_TRY(turned ? turn_weight(&weight, weight_at, &of_dx) : pack_weight(&weight, weight_at));
+      const bool transposed = dx_sm90 && sizeof(T) == 4;
+      AOT_TRY(transposed ? transpose_weight(&weight, weight_at, &of_dx) : pack_weight(&weight, weight_at));
       of_dx.a = dy, of_dx.b = weight;
       AOT_TRY(dx_sm90 ? conv2d_sm90(launch_, of_dx) : cutlass(of_dx, x_at, x_planes(), plan_.channels));
     }
@@ -297,114 +293,114 @@ class ProductCall {
       AOT_TRY(conv2d_sm90(launch_, of_dweight));
       if (!of_dweight.slices) return kOk;
     } else {
-      constexpr int64_t kLeast = 256;  // pixels of a slice
+      constexpr int64_t kMinPixels = 256;  // of a slice
       of_dweight.to = slices;
-      of_dweight.slices = static_cast<int>(std::min(plan_.slices, ceil_div(call_.pixels, kLeast)));
-      AOT_TRY(multiply(of_dweight));
+      of_dweight.slices = static_cast<int>(std::min(plan_.slices, ceil_div(call_.pixels, kMinPixels)));
+      AOT_TRY(run_cutlass(of_dweight));
     }
     return sum_dweight(call_, slices, of_dweight.slices, plan_.slice, plan_.channels, dweight, launch_);
   }
 
  private:
-  // The kernels count bytes in 31 bits, and have a bit for each row and column of the kernel.
-  bool within_limits(const Conv2dAttrs &attrs) const {
+  // The GEMM kernels count bytes in 31 bits, and have a bit mask for the rows and columns of the kernel.
+  bool within_limits(const Conv2dParams &params) const {
     const Conv2dShape &s = call_.s;
-    constexpr int64_t kMost = 0x7fffffff, kFew = 1 << 15;
+    constexpr int64_t kMaxBytes = 0x7fffffff, kMaxParam = 1 << 15;
     const int64_t in = s.batch * s.height * s.width, out = s.pixels(), weights = s.kernel();
-    bool few = in > 0 && out > 0 && s.channels > 0 && s.outputs > 0 && s.kernel_h <= 32 && s.kernel_w <= 32;
+    bool fits = in > 0 && out > 0 && s.channels > 0 && s.out_channels > 0 && s.kernel_h <= 32 && s.kernel_w <= 32;
     for (int i = 0; i < 2; ++i)
-      few = few && attrs.stride.value[i] < kFew && attrs.padding.value[i] < kFew &&
-            ((i ? s.kernel_w : s.kernel_h) == 1 || attrs.dilation.value[i] < kFew);
-    const int64_t c = plan_.channels, o = plan_.outputs, size = sizeof(float);
-    return few && in * c * size < kMost && out * o * size < kMost && o * weights * c * size < kMost;
+      fits = fits && params.stride.value[i] < kMaxParam && params.padding.value[i] < kMaxParam &&
+             ((i ? s.kernel_w : s.kernel_h) == 1 || params.dilation.value[i] < kMaxParam);
+    const int64_t c = plan_.channels, o = plan_.out_channels, size = sizeof(float);
+    return fits && in * c * size < kMaxBytes && out * o * size < kMaxBytes && o * weights * c * size < kMaxBytes;
   }
 
   const char *op() const { return launch_.op(); }
   Planes x_planes() const { return {call_.s.batch, call_.s.channels, call_.s.height * call_.s.width}; }
-  Planes y_planes() const { return {call_.s.batch, call_.s.outputs, call_.s.out_h * call_.s.out_w}; }
+  Planes y_planes() const { return {call_.s.batch, call_.s.out_channels, call_.s.out_h * call_.s.out_w}; }
   T *take(int64_t words) { return reinterpret_cast<T *>(std::exchange(next_, next_ + words)); }
   T *take_packed(int64_t words) { return take(plan_.packed ? words : 0); }
 
-  // *tensor becomes what is packed, where it has to be.
-  Status packed(const T **tensor, T *to, Planes planes, int64_t images, int64_t channels) {
+  // Packs *tensor to `to` if the plan says so, and sets it to `to`.
+  Status pack_if_planned(const T **tensor, T *to, Planes planes, int64_t images, int64_t channels) {
     if (!plan_.packed) return kOk;
     AOT_TRY(pack(call_.nhwc, *tensor, planes, to, images, channels, launch_));
     return *tensor = to, kOk;
   }
   Status pack_images(const T **tensor, T *to, Planes planes, int64_t channels) {
-    return packed(tensor, to, planes, planes.images, channels);
+    return pack_if_planned(tensor, to, planes, planes.images, channels);
   }
   Status pack_weight(const T **weight, T *to) {
-    return packed(weight, to, {call_.s.outputs, call_.s.channels, call_.s.kernel()}, plan_.outputs, plan_.channels);
+    return pack_if_planned(weight, to, {call_.s.out_channels, call_.s.channels, call_.s.kernel()}, plan_.out_channels,
+                           plan_.channels);
   }
-  // (outputs, what one is multiplied with) becomes (that, outputs).
-  Status turn_weight(const T **weight, T *to, Conv2dProduct *dx) {
-    const int64_t outputs = plan_.outputs, channels = call_.s.channels, kernel = call_.s.kernel();
+  // (out_channels, channels, kernel), in either layout, to the same with out_channels innermost.
+  Status transpose_weight(const T **weight, T *to, Conv2dGemm *dx) {
+    const int64_t out_channels = plan_.out_channels, channels = call_.s.channels, kernel = call_.s.kernel();
     const int64_t n = channels * kernel;
-    AOT_TRY(transpose<T>({*weight, to, 1, call_.s.outputs, n, n, outputs, outputs, 1}, launch_));
-    dx->b_tap = call_.nhwc ? channels * outputs : outputs, dx->b_row = call_.nhwc ? outputs : kernel * outputs;
+    AOT_TRY(transpose<T>({*weight, to, 1, call_.s.out_channels, n, n, out_channels, out_channels, 1}, launch_));
+    dx->b_tap = call_.nhwc ? channels * out_channels : out_channels,
+    dx->b_row = call_.nhwc ? out_channels : kernel * out_channels;
     return *weight = to, kOk;
   }
-  Status multiply(const Conv2dProduct &p) {
+  Status run_cutlass(const Conv2dGemm &p) {
     return (sizeof(T) == 2 ? conv2d_cutlass_16 : conv2d_cutlass_32)(op(), p, launch_.stream());
   }
-  // y or dx, by way of `at` where tensors are packed.
-  Status cutlass(Conv2dProduct p, T *at, Planes planes, int64_t channels) {
+  // y or dx; `packed`: its packed tensor, if the plan has one.
+  Status cutlass(Conv2dGemm p, T *packed, Planes planes, int64_t channels) {
     T *to = static_cast<T *>(p.to);
-    if (plan_.packed) p.to = at;
-    AOT_TRY(multiply(p));
-    return plan_.packed ? unpack(call_.nhwc, at, channels, planes, to, launch_) : kOk;
+    if (plan_.packed) p.to = packed;
+    AOT_TRY(run_cutlass(p));
+    return plan_.packed ? unpack(call_.nhwc, packed, channels, planes, to, launch_) : kOk;
   }
 
   const Conv2dCall call_;
-  const Conv2dAttrs::Plan plan_;
-  Launches launch_;
-  float *next_;  // of the workspace
-  bool takes_;
-  Conv2dProduct p_ = {};
+  const Conv2dParams::Plan plan_;
+  LaunchSequence launch_;
+  float *next_;  // unused workspace
+  bool supported_;
+  Conv2dGemm p_ = {};
 };
 
-// A kernel of 1 x 1 on NCHW as a product for each image, of the tensors as they lie. float32 and float64 alone: packing
-// costs 16-bit tensors less, and their kernels give more.
+// A 1 x 1 kernel on NCHW: one GEMM per image, without packing. For float32 and float64 only: the implicit GEMM kernels
+// are faster with 16-bit dtypes even though those tensors must be packed.
 class PointwiseCall {
  public:
-  PointwiseCall(const char *op, const Conv2dAttrs &attrs, const Conv2dShape &s, DType dtype, cudaStream_t stream)
+  PointwiseCall(const char *op, const Conv2dParams &params, const Conv2dShape &s, DType dtype, cudaStream_t stream)
       : op_(op), s_(s), plane_(s.height * s.width), stream_(stream) {
     auto is = [](const Ints &pair, int64_t value) { return pair.value[0] == value && pair.value[1] == value; };
-    takes_ = attrs.groups == 1 && !attrs.nhwc() && s.kernel() == 1 && is(attrs.stride, 1) && is(attrs.padding, 0) &&
-             (dtype == DType::float32 || dtype == DType::float64) && s.channels > 0 && s.outputs > 0 &&
-             s.batch * plane_ > 0;
-    g_.dtype = g_.c_dtype = dtype, g_.count = s.batch, g_.allow_tf32 = attrs.allow_tf32;
+    supported_ = params.groups == 1 && !params.nhwc() && s.kernel() == 1 && is(params.stride, 1) &&
+                 is(params.padding, 0) && (dtype == DType::float32 || dtype == DType::float64) && s.channels > 0 &&
+                 s.out_channels > 0 && s.batch * plane_ > 0;
+    g_.dtype = g_.c_dtype = dtype, g_.count = s.batch, g_.allow_tf32 = params.allow_tf32;
   }
-  bool takes() const { return takes_; }
-  bool takes_dweight(int64_t words) const { return takes_ && s_.batch * s_.outputs * s_.channels <= words; }
+  bool supports() const { return supported_; }
+  bool supports_dweight(int64_t words) const { return supported_ && s_.batch * s_.out_channels * s_.channels <= words; }
 
   template <typename T>
   Status y(const T *x, const T *weight, const T *bias, T *y) {
-    AOT_TRY(multiply(s_.outputs, plane_, s_.channels, {data(weight), s_.channels}, 0, {data(x), plane_},
+    AOT_TRY(run_gemm(s_.out_channels, plane_, s_.channels, {data(weight), s_.channels}, 0, {data(x), plane_},
                      s_.channels * plane_, {y, plane_}));
     if (!bias) return kOk;
-    const int64_t n = s_.batch * s_.outputs * plane_;
-    add_bias_kernel<<<direct_grid(n), kDirectBlock, 0, stream_>>>(bias, y, n, s_.outputs, plane_);
+    const int64_t n = s_.batch * s_.out_channels * plane_;
+    add_bias_kernel<<<direct_grid(n), kDirectBlock, 0, stream_>>>(bias, y, n, s_.out_channels, plane_);
     return check_launch(op_);
   }
   template <typename T>
   Status dx(const T *dy, const T *weight, T *dx) {
-    return multiply(s_.channels, plane_, s_.outputs, {data(weight), s_.channels, true}, 0, {data(dy), plane_},
-                    s_.outputs * plane_, {dx, plane_});
+    return run_gemm(s_.channels, plane_, s_.out_channels, {data(weight), s_.channels, true}, 0, {data(dy), plane_},
+                    s_.out_channels * plane_, {dx, plane_});
   }
   template <typename T>
   Status dweight(const T *dy, const T *x, T *images, T *dweight) {
-    AOT_TRY(multiply(s_.outputs, s_.channels, plane_, {data(dy), plane_}, s_.outputs * plane_, {data(x), plane_, true},
-                     s_.channels * plane_, {images, s_.channels}));
-    const int64_t n = s_.outputs * s_.channels;
-    sum_slices_kernel<<<direct_grid(n), kDirectBlock, 0, stream_>>>(images, static_cast<int>(s_.batch), dweight, n);
-    return check_launch(op_);
+    AOT_TRY(run_gemm(s_.out_channels, s_.channels, plane_, {data(dy), plane_}, s_.out_channels * plane_,
+                     {data(x), plane_, true}, s_.channels * plane_, {images, s_.channels}));
+    return sum_slices<double>(op_, images, s_.batch, dweight, s_.out_channels * s_.channels, stream_);
   }
 
  private:
   static void *data(const void *p) { return const_cast<void *>(p); }
-  Status multiply(int64_t m, int64_t n, int64_t k, Operand a, int64_t a_step, Operand b, int64_t b_step, Operand c) {
+  Status run_gemm(int64_t m, int64_t n, int64_t k, Operand a, int64_t a_step, Operand b, int64_t b_step, Operand c) {
     g_.m = m, g_.n = n, g_.k = k, g_.a = a, g_.b = b, g_.c = c;
     g_.a_step = a_step, g_.b_step = b_step, g_.c_step = m * n;
     return gemm(op_, g_, stream_);
@@ -413,8 +409,8 @@ class PointwiseCall {
   const Conv2dShape s_;
   const int64_t plane_;
   const cudaStream_t stream_;
-  bool takes_;
-  Gemm g_ = {};
+  bool supported_;
+  GemmParams g_ = {};
 };
 
 template <typename T>
@@ -426,7 +422,7 @@ Status direct_dx(const Conv2dCall &c, const T *dy, const T *weight, T *dx, cudaS
 
 template <typename T>
 Status direct_dweight(const Conv2dCall &c, const T *dy, const T *x, T *dweight, cudaStream_t stream) {
-  const int64_t n = c.s.outputs * c.weight.image;
+  const int64_t n = c.s.out_channels * c.weight.image;
   conv2d_dweight_kernel<<<direct_grid(n * 32), kDirectBlock, 0, stream>>>(c, dy, x, dweight, n);
   return check_launch(Conv2dBackward::name);
 }
@@ -434,14 +430,14 @@ Status direct_dweight(const Conv2dCall &c, const T *dy, const T *x, T *dweight, 
 template <typename T>
 Status direct_dbias(const Conv2dCall &c, const T *dy, Accumulate<T> *partial, T *dbias, cudaStream_t stream) {
   constexpr auto slices = static_cast<unsigned>(Conv2dAttrs::kSlices);
-  const dim3 grid(static_cast<unsigned>(c.nhwc ? ceil_div(c.s.outputs, 32) : c.s.outputs), slices);
+  const dim3 grid(static_cast<unsigned>(c.nhwc ? ceil_div(c.s.out_channels, 32) : c.s.out_channels), slices);
   conv2d_dbias_kernel<<<grid, 256, 0, stream>>>(c, dy, partial);
-  sum_slices_kernel<<<direct_grid(c.s.outputs), kDirectBlock, 0, stream>>>(partial, slices, dbias, c.s.outputs);
-  return check_launch(Conv2dBackward::name);
+  AOT_TRY(check_launch(Conv2dBackward::name));
+  return sum_slices<double>(Conv2dBackward::name, partial, slices, dbias, c.s.out_channels, stream);
 }
 
-// Whether the device runs the kernels that multiply; CUTLASS's are for 8.0 and later.
-static Status multiplies(const char *op, bool *yes) {
+// Whether the device supports the implicit GEMM kernels: CUTLASS's need compute capability 8.0.
+Status supports_implicit_gemm(const char *op, bool *yes) {
   DeviceLimits limits;
   AOT_TRY(device_limits(op, &limits));
   return *yes = limits.major >= 8, kOk;
@@ -452,19 +448,19 @@ Status conv2d_cuda(const Conv2d &op, const Tensor *in, const Tensor *out, void *
   const int64_t n = out[0].size();
   if (n == 0) return kOk;
   const auto stream = static_cast<cudaStream_t>(stream_);
-  bool product;
-  AOT_TRY(multiplies(op.name, &product));
+  bool implicit_gemm;
+  AOT_TRY(supports_implicit_gemm(op.name, &implicit_gemm));
   return dispatch(in[0].dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     const T *x = in[0].as<const T>(), *weight = in[1].as<const T>(), *bias = in[2].as<const T>();
     T *y = out[0].as<T>();
     if constexpr (sizeof(T) > 2) {
       PointwiseCall call(op.name, op, s, in[0].dtype, stream);
-      if (call.takes()) return call.y(x, weight, bias, y);
+      if (call.supports()) return call.y(x, weight, bias, y);
     }
     if constexpr (sizeof(T) < 8) {
-      ProductCall<T> call(op.name, op, s, in[0].dtype, out[1], stream);
-      if (product && call.takes(x, weight, y)) return call.y(x, weight, bias, y);
+      ImplicitGemmCall<T> call(op.name, op, s, in[0].dtype, out[1], stream);
+      if (implicit_gemm && call.supports(x, weight, y)) return call.y(x, weight, bias, y);
     }
     conv2d_kernel<<<direct_grid(n), kDirectBlock, 0, stream>>>(Conv2dCall(op, s), x, weight, bias, y, n);
     return check_launch(op.name);
@@ -478,8 +474,8 @@ Status conv2d_backward_cuda(const Conv2dBackward &op, const Tensor *in, const Te
              wants_dbias = out[2] && out[2].size();
   if (wants_dbias && !out[3]) return fail(kConventionMisused, "%s: workspace is missing", op.name);
   const auto stream = static_cast<cudaStream_t>(stream_);
-  bool product;
-  AOT_TRY(multiplies(op.name, &product));
+  bool implicit_gemm;
+  AOT_TRY(supports_implicit_gemm(op.name, &implicit_gemm));
   return dispatch(in[0].dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     using A = Accumulate<T>;
@@ -488,19 +484,19 @@ Status conv2d_backward_cuda(const Conv2dBackward &op, const Tensor *in, const Te
     bool dx_left = wants_dx, dweight_left = wants_dweight;
     if constexpr (sizeof(T) > 2) {
       PointwiseCall call(op.name, op, s, in[0].dtype, stream);
-      if (dx_left && call.takes()) {
+      if (dx_left && call.supports()) {
         AOT_TRY(call.dx(dy, weight, dx));
         dx_left = false;
       }
-      if (dweight_left && out[3] && call.takes_dweight(out[3].size() - op.kSlices * s.outputs)) {
+      if (dweight_left && out[3] && call.supports_dweight(out[3].size() - op.kSlices * s.out_channels)) {
         AOT_TRY(call.dweight(dy, x, out[3].as<T>(), dweight));
         dweight_left = false;
       }
     }
     if constexpr (sizeof(T) < 8) {
-      ProductCall<T> call(op.name, op, s, in[0].dtype, out[3], stream);
-      const bool of_dx = product && dx_left && call.takes(dy, weight, dx) && call.takes_dx();
-      const bool of_dweight = product && dweight_left && call.takes(dy, x, dweight);
+      ImplicitGemmCall<T> call(op.name, op, s, in[0].dtype, out[3], stream);
+      const bool of_dx = implicit_gemm && dx_left && call.supports(dy, weight, dx) && call.supports_dx();
+      const bool of_dweight = implicit_gemm && dweight_left && call.supports(dy, x, dweight);
       if (of_dx || of_dweight)
         AOT_TRY(call.backward(dy, x, weight, of_dx ? dx : nullptr, of_dweight ? dweight : nullptr));
       dx_left = dx_left && !of_dx, dweight_left = dweight_left && !of_dweight;
@@ -508,16 +504,18 @@ Status conv2d_backward_cuda(const Conv2dBackward &op, const Tensor *in, const Te
     if (dx_left) AOT_TRY(direct_dx(c, dy, weight, dx, stream));
     if (dweight_left) AOT_TRY(direct_dweight(c, dy, x, dweight, stream));
     if (wants_dbias) {
-      A *partial = out[3].as<A>() + out[3].size() - op.kSlices * s.outputs;
+      A *partial = out[3].as<A>() + out[3].size() - op.kSlices * s.out_channels;
       AOT_TRY(direct_dbias(c, dy, partial, out[2].as<T>(), stream));
     }
     return kOk;
   });
 }
 
-#ifndef AOT_HAVE_SM90  // what conv/conv2d_sm90.cu has
-bool conv2d_sm90_takes(const char *, Conv2dProduct *, int, bool) { return false; }
-Status conv2d_sm90(Launches &, const Conv2dProduct &) { return kOk; }
+}  // namespace
+
+#ifndef AOT_HAVE_SM90  // conv/conv2d_sm90.cu is not compiled
+bool conv2d_sm90_takes(const char *, Conv2dGemm *, int, bool) { return false; }
+Status conv2d_sm90(LaunchSequence &, const Conv2dGemm &) { return kOk; }
 #endif
 
 // ------------------------------------------------------------------------------------------------------------- entries

@@ -1,36 +1,22 @@
-// conv2d of images x, C channels of (H, W) numbers each, with a weight of O outputs; c goes over the C / groups
-// channels of the group of o, (r, s) over the kernel, and x is zero where it is not.
-//          y[o, p, q] = bias[o] + sum over c, r, s of x[c, p * stride + r * dilation - padding, q ...] * weight[o, c,
-//          r, s]
-// gradient dx[c, h, w] = sum over the (o, p, q, r, s) that met it above of dy[o, p, q] * weight[o, c, r, s]
-//          dweight[o, c, r, s] = sum over images, p, q of dy[o, p, q] * x[c, p * stride + ..., q ...]
+// conv2d of images x, C channels of (H, W) numbers each, with a weight of O output channels. c runs over the C / groups
+// channels of o's group, (r, s) over the kernel, and x is zero outside of the image.
+//          y[o, p, q] = bias[o] + sum over c, r, s of x[c, h(p, r), w(q, s)] * weight[o, c, r, s]
+//                       h(p, r) = p * stride + r * dilation - padding, and w(q, s) likewise
+// gradient dx[c, h, w] = sum of dy[o, p, q] * weight[o, c, r, s] over the (o, p, q, r, s) with h(p, r) = h, w(q, s) = w
+//          dweight[o, c, r, s] = sum over images, p, q of dy[o, p, q] * x[c, h(p, r), w(q, s)]
 //          dbias[o] = sum over images, p, q of dy[o, p, q]
 // layout "NCHW": x (..., C, H, W), weight (O, C / groups, kh, kw), y (..., O, P, Q)
-//        "NHWC": x (..., H, W, C), weight (O, kh, kw, C / groups), y (..., P, Q, O): the weight's axes are in the order
-//                of x's. So all that one output sums over lies in a row, and torch's channels_last tensors, which are
-//                this memory under the other layout's names, need no copy.
+//        "NHWC": x (..., H, W, C), weight (O, kh, kw, C / groups), y (..., P, Q, O): the weight's axes in the order of
+//                x's, so that the terms of a sum are contiguous, and torch's channels_last tensors, which are this
+//                memory under the other layout's names, need no copy.
 // The arguments are torch.nn.functional.conv2d's. allow_tf32: on CUDA, whether float32 is multiplied as TF32.
 #pragma once
-#include "aot.h"
+#include "conv/conv2d_shape.h"
 
 namespace aot {
 inline namespace AOT_ISA {
 
-// What a call is about, whatever the layout. Batch: the product of the leading axes.
-struct Conv2dShape {
-  int64_t batch, channels, height, width, outputs, kernel_h, kernel_w, out_h, out_w;
-
-  int64_t pixels() const { return batch * out_h * out_w; }
-  int64_t kernel() const { return kernel_h * kernel_w; }
-};
-
-struct Conv2dAttrs {
-  static constexpr const char *kLayouts[] = {"NCHW", "NHWC"};
-  Ints stride{2, {1, 1}}, padding{2, {0, 0}}, dilation{2, {1, 1}};
-  int64_t groups = 1;
-  int layout = 0;
-  bool allow_tf32 = false;
-
+struct Conv2dAttrs : Conv2dParams {
   Status init(const Attrs &attrs) {
     AOT_TRY(attrs.get("layout", kLayouts, &layout));
     AOT_TRY(get_pair(attrs, "stride", &stride, 1));
@@ -42,7 +28,6 @@ struct Conv2dAttrs {
                   static_cast<long long>(groups));
     return attrs.get("allow_tf32", &allow_tf32);
   }
-  bool nhwc() const { return layout == 1; }
 
   Conv2dShape shape(const Spec &x, const Spec &weight, const Spec &y) const {
     const Image in = image(x), kernel = image(weight), out = image(y);
@@ -57,60 +42,19 @@ struct Conv2dAttrs {
             out.width};
   }
 
-  // --------------------------------------------------------------------------------------------------- CUDA's scratch
-
-  // What follows is in elements of the workspace's dtype: words.
-
-  // A sum over pixels is taken in slices, which a second kernel adds in their order: so many of dbias, and of dweight
-  // so many that kFull blocks are at work, which is two on each multiprocessor of an H200.
-  static constexpr int64_t kSlices = 128, kFull = 264;
-
-  // Whether the call is one of the kernels that multiply matrices, which take NHWC with channels in whole vectors of 16
-  // bytes. Tensors that are not so are packed into the workspace first, with zeros for the channels that there are not.
-  struct Plan {
-    bool product = false, packed = false;
-    int64_t channels = 0, outputs = 0;           // in whole vectors
-    int64_t x = 0, weight = 0, y = 0, bias = 0;  // words of what is packed
-    int64_t slices = 0, slice = 0;               // of dweight, and the words of one
-    int64_t dbias = 0;
-
-    int64_t forward() const { return (packed ? weight + y + x : 0) + bias; }
-    // x may be where dx was
-    int64_t backward() const { return weight + (packed ? y + x : 0) + slices * slice + dbias; }
-  };
-  // Of no dtype in particular: what is enough for each, since shapes are inferred without one.
-  Plan plan(const Conv2dShape &s, DType dtype = DType::unknown) const {
-    Plan p;
-    p.bias = words(s.outputs + 7, 4), p.dbias = kSlices * s.outputs;
-    p.product = groups == 1 && dtype != DType::float64;
-    if (!p.product) return p;
-    constexpr int64_t kWidest = 8;
-    const int64_t size = dtype == DType::unknown ? 4 : itemsize(dtype), vector = dtype == DType::float32 ? 4 : kWidest;
-    p.channels = ceil(s.channels, vector) * vector, p.outputs = ceil(s.outputs, vector) * vector;
-    p.packed = !nhwc() || p.channels != s.channels || p.outputs != s.outputs;
-    p.x = words(s.batch * s.height * s.width * p.channels, size);
-    p.weight = words(p.outputs * s.kernel() * p.channels, size);
-    p.y = words(s.pixels() * p.outputs, size);
-    const int64_t whole_c = ceil(s.channels, kWidest) * kWidest, whole_o = ceil(s.outputs, kWidest) * kWidest;
-    const int64_t tiles = ceil(whole_o, s.outputs <= 64 ? 64 : 128) * ceil(s.kernel() * whole_c, 128);
-    p.slices = tiles > 0 ? ceil(kFull, tiles) : 1;
-    p.slice = p.outputs * s.kernel() * p.channels;
-    return p;
-  }
-
  protected:
   struct Image {
     int64_t channels, height, width;
   };
-  // The last three axes of x, y and the weight; unknown where they are.
+  // The last three axes of x, y or weight; unknown if those are.
   Image image(const Spec &s) const {
     if (!s.rank_known() || s.ndim < 3) return {kUnknownDim, kUnknownDim, kUnknownDim};
     const int64_t *last = s.shape + s.ndim - 3;
     return nhwc() ? Image{last[2], last[0], last[1]} : Image{last[0], last[1], last[2]};
   }
 
-  // Checks a call; the spec of y.
-  Status output(const char *op, const Spec &x, const Spec &weight, Spec *y) const {
+  // Checks x and weight, and infers y.
+  Status check(const char *op, const Spec &x, const Spec &weight, Spec *y) const {
     AOT_TRY(check_floating(op, "x", x));
     if (x.rank_known() && x.ndim < 3)
       return fail(kInvalidArgument, "%s: x has shape %s, expected %s", op, ShapeText(x).text,
@@ -121,13 +65,13 @@ struct Conv2dAttrs {
       return fail(kInvalidArgument, "%s: weight has shape %s, expected %s", op, ShapeText(weight).text,
                   nhwc() ? "(O, kh, kw, C / groups)" : "(O, C / groups, kh, kw)");
     const Image in = image(x), kernel = image(weight);
-    const int64_t outputs = weight.rank_known() ? weight.shape[0] : kUnknownDim;
+    const int64_t out_channels = weight.rank_known() ? weight.shape[0] : kUnknownDim;
     const bool channels_known = in.channels >= 0 && kernel.channels >= 0;
     if ((channels_known && in.channels != bounded_product(kernel.channels, groups)) ||
-        (outputs >= 0 && outputs % groups != 0))
+        (out_channels >= 0 && out_channels % groups != 0))
       return fail(kInvalidArgument, "%s: weight has shape %s and x %s, which do not fit in layout %s with groups %lld",
                   op, ShapeText(weight).text, ShapeText(x).text, kLayouts[layout], static_cast<long long>(groups));
-    const Image out{outputs, out_size(in.height, kernel.height, 0), out_size(in.width, kernel.width, 1)};
+    const Image out{out_channels, out_size(in.height, kernel.height, 0), out_size(in.width, kernel.width, 1)};
     if (kernel.height == 0 || kernel.width == 0 || out.height == 0 || out.width == 0)
       return fail(kInvalidArgument,
                   "%s: weight has shape %s and x %s, expected a kernel that fits with padding %s and dilation %s", op,
@@ -141,7 +85,7 @@ struct Conv2dAttrs {
     return check_size(op, "the result", *y);
   }
 
-  // Of y along an axis; 0 where the kernel does not fit.
+  // Of y along an axis; 0 if the kernel does not fit.
   int64_t out_size(int64_t in, int64_t kernel, int axis) const {
     if (in < 0 || kernel < 1) return kernel ? kUnknownDim : 0;
     const int64_t padded = in + bounded_product(2, padding.value[axis]);
@@ -149,11 +93,8 @@ struct Conv2dAttrs {
     return room < 0 ? 0 : room / stride.value[axis] + 1;
   }
 
-  static int64_t ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
-  // float32 words of so many elements, in whole vectors of 16 bytes.
-  static int64_t words(int64_t elements, int64_t itemsize) { return ceil(elements * itemsize, 16) * 4; }
-
-  static Spec outputs_of(const Spec &weight) {
+  // (O,), as bias and dbias
+  static Spec bias_spec(const Spec &weight) {
     return Spec::vector(weight.dtype, weight.rank_known() ? weight.shape[0] : kUnknownDim);
   }
 
@@ -172,12 +113,12 @@ struct Conv2dAttrs {
 struct Conv2d : Conv2dAttrs {
   static constexpr const char *name = "conv2d";
   static constexpr Slot inputs[] = {{"x"}, {"weight"}, {"bias", optional}};
-  static constexpr Slot outputs[] = {{"y"}, {"workspace", workspace}};  // workspace: x, weight, y and bias, packed
+  static constexpr Slot outputs[] = {{"y"}, {"workspace", workspace}};  // workspace: packed x, weight, y and bias
 
   Status infer(const Tensor *in, Spec *out) const {
     const Spec &x = in[0], &weight = in[1], &bias = in[2];
-    AOT_TRY(output(name, x, weight, &out[0]));
-    if (bias) AOT_TRY(check_like(name, "bias", bias, "the output channels", outputs_of(weight)));
+    AOT_TRY(check(name, x, weight, &out[0]));
+    if (bias) AOT_TRY(check_like(name, "bias", bias, "the output channels", bias_spec(weight)));
     out[1] = Spec::vector(accumulate_dtype(x.dtype), kUnknownDim);
     if (!kIsCuda) out[1].shape[0] = 0;
     else if (x.known() && weight.known()) out[1].shape[0] = plan(shape(x, weight, out[0])).forward();
@@ -188,18 +129,18 @@ struct Conv2d : Conv2dAttrs {
 struct Conv2dBackward : Conv2dAttrs {
   static constexpr const char *name = "conv2d_backward";
   static constexpr Slot inputs[] = {{"dy"}, {"x"}, {"weight"}};
-  // workspace: x or dx, weight and dy, packed; slices of dweight; slices of dbias
+  // workspace: packed weight, dy, and x or dx; partial sums of dweight; partial sums of dbias
   static constexpr Slot outputs[] = {
       {"dx", optional}, {"dweight", optional}, {"dbias", optional}, {"workspace", workspace}};
 
   Status infer(const Tensor *in, Spec *out) const {
     const Spec &dy = in[0], &x = in[1], &weight = in[2];
     Spec y;
-    AOT_TRY(output(name, x, weight, &y));
+    AOT_TRY(check(name, x, weight, &y));
     AOT_TRY(check_like(name, "dy", dy, "the result", y));
     out[0] = x;
     out[1] = weight;
-    out[2] = outputs_of(weight);
+    out[2] = bias_spec(weight);
     out[2].dtype = x.dtype;
     out[3] = Spec::vector(accumulate_dtype(x.dtype), kUnknownDim);
     if (!kIsCuda) out[3].shape[0] = 0;

@@ -326,19 +326,11 @@ template <typename T, typename A = Accumulate<T>>
 Status cross_entropy_loss(const CrossEntropy &op, const A *losses, T *loss, int64_t rows, void *stream) {
   DeviceLimits device;
   AOT_TRY(device_limits(op.name, &device));
-  int cluster = device.clusters && rows > 16 * kLossThreads ? kMaxCluster : 1;
-  cudaLaunchAttribute attributes[2] = {};
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
-  cudaLaunchConfig_t config = {dim3(cluster), dim3(kLossThreads),       0, static_cast<cudaStream_t>(stream),
-                               attributes,    device.clusters ? 2u : 0u};
-  if (cluster > 1)
-    return check_cuda(op.name, cudaLaunchKernelEx(&config, cross_entropy_loss_kernel<Span::cluster, T, A>, losses, loss,
-                                                  rows, op.mean()));
-  return check_cuda(op.name, cudaLaunchKernelEx(&config, cross_entropy_loss_kernel<Span::block, T, A>, losses, loss,
-                                                rows, op.mean()));
+  const unsigned cluster = device.clusters && rows > 16 * kLossThreads ? kMaxCluster : 1;
+  const LaunchShape shape = {cluster, kLossThreads, 0, cluster, true};
+  auto *kernel =
+      cluster > 1 ? cross_entropy_loss_kernel<Span::cluster, T, A> : cross_entropy_loss_kernel<Span::block, T, A>;
+  return launch_kernel(op.name, kernel, shape, stream, losses, loss, rows, op.mean());
 }
 
 Status cross_entropy_cuda(const CrossEntropy &op, const Tensor *in, const Tensor *out, void *stream) {

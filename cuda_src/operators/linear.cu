@@ -1,25 +1,27 @@
 #include "linear.h"
 
 #include "cuda/elementwise.cuh"
+#include "cuda/sum_slices.cuh"
 #include "gemm/activation.cuh"
 #include "gemm/gemm.h"
 
 namespace aot {
 inline namespace AOT_ISA {
+namespace {
 
 // --------------------------------------------------------------------------------------------------------- kernels
 
-constexpr int kLanesX = 32, kLanesY = 8;  // of a block: across columns, and rows at a time
+constexpr int kLanesX = 32, kLanesY = 8;  // threads of a block: along columns, along rows
 
 template <typename T, bool kVectors>
 constexpr int kColumns = kVectors ? kVectorSize<T> : 1;  // of a thread
 
-// dz = dy * slope(before), and for each block the sums of its rows' dz, by column: to partials, (parts, n) of them.
-// Without an activation there is no `before`, and dz is dy, which is not written.
+// dz = dy * activation'(pre_activation). Each block also sums its rows' dz by column: partials (parts, n). Without an
+// activation, pre_activation is null, and dz is dy and not written.
 template <typename T, bool kVectors>
 __global__ void __launch_bounds__(kLanesX *kLanesY, 5)
-    slope_and_sum_kernel(const T *dy, const T *before, T *dz, Accumulate<T> *partials, int64_t rows, int64_t n,
-                         Activation activation) {
+    activation_backward_kernel(const T *dy, const T *pre_activation, T *dz, Accumulate<T> *partials, int64_t rows,
+                               int64_t n, Activation activation) {
   using A = Accumulate<T>;
   constexpr int kSize = kColumns<T, kVectors>;
   using Values = std::conditional_t<kVectors, Vector<T>, T>;
@@ -40,9 +42,9 @@ __global__ void __launch_bounds__(kLanesX *kLanesY, 5)
       }
     };
     read(dy, d);
-    if (before) {
+    if (pre_activation) {
       A z[kSize];
-      read(before, z);
+      read(pre_activation, z);
 #pragma unroll
       for (int j = 0; j < kSize; ++j) d[j] = activation_gradient<T>(d[j], z[j], activation);
       if constexpr (kVectors) {
@@ -65,83 +67,78 @@ __global__ void __launch_bounds__(kLanesX *kLanesY, 5)
   }
 }
 
-template <typename T>
-__global__ void __launch_bounds__(kMapBlock)
-    sum_partials_kernel(const Accumulate<T> *partials, int parts, T *sum, int64_t n) {
-  const int64_t j = int64_t{blockIdx.x} * kMapBlock + threadIdx.x;
-  if (j >= n) return;
-  double all = 0;  // of so few it costs nothing
-  for (int i = 0; i < parts; ++i) all += partials[i * n + j];
-  sum[j] = narrow<T>(static_cast<Accumulate<T>>(all));
-}
-
 // ------------------------------------------------------------------------------------------------------- launchers
 
-// `before` and dz, or `sum`, or all of them.
+// dz, if pre_activation is not null, and the sum of its rows, if `sum` is not null.
 template <typename T>
-static Status slope_and_sum(const char *op, const T *dy, const T *before, T *dz, T *sum, Accumulate<T> *partials,
-                            int64_t rows, int64_t n, Activation activation, cudaStream_t stream) {
+Status activation_backward(const char *op, const T *dy, const T *pre_activation, T *dz, T *sum, Accumulate<T> *partials,
+                           int64_t rows, int64_t n, Activation activation, cudaStream_t stream) {
   constexpr int kParts = LinearBackward::kParts;
   if (n == 0) return kOk;
-  const bool vectors = n % kVectorSize<T> == 0 && aligned(dy) && (!before || (aligned(before) && aligned(dz)));
+  const bool vectors =
+      n % kVectorSize<T> == 0 && aligned(dy) && (!pre_activation || (aligned(pre_activation) && aligned(dz)));
   const int columns = kLanesX * (vectors ? kVectorSize<T> : 1);
   const int parts = static_cast<int>(std::clamp<int64_t>(ceil_div(rows, 4 * kLanesY), 1, kParts));
   const dim3 grid(grid_size(ceil_div(n, columns)), parts), block(kLanesX, kLanesY);
-  auto kernel = vectors ? slope_and_sum_kernel<T, true> : slope_and_sum_kernel<T, false>;
-  kernel<<<grid, block, 0, stream>>>(dy, before, dz, sum ? partials : nullptr, rows, n, activation);
+  auto kernel = vectors ? activation_backward_kernel<T, true> : activation_backward_kernel<T, false>;
+  kernel<<<grid, block, 0, stream>>>(dy, pre_activation, dz, sum ? partials : nullptr, rows, n, activation);
   AOT_TRY(check_launch(op));
   if (!sum) return kOk;
-  sum_partials_kernel<T><<<grid_size(ceil_div(n, kMapBlock)), kMapBlock, 0, stream>>>(partials, parts, sum, n);
-  return check_launch(op);
+  return sum_slices<double>(op, partials, parts, sum, n, stream);
 }
 
-static Gemm to_gemm(const Product &p, bool allow_tf32, char *workspace, int64_t workspace_bytes) {
-  Gemm g = {p.dtype, p.dtype, p.m, p.n, p.k, p.a, p.b, p.c};
+GemmParams gemm_params(const MatmulProblem &p, bool allow_tf32, char *workspace, int64_t workspace_bytes) {
+  GemmParams g = {p.dtype, p.dtype, p.m, p.n, p.k, p.a, p.b, p.c};
   g.allow_tf32 = allow_tf32, g.workspace = workspace, g.workspace_bytes = workspace ? workspace_bytes : 0;
   return g;
 }
 
 Status linear_cuda(const Linear &op, const Tensor *in, const Tensor *out, void *stream) {
-  const Tensor &x = in[0], &weight = in[1], &bias = in[2], &y = out[0], &before = out[1], &scratch = out[2];
+  const Tensor &x = in[0], &weight = in[1], &bias = in[2], &y = out[0], &pre_activation = out[1], &scratch = out[2];
   const int64_t size = itemsize(accumulate_dtype(x.dtype));
-  Gemm g = to_gemm(LinearProducts(x, weight).forward(x, weight, y.data), op.allow_tf32, scratch.as<char>(),
-                   scratch ? scratch.size() * size : 0);
-  g.bias = bias.data, g.activation = op.activation(), g.before = op.activation() ? before.data : nullptr;
+  GemmParams g = gemm_params(LinearMatmuls(x, weight).forward(x, weight, y.data), op.allow_tf32, scratch.as<char>(),
+                             scratch ? scratch.size() * size : 0);
+  g.bias = bias.data, g.activation = op.activation(),
+  g.pre_activation = op.activation() ? pre_activation.data : nullptr;
   return gemm(op.name, g, static_cast<cudaStream_t>(stream));
 }
 
 Status linear_backward_cuda(const LinearBackward &op, const Tensor *in, const Tensor *out, void *stream_) {
-  const Tensor &dy = in[0], &x = in[1], &weight = in[2], &bias = in[3], &before = in[4];
+  const Tensor &dy = in[0], &x = in[1], &weight = in[2], &bias = in[3], &pre_activation = in[4];
   const Tensor &dx = out[0], &dweight = out[1], &dbias = out[2], &scratch = out[3];
   auto *stream = static_cast<cudaStream_t>(stream_);
-  const LinearProducts products(x, weight);
+  const LinearMatmuls matmuls(x, weight);
   if ((op.activation() || dbias) && !scratch) return fail(kConventionMisused, "%s: workspace is missing", op.name);
   return dispatch(x.dtype, [&](auto type) -> Status {
     using T = typename decltype(type)::type;
     using A = Accumulate<T>;
-    A *partials = scratch.as<A>() + (scratch ? op.slope_elements(dy) : 0), *rest = partials + op.kParts * products.out;
-    const int64_t bytes = scratch ? (scratch.as<A>() + scratch.size() - rest) * int64_t(sizeof(A)) : 0;
-    auto run = [&](const Product &p, const void *with_bias) {
+    A *partials = scratch.as<A>() + (scratch ? op.grad_elements(dy) : 0),
+      *library_scratch = partials + op.kParts * matmuls.out;
+    const int64_t library_bytes =
+        scratch ? (scratch.as<A>() + scratch.size() - library_scratch) * int64_t(sizeof(A)) : 0;
+    auto run = [&](const MatmulProblem &p, const void *with_bias) {
       if (!p.m || !p.n) return kOk;
-      Gemm g = to_gemm(p, op.allow_tf32, bytes > 0 ? reinterpret_cast<char *>(rest) : nullptr, bytes);
+      GemmParams g = gemm_params(
+          p, op.allow_tf32, library_bytes > 0 ? reinterpret_cast<char *>(library_scratch) : nullptr, library_bytes);
       g.bias = with_bias;
       return gemm(op.name, g, stream);
     };
-    T *dz = dy.as<T>();  // the gradient of what goes into the activation
+    T *dz = dy.as<T>();  // the gradient of the pre-activation
     const T *z = nullptr;
     if (op.activation()) {
-      dz = scratch.as<T>(), z = before ? before.as<T>() : dz;
-      if (!before) AOT_TRY(run(products.forward(x, weight, dz), bias.data));
+      dz = scratch.as<T>(), z = pre_activation ? pre_activation.as<T>() : dz;
+      if (!pre_activation) AOT_TRY(run(matmuls.forward(x, weight, dz), bias.data));
     }
     if (z || dbias)
-      AOT_TRY(slope_and_sum(op.name, dy.as<T>(), z, dz, dbias ? dbias.as<T>() : nullptr, partials, products.rows,
-                            products.out, op.activation(), stream));
-    if (dx) AOT_TRY(run(products.gradient_x(dz, weight, dx), nullptr));
-    if (dweight) AOT_TRY(run(products.gradient_weight(dz, x, dweight), nullptr));
+      AOT_TRY(activation_backward(op.name, dy.as<T>(), z, dz, dbias ? dbias.as<T>() : nullptr, partials, matmuls.rows,
+                                  matmuls.out, op.activation(), stream));
+    if (dx) AOT_TRY(run(matmuls.dx(dz, weight, dx), nullptr));
+    if (dweight) AOT_TRY(run(matmuls.dweight(dz, x, dweight), nullptr));
     return kOk;
   });
 }
 
+}  // namespace
 }  // namespace AOT_ISA
 }  // namespace aot
 

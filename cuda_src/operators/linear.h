@@ -1,5 +1,5 @@
-// linear: y = activation(x weight^T + bias), of rows x. What goes into the activation, `before`, is kept for the
-// backward where a frontend lets it: to compute it again is a third product, to keep it are as many bytes as y has.
+// linear: y = activation(x weight^T + bias), for the rows of x. The pre-activation, x weight^T + bias, may be kept for
+// the backward: computing it again is a third product, keeping it needs as much memory as y.
 #pragma once
 #include "gemm/matrix.h"
 
@@ -17,7 +17,7 @@ struct LinearAttrs {
   }
   Activation activation() const { return static_cast<Activation>(which); }
 
-  // Checks the inputs and infers y; its rank is unknown where x's is.
+  // Checks the inputs and infers y.
   Status check(const char *op, const Spec &x, const Spec &weight, const Spec &bias, Spec *y) const {
     AOT_TRY(check_floating(op, "x", x));
     AOT_TRY(check_floating(op, "weight", weight));
@@ -29,7 +29,7 @@ struct LinearAttrs {
     if (known && (weight.ndim != 2 || !same_dim(weight.shape[1], in)))
       return fail(kInvalidArgument, "%s: weight has shape %s, expected (out, %lld), to multiply %s, the shape of x", op,
                   ShapeText(weight).text, static_cast<long long>(in), ShapeText(x).text);
-    const Spec rows = outputs_of(x, weight);
+    const Spec rows = bias_spec(x, weight);
     if (bias) AOT_TRY(check_like(op, "bias", bias, "weight's first axis", rows));
     *y = x;
     if (!x.rank_known()) return kOk;
@@ -37,15 +37,15 @@ struct LinearAttrs {
     return check_size(op, "the result", *y);
   }
 
-  // Of what goes into the activation: of no columns where there is none.
-  Spec before(const Spec &y) const {
+  // The pre-activation; without an activation it has no columns.
+  Spec pre_activation(const Spec &y) const {
     Spec s = y;
     if (!activation() && s.rank_known()) s.shape[s.ndim - 1] = 0;
     return s;
   }
 
-  // (out,), as the bias is
-  static Spec outputs_of(const Spec &x, const Spec &weight) {
+  // (out,), as bias and dbias
+  static Spec bias_spec(const Spec &x, const Spec &weight) {
     return Spec::vector(x.dtype, weight.rank_known() ? weight.shape[0] : kUnknownDim);
   }
 };
@@ -53,12 +53,12 @@ struct LinearAttrs {
 struct Linear : LinearAttrs {
   static constexpr const char *name = "linear";
   static constexpr Slot inputs[] = {{"x"}, {"weight"}, {"bias", optional}};
-  static constexpr Slot outputs[] = {{"y"}, {"before", optional}, {"workspace", workspace}};
+  static constexpr Slot outputs[] = {{"y"}, {"pre_activation", optional}, {"workspace", workspace}};
 
   Status infer(const Tensor *in, Spec *out) const {
     const Spec &x = in[0];
     AOT_TRY(check(name, x, in[1], in[2], &out[0]));
-    out[1] = before(out[0]);
+    out[1] = pre_activation(out[0]);
     const bool all = x.known() && out[0].known();
     out[2] = Spec::vector(accumulate_dtype(x.dtype),
                           all ? library_workspace(out[0].size(), x.shape[x.ndim - 1]) : kUnknownDim);
@@ -68,10 +68,10 @@ struct Linear : LinearAttrs {
 
 struct LinearBackward : LinearAttrs {
   static constexpr const char *name = "linear_backward";
-  static constexpr Slot inputs[] = {{"dy"}, {"x"}, {"weight"}, {"bias", optional}, {"before", optional}};
+  static constexpr Slot inputs[] = {{"dy"}, {"x"}, {"weight"}, {"bias", optional}, {"pre_activation", optional}};
   static constexpr Slot outputs[] = {
       {"dx", optional}, {"dweight", optional}, {"dbias", optional}, {"workspace", workspace}};
-  // partial sums of a column of dy, which the CPU does not need; what follows all of them is aligned, too
+  // CUDA's partial sums of a column for dbias. A multiple of 64, so that what follows in the workspace is aligned.
   static constexpr int kParts = kIsCuda ? 64 : 0;
 
   Status infer(const Tensor *in, Spec *out) const {
@@ -79,35 +79,35 @@ struct LinearBackward : LinearAttrs {
     Spec y;
     AOT_TRY(check(name, x, weight, in[3], &y));
     AOT_TRY(check_like(name, "dy", dy, "y", y));
-    if (in[4]) AOT_TRY(check_like(name, "before", in[4], "what goes into the activation", before(y)));
-    out[0] = x, out[1] = weight, out[2] = outputs_of(x, weight);
+    if (in[4]) AOT_TRY(check_like(name, "pre_activation", in[4], "the input of the activation", pre_activation(y)));
+    out[0] = x, out[1] = weight, out[2] = bias_spec(x, weight);
     int64_t work = kUnknownDim;
     if (x.known() && y.known())
-      work = slope_elements(y) + kParts * out[2].shape[0] + library_workspace(y.size(), x.shape[x.ndim - 1]);
+      work = grad_elements(y) + kParts * out[2].shape[0] + library_workspace(y.size(), x.shape[x.ndim - 1]);
     out[3] = Spec::vector(accumulate_dtype(x.dtype), work);
     return kOk;
   }
 
-  // Elements of scratch for the gradient of what goes into the activation, which is of dy's dtype; the sums' partials
-  // lie behind it, and cuBLASLt's scratch behind them.
-  int64_t slope_elements(const Spec &dy) const { return activation() ? workspace_elements(dy.size(), dy.dtype) : 0; }
+  // Scratch for the gradient of the pre-activation, of dy's dtype. Behind it are the partial sums of dbias, and
+  // cuBLASLt's scratch.
+  int64_t grad_elements(const Spec &dy) const { return activation() ? workspace_elements(dy.size(), dy.dtype) : 0; }
 };
 
-// The products. x and dy are taken as matrices, of all their rows.
-struct LinearProducts {
+// The products, in which x and dy are matrices of all their rows.
+struct LinearMatmuls {
   int64_t rows, out, in;
   DType dtype;
 
-  LinearProducts(const Tensor &x, const Tensor &weight)
+  LinearMatmuls(const Tensor &x, const Tensor &weight)
       : rows(x.product(0, x.ndim - 1)), out(weight.shape[0]), in(weight.shape[1]), dtype(x.dtype) {}
 
-  Product forward(const Tensor &x, const Tensor &weight, void *y) const {
+  MatmulProblem forward(const Tensor &x, const Tensor &weight, void *y) const {
     return {dtype, rows, out, in, {x.data, in}, {weight.data, in, true}, {y, out}};
   }
-  Product gradient_x(void *dy, const Tensor &weight, const Tensor &dx) const {
+  MatmulProblem dx(void *dy, const Tensor &weight, const Tensor &dx) const {
     return {dtype, rows, in, out, {dy, out}, {weight.data, in}, {dx.data, in}};
   }
-  Product gradient_weight(void *dy, const Tensor &x, const Tensor &dweight) const {
+  MatmulProblem dweight(void *dy, const Tensor &x, const Tensor &dweight) const {
     return {dtype, out, in, rows, {dy, out, true}, {x.data, in}, {dweight.data, in}};
   }
 };

@@ -100,7 +100,7 @@ template <typename T, class Cell>
 Status gates_loop(const char *op, const Operands<T> &x, const Cell &cell) {
   using A = Accumulate<T>;
   const int64_t width = x.width();
-  const Tiles tiles = Tiles::of<A>(x.rows, x.state, 3 * width);
+  const Tiling tiles = Tiling::of<A>(x.rows, x.state, 3 * width);
   return try_parallel(tiles.count, [=](int64_t index) {
     return tiles.at(index, [=](int64_t i, int64_t j, int64_t rows, int64_t cols) -> Status {
       const Buffer<T> joined(rows * width);
@@ -109,7 +109,7 @@ Status gates_loop(const char *op, const Operands<T> &x, const Cell &cell) {
       x.concatenate(i, rows, joined);
       for (int gate = 0; gate < 3; ++gate) {
         const Matrix<T> weights{x.weights + (gate * x.state + j) * width, width, true};
-        const Tile<T, A> tile{rows, cols, width, {joined, width}, weights, sums + gate * cols, 3 * cols};
+        const GemmTile<T, A> tile{rows, cols, width, {joined, width}, weights, sums + gate * cols, 3 * cols};
         AOT_TRY(tile.compute(x.rows));
       }
       for (int64_t row = 0; row < rows; ++row)

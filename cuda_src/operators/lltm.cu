@@ -3,6 +3,7 @@
 #include <initializer_list>
 
 #include "cuda/math.cuh"
+#include "cuda/sum_slices.cuh"
 #include "gemm/gemm.h"
 #include "gemm/mma.cuh"
 #include "gemm/tile.cuh"
@@ -192,12 +193,12 @@ template <typename T, class Shape, int kSize>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     lltm_tile_kernel(Operands<T> x, CellForward<T> cell) {
   using A = Accumulate<T>;
-  using Left = Carrier<T, Shape, Shape::kM, true, kSize>;
-  using Right = Carrier<T, Shape, Shape::kN, true, kSize>;
-  __shared__ TileMemory<Shape, A> memory;
+  using Left = TileLoader<T, Shape, Shape::kM, true, kSize>;
+  using Right = TileLoader<T, Shape, Shape::kN, true, kSize>;
+  __shared__ TileStages<Shape, A> memory;
   TileSums<Shape, A> sum = {};
   GateOperands<T, Shape> operands(x);
-  multiply<Left, Right>(memory, sum, operands.steps_h(), operands.steps_input(), operands);
+  simt_mainloop<Left, Right>(memory, sum, operands.steps_h(), operands.steps_input(), operands);
 
   constexpr int kCount = kSize == 1 ? 1 : 4;
   const int64_t column = operands.j0 + first_column<Shape>();
@@ -221,11 +222,11 @@ extern __shared__ __align__(128) unsigned char mma_memory[];
 
 template <typename T, class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) lltm_mma_kernel(Operands<T> x, CellForward<T> cell) {
-  using Left = MmaOperand<T, Shape, Shape::kM, true>;
-  using Right = MmaOperand<T, Shape, Shape::kN, true>;
+  using Left = MmaLoader<T, Shape, Shape::kM, true>;
+  using Right = MmaLoader<T, Shape, Shape::kN, true>;
   MmaSums<Shape> sum = {};
   GateOperands<T, Shape> operands(x);
-  multiply_mma<Left, Right>(reinterpret_cast<T *>(mma_memory), sum, operands.steps_h(), operands.steps_input(),
+  mma_mainloop<Left, Right>(reinterpret_cast<T *>(mma_memory), sum, operands.steps_h(), operands.steps_input(),
                             operands);
   constexpr int kInGate = Shape::kColumns / 3;
 #pragma unroll
@@ -303,16 +304,6 @@ __global__ void __launch_bounds__(kCellWarps * 32)
     for (int w = 0; w < kCellWarps; ++w) sum += of_warps[w][n][lane_index()];
     sums[blockIdx.y * all + n / kCount * cell.state + j + n % kCount] = sum;
   }
-}
-
-template <typename T>
-__global__ void __launch_bounds__(256) lltm_dbias_kernel(const Accumulate<T> *sums, int parts, T *dbias, int64_t n) {
-  const int64_t i = int64_t{blockIdx.x} * 256 + threadIdx.x;
-  if (i >= n) return;
-  double sum = 0;  // costs nothing for so few terms
-#pragma unroll 16
-  for (int part = 0; part < parts; ++part) sum += sums[part * n + i];
-  dbias[i] = narrow<T>(static_cast<Accumulate<T>>(sum));
 }
 
 // Few rows: all gradients in one kernel. A lane has a column, and a warp kFewRows results of each. dweights and dbias
@@ -446,7 +437,7 @@ struct ProductTile {
   // the end of a row is replaced by the row's last one; its results are not stored.
   template <int kSize, class Left, class Right>
   __device__ void begin(Left &left, Right &right) const {
-    if constexpr (!Left::kDeep) {
+    if constexpr (!Left::kKMajor) {
       const T *rows = of_input ? x.input : x.old_h;
       left.begin(x.rows, Shape::kDepth * all,
                  [&](int at, int row) { return dpre + row * all + min(m0 + at, all - kSize); });
@@ -475,13 +466,14 @@ template <typename T, class Shape, int kSize>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     lltm_products_kernel(Operands<T> x, const T *dpre, Gradients<T> gradients, TileCounts tiles) {
   using A = Accumulate<T>;
-  __shared__ TileMemory<Shape, A> memory;
+  __shared__ TileStages<Shape, A> memory;
   TileSums<Shape, A> sum = {};
   const ProductTile<T, Shape> tile(x, dpre, tiles);
   auto begin = [&](int, auto &left, auto &right) { tile.template begin<kSize>(left, right); };
-  using Right = Carrier<T, Shape, Shape::kN, false, kSize>;
-  if (tile.of_weights) multiply<Carrier<T, Shape, Shape::kM, false, kSize>, Right>(memory, sum, tile.steps(), 0, begin);
-  else multiply<Carrier<T, Shape, Shape::kM, true, kSize>, Right>(memory, sum, tile.steps(), 0, begin);
+  using Right = TileLoader<T, Shape, Shape::kN, false, kSize>;
+  if (tile.of_weights)
+    simt_mainloop<TileLoader<T, Shape, Shape::kM, false, kSize>, Right>(memory, sum, tile.steps(), 0, begin);
+  else simt_mainloop<TileLoader<T, Shape, Shape::kM, true, kSize>, Right>(memory, sum, tile.steps(), 0, begin);
   constexpr int kCount = kSize == 1 ? 1 : 4;
 #pragma unroll
   for (int i = 0; i < Shape::kRows; ++i)
@@ -498,9 +490,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   MmaSums<Shape> sum = {};
   const ProductTile<T, Shape> tile(x, dpre, tiles);
   auto begin = [&](int, auto &left, auto &right) { tile.template begin<8>(left, right); };
-  using Right = MmaOperand<T, Shape, Shape::kN, false>;
-  if (tile.of_weights) multiply_mma<MmaOperand<T, Shape, Shape::kM, false>, Right>(memory, sum, tile.steps(), 0, begin);
-  else multiply_mma<MmaOperand<T, Shape, Shape::kM, true>, Right>(memory, sum, tile.steps(), 0, begin);
+  using Right = MmaLoader<T, Shape, Shape::kN, false>;
+  if (tile.of_weights) mma_mainloop<MmaLoader<T, Shape, Shape::kM, false>, Right>(memory, sum, tile.steps(), 0, begin);
+  else mma_mainloop<MmaLoader<T, Shape, Shape::kM, true>, Right>(memory, sum, tile.steps(), 0, begin);
 #pragma unroll
   for (int i = 0; i < Shape::kRows; ++i)
 #pragma unroll
@@ -515,16 +507,16 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
 // Tile shapes for sums in A: for many rows, and for fewer, where enough blocks matter more than large tiles.
 template <typename A, int kSize>
 struct TileShapes {
-  using Gates = Tile<128, 96, 16, 2, 3, 2, 16>;
-  using FewGates = Tile<64, 96, 16, 1, 3, 2, 8>;
-  using Products = Tile<128, 128, 16, 2, 2, 2, 16>;
-  using FewProducts = Tile<64, 64, 16, 1, 1, 2, 8>;
+  using Gates = SimtTile<128, 96, 16, 2, 3, 2, 16>;
+  using FewGates = SimtTile<64, 96, 16, 1, 3, 2, 8>;
+  using Products = SimtTile<128, 128, 16, 2, 2, 2, 16>;
+  using FewProducts = SimtTile<64, 64, 16, 1, 1, 2, 8>;
 };
 // For float64, for 16 bits without tensor cores, and for accesses that cannot be vectorized.
 struct PlainTileShapes {
-  using FewGates = Tile<64, 96, 8, 1, 3, 1, 8>;
+  using FewGates = SimtTile<64, 96, 8, 1, 3, 1, 8>;
   using Gates = FewGates;
-  using FewProducts = Tile<64, 64, 8, 1, 1, 1, 8>;
+  using FewProducts = SimtTile<64, 64, 8, 1, 1, 1, 8>;
 };
 template <int kSize>
 struct TileShapes<double, kSize> : PlainTileShapes {};
@@ -597,7 +589,7 @@ Status multiply_large(const char *op, DType dtype, DType c_dtype, std::initializ
   *done = false;
   for (const LargeProduct &p : products) {
     if (!p.c.data || !p.m || !p.n) continue;
-    Gemm gemm = {dtype, c_dtype, p.m, p.n, p.k, p.a, p.b, p.c};
+    GemmParams gemm = {dtype, c_dtype, p.m, p.n, p.k, p.a, p.b, p.c};
     gemm.accumulate = p.accumulate, gemm.workspace = workspace, gemm.workspace_bytes = bytes;
     AOT_TRY(gemm_cublaslt(op, gemm, stream, done));
     if (!*done) return kOk;
@@ -771,11 +763,8 @@ Status lltm_backward(const LltmBackward &op, const Operands<T> &x, const T *bias
     AOT_TRY(check_launch(op.name));
   }
   if (few) return launch_few(op.name, x, LoadedGradients<T>{dpre, all}, gradients, weights, stream);
-  if (gradients.dbias) {
-    lltm_dbias_kernel<<<grid_size(ceil_div(all, 256)), 256, 0, stream>>>(scratch + place.sums, op.parts(x.rows),
-                                                                         gradients.dbias, all);
-    AOT_TRY(check_launch(op.name));
-  }
+  if (gradients.dbias)
+    AOT_TRY(sum_slices<double>(op.name, scratch + place.sums, op.parts(x.rows), gradients.dbias, all, stream));
   return launch_products<T, kSize>(op.name, x, dpre, gradients, scratch + place.library,
                                    (place.end - place.library) * sizeof(*scratch), stream);
 }

@@ -1,5 +1,5 @@
-// matmul: y = a b, of each pair of matrices along the leading axes, which broadcast; either may be given transposed.
-// Its gradients are products too, da = dy b^T and db = a^T dy, summed over the axes that a or b was broadcast along.
+// matmul: y = a b for each pair of matrices along the leading axes, which broadcast; either may be stored transposed.
+// The gradients are products too, da = dy b^T and db = a^T dy, summed over the axes that a or b was broadcast along.
 #pragma once
 #include "gemm/matrix.h"
 
@@ -15,7 +15,7 @@ struct MatmulAttrs {
     return attrs.get("allow_tf32", &allow_tf32);
   }
 
-  // Checks both and infers their product; y's rank is unknown where one of theirs is.
+  // Checks a and b and infers y, whose rank is unknown if one of theirs is.
   Status check(const char *op, const Spec &a, const Spec &b, Spec *y) const {
     AOT_TRY(check_floating(op, "a", a));
     AOT_TRY(check_floating(op, "b", b));
@@ -38,7 +38,7 @@ struct MatmulAttrs {
         return fail(kInvalidArgument,
                     "%s: b has shape %s, whose leading axes do not broadcast with those of %s, the shape of a", op,
                     ShapeText(b).text, ShapeText(a).text);
-      // of two that are taken to be equal, one may be known
+      // known if one of the two is, and broadcast cannot change it
       y->shape[y->ndim - 2 - i] = da == 1 || (da < 0 && db > 1) ? db : db == 1 || da >= 0 || db < 0 ? da : -1;
     }
     y->shape[y->ndim - 2] = m(a), y->shape[y->ndim - 1] = n(b);
@@ -49,26 +49,26 @@ struct MatmulAttrs {
   int64_t k(const Spec &a) const { return a.shape[a.ndim - (transpose_a ? 2 : 1)]; }
   int64_t n(const Spec &b) const { return b.shape[b.ndim - (transpose_b ? 2 : 1)]; }
 
-  Product forward(const Tensor &a, const Tensor &b, const Tensor &y) const {
-    Product p = {a.dtype, m(a), n(b), k(a), matrix(a, transpose_a), matrix(b, transpose_b), matrix(y, false)};
+  MatmulProblem y_problem(const Tensor &a, const Tensor &b, const Tensor &y) const {
+    MatmulProblem p = {a.dtype, m(a), n(b), k(a), matrix(a, transpose_a), matrix(b, transpose_b), matrix(y, false)};
     for_axes(a, b, y, [&](int64_t length, int64_t a, int64_t b, int64_t y) { p.add({length, a, b, y}); });
     return p.fold(), p;
   }
-  Product gradient_a(const Tensor &dy, const Tensor &a, const Tensor &b, const Tensor &da) const {
-    const Operand left = matrix(dy, false), right = matrix(b, transpose_b).flipped(), out = matrix(da, false);
-    Product p = {dy.dtype, m(a), k(a), n(b), left, right, out};
-    if (transpose_a) p = {dy.dtype, k(a), m(a), n(b), right.flipped(), left.flipped(), out};
+  MatmulProblem da_problem(const Tensor &dy, const Tensor &a, const Tensor &b, const Tensor &da) const {
+    const Operand left = matrix(dy, false), right = matrix(b, transpose_b).transpose(), out = matrix(da, false);
+    MatmulProblem p = {dy.dtype, m(a), k(a), n(b), left, right, out};
+    if (transpose_a) p = {dy.dtype, k(a), m(a), n(b), right.transpose(), left.transpose(), out};
     for_axes(a, b, dy, [&](int64_t length, int64_t a, int64_t b, int64_t dy) {
-      p.add(transpose_a ? Product::Axis{length, b, dy, a} : Product::Axis{length, dy, b, a});
+      p.add(transpose_a ? MatmulProblem::Axis{length, b, dy, a} : MatmulProblem::Axis{length, dy, b, a});
     });
     return p.fold(), p;
   }
-  Product gradient_b(const Tensor &dy, const Tensor &a, const Tensor &b, const Tensor &db) const {
-    const Operand left = matrix(a, transpose_a).flipped(), right = matrix(dy, false), out = matrix(db, false);
-    Product p = {dy.dtype, k(a), n(b), m(a), left, right, out};
-    if (transpose_b) p = {dy.dtype, n(b), k(a), m(a), right.flipped(), left.flipped(), out};
+  MatmulProblem db_problem(const Tensor &dy, const Tensor &a, const Tensor &b, const Tensor &db) const {
+    const Operand left = matrix(a, transpose_a).transpose(), right = matrix(dy, false), out = matrix(db, false);
+    MatmulProblem p = {dy.dtype, k(a), n(b), m(a), left, right, out};
+    if (transpose_b) p = {dy.dtype, n(b), k(a), m(a), right.transpose(), left.transpose(), out};
     for_axes(a, b, dy, [&](int64_t length, int64_t a, int64_t b, int64_t dy) {
-      p.add(transpose_b ? Product::Axis{length, dy, a, b} : Product::Axis{length, a, dy, b});
+      p.add(transpose_b ? MatmulProblem::Axis{length, dy, a, b} : MatmulProblem::Axis{length, a, dy, b});
     });
     return p.fold(), p;
   }
@@ -78,12 +78,12 @@ struct MatmulAttrs {
     if (!x.rank_known() || x.ndim >= 2) return kOk;
     return fail(kInvalidArgument, "%s: %s has shape %s, expected at least two axes", op, slot, ShapeText(x).text);
   }
-  // The i-th leading axis from the last one, 1 where there is none.
+  // The i-th leading axis, counted from the last one; 1 if there is none.
   static int64_t leading(const Spec &x, int i) { return i <= x.ndim - 2 ? x.shape[x.ndim - 2 - i] : 1; }
 
   static Operand matrix(const Tensor &x, bool transposed) { return {x.data, x.shape[x.ndim - 1], transposed}; }
 
-  // f(length, how far matrices lie apart in a, in b, in y) for the leading axes of y, outermost first.
+  // f(length, and the elements from one matrix to the next in a, b and y) for the leading axes of y, outermost first.
   template <class F>
   static void for_axes(const Spec &a, const Spec &b, const Spec &y, F f) {
     for (int i = y.ndim - 2; i >= 1; --i) f(leading(y, i), step(a, i), step(b, i), step(y, i));
@@ -116,25 +116,26 @@ struct MatmulBackward : MatmulAttrs {
     AOT_TRY(check_like(name, "dy", in[0], "y", y));
     out[0] = a, out[1] = b;
     out[2] = Spec::vector(accumulate_dtype(a.dtype), kUnknownDim);
-    if (a.known() && b.known()) out[2].shape[0] = sums_a(a, b, y) + sums_b(a, b, y) + library_workspace(y.size(), k(a));
+    if (a.known() && b.known())
+      out[2].shape[0] = scratch_da(a, b, y) + scratch_db(a, b, y) + library_workspace(y.size(), k(a));
     return kOk;
   }
 
-  // Elements of scratch for the gradients of every product, where those of a matrix that was broadcast must be summed
-  // and Product::fold does not do it.
-  static int64_t sums_a(const Spec &a, const Spec &, const Spec &y) {
+  // Elements of scratch for the unreduced products of da and db; 0 if nothing was broadcast, or if MatmulProblem::fold
+  // makes the sum part of one product.
+  static int64_t scratch_da(const Spec &a, const Spec &, const Spec &y) {
     return batch(a) == batch(y) ? 0 : bounded_product(batch(y), matrix_size(a));
   }
-  int64_t sums_b(const Spec &a, const Spec &b, const Spec &y) const {
+  int64_t scratch_db(const Spec &a, const Spec &b, const Spec &y) const {
     const bool folds = !transpose_a && batch(a) == batch(y) && batch(b) == 1;
     return batch(b) == batch(y) || folds ? 0 : bounded_product(batch(y), matrix_size(b));
   }
 
-  // For both gradients, before either is written.
+  // An error if da or db needs scratch that is missing; called before either is written.
   Status check_scratch(const Tensor *in, const Tensor *out) const {
     const Tensor &dy = in[0], &a = in[1], &b = in[2], &da = out[0], &db = out[1], &scratch = out[2];
     const bool needed =
-        (da && gradient_a(dy, a, b, da).sums_anything()) || (db && gradient_b(dy, a, b, db).sums_anything());
+        (da && da_problem(dy, a, b, da).needs_scratch()) || (db && db_problem(dy, a, b, db).needs_scratch());
     return needed && !scratch ? fail(kConventionMisused, "%s: workspace is missing", name) : kOk;
   }
 

@@ -1,6 +1,6 @@
 // The norms on CUDA: kernels and launchers, which each operator instantiates (norm.h). The kernel by row length:
 //
-//            row length       kernel                                                            blocks
+//            row length       kernel                                                             blocks
 //   forward  up to 2 KiB      norm_kernel, 1 to 4 rows for each warp                             one-shot
 //            up to 32 KiB     norm_kernel, a row for each block (up to 64 KiB with kMost = 8)    one-shot
 //            up to 512 KiB    norm_long_kernel, a row for each cluster                           persistent
@@ -290,7 +290,7 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
       if constexpr (kAdd)
         if (part.holds(i)) store(a.h + row * a.cols + part.offset(i), v[i]);
     }
-    exchange.tell(share_moments<kCentred>(v, part, one_over_share));
+    exchange.publish(share_moments<kCentred>(v, part, one_over_share));
   };
 
   wait_copies<kLongStages - 1>();
@@ -300,7 +300,7 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
     int next = stage + 1 == kLongStages ? 0 : stage + 1;
     wait_copies<kLongStages - 2>();
     if (row + part.step() < a.rows) publish(next, row + part.step());
-    Moments<A> moments = combine_shares(exchange.hear(), exchange.warps(), part, one_over_cols);
+    Moments<A> moments = combine_shares(exchange.collect(), exchange.warps(), part, one_over_cols);
     A mean = moments.mean, rstd = reciprocal_deviation<kCentred>(moments.squares * one_over_cols + a.eps);
     if (a.stats && part.leads()) write_stats<kCentred>(a, row, mean, rstd);
 #pragma unroll

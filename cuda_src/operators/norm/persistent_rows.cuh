@@ -35,8 +35,8 @@ class RowPart {
     step_ = groups * rows_at_once;
   }
 
-  // A block's iterations begin at rows base, base + step, ... Of each, this thread has row + own, which may be past the
-  // last row of the matrix.
+  // The rows of a block's iterations begin at base, base + step, ... This thread's row is `own` rows further, and may
+  // be past the last one.
   __device__ int64_t base() const { return base_; }
   __device__ int64_t step() const { return step_; }
   __device__ int team() const { return team_; }

@@ -1,0 +1,44 @@
+// conv2d as an implicit GEMM. Tensors are NHWC, weights OHWI, with channels padded to whole vectors of 16 bytes; they
+// are aligned to 16 bytes and smaller than 2^31 bytes.
+#pragma once
+#include "conv2d.cuh"
+
+namespace aot {
+inline namespace AOT_ISA {
+
+struct Conv2dGemm {
+  enum Pass { y, dx, dweight };
+  Pass pass;
+  DType dtype;
+  bool tf32;
+  int batch, height, width, channels, out_channels, kernel_h, kernel_w, out_h, out_w;
+  int stride_h, stride_w, padding_h, padding_w, dilation_h, dilation_w;
+  const void *a, *b;  // y: x and weight; dx: dy and weight; dweight: dy and x
+  const void *bias;   // of y, or null
+  void *to;           // the result; for dweight with slices, (slices, ...) partial sums in float32
+  int slices;         // split-K; 0: the sum is not split
+
+  // for sm_90 only
+  Strides to_strides;    // of y or dx, in any layout
+  int to_channels;       // channels to write, without padding
+  bool whole_vectors;    // whether `to` has whole vectors of channels, aligned
+  int64_t b_tap, b_row;  // weight: elements from one kernel element, and from one row, to the next
+  bool independent;      // reads nothing that the kernel launched before it writes
+
+  int pixels() const { return batch * out_h * out_w; }
+  int kernel() const { return kernel_h * kernel_w; }
+};
+
+// CUTLASS, compute capability 8.0 or later. dweight needs slices; y and dx take none.
+Status conv2d_cutlass_16(const char *op, const Conv2dGemm &p, void *stream);
+Status conv2d_cutlass_32(const char *op, const Conv2dGemm &p, void *stream);
+
+// wgmma, compute capability 9.0: 16-bit dtypes, and TF32 except for dweight. dx of float32 takes the weight transposed,
+// with output channels contiguous. conv2d_sm90_takes: whether the GEMM is supported; if so, it sets p->slices, to at
+// most max_slices. unsplit: whether the kernel may write the result itself if one slice suffices; else dweight's single
+// slice is partial sums as well.
+bool conv2d_sm90_takes(const char *op, Conv2dGemm *p, int max_slices, bool unsplit);
+Status conv2d_sm90(LaunchSequence &launch, const Conv2dGemm &p);
+
+}  // namespace AOT_ISA
+}  // namespace aot

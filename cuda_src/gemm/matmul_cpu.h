@@ -1,0 +1,45 @@
+// Runs a MatmulProblem (matrix.h) on the CPU.
+#pragma once
+#include "gemm_cpu.h"
+#include "matrix.h"
+
+namespace aot {
+inline namespace AOT_ISA {
+
+template <typename T, typename C>
+Status gemm_all(const MatmulProblem &p) {
+  return gemm_batch(p.count(), [&](int64_t index) {
+    int64_t a, b, c;
+    p.at(index, &a, &b, &c);
+    auto matrix = [](const Operand &x, int64_t at) {
+      return Matrix<T>{static_cast<const T *>(x.data) + at, x.stride, x.transposed};
+    };
+    return CpuGemm<T, C>{p.m, p.n, p.k, matrix(p.a, a), matrix(p.b, b), static_cast<C *>(p.c.data) + c, p.c.stride};
+  });
+}
+
+// sum[i] = partials[i] + partials[n + i] + ... for `slices` partial sums of n elements.
+template <typename T>
+void sum_slices(const Accumulate<T> *partials, int64_t slices, T *sum, int64_t n) {
+  map(sum, n, [=](int64_t i, auto part) {
+    Vec<T> total{};
+    for (int64_t slice = 0; slice < slices; ++slice) total += load(partials + slice * n + i, part);
+    return total;
+  });
+}
+
+// scratch: for the unreduced products; needed if p.reduces().
+inline Status run_matmul(const char *op, const MatmulProblem &p, const Tensor &scratch) {
+  return dispatch_floating(p.dtype, [&](auto zero) -> Status {
+    using T = decltype(zero);
+    if (!p.elements()) return kOk;
+    if (!p.reduces()) return gemm_all<T, T>(p);
+    if (!scratch) return fail(kConventionMisused, "%s: workspace is missing", op);
+    AOT_TRY((gemm_all<T, Accumulate<T>>(p.unreduced(scratch.data))));
+    return sum_slices(scratch.as<Accumulate<T>>(), p.products_per_result(), static_cast<T *>(p.c.data), p.elements()),
+           kOk;
+  });
+}
+
+}  // namespace AOT_ISA
+}  // namespace aot
