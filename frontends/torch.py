@@ -442,9 +442,11 @@ def _public(op: Op, module: str) -> Callable[..., Any]:
     def sort(args, kwargs):
         """The inputs and attributes. ``input`` and ``other``, torch's names of the first two inputs, are accepted."""
         inputs, attrs = op.bind(*args, **{torchs_names.get(name, name): value for name, value in kwargs.items()})
-        if op.broadcast and isinstance(inputs[0], (int, float)) and isinstance(inputs[1], Tensor):
-            inputs = inputs[1].new_full((), inputs[0]), inputs[1]  # as torch.add accepts
-        return inputs, attrs
+        number, tensor = inputs[:2] if op.broadcast else (None, None)
+        if not (isinstance(number, (int, float)) and isinstance(tensor, Tensor)):
+            return inputs, attrs
+        # torch.add accepts a number first; without alpha the sum commutes, and the number is not rounded
+        return op.bind(tensor, number) if attrs[0] == 1 else ((tensor.new_full((), number), tensor), attrs)
 
     def general(*args, **kwargs):
         return _general(op, disp, *sort(args, kwargs))
