@@ -8,8 +8,8 @@
 //
 // a is Matrix<T>{data, stride}, or Matrix<T>{data, stride, true} if it is stored transposed, (k, m); b likewise. A and
 // B are of the same T: float16, bfloat16, float or double. C is of T or of Accumulate<T>; sums are computed in
-// Accumulate<T> and rounded to C's type once. The epilogue takes a vector of sums, Vec<T>, with the row and column of
-// its first element, and returns what to store; it runs while the tile is in a cache. k = 0 gives sums of zero. All
+// Accumulate<T> and rounded to C's type once. The epilogue takes a vector of sums, Vec<T>, with the row and column
+// of its first element, and returns what to store; it runs while the tile is in a cache. k = 0 gives sums of zero. All
 // functions may be called inside a parallel loop, and then run on the calling thread.
 //
 // C is divided into tiles, which threads take one by one. The order in which the terms of a sum are added depends on m
@@ -121,7 +121,7 @@ template <typename A>
 using VecOf = typename VectorOf<A, kVectorBytes / sizeof(A)>::type;
 
 // Longer sums are sums of partial sums of this many terms, so that rounding errors grow more slowly.
-constexpr int64_t kPieceTerms = 4096;
+constexpr int64_t kPartialTerms = 4096;
 
 // kCols columns of B: packed (depth, kCols), or unpacked in rows of B.
 template <typename A>
@@ -170,10 +170,10 @@ void micro_kernel(int64_t depth, const A *a, Columns b, bool add, A *c, int64_t 
 }
 
 template <class Terms, typename A, class Columns, int rows = Block<A>::kRows>
-void micro_kernel_of_rows(int64_t n, int64_t depth, const A *a, Columns b, bool add, A *c, int64_t ldc) {
+void run_micro_kernel(int64_t n, int64_t depth, const A *a, Columns b, bool add, A *c, int64_t ldc) {
   if constexpr (rows > 0) {
     if (n == rows) return micro_kernel<Terms, rows>(depth, a, b, add, c, ldc);
-    micro_kernel_of_rows<Terms, A, Columns, rows - 1>(n, depth, a, b, add, c, ldc);
+    run_micro_kernel<Terms, A, Columns, rows - 1>(n, depth, a, b, add, c, ldc);
   }
 }
 
@@ -277,7 +277,7 @@ struct DotProducts {
 
   // (kRows, kCols), row-major
   Vec<T> sums(int64_t k) const {
-    constexpr int64_t kTerms = kPieceTerms * kLanes<T>;
+    constexpr int64_t kTerms = kPartialTerms * kLanes<T>;
     Vec<T> all = sums(0, k < kTerms ? k : kTerms);
     for (int64_t p = kTerms; p < k; p += kTerms) all += sums(p, k - p < kTerms ? k : p + kTerms);
     return all;
@@ -333,13 +333,13 @@ struct Panels {
   static constexpr int64_t kA = ceil_div(B::kPanelRows, B::kRows) * strip<B::kRows, A>(B::kDepth);
   static constexpr int64_t kB = ceil_div(B::kPanelCols, B::kCols) * strip<B::kCols, A>(B::kDepth);
   static constexpr int64_t kC = B::kPanelRows * ceil_div(B::kPanelCols, B::kCols) * B::kCols;
-  A *a, *b, *c, *all;  // all: long sums, up to the current partial sum
+  A *a, *b, *c, *total;  // total: of the partial sums so far, for long sums
 
   explicit Panels(bool long_sums)
       : a(static_cast<A *>(thread_scratch((kA + kB + kC + (long_sums ? kC : 0)) * sizeof(A)))),
         b(a + kA),
         c(b + kB),
-        all(c + kC) {}
+        total(c + kC) {}
 };
 
 // Up to kDotRows rows of C are computed as dot products if B is stored transposed. Up to kFewRows rows, B is not packed
@@ -360,7 +360,7 @@ struct GemmTile {
   Epilogue epilogue = {};
 
   // Applies the epilogue to the sums of rows x cols of c, from (i, j) on, and stores them.
-  void store_tile(int64_t i, int64_t j, int64_t rows, int64_t cols, const A *sums, int64_t stride) const {
+  void store_sums(int64_t i, int64_t j, int64_t rows, int64_t cols, const A *sums, int64_t stride) const {
     for (int64_t end = i + rows; i < end; ++i, sums += stride)
       sweep<T>(cols, [=](int64_t l, auto part) {
         Vec<T> v = load(sums + l, part);
@@ -403,16 +403,16 @@ struct GemmTile {
       gemm(kRowMajor, a.transposed ? kTranspose : kNoTranspose, b.transposed ? kTranspose : kNoTranspose, m, n, terms,
            1, left.data, a.stride, right.data, b.stride, added ? 1 : 0, to, ld);
     };
-    const int64_t first = k < kPieceTerms ? k : kPieceTerms;
+    const int64_t first = k < kPartialTerms ? k : kPartialTerms;
     accumulate(0, first, add, c, ldc);
     A *const sums = k > first ? static_cast<A *>(thread_scratch(m * n * sizeof(A))) : nullptr;
     if (k > first && !sums) return false;
-    for (int64_t p = first; p < k; p += kPieceTerms) {
-      accumulate(p, k - p < kPieceTerms ? k - p : kPieceTerms, false, sums, n);
+    for (int64_t p = first; p < k; p += kPartialTerms) {
+      accumulate(p, k - p < kPartialTerms ? k - p : kPartialTerms, false, sums, n);
       for (int64_t i = 0; i < m; ++i) add_to(c + i * ldc, sums + i * n, n);
     }
     if (!std::is_same_v<Epilogue, NoEpilogue>)
-      GemmTile{m, n, k, a, b, c, ldc, false, row, column, epilogue}.store_tile(0, 0, m, n, c, ldc);
+      GemmTile{m, n, k, a, b, c, ldc, false, row, column, epilogue}.store_sums(0, 0, m, n, c, ldc);
     return true;
   }
   static void add_to(A *to, const A *from, int64_t n) {
@@ -425,44 +425,44 @@ struct GemmTile {
   template <class Terms>
   bool compute_by_panels(bool unpacked_b) const {
     constexpr int64_t kDepth = B::kDepth * Terms::kTerms;
-    const bool pieces = k > kPieceTerms;
-    const Panels<A> panels(pieces);
+    const bool long_sum = k > kPartialTerms;
+    const Panels<A> panels(long_sum);
     if (!panels.a) return false;
     const Matrix<T> columns{b.data, b.stride, !b.transposed};
-    const bool once = k <= kDepth;
-    const int64_t stride = once ? B::kCols : ceil_div(n, B::kCols) * B::kCols;
+    const bool one_panel = k <= kDepth;
+    const int64_t stride = one_panel ? B::kCols : ceil_div(n, B::kCols) * B::kCols;
     const int64_t unpacked_cols = unpacked_b ? n / B::kCols * B::kCols : 0;
     int64_t p = 0;
     do {
       const int64_t terms = k - p < kDepth ? k - p : kDepth, depth = ceil_div(terms, Terms::kTerms);
-      const bool begins = p % kPieceTerms == 0, all = p + terms == k, ends = all || (p + terms) % kPieceTerms == 0;
+      const bool begins = p % kPartialTerms == 0, all = p + terms == k, ends = all || (p + terms) % kPartialTerms == 0;
       pack<Terms, B::kRows>(a.at(0, p), m, terms, panels.a);
       pack<Terms, B::kCols>(columns.at(unpacked_cols, p), n - unpacked_cols, terms, panels.b);
       auto accumulate = [=](int64_t i, int64_t j, int64_t rows, bool added, A *sums, int64_t ld) {
         const A *left = panels.a + i / B::kRows * strip<B::kRows, A>(depth);
         if (j < unpacked_cols)
-          return micro_kernel_of_rows<Terms>(rows, depth, left, UnpackedB<Terms, T>{b.at(p, j), terms}, added, sums,
-                                             ld);
+          return run_micro_kernel<Terms>(rows, depth, left, UnpackedB<Terms, T>{b.at(p, j), terms}, added, sums, ld);
         const PackedB<A> right{panels.b + (j - unpacked_cols) / B::kCols * strip<B::kCols, A>(depth)};
-        micro_kernel_of_rows<Terms>(rows, depth, left, right, added, sums, ld);
+        run_micro_kernel<Terms>(rows, depth, left, right, added, sums, ld);
       };
       for (int64_t j = 0; j < n; j += B::kCols)
         for (int64_t i = 0; i < m; i += B::kRows) {
           const int64_t rows = m - i < B::kRows ? m - i : B::kRows, cols = n - j < B::kCols ? n - j : B::kCols;
           if constexpr (std::is_same_v<Epilogue, NoEpilogue> && std::is_same_v<C, A>)
-            if (cols == B::kCols && !pieces) {
+            if (cols == B::kCols && !long_sum) {
               accumulate(i, j, rows, add || p, c + i * ldc + j, ldc);
               continue;
             }
-          A *sums = once ? panels.c : panels.c + i * stride + j;
+          A *sums = one_panel ? panels.c : panels.c + i * stride + j;
           accumulate(i, j, rows, !begins, sums, stride);
-          if (pieces && ends) {
-            A *const before = panels.all + i * stride + j;
-            for (int64_t r = 0; r < rows && p >= kPieceTerms; ++r) add_to(sums + r * stride, before + r * stride, cols);
+          if (long_sum && ends) {
+            A *const total = panels.total + i * stride + j;
+            for (int64_t r = 0; r < rows && p >= kPartialTerms; ++r)
+              add_to(sums + r * stride, total + r * stride, cols);
             for (int64_t r = 0; r < rows && !all; ++r)
-              std::memcpy(before + r * stride, sums + r * stride, cols * sizeof(A));
+              std::memcpy(total + r * stride, sums + r * stride, cols * sizeof(A));
           }
-          if (all) store_tile(i, j, rows, cols, sums, stride);
+          if (all) store_sums(i, j, rows, cols, sums, stride);
         }
       p += terms;
     } while (p < k);
@@ -488,7 +488,7 @@ struct GemmTile {
                         D::kCols * sizeof(A));
         }
       }
-      store_tile(0, j, m, cols, sums, lanes);
+      store_sums(0, j, m, cols, sums, lanes);
     }
   }
 };
