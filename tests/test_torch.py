@@ -329,6 +329,35 @@ def test_double_backward_is_refused(name, xwb):
             ((first**2).sum() + xwb[0].sum()).backward()
 
 
+NEEDS_GATE = pytest.mark.skipif(ours._gate is None, reason="this torch has no gate: all calls are dispatched")
+
+
+@ON
+@NEEDS_GATE
+def test_a_plain_backward_is_a_call_in_c(where, monkeypatch):
+    """It computes only the gradients that are wanted. On CUDA it runs on a thread of autograd's own."""
+    fallen_back = []
+    monkeypatch.setattr(ours, "_run_backward", lambda op, *args: fallen_back.append(op.name))
+    x = torch.randn(3, 4, 6, 6, device=where, requires_grad=True)
+    weight = torch.randn(5, 4, 3, 3, device=where, requires_grad=True)
+    eps = torch.rand(()).item()  # attributes that are bound here first, to the function above
+    padding = (7, 11)
+    for y in (ours.layer_norm(x, 6, None, None, eps), ours.conv2d(x, weight, None, padding=padding)):
+        y.backward(torch.ones_like(y))
+    assert fallen_back == []
+    assert x.grad.shape == x.shape
+
+
+@NEEDS_GATE
+def test_exclusions_of_keys_that_plain_tensors_do_not_have():
+    """They change no call: torch 2.11 excludes Named in a backward on CUDA."""
+    x, keys = torch.ones(3), torch._C.DispatchKey
+    for key, plain in ((keys.Functionalize, True), (keys.AutogradCPU, False)):
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
+            assert ours._gate(x) is plain
+            close(ours.gelu(x), F.gelu(x))
+
+
 @EACH
 def test_second_order_transforms_are_refused(name):
     function, x = FUNCTIONS[name][0], torch.randn(4, 6, dtype=torch.float64)

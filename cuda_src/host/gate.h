@@ -45,6 +45,7 @@ class Gate {
   // False: this torch does not export one of these symbols.
   bool open(const GateFacts &facts) {
     facts_ = facts;
+    for (uint64_t keys : facts.tensor_keys) plain_keys_ |= keys;
     void *torch = dlopen("libtorch_cpu.so", RTLD_NOW | RTLD_NOLOAD);
     return find(torch, "aoti_torch_grad_mode_is_enabled", &grad_mode_) &&
            find(torch, "_ZN2at4impl27torch_function_mode_enabledEv", &function_mode_) &&
@@ -62,7 +63,9 @@ class Gate {
       if (keys.included == facts_.inference.included) {
         keys.included = 0, keys.excluded ^= facts_.inference.excluded;
       }
-      if (keys.included || keys.excluded & ~(autocast ? facts_.autocast_keys : 0)) return false;
+      // To exclude a key that no plain tensor has changes nothing: torch 2.11 excludes Named in CUDA's backward.
+      keys.excluded &= plain_keys_ & ~(autocast ? facts_.autocast_keys : 0);
+      if (keys.included || keys.excluded) return false;
     }
     return !function_mode_() && PyDict_GetItemWithError(facts_.forward_ad, facts_.level) == facts_.no_level;
   }
@@ -91,6 +94,7 @@ class Gate {
   }
 
   GateFacts facts_ = {};
+  uint64_t plain_keys_ = 0;  // of any plain tensor
   bool (*grad_mode_)() = nullptr, (*function_mode_)() = nullptr, (*callbacks_)() = nullptr;
 };
 
