@@ -1,5 +1,6 @@
 #include "conv2d.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "conv/conv2d.cuh"
@@ -120,9 +121,12 @@ __global__ void __launch_bounds__(256) conv2d_dbias_kernel(Conv2dCall c, const T
     terms.each(begin + warp, output < c.s.out_channels ? end : 0, 8,
                [&](int64_t k) { terms.run[0] += widen(dy[k * c.s.out_channels + output]); });
   } else {
+    // 32-bit divisions where they suffice: two of 64 bits would take longer than to read the element
     const int64_t plane = c.s.out_h * c.s.out_w;
+    const auto plane32 = static_cast<unsigned>(plane);
     terms.each(begin + threadIdx.x, end, 256, [&](int64_t k) {
-      terms.run[0] += widen(dy[(k / plane * c.s.out_channels + output) * plane + k % plane]);
+      const int64_t image = pixels <= UINT32_MAX ? static_cast<unsigned>(k) / plane32 : k / plane;
+      terms.run[0] += widen(dy[(image * c.s.out_channels + output - image) * plane + k]);
     });
   }
   A sum = c.nhwc ? of_thread[0] : sum_lanes<32>(of_thread[0]);
@@ -429,7 +433,9 @@ Status direct_dweight(const Conv2dCall &c, const T *dy, const T *x, T *dweight, 
 
 template <typename T>
 Status direct_dbias(const Conv2dCall &c, const T *dy, Accumulate<T> *partial, T *dbias, cudaStream_t stream) {
-  constexpr auto slices = static_cast<unsigned>(Conv2dAttrs::kSlices);
+  // eight pixels for each warp (NHWC) or thread (NCHW), in at most kSlices slices
+  const int64_t wanted = ceil_div(c.pixels, c.nhwc ? 64 : 2048);
+  const auto slices = static_cast<unsigned>(std::clamp<int64_t>(wanted, 1, Conv2dAttrs::kSlices));
   const dim3 grid(static_cast<unsigned>(c.nhwc ? ceil_div(c.s.out_channels, 32) : c.s.out_channels), slices);
   conv2d_dbias_kernel<<<grid, 256, 0, stream>>>(c, dy, partial);
   AOT_TRY(check_launch(Conv2dBackward::name));
