@@ -164,7 +164,7 @@ def test_operators_called_by_name(formatted):
 
     def function(x):
         y = gelu((x + 1).mT, "none")
-        return y, add(y, x[:1].mT.expand(-1, 5)), add(y[:, ::2], (x * 2).mT[:, ::2])
+        return y, add(y, x[:1].mT.expand(-1, 5), 1.0, None), add(y[:, ::2], (x * 2).mT[:, ::2], 1.0, None)
 
     x = torch.randn(5, WIDTH)
     for got, expected in zip(torch.compile(function, fullgraph=True)(x), function(x), strict=True):
