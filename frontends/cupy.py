@@ -15,8 +15,10 @@ from aotops import call
 from aotops.arrays import ArrayFrontend
 from aotops.library import Library
 from aotops.op import Attr, Op
-from aotops.ops import BUILTIN
+from aotops.ops import BUILTIN, OPS
 from aotops.spec import TensorSpec
+
+__all__ = ["functions", *OPS, *(f"{name}_backward" for name, op in OPS.items() if op.backward)]
 
 
 class _CuPy(ArrayFrontend):

@@ -31,13 +31,13 @@ import numpy as np
 from jax.custom_batching import custom_vmap
 from jax.export import is_symbolic_dim
 
-from .. import library
-from ..extra import encode
-from ..infer import UNKNOWN_DIM, infer, infer_symbolic
-from ..library import Library
-from ..op import Attr, Op
-from ..ops import BUILTIN, OPS
-from ..spec import TensorSpec, accumulate_dtype, shape_text
+from aotops import library
+from aotops.extra import encode
+from aotops.infer import UNKNOWN_DIM, infer, infer_symbolic
+from aotops.library import Library
+from aotops.op import Attr, Op
+from aotops.ops import BUILTIN, OPS
+from aotops.spec import TensorSpec, accumulate_dtype, shape_text
 
 try:
     from jax.errors import InconclusiveDimensionOperation

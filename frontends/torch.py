@@ -27,11 +27,15 @@ from aotops import call
 from aotops.infer import UNKNOWN_DIM, infer, infer_symbolic
 from aotops.library import Library
 from aotops.op import Attr, Op
-from aotops.ops import BUILTIN
+from aotops.ops import BUILTIN, OPS
 from aotops.spec import TensorSpec, check_broadcast
 
 from . import torch_call, torch_gate, torch_inductor
 
+__all__ = [
+    *OPS, "GELU", "KEEP_RESIDUALS_FROM", "LLTM", "Conv2d", "CrossEntropyLoss", "LayerNorm", "Linear", "RMSNorm",
+    "Softmax", "functions",
+]  # fmt: skip
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 }
