@@ -69,9 +69,9 @@ def load() -> _Functions:
 
     Raises:
         LibraryError: it is missing, does not load, or has another version than this package.
-        ValueError: AOTOPS_CPU_ISA names no instruction set.
+        ValueError: AOTOPS_CPU_ISA names no instruction set, or AOTOPS_OPENBLAS no OpenBLAS.
     """
-    _check_cpu_isa()
+    _check_environment()
     lib = _open(path())
     try:
         lib.aot_version.restype = ctypes.c_char_p
@@ -180,11 +180,20 @@ def _last_error(lib: _Functions) -> str:
     return lib.aot_last_error().decode(errors="replace")
 
 
-def _check_cpu_isa() -> None:
-    """Raises ValueError if AOTOPS_CPU_ISA is set to a value that the library would ignore (cuda_src/cpu/entry.h)."""
-    wanted = os.environ.get("AOTOPS_CPU_ISA", "baseline")
-    if wanted not in ("baseline", "avx2", "avx512"):
-        raise ValueError(f"AOTOPS_CPU_ISA is {wanted!r}, expected baseline, avx2 or avx512")
+def _check_environment() -> None:
+    """Raises ValueError for a variable with a value that the library would ignore (cpu/entry.h, cpu/blas.cpp)."""
+    isa, blas = os.environ.get("AOTOPS_CPU_ISA", "baseline"), os.environ.get("AOTOPS_OPENBLAS", "none")
+    if isa not in ("baseline", "avx2", "avx512"):
+        raise ValueError(f"AOTOPS_CPU_ISA is {isa!r}, expected baseline, avx2 or avx512")
+    if blas == "none":
+        return
+    try:
+        found, why = ctypes.CDLL(blas) if blas else None, "it is empty"
+    except OSError as error:
+        found, why = None, str(error)
+    if not any(hasattr(found, f"{prefix}openblas_get_parallel") for prefix in ("", "scipy_")):
+        why = "it is another library" if found else why
+        raise ValueError(f"AOTOPS_OPENBLAS is {blas!r}, expected the path of an OpenBLAS, or 'none': {why}")
 
 
 def _check_complete(file: Path) -> None:
