@@ -53,7 +53,7 @@ def infer(op: Op, attrs: tuple[Attr, ...], specs: Specs, device: str = "cpu") ->
         shapes,
         dtypes,
     )
-    op.library.check(status)
+    op.library.functions.check(status)
     starts = range(0, n_out * _MAX_NDIM, _MAX_NDIM)
     found = (
         TensorSpec(tuple(shapes[at : at + ndim]), (dtype or b"").decode())
@@ -102,7 +102,7 @@ class _Bound:
         host = library.load()
         self._delete = host.aot_extra_delete
         self.extra = c_void_p(host.aot_extra_new(attrs.encode()))
-        of.check(getattr(of.functions, f"{entry}Init")(None, None, None, self.extra))
+        of.functions.check(getattr(of.functions, f"{entry}Init")(None, None, None, self.extra))
         self.infer = getattr(of.functions, f"{entry}Infer")
         ints, texts = POINTER(c_int), POINTER(c_char_p)
         self.infer.argtypes = [c_int, ints, POINTER(_Dims), texts, c_void_p, ints, _Dims, texts]

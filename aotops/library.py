@@ -52,6 +52,16 @@ class _Functions(ctypes.CDLL):
         except AttributeError:
             return None
 
+    def last_error(self) -> str:
+        """The message of this thread's last failed call of the library's functions."""
+        self.aot_last_error.restype = ctypes.c_char_p
+        return self.aot_last_error().decode(errors="replace")
+
+    def check(self, status: int) -> None:
+        """Raises the exception of a status other than 0 that a function of this library returned."""
+        if status:
+            raise ERRORS.get(status, RuntimeError)(self.last_error())
+
 
 # ------------------------------------------------------------------------------------------------------ libaotops.so
 
@@ -96,13 +106,12 @@ def function(symbol: str) -> int:
 
 def last_error() -> str:
     """The message of this thread's last failed call of libaotops.so."""
-    return _last_error(load())
+    return load().last_error()
 
 
 def check(status: int) -> None:
     """Raises the exception of a status other than 0 that a function of libaotops.so returned."""
-    if status:
-        raise ERRORS.get(status, RuntimeError)(last_error())
+    load().check(status)
 
 
 def has_cuda() -> bool:
@@ -153,15 +162,6 @@ class Library:
             raise NotImplementedError(f"{op.name}: {self.path} has no {device} entry ({symbol}){why}")
         return symbol
 
-    def last_error(self) -> str:
-        """The message of this thread's last failed call of the library's entries."""
-        return _last_error(self.functions)
-
-    def check(self, status: int) -> None:
-        """Raises the exception of a status other than 0 that a function of this library returned."""
-        if status:
-            raise ERRORS.get(status, RuntimeError)(self.last_error())
-
 
 # ------------------------------------------------------------------------------------------------------------- loading
 
@@ -173,11 +173,6 @@ def _open(file: Path) -> _Functions:
     except OSError as error:
         raise LibraryError(f"{file} does not load: {error}; rebuild it with `make clean lib`") from error
     return lib
-
-
-def _last_error(lib: _Functions) -> str:
-    lib.aot_last_error.restype = ctypes.c_char_p
-    return lib.aot_last_error().decode(errors="replace")
 
 
 def _check_environment() -> None:

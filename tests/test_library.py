@@ -4,7 +4,6 @@ own, in every framework beside the built-in ones."""
 from __future__ import annotations
 
 import pickle
-import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 from frameworks import frameworks, requested
+from test_adding_an_op import FILES, ROOT
 
 from aotops import __version__, call, library
 from aotops.infer import infer
@@ -22,17 +22,13 @@ from aotops.library import Library, LibraryError
 from aotops.ops import BUILTIN, OPS
 from aotops.spec import TensorSpec
 
-ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "cuda_src"
-FILES = dict(
-    re.findall(r"```(?:python|cpp)\n(?:#|//) (\S+)\n(.*?)```", (ROOT / "docs" / "adding_an_op.md").read_text(), re.S)
-)
 NAME = "elsewhere"
 
 
 @pytest.fixture(scope="session")
 def elsewhere(tmp_path_factory):
-    """A library whose sources include aot.h and nothing else of this one; g++ builds it."""
+    """The operator compiled by g++, with the sources of the calling convention, into a library of its own."""
     if not shutil.which("g++"):
         pytest.skip("g++ is not installed")
     folder = tmp_path_factory.mktemp(NAME)
