@@ -1,6 +1,44 @@
 """CUDA and CPU kernels in one plain shared library, callable and differentiable in every framework.
 
-Use them through a frontend: ``from aotops.frontends import torch`` (or numpy, cupy, jax, mindspore).
+Use the built-in operators through a frontend: ``from aotops.frontends import torch`` (or numpy, cupy, jax, mindspore).
+The functions here are for kernels of your own. They are imported when they are first used, and need the standard
+library alone.
 """
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .library import Library as Library
+    from .library import LibraryError as LibraryError
+    from .op import Op as Op
+    from .op import operator as operator
+    from .registry import get as get
+    from .registry import libraries as libraries
+    from .spec import TensorSpec as TensorSpec
+
 __version__ = "0.1.0"
+
+_HOMES = {
+    "Library": "library",
+    "LibraryError": "library",
+    "Op": "op",
+    "TensorSpec": "spec",
+    "get": "registry",
+    "libraries": "registry",
+    "operator": "op",
+}
+"""The module of each public name."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'aotops' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -130,10 +130,14 @@ class Library:
         name: an identifier; torch's namespace for the operators.
         definitions: the operators. ``ops`` has them by name, with this library as their ``library``.
         file: its path; None for libaotops.so.
+        cases: the name of a module whose ``CASES`` has, by operator, the row that ``aotops check`` and ``aotops bench``
+            take (aotops.testing.Row). It is imported when they need it.
     """
 
-    def __init__(self, name: str, definitions: Iterable[Op], file: str | Path | None = None) -> None:
-        self.name = name
+    def __init__(
+        self, name: str, definitions: Iterable[Op], file: str | Path | None = None, cases: str | None = None
+    ) -> None:
+        self.name, self.cases = name, cases
         self.ops = {op.name: op.bound_to(self) for op in definitions}
         self._file = None if file is None else Path(file).absolute()
 
