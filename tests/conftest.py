@@ -1,7 +1,7 @@
 """The parameters ``framework``, ``device`` and ``dtype`` of a test, and what a subprocess is run with.
 
-A test that takes ``framework`` runs for every adapter under test (frameworks.py); with ``device`` also, for each device
-of each. What is for a GPU is marked ``gpu`` and skipped, with the reason, where there is none.
+A test that takes ``framework`` runs for every adapter under test (aotops.testing.frameworks); with ``device`` also, for
+each device of each. What is for a GPU is marked ``gpu`` and skipped, with the reason, where there is none.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ from collections import Counter
 import pytest
 from hypothesis import HealthCheck, settings
 
-pytest.register_assert_rewrite("cases")
-
-from cases import DTYPES, ml_dtypes  # noqa: E402
-from frameworks import FRONTENDS, frameworks, requested  # noqa: E402
+from aotops.testing.cases import DTYPES, ml_dtypes
+from aotops.testing.frameworks import FRONTENDS, frameworks, requested
 
 # The same examples every time, or, to look for new ones, many of them. No deadline: a test does not depend on the time.
 SLOW = [HealthCheck.too_slow]

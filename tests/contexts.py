@@ -22,16 +22,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import cases
 import numpy as np
 import torch
-from cases import CASES
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 from aotops.frontends import torch as ours
 from aotops.ops import OPS
+from aotops.testing import cases
+from aotops.testing.cases import CASES
 
 Function = Callable[..., Any]
 

@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-import cases
 import numpy as np
 import torch
-from cases import CASES
 from contexts import CONTEXTS, LAYOUTS, Context, Operator, attempt, judge, of_tensors
 from hypothesis import strategies as st
 from torch import Tensor
 
 from aotops.frontends import torch as ours
 from aotops.ops import OPS
+from aotops.testing import cases
+from aotops.testing.cases import CASES
 
 Draw = Callable[..., Any]
 Shape = tuple[int, ...]

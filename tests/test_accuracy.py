@@ -18,9 +18,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
-from cases import CASES  # noqa: E402
 
 from aotops.frontends import torch as ours  # noqa: E402
+from aotops.testing.cases import CASES  # noqa: E402
 
 CUDA = torch.cuda.is_available()
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="torch finds no GPU")]

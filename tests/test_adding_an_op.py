@@ -24,11 +24,12 @@ TORCH = ("test_bench", "test_torch", "test_torch_differential", "test_torch_cont
 
 
 def _copy(to: Path) -> None:
-    """As a wheel lays it out, with the frontends in the package."""
+    """As a wheel lays it out, with the frontends and the table in the package."""
     ignored = shutil.ignore_patterns("__pycache__", "*.so")
     for source, target in (("aotops", "aotops"), ("frontends", "aotops/frontends"), ("cuda_src", "cuda_src")):
         shutil.copytree(ROOT / source, to / target, ignore=ignored)
     shutil.copytree(ROOT / "tests", to / "tests", ignore=ignored)
+    (to / "aotops/testing/cases").symlink_to(to / "tests/cases")
     shutil.copytree(ROOT / "benchmarks", to / "benchmarks", ignore=ignored)
     for name in ("Makefile", "pyproject.toml"):
         shutil.copy2(ROOT / name, to)

@@ -14,12 +14,12 @@ from fractions import Fraction
 from importlib import import_module
 
 import pytest
-from frameworks import race, requested
 
 from aotops import call, library
 from aotops.frontends import torch_call
 from aotops.ops import OPS
 from aotops.spec import TensorSpec
+from aotops.testing.frameworks import race, requested
 
 np = pytest.importorskip("numpy")
 

@@ -10,13 +10,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from frameworks import frameworks
 
 from aotops import call, library
 from aotops.extra import encode
 from aotops.infer import infer
 from aotops.ops import OPS
 from aotops.spec import TensorSpec
+from aotops.testing.frameworks import frameworks
 
 HERE = Path(__file__).parent
 F32 = "float32"

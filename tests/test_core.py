@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cases import CASES, DTYPES, Draw, inputs, rounded
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +22,7 @@ from aotops.infer import infer, infer_symbolic
 from aotops.op import Op
 from aotops.ops import BUILTIN, OPS
 from aotops.spec import FLOATING, INTEGERS, TensorSpec
+from aotops.testing.cases import CASES, DTYPES, Draw, inputs, rounded
 
 HERE = Path(__file__).parent
 BACKWARDS = {op.backward.name: op.backward for op in OPS.values() if op.backward}

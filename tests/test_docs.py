@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from frameworks import requested
+
+from aotops.testing.frameworks import requested
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"```(?:python|cpp)\n(?:#|//) (\S+)\n(.*?)```", re.S)

@@ -7,13 +7,13 @@ import subprocess
 
 import numpy as np
 import pytest
-from cases import CASES, FLOATING, numpy_dtype
-from frameworks import frameworks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aotops import frontends
 from aotops.ops import OPS
+from aotops.testing.cases import CASES, FLOATING, numpy_dtype
+from aotops.testing.frameworks import frameworks
 
 F32, F64 = "float32", "float64"
 BAD = [pytest.param(name, bad, id=f"{name}-{bad}") for name, row in CASES.items() for bad in row.bad]
@@ -244,7 +244,7 @@ def test_an_unknown_frontend():
 
 
 def test_an_unknown_name_in_the_test_variable(monkeypatch):
-    import frameworks as module
+    from aotops.testing import frameworks as module
 
     monkeypatch.setenv(module.VARIABLE, "numpy,tensorflow")
     with pytest.raises(ValueError, match="'numpy,tensorflow', expected some of cupy, jax, mindspore, numpy, torch"):

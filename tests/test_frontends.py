@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from functools import cache
 
-import cases
 import numpy as np
 import pytest
-from cases import CASES, DTYPES, first_case
-from frameworks import frameworks, requested
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from aotops import frontends
 from aotops.ops import OPS
+from aotops.testing import cases
+from aotops.testing.cases import CASES, DTYPES, first_case
+from aotops.testing.frameworks import frameworks, requested
 
 EACH_CASE = [
     pytest.param(name, i, id=f"{name}-{case}") for name, row in CASES.items() for i, case in enumerate(row.cases)

@@ -12,11 +12,11 @@ jax = pytest.importorskip("jax")
 jax.config.update("jax_enable_x64", True)
 
 import jax.numpy as jnp  # noqa: E402
-from frameworks import race  # noqa: E402
 from jax.test_util import check_grads  # noqa: E402
 
 from aotops.frontends import jax as ours  # noqa: E402
 from aotops.ops import OPS  # noqa: E402
+from aotops.testing.frameworks import race  # noqa: E402
 
 
 def _layer_norm(x, w=None, b=None):

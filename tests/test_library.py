@@ -13,7 +13,6 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from frameworks import frameworks, requested
 from test_adding_an_op import FILES, ROOT
 
 from aotops import __version__, call, library
@@ -21,6 +20,7 @@ from aotops.infer import infer
 from aotops.library import Library, LibraryError
 from aotops.ops import BUILTIN, OPS
 from aotops.spec import TensorSpec
+from aotops.testing.frameworks import frameworks, requested
 
 SOURCES = ROOT / "cuda_src"
 NAME = "elsewhere"

@@ -11,7 +11,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from frameworks import requested
+
+from aotops.testing.frameworks import requested
 
 pytestmark = pytest.mark.skipif(
     "torch" not in requested(), reason="packaging is tested once, in torch's environment: torch requires setuptools"

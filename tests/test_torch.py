@@ -16,14 +16,14 @@ torch = pytest.importorskip("torch")
 
 import numpy as np  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
-from cases import CASES, row_samples  # noqa: E402
 from contexts import recorded  # noqa: E402
-from frameworks import race  # noqa: E402
 from torch.autograd import forward_ad  # noqa: E402
 from torch.func import grad, jacfwd, jacrev, vjp, vmap  # noqa: E402
 
 from aotops.frontends import torch as ours  # noqa: E402
 from aotops.ops import OPS  # noqa: E402
+from aotops.testing.cases import CASES, row_samples  # noqa: E402
+from aotops.testing.frameworks import race  # noqa: E402
 
 FUNCTIONS = {
     "add": (lambda x, w, b: ours.add(x, x * w), lambda x, w, b: x + x * w),

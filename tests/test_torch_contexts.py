@@ -6,12 +6,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import cases  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
-from cases import CASES, DTYPES  # noqa: E402
 from contexts import CONTEXTS, OPERATORS, check, leaves, total  # noqa: E402
 
 from aotops.frontends import torch as ours  # noqa: E402
+from aotops.testing import cases  # noqa: E402
+from aotops.testing.cases import CASES, DTYPES  # noqa: E402
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")]
 ON = pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=gpu)])

@@ -7,8 +7,7 @@ import math
 import numpy as np
 
 from aotops.bench.work import Elements
-
-from ._row import F32, FLOATING, I32, Bad, Case, Row, X
+from aotops.testing import F32, FLOATING, I32, Bad, Case, Row, X
 
 
 def add(a, b, alpha=1):

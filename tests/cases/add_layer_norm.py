@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from aotops.bench.work import LN_EPS, Rows
+from aotops.testing import F32, Bad, Case, Row, X
 
-from ._row import F32, Bad, Case, Row, X
 from .layer_norm import draw_norm, layer_norm, norm_case
 
 

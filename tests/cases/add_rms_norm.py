@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from aotops.bench.work import RMS_EPS, Rows
+from aotops.testing import Bad, Case, Row, X
 
-from ._row import Bad, Case, Row, X
 from .layer_norm import draw_norm, norm_case
 from .rms_norm import rms_eps, rms_norm
 

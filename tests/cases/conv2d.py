@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from aotops.bench.work import Convolution, window
-
-from ._row import F32, Bad, Case, Row, X
+from aotops.testing import F32, Bad, Case, Row, X
 
 
 def conv2d(x, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, layout="NCHW", allow_tf32=False):

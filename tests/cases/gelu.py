@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from aotops.bench.work import Elements
-
-from ._row import FLOATING, I64, Bad, Case, Row, X
+from aotops.testing import FLOATING, I64, Bad, Case, Row, X
 
 _erfc = np.vectorize(math.erfc, otypes=[float])
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from aotops.bench.work import LN_EPS, Rows
-
-from ._row import F32, F64, FLOATING, I32, Bad, Case, Row, X
+from aotops.testing import F32, F64, FLOATING, I32, Bad, Case, Row, X
 
 
 def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-5):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from aotops.bench.work import Product
+from aotops.testing import F32, Bad, Case, Row, X
 
-from ._row import F32, Bad, Case, Row, X
 from .gelu import gelu
 
 _ACTIVATIONS = {

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from aotops.bench.work import Cell
-
-from ._row import F32, F64, Bad, Case, Row
+from aotops.testing import F32, F64, Bad, Case, Row
 
 _GOOD = {
     "input": ((4, 3), F32),

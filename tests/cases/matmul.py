@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from aotops.bench.work import Product
-
-from ._row import F32, F64, Bad, Case, Row, X
+from aotops.testing import F32, F64, Bad, Case, Row, X
 
 
 def matmul(a, b, transpose_a=False, transpose_b=False):

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from aotops.bench.work import RMS_EPS, Rows
+from aotops.testing import F64, Bad, Case, Row, X
 
-from ._row import F64, Bad, Case, Row, X
 from .layer_norm import draw_norm, norm_case
 
 

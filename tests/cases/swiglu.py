@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from aotops.bench.work import Elements
-
-from ._row import F32, Bad, Case, Row, X
+from aotops.testing import F32, Bad, Case, Row, X
 
 
 def swiglu(gate, up):

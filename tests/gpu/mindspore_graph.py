@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 from unittest import SkipTest
 
@@ -21,13 +20,10 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn, ops
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-import cases
-from cases import CASES, DTYPES
-from frameworks import MindSporeGraph
-
 from aotops.ops import OPS
+from aotops.testing import cases
+from aotops.testing.cases import CASES, DTYPES
+from aotops.testing.frameworks import MindSporeGraph
 
 
 class Gradients(nn.Cell):

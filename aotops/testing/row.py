@@ -1,15 +1,16 @@
-"""What a row says of its operator."""
+"""What a row says of its operator: all that is tried on it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aotops.bench.work import Work
+if TYPE_CHECKING:
+    from aotops.bench.work import Work
 
 Arrays = dict[str, "np.ndarray | None"]
 Shape = tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What the tests do with a framework, in the same words for each: one adapter a frontend.
+"""What tests do with a framework, in the same words for each: one adapter a frontend.
 
 ``AOTOPS_TEST_FRONTENDS`` names the frontends under test, separated by commas; without it all are tested whose framework
 is installed.
@@ -14,15 +14,17 @@ from functools import cache, cached_property
 from importlib import import_module
 from importlib.util import find_spec
 from inspect import signature
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
-from cases import numpy_dtype
 
-from aotops import library
+from aotops import library as _library
 from aotops.frontends import FRONTENDS
-from aotops.ops import OPS
+from aotops.library import Library
+from aotops.ops import BUILTIN
+
+from .trial import numpy_dtype
 
 VARIABLE = "AOTOPS_TEST_FRONTENDS"
 
@@ -61,16 +63,25 @@ class Framework:
 
     name: str
     frontend: str
-    ops = OPS
     devices: tuple[str, ...] = ("cpu",)
     strides = True
     """Whether an array may have strides."""
     compiles = False
     """Whether each call is compiled, which takes about a second: test_frontends.py says which cases are."""
 
+    def __init__(self, library: Library = BUILTIN) -> None:
+        self.library, self.ops = library, library.ops
+
     @cached_property
     def module(self) -> Any:
-        return import_module(f"aotops.frontends.{self.frontend}")
+        """Whose functions are the library's operators."""
+        frontend = import_module(f"aotops.frontends.{self.frontend}")
+        if self.library is BUILTIN:
+            return frontend
+        name = f"aotops.testing.functions.{self.library.name}_{self.frontend}"
+        module = sys.modules[name] = ModuleType(name)  # MindSpore and pickle look for it
+        vars(module).update(frontend.functions(self.library, name))
+        return module
 
     def missing(self, device: str) -> str | None:
         """Why the device cannot be tested here."""
@@ -80,7 +91,7 @@ class Framework:
             return None
         if not self.has_gpu():
             return f"{self.name} finds no GPU"
-        return None if library.has_cuda() else "the library was built without CUDA"
+        return None if _library.has_cuda() else "the library was built without CUDA"
 
     def has_gpu(self) -> bool:
         return False
@@ -315,15 +326,21 @@ def _mindspore_cells() -> SimpleNamespace:
     return SimpleNamespace(Call=Call, Differentiated=Differentiated)
 
 
-FRAMEWORKS = {
-    "numpy": [NumPy()],
-    "cupy": [CuPy()],
-    "torch": [Torch()],
-    "jax": [Jax()],
-    "mindspore": [MindSpore(), MindSporeGraph()],
+ADAPTERS: dict[str, tuple[type[Framework], ...]] = {
+    "numpy": (NumPy,),
+    "torch": (Torch,),
+    "jax": (Jax,),
+    "cupy": (CuPy,),
+    "mindspore": (MindSpore, MindSporeGraph),
 }
+
+
+@cache
+def adapters(name: str, library: Library = BUILTIN) -> tuple[Framework, ...]:
+    """The adapters of a frontend, for the operators of a library."""
+    return tuple(adapter(library) for adapter in ADAPTERS[name])
 
 
 def frameworks() -> list[Framework]:
     """The adapters of the frontends under test."""
-    return [adapter for name in requested() for adapter in FRAMEWORKS[name]]
+    return [adapter for name in requested() for adapter in adapters(name)]

@@ -1,0 +1,152 @@
+"""One case in one dtype: inputs, what the reference gives for them, and its derivatives."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from .row import Arrays, Case, Row
+from .tolerances import DIFFERENCES, H, Mismatch, allowed, allowed_gradient, assert_close
+
+try:
+    import ml_dtypes
+except ImportError:  # then there is no bfloat16 here
+    ml_dtypes = None
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+def rounded(array: np.ndarray, dtype: str) -> np.ndarray:
+    """The float64 array of what is left of ``array`` in ``dtype``."""
+    if dtype == "bfloat16":
+        bits = np.asarray(array, np.float32).view(np.uint32)
+        bits = (bits + 0x7FFF + (bits >> 16 & 1)) & np.uint32(0xFFFF0000)
+        return np.asarray(bits, np.uint32).view(np.float32).astype(np.float64)
+    return np.asarray(array, dtype).astype(np.float64)
+
+
+def rounded_inputs(arrays: Arrays, dtype: str) -> Arrays:
+    """The same, rounded to ``dtype``; integers as they are."""
+    return {slot: x if x is None or x.dtype.kind != "f" else rounded(x, dtype) for slot, x in arrays.items()}
+
+
+def dtype_of(array: np.ndarray, dtype: str) -> str:
+    """``dtype``, unless the array is one of integers or bools."""
+    return dtype if array.dtype.kind == "f" else array.dtype.name
+
+
+def numpy_dtype(dtype: str) -> np.dtype:
+    return np.dtype(ml_dtypes.bfloat16) if dtype == "bfloat16" else np.dtype(dtype)
+
+
+def generator(seed: str) -> np.random.Generator:
+    return np.random.default_rng(zlib.crc32(seed.encode()))
+
+
+class Probe(NamedTuple):
+    """The derivative of ``sum(dy * f(x))``, over all results, along ``direction``: the dot product of the gradient with
+    it."""
+
+    direction: np.ndarray
+    derivative: float
+
+
+class Trial:
+    """A case of a row in a dtype. ``seed`` decides the numbers."""
+
+    def __init__(self, row: Row, case: Case, dtype: str, seed: str) -> None:
+        self.row, self.case, self.dtype, self.seed = row, case, dtype, seed
+
+    @cached_property
+    def inputs(self) -> Arrays:
+        """Rounded to the dtype, as float64; integers as they are."""
+        return rounded_inputs(self.case.random(generator(self.seed)), self.dtype)
+
+    @cached_property
+    def expected(self) -> tuple[np.ndarray, ...]:
+        return self.row.results(self.inputs, self.case.attrs, self.dtype)
+
+    @cached_property
+    def output_gradients(self) -> tuple[np.ndarray, ...]:
+        """A gradient of each result to start from."""
+        random = generator(f"dy {self.seed}")
+        return tuple(rounded(random.normal(size=y.shape), self.dtype) for y in self.expected)
+
+    @cached_property
+    def probes(self) -> dict[str, list[Probe]]:
+        """Of each input that is differentiable."""
+        return {
+            slot: [Probe(d, self._along(slot, d)) for d in _directions(x.shape, generator(f"{self.seed} {slot}"))]
+            for slot, x in self.inputs.items()
+            if x is not None and x.size and x.dtype.kind == "f"
+        }
+
+    def _along(self, slot: str, direction: np.ndarray) -> float:
+        if self.row.complex:
+            shifted = self._shifted(slot, self.inputs[slot] + 1e-30j * direction)
+            pairs = zip(self.output_gradients, shifted, strict=True)
+            return sum(float(np.vdot(dy, y.imag)) for dy, y in pairs) * 1e30
+        # in more digits, where there are: a sum of 40000 differences has the roundings of all of them
+        x = self.inputs[slot].astype(np.longdouble)  # type: ignore[union-attr]
+        f = [self._shifted(slot, x + t * direction) for t in (-2 * H, -H, H, 2 * H)]
+        # the difference first, and then the sum, which would have lost digits of it
+        points = zip(self.output_gradients, *f, strict=True)
+        return sum(float(np.vdot(dy, 8 * (c - b) - (d - a))) for dy, a, b, c, d in points) / (12 * H)
+
+    def _shifted(self, slot: str, x: np.ndarray) -> tuple[np.ndarray, ...]:
+        return self.row.results(self.inputs | {slot: x}, self.case.attrs, self.dtype)
+
+    def assert_values(self, got: tuple[np.ndarray, ...]) -> None:
+        """Raises AssertionError unless ``got`` is what the reference gives."""
+        for g, expected in zip(got, self.expected, strict=True):
+            assert g.shape == expected.shape, f"the result has shape {g.shape}, expected {expected.shape}"
+            assert_close(g, expected, self.allowed(expected))
+
+    def allowed(self, expected: np.ndarray) -> np.ndarray:
+        """How far a result may lie from ``expected``; integers must be equal."""
+        return allowed(expected, self.dtype, self.case) if expected.dtype.kind in "fc" else np.zeros(expected.shape)
+
+    def assert_gradients(self, got: dict[str, np.ndarray | None]) -> None:
+        """``got``: by input; None, or nothing, where the input is None or integers."""
+        for slot, x in self.inputs.items():
+            if x is None or x.dtype.kind != "f":
+                assert got.get(slot) is None, f"{slot} is None or integers and has a gradient"
+                continue
+            gradient = got[slot]
+            assert gradient is not None, f"{slot} has no gradient"
+            assert gradient.shape == x.shape, f"d{slot} has shape {gradient.shape}, expected {x.shape}"
+            assert np.isfinite(gradient).all(), f"d{slot} is not finite"
+            for probe in self.probes.get(slot, ()):
+                self._assert_derivative(slot, gradient, probe)
+
+    def _assert_derivative(self, slot: str, gradient: np.ndarray, probe: Probe) -> None:
+        direction, derivative = probe
+        # the errors of the elements are independent: they add up as the root of the sum of their squares
+        limit = np.linalg.norm(allowed_gradient(gradient, self.dtype, self.case) * direction)
+        limit = float(limit * (4 if np.count_nonzero(direction) > 1 else 1) + DIFFERENCES * max(1, abs(derivative)))
+        got = float(np.vdot(gradient, direction))
+        if abs(got - derivative) <= limit:
+            return
+        along = np.argwhere(direction)
+        at = tuple(map(int, along[0])) if len(along) == 1 else "every element"
+        raise Mismatch(
+            f"d{slot} along {at} is {got!r}, expected {derivative!r} within {limit:.3g}",
+            at=at, got=got, expected=derivative, allowed=limit,
+        )  # fmt: skip
+
+
+def _directions(shape: tuple[int, ...], random: np.random.Generator) -> Iterator[np.ndarray]:
+    """Every axis of a small array; of a large one the first, the last, a few between, and a direction that has all."""
+    size = math.prod(shape)
+    few = size > 64
+    for i in {0, size - 1, *random.integers(0, size, 2)} if few else range(size):
+        unit = np.zeros(size)
+        unit[i] = 1.0
+        yield unit.reshape(shape)
+    if few:
+        yield random.choice([-1.0, 1.0], shape)
