@@ -14,7 +14,7 @@ from collections import Counter
 import pytest
 from hypothesis import HealthCheck, settings
 
-from aotops.testing.cases import DTYPES, ml_dtypes
+from aotops.testing.cases import DTYPES
 from aotops.testing.frameworks import FRONTENDS, frameworks, requested
 
 # The same examples every time, or, to look for new ones, many of them. No deadline: a test does not depend on the time.
@@ -58,7 +58,7 @@ def _is_here(request):
         return
     if device is not None and (reason := framework.missing(device)):
         pytest.skip(reason)
-    if dtype == "bfloat16" and framework.frontend in ("numpy", "cupy") and ml_dtypes is None:
+    if dtype is not None and not framework.has_dtype(dtype):
         pytest.skip(f"{framework.name} has no bfloat16 without ml_dtypes")
 
 

@@ -24,7 +24,7 @@ from aotops.frontends import FRONTENDS
 from aotops.library import Library
 from aotops.ops import BUILTIN
 
-from .trial import numpy_dtype
+from .trial import ml_dtypes, numpy_dtype
 
 VARIABLE = "AOTOPS_TEST_FRONTENDS"
 
@@ -69,6 +69,9 @@ class Framework:
     compiles = False
     """Whether each call is compiled, which takes about a second: test_frontends.py says which cases are."""
 
+    slow = False
+    """Whether a call of a new shape takes tens of milliseconds."""
+
     def __init__(self, library: Library = BUILTIN) -> None:
         self.library, self.ops = library, library.ops
 
@@ -95,6 +98,17 @@ class Framework:
 
     def has_gpu(self) -> bool:
         return False
+
+    def has_dtype(self, dtype: str) -> bool:
+        return True
+
+    def free_memory(self, device: str) -> int:
+        """Bytes."""
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") if device == "cpu" else 0
+
+    def tiled(self, tensor: Any, times: int) -> Any:
+        """Copies of a tensor of one axis, one after the other."""
+        raise NotImplementedError
 
     def unable(self, name: str, shapes: list[tuple[int, ...]]) -> str | None:
         """Why the framework itself cannot do this."""
@@ -134,11 +148,17 @@ def _one_or_all(results: tuple[Any, ...]) -> Any:
 class _Arrays(Framework):
     xp: Any
 
+    def has_dtype(self, dtype):
+        return dtype != "bfloat16" or ml_dtypes is not None
+
     def make(self, array, dtype, device):
         return self.xp.asarray(array.astype(numpy_dtype(dtype)))
 
     def integers(self, array, device):
         return self.xp.asarray(array)
+
+    def tiled(self, tensor, times):
+        return self.xp.tile(tensor, times)
 
     def gradients(self, name, inputs, attrs, dys):
         results = getattr(self.module, f"{name}_backward")(_one_or_all(dys), **inputs, **attrs)
@@ -186,6 +206,12 @@ class Torch(Framework):
     def integers(self, array, device):
         return self.torch.tensor(array, device=device)
 
+    def free_memory(self, device):
+        return self.torch.cuda.mem_get_info()[0] if device == "cuda" else super().free_memory(device)
+
+    def tiled(self, tensor, times):
+        return tensor.repeat(times)
+
     def numpy(self, tensor):
         return tensor.detach().to("cpu", self.torch.float64).numpy()
 
@@ -201,6 +227,7 @@ class Jax(Framework):
     name = frontend = "jax"
     devices = ("cpu", "cuda")
     strides = False
+    slow = True
 
     @cached_property
     def jax(self):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,8 @@ class Case:
     """They are multiples of this, where it is not 0: sums of such are exact in every dtype."""
     classes: dict[str, int] = field(default_factory=dict)
     """Inputs that are integers, from 0 up to this."""
+    dtypes: dict[str, str] = field(default_factory=dict)
+    """Inputs with a dtype of their own: that of integers (int64 for ``classes`` without it), or bool."""
     magnified: float = 1.0
     """By how much the formula itself magnifies a rounding error of its inputs: the condition number."""
     grad_condition: float = 1.0
@@ -48,18 +50,32 @@ class Case:
         """The shapes of the inputs that are not None."""
         return {slot: shape for slot, shape in self.shapes.items() if shape is not None}
 
+    def array_dtype(self, slot: str) -> str:
+        """Of the arrays that the reference takes: float64 for an input of the dtype that is tried."""
+        return self.dtypes.get(slot, "int64" if slot in self.classes else "float64")
+
     def random(self, random: np.random.Generator) -> Arrays:
         """Inputs, float64 or integers."""
         arrays: Arrays = {}
         for slot, shape in self.shapes.items():
             if shape is None:
                 arrays[slot] = None
-            elif slot in self.classes:
-                arrays[slot] = random.integers(0, self.classes[slot], shape)
+            elif slot in self.classes or slot in self.dtypes:
+                dtype = self.array_dtype(slot)
+                most = self.classes.get(slot, 2 if dtype == "bool" else 100)
+                arrays[slot] = np.asarray(random.integers(0, most, shape)).astype(dtype)
             else:
                 values = random.normal(0.0 if arrays else self.mean, self.scale, shape)
                 arrays[slot] = np.round(values / self.grid) * self.grid if self.grid else values
         return arrays
+
+    def __repr__(self) -> str:
+        """Python that makes it, without what is left at its default."""
+        default, said = Case({}), [f"{self.shapes!r}"]
+        said += [f"{self.attrs!r}"] if self.attrs else []
+        others = (f.name for f in fields(self) if f.name not in ("shapes", "attrs"))
+        said += [f"{name}={getattr(self, name)!r}" for name in others if getattr(self, name) != getattr(default, name)]
+        return f"Case({', '.join(said)})"
 
     def __str__(self) -> str:
         shapes = [f"{slot}{'x'.join(map(str, s)) or '0dim'}" for slot, s in self.given.items()]
@@ -126,14 +142,14 @@ class Row:
     reference: Callable[..., Any]
     """The formula in NumPy, as plain as can be: a function of the public function's arguments, by name, that takes
     float64 arrays and gives the result, a tuple where there are several."""
-    cases: tuple[Case, ...]
+    cases: tuple[Case, ...] = ()
     """Shapes to think of: 0-dim, empty, one element, odd, one axis and several, each optional input alone; and one for
     each path of a kernel that size decides."""
-    draw: Callable[[Draw], Case]
+    draw: Callable[[Draw], Case] | None = None
     """A random call that the operator takes, of small tensors."""
-    bad: tuple[Bad, ...]
+    bad: tuple[Bad, ...] = ()
     """Calls that it refuses."""
-    bench: tuple[Work, ...]
+    bench: tuple[Work, ...] = ()
     """What ``aotops bench`` measures: each variant's tensors, which give its shapes, bytes and FLOPs."""
     torch: Callable[..., Any] | None = None
     """The same in torch: a function of the module ``torch`` and the public function's arguments. Without it, that of
@@ -143,6 +159,11 @@ class Row:
     small matrix."""
     opcheck: tuple[Case, ...] = ()
     """More of what ``torch.library.opcheck`` is given, besides the samples: each optional input absent."""
+    dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32", "float64")
+    """Those to try; ``check`` leaves out what the operator refuses."""
+    indeterminate: Mapping[float, float] = field(default_factory=dict)
+    """A value of an input for which the formula says infinity times 0, and its limit there: a result may be NaN or the
+    limit."""
     defaults: Callable[[str], dict[str, Any]] = _no_defaults
     """Of a dtype: the arguments for which None, or nothing, stands for something that depends on it."""
     complex: bool = False

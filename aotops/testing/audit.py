@@ -1,0 +1,123 @@
+"""The shared library itself: whether it loads elsewhere, and without a framework."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from .elf import Elf
+from .report import FAIL, PASS, Failure, Item
+from .subject import Subject
+
+FRAMEWORK_LIBRARIES = re.compile(
+    r"lib(torch|c10|python3|mindspore|xla|jax|tensorflow|cudnn_frontend|pybind|tvm)[\w.+-]*\.so"
+)
+FRAMEWORK_SYMBOLS = re.compile(r"_?Py[A-Z_]|_ZNK?(2at|3c10|5torch|8pybind11|3xla|9mindspore|3tsl|3tvm)")
+_SYSTEM = re.compile(r"ld-linux[\w-]*\.so|lib(c|m|dl|rt|pthread|stdc\+\+|gcc_s|gomp|util)\.so")
+_VERSION = re.compile(r"(GLIBC|GLIBCXX|CXXABI|GOMP|OMP|GCC)_([\d.]+)$")
+SHOWN = 5
+"""Symbols that an error names."""
+
+
+def library(subject: Subject) -> Iterator[Item]:
+    yield from audited(subject.op.library.path)
+
+
+def audited(file: Path) -> Iterator[Item]:
+    """What the file says of its symbols and how it is linked."""
+    try:
+        elf = Elf(file)
+    except (OSError, ValueError) as error:
+        yield _item("file", str(error), "")
+        return
+    yield _item("frameworks", _of_frameworks(elf), "no library or symbol of a framework is needed")
+    yield _item("symbols", _unresolved(elf, file), _resolved(elf))
+    yield _item("versions", None, _floor(elf))
+    yield _item(
+        "search path", _search_path(elf), "no RPATH or RUNPATH" if not elf.search_path else ":".join(elf.search_path)
+    )
+    yield _item("stack", "the stack would be executable: link with -z noexecstack" if elf.executable_stack else None,
+                "not executable")  # fmt: skip
+    yield _item("relocations", "the code is relocated at load: compile with -fPIC" if elf.text_relocations else None,
+                "none in the code")  # fmt: skip
+
+
+def _item(where: str, fault: str | None, detail: str) -> Item:
+    if fault:
+        return Item("library", where, FAIL, failure=Failure(fault))
+    return Item("library", where, PASS, detail)
+
+
+def _of_frameworks(elf: Elf) -> str | None:
+    needed = [name for name in elf.needed if FRAMEWORK_LIBRARIES.match(name)]
+    strong = [s.name for s in elf.symbols if not (s.defined or s.weak) and FRAMEWORK_SYMBOLS.match(s.name)]
+    if needed:
+        return f"it needs {', '.join(needed)}: another release of the framework would break it"
+    return f"it needs {_some(strong)} of a framework or Python" if strong else None
+
+
+def _unresolved(elf: Elf, file: Path) -> str | None:
+    """Symbols that no library it needs has: a call of one would end the process."""
+    libraries, missing = [], []
+    for name in elf.needed:
+        if FRAMEWORK_LIBRARIES.match(name):
+            return f"not looked up, since {name} is needed"
+        loaded = _loaded(name, elf.search_path, file)
+        (missing if loaded is None else libraries).append(name if loaded is None else loaded)
+    if missing:
+        return f"it needs {', '.join(map(str, missing))}, which the loader does not find here"
+    wanted = [s.name for s in elf.symbols if not (s.defined or s.weak) and s.name]
+    absent = [name for name in wanted if not any(_has(each, name) for each in libraries)]  # type: ignore[arg-type]
+    if absent:
+        return f"no library that it needs defines {_some(absent)}: link with -z defs, which tells"
+    return None
+
+
+def _loaded(name: str, folders: list[str], file: Path) -> ctypes.CDLL | None:
+    origins = [folder.replace("$ORIGIN", str(file.parent)).replace("${ORIGIN}", str(file.parent)) for folder in folders]
+    for path in (*(str(Path(folder) / name) for folder in origins), name):
+        try:
+            return ctypes.CDLL(path)
+        except OSError:
+            continue
+    return None
+
+
+def _has(library: ctypes.CDLL, symbol: str) -> bool:
+    try:
+        return bool(library[symbol])
+    except AttributeError:
+        return False
+
+
+def _resolved(elf: Elf) -> str:
+    others = [name for name in elf.needed if not _SYSTEM.match(name)]
+    return (
+        f"all defined; it needs {', '.join(others)}" if others else "all defined; it needs the system's libraries alone"
+    )
+
+
+def _floor(elf: Elf) -> str:
+    highest: dict[str, tuple[int, ...]] = {}
+    for version in elf.versions:
+        if match := _VERSION.match(version):
+            number = tuple(map(int, match[2].split(".")))
+            highest[match[1]] = max(highest.get(match[1], (0,)), number)
+    said = [f"{name} {'.'.join(map(str, highest[name]))}" for name in ("GLIBC", "GLIBCXX", "CXXABI") if name in highest]
+    return f"it needs {', '.join(said)} or later" if said else "it needs no version of glibc or libstdc++"
+
+
+def _search_path(elf: Elf) -> str | None:
+    absolute = [folder for folder in elf.search_path if not folder.startswith(("$ORIGIN", "${ORIGIN}"))]
+    return (
+        f"RPATH or RUNPATH has {', '.join(absolute)}, expected none, or $ORIGIN: no other machine has it"
+        if absolute
+        else None
+    )
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more

@@ -1,0 +1,183 @@
+"""Calls of entries by address, on memory of our own: what the checks of memory are made of.
+
+A call is data that another process can run, with the library's path in the place of the library."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from aotops import call
+from aotops.infer import infer
+from aotops.library import Library
+from aotops.op import Attr, Op
+from aotops.spec import TensorSpec
+
+from .subject import bound
+from .trial import Trial, dtype_of
+
+ITEMSIZE = {
+    "bool": 1, "int8": 1, "uint8": 1, "int16": 2, "uint16": 2, "float16": 2, "bfloat16": 2, "int32": 4, "uint32": 4,
+    "float32": 4, "int64": 8, "uint64": 8, "float64": 8,
+}  # fmt: skip
+
+
+def nbytes(spec: TensorSpec) -> int:
+    return math.prod(spec.shape) * ITEMSIZE[spec.dtype]
+
+
+def raw(array: np.ndarray, dtype: str) -> bytes:
+    """The bytes of an array in ``dtype``, whose numbers it can hold."""
+    if dtype == "bfloat16":
+        return (np.asarray(array, np.float32).view(np.uint32) >> 16).astype(np.uint16).tobytes()
+    return np.asarray(array).astype(dtype).tobytes()
+
+
+def numbers(data: bytes, spec: TensorSpec) -> np.ndarray:
+    """The array of such bytes, of float64 where it is floating."""
+    if spec.dtype == "bfloat16":
+        bits = np.frombuffer(data, np.uint16).astype(np.uint32) << 16
+        return bits.view(np.float32).astype(np.float64).reshape(spec.shape)
+    array = np.frombuffer(data, spec.dtype).reshape(spec.shape)
+    return array.astype(np.float64) if array.dtype.kind == "f" else array
+
+
+@dataclass(frozen=True)
+class EntryCall:
+    """A call of an operator's entry: for each slot a spec, or None, and the bytes of the inputs."""
+
+    op: Op
+    attrs: tuple[Attr, ...]
+    specs: Mapping[str, TensorSpec | None]
+    inputs: Mapping[str, bytes]
+    forward: EntryCall | None = None
+    """Of a backward: the call whose results are the inputs that are not in ``inputs``."""
+
+    @property
+    def given(self) -> dict[str, TensorSpec]:
+        return {slot: spec for slot, spec in self.specs.items() if spec is not None}
+
+    def run(self, device: str, addresses: Mapping[str, int], index: int = 0, stream: int = 0) -> None:
+        """Runs the entry on memory at these addresses, one for each slot given."""
+        specs = tuple(self.specs[slot] for slot in self.op.slots)
+        call.addresses(self.op, self.attrs, device, specs)(index, stream, *(addresses[slot] for slot in self.given))
+
+    def elsewhere(self) -> EntryCall:
+        """The same call for another process: without what cannot be pickled."""
+        return replace(self, op=_portable(self.op), forward=self.forward and self.forward.elsewhere())
+
+
+def forward_call(op: Op, trial: Trial, device: str) -> EntryCall:
+    given = bound(op, trial.case, trial.inputs, trial.dtype)
+    specs: dict[str, TensorSpec | None] = dict(zip(op.inputs, given.input_specs(), strict=True))
+    written = given.specs(device)
+    specs |= {slot: written[slot] for slot in op.entry_outputs}
+    arrays = zip(op.inputs, given.inputs, strict=True)
+    inputs = {slot: raw(x, dtype_of(x, trial.dtype)) for slot, x in arrays if x is not None}
+    return EntryCall(op, given.attrs, specs, inputs)
+
+
+def backward_call(op: Op, trial: Trial, device: str) -> EntryCall | None:
+    """The call of the gradient's entry; None if there is none."""
+    backward = op.backward
+    if backward is None or not backward.has_kernel:
+        return None
+    forward = forward_call(op, trial, device)
+    gradients = dict(zip((f"d{y}" for y in op.outputs), trial.output_gradients, strict=True))
+    specs: dict[str, TensorSpec | None] = {
+        slot: TensorSpec(gradients[slot].shape, trial.dtype) if slot in gradients else forward.specs.get(slot)
+        for slot in backward.inputs
+    }
+    inferred = infer(backward, forward.attrs, tuple(specs.values()), device)
+    wanted = {f"d{slot}" for slot in forward.inputs} | set(backward.workspace)
+    specs |= {
+        slot: inferred[slot] if slot in wanted or slot not in backward.optional else None
+        for slot in backward.entry_outputs
+    }
+    inputs = {slot: raw(dy, trial.dtype) for slot, dy in gradients.items() if slot in backward.inputs}
+    inputs |= {slot: data for slot, data in forward.inputs.items() if slot in backward.inputs}
+    return EntryCall(backward, forward.attrs, specs, inputs, forward)
+
+
+def calls_of(op: Op, trial: Trial, device: str) -> list[EntryCall]:
+    """The forward's and, where it has a kernel, the backward's."""
+    backward = backward_call(op, trial, device)
+    return [forward_call(op, trial, device), *([backward] if backward else [])]
+
+
+# ------------------------------------------------------------------------------------------------------------- running
+
+SLACK = 256
+"""Bytes around plain memory, so that a small access out of bounds is harmless."""
+
+Runner = Callable[[EntryCall, int], dict[str, bytes]]
+
+
+def run_on_cpu(one: EntryCall, poison: int) -> dict[str, bytes]:
+    """The bytes of every slot after a call, whose outputs held ``poison`` in each byte before it."""
+    buffers = {}
+    for slot, data in filled(one, run_on_cpu, poison).items():
+        buffers[slot] = np.full(len(data) + 2 * SLACK, poison, np.uint8)
+        buffers[slot][SLACK : SLACK + len(data)] = np.frombuffer(data, np.uint8)
+    one.run("cpu", {slot: buffer.ctypes.data + SLACK for slot, buffer in buffers.items()})
+    return {slot: buffer[SLACK : len(buffer) - SLACK].tobytes() for slot, buffer in buffers.items()}
+
+
+def run_on_cuda(one: EntryCall, poison: int) -> dict[str, bytes]:
+    """The same on a GPU, in torch's memory."""
+    import torch
+
+    tensors = {
+        slot: torch.frombuffer(bytearray(data) or bytearray(1), dtype=torch.uint8).cuda()
+        for slot, data in filled(one, run_on_cuda, poison).items()
+    }
+    stream, index = torch.cuda.current_stream().cuda_stream, torch.cuda.current_device()
+    one.run("cuda", {slot: tensor.data_ptr() for slot, tensor in tensors.items()}, index, stream)
+    torch.cuda.synchronize()
+    return {slot: t.cpu().numpy().tobytes()[: nbytes(one.given[slot])] for slot, t in tensors.items()}
+
+
+def filled(one: EntryCall, run: Runner, poison: int) -> dict[str, bytes]:
+    """The bytes of every slot before a call."""
+    results = run(one.forward, poison) if one.forward and set(one.op.inputs) & set(one.given) - set(one.inputs) else {}
+    before = {**results, **one.inputs}
+    return {
+        slot: before[slot] if slot in one.op.inputs else bytes([poison]) * nbytes(spec)
+        for slot, spec in one.given.items()
+    }
+
+
+# ------------------------------------------------------------------------------------------------------ other processes
+
+
+def _portable(op: Op) -> Op:
+    """The definition as far as the call path needs it."""
+    changes: dict[str, Any] = {"library": _PortableLibrary(op.library), "backward": None}
+    for field in fields(op):
+        if field.name in changes:
+            continue
+        value = getattr(op, field.name)
+        try:
+            pickle.loads(pickle.dumps(value))
+        except Exception:  # a function of no module: the public signature, a rule of shapes
+            changes[field.name] = _unused if field.name == "bind" else type(value)() if value is not None else None
+    return replace(op, **changes)
+
+
+class _PortableLibrary(Library):
+    """A library that is pickled as its name and path."""
+
+    def __init__(self, of: Library) -> None:
+        super().__init__(of.name, [], of._file)
+
+    def __reduce__(self) -> Any:
+        return Library, (self.name, [], self._file)
+
+
+def _unused(*args: Any) -> Any:
+    raise NotImplementedError

@@ -1,0 +1,190 @@
+"""``check``: all that is tried on an operator."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from aotops.frontends import FRONTENDS
+from aotops.op import Op
+from aotops.registry import get
+
+from . import audit, inputs, memory, runs, torchs, values
+from .frameworks import ADAPTERS, Framework, adapters
+from .report import FAIL, UNAVAILABLE, Failure, Item, Report
+from .subject import Subject, as_cases, default_cases, elements, importable, reference_name, row_of
+from .trial import DTYPES
+
+CHECKS: dict[str, Callable[[Subject], Iterator[Item]]] = {
+    "library": audit.library,
+    "bounds": memory.bounds,
+    "outputs written": memory.written,
+    "inputs unchanged": memory.unchanged,
+    "values": values.values,
+    "gradients": values.gradients,
+    "shapes": inputs.shapes,
+    "NaN and infinity": inputs.odd_numbers,
+    "layouts": inputs.layouts,
+    "same bits": runs.repeat,
+    "threads": runs.threads,
+    "opcheck": torchs.opcheck,
+    "gradcheck": torchs.gradcheck,
+    "CUDA graph": torchs.capture,
+    "sanitizer": memory.sanitizer,
+}
+"""In the order in which they run: what may end the process is first tried in another one."""
+
+
+def check(
+    op: Op | str,
+    reference: Callable[..., Any] | None = None,
+    *,
+    cases: Sequence[Any] | None = None,
+    frameworks: Sequence[str] | None = None,
+    dtypes: Sequence[str] | None = None,
+    devices: Sequence[str] | None = None,
+    only: Sequence[str] | None = None,
+    seed: int = 0,
+    sanitize: bool = False,
+    quick: bool = False,
+    huge: bool = False,
+    progress: Callable[[Item], None] | None = None,
+) -> Report:
+    """Checks an operator: its library, memory accesses, values, gradients, and behaviour in each framework.
+
+    Args:
+        op: an operator, or its name in the registry.
+        reference: the formula in NumPy, a function of float64 arrays and attributes by the names of the public
+            function. Without it, that of the row of the operator's library.
+        cases: what to call it with: ``Case`` objects, dicts of shapes by input, or tuples of shapes. Without it, the
+            row's; for an operator without a row, a few shapes, the same for every input.
+        frameworks: of "numpy", "torch", "jax", "cupy" and "mindspore"; one that is not installed fails. Without it,
+            those installed.
+        dtypes: of "float16", "bfloat16", "float32" and "float64"; one that the operator refuses fails. Without it,
+            those that it accepts.
+        devices: of "cpu" and "cuda". Without it, those that the library has an entry for and the machine has.
+        only: names of checks; all without it.
+        seed: of the numbers.
+        sanitize: on a GPU, run the kernels under compute-sanitizer too.
+        quick: fewer cases, for a result in a few seconds.
+        huge: a tensor of more than 2**31 elements too, where there is memory for it.
+        progress: called with each item as it is known.
+
+    Returns:
+        A report. ``report.ok`` says whether everything passed; ``print(report.render())`` prints it.
+
+    Raises:
+        ValueError: there is neither a row nor a reference; an unknown framework, dtype, device or check.
+        KeyError: no operator has this name.
+    """
+    started = time.perf_counter()
+    op = get(op) if isinstance(op, str) else op
+    _known("frameworks", frameworks, FRONTENDS)
+    _known("dtypes", dtypes, DTYPES)
+    _known("devices", devices, ("cpu", "cuda"))
+    _known("only", only, CHECKS)
+    items: list[Item] = []
+
+    def add(item: Item) -> None:
+        items.append(item)
+        if progress:
+            progress(item)
+
+    with _settings_kept():
+        subject = _subject(op, reference, cases, seed)
+        subject = replace(subject, quick=quick, huge=huge, sanitize=sanitize)
+        subject = _where(subject, frameworks, devices, add)
+        subject = _in_dtypes(subject, dtypes, add)
+        for name in CHECKS if only is None else only:
+            for item in _run(name, subject, items):
+                add(item)
+    return Report(op.name, str(op.library.path), items, time.perf_counter() - started)
+
+
+def _run(name: str, subject: Subject, so_far: Sequence[Item]) -> Iterator[Item]:
+    if any(item.check == "bounds" and item.status == FAIL for item in so_far):
+        yield Item(name, "", UNAVAILABLE, "not run: the kernel would corrupt this process's memory")
+    elif subject.dtypes or name == "library":
+        yield from CHECKS[name](subject)
+
+
+def _known(argument: str, given: Sequence[str] | None, known: Any) -> None:
+    for value in given or ():
+        if value not in known:
+            raise ValueError(f"check: {argument} has {value!r}, expected some of {', '.join(sorted(known))}")
+
+
+def _subject(op: Op, reference: Any, cases: Sequence[Any] | None, seed: int) -> Subject:
+    row = row_of(op, reference)
+    if row is None:
+        raise ValueError(
+            f"{op.name}: its library {op.library.name} has no row of cases for it (Library(cases=...)), expected a "
+            f"reference: check(op, reference)"
+        )
+    tried = as_cases(op, cases) if cases is not None else list(row.cases) or default_cases(op)
+    if cases is None and not row.cases:
+        probe = Subject(op, row, tuple(tried), (), (), ())
+        tried = [case for case in tried if any(probe.refusal(case, dtype) is None for dtype in DTYPES)]
+    if not tried:
+        raise ValueError(
+            f"{op.name}: it accepts no inputs of one shape, expected cases: check(op, reference, cases=...)"
+        )
+    tried.sort(key=elements)
+    imports, expression = importable(op)
+    named = ""
+    if reference is not None:
+        more, named = reference_name(reference)
+        imports = "; ".join(filter(None, (imports, more)))
+    names = {"expression": expression, "imports": imports, "reference": named}
+    return Subject(op, row, tuple(tried), (), (), (), seed, from_row=cases is None, **names)
+
+
+def _where(
+    subject: Subject, frameworks: Sequence[str] | None, devices: Sequence[str] | None, add: Callable[[Item], None]
+) -> Subject:
+    """With the frameworks and devices that are here. One that was asked for and is not here is a failure."""
+    present: list[Framework] = []
+    on = [device for device in devices or ("cpu", "cuda") if subject.op.library.address(f"{subject.op.entry}_{device}")]
+    for device in set(devices or ()) - set(on):
+        add(_absent("devices", device, f"the library has no entry {subject.op.entry}_{device}", True))
+    for name in frameworks or ADAPTERS:
+        for adapter in adapters(name, subject.op.library):
+            missing = {device: adapter.missing(device) for device in adapter.devices if device in on}
+            for device, why in missing.items():
+                if why and (device == "cpu" or devices or len(missing) == 1):
+                    add(_absent("frameworks", f"{adapter.name} {device}", why, bool(frameworks)))
+            if not all(missing.values()):
+                present.append(adapter)
+    return replace(subject, adapters=tuple(present), devices=tuple(on))
+
+
+def _absent(check: str, where: str, why: str, asked: bool) -> Item:
+    if asked:
+        return Item(check, where, FAIL, failure=Failure(why))
+    return Item(check, where, UNAVAILABLE, why)
+
+
+def _in_dtypes(subject: Subject, dtypes: Sequence[str] | None, add: Callable[[Item], None]) -> Subject:
+    accepted = []
+    for dtype in dtypes or subject.row.dtypes:
+        refusals = [subject.refusal(case, dtype) for case in subject.cases]
+        if all(refusals):
+            add(_absent("dtypes", dtype, f"refused: {refusals[0]}", bool(dtypes)))
+        else:
+            accepted.append(dtype)
+    return replace(subject, dtypes=tuple(accepted))
+
+
+@contextmanager
+def _settings_kept() -> Iterator[None]:
+    """JAX's 64-bit numbers, which the adapter of JAX switches on."""
+    before = sys.modules["jax"].config.jax_enable_x64 if "jax" in sys.modules else None
+    try:
+        yield
+    finally:
+        if before is not None:
+            sys.modules["jax"].config.update("jax_enable_x64", before)

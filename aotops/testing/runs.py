@@ -1,0 +1,62 @@
+"""The same bits: from call to call, and from several threads at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .calls import EntryCall, Runner, calls_of, run_on_cpu, run_on_cuda
+from .frameworks import race
+from .memory import LARGEST
+from .report import UNAVAILABLE, Item
+from .search import Attempt, searched
+from .subject import Subject, elements
+from .trial import Trial
+
+TIMES = 4
+
+
+def repeat(subject: Subject) -> Iterator[Item]:
+    """Calls on the same inputs give the same bits."""
+    yield from _each_device(subject, "same bits", _repeated)
+
+
+def threads(subject: Subject) -> Iterator[Item]:
+    """Calls from several threads at once give the bits of one call alone."""
+    yield from _each_device(subject, "threads", _raced)
+
+
+def _each_device(subject: Subject, check: str, attempt_of) -> Iterator[Item]:
+    largest = [case for case in subject.cases if elements(case) <= LARGEST][-1:]
+    cases = [subject.plain, *(case for case in largest if case is not subject.plain)]
+    for device in subject.devices:
+        if device == "cuda" and not subject.torch_on_gpu:
+            yield Item(check, device, UNAVAILABLE, "torch finds no GPU")
+            continue
+        attempt = attempt_of(subject, device, run_on_cpu if device == "cpu" else run_on_cuda)
+        yield searched(subject, check, device, attempt, subject.pairs(cases), devices=[device])
+
+
+def _results(one: EntryCall, run: Runner) -> dict[str, bytes]:
+    after = run(one, 0xFF)
+    return {slot: after[slot] for slot in one.op.results if slot in after}
+
+
+def _repeated(subject: Subject, device: str, run: Runner) -> Attempt:
+    def attempt(trial: Trial) -> None:
+        for one in calls_of(subject.op, trial, device):
+            first = _results(one, run)
+            for time in range(1, TIMES):
+                differ = [slot for slot, data in _results(one, run).items() if data != first[slot]]
+                assert not differ, f"{one.op.name}: {', '.join(differ)} of call {time + 1} differs from that of call 1"
+
+    return attempt
+
+
+def _raced(subject: Subject, device: str, run: Runner) -> Attempt:
+    def attempt(trial: Trial) -> None:
+        for one in calls_of(subject.op, trial, device):
+            first = _results(one, run)
+            wrong = race(lambda i, one=one, first=first: sum(_results(one, run) != first for _ in range(TIMES)))
+            assert not wrong, f"{one.op.name}: {wrong} of {4 * TIMES} calls from 4 threads differ from a call alone"
+
+    return attempt

@@ -1,0 +1,109 @@
+"""Runs an attempt on one case after the other, and finds the smallest that fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from .report import FAIL, PASS, UNAVAILABLE, Failure, Item
+from .row import Case
+from .subject import Subject, elements
+from .trial import Trial
+
+Attempt = Callable[[Trial], None]
+"""Raises where the check fails; an AssertionError's text says how."""
+
+MOST_ATTEMPTS = 80
+"""To make a failing case smaller."""
+
+
+def searched(
+    subject: Subject, check: str, where: str, attempt: Attempt, pairs: Sequence[tuple[Case, str]], **arguments: Any
+) -> Item:
+    """The item of a check that tries cases in dtypes. ``arguments``: those of ``check`` that lead there."""
+    if not pairs:
+        return Item(check, where, UNAVAILABLE, "no case, in no dtype, is for it")
+    for case, dtype in pairs:
+        if fault := fault_of(subject, attempt, case, dtype):
+            small, fault = shrunk(subject, attempt, case, dtype, fault)
+            return Item(check, where, FAIL, failure=failure_of(subject, check, fault, small, dtype, **arguments))
+    return Item(check, where, PASS, counted(pairs))
+
+
+def counted(pairs: Sequence[tuple[Case, str]]) -> str:
+    cases = len({repr(case) for case, _ in pairs})
+    return f"{cases} case{'s' if cases != 1 else ''} in {', '.join(dict.fromkeys(dtype for _, dtype in pairs))}"
+
+
+def fault_of(subject: Subject, attempt: Attempt, case: Case, dtype: str) -> Exception | None:
+    try:
+        attempt(subject.trial(case, dtype))
+    except Exception as error:  # of a framework too: whatever it is, the check failed
+        return error
+    return None
+
+
+def failure_of(subject: Subject, check: str, fault: Exception, case: Case, dtype: str, **arguments: Any) -> Failure:
+    own = isinstance(fault, AssertionError)
+    message = str(fault) if own else f"{type(fault).__name__}: {fault}"
+    line = reproducing(subject, check, case, dtype, **arguments)
+    return Failure(message, described(case), dtype, line, getattr(fault, "facts", {}))
+
+
+def described(case: Case) -> str:
+    shapes = [f"{slot} {shape}" for slot, shape in case.given.items()]
+    return ", ".join([*shapes, *(f"{name}={value!r}" for name, value in case.attrs.items())])
+
+
+def reproducing(subject: Subject, check: str, case: Case, dtype: str, **arguments: Any) -> str:
+    """Python that runs one check on one case. Where the operator has no name to import, it is called ``op``."""
+    imports = [subject.imports, "from aotops.testing import Case, check"]
+    call = [subject.expression, subject.reference, f"cases=[{case!r}]", f"dtypes=[{dtype!r}]", f"only=[{check!r}]"]
+    call += [f"{name}={value!r}" for name, value in arguments.items()]
+    call += [f"seed={subject.seed}"]
+    return f"{'; '.join(filter(None, imports))}; print(check({', '.join(filter(None, call))}).render())"
+
+
+# ------------------------------------------------------------------------------------------------------ smaller cases
+
+
+def shrunk(subject: Subject, attempt: Attempt, case: Case, dtype: str, fault: Exception) -> tuple[Case, Exception]:
+    """The smallest case found that fails, by making one dimension after the other smaller, and its fault."""
+    attempts = 0
+    smaller = iter(smaller_cases(subject, case, dtype))
+    while attempts < MOST_ATTEMPTS and (candidate := next(smaller, None)):
+        attempts += 1
+        if found := fault_of(subject, attempt, candidate, dtype):
+            case, fault, smaller = candidate, found, iter(smaller_cases(subject, candidate, dtype))
+    return case, fault
+
+
+def smaller_cases(subject: Subject, case: Case, dtype: str) -> Iterator[Case]:
+    """With one length in all shapes reduced: to 1, to half, by 1."""
+    lengths = sorted({dim for shape in case.given.values() for dim in shape if dim > 1}, reverse=True)
+    for old in lengths:
+        for new in dict.fromkeys((1, old // 2, old - 1)):
+            if (small := resized(subject, case, old, new, dtype)) and elements(small) < elements(case):
+                yield small
+
+
+def resized(subject: Subject, case: Case, old: int, new: int, dtype: str) -> Case | None:
+    """With ``new`` for each length ``old``, and in the attributes too where the operator wants that; None if it accepts
+    neither."""
+    shapes = {
+        slot: None if shape is None else tuple(new if dim == old else dim for dim in shape)
+        for slot, shape in case.shapes.items()
+    }
+    attrs = {name: _replaced(value, old, new) for name, value in case.attrs.items()}
+    classes = {slot: new if n == old else n for slot, n in case.classes.items()}
+    for changed in (replace(case, shapes=shapes), replace(case, shapes=shapes, attrs=attrs, classes=classes)):
+        if subject.valid(changed, dtype):
+            return changed
+    return None
+
+
+def _replaced(value: Any, old: int, new: int) -> Any:
+    if isinstance(value, (tuple, list)):
+        return type(value)(_replaced(v, old, new) for v in value)
+    return new if type(value) is int and value == old else value

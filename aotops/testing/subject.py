@@ -1,0 +1,235 @@
+"""What is checked: an operator, its row, and where it is run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from aotops.infer import infer
+from aotops.library import Library
+from aotops.op import Attr, Op
+from aotops.ops import BUILTIN
+from aotops.spec import TensorSpec
+
+from .frameworks import Framework
+from .row import Arrays, Case, Row, Shape
+from .trial import Trial, dtype_of
+
+SMALL = 1 << 12
+"""Elements of a case that is tried in every dtype."""
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    op: Op
+    row: Row
+    cases: tuple[Case, ...]
+    """The smallest first."""
+    dtypes: tuple[str, ...]
+    devices: tuple[str, ...]
+    adapters: tuple[Framework, ...]
+    seed: int = 0
+    quick: bool = False
+    huge: bool = False
+    sanitize: bool = False
+    from_row: bool = False
+    """Whether the cases are the row's."""
+    expression: str = "op"
+    """What a line of Python calls the operator, after ``imports``."""
+    imports: str = ""
+    reference: str = ""
+    """The same of a reference that was given."""
+
+    @property
+    def name(self) -> str:
+        return self.op.name
+
+    @cached_property
+    def _trials(self) -> dict[tuple[str, str], Trial]:
+        return {}
+
+    def trial(self, case: Case, dtype: str) -> Trial:
+        key = repr(case), dtype
+        if key not in self._trials:
+            self._trials[key] = Trial(self.row, case, dtype, f"{self.seed} {self.name} {case}")
+        return self._trials[key]
+
+    @cached_property
+    def plain(self) -> Case:
+        """A small case with every input: the first of two axes or more and ten elements or more."""
+
+        def rank(case: Case) -> tuple[bool, bool, bool]:
+            shape = next(iter(case.given.values()), ())
+            return len(case.given) < len(case.shapes), not 10 <= np.prod(shape) < 10000, len(shape) < 2
+
+        return min(self.cases, key=rank)
+
+    @cached_property
+    def unusual(self) -> dict[str, list[Case]]:
+        """By kind: odd, empty, 0-dim and huge shapes; none if the cases were given."""
+        from .inputs import unusual_cases
+
+        return unusual_cases(self) if self.from_row else {}
+
+    @cached_property
+    def varied(self) -> list[Case]:
+        """The cases, and those of unusual shapes, the smallest first."""
+        more = [case for kind, cases in self.unusual.items() if kind != "huge" for case in cases]
+        return sorted({repr(case): case for case in (*self.cases, *more)}.values(), key=elements)
+
+    @cached_property
+    def torch_on_gpu(self) -> bool:
+        torch = next((a for a in self.adapters if a.name == "torch"), None)
+        return torch is not None and torch.has_gpu()
+
+    def runs(self) -> Iterator[tuple[Framework, str]]:
+        """Each framework with each of its devices."""
+        for adapter in self.adapters:
+            for device in adapter.devices:
+                if device in self.devices:
+                    yield adapter, device
+
+    def kernel_runs(self) -> Iterator[tuple[Framework, str]]:
+        """One framework, the quickest, for each device: for what is the kernel's and not the framework's."""
+        for device in self.devices:
+            able = [adapter for adapter, d in self.runs() if d == device]
+            order = ("numpy", "torch", "cupy", "jax", "mindspore")
+            if able:
+                yield min(able, key=lambda adapter: order.index(adapter.frontend)), device
+
+    def dtypes_for(self, case: Case, adapter: Framework | None = None) -> tuple[str, ...]:
+        """All dtypes, or one for a large case, and for all but one in a framework whose calls are slow."""
+        dtypes = self.dtypes_of(adapter) if adapter else self.dtypes
+        few = elements(case) > SMALL or (adapter and adapter.slow and case is not self.plain)
+        return tuple(d for d in ("float32", *dtypes) if d in dtypes)[:1] if few else dtypes
+
+    def pairs(self, cases: Sequence[Case], adapter: Framework | None = None) -> list[tuple[Case, str]]:
+        """The cases, each in its dtypes."""
+        return [(case, dtype) for case in cases for dtype in self.dtypes_for(case, adapter)]
+
+    def dtypes_of(self, adapter: Framework) -> tuple[str, ...]:
+        return tuple(dtype for dtype in self.dtypes if adapter.has_dtype(dtype))
+
+    def refusal(self, case: Case, dtype: str) -> str | None:
+        """The error of the operator for such inputs, or None if it accepts them."""
+        try:
+            bound(self.op, case, placeholders(case, dtype), dtype).specs("cpu")
+        except (TypeError, ValueError, NotImplementedError) as error:
+            return str(error)
+        return None
+
+    def valid(self, case: Case, dtype: str) -> bool:
+        """Whether the operator accepts the case, and the reference has a finite result."""
+        if self.refusal(case, dtype):
+            return False
+        try:
+            with np.errstate(all="ignore"):
+                return all(np.isfinite(y).all() for y in self.trial(case, dtype).expected)
+        except Exception:  # whatever a reference raises for a shape that is not for it
+            return False
+
+
+# ----------------------------------------------------------------------------------------------------- calls of entries
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The inputs and attributes of a call, as the entry takes them."""
+
+    op: Op
+    inputs: tuple[np.ndarray | None, ...]
+    attrs: tuple[Attr, ...]
+    dtype: str
+
+    def input_specs(self) -> tuple[TensorSpec | None, ...]:
+        return tuple(None if x is None else TensorSpec(x.shape, dtype_of(x, self.dtype)) for x in self.inputs)
+
+    def specs(self, device: str) -> dict[str, TensorSpec]:
+        """Of every output, residual and workspace."""
+        return infer(self.op, self.attrs, self.input_specs(), device)
+
+
+def bound(op: Op, case: Case, arrays: Arrays, dtype: str) -> Bound:
+    inputs, attrs = op.bind(**arrays, **case.attrs)
+    if op.broadcast and all(x is not None for x in inputs):
+        inputs = tuple(np.broadcast_arrays(*inputs))
+    return Bound(op, tuple(inputs), op.canonical(attrs), dtype)
+
+
+def placeholders(case: Case, dtype: str) -> Arrays:
+    """Arrays of the shapes, without memory."""
+    return {
+        slot: None if shape is None else np.broadcast_to(np.zeros((), case.array_dtype(slot)), shape)
+        for slot, shape in case.shapes.items()
+    }
+
+
+# ----------------------------------------------------------------------------------------------------- rows and names
+
+
+def row_of(op: Op, reference: Callable[..., Any] | None) -> Row | None:
+    """The row of the operator's library, with ``reference`` in the place of its own; None if there is neither."""
+    module = "aotops.testing.cases" if op.library is BUILTIN else op.library.cases
+    row = getattr(import_module(module), "CASES", {}).get(op.name) if module else None
+    if reference is None:
+        return row
+    return replace(row, reference=reference) if row else Row(reference)
+
+
+def as_cases(op: Op, given: Sequence[Any]) -> list[Case]:
+    """Cases of Case objects, of shapes by input, or of a tuple of shapes in the order of the inputs."""
+
+    def one(value: Any) -> Case:
+        if isinstance(value, Case):
+            return value
+        if isinstance(value, dict):
+            return Case({slot: None if shape is None else tuple(shape) for slot, shape in value.items()})
+        shapes = list(value)
+        if len(op.inputs) == 1 and all(isinstance(dim, int) for dim in shapes):
+            shapes = [shapes]
+        if len(shapes) != len(op.inputs):
+            raise ValueError(f"{op.name}: a case is {value!r}, expected shapes for {', '.join(op.inputs)}")
+        return Case({slot: tuple(shape) for slot, shape in zip(op.inputs, shapes, strict=True)})
+
+    return [one(value) for value in given]
+
+
+_DEFAULT: tuple[Shape, ...] = ((), (1,), (2, 0), (7,), (4, 6), (3, 5, 2), (33, 1025))
+
+
+def default_cases(op: Op) -> list[Case]:
+    """For an operator without a row: all inputs of one shape."""
+    return [Case(dict.fromkeys(op.inputs, shape)) for shape in _DEFAULT]
+
+
+def elements(case: Case) -> int:
+    return sum(int(np.prod(shape, dtype=np.int64)) for shape in case.given.values())
+
+
+def importable(op: Op) -> tuple[str, str]:
+    """Python that imports what names an operator, and the expression; ``op`` itself where nothing does."""
+    from aotops.registry import libraries
+
+    for library in libraries().values():
+        if library.ops.get(op.name) is op:
+            return "import aotops", f"aotops.get({library.name + '.' + op.name!r})"
+    for name, module in list(sys.modules.items()):
+        if name == "__main__" or module is None:
+            continue
+        for attribute, value in list(vars(module).items()) if hasattr(module, "__dict__") else ():
+            if isinstance(value, Library) and value.ops.get(op.name) is op and not attribute.startswith("_"):
+                return f"from {name} import {attribute}", f"{attribute}.ops[{op.name!r}]"
+    return "", "op"
+
+
+def reference_name(reference: Callable[..., Any]) -> tuple[str, str]:
+    module, name = getattr(reference, "__module__", None), getattr(reference, "__qualname__", "")
+    if module and module != "__main__" and getattr(sys.modules.get(module), name, None) is reference:
+        return f"from {module} import {name}", name
+    return "", "reference"

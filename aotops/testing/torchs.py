@@ -1,0 +1,123 @@
+"""What torch itself offers: opcheck, gradcheck, CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from .frameworks import Torch
+from .report import UNAVAILABLE, Item
+from .search import Attempt, searched
+from .subject import Subject
+from .trial import Trial
+from .values import made
+
+
+def opcheck(subject: Subject) -> Iterator[Item]:
+    """torch.library.opcheck: the schema, the autograd registration, fake tensors and dynamic shapes."""
+    for adapter, device in _torch_runs(subject):
+        dtype = _dtype(subject)
+        pairs = [(case, dtype) for case in (subject.plain, *_samples(subject))]
+        yield searched(
+            subject, "opcheck", f"torch {device}", _opcheck(subject, adapter, device), pairs, devices=[device]
+        )
+
+
+def gradcheck(subject: Subject) -> Iterator[Item]:
+    """torch.autograd.gradcheck, in float64."""
+    for adapter, device in _torch_runs(subject):
+        if subject.op.backward is None:
+            continue
+        if "float64" not in subject.dtypes:
+            yield Item("gradcheck", f"torch {device}", UNAVAILABLE, "it needs float64")
+            continue
+        attempt, pairs = _gradcheck(subject, adapter, device), [(subject.plain, "float64")]
+        yield searched(subject, "gradcheck", f"torch {device}", attempt, pairs, devices=[device])
+
+
+def capture(subject: Subject) -> Iterator[Item]:
+    """A CUDA graph records the call, and its replay computes from new inputs."""
+    if "cuda" not in subject.devices:
+        return
+    if not subject.torch_on_gpu:
+        yield Item("CUDA graph", "cuda", UNAVAILABLE, "torch finds no GPU")
+        return
+    adapter = next(adapter for adapter in subject.adapters if isinstance(adapter, Torch))
+    pairs = subject.pairs([subject.plain], adapter)
+    yield searched(subject, "CUDA graph", "torch cuda", _capture(subject, adapter), pairs, devices=["cuda"])
+
+
+def _torch_runs(subject: Subject) -> Iterator[tuple[Torch, str]]:
+    if not find_spec("torch"):
+        return
+    for adapter, device in subject.runs():
+        if isinstance(adapter, Torch):
+            yield adapter, device
+
+
+def _dtype(subject: Subject) -> str:
+    return next((dtype for dtype in ("float32", "float64") if dtype in subject.dtypes), subject.dtypes[0])
+
+
+def _samples(subject: Subject) -> tuple:
+    return () if subject.quick or not subject.from_row else subject.row.opcheck
+
+
+def _opcheck(subject: Subject, adapter: Torch, device: str) -> Attempt:
+    def attempt(trial: Trial) -> None:
+        torch = import_module("torch")
+        op = subject.op
+        vars(adapter.module)  # which registers the operators
+        tensors = _leaves(adapter, device, trial)
+        inputs, attrs = op.bind(**tensors, **trial.case.attrs)
+        plain = [list(value) if isinstance(value, tuple) else value for value in op.canonical(attrs)]
+        registered = getattr(getattr(torch.ops, op.library.name), op.name).default
+        parts = {"test_utils": ("test_schema", "test_faketensor")} if subject.quick else {}
+        torch.library.opcheck(registered, (*inputs, *plain), **parts)
+
+    return attempt
+
+
+def _gradcheck(subject: Subject, adapter: Torch, device: str) -> Attempt:
+    def attempt(trial: Trial) -> None:
+        torch = import_module("torch")
+        tensors = _leaves(adapter, device, trial)
+        given = {slot: t for slot, t in tensors.items() if t is not None}
+
+        def function(*args: Any) -> Any:
+            named = tensors | dict(zip(given, args, strict=True))
+            return adapter.results(subject.name, named, trial.case.attrs)
+
+        torch.autograd.gradcheck(function, tuple(given.values()))
+
+    return attempt
+
+
+def _leaves(adapter: Torch, device: str, trial: Trial) -> dict[str, Any]:
+    tensors = made(adapter, device, trial)
+    return {slot: None if t is None else t.requires_grad_(t.is_floating_point()) for slot, t in tensors.items()}
+
+
+def _capture(subject: Subject, adapter: Torch) -> Attempt:
+    def attempt(trial: Trial) -> None:
+        torch = import_module("torch")
+        inputs = made(adapter, "cuda", trial)
+        static = {slot: None if t is None else torch.zeros_like(t) for slot, t in inputs.items()}
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # what is set up once is set up before
+            adapter.results(subject.name, static, trial.case.attrs)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = adapter.results(subject.name, static, trial.case.attrs)
+        for slot, t in inputs.items():
+            if t is not None:
+                static[slot].copy_(t)
+        graph.replay()
+        torch.cuda.synchronize()
+        trial.assert_values(tuple(map(adapter.numpy, results)))
+
+    return attempt

@@ -1,0 +1,74 @@
+"""Values and gradients against the reference, in each framework."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from .frameworks import Framework
+from .report import Item
+from .row import Arrays, Case
+from .search import Attempt, searched
+from .subject import SMALL, Subject, bound, elements
+from .trial import Trial, dtype_of
+
+
+def made(adapter: Framework, device: str, trial: Trial, arrays: Arrays | None = None) -> dict[str, Any]:
+    """The framework's tensors of the inputs, or of other arrays in their place."""
+    arrays = trial.inputs if arrays is None else arrays
+    return {
+        slot: None if x is None else adapter.make(x, dtype_of(x, trial.dtype), device) for slot, x in arrays.items()
+    }
+
+
+def made_gradients(adapter: Framework, device: str, trial: Trial) -> tuple[Any, ...]:
+    return tuple(adapter.make(dy, trial.dtype, device) for dy in trial.output_gradients)
+
+
+def assert_dtypes(subject: Subject, adapter: Framework, trial: Trial, results: tuple[Any, ...]) -> None:
+    expected = bound(subject.op, trial.case, trial.inputs, trial.dtype).specs("cpu")
+    for name, y in zip(subject.op.outputs, results, strict=True):
+        got = adapter.dtype(y)
+        assert got == expected[name].dtype, f"{name} has dtype {got}, expected {expected[name].dtype}"
+
+
+def values_of(subject: Subject, adapter: Framework, device: str) -> Attempt:
+    def attempt(trial: Trial) -> None:
+        results = adapter.results(subject.name, made(adapter, device, trial), trial.case.attrs)
+        assert_dtypes(subject, adapter, trial, results)
+        trial.assert_values(tuple(map(adapter.numpy, results)))
+
+    return attempt
+
+
+def gradients_of(subject: Subject, adapter: Framework, device: str) -> Attempt:
+    def attempt(trial: Trial) -> None:
+        inputs, dys = made(adapter, device, trial), made_gradients(adapter, device, trial)
+        found = adapter.gradients(subject.name, inputs, trial.case.attrs, dys)
+        trial.assert_gradients({slot: None if g is None else adapter.numpy(g) for slot, g in found.items()})
+
+    return attempt
+
+
+def values(subject: Subject) -> Iterator[Item]:
+    yield from _each(subject, "values", values_of)
+
+
+def gradients(subject: Subject) -> Iterator[Item]:
+    if subject.op.backward:
+        yield from _each(subject, "gradients", gradients_of)
+
+
+def _each(subject: Subject, check: str, attempt_of) -> Iterator[Item]:
+    for adapter, device in subject.runs():
+        cases = [case for case in _cases(subject, adapter) if not adapter.unable(subject.name, [*case.given.values()])]
+        attempt, where = attempt_of(subject, adapter, device), f"{adapter.name} {device}"
+        arguments = {"frameworks": [adapter.frontend], "devices": [device]}
+        yield searched(subject, check, where, attempt, subject.pairs(cases, adapter), **arguments)
+
+
+def _cases(subject: Subject, adapter: Framework) -> Sequence[Case]:
+    """One where each call is compiled, since the kernel's numbers are those of other calls."""
+    if adapter.compiles or (subject.quick and adapter.slow):
+        return [subject.plain]
+    return [case for case in subject.cases if elements(case) <= SMALL] if subject.quick else subject.cases
