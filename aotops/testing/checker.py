@@ -100,16 +100,13 @@ def check(
         subject = _where(subject, frameworks, devices, add)
         subject = _in_dtypes(subject, dtypes, add)
         for name in CHECKS if only is None else only:
-            for item in _run(name, subject, items):
-                add(item)
+            if any(item.check == "bounds" and item.status == FAIL for item in items):
+                add(Item("other checks", "", UNAVAILABLE, "not run: the kernel would corrupt this process's memory"))
+                break
+            if subject.dtypes or name == "library":
+                for item in CHECKS[name](subject):
+                    add(item)
     return Report(op.name, str(op.library.path), items, time.perf_counter() - started)
-
-
-def _run(name: str, subject: Subject, so_far: Sequence[Item]) -> Iterator[Item]:
-    if any(item.check == "bounds" and item.status == FAIL for item in so_far):
-        yield Item(name, "", UNAVAILABLE, "not run: the kernel would corrupt this process's memory")
-    elif subject.dtypes or name == "library":
-        yield from CHECKS[name](subject)
 
 
 def _known(argument: str, given: Sequence[str] | None, known: Any) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 from .calls import EntryCall, Runner, calls_of, run_on_cpu, run_on_cuda
 from .frameworks import race
@@ -12,7 +13,7 @@ from .search import Attempt, searched
 from .subject import Subject, elements
 from .trial import Trial
 
-TIMES = 4
+TIMES, THREADS = 4, 4
 
 
 def repeat(subject: Subject) -> Iterator[Item]:
@@ -52,11 +53,18 @@ def _repeated(subject: Subject, device: str, run: Runner) -> Attempt:
     return attempt
 
 
+def _differing(calls: Sequence[EntryCall], alone: Sequence[dict[str, bytes]], run: Runner, i: int) -> int:
+    return sum(_results(calls[i], run) != alone[i] for _ in range(TIMES))
+
+
 def _raced(subject: Subject, device: str, run: Runner) -> Attempt:
     def attempt(trial: Trial) -> None:
-        for one in calls_of(subject.op, trial, device):
-            first = _results(one, run)
-            wrong = race(lambda i, one=one, first=first: sum(_results(one, run) != first for _ in range(TIMES)))
-            assert not wrong, f"{one.op.name}: {wrong} of {4 * TIMES} calls from 4 threads differ from a call alone"
+        # other numbers in each thread: what one leaves in a place that all share is wrong for another
+        trials = [Trial(trial.row, trial.case, trial.dtype, f"{trial.seed} thread {i}") for i in range(THREADS)]
+        for calls in zip(*(calls_of(subject.op, one, device) for one in trials), strict=True):
+            alone = [_results(one, run) for one in calls]
+            wrong = race(partial(_differing, calls, alone, run), THREADS)
+            what = f"{wrong} of {THREADS * TIMES} calls from {THREADS} threads differ from the same call alone"
+            assert not wrong, f"{calls[0].op.name}: {what}"
 
     return attempt

@@ -80,12 +80,17 @@ def shrunk(subject: Subject, attempt: Attempt, case: Case, dtype: str, fault: Ex
 
 
 def smaller_cases(subject: Subject, case: Case, dtype: str) -> Iterator[Case]:
-    """With one length in all shapes reduced: to 1, to half, by 1."""
+    """With one length in all shapes reduced, to a small one, to half, by 1 or 2; and without first axes of length 1."""
     lengths = sorted({dim for shape in case.given.values() for dim in shape if dim > 1}, reverse=True)
     for old in lengths:
-        for new in dict.fromkeys((1, old // 2, old - 1)):
-            if (small := resized(subject, case, old, new, dtype)) and elements(small) < elements(case):
+        for new in dict.fromkeys((1, 2, 3, 4, 5, old // 2, old - 2, old - 1)):
+            small = resized(subject, case, old, new, dtype) if 0 < new < old else None
+            if small and elements(small) < elements(case):
                 yield small
+    if any(shape[:1] == (1,) for shape in case.given.values()):
+        shapes = {slot: shape[1:] if shape and shape[0] == 1 else shape for slot, shape in case.shapes.items()}
+        if subject.valid(small := replace(case, shapes=shapes), dtype):
+            yield small
 
 
 def resized(subject: Subject, case: Case, old: int, new: int, dtype: str) -> Case | None:

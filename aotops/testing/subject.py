@@ -106,7 +106,8 @@ class Subject:
     def dtypes_for(self, case: Case, adapter: Framework | None = None) -> tuple[str, ...]:
         """All dtypes, or one for a large case, and for all but one in a framework whose calls are slow."""
         dtypes = self.dtypes_of(adapter) if adapter else self.dtypes
-        few = elements(case) > SMALL or (adapter and adapter.slow and case is not self.plain)
+        slow = adapter is not None and adapter.slow and (self.quick or case is not self.plain)
+        few = elements(case) > SMALL or slow
         return tuple(d for d in ("float32", *dtypes) if d in dtypes)[:1] if few else dtypes
 
     def pairs(self, cases: Sequence[Case], adapter: Framework | None = None) -> list[tuple[Case, str]]:
