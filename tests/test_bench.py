@@ -13,7 +13,7 @@ import pytest
 from aotops.bench import baselines, report
 from aotops.bench.tensors import FRAMEWORKS
 from aotops.bench.work import Case, Cell, Convolution, Elements, Product, Rows, cases, works
-from aotops.cli import main
+from aotops.cli import main as command
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "h200.json"
 TINY = {
@@ -26,6 +26,10 @@ TINY = {
 ROW = {"op", "variant", "pass", "shape", "dtype", "impl", "us", "gbs", "of_copy", "host_us"}
 X, N = 1024 * 4096, 4096
 WORKS = works()
+
+
+def main(arguments):
+    command(arguments, standalone_mode=False)
 
 
 def work_of(name):
@@ -160,7 +164,7 @@ def test_implementations_compute_the_same(work):
 
 def test_a_run_writes_what_it_says(tmp_path, capsys):
     file = tmp_path / "out" / "bench.json"
-    main(f"bench --device cpu --quick --ops add --impls aotops,numpy --shapes 8x256,64x128 --json {file}".split())
+    main(f"bench add --device cpu --quick --impls aotops,numpy --shapes 8x256,64x128 --json {file}".split())
     result = json.loads(file.read_text())
     assert {"device", "copy_gbs", "versions", "date", "command", "rows"} <= result.keys()
     assert result["copy_gbs"] > 0
@@ -180,7 +184,7 @@ def test_a_run_of_products(tmp_path, capsys):
     file = tmp_path / "bench.json"
     shapes = "8x6x4,2x3x5x4x3x2"
     main(
-        f"bench --device cpu --quick --ops matmul,conv2d,lltm --impls aotops,torch --shapes {shapes} "
+        f"bench matmul conv2d lltm --device cpu --quick --impls aotops,torch --shapes {shapes} "
         f"--dtypes bfloat16,float32 --json {file}".split()
     )
     rows = json.loads(file.read_text())["rows"]
@@ -206,12 +210,13 @@ def test_results_are_merged(tmp_path, capsys):
     for name, result in (("a", _result("aotops", 3.0)), ("b", _result("quack", 4.0)), ("c", _result("aotops", 2.0))):
         files.append(tmp_path / name)
         report.save(result, files[-1])
-    main(["bench", "--impls", "none", "--json", str(tmp_path / "all"), "--merge", *map(str, files)])
+    merge = [word for file in files for word in ("--merge", str(file))]
+    main(["bench", "--impls", "none", "--json", str(tmp_path / "all"), *merge])
     merged = json.loads((tmp_path / "all").read_text())
     assert [(row["impl"], row["us"]) for row in merged["rows"]] == [("aotops", 2.0), ("quack", 4.0)]
     assert merged["versions"] == {"aotops": "1", "quack": "1"}
     assert merged["command"] == "measure aotops; measure quack"
-    with pytest.raises(SystemExit):
+    with pytest.raises(ValueError, match="two devices: a GPU and another"):
         report.merged(merged, _result("aotops", 1.0) | {"device": "another"})
 
 
@@ -238,7 +243,7 @@ def test_rows_elsewhere(tmp_path, capsys):
     assert "add mine" in told
     failed = subprocess.run([*command, str(tmp_path / "none")], capture_output=True, text=True)
     assert failed.returncode == 1
-    assert f"aotops bench: there are no rows in {tmp_path / 'none'}; --cases names their folder" in failed.stderr
+    assert f"aotops: bench: there are no rows in {tmp_path / 'none'}; --cases names their folder" in failed.stderr
 
 
 def test_a_case_is_pickled():

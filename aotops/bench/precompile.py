@@ -29,20 +29,20 @@ def precompile(todo: Sequence[Case], impls: Sequence[Impl], device: str, jobs: i
                 advance("", [])
 
 
-def _prepare(folder: Path) -> None:
+def _prepare(folder: Path | None) -> None:
     work.use(folder)
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # one process per case
 
 
 @cache
-def _impl(name: str) -> Impl:
-    return baselines.available("cuda", [name])[0]
+def _impl(name: str, op: str) -> Impl:
+    return baselines.available("cuda", [name], [op])[0]
 
 
 def _compile(name: str, case: Case) -> None:
     """Calls it once. A failure is reported when it is measured."""
     try:
-        impl, framework = _impl(name), FRAMEWORKS["torch"]("cuda")
+        impl, framework = _impl(name, case.work.op), FRAMEWORKS["torch"]("cuda")
         if impl.has(case):
             for gradients in (False, True) if case.small else (False,):
                 with framework.settings(case), framework.recording(gradients):
