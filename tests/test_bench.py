@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from aotops.bench import baselines, report
 from aotops.bench.tensors import FRAMEWORKS
-from aotops.bench.work import Case, Cell, Convolution, Elements, Product, Rows, cases, works
+from aotops.bench.work import Case, Cell, Convolution, Elements, Product, Rows, cases, find, rows, works
 from aotops.cli import main as command
+from aotops.ops import OPS
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "h200.json"
 TINY = {
@@ -257,3 +260,87 @@ def test_the_command_needs_no_package_to_be_imported():
     heavy = "[m for m in ('numpy', 'torch', 'rich', 'matplotlib') if m in sys.modules]"
     code = f"import sys, aotops, aotops.cli; print({heavy})"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+# -------------------------------------------------------------------------------------------------- another's operator
+
+TWICE = """
+#include <cstdint>
+extern "C" int aot_twice_cpu(int, void **p, int *ndims, int64_t **shapes, const char **, void *, void *) {
+  int64_t n = 1;
+  for (int i = 0; i < ndims[0]; ++i) n *= shapes[0][i];
+  for (int64_t i = 0; i < n; ++i) static_cast<float *>(p[1])[i] = 2 * static_cast<float *>(p[0])[i];
+  return 0;
+}
+extern "C" int aot_twice_naive_cpu(int n, void **p, int *ndims, int64_t **shapes, const char **d, void *s, void *e) {
+  return aot_twice_cpu(n, p, ndims, shapes, d, s, e);
+}
+"""
+PACKAGE = """
+from dataclasses import replace
+from pathlib import Path
+from aotops import Library, operator
+
+@operator(inputs=("x",), outputs=("y",), same_spec_as={"y": "x"}, elementwise=True)
+def twice(x):
+    return (x,), ()
+
+library = Library("doubling", [twice], Path(__file__).with_name("libdoubling.so"), cases="doubling.cases")
+"""
+ROWS = """
+from types import SimpleNamespace as Of
+
+case = Of(given={"x": (3, 5)}, attrs={}, classes={})
+row = Of(reference=lambda x: 2 * x, cases=(case,), in_torch=lambda torch, name: lambda x: 2 * x)
+CASES = {"twice": row}
+"""
+
+
+@pytest.fixture
+def doubling(tmp_path, monkeypatch):
+    """An installed package of an operator, whose row does not say what is measured."""
+    package, metadata = tmp_path / "doubling", tmp_path / "doubling-1.dist-info"
+    package.mkdir()
+    metadata.mkdir()
+    (package / "__init__.py").write_text(PACKAGE)
+    (package / "cases.py").write_text(ROWS)
+    (tmp_path / "twice.cpp").write_text(TWICE)
+    command = ["g++", "-O2", "-shared", "-fPIC", tmp_path / "twice.cpp", "-o", package / "libdoubling.so"]
+    subprocess.run(command, check=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: doubling\nVersion: 1\n")
+    (metadata / "entry_points.txt").write_text("[aotops.libraries]\ndoubling = doubling:library\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield package
+    for name in ("doubling", "doubling.cases"):
+        sys.modules.pop(name, None)
+
+
+def test_an_operator_of_another_library(doubling, tmp_path, capsys):
+    pytest.importorskip("torch")
+    file, plots = tmp_path / "twice.json", tmp_path / "plots"
+    impls = ["aotops", "naive", "torch", "numpy"]
+    main(f"bench twice --quick --device cpu --impls {','.join(impls)} --json {file} --plots {plots}".split())
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["shape"], row["impl"]) for row in rows] == [(s, i) for s in ([8, 256], [512, 1024]) for i in impls]
+    assert all(row["op"] == "twice" and row["us"] > 0 for row in rows)
+    case = Case(find("twice", ""), "forward", (512, 1024), "float32")
+    assert case.bytes == 2 * 4 * 512 * 1024  # x is read and y written, once
+    assert [path.name for path in plots.iterdir()] == ["twice.png"]
+    assert "left out" not in capsys.readouterr().out
+
+
+def test_the_case_that_is_enlarged():
+    """Of the built-in operators, whose rows could say nothing."""
+    from aotops.bench.enlarged import enlarged
+
+    def shapes(name, device="cpu", quick=False):
+        work = replace(enlarged(OPS[name], rows()[name].cases), op=name)
+        return work, work.shapes(device, None, quick)[-1]
+
+    work, large = shapes("swiglu")
+    assert work.bytes("forward", large, "float32") == 3 * 4 * (1 << 25)
+    work, large = shapes("matmul", "cuda")
+    assert math.prod(large) == 1 << 26
+    work, large = shapes("cross_entropy")
+    assert "t" in work.reads
+    assert len(work.tensors(large)["t"]) == 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -54,15 +54,18 @@ class Enlarged(Work):
     def tensors(self, shape: Shape) -> dict[str, Shape]:
         lengths = dict(zip(self.first, shape, strict=True))
         inputs = {slot: tuple(lengths.get(n, n) for n in dims) for slot, dims in self.case.given.items()}
-        specs = tuple(
-            TensorSpec(inputs[slot], "int64" if slot in self.case.classes else "float32") if slot in inputs else None
-            for slot in self.definition.inputs
-        )
-        found = infer(self.definition, self.attrs, specs)
         letters = _letters(self.definition, self.case)
-        return {letters[slot]: dims for slot, dims in inputs.items()} | {
-            letters[y]: found[y].shape for y in self.definition.outputs
-        }
+        return {letters[slot]: dims for slot, dims in (inputs | self._outputs(inputs)).items()}
+
+    def _outputs(self, inputs: Mapping[str, Shape]) -> dict[str, Shape]:
+        op = self.definition
+        known = {y: inputs[op.same_spec_as[y]] for y in op.outputs if op.same_spec_as.get(y) in inputs}
+        if len(known) == len(op.outputs) and not op.broadcast:
+            return known
+        dtypes = {slot: "int64" if slot in self.case.classes else "float32" for slot in op.inputs}
+        specs = tuple(TensorSpec(inputs[slot], dtypes[slot]) if slot in inputs else None for slot in op.inputs)
+        found = infer(op, self.attrs, specs)
+        return {y: found[y].shape for y in op.outputs}
 
     def shapes(self, device: str, given: Sequence[Shape] | None, quick: bool) -> Sequence[Shape]:
         if given is not None:
