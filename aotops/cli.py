@@ -99,7 +99,7 @@ FILE = click.Path(path_type=Path, dir_okay=False)
 FOLDER = click.Path(path_type=Path, file_okay=False)
 
 
-@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group("aotops", cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, message="%(version)s")
 def main() -> None:
     """Kernels that are called, and differentiated, from every framework.
@@ -143,7 +143,7 @@ def new(name: str, template: str, directory: Path | None) -> None:
 @main.command()
 @click.argument("directory", type=click.Path(path_type=Path, file_okay=False, exists=True), default=Path())
 @click.option("--watch", is_flag=True, help="Build again whenever a source changes, until interrupted.")
-@click.option("--arch", help="GPU architectures, as 80,90; 'native' for this machine's.")
+@click.option("--arch", help="GPU architectures, as 80,90, instead of those of the pyproject.toml.")
 def build(directory: Path, watch: bool, arch: str | None) -> None:
     """Compile the kernels of a package.
 
@@ -159,7 +159,7 @@ def build(directory: Path, watch: bool, arch: str | None) -> None:
 @main.command(name="compile")
 @click.argument("source", type=click.Path(path_type=Path, dir_okay=False, exists=True))
 @click.option("-o", "--output", type=FILE, help="Copy the library there.")
-@click.option("--arch", help="GPU architectures, as 80,90; 'native' for this machine's.")
+@click.option("--arch", help="GPU architectures, as 80,90.  [default: those of this machine's GPUs]")
 def compile_(source: Path, output: Path | None, arch: str | None) -> None:
     """Compile a .cu or .cpp file to a shared library.
 
@@ -169,7 +169,9 @@ def compile_(source: Path, output: Path | None, arch: str | None) -> None:
     Example:
       aotops compile kernel.cu -o libkernel.so
     """
-    library = import_module("aotops.compile").compile(source, arch=arch)
+    import aotops
+
+    library = aotops.compile(source, arch=arch)  # type: ignore[attr-defined]
     if output is not None:
         import shutil
 
@@ -203,7 +205,7 @@ def check(ops: tuple[str, ...], as_json: bool, **options: Any) -> None:
     for name, op in operators.items():
         reports[name] = run(op, **options)
         if not as_json:
-            click.echo(reports[name].render())
+            click.echo(reports[name].render().rstrip())
     if as_json:
         _printed({name: _plain(report.to_json()) for name, report in reports.items()})
     if not all(report.ok for report in reports.values()):

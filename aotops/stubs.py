@@ -65,9 +65,7 @@ def write(library: Library, folder: Path | None = None) -> list[Path]:
             files.append(source.with_suffix(".pyi"))
             files[-1].write_text(text(library, framework, source.read_text()))
     if not files:
-        raise FileNotFoundError(
-            f"stubs: {folder} has no frontends, expected some of {', '.join(_TYPES)} as FRAMEWORK.py"
-        )
+        raise FileNotFoundError(f"stubs: {folder} has none of {', '.join(f'{name}.py' for name in _TYPES)}")
     return files
 
 
@@ -230,9 +228,7 @@ def _imports(tree: ast.Module, nodes: Iterable[ast.stmt]) -> Iterator[str]:
             continue
         kept = [alias for alias in node.names if (alias.asname or alias.name.partition(".")[0]) in used]
         for alias in kept:
-            one = (
-                ast.ImportFrom(node.module, [alias], node.level)
-                if isinstance(node, ast.ImportFrom)
-                else ast.Import([alias])
-            )
-            yield ast.unparse(one)
+            if isinstance(node, ast.ImportFrom):
+                yield ast.unparse(ast.ImportFrom(node.module, [alias], node.level))
+            else:
+                yield ast.unparse(ast.Import([alias]))
