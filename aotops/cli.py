@@ -78,6 +78,14 @@ def _printed(value: Any) -> None:
     click.echo(json.dumps(value, indent=2))
 
 
+def _registry() -> Any:
+    """With the package of the current directory."""
+    from . import registry
+
+    registry.use(Path())
+    return registry
+
+
 class Words(click.ParamType):
     """A list with commas."""
 
@@ -126,18 +134,20 @@ def main() -> None:
 def new(name: str, template: str, directory: Path | None) -> None:
     """Write the package of a new operator.
 
-    It has a kernel, a definition, cases, tests and a pyproject.toml; it builds and passes its checks as it is.
+    It has a kernel, a definition, cases, tests and a pyproject.toml; it builds and passes its checks as it is. In a
+    checkout of aotops the operator is written into the library itself.
 
     \b
     Example:
       aotops new scale --template row
     """
     create = import_module("aotops.new").create
-    directory = directory or Path(name)
     files = create(name, template, directory)
     for file in files:
         click.echo(os.path.relpath(file))
-    click.echo(f"next: cd {directory} && aotops build && aotops check {name}", err=True)
+    package = next((file.parent for file in files if file.name == "pyproject.toml"), None)
+    build = "make lib" if package is None else f"cd {os.path.relpath(package)} && aotops build"
+    click.echo(f"next: {build} && aotops check {name}", err=True)
 
 
 @main.command()
@@ -198,10 +208,11 @@ def check(ops: tuple[str, ...], as_json: bool, **options: Any) -> None:
     Example:
       aotops check scale --frameworks torch,jax
     """
-    from . import registry
-
+    registry = _registry()
     operators, run = registry.select(ops), import_module("aotops.testing").check
     reports = {}
+    if sys.stderr.isatty():
+        options["progress"] = _progress
     for name, op in operators.items():
         reports[name] = run(op, **options)
         if not as_json:
@@ -210,6 +221,11 @@ def check(ops: tuple[str, ...], as_json: bool, **options: Any) -> None:
         _printed({name: _plain(report.to_json()) for name, report in reports.items()})
     if not all(report.ok for report in reports.values()):
         sys.exit(1)
+
+
+def _progress(item: Any) -> None:
+    """The check that ended last, in one line of a terminal."""
+    click.echo(f"\r\x1b[K{item.check}, {item.where}\r", nl=False, err=True)
 
 
 def _plain(value: Any) -> Any:
@@ -267,6 +283,7 @@ def bench(arguments: list[str], ops: tuple[str, ...], cases: Path | None, **opti
     from .bench import work
     from .bench.run import Options, run
 
+    _registry()
     if cases:
         work.use(cases)
     run(Options(ops=ops, command=shlex.join(arguments), **options))
@@ -286,8 +303,7 @@ def list_(as_json: bool) -> None:
     Example:
       aotops list --json
     """
-    from . import registry
-
+    registry = _registry()
     found = registry.describe()
     if as_json:
         _printed(found)
@@ -309,6 +325,7 @@ def info(as_json: bool, attempt: bool) -> None:
     """
     from . import info
 
+    _registry()
     found = info.collect(attempt=attempt)
     if as_json:
         _printed(found)
@@ -328,9 +345,9 @@ def stubs(library: str, output: Path | None) -> None:
     Example:
       aotops stubs scale
     """
-    from . import registry, stubs
+    from . import stubs
 
-    for file in stubs.write(registry.library(library), output):
+    for file in stubs.write(_registry().library(library), output):
         click.echo(os.path.relpath(file))
 
 

@@ -138,7 +138,7 @@ def _cpu() -> Info:
 
 def _in_use(isa: str, built: list[str] | None) -> str | None:
     """The best that the library has too; None if that is not known."""
-    return built and max((each for each in built if ISAS.index(each) <= ISAS.index(isa)), key=ISAS.index)
+    return max((each for each in built if ISAS.index(each) <= ISAS.index(isa)), key=ISAS.index) if built else None
 
 
 def _gpu() -> Info:

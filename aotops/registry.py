@@ -4,14 +4,19 @@ A package offers a library through an entry point, in its pyproject.toml:
 
     [project.entry-points."aotops.libraries"]
     scale = "scale:library"
+
+The commands find the package of the current directory too, installed or not.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from functools import cache
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 from .library import Library, LibraryError
@@ -19,6 +24,7 @@ from .op import Op
 
 GROUP = "aotops.libraries"
 DEVICES = ("cpu", "cuda")
+_directory: Path | None = None
 
 
 def libraries() -> dict[str, Library]:
@@ -38,8 +44,39 @@ def offered() -> dict[str, Library | LibraryError]:
     """Every library by name, the built-in one first; the error of one that does not import."""
     from .ops import BUILTIN
 
-    points = sorted(entry_points(group=GROUP), key=lambda point: point.name)
-    return {BUILTIN.name: BUILTIN} | {point.name: _loaded(point) for point in points}
+    points = {point.name: point for point in (*entry_points(group=GROUP), *_points(_directory))}
+    return {BUILTIN.name: BUILTIN} | {name: _loaded(points[name]) for name in sorted(points)}
+
+
+def use(directory: Path | None) -> None:
+    """Adds the libraries of the package in a directory, installed or not: those of its pyproject.toml, imported from
+    there. The commands do so for the current directory."""
+    global _directory
+    _directory = directory and directory.absolute()
+    if _points(_directory) and str(_directory) not in sys.path:
+        sys.path.insert(0, str(_directory))
+
+
+def directory() -> Path | None:
+    """That of ``use``."""
+    return _directory
+
+
+@cache
+def _points(directory: Path | None) -> tuple[EntryPoint, ...]:
+    """The entry points in a directory's pyproject.toml. None if there is no reader of TOML (Python 3.10)."""
+    file = directory and directory / "pyproject.toml"
+    if file is None or not file.exists() or GROUP not in (content := file.read_text()):
+        return ()
+    try:
+        toml = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    except ModuleNotFoundError:
+        return ()
+    try:
+        offered = toml.loads(content).get("project", {}).get("entry-points", {}).get(GROUP, {})
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+    return tuple(EntryPoint(name, value, GROUP) for name, value in offered.items())
 
 
 def library(name: str) -> Library:
@@ -142,11 +179,16 @@ def _described(name: str, library: Library | LibraryError) -> dict[str, Any]:
             "name": op.name,
             "signature": f"{op.name}{signature(op.bind)}",
             "devices": [] if error else [device for device in DEVICES if has_entry(op, device)],
-            "gradient": op.backward is not None,
+            "gradient": has_gradient(op),
         }
         for op in library.ops.values()
     ]
     return {"library": name, "file": str(library.path), "error": error, "operators": operators}
+
+
+def has_gradient(op: Op) -> bool:
+    """By a backward, or by a rule made of operators."""
+    return op.backward is not None or getattr(op, "rule", None) is not None
 
 
 def has_entry(op: Op, device: str) -> bool:

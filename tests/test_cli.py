@@ -142,13 +142,14 @@ def test_a_process(tmp_path, python):
 def test_new(module, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     calls = []
-    module("new", create=lambda *args: calls.append(args) or [Path("scale/pyproject.toml"), tmp_path / "scale/ops.py"])
+    files = [tmp_path / "scale/pyproject.toml", tmp_path / "scale/scale/ops.py"]
+    module("new", create=lambda *args: calls.append(args) or files)
     result = run("new", "scale", "--template", "row")
-    assert calls == [("scale", "row", Path("scale"))]
-    assert result.stdout == "scale/pyproject.toml\nscale/ops.py\n"
+    assert result.stdout == "scale/pyproject.toml\nscale/scale/ops.py\n"
     assert result.stderr == "next: cd scale && aotops build && aotops check scale\n"
-    run("new", "scale", "--directory", "elsewhere")
-    assert calls[1:] == [("scale", "elementwise", Path("elsewhere"))]
+    del files[0]  # as in a checkout
+    assert run("new", "scale", "--directory", "elsewhere").stderr == "next: make lib && aotops check scale\n"
+    assert calls == [("scale", "row", None), ("scale", "elementwise", Path("elsewhere"))]
 
 
 def test_build(module, tmp_path, monkeypatch):
@@ -271,3 +272,19 @@ def test_an_entry_point_that_is_no_library(installed):
     assert str(offered["misnamed"]).endswith("is the library 'nobody', expected a Library of that name")
     with pytest.raises(LibraryError, match="is a int"):
         registry.library("number")
+
+
+def test_the_package_of_the_current_directory(tmp_path, monkeypatch):
+    """It is found before it is installed, and before another of its name that is."""
+    pytest.importorskip("tomllib", reason="Python 3.10 reads TOML with tomli, which is not installed")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(registry, "_directory", None)
+    (tmp_path / "pyproject.toml").write_text('[project.entry-points."aotops.libraries"]\nmine = "mine_here:library"\n')
+    definition = "from aotops import Library\nlibrary = Library('mine', [], '/none/libmine.so')\n"
+    (tmp_path / "mine_here.py").write_text(definition)
+    assert "mine" not in aotops.libraries()
+    assert [each["library"] for each in json.loads(run("list", "--json").stdout)] == ["aotops", "mine"]
+    assert sys.modules.pop("mine_here").__file__ == str(tmp_path / "mine_here.py")
+    registry.use(tmp_path / "none")
+    assert "mine" not in aotops.libraries()

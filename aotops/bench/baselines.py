@@ -115,6 +115,8 @@ def _naive(operators: Sequence[str]) -> Impl:
     modules = {}
     for name in operators:
         op = registry.get(name)
+        if getattr(op, "foreign", None):  # its entries have names of their own
+            continue
         naive = Library(f"{op.library.name}_naive_{op.name}", [_naive_one(op)], op.library.path)
         if any(registry.has_entry(one, device) for one in naive.ops.values() for device in registry.DEVICES):
             modules[name] = SimpleNamespace(**{op.name: _namespace(f, naive).__dict__[f"{op.name}_naive"]})

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
+from .. import registry
 from ..infer import infer
 from ..op import Attr, Op
 from ..spec import TensorSpec
@@ -67,6 +68,10 @@ class Enlarged(Work):
         found = infer(op, self.attrs, specs)
         return {y: found[y].shape for y in op.outputs}
 
+    def n_classes(self, shape: Shape) -> int:
+        (n,) = self.case.classes.values()
+        return dict(zip(self.first, shape, strict=True)).get(n, n)
+
     def shapes(self, device: str, given: Sequence[Shape] | None, quick: bool) -> Sequence[Shape]:
         if given is not None:
             return [shape for shape in given if len(shape) == len(self.first)]
@@ -83,20 +88,27 @@ def enlarged(op: Op, cases: Sequence[Any]) -> Enlarged:
     """Of the case with most inputs, of these the one whose first input has most different axes, and is largest.
 
     Raises:
-        LookupError: there is no case with elements.
+        LookupError: no case has elements, and inputs that can be drawn.
     """
 
     def rank(case: Any) -> tuple[int, ...]:
         first = next(iter(case.given.values()))
         return len(case.given), min(len(set(first)), 2), -len(first), math.prod(first)
 
-    usable = [case for case in cases if case.given and all(math.prod(shape) > 0 for shape in case.given.values())]
+    usable = [case for case in cases if _usable(case)]
     if not usable:
-        raise LookupError(f"bench: {op.name} has no case with elements, and its row no bench")
+        raise LookupError(f"bench: {op.name} has no case that can be enlarged: expected a bench in its row")
     case = max(usable, key=rank)
     letters = _letters(op, case)
-    reads, writes = "".join(letters[x] for x in case.given), "".join(letters[y] for y in op.outputs)
+    reads = "".join(letters[x] for x in case.given)
+    writes = "".join(letters[y] for y in (*op.outputs, *getattr(op, "mutates", ())))
     return Enlarged(reads, writes, _backward(op, case, letters), definition=op, case=case)
+
+
+def _usable(case: Any) -> bool:
+    """It has elements, all of the dtype that is measured, but for one input of classes."""
+    others = set(getattr(case, "dtypes", ())) - set(case.classes)
+    return bool(case.given) and all(map(math.prod, case.given.values())) and len(case.classes) < 2 and not others
 
 
 def _letters(op: Op, case: Any) -> dict[str, str]:
@@ -106,9 +118,10 @@ def _letters(op: Op, case: Any) -> dict[str, str]:
 
 
 def _backward(op: Op, case: Any, letters: dict[str, str]) -> tuple[str, str] | None:
-    if op.backward is None:
+    if not registry.has_gradient(op):
         return None
-    differentiable = [x for x in case.given if f"d{x}" in op.backward.outputs]
+    backward = op.backward
+    differentiable = [x for x in case.given if x not in case.classes and (not backward or f"d{x}" in backward.outputs)]
     absent = {x for x in op.inputs if x not in case.given}
     reads = [*op.outputs, *(slot for slot in op.saved if slot in letters and slot not in absent)]
     return "".join(letters[slot] for slot in reads), "".join(letters[x] for x in differentiable)

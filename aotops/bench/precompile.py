@@ -9,6 +9,7 @@ from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 
+from .. import registry
 from . import baselines, report, work
 from .baselines import Impl
 from .tensors import FRAMEWORKS
@@ -22,15 +23,16 @@ def precompile(todo: Sequence[Case], impls: Sequence[Impl], device: str, jobs: i
     jobs = min(8, len(os.sched_getaffinity(0)) // 2) if jobs is None else jobs
     if device != "cuda" or not names or jobs < 2:
         return
-    with ProcessPoolExecutor(jobs, get_context("spawn"), _prepare, (work.folder(),)) as pool:
+    with ProcessPoolExecutor(jobs, get_context("spawn"), _prepare, (work.folder(), registry.directory())) as pool:
         waiting = [pool.submit(_compile, name, case) for name in names for case in todo]
         with report.progress(len(waiting), "compile") as advance:
             for _ in as_completed(waiting):  # if a process dies, the pool ends: the rest is compiled later
                 advance("", [])
 
 
-def _prepare(folder: Path | None) -> None:
-    work.use(folder)
+def _prepare(rows: Path | None, package: Path | None) -> None:
+    work.use(rows)
+    registry.use(package)
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # one process per case
 
 

@@ -49,10 +49,10 @@ class Options:
 
 def run(options: Options) -> None:
     """Raises ValueError for an option that names nothing, KeyError for an operator that is not there."""
-    device = options.device or _default_device()
+    operators = list(registry.select(options.ops or [BUILTIN.name]))
     result = report.load(options.merge)
     if options.impls != ["none"]:
-        for so_far in _measured(options, device, result):
+        for so_far in _measured(options, operators, result):
             result = so_far
             if options.json:  # after every case, so that an interrupted run keeps its results
                 report.save(result, options.json)
@@ -73,11 +73,10 @@ def _default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _measured(options: Options, device: str, earlier: Result | None) -> Iterator[Result]:
+def _measured(options: Options, operators: Sequence[str], earlier: Result | None) -> Iterator[Result]:
     """Writes the result so far, every few seconds and at the end."""
-    quick = options.quick
+    device, quick = options.device or _default_device(), options.quick
     dtypes = options.dtypes or (["float32"] if quick and device == "cpu" else ["bfloat16", "float32"])
-    operators = list(registry.select(options.ops or [BUILTIN.name]))
     todo = list(cases(device, dtypes, operators, options.shapes, options.passes, quick))
     impls = baselines.available(device, options.impls, operators)
     precompile.precompile(todo, impls, device, options.jobs)

@@ -85,6 +85,10 @@ class Work:
         """The shape of each letter."""
         raise NotImplementedError
 
+    def n_classes(self, shape: Shape) -> int:
+        """The number of classes of t."""
+        return shape[-1]
+
     def multiplications(self, shape: Shape) -> int:
         """FLOPs of the forward's product, or 0."""
         return 0
