@@ -6,7 +6,7 @@
 # make fuzz      torch's operators and ours on 10,000 drawn calls each
 # make lint      ruff, mypy, clang-format        make format   lets ruff and clang-format rewrite
 # make asan      the CPU entries under ASan and UBSan: a million calls at random (ASAN_CALLS), then the tests
-# make bench     every operator against those of others, on the GPU where there is one: BENCH='--quick --ops gelu'
+# make bench     every operator against those of others, on the GPU where there is one: BENCH='gelu --quick'
 # make calls     the cost of a call              make wheel    dist/*.whl        make clean
 
 PYTHON ?= python3

@@ -2,63 +2,376 @@
 
 from __future__ import annotations
 
-import argparse
+import os
 import sys
+from importlib import import_module
 from pathlib import Path
+from typing import Any
+
+import click
+
+from . import __version__
+
+EXPECTED = (ImportError, LookupError, OSError, ValueError, NotImplementedError)
+"""Errors that a user can mend: the message is enough."""
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="aotops", description="Kernels for every framework.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    _add_bench(commands.add_parser("bench", help="time the operators against those of others"))
-    args = parser.parse_args(argv)
-    args.argv = ["aotops", *(sys.argv[1:] if argv is None else argv)]
-    try:
-        args.run(args)
-    except ImportError as error:
-        sys.exit(f"aotops {args.command}: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+class Commands(click.Group):
+    """A group whose errors are one line on stderr, with a traceback only where AOTOPS_DEBUG is set."""
+
+    def main(self, args: Any = None, prog_name: str | None = "aotops", *rest: Any, **extra: Any) -> Any:
+        args = list(sys.argv[1:] if args is None else args)
+        standalone = extra.pop("standalone_mode", True)
+        extra |= {"standalone_mode": False, "obj": ["aotops", *args]}
+        if not standalone:
+            return super().main(args, prog_name, *rest, **extra)
+        try:
+            status = super().main(args, prog_name, *rest, **extra)
+        except click.Abort:
+            sys.exit(130)
+        except click.ClickException as error:
+            _fail(_usage(error), error.exit_code)
+        except BrokenPipeError:
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115, for the interpreter's last flush
+            sys.exit(1)
+        except Exception as error:
+            if os.environ.get("AOTOPS_DEBUG"):
+                raise
+            _fail(_message(error), 1)
+        sys.exit(status if isinstance(status, int) else 0)
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return list(self.commands)  # as they are defined here
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        return super().get_command(context, name) or context.fail(
+            f"there is no command {name!r}; there are {', '.join(self.list_commands(context))}"
+        )
 
 
-def _add_bench(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Times each operator, forward and backward, against what others offer, and against a copy of as many bytes. "
-        "On a GPU the time is the device's, from replays of CUDA graphs; on a CPU it is that of the call."
-    )
-    add = parser.add_argument
-    add("--device", choices=("cpu", "cuda"), help="default: cuda where torch finds one, else cpu")
-    add("--ops", type=_words, metavar="A,B", help="only these operators")
-    add("--impls", type=_words, metavar="A,B", help="only these, of those installed: aotops, torch, torch.compile, "
-        "quack, liger, mindspore, numpy; 'none' measures nothing, for --merge")  # fmt: skip
-    add("--dtypes", type=_words, metavar="A,B", help="default: bfloat16,float32")
-    add("--shapes", type=_shapes, metavar="MxN,N", help="only these, each of the operators whose shapes have as many "
-        "numbers: MxNxK of products; on a GPU N alone means 2^26 elements in rows of N")  # fmt: skip
-    add("--passes", type=_words, metavar="A,B", help="only these of forward, backward")
-    add("--quick", action="store_true", help="few shapes and few repeats: to see that all works, not for the record")
-    add("--jobs", type=int, metavar="N", help="processes that compile ahead what torch.compile and quack want compiled")
-    add("--json", type=Path, metavar="FILE", help="write the results there")
-    add("--plots", type=Path, metavar="DIR", help="draw there, one PNG an operator")
-    add("--cases", type=Path, metavar="DIR", help="the rows of the operators; default: tests/cases of the checkout")
-    add("--merge", type=Path, nargs="+", default=[], metavar="FILE", help="keep the rows of these earlier results too")
-    parser.set_defaults(run=_bench)
+def _usage(error: click.ClickException) -> str:
+    context = getattr(error, "ctx", None)
+    where = context.command_path if context else "aotops"
+    text = error.format_message().rstrip(".")
+    return f"{where}: {text}; see `{where} --help`" if isinstance(error, click.UsageError) else f"{where}: {text}"
 
 
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
+def _message(error: Exception) -> str:
+    text = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
+    if isinstance(error, EXPECTED) or type(error).__module__.startswith("aotops."):
+        return f"aotops: {text}"
+    return f"aotops: {type(error).__name__}: {text}; AOTOPS_DEBUG=1 shows the traceback"
 
 
-def _shapes(text: str) -> list[tuple[int, ...]]:
-    try:
-        return [tuple(int(dim) for dim in word.split("x")) for word in _words(text)]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected shapes as 8192x4096, or lengths of rows") from None
+def _fail(message: str, status: int) -> None:
+    click.echo(_colored(message, "red", sys.stderr), err=True)
+    sys.exit(status)
 
 
-def _bench(args: argparse.Namespace) -> None:
+def _colored(text: str, color: str, stream: Any) -> str:
+    return text if os.environ.get("NO_COLOR") or not stream.isatty() else click.style(text, color)
+
+
+def _printed(value: Any) -> None:
+    import json
+
+    click.echo(json.dumps(value, indent=2))
+
+
+def _registry() -> Any:
+    """With the package of the current directory."""
+    from . import registry
+
+    registry.use(Path())
+    return registry
+
+
+class Words(click.ParamType):
+    """A list with commas."""
+
+    name = "A,B"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[str]:
+        return value if isinstance(value, list) else [word.strip() for word in value.split(",") if word.strip()]
+
+
+class Shapes(Words):
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return [tuple(int(dim) for dim in word.split("x")) for word in super().convert(value, param, ctx)]
+        except ValueError:
+            self.fail(f"{value!r}: expected shapes as 8192x4096, or lengths of rows", param, ctx)
+
+
+FILE = click.Path(path_type=Path, dir_okay=False)
+FOLDER = click.Path(path_type=Path, file_okay=False)
+
+
+@click.group("aotops", cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, message="%(version)s")
+def main() -> None:
+    """Kernels that are called, and differentiated, from every framework.
+
+    \b
+    Example:
+      aotops new scale && cd scale && aotops build && aotops check scale
+    """
+
+
+# -------------------------------------------------------------------------------------------------------------- authors
+
+
+@main.command()
+@click.argument("name")
+@click.option(
+    "--template",
+    type=click.Choice(("elementwise", "row", "reduction", "product")),
+    default="elementwise",
+    show_default=True,
+    help="The kernel to begin with.",
+)
+@click.option("--directory", type=FOLDER, help="Where to write the package.  [default: ./NAME]")
+def new(name: str, template: str, directory: Path | None) -> None:
+    """Write the package of a new operator.
+
+    It has a kernel, a definition, cases, tests and a pyproject.toml; it builds and passes its checks as it is. In a
+    checkout of aotops the operator is written into the library itself.
+
+    \b
+    Example:
+      aotops new scale --template row
+    """
+    create = import_module("aotops.new").create
+    files = create(name, template, directory)
+    for file in files:
+        click.echo(os.path.relpath(file))
+    package = next((file.parent for file in files if file.name == "pyproject.toml"), None)
+    build = "make lib" if package is None else f"cd {os.path.relpath(package)} && aotops build"
+    click.echo(f"next: {build} && aotops check {name}", err=True)
+
+
+@main.command()
+@click.argument("directory", type=click.Path(path_type=Path, file_okay=False, exists=True), default=Path())
+@click.option("--watch", is_flag=True, help="Build again whenever a source changes, until interrupted.")
+@click.option("--arch", help="GPU architectures, as 80,90, instead of those of the pyproject.toml.")
+def build(directory: Path, watch: bool, arch: str | None) -> None:
+    """Compile the kernels of a package.
+
+    [tool.aotops] in its pyproject.toml names the sources and the library.
+
+    \b
+    Example:
+      aotops build scale --watch
+    """
+    click.echo(os.path.relpath(import_module("aotops.build").build(directory, watch=watch, arch=arch)))
+
+
+@main.command(name="compile")
+@click.argument("source", type=click.Path(path_type=Path, dir_okay=False, exists=True))
+@click.option("-o", "--output", type=FILE, help="Copy the library there.")
+@click.option("--arch", help="GPU architectures, as 80,90.  [default: those of this machine's GPUs]")
+def compile_(source: Path, output: Path | None, arch: str | None) -> None:
+    """Compile a .cu or .cpp file to a shared library.
+
+    The path is printed: one in the cache unless -o is given.
+
+    \b
+    Example:
+      aotops compile kernel.cu -o libkernel.so
+    """
+    import aotops
+
+    library = aotops.compile(source, arch=arch)  # type: ignore[attr-defined]
+    if output is not None:
+        import shutil
+
+        library = shutil.copyfile(library, output)
+    click.echo(library)
+
+
+@main.command()
+@click.argument("ops", nargs=-1, required=True, metavar="OP...")
+@click.option("--frameworks", type=Words(), help="Only these of torch, jax, mindspore, cupy, numpy.")
+@click.option("--dtypes", type=Words(), help="Only these dtypes.")
+@click.option("--devices", type=Words(), help="Only these of cpu, cuda.")
+@click.option("--quick", is_flag=True, help="Few cases.")
+@click.option("--sanitize", is_flag=True, help="On a GPU, run compute-sanitizer too.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the random inputs.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+def check(ops: tuple[str, ...], as_json: bool, **options: Any) -> None:
+    """Check operators in each installed framework.
+
+    Values, gradients, shapes, memory and threads are checked. OP is the name of an operator or of a library. The exit
+    status is 1 if a check fails.
+
+    \b
+    Example:
+      aotops check scale --frameworks torch,jax
+    """
+    registry = _registry()
+    operators, run = registry.select(ops), import_module("aotops.testing").check
+    reports = {}
+    if sys.stderr.isatty():
+        options["progress"] = _progress
+    for name, op in operators.items():
+        reports[name] = run(op, **options)
+        if not as_json:
+            click.echo(reports[name].render().rstrip())
+    if as_json:
+        _printed({name: _plain(report.to_json()) for name, report in reports.items()})
+    if not all(report.ok for report in reports.values()):
+        sys.exit(1)
+
+
+def _progress(item: Any) -> None:
+    """The check that ended last, in one line of a terminal."""
+    click.echo(f"\r\x1b[K{item.check}, {item.where}\r", nl=False, err=True)
+
+
+def _plain(value: Any) -> Any:
+    """What a JSON text says, or the value itself."""
+    import json
+
+    return json.loads(value) if isinstance(value, str) else value
+
+
+# ---------------------------------------------------------------------------------------------------------------- bench
+
+
+@main.command()
+@click.argument("ops", nargs=-1, metavar="[OP]...")
+@click.option("--device", type=click.Choice(("cpu", "cuda")), help="Default: cuda where torch finds one, else cpu.")
+@click.option(
+    "--impls",
+    type=Words(),
+    help="Only these, of those installed: aotops, naive, torch, torch.compile, quack, liger, mindspore, numpy; "
+    "'none' measures nothing, for --merge.",
+)
+@click.option("--dtypes", type=Words(), help="Default: bfloat16,float32.")
+@click.option(
+    "--shapes",
+    type=Shapes(),
+    metavar="MxN,N",
+    help="Only these, each of the operators whose shapes have as many numbers: MxNxK of products; on a GPU N alone "
+    "means 2^26 elements in rows of N.",
+)
+@click.option("--passes", type=Words(), help="Only these of forward, backward.")
+@click.option("--quick", is_flag=True, help="Few shapes and few repeats: to see that all works, not for the record.")
+@click.option(
+    "--jobs", type=int, metavar="N", help="Processes that compile ahead what torch.compile and quack want compiled."
+)
+@click.option("--json", type=FILE, help="Write the results there.")
+@click.option("--plots", type=FOLDER, help="Draw there, one PNG an operator.")
+@click.option("--cases", type=FOLDER, help="The rows of the built-in operators.")
+@click.option("--merge", type=FILE, multiple=True, help="Keep the rows of these earlier results too.")
+@click.pass_obj
+def bench(arguments: list[str], ops: tuple[str, ...], cases: Path | None, **options: Any) -> None:
+    """Time operators against what others offer.
+
+    Forward and backward are timed, and compared with a copy of as many bytes. On a GPU the time is the device's, from
+    replays of CUDA graphs; on a CPU it is that of the call.
+
+    OP is the name of an operator or of a library; without one, all built-in operators are timed. An entry
+    aot_<op>_naive_<device> of the operator's library, with the same arguments, is timed beside it.
+
+    \b
+    Example:
+      aotops bench gelu softmax --device cpu --quick --plots plots
+    """
+    import shlex
+
     from .bench import work
-    from .bench.run import run
+    from .bench.run import Options, run
 
-    if args.cases:
-        work.use(args.cases)
-    run(args)
+    _registry()
+    if cases:
+        work.use(cases)
+    run(Options(ops=ops, command=shlex.join(arguments), **options))
+
+
+# --------------------------------------------------------------------------------------------------------- what is here
+
+
+@main.command(name="list")
+@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+def list_(as_json: bool) -> None:
+    """List the operators of every library.
+
+    These are the built-in library, and those that installed packages offer.
+
+    \b
+    Example:
+      aotops list --json
+    """
+    registry = _registry()
+    found = registry.describe()
+    if as_json:
+        _printed(found)
+    else:
+        click.echo(registry.render(found))
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+@click.option("--try", "attempt", is_flag=True, help="Call an operator in each framework, in a process of its own.")
+def info(as_json: bool, attempt: bool) -> None:
+    """Tell what is installed and what works.
+
+    Library, devices, compilers and frameworks; and the command that mends what is unavailable.
+
+    \b
+    Example:
+      aotops info --try
+    """
+    from . import info
+
+    _registry()
+    found = info.collect(attempt=attempt)
+    if as_json:
+        _printed(found)
+    else:
+        click.echo(info.render(found))
+
+
+@main.command()
+@click.argument("library")
+@click.option("--output", type=FOLDER, help="Where to write.  [default: the frontends folder of the library's package]")
+def stubs(library: str, output: Path | None) -> None:
+    """Write type stubs for the functions of a library.
+
+    A .pyi file for each framework, for editors and type checkers.
+
+    \b
+    Example:
+      aotops stubs scale
+    """
+    from . import stubs
+
+    for file in stubs.write(_registry().library(library), output):
+        click.echo(os.path.relpath(file))
+
+
+@main.command(name="include-dir")
+def include_dir() -> None:
+    """Print the folder of the headers for kernels.
+
+    \b
+    Example:
+      g++ -shared -fPIC -I"$(aotops include-dir)" scale.cpp -o libscale.so
+    """
+    import aotops
+
+    click.echo(aotops.include_dir())  # type: ignore[attr-defined]
+
+
+@main.command(name="cmake-dir")
+def cmake_dir() -> None:
+    """Print the folder of the CMake package.
+
+    \b
+    Example:
+      cmake -S . -B build -Daotops_DIR="$(aotops cmake-dir)"
+    """
+    import aotops
+
+    click.echo(aotops.cmake_dir())  # type: ignore[attr-defined]

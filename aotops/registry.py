@@ -4,17 +4,27 @@ A package offers a library through an entry point, in its pyproject.toml:
 
     [project.entry-points."aotops.libraries"]
     scale = "scale:library"
+
+The commands find the package of the current directory too, installed or not.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable
 from functools import cache
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from inspect import signature
+from pathlib import Path
+from typing import Any
 
 from .library import Library, LibraryError
 from .op import Op
 
 GROUP = "aotops.libraries"
+DEVICES = ("cpu", "cuda")
+_directory: Path | None = None
 
 
 def libraries() -> dict[str, Library]:
@@ -23,10 +33,65 @@ def libraries() -> dict[str, Library]:
     Raises:
         LibraryError: a package's entry point does not import, or is not a library of that name.
     """
+    found = offered()
+    for each in found.values():
+        if isinstance(each, LibraryError):
+            raise each
+    return found  # type: ignore[return-value]
+
+
+def offered() -> dict[str, Library | LibraryError]:
+    """Every library by name, the built-in one first; the error of one that does not import."""
     from .ops import BUILTIN
 
-    offered = sorted(entry_points(group=GROUP), key=lambda point: point.name)
-    return {BUILTIN.name: BUILTIN} | {point.name: _load(point) for point in offered}
+    points = {point.name: point for point in (*entry_points(group=GROUP), *_points(_directory))}
+    return {BUILTIN.name: BUILTIN} | {name: _loaded(points[name]) for name in sorted(points)}
+
+
+def use(directory: Path | None) -> None:
+    """Adds the libraries of the package in a directory, installed or not: those of its pyproject.toml, imported from
+    there. The commands do so for the current directory."""
+    global _directory
+    _directory = directory and directory.absolute()
+    if _points(_directory) and str(_directory) not in sys.path:
+        sys.path.insert(0, str(_directory))
+
+
+def directory() -> Path | None:
+    """That of ``use``."""
+    return _directory
+
+
+@cache
+def _points(directory: Path | None) -> tuple[EntryPoint, ...]:
+    """The entry points in a directory's pyproject.toml. None if there is no reader of TOML (Python 3.10)."""
+    file = directory and directory / "pyproject.toml"
+    if file is None or not file.exists() or GROUP not in (content := file.read_text()):
+        return ()
+    try:
+        toml = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    except ModuleNotFoundError:
+        return ()
+    try:
+        offered = toml.loads(content).get("project", {}).get("entry-points", {}).get(GROUP, {})
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+    return tuple(EntryPoint(name, value, GROUP) for name, value in offered.items())
+
+
+def library(name: str) -> Library:
+    """A library by name.
+
+    Raises:
+        KeyError: there is no such library.
+        LibraryError: its package does not import.
+    """
+    found = offered()
+    if name not in found:
+        raise KeyError(f"there is no library {name!r}; there are {', '.join(found)}")
+    if isinstance(found[name], LibraryError):
+        raise found[name]  # type: ignore[misc]
+    return found[name]  # type: ignore[return-value]
 
 
 def get(name: str) -> Op:
@@ -35,25 +100,116 @@ def get(name: str) -> Op:
     Raises:
         KeyError: there is no such operator, or several.
     """
-    library, _, op = name.rpartition(".")
-    known = libraries()
-    found = [known[each].ops[op] for each in known if library in ("", each) and op in known[each].ops]
+    wanted, _, op = name.rpartition(".")
+    known = {each: library for each, library in offered().items() if isinstance(library, Library)}
+    found = [known[each].ops[op] for each in known if wanted in ("", each) and op in known[each].ops]
     if len(found) == 1:
         return found[0]
     if found:
         names = ", ".join(f"{each.library.name}.{op}" for each in found)
         raise KeyError(f"{name!r} is in several libraries, expected one of {names}")
     names = ", ".join(sorted(op for each in known.values() for op in each.ops))
-    raise KeyError(f"there is no operator {name!r}; there are {names}")
+    raise KeyError("; ".join([f"there is no operator {name!r}; there are {names}", *_broken()]))
+
+
+def select(names: Iterable[str]) -> dict[str, Op]:
+    """Operators, each by the shortest name that ``get`` takes. A name may be that of a library, for all of its
+    operators.
+
+    Raises:
+        KeyError: there is no such operator or library.
+    """
+    selected = {}
+    for name in names:
+        try:
+            op = get(name)
+            selected[_name(op)] = op
+        except KeyError:
+            owner = offered().get(name)
+            if not isinstance(owner, Library):
+                raise
+            selected |= {_name(op): op for op in owner.ops.values()}
+    return selected
+
+
+def _name(op: Op) -> str:
+    try:
+        return op.name if get(op.name) is op else f"{op.library.name}.{op.name}"
+    except KeyError:
+        return f"{op.library.name}.{op.name}"
+
+
+def _broken() -> list[str]:
+    return [str(each) for each in offered().values() if isinstance(each, LibraryError)]
 
 
 @cache
-def _load(point: EntryPoint) -> Library:
+def _loaded(point: EntryPoint) -> Library | LibraryError:
     try:
         library = point.load()
     except Exception as error:
-        raise LibraryError(f"the entry point {point.name} = {point.value!r} does not load: {error}") from error
+        return LibraryError(f"the entry point {point.name} = {point.value!r} does not load: {error}")
     if not isinstance(library, Library) or library.name != point.name:
         what = f"the library {library.name!r}" if isinstance(library, Library) else f"a {type(library).__name__}"
-        raise LibraryError(f"the entry point {point.name} = {point.value!r} is {what}, expected a Library of that name")
+        return LibraryError(
+            f"the entry point {point.name} = {point.value!r} is {what}, expected a Library of that name"
+        )
     return library
+
+
+# ---------------------------------------------------------------------------------------------------------- the listing
+
+
+def describe() -> list[dict[str, Any]]:
+    """Every library: name, file, error (None where it loads) and operators, each with name, signature, the devices that
+    it has entries for, and whether it has a gradient."""
+    return [_described(name, each) for name, each in offered().items()]
+
+
+def _described(name: str, library: Library | LibraryError) -> dict[str, Any]:
+    if isinstance(library, LibraryError):
+        return {"library": name, "file": None, "error": str(library), "operators": []}
+    error = None
+    try:
+        library.functions  # noqa: B018, loads it
+    except (LibraryError, ValueError) as caught:
+        error = str(caught)
+    operators = [
+        {
+            "name": op.name,
+            "signature": f"{op.name}{signature(op.bind)}",
+            "devices": [] if error else [device for device in DEVICES if has_entry(op, device)],
+            "gradient": has_gradient(op),
+        }
+        for op in library.ops.values()
+    ]
+    return {"library": name, "file": str(library.path), "error": error, "operators": operators}
+
+
+def has_gradient(op: Op) -> bool:
+    """By a backward, or by a rule made of operators."""
+    return op.backward is not None or getattr(op, "rule", None) is not None
+
+
+def has_entry(op: Op, device: str) -> bool:
+    try:
+        op.library.entry_name(op, device)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def render(found: list[dict[str, Any]]) -> str:
+    """The text of ``describe``'s result."""
+    return "\n\n".join(_rendered(each) for each in found)
+
+
+def _rendered(each: dict[str, Any]) -> str:
+    lines = [f"{each['library']}  {each['file'] or ''}".rstrip()]
+    if each["error"]:
+        lines.append(f"  error: {each['error']}")
+    width = max((len(op["signature"]) for op in each["operators"]), default=0)
+    for op in each["operators"]:
+        devices = ", ".join(op["devices"]) or "no entry"
+        lines.append(f"  {op['signature']:{width}}  {devices:9}  {'gradient' if op['gradient'] else ''}".rstrip())
+    return "\n".join(lines)

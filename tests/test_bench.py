@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from aotops.bench import baselines, report
 from aotops.bench.tensors import FRAMEWORKS
-from aotops.bench.work import Case, Cell, Convolution, Elements, Product, Rows, cases, works
-from aotops.cli import main
+from aotops.bench.work import Case, Cell, Convolution, Elements, Product, Rows, cases, find, rows, use, works
+from aotops.cli import main as command
+from aotops.ops import OPS
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "h200.json"
 TINY = {
@@ -26,6 +29,10 @@ TINY = {
 ROW = {"op", "variant", "pass", "shape", "dtype", "impl", "us", "gbs", "of_copy", "host_us"}
 X, N = 1024 * 4096, 4096
 WORKS = works()
+
+
+def main(arguments):
+    command(arguments, standalone_mode=False)
 
 
 def work_of(name):
@@ -160,7 +167,7 @@ def test_implementations_compute_the_same(work):
 
 def test_a_run_writes_what_it_says(tmp_path, capsys):
     file = tmp_path / "out" / "bench.json"
-    main(f"bench --device cpu --quick --ops add --impls aotops,numpy --shapes 8x256,64x128 --json {file}".split())
+    main(f"bench add --device cpu --quick --impls aotops,numpy --shapes 8x256,64x128 --json {file}".split())
     result = json.loads(file.read_text())
     assert {"device", "copy_gbs", "versions", "date", "command", "rows"} <= result.keys()
     assert result["copy_gbs"] > 0
@@ -180,7 +187,7 @@ def test_a_run_of_products(tmp_path, capsys):
     file = tmp_path / "bench.json"
     shapes = "8x6x4,2x3x5x4x3x2"
     main(
-        f"bench --device cpu --quick --ops matmul,conv2d,lltm --impls aotops,torch --shapes {shapes} "
+        f"bench matmul conv2d lltm --device cpu --quick --impls aotops,torch --shapes {shapes} "
         f"--dtypes bfloat16,float32 --json {file}".split()
     )
     rows = json.loads(file.read_text())["rows"]
@@ -206,12 +213,13 @@ def test_results_are_merged(tmp_path, capsys):
     for name, result in (("a", _result("aotops", 3.0)), ("b", _result("quack", 4.0)), ("c", _result("aotops", 2.0))):
         files.append(tmp_path / name)
         report.save(result, files[-1])
-    main(["bench", "--impls", "none", "--json", str(tmp_path / "all"), "--merge", *map(str, files)])
+    merge = [word for file in files for word in ("--merge", str(file))]
+    main(["bench", "--impls", "none", "--json", str(tmp_path / "all"), *merge])
     merged = json.loads((tmp_path / "all").read_text())
     assert [(row["impl"], row["us"]) for row in merged["rows"]] == [("aotops", 2.0), ("quack", 4.0)]
     assert merged["versions"] == {"aotops": "1", "quack": "1"}
     assert merged["command"] == "measure aotops; measure quack"
-    with pytest.raises(SystemExit):
+    with pytest.raises(ValueError, match="two devices: a GPU and another"):
         report.merged(merged, _result("aotops", 1.0) | {"device": "another"})
 
 
@@ -236,9 +244,11 @@ def test_rows_elsewhere(tmp_path, capsys):
     command = [sys.executable, "-c", "import sys; from aotops.cli import main; main(sys.argv[1:])", *options]
     told = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, check=True).stdout
     assert "add mine" in told
-    failed = subprocess.run([*command, str(tmp_path / "none")], capture_output=True, text=True)
-    assert failed.returncode == 1
-    assert f"aotops bench: there are no rows in {tmp_path / 'none'}; --cases names their folder" in failed.stderr
+    try:
+        with pytest.raises(LookupError, match=f"bench: there are no rows in {tmp_path / 'none'}; --cases names"):
+            main([*options, str(tmp_path / "none")])
+    finally:
+        use(None)
 
 
 def test_a_case_is_pickled():
@@ -252,3 +262,87 @@ def test_the_command_needs_no_package_to_be_imported():
     heavy = "[m for m in ('numpy', 'torch', 'rich', 'matplotlib') if m in sys.modules]"
     code = f"import sys, aotops, aotops.cli; print({heavy})"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+# -------------------------------------------------------------------------------------------------- another's operator
+
+TWICE = """
+#include <cstdint>
+extern "C" int aot_twice_cpu(int, void **p, int *ndims, int64_t **shapes, const char **, void *, void *) {
+  int64_t n = 1;
+  for (int i = 0; i < ndims[0]; ++i) n *= shapes[0][i];
+  for (int64_t i = 0; i < n; ++i) static_cast<float *>(p[1])[i] = 2 * static_cast<float *>(p[0])[i];
+  return 0;
+}
+extern "C" int aot_twice_naive_cpu(int n, void **p, int *ndims, int64_t **shapes, const char **d, void *s, void *e) {
+  return aot_twice_cpu(n, p, ndims, shapes, d, s, e);
+}
+"""
+PACKAGE = """
+from dataclasses import replace
+from pathlib import Path
+from aotops import Library, operator
+
+@operator(inputs=("x",), outputs=("y",), same_spec_as={"y": "x"}, elementwise=True)
+def twice(x):
+    return (x,), ()
+
+library = Library("doubling", [twice], Path(__file__).with_name("libdoubling.so"), cases="doubling.cases")
+"""
+ROWS = """
+from types import SimpleNamespace as Of
+
+case = Of(given={"x": (3, 5)}, attrs={}, classes={})
+row = Of(reference=lambda x: 2 * x, cases=(case,), in_torch=lambda torch, name: lambda x: 2 * x)
+CASES = {"twice": row}
+"""
+
+
+@pytest.fixture
+def doubling(tmp_path, monkeypatch):
+    """An installed package of an operator, whose row does not say what is measured."""
+    package, metadata = tmp_path / "doubling", tmp_path / "doubling-1.dist-info"
+    package.mkdir()
+    metadata.mkdir()
+    (package / "__init__.py").write_text(PACKAGE)
+    (package / "cases.py").write_text(ROWS)
+    (tmp_path / "twice.cpp").write_text(TWICE)
+    command = ["g++", "-O2", "-shared", "-fPIC", tmp_path / "twice.cpp", "-o", package / "libdoubling.so"]
+    subprocess.run(command, check=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: doubling\nVersion: 1\n")
+    (metadata / "entry_points.txt").write_text("[aotops.libraries]\ndoubling = doubling:library\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield package
+    for name in ("doubling", "doubling.cases"):
+        sys.modules.pop(name, None)
+
+
+def test_an_operator_of_another_library(doubling, tmp_path, capsys):
+    pytest.importorskip("torch")
+    file, plots = tmp_path / "twice.json", tmp_path / "plots"
+    impls = ["aotops", "naive", "torch", "numpy"]
+    main(f"bench twice --quick --device cpu --impls {','.join(impls)} --json {file} --plots {plots}".split())
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["shape"], row["impl"]) for row in rows] == [(s, i) for s in ([8, 256], [512, 1024]) for i in impls]
+    assert all(row["op"] == "twice" and row["us"] > 0 for row in rows)
+    case = Case(find("twice", ""), "forward", (512, 1024), "float32")
+    assert case.bytes == 2 * 4 * 512 * 1024  # x is read and y written, once
+    assert [path.name for path in plots.iterdir()] == ["twice.png"]
+    assert "left out" not in capsys.readouterr().out
+
+
+def test_the_case_that_is_enlarged():
+    """Of the built-in operators, whose rows could say nothing."""
+    from aotops.bench.enlarged import enlarged
+
+    def shapes(name, device="cpu", quick=False):
+        work = replace(enlarged(OPS[name], rows()[name].cases), op=name)
+        return work, work.shapes(device, None, quick)[-1]
+
+    work, large = shapes("swiglu")
+    assert work.bytes("forward", large, "float32") == 3 * 4 * (1 << 25)
+    work, large = shapes("matmul", "cuda")
+    assert math.prod(large) == 1 << 26
+    work, large = shapes("cross_entropy")
+    assert work.tensors(large)["t"] == large[:1]
+    assert work.n_classes(large) == large[1]

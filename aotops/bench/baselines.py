@@ -6,13 +6,18 @@ called as its own users would call it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
 from importlib import import_module, metadata
 from types import SimpleNamespace
 from typing import Any
 
-from .work import LN_EPS, RMS_EPS, Case, Convolution, Elements, Shape, rows, window
+from .. import registry
+from ..library import Library
+from ..op import Op
+from ..ops import OPS
+from .work import LN_EPS, RMS_EPS, Case, Convolution, Elements, Shape, row, window
 
 LIGER_ROW = 4096
 """Liger's elementwise kernels use a block per row: flat tensors are passed in rows of this length."""
@@ -31,8 +36,9 @@ class Impl:
     framework: str
     """The framework of its tensors: torch, mindspore or numpy."""
     functions: Mapping[str, Make]
-    module: Any = None
-    """Has more operators, with our arguments."""
+    """By the names that the registry knows the operators by, as all here."""
+    modules: Mapping[str, Any] = field(default_factory=dict)
+    """For more operators, each a module that has it, with our arguments."""
     adapt: Callable[[Case, list[Any]], list[Any]] = lambda case, inputs: inputs
     """Converts the inputs."""
     synchronizes: frozenset[str] = frozenset()
@@ -44,22 +50,29 @@ class Impl:
     def has(self, case: Case) -> bool:
         if case.pass_ == "backward" and case.work.op in self.forward_only:
             return False
-        has = case.work.op in self.functions or hasattr(self.module, case.work.op)
+        module = self.modules.get(case.work.op)
+        has = case.work.op in self.functions or hasattr(module, case.work.plain_name)
         return has and (self.dtypes is None or case.dtype in self.dtypes)
 
     def function(self, case: Case) -> Callable[..., Any]:
         make = self.functions.get(case.work.op)
-        return make(case.shape, case.work.variant) if make else case.work.function(self.module, case.shape)
+        return (
+            make(case.shape, case.work.variant) if make else case.work.function(self.modules[case.work.op], case.shape)
+        )
 
 
-def available(device: str, names: list[str] | None) -> list[Impl]:
-    """Those of ``names`` that can be imported; by default those usual for the device."""
+def available(device: str, names: list[str] | None, operators: Sequence[str] = tuple(OPS)) -> list[Impl]:
+    """Those of ``names`` that can be imported; by default those usual for the device.
+
+    Raises:
+        ValueError: there is no such implementation.
+    """
     impls = []
     for name in names if names is not None else _KNOWN[device]:
         if name not in _MAKERS:
-            raise SystemExit(f"aotops bench: --impls has no {name!r}; there are {', '.join(_MAKERS)} and none")
+            raise ValueError(f"bench: --impls has no {name!r}; there are {', '.join(_MAKERS)} and none")
         try:
-            impls.append(_MAKERS[name]())
+            impls.append(_MAKERS[name](operators))
         except ImportError as error:
             if names is not None:
                 print(f"{name} is left out: {error}")
@@ -80,13 +93,38 @@ def versions() -> dict[str, str]:
 # ------------------------------------------------------------------------------------------------------------- aotops
 
 
-def _aotops() -> Impl:
+def _aotops(operators: Sequence[str]) -> Impl:
     framework = next(_importable("torch", "mindspore", "numpy"))
     f = import_module(f"aotops.frontends.{framework}")
 
     # the loss with its gradient is not one operator
     losses = {"cross_entropy": lambda shape, variant: _own_loss_and_dx(f) if variant else f.cross_entropy}
-    return Impl("aotops", framework, losses, module=f)
+    modules = {name: f if name in OPS else _namespace(f, registry.get(name).library) for name in operators}
+    return Impl("aotops", framework, losses, modules)
+
+
+@cache
+def _namespace(frontend: Any, library: Library) -> SimpleNamespace:
+    return SimpleNamespace(**frontend.functions(library))
+
+
+def _naive(operators: Sequence[str]) -> Impl:
+    """Entries ``aot_<op>_naive_<device>`` that a library has beside those of an operator, with the same arguments."""
+    framework = next(_importable("torch", "mindspore", "numpy"))
+    f = import_module(f"aotops.frontends.{framework}")
+    modules = {}
+    for name in operators:
+        op = registry.get(name)
+        if getattr(op, "foreign", None):  # its entries have names of their own
+            continue
+        naive = Library(f"{op.library.name}_naive_{op.name}", [_naive_one(op)], op.library.path)
+        if any(registry.has_entry(one, device) for one in naive.ops.values() for device in registry.DEVICES):
+            modules[name] = SimpleNamespace(**{op.name: _namespace(f, naive).__dict__[f"{op.name}_naive"]})
+    return Impl("naive", framework, {}, modules, forward_only=frozenset(modules))
+
+
+def _naive_one(op: Op) -> Op:
+    return replace(op, name=f"{op.name}_naive", backward=None)
 
 
 def _importable(*names: str) -> Iterator[str]:
@@ -135,12 +173,21 @@ def _loss_and_dx(loss: Callable[..., Any]) -> Callable[..., Any]:
 # -------------------------------------------------------------------------------------------------------------- torch
 
 
-def _torch() -> Impl:
+def _torch(operators: Sequence[str]) -> Impl:
     import torch
 
     functions = _torch_functions()
-    others = {op: row.in_torch(torch, op) for op, row in rows().items() if op not in functions}
-    return Impl("torch", "torch", functions, module=SimpleNamespace(**others), adapt=_channels_last)
+    modules = {name: _row_in_torch(torch, name) for name in operators if name not in functions}
+    return Impl("torch", "torch", functions, modules, adapt=_channels_last)
+
+
+def _row_in_torch(torch: Any, name: str) -> SimpleNamespace:
+    """What the operator's row says is the same in torch."""
+    plain, found = registry.get(name).name, row(name)
+    try:
+        return SimpleNamespace(**{plain: found.in_torch(torch, plain)})
+    except AttributeError:  # torch.nn.functional has none of the name, and the row says nothing
+        return SimpleNamespace()
 
 
 def _torch_functions() -> dict[str, Make]:
@@ -195,7 +242,7 @@ def _channels_last(case: Case, inputs: list[Any]) -> list[Any]:
     return [t.detach().permute(0, 3, 1, 2).requires_grad_() for t in inputs]
 
 
-def _torch_compile() -> Impl:
+def _torch_compile(operators: Sequence[str]) -> Impl:
     import torch
     from torch._functorch import config
 
@@ -217,7 +264,7 @@ def _torch_compile() -> Impl:
 # -------------------------------------------------------------------------------------------------------------- quack
 
 
-def _quack() -> Impl:
+def _quack(operators: Sequence[str]) -> Impl:
     from quack.cross_entropy import cross_entropy, cross_entropy_fwd
     from quack.rmsnorm import rmsnorm
     from quack.softmax import softmax
@@ -267,7 +314,7 @@ def _with_float32_weights(case: Case, inputs: list[Any]) -> list[Any]:
 # -------------------------------------------------------------------------------------------------------------- Liger
 
 
-def _liger() -> Impl:
+def _liger(operators: Sequence[str]) -> Impl:
     import torch
     from liger_kernel import ops
 
@@ -306,8 +353,8 @@ def _own_copies(case: Case, inputs: list[Any]) -> list[Any]:
 # ---------------------------------------------------------------------------------------------- NumPy and MindSpore
 
 
-def _numpy() -> Impl:
-    """The formulas in NumPy; forward only, without bfloat16."""
+def _numpy(operators: Sequence[str]) -> Impl:
+    """The formulas in NumPy; forward only, without bfloat16. Of other libraries, the references of the rows."""
     import numpy as np
 
     def gelu_tanh(x):
@@ -362,10 +409,15 @@ def _numpy() -> Impl:
         "add_rms_norm": lambda shape, variant: lambda x, r, w: (rms_norm(x + r, w), x + r),
         "softmax": lambda shape, variant: softmax,
         "cross_entropy": no_dx,
-    }, dtypes=("float16", "float32", "float64"))  # fmt: skip
+    }, {name: _reference(name) for name in operators if name not in OPS},
+       dtypes=("float16", "float32", "float64"))  # fmt: skip
 
 
-def _mindspore() -> Impl:
+def _reference(name: str) -> SimpleNamespace:
+    return SimpleNamespace(**{registry.get(name).name: row(name).reference})
+
+
+def _mindspore(operators: Sequence[str]) -> Impl:
     """MindSpore's own functions on a CPU; forward only."""
     from mindspore import ops
 
@@ -401,12 +453,13 @@ def _mindspore() -> Impl:
 
 
 _KNOWN = {
-    "cuda": ("aotops", "torch", "torch.compile", "quack", "liger"),
-    "cpu": ("aotops", "torch", "mindspore", "numpy"),
+    "cuda": ("aotops", "naive", "torch", "torch.compile", "quack", "liger"),
+    "cpu": ("aotops", "naive", "torch", "mindspore", "numpy"),
 }
 
-_MAKERS: dict[str, Callable[[], Impl]] = {
+_MAKERS: dict[str, Callable[[Sequence[str]], Impl]] = {
     "aotops": _aotops,
+    "naive": _naive,
     "torch": _torch,
     "torch.compile": _torch_compile,
     "quack": _quack,

@@ -9,6 +9,7 @@ from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 
+from .. import registry
 from . import baselines, report, work
 from .baselines import Impl
 from .tensors import FRAMEWORKS
@@ -22,27 +23,28 @@ def precompile(todo: Sequence[Case], impls: Sequence[Impl], device: str, jobs: i
     jobs = min(8, len(os.sched_getaffinity(0)) // 2) if jobs is None else jobs
     if device != "cuda" or not names or jobs < 2:
         return
-    with ProcessPoolExecutor(jobs, get_context("spawn"), _prepare, (work.folder(),)) as pool:
+    with ProcessPoolExecutor(jobs, get_context("spawn"), _prepare, (work.folder(), registry.directory())) as pool:
         waiting = [pool.submit(_compile, name, case) for name in names for case in todo]
         with report.progress(len(waiting), "compile") as advance:
             for _ in as_completed(waiting):  # if a process dies, the pool ends: the rest is compiled later
                 advance("", [])
 
 
-def _prepare(folder: Path) -> None:
-    work.use(folder)
+def _prepare(rows: Path | None, package: Path | None) -> None:
+    work.use(rows)
+    registry.use(package)
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # one process per case
 
 
 @cache
-def _impl(name: str) -> Impl:
-    return baselines.available("cuda", [name])[0]
+def _impl(name: str, op: str) -> Impl:
+    return baselines.available("cuda", [name], [op])[0]
 
 
 def _compile(name: str, case: Case) -> None:
     """Calls it once. A failure is reported when it is measured."""
     try:
-        impl, framework = _impl(name), FRAMEWORKS["torch"]("cuda")
+        impl, framework = _impl(name, case.work.op), FRAMEWORKS["torch"]("cuda")
         if impl.has(case):
             for gradients in (False, True) if case.small else (False,):
                 with framework.settings(case), framework.recording(gradients):

@@ -16,7 +16,7 @@ Row = dict[str, Any]
 Result = dict[str, Any]
 Cases = dict[Case, dict[str, Row]]
 
-IMPLS = ("aotops", "torch", "torch.compile", "quack", "liger", "mindspore", "numpy")
+IMPLS = ("aotops", "naive", "torch", "torch.compile", "quack", "liger", "mindspore", "numpy")
 
 
 # ----------------------------------------------------------------------------------------------------------- progress
@@ -158,7 +158,7 @@ def merged(earlier: Result | None, new: Result) -> Result:
     if earlier is None:
         return new
     if earlier["device"] != new["device"]:
-        raise SystemExit(f"aotops bench: these are of two devices: {earlier['device']} and {new['device']}")
+        raise ValueError(f"bench: these are of two devices: {earlier['device']} and {new['device']}")
     rows = {(_case(row), row["impl"]): row for row in [*earlier["rows"], *new["rows"]]}
     return earlier | new | {
         "command": "; ".join(dict.fromkeys([*earlier["command"].split("; "), new["command"]])),
@@ -180,6 +180,7 @@ def save(result: Result, file: Path) -> None:
 
 STYLE = {
     "aotops": ("#d6336c", "o"),
+    "naive": ("#e8a2b8", "h"),
     "torch": ("#868e96", "s"),
     "torch.compile": ("#4263eb", "D"),
     "quack": ("#f08c00", "^"),

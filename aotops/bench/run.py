@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import platform
-import shlex
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
-from .. import __version__
+from .. import __version__, registry
+from ..ops import BUILTIN
 from . import baselines, precompile, report
 from .baselines import Impl, Unavailable
 from .measure import Cpu, Cuda, Turn, medians
 from .tensors import FRAMEWORKS, Call, Framework
-from .work import Case, cases
+from .work import Case, Shape, cases
 
 Row = dict[str, Any]
 Result = dict[str, Any]
@@ -27,21 +27,42 @@ PEER = "torch"
 """The implementation that the rates of products are compared with."""
 
 
-def run(args: argparse.Namespace) -> None:
-    device = args.device or _default_device()
-    result = report.load(args.merge)
-    if args.impls != ["none"]:
-        for so_far in _measured(args, device, result):
+@dataclass(frozen=True)
+class Options:
+    """Those of the command; None is its default."""
+
+    ops: Sequence[str] = ()
+    """As ``registry.select`` takes them; () stands for the built-in operators."""
+    device: str | None = None
+    impls: list[str] | None = None
+    dtypes: list[str] | None = None
+    shapes: list[Shape] | None = None
+    passes: list[str] | None = None
+    quick: bool = False
+    jobs: int | None = None
+    json: Path | None = None
+    plots: Path | None = None
+    merge: Sequence[Path] = ()
+    command: str = ""
+    """For the record."""
+
+
+def run(options: Options) -> None:
+    """Raises ValueError for an option that names nothing, KeyError for an operator that is not there."""
+    operators = list(registry.select(options.ops or [BUILTIN.name]))
+    result = report.load(options.merge)
+    if options.impls != ["none"]:
+        for so_far in _measured(options, operators, result):
             result = so_far
-            if args.json:  # after every case, so that an interrupted run keeps its results
-                report.save(result, args.json)
+            if options.json:  # after every case, so that an interrupted run keeps its results
+                report.save(result, options.json)
     if result is None:
-        sys.exit("aotops bench: nothing was measured, and --merge names nothing")
+        raise ValueError("bench: nothing was measured, and --merge names nothing")
     report.show(result)
-    if args.json:
-        report.save(result, args.json)
-    if args.plots:
-        report.draw(result, args.plots)
+    if options.json:
+        report.save(result, options.json)
+    if options.plots:
+        report.draw(result, options.plots)
 
 
 def _default_device() -> str:
@@ -52,18 +73,19 @@ def _default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _measured(args: argparse.Namespace, device: str, earlier: Result | None) -> Iterator[Result]:
+def _measured(options: Options, operators: Sequence[str], earlier: Result | None) -> Iterator[Result]:
     """Writes the result so far, every few seconds and at the end."""
-    dtypes = args.dtypes or (["float32"] if args.quick and device == "cpu" else ["bfloat16", "float32"])
-    todo = list(cases(device, dtypes, args.ops, args.shapes, args.passes, args.quick))
-    impls = baselines.available(device, args.impls)
-    precompile.precompile(todo, impls, device, args.jobs)
-    machine = Cuda(args.quick) if device == "cuda" else Cpu(args.quick)
+    device, quick = options.device or _default_device(), options.quick
+    dtypes = options.dtypes or (["float32"] if quick and device == "cpu" else ["bfloat16", "float32"])
+    todo = list(cases(device, dtypes, operators, options.shapes, options.passes, quick))
+    impls = baselines.available(device, options.impls, operators)
+    precompile.precompile(todo, impls, device, options.jobs)
+    machine = Cuda(quick) if device == "cuda" else Cpu(quick)
     bench = Bench(machine, impls, device)
     head = {
         "device": machine.name,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(args.argv),
+        "command": options.command,
         "copy_gbs": round(machine.copy_gbs(machine.COPIED), 1),
         "versions": {"aotops": __version__, "python": platform.python_version()} | baselines.versions(),
     }

@@ -23,7 +23,7 @@ class Framework:
 
     def inputs(self, case: Case) -> list[Any]:
         return [
-            self.classes(shape, case.shape[-1])
+            self.classes(shape, case.work.n_classes(case.shape))
             if letter == "t"
             else self.normal(shape, case.dtype, _deviation(letter, shape))
             for letter, shape in case.inputs

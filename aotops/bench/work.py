@@ -1,21 +1,24 @@
 """What is measured: operators with their tensors, shapes, minimum bytes and FLOPs.
 
-Here are the kinds of operators. An operator's row says of what kind it is: its ``bench`` are Works. Rows are ``CASES``
-of a package, tests/cases in a checkout.
+Here are the kinds of operators. An operator's row says of what kind it is: its ``bench`` are Works. Without any, one of
+its cases is enlarged (enlarged.py). A library's rows are ``CASES`` of the module that it names.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib import import_module
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ..ops import OPS
+from .. import registry
+from ..library import Library
+from ..ops import BUILTIN, OPS
 
 Shape = tuple[int, ...]
 
@@ -43,7 +46,7 @@ class Work:
     call: Callable[[Any, Shape], Callable[..., Any]] | None = None
     """Takes a module of operators and a shape; returns a function of the inputs. None: the operator itself."""
     op: str = ""
-    """Set by the table."""
+    """The name that the registry knows the operator by; set by ``works``."""
 
     AXES: ClassVar[tuple[str, ...]]
     """The meaning of a shape's numbers."""
@@ -60,6 +63,11 @@ class Work:
         return f"{self.op} {self.variant}".rstrip()
 
     @property
+    def plain_name(self) -> str:
+        """Without the library."""
+        return self.op.rpartition(".")[2]
+
+    @property
     def passes(self) -> tuple[str, ...]:
         return ("forward", "backward") if self.backward else ("forward",)
 
@@ -71,11 +79,15 @@ class Work:
         return find, (self.op, self.variant)  # functions are not pickled
 
     def function(self, module: Any, shape: Shape) -> Callable[..., Any]:
-        return self.call(module, shape) if self.call else getattr(module, self.op)
+        return self.call(module, shape) if self.call else getattr(module, self.plain_name)
 
     def tensors(self, shape: Shape) -> dict[str, Shape]:
         """The shape of each letter."""
         raise NotImplementedError
+
+    def n_classes(self, shape: Shape) -> int:
+        """The number of classes of t."""
+        return shape[-1]
 
     def multiplications(self, shape: Shape) -> int:
         """FLOPs of the forward's product, or 0."""
@@ -223,43 +235,83 @@ def window(shape: Shape) -> tuple[int, int]:
 
 # ---------------------------------------------------------------------------------------------------------------- rows
 
-_rows = Path(__file__).parents[2] / "tests" / "cases"
+_CHECKOUT = Path(__file__).parents[2] / "tests" / "cases"
+_folder: Path | None = None
 
 
-def use(folder: Path) -> None:
-    """Uses the rows in this folder, not those of the checkout."""
-    global _rows
-    _rows = folder
+def use(folder: Path | None) -> None:
+    """Uses the rows in this folder for the built-in operators."""
+    global _folder
+    _folder = folder
+    find.cache_clear()
 
 
-def folder() -> Path:
-    return _rows
+def folder() -> Path | None:
+    return _folder
 
 
-def rows() -> dict[str, Any]:
-    """By operator. Exits if there are none."""
-    return _loaded(_rows)
+def rows(library: Library = BUILTIN) -> Mapping[str, Any]:
+    """A library's rows, by operator.
+
+    Raises:
+        LookupError: the library names no module of cases, or there are no rows in the folder.
+        ImportError: the module does not import.
+    """
+    if library.name != BUILTIN.name:
+        if library.cases is None:
+            raise LookupError(f"bench: the library {library.name} has no cases: expected Library(..., cases=MODULE)")
+        return import_module(library.cases).CASES
+    if _folder is None and find_spec("aotops.testing") and find_spec("aotops.testing.cases"):
+        return import_module("aotops.testing.cases").CASES
+    return _loaded(_folder or _CHECKOUT)
 
 
 @cache
-def _loaded(folder: Path) -> dict[str, Any]:
+def _loaded(folder: Path) -> Mapping[str, Any]:
     name = "aotops_bench_rows"
     spec = spec_from_file_location(name, folder / "__init__.py", submodule_search_locations=[str(folder)])
     if spec is None or spec.loader is None or not (folder / "__init__.py").exists():
-        sys.exit(f"aotops bench: there are no rows in {folder}; --cases names their folder, tests/cases of a checkout")
+        raise LookupError(
+            f"bench: there are no rows in {folder}; --cases names their folder, tests/cases of a checkout"
+        )
     module = sys.modules[name] = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.CASES
 
 
-def works() -> list[Work]:
-    return [replace(work, op=op) for op, row in rows().items() for work in row.bench]
+def row(name: str) -> Any:
+    """The row of an operator by the name that the registry knows it by, or None."""
+    op = registry.get(name)
+    return rows(op.library).get(op.name)
 
 
+def works(ops: Iterable[str] | None = None) -> list[Work]:
+    """Of these operators, by the names that the registry knows them by; by default the built-in ones.
+
+    Raises:
+        LookupError: an operator has no row.
+    """
+    return [replace(work, op=name) for name in (OPS if ops is None else ops) for work in _works(name)]
+
+
+def _works(name: str) -> Sequence[Work]:
+    from .enlarged import enlarged
+
+    op, found = registry.get(name), row(name)
+    if found is None and op.library.name == BUILTIN.name:  # --cases may name a few rows
+        return ()
+    if found is None:
+        raise LookupError(f"bench: {op.library.cases} has no row of {op.name}")
+    return getattr(found, "bench", ()) or (enlarged(op, found.cases),)
+
+
+@cache
 def find(op: str, variant: str) -> Work:
     """Accepts results of other versions, too."""
-    found = (work for work in works() if (work.op, work.variant) == (op, variant))
-    return next(found, Rows("", "", variant=variant, op=op))
+    try:
+        return next(work for work in works([op]) if work.variant == variant)
+    except (LookupError, ImportError, StopIteration):
+        return Rows("", "", variant=variant, op=op)
 
 
 @dataclass(frozen=True)
@@ -299,9 +351,9 @@ def cases(
     passes: list[str] | None = None,
     quick: bool = False,
 ) -> Iterator[Case]:
-    """Without operators that the library does not define, and without TF32 on a CPU."""
-    for work in works():
-        if work.op not in (ops or OPS) or work.op not in OPS or (work.tf32 and device == "cpu"):
+    """Of operators by the names that the registry knows them by. Without TF32 on a CPU."""
+    for work in works(ops):
+        if work.tf32 and device == "cpu":
             continue
         for shape in dict.fromkeys(work.shapes(device, shapes, quick)):
             for dtype in dtypes:

@@ -1,0 +1,400 @@
+"""What ``aotops info`` tells: what is installed, what works, and the command that mends what does not.
+
+No framework is imported here: versions are those of the installed distributions, and ``collect(attempt=True)`` calls an
+operator of each framework in a process of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import platform
+import re
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from . import __version__, call, library, registry
+from .library import LibraryError
+
+Info = dict[str, Any]
+
+ISAS = ("baseline", "avx2", "avx512")
+_V3 = {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"}
+_V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+"""What x86-64-v3 and v4 consist of, as /proc/cpuinfo names it."""
+SECONDS = 120
+"""That a framework may take to be imported and to add two numbers."""
+
+
+def collect(attempt: bool = False) -> Info:
+    """All of it, as JSON has it. ``mend`` lists what is unavailable: each with why and a command, or None.
+
+    Args:
+        attempt: call an operator in each installed framework, in a process of its own.
+    """
+    found: Info = {
+        "aotops": {"version": __version__, "python": platform.python_version(), "folder": str(Path(__file__).parent)},
+        "library": _library(),
+        "cpu": _cpu(),
+        "gpu": _gpu(),
+        "compilers": {name: _compiler(name) for name in ("nvcc", "g++")},
+        "frameworks": _frameworks(attempt),
+        "libraries": _libraries(),
+        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith("AOTOPS_")},
+    }
+    found["cpu"]["in_use"] = _in_use(found["cpu"]["isa"], found["library"]["isas"])
+    return found | {"mend": _mend(found)}
+
+
+# -------------------------------------------------------------------------------------------------------------- library
+
+
+def _library() -> Info:
+    path = library.path()
+    found: Info = {"path": str(path), "bytes": path.stat().st_size if path.exists() else None, "error": None}
+    found |= {"version": None, "cuda": False, "architectures": [], "isas": None}
+    try:
+        loaded = library.load()
+        found |= {"version": loaded.aot_version().decode(), "cuda": library.has_cuda()}
+    except (LibraryError, ValueError) as error:
+        return found | {"error": str(error)}
+    return found | {"architectures": architectures(path), "isas": _built_isas(path)}
+
+
+def architectures(path: Path) -> list[str]:
+    """The GPU architectures that a shared library has kernels for, such as "sm_90", and "compute_120" of PTX; of CUDA's
+    fat binaries, whose headers nvcc writes into the section .nv_fatbin."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        at, size = _sections(data).get(".nv_fatbin", (0, 0))
+        found = set(_fat_entries(data, at, at + size))
+    return [f"{'compute' if is_ptx else 'sm'}_{arch}" for arch, is_ptx in sorted(found)]
+
+
+_CONTAINER = struct.Struct("<IHHQ")
+"""Of a fat binary: magic number, version, bytes of this header, bytes behind it."""
+_ENTRY = struct.Struct("<HHIQ12xI")
+"""Of a kernel image: kind (1 PTX, 2 machine code), version, bytes of this header and behind it; its architecture."""
+_MAGIC = 0xBA55ED50
+
+
+def _fat_entries(data: mmap.mmap, at: int, end: int) -> Iterator[tuple[int, bool]]:
+    while at + _CONTAINER.size <= end:
+        magic, _, head, size = _CONTAINER.unpack_from(data, at)
+        if magic != _MAGIC:
+            at += 8  # between containers: padding
+            continue
+        entry, at = at + head, at + head + size
+        while entry + _ENTRY.size <= min(at, end):
+            kind, _, head, size, arch = _ENTRY.unpack_from(data, entry)
+            if head + size == 0:
+                break
+            yield arch, kind == 1
+            entry += head + size
+
+
+def _built_isas(path: Path) -> list[str] | None:
+    """The instruction sets that the CPU entries were compiled for; None if the library's symbols were stripped."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        if ".symtab" not in _sections(data):
+            return None
+        return [isa for isa in ISAS if isa == "baseline" or data.find(f"_cpu_{isa}\0".encode()) >= 0]
+
+
+def _sections(data: mmap.mmap) -> dict[str, tuple[int, int]]:
+    """Of a 64-bit ELF file: the offset and size of each section."""
+    (table,), (each, n, names) = struct.unpack_from("<Q", data, 40), struct.unpack_from("<HHH", data, 58)
+    heads = [struct.unpack_from("<I20xQQ", data, table + each * i) for i in range(n)]
+
+    def name(at: int) -> str:
+        start = heads[names][1] + at
+        return data[start : data.find(b"\0", start)].decode()
+
+    return {name(at): (offset, size) for at, offset, size in heads}
+
+
+# -------------------------------------------------------------------------------------------------------------- devices
+
+
+def _cpu() -> Info:
+    """``isa``: the best that the processor has, or AOTOPS_CPU_ISA allows."""
+    cpuinfo = Path("/proc/cpuinfo")
+    facts = re.findall(r"^(model name|flags)\s*:\s*(.*)$", cpuinfo.read_text() if cpuinfo.exists() else "", re.M)
+    named = dict(reversed(facts))
+    flags = set(named.get("flags", "").split())
+    best = "avx512" if flags >= _V4 else "avx2" if flags >= _V3 else "baseline"
+    isa = min(best, os.environ.get("AOTOPS_CPU_ISA", best), key=lambda isa: ISAS.index(isa) if isa in ISAS else 3)
+    model = named.get("model name") or platform.processor() or platform.machine()
+    return {"model": model, "threads": len(os.sched_getaffinity(0)), "isa": isa}
+
+
+def _in_use(isa: str, built: list[str] | None) -> str | None:
+    """The best that the library has too; None if that is not known."""
+    return max((each for each in built if ISAS.index(each) <= ISAS.index(isa)), key=ISAS.index) if built else None
+
+
+def _gpu() -> Info:
+    """The driver and its devices, by libcuda itself."""
+    found: Info = {"driver": _driver_version(), "cuda": None, "devices": [], "error": None}
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return found | {"error": "there is no NVIDIA driver (libcuda.so.1)"}
+    number = ctypes.c_int()
+    if cuda.cuDriverGetVersion(ctypes.byref(number)) == 0:
+        found["cuda"] = f"{number.value // 1000}.{number.value % 1000 // 10}"
+    if status := cuda.cuInit(0):
+        return found | {"error": f"cuInit failed with error {status}"}
+    cuda.cuDeviceGetCount(ctypes.byref(number))
+    return found | {"devices": [_device(cuda, i) for i in range(number.value)]}
+
+
+def _device(cuda: ctypes.CDLL, ordinal: int) -> Info:
+    device, name, memory = ctypes.c_int(), ctypes.create_string_buffer(100), ctypes.c_size_t()
+    cuda.cuDeviceGet(ctypes.byref(device), ordinal)
+    cuda.cuDeviceGetName(name, len(name), device)
+    cuda.cuDeviceTotalMem_v2(ctypes.byref(memory), device)
+
+    def attribute(number: int) -> int:
+        value = ctypes.c_int()
+        cuda.cuDeviceGetAttribute(ctypes.byref(value), number, device)
+        return value.value
+
+    capability = 10 * attribute(75) + attribute(76)  # COMPUTE_CAPABILITY_MAJOR and _MINOR
+    return {"name": name.value.decode(errors="replace"), "capability": capability, "bytes": memory.value}
+
+
+def _driver_version() -> str | None:
+    file = Path("/proc/driver/nvidia/version")
+    found = re.search(r"Module.*?(\d+\.\d[\d.]*)", file.read_text()) if file.exists() else None
+    return found and found[1]
+
+
+# ------------------------------------------------------------------------------------------------------------ compilers
+
+
+def _compiler(name: str) -> Info | None:
+    path = shutil.which(name) or (_nvcc() if name == "nvcc" else None)
+    if path is None:
+        return None
+    try:
+        told = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return {"path": path, "version": None, "error": str(error)}
+    found = re.search(r"release ([\d.]+)" if name == "nvcc" else r"(\d+\.\d[\d.]*)$", told, re.M)
+    return {"path": path, "version": found and found[1], "error": None}
+
+
+def _nvcc() -> str | None:
+    """That of CUDA_HOME, or of PyPI's nvidia-cuda-nvcc."""
+    folders = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    spec = find_spec("nvidia")
+    for place in spec.submodule_search_locations or () if spec else ():
+        folders += sorted(Path(place).glob("cu*"))
+    return next((str(folder / "bin/nvcc") for folder in folders if (folder / "bin/nvcc").exists()), None)
+
+
+# ----------------------------------------------------------------------------------------------------------- frameworks
+
+_DISTRIBUTIONS = {
+    "torch": r"torch",
+    "jax": r"jax",
+    "mindspore": r"mindspore",
+    "cupy": r"cupy(-cuda\d+x)?",
+    "numpy": r"numpy",
+}
+_TENSORS_SINCE = {"torch": (2, 10)}
+"""The first version whose tensors C reads."""
+
+_ATTEMPT = """
+import importlib, sys
+name = sys.argv[1]
+frontend = importlib.import_module(f"aotops.frontends.{name}")
+framework = importlib.import_module({"jax": "jax.numpy"}.get(name, name))
+make = {"torch": "tensor", "mindspore": "Tensor"}.get(name, "array")
+dtype = {} if name in ("torch", "mindspore") else {"dtype": "float32"}
+total = frontend.add(*(getattr(framework, make)([x], **dtype) for x in (1.5, 2.25)))
+assert float(total[0]) == 3.75, total
+"""
+
+
+def _frameworks(attempt: bool) -> dict[str, Info]:
+    found = {name: _framework(name) for name in _DISTRIBUTIONS}
+    installed = [name for name, each in found.items() if each["version"]]
+    if attempt:
+        with ThreadPoolExecutor() as pool:
+            for name, error in zip(installed, pool.map(_attempted, installed), strict=True):
+                found[name] |= {"works": error is None, "error": error}
+    return found
+
+
+def _framework(name: str) -> Info:
+    """``works`` is None if it was not tried."""
+    version, least = _installed_version(name), _least_version(name)
+    found: Info = {"version": version, "requires": least and f">={least}", "call_path": None}
+    found |= {"works": None, "error": None}
+    if version is None:
+        return found | {"works": False, "error": "is not installed"}
+    if least and _numbers(version) < _numbers(least):
+        return found | {"works": False, "error": f"is older than {least}"}
+    return found | {"call_path": _call_path(name, version)}
+
+
+def _installed_version(name: str) -> str | None:
+    pattern = re.compile(_DISTRIBUTIONS[name])
+    for distribution in metadata.distributions():
+        if pattern.fullmatch((distribution.metadata["Name"] or "").lower()):
+            return distribution.version
+    return None
+
+
+def _least_version(name: str) -> str | None:
+    """That the extra of this package requires."""
+    try:
+        required = metadata.requires("aotops") or ()
+    except metadata.PackageNotFoundError:
+        return None
+    pattern = re.compile(rf"({_DISTRIBUTIONS[name]})>=([\d.]+);.*extra == .{name}.")
+    return next((match[match.lastindex or 0] for text in required if (match := pattern.match(text))), None)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in re.findall(r"\d+", version.partition("+")[0])[:3])
+
+
+def _call_path(name: str, version: str) -> str:
+    if name == "jax":
+        return "XLA custom call"
+    if name == "mindspore":
+        return "aot primitive"
+    try:
+        highest = call.call_path()
+    except ValueError as error:
+        return str(error)
+    reads_tensors = name != "cupy" and _numbers(version) >= _TENSORS_SINCE.get(name, ())
+    return highest if reads_tensors else min(highest, "addresses", key=call.CALL_PATHS.index)
+
+
+def _attempted(name: str) -> str | None:
+    """The last line of the error of a process that adds two numbers, or None."""
+    command = [sys.executable, "-c", _ATTEMPT, name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"took more than {SECONDS} s"
+    if done.returncode == 0:
+        return None
+    return (done.stderr.strip().splitlines() or [f"the process ended with status {done.returncode}"])[-1]
+
+
+def _libraries() -> list[Info]:
+    return [
+        {"name": each["library"], "file": each["file"], "operators": len(each["operators"]), "error": each["error"]}
+        for each in registry.describe()
+    ]
+
+
+# --------------------------------------------------------------------------------------------------------------- advice
+
+
+def _mend(found: Info) -> list[Info]:
+    built, gpu, compilers = found["library"], found["gpu"], found["compilers"]
+    advice = []
+
+    def add(what: str, why: str, command: str | None = None) -> None:
+        advice.append({"what": what, "why": why, "command": command})
+
+    checkout = (Path(__file__).parents[1] / "Makefile").exists()
+    make = "make lib" if checkout else "pip install --force-reinstall --no-deps aotops"
+    if built["error"]:
+        add("library", built["error"], make)
+    elif gpu["devices"] and not built["cuda"]:
+        add("CUDA", "the library was built without CUDA entries", "make lib NVCC=nvcc" if checkout else make)
+    elif gpu["devices"]:
+        for capability in {device["capability"] for device in gpu["devices"]}:
+            if not _runs_on(capability, built["architectures"]):
+                add("CUDA", f"the library has no kernels for sm_{capability}", f'make lib ARCHS="{capability}"')
+    if gpu["error"]:
+        add("GPU", gpu["error"])
+    if compilers["nvcc"] is None:
+        add("nvcc", "is not on PATH nor in CUDA_HOME; needed to compile CUDA", "pip install nvidia-cuda-nvcc")
+    if compilers["g++"] is None:
+        add("g++", "is not on PATH; needed to compile kernels", "apt install g++")
+    for name, framework in found["frameworks"].items():
+        if framework["error"]:
+            install = None if framework["works"] is False and framework["call_path"] else _install(name, gpu)
+            add(name, framework["error"], install)
+    for each in found["libraries"][1:]:
+        if each["error"]:
+            add(each["name"], each["error"])
+    return advice
+
+
+def _runs_on(capability: int, architectures: Sequence[str]) -> bool:
+    """Machine code runs on the same major version, PTX on any later one."""
+    for name in architectures:
+        kind, _, number = name.partition("_")
+        same = int(number) // 10 == capability // 10 if kind == "sm" else True
+        if same and int(number) <= capability:
+            return True
+    return False
+
+
+def _install(name: str, gpu: Info) -> str | None:
+    if name == "cupy" and not gpu["devices"]:
+        return None  # of no use here
+    return f"pip install 'aotops[{name}]'"
+
+
+# ----------------------------------------------------------------------------------------------------------------- text
+
+
+def render(found: Info) -> str:
+    """The text of ``collect``'s result."""
+    lines = [*_heads(found), "", "frameworks", *_framework_lines(found), "", "libraries"]
+    for each in found["libraries"]:
+        lines.append(f"  {each['name']:12} {each['operators']} operators  {each['file'] or ''}".rstrip())
+    if found["mend"]:
+        lines += ["", "unavailable"]
+    for item in found["mend"]:
+        lines.append(f"  {item['what']:12} {item['why']}" + (f": {item['command']}" if item["command"] else ""))
+    return "\n".join(lines)
+
+
+def _heads(found: Info) -> Iterator[str]:
+    about, built, cpu, gpu = found["aotops"], found["library"], found["cpu"], found["gpu"]
+    yield f"aotops       {about['version']}, Python {about['python']}, {about['folder']}"
+    size = f", {built['bytes'] / 1e6:.1f} MB" if built["bytes"] else ""
+    yield f"library      {built['path']}{size}"
+    yield f"cpu          {cpu['model']}, {cpu['threads']} threads, {cpu['isa']}{_limit(cpu)}"
+    yield f"cuda entries {', '.join(built['architectures']) or 'yes' if built['cuda'] else 'none'}"
+    driver = f"driver {gpu['driver']}, CUDA {gpu['cuda']}" if gpu["cuda"] else "none"
+    yield f"driver       {driver}"
+    for device in gpu["devices"]:
+        yield f"gpu          {device['name']}, sm_{device['capability']}, {device['bytes'] / 2**30:.0f} GiB"
+    for name, compiler in found["compilers"].items():
+        yield f"{name:12} {compiler['version'] + ', ' + compiler['path'] if compiler else 'none'}"
+    for name, value in found["environment"].items():
+        yield f"{name}={value}"
+
+
+def _limit(cpu: Info) -> str:
+    return f", in use {cpu['in_use']}" if cpu["in_use"] not in (None, cpu["isa"]) else ""
+
+
+def _framework_lines(found: Info) -> Iterator[str]:
+    words = {True: "works", False: "does not work", None: "not tried (--try)"}
+    for name, each in found["frameworks"].items():
+        if each["version"]:
+            path = f", call path {each['call_path']}" if each["call_path"] else ""
+            yield f"  {name:12} {each['version']}{path}, {words[each['works']]}"
+        else:
+            yield f"  {name:12} not installed"

@@ -1,0 +1,161 @@
+"""aotops info: what it finds out, without importing a framework, and what it advises."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+
+import pytest
+
+from aotops import __version__, info, library
+
+
+def fat_binary(*images: tuple[int, int]) -> bytes:
+    """As nvcc writes it. Images: kind and architecture."""
+    body = b"".join(
+        struct.pack("<HHIQIIHHI", kind, 0x101, 64, 16, 0, 0, 0, 0, arch).ljust(64, b"\0") + b"\1" * 16
+        for kind, arch in images
+    )
+    return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(body)) + body
+
+
+def elf(**sections: bytes) -> bytes:
+    """A file of these sections."""
+    names = b"\0" + b"".join(f".{name}\0".encode() for name in (*sections, "shstrtab"))
+    parts, heads, at = b"", [bytes(64)], 64
+    for name, content in (*sections.items(), ("shstrtab", names)):
+        heads.append(
+            struct.pack("<IIQQQQIIQQ", names.index(f".{name}\0".encode()), 1, 0, 0, at, len(content), 0, 0, 1, 0)
+        )
+        parts, at = parts + content, at + len(content)
+    n = len(heads)
+    head = struct.pack("<4sBB10xHHIQQQIHHHHHH", b"\x7fELF", 2, 1, 3, 62, 1, 0, 0, at, 0, 64, 0, 0, 64, n, n - 1)
+    return head + parts + b"".join(heads)
+
+
+@pytest.fixture
+def collected(monkeypatch):
+    """``collect``'s result after these changes of what it finds."""
+
+    def collect(gpu=None, architectures=None, **changes):
+        if gpu is not None:
+            monkeypatch.setattr(info, "_gpu", lambda: gpu)
+        if architectures is not None:
+            monkeypatch.setattr(info, "architectures", lambda path: architectures)
+        for name, value in changes.items():
+            monkeypatch.setattr(info, name, value)
+        return info.collect()
+
+    return collect
+
+
+def mended(found, what):
+    return [(item["why"], item["command"]) for item in found["mend"] if item["what"] == what]
+
+
+def test_what_is_here(collected):
+    found = json.loads(json.dumps(collected()))
+    assert found["aotops"]["version"] == found["library"]["version"] == __version__
+    assert found["library"]["path"] == str(library.path())
+    assert found["library"]["bytes"] == library.path().stat().st_size
+    assert found["library"]["cuda"] == library.has_cuda()
+    assert found["library"]["error"] is None
+    assert bool(found["library"]["architectures"]) == library.has_cuda()
+    assert found["libraries"][0]["name"] == "aotops"
+    assert found["frameworks"]["numpy"]["version"]
+    text = info.render(found)
+    for words in (str(library.path()), found["cpu"]["model"], found["frameworks"]["numpy"]["version"]):
+        assert words in text
+
+
+def test_no_framework_is_imported(python):
+    program = "import sys; from aotops import info; info.render(info.collect()); print(*sys.modules)"
+    assert not {"numpy", "torch", "jax", "mindspore", "cupy"} & set(python(program).split())
+
+
+def test_architectures_of_fat_binaries(tmp_path):
+    file = tmp_path / "lib.so"
+    first, second = fat_binary((2, 80), (2, 90), (1, 90)), fat_binary((2, 80), (2, 120))
+    file.write_bytes(elf(text=b"code", nv_fatbin=first + bytes(8) + second))
+    assert info.architectures(file) == ["sm_80", "sm_90", "compute_90", "sm_120"]
+    file.write_bytes(elf(text=b"code"))
+    assert info.architectures(file) == []
+
+
+def test_instruction_sets_of_a_library(tmp_path):
+    file = tmp_path / "lib.so"
+    file.write_bytes(elf(symtab=b"", strtab=b"\0aot_add_cpu\0aot_add_cpu_avx2\0"))
+    assert info._built_isas(file) == ["baseline", "avx2"]
+    assert info._in_use("avx512", ["baseline", "avx2"]) == "avx2"
+    assert info._in_use("baseline", ["baseline", "avx2"]) == "baseline"
+    file.write_bytes(elf(strtab=b"\0aot_add_cpu_avx2\0"))
+    assert info._built_isas(file) is None
+    assert info._in_use("avx512", None) is None
+
+
+def test_a_library_that_does_not_load(tmp_path, python):
+    shutil.copy(__file__, tmp_path / "text.so")
+    program = "from aotops import info; found = info.collect(); print(info.render(found))"
+    for name, words in (("none.so", "does not exist"), ("text.so", "does not load")):
+        told = python(program, AOTOPS_LIBRARY=str(tmp_path / name))
+        (line,) = (line for line in told.partition("unavailable\n")[2].splitlines() if line.startswith("  library"))
+        assert words in line
+        assert line.endswith(": make lib")
+
+
+def device(capability):
+    return {"name": "a GPU", "capability": capability, "bytes": 80 << 30}
+
+
+@pytest.mark.parametrize(
+    ("capability", "architectures", "runs"),
+    [(90, ["sm_90"], True), (89, ["sm_80"], True), (86, ["sm_89"], False), (120, ["sm_90"], False),
+     (120, ["sm_90", "compute_90"], True), (75, ["sm_80", "compute_80"], False)],
+)  # fmt: skip
+def test_which_architectures_run_on_a_gpu(capability, architectures, runs):
+    assert info._runs_on(capability, architectures) == runs
+
+
+def test_advice_on_gpus(collected, monkeypatch):
+    gpu = {"driver": "580.1", "cuda": "13.0", "devices": [device(120)], "error": None}
+    monkeypatch.setattr(library, "has_cuda", lambda: False)
+    assert mended(collected(gpu), "CUDA") == [("the library was built without CUDA entries", "make lib NVCC=nvcc")]
+    monkeypatch.setattr(library, "has_cuda", lambda: True)
+    found = collected(gpu, ["sm_90"])
+    assert mended(found, "CUDA") == [("the library has no kernels for sm_120", 'make lib ARCHS="120"')]
+    assert "a GPU, sm_120, 80 GiB" in info.render(found)
+    assert mended(collected(gpu, ["sm_90", "compute_90"]), "CUDA") == []
+    none = {"driver": None, "cuda": None, "devices": [], "error": "there is no NVIDIA driver (libcuda.so.1)"}
+    assert mended(collected(none), "GPU") == [("there is no NVIDIA driver (libcuda.so.1)", None)]
+
+
+def test_advice_on_frameworks_and_compilers(collected):
+    versions = {"torch": "2.1.0+cpu", "jax": None, "numpy": "2.4.6"}.get
+    found = collected(_installed_version=versions, _least_version=lambda name: "2.4", _compiler=lambda name: None)
+    assert mended(found, "torch") == [("is older than 2.4", "pip install 'aotops[torch]'")]
+    assert mended(found, "jax") == [("is not installed", "pip install 'aotops[jax]'")]
+    assert mended(found, "numpy") == []
+    assert [command for _, command in mended(found, "nvcc") + mended(found, "g++")] == [
+        "pip install nvidia-cuda-nvcc",
+        "apt install g++",
+    ]
+    assert "jax          not installed" in info.render(found)
+
+
+def test_versions_are_compared_as_numbers():
+    assert info._numbers("2.10.0+cpu") > info._numbers("2.9.1")
+    assert info._numbers("2.13.0a0") >= info._numbers("2.13")
+    assert info._call_path("torch", "2.9.1") == info._call_path("cupy", "14.2") == "addresses"
+    assert info._call_path("torch", "2.13.0+cpu") == info._call_path("numpy", "1.26.4") == "tensors"
+
+
+def test_frameworks_are_tried(monkeypatch, tmp_path):
+    monkeypatch.setattr(info, "_DISTRIBUTIONS", {"numpy": "numpy"})
+    found = info.collect(attempt=True)
+    assert (found["frameworks"]["numpy"]["works"], found["frameworks"]["numpy"]["error"]) == (True, None)
+    monkeypatch.setenv("AOTOPS_LIBRARY", str(tmp_path / "none.so"))  # for the process that tries
+    found = info.collect(attempt=True)
+    assert found["frameworks"]["numpy"]["works"] is False
+    assert "none.so does not exist" in mended(found, "numpy")[0][0]
+    assert f"AOTOPS_LIBRARY={tmp_path / 'none.so'}" in info.render(found)
