@@ -44,7 +44,7 @@ OBJECTS := $(HOST:cuda_src/%=build/%.o) $(CUDA:cuda_src/%=build/%.o) \
            $(foreach isa,$(ISAS),$(CPU:cuda_src/%.cpp=build/%.$(isa).o))
 
 WARNINGS  := -Wall -Wextra
-CXXFLAGS  := -std=c++17 -O3 -Icuda_src -fPIC -fvisibility=hidden -fopenmp -fno-math-errno -fno-trapping-math $(WARNINGS) \
+CXXFLAGS  := -std=c++17 -O3 -Icuda_src -fPIC -fvisibility=hidden -pthread -fno-math-errno -fno-trapping-math $(WARNINGS) \
              -MMD -MP -DAOT_VERSION='"$(VERSION)"'
 GENCODE   := $(foreach a,$(ARCHS),-gencode arch=compute_$(a),code=sm_$(a)) \
              -gencode arch=compute_$(lastword $(ARCHS)),code=compute_$(lastword $(ARCHS))
@@ -67,12 +67,18 @@ FORCE:
 build:
 	@mkdir -p $@
 
-$(LIB): $(OBJECTS) cuda_src/host/exports.map build/targets
+# With GLIBC_FLOOR=2.28, the symbols of glibc are those of that version.
+GLIBC_FLOOR ?=
+build/link: FORCE | build
+	@echo 'GLIBC_FLOOR=$(GLIBC_FLOOR)' | cmp -s - $@ || echo 'GLIBC_FLOOR=$(GLIBC_FLOOR)' >$@
+STUBS = $(if $(GLIBC_FLOOR),$(shell $(PYTHON) packaging/glibc_floor.py $(GLIBC_FLOOR) build/glibc_floor))
+
+$(LIB): $(OBJECTS) cuda_src/host/exports.map build/targets build/link
 	@echo "link $@"
 ifneq ($(NVCC),)
-	@$(NVCC) -shared -cudart static -Xlinker $(LDFLAGS) $(OBJECTS) -o $@ -lgomp -ldl
+	@$(NVCC) -shared -cudart static -Xlinker $(LDFLAGS) $(OBJECTS) -o $@ -Xlinker --as-needed $(STUBS) -ldl -lpthread
 else
-	@$(CXX) -shared -fopenmp -Wl,$(LDFLAGS) $(OBJECTS) -o $@ -ldl
+	@$(CXX) -shared -pthread -Wl,$(LDFLAGS) $(OBJECTS) -o $@ -Wl,--as-needed $(STUBS) -ldl
 endif
 
 build/extra.cpp.o: CXXFLAGS += -D_GLIBCXX_USE_CXX11_ABI=0
@@ -175,7 +181,7 @@ asan: $(VENV)/ready
 
 $(ASAN)/libaotops.so: $(ASAN_OBJECTS) cuda_src/host/exports.map
 	@echo "link $@"
-	@$(CXX) -shared -fopenmp $(ASAN_FLAGS) -Wl,$(LDFLAGS) $(ASAN_OBJECTS) -o $@ -ldl
+	@$(CXX) -shared -pthread $(ASAN_FLAGS) -Wl,$(LDFLAGS) $(ASAN_OBJECTS) -o $@ -ldl
 
 $(ASAN)/fuzz_convention: tests/fuzz_convention.cpp
 	@mkdir -p $(@D)
