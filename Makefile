@@ -7,7 +7,9 @@
 # make lint      ruff, mypy, clang-format        make format   lets ruff and clang-format rewrite
 # make asan      the CPU entries under ASan and UBSan: a million calls at random (ASAN_CALLS), then the tests
 # make bench     every operator against those of others, on the GPU where there is one: BENCH='--quick --ops gelu'
-# make calls     the cost of a call              make wheel    dist/*.whl        make clean
+# make calls     the cost of a call
+# make wheel     dist/*.whl, which pip installs anywhere; make wheel-test installs it in several Pythons
+# make sdist     dist/*.tar.gz                   make clean
 
 PYTHON ?= python3
 # GPU architectures to compile for; any of 75 80 86 89 90 100 120. The newest one's PTX is added for what comes later.
@@ -46,10 +48,12 @@ OBJECTS := $(HOST:cuda_src/%=build/%.o) $(CUDA:cuda_src/%=build/%.o) \
 WARNINGS  := -Wall -Wextra
 CXXFLAGS  := -std=c++17 -O3 -Icuda_src -fPIC -fvisibility=hidden -pthread -fno-math-errno -fno-trapping-math $(WARNINGS) \
              -MMD -MP -DAOT_VERSION='"$(VERSION)"'
+# Compressed code is smaller and is unpacked when it is loaded: --compress-mode=size in the wheel.
+FATBIN    ?=
 GENCODE   := $(foreach a,$(ARCHS),-gencode arch=compute_$(a),code=sm_$(a)) \
              -gencode arch=compute_$(lastword $(ARCHS)),code=compute_$(lastword $(ARCHS))
 NVCCFLAGS := -std=c++17 -O3 -Icuda_src -DAOT_ISA=cuda -MMD -MP -Werror cross-execution-space-call \
-             -Xcompiler -fPIC,-fvisibility=hidden,-Wall $(if $(filter 90,$(ARCHS)),-DAOT_HAVE_SM90)
+             -Xcompiler -fPIC,-fvisibility=hidden,-Wall $(FATBIN) $(if $(filter 90,$(ARCHS)),-DAOT_HAVE_SM90)
 comma     := ,
 pinned     = $(shell sed -n 's/.*"\($(1)==[^"]*\)".*/\1/p' pyproject.toml)
 LDFLAGS   := -z,defs,-z,now,-z,nodelete,--version-script=cuda_src/host/exports.map
@@ -76,9 +80,9 @@ STUBS = $(if $(GLIBC_FLOOR),$(shell $(PYTHON) packaging/glibc_floor.py $(GLIBC_F
 $(LIB): $(OBJECTS) cuda_src/host/exports.map build/targets build/link
 	@echo "link $@"
 ifneq ($(NVCC),)
-	@$(NVCC) -shared -cudart static -Xlinker $(LDFLAGS) $(OBJECTS) -o $@ -Xlinker --as-needed $(STUBS) -ldl -lpthread
+	@$(NVCC) -shared -cudart static -Xlinker $(LDFLAGS),--as-needed $(OBJECTS) -o $@ $(STUBS) -ldl -lpthread
 else
-	@$(CXX) -shared -pthread -Wl,$(LDFLAGS) $(OBJECTS) -o $@ -Wl,--as-needed $(STUBS) -ldl
+	@$(CXX) -shared -pthread -Wl,$(LDFLAGS),--as-needed $(OBJECTS) -o $@ $(STUBS) -ldl
 endif
 
 build/extra.cpp.o: CXXFLAGS += -D_GLIBCXX_USE_CXX11_ABI=0
@@ -256,10 +260,40 @@ bench: lib $(VENV)/ready
 calls: lib $(VENV)/ready
 	@$(VENV)/bin/python -m benchmarks.call_overhead
 
-wheel: lib $(VENV)/ready
-	@$(VENV)/bin/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+# ---------------------------------------------------------------------------------------------------------- packaging
+
+# A GPU runs code for its own major version and a minor one up to its own: 80 is for 86 and 89 too, 100 for 103, 120 for
+# 121.
+WHEEL_ARCHS ?= 75 80 90 100 120
+MANYLINUX   := manylinux_2_28_x86_64
+PACKAGING   := build/packaging
+$(PACKAGING)/ready: pyproject.toml
+	@$(PYTHON) -m venv $(PACKAGING)
+	@$(PACKAGING)/bin/python $(PIP) --upgrade 'pip>=25.1'
+	@$(PACKAGING)/bin/python $(PIP) --group packaging
+	@touch $@
+
+# Without nvcc it would contain no CUDA entries, so that has to be asked for: make wheel NVCC=
+wheel: $(PACKAGING)/ready
+	@test -n '$(NVCC)$(filter command environment,$(origin NVCC))' || \
+	  { echo "no nvcc here: NVCC=/path/nvcc, or NVCC= for a wheel without CUDA entries"; exit 1; }
+	@$(MAKE) --no-print-directory lib ARCHS="$(WHEEL_ARCHS)" GLIBC_FLOOR=2.28 FATBIN=--compress-mode=size
+	@rm -rf build/wheel && PATH="$(abspath $(PACKAGING))/bin:$$PATH" && \
+	  python -m build --wheel --no-isolation --outdir build/wheel . >build/wheel.log 2>&1 && \
+	  auditwheel repair --plat $(MANYLINUX) --only-plat --strip --wheel-dir dist build/wheel/*.whl >>build/wheel.log 2>&1 || \
+	  { tail build/wheel.log; exit 1; }
+	@ls -l dist/*$(MANYLINUX).whl
+
+# The wheel in clean environments of every Python in PYTHONS, with NumPy alone; and of the first one with torch.
+PYTHONS ?= $(wildcard $(HOME)/.pyenv/versions/3.1[0-9]*/bin/python)
+wheel-test:
+	@$(PYTHON) packaging/test_wheel.py dist/aotops-$(VERSION)-py3-none-$(MANYLINUX).whl $(or $(PYTHONS),$(PYTHON))
+
+sdist: $(PACKAGING)/ready
+	@$(PACKAGING)/bin/python -m build --sdist --no-isolation --outdir dist . >build/sdist.log 2>&1 || { tail build/sdist.log; exit 1; }
+	@ls -l dist/aotops-$(VERSION).tar.gz
 
 clean:
 	rm -rf build dist $(LIB)
 
-.PHONY: lib asan environments no-mindspore demo test fuzz lint format bench calls wheel clean FORCE
+.PHONY: lib asan environments no-mindspore demo test fuzz lint format bench calls wheel wheel-test sdist clean FORCE

@@ -2,10 +2,10 @@
 
 glibc exports a symbol that has changed with several versions, and the linker takes the newest: a library linked with
 glibc 2.36 asks for pthread_create of 2.34, when it moved to libc.so.6, although the function is the same. Each stub
-exports the newest version up to the floor, under the name of the library that contained it then. Files: objdump and gcc
-are needed.
+exports the newest version up to the floor, under the name of the library that contained it then. It needs
+objdump and gcc.
 
-    python packaging/glibc_floor.py 2.28 FOLDER     prints the stubs' paths, to be linked before the libraries
+    python packaging/glibc_floor.py 2.28 FOLDER     prints the linker's options, which go before those for libraries
 """
 
 from __future__ import annotations
@@ -48,19 +48,21 @@ def too_new(floor: tuple[int, ...]) -> dict[str, dict[str, list[str]]]:
     return stubs
 
 
-def build(library: str, nodes: dict[str, list[str]], folder: Path) -> Path:
-    code, script, stub = (folder / f"{library}{suffix}" for suffix in (".s", ".map", ""))
+def build(library: str, nodes: dict[str, list[str]], folder: Path) -> None:
+    code, script = (folder / f"{library}{suffix}" for suffix in (".s", ".map"))
     symbols = sorted(symbol for symbols in nodes.values() for symbol in symbols)
     code.write_text("".join(f".globl {name}\n.type {name}, @function\n{name}:\n" for name in symbols))
     script.write_text("".join(f"{node} {{ {'; '.join(sorted(nodes[node]))}; }};\n" for node in sorted(nodes)))
-    link = ["gcc", "-shared", "-nostdlib", f"-Wl,-soname,{library},--version-script,{script}", code, "-o", stub]
-    subprocess.run(link, check=True)
-    return stub
+    link = ["gcc", "-shared", "-nostdlib", f"-Wl,-soname,{library},--version-script,{script}", code]
+    subprocess.run([*link, "-o", folder / library], check=True)
 
 
 def main(floor: str, folder: str) -> None:
     Path(folder).mkdir(parents=True, exist_ok=True)
-    print(*(build(library, nodes, Path(folder)) for library, nodes in sorted(too_new(version(floor)).items())))
+    stubs = too_new(version(floor))
+    for library, nodes in stubs.items():
+        build(library, nodes, Path(folder))
+    print(f"-L{folder}", *(f"-l:{library}" for library in sorted(stubs)))
 
 
 if __name__ == "__main__":
