@@ -6,6 +6,7 @@
 # make fuzz      torch's operators and ours on 10,000 drawn calls each
 # make lint      ruff, mypy, clang-format        make format   lets ruff and clang-format rewrite
 # make asan      the CPU entries under ASan and UBSan: a million calls at random (ASAN_CALLS), then the tests
+# make aarch64   the CPU entries compiled for aarch64, and a C program's calls of them under qemu
 # make bench     every operator against those of others, on the GPU where there is one: BENCH='--quick --ops gelu'
 # make calls     the cost of a call
 # make wheel     dist/*.whl, which pip installs anywhere; make wheel-test installs it in several Pythons
@@ -208,6 +209,42 @@ $(foreach isa,$(ISAS),$(eval $(call compile_asan_for,$(isa))))
 
 -include $(ASAN_OBJECTS:.o=.d)
 
+# ------------------------------------------------------------------------------------------------------------ aarch64
+
+# Debian: g++-aarch64-linux-gnu qemu-user
+AARCH64         := build/aarch64
+AARCH64_CXX     ?= aarch64-linux-gnu-g++
+AARCH64_CC      ?= aarch64-linux-gnu-gcc
+AARCH64_RUN     ?= qemu-aarch64 -L /usr/aarch64-linux-gnu
+AARCH64_OBJECTS := $(HOST:cuda_src/%=$(AARCH64)/%.o) $(CPU:cuda_src/%.cpp=$(AARCH64)/%.baseline.o)
+
+# With the threads of GCC's OpenMP, and with the library's own.
+aarch64:
+	@$(MAKE) --no-print-directory -j$(JOBS) $(AARCH64)/libaotops.so $(AARCH64)/entries
+	OMP_NUM_THREADS=4 $(AARCH64_RUN) $(AARCH64)/entries $(AARCH64)/libaotops.so
+	OMP_NUM_THREADS=4 AOTOPS_THREADS=own $(AARCH64_RUN) $(AARCH64)/entries $(AARCH64)/libaotops.so
+
+$(AARCH64)/libaotops.so: $(AARCH64_OBJECTS) cuda_src/host/exports.map
+	@echo "link $@"
+	@$(AARCH64_CXX) -shared -pthread -Wl,$(LDFLAGS) $(AARCH64_OBJECTS) -o $@ -ldl
+
+$(AARCH64)/entries: tests/aarch64_entries.c
+	@mkdir -p $(@D)
+	@$(AARCH64_CC) -std=c11 -D_GNU_SOURCE -O1 -Wall -Wextra -Werror $< -o $@ -ldl -lm
+
+$(AARCH64)/extra.cpp.o: CXXFLAGS += -D_GLIBCXX_USE_CXX11_ABI=0
+$(AARCH64)/%.cpp.o: cuda_src/%.cpp build/flags
+	@mkdir -p $(@D)
+	@echo "g++  $<  (aarch64)"
+	@$(AARCH64_CXX) $(CXXFLAGS) -c $< -o $@
+
+$(AARCH64)/%.baseline.o: cuda_src/%.cpp build/flags
+	@mkdir -p $(@D)
+	@echo "g++  $<  (aarch64)"
+	@$(AARCH64_CXX) $(CXXFLAGS) -DAOT_ISA=baseline -c $< -o $@
+
+-include $(AARCH64_OBJECTS:.o=.d)
+
 # --------------------------------------------------------------------------------------------------------------- uses
 
 # What is quick to build and runs here: CPU entries for any processor, and CUDA entries for this machine's GPU; or what
@@ -296,4 +333,4 @@ sdist: $(PACKAGING)/ready
 clean:
 	rm -rf build dist $(LIB)
 
-.PHONY: lib asan environments no-mindspore demo test fuzz lint format bench calls wheel wheel-test sdist clean FORCE
+.PHONY: lib asan aarch64 environments no-mindspore demo test fuzz lint format bench calls wheel wheel-test sdist clean FORCE

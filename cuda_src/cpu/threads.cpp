@@ -55,6 +55,8 @@ void *loaded_runtime() {
 const OpenMP &openmp() {
   static const OpenMP found = [] {
     OpenMP openmp;
+    const char *named = std::getenv("AOTOPS_THREADS");
+    if (named && !std::strcmp(named, "own")) return openmp;
     if (find_openmp(dlopen("libtorch_cpu.so", RTLD_NOW | RTLD_NOLOAD), &openmp) ||
         find_openmp(loaded_runtime(), &openmp) || find_openmp(dlopen("libgomp.so.1", RTLD_NOW), &openmp))
       return openmp;
