@@ -6,8 +6,11 @@
 # make fuzz      torch's operators and ours on 10,000 drawn calls each
 # make lint      ruff, mypy, clang-format        make format   lets ruff and clang-format rewrite
 # make asan      the CPU entries under ASan and UBSan: a million calls at random (ASAN_CALLS), then the tests
+# make aarch64   the CPU entries compiled for aarch64, and a C program's calls of them under qemu
 # make bench     every operator against those of others, on the GPU where there is one: BENCH='gelu --quick'
-# make calls     the cost of a call              make wheel    dist/*.whl        make clean
+# make calls     the cost of a call              make docs     the site, in build/site
+# make wheel     dist/*.whl, which pip installs anywhere; make wheel-test installs it in several Pythons
+# make sdist     dist/*.tar.gz                   make clean
 
 PYTHON ?= python3
 # GPU architectures to compile for; any of 75 80 86 89 90 100 120. The newest one's PTX is added for what comes later.
@@ -44,12 +47,14 @@ OBJECTS := $(HOST:cuda_src/%=build/%.o) $(CUDA:cuda_src/%=build/%.o) \
            $(foreach isa,$(ISAS),$(CPU:cuda_src/%.cpp=build/%.$(isa).o))
 
 WARNINGS  := -Wall -Wextra
-CXXFLAGS  := -std=c++17 -O3 -Icuda_src -fPIC -fvisibility=hidden -fopenmp -fno-math-errno -fno-trapping-math $(WARNINGS) \
+CXXFLAGS  := -std=c++17 -O3 -Icuda_src -fPIC -fvisibility=hidden -pthread -fno-math-errno -fno-trapping-math $(WARNINGS) \
              -MMD -MP -DAOT_VERSION='"$(VERSION)"'
+# Compressed code is smaller and is unpacked when it is loaded: --compress-mode=size in the wheel.
+FATBIN    ?=
 GENCODE   := $(foreach a,$(ARCHS),-gencode arch=compute_$(a),code=sm_$(a)) \
              -gencode arch=compute_$(lastword $(ARCHS)),code=compute_$(lastword $(ARCHS))
 NVCCFLAGS := -std=c++17 -O3 -Icuda_src -DAOT_ISA=cuda -MMD -MP -Werror cross-execution-space-call \
-             -Xcompiler -fPIC,-fvisibility=hidden,-Wall $(if $(filter 90,$(ARCHS)),-DAOT_HAVE_SM90)
+             -Xcompiler -fPIC,-fvisibility=hidden,-Wall $(FATBIN) $(if $(filter 90,$(ARCHS)),-DAOT_HAVE_SM90)
 comma     := ,
 pinned     = $(shell sed -n 's/.*"\($(1)==[^"]*\)".*/\1/p' pyproject.toml)
 LDFLAGS   := -z,defs,-z,now,-z,nodelete,--version-script=cuda_src/host/exports.map
@@ -67,12 +72,18 @@ FORCE:
 build:
 	@mkdir -p $@
 
-$(LIB): $(OBJECTS) cuda_src/host/exports.map build/targets
+# With GLIBC_FLOOR=2.28, the symbols of glibc are those of that version.
+GLIBC_FLOOR ?=
+build/link: FORCE | build
+	@echo 'GLIBC_FLOOR=$(GLIBC_FLOOR)' | cmp -s - $@ || echo 'GLIBC_FLOOR=$(GLIBC_FLOOR)' >$@
+STUBS = $(if $(GLIBC_FLOOR),$(shell $(PYTHON) packaging/glibc_floor.py $(GLIBC_FLOOR) build/glibc_floor))
+
+$(LIB): $(OBJECTS) cuda_src/host/exports.map build/targets build/link
 	@echo "link $@"
 ifneq ($(NVCC),)
-	@$(NVCC) -shared -cudart static -Xlinker $(LDFLAGS) $(OBJECTS) -o $@ -lgomp -ldl
+	@$(NVCC) -shared -cudart static -Xlinker $(LDFLAGS),--as-needed $(OBJECTS) -o $@ $(STUBS) -ldl -lpthread
 else
-	@$(CXX) -shared -fopenmp -Wl,$(LDFLAGS) $(OBJECTS) -o $@ -ldl
+	@$(CXX) -shared -pthread -Wl,$(LDFLAGS),--as-needed $(OBJECTS) -o $@ $(STUBS) -ldl
 endif
 
 build/extra.cpp.o: CXXFLAGS += -D_GLIBCXX_USE_CXX11_ABI=0
@@ -175,7 +186,7 @@ asan: $(VENV)/ready
 
 $(ASAN)/libaotops.so: $(ASAN_OBJECTS) cuda_src/host/exports.map
 	@echo "link $@"
-	@$(CXX) -shared -fopenmp $(ASAN_FLAGS) -Wl,$(LDFLAGS) $(ASAN_OBJECTS) -o $@ -ldl
+	@$(CXX) -shared -pthread $(ASAN_FLAGS) -Wl,$(LDFLAGS) $(ASAN_OBJECTS) -o $@ -ldl
 
 $(ASAN)/fuzz_convention: tests/fuzz_convention.cpp
 	@mkdir -p $(@D)
@@ -197,6 +208,42 @@ endef
 $(foreach isa,$(ISAS),$(eval $(call compile_asan_for,$(isa))))
 
 -include $(ASAN_OBJECTS:.o=.d)
+
+# ------------------------------------------------------------------------------------------------------------ aarch64
+
+# Debian: g++-aarch64-linux-gnu qemu-user
+AARCH64         := build/aarch64
+AARCH64_CXX     ?= aarch64-linux-gnu-g++
+AARCH64_CC      ?= aarch64-linux-gnu-gcc
+AARCH64_RUN     ?= qemu-aarch64 -L /usr/aarch64-linux-gnu
+AARCH64_OBJECTS := $(HOST:cuda_src/%=$(AARCH64)/%.o) $(CPU:cuda_src/%.cpp=$(AARCH64)/%.baseline.o)
+
+# With the threads of GCC's OpenMP, and with the library's own.
+aarch64:
+	@$(MAKE) --no-print-directory -j$(JOBS) $(AARCH64)/libaotops.so $(AARCH64)/entries
+	OMP_NUM_THREADS=4 $(AARCH64_RUN) $(AARCH64)/entries $(AARCH64)/libaotops.so
+	OMP_NUM_THREADS=4 AOTOPS_THREADS=own $(AARCH64_RUN) $(AARCH64)/entries $(AARCH64)/libaotops.so
+
+$(AARCH64)/libaotops.so: $(AARCH64_OBJECTS) cuda_src/host/exports.map
+	@echo "link $@"
+	@$(AARCH64_CXX) -shared -pthread -Wl,$(LDFLAGS) $(AARCH64_OBJECTS) -o $@ -ldl
+
+$(AARCH64)/entries: tests/aarch64_entries.c
+	@mkdir -p $(@D)
+	@$(AARCH64_CC) -std=c11 -D_GNU_SOURCE -O1 -Wall -Wextra -Werror $< -o $@ -ldl -lm
+
+$(AARCH64)/extra.cpp.o: CXXFLAGS += -D_GLIBCXX_USE_CXX11_ABI=0
+$(AARCH64)/%.cpp.o: cuda_src/%.cpp build/flags
+	@mkdir -p $(@D)
+	@echo "g++  $<  (aarch64)"
+	@$(AARCH64_CXX) $(CXXFLAGS) -c $< -o $@
+
+$(AARCH64)/%.baseline.o: cuda_src/%.cpp build/flags
+	@mkdir -p $(@D)
+	@echo "g++  $<  (aarch64)"
+	@$(AARCH64_CXX) $(CXXFLAGS) -DAOT_ISA=baseline -c $< -o $@
+
+-include $(AARCH64_OBJECTS:.o=.d)
 
 # --------------------------------------------------------------------------------------------------------------- uses
 
@@ -250,10 +297,40 @@ bench: lib $(VENV)/ready
 calls: lib $(VENV)/ready
 	@$(VENV)/bin/python -m benchmarks.call_overhead
 
-wheel: lib $(VENV)/ready
-	@$(VENV)/bin/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+# ---------------------------------------------------------------------------------------------------------- packaging
+
+# A GPU runs code for its own major version and a minor one up to its own: 80 is for 86 and 89 too, 100 for 103, 120 for
+# 121.
+WHEEL_ARCHS ?= 75 80 90 100 120
+MANYLINUX   := manylinux_2_28_x86_64
+PACKAGING   := build/packaging
+$(PACKAGING)/ready: pyproject.toml
+	@$(PYTHON) -m venv $(PACKAGING)
+	@$(PACKAGING)/bin/python $(PIP) --upgrade 'pip>=25.1'
+	@$(PACKAGING)/bin/python $(PIP) --group packaging
+	@touch $@
+
+# Without nvcc it would contain no CUDA entries, so that has to be asked for: make wheel NVCC=
+wheel: $(PACKAGING)/ready
+	@test -n '$(NVCC)$(filter command environment,$(origin NVCC))' || \
+	  { echo "no nvcc here: NVCC=/path/nvcc, or NVCC= for a wheel without CUDA entries"; exit 1; }
+	@$(MAKE) --no-print-directory lib ARCHS="$(WHEEL_ARCHS)" GLIBC_FLOOR=2.28 FATBIN=--compress-mode=size
+	@rm -rf build/wheel && PATH="$(abspath $(PACKAGING))/bin:$$PATH" && \
+	  python -m build --wheel --no-isolation --outdir build/wheel . >build/wheel.log 2>&1 && \
+	  auditwheel repair --plat $(MANYLINUX) --only-plat --strip --wheel-dir dist build/wheel/*.whl >>build/wheel.log 2>&1 || \
+	  { tail build/wheel.log; exit 1; }
+	@ls -l dist/*$(MANYLINUX).whl
+
+# The wheel in clean environments of every Python in PYTHONS, with NumPy alone; and of the first one with torch.
+PYTHONS ?= $(wildcard $(HOME)/.pyenv/versions/3.1[0-9]*/bin/python)
+wheel-test:
+	@$(PYTHON) packaging/test_wheel.py dist/aotops-$(VERSION)-py3-none-$(MANYLINUX).whl $(or $(PYTHONS),$(PYTHON))
+
+sdist: $(PACKAGING)/ready
+	@$(PACKAGING)/bin/python -m build --sdist --no-isolation --outdir dist . >build/sdist.log 2>&1 || { tail build/sdist.log; exit 1; }
+	@ls -l dist/aotops-$(VERSION).tar.gz
 
 clean:
 	rm -rf build dist $(LIB)
 
-.PHONY: lib asan environments no-mindspore demo test fuzz lint format bench calls wheel clean FORCE
+.PHONY: lib asan aarch64 environments no-mindspore demo test fuzz lint format bench calls wheel wheel-test sdist clean FORCE

@@ -1,9 +1,57 @@
-"""The wheel's tag, which pyproject.toml cannot set: a shared library for one platform and every Python 3."""
+"""What pyproject.toml cannot say: the library is compiled with the package, headers are copied into it, and the wheel
+is for one platform and every Python 3. An editable install does neither: `make lib` compiles, and the headers are
+cuda_src/'s."""
 
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
-from setuptools import Distribution, setup
+from setuptools import Distribution, find_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).parent
+PRODUCTS = ("aotops/libaotops.so",)  # of `make lib`
+# What an operator outside this repository includes: aotops.include_dir().
+HEADERS = ("*.h", "cpu/*.h", "cuda/*.cuh")
+# Packages that lie elsewhere in the tree.
+ELSEWHERE = {"aotops.frontends": "frontends", "aotops.testing.cases": "tests/cases"}
+
+
+def packages() -> dict[str, str]:
+    """The folder of each package."""
+    inside = find_packages(str(ROOT), include=["aotops", "aotops.*"], exclude=["aotops.templates*"])
+    return {name: name.replace(".", "/") for name in inside} | ELSEWHERE
+
+
+class BuildWithLibrary(build_py):
+    def run(self):
+        if not self.editable_mode:
+            compile_library()
+        super().run()
+        if not self.editable_mode:
+            self.copy_headers()
+
+    def copy_headers(self):
+        for pattern in HEADERS:
+            for header in (ROOT / "cuda_src").glob(pattern):
+                target = Path(self.build_lib, "aotops/include", header.relative_to(ROOT / "cuda_src"))
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(header, target)
+
+
+def compile_library():
+    """Runs `make lib`, unless it has been run: variables of the Makefile (NVCC, ARCHS, ISAS, JOBS) come from the
+    environment."""
+    if all((ROOT / product).is_file() for product in PRODUCTS):
+        return
+    try:
+        subprocess.run(["make", "lib", f"PYTHON={sys.executable}"], cwd=ROOT, check=True)
+    except FileNotFoundError:
+        raise SystemExit("aotops: make is not installed; compiling aotops needs GNU make and g++") from None
+    except subprocess.CalledProcessError as error:
+        raise SystemExit(f"aotops: `make lib` failed with status {error.returncode}; its messages are above") from None
 
 
 class PlatformWheel(bdist_wheel):
@@ -17,4 +65,8 @@ class PlatformWheel(bdist_wheel):
 
 
 Distribution.has_ext_modules = lambda self: True  # so files go to platlib
-setup(cmdclass={"bdist_wheel": PlatformWheel})
+setup(
+    packages=list(packages()),
+    package_dir=packages(),
+    cmdclass={"build_py": BuildWithLibrary, "bdist_wheel": PlatformWheel},
+)

@@ -1,9 +1,7 @@
-// Parallel loops. They use OpenMP, so that OMP_NUM_THREADS and, in a process with torch, torch.set_num_threads apply.
-// Sums are split by shape alone, never by the number of threads: the same input gives the same bits.
+// Parallel loops. Sums are split by shape alone, never by the number of threads: the same input gives the same bits.
 #pragma once
-#include <omp.h>
-
 #include "fork.h"
+#include "threads.h"
 #include "vector.h"
 
 namespace aot {
@@ -14,21 +12,28 @@ constexpr int64_t kGrain = 32768;  // elements per task, so that waking a thread
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // The threads that a loop gets: within a parallel region only the calling one.
-inline int64_t threads() { return omp_get_level() > 0 ? 1 : omp_get_max_threads(); }
+inline int64_t threads() { return max_threads(); }
 
-// f(chunk) for each chunk on OpenMP's threads.
+// f(chunk) for each chunk on the threads of the runtime, or on as many as asked for.
 template <class F>
-void run_in_pool(int64_t chunks, const F &f) {
-  if (chunks <= threads()) {  // static: the next call gives a chunk to the same core, whose cache may have its data
-#pragma omp parallel for schedule(static, 1)
-    for (int64_t chunk = 0; chunk < chunks; ++chunk) f(chunk);
-  } else {
-#pragma omp parallel for schedule(dynamic)
-    for (int64_t chunk = 0; chunk < chunks; ++chunk) f(chunk);
-  }
+void run_in_pool(int64_t chunks, const F &f, int threads = 0) {
+  struct Loop {
+    int64_t chunks, next;
+    const F &f;
+  } loop{chunks, 0, f};
+  run_on_threads(
+      [](void *data, int thread, int threads) {
+        auto &[chunks, next, f] = *static_cast<Loop *>(data);
+        if (chunks <= threads) {  // the next call gives a chunk to the same core, whose cache may have its data
+          if (thread < chunks) f(thread);
+          return;
+        }
+        for (int64_t chunk; (chunk = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < chunks;) f(chunk);
+      },
+      &loop, threads);
 }
 
-// The same for the forked thread (fork.h): on a new thread, with as many OpenMP threads.
+// The same for the forked thread (fork.h): on a new thread, with as many threads.
 template <class F>
 bool run_in_pool_after_fork(int64_t chunks, const F &f) {
   struct Work {
@@ -38,8 +43,7 @@ bool run_in_pool_after_fork(int64_t chunks, const F &f) {
   return run_on_new_thread(
       [](void *data) {
         const auto &[chunks, threads, f] = *static_cast<Work *>(data);
-        omp_set_num_threads(static_cast<int>(threads));
-        run_in_pool(chunks, f);
+        run_in_pool(chunks, f, static_cast<int>(threads));
       },
       &work);
 }
@@ -48,7 +52,7 @@ bool run_in_pool_after_fork(int64_t chunks, const F &f) {
 // calling thread.
 template <class F>
 void parallel(int64_t chunks, F f) {
-  const bool alone = chunks <= 1 || threads() == 1;  // OpenMP's if clause takes half a microsecond
+  const bool alone = chunks <= 1 || threads() == 1;  // a region of one thread takes half a microsecond
   if (!alone && !in_forked_thread()) return run_in_pool(chunks, f);
   if (!alone && run_in_pool_after_fork(chunks, f)) return;
   for (int64_t chunk = 0; chunk < chunks; ++chunk) f(chunk);

@@ -7,17 +7,12 @@
 #include <mutex>
 
 #include "aot.h"
+#include "error.cuh"
 #include "reduce.cuh"
 #include "vector.cuh"
 
 namespace aot {
 inline namespace AOT_ISA {
-
-inline Status check_cuda(const char *op, cudaError_t error) {
-  if (error == cudaSuccess) return kOk;
-  cudaGetLastError();  // clears it: it is reported here, and must not fail the next call
-  return fail(kDeviceError, "%s: %s", op, cudaGetErrorString(error));
-}
 
 inline Status check_launch(const char *op) { return check_cuda(op, cudaGetLastError()); }
 

@@ -1,18 +1,13 @@
 #include "device.h"
 
 #ifdef AOT_HAVE_CUDA
-#include <cuda_runtime_api.h>
-
-static aot::Status check(cudaError_t error, const char *what) {
-  if (error == cudaSuccess) return aot::kOk;
-  return aot::fail(aot::kDeviceError, "%s: %s", what, cudaGetErrorString(error));
-}
+#include "cuda/error.cuh"
 
 aot::Status aot::DeviceGuard::enter(int device) noexcept {
   int current = -1;
-  AOT_TRY(check(cudaGetDevice(&current), "cudaGetDevice"));
+  AOT_TRY(check_cuda("cudaGetDevice", cudaGetDevice(&current)));
   if (current == device) return kOk;
-  AOT_TRY(check(cudaSetDevice(device), "cudaSetDevice"));
+  AOT_TRY(check_cuda("cudaSetDevice", cudaSetDevice(device)));
   previous_ = current;
   return kOk;
 }

@@ -1,0 +1,18 @@
+// The threads of CPU kernels: those of an OpenMP runtime, or of a pool of our own where there is none.
+//
+// The library does not link OpenMP. A wheel would have to contain a copy, and a process with torch would have two
+// runtimes, each with a thread for every core. The runtime is looked up when threads are needed first: torch's; any
+// that the process has loaded; the system's libgomp.so.1. So OMP_NUM_THREADS and, in a process with torch,
+// torch.set_num_threads apply.
+#pragma once
+
+namespace aot {
+
+// The number of threads that a region gets: 1 within a parallel region.
+int max_threads() noexcept;
+
+// Calls f(data, thread, threads) on each of `threads` threads, numbered from 0, and waits for all of them. 0 threads:
+// as many as max_threads(). There may be fewer than asked for.
+void run_on_threads(void (*f)(void *data, int thread, int threads), void *data, int threads = 0) noexcept;
+
+}  // namespace aot
