@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from . import toolchain
-from .compiler import dependencies, locked
+from .compiler import dependencies, locked, uses_aot
 from .toolchain import CompileError, tell
 
 _KEYS = {"library": str, "sources": list, "flags": list, "include": list, "archs": list, "isas": list}
@@ -157,10 +157,8 @@ class _Step:
     command: tuple[str, ...]
     output: Path
     inputs: tuple[Path, ...]
-
-    @property
-    def stamp(self) -> Path:
-        return self.output.with_name(self.output.name + ".json")
+    stamp: Path
+    """Where it is written what the output was made of."""
 
     def files(self) -> dict[str, str]:
         """What the output was made of, by path, with hashes of the content then. Empty if it was another command."""
@@ -184,10 +182,12 @@ class _Step:
         scratch = self.output.with_name(f".{self.output.name}.{os.getpid()}")
         track = ("-MMD", "-MF", str(depends)) if compiles else ()
         try:
-            toolchain.run((*self.command, *track, "-o", str(scratch)), self.label)
+            warnings = toolchain.run((*self.command, *track, "-o", str(scratch)), self.label)
             scratch.replace(self.output)
         finally:
             scratch.unlink(missing_ok=True)
+        if warnings:
+            tell(f"{self.label}:\n{warnings}")
         files = dependencies(depends) if compiles else [str(path) for path in self.inputs]
         made = {"command": list(self.command), "files": {path: _content(path) for path in files}}
         self.stamp.write_text(json.dumps(made))
@@ -215,7 +215,7 @@ def _build(project: _Project, verbose: bool) -> Path:
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
-        link = _link_step(project, steps)
+        link = _link_step(project, folder, steps)
         project.library.parent.mkdir(parents=True, exist_ok=True)
         if not link.done():
             link.run(verbose)
@@ -230,46 +230,57 @@ def _compile_steps(project: _Project, folder: Path) -> Iterator[_Step]:
         names = ", ".join(source.name for source in cuda)
         tell(f"no nvcc: {project.library.name} has CPU entries only, without {names}")
     for source in project.sources:
-        stem = folder / source.relative_to(project.root)
-        stem.parent.mkdir(parents=True, exist_ok=True)
-        for isa in _isas(project, source):
-            flags = (*toolchain.AOT_FLAGS, "-O3", "-Wall", *toolchain.isa_flags(isa), *include, *project.flags)
-            command = (*toolchain.cxx().command, *flags, "-c", str(source))
-            label = f"compiling {source.name} ({isa})"
-            yield _Step(label, command, stem.with_name(f"{source.name}.{isa}.o"), (source,))
-        if source.suffix == ".cu" and compiler:
-            flags = (*toolchain.cuda_flags(project.archs, aot=True), *include, *project.flags)
-            label = f"compiling {source.name} (sm {' '.join(project.archs)})"
-            command = (*compiler.command, *flags, "-c", str(source))
-            yield _Step(label, command, stem.with_name(f"{source.name}.o"), (source,))
+        if source.suffix != ".cu":
+            yield from _cpu_steps(project, folder, source, include)
+        elif compiler:
+            yield _cuda_step(project, folder, source, compiler, include)
     if project.version:
         yield _version_step(project, folder)
 
 
-def _isas(project: _Project, source: Path) -> tuple[str, ...]:
-    """A C++ source without the entries of cpu/entry.h would define its symbols once for each instruction set."""
-    if source.suffix == ".cu":
-        return ()
-    return project.isas if "AOT_CPU_ENTRY" in source.read_text(errors="replace") else ("baseline",)
+def _cpu_steps(project: _Project, folder: Path, source: Path, include: Sequence[str]) -> Iterator[_Step]:
+    """For each instruction set, if the source has an entry that picks one (cpu/entry.h)."""
+    text = source.read_text(errors="replace")
+    aot = uses_aot(text, source, project.include)
+    for isa in project.isas if "AOT_CPU_ENTRY" in text else ("baseline",):
+        own = (*toolchain.AOT_FLAGS, "-O3", *toolchain.isa_flags(isa)) if aot else toolchain.FOREIGN_FLAGS
+        command = (*toolchain.cxx().command, *own, "-Wall", *include, *project.flags, "-c", str(source))
+        yield _object_step(project, folder, source, f"{source.name} ({isa})", command, f".{isa}.o")
+
+
+def _cuda_step(
+    project: _Project, folder: Path, source: Path, compiler: toolchain.Compiler, include: Sequence[str]
+) -> _Step:
+    aot = uses_aot(source.read_text(errors="replace"), source, project.include)
+    flags = toolchain.cuda_flags(project.archs, aot)
+    command = (*compiler.command, *flags, *include, *project.flags, "-c", str(source))
+    return _object_step(project, folder, source, f"{source.name} (sm {' '.join(project.archs)})", command, ".o")
+
+
+def _object_step(
+    project: _Project, folder: Path, source: Path, what: str, command: tuple[str, ...], suffix: str
+) -> _Step:
+    output = folder / source.relative_to(project.root).with_name(source.name + suffix)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    return _Step(f"compiling {what}", command, output, (source,), output.with_name(output.name + ".json"))
 
 
 def _version_step(project: _Project, folder: Path) -> _Step:
     """The library's aot_version(), as libaotops.so has one."""
     file = folder / "version.cpp"
-    text = f'#include "aot.h"\nAOT_API const char *aot_version() {{ return "{project.version}"; }}\n'
+    text = f'extern "C" const char *aot_version() {{ return "{project.version}"; }}\n'
     if not file.exists() or file.read_text() != text:
         file.write_text(text)
-    command = (*toolchain.cxx().command, *toolchain.AOT_FLAGS, f"-I{toolchain.include_dir()}", "-c", str(file))
-    return _Step("compiling version.cpp", command, folder / "version.o", (file,))
+    command = (*toolchain.cxx().command, "-fPIC", "-c", str(file))
+    return _Step("compiling version.cpp", command, folder / "version.o", (file,), folder / "version.o.json")
 
 
-def _link_step(project: _Project, steps: Sequence[_Step]) -> _Step:
+def _link_step(project: _Project, folder: Path, steps: Sequence[_Step]) -> _Step:
     cuda = any(step.output.name.endswith(".cu.o") for step in steps)
     command = toolchain.need_nvcc().command if cuda else toolchain.cxx().command
-    objects = [step.output for step in steps]
-    inputs = (*objects, toolchain.runtime())
+    inputs = (*(step.output for step in steps), toolchain.runtime())
     link = (*command, *map(str, inputs), *toolchain.link_flags(cuda))
-    return _Step(f"linking {project.library.name}", link, project.library, inputs)
+    return _Step(f"linking {project.library.name}", link, project.library, inputs, folder / "link.json")
 
 
 # ------------------------------------------------------------------------------------------------------------ watching

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _TEMPLATES = Path(__file__).with_name("templates")
-_PLACEHOLDERS = {"elementwise": "scale", "row": "normalize", "reduction": "sum_squares", "product": "product"}
+_PLACEHOLDERS = {"elementwise": "scale", "row": "normalize", "reduction": "sum_squares", "product": "multiply"}
 """The name of each template's operator, which the new one's replaces."""
 _PACKAGE = "scale"
 """The same of templates/package, which all of them share."""

@@ -152,19 +152,26 @@ def gpu_archs() -> tuple[str, ...]:
 
 
 def parse_archs(arch: str | int | Sequence[str | int] | None) -> tuple[str, ...]:
-    """GPU architectures as nvcc writes them: "90", of "sm_90", 90 or "9.0". None: those of this machine's GPUs.
+    """GPU architectures as nvcc writes them: "90", of "sm_90", 90 or "9.0". "native": those of
+    this machine's GPUs. None: the same, or DEFAULT_ARCHS where there is none.
 
     Raises:
-        ValueError: another text.
+        ValueError: another text; "native" where there is no GPU.
     """
     if arch is None:
         return gpu_archs() or DEFAULT_ARCHS
+    if arch == "native":
+        return gpu_archs() or _no_gpu()
     given = [arch] if isinstance(arch, str | int) else arch
     names = [name for each in given for name in str(each).replace(",", " ").split()]
     plain = [name.removeprefix("sm_").removeprefix("compute_").replace(".", "") for name in names]
     if not plain or not all(name.rstrip("af").isdigit() for name in plain):
         raise ValueError(f"arch is {arch!r}, expected compute capabilities such as '90' or 'sm_80,sm_90'")
     return tuple(dict.fromkeys(plain))
+
+
+def _no_gpu() -> tuple[str, ...]:
+    raise ValueError("arch is 'native', and nvidia-smi finds no GPU here; expected compute capabilities such as '90'")
 
 
 # -------------------------------------------------------------------------------------------------------------- flags
@@ -227,11 +234,14 @@ def link_flags(cuda: bool) -> tuple[str, ...]:
 # ------------------------------------------------------------------------------------------------------------ running
 
 
-def run(command: Sequence[str], what: str) -> None:
+def run(command: Sequence[str], what: str) -> str:
     """Runs a compiler. Says so on stderr if it takes more than two seconds.
 
     Args:
         what: "compiling scale.cpp", for messages.
+
+    Returns:
+        What it printed: warnings.
 
     Raises:
         CompileError: it fails; with all that it printed.
@@ -249,6 +259,7 @@ def run(command: Sequence[str], what: str) -> None:
         raise
     if process.returncode:
         raise CompileError(f"{what} failed:\n{output.strip()}")
+    return output.strip()
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from aotops import operator
     optional=("da", "db"),
     same_spec_as={"da": "a", "db": "b"},
 )
-def product_backward(dy, a, b):
+def multiply_backward(dy, a, b):
     return (dy, a, b), ()
 
 
@@ -19,9 +19,9 @@ def product_backward(dy, a, b):
     inputs=("a", "b"),
     outputs=("y",),
     shapes={"y": lambda call: (call.a[0], call.b[1])},
-    backward=product_backward,
+    backward=multiply_backward,
 )
-def product(a, b):
+def multiply(a, b):
     """The matrix product ``a @ b``.
 
     Args:

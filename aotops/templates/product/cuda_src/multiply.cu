@@ -1,4 +1,4 @@
-#include "product.h"
+#include "multiply.h"
 
 #include "cuda/launch.cuh"
 
@@ -23,7 +23,7 @@ struct View {
 // y (m, n) = a @ b. A block computes tiles of y, from tiles of a and b in shared memory.
 template <typename T, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(kTile *kTile)
-    product_kernel(View<T> a, View<T> b, T *y, int64_t m, int64_t n, int64_t k) {
+    multiply_kernel(View<T> a, View<T> b, T *y, int64_t m, int64_t n, int64_t k) {
   __shared__ A a_tile[kTile][kTile + 1], b_tile[kTile][kTile + 1];  // + 1: no bank conflicts
   const int64_t across = ceil_div(n, kTile), tiles = across * ceil_div(m, kTile);
   for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
@@ -43,29 +43,29 @@ __global__ void __launch_bounds__(kTile *kTile)
 // ------------------------------------------------------------------------------------------------------- launchers
 
 template <typename T>
-Status launch_product(const char *op, View<T> a, View<T> b, T *y, int64_t m, int64_t n, int64_t k, void *stream) {
+Status launch_multiply(const char *op, View<T> a, View<T> b, T *y, int64_t m, int64_t n, int64_t k, void *stream) {
   const unsigned blocks = grid_size(ceil_div(m, kTile) * ceil_div(n, kTile));
   if (blocks == 0) return kOk;
-  return launch_kernel(op, product_kernel<T>, {blocks, dim3(kTile, kTile)}, stream, a, b, y, m, n, k);
+  return launch_kernel(op, multiply_kernel<T>, {blocks, dim3(kTile, kTile)}, stream, a, b, y, m, n, k);
 }
 
-inline Status product_cuda(const Product &op, const Tensor *in, const Tensor *out, void *stream) {
+inline Status multiply_cuda(const Multiply &op, const Tensor *in, const Tensor *out, void *stream) {
   const Tensor &a = in[0], &b = in[1], &y = out[0];
   const int64_t m = y.shape[0], n = y.shape[1], k = a.shape[1];
   return dispatch(a.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    return launch_product<T>(op.name, {a.as<const T>(), k, 1}, {b.as<const T>(), n, 1}, y.as<T>(), m, n, k, stream);
+    return launch_multiply<T>(op.name, {a.as<const T>(), k, 1}, {b.as<const T>(), n, 1}, y.as<T>(), m, n, k, stream);
   });
 }
 
-inline Status product_backward_cuda(const ProductBackward &op, const Tensor *in, const Tensor *out, void *stream) {
+inline Status multiply_backward_cuda(const MultiplyBackward &op, const Tensor *in, const Tensor *out, void *stream) {
   const Tensor &dy = in[0], &a = in[1], &b = in[2], &da = out[0], &db = out[1];
   const int64_t m = dy.shape[0], n = dy.shape[1], k = a.shape[1];
   return dispatch(a.dtype, [&](auto type) -> Status {
     using T = typename decltype(type)::type;
     const View<T> grad = {dy.as<const T>(), n, 1};
-    if (da) AOT_TRY(launch_product<T>(op.name, grad, {b.as<const T>(), 1, n}, da.as<T>(), m, k, n, stream));
-    if (db) AOT_TRY(launch_product<T>(op.name, {a.as<const T>(), 1, k}, grad, db.as<T>(), k, n, m, stream));
+    if (da) AOT_TRY(launch_multiply<T>(op.name, grad, {b.as<const T>(), 1, n}, da.as<T>(), m, k, n, stream));
+    if (db) AOT_TRY(launch_multiply<T>(op.name, {a.as<const T>(), 1, k}, grad, db.as<T>(), k, n, m, stream));
     return kOk;
   });
 }
@@ -77,5 +77,5 @@ inline Status product_backward_cuda(const ProductBackward &op, const Tensor *in,
 
 using namespace aot;
 
-AOT_ENTRY(Product, aot_product_cuda, product_cuda)
-AOT_ENTRY(ProductBackward, aot_product_backward_cuda, product_backward_cuda)
+AOT_ENTRY(Multiply, aot_multiply_cuda, multiply_cuda)
+AOT_ENTRY(MultiplyBackward, aot_multiply_backward_cuda, multiply_backward_cuda)

@@ -1,4 +1,4 @@
-// product  y = a @ b, where a is (m, k) and b is (k, n)
+// multiply y = a @ b, where a is (m, k) and b is (k, n)
 // gradient da = dy @ b', db = a' @ dy
 #pragma once
 #include "aot.h"
@@ -13,7 +13,7 @@ inline Status check_matrix(const char *op, const char *slot, const Spec &s) {
 }
 
 // Checks a and b, and sets y to the spec of their product.
-inline Status infer_product(const char *op, const Spec &a, const Spec &b, Spec *y) {
+inline Status infer_multiply(const char *op, const Spec &a, const Spec &b, Spec *y) {
   AOT_TRY(check_matrix(op, "a", a));
   AOT_TRY(check_matrix(op, "b", b));
   AOT_TRY(check_dtype(op, "b", b, a.dtype));
@@ -26,24 +26,24 @@ inline Status infer_product(const char *op, const Spec &a, const Spec &b, Spec *
   return check_size(op, "y", *y);
 }
 
-struct Product {
-  static constexpr const char *name = "product";
+struct Multiply {
+  static constexpr const char *name = "multiply";
   static constexpr Slot inputs[] = {{"a"}, {"b"}};
   static constexpr Slot outputs[] = {{"y"}};
 
   Status init(const Attrs &) { return kOk; }
-  Status infer(const Tensor *in, Spec *out) const { return infer_product(name, in[0], in[1], &out[0]); }
+  Status infer(const Tensor *in, Spec *out) const { return infer_multiply(name, in[0], in[1], &out[0]); }
 };
 
-struct ProductBackward {
-  static constexpr const char *name = "product_backward";
+struct MultiplyBackward {
+  static constexpr const char *name = "multiply_backward";
   static constexpr Slot inputs[] = {{"dy"}, {"a"}, {"b"}};
   static constexpr Slot outputs[] = {{"da", optional}, {"db", optional}};
 
   Status init(const Attrs &) { return kOk; }
   Status infer(const Tensor *in, Spec *out) const {
     Spec y;
-    AOT_TRY(infer_product(name, in[1], in[2], &y));
+    AOT_TRY(infer_multiply(name, in[1], in[2], &y));
     AOT_TRY(check_like(name, "dy", in[0], "a @ b", y));
     out[0] = in[1], out[1] = in[2];
     return kOk;

@@ -1,4 +1,4 @@
-"""product: all that is tried on it."""
+"""multiply: all that is tried on it."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from aotops.bench.work import Product
 from aotops.testing import F32, F64, Bad, Case, Row, X
 
 
-def product(a, b):
+def multiply(a, b):
     return a @ b
 
 
-def _product(m, k, n) -> Case:
+def _multiply(m, k, n) -> Case:
     return Case({"a": (m, k), "b": (k, n)})
 
 
 ROW = Row(
-    product,
+    multiply,
     cases=(
-        _product(4, 6, 5),
-        _product(1, 1, 1),
-        _product(1, 7, 1),
-        _product(0, 3, 2),
-        _product(3, 2, 0),
-        _product(2, 0, 3),  # sums of nothing
-        _product(33, 1025, 20),
-        _product(70, 37, 130),
+        _multiply(4, 6, 5),
+        _multiply(1, 1, 1),
+        _multiply(1, 7, 1),
+        _multiply(0, 3, 2),
+        _multiply(3, 2, 0),
+        _multiply(2, 0, 3),  # sums of nothing
+        _multiply(33, 1025, 20),
+        _multiply(70, 37, 130),
     ),
-    draw=lambda draw: _product(draw.size(), draw.size(), draw.size()),
+    draw=lambda draw: _multiply(draw.size(), draw.size(), draw.size()),
     bad=(
         Bad({"a": X, "b": ((2, 3), F32)}, {}, ValueError, "b has shape (2, 3)", "expected (3, n)"),
         Bad({"a": X, "b": ((3,), F32)}, {}, ValueError, "b has shape (3,)", "expected two dimensions"),
@@ -37,4 +37,4 @@ ROW = Row(
     complex=True,
 )
 
-CASES = {"product": ROW}
+CASES = {"multiply": ROW}
