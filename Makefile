@@ -25,6 +25,8 @@ GPU := $(shell nvidia-smi -L 2>/dev/null)
 # ------------------------------------------------------------------------------------------------------------ library
 
 LIB     := aotops/libaotops.so
+# What a library of operators outside this repository is linked with (aotops.compile, aotops build, CMake).
+RUNTIME := aotops/lib/libaot.a
 VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' aotops/__init__.py)
 
 # Compiled once; for each instruction set; by nvcc.
@@ -59,7 +61,7 @@ comma     := ,
 pinned     = $(shell sed -n 's/.*"\($(1)==[^"]*\)".*/\1/p' pyproject.toml)
 LDFLAGS   := -z,defs,-z,now,-z,nodelete,--version-script=cuda_src/host/exports.map
 lib:
-	@$(MAKE) --no-print-directory -j$(JOBS) $(LIB)
+	@$(MAKE) --no-print-directory -j$(JOBS) $(LIB) $(RUNTIME)
 
 # A change of the version, or of what the library is built for, rebuilds.
 build/flags: FORCE | build
@@ -86,7 +88,23 @@ else
 	@$(CXX) -shared -pthread -Wl,$(LDFLAGS),--as-needed $(OBJECTS) -o $@ $(STUBS) -ldl
 endif
 
-build/extra.cpp.o: CXXFLAGS += -D_GLIBCXX_USE_CXX11_ABI=0
+$(RUNTIME): $(addprefix build/runtime/,error.o extra.o fork.o)
+	@echo "ar   $@"
+	@mkdir -p $(@D) && rm -f $@
+	@$(AR) rcs $@ $^
+
+build/extra.cpp.o build/runtime/extra.o: CXXFLAGS += -D_GLIBCXX_USE_CXX11_ABI=0
+# Without a version, since it is another library's.
+build/runtime/%.o: CXXFLAGS := $(filter-out -DAOT_VERSION=%,$(CXXFLAGS))
+build/runtime/%.o: cuda_src/%.cpp build/flags
+	@mkdir -p $(@D)
+	@echo "g++  $<  (runtime)"
+	@$(CXX) $(CXXFLAGS) -c $< -o $@
+build/runtime/%.o: cuda_src/cpu/%.cpp build/flags
+	@mkdir -p $(@D)
+	@echo "g++  $<  (runtime)"
+	@$(CXX) $(CXXFLAGS) -c $< -o $@
+
 build/%.cpp.o: cuda_src/%.cpp build/flags
 	@mkdir -p $(@D)
 	@echo "g++  $<"
@@ -129,7 +147,7 @@ build/%.$(1).o: cuda_src/%.cpp build/flags
 endef
 $(foreach isa,$(ISAS),$(eval $(call compile_for,$(isa))))
 
--include $(OBJECTS:.o=.d)
+-include $(OBJECTS:.o=.d) $(wildcard build/runtime/*.d)
 
 # ------------------------------------------------------------------------------------------------------- environments
 
@@ -331,6 +349,6 @@ sdist: $(PACKAGING)/ready
 	@ls -l dist/aotops-$(VERSION).tar.gz
 
 clean:
-	rm -rf build dist $(LIB)
+	rm -rf build dist $(LIB) $(RUNTIME)
 
 .PHONY: lib asan aarch64 environments no-mindspore demo test fuzz lint format bench calls wheel wheel-test sdist clean FORCE

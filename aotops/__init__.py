@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .compiler import compile as compile
     from .library import Library as Library
     from .library import LibraryError as LibraryError
     from .op import Op as Op
@@ -18,15 +19,22 @@ if TYPE_CHECKING:
     from .registry import get as get
     from .registry import libraries as libraries
     from .spec import TensorSpec as TensorSpec
+    from .toolchain import CompileError as CompileError
+    from .toolchain import cmake_dir as cmake_dir
+    from .toolchain import include_dir as include_dir
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "CompileError": "toolchain",
     "Library": "library",
     "LibraryError": "library",
     "Op": "op",
     "TensorSpec": "spec",
+    "cmake_dir": "toolchain",
+    "compile": "compiler",
     "get": "registry",
+    "include_dir": "toolchain",
     "libraries": "registry",
     "operator": "op",
 }

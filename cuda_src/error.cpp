@@ -41,4 +41,7 @@ AOT_API const char *aot_last_error() {
   return answer;
 }
 
+// The runtime of other libraries (aotops/lib/libaot.a) is compiled without a version.
+#ifdef AOT_VERSION
 AOT_API const char *aot_version() { return AOT_VERSION; }
+#endif

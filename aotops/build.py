@@ -1,0 +1,307 @@
+"""``aotops build``: the shared library of a package, as the table [tool.aotops] of its pyproject.toml says:
+
+[tool.aotops]
+library = "scale/libscale.so"
+sources = ["cuda_src/*.cpp", "cuda_src/*.cu"]
+flags = []                 # optional: more flags for the compilers
+include = []               # optional: more folders of headers
+archs = ["80", "90"]       # optional: GPUs; default: those of this machine
+isas = ["baseline"]        # optional: instruction sets of the CPU; default: baseline, avx2, avx512
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from . import toolchain
+from .compiler import dependencies, locked, uses_aot
+from .toolchain import CompileError, tell
+
+_KEYS = {"library": str, "sources": list, "flags": list, "include": list, "archs": list, "isas": list}
+_POLL_SECONDS = 0.3
+
+
+def build(
+    directory: str | os.PathLike[str] = ".",
+    watch: bool = False,
+    arch: str | int | Sequence[str | int] | None = None,
+    verbose: bool | None = None,
+) -> Path:
+    """Compiles and links what has changed. Objects are in ``build/aotops`` of the directory. Without nvcc the library
+    has CPU entries only, and stderr says so.
+
+    Args:
+        directory: of the pyproject.toml.
+        watch: build again whenever a source or header changes, until interrupted.
+        arch: GPU architectures, instead of those of the pyproject.toml.
+        verbose: name each file that is compiled, on stderr; by default where ``watch`` is set.
+
+    Returns:
+        The path of the library.
+
+    Raises:
+        CompileError: a compiler is missing, or it refuses a source; with its message.
+        ValueError: pyproject.toml is missing, or its table is wrong.
+    """
+    root = Path(directory).absolute()
+    verbose = watch if verbose is None else verbose
+    if not watch:
+        return _build(_read(root, arch), verbose)
+    while True:
+        project = _read(root, arch)
+        seen = _state(project)
+        try:
+            library = _build(project, verbose)
+            tell(f"{os.path.relpath(library)} is built; watching {os.path.relpath(root)}")
+        except CompileError as error:
+            tell(str(error))
+        while _state(project) == seen:
+            time.sleep(_POLL_SECONDS)
+
+
+# ------------------------------------------------------------------------------------------------------ pyproject.toml
+
+
+@dataclass
+class _Project:
+    root: Path
+    library: Path
+    sources: list[Path]
+    flags: list[str]
+    include: list[Path]
+    archs: tuple[str, ...]
+    isas: tuple[str, ...]
+    version: str | None
+
+
+def read_toml(file: Path) -> dict[str, Any]:
+    """Raises ValueError: it is missing or malformed, or this is Python 3.10 without tomli."""
+    try:
+        import tomllib
+    except ImportError:
+        try:
+            import tomli as tomllib  # type: ignore[no-redef]
+        except ImportError:
+            raise ValueError(f"{file}: Python 3.10 needs tomli to read it: pip install tomli") from None
+    try:
+        return tomllib.loads(file.read_text())
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{file}: {error}") from None
+
+
+def _read(root: Path, arch: str | int | Sequence[str | int] | None) -> _Project:
+    file = root / "pyproject.toml"
+    content = read_toml(file)
+    table = content.get("tool", {}).get("aotops")
+    if table is None:
+        raise ValueError(f"{file} has no table [tool.aotops], expected library and sources in it")
+    _check(file, table)
+    sources = [path for pattern in table["sources"] for path in _matching(file, root, pattern)]
+    isas = tuple(isa for isa in table.get("isas", toolchain.ISAS) if isa in toolchain.ISAS)
+    return _Project(
+        root,
+        root / table["library"],
+        list(dict.fromkeys(sources)),
+        table.get("flags", []),
+        [root / folder for folder in table.get("include", [])],
+        toolchain.parse_archs(arch if arch is not None else table.get("archs")),
+        isas if "baseline" in isas else ("baseline", *isas),
+        content.get("project", {}).get("version"),
+    )
+
+
+def _check(file: Path, table: Mapping[str, Any]) -> None:
+    for key, value in table.items():
+        if key not in _KEYS:
+            raise ValueError(f"{file}: [tool.aotops] has {key}, expected {', '.join(_KEYS)}")
+        texts = value if isinstance(value, list) else [value]
+        if not isinstance(value, _KEYS[key]) or not all(isinstance(text, str) for text in texts):
+            expected = "a string" if _KEYS[key] is str else "a list of strings"
+            raise ValueError(f"{file}: {key} is {value!r}, expected {expected}")
+    for key in ("library", "sources"):
+        if key not in table:
+            raise ValueError(f"{file}: [tool.aotops] has no {key}")
+    for isa in table.get("isas", []):
+        if isa not in ("baseline", "avx2", "avx512"):
+            raise ValueError(f"{file}: isas has {isa!r}, expected baseline, avx2 or avx512")
+
+
+def _matching(file: Path, root: Path, pattern: str) -> list[Path]:
+    found = sorted(root.glob(pattern))
+    if not found and "*" not in pattern:
+        raise ValueError(f"{file}: sources has {pattern!r}, which does not exist")
+    for path in found:
+        if path.suffix not in (".cpp", ".cc", ".cxx", ".cu"):
+            raise ValueError(f"{file}: sources has {path.name}, expected .cpp, .cc, .cxx or .cu")
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------ building
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One run of a compiler: ``command`` without its output."""
+
+    label: str
+    command: tuple[str, ...]
+    output: Path
+    inputs: tuple[Path, ...]
+    stamp: Path
+    """Where it is written what the output was made of."""
+
+    def files(self) -> dict[str, str]:
+        """What the output was made of, by path, with hashes of the content then. Empty if it was another command."""
+        try:
+            made = json.loads(self.stamp.read_text())
+            return made["files"] if made["command"] == list(self.command) else {}
+        except (OSError, ValueError, KeyError):
+            return {}
+
+    def done(self) -> bool:
+        files = self.files()
+        return bool(files) and self.output.exists() and all(_content(path) == was for path, was in files.items())
+
+    def run(self, verbose: bool) -> None:
+        if verbose:
+            tell(self.label)
+        depends = self.output.with_name(self.output.name + ".d")
+        compiles = "-c" in self.command
+        self.stamp.unlink(missing_ok=True)
+        # beside the output, to replace it at once: a process may have the old library loaded
+        scratch = self.output.with_name(f".{self.output.name}.{os.getpid()}")
+        track = ("-MMD", "-MF", str(depends)) if compiles else ()
+        try:
+            warnings = toolchain.run((*self.command, *track, "-o", str(scratch)), self.label)
+            scratch.replace(self.output)
+        finally:
+            scratch.unlink(missing_ok=True)
+        if warnings:
+            tell(f"{self.label}:\n{warnings}")
+        files = dependencies(depends) if compiles else [str(path) for path in self.inputs]
+        made = {"command": list(self.command), "files": {path: _content(path) for path in files}}
+        self.stamp.write_text(json.dumps(made))
+
+
+def _content(path: str) -> str:
+    try:
+        return sha256(Path(path).read_bytes()).hexdigest()
+    except OSError:
+        return ""
+
+
+def _build(project: _Project, verbose: bool) -> Path:
+    if not project.sources:
+        raise ValueError(f"{project.root / 'pyproject.toml'}: sources matches no file")
+    folder = project.root / "build" / "aotops"
+    with locked(folder):
+        steps = [*_compile_steps(project, folder)]
+        wanted = [step for step in steps if not step.done()]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            runs = [pool.submit(step.run, verbose) for step in wanted]
+            try:
+                for run in runs:
+                    run.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        link = _link_step(project, folder, steps)
+        project.library.parent.mkdir(parents=True, exist_ok=True)
+        if not link.done():
+            link.run(verbose)
+    return project.library
+
+
+def _compile_steps(project: _Project, folder: Path) -> Iterator[_Step]:
+    include = [f"-I{path}" for path in (*project.include, toolchain.include_dir())]
+    cuda = [source for source in project.sources if source.suffix == ".cu"]
+    compiler = toolchain.nvcc() if cuda else None
+    if cuda and not compiler:
+        names = ", ".join(source.name for source in cuda)
+        tell(f"no nvcc: {project.library.name} has CPU entries only, without {names}")
+    for source in project.sources:
+        if source.suffix != ".cu":
+            yield from _cpu_steps(project, folder, source, include)
+        elif compiler:
+            yield _cuda_step(project, folder, source, compiler, include)
+    if project.version:
+        yield _version_step(project, folder)
+
+
+def _cpu_steps(project: _Project, folder: Path, source: Path, include: Sequence[str]) -> Iterator[_Step]:
+    """For each instruction set, if the source has an entry that picks one (cpu/entry.h)."""
+    text = source.read_text(errors="replace")
+    aot = uses_aot(text, source, project.include)
+    for isa in project.isas if "AOT_CPU_ENTRY" in text else ("baseline",):
+        own = (*toolchain.AOT_FLAGS, "-O3", *toolchain.isa_flags(isa)) if aot else toolchain.FOREIGN_FLAGS
+        command = (*toolchain.cxx().command, *own, "-Wall", *include, *project.flags, "-c", str(source))
+        yield _object_step(project, folder, source, f"{source.name} ({isa})", command, f".{isa}.o")
+
+
+def _cuda_step(
+    project: _Project, folder: Path, source: Path, compiler: toolchain.Compiler, include: Sequence[str]
+) -> _Step:
+    aot = uses_aot(source.read_text(errors="replace"), source, project.include)
+    flags = toolchain.cuda_flags(project.archs, aot)
+    command = (*compiler.command, *flags, *include, *project.flags, "-c", str(source))
+    return _object_step(project, folder, source, f"{source.name} (sm {' '.join(project.archs)})", command, ".o")
+
+
+def _object_step(
+    project: _Project, folder: Path, source: Path, what: str, command: tuple[str, ...], suffix: str
+) -> _Step:
+    output = folder / source.relative_to(project.root).with_name(source.name + suffix)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    return _Step(f"compiling {what}", command, output, (source,), output.with_name(output.name + ".json"))
+
+
+def _version_step(project: _Project, folder: Path) -> _Step:
+    """The library's aot_version(), as libaotops.so has one."""
+    file = folder / "version.cpp"
+    text = f'extern "C" const char *aot_version() {{ return "{project.version}"; }}\n'
+    if not file.exists() or file.read_text() != text:
+        file.write_text(text)
+    command = (*toolchain.cxx().command, "-fPIC", "-c", str(file))
+    return _Step("compiling version.cpp", command, folder / "version.o", (file,), folder / "version.o.json")
+
+
+def _link_step(project: _Project, folder: Path, steps: Sequence[_Step]) -> _Step:
+    cuda = any(step.output.name.endswith(".cu.o") for step in steps)
+    command = toolchain.need_nvcc().command if cuda else toolchain.cxx().command
+    inputs = (*(step.output for step in steps), toolchain.runtime())
+    link = (*command, *map(str, inputs), *toolchain.link_flags(cuda))
+    return _Step(f"linking {project.library.name}", link, project.library, inputs, folder / "link.json")
+
+
+# ------------------------------------------------------------------------------------------------------------ watching
+
+
+def _state(project: _Project) -> dict[str, float]:
+    """The times of change of everything that the library is made of."""
+    folder = project.root / "build" / "aotops"
+    files: set[str] = {str(project.root / "pyproject.toml"), *map(str, project.sources)}
+    for stamp in folder.glob("**/*.o.json"):
+        try:
+            files.update(json.loads(stamp.read_text())["files"])
+        except (OSError, ValueError, KeyError):
+            continue
+    for source in project.sources:
+        files.update(str(path) for path in source.parent.glob("*.[hc]*"))
+    return {path: _changed(path) for path in files if not path.startswith(str(folder))}
+
+
+def _changed(path: str) -> float:
+    try:
+        return os.stat(path).st_mtime
+    except OSError:
+        return 0.0

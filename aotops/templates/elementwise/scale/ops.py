@@ -1,0 +1,42 @@
+"""A tensor times a number."""
+
+from __future__ import annotations
+
+from aotops import operator
+
+
+@operator(
+    inputs=("dy",),
+    outputs=("dx",),
+    attrs={"factor": "float"},
+    same_spec_as={"dx": "dy"},
+    vmappable=("dy", "dx"),
+    elementwise=True,
+)
+def scale_backward(dy, factor=1.0):
+    return (dy,), (factor,)
+
+
+@operator(
+    inputs=("x",),
+    outputs=("y",),
+    attrs={"factor": "float"},
+    backward=scale_backward,
+    same_spec_as={"y": "x"},
+    vmappable=("x", "y"),
+    elementwise=True,
+)
+def scale(x, factor=1.0):
+    """``x * factor``.
+
+    Args:
+        x: float16, bfloat16, float32 or float64; any shape.
+        factor: a number.
+
+    Returns:
+        A tensor like x.
+
+    Raises:
+        TypeError: a dtype that is not floating; a factor that is not a number.
+    """
+    return (x,), (factor,)

@@ -1,0 +1,1 @@
+"""A module for each framework, with the functions of the library."""

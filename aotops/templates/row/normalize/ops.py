@@ -1,0 +1,42 @@
+"""Rows scaled to length 1."""
+
+from __future__ import annotations
+
+from aotops import operator
+
+
+@operator(
+    inputs=("dy", "x"),
+    outputs=("dx",),
+    attrs={"eps": "float"},
+    same_spec_as={"dx": "x"},
+    vmappable=("dy", "x", "dx"),
+    axes=1,
+)
+def normalize_backward(dy, x, eps=1e-6):
+    return (dy, x), (eps,)
+
+
+@operator(
+    inputs=("x",),
+    outputs=("y",),
+    attrs={"eps": "float"},
+    backward=normalize_backward,
+    same_spec_as={"y": "x"},
+    vmappable=("x", "y"),
+    axes=1,
+)
+def normalize(x, eps=1e-6):
+    """``x / sqrt(sum(x * x) + eps)`` along the last axis.
+
+    Args:
+        x: float16, bfloat16, float32 or float64; any shape.
+        eps: a number.
+
+    Returns:
+        A tensor like x. Sums are taken in float32 (float64 for float64).
+
+    Raises:
+        TypeError: a dtype that is not floating; an eps that is not a number.
+    """
+    return (x,), (eps,)

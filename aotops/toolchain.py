@@ -1,0 +1,283 @@
+"""The compilers of this machine and what they are given: flags, headers, the runtime of a library of operators."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import shutil
+import site
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+_PACKAGE = Path(__file__).parent
+_QUIET_SECONDS = 2.0
+"""What takes longer says so."""
+
+DEFAULT_ARCHS = ("80", "90")
+"""The GPU architectures to compile for where there is no GPU."""
+
+
+class CompileError(RuntimeError):
+    """A library cannot be built: a compiler is missing or refuses a source, whose message this has."""
+
+
+# ------------------------------------------------------------------------------------------------- what aotops provides
+
+
+def include_dir() -> Path:
+    """The folder of ``aot.h`` and the device helpers, ``cpu/`` and ``cuda/``."""
+    shipped = _PACKAGE / "include"
+    return shipped if shipped.exists() else _PACKAGE.parent / "cuda_src"
+
+
+def cmake_dir() -> Path:
+    """The folder of ``aotopsConfig.cmake``: ``cmake -Daotops_DIR=...`` makes ``find_package(aotops)`` find it."""
+    return _PACKAGE / "cmake"
+
+
+def runtime() -> Path:
+    """The static library that sources with ``aot.h`` are linked with.
+
+    Raises:
+        CompileError: it has not been built.
+    """
+    file = _PACKAGE / "lib" / "libaot.a"
+    if not file.exists():
+        raise CompileError(f"{file} does not exist: build it with `make lib`")
+    return file
+
+
+# ---------------------------------------------------------------------------------------------------------- compilers
+
+
+@dataclass(frozen=True)
+class Compiler:
+    command: tuple[str, ...]
+    version: str
+    """What it prints for ``--version``."""
+
+    @property
+    def name(self) -> str:
+        return Path(self.command[-1]).name
+
+    @property
+    def is_gcc(self) -> bool:
+        return "Free Software Foundation" in self.version and self.name != "nvcc"
+
+
+@cache
+def cxx() -> Compiler:
+    """The C++ compiler: $CXX, or g++, c++ or clang++ in PATH.
+
+    Raises:
+        CompileError: there is none, or $CXX does not run.
+    """
+    if given := os.environ.get("CXX"):
+        return _compiler(shlex.split(given), "$CXX")
+    for name in ("g++", "c++", "clang++"):
+        if found := shutil.which(name):
+            return _compiler([found], name)
+    raise CompileError("no C++ compiler: g++ is not in PATH; install it (Debian: apt install g++), or set CXX")
+
+
+@cache
+def nvcc() -> Compiler | None:
+    """The CUDA compiler, or None: $NVCC, where empty means none; of $CUDA_HOME, of $CUDA_PATH, in PATH, in
+    /usr/local/cuda, or of PyPI's nvidia-cuda-nvcc.
+
+    Raises:
+        CompileError: $NVCC does not run.
+    """
+    if (given := os.environ.get("NVCC")) is not None:
+        return _compiler(shlex.split(given), "$NVCC") if given else None
+    return next((_compiler([str(file)], str(file)) for file in _nvccs() if os.access(file, os.X_OK)), None)
+
+
+def need_nvcc() -> Compiler:
+    """The CUDA compiler. Raises CompileError if there is none."""
+    if found := nvcc():
+        return found
+    raise CompileError(
+        "no CUDA compiler: nvcc is not in PATH, CUDA_HOME or /usr/local/cuda; install CUDA's toolkit, or "
+        "`pip install nvidia-cuda-nvcc nvidia-cuda-runtime nvidia-cuda-cccl`, or set NVCC"
+    )
+
+
+def _nvccs() -> Iterator[Path]:
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        if home := os.environ.get(variable):
+            yield Path(home) / "bin" / "nvcc"
+    if found := shutil.which("nvcc"):
+        yield Path(found)
+    yield Path("/usr/local/cuda/bin/nvcc")
+    for folder in dict.fromkeys((sysconfig.get_path("purelib"), *site.getsitepackages(), site.getusersitepackages())):
+        yield from sorted(Path(folder, "nvidia").glob("cu*/bin/nvcc"), reverse=True)
+
+
+@cache
+def _nvcc_library_dirs() -> tuple[str, ...]:
+    """PyPI's package has CUDA's libraries in lib/, where its nvcc.profile may not look."""
+    found = nvcc()
+    lib = Path(found.command[-1]).resolve().parents[1] / "lib" if found else None
+    return (f"-L{lib}",) if lib and (lib / "libcudart_static.a").exists() else ()
+
+
+def _compiler(command: Sequence[str], origin: str) -> Compiler:
+    try:
+        done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CompileError(f"{origin} is {shlex.join(command)!r}, which does not run: {error}") from None
+    if done.returncode:
+        raise CompileError(f"{origin} is {shlex.join(command)!r}, which fails: {done.stderr.strip()}")
+    return Compiler(tuple(command), done.stdout.strip())
+
+
+@cache
+def gpu_archs() -> tuple[str, ...]:
+    """The compute capabilities of this machine's GPUs, as nvcc writes them: ("90",). Empty where there is no GPU."""
+    try:
+        query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+        done = subprocess.run(query, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    found = {line.strip().replace(".", "") for line in done.stdout.splitlines()} if done.returncode == 0 else set()
+    return tuple(sorted((arch for arch in found if arch.isdigit()), key=int))
+
+
+def parse_archs(arch: str | int | Sequence[str | int] | None) -> tuple[str, ...]:
+    """GPU architectures as nvcc writes them: "90", of "sm_90", 90 or "9.0". "native": those of
+    this machine's GPUs. None: the same, or DEFAULT_ARCHS where there is none.
+
+    Raises:
+        ValueError: another text; "native" where there is no GPU.
+    """
+    if arch is None:
+        return gpu_archs() or DEFAULT_ARCHS
+    if arch == "native":
+        return gpu_archs() or _no_gpu()
+    given = [arch] if isinstance(arch, str | int) else arch
+    names = [name for each in given for name in str(each).replace(",", " ").split()]
+    plain = [name.removeprefix("sm_").removeprefix("compute_").replace(".", "") for name in names]
+    if not plain or not all(name.rstrip("af").isdigit() for name in plain):
+        raise ValueError(f"arch is {arch!r}, expected compute capabilities such as '90' or 'sm_80,sm_90'")
+    return tuple(dict.fromkeys(plain))
+
+
+def _no_gpu() -> tuple[str, ...]:
+    raise ValueError("arch is 'native', and nvidia-smi finds no GPU here; expected compute capabilities such as '90'")
+
+
+# -------------------------------------------------------------------------------------------------------------- flags
+
+ISAS = ("baseline", *(("avx2", "avx512") if platform.machine() == "x86_64" else ()))
+"""The instruction sets that the CPU sources of a package are compiled for; the entry picks one (cpu/entry.h)."""
+
+# GCC 12 warns of its own intrinsics (GCC bug 105593).
+_AVX512 = ("-mprefer-vector-width=512", "-Wno-maybe-uninitialized")
+_MARCH = {"baseline": (), "avx2": ("-march=x86-64-v3",), "avx512": ("-march=x86-64-v4", *_AVX512)}
+
+AOT_FLAGS = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
+"""For C++ with ``aot.h``."""
+FOREIGN_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-D_GLIBCXX_USE_CXX11_ABI=0")
+"""For C++ without ``aot.h``: that of MindSpore's convention reads attributes with strings of the old ABI."""
+
+
+def isa_flags(isa: str) -> tuple[str, ...]:
+    return (*_MARCH[isa], f"-DAOT_ISA={isa}")
+
+
+@cache
+def native_flags() -> tuple[str, ...]:
+    """For the processor of this machine."""
+    return ("-march=native", *(_AVX512 if "avx512bw" in processor() else ()))
+
+
+@cache
+def processor() -> str:
+    """What -march=native depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:
+        return platform.machine()
+    wanted = ("model name", "flags", "CPU implementer", "CPU part", "Features")
+    return "\n".join(line for line in lines if line.startswith(wanted))
+
+
+def cuda_flags(archs: Sequence[str], aot: bool) -> tuple[str, ...]:
+    """For CUDA C++: code for each architecture, and PTX of the newest for later ones."""
+    gencode = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
+    newest = max(archs, key=lambda arch: int(arch.rstrip("af")))
+    if newest.isdigit():
+        gencode.append(f"-gencode=arch=compute_{newest},code=compute_{newest}")
+    host = "-fPIC,-fvisibility=hidden" if aot else "-fPIC"
+    own = ("-DAOT_ISA=cuda", "-Werror=cross-execution-space-call") if aot else ("-D_GLIBCXX_USE_CXX11_ABI=0",)
+    return ("-std=c++17", "-O3", *own, "-Xcompiler", host, "-Xfatbin=-compress-all", *gencode)
+
+
+def link_flags(cuda: bool) -> tuple[str, ...]:
+    """An unresolved symbol fails here, and not in a process that uses the library. C++ symbols are not exported.
+    Runtimes are linked where they are used. It is not unloaded, since it has handlers of fork()."""
+    options = ("-z,defs", "-z,now", "-z,nodelete", "--as-needed", f"--version-script={cmake_dir() / 'exports.map'}")
+    if cuda:
+        linker = tuple(flag for option in options for flag in ("-Xlinker", option))
+        return ("-shared", "-cudart=static", *_nvcc_library_dirs(), *linker, "-lgomp", "-ldl")
+    return ("-shared", "-fopenmp", *(f"-Wl,{option}" for option in options), "-ldl")
+
+
+# ------------------------------------------------------------------------------------------------------------ running
+
+
+def run(command: Sequence[str], what: str) -> str:
+    """Runs a compiler. Says so on stderr if it takes more than two seconds.
+
+    Args:
+        what: "compiling scale.cpp", for messages.
+
+    Returns:
+        What it printed: warnings.
+
+    Raises:
+        CompileError: it fails; with all that it printed.
+    """
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    try:
+        try:
+            output, _ = process.communicate(timeout=_QUIET_SECONDS)
+        except subprocess.TimeoutExpired:
+            with telling(f"{what} with {Path(command[0]).name}"):
+                output, _ = process.communicate()
+    except BaseException:  # such as KeyboardInterrupt: the compiler must not outlive it
+        process.kill()
+        process.wait()
+        raise
+    if process.returncode:
+        raise CompileError(f"{what} failed:\n{output.strip()}")
+    return output.strip()
+
+
+@contextmanager
+def telling(what: str) -> Iterator[None]:
+    """Shows on stderr that something is in progress: on a terminal as rich shows it, if that is installed."""
+    shown = nullcontext()
+    if sys.stderr.isatty():
+        try:
+            from rich.console import Console
+
+            shown = Console(stderr=True).status(what)
+        except ImportError:
+            tell(f"{what} ...")
+    else:
+        tell(f"{what} ...")
+    with shown:
+        yield
+
+
+def tell(text: str) -> None:
+    print(f"aotops: {text}", file=sys.stderr, flush=True)
