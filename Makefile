@@ -7,7 +7,8 @@
 # make lint      ruff, mypy, clang-format        make format   lets ruff and clang-format rewrite
 # make asan      the CPU entries under ASan and UBSan: a million calls at random (ASAN_CALLS), then the tests
 # make bench     every operator against those of others, on the GPU where there is one: BENCH='--quick --ops gelu'
-# make calls     the cost of a call              make wheel    dist/*.whl        make clean
+# make calls     the cost of a call              make wheel    dist/*.whl
+# make docs      the site, in build/site         make clean
 
 PYTHON ?= python3
 # GPU architectures to compile for; any of 75 80 86 89 90 100 120. The newest one's PTX is added for what comes later.
@@ -244,6 +245,13 @@ format: $(VENV)/lint
 	@$(VENV)/bin/ruff check --fix . ; $(VENV)/bin/ruff format .
 	@$(VENV)/bin/clang-format -i $(shell find cuda_src -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
+$(VENV)/docs: $(VENV)/ready
+	@$(VENV)/bin/python $(PIP) --group docs
+	@touch $@
+
+docs: $(VENV)/docs
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict
+
 bench: lib $(VENV)/ready
 	@$(VENV)/bin/python -m aotops bench $(BENCH)
 
@@ -256,4 +264,4 @@ wheel: lib $(VENV)/ready
 clean:
 	rm -rf build dist $(LIB)
 
-.PHONY: lib asan environments no-mindspore demo test fuzz lint format bench calls wheel clean FORCE
+.PHONY: lib asan environments no-mindspore demo test fuzz lint format docs bench calls wheel clean FORCE
