@@ -309,6 +309,13 @@ format: $(VENV)/lint
 	@$(VENV)/bin/ruff check --fix . ; $(VENV)/bin/ruff format .
 	@$(VENV)/bin/clang-format -i $(shell find cuda_src -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
+$(VENV)/docs: $(VENV)/ready
+	@$(VENV)/bin/python $(PIP) --group docs
+	@touch $@
+
+docs: $(VENV)/docs
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict
+
 bench: lib $(VENV)/ready
 	@$(VENV)/bin/python -m aotops bench $(BENCH)
 
@@ -351,4 +358,4 @@ sdist: $(PACKAGING)/ready
 clean:
 	rm -rf build dist $(LIB) $(RUNTIME)
 
-.PHONY: lib asan aarch64 environments no-mindspore demo test fuzz lint format bench calls wheel wheel-test sdist clean FORCE
+.PHONY: lib asan aarch64 environments no-mindspore demo test fuzz lint format docs bench calls wheel wheel-test sdist clean FORCE

@@ -1,35 +1,54 @@
-"""Code that the documents show under a path is that of the file; a program shown with its output prints it.
+"""What the documents show. Code under a path is that of the file. All other Python of a page is one program, which runs
+and prints what is shown below its parts.
 
-The files of adding_an_op.md are not in the tree: test_adding_an_op.py builds them."""
+The files of adding_an_op.md are not in the tree: test_adding_an_op.py builds them.
+"""
+
+from __future__ import annotations
 
 import re
 from pathlib import Path
 
 import pytest
 
-from aotops.testing.frameworks import requested
+from aotops.testing.frameworks import FRONTENDS, requested
 
 ROOT = Path(__file__).parents[1]
-BLOCK = re.compile(r"```(?:python|cpp)\n(?:#|//) (\S+)\n(.*?)```", re.S)
-PROGRAM = re.compile(r"```python\n(import .*?)```\n\n```\n(.*?)```", re.S)
-SHOWN = [
-    pytest.param(path, part, id=f"{document.name}-{i}")
-    for document in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-    if document.name != "adding_an_op.md"
-    for i, (path, block) in enumerate(BLOCK.findall(document.read_text()))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+EXCERPT = re.compile(r"```(?:python|cpp)\n(?:#|//) (\S+)\n(.*?)```", re.S)
+PART = re.compile(r"```python\n(?!# \S+\n)(.*?)```(?:\n\n```\n(.*?)```)?", re.S)
+IMPORT = re.compile(r"^(?:import|from) (\w+)|aotops\.frontends import (\w+)", re.M)
+END = "-- end of a part --"
+
+EXCERPTS = [
+    pytest.param(path, part, id=f"{page.name}-{i}")
+    for page in PAGES
+    if page.name != "adding_an_op.md"
+    for i, (path, block) in enumerate(EXCERPT.findall(page.read_text()))
     for part in re.split(r"^ *\.\.\.\n", block, flags=re.M)
     if part.strip()
 ]
 
 
-@pytest.mark.parametrize(("path", "code"), SHOWN)
+def programs():
+    """Of each page whose frameworks are under test: the parts of its program, each with what it prints."""
+    for page in PAGES:
+        parts = PART.findall(page.read_text())
+        imported = {name for code, _ in parts for names in IMPORT.findall(code) for name in names}
+        frameworks = imported.intersection(FRONTENDS)
+        if parts and frameworks.issubset(requested()):
+            marks = [pytest.mark.gpu] if "cupy" in frameworks else []
+            yield pytest.param(parts, id=page.relative_to(ROOT).as_posix(), marks=marks)
+
+
+@pytest.mark.parametrize(("path", "code"), EXCERPTS)
 def test_code_in_a_document_is_that_of_the_file(path, code):
     assert code.strip("\n") in (ROOT / path).read_text()
 
 
-@pytest.mark.skipif(
-    "torch" not in requested(), reason="torch, which the README's first program uses, is not under test"
-)
-def test_first_program_of_the_readme_prints_what_is_shown(python):
-    ((program, output),) = PROGRAM.findall((ROOT / "README.md").read_text())
-    assert python(program) == output
+@pytest.mark.parametrize("parts", programs())
+def test_a_page_prints_what_it_shows(parts, python, tmp_path):
+    program = tmp_path / "page.py"  # MindSpore compiles functions from their file
+    program.write_text("".join(f"{code}\nprint({END!r})\n" for code, _ in parts))
+    printed = python(f"import runpy; runpy.run_path({str(program)!r}, run_name='__main__')").split(f"{END}\n")
+    assert printed == [*(shown for _, shown in parts), ""]
