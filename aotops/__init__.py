@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .library import Library as Library
     from .library import LibraryError as LibraryError
+    from .hosting import load as load
     from .op import Op as Op
     from .op import operator as operator
     from .registry import get as get
@@ -28,6 +29,7 @@ _HOMES = {
     "TensorSpec": "spec",
     "get": "registry",
     "libraries": "registry",
+    "load": "hosting",
     "operator": "op",
 }
 """The module of each public name."""
