@@ -72,9 +72,8 @@ class ArrayFrontend(ABC):
         return functions
 
     @functools.cache  # noqa: B019  one frontend a framework, which is never freed
-    def of(self, library: Library, module: str) -> Namespace:
-        framework = module.rpartition(".")[2]
-        return Namespace(library, framework, lambda op: self.functions_of(op, module))
+    def of(self, library: Library) -> Namespace:
+        return Namespace(library, type(self).__module__.rpartition(".")[2], self.functions_of)
 
     def _forward(self, op: Op) -> Callable[..., Any]:
         @functools.wraps(op.bind)
@@ -122,7 +121,7 @@ class ArrayFrontend(ABC):
             given |= zip((f"d{y}" for y in op.outputs), _gradients_of(op, dy), strict=True)
             if outputs := [slot for slot in op.saved if slot in op.outputs]:
                 given |= zip(outputs, self._run(op, inputs, attrs, outputs), strict=True)
-            return _one_or_all(rule(op, self.of(op.library, type(self).__module__), given))
+            return _one_or_all(rule(op, self.of(op.library), given))
 
         return differentiate
 

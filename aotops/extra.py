@@ -36,7 +36,9 @@ def encode_foreign(op: Op, attrs: Sequence[Attr], dtypes: Sequence[str] = ()) ->
     counts = [len(op.inputs), len(op.outputs), int(bool(op.workspace))]
     items = [op.library.name, *symbols, *map(str, counts), like, "".join(f"{dtype}," for dtype in dtypes)]
     pairs = zip(op.attrs.items(), op.canonical(attrs), strict=True)
-    items += [f"{quote(name)}:{_LETTERS[kind.rstrip('?')]}{_foreign_text(v)}" for (name, kind), v in pairs if v is not None]
+    items += [
+        f"{quote(name)}:{_LETTERS[kind.rstrip('?')]}{_foreign_text(v)}" for (name, kind), v in pairs if v is not None
+    ]
     return "".join(f"{item};" for item in items)
 
 

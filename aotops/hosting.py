@@ -4,6 +4,7 @@ frontend. ``load`` loads the library, ``Library.op`` defines the operator."""
 from __future__ import annotations
 
 import linecache
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -13,6 +14,7 @@ from numbers import Integral
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from zlib import crc32
 
 from . import elf
 from .library import Library, LibraryError
@@ -82,6 +84,10 @@ class Foreign:
         rest = any(y not in op.same_spec_as for y in op.outputs)
         return rest and self.rule is None and (self.shape is None or self.dtype is None)
 
+    def by_shapes_alone(self, op: Op) -> bool:
+        """Whether the C side can find the outputs' shapes, without Python."""
+        return all(y in op.same_spec_as for y in op.outputs) or (self.rule is None and self.shape is None)
+
     def specs(
         self,
         op: Op,
@@ -121,7 +127,9 @@ class Foreign:
             shapes = _each(op, "out_shape", [shape] if one else shape)
         if self.dtype is not None:
             # a dtype of NumPy or MindSpore may be a class, which is callable
-            is_rule = callable(self.dtype) and not isinstance(self.dtype, type) and _dtype_name(self.dtype) not in DTYPES
+            is_rule = (
+                callable(self.dtype) and not isinstance(self.dtype, type) and _dtype_name(self.dtype) not in DTYPES
+            )
             dtype = self.dtype(*(spec.dtype for spec in specs)) if is_rule else self.dtype
             dtypes = _each(op, "out_dtype", dtype if isinstance(dtype, tuple | list) else [dtype] * len(op.outputs))
         return [TensorSpec(shape, _dtype_name(d)) for shape, d in zip(shapes, dtypes, strict=True)]
@@ -192,7 +200,8 @@ def define(
         return _added(library, Op(name, bind, inputs, outputs, **shared))
     symbols = _symbols(library, name, device, {"cpu": cpu, "cuda": cuda})
     if workspace is None:
-        workspace = any(library.address(f"{symbol}Init") for symbol in symbols.values())
+        # MindSpore's operators have an output: without another one, the workspace
+        workspace = not outputs or any(library.address(f"{symbol}Init") for symbol in symbols.values())
     shared["workspace"] = ("workspace",) if workspace else ()
     if infer is not None and (out_shape is not None or out_dtype is not None):
         raise TypeError(f"{name}: infer and out_shape or out_dtype are given, expected one rule")
@@ -214,6 +223,8 @@ def _added(library: Library, op: Op) -> Op:
     if op.name in library.ops:
         raise ValueError(f"{op.name}: the library {library.name} has an operator of this name already")
     library.ops[op.name] = bound = op.bound_to(library)
+    if library.defined is not None:
+        library.defined(bound)
     return bound
 
 
@@ -324,7 +335,7 @@ def _bind(
 def written_out(name: str, parameters: str, body: str, **names: Any) -> Callable[..., Any]:
     """A function that has a source: MindSpore's graph mode compiles it."""
     source = f"def make({', '.join(names)}):\n    def {name}{parameters}:\n        {body}\n    return {name}\n"
-    file = f"<aotops {name}{parameters}>"
+    file = f"<aotops {name}{parameters} {crc32(source.encode()):x}>"  # of each source its own
     scope: dict[str, Any] = {"__name__": __name__, "inf": float("inf"), "nan": float("nan")}
     linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
     exec(compile(source, file, "exec"), scope)
@@ -336,24 +347,37 @@ def written_out(name: str, parameters: str, body: str, **names: Any) -> Callable
 
 class Namespace(ModuleType):
     """The functions of a library's operators in one framework, each made when it is first asked for: operators may be
-    defined later. Two frontends' functions are what ``make`` returns by name."""
+    defined later.
 
-    def __init__(self, library: Library, framework: str, make: Callable[[Op], Mapping[str, Any]]) -> None:
-        super().__init__(f"{library.name}_{framework}", f"The operators of the library {library.name} for {framework}.")
-        vars(self)["_library"], vars(self)["_make"] = library, make
+    Args:
+        make: takes an operator and this module's name; returns its functions by name.
+        at_once: each is made when it is defined, for MindSpore's graph mode, which reads ``vars`` of a module.
+    """
+
+    def __init__(
+        self, library: Library, framework: str, make: Callable[[Op, str], Mapping[str, Any]], at_once: bool = False
+    ) -> None:
+        name = f"aotops_{framework}_of_{library.name}"
+        super().__init__(name, f"The operators of the library {library.name} for {framework}.")
+        self.__dict__.update(_library=library, _make=make)
+        sys.modules[name] = self  # where pickle and MindSpore look for it
+        if at_once:
+            library.defined = lambda op: self.__dict__.update(make(op, name))
+            for op in library.ops.values():
+                library.defined(op)
 
     def __getattr__(self, name: str) -> Any:
-        library: Library = vars(self)["_library"]
+        library: Library = self.__dict__["_library"]
         op = library.ops.get(name) or library.ops.get(name.removesuffix("_backward"))
-        made = vars(self)["_make"](op) if op else {}
+        made = self.__dict__["_make"](op, self.__name__) if op else {}
         if name not in made:
             known = ", ".join(library.ops) or "none"
             raise AttributeError(f"the library {library.name} has no operator {name!r}; there are {known}")
-        vars(self).update(made)
+        self.__dict__.update(made)
         return made[name]
 
     def __dir__(self) -> list[str]:
-        return sorted(vars(self)["_library"].ops)
+        return sorted(self.__dict__["_library"].ops)
 
 
 NUMBERS = {bool: "bool", int: "int64", float: "float32"}
@@ -383,12 +407,16 @@ def _checked(op: Op, slot: str, spec: Any) -> TensorSpec:
     if not isinstance(spec, TensorSpec):
         raise TypeError(f"{op.name}: the rule gives {spec!r:.80} for {slot}, expected an aotops.TensorSpec")
     shape, dtype = spec
-    if not isinstance(shape, tuple | list) or any(isinstance(d, bool | float | str | tuple | list | type(None)) for d in shape):
+    if not isinstance(shape, tuple | list) or any(
+        isinstance(d, bool | float | str | tuple | list | type(None)) for d in shape
+    ):
         raise TypeError(f"{op.name}: the rule gives {slot} the shape {shape!r:.80}, expected a tuple of integers")
     if any(isinstance(d, Integral) and d < -2 for d in shape):
         raise ValueError(f"{op.name}: the rule gives {slot} the shape {shape!r:.80}, expected no dimension below 0")
     if dtype not in DTYPES:
-        raise TypeError(f"{op.name}: the rule gives {slot} the dtype {dtype!r:.40}, expected one of {', '.join(DTYPES)}")
+        raise TypeError(
+            f"{op.name}: the rule gives {slot} the dtype {dtype!r:.40}, expected one of {', '.join(DTYPES)}"
+        )
     return TensorSpec(tuple(int(d) if isinstance(d, Integral) else d for d in shape), dtype)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache, cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -140,6 +140,8 @@ class Library:
         self.name, self.cases = name, cases
         self.ops = {op.name: op.bound_to(self) for op in definitions}
         self._file = None if file is None else Path(file).absolute()
+        self.defined: Callable[[Op], None] | None = None
+        """Is told of each operator that ``op`` defines."""
 
     def op(self, name: str, **definition: Any) -> Op:
         """Defines an operator of this library: ``aotops.hosting.define``."""
@@ -204,7 +206,9 @@ def missing_device(op: Op, device: str) -> str:
     assert op.foreign is not None
     symbols = " and ".join(f"{symbol} on {where}" for where, symbol in op.foreign.symbols.items())
     if device in op.foreign.symbols:
-        return f"{op.name}: hosting a CUDA kernel needs a libaotops.so with CUDA: build it where nvcc is, with `make lib`"
+        return (
+            f"{op.name}: hosting a CUDA kernel needs a libaotops.so with CUDA: build it where nvcc is, with `make lib`"
+        )
     return f"{op.name}: it has no function for {device}, only {symbols}"
 
 

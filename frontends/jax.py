@@ -99,7 +99,7 @@ def of(library: Library) -> Namespace:
     """The functions of a library's operators as a module, each made when it is first asked for: those that are defined
     later too. An operator that writes to inputs returns their new values after its outputs: JAX's arrays stay as they
     are."""
-    return Namespace(library, "jax", lambda op: {op.name: _function(op, __name__)})
+    return Namespace(library, "jax", lambda op, module: {op.name: _function(op, module)})
 
 
 def _function(op: Op, module: str) -> Callable[..., Array]:

@@ -89,7 +89,7 @@ def functions(library: Library, module: str = __name__) -> dict[str, Callable[..
 def of(library: Library) -> Namespace:
     """The functions of a library's operators as a module, each made when it is first asked for: those that are defined
     later too."""
-    return _frontend.of(library, __name__)
+    return _frontend.of(library)
 
 
 globals().update(functions(BUILTIN))

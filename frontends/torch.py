@@ -490,9 +490,9 @@ def of(library: Library) -> Namespace:
     """The functions of a library's operators as a module, each made, and registered as ``torch.ops.<library>.<op>``,
     when it is first asked for: those that are defined later too."""
 
-    def make(op: Op) -> dict[str, Callable[..., Any]]:
+    def make(op: Op, module: str) -> dict[str, Callable[..., Any]]:
         _register_once([op])
-        return {op.name: _public(op, __name__)}
+        return {op.name: _public(op, module)}
 
     return Namespace(library, "torch", make)
 

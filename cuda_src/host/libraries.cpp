@@ -35,7 +35,7 @@ const SharedLibrary *aot::find_library(std::string_view name) {
 AOT_API int aot_library(const char *name, void *handle, int new_strings) {
   const SharedLibrary *known = find_library(name);
   if (known)
-    return known->handle == handle ? kOk : fail(kInvalidArgument, "another library named %s is loaded already", name);
+    return known->handle == handle ? kOk : fail(kInvalidArgument, "the library %s is registered already", name);
   std::lock_guard<std::mutex> hold(lock);
   libraries.push_back({name, handle, new_strings != 0});
   return kOk;
