@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .compiler import compile as compile
     from .library import Library as Library
     from .library import LibraryError as LibraryError
+    from .hosting import load as load
     from .op import Op as Op
     from .op import operator as operator
     from .registry import get as get
@@ -36,6 +37,7 @@ _HOMES = {
     "get": "registry",
     "include_dir": "toolchain",
     "libraries": "registry",
+    "load": "hosting",
     "operator": "op",
 }
 """The module of each public name."""

@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from .hosting import NUMBERS, Namespace
 from .infer import infer
 from .library import Library
-from .op import Attr, Op
+from .op import Attr, Op, Rule
 from .spec import TensorSpec, accumulate_dtype, check_broadcast, check_like
 
 Arrays = Sequence[Any]
@@ -47,14 +48,32 @@ class ArrayFrontend(ABC):
     def launch(self, op: Op, attrs: tuple[Attr, ...], arrays: Arrays) -> None:
         """Runs the entry on one array, or None, for each slot."""
 
+    @abstractmethod
+    def number(self, value: float, dtype: str, model: Any) -> Any:
+        """An array without axes, on the device of ``model``, an array or None."""
+
+    def write_back(self, op: Op, slot: str, given: Any, written: Any) -> None:
+        """Writes to an input what an entry wrote to the copy of it that ``prepare`` made."""
+        given[...] = written
+
     def functions(self, library: Library, module: str) -> dict[str, Callable[..., Any]]:
         """Each operator of a library, and its gradient, by name. ``module``: where they are found, for pickle."""
-        ops = library.ops.values()
-        functions = {op.name: self._forward(op) for op in ops}
-        functions |= {f"{op.name}_backward": self._backward(op) for op in ops if op.backward}
+        functions: dict[str, Callable[..., Any]] = {}
+        for op in library.ops.values():
+            functions |= self.functions_of(op, module)
+        return functions
+
+    def functions_of(self, op: Op, module: str) -> dict[str, Callable[..., Any]]:
+        functions = {op.name: self._forward(op)}
+        if op.has_gradient:
+            functions[f"{op.name}_backward"] = self._backward(op)
         for name, function in functions.items():
             function.__module__, function.__name__, function.__qualname__ = module, name, name
         return functions
+
+    @functools.cache  # noqa: B019  one frontend a framework, which is never freed
+    def of(self, library: Library) -> Namespace:
+        return Namespace(library, type(self).__module__.rpartition(".")[2], self.functions_of)
 
     def _forward(self, op: Op) -> Callable[..., Any]:
         @functools.wraps(op.bind)
@@ -64,20 +83,50 @@ class ArrayFrontend(ABC):
             if op.transposable:
                 inputs, attrs = op.absorb_transposed_views(inputs, attrs, _contiguous)
             with self.device_of(inputs[0]):
-                return _one_or_all(self._run(op, self._prepare(op, inputs), attrs, op.outputs))
+                prepared = self._prepare(op, inputs)
+                results = self._run(op, prepared, attrs, op.outputs)
+                for slot, given, used in zip(op.inputs, inputs, prepared, strict=True) if op.mutates else ():
+                    if slot in op.mutates and given is not used:
+                        self.write_back(op, slot, given, used)
+                return _one_or_all(results)
 
         return function
 
     def _backward(self, op: Op) -> Callable[..., Any]:
-        backward = op.backward
-        assert backward is not None
-        gradients = [f"d{slot}" for slot in op.inputs if f"d{slot}" in backward.outputs]
+        rule, backward = op.rule, op.backward
+        differentiate = self._by_rule(op, rule) if rule else self._by_operator(op, backward)  # type: ignore[arg-type]
 
         def function(dy, *args, **kwargs):
             bound, attrs = op.bind(*args, **kwargs)
             attrs = op.canonical(attrs)
             with self.device_of(bound[0]):
                 return differentiate(dy, bound, attrs)
+
+        parameters = [inspect.Parameter("dy", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+        parameters += inspect.signature(op.bind).parameters.values()
+        function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        gradients = [f"d{slot}" for slot in op.inputs if backward is None or f"d{slot}" in backward.outputs]
+        function.__doc__ = (
+            f"The gradient of ``{op.name}``.\n\n"
+            f"Args:\n    dy: the gradient of {op.name}'s result, like it; a tuple where there are several.\n"
+            f"    The others are those of {op.name}.\n\n"
+            f"Returns:\n    {', '.join(gradients)}; None where the input is None.\n"
+        )
+        return function
+
+    def _by_rule(self, op: Op, rule: Rule) -> Callable[..., Any]:
+        def differentiate(dy, bound, attrs):
+            inputs = self._prepare(op, bound)
+            given = dict(zip((*op.inputs, *op.attrs), (*inputs, *attrs), strict=True))
+            given |= zip((f"d{y}" for y in op.outputs), _gradients_of(op, dy), strict=True)
+            if outputs := [slot for slot in op.saved if slot in op.outputs]:
+                given |= zip(outputs, self._run(op, inputs, attrs, outputs), strict=True)
+            return _one_or_all(rule(op, self.of(op.library), given))
+
+        return differentiate
+
+    def _by_operator(self, op: Op, backward: Op) -> Callable[..., Any]:
+        gradients = [f"d{slot}" for slot in op.inputs if f"d{slot}" in backward.outputs]
 
         def differentiate(dy, bound, attrs):
             inputs = self._prepare(op, bound)
@@ -106,18 +155,13 @@ class ArrayFrontend(ABC):
                 ]
             )
 
-        parameters = [inspect.Parameter("dy", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
-        parameters += inspect.signature(op.bind).parameters.values()
-        function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        function.__doc__ = (
-            f"The gradient of ``{op.name}``.\n\n"
-            f"Args:\n    dy: the gradient of {op.name}'s result, like it; a tuple where there are several.\n"
-            f"    The others are those of {op.name}.\n\n"
-            f"Returns:\n    {', '.join(gradients)}; None where the input is None.\n"
-        )
-        return function
+        return differentiate
 
     def _prepare(self, op: Op, inputs: Arrays) -> Arrays:
+        if op.foreign and any(type(value) in NUMBERS for value in inputs):
+            model = next((value for value in inputs if type(value) not in NUMBERS), None)
+            numbers = [(value, NUMBERS.get(type(value))) for value in inputs]
+            inputs = [self.number(value, dtype, model) if dtype else value for value, dtype in numbers]
         named = zip(op.inputs, inputs, strict=True)
         arrays = [None if value is None else self.prepare(op, slot, value) for slot, value in named]
         if not op.broadcast or any(a is None for a in arrays):
@@ -169,7 +213,8 @@ def _gradients_of(op: Op, dy: Any) -> Sequence[Any]:
 
 
 def _one_or_all(results: Sequence[Any]) -> Any:
-    return results[0] if len(results) == 1 else tuple(results)
+    """None where there is no result, of an operator that writes to its inputs alone."""
+    return results[0] if len(results) == 1 else tuple(results) or None
 
 
 def _sum_to(gradient: Any, shape: tuple[int, ...], factor: float) -> Any:

@@ -47,7 +47,7 @@ class _Interpreter(Structure):
 
 
 class _Numpy(Structure):
-    _fields_ = [("type", c_void_p), ("n", c_int), ("dtypes", c_void_p * 8), ("names", c_char_p * 8)]
+    _fields_ = [("type", c_void_p), ("n", c_int), ("dtypes", c_void_p * 16), ("names", c_char_p * 16)]
 
 
 @cache
@@ -70,7 +70,7 @@ def call_path() -> str:
 @cache
 def lib() -> ctypes.CDLL:
     lib = library.load()
-    check_structs("aot_call_structs", 1, (_Interpreter, _Numpy))
+    check_structs("aot_call_structs", 2, (_Interpreter, _Numpy))
     lib.aot_call_new.restype = lib.aot_plan_new.restype = c_void_p
     lib.aot_plan_new.argtypes = [
         c_void_p, c_int, c_uint32, c_int, POINTER(c_int), POINTER(c_int64), POINTER(c_char_p), POINTER(c_int),
@@ -137,8 +137,8 @@ def _text(value: str) -> bytes:
 def handle_of(op: Op, attrs: tuple[Attr, ...]) -> Any:
     """The C side of an operator bound to its attributes: a capsule that owns it."""
     n = len(op.slots)
-    entries = (c_void_p * 2)(*(op.library.address(f"{op.entry}_{device}") for device in _DEVICES))
-    inits = (c_void_p * 2)(*(op.library.address(f"{op.entry}_{device}Init") for device in _DEVICES))
+    entries = (c_void_p * 2)(*(op.library.entry_address(op, device) for device in _DEVICES))
+    inits = (c_void_p * 2)(*(op.library.entry_address(op, device, "Init") for device in _DEVICES))
     handle = lib().aot_call_new(
         op.name.encode(),
         encode(op, attrs).encode(),
@@ -149,7 +149,7 @@ def handle_of(op: Op, attrs: tuple[Attr, ...]) -> Any:
         c_uint32(sum(1 << i for i, slot in enumerate(op.slots) if slot in op.accepts_scalar)),
         entries,
         inits,
-        c_void_p(op.library.address("aot_last_error")),
+        c_void_p(op.library.functions_of(op).address("aot_last_error")),
     )
     assert handle, f"{op.name} has more than 16 slots, or more than 8 optional ones"
     return _capsule(handle, "aot_call_capsule_delete")

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import quote
 
 from .op import Attr, Op
+
+_LETTERS = {
+    "bool": "b", "int": "i", "float": "f", "str": "s", "int[]": "I", "float[]": "F", "int[][]": "J", "float[][]": "G",
+}  # fmt: skip
 
 
 def encode(op: Op, attrs: Sequence[Attr], present: Sequence[bool] | None = None) -> str:
@@ -15,8 +20,29 @@ def encode(op: Op, attrs: Sequence[Attr], present: Sequence[bool] | None = None)
         TypeError: a value is not of its attribute's type.
         ValueError: an integer of more than 64 bits; a number too large for a float; a string that no attribute may be.
     """
+    if op.foreign:
+        return _with_masks(op, [f"hosted={encode_foreign(op, attrs)}"], present)
     given = [(name, value) for name, value in zip(op.attrs, op.canonical(attrs), strict=True) if value is not None]
-    lines = [f"{name}={_text(value)}" for name, value in given]
+    return _with_masks(op, [f"{name}={_text(value)}" for name, value in given], present)
+
+
+def encode_foreign(op: Op, attrs: Sequence[Attr], dtypes: Sequence[str] = ()) -> str:
+    """The attribute of a hosted operator's entries: which function is meant, and its attributes (hosted.cpp reads it).
+    ``dtypes``: of inputs and outputs, where shapes are inferred without them."""
+    foreign = op.foreign
+    assert foreign is not None
+    like = "".join(f"{op.inputs.index(op.same_spec_as[y]) if y in op.same_spec_as else -1}," for y in op.outputs)
+    symbols = [foreign.symbols.get(device, "") for device in ("cpu", "cuda")]
+    counts = [len(op.inputs), len(op.outputs), int(bool(op.workspace))]
+    items = [op.library.name, *symbols, *map(str, counts), like, "".join(f"{dtype}," for dtype in dtypes)]
+    pairs = zip(op.attrs.items(), op.canonical(attrs), strict=True)
+    items += [
+        f"{quote(name)}:{_LETTERS[kind.rstrip('?')]}{_foreign_text(v)}" for (name, kind), v in pairs if v is not None
+    ]
+    return "".join(f"{item};" for item in items)
+
+
+def _with_masks(op: Op, lines: list[str], present: Sequence[bool] | None) -> str:
     if present is not None:
         n = len(op.inputs)
         lines += [f"inputs={_mask(present[:n])}", f"outputs={_mask(present[n:])}"]
@@ -28,6 +54,14 @@ def _text(value: Any) -> str:
     if isinstance(value, tuple):
         return ",".join(map(str, value))
     return value if isinstance(value, str) else repr(value) if isinstance(value, float) else str(int(value))
+
+
+def _foreign_text(value: Any) -> str:
+    if isinstance(value, tuple):
+        if any(isinstance(row, tuple) for row in value):
+            return "".join(f"{_foreign_text(row)}|" for row in value)
+        return ",".join(map(_foreign_text, value))
+    return quote(value, safe="") if isinstance(value, str) else _text(value)
 
 
 def _mask(present: Sequence[bool]) -> int:

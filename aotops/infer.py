@@ -38,7 +38,25 @@ def infer(op: Op, attrs: tuple[Attr, ...], specs: Specs, device: str = "cpu") ->
     _check_present(op, specs)
     if not op.has_kernel:
         return _with_aliases(op, specs, {})
-    bound = _bound(op, attrs, device, tuple(spec is not None for spec in specs))
+    if op.foreign:
+        return _infer_hosted(op, attrs, specs, device)
+    found = _infer_in_library(op, attrs, specs, device)
+    return _with_aliases(op, specs, dict(zip(op.entry_outputs, found, strict=True)))
+
+
+def _infer_hosted(op: Op, attrs: tuple[Attr, ...], specs: Specs, device: str) -> dict[str, TensorSpec]:
+    assert op.foreign is not None
+    told = op.foreign.specs(op, attrs, specs, lambda: _infer_in_library(op, attrs, specs, device))
+    found = dict(zip(op.outputs, told, strict=True))
+    if op.workspace:
+        found[op.workspace[0]] = _infer_in_library(op, attrs, (*specs, *told), device)[-1]
+    return found
+
+
+def _infer_in_library(op: Op, attrs: tuple[Attr, ...], specs: Specs, device: str) -> list[TensorSpec]:
+    """One for each of ``op.entry_outputs``. Of a hosted operator, specs of outputs may follow those of the inputs, and
+    a dtype that its library does not infer is empty."""
+    bound = _bound(op, attrs, device, tuple(spec is not None for spec in specs[: len(op.inputs)]))
     given = [spec for spec in specs if spec is not None]
     rows = [(c_int64 * len(spec.shape))(*spec.shape) for spec in given]
     n, n_out = len(given), len(op.entry_outputs)
@@ -53,13 +71,12 @@ def infer(op: Op, attrs: tuple[Attr, ...], specs: Specs, device: str = "cpu") ->
         shapes,
         dtypes,
     )
-    op.library.functions.check(status)
+    op.library.functions_of(op).check(status)
     starts = range(0, n_out * _MAX_NDIM, _MAX_NDIM)
-    found = (
+    return [
         TensorSpec(tuple(shapes[at : at + ndim]), (dtype or b"").decode())
         for at, ndim, dtype in zip(starts, ndims, dtypes, strict=True)
-    )
-    return _with_aliases(op, specs, dict(zip(op.entry_outputs, found, strict=True)))
+    ]
 
 
 def infer_symbolic(
@@ -74,6 +91,8 @@ def infer_symbolic(
     Args:
         number: a function of a dimension: the int to check instead of it, or ``UNKNOWN_DIM``.
     """
+    if op.foreign:
+        return _infer_hosted_symbolic(op, attrs, specs, device)
     numbers = op.canonical([tuple(map(number, a)) if isinstance(a, tuple) else a for a in attrs])
     plain = tuple(spec and TensorSpec(tuple(map(number, spec.shape)), spec.dtype) for spec in specs)
     found = infer(op, numbers, plain, device)
@@ -82,6 +101,28 @@ def infer_symbolic(
     call |= zip(op.attrs, attrs, strict=True)
     shapes |= {y: shape(SimpleNamespace(**call)) for y, shape in op.shapes.items()}
     return _with_aliases(op, specs, {y: TensorSpec(shapes[y], found[y].dtype) for y in op.results})
+
+
+def _infer_hosted_symbolic(
+    op: Op, attrs: Sequence[Any], specs: Sequence[TensorSpec | None], device: str
+) -> dict[str, TensorSpec]:
+    """A rule in Python takes the dimensions as they are; for one in the library each becomes a number, which a framework
+    may refuse."""
+    foreign = op.foreign
+    assert foreign is not None
+
+    def from_library() -> list[TensorSpec]:
+        try:
+            plain = tuple(spec and TensorSpec(tuple(map(int, spec.shape)), spec.dtype) for spec in specs)
+            numbers = op.canonical([tuple(map(int, a)) if isinstance(a, tuple) else a for a in attrs])
+        except Exception as error:
+            raise ValueError(
+                f"{op.name}: the InferShape of {op.library.path.name} takes numbers, and a dimension is symbolic: "
+                f"define the operator with infer=, a rule in Python"
+            ) from error
+        return _infer_in_library(op, numbers, plain, device)
+
+    return dict(zip(op.outputs, foreign.specs(op, attrs, specs, from_library), strict=True))
 
 
 def _check_present(op: Op, specs: Specs) -> None:
@@ -98,12 +139,12 @@ def _with_aliases(op: Op, specs: Sequence[TensorSpec | None], written: dict[str,
 class _Bound:
     """An operator's attributes, read once by its Init, and the function that infers."""
 
-    def __init__(self, of: library.Library, entry: str, attrs: str) -> None:
+    def __init__(self, of: Any, entry: str, attrs: str) -> None:
         host = library.load()
         self._delete = host.aot_extra_delete
         self.extra = c_void_p(host.aot_extra_new(attrs.encode()))
-        of.functions.check(getattr(of.functions, f"{entry}Init")(None, None, None, self.extra))
-        self.infer = getattr(of.functions, f"{entry}Infer")
+        of.check(getattr(of, f"{entry}Init")(None, None, None, self.extra))
+        self.infer = getattr(of, f"{entry}Infer")
         ints, texts = POINTER(c_int), POINTER(c_char_p)
         self.infer.argtypes = [c_int, ints, POINTER(_Dims), texts, c_void_p, ints, _Dims, texts]
 
@@ -114,7 +155,8 @@ class _Bound:
 
 @lru_cache(maxsize=256)
 def _bound(op: Op, attrs: tuple[Attr, ...], device: str, given: tuple[bool, ...]) -> _Bound:
-    entry = f"{op.entry}_{device}"
-    if op.library.address(entry) is None:
-        entry = op.library.entry_name(op, "cpu")
-    return _Bound(op.library, entry, encode(op, attrs, (*given, *(True for _ in op.entry_outputs))))
+    if op.library.entry_address(op, device) is None:
+        device = next(iter(op.foreign.symbols)) if op.foreign else "cpu"
+    entry = op.library.entry_name(op, device)
+    masks = (*given, *(True for _ in op.entry_outputs))
+    return _Bound(op.library.functions_of(op), entry, encode(op, attrs, masks))

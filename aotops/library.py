@@ -5,13 +5,13 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache, cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from . import __version__
+from . import __version__, elf
 from .op import Op
 
 ERRORS: dict[int, type[Exception]] = {
@@ -140,6 +140,14 @@ class Library:
         self.name, self.cases = name, cases
         self.ops = {op.name: op.bound_to(self) for op in definitions}
         self._file = None if file is None else Path(file).absolute()
+        self.defined: Callable[[Op], None] | None = None
+        """Is told of each operator that ``op`` defines."""
+
+    def op(self, name: str, **definition: Any) -> Op:
+        """Defines an operator of this library: ``aotops.hosting.define``."""
+        from .hosting import define
+
+        return define(self, name, **definition)
 
     @property
     def path(self) -> Path:
@@ -154,6 +162,30 @@ class Library:
         """The address of an exported symbol, or None."""
         return self.functions.address(symbol)
 
+    @cached_property
+    def registered(self) -> bool:
+        """Tells libaotops.so of this library, for entries that look it up by name: XLA's handler and the hosted ones.
+
+        Raises:
+            ValueError: another library of this name is loaded.
+        """
+        if self._file:
+            handle = ctypes.c_void_p(self.functions._handle)
+            check(load().aot_library(self.name.encode(), handle, int(elf.read(self.path).has_new_strings)))
+        return True
+
+    def functions_of(self, op: Op) -> _Functions:
+        """The library with the operator's entries: for a hosted one, libaotops.so."""
+        return load() if op.foreign else self.functions
+
+    def entry_address(self, op: Op, device: str, companion: str = "") -> int | None:
+        """The address of an operator's entry, or of a companion of it such as "Init". None if there is no entry."""
+        if op.foreign and not (self.registered and device in op.foreign.symbols):
+            return None
+        if op.foreign and device == "cuda" and not has_cuda():
+            return None  # which could not make the device current
+        return self.functions_of(op).address(f"{op.entry}_{device}{companion}")
+
     def entry_name(self, op: Op, device: str) -> str:
         """The symbol of an operator's entry; device is "cpu" or "cuda".
 
@@ -161,10 +193,23 @@ class Library:
             NotImplementedError: the library has no such entry.
         """
         symbol = f"{op.entry}_{device}"
-        if self.address(symbol) is None:
+        if self.entry_address(op, device) is None:
+            if op.foreign:
+                raise NotImplementedError(missing_device(op, device))
             why = "; build it where nvcc is, with `make lib`" if device == "cuda" else ""
             raise NotImplementedError(f"{op.name}: {self.path} has no {device} entry ({symbol}){why}")
         return symbol
+
+
+def missing_device(op: Op, device: str) -> str:
+    """Why a hosted operator has no entry for a device."""
+    assert op.foreign is not None
+    symbols = " and ".join(f"{symbol} on {where}" for where, symbol in op.foreign.symbols.items())
+    if device in op.foreign.symbols:
+        return (
+            f"{op.name}: hosting a CUDA kernel needs a libaotops.so with CUDA: build it where nvcc is, with `make lib`"
+        )
+    return f"{op.name}: it has no function for {device}, only {symbols}"
 
 
 # ------------------------------------------------------------------------------------------------------------- loading

@@ -10,9 +10,10 @@ from operator import index
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .hosting import Foreign
     from .library import Library
 
-Attr = int | float | bool | str | tuple[int, ...] | None
+Attr = int | float | bool | str | tuple[Any, ...] | None
 
 _INT64 = range(-(1 << 63), 1 << 63)
 
@@ -30,12 +31,25 @@ def _integers(value: Any) -> tuple[int, ...]:
     return tuple(_integer(v) for v in (value if isinstance(value, tuple | list) else (value,)))
 
 
+def _rows(each: Callable[[Any], Attr]) -> Callable[[Any], Attr]:
+    def rows(value: Any) -> tuple[Attr, ...]:
+        if not isinstance(value, tuple | list) or not all(isinstance(row, tuple | list) for row in value):
+            raise TypeError
+        return tuple(map(each, value))
+
+    return rows
+
+
 def _number(value: Any) -> float:
     """No tensor with a gradient, which would be lost."""
     is_number = hasattr(value, "__float__") and not getattr(value, "ndim", 0) and not isinstance(value, bool)
     if not is_number or getattr(value, "requires_grad", False):
         raise TypeError
     return float(value) + 0.0  # 0.0 for -0.0: the two are one key
+
+
+def _numbers(value: Any) -> tuple[float, ...]:
+    return tuple(_number(v) for v in (value if isinstance(value, tuple | list) else (value,)))
 
 
 def _bool(value: Any) -> bool:
@@ -58,9 +72,40 @@ _KINDS: dict[str, tuple[Callable[[Any], Attr], str]] = {
     "float": (_number, "a number"),
     "int": (_integer, "an integer of 64 bits"),
     "int[]": (_integers, "integers of 64 bits"),
+    "float[]": (_numbers, "numbers"),
+    "int[][]": (_rows(_integers), "a list of lists of integers of 64 bits"),
+    "float[][]": (_rows(_numbers), "a list of lists of numbers"),
     "bool": (_bool, "True or False"),
     "str": (_text, "a string of printable ASCII characters"),
 }
+
+
+ATTRIBUTE_TYPES = tuple(_KINDS)
+
+
+@dataclass(frozen=True, eq=False)
+class Rule:
+    """A gradient made of operators: a function of a namespace, which has the library's operators in the framework at
+    hand, and of inputs, outputs, gradients of outputs and attributes, which its parameters name. It returns a gradient
+    for each input, or None."""
+
+    function: Callable[..., Any]
+    parameters: tuple[str, ...]
+
+    def __call__(self, op: Op, namespace: Any, named: Mapping[str, Any]) -> tuple[Any, ...]:
+        """One gradient, or None, for each input.
+
+        Raises:
+            TypeError: the function returned another number of gradients.
+        """
+        gradients = self.function(namespace, *(named[name] for name in self.parameters))
+        gradients = gradients if isinstance(gradients, tuple | list) else (gradients,)
+        if len(gradients) != len(op.inputs):
+            raise TypeError(
+                f"{op.name}: its backward returned {len(gradients)} gradients, expected {len(op.inputs)}, "
+                f"for {', '.join(op.inputs)}"
+            )
+        return tuple(gradients)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,8 +128,7 @@ class Op:
     accepts_scalar: frozenset[str] = frozenset()
     """Inputs that accept a 0-dim tensor as a value for all elements, such as the gradient of a sum."""
     attrs: Mapping[str, str] = field(default_factory=dict)
-    """Attributes and their types: "int[]", "int", "float", "bool" or "str"; with a "?" it may be None, and is
-    then absent for the entry."""
+    """Attributes and their types (ATTRIBUTE_TYPES); with a "?" it may be None, and is then absent for the entry."""
     residuals: tuple[str, ...] = ()
     """Outputs that only the backward needs, and recomputes if they are absent."""
     always_save_residuals: bool = False
@@ -120,18 +164,26 @@ class Op:
     """By device, the dtype that torch.autocast casts inputs to; "autocast" for its 16-bit dtype. On a device not
     named, an operator that names another computes in the widest dtype of its inputs, and its results have the widest of
     the ``vmappable`` inputs, as torch's norms on the CPU."""
+    rule: Rule | None = None
+    """The gradient, where it is made of operators instead of a ``backward``."""
+    mutates: tuple[str, ...] = ()
+    """Inputs that the entry writes to. The operator then has no gradient."""
+    foreign: Foreign | None = None
+    """The function that it hosts: of MindSpore's convention, in a library that does not know this one."""
     library: Library = field(default=None, repr=False)  # type: ignore[assignment]
     """Whose entries it has; set by ``Library``."""
 
     def bound_to(self, library: Library) -> Op:
         """The operator and its backward, as those of a library."""
-        backward = self.backward and self.backward.bound_to(library)
+        backward = self.backward
+        if backward is not None and backward.library is not library:
+            backward = backward.bound_to(library)
         return replace(self, library=library, backward=backward)
 
     @property
     def entry(self) -> str:
         """The name of its entries, without the device."""
-        return f"aot_{self.name}"
+        return "aot_hosted" if self.foreign else f"aot_{self.name}"
 
     @cached_property
     def entry_outputs(self) -> tuple[str, ...]:
@@ -150,6 +202,8 @@ class Op:
     @cached_property
     def saved(self) -> tuple[str, ...]:
         """The forward's slots that the backward takes, in its order."""
+        if self.rule is not None:
+            return tuple(s for s in self.rule.parameters if s in self.slots)
         if self.backward is None:
             return ()
         gradients = {f"d{y}" for y in self.outputs}
@@ -157,7 +211,11 @@ class Op:
 
     @cached_property
     def has_kernel(self) -> bool:
-        return set(self.alias) != set(self.outputs)
+        return self.foreign is not None or set(self.alias) != set(self.outputs)
+
+    @property
+    def has_gradient(self) -> bool:
+        return self.backward is not None or self.rule is not None
 
     @cached_property
     def public_attrs(self) -> tuple[str, ...]:

@@ -92,6 +92,7 @@ class TextExtra final : public AotExtra {
   }
   std::vector<int64_t> GetAttrIntVec(std::string name) override { return List<int64_t, int64_t>(name); }
   std::vector<float> GetAttrFloatVec(std::string name) override { return List<float, double>(name); }
+  // No attribute of an operator of this convention is a list of lists.
   std::vector<std::vector<int64_t>> GetAttrInt2DVec(std::string name) override { return {GetAttrIntVec(name)}; }
   std::vector<std::vector<float>> GetAttrFloat2DVec(std::string name) override { return {GetAttrFloatVec(name)}; }
 
@@ -153,6 +154,16 @@ int extra_get_string(void *extra, const char *name, char *value, size_t capacity
     std::memcpy(value, text.c_str(), text.size() + 1);
     return true;
   });
+}
+
+int extra_take_string(void *extra, const char *name, void (*take)(void *context, const char *text),
+                      void *context) noexcept {
+  return get(extra, name, [&](AotExtra &e) { return take(context, e.GetAttrStr(name).c_str()), true; });
+}
+
+double decimal(const char *text) noexcept {
+  double value;
+  return parse(std::string(text), &value) ? value : std::nan("");
 }
 
 int extra_get_ints(void *extra, const char *name, int64_t *value, int capacity, int *n) noexcept {

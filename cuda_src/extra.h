@@ -30,6 +30,13 @@ int extra_get_float(void *extra, const char *name, double *value) noexcept;
 int extra_get_string(void *extra, const char *name, char *value, size_t capacity) noexcept;
 int extra_get_ints(void *extra, const char *name, int64_t *value, int capacity, int *n) noexcept;
 
+// Calls take(context, text) with a string attribute of any length. Same result.
+int extra_take_string(void *extra, const char *name, void (*take)(void *context, const char *text),
+                      void *context) noexcept;
+
+// The number in a text of the format of Python's repr(float), in the C locale. NaN for another text.
+double decimal(const char *text) noexcept;
+
 // Creates an AotExtra for hosts other than MindSpore, from attributes as text: lines `name=value`, with lists as `2,3`.
 // Null if out of memory.
 void *extra_new(const char *attrs) noexcept;

@@ -13,12 +13,13 @@ import cupy as cp
 
 from aotops import call
 from aotops.arrays import ArrayFrontend
+from aotops.hosting import Namespace
 from aotops.library import Library
 from aotops.op import Attr, Op
 from aotops.ops import BUILTIN, OPS
 from aotops.spec import TensorSpec
 
-__all__ = ["functions", *OPS, *(f"{name}_backward" for name, op in OPS.items() if op.backward)]
+__all__ = ["functions", "of", *OPS, *(f"{name}_backward" for name, op in OPS.items() if op.backward)]
 
 
 class _CuPy(ArrayFrontend):
@@ -34,6 +35,10 @@ class _CuPy(ArrayFrontend):
 
     def empty(self, spec: TensorSpec, model: cp.ndarray) -> cp.ndarray:
         return cp.empty(spec.shape, model.dtype if spec.dtype == model.dtype.name else spec.dtype)
+
+    def number(self, value, dtype: str, model) -> cp.ndarray:
+        with self.device_of(model):
+            return cp.array(value, dtype)
 
     def device_of(self, array):
         return array.device if isinstance(array, cp.ndarray) else nullcontext()
@@ -58,6 +63,12 @@ _frontend = _CuPy()
 def functions(library: Library, module: str = __name__) -> dict[str, Callable[..., Any]]:
     """The functions of a library's operators. ``module``: where they are found, for pickle."""
     return _frontend.functions(library, module)
+
+
+def of(library: Library) -> Namespace:
+    """The functions of a library's operators as a module, each made when it is first asked for: those that are defined
+    later too."""
+    return _frontend.of(library)
 
 
 globals().update(functions(BUILTIN))

@@ -16,7 +16,6 @@ They work under jit, grad, vmap, scan, cond, checkpoint and shard_map. A program
 
 from __future__ import annotations
 
-import ctypes
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial, reduce, wraps
@@ -33,6 +32,7 @@ from jax.export import is_symbolic_dim
 
 from aotops import library
 from aotops.extra import encode
+from aotops.hosting import NUMBERS, Namespace
 from aotops.infer import UNKNOWN_DIM, infer, infer_symbolic
 from aotops.library import Library
 from aotops.op import Attr, Op
@@ -48,7 +48,7 @@ try:
 except ImportError:  # before JAX 0.5
     from jax.extend import ffi
 
-__all__ = ["LLTM", "SCRATCH_TARGET", "TARGET", "ShardingWarning", "functions", "register", *OPS]
+__all__ = ["LLTM", "SCRATCH_TARGET", "TARGET", "ShardingWarning", "functions", "of", "register", *OPS]
 
 TARGET, SCRATCH_TARGET = "aotops", "aotops_scratch"
 """The names of the custom calls. The second is used only in exported programs, for operators that need a workspace
@@ -72,8 +72,7 @@ def register(library: Library = BUILTIN) -> None:
         LibraryError: the library is missing, does not load, or is of another version.
     """
     _register_targets()
-    if library is not BUILTIN:
-        _register_library(library)
+    library.registered  # noqa: B018  for the handler, which looks it up by name
 
 
 @cache
@@ -87,18 +86,20 @@ def _register_targets() -> None:
     ffi.register_ffi_target(SCRATCH_TARGET, ffi.pycapsule(lib.aot_xla_cuda_scratch), platform="CUDA")
 
 
-@cache
-def _register_library(other: Library) -> None:
-    status = library.load().aot_xla_library(other.name.encode(), ctypes.c_void_p(other.functions._handle))
-    library.check(status)
-
-
 # ------------------------------------------------------------------------------------------------------------ functions
 
 
 def functions(library: Library, module: str = __name__) -> dict[str, Callable[..., Array]]:
     """The functions of a library's operators. ``module``: where they are found, for pickle."""
     return {name: _function(op, module) for name, op in library.ops.items()}
+
+
+@cache
+def of(library: Library) -> Namespace:
+    """The functions of a library's operators as a module, each made when it is first asked for: those that are defined
+    later too. An operator that writes to inputs returns their new values after its outputs: JAX's arrays stay as they
+    are."""
+    return Namespace(library, "jax", lambda op, module: {op.name: _function(op, module)})
 
 
 def _function(op: Op, module: str) -> Callable[..., Array]:
@@ -130,7 +131,23 @@ def _bind(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple
         is_array = hasattr(x, "dtype") and not isinstance(x, np.ma.MaskedArray)  # JAX would drop its mask
         if x is not None and not is_array and not isinstance(x, (int, float, complex)):
             raise TypeError(f"{op.name}: {slot} is a {type(x).__name__}, expected an array")
+    if op.foreign is not None:
+        inputs = tuple(_number(op, slot, x) for slot, x in zip(op.inputs, inputs, strict=True))
     return inputs, attrs
+
+
+def _number(op: Op, slot: str, x: Any) -> Any:
+    """An array of one of Python's numbers, of the dtype that hosted functions are given."""
+    if type(x) not in NUMBERS:
+        return x
+    _check_x64(op, slot, NUMBERS[type(x)])
+    return jnp.asarray(x, NUMBERS[type(x)])
+
+
+def _check_x64(op: Op, slot: str, dtype: str) -> None:
+    """Without 64 bits JAX would use half as many, and a hosted function does not check that."""
+    if jax.dtypes.canonicalize_dtype(dtype).name != dtype:
+        raise TypeError(f"{op.name}: {slot} has dtype {dtype}, which JAX has with jax_enable_x64 alone")
 
 
 @partial(jax.jit, static_argnums=(0, 1))  # for eager calls: without jit, each would compile the custom call again
@@ -139,7 +156,7 @@ def _run(op: Op, attrs: Attrs, *inputs: Array | None) -> Array:
     if op.broadcast and all(x is not None for x in inputs):
         inputs = _broadcast(op, inputs)
     with jax.named_scope(op.name):
-        outputs = _apply(op, attrs, op.outputs, *_vary(inputs, _varying(inputs)))
+        outputs = _apply(op, attrs, (*op.outputs, *op.mutates), *_vary(inputs, _varying(inputs)))
     return outputs if len(outputs) > 1 else outputs[0]
 
 
@@ -186,13 +203,14 @@ def _differentiable(op, attrs, wanted, *inputs):
 
 
 def _forward(op, attrs, wanted, *inputs):
-    if op.backward is None:
-        raise NotImplementedError(f"{op.name} has no gradient: derivatives of a higher order are not supported")
+    if not op.has_gradient:
+        why = "" if op.foreign else ": derivatives of a higher order are not supported"
+        raise NotImplementedError(f"{op.name} has no gradient{why}")
     results = tuple(s for s in op.entry_outputs if s in wanted or s in op.saved)
     given = dict(zip(op.inputs, inputs, strict=True))
     given |= zip(results, _apply(op, attrs, results, *inputs), strict=True)
     # Only arrays and their tree structure can be passed to the backward: the keys name the gradients to compute.
-    gradients = {d: None for d in op.backward_outputs(inputs) if d}
+    gradients = {d: None for d in op.backward_outputs(inputs) if d} if op.backward else {}
     return tuple(given[s] for s in wanted), ([given[s] for s in op.saved], gradients)
 
 
@@ -200,6 +218,8 @@ def _backward(op, attrs, wanted, left, gradients):
     saved, names = left
     given = dict(zip(op.saved, saved, strict=True))
     given |= {f"d{y}": dy for y, dy in zip(wanted, gradients, strict=True)}
+    if op.rule is not None:
+        return op.rule(op, of(op.library), given | dict(zip(op.attrs, attrs, strict=True)))
     inputs = [given[s] for s in op.backward.inputs]
     found = dict(zip(names, _apply(op.backward, attrs, tuple(names), *inputs), strict=True))
     return tuple(found.get(f"d{slot}") for slot in op.inputs)
@@ -214,7 +234,7 @@ _differentiable.defvjp(_forward, _backward)
 def _launch(op: Op, attrs: Attrs, wanted: Names, *inputs: Array | None) -> tuple[Array, ...]:
     results = dict(zip(op.inputs, inputs, strict=True))
     sources = {op.alias.get(s, s) for s in wanted}
-    written = tuple(s for s in op.entry_outputs if s in sources)
+    written = tuple(s for s in (*op.entry_outputs, *op.mutates) if s in sources)
     if written:
         call = custom_vmap(partial(_call, op, attrs, written))
         call.def_vmap(partial(_batched, op, attrs, written))
@@ -242,12 +262,21 @@ def _custom_call(
     written = [s for s in op.entry_outputs if s in wanted or s in op.workspace or not op.is_optional(s)]
     present = [x is not None for x in inputs] + [s in written for s in op.entry_outputs]
     results = [s for s in written if s in specs]
+    for slot in op.outputs if op.foreign else ():
+        _check_x64(op, slot, specs[slot].dtype)
     types = [jax.ShapeDtypeStruct(specs[s].shape, specs[s].dtype) for s in results]
-    entry = op.entry if op.library is BUILTIN else f"{op.library.name}/{op.entry}"
+    entry = op.entry if op.foreign or op.library is BUILTIN else f"{op.library.name}/{op.entry}"
     texts = {"entry": entry, "attrs": encode(op, attrs, present)}
     if results != written:
         texts["scratch"] = ",".join(op.workspace)
-    call = ffi.ffi_call(TARGET if results == written else SCRATCH_TARGET, types)
+    target = TARGET if results == written else SCRATCH_TARGET
+    aliases: dict[str, Any] = {}
+    if op.mutates:  # the entry writes to the memory of a further result, where XLA puts the input
+        places = {op.inputs.index(slot): len(types) + i for i, slot in enumerate(op.mutates)}
+        types += [jax.ShapeDtypeStruct(inputs[i].shape, inputs[i].dtype) for i in places]  # type: ignore[union-attr]
+        aliases["input_output_aliases"], texts["aliased"] = places, str(len(places))
+        results = [*results, *op.mutates]
+    call = ffi.ffi_call(target, types, **aliases)
     outputs = call(*(x for x in inputs if x is not None), **texts)
     named = dict(zip(results, _vary(outputs, _varying(inputs)), strict=True))
     return tuple(named[s] for s in wanted)

@@ -19,9 +19,10 @@ The functions work eagerly, in ``nn.Cell.construct`` and under ``ms.jit``, with 
 
 from __future__ import annotations
 
+import ast
 import linecache
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from inspect import signature
 from typing import Any
 
@@ -29,14 +30,17 @@ import mindspore as ms
 from mindspore import Tensor, nn, ops
 from mindspore.common import initializer
 
+from aotops.extra import encode_foreign
+from aotops.hosting import NUMBERS, Namespace, written_out
 from aotops.infer import UNKNOWN_DIM, UNKNOWN_RANK, infer
 from aotops.library import Library
-from aotops.op import Attr, Op
+from aotops.op import Attr, Op, Rule
 from aotops.ops import BUILTIN, OPS
 from aotops.spec import TensorSpec, accumulate_dtype, shape_text
 
 __all__ = [
     *OPS, "GELU", "LLTM", "Conv2d", "CrossEntropyLoss", "LayerNorm", "Linear", "RMSNorm", "Softmax", "functions",
+    "of",
 ]  # fmt: skip
 
 _DEVICES = {"CPU": "cpu", "GPU": "cuda"}  # by MindSpore's device_target
@@ -51,32 +55,38 @@ def functions(library: Library, module: str = __name__) -> dict[str, Callable[..
     return {name: _function(op, module) for name, op in library.ops.items()}
 
 
+@cache
+def of(library: Library) -> Namespace:
+    """The functions of a library's operators as a module, each made when it is first asked for: those that are defined
+    later too. Of a hosted operator:
+
+    - With a rule for shapes in Python, there is a primitive for each set of shapes, and graph mode needs known ones.
+    - One that writes to inputs should be given Parameters in graph mode, which orders reads of no other tensor after
+      the call.
+    """
+    return Namespace(library, "mindspore", lambda op, module: {op.name: _function(op, module)}, at_once=True)
+
+
 def _function(op: Op, module: str) -> Callable[..., Any]:
     choose = _Choose(op)
     align = _aligner(op) if op.broadcast else None
     many, visible = len(op.entry_outputs) > 1, 0 if len(op.outputs) == 1 else slice(len(op.outputs))
+    none = not op.outputs
 
     def run(inputs, attrs):
         if align is not None:
             inputs = align(inputs)
         primitive = choose(attrs, *inputs)
         results = primitive(*[t for t in inputs if t is not None])
+        if none:
+            return None
         return results[visible] if many else results
 
     parameters = signature(op.bind)
     body = f"inputs, attrs = bind({', '.join(parameters.parameters)}); return run(inputs, attrs)"
-    function = _written_out(op.name, str(parameters), body, bind=op.bind, run=run)
+    function = written_out(op.name, str(parameters), body, bind=op.bind, run=run)
     function.__module__, function.__qualname__, function.__doc__ = module, op.name, op.bind.__doc__
     return function
-
-
-def _written_out(name: str, parameters: str, body: str, **names: Any) -> Callable[..., Any]:
-    """A function that has a source: graph mode compiles it, and does not differentiate functions with ``*args``."""
-    source = f"def make({', '.join(names)}):\n    def {name}{parameters}:\n        {body}\n    return {name}\n"
-    file, scope = f"<aotops {name}{parameters}>", {"__name__": __name__}
-    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
-    exec(compile(source, file, "exec"), scope)
-    return scope["make"](**names)
 
 
 class _Constant(ops.PrimitiveWithInfer):
@@ -112,11 +122,33 @@ class _Choose(_Constant):
             if (value is None and not kind.endswith("?")) or (isinstance(value, tuple) and None in value):
                 raise TypeError(f"{self.op.name}: {name} is unknown while the graph is compiled, expected a constant")
         given = {slot: spec for slot, spec in zip(self.op.inputs, specs, strict=True) if spec is not None}
+        if self.op.foreign is not None:
+            return self.hosted(attrs, given)
         attrs, target = self.op.canonical(attrs), ms.get_context("device_target")
         known = given | infer(self.op, attrs, tuple(specs), _DEVICES.get(target, target))
         scalars = any(spec.shape == () for spec in known.values())  # see _primitive
         dtypes = tuple((slot, spec.dtype) for slot, spec in known.items() if scalars)
         return _differentiable(self.op, attrs, tuple(given), dtypes, target)
+
+    def hosted(self, attrs: Any, given: dict[str, TensorSpec]) -> ops.Custom:
+        attrs, target = self.op.canonical(attrs), ms.get_context("device_target")
+        known = given | infer(self.op, attrs, tuple(given.values()), _DEVICES.get(target, target))
+        dtypes = tuple((slot, spec.dtype) for slot, spec in known.items())
+        if not _needs_shapes(self.op):
+            return _differentiable(self.op, attrs, tuple(given), dtypes, target)
+        if any(dim < 0 for spec in known.values() for dim in spec.shape):
+            raise ValueError(
+                f"{self.op.name}: a dimension is unknown while the graph is compiled, and the rule for the shapes of "
+                f"results is Python's: expected the library to have an InferShape, or same_spec_as"
+            )
+        shapes = tuple((slot, spec.shape) for slot, spec in known.items())
+        return _differentiable(self.op, attrs, tuple(given), dtypes, target, shapes)
+
+
+def _needs_shapes(op: Op) -> bool:
+    """Whether MindSpore must be told the shapes of results, of a hosted operator or its backward."""
+    own = op.foreign is not None and not op.foreign.by_shapes_alone(op)
+    return own or (op.backward is not None and _needs_shapes(op.backward))
 
 
 # --------------------------------------------------------------------------------------------------------- broadcasting
@@ -167,8 +199,12 @@ class _CommonShape(_Constant):
 def _spec(op: Op, slot: str, t: Any) -> TensorSpec | None:
     if t is None:
         return None
+    if op.foreign is not None and type(t) in NUMBERS:
+        return TensorSpec((), NUMBERS[type(t)])
     if not isinstance(t, Tensor):
         raise TypeError(f"{op.name}: {slot} is {t!r:.40}, expected a mindspore.Tensor")
+    if slot in op.mutates and not t.is_contiguous():  # MindSpore would pass a copy
+        raise ValueError(f"{op.name}: {slot} is not contiguous, expected a tensor to write to")
     return TensorSpec(tuple(t.shape), str(t.dtype).lower())
 
 
@@ -177,6 +213,8 @@ def _compiled_spec(op: Op, slot: str, item: dict[str, Any]) -> TensorSpec | None
     dtype = item["dtype"]
     if dtype is None:
         return None
+    if op.foreign is not None and type(item["value"]) in NUMBERS:
+        return TensorSpec((), NUMBERS[type(item["value"])])
     if not isinstance(dtype, ms.dtype.TensorType):
         raise TypeError(f"{op.name}: {slot} is {item['value']!r:.40}, expected a mindspore.Tensor")
     return TensorSpec(tuple(item["shape"]), str(dtype.element_type()).lower())
@@ -187,16 +225,21 @@ def _compiled_spec(op: Op, slot: str, item: dict[str, Any]) -> TensorSpec | None
 
 @lru_cache(maxsize=256)  # a network has some dozens; bounded, for attributes that change with each step
 def _differentiable(
-    op: Op, attrs: tuple[Attr, ...], given: tuple[str, ...], dtypes: tuple[tuple[str, str], ...], target: str
+    op: Op,
+    attrs: tuple[Attr, ...],
+    given: tuple[str, ...],
+    dtypes: tuple[tuple[str, str], ...],
+    target: str,
+    shapes: tuple[tuple[str, tuple[int, ...]], ...] = (),
 ) -> ops.Custom:
     """``given``: the inputs that are present."""
-    bprop = None
+    bprop = _bprop_of_rule(op, op.rule, attrs) if op.rule is not None else None
     if op.backward is not None:
         inputs = "".join(f"{slot}, " for slot in given)
         body = f"return gradient(({inputs}), out, dout)"
-        gradient = _gradient(op, attrs, given, dict(dtypes), target)
-        bprop = _written_out("bprop", f"({inputs}out, dout)", body, gradient=gradient)
-    return _primitive(op, attrs, given, op.entry_outputs, dict(dtypes), target, bprop)
+        gradient = _gradient(op, attrs, given, dict(dtypes), target, dict(shapes))
+        bprop = written_out("bprop", f"({inputs}out, dout)", body, gradient=gradient)
+    return _primitive(op, attrs, given, op.entry_outputs, dict(dtypes), target, bprop, dict(shapes))
 
 
 def _primitive(
@@ -207,6 +250,7 @@ def _primitive(
     dtypes: Mapping[str, str],
     target: str,
     bprop: Callable[..., Any] | None = None,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> ops.Custom:
     """An entry bound to its attributes and to the slots that are present.
 
@@ -217,9 +261,18 @@ def _primitive(
     entry = op.library.entry_name(op, _DEVICES.get(target, target))
     one, known = len(op.entry_outputs) == 1, all(name in dtypes for name in wanted)
     types = tuple(ms.dtype.TensorType(getattr(ms, dtypes[name])) for name in wanted) if known else None
-    primitive = ops.Custom(f"{op.library.path}:{entry}", None, types[0] if types and one else types, "aot", bprop)
+    file = op.library.functions_of(op)._name
+    told = tuple(shapes[name] for name in wanted) if shapes else None
+    shape = told[0] if told and one else told
+    primitive = ops.Custom(f"{file}:{entry}", shape, types[0] if types and one else types, "aot", bprop)
     primitive.add_prim_attr("reg_op_name", primitive.uniq_name)  # MindSpore 2.10 needs it to infer in C++
     primitive.add_prim_attr("multi_output", not one)
+    if op.foreign is not None:
+        known_dtypes = [dtypes[slot] for slot in (*op.inputs, *op.outputs)]
+        primitive.add_prim_attr("hosted", encode_foreign(op, attrs, known_dtypes))
+        if op.mutates:
+            primitive.add_prim_attr("side_effect_mem", True)
+        return primitive
     for name, value in zip(op.attrs, attrs, strict=True):
         # MindSpore's own floats are float32: a decimal string keeps the digits
         if value is not None:
@@ -234,7 +287,12 @@ def _mask(slots: Sequence[str], present: Sequence[str]) -> int:
 
 
 def _gradient(
-    op: Op, attrs: Sequence[Attr], given: Sequence[str], dtypes: Mapping[str, str], target: str
+    op: Op,
+    attrs: Sequence[Attr],
+    given: Sequence[str],
+    dtypes: Mapping[str, str],
+    target: str,
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> Callable[..., Any]:
     """A function of the inputs, as a tuple, the results and their gradients that returns the gradient of each input."""
     backward = op.backward
@@ -248,8 +306,11 @@ def _gradient(
     wanted = [y for y in backward.entry_outputs if y in gradients or y in backward.workspace]
     kernel = None
     if backward.has_kernel:
-        dtypes = {f"d{slot}": dtypes[slot] for slot in given if dtypes}
-        kernel = _primitive(backward, attrs, taken, wanted, dtypes, target, _refusal(backward, taken))
+        if backward.foreign is not None:
+            dtypes, shapes = _backward_specs(op, backward, attrs, dtypes, target, shapes)
+        else:
+            dtypes = {f"d{slot}": dtypes[slot] for slot in given if dtypes}
+        kernel = _primitive(backward, attrs, taken, wanted, dtypes, target, _refusal(backward, taken), shapes)
         named += wanted
     arguments = [named.index(slot) for slot in taken]
     places = [named.index(name) if name in named else None for name in gradients]
@@ -270,6 +331,69 @@ def _gradient(
     return gradient
 
 
+def _backward_specs(
+    op: Op,
+    backward: Op,
+    attrs: Sequence[Attr],
+    dtypes: Mapping[str, str],
+    target: str,
+    shapes: Mapping[str, tuple[int, ...]],
+) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
+    """Dtypes of a hosted backward's slots, and their shapes, where they are known."""
+    unknown = (UNKNOWN_RANK,)
+    specs = {slot: TensorSpec(shapes.get(slot, unknown), dtype) for slot, dtype in dtypes.items()}
+    specs |= {f"d{y}": specs[y] for y in op.outputs}
+    taken = tuple(specs[slot] for slot in backward.inputs)
+    found = infer(backward, tuple(attrs), taken, _DEVICES.get(target, target))
+    named = dict(zip(backward.inputs, taken, strict=True)) | found
+    found_shapes = {slot: spec.shape for slot, spec in named.items()} if shapes else {}
+    return {slot: spec.dtype for slot, spec in named.items()}, found_shapes
+
+
+def _bprop_of_rule(op: Op, rule: Rule, attrs: Sequence[Attr]) -> Callable[..., Any]:
+    """The bprop that a rule made of operators is."""
+    n, hidden = len(op.outputs), len(op.entry_outputs) > 1
+    out = {y: f"out[{i}]" if hidden else "out" for i, y in enumerate(op.outputs)}
+    out |= {f"d{y}": f"d{each}" for y, each in list(out.items())}
+    values = {name: f"attr_{name}" for name in op.attrs}
+    arguments = "".join(f", {out.get(name, values.get(name, name))}" for name in rule.parameters)
+    inputs = "".join(f"{slot}, " for slot in op.inputs)
+    body = f"return fill(({inputs}), rule(functions{arguments}))"
+    known = {values[name]: value for name, value in zip(op.attrs, attrs, strict=True)}
+    function, functions = _with_source(rule.function), of(op.library)
+    expected, name = len(op.inputs), op.name
+    assert n
+
+    def fill(inputs, found):
+        gradients = found if isinstance(found, (tuple, list)) else (found,)
+        if len(gradients) != expected:
+            raise TypeError(f"{name}: its backward returned another number of gradients than there are inputs")
+        return tuple([ops.zeros_like(x) if g is None else g for g, x in zip(gradients, inputs)])  # noqa: B905
+
+    return written_out("bprop", f"({inputs}out, dout)", body, fill=fill, rule=function, functions=functions, **known)
+
+
+def _with_source(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A lambda as a function with a name: graph mode cannot find the source of a lambda that is an argument."""
+    code = getattr(function, "__code__", None)
+    if code is None or code.co_name != "<lambda>":
+        return function
+    lines = linecache.getlines(code.co_filename)
+    names = code.co_varnames[: code.co_argcount]
+    found = {
+        ast.unparse(node.body)
+        for node in ast.walk(ast.parse("".join(lines)))
+        if isinstance(node, ast.Lambda) and node.lineno == code.co_firstlineno
+        if tuple(arg.arg for arg in node.args.args) == names
+    }
+    if len(found) != 1:
+        return function
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    outer = function.__globals__ | {name: cell.cell_contents for name, cell in cells}
+    used = {name: outer[name] for name in (*code.co_names, *code.co_freevars) if name in outer}
+    return written_out("rule", f"({', '.join(names)})", f"return {found.pop()}", **used)
+
+
 class _Refuse(ops.PrimitiveWithInfer):
     """Raises when PyNative calls it and when graph mode compiles it."""
 
@@ -286,7 +410,7 @@ class _Refuse(ops.PrimitiveWithInfer):
 def _refusal(backward: Op, given: Sequence[str]) -> Callable[..., Any]:
     """The bprop of a backward. Without one MindSpore's error would not name the operator."""
     inputs = "".join(f"{slot}, " for slot in given)
-    return _written_out("refusal", f"({inputs}out, dout)", f"return refuse({inputs})", refuse=_Refuse(backward))
+    return written_out("refusal", f"({inputs}out, dout)", f"return refuse({inputs})", refuse=_Refuse(backward))
 
 
 globals().update(functions(BUILTIN))

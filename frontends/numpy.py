@@ -13,12 +13,13 @@ import numpy as np
 
 from aotops import call
 from aotops.arrays import ArrayFrontend
+from aotops.hosting import Namespace
 from aotops.library import Library
 from aotops.op import Attr, Op
 from aotops.ops import BUILTIN, OPS
-from aotops.spec import FLOATING, INTEGERS, TensorSpec
+from aotops.spec import DTYPES, TensorSpec
 
-__all__ = ["functions", *OPS, *(f"{name}_backward" for name, op in OPS.items() if op.backward)]
+__all__ = ["functions", "of", *OPS, *(f"{name}_backward" for name, op in OPS.items() if op.backward)]
 
 _PLAIN = (np.ndarray, np.memmap)
 """Types that NumPy's own functions turn into plain arrays. They keep others, such as numpy.ma.MaskedArray."""
@@ -28,7 +29,7 @@ class _NumPy(ArrayFrontend):
     device = "cpu"
 
     def __init__(self) -> None:
-        self.dtypes = {name: np.dtype(name) for name in (*FLOATING, *INTEGERS) if name != "bfloat16"}
+        self.dtypes = {name: np.dtype(name) for name in DTYPES if name != "bfloat16"}
         self.reads_tensors = call.read_numpy(np, list(self.dtypes.values()))
 
     def prepare(self, op: Op, slot: str, value) -> np.ndarray:
@@ -49,7 +50,22 @@ class _NumPy(ArrayFrontend):
         return TensorSpec(array.shape, array.dtype.name)
 
     def empty(self, spec: TensorSpec, model: np.ndarray) -> np.ndarray:
-        return np.empty(spec.shape, self.dtypes[spec.dtype])
+        return np.empty(spec.shape, self.dtypes[spec.dtype] if spec.dtype in self.dtypes else self.bfloat16())
+
+    def bfloat16(self) -> np.dtype:
+        """Of a result where no input was of that dtype."""
+        import ml_dtypes
+
+        return self.prepare(next(iter(OPS.values())), "x", np.empty(0, ml_dtypes.bfloat16)).dtype
+
+    def number(self, value, dtype: str, model) -> np.ndarray:
+        return np.array(value, self.dtypes[dtype])
+
+    def write_back(self, op: Op, slot: str, given, written) -> None:
+        if not isinstance(given, np.ndarray) or not given.flags.writeable:
+            raise ValueError(f"{op.name}: {slot} is read-only, expected an array to write to")
+        if not np.shares_memory(given, written):
+            given[...] = written
 
     def broadcast(self, arrays):
         return np.broadcast_arrays(*arrays)
@@ -68,6 +84,12 @@ _frontend = _NumPy()
 def functions(library: Library, module: str = __name__) -> dict[str, Callable[..., Any]]:
     """The functions of a library's operators. ``module``: where they are found, for pickle."""
     return _frontend.functions(library, module)
+
+
+def of(library: Library) -> Namespace:
+    """The functions of a library's operators as a module, each made when it is first asked for: those that are defined
+    later too."""
+    return _frontend.of(library)
 
 
 globals().update(functions(BUILTIN))

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,21 +24,20 @@ from torch._C._profiler import _RecordFunctionFast
 from torch.autograd import forward_ad
 
 from aotops import call
+from aotops.hosting import NUMBERS, Namespace
 from aotops.infer import UNKNOWN_DIM, infer, infer_symbolic
 from aotops.library import Library
-from aotops.op import Attr, Op
+from aotops.op import Attr, Op, Rule
 from aotops.ops import BUILTIN, OPS
-from aotops.spec import TensorSpec, check_broadcast
+from aotops.spec import DTYPES, TensorSpec, check_broadcast
 
 from . import torch_call, torch_gate, torch_inductor
 
 __all__ = [
     *OPS, "GELU", "KEEP_RESIDUALS_FROM", "LLTM", "Conv2d", "CrossEntropyLoss", "LayerNorm", "Linear", "RMSNorm",
-    "Softmax", "functions",
+    "Softmax", "functions", "of",
 ]  # fmt: skip
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-}
+_DTYPES = {name: getattr(torch, name) for name in DTYPES if hasattr(torch, name)}
 _READS_TENSORS = torch_call.set_up(torch, torch_gate.facts())
 
 KEEP_RESIDUALS_FROM = 1 << 18
@@ -145,6 +144,9 @@ def _run(op: Op, inputs: Tensors, attrs: tuple[Attr, ...], wanted: Sequence[str]
     plain = [None if t is None else _plain(t) for t in inputs]
     results = [torch.empty(**written[name], device=device) if name in names else None for name in op.entry_outputs]
     _launcher(op, attrs)(*plain, *results)
+    for slot, t, used in zip(op.inputs, inputs, plain, strict=True) if op.mutates else ():
+        if slot in op.mutates and t is not used:
+            t.copy_(used)
     return tuple(results[: len(op.results)])
 
 
@@ -183,10 +185,12 @@ def _run_elementwise(
 
 def _run_backward(op: Op, attrs: tuple[Attr, ...], saved: Tensors, grads: Tensors, needed: Sequence[bool], ctx: Any):
     """One gradient, or None, for each input of ``op``, by the dispatcher, which accepts tensors of any kind."""
-    backward = op.backward
-    assert backward is not None
     if not any(needed):
         return (None,) * len(needed)
+    if op.rule is not None:
+        return _run_rule(op, op.rule, attrs, saved, grads, needed)
+    backward = op.backward
+    assert backward is not None
     given = dict(zip((f"d{y}" for y in op.outputs), grads, strict=True)) | dict(zip(op.saved, saved, strict=True))
     if torch.is_grad_enabled():  # the graph of the gradients leads to the inputs, not to the residuals saved instead
         given |= zip(op.instead, getattr(ctx, "inputs", ()), strict=False)
@@ -198,11 +202,21 @@ def _run_backward(op: Op, attrs: tuple[Attr, ...], saved: Tensors, grads: Tensor
     return tuple(given.get(f"d{x}") if need else None for x, need in zip(op.inputs, needed, strict=True))
 
 
+def _run_rule(op: Op, rule: Rule, attrs: tuple[Attr, ...], saved: Tensors, grads: Tensors, needed: Sequence[bool]):
+    named = dict(zip(op.attrs, attrs, strict=True)) | dict(zip(op.saved, saved, strict=True))
+    named |= zip((f"d{y}" for y in op.outputs), grads, strict=True)
+    gradients = rule(op, of(op.library), named)
+    return tuple(gradient if need else None for gradient, need in zip(gradients, needed, strict=True))
+
+
 def _results(value) -> tuple:
-    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    return () if value is None else tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
 def _public_outputs(op: Op, written: Sequence[Tensor]):
+    """None where there is none, of an operator that writes to its inputs alone."""
+    if not op.outputs:
+        return None
     return written[0] if len(op.outputs) == 1 else tuple(written[: len(op.outputs)])
 
 
@@ -217,6 +231,8 @@ class _Eager:
         fallback = functools.partial(_run_backward, op, attrs)
         builtins = torch_call.function(op, attrs, _models, KEEP_RESIDUALS_FROM, fallback)
         backward = builtins.backward or functools.partial(_refuse_derivative, op)
+        if op.rule is not None:
+            backward = _by_rule(op, op.rule, attrs)
         members = {"forward": staticmethod(builtins.forward), "backward": staticmethod(backward)}
         function = type(op.name.title().replace("_", ""), (torch.autograd.Function,), members)
         self.run = builtins.run
@@ -228,6 +244,10 @@ class _Eager:
     def __call__(self, *inputs: Tensor | None):
         recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
         return self.apply(*inputs) if recorded else self.run(*inputs)
+
+
+def _by_rule(op: Op, rule: Rule, attrs: tuple[Attr, ...]) -> Callable[..., Any]:
+    return lambda ctx, *dys: _run_rule(op, rule, attrs, ctx.saved_tensors, dys, ctx.needs_input_grad)
 
 
 def _refuse_derivative(op: Op, ctx: Any, *grads: Tensor):
@@ -250,19 +270,25 @@ _SCHEMA_TYPES = {"int[]": "SymInt[]"}
 
 
 @functools.cache  # which keeps the namespace: it is unregistered when it is deleted
-def _register_all(library: Library) -> torch.library.Library:
-    namespace = torch.library.Library(library.name, "DEF")
-    operators = [(one, op) for op in library.ops.values() for one in (op.backward, op) if one and one.has_kernel]
-    dispatched.update((one, _register(namespace, one, forward)) for one, forward in operators)
-    torch_inductor.register([dispatched[one] for one, _ in operators])
-    return namespace
+def _namespace(library: Library) -> torch.library.Library:
+    return torch.library.Library(library.name, "DEF")
+
+
+def _register_once(ops: Iterable[Op]) -> None:
+    """Registers operators and their backwards that are not registered yet."""
+    pairs = [(one, op) for op in ops for one in (op.backward, op) if one and one.has_kernel and one not in dispatched]
+    pairs = list(dict(pairs).items())  # the backward of several operators once
+    for one, forward in pairs:
+        dispatched[one] = _register(_namespace(one.library), one, forward)
+    torch_inductor.register([dispatched[one] for one, _ in pairs])
 
 
 def _register(namespace: torch.library.Library, op: Op, forward: Op) -> Callable[..., Any]:
     """``torch.ops.<library>.<op>``: returns every output and residual. ``forward``: the operator itself, or the one
     whose backward it is."""
     written, n, name = op.results, len(op.inputs), f"{namespace.ns}::{op.name}"
-    tensors = [f"Tensor{'?' if slot in op.optional else ''} {slot}" for slot in op.inputs]
+    writes = {slot: f"({'abcdefghijklmnop'[i]}!)" for i, slot in enumerate(op.mutates)}
+    tensors = [f"Tensor{writes.get(slot, '')}{'?' if slot in op.optional else ''} {slot}" for slot in op.inputs]
     attrs = [f"{_SCHEMA_TYPES.get(kind, kind)} {attr}" for attr, kind in op.attrs.items()]
     returns = "Tensor" if len(written) == 1 else f"({', '.join(['Tensor'] * len(written))})"
     namespace.define(f"{op.name}({', '.join(tensors + attrs)}) -> {returns}", tags=_TAGS)
@@ -272,7 +298,7 @@ def _register(namespace: torch.library.Library, op: Op, forward: Op) -> Callable
         return args[:n], tuple(tuple(a) if isinstance(a, list) else a for a in args[n:])
 
     def pack(results):
-        return results[0] if len(written) == 1 else tuple(results)
+        return results[0] if len(written) == 1 else tuple(results) or None
 
     def kernel(*args):
         inputs, attrs = split(args)
@@ -290,6 +316,8 @@ def _register(namespace: torch.library.Library, op: Op, forward: Op) -> Callable
         return pack([torch.empty(**_empty_arguments(specs[y]), device=device) for y in written])
 
     def vmap(info, dims, *args):
+        if op.mutates:
+            raise NotImplementedError(f"{op.name}: vmap of an operator that writes to its inputs is not supported")
         inputs, attrs = split(args)
         run = lambda *t: _results(dispatched(*t, *attrs))  # noqa: E731
         results, out_dims = _batch(op, info.batch_size, dims[:n], inputs, written, run)
@@ -303,6 +331,8 @@ def _register(namespace: torch.library.Library, op: Op, forward: Op) -> Callable
     if hasattr(torch.library, "register_vmap"):  # torch 2.5; before, vmap calls the operator for each example
         torch.library.register_vmap(name, vmap, lib=namespace)
     namespace.impl(op.name, _autograd_kernel(op, forward, dispatched, split, pack), "Autograd", with_keyset=True)
+    if op.mutates:
+        namespace.impl(op.name, _versions_kernel(op, dispatched), "ADInplaceOrView", with_keyset=True)
     return dispatched
 
 
@@ -319,14 +349,15 @@ def _autograd_kernel(op: Op, forward: Op, dispatched: Callable[..., Any], split,
             results = below(keyset, (*inputs, *attrs))
         named = dict(zip((*op.inputs, *op.results), (*inputs, *_results(results)), strict=True))
         ctx.attrs = attrs
-        if op.backward is not None:
+        if op.has_gradient:
             ctx.save_for_backward(*(named[slot] for slot in op.saved))
         ctx.mark_non_differentiable(*(named[slot] for slot in op.residuals))
         return results
 
     def differentiate(ctx, *grads):
-        if op.backward is None:
-            raise NotImplementedError(f"{op.name} has no derivative: {forward.name} can be differentiated once")
+        if not op.has_gradient:
+            once = f": {forward.name} can be differentiated once" if forward is not op else ""
+            raise NotImplementedError(f"{op.name} has no derivative{once}")
         dys, needed = grads[: len(op.outputs)], ctx.needs_input_grad[2:]
         return None, None, *_run_backward(op, ctx.attrs, ctx.saved_tensors, dys, needed, ctx)
 
@@ -339,8 +370,24 @@ def _autograd_kernel(op: Op, forward: Op, dispatched: Callable[..., Any], split,
         _refuse_tangents(op, inputs)
         if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)):
             return below(keyset, args)
+        if op.mutates:
+            raise NotImplementedError(f"{op.name} writes to {', '.join(op.mutates)}, and has no derivative")
         with _other_levels():
             return apply(keyset, attrs, *inputs)
+
+    return kernel
+
+
+def _versions_kernel(op: Op, dispatched: Callable[..., Any]) -> Callable[..., Any]:
+    """Counts a new version of each input that the entry writes to, so that autograd finds a saved one that changed."""
+
+    def kernel(keyset, *args):
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            results = dispatched.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
+        for slot, t in zip(op.inputs, args, strict=False):
+            if slot in op.mutates:
+                torch.autograd.graph.increment_version(t)
+        return results
 
     return kernel
 
@@ -434,8 +481,20 @@ _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 def functions(library: Library, module: str = __name__) -> dict[str, Callable[..., Any]]:
     """The functions of a library's operators, which it registers as ``torch.ops.<library>``, once in a process.
     ``module``: where they are found, for pickle."""
-    _register_all(library)
+    _register_once(library.ops.values())
     return {name: _public(op, module) for name, op in library.ops.items()}
+
+
+@functools.cache
+def of(library: Library) -> Namespace:
+    """The functions of a library's operators as a module, each made, and registered as ``torch.ops.<library>.<op>``,
+    when it is first asked for: those that are defined later too."""
+
+    def make(op: Op, module: str) -> dict[str, Callable[..., Any]]:
+        _register_once([op])
+        return {op.name: _public(op, module)}
+
+    return Namespace(library, "torch", make)
 
 
 def _public(op: Op, module: str) -> Callable[..., Any]:
@@ -446,6 +505,8 @@ def _public(op: Op, module: str) -> Callable[..., Any]:
     def sort(args, kwargs):
         """The inputs and attributes. ``input`` and ``other``, torch's names of the first two inputs, are accepted."""
         inputs, attrs = op.bind(*args, **{torchs_names.get(name, name): value for name, value in kwargs.items()})
+        if op.foreign is not None:
+            return _with_numbers(inputs), attrs
         number, tensor = inputs[:2] if op.broadcast else (None, None)
         if not (isinstance(number, (int, float)) and isinstance(tensor, Tensor)):
             return inputs, attrs
@@ -459,7 +520,8 @@ def _public(op: Op, module: str) -> Callable[..., Any]:
         named = dict.fromkeys(op.inputs) | dict(zip(op.public_attrs, attrs, strict=True))
         return _eager(op, op.canonical(op.bind(**named)[1])).differentiable
 
-    plain = torch_call.public(op, bind, general) if _READS_TENSORS else general
+    in_c = _READS_TENSORS and not op.mutates
+    plain = torch_call.public(op, bind, general) if in_c else general
 
     @functools.wraps(op.bind)
     def function(*args, **kwargs):
@@ -468,9 +530,21 @@ def _public(op: Op, module: str) -> Callable[..., Any]:
         return plain(*args, **kwargs)
 
     function.__module__ = module
-    if _READS_TENSORS:
+    if in_c:
         torch_call.install_vectorcall(function, plain)
     return function
+
+
+def _with_numbers(inputs: Sequence[Any]) -> Tensors:
+    """Python's numbers as tensors."""
+    if not any(type(value) in NUMBERS for value in inputs):
+        return inputs
+    device = next((value.device for value in inputs if isinstance(value, Tensor)), None)
+    dtypes = [NUMBERS.get(type(value)) for value in inputs]
+    return [
+        torch.tensor(value, dtype=_DTYPES[dtype], device=device) if dtype else value
+        for value, dtype in zip(inputs, dtypes, strict=True)
+    ]
 
 
 def _general(op: Op, disp: Callable[..., Any], inputs: Tensors, attrs: tuple[Any, ...]):
@@ -481,7 +555,7 @@ def _general(op: Op, disp: Callable[..., Any], inputs: Tensors, attrs: tuple[Any
     if op.broadcast and _all_given(inputs):
         check_broadcast(op.name, op.inputs, [_spec(t) for t in inputs])
     strided = op.elementwise and not all(t is None or t.is_contiguous() for t in inputs)
-    if strided or _gate is None or not _gate(*inputs):
+    if strided or op.mutates or _gate is None or not _gate(*inputs):
         return _dispatch(op, disp, inputs, attrs)
     return _run_eager(op, inputs, attrs)
 

@@ -32,6 +32,8 @@ from aotops.call import builtin, handle_of, keep, pointer_of, struct_capsule
 from aotops.op import Attr, Op
 
 _METH_KEYWORDS = 0x02
+_KEYS = {"int[]": "l", "float[]": "x", "int[][]": "x", "float[][]": "x"}
+"""By an attribute's type, its letter in torch.cpp, where it is not the first. Values of type "x" are bound in Python."""
 _Slots = c_int * call.MOST_SLOTS
 _Parameters = call.MOST_SLOTS * 2
 
@@ -219,7 +221,7 @@ def public(op: Op, bind: Callable[..., Any], fallback: Callable[..., Any]) -> Ca
     made.n_transposable = len(op.transposable)
     for i, (slot, attr) in enumerate(op.transposable):
         made.transposable[i], made.transposes[i] = slot, len(op.inputs) + attr
-    made.kinds = "".join("l" if kind == "int[]" else kind[0] for kind in map(op.attrs.get, op.public_attrs)).encode()
+    made.kinds = "".join(_KEYS.get(kind, kind[0]) for kind in map(op.attrs.get, op.public_attrs)).encode()
     made.bind, made.bound, made.fallback = id(bind), id(bound), id(fallback)
     handle = struct_capsule(made, names, defaults, bound, bind, fallback)
     return builtin(op.name, "aot_torch_public", handle, call.METH_FASTCALL | _METH_KEYWORDS)

@@ -26,6 +26,10 @@ _LOWERING = "torch._inductor.lowering"
 
 def register(operators: Iterable[Any]) -> None:
     """Makes these ``OpOverload`` fallbacks of Inductor: now, or as soon as it is imported."""
+    waiting = next((finder for finder in sys.meta_path if isinstance(finder, _Finder)), None)
+    if waiting is not None and sys.modules.get(_LOWERING) is None:
+        waiting.operators += tuple(operators)
+        return
     finder = _Finder(tuple(operators))
     sys.meta_path.insert(0, finder)
     if sys.modules.get(_LOWERING) is not None:
@@ -37,7 +41,7 @@ class _Finder(MetaPathFinder):
     """Finds the lowerings by the finders behind it, one of another library among them. It is never removed: an import
     in another thread that iterates over ``sys.meta_path`` would skip the next finder."""
 
-    def __init__(self, operators: Sequence[Any]) -> None:
+    def __init__(self, operators: tuple[Any, ...]) -> None:
         self.operators = operators
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None):

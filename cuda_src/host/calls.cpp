@@ -33,7 +33,7 @@ struct Plan {
 
 // The structs that aotops/call.py mirrors. A change of one of them raises the version here and there.
 AOT_API const char *aot_call_structs() {
-  static const std::string sizes = struct_sizes(1, {{"Interpreter", sizeof(Interpreter)}, {"Numpy", sizeof(Numpy)}});
+  static const std::string sizes = struct_sizes(2, {{"Interpreter", sizeof(Interpreter)}, {"Numpy", sizeof(Numpy)}});
   return sizes.c_str();
 }
 

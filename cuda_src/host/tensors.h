@@ -52,8 +52,8 @@ struct NumpyArray {
 struct Numpy {
   void *type;
   int n;
-  void *dtypes[8];
-  const char *names[8];
+  void *dtypes[16];
+  const char *names[16];
 };
 inline Numpy numpy;
 
@@ -194,7 +194,10 @@ struct Arguments {
     count(size);
     params[n] = a->data, ndims[n] = a->ndim, shapes[n] = a->shape, dtypes[n] = kUnnamedDtype;
     for (int i = 0; i < numpy.n; ++i)
-      if (a->dtype == numpy.dtypes[i]) dtypes[n] = numpy.names[i];
+      if (a->dtype == numpy.dtypes[i]) {
+        dtypes[n] = numpy.names[i];
+        break;
+      }
     constexpr int kCContiguous = 1, kAligned = 0x100, kWriteable = 0x400;
     if (!(a->flags & kCContiguous) || !(a->flags & kAligned)) return refuse(slot, "is not contiguous");
     if (slot.is_output && !(a->flags & kWriteable)) return refuse(slot, "is read-only, expected an array to write to");

@@ -64,7 +64,8 @@ struct Public {
   int n_transposable;             // inputs that may be transposed views:
   int transposable[kMaxSlots];    // the argument of each,
   int transposes[kMaxSlots];      // and the attribute, a bool, that transposes it
-  char kinds[2 * kMaxSlots];      // by attribute: the first letter of its type in Op.attrs; "l" for a list of integers
+  char kinds[2 * kMaxSlots];      // by attribute: the first letter of its type in Op.attrs; "l" for a list of integers;
+                                  // "x" for one that Python binds
   bool has_autocast;
   int most_bound;  // limit of entries in `bound`
   uint64_t clock;  // number of calls
@@ -301,8 +302,10 @@ bool is_key(char kind, void *value) {
       return type_of(value) == python.float_type || is_int(value);
     case 'b':
       return type_of(value) == python.bool_type;
-    default:
+    case 's':
       return type_of(value) == python.str_type;
+    default:
+      return false;
   }
 }
 

@@ -1,6 +1,6 @@
 // One XLA FFI handler for every operator, on the CPU and on CUDA. Its attributes are strings: `entry`, such as
 // aot_layer_norm, to which the device is added here, and `attrs`, as extra.h reads them. An entry of another library is
-// scale/aot_scale, after aot_xla_library was told of the library named scale. Workspaces are results,
+// scale/aot_scale, of the library that libraries.h knows as scale. Workspaces are results,
 // which XLA places; where `scratch` is given, they are not: the handler allocates them, since their sizes follow from
 // dimensions that were symbolic when the program was made.
 #include "xla.h"
@@ -18,6 +18,7 @@
 #include <string_view>
 
 #include "bind.h"
+#include "libraries.h"
 
 namespace {
 
@@ -34,30 +35,6 @@ struct Device {
 constexpr Device kCpu = {"_cpu", false, xla::kNoTraits}, kCuda = {"_cuda", true, xla::kCommandBufferCompatible},
                  kCudaScratch = {"_cuda", true, xla::kNoTraits};
 
-// ----------------------------------------------------------------------------------------------------------- libraries
-
-struct Library {
-  std::string name;
-  void *handle;  // of dlopen
-};
-
-std::mutex libraries_lock;
-std::deque<Library> libraries;  // kept for good
-
-// The handle of the library of this name; of this one, without a name. Null: it is not known.
-void *find_library(std::string_view name) {
-  static void *const self = [] {
-    Dl_info info;
-    return dladdr(reinterpret_cast<void *>(&find_library), &info) ? dlopen(info.dli_fname, RTLD_NOW | RTLD_NOLOAD)
-                                                                  : nullptr;
-  }();
-  if (name.empty()) return self;
-  std::lock_guard<std::mutex> hold(libraries_lock);
-  for (const Library &library : libraries)
-    if (library.name == name) return library.handle;
-  return nullptr;
-}
-
 // ------------------------------------------------------------------------------------------------------- bound entries
 
 struct BoundEntry {
@@ -65,6 +42,7 @@ struct BoundEntry {
   const Device *device;
   Entry *entry;
   Infer *infer;
+  bool told;  // Infer takes the outputs' specs too: a hosted operator, whose rule for them may be Python's
   LastError *last_error;
   void *extra;
   BoundEntry *next;
@@ -80,14 +58,16 @@ Status bind_entry(BoundEntry *bound) {
   const size_t slash = bound->name.find('/');
   const std::string library = slash == std::string::npos ? "" : bound->name.substr(0, slash);
   const std::string symbol = bound->name.substr(library.empty() ? 0 : slash + 1) + bound->device->suffix;
-  void *handle = find_library(library);
-  if (!handle)
+  const SharedLibrary *found = find_library(library);
+  if (!found)
     return fail(kNotImplemented, "%s: the library %s is not registered: call aotops.frontends.jax.register(library)",
                 bound->name.c_str(), library.c_str());
+  void *handle = found->handle;
   bound->entry = reinterpret_cast<Entry *>(dlsym(handle, symbol.c_str()));
   if (!bound->entry)
     return fail(kNotImplemented, "the library %s has no %s; CUDA entries are built where nvcc is",
                 library.empty() ? "aotops" : library.c_str(), symbol.c_str());
+  bound->told = symbol.rfind("aot_hosted_", 0) == 0;
   bound->infer = reinterpret_cast<Infer *>(dlsym(handle, (symbol + "Infer").c_str()));
   bound->last_error = reinterpret_cast<LastError *>(dlsym(handle, "aot_last_error"));
   auto *init = reinterpret_cast<Init *>(dlsym(handle, (symbol + "Init").c_str()));
@@ -114,6 +94,24 @@ Status find(std::string_view name, const Device &device, std::string_view attrs,
 
 const char *dtype_text(xla::DataType dtype) {
   switch (dtype) {
+    case xla::DataType::pred:
+      return "bool";
+    case xla::DataType::s8:
+      return "int8";
+    case xla::DataType::s16:
+      return "int16";
+    case xla::DataType::s32:
+      return "int32";
+    case xla::DataType::s64:
+      return "int64";
+    case xla::DataType::u8:
+      return "uint8";
+    case xla::DataType::u16:
+      return "uint16";
+    case xla::DataType::u32:
+      return "uint32";
+    case xla::DataType::u64:
+      return "uint64";
     case xla::DataType::f16:
       return "float16";
     case xla::DataType::bf16:
@@ -122,10 +120,10 @@ const char *dtype_text(xla::DataType dtype) {
       return "float32";
     case xla::DataType::f64:
       return "float64";
-    case xla::DataType::s32:
-      return "int32";
-    case xla::DataType::s64:
-      return "int64";
+    case xla::DataType::c64:
+      return "complex64";
+    case xla::DataType::c128:
+      return "complex128";
     default:
       return "of another kind";
   }
@@ -197,8 +195,11 @@ Status call(const xla::CallFrame &frame, const Device &device, void *stream) {
   if (frame.args.n >= kMaxTensors || frame.rets.n >= kMaxTensors - frame.args.n)
     return fail(kConventionMisused, "%s: more than %d tensors", bound->name.c_str(), kMaxTensors - 1);
   int n = 0;
+  // the last results are the memory of inputs that a hosted function writes to
+  const std::string_view count = attribute(frame.attrs, "aliased");
+  const int64_t aliased = count.empty() ? 0 : std::strtoll(std::string(count).c_str(), nullptr, 10);
   for (const xla::Buffers *side : {&frame.args, &frame.rets})
-    for (int64_t i = 0; i < side->n; ++i, ++n) {
+    for (int64_t i = 0; i < side->n - (side == &frame.rets ? aliased : 0); ++i, ++n) {
       const xla::Buffer &b = *side->buffers[i];
       params[n] = b.data, dtypes[n] = dtype_text(b.dtype);
       ndims[n] = static_cast<int>(b.rank), shapes[n] = b.rank ? b.dims : nullptr;
@@ -207,10 +208,10 @@ Status call(const xla::CallFrame &frame, const Device &device, void *stream) {
   int64_t elements;
   if (!attribute(frame.attrs, "scratch").empty()) {  // the last output, a vector
     constexpr int kMaxOutputs = 16;
-    int n_args = static_cast<int>(frame.args.n), out_ndims[kMaxOutputs] = {};
+    int n_told = bound->told ? n : static_cast<int>(frame.args.n), out_ndims[kMaxOutputs] = {};
     int64_t out_shapes[kMaxOutputs * kMaxNdim];
     const char *out_dtypes[kMaxOutputs];
-    AOT_TRY(adopt(bound->infer(n_args, ndims, shapes, dtypes, bound->extra, out_ndims, out_shapes, out_dtypes),
+    AOT_TRY(adopt(bound->infer(n_told, ndims, shapes, dtypes, bound->extra, out_ndims, out_shapes, out_dtypes),
                   bound->last_error));
     int last = kMaxOutputs - 1;
     while (last && !out_ndims[last]) --last;
@@ -260,16 +261,6 @@ xla::Error *handle(const xla::CallFrame *frame, const Device &device) noexcept {
 }
 
 }  // namespace
-
-// Names a library of operators, by its handle of dlopen, which is never closed. The name of another one is refused.
-AOT_API int aot_xla_library(const char *name, void *handle) {
-  std::lock_guard<std::mutex> hold(libraries_lock);
-  for (const Library &library : libraries)
-    if (library.name == name)
-      return library.handle == handle ? kOk : fail(kInvalidArgument, "the library %s is registered already", name);
-  libraries.push_back({name, handle});
-  return kOk;
-}
 
 AOT_API xla::Error *aot_xla_cpu(xla::CallFrame *frame) { return handle(frame, kCpu); }
 AOT_API xla::Error *aot_xla_cuda(xla::CallFrame *frame) { return handle(frame, kCuda); }

@@ -17,7 +17,23 @@ struct Head {
 };
 
 enum class ErrorCode : int { invalid_argument = 3, unimplemented = 12, internal = 13 };
-enum class DataType : int { s32 = 4, s64 = 5, f16 = 10, f32 = 11, f64 = 12, bf16 = 16 };
+enum class DataType : int {
+  pred = 1,
+  s8 = 2,
+  s16 = 3,
+  s32 = 4,
+  s64 = 5,
+  u8 = 6,
+  u16 = 7,
+  u32 = 8,
+  u64 = 9,
+  f16 = 10,
+  f32 = 11,
+  f64 = 12,
+  c64 = 15,
+  bf16 = 16,
+  c128 = 18
+};
 enum class AttrType : int { string = 4 };
 enum class Stage : int { instantiate, prepare, initialize, execute };
 enum class ExtensionType : int { metadata = 1 };

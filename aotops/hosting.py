@@ -1,0 +1,426 @@
+"""Hosting: functions of MindSpore's AOT convention, in libraries that know nothing of this one, as operators of every
+frontend. ``load`` loads the library, ``Library.op`` defines the operator."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from inspect import Parameter, signature
+from keyword import iskeyword
+from numbers import Integral
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from zlib import crc32
+
+from . import elf
+from .library import Library, LibraryError
+from .op import ATTRIBUTE_TYPES, Op, Rule
+from .spec import DTYPES, TensorSpec
+
+SOURCES = (".c", ".cc", ".cpp", ".cxx", ".cu")
+FLAGS = ("-std=c++17", "-D_GLIBCXX_USE_CXX11_ABI=0")
+"""What MindSpore compiles a source with: the std::string of its AotExtra is that of the old ABI."""
+_DEVICES = ("cpu", "cuda")
+MOST_TENSORS = 16  # call.py: MOST_SLOTS
+
+_loaded: dict[str, tuple[Library, Path, int]] = {}
+
+
+def load(path: str | Path, name: str | None = None) -> Library:
+    """A library of kernels of MindSpore's AOT convention. ``library.op(...)`` then defines its operators.
+
+    Args:
+        path: a shared library, or a source (.c, .cc, .cpp, .cxx, .cu), which is compiled first.
+        name: an identifier, torch's namespace for the operators; by default the file's name without "lib" and ".so".
+
+    Raises:
+        LibraryError: the file is missing, is no shared library, or does not load, such as for an unresolved symbol.
+        ValueError: the name is no identifier, or that of another file which is loaded already.
+    """
+    file = Path(path).absolute()
+    name = name or file.name.partition(".")[0].removeprefix("lib")
+    if not name.isidentifier():
+        raise ValueError(f"aotops.load: name is {name!r}, expected an identifier: give another, load(path, name=...)")
+    if not file.exists():
+        raise LibraryError(f"{file} does not exist")
+    if file.suffix in SOURCES:
+        from .compile import compile as compile_source  # type: ignore[import-not-found,unused-ignore]
+
+        file = compile_source(file, name=name, flags=FLAGS if file.suffix != ".c" else ())
+    changed = file.stat().st_mtime_ns
+    known = _loaded.get(name)
+    if known and known[1:] == (file, changed):
+        return known[0]
+    if known or name == "aotops":
+        where = f"of {known[1]} as it was when it was loaded" if known else "of the built-in operators"
+        raise ValueError(f"aotops.load: name is {name!r}, the name {where}: give another, load(path, name=...)")
+    library = Library(name, (), file)
+    library.registered  # noqa: B018  loads it
+    _loaded[name] = library, file, changed
+    return library
+
+
+# ------------------------------------------------------------------------------------------------------- definitions
+
+
+@dataclass(frozen=True, eq=False)
+class Foreign:
+    """The function that an operator hosts, and how the specs of its outputs are found."""
+
+    symbols: Mapping[str, str]
+    """By device, the function's name."""
+    rule: Callable[..., Any] | None = None
+    """Takes the inputs' specs, and attributes that its parameters name; returns those of the outputs."""
+    shape: Any = None
+    dtype: Any = None
+    """MindSpore's out_shape and out_dtype: constants, or functions of the inputs' shapes and dtypes."""
+
+    def in_library(self, op: Op) -> bool:
+        """Whether the library infers, at least a part."""
+        rest = any(y not in op.same_spec_as for y in op.outputs)
+        return rest and self.rule is None and (self.shape is None or self.dtype is None)
+
+    def by_shapes_alone(self, op: Op) -> bool:
+        """Whether the C side can find the outputs' shapes, without Python."""
+        return all(y in op.same_spec_as for y in op.outputs) or (self.rule is None and self.shape is None)
+
+    def specs(
+        self,
+        op: Op,
+        attrs: Sequence[Any],
+        specs: Sequence[TensorSpec | None],
+        from_library: Callable[[], Sequence[TensorSpec]],
+    ) -> tuple[TensorSpec, ...]:
+        """One for each output. Dimensions may be symbolic.
+
+        Raises:
+            TypeError: the rule returned something that is no spec.
+        """
+        inputs = dict(zip(op.inputs, specs, strict=True))
+        if all(y in op.same_spec_as for y in op.outputs):
+            return tuple(inputs[op.same_spec_as[y]] for y in op.outputs)  # type: ignore[misc]
+        if self.rule is not None:
+            found = self._by_rule(op, attrs, specs)
+        else:
+            inferred = from_library() if self.in_library(op) else ()
+            found = self._by_parts(op, specs, inferred)
+        return tuple(
+            inputs[op.same_spec_as[y]] if y in op.same_spec_as else _checked(op, y, spec)  # type: ignore[misc]
+            for y, spec in zip(op.outputs, found, strict=True)
+        )
+
+    def _by_rule(self, op: Op, attrs: Sequence[Any], specs: Sequence[TensorSpec | None]) -> Sequence[Any]:
+        assert self.rule is not None
+        found = self.rule(*specs, **_wanted(self.rule, dict(zip(op.attrs, attrs, strict=True))))
+        return _each(op, "infer", [found] if isinstance(found, TensorSpec) else found)
+
+    def _by_parts(self, op: Op, specs: Sequence[Any], inferred: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
+        shapes: Sequence[Any] = [spec.shape for spec in inferred[: len(op.outputs)]]
+        dtypes: Sequence[Any] = [spec.dtype for spec in inferred[: len(op.outputs)]]
+        if self.shape is not None:
+            shape = self.shape(*(spec.shape for spec in specs)) if callable(self.shape) else self.shape
+            one = len(op.outputs) == 1 and not (shape and isinstance(shape[0], tuple | list))
+            shapes = _each(op, "out_shape", [shape] if one else shape)
+        if self.dtype is not None:
+            # a dtype of NumPy or MindSpore may be a class, which is callable
+            is_rule = (
+                callable(self.dtype) and not isinstance(self.dtype, type) and _dtype_name(self.dtype) not in DTYPES
+            )
+            dtype = self.dtype(*(spec.dtype for spec in specs)) if is_rule else self.dtype
+            dtypes = _each(op, "out_dtype", dtype if isinstance(dtype, tuple | list) else [dtype] * len(op.outputs))
+        return [TensorSpec(shape, _dtype_name(d)) for shape, d in zip(shapes, dtypes, strict=True)]
+
+
+def define(
+    library: Library,
+    name: str,
+    *,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    attrs: Mapping[str, str] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+    infer: Callable[..., Any] | None = None,
+    out_shape: Any = None,
+    out_dtype: Any = None,
+    same_spec_as: Mapping[str, str] | None = None,
+    backward: Op | str | Callable[..., Any] | None = None,
+    mutates: Sequence[str] = (),
+    workspace: bool | None = None,
+    device: str | None = None,
+    cpu: str | None = None,
+    cuda: str | None = None,
+    vmappable: Iterable[str] = (),
+    doc: str | None = None,
+) -> Op:
+    """Defines an operator of a library, which every frontend then has: ``aotops.frontends.torch.of(library)``.
+
+    A library made with aotops' own aot.h, which exports ``aot_<name>_cpuInfer``, is called as a built-in one. Any other
+    function is hosted. How the specs of the outputs are found: by ``same_spec_as``, ``infer``, ``out_shape`` and
+    ``out_dtype``, or else by the library's ``<symbol>InferShape`` and ``<symbol>InferType``.
+
+    Args:
+        name: the operator's; also the function's, except where ``cpu`` or ``cuda`` name it.
+        inputs, outputs: the names of the tensors, in the function's order.
+        attrs: attributes and their types: "bool", "int", "float", "str", "int[]", "float[]", "int[][]", "float[][]".
+        defaults: values for the last attributes.
+        infer: a function of the inputs' TensorSpecs, and of attributes that it takes as keywords, which returns the
+            outputs' TensorSpec, or a tuple of them.
+        out_shape, out_dtype: as ``mindspore.ops.Custom`` takes them; a dtype may be a string.
+        same_spec_as: outputs with the spec of an input. Such calls are the fastest.
+        backward: an operator of this library, or its name: it takes ``d<output>`` and what else it names of inputs and
+            outputs, and gives ``d<input>``. Or a function of a namespace of the library's operators and of such names,
+            which returns a gradient, or None, for each input.
+        mutates: inputs that the function writes to.
+        workspace: whether Init may ask for a workspace; by default, whether there is an Init.
+        device: "cpu" or "cuda": where the function runs. By default the function ``<name>_cpu``, ``<name>_cuda`` or
+            ``aot_<name>_<device>`` is for that device; one called ``name`` is for CUDA where the library has device
+            code, else for the CPU.
+        cpu, cuda: the name of the function for the device.
+        vmappable: inputs and outputs that may have another leading axis, over which results are independent.
+
+    Raises:
+        LibraryError: the library exports no such function.
+        TypeError, ValueError: a definition that is not one.
+    """
+    attrs, defaults = dict(attrs or {}), dict(defaults or {})
+    inputs, outputs, like = tuple(inputs), tuple(outputs), dict(same_spec_as or {})
+    _check_names(name, inputs, outputs, attrs, defaults, like, tuple(mutates))
+    bind = _bind(name, inputs, attrs, defaults, doc)
+    shared: dict[str, Any] = {
+        "attrs": attrs, "same_spec_as": like, "mutates": tuple(mutates), "vmappable": frozenset(vmappable),
+    }  # fmt: skip
+    shared |= _gradient(library, name, inputs, outputs, attrs, tuple(mutates), backward)
+    if library.address(f"aot_{name}_cpuInfer") or library.address(f"aot_{name}_cudaInfer"):
+        if infer or out_shape or out_dtype or device or cpu or cuda:
+            raise TypeError(f"{name}: {library.path} infers for itself, and has its own entries")
+        return _added(library, Op(name, bind, inputs, outputs, **shared))
+    symbols = _symbols(library, name, device, {"cpu": cpu, "cuda": cuda})
+    if workspace is None:
+        # MindSpore's operators have an output: without another one, the workspace
+        workspace = not outputs or any(library.address(f"{symbol}Init") for symbol in symbols.values())
+    shared["workspace"] = ("workspace",) if workspace else ()
+    if infer is not None and (out_shape is not None or out_dtype is not None):
+        raise TypeError(f"{name}: infer and out_shape or out_dtype are given, expected one rule")
+    if outputs and not set(outputs) <= set(like) and infer is None:
+        for rule, companion in ((out_shape, "InferShape"), (out_dtype, "InferType")):
+            if rule is None and not all(library.address(f"{symbol}{companion}") for symbol in symbols.values()):
+                raise TypeError(
+                    f"{name}: {library.path} has no {next(iter(symbols.values()))}{companion}: tell the outputs' specs "
+                    f"by infer=, same_spec_as=, or out_shape= and out_dtype="
+                )
+    foreign = Foreign(symbols, infer, out_shape, out_dtype)
+    op = Op(name, bind, inputs, outputs, foreign=foreign, **shared)
+    if len(op.slots) > MOST_TENSORS:
+        raise NotImplementedError(f"{name} has {len(op.slots)} tensors, expected at most {MOST_TENSORS}")
+    return _added(library, op)
+
+
+def _added(library: Library, op: Op) -> Op:
+    if op.name in library.ops:
+        raise ValueError(f"{op.name}: the library {library.name} has an operator of this name already")
+    library.ops[op.name] = bound = op.bound_to(library)
+    if library.defined is not None:
+        library.defined(bound)
+    return bound
+
+
+def _check_names(
+    name: str,
+    inputs: tuple[str, ...],
+    outputs: tuple[str, ...],
+    attrs: Mapping[str, str],
+    defaults: Mapping[str, Any],
+    like: Mapping[str, str],
+    mutates: tuple[str, ...],
+) -> None:
+    every = (*inputs, *outputs, *attrs)
+    for each in (name, *every):
+        if not (isinstance(each, str) and each.isidentifier()) or iskeyword(each):
+            raise ValueError(f"{name}: {each!r} is no identifier")
+    if len(set(every)) < len(every) or "workspace" in every:
+        raise ValueError(f"{name}: inputs, outputs and attributes are {', '.join(every)}, expected different names")
+    if not inputs:
+        raise ValueError(f"{name}: there is no input, whose device the call would be made on")
+    if not outputs and not mutates:
+        raise ValueError(f"{name}: there is no output, and no input that it writes to (mutates=)")
+    for attr, kind in attrs.items():
+        if kind not in ATTRIBUTE_TYPES:
+            raise ValueError(f"{name}: the type of {attr} is {kind!r}, expected one of {', '.join(ATTRIBUTE_TYPES)}")
+    _check_known(name, "defaults", defaults, attrs)
+    if list(defaults) and set(list(attrs)[-len(defaults) :]) != set(defaults):
+        raise ValueError(f"{name}: defaults are for {', '.join(defaults)}, expected the last of {', '.join(attrs)}")
+    _check_known(name, "same_spec_as", like, outputs)
+    _check_known(name, "same_spec_as", like.values(), inputs)
+    _check_known(name, "mutates", mutates, inputs)
+
+
+def _check_known(name: str, what: str, given: Iterable[str], known: Iterable[str]) -> None:
+    for each in given:
+        if each not in known:
+            raise ValueError(f"{name}: {what} names {each!r}, expected one of {', '.join(known) or 'none'}")
+
+
+def _symbols(library: Library, name: str, device: str | None, named: Mapping[str, str | None]) -> dict[str, str]:
+    given = {where: symbol for where, symbol in named.items() if symbol}
+    if device is not None:
+        if device not in _DEVICES:
+            raise ValueError(f"{name}: device is {device!r}, expected cpu or cuda")
+        given.setdefault(device, name)
+    if not given:
+        pairs = [(where, symbol) for where in _DEVICES for symbol in (f"{name}_{where}", f"aot_{name}_{where}")]
+        given = {where: symbol for where, symbol in pairs if library.address(symbol)}
+    given = given or {"cuda" if elf.read(library.path).has_cuda else "cpu": name}
+    for symbol in given.values():
+        if library.address(symbol) is None:
+            exported = elf.read(library.path).exported
+            close = get_close_matches(symbol, exported, 3, 0.5)
+            hint = f"; did you mean {' or '.join(close)}?" if close else ' (is it extern "C"?)'
+            raise LibraryError(f"{library.path} exports no {symbol}{hint}")
+    return given
+
+
+def _gradient(
+    library: Library,
+    name: str,
+    inputs: tuple[str, ...],
+    outputs: tuple[str, ...],
+    attrs: Mapping[str, str],
+    mutates: tuple[str, ...],
+    backward: Op | str | Callable[..., Any] | None,
+) -> dict[str, Any]:
+    if backward is None:
+        return {}
+    if mutates:
+        raise NotImplementedError(f"{name}: an operator that writes to {', '.join(mutates)} has no gradient")
+    gradients = tuple(f"d{y}" for y in outputs)
+    if isinstance(backward, str):
+        if backward not in library.ops:
+            raise ValueError(f"{name}: backward is {backward!r}, expected an operator defined before: library.op(...)")
+        backward = library.ops[backward]
+    if not isinstance(backward, Op):
+        _, *parameters = signature(backward).parameters
+        _check_known(name, "backward", parameters, (*inputs, *outputs, *gradients, *attrs))
+        return {"rule": Rule(backward, tuple(parameters))}
+    _check_known(name, f"backward {backward.name}", backward.inputs, (*inputs, *outputs, *gradients))
+    _check_known(name, f"backward {backward.name}", backward.outputs, [f"d{x}" for x in inputs])
+    _check_known(name, f"backward {backward.name}", backward.attrs, attrs)
+    if list(backward.attrs) == list(attrs):
+        return {"backward": backward}
+    if backward.foreign is None:
+        raise ValueError(f"{name}: {backward.name} has the attributes {', '.join(backward.attrs)}, expected {attrs}")
+    # the frontends give it all of the forward's, of which the function reads what it wants
+    return {"backward": replace(backward, name=f"{name}_backward", attrs=attrs)}
+
+
+def _bind(
+    name: str, inputs: Sequence[str], attrs: Mapping[str, str], defaults: Mapping[str, Any], doc: str | None
+) -> Callable[..., Any]:
+    """A function that has a source, which MindSpore's graph mode compiles."""
+    kept = Op(name, lambda: ((), ()), (), (), attrs=attrs)
+    values = {
+        attr: kept._attr(attr, kind, defaults[attr]) for attr, kind in attrs.items() if attr in defaults
+    }  # the types are checked here
+    parameters = [*inputs, *(f"{attr}={values[attr]!r}" if attr in values else attr for attr in attrs)]
+    taken, said = "".join(f"{x}, " for x in inputs), "".join(f"{a}, " for a in attrs)
+    body = f"return ({taken}), ({said})"
+    function = written_out(name, f"({', '.join(parameters)})", body)
+    function.__doc__ = doc or f"The hosted operator {name}."
+    return function
+
+
+def written_out(name: str, parameters: str, body: str, **names: Any) -> Callable[..., Any]:
+    """A function that has a source: MindSpore's graph mode compiles it."""
+    source = f"def make({', '.join(names)}):\n    def {name}{parameters}:\n        {body}\n    return {name}\n"
+    file = f"<aotops {name}{parameters} {crc32(source.encode()):x}>"  # of each source its own
+    scope: dict[str, Any] = {"__name__": __name__, "inf": float("inf"), "nan": float("nan")}
+    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
+    exec(compile(source, file, "exec"), scope)
+    return scope["make"](**names)
+
+
+# ---------------------------------------------------------------------------------------------------------- namespaces
+
+
+class Namespace(ModuleType):
+    """The functions of a library's operators in one framework, each made when it is first asked for: operators may be
+    defined later.
+
+    Args:
+        make: takes an operator and this module's name; returns its functions by name.
+        at_once: each is made when it is defined, for MindSpore's graph mode, which reads ``vars`` of a module.
+    """
+
+    def __init__(
+        self, library: Library, framework: str, make: Callable[[Op, str], Mapping[str, Any]], at_once: bool = False
+    ) -> None:
+        name = f"aotops_{framework}_of_{library.name}"
+        super().__init__(name, f"The operators of the library {library.name} for {framework}.")
+        self.__dict__.update(_library=library, _make=make)
+        sys.modules[name] = self  # where pickle and MindSpore look for it
+        if at_once:
+            library.defined = lambda op: self.__dict__.update(make(op, name))
+            for op in library.ops.values():
+                library.defined(op)
+
+    def __getattr__(self, name: str) -> Any:
+        library: Library = self.__dict__["_library"]
+        op = library.ops.get(name) or library.ops.get(name.removesuffix("_backward"))
+        made = self.__dict__["_make"](op, self.__name__) if op else {}
+        if name not in made:
+            known = ", ".join(library.ops) or "none"
+            raise AttributeError(f"the library {library.name} has no operator {name!r}; there are {known}")
+        self.__dict__.update(made)
+        return made[name]
+
+    def __dir__(self) -> list[str]:
+        return sorted(self.__dict__["_library"].ops)
+
+
+NUMBERS = {bool: "bool", int: "int64", float: "float32"}
+"""The dtypes of a hosted operator's inputs that are given as Python's numbers, which become tensors without axes: those
+of MindSpore."""
+
+
+# ------------------------------------------------------------------------------------------------------- rules' results
+
+
+def _wanted(function: Callable[..., Any], attrs: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = signature(function).parameters.values()
+    if any(p.kind is Parameter.VAR_KEYWORD for p in parameters):
+        return dict(attrs)
+    return {p.name: attrs[p.name] for p in parameters if p.name in attrs}
+
+
+def _each(op: Op, rule: str, found: Any) -> Sequence[Any]:
+    """One for each output."""
+    if not isinstance(found, tuple | list) or len(found) != len(op.outputs):
+        expected = "one" if len(op.outputs) == 1 else f"a tuple of {len(op.outputs)}"
+        raise TypeError(f"{op.name}: {rule} returned {found!r:.80}, expected {expected}, for {', '.join(op.outputs)}")
+    return found
+
+
+def _checked(op: Op, slot: str, spec: Any) -> TensorSpec:
+    if not isinstance(spec, TensorSpec):
+        raise TypeError(f"{op.name}: the rule gives {spec!r:.80} for {slot}, expected an aotops.TensorSpec")
+    shape, dtype = spec
+    if not isinstance(shape, tuple | list) or any(
+        isinstance(d, bool | float | str | tuple | list | type(None)) for d in shape
+    ):
+        raise TypeError(f"{op.name}: the rule gives {slot} the shape {shape!r:.80}, expected a tuple of integers")
+    if any(isinstance(d, Integral) and d < -2 for d in shape):
+        raise ValueError(f"{op.name}: the rule gives {slot} the shape {shape!r:.80}, expected no dimension below 0")
+    if dtype not in DTYPES:
+        raise TypeError(
+            f"{op.name}: the rule gives {slot} the dtype {dtype!r:.40}, expected one of {', '.join(DTYPES)}"
+        )
+    return TensorSpec(tuple(int(d) if isinstance(d, Integral) else d for d in shape), dtype)
+
+
+def _dtype_name(dtype: Any) -> str:
+    """Of a string, or a dtype of a framework."""
+    name = dtype if isinstance(dtype, str) else getattr(dtype, "__name__", None) or str(dtype)
+    return name.rpartition(".")[2].lower()

@@ -1,0 +1,19 @@
+// Shared libraries by name: those whose entries the hosted operators (hosted.cpp) and XLA's handler (xla.cpp) call.
+#pragma once
+#include <string>
+#include <string_view>
+
+#include "aot.h"
+
+namespace aot {
+
+struct SharedLibrary {
+  std::string name;
+  void *handle;      // of dlopen; never closed
+  bool new_strings;  // its C++ code has the std::string of the new ABI (_GLIBCXX_USE_CXX11_ABI=1)
+};
+
+// The library of this name; this one, without a name. Null: no library of this name is registered.
+const SharedLibrary *find_library(std::string_view name);
+
+}  // namespace aot
