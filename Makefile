@@ -88,7 +88,7 @@ else
 	@$(CXX) -shared -pthread -Wl,$(LDFLAGS),--as-needed $(OBJECTS) -o $@ $(STUBS) -ldl
 endif
 
-$(RUNTIME): $(addprefix build/runtime/,error.o extra.o fork.o)
+$(RUNTIME): $(addprefix build/runtime/,error.o extra.o fork.o threads.o)
 	@echo "ar   $@"
 	@mkdir -p $(@D) && rm -f $@
 	@$(AR) rcs $@ $^

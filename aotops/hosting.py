@@ -48,7 +48,7 @@ def load(path: str | Path, name: str | None = None) -> Library:
     if not file.exists():
         raise LibraryError(f"{file} does not exist")
     if file.suffix in SOURCES:
-        from .compile import compile as compile_source  # type: ignore[import-not-found,unused-ignore]
+        from .compiler import compile as compile_source
 
         file = compile_source(file, name=name, flags=FLAGS if file.suffix != ".c" else ())
     changed = file.stat().st_mtime_ns
