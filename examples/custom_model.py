@@ -93,14 +93,18 @@ def measure(args: Namespace) -> Result:
     for device in args.devices.split(","):
         rows += measured(args, device)
         for row in rows[-2:]:
-            print(f"{row['impl']:8} {device:5} forward {row['forward_us']:9,.1f} us  backward {row['backward_us']:9,.1f} us")
+            forward, backward = row["forward_us"], row["backward_us"]
+            print(f"{row['impl']:8} {device:5} forward {forward:9,.1f} us  backward {backward:9,.1f} us", flush=True)
     names = [torch.cuda.get_device_name()] if "cuda" in args.devices else []
     size = {"batch": args.batch, "features": args.features, "dtype": args.dtype}
     return tables.record("; ".join([*names, Cpu(True).name]), rows, **size)
 
 
 def texts(result: Result) -> dict[str, str]:
-    rows = [[row["device"], row["impl"], f"{row['forward_us']:,.1f}", f"{row['backward_us']:,.1f}"] for row in result["rows"]]
+    rows = [
+        [row["device"], row["impl"], f"{row['forward_us']:,.1f}", f"{row['backward_us']:,.1f}"]
+        for row in result["rows"]
+    ]
     head = ["device", "operators", "forward, us", "backward, us"]
     size = f"Batch {result['batch']:,}, features {result['features']:,}, {result['dtype']}. "
     return {"run custom_model": size + tables.source(result), "custom_model": tables.table(head, rows, texts=2)}

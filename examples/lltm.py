@@ -140,7 +140,9 @@ def measure_all(options: Namespace) -> Result:
                 parameter.data.copy_(value)
             torch.testing.assert_close(results(rnn, *tensors), expected, **tolerance(options))
             forward, backward = measure(rnn, device, options, tensors)
-            rows.append({"impl": name, "device": device, "forward_us": round(forward, 1), "backward_us": round(backward, 1)})
+            rows.append(
+                {"impl": name, "device": device, "forward_us": round(forward, 1), "backward_us": round(backward, 1)}
+            )
             print(f"{name:14} {device:6} {forward:9.1f} {backward:9.1f}", flush=True)
     names = [torch.cuda.get_device_name()] if "cuda" in options.devices else []
     size = {key: getattr(options, key) for key in ("batch_size", "features", "state_size", "dtype")}

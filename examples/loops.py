@@ -127,7 +127,11 @@ def measured(op: str, size: tuple[int, ...], compiled: ctypes.CDLL, cpu: Any, cu
         a, b = a.cuda(), b.cuda()
         seconds["CUDA"] = library_seconds(op, cuda, a, b, reference)
         seconds["CUDA, waited for"] = loop_seconds(partial(waited_for, operator(op), a, b), 101)
-    print(f"{op} {'x'.join(map(str, size)):20}", *(f"{name} {s * 1e6:,.1f} us " for name, s in seconds.items()), flush=True)
+    print(
+        f"{op} {'x'.join(map(str, size)):20}",
+        *(f"{name} {s * 1e6:,.1f} us " for name, s in seconds.items()),
+        flush=True,
+    )
     return [{"op": op, "size": list(size), "impl": name, "us": round(s * 1e6, 3)} for name, s in seconds.items()]
 
 

@@ -74,8 +74,8 @@ def run(args: argparse.Namespace, measure: Callable[[], Result], texts: Callable
 
 def fill_in(file: Path, name: str, text: str) -> None:
     """Replaces what is between ``<!-- figures NAME -->`` and ``<!-- end -->``."""
-    marked = re.compile(rf"(<!-- figures {re.escape(name)} -->\n).*?(\n<!-- end -->)", re.DOTALL)
-    document, n = marked.subn(lambda match: f"{match[1]}{text}{match[2]}", file.read_text())
+    marked = re.compile(rf"(<!-- figures {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
+    document, n = marked.subn(lambda match: f"{match[1]}{text}\n{match[2]}", file.read_text())
     if n != 1:
         raise SystemExit(f"{file}: {n} places are marked <!-- figures {name} -->, expected 1")
     file.write_text(document)
