@@ -55,19 +55,18 @@ def measured(args: Namespace, device: str) -> list[Row]:
     models = {name: CustomModel(args.features, 1.5, ops, **tensors) for name, ops in (("torch", torch), ("aotops", F))}
     models["aotops"].load_state_dict(models["torch"].state_dict())
     check(models, x, dy)
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
-    for _ in range(20 if args.quick else 200):
-        for name, model in models.items():
+    rows = []
+    for name, model in models.items():
+        times = []
+        for _ in range(20 if args.quick else 200):
             y = model(x)
             leaves = (x, model.weight)
             forward = seconds(lambda model=model: model(x), device)
             backward = seconds(lambda y=y, leaves=leaves: torch.autograd.grad(y, leaves, dy), device)
-            times[name].append((forward, backward))
-    return [
-        {"impl": name, "device": device, "forward_us": median([f for f, _ in pairs]),
-         "backward_us": median([b for _, b in pairs])}
-        for name, pairs in times.items()
-    ]  # fmt: skip
+            times.append((forward, backward))
+        forward, backward = (median(list(of_pass)) for of_pass in zip(*times, strict=True))
+        rows.append({"impl": name, "device": device, "forward_us": forward, "backward_us": backward})
+    return rows
 
 
 def check(models: dict[str, CustomModel], x: torch.Tensor, dy: torch.Tensor) -> None:

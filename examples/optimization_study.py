@@ -183,7 +183,7 @@ def aotops_matmul(allow_tf32: bool) -> Callable[[], Callable[..., Any]]:
     return function
 
 
-TENSOR_CORES = ("tensor_cores", "asynchronous", "cuBLAS, TF32", "aotops, TF32")
+TENSOR_CORES = ("tensor_cores", "asynchronous", "warp_tiles", "truncated", "cuBLAS, TF32", "aotops, TF32")
 MATMUL = Study(
     source="matmul",
     steps={
@@ -193,8 +193,10 @@ MATMUL = Study(
         "registers": "blocks of 128 x 128 elements, 8 x 8 of them in the registers of a thread",
         "vectors": "four elements per load, from global and from shared memory",
         "prefetched": "the next tile is loaded while one is multiplied; one barrier per tile",
-        "tensor_cores": "TF32: factors rounded to 10 bits, multiplied by tensor cores (wmma)",
+        "tensor_cores": "TF32: factors rounded to 10 bits, multiplied by tensor cores (mma.sync)",
         "asynchronous": "TF32: three tiles, copied by cp.async while others are multiplied",
+        "warp_tiles": "TF32: 64 x 64 elements per warp, not 64 x 32: fewer loads and roundings per product",
+        "truncated": "TF32: the factors truncated by the tensor cores, not rounded before",
     },
     shapes=lambda step: [(4096, 4096, 4096)],
     tensors=lambda shape: [*uniform((shape[0], shape[2]), (shape[2], shape[1])), empty(shape[:2])],

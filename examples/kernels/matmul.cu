@@ -6,13 +6,10 @@
 // a is m x k and b is k x n; m, n and k are multiples of 128, and pointers are aligned to 16 bytes.
 #include <cuda_pipeline.h>
 #include <cuda_runtime.h>
-#include <mma.h>
 
 #include <cstdint>
 
 namespace {
-
-namespace wmma = nvcuda::wmma;
 
 constexpr int kThreads = 256;
 
@@ -182,86 +179,115 @@ __global__ void __launch_bounds__(kThreads, 2)
 // ----------------------------------------------------------------------------------------------- tensor cores, TF32
 
 constexpr int kTensorDepth = 32, kStages = 3;
-constexpr int kM = 16, kN = 16, kK = 8;        // one matrix instruction of the wmma interface
-constexpr int kWarpRows = 64, kWarpCols = 32;  // of a warp's part of the block's 128 x 128 elements
-constexpr int kDown = kWarpRows / kM, kRight = kWarpCols / kN;
+constexpr int kM = 16, kN = 8, kK = 8;  // of one instruction
 
-// The padding makes the matrix loads free of bank conflicts.
+// The padding makes the loads of an instruction's factors free of bank conflicts.
 struct TensorTile {
   float left[kTile][kTensorDepth + 4];
   float right[kTensorDepth][kTile + 8];
 };
 
-using Left = wmma::fragment<wmma::matrix_a, kM, kN, kK, wmma::precision::tf32, wmma::row_major>;
-using Right = wmma::fragment<wmma::matrix_b, kM, kN, kK, wmma::precision::tf32, wmma::row_major>;
-using Totals = wmma::fragment<wmma::accumulator, kM, kN, kK, float>;
+// What the steps on tensor cores differ in. A warp computes 64 x cols_ of the block's 128 x 128 elements.
+template <bool asynchronous_, bool rounded_, int cols_>
+struct Step {
+  static constexpr bool asynchronous = asynchronous_, rounded = rounded_;
+  static constexpr int rows = 64, cols = cols_, down = rows / kM, right = cols / kN, across = kTile / cols;
+  static constexpr int threads = kTile / rows * across * kLanes;
+  static constexpr int bytes = (asynchronous ? kStages : 1) * sizeof(TensorTile);
+};
 
-// Without this the hardware truncates, which is biased.
-template <class Fragment>
-__device__ void round_to_tf32(Fragment &fragment) {
-#pragma unroll
-  for (int i = 0; i < fragment.num_elements; ++i) fragment.x[i] = wmma::__float_to_tf32(fragment.x[i]);
+// A factor as the tensor cores take it: 10 bits of the mantissa; they ignore the others.
+template <bool rounded>
+__device__ uint32_t factor(float value) {
+  uint32_t bits = __float_as_uint(value);
+  if (rounded) asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));
+  return bits;
 }
 
-__device__ void multiply(Totals (&totals)[kDown][kRight], const TensorTile &tile, int row, int col) {
+// totals += left @ right, of 16 x 8 and 8 x 8 elements, which lie in the registers of a warp.
+__device__ void multiply(float (&totals)[4], const uint32_t (&left)[4], const uint32_t (&right)[2]) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(totals[0]), "+f"(totals[1]), "+f"(totals[2]), "+f"(totals[3])
+      : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right[0]), "r"(right[1]));
+}
+
+template <class S>
+struct Warp {
+  float totals[S::down][S::right][4] = {};
+  int row = threadIdx.x / kLanes / S::across * S::rows, col = threadIdx.x / kLanes % S::across * S::cols;
+  int group = threadIdx.x % kLanes / 4, lane = threadIdx.x % 4;  // which elements are this thread's, as PTX defines
+
+  __device__ void multiply_tile(const TensorTile &tile) {
 #pragma unroll
-  for (int p = 0; p < kTensorDepth; p += kK) {
-    Left left[kDown];
-    Right right[kRight];
+    for (int p = 0; p < kTensorDepth; p += kK) {
+      uint32_t left[S::down][4], right[S::right][2];
 #pragma unroll
-    for (int i = 0; i < kDown; ++i) {
-      wmma::load_matrix_sync(left[i], &tile.left[row + i * kM][p], kTensorDepth + 4);
-      round_to_tf32(left[i]);
+      for (int i = 0; i < S::down; ++i)
+#pragma unroll
+        for (int q = 0; q < 4; ++q)
+          left[i][q] = factor<S::rounded>(tile.left[row + i * kM + group + q % 2 * 8][p + lane + q / 2 * 4]);
+#pragma unroll
+      for (int j = 0; j < S::right; ++j)
+#pragma unroll
+        for (int q = 0; q < 2; ++q)
+          right[j][q] = factor<S::rounded>(tile.right[p + lane + q * 4][col + j * kN + group]);
+#pragma unroll
+      for (int i = 0; i < S::down; ++i)
+#pragma unroll
+        for (int j = 0; j < S::right; ++j) multiply(totals[i][j], left[i], right[j]);
     }
-#pragma unroll
-    for (int j = 0; j < kRight; ++j) {
-      wmma::load_matrix_sync(right[j], &tile.right[p][col + j * kN], kTile + 8);
-      round_to_tf32(right[j]);
-    }
-#pragma unroll
-    for (int i = 0; i < kDown; ++i)
-#pragma unroll
-      for (int j = 0; j < kRight; ++j) wmma::mma_sync(totals[i][j], left[i], right[j], totals[i][j]);
   }
-}
 
-struct Now {
-  static __device__ void copy(float *to, const float *from) {
-    *reinterpret_cast<float4 *>(to) = *reinterpret_cast<const float4 *>(from);
+  __device__ void store(float *c, int64_t n) const {
+#pragma unroll
+    for (int i = 0; i < S::down; ++i)
+#pragma unroll
+      for (int j = 0; j < S::right; ++j)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float *to = c + (row + i * kM + group + half * 8) * n + col + j * kN + lane * 2;
+          *reinterpret_cast<float2 *>(to) = {totals[i][j][half * 2], totals[i][j][half * 2 + 1]};
+        }
   }
 };
 
-// cp.async: from global to shared memory, without registers, and without waiting.
-struct Later {
-  static __device__ void copy(float *to, const float *from) { __pipeline_memcpy_async(to, from, sizeof(float4)); }
-};
-
-template <class Copy>
+// cp.async copies from global to shared memory without registers, and without waiting.
+template <class S>
 __device__ void fill(TensorTile &tile, const float *a, const float *b, int64_t n, int64_t k) {
-#pragma unroll 2  // all four at once would need more registers than there are
-  for (int j = 0; j < kTile * kTensorDepth / 4 / kThreads; ++j) {
-    int i = (threadIdx.x + j * kThreads) * 4;
-    Copy::copy(&tile.left[i / kTensorDepth][i % kTensorDepth], a + i / kTensorDepth * k + i % kTensorDepth);
-    Copy::copy(&tile.right[i / kTile][i % kTile], b + i / kTile * n + i % kTile);
+  auto copy = [](float *to, const float *from) {
+    if (S::asynchronous) {
+      __pipeline_memcpy_async(to, from, sizeof(float4));
+    } else {
+      *reinterpret_cast<float4 *>(to) = *reinterpret_cast<const float4 *>(from);
+    }
+  };
+#pragma unroll 2  // all at once would need more registers than there are
+  for (int j = 0; j < kTile * kTensorDepth / 4 / S::threads; ++j) {
+    int i = (threadIdx.x + j * S::threads) * 4;
+    copy(&tile.left[i / kTensorDepth][i % kTensorDepth], a + i / kTensorDepth * k + i % kTensorDepth);
+    copy(&tile.right[i / kTile][i % kTile], b + i / kTile * n + i % kTile);
   }
 }
 
-__device__ void tensor_products(Totals (&totals)[kDown][kRight], TensorTile *tile, const float *a, const float *b,
-                                int64_t n, int64_t k, int row, int col) {
+template <class S>
+__device__ void multiply_at_once(Warp<S> &warp, TensorTile *tile, const float *a, const float *b, int64_t n,
+                                 int64_t k) {
   for (int64_t first = 0; first < k; first += kTensorDepth) {
-    fill<Now>(*tile, a + first, b + first * n, n, k);
+    fill<S>(*tile, a + first, b + first * n, n, k);
     __syncthreads();
-    multiply(totals, *tile, row, col);
+    warp.multiply_tile(*tile);
     __syncthreads();
   }
 }
 
 // Tiles arrive while earlier ones are multiplied: kStages - 1 of them are on their way.
-__device__ void tensor_products_asynchronously(Totals (&totals)[kDown][kRight], TensorTile *tiles, const float *a,
-                                               const float *b, int64_t n, int64_t k, int row, int col) {
+template <class S>
+__device__ void multiply_as_they_come(Warp<S> &warp, TensorTile *tiles, const float *a, const float *b, int64_t n,
+                                      int64_t k) {
   auto ask = [&](int64_t tile) {
     int64_t first = tile * kTensorDepth;
-    if (first < k) fill<Later>(tiles[tile % kStages], a + first, b + first * n, n, k);
+    if (first < k) fill<S>(tiles[tile % kStages], a + first, b + first * n, n, k);
     __pipeline_commit();  // an empty one past the end, so that the count below stays right
   };
   for (int tile = 0; tile < kStages - 1; ++tile) ask(tile);
@@ -269,45 +295,38 @@ __device__ void tensor_products_asynchronously(Totals (&totals)[kDown][kRight], 
     __pipeline_wait_prior(kStages - 2);
     __syncthreads();  // this tile is here for all threads, and all are done with the one that is overwritten next
     ask(tile + kStages - 1);
-    multiply(totals, tiles[tile % kStages], row, col);
+    warp.multiply_tile(tiles[tile % kStages]);
   }
 }
 
-template <bool asynchronous>
-__global__ void __launch_bounds__(kThreads, 2)
+template <class S>
+__global__ void __launch_bounds__(S::threads, 2)
     tensor_tiles(const float *a, const float *b, float *c, int64_t n, int64_t k) {
-  extern __shared__ __align__(32) unsigned char memory[];
+  extern __shared__ __align__(16) unsigned char memory[];
   auto *tiles = reinterpret_cast<TensorTile *>(memory);
-  int warp = threadIdx.x / kLanes, across = kTile / kWarpCols;
-  int row = warp / across * kWarpRows, col = warp % across * kWarpCols;
   a += int64_t{blockIdx.y} * kTile * k, b += int64_t{blockIdx.x} * kTile;
   c += int64_t{blockIdx.y} * kTile * n + int64_t{blockIdx.x} * kTile;
-  Totals totals[kDown][kRight];
-#pragma unroll
-  for (int i = 0; i < kDown; ++i)
-#pragma unroll
-    for (int j = 0; j < kRight; ++j) wmma::fill_fragment(totals[i][j], 0.f);
-  if (asynchronous) {
-    tensor_products_asynchronously(totals, tiles, a, b, n, k, row, col);
+  Warp<S> warp;
+  if (S::asynchronous) {
+    multiply_as_they_come(warp, tiles, a, b, n, k);
   } else {
-    tensor_products(totals, tiles, a, b, n, k, row, col);
+    multiply_at_once(warp, tiles, a, b, n, k);
   }
-#pragma unroll
-  for (int i = 0; i < kDown; ++i)
-#pragma unroll
-    for (int j = 0; j < kRight; ++j)
-      wmma::store_matrix_sync(c + (row + i * kM) * n + col + j * kN, totals[i][j], static_cast<unsigned>(n),
-                              wmma::mem_row_major);
+  warp.store(c, n);
 }
 
-template <bool asynchronous>
+template <class S>
 void launch_tensor_tiles(dim3 grid, cudaStream_t stream, const float *a, const float *b, float *c, int64_t n,
                          int64_t k) {
-  constexpr int kBytes = (asynchronous ? kStages : 1) * sizeof(TensorTile);
   // more than 48 KB must be asked for
-  cudaFuncSetAttribute(tensor_tiles<asynchronous>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  tensor_tiles<asynchronous><<<grid, kThreads, kBytes, stream>>>(a, b, c, n, k);
+  cudaFuncSetAttribute(tensor_tiles<S>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::bytes);
+  tensor_tiles<S><<<grid, S::threads, S::bytes, stream>>>(a, b, c, n, k);
 }
+
+using TensorCores = Step<false, true, 32>;
+using Asynchronous = Step<true, true, 32>;
+using WarpTiles = Step<true, true, 64>;
+using Truncated = Step<true, false, 64>;
 
 dim3 grid(int64_t x, int64_t y) { return {static_cast<unsigned>(x), static_cast<unsigned>(y)}; }
 
@@ -329,5 +348,7 @@ MATMUL(shared, shared_squares<<<grid(n / kSquare, m / kSquare), dim3(kSquare, kS
 MATMUL(registers, register_tiles<<<grid(n / kTile, m / kTile), kThreads, 0, stream>>>(a, b, c, n, k))
 MATMUL(vectors, vector_tiles<false><<<grid(n / kTile, m / kTile), kThreads, 0, stream>>>(a, b, c, n, k))
 MATMUL(prefetched, vector_tiles<true><<<grid(n / kTile, m / kTile), kThreads, 0, stream>>>(a, b, c, n, k))
-MATMUL(tensor_cores, launch_tensor_tiles<false>(grid(n / kTile, m / kTile), stream, a, b, c, n, k))
-MATMUL(asynchronous, launch_tensor_tiles<true>(grid(n / kTile, m / kTile), stream, a, b, c, n, k))
+MATMUL(tensor_cores, launch_tensor_tiles<TensorCores>(grid(n / kTile, m / kTile), stream, a, b, c, n, k))
+MATMUL(asynchronous, launch_tensor_tiles<Asynchronous>(grid(n / kTile, m / kTile), stream, a, b, c, n, k))
+MATMUL(warp_tiles, launch_tensor_tiles<WarpTiles>(grid(n / kTile, m / kTile), stream, a, b, c, n, k))
+MATMUL(truncated, launch_tensor_tiles<Truncated>(grid(n / kTile, m / kTile), stream, a, b, c, n, k))
