@@ -1,6 +1,6 @@
 """Addition, matrix product and convolution as loops of Python and of C++, and as operators of aotops.
 
-    python examples/loops.py [--quick] [--json FILE] [--markdown FILE] [--from FILE]
+    python examples/loops.py [--devices cpu,cuda] [--quick] [--json FILE] [--markdown FILE] [--from FILE]
 
 The loops run on one thread: those of Python over lists, those of C++ (kernels/loops.cpp) as g++ -O3 compiles them.
 Every implementation gets the same inputs, and its result is compared with torch's in float64.
@@ -88,7 +88,7 @@ def build(folder: Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
-def measure(quick: bool) -> Result:
+def measure(quick: bool, devices: str | None) -> Result:
     import torch
 
     from aotops import library
@@ -96,7 +96,9 @@ def measure(quick: bool) -> Result:
 
     torch.manual_seed(0)
     cpu = Cpu(quick)
-    cuda = Cuda(quick) if torch.cuda.is_available() and library.has_cuda() else None
+    if devices is None:
+        devices = "cpu,cuda" if torch.cuda.is_available() and library.has_cuda() else "cpu"
+    cuda = Cuda(quick) if "cuda" in devices else None
     with tempfile.TemporaryDirectory() as folder:
         compiled = build(Path(folder))
     sizes = QUICK if quick else SIZES
@@ -199,5 +201,7 @@ def ratio(us: dict[str, float], slow: str, fast: str) -> str:
 
 
 if __name__ == "__main__":
-    args = tables.parser(__doc__).parse_args()
-    tables.run(args, lambda: measure(args.quick), texts)
+    options = tables.parser(__doc__)
+    options.add_argument("--devices", choices=["cpu", "cpu,cuda"], help="default: with cuda if there is a GPU")
+    args = options.parse_args()
+    tables.run(args, lambda: measure(args.quick, args.devices), texts)

@@ -375,7 +375,8 @@ def draw(result: Result, file: Path) -> None:
         {"access": access_panel, "matmul": matmul_panel}.get(rows[0]["op"], bandwidth_panel)(ax, rows)
         ax.spines[["top", "right"]].set_visible(False)
         ax.set_axisbelow(True)
-    figure.suptitle(f"One step at a time, on {result['device']}", fontweight="bold")
+    title = "Access patterns" if list(groups) == ["access"] else "One step at a time"
+    figure.suptitle(f"{title}, on {result['device']}", fontweight="bold")
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=110)
 
@@ -408,10 +409,9 @@ def bars(ax: Any, rows: list[Row], value: str, labels: list[str], axis: str) -> 
 def access_panel(ax: Any, rows: list[Row]) -> None:
     for pattern in PATTERNS:
         points = {row["shape"][1]: row["of_copy"] for row in rows if row["step"] == pattern}
-        if len(points) > 1:
-            ax.plot(points.keys(), points.values(), marker="o", label=pattern)
-        else:
-            ax.plot(points.keys(), points.values(), marker="x", ms=8, ls="", color="#212529", label=pattern)
+        alone = {"contiguous": "x", "contiguous_vectors": "+"}.get(pattern)  # at s = 1 alone
+        style = {"marker": alone, "ms": 9, "ls": "", "color": "#212529", "zorder": 3} if alone else {"marker": "o"}
+        ax.plot(points.keys(), points.values(), label=pattern, **style)
     ax.set_xscale("log", base=2)
     ax.set_xticks(STEPS, [str(s) for s in STEPS])
     ax.set_ylim(bottom=0)
