@@ -1,5 +1,5 @@
-// The kernels of the optimization study: each is one step from the one before it. float32. study.py builds this file
-// alone and calls the launchers through ctypes.
+// Two operators of the optimization study: each kernel is one step from the one before it. float32.
+// ../optimization_study.py builds this file alone and calls the launchers through ctypes.
 //
 //   int add_<step>(const float *a, const float *b, float *c, int64_t n, cudaStream_t stream)
 //   int row_sum_<step>(const float *x, float *y, int64_t rows, int64_t cols, cudaStream_t stream)
