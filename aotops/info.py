@@ -361,7 +361,8 @@ def render(found: Info) -> str:
     """The text of ``collect``'s result."""
     lines = [*_heads(found), "", "frameworks", *_framework_lines(found), "", "libraries"]
     for each in found["libraries"]:
-        lines.append(f"  {each['name']:12} {each['operators']} operators  {each['file'] or ''}".rstrip())
+        n = f"{each['operators']} operator{'s' if each['operators'] != 1 else ''}"
+        lines.append(f"  {each['name']:12} {n}  {each['file'] or ''}".rstrip())
     if found["mend"]:
         lines += ["", "unavailable"]
     for item in found["mend"]:

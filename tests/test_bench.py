@@ -327,6 +327,7 @@ def test_an_operator_of_another_library(doubling, tmp_path, capsys):
     assert all(row["op"] == "twice" and row["us"] > 0 for row in rows)
     case = Case(find("twice", ""), "forward", (512, 1024), "float32")
     assert case.bytes == 2 * 4 * 512 * 1024  # x is read and y written, once
+    assert case.work.dtypes == ("float32",)  # the kernel, which infers nothing, would read others as float32 too
     assert [path.name for path in plots.iterdir()] == ["twice.png"]
     assert "left out" not in capsys.readouterr().out
 
@@ -346,3 +347,4 @@ def test_the_case_that_is_enlarged():
     work, large = shapes("cross_entropy")
     assert work.tensors(large)["t"] == large[:1]
     assert work.n_classes(large) == large[1]
+    assert work.dtypes == ("float16", "bfloat16", "float32", "float64")
