@@ -31,6 +31,11 @@ ISAS = ("baseline", "avx2", "avx512")
 _V3 = {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"}
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 """What x86-64-v3 and v4 consist of, as /proc/cpuinfo names it."""
+_COMPILERS = {
+    "nvcc": "pip install nvidia-cuda-nvcc nvidia-cuda-runtime nvidia-cuda-cccl",
+    "g++": "apt install g++",
+}
+"""With the command that installs each."""
 SECONDS = 120
 """That a framework may take to be imported and to add two numbers."""
 
@@ -46,7 +51,7 @@ def collect(attempt: bool = False) -> Info:
         "library": _library(),
         "cpu": _cpu(),
         "gpu": _gpu(),
-        "compilers": {name: _compiler(name) for name in ("nvcc", "g++")},
+        "compilers": {name: _compiler(name) for name in _COMPILERS},
         "frameworks": _frameworks(attempt),
         "libraries": _libraries(),
         "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith("AOTOPS_")},
@@ -181,16 +186,17 @@ def _driver_version() -> str | None:
 # ------------------------------------------------------------------------------------------------------------ compilers
 
 
-def _compiler(name: str) -> Info | None:
+def _compiler(name: str) -> Info:
     path = shutil.which(name) or (_nvcc() if name == "nvcc" else None)
+    found: Info = {"path": path, "version": None, "error": None if path else "is not installed"}
     if path is None:
-        return None
+        return found
     try:
         told = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
-        return {"path": path, "version": None, "error": str(error)}
-    found = re.search(r"release ([\d.]+)" if name == "nvcc" else r"(\d+\.\d[\d.]*)$", told, re.M)
-    return {"path": path, "version": found and found[1], "error": None}
+        return found | {"error": str(error)}
+    version = re.search(r"release ([\d.]+)" if name == "nvcc" else r"(\d+\.\d[\d.]*)$", told, re.M)
+    return found | {"version": version and version[1]}
 
 
 def _nvcc() -> str | None:
@@ -324,10 +330,9 @@ def _mend(found: Info) -> list[Info]:
                 add("CUDA", f"the library has no kernels for sm_{capability}", f'make lib ARCHS="{capability}"')
     if gpu["error"]:
         add("GPU", gpu["error"])
-    if compilers["nvcc"] is None:
-        add("nvcc", "is not on PATH nor in CUDA_HOME; needed to compile CUDA", "pip install nvidia-cuda-nvcc")
-    if compilers["g++"] is None:
-        add("g++", "is not on PATH; needed to compile kernels", "apt install g++")
+    for name, command in _COMPILERS.items():
+        if compilers[name]["error"]:
+            add(name, compilers[name]["error"], command)
     for name, framework in found["frameworks"].items():
         if framework["error"]:
             install = None if framework["works"] is False and framework["call_path"] else _install(name, gpu)
@@ -361,7 +366,8 @@ def render(found: Info) -> str:
     """The text of ``collect``'s result."""
     lines = [*_heads(found), "", "frameworks", *_framework_lines(found), "", "libraries"]
     for each in found["libraries"]:
-        lines.append(f"  {each['name']:12} {each['operators']} operators  {each['file'] or ''}".rstrip())
+        n = f"{each['operators']} operator{'s' if each['operators'] != 1 else ''}"
+        lines.append(f"  {each['name']:12} {n}  {each['file'] or ''}".rstrip())
     if found["mend"]:
         lines += ["", "unavailable"]
     for item in found["mend"]:
@@ -381,7 +387,7 @@ def _heads(found: Info) -> Iterator[str]:
     for device in gpu["devices"]:
         yield f"gpu          {device['name']}, sm_{device['capability']}, {device['bytes'] / 2**30:.0f} GiB"
     for name, compiler in found["compilers"].items():
-        yield f"{name:12} {compiler['version'] + ', ' + compiler['path'] if compiler else 'none'}"
+        yield f"{name:12} {compiler['version']}, {compiler['path']}" if compiler["version"] else f"{name:12} none"
     for name, value in found["environment"].items():
         yield f"{name}={value}"
 

@@ -85,7 +85,9 @@ def test_a_mistake_in_the_command_line_is_one_line(arguments, words):
     ("arguments", "words"),
     [
         (["bench", "nope"], "aotops: there is no operator 'nope'; there are add,"),
-        (["bench", "--impls", "nope"], "aotops: bench: --impls has no 'nope'; there are aotops, naive,"),
+        (["bench", "--impls", "nope"], "aotops: bench: --impls has 'nope', expected some of aotops, naive,"),
+        (["bench", "--dtypes", "int8"], "aotops: bench: --dtypes has 'int8', expected some of float16, bfloat16,"),
+        (["bench", "add", "--shapes", "1x2x3", "--device", "cpu"], "aotops: bench: add: no case has these shapes,"),
         (["stubs", "nope"], "aotops: there is no library 'nope'; there are aotops"),
         (["bench", "--impls", "none"], "aotops: bench: nothing was measured, and --merge names nothing"),
     ],

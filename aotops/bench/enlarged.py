@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
 from .. import registry
 from ..infer import infer
+from ..library import LibraryError
 from ..op import Attr, Op
 from ..spec import TensorSpec
-from .work import Shape, Work
+from .work import DTYPES, Shape, Work
 
 ELEMENTS = {"quick": 1 << 19, "cpu": 1 << 25, "cuda": 1 << 26}
 """Of the first input. On a GPU twice the L2 cache of an H200 in bfloat16."""
@@ -63,10 +64,26 @@ class Enlarged(Work):
         known = {y: inputs[op.same_spec_as[y]] for y in op.outputs if op.same_spec_as.get(y) in inputs}
         if len(known) == len(op.outputs) and not op.broadcast:
             return known
-        dtypes = {slot: "int64" if slot in self.case.classes else "float32" for slot in op.inputs}
-        specs = tuple(TensorSpec(inputs[slot], dtypes[slot]) if slot in inputs else None for slot in op.inputs)
-        found = infer(op, self.attrs, specs)
+        found = self._infer(inputs, "float32")
         return {y: found[y].shape for y in op.outputs}
+
+    def _infer(self, inputs: Mapping[str, Shape], dtype: str) -> dict[str, TensorSpec]:
+        dtypes = dict.fromkeys(inputs, dtype) | dict.fromkeys(self.case.classes, "int64")
+        names = self.definition.inputs
+        specs = tuple(TensorSpec(inputs[slot], dtypes[slot]) if slot in inputs else None for slot in names)
+        return infer(self.definition, self.attrs, specs)
+
+    def takes(self, dtype: str) -> bool:
+        """Whether the library accepts it. One that infers nothing, and may check nothing, is given float32 alone."""
+        if getattr(self.definition, "foreign", None):
+            return dtype == "float32"
+        try:
+            self._infer(self.case.given, dtype)
+        except TypeError:
+            return False
+        except LibraryError:
+            return dtype == "float32"
+        return True
 
     def n_classes(self, shape: Shape) -> int:
         (n,) = self.case.classes.values()
@@ -102,7 +119,8 @@ def enlarged(op: Op, cases: Sequence[Any]) -> Enlarged:
     letters = _letters(op, case)
     reads = "".join(letters[x] for x in case.given)
     writes = "".join(letters[y] for y in (*op.outputs, *getattr(op, "mutates", ())))
-    return Enlarged(reads, writes, _backward(op, case, letters), definition=op, case=case)
+    work = Enlarged(reads, writes, _backward(op, case, letters), definition=op, case=case)
+    return replace(work, dtypes=tuple(dtype for dtype in DTYPES if work.takes(dtype)))
 
 
 def _usable(case: Any) -> bool:

@@ -17,7 +17,7 @@ from . import baselines, precompile, report
 from .baselines import Impl, Unavailable
 from .measure import Cpu, Cuda, Turn, medians
 from .tensors import FRAMEWORKS, Call, Framework
-from .work import Case, Shape, cases
+from .work import DTYPES, Case, Shape, cases
 
 Row = dict[str, Any]
 Result = dict[str, Any]
@@ -50,6 +50,9 @@ class Options:
 def run(options: Options) -> None:
     """Raises ValueError for an option that names nothing, KeyError for an operator that is not there."""
     operators = list(registry.select(options.ops or [BUILTIN.name]))
+    _known("impls", options.impls, (*baselines.MAKERS, "none"))
+    _known("dtypes", options.dtypes, DTYPES)
+    _known("passes", options.passes, ("forward", "backward"))
     result = report.load(options.merge)
     if options.impls != ["none"]:
         for so_far in _measured(options, operators, result):
@@ -65,6 +68,12 @@ def run(options: Options) -> None:
         report.draw(result, options.plots)
 
 
+def _known(option: str, given: Sequence[str] | None, known: Sequence[str]) -> None:
+    for name in given or ():
+        if name not in known:
+            raise ValueError(f"bench: --{option} has {name!r}, expected some of {', '.join(known)}")
+
+
 def _default_device() -> str:
     try:
         import torch
@@ -78,6 +87,8 @@ def _measured(options: Options, operators: Sequence[str], earlier: Result | None
     device, quick = options.device or _default_device(), options.quick
     dtypes = options.dtypes or (["float32"] if quick and device == "cpu" else ["bfloat16", "float32"])
     todo = list(cases(device, dtypes, operators, options.shapes, options.passes, quick))
+    if not todo:
+        raise ValueError(f"bench: {', '.join(operators)}: no case has these shapes, dtypes and passes")
     impls = baselines.available(device, options.impls, operators)
     precompile.precompile(todo, impls, device, options.jobs)
     machine = Cuda(quick) if device == "cuda" else Cpu(quick)

@@ -346,7 +346,7 @@ class Case:
 def cases(
     device: str,
     dtypes: list[str],
-    ops: list[str] | None = None,
+    ops: Sequence[str] | None = None,
     shapes: list[Shape] | None = None,
     passes: list[str] | None = None,
     quick: bool = False,
