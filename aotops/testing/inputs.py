@@ -42,8 +42,7 @@ def shapes(subject: Subject) -> Iterator[Item]:
 
 
 def _why_none(subject: Subject, kind: str) -> str:
-    case = Case(dict.fromkeys(subject.plain.shapes, ()), subject.plain.attrs)
-    refusal = subject.refusal(case, subject.dtypes[0]) if kind == "0-dim" else None
+    refusal = subject.refusal(_scalar(subject.plain), subject.dtypes[0]) if kind == "0-dim" else None
     return f"refused: {refusal}" if refusal else "the operator accepts none, or the reference has no finite value"
 
 
@@ -114,7 +113,7 @@ def _try_number(subject: Subject, adapter: Framework, device: str, trial: Trial,
     for name, y, expected in zip(subject.op.outputs, results, reference, strict=True):
         got = adapter.numpy(y)
         if value in subject.row.indeterminate:
-            expected, got = _with_limit(got, expected, subject.row.indeterminate[value])
+            got, expected = with_limit(got, expected, subject.row.indeterminate[value])
         finite = np.where(np.isfinite(expected), expected, 0)
         try:
             assert_close_or_odd(got, expected, trial.allowed(finite))
@@ -124,10 +123,10 @@ def _try_number(subject: Subject, adapter: Framework, device: str, trial: Trial,
             raise
 
 
-def _with_limit(got: np.ndarray, expected: np.ndarray, limit: float) -> tuple[np.ndarray, np.ndarray]:
-    """With the limit where the formula says NaN, and in the result where it says so too."""
+def with_limit(got: np.ndarray, expected: np.ndarray, limit: float) -> tuple[np.ndarray, np.ndarray]:
+    """Both, with the limit where the formula says NaN, and the result too or the limit."""
     undefined = np.isnan(expected)
-    return np.where(undefined, limit, expected), np.where(undefined & np.isnan(got), limit, got)
+    return np.where(undefined & np.isnan(got), limit, got), np.where(undefined, limit, expected)
 
 
 # -------------------------------------------------------------------------------------------------------------- layouts
@@ -188,7 +187,7 @@ def unusual_cases(subject: Subject) -> dict[str, list[Case]]:
         found = (resized(subject, plain, old, new, dtype) for old in lengths for new in news if new != old)
         return sorted({repr(case): case for case in found if case}.values(), key=elements)
 
-    scalar = replace(plain, shapes={slot: None if shape is None else () for slot, shape in plain.shapes.items()})
+    scalar = _scalar(plain)
     # the first axis, of rows, is what grows in use
     huge = (resized(subject, plain, old, -(-MANY * old // elements(plain)) + 1, dtype) for old in lengths[:1])
     return {
@@ -197,3 +196,8 @@ def unusual_cases(subject: Subject) -> dict[str, list[Case]]:
         "0-dim": [scalar] if subject.valid(scalar, dtype) else [],
         "huge": [] if subject.quick else [case for case in huge if case],
     }
+
+
+def _scalar(case: Case) -> Case:
+    """The case with 0-dim inputs."""
+    return replace(case, shapes={slot: None if shape is None else () for slot, shape in case.shapes.items()})
