@@ -130,7 +130,7 @@ def test_a_reference_and_shapes_are_enough(faulty):
     for cases in (None, [(3,), (4, 5)], [{"x": (3,)}], [Case({"x": (2, 3)})]):
         assert check(op, lambda x: x**2, cases=cases, frameworks=["numpy"], only=["values", "gradients"]).ok
     wrong = check(op, lambda x: x**3, cases=[(3,)], frameworks=["numpy"], only=["values"])
-    assert wrong.failures[0].failure.case == "x (1,)"
+    assert wrong.failures[0].failure.case == "x ()"
 
 
 @pytest.mark.skipif("torch" not in requested(), reason="torch is not under test")
@@ -183,7 +183,7 @@ def test_what_is_asked_for_and_absent_fails(faulty):
     refused = checked(faulty, "correct", dtypes=["float16", "float32"], only=["values"])
     assert "refused: faulty: x has another dtype" in refused.failures[0].failure.message
     no_entry = checked(faulty, "correct", devices=["cuda"], only=["values"])
-    assert no_entry.failures[0].failure.message == "the library has no entry aot_correct_cuda"
+    assert "has no cuda entry (aot_correct_cuda)" in no_entry.failures[0].failure.message
 
 
 def _installed(name: str) -> bool:

@@ -17,7 +17,7 @@ from .search import Attempt, failure_of, resized, searched
 from .subject import Subject, elements
 from .tolerances import assert_close_or_odd
 from .trial import Trial
-from .values import made, values_of
+from .values import made, results_of, values_of
 
 MANY = 1 << 16
 """A huge tensor has more elements than a grid of blocks may have in its second axis, or a 16-bit index."""
@@ -107,10 +107,10 @@ def _try_number(subject: Subject, adapter: Framework, device: str, trial: Trial,
     at = np.unravel_index(min(1, odd.size - 1), odd.shape)
     odd[at] = value
     arrays = trial.inputs | {slot: odd}
-    results = adapter.results(subject.name, made(adapter, device, trial, arrays), trial.case.attrs)
+    results = results_of(subject, adapter, made(adapter, device, trial, arrays), trial)
     with np.errstate(all="ignore"):
         reference = subject.row.results(arrays, trial.case.attrs, trial.dtype)
-    for name, y, expected in zip(subject.op.outputs, results, reference, strict=True):
+    for name, y, expected in zip((*subject.op.outputs, *subject.mutates), results, reference, strict=True):
         got = adapter.numpy(y)
         if value in subject.row.indeterminate:
             got, expected = with_limit(got, expected, subject.row.indeterminate[value])
@@ -166,8 +166,9 @@ def _try_layout(subject: Subject, adapter: Framework, device: str, trial: Trial,
         return lay(adapter, device, dtype, array) if array.ndim else adapter.make(array, dtype, device)
 
     tensors = {slot: laid(x) for slot, x in trial.inputs.items()}
-    trial.assert_values(tuple(map(adapter.numpy, adapter.results(subject.name, tensors, trial.case.attrs))))
-    if subject.op.backward:
+    if not subject.mutates:  # which a copy of them would keep from the test
+        trial.assert_values(tuple(map(adapter.numpy, results_of(subject, adapter, tensors, trial))))
+    if subject.has_gradient:
         dys = tuple(map(laid, trial.output_gradients))
         found = adapter.gradients(subject.name, tensors, trial.case.attrs, dys)
         trial.assert_gradients({slot: None if g is None else adapter.numpy(g) for slot, g in found.items()})
