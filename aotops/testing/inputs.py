@@ -188,11 +188,14 @@ def unusual_cases(subject: Subject) -> dict[str, list[Case]]:
         found = (resized(subject, plain, old, new, dtype) for old in lengths for new in news if new != old)
         return sorted({repr(case): case for case in found if case}.values(), key=elements)
 
+    every: Case | None = plain
+    for old in reversed(lengths):
+        every = every and resized(subject, every, old, 2 * old + 1, dtype)
     scalar = _scalar(plain)
     # the first axis, of rows, is what grows in use
     huge = (resized(subject, plain, old, -(-MANY * old // elements(plain)) + 1, dtype) for old in lengths[:1])
     return {
-        "odd": with_lengths(_LENGTHS),
+        "odd": [*with_lengths(_LENGTHS), *([every] if every and every is not plain else [])],
         "empty": with_lengths([0]),
         "0-dim": [scalar] if subject.valid(scalar, dtype) else [],
         "huge": [] if subject.quick else [case for case in huge if case],

@@ -67,8 +67,16 @@ class Subject:
     def trial(self, case: Case, dtype: str) -> Trial:
         key = repr(case), dtype
         if key not in self._trials:
-            self._trials[key] = Trial(self.row, case, dtype, f"{self.seed} {self.name} {case}")
+            rounded = replace(case, dtype_roundings=max(case.dtype_roundings, self._roundings))
+            self._trials[key] = Trial(self.row, rounded, dtype, f"{self.seed} {self.name} {case}")
         return self._trials[key]
+
+    @property
+    def _roundings(self) -> int:
+        """Of a gradient, in the dtype itself: a saved output is rounded, and used about twice; in a rule made of
+        operators, so is the result of each."""
+        saved = set(self.op.saved) & set(self.op.outputs)
+        return 2 * len(saved) + (4 if getattr(self.op, "rule", None) else 0)
 
     @cached_property
     def plain(self) -> Case:
