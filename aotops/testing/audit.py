@@ -60,16 +60,19 @@ def _of_frameworks(elf: Elf) -> str | None:
 
 def _unresolved(elf: Elf, file: Path) -> str | None:
     """Symbols that no library it needs has: a call of one would end the process."""
-    libraries, missing = [], []
+    libraries: list[ctypes.CDLL] = []
+    missing: list[str] = []
     for name in elf.needed:
         if FRAMEWORK_LIBRARIES.match(name):
             return f"not looked up, since {name} is needed"
-        loaded = _loaded(name, elf.search_path, file)
-        (missing if loaded is None else libraries).append(name if loaded is None else loaded)
+        if loaded := _loaded(name, elf.search_path, file):
+            libraries.append(loaded)
+        else:
+            missing.append(name)
     if missing:
-        return f"it needs {', '.join(map(str, missing))}, which the loader does not find here"
+        return f"it needs {', '.join(missing)}, which the loader does not find here"
     wanted = [s.name for s in elf.symbols if not (s.defined or s.weak) and s.name]
-    absent = [name for name in wanted if not any(_has(each, name) for each in libraries)]  # type: ignore[arg-type]
+    absent = [name for name in wanted if not any(_has(each, name) for each in libraries)]
     if absent:
         return f"no library that it needs defines {_some(absent)}: link with -z defs, which tells"
     return None

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -157,16 +157,22 @@ def filled(one: EntryCall, run: Runner, poison: int) -> dict[str, bytes]:
 
 def _portable(op: Op) -> Op:
     """The definition as far as the call path needs it."""
-    changes: dict[str, Any] = {"library": _PortableLibrary(op.library), "backward": None}
-    for field in fields(op):
-        if field.name in changes:
-            continue
-        value = getattr(op, field.name)
-        try:
-            pickle.loads(pickle.dumps(value))
-        except Exception:  # a function of no module: the public signature, a rule of shapes
-            changes[field.name] = _unused if field.name == "bind" else type(value)() if value is not None else None
-    return replace(op, **changes)
+    return _pickled(op, library=_PortableLibrary(op.library), backward=None, bind=_unused, shapes={}, rule=None)
+
+
+def _pickled(value: Any, **changes: Any) -> Any:
+    """A dataclass, with None for each member that cannot be pickled, such as a function of no module."""
+    known = {field.name: getattr(value, field.name) for field in fields(value)}
+    changes = {name: change for name, change in changes.items() if name in known}
+    for name, member in known.items():
+        if is_dataclass(member) and name not in changes:
+            changes[name] = _pickled(member)
+        elif name not in changes:
+            try:
+                pickle.dumps(member)
+            except Exception:  # pickle has no error of its own for all
+                changes[name] = None
+    return replace(value, **changes)
 
 
 class _PortableLibrary(Library):

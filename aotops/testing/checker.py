@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -136,8 +137,8 @@ def _subject(op: Op, reference: Any, cases: Sequence[Any] | None, seed: int) -> 
     if reference is not None:
         more, named = reference_name(reference)
         imports = "; ".join(filter(None, (imports, more)))
-    names = {"expression": expression, "imports": imports, "reference": named}
-    return Subject(op, row, tuple(tried), (), (), (), seed, from_row=cases is None, **names)
+    subject = Subject(op, row, tuple(tried), (), (), (), seed, from_row=cases is None)
+    return replace(subject, expression=expression, imports=imports, reference=named)
 
 
 def _where(
@@ -145,9 +146,10 @@ def _where(
 ) -> Subject:
     """With the frameworks and devices that are here. One that was asked for and is not here is a failure."""
     present: list[Framework] = []
-    on = [device for device in devices or ("cpu", "cuda") if subject.op.library.address(f"{subject.op.entry}_{device}")]
+    no_entry = {device: _no_entry(subject.op, device) for device in devices or ("cpu", "cuda")}
+    on = [device for device, why in no_entry.items() if why is None]
     for device in set(devices or ()) - set(on):
-        add(_absent("devices", device, f"the library has no entry {subject.op.entry}_{device}", True))
+        add(_absent("devices", device, no_entry[device] or "", True))
     for name in frameworks or ADAPTERS:
         for adapter in adapters(name, subject.op.library):
             missing = {device: adapter.missing(device) for device in adapter.devices if device in on}
@@ -157,6 +159,14 @@ def _where(
             if not all(missing.values()):
                 present.append(adapter)
     return replace(subject, adapters=tuple(present), devices=tuple(on))
+
+
+def _no_entry(op: Op, device: str) -> str | None:
+    try:
+        op.library.entry_name(op, device)
+    except NotImplementedError as error:
+        return str(error)
+    return None
 
 
 def _absent(check: str, where: str, why: str, asked: bool) -> Item:
@@ -178,7 +188,8 @@ def _in_dtypes(subject: Subject, dtypes: Sequence[str] | None, add: Callable[[It
 
 @contextmanager
 def _settings_kept() -> Iterator[None]:
-    """JAX's 64-bit numbers, which the adapter of JAX switches on."""
+    """JAX's 64-bit numbers, which the adapter of JAX switches on. MindSpore warns of every empty tensor."""
+    os.environ.setdefault("GLOG_v", "3")  # read when MindSpore is imported: errors alone
     before = sys.modules["jax"].config.jax_enable_x64 if "jax" in sys.modules else None
     try:
         yield

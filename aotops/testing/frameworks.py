@@ -69,6 +69,8 @@ class Framework:
     compiles = False
     """Whether each call is compiled, which takes about a second: test_frontends.py says which cases are."""
 
+    functional = False
+    """Whether its arrays do not change: what an operator writes to its inputs are further results."""
     slow = False
     """Whether a call of a new shape takes tens of milliseconds."""
 
@@ -81,6 +83,8 @@ class Framework:
         frontend = import_module(f"aotops.frontends.{self.frontend}")
         if self.library is BUILTIN:
             return frontend
+        if hasattr(frontend, "of"):
+            return frontend.of(self.library)
         name = f"aotops.testing.functions.{self.library.name}_{self.frontend}"
         module = sys.modules[name] = ModuleType(name)  # MindSpore and pickle look for it
         vars(module).update(frontend.functions(self.library, name))
@@ -162,7 +166,8 @@ class _Arrays(Framework):
 
     def gradients(self, name, inputs, attrs, dys):
         results = getattr(self.module, f"{name}_backward")(_one_or_all(dys), **inputs, **attrs)
-        slots = [slot for slot in self.ops[name].inputs if f"d{slot}" in self.ops[name].backward.outputs]
+        backward = self.ops[name].backward
+        slots = [slot for slot in self.ops[name].inputs if backward is None or f"d{slot}" in backward.outputs]
         return dict(zip(slots, results if len(slots) > 1 else (results,), strict=True))
 
 
@@ -227,7 +232,7 @@ class Jax(Framework):
     name = frontend = "jax"
     devices = ("cpu", "cuda")
     strides = False
-    slow = True
+    functional = slow = True
 
     @cached_property
     def jax(self):

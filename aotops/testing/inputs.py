@@ -17,7 +17,7 @@ from .search import Attempt, failure_of, resized, searched
 from .subject import Subject, elements
 from .tolerances import assert_close_or_odd
 from .trial import Trial
-from .values import made, values_of
+from .values import made, results_of, values_of
 
 MANY = 1 << 16
 """A huge tensor has more elements than a grid of blocks may have in its second axis, or a 16-bit index."""
@@ -42,8 +42,7 @@ def shapes(subject: Subject) -> Iterator[Item]:
 
 
 def _why_none(subject: Subject, kind: str) -> str:
-    case = Case(dict.fromkeys(subject.plain.shapes, ()), subject.plain.attrs)
-    refusal = subject.refusal(case, subject.dtypes[0]) if kind == "0-dim" else None
+    refusal = subject.refusal(_scalar(subject.plain), subject.dtypes[0]) if kind == "0-dim" else None
     return f"refused: {refusal}" if refusal else "the operator accepts none, or the reference has no finite value"
 
 
@@ -108,13 +107,13 @@ def _try_number(subject: Subject, adapter: Framework, device: str, trial: Trial,
     at = np.unravel_index(min(1, odd.size - 1), odd.shape)
     odd[at] = value
     arrays = trial.inputs | {slot: odd}
-    results = adapter.results(subject.name, made(adapter, device, trial, arrays), trial.case.attrs)
+    results = results_of(subject, adapter, made(adapter, device, trial, arrays), trial)
     with np.errstate(all="ignore"):
         reference = subject.row.results(arrays, trial.case.attrs, trial.dtype)
-    for name, y, expected in zip(subject.op.outputs, results, reference, strict=True):
+    for name, y, expected in zip((*subject.op.outputs, *subject.mutates), results, reference, strict=True):
         got = adapter.numpy(y)
         if value in subject.row.indeterminate:
-            expected, got = _with_limit(got, expected, subject.row.indeterminate[value])
+            got, expected = with_limit(got, expected, subject.row.indeterminate[value])
         finite = np.where(np.isfinite(expected), expected, 0)
         try:
             assert_close_or_odd(got, expected, trial.allowed(finite))
@@ -124,10 +123,10 @@ def _try_number(subject: Subject, adapter: Framework, device: str, trial: Trial,
             raise
 
 
-def _with_limit(got: np.ndarray, expected: np.ndarray, limit: float) -> tuple[np.ndarray, np.ndarray]:
-    """With the limit where the formula says NaN, and in the result where it says so too."""
+def with_limit(got: np.ndarray, expected: np.ndarray, limit: float) -> tuple[np.ndarray, np.ndarray]:
+    """Both, with the limit where the formula says NaN, and the result too or the limit."""
     undefined = np.isnan(expected)
-    return np.where(undefined, limit, expected), np.where(undefined & np.isnan(got), limit, got)
+    return np.where(undefined & np.isnan(got), limit, got), np.where(undefined, limit, expected)
 
 
 # -------------------------------------------------------------------------------------------------------------- layouts
@@ -167,8 +166,9 @@ def _try_layout(subject: Subject, adapter: Framework, device: str, trial: Trial,
         return lay(adapter, device, dtype, array) if array.ndim else adapter.make(array, dtype, device)
 
     tensors = {slot: laid(x) for slot, x in trial.inputs.items()}
-    trial.assert_values(tuple(map(adapter.numpy, adapter.results(subject.name, tensors, trial.case.attrs))))
-    if subject.op.backward:
+    if not subject.mutates:  # which a copy of them would keep from the test
+        trial.assert_values(tuple(map(adapter.numpy, results_of(subject, adapter, tensors, trial))))
+    if subject.has_gradient:
         dys = tuple(map(laid, trial.output_gradients))
         found = adapter.gradients(subject.name, tensors, trial.case.attrs, dys)
         trial.assert_gradients({slot: None if g is None else adapter.numpy(g) for slot, g in found.items()})
@@ -188,12 +188,20 @@ def unusual_cases(subject: Subject) -> dict[str, list[Case]]:
         found = (resized(subject, plain, old, new, dtype) for old in lengths for new in news if new != old)
         return sorted({repr(case): case for case in found if case}.values(), key=elements)
 
-    scalar = replace(plain, shapes={slot: None if shape is None else () for slot, shape in plain.shapes.items()})
+    every: Case | None = plain
+    for old in reversed(lengths):
+        every = every and resized(subject, every, old, 2 * old + 1, dtype)
+    scalar = _scalar(plain)
     # the first axis, of rows, is what grows in use
     huge = (resized(subject, plain, old, -(-MANY * old // elements(plain)) + 1, dtype) for old in lengths[:1])
     return {
-        "odd": with_lengths(_LENGTHS),
+        "odd": [*with_lengths(_LENGTHS), *([every] if every and every is not plain else [])],
         "empty": with_lengths([0]),
         "0-dim": [scalar] if subject.valid(scalar, dtype) else [],
         "huge": [] if subject.quick else [case for case in huge if case],
     }
+
+
+def _scalar(case: Case) -> Case:
+    """The case with 0-dim inputs."""
+    return replace(case, shapes={slot: None if shape is None else () for slot, shape in case.shapes.items()})

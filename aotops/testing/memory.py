@@ -58,7 +58,7 @@ def _first_crash(subject: Subject, pairs: Sequence[tuple[Case, str]], sides: Seq
         (case, dtype, one) for case, dtype in pairs for one in calls_of(subject.op, subject.trial(case, dtype), "cpu")
     ]
     ended = _run(Plan([one for *_, one in planned], sides)) if planned else None
-    return Crash(*planned[ended.index], ended.side, ended.reason) if ended else None
+    return Crash(*planned[ended.number], ended.side, ended.reason) if ended else None
 
 
 def _smaller(subject: Subject, crash: Crash) -> list[tuple[Case, str]]:
@@ -83,7 +83,7 @@ def _explained(crash: Crash) -> str:
 
 class _Ended(NamedTuple):
     side: str
-    index: int
+    number: int
     """Of the call that ended the process."""
     reason: str
 
@@ -172,7 +172,7 @@ def _unchanged(subject: Subject, device: str, run: Runner) -> Attempt:
         for one in calls_of(subject.op, trial, device):
             after = run(one, _POISONS[0])
             for slot, before in one.inputs.items():
-                if slot not in getattr(one.op, "mutated", ()):
+                if slot not in subject.mutates:
                     assert after[slot] == before, f"{one.op.name} writes to its input {slot}"
 
     return attempt
@@ -205,7 +205,7 @@ def sanitizer(subject: Subject) -> Iterator[Item]:
     if ended is None:
         yield Item("sanitizer", "cuda", PASS, counted(subject.pairs(cases)))
         return
-    case, dtype, _ = planned[ended.index]
+    case, dtype, _ = planned[ended.number]
     fault = AssertionError(ended.reason)
     failure = failure_of(subject, "sanitizer", fault, case, dtype, devices=["cuda"], sanitize=True)
     yield Item("sanitizer", "cuda", FAIL, failure=failure)

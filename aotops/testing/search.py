@@ -9,7 +9,7 @@ from typing import Any
 from .report import FAIL, PASS, UNAVAILABLE, Failure, Item
 from .row import Case
 from .subject import Subject, elements
-from .trial import Trial
+from .trial import DTYPES, Trial
 
 Attempt = Callable[[Trial], None]
 """Raises where the check fails; an AssertionError's text says how."""
@@ -33,7 +33,8 @@ def searched(
 
 def counted(pairs: Sequence[tuple[Case, str]]) -> str:
     cases = len({repr(case) for case, _ in pairs})
-    return f"{cases} case{'s' if cases != 1 else ''} in {', '.join(dict.fromkeys(dtype for _, dtype in pairs))}"
+    dtypes = sorted({dtype for _, dtype in pairs}, key=DTYPES.index)
+    return f"{cases} case{'s' if cases != 1 else ''} in {', '.join(dtypes)}"
 
 
 def fault_of(subject: Subject, attempt: Attempt, case: Case, dtype: str) -> Exception | None:

@@ -50,6 +50,16 @@ class Subject:
     def name(self) -> str:
         return self.op.name
 
+    @property
+    def has_gradient(self) -> bool:
+        """By an operator, or by a rule made of operators."""
+        return self.op.backward is not None or getattr(self.op, "rule", None) is not None
+
+    @property
+    def mutates(self) -> tuple[str, ...]:
+        """The inputs that the operator writes to. The reference returns them after the results."""
+        return tuple(getattr(self.op, "mutates", ()))
+
     @cached_property
     def _trials(self) -> dict[tuple[str, str], Trial]:
         return {}
@@ -57,8 +67,16 @@ class Subject:
     def trial(self, case: Case, dtype: str) -> Trial:
         key = repr(case), dtype
         if key not in self._trials:
-            self._trials[key] = Trial(self.row, case, dtype, f"{self.seed} {self.name} {case}")
+            rounded = replace(case, dtype_roundings=max(case.dtype_roundings, self._roundings))
+            self._trials[key] = Trial(self.row, rounded, dtype, f"{self.seed} {self.name} {case}")
         return self._trials[key]
+
+    @property
+    def _roundings(self) -> int:
+        """Of a gradient, in the dtype itself: a saved output is rounded, and used about twice; in a rule made of
+        operators, so is the result of each."""
+        saved = set(self.op.saved) & set(self.op.outputs)
+        return 2 * len(saved) + (4 if getattr(self.op, "rule", None) else 0)
 
     @cached_property
     def plain(self) -> Case:
@@ -106,7 +124,7 @@ class Subject:
     def dtypes_for(self, case: Case, adapter: Framework | None = None) -> tuple[str, ...]:
         """All dtypes, or one for a large case, and for all but one in a framework whose calls are slow."""
         dtypes = self.dtypes_of(adapter) if adapter else self.dtypes
-        slow = adapter is not None and adapter.slow and (self.quick or case is not self.plain)
+        slow = adapter is not None and (adapter.compiles or (adapter.slow and (self.quick or case is not self.plain)))
         few = elements(case) > SMALL or slow
         return tuple(d for d in ("float32", *dtypes) if d in dtypes)[:1] if few else dtypes
 

@@ -12,7 +12,7 @@ from .report import UNAVAILABLE, Item
 from .search import Attempt, searched
 from .subject import Subject
 from .trial import Trial
-from .values import made
+from .values import made, results_of
 
 
 def opcheck(subject: Subject) -> Iterator[Item]:
@@ -31,7 +31,7 @@ def opcheck(subject: Subject) -> Iterator[Item]:
 def gradcheck(subject: Subject) -> Iterator[Item]:
     """torch.autograd.gradcheck, in float64."""
     for adapter, device in _torch_runs(subject):
-        if subject.op.backward is None:
+        if not subject.has_gradient:
             continue
         if "float64" not in subject.dtypes:
             yield Item("gradcheck", f"torch {device}", UNAVAILABLE, "it needs float64")
@@ -72,7 +72,7 @@ def _opcheck(subject: Subject, adapter: Torch, device: str) -> Attempt:
     def attempt(trial: Trial) -> None:
         torch = import_module("torch")
         op = subject.op
-        vars(adapter.module)  # which registers the operators
+        getattr(adapter.module, op.name)  # which registers it
         tensors = _leaves(adapter, device, trial)
         inputs, attrs = op.bind(**tensors, **trial.case.attrs)
         plain = [list(value) if isinstance(value, tuple) else value for value in op.canonical(attrs)]
@@ -114,10 +114,10 @@ def _capture(subject: Subject, adapter: Torch) -> Attempt:
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            results = adapter.results(subject.name, static, trial.case.attrs)
-        for slot, t in inputs.items():
+            results = results_of(subject, adapter, static, trial)
+        for slot, t in static.items():
             if t is not None:
-                static[slot].copy_(t)
+                t.copy_(inputs[slot])
         graph.replay()
         torch.cuda.synchronize()
         trial.assert_values(tuple(map(adapter.numpy, results)))

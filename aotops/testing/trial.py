@@ -16,7 +16,7 @@ from .tolerances import DIFFERENCES, H, Mismatch, allowed, allowed_gradient, ass
 try:
     import ml_dtypes
 except ImportError:  # then there is no bfloat16 here
-    ml_dtypes = None
+    ml_dtypes = None  # type: ignore[assignment]
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -87,12 +87,14 @@ class Trial:
         }
 
     def _along(self, slot: str, direction: np.ndarray) -> float:
+        given = self.inputs[slot]
+        assert given is not None
         if self.row.complex:
-            shifted = self._shifted(slot, self.inputs[slot] + 1e-30j * direction)
+            shifted = self._shifted(slot, given + 1e-30j * direction)
             pairs = zip(self.output_gradients, shifted, strict=True)
             return sum(float(np.vdot(dy, y.imag)) for dy, y in pairs) * 1e30
         # in more digits, where there are: a sum of 40000 differences has the roundings of all of them
-        x = self.inputs[slot].astype(np.longdouble)  # type: ignore[union-attr]
+        x = given.astype(np.longdouble)
         f = [self._shifted(slot, x + t * direction) for t in (-2 * H, -H, H, 2 * H)]
         # the difference first, and then the sum, which would have lost digits of it
         points = zip(self.output_gradients, *f, strict=True)
@@ -127,8 +129,8 @@ class Trial:
     def _assert_derivative(self, slot: str, gradient: np.ndarray, probe: Probe) -> None:
         direction, derivative = probe
         # the errors of the elements are independent: they add up as the root of the sum of their squares
-        limit = np.linalg.norm(allowed_gradient(gradient, self.dtype, self.case) * direction)
-        limit = float(limit * (4 if np.count_nonzero(direction) > 1 else 1) + DIFFERENCES * max(1, abs(derivative)))
+        elements = np.linalg.norm(allowed_gradient(gradient, self.dtype, self.case) * direction)
+        limit = float(elements * (4 if np.count_nonzero(direction) > 1 else 1) + DIFFERENCES * max(1, abs(derivative)))
         got = float(np.vdot(gradient, direction))
         if abs(got - derivative) <= limit:
             return

@@ -52,6 +52,7 @@ ROW = Row(
         Bad({"x": X}, {"approximate": "quick"}, ValueError, "approximate is 'quick'", "'none' or 'tanh'"),
         Bad({"x": X}, {"approximate": None}, (TypeError, ValueError), "approximate is", "expected"),
     ),
+    indeterminate={-math.inf: 0.0},
     samples={"": Case({"x": (4, 6)}), "tanh": Case({"x": (4, 6)}, {"approximate": "tanh"})},
     bench=tuple(
         Elements("x", "x", ("xx", "x"), variant=kind, call=lambda f, shape, kind=kind: lambda x: f.gelu(x, kind))
