@@ -183,7 +183,7 @@ ISAS = ("baseline", *(("avx2", "avx512") if platform.machine() == "x86_64" else 
 _AVX512 = ("-mprefer-vector-width=512", "-Wno-maybe-uninitialized")
 _MARCH = {"baseline": (), "avx2": ("-march=x86-64-v3",), "avx512": ("-march=x86-64-v4", *_AVX512)}
 
-AOT_FLAGS = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
+AOT_FLAGS = ("-std=c++17", "-fPIC", "-fvisibility-inlines-hidden", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 """For C++ with ``aot.h``."""
 FOREIGN_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-D_GLIBCXX_USE_CXX11_ABI=0")
 """For C++ without ``aot.h``: that of MindSpore's convention reads attributes with strings of the old ABI."""
@@ -216,7 +216,7 @@ def cuda_flags(archs: Sequence[str], aot: bool) -> tuple[str, ...]:
     newest = max(archs, key=lambda arch: int(arch.rstrip("af")))
     if newest.isdigit():
         gencode.append(f"-gencode=arch=compute_{newest},code=compute_{newest}")
-    host = "-fPIC,-fvisibility=hidden" if aot else "-fPIC"
+    host = "-fPIC,-fvisibility-inlines-hidden" if aot else "-fPIC"
     own = ("-DAOT_ISA=cuda", "-Werror=cross-execution-space-call") if aot else ("-D_GLIBCXX_USE_CXX11_ABI=0",)
     return ("-std=c++17", "-O3", *own, "-Xcompiler", host, "-Xfatbin=-compress-all", *gencode)
 

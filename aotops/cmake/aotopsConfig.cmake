@@ -35,6 +35,6 @@ endif()
 function(aotops_add_library name)
   add_library(${name} MODULE ${ARGN})
   target_link_libraries(${name} PRIVATE aotops::aot)
-  set_target_properties(${name} PROPERTIES PREFIX lib SUFFIX .so CXX_VISIBILITY_PRESET hidden
-    CUDA_VISIBILITY_PRESET hidden POSITION_INDEPENDENT_CODE ON CUDA_RUNTIME_LIBRARY Static)
+  set_target_properties(${name} PROPERTIES PREFIX lib SUFFIX .so VISIBILITY_INLINES_HIDDEN ON
+    POSITION_INDEPENDENT_CODE ON CUDA_RUNTIME_LIBRARY Static)
 endfunction()
