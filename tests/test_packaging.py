@@ -134,14 +134,20 @@ def test_stubs_of_glibc_link_a_library_for_an_older_one(tmp_path):
     """pthread_create moved in glibc 2.34, log has had a new version since 2.29."""
     source, library = tmp_path / "uses.c", tmp_path / "uses.so"
     source.write_text(
-        "#include <math.h>\n#include <pthread.h>\n"
-        "int f(pthread_t *t, void *(*g)(void *), double x) { return log(x) > 0 ? pthread_create(t, 0, g, 0) : 0; }\n"
+        "#include <math.h>\n#include <pthread.h>\n#include <stdio.h>\n"
+        "int f(pthread_t *t, void *(*g)(void *), double x) {\n"
+        '  fputs(x > sqrt(2) ? "a" : "b", stdout);\n'
+        "  return log(x) > 0 ? pthread_create(t, 0, g, 0) : 0;\n}\n"
     )
     stubs = run(ROOT / "packaging/glibc_floor.py", "2.28", tmp_path / "stubs", cwd=tmp_path).split()
-    subprocess.run(["gcc", "-shared", "-fPIC", source, "-o", library, *stubs, "-lm"], check=True)
+    subprocess.run(["gcc", "-shared", "-fPIC", "-Wl,-z,defs", source, "-o", library, *stubs, "-lm"], check=True)
     table = subprocess.run(["objdump", "-T", library], check=True, capture_output=True, text=True).stdout
     symbols = dict(reversed(pair) for pair in re.findall(r"\(?GLIBC_([0-9.]+)\)? +(\w+)$", table, re.MULTILINE))
-    assert symbols["pthread_create"] == symbols["log"] == "2.2.5"
+    assert {name: symbols[name] for name in ("pthread_create", "log", "stdout")} == {
+        "pthread_create": "2.2.5",
+        "log": "2.2.5",
+        "stdout": "2.2.5",
+    }
 
 
 def test_the_library_needs_no_openmp_runtime():
