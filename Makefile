@@ -346,10 +346,12 @@ wheel: $(PACKAGING)/ready
 	  { tail build/wheel.log; exit 1; }
 	@ls -l dist/*$(MANYLINUX).whl
 
-# The wheel in clean environments of every Python in PYTHONS, with NumPy alone; and of the first one with torch.
-PYTHONS ?= $(wildcard $(HOME)/.pyenv/versions/3.1[0-9]*/bin/python)
+# The wheel in a clean environment of each of PYTHONS with NumPy alone, and of WITH_TORCH with torch too.
+PYTHONS    ?= $(shell for v in 10 11 12 13 14; do command -v python3.$$v || \
+  ls -d $(HOME)/.pyenv/versions/3.$$v.*/bin/python 2>/dev/null | tail -1; done)
+WITH_TORCH ?= $(PYTHON)
 wheel-test:
-	@$(PYTHON) packaging/test_wheel.py dist/aotops-$(VERSION)-py3-none-$(MANYLINUX).whl $(or $(PYTHONS),$(PYTHON))
+	$(PYTHON) packaging/try_wheel.py dist/aotops-$(VERSION)-py3-none-$(MANYLINUX).whl $(PYTHONS) --torch $(WITH_TORCH)
 
 sdist: $(PACKAGING)/ready
 	@$(PACKAGING)/bin/python -m build --sdist --no-isolation --outdir dist . >build/sdist.log 2>&1 || { tail build/sdist.log; exit 1; }

@@ -14,7 +14,7 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).parent
 PRODUCTS = ("aotops/libaotops.so",)  # of `make lib`
 # What an operator outside this repository includes: aotops.include_dir().
-HEADERS = ("*.h", "cpu/*.h", "cuda/*.cuh")
+HEADERS = ("*.h", "cpu/*.h", "cuda/*.h", "cuda/*.cuh")
 # Packages that lie elsewhere in the tree.
 ELSEWHERE = {"aotops.frontends": "frontends", "aotops.testing.cases": "tests/cases"}
 

@@ -79,7 +79,7 @@ def load() -> _Functions:
 
     Raises:
         LibraryError: it is missing, does not load, or has another version than this package.
-        ValueError: AOTOPS_CPU_ISA names no instruction set, or AOTOPS_OPENBLAS no OpenBLAS.
+        ValueError: AOTOPS_CPU_ISA names no instruction set, AOTOPS_OPENBLAS no OpenBLAS, or AOTOPS_THREADS no threads.
     """
     _check_environment()
     lib = _open(path())
@@ -225,10 +225,14 @@ def _open(file: Path) -> _Functions:
 
 
 def _check_environment() -> None:
-    """Raises ValueError for a variable with a value that the library would ignore (cpu/entry.h, cpu/blas.cpp)."""
+    """Raises ValueError for a variable with a value that the library would ignore (cpu/entry.h, cpu/blas.cpp,
+    cpu/threads.cpp)."""
     isa, blas = os.environ.get("AOTOPS_CPU_ISA", "baseline"), os.environ.get("AOTOPS_OPENBLAS", "none")
+    threads = os.environ.get("AOTOPS_THREADS", "")
     if isa not in ("baseline", "avx2", "avx512"):
         raise ValueError(f"AOTOPS_CPU_ISA is {isa!r}, expected baseline, avx2 or avx512")
+    if threads not in ("", "own"):
+        raise ValueError(f"AOTOPS_THREADS is {threads!r}, expected own")
     if blas == "none":
         return
     try:

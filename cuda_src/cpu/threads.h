@@ -3,7 +3,7 @@
 // The library does not link OpenMP. A wheel would have to contain a copy, and a process with torch would have two
 // runtimes, each with a thread for every core. The runtime is looked up when threads are needed first: torch's; any
 // that the process has loaded; the system's libgomp.so.1. So OMP_NUM_THREADS and, in a process with torch,
-// torch.set_num_threads apply.
+// torch.set_num_threads apply. AOTOPS_THREADS=own selects the pool; aotops/library.py refuses other values.
 #pragma once
 
 namespace aot {
