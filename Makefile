@@ -77,7 +77,7 @@ else
 	@$(CXX) -shared -fopenmp -Wl,$(LDFLAGS) $(OBJECTS) -o $@ -ldl
 endif
 
-$(RUNTIME): $(addprefix build/runtime/,error.o extra.o fork.o)
+$(RUNTIME): $(addprefix build/runtime/,error.o extra.o $(notdir $(patsubst %.cpp,%.o,$(filter-out %/blas.cpp,$(wildcard cuda_src/cpu/*.cpp)))))
 	@echo "ar   $@"
 	@mkdir -p $(@D) && rm -f $@
 	@$(AR) rcs $@ $^
