@@ -256,7 +256,8 @@ def _check_complete(file: Path) -> None:
             opened.seek(at)
             table = opened.read(each * n)
     except FileNotFoundError:
-        raise LibraryError(f"{file} does not exist: build it with `make lib`, or point AOTOPS_LIBRARY at one") from None
+        mend = "build it with `make lib`, or point AOTOPS_LIBRARY at one" if file == path() else "build its package"
+        raise LibraryError(f"{file} does not exist: {mend}") from None
     except OSError as error:
         raise LibraryError(f"{file} cannot be read: {error.strerror}") from error
     segments = [_SEGMENT.unpack_from(table, i) for i in range(0, len(table) - _SEGMENT.size + 1, max(each, 1))]

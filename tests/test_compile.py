@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from frameworks import requested
 
 import aotops
 from aotops import build, toolchain
@@ -301,3 +302,27 @@ def test_cmake_finds_aotops(tmp_path):
     library = ctypes.CDLL(str(tmp_path / "b" / "libmine.so"))
     library.aot_last_error.restype = ctypes.c_char_p
     assert (library.answer(), library.aot_last_error()) == (3, b"mine")
+
+
+# ------------------------------------------------------------------------------------------------------------ examples
+
+
+def test_the_example_trains_the_same_with_each_compiler():
+    if "torch" not in requested():
+        pytest.skip("torch is not under test")
+    if not shutil.which("cmake"):
+        pytest.skip("cmake is not installed")
+    program = Path(__file__).parents[1] / "examples" / "add2" / "train.py"
+
+    def train(compiler):
+        command = [sys.executable, program, "--device", "cpu", "--compiler", compiler]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr
+        return [line for line in done.stdout.splitlines() if line.startswith("epoch")]
+
+    with ThreadPoolExecutor(2) as pool:
+        logs = list(pool.map(train, ("jit", "setup", "cmake")))
+    assert logs[0] == logs[1] == logs[2]
+    assert [line.split(":")[0] for line in logs[0]] == [f"epoch {epoch:>3}" for epoch in range(0, 500, 25)]
+    assert logs[0][0].startswith("epoch   0: loss = ")
+    assert logs[0][-1] == "epoch 475: loss =    0.000"

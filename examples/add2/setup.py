@@ -1,0 +1,5 @@
+from setuptools import setup
+
+from aotops.setuptools import kernels
+
+setup(**kernels())
