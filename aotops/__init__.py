@@ -11,9 +11,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .hosting import load as load
     from .library import Library as Library
     from .library import LibraryError as LibraryError
-    from .hosting import load as load
     from .op import Op as Op
     from .op import operator as operator
     from .registry import get as get
