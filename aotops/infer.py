@@ -59,13 +59,14 @@ def _infer_in_library(op: Op, attrs: tuple[Attr, ...], specs: Specs, device: str
     bound = _bound(op, attrs, device, tuple(spec is not None for spec in specs[: len(op.inputs)]))
     given = [spec for spec in specs if spec is not None]
     rows = [(c_int64 * len(spec.shape))(*spec.shape) for spec in given]
+    names = (c_char_p * len(given))(*(spec.dtype.encode() for spec in given))  # dtypes of outputs may be these
     n, n_out = len(given), len(op.entry_outputs)
     ndims, shapes, dtypes = (c_int * n_out)(), (c_int64 * (n_out * _MAX_NDIM))(), (c_char_p * n_out)()
     status = bound.infer(
         n,
         (c_int * n)(*map(len, rows)),
         (_Dims * n)(*(ctypes.cast(row, _Dims) for row in rows)),
-        (c_char_p * n)(*(spec.dtype.encode() for spec in given)),
+        names,
         bound.extra,
         ndims,
         shapes,
@@ -106,8 +107,8 @@ def infer_symbolic(
 def _infer_hosted_symbolic(
     op: Op, attrs: Sequence[Any], specs: Sequence[TensorSpec | None], device: str
 ) -> dict[str, TensorSpec]:
-    """A rule in Python takes the dimensions as they are; for one in the library each becomes a number, which a framework
-    may refuse."""
+    """A rule in Python takes the dimensions as they are. For the library each becomes a number, which a framework may
+    refuse."""
     foreign = op.foreign
     assert foreign is not None
 

@@ -184,6 +184,13 @@ void *extra_new(const char *attrs) noexcept {
   }
 }
 
+bool extra_is_own(void *extra) noexcept;  // host/foreign_extra.h
+
+bool extra_is_own(void *extra) noexcept {
+  static TextExtra own("");
+  return extra_view(extra)->vtable == extra_view(static_cast<AotExtra *>(&own))->vtable;
+}
+
 void extra_delete(void *extra) noexcept { delete static_cast<AotExtra *>(extra); }
 
 }  // namespace aot

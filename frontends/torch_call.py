@@ -33,7 +33,7 @@ from aotops.op import Attr, Op
 
 _METH_KEYWORDS = 0x02
 _KEYS = {"int[]": "l", "float[]": "x", "int[][]": "x", "float[][]": "x"}
-"""By an attribute's type, its letter in torch.cpp, where it is not the first. Values of type "x" are bound in Python."""
+"""By an attribute's type, its letter in torch.cpp, where it is not the first. Python binds values of type "x"."""
 _Slots = c_int * call.MOST_SLOTS
 _Parameters = call.MOST_SLOTS * 2
 

@@ -11,4 +11,7 @@ namespace aot {
 void *foreign_extra_new_strings(const char *attrs) noexcept;
 void *foreign_extra_old_strings(const char *attrs) noexcept;
 
+// Whether an extra was made by extra_new (extra.cpp, which defines this), and so not by MindSpore.
+bool extra_is_own(void *extra) noexcept;
+
 }  // namespace aot

@@ -19,6 +19,7 @@
 #include <memory>
 #include <mutex>
 #include <new>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -382,10 +383,17 @@ Hosted *hosted_of(void *extra) {
   return data && data->mark == Hosted::kMark ? static_cast<Hosted *>(data) : nullptr;
 }
 
+// MindSpore shows the text of an exception, and of a status only its number.
+int reported(int status, void *extra) {
+  if (status && extra && !extra_is_own(extra)) throw std::runtime_error(aot_last_error());
+  return status;
+}
+
 int run_hosted(int nparam, void **params, int *ndims, int64_t **shapes, const char **dtypes, void *stream,
                void *extra) {
-  if (Hosted *hosted = hosted_of(extra)) return hosted->run(nparam, params, ndims, shapes, dtypes, stream);
-  return fail(kConventionMisused, "hosted: Init was not called");
+  Hosted *hosted = hosted_of(extra);
+  if (!hosted) return fail(kConventionMisused, "hosted: Init was not called");
+  return guarded(hosted->symbol, [&] { return hosted->run(nparam, params, ndims, shapes, dtypes, stream); });
 }
 
 int infer_hosted(int nparam, const int *ndims, int64_t *const *shapes, const char *const *dtypes, void *extra,
@@ -433,10 +441,10 @@ union Shapes {
 #define AOT_HOSTED(device, suffix)                                                                                    \
   AOT_API int aot_hosted_##suffix(int nparam, void **params, int *ndims, int64_t **shapes, const char **dtypes,       \
                                   void *stream, void *extra) {                                                        \
-    return run_hosted(nparam, params, ndims, shapes, dtypes, stream, extra);                                          \
+    return reported(run_hosted(nparam, params, ndims, shapes, dtypes, stream, extra), extra);                         \
   }                                                                                                                   \
   AOT_API int aot_hosted_##suffix##Init(int *, int64_t **, const char **, void *extra) {                              \
-    return init_hosted(device, extra);                                                                                \
+    return reported(init_hosted(device, extra), extra);                                                               \
   }                                                                                                                   \
   AOT_API int aot_hosted_##suffix##Infer(int nparam, const int *ndims, int64_t *const *shapes,                        \
                                          const char *const *dtypes, void *extra, int *out_ndims, int64_t *out_shapes, \
