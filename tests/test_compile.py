@@ -13,10 +13,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from frameworks import requested
 
 import aotops
 from aotops import build, toolchain
+from aotops.testing.frameworks import requested
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 

@@ -9,7 +9,8 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from frameworks import requested
+
+from aotops.testing.frameworks import requested
 
 ROOT = Path(__file__).parents[1]
 RECORDED = [

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import numpy_dtype
-from frameworks import race, requested
 
 import aotops
 from aotops import TensorSpec, call
 from aotops.library import LibraryError
 from aotops.spec import DTYPES
+from aotops.testing.frameworks import race, requested
 
 SOURCE = Path(__file__).with_name("hosted.cpp")
 FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", "-Wno-unused-parameter")
@@ -572,9 +572,9 @@ def test_calls_that_are_refused(framework, hosted):
     F = own.module
     with pytest.raises(TypeError, match=r"missing .*'y'"):
         F.CustomMul(x)
-    with pytest.raises(TypeError, match="Attributes: count is 1.5, expected an integer of 64 bits"):
+    with pytest.raises(TypeError, match=r"Attributes: count is 1\.5, expected an integer of 64 bits"):
         F.Attributes(x, **(VALUES | {"count": 1.5}))
-    with pytest.raises(TypeError, match="Attributes: pairs is .*, expected a list of lists of integers"):
+    with pytest.raises(TypeError, match=r"Attributes: pairs is .*, expected a list of lists of integers"):
         F.Attributes(x, **(VALUES | {"pairs": (1, 2)}))
     with pytest.raises(AttributeError, match="the library hosted_old has no operator 'CustomMu'; there are CustomMul"):
         F.CustomMu  # noqa: B018

@@ -12,11 +12,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from frameworks import requested
 
 from aotops import new
 from aotops.build import build
 from aotops.ops import OPS
+from aotops.testing.frameworks import requested
 
 ROOT = Path(__file__).parents[1]
 FILE = re.compile(r"```(?:python|cpp)\n(?:#|//) (\S+)\n(.*?)```", re.S)

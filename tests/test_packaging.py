@@ -15,9 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from aotops.testing.frameworks import requested
-
 from aotops import library
+from aotops.testing.frameworks import requested
 
 pytestmark = pytest.mark.skipif(
     "torch" not in requested(), reason="packaging is tested once, in torch's environment: torch requires setuptools"
