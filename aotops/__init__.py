@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .toolchain import cmake_dir as cmake_dir
     from .toolchain import include_dir as include_dir
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "CompileError": "toolchain",
