@@ -127,9 +127,8 @@ def _flags(kind: str, aot: bool, arch: str | int | Sequence[str | int] | None) -
     if not aot:
         return (*toolchain.FOREIGN_FLAGS, *toolchain.native_flags())
     # g++ 12 spends its time on the convention's code, not on the loops, which are of vector types. For the operator of
-    # docs/adding_an_op.md it takes 2.0 times as long with -O3 as with these, and 1.6 times with -O2, which makes the
-    # loop itself a fifth faster while the data is in the first cache. `aotops build` uses -O3, and so does
-    # flags=["-O3"].
+    # docs/adding_an_op.md it takes 1.6 times as long with -O2 as with these, and twice as long with -O3, which makes
+    # the loop a fifth faster while the data is in the first cache. `aotops build` and flags=["-O3"] use that.
     quick = ("-O1", "-finline-functions", "-ftree-vectorize", "-fvect-cost-model=dynamic")
     return (*toolchain.AOT_FLAGS, *quick, *toolchain.native_flags())
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -265,7 +265,7 @@ def run(command: Sequence[str], what: str) -> str:
 @contextmanager
 def telling(what: str) -> Iterator[None]:
     """Shows on stderr that something is in progress: on a terminal as rich shows it, if that is installed."""
-    shown = nullcontext()
+    shown: AbstractContextManager[object] = nullcontext()
     if sys.stderr.isatty():
         try:
             from rich.console import Console
