@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from aotops import registry
 from aotops.bench import baselines, report
 from aotops.bench.tensors import FRAMEWORKS
 from aotops.bench.work import Case, Cell, Convolution, Elements, Product, Rows, cases, find, rows, use, works
 from aotops.cli import main as command
+from aotops.library import LibraryError
 from aotops.ops import OPS
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "h200.json"
@@ -311,7 +313,9 @@ def doubling(tmp_path, monkeypatch):
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: doubling\nVersion: 1\n")
     (metadata / "entry_points.txt").write_text("[aotops.libraries]\ndoubling = doubling:library\n")
     monkeypatch.syspath_prepend(tmp_path)
+    registry._loaded.cache_clear()
     yield package
+    registry._loaded.cache_clear()
     for name in ("doubling", "doubling.cases"):
         sys.modules.pop(name, None)
 
@@ -320,7 +324,8 @@ def test_an_operator_of_another_library(doubling, tmp_path, capsys):
     pytest.importorskip("torch")
     file, plots = tmp_path / "twice.json", tmp_path / "plots"
     impls = ["aotops", "naive", "torch", "numpy"]
-    main(f"bench twice --quick --device cpu --impls {','.join(impls)} --json {file} --plots {plots}".split())
+    for _ in range(2):  # again in the same process
+        main(f"bench twice --quick --device cpu --impls {','.join(impls)} --json {file} --plots {plots}".split())
     rows = json.loads(file.read_text())["rows"]
     assert [(row["shape"], row["impl"]) for row in rows] == [(s, i) for s in ([8, 256], [512, 1024]) for i in impls]
     assert all(row["op"] == "twice" and row["us"] > 0 for row in rows)
@@ -329,6 +334,12 @@ def test_an_operator_of_another_library(doubling, tmp_path, capsys):
     assert case.work.dtypes == ("float32",)  # the kernel, which infers nothing, would read others as float32 too
     assert [path.name for path in plots.iterdir()] == ["twice.png"]
     assert "left out" not in capsys.readouterr().out
+
+
+def test_a_library_that_is_not_built(doubling):
+    (doubling / "libdoubling.so").unlink()
+    with pytest.raises(LibraryError, match=r"libdoubling\.so does not exist"):
+        main(["bench", "twice", "--quick", "--device", "cpu"])
 
 
 def test_the_case_that_is_enlarged():

@@ -111,14 +111,16 @@ def _naive(operators: Sequence[str]) -> Impl:
         op = registry.get(name)
         if getattr(op, "foreign", None):  # its entries have names of their own
             continue
-        naive = Library(f"{op.library.name}_naive_{op.name}", [_naive_one(op)], op.library.path)
+        naive = _naive_library(op)
         if any(registry.has_entry(one, device) for one in naive.ops.values() for device in registry.DEVICES):
             modules[name] = SimpleNamespace(**{op.name: _namespace(f, naive).__dict__[f"{op.name}_naive"]})
     return Impl("naive", framework, {}, modules, forward_only=frozenset(modules))
 
 
-def _naive_one(op: Op) -> Op:
-    return replace(op, name=f"{op.name}_naive", backward=None)
+@cache  # a framework registers it once
+def _naive_library(op: Op) -> Library:
+    definition = replace(op, name=f"{op.name}_naive", backward=None)
+    return Library(f"{op.library.name}_naive_{op.name}", [definition], op.library.path)
 
 
 def _importable(*names: str) -> Iterator[str]:

@@ -48,13 +48,22 @@ class Options:
 
 
 def run(options: Options) -> None:
-    """Raises ValueError for an option that names nothing, KeyError for an operator that is not there."""
-    operators = list(registry.select(options.ops or [BUILTIN.name]))
+    """Measures, and tells the results.
+
+    Raises:
+        ValueError: an option names nothing.
+        KeyError: an operator is not there.
+        LibraryError: an operator's library does not load.
+    """
+    selected = registry.select(options.ops or [BUILTIN.name])
+    operators = list(selected)
     _known("impls", options.impls, (*baselines.MAKERS, "none"))
     _known("dtypes", options.dtypes, DTYPES)
     _known("passes", options.passes, ("forward", "backward"))
     result = report.load(options.merge)
     if options.impls != ["none"]:
+        for op in selected.values():
+            op.library.functions  # noqa: B018  loads it
         for so_far in _measured(options, operators, result):
             result = so_far
             if options.json:  # after every case, so that an interrupted run keeps its results
