@@ -204,6 +204,7 @@ def _build(project: _Project, verbose: bool) -> Path:
     if not project.sources:
         raise ValueError(f"{project.root / 'pyproject.toml'}: sources matches no file")
     folder = project.root / "build" / "aotops"
+    toolchain.runtime()  # before anything is compiled
     with locked(folder):
         steps = [*_compile_steps(project, folder)]
         wanted = [step for step in steps if not step.done()]
