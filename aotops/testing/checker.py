@@ -15,10 +15,12 @@ from aotops.op import Op
 from aotops.registry import get
 
 from . import audit, inputs, memory, runs, torchs, values
-from .frameworks import ADAPTERS, Framework, adapters
+from .frameworks import ADAPTERS, adapters
 from .report import FAIL, UNAVAILABLE, Failure, Item, Report
 from .subject import Subject, as_cases, default_cases, elements, importable, reference_name, row_of
 from .trial import DTYPES
+
+DEVICES = "cpu", "cuda"
 
 CHECKS: dict[str, Callable[[Subject], Iterator[Item]]] = {
     "library": audit.library,
@@ -86,7 +88,7 @@ def check(
     op = get(op) if isinstance(op, str) else op
     _known("frameworks", frameworks, FRONTENDS)
     _known("dtypes", dtypes, DTYPES)
-    _known("devices", devices, ("cpu", "cuda"))
+    _known("devices", devices, DEVICES)
     _known("only", only, CHECKS)
     items: list[Item] = []
 
@@ -145,20 +147,23 @@ def _where(
     subject: Subject, frameworks: Sequence[str] | None, devices: Sequence[str] | None, add: Callable[[Item], None]
 ) -> Subject:
     """With the frameworks and devices that are here. One that was asked for and is not here is a failure."""
-    present: list[Framework] = []
-    no_entry = {device: _no_entry(subject.op, device) for device in devices or ("cpu", "cuda")}
-    on = [device for device, why in no_entry.items() if why is None]
-    for device in set(devices or ()) - set(on):
-        add(_absent("devices", device, no_entry[device] or "", True))
-    for name in frameworks or ADAPTERS:
-        for adapter in adapters(name, subject.op.library):
-            missing = {device: adapter.missing(device) for device in adapter.devices if device in on}
-            for device, why in missing.items():
-                if why and (device == "cpu" or devices or len(missing) == 1):
-                    add(_absent("frameworks", f"{adapter.name} {device}", why, bool(frameworks)))
-            if not all(missing.values()):
-                present.append(adapter)
-    return replace(subject, adapters=tuple(present), devices=tuple(on))
+    no_entry = {device: _no_entry(subject.op, device) for device in devices or DEVICES}
+    missing = {
+        (adapter, device): adapter.missing(device)
+        for name in frameworks or ADAPTERS
+        for adapter in adapters(name, subject.op.library)
+        for device in adapter.devices
+        if no_entry.get(device, "") is None
+    }
+    usable = [run for run, why in missing.items() if why is None]
+    on = [device for device in DEVICES if any(d == device for _, d in usable)]
+    for device, why in no_entry.items():
+        if device not in on:
+            add(_absent("devices", device, why or f"no framework that is tested has a {device}", bool(devices)))
+    reasons = {(adapter.frontend, why) for (adapter, device), why in missing.items() if why and device in ("cpu", *on)}
+    for frontend, why in sorted(reasons):
+        add(_absent("frameworks", frontend, why, bool(frameworks)))
+    return replace(subject, usable=tuple(usable), devices=tuple(on))
 
 
 def _no_entry(op: Op, device: str) -> str | None:

@@ -134,7 +134,7 @@ def with_limit(got: np.ndarray, expected: np.ndarray, limit: float) -> tuple[np.
 
 def layouts(subject: Subject) -> Iterator[Item]:
     """Strided and misaligned inputs give what contiguous ones give, results and gradients."""
-    for adapter, device in subject.runs():
+    for adapter, device in subject.usable:
         where = f"{adapter.name} {device}"
         known = layouts_of(adapter)
         if not known:

@@ -33,7 +33,8 @@ class Subject:
     """The smallest first."""
     dtypes: tuple[str, ...]
     devices: tuple[str, ...]
-    adapters: tuple[Framework, ...]
+    usable: tuple[tuple[Framework, str], ...]
+    """Each framework with each of its devices that is here."""
     seed: int = 0
     quick: bool = False
     huge: bool = False
@@ -103,20 +104,12 @@ class Subject:
 
     @cached_property
     def torch_on_gpu(self) -> bool:
-        torch = next((a for a in self.adapters if a.name == "torch"), None)
-        return torch is not None and torch.has_gpu()
-
-    def runs(self) -> Iterator[tuple[Framework, str]]:
-        """Each framework with each of its devices."""
-        for adapter in self.adapters:
-            for device in adapter.devices:
-                if device in self.devices:
-                    yield adapter, device
+        return any((adapter.name, device) == ("torch", "cuda") for adapter, device in self.usable)
 
     def kernel_runs(self) -> Iterator[tuple[Framework, str]]:
         """One framework, the quickest, for each device: for what is the kernel's and not the framework's."""
         for device in self.devices:
-            able = [adapter for adapter, d in self.runs() if d == device]
+            able = [adapter for adapter, d in self.usable if d == device]
             order = ("numpy", "torch", "cupy", "jax", "mindspore")
             if able:
                 yield min(able, key=lambda adapter: order.index(adapter.frontend)), device
@@ -239,7 +232,7 @@ def importable(op: Op) -> tuple[str, str]:
         if library.ops.get(op.name) is op:
             return "import aotops", f"aotops.get({library.name + '.' + op.name!r})"
     for name, module in list(sys.modules.items()):
-        if name == "__main__" or module is None:
+        if name in ("__main__", "__mp_main__") or module is None:
             continue
         for attribute, value in list(vars(module).items()) if hasattr(module, "__dict__") else ():
             if isinstance(value, Library) and value.ops.get(op.name) is op and not attribute.startswith("_"):

@@ -47,7 +47,7 @@ def capture(subject: Subject) -> Iterator[Item]:
     if not subject.torch_on_gpu:
         yield Item("CUDA graph", "cuda", UNAVAILABLE, "torch finds no GPU")
         return
-    adapter = next(adapter for adapter in subject.adapters if isinstance(adapter, Torch))
+    adapter = next(adapter for adapter, device in subject.usable if isinstance(adapter, Torch) and device == "cuda")
     pairs = subject.pairs([subject.plain], adapter)
     yield searched(subject, "CUDA graph", "torch cuda", _capture(subject, adapter), pairs, devices=["cuda"])
 
@@ -55,7 +55,7 @@ def capture(subject: Subject) -> Iterator[Item]:
 def _torch_runs(subject: Subject) -> Iterator[tuple[Torch, str]]:
     if not find_spec("torch"):
         return
-    for adapter, device in subject.runs():
+    for adapter, device in subject.usable:
         if isinstance(adapter, Torch):
             yield adapter, device
 
@@ -69,11 +69,13 @@ def _samples(subject: Subject) -> tuple:
 
 
 def _opcheck(subject: Subject, adapter: Torch, device: str) -> Attempt:
+    make = _leaves if subject.has_gradient else made
+
     def attempt(trial: Trial) -> None:
         torch = import_module("torch")
         op = subject.op
         getattr(adapter.module, op.name)  # which registers it
-        tensors = _leaves(adapter, device, trial)
+        tensors = make(adapter, device, trial)
         inputs, attrs = op.bind(**tensors, **trial.case.attrs)
         plain = [list(value) if isinstance(value, tuple) else value for value in op.canonical(attrs)]
         registered = getattr(getattr(torch.ops, op.library.name), op.name).default

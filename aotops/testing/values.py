@@ -67,7 +67,7 @@ def gradients(subject: Subject) -> Iterator[Item]:
 
 
 def _each(subject: Subject, check: str, attempt_of) -> Iterator[Item]:
-    for adapter, device in subject.runs():
+    for adapter, device in subject.usable:
         cases = [case for case in _cases(subject, adapter) if not adapter.unable(subject.name, [*case.given.values()])]
         attempt, where = attempt_of(subject, adapter, device), f"{adapter.name} {device}"
         arguments = {"frameworks": [adapter.frontend], "devices": [device]}
