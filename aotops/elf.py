@@ -47,7 +47,8 @@ def _read(file: Path, _changed: int) -> Contents:
 
     strings = sections[names_at][4] if sections else 0
     named = {text(strings + section[0]): section for section in sections}
-    exported, imported = set(), set()
+    exported: set[str] = set()
+    imported: set[str] = set()
     if ".dynsym" in named and ".dynstr" in named:
         table, text_at = named[".dynsym"], named[".dynstr"][4]
         for offset in range(table[4], table[4] + table[5], _SYMBOL.size):

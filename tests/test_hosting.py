@@ -487,6 +487,18 @@ def test_a_dtype_that_the_function_refuses(framework, hosted):
         own.numpy(own.results("CustomMul", {"x": x, "y": x}, {})[0])
 
 
+def test_a_device_without_a_function(framework, libraries):
+    """A function of CUDA alone, called on the CPU."""
+    library = libraries["new"]
+    name = f"Device_{framework.name.replace('-', '_')}"
+    library.op(name, inputs=("x",), outputs=("y",), same_spec_as={"y": "x"}, cuda="CustomAdd")
+    own = adapter(framework, library)
+    (x,) = tensors(own, X)
+    expected = r"it has no function for (the CPU|cpu)|the operator has no function for the CPU"
+    with pytest.raises(Exception, match=expected):
+        own.numpy(own.results(name, {"x": x}, {})[0])
+
+
 def test_files_that_are_no_library(folder, tmp_path):
     with pytest.raises(LibraryError, match=r"nowhere.so does not exist"):
         aotops.load(tmp_path / "nowhere.so")

@@ -49,6 +49,9 @@ struct Call {
 
   Status check_entry(Device device) const {
     if (entry[device]) return kOk;
+    if (!attrs.rfind("hosted=", 0))  // hosted.cpp
+      return fail(kNotImplemented, "%s: it has no function for %s", op.c_str(),
+                  device == kCpu ? "the CPU" : "CUDA, or libaotops.so was built without CUDA");
     return fail(kNotImplemented, "%s: this library was built without CUDA: build it where nvcc is, with `make lib`",
                 op.c_str());
   }
