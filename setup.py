@@ -12,7 +12,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
-PRODUCTS = ("aotops/libaotops.so",)  # of `make lib`
+PRODUCTS = ("aotops/libaotops.so", "aotops/lib/libaot.a")  # of `make lib`
 # What an operator outside this repository includes: aotops.include_dir().
 HEADERS = ("*.h", "cpu/*.h", "cuda/*.h", "cuda/*.cuh")
 # Packages that lie elsewhere in the tree.

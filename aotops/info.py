@@ -11,19 +11,19 @@ import mmap
 import os
 import platform
 import re
-import shutil
+import shlex
 import struct
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from . import __version__, call, library, registry
+from . import __version__, call, library, registry, toolchain
 from .library import LibraryError
+from .toolchain import CompileError
 
 Info = dict[str, Any]
 
@@ -71,7 +71,7 @@ def _library() -> Info:
         loaded = library.load()
         found |= {"version": loaded.aot_version().decode(), "cuda": library.has_cuda()}
     except (LibraryError, ValueError) as error:
-        return found | {"error": str(error)}
+        return found | {"error": str(error).partition(";")[0]}
     return found | {"architectures": architectures(path), "isas": _built_isas(path)}
 
 
@@ -187,25 +187,13 @@ def _driver_version() -> str | None:
 
 
 def _compiler(name: str) -> Info:
-    path = shutil.which(name) or (_nvcc() if name == "nvcc" else None)
-    found: Info = {"path": path, "version": None, "error": None if path else "is not installed"}
-    if path is None:
-        return found
+    """That which ``aotops.compile`` and ``aotops build`` use."""
     try:
-        told = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10).stdout
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return found | {"error": str(error)}
-    version = re.search(r"release ([\d.]+)" if name == "nvcc" else r"(\d+\.\d[\d.]*)$", told, re.M)
-    return found | {"version": version and version[1]}
-
-
-def _nvcc() -> str | None:
-    """That of CUDA_HOME, or of PyPI's nvidia-cuda-nvcc."""
-    folders = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
-    spec = find_spec("nvidia")
-    for place in spec.submodule_search_locations or () if spec else ():
-        folders += sorted(Path(place).glob("cu*"))
-    return next((str(folder / "bin/nvcc") for folder in folders if (folder / "bin/nvcc").exists()), None)
+        found = toolchain.need_nvcc() if name == "nvcc" else toolchain.cxx()
+    except CompileError as error:
+        return {"path": None, "version": None, "error": str(error).partition(";")[0]}
+    version = re.search(r"release ([\d.]+)" if name == "nvcc" else r"(\d+\.\d[\d.]*)$", found.version, re.M)
+    return {"path": shlex.join(found.command), "version": version and version[1], "error": None}
 
 
 # ----------------------------------------------------------------------------------------------------------- frameworks

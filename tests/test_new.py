@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import re
 import shutil
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,11 +20,6 @@ ROOT = Path(__file__).parents[1]
 FILE = re.compile(r"```(?:python|cpp)\n(?:#|//) (\S+)\n(.*?)```", re.S)
 SMALL = 100
 """Elements of the inputs whose gradients are tried."""
-
-if find_spec("aotops.testing") is None:
-    from cases import _row
-
-    sys.modules["aotops.testing"] = SimpleNamespace(**vars(_row))
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 

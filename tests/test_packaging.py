@@ -37,6 +37,8 @@ def tree(tmp_path):
     for file in ("pyproject.toml", "setup.py", "MANIFEST.in", "Makefile", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, copy)
     (copy / "aotops/libaotops.so").write_bytes(LIBRARY)
+    (copy / "aotops/lib").mkdir(exist_ok=True)
+    (copy / "aotops/lib/libaot.a").write_bytes(LIBRARY)
     return copy
 
 
@@ -94,7 +96,9 @@ def test_sdist_has_the_sources_and_no_product(tree, tmp_path):
 def test_a_tree_without_a_library_compiles_it(tree, tmp_path):
     """What pip does with an sdist. In the place of the Makefile, one that writes a file."""
     (tree / "aotops/libaotops.so").unlink()
-    (tree / "Makefile").write_text("lib:\n\techo compiled by $(notdir $(PYTHON)) >aotops/libaotops.so\n")
+    (tree / "Makefile").write_text(
+        "lib:\n\techo compiled by $(notdir $(PYTHON)) >aotops/libaotops.so\n\ttouch aotops/lib/libaot.a\n"
+    )
     build = f"from setuptools.build_meta import build_wheel; build_wheel({str(tmp_path)!r})"
     run("-c", build, cwd=tree)
     with zipfile.ZipFile(*tmp_path.glob("aotops-*.whl")) as archive:
