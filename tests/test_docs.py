@@ -49,7 +49,7 @@ def test_code_in_a_document_is_that_of_the_file(path, code):
     assert code.strip("\n") in (ROOT / path).read_text()
 
 
-@pytest.mark.parametrize("parts", programs())
+@pytest.mark.parametrize("parts", list(programs()))
 def test_a_page_prints_what_it_shows(parts, python, tmp_path):
     program = tmp_path / "page.py"  # MindSpore compiles functions from their file
     program.write_text("".join(f"{code}\nprint({END!r})\n" for code, _ in parts))

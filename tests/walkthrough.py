@@ -18,6 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = re.compile(r"^(?:## (.*?)\n|```sh\n(.*?)```)", re.S | re.M)
+NOISE = re.compile(r"^WARNING: Location .*\n", re.M)  # pip's, of indexes of this machine
 FOLDER = "/tmp/empty"  # in the place of the folder's own name
 
 
@@ -34,7 +35,7 @@ def main(wheel: str) -> None:
             printed, before = run(before, commands, folder, wheel)
             seconds = time.perf_counter() - started
             total += seconds
-            shown = printed.replace(folder, FOLDER).replace(wheel, Path(wheel).name).rstrip()
+            shown = NOISE.sub("", printed).replace(folder, FOLDER).replace(wheel, Path(wheel).name).rstrip()
             text.append(f"```sh\n{commands}```\n\n{seconds:.0f} s\n" + (f"\n```\n{shown}\n```" if shown else ""))
     head = (
         "# Transcript\n\nThe commands of [From zero to a wheel](your_own_operator.md), in an empty folder, on a CPU:\n"

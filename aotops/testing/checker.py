@@ -159,7 +159,11 @@ def _where(
     on = [device for device in DEVICES if any(d == device for _, d in usable)]
     for device, why in no_entry.items():
         if device not in on:
-            add(_absent("devices", device, why or f"no framework that is tested has a {device}", bool(devices)))
+            add(
+                _absent(
+                    "devices", device, why or f"no framework that is tested has a {device} device here", bool(devices)
+                )
+            )
     reasons = {(adapter.frontend, why) for (adapter, device), why in missing.items() if why and device in ("cpu", *on)}
     for frontend, why in sorted(reasons):
         add(_absent("frameworks", frontend, why, bool(frameworks)))
