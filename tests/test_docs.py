@@ -1,8 +1,8 @@
 """What the documents show. Code under a path is that of the file. All other Python of a page is one program, which runs
 and prints what is shown below its parts.
 
-The files of adding_an_op.md are not in the tree: test_adding_an_op.py builds them. What checking.md shows depends on the
-machine: test_check.py compares it.
+The files of adding_an_op.md are not in the tree: test_adding_an_op.py builds them. What checking.md shows depends on
+the machine: test_check.py compares it.
 """
 
 from __future__ import annotations
