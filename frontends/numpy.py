@@ -7,6 +7,7 @@ raise TypeError. Memory maps and NumPy's scalars are accepted.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,12 @@ _PLAIN = (np.ndarray, np.memmap)
 """Types that NumPy's own functions turn into plain arrays. They keep others, such as numpy.ma.MaskedArray."""
 
 
+@lru_cache(maxsize=64)
+def _name(dtype: np.dtype) -> str:
+    """``dtype.name``, which NumPy puts together each time, in several microseconds."""
+    return dtype.name
+
+
 class _NumPy(ArrayFrontend):
     device = "cpu"
 
@@ -37,7 +44,7 @@ class _NumPy(ArrayFrontend):
             what = f"{op.name}: {slot} is a {type(value).__name__}, expected a numpy.ndarray"
             lost = "; numpy.asarray gives the elements alone" if isinstance(value, np.ndarray) else ""
             raise TypeError(what + lost)
-        name = value.dtype.name
+        name = _name(value.dtype)
         if name == "bfloat16" and name not in self.dtypes:
             self.dtypes[name] = value.dtype
             call.read_numpy(np, list(self.dtypes.values()))
@@ -47,7 +54,7 @@ class _NumPy(ArrayFrontend):
         return array if array.dtype is dtype else array.view(dtype)
 
     def spec(self, array: np.ndarray) -> TensorSpec:
-        return TensorSpec(array.shape, array.dtype.name)
+        return TensorSpec(array.shape, _name(array.dtype))
 
     def empty(self, spec: TensorSpec, model: np.ndarray) -> np.ndarray:
         return np.empty(spec.shape, self.dtypes[spec.dtype] if spec.dtype in self.dtypes else self.bfloat16())
