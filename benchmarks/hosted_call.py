@@ -89,7 +89,7 @@ def _tvm_ffi() -> Callable[..., Any]:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "call.cpp")
         source.write_text(WITH_TVM_FFI)
-        return tvm_ffi.load_module(tvm_ffi.cpp.build("call", str(source), build_directory=folder)).call
+        return tvm_ffi.load_module(tvm_ffi.cpp.build("call", cpp_files=str(source), build_directory=folder)).call
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -122,7 +123,8 @@ def test_the_line_reproduces_the_failure(faulty, python):
         "['wrong_for_odd_sizes'], cases=[Case({'x': (5,)})], dtypes=['float64'], only=['values'], "
         "frameworks=['numpy'], devices=['cpu'], seed=3).render())"
     )
-    said = python(failure.line, PYTHONPATH=str(Path(faulty.__file__).parent))
+    folders = [str(Path(faulty.__file__).parent), os.environ.get("PYTHONPATH", "")]
+    said = python(failure.line, PYTHONPATH=os.pathsep.join(filter(None, folders)))
     assert failure.message in said
     assert {"at", "got", "expected", "allowed"} == set(failure.facts)
 

@@ -6,17 +6,18 @@ import gc
 import re
 import shutil
 import subprocess
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from cases import numpy_dtype
 
 import aotops
 from aotops import TensorSpec, call
 from aotops.library import LibraryError
 from aotops.spec import DTYPES
+from aotops.testing.cases import numpy_dtype
 from aotops.testing.frameworks import race, requested
 
 SOURCE = Path(__file__).with_name("hosted.cpp")
@@ -370,15 +371,24 @@ class TestTorch:
         import torch
 
         x, y = torch.tensor(X).float().requires_grad_(), torch.tensor(Y).float().requires_grad_()
-        F.Power, F.Accumulate  # noqa: B018  registers them
+        F.CustomMul, F.Power, F.Accumulate  # noqa: B018  registers them
         operators = getattr(torch.ops, hosted.name)
         torch.library.opcheck(operators.CustomMul.default, (x, y))
         torch.library.opcheck(operators.Power.default, (x, 2))
         torch.library.opcheck(operators.Accumulate.default, (x.detach().clone(), y.detach()))
 
 
+@pytest.fixture
+def jax_on_cpu():
+    """The library has entries for the CPU alone."""
+    import jax
+
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield jax
+
+
 @pytest.mark.skipif("jax" not in requested(), reason="jax is not under test")
-def test_jax_transforms(hosted):
+def test_jax_transforms(hosted, jax_on_cpu):
     import jax
     import jax.numpy as jnp
 
@@ -401,7 +411,7 @@ def test_jax_transforms(hosted):
 
 
 @pytest.mark.skipif("jax" not in requested(), reason="jax is not under test")
-def test_jax_exports_symbolic_dimensions(hosted):
+def test_jax_exports_symbolic_dimensions(hosted, jax_on_cpu):
     """A workspace is then as large as the dimensions of the call ask for."""
     import jax
     import jax.numpy as jnp
@@ -411,15 +421,16 @@ def test_jax_exports_symbolic_dimensions(hosted):
     F = frontend.of(hosted)
     disabled = [jax.export.DisabledSafetyCheck.custom_call(name) for name in (frontend.TARGET, frontend.SCRATCH_TARGET)]
     shape = jax.ShapeDtypeStruct(jax.export.symbolic_shape("n, 3"), jnp.float32)
-    exported = jax.export.export(jax.jit(F.Transpose), disabled_checks=disabled)(shape)
+    export = partial(jax.export.export, disabled_checks=disabled, platforms=["cpu"])
+    exported = export(jax.jit(F.Transpose))(shape)
     np.testing.assert_allclose(exported.call(jnp.asarray(X, "float32")), X.T)
     with pytest.raises(ValueError, match=r"InferShape .* takes numbers, .* define the operator with infer="):
-        jax.export.export(jax.jit(F.Power), disabled_checks=disabled)(shape)
+        export(jax.jit(F.Power))(shape)
     like = hosted.ops.get("PowerLike") or hosted.op(
         "PowerLike", inputs=("x",), outputs=("y",), attrs={"exponent": "int"}, same_spec_as={"y": "x"}, cpu="Power"
     )
     function = jax.jit(lambda x: getattr(F, like.name)(x, 3))
-    exported = jax.export.export(function, disabled_checks=disabled)(shape)
+    exported = export(function)(shape)
     for n in (1, 50, 7):
         np.testing.assert_allclose(exported.call(jnp.full((n, 3), 2, "float32")), np.full((n, 3), 8.0))
 
@@ -668,5 +679,6 @@ def test_the_document(python, tmp_path, code):
     subprocess.run(command.split(), cwd=tmp_path, check=True)
     program = tmp_path / "program.py"  # a file, whose source MindSpore compiles
     program.write_text(f"{DEFINITION}\n{code}\nprint('done')")
-    said = python(f"import os, runpy; os.chdir({str(tmp_path)!r}); runpy.run_path('program.py', run_name='__main__')")
+    run = f"import os, runpy; os.chdir({str(tmp_path)!r}); runpy.run_path('program.py', run_name='__main__')"
+    said = python(run, JAX_PLATFORMS="cpu")
     assert said.split()[-1] == "done"

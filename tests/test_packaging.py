@@ -125,7 +125,7 @@ def test_editable_install_imports_the_tree(tree, tmp_path):
     program = f"import site; site.addsitedir({str(tmp_path / 'site')!r})\n" + (
         "import aotops, aotops.frontends as frontends; print(aotops.__file__, frontends.__file__)"
     )
-    assert run("-S", "-c", program, cwd=tmp_path).split() == [
+    assert run("-E", "-S", "-c", program, cwd=tmp_path).split() == [
         str(tree / "aotops/__init__.py"),
         str(tree / "frontends/__init__.py"),
     ]
