@@ -72,9 +72,16 @@ def checked(faulty, name: str, **arguments) -> Report:
     return check(faulty.library.ops[name], frameworks=arguments.pop("frameworks", ["numpy"]), **arguments)
 
 
-def test_a_correct_operator_passes(faulty):
+def test_a_built_in_operator_passes():
     """In every framework under test."""
-    report = checked(faulty, "correct", frameworks=requested(), quick=True)
+    report = check("swiglu", frameworks=requested(), quick=True)
+    assert report.ok, report.render()
+
+
+def test_a_correct_operator_passes(faulty):
+    """faulty.cpp has no InferShape, which MindSpore asks for."""
+    frameworks = [name for name in requested() if name != "mindspore"]
+    report = checked(faulty, "correct", frameworks=frameworks, quick=True)
     assert report.ok, report.render()
     assert report.exit_code == 0
     refused = {item.where: item.detail for item in report.items if item.check == "dtypes"}
