@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -143,11 +144,22 @@ def new(name: str, template: str, directory: Path | None) -> None:
     """
     create = import_module("aotops.new").create
     files = create(name, template, directory)
-    for file in files:
-        click.echo(os.path.relpath(file))
     package = next((file.parent for file in files if file.name == "pyproject.toml"), None)
+    for file in (*files, *_write_stubs(package)):
+        click.echo(os.path.relpath(file))
     build = "make lib" if package is None else f"cd {os.path.relpath(package)} && aotops build"
     click.echo(f"next: {build} && aotops check {name}", err=True)
+
+
+def _write_stubs(package: Path | None) -> Iterator[Path]:
+    """Those of the libraries of a package, for editors and type checkers."""
+    if package is None:
+        return
+    registry, library_class = import_module("aotops.registry"), import_module("aotops.library").Library
+    registry.use(package)
+    for library in registry.offered().values():
+        if isinstance(library, library_class) and library.path.is_relative_to(package.absolute()):
+            yield from import_module("aotops.stubs").write(library)
 
 
 @main.command()

@@ -154,6 +154,16 @@ def test_new(module, tmp_path, monkeypatch):
     assert calls == [("scale", "row", None), ("scale", "elementwise", Path("elsewhere"))]
 
 
+def test_new_writes_stubs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    printed = run("new", "with_stubs", "--template", "row").stdout.split()
+    registry.use(None)
+    stub = "with_stubs/with_stubs/frontends/torch.pyi"
+    assert stub in printed
+    assert "def with_stubs(x: Tensor" in (tmp_path / stub).read_text()
+
+
 def test_build(module, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     calls = []
