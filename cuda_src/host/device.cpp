@@ -16,8 +16,14 @@ aot::DeviceGuard::~DeviceGuard() {
   if (previous_ >= 0) cudaSetDevice(previous_);
 }
 
+int aot::current_device() noexcept {
+  int current = -1;
+  return cudaGetDevice(&current) == cudaSuccess ? current : -1;
+}
+
 #else
 
+int aot::current_device() noexcept { return -1; }
 aot::Status aot::DeviceGuard::enter(int) noexcept { return kOk; }
 aot::DeviceGuard::~DeviceGuard() {}
 

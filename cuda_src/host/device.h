@@ -13,4 +13,7 @@ class DeviceGuard {
   int previous_ = -1;
 };
 
+// The calling thread's CUDA device; -1 without CUDA.
+int current_device() noexcept;
+
 }  // namespace aot

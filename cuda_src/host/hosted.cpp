@@ -24,6 +24,7 @@
 #include <vector>
 
 #include "bind.h"
+#include "device.h"
 #include "foreign_extra.h"
 #include "libraries.h"
 
@@ -87,12 +88,13 @@ struct Kernel {
   std::vector<int> ndims;
   std::vector<int64_t> dims;
   std::vector<std::string> dtypes;
+  int device;               // that was current when Init ran, where its data may be
   bool has_stream = false;  // it ran, on `stream`; its data may still be in use there
   void *stream = nullptr;
   ForeignExtra foreign;
 
-  bool fits(const int *n, int64_t *const *shapes, const char *const *types, void *on) const {
-    if (has_stream && on != stream) return false;
+  bool fits(const int *n, int64_t *const *shapes, const char *const *types, int here, void *on) const {
+    if (here != device || (has_stream && on != stream)) return false;
     const int64_t *at = dims.data();
     for (size_t i = 0; i < ndims.size(); at += ndims[i++])
       if (n[i] != ndims[i] || dtypes[i] != types[i] || !std::equal(at, at + ndims[i], shapes[i])) return false;
@@ -124,7 +126,7 @@ struct Hosted final : Marked {
   static constexpr uint64_t kMark = mark_of("hosted operator");
   std::string symbol, attrs, file;
   int n_in = 0, n_out = 0;
-  bool has_scratch = false, new_strings = false;
+  bool has_scratch = false, new_strings = false, is_cuda = false;
   std::vector<int> like;            // by output
   std::vector<std::string> dtypes;  // of inputs and outputs; empty: not known
   Entry *entry = nullptr;
@@ -143,7 +145,7 @@ struct Hosted final : Marked {
   Status read(Device device, const std::string &text) {
     const std::vector<std::string> item = items(text, ';');
     if (item.size() < 8) return fail(kConventionMisused, "the attribute hosted is not what aotops writes");
-    symbol = item[1 + device];
+    symbol = item[1 + device], is_cuda = device == kCuda;
     n_in = std::stoi(item[3]), n_out = std::stoi(item[4]), has_scratch = item[5] == "1";
     for (const std::string &index : items(item[6], ',')) like.push_back(std::stoi(index));
     dtypes = items(item[7], ',');
@@ -181,16 +183,18 @@ struct Hosted final : Marked {
 
   // A kernel for these tensors, of nobody else; Init makes it where none is idle.
   Status take(int *ndims, int64_t **shapes, const char **dtypes, void *stream, std::unique_ptr<Kernel> *kernel) {
+    const int here = is_cuda ? current_device() : -1;
     {
       std::lock_guard<std::mutex> hold(lock);
       for (auto it = idle.begin(); it != idle.end(); ++it)
-        if ((*it)->fits(ndims, shapes, dtypes, stream)) {
+        if ((*it)->fits(ndims, shapes, dtypes, here, stream)) {
           *kernel = std::move(*it);
           idle.erase(it);
           return kOk;
         }
     }
     auto made = std::make_unique<Kernel>();
+    made->device = here;
     made->ndims.assign(ndims, ndims + n());
     made->dtypes.assign(dtypes, dtypes + n());
     for (int i = 0; i < n(); ++i) made->dims.insert(made->dims.end(), shapes[i], shapes[i] + ndims[i]);
