@@ -188,7 +188,7 @@ def _described(name: str, library: Library | LibraryError) -> dict[str, Any]:
 
 def has_gradient(op: Op) -> bool:
     """By a backward, or by a rule made of operators."""
-    return op.backward is not None or getattr(op, "rule", None) is not None
+    return op.backward is not None or op.rule is not None
 
 
 def has_entry(op: Op, device: str) -> bool:

@@ -109,7 +109,7 @@ def _naive(operators: Sequence[str]) -> Impl:
     modules = {}
     for name in operators:
         op = registry.get(name)
-        if getattr(op, "foreign", None):  # its entries have names of their own
+        if op.foreign:  # its entries have names of their own
             continue
         naive = _naive_library(op)
         if any(registry.has_entry(one, device) for one in naive.ops.values() for device in registry.DEVICES):

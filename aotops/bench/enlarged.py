@@ -118,7 +118,7 @@ def enlarged(op: Op, cases: Sequence[Any]) -> Enlarged:
     case = max(usable, key=rank)
     letters = _letters(op, case)
     reads = "".join(letters[x] for x in case.given)
-    writes = "".join(letters[y] for y in (*op.outputs, *getattr(op, "mutates", ())))
+    writes = "".join(letters[y] for y in (*op.outputs, *op.mutates))
     work = Enlarged(reads, writes, _backward(op, case, letters), definition=op, case=case)
     return replace(work, dtypes=tuple(dtype for dtype in DTYPES if work.takes(dtype)))
 
