@@ -291,7 +291,7 @@ TESTED_ONCE := $(addprefix --ignore=tests/test_,cli.py compile.py convention.py 
 MS_TESTS := AOTOPS_TEST_FRONTENDS=numpy,mindspore $(PYTEST_ENVIRONMENT) $(MS_VENV)/bin/python $(PYTEST) $(TESTED_ONCE)
 
 test:
-	@$(MAKE) --no-print-directory -j$(JOBS) environments lint $(LIB)
+	@$(MAKE) --no-print-directory -j$(JOBS) environments lint $(LIB) $(RUNTIME)
 	@failed=; \
 	echo "$(TESTS)"; $(TESTS) || failed="$$failed $(VENV)"; \
 	$(if $(MINDSPORE_PYTHON),echo "$(MS_TESTS)"; $(MS_TESTS) || failed="$$failed $(MS_VENV)";) \
