@@ -1,6 +1,6 @@
 // Compiled with -D_GLIBCXX_USE_CXX11_ABI=0: the strings in AotExtra's interface have the old ABI, as in MindSpore's
 // build.
-#include "extra.h"
+#include "extra_class.h"
 
 #include <locale.h>
 
@@ -18,27 +18,6 @@
 #if defined(_GLIBCXX_USE_CXX11_ABI) && _GLIBCXX_USE_CXX11_ABI
 #error "compile this file with -D_GLIBCXX_USE_CXX11_ABI=0"
 #endif
-
-// The interface of MindSpore's custom_aot_extra.h. The order of the virtual functions, its vtable, must be the same.
-class AotExtra {
- public:
-  virtual ~AotExtra() = default;
-  virtual bool HasAttr(std::string name) = 0;
-
-  std::vector<size_t> workspace;
-  AotKernelData *kernel_data = nullptr;
-
-  virtual bool GetAttrBool(std::string name) = 0;
-  virtual int64_t GetAttrInt(std::string name) = 0;
-  virtual float GetAttrFloat(std::string name) = 0;
-  virtual std::string GetAttrStr(std::string name) = 0;
-  virtual std::vector<int64_t> GetAttrIntVec(std::string name) = 0;
-  virtual std::vector<float> GetAttrFloatVec(std::string name) = 0;
-  virtual std::vector<std::vector<int64_t>> GetAttrInt2DVec(std::string name) = 0;
-  virtual std::vector<std::vector<float>> GetAttrFloat2DVec(std::string name) = 0;
-};
-
-static_assert(sizeof(AotExtra) == sizeof(aot::ExtraView), "AotExtra has the layout of MindSpore's build");
 
 namespace {
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from aotops.elf import Elf
 from aotops.testing import Case, Report, Row, check
 from aotops.testing.audit import audited
-from aotops.testing.elf import Elf
 from aotops.testing.frameworks import requested
 from aotops.testing.report import FAIL, UNAVAILABLE, Failure, Item
 from aotops.testing.trial import ml_dtypes

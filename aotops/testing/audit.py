@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from .elf import Elf
+from ..elf import Elf
 from .report import FAIL, PASS, Failure, Item
 from .subject import Subject
 

@@ -54,12 +54,12 @@ class Subject:
     @property
     def has_gradient(self) -> bool:
         """By an operator, or by a rule made of operators."""
-        return self.op.backward is not None or getattr(self.op, "rule", None) is not None
+        return self.op.backward is not None or self.op.rule is not None
 
     @property
     def mutates(self) -> tuple[str, ...]:
         """The inputs that the operator writes to. The reference returns them after the results."""
-        return tuple(getattr(self.op, "mutates", ()))
+        return self.op.mutates
 
     @cached_property
     def _trials(self) -> dict[tuple[str, str], Trial]:
@@ -77,7 +77,7 @@ class Subject:
         """Of a gradient, in the dtype itself: a saved output is rounded, and used about twice; in a rule made of
         operators, so is the result of each."""
         saved = set(self.op.saved) & set(self.op.outputs)
-        return 2 * len(saved) + (4 if getattr(self.op, "rule", None) else 0)
+        return 2 * len(saved) + (4 if self.op.rule else 0)
 
     @cached_property
     def plain(self) -> Case:

@@ -6,30 +6,10 @@
 #include <string>
 #include <vector>
 
+#include "extra_class.h"
 #include "foreign_extra.h"
 
 namespace {
-
-// The order of the virtual functions is that of MindSpore's custom_aot_extra.h.
-class AotExtra {
- public:
-  virtual ~AotExtra() = default;
-  virtual bool HasAttr(std::string name) = 0;
-
-  std::vector<size_t> workspace;
-  AotKernelData *kernel_data = nullptr;
-
-  virtual bool GetAttrBool(std::string name) = 0;
-  virtual int64_t GetAttrInt(std::string name) = 0;
-  virtual float GetAttrFloat(std::string name) = 0;
-  virtual std::string GetAttrStr(std::string name) = 0;
-  virtual std::vector<int64_t> GetAttrIntVec(std::string name) = 0;
-  virtual std::vector<float> GetAttrFloatVec(std::string name) = 0;
-  virtual std::vector<std::vector<int64_t>> GetAttrInt2DVec(std::string name) = 0;
-  virtual std::vector<std::vector<float>> GetAttrFloat2DVec(std::string name) = 0;
-};
-
-static_assert(sizeof(AotExtra) == sizeof(aot::ExtraView), "AotExtra has the layout of MindSpore's build");
 
 std::string unquoted(const std::string &text) {
   std::string plain;
