@@ -52,6 +52,7 @@ def conv2d_backward(dy, x, weight, stride=1, padding=0, dilation=1, groups=1, la
     optional=("bias",),
     attrs=_ATTRS,
     backward=conv2d_backward,
+    bilinear=("x", "weight"),
     vmappable=("x", "y"),
     autocast={"cpu": "autocast", "cuda": "autocast"},
 )
