@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Container, Iterable, Sequence
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from aotops.op import Attr, Op, Rule
 from aotops.ops import BUILTIN, OPS
 from aotops.spec import DTYPES, TensorSpec, check_broadcast
 
-from . import torch_call, torch_gate, torch_inductor
+from . import torch_arguments, torch_call, torch_gate, torch_inductor
 from . import torch_derivatives as derivatives
 
 __all__ = [
@@ -118,9 +119,13 @@ def _empty_arguments(spec: TensorSpec) -> dict[str, Any]:
     return {"size": spec.shape, "dtype": _DTYPES[spec.dtype]}
 
 
-def _models(op: Op, attrs: tuple[Attr, ...], *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
-    """For each output that is not like an input, a tensor for ``empty_like``, with the memory of one element."""
-    specs = infer(op, attrs, tuple(map(_spec, inputs)), inputs[0].device.type)
+def _models(op: Op, attrs: tuple[Attr, ...], *inputs: Tensor | None) -> tuple[Tensor | None, ...] | None:
+    """For each output that is not like an input, a tensor for ``empty_like``, with the memory of one element. None if
+    the operator refuses the inputs: a composition may serve them (torch_arguments.py)."""
+    try:
+        specs = infer(op, attrs, tuple(map(_spec, inputs)), inputs[0].device.type)
+    except (TypeError, ValueError):
+        return None
     arguments = {name: _empty_arguments(specs[name]) for name in op.entry_outputs if name not in op.same_spec_as}
     for one in arguments.values():
         one["stride"] = (0,) * len(one["size"])
@@ -568,10 +573,12 @@ def _public(op: Op, module: str) -> Callable[..., Any]:
     disp = dispatched[op]
     first, second = op.inputs[0], op.inputs[1] if len(op.inputs) > 1 else ""
     torchs_names = {"input": first, "other": second} if "input" not in op.inputs else {}
+    composed = torch_arguments.COMPOSED.get(op.name) if op.library is BUILTIN else None
+    extra, _ = torch_call.EXTRA.get(op.name, ("", "")) if composed else ("", "")  # None here, or composed
 
     def sort(args, kwargs):
         """The inputs and attributes. ``input`` and ``other``, torch's names of the first two inputs, are accepted."""
-        inputs, attrs = op.bind(*args, **{torchs_names.get(name, name): value for name, value in kwargs.items()})
+        inputs, attrs = op.bind(*args, **{torchs_names.get(n, n): v for n, v in kwargs.items() if n != extra})
         if op.foreign is not None:
             return _with_numbers(inputs), attrs
         number, tensor = inputs[:2] if op.broadcast else (None, None)
@@ -580,7 +587,14 @@ def _public(op: Op, module: str) -> Callable[..., Any]:
         # torch.add accepts a number first; without alpha the sum commutes, and the number is not rounded
         return op.bind(tensor, number) if attrs[0] == 1 else ((tensor.new_full((), number), tensor), attrs)
 
+    def compose(args, kwargs):
+        """NotImplemented for a call that the kernel serves, or refuses."""
+        named = {torchs_names.get(name, name): value for name, value in kwargs.items()}
+        return NotImplemented if composed is None else composed(function, *args, **named)
+
     def general(*args, **kwargs):
+        if (result := compose(args, kwargs)) is not NotImplemented:
+            return result
         return _general(op, disp, *sort(args, kwargs))
 
     def bind(*attrs):
@@ -593,10 +607,16 @@ def _public(op: Op, module: str) -> Callable[..., Any]:
     @functools.wraps(op.bind)
     def function(*args, **kwargs):
         if _is_compiling():
+            if (result := compose(args, kwargs)) is not NotImplemented:
+                return result
             return _dispatch(op, disp, *sort(args, kwargs))
         return plain(*args, **kwargs)
 
     function.__module__ = module
+    if extra:
+        own = signature(op.bind)
+        more = Parameter(extra, Parameter.POSITIONAL_OR_KEYWORD, default=None)
+        function.__signature__ = own.replace(parameters=[*own.parameters.values(), more])  # type: ignore[attr-defined]
     if in_c:
         torch_call.install_vectorcall(function, plain)
     return function
@@ -742,14 +762,12 @@ class Softmax(torch.nn.Softmax):
 
 
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
-    """``torch.nn.CrossEntropyLoss`` on the library's kernel: the same arguments. With class weights, with targets that
-    are probabilities, and with more axes than (N, C) it calls torch's own."""
+    """``torch.nn.CrossEntropyLoss`` on the library's kernel: the same arguments."""
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        if self.weight is not None or target.is_floating_point() or input.dim() > 2:
-            return super().forward(input, target)
         options = self.ignore_index, self.reduction, self.label_smoothing
-        return cross_entropy(input, target, *options)  # type: ignore[name-defined] # noqa: F821
+        weight = {} if self.weight is None else {"weight": self.weight}
+        return cross_entropy(input, target, *options, **weight)  # type: ignore[name-defined] # noqa: F821
 
 
 class LLTM(torch.nn.Module):
@@ -788,12 +806,11 @@ class LLTM(torch.nn.Module):
 
 class Conv2d(torch.nn.Conv2d):
     """``torch.nn.Conv2d`` on the library's kernel: the same arguments, parameters and state; channels_last tensors stay
-    so, and TF32 is used if ``torch.backends.cudnn.allow_tf32`` is set. With another padding_mode than zeros, and with
-    padding "same", it calls torch's own."""
+    so, and TF32 is used if ``torch.backends.cudnn.allow_tf32`` is set. With another padding_mode than zeros it calls
+    torch's own."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.padding_mode != "zeros" or self.padding == "same":
+        if self.padding_mode != "zeros":
             return super().forward(input)
-        padding = 0 if self.padding == "valid" else self.padding
-        options = self.stride, padding, self.dilation, self.groups
+        options = self.stride, self.padding, self.dilation, self.groups
         return conv2d(input, self.weight, self.bias, *options, allow_tf32=torch.backends.cudnn.allow_tf32)

@@ -35,7 +35,8 @@ struct Function {
   int n_saved;               // what is saved for the backward:
   int saved[kMaxSlots];      // the slot of each,
   int instead[kMaxSlots];    // and the residual that is saved in its place if it is written; -1: none
-  void *make_prototypes;     // takes the inputs; returns a tuple with one for each slot written, None where an input is
+  void *make_prototypes;     // takes the inputs; returns None for those that the operator refuses, whose error is then
+                             // this library's, else a tuple with one for each slot written, None where an input is
   void *prototypes;          // a dict of what it returned, by what the shapes of outputs depend on
 };
 
@@ -89,7 +90,7 @@ Ref prototypes(const Function &f, const Arguments &a, void *const *inputs) {
   if (!key) return nullptr;
   if (void *found = PyDict_GetItemWithError(f.prototypes, key)) return Py_IncRef(found), found;
   Ref made = PyObject_VectorcallDict(f.make_prototypes, inputs, f.call->n_in, nullptr);
-  if (!made) return nullptr;
+  if (!made || made == python.none) return nullptr;
   if (PyDict_Size(f.prototypes) >= 1024) PyDict_Clear(f.prototypes);
   if (PyDict_SetItem(f.prototypes, key, made)) return nullptr;
   return made;
