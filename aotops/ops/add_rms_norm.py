@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..op import operator
-from ._norm import axes, normalized, statistics
+from ._norm import axes, dims, normalized, statistics
 
 
 @operator(
@@ -15,6 +15,7 @@ from ._norm import axes, normalized, statistics
     attrs={"normalized_shape": "int[]", "eps": "float?"},
     same_spec_as={"dx": "h"},
     alias={"dresidual": "dx"},
+    dims=dims(("dy", "dh", "h", "dx"), ("weight", "dweight"), "rstd"),
     vmappable=("dy", "dh", "h", "rstd", "dx", "dresidual"),
 )
 def add_rms_norm_backward(dy, dh, h, weight, rstd, normalized_shape, eps=None):
@@ -30,6 +31,7 @@ def add_rms_norm_backward(dy, dh, h, weight, rstd, normalized_shape, eps=None):
     attrs={"normalized_shape": "int[]", "eps": "float?"},
     backward=add_rms_norm_backward,
     same_spec_as={"y": "x", "h": "x"},
+    dims=dims(("x", "residual", "y", "h"), ("weight",), "rstd"),
     vmappable=("x", "residual", "y", "h", "rstd"),
     autocast={"cuda": "float32"},
 )

@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from ..op import operator
 
+
+def _dims(call, loss, *like_x):
+    """A part of the rows has another mean: its axis is whole for it. ``loss``: the slot that is like the loss."""
+    n = "" if len(call.x) == 1 else "N" if call.reduction == "mean" else "n"
+    return {loss: n if call.reduction == "none" else "", "target": n} | dict.fromkeys(("x", *like_x), f"{n} C")
+
+
 _ATTRS = {"ignore_index": "int", "reduction": "str", "label_smoothing": "float"}
 
 
@@ -12,6 +19,7 @@ _ATTRS = {"ignore_index": "int", "reduction": "str", "label_smoothing": "float"}
     outputs=("dx",),
     workspace=("workspace",),
     optional=("slope",),
+    dims=lambda call: _dims(call, "dy", "slope", "dx"),
     attrs=_ATTRS,
     same_spec_as={"dx": "x"},
 )
@@ -25,6 +33,7 @@ def cross_entropy_backward(dy, x, target, slope, ignore_index=-100, reduction="m
     residuals=("slope",),
     workspace=("workspace",),
     shapes={"y": lambda call: call.x[:-1] if call.reduction == "none" else ()},
+    dims=lambda call: _dims(call, "y", "slope"),
     attrs=_ATTRS,
     backward=cross_entropy_backward,
     same_spec_as={"slope": "x"},

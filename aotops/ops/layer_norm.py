@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..op import operator
-from ._norm import axes, normalized, statistics
+from ._norm import axes, dims, normalized, statistics
 
 
 @operator(
@@ -14,6 +14,7 @@ from ._norm import axes, normalized, statistics
     optional=("weight", "stats", "dx", "dweight", "dbias"),
     attrs={"normalized_shape": "int[]", "eps": "float"},
     same_spec_as={"dx": "x"},
+    dims=dims(("dy", "x", "dx"), ("weight", "dweight", "dbias"), "stats"),
     vmappable=("dy", "x", "stats", "dx"),
 )
 def layer_norm_backward(dy, x, weight, stats, normalized_shape, eps=1e-5):
@@ -29,6 +30,7 @@ def layer_norm_backward(dy, x, weight, stats, normalized_shape, eps=1e-5):
     attrs={"normalized_shape": "int[]", "eps": "float"},
     backward=layer_norm_backward,
     same_spec_as={"y": "x"},
+    dims=dims(("x", "y"), ("weight", "bias"), "stats"),
     vmappable=("x", "y", "stats"),
     autocast={"cuda": "float32"},
 )

@@ -10,6 +10,17 @@ def _pre_activation(call):
     return (*call.x[:-1], 0 if call.activation is None else call.weight[0])
 
 
+def _dims(call, follows):
+    """Of the inputs and the pre-activation. What follows the product needs its whole sum."""
+    i, before = "I" if follows else "i", "o" if call.activation else "0"
+    return {"x": f"... {i}", "weight": f"o {i}", "bias": "o", "pre_activation": f"... {before}"}
+
+
+def _gradients(call):
+    i = "I" if call.activation else "i"
+    return {"dy": "... o", "dx": f"... {i}", "dweight": f"o {i}", "dbias": "o" if call.activation else "o (i)"}
+
+
 _ATTRS = {"activation": "str?", "allow_tf32": "bool"}
 
 
@@ -21,6 +32,7 @@ _ATTRS = {"activation": "str?", "allow_tf32": "bool"}
     optional=("bias", "pre_activation", "dx", "dweight", "dbias"),
     attrs=_ATTRS,
     same_spec_as={"dx": "x", "dweight": "weight"},
+    dims=lambda call: _dims(call, call.activation) | _gradients(call),
     vmappable=("dy", "x", "pre_activation", "dx"),
 )
 def linear_backward(dy, x, weight, bias, pre_activation, activation=None, allow_tf32=False):
@@ -36,6 +48,7 @@ def linear_backward(dy, x, weight, bias, pre_activation, activation=None, allow_
     optional=("bias",),
     attrs=_ATTRS,
     backward=linear_backward,
+    dims=lambda call: _dims(call, call.activation or call.bias is not None) | {"y": "... o"},
     vmappable=("x", "y", "pre_activation"),
     always_save_residuals=True,
     autocast={"cpu": "autocast", "cuda": "autocast"},

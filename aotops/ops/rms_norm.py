@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..op import operator
-from ._norm import axes, normalized, statistics
+from ._norm import axes, dims, normalized, statistics
 
 
 @operator(
@@ -14,6 +14,7 @@ from ._norm import axes, normalized, statistics
     optional=("weight", "rstd", "dx", "dweight"),
     attrs={"normalized_shape": "int[]", "eps": "float?"},
     same_spec_as={"dx": "x"},
+    dims=dims(("dy", "x", "dx"), ("weight", "dweight"), "rstd"),
     vmappable=("dy", "x", "rstd", "dx"),
 )
 def rms_norm_backward(dy, x, weight, rstd, normalized_shape, eps=None):
@@ -29,6 +30,7 @@ def rms_norm_backward(dy, x, weight, rstd, normalized_shape, eps=None):
     attrs={"normalized_shape": "int[]", "eps": "float?"},
     backward=rms_norm_backward,
     same_spec_as={"y": "x"},
+    dims=dims(("x", "y"), ("weight",), "rstd"),
     vmappable=("x", "y", "rstd"),
     autocast={"cuda": "float32"},
 )

@@ -25,11 +25,23 @@ def _axis(dim):
         return None
 
 
+def _dims(*slots):
+    """The axes after the softmax's are independent too."""
+
+    def stated(call):
+        after = range(-1 - call.dim)
+        axes = " ".join(["... D", *(f"a{i}" for i in after)])
+        return dict.fromkeys(slots, axes if getattr(call, slots[0]) else "")
+
+    return stated
+
+
 @operator(
     inputs=("dy", "y"),
     outputs=("dx",),
     attrs={"dim": "int"},
     same_spec_as={"dx": "y"},
+    dims=_dims("dy", "y", "dx"),
     vmappable=("dy", "y", "dx"),
     axes=1,
 )
@@ -43,6 +55,7 @@ def softmax_backward(dy, y, dim=-1):
     attrs={"dim": "int"},
     backward=softmax_backward,
     same_spec_as={"y": "x"},
+    dims=_dims("x", "y"),
     vmappable=("x", "y"),
     axes=1,
     autocast={"cuda": "float32"},
