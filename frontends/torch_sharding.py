@@ -221,7 +221,7 @@ def _over_classes(split: _Split, overload: Any, x: Tensor, target: Tensor, attrs
     parts += [shifted.sum(-1)] if smoothing else []
     total, hit, *every = split.reduced(torch.stack(parts), "sum", split.classes).unbind()
     losses = total.log() - (1 - smoothing) * hit - (smoothing / classes * every[0] if smoothing else 0)
-    slope = exponentials / total[..., None] - smoothing / classes - (1 - smoothing) * here
+    slope = exponentials / total[..., None] - smoothing / classes - (1 - smoothing) * here.to(wide.dtype)
     return _by_row(losses, counted, odd), _by_row(slope, counted[..., None], odd[..., None]).to(x.dtype)
 
 
