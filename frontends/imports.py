@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
@@ -12,12 +13,11 @@ from types import ModuleType
 
 def after_import(name: str, run: Callable[[], None]) -> None:
     """Runs a function, which must not raise: now, if the module is imported, or as soon as it is."""
-    waiting = next((finder for finder in sys.meta_path if isinstance(finder, _Finder) and finder.name == name), None)
-    if waiting is not None and sys.modules.get(name) is None:
-        waiting.functions.append(run)
-        return
-    finder = _Finder(name, run)
-    sys.meta_path.insert(0, finder)
+    finder = next((finder for finder in sys.meta_path if isinstance(finder, _Finder) and finder.name == name), None)
+    if finder is None:
+        finder = _Finder(name)
+        sys.meta_path.insert(0, finder)
+    finder.functions.append(run)
     if sys.modules.get(name) is not None:
         import_module(name)  # waits for a thread that is importing it
         finder.run()
@@ -27,8 +27,8 @@ class _Finder(MetaPathFinder):
     """Finds the module by the finders behind it, one of another library among them. It is never removed: an import in
     another thread that iterates over ``sys.meta_path`` would skip the next finder."""
 
-    def __init__(self, name: str, run: Callable[[], None]) -> None:
-        self.name, self.functions = name, [run]
+    def __init__(self, name: str) -> None:
+        self.name, self.functions = name, deque[Callable[[], None]]()
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None):
         if name != self.name:
@@ -42,9 +42,13 @@ class _Finder(MetaPathFinder):
         return spec
 
     def run(self) -> None:
-        """Each function once."""
+        """Each function once, of whichever thread is first."""
         while self.functions:
-            self.functions.pop(0)()
+            try:
+                function = self.functions.popleft()
+            except IndexError:
+                return
+            function()
 
 
 class _ThenRun(Loader):

@@ -15,6 +15,7 @@ The strategies are registered once torch.distributed.tensor has been imported, w
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -40,15 +41,23 @@ def register(operators: Iterable[tuple[Op, Any]]) -> None:
 
 def _register(operators: Sequence[tuple[Op, Any]]) -> None:
     try:
+        _register_with_dtensor(operators)
+    except Exception as error:  # DTensor must work: without the strategies it refuses what it does not know
+        warnings.warn(f"aotops: DTensor of torch {torch.__version__} took no strategies: {error!r}", stacklevel=2)
+
+
+def _register_with_dtensor(operators: Sequence[tuple[Op, Any]]) -> None:
+    try:
         from torch.distributed.tensor import DTensor
         from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
         from torch.distributed.tensor.experimental import register_sharding
-    except ImportError:  # before torch 2.5, where DTensor refuses every operator that it does not know
+    except ImportError:  # before torch 2.5
         return
     dispatcher = DTensor._op_dispatcher
     for op, overload in operators:
         register_sharding(overload)(partial(_strategies, op))
-        # Every argument decides: DTensor would hash the attributes from the first integer on alone, and no None.
+        # Every argument decides on the strategy. By itself register_sharding would have DTensor look up a kept one by
+        # tensors, and by attributes from the first integer on.
         lists = any(kind.endswith("[]") for kind in op.attrs.values())
         dispatcher.sharding_propagator.op_to_schema_info[overload] = RuntimeSchemaInfo(0, needs_pytree=lists)
         if op in _COMPOSED:

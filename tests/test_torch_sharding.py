@@ -4,6 +4,7 @@ processes)."""
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,10 +18,12 @@ if not torch.distributed.is_available():
 
 import sharded  # noqa: E402
 
-from aotops.frontends.torch_sharding import _strategies  # noqa: E402
+from aotops.frontends import torch as ours  # noqa: E402
+from aotops.frontends.torch_sharding import _strategies, register  # noqa: E402
 from aotops.ops import OPS  # noqa: E402
 
 PROGRAM = Path(__file__).parent / "sharded.py"
+EXAMPLE = Path(__file__).parents[1] / "examples" / "distributed" / "train_torch.py"
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +60,25 @@ known = torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator.op_s
 print(*sorted(op.name for op, overload in ours.dispatched.items() if overload not in known), "and no other")
 """
     assert python(program).strip() == "and no other"
+
+
+def test_dtensor_comes_up_without_register_sharding(monkeypatch):
+    """A torch whose DTensor is not as it was is none the worse for us."""
+    from torch.distributed.tensor import experimental
+
+    monkeypatch.setattr(experimental, "register_sharding", lambda: None)
+    with pytest.warns(UserWarning, match="DTensor of torch .* took no strategies: TypeError"):
+        register(ours.dispatched.items())
+
+
+def test_the_example_trains_as_one_process():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*command, EXAMPLE, "--steps", "4", "--device", "cpu"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = re.findall(r"^(\w+) +(\w+) +loss .* in one process .* relative distance (\S+)$", done.stdout, re.M)
+    ways = ("ddp", "fsdp", "tensor")
+    assert [row[:2] for row in rows] == [(model, way) for model in ("digits", "transformer") for way in ways]
+    assert all(float(distance) < 1e-5 for *_, distance in rows)
 
 
 def test_an_operator_that_states_nothing_is_whole():
