@@ -39,7 +39,7 @@ from aotops.op import Attr, Op
 from aotops.ops import BUILTIN, OPS
 from aotops.spec import TensorSpec, accumulate_dtype, shape_text
 
-from .jax_sharding import partitioned
+from .jax_sharding import aligned, partitioned
 
 try:
     from jax.errors import InconclusiveDimensionOperation
@@ -157,6 +157,7 @@ def _run(op: Op, attrs: Attrs, *inputs: Array | None) -> Array:
     register(op.library)
     if op.broadcast and all(x is not None for x in inputs):
         inputs = _broadcast(op, inputs)
+    inputs = aligned(op, attrs, inputs)
     with jax.named_scope(op.name):
         outputs = _apply(op, attrs, (*op.outputs, *op.mutates), *_vary(inputs, _varying(inputs)))
     return outputs if len(outputs) > 1 else outputs[0]
