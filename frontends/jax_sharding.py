@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from math import prod
 from typing import Any
@@ -47,7 +48,12 @@ def partitioned(launch: Launch, op: Op, attrs: Attrs, wanted: Names, *inputs: Ar
     if not getattr(mesh, "explicit_axes", ()):
         return call.bind(*arrays)
     split = _split(stated, mesh, dict(zip(call.given, map(typeof, arrays), strict=True)))
-    return jax.sharding.auto_axes(call.bind, out_sharding=_shardings(stated, mesh, wanted, split))(*arrays)
+    specs = [tuple(x.spec for x in _shardings(stated, mesh, slots, split)) for slots in (call.given, wanted)]
+    names = frozenset(mesh.explicit_axes)
+    part = jax.shard_map(
+        partial(call.part, split), mesh=mesh, in_specs=specs[0], out_specs=specs[1], axis_names=names, check_vma=False
+    )
+    return part(*arrays)
 
 
 def aligned(op: Op, attrs: Attrs, inputs: Sequence[Array | None]) -> Sequence[Array | None]:
@@ -181,9 +187,9 @@ class _Call:
         tensors = dict(zip(self.given, operands, strict=True)) | dict(zip(self.wanted, results, strict=True))
         split = _split(self.stated, mesh, tensors)
         shardings = [_shardings(self.stated, mesh, slots, split) for slots in (self.wanted, self.given)]
-        return mesh, lambda *arrays: self.part(split, arrays), *shardings
+        return mesh, partial(self.part, split), *shardings
 
-    def part(self, split: Split, arrays: Sequence[Array]) -> tuple[Array, ...]:
+    def part(self, split: Split, *arrays: Array) -> tuple[Array, ...]:
         inputs = self.inputs(arrays)
         if split and (composed := _composition(self.op, self.attrs, inputs)):
             return composed(self, split, *inputs)
