@@ -71,7 +71,11 @@ def aligned(op: Op, attrs: Attrs, inputs: Sequence[Array | None]) -> Sequence[Ar
 
 def mesh_of(arrays: Iterable[Array | None]) -> Any:
     """The mesh that JAX's types tell; None if they tell none."""
-    meshes = (getattr(getattr(typeof(x), "sharding", None), "mesh", None) for x in arrays if x is not None)
+    return _mesh(typeof(x) for x in arrays if x is not None)
+
+
+def _mesh(types: Iterable[Any]) -> Any:
+    meshes = (getattr(getattr(t, "sharding", None), "mesh", None) for t in types)
     return next((mesh for mesh in meshes if mesh is not None and not mesh.empty), None)
 
 
@@ -224,7 +228,11 @@ def _run(*arrays, call, jaxpr):
 
 @_partitioned_p.def_abstract_eval
 def _types(*types, call, jaxpr):
-    return jaxpr.out_avals
+    mesh = _mesh(types)
+    if mesh is None or not hasattr(jax, "typeof"):
+        return jaxpr.out_avals
+    # As JAX's own: the inner trace forgets the mesh, and then the types of a value and its tangent differ.
+    return [t.update(sharding=NamedSharding(mesh, PartitionSpec(*(None for _ in t.shape)))) for t in jaxpr.out_avals]
 
 
 def _lower(ctx, *values, call, jaxpr):
