@@ -31,7 +31,7 @@ from aotops.op import Attr, Op, Rule
 from aotops.ops import BUILTIN, OPS
 from aotops.spec import DTYPES, TensorSpec, check_broadcast
 
-from . import torch_call, torch_gate, torch_inductor
+from . import torch_call, torch_gate, torch_inductor, torch_sharding
 
 __all__ = [
     *OPS, "GELU", "KEEP_RESIDUALS_FROM", "LLTM", "Conv2d", "CrossEntropyLoss", "LayerNorm", "Linear", "RMSNorm",
@@ -281,6 +281,7 @@ def _register_once(ops: Iterable[Op]) -> None:
     for one, forward in pairs:
         dispatched[one] = _register(_namespace(one.library), one, forward)
     torch_inductor.register([dispatched[one] for one, _ in pairs])
+    torch_sharding.register([(one, dispatched[one]) for one, _ in pairs])
 
 
 def _register(namespace: torch.library.Library, op: Op, forward: Op) -> Callable[..., Any]:

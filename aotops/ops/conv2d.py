@@ -72,6 +72,7 @@ def conv2d_backward(dy, x, weight, stride=1, padding=0, dilation=1, groups=1, la
     attrs=_ATTRS,
     backward=conv2d_backward,
     dims=lambda call: _dims(call, call.bias),
+    bilinear=("x", "weight"),
     vmappable=("x", "y"),
     autocast={"cpu": "autocast", "cuda": "autocast"},
 )

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from ..op import operator
-from ._norm import axes, dims, normalized, statistics
+from ._norm import axes, dims, layer_norm_gradients, layer_normalized, normalized, scaled, statistics
+
+
+def _formula(m, x, weight, bias, normalized_shape, eps):
+    normed, _ = layer_normalized(m, m.wide(x), len(normalized_shape), eps)
+    return scaled(m, normed, weight, bias)
+
+
+def _backward_formula(m, dy, x, weight, normalized_shape, eps):
+    return layer_norm_gradients(m, m.wide(dy), m.wide(x), weight, normalized_shape, eps)
 
 
 @operator(
@@ -15,6 +24,7 @@ from ._norm import axes, dims, normalized, statistics
     attrs={"normalized_shape": "int[]", "eps": "float"},
     same_spec_as={"dx": "x"},
     dims=dims(("dy", "x", "dx"), ("weight", "dweight", "dbias"), "stats"),
+    formula=_backward_formula,
     vmappable=("dy", "x", "stats", "dx"),
 )
 def layer_norm_backward(dy, x, weight, stats, normalized_shape, eps=1e-5):
@@ -31,6 +41,7 @@ def layer_norm_backward(dy, x, weight, stats, normalized_shape, eps=1e-5):
     backward=layer_norm_backward,
     same_spec_as={"y": "x"},
     dims=dims(("x", "y"), ("weight", "bias"), "stats"),
+    formula=_formula,
     vmappable=("x", "y", "stats"),
     autocast={"cuda": "float32"},
 )

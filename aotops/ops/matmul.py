@@ -44,6 +44,7 @@ def matmul_backward(dy, a, b, transpose_a=False, transpose_b=False, allow_tf32=F
     attrs=_ATTRS,
     backward=matmul_backward,
     dims=lambda call: {**_factors(call), "y": "... m n"},
+    bilinear=("a", "b"),
     vmappable=("a", "b", "y"),
     vmap_same_rank=True,
     autocast={"cpu": "autocast", "cuda": "autocast"},

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from ..op import operator
-from ._norm import axes, dims, normalized, statistics
+from ._norm import axes, dims, normalized, rms_norm_gradients, rms_normalized, scaled, statistics
+
+
+def _formula(m, x, weight, normalized_shape, eps):
+    normed, _ = rms_normalized(m, m.wide(x), len(normalized_shape), eps)
+    return scaled(m, normed, weight)
+
+
+def _backward_formula(m, dy, x, weight, normalized_shape, eps):
+    return rms_norm_gradients(m, m.wide(dy), m.wide(x), weight, normalized_shape, eps)
 
 
 @operator(
@@ -15,6 +24,7 @@ from ._norm import axes, dims, normalized, statistics
     attrs={"normalized_shape": "int[]", "eps": "float?"},
     same_spec_as={"dx": "x"},
     dims=dims(("dy", "x", "dx"), ("weight", "dweight"), "rstd"),
+    formula=_backward_formula,
     vmappable=("dy", "x", "rstd", "dx"),
 )
 def rms_norm_backward(dy, x, weight, rstd, normalized_shape, eps=None):
@@ -31,6 +41,7 @@ def rms_norm_backward(dy, x, weight, rstd, normalized_shape, eps=None):
     backward=rms_norm_backward,
     same_spec_as={"y": "x"},
     dims=dims(("x", "y"), ("weight",), "rstd"),
+    formula=_formula,
     vmappable=("x", "y", "rstd"),
     autocast={"cuda": "float32"},
 )
