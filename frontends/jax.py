@@ -39,6 +39,8 @@ from aotops.op import Attr, Op
 from aotops.ops import BUILTIN, OPS
 from aotops.spec import TensorSpec, accumulate_dtype, shape_text
 
+from .jax_sharding import aligned, partitioned
+
 try:
     from jax.errors import InconclusiveDimensionOperation
 except ImportError:  # older JAX
@@ -155,6 +157,7 @@ def _run(op: Op, attrs: Attrs, *inputs: Array | None) -> Array:
     register(op.library)
     if op.broadcast and all(x is not None for x in inputs):
         inputs = _broadcast(op, inputs)
+    inputs = aligned(op, attrs, inputs)
     with jax.named_scope(op.name):
         outputs = _apply(op, attrs, (*op.outputs, *op.mutates), *_vary(inputs, _varying(inputs)))
     return outputs if len(outputs) > 1 else outputs[0]
@@ -248,6 +251,11 @@ def _call(op: Op, attrs: Attrs, wanted: Names, *inputs: Array | None) -> tuple[A
     specs = tuple(None if x is None else TensorSpec(x.shape, x.dtype.name) for x in inputs)
     if any(is_symbolic_dim(dim) for spec in specs if spec for dim in spec.shape):
         return _custom_call(op, attrs, wanted, _symbolic_specs(op, attrs, specs), *inputs)
+    return partitioned(_on_each_platform, op, attrs, wanted, *inputs)
+
+
+def _on_each_platform(op: Op, attrs: Attrs, wanted: Names, *inputs: Array | None) -> tuple[Array, ...]:
+    specs = tuple(None if x is None else TensorSpec(x.shape, x.dtype.name) for x in inputs)
     cpu, cuda = (infer(op, attrs, specs, device) for device in ("cpu", "cuda"))
     calls = [partial(_custom_call, op, attrs, wanted, found) for found in (cpu, cuda)]
     if cpu == cuda:
