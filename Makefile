@@ -25,6 +25,8 @@ GPU := $(shell nvidia-smi -L 2>/dev/null)
 # ------------------------------------------------------------------------------------------------------------ library
 
 LIB     := aotops/libaotops.so
+ASAN    := build/asan
+AARCH64 := build/aarch64
 # What a library of operators outside this repository is linked with (aotops.compile, aotops build, CMake).
 RUNTIME := aotops/lib/libaot.a
 VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' aotops/__init__.py)
@@ -92,6 +94,13 @@ $(RUNTIME): $(addprefix build/runtime/,error.o extra.o fork.o threads.o)
 	@echo "ar   $@"
 	@mkdir -p $(@D) && rm -f $@
 	@$(AR) rcs $@ $^
+
+# What LibTorch's dispatcher is told of the operators: made of their definitions.
+TORCH_TABLE := build/torch_table.inc
+$(TORCH_TABLE): packaging/torch_table.py frontends/torch_schema.py aotops/op.py $(wildcard aotops/ops/*.py) | build
+	@$(PYTHON) $< >$@.new && mv $@.new $@
+build/host/torch_stable.cpp.o $(ASAN)/host/torch_stable.cpp.o $(AARCH64)/host/torch_stable.cpp.o: $(TORCH_TABLE)
+build/host/torch_stable.cpp.o $(ASAN)/host/torch_stable.cpp.o $(AARCH64)/host/torch_stable.cpp.o: CXXFLAGS += -Ibuild
 
 build/extra.cpp.o build/runtime/extra.o: CXXFLAGS += -D_GLIBCXX_USE_CXX11_ABI=0
 # Without a version, since it is another library's.
@@ -182,7 +191,6 @@ no-mindspore:
 
 # -------------------------------------------------------------------------------------------------------- sanitizers
 
-ASAN         := build/asan
 ASAN_CALLS   ?= 1000000
 ASAN_SEED    ?= 1
 # vptr would refuse a host's object, which is of no class of ours (cuda_src/extra.cpp).
@@ -230,7 +238,6 @@ $(foreach isa,$(ISAS),$(eval $(call compile_asan_for,$(isa))))
 # ------------------------------------------------------------------------------------------------------------ aarch64
 
 # Debian: g++-aarch64-linux-gnu qemu-user
-AARCH64         := build/aarch64
 AARCH64_CXX     ?= aarch64-linux-gnu-g++
 AARCH64_CC      ?= aarch64-linux-gnu-gcc
 AARCH64_RUN     ?= qemu-aarch64 -L /usr/aarch64-linux-gnu

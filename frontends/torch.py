@@ -28,13 +28,14 @@ from torch.autograd import forward_ad
 from aotops import call, formula
 from aotops.hosting import NUMBERS, Namespace
 from aotops.infer import UNKNOWN_DIM, infer, infer_symbolic
-from aotops.library import Library
+from aotops.library import ERRORS, Library, LibraryError, check, load
 from aotops.op import Attr, Op, Rule
 from aotops.ops import BUILTIN, OPS
 from aotops.spec import DTYPES, TensorSpec, check_broadcast
 
 from . import torch_arguments, torch_call, torch_gate, torch_inductor, torch_sharding
 from . import torch_derivatives as derivatives
+from .torch_schema import schema
 
 __all__ = [
     *OPS, "GELU", "KEEP_RESIDUALS_FROM", "LLTM", "Conv2d", "CrossEntropyLoss", "LayerNorm", "Linear", "RMSNorm",
@@ -284,13 +285,11 @@ dispatched: dict[Op, Callable[..., Any]] = {}
 """The operator of torch's dispatcher for each operator and backward that has a kernel."""
 # The strides of results depend on those of inputs.
 _TAGS = (getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order),)
-# A dimension of an "int[]" may be symbolic.
-_SCHEMA_TYPES = {"int[]": "SymInt[]"}
 
 
 @functools.cache  # which keeps the namespace: it is unregistered when it is deleted
 def _namespace(library: Library) -> torch.library.Library:
-    return torch.library.Library(library.name, "DEF")
+    return torch.library.Library(library.name, "FRAGMENT" if library is BUILTIN else "DEF")
 
 
 def _register_once(ops: Iterable[Op]) -> None:
@@ -307,11 +306,7 @@ def _register(namespace: torch.library.Library, op: Op, forward: Op) -> Callable
     """``torch.ops.<library>.<op>``: returns every output and residual. ``forward``: the operator itself, or the one
     whose backward it is."""
     written, n, name = op.results, len(op.inputs), f"{namespace.ns}::{op.name}"
-    writes = {slot: f"({'abcdefghijklmnop'[i]}!)" for i, slot in enumerate(op.mutates)}
-    tensors = [f"Tensor{writes.get(slot, '')}{'?' if slot in op.optional else ''} {slot}" for slot in op.inputs]
-    attrs = [f"{_SCHEMA_TYPES.get(kind, kind)} {attr}" for attr, kind in op.attrs.items()]
-    returns = "Tensor" if len(written) == 1 else f"({', '.join(['Tensor'] * len(written))})"
-    namespace.define(f"{op.name}({', '.join(tensors + attrs)}) -> {returns}", tags=_TAGS)
+    in_c = _define(namespace, op)
     dispatched = getattr(getattr(torch.ops, namespace.ns), op.name).default
 
     def split(args):
@@ -344,7 +339,8 @@ def _register(namespace: torch.library.Library, op: Op, forward: Op) -> Callable
         return pack(results), pack(out_dims)
 
     for device in ("CPU", "CUDA"):
-        namespace.impl(op.name, kernel, device)
+        if not in_c:
+            namespace.impl(op.name, kernel, device)
         if op.autocast:
             namespace.impl(op.name, _autocast_kernel(op, dispatched, device, split, pack), f"Autocast{device}")
     torch.library.register_fake(name, fake, lib=namespace)
@@ -354,6 +350,28 @@ def _register(namespace: torch.library.Library, op: Op, forward: Op) -> Callable
     if op.mutates:
         namespace.impl(op.name, _versions_kernel(op, dispatched), "ADInplaceOrView", with_keyset=True)
     return dispatched
+
+
+def _define(namespace: torch.library.Library, op: Op) -> bool:
+    """Whether the kernels for the CPU and CUDA are in C (cuda_src/host/torch_stable.cpp), which needs torch 2.10. A C++
+    program may have registered the operator before.
+
+    Raises:
+        LibraryError: it has registered another one of this name.
+    """
+    wanted, name = schema(op), f"{namespace.ns}::{op.name}"
+    if torch._C._dispatch_has_kernel(name):
+        found = str(torch._C._get_schema(name, ""))
+        if found != f"{namespace.ns}::{wanted}":
+            raise LibraryError(f"{name} is registered as {found}, expected {wanted}: by another version of the library")
+        return True
+    namespace.define(wanted, tags=_TAGS)
+    if op.library is not BUILTIN or not _READS_TENSORS:
+        return False
+    status = load().aot_torch_implement(wanted.encode())
+    if ERRORS.get(status) is not NotImplementedError:  # which says that this torch has no such functions
+        check(status)
+    return not status
 
 
 def _autograd_kernel(op: Op, forward: Op, dispatched: Callable[..., Any], split, pack) -> Callable[..., Any]:
