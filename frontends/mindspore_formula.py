@@ -166,9 +166,7 @@ class _Writer:
         many = self.write(line, (), "")
         if len(op.outputs) == 1:
             return {y: _Array(self, many.name, outs[y].shape, outs[y].dtype) for y in op.outputs}
-        return {
-            y: self.write(f"{many.name}[{i}]", outs[y].shape, outs[y].dtype) for i, y in enumerate(op.outputs)
-        }
+        return {y: self.write(f"{many.name}[{i}]", outs[y].shape, outs[y].dtype) for i, y in enumerate(op.outputs)}
 
     def function(self, name: str, parameters: Sequence[str], results: str) -> Callable[..., Any]:
         body = "\n        ".join([*self.lines, f"return {results}"])
