@@ -3,8 +3,9 @@
 The functions work eagerly, in ``nn.Cell.construct`` and under ``ms.jit``, with static and dynamic shapes, and under
 ``ms.grad``, ``value_and_grad`` and ``vmap``. Limits:
 
-- The backward is not differentiable, and raises NotImplementedError, except that of add, which returns the incoming
-  gradient. ``ms.jvp`` is a gradient of a gradient.
+- Derivatives of a higher order, and ``ms.jvp``, which is a gradient of a gradient, are compositions that the operators'
+  definitions state (mindspore_formula.py). They need known ranks. A backward of a hosted operator is not
+  differentiable, and raises NotImplementedError.
 - A backward computes the gradients of all inputs that are present, wanted or not.
 - vmap calls the kernel once per example.
 - In graph mode, attributes and the axes normalized over are constants; every other dimension may be unknown.
@@ -38,6 +39,8 @@ from aotops.op import Attr, Op, Rule
 from aotops.ops import BUILTIN, OPS
 from aotops.spec import TensorSpec, accumulate_dtype, shape_text
 
+from .mindspore_formula import gradient_of_backward, has_second_order
+
 __all__ = [
     *OPS, "GELU", "LLTM", "Conv2d", "CrossEntropyLoss", "LayerNorm", "Linear", "RMSNorm", "Softmax", "functions",
     "of",
@@ -68,7 +71,18 @@ def of(library: Library) -> Namespace:
 
 
 def _function(op: Op, module: str) -> Callable[..., Any]:
-    choose = _Choose(op)
+    run, parameters = _run(op), signature(op.bind)
+    body = f"inputs, attrs = bind({', '.join(parameters.parameters)}); return run(inputs, attrs)"
+    function = written_out(op.name, str(parameters), body, bind=op.bind, run=run)
+    function.__module__, function.__qualname__, function.__doc__ = module, op.name, op.bind.__doc__
+    return function
+
+
+@cache
+def _run(op: Op, forward: Op | None = None) -> Callable[..., Any]:
+    """The operator as a function of its inputs, as a tuple, and its attributes. ``forward``: the operator of which it
+    is the backward."""
+    choose = _Choose(op, forward)
     align = _aligner(op) if op.broadcast else None
     many, visible = len(op.entry_outputs) > 1, 0 if len(op.outputs) == 1 else slice(len(op.outputs))
     none = not op.outputs
@@ -82,11 +96,7 @@ def _function(op: Op, module: str) -> Callable[..., Any]:
             return None
         return results[visible] if many else results
 
-    parameters = signature(op.bind)
-    body = f"inputs, attrs = bind({', '.join(parameters.parameters)}); return run(inputs, attrs)"
-    function = written_out(op.name, str(parameters), body, bind=op.bind, run=run)
-    function.__module__, function.__qualname__, function.__doc__ = module, op.name, op.bind.__doc__
-    return function
+    return run
 
 
 class _Constant(ops.PrimitiveWithInfer):
@@ -114,8 +124,9 @@ class _Constant(ops.PrimitiveWithInfer):
 class _Choose(_Constant):
     """Checks a call and returns the primitive for it."""
 
-    def __init__(self, op: Op) -> None:
+    def __init__(self, op: Op, forward: Op | None = None) -> None:
         super().__init__(op, "primitive")
+        self.forward = forward
 
     def evaluate(self, attrs, specs):
         for (name, kind), value in zip(self.op.attrs.items(), attrs, strict=True):
@@ -128,6 +139,8 @@ class _Choose(_Constant):
         known = given | infer(self.op, attrs, tuple(specs), _DEVICES.get(target, target))
         scalars = any(spec.shape == () for spec in known.values())  # see _primitive
         dtypes = tuple((slot, spec.dtype) for slot, spec in known.items() if scalars)
+        if self.forward is not None:
+            return _backward(self.forward, attrs, tuple(given), self.op.entry_outputs, dtypes, target)
         return _differentiable(self.op, attrs, tuple(given), dtypes, target)
 
     def hosted(self, attrs: Any, given: dict[str, TensorSpec]) -> ops.Custom:
@@ -310,7 +323,8 @@ def _gradient(
             dtypes, shapes = _backward_specs(op, backward, attrs, dtypes, target, shapes)
         else:
             dtypes = {f"d{slot}": dtypes[slot] for slot in given if dtypes}
-        kernel = _primitive(backward, attrs, taken, wanted, dtypes, target, _refusal(backward, taken), shapes)
+        known = tuple(dtypes.items()), target, tuple(shapes.items())
+        kernel = _backward(op, tuple(attrs), tuple(taken), tuple(wanted), *known)
         named += wanted
     arguments = [named.index(slot) for slot in taken]
     places = [named.index(name) if name in named else None for name in gradients]
@@ -329,6 +343,55 @@ def _gradient(
         return (x.astype(wide) * scale.astype(wide)).astype(x.dtype)
 
     return gradient
+
+
+@lru_cache(maxsize=256)
+def _backward(
+    op: Op,
+    attrs: tuple[Attr, ...],
+    given: tuple[str, ...],
+    wanted: tuple[str, ...],
+    dtypes: tuple[tuple[str, str], ...],
+    target: str,
+    shapes: tuple[tuple[str, tuple[int, ...]], ...] = (),
+) -> ops.Custom:
+    """The backward of ``op``, whose gradient is composed. ``given``, ``wanted``: its inputs and outputs."""
+    backward = op.backward
+    assert backward is not None
+    bprop = _refusal(backward, given)
+    if has_second_order(op, attrs):
+        choose = _Compose(op, attrs, wanted, target)
+        inputs = "".join(f"{slot}, " for slot in given)
+        every = "".join(f"{slot if slot in given else None}, " for slot in backward.inputs)
+        dout = "(dout,)" if len(backward.entry_outputs) == 1 else "dout"
+        body = f"return choose((), {every})({inputs}{dout})"
+        bprop = written_out("bprop", f"({inputs}out, dout)", body, choose=choose)
+    return _primitive(backward, attrs, given, wanted, dict(dtypes), target, bprop, dict(shapes))
+
+
+class _Compose(_Constant):
+    """Returns the gradient of a backward, a function of its inputs and of the gradients of its outputs."""
+
+    def __init__(self, op: Op, attrs: tuple[Attr, ...], wanted: tuple[str, ...], target: str) -> None:
+        assert op.backward is not None
+        super().__init__(op.backward, "gradient")
+        self.call = op, attrs, wanted, _DEVICES.get(target, target)
+
+    def evaluate(self, attrs, specs):
+        return _composed(*self.call, tuple(specs))
+
+
+@lru_cache(maxsize=256)
+def _composed(
+    op: Op, attrs: tuple[Attr, ...], wanted: tuple[str, ...], device: str, specs: tuple[TensorSpec | None, ...]
+) -> Callable[..., Any]:
+    assert op.backward is not None
+
+    def call(called: Op) -> Callable[..., Any]:
+        return _run(called, op if called is op.backward else None)
+
+    given = {slot: spec for slot, spec in zip(op.backward.inputs, specs, strict=True) if spec is not None}
+    return gradient_of_backward(op, attrs, tuple(given), wanted, tuple(given.values()), call, device)
 
 
 def _backward_specs(
@@ -408,7 +471,7 @@ class _Refuse(ops.PrimitiveWithInfer):
 
 
 def _refusal(backward: Op, given: Sequence[str]) -> Callable[..., Any]:
-    """The bprop of a backward. Without one MindSpore's error would not name the operator."""
+    """The bprop of a backward that states no gradient. Without one MindSpore's error would not name the operator."""
     inputs = "".join(f"{slot}, " for slot in given)
     return written_out("refusal", f"({inputs}out, dout)", f"return refuse({inputs})", refuse=_Refuse(backward))
 

@@ -1,0 +1,371 @@
+"""MindSpore: the gradient of a backward, for derivatives of a higher order and for forward mode, which is a gradient of
+a gradient. It is composed as the operator's definition states (aotops/formula.py).
+
+Graph mode compiles sources, and a formula is more Python than it accepts. So a formula runs once for given shapes and
+dtypes, on placeholders that write down what it computes, and MindSpore differentiates the function so written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import EllipsisType, SimpleNamespace
+from typing import Any
+
+import mindspore as ms
+from mindspore import Tensor, ops
+
+from aotops.formula import backward_cotangents, compose, is_bilinear
+from aotops.hosting import written_out
+from aotops.infer import UNKNOWN_DIM, UNKNOWN_RANK, infer
+from aotops.op import Attr, Op
+from aotops.spec import FLOATING, TensorSpec, accumulate_dtype
+
+Specs = Sequence[TensorSpec | None]
+Call = Callable[[Op], Callable[..., Any]]
+"""Of an operator, the function of its inputs, as a tuple, and its attributes."""
+
+
+def has_second_order(op: Op, attrs: Sequence[Attr]) -> bool:
+    """Whether a definition states the gradient of the operator's backward."""
+    return op.backward is not None and (op.backward.formula is not None or is_bilinear(op, attrs))
+
+
+def gradient_of_backward(
+    op: Op, attrs: Sequence[Attr], given: Sequence[str], wanted: Sequence[str], specs: Specs, call: Call, device: str
+) -> Callable[..., Any]:
+    """A function of the backward's inputs, and of the gradients of its outputs as a tuple, that returns a gradient for
+    each of the inputs.
+
+    Args:
+        given, wanted: the backward's inputs and outputs that are present.
+        specs: of ``given``.
+
+    Raises:
+        NotImplementedError: an unknown rank.
+    """
+    assert op.backward is not None
+    if any(spec is not None and UNKNOWN_RANK in spec.shape for spec in specs):
+        raise NotImplementedError(f"{op.backward.name}: a rank is unknown, and the gradient of a backward needs it")
+    writer = _Writer(op.library.ops, attrs, call, device)
+    known = dict(zip(given, specs, strict=True))
+    if is_bilinear(op, attrs):
+        return _of_products(op, attrs, wanted, known, writer)
+    return _of_formula(op.backward, attrs, wanted, known, writer)
+
+
+def _of_formula(
+    backward: Op, attrs: Sequence[Attr], wanted: Sequence[str], specs: Mapping[str, Any], writer: _Writer
+) -> Callable[..., Any]:
+    given = tuple(specs)
+    arrays = {slot: writer.argument(slot, spec) for slot, spec in specs.items()}
+    outputs = compose(_Mathematics(writer), backward, attrs, [arrays.get(slot) for slot in backward.inputs])
+    composed = dict(zip(backward.composed, outputs, strict=True))
+    outs = infer(backward, tuple(attrs), tuple(specs.get(slot) for slot in backward.inputs), writer.device)
+    returned = [y for y in wanted if y in composed]
+    results = ", ".join(f"{composed[y].name}.astype({writer.constant(_dtype(outs[y].dtype))})" for y in returned)
+    floating = [slot for slot in given if specs[slot].dtype in FLOATING]
+    function = writer.function("formula", given, results)
+    # Graph mode leaves constants, such as the gradient of a sum, out of the gradients, unless they are mutable. PyNative
+    # detaches what is differentiated with respect to from the gradient that encloses this: it gets copies.
+    variables = "".join(f"mutable({slot}) * 1, " for slot in floating)
+    cotangents = ", ".join(f"dout[{wanted.index(y)}]" for y in returned)
+    sens = cotangents if len(returned) == 1 else f"({cotangents})"
+    rest = {slot: f"found[{floating.index(slot)}]" if slot in floating else f"zeros_like({slot})" for slot in given}
+    return written_out(
+        "gradient_of_backward",
+        f"({', '.join(given)}, dout)",
+        f"def formula({', '.join(floating)}): return of({', '.join(given)})\n"
+        f"        found = differentiate(formula)({variables}{sens})\n"
+        f"        return {', '.join(rest[slot] for slot in given)},",
+        of=function,
+        differentiate=ops.GradOperation(get_all=True, sens_param=True),
+        mutable=ms.mutable,
+        zeros_like=ops.zeros_like,
+    )
+
+
+def _of_products(
+    op: Op, attrs: Sequence[Attr], wanted: Sequence[str], specs: Mapping[str, Any], writer: _Writer
+) -> Callable[..., Any]:
+    """Products again: no formula is differentiated."""
+    backward = op.backward
+    assert backward is not None
+    given = tuple(specs)
+    arrays = {slot: writer.argument(slot, spec) for slot, spec in specs.items()}
+    outs = infer(backward, tuple(attrs), tuple(specs.get(slot) for slot in backward.inputs), writer.device)
+    cotangents = {
+        y: writer.write(f"dout[{i}]", outs[y].shape, outs[y].dtype)
+        for i, y in enumerate(wanted)
+        if y in backward.outputs
+    }
+
+    def run(op: Op, named: Mapping[str, Any]) -> dict[str, Any]:
+        return writer.call(op, [named.get(slot) for slot in op.inputs], attrs)
+
+    found = backward_cotangents(_Mathematics(writer), run, op, arrays, cotangents)
+    results = [found[slot].name if slot in found else f"zeros_like({slot})" for slot in given]
+    writer.names["zeros_like"] = ops.zeros_like
+    return writer.function("gradient_of_backward", (*given, "dout"), ", ".join(results) + ",")
+
+
+def _dtype(name: str) -> Any:
+    return getattr(ms, "bool_" if name == "bool" else name)
+
+
+# ------------------------------------------------------------------------------------------------------ what is written
+
+
+class _Dim:
+    """A dimension that is unknown while the formula runs: the text of an expression."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def __mul__(self, other: Any) -> _Dim:
+        return _Dim(f"({self} * {other})")
+
+    __rmul__ = __mul__
+
+
+class _Writer:
+    """The lines of a function, and the names in them that are not its arguments."""
+
+    def __init__(self, known: Mapping[str, Op], attrs: Sequence[Attr], call: Call, device: str) -> None:
+        self.known, self.attrs, self.operator, self.device = known, attrs, call, device
+        self.lines: list[str] = []
+        self.names: dict[str, Any] = {}
+
+    def argument(self, name: str, spec: TensorSpec) -> _Array:
+        return _Array(self, name, spec.shape, spec.dtype)
+
+    def write(self, expression: str, shape: Sequence[Any], dtype: str) -> _Array:
+        name = f"v{len(self.lines)}"
+        self.lines.append(f"{name} = {expression}")
+        return _Array(self, name, shape, dtype)
+
+    def constant(self, value: Any) -> str:
+        name = f"c{len(self.names)}"
+        self.names[name] = value
+        return name
+
+    def call(self, op: Op, inputs: Sequence[_Array | None], attrs: Sequence[Attr]) -> dict[str, _Array]:
+        """The outputs of an operator of the library."""
+        attrs = op.canonical(attrs)
+        specs = tuple(x and TensorSpec(tuple(map(_number, x.shape)), x.dtype) for x in inputs)
+        outs = infer(op, attrs, specs, self.device)
+        name = self.constant(self.operator(op))
+        arguments = "".join(f"{x.name if x is not None else None}, " for x in inputs)
+        values = self.constant(attrs)
+        line = f"{name}(({arguments}), {values})"
+        if len(op.entry_outputs) == 1:
+            (y,) = op.outputs
+            return {y: self.write(line, outs[y].shape, outs[y].dtype)}
+        many = self.write(line, (), "")
+        if len(op.outputs) == 1:
+            return {y: _Array(self, many.name, outs[y].shape, outs[y].dtype) for y in op.outputs}
+        return {y: self.write(f"{many.name}[{i}]", outs[y].shape, outs[y].dtype) for i, y in enumerate(op.outputs)}
+
+    def function(self, name: str, parameters: Sequence[str], results: str) -> Callable[..., Any]:
+        body = "\n        ".join([*self.lines, f"return {results}"])
+        return written_out(name, f"({', '.join(parameters)})", body, **self.names)
+
+
+def _number(dim: Any) -> int:
+    return UNKNOWN_DIM if isinstance(dim, _Dim) else dim
+
+
+class _Array:
+    """A tensor of the function that is written."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, writer: _Writer, name: str, shape: Sequence[Any], dtype: str) -> None:
+        self.writer, self.name, self.dtype = writer, name, dtype
+        self.shape = tuple(
+            _Dim(f"{name}.shape[{i}]") if not isinstance(n, _Dim) and n < 0 else n for i, n in enumerate(shape)
+        )
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def _operand(self, other: Any) -> str:
+        if isinstance(other, _Array):
+            return other.name
+        if isinstance(other, _Dim):
+            return other.text
+        return self.writer.constant(Tensor(other, _dtype(self.dtype)))  # MindSpore rounds a number to float32
+
+    def _binary(self, template: str, other: Any, dtype: str | None = None) -> _Array:
+        shape = _broadcast(self.shape, getattr(other, "shape", ()))
+        return self.writer.write(template.format(self.name, self._operand(other)), shape, dtype or self.dtype)
+
+    def __add__(self, other: Any) -> _Array:
+        return self._binary("{0} + {1}", other)
+
+    def __sub__(self, other: Any) -> _Array:
+        return self._binary("{0} - {1}", other)
+
+    def __rsub__(self, other: Any) -> _Array:
+        return self._binary("{1} - {0}", other)
+
+    def __mul__(self, other: Any) -> _Array:
+        return self._binary("{0} * {1}", other)
+
+    def __truediv__(self, other: Any) -> _Array:
+        return self._binary("{0} / {1}", other)
+
+    def __rtruediv__(self, other: Any) -> _Array:
+        return self._binary("{1} / {0}", other)
+
+    def __neg__(self) -> _Array:
+        return self.writer.write(f"-{self.name}", self.shape, self.dtype)
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def __gt__(self, other: Any) -> _Array:
+        return self._binary("{0} > {1}", other, "bool")
+
+    def __lt__(self, other: Any) -> _Array:
+        return self._binary("{0} < {1}", other, "bool")
+
+    def __ge__(self, other: Any) -> _Array:
+        return self._binary("{0} >= {1}", other, "bool")
+
+    def __le__(self, other: Any) -> _Array:
+        return self._binary("{0} <= {1}", other, "bool")
+
+    def __eq__(self, other: Any) -> _Array:  # type: ignore[override]
+        return self._binary("{0} == {1}", other, "bool")
+
+    def __ne__(self, other: Any) -> _Array:  # type: ignore[override]
+        return self._binary("{0} != {1}", other, "bool")
+
+    def __getitem__(self, index: Any) -> _Array:
+        """``[..., i]``, of which i is None, an integer or a slice."""
+        rest, last = index
+        assert isinstance(rest, EllipsisType)
+        if last is None:
+            return self.writer.write(f"{self.name}[..., None]", (*self.shape, 1), self.dtype)
+        before = self.shape[:-1]
+        if isinstance(last, int):
+            return self.writer.write(f"{self.name}[..., {last}]", before, self.dtype)
+        ends = "" if last.start is None else last.start, "" if last.stop is None else last.stop
+        known = all(isinstance(n, int) for n in (last.start or 0, last.stop or 0, self.shape[-1]))
+        n = len(range(self.shape[-1])[last]) if known else UNKNOWN_DIM
+        return self.writer.write(f"{self.name}[..., {ends[0]}:{ends[1]}]", (*before, n), self.dtype)
+
+
+def _broadcast(a: Sequence[Any], b: Sequence[Any]) -> tuple[Any, ...]:
+    n = max(len(a), len(b))
+    pairs = zip((1,) * (n - len(a)) + tuple(a), (1,) * (n - len(b)) + tuple(b), strict=True)
+    return tuple(_longer(x, y) for x, y in pairs)
+
+
+def _longer(a: Any, b: Any) -> Any:
+    """Of two dimensions that broadcast. One that is unknown may be 1."""
+    if isinstance(a, _Dim) or isinstance(b, _Dim):
+        known = next((n for n in (a, b) if isinstance(n, int) and n != 1), None)
+        return UNKNOWN_DIM if known is None else known
+    return b if a == 1 else a
+
+
+class _Mathematics:
+    """aotops.formula.Mathematics, of what is written. ``log_softmax`` is composed: MindSpore's own can be
+    differentiated once."""
+
+    def __init__(self, writer: _Writer) -> None:
+        self._writer = writer
+        self.ops = SimpleNamespace(**{name: self._operator(op) for name, op in writer.known.items()})
+        for name in ("exp", "expm1", "tanh", "erfc", "sigmoid", "rsqrt"):
+            setattr(self, name, self._elementwise(getattr(ops, name)))
+
+    def _operator(self, op: Op) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            inputs, attrs = op.bind(*arguments)
+            found = tuple(self._writer.call(op, inputs, attrs).values())
+            return found[0] if len(found) == 1 else found
+
+        return call
+
+    def _elementwise(self, function: Callable[..., Any]) -> Callable[[_Array], _Array]:
+        def apply(x: _Array) -> _Array:
+            return self._writer.write(f"{self._writer.constant(function)}({x.name})", x.shape, x.dtype)
+
+        return apply
+
+    def _apply(self, function: Any, x: _Array, rest: str, shape: Sequence[Any], dtype: str | None = None) -> _Array:
+        return self._writer.write(f"{self._writer.constant(function)}({x.name}{rest})", shape, dtype or x.dtype)
+
+    def _as(self, x: _Array, dtype: str) -> _Array:
+        if x.dtype == dtype:
+            return x
+        return self._writer.write(f"{x.name}.astype({self._writer.constant(_dtype(dtype))})", x.shape, dtype)
+
+    def wide(self, x: _Array) -> _Array:
+        return self._as(x, accumulate_dtype(x.dtype))
+
+    def like(self, x: _Array, model: _Array) -> _Array:
+        return self._as(x, model.dtype)
+
+    def epsilon(self, x: _Array) -> float:
+        return 2.0**-52 if x.dtype == "float64" else 2.0**-23
+
+    def log_softmax(self, x: _Array, axis: int) -> _Array:
+        writer = self._writer
+        shape = _reduced(x, (axis,), keepdims=True)
+        most = self._apply(ops.amax, x, f", {axis}, True", shape)
+        less = x - self._apply(ops.stop_gradient, most, "", shape)
+        total = self.sum(self.exp(less), (axis,), keepdims=True)  # type: ignore[attr-defined]
+        return less - writer.write(f"{writer.constant(ops.log)}({total.name})", shape, x.dtype)
+
+    def where(self, condition: _Array, x: _Array, y: _Array) -> _Array:
+        return self._apply(ops.where, condition, f", {x.name}, {y.name}", x.shape, x.dtype)
+
+    def zeros(self, x: _Array) -> _Array:
+        return self._apply(ops.zeros_like, x, "", x.shape)
+
+    def arange(self, n: Any, model: _Array) -> _Array:
+        writer, dtype = self._writer, _dtype(model.dtype)
+        if isinstance(n, int):
+            return _Array(writer, writer.constant(Tensor(list(range(n)), dtype)), (n,), model.dtype)
+        text = f"{writer.constant(ops.arange)}(0, {n}, 1, dtype={writer.constant(dtype)})"
+        return writer.write(text, (UNKNOWN_DIM,), model.dtype)
+
+    def sum(self, x: _Array, axes: tuple[int, ...], keepdims: bool = False) -> _Array:
+        if not axes:
+            return x
+        return self._apply(ops.sum, x, f", {axes}, {keepdims}", _reduced(x, axes, keepdims))
+
+    def mean(self, x: _Array, axes: tuple[int, ...]) -> _Array:
+        return self._apply(ops.mean, x, f", {axes}, True", _reduced(x, axes, keepdims=True))
+
+    def any(self, x: _Array, axis: int) -> _Array:
+        return self._apply(ops.any, x, f", {axis}", _reduced(x, (axis,), keepdims=False))
+
+    def count(self, x: _Array, model: _Array) -> _Array:
+        return self.sum(self._as(x, model.dtype), tuple(range(x.ndim)))
+
+    def concatenate(self, arrays: Sequence[_Array]) -> _Array:
+        joined = self._writer.constant(ops.concat)
+        lengths = [x.shape[-1] for x in arrays]
+        length = sum(lengths) if all(isinstance(n, int) for n in lengths) else UNKNOWN_DIM
+        names = ", ".join(x.name for x in arrays)
+        return self._writer.write(f"{joined}(({names}), -1)", (*arrays[0].shape[:-1], length), arrays[0].dtype)
+
+    def reshape(self, x: _Array, shape: Sequence[Any]) -> _Array:
+        return self._apply(ops.reshape, x, f", ({', '.join(map(str, shape))},)", shape)
+
+    def matrix(self, x: _Array) -> _Array:
+        rows = 1
+        for n in x.shape[:-1]:
+            rows = rows * n
+        return self.reshape(x, (rows, x.shape[-1]))
+
+
+def _reduced(x: _Array, axes: Sequence[int], keepdims: bool) -> tuple[Any, ...]:
+    gone = {axis % x.ndim for axis in axes}
+    return tuple(1 if i in gone else n for i, n in enumerate(x.shape) if keepdims or i not in gone)
