@@ -73,8 +73,12 @@ class ArrayFrontend(ABC):
 
     def write_back(self, given: Any, written: Any) -> None:
         """Writes to an input what an entry wrote to what ``prepare`` made of it."""
-        if not self.xp.shares_memory(given, written):
+        if not self.share_memory(given, written):
             given[...] = written
+
+    @abstractmethod
+    def share_memory(self, a: Any, b: Any) -> bool:
+        """Whether two arrays have an element in common; at most whether their extents overlap."""
 
     def functions(self, library: Library, module: str) -> dict[str, Callable[..., Any]]:
         """Each operator of a library, and its gradient, by name. ``module``: where they are found, for pickle."""
@@ -285,7 +289,7 @@ class _Outs:
         """Raises ValueError if an array, of all or of those at some places, shares memory with another argument that is
         written to."""
         for i in places or self._given:
-            if self._frontend.xp.shares_memory(self._given[i], other):
+            if self._frontend.share_memory(self._given[i], other):
                 raise ValueError(f"{self._op}: {self._slots[i]} shares memory with {slot}")
 
     def targets(self, specs: Mapping[str, TensorSpec], inputs: Arrays) -> dict[str, Any]:

@@ -108,6 +108,9 @@ class _NumPy(ArrayFrontend):
         # the call path compares dtypes by identity
         return plain if (dtype := self.dtypes.get(_name(out.dtype))) is None else plain.view(dtype)
 
+    def share_memory(self, a, b) -> bool:
+        return np.shares_memory(a, b)
+
     def broadcast(self, arrays):
         return np.broadcast_arrays(*arrays)
 
