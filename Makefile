@@ -10,6 +10,7 @@
 # make bench     every operator against those of others, on the GPU where there is one: BENCH='gelu --quick'
 # make calls     the cost of a call              make docs     the site, in build/site
 # make wheel     dist/*.whl, which pip installs anywhere; make wheel-test installs it in several Pythons
+# make compatibility   that wheel beside each version of each framework, in docs/compatibility.md
 # make sdist     dist/*.tar.gz                   make clean
 
 PYTHON ?= python3
@@ -360,6 +361,11 @@ WITH_TORCH ?= $(PYTHON)
 wheel-test:
 	$(PYTHON) packaging/try_wheel.py dist/aotops-$(VERSION)-py3-none-$(MANYLINUX).whl $(PYTHONS) --torch $(WITH_TORCH)
 
+# The wheel beside each version of each framework, and docs/compatibility.md of what came of it. ONLY="torch 2.4 3.11"
+# selects. Free-threaded interpreters are named by PYTHONS=/path/python3.14t.
+compatibility:
+	$(PYTHON) packaging/compatibility.py run dist/aotops-$(VERSION)-py3-none-$(MANYLINUX).whl $(PYTHONS) $(if $(ONLY),--only $(ONLY))
+
 sdist: $(PACKAGING)/ready
 	@$(PACKAGING)/bin/python -m build --sdist --no-isolation --outdir dist . >build/sdist.log 2>&1 || { tail build/sdist.log; exit 1; }
 	@ls -l dist/aotops-$(VERSION).tar.gz
@@ -367,4 +373,4 @@ sdist: $(PACKAGING)/ready
 clean:
 	rm -rf build dist $(LIB) $(RUNTIME)
 
-.PHONY: lib asan aarch64 environments no-mindspore demo test fuzz lint format docs bench calls wheel wheel-test sdist clean FORCE
+.PHONY: lib asan aarch64 environments no-mindspore demo test fuzz lint format docs bench calls wheel wheel-test compatibility sdist clean FORCE

@@ -8,6 +8,9 @@ are three call paths, and a frontend takes the highest that works for its tensor
 2. ``addresses(op, attrs, device, specs)``: a builtin that takes addresses as ints, with shapes and dtypes fixed;
 3. the same through plain ctypes, on interpreters that are not CPython.
 
+Without the GIL, in free-threaded builds of CPython, ``addresses`` is the highest: ``tensors`` reads structs of objects
+that another thread may be changing.
+
 ``AOTOPS_CALL_PATH`` (tensors, addresses or ctypes) limits a process to a lower one.
 """
 
@@ -57,11 +60,16 @@ def call_path() -> str:
     Raises:
         ValueError: AOTOPS_CALL_PATH names none of them.
     """
-    highest = "tensors" if sys.implementation.name == "cpython" else "ctypes"
+    highest = "ctypes" if sys.implementation.name != "cpython" else "tensors" if _has_gil() else "addresses"
     wanted = os.environ.get("AOTOPS_CALL_PATH", highest)
     if wanted not in CALL_PATHS:
         raise ValueError(f"AOTOPS_CALL_PATH is {wanted!r}, expected one of {', '.join(CALL_PATHS)}")
     return min(wanted, highest, key=CALL_PATHS.index)
+
+
+def _has_gil() -> bool:
+    """Once the GIL is on, no import turns it off."""
+    return getattr(sys, "_is_gil_enabled", lambda: True)()
 
 
 # -------------------------------------------------------------------------------------------- facts that C is told

@@ -33,7 +33,7 @@ class _Types:
     input: str
     output: str
     explicit_backward: bool = False
-    """Whether there are ``<op>_backward`` functions."""
+    """Whether there are ``<op>_backward`` functions, and an argument ``out``."""
 
 
 _TYPES = {
@@ -123,9 +123,8 @@ def _extra(library: Library, framework: str, op: Op) -> list[str]:
 
 
 def _stub(op: Op, types: _Types, extra: Sequence[str] = ()) -> str:
-    return _function(
-        op.name, [*_parameters(op, types), *extra], _tuple([types.output] * len(op.outputs)), op.bind.__doc__
-    )
+    parameters = [*_parameters(op, types), *extra, *_out(op, types, [f"{types.output} | None"] * len(op.outputs))]
+    return _function(op.name, parameters, _tuple([types.output] * len(op.outputs)), op.bind.__doc__)
 
 
 def _backward_stub(op: Op, types: _Types) -> str:
@@ -133,7 +132,18 @@ def _backward_stub(op: Op, types: _Types) -> str:
     returned = [f"{types.output} | None" if x in op.optional else types.output for x in given]
     dy = f"dy: {_tuple([types.input] * len(op.outputs))}"
     doc = f"The gradient of ``{op.name}``: {', '.join(f'd{x}' for x in given)}."
-    return _function(f"{op.name}_backward", [dy, *_parameters(op, types)], _tuple(returned), doc)
+    out = _out(op, types, [f"{types.output} | None"] * len(given))
+    return _function(f"{op.name}_backward", [dy, *_parameters(op, types), *out], _tuple(returned), doc)
+
+
+def _out(op: Op, types: _Types, results: list[str]) -> list[str]:
+    """The parameter ``out``, unless the operator has an argument of that name."""
+    parameters = inspect.signature(op.bind).parameters
+    if not types.explicit_backward or not results or "out" in parameters:
+        return []
+    star = any(p.kind is inspect.Parameter.KEYWORD_ONLY for p in parameters.values())
+    one = results[0] if len(results) == 1 else f"{_tuple(results)} | None"
+    return [*["*"][star:], f"out: {one} = None"]
 
 
 def _tuple(types: list[str]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from cupy import ndarray
 from typing import Any
 
-def add(a: ndarray, b: ndarray | float, alpha: float = 1) -> ndarray:
+def add(a: ndarray, b: ndarray | float, alpha: float = 1, *, out: ndarray | None = None) -> ndarray:
     """The sum ``a + alpha * b``, as ``torch.add``.
 
     Args:
@@ -32,6 +32,8 @@ def add_layer_norm(
     weight: ndarray | None = None,
     bias: ndarray | None = None,
     eps: float = 1e-05,
+    *,
+    out: tuple[ndarray | None, ndarray | None] | None = None,
 ) -> tuple[ndarray, ndarray]:
     """``h = x + residual`` and ``layer_norm(h, normalized_shape, weight, bias, eps)``.
 
@@ -57,6 +59,8 @@ def add_rms_norm(
     normalized_shape: int | Sequence[int],
     weight: ndarray | None = None,
     eps: float | None = None,
+    *,
+    out: tuple[ndarray | None, ndarray | None] | None = None,
 ) -> tuple[ndarray, ndarray]:
     """``h = x + residual`` and ``rms_norm(h, normalized_shape, weight, eps)``.
 
@@ -86,6 +90,8 @@ def conv2d(
     groups: int = 1,
     layout: str = 'NCHW',
     allow_tf32: bool = False,
+    *,
+    out: ndarray | None = None,
 ) -> ndarray:
     """Two-dimensional convolution, as ``torch.nn.functional.conv2d``: each output channel is the sum, over a window of
     x and the input channels of its group, of x times the weight.
@@ -120,6 +126,8 @@ def cross_entropy(
     ignore_index: int = -100,
     reduction: str = 'mean',
     label_smoothing: float = 0.0,
+    *,
+    out: ndarray | None = None,
 ) -> ndarray:
     """Cross entropy with class indices, as ``torch.nn.functional.cross_entropy``:
     ``-log(softmax(x)[target])`` of each row.
@@ -141,7 +149,7 @@ def cross_entropy(
             different devices; on the CPU, a class that there is not. On a GPU such a row's loss and gradient are NaN.
     """
 
-def gelu(x: ndarray, approximate: str = 'none') -> ndarray:
+def gelu(x: ndarray, approximate: str = 'none', *, out: ndarray | None = None) -> ndarray:
     """The Gaussian error linear unit, as ``torch.nn.functional.gelu``.
 
     Args:
@@ -165,6 +173,8 @@ def layer_norm(
     weight: ndarray | None = None,
     bias: ndarray | None = None,
     eps: float = 1e-05,
+    *,
+    out: ndarray | None = None,
 ) -> ndarray:
     """Layer normalization, as ``torch.nn.functional.layer_norm``:
     ``(x - mean) / sqrt(var + eps) * weight + bias``, mean and (biased) variance taken over the trailing axes.
@@ -191,6 +201,8 @@ def linear(
     bias: ndarray | None = None,
     activation: str | None = None,
     allow_tf32: bool = False,
+    *,
+    out: ndarray | None = None,
 ) -> ndarray:
     """A linear layer and what follows it: ``activation(x @ weight.T + bias)``, as ``torch.nn.functional.linear``.
 
@@ -210,7 +222,15 @@ def linear(
         ValueError: shapes that do not fit; another activation; tensors on different devices.
     """
 
-def lltm(input: ndarray, weights: ndarray, bias: ndarray, old_h: ndarray, old_cell: ndarray) -> tuple[ndarray, ndarray]:
+def lltm(
+    input: ndarray,
+    weights: ndarray,
+    bias: ndarray,
+    old_h: ndarray,
+    old_cell: ndarray,
+    *,
+    out: tuple[ndarray | None, ndarray | None] | None = None,
+) -> tuple[ndarray, ndarray]:
     """One step of the LLTM, a long short-term memory without a forget gate whose candidate is an ELU. With
     ``i, o, c = split(cat(old_h, input) @ weights.T + bias)``:
     ``new_cell = old_cell + elu(c) * sigmoid(i)`` and ``new_h = tanh(new_cell) * sigmoid(o)``.
@@ -238,6 +258,8 @@ def matmul(
     transpose_a: bool = False,
     transpose_b: bool = False,
     allow_tf32: bool = False,
+    *,
+    out: ndarray | None = None,
 ) -> ndarray:
     """The matrix product ``a @ b``, of each pair of matrices along the leading axes, which broadcast.
 
@@ -261,6 +283,8 @@ def rms_norm(
     normalized_shape: int | Sequence[int],
     weight: ndarray | None = None,
     eps: float | None = None,
+    *,
+    out: ndarray | None = None,
 ) -> ndarray:
     """Root mean square normalization, as ``torch.nn.functional.rms_norm``: ``x / sqrt(mean(x**2) + eps) * weight``,
     the mean taken over the trailing axes.
@@ -281,7 +305,7 @@ def rms_norm(
     Source: Zhang and Sennrich, arXiv:1910.07467.
     """
 
-def softmax(x: ndarray, dim: int = -1) -> ndarray:
+def softmax(x: ndarray, dim: int = -1, *, out: ndarray | None = None) -> ndarray:
     """Softmax, as ``torch.nn.functional.softmax``: ``exp(x) / sum(exp(x))`` along an axis.
 
     Args:
@@ -296,7 +320,7 @@ def softmax(x: ndarray, dim: int = -1) -> ndarray:
         ValueError: dim is no axis of x.
     """
 
-def swiglu(gate: ndarray, up: ndarray) -> ndarray:
+def swiglu(gate: ndarray, up: ndarray, *, out: ndarray | None = None) -> ndarray:
     """The SwiGLU of a feed-forward network, ``silu(gate) * up`` with ``silu(g) = g / (1 + exp(-g))``.
 
     Args:
@@ -312,7 +336,14 @@ def swiglu(gate: ndarray, up: ndarray) -> ndarray:
     Source: Shazeer, arXiv:2002.05202.
     """
 
-def add_backward(dy: ndarray, a: ndarray, b: ndarray | float, alpha: float = 1) -> tuple[ndarray, ndarray | None]:
+def add_backward(
+    dy: ndarray,
+    a: ndarray,
+    b: ndarray | float,
+    alpha: float = 1,
+    *,
+    out: tuple[ndarray | None, ndarray | None] | None = None,
+) -> tuple[ndarray, ndarray | None]:
     """The gradient of ``add``: da, db."""
 
 def add_layer_norm_backward(
@@ -323,6 +354,8 @@ def add_layer_norm_backward(
     weight: ndarray | None = None,
     bias: ndarray | None = None,
     eps: float = 1e-05,
+    *,
+    out: tuple[ndarray | None, ndarray | None, ndarray | None, ndarray | None] | None = None,
 ) -> tuple[ndarray, ndarray, ndarray | None, ndarray | None]:
     """The gradient of ``add_layer_norm``: dx, dresidual, dweight, dbias."""
 
@@ -333,6 +366,8 @@ def add_rms_norm_backward(
     normalized_shape: int | Sequence[int],
     weight: ndarray | None = None,
     eps: float | None = None,
+    *,
+    out: tuple[ndarray | None, ndarray | None, ndarray | None] | None = None,
 ) -> tuple[ndarray, ndarray, ndarray | None]:
     """The gradient of ``add_rms_norm``: dx, dresidual, dweight."""
 
@@ -347,6 +382,8 @@ def conv2d_backward(
     groups: int = 1,
     layout: str = 'NCHW',
     allow_tf32: bool = False,
+    *,
+    out: tuple[ndarray | None, ndarray | None, ndarray | None] | None = None,
 ) -> tuple[ndarray, ndarray, ndarray | None]:
     """The gradient of ``conv2d``: dx, dweight, dbias."""
 
@@ -357,10 +394,12 @@ def cross_entropy_backward(
     ignore_index: int = -100,
     reduction: str = 'mean',
     label_smoothing: float = 0.0,
+    *,
+    out: ndarray | None = None,
 ) -> ndarray:
     """The gradient of ``cross_entropy``: dx."""
 
-def gelu_backward(dy: ndarray, x: ndarray, approximate: str = 'none') -> ndarray:
+def gelu_backward(dy: ndarray, x: ndarray, approximate: str = 'none', *, out: ndarray | None = None) -> ndarray:
     """The gradient of ``gelu``: dx."""
 
 def layer_norm_backward(
@@ -370,6 +409,8 @@ def layer_norm_backward(
     weight: ndarray | None = None,
     bias: ndarray | None = None,
     eps: float = 1e-05,
+    *,
+    out: tuple[ndarray | None, ndarray | None, ndarray | None] | None = None,
 ) -> tuple[ndarray, ndarray | None, ndarray | None]:
     """The gradient of ``layer_norm``: dx, dweight, dbias."""
 
@@ -380,6 +421,8 @@ def linear_backward(
     bias: ndarray | None = None,
     activation: str | None = None,
     allow_tf32: bool = False,
+    *,
+    out: tuple[ndarray | None, ndarray | None, ndarray | None] | None = None,
 ) -> tuple[ndarray, ndarray, ndarray | None]:
     """The gradient of ``linear``: dx, dweight, dbias."""
 
@@ -390,6 +433,8 @@ def lltm_backward(
     bias: ndarray,
     old_h: ndarray,
     old_cell: ndarray,
+    *,
+    out: tuple[ndarray | None, ndarray | None, ndarray | None, ndarray | None, ndarray | None] | None = None,
 ) -> tuple[ndarray, ndarray, ndarray, ndarray, ndarray]:
     """The gradient of ``lltm``: dinput, dweights, dbias, dold_h, dold_cell."""
 
@@ -400,6 +445,8 @@ def matmul_backward(
     transpose_a: bool = False,
     transpose_b: bool = False,
     allow_tf32: bool = False,
+    *,
+    out: tuple[ndarray | None, ndarray | None] | None = None,
 ) -> tuple[ndarray, ndarray]:
     """The gradient of ``matmul``: da, db."""
 
@@ -409,13 +456,21 @@ def rms_norm_backward(
     normalized_shape: int | Sequence[int],
     weight: ndarray | None = None,
     eps: float | None = None,
+    *,
+    out: tuple[ndarray | None, ndarray | None] | None = None,
 ) -> tuple[ndarray, ndarray | None]:
     """The gradient of ``rms_norm``: dx, dweight."""
 
-def softmax_backward(dy: ndarray, x: ndarray, dim: int = -1) -> ndarray:
+def softmax_backward(dy: ndarray, x: ndarray, dim: int = -1, *, out: ndarray | None = None) -> ndarray:
     """The gradient of ``softmax``: dx."""
 
-def swiglu_backward(dy: ndarray, gate: ndarray, up: ndarray) -> tuple[ndarray, ndarray]:
+def swiglu_backward(
+    dy: ndarray,
+    gate: ndarray,
+    up: ndarray,
+    *,
+    out: tuple[ndarray | None, ndarray | None] | None = None,
+) -> tuple[ndarray, ndarray]:
     """The gradient of ``swiglu``: dgate, dup."""
 
 def functions(library: Library, module: str=__name__) -> dict[str, Callable[..., Any]]:

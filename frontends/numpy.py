@@ -1,7 +1,9 @@
 """NumPy: arrays on the CPU, with explicit ``*_backward`` functions. bfloat16 is ml_dtypes's.
 
-A result is a plain array. Masked arrays, numpy.matrix and other subclasses, whose type a result would have to keep,
-raise TypeError. Memory maps and NumPy's scalars are accepted.
+A result is a plain array. Memory maps, NumPy's scalars and objects that export their memory are accepted: by DLPack
+(CPU tensors of torch, JAX and others), ``__array_interface__`` or the buffer protocol. What NumPy's own functions
+would return another type for raises TypeError: masked arrays, numpy.matrix and other subclasses, and types with
+``__array_function__``.
 """
 
 from __future__ import annotations
@@ -32,8 +34,13 @@ def _name(dtype: np.dtype) -> str:
     return dtype.name
 
 
+_DLPACK_CPU = (1, 3, 11)
+"""DLPack's types of devices whose memory the CPU reads: kDLCPU, kDLCUDAHost, kDLROCMHost."""
+
+
 class _NumPy(ArrayFrontend):
     device = "cpu"
+    xp = np
 
     def __init__(self) -> None:
         self.dtypes = {name: np.dtype(name) for name in DTYPES if name != "bfloat16"}
@@ -41,9 +48,7 @@ class _NumPy(ArrayFrontend):
 
     def prepare(self, op: Op, slot: str, value) -> np.ndarray:
         if type(value) not in _PLAIN and not isinstance(value, np.generic):
-            what = f"{op.name}: {slot} is a {type(value).__name__}, expected a numpy.ndarray"
-            lost = "; numpy.asarray gives the elements alone" if isinstance(value, np.ndarray) else ""
-            raise TypeError(what + lost)
+            value = self.imported(op.name, slot, value)
         name = _name(value.dtype)
         if name == "bfloat16" and name not in self.dtypes:
             self.dtypes[name] = value.dtype
@@ -68,11 +73,43 @@ class _NumPy(ArrayFrontend):
     def number(self, value, dtype: str, model) -> np.ndarray:
         return np.array(value, self.dtypes[dtype])
 
-    def write_back(self, op: Op, slot: str, given, written) -> None:
-        if not isinstance(given, np.ndarray) or not given.flags.writeable:
-            raise ValueError(f"{op.name}: {slot} is read-only, expected an array to write to")
-        if not np.shares_memory(given, written):
-            given[...] = written
+    def imported(self, op: str, slot: str, value: Any) -> np.ndarray:
+        """An array of the memory of an object that is not an array of NumPy."""
+        what = f"{op}: {slot} is a {type(value).__name__}"
+        if isinstance(value, np.ndarray) or hasattr(type(value), "__array_function__"):
+            raise TypeError(f"{what}, expected a numpy.ndarray; numpy.asarray gives the elements alone")
+        try:
+            if hasattr(value, "__dlpack__"):
+                if (kind := value.__dlpack_device__()[0]) not in _DLPACK_CPU:
+                    raise _OtherDevice(f"{op}: {slot} is on a device of DLPack's type {int(kind)}, expected the CPU")
+                # torch's __dlpack__ exports negated views and fake tensors, which its __array__ refuses
+                array = np.asarray(value) if hasattr(value, "__array__") else np.from_dlpack(value)
+                if array.size and hasattr(value, "data_ptr") and not value.data_ptr():
+                    raise BufferError("it has no memory")
+                return array
+            if hasattr(value, "__array_interface__") or _exports_buffer(value):
+                return np.asarray(value)
+        except _OtherDevice:
+            raise
+        except Exception as error:  # of another library
+            raise TypeError(f"{what} that NumPy cannot read: {_first_line(error)}") from error
+        raise TypeError(f"{what}, expected a numpy.ndarray")
+
+    def check_writable(self, op: str, slot: str, value: Any) -> None:
+        if type(value) not in _PLAIN:
+            raise TypeError(f"{op}: {slot} is a {type(value).__name__}, expected a numpy.ndarray to write to")
+        if not value.flags.writeable:
+            raise ValueError(f"{op}: {slot} is read-only, expected an array to write to")
+
+    def target(self, op: str, slot: str, out: np.ndarray) -> np.ndarray | None:
+        if not out.flags.carray or not out.dtype.isnative:
+            return None
+        plain = out.view(np.ndarray)  # of a memory map
+        # the call path compares dtypes by identity
+        return plain if (dtype := self.dtypes.get(_name(out.dtype))) is None else plain.view(dtype)
+
+    def share_memory(self, a, b) -> bool:
+        return np.shares_memory(a, b)
 
     def broadcast(self, arrays):
         return np.broadcast_arrays(*arrays)
@@ -83,6 +120,22 @@ class _NumPy(ArrayFrontend):
         else:
             specs = tuple(None if a is None else self.spec(a) for a in arrays)
             call.addresses(op, attrs, "cpu", specs)(0, 0, *(a.ctypes.data for a in arrays if a is not None))
+
+
+class _OtherDevice(ValueError):
+    """An object whose memory the CPU does not read."""
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def _exports_buffer(value: Any) -> bool:
+    """Text and bytes have no elements that an operator takes."""
+    try:
+        return not isinstance(value, (bytes, bytearray)) and memoryview(value) is not None
+    except TypeError:
+        return False
 
 
 _frontend = _NumPy()

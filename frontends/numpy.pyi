@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from numpy.typing import NDArray
 from typing import Any
 
-def add(a: NDArray[Any], b: NDArray[Any] | float, alpha: float = 1) -> NDArray[Any]:
+def add(a: NDArray[Any], b: NDArray[Any] | float, alpha: float = 1, *, out: NDArray[Any] | None = None) -> NDArray[Any]:
     """The sum ``a + alpha * b``, as ``torch.add``.
 
     Args:
@@ -32,6 +32,8 @@ def add_layer_norm(
     weight: NDArray[Any] | None = None,
     bias: NDArray[Any] | None = None,
     eps: float = 1e-05,
+    *,
+    out: tuple[NDArray[Any] | None, NDArray[Any] | None] | None = None,
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     """``h = x + residual`` and ``layer_norm(h, normalized_shape, weight, bias, eps)``.
 
@@ -57,6 +59,8 @@ def add_rms_norm(
     normalized_shape: int | Sequence[int],
     weight: NDArray[Any] | None = None,
     eps: float | None = None,
+    *,
+    out: tuple[NDArray[Any] | None, NDArray[Any] | None] | None = None,
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     """``h = x + residual`` and ``rms_norm(h, normalized_shape, weight, eps)``.
 
@@ -86,6 +90,8 @@ def conv2d(
     groups: int = 1,
     layout: str = 'NCHW',
     allow_tf32: bool = False,
+    *,
+    out: NDArray[Any] | None = None,
 ) -> NDArray[Any]:
     """Two-dimensional convolution, as ``torch.nn.functional.conv2d``: each output channel is the sum, over a window of
     x and the input channels of its group, of x times the weight.
@@ -120,6 +126,8 @@ def cross_entropy(
     ignore_index: int = -100,
     reduction: str = 'mean',
     label_smoothing: float = 0.0,
+    *,
+    out: NDArray[Any] | None = None,
 ) -> NDArray[Any]:
     """Cross entropy with class indices, as ``torch.nn.functional.cross_entropy``:
     ``-log(softmax(x)[target])`` of each row.
@@ -141,7 +149,7 @@ def cross_entropy(
             different devices; on the CPU, a class that there is not. On a GPU such a row's loss and gradient are NaN.
     """
 
-def gelu(x: NDArray[Any], approximate: str = 'none') -> NDArray[Any]:
+def gelu(x: NDArray[Any], approximate: str = 'none', *, out: NDArray[Any] | None = None) -> NDArray[Any]:
     """The Gaussian error linear unit, as ``torch.nn.functional.gelu``.
 
     Args:
@@ -165,6 +173,8 @@ def layer_norm(
     weight: NDArray[Any] | None = None,
     bias: NDArray[Any] | None = None,
     eps: float = 1e-05,
+    *,
+    out: NDArray[Any] | None = None,
 ) -> NDArray[Any]:
     """Layer normalization, as ``torch.nn.functional.layer_norm``:
     ``(x - mean) / sqrt(var + eps) * weight + bias``, mean and (biased) variance taken over the trailing axes.
@@ -191,6 +201,8 @@ def linear(
     bias: NDArray[Any] | None = None,
     activation: str | None = None,
     allow_tf32: bool = False,
+    *,
+    out: NDArray[Any] | None = None,
 ) -> NDArray[Any]:
     """A linear layer and what follows it: ``activation(x @ weight.T + bias)``, as ``torch.nn.functional.linear``.
 
@@ -216,6 +228,8 @@ def lltm(
     bias: NDArray[Any],
     old_h: NDArray[Any],
     old_cell: NDArray[Any],
+    *,
+    out: tuple[NDArray[Any] | None, NDArray[Any] | None] | None = None,
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     """One step of the LLTM, a long short-term memory without a forget gate whose candidate is an ELU. With
     ``i, o, c = split(cat(old_h, input) @ weights.T + bias)``:
@@ -244,6 +258,8 @@ def matmul(
     transpose_a: bool = False,
     transpose_b: bool = False,
     allow_tf32: bool = False,
+    *,
+    out: NDArray[Any] | None = None,
 ) -> NDArray[Any]:
     """The matrix product ``a @ b``, of each pair of matrices along the leading axes, which broadcast.
 
@@ -267,6 +283,8 @@ def rms_norm(
     normalized_shape: int | Sequence[int],
     weight: NDArray[Any] | None = None,
     eps: float | None = None,
+    *,
+    out: NDArray[Any] | None = None,
 ) -> NDArray[Any]:
     """Root mean square normalization, as ``torch.nn.functional.rms_norm``: ``x / sqrt(mean(x**2) + eps) * weight``,
     the mean taken over the trailing axes.
@@ -287,7 +305,7 @@ def rms_norm(
     Source: Zhang and Sennrich, arXiv:1910.07467.
     """
 
-def softmax(x: NDArray[Any], dim: int = -1) -> NDArray[Any]:
+def softmax(x: NDArray[Any], dim: int = -1, *, out: NDArray[Any] | None = None) -> NDArray[Any]:
     """Softmax, as ``torch.nn.functional.softmax``: ``exp(x) / sum(exp(x))`` along an axis.
 
     Args:
@@ -302,7 +320,7 @@ def softmax(x: NDArray[Any], dim: int = -1) -> NDArray[Any]:
         ValueError: dim is no axis of x.
     """
 
-def swiglu(gate: NDArray[Any], up: NDArray[Any]) -> NDArray[Any]:
+def swiglu(gate: NDArray[Any], up: NDArray[Any], *, out: NDArray[Any] | None = None) -> NDArray[Any]:
     """The SwiGLU of a feed-forward network, ``silu(gate) * up`` with ``silu(g) = g / (1 + exp(-g))``.
 
     Args:
@@ -323,6 +341,8 @@ def add_backward(
     a: NDArray[Any],
     b: NDArray[Any] | float,
     alpha: float = 1,
+    *,
+    out: tuple[NDArray[Any] | None, NDArray[Any] | None] | None = None,
 ) -> tuple[NDArray[Any], NDArray[Any] | None]:
     """The gradient of ``add``: da, db."""
 
@@ -334,6 +354,8 @@ def add_layer_norm_backward(
     weight: NDArray[Any] | None = None,
     bias: NDArray[Any] | None = None,
     eps: float = 1e-05,
+    *,
+    out: tuple[NDArray[Any] | None, NDArray[Any] | None, NDArray[Any] | None, NDArray[Any] | None] | None = None,
 ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None, NDArray[Any] | None]:
     """The gradient of ``add_layer_norm``: dx, dresidual, dweight, dbias."""
 
@@ -344,6 +366,8 @@ def add_rms_norm_backward(
     normalized_shape: int | Sequence[int],
     weight: NDArray[Any] | None = None,
     eps: float | None = None,
+    *,
+    out: tuple[NDArray[Any] | None, NDArray[Any] | None, NDArray[Any] | None] | None = None,
 ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None]:
     """The gradient of ``add_rms_norm``: dx, dresidual, dweight."""
 
@@ -358,6 +382,8 @@ def conv2d_backward(
     groups: int = 1,
     layout: str = 'NCHW',
     allow_tf32: bool = False,
+    *,
+    out: tuple[NDArray[Any] | None, NDArray[Any] | None, NDArray[Any] | None] | None = None,
 ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None]:
     """The gradient of ``conv2d``: dx, dweight, dbias."""
 
@@ -368,10 +394,18 @@ def cross_entropy_backward(
     ignore_index: int = -100,
     reduction: str = 'mean',
     label_smoothing: float = 0.0,
+    *,
+    out: NDArray[Any] | None = None,
 ) -> NDArray[Any]:
     """The gradient of ``cross_entropy``: dx."""
 
-def gelu_backward(dy: NDArray[Any], x: NDArray[Any], approximate: str = 'none') -> NDArray[Any]:
+def gelu_backward(
+    dy: NDArray[Any],
+    x: NDArray[Any],
+    approximate: str = 'none',
+    *,
+    out: NDArray[Any] | None = None,
+) -> NDArray[Any]:
     """The gradient of ``gelu``: dx."""
 
 def layer_norm_backward(
@@ -381,6 +415,8 @@ def layer_norm_backward(
     weight: NDArray[Any] | None = None,
     bias: NDArray[Any] | None = None,
     eps: float = 1e-05,
+    *,
+    out: tuple[NDArray[Any] | None, NDArray[Any] | None, NDArray[Any] | None] | None = None,
 ) -> tuple[NDArray[Any], NDArray[Any] | None, NDArray[Any] | None]:
     """The gradient of ``layer_norm``: dx, dweight, dbias."""
 
@@ -391,6 +427,8 @@ def linear_backward(
     bias: NDArray[Any] | None = None,
     activation: str | None = None,
     allow_tf32: bool = False,
+    *,
+    out: tuple[NDArray[Any] | None, NDArray[Any] | None, NDArray[Any] | None] | None = None,
 ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None]:
     """The gradient of ``linear``: dx, dweight, dbias."""
 
@@ -401,6 +439,8 @@ def lltm_backward(
     bias: NDArray[Any],
     old_h: NDArray[Any],
     old_cell: NDArray[Any],
+    *,
+    out: tuple[NDArray[Any] | None, NDArray[Any] | None, NDArray[Any] | None, NDArray[Any] | None, NDArray[Any] | None] | None = None,
 ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
     """The gradient of ``lltm``: dinput, dweights, dbias, dold_h, dold_cell."""
 
@@ -411,6 +451,8 @@ def matmul_backward(
     transpose_a: bool = False,
     transpose_b: bool = False,
     allow_tf32: bool = False,
+    *,
+    out: tuple[NDArray[Any] | None, NDArray[Any] | None] | None = None,
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     """The gradient of ``matmul``: da, db."""
 
@@ -420,13 +462,27 @@ def rms_norm_backward(
     normalized_shape: int | Sequence[int],
     weight: NDArray[Any] | None = None,
     eps: float | None = None,
+    *,
+    out: tuple[NDArray[Any] | None, NDArray[Any] | None] | None = None,
 ) -> tuple[NDArray[Any], NDArray[Any] | None]:
     """The gradient of ``rms_norm``: dx, dweight."""
 
-def softmax_backward(dy: NDArray[Any], x: NDArray[Any], dim: int = -1) -> NDArray[Any]:
+def softmax_backward(
+    dy: NDArray[Any],
+    x: NDArray[Any],
+    dim: int = -1,
+    *,
+    out: NDArray[Any] | None = None,
+) -> NDArray[Any]:
     """The gradient of ``softmax``: dx."""
 
-def swiglu_backward(dy: NDArray[Any], gate: NDArray[Any], up: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+def swiglu_backward(
+    dy: NDArray[Any],
+    gate: NDArray[Any],
+    up: NDArray[Any],
+    *,
+    out: tuple[NDArray[Any] | None, NDArray[Any] | None] | None = None,
+) -> tuple[NDArray[Any], NDArray[Any]]:
     """The gradient of ``swiglu``: dgate, dup."""
 
 def functions(library: Library, module: str=__name__) -> dict[str, Callable[..., Any]]:

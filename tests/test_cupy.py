@@ -102,6 +102,121 @@ def test_as_on_the_cpu(name):
         np.testing.assert_allclose(a, e, rtol=1e-12, atol=1e-12)
 
 
+def test_results_are_written_to_the_arrays_given():
+    dy, x, w, b = arrays()
+    for function, n in (
+        (lambda **out: ours.gelu(x, **out), 1),
+        (lambda **out: ours.gelu_backward(dy, x, **out), 1),
+        (lambda **out: ours.add_layer_norm(x, dy, 6, w, b, **out), 2),
+        (lambda **out: ours.layer_norm_backward(dy, x, 6, w, b, **out), 3),
+        (lambda **out: ours.add_backward(dy, x, w, **out), 2),
+    ):
+        expected = function() if n > 1 else (function(),)
+        for empty in (cupy.empty_like, lambda y: cupy.empty((*y.shape, 2), y.dtype)[..., 1]):
+            outs = tuple(map(empty, expected))
+            got = function(out=outs if n > 1 else outs[0])
+            assert all(g is out for g, out in zip(got if n > 1 else (got,), outs, strict=True))
+            for g, e in zip(outs, expected, strict=True):
+                cupy.testing.assert_array_equal(g, e)
+    plain = cupy.empty_like(x)
+    pointer = plain.data.ptr
+    assert ours.gelu(x, out=plain).data.ptr == pointer
+    overlapping = x.copy()
+    cupy.testing.assert_array_equal(ours.softmax(overlapping, 0, out=overlapping), ours.softmax(x, 0))
+
+
+def test_arrays_given_that_do_not_fit_are_refused():
+    _, x, *_ = arrays()
+    for out, error, text in (
+        (cupy.empty_like(x)[:1], ValueError, r"out has shape \(1, 6\), expected \(4, 6\)"),
+        (cupy.empty_like(x, "float32"), TypeError, "out has dtype float32, expected float64"),
+        (np.empty(x.shape), TypeError, r"out is a ndarray, expected a cupy\.ndarray to write to"),
+    ):
+        with pytest.raises(error, match=f"^gelu: {text}"):
+            ours.gelu(x, out=out)
+    if cupy.cuda.runtime.getDeviceCount() > 1:
+        with cupy.cuda.Device(1):
+            there = cupy.empty_like(x)
+        with pytest.raises(ValueError, match=r"^gelu: out is on .*Device 1.*, expected .*Device 0"):
+            ours.gelu(x, out=there)
+
+
+class Exported:
+    """A cupy.ndarray that is seen through one protocol alone."""
+
+    def __init__(self, array):
+        self.array = array
+
+
+class ByDLPack(Exported):
+    def __dlpack__(self, **kwargs):
+        return self.array.__dlpack__(**kwargs)
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+
+class ByInterface(Exported):
+    @property
+    def __cuda_array_interface__(self):
+        return self.array.__cuda_array_interface__
+
+
+@pytest.mark.parametrize("exported", [ByDLPack, ByInterface])
+def test_arrays_of_others_are_accepted(exported):
+    dy, x, w, b = arrays()
+    others = [exported(a) for a in (dy, x, w, b)]
+    for name, function in FUNCTIONS.items():
+        got, expected = function(ours, *others), function(ours, dy, x, w, b)
+        for g, e in zip(results(got), results(expected), strict=True):
+            np.testing.assert_array_equal(g, e, err_msg=name)
+    cupy.testing.assert_array_equal(ours.gelu(exported(x[:, ::2])), ours.gelu(x[:, ::2]))
+    if cupy.cuda.runtime.getDeviceCount() > 1:
+        with cupy.cuda.Device(1):
+            there = x.copy()
+        assert ours.gelu(exported(there)).device.id == 1
+
+
+def test_torch_tensors_are_accepted():
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("torch finds no GPU")
+    x = torch.linspace(-2, 2, 24, device="cuda").reshape(4, 6)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        late = torch.zeros_like(x)
+        wide = torch.ones((4096, 4096), device="cuda")
+        for _ in range(20):
+            wide = wide @ wide * 1e-4  # keeps torch's stream busy: CuPy's has to wait for it
+        late += x
+        got = ours.gelu(late)
+    assert type(got) is cupy.ndarray
+    cupy.testing.assert_array_equal(got, ours.gelu(cupy.asarray(x)))
+    cupy.testing.assert_array_equal(ours.gelu(torch._neg_view(x)), ours.gelu(-cupy.asarray(x)))
+    for odd, why in (
+        (x.clone().requires_grad_(), "is a Tensor that CuPy cannot read: .*require.* grad"),
+        (x.cpu(), r"is a Tensor, expected a cupy\.ndarray"),
+    ):
+        with pytest.raises(TypeError, match=f"^gelu: x {why}"):
+            ours.gelu(odd)
+    half = pytest.importorskip("ml_dtypes").bfloat16
+    y = ours.gelu(x.bfloat16())
+    assert y.dtype == half
+    cupy.testing.assert_array_equal(y.view("uint16"), ours.gelu(cupy.asarray(x).astype(half)).view("uint16"))
+
+
+def test_bfloat16():
+    """A row of the table in ml_dtypes's dtype, strided too, and an array given for the result."""
+    half = pytest.importorskip("ml_dtypes").bfloat16
+    x = cupy.asarray(np.linspace(-3, 3, 48).reshape(4, 12)).astype(half)
+    expected = ours.softmax(x[:, ::2].astype("float32"), -1)
+    out = cupy.empty((4, 6), half)
+    assert ours.softmax(x[:, ::2], -1, out=out) is out
+    cupy.testing.assert_allclose(out.astype("float32"), expected, rtol=2.0**-8)
+    dx = ours.softmax_backward(out, out, -1)
+    assert (dx.dtype, dx.shape) == (half, (4, 6))
+
+
 def test_subclasses_are_refused():
     """Their elements may be anywhere: a DistributedArray has none of its own."""
 

@@ -46,7 +46,8 @@ def test_a_stub_has_what_the_frontend_has(name):
     named |= {node.target.id for node in tree.body if isinstance(node, ast.AnnAssign)}
     assert named - {None} == set(frontend.__all__)
     for function, node in functions_of(ast.unparse(tree)).items():
-        assert [p.arg for p in node.args.args] == list(inspect.signature(getattr(frontend, function)).parameters)
+        parameters = [p.arg for p in node.args.args + node.args.kwonlyargs]
+        assert parameters == list(inspect.signature(getattr(frontend, function)).parameters)
 
 
 def test_signatures():
@@ -64,7 +65,8 @@ def test_signatures():
     found = functions_of(text)
     assert ast.unparse(found["masked"]).partition("\n")[0] == (
         "def masked(x: NDArray[Any], scale: NDArray[Any] | float, axes: int | Sequence[int], "
-        "mask: NDArray[Any] | None=None, *, mode: str | None=None, more: Any=1.5) -> tuple[NDArray[Any], NDArray[Any]]:"
+        "mask: NDArray[Any] | None=None, *, mode: str | None=None, more: Any=1.5, "
+        "out: tuple[NDArray[Any] | None, NDArray[Any] | None] | None=None) -> tuple[NDArray[Any], NDArray[Any]]:"
     )
     backward = ast.unparse(found["masked_backward"]).partition("\n")[0]
     assert backward.startswith("def masked_backward(dy: tuple[NDArray[Any], NDArray[Any]], x: NDArray[Any]")
