@@ -17,9 +17,10 @@ They work under jit, grad, vmap, scan, cond, checkpoint and shard_map. A program
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial, reduce, wraps
-from itertools import starmap
 from math import prod
 from operator import add as plus
 from typing import Any, NamedTuple
@@ -27,11 +28,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_batching import custom_vmap
+from jax.ad_checkpoint import checkpoint_name
 from jax.export import is_symbolic_dim
+from jax.interpreters import ad, batching, mlir
+from jax.tree_util import tree_flatten, tree_unflatten
 
 from aotops import library
 from aotops.extra import encode
+from aotops.formula import backward_cotangents, backward_tangents, bilinear_tangent, compose, is_bilinear
 from aotops.hosting import NUMBERS, Namespace
 from aotops.infer import UNKNOWN_DIM, infer, infer_symbolic
 from aotops.library import Library
@@ -39,12 +43,18 @@ from aotops.op import Attr, Op
 from aotops.ops import BUILTIN, OPS
 from aotops.spec import TensorSpec, accumulate_dtype, shape_text
 
+from .jax_linear import apply as apply_linear
+from .jax_mathematics import Mathematics
 from .jax_sharding import aligned, partitioned
 
 try:
     from jax.errors import InconclusiveDimensionOperation
 except ImportError:  # older JAX
     from jax.core import InconclusiveDimensionOperation
+try:
+    from jax.extend.core import Primitive, jaxpr_as_fun
+except ImportError:  # older JAX
+    from jax.core import Primitive, jaxpr_as_fun
 try:
     from jax import ffi
 except ImportError:  # before JAX 0.5
@@ -108,12 +118,7 @@ def _function(op: Op, module: str) -> Callable[..., Array]:
     @wraps(op.bind, assigned=("__name__", "__qualname__", "__doc__"))
     def function(*args, **kwargs):
         inputs, attrs = _bind(op, args, kwargs)
-        try:
-            return _run(op, attrs, *inputs)
-        except TypeError as error:
-            if "forward-mode" not in str(error):
-                raise
-            raise TypeError(f"{op.name} has no derivative in forward mode: expected grad or vjp, not jvp") from error
+        return _run(op, attrs, *inputs)
 
     function.__module__ = module
     return function
@@ -171,79 +176,219 @@ def _broadcast(op: Op, inputs: Sequence[Array]) -> Sequence[Array]:
         raise ValueError(f"{op.name}: shapes {shapes} do not broadcast") from error
 
 
-# ------------------------------------------------------------------------------------------------------------ gradients
+# ---------------------------------------------------------------------------------------------------------- primitive
+# Not jax.custom_jvp: JAX drops its rule when it splits a scan that is differentiated twice.
 
 
-def _apply(op: Op, attrs: Attrs, wanted: Names, *inputs: Array | None) -> tuple[Array, ...]:
-    """The wanted outputs of an operator, differentiable. JAX itself differentiates aliases."""
-    if not op.has_kernel:
-        return _launch(op, attrs, wanted, *inputs)
+@dataclass(frozen=True)
+class _Call:
+    """A call for the ``wanted`` slots. ``forward``: the operator whose backward it is of, if it is one's."""
+
+    op: Op
+    forward: Op | None
+    attrs: Attrs
+    wanted: Names
+
+    def __repr__(self) -> str:
+        return f"{self.op.name}({', '.join(map(str, self.attrs))}) -> {', '.join(self.wanted)}"
+
+
+def _apply(op: Op, attrs: Attrs, wanted: Names, *inputs: Array | None, forward: Op | None = None) -> tuple[Array, ...]:
+    """The wanted outputs of an operator. ``forward``: see ``_Call``. JAX itself differentiates aliases."""
+    results = dict(zip(op.inputs, inputs, strict=True))
+    sources = {op.alias.get(s, s) for s in wanted}
+    written = tuple(s for s in (*op.entry_outputs, *op.mutates) if s in sources)
+    if written:
+        leaves, tree = tree_flatten(inputs)
+        program = jax.make_jaxpr(lambda *leaves: _call(op, attrs, written, *tree_unflatten(tree, leaves)))(*leaves)
+        outputs = _operator.bind(*leaves, call=_Call(op, forward, attrs, written), tree=tree, program=program)
+        results |= zip(written, outputs, strict=True)
+    results = op.with_aliases(results)
+    return tuple(results[s] for s in wanted)
+
+
+_operator = Primitive("aotops")
+_operator.multiple_results = True
+
+
+def _evaluate(*leaves, call, tree, program):
+    return jaxpr_as_fun(program)(*leaves)
+
+
+def _batch(leaves, axes, *, call, tree, program):
+    size = next(x.shape[axis] for x, axis in zip(leaves, axes, strict=True) if axis is not None)
+    moved = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(leaves, axes, strict=True)]
+    batched = tree_unflatten(tree, [axis is not None for axis in axes])
+    return _batched(call, size, batched, *tree_unflatten(tree, moved)), (0,) * len(call.wanted)
+
+
+def _jvp(leaves, moved, *, call, tree, program):
+    op, attrs = call.op, call.attrs
+    given = dict(zip(op.inputs, tree_unflatten(tree, leaves), strict=True))
+    tangents = dict(zip(op.inputs, tree_unflatten(tree, moved), strict=True))
+    tangents = {slot: t for slot, t in tangents.items() if not (t is None or type(t) is ad.Zero)}
+    written = call.wanted
+    if call.forward is None and op.has_gradient:
+        written = tuple(s for s in op.entry_outputs if s in call.wanted or s in op.saved)
+    inputs = tuple(given.values())
+    results = _apply(op, attrs, written, *inputs, forward=call.forward)
+    if call.forward is None:  # named for the policies of jax.checkpoint
+        results = [checkpoint_name(y, f"{op.library.name}.{op.name}") for y in results]
+    given |= zip(written, results, strict=True)
+    # Residuals have no tangent: formulas and derivatives of a higher order are of the inputs.
+    outputs = tuple(s for s in call.wanted if s in op.outputs)
+    found = dict(zip(outputs, _tangents(call, outputs, given, tangents), strict=True))
+    return (
+        [given[s] for s in call.wanted],
+        [found[s] if s in found else ad.Zero(_tangent_type(given[s])) for s in call.wanted],
+    )
+
+
+_operator.def_impl(_evaluate)
+_operator.def_abstract_eval(lambda *leaves, call, tree, program: program.out_avals)
+ad.primitive_jvps[_operator] = _jvp
+batching.primitive_batchers[_operator] = _batch
+mlir.register_lowering(_operator, mlir.lower_fun(_evaluate, multiple_results=True))
+
+# ---------------------------------------------------------------------------------------------------------- derivatives
+
+
+def _tangents(call: _Call, outputs: Names, given: Mapping[str, Array], tangents: Mapping[str, Array]):
+    """The tangents of outputs. ``given``: inputs and whatever the backward saves."""
+    op, attrs = call.op, call.attrs
     if op.backward is not None and not op.backward.has_kernel:
-        return _sum(op, attrs, wanted, *inputs)
-    return _differentiable(op, attrs, wanted, *inputs)
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
-def _sum(op, attrs, wanted, *inputs):
-    """For an operator whose input gradients are the incoming gradient, or a multiple of it."""
-    return _launch(op, attrs, wanted, *inputs)
-
-
-@_sum.defjvp
-def _tangent_of_sum(op, attrs, wanted, inputs, tangents):
-    factors = op.backward.factors(attrs)
-    given = [(t, factors.get(f"d{slot}", 1)) for slot, t in zip(op.inputs, tangents, strict=True) if t is not None]
-    return _sum(op, attrs, wanted, *inputs), (reduce(plus, starmap(_times, given)),)  # JAX can transpose these
+        factors = op.backward.factors(attrs)
+        return [reduce(plus, (_times(t, factors.get(f"d{slot}", 1)) for slot, t in tangents.items()))]
+    if call.forward is not None and is_bilinear(call.forward, attrs):
+        kind, saved = _TangentOfBackward, op.inputs
+    elif op.has_gradient:
+        kind, saved = _TangentOfProduct if is_bilinear(op, attrs) else _Tangent, op.saved
+    else:
+        return _tangents_of_formula(op, attrs, outputs, given, tangents)
+    types = tuple(_tangent_type(given[s]) for s in outputs)
+    residuals = {s: given[s] for s in saved if given[s] is not None}
+    return apply_linear(kind(op, call.forward, attrs, outputs, types), residuals, tangents, types)
 
 
 def _times(x: Array, factor: float) -> Array:
     return x if factor == 1 else (x.astype(accumulate_dtype(x.dtype.name)) * factor).astype(x.dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _differentiable(op, attrs, wanted, *inputs):
-    return _launch(op, attrs, wanted, *inputs)
+def _tangent_type(x: Array) -> Any:
+    type_of = jax.typeof(x) if hasattr(jax, "typeof") else jax.core.get_aval(x)
+    aval = type_of.strip_weak_type()
+    return aval.to_tangent_aval() if hasattr(aval, "to_tangent_aval") else aval.at_least_vspace()
 
 
-def _forward(op, attrs, wanted, *inputs):
-    if not op.has_gradient:
+def _tangents_of_formula(op, attrs, wanted, given, moving):
+    """For an operator without a gradient of its own, such as a backward."""
+    if op.formula is None:
         why = "" if op.foreign else ": derivatives of a higher order are not supported"
         raise NotImplementedError(f"{op.name} has no gradient{why}")
-    results = tuple(s for s in op.entry_outputs if s in wanted or s in op.saved)
-    given = dict(zip(op.inputs, inputs, strict=True))
-    given |= zip(results, _apply(op, attrs, results, *inputs), strict=True)
-    # Only arrays and their tree structure can be passed to the backward: the keys name the gradients to compute.
-    gradients = {d: None for d in op.backward_outputs(inputs) if d} if op.backward else {}
-    return tuple(given[s] for s in wanted), ([given[s] for s in op.saved], gradients)
+
+    def formula(moving):
+        return _composed(op, attrs, wanted, given | moving)
+
+    return jax.jvp(formula, ({s: given[s] for s in moving},), (moving,))[1]
 
 
-def _backward(op, attrs, wanted, left, gradients):
-    saved, names = left
-    given = dict(zip(op.saved, saved, strict=True))
-    given |= {f"d{y}": dy for y, dy in zip(wanted, gradients, strict=True)}
-    if op.rule is not None:
-        return op.rule(op, of(op.library), given | dict(zip(op.attrs, attrs, strict=True)))
-    inputs = [given[s] for s in op.backward.inputs]
-    found = dict(zip(names, _apply(op.backward, attrs, tuple(names), *inputs), strict=True))
-    return tuple(found.get(f"d{slot}") for slot in op.inputs)
+def _composed(op: Op, attrs: Attrs, wanted: Names, given: Mapping[str, Array]) -> tuple[Array, ...]:
+    """The wanted outputs, computed by the formula."""
+    outputs = compose(_mathematics(op.library), op, attrs, [given[s] for s in op.inputs])
+    named = op.with_aliases(dict(zip(op.composed, outputs, strict=True)))
+    return tuple(named[s] for s in wanted)
 
 
-_differentiable.defvjp(_forward, _backward)
+@cache
+def _mathematics(library: Library) -> Mathematics:
+    return Mathematics(of(library))
+
+
+@dataclass(frozen=True)
+class _LinearMap:
+    """A tangent of an operator's ``moved`` outputs, which are of these types. ``forward``: see ``_apply``."""
+
+    op: Op
+    forward: Op | None
+    attrs: Attrs
+    moved: Names
+    types: tuple[Any, ...]
+
+    def _run(self, op: Op, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """All results of a product, or the gradients of its factors and the ``moved`` outputs of its backward."""
+        forward = None if op.backward else self.forward or self.op
+        wanted = op.outputs if forward is None else tuple(
+            d for d in op.outputs if d[1:] in forward.bilinear or (forward is self.forward and d in self.moved)
+        )
+        found = _apply(op, self.attrs, wanted, *(inputs.get(slot) for slot in op.inputs), forward=forward)
+        return dict(zip(wanted, found, strict=True))
+
+
+class _Tangent(_LinearMap):
+    """The transpose is the operator's backward, and in forward mode the map is the transpose of that one's formula."""
+
+    def transpose(self, residuals, cotangents, names):
+        given = self._given(residuals, dict(zip(self.moved, cotangents, strict=True)))
+        if self.op.rule is not None:
+            return self._by_rule(given, names)
+        backward, wanted = self.op.backward, self._gradients(names)
+        inputs = [given.get(s) for s in backward.inputs]
+        found = _apply(backward, self.attrs, wanted, *_vary(inputs, _varying(inputs)), forward=self.op)
+        return {d[1:]: ct for d, ct in zip(wanted, found, strict=True)}
+
+    def evaluate(self, residuals, tangents):
+        def backward(*cotangents):
+            given = self._given(residuals, dict(zip(self.moved, cotangents, strict=True)))
+            if self.op.rule is not None:
+                found = self._by_rule(given, tangents)
+            else:
+                wanted = self._gradients(tangents)
+                found = _composed(self.op.backward, self.attrs, wanted, defaultdict(type(None), given))
+                found = {d[1:]: ct for d, ct in zip(wanted, found, strict=True)}
+            return {slot: ct.astype(tangents[slot].dtype) for slot, ct in found.items()}
+
+        if self.op.rule is None and self.op.backward.formula is None:
+            raise TypeError(f"{self.op.name} has no derivative in forward mode: expected grad or vjp, not jvp")
+        zeros = [jnp.zeros(t.shape, t.dtype) for t in self.types]
+        found, transposed = jax.vjp(backward, *_vary(zeros, _varying([*residuals.values(), *tangents.values()])))
+        return transposed({slot: tangents[slot] for slot in found})
+
+    def _given(self, residuals, cotangents):
+        zeros = dict.fromkeys(self.op.outputs)
+        return residuals | {f"d{y}": ct for y, ct in (zeros | cotangents).items()}
+
+    def _gradients(self, names) -> Names:
+        return tuple(d for d in self.op.backward.outputs if d[1:] in names)
+
+    def _by_rule(self, given, names):
+        attrs = dict(zip(self.op.attrs, self.attrs, strict=True))
+        slots = dict.fromkeys(self.op.inputs)
+        found = self.op.rule(self.op, of(self.op.library), slots | given | attrs)
+        return {slot: ct for slot, ct in zip(self.op.inputs, found, strict=True) if slot in names and ct is not None}
+
+
+class _TangentOfProduct(_Tangent):
+    def evaluate(self, residuals, tangents):
+        return (bilinear_tangent(_mathematics(self.op.library), self._run, self.op, residuals, tangents),)
+
+
+class _TangentOfBackward(_LinearMap):
+    """Of the backward of a product."""
+
+    def evaluate(self, residuals, tangents):
+        m = _mathematics(self.op.library)
+        found = backward_tangents(m, self._run, self.forward, residuals, tangents)
+        zeros = [jnp.zeros(t.shape, t.dtype) for t in self.types]
+        zeros = _vary(zeros, _varying([*residuals.values(), *tangents.values()]))
+        return tuple(found.get(d, zero) for d, zero in zip(self.moved, zeros, strict=True))
+
+    def transpose(self, residuals, cotangents, names):
+        given = dict(zip(self.moved, cotangents, strict=True))
+        found = backward_cotangents(_mathematics(self.op.library), self._run, self.forward, residuals, given)
+        return {slot: ct for slot, ct in found.items() if slot in names}
 
 
 # ---------------------------------------------------------------------------------------------------------- custom call
-
-
-def _launch(op: Op, attrs: Attrs, wanted: Names, *inputs: Array | None) -> tuple[Array, ...]:
-    results = dict(zip(op.inputs, inputs, strict=True))
-    sources = {op.alias.get(s, s) for s in wanted}
-    written = tuple(s for s in (*op.entry_outputs, *op.mutates) if s in sources)
-    if written:
-        call = custom_vmap(partial(_call, op, attrs, written))
-        call.def_vmap(partial(_batched, op, attrs, written))
-        results |= zip(written, call(*inputs), strict=True)
-    results = op.with_aliases(results)
-    return tuple(results[s] for s in wanted)
 
 
 def _call(op: Op, attrs: Attrs, wanted: Names, *inputs: Array | None) -> tuple[Array, ...]:
@@ -304,9 +449,11 @@ def _symbolic_specs(op: Op, attrs: Attrs, specs: Sequence[TensorSpec | None]) ->
     return found
 
 
-def _batched(op: Op, attrs: Attrs, wanted: Names, n: int, batched: Sequence[bool], *inputs: Array | None):
+def _batched(call: _Call, n: int, batched: Sequence[bool], *inputs: Array | None) -> list[Array]:
     """The batching rule. Outputs that may have another leading axis come from one call, the others from a call for each
     index. XLA removes a call whose results are not used, such as the dweight of a weight that is not trained."""
+    op, attrs, wanted = call.op, call.attrs, call.wanted
+    apply = partial(_apply, forward=call.forward)
     slots = list(zip(op.inputs, inputs, batched, strict=True))
     ndims = [None if x is None else x.ndim - b for _, x, b in slots]
     at_once = op.takes_batch((slot for slot, _, b in slots if b), ndims)
@@ -316,14 +463,14 @@ def _batched(op: Op, attrs: Attrs, wanted: Names, n: int, batched: Sequence[bool
     if together:
         grow = [x is not None and slot in op.vmappable and not b for slot, x, b in slots]
         grown = [jnp.broadcast_to(x, (n, *x.shape)) if g else x for x, g in zip(inputs, grow, strict=True)]
-        results |= zip(together, _launch(op, attrs, together, *grown), strict=True)
+        results |= zip(together, apply(op, attrs, together, *grown), strict=True)
     if apart:
 
         def one(rows):
-            return _launch(op, attrs, apart, *(row if b else x for row, (_, x, b) in zip(rows, slots, strict=True)))
+            return apply(op, attrs, apart, *(row if b else x for row, (_, x, b) in zip(rows, slots, strict=True)))
 
         results |= zip(apart, jax.lax.map(one, tuple(x if b else None for _, x, b in slots)), strict=True)
-    return tuple(results[s] for s in wanted), (True,) * len(wanted)
+    return [results[s] for s in wanted]
 
 
 # ------------------------------------------------------------------------------------------------------ several devices
