@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterable
 from ctypes import (
     Structure,
-    byref,
     c_bool,
     c_char,
     c_char_p,
