@@ -37,7 +37,8 @@ struct Function {
   int n_saved;               // what is saved for the backward:
   int saved[kMaxSlots];      // the slot of each,
   int instead[kMaxSlots];    // and the residual that is saved in its place if it is written; -1: none
-  void *make_prototypes;     // takes the inputs; returns a tuple with one for each slot written, None where an input is
+  void *make_prototypes;     // takes the inputs; returns None for those that the operator refuses, whose error is then
+                             // this library's, else a tuple with one for each slot written, None where an input is
   void *prototypes;          // a dict of what it returned, by what the shapes of outputs depend on
 };
 
@@ -92,7 +93,7 @@ Ref prototypes(const Function &f, const Arguments &a, void *const *inputs) {
   if (!key) return nullptr;
   if (void *found = PyDict_GetItemWithError(f.prototypes, key)) return Py_IncRef(found), found;
   Ref made = PyObject_VectorcallDict(f.make_prototypes, inputs, f.call->n_in, nullptr);
-  if (!made) return nullptr;
+  if (!made || made == python.none) return nullptr;
   if (PyDict_Size(f.prototypes) >= 1024) PyDict_Clear(f.prototypes);
   if (PyDict_SetItem(f.prototypes, key, made)) return nullptr;
   return made;
@@ -147,9 +148,10 @@ Ref tuple_of(void *const *objects, const int *index, int n) {
 }
 
 // Sets context.to_save, as save_for_backward does (torch_call.py compares that), and keeps the inputs that a residual
-// replaces as context.inputs. False: Python's error is set.
+// replaces as context.inputs, with their versions as context.versions. False: Python's error is set.
 bool save(const Function &f, void *context, void *const *objects) {
-  static void *to_save = PyUnicode_InternFromString("to_save"), *inputs = PyUnicode_InternFromString("inputs");
+  static void *to_save = PyUnicode_InternFromString("to_save"), *inputs = PyUnicode_InternFromString("inputs"),
+              *versions = PyUnicode_InternFromString("versions"), *version = PyUnicode_InternFromString("_version");
   int saved[kMaxSlots], replaced[kMaxSlots], n_replaced = 0;
   for (int i = 0; i < f.n_saved; ++i) {
     const int instead = f.instead[i];
@@ -159,7 +161,14 @@ bool save(const Function &f, void *context, void *const *objects) {
   }
   if (n_replaced) {
     Ref kept = tuple_of(objects, replaced, n_replaced);
-    if (!kept || PyObject_SetAttr(context, inputs, kept)) return false;
+    Ref counts = PyTuple_New(n_replaced);
+    if (!kept || !counts || PyObject_SetAttr(context, inputs, kept)) return false;
+    for (int i = 0; i < n_replaced; ++i) {
+      void *count = PyObject_GetAttr(objects[replaced[i]], version);
+      if (!count) return false;
+      PyTuple_SetItem(counts, i, count);
+    }
+    if (PyObject_SetAttr(context, versions, counts)) return false;
   }
   Ref tensors = tuple_of(objects, saved, f.n_saved);
   return tensors && !PyObject_SetAttr(context, to_save, tensors);
