@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterable
 from ctypes import (
     Structure,
-    byref,
     c_bool,
     c_char,
     c_char_p,
@@ -82,14 +81,15 @@ class _Public(Structure):
         ("n_inputs", c_int), ("n_attrs", c_int), ("n_parameters", c_int), ("position", c_int * _Parameters),
         ("names", c_void_p * _Parameters), ("defaults", c_void_p * _Parameters), ("n_transposable", c_int),
         ("transposable", _Slots), ("transposes", _Slots), ("kinds", c_char * _Parameters), ("has_autocast", c_bool),
-        ("most_bound", c_int), ("clock", c_uint64), ("bind", c_void_p), ("bound", c_void_p), ("fallback", c_void_p),
+        ("most_bound", c_int), ("clock", c_uint64), ("bind", c_void_p), ("bound", c_void_p), ("last_attrs", c_void_p),
+        ("last", c_void_p), ("fallback", c_void_p),
     ]  # fmt: skip
 
 
 @cache
 def lib() -> ctypes.CDLL:
     """The library, with its structs compared with those above. Raises LibraryError if they differ."""
-    call.check_structs("aot_torch_structs", 1, (Gate, _Torch, _Function, _Backward, _Differentiable, _Public))
+    call.check_structs("aot_torch_structs", 2, (Gate, _Torch, _Function, _Backward, _Differentiable, _Public))
     return call.lib()
 
 
@@ -103,7 +103,12 @@ def set_up(torch: Any, gate: Gate | None) -> bool:
     types = (c_void_p * 2)(id(torch.Tensor), id(torch.nn.Parameter))
     exchange = get(capsule, b"dlpack_exchange_api")
     facts = _Torch(exchange, types, id(torch.Size), id(torch.empty_like), gate)
-    return bool(lib().aot_torch_setup(byref(facts)))
+    lib()
+    assigns_only = torch.autograd.function.FunctionCtx.save_for_backward.__code__.co_names == ("to_save",)
+    if not assigns_only:  # torch.cpp assigns too
+        return False
+    set_up = ctypes.PYFUNCTYPE(c_int, c_void_p)(library.function("aot_torch_setup"))  # it makes a tensor: with the GIL
+    return bool(set_up(ctypes.addressof(facts)))
 
 
 def gate() -> Callable[..., bool]:

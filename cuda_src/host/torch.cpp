@@ -6,6 +6,7 @@
 
 #include "calls.h"
 #include "gate.h"
+#include "torch_tensors.h"
 
 using namespace aot;
 
@@ -20,6 +21,7 @@ struct Torch {
 };
 Torch torch;
 Gate gate;
+TorchTensors tensors;
 
 // A call that allocates what the entry writes, each with `empty_like` of a prototype. The prototype is an input, or a
 // tensor of the right shape and dtype that Python made for inputs of these shapes and dtypes.
@@ -68,11 +70,12 @@ struct Public {
   char kinds[2 * kMaxSlots];      // by attribute: the first letter of its type in Op.attrs; "l" for a list of integers;
                                   // "x" for one that Python binds
   bool has_autocast;
-  int most_bound;  // limit of entries in `bound`
-  uint64_t clock;  // number of calls
-  void *bind;      // takes the attributes; returns a capsule of the Differentiable
-  void *bound;     // a dict of what it returned, by attributes
-  void *fallback;  // takes the arguments of a call that is not plain, or that is refused
+  int most_bound;           // limit of entries in `bound`
+  uint64_t clock;           // number of calls
+  void *bind;               // takes the attributes; returns a capsule of the Differentiable
+  void *bound;              // a dict of what it returned, by attributes
+  void *last_attrs, *last;  // of the last call: a tuple of the attributes, which are immutable, and the capsule; owned
+  void *fallback;           // takes the arguments of a call that is not plain, or that is refused
 };
 
 // --------------------------------------------------------------------------------------------- calls that allocate
@@ -96,6 +99,14 @@ Ref prototypes(const Function &f, const Arguments &a, void *const *inputs) {
   return made;
 }
 
+// An uninitialized, contiguous tensor like this one. Null: Python's error is set.
+Ref empty_like(void *prototype) {
+  DLTensor t;
+  if (torch.exchange->read(prototype, &t)) return nullptr;
+  if (Ref made = tensors.empty(t)) return made;
+  return PyObject_VectorcallDict(torch.empty_like, &prototype, 1, nullptr);
+}
+
 struct Slots {
   void *objects[kMaxSlots];  // by slot; None: absent
   Ref outputs[kMaxSlots];    // by slot: what was allocated here
@@ -116,7 +127,7 @@ struct Slots {
       if (!(wanted >> i & 1)) continue;
       void *prototype = f.prototype[i] >= 0 ? objects[f.prototype[i]] : PyTuple_GetItem(made, i - call.n_in);
       if (f.scratch >> i & 1 && a.device == kCpu && a.use(scratch, sizeof scratch, i, prototype)) continue;
-      outputs[i] = PyObject_VectorcallDict(torch.empty_like, &prototype, 1, nullptr);
+      outputs[i] = empty_like(prototype);
       if (!outputs[i]) return kConventionMisused;
       objects[i] = outputs[i];
       AOT_TRY(a.read(call.slots, objects, i, i + 1));
@@ -136,18 +147,16 @@ Ref tuple_of(void *const *objects, const int *index, int n) {
   return tuple;
 }
 
-// Calls context.save_for_backward, and keeps the inputs that a residual replaces as context.inputs, with their versions
-// as context.versions. False: Python's error is set.
+// Sets context.to_save, as save_for_backward does (torch_call.py compares that), and keeps the inputs that a residual
+// replaces as context.inputs, with their versions as context.versions. False: Python's error is set.
 bool save(const Function &f, void *context, void *const *objects) {
-  static void *save_for_backward = PyUnicode_InternFromString("save_for_backward"),
-              *inputs = PyUnicode_InternFromString("inputs"), *versions = PyUnicode_InternFromString("versions"),
-              *version = PyUnicode_InternFromString("_version");
-  void *arguments[1 + kMaxSlots] = {context};
-  int replaced[kMaxSlots], n_replaced = 0;
+  static void *to_save = PyUnicode_InternFromString("to_save"), *inputs = PyUnicode_InternFromString("inputs"),
+              *versions = PyUnicode_InternFromString("versions"), *version = PyUnicode_InternFromString("_version");
+  int saved[kMaxSlots], replaced[kMaxSlots], n_replaced = 0;
   for (int i = 0; i < f.n_saved; ++i) {
     const int instead = f.instead[i];
     const bool kept = instead >= 0 && objects[instead] != python.none;
-    arguments[1 + i] = objects[kept ? instead : f.saved[i]];
+    saved[i] = kept ? instead : f.saved[i];
     if (kept) replaced[n_replaced++] = f.saved[i];
   }
   if (n_replaced) {
@@ -161,7 +170,8 @@ bool save(const Function &f, void *context, void *const *objects) {
     }
     if (PyObject_SetAttr(context, versions, counts)) return false;
   }
-  return Ref(PyObject_VectorcallMethod(save_for_backward, arguments, 1 + f.n_saved, nullptr));
+  Ref tensors = tuple_of(objects, saved, f.n_saved);
+  return tensors && !PyObject_SetAttr(context, to_save, tensors);
 }
 
 // `context`: of the autograd.Function; null: nothing is saved for a backward. Returns the output, or a tuple of them.
@@ -329,8 +339,19 @@ bool forget_one(const Public &p) {
   return !oldest || !PyDict_DelItem(p.bound, oldest);
 }
 
+// Whether the attributes are the same objects as in the last call.
+bool are_last(const Public &p, void *const *attrs) {
+  for (int i = 0; i < p.n_attrs; ++i)
+    if (PyTuple_GetItem(p.last_attrs, i) != attrs[i]) return false;
+  return true;
+}
+
 // A capsule of the Differentiable. Null: Python's error is set, or an attribute is not of its type.
 Ref bind_attributes(Public &p, void *const *attrs) {
+  if (p.last && are_last(p, attrs)) {
+    capsule_pointer<Differentiable>(p.last)->last_use = ++p.clock;
+    return Py_IncRef(p.last), p.last;
+  }
   for (int i = 0; i < p.n_attrs; ++i)
     if (!is_key(p.kinds[i], attrs[i])) return nullptr;
   Ref key = PyTuple_New(p.n_attrs);
@@ -346,6 +367,8 @@ Ref bind_attributes(Public &p, void *const *attrs) {
     if (PyDict_SetItem(p.bound, key, bound)) return nullptr;
   }
   capsule_pointer<Differentiable>(bound)->last_use = ++p.clock;
+  Ref old_attrs = std::exchange(p.last_attrs, key.release()), old = std::exchange(p.last, bound);
+  Py_IncRef(bound);
   return bound;
 }
 
@@ -435,7 +458,7 @@ AOT_API void aot_torch_install_vectorcall(void *function, void *capsule) {
 
 // The structs that frontends/torch_call.py mirrors. A change of one of them raises the version here and there.
 AOT_API const char *aot_torch_structs() {
-  static const std::string sizes = struct_sizes(1, {{"Gate", sizeof(GateFacts)},
+  static const std::string sizes = struct_sizes(2, {{"Gate", sizeof(GateFacts)},
                                                     {"Torch", sizeof(Torch)},
                                                     {"Function", sizeof(Function)},
                                                     {"Backward", sizeof(Backward)},
@@ -449,6 +472,7 @@ AOT_API int aot_torch_setup(const Torch *facts) {
   if (!gate.open(facts->gate)) return 0;
   torch = *facts;
   dlpack = {torch.exchange, {torch.types[0], torch.types[1]}, [](void *tensor) { return gate.plain_tensor(tensor); }};
+  tensors.open(torch.types[0]);
   return 1;
 }
 
