@@ -317,8 +317,12 @@ class _LinearMap:
     def _run(self, op: Op, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """All results of a product, or the gradients of its factors and the ``moved`` outputs of its backward."""
         forward = None if op.backward else self.forward or self.op
-        wanted = op.outputs if forward is None else tuple(
-            d for d in op.outputs if d[1:] in forward.bilinear or (forward is self.forward and d in self.moved)
+        wanted = (
+            op.outputs
+            if forward is None
+            else tuple(
+                d for d in op.outputs if d[1:] in forward.bilinear or (forward is self.forward and d in self.moved)
+            )
         )
         found = _apply(op, self.attrs, wanted, *(inputs.get(slot) for slot in op.inputs), forward=forward)
         return dict(zip(wanted, found, strict=True))

@@ -65,8 +65,8 @@ def _of_formula(
     results = ", ".join(f"{composed[y].name}.astype({writer.constant(_dtype(outs[y].dtype))})" for y in returned)
     floating = [slot for slot in given if specs[slot].dtype in FLOATING]
     function = writer.function("formula", given, results)
-    # Graph mode leaves constants, such as the gradient of a sum, out of the gradients, unless they are mutable. PyNative
-    # detaches what is differentiated with respect to from the gradient that encloses this: it gets copies.
+    # Graph mode leaves constants, such as the gradient of a sum, out of the gradients, unless they are mutable.
+    # PyNative detaches what is differentiated with respect to from the gradient that encloses this: it gets copies.
     variables = "".join(f"mutable({slot}) * 1, " for slot in floating)
     cotangents = ", ".join(f"dout[{wanted.index(y)}]" for y in returned)
     sens = cotangents if len(returned) == 1 else f"({cotangents})"

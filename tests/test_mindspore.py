@@ -175,7 +175,7 @@ class Cube(nn.Cell):
         return ours.add(x, x) * ours.add(x, x) * x
 
 
-# ------------------------------------------------------------------------------------------- derivatives of higher order
+# ------------------------------------------------------------------------------------------ derivatives of higher order
 
 
 class Slope(nn.Cell):
