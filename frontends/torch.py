@@ -643,6 +643,7 @@ def _public(op: Op, module: str) -> Callable[..., Any]:
         return plain(*args, **kwargs)
 
     function.__module__ = module
+    function.__code__ = function.__code__.replace(co_name=op.name)  # torch.compile limits recompilations of a code
     if extra:
         own = signature(op.bind)
         more = Parameter(extra, Parameter.POSITIONAL_OR_KEYWORD, default=None)

@@ -31,6 +31,9 @@ def _make(framework, device, value):
 @pytest.mark.parametrize(("name", "bad"), BAD)
 def test_bad_input(framework, device, name, bad):
     inputs = {slot: _make(framework, device, value) for slot, value in bad.arrays.items()}
+    if framework.name in bad.served_by:
+        framework.forward(name, {s: inputs.get(s) for s in OPS[name].inputs}, bad.attrs)
+        return
     with pytest.raises(bad.error) as raised:
         framework.forward(name, {s: inputs.get(s) for s in OPS[name].inputs}, bad.attrs)
     for word in (name, *bad.words):

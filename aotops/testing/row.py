@@ -93,9 +93,12 @@ class Bad:
     error: type[Exception] | tuple[type[Exception], ...]
     words: tuple[str, ...]
     """All of them are in the error's text, and the operator's name."""
+    served_by: tuple[str, ...] = ()
+    """Frameworks whose frontend composes what the kernel refuses."""
 
-    def __init__(self, arrays, attrs, error, *words):
-        for name, value in zip(("arrays", "attrs", "error", "words"), (arrays, attrs, error, words), strict=True):
+    def __init__(self, arrays, attrs, error, *words, served_by=()):
+        given = {"arrays": arrays, "attrs": attrs, "error": error, "words": words, "served_by": served_by}
+        for name, value in given.items():
             object.__setattr__(self, name, value)
 
     def __str__(self) -> str:

@@ -59,7 +59,14 @@ ROW = Row(
     draw=_draw,
     bad=(
         Bad({"a": ((3,), I32), "b": ((3,), I32)}, {}, TypeError, "a has dtype int32", FLOATING),
-        Bad({"a": ((3,), F32), "b": ((3,), "float16")}, {}, TypeError, "b has dtype float16", "expected float32"),
+        Bad(
+            {"a": ((3,), F32), "b": ((3,), "float16")},
+            {},
+            TypeError,
+            "b has dtype float16",
+            "expected float32",
+            served_by=("torch",),
+        ),
         Bad({"a": ((2, 3), F32), "b": ((4,), F32)}, {}, ValueError, "(4,)", "(2, 3)", "broadcast"),
         Bad({"a": ((3,), F32), "b": None}, {}, TypeError, "b is None", "expected"),
         Bad({"a": ((3,), F32), "b": "2"}, {}, TypeError, "b is ", "expected"),

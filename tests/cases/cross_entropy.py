@@ -58,11 +58,23 @@ ROW = Row(
     ),
     draw=_draw,
     bad=(
-        Bad({"x": X, "target": ((2,), F32)}, {}, TypeError, "target has dtype float32", "expected int32 or int64"),
+        Bad(
+            {"x": X, "target": X},
+            {},
+            TypeError,
+            "target has dtype float32",
+            "expected int32 or int64",
+            served_by=("torch",),
+        ),
         Bad({"x": X, "target": ((2,), "int8")}, {}, TypeError, "target has dtype int8", "expected int32 or int64"),
         Bad({"x": X, "target": ((3,), I64)}, {}, ValueError, "target has shape (3,)", "expected (2,)"),
         Bad(
-            {"x": ((2, 3, 4), F32), "target": ((2, 4), I64)}, {}, ValueError, "x has shape (2, 3, 4)", "(N, C) or (C,)"
+            {"x": ((2, 3, 4), F32), "target": ((2, 4), I64)},
+            {},
+            ValueError,
+            "x has shape (2, 3, 4)",
+            "(N, C) or (C,)",
+            served_by=("torch",),
         ),
         Bad({"x": X, "target": ((2,), I64)}, {"reduction": "max"}, ValueError, "reduction is 'max'", "expected"),
         Bad(

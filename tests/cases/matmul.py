@@ -66,7 +66,9 @@ ROW = Row(
     bad=(
         Bad({"a": X, "b": X}, {}, ValueError, "b has shape (2, 3)", "(..., 3, n)", "(2, 3), the shape"),
         Bad({"a": X, "b": ((3, 4), F32)}, {"transpose_b": True}, ValueError, "b has shape (3, 4)", "(..., n, 3)"),
-        Bad({"a": ((3,), F32), "b": X}, {}, ValueError, "a has shape (3,)", "two axes"),
+        Bad(
+            {"a": ((3,), F32), "b": ((3, 2), F32)}, {}, ValueError, "a has shape (3,)", "two axes", served_by=("torch",)
+        ),
         Bad(
             {"a": ((2, 2, 3), F32), "b": ((3, 3, 2), F32)},
             {},
