@@ -70,9 +70,17 @@ class Mathematics(Protocol):
 
 
 def compose(m: Mathematics, op: Op, attrs: Sequence[Attr], inputs: Sequence[Array | None]) -> tuple[Array, ...]:
-    """The outputs ``op.composed`` by the formula, some of them perhaps wide."""
+    """The outputs ``op.composed`` by the formula, some of them perhaps wide.
+
+    Raises:
+        TypeError: a parameter of the formula is neither an input nor an attribute.
+    """
     assert op.formula is not None, f"{op.name} has no formula"
     named = dict(zip(op.attrs, attrs, strict=True)) | dict(zip(op.inputs, inputs, strict=True))
+    if odd := [name for name in parameters(op.formula) if name not in named]:
+        raise TypeError(
+            f"{op.name}: its formula takes {', '.join(odd)}, expected inputs and attributes: {', '.join(named)}"
+        )
     outputs = op.formula(m, *(named[name] for name in parameters(op.formula)))
     return outputs if isinstance(outputs, tuple) else (outputs,)
 

@@ -7,6 +7,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from aotops.formula import is_bilinear
+
 from .frameworks import Torch
 from .report import UNAVAILABLE, Item
 from .search import Attempt, searched
@@ -29,7 +31,7 @@ def opcheck(subject: Subject) -> Iterator[Item]:
 
 
 def gradcheck(subject: Subject) -> Iterator[Item]:
-    """torch.autograd.gradcheck, in float64."""
+    """torch.autograd.gradcheck, in float64; gradgradcheck and forward mode too if the definition states them."""
     for adapter, device in _torch_runs(subject):
         if not subject.has_gradient:
             continue
@@ -94,7 +96,11 @@ def _gradcheck(subject: Subject, adapter: Torch, device: str) -> Attempt:
             named = tensors | dict(zip(given, args, strict=True))
             return adapter.results(subject.name, named, trial.case.attrs)
 
-        torch.autograd.gradcheck(function, tuple(given.values()))
+        bilinear = is_bilinear(subject.op, subject.op.canonical(subject.op.bind(**tensors, **trial.case.attrs)[1]))
+        forward_mode = bilinear or subject.op.formula is not None
+        torch.autograd.gradcheck(function, tuple(given.values()), check_forward_ad=forward_mode)
+        if bilinear or (subject.op.backward is not None and subject.op.backward.formula is not None):
+            torch.autograd.gradgradcheck(function, tuple(given.values()), check_fwd_over_rev=forward_mode)
 
     return attempt
 

@@ -5,11 +5,20 @@ from __future__ import annotations
 from aotops import operator
 
 
+def _formula(m, x, factor):
+    return m.wide(x) * factor
+
+
+def _backward_formula(m, dy, factor):
+    return m.wide(dy) * factor
+
+
 @operator(
     inputs=("dy",),
     outputs=("dx",),
     attrs={"factor": "float"},
     same_spec_as={"dx": "dy"},
+    formula=_backward_formula,
     vmappable=("dy", "dx"),
     elementwise=True,
 )
@@ -23,6 +32,7 @@ def scale_backward(dy, factor=1.0):
     attrs={"factor": "float"},
     backward=scale_backward,
     same_spec_as={"y": "x"},
+    formula=_formula,
     vmappable=("x", "y"),
     elementwise=True,
 )

@@ -10,6 +10,7 @@ from aotops import operator
     outputs=("da", "db"),
     optional=("da", "db"),
     same_spec_as={"da": "a", "db": "b"},
+    dims=lambda call: {"dy": "m n", "a": "m k", "b": "k n", "da": "m k", "db": "k n"},
 )
 def multiply_backward(dy, a, b):
     return (dy, a, b), ()
@@ -20,6 +21,8 @@ def multiply_backward(dy, a, b):
     outputs=("y",),
     shapes={"y": lambda call: (call.a[0], call.b[1])},
     backward=multiply_backward,
+    bilinear=("a", "b"),
+    dims=lambda call: {"a": "m k", "b": "k n", "y": "m n"},
 )
 def multiply(a, b):
     """The matrix product ``a @ b``.

@@ -5,10 +5,20 @@ from __future__ import annotations
 from aotops import operator
 
 
+def _formula(m, x):
+    return m.sum(m.wide(x) * m.wide(x), (-1,))
+
+
+def _backward_formula(m, dy, x):
+    return 2 * m.wide(dy)[..., None] * m.wide(x)
+
+
 @operator(
     inputs=("dy", "x"),
     outputs=("dx",),
     same_spec_as={"dx": "x"},
+    formula=_backward_formula,
+    dims=lambda call: {"dy": "...", "x": "... n", "dx": "... n"},
     vmappable=("dy", "x", "dx"),
     axes=1,
 )
@@ -21,6 +31,8 @@ def sum_squares_backward(dy, x):
     outputs=("y",),
     shapes={"y": lambda call: call.x[:-1]},
     backward=sum_squares_backward,
+    formula=_formula,
+    dims=lambda call: {"x": "... n", "y": "..."},
     vmappable=("x", "y"),
     axes=1,
 )

@@ -5,11 +5,24 @@ from __future__ import annotations
 from aotops import operator
 
 
+def _formula(m, x, eps):
+    x = m.wide(x)
+    return x * m.rsqrt(m.sum(x * x, (-1,), keepdims=True) + eps)
+
+
+def _backward_formula(m, dy, x, eps):
+    dy, x = m.wide(dy), m.wide(x)
+    scale = m.rsqrt(m.sum(x * x, (-1,), keepdims=True) + eps)
+    return scale * (dy - x * scale * scale * m.sum(dy * x, (-1,), keepdims=True))
+
+
 @operator(
     inputs=("dy", "x"),
     outputs=("dx",),
     attrs={"eps": "float"},
     same_spec_as={"dx": "x"},
+    formula=_backward_formula,
+    dims=lambda call: {"dy": "... N", "x": "... N", "dx": "... N"},
     vmappable=("dy", "x", "dx"),
     axes=1,
 )
@@ -23,6 +36,8 @@ def normalize_backward(dy, x, eps=1e-6):
     attrs={"eps": "float"},
     backward=normalize_backward,
     same_spec_as={"y": "x"},
+    formula=_formula,
+    dims=lambda call: {"x": "... N", "y": "... N"},
     vmappable=("x", "y"),
     axes=1,
 )
