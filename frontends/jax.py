@@ -18,9 +18,11 @@ They work under jit, grad, vmap, scan, cond, checkpoint and shard_map. A program
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial, reduce, wraps
 from itertools import starmap
+from math import prod
 from operator import add as plus
 from typing import Any, NamedTuple
 
@@ -39,7 +41,7 @@ from aotops.op import Attr, Op
 from aotops.ops import BUILTIN, OPS
 from aotops.spec import TensorSpec, accumulate_dtype, shape_text
 
-from .jax_sharding import ShardingWarning, aligned, partitioned, typeof
+from .jax_sharding import aligned, mesh_of, partitioned, typeof
 
 try:
     from jax.errors import InconclusiveDimensionOperation
@@ -55,6 +57,10 @@ __all__ = ["LLTM", "SCRATCH_TARGET", "TARGET", "ShardingWarning", "functions", "
 TARGET, SCRATCH_TARGET = "aotops", "aotops_scratch"
 """The names of the custom calls. The second is used only in exported programs, for operators that need a workspace
 whose size depends on a symbolic dimension."""
+
+
+class ShardingWarning(UserWarning):
+    """Each of several devices computes the whole result."""
 
 
 Array = Any  # jax.Array, or what jit accepts as one
@@ -246,6 +252,9 @@ def _call(op: Op, attrs: Attrs, wanted: Names, *inputs: Array | None) -> tuple[A
     specs = tuple(None if x is None else TensorSpec(x.shape, x.dtype.name) for x in inputs)
     if any(is_symbolic_dim(dim) for spec in specs if spec for dim in spec.shape):
         return _custom_call(op, attrs, wanted, _symbolic_specs(op, attrs, specs), *inputs)
+    infer(op, attrs, specs)  # the library's errors, before those of the statement of axes
+    if op.dims is None and not op.elementwise:
+        _warn_of_mesh(op, inputs)
     return partitioned(_on_each_platform, op, attrs, wanted, *inputs)
 
 
@@ -319,6 +328,24 @@ def _batched(op: Op, attrs: Attrs, wanted: Names, n: int, batched: Sequence[bool
 
         results |= zip(apart, jax.lax.map(one, tuple(x if b else None for _, x, b in slots)), strict=True)
     return tuple(results[s] for s in wanted), (True,) * len(wanted)
+
+
+# ------------------------------------------------------------------------------------------------------ several devices
+
+_warned = False
+
+
+def _warn_of_mesh(op: Op, inputs: Sequence[Array | None]) -> None:
+    """Warns, once in a process, that XLA gathers inputs that several devices share."""
+    global _warned
+    mesh = mesh_of(inputs)
+    manual = getattr(mesh, "manual_axes", ())  # in shard_map each part is an array
+    n = 1 if mesh is None else prod(size for axis, size in mesh.shape.items() if axis not in manual)
+    if _warned or n == 1:
+        return
+    _warned = True
+    text = f"{op.name}: its definition has no dims: each of {n} devices gathers the inputs and computes all of the"
+    warnings.warn(f"{text} result; in jax.shard_map each does its part", ShardingWarning, stacklevel=2)
 
 
 # ------------------------------------------------------------------------------------------------------------ shard_map

@@ -325,6 +325,9 @@ TARGET: str
 
 SCRATCH_TARGET: str
 
+class ShardingWarning(UserWarning):
+    """Each of several devices computes the whole result."""
+
 def register(library: Library=BUILTIN) -> None:
     """Makes a library's operators known to XLA. The functions here do so when first called; a process that calls none
     of them, and runs a program loaded by ``jax.export``, has to do so itself.

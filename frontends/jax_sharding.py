@@ -8,7 +8,6 @@ of the mesh along which they lie.
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,16 +37,11 @@ Launch = Callable[..., tuple[Array, ...]]
 """A function of an operator, its attributes, the names of the wanted results, and the inputs."""
 
 
-class ShardingWarning(UserWarning):
-    """Each of several devices computes the whole result."""
-
-
 def partitioned(launch: Launch, op: Op, attrs: Attrs, wanted: Names, *inputs: Array | None) -> tuple[Array, ...]:
     """``launch(op, attrs, wanted, *inputs)``, which XLA may partition."""
     stated = _stated(op, attrs, inputs)
     mesh = mesh_of(inputs)
     if not stated.axes or getattr(mesh, "manual_axes", ()):
-        _warn(op, mesh)
         return launch(op, attrs, wanted, *inputs)
     call = _Call(launch, op, attrs, wanted, _given(op, inputs), stated)
     arrays = [x for x in inputs if x is not None]
@@ -73,23 +67,6 @@ def aligned(op: Op, attrs: Attrs, inputs: Sequence[Array | None]) -> Sequence[Ar
     split = _split(stated, mesh, dict(zip(given, map(typeof, arrays), strict=True)))
     moved = dict(zip(given, map(jax.sharding.reshard, arrays, _shardings(stated, mesh, given, split)), strict=True))
     return [moved.get(slot) for slot in op.inputs]
-
-
-_warned = False
-
-
-def _warn(op: Op, mesh: Any) -> None:
-    """Once in a process."""
-    global _warned
-    if mesh is None or _warned or op.dims is not None or op.elementwise:
-        return
-    n = prod(size for axis, size in mesh.shape.items() if axis not in getattr(mesh, "manual_axes", ()))
-    if n > 1:
-        _warned = True
-        text = (
-            f"{op.name}: its definition states no dims: each of {n} devices gathers the inputs and computes all of the"
-        )
-        warnings.warn(f"{text} result; in jax.shard_map each does its part", ShardingWarning, stacklevel=2)
 
 
 def mesh_of(arrays: Iterable[Array | None]) -> Any:
