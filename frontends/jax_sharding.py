@@ -45,7 +45,7 @@ def partitioned(launch: Launch, op: Op, attrs: Attrs, wanted: Names, *inputs: Ar
         return launch(op, attrs, wanted, *inputs)
     call = _Call(launch, op, attrs, wanted, _given(op, inputs), stated)
     arrays = [x for x in inputs if x is not None]
-    if not getattr(mesh, "explicit_axes", ()):
+    if not _is_explicit(mesh):
         return call.bind(*arrays)
     split = _split(stated, mesh, dict(zip(call.given, map(typeof, arrays), strict=True)))
     specs = [tuple(x.spec for x in _shardings(stated, mesh, slots, split)) for slots in (call.given, wanted)]
@@ -60,7 +60,7 @@ def aligned(op: Op, attrs: Attrs, inputs: Sequence[Array | None]) -> Sequence[Ar
     """The inputs; where JAX's types tell their shardings (explicit mode), sharded as the call splits them, so that each
     gradient has the type of its input."""
     mesh = mesh_of(inputs)
-    if not getattr(mesh, "explicit_axes", ()) or mesh.manual_axes:
+    if not _is_explicit(mesh) or mesh.manual_axes:
         return inputs
     stated, given = _stated(op, attrs, inputs), _given(op, inputs)
     arrays = [x for x in inputs if x is not None]
@@ -72,6 +72,11 @@ def aligned(op: Op, attrs: Attrs, inputs: Sequence[Array | None]) -> Sequence[Ar
 def mesh_of(arrays: Iterable[Array | None]) -> Any:
     """The mesh that JAX's types tell; None if they tell none."""
     return _mesh(typeof(x) for x in arrays if x is not None)
+
+
+def _is_explicit(mesh: Any) -> bool:
+    """Whether JAX's types tell how arrays are sharded: explicit mode, which JAX before 0.7 does not have whole."""
+    return bool(getattr(mesh, "explicit_axes", ())) and hasattr(jax.sharding, "reshard")
 
 
 def _mesh(types: Iterable[Any]) -> Any:

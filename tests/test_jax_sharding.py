@@ -16,6 +16,7 @@ pytest.importorskip("jax")
 from aotops.ops import OPS
 
 PROGRAM = Path(__file__).parent / "sharded_jax.py"
+EXAMPLE = Path(__file__).parents[1] / "examples" / "distributed" / "train_jax.py"
 CHECKS = re.findall(r"^@check\ndef (\w+)", PROGRAM.read_text(), re.M)
 
 
@@ -35,3 +36,12 @@ def test_sharded_calls(check, errors):
 
 def test_no_check_is_left_out(errors):
     assert set(errors) == {*OPS, *CHECKS}
+
+
+def test_the_example_trains_as_one_device():
+    done = subprocess.run([sys.executable, EXAMPLE, "--steps", "3"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    pattern = r"^(\w+) +loss .* on one device .* relative distance (\S+); in a step (.*)$"
+    rows = re.findall(pattern, done.stdout, re.M)
+    assert [model for model, *_ in rows] == ["digits", "transformer"], done.stdout
+    assert all(float(distance) < 1e-5 and re.fullmatch(r"\d+ all-reduce", moved) for _, distance, moved in rows), rows
