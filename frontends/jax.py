@@ -4,9 +4,11 @@ They work under jit, grad, vmap, scan, cond, checkpoint and shard_map. A program
 ``disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(name) for name in (TARGET, SCRATCH_TARGET)]``, and
 ``register()`` in the process that loads it. Limits:
 
-- XLA cannot partition a custom call. Under jit over several devices every operator gathers its inputs, and each device
-  computes the whole result. Under ``shard_map`` each device computes its part. The first such call of a process gives a
-  ``ShardingWarning``, except if only the ``in_shardings`` of jit name the devices, which JAX's types do not show.
+- XLA partitions a call over several devices as its definition states (``Op.dims``), and gathers the axes that the
+  kernel takes whole. An operator without such a statement gathers its inputs, and each device computes all of the
+  result: the first such call of a process gives a ``ShardingWarning``, except if only the ``in_shardings`` of jit name
+  the devices, which JAX's types do not show. A program of several devices that ``jax.export`` writes does so too:
+  JAX cannot export how it is partitioned.
 - Derivatives are of the first order, in reverse mode. Forward mode (``jvp``, ``jacfwd``) is a TypeError, and a second
   order a NotImplementedError; add has both. If a function under jit is differentiated in forward mode, or by
   ``jax.linearize``, the TypeError is JAX's and names no operator.
@@ -45,7 +47,7 @@ from aotops.spec import TensorSpec, accumulate_dtype, shape_text
 
 from .jax_linear import apply as apply_linear
 from .jax_mathematics import Mathematics
-from .jax_sharding import aligned, partitioned
+from .jax_sharding import aligned, mesh_of, partitioned, typeof
 
 try:
     from jax.errors import InconclusiveDimensionOperation
@@ -396,10 +398,12 @@ class _TangentOfBackward(_LinearMap):
 
 
 def _call(op: Op, attrs: Attrs, wanted: Names, *inputs: Array | None) -> tuple[Array, ...]:
-    _warn_of_mesh(op, inputs)
     specs = tuple(None if x is None else TensorSpec(x.shape, x.dtype.name) for x in inputs)
     if any(is_symbolic_dim(dim) for spec in specs if spec for dim in spec.shape):
         return _custom_call(op, attrs, wanted, _symbolic_specs(op, attrs, specs), *inputs)
+    infer(op, attrs, specs)  # the library's errors, before those of the statement of axes
+    if op.dims is None and not op.elementwise:
+        _warn_of_mesh(op, inputs)
     return partitioned(_on_each_platform, op, attrs, wanted, *inputs)
 
 
@@ -482,28 +486,17 @@ def _batched(call: _Call, n: int, batched: Sequence[bool], *inputs: Array | None
 _warned = False
 
 
-def _warn_of_mesh(op: Op, arrays: Iterable[Array | None]) -> None:
+def _warn_of_mesh(op: Op, inputs: Sequence[Array | None]) -> None:
     """Warns, once in a process, that XLA gathers inputs that several devices share."""
     global _warned
-    n = max((_devices(x) for x in arrays if x is not None), default=1)
+    mesh = mesh_of(inputs)
+    manual = getattr(mesh, "manual_axes", ())  # in shard_map each part is an array
+    n = 1 if mesh is None else prod(size for axis, size in mesh.shape.items() if axis not in manual)
     if _warned or n == 1:
         return
     _warned = True
-    text = f"{op.name}: XLA cannot partition a custom call: each of {n} devices gathers the inputs and computes all of "
-    warnings.warn(f"{text}the result; in jax.shard_map each does its part", ShardingWarning, stacklevel=2)
-
-
-def _devices(x: Array) -> int:
-    """The number of devices over which XLA lays out an array: 1 in shard_map, where each part is an array."""
-    mesh = getattr(getattr(_type(x), "sharding", None), "mesh", None)
-    if mesh is None:
-        return 1
-    manual = getattr(mesh, "manual_axes", ())
-    return prod(size for axis, size in mesh.shape.items() if axis not in manual)
-
-
-def _type(x: Array) -> Any:
-    return jax.typeof(x) if hasattr(jax, "typeof") else None  # since JAX 0.6
+    text = f"{op.name}: its definition has no dims: each of {n} devices gathers the inputs and computes all of the"
+    warnings.warn(f"{text} result; in jax.shard_map each does its part", ShardingWarning, stacklevel=2)
 
 
 # ------------------------------------------------------------------------------------------------------------ shard_map
@@ -512,7 +505,7 @@ def _type(x: Array) -> Any:
 
 
 def _varying(arrays: Iterable[Array | None]) -> frozenset[str]:
-    types = [_type(x) for x in arrays if x is not None]
+    types = [typeof(x) for x in arrays if x is not None]
     axes = [t.mat.varying if hasattr(t, "mat") else getattr(t, "vma", ()) for t in types]
     return frozenset().union(*axes)
 

@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from aotops.op import Attr, Op
 from aotops.ops import OPS
-from aotops.sharding import Sharding, sharding
+from aotops.sharding import Axis, Sharding, sharding
 from aotops.spec import accumulate_dtype
 
 Array = Any  # jax.Array, or what jit accepts as one
@@ -45,7 +45,7 @@ def partitioned(launch: Launch, op: Op, attrs: Attrs, wanted: Names, *inputs: Ar
         return launch(op, attrs, wanted, *inputs)
     call = _Call(launch, op, attrs, wanted, _given(op, inputs), stated)
     arrays = [x for x in inputs if x is not None]
-    if not getattr(mesh, "explicit_axes", ()):
+    if not _is_explicit(mesh):
         return call.bind(*arrays)
     split = _split(stated, mesh, dict(zip(call.given, map(typeof, arrays), strict=True)))
     specs = [tuple(x.spec for x in _shardings(stated, mesh, slots, split)) for slots in (call.given, wanted)]
@@ -60,7 +60,7 @@ def aligned(op: Op, attrs: Attrs, inputs: Sequence[Array | None]) -> Sequence[Ar
     """The inputs; where JAX's types tell their shardings (explicit mode), sharded as the call splits them, so that each
     gradient has the type of its input."""
     mesh = mesh_of(inputs)
-    if not getattr(mesh, "explicit_axes", ()) or mesh.manual_axes:
+    if not _is_explicit(mesh) or mesh.manual_axes:
         return inputs
     stated, given = _stated(op, attrs, inputs), _given(op, inputs)
     arrays = [x for x in inputs if x is not None]
@@ -72,6 +72,11 @@ def aligned(op: Op, attrs: Attrs, inputs: Sequence[Array | None]) -> Sequence[Ar
 def mesh_of(arrays: Iterable[Array | None]) -> Any:
     """The mesh that JAX's types tell; None if they tell none."""
     return _mesh(typeof(x) for x in arrays if x is not None)
+
+
+def _is_explicit(mesh: Any) -> bool:
+    """Whether JAX's types tell how arrays are sharded: explicit mode, which JAX before 0.7 does not have whole."""
+    return bool(getattr(mesh, "explicit_axes", ())) and hasattr(jax.sharding, "reshard")
 
 
 def _mesh(types: Iterable[Any]) -> Any:
@@ -91,9 +96,21 @@ def _given(op: Op, inputs: Sequence[Array | None]) -> Names:
 
 
 def _stated(op: Op, attrs: Attrs, inputs: Sequence[Array | None]) -> Sharding:
-    if _composition(op, attrs, inputs):
-        attrs = _with(op, attrs, reduction="sum")
-    return sharding(op, attrs, [None if x is None else x.shape for x in inputs]) or Sharding({}, ())
+    """What may be split: what the definition states, and what is composed of parts here."""
+    shapes = [None if x is None else x.shape for x in inputs]
+    if op in _CROSS_ENTROPY and None not in shapes:
+        return _rows_and_classes(op, attrs, shapes)
+    stated = sharding(op, attrs, shapes)
+    if stated is None:
+        return Sharding({}, ())
+    added_once = _ADDED_ONCE.get(op)
+    if added_once in _given(op, inputs):
+        shapes[op.inputs.index(added_once)] = None
+        product = sharding(op, attrs, shapes)
+        assert product is not None
+        summed = tuple(axis for axis in product.axes if axis.is_summed)
+        return Sharding({**stated.slots, **product.slots}, stated.axes + summed)
+    return stated
 
 
 def _split(stated: Sharding, mesh: Any, tensors: Mapping[str, Any]) -> Split:
@@ -111,7 +128,7 @@ def _split(stated: Sharding, mesh: Any, tensors: Mapping[str, Any]) -> Split:
     split: dict[str, tuple[str, ...]] = {}
     for (name, over), _ in wishes.most_common():
         is_free = name not in split and not set(over) & {axis for taken in split.values() for axis in taken}
-        if is_free and sizes[name] % prod(mesh.shape[axis] for axis in over) == 0:
+        if is_free and sizes[name] and sizes[name] % prod(mesh.shape[axis] for axis in over) == 0:
             split[name] = over
     return split
 
@@ -195,9 +212,12 @@ class _Call:
 
     def part(self, split: Split, *arrays: Array) -> tuple[Array, ...]:
         inputs = self.inputs(arrays)
-        if split and (composed := _composition(self.op, self.attrs, inputs)):
-            return composed(self, split, *inputs)
-        results = zip(self.wanted, self(*arrays), strict=True)
+        if split and self.op in _CROSS_ENTROPY and len(self.given) == len(self.op.inputs):
+            return _CROSS_ENTROPY[self.op](self, split, *inputs)
+        if (slot := _ADDED_ONCE.get(self.op)) in self.given and (over := self.summed_over("y", split)):
+            i = self.op.inputs.index(slot)
+            inputs[i] = jnp.where(jax.lax.axis_index(over) == 0, inputs[i], 0)
+        results = zip(self.wanted, self.launch(self.op, self.attrs, self.wanted, *inputs), strict=True)
         return tuple(_sum(y, self.summed_over(slot, split)) for slot, y in results)
 
     def summed_over(self, slot: str, split: Split) -> tuple[str, ...]:
@@ -244,41 +264,85 @@ def _lower(ctx, *values, call, jaxpr):
 mlir.register_lowering(_partitioned_p, _lower)
 
 
-# ---------------------------------------------------------------------------------------------------------------- means
-# The mean of a part of the rows is no part of the mean: what it is divided by is the number of all rows that count.
+# -------------------------------------------------------------------------------------------------------- compositions
+
+_ADDED_ONCE = {OPS[name]: "bias" for name in ("linear", "conv2d")}
+"""Inputs that are added to a sum: if it is split, to one of its parts."""
+
+
+def _rows_and_classes(op: Op, attrs: Attrs, shapes: Sequence[Any]) -> Sharding:
+    """Of cross_entropy, whose entries take all classes, and for a mean all rows."""
+    named = dict(zip(op.attrs, attrs, strict=True))
+    rows = sharding(
+        op, tuple((named | {"reduction": "sum"} if named["reduction"] == "mean" else named).values()), shapes
+    )
+    assert rows is not None
+    like_x = [slot for slot, names in rows.slots.items() if names[-1:] == ("C",)]
+    positions = {slot: len(rows.slots[slot]) - 1 for slot in like_x}
+    slots = {slot: (*names[:-1], "c") if slot in positions else names for slot, names in rows.slots.items()}
+    size = shapes[op.inputs.index("x")][-1]
+    return Sharding(slots, (*rows.axes, Axis("c", size, positions, frozenset())))
 
 
 def _cross_entropy(call: _Call, split: Split, x: Array, target: Array) -> tuple[Array, ...]:
-    of_each_row = _with(call.op, call.attrs, reduction="none")
-    found = dict(zip(call.wanted, call.launch(call.op, of_each_row, call.wanted, x, target), strict=True))
-    if "y" in found:
-        wide = accumulate_dtype(x.dtype.name)
-        mine = jnp.stack([found["y"].astype(wide).sum(), _counts(call, target).sum().astype(wide)])
-        total, count = _sum(mine, split["n"])
-        found["y"] = (total / count).astype(x.dtype)
-    return tuple(found.values())
+    wide, counted = _wide(x), _counted(call, target)
+    if "c" in split:
+        losses, slope = _over_classes(call, split["c"], wide, target, counted)
+    else:
+        of_rows = _with(call.op, call.attrs, reduction="none")
+        losses, slope = call.launch(call.op, of_rows, ("y", "slope"), x, target)
+    reduction, over = _attr(call, "reduction"), split.get("n", ())
+    if reduction != "none":
+        total = jnp.stack([losses.astype(wide.dtype).sum(), counted.sum().astype(wide.dtype)])
+        total, count = _sum(total, over)
+        losses = total / count if reduction == "mean" else total
+    found = {"y": losses.astype(x.dtype), "slope": slope.astype(x.dtype)}
+    return tuple(found[slot] for slot in call.wanted)
+
+
+def _over_classes(call: _Call, over: tuple[str, ...], x: Array, target: Array, counted: Array) -> tuple[Array, Array]:
+    """The losses of the rows and this part of the slope, of a part of the classes. Two reductions: of the largest
+    elements, and of the sums. A class that there is not has a loss and a slope of NaN, as on a GPU."""
+    smoothing, part = _attr(call, "label_smoothing"), x.shape[-1]
+    classes = jax.lax.psum(1, over) * part
+    shifted = x - jax.lax.pmax(x.max(-1), over)[..., None]
+    powers = jnp.exp(shifted)
+    here = jnp.arange(part) + jax.lax.axis_index(over) * part == target[..., None]
+    sums = jnp.stack([powers.sum(-1), jnp.where(here, shifted, 0).sum(-1), shifted.sum(-1)])
+    total, hit, every = jax.lax.psum(sums, over)
+    losses = jnp.log(total) - (1 - smoothing) * hit - (smoothing / classes * every if smoothing else 0)
+    slope = powers / total[..., None] - smoothing / classes - (1 - smoothing) * here
+    odd = (target < 0) | (target >= classes)
+
+    def by_row(values, counted, odd):
+        return jnp.where(counted, jnp.where(odd, jnp.nan, values), 0)
+
+    return by_row(losses, counted, odd), by_row(slope, counted[..., None], odd[..., None])
 
 
 def _cross_entropy_backward(call: _Call, split: Split, dy: Array, x: Array, target: Array, slope: Array):
     """``slope`` is the gradient of each row's loss."""
-    wide = accumulate_dtype(x.dtype.name)
-    counts = _counts(call, target)
-    factor = dy.astype(wide) / _sum(counts.sum(), split["n"]).astype(wide)
-    return (jnp.where(counts[:, None], slope.astype(wide) * factor, 0).astype(x.dtype),)
+    factor, counted = _wide(dy), _counted(call, target)
+    if _attr(call, "reduction") == "mean":
+        factor = factor / _sum(counted.sum(), split.get("n", ())).astype(factor.dtype)
+    # 0 for an ignored row, also if dy is not finite or the count is 0
+    return (jnp.where(counted[..., None], _wide(slope) * factor[..., None], 0).astype(x.dtype),)
 
 
-def _counts(call: _Call, target: Array) -> Array:
-    return target != dict(zip(call.op.attrs, call.attrs, strict=True))["ignore_index"]
+def _wide(x: Array) -> Array:
+    return x.astype(accumulate_dtype(x.dtype.name))
 
 
-_MEANS = {OPS["cross_entropy"]: _cross_entropy, OPS["cross_entropy"].backward: _cross_entropy_backward}
+def _counted(call: _Call, target: Array) -> Array:
+    return target != _attr(call, "ignore_index")
 
 
-def _composition(op: Op, attrs: Attrs, inputs: Sequence[Array | None]) -> Launch | None:
-    """The function for the parts of a mean."""
-    is_mean = dict(zip(op.attrs, attrs, strict=True)).get("reduction") == "mean"
-    return _MEANS.get(op) if is_mean and all(x is not None for x in inputs) else None
+def _attr(call: _Call, name: str) -> Any:
+    return dict(zip(call.op.attrs, call.attrs, strict=True))[name]
 
 
 def _with(op: Op, attrs: Attrs, **other: Attr) -> Attrs:
     return tuple((dict(zip(op.attrs, attrs, strict=True)) | other).values())
+
+
+_CROSS_ENTROPY = {OPS["cross_entropy"]: _cross_entropy, OPS["cross_entropy"].backward: _cross_entropy_backward}

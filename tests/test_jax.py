@@ -403,47 +403,6 @@ def test_export_of_a_norm_over_an_axis_of_unknown_length(name):
         _exported(norm, ("n, d",))
 
 
-SHARDED = """
-import warnings
-import jax, jax.numpy as jnp, numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from aotops.frontends import jax as ours
-mesh = Mesh(np.array(jax.devices()), ("rows",))
-try:
-    shard_map = jax.shard_map
-except AttributeError:
-    from jax.experimental.shard_map import shard_map
-x = jnp.ones((8, 6))
-sharded = jax.device_put(x, NamedSharding(mesh, P("rows")))
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    for i in range(2):
-        {call}
-print([str(w.message).split(":")[0] for w in caught if w.category is ours.ShardingWarning])
-"""
-
-
-@pytest.mark.parametrize(
-    ("call", "warned"),
-    [
-        ("ours.gelu(sharded); ours.softmax(sharded)", "['gelu']"),
-        ("jax.jit(lambda x: ours.softmax(2 * x))(sharded); jax.jit(ours.gelu)(sharded)", "['softmax']"),
-        ("jax.grad(lambda x: ours.add(x, x).sum())(sharded)", "['add']"),
-        ("ours.gelu(x)", "[]"),
-        ("ours.gelu(jax.device_put(x, jax.devices()[1]))", "[]"),
-        ("shard_map(ours.gelu, mesh=mesh, in_specs=P('rows'), out_specs=P('rows'))(sharded)", "[]"),
-        ("jax.jit(shard_map(jax.jit(ours.gelu), mesh=mesh, in_specs=P('rows'), out_specs=P('rows')))(sharded)", "[]"),
-    ],
-)
-def test_a_warning_where_every_device_computes_all(python, call, warned):
-    """One in a process, and none where there is nothing to share or shard_map shares it."""
-    if not hasattr(jax, "typeof"):
-        pytest.skip("this JAX does not tell how an array is sharded while it traces")
-    program = SHARDED.replace("{call}", call)
-    said = python(program, XLA_FLAGS="--xla_force_host_platform_device_count=4", JAX_PLATFORMS="cpu")
-    assert said.splitlines()[-1] == warned
-
-
 def test_devices_and_shard_map(python):
     """Over several devices: sharded by rows, with and without shard_map."""
     program = """
