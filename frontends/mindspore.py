@@ -377,13 +377,22 @@ class _Compose(_Constant):
         super().__init__(op.backward, "gradient")
         self.call = op, attrs, wanted, _DEVICES.get(target, target)
 
+    def __call__(self, attrs, *inputs):
+        specs = [_spec(self.op, slot, t) for slot, t in zip(self.op.inputs, inputs, strict=True)]
+        return _composed(*self.call, tuple(specs), eager=True)
+
     def evaluate(self, attrs, specs):
-        return _composed(*self.call, tuple(specs))
+        return _composed(*self.call, tuple(specs), eager=False)
 
 
 @lru_cache(maxsize=256)
 def _composed(
-    op: Op, attrs: tuple[Attr, ...], wanted: tuple[str, ...], device: str, specs: tuple[TensorSpec | None, ...]
+    op: Op,
+    attrs: tuple[Attr, ...],
+    wanted: tuple[str, ...],
+    device: str,
+    specs: tuple[TensorSpec | None, ...],
+    eager: bool,
 ) -> Callable[..., Any]:
     assert op.backward is not None
 
@@ -391,7 +400,7 @@ def _composed(
         return _run(called, op if called is op.backward else None)
 
     given = {slot: spec for slot, spec in zip(op.backward.inputs, specs, strict=True) if spec is not None}
-    return gradient_of_backward(op, attrs, tuple(given), wanted, tuple(given.values()), call, device)
+    return gradient_of_backward(op, attrs, tuple(given), wanted, tuple(given.values()), call, device, eager)
 
 
 def _backward_specs(

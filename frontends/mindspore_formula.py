@@ -12,7 +12,7 @@ from types import EllipsisType, SimpleNamespace
 from typing import Any
 
 import mindspore as ms
-from mindspore import Tensor, ops
+from mindspore import Tensor, nn, ops
 
 from aotops.formula import backward_cotangents, compose, is_bilinear
 from aotops.hosting import written_out
@@ -31,7 +31,14 @@ def has_second_order(op: Op, attrs: Sequence[Attr]) -> bool:
 
 
 def gradient_of_backward(
-    op: Op, attrs: Sequence[Attr], given: Sequence[str], wanted: Sequence[str], specs: Specs, call: Call, device: str
+    op: Op,
+    attrs: Sequence[Attr],
+    given: Sequence[str],
+    wanted: Sequence[str],
+    specs: Specs,
+    call: Call,
+    device: str,
+    eager: bool,
 ) -> Callable[..., Any]:
     """A function of the backward's inputs, and of the gradients of its outputs as a tuple, that returns a gradient for
     each of the inputs.
@@ -39,6 +46,7 @@ def gradient_of_backward(
     Args:
         given, wanted: the backward's inputs and outputs that are present.
         specs: of ``given``.
+        eager: PyNative is to call it.
 
     Raises:
         NotImplementedError: an unknown rank.
@@ -50,11 +58,11 @@ def gradient_of_backward(
     known = dict(zip(given, specs, strict=True))
     if is_bilinear(op, attrs):
         return _of_products(op, attrs, wanted, known, writer)
-    return _of_formula(op.backward, attrs, wanted, known, writer)
+    return _of_formula(op.backward, attrs, wanted, known, writer, eager)
 
 
 def _of_formula(
-    backward: Op, attrs: Sequence[Attr], wanted: Sequence[str], specs: Mapping[str, Any], writer: _Writer
+    backward: Op, attrs: Sequence[Attr], wanted: Sequence[str], specs: Mapping[str, Any], writer: _Writer, eager: bool
 ) -> Callable[..., Any]:
     given = tuple(specs)
     arrays = {slot: writer.argument(slot, spec) for slot, spec in specs.items()}
@@ -65,10 +73,10 @@ def _of_formula(
     results = ", ".join(f"{composed[y].name}.astype({writer.constant(_dtype(outs[y].dtype))})" for y in returned)
     floating = [slot for slot in given if specs[slot].dtype in FLOATING]
     function = writer.function("formula", given, results)
-    # Graph mode leaves constants, such as the gradient of a sum, out of the gradients, unless they are mutable. PyNative
-    # detaches what is differentiated with respect to from the gradient that encloses this: it gets copies.
-    variables = "".join(f"mutable({slot}) * 1, " for slot in floating)
-    cotangents = ", ".join(f"dout[{wanted.index(y)}]" for y in returned)
+    # Graph mode leaves constants, such as the gradient of a sum, out of the gradients, unless they are mutable.
+    # PyNative detaches from the enclosing gradient what the inner one is with respect to: it gets copies.
+    variables = "".join(f"mutable(copy({slot})), " for slot in floating)
+    cotangents = ", ".join(f"copy(dout[{wanted.index(y)}])" for y in returned)
     sens = cotangents if len(returned) == 1 else f"({cotangents})"
     rest = {slot: f"found[{floating.index(slot)}]" if slot in floating else f"zeros_like({slot})" for slot in given}
     return written_out(
@@ -78,6 +86,7 @@ def _of_formula(
         f"        found = differentiate(formula)({variables}{sens})\n"
         f"        return {', '.join(rest[slot] for slot in given)},",
         of=function,
+        copy=_CopyOfSecondOrder(backward) if eager and writer.reshapes else _copy,
         differentiate=ops.GradOperation(get_all=True, sens_param=True),
         mutable=ms.mutable,
         zeros_like=ops.zeros_like,
@@ -106,6 +115,28 @@ def _of_products(
     results = [found[slot].name if slot in found else f"zeros_like({slot})" for slot in given]
     writer.names["zeros_like"] = ops.zeros_like
     return writer.function("gradient_of_backward", (*given, "dout"), ", ".join(results) + ",")
+
+
+def _copy(x):
+    return x * 1
+
+
+class _CopyOfSecondOrder(nn.Cell):
+    """A copy that refuses to be differentiated. MindSpore 2.10's PyNative loses terms, silently, when it differentiates
+    the gradient of what changes a shape (reshape, sum, transpose): so it does of its own operators."""
+
+    def __init__(self, backward: Op) -> None:
+        super().__init__()
+        self.backward = backward
+
+    def construct(self, x):
+        return x * 1
+
+    def bprop(self, x, out, dout):
+        raise NotImplementedError(
+            f"{self.backward.name}: derivatives of the third order are not supported in PyNative mode, except of "
+            f"elementwise operators and of products: differentiate in graph mode or within ms.jit"
+        )
 
 
 def _dtype(name: str) -> Any:
@@ -137,6 +168,8 @@ class _Writer:
         self.known, self.attrs, self.operator, self.device = known, attrs, call, device
         self.lines: list[str] = []
         self.names: dict[str, Any] = {}
+        self.reshapes = False
+        """Whether a shape changes, other than by broadcasting."""
 
     def argument(self, name: str, spec: TensorSpec) -> _Array:
         return _Array(self, name, spec.shape, spec.dtype)
@@ -246,6 +279,7 @@ class _Array:
 
     def __getitem__(self, index: Any) -> _Array:
         """``[..., i]``, of which i is None, an integer or a slice."""
+        self.writer.reshapes = True
         rest, last = index
         assert isinstance(rest, EllipsisType)
         if last is None:
@@ -298,6 +332,7 @@ class _Mathematics:
         return apply
 
     def _apply(self, function: Any, x: _Array, rest: str, shape: Sequence[Any], dtype: str | None = None) -> _Array:
+        self._writer.reshapes |= tuple(shape) != x.shape
         return self._writer.write(f"{self._writer.constant(function)}({x.name}{rest})", shape, dtype or x.dtype)
 
     def _as(self, x: _Array, dtype: str) -> _Array:
@@ -350,6 +385,7 @@ class _Mathematics:
         return self.sum(self._as(x, model.dtype), tuple(range(x.ndim)))
 
     def concatenate(self, arrays: Sequence[_Array]) -> _Array:
+        self._writer.reshapes = True
         joined = self._writer.constant(ops.concat)
         lengths = [x.shape[-1] for x in arrays]
         length = sum(lengths) if all(isinstance(n, int) for n in lengths) else UNKNOWN_DIM
