@@ -4,8 +4,9 @@ The functions work eagerly, in ``nn.Cell.construct`` and under ``ms.jit``, with 
 ``ms.grad``, ``value_and_grad`` and ``vmap``. Limits:
 
 - Derivatives of a higher order, and ``ms.jvp``, which is a gradient of a gradient, are compositions that the operators'
-  definitions state (mindspore_formula.py). They need known ranks. A backward of a hosted operator is not
-  differentiable, and raises NotImplementedError.
+  definitions state (mindspore_formula.py). In graph mode they need known dimensions. PyNative mode has no third order,
+  except of elementwise operators and of products. A backward of a hosted operator is not differentiable. Each of these
+  raises NotImplementedError.
 - A backward computes the gradients of all inputs that are present, wanted or not.
 - vmap calls the kernel once per example.
 - In graph mode, attributes and the axes normalized over are constants; every other dimension may be unknown.
@@ -14,14 +15,15 @@ The functions work eagerly, in ``nn.Cell.construct`` and under ``ms.jit``, with 
 - Inside a graph, ``ms.grad`` and ``ms.vmap`` need every argument of a function, including those with defaults.
 - With unknown dimensions, only the kernel can find some errors, and MindSpore's exception does not contain the message;
   ``aotops.library.last_error()`` returns it.
-- Automatic mixed precision of level O1 rewrites the source of a network, and cannot rewrite the modules here; O2, O3,
-  auto and ``to_float`` work.
+- Automatic mixed precision of level O1 casts nothing here: the functions and modules compute in the dtype of their
+  input.
 """
 
 from __future__ import annotations
 
 import ast
 import linecache
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache
 from inspect import signature
@@ -30,6 +32,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 from mindspore.common import initializer
+from mindspore.rewrite.common import namespace
 
 from aotops.extra import encode_foreign
 from aotops.hosting import NUMBERS, Namespace, written_out
@@ -37,7 +40,7 @@ from aotops.infer import UNKNOWN_DIM, UNKNOWN_RANK, infer
 from aotops.library import Library
 from aotops.op import Attr, Op, Rule
 from aotops.ops import BUILTIN, OPS
-from aotops.spec import TensorSpec, accumulate_dtype, shape_text
+from aotops.spec import FLOATING, INTEGERS, TensorSpec, accumulate_dtype, shape_text
 
 from .mindspore_formula import gradient_of_backward, has_second_order
 
@@ -72,7 +75,9 @@ def of(library: Library) -> Namespace:
 
 def _function(op: Op, module: str) -> Callable[..., Any]:
     run, parameters = _run(op), signature(op.bind)
-    body = f"inputs, attrs = bind({', '.join(parameters.parameters)}); return run(inputs, attrs)"
+    # A nested function: automatic mixed precision of level O1 rewrites the sources that it can, and not such.
+    bound = f"def bound(): return bind({', '.join(parameters.parameters)})"
+    body = f"{bound}\n        inputs, attrs = bound(); return run(inputs, attrs)"
     function = written_out(op.name, str(parameters), body, bind=op.bind, run=run)
     function.__module__, function.__qualname__, function.__doc__ = module, op.name, op.bind.__doc__
     return function
@@ -162,6 +167,72 @@ def _needs_shapes(op: Op) -> bool:
     """Whether MindSpore must be told the shapes of results, of a hosted operator or its backward."""
     own = op.foreign is not None and not op.foreign.by_shapes_alone(op)
     return own or (op.backward is not None and _needs_shapes(op.backward))
+
+
+# -------------------------------------------------------------------------------------------------------- registration
+
+
+def registered(name: str, *arguments: Any, library: Library = BUILTIN, **keywords: Any) -> ops.Custom:
+    """The primitive of an operator, with MindSpore's registration information (``ops.CustomRegOp``): the names of its
+    tensors, the dtypes that it takes, and its attributes. MindSpore then checks the dtypes of each call.
+
+    Args:
+        name: the operator's.
+        arguments, keywords: those of its function. The tensors are examples: which are given, and their ranks.
+
+    Returns:
+        A function of the tensors that are given, in the order of the operator's inputs, which returns every output of
+        the entry, residuals and workspace too. It is differentiable as the function is.
+
+    Raises:
+        ValueError: MindSpore wants the same attributes of each registration of an entry in a process: one that is None
+            here and was not before, or the other way round.
+        NotImplementedError: a hosted operator; tensors of different shapes, of an operator that broadcasts.
+    """
+    op = library.ops[name]
+    if op.foreign is not None:
+        raise NotImplementedError(f"{name}: a hosted operator cannot be registered: call its function")
+    inputs, attrs = op.bind(*arguments, **keywords)
+    attrs, target = op.canonical(attrs), ms.get_context("device_target")
+    specs = {slot: spec for slot, t in zip(op.inputs, inputs, strict=True) if (spec := _spec(op, slot, t))}
+    if op.broadcast and len({spec.shape for spec in specs.values()}) > 1:
+        raise NotImplementedError(f"{name}: tensors of different shapes cannot be registered: call its function")
+    plain = _differentiable(op, attrs, tuple(specs), (), target)
+    entry = op.library.entry_name(op, _DEVICES.get(target, target))
+    info = ops.CustomRegOp(f"{entry}_{zlib.crc32(repr((attrs, tuple(specs))).encode()):x}")
+    for i, slot in enumerate(specs):
+        info.input(i, slot)
+    for i, slot in enumerate(op.entry_outputs):
+        info.output(i, slot)
+    for dtypes in _dtype_rows(op, attrs, specs, _DEVICES.get(target, target)):
+        info.dtype_format(*(getattr(ops.DataType, f"{_DATA_TYPES[dtype]}_Default") for dtype in dtypes))
+    for attr, value in _entry_attrs(op, attrs, tuple(specs), op.entry_outputs).items():
+        info.attr(attr, "required", "all", value=value)
+    reg_info = info.target(target).get_op_info()
+    file = op.library.functions_of(op)._name
+    primitive = ops.Custom(f"{file}:{entry}", None, None, "aot", plain.bprop, reg_info)
+    primitive.add_prim_attr("multi_output", len(op.entry_outputs) > 1)
+    return primitive
+
+
+_DATA_TYPES = {
+    "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64", "int32": "I32", "int64": "I64",
+    "uint8": "U8", "int8": "I8", "bool": "BOOL",
+}  # fmt: skip
+
+
+def _dtype_rows(op: Op, attrs: tuple[Attr, ...], specs: Mapping[str, TensorSpec], device: str) -> list[tuple[str, ...]]:
+    """Those of the inputs given and of the outputs, for each dtype that the operator takes."""
+    rows = []
+    for dtype in FLOATING:
+        for integer in INTEGERS if any(spec.dtype in INTEGERS for spec in specs.values()) else INTEGERS[:1]:
+            given = {
+                slot: TensorSpec(spec.shape, dtype if spec.dtype in FLOATING else integer)
+                for slot, spec in specs.items()
+            }
+            outputs = infer(op, attrs, tuple(given.get(slot) for slot in op.inputs), device)
+            rows.append((*(given[s].dtype for s in given), *(outputs[y].dtype for y in op.entry_outputs)))
+    return rows
 
 
 # --------------------------------------------------------------------------------------------------------- broadcasting
@@ -286,13 +357,16 @@ def _primitive(
         if op.mutates:
             primitive.add_prim_attr("side_effect_mem", True)
         return primitive
-    for name, value in zip(op.attrs, attrs, strict=True):
-        # MindSpore's own floats are float32: a decimal string keeps the digits
-        if value is not None:
-            primitive.add_prim_attr(name, repr(value) if isinstance(value, float) else value)
-    primitive.add_prim_attr("inputs", _mask(op.inputs, given))
-    primitive.add_prim_attr("outputs", _mask(op.entry_outputs, wanted))
+    for name, value in _entry_attrs(op, attrs, given, wanted).items():
+        primitive.add_prim_attr(name, value)
     return primitive
+
+
+def _entry_attrs(op: Op, attrs: Sequence[Attr], given: Sequence[str], wanted: Sequence[str]) -> dict[str, Any]:
+    """What an entry reads of its AotExtra. MindSpore's own floats are float32: a decimal string keeps the digits."""
+    values = {name: value for name, value in zip(op.attrs, attrs, strict=True) if value is not None}
+    plain = {name: repr(value) if isinstance(value, float) else value for name, value in values.items()}
+    return {**plain, "inputs": _mask(op.inputs, given), "outputs": _mask(op.entry_outputs, wanted)}
 
 
 def _mask(slots: Sequence[str], present: Sequence[str]) -> int:
@@ -377,13 +451,22 @@ class _Compose(_Constant):
         super().__init__(op.backward, "gradient")
         self.call = op, attrs, wanted, _DEVICES.get(target, target)
 
+    def __call__(self, attrs, *inputs):
+        specs = [_spec(self.op, slot, t) for slot, t in zip(self.op.inputs, inputs, strict=True)]
+        return _composed(*self.call, tuple(specs), eager=True)
+
     def evaluate(self, attrs, specs):
-        return _composed(*self.call, tuple(specs))
+        return _composed(*self.call, tuple(specs), eager=False)
 
 
 @lru_cache(maxsize=256)
 def _composed(
-    op: Op, attrs: tuple[Attr, ...], wanted: tuple[str, ...], device: str, specs: tuple[TensorSpec | None, ...]
+    op: Op,
+    attrs: tuple[Attr, ...],
+    wanted: tuple[str, ...],
+    device: str,
+    specs: tuple[TensorSpec | None, ...],
+    eager: bool,
 ) -> Callable[..., Any]:
     assert op.backward is not None
 
@@ -391,7 +474,7 @@ def _composed(
         return _run(called, op if called is op.backward else None)
 
     given = {slot: spec for slot, spec in zip(op.backward.inputs, specs, strict=True) if spec is not None}
-    return gradient_of_backward(op, attrs, tuple(given), wanted, tuple(given.values()), call, device)
+    return gradient_of_backward(op, attrs, tuple(given), wanted, tuple(given.values()), call, device, eager)
 
 
 def _backward_specs(
@@ -610,3 +693,13 @@ def _conv2d_padding(cell: nn.Conv2d) -> tuple[int, int, int, int]:
     if cell.stride != (1, 1):
         return 0, 1, 0, 1
     return reach[0] // 2, reach[0] - reach[0] // 2, reach[1] // 2, reach[1] - reach[1] // 2
+
+
+def _leave_unrewritten(modules: Sequence[type]) -> None:
+    """Automatic mixed precision of level O1 rewrites the sources of Cells, and cannot rewrite these, which are named as
+    the Cells of MindSpore's that they inherit from. MindSpore has no public list of those to leave as they are."""
+    if kept := getattr(namespace, "_subtree_black_list", None):
+        kept.extend(modules)
+
+
+_leave_unrewritten((Conv2d, CrossEntropyLoss, GELU, LLTM, LayerNorm, Linear, RMSNorm, Softmax))

@@ -7,16 +7,18 @@ dtypes, on placeholders that write down what it computes, and MindSpore differen
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from types import EllipsisType, SimpleNamespace
 from typing import Any
 
 import mindspore as ms
-from mindspore import Tensor, ops
+import numpy as np
+from mindspore import Tensor, nn, ops
 
 from aotops.formula import backward_cotangents, compose, is_bilinear
 from aotops.hosting import written_out
-from aotops.infer import UNKNOWN_DIM, UNKNOWN_RANK, infer
+from aotops.infer import infer
 from aotops.op import Attr, Op
 from aotops.spec import FLOATING, TensorSpec, accumulate_dtype
 
@@ -31,7 +33,14 @@ def has_second_order(op: Op, attrs: Sequence[Attr]) -> bool:
 
 
 def gradient_of_backward(
-    op: Op, attrs: Sequence[Attr], given: Sequence[str], wanted: Sequence[str], specs: Specs, call: Call, device: str
+    op: Op,
+    attrs: Sequence[Attr],
+    given: Sequence[str],
+    wanted: Sequence[str],
+    specs: Specs,
+    call: Call,
+    device: str,
+    eager: bool,
 ) -> Callable[..., Any]:
     """A function of the backward's inputs, and of the gradients of its outputs as a tuple, that returns a gradient for
     each of the inputs.
@@ -39,22 +48,26 @@ def gradient_of_backward(
     Args:
         given, wanted: the backward's inputs and outputs that are present.
         specs: of ``given``.
+        eager: PyNative is to call it.
 
     Raises:
-        NotImplementedError: an unknown rank.
+        NotImplementedError: an unknown dimension, with which MindSpore differentiates none of its own sums twice.
     """
     assert op.backward is not None
-    if any(spec is not None and UNKNOWN_RANK in spec.shape for spec in specs):
-        raise NotImplementedError(f"{op.backward.name}: a rank is unknown, and the gradient of a backward needs it")
+    if any(spec is not None and min(spec.shape, default=0) < 0 for spec in specs):
+        raise NotImplementedError(
+            f"{op.backward.name}: a dimension is unknown while the graph is compiled, expected known ones for "
+            f"derivatives of a higher order"
+        )
     writer = _Writer(op.library.ops, attrs, call, device)
     known = dict(zip(given, specs, strict=True))
     if is_bilinear(op, attrs):
         return _of_products(op, attrs, wanted, known, writer)
-    return _of_formula(op.backward, attrs, wanted, known, writer)
+    return _of_formula(op.backward, attrs, wanted, known, writer, eager)
 
 
 def _of_formula(
-    backward: Op, attrs: Sequence[Attr], wanted: Sequence[str], specs: Mapping[str, Any], writer: _Writer
+    backward: Op, attrs: Sequence[Attr], wanted: Sequence[str], specs: Mapping[str, Any], writer: _Writer, eager: bool
 ) -> Callable[..., Any]:
     given = tuple(specs)
     arrays = {slot: writer.argument(slot, spec) for slot, spec in specs.items()}
@@ -66,9 +79,9 @@ def _of_formula(
     floating = [slot for slot in given if specs[slot].dtype in FLOATING]
     function = writer.function("formula", given, results)
     # Graph mode leaves constants, such as the gradient of a sum, out of the gradients, unless they are mutable.
-    # PyNative detaches what is differentiated with respect to from the gradient that encloses this: it gets copies.
-    variables = "".join(f"mutable({slot}) * 1, " for slot in floating)
-    cotangents = ", ".join(f"dout[{wanted.index(y)}]" for y in returned)
+    # PyNative detaches from the enclosing gradient what the inner one is with respect to: it gets copies.
+    variables = "".join(f"mutable(copy({slot})), " for slot in floating)
+    cotangents = ", ".join(f"copy(dout[{wanted.index(y)}])" for y in returned)
     sens = cotangents if len(returned) == 1 else f"({cotangents})"
     rest = {slot: f"found[{floating.index(slot)}]" if slot in floating else f"zeros_like({slot})" for slot in given}
     return written_out(
@@ -78,6 +91,7 @@ def _of_formula(
         f"        found = differentiate(formula)({variables}{sens})\n"
         f"        return {', '.join(rest[slot] for slot in given)},",
         of=function,
+        copy=_CopyOfSecondOrder(backward) if eager and writer.reshapes else _copy,
         differentiate=ops.GradOperation(get_all=True, sens_param=True),
         mutable=ms.mutable,
         zeros_like=ops.zeros_like,
@@ -108,26 +122,33 @@ def _of_products(
     return writer.function("gradient_of_backward", (*given, "dout"), ", ".join(results) + ",")
 
 
+def _copy(x):
+    return x * 1
+
+
+class _CopyOfSecondOrder(nn.Cell):
+    """A copy that refuses to be differentiated. MindSpore 2.10's PyNative loses terms, silently, when it differentiates
+    the gradient of what changes a shape (reshape, sum, transpose): so it does of its own operators."""
+
+    def __init__(self, backward: Op) -> None:
+        super().__init__()
+        self.backward = backward
+
+    def construct(self, x):
+        return x * 1
+
+    def bprop(self, x, out, dout):
+        raise NotImplementedError(
+            f"{self.backward.name}: derivatives of the third order are not supported in PyNative mode, except of "
+            f"elementwise operators and of products: differentiate in graph mode or within ms.jit"
+        )
+
+
 def _dtype(name: str) -> Any:
     return getattr(ms, "bool_" if name == "bool" else name)
 
 
 # ------------------------------------------------------------------------------------------------------ what is written
-
-
-class _Dim:
-    """A dimension that is unknown while the formula runs: the text of an expression."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-    def __repr__(self) -> str:
-        return self.text
-
-    def __mul__(self, other: Any) -> _Dim:
-        return _Dim(f"({self} * {other})")
-
-    __rmul__ = __mul__
 
 
 class _Writer:
@@ -137,11 +158,13 @@ class _Writer:
         self.known, self.attrs, self.operator, self.device = known, attrs, call, device
         self.lines: list[str] = []
         self.names: dict[str, Any] = {}
+        self.reshapes = False
+        """Whether a shape changes, other than by broadcasting."""
 
     def argument(self, name: str, spec: TensorSpec) -> _Array:
         return _Array(self, name, spec.shape, spec.dtype)
 
-    def write(self, expression: str, shape: Sequence[Any], dtype: str) -> _Array:
+    def write(self, expression: str, shape: Sequence[int], dtype: str) -> _Array:
         name = f"v{len(self.lines)}"
         self.lines.append(f"{name} = {expression}")
         return _Array(self, name, shape, dtype)
@@ -154,7 +177,7 @@ class _Writer:
     def call(self, op: Op, inputs: Sequence[_Array | None], attrs: Sequence[Attr]) -> dict[str, _Array]:
         """The outputs of an operator of the library."""
         attrs = op.canonical(attrs)
-        specs = tuple(x and TensorSpec(tuple(map(_number, x.shape)), x.dtype) for x in inputs)
+        specs = tuple(None if x is None else TensorSpec(x.shape, x.dtype) for x in inputs)
         outs = infer(op, attrs, specs, self.device)
         name = self.constant(self.operator(op))
         arguments = "".join(f"{x.name if x is not None else None}, " for x in inputs)
@@ -173,20 +196,14 @@ class _Writer:
         return written_out(name, f"({', '.join(parameters)})", body, **self.names)
 
 
-def _number(dim: Any) -> int:
-    return UNKNOWN_DIM if isinstance(dim, _Dim) else dim
-
-
 class _Array:
     """A tensor of the function that is written."""
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, writer: _Writer, name: str, shape: Sequence[Any], dtype: str) -> None:
+    def __init__(self, writer: _Writer, name: str, shape: Sequence[int], dtype: str) -> None:
         self.writer, self.name, self.dtype = writer, name, dtype
-        self.shape = tuple(
-            _Dim(f"{name}.shape[{i}]") if not isinstance(n, _Dim) and n < 0 else n for i, n in enumerate(shape)
-        )
+        self.shape = tuple(shape)
 
     @property
     def ndim(self) -> int:
@@ -195,12 +212,10 @@ class _Array:
     def _operand(self, other: Any) -> str:
         if isinstance(other, _Array):
             return other.name
-        if isinstance(other, _Dim):
-            return other.text
         return self.writer.constant(Tensor(other, _dtype(self.dtype)))  # MindSpore rounds a number to float32
 
     def _binary(self, template: str, other: Any, dtype: str | None = None) -> _Array:
-        shape = _broadcast(self.shape, getattr(other, "shape", ()))
+        shape = np.broadcast_shapes(self.shape, getattr(other, "shape", ()))
         return self.writer.write(template.format(self.name, self._operand(other)), shape, dtype or self.dtype)
 
     def __add__(self, other: Any) -> _Array:
@@ -246,6 +261,7 @@ class _Array:
 
     def __getitem__(self, index: Any) -> _Array:
         """``[..., i]``, of which i is None, an integer or a slice."""
+        self.writer.reshapes = True
         rest, last = index
         assert isinstance(rest, EllipsisType)
         if last is None:
@@ -254,23 +270,8 @@ class _Array:
         if isinstance(last, int):
             return self.writer.write(f"{self.name}[..., {last}]", before, self.dtype)
         ends = "" if last.start is None else last.start, "" if last.stop is None else last.stop
-        known = all(isinstance(n, int) for n in (last.start or 0, last.stop or 0, self.shape[-1]))
-        n = len(range(self.shape[-1])[last]) if known else UNKNOWN_DIM
+        n = len(range(self.shape[-1])[last])
         return self.writer.write(f"{self.name}[..., {ends[0]}:{ends[1]}]", (*before, n), self.dtype)
-
-
-def _broadcast(a: Sequence[Any], b: Sequence[Any]) -> tuple[Any, ...]:
-    n = max(len(a), len(b))
-    pairs = zip((1,) * (n - len(a)) + tuple(a), (1,) * (n - len(b)) + tuple(b), strict=True)
-    return tuple(_longer(x, y) for x, y in pairs)
-
-
-def _longer(a: Any, b: Any) -> Any:
-    """Of two dimensions that broadcast. One that is unknown may be 1."""
-    if isinstance(a, _Dim) or isinstance(b, _Dim):
-        known = next((n for n in (a, b) if isinstance(n, int) and n != 1), None)
-        return UNKNOWN_DIM if known is None else known
-    return b if a == 1 else a
 
 
 class _Mathematics:
@@ -297,7 +298,8 @@ class _Mathematics:
 
         return apply
 
-    def _apply(self, function: Any, x: _Array, rest: str, shape: Sequence[Any], dtype: str | None = None) -> _Array:
+    def _apply(self, function: Any, x: _Array, rest: str, shape: Sequence[int], dtype: str | None = None) -> _Array:
+        self._writer.reshapes |= tuple(shape) != x.shape
         return self._writer.write(f"{self._writer.constant(function)}({x.name}{rest})", shape, dtype or x.dtype)
 
     def _as(self, x: _Array, dtype: str) -> _Array:
@@ -328,12 +330,9 @@ class _Mathematics:
     def zeros(self, x: _Array) -> _Array:
         return self._apply(ops.zeros_like, x, "", x.shape)
 
-    def arange(self, n: Any, model: _Array) -> _Array:
-        writer, dtype = self._writer, _dtype(model.dtype)
-        if isinstance(n, int):
-            return _Array(writer, writer.constant(Tensor(list(range(n)), dtype)), (n,), model.dtype)
-        text = f"{writer.constant(ops.arange)}(0, {n}, 1, dtype={writer.constant(dtype)})"
-        return writer.write(text, (UNKNOWN_DIM,), model.dtype)
+    def arange(self, n: int, model: _Array) -> _Array:
+        numbers = self._writer.constant(Tensor(list(range(n)), _dtype(model.dtype)))
+        return _Array(self._writer, numbers, (n,), model.dtype)
 
     def sum(self, x: _Array, axes: tuple[int, ...], keepdims: bool = False) -> _Array:
         if not axes:
@@ -350,22 +349,19 @@ class _Mathematics:
         return self.sum(self._as(x, model.dtype), tuple(range(x.ndim)))
 
     def concatenate(self, arrays: Sequence[_Array]) -> _Array:
+        self._writer.reshapes = True
         joined = self._writer.constant(ops.concat)
-        lengths = [x.shape[-1] for x in arrays]
-        length = sum(lengths) if all(isinstance(n, int) for n in lengths) else UNKNOWN_DIM
+        length = sum(x.shape[-1] for x in arrays)
         names = ", ".join(x.name for x in arrays)
         return self._writer.write(f"{joined}(({names}), -1)", (*arrays[0].shape[:-1], length), arrays[0].dtype)
 
-    def reshape(self, x: _Array, shape: Sequence[Any]) -> _Array:
-        return self._apply(ops.reshape, x, f", ({', '.join(map(str, shape))},)", shape)
+    def reshape(self, x: _Array, shape: Sequence[int]) -> _Array:
+        return self._apply(ops.reshape, x, f", {tuple(shape)}", shape)
 
     def matrix(self, x: _Array) -> _Array:
-        rows = 1
-        for n in x.shape[:-1]:
-            rows = rows * n
-        return self.reshape(x, (rows, x.shape[-1]))
+        return self.reshape(x, (math.prod(x.shape[:-1]), x.shape[-1]))
 
 
-def _reduced(x: _Array, axes: Sequence[int], keepdims: bool) -> tuple[Any, ...]:
+def _reduced(x: _Array, axes: Sequence[int], keepdims: bool) -> tuple[int, ...]:
     gone = {axis % x.ndim for axis in axes}
     return tuple(1 if i in gone else n for i, n in enumerate(x.shape) if keepdims or i not in gone)
