@@ -55,7 +55,8 @@ const char *aot_version(void);
 
 /* Registers every operator, and the backward of each, with the LibTorch that is loaded in this process, as
    aotops::<name> with kernels for the CPU and CUDA. It needs LibTorch 2.10. A second call, or a call after Python's
-   aotops.frontends.torch is imported, does nothing. Gradients are Python's: an output does not require one. */
+   aotops.frontends.torch is imported, does nothing. Gradients are Python's: without it a backward pass takes that of an
+   operator for zero, and LibTorch warns of it. */
 int aot_torch_register(void);
 
 /* XLA's handlers of custom calls: pass them to XLA_FFI_Handler_Register, for the platforms "Host" and "CUDA". The

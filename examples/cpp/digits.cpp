@@ -1,5 +1,5 @@
-// Classifies images of digits with an AOTInductor package, without Python: `digits FOLDER`, whose files digits_package.py
-// has written. The model's LayerNorm and GELU are operators of libaotops.so.
+// Classifies images of digits with an AOTInductor package, without Python: `digits FOLDER`, whose files
+// digits_package.py has written. The model's LayerNorm and GELU are operators of libaotops.so.
 #include <ATen/ops/argmax.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/mean.h>
