@@ -78,7 +78,7 @@ def run_cell(cell: Cell, interpreter: str, wheel: Path) -> dict[str, Any]:
     """What is found: versions, the number of checks, those that failed; or why nothing ran."""
     with tempfile.TemporaryDirectory(prefix="compatibility-") as folder:
         inside = Path(folder, "venv/bin/python")
-        run(interpreter, "-m", "venv", inside.parents[1], check=True)
+        run(interpreter, "-m", "venv", "--without-pip", inside.parents[1], check=True)
         if reason := install(inside, cell, wheel):
             return {"reason": reason}
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("AOTOPS_", "PYTHON"))}
@@ -98,7 +98,8 @@ def run_cell(cell: Cell, interpreter: str, wheel: Path) -> dict[str, Any]:
 
 def install(inside: Path, cell: Cell, wheel: Path) -> str | None:
     """Why it could not be installed, or None."""
-    pip = (inside, "-m", "pip", "install", "--quiet", "--no-cache-dir", "--no-compile", "--only-binary", ":all:")
+    pip = (sys.executable, "-m", "pip", "--python", inside, "install", "--quiet", "--no-cache-dir", "--no-compile")
+    pip = (*pip, "--only-binary", ":all:")
     version = "" if cell.wanted == NEWEST else f"=={cell.wanted}.*"
     wanted = (f"aotops[{cell.framework}] @ {wheel.resolve().as_uri()}", f"{cell.framework}{version}", "numpy")
     done = run(*pip, *wanted, "ml_dtypes")  # NumPy's bfloat16
