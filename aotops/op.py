@@ -160,6 +160,15 @@ class Op:
     instead: Mapping[str, str] = field(default_factory=dict)
     """Inputs of which the backward needs only the spec if a residual of the same spec is kept: the residual is saved
     instead of the input, which may then be changed in place."""
+    formula: Callable[..., Any] | None = None
+    """The operator as a composition: a function of the mathematics of a framework (aotops/formula.py) and of inputs and
+    attributes, which its parameters name. Returns ``composed``. Frontends differentiate it where the operator has no
+    kernel for a derivative: in forward mode, and for the derivatives of a backward."""
+    bilinear: tuple[str, str] | tuple[()] = ()
+    """Two inputs in each of which the outputs are linear; any other is added. Its derivatives, and those of its
+    backward, are the two operators themselves (``bilinear_tangent`` and what follows it in aotops/formula.py)."""
+    bilinear_unless: str = ""
+    """The attribute without which the operator is bilinear. With it, the formula holds."""
     autocast: Mapping[str, str] = field(default_factory=dict)
     """By device, the dtype that torch.autocast casts inputs to; "autocast" for its 16-bit dtype. On a device not
     named, an operator that names another computes in the widest dtype of its inputs, and its results have the widest of
@@ -198,6 +207,11 @@ class Op:
     @cached_property
     def slots(self) -> tuple[str, ...]:
         return (*self.inputs, *self.entry_outputs)
+
+    @cached_property
+    def composed(self) -> tuple[str, ...]:
+        """The outputs of ``formula``: those that are not aliases."""
+        return tuple(y for y in self.outputs if y not in self.alias)
 
     @cached_property
     def saved(self) -> tuple[str, ...]:

@@ -16,3 +16,51 @@ def normalized(call):
 def statistics(n):
     """n numbers for each row."""
     return lambda call: (*call.x[: -len(call.normalized_shape)], n)
+
+
+# ------------------------------------------------------------------------------------------------------------ formulas
+# x, dy and what is returned are wide; ``n`` is the number of axes normalized over.
+
+
+def _last(n):
+    return tuple(range(-n, 0))
+
+
+def layer_normalized(m, x, n, eps):
+    """(x - mean) * rstd, and rstd."""
+    centered = x - m.mean(x, _last(n))
+    rstd = m.rsqrt(m.mean(centered * centered, _last(n)) + eps)
+    return centered * rstd, rstd
+
+
+def rms_normalized(m, x, n, eps):
+    """x * rstd, and rstd. ``eps``: None for the machine epsilon."""
+    rstd = m.rsqrt(m.mean(x * x, _last(n)) + (m.epsilon(x) if eps is None else eps))
+    return x * rstd, rstd
+
+
+def scaled(m, x, weight, bias=None):
+    y = x if weight is None else x * m.wide(weight)
+    return y if bias is None else y + m.wide(bias)
+
+
+def layer_norm_gradients(m, dy, x, weight, normalized_shape, eps):
+    """dx, dweight, dbias."""
+    n = len(normalized_shape)
+    normed, rstd = layer_normalized(m, x, n, eps)
+    g = scaled(m, dy, weight)
+    dx = rstd * (g - m.mean(g, _last(n)) - normed * m.mean(g * normed, _last(n)))
+    return dx, _over_rows(m, dy * normed, n), _over_rows(m, dy, n)
+
+
+def rms_norm_gradients(m, dy, x, weight, normalized_shape, eps):
+    """dx, dweight."""
+    n = len(normalized_shape)
+    normed, rstd = rms_normalized(m, x, n, eps)
+    g = scaled(m, dy, weight)
+    dx = rstd * (g - normed * m.mean(g * normed, _last(n)))
+    return dx, _over_rows(m, dy * normed, n)
+
+
+def _over_rows(m, x, n):
+    return m.sum(x, tuple(range(len(x.shape) - n)))

@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from ..op import operator
-from ._norm import axes, normalized, statistics
+from ._norm import axes, layer_norm_gradients, layer_normalized, normalized, scaled, statistics
+
+
+def _formula(m, x, residual, weight, bias, normalized_shape, eps):
+    h = m.like(m.wide(x) + m.wide(residual), x)
+    normed, _ = layer_normalized(m, m.wide(h), len(normalized_shape), eps)
+    return scaled(m, normed, weight, bias), h
+
+
+def _backward_formula(m, dy, dh, h, weight, normalized_shape, eps):
+    dx, *rest = layer_norm_gradients(m, m.wide(dy), m.wide(h), weight, normalized_shape, eps)
+    return dx + m.wide(dh), *rest
 
 
 @operator(
@@ -14,6 +25,7 @@ from ._norm import axes, normalized, statistics
     optional=("weight", "stats", "dx", "dresidual", "dweight", "dbias"),
     attrs={"normalized_shape": "int[]", "eps": "float"},
     same_spec_as={"dx": "h"},
+    formula=_backward_formula,
     alias={"dresidual": "dx"},
     vmappable=("dy", "dh", "h", "stats", "dx", "dresidual"),
 )
@@ -30,6 +42,7 @@ def add_layer_norm_backward(dy, dh, h, weight, stats, normalized_shape, eps=1e-5
     attrs={"normalized_shape": "int[]", "eps": "float"},
     backward=add_layer_norm_backward,
     same_spec_as={"y": "x", "h": "x"},
+    formula=_formula,
     vmappable=("x", "residual", "y", "h", "stats"),
     autocast={"cuda": "float32"},
 )

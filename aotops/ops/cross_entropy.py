@@ -4,6 +4,40 @@ from __future__ import annotations
 
 from ..op import operator
 
+
+def _formula(m, x, target, ignore_index, reduction, label_smoothing):
+    log_p, counts, hit = _rows(m, x, target, ignore_index)
+    losses = -(1 - label_smoothing) * m.sum(m.where(hit, log_p, m.zeros(log_p)), (-1,))
+    if label_smoothing:
+        losses = losses - label_smoothing * m.sum(log_p, (-1,)) / log_p.shape[-1]
+    losses = m.where(counts, _nan_unless_in_range(m, hit, losses), m.zeros(losses))
+    if reduction == "none":
+        return losses
+    total = m.sum(losses, tuple(range(len(losses.shape))))
+    return total if reduction == "sum" else total / m.count(counts, losses)
+
+
+def _backward_formula(m, dy, x, target, ignore_index, reduction, label_smoothing):
+    log_p, counts, hit = _rows(m, x, target, ignore_index)
+    zeros = m.zeros(log_p)
+    slopes = m.exp(log_p) - label_smoothing / log_p.shape[-1] - m.where(hit, zeros + (1 - label_smoothing), zeros)
+    dy = m.wide(dy) / m.count(counts, zeros) if reduction == "mean" else m.wide(dy)
+    dy = dy + m.zeros(log_p[..., 0])  # one for each row
+    dy = m.where(counts, _nan_unless_in_range(m, hit, dy), m.zeros(dy))
+    return dy[..., None] * slopes
+
+
+def _rows(m, x, target, ignore_index):
+    """The logarithms of probabilities, (..., C); which rows count; of each class, whether it is the target."""
+    log_p = m.log_softmax(m.wide(x), -1)
+    return log_p, target != ignore_index, target[..., None] == m.arange(log_p.shape[-1], target)
+
+
+def _nan_unless_in_range(m, hit, x):
+    """``x``, (...), where the target is one of the classes."""
+    return m.where(m.any(hit, -1), x, m.zeros(x) + float("nan"))
+
+
 _ATTRS = {"ignore_index": "int", "reduction": "str", "label_smoothing": "float"}
 
 
@@ -14,6 +48,7 @@ _ATTRS = {"ignore_index": "int", "reduction": "str", "label_smoothing": "float"}
     optional=("slope",),
     attrs=_ATTRS,
     same_spec_as={"dx": "x"},
+    formula=_backward_formula,
 )
 def cross_entropy_backward(dy, x, target, slope, ignore_index=-100, reduction="mean", label_smoothing=0.0):
     return (dy, x, target, slope), (ignore_index, reduction, label_smoothing)
@@ -28,6 +63,7 @@ def cross_entropy_backward(dy, x, target, slope, ignore_index=-100, reduction="m
     attrs=_ATTRS,
     backward=cross_entropy_backward,
     same_spec_as={"slope": "x"},
+    formula=_formula,
     instead={"x": "slope"},
     always_save_residuals=True,
     autocast={"cpu": "float32", "cuda": "float32"},

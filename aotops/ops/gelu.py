@@ -3,6 +3,15 @@
 from __future__ import annotations
 
 from ..op import operator
+from ._activation import activated, slope
+
+
+def _formula(m, x, approximate):
+    return activated(m, m.wide(x), "gelu_tanh" if approximate == "tanh" else "gelu")
+
+
+def _backward_formula(m, dy, x, approximate):
+    return m.wide(dy) * slope(m, m.wide(x), "gelu_tanh" if approximate == "tanh" else "gelu")
 
 
 @operator(
@@ -10,6 +19,7 @@ from ..op import operator
     outputs=("dx",),
     attrs={"approximate": "str"},
     same_spec_as={"dx": "x"},
+    formula=_backward_formula,
     vmappable=("dy", "x", "dx"),
     elementwise=True,
 )
@@ -23,6 +33,7 @@ def gelu_backward(dy, x, approximate="none"):
     attrs={"approximate": "str"},
     backward=gelu_backward,
     same_spec_as={"y": "x"},
+    formula=_formula,
     vmappable=("x", "y"),
     elementwise=True,
 )

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from ..op import operator
-from ._norm import axes, normalized, statistics
+from ._norm import axes, layer_norm_gradients, layer_normalized, normalized, scaled, statistics
+
+
+def _formula(m, x, weight, bias, normalized_shape, eps):
+    normed, _ = layer_normalized(m, m.wide(x), len(normalized_shape), eps)
+    return scaled(m, normed, weight, bias)
+
+
+def _backward_formula(m, dy, x, weight, normalized_shape, eps):
+    return layer_norm_gradients(m, m.wide(dy), m.wide(x), weight, normalized_shape, eps)
 
 
 @operator(
@@ -14,6 +23,7 @@ from ._norm import axes, normalized, statistics
     optional=("weight", "stats", "dx", "dweight", "dbias"),
     attrs={"normalized_shape": "int[]", "eps": "float"},
     same_spec_as={"dx": "x"},
+    formula=_backward_formula,
     vmappable=("dy", "x", "stats", "dx"),
 )
 def layer_norm_backward(dy, x, weight, stats, normalized_shape, eps=1e-5):
@@ -29,6 +39,7 @@ def layer_norm_backward(dy, x, weight, stats, normalized_shape, eps=1e-5):
     attrs={"normalized_shape": "int[]", "eps": "float"},
     backward=layer_norm_backward,
     same_spec_as={"y": "x"},
+    formula=_formula,
     vmappable=("x", "y", "stats"),
     autocast={"cuda": "float32"},
 )

@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 from ..op import operator
+from ._activation import activated, slope
 
 
 def _pre_activation(call):
     """What the activation is applied to. Without an activation it has no columns."""
     return (*call.x[:-1], 0 if call.activation is None else call.weight[0])
+
+
+def _formula(m, x, weight, bias, activation, allow_tf32):
+    """Of an activation: without one, the operator is bilinear."""
+    return activated(m, m.wide(m.ops.linear(x, weight, bias, None, allow_tf32)), activation)
+
+
+def _backward_formula(m, dy, x, weight, bias, activation, allow_tf32):
+    rows, before = m.matrix(x), m.wide(m.ops.linear(x, weight, bias, None, allow_tf32))
+    d = m.wide(dy) * slope(m, before, activation)
+    d_rows = m.matrix(m.like(d, x))
+    dx = m.reshape(m.ops.matmul(d_rows, weight, False, False, allow_tf32), x.shape)
+    return dx, m.ops.matmul(d_rows, rows, True, False, allow_tf32), m.sum(m.matrix(d), (0,))
 
 
 _ATTRS = {"activation": "str?", "allow_tf32": "bool"}
@@ -21,6 +35,7 @@ _ATTRS = {"activation": "str?", "allow_tf32": "bool"}
     optional=("bias", "pre_activation", "dx", "dweight", "dbias"),
     attrs=_ATTRS,
     same_spec_as={"dx": "x", "dweight": "weight"},
+    formula=_backward_formula,
     vmappable=("dy", "x", "pre_activation", "dx"),
 )
 def linear_backward(dy, x, weight, bias, pre_activation, activation=None, allow_tf32=False):
@@ -36,6 +51,9 @@ def linear_backward(dy, x, weight, bias, pre_activation, activation=None, allow_
     optional=("bias",),
     attrs=_ATTRS,
     backward=linear_backward,
+    formula=_formula,
+    bilinear=("x", "weight"),
+    bilinear_unless="activation",
     vmappable=("x", "y", "pre_activation"),
     always_save_residuals=True,
     autocast={"cpu": "autocast", "cuda": "autocast"},

@@ -5,6 +5,41 @@ from __future__ import annotations
 from ..op import operator
 
 
+def _gates(m, input, weights, bias, old_h):
+    """[old_h, input], and the gates before their activations, wide: input gate, output gate, candidate."""
+    both, n = m.concatenate((old_h, input)), old_h.shape[-1]
+    gates = m.wide(m.ops.linear(both, weights, m.reshape(bias, (3 * n,))))
+    return both, gates[..., :n], gates[..., n : 2 * n], gates[..., 2 * n :]
+
+
+def _candidate(m, c):
+    """elu(c), and its slope."""
+    negative = m.where(c > 0, m.zeros(c), c)
+    return m.where(c > 0, c, m.expm1(negative)), m.exp(negative)
+
+
+def _formula(m, input, weights, bias, old_h, old_cell):
+    _, i, o, c = _gates(m, input, weights, bias, old_h)
+    new_cell = m.wide(old_cell) + _candidate(m, c)[0] * m.sigmoid(i)
+    return m.tanh(new_cell) * m.sigmoid(o), new_cell
+
+
+def _backward_formula(m, dnew_h, dnew_cell, input, weights, bias, old_h, old_cell):
+    both, i, o, c = _gates(m, input, weights, bias, old_h)
+    candidate, candidate_slope = _candidate(m, c)
+    i, o = m.sigmoid(i), m.sigmoid(o)
+    t = m.tanh(m.wide(old_cell) + candidate * i)
+    dnew_h = m.wide(dnew_h)
+    dcell = m.wide(dnew_cell) + dnew_h * o * (1 - t * t)
+    d = m.concatenate((dcell * candidate * i * (1 - i), dnew_h * t * o * (1 - o), dcell * i * candidate_slope))
+    d_rows = m.matrix(m.like(d, input))
+    dboth = m.reshape(m.ops.matmul(d_rows, weights), both.shape)
+    n = old_h.shape[-1]
+    dweights = m.ops.matmul(d_rows, m.matrix(both), True)
+    dbias = m.reshape(m.sum(m.matrix(d), (0,)), bias.shape)
+    return dboth[..., n:], dweights, dbias, dboth[..., :n], dcell
+
+
 @operator(
     inputs=("dnew_h", "dnew_cell", "input", "weights", "bias", "old_h", "old_cell", "gates"),
     outputs=("dinput", "dweights", "dbias", "dold_h", "dold_cell"),
@@ -18,6 +53,7 @@ from ..op import operator
         "dold_h": "old_h",
         "dold_cell": "old_cell",
     },
+    formula=_backward_formula,
     vmappable=("dnew_h", "dnew_cell", "input", "old_h", "old_cell", "gates", "dinput", "dold_h", "dold_cell"),
 )
 def lltm_backward(dnew_h, dnew_cell, input, weights, bias, old_h, old_cell, gates):
@@ -32,6 +68,7 @@ def lltm_backward(dnew_h, dnew_cell, input, weights, bias, old_h, old_cell, gate
     shapes={"gates": lambda call: (*call.old_h[:-1], 3 * call.old_h[-1])},
     backward=lltm_backward,
     same_spec_as={"new_h": "old_h", "new_cell": "old_cell"},
+    formula=_formula,
     vmappable=("input", "old_h", "old_cell", "new_h", "new_cell", "gates"),
     always_save_residuals=True,
     autocast={"cuda": "float32"},

@@ -36,6 +36,7 @@ def matmul_backward(dy, a, b, transpose_a=False, transpose_b=False, allow_tf32=F
     shapes={"y": _product},
     attrs=_ATTRS,
     backward=matmul_backward,
+    bilinear=("a", "b"),
     vmappable=("a", "b", "y"),
     vmap_same_rank=True,
     autocast={"cpu": "autocast", "cuda": "autocast"},

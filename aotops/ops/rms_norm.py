@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from ..op import operator
-from ._norm import axes, normalized, statistics
+from ._norm import axes, normalized, rms_norm_gradients, rms_normalized, scaled, statistics
+
+
+def _formula(m, x, weight, normalized_shape, eps):
+    normed, _ = rms_normalized(m, m.wide(x), len(normalized_shape), eps)
+    return scaled(m, normed, weight)
+
+
+def _backward_formula(m, dy, x, weight, normalized_shape, eps):
+    return rms_norm_gradients(m, m.wide(dy), m.wide(x), weight, normalized_shape, eps)
 
 
 @operator(
@@ -14,6 +23,7 @@ from ._norm import axes, normalized, statistics
     optional=("weight", "rstd", "dx", "dweight"),
     attrs={"normalized_shape": "int[]", "eps": "float?"},
     same_spec_as={"dx": "x"},
+    formula=_backward_formula,
     vmappable=("dy", "x", "rstd", "dx"),
 )
 def rms_norm_backward(dy, x, weight, rstd, normalized_shape, eps=None):
@@ -29,6 +39,7 @@ def rms_norm_backward(dy, x, weight, rstd, normalized_shape, eps=None):
     attrs={"normalized_shape": "int[]", "eps": "float?"},
     backward=rms_norm_backward,
     same_spec_as={"y": "x"},
+    formula=_formula,
     vmappable=("x", "y", "rstd"),
     autocast={"cuda": "float32"},
 )

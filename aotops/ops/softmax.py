@@ -25,11 +25,21 @@ def _axis(dim):
         return None
 
 
+def _formula(m, x, dim):
+    return m.exp(m.log_softmax(m.wide(x), dim) if x.shape else m.zeros(m.wide(x)))
+
+
+def _backward_formula(m, dy, y, dim):
+    product = m.wide(dy) * m.wide(y)
+    return product - m.wide(y) * m.sum(product, (dim,) if y.shape else (), keepdims=True)
+
+
 @operator(
     inputs=("dy", "y"),
     outputs=("dx",),
     attrs={"dim": "int"},
     same_spec_as={"dx": "y"},
+    formula=_backward_formula,
     vmappable=("dy", "y", "dx"),
     axes=1,
 )
@@ -43,6 +53,7 @@ def softmax_backward(dy, y, dim=-1):
     attrs={"dim": "int"},
     backward=softmax_backward,
     same_spec_as={"y": "x"},
+    formula=_formula,
     vmappable=("x", "y"),
     axes=1,
     autocast={"cuda": "float32"},

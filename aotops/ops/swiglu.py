@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from ..op import operator
+from ._activation import activated, slope
+
+
+def _formula(m, gate, up):
+    return activated(m, m.wide(gate), "silu") * m.wide(up)
+
+
+def _backward_formula(m, dy, gate, up):
+    dy, gate, up = m.wide(dy), m.wide(gate), m.wide(up)
+    return dy * up * slope(m, gate, "silu"), dy * activated(m, gate, "silu")
 
 
 @operator(
     inputs=("dy", "gate", "up"),
     outputs=("dgate", "dup"),
     same_spec_as={"dgate": "gate", "dup": "gate"},
+    formula=_backward_formula,
     vmappable=("dy", "gate", "up", "dgate", "dup"),
     elementwise=True,
 )
@@ -21,6 +32,7 @@ def swiglu_backward(dy, gate, up):
     outputs=("y",),
     backward=swiglu_backward,
     same_spec_as={"y": "gate"},
+    formula=_formula,
     vmappable=("gate", "up", "y"),
     elementwise=True,
 )

@@ -1,0 +1,153 @@
+"""Formulas: operators as compositions, which a framework differentiates by itself.
+
+A definition states ``Op.formula``, a function of a ``Mathematics`` and of inputs and attributes. A frontend evaluates
+and differentiates it where no kernel computes a derivative: in forward mode, and for the derivatives of a backward. The
+derivatives of products are products again; ``Op.bilinear`` states those, and the functions here compose them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
+from typing import Any, Protocol
+
+from .op import Attr, Op
+
+Array = Any
+
+
+class Mathematics(Protocol):
+    """What a formula is made of, besides the operators +, -, *, /, comparisons and basic indexing of arrays, which
+    broadcast. Each frontend has one. Axes may be negative."""
+
+    ops: Any
+    """The functions of the library's operators."""
+
+    def wide(self, x: Array) -> Array:
+        """x in the dtype that kernels compute in: float32 for 16 bits."""
+
+    def like(self, x: Array, model: Array) -> Array:
+        """x in the dtype of model."""
+
+    def epsilon(self, x: Array) -> float:
+        """The machine epsilon of x's dtype, which is wide."""
+
+    def exp(self, x: Array) -> Array: ...
+    def expm1(self, x: Array) -> Array: ...
+    def tanh(self, x: Array) -> Array: ...
+    def erfc(self, x: Array) -> Array: ...
+    def sigmoid(self, x: Array) -> Array: ...
+    def rsqrt(self, x: Array) -> Array: ...
+    def log_softmax(self, x: Array, axis: int) -> Array: ...
+
+    def where(self, condition: Array, x: Array, y: Array) -> Array:
+        """Three arrays of one shape, except that the condition may have length 1 on an axis."""
+
+    def zeros(self, x: Array) -> Array:
+        """Zeros of x's shape and dtype."""
+
+    def arange(self, n: int, model: Array) -> Array:
+        """0 to n - 1, in the dtype and on the device of model."""
+
+    def sum(self, x: Array, axes: tuple[int, ...], keepdims: bool = False) -> Array:
+        """Without axes: x itself."""
+
+    def mean(self, x: Array, axes: tuple[int, ...]) -> Array:
+        """Keeps the axes, with length 1."""
+
+    def any(self, x: Array, axis: int) -> Array: ...
+
+    def count(self, x: Array, model: Array) -> Array:
+        """How many elements are true: (), in the dtype of model."""
+
+    def concatenate(self, arrays: Sequence[Array]) -> Array:
+        """Along the last axis."""
+
+    def reshape(self, x: Array, shape: tuple[int, ...]) -> Array: ...
+
+    def matrix(self, x: Array) -> Array:
+        """(..., n) as (rows, n)."""
+
+
+def compose(m: Mathematics, op: Op, attrs: Sequence[Attr], inputs: Sequence[Array | None]) -> tuple[Array, ...]:
+    """The outputs ``op.composed`` by the formula, some of them perhaps wide."""
+    assert op.formula is not None, f"{op.name} has no formula"
+    named = dict(zip(op.attrs, attrs, strict=True)) | dict(zip(op.inputs, inputs, strict=True))
+    outputs = op.formula(m, *(named[name] for name in parameters(op.formula)))
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def parameters(formula: Callable[..., Any]) -> tuple[str, ...]:
+    """The inputs and attributes that a formula takes."""
+    return tuple(signature(formula).parameters)[1:]
+
+
+# ------------------------------------------------------------------------------------------------------------ products
+# f(a, b, c) is linear in a and in b, and c is added. Its backward is F(dy, a, b) = (da, db, dc): da is linear in dy and
+# in b, db in dy and in a, and dc in dy. So each derivative below is f or F of other arguments.
+
+Run = Callable[[Op, Mapping[str, Array]], Mapping[str, Array]]
+"""Runs an operator on inputs by name, with the attributes at hand; those that are absent are None."""
+
+
+def is_bilinear(op: Op, attrs: Sequence[Attr]) -> bool:
+    """Whether the operator is bilinear with these attributes."""
+    return bool(op.bilinear) and dict(zip(op.attrs, attrs, strict=True)).get(op.bilinear_unless) is None
+
+
+def bilinear_tangent(m: Mathematics, run: Run, op: Op, inputs: Mapping, tangents: Mapping) -> Array:
+    """f(ta, b, tc) + f(a, tb): the output's tangent. ``tangents``: by input, those that are not zero."""
+    a, b = op.bilinear  # type: ignore[misc]
+    (y,) = op.outputs
+    added = {slot: t for slot, t in tangents.items() if slot not in op.bilinear}
+    total = None
+    if a in tangents or added:
+        first = tangents[a] if a in tangents else m.zeros(inputs[a])
+        total = run(op, {a: first, b: inputs[b], **added})[y]
+    if b in tangents:
+        second = run(op, {a: inputs[a], b: tangents[b]})[y]
+        total = second if total is None else total + second
+    return total
+
+
+def backward_tangents(m: Mathematics, run: Run, op: Op, inputs: Mapping, tangents: Mapping) -> dict[str, Array]:
+    """F(tdy, a, b) + F(dy, ta, tb), and dc of tdy alone: the tangents of the backward's outputs. ``inputs`` and
+    ``tangents``: of the backward."""
+    backward, (a, b), (dy,) = op.backward, op.bilinear, _gradients_of_outputs(op)  # type: ignore[misc]
+    assert backward is not None
+    found: dict[str, Array] = {}
+    if dy in tangents:
+        found |= run(backward, {**inputs, dy: tangents[dy]})
+    if a in tangents or b in tangents:
+        given = {slot: tangents[slot] if slot in tangents else m.zeros(inputs[slot]) for slot in (a, b)}
+        second = run(backward, {**inputs, **given})
+        for name in (f"d{a}", f"d{b}"):
+            found[name] = found[name] + second[name] if name in found else second[name]
+    return found
+
+
+def backward_cotangents(m: Mathematics, run: Run, op: Op, inputs: Mapping, cotangents: Mapping) -> dict[str, Array]:
+    """By input of the backward, the gradient for ``cotangents`` of its outputs: f(dda, b, ddc) + f(a, ddb) for dy, and
+    F(dy, dda, ddb) for a and b. Those that are absent are zero."""
+    backward, (a, b), (dy,) = op.backward, op.bilinear, _gradients_of_outputs(op)  # type: ignore[misc]
+    assert backward is not None
+    (y,) = op.outputs
+    given = {name[1:]: value for name, value in cotangents.items()}
+    added = {slot: value for slot, value in given.items() if slot not in op.bilinear}
+    found: dict[str, Array] = {}
+    terms = []
+    if a in given or (added and b not in given):
+        terms.append({a: given[a] if a in given else m.zeros(inputs[a]), b: inputs[b]})
+    if b in given:
+        terms.append({a: inputs[a], b: given[b]})
+    for term in terms:
+        value = run(op, {**term, **added})[y]
+        found[dy], added = found[dy] + value if dy in found else value, {}
+    if a in given or b in given:
+        second = run(backward, {**inputs, **{slot: given.get(slot, inputs[slot]) for slot in (a, b)}})
+        found |= {slot: second[f"d{slot}"] for slot, other in ((a, b), (b, a)) if other in given}
+    return found
+
+
+def _gradients_of_outputs(op: Op) -> tuple[str, ...]:
+    return tuple(f"d{y}" for y in op.outputs)
