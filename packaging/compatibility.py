@@ -146,8 +146,8 @@ HEAD = """# Compatibility
 
 One wheel, of one binary, in environments that pip makes. `make compatibility` runs the core of the table in each: every
 operator's first case, values and gradients, in float32 and in bfloat16 (float16 where NumPy has no `ml_dtypes`), calls
-from four threads, and a transform of the framework: `torch.compile` and `opcheck`, `jit`, `grad` and `vmap`; MindSpore
-in both modes. A cell has the version that pip chose, what came of it, and its date. The runs are on x86-64 Linux, on
+from four threads, and transforms of the framework: `torch.compile`, `opcheck` and `gradgradcheck`; `jit`, `grad` and
+`vmap`; MindSpore in both modes. A cell has the version that pip chose, what came of it, and its date. The runs are on x86-64 Linux, on
 the CPU. A "t" marks free-threaded builds of CPython.
 
 This page is written by `packaging/compatibility.py`.
