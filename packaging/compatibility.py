@@ -78,7 +78,7 @@ def run_cell(cell: Cell, interpreter: str, wheel: Path) -> dict[str, Any]:
     """What is found: versions, the number of checks, those that failed; or why nothing ran."""
     with tempfile.TemporaryDirectory(prefix="compatibility-") as folder:
         inside = Path(folder, "venv/bin/python")
-        run(interpreter, "-m", "venv", inside.parents[1], check=True)
+        run(interpreter, "-m", "venv", "--without-pip", inside.parents[1], check=True)
         if reason := install(inside, cell, wheel):
             return {"reason": reason}
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("AOTOPS_", "PYTHON"))}
@@ -98,7 +98,8 @@ def run_cell(cell: Cell, interpreter: str, wheel: Path) -> dict[str, Any]:
 
 def install(inside: Path, cell: Cell, wheel: Path) -> str | None:
     """Why it could not be installed, or None."""
-    pip = (inside, "-m", "pip", "install", "--quiet", "--no-cache-dir", "--no-compile", "--only-binary", ":all:")
+    pip = (sys.executable, "-m", "pip", "--python", inside, "install", "--quiet", "--no-cache-dir", "--no-compile")
+    pip = (*pip, "--only-binary", ":all:")
     version = "" if cell.wanted == NEWEST else f"=={cell.wanted}.*"
     wanted = (f"aotops[{cell.framework}] @ {wheel.resolve().as_uri()}", f"{cell.framework}{version}", "numpy")
     done = run(*pip, *wanted, "ml_dtypes")  # NumPy's bfloat16
@@ -145,8 +146,8 @@ HEAD = """# Compatibility
 
 One wheel, of one binary, in environments that pip makes. `make compatibility` runs the core of the table in each: every
 operator's first case, values and gradients, in float32 and in bfloat16 (float16 where NumPy has no `ml_dtypes`), calls
-from four threads, and a transform of the framework: `torch.compile` and `opcheck`, `jit`, `grad` and `vmap`; MindSpore
-in both modes. A cell has the version that pip chose, what came of it, and its date. The runs are on x86-64 Linux, on
+from four threads, and transforms of the framework: `torch.compile`, `opcheck` and `gradgradcheck`; `jit`, `grad` and
+`vmap`; MindSpore in both modes. A cell has the version that pip chose, what came of it, and its date. The runs are on x86-64 Linux, on
 the CPU. A "t" marks free-threaded builds of CPython.
 
 This page is written by `packaging/compatibility.py`.

@@ -154,7 +154,11 @@ def of_torch() -> dict[str, Callable[[], None]]:
     def opcheck() -> None:
         torch.library.opcheck(torch.ops.aotops.gelu.default, (x.clone().requires_grad_(), "tanh"))
 
-    return {"torch.compile": compiled, "opcheck": opcheck}
+    def second_order() -> None:
+        leaf = x.double().requires_grad_()
+        torch.autograd.gradgradcheck(lambda x: F.layer_norm(F.gelu(x), 6), leaf)
+
+    return {"torch.compile": compiled, "opcheck": opcheck, "gradgradcheck": second_order}
 
 
 def of_jax() -> dict[str, Callable[[], None]]:
