@@ -46,7 +46,8 @@ def test_a_stub_has_what_the_frontend_has(name):
     named |= {node.target.id for node in tree.body if isinstance(node, ast.AnnAssign)}
     assert named - {None} == set(frontend.__all__)
     for function, node in functions_of(ast.unparse(tree)).items():
-        assert [p.arg for p in node.args.args] == list(inspect.signature(getattr(frontend, function)).parameters)
+        parameters = [p.arg for p in (*node.args.args, *node.args.kwonlyargs)]
+        assert parameters == list(inspect.signature(getattr(frontend, function)).parameters)
 
 
 def test_signatures():

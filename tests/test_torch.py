@@ -902,7 +902,10 @@ def test_functions_are_python_s():
     for name, op in OPS.items():
         function = getattr(ours, name)
         assert inspect.isfunction(function)
-        assert inspect.signature(function) == inspect.signature(op.bind)
+        own = inspect.signature(op.bind).parameters
+        parameters = inspect.signature(function).parameters
+        assert [*parameters.values()][: len(own)] == [*own.values()]
+        assert {*parameters} - {*own} <= {"out", "dtype", "weight"}
         assert function.__doc__ == op.bind.__doc__
         assert function.__name__ == name
 
