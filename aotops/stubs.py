@@ -114,12 +114,15 @@ def _function_names(library: Library, types: _Types) -> set[str]:
 
 
 def _extra(library: Library, framework: str, op: Op) -> list[str]:
-    """The keyword that only torch's function has."""
-    if framework != "torch" or library.name != "aotops":
+    """The keywords that only torch's function has."""
+    if framework != "torch":
         return []
-    from aotops.frontends.torch_call import EXTRA
+    from aotops.frontends.torch_call import EXTRA, has_out
 
-    return [f"{name}: {kind} | None = None" for name, kind in [EXTRA[op.name]]] if op.name in EXTRA else []
+    extra = [EXTRA[op.name]] if op.name in EXTRA and library.name == "aotops" else []
+    keyword_only = any(p.kind is p.KEYWORD_ONLY for p in inspect.signature(op.bind).parameters.values())
+    out = [*([] if keyword_only else ["*"]), "out: Tensor | None = None"] if has_out(op) else []
+    return [*(f"{name}: {kind} | None = None" for name, kind in extra), *out]
 
 
 def _stub(op: Op, types: _Types, extra: Sequence[str] = ()) -> str:

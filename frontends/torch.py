@@ -33,7 +33,7 @@ from aotops.op import Attr, Op, Rule
 from aotops.ops import BUILTIN, OPS
 from aotops.spec import DTYPES, TensorSpec, check_broadcast
 
-from . import torch_arguments, torch_call, torch_gate, torch_inductor, torch_sharding
+from . import torch_arguments, torch_call, torch_flops, torch_gate, torch_inductor, torch_sharding
 from . import torch_derivatives as derivatives
 from .torch_schema import schema
 
@@ -137,8 +137,11 @@ def _models(op: Op, attrs: tuple[Attr, ...], *inputs: Tensor | None) -> tuple[Te
     )
 
 
-def _run(op: Op, inputs: Tensors, attrs: tuple[Attr, ...], wanted: Sequence[str]) -> tuple[Tensor | None, ...]:
-    """Runs the entry on tensors that have memory. Returns each output and residual, None for one that is not wanted."""
+def _run(
+    op: Op, inputs: Tensors, attrs: tuple[Attr, ...], wanted: Sequence[str], out: Tensor | None = None
+) -> tuple[Tensor | None, ...]:
+    """Runs the entry on tensors that have memory. Returns each output and residual, None for one that is not wanted.
+    ``out``: memory for the first output."""
     names = {*(op.alias.get(name, name) for name in wanted), *op.workspace}
     names |= {y for y in op.outputs if y not in op.optional}
     device = inputs[0].device
@@ -151,6 +154,7 @@ def _run(op: Op, inputs: Tensors, attrs: tuple[Attr, ...], wanted: Sequence[str]
         return _run_elementwise(op, inputs, attrs, names, strides)
     plain = [None if t is None else _plain(t) for t in inputs]
     results = [torch.empty(**written[name], device=device) if name in names else None for name in op.entry_outputs]
+    results[:1] = [results[0] if out is None else out]
     _launcher(op, attrs)(*plain, *results)
     for slot, t, used in zip(op.inputs, inputs, plain, strict=True) if op.mutates else ():
         if slot in op.mutates and t is not used:
@@ -294,8 +298,8 @@ def _eager(op: Op, attrs: tuple[Attr, ...]) -> _Eager:
 
 dispatched: dict[Op, Callable[..., Any]] = {}
 """The operator of torch's dispatcher for each operator and backward that has a kernel."""
-# The strides of results depend on those of inputs.
-_TAGS = (getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order),)
+# The strides of results depend on those of inputs; opcheck passes.
+_TAGS = (getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order), torch.Tag.pt2_compliant_tag)
 
 
 @functools.cache  # which keeps the namespace: it is unregistered when it is deleted
@@ -311,6 +315,7 @@ def _register_once(ops: Iterable[Op]) -> None:
         dispatched[one] = _register(_namespace(one.library), one, forward)
     torch_inductor.register([dispatched[one] for one, _ in pairs])
     torch_sharding.register([(one, dispatched[one]) for one, _ in pairs])
+    torch_flops.register({one: dispatched[one] for one, _ in pairs if one.library is BUILTIN})
 
 
 def _register(namespace: torch.library.Library, op: Op, forward: Op) -> Callable[..., Any]:
@@ -605,6 +610,7 @@ def _public(op: Op, module: str) -> Callable[..., Any]:
     torchs_names = {"input": first, "other": second} if "input" not in op.inputs else {}
     composed = torch_arguments.COMPOSED.get(op.name) if op.library is BUILTIN else None
     extra, _ = torch_call.EXTRA.get(op.name, ("", "")) if composed else ("", "")  # None here, or composed
+    has_out = torch_call.has_out(op)
 
     def sort(args, kwargs):
         """The inputs and attributes. ``input`` and ``other``, torch's names of the first two inputs, are accepted."""
@@ -623,6 +629,9 @@ def _public(op: Op, module: str) -> Callable[..., Any]:
         return NotImplemented if composed is None else composed(function, *args, **named)
 
     def general(*args, **kwargs):
+        out = kwargs.pop("out", None) if has_out else None
+        if out is not None:
+            return _into(op, out, general, sort, args, kwargs)
         if (result := compose(args, kwargs)) is not NotImplemented:
             return result
         return _general(op, disp, *sort(args, kwargs))
@@ -637,6 +646,10 @@ def _public(op: Op, module: str) -> Callable[..., Any]:
     @functools.wraps(op.bind)
     def function(*args, **kwargs):
         if _is_compiling():
+            out = kwargs.pop("out", None) if has_out else None
+            if out is not None:
+                _check_unrecorded(op, out, (*args, *kwargs.values()))
+                return _copied(op, out, function(*args, **kwargs))
             if (result := compose(args, kwargs)) is not NotImplemented:
                 return result
             return _dispatch(op, disp, *sort(args, kwargs))
@@ -644,13 +657,85 @@ def _public(op: Op, module: str) -> Callable[..., Any]:
 
     function.__module__ = module
     function.__code__ = function.__code__.replace(co_name=op.name)  # torch.compile limits recompilations of a code
-    if extra:
+    if extra or has_out:
         own = signature(op.bind)
-        more = Parameter(extra, Parameter.POSITIONAL_OR_KEYWORD, default=None)
-        function.__signature__ = own.replace(parameters=[*own.parameters.values(), more])  # type: ignore[attr-defined]
+        more = [Parameter(extra, Parameter.POSITIONAL_OR_KEYWORD, default=None)] if extra else []
+        more += [Parameter("out", Parameter.KEYWORD_ONLY, default=None)] if has_out else []
+        function.__signature__ = own.replace(parameters=[*own.parameters.values(), *more])  # type: ignore[attr-defined]
     if in_c:
         torch_call.install_vectorcall(function, plain)
     return function
+
+
+def _into(op: Op, out: Tensor, function: Callable[..., Tensor], sort, args, kwargs) -> Tensor:
+    """Writes the result to ``out``: the entry does, or a result of its own is copied."""
+    _check_unrecorded(op, out, (*args, *kwargs.values()))
+    if (
+        _gate is not None
+        and _gate(out)
+        and out.is_contiguous()
+        and out.is_inference() == torch.is_inference_mode_enabled()
+    ):
+        try:
+            inputs, attrs = sort(args, kwargs)
+        except (TypeError, ValueError):  # arguments that are composed, or wrong
+            return _copied(op, out, function(*args, **kwargs))
+        if _writes_directly(op, out, inputs, attrs):
+            with _RecordFunctionFast(f"{op.library.name}::{op.name}", [t for t in inputs if t is not None]):
+                _run(op, inputs, op.canonical(attrs), op.outputs, out)
+            if not out.is_inference():
+                torch.autograd.graph.increment_version(out)
+            return out
+    return _copied(op, out, function(*args, **kwargs))
+
+
+def _writes_directly(op: Op, out: Tensor, inputs: Tensors, attrs: tuple[Any, ...]) -> bool:
+    """Whether the entry accepts these inputs, and ``out`` as the tensor that it writes to."""
+    given = [t for t in inputs if t is not None]
+    if op.alias or op.foreign is not None or not all(isinstance(t, Tensor) for t in given) or not _gate(*given):
+        return False
+    if not given or (op.autocast and torch.is_autocast_enabled(out.device.type)):
+        return False
+    if any(not t.is_contiguous() or t.device != out.device for t in given):
+        return False
+    if any(t.shape != given[0].shape for t in given) if op.broadcast else False:
+        return False
+    try:
+        spec = infer(op, op.canonical(attrs), tuple(map(_spec, inputs)), out.device.type)[op.outputs[0]]
+    except (TypeError, ValueError):
+        return False
+    if spec != _spec(out):
+        return False
+    same = [op.elementwise and t.data_ptr() == out.data_ptr() and t.shape == out.shape for t in given]
+    return all(one or _disjoint(t, out) for t, one in zip(given, same, strict=True))
+
+
+def _disjoint(a: Tensor, b: Tensor) -> bool:
+    """Of contiguous tensors."""
+    start, other = a.data_ptr(), b.data_ptr()
+    return start + a.numel() * a.itemsize <= other or other + b.numel() * b.itemsize <= start
+
+
+def _check_unrecorded(op: Op, out: Any, arguments: Iterable[Any]) -> None:
+    if not isinstance(out, Tensor):
+        raise TypeError(f"{op.name}: out is {out!r:.40}, expected a torch.Tensor")
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (out, *arguments)):
+        raise RuntimeError(f"{op.name}: out is given and an argument requires a gradient, expected a call without out")
+
+
+def _copied(op: Op, out: Tensor, y: Tensor) -> Tensor:
+    """``out`` with the values of y. As torch's, an ``out`` without elements takes y's shape."""
+    for what, found, expected in (("dtype", out.dtype, y.dtype), ("device", out.device, y.device)):
+        if found != expected:
+            error = TypeError if what == "dtype" else ValueError
+            raise error(f"{op.name}: out has {what} {found}, expected {expected}".replace("torch.", ""))
+    if any(n > 1 and step == 0 for n, step in zip(out.shape, out.stride(), strict=True)):
+        raise ValueError(f"{op.name}: out has elements that share memory, expected none")
+    if out.shape != y.shape and not out.numel():
+        out.resize_(y.shape)
+    if out.shape != y.shape:
+        raise ValueError(f"{op.name}: out has shape {tuple(out.shape)}, expected {tuple(y.shape)}")
+    return out.copy_(y)
 
 
 def _with_numbers(inputs: Sequence[Any]) -> Tensors:
@@ -732,11 +817,16 @@ def _channels_last(conv2d: Callable[..., Any]) -> Callable[..., Any]:
             return y.permute(0, 3, 1, 2)
         return conv2d(x, weight, *rest, layout, allow_tf32)
 
+    def into(out, *args, **kwargs):
+        _check_unrecorded(OPS["conv2d"], out, (*args, *kwargs.values()))
+        return _copied(OPS["conv2d"], out, absorb_layout(*args, **kwargs))
+
     @functools.wraps(conv2d)
     def function(*args, **kwargs):
         if "input" in kwargs:  # torch's name of x
             kwargs["x"] = kwargs.pop("input")
-        return absorb_layout(*args, **kwargs)
+        out = kwargs.pop("out", None)
+        return absorb_layout(*args, **kwargs) if out is None else into(out, *args, **kwargs)
 
     return function
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from typing import Any
 import torch
 
-def add(a: Tensor, b: Tensor | float, alpha: float = 1) -> Tensor:
+def add(a: Tensor, b: Tensor | float, alpha: float = 1, *, out: Tensor | None = None) -> Tensor:
     """The sum ``a + alpha * b``, as ``torch.add``.
 
     Args:
@@ -87,6 +87,8 @@ def conv2d(
     groups: int = 1,
     layout: str = 'NCHW',
     allow_tf32: bool = False,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Two-dimensional convolution, as ``torch.nn.functional.conv2d``: each output channel is the sum, over a window of
     x and the input channels of its group, of x times the weight.
@@ -122,6 +124,8 @@ def cross_entropy(
     reduction: str = 'mean',
     label_smoothing: float = 0.0,
     weight: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Cross entropy with class indices, as ``torch.nn.functional.cross_entropy``:
     ``-log(softmax(x)[target])`` of each row.
@@ -143,7 +147,7 @@ def cross_entropy(
             different devices; on the CPU, a class that there is not. On a GPU such a row's loss and gradient are NaN.
     """
 
-def gelu(x: Tensor, approximate: str = 'none') -> Tensor:
+def gelu(x: Tensor, approximate: str = 'none', *, out: Tensor | None = None) -> Tensor:
     """The Gaussian error linear unit, as ``torch.nn.functional.gelu``.
 
     Args:
@@ -167,6 +171,8 @@ def layer_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-05,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Layer normalization, as ``torch.nn.functional.layer_norm``:
     ``(x - mean) / sqrt(var + eps) * weight + bias``, mean and (biased) variance taken over the trailing axes.
@@ -193,6 +199,8 @@ def linear(
     bias: Tensor | None = None,
     activation: str | None = None,
     allow_tf32: bool = False,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """A linear layer and what follows it: ``activation(x @ weight.T + bias)``, as ``torch.nn.functional.linear``.
 
@@ -240,6 +248,8 @@ def matmul(
     transpose_a: bool = False,
     transpose_b: bool = False,
     allow_tf32: bool = False,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The matrix product ``a @ b``, of each pair of matrices along the leading axes, which broadcast.
 
@@ -263,6 +273,8 @@ def rms_norm(
     normalized_shape: int | Sequence[int],
     weight: Tensor | None = None,
     eps: float | None = None,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Root mean square normalization, as ``torch.nn.functional.rms_norm``: ``x / sqrt(mean(x**2) + eps) * weight``,
     the mean taken over the trailing axes.
@@ -283,7 +295,7 @@ def rms_norm(
     Source: Zhang and Sennrich, arXiv:1910.07467.
     """
 
-def softmax(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Tensor:
+def softmax(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None, *, out: Tensor | None = None) -> Tensor:
     """Softmax, as ``torch.nn.functional.softmax``: ``exp(x) / sum(exp(x))`` along an axis.
 
     Args:
@@ -298,7 +310,7 @@ def softmax(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Tenso
         ValueError: dim is no axis of x.
     """
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+def swiglu(gate: Tensor, up: Tensor, *, out: Tensor | None = None) -> Tensor:
     """The SwiGLU of a feed-forward network, ``silu(gate) * up`` with ``silu(g) = g / (1 + exp(-g))``.
 
     Args:

@@ -39,6 +39,11 @@ _Slots = c_int * call.MOST_SLOTS
 _Parameters = call.MOST_SLOTS * 2
 
 
+def has_out(op: Op) -> bool:
+    """Whether the public function takes ``out``: where there is one result."""
+    return len(op.outputs) == 1 and not op.mutates and "out" not in (*op.inputs, *op.attrs)
+
+
 class Gate(Structure):
     """What cuda_src/host/gate.h needs to know of this torch; torch_gate.py fills it."""
 

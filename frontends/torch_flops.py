@@ -1,0 +1,67 @@
+"""What ``torch.utils.flop_counter`` counts for the products: a part of the torch frontend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from math import prod
+from typing import Any
+
+from aotops.op import Op
+
+from .imports import after_import
+
+_COUNTER = "torch.utils.flop_counter"
+
+
+def register(operators: Mapping[Op, Any]) -> None:
+    """``operators``: the ``OpOverload`` of each operator. Those without a product are not counted, as torch's own."""
+    counted = [(op, one.overloadpacket) for op, one in operators.items() if op.name in _FORMULAS]
+
+    def take() -> None:
+        counter = import_module(_COUNTER)
+        for op, packet in counted:
+            if packet not in counter.flop_registry:
+                counter.register_flop_formula(packet)(_FORMULAS[op.name])
+
+    if counted:
+        after_import(_COUNTER, take)
+
+
+def _matmul(a, b, transpose_a=False, transpose_b=False, *args, out_shape, **kwargs) -> int:
+    return 2 * prod(out_shape) * a[-2 if transpose_a else -1]
+
+
+def _matmul_backward(dy, a, b, transpose_a=False, transpose_b=False, *args, **kwargs) -> int:
+    return 4 * prod(dy) * a[-2 if transpose_a else -1]
+
+
+def _weighted(x, weight, *args, out_shape, **kwargs) -> int:
+    """Each element of y is a sum over a row of the weight. A linear layer's second result is a residual."""
+    y = out_shape if isinstance(out_shape[0], int) else out_shape[0]
+    return 2 * prod(y) * prod(weight[1:])
+
+
+def _weighted_backward(dy, x, weight, *args, **kwargs) -> int:
+    return 4 * prod(dy) * prod(weight[1:])
+
+
+def _lltm(input, weights, *args, **kwargs) -> int:
+    return 2 * prod(input[:-1]) * prod(weights)
+
+
+def _lltm_backward(dnew_h, dnew_cell, input, weights, *args, **kwargs) -> int:
+    return 4 * prod(input[:-1]) * prod(weights)
+
+
+_FORMULAS: dict[str, Callable[..., int]] = {
+    "matmul": _matmul,
+    "matmul_backward": _matmul_backward,
+    "linear": _weighted,
+    "linear_backward": _weighted_backward,
+    "conv2d": _weighted,
+    "conv2d_backward": _weighted_backward,
+    "lltm": _lltm,
+    "lltm_backward": _lltm_backward,
+}
+"""By operator, functions of the arguments' shapes. A backward by the dispatcher computes all gradients."""
