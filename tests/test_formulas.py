@@ -11,7 +11,7 @@ import pytest
 from aotops import formula
 from aotops.frontends import numpy as F
 from aotops.ops import OPS
-from tests.cases import CASES, trial
+from aotops.testing.cases import CASES, trial
 
 MATHEMATICS = SimpleNamespace(
     ops=F,

@@ -708,7 +708,7 @@ def test_add_takes_alpha_and_a_number(mode):
         np.testing.assert_allclose(got.asnumpy(), np.full(3, expected), rtol=1e-15)
 
 
-# ------------------------------------------------------------------------------------- MindSpore's ways to train and run
+# ------------------------------------------------------------------------------------ MindSpore's ways to train and run
 
 
 class Classifier(nn.Cell):
