@@ -568,7 +568,7 @@ def fsdp_and_ddp_train_the_same() -> None:
 def in_one_process(rank: int, store: str, results: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=300)
     )
     found: dict[str, str] = {}
     for name, function in CHECKS.items():
