@@ -118,15 +118,13 @@ class _Split(NamedTuple):
     def of(cls, x: Any) -> _Split:
         """Of a tensor whose placements other than splits are replaced by replicas."""
         from torch.distributed.tensor import Replicate, Shard
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
         placements = tuple(p if type(p) is Shard else Replicate() for p in x.placements)
         last = x.dim() - 1
         dims = [p.dim % x.dim() if isinstance(p, Shard) else None for p in placements]
         classes = tuple(i for i, dim in enumerate(dims) if dim == last)
         rows = tuple(i for i, dim in enumerate(dims) if dim is not None and dim != last)
-        _, offset = compute_local_shape_and_global_offset(x.shape, x.device_mesh, placements)
-        return cls(x.device_mesh, placements, rows, classes, offset[last])
+        return cls(x.device_mesh, placements, rows, classes, _offset(x.shape[last], x.device_mesh, classes))
 
     def of_rows(self, split: Any) -> tuple[Any, ...]:
         """The placements of one number for each row, or of their sum: ``split`` where rows are."""
@@ -152,6 +150,17 @@ class _Split(NamedTuple):
         for dim in dims:
             part = all_reduce(part, how, (self.mesh, dim))
         return part
+
+
+def _offset(size: Any, mesh: Any, dims: Sequence[int]) -> Any:
+    """Where this part of an axis begins that is split over these axes of the mesh: in parts as of torch.chunk. DTensor
+    computes it with tensors, which torch.compile does not have the values of."""
+    offset, coordinates = 0, mesh.get_coordinate()
+    for dim in dims:
+        each = -(-size // mesh.size(dim))
+        begin = min(each * coordinates[dim], size)
+        offset, size = offset + begin, min(each, size - begin)
+    return offset
 
 
 def _check_distributed(op: Op, inputs: Sequence[Any]) -> None:
