@@ -81,7 +81,7 @@ def conv2d(
     weight: ndarray,
     bias: ndarray | None = None,
     stride: int | Sequence[int] = 1,
-    padding: int | Sequence[int] = 0,
+    padding: int | Sequence[int] | str = 0,
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
     layout: str = 'NCHW',
@@ -95,7 +95,8 @@ def conv2d(
             of the leading axes is an image.
         weight: (O, C / groups, kh, kw), or (O, kh, kw, C / groups) where layout is "NHWC"; of x's dtype.
         bias: (O,), of x's dtype, or None.
-        stride, padding, dilation: an int, or one for height and one for width. Padding is zeros, on both sides.
+        stride, padding, dilation: an int, or one for height and one for width. Padding is zeros, on both sides; "valid"
+            is none, "same" keeps the image's size, with a stride of 1.
         groups: of input and output channels, which divides both: a group's outputs are of its inputs alone.
         layout: "NCHW" or "NHWC". The weight's axes are in the order of x's, the kernel's in the place of the image's,
             so that for "NHWC" it is as torch's channels_last memory has it.
@@ -341,7 +342,7 @@ def conv2d_backward(
     weight: ndarray,
     bias: ndarray | None = None,
     stride: int | Sequence[int] = 1,
-    padding: int | Sequence[int] = 0,
+    padding: int | Sequence[int] | str = 0,
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
     layout: str = 'NCHW',

@@ -8,7 +8,8 @@ A call takes one of two paths:
   ``torch.func``, forward AD and modes, for subclasses, fake, meta, functional and batched tensors, and in a backward
   with ``create_graph=True``. Without a gate (before torch 2.10) these are all calls.
 
-The derivative of a backward and forward mode are not supported: the error names the operator.
+Forward mode, and the derivatives of a backward, are compositions of operators (torch_derivatives.py). A hosted operator
+has neither: the error names the operator.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Container, Iterable, Sequence
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from torch import Tensor
 from torch._C._profiler import _RecordFunctionFast
 from torch.autograd import forward_ad
 
-from aotops import call
+from aotops import call, formula
 from aotops.hosting import NUMBERS, Namespace
 from aotops.infer import UNKNOWN_DIM, infer, infer_symbolic
 from aotops.library import Library
@@ -31,7 +33,8 @@ from aotops.op import Attr, Op, Rule
 from aotops.ops import BUILTIN, OPS
 from aotops.spec import DTYPES, TensorSpec, check_broadcast
 
-from . import torch_call, torch_gate, torch_inductor
+from . import torch_arguments, torch_call, torch_gate, torch_inductor
+from . import torch_derivatives as derivatives
 
 __all__ = [
     *OPS, "GELU", "KEEP_RESIDUALS_FROM", "LLTM", "Conv2d", "CrossEntropyLoss", "LayerNorm", "Linear", "RMSNorm",
@@ -116,9 +119,13 @@ def _empty_arguments(spec: TensorSpec) -> dict[str, Any]:
     return {"size": spec.shape, "dtype": _DTYPES[spec.dtype]}
 
 
-def _models(op: Op, attrs: tuple[Attr, ...], *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
-    """For each output that is not like an input, a tensor for ``empty_like``, with the memory of one element."""
-    specs = infer(op, attrs, tuple(map(_spec, inputs)), inputs[0].device.type)
+def _models(op: Op, attrs: tuple[Attr, ...], *inputs: Tensor | None) -> tuple[Tensor | None, ...] | None:
+    """For each output that is not like an input, a tensor for ``empty_like``, with the memory of one element. None if
+    the operator refuses the inputs: a composition may serve them (torch_arguments.py)."""
+    try:
+        specs = infer(op, attrs, tuple(map(_spec, inputs)), inputs[0].device.type)
+    except (TypeError, ValueError):
+        return None
     arguments = {name: _empty_arguments(specs[name]) for name in op.entry_outputs if name not in op.same_spec_as}
     for one in arguments.values():
         one["stride"] = (0,) * len(one["size"])
@@ -192,14 +199,26 @@ def _run_backward(op: Op, attrs: tuple[Attr, ...], saved: Tensors, grads: Tensor
     backward = op.backward
     assert backward is not None
     given = dict(zip((f"d{y}" for y in op.outputs), grads, strict=True)) | dict(zip(op.saved, saved, strict=True))
-    if torch.is_grad_enabled():  # the graph of the gradients leads to the inputs, not to the residuals saved instead
-        given |= zip(op.instead, getattr(ctx, "inputs", ()), strict=False)
+    if torch.is_grad_enabled() or _has_tangents(grads):
+        given |= _replaced(op, ctx)
     if backward.has_kernel:
         results = _results(dispatched[backward](*(given[slot] for slot in backward.inputs), *attrs))
         given |= zip(backward.results, results, strict=True)
     given = backward.with_aliases(given)
     given |= {y: given[y] * factor for y, factor in backward.factors(attrs).items()}
     return tuple(given.get(f"d{x}") if need else None for x, need in zip(op.inputs, needed, strict=True))
+
+
+def _replaced(op: Op, ctx: Any) -> dict[str, Tensor]:
+    """The inputs that a residual was saved instead of: derivatives of the gradients are of them."""
+    replaced = dict(zip(op.instead, getattr(ctx, "inputs", ()), strict=False))
+    for (slot, t), version in zip(replaced.items(), getattr(ctx, "versions", ()), strict=True):
+        if t._version != version:
+            raise RuntimeError(
+                f"{op.name}: {slot} was changed in place after the forward, expected its values there for a derivative "
+                f"of the gradient"
+            )
+    return replaced
 
 
 def _run_rule(op: Op, rule: Rule, attrs: tuple[Attr, ...], saved: Tensors, grads: Tensors, needed: Sequence[bool]):
@@ -337,8 +356,8 @@ def _register(namespace: torch.library.Library, op: Op, forward: Op) -> Callable
 
 
 def _autograd_kernel(op: Op, forward: Op, dispatched: Callable[..., Any], split, pack) -> Callable[..., Any]:
-    """The operator's autograd kernel, for every level of torch.func too. A backward has no derivative: a graph through
-    one raises only when it is differentiated, as torch's own do."""
+    """The operator's autograd kernel, for every level of torch.func too. ``forward``: the operator itself, or the one
+    whose backward it is."""
 
     def below(keyset, args):
         with torch._C._AutoDispatchBelowAutograd():
@@ -349,33 +368,87 @@ def _autograd_kernel(op: Op, forward: Op, dispatched: Callable[..., Any], split,
             results = below(keyset, (*inputs, *attrs))
         named = dict(zip((*op.inputs, *op.results), (*inputs, *_results(results)), strict=True))
         ctx.attrs = attrs
-        if op.has_gradient:
-            ctx.save_for_backward(*(named[slot] for slot in op.saved))
+        ctx.save_for_backward(*(named[slot] for slot in (op.saved if op.has_gradient else op.inputs)))
+        ctx.save_for_forward(*inputs)
+        ctx.shapes = [y.shape for y in _results(results)]
         ctx.mark_non_differentiable(*(named[slot] for slot in op.residuals))
+        if not op.has_gradient:
+            ctx.set_materialize_grads(False)
         return results
 
     def differentiate(ctx, *grads):
-        if not op.has_gradient:
-            once = f": {forward.name} can be differentiated once" if forward is not op else ""
-            raise NotImplementedError(f"{op.name} has no derivative{once}")
-        dys, needed = grads[: len(op.outputs)], ctx.needs_input_grad[2:]
-        return None, None, *_run_backward(op, ctx.attrs, ctx.saved_tensors, dys, needed, ctx)
+        needed = ctx.needs_input_grad[2:]
+        if op.has_gradient:
+            found = _run_backward(op, ctx.attrs, ctx.saved_tensors, grads[: len(op.outputs)], needed, ctx)
+        else:
+            found = _gradient_of_backward(op, forward, ctx.attrs, ctx.saved_tensors, grads, needed)
+        return None, None, *found
 
-    members = {"forward": staticmethod(run), "backward": staticmethod(differentiate)}
+    def tangents(ctx, _, __, *tangents):
+        primals = [t if t is None else forward_ad.unpack_dual(t).primal for t in ctx.saved_tensors]
+        with _other_levels():
+            found = _tangents_of_product(op, forward, ctx.attrs, primals, tangents)
+        zeros = next(iter(found.values())).new_zeros
+        found = dict.fromkeys(op.residuals) | found  # which must be None
+        return pack([found[y] if y in found else zeros(shape) for y, shape in zip(op.results, ctx.shapes, strict=True)])
+
+    members = {"forward": run, "backward": differentiate, "jvp": tangents}
+    members = {name: staticmethod(function) for name, function in members.items()}
     function = type(op.name.title().replace("_", ""), (torch.autograd.Function,), members)
     apply = super(torch.autograd.Function, function).apply  # the wrapper would choose a level of torch.func
 
     def kernel(keyset, *args):
         inputs, attrs = split(args)
-        _refuse_tangents(op, inputs)
-        if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)):
+        has_tangents = _has_tangents(inputs)
+        recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+        if not recorded and not has_tangents:
             return below(keyset, args)
         if op.mutates:
             raise NotImplementedError(f"{op.name} writes to {', '.join(op.mutates)}, and has no derivative")
+        if (has_tangents or op is not forward) and not formula.is_bilinear(forward, attrs):
+            if op.formula is not None:
+                return pack(_composed(op, attrs, inputs, dispatched))
+            if has_tangents:
+                raise NotImplementedError(f"{op.name}: forward-mode differentiation is not supported")
         with _other_levels():
             return apply(keyset, attrs, *inputs)
 
     return kernel
+
+
+def _composed(op: Op, attrs: tuple[Attr, ...], inputs: Tensors, dispatched: Callable[..., Any]) -> list[Tensor]:
+    """The results by the operator's formula, which torch differentiates; residuals, which have no derivative, by the
+    operator itself."""
+    dtypes = {y: _DTYPES[spec.dtype] for y, spec in _infer(op, attrs, inputs).items()}
+    found = derivatives.composed(op, attrs, inputs, of(op.library), dtypes)
+    if op.residuals:
+        constants = [t if t is None else forward_ad.unpack_dual(t).primal.detach() for t in inputs]
+        found = dict(zip(op.results, _results(dispatched(*constants, *attrs)), strict=True)) | found
+    return [found[y] for y in op.results]
+
+
+def _tangents_of_product(op: Op, forward: Op, attrs: tuple[Attr, ...], saved: Tensors, tangents: Tensors):
+    """By name, the tangents of the results of a bilinear operator, or of its backward, where they are not zero."""
+    named = {slot: t for slot, t in zip(op.inputs, saved, strict=True) if t is not None}
+    given = {slot: t for slot, t in zip(op.inputs, tangents, strict=True) if t is not None}
+    run, m = derivatives.runner(dispatched, attrs), derivatives.MATHEMATICS
+    if op is not forward:
+        return formula.backward_tangents(m, run, forward, named, given)
+    return {op.outputs[0]: formula.bilinear_tangent(m, run, op, named, given)}
+
+
+def _gradient_of_backward(
+    op: Op, forward: Op, attrs: tuple[Attr, ...], saved: Tensors, grads: Tensors, needed: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """One gradient, or None, for each input of a backward."""
+    if op is forward or not formula.is_bilinear(forward, attrs):
+        once = f": {forward.name} can be differentiated once" if forward is not op else ""
+        raise NotImplementedError(f"{op.name} has no derivative{once}")
+    named = {slot: t for slot, t in zip(op.inputs, saved, strict=True) if t is not None}
+    given = {y: t for y, t in zip(op.results, grads, strict=True) if t is not None}
+    run = derivatives.runner(dispatched, attrs)
+    found = formula.backward_cotangents(derivatives.MATHEMATICS, run, forward, named, given)
+    return tuple(found.get(slot) if need else None for slot, need in zip(op.inputs, needed, strict=True))
 
 
 def _versions_kernel(op: Op, dispatched: Callable[..., Any]) -> Callable[..., Any]:
@@ -394,8 +467,8 @@ def _versions_kernel(op: Op, dispatched: Callable[..., Any]) -> Callable[..., An
 
 @contextlib.contextmanager
 def _other_levels():
-    """An autograd.Function handles one level of torch.func. Its forward runs the lower levels, for which gradients and
-    tangents must be recorded."""
+    """An autograd.Function handles one level of torch.func. Its forward and jvp run the lower levels, for which
+    gradients and tangents must be recorded."""
     if not torch._C._are_functorch_transforms_active():
         yield
         return
@@ -408,11 +481,10 @@ def _other_levels():
         torch._C._functorch.set_single_level_autograd_function_allowed(allowed)
 
 
-def _refuse_tangents(op: Op, inputs: Tensors) -> None:
+def _has_tangents(inputs: Tensors) -> bool:
     if forward_ad._current_level < 0:
-        return
-    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in inputs):
-        raise NotImplementedError(f"{op.name}: forward-mode differentiation is not supported")
+        return False
+    return any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in inputs)
 
 
 def _autocast_kernel(op: Op, dispatched: Callable[..., Any], device: str, split, pack) -> Callable[..., Any]:
@@ -501,10 +573,12 @@ def _public(op: Op, module: str) -> Callable[..., Any]:
     disp = dispatched[op]
     first, second = op.inputs[0], op.inputs[1] if len(op.inputs) > 1 else ""
     torchs_names = {"input": first, "other": second} if "input" not in op.inputs else {}
+    composed = torch_arguments.COMPOSED.get(op.name) if op.library is BUILTIN else None
+    extra, _ = torch_call.EXTRA.get(op.name, ("", "")) if composed else ("", "")  # None here, or composed
 
     def sort(args, kwargs):
         """The inputs and attributes. ``input`` and ``other``, torch's names of the first two inputs, are accepted."""
-        inputs, attrs = op.bind(*args, **{torchs_names.get(name, name): value for name, value in kwargs.items()})
+        inputs, attrs = op.bind(*args, **{torchs_names.get(n, n): v for n, v in kwargs.items() if n != extra})
         if op.foreign is not None:
             return _with_numbers(inputs), attrs
         number, tensor = inputs[:2] if op.broadcast else (None, None)
@@ -513,7 +587,14 @@ def _public(op: Op, module: str) -> Callable[..., Any]:
         # torch.add accepts a number first; without alpha the sum commutes, and the number is not rounded
         return op.bind(tensor, number) if attrs[0] == 1 else ((tensor.new_full((), number), tensor), attrs)
 
+    def compose(args, kwargs):
+        """NotImplemented for a call that the kernel serves, or refuses."""
+        named = {torchs_names.get(name, name): value for name, value in kwargs.items()}
+        return NotImplemented if composed is None else composed(function, *args, **named)
+
     def general(*args, **kwargs):
+        if (result := compose(args, kwargs)) is not NotImplemented:
+            return result
         return _general(op, disp, *sort(args, kwargs))
 
     def bind(*attrs):
@@ -526,10 +607,16 @@ def _public(op: Op, module: str) -> Callable[..., Any]:
     @functools.wraps(op.bind)
     def function(*args, **kwargs):
         if _is_compiling():
+            if (result := compose(args, kwargs)) is not NotImplemented:
+                return result
             return _dispatch(op, disp, *sort(args, kwargs))
         return plain(*args, **kwargs)
 
     function.__module__ = module
+    if extra:
+        own = signature(op.bind)
+        more = Parameter(extra, Parameter.POSITIONAL_OR_KEYWORD, default=None)
+        function.__signature__ = own.replace(parameters=[*own.parameters.values(), more])  # type: ignore[attr-defined]
     if in_c:
         torch_call.install_vectorcall(function, plain)
     return function
@@ -675,14 +762,12 @@ class Softmax(torch.nn.Softmax):
 
 
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
-    """``torch.nn.CrossEntropyLoss`` on the library's kernel: the same arguments. With class weights, with targets that
-    are probabilities, and with more axes than (N, C) it calls torch's own."""
+    """``torch.nn.CrossEntropyLoss`` on the library's kernel: the same arguments."""
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        if self.weight is not None or target.is_floating_point() or input.dim() > 2:
-            return super().forward(input, target)
         options = self.ignore_index, self.reduction, self.label_smoothing
-        return cross_entropy(input, target, *options)  # type: ignore[name-defined] # noqa: F821
+        weight = {} if self.weight is None else {"weight": self.weight}
+        return cross_entropy(input, target, *options, **weight)  # type: ignore[name-defined] # noqa: F821
 
 
 class LLTM(torch.nn.Module):
@@ -721,12 +806,11 @@ class LLTM(torch.nn.Module):
 
 class Conv2d(torch.nn.Conv2d):
     """``torch.nn.Conv2d`` on the library's kernel: the same arguments, parameters and state; channels_last tensors stay
-    so, and TF32 is used if ``torch.backends.cudnn.allow_tf32`` is set. With another padding_mode than zeros, and with
-    padding "same", it calls torch's own."""
+    so, and TF32 is used if ``torch.backends.cudnn.allow_tf32`` is set. With another padding_mode than zeros it calls
+    torch's own."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.padding_mode != "zeros" or self.padding == "same":
+        if self.padding_mode != "zeros":
             return super().forward(input)
-        padding = 0 if self.padding == "valid" else self.padding
-        options = self.stride, padding, self.dilation, self.groups
+        options = self.stride, self.padding, self.dilation, self.groups
         return conv2d(input, self.weight, self.bias, *options, allow_tf32=torch.backends.cudnn.allow_tf32)

@@ -82,7 +82,7 @@ def conv2d(
     weight: Tensor,
     bias: Tensor | None = None,
     stride: int | Sequence[int] = 1,
-    padding: int | Sequence[int] = 0,
+    padding: int | Sequence[int] | str = 0,
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
     layout: str = 'NCHW',
@@ -96,7 +96,8 @@ def conv2d(
             of the leading axes is an image.
         weight: (O, C / groups, kh, kw), or (O, kh, kw, C / groups) where layout is "NHWC"; of x's dtype.
         bias: (O,), of x's dtype, or None.
-        stride, padding, dilation: an int, or one for height and one for width. Padding is zeros, on both sides.
+        stride, padding, dilation: an int, or one for height and one for width. Padding is zeros, on both sides; "valid"
+            is none, "same" keeps the image's size, with a stride of 1.
         groups: of input and output channels, which divides both: a group's outputs are of its inputs alone.
         layout: "NCHW" or "NHWC". The weight's axes are in the order of x's, the kernel's in the place of the image's,
             so that for "NHWC" it is as torch's channels_last memory has it.
@@ -120,6 +121,7 @@ def cross_entropy(
     ignore_index: int = -100,
     reduction: str = 'mean',
     label_smoothing: float = 0.0,
+    weight: Tensor | None = None,
 ) -> Tensor:
     """Cross entropy with class indices, as ``torch.nn.functional.cross_entropy``:
     ``-log(softmax(x)[target])`` of each row.
@@ -281,7 +283,7 @@ def rms_norm(
     Source: Zhang and Sennrich, arXiv:1910.07467.
     """
 
-def softmax(x: Tensor, dim: int = -1) -> Tensor:
+def softmax(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Tensor:
     """Softmax, as ``torch.nn.functional.softmax``: ``exp(x) / sum(exp(x))`` along an axis.
 
     Args:
@@ -353,8 +355,7 @@ class Softmax(torch.nn.Softmax):
     def forward(self, input: Tensor) -> Tensor: ...
 
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
-    """``torch.nn.CrossEntropyLoss`` on the library's kernel: the same arguments. With class weights, with targets that
-    are probabilities, and with more axes than (N, C) it calls torch's own."""
+    """``torch.nn.CrossEntropyLoss`` on the library's kernel: the same arguments."""
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor: ...
 
@@ -376,7 +377,7 @@ class LLTM(torch.nn.Module):
 
 class Conv2d(torch.nn.Conv2d):
     """``torch.nn.Conv2d`` on the library's kernel: the same arguments, parameters and state; channels_last tensors stay
-    so, and TF32 is used if ``torch.backends.cudnn.allow_tf32`` is set. With another padding_mode than zeros, and with
-    padding "same", it calls torch's own."""
+    so, and TF32 is used if ``torch.backends.cudnn.allow_tf32`` is set. With another padding_mode than zeros it calls
+    torch's own."""
 
     def forward(self, input: Tensor) -> Tensor: ...

@@ -31,6 +31,8 @@ from aotops import call, library
 from aotops.call import builtin, handle_of, keep, pointer_of, struct_capsule
 from aotops.op import Attr, Op
 
+EXTRA = {"softmax": ("dtype", "torch.dtype"), "cross_entropy": ("weight", "Tensor")}
+"""The keyword that only torch's function has, None by default, and its type."""
 _METH_KEYWORDS = 0x02
 _KEYS = {"int[]": "l", "float[]": "x", "int[][]": "x", "float[][]": "x"}
 """By an attribute's type, its letter in torch.cpp, where it is not the first. Python binds values of type "x"."""

@@ -48,7 +48,7 @@ def _run(op, attrs):
     def run(one, named):
         if one is op:
             return {op.outputs[0]: getattr(F, op.name)(**named, **dict(zip(op.public_attrs, attrs, strict=True)))}
-        function, (dy, *slots) = getattr(F, one.name), one.inputs
+        function, dy = getattr(F, one.name), one.inputs[0]
         given = {slot: named.get(slot) for slot in op.inputs}
         found = function(named[dy], **given, **dict(zip(op.public_attrs, attrs, strict=True)))
         return {f"d{slot}": d for slot, d in zip(op.inputs, found, strict=True) if d is not None}
@@ -88,7 +88,7 @@ def test_a_formula_gives_what_the_operator_gives(name):
             one.assert_values(formula.compose(MATHEMATICS, op, op.canonical(attrs), inputs))
 
 
-@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize("name", [name for name in FORMULAS if OPS[name].backward.has_kernel])
 def test_the_formula_of_a_backward_gives_the_gradients(name):
     op = OPS[name]
     for one in _trials(name):

@@ -5,6 +5,10 @@ from __future__ import annotations
 from ..op import operator
 
 
+def _formula(m, a, b, alpha, b_number):
+    return m.wide(a) + alpha * (b_number if b is None else m.wide(b))
+
+
 @operator(
     inputs=("dy",),
     outputs=("da", "db"),
@@ -25,6 +29,7 @@ def add_backward(dy, alpha=1, b_number=None):
     attrs={"alpha": "float", "b_number": "float?"},
     backward=add_backward,
     same_spec_as={"y": "a"},
+    formula=_formula,
     vmappable=("a", "b", "y"),
     elementwise=True,
     broadcast=True,

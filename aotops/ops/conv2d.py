@@ -6,9 +6,27 @@ from ..op import operator
 
 
 def _pair(value):
-    if type(value) is tuple:
-        return value
-    return tuple(value) if isinstance(value, (tuple, list)) else (value, value)
+    """(n, n) of n and of (n,)."""
+    value = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
+    return value * 2 if len(value) == 1 else value
+
+
+def _padding(padding, weight, stride, dilation, layout):
+    """In numbers: "valid" is 0, and "same" such that the result has the image's size."""
+    if padding == "valid":
+        return 0, 0
+    if padding != "same":
+        return _pair(padding)
+    if _pair(stride) != (1, 1):
+        raise ValueError(f"conv2d: padding is 'same', expected numbers with a stride of {stride}")
+    height, width = weight.shape[2:] if layout == "NCHW" else weight.shape[1:3]
+    reach = (_pair(dilation)[0] * (height - 1), _pair(dilation)[1] * (width - 1))
+    if reach[0] % 2 or reach[1] % 2:
+        raise ValueError(
+            f"conv2d: padding is 'same', expected numbers for a kernel of {height} by {width}, which needs one more "
+            f"zero on the right than on the left: pad x first"
+        )
+    return reach[0] // 2, reach[1] // 2
 
 
 def _output(call):
@@ -18,6 +36,11 @@ def _output(call):
     options = zip(image, kernel, call.stride, call.padding, call.dilation, strict=True)
     sizes = [(n + 2 * padding - dilation * (k - 1) - 1) // stride + 1 for n, k, stride, padding, dilation in options]
     return (*call.x[:-3], call.weight[0], *sizes) if nchw else (*call.x[:-3], *sizes, call.weight[0])
+
+
+def _attrs(weight, stride, padding, dilation, groups, layout, allow_tf32):
+    padding = _padding(padding, weight, stride, dilation, layout)
+    return _pair(stride), padding, _pair(dilation), groups, layout, allow_tf32
 
 
 _ATTRS = {
@@ -41,7 +64,7 @@ _ATTRS = {
     vmappable=("dy", "x", "dx"),
 )
 def conv2d_backward(dy, x, weight, stride=1, padding=0, dilation=1, groups=1, layout="NCHW", allow_tf32=False):
-    return (dy, x, weight), (_pair(stride), _pair(padding), _pair(dilation), groups, layout, allow_tf32)
+    return (dy, x, weight), _attrs(weight, stride, padding, dilation, groups, layout, allow_tf32)
 
 
 @operator(
@@ -65,7 +88,8 @@ def conv2d(x, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, layo
             of the leading axes is an image.
         weight: (O, C / groups, kh, kw), or (O, kh, kw, C / groups) where layout is "NHWC"; of x's dtype.
         bias: (O,), of x's dtype, or None.
-        stride, padding, dilation: an int, or one for height and one for width. Padding is zeros, on both sides.
+        stride, padding, dilation: an int, or one for height and one for width. Padding is zeros, on both sides; "valid"
+            is none, "same" keeps the image's size, with a stride of 1.
         groups: of input and output channels, which divides both: a group's outputs are of its inputs alone.
         layout: "NCHW" or "NHWC". The weight's axes are in the order of x's, the kernel's in the place of the image's,
             so that for "NHWC" it is as torch's channels_last memory has it.
@@ -82,4 +106,4 @@ def conv2d(x, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, layo
         ValueError: shapes that do not fit; a kernel that is larger than the padded image; another layout; a stride,
             dilation or number of groups below 1, a padding below 0; tensors on different devices.
     """
-    return (x, weight, bias), (_pair(stride), _pair(padding), _pair(dilation), groups, layout, allow_tf32)
+    return (x, weight, bias), _attrs(weight, stride, padding, dilation, groups, layout, allow_tf32)

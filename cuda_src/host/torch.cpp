@@ -35,7 +35,8 @@ struct Function {
   int n_saved;               // what is saved for the backward:
   int saved[kMaxSlots];      // the slot of each,
   int instead[kMaxSlots];    // and the residual that is saved in its place if it is written; -1: none
-  void *make_prototypes;     // takes the inputs; returns a tuple with one for each slot written, None where an input is
+  void *make_prototypes;     // takes the inputs; returns None for those that the operator refuses, whose error is then
+                             // this library's, else a tuple with one for each slot written, None where an input is
   void *prototypes;          // a dict of what it returned, by what the shapes of outputs depend on
 };
 
@@ -89,7 +90,7 @@ Ref prototypes(const Function &f, const Arguments &a, void *const *inputs) {
   if (!key) return nullptr;
   if (void *found = PyDict_GetItemWithError(f.prototypes, key)) return Py_IncRef(found), found;
   Ref made = PyObject_VectorcallDict(f.make_prototypes, inputs, f.call->n_in, nullptr);
-  if (!made) return nullptr;
+  if (!made || made == python.none) return nullptr;
   if (PyDict_Size(f.prototypes) >= 1024) PyDict_Clear(f.prototypes);
   if (PyDict_SetItem(f.prototypes, key, made)) return nullptr;
   return made;
@@ -135,11 +136,12 @@ Ref tuple_of(void *const *objects, const int *index, int n) {
   return tuple;
 }
 
-// Calls context.save_for_backward, and keeps the inputs that a residual replaces as context.inputs. False: Python's
-// error is set.
+// Calls context.save_for_backward, and keeps the inputs that a residual replaces as context.inputs, with their versions
+// as context.versions. False: Python's error is set.
 bool save(const Function &f, void *context, void *const *objects) {
   static void *save_for_backward = PyUnicode_InternFromString("save_for_backward"),
-              *inputs = PyUnicode_InternFromString("inputs");
+              *inputs = PyUnicode_InternFromString("inputs"), *versions = PyUnicode_InternFromString("versions"),
+              *version = PyUnicode_InternFromString("_version");
   void *arguments[1 + kMaxSlots] = {context};
   int replaced[kMaxSlots], n_replaced = 0;
   for (int i = 0; i < f.n_saved; ++i) {
@@ -150,7 +152,14 @@ bool save(const Function &f, void *context, void *const *objects) {
   }
   if (n_replaced) {
     Ref kept = tuple_of(objects, replaced, n_replaced);
-    if (!kept || PyObject_SetAttr(context, inputs, kept)) return false;
+    Ref counts = PyTuple_New(n_replaced);
+    if (!kept || !counts || PyObject_SetAttr(context, inputs, kept)) return false;
+    for (int i = 0; i < n_replaced; ++i) {
+      void *count = PyObject_GetAttr(objects[replaced[i]], version);
+      if (!count) return false;
+      PyTuple_SetItem(counts, i, count);
+    }
+    if (PyObject_SetAttr(context, versions, counts)) return false;
   }
   return Ref(PyObject_VectorcallMethod(save_for_backward, arguments, 1 + f.n_saved, nullptr));
 }

@@ -1,0 +1,90 @@
+"""Derivatives that no kernel computes, of operators of the dispatcher: a part of the torch frontend.
+
+They are the formulas of the definitions, which torch differentiates, and the products that the derivatives of a product
+are (aotops/formula.py). All of them are compositions of operators, so that derivatives of any order follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aotops import formula
+from aotops.op import Attr, Op
+
+
+class Mathematics:
+    """torch's, for formulas."""
+
+    exp, expm1, tanh, sigmoid, rsqrt = torch.exp, torch.expm1, torch.tanh, torch.sigmoid, torch.rsqrt
+    erfc, where, zeros, reshape = torch.special.erfc, torch.where, torch.zeros_like, torch.reshape
+    log_softmax = staticmethod(torch.log_softmax)
+
+    def __init__(self, ops: Any) -> None:
+        self.ops = ops
+
+    @staticmethod
+    def wide(x: Tensor) -> Tensor:
+        return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+    @staticmethod
+    def like(x: Tensor, model: Tensor) -> Tensor:
+        return x.to(model.dtype)
+
+    @staticmethod
+    def epsilon(x: Tensor) -> float:
+        return torch.finfo(x.dtype).eps
+
+    @staticmethod
+    def arange(n: int, model: Tensor) -> Tensor:
+        return torch.arange(n, dtype=model.dtype, device=model.device)
+
+    @staticmethod
+    def sum(x: Tensor, axes: tuple[int, ...], keepdims: bool = False) -> Tensor:
+        return x.sum(axes, keepdim=keepdims) if axes else x  # torch sums over all axes if there are none
+
+    @staticmethod
+    def mean(x: Tensor, axes: tuple[int, ...]) -> Tensor:
+        return x.mean(axes, keepdim=True) if axes else x
+
+    @staticmethod
+    def any(x: Tensor, axis: int) -> Tensor:
+        return x.any(axis)
+
+    @staticmethod
+    def count(x: Tensor, model: Tensor) -> Tensor:
+        return x.sum(dtype=model.dtype)
+
+    @staticmethod
+    def concatenate(arrays: Sequence[Tensor]) -> Tensor:
+        return torch.cat(tuple(arrays), -1)
+
+    @staticmethod
+    def matrix(x: Tensor) -> Tensor:
+        return x.flatten(0, -2) if x.dim() > 1 else x[None]
+
+
+def composed(
+    op: Op, attrs: Sequence[Attr], inputs: Sequence[Tensor | None], ops: Any, dtypes: Mapping[str, torch.dtype]
+):
+    """By name, the outputs of an operator's formula. ``ops``: the functions of its library. ``dtypes``: of its
+    outputs."""
+    outputs = formula.compose(Mathematics(ops), op, attrs, inputs)
+    return {y: value.to(dtypes[y]) for y, value in zip(op.composed, outputs, strict=True)}
+
+
+def runner(dispatched: Mapping[Op, Callable[..., Any]], attrs: Sequence[Attr]) -> formula.Run:
+    """Runs operators of the dispatcher, with these attributes."""
+
+    def run(op: Op, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        results = dispatched[op](*(named.get(slot) for slot in op.inputs), *attrs)
+        return dict(zip(op.results, results if isinstance(results, (tuple, list)) else (results,), strict=True))
+
+    return run
+
+
+MATHEMATICS = Mathematics(None)
+"""For products, whose derivatives need no other operator."""
