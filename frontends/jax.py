@@ -285,7 +285,8 @@ def _tangents_of_formula(op, attrs, wanted, given, moving):
         raise NotImplementedError(f"{op.name} has no gradient{why}")
 
     def formula(moving):
-        return _composed(op, attrs, wanted, given | moving)
+        outputs = _composed(op, attrs, wanted, {**given, **moving})
+        return [y.astype(given[s].dtype) for s, y in zip(wanted, outputs, strict=True)]
 
     return jax.jvp(formula, ({s: given[s] for s in moving},), (moving,))[1]
 
@@ -315,8 +316,12 @@ class _LinearMap:
     def _run(self, op: Op, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """All results of a product, or the gradients of its factors and the ``moved`` outputs of its backward."""
         forward = None if op.backward else self.forward or self.op
-        wanted = op.outputs if forward is None else tuple(
-            d for d in op.outputs if d[1:] in forward.bilinear or (forward is self.forward and d in self.moved)
+        wanted = (
+            op.outputs
+            if forward is None
+            else tuple(
+                d for d in op.outputs if d[1:] in forward.bilinear or (forward is self.forward and d in self.moved)
+            )
         )
         found = _apply(op, self.attrs, wanted, *(inputs.get(slot) for slot in op.inputs), forward=forward)
         return dict(zip(wanted, found, strict=True))
