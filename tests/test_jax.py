@@ -689,6 +689,17 @@ def _calls(function, *args):
     return Counter(re.findall(r'entry = "aot_(\w+)"', jax.jit(function).lower(*args).compile().as_text()))
 
 
+def _operators(jaxpr):
+    """The operators of a program, before XLA, which on the CPU merges what checkpoint computes again."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "aotops":
+            yield equation.params["call"].op.name
+        else:
+            for value in equation.params.values():
+                if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
+                    yield from _operators(getattr(value, "jaxpr", value))
+
+
 def test_checkpoint_policies_know_outputs_by_name():
     """What is saved is not computed again for the gradient."""
     x, w, b = arrays()
@@ -706,7 +717,7 @@ def test_checkpoint_policies_know_outputs_by_name():
         (("aotops.layer_norm",), 1, 2),
         (("aotops.layer_norm", "aotops.gelu"), 1, 1),
     ):
-        calls = _calls(gradient(*names), x, w, b)
+        calls = Counter(_operators(jax.make_jaxpr(gradient(*names))(x, w, b).jaxpr))
         assert (calls["layer_norm"], calls["gelu"]) == (norms, gelus), names
         assert calls["layer_norm_backward"] == calls["gelu_backward"] == 1
         close(gradient(*names)(x, w, b), expected)
@@ -720,7 +731,7 @@ def test_gradients_are_computed_by_kernels_and_no_others_than_asked_for():
     def block(x):
         return ours.linear(ours.layer_norm(x, 6, w, b), weight, b).sum()
 
-    assert _calls(jax.grad(block), x) == {"layer_norm": 1, "linear": 1, "linear_backward": 1, "layer_norm_backward": 1}
+    assert _calls(jax.grad(block), x) == {"layer_norm": 1, "linear_backward": 1, "layer_norm_backward": 1}
     (dx,) = re.findall(r"custom_call @aotops.*linear_backward.*-> (.*)", jax.jit(jax.grad(block)).lower(x).as_text())
     assert "tensor<6x6xf64>" not in dx
     assert _calls(lambda x: jax.jvp(lambda x: ours.linear(x, weight), (x,), (x,)), x) == {"linear": 2}
