@@ -1,4 +1,4 @@
-"""The operators for JAX: each is one XLA custom call, differentiable in reverse mode and batched by vmap.
+"""The operators for JAX: each is one XLA custom call, with derivatives of any mode and order, batched by vmap.
 
 They work under jit, grad, vmap, scan, cond, checkpoint and shard_map. A program exported with ``jax.export`` needs
 ``disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(name) for name in (TARGET, SCRATCH_TARGET)]``, and
@@ -7,9 +7,9 @@ They work under jit, grad, vmap, scan, cond, checkpoint and shard_map. A program
 - XLA cannot partition a custom call. Under jit over several devices every operator gathers its inputs, and each device
   computes the whole result. Under ``shard_map`` each device computes its part. The first such call of a process gives a
   ``ShardingWarning``, except if only the ``in_shardings`` of jit name the devices, which JAX's types do not show.
-- Derivatives are of the first order, in reverse mode. Forward mode (``jvp``, ``jacfwd``) is a TypeError, and a second
-  order a NotImplementedError; add has both. If a function under jit is differentiated in forward mode, or by
-  ``jax.linearize``, the TypeError is JAX's and names no operator.
+- Gradients are computed by the backward kernels; forward mode and the derivatives of a backward by the operators'
+  formulas, of which products are kernels again. An operator without a formula, such as a hosted one, has a gradient
+  alone: forward mode is a TypeError, and a second order a NotImplementedError.
 - Attributes, and so the axes normalized over, are constants of the program: they can be neither traced nor symbolic in
   an export. Other dimensions can.
 """
