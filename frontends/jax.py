@@ -1,4 +1,4 @@
-"""The operators for JAX: each is one XLA custom call, differentiable in reverse mode and batched by vmap.
+"""The operators for JAX: each is one XLA custom call, with derivatives of any mode and order, batched by vmap.
 
 They work under jit, grad, vmap, scan, cond, checkpoint and shard_map. A program exported with ``jax.export`` needs
 ``disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(name) for name in (TARGET, SCRATCH_TARGET)]``, and
@@ -9,9 +9,9 @@ They work under jit, grad, vmap, scan, cond, checkpoint and shard_map. A program
   result: the first such call of a process gives a ``ShardingWarning``, except if only the ``in_shardings`` of jit name
   the devices, which JAX's types do not show. A program of several devices that ``jax.export`` writes does so too:
   JAX cannot export how it is partitioned.
-- Derivatives are of the first order, in reverse mode. Forward mode (``jvp``, ``jacfwd``) is a TypeError, and a second
-  order a NotImplementedError; add has both. If a function under jit is differentiated in forward mode, or by
-  ``jax.linearize``, the TypeError is JAX's and names no operator.
+- Gradients are computed by the backward kernels; forward mode and the derivatives of a backward by the operators'
+  formulas, of which products are kernels again. An operator without a formula, such as a hosted one, has a gradient
+  alone: forward mode is a TypeError, and a second order a NotImplementedError.
 - Attributes, and so the axes normalized over, are constants of the program: they can be neither traced nor symbolic in
   an export. Other dimensions can.
 """
@@ -19,7 +19,6 @@ They work under jit, grad, vmap, scan, cond, checkpoint and shard_map. A program
 from __future__ import annotations
 
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial, reduce, wraps
@@ -37,7 +36,7 @@ from jax.tree_util import tree_flatten, tree_unflatten
 
 from aotops import library
 from aotops.extra import encode
-from aotops.formula import backward_cotangents, backward_tangents, bilinear_tangent, compose, is_bilinear
+from aotops.formula import backward_cotangents, backward_tangents, bilinear_tangent, compose, is_bilinear, parameters
 from aotops.hosting import NUMBERS, Namespace
 from aotops.infer import UNKNOWN_DIM, infer, infer_symbolic
 from aotops.library import Library
@@ -289,7 +288,8 @@ def _tangents_of_formula(op, attrs, wanted, given, moving):
         raise NotImplementedError(f"{op.name} has no gradient{why}")
 
     def formula(moving):
-        return _composed(op, attrs, wanted, given | moving)
+        outputs = _composed(op, attrs, wanted, {**given, **moving})
+        return [y.astype(given[s].dtype) for s, y in zip(wanted, outputs, strict=True)]
 
     return jax.jvp(formula, ({s: given[s] for s in moving},), (moving,))[1]
 
@@ -331,39 +331,48 @@ class _LinearMap:
 
 
 class _Tangent(_LinearMap):
-    """The transpose is the operator's backward, and in forward mode the map is the transpose of that one's formula."""
+    """The transpose is the operator's backward. In forward mode it is the derivative of the operator's formula, or the
+    transpose of the backward's where an input of that formula is not saved, so as to save no more."""
 
     def transpose(self, residuals, cotangents, names):
         given = self._given(residuals, dict(zip(self.moved, cotangents, strict=True)))
         if self.op.rule is not None:
             return self._by_rule(given, names)
-        backward, wanted = self.op.backward, self._gradients(names)
+        backward, wanted = self.op.backward, self._names(names)
         inputs = [given.get(s) for s in backward.inputs]
         found = _apply(backward, self.attrs, wanted, *_vary(inputs, _varying(inputs)), forward=self.op)
         return {d[1:]: ct for d, ct in zip(wanted, found, strict=True)}
 
     def evaluate(self, residuals, tangents):
-        def backward(*cotangents):
-            given = self._given(residuals, dict(zip(self.moved, cotangents, strict=True)))
-            if self.op.rule is not None:
-                found = self._by_rule(given, tangents)
-            else:
-                wanted = self._gradients(tangents)
-                found = _composed(self.op.backward, self.attrs, wanted, defaultdict(type(None), given))
-                found = {d[1:]: ct for d, ct in zip(wanted, found, strict=True)}
-            return {slot: ct.astype(tangents[slot].dtype) for slot, ct in found.items()}
-
-        if self.op.rule is None and self.op.backward.formula is None:
-            raise TypeError(f"{self.op.name} has no derivative in forward mode: expected grad or vjp, not jvp")
+        op = self.op
+        if op.rule is None and op.backward.formula is None:
+            raise TypeError(f"{op.name} has no derivative in forward mode: expected grad or vjp, not jvp")
+        given = dict.fromkeys(op.inputs) | residuals
+        if op.formula and all(s in op.saved for s in parameters(op.formula) if s in op.inputs):
+            types = dict(zip(self.moved, self.types, strict=True))
+            return _tangents_of_formula(op, self.attrs, self.moved, given | types, tangents)
         zeros = [jnp.zeros(t.shape, t.dtype) for t in self.types]
-        found, transposed = jax.vjp(backward, *_vary(zeros, _varying([*residuals.values(), *tangents.values()])))
+        zeros = _vary(zeros, _varying([*residuals.values(), *tangents.values()]))
+        found, transposed = jax.vjp(partial(self._gradients, residuals, tangents), *zeros)
         return transposed({slot: tangents[slot] for slot in found})
+
+    def _gradients(self, residuals, inputs, *cotangents) -> dict[str, Array]:
+        """The backward as a composition: by input, of its dtype."""
+        given = self._given(residuals, dict(zip(self.moved, cotangents, strict=True)))
+        if self.op.rule is not None:
+            found = self._by_rule(given, inputs)
+        else:
+            wanted = self._names(inputs)
+            given = dict.fromkeys(self.op.backward.inputs) | given
+            gradients = _composed(self.op.backward, self.attrs, wanted, given)
+            found = {d[1:]: ct for d, ct in zip(wanted, gradients, strict=True)}
+        return {slot: ct.astype(inputs[slot].dtype) for slot, ct in found.items()}
 
     def _given(self, residuals, cotangents):
         zeros = dict.fromkeys(self.op.outputs)
         return residuals | {f"d{y}": ct for y, ct in (zeros | cotangents).items()}
 
-    def _gradients(self, names) -> Names:
+    def _names(self, names) -> Names:
         return tuple(d for d in self.op.backward.outputs if d[1:] in names)
 
     def _by_rule(self, given, names):

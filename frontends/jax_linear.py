@@ -18,9 +18,13 @@ from jax.interpreters import ad, batching, mlir
 from jax.tree_util import tree_flatten, tree_unflatten
 
 try:
-    from jax.extend.core import Primitive, unmapped_aval
-except ImportError:  # before JAX 0.7
-    from jax.core import Primitive, unmapped_aval  # type: ignore[no-redef]
+    from jax.extend.core import Primitive
+except ImportError:  # older JAX
+    from jax.core import Primitive  # type: ignore[no-redef]
+try:
+    from jax.extend.core import unmapped_aval
+except ImportError:  # older JAX, which does not export it everywhere
+    from jax._src.core import unmapped_aval  # type: ignore[no-redef]
 
 Array = Any
 Named = Mapping[str, Array]
@@ -85,8 +89,15 @@ def _batch(operands, axes, *, map, tree, types):
     size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
     residual_axes, tangent_axes = (tuple(sorted(a.items())) for a in tree_unflatten(tree, axes))
     batched = _Batched(map, size, residual_axes, tangent_axes)
-    types = tuple(unmapped_aval(size, 0, t) for t in types)
+    types = tuple(_with_leading_axis(size, t) for t in types)
     return _linear.bind(*operands, map=batched, tree=tree, types=types), (0,) * len(types)
+
+
+def _with_leading_axis(size, type):
+    try:
+        return unmapped_aval(size, 0, type)
+    except TypeError:  # older JAX, which takes the axis's name too
+        return unmapped_aval(size, None, 0, type)
 
 
 @dataclass(frozen=True)

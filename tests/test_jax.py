@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import re
+from collections import Counter
+from dataclasses import replace
 from importlib.util import find_spec
 
 import numpy as np
@@ -16,6 +19,7 @@ from jax.test_util import check_grads  # noqa: E402
 
 from aotops.frontends import jax as ours  # noqa: E402
 from aotops.ops import OPS  # noqa: E402
+from aotops.testing.cases import CASES, first_case, inputs  # noqa: E402
 from aotops.testing.frameworks import race  # noqa: E402
 
 
@@ -124,11 +128,6 @@ def test_grad(name):
     close(jax.value_and_grad(jax.jit(loss(function)))(*arrays()), (loss(reference)(*arrays()), expected[0]))
 
 
-@EACH
-def test_check_grads(name):
-    check_grads(FUNCTIONS[name][0], arrays(), order=1, modes=["rev"])
-
-
 AXES = [(0, None, None), (1, None, None), (0, 0, 0), (0, 0, None), (None, 0, 0), (-1, None, 0)]
 
 
@@ -163,14 +162,145 @@ def test_jacrev(name):
     close(jax.jacrev(function, (0, 1))(*arrays()), jax.jacrev(reference, (0, 1))(*arrays()))
 
 
-def test_forward_mode_and_second_order_are_refused_by_name():
+def _convolution(x, w, b):
+    return x.reshape(2, 2, 6)[:, :, :, None] * w[:3], jnp.outer(b, w).reshape(2, 2, 3, 3)[..., :2]
+
+
+PRODUCTS = {
+    "matmul": (lambda x, w, b: ours.matmul(x * w, x + b, transpose_b=True), lambda x, w, b: (x * w) @ (x + b).T),
+    "linear": (lambda x, w, b: ours.linear(x, jnp.outer(w, b), b), lambda x, w, b: x @ jnp.outer(b, w) + b),
+    "linear_gelu": (
+        lambda x, w, b: ours.linear(x, jnp.outer(w, b), b, "gelu"),
+        lambda x, w, b: jax.nn.gelu(x @ jnp.outer(b, w) + b, approximate=False),
+    ),
+    "conv2d": (
+        lambda x, w, b: ours.conv2d(*_convolution(x, w, b), b[:2], padding=1),
+        lambda x, w, b: (
+            jax.lax.conv_general_dilated(*_convolution(x, w, b), (1, 1), ((1, 1), (1, 1))) + b[:2, None, None]
+        ),
+    ),
+    "cross_entropy": (
+        lambda x, w, b: ours.cross_entropy(x * w, jnp.array([1, -100, 0, 2]), label_smoothing=0.1),
+        lambda x, w, b: _cross_entropy(x * w),
+    ),
+}
+
+
+def _cross_entropy(x):
+    log_p, target, counts = jax.nn.log_softmax(x), jnp.array([1, 0, 0, 2]), jnp.array([1, 0, 1, 1])
+    losses = 0.9 * jnp.take_along_axis(log_p, target[:, None], -1)[:, 0] + 0.1 * log_p.mean(-1)
+    return -(losses * counts).sum() / 3
+
+
+def _derivatives(function):
+    """Of first and second order, along one direction, in each combination of modes."""
+
+    def derivatives(*args):
+        along = tuple(map(jnp.cos, args))
+        gradient = jax.grad(loss(function), (0, 1, 2))
+
+        def slope(*args):
+            return jax.jvp(loss(function), args, along)[1]
+
+        return {
+            "forward": jax.jvp(function, args, along),
+            "linearize": jax.linearize(function, *args)[1](*along),
+            "forward over forward": jax.jvp(slope, args, along)[1],
+            "forward over reverse": jax.jvp(gradient, args, along)[1],
+            "reverse over forward": jax.grad(slope, (0, 1, 2))(*args),
+            "reverse over reverse": jax.grad(
+                lambda *args: sum(map(jnp.vdot, gradient(*args), along)), (0, 1, 2)
+            )(*args),
+        }  # fmt: skip
+
+    return derivatives
+
+
+@pytest.mark.parametrize("name", ["gelu", "layer_norm", "add_rms_norm", "swiglu", "softmax", *PRODUCTS])
+def test_derivatives_of_any_mode_of_a_batch(name):
+    """x and b are mapped, w is shared."""
+    x, w, b = arrays()
+    batch = (jnp.stack([x, 2 * x, x - 1]), w, jnp.stack([b, b + 1, -b], 1))
+    derivatives = map(_derivatives, {**FUNCTIONS, **PRODUCTS}[name])
+    close(*(jax.jit(jax.vmap(f, (0, None, 1)))(*batch) for f in derivatives))
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_second_order_of_an_operator(name):
+    """By finite differences, for each floating input, in each combination of modes."""
+    index = first_case(name)
+    given = {slot: None if x is None else jnp.asarray(x) for slot, x in inputs(name, index, "float64").items()}
+    floating = {s: x for s, x in given.items() if x is not None and jnp.issubdtype(x.dtype, jnp.floating)}
+    attrs = CASES[name].cases[index].attrs
+
+    @jax.jit
+    def function(floating):
+        return getattr(ours, name)(**{**given, **floating}, **attrs)
+
+    check_grads(function, (floating,), order=2, modes=["fwd", "rev"], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "matmul", "cross_entropy"])
+def test_second_order_of_control_flow(name):
+    """scan and checkpoint in reverse mode, twice; while_loop in forward mode."""
+
+    def second(f):
+        def total(x, w, b):
+            def step(x, scale):
+                x = x * scale + 0.1 * jnp.sin(jax.checkpoint(f)(x, w, b)).sum()
+                return x, x.sum()
+
+            return jax.lax.scan(step, x, jnp.array([1.0, 0.5]))[1].sum()
+
+        def loop(x):
+            return jax.lax.while_loop(lambda s: s[0] < 2, lambda s: (s[0] + 1, x * f(s[1], w, b).mean()), (0, x))[1]
+
+        x, w, b = arrays()
+        twice = jax.grad(lambda x: (jax.grad(total)(x, w, b) ** 2).sum())(x)
+        return twice, jax.jvp(jax.grad(total, 1), (x, w, b), (x, b, w))[1], jax.jvp(loop, (x,), (x,))
+
+    close(*(jax.jit(second, static_argnums=0)(f) for f in {**FUNCTIONS, **PRODUCTS}[name]))
+
+
+def test_hessians_without_jit():
+    function, reference = FUNCTIONS["softmax"]
+    close(*(jax.hessian(loss(f))(*arrays()) for f in (function, reference)))
+    close(*(jax.jacfwd(f, (0, 1))(*arrays()) for f in (function, reference)))
+
+
+def test_sixteen_bits_have_derivatives_of_their_dtype():
+    x, w, b = (a.astype(jnp.bfloat16) for a in arrays())
+
+    def function(x):
+        return ours.linear(ours.layer_norm(ours.gelu(x), 6, w, b), jnp.outer(w, w), b, "silu").sum()
+
+    for derivative in (jax.grad(function), lambda x: jax.jvp(jax.grad(function), (x,), (x,))[1]):
+        assert derivative(x).dtype == jnp.bfloat16
+    assert jax.jvp(function, (x,), (x,))[1].dtype == jnp.bfloat16
+
+
+def test_what_states_no_derivative_says_so_by_name():
+    op = OPS["gelu"]
+    gelu = ours._function(replace(op, backward=replace(op.backward, formula=None)), __name__)
     x = arrays()[0]
-    for derivative in (lambda f: jax.jvp(f, (x,), (x,)), lambda f: jax.jacfwd(f)(x)):
+    close(jax.grad(loss(gelu))(x), jax.grad(loss(ours.gelu))(x))
+    for derivative in (lambda f: jax.jvp(f, (x,), (x,)), lambda f: jax.jit(jax.jacfwd(f))(x)):
         with pytest.raises(TypeError, match=r"^gelu has no derivative in forward mode"):
-            derivative(ours.gelu)
-    for function, name in ((ours.gelu, "gelu"), (lambda x: ours.layer_norm(x, 6), "layer_norm")):
-        with pytest.raises(NotImplementedError, match=f"^{name}_backward has no gradient"):
-            jax.grad(lambda x: jax.grad(loss(function))(x).sum())(x)  # noqa: B023
+            derivative(gelu)
+    with pytest.raises(NotImplementedError, match=r"^gelu_backward has no gradient"):
+        jax.grad(lambda x: jax.grad(loss(gelu))(x).sum())(x)
+    none = ours._function(replace(op, backward=None, formula=None), __name__)
+    with pytest.raises(NotImplementedError, match=r"^gelu has no gradient"):
+        jax.grad(loss(none))(x)
+
+
+def test_integers_have_gradients_of_float0():
+    x, target = arrays()[0], jnp.array([1, 5, 0, 2])
+    nothing = np.zeros(target.shape, jax.dtypes.float0)
+    dx, dtarget = jax.grad(ours.cross_entropy, (0, 1), allow_int=True)(x, target)
+    assert (dtarget.dtype, dtarget.shape) == (jax.dtypes.float0, target.shape)
+    moved = jax.jvp(ours.cross_entropy, (x, target), (x, nothing))[1]
+    close(moved, jnp.vdot(dx, x))
 
 
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
@@ -344,6 +474,18 @@ def test_export_of_gradients(name):
             close(mine, its)
 
 
+def test_export_of_second_order():
+    """A product of the Hessian and a vector, of any number of rows."""
+    product = (
+        lambda x, w, f=f: jax.jvp(jax.grad(loss(lambda x: f(x, w, w))), (x,), (x,))[1] for f in PRODUCTS["linear_gelu"]
+    )
+    ours_, theirs = product
+    exported = _exported(ours_, ("rows, 6", "6"))
+    for rows in (1, 9):
+        x, w = jnp.asarray(np.random.default_rng(rows).normal(size=(rows, 6))), arrays()[1]
+        close(exported(x, w), theirs(x, w))
+
+
 def test_export_of_a_product_whose_gradient_needs_a_workspace():
     """b is broadcast over the batch, and its gradient summed over it."""
 
@@ -429,6 +571,13 @@ mapped = jax.grad(total, (0, 1, 2))(sharded, w, b)
 for a, c, e in zip(got, mapped, expected):
     np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(c, e, rtol=1e-4, atol=1e-5)
+expected = jax.jvp(jax.grad(loss, (0, 1, 2)), (x, w, b), (x, b, w))[1]
+mapped = jax.jvp(jax.grad(total, (0, 1, 2)), (sharded, w, b), (sharded, b, w))[1]
+twice = jax.grad(lambda x: (jax.grad(total)(x, w, b) ** 2).sum())(sharded)
+for c, e in zip((*mapped, twice), (*expected, jax.grad(lambda x: (jax.grad(loss)(x, w, b) ** 2).sum())(x))):
+    np.testing.assert_allclose(c, e, rtol=1e-3, atol=1e-3)
+parts = jax.pmap(jax.grad(loss), in_axes=(0, None, None))(x.reshape(4, 2, 6), w, b)
+np.testing.assert_allclose(parts.reshape(8, 6), jax.grad(loss)(x, w, b), rtol=1e-4, atol=1e-5)
 print("agree")
 """
     said = python(program, XLA_FLAGS="--xla_force_host_platform_device_count=4", JAX_PLATFORMS="cpu")
@@ -489,7 +638,62 @@ def test_cross_entropy(reduction):
 def test_donated_inputs():
     x, w, b = arrays()
     expected = _layer_norm(x, w, b)
-    close(jax.jit(lambda x: ours.layer_norm(x, 6, w, b), donate_argnums=0)(x + 0), expected)
+    given = x + 0
+    close(jax.jit(lambda x: ours.layer_norm(x, 6, w, b), donate_argnums=0)(given), expected)
+    assert given.is_deleted()
+
+
+def _calls(function, *args):
+    """How often each entry is called by the program."""
+    return Counter(re.findall(r'entry = "aot_(\w+)"', jax.jit(function).lower(*args).compile().as_text()))
+
+
+def _operators(jaxpr):
+    """The operators of a program, before XLA, which on the CPU merges what checkpoint computes again."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "aotops":
+            yield equation.params["call"].op.name
+        else:
+            for value in equation.params.values():
+                if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
+                    yield from _operators(getattr(value, "jaxpr", value))
+
+
+def test_checkpoint_policies_know_outputs_by_name():
+    """What is saved is not computed again for the gradient."""
+    x, w, b = arrays()
+
+    def gradient(*names):
+        def block(x, w, b):
+            return jnp.sin(ours.gelu(ours.layer_norm(x, 6, w, b))).sum()
+
+        policy = jax.checkpoint_policies.save_only_these_names(*names)
+        return jax.grad(jax.checkpoint(block, policy=policy), (0, 1, 2))
+
+    expected = gradient()(x, w, b)
+    for names, norms, gelus in (
+        ((), 2, 2),
+        (("aotops.layer_norm",), 1, 2),
+        (("aotops.layer_norm", "aotops.gelu"), 1, 1),
+    ):
+        calls = Counter(_operators(jax.make_jaxpr(gradient(*names))(x, w, b).jaxpr))
+        assert (calls["layer_norm"], calls["gelu"]) == (norms, gelus), names
+        assert calls["layer_norm_backward"] == calls["gelu_backward"] == 1
+        close(gradient(*names)(x, w, b), expected)
+
+
+def test_gradients_are_computed_by_kernels_and_no_others_than_asked_for():
+    """Of a frozen layer there is no dweight, and in forward mode products are products of ours."""
+    x, w, b = arrays()
+    weight = jnp.outer(w, b)
+
+    def block(x):
+        return ours.linear(ours.layer_norm(x, 6, w, b), weight, b).sum()
+
+    assert _calls(jax.grad(block), x) == {"layer_norm": 1, "linear_backward": 1, "layer_norm_backward": 1}
+    (dx,) = re.findall(r"custom_call @aotops.*linear_backward.*-> (.*)", jax.jit(jax.grad(block)).lower(x).as_text())
+    assert "tensor<6x6xf64>" not in dx
+    assert _calls(lambda x: jax.jvp(lambda x: ours.linear(x, weight), (x,), (x,)), x) == {"linear": 2}
 
 
 def test_threads():
