@@ -147,6 +147,10 @@ class Op:
     scale: Mapping[str, str] = field(default_factory=dict)
     """Aliases of a backward without a kernel that the framework, which can differentiate that, multiplies by an
     attribute. With 1 they are the alias itself."""
+    dims: Callable[[Any], Mapping[str, str]] | None = None
+    """The axes of each slot but the workspace, by name, from which sharding follows (aotops/sharding.py says how they
+    are written): a function of the same object as ``shapes``. Without it an elementwise operator has independent axes
+    alone, and others are not split."""
     vmappable: frozenset[str] = frozenset()
     """Slots that may have additional leading axes, over which results are independent: vmap adds one."""
     vmap_same_rank: bool = False

@@ -33,7 +33,7 @@ from aotops.op import Attr, Op, Rule
 from aotops.ops import BUILTIN, OPS
 from aotops.spec import DTYPES, TensorSpec, check_broadcast
 
-from . import torch_arguments, torch_call, torch_gate, torch_inductor
+from . import torch_arguments, torch_call, torch_gate, torch_inductor, torch_sharding
 from . import torch_derivatives as derivatives
 
 __all__ = [
@@ -300,6 +300,7 @@ def _register_once(ops: Iterable[Op]) -> None:
     for one, forward in pairs:
         dispatched[one] = _register(_namespace(one.library), one, forward)
     torch_inductor.register([dispatched[one] for one, _ in pairs])
+    torch_sharding.register([(one, dispatched[one]) for one, _ in pairs])
 
 
 def _register(namespace: torch.library.Library, op: Op, forward: Op) -> Callable[..., Any]:

@@ -40,7 +40,8 @@ class Mathematics:
 
     @staticmethod
     def arange(n: int, model: Tensor) -> Tensor:
-        return torch.arange(n, dtype=model.dtype, device=model.device)
+        # not torch.arange, which beside a DTensor would be a plain tensor
+        return model.new_ones(n).cumsum(0, dtype=model.dtype) - 1
 
     @staticmethod
     def sum(x: Tensor, axes: tuple[int, ...], keepdims: bool = False) -> Tensor:

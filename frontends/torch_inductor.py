@@ -12,70 +12,29 @@ late: they do not run where their result is cached, or where the graph was expor
 
 from __future__ import annotations
 
-import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
+
+from .imports import after_import
 
 _LOWERING = "torch._inductor.lowering"
 
 
 def register(operators: Iterable[Any]) -> None:
     """Makes these ``OpOverload`` fallbacks of Inductor: now, or as soon as it is imported."""
-    waiting = next((finder for finder in sys.meta_path if isinstance(finder, _Finder)), None)
-    if waiting is not None and sys.modules.get(_LOWERING) is None:
-        waiting.operators += tuple(operators)
-        return
-    finder = _Finder(tuple(operators))
-    sys.meta_path.insert(0, finder)
-    if sys.modules.get(_LOWERING) is not None:
-        # import_module waits for a thread that is importing it
-        finder.register(import_module(_LOWERING))
+    overloads = tuple(operators)
+    after_import(_LOWERING, lambda: _make_fallbacks(import_module(_LOWERING), overloads))
 
 
-class _Finder(MetaPathFinder):
-    """Finds the lowerings by the finders behind it, one of another library among them. It is never removed: an import
-    in another thread that iterates over ``sys.meta_path`` would skip the next finder."""
-
-    def __init__(self, operators: tuple[Any, ...]) -> None:
-        self.operators = operators
-
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None):
-        if name != _LOWERING:
-            return None
-        finders = list(sys.meta_path)
-        behind = finders[finders.index(self) + 1 :] if self in finders else finders
-        found = (f.find_spec(name, path, target) for f in behind if hasattr(f, "find_spec"))
-        spec = next((spec for spec in found if spec is not None), None)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _ThenRegister(spec, spec.loader, self)
-        return spec
-
-    def register(self, lowering: ModuleType) -> None:
-        try:
-            for operator in self.operators:
-                _make_fallback(lowering, operator)
-        except Exception as error:  # Inductor must work: without the fallbacks it does, though more slowly
-            warnings.warn(f"aotops: Inductor {lowering.torch.__version__} took no fallbacks: {error!r}", stacklevel=2)
-
-
-class _ThenRegister(Loader):
-    """The loader of one import: the module has its own loader again before its first line runs."""
-
-    def __init__(self, spec: ModuleSpec, loader: Loader, finder: _Finder) -> None:
-        self.spec, self.loader, self.finder = spec, loader, finder
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self.loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self.spec.loader = module.__loader__ = self.loader
-        self.loader.exec_module(module)
-        self.finder.register(module)
+def _make_fallbacks(lowering: ModuleType, operators: Iterable[Any]) -> None:
+    try:
+        for operator in operators:
+            _make_fallback(lowering, operator)
+    except Exception as error:  # Inductor must work: without the fallbacks it does, though more slowly
+        warnings.warn(f"aotops: Inductor {lowering.torch.__version__} took no fallbacks: {error!r}", stacklevel=2)
 
 
 def _make_fallback(lowering: ModuleType, operator: Any) -> None:

@@ -13,6 +13,16 @@ def normalized(call):
     return call.normalized_shape
 
 
+def dims(rows, parameters, statistics):
+    """``Op.dims``: ``rows`` have every axis, ``parameters`` the normalized ones, which are whole."""
+
+    def stated(call):
+        whole = " ".join(f"N{i}" for i in range(len(call.normalized_shape)))
+        return dict.fromkeys(rows, f"... {whole}") | dict.fromkeys(parameters, whole) | {statistics: "... S"}
+
+    return stated
+
+
 def statistics(n):
     """n numbers for each row."""
     return lambda call: (*call.x[: -len(call.normalized_shape)], n)

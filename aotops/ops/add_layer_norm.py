@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..op import operator
-from ._norm import axes, layer_norm_gradients, layer_normalized, normalized, scaled, statistics
+from ._norm import axes, dims, layer_norm_gradients, layer_normalized, normalized, scaled, statistics
 
 
 def _formula(m, x, residual, weight, bias, normalized_shape, eps):
@@ -27,6 +27,7 @@ def _backward_formula(m, dy, dh, h, weight, normalized_shape, eps):
     same_spec_as={"dx": "h"},
     formula=_backward_formula,
     alias={"dresidual": "dx"},
+    dims=dims(("dy", "dh", "h", "dx"), ("weight", "dweight", "dbias"), "stats"),
     vmappable=("dy", "dh", "h", "stats", "dx", "dresidual"),
 )
 def add_layer_norm_backward(dy, dh, h, weight, stats, normalized_shape, eps=1e-5):
@@ -42,6 +43,7 @@ def add_layer_norm_backward(dy, dh, h, weight, stats, normalized_shape, eps=1e-5
     attrs={"normalized_shape": "int[]", "eps": "float"},
     backward=add_layer_norm_backward,
     same_spec_as={"y": "x", "h": "x"},
+    dims=dims(("x", "residual", "y", "h"), ("weight", "bias"), "stats"),
     formula=_formula,
     vmappable=("x", "residual", "y", "h", "stats"),
     autocast={"cuda": "float32"},

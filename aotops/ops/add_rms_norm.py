@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..op import operator
-from ._norm import axes, normalized, rms_norm_gradients, rms_normalized, scaled, statistics
+from ._norm import axes, dims, normalized, rms_norm_gradients, rms_normalized, scaled, statistics
 
 
 def _formula(m, x, residual, weight, normalized_shape, eps):
@@ -27,6 +27,7 @@ def _backward_formula(m, dy, dh, h, weight, normalized_shape, eps):
     same_spec_as={"dx": "h"},
     formula=_backward_formula,
     alias={"dresidual": "dx"},
+    dims=dims(("dy", "dh", "h", "dx"), ("weight", "dweight"), "rstd"),
     vmappable=("dy", "dh", "h", "rstd", "dx", "dresidual"),
 )
 def add_rms_norm_backward(dy, dh, h, weight, rstd, normalized_shape, eps=None):
@@ -42,6 +43,7 @@ def add_rms_norm_backward(dy, dh, h, weight, rstd, normalized_shape, eps=None):
     attrs={"normalized_shape": "int[]", "eps": "float?"},
     backward=add_rms_norm_backward,
     same_spec_as={"y": "x", "h": "x"},
+    dims=dims(("x", "residual", "y", "h"), ("weight",), "rstd"),
     formula=_formula,
     vmappable=("x", "residual", "y", "h", "rstd"),
     autocast={"cuda": "float32"},

@@ -38,6 +38,24 @@ def _output(call):
     return (*call.x[:-3], call.weight[0], *sizes) if nchw else (*call.x[:-3], *sizes, call.weight[0])
 
 
+def _dims(call, bias=None):
+    """Of the inputs and y. Groups pair the channels of both sides, which are then whole. A bias is added once, to the
+    sum over all input channels."""
+    o, c = ("O", "C") if call.groups > 1 else ("o", "c" if bias is None else "C")
+    each = "I" if call.groups > 1 else c
+    if call.layout == "NCHW":
+        x, weight, y = f"... {c} H W", f"{o} {each} KH KW", f"... {o} P Q"
+    else:
+        x, weight, y = f"... H W {c}", f"{o} KH KW {each}", f"... P Q {o}"
+    return {"x": x, "weight": weight, "bias": o, "y": y}
+
+
+def _gradients(axes, groups):
+    dbias = axes["bias"] if groups > 1 else f"{axes['bias']} (c)"
+    x, weight = axes["x"], axes["weight"]
+    return {"dy": axes["y"], "x": x, "weight": weight, "dx": x, "dweight": weight, "dbias": dbias}
+
+
 def _attrs(weight, stride, padding, dilation, groups, layout, allow_tf32):
     padding = _padding(padding, weight, stride, dilation, layout)
     return _pair(stride), padding, _pair(dilation), groups, layout, allow_tf32
@@ -61,6 +79,7 @@ _ATTRS = {
     optional=("dx", "dweight", "dbias"),
     attrs=_ATTRS,
     same_spec_as={"dx": "x", "dweight": "weight"},
+    dims=lambda call: _gradients(_dims(call), call.groups),
     vmappable=("dy", "x", "dx"),
 )
 def conv2d_backward(dy, x, weight, stride=1, padding=0, dilation=1, groups=1, layout="NCHW", allow_tf32=False):
@@ -75,6 +94,7 @@ def conv2d_backward(dy, x, weight, stride=1, padding=0, dilation=1, groups=1, la
     optional=("bias",),
     attrs=_ATTRS,
     backward=conv2d_backward,
+    dims=lambda call: _dims(call, call.bias),
     bilinear=("x", "weight"),
     vmappable=("x", "y"),
     autocast={"cpu": "autocast", "cuda": "autocast"},

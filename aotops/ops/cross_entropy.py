@@ -5,6 +5,12 @@ from __future__ import annotations
 from ..op import operator
 
 
+def _dims(call, loss, *like_x):
+    """A part of the rows has another mean: its axis is whole for it. ``loss``: the slot that is like the loss."""
+    n = "" if len(call.x) == 1 else "N" if call.reduction == "mean" else "n"
+    return {loss: n if call.reduction == "none" else "", "target": n} | dict.fromkeys(("x", *like_x), f"{n} C")
+
+
 def _formula(m, x, target, ignore_index, reduction, label_smoothing):
     log_p, counts, hit = _rows(m, x, target, ignore_index)
     losses = -(1 - label_smoothing) * m.sum(m.where(hit, log_p, m.zeros(log_p)), (-1,))
@@ -46,6 +52,7 @@ _ATTRS = {"ignore_index": "int", "reduction": "str", "label_smoothing": "float"}
     outputs=("dx",),
     workspace=("workspace",),
     optional=("slope",),
+    dims=lambda call: _dims(call, "dy", "slope", "dx"),
     attrs=_ATTRS,
     same_spec_as={"dx": "x"},
     formula=_backward_formula,
@@ -60,6 +67,7 @@ def cross_entropy_backward(dy, x, target, slope, ignore_index=-100, reduction="m
     residuals=("slope",),
     workspace=("workspace",),
     shapes={"y": lambda call: call.x[:-1] if call.reduction == "none" else ()},
+    dims=lambda call: _dims(call, "y", "slope"),
     attrs=_ATTRS,
     backward=cross_entropy_backward,
     same_spec_as={"slope": "x"},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..op import operator
-from ._norm import axes, layer_norm_gradients, layer_normalized, normalized, scaled, statistics
+from ._norm import axes, dims, layer_norm_gradients, layer_normalized, normalized, scaled, statistics
 
 
 def _formula(m, x, weight, bias, normalized_shape, eps):
@@ -23,6 +23,7 @@ def _backward_formula(m, dy, x, weight, normalized_shape, eps):
     optional=("weight", "stats", "dx", "dweight", "dbias"),
     attrs={"normalized_shape": "int[]", "eps": "float"},
     same_spec_as={"dx": "x"},
+    dims=dims(("dy", "x", "dx"), ("weight", "dweight", "dbias"), "stats"),
     formula=_backward_formula,
     vmappable=("dy", "x", "stats", "dx"),
 )
@@ -39,6 +40,7 @@ def layer_norm_backward(dy, x, weight, stats, normalized_shape, eps=1e-5):
     attrs={"normalized_shape": "int[]", "eps": "float"},
     backward=layer_norm_backward,
     same_spec_as={"y": "x"},
+    dims=dims(("x", "y"), ("weight", "bias"), "stats"),
     formula=_formula,
     vmappable=("x", "y", "stats"),
     autocast={"cuda": "float32"},

@@ -11,6 +11,17 @@ def _pre_activation(call):
     return (*call.x[:-1], 0 if call.activation is None else call.weight[0])
 
 
+def _dims(call, follows):
+    """Of the inputs and the pre-activation. What follows the product needs its whole sum."""
+    i, before = "I" if follows else "i", "o" if call.activation else "0"
+    return {"x": f"... {i}", "weight": f"o {i}", "bias": "o", "pre_activation": f"... {before}"}
+
+
+def _gradients(call):
+    i = "I" if call.activation else "i"
+    return {"dy": "... o", "dx": f"... {i}", "dweight": f"o {i}", "dbias": "o" if call.activation else "o (i)"}
+
+
 def _formula(m, x, weight, bias, activation, allow_tf32):
     """Of an activation: without one, the operator is bilinear."""
     return activated(m, m.wide(m.ops.linear(x, weight, bias, None, allow_tf32)), activation)
@@ -35,6 +46,7 @@ _ATTRS = {"activation": "str?", "allow_tf32": "bool"}
     optional=("bias", "pre_activation", "dx", "dweight", "dbias"),
     attrs=_ATTRS,
     same_spec_as={"dx": "x", "dweight": "weight"},
+    dims=lambda call: _dims(call, call.activation) | _gradients(call),
     formula=_backward_formula,
     vmappable=("dy", "x", "pre_activation", "dx"),
 )
@@ -51,6 +63,7 @@ def linear_backward(dy, x, weight, bias, pre_activation, activation=None, allow_
     optional=("bias",),
     attrs=_ATTRS,
     backward=linear_backward,
+    dims=lambda call: _dims(call, call.activation or call.bias is not None) | {"y": "... o"},
     formula=_formula,
     bilinear=("x", "weight"),
     bilinear_unless="activation",

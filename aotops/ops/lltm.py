@@ -5,6 +5,17 @@ from __future__ import annotations
 from ..op import operator
 
 
+def _dims(call):
+    """Of the inputs and gates. A row's gates are a product of all features with all weights."""
+    bias = "G" if len(call.bias) == 1 else "ONE G"
+    state = dict.fromkeys(("old_h", "old_cell"), "... H")
+    return {"input": "... F", "weights": "G K", "bias": bias, "gates": "... G"} | state
+
+
+def _gradients(axes):
+    return {f"d{slot}": axes[slot] for slot in ("input", "weights", "bias", "old_h", "old_cell")}
+
+
 def _gates(m, input, weights, bias, old_h):
     """[old_h, input], and the gates before their activations, wide: input gate, output gate, candidate."""
     both, n = m.concatenate((old_h, input)), old_h.shape[-1]
@@ -53,6 +64,7 @@ def _backward_formula(m, dnew_h, dnew_cell, input, weights, bias, old_h, old_cel
         "dold_h": "old_h",
         "dold_cell": "old_cell",
     },
+    dims=lambda call: _dims(call) | {"dnew_h": "... H", "dnew_cell": "... H"} | _gradients(_dims(call)),
     formula=_backward_formula,
     vmappable=("dnew_h", "dnew_cell", "input", "old_h", "old_cell", "gates", "dinput", "dold_h", "dold_cell"),
 )
@@ -68,6 +80,7 @@ def lltm_backward(dnew_h, dnew_cell, input, weights, bias, old_h, old_cell, gate
     shapes={"gates": lambda call: (*call.old_h[:-1], 3 * call.old_h[-1])},
     backward=lltm_backward,
     same_spec_as={"new_h": "old_h", "new_cell": "old_cell"},
+    dims=lambda call: _dims(call) | {"new_h": "... H", "new_cell": "... H"},
     formula=_formula,
     vmappable=("input", "old_h", "old_cell", "new_h", "new_cell", "gates"),
     always_save_residuals=True,

@@ -12,6 +12,12 @@ def _product(call):
     return (*(j if i == 1 else i for i, j in zip(few, many, strict=True)), m, n)
 
 
+def _factors(call, prefix=""):
+    """The axes of a and b, or of their gradients."""
+    a, b = "... k m" if call.transpose_a else "... m k", "... n k" if call.transpose_b else "... k n"
+    return {f"{prefix}a": a, f"{prefix}b": b}
+
+
 _ATTRS = {"transpose_a": "bool", "transpose_b": "bool", "allow_tf32": "bool"}
 
 
@@ -22,6 +28,7 @@ _ATTRS = {"transpose_a": "bool", "transpose_b": "bool", "allow_tf32": "bool"}
     optional=("da", "db"),
     attrs=_ATTRS,
     same_spec_as={"da": "a", "db": "b"},
+    dims=lambda call: {"dy": "... m n", **_factors(call), **_factors(call, "d")},
     vmappable=("dy", "a", "b", "da", "db"),
     vmap_same_rank=True,
 )
@@ -36,6 +43,7 @@ def matmul_backward(dy, a, b, transpose_a=False, transpose_b=False, allow_tf32=F
     shapes={"y": _product},
     attrs=_ATTRS,
     backward=matmul_backward,
+    dims=lambda call: {**_factors(call), "y": "... m n"},
     bilinear=("a", "b"),
     vmappable=("a", "b", "y"),
     vmap_same_rank=True,

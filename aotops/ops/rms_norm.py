@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..op import operator
-from ._norm import axes, normalized, rms_norm_gradients, rms_normalized, scaled, statistics
+from ._norm import axes, dims, normalized, rms_norm_gradients, rms_normalized, scaled, statistics
 
 
 def _formula(m, x, weight, normalized_shape, eps):
@@ -23,6 +23,7 @@ def _backward_formula(m, dy, x, weight, normalized_shape, eps):
     optional=("weight", "rstd", "dx", "dweight"),
     attrs={"normalized_shape": "int[]", "eps": "float?"},
     same_spec_as={"dx": "x"},
+    dims=dims(("dy", "x", "dx"), ("weight", "dweight"), "rstd"),
     formula=_backward_formula,
     vmappable=("dy", "x", "rstd", "dx"),
 )
@@ -39,6 +40,7 @@ def rms_norm_backward(dy, x, weight, rstd, normalized_shape, eps=None):
     attrs={"normalized_shape": "int[]", "eps": "float?"},
     backward=rms_norm_backward,
     same_spec_as={"y": "x"},
+    dims=dims(("x", "y"), ("weight",), "rstd"),
     formula=_formula,
     vmappable=("x", "y", "rstd"),
     autocast={"cuda": "float32"},

@@ -25,6 +25,17 @@ def _axis(dim):
         return None
 
 
+def _dims(*slots):
+    """The axes after the softmax's are independent too."""
+
+    def stated(call):
+        after = range(-1 - call.dim)
+        axes = " ".join(["... D", *(f"a{i}" for i in after)])
+        return dict.fromkeys(slots, axes if getattr(call, slots[0]) else "")
+
+    return stated
+
+
 def _formula(m, x, dim):
     return m.exp(m.log_softmax(m.wide(x), dim) if x.shape else m.zeros(m.wide(x)))
 
@@ -39,6 +50,7 @@ def _backward_formula(m, dy, y, dim):
     outputs=("dx",),
     attrs={"dim": "int"},
     same_spec_as={"dx": "y"},
+    dims=_dims("dy", "y", "dx"),
     formula=_backward_formula,
     vmappable=("dy", "y", "dx"),
     axes=1,
@@ -53,6 +65,7 @@ def softmax_backward(dy, y, dim=-1):
     attrs={"dim": "int"},
     backward=softmax_backward,
     same_spec_as={"y": "x"},
+    dims=_dims("x", "y"),
     formula=_formula,
     vmappable=("x", "y"),
     axes=1,
