@@ -281,8 +281,6 @@ class _Mathematics:
     def __init__(self, writer: _Writer) -> None:
         self._writer = writer
         self.ops = SimpleNamespace(**{name: self._operator(op) for name, op in writer.known.items()})
-        for name in ("exp", "expm1", "tanh", "erfc", "sigmoid", "rsqrt"):
-            setattr(self, name, self._elementwise(getattr(ops, name)))
 
     def _operator(self, op: Op) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
@@ -292,11 +290,23 @@ class _Mathematics:
 
         return call
 
-    def _elementwise(self, function: Callable[..., Any]) -> Callable[[_Array], _Array]:
-        def apply(x: _Array) -> _Array:
-            return self._writer.write(f"{self._writer.constant(function)}({x.name})", x.shape, x.dtype)
+    def exp(self, x: _Array) -> _Array:
+        return self._apply(ops.exp, x, "", x.shape)
 
-        return apply
+    def expm1(self, x: _Array) -> _Array:
+        return self._apply(ops.expm1, x, "", x.shape)
+
+    def tanh(self, x: _Array) -> _Array:
+        return self._apply(ops.tanh, x, "", x.shape)
+
+    def erfc(self, x: _Array) -> _Array:
+        return self._apply(ops.erfc, x, "", x.shape)
+
+    def sigmoid(self, x: _Array) -> _Array:
+        return self._apply(ops.sigmoid, x, "", x.shape)
+
+    def rsqrt(self, x: _Array) -> _Array:
+        return self._apply(ops.rsqrt, x, "", x.shape)
 
     def _apply(self, function: Any, x: _Array, rest: str, shape: Sequence[int], dtype: str | None = None) -> _Array:
         self._writer.reshapes |= tuple(shape) != x.shape
@@ -317,12 +327,11 @@ class _Mathematics:
         return 2.0**-52 if x.dtype == "float64" else 2.0**-23
 
     def log_softmax(self, x: _Array, axis: int) -> _Array:
-        writer = self._writer
         shape = _reduced(x, (axis,), keepdims=True)
         most = self._apply(ops.amax, x, f", {axis}, True", shape)
         less = x - self._apply(ops.stop_gradient, most, "", shape)
-        total = self.sum(self.exp(less), (axis,), keepdims=True)  # type: ignore[attr-defined]
-        return less - writer.write(f"{writer.constant(ops.log)}({total.name})", shape, x.dtype)
+        total = self.sum(self.exp(less), (axis,), keepdims=True)
+        return less - self._apply(ops.log, total, "", shape)
 
     def where(self, condition: _Array, x: _Array, y: _Array) -> _Array:
         return self._apply(ops.where, condition, f", {x.name}, {y.name}", x.shape, x.dtype)
