@@ -404,7 +404,8 @@ class Invocation {
     AOT_TRY(attributes_as_text(&attributes));
     auto bound = new_bound(op_, entries_, key_, hash, std::move(attributes));
     call_ = &bound->call;
-    if (entries_.n_bound.fetch_add(1) >= kMostBound) return temporary_ = std::move(bound), kOk;
+    if (entries_.n_bound >= kMostBound) return temporary_ = std::move(bound), kOk;
+    ++entries_.n_bound;
     // Two threads may both come here; the second binding is as good as the first.
     bound->next = entries_.bound.load(std::memory_order_relaxed);
     while (!entries_.bound.compare_exchange_weak(bound->next, bound.get(), std::memory_order_release,
