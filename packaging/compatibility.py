@@ -146,9 +146,11 @@ HEAD = """# Compatibility
 
 One wheel, of one binary, in environments that pip makes. `make compatibility` runs the core of the table in each: every
 operator's first case, values and gradients, in float32 and in bfloat16 (float16 where NumPy has no `ml_dtypes`), calls
-from four threads, and transforms of the framework: `torch.compile`, `opcheck` and `gradgradcheck`; `jit`, `grad` and
-`vmap`; MindSpore in both modes. A cell has the version that pip chose, what came of it, and its date. The runs are on x86-64 Linux, on
-the CPU. A "t" marks free-threaded builds of CPython.
+from four threads, and transforms of the framework: `torch.compile`, `opcheck` and `gradgradcheck`; `jit`, `grad`,
+`vmap` and second order; MindSpore in both modes. A cell has the version that pip chose, what came of it, and its date.
+The runs are on x86-64 Linux, on the CPU. A "t" marks free-threaded builds of CPython, where `addresses` is the call
+path. "No wheel": pip finds none of that version for that interpreter. "Not run": `make compatibility` would run it, and
+has not yet. An environment of PyTorch has 7 GB, so that its older versions are for one interpreter alone.
 
 This page is written by `packaging/compatibility.py`.
 """
@@ -178,9 +180,11 @@ def entry(cell: Cell, found: dict[str, Any] | None, notes: dict[str, int]) -> st
     if found is None:
         return what
     version = found.get("versions", {}).get(cell.framework, "").partition("+")[0]
+    if what == "fails" and "checks" in found:
+        what = f"{len(found['failed'])} of {found['checks']} fail"
     why = found.get("reason") or found.get("refused") or "; ".join(found.get("failed", ()))
     note = f" ({notes.setdefault(why, len(notes) + 1)})" if why and what != "no wheel" else ""
-    return f"{version} {what}{note}, {found['date']}".strip()
+    return f"{version}{': ' * bool(version)}{what}{note}, {found['date']}"
 
 
 # ------------------------------------------------------------------------------------------------------------ arguments

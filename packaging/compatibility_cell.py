@@ -172,11 +172,11 @@ def of_jax() -> dict[str, Callable[[], None]]:
     def function(x: Any) -> Any:
         return F.gelu(F.layer_norm(x, 6))
 
-    def close(got: Any, expected: Any) -> None:
-        np.testing.assert_allclose(np.asarray(got), np.asarray(expected), rtol=1e-5, atol=1e-6)
+    def close(got: Any, expected: Any, atol: float = 1e-6) -> None:
+        np.testing.assert_allclose(np.asarray(got), np.asarray(expected), rtol=1e-5, atol=atol)
 
     def total(x: Any) -> Any:
-        return (function(x) * jax.numpy.arange(6.0)).sum()
+        return (function(x) * jax.numpy.arange(6, dtype=x.dtype)).sum()
 
     def finite_differences() -> Any:
         direction, step = np.cos(np.arange(24.0)).reshape(4, 6).astype("float32"), 1e-2
@@ -184,11 +184,18 @@ def of_jax() -> dict[str, Callable[[], None]]:
         along = (jax.grad(total)(x) * direction).sum()
         np.testing.assert_allclose(float(along), float(slope), rtol=2e-2)
 
+    def second_order() -> None:
+        """The product of the Hessian with a vector, in forward mode and in reverse mode."""
+        direction = jax.numpy.cos(jax.numpy.arange(24, dtype=x.dtype)).reshape(4, 6)
+        forward = jax.jvp(jax.grad(total), (x,), (direction,))[1]
+        close(forward, jax.grad(lambda x: (jax.grad(total)(x) * direction).sum())(x), 1e-4)  # of numbers up to 16
+
     return {
         "jit": lambda: close(jax.jit(function)(x), function(x)),
         "grad": finite_differences,
         "jit of grad": lambda: close(jax.jit(jax.grad(total))(x), jax.grad(total)(x)),
         "vmap": lambda: close(jax.vmap(function)(x), function(x)),
+        "second order": second_order,
     }
 
 
