@@ -13,6 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from aotops.frontends import torch as ours  # noqa: E402
+from aotops.ops import OPS  # noqa: E402
 
 F = torch.nn.functional
 
@@ -295,7 +296,7 @@ def test_modules_and_functions_are_copied_and_pickled():
         assert str(other) == str(net)
         x = images(2, 3, 5)
         assert torch.equal(other[0](x), net[0](x))
-    for name in ours.OPS:
+    for name in OPS:
         function = getattr(ours, name)
         assert pickle.loads(pickle.dumps(function)) is function
         assert copy.deepcopy(function) is function
@@ -327,3 +328,15 @@ def test_channels_last_in_and_out():
         (ours.linear(x, torch.eye(5)), F.linear(x, torch.eye(5))),
     ):
         torch.testing.assert_close(mine, theirs, check_stride=True)
+
+
+def test_autocast_lists_are_torchs():
+    """An operator is cast on a device where torch's own is."""
+    names = {
+        "add": "add.Tensor", "gelu": "gelu", "softmax": "softmax.int", "layer_norm": "layer_norm", "matmul": "matmul",
+        "linear": "linear", "conv2d": "conv2d", "cross_entropy": "nll_loss", "swiglu": "silu",
+    }  # fmt: skip
+    for name, torchs in names.items():
+        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+        cast = {device for device in ("cpu", "cuda") if has_kernel(f"aten::{torchs}", f"Autocast{device.upper()}")}
+        assert {*OPS[name].autocast} == cast, name
