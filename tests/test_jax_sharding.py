@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("jax")
 
-from aotops.ops import OPS  # noqa: E402
+from aotops.ops import OPS
 
 PROGRAM = Path(__file__).parent / "sharded_jax.py"
 EXAMPLE = Path(__file__).parents[1] / "examples" / "distributed" / "train_jax.py"
