@@ -182,8 +182,9 @@ def addresses(
     ndims = [len(spec.shape) for spec in given]
     dims = [dim for spec in given for dim in spec.shape]
     status = c_int()
+    handle = handle_of(op, attrs)  # another thread's binding may drop it from its cache
     plan = lib().aot_plan_new(
-        pointer_of(handle_of(op, attrs)),
+        pointer_of(handle),
         _DEVICES.index(device),
         sum(1 << i for i, spec in enumerate(specs) if spec is not None),
         len(given),

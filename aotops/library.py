@@ -41,7 +41,8 @@ class _Functions(ctypes.CDLL):
         if symbol.startswith("__"):
             raise AttributeError(symbol)
         try:
-            return super().__getattr__(symbol)
+            # of two threads that are the first to ask, both get the same object, and keep the types set on it
+            return self.__dict__.setdefault(symbol, self[symbol])
         except AttributeError:
             raise LibraryError(f"{self._name} exports no {symbol}: rebuild it with `make clean lib`") from None
 

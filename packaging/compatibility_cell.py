@@ -23,7 +23,7 @@ def main() -> None:
     try:
         import_module(f"aotops.frontends.{name}")
     except ImportError as error:
-        print(json.dumps(found | {"refused": first_line(error)}))
+        print(json.dumps(found | {"refused": first_line(error).partition(" (/")[0]}))
         return
     for what, check in checks(name):
         found["checks"] += 1
