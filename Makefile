@@ -295,7 +295,8 @@ PYTEST_ENVIRONMENT := OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive XLA_PYTHON_CLIEN
 # Both environments are tested, whatever the first one says, and then those that failed are named.
 TESTS := AOTOPS_TEST_FRONTENDS=numpy,torch,jax$(if $(GPU),$(comma)cupy) $(PYTEST_ENVIRONMENT) $(VENV)/bin/python $(PYTEST)
 # These use no framework, so the second environment does not repeat them.
-TESTED_ONCE := $(addprefix --ignore=tests/test_,cli.py compile.py convention.py core.py info.py new.py packaging.py)
+TESTED_ONCE := $(addprefix --ignore=tests/test_,cli.py compatibility.py compile.py convention.py core.py cpp.py \
+               formulas.py info.py new.py packaging.py)
 MS_TESTS := AOTOPS_TEST_FRONTENDS=numpy,mindspore $(PYTEST_ENVIRONMENT) $(MS_VENV)/bin/python $(PYTEST) $(TESTED_ONCE)
 
 test:

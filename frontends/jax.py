@@ -30,7 +30,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.export import is_symbolic_dim
 from jax.interpreters import ad, batching, mlir
 from jax.tree_util import tree_flatten, tree_unflatten
 
@@ -60,6 +59,14 @@ try:
     from jax import ffi
 except ImportError:  # before JAX 0.5
     from jax.extend import ffi
+
+try:
+    from jax.export import is_symbolic_dim
+except ModuleNotFoundError:  # JAX 0.4 without absl-py, which jax.export imports: then no dimension is symbolic
+
+    def is_symbolic_dim(dim: object) -> bool:
+        return False
+
 
 __all__ = ["LLTM", "SCRATCH_TARGET", "TARGET", "ShardingWarning", "functions", "of", "register", *OPS]
 

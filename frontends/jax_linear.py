@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax._src import dispatch as _dispatch
 from jax.interpreters import ad, batching, mlir
 from jax.tree_util import tree_flatten, tree_unflatten
 
@@ -134,3 +135,5 @@ ad.primitive_jvps[_linear] = _jvp
 ad.primitive_transposes[_linear] = _transpose
 batching.primitive_batchers[_linear] = _batch
 mlir.register_lowering(_linear, mlir.lower_fun(_evaluate, multiple_results=True))
+# Its lowering may have a custom_partitioning, for which JAX must know the devices: it looks for one in jaxprs alone.
+getattr(_dispatch, "prim_requires_devices_during_lowering", set()).add(_linear)

@@ -235,7 +235,7 @@ def _sum(x: Array, over: tuple[str, ...]) -> Array:
     return jax.lax.psum(x, over) if over else x
 
 
-# JAX cannot export a custom_partitioning, and does not say so before it lowers one.
+# JAX cannot export a custom_partitioning, nor lower it where it does not tell the devices, and says so only then.
 
 _partitioned_p = Primitive("aotops_partitioned")
 _partitioned_p.multiple_results = True
@@ -257,7 +257,8 @@ def _types(*types, call, jaxpr):
 
 def _lower(ctx, *values, call, jaxpr):
     is_exported = getattr(getattr(ctx.module_context, "lowering_parameters", None), "for_export", False)
-    lowered = call if is_exported else jaxpr_as_fun(jaxpr)
+    unknown = getattr(ctx.module_context.axis_context, "device_assignment", ()) is None
+    lowered = call if is_exported or unknown else jaxpr_as_fun(jaxpr)
     return mlir.lower_fun(lowered, multiple_results=True)(ctx, *values)
 
 

@@ -225,6 +225,12 @@ def test_derivatives_of_any_mode_of_a_batch(name):
     close(*(jax.jit(jax.vmap(f, (0, None, 1)))(*batch) for f in derivatives))
 
 
+def test_a_program_of_a_tangent_alone():
+    """Nothing but the tangent of a gradient is left of it, which JAX lowers without asking for devices."""
+    a, b = jnp.ones((2, 3)), jnp.ones((3, 2))
+    assert not jax.jit(jax.hessian(lambda a: ours.matmul(a, b).sum()))(a).any()
+
+
 @pytest.mark.parametrize("name", OPS)
 def test_second_order_of_an_operator(name):
     """By finite differences, for each floating input, in each combination of modes."""
