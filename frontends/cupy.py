@@ -105,7 +105,8 @@ def _device_id(value: Any) -> int:
     kind, number = value.__dlpack_device__() if hasattr(value, "__dlpack_device__") else (None, 0)
     if kind == _DLPACK_CUDA[0]:
         return number
-    pointer = cp.asarray(value).data.ptr if kind is None else cp.from_dlpack(value).data.ptr
+    # cp.asarray would copy to the current device
+    pointer = value.__cuda_array_interface__["data"][0] if kind is None else cp.from_dlpack(value).data.ptr
     return cp.cuda.runtime.pointerGetAttributes(pointer).device if pointer else cp.cuda.Device().id
 
 

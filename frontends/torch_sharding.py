@@ -134,7 +134,7 @@ class _Split(NamedTuple):
 
     def local(self, t: Any, placements: Sequence[Any]) -> Tensor:
         """This part of a DTensor, redistributed if it has other placements."""
-        return t.redistribute(self.mesh, placements).to_local()
+        return t.detach().redistribute(self.mesh, placements).to_local()  # below autograd, whose node would detach it
 
     def whole(self, part: Tensor, placements: Sequence[Any], like: Tensor) -> Any:
         """The DTensor of the shape of ``like``, a meta tensor, that has this part here."""

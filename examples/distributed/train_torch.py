@@ -170,7 +170,9 @@ TASKS = {
 
 def train(model: nn.Module, batches: list[tuple[Tensor, Tensor]], part: slice, place: Callable[[Tensor], Tensor]):
     """The losses of the steps, of a part of each batch. ``place`` gives the targets the model's placement."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    # In torch 2.11 updates of all tensors at once (foreach, the default on CUDA) add partial gradients of replicated
+    # parameters unreduced, those of torch's own LayerNorm too.
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=False)
     losses = []
     for x, target in batches:
         loss = F.cross_entropy(model(x[part]).flatten(0, -2), place(target[part].flatten()))
