@@ -440,7 +440,8 @@ def _autograd_kernel(op: Op, forward: Op, dispatched: Callable[..., Any], split,
             return below(keyset, args)
         if op.mutates:
             raise NotImplementedError(f"{op.name} writes to {', '.join(op.mutates)}, and has no derivative")
-        if (has_tangents or op is not forward) and not formula.is_bilinear(forward, attrs):
+        by_formula = has_tangents or (op is not forward and not _all_tensors(inputs))
+        if by_formula and not formula.is_bilinear(forward, attrs):
             if op.formula is not None:
                 return pack(_composed(op, attrs, inputs, dispatched))
             if has_tangents:
@@ -454,6 +455,7 @@ def _autograd_kernel(op: Op, forward: Op, dispatched: Callable[..., Any], split,
 def _composed(op: Op, attrs: tuple[Attr, ...], inputs: Tensors, dispatched: Callable[..., Any]) -> list[Tensor]:
     """The results by the operator's formula, which torch differentiates; residuals, which have no derivative, by the
     operator itself."""
+    _check_devices(op, inputs)
     dtypes = {y: _DTYPES[spec.dtype] for y, spec in _infer(op, attrs, inputs).items()}
     found = derivatives.composed(op, attrs, inputs, of(op.library), dtypes)
     if op.residuals:
@@ -476,6 +478,8 @@ def _gradient_of_backward(
     op: Op, forward: Op, attrs: tuple[Attr, ...], saved: Tensors, grads: Tensors, needed: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
     """One gradient, or None, for each input of a backward."""
+    if op is not forward and op.formula is not None and not formula.is_bilinear(forward, attrs):
+        return _gradient_of_formula(op, attrs, saved, grads, needed)
     if op is forward or not formula.is_bilinear(forward, attrs):
         once = f": {forward.name} can be differentiated once" if forward is not op else ""
         raise NotImplementedError(f"{op.name} has no derivative{once}")
@@ -484,6 +488,29 @@ def _gradient_of_backward(
     run = derivatives.runner(dispatched, attrs)
     found = formula.backward_cotangents(derivatives.MATHEMATICS, run, forward, named, given)
     return tuple(found.get(slot) if need else None for slot, need in zip(op.inputs, needed, strict=True))
+
+
+def _all_tensors(inputs: Tensors) -> bool:
+    """Whether none is of a subclass, such as DTensor, that ``torch.func`` does not take."""
+    return all(t is None or type(t) in _PLAIN_TYPES for t in inputs)
+
+
+def _gradient_of_formula(
+    op: Op, attrs: tuple[Attr, ...], saved: Tensors, grads: Tensors, needed: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    moved = [i for i, need in enumerate(needed) if need]
+    given = {i: dy for i, dy in enumerate(grads) if dy is not None}
+    if not given:
+        return (None,) * len(saved)
+
+    def of_moved(*tensors: Tensor) -> tuple[Tensor, ...]:
+        inputs = dict(enumerate(saved)) | dict(zip(moved, tensors, strict=True))
+        results = _composed(op, attrs, tuple(inputs.values()), dispatched[op])
+        return tuple(results[i] for i in given)
+
+    _, gradient = torch.func.vjp(of_moved, *(saved[i] for i in moved))
+    found = dict(zip(moved, gradient(tuple(given.values())), strict=True))
+    return tuple(found.get(i) for i in range(len(saved)))
 
 
 def _versions_kernel(op: Op, dispatched: Callable[..., Any]) -> Callable[..., Any]:

@@ -30,7 +30,8 @@ def _copy(to: Path) -> None:
         shutil.copytree(ROOT / source, to / target, ignore=ignored)
     shutil.copytree(ROOT / "tests", to / "tests", ignore=ignored)
     (to / "aotops/testing/cases").symlink_to(to / "tests/cases")
-    shutil.copytree(ROOT / "benchmarks", to / "benchmarks", ignore=ignored)
+    for name in ("benchmarks", "packaging"):
+        shutil.copytree(ROOT / name, to / name, ignore=ignored)
     for name in ("Makefile", "pyproject.toml"):
         shutil.copy2(ROOT / name, to)
     # PYTHONPATH before whatever finds the checkout's own package

@@ -12,8 +12,8 @@ def _formula(m, x, eps):
 
 def _backward_formula(m, dy, x, eps):
     dy, x = m.wide(dy), m.wide(x)
-    scale = m.rsqrt(m.sum(x * x, (-1,), keepdims=True) + eps)
-    return scale * (dy - x * scale * scale * m.sum(dy * x, (-1,), keepdims=True))
+    inverse = m.rsqrt(m.sum(x * x, (-1,), keepdims=True) + eps)
+    return inverse * (dy - x * inverse * inverse * m.sum(dy * x, (-1,), keepdims=True))
 
 
 @operator(
