@@ -30,6 +30,7 @@ def _copy(to: Path) -> None:
         shutil.copytree(ROOT / source, to / target, ignore=ignored)
     shutil.copytree(ROOT / "tests", to / "tests", ignore=ignored)
     (to / "aotops/testing/cases").symlink_to(to / "tests/cases")
+    (to / "frontends").symlink_to(to / "aotops/frontends")
     for name in ("benchmarks", "packaging"):
         shutil.copytree(ROOT / name, to / name, ignore=ignored)
     for name in ("Makefile", "pyproject.toml"):
