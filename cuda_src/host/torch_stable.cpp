@@ -33,8 +33,7 @@ namespace {
 
 using namespace aot;
 
-// ------------------------------------------------------------------------------------------------------------ the
-// table
+// --------------------------------------------------------------------------------------------------------- the table
 
 enum class Kind { integer, number, boolean, text, integers };
 
@@ -63,8 +62,7 @@ constexpr Operator kOperators[] = {
 };
 constexpr size_t kCount = std::size(kOperators);
 
-// ---------------------------------------------------------------------------------------------------- torch's
-// functions
+// -------------------------------------------------------------------------------------------------- torch's functions
 
 using TensorHandle = void *;
 using Value = uint64_t;  // StableIValue: a handle, an integer, the bits of a double
