@@ -18,7 +18,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,6 +72,13 @@ def interpreters(paths: list[str]) -> dict[str, str]:
     """By "3.13" and "3.13t"."""
     program = "import sys; print('%d.%d' % sys.version_info[:2] + ('t' if 't' in sys.abiflags else ''))"
     return {run(path, "-c", program, check=True).stdout.strip(): path for path in paths}
+
+
+def check_pip(pythons: Iterable[str]) -> None:
+    """Older ones install wheels of other builds for a free-threaded interpreter, which crash."""
+    version = run(sys.executable, "-m", "pip", "--version", check=True).stdout.split()[1]
+    if any(python.endswith("t") for python in pythons) and tuple(map(int, version.split(".")[:2])) < (24, 1):
+        raise SystemExit(f"compatibility: pip is {version}, expected 24.1 or newer for a free-threaded interpreter")
 
 
 def run_cell(cell: Cell, interpreter: str, wheel: Path) -> dict[str, Any]:
@@ -202,6 +209,7 @@ def main() -> int:
     failed = 0
     if given.command == "run":
         there = interpreters(given.pythons)
+        check_pip(there)
         for cell in cells():
             if cell.python in there and set(given.only) <= set(cell):
                 found = run_cell(cell, there[cell.python], given.wheel)
