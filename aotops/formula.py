@@ -108,23 +108,23 @@ def bilinear_tangent(m: Mathematics, run: Run, op: Op, inputs: Mapping, tangents
     a, b = op.bilinear  # type: ignore[misc]
     (y,) = op.outputs
     added = {slot: t for slot, t in tangents.items() if slot not in op.bilinear}
-    total = None
-    if a in tangents or added:
-        first = tangents[a] if a in tangents else m.zeros(inputs[a])
-        total = run(op, {a: first, b: inputs[b], **added})[y]
+    terms = []
+    if a in tangents or (added and b not in tangents):
+        terms.append({a: tangents[a] if a in tangents else m.zeros(inputs[a]), b: inputs[b]})
     if b in tangents:
-        second = run(op, {a: inputs[a], b: tangents[b]})[y]
-        total = second if total is None else total + second
-    return total
+        terms.append({a: inputs[a], b: tangents[b]})
+    terms[0] |= added
+    values = [run(op, term)[y] for term in terms]
+    return values[0] if len(values) == 1 else values[0] + values[1]
 
 
 def backward_tangents(m: Mathematics, run: Run, op: Op, inputs: Mapping, tangents: Mapping) -> dict[str, Array]:
     """F(tdy, a, b) + F(dy, ta, tb), and dc of tdy alone: the tangents of the backward's outputs. ``inputs`` and
     ``tangents``: of the backward."""
-    backward, (a, b), (dy,) = op.backward, op.bilinear, _gradients_of_outputs(op)  # type: ignore[misc]
+    backward, (a, b), (y,) = op.backward, op.bilinear, op.outputs  # type: ignore[misc]
     assert backward is not None
     found: dict[str, Array] = {}
-    if dy in tangents:
+    if (dy := f"d{y}") in tangents:
         found |= run(backward, {**inputs, dy: tangents[dy]})
     if a in tangents or b in tangents:
         given = {slot: tangents[slot] if slot in tangents else m.zeros(inputs[slot]) for slot in (a, b)}
@@ -137,25 +137,11 @@ def backward_tangents(m: Mathematics, run: Run, op: Op, inputs: Mapping, tangent
 def backward_cotangents(m: Mathematics, run: Run, op: Op, inputs: Mapping, cotangents: Mapping) -> dict[str, Array]:
     """By input of the backward, the gradient for ``cotangents`` of its outputs: f(dda, b, ddc) + f(a, ddb) for dy, and
     F(dy, dda, ddb) for a and b. Those that are absent are zero."""
-    backward, (a, b), (dy,) = op.backward, op.bilinear, _gradients_of_outputs(op)  # type: ignore[misc]
+    backward, (a, b), (y,) = op.backward, op.bilinear, op.outputs  # type: ignore[misc]
     assert backward is not None
-    (y,) = op.outputs
     given = {name[1:]: value for name, value in cotangents.items()}
-    added = {slot: value for slot, value in given.items() if slot not in op.bilinear}
-    found: dict[str, Array] = {}
-    terms = []
-    if a in given or (added and b not in given):
-        terms.append({a: given[a] if a in given else m.zeros(inputs[a]), b: inputs[b]})
-    if b in given:
-        terms.append({a: inputs[a], b: given[b]})
-    for term in terms:
-        value = run(op, {**term, **added})[y]
-        found[dy], added = found[dy] + value if dy in found else value, {}
+    found = {f"d{y}": bilinear_tangent(m, run, op, inputs, given)} if given else {}
     if a in given or b in given:
         second = run(backward, {**inputs, **{slot: given.get(slot, inputs[slot]) for slot in (a, b)}})
         found |= {slot: second[f"d{slot}"] for slot, other in ((a, b), (b, a)) if other in given}
     return found
-
-
-def _gradients_of_outputs(op: Op) -> tuple[str, ...]:
-    return tuple(f"d{y}" for y in op.outputs)

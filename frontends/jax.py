@@ -336,6 +336,11 @@ class _LinearMap:
         found = _apply(op, self.attrs, wanted, *(inputs.get(slot) for slot in op.inputs), forward=forward)
         return dict(zip(wanted, found, strict=True))
 
+    def _zeros(self, residuals: Mapping[str, Array], tangents: Mapping[str, Array]) -> list[Array | None]:
+        """Of the moved outputs, varying as the arguments do."""
+        zeros = [jnp.zeros(t.shape, t.dtype) for t in self.types]
+        return _vary(zeros, _varying([*residuals.values(), *tangents.values()]))
+
 
 class _Tangent(_LinearMap):
     """The transpose is the operator's backward. In forward mode it is the derivative of the operator's formula, or the
@@ -355,12 +360,11 @@ class _Tangent(_LinearMap):
         if op.rule is None and op.backward.formula is None:
             raise TypeError(f"{op.name} has no derivative in forward mode: expected grad or vjp, not jvp")
         given = dict.fromkeys(op.inputs) | residuals
+        # XLA:CPU miscompiled the transposed backward of lltm in reverse over forward mode (JAX 0.10)
         if op.formula and all(s in op.saved for s in parameters(op.formula) if s in op.inputs):
             types = dict(zip(self.moved, self.types, strict=True))
             return _tangents_of_formula(op, self.attrs, self.moved, given | types, tangents)
-        zeros = [jnp.zeros(t.shape, t.dtype) for t in self.types]
-        zeros = _vary(zeros, _varying([*residuals.values(), *tangents.values()]))
-        found, transposed = jax.vjp(partial(self._gradients, residuals, tangents), *zeros)
+        found, transposed = jax.vjp(partial(self._gradients, residuals, tangents), *self._zeros(residuals, tangents))
         return transposed({slot: tangents[slot] for slot in found})
 
     def _gradients(self, residuals, inputs, *cotangents) -> dict[str, Array]:
@@ -400,8 +404,7 @@ class _TangentOfBackward(_LinearMap):
     def evaluate(self, residuals, tangents):
         m = _mathematics(self.op.library)
         found = backward_tangents(m, self._run, self.forward, residuals, tangents)
-        zeros = [jnp.zeros(t.shape, t.dtype) for t in self.types]
-        zeros = _vary(zeros, _varying([*residuals.values(), *tangents.values()]))
+        zeros = self._zeros(residuals, tangents)
         return tuple(found.get(d, zero) for d, zero in zip(self.moved, zeros, strict=True))
 
     def transpose(self, residuals, cotangents, names):

@@ -404,8 +404,9 @@ def _autograd_kernel(op: Op, forward: Op, dispatched: Callable[..., Any], split,
         named = dict(zip((*op.inputs, *op.results), (*inputs, *_results(results)), strict=True))
         ctx.attrs = attrs
         ctx.save_for_backward(*(named[slot] for slot in (op.saved if op.has_gradient else op.inputs)))
-        ctx.save_for_forward(*inputs)
-        ctx.shapes = [y.shape for y in _results(results)]
+        if forward_ad._current_level >= 0:  # for ``tangents``
+            ctx.save_for_forward(*inputs)
+            ctx.shapes = [y.shape for y in _results(results)]
         ctx.mark_non_differentiable(*(named[slot] for slot in op.residuals))
         if not op.has_gradient:
             ctx.set_materialize_grads(False)
@@ -478,11 +479,17 @@ def _gradient_of_backward(
     op: Op, forward: Op, attrs: tuple[Attr, ...], saved: Tensors, grads: Tensors, needed: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
     """One gradient, or None, for each input of a backward."""
-    if op is not forward and op.formula is not None and not formula.is_bilinear(forward, attrs):
+    if op is not forward and formula.is_bilinear(forward, attrs):
+        return _gradient_of_products(op, forward, attrs, saved, grads, needed)
+    if op is not forward and op.formula is not None:
         return _gradient_of_formula(op, attrs, saved, grads, needed)
-    if op is forward or not formula.is_bilinear(forward, attrs):
-        once = f": {forward.name} can be differentiated once" if forward is not op else ""
-        raise NotImplementedError(f"{op.name} has no derivative{once}")
+    once = f": {forward.name} can be differentiated once" if forward is not op else ""
+    raise NotImplementedError(f"{op.name} has no derivative{once}")
+
+
+def _gradient_of_products(
+    op: Op, forward: Op, attrs: tuple[Attr, ...], saved: Tensors, grads: Tensors, needed: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
     named = {slot: t for slot, t in zip(op.inputs, saved, strict=True) if t is not None}
     given = {y: t for y, t in zip(op.results, grads, strict=True) if t is not None}
     run = derivatives.runner(dispatched, attrs)
