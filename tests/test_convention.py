@@ -78,6 +78,14 @@ def test_a_word_that_names_no_cublaslt_is_no_error(python, word):
     assert "AOTOPS_CUBLASLT" not in python(_MATMUL_ON_CUDA, AOTOPS_CUBLASLT=word)
 
 
+def test_a_choice_of_products_that_is_unknown_is_named(python):
+    if not library.has_cuda():
+        pytest.skip("the library was built without CUDA")
+    error = python(_MATMUL_ON_CUDA, AOTOPS_GEMM="fastest")
+    assert error == "4 matmul: AOTOPS_GEMM is 'fastest', expected 'auto', 'cublaslt', 'own' or 'tune'"
+    assert "AOTOPS_GEMM" not in python(_MATMUL_ON_CUDA, AOTOPS_GEMM="")
+
+
 _MATMUL_ON_CUDA = """
 import ctypes
 import math
