@@ -16,7 +16,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
@@ -76,37 +75,38 @@ def merged_rounds(spec: Spec, rounds: list[Row], cold: bool) -> Row:
     return row | {key: r[key] for r in rounds for key in ("kernels",) if key in r}
 
 
-def measure(specs: list[Spec], rounds: int, warm_jobs: int, caches: Path) -> tuple[list[Row], str, str]:
-    """The rows, the device and torch's version. The implementations of one model and precision take turns."""
-    if warm_jobs:
-        warm(specs, caches, warm_jobs)
-    rows, device, version, start = [], "", "", time.perf_counter()
-    for group in dict.fromkeys((spec.model, spec.precision) for spec in specs):
-        of_group = [spec for spec in specs if (spec.model, spec.precision) == group]
-        found: dict[Spec, list[Row]] = {spec: [] for spec in of_group}
-        for i in range(rounds):
-            for spec in of_group:
-                if len(found[spec]) < i:
-                    continue  # failed before
-                answer = run(spec if i == 0 else replace(spec, profile=False), caches)
-                if answer is not None:
-                    device, version = answer["device"], answer["torch"]
-                    found[spec].append(answer["row"])
-                    print(f"{time.perf_counter() - start:4.0f} s  {_line(spec, answer['row'])}", flush=True)
-        rows += [merged_rounds(spec, found[spec], cold=not warm_jobs) for spec in of_group if found[spec]]
-    return rows, device, version
+def measure(specs: list[Spec], rounds: int, cold: bool, caches: Path) -> tuple[list[Row], dict[str, Any]]:
+    """The rows of one model and precision, whose implementations take turns, and the last process's answer."""
+    found: dict[Spec, list[Row]] = {spec: [] for spec in specs}
+    last: dict[str, Any] = {}
+    for i in range(rounds):
+        for spec in specs:
+            if len(found[spec]) < i:
+                continue  # failed before
+            answer = run(spec if i == 0 else replace(spec, profile=False), caches)
+            if answer is not None:
+                last = answer
+                found[spec].append(answer["row"])
+                print(_line(spec, answer["row"]), flush=True)
+    return [merged_rounds(spec, found[spec], cold) for spec in specs if found[spec]], last
 
 
 def _line(spec: Spec, row: Row) -> str:
     name = f"{spec.model:6} {spec.precision:9} {spec.impl + (' determ.' if spec.deterministic else ''):23}"
-    figures = (
-        f"{row['ms']:8.2f} ms  wall {row['wall_ms']:7.2f}  host {row['host_ms']:7.2f}  {row['peak_gib'] or 0:6.2f} GiB"
-    )
-    classes = row.get("kernels", {}).get("classes_ms", {})
-    more = "  ".join(f"{kind} {ms:.1f}" for kind, ms in classes.items())
-    return (
-        f"{name} {figures}  {memory}  first {row['first_step_s']:5.1f} s  loss {row['loss']:.4f}  {row['bits']}  {more}"
-    )
+    times = f"{row['ms']:8.2f} ms  wall {row['wall_ms']:7.2f}  host {row['host_ms']:7.2f}"
+    memory = f"{row['peak_gib'] or 0:6.2f} GiB"
+    more = "  ".join(f"{kind} {ms:.1f}" for kind, ms in row.get("kernels", {}).get("classes_ms", {}).items())
+    first = f"first {row['first_step_s']:5.1f} s"
+    return f"{name} {times}  {memory}  {first}  loss {row['loss']:.4f}  {row['bits']}  {more}"
+
+
+def head(answer: dict[str, Any], command: str) -> dict[str, Any]:
+    return {
+        "device": answer["device"],
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": command,
+        "versions": {"aotops": aotops.__version__, "torch": answer["torch"], "python": platform.python_version()},
+    }
 
 
 def merge(earlier: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
@@ -160,21 +160,25 @@ def main(argv: list[str] | None = None) -> None:
         for precision in args.precision
         for impl in args.impls
     ]
+    command = shlex.join(["python", "-m", "benchmarks.models", *(sys.argv[1:] if argv is None else argv)])
+    keep = args.merge and args.json and args.json.exists()
+    result = json.loads(args.json.read_text()) if keep else None
+    measured = 0
     with tempfile.TemporaryDirectory() as temporary:
-        rows, device, version = measure(specs, args.rounds, args.warm, args.caches or Path(temporary))
-    result = {
-        "device": device,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "benchmarks.models", *(sys.argv[1:] if argv is None else argv)]),
-        "versions": {"aotops": aotops.__version__, "torch": version, "python": platform.python_version()},
-        "rows": rows,
-    }
-    if args.json:
-        save(
-            merge(json.loads(args.json.read_text()), result) if args.merge and args.json.exists() else result, args.json
-        )
-    if len(rows) < len(specs):
-        sys.exit(f"models: {len(specs) - len(rows)} of {len(specs)} rows failed")
+        caches = args.caches or Path(temporary)
+        if args.warm:
+            warm(specs, caches, args.warm)
+        for group in dict.fromkeys((spec.model, spec.precision) for spec in specs):
+            of_group = [spec for spec in specs if (spec.model, spec.precision) == group]
+            rows, answer = measure(of_group, args.rounds, not args.warm, caches)
+            measured += len(rows)
+            if rows:
+                new = head(answer, command) | {"rows": rows}
+                result = merge(result, new) if result else new
+            if result and args.json:  # after each model: what was measured stays if a later one fails
+                save(result, args.json)
+    if measured < len(specs):
+        sys.exit(f"models: {len(specs) - measured} of {len(specs)} rows failed")
 
 
 if __name__ == "__main__":
