@@ -1,0 +1,185 @@
+"""Whole training steps: ms a step, tokens a second, memory, the first step, losses, and the kernels.
+
+A step is forward, backward and AdamW (fused) on a batch of a synthetic text. Each row runs in a process of its own, the
+implementations of a model in turn, and as often as --rounds says; the last rounds use what the first compiled. The
+figures are the medians over rounds. In "bfloat16" the parameters are of this dtype, in "autocast" of float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import aotops
+
+from .torch_models import MODELS
+from .train import Spec
+
+IMPLS = ("torch", "aotops", "torch.compile", "aotops.compile")
+PRECISIONS = ("bfloat16", "autocast", "float32")
+KEY = ("model", "impl", "precision", "deterministic")
+ROOT = Path(__file__).parents[2]
+
+Row = dict[str, Any]
+
+
+def run(spec: Spec, caches: Path, threads: int | None = None) -> dict[str, Any] | None:
+    """What the process of a row wrote, or None after printing why it failed."""
+    folder = caches / "-".join((spec.model, spec.impl, spec.precision, str(spec.deterministic)))
+    folder.mkdir(parents=True, exist_ok=True)
+    env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder), "TRITON_CACHE_DIR": str(folder / "triton")}
+    if spec.deterministic:
+        env["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without it torch takes no deterministic product
+    if threads:
+        env["TORCHINDUCTOR_COMPILE_THREADS"] = str(threads)
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        command = [sys.executable, "-m", "benchmarks.models.train", json.dumps(asdict(spec)), file.name]
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+        if done.returncode == 0:
+            return json.loads(Path(file.name).read_text())
+    print(f"{spec.model} {spec.impl} {spec.precision}: failed\n{done.stderr[-4000:]}", file=sys.stderr, flush=True)
+    return None
+
+
+def warm(specs: list[Spec], caches: Path, jobs: int) -> None:
+    """Compiles at the same time, so that the measured processes find their code in the cache."""
+    compiled = [replace(spec, compile_only=True, profile=False) for spec in specs if spec.compiled]
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(lambda spec: run(spec, caches, threads=4), compiled))
+
+
+def merged_rounds(spec: Spec, rounds: list[Row], cold: bool) -> Row:
+    """``cold``: the first round compiled, so that its first step is what a user waits for."""
+    row: Row = {key: getattr(spec, key) for key in KEY} | {"framework": "torch"}
+    row |= {key: statistics.median(r[key] for r in rounds) for key in ("ms", "wall_ms", "host_ms", "tokens_per_s")}
+    row["peak_gib"] = rounds[0]["peak_gib"]
+    if cold or not spec.compiled:
+        row["first_step_s"] = rounds[0]["first_step_s"]
+    row |= {"loss": rounds[0]["loss"], "losses": rounds[0]["losses"], "rounds": [r["ms"] for r in rounds]}
+    if len(rounds) > 1:
+        row["same_bits"] = len({r["bits"] for r in rounds}) == 1
+        row["losses_again"] = rounds[1]["losses"]
+    row["bits"] = [r["bits"] for r in rounds]
+    return row | {key: r[key] for r in rounds for key in ("kernels",) if key in r}
+
+
+def measure(specs: list[Spec], rounds: int, cold: bool, caches: Path) -> tuple[list[Row], dict[str, Any]]:
+    """The rows of one model and precision, whose implementations take turns, and the last process's answer."""
+    found: dict[Spec, list[Row]] = {spec: [] for spec in specs}
+    last: dict[str, Any] = {}
+    for i in range(rounds):
+        for spec in specs:
+            if len(found[spec]) < i:
+                continue  # failed before
+            answer = run(spec if i == 0 else replace(spec, profile=False), caches)
+            if answer is not None:
+                last = answer
+                found[spec].append(answer["row"])
+                print(_line(spec, answer["row"]), flush=True)
+    return [merged_rounds(spec, found[spec], cold) for spec in specs if found[spec]], last
+
+
+def _line(spec: Spec, row: Row) -> str:
+    name = f"{spec.model:6} {spec.precision:9} {spec.impl + (' determ.' if spec.deterministic else ''):23}"
+    times = f"{row['ms']:8.2f} ms  wall {row['wall_ms']:7.2f}  host {row['host_ms']:7.2f}"
+    memory = f"{row['peak_gib'] or 0:6.2f} GiB"
+    more = "  ".join(f"{kind} {ms:.1f}" for kind, ms in row.get("kernels", {}).get("classes_ms", {}).items())
+    first = f"first {row['first_step_s']:5.1f} s"
+    return f"{name} {times}  {memory}  {first}  loss {row['loss']:.4f}  {row['bits']}  {more}"
+
+
+def head(answer: dict[str, Any], command: str) -> dict[str, Any]:
+    return {
+        "device": answer["device"],
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": command,
+        "versions": {"aotops": aotops.__version__, "torch": answer["torch"], "python": platform.python_version()},
+    }
+
+
+def merge(earlier: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """The new result with those rows of the earlier one that were not measured again, and the commands of both."""
+    if earlier["device"] != new["device"]:
+        raise ValueError(f"models: these are of two devices: {earlier['device']} and {new['device']}")
+    rows = {tuple(row[key] for key in KEY): row for row in [*earlier["rows"], *new["rows"]]}
+    commands = dict.fromkeys([*earlier["command"].split("; "), new["command"]])
+    versions = earlier["versions"] | new["versions"]
+    return earlier | new | {"command": "; ".join(commands), "versions": versions, "rows": list(rows.values())}
+
+
+def save(result: dict[str, Any], file: Path) -> None:
+    """One row per line, for diff."""
+    head = {key: value for key, value in result.items() if key != "rows"}
+    rows = ",\n".join(f"    {json.dumps(row)}" for row in result["rows"])
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f'{json.dumps(head, indent=2)[:-2]},\n  "rows": [\n{rows}\n  ]\n}}\n')
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.models", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("models", nargs="*", metavar="model", help=f"{', '.join(MODELS)}; default: all")
+    parser.add_argument("--impls", default=",".join(IMPLS), help="default: %(default)s")
+    parser.add_argument("--precision", default="bfloat16", help=f"of {','.join(PRECISIONS)}; default: %(default)s")
+    parser.add_argument("--steps", type=int, default=20, help="timed steps; default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=1, help="default: %(default)s")
+    parser.add_argument("--deterministic", action="store_true", help="with torch.use_deterministic_algorithms")
+    parser.add_argument("--profile", action="store_true", help="also the kernels of a step (GPU)")
+    parser.add_argument("--warm", type=int, default=0, metavar="JOBS", help="compile JOBS models at once, ahead")
+    parser.add_argument("--caches", type=Path, metavar="FOLDER", help="of compiled code; default: a new one")
+    parser.add_argument("--tiny", action="store_true", help="tiny models, to try this program")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
+    parser.add_argument("--merge", action="store_true", help="keep the other rows of that file")
+    args = parser.parse_args(argv)
+    args.models = args.models or list(MODELS)
+    args.impls, args.precision = args.impls.split(","), args.precision.split(",")
+    for given, known in ((args.models, MODELS), (args.impls, IMPLS), (args.precision, PRECISIONS)):
+        if unknown := [name for name in given if name not in known]:
+            parser.error(f"{unknown[0]!r} is none of {', '.join(known)}")
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
+    specs = [
+        Spec(model, impl, precision, args.steps, args.tiny, args.deterministic, args.profile)
+        for model in args.models
+        for precision in args.precision
+        for impl in args.impls
+    ]
+    command = shlex.join(["python", "-m", "benchmarks.models", *(sys.argv[1:] if argv is None else argv)])
+    keep = args.merge and args.json and args.json.exists()
+    result = json.loads(args.json.read_text()) if keep else None
+    measured = 0
+    with tempfile.TemporaryDirectory() as temporary:
+        caches = args.caches or Path(temporary)
+        if args.warm:
+            warm(specs, caches, args.warm)
+        for group in dict.fromkeys((spec.model, spec.precision) for spec in specs):
+            of_group = [spec for spec in specs if (spec.model, spec.precision) == group]
+            rows, answer = measure(of_group, args.rounds, not args.warm, caches)
+            measured += len(rows)
+            if rows:
+                new = head(answer, command) | {"rows": rows}
+                result = merge(result, new) if result else new
+            if result and args.json:  # after each model: what was measured stays if a later one fails
+                save(result, args.json)
+    if measured < len(specs):
+        sys.exit(f"models: {len(specs) - measured} of {len(specs)} rows failed")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""Batches of a synthetic text: the same for every model of a size, implementation and framework."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .torch_models import IGNORED, Size
+
+MASKED = 0.15  # BERT's fraction of positions to be predicted
+
+
+def batches(name: str, size: Size, count: int, seed: int = 0) -> list[tuple[Any, ...]]:
+    """Tuples of NumPy arrays, the arguments of the model."""
+    rng = np.random.default_rng(seed)
+    text = _text(rng, size.vocabulary, count * size.batch, size.tokens + 1).reshape(count, size.batch, -1)
+    make = _masked if name == "bert" else _next_token
+    return [make(rng, part, size) for part in text]
+
+
+def _text(rng: np.random.Generator, vocabulary: int, rows: int, length: int) -> Any:
+    """Tokens distributed as Zipf's law says. Half of them are determined by the token before, so that there is more to
+    learn than frequencies."""
+    frequencies = 1 / np.arange(1, vocabulary + 1)
+    tokens = np.searchsorted(np.cumsum(frequencies / frequencies.sum()), rng.random((rows, length)))
+    tokens = np.minimum(tokens, vocabulary - 1)
+    follows = rng.random((rows, length)) < 0.5
+    for i in range(1, length):
+        tokens[:, i] = np.where(follows[:, i], (tokens[:, i - 1] * 31 + 7) % vocabulary, tokens[:, i])
+    return tokens
+
+
+def _next_token(rng: np.random.Generator, text: Any, size: Size) -> tuple[Any, ...]:
+    return np.ascontiguousarray(text[:, :-1]), np.ascontiguousarray(text[:, 1:])
+
+
+def _masked(rng: np.random.Generator, text: Any, size: Size) -> tuple[Any, ...]:
+    """Rows of half the length to the whole; token 0 stands for those to predict and for padding."""
+    tokens = text[:, : size.tokens]
+    lengths = rng.integers(size.tokens // 2, size.tokens + 1, size.batch)
+    inside = np.arange(size.tokens) < lengths[:, None]
+    predicted = inside & (rng.random(tokens.shape) < MASKED)
+    predicted[:, 0] = True
+    return np.where(inside & ~predicted, tokens, 0), inside[:, None, None], np.where(predicted, tokens, IGNORED)

@@ -1,0 +1,189 @@
+"""The models in torch. Each is written once, over a flavour of operators (``operators.py``).
+
+``model(*batch)`` is the loss of a batch and ``model.logits(*batch[:-1])`` what it is the loss of; the last tensor of a
+batch is the targets. Attention and embeddings are torch's in every flavour. There is no dropout.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Size:
+    layers: int
+    width: int
+    heads: int
+    mlp: int
+    vocabulary: int
+    batch: int
+    tokens: int
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch * self.tokens
+
+
+class Attention(nn.Module):
+    def __init__(self, ops: Any, size: Size, bias: bool) -> None:
+        super().__init__()
+        self.ops, self.heads = ops, size.heads
+        self.qkv = nn.Linear(size.width, 3 * size.width, bias)
+        self.out = nn.Linear(size.width, size.width, bias)
+
+    def forward(self, x: Tensor, rotation: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        qkv = self.ops.linear(x, self.qkv).unflatten(-1, (3, self.heads, -1))
+        q, k, v = (t.transpose(1, 2) for t in qkv.unbind(2))  # (batch, heads, tokens, width of a head)
+        causal = mask is None
+        if rotation is not None:
+            q, k = rotated(q, rotation), rotated(k, rotation)
+        y = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+        return self.ops.linear(y.transpose(1, 2).flatten(2), self.out)
+
+
+def rotated(x: Tensor, rotation: Tensor) -> Tensor:
+    """Rotary embedding (Su et al., arXiv:2104.09864), in halves, as Llama's."""
+    cos, sin = rotation.to(x.dtype)
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin
+
+
+def rotation(tokens: int, width: int, base: float = 10000.0) -> Tensor:
+    """Cosines and sines, (2, tokens, width)."""
+    frequencies = base ** (-torch.arange(0, width, 2) / width)
+    angles = torch.outer(torch.arange(tokens), frequencies).repeat(1, 2)
+    return torch.stack((angles.cos(), angles.sin()))
+
+
+class GPT2(nn.Module):
+    """GPT-2 (Radford et al. 2019): norms before attention and MLP, GELU's tanh approximation, tied embedding."""
+
+    class Block(nn.Module):
+        def __init__(self, ops: Any, size: Size) -> None:
+            super().__init__()
+            self.norm1, self.norm2 = nn.LayerNorm(size.width), nn.LayerNorm(size.width)
+            self.attention = Attention(ops, size, bias=True)
+            self.up, self.down = nn.Linear(size.width, size.mlp), nn.Linear(size.mlp, size.width)
+
+    def __init__(self, ops: Any, size: Size) -> None:
+        super().__init__()
+        self.ops, self.size = ops, size
+        self.tokens, self.places = nn.Embedding(size.vocabulary, size.width), nn.Embedding(size.tokens, size.width)
+        self.blocks = nn.ModuleList(self.Block(ops, size) for _ in range(size.layers))
+        self.norm = nn.LayerNorm(size.width)
+        self.head = nn.Linear(size.width, size.vocabulary, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        h = self.tokens(tokens) + self.places.weight
+        y = self.ops.norm(h, self.blocks[0].norm1)
+        norms = [*(block.norm1 for block in list(self.blocks)[1:]), self.norm]
+        for block, norm in zip(self.blocks, norms, strict=True):
+            y, h = self.ops.add_norm(block.attention(y), h, block.norm2)
+            y = self.ops.linear(self.ops.linear(y, block.up, "gelu_tanh"), block.down)
+            y, h = self.ops.add_norm(y, h, norm)
+        return self.ops.linear(y, self.head)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return self.ops.cross_entropy(self.logits(tokens).flatten(0, -2), targets.flatten())
+
+
+class Llama(nn.Module):
+    """A model as Llama (Touvron et al., arXiv:2302.13971): RMSNorm, rotary embedding, SwiGLU, no biases."""
+
+    class Block(nn.Module):
+        def __init__(self, ops: Any, size: Size) -> None:
+            super().__init__()
+            self.norm1, self.norm2 = nn.RMSNorm(size.width, eps=1e-5), nn.RMSNorm(size.width, eps=1e-5)
+            self.attention = Attention(ops, size, bias=False)
+            self.gate, self.up = (nn.Linear(size.width, size.mlp, bias=False) for _ in range(2))
+            self.down = nn.Linear(size.mlp, size.width, bias=False)
+
+    def __init__(self, ops: Any, size: Size) -> None:
+        super().__init__()
+        self.ops, self.size = ops, size
+        self.tokens = nn.Embedding(size.vocabulary, size.width)
+        self.blocks = nn.ModuleList(self.Block(ops, size) for _ in range(size.layers))
+        self.norm = nn.RMSNorm(size.width, eps=1e-5)
+        self.head = nn.Linear(size.width, size.vocabulary, bias=False)
+        self.register_buffer("rotation", rotation(size.tokens, size.width // size.heads), persistent=False)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        h = self.tokens(tokens)
+        y = self.ops.norm(h, self.blocks[0].norm1)
+        norms = [*(block.norm1 for block in list(self.blocks)[1:]), self.norm]
+        for block, norm in zip(self.blocks, norms, strict=True):
+            y, h = self.ops.add_norm(block.attention(y, self.rotation), h, block.norm2)
+            y = self.ops.swiglu(self.ops.linear(y, block.gate), self.ops.linear(y, block.up))
+            y, h = self.ops.add_norm(self.ops.linear(y, block.down), h, norm)
+        return self.ops.linear(y, self.head)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return self.ops.cross_entropy(self.logits(tokens).flatten(0, -2), targets.flatten())
+
+
+class Bert(nn.Module):
+    """BERT (Devlin et al., arXiv:1810.04805) with its head for masked tokens: norms after attention and MLP, exact
+    GELU, padding masked, and positions whose target is ``IGNORED``."""
+
+    class Block(nn.Module):
+        def __init__(self, ops: Any, size: Size) -> None:
+            super().__init__()
+            self.attention = Attention(ops, size, bias=True)
+            self.norm1, self.norm2 = (nn.LayerNorm(size.width, eps=1e-12) for _ in range(2))
+            self.up, self.down = nn.Linear(size.width, size.mlp), nn.Linear(size.mlp, size.width)
+
+    def __init__(self, ops: Any, size: Size) -> None:
+        super().__init__()
+        self.ops, self.size = ops, size
+        self.tokens, self.places = nn.Embedding(size.vocabulary, size.width), nn.Embedding(size.tokens, size.width)
+        self.norm = nn.LayerNorm(size.width, eps=1e-12)
+        self.blocks = nn.ModuleList(self.Block(ops, size) for _ in range(size.layers))
+        self.transform = nn.Linear(size.width, size.width)
+        self.transform_norm = nn.LayerNorm(size.width, eps=1e-12)
+        self.head = nn.Linear(size.width, size.vocabulary)
+        self.head.weight = self.tokens.weight
+
+    def logits(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """``mask``: (batch, 1, 1, tokens), true where there is a token."""
+        y = self.ops.norm(self.tokens(tokens) + self.places.weight, self.norm)
+        for block in self.blocks:
+            y, _ = self.ops.add_norm(block.attention(y, mask=mask), y, block.norm1)
+            hidden = self.ops.linear(y, block.up, "gelu")
+            y, _ = self.ops.add_norm(self.ops.linear(hidden, block.down), y, block.norm2)
+        y = self.ops.norm(self.ops.linear(y, self.transform, "gelu"), self.transform_norm)
+        return self.ops.linear(y, self.head)
+
+    def forward(self, tokens: Tensor, mask: Tensor, targets: Tensor) -> Tensor:
+        logits = self.logits(tokens, mask).flatten(0, -2)
+        return self.ops.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED)
+
+
+MODELS: dict[str, tuple[type[nn.Module], Size, Size]] = {
+    "gpt2": (GPT2, Size(12, 768, 12, 3072, 50257, 16, 1024), Size(2, 32, 2, 128, 211, 2, 16)),
+    "llama": (Llama, Size(8, 2048, 16, 5632, 32000, 4, 2048), Size(2, 32, 2, 96, 224, 2, 16)),
+    "bert": (Bert, Size(12, 768, 12, 3072, 30522, 32, 512), Size(2, 32, 2, 128, 218, 2, 16)),
+}
+"""The class of a model, its size and its tiny size, for tests."""
+
+
+def build(name: str, ops: Any, size: Size, dtype: torch.dtype, device: str, seed: int = 0) -> nn.Module:
+    """The model with parameters drawn from the seed: the same ones for every flavour."""
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model = MODELS[name][0](ops, size)
+    for key, parameter in model.named_parameters():
+        if parameter.dim() == 2:
+            into_residual = key.endswith(("out.weight", "down.weight"))
+            nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * size.layers) if into_residual else 0.02)
+        elif key.endswith("bias"):
+            nn.init.zeros_(parameter)
+    return model.to(dtype)
