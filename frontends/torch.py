@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from inspect import Parameter, signature
 from typing import Any
 
@@ -35,7 +35,7 @@ from aotops.spec import DTYPES, TensorSpec, check_broadcast
 
 from . import torch_arguments, torch_call, torch_flops, torch_gate, torch_inductor, torch_sharding
 from . import torch_derivatives as derivatives
-from .torch_schema import schema
+from .torch_schema import overwriting_schema, schema
 
 __all__ = [
     *OPS, "GELU", "KEEP_RESIDUALS_FROM", "LLTM", "Conv2d", "CrossEntropyLoss", "LayerNorm", "Linear", "RMSNorm",
@@ -49,6 +49,7 @@ KEEP_RESIDUALS_FROM = 1 << 18
 costs more than recomputing them."""
 
 Tensors = Sequence["Tensor | None"]
+_NONE: Mapping[str, Tensor] = {}
 
 
 # ------------------------------------------------------------------------------------------------------------- running
@@ -138,10 +139,10 @@ def _models(op: Op, attrs: tuple[Attr, ...], *inputs: Tensor | None) -> tuple[Te
 
 
 def _run(
-    op: Op, inputs: Tensors, attrs: tuple[Attr, ...], wanted: Sequence[str], out: Tensor | None = None
+    op: Op, inputs: Tensors, attrs: tuple[Attr, ...], wanted: Sequence[str], into: Mapping[str, Tensor] = _NONE
 ) -> tuple[Tensor | None, ...]:
     """Runs the entry on tensors that have memory. Returns each output and residual, None for one that is not wanted.
-    ``out``: memory for the first output."""
+    ``into``: contiguous tensors to write results to."""
     names = {*(op.alias.get(name, name) for name in wanted), *op.workspace}
     names |= {y for y in op.outputs if y not in op.optional}
     device = inputs[0].device
@@ -153,8 +154,10 @@ def _run(
     if op.elementwise and (strides := _common_strides(inputs)):
         return _run_elementwise(op, inputs, attrs, names, strides)
     plain = [None if t is None else _plain(t) for t in inputs]
-    results = [torch.empty(**written[name], device=device) if name in names else None for name in op.entry_outputs]
-    results[:1] = [results[0] if out is None else out]
+    results = [
+        into[name] if name in into else torch.empty(**written[name], device=device) if name in names else None
+        for name in op.entry_outputs
+    ]
     _launcher(op, attrs)(*plain, *results)
     for slot, t, used in zip(op.inputs, inputs, plain, strict=True) if op.mutates else ():
         if slot in op.mutates and t is not used:
@@ -237,6 +240,11 @@ def _results(value) -> tuple:
     return () if value is None else tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
+def _packed(results: Sequence[Any]):
+    """As the dispatcher returns them."""
+    return results[0] if len(results) == 1 else tuple(results) or None
+
+
 def _public_outputs(op: Op, written: Sequence[Tensor]):
     """None where there is none, of an operator that writes to its inputs alone."""
     if not op.outputs:
@@ -313,7 +321,8 @@ def _register_once(ops: Iterable[Op]) -> None:
     pairs = list(dict(pairs).items())  # the backward of several operators once
     for one, forward in pairs:
         dispatched[one] = _register(_namespace(one.library), one, forward)
-    torch_inductor.register([dispatched[one] for one, _ in pairs])
+    told = [torch_inductor.Operator(one, f, dispatched[one], _register_overwriting(one, f)) for one, f in pairs]
+    torch_inductor.register(told, _composed)
     torch_sharding.register([(one, dispatched[one]) for one, _ in pairs])
     torch_flops.register({one: dispatched[one] for one, _ in pairs if one.library is BUILTIN})
 
@@ -328,8 +337,7 @@ def _register(namespace: torch.library.Library, op: Op, forward: Op) -> Callable
     def split(args):
         return args[:n], tuple(tuple(a) if isinstance(a, list) else a for a in args[n:])
 
-    def pack(results):
-        return results[0] if len(written) == 1 else tuple(results) or None
+    pack = _packed
 
     def kernel(*args):
         inputs, attrs = split(args)
@@ -390,6 +398,40 @@ def _define(namespace: torch.library.Library, op: Op) -> bool:
     return not status
 
 
+def _register_overwriting(op: Op, forward: Op) -> Callable[..., Any] | None:
+    """``torch.ops.<library>.<op>.overwriting``, which writes results over inputs as ``op.overwrites`` says, and has no
+    derivative. A backward takes no input that a residual stands for."""
+    if not op.overwrites:
+        return None
+    namespace = _namespace(op.library)
+    instead = forward.instead if op is not forward else {}
+    name = f"{op.name}.overwriting"
+    namespace.define(overwriting_schema(op, instead), tags=_TAGS)
+    taken = [slot for slot in op.inputs if slot not in instead]
+    returned = [y for y in op.results if y not in op.overwrites]
+
+    def named(args):
+        given = dict(zip(taken, args, strict=False))
+        attrs = tuple(tuple(a) if isinstance(a, list) else a for a in args[len(taken) :])
+        return given, [given[instead.get(slot, slot)] for slot in op.inputs], attrs
+
+    def kernel(*args):
+        given, inputs, attrs = named(args)
+        over = {y: given[slot] for y, slot in op.overwrites.items()}
+        results = dict(zip(op.results, _run(op, inputs, op.canonical(attrs), op.results, over), strict=True))
+        return _packed([results[y] for y in returned])
+
+    def fake(*args):
+        _, inputs, attrs = named(args)
+        specs, device = _infer(op, attrs, inputs), inputs[0].device
+        return _packed([torch.empty(**_empty_arguments(specs[y]), device=device) for y in returned])
+
+    torch.library.register_fake(f"{namespace.ns}::{name}", fake, lib=namespace)
+    for device in ("CPU", "CUDA"):
+        namespace.impl(name, kernel, device)
+    return getattr(getattr(torch.ops, namespace.ns), op.name).overwriting
+
+
 def _autograd_kernel(op: Op, forward: Op, dispatched: Callable[..., Any], split, pack) -> Callable[..., Any]:
     """The operator's autograd kernel, for every level of torch.func too. ``forward``: the operator itself, or the one
     whose backward it is."""
@@ -444,7 +486,7 @@ def _autograd_kernel(op: Op, forward: Op, dispatched: Callable[..., Any], split,
         by_formula = has_tangents or (op is not forward and not _all_tensors(inputs))
         if by_formula and not formula.is_bilinear(forward, attrs):
             if op.formula is not None:
-                return pack(_composed(op, attrs, inputs, dispatched))
+                return pack(_composed(op, attrs, inputs))
             if has_tangents:
                 raise NotImplementedError(f"{op.name}: forward-mode differentiation is not supported")
         with _other_levels():
@@ -453,7 +495,7 @@ def _autograd_kernel(op: Op, forward: Op, dispatched: Callable[..., Any], split,
     return kernel
 
 
-def _composed(op: Op, attrs: tuple[Attr, ...], inputs: Tensors, dispatched: Callable[..., Any]) -> list[Tensor]:
+def _composed(op: Op, attrs: tuple[Attr, ...], inputs: Tensors) -> list[Tensor]:
     """The results by the operator's formula, which torch differentiates; residuals, which have no derivative, by the
     operator itself."""
     _check_devices(op, inputs)
@@ -461,7 +503,7 @@ def _composed(op: Op, attrs: tuple[Attr, ...], inputs: Tensors, dispatched: Call
     found = derivatives.composed(op, attrs, inputs, of(op.library), dtypes)
     if op.residuals:
         constants = [t if t is None else forward_ad.unpack_dual(t).primal.detach() for t in inputs]
-        found = dict(zip(op.results, _results(dispatched(*constants, *attrs)), strict=True)) | found
+        found = dict(zip(op.results, _results(dispatched[op](*constants, *attrs)), strict=True)) | found
     return [found[y] for y in op.results]
 
 
@@ -512,7 +554,7 @@ def _gradient_of_formula(
 
     def of_moved(*tensors: Tensor) -> tuple[Tensor, ...]:
         inputs = dict(enumerate(saved)) | dict(zip(moved, tensors, strict=True))
-        results = _composed(op, attrs, tuple(inputs.values()), dispatched[op])
+        results = _composed(op, attrs, tuple(inputs.values()))
         return tuple(results[i] for i in given)
 
     _, gradient = torch.func.vjp(of_moved, *(saved[i] for i in moved))
@@ -716,7 +758,7 @@ def _into(op: Op, out: Tensor, function: Callable[..., Tensor], sort, args, kwar
             return _copied(op, out, function(*args, **kwargs))
         if _writes_directly(op, out, inputs, attrs):
             with _RecordFunctionFast(f"{op.library.name}::{op.name}", [t for t in inputs if t is not None]):
-                _run(op, inputs, op.canonical(attrs), op.outputs, out)
+                _run(op, inputs, op.canonical(attrs), op.outputs, {op.outputs[0]: out})
             if not out.is_inference():
                 torch.autograd.graph.increment_version(out)
             return out

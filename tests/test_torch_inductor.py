@@ -19,6 +19,7 @@ from aotops.frontends import torch_inductor  # noqa: E402
 from aotops.ops import OPS  # noqa: E402
 
 WIDTH, BLOCKS = 8, 12
+GELU = OPS["gelu"]
 NAMES = [one.name for op in OPS.values() for one in (op, op.backward) if one is not None and one.has_kernel]
 UNKNOWN = """
 import sys
@@ -75,8 +76,8 @@ def test_inductor_comes_up_without_make_fallback(monkeypatch):
 
     monkeypatch.setattr(lowering, "make_fallback", make_fallback)
     monkeypatch.setattr("sys.meta_path", [])
-    with pytest.warns(UserWarning, match=f"Inductor {torch.__version__.partition('+')[0]}.* took no fallbacks: TypeE"):
-        torch_inductor.register(ours.dispatched.values())
+    with pytest.warns(UserWarning, match=f"Inductor {torch.__version__.partition('+')[0]}.* took no operators: TypeE"):
+        torch_inductor.register([torch_inductor.Operator(GELU, GELU, ours.dispatched[GELU], None)], ours._composed)
 
 
 # ------------------------------------------------------------------------------------------------------------- compiled
@@ -127,8 +128,8 @@ def test_a_chain_is_right(formatted, dynamic):
         x = torch.randn(WIDTH, rows).mT
         results = [_forward_and_backward(f, x, parameters) for f in (compiled, mine, torchs)]
         for got, eager, expected in zip(*results, strict=True):
-            # Inductor adds gradients up in the order that autograd does
-            torch.testing.assert_close(got, eager, rtol=0, atol=0)
+            # GELU is decomposed, and evaluated by Inductor's functions: float32, two blocks deep
+            torch.testing.assert_close(got, eager, rtol=1e-5, atol=1e-6)
             # float32, sums of up to 32 terms in another order, two blocks deep
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
     assert not formatted
