@@ -1,8 +1,8 @@
 """What PyTorch's Inductor makes of the operators: a part of the torch frontend.
 
-An operator that Inductor can fuse with what stands around it is decomposed: the elementwise ones, by their formulas, and
-16-bit products on a GPU, which become torch's own, with the activation and the sum of a bias's gradient beside them.
-The others are fallbacks: Inductor calls the kernel.
+An operator that Inductor can fuse with what stands around it is decomposed: the elementwise ones, by their formulas,
+and 16-bit products on a GPU, which become torch's own, with the activation and the sum of a bias's gradient beside
+them. The others are fallbacks: Inductor calls the kernel.
 
 Inductor makes a fallback of an operator that it does not know, which is right. But before torch 2.13 it formats the
 operator's arguments for its log first, even where nothing is logged. The text of an argument contains all that it was
@@ -56,12 +56,12 @@ def linear(x, weight, bias, activation, allow_tf32):
 def linear_backward(dy, x, weight, bias, pre_activation, activation, allow_tf32):
     if not _fuses_products(x):
         return NotImplemented
-    d = m.wide(dy)
+    d = dy
     if activation is not None:
         before = torch.nn.functional.linear(x, weight, bias) if pre_activation is None else pre_activation
-        d = d * slope(m, m.wide(before), activation)
-    rows, factor = m.matrix(d.to(x.dtype)), m.matrix(x)
-    return (rows @ weight).reshape(x.shape), rows.mT @ factor, m.sum(m.matrix(d), (0,)).to(x.dtype)
+        d = (m.wide(dy) * slope(m, m.wide(before), activation)).to(x.dtype)
+    rows = m.matrix(d)  # read by three, and so written in 16 bits only
+    return (rows @ weight).reshape(x.shape), rows.mT @ m.matrix(x), rows.sum(0)
 
 
 def _factors(a, b, transpose_a, transpose_b):

@@ -36,19 +36,22 @@ def test_flavours_agree(name):
             torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-5, msg=lambda m, key=key: f"{key}: {m}")
 
 
+def spec_of(impl):
+    return train.Spec("gpt2", impl, "bfloat16", timed=4, tiny=True)
+
+
 def test_a_row():
     rows = {
-        flavour: [train.measure(train.Spec("gpt2", flavour, "bfloat16", timed=4, tiny=True), "cpu") for _ in range(2)]
-        for flavour in FLAVOURS
+        flavour: [train.measure(spec_of(flavour), "cpu") | {"cold": True} for _ in range(2)] for flavour in FLAVOURS
     }
-    merged = command.merged_rounds(train.Spec("gpt2", "aotops", "bfloat16"), rows["aotops"], cold=True)
+    merged = command.merged_rounds(spec_of("aotops"), rows["aotops"])
     assert merged["same_bits"]
     assert len(merged["rounds"]) == 2
     assert len(merged["losses"]) == train.TRAINED_TINY
     assert merged["losses"][-1] < merged["losses"][0]
     assert min(merged[key] for key in ("ms", "wall_ms", "host_ms", "tokens_per_s")) > 0
     assert abs(merged["loss"] - rows["torch"][0]["loss"]) < 0.02
-    other = command.merged_rounds(train.Spec("gpt2", "torch", "bfloat16"), [rows["torch"][0], rows["aotops"][0]], False)
+    other = command.merged_rounds(spec_of("torch"), [rows["torch"][0], rows["aotops"][0]])
     assert not other["same_bits"]
 
 

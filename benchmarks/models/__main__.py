@@ -38,6 +38,7 @@ Row = dict[str, Any]
 def run(spec: Spec, caches: Path, threads: int | None = None) -> dict[str, Any] | None:
     """What the process of a row wrote, or None after printing why it failed."""
     folder = caches / "-".join((spec.model, spec.impl, spec.precision, str(spec.deterministic)))
+    cold = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder), "TRITON_CACHE_DIR": str(folder / "triton")}
     if spec.deterministic:
@@ -48,7 +49,9 @@ def run(spec: Spec, caches: Path, threads: int | None = None) -> dict[str, Any] 
         command = [sys.executable, "-m", "benchmarks.models.train", json.dumps(asdict(spec)), file.name]
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
         if done.returncode == 0:
-            return json.loads(Path(file.name).read_text())
+            answer = json.loads(Path(file.name).read_text())
+            answer["row"]["cold"] = cold
+            return answer
     print(f"{spec.model} {spec.impl} {spec.precision}: failed\n{done.stderr[-4000:]}", file=sys.stderr, flush=True)
     return None
 
@@ -60,12 +63,13 @@ def warm(specs: list[Spec], caches: Path, jobs: int) -> None:
         list(pool.map(lambda spec: run(spec, caches, threads=4), compiled))
 
 
-def merged_rounds(spec: Spec, rounds: list[Row], cold: bool) -> Row:
-    """``cold``: the first round compiled, so that its first step is what a user waits for."""
+def merged_rounds(spec: Spec, rounds: list[Row]) -> Row:
+    """The medians of the times. The first step is that of a process that found nothing compiled: no other is recorded
+    where there is something to compile."""
     row: Row = {key: getattr(spec, key) for key in KEY} | {"framework": "torch"}
     row |= {key: statistics.median(r[key] for r in rounds) for key in ("ms", "wall_ms", "host_ms", "tokens_per_s")}
     row["peak_gib"] = rounds[0]["peak_gib"]
-    if cold or not spec.compiled:
+    if rounds[0]["cold"] or not spec.compiled:
         row["first_step_s"] = rounds[0]["first_step_s"]
     row |= {"loss": rounds[0]["loss"], "losses": rounds[0]["losses"], "rounds": [r["ms"] for r in rounds]}
     if len(rounds) > 1:
@@ -75,7 +79,7 @@ def merged_rounds(spec: Spec, rounds: list[Row], cold: bool) -> Row:
     return row | {key: r[key] for r in rounds for key in ("kernels",) if key in r}
 
 
-def measure(specs: list[Spec], rounds: int, cold: bool, caches: Path) -> tuple[list[Row], dict[str, Any]]:
+def measure(specs: list[Spec], rounds: int, caches: Path) -> tuple[list[Row], dict[str, Any]]:
     """The rows of one model and precision, whose implementations take turns, and the last process's answer."""
     found: dict[Spec, list[Row]] = {spec: [] for spec in specs}
     last: dict[str, Any] = {}
@@ -88,7 +92,7 @@ def measure(specs: list[Spec], rounds: int, cold: bool, caches: Path) -> tuple[l
                 last = answer
                 found[spec].append(answer["row"])
                 print(_line(spec, answer["row"]), flush=True)
-    return [merged_rounds(spec, found[spec], cold) for spec in specs if found[spec]], last
+    return [merged_rounds(spec, found[spec]) for spec in specs if found[spec]], last
 
 
 def _line(spec: Spec, row: Row) -> str:
@@ -170,7 +174,7 @@ def main(argv: list[str] | None = None) -> None:
             warm(specs, caches, args.warm)
         for group in dict.fromkeys((spec.model, spec.precision) for spec in specs):
             of_group = [spec for spec in specs if (spec.model, spec.precision) == group]
-            rows, answer = measure(of_group, args.rounds, not args.warm, caches)
+            rows, answer = measure(of_group, args.rounds, caches)
             measured += len(rows)
             if rows:
                 new = head(answer, command) | {"rows": rows}
