@@ -452,7 +452,8 @@ def _autograd_kernel(op: Op, forward: Op, dispatched: Callable[..., Any], split,
         by_formula = has_tangents or (op is not forward and not _all_tensors(inputs))
         if by_formula and not formula.is_bilinear(forward, attrs):
             if op.formula is not None:
-                return pack(_composed(op, attrs, names, inputs, dispatched))
+                results = dict(zip(op.results, _composed(op, attrs, inputs, dispatched), strict=True))
+                return pack([results[y] if y in names else None for y in op.results])
             if has_tangents:
                 raise NotImplementedError(f"{op.name}: forward-mode differentiation is not supported")
         with _other_levels():
@@ -461,18 +462,16 @@ def _autograd_kernel(op: Op, forward: Op, dispatched: Callable[..., Any], split,
     return kernel
 
 
-def _composed(
-    op: Op, attrs: tuple[Attr, ...], names: Container[str], inputs: Tensors, dispatched: Callable[..., Any]
-) -> list[Tensor | None]:
+def _composed(op: Op, attrs: tuple[Attr, ...], inputs: Tensors, dispatched: Callable[..., Any]) -> list[Tensor]:
     """The results by the operator's formula, which torch differentiates; residuals, which have no derivative, by the
-    operator itself. None for one that is not in ``names``."""
+    operator itself."""
     _check_devices(op, inputs)
     dtypes = {y: _DTYPES[spec.dtype] for y, spec in _infer(op, attrs, inputs).items()}
     found = derivatives.composed(op, attrs, inputs, of(op.library), dtypes)
     if op.residuals:
         constants = [t if t is None else forward_ad.unpack_dual(t).primal.detach() for t in inputs]
         found = dict(zip(op.results, _results(dispatched(*constants, *attrs)), strict=True)) | found
-    return [found[y] if y in names else None for y in op.results]
+    return [found[y] for y in op.results]
 
 
 def _tangents_of_product(
@@ -483,8 +482,7 @@ def _tangents_of_product(
     given = {slot: t for slot, t in zip(op.inputs, tangents, strict=True) if t is not None}
     run, m = derivatives.runner(dispatched, attrs), derivatives.MATHEMATICS
     if op is not forward:
-        found = formula.backward_tangents(m, run, forward, named, given)
-        return {y: t for y, t in found.items() if y in names}
+        return formula.backward_tangents(m, run, forward, named, given, names)
     return {op.outputs[0]: formula.bilinear_tangent(m, run, op, named, given)}
 
 
@@ -505,9 +503,10 @@ def _gradient_of_products(
 ) -> tuple[Tensor | None, ...]:
     named = {slot: t for slot, t in zip(op.inputs, saved, strict=True) if t is not None}
     given = {y: t for y, t in zip(op.results, grads, strict=True) if t is not None}
+    wanted = {slot for slot, need in zip(op.inputs, needed, strict=True) if need}
     run = derivatives.runner(dispatched, attrs)
-    found = formula.backward_cotangents(derivatives.MATHEMATICS, run, forward, named, given)
-    return tuple(found.get(slot) if need else None for slot, need in zip(op.inputs, needed, strict=True))
+    found = formula.backward_cotangents(derivatives.MATHEMATICS, run, forward, named, given, wanted)
+    return tuple(found.get(slot) for slot in op.inputs)
 
 
 def _all_tensors(inputs: Tensors) -> bool:
@@ -525,7 +524,7 @@ def _gradient_of_formula(
 
     def of_moved(*tensors: Tensor) -> tuple[Tensor, ...]:
         inputs = dict(enumerate(saved)) | dict(zip(moved, tensors, strict=True))
-        results = _composed(op, attrs, op.results, tuple(inputs.values()), dispatched[op])
+        results = _composed(op, attrs, tuple(inputs.values()), dispatched[op])
         return tuple(results[i] for i in given)
 
     _, gradient = torch.func.vjp(of_moved, *(saved[i] for i in moved))
