@@ -28,7 +28,7 @@ from aotops.ops import OPS
 from aotops.sharding import Axis, sharding
 
 from .imports import after_import
-from .torch_schema import wanted
+from .torch_schema import maskable, wanted
 
 _ADDED_ONCE = {OPS[name]: "bias" for name in ("linear", "conv2d")}
 _CROSS_ENTROPY = OPS["cross_entropy"]
@@ -59,7 +59,7 @@ def _register_with_dtensor(operators: Sequence[tuple[Op, Any]]) -> None:
         register_sharding(overload)(partial(_strategies, op))
         # Every argument decides on the strategy. By itself register_sharding would have DTensor look up a kept one by
         # tensors, and by attributes from the first integer on.
-        lists = any(kind.endswith("[]") for kind in op.attrs.values())
+        lists = any(kind.endswith("[]") for kind in op.attrs.values()) or bool(maskable(op))
         dispatcher.sharding_propagator.op_to_schema_info[overload] = RuntimeSchemaInfo(0, needs_pytree=lists)
         if op in _COMPOSED:
             dispatcher._custom_op_handlers[overload] = _COMPOSED[op]
