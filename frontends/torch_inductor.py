@@ -31,12 +31,12 @@ from aotops.ops._activation import activated, slope
 
 from .imports import after_import
 from .torch_derivatives import MATHEMATICS as m
+from .torch_schema import wanted as names_of_wanted
 
 _LOWERING, _DECOMPOSITION = "torch._inductor.lowering", "torch._inductor.decomposition"
 
 # ------------------------------------------------------------------------------------------------------ decompositions
-# Functions of an operator's inputs and attributes, which return all of its results, or NotImplemented for a call that
-# the kernel serves.
+# Functions of an operator's arguments, which return its results, or NotImplemented for a call that the kernel serves.
 
 
 def _fuses_products(x: Tensor) -> bool:
@@ -53,7 +53,7 @@ def linear(x, weight, bias, activation, allow_tf32):
     return activated(m, m.wide(before), activation).to(x.dtype), before
 
 
-def linear_backward(dy, x, weight, bias, pre_activation, activation, allow_tf32):
+def linear_backward(dy, x, weight, bias, pre_activation, activation, allow_tf32, wanted=(True, True, True)):
     if not _fuses_products(x):
         return NotImplemented
     d = dy
@@ -61,7 +61,12 @@ def linear_backward(dy, x, weight, bias, pre_activation, activation, allow_tf32)
         before = torch.nn.functional.linear(x, weight, bias) if pre_activation is None else pre_activation
         d = (m.wide(dy) * slope(m, m.wide(before), activation)).to(x.dtype)
     rows = m.matrix(d)  # read by three, and so written in 16 bits only
-    return (rows @ weight).reshape(x.shape), rows.mT @ m.matrix(x), rows.sum(0)
+    dx, dweight, dbias = wanted
+    return (
+        (rows @ weight).reshape(x.shape) if dx else None,
+        rows.mT @ m.matrix(x) if dweight else None,
+        rows.sum(0) if dbias else None,
+    )
 
 
 def _factors(a, b, transpose_a, transpose_b):
@@ -75,13 +80,14 @@ def matmul(a, b, transpose_a, transpose_b, allow_tf32):
     return left @ right
 
 
-def matmul_backward(dy, a, b, transpose_a, transpose_b, allow_tf32):
+def matmul_backward(dy, a, b, transpose_a, transpose_b, allow_tf32, wanted=(True, True)):
     """Factors that broadcast are left to the kernel, which does not round the products that it sums."""
     if not _fuses_products(a) or a.shape[:-2] != b.shape[:-2]:
         return NotImplemented
     left, right = _factors(a, b, transpose_a, transpose_b)
-    dleft, dright = dy @ right.mT, left.mT @ dy
-    return dleft.mT if transpose_a else dleft, dright.mT if transpose_b else dright
+    of_left, of_right = wanted
+    dleft, dright = dy @ right.mT if of_left else None, left.mT @ dy if of_right else None
+    return _factors(dleft, dright, transpose_a and of_left, transpose_b and of_right)
 
 
 def _without_instead(op: Op, forward: Op, overload: Any) -> Callable[..., Any]:
@@ -108,10 +114,14 @@ def _decomposition(op: Op, forward: Op, overload: Any, composed: Callable[..., A
         return _without_instead(op, forward, overload)
     if not op.elementwise or op.formula is None:
         return None
-    n = len(op.inputs)
+    n, end = len(op.inputs), len(op.inputs) + len(op.attrs)
 
     def by_formula(*args):
-        results = composed(op, args[n:], args[:n])
+        names = names_of_wanted(op, args[end:])
+        results = [
+            y if name in names else None
+            for name, y in zip(op.results, composed(op, args[n:end], args[:n]), strict=True)
+        ]
         return results[0] if len(results) == 1 else tuple(results)
 
     return by_formula

@@ -16,7 +16,7 @@ The strategies are registered once torch.distributed.tensor has been imported, w
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from aotops.ops import OPS
 from aotops.sharding import Axis, sharding
 
 from .imports import after_import
+from .torch_schema import maskable, wanted
 
 _ADDED_ONCE = {OPS[name]: "bias" for name in ("linear", "conv2d")}
 _CROSS_ENTROPY = OPS["cross_entropy"]
@@ -58,7 +59,7 @@ def _register_with_dtensor(operators: Sequence[tuple[Op, Any]]) -> None:
         register_sharding(overload)(partial(_strategies, op))
         # Every argument decides on the strategy. By itself register_sharding would have DTensor look up a kept one by
         # tensors, and by attributes from the first integer on.
-        lists = any(kind.endswith("[]") for kind in op.attrs.values())
+        lists = any(kind.endswith("[]") for kind in op.attrs.values()) or bool(maskable(op))
         dispatcher.sharding_propagator.op_to_schema_info[overload] = RuntimeSchemaInfo(0, needs_pytree=lists)
         if op in _COMPOSED:
             dispatcher._custom_op_handlers[overload] = _COMPOSED[op]
@@ -73,22 +74,26 @@ Strategy = tuple[Placements, Placements]
 
 def _strategies(op: Op, *args: Any) -> list[Strategy]:
     """Each way to split a call, whose tensors are specs."""
-    n = len(op.inputs)
-    attrs = tuple(tuple(a) if isinstance(a, list) else a for a in args[n:])
+    n, end = len(op.inputs), len(op.inputs) + len(op.attrs)
+    attrs = tuple(tuple(a) if isinstance(a, list) else a for a in args[n:end])
+    names, others = wanted(op, args[end:]), len(args) - n
     shapes = [None if spec is None else tuple(spec.shape) for spec in args[:n]]
     found = sharding(op, attrs, shapes)
     axes = found.axes if found else ()
     given = {slot for slot, shape in zip(op.inputs, shapes, strict=True) if shape is not None}
-    strategies = [_strategy(op, given, None), *(_strategy(op, given, axis) for axis in axes)]
+    strategies = [_strategy(op, given, names, None), *(_strategy(op, given, names, axis) for axis in axes)]
     bias = _ADDED_ONCE.get(op)
     if bias in given:
         without = sharding(op, attrs, [None if slot == bias else s for slot, s in zip(op.inputs, shapes, strict=True)])
         assert without is not None
-        strategies += [_strategy(op, given, axis, bias) for axis in without.axes if axis.is_summed]
-    return strategies
+        strategies += [_strategy(op, given, names, axis, bias) for axis in without.axes if axis.is_summed]
+    return [(outputs, inputs + [None] * others) for outputs, inputs in strategies]
 
 
-def _strategy(op: Op, given: set[str], axis: Axis | None, added_once: str | None = None) -> Strategy:
+def _strategy(
+    op: Op, given: Container[str], names: Container[str], axis: Axis | None, added_once: str | None = None
+) -> Strategy:
+    """Of tensors alone. ``given``: the inputs that are; ``names``: the results that are wanted."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     def placement(slot: str):
@@ -97,7 +102,7 @@ def _strategy(op: Op, given: set[str], axis: Axis | None, added_once: str | None
         return Partial() if slot == added_once or (axis is not None and slot in axis.partial) else Replicate()
 
     inputs = [placement(slot) if slot in given else None for slot in op.inputs]
-    return [placement(slot) for slot in op.results], [*inputs, *(None for _ in op.attrs)]
+    return [placement(slot) if slot in names else None for slot in op.results], inputs
 
 
 # ------------------------------------------------------------------------------------------------------- cross_entropy

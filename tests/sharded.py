@@ -381,6 +381,21 @@ def _squares(values: Iterable[Any]) -> Any:
 
 
 @check
+def gradients_of_some_inputs() -> None:
+    """The others, the first too, are not computed, and have no placement."""
+    from torch.distributed.tensor import Shard
+
+    mesh = init_device_mesh("cpu", (WORLD,))
+    for name, case in (("linear", _linear((8, 12), 4, True)), ("conv2d", _conv2d(8, True, padding=1))):
+        call = Call(name, case)
+        for constants in (["x"], ["weight"], ["x", "weight"], ["x", "bias"]):
+            leaves = call.sharded(mesh, {"x": [Shard(0)]})
+            leaves = {slot: t.detach().requires_grad_(slot not in constants) for slot, t in leaves.items()}
+            for slot, gradient in call.backward(leaves, call.forward(leaves), mesh).items():
+                assert_same(gradient, call.gradients[slot], f"{name} without {constants}: {slot}")
+
+
+@check
 def row_parallel_linear_gathers_nothing() -> None:
     """With a bias, which is added once."""
     from torch.distributed.tensor import Partial, Replicate, Shard

@@ -20,6 +20,7 @@ from contexts import recorded  # noqa: E402
 from torch.func import grad, jacrev, vjp, vmap  # noqa: E402
 
 from aotops.frontends import torch as ours  # noqa: E402
+from aotops.frontends.torch_schema import maskable  # noqa: E402
 from aotops.ops import OPS  # noqa: E402
 from aotops.testing.cases import CASES, row_samples  # noqa: E402
 from aotops.testing.frameworks import race  # noqa: E402
@@ -142,7 +143,7 @@ DIFFERENTIATED_BY_TORCH = {name for name, op in OPS.items() if not op.backward.h
 
 def samples(name, where):
     """Arguments of torch.ops.aotops.<name>: of the samples of the operator's row, its inputs, or those of its backward,
-    residuals kept and not."""
+    residuals kept and not, and all gradients wanted or every second one."""
     op = BACKWARDS.get(name) or OPS[name]
     row = CASES[op.name]
     for case in (*row_samples(op.name).values(), *row.opcheck):
@@ -163,6 +164,8 @@ def samples(name, where):
         known |= {f"d{y}": torch.randn_like(known[y]) for y in op.outputs}
         for absent in ((), op.residuals) if op.residuals else ((),):
             yield *(None if slot in absent else known[slot] for slot in op.backward.inputs), *attrs
+    if name != op.name and (some := maskable(op.backward)):
+        yield *(known[slot] for slot in op.backward.inputs), *attrs, [i % 2 == 1 for i in range(len(some))]
 
 
 @ON

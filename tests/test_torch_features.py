@@ -209,13 +209,14 @@ PRODUCTS = {
 }
 
 
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_flops_are_those_that_torch_counts(name):
+def test_flops_are_those_that_torch_counts(name, wanted):
     from torch.utils.flop_counter import FlopCounterMode
 
     counts = []
     for function in PRODUCTS[name][:2]:
-        inputs = [torch.randn(shape, requires_grad=True) for shape in PRODUCTS[name][2:]]
+        inputs = [torch.randn(s, requires_grad=need) for s, need in zip(PRODUCTS[name][2:], wanted, strict=True)]
         with FlopCounterMode(display=False) as counter:
             function(*inputs).sum().backward()
         counts.append(counter.get_total_flops())
