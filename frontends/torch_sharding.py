@@ -25,6 +25,7 @@ from torch import Tensor
 
 from aotops.op import Op
 from aotops.ops import OPS
+from aotops.ops.cross_entropy import divides_slope
 from aotops.sharding import Axis, sharding
 
 from .imports import after_import
@@ -189,13 +190,13 @@ def _cross_entropy(overload: Any, args: Sequence[Any], kwargs: Any) -> tuple[Any
     """The loss and the slope, whose placements are x's."""
     from torch.distributed.tensor import Partial, Shard
 
-    x, target, ignore_index, reduction, smoothing = args
+    x, target, ignore_index, reduction, smoothing, dtype = args
     _check_distributed(_CROSS_ENTROPY, (x, target))
     y, slope = _on_meta(overload, *args)
     with torch.no_grad():
         split = _Split.of(x)
         one, classes = split.local(x, split.placements), split.local(target, split.of_rows(Shard(0)))
-        attrs = ignore_index, reduction, smoothing
+        attrs = ignore_index, reduction, smoothing, dtype
         if not split.classes and (reduction != "mean" or not split.rows):
             loss, part = overload(one, classes, *attrs)
             placements = split.of_rows(Shard(0) if reduction == "none" else Partial())
@@ -203,23 +204,30 @@ def _cross_entropy(overload: Any, args: Sequence[Any], kwargs: Any) -> tuple[Any
         if split.classes:
             losses, part = _over_classes(split, overload, one, classes, attrs, x.shape[-1])
         else:
-            losses, part = overload(one, classes, ignore_index, "none", smoothing)
+            losses, part = overload(one, classes, ignore_index, "none", smoothing, _name(_accumulate(x.dtype)))
         placements = split.of_rows(Shard(0))
         if reduction != "none":
-            losses, placements = _total(split, losses, classes, ignore_index, reduction)
-        return split.whole(losses.to(x.dtype), placements, y), split.whole(part, split.placements, slope)
+            losses, placements, count = _total(split, losses, classes, ignore_index, reduction)
+        if divides_slope(reduction, _name(x.dtype)):
+            part = torch.where((classes != ignore_index)[..., None], part / count, 0)  # the count may be 0
+        return split.whole(losses.to(y.dtype), placements, y), split.whole(part.to(x.dtype), split.placements, slope)
 
 
 def _total(split: _Split, losses: Tensor, target: Tensor, ignore_index: int, reduction: str):
-    """The sum, or the mean over the rows not ignored, of the losses of all parts, and its placements."""
+    """The sum, or the mean over the rows not ignored, of the losses of all parts; its placements; and the count of
+    these rows, or None."""
     from torch.distributed.tensor import Partial, Replicate
 
     total = losses.sum(dtype=_accumulate(losses.dtype))
     if reduction == "sum":
-        return total, split.of_rows(Partial())
+        return total, split.of_rows(Partial()), None
     count = (target != ignore_index).sum(dtype=total.dtype)
     total, count = split.reduced(torch.stack([total, count]), "sum", split.rows).unbind()
-    return total / count, split.of_rows(Replicate())
+    return total / count, split.of_rows(Replicate()), count
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _accumulate(dtype: torch.dtype) -> torch.dtype:
@@ -227,9 +235,9 @@ def _accumulate(dtype: torch.dtype) -> torch.dtype:
 
 
 def _over_classes(split: _Split, overload: Any, x: Tensor, target: Tensor, attrs: Sequence[Any], classes: int):
-    """The losses of the rows, and this part of the slope, of a part of the classes. Two reductions: of the largest
-    elements, and of the sums."""
-    ignore_index, _, smoothing = attrs
+    """The losses of the rows, and this part of their slope, undivided and not yet of x's dtype, of a part of the classes.
+    Two reductions: of the largest elements, and of the sums."""
+    ignore_index, _, smoothing, _ = attrs
     counted = target != ignore_index
     odd = counted & ((target < 0) | (target >= classes))
     if x.device.type == "cpu" and not torch.compiler.is_compiling() and _has_memory(odd) and odd.any():
@@ -245,7 +253,7 @@ def _over_classes(split: _Split, overload: Any, x: Tensor, target: Tensor, attrs
     total, hit, *every = split.reduced(torch.stack(parts), "sum", split.classes).unbind()
     losses = total.log() - (1 - smoothing) * hit - (smoothing / classes * every[0] if smoothing else 0)
     slope = exponentials / total[..., None] - smoothing / classes - (1 - smoothing) * here.to(wide.dtype)
-    return _by_row(losses, counted, odd), _by_row(slope, counted[..., None], odd[..., None]).to(x.dtype)
+    return _by_row(losses, counted, odd), _by_row(slope, counted[..., None], odd[..., None])
 
 
 def _by_row(values: Tensor, counted: Tensor, odd: Tensor) -> Tensor:
@@ -261,7 +269,7 @@ def _cross_entropy_backward(overload: Any, args: Sequence[Any], kwargs: Any) -> 
     """dx, whose placements are the slope's."""
     from torch.distributed.tensor import Replicate, Shard
 
-    dy, x, target, slope, ignore_index, reduction, smoothing = args
+    dy, x, target, slope, ignore_index, reduction, smoothing, dtype = args
     backward = _CROSS_ENTROPY.backward
     assert backward is not None
     _check_distributed(backward, (dy, x, target, slope))
@@ -269,16 +277,17 @@ def _cross_entropy_backward(overload: Any, args: Sequence[Any], kwargs: Any) -> 
     with torch.no_grad():
         if slope is None:
             forward = torch.ops.aotops.cross_entropy.default
-            _, slope = _cross_entropy(forward, (x, target, ignore_index, reduction, smoothing), {})
+            _, slope = _cross_entropy(forward, (x, target, ignore_index, reduction, smoothing, dtype), {})
         split = _Split.of(slope)
         part, classes = split.local(slope, split.placements), split.local(target, split.of_rows(Shard(0)))
         given = split.local(dy, split.of_rows(Shard(0) if reduction == "none" else Replicate()))
-        if not split.classes and (reduction != "mean" or not split.rows):
-            local = overload(given, part, classes, part, ignore_index, reduction, smoothing)
+        divide = reduction == "mean" and not divides_slope(reduction, _name(x.dtype))
+        if not split.classes and not (divide and split.rows):
+            local = overload(given, part, classes, part, ignore_index, reduction, smoothing, dtype)
             return split.whole(local, split.placements, dx)
         counted = classes != ignore_index
         factor = given.to(_accumulate(part.dtype))
-        if reduction == "mean":
+        if divide:
             factor = factor / split.reduced(counted.sum(dtype=factor.dtype), "sum", split.rows)
         # 0 for an ignored row, also if dy is not finite or the count is 0
         scaled = part * torch.where(counted, factor, 0)[..., None]

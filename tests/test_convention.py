@@ -186,7 +186,7 @@ SPECS = {
     "gelu": ([((3,), F32)], {}),
     "cross_entropy": (
         [((3, 4), F32), ((3,), "int64")],
-        {"ignore_index": -100, "reduction": None, "label_smoothing": 0},
+        {"ignore_index": -100, "reduction": "mean", "label_smoothing": 0, "dtype": None},
     ),
     "linear": ([((3, 4), F32), ((5, 4), F32), None], {"activation": None, "allow_tf32": False}),
     "conv2d": (
@@ -198,7 +198,13 @@ SPECS = {
 
 @pytest.mark.parametrize(
     ("op", "attr"),
-    [("gelu", "approximate"), ("cross_entropy", "reduction"), ("linear", "activation"), ("conv2d", "layout")],
+    [
+        ("gelu", "approximate"),
+        ("cross_entropy", "reduction"),
+        ("cross_entropy", "dtype"),
+        ("linear", "activation"),
+        ("conv2d", "layout"),
+    ],
 )
 def test_the_words_of_an_attribute_are_listed(op, attr):
     inputs, attrs = SPECS[op]
