@@ -423,6 +423,11 @@ def _register_overwriting(op: Op, forward: Op) -> Callable[..., Any] | None:
         return given, [given[instead.get(slot, slot)] for slot in op.inputs], attrs
 
     def kernel(*args):
+        if op is not forward and _keeps_graph():
+            raise RuntimeError(
+                f"{op.name}: compiled code writes over {', '.join(op.overwrites.values())}, expected a graph that is "
+                f"not kept: for retain_graph=True, set torch._functorch.config.donated_buffer = False"
+            )
         given, inputs, attrs = named(args)
         over = {y: given[slot] for y, slot in op.overwrites.items()}
         results = dict(zip(op.results, _run(op, inputs, op.canonical(attrs), op.results, over), strict=True))
@@ -437,6 +442,13 @@ def _register_overwriting(op: Op, forward: Op) -> Callable[..., Any] | None:
     for device in ("CPU", "CUDA"):
         namespace.impl(name, kernel, device)
     return getattr(getattr(torch.ops, namespace.ns), op.name).overwriting
+
+
+def _keeps_graph() -> bool:
+    """Whether a backward is running that keeps its graph."""
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def _autograd_kernel(op: Op, forward: Op, dispatched: Callable[..., Any], split, pack) -> Callable[..., Any]:
