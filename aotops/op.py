@@ -164,6 +164,9 @@ class Op:
     instead: Mapping[str, str] = field(default_factory=dict)
     """Inputs of which the backward needs only the spec if a residual of the same spec is kept: the residual is saved
     instead of the input, which may then be changed in place."""
+    overwrites: Mapping[str, str] = field(default_factory=dict)
+    """Of a backward: the output that the entry may write over an input, at the same address, which a residual of the
+    forward is and nobody but the backward has."""
     formula: Callable[..., Any] | None = None
     """The operator as a composition: a function of the mathematics of a framework (aotops/formula.py) and of inputs and
     attributes, which its parameters name. Returns ``composed``. Frontends differentiate it where the operator has no

@@ -61,6 +61,7 @@ _ATTRS = {"ignore_index": "int", "reduction": "str", "label_smoothing": "float",
     dims=lambda call: _dims(call, "dy", "slope", "dx"),
     attrs=_ATTRS,
     same_spec_as={"dx": "x"},
+    overwrites={"dx": "slope"},
     formula=_backward_formula,
 )
 def cross_entropy_backward(dy, x, target, slope, ignore_index=-100, reduction="mean", label_smoothing=0.0, dtype=None):
