@@ -165,8 +165,8 @@ class Op:
     """Inputs of which the backward needs only the spec if a residual of the same spec is kept: the residual is saved
     instead of the input, which may then be changed in place."""
     overwrites: Mapping[str, str] = field(default_factory=dict)
-    """Outputs and residuals that the entry may write over an input of the same spec: their slot is then the input's
-    memory."""
+    """Outputs and residuals that the entry may write over an input of the same spec, at the same address. Of a backward
+    the input is a residual of the forward, which nobody but the backward has."""
     formula: Callable[..., Any] | None = None
     """The operator as a composition: a function of the mathematics of a framework (aotops/formula.py) and of inputs and
     attributes, which its parameters name. Returns ``composed``. Frontends differentiate it where the operator has no

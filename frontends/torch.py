@@ -33,7 +33,7 @@ from aotops.op import Attr, Op, Rule
 from aotops.ops import BUILTIN, OPS
 from aotops.spec import DTYPES, TensorSpec, check_broadcast
 
-from . import torch_arguments, torch_call, torch_flops, torch_gate, torch_inductor, torch_sharding
+from . import torch_arguments, torch_call, torch_flops, torch_gate, torch_inductor, torch_overwrite, torch_sharding
 from . import torch_derivatives as derivatives
 from .torch_schema import mask, overwriting_schema, schema, wanted
 
@@ -264,7 +264,8 @@ class _Eager:
 
     def __init__(self, op: Op, attrs: tuple[Attr, ...]) -> None:
         fallback = functools.partial(_run_backward, op, attrs)
-        builtins = torch_call.function(op, attrs, _models, KEEP_RESIDUALS_FROM, fallback)
+        overwriting = torch_overwrite.available(), torch_overwrite.FROM
+        builtins = torch_call.function(op, attrs, _models, KEEP_RESIDUALS_FROM, fallback, *overwriting)
         backward = builtins.backward or functools.partial(_refuse_derivative, op)
         if op.rule is not None:
             backward = _by_rule(op, op.rule, attrs)

@@ -73,7 +73,8 @@ class _Function(Structure):
 class _Backward(Structure):
     _fields_ = [
         ("function", c_void_p), ("n_grads", c_int), ("n_inputs", c_int), ("source", _Slots), ("gradient", _Slots),
-        ("fallback", c_void_p),
+        ("fallback", c_void_p), ("over_output", c_int), ("over_input", c_int), ("over_from", c_int64),
+        ("may_overwrite", c_void_p),
     ]  # fmt: skip
 
 
@@ -94,7 +95,7 @@ class _Public(Structure):
 @cache
 def lib() -> ctypes.CDLL:
     """The library, with its structs compared with those above. Raises LibraryError if they differ."""
-    call.check_structs("aot_torch_structs", 2, (Gate, _Torch, _Function, _Backward, _Differentiable, _Public))
+    call.check_structs("aot_torch_structs", 3, (Gate, _Torch, _Function, _Backward, _Differentiable, _Public))
     return call.lib()
 
 
@@ -140,6 +141,8 @@ def function(
     prototypes: Callable[..., tuple[Any, ...]],
     keep_residuals_from: int,
     fallback: Callable[..., Any],
+    may_overwrite: Callable[[int, tuple[Any, ...]], bool] | None = None,
+    overwrite_from: int = 0,
 ) -> Function:
     """An operator with its attributes as builtins.
 
@@ -150,6 +153,9 @@ def function(
         fallback: the backward in Python, for a call that is not plain: a function of the saved tensors, the gradients
             of the outputs, for each input whether its gradient is needed, and the context, which has as ``inputs``
             those that were replaced by a residual (Op.instead).
+        may_overwrite: takes the index, among the saved tensors, of one that a gradient may be written over
+            (Op.overwrites), and these; returns whether nobody else will read it. None: never.
+        overwrite_from: bytes of such a tensor from which ``may_overwrite`` is asked.
     """
     handle = _function_handle(op, attrs, prototypes, keep_residuals_from)
     run, forward = (builtin(op.name, f"aot_torch_{kind}", handle) for kind in ("run", "forward"))
@@ -158,13 +164,24 @@ def function(
     if op.backward.factors(attrs):
         return Function(run, forward, lambda ctx, *dys: fallback(ctx.saved_tensors, dys, ctx.needs_input_grad, ctx))
     backward_handle = _function_handle(op.backward, attrs, prototypes, keep_residuals_from)
-    return Function(run, forward, _backward(op, op.backward, backward_handle, fallback))
+    return Function(run, forward, _backward(op, op.backward, backward_handle, fallback, may_overwrite, overwrite_from))
 
 
-def _backward(op: Op, backward: Op, handle: Any, fallback: Callable[..., Any]) -> Callable[..., Any]:
+def _backward(
+    op: Op,
+    backward: Op,
+    handle: Any,
+    fallback: Callable[..., Any],
+    may_overwrite: Callable[[int, tuple[Any, ...]], bool] | None,
+    overwrite_from: int,
+) -> Callable[..., Any]:
     sources = [*(f"d{y}" for y in op.outputs), *op.saved]
     slots = {slot: i for i, slot in enumerate(backward.slots)}
     gradients = [backward.alias.get(f"d{x}", f"d{x}") for x in op.inputs]
+    assert len(backward.overwrites) < 2, f"{backward.name} overwrites more than one input"
+    over_output, over_input, asked = -1, -1, None
+    for y, x in backward.overwrites.items() if may_overwrite else ():
+        over_output, over_input, asked = slots[y], slots[x], partial(may_overwrite, op.saved.index(x))
     made = _Backward(
         pointer_of(handle),
         len(op.outputs),
@@ -172,8 +189,12 @@ def _backward(op: Op, backward: Op, handle: Any, fallback: Callable[..., Any]) -
         _Slots(*(sources.index(slot) for slot in backward.inputs)),
         _Slots(*(slots.get(gradient, -1) for gradient in gradients)),
         id(fallback),
+        over_output,
+        over_input,
+        overwrite_from,
+        id(asked),
     )
-    return builtin(op.name, "aot_torch_backward", struct_capsule(made, handle, fallback))
+    return builtin(op.name, "aot_torch_backward", struct_capsule(made, handle, fallback, asked))
 
 
 def _function_handle(

@@ -235,7 +235,7 @@ def _accumulate(dtype: torch.dtype) -> torch.dtype:
 
 
 def _over_classes(split: _Split, overload: Any, x: Tensor, target: Tensor, attrs: Sequence[Any], classes: int):
-    """The losses of the rows, and this part of their slope, undivided and not yet of x's dtype, of a part of the
+    """The losses of the rows, and this part of their slope, undivided and in the dtype of sums, of a part of the
     classes. Two reductions: of the largest elements, and of the sums."""
     ignore_index, _, smoothing, _ = attrs
     counted = target != ignore_index

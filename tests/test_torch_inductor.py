@@ -342,7 +342,7 @@ def test_what_is_written_in_place_refuses_a_graph_that_is_kept():
 
     slope = torch.ones(2, 3)
     loss = Compiled.apply(torch.ones(2, 3, requires_grad=True))
-    with pytest.raises(RuntimeError, match="cross_entropy_backward: compiled code writes over slope, .* not kept"):
+    with pytest.raises(RuntimeError, match=r"cross_entropy_backward: compiled code writes over slope, .* not kept"):
         torch.autograd.backward(loss, torch.tensor(5.0), retain_graph=True)
     assert slope.eq(1).all()
     torch.autograd.backward(loss, torch.tensor(5.0))
