@@ -33,7 +33,16 @@ from aotops.op import Attr, Op, Rule
 from aotops.ops import BUILTIN, OPS
 from aotops.spec import DTYPES, TensorSpec, check_broadcast
 
-from . import torch_arguments, torch_call, torch_flops, torch_gate, torch_inductor, torch_overwrite, torch_sharding
+from . import (
+    torch_arguments,
+    torch_autocast,
+    torch_call,
+    torch_flops,
+    torch_gate,
+    torch_inductor,
+    torch_overwrite,
+    torch_sharding,
+)
 from . import torch_derivatives as derivatives
 from .torch_schema import mask, overwriting_schema, schema, wanted
 
@@ -650,7 +659,7 @@ def _autocast(op: Op, device: str, inputs: Tensors) -> tuple[Tensors, torch.dtyp
         back = _widest([t for slot, t in zip(op.inputs, inputs, strict=True) if slot in op.vmappable])
         back = None if back == dtype else back
     casts = {id(t) for t in floating if t.dtype not in (dtype, torch.float64)}
-    return [t.to(dtype) if id(t) in casts else t for t in inputs], back
+    return [_cast(t, dtype) if id(t) in casts else t for t in inputs], back
 
 
 def _widest(tensors: Sequence[Tensor]) -> torch.dtype:
@@ -683,6 +692,7 @@ def _batch(op: Op, size: int, dims: Sequence[int | None], inputs: Tensors, wante
 
 _is_compiling = torch.compiler.is_dynamo_compiling
 _gate = torch_call.gate() if _READS_TENSORS else None
+_cast = torch_autocast.caster() if _READS_TENSORS else Tensor.to
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
