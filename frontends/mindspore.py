@@ -143,6 +143,7 @@ class _Choose(_Constant):
         attrs, target = self.op.canonical(attrs), ms.get_context("device_target")
         known = given | infer(self.op, attrs, tuple(specs), _DEVICES.get(target, target))
         scalars = any(spec.shape == () for spec in known.values())  # see _primitive
+        scalars = scalars or (self.op.backward is not None and bool(self.op.backward.equal))
         dtypes = tuple((slot, spec.dtype) for slot, spec in known.items() if scalars)
         if self.forward is not None:
             return _backward(self.forward, attrs, tuple(given), self.op.entry_outputs, dtypes, target)

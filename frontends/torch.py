@@ -209,6 +209,8 @@ def _run_backward(op: Op, attrs: tuple[Attr, ...], saved: Tensors, grads: Tensor
     if backward.has_kernel:
         results = _results(dispatched[backward](*(given[slot] for slot in backward.inputs), *attrs))
         given |= zip(backward.results, results, strict=True)
+    dtypes = {slot: given[slot] is not None and given[slot].dtype for slot in backward.inputs}
+    given |= {y: given[other] for y, other in backward.merged(dtypes).items()}
     given = backward.with_aliases(given)
     given |= {y: given[y] * factor for y, factor in backward.factors(attrs).items()}
     return tuple(given.get(f"d{x}") if need else None for x, need in zip(op.inputs, needed, strict=True))
@@ -562,7 +564,7 @@ def _autocast_kernel(op: Op, dispatched: Callable[..., Any], device: str, split,
 
     def kernel(*args):
         inputs, attrs = split(args)
-        cast, back = _autocast(op, device.lower(), inputs)
+        cast, back = _autocast(op, attrs, device.lower(), inputs)
         with torch._C._ExcludeDispatchKeyGuard(keys):
             results = _results(dispatched(*cast, *attrs))
         if back is None:
@@ -573,9 +575,13 @@ def _autocast_kernel(op: Op, dispatched: Callable[..., Any], device: str, split,
     return kernel
 
 
-def _autocast(op: Op, device: str, inputs: Tensors) -> tuple[Tensors, torch.dtype | None]:
+def _autocast(op: Op, attrs: tuple[Any, ...], device: str, inputs: Tensors) -> tuple[Tensors, torch.dtype | None]:
     """The inputs as autocast casts them, and the dtype to cast the results to, or None."""
     to = op.autocast.get(device)
+    if to == "as given":
+        with contextlib.suppress(TypeError):
+            _infer(op, attrs, inputs)
+            return inputs, None
     floating = [t for t in inputs if t is not None and t.is_floating_point()]
     dtype, back = torch.get_autocast_dtype(device) if to == "autocast" else _DTYPES.get(to or ""), None
     if dtype is None:
@@ -801,7 +807,7 @@ def _run_eager(op: Op, inputs: Tensors, attrs: tuple[Attr, ...]):
     """A plain call that the builtin refused, after casting, broadcasting and copying to contiguous tensors."""
     back = None
     if op.autocast and torch.is_autocast_enabled(inputs[0].device.type):
-        inputs, back = _autocast(op, inputs[0].device.type, inputs)
+        inputs, back = _autocast(op, attrs, inputs[0].device.type, inputs)
     inputs, attrs = op.absorb_transposed_views(inputs, attrs, Tensor.is_contiguous)
     if op.broadcast and _all_given(inputs):
         inputs = torch.broadcast_tensors(*inputs)
