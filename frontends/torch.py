@@ -877,18 +877,45 @@ conv2d = _channels_last(conv2d)  # type: ignore[name-defined] # noqa: F821
 # -------------------------------------------------------------------------------------------------------------- modules
 
 
-class LayerNorm(torch.nn.LayerNorm):
-    """``torch.nn.LayerNorm`` on the library's kernel: the same arguments, parameters and state."""
+class _Offset:
+    """``weight_offset`` of a norm's module: what is added to its weight, whose initial value is 1 - weight_offset."""
+
+    weight_offset = 0.0
+
+    def __init__(self, *args: Any, weight_offset: float = 0.0, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.weight_offset = float(weight_offset)
+        if weight_offset:
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()  # type: ignore[misc]
+        if self.weight_offset and self.weight is not None:  # type: ignore[attr-defined]
+            torch.nn.init.constant_(self.weight, 1 - self.weight_offset)  # type: ignore[attr-defined]
+
+    def extra_repr(self) -> str:
+        offset = f", weight_offset={self.weight_offset}" if self.weight_offset else ""
+        return super().extra_repr() + offset  # type: ignore[misc]
+
+
+class LayerNorm(_Offset, torch.nn.LayerNorm):
+    """``torch.nn.LayerNorm`` on the library's kernel: the same arguments, parameters and state, and the keyword
+    ``weight_offset``, which is added to the weight; the initial weight is 1 - weight_offset. Parameters in float32
+    serve inputs of 16 bits."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)  # type: ignore[name-defined] # noqa: F821
+        affine = self.weight, self.bias, self.eps, self.weight_offset
+        return layer_norm(input, self.normalized_shape, *affine)  # type: ignore[name-defined] # noqa: F821
 
 
-class RMSNorm(torch.nn.RMSNorm):
-    """``torch.nn.RMSNorm`` on the library's kernel: the same arguments, parameters and state."""
+class RMSNorm(_Offset, torch.nn.RMSNorm):
+    """``torch.nn.RMSNorm`` on the library's kernel: the same arguments, parameters and state, and the keyword
+    ``weight_offset``, which is added to the weight; the initial weight is 1 - weight_offset. Parameters in float32
+    serve inputs of 16 bits."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return rms_norm(input, self.normalized_shape, self.weight, self.eps)  # type: ignore[name-defined] # noqa: F821
+        affine = self.weight, self.eps, self.weight_offset
+        return rms_norm(input, self.normalized_shape, *affine)  # type: ignore[name-defined] # noqa: F821
 
 
 class Linear(torch.nn.Linear):
