@@ -32,6 +32,7 @@ def add_layer_norm(
     weight: ndarray | None = None,
     bias: ndarray | None = None,
     eps: float = 1e-05,
+    weight_offset: float = 0.0,
     *,
     out: tuple[ndarray | None, ndarray | None] | None = None,
 ) -> tuple[ndarray, ndarray]:
@@ -59,6 +60,7 @@ def add_rms_norm(
     normalized_shape: int | Sequence[int],
     weight: ndarray | None = None,
     eps: float | None = None,
+    weight_offset: float = 0.0,
     *,
     out: tuple[ndarray | None, ndarray | None] | None = None,
 ) -> tuple[ndarray, ndarray]:
@@ -174,6 +176,7 @@ def layer_norm(
     weight: ndarray | None = None,
     bias: ndarray | None = None,
     eps: float = 1e-05,
+    weight_offset: float = 0.0,
     *,
     out: ndarray | None = None,
 ) -> ndarray:
@@ -284,6 +287,7 @@ def rms_norm(
     normalized_shape: int | Sequence[int],
     weight: ndarray | None = None,
     eps: float | None = None,
+    weight_offset: float = 0.0,
     *,
     out: ndarray | None = None,
 ) -> ndarray:
@@ -355,6 +359,7 @@ def add_layer_norm_backward(
     weight: ndarray | None = None,
     bias: ndarray | None = None,
     eps: float = 1e-05,
+    weight_offset: float = 0.0,
     *,
     out: tuple[ndarray | None, ndarray | None, ndarray | None, ndarray | None] | None = None,
 ) -> tuple[ndarray, ndarray, ndarray | None, ndarray | None]:
@@ -367,6 +372,7 @@ def add_rms_norm_backward(
     normalized_shape: int | Sequence[int],
     weight: ndarray | None = None,
     eps: float | None = None,
+    weight_offset: float = 0.0,
     *,
     out: tuple[ndarray | None, ndarray | None, ndarray | None] | None = None,
 ) -> tuple[ndarray, ndarray, ndarray | None]:
@@ -411,6 +417,7 @@ def layer_norm_backward(
     weight: ndarray | None = None,
     bias: ndarray | None = None,
     eps: float = 1e-05,
+    weight_offset: float = 0.0,
     *,
     out: tuple[ndarray | None, ndarray | None, ndarray | None] | None = None,
 ) -> tuple[ndarray, ndarray | None, ndarray | None]:
@@ -458,6 +465,7 @@ def rms_norm_backward(
     normalized_shape: int | Sequence[int],
     weight: ndarray | None = None,
     eps: float | None = None,
+    weight_offset: float = 0.0,
     *,
     out: tuple[ndarray | None, ndarray | None] | None = None,
 ) -> tuple[ndarray, ndarray | None]:

@@ -36,6 +36,7 @@ def add_layer_norm(
     weight: ArrayLike | None = None,
     bias: ArrayLike | None = None,
     eps: float = 1e-05,
+    weight_offset: float = 0.0,
 ) -> tuple[Array, Array]:
     """``h = x + residual`` and ``layer_norm(h, normalized_shape, weight, bias, eps)``.
 
@@ -61,6 +62,7 @@ def add_rms_norm(
     normalized_shape: int | Sequence[int],
     weight: ArrayLike | None = None,
     eps: float | None = None,
+    weight_offset: float = 0.0,
 ) -> tuple[Array, Array]:
     """``h = x + residual`` and ``rms_norm(h, normalized_shape, weight, eps)``.
 
@@ -170,6 +172,7 @@ def layer_norm(
     weight: ArrayLike | None = None,
     bias: ArrayLike | None = None,
     eps: float = 1e-05,
+    weight_offset: float = 0.0,
 ) -> Array:
     """Layer normalization, as ``torch.nn.functional.layer_norm``:
     ``(x - mean) / sqrt(var + eps) * weight + bias``, mean and (biased) variance taken over the trailing axes.
@@ -272,6 +275,7 @@ def rms_norm(
     normalized_shape: int | Sequence[int],
     weight: ArrayLike | None = None,
     eps: float | None = None,
+    weight_offset: float = 0.0,
 ) -> Array:
     """Root mean square normalization, as ``torch.nn.functional.rms_norm``: ``x / sqrt(mean(x**2) + eps) * weight``,
     the mean taken over the trailing axes.

@@ -34,6 +34,7 @@ def add_layer_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-05,
+    weight_offset: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """``h = x + residual`` and ``layer_norm(h, normalized_shape, weight, bias, eps)``.
 
@@ -59,6 +60,7 @@ def add_rms_norm(
     normalized_shape: int | Sequence[int],
     weight: Tensor | None = None,
     eps: float | None = None,
+    weight_offset: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """``h = x + residual`` and ``rms_norm(h, normalized_shape, weight, eps)``.
 
@@ -168,6 +170,7 @@ def layer_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-05,
+    weight_offset: float = 0.0,
 ) -> Tensor:
     """Layer normalization, as ``torch.nn.functional.layer_norm``:
     ``(x - mean) / sqrt(var + eps) * weight + bias``, mean and (biased) variance taken over the trailing axes.
@@ -264,6 +267,7 @@ def rms_norm(
     normalized_shape: int | Sequence[int],
     weight: Tensor | None = None,
     eps: float | None = None,
+    weight_offset: float = 0.0,
 ) -> Tensor:
     """Root mean square normalization, as ``torch.nn.functional.rms_norm``: ``x / sqrt(mean(x**2) + eps) * weight``,
     the mean taken over the trailing axes.
@@ -334,9 +338,10 @@ class LayerNorm(nn.LayerNorm):
 
 class RMSNorm(nn.Cell):
     """Root mean square normalization over the trailing axes ``normalized_shape``: the arguments, defaults and parameter
-    of ``torch.nn.RMSNorm``, since mindspore.nn has none."""
+    of ``torch.nn.RMSNorm``, since mindspore.nn has none, and ``weight_offset``, which is added to the weight; the
+    initial weight is 1 - weight_offset."""
 
-    def __init__(self, normalized_shape, eps=None, elementwise_affine=True, dtype=ms.float32): ...
+    def __init__(self, normalized_shape, eps=None, elementwise_affine=True, dtype=ms.float32, weight_offset=0.0): ...
 
     def construct(self, x): ...
 

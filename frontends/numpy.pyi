@@ -32,6 +32,7 @@ def add_layer_norm(
     weight: NDArray[Any] | None = None,
     bias: NDArray[Any] | None = None,
     eps: float = 1e-05,
+    weight_offset: float = 0.0,
     *,
     out: tuple[NDArray[Any] | None, NDArray[Any] | None] | None = None,
 ) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -59,6 +60,7 @@ def add_rms_norm(
     normalized_shape: int | Sequence[int],
     weight: NDArray[Any] | None = None,
     eps: float | None = None,
+    weight_offset: float = 0.0,
     *,
     out: tuple[NDArray[Any] | None, NDArray[Any] | None] | None = None,
 ) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -174,6 +176,7 @@ def layer_norm(
     weight: NDArray[Any] | None = None,
     bias: NDArray[Any] | None = None,
     eps: float = 1e-05,
+    weight_offset: float = 0.0,
     *,
     out: NDArray[Any] | None = None,
 ) -> NDArray[Any]:
@@ -284,6 +287,7 @@ def rms_norm(
     normalized_shape: int | Sequence[int],
     weight: NDArray[Any] | None = None,
     eps: float | None = None,
+    weight_offset: float = 0.0,
     *,
     out: NDArray[Any] | None = None,
 ) -> NDArray[Any]:
@@ -355,6 +359,7 @@ def add_layer_norm_backward(
     weight: NDArray[Any] | None = None,
     bias: NDArray[Any] | None = None,
     eps: float = 1e-05,
+    weight_offset: float = 0.0,
     *,
     out: tuple[NDArray[Any] | None, NDArray[Any] | None, NDArray[Any] | None, NDArray[Any] | None] | None = None,
 ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None, NDArray[Any] | None]:
@@ -367,6 +372,7 @@ def add_rms_norm_backward(
     normalized_shape: int | Sequence[int],
     weight: NDArray[Any] | None = None,
     eps: float | None = None,
+    weight_offset: float = 0.0,
     *,
     out: tuple[NDArray[Any] | None, NDArray[Any] | None, NDArray[Any] | None] | None = None,
 ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None]:
@@ -417,6 +423,7 @@ def layer_norm_backward(
     weight: NDArray[Any] | None = None,
     bias: NDArray[Any] | None = None,
     eps: float = 1e-05,
+    weight_offset: float = 0.0,
     *,
     out: tuple[NDArray[Any] | None, NDArray[Any] | None, NDArray[Any] | None] | None = None,
 ) -> tuple[NDArray[Any], NDArray[Any] | None, NDArray[Any] | None]:
@@ -464,6 +471,7 @@ def rms_norm_backward(
     normalized_shape: int | Sequence[int],
     weight: NDArray[Any] | None = None,
     eps: float | None = None,
+    weight_offset: float = 0.0,
     *,
     out: tuple[NDArray[Any] | None, NDArray[Any] | None] | None = None,
 ) -> tuple[NDArray[Any], NDArray[Any] | None]:

@@ -33,6 +33,7 @@ def add_layer_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-05,
+    weight_offset: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """``h = x + residual`` and ``layer_norm(h, normalized_shape, weight, bias, eps)``.
 
@@ -58,6 +59,7 @@ def add_rms_norm(
     normalized_shape: int | Sequence[int],
     weight: Tensor | None = None,
     eps: float | None = None,
+    weight_offset: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """``h = x + residual`` and ``rms_norm(h, normalized_shape, weight, eps)``.
 
@@ -172,6 +174,7 @@ def layer_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-05,
+    weight_offset: float = 0.0,
     *,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -274,6 +277,7 @@ def rms_norm(
     normalized_shape: int | Sequence[int],
     weight: Tensor | None = None,
     eps: float | None = None,
+    weight_offset: float = 0.0,
     *,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -337,13 +341,17 @@ def of(library: Library) -> Namespace:
     """The functions of a library's operators as a module, each made, and registered as ``torch.ops.<library>.<op>``,
     when it is first asked for: those that are defined later too."""
 
-class LayerNorm(torch.nn.LayerNorm):
-    """``torch.nn.LayerNorm`` on the library's kernel: the same arguments, parameters and state."""
+class LayerNorm(_Offset, torch.nn.LayerNorm):
+    """``torch.nn.LayerNorm`` on the library's kernel: the same arguments, parameters and state, and the keyword
+    ``weight_offset``, which is added to the weight; the initial weight is 1 - weight_offset. Parameters in float32
+    serve inputs of 16 bits."""
 
     def forward(self, input: Tensor) -> Tensor: ...
 
-class RMSNorm(torch.nn.RMSNorm):
-    """``torch.nn.RMSNorm`` on the library's kernel: the same arguments, parameters and state."""
+class RMSNorm(_Offset, torch.nn.RMSNorm):
+    """``torch.nn.RMSNorm`` on the library's kernel: the same arguments, parameters and state, and the keyword
+    ``weight_offset``, which is added to the weight; the initial weight is 1 - weight_offset. Parameters in float32
+    serve inputs of 16 bits."""
 
     def forward(self, input: Tensor) -> Tensor: ...
 
