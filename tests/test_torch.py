@@ -885,7 +885,7 @@ def test_arguments_are_python_s():
     for wrong in (
         lambda f: f(),
         lambda f: f(x),
-        lambda f: f(x, 6, w, b, 0.1, 1),
+        lambda f: f(x, 6, w, b, 0.1, 0.0, 1),
         lambda f: f(x, 6, x=x),
         lambda f: f(x, 6, size=3),
     ):
