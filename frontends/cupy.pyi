@@ -32,6 +32,7 @@ def add_layer_norm(
     weight: ndarray | None = None,
     bias: ndarray | None = None,
     eps: float = 1e-05,
+    weight_offset: float = 0.0,
     *,
     out: tuple[ndarray | None, ndarray | None] | None = None,
 ) -> tuple[ndarray, ndarray]:
@@ -59,6 +60,7 @@ def add_rms_norm(
     normalized_shape: int | Sequence[int],
     weight: ndarray | None = None,
     eps: float | None = None,
+    weight_offset: float = 0.0,
     *,
     out: tuple[ndarray | None, ndarray | None] | None = None,
 ) -> tuple[ndarray, ndarray]:
@@ -126,6 +128,7 @@ def cross_entropy(
     ignore_index: int = -100,
     reduction: str = 'mean',
     label_smoothing: float = 0.0,
+    dtype: str | None = None,
     *,
     out: ndarray | None = None,
 ) -> ndarray:
@@ -138,13 +141,13 @@ def cross_entropy(
         ignore_index: rows of this class have a loss and a gradient of 0, and do not count for the mean.
         reduction: "none", the losses of the rows; "sum"; or "mean", the sum over the number of rows not ignored.
         label_smoothing: from 0 to 1: how much of the probability of the class is spread over all classes.
+        dtype: of the loss: None, for x's, or "float32" for an x of 16 bits.
 
     Returns:
-        The loss, of x's dtype: (), or target's shape where reduction is "none". Sums are taken in float32 (float64 for
-        float64).
+        The loss: (), or target's shape where reduction is "none". Sums are taken in float32 (float64 for float64).
 
     Raises:
-        TypeError: an x that is not floating, a target that is not int32 or int64.
+        TypeError: an x that is not floating, a target that is not int32 or int64, another dtype.
         ValueError: shapes that do not fit; another reduction; a label_smoothing that is not from 0 to 1; tensors on
             different devices; on the CPU, a class that there is not. On a GPU such a row's loss and gradient are NaN.
     """
@@ -173,6 +176,7 @@ def layer_norm(
     weight: ndarray | None = None,
     bias: ndarray | None = None,
     eps: float = 1e-05,
+    weight_offset: float = 0.0,
     *,
     out: ndarray | None = None,
 ) -> ndarray:
@@ -283,6 +287,7 @@ def rms_norm(
     normalized_shape: int | Sequence[int],
     weight: ndarray | None = None,
     eps: float | None = None,
+    weight_offset: float = 0.0,
     *,
     out: ndarray | None = None,
 ) -> ndarray:
@@ -354,6 +359,7 @@ def add_layer_norm_backward(
     weight: ndarray | None = None,
     bias: ndarray | None = None,
     eps: float = 1e-05,
+    weight_offset: float = 0.0,
     *,
     out: tuple[ndarray | None, ndarray | None, ndarray | None, ndarray | None] | None = None,
 ) -> tuple[ndarray, ndarray, ndarray | None, ndarray | None]:
@@ -366,6 +372,7 @@ def add_rms_norm_backward(
     normalized_shape: int | Sequence[int],
     weight: ndarray | None = None,
     eps: float | None = None,
+    weight_offset: float = 0.0,
     *,
     out: tuple[ndarray | None, ndarray | None, ndarray | None] | None = None,
 ) -> tuple[ndarray, ndarray, ndarray | None]:
@@ -394,6 +401,7 @@ def cross_entropy_backward(
     ignore_index: int = -100,
     reduction: str = 'mean',
     label_smoothing: float = 0.0,
+    dtype: str | None = None,
     *,
     out: ndarray | None = None,
 ) -> ndarray:
@@ -409,6 +417,7 @@ def layer_norm_backward(
     weight: ndarray | None = None,
     bias: ndarray | None = None,
     eps: float = 1e-05,
+    weight_offset: float = 0.0,
     *,
     out: tuple[ndarray | None, ndarray | None, ndarray | None] | None = None,
 ) -> tuple[ndarray, ndarray | None, ndarray | None]:
@@ -456,6 +465,7 @@ def rms_norm_backward(
     normalized_shape: int | Sequence[int],
     weight: ndarray | None = None,
     eps: float | None = None,
+    weight_offset: float = 0.0,
     *,
     out: tuple[ndarray | None, ndarray | None] | None = None,
 ) -> tuple[ndarray, ndarray | None]:

@@ -36,6 +36,7 @@ def add_layer_norm(
     weight: ArrayLike | None = None,
     bias: ArrayLike | None = None,
     eps: float = 1e-05,
+    weight_offset: float = 0.0,
 ) -> tuple[Array, Array]:
     """``h = x + residual`` and ``layer_norm(h, normalized_shape, weight, bias, eps)``.
 
@@ -61,6 +62,7 @@ def add_rms_norm(
     normalized_shape: int | Sequence[int],
     weight: ArrayLike | None = None,
     eps: float | None = None,
+    weight_offset: float = 0.0,
 ) -> tuple[Array, Array]:
     """``h = x + residual`` and ``rms_norm(h, normalized_shape, weight, eps)``.
 
@@ -124,6 +126,7 @@ def cross_entropy(
     ignore_index: int = -100,
     reduction: str = 'mean',
     label_smoothing: float = 0.0,
+    dtype: str | None = None,
 ) -> Array:
     """Cross entropy with class indices, as ``torch.nn.functional.cross_entropy``:
     ``-log(softmax(x)[target])`` of each row.
@@ -134,13 +137,13 @@ def cross_entropy(
         ignore_index: rows of this class have a loss and a gradient of 0, and do not count for the mean.
         reduction: "none", the losses of the rows; "sum"; or "mean", the sum over the number of rows not ignored.
         label_smoothing: from 0 to 1: how much of the probability of the class is spread over all classes.
+        dtype: of the loss: None, for x's, or "float32" for an x of 16 bits.
 
     Returns:
-        The loss, of x's dtype: (), or target's shape where reduction is "none". Sums are taken in float32 (float64 for
-        float64).
+        The loss: (), or target's shape where reduction is "none". Sums are taken in float32 (float64 for float64).
 
     Raises:
-        TypeError: an x that is not floating, a target that is not int32 or int64.
+        TypeError: an x that is not floating, a target that is not int32 or int64, another dtype.
         ValueError: shapes that do not fit; another reduction; a label_smoothing that is not from 0 to 1; tensors on
             different devices; on the CPU, a class that there is not. On a GPU such a row's loss and gradient are NaN.
     """
@@ -169,6 +172,7 @@ def layer_norm(
     weight: ArrayLike | None = None,
     bias: ArrayLike | None = None,
     eps: float = 1e-05,
+    weight_offset: float = 0.0,
 ) -> Array:
     """Layer normalization, as ``torch.nn.functional.layer_norm``:
     ``(x - mean) / sqrt(var + eps) * weight + bias``, mean and (biased) variance taken over the trailing axes.
@@ -271,6 +275,7 @@ def rms_norm(
     normalized_shape: int | Sequence[int],
     weight: ArrayLike | None = None,
     eps: float | None = None,
+    weight_offset: float = 0.0,
 ) -> Array:
     """Root mean square normalization, as ``torch.nn.functional.rms_norm``: ``x / sqrt(mean(x**2) + eps) * weight``,
     the mean taken over the trailing axes.

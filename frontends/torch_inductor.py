@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._functorch import config as _functorch_config
 
 from aotops.op import Op
 from aotops.ops import BUILTIN
@@ -31,12 +32,12 @@ from aotops.ops._activation import activated, slope
 
 from .imports import after_import
 from .torch_derivatives import MATHEMATICS as m
+from .torch_schema import wanted as names_of_wanted
 
 _LOWERING, _DECOMPOSITION = "torch._inductor.lowering", "torch._inductor.decomposition"
 
 # ------------------------------------------------------------------------------------------------------ decompositions
-# Functions of an operator's inputs and attributes, which return all of its results, or NotImplemented for a call that
-# the kernel serves.
+# Functions of an operator's arguments, which return its results, or NotImplemented for a call that the kernel serves.
 
 
 def _fuses_products(x: Tensor) -> bool:
@@ -53,7 +54,7 @@ def linear(x, weight, bias, activation, allow_tf32):
     return activated(m, m.wide(before), activation).to(x.dtype), before
 
 
-def linear_backward(dy, x, weight, bias, pre_activation, activation, allow_tf32):
+def linear_backward(dy, x, weight, bias, pre_activation, activation, allow_tf32, wanted=(True, True, True)):
     if not _fuses_products(x):
         return NotImplemented
     d = dy
@@ -61,7 +62,12 @@ def linear_backward(dy, x, weight, bias, pre_activation, activation, allow_tf32)
         before = torch.nn.functional.linear(x, weight, bias) if pre_activation is None else pre_activation
         d = (m.wide(dy) * slope(m, m.wide(before), activation)).to(x.dtype)
     rows = m.matrix(d)  # read by three, and so written in 16 bits only
-    return (rows @ weight).reshape(x.shape), rows.mT @ m.matrix(x), rows.sum(0)
+    dx, dweight, dbias = wanted
+    return (
+        (rows @ weight).reshape(x.shape) if dx else None,
+        rows.mT @ m.matrix(x) if dweight else None,
+        rows.sum(0) if dbias else None,
+    )
 
 
 def _factors(a, b, transpose_a, transpose_b):
@@ -75,20 +81,26 @@ def matmul(a, b, transpose_a, transpose_b, allow_tf32):
     return left @ right
 
 
-def matmul_backward(dy, a, b, transpose_a, transpose_b, allow_tf32):
+def matmul_backward(dy, a, b, transpose_a, transpose_b, allow_tf32, wanted=(True, True)):
     """Factors that broadcast are left to the kernel, which does not round the products that it sums."""
     if not _fuses_products(a) or a.shape[:-2] != b.shape[:-2]:
         return NotImplemented
     left, right = _factors(a, b, transpose_a, transpose_b)
-    dleft, dright = dy @ right.mT, left.mT @ dy
-    return dleft.mT if transpose_a else dleft, dright.mT if transpose_b else dright
+    of_left, of_right = wanted
+    dleft, dright = dy @ right.mT if of_left else None, left.mT @ dy if of_right else None
+    return _factors(dleft, dright, transpose_a and of_left, transpose_b and of_right)
 
 
 def _without_instead(op: Op, forward: Op, overload: Any) -> Callable[..., Any]:
-    """A backward on the residual alone, in the place of the input that it stands for, which need not be kept then."""
+    """A backward on the residual alone, in the place of the input that it stands for, which need not be kept then.
+
+    Not where saved tensors are not donated to the backward: then it may run again, and must not be compiled to write
+    over the residual. Inductor's cache of compiled graphs does not know this setting, and so the graph must differ."""
     places = [(op.inputs.index(slot), op.inputs.index(residual)) for slot, residual in forward.instead.items()]
 
     def on_residuals(*args):
+        if not getattr(_functorch_config, "donated_buffer", True):
+            return NotImplemented
         given = list(args)
         for slot, residual in places:
             if args[residual] is not None:
@@ -108,10 +120,14 @@ def _decomposition(op: Op, forward: Op, overload: Any, composed: Callable[..., A
         return _without_instead(op, forward, overload)
     if not op.elementwise or op.formula is None:
         return None
-    n = len(op.inputs)
+    n, end = len(op.inputs), len(op.inputs) + len(op.attrs)
 
     def by_formula(*args):
-        results = composed(op, args[n:], args[:n])
+        names = names_of_wanted(op, args[end:])
+        results = [
+            y if name in names else None
+            for name, y in zip(op.results, composed(op, args[n:end], args[:n]), strict=True)
+        ]
         return results[0] if len(results) == 1 else tuple(results)
 
     return by_formula
@@ -136,11 +152,16 @@ def _overwriting(lowering: ModuleType, one: Operator) -> Callable[..., Any]:
     op, allocating = one.op, lowering.lowerings[one.overload]
     in_place = lowering.fallback_handler(one.overwriting, add_to_fallback_set=False)
     over = {y: op.inputs.index(slot) for y, slot in op.overwrites.items()}
-    absent = {op.inputs.index(slot) for slot in (one.forward.instead if op is not one.forward else ())}
+    instead = one.forward.instead.items() if op is not one.forward else ()
+    absent = {op.inputs.index(slot): op.inputs.index(residual) for slot, residual in instead}
+
+    def may_overwrite(graph: Any) -> bool:
+        node = graph.current_node
+        on_residuals = all(node.args[slot] is node.args[residual] for slot, residual in absent.items())
+        return on_residuals and not graph.cpp_wrapper and all(_is_only_used_by(node, at, graph) for at in over.values())
 
     def lower(*args):
-        graph = lowering.V.graph
-        if graph.cpp_wrapper or not all(_may_be_overwritten(graph, at, args[at]) for at in over.values()):
+        if not may_overwrite(lowering.V.graph):
             return allocating(*args)
         written = in_place(*(arg for i, arg in enumerate(args) if i not in absent))
         returned = iter(written if isinstance(written, (list, tuple)) else (written,))
@@ -155,21 +176,24 @@ _VIEWS = {_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default}
 _MAKE_MEMORY = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
 
 
-def _may_be_overwritten(graph: Any, at: int, value: Any) -> bool:
-    """Whether the argument at this place of the current node is memory that no other node uses: of a product, or a
-    saved tensor that the backward owns."""
-    ir = import_module("torch._inductor.ir")
-    user, node = graph.current_node, graph.current_node.args[at]
+def _is_only_used_by(user: torch.fx.Node, at: int, graph: Any) -> bool:
+    """Whether this argument is memory that no other node uses: of a product, or of a saved tensor that is donated to
+    the backward."""
+    node = user.args[at]
     while isinstance(node, torch.fx.Node) and set(node.users) == {user}:
         if node.op == "placeholder":
-            found = graph.graph_inputs.get(node.name)
-            return isinstance(getattr(getattr(found, "data", None), "data", None), getattr(ir, "DonatedBuffer", ()))
+            return _is_donated(graph.graph_inputs.get(node.name))
         if node.target in _MAKE_MEMORY:
-            return value.is_contiguous() if hasattr(value, "is_contiguous") else True
+            return True
         if node.target not in _VIEWS:
             return False
         user, node = node, node.args[0]
     return False
+
+
+def _is_donated(box: Any) -> bool:
+    donated = getattr(import_module("torch._inductor.ir"), "DonatedBuffer", ())  # from torch 2.6 on
+    return isinstance(getattr(getattr(box, "data", None), "data", None), donated)
 
 
 # -------------------------------------------------------------------------------------------------------- registration

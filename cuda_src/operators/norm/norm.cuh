@@ -618,9 +618,20 @@ Status norm_rows(const char *op, const NormForward<T, A> &a, const DeviceLimits 
   return run(RowShape<T, 32, kMost, Span::block>());
 }
 
+// Whether all tensors have one dtype, the weight one line, and nothing is added to it.
+template <class Op>
+Status check_one_dtype(const Op &op, DType x, const Spec &weight, const Spec &residual) {
+  const bool one = (!weight || weight.dtype == x) && (!residual || residual.dtype == x);
+  if (one && op.weight_rows(weight) == 1 && op.weight_offset() == 0) return kOk;
+  return fail(kNotImplemented,
+              "%s: on CUDA, expected tensors of one dtype, a weight of shape normalized_shape and weight_offset 0",
+              Op::name);
+}
+
 template <class Op>
 Status norm_cuda(const Op &op, const Tensor *in, const Tensor *out, void *stream) {
   DeviceLimits device;
+  AOT_TRY(check_one_dtype(op, in[Op::kX].dtype, in[Op::kWeight], slot<Op::kResidual>(in)));
   AOT_TRY(device_limits(Op::name, &device));
   const Tensor &x = in[Op::kX];
   return dispatch(x.dtype, [&](auto type) {
@@ -707,8 +718,10 @@ Status norm_backward_rows(const char *op, const NormBackwardTensors<T, A> &a, co
 template <class Op>
 Status norm_backward_cuda(const Op &op, const Tensor *in, const Tensor *out, void *stream) {
   DeviceLimits device;
+  AOT_TRY(check_one_dtype(op, in[Op::kDy].dtype, in[Op::kWeight], in[Op::kX]));
   AOT_TRY(device_limits(Op::name, &device));
   const Tensor &x = in[Op::kX], &dweight = out[Op::kDweight], &dbias = slot<Op::kDbias>(out), &work = out[Op::kWork];
+  const Tensor &dresidual = slot<Op::kDresidual>(out), &dx = out[Op::kDx] ? out[Op::kDx] : dresidual;
   return dispatch(x.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     using A = Accumulate<T>;
@@ -728,11 +741,14 @@ Status norm_backward_cuda(const Op &op, const Tensor *in, const Tensor *out, voi
                                 x.as<const T>(),
                                 in[Op::kWeight].template as<const T>(),
                                 stats,
-                                out[Op::kDx].template as<T>(),
+                                dx.template as<T>(),
                                 sums ? work.as<A>() : nullptr,
                                 rows,
                                 cols};
     if (x.size() > 0) AOT_TRY((norm_backward_rows<kCentred, Op::kAdd>(Op::name, a, device, &partials, stream)));
+    if (dresidual && dx.data != dresidual.data)
+      AOT_TRY(check_cuda(Op::name, cudaMemcpyAsync(dresidual.data, dx.data, x.size() * sizeof(T),
+                                                   cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(stream))));
     if (!sums) return kOk;
     dim3 grid(grid_size(ceil_div(cols, kSumCols)), Op::kSums), block(kSumCols, kSumRows);
     sum_partials_kernel<<<grid, block, 0, static_cast<cudaStream_t>(stream)>>>(a.partials, dweight.as<T>(),
