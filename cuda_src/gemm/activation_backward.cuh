@@ -19,8 +19,8 @@ using SumShape = ColumnSumShape<false, 8, 4, 4>;
 using SlopeShape = ColumnSumShape<true, 8, 2, 4>;
 
 // R, the terms that a thread adds one by one before it starts a new sum. In the worst case that sum is off by R 2^-24
-// times the sum of their magnitudes: 2^-16 for R = 256, where the rounding of the result is 2^-11 in float16 and 2^-8 in
-// bfloat16. float32 has no such margin.
+// times the sum of their magnitudes: 2^-16 for R = 256, where the rounding of the result is 2^-11 in float16 and 2^-8
+// in bfloat16. float32 has no such margin.
 template <typename T>
 constexpr int kTermsOfSum = sizeof(T) == 2 ? 256 : 32;
 
