@@ -92,7 +92,8 @@ __global__ void __launch_bounds__(32 * Shape::kWarps, kColumnSumBlocks<T, Shape>
   launch_next();
   const int64_t col = (int64_t{blockIdx.x} * 32 + threadIdx.x) * kSize;
   const int64_t first = rows * blockIdx.y / gridDim.y, last = col < n ? rows * (blockIdx.y + 1) / gridDim.y : 0;
-  __shared__ A shared[kWarps][kSize][32];
+  constexpr int kStride = 32 + 32 / kSize;  // in which the threads of a warp read 32 adjacent columns without conflicts
+  __shared__ A shared[kWarps][kSize][kStride];
   auto total = [&](int j) -> A & { return shared[threadIdx.y][j][threadIdx.x]; };
 #pragma unroll
   for (int j = 0; j < kSize; ++j) total(j) = 0;
@@ -128,16 +129,20 @@ __global__ void __launch_bounds__(32 * Shape::kWarps, kColumnSumBlocks<T, Shape>
   }
   if (!partials) return;
   __syncthreads();
-  for (int j = threadIdx.y; j < kSize; j += kWarps) {  // a warp adds one of the elements of each vector
+  const int64_t left = n - int64_t{blockIdx.x} * 32 * kSize;
+#pragma unroll
+  for (int k = 0; k < (kSize + kWarps - 1) / kWarps; ++k) {
+    const int at = (k * kWarps + threadIdx.y) * 32 + threadIdx.x;  // a column of the block
+    if (at >= 32 * kSize || at >= left) break;
     A all = 0;
 #pragma unroll
-    for (int i = 0; i < kWarps; ++i) all += shared[i][j][threadIdx.x];
-    if (col < n) partials[blockIdx.y * n + col + j] = all;
+    for (int i = 0; i < kWarps; ++i) all += shared[i][at % kSize][at / kSize];
+    partials[blockIdx.y * n + (n - left) + at] = all;
   }
 }
 
 // The second kernel: sum = the sum of the parts, in an order that depends on nothing but their number. A block has
-// kSumColumns columns; each warp adds some of the parts.
+// 32 columns; each warp adds some of the parts.
 constexpr int kPartWarps = 16;
 
 template <typename T>
