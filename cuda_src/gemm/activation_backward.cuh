@@ -98,17 +98,18 @@ __global__ void __launch_bounds__(32 * Shape::kWarps, kColumnSumBlocks<T, Shape>
 #pragma unroll
   for (int j = 0; j < kSize; ++j) total(j) = 0;
 
-  for (int64_t row = first + threadIdx.y; row < last;) {
-    const int64_t end = last - row < kTerms * kWarps ? last : row + kTerms * kWarps;
+  const int64_t step = kWarps * n;  // between two rows of a thread
+  int64_t at = (first + threadIdx.y) * n + col;
+  for (int64_t row = first + threadIdx.y; row < last; row += kTerms * kWarps) {
     A sum[kSize] = {};
 #pragma unroll 1
-    for (; row < end; row += kLoads * kWarps) {
+    for (int left = static_cast<int>(last - row < kTerms * kWarps ? last - row : kTerms * kWarps); left > 0;
+         left -= kLoads * kWarps, at += kLoads * step) {
       Of of_dy[kLoads], of_z[kLoads];
 #pragma unroll
       for (int k = 0; k < kLoads; ++k) {
-        const int64_t at = (row + k * kWarps) * n + col;
-        of_dy[k].read(dy + at, row + k * kWarps < end);
-        if constexpr (Shape::kHasSlope) of_z[k].read(pre_activation + at, row + k * kWarps < end);
+        of_dy[k].read(dy + (at + k * step), k * kWarps < left);
+        if constexpr (Shape::kHasSlope) of_z[k].read(pre_activation + (at + k * step), k * kWarps < left);
       }
 #pragma unroll
       for (int k = 0; k < kLoads; ++k) {
@@ -118,7 +119,7 @@ __global__ void __launch_bounds__(32 * Shape::kWarps, kColumnSumBlocks<T, Shape>
           A z[kSize];
           of_z[k].widened(z);
           activation_gradients<T>(d, z, activation);
-          if (row + k * kWarps < end) Of::write(dz + (row + k * kWarps) * n + col, d);
+          if (k * kWarps < left) Of::write(dz + (at + k * step), d);
         }
 #pragma unroll
         for (int j = 0; j < kSize; ++j) sum[j] += d[j];
