@@ -204,13 +204,15 @@ class _Call:
 def _apply(op: Op, attrs: Attrs, wanted: Names, *inputs: Array | None, forward: Op | None = None) -> tuple[Array, ...]:
     """The wanted outputs of an operator. ``forward``: see ``_Call``. JAX itself differentiates aliases."""
     results = dict(zip(op.inputs, inputs, strict=True))
-    sources = {op.alias.get(s, s) for s in wanted}
+    merged = op.merged({s: x is not None and x.dtype for s, x in results.items()}) if op.equal else {}
+    sources = {merged.get(s, op.alias.get(s, s)) for s in wanted}
     written = tuple(s for s in (*op.entry_outputs, *op.mutates) if s in sources)
     if written:
         leaves, tree = tree_flatten(inputs)
         program = jax.make_jaxpr(lambda *leaves: _call(op, attrs, written, *tree_unflatten(tree, leaves)))(*leaves)
         outputs = _operator.bind(*leaves, call=_Call(op, forward, attrs, written), tree=tree, program=program)
         results |= zip(written, outputs, strict=True)
+    results |= {s: results[other] for s, other in merged.items() if s in wanted}
     results = op.with_aliases(results)
     return tuple(results[s] for s in wanted)
 

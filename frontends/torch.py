@@ -209,6 +209,8 @@ def _run_backward(op: Op, attrs: tuple[Attr, ...], saved: Tensors, grads: Tensor
     if backward.has_kernel:
         results = _results(dispatched[backward](*(given[slot] for slot in backward.inputs), *attrs))
         given |= zip(backward.results, results, strict=True)
+    dtypes = {slot: given[slot] is not None and given[slot].dtype for slot in backward.inputs}
+    given |= {y: given[other] for y, other in backward.merged(dtypes).items()}
     given = backward.with_aliases(given)
     given |= {y: given[y] * factor for y, factor in backward.factors(attrs).items()}
     return tuple(given.get(f"d{x}") if need else None for x, need in zip(op.inputs, needed, strict=True))
@@ -562,7 +564,7 @@ def _autocast_kernel(op: Op, dispatched: Callable[..., Any], device: str, split,
 
     def kernel(*args):
         inputs, attrs = split(args)
-        cast, back = _autocast(op, device.lower(), inputs)
+        cast, back = _autocast(op, attrs, device.lower(), inputs)
         with torch._C._ExcludeDispatchKeyGuard(keys):
             results = _results(dispatched(*cast, *attrs))
         if back is None:
@@ -573,9 +575,13 @@ def _autocast_kernel(op: Op, dispatched: Callable[..., Any], device: str, split,
     return kernel
 
 
-def _autocast(op: Op, device: str, inputs: Tensors) -> tuple[Tensors, torch.dtype | None]:
+def _autocast(op: Op, attrs: tuple[Any, ...], device: str, inputs: Tensors) -> tuple[Tensors, torch.dtype | None]:
     """The inputs as autocast casts them, and the dtype to cast the results to, or None."""
     to = op.autocast.get(device)
+    if to == "as given":
+        with contextlib.suppress(TypeError):
+            _infer(op, attrs, inputs)
+            return inputs, None
     floating = [t for t in inputs if t is not None and t.is_floating_point()]
     dtype, back = torch.get_autocast_dtype(device) if to == "autocast" else _DTYPES.get(to or ""), None
     if dtype is None:
@@ -801,7 +807,7 @@ def _run_eager(op: Op, inputs: Tensors, attrs: tuple[Attr, ...]):
     """A plain call that the builtin refused, after casting, broadcasting and copying to contiguous tensors."""
     back = None
     if op.autocast and torch.is_autocast_enabled(inputs[0].device.type):
-        inputs, back = _autocast(op, inputs[0].device.type, inputs)
+        inputs, back = _autocast(op, attrs, inputs[0].device.type, inputs)
     inputs, attrs = op.absorb_transposed_views(inputs, attrs, Tensor.is_contiguous)
     if op.broadcast and _all_given(inputs):
         inputs = torch.broadcast_tensors(*inputs)
@@ -871,18 +877,45 @@ conv2d = _channels_last(conv2d)  # type: ignore[name-defined] # noqa: F821
 # -------------------------------------------------------------------------------------------------------------- modules
 
 
-class LayerNorm(torch.nn.LayerNorm):
-    """``torch.nn.LayerNorm`` on the library's kernel: the same arguments, parameters and state."""
+class _Offset:
+    """``weight_offset`` of a norm's module: what is added to its weight, whose initial value is 1 - weight_offset."""
+
+    weight_offset = 0.0
+
+    def __init__(self, *args: Any, weight_offset: float = 0.0, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.weight_offset = float(weight_offset)
+        if weight_offset:
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()  # type: ignore[misc]
+        if self.weight_offset and self.weight is not None:  # type: ignore[attr-defined]
+            torch.nn.init.constant_(self.weight, 1 - self.weight_offset)  # type: ignore[attr-defined]
+
+    def extra_repr(self) -> str:
+        offset = f", weight_offset={self.weight_offset}" if self.weight_offset else ""
+        return super().extra_repr() + offset  # type: ignore[misc]
+
+
+class LayerNorm(_Offset, torch.nn.LayerNorm):
+    """``torch.nn.LayerNorm`` on the library's kernel: the same arguments, parameters and state, and the keyword
+    ``weight_offset``, which is added to the weight; the initial weight is 1 - weight_offset. Parameters in float32
+    serve inputs of 16 bits."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)  # type: ignore[name-defined] # noqa: F821
+        affine = self.weight, self.bias, self.eps, self.weight_offset
+        return layer_norm(input, self.normalized_shape, *affine)  # type: ignore[name-defined] # noqa: F821
 
 
-class RMSNorm(torch.nn.RMSNorm):
-    """``torch.nn.RMSNorm`` on the library's kernel: the same arguments, parameters and state."""
+class RMSNorm(_Offset, torch.nn.RMSNorm):
+    """``torch.nn.RMSNorm`` on the library's kernel: the same arguments, parameters and state, and the keyword
+    ``weight_offset``, which is added to the weight; the initial weight is 1 - weight_offset. Parameters in float32
+    serve inputs of 16 bits."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return rms_norm(input, self.normalized_shape, self.weight, self.eps)  # type: ignore[name-defined] # noqa: F821
+        affine = self.weight, self.eps, self.weight_offset
+        return rms_norm(input, self.normalized_shape, *affine)  # type: ignore[name-defined] # noqa: F821
 
 
 class Linear(torch.nn.Linear):

@@ -63,7 +63,7 @@ class _Torch(Structure):
 
 class _Function(Structure):
     _fields_ = [
-        ("call", c_void_p), ("prototype", _Slots), ("has_prototypes", c_bool), ("always", c_uint32),
+        ("call", c_void_p), ("prototype", _Slots), ("has_prototypes", c_bool), ("equal", _Slots), ("always", c_uint32),
         ("residuals", c_uint32), ("scratch", c_uint32), ("keep_from", c_int64), ("n_returned", c_int),
         ("n_saved", c_int), ("saved", _Slots), ("instead", _Slots), ("make_prototypes", c_void_p),
         ("prototypes", c_void_p),
@@ -94,7 +94,7 @@ class _Public(Structure):
 @cache
 def lib() -> ctypes.CDLL:
     """The library, with its structs compared with those above. Raises LibraryError if they differ."""
-    call.check_structs("aot_torch_structs", 2, (Gate, _Torch, _Function, _Backward, _Differentiable, _Public))
+    call.check_structs("aot_torch_structs", 3, (Gate, _Torch, _Function, _Backward, _Differentiable, _Public))
     return call.lib()
 
 
@@ -192,6 +192,7 @@ def _function_handle(
         pointer_of(handle),
         _Slots(*prototype),
         any(prototype[i] < 0 for i in written),
+        _Slots(*(slots.get(op.equal.get(slot, ""), -1) for slot in op.slots)),
         bits([*(y for y in op.outputs if y in slots and y not in op.optional), *op.workspace]),
         bits(op.residuals),
         bits(op.workspace),
@@ -224,9 +225,8 @@ def public(op: Op, bind: Callable[..., Any], fallback: Callable[..., Any]) -> Ca
     positions = {name: i for i, name in enumerate((*op.inputs, *op.public_attrs))}
     names, defaults = [sys.intern(p.name) for p in parameters], [p.default for p in parameters]
     bound: dict[Any, Any] = {}
-    made = _Public(
-        len(op.inputs), len(op.public_attrs), len(names), has_autocast=bool(op.autocast), most_bound=call.MOST_BOUND
-    )
+    casts = any(to != "as given" for to in op.autocast.values())
+    made = _Public(len(op.inputs), len(op.public_attrs), len(names), has_autocast=casts, most_bound=call.MOST_BOUND)
     for i, (name, default) in enumerate(zip(names, defaults, strict=True)):
         made.position[i], made.names[i] = positions[name], id(name)
         made.defaults[i] = None if default is Parameter.empty else id(default)

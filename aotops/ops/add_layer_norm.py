@@ -3,35 +3,36 @@
 from __future__ import annotations
 
 from ..op import operator
-from ._norm import axes, dims, layer_norm_gradients, layer_normalized, normalized, scaled, statistics
+from ._norm import AUTOCAST, affine, axes, dims, layer_norm_gradients, layer_normalized, scaled, statistics
 
 
-def _formula(m, x, residual, weight, bias, normalized_shape, eps):
-    h = m.like(m.wide(x) + m.wide(residual), x)
+def _formula(m, x, residual, weight, bias, normalized_shape, eps, weight_offset):
+    h = m.like(m.wide(x) + m.wide(residual), residual)
     normed, _ = layer_normalized(m, m.wide(h), len(normalized_shape), eps)
-    return scaled(m, normed, weight, bias), h
+    return scaled(m, normed, weight, weight_offset, bias), h
 
 
-def _backward_formula(m, dy, dh, h, weight, normalized_shape, eps):
-    dx, *rest = layer_norm_gradients(m, m.wide(dy), m.wide(h), weight, normalized_shape, eps)
-    return dx + m.wide(dh), *rest
+def _backward_formula(m, dy, dh, h, weight, normalized_shape, eps, weight_offset):
+    dx, *rest = layer_norm_gradients(m, m.wide(dy), m.wide(h), weight, normalized_shape, eps, weight_offset)
+    dx = dx + m.wide(dh)
+    return dx, dx, *rest
 
 
 @operator(
     inputs=("dy", "dh", "h", "weight", "stats"),
     outputs=("dx", "dresidual", "dweight", "dbias"),
     workspace=("workspace",),
-    shapes={"dweight": normalized, "dbias": normalized},
+    shapes={"dweight": affine, "dbias": affine},
     optional=("weight", "stats", "dx", "dresidual", "dweight", "dbias"),
-    attrs={"normalized_shape": "int[]", "eps": "float"},
-    same_spec_as={"dx": "h"},
+    attrs={"normalized_shape": "int[]", "eps": "float", "weight_offset": "float"},
+    same_spec_as={"dx": "dy", "dresidual": "h"},
     formula=_backward_formula,
-    alias={"dresidual": "dx"},
-    dims=dims(("dy", "dh", "h", "dx"), ("weight", "dweight", "dbias"), "stats"),
+    equal={"dresidual": "dx"},
+    dims=dims(("dy", "dh", "h", "dx", "dresidual"), ("weight", "dweight", "dbias"), "stats"),
     vmappable=("dy", "dh", "h", "stats", "dx", "dresidual"),
 )
-def add_layer_norm_backward(dy, dh, h, weight, stats, normalized_shape, eps=1e-5):
-    return (dy, dh, h, weight, stats), (axes(normalized_shape), eps)
+def add_layer_norm_backward(dy, dh, h, weight, stats, normalized_shape, eps=1e-5, weight_offset=0.0):
+    return (dy, dh, h, weight, stats), (axes(normalized_shape), eps, weight_offset)
 
 
 @operator(
@@ -40,15 +41,15 @@ def add_layer_norm_backward(dy, dh, h, weight, stats, normalized_shape, eps=1e-5
     residuals=("stats",),
     shapes={"stats": statistics(2)},
     optional=("weight", "bias"),
-    attrs={"normalized_shape": "int[]", "eps": "float"},
+    attrs={"normalized_shape": "int[]", "eps": "float", "weight_offset": "float"},
     backward=add_layer_norm_backward,
-    same_spec_as={"y": "x", "h": "x"},
+    same_spec_as={"y": "x", "h": "residual"},
     dims=dims(("x", "residual", "y", "h"), ("weight", "bias"), "stats"),
     formula=_formula,
     vmappable=("x", "residual", "y", "h", "stats"),
-    autocast={"cuda": "float32"},
+    autocast=AUTOCAST,
 )
-def add_layer_norm(x, residual, normalized_shape, weight=None, bias=None, eps=1e-5):
+def add_layer_norm(x, residual, normalized_shape, weight=None, bias=None, eps=1e-5, weight_offset=0.0):
     """``h = x + residual`` and ``layer_norm(h, normalized_shape, weight, bias, eps)``.
 
     Args:
@@ -66,4 +67,4 @@ def add_layer_norm(x, residual, normalized_shape, weight=None, bias=None, eps=1e
 
     Source: Ba, Kiros and Hinton, arXiv:1607.06450.
     """
-    return (x, residual, weight, bias), (axes(normalized_shape), eps)
+    return (x, residual, weight, bias), (axes(normalized_shape), eps, weight_offset)

@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 from ..op import operator
-from ._norm import axes, dims, normalized, rms_norm_gradients, rms_normalized, scaled, statistics
+from ._norm import AUTOCAST, affine, axes, dims, rms_norm_gradients, rms_normalized, scaled, statistics
 
 
-def _formula(m, x, weight, normalized_shape, eps):
+def _formula(m, x, weight, normalized_shape, eps, weight_offset):
     normed, _ = rms_normalized(m, m.wide(x), len(normalized_shape), eps)
-    return scaled(m, normed, weight)
+    return scaled(m, normed, weight, weight_offset)
 
 
-def _backward_formula(m, dy, x, weight, normalized_shape, eps):
-    return rms_norm_gradients(m, m.wide(dy), m.wide(x), weight, normalized_shape, eps)
+def _backward_formula(m, dy, x, weight, normalized_shape, eps, weight_offset):
+    return rms_norm_gradients(m, m.wide(dy), m.wide(x), weight, normalized_shape, eps, weight_offset)
 
 
 @operator(
     inputs=("dy", "x", "weight", "rstd"),
     outputs=("dx", "dweight"),
     workspace=("workspace",),
-    shapes={"dweight": normalized},
+    shapes={"dweight": affine},
     optional=("weight", "rstd", "dx", "dweight"),
-    attrs={"normalized_shape": "int[]", "eps": "float?"},
+    attrs={"normalized_shape": "int[]", "eps": "float?", "weight_offset": "float"},
     same_spec_as={"dx": "x"},
     dims=dims(("dy", "x", "dx"), ("weight", "dweight"), "rstd"),
     formula=_backward_formula,
     vmappable=("dy", "x", "rstd", "dx"),
 )
-def rms_norm_backward(dy, x, weight, rstd, normalized_shape, eps=None):
-    return (dy, x, weight, rstd), (axes(normalized_shape), eps)
+def rms_norm_backward(dy, x, weight, rstd, normalized_shape, eps=None, weight_offset=0.0):
+    return (dy, x, weight, rstd), (axes(normalized_shape), eps, weight_offset)
 
 
 @operator(
@@ -37,15 +37,15 @@ def rms_norm_backward(dy, x, weight, rstd, normalized_shape, eps=None):
     residuals=("rstd",),
     shapes={"rstd": statistics(1)},
     optional=("weight",),
-    attrs={"normalized_shape": "int[]", "eps": "float?"},
+    attrs={"normalized_shape": "int[]", "eps": "float?", "weight_offset": "float"},
     backward=rms_norm_backward,
     same_spec_as={"y": "x"},
     dims=dims(("x", "y"), ("weight",), "rstd"),
     formula=_formula,
     vmappable=("x", "y", "rstd"),
-    autocast={"cuda": "float32"},
+    autocast=AUTOCAST,
 )
-def rms_norm(x, normalized_shape, weight=None, eps=None):
+def rms_norm(x, normalized_shape, weight=None, eps=None, weight_offset=0.0):
     """Root mean square normalization, as ``torch.nn.functional.rms_norm``: ``x / sqrt(mean(x**2) + eps) * weight``,
     the mean taken over the trailing axes.
 
@@ -64,4 +64,4 @@ def rms_norm(x, normalized_shape, weight=None, eps=None):
 
     Source: Zhang and Sennrich, arXiv:1910.07467.
     """
-    return (x, weight), (axes(normalized_shape), eps)
+    return (x, weight), (axes(normalized_shape), eps, weight_offset)

@@ -37,6 +37,8 @@ class Case:
     """Inputs that are integers, from 0 up to this."""
     dtypes: dict[str, str] = field(default_factory=dict)
     """Inputs with a dtype of their own: that of integers (int64 for ``classes`` without it), or bool."""
+    wide: tuple[str, ...] = ()
+    """Inputs and results that are float32 where a dtype of 16 bits is tried."""
     magnified: float = 1.0
     """By how much the formula itself magnifies a rounding error of its inputs: the condition number."""
     grad_condition: float = 1.0

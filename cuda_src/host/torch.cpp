@@ -29,6 +29,7 @@ struct Function {
   Call *call;
   int prototype[kMaxSlots];  // by slot, for what is written: the input that it is like; -1: Python makes the prototype
   bool has_prototypes;       // Python makes some
+  int equal[kMaxSlots];      // by slot: an earlier one that stands for it too where the two have one dtype; -1: none
   unsigned always;           // bit i: slot i is always written
   unsigned residuals;        // bit i: slot i is a residual. It is written for the backward where that is worth it
   unsigned scratch;          // bit i: slot i is a workspace. On the CPU small ones are on the stack
@@ -125,6 +126,10 @@ struct Slots {
     for (int i = call.n_in; i < call.n_slots; ++i) {
       objects[i] = python.none;
       if (!(wanted >> i & 1)) continue;
+      if (const int other = f.equal[i]; other >= 0 && objects[other] != python.none && same_dtype(f, a, i, other)) {
+        objects[i] = objects[other];
+        continue;
+      }
       void *prototype = f.prototype[i] >= 0 ? objects[f.prototype[i]] : PyTuple_GetItem(made, i - call.n_in);
       if (f.scratch >> i & 1 && a.device == kCpu && a.use(scratch, sizeof scratch, i, prototype)) continue;
       outputs[i] = empty_like(prototype);
@@ -133,6 +138,15 @@ struct Slots {
       AOT_TRY(a.read(call.slots, objects, i, i + 1));
     }
     return run_entry(call, a);
+  }
+
+ private:
+  // Whether two slots, each like an input that is present, have one dtype.
+  static bool same_dtype(const Function &f, const Arguments &a, int i, int k) {
+    const auto dtype = [&](int slot) {
+      return a.dtypes[__builtin_popcount(a.given & ((1u << f.prototype[slot]) - 1))];
+    };
+    return dtype(i) == dtype(k);
   }
 };
 
@@ -458,7 +472,7 @@ AOT_API void aot_torch_install_vectorcall(void *function, void *capsule) {
 
 // The structs that frontends/torch_call.py mirrors. A change of one of them raises the version here and there.
 AOT_API const char *aot_torch_structs() {
-  static const std::string sizes = struct_sizes(2, {{"Gate", sizeof(GateFacts)},
+  static const std::string sizes = struct_sizes(3, {{"Gate", sizeof(GateFacts)},
                                                     {"Torch", sizeof(Torch)},
                                                     {"Function", sizeof(Function)},
                                                     {"Backward", sizeof(Backward)},

@@ -22,7 +22,7 @@ def _in_torch(torch, x, residual, *args, **kwargs):
 
 def _add_layer_norm(x, normalized_shape, weight=True, bias=True, eps=(), **kwargs) -> Case:
     rows, affine = {"x": x, "residual": x}, {"weight": weight, "bias": bias}
-    return norm_case(rows, normalized_shape, affine, eps, _GRID | kwargs)
+    return norm_case(rows, normalized_shape, affine, eps, **_GRID | kwargs)
 
 
 ROW = Row(
@@ -48,6 +48,10 @@ ROW = Row(
         _add_layer_norm((2, 40000), 40000),
         _add_layer_norm((1500, 24), 24),
         _add_layer_norm((2500, 3), 3, bias=False, eps=0.1),
+        # h of other than 16 bits: its sum has digits that those have not
+        _add_layer_norm((4, 6), 6, grid=0.0, wide=("residual", "h")),
+        _add_layer_norm((3, 4, 6), 6, lines=(4,), offset=1.0, grid=0.0, wide=("residual", "h", "weight", "bias")),
+        _add_layer_norm((60, 3, 700), 700, lines=(3,), wide=("weight", "bias")),
     ),
     draw=lambda draw: draw_norm(draw, _GRID, ("weight", "bias"), ("x", "residual")),
     bad=(
@@ -57,6 +61,13 @@ ROW = Row(
             ValueError,
             "residual has shape (1, 3)",
             "expected (2, 3)",
+        ),
+        Bad(
+            {"x": ((2, 3), F32), "residual": ((2, 3), "float16")},
+            {"normalized_shape": 3},
+            TypeError,
+            "residual has dtype float16",
+            "expected float32",
         ),
     ),
     torch=_in_torch,

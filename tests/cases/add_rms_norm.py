@@ -22,7 +22,7 @@ def _in_torch(torch, x, residual, *args, **kwargs):
 
 
 def _add_rms_norm(x, normalized_shape, weight=True, eps=(), **kwargs) -> Case:
-    return norm_case({"x": x, "residual": x}, normalized_shape, {"weight": weight}, eps, _GRID | kwargs)
+    return norm_case({"x": x, "residual": x}, normalized_shape, {"weight": weight}, eps, **_GRID | kwargs)
 
 
 ROW = Row(
@@ -47,6 +47,10 @@ ROW = Row(
         _add_rms_norm((2, 40000), 40000),
         _add_rms_norm((1500, 24), 24),
         _add_rms_norm((2500, 3), 3, weight=False, eps=0.1),
+        # h of other than 16 bits: its sum has digits that those have not
+        _add_rms_norm((4, 6), 6, grid=0.0, wide=("residual", "h")),
+        _add_rms_norm((3, 4, 6), 6, lines=(4,), offset=1.0, grid=0.0, wide=("residual", "h", "weight")),
+        _add_rms_norm((60, 3, 700), 700, lines=(3,), wide=("weight",)),
     ),
     draw=lambda draw: draw_norm(draw, _GRID, ("weight",), ("x", "residual")),
     bad=(
@@ -58,6 +62,13 @@ ROW = Row(
             "expected float32",
         ),
         Bad({"x": X, "residual": None}, {"normalized_shape": 3}, TypeError, "residual is None", "expected"),
+        Bad(
+            {"x": ((2, 3), "float16"), "residual": ((2, 3), "float64")},
+            {"normalized_shape": 3},
+            TypeError,
+            "residual has dtype float64",
+            "expected float16 or float32",
+        ),
     ),
     torch=_in_torch,
     samples={"": _add_rms_norm((4, 6), (6,))},
