@@ -63,6 +63,13 @@ constexpr Operator kOperators[] = {
 };
 constexpr size_t kCount = std::size(kOperators);
 
+constexpr bool have_few_optional_slots() {
+  for (const Operator &op : kOperators)
+    if (__builtin_popcount(op.optional) + __builtin_popcount(op.maskable) > kMaxOptional) return false;
+  return true;
+}
+static_assert(have_few_optional_slots(), "Call::extras has no place for them");
+
 // -------------------------------------------------------------------------------------------------- torch's functions
 
 using TensorHandle = void *;
