@@ -1,8 +1,9 @@
-"""Whole training steps: ms a step, tokens a second, memory, the first step, losses, and the kernels.
+"""Whole training steps: ms a step, tokens a second, memory, the first step, losses, and in torch the kernels.
 
-A step is forward, backward and AdamW (fused) on a batch of a synthetic text. Each row runs in a process of its own, the
+A step is forward, backward and AdamW on a batch of a synthetic text. Each row runs in a process of its own, the
 implementations of a model in turn, and as often as --rounds says; the last rounds use what the first compiled. The
-figures are the medians over rounds. In "bfloat16" the parameters are of this dtype, in "autocast" of float32.
+figures are the medians over rounds. In "bfloat16" the parameters are of this dtype, in "autocast" of float32. Tiny rows
+may be merged into the file of another device.
 """
 
 from __future__ import annotations
@@ -24,12 +25,9 @@ from typing import Any
 
 import aotops
 
-from .torch_models import MODELS
-from .train import Spec
+from .spec import IMPLS, MODELS, PRECISIONS, Spec
 
-IMPLS = ("torch", "aotops", "torch.compile", "aotops.compile")
-PRECISIONS = ("bfloat16", "autocast", "float32")
-KEY = ("model", "impl", "precision", "deterministic")
+KEY = ("framework", "model", "impl", "precision", "deterministic", "tiny")
 ROOT = Path(__file__).parents[2]
 
 Row = dict[str, Any]
@@ -37,12 +35,10 @@ Row = dict[str, Any]
 
 def run(spec: Spec, caches: Path, threads: int | None = None) -> dict[str, Any] | None:
     """What the process of a row wrote, or None after printing why it failed."""
-    folder = caches / "-".join((spec.model, spec.impl, spec.precision, str(spec.deterministic)))
+    folder = caches / "-".join((spec.framework, spec.model, spec.impl, spec.precision, str(spec.deterministic)))
     cold = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder), "TRITON_CACHE_DIR": str(folder / "triton")}
-    if spec.deterministic:
-        env["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without it torch takes no deterministic product
+    env = os.environ | environment(spec, folder)
     if threads:
         env["TORCHINDUCTOR_COMPILE_THREADS"] = str(threads)
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
@@ -52,8 +48,22 @@ def run(spec: Spec, caches: Path, threads: int | None = None) -> dict[str, Any] 
             answer = json.loads(Path(file.name).read_text())
             answer["row"]["cold"] = cold
             return answer
-    print(f"{spec.model} {spec.impl} {spec.precision}: failed\n{done.stderr[-4000:]}", file=sys.stderr, flush=True)
+    print(
+        f"{spec.framework} {spec.model} {spec.impl} {spec.precision}: failed\n{done.stderr[-4000:]}",
+        file=sys.stderr,
+        flush=True,
+    )
     return None
+
+
+def environment(spec: Spec, folder: Path) -> dict[str, str]:
+    if spec.framework == "jax":
+        flags = [os.environ.get("XLA_FLAGS", ""), *["--xla_gpu_deterministic_ops=true"] * spec.deterministic]
+        return {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_FLAGS": " ".join(filter(None, flags))}
+    found = {"TORCHINDUCTOR_CACHE_DIR": str(folder), "TRITON_CACHE_DIR": str(folder / "triton")}
+    if spec.deterministic:
+        found["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without it torch takes no deterministic product
+    return found
 
 
 def warm(specs: list[Spec], caches: Path, jobs: int) -> None:
@@ -66,7 +76,7 @@ def warm(specs: list[Spec], caches: Path, jobs: int) -> None:
 def merged_rounds(spec: Spec, rounds: list[Row]) -> Row:
     """The medians of the times. The first step is that of a process that found nothing compiled: no other is recorded
     where there is something to compile."""
-    row: Row = {key: getattr(spec, key) for key in KEY} | {"framework": "torch"}
+    row: Row = {key: getattr(spec, key) for key in KEY}
     row |= {key: statistics.median(r[key] for r in rounds) for key in ("ms", "wall_ms", "host_ms", "tokens_per_s")}
     row["peak_gib"] = rounds[0]["peak_gib"]
     if rounds[0]["cold"] or not spec.compiled:
@@ -96,7 +106,8 @@ def measure(specs: list[Spec], rounds: int, caches: Path) -> tuple[list[Row], di
 
 
 def _line(spec: Spec, row: Row) -> str:
-    name = f"{spec.model:6} {spec.precision:9} {spec.impl + (' determ.' if spec.deterministic else ''):23}"
+    impl = spec.impl + (" determ." if spec.deterministic else "")
+    name = f"{spec.framework:5} {spec.model:6} {spec.precision:9} {impl:23}"
     times = f"{row['ms']:8.2f} ms  wall {row['wall_ms']:7.2f}  host {row['host_ms']:7.2f}"
     memory = f"{row['peak_gib'] or 0:6.2f} GiB"
     more = "  ".join(f"{kind} {ms:.1f}" for kind, ms in row.get("kernels", {}).get("classes_ms", {}).items())
@@ -104,17 +115,25 @@ def _line(spec: Spec, row: Row) -> str:
     return f"{name} {times}  {memory}  {first}  loss {row['loss']:.4f}  {row['bits']}  {more}"
 
 
-def head(answer: dict[str, Any], command: str) -> dict[str, Any]:
+def head(framework: str, answer: dict[str, Any], command: str) -> dict[str, Any]:
+    versions = {"aotops": aotops.__version__, "python": platform.python_version(), framework: answer["version"]}
     return {
         "device": answer["device"],
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": command,
-        "versions": {"aotops": aotops.__version__, "torch": answer["torch"], "python": platform.python_version()},
+        "versions": versions,
     }
 
 
 def merge(earlier: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """The new result with those rows of the earlier one that were not measured again, and the commands of both."""
+    """The new result with those rows of the earlier one that were not measured again, and the commands of both. Where
+    the new rows are tiny, the device and the date stay: their times do not count."""
+    if all(row["tiny"] for row in new["rows"]):
+        new = (
+            new
+            | {key: earlier[key] for key in ("device", "date")}
+            | {"versions": new["versions"] | earlier["versions"]}
+        )
     if earlier["device"] != new["device"]:
         raise ValueError(f"models: these are of two devices: {earlier['device']} and {new['device']}")
     rows = {tuple(row[key] for key in KEY): row for row in [*earlier["rows"], *new["rows"]]}
@@ -135,9 +154,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.models", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("models", nargs="*", metavar="model", help=f"{', '.join(MODELS)}; default: all")
-    parser.add_argument("--impls", default=",".join(IMPLS), help="default: %(default)s")
-    parser.add_argument("--precision", default="bfloat16", help=f"of {','.join(PRECISIONS)}; default: %(default)s")
+    parser.add_argument("models", nargs="*", metavar="model", help="default: all of the framework")
+    parser.add_argument("--framework", choices=IMPLS, default="torch", help="default: %(default)s")
+    parser.add_argument("--impls", help="default: all of the framework")
+    parser.add_argument("--precision", help="default: bfloat16; of MindSpore float32")
     parser.add_argument("--steps", type=int, default=20, help="timed steps; default: %(default)s")
     parser.add_argument("--rounds", type=int, default=1, help="default: %(default)s")
     parser.add_argument("--deterministic", action="store_true", help="with torch.use_deterministic_algorithms")
@@ -148,18 +168,21 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     parser.add_argument("--merge", action="store_true", help="keep the other rows of that file")
     args = parser.parse_args(argv)
-    args.models = args.models or list(MODELS)
-    args.impls, args.precision = args.impls.split(","), args.precision.split(",")
-    for given, known in ((args.models, MODELS), (args.impls, IMPLS), (args.precision, PRECISIONS)):
-        if unknown := [name for name in given if name not in known]:
-            parser.error(f"{unknown[0]!r} is none of {', '.join(known)}")
+    known = {"models": MODELS, "impls": IMPLS, "precision": PRECISIONS}
+    args.models = args.models or list(MODELS[args.framework])
+    args.impls = args.impls.split(",") if args.impls else list(IMPLS[args.framework])
+    args.precision = args.precision.split(",") if args.precision else [PRECISIONS[args.framework][0]]
+    for key, of_framework in known.items():
+        given, allowed = getattr(args, key), of_framework[args.framework]
+        if unknown := [name for name in given if name not in allowed]:
+            parser.error(f"{unknown[0]!r} is none of {', '.join(allowed)}, those of {args.framework}")
     return args
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     specs = [
-        Spec(model, impl, precision, args.steps, args.tiny, args.deterministic, args.profile)
+        Spec(model, impl, precision, args.steps, args.tiny, args.deterministic, args.profile, framework=args.framework)
         for model in args.models
         for precision in args.precision
         for impl in args.impls
@@ -177,7 +200,7 @@ def main(argv: list[str] | None = None) -> None:
             rows, answer = measure(of_group, args.rounds, caches)
             measured += len(rows)
             if rows:
-                new = head(answer, command) | {"rows": rows}
+                new = head(args.framework, answer, command) | {"rows": rows}
                 result = merge(result, new) if result else new
             if result and args.json:  # after each model: what was measured stays if a later one fails
                 save(result, args.json)

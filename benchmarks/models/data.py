@@ -6,17 +6,23 @@ from typing import Any
 
 import numpy as np
 
-from .torch_models import IGNORED, Size
+from .spec import IGNORED, Size
 
 MASKED = 0.15  # BERT's fraction of positions to be predicted
 
 
-def batches(name: str, size: Size, count: int, seed: int = 0) -> list[tuple[Any, ...]]:
-    """Tuples of NumPy arrays, the arguments of the model."""
+HELD_OUT = 1 << 20  # the seed of a batch that is not trained on
+
+
+def batches(name: str, size: Size, count: int) -> list[tuple[Any, ...]]:
+    return [batch(name, size, i) for i in range(count)]
+
+
+def batch(name: str, size: Size, seed: int) -> tuple[Any, ...]:
+    """A tuple of NumPy arrays, the arguments of the model."""
     rng = np.random.default_rng(seed)
-    text = _text(rng, size.vocabulary, count * size.batch, size.tokens + 1).reshape(count, size.batch, -1)
-    make = _masked if name == "bert" else _next_token
-    return [make(rng, part, size) for part in text]
+    text = _text(rng, size.vocabulary, size.batch, size.tokens + 1)
+    return _masked(rng, text, size) if name == "bert" else _next_token(text)
 
 
 def _text(rng: np.random.Generator, vocabulary: int, rows: int, length: int) -> Any:
@@ -31,7 +37,7 @@ def _text(rng: np.random.Generator, vocabulary: int, rows: int, length: int) -> 
     return tokens
 
 
-def _next_token(rng: np.random.Generator, text: Any, size: Size) -> tuple[Any, ...]:
+def _next_token(text: Any) -> tuple[Any, ...]:
     return np.ascontiguousarray(text[:, :-1]), np.ascontiguousarray(text[:, 1:])
 
 

@@ -6,30 +6,14 @@ batch is the targets. Attention and embeddings are torch's in every flavour. The
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-IGNORED = -100
-
-
-@dataclass(frozen=True)
-class Size:
-    layers: int
-    width: int
-    heads: int
-    mlp: int
-    vocabulary: int
-    batch: int
-    tokens: int
-
-    @property
-    def tokens_per_step(self) -> int:
-        return self.batch * self.tokens
+from .parameters import initial
+from .spec import IGNORED, Size
 
 
 class Attention(nn.Module):
@@ -167,23 +151,14 @@ class Bert(nn.Module):
         return self.ops.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED)
 
 
-MODELS: dict[str, tuple[type[nn.Module], Size, Size]] = {
-    "gpt2": (GPT2, Size(12, 768, 12, 3072, 50257, 16, 1024), Size(2, 32, 2, 128, 211, 2, 16)),
-    "llama": (Llama, Size(8, 2048, 16, 5632, 32000, 4, 2048), Size(2, 32, 2, 96, 224, 2, 16)),
-    "bert": (Bert, Size(12, 768, 12, 3072, 30522, 32, 512), Size(2, 32, 2, 128, 218, 2, 16)),
-}
-"""The class of a model, its size and its tiny size, for tests."""
+MODELS: dict[str, type[nn.Module]] = {"gpt2": GPT2, "llama": Llama, "bert": Bert}
 
 
-def build(name: str, ops: Any, size: Size, dtype: torch.dtype, device: str, seed: int = 0) -> nn.Module:
-    """The model with parameters drawn from the seed: the same ones for every flavour."""
-    torch.manual_seed(seed)
+def build(name: str, ops: Any, size: Size, dtype: torch.dtype, device: str) -> nn.Module:
+    """The model with its initial parameters."""
     with torch.device(device):
-        model = MODELS[name][0](ops, size)
-    for key, parameter in model.named_parameters():
-        if parameter.dim() == 2:
-            into_residual = key.endswith(("out.weight", "down.weight"))
-            nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * size.layers) if into_residual else 0.02)
-        elif key.endswith("bias"):
-            nn.init.zeros_(parameter)
+        model = MODELS[name](ops, size)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            parameter.copy_(torch.from_numpy(initial(key, tuple(parameter.shape), size.layers)))
     return model.to(dtype)

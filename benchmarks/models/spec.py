@@ -1,0 +1,78 @@
+"""What a row measures: a model of a size, an implementation in a framework, and a precision. Imports no framework."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+IGNORED = -100
+LEARNING_RATE, WEIGHT_DECAY = 3e-4, 0.1
+BETA1, BETA2, EPS = 0.9, 0.999, 1e-8  # torch's defaults of AdamW
+TRAINED = 50  # steps before the loss that is reported
+
+
+@dataclass(frozen=True)
+class Size:
+    layers: int
+    width: int
+    heads: int
+    mlp: int
+    vocabulary: int
+    batch: int
+    tokens: int
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch * self.tokens
+
+
+SIZES: dict[str, tuple[Size, Size]] = {
+    "gpt2": (Size(12, 768, 12, 3072, 50304, 16, 1024), Size(2, 32, 2, 128, 211, 2, 16)),
+    "llama": (Size(8, 2048, 16, 5632, 32000, 4, 2048), Size(2, 32, 2, 96, 224, 2, 16)),
+    "bert": (Size(12, 768, 12, 3072, 30522, 32, 512), Size(2, 32, 2, 128, 218, 2, 16)),
+}
+"""The size of a model and its tiny size, for tests. GPT-2's 50257 tokens are padded to a multiple of 128, as is usual
+in training."""
+
+MODELS: dict[str, tuple[str, ...]] = {"torch": tuple(SIZES), "jax": ("gpt2",), "mindspore": ("gpt2",)}
+IMPLS: dict[str, tuple[str, ...]] = {
+    "torch": ("torch", "aotops", "torch.compile", "aotops.compile"),
+    "jax": ("jax", "aotops"),
+    "mindspore": ("mindspore", "aotops"),
+}
+PRECISIONS: dict[str, tuple[str, ...]] = {
+    "torch": ("bfloat16", "autocast", "float32"),
+    "jax": ("bfloat16", "float32"),
+    "mindspore": ("float32",),
+}
+"""By framework, the first implementation being the framework's own operators."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    model: str
+    impl: str
+    precision: str  # bfloat16: of the parameters; autocast: parameters in float32; float32
+    timed: int = 20
+    tiny: bool = False
+    deterministic: bool = False
+    profile: bool = False
+    compile_only: bool = False
+    framework: str = "torch"
+
+    @property
+    def flavour(self) -> str:
+        return self.impl.removesuffix(".compile")
+
+    @property
+    def compiled(self) -> bool:
+        """Whether torch.compile compiles it, whose code is cached from process to process."""
+        return self.impl.endswith("compile")
+
+    @property
+    def trained(self) -> int:
+        """Steps: the first one, the warm-up and the timed ones."""
+        return self.timed + 2 if self.tiny else max(TRAINED, self.timed + 10)
+
+    @property
+    def size(self) -> Size:
+        return SIZES[self.model][self.tiny]

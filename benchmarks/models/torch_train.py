@@ -1,0 +1,146 @@
+"""The training steps of the models in torch."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from . import data, kernels, timing
+from .operators import FLAVOURS
+from .spec import BETA1, BETA2, EPS, IGNORED, LEARNING_RATE, WEIGHT_DECAY, Spec
+from .torch_models import build
+
+VERSION = torch.__version__
+PROFILED = 3
+
+
+def device() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
+def measure(spec: Spec) -> dict[str, Any]:
+    """The figures of a row."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.use_deterministic_algorithms(spec.deterministic)
+    clock = Clock(device)
+    model = build_model(spec, device)
+    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, (BETA1, BETA2), EPS, WEIGHT_DECAY, fused=True)
+    loss_of = torch.compile(model) if spec.compiled else model
+    steps = 2 if spec.compile_only else spec.trained
+    on_host = data.batches(spec.model, spec.size, steps + PROFILED * spec.profile)
+    batches = [on_device(batch, device) for batch in on_host]
+    losses: list[Tensor] = []
+
+    def step(batch: tuple[Tensor, ...]) -> None:
+        with autocast(spec, device):
+            loss = loss_of(*batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.detach())
+
+    clock.synchronize()
+    start = time.perf_counter()
+    step(batches[0])
+    clock.synchronize()
+    first = time.perf_counter() - start
+    if spec.compile_only:
+        step(batches[1])
+        clock.synchronize()
+        return {"first_step_s": first}
+    timed = steps - spec.timed
+    for batch in batches[1:timed]:
+        step(batch)
+    clock.synchronize()
+    clock.reset_peak()
+    times = clock.times(step, batches[timed:steps])
+    row = {
+        **times,
+        "tokens_per_s": round(spec.size.tokens_per_step / times["ms"] * 1e3),
+        "peak_gib": clock.peak_gib(),
+        "first_step_s": round(first, 2),
+        "losses": [round(float(loss), 6) for loss in losses],
+        "bits": bits(losses, model),
+        "loss": round(exact_loss(spec, model, device), 6),
+    }
+    if spec.profile and device == "cuda":
+        row["kernels"] = kernels.profile(lambda: [step(batch) for batch in batches[steps : steps + PROFILED]], PROFILED)
+        row["kernels"]["gaps_ms"] = round(row["ms"] - row["kernels"]["total_ms"], 3)
+    return row
+
+
+def build_model(spec: Spec, device: str) -> nn.Module:
+    dtype = torch.bfloat16 if spec.precision == "bfloat16" else torch.float32
+    return build(spec.model, FLAVOURS[spec.flavour], spec.size, dtype, device)
+
+
+def autocast(spec: Spec, device: str) -> Any:
+    on = spec.precision == "autocast"
+    return torch.autocast(device, torch.bfloat16) if on else contextlib.nullcontext()
+
+
+def on_device(batch: tuple[Any, ...], device: str) -> tuple[Tensor, ...]:
+    return tuple(torch.from_numpy(array).to(device) for array in batch)
+
+
+def exact_loss(spec: Spec, model: nn.Module, device: str) -> float:
+    """Of a batch that was not trained on, computed from the logits in float32 by the same function for all."""
+    batch = on_device(data.batch(spec.model, spec.size, data.HELD_OUT), device)
+    with torch.no_grad(), autocast(spec, device):
+        logits = model.logits(*batch[:-1])
+    chunks = zip(logits.flatten(0, -2).split(2048), batch[-1].flatten().split(2048), strict=True)
+    total = sum(functional.cross_entropy(x.float(), y, ignore_index=IGNORED, reduction="sum") for x, y in chunks)
+    return float(total / (batch[-1] != IGNORED).sum())
+
+
+def bits(losses: list[Tensor], model: nn.Module) -> str:
+    tensors = [torch.stack(losses), *(p.detach() for p in model.parameters())]
+    return timing.digest(t.cpu().contiguous().view(torch.uint8).numpy() for t in tensors)
+
+
+class Clock:
+    """Times and memory of a device."""
+
+    def __init__(self, device: str) -> None:
+        self.cuda = device == "cuda"
+
+    def synchronize(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def reset_peak(self) -> None:
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats()
+
+    def peak_gib(self) -> float | None:
+        return round(torch.cuda.max_memory_allocated() / 2**30, 3) if self.cuda else None
+
+    def times(self, step: Callable[[Any], None], batches: list[Any]) -> dict[str, float]:
+        """Milliseconds of a step, without synchronization between steps: ``ms``, the median from event to event (from
+        step to step without a GPU); ``wall_ms``, the mean until all are done; ``host_ms``, the mean until all are
+        issued (timing.py)."""
+        marks = [self._mark()]
+        start = time.perf_counter()
+        for batch in batches:
+            step(batch)
+            marks.append(self._mark())
+        issued = time.perf_counter() - start
+        self.synchronize()
+        done = time.perf_counter() - start
+        pairs = itertools.pairwise(marks)
+        each = [a.elapsed_time(b) / 1e3 if self.cuda else b - a for a, b in pairs]
+        return timing.figures(each, done / len(batches), issued / len(batches))
+
+    def _mark(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
