@@ -17,7 +17,8 @@ not run where their result is cached, or where the graph was exported before.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextvars import ContextVar
 from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._functorch import config as _functorch_config
+from torch.utils.weak import WeakIdKeyDictionary
 
 from aotops.op import Op
 from aotops.ops import BUILTIN
@@ -45,13 +47,38 @@ def _fuses_products(x: Tensor) -> bool:
     return x.device.type == "cuda" and x.dtype in (torch.bfloat16, torch.float16)
 
 
+def _has_fused_kernel(x: Tensor, weight: Tensor) -> bool:
+    """Whether the library's product with an activation is faster than torch's and a kernel of Inductor's: on Hopper,
+    where lines are whole vectors."""
+    aligned = all(isinstance(n, int) and n % 8 == 0 for n in weight.shape)
+    return aligned and x.device.type == "cuda" and torch.cuda.get_device_capability(x.device)[0] == 9
+
+
+_ACTIVATED: MutableMapping[Tensor, tuple[Tensor, str]] = WeakIdKeyDictionary()
+"""While a graph is traced: for what a fused kernel returned, the pre-activation and the activation. A backward computes
+it again instead of keeping both."""
+_AS_IT_IS = ContextVar("as_it_is", default=False)
+
+
 def linear(x, weight, bias, activation, allow_tf32):
-    if not _fuses_products(x):
+    if _AS_IT_IS.get() or not _fuses_products(x):
         return NotImplemented
+    if activation is not None and _has_fused_kernel(x, weight):
+        token = _AS_IT_IS.set(True)
+        try:
+            y, before = torch.ops.aotops.linear.default(x, weight, bias, activation, allow_tf32)
+        finally:
+            _AS_IT_IS.reset(token)
+        _ACTIVATED[y] = before, activation
+        return y, before
     before = torch.nn.functional.linear(x, weight, bias)
     if activation is None:
         return before, before[..., :0]
-    return activated(m, m.wide(before), activation).to(x.dtype), before
+    return _activated(before, activation), before
+
+
+def _activated(before: Tensor, activation: str) -> Tensor:
+    return activated(m, m.wide(before), activation).to(before.dtype)
 
 
 def linear_backward(dy, x, weight, bias, pre_activation, activation, allow_tf32, wanted=(True, True, True)):
@@ -63,9 +90,10 @@ def linear_backward(dy, x, weight, bias, pre_activation, activation, allow_tf32,
         d = (m.wide(dy) * slope(m, m.wide(before), activation)).to(x.dtype)
     rows = m.matrix(d)  # read by three, and so written in 16 bits only
     dx, dweight, dbias = wanted
+    factor = _activated(*_ACTIVATED[x]) if x in _ACTIVATED else x
     return (
         (rows @ weight).reshape(x.shape) if dx else None,
-        rows.mT @ m.matrix(x) if dweight else None,
+        rows.mT @ m.matrix(factor) if dweight else None,
         rows.sum(0) if dbias else None,
     )
 

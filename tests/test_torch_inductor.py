@@ -179,6 +179,7 @@ def test_operators_called_by_name(formatted):
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """Products are decomposed on the CPU too, and in any dtype."""
+    import torch._inductor.lowering
     from torch._inductor.utils import fresh_inductor_cache
 
     monkeypatch.setattr(torch_inductor, "_fuses_products", lambda x: True)
@@ -256,6 +257,41 @@ def test_products_are_torchs_in_16_bits_on_a_gpu_alone():
     assert targets("cuda", torch.bfloat16) & {kernel, product} == {product}
     for device, dtype in (("cuda", torch.float32), ("cpu", torch.bfloat16)):
         assert targets(device, dtype) & {kernel, product} == {kernel}
+
+
+def test_an_activation_is_computed_again_in_the_backward(as_on_a_gpu, monkeypatch):
+    """The fused kernel writes the activation and what it is of; the second alone is kept."""
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._functorch.aot_autograd import aot_module_simplified
+    from torch._inductor.decomposition import select_decomp_table
+
+    graphs = []
+
+    def compiler(module, _):
+        graphs.append(module.graph)
+        return make_boxed_func(module.forward)
+
+    def backend(module, inputs):
+        partition = {"partition_fn": min_cut_rematerialization_partition, "decompositions": select_decomp_table()}
+        return aot_module_simplified(module, inputs, fw_compiler=compiler, bw_compiler=compiler, **partition)
+
+    def mlp(x, up, bias, down):
+        return ours.linear(ours.linear(x, up, bias, "gelu_tanh"), down)
+
+    monkeypatch.setattr(torch_inductor, "_has_fused_kernel", lambda *_: True)
+    torch.manual_seed(0)
+    inputs = [(_draw(*shape) / 4).requires_grad_() for shape in ((2, 3, 8), (32, 8), (32,), (8, 32))]
+    results = [
+        [y := f(*inputs), *torch.autograd.grad(y.sum(), inputs)] for f in (torch.compile(mlp, backend=backend), mlp)
+    ]
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+    forward, backward = graphs
+    (fused,) = (node for node in forward.nodes if node.target is torch.ops.aotops.linear.default)
+    kept = {node.name for node in backward.nodes if node.op == "placeholder"}
+    activated, before = sorted(fused.users, key=lambda node: node.args[1])
+    assert before.name in kept
+    assert activated.name not in kept
 
 
 # ----------------------------------------------------------------------------------------------------- written in place
