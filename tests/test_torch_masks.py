@@ -13,7 +13,7 @@ from torch.autograd import gradcheck, gradgradcheck  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from aotops.frontends import torch as ours  # noqa: E402
-from aotops.frontends.torch_schema import maskable, schema  # noqa: E402
+from aotops.frontends.torch_schema import maskable, schema, wanted  # noqa: E402
 from aotops.ops import OPS  # noqa: E402
 
 MASKED = {op.backward.name: op for op in OPS.values() if op.backward and maskable(op.backward)}
@@ -29,7 +29,7 @@ TERNARY = {
 
 
 class Calls(TorchDispatchMode):
-    """The calls of the library's backward operators below autograd: by name, what is wanted."""
+    """The calls of the library's backward operators below autograd: by name, the gradients wanted."""
 
     def __init__(self):
         super().__init__()
@@ -38,14 +38,18 @@ class Calls(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function._schema.name.removeprefix("aotops::")
         if name in MASKED:
-            self.seen.append((name, flags_of(name, args)))
+            self.seen.append((name, wanted_of(name, args)))
         return function(*args, **(kwargs or {}))
 
 
-def flags_of(name, args):
+def wanted_of(name, args):
     backward = MASKED[name].backward
-    (flags,) = args[len(backward.inputs) + len(backward.attrs) :] or ([True] * len(maskable(backward)),)
-    return list(flags)
+    return [*wanted(backward, args[len(backward.inputs) + len(backward.attrs) :])]
+
+
+def gradients(flags):
+    """Of a linear layer."""
+    return [name for name, flag in zip(("dx", "dweight", "dbias"), flags, strict=True) if flag]
 
 
 def leaves(shapes, needed=None):
@@ -100,9 +104,9 @@ def test_what_is_not_wanted_has_no_memory():
 
     x, weight, dy = torch.randn(1, 512), torch.randn(512, 512), torch.randn(1, 512)
     allocated = []
-    for wanted in ([True, True, True], [True, False, True]):
+    for flags in ([True, True, True], [True, False, True]):
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-            torch.ops.aotops.linear_backward(dy, x, weight, None, None, None, False, wanted)
+            torch.ops.aotops.linear_backward(dy, x, weight, None, None, None, False, flags)
         allocated.append(sum(max(event.cpu_memory_usage, 0) for event in profiled.events()))
     assert allocated[0] >= weight.nbytes > allocated[1]
 
@@ -140,21 +144,21 @@ def test_a_backward_that_is_differentiated_computes_no_more(needed):
     """Of linear: what needs a gradient. In the second order x's gradient is a product of the weight's gradient, and the
     weight's of x's; the sum of squares is differentiated once more."""
     inputs = leaves([(3, 4), (5, 4), (5,)], needed)
-    wanted = [t for t in inputs if t.requires_grad]
+    moved = [t for t in inputs if t.requires_grad]
     y = ours.linear(*inputs)
     with Calls() as calls:
-        first = torch.autograd.grad(y.square().sum(), wanted, create_graph=True)
-        assert calls.seen == [("linear_backward", list(needed))]
-        torch.autograd.grad(sum(g.square().sum() for g in first), wanted)
-    of_products = [("linear_backward", [True, True, False])] if needed[0] and needed[1] else []
-    assert calls.seen[1:] == [*of_products, ("linear_backward", list(needed))]
+        first = torch.autograd.grad(y.square().sum(), moved, create_graph=True)
+        assert calls.seen == [("linear_backward", gradients(needed))]
+        torch.autograd.grad(sum(g.square().sum() for g in first), moved)
+    of_products = [("linear_backward", ["dx", "dweight"])] if needed[0] and needed[1] else []
+    assert calls.seen[1:] == [*of_products, ("linear_backward", gradients(needed))]
 
 
 # ------------------------------------------------------------------------------------------------------------- compiled
 
 
 def compiled_calls(function, *inputs):
-    """The backward operators in the graph of the backward: by name, what is wanted."""
+    """The backward operators in the graph of the backward: by name, the gradients wanted."""
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
 
@@ -164,7 +168,7 @@ def compiled_calls(function, *inputs):
         for node in graph.graph.nodes:
             name = str(node.target).removeprefix("aotops.").removesuffix(".default")
             if name in MASKED:
-                seen.append((name, flags_of(name, node.args)))
+                seen.append((name, wanted_of(name, node.args)))
         return make_boxed_func(graph.forward)
 
     backend = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=record)
@@ -178,19 +182,19 @@ def compiled_calls(function, *inputs):
 
 
 @pytest.mark.parametrize(
-    ("name", "shapes", "needed", "wanted"),
+    ("name", "shapes", "needed", "expected"),
     [
-        ("linear", [(2, 3), (4, 3), (4,)], [True, True, True], [True, True, True]),
-        ("linear", [(2, 3), (4, 3)], [True, True], [True, True, False]),  # no bias
-        ("linear", [(2, 3), (4, 3), (4,)], [True, False, True], [True, False, True]),  # a frozen weight
-        ("conv2d", [(1, 2, 4, 4), (3, 2, 2, 2), (3,)], [False, True, True], [False, True, True]),  # the first layer
-        ("add_rms_norm", [(2, 3), (2, 3)], [False, True], [True, False]),  # dresidual is dx
+        ("linear", [(2, 3), (4, 3), (4,)], [True, True, True], ["dx", "dweight", "dbias"]),
+        ("linear", [(2, 3), (4, 3)], [True, True], ["dx", "dweight"]),  # no bias
+        ("linear", [(2, 3), (4, 3), (4,)], [True, False, True], ["dx", "dbias"]),  # a frozen weight
+        ("conv2d", [(1, 2, 4, 4), (3, 2, 2, 2), (3,)], [False, True, True], ["dweight", "dbias"]),  # the first layer
+        ("add_rms_norm", [(2, 3), (2, 3)], [False, True], ["dx"]),  # dresidual is dx
     ],
 )
-def test_the_graph_of_a_backward_has_the_mask(name, shapes, needed, wanted):
+def test_the_graph_of_a_backward_has_the_mask(name, shapes, needed, expected):
     more = {"add_rms_norm": lambda x, residual: ours.add_rms_norm(x, residual, 3)[1]}
     function = more.get(name, getattr(ours, name))
-    assert compiled_calls(function, *leaves(shapes, needed)) == [(f"{name}_backward", wanted)]
+    assert compiled_calls(function, *leaves(shapes, needed)) == [(f"{name}_backward", expected)]
 
 
 def test_inductor_runs_a_backward_with_a_mask():
