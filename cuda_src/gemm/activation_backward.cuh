@@ -15,8 +15,8 @@ struct ColumnSumShape {
   static constexpr bool kHasSlope = kSlope;  // whether dz is computed; otherwise it is dy
   static constexpr int kWarps = kWarps_, kLoads = kLoads_, kBlocks = kBlocks_;
 };
-using SumShape = ColumnSumShape<false, 8, 4, 4>;
-using SlopeShape = ColumnSumShape<true, 8, 2, 4>;
+using SumShape = ColumnSumShape<false, 8, 8, 3>;
+using SlopeShape = ColumnSumShape<true, 8, 2, 3>;
 
 // R, the terms that a thread adds one by one before it starts a new sum. In the worst case that sum is off by R 2^-24
 // times the sum of their magnitudes: 2^-16 for R = 256, where the rounding of the result is 2^-11 in float16 and 2^-8
@@ -77,7 +77,7 @@ __device__ __forceinline__ void activation_gradients(A (&d)[kSize], const A (&z)
 
 // float64 needs twice the registers.
 template <typename T, class Shape>
-constexpr int kColumnSumBlocks = sizeof(T) == 8 ? Shape::kBlocks / 2 : Shape::kBlocks;
+constexpr int kColumnSumBlocks = sizeof(T) == 8 ? (Shape::kBlocks + 1) / 2 : Shape::kBlocks;
 
 // partials: (parts, n), or null; dz is not written without a slope. A block has a warp's vectors of columns, and the
 // rows of a part.
