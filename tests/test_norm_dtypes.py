@@ -222,6 +222,13 @@ def test_jax_derivatives(name):
 # ----------------------------------------------------------------------------------------------------------- MindSpore
 
 
+def total_of(module):
+    def total(x):
+        return module(x).sum()
+
+    return total
+
+
 @pytest.mark.parametrize("mode", ["PyNative", "graph"])
 def test_mindspore_modules_leave_their_parameters_wide(mode):
     needs("mindspore")
@@ -236,7 +243,7 @@ def test_mindspore_modules_leave_their_parameters_wide(mode):
     np.testing.assert_array_equal(plain(x).asnumpy(), shifted(x).asnumpy())
     for module in (shifted, ours.LayerNorm((8,))):
         parameters = module.trainable_params()
-        y, (dx, gradients) = ms.value_and_grad(lambda x, module=module: module(x).sum(), 0, parameters)(x)
+        y, (dx, gradients) = ms.value_and_grad(total_of(module), 0, parameters)(x)
         assert (y.dtype, dx.dtype) == (ms.float16, ms.float16)
         assert [g.dtype for g in gradients] == [ms.float32] * len(parameters)
 
