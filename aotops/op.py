@@ -182,7 +182,8 @@ class Op:
     autocast: Mapping[str, str] = field(default_factory=dict)
     """By device, the dtype that torch.autocast casts inputs to; "autocast" for its 16-bit dtype. On a device not
     named, an operator that names another computes in the widest dtype of its inputs, and its results have the widest of
-    the ``vmappable`` inputs. "as given": only inputs that the operator refuses are cast, in this way."""
+    the ``vmappable`` inputs. "as given": only inputs that the operator refuses are cast, in this way. "wide results":
+    no input is cast; where x has 16 bits, the attribute ``dtype`` is "float32" unless it is given."""
     rule: Rule | None = None
     """The gradient, where it is made of operators instead of a ``backward``."""
     mutates: tuple[str, ...] = ()

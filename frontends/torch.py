@@ -641,7 +641,7 @@ def _autocast_kernel(op: Op, dispatched: Callable[..., Any], device: str, split,
 
     def kernel(*args):
         inputs, attrs, names = split(args)
-        cast, back = _autocast(op, attrs, device.lower(), inputs)
+        cast, attrs, back = _autocast(op, attrs, device.lower(), inputs)
         with torch._C._ExcludeDispatchKeyGuard(keys):
             results = _results(dispatched(*cast, *attrs, *mask(op, names)))
         if back is None:
@@ -652,13 +652,18 @@ def _autocast_kernel(op: Op, dispatched: Callable[..., Any], device: str, split,
     return kernel
 
 
-def _autocast(op: Op, attrs: tuple[Any, ...], device: str, inputs: Tensors) -> tuple[Tensors, torch.dtype | None]:
-    """The inputs as autocast casts them, and the dtype to cast the results to, or None."""
+def _autocast(op: Op, attrs: tuple[Any, ...], device: str, inputs: Tensors):
+    """The inputs as autocast casts them, the attributes, and the dtype to cast the results to, or None."""
     to = op.autocast.get(device)
+    if to == "wide results":
+        given = dict(zip(op.attrs, attrs, strict=True))
+        if given["dtype"] is None and inputs[0].is_floating_point() and inputs[0].element_size() == 2:
+            given["dtype"] = "float32"
+        return inputs, tuple(given.values()), None
     if to == "as given":
         with contextlib.suppress(TypeError):
             _infer(op, attrs, inputs)
-            return inputs, None
+            return inputs, attrs, None
     floating = [t for t in inputs if t is not None and t.is_floating_point()]
     dtype, back = torch.get_autocast_dtype(device) if to == "autocast" else _DTYPES.get(to or ""), None
     if dtype is None:
@@ -666,7 +671,7 @@ def _autocast(op: Op, attrs: tuple[Any, ...], device: str, inputs: Tensors) -> t
         back = _widest([t for slot, t in zip(op.inputs, inputs, strict=True) if slot in op.vmappable])
         back = None if back == dtype else back
     casts = {id(t) for t in floating if t.dtype not in (dtype, torch.float64)}
-    return [_cast(t, dtype) if id(t) in casts else t for t in inputs], back
+    return [_cast(t, dtype) if id(t) in casts else t for t in inputs], attrs, back
 
 
 def _widest(tensors: Sequence[Tensor]) -> torch.dtype:
@@ -885,7 +890,7 @@ def _run_eager(op: Op, inputs: Tensors, attrs: tuple[Attr, ...]):
     """A plain call that the builtin refused, after casting, broadcasting and copying to contiguous tensors."""
     back = None
     if op.autocast and torch.is_autocast_enabled(inputs[0].device.type):
-        inputs, back = _autocast(op, attrs, inputs[0].device.type, inputs)
+        inputs, attrs, back = _autocast(op, attrs, inputs[0].device.type, inputs)
     inputs, attrs = op.absorb_transposed_views(inputs, attrs, Tensor.is_contiguous)
     if op.broadcast and _all_given(inputs):
         inputs = torch.broadcast_tensors(*inputs)

@@ -82,7 +82,7 @@ def cross_entropy_backward(dy, x, target, slope, ignore_index=-100, reduction="m
     formula=_formula,
     instead={"x": "slope"},
     always_save_residuals=True,
-    autocast={"cpu": "float32", "cuda": "float32"},
+    autocast={"cpu": "wide results", "cuda": "wide results"},
 )
 def cross_entropy(x, target, ignore_index=-100, reduction="mean", label_smoothing=0.0, dtype=None):
     """Cross entropy with class indices, as ``torch.nn.functional.cross_entropy``:

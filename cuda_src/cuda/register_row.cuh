@@ -10,18 +10,19 @@ inline namespace AOT_ISA {
 constexpr int kWarpRowBlock = 128;  // threads of a block, if a row is within a warp
 
 // kThreads: the most threads of a block. kResident: threads that a multiprocessor shall hold at once, which limits
-// their registers.
-template <typename T, int kLanes, int kVectors, Span kSpan, int kThreads_, int kResident>
+// their registers. kCluster: the most blocks of a row.
+template <typename T, int kLanes, int kVectors, Span kSpan, int kThreads_, int kResident, int kCluster_ = 1>
 struct RegisterRowShape : RowShape<T, kLanes, kVectors, kSpan> {
   static constexpr int kThreads = kThreads_, kBlocks = kResident / kThreads > 0 ? kResident / kThreads : 1;
+  static constexpr int kCluster = kCluster_;
 };
 
 template <typename T, int kLanes, int kVectors, int kResident = 1024>
 using WarpRow = RegisterRowShape<T, kLanes, kVectors, Span::warp, kWarpRowBlock, kResident>;
 template <typename T, int kVectors, int kThreads = 512, int kResident = 1024>
 using BlockRow = RegisterRowShape<T, 32, kVectors, Span::block, kThreads, kResident>;
-template <typename T, int kVectors, int kThreads = 512, int kResident = 1024>
-using ClusterRow = RegisterRowShape<T, 32, kVectors, Span::cluster, kThreads, kResident>;
+template <typename T, int kVectors, int kThreads = 512, int kResident = 1024, int kCluster = kMaxCluster>
+using ClusterRow = RegisterRowShape<T, 32, kVectors, Span::cluster, kThreads, kResident, kCluster>;
 
 // ------------------------------------------------------------------------------------------------- a thread's part
 
@@ -179,7 +180,7 @@ RegisterRowPlan plan_register_rows(int64_t vectors, const DeviceLimits &device) 
   constexpr int kWarps = Shape::kThreads / 32;
   if constexpr (Shape::kSpan == Span::warp) return {vectors <= Shape::kShare ? kWarps : 0, 1};
   bool clusters = Shape::kSpan == Span::cluster;
-  for (int cluster = clusters ? 2 : 1; cluster <= (!clusters ? 1 : device.clusters ? kMaxCluster : 0); cluster *= 2) {
+  for (int cluster = clusters ? 2 : 1; cluster <= (!clusters || device.clusters ? Shape::kCluster : 0); cluster *= 2) {
     int64_t warps = ceil_div(vectors, int64_t{Shape::kShare} * cluster);
     if (warps <= kWarps) return {static_cast<int>(warps), cluster};
   }

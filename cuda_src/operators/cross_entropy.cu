@@ -169,44 +169,59 @@ __global__ void __launch_bounds__(Shape::kThreads)
   if constexpr (Row::kEnds) part.store_end(dx, present, ignored ? A(0) : part.end() * factor);
 }
 
-// dx = slope * factor over slope itself, whose rows may begin anywhere. Persistent blocks, each with a run of vectors
-// after another: with a factor of 1, where nothing is left to do, one wave of blocks is over in microseconds.
+// dx = slope * factor over slope itself. Vectors pass the ends of rows, so all are aligned, however long a row is. The
+// blocks are few and each has many vectors: with a factor of 1, where nothing is left to do, they are over in
+// microseconds.
 constexpr int kInPlaceThreads = 256, kInPlaceBlocks = 4, kInPlaceVectors = 8;
+constexpr int64_t kInPlaceWaves = 4;
+
+template <typename T>
+constexpr int64_t kInPlacePiece = int64_t{kInPlaceThreads} * kInPlaceVectors * kVectorSize<T>;
 
 template <typename T, typename A>
 __global__ void __launch_bounds__(kInPlaceThreads, kInPlaceBlocks)
-    cross_entropy_scale_in_place_kernel(T *dx, Targets targets, Scale<T, A> scale, int64_t rows, int64_t cols,
-                                        int64_t pieces) {
-  constexpr int64_t kPiece = int64_t{kInPlaceThreads} * kInPlaceVectors * kVectorSize<T>;
+    cross_entropy_scale_in_place_kernel(T *dx, Targets targets, Scale<T, A> scale, int64_t size, int64_t cols) {
+  constexpr int kSize = kVectorSize<T>;
   if (!scale.each_row && scale.of(0, true) == A(1)) return;
-  for (int64_t i = blockIdx.x; i < rows * pieces; i += gridDim.x) {
-    const int64_t row = i / pieces, piece = i % pieces;
-    if (targets[row] == targets.ignore_index) continue;  // 0 as it is
-    const A factor = scale.of(row, true);
-    T *to = dx + row * cols;
-    const int64_t head = min(misaligned_elements(to, sizeof(T)), cols), vectors = (cols - head) / kVectorSize<T>;
-    const int64_t first = head + piece * kPiece + threadIdx.x * kVectorSize<T>;
-    const int64_t end = head + vectors * kVectorSize<T>;
+  auto factor_of = [&](int64_t row) {
+    // an ignored row is 0 as it is, and stays so also if dy is not finite
+    return targets[row] == targets.ignore_index ? A(1) : scale.of(row, true);
+  };
+  auto scale_element = [&](int64_t i) { dx[i] = narrow<T>(widen(dx[i]) * factor_of(i / cols)); };
+
+  const int64_t head = min(misaligned_elements(dx, sizeof(T)), size), end = size - (size - head) % kSize;
+  const int64_t thread = int64_t{blockIdx.x} * kInPlacePiece<T> + threadIdx.x * kSize;
+  for (int64_t first = head + thread; first < end; first += gridDim.x * kInPlacePiece<T>) {
     Vector<T> v[kInPlaceVectors];
 #pragma unroll
     for (int j = 0; j < kInPlaceVectors; ++j) {
-      const int64_t c = first + j * kInPlaceThreads * kVectorSize<T>;
-      if (c < end) v[j] = load_once(to + c);
+      const int64_t i = first + j * kInPlaceThreads * kSize;
+      if (i < end) v[j] = load_once(dx + i);
     }
+    int64_t row_end = 0;
+    A factor = 1;
 #pragma unroll
     for (int j = 0; j < kInPlaceVectors; ++j) {
-      const int64_t c = first + j * kInPlaceThreads * kVectorSize<T>;
-      if (c >= end) continue;
+      const int64_t i = first + j * kInPlaceThreads * kSize;
+      if (i >= end) continue;
+      if (i >= row_end) {
+        const int64_t row = i / cols;
+        row_end = (row + 1) * cols, factor = factor_of(row);
+      }
+      if (i + kSize > row_end) {
+#pragma unroll 1
+        for (int k = 0; k < kSize; ++k) scale_element(i + k);
+        continue;
+      }
       auto x = widen(v[j]);
 #pragma unroll
-      for (int k = 0; k < kVectorSize<T>; ++k) x[k] *= factor;
-      store(to + c, narrow(x));
+      for (int k = 0; k < kSize; ++k) x[k] *= factor;
+      store(dx + i, narrow(x));
     }
-    if (piece) continue;
-    auto scale_element = [&](int64_t c) { to[c] = narrow<T>(widen(to[c]) * factor); };
-    if (threadIdx.x < head) scale_element(threadIdx.x);
-    if (end + threadIdx.x < cols) scale_element(end + threadIdx.x);
   }
+  if (blockIdx.x > 0) return;
+  if (threadIdx.x < head) scale_element(threadIdx.x);
+  if (end + threadIdx.x < size) scale_element(end + threadIdx.x);
 }
 
 // Rows of any size and alignment: a block for each.
@@ -304,7 +319,7 @@ constexpr auto slope_shapes() {
   if constexpr (sizeof(T) == 2)
     return RegisterRowShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 8, 4, 1536>, WarpRow<T, 16, 4, 1536>,
                              WarpRow<T, 32, 3, 1536>, WarpRow<T, 32, 4, 1536>, BlockRow<T, 4, 512, 1536>,
-                             BlockRow<T, 8>, ClusterRow<T, 8, 256>, ClusterRow<T, 8>>();
+                             BlockRow<T, 8>, ClusterRow<T, 13, 256, 768, 2>, ClusterRow<T, 8, 256>, ClusterRow<T, 8>>();
   else if constexpr (sizeof(T) == 4)
     return RegisterRowShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 8, 4>, WarpRow<T, 16, 4>, WarpRow<T, 32, 4>,
                              WarpRow<T, 32, 6>, BlockRow<T, 4>, BlockRow<T, 8, 1024>, ClusterRow<T, 8, 256>,
@@ -318,8 +333,8 @@ constexpr auto slope_shapes() {
 template <typename T>
 constexpr auto unaligned_shapes() {
   if constexpr (sizeof(T) == 2)
-    return RegisterRowShapes<WarpRow<T, 16, 2>, WarpRow<T, 32, 4>, BlockRow<T, 8>, ClusterRow<T, 8, 256>,
-                             ClusterRow<T, 8>>();
+    return RegisterRowShapes<WarpRow<T, 16, 2>, WarpRow<T, 32, 4>, BlockRow<T, 8>, ClusterRow<T, 13, 256, 768, 2>,
+                             ClusterRow<T, 8, 256>, ClusterRow<T, 8>>();
   else if constexpr (sizeof(T) == 4)
     return RegisterRowShapes<WarpRow<T, 8, 4>, WarpRow<T, 32, 4>, BlockRow<T, 8, 1024>, ClusterRow<T, 8, 256>,
                              ClusterRow<T, 16, 256, 512>>();
@@ -399,10 +414,11 @@ Status cross_entropy_scale(const char *op, const CrossEntropyAttrs &attrs, const
   int64_t rows = attrs.rows(slope), cols = attrs.cols(slope);
   const T *from = slope.as<const T>();
   if (from == dx) {
-    const int64_t pieces = ceil_div(cols, kInPlaceThreads * kInPlaceVectors * kVectorSize<T>);
-    const int64_t blocks = std::min<int64_t>(rows * pieces, int64_t{kInPlaceBlocks} * device.multiprocessors);
+    const int64_t size = rows * cols, most = kInPlaceWaves * kInPlaceBlocks * device.multiprocessors;
+    if (size == 0) return kOk;
+    const int64_t blocks = std::min(ceil_div(size, kInPlacePiece<T>), most);
     cross_entropy_scale_in_place_kernel<<<grid_size(blocks), kInPlaceThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-        dx, targets, scale, rows, cols, pieces);
+        dx, targets, scale, size, cols);
     return check_launch(op);
   }
   auto launch = [&](auto kind) {
