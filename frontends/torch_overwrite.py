@@ -42,14 +42,15 @@ def _hooks() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
-def _references(saved: tuple[Any, ...], i: int) -> tuple[int, int, int]:
-    """To the Python object, to the tensor, and to its memory."""
+def _references(saved: tuple[Any, ...], i: int) -> tuple[int, int, int, int]:
+    """To the Python object, to the tensor, and to the object and the memory of its storage."""
     t = saved[i]
-    return sys.getrefcount(t), t._use_count(), torch._C._storage_Use_Count(t.untyped_storage()._cdata)
+    storage = t.untyped_storage()
+    return sys.getrefcount(t), t._use_count(), sys.getrefcount(storage), torch._C._storage_Use_Count(storage._cdata)
 
 
 @functools.cache
-def _references_of_backward(times: int) -> tuple[int, int, int]:
+def _references_of_backward(times: int) -> tuple[int, int, int, int]:
     """What ``_references`` returns in a backward for a tensor that it alone has, saved so many times. It depends on the
     versions of torch and Python, and so is measured once, where no hook packs what is saved."""
     found = []

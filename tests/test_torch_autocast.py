@@ -162,3 +162,39 @@ def test_compiled_casts_are_torchs():
         found.append(seen)
     assert found[0] == found[1]
     assert found[0][0] > 0
+
+
+# ------------------------------------------------------------------------------------------------------- cross_entropy
+
+
+@pytest.mark.parametrize("dtype", [LOW, torch.float16, torch.float32, torch.float64], ids=str)
+def test_the_loss_of_16_bits_is_in_float32_without_a_cast(dtype):
+    """By the public function, by name, with and without a mode, and compiled: as with the attribute outside."""
+    x, target = torch.randn(5, 9, generator=torch.Generator().manual_seed(0)).to(dtype), torch.tensor([1, 2, 8, 0, 3])
+    wide = dtype.itemsize == 2
+
+    def by_name(x, target):
+        return torch.ops.aotops.cross_entropy(x, target, -100, "mean", 0.0, None)[0]
+
+    def watched(x, target):
+        with Casts() as casts:
+            loss = ours.cross_entropy(x, target)
+        assert casts.n == 0
+        return loss
+
+    torch._dynamo.reset()
+    expected = ours.cross_entropy(x, target, dtype="float32" if wide else None)
+    compiled = torch.compile(ours.cross_entropy, backend="aot_eager", fullgraph=True)
+    gradients = []
+    for function in (ours.cross_entropy, watched, by_name, compiled):
+        leaf = x.clone().requires_grad_()
+        with on():
+            loss = function(leaf, target)
+        gradients.append(torch.autograd.grad(loss, leaf)[0])
+        assert torch.equal(loss, expected)
+        assert (loss.dtype, gradients[-1].dtype) == (torch.float32 if wide else dtype, dtype)
+    assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
+    with on():
+        torch.testing.assert_close(expected, F.cross_entropy(x, target))
+        if wide:  # what is given holds
+            assert ours.cross_entropy(x, target, dtype=str(dtype).removeprefix("torch.")).dtype == dtype
