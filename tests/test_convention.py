@@ -224,7 +224,7 @@ def test_integers_of_more_than_64_bits(number):
 
 def test_an_integer_that_no_float_holds():
     with pytest.raises(ValueError, match=r"layer_norm: eps is 1000*.*, expected a number"):
-        encode(OPS["layer_norm"], ((3,), 10**400))
+        encode(OPS["layer_norm"], ((3,), 10**400, 0.0))
 
 
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"])
@@ -237,7 +237,7 @@ def test_an_eps_that_is_nan_makes_nan(op):
     given = [spec] * len(inputs)
     written = [spec if y in OPS[op].outputs else None for y in OPS[op].entry_outputs]
     slots = (*given, *[None] * (len(OPS[op].inputs) - len(given)), *written)
-    run = call.addresses(OPS[op], ((3,), math.nan), "cpu", slots)
+    run = call.addresses(OPS[op], ((3,), math.nan, 0.0), "cpu", slots)
     run(0, 0, *map(ctypes.addressof, (*inputs, *outputs)))
     assert all(map(math.isnan, outputs[0]))
 
@@ -251,7 +251,7 @@ from aotops.ops import OPS
 from aotops.spec import TensorSpec
 x, y = (ctypes.c_double * 2)(1, -1), (ctypes.c_double * 2)()
 spec = TensorSpec((2,), "float64")
-run = call.addresses(OPS["rms_norm"], ((2,), 0.5625), "cpu", (spec, None, spec, None))
+run = call.addresses(OPS["rms_norm"], ((2,), 0.5625, 0.0), "cpu", (spec, None, spec, None))
 run(0, 0, ctypes.addressof(x), ctypes.addressof(y))
 print(*y)
 """

@@ -730,15 +730,16 @@ def test_dispatch_mode_sees_the_operator(name):
 @ON
 @pytest.mark.parametrize("low", [torch.float16, torch.bfloat16], ids=str)
 def test_autocast(low, where):
-    """layer_norm takes what others left in a lower precision, and runs in float32; on the CPU its result has the lower
-    precision again. gelu and add take what they get."""
+    """A norm takes what others left in a lower precision beside a weight in float32, and its result has x's dtype, as
+    torch's on the CPU. gelu and add take what they get."""
     x, w, b = tensors(where, torch.float32, requires_grad=False)
     casts = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")  # torch 2.11 did not yet
     rms_norm = F.rms_norm if casts or where == "cpu" else lambda x, *args: F.rms_norm(x.float(), *args)
     with torch.autocast(where, low):
         for ours_, theirs in (
-            (ours.layer_norm(x.to(low), 6, w, b), F.layer_norm(x.to(low), (6,), w, b)),
-            (ours.rms_norm(x.to(low), 6, w), rms_norm(x.to(low), (6,), w)),
+            (ours.layer_norm(x.to(low), 6, w, b), F.layer_norm(x.to(low), (6,), w, b).to(low)),
+            (ours.rms_norm(x.to(low), 6, w), rms_norm(x.to(low), (6,), w).to(low)),
+            (ours.layer_norm(x, 6, w.to(low)), F.layer_norm(x, (6,), w.to(low).float())),
             (ours.softmax(x.to(low)), F.softmax(x.to(low), -1)),
             (ours.gelu(x.to(low)), F.gelu(x.to(low))),
             (ours.layer_norm(x.double(), 6), F.layer_norm(x.double(), (6,))),
@@ -747,11 +748,8 @@ def test_autocast(low, where):
         ):
             assert ours_.dtype == theirs.dtype
             torch.testing.assert_close(ours_, theirs)
-        with (
-            torch.autocast(where, enabled=False),
-            pytest.raises(TypeError, match="layer_norm: weight has dtype float32"),
-        ):
-            ours.layer_norm(x.to(low), 6, w)
+        with torch.autocast(where, enabled=False), pytest.raises(TypeError, match="layer_norm: weight has dtype"):
+            ours.layer_norm(x, 6, w.to(low))
 
 
 def test_autocast_gradients():

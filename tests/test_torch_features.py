@@ -331,9 +331,9 @@ def test_channels_last_in_and_out():
 
 
 def test_autocast_lists_are_torchs():
-    """An operator is cast on a device where torch's own is."""
+    """An operator is cast on a device where torch's own is, except norms, which take float32 beside 16 bits."""
     names = {
-        "add": "add.Tensor", "gelu": "gelu", "softmax": "softmax.int", "layer_norm": "layer_norm", "matmul": "matmul",
+        "add": "add.Tensor", "gelu": "gelu", "softmax": "softmax.int", "matmul": "matmul",
         "linear": "linear", "conv2d": "conv2d", "cross_entropy": "nll_loss", "swiglu": "silu",
     }  # fmt: skip
     for name, torchs in names.items():

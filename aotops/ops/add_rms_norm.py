@@ -50,20 +50,23 @@ def add_rms_norm_backward(dy, dh, h, weight, rstd, normalized_shape, eps=None, w
     autocast=AUTOCAST,
 )
 def add_rms_norm(x, residual, normalized_shape, weight=None, eps=None, weight_offset=0.0):
-    """``h = x + residual`` and ``rms_norm(h, normalized_shape, weight, eps)``.
+    """``h = x + residual`` and ``rms_norm(h, normalized_shape, weight, eps, weight_offset)``.
 
     Args:
-        x, residual: (..., *normalized_shape); float16, bfloat16, float32 or float64, both the same.
+        x: (..., *normalized_shape); float16, bfloat16, float32 or float64.
+        residual: the same shape; of x's dtype, or float32 where x has 16 bits.
         normalized_shape: the trailing axes to normalize over; an int stands for one axis.
-        weight: normalized_shape, of x's dtype, or None.
+        weight: normalized_shape, or with more of the trailing axes of x, as (H, D) for a weight of each head; of x's
+            dtype, or float32 where x has 16 bits. Or None.
         eps: added to the mean; None for the machine epsilon of float32, of float64 where x is.
+        weight_offset: added to the weight: the rows are scaled by weight + weight_offset. 0 where weight is None.
 
     Returns:
-        The norm and h, in this order, each like x. What is normalized is h as it is returned, rounded to its dtype.
+        The norm, like x, and h, like residual. What is normalized is h as it is returned, rounded to its dtype.
 
     Raises:
-        TypeError: a dtype that is not floating, or a residual or weight of another dtype than x's.
-        ValueError: shapes that do not fit; tensors on different devices.
+        TypeError: a dtype that is not floating, or a residual or weight of another dtype than those above.
+        ValueError: shapes that do not fit; a weight_offset without a weight; tensors on different devices.
 
     Source: Zhang and Sennrich, arXiv:1910.07467.
     """

@@ -47,20 +47,23 @@ def layer_norm_backward(dy, x, weight, stats, normalized_shape, eps=1e-5, weight
 )
 def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-5, weight_offset=0.0):
     """Layer normalization, as ``torch.nn.functional.layer_norm``:
-    ``(x - mean) / sqrt(var + eps) * weight + bias``, mean and (biased) variance taken over the trailing axes.
+    ``(x - mean) / sqrt(var + eps) * (weight + weight_offset) + bias``, mean and (biased) variance taken over the trailing axes.
 
     Args:
         x: (..., *normalized_shape); float16, bfloat16, float32 or float64.
         normalized_shape: the trailing axes to normalize over; an int stands for one axis.
-        weight, bias: normalized_shape, of x's dtype; either may be None.
+        weight, bias: normalized_shape, or both with more of the trailing axes of x, as (H, D) for a weight of each
+            head; of x's dtype, or both float32 where x has 16 bits. Either may be None; without a weight, bias is
+            normalized_shape and of x's dtype.
         eps: added to the variance.
+        weight_offset: added to the weight: the rows are scaled by weight + weight_offset. 0 where weight is None.
 
     Returns:
         A tensor like x. Statistics are taken in float32 (float64 for float64).
 
     Raises:
-        TypeError: a dtype that is not floating, or a weight or bias of another dtype than x's.
-        ValueError: shapes that do not fit; tensors on different devices.
+        TypeError: a dtype that is not floating, or a weight or bias of another dtype than those above.
+        ValueError: shapes that do not fit; a weight_offset without a weight; tensors on different devices.
 
     Source: Ba, Kiros and Hinton, arXiv:1607.06450.
     """

@@ -82,7 +82,7 @@ class Case:
     def __str__(self) -> str:
         shapes = [f"{slot}{'x'.join(map(str, s)) or '0dim'}" for slot, s in self.given.items()]
         attrs = [f"{name}={value}" for name, value in self.attrs.items()]
-        return "-".join([*shapes, *attrs, *([f"mean={self.mean:g}"] if self.mean else [])]).replace(" ", "")
+        return "-".join([*shapes, *attrs, *([f"mean={self.mean:g}"] if self.mean else []), *self.wide]).replace(" ", "")
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ def add_layer_norm(x, residual, *args, **kwargs):
 
 _GRID = {"grid": 1 / 16}
 """What is normalized is h as it is rounded. Multiples of 1 / 16 below 8: their sum is not rounded in any dtype."""
+_FINE = 1 / 4096
+"""Such a sum is not rounded in float32."""
 
 
 def _in_torch(torch, x, residual, *args, **kwargs):
@@ -48,9 +50,9 @@ ROW = Row(
         _add_layer_norm((2, 40000), 40000),
         _add_layer_norm((1500, 24), 24),
         _add_layer_norm((2500, 3), 3, bias=False, eps=0.1),
-        # h of other than 16 bits: its sum has digits that those have not
-        _add_layer_norm((4, 6), 6, grid=0.0, wide=("residual", "h")),
-        _add_layer_norm((3, 4, 6), 6, lines=(4,), offset=1.0, grid=0.0, wide=("residual", "h", "weight", "bias")),
+        # a residual that is wider: the sums have digits that 16 bits have not
+        _add_layer_norm((4, 6), 6, grid=_FINE, wide=("residual", "h")),
+        _add_layer_norm((3, 4, 6), 6, lines=(4,), offset=1.0, grid=_FINE, wide=("residual", "h", "weight", "bias")),
         _add_layer_norm((60, 3, 700), 700, lines=(3,), wide=("weight", "bias")),
     ),
     draw=lambda draw: draw_norm(draw, _GRID, ("weight", "bias"), ("x", "residual")),

@@ -185,7 +185,7 @@ struct Norm : NormAttrs<kCentred, kAdd> {
     }
     AOT_TRY(this->check_affine(Op::name, in[kWeight], slot<kBias>(in), x));
     out[kY] = x;
-    if constexpr (kAdd) out[kH] = x, out[kH].dtype = residual.dtype;
+    if constexpr (kAdd) out[kH] = residual;
     out[kStatsOut] = this->stats(x);
     return kOk;
   }
@@ -209,14 +209,14 @@ struct NormBackward : NormAttrs<kCentred, kAdd> {
       AOT_TRY(check_like(Op::name, "dh", in[kDh], x_name, x));
       AOT_TRY(this->check_narrower(Op::name, "dy", dy, x.dtype));
       AOT_TRY(check_shape(Op::name, "dy", dy, x_name, x));
-      out[kDresidual] = x;
+      out[kDresidual] = in[kX];
       x.dtype = dy.dtype;
     } else {
       AOT_TRY(check_like(Op::name, "dy", dy, x_name, x));
     }
     AOT_TRY(this->check_affine(Op::name, weight, Spec(), x));
     AOT_TRY(this->check_stats(Op::name, Op::inputs[kStatsIn].name, in[kStatsIn], x));
-    out[kDx] = x;
+    out[kDx] = kAdd ? dy : in[kX];
     for (int i = kDweight; i < kWork; ++i) out[i] = this->affine(weight, x.dtype);
     out[kWork] = workspace_spec(x, weight, !in[kStatsIn]);
     return kOk;
