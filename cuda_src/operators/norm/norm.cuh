@@ -9,6 +9,10 @@
 //            up to 512 KiB    norm_backward_kernel, a row for each cluster                       persistent
 //   both     others           norm_any_kernel, norm_backward_any_kernel, norm_partials_any_kernel
 //
+// Exceptions, where mean and 16-bit rows together take many registers: forward, with weight and bias in float32, a row
+// for each block from 1 KiB on, of two vectors for each thread up to 8 KiB; backward, a row for each warp from 1 KiB to
+// 1.5 KiB.
+//
 // Others are longer rows, rows that are not aligned to 16 bytes, rows for whose pipelines the device has too little
 // shared memory, and rows that need clusters before compute capability 9.0. norm_rows() and norm_backward_rows()
 // choose. After each backward, sum_partials_kernel adds up dweight and dbias.
@@ -135,13 +139,13 @@ struct NormForward {
 };
 
 // Weight and bias are loaded before the row arrives if a thread has at most kEarlyVectors vectors. Otherwise they are
-// loaded after it, for kParameterVectors vectors at once: registers limit both.
+// loaded after it, for kParameterVectors vectors at once: registers limit both. Those in float take twice as
+// many: without bias, each vector is loaded before the previous one is used, the first one before the row arrives.
 constexpr int kEarlyVectors = 2;
-template <int kVectors, bool kCentred, bool kMayBeWide>
-constexpr int kParameterVectors = std::max(1, (!kCentred       ? 4
-                                               : kVectors <= 4 ? 2
-                                                               : 1) /
-                                                  (kMayBeWide ? 2 : 1));
+template <int kVectors, bool kCentred>
+constexpr int kParameterVectors = !kCentred       ? 4
+                                  : kVectors <= 4 ? 2
+                                                  : 1;
 
 // The sum, rounded to residual's dtype.
 template <typename V, typename R>
@@ -178,8 +182,7 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
   using A = typename N::A;
   using Parameter = ParameterVector<N>;
   constexpr int kVectors = Shape::kVectors;
-  constexpr int kTogether = kParameterVectors<kVectors, N::kCentred, Parameter::kMayBeWide>;
-  constexpr bool kEarly = kVectors <= kEarlyVectors;
+  constexpr bool kEarly = kVectors <= kEarlyVectors, kAhead = !kEarly && !N::kCentred && Parameter::kMayBeWide;
   RowPart<Shape> part(a.cols, Shape::kSpan == Span::warp ? 1 : blockDim.x / 32);
   int64_t row = part.first_row();
   bool present = row < a.rows;
@@ -198,22 +201,19 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
   RowExchange<Shape, Share<N::kCentred, A>> exchange;
   A one_over_cols = A(1) / static_cast<A>(a.cols), one_over_share = one_over_cols;
   if constexpr (Shape::kSpan != Span::warp) one_over_share = A(1) / static_cast<A>(max(1, part.share(exchange.warp())));
-  auto weight = [&](int i) {
-    return Parameter::load(p.address(p.weight, part.offset(i)), p.wide, has_weight && part.holds(i), 1);
-  };
-  auto bias = [&](int i) {
-    return Parameter::load(p.address(p.bias, part.offset(i)), p.wide, has_bias && part.holds(i), 0);
-  };
-  Parameter early_weight[kVectors], early_bias[kVectors];
-  auto find_parameters = [&] { p.advance(p.line(row) * a.cols + part.column()); };
-  if constexpr (kEarly) {
-    find_parameters();
+  Parameter weight[kVectors], bias[kVectors];
+  auto load_parameters = [&](bool wide, int first, int count) {
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      early_weight[i] = weight(i);
-      if constexpr (N::kCentred) early_bias[i] = bias(i);
+    for (int i = first; i < first + count && i < kVectors; ++i) {
+      weight[i] = Parameter::load(p.address(p.weight, part.offset(i)), wide, has_weight && part.holds(i), 1);
+      if constexpr (N::kCentred)
+        bias[i] = Parameter::load(p.address(p.bias, part.offset(i)), wide, has_bias && part.holds(i), 0);
     }
-  }
+  };
+  auto find_parameters = [&] { p.advance(p.line(row) * a.cols + part.column()); };
+  if constexpr (kEarly || kAhead) find_parameters();
+  if constexpr (kEarly) load_parameters(p.wide, 0, kVectors);
+  else if (kAhead && p.wide) load_parameters(true, 0, 1);
   if constexpr (N::kAdd) {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
@@ -230,42 +230,56 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
   if (!present) return;
   if (a.stats && part.leads()) write_stats(a, row, mean, rstd);
   if (!a.y) return;
-  if constexpr (!kEarly) find_parameters();
+  if constexpr (!kEarly && !kAhead) find_parameters();
+  auto write = [&](auto is_wide) {
+    constexpr bool kWide = decltype(is_wide)::value;
+    constexpr int kTogether = kEarly ? kVectors : kWide ? 1 : kParameterVectors<kVectors, N::kCentred>;
 #pragma unroll
-  for (int first = 0; first < kVectors; first += kTogether) {
-    Parameter w[kTogether], b[kTogether];
+    for (int first = 0; first < kVectors; first += kTogether) {
+      if constexpr (!kEarly) load_parameters(kWide, first + (kWide && kAhead ? 1 : 0), kTogether);
 #pragma unroll
-    for (int i = first; i < first + kTogether && i < kVectors; ++i) {
-      w[i - first] = kEarly ? early_weight[i] : weight(i);
-      if constexpr (N::kCentred) b[i - first] = kEarly ? early_bias[i] : bias(i);
+      for (int i = first; i < first + kTogether && i < kVectors; ++i) {
+        keep_packed(v[i]);
+        if (!part.holds(i)) continue;
+        auto scale = weight[i].widened(kWide);
+        if constexpr (!N::kPlain)
+#pragma unroll
+          for (int k = 0; k < Shape::kSize; ++k) scale[k] += p.offset;
+        Widened<R> shift;
+        if constexpr (N::kCentred) shift = bias[i].widened(kWide);
+        store(a.y + at + part.offset(i), scaled<N>(v[i], mean, rstd, scale, shift));
+      }
     }
-#pragma unroll
-    for (int i = first; i < first + kTogether && i < kVectors; ++i) {
-      keep_packed(v[i]);
-      if (!part.holds(i)) continue;
-      auto scale = w[i - first].widened(p.wide);
-      if constexpr (!N::kPlain)
-#pragma unroll
-        for (int k = 0; k < Shape::kSize; ++k) scale[k] += p.offset;
-      Widened<R> shift;
-      if constexpr (N::kCentred) shift = b[i - first].widened(p.wide);
-      store(a.y + at + part.offset(i), scaled<N>(v[i], mean, rstd, scale, shift));
-    }
-  }
+  };
+  // norm_rows() gives long rows alone more vectors, if bias is wide.
+  if constexpr (Parameter::kMayBeWide && (kEarly || !N::kCentred || Shape::kSpan != Span::warp))
+    if (p.wide) return write(std::true_type());
+  write(std::false_type());
 }
 
-// Keeps a thread's part of a parameter in its pipeline's planes from `plane` on, and reads a vector of it.
-template <class N, class Shape, class Pipeline, typename A = typename N::A>
-__device__ inline void keep_parameter(const Pipeline &pipeline, int plane, const NormParameters<N> &p, const void *from,
-                                      A offset, const RowPart<Shape> &part) {
+// A thread's part of a parameter, or copies of `fallback`, from its load to the planes of its pipeline, from `plane`
+// on. It is loaded before the first rows, behind which it would wait.
+template <class N, class Shape>
+struct KeptParameter {
+  using A = typename N::A;
+  ParameterVector<N> vector[Shape::kVectors];
+
+  __device__ void load(const NormParameters<N> &p, const void *from, bool given, float fallback,
+                       const RowPart<Shape> &part) {
 #pragma unroll
-  for (int i = 0; i < Shape::kVectors; ++i) {
-    if (!part.holds(i)) continue;
-    auto v = ParameterVector<N>::load(p.address(from, part.offset(i)), p.wide, true, 0).kept(p.wide, offset);
-#pragma unroll
-    for (int j = 0; j < ParameterVector<N>::kPlanes; ++j) pipeline.parameter(plane + j, i) = v.plane[j];
+    for (int i = 0; i < Shape::kVectors; ++i)
+      vector[i] = ParameterVector<N>::load(p.address(from, part.offset(i)), p.wide, given && part.holds(i), fallback);
   }
-}
+  template <class Pipeline>
+  __device__ void keep(const Pipeline &pipeline, int plane, bool wide, A offset) const {
+#pragma unroll
+    for (int i = 0; i < Shape::kVectors; ++i) {
+      auto v = vector[i].kept(wide, offset);
+#pragma unroll
+      for (int j = 0; j < ParameterVector<N>::kPlanes; ++j) pipeline.parameter(plane + j, i) = v.plane[j];
+    }
+  }
+};
 template <class N, class Pipeline>
 __device__ inline Widened<typename N::R> kept_parameter(const Pipeline &pipeline, int plane, int i) {
   ParameterVector<N> v;
@@ -304,20 +318,20 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
     if constexpr (N::kAdd) pipeline.load(kResidual, stage, a.residual + row * a.cols, part, row < a.rows);
     commit_copies();
   };
+  KeptParameter<N, Shape> weight, bias;
+  if constexpr (!N::kAdd) weight.load(p, p.weight, has_weight, 1, part);
+  if constexpr (!N::kAdd && N::kCentred) bias.load(p, p.bias, has_bias, 0, part);
 #pragma unroll
   for (int s = 0; s < kLongStages; ++s) load_row(s, part.base() + s * part.step());
-  if constexpr (!N::kAdd) {
-    if (has_weight) keep_parameter(pipeline, kWeight, p, p.weight, p.offset, part);
-    if (N::kCentred && has_bias) keep_parameter(pipeline, kBias, p, p.bias, A(0), part);
-  }
+  if constexpr (!N::kAdd) weight.keep(pipeline, kWeight, p.wide, p.offset);
+  if constexpr (!N::kAdd && N::kCentred) bias.keep(pipeline, kBias, p.wide, A(0));
   auto row_vector = [&](int stage, int i) {
     if constexpr (N::kAdd) return add_vectors(pipeline.read(kX, stage, i), pipeline.read(kResidual, stage, i));
     else return pipeline.read(kX, stage, i);
   };
-  auto parameter = [&](int plane, const void *from, bool given, A fallback, A offset, int i) {
-    if (!given) return all<R>(fallback);
+  auto parameter = [&](int plane, const void *from, bool given, float fallback, A offset, int i) {
     if constexpr (!N::kAdd) return kept_parameter<N>(pipeline, plane, i);
-    auto v = ParameterVector<N>::load(p.address(from, part.offset(i)), p.wide, part.holds(i), 0);
+    auto v = ParameterVector<N>::load(p.address(from, part.offset(i)), p.wide, given && part.holds(i), fallback);
     return v.kept(p.wide, offset).widened_kept();
   };
 
@@ -349,8 +363,8 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
     for (int i = 0; i < kVectors; ++i)
       if (has_y && part.holds(i))
         store(a.y + row * a.cols + part.offset(i),
-              scaled<N>(row_vector(stage, i), mean, rstd, parameter(kWeight, p.weight, has_weight, A(1), p.offset, i),
-                        N::kCentred ? parameter(kBias, p.bias, has_bias, A(0), A(0), i) : Widened<R>{}));
+              scaled<N>(row_vector(stage, i), mean, rstd, parameter(kWeight, p.weight, has_weight, 1, p.offset, i),
+                        N::kCentred ? parameter(kBias, p.bias, has_bias, 0, A(0), i) : Widened<R>{}));
     load_row(stage, row + kLongStages * part.step());
     stage = next;
   }
@@ -450,12 +464,12 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
     if constexpr (N::kAdd) pipeline.load(kDh, stage, a.dh + row * a.cols, part, row < a.rows);
     commit_copies();
   };
+  KeptParameter<N, Shape> weight;
+  p.advance(p.line(part.first_row()) * a.cols + part.column());
+  weight.load(p, p.weight, has_weight, 1, part);
 #pragma unroll
   for (int s = 0; s < kStages; ++s) load_row(s, part.first_row() + s * part.step());
-  if (has_weight) {
-    p.advance(p.line(part.first_row()) * a.cols + part.column());
-    keep_parameter(pipeline, 0, p, p.weight, p.offset, part);
-  }
+  weight.keep(pipeline, 0, p.wide, p.offset);
   auto stat = [&](int64_t row, int which) { return row < a.rows ? a.stats[kStats * row + which] : A(0); };
   A next_mean = N::kCentred ? stat(part.first_row(), 0) : A(0), next_rstd = stat(part.first_row(), kStats - 1);
   RowExchange<Shape, Sums<kSums, A>> exchange(row_warps);
@@ -472,7 +486,7 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
     auto each = [&](int i, auto f) {
       auto x = widen(pipeline.read(kX, stage, i));
       auto d = widen(pipeline.read(kDy, stage, i));
-      auto w = has_weight ? kept_parameter<N>(pipeline, 0, i) : all<R>(1);
+      auto w = kept_parameter<N>(pipeline, 0, i);
 #pragma unroll
       for (int k = 0; k < Shape::kSize; ++k) f(k, N::kCentred ? x[k] - mean : x[k], d[k], d[k] * w[k]);
     };
@@ -673,7 +687,9 @@ Status dispatch_norm(const Op &op, DType t, DType r, const Tensor &weight, F f) 
 template <class Shape, class N>
 Status norm_short(const char *op, const NormForward<N> &a, const RowPlan &plan, void *stream) {
   constexpr bool kWithinWarp = Shape::kSpan == Span::warp;
-  using Threads = std::conditional_t<kWithinWarp, Threads<256, 1024>, Threads<512, 1024>>;
+  // Two vectors of a row of several warps: of weight and bias in float, which take more registers.
+  using Threads = std::conditional_t<kWithinWarp, Threads<256, 1024>,
+                                     std::conditional_t<Shape::kVectors == 2, Threads<256, 768>, Threads<512, 1024>>>;
   int teams = kWithinWarp ? Threads::kBlock / 32 : 1;
   unsigned blocks = grid_size(ceil_div(a.rows, int64_t{teams} * Shape::kRowsPerWarp));
   return launch_clusters(op, norm_kernel<Shape, Threads, N>, blocks, 32u * teams * plan.warps, 1, 0, stream, a);
@@ -704,6 +720,7 @@ Status norm_rows(const char *op, const NormForward<N> &a, const DeviceLimits &de
   using R = typename N::R;
   constexpr bool kCrowded = N::kAdd || (N::kCentred && sizeof(R) == 2);
   constexpr int kVectors = 4, kMost = kCrowded ? 4 : 8;
+  constexpr bool kMayBeWide = NormParameters<N>::kMayBeWide && N::kCentred;  // and then has plans of its own
   using LongShape = RowShape<R, 32, kMost, Span::cluster>;
   const NormParameters<N> &p = a.parameters;
   constexpr int kBytes = LongPipeline<LongShape, N>::kBytesPerVector;
@@ -711,7 +728,12 @@ Status norm_rows(const char *op, const NormForward<N> &a, const DeviceLimits &de
   RowPlan plan;
   if (a.cols > 0 && a.cols % kVectorSize<R> == 0 && p.can_divide(a.rows, p.lines) &&
       aligned(a.x, a.residual, static_cast<const char *>(p.weight), static_cast<const char *>(p.bias), a.y, a.h)) {
-    plan = plan_within_warp(vectors, kVectors);
+    if (kMayBeWide && p.wide) {
+      plan = plan_within_warp(vectors, kEarlyVectors);
+      if (plan.lanes == 0) plan = first_that_holds(vectors, {{32, kEarlyVectors, 8}}, 0, device);
+    } else {
+      plan = plan_within_warp(vectors, kVectors);
+    }
     if (plan.lanes == 0) plan = first_that_holds(vectors, {{32, kVectors, 16}, {32, kMost, 16}}, 0, device);
     if (plan.lanes == 0 && p.lines == 1)
       plan = first_that_holds(vectors,
@@ -726,6 +748,11 @@ Status norm_rows(const char *op, const NormForward<N> &a, const DeviceLimits &de
   if (plan.lanes == 0) return norm_any(op, a, stream);
   if (plan.cluster > 1) return norm_long<LongShape>(op, a, plan, device, stream);
   auto run = [&](auto shape) { return norm_short<decltype(shape)>(op, a, plan, stream); };
+  if constexpr (kMayBeWide)
+    if (p.wide && plan.vectors <= kEarlyVectors) {
+      if (plan.warps == 1) return dispatch_within_warp<R, kEarlyVectors>(plan, run);
+      return run(RowShape<R, 32, kEarlyVectors, Span::block>());
+    }
   if (plan.warps == 1) return dispatch_within_warp<R, kVectors>(plan, run);
   if (plan.vectors == kVectors) return run(RowShape<R, 32, kVectors, Span::block>());
   return run(RowShape<R, 32, kMost, Span::block>());
@@ -819,7 +846,9 @@ Status norm_backward_rows(const char *op, const NormBackwardTensors<N> &a, const
       aligned(a.dy, a.dh, a.x, static_cast<const char *>(p.weight), a.dx, a.dresidual, a.partials)) {
     plan = plan_within_warp(vectors, 1);
     if (plan.lanes == 0)
-      plan = first_that_holds(vectors, {{32, 1, kOneVectorWarps}, {32, 2, 16}, {32, 4, 16}}, kBytes, device);
+      plan = kCrowded && vectors > 64 && vectors <= 96
+                 ? RowPlan{32, 3}  // no idle lanes
+                 : first_that_holds(vectors, {{32, 1, kOneVectorWarps}, {32, 2, 16}, {32, 4, 16}}, kBytes, device);
     if (plan.lanes == 0 && sizeof(R) == 2)
       plan =
           first_that_holds(vectors, {{32, 4, 16, 2}, {32, 4, 16, 4}, {32, 4, 16, 8}, {32, 4, 16, 16}}, kBytes, device);
@@ -833,6 +862,8 @@ Status norm_backward_rows(const char *op, const NormBackwardTensors<N> &a, const
     return norm_backward_shape<decltype(shape), decltype(threads)>(op, a, plan, device, sums, stream);
   };
   if (plan.cluster > 1) return run(LongShape(), Threads<512, 512>());
+  if constexpr (kCrowded)
+    if (plan.vectors == 3) return run(RowShape<R, 32, 3, Span::warp>(), Threads<256, 512>());
   if (plan.warps == 1)
     return dispatch_within_warp<R, 1>(plan, [&](auto shape) { return run(shape, Threads<256, 1024>()); });
   if (plan.vectors == 1) return run(RowShape<R, 32, 1, Span::block>(), Threads<512, 1024>());

@@ -51,14 +51,6 @@ __device__ inline VectorBeside<T, R> narrow_to(const Widened<R> &x) {
   else return {{narrow_word(x[0], x[1], T()), narrow_word(x[2], x[3], T())}};
 }
 
-template <typename R>
-__device__ inline Widened<R> all(Accumulate<R> value) {
-  Widened<R> x;
-#pragma unroll
-  for (auto &element : x.value) element = value;
-  return x;
-}
-
 // load_present and store of as many elements as a vector of R has.
 template <typename R, typename T>
 __device__ inline VectorBeside<T, R> load_beside(const T *p, bool present) {
@@ -133,12 +125,16 @@ struct ParameterVector {
     const Vector<T> filler = filled<T>(fallback);
 #pragma unroll
     for (uint4 &plane : p.plane) plane = reinterpret_cast<const uint4 &>(filler);
-    if (!present) return p;
-    if (kMayBeWide && wide)
-#pragma unroll
-      for (int i = 0; i < kPlanes; ++i) p.plane[i] = static_cast<const uint4 *>(from)[i];
-    else if constexpr (sizeof(T) == sizeof(R)) p.plane[0] = *static_cast<const uint4 *>(from);
-    else reinterpret_cast<uint2 &>(p.plane) = *static_cast<const uint2 *>(from);
+    // No branches, so that all loads of a thread are in flight at once.
+    if constexpr (sizeof(T) == sizeof(R)) {
+      if (present) p.plane[0] = *static_cast<const uint4 *>(from);
+      if constexpr (kMayBeWide)
+        if (present && wide) p.plane[1] = static_cast<const uint4 *>(from)[1];
+    } else {
+      uint2(&half)[2] = reinterpret_cast<uint2(&)[2]>(p.plane);
+      if (present) half[0] = *static_cast<const uint2 *>(from);
+      if (present && wide) half[1] = static_cast<const uint2 *>(from)[1];
+    }
     return p;
   }
   __device__ Widened<R> widened(bool wide) const {

@@ -161,7 +161,7 @@ RowPlan first_that_holds(int64_t vectors, const RowPlan (&plans)[n], int bytes, 
 // Rows that a block has at once belong to as many lines of the weight as its sums have: each row to a line of its own,
 // unless the lines recur within the block.
 __host__ __device__ inline int64_t lines_of_block(int64_t rows_at_once, int64_t lines) {
-  return rows_at_once % lines == 0 ? lines : rows_at_once;
+  return lines == 1 || rows_at_once % lines == 0 ? lines : rows_at_once;
 }
 
 // Of at most `teams`, as many teams as give each line of a block equally many rows, if more than half remain.
