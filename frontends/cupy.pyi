@@ -188,7 +188,8 @@ def layer_norm(
     out: ndarray | None = None,
 ) -> ndarray:
     """Layer normalization, as ``torch.nn.functional.layer_norm``:
-    ``(x - mean) / sqrt(var + eps) * (weight + weight_offset) + bias``, mean and (biased) variance taken over the trailing axes.
+    ``(x - mean) / sqrt(var + eps) * (weight + weight_offset) + bias``, mean and (biased) variance taken over the
+    trailing axes.
 
     Args:
         x: (..., *normalized_shape); float16, bfloat16, float32 or float64.

@@ -47,7 +47,8 @@ def layer_norm_backward(dy, x, weight, stats, normalized_shape, eps=1e-5, weight
 )
 def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-5, weight_offset=0.0):
     """Layer normalization, as ``torch.nn.functional.layer_norm``:
-    ``(x - mean) / sqrt(var + eps) * (weight + weight_offset) + bias``, mean and (biased) variance taken over the trailing axes.
+    ``(x - mean) / sqrt(var + eps) * (weight + weight_offset) + bias``, mean and (biased) variance taken over the
+    trailing axes.
 
     Args:
         x: (..., *normalized_shape); float16, bfloat16, float32 or float64.

@@ -2,6 +2,8 @@
 // dtype of x, y, dy and dx, R that of residual, h, dh and dresidual, W that of weight and bias: each T, or float. All
 // three have vectors of as many lanes.
 #pragma once
+#include <type_traits>
+
 #include "cpu/blas.h"
 #include "cpu/entry.h"
 #include "cpu/parallel.h"
@@ -213,14 +215,13 @@ struct Backward {
       });
       for (int r = 0; r < K; ++r) c1[r] += kCentred ? sum<A>(g1[r]) : A(0), c2[r] += sum<A>(g2[r]);
     });
-    if (!this->dx && !this->dresidual) return;
 
     // 2. dx, and prefetching
     const R *dh = kAdd ? this->dh + i * n : nullptr;
-    for (int r = 0; r < K; ++r) {
+    const auto write = [&](int r, auto with_dx, auto with_dresidual) {
       const A mean_g = c1[r] / n, mean_gx = c2[r] / n, mean_r = mean[r], rstd_r = rstd[r];
-      T *dx = !kAdd || this->dx ? this->dx + i * n + r * step : nullptr;
-      R *dresidual = kAdd && this->dresidual ? this->dresidual + i * n + r * step : nullptr;
+      T *dx = with_dx ? this->dx + i * n + r * step : nullptr;
+      R *dresidual = with_dresidual ? this->dresidual + i * n + r * step : nullptr;
       auto column = [=](int64_t j, auto part) {
         __builtin_prefetch(dy + next + r * step + j);
         __builtin_prefetch(x + next + r * step + j);
@@ -229,10 +230,16 @@ struct Backward {
         if constexpr (kCentred) g -= mean_g;
         Vec<T> d = rstd_r * (g - xhat * mean_gx);
         if constexpr (kAdd) d += load(dh + r * step + j, part);
-        if (!kAdd || dx) store(dx + j, d, part);
-        if (kAdd && dresidual) store(dresidual + j, d, part);
+        if constexpr (with_dx) store(dx + j, d, part);
+        if constexpr (with_dresidual) store(dresidual + j, d, part);
       };
-      stream ? sweep_stream(dx, n, column) : sweep<T>(n, column);
+      if constexpr (with_dx && !with_dresidual) stream ? sweep_stream(dx, n, column) : sweep<T>(n, column);
+      else sweep<T>(n, column);
+    };
+    using std::false_type, std::true_type;
+    for (int r = 0; r < K; ++r) {
+      if (!this->dresidual) this->dx ? write(r, true_type(), false_type()) : void();
+      else if constexpr (kAdd) this->dx ? write(r, true_type(), true_type()) : write(r, false_type(), true_type());
     }
   }
 };
