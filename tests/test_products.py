@@ -24,9 +24,13 @@ from aotops.frontends import torch as ours
 torch.manual_seed(0)
 
 
+def slopes(y):
+    return (torch.arange(len(y), device="cuda") % 7 - 3).to(y.dtype)[:, None].expand_as(y).contiguous()
+
+
 def steps(*leaves, activation):
     y = ours.linear(*leaves, activation=activation)
-    return [y, *torch.autograd.grad(y, leaves, torch.ones_like(y).cumsum(0).fmod(7) - 3)]
+    return [y, *torch.autograd.grad(y, leaves, slopes(y))]
 
 
 for shape in ((512, 256, 768), (300, 72, 40), (257, 33, 65)):
@@ -36,7 +40,7 @@ for shape in ((512, 256, 768), (300, 72, 40), (257, 33, 65)):
         leaves, wide = [[t.to(dtype).requires_grad_() for t in given] for dtype in (torch.bfloat16, torch.float64)]
         z = torch.nn.functional.linear(*wide)
         y = torch.nn.functional.gelu(z) if activation else z
-        exact = [y, *torch.autograd.grad(y, wide, torch.ones_like(y).cumsum(0).fmod(7) - 3)]
+        exact = [y, *torch.autograd.grad(y, wide, slopes(y))]
         found = steps(*leaves, activation=activation)
         for _ in range(50 if sys.argv[1] == "tune" else 1):  # until tuning has ended
             again = steps(*leaves, activation=activation)
