@@ -9,9 +9,8 @@
 //            up to 512 KiB    norm_backward_kernel, a row for each cluster                       persistent
 //   both     others           norm_any_kernel, norm_backward_any_kernel, norm_partials_any_kernel
 //
-// Exceptions, where mean and 16-bit rows together take many registers: forward, with weight and bias in float32, a row
-// for each block from 1 KiB on, of two vectors for each thread up to 8 KiB; backward, a row for each warp from 1 KiB to
-// 1.5 KiB.
+// Exception: the backward with a mean and 16-bit rows, which together take many registers, has a row for each warp from
+// 1 KiB to 1.5 KiB.
 //
 // Others are longer rows, rows that are not aligned to 16 bytes, rows for whose pipelines the device has too little
 // shared memory, and rows that need clusters before compute capability 9.0. norm_rows() and norm_backward_rows()
@@ -139,13 +138,14 @@ struct NormForward {
 };
 
 // Weight and bias are loaded before the row arrives if a thread has at most kEarlyVectors vectors. Otherwise they are
-// loaded after it, for kParameterVectors vectors at once: registers limit both. Those in float take twice as
-// many: without bias, each vector is loaded before the previous one is used, the first one before the row arrives.
+// loaded after it, for kParameterVectors vectors at once: registers limit both. Where they may be float, which takes
+// twice as many, half as many are loaded at once.
 constexpr int kEarlyVectors = 2;
-template <int kVectors, bool kCentred>
-constexpr int kParameterVectors = !kCentred       ? 4
-                                  : kVectors <= 4 ? 2
-                                                  : 1;
+template <int kVectors, bool kCentred, bool kMayBeWide>
+constexpr int kParameterVectors = std::max(1, (!kCentred       ? 4
+                                               : kVectors <= 4 ? 2
+                                                               : 1) /
+                                                  (kMayBeWide ? 2 : 1));
 
 // The sum, rounded to residual's dtype.
 template <typename V, typename R>
@@ -182,7 +182,8 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
   using A = typename N::A;
   using Parameter = ParameterVector<N>;
   constexpr int kVectors = Shape::kVectors;
-  constexpr bool kEarly = kVectors <= kEarlyVectors, kAhead = !kEarly && !N::kCentred && Parameter::kMayBeWide;
+  constexpr bool kEarly = kVectors <= kEarlyVectors;
+  constexpr int kTogether = kEarly ? kVectors : kParameterVectors<kVectors, N::kCentred, Parameter::kMayBeWide>;
   RowPart<Shape> part(a.cols, Shape::kSpan == Span::warp ? 1 : blockDim.x / 32);
   int64_t row = part.first_row();
   bool present = row < a.rows;
@@ -211,9 +212,10 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
     }
   };
   auto find_parameters = [&] { p.advance(p.line(row) * a.cols + part.column()); };
-  if constexpr (kEarly || kAhead) find_parameters();
-  if constexpr (kEarly) load_parameters(p.wide, 0, kVectors);
-  else if (kAhead && p.wide) load_parameters(true, 0, 1);
+  if constexpr (kEarly) {
+    find_parameters();
+    load_parameters(p.wide, 0, kVectors);
+  }
   if constexpr (N::kAdd) {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
@@ -230,13 +232,12 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
   if (!present) return;
   if (a.stats && part.leads()) write_stats(a, row, mean, rstd);
   if (!a.y) return;
-  if constexpr (!kEarly && !kAhead) find_parameters();
+  if constexpr (!kEarly) find_parameters();
   auto write = [&](auto is_wide) {
     constexpr bool kWide = decltype(is_wide)::value;
-    constexpr int kTogether = kEarly ? kVectors : kWide ? 1 : kParameterVectors<kVectors, N::kCentred>;
 #pragma unroll
     for (int first = 0; first < kVectors; first += kTogether) {
-      if constexpr (!kEarly) load_parameters(kWide, first + (kWide && kAhead ? 1 : 0), kTogether);
+      if constexpr (!kEarly) load_parameters(kWide, first, kTogether);
 #pragma unroll
       for (int i = first; i < first + kTogether && i < kVectors; ++i) {
         keep_packed(v[i]);
@@ -251,8 +252,7 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
       }
     }
   };
-  // norm_rows() gives long rows alone more vectors, if bias is wide.
-  if constexpr (Parameter::kMayBeWide && (kEarly || !N::kCentred || Shape::kSpan != Span::warp))
+  if constexpr (Parameter::kMayBeWide)
     if (p.wide) return write(std::true_type());
   write(std::false_type());
 }
@@ -687,9 +687,7 @@ Status dispatch_norm(const Op &op, DType t, DType r, const Tensor &weight, F f) 
 template <class Shape, class N>
 Status norm_short(const char *op, const NormForward<N> &a, const RowPlan &plan, void *stream) {
   constexpr bool kWithinWarp = Shape::kSpan == Span::warp;
-  // Two vectors of a row of several warps: of weight and bias in float, which take more registers.
-  using Threads = std::conditional_t<kWithinWarp, Threads<256, 1024>,
-                                     std::conditional_t<Shape::kVectors == 2, Threads<256, 768>, Threads<512, 1024>>>;
+  using Threads = std::conditional_t<kWithinWarp, Threads<256, 1024>, Threads<512, 1024>>;
   int teams = kWithinWarp ? Threads::kBlock / 32 : 1;
   unsigned blocks = grid_size(ceil_div(a.rows, int64_t{teams} * Shape::kRowsPerWarp));
   return launch_clusters(op, norm_kernel<Shape, Threads, N>, blocks, 32u * teams * plan.warps, 1, 0, stream, a);
@@ -720,7 +718,6 @@ Status norm_rows(const char *op, const NormForward<N> &a, const DeviceLimits &de
   using R = typename N::R;
   constexpr bool kCrowded = N::kAdd || (N::kCentred && sizeof(R) == 2);
   constexpr int kVectors = 4, kMost = kCrowded ? 4 : 8;
-  constexpr bool kMayBeWide = NormParameters<N>::kMayBeWide && N::kCentred;  // and then has plans of its own
   using LongShape = RowShape<R, 32, kMost, Span::cluster>;
   const NormParameters<N> &p = a.parameters;
   constexpr int kBytes = LongPipeline<LongShape, N>::kBytesPerVector;
@@ -728,12 +725,7 @@ Status norm_rows(const char *op, const NormForward<N> &a, const DeviceLimits &de
   RowPlan plan;
   if (a.cols > 0 && a.cols % kVectorSize<R> == 0 && p.can_divide(a.rows, p.lines) &&
       aligned(a.x, a.residual, static_cast<const char *>(p.weight), static_cast<const char *>(p.bias), a.y, a.h)) {
-    if (kMayBeWide && p.wide) {
-      plan = plan_within_warp(vectors, kEarlyVectors);
-      if (plan.lanes == 0) plan = first_that_holds(vectors, {{32, kEarlyVectors, 8}}, 0, device);
-    } else {
-      plan = plan_within_warp(vectors, kVectors);
-    }
+    plan = plan_within_warp(vectors, kVectors);
     if (plan.lanes == 0) plan = first_that_holds(vectors, {{32, kVectors, 16}, {32, kMost, 16}}, 0, device);
     if (plan.lanes == 0 && p.lines == 1)
       plan = first_that_holds(vectors,
@@ -748,11 +740,6 @@ Status norm_rows(const char *op, const NormForward<N> &a, const DeviceLimits &de
   if (plan.lanes == 0) return norm_any(op, a, stream);
   if (plan.cluster > 1) return norm_long<LongShape>(op, a, plan, device, stream);
   auto run = [&](auto shape) { return norm_short<decltype(shape)>(op, a, plan, stream); };
-  if constexpr (kMayBeWide)
-    if (p.wide && plan.vectors <= kEarlyVectors) {
-      if (plan.warps == 1) return dispatch_within_warp<R, kEarlyVectors>(plan, run);
-      return run(RowShape<R, 32, kEarlyVectors, Span::block>());
-    }
   if (plan.warps == 1) return dispatch_within_warp<R, kVectors>(plan, run);
   if (plan.vectors == kVectors) return run(RowShape<R, 32, kVectors, Span::block>());
   return run(RowShape<R, 32, kMost, Span::block>());
