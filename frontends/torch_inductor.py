@@ -50,8 +50,10 @@ def _fuses_products(x: Tensor) -> bool:
 def _has_fused_kernel(x: Tensor, weight: Tensor) -> bool:
     """Whether the library's product with an activation is faster than torch's and a kernel of Inductor's: on Hopper,
     where lines are whole vectors."""
+    if x.device.type != "cuda" or not torch.cuda.is_available():
+        return False
     aligned = all(isinstance(n, int) and n % 8 == 0 for n in weight.shape)
-    return aligned and x.device.type == "cuda" and torch.cuda.get_device_capability(x.device)[0] == 9
+    return aligned and torch.cuda.get_device_capability(x.device)[0] == 9
 
 
 _ACTIVATED: MutableMapping[Tensor, tuple[Tensor, str]] = WeakIdKeyDictionary()
