@@ -189,8 +189,11 @@ class ArrayFrontend(ABC):
                 taken = self._prepare(backward, [given.get(slot) for slot in backward.inputs])
                 present = {f"d{slot}" for slot, value in zip(op.inputs, inputs, strict=True) if value is not None}
                 direct = None if op.broadcast else outs  # else its gradients have another shape
-                written = self._run(backward, taken, attrs, present, direct, list(given.values()))
+                dtypes = {slot: a is not None and a.dtype for slot, a in zip(backward.inputs, taken, strict=True)}
+                merged = {y: d for y, d in backward.merged(dtypes).items() if {y, d} <= present}
+                written = self._run(backward, taken, attrs, present - {*merged}, direct, list(given.values()))
                 given |= zip(backward.results, written, strict=True)
+                given |= {y: given[d] for y, d in merged.items()}
             else:
                 given = dict(
                     zip(backward.inputs, self._prepare(backward, [given[s] for s in backward.inputs]), strict=True)

@@ -7,7 +7,7 @@ derivatives of products are products again; ``Op.bilinear`` states those, and th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from inspect import signature
 from typing import Any, Protocol
 
@@ -94,8 +94,9 @@ def parameters(formula: Callable[..., Any]) -> tuple[str, ...]:
 # f(a, b, c) is linear in a and in b, and c is added. Its backward is F(dy, a, b) = (da, db, dc): da is linear in dy and
 # in b, db in dy and in a, and dc in dy. So each derivative below is f or F of other arguments.
 
-Run = Callable[[Op, Mapping[str, Array]], Mapping[str, Array]]
-"""Runs an operator on inputs by name, with the attributes at hand; those that are absent are None."""
+Run = Callable[[Op, Mapping[str, Array], Container[str]], Mapping[str, Array]]
+"""Runs an operator on inputs by name, with the attributes at hand; those that are absent are None. Of the outputs, only
+those in the last argument are read."""
 
 
 def is_bilinear(op: Op, attrs: Sequence[Attr]) -> bool:
@@ -114,34 +115,41 @@ def bilinear_tangent(m: Mathematics, run: Run, op: Op, inputs: Mapping, tangents
     if b in tangents:
         terms.append({a: inputs[a], b: tangents[b]})
     terms[0] |= added
-    values = [run(op, term)[y] for term in terms]
+    values = [run(op, term, {y})[y] for term in terms]
     return values[0] if len(values) == 1 else values[0] + values[1]
 
 
-def backward_tangents(m: Mathematics, run: Run, op: Op, inputs: Mapping, tangents: Mapping) -> dict[str, Array]:
-    """F(tdy, a, b) + F(dy, ta, tb), and dc of tdy alone: the tangents of the backward's outputs. ``inputs`` and
-    ``tangents``: of the backward."""
+def backward_tangents(
+    m: Mathematics, run: Run, op: Op, inputs: Mapping, tangents: Mapping, wanted: Container[str]
+) -> dict[str, Array]:
+    """F(tdy, a, b) + F(dy, ta, tb), and dc of tdy alone: the tangents of the backward's outputs that are wanted, where
+    they are not zero. ``inputs`` and ``tangents``: of the backward."""
     backward, (a, b), (y,) = op.backward, op.bilinear, op.outputs  # type: ignore[misc]
     assert backward is not None
     found: dict[str, Array] = {}
     if (dy := f"d{y}") in tangents:
-        found |= run(backward, {**inputs, dy: tangents[dy]})
-    if a in tangents or b in tangents:
+        first = run(backward, {**inputs, dy: tangents[dy]}, wanted)
+        found |= {name: value for name, value in first.items() if name in wanted}
+    names = [name for name in (f"d{a}", f"d{b}") if name in wanted]
+    if names and (a in tangents or b in tangents):
         given = {slot: tangents[slot] if slot in tangents else m.zeros(inputs[slot]) for slot in (a, b)}
-        second = run(backward, {**inputs, **given})
-        for name in (f"d{a}", f"d{b}"):
-            found[name] = found[name] + second[name] if name in found else second[name]
+        second = run(backward, {**inputs, **given}, names)
+        found |= {name: found[name] + second[name] if name in found else second[name] for name in names}
     return found
 
 
-def backward_cotangents(m: Mathematics, run: Run, op: Op, inputs: Mapping, cotangents: Mapping) -> dict[str, Array]:
-    """By input of the backward, the gradient for ``cotangents`` of its outputs: f(dda, b, ddc) + f(a, ddb) for dy, and
-    F(dy, dda, ddb) for a and b. Those that are absent are zero."""
+def backward_cotangents(
+    m: Mathematics, run: Run, op: Op, inputs: Mapping, cotangents: Mapping, wanted: Container[str]
+) -> dict[str, Array]:
+    """By input of the backward that is wanted, the gradient for ``cotangents`` of its outputs: f(dda, b, ddc) +
+    f(a, ddb) for dy, and F(dy, dda, ddb) for a and b. Those that are absent are zero."""
     backward, (a, b), (y,) = op.backward, op.bilinear, op.outputs  # type: ignore[misc]
     assert backward is not None
-    given = {name[1:]: value for name, value in cotangents.items()}
-    found = {f"d{y}": bilinear_tangent(m, run, op, inputs, given)} if given else {}
-    if a in given or b in given:
-        second = run(backward, {**inputs, **{slot: given.get(slot, inputs[slot]) for slot in (a, b)}})
-        found |= {slot: second[f"d{slot}"] for slot, other in ((a, b), (b, a)) if other in given}
+    given, dy = {name[1:]: value for name, value in cotangents.items()}, f"d{y}"
+    found = {dy: bilinear_tangent(m, run, op, inputs, given)} if given and dy in wanted else {}
+    slots = [slot for slot, other in ((a, b), (b, a)) if other in given and slot in wanted]
+    if slots:
+        factors = {slot: given.get(slot, inputs[slot]) for slot in (a, b)}
+        second = run(backward, {**inputs, **factors}, [f"d{slot}" for slot in slots])
+        found |= {slot: second[f"d{slot}"] for slot in slots}
     return found

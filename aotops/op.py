@@ -144,6 +144,9 @@ class Op:
     alias: Mapping[str, str] = field(default_factory=dict)
     """Outputs that are an input, or another output, without a copy: the entry has no slot for them. If all are inputs,
     there is no kernel."""
+    equal: Mapping[str, str] = field(default_factory=dict)
+    """Optional outputs that have the values of another output, each with the spec of an input. Where the two have one
+    dtype, the entry writes the other alone, which then stands for both (``merged``)."""
     scale: Mapping[str, str] = field(default_factory=dict)
     """Aliases of a backward without a kernel that the framework, which can differentiate that, multiplies by an
     attribute. With 1 they are the alias itself."""
@@ -164,6 +167,9 @@ class Op:
     instead: Mapping[str, str] = field(default_factory=dict)
     """Inputs of which the backward needs only the spec if a residual of the same spec is kept: the residual is saved
     instead of the input, which may then be changed in place."""
+    overwrites: Mapping[str, str] = field(default_factory=dict)
+    """Outputs and residuals that the entry may write over an input of the same spec, at the same address. Of a backward
+    the input is a residual of the forward, which nobody but the backward has."""
     formula: Callable[..., Any] | None = None
     """The operator as a composition: a function of the mathematics of a framework (aotops/formula.py) and of inputs and
     attributes, which its parameters name. Returns ``composed``. Frontends differentiate it where the operator has no
@@ -176,7 +182,8 @@ class Op:
     autocast: Mapping[str, str] = field(default_factory=dict)
     """By device, the dtype that torch.autocast casts inputs to; "autocast" for its 16-bit dtype. On a device not
     named, an operator that names another computes in the widest dtype of its inputs, and its results have the widest of
-    the ``vmappable`` inputs, as torch's norms on the CPU."""
+    the ``vmappable`` inputs. "as given": only inputs that the operator refuses are cast, in this way. "wide results":
+    no input is cast; where x has 16 bits, the attribute ``dtype`` is "float32" unless it is given."""
     rule: Rule | None = None
     """The gradient, where it is made of operators instead of a ``backward``."""
     mutates: tuple[str, ...] = ()
@@ -297,6 +304,12 @@ class Op:
     def with_aliases(self, named: Mapping[str, Any]) -> dict[str, Any]:
         """``named``, values by slot, with the outputs that are aliases of them."""
         return {**named, **{y: named[source] for y, source in self.alias.items() if source in named}}
+
+    def merged(self, dtypes: Mapping[str, Any]) -> dict[str, str]:
+        """``equal`` in a call: each output that is to be another. ``dtypes``: of the inputs by name, as a framework has
+        them."""
+        like = self.same_spec_as
+        return {y: other for y, other in self.equal.items() if dtypes[like[y]] == dtypes[like[other]]}
 
     def factors(self, attrs: Sequence[Any]) -> dict[str, Any]:
         """The factor of each alias in ``scale`` that is not 1."""

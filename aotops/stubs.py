@@ -32,12 +32,14 @@ class _Types:
     imports: str
     input: str
     output: str
+    dtype: str = ""
+    """What an attribute ``dtype`` may be besides a name."""
     explicit_backward: bool = False
     """Whether there are ``<op>_backward`` functions, and an argument ``out``."""
 
 
 _TYPES = {
-    "torch": _Types("from torch import Tensor", "Tensor", "Tensor"),
+    "torch": _Types("from torch import Tensor", "Tensor", "Tensor", dtype="torch.dtype"),
     "jax": _Types("from jax import Array\nfrom jax.typing import ArrayLike", "ArrayLike", "Array"),
     "mindspore": _Types("from mindspore import Tensor", "Tensor", "Tensor"),
     "cupy": _Types("from cupy import ndarray", "ndarray", "ndarray", explicit_backward=True),
@@ -177,7 +179,8 @@ def _type(op: Op, name: str, types: _Types) -> str:
     kind = op.attrs.get(name)
     if kind is None:
         return "Any"
-    return _ATTRS[kind.removesuffix("?")] + (" | None" if kind.endswith("?") else "") + _ALSO.get((op.name, name), "")
+    also = f" | {types.dtype}" if name == "dtype" and types.dtype else _ALSO.get((op.name, name), "")
+    return _ATTRS[kind.removesuffix("?")] + also + (" | None" if kind.endswith("?") else "")
 
 
 def _function(name: str, parameters: list[str], returns: str, doc: str | None) -> str:

@@ -19,7 +19,7 @@ They work under jit, grad, vmap, scan, cond, checkpoint and shard_map. A program
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial, reduce, wraps
 from math import prod
@@ -204,13 +204,15 @@ class _Call:
 def _apply(op: Op, attrs: Attrs, wanted: Names, *inputs: Array | None, forward: Op | None = None) -> tuple[Array, ...]:
     """The wanted outputs of an operator. ``forward``: see ``_Call``. JAX itself differentiates aliases."""
     results = dict(zip(op.inputs, inputs, strict=True))
-    sources = {op.alias.get(s, s) for s in wanted}
+    merged = op.merged({s: x is not None and x.dtype for s, x in results.items()}) if op.equal else {}
+    sources = {merged.get(s, op.alias.get(s, s)) for s in wanted}
     written = tuple(s for s in (*op.entry_outputs, *op.mutates) if s in sources)
     if written:
         leaves, tree = tree_flatten(inputs)
         program = jax.make_jaxpr(lambda *leaves: _call(op, attrs, written, *tree_unflatten(tree, leaves)))(*leaves)
         outputs = _operator.bind(*leaves, call=_Call(op, forward, attrs, written), tree=tree, program=program)
         results |= zip(written, outputs, strict=True)
+    results |= {s: results[other] for s, other in merged.items() if s in wanted}
     results = op.with_aliases(results)
     return tuple(results[s] for s in wanted)
 
@@ -323,16 +325,10 @@ class _LinearMap:
     moved: Names
     types: tuple[Any, ...]
 
-    def _run(self, op: Op, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """All results of a product, or the gradients of its factors and the ``moved`` outputs of its backward."""
+    def _run(self, op: Op, inputs: Mapping[str, Array], names: Container[str]) -> dict[str, Array]:
+        """These outputs of a product, or of its backward."""
         forward = None if op.backward else self.forward or self.op
-        wanted = (
-            op.outputs
-            if forward is None
-            else tuple(
-                d for d in op.outputs if d[1:] in forward.bilinear or (forward is self.forward and d in self.moved)
-            )
-        )
+        wanted = tuple(y for y in op.outputs if y in names)
         found = _apply(op, self.attrs, wanted, *(inputs.get(slot) for slot in op.inputs), forward=forward)
         return dict(zip(wanted, found, strict=True))
 
@@ -403,14 +399,13 @@ class _TangentOfBackward(_LinearMap):
 
     def evaluate(self, residuals, tangents):
         m = _mathematics(self.op.library)
-        found = backward_tangents(m, self._run, self.forward, residuals, tangents)
+        found = backward_tangents(m, self._run, self.forward, residuals, tangents, self.moved)
         zeros = self._zeros(residuals, tangents)
         return tuple(found.get(d, zero) for d, zero in zip(self.moved, zeros, strict=True))
 
     def transpose(self, residuals, cotangents, names):
         given = dict(zip(self.moved, cotangents, strict=True))
-        found = backward_cotangents(_mathematics(self.op.library), self._run, self.forward, residuals, given)
-        return {slot: ct for slot, ct in found.items() if slot in names}
+        return backward_cotangents(_mathematics(self.op.library), self._run, self.forward, residuals, given, names)
 
 
 # ---------------------------------------------------------------------------------------------------------- custom call

@@ -25,6 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from aotops.op import Attr, Op
 from aotops.ops import OPS
+from aotops.ops.cross_entropy import divides_slope
 from aotops.sharding import Axis, Sharding, sharding
 from aotops.spec import accumulate_dtype
 
@@ -290,19 +291,21 @@ def _cross_entropy(call: _Call, split: Split, x: Array, target: Array) -> tuple[
     if "c" in split:
         losses, slope = _over_classes(call, split["c"], wide, target, counted)
     else:
-        of_rows = _with(call.op, call.attrs, reduction="none")
+        of_rows = _with(call.op, call.attrs, reduction="none", dtype=wide.dtype.name)
         losses, slope = call.launch(call.op, of_rows, ("y", "slope"), x, target)
     reduction, over = _attr(call, "reduction"), split.get("n", ())
     if reduction != "none":
         total = jnp.stack([losses.astype(wide.dtype).sum(), counted.sum().astype(wide.dtype)])
         total, count = _sum(total, over)
         losses = total / count if reduction == "mean" else total
-    found = {"y": losses.astype(x.dtype), "slope": slope.astype(x.dtype)}
+        if divides_slope(reduction, x.dtype.name):
+            slope = jnp.where(counted[..., None], _wide(slope) / count, 0)  # the count may be 0
+    found = {"y": losses.astype(_attr(call, "dtype") or x.dtype), "slope": slope.astype(x.dtype)}
     return tuple(found[slot] for slot in call.wanted)
 
 
 def _over_classes(call: _Call, over: tuple[str, ...], x: Array, target: Array, counted: Array) -> tuple[Array, Array]:
-    """The losses of the rows and this part of the slope, of a part of the classes. Two reductions: of the largest
+    """The losses of the rows and this part of their slope, of a part of the classes. Two reductions: of the largest
     elements, and of the sums. A class that there is not has a loss and a slope of NaN, as on a GPU."""
     smoothing, part = _attr(call, "label_smoothing"), x.shape[-1]
     classes = jax.lax.psum(1, over) * part
@@ -322,9 +325,8 @@ def _over_classes(call: _Call, over: tuple[str, ...], x: Array, target: Array, c
 
 
 def _cross_entropy_backward(call: _Call, split: Split, dy: Array, x: Array, target: Array, slope: Array):
-    """``slope`` is the gradient of each row's loss."""
-    factor, counted = _wide(dy), _counted(call, target)
-    if _attr(call, "reduction") == "mean":
+    factor, counted, reduction = _wide(dy), _counted(call, target), _attr(call, "reduction")
+    if reduction == "mean" and not divides_slope(reduction, x.dtype.name):
         factor = factor / _sum(counted.sum(), split.get("n", ())).astype(factor.dtype)
     # 0 for an ignored row, also if dy is not finite or the count is 0
     return (jnp.where(counted[..., None], _wide(slope) * factor[..., None], 0).astype(x.dtype),)

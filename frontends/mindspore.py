@@ -142,8 +142,9 @@ class _Choose(_Constant):
             return self.hosted(attrs, given)
         attrs, target = self.op.canonical(attrs), ms.get_context("device_target")
         known = given | infer(self.op, attrs, tuple(specs), _DEVICES.get(target, target))
-        scalars = any(spec.shape == () for spec in known.values())  # see _primitive
-        dtypes = tuple((slot, spec.dtype) for slot, spec in known.items() if scalars)
+        needed = any(spec.shape == () for spec in known.values())  # see _primitive
+        needed = needed or (self.op.backward is not None and bool(self.op.backward.equal))  # see _gradient
+        dtypes = tuple((slot, spec.dtype) for slot, spec in known.items() if needed)
         if self.forward is not None:
             return _backward(self.forward, attrs, tuple(given), self.op.entry_outputs, dtypes, target)
         return _differentiable(self.op, attrs, tuple(given), dtypes, target)
@@ -381,13 +382,16 @@ def _gradient(
     target: str,
     shapes: Mapping[str, tuple[int, ...]],
 ) -> Callable[..., Any]:
-    """A function of the inputs, as a tuple, the results and their gradients that returns the gradient of each input."""
+    """A function of the inputs, as a tuple, the results and their gradients that returns the gradient of each input.
+    Without ``dtypes`` all tensors have one (``registered``)."""
     backward = op.backward
     assert backward is not None
     written = op.entry_outputs
     named = [*given, *written, *(f"d{name}" for name in written)]
     taken = [slot for slot in backward.inputs if slot in named]
-    gradients = [backward.alias.get(f"d{slot}", f"d{slot}") for slot in given]
+    merged = backward.merged({f"d{y}": dtypes[y] for y in op.outputs} | dtypes) if dtypes else backward.equal
+    shared = {**backward.alias, **merged}
+    gradients = [shared.get(f"d{slot}", f"d{slot}") for slot in given]
     factors = backward.factors(attrs)
     scales = [Tensor(factors[f"d{slot}"], ms.float64) if f"d{slot}" in factors else None for slot in given]
     wanted = [y for y in backward.entry_outputs if y in gradients or y in backward.workspace]
@@ -565,33 +569,44 @@ globals().update(functions(BUILTIN))
 # ------------------------------------------------------------------------------------------------------------- modules
 
 
+def _beside(x, parameter):
+    """A norm's parameter as it is where the operator takes it, float32 beside 16 bits, or else in x's dtype."""
+    if parameter.dtype == ms.float32 and x.dtype in (ms.float16, ms.bfloat16):
+        return parameter
+    return parameter.astype(x.dtype)
+
+
 class LayerNorm(nn.LayerNorm):
     """``mindspore.nn.LayerNorm`` on the library's kernel: the same arguments, defaults, parameters and state."""
 
     def construct(self, input_x):
         shape = input_x.shape[self.begin_norm_axis :]
-        gamma, beta = self.gamma.astype(input_x.dtype), self.beta.astype(input_x.dtype)
         if self.begin_norm_axis == self.begin_params_axis:
+            gamma, beta = _beside(input_x, self.gamma), _beside(input_x, self.beta)
             return layer_norm(input_x, shape, gamma, beta, self.epsilon)  # type: ignore[name-defined] # noqa: F821
+        gamma, beta = self.gamma.astype(input_x.dtype), self.beta.astype(input_x.dtype)
         y = layer_norm(input_x, shape, None, None, self.epsilon)  # type: ignore[name-defined] # noqa: F821
         return y * gamma + beta
 
 
 class RMSNorm(nn.Cell):
     """Root mean square normalization over the trailing axes ``normalized_shape``: the arguments, defaults and parameter
-    of ``torch.nn.RMSNorm``, since mindspore.nn has none."""
+    of ``torch.nn.RMSNorm``, since mindspore.nn has none, and ``weight_offset``, which is added to the weight; the
+    initial weight is 1 - weight_offset."""
 
-    def __init__(self, normalized_shape, eps=None, elementwise_affine=True, dtype=ms.float32):
+    def __init__(self, normalized_shape, eps=None, elementwise_affine=True, dtype=ms.float32, weight_offset=0.0):
         super().__init__()
         self.normalized_shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-        self.eps = eps
+        self.eps, self.weight_offset = eps, float(weight_offset)
         self.weight = (
-            ms.Parameter(ops.ones(self.normalized_shape, dtype), name="weight") if elementwise_affine else None
+            ms.Parameter(ops.ones(self.normalized_shape, dtype) - weight_offset, name="weight")
+            if elementwise_affine
+            else None
         )
 
     def construct(self, x):
-        weight = None if self.weight is None else self.weight.astype(x.dtype)
-        return rms_norm(x, self.normalized_shape, weight, self.eps)  # type: ignore[name-defined] # noqa: F821
+        weight = None if self.weight is None else _beside(x, self.weight)
+        return rms_norm(x, self.normalized_shape, weight, self.eps, self.weight_offset)  # type: ignore[name-defined] # noqa: F821
 
 
 class Linear(nn.Dense):

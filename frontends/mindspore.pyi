@@ -34,21 +34,26 @@ def add_layer_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-05,
+    weight_offset: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """``h = x + residual`` and ``layer_norm(h, normalized_shape, weight, bias, eps)``.
+    """``h = x + residual`` and ``layer_norm(h, normalized_shape, weight, bias, eps, weight_offset)``.
 
     Args:
-        x, residual: (..., *normalized_shape); float16, bfloat16, float32 or float64, both the same.
+        x: (..., *normalized_shape); float16, bfloat16, float32 or float64.
+        residual: the same shape; of x's dtype, or float32 where x has 16 bits.
         normalized_shape: the trailing axes to normalize over; an int stands for one axis.
-        weight, bias: normalized_shape, of x's dtype; either may be None.
+        weight, bias: normalized_shape, or both with more of the trailing axes of x, as (H, D) for a weight of each
+            head; of x's dtype, or both float32 where x has 16 bits. Either may be None; without a weight, bias is
+            normalized_shape and of x's dtype.
         eps: added to the variance.
+        weight_offset: added to the weight: the rows are scaled by weight + weight_offset. 0 where weight is None.
 
     Returns:
-        The norm and h, in this order, each like x. What is normalized is h as it is returned, rounded to its dtype.
+        The norm, like x, and h, like residual. What is normalized is h as it is returned, rounded to its dtype.
 
     Raises:
-        TypeError: a dtype that is not floating, or a residual, weight or bias of another dtype than x's.
-        ValueError: shapes that do not fit; tensors on different devices.
+        TypeError: a dtype that is not floating, or a residual, weight or bias of another dtype than those above.
+        ValueError: shapes that do not fit; a weight_offset without a weight; tensors on different devices.
 
     Source: Ba, Kiros and Hinton, arXiv:1607.06450.
     """
@@ -59,21 +64,25 @@ def add_rms_norm(
     normalized_shape: int | Sequence[int],
     weight: Tensor | None = None,
     eps: float | None = None,
+    weight_offset: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """``h = x + residual`` and ``rms_norm(h, normalized_shape, weight, eps)``.
+    """``h = x + residual`` and ``rms_norm(h, normalized_shape, weight, eps, weight_offset)``.
 
     Args:
-        x, residual: (..., *normalized_shape); float16, bfloat16, float32 or float64, both the same.
+        x: (..., *normalized_shape); float16, bfloat16, float32 or float64.
+        residual: the same shape; of x's dtype, or float32 where x has 16 bits.
         normalized_shape: the trailing axes to normalize over; an int stands for one axis.
-        weight: normalized_shape, of x's dtype, or None.
+        weight: normalized_shape, or with more of the trailing axes of x, as (H, D) for a weight of each head; of x's
+            dtype, or float32 where x has 16 bits. Or None.
         eps: added to the mean; None for the machine epsilon of float32, of float64 where x is.
+        weight_offset: added to the weight: the rows are scaled by weight + weight_offset. 0 where weight is None.
 
     Returns:
-        The norm and h, in this order, each like x. What is normalized is h as it is returned, rounded to its dtype.
+        The norm, like x, and h, like residual. What is normalized is h as it is returned, rounded to its dtype.
 
     Raises:
-        TypeError: a dtype that is not floating, or a residual or weight of another dtype than x's.
-        ValueError: shapes that do not fit; tensors on different devices.
+        TypeError: a dtype that is not floating, or a residual or weight of another dtype than those above.
+        ValueError: shapes that do not fit; a weight_offset without a weight; tensors on different devices.
 
     Source: Zhang and Sennrich, arXiv:1910.07467.
     """
@@ -122,6 +131,7 @@ def cross_entropy(
     ignore_index: int = -100,
     reduction: str = 'mean',
     label_smoothing: float = 0.0,
+    dtype: str | None = None,
 ) -> Tensor:
     """Cross entropy with class indices, as ``torch.nn.functional.cross_entropy``:
     ``-log(softmax(x)[target])`` of each row.
@@ -132,13 +142,13 @@ def cross_entropy(
         ignore_index: rows of this class have a loss and a gradient of 0, and do not count for the mean.
         reduction: "none", the losses of the rows; "sum"; or "mean", the sum over the number of rows not ignored.
         label_smoothing: from 0 to 1: how much of the probability of the class is spread over all classes.
+        dtype: of the loss: None, for x's, or "float32" for an x of 16 bits.
 
     Returns:
-        The loss, of x's dtype: (), or target's shape where reduction is "none". Sums are taken in float32 (float64 for
-        float64).
+        The loss: (), or target's shape where reduction is "none". Sums are taken in float32 (float64 for float64).
 
     Raises:
-        TypeError: an x that is not floating, a target that is not int32 or int64.
+        TypeError: an x that is not floating, a target that is not int32 or int64, another dtype.
         ValueError: shapes that do not fit; another reduction; a label_smoothing that is not from 0 to 1; tensors on
             different devices; on the CPU, a class that there is not. On a GPU such a row's loss and gradient are NaN.
     """
@@ -167,22 +177,27 @@ def layer_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-05,
+    weight_offset: float = 0.0,
 ) -> Tensor:
     """Layer normalization, as ``torch.nn.functional.layer_norm``:
-    ``(x - mean) / sqrt(var + eps) * weight + bias``, mean and (biased) variance taken over the trailing axes.
+    ``(x - mean) / sqrt(var + eps) * (weight + weight_offset) + bias``, mean and (biased) variance taken over the
+    trailing axes.
 
     Args:
         x: (..., *normalized_shape); float16, bfloat16, float32 or float64.
         normalized_shape: the trailing axes to normalize over; an int stands for one axis.
-        weight, bias: normalized_shape, of x's dtype; either may be None.
+        weight, bias: normalized_shape, or both with more of the trailing axes of x, as (H, D) for a weight of each
+            head; of x's dtype, or both float32 where x has 16 bits. Either may be None; without a weight, bias is
+            normalized_shape and of x's dtype.
         eps: added to the variance.
+        weight_offset: added to the weight: the rows are scaled by weight + weight_offset. 0 where weight is None.
 
     Returns:
         A tensor like x. Statistics are taken in float32 (float64 for float64).
 
     Raises:
-        TypeError: a dtype that is not floating, or a weight or bias of another dtype than x's.
-        ValueError: shapes that do not fit; tensors on different devices.
+        TypeError: a dtype that is not floating, or a weight or bias of another dtype than those above.
+        ValueError: shapes that do not fit; a weight_offset without a weight; tensors on different devices.
 
     Source: Ba, Kiros and Hinton, arXiv:1607.06450.
     """
@@ -263,22 +278,25 @@ def rms_norm(
     normalized_shape: int | Sequence[int],
     weight: Tensor | None = None,
     eps: float | None = None,
+    weight_offset: float = 0.0,
 ) -> Tensor:
-    """Root mean square normalization, as ``torch.nn.functional.rms_norm``: ``x / sqrt(mean(x**2) + eps) * weight``,
-    the mean taken over the trailing axes.
+    """Root mean square normalization, as ``torch.nn.functional.rms_norm``: ``x / sqrt(mean(x**2) + eps) *
+    (weight + weight_offset)``, the mean taken over the trailing axes.
 
     Args:
         x: (..., *normalized_shape); float16, bfloat16, float32 or float64.
         normalized_shape: the trailing axes to normalize over; an int stands for one axis.
-        weight: normalized_shape, of x's dtype, or None.
+        weight: normalized_shape, or with more of the trailing axes of x, as (H, D) for a weight of each head; of x's
+            dtype, or float32 where x has 16 bits. Or None.
         eps: added to the mean; None for the machine epsilon of float32, of float64 where x is.
+        weight_offset: added to the weight: the rows are scaled by weight + weight_offset. 0 where weight is None.
 
     Returns:
         A tensor like x. The mean is taken in float32 (float64 for float64).
 
     Raises:
-        TypeError: a dtype that is not floating, or a weight of another dtype than x's.
-        ValueError: shapes that do not fit; tensors on different devices.
+        TypeError: a dtype that is not floating, or a weight of another dtype than those above.
+        ValueError: shapes that do not fit; a weight_offset without a weight; tensors on different devices.
 
     Source: Zhang and Sennrich, arXiv:1910.07467.
     """
@@ -333,9 +351,10 @@ class LayerNorm(nn.LayerNorm):
 
 class RMSNorm(nn.Cell):
     """Root mean square normalization over the trailing axes ``normalized_shape``: the arguments, defaults and parameter
-    of ``torch.nn.RMSNorm``, since mindspore.nn has none."""
+    of ``torch.nn.RMSNorm``, since mindspore.nn has none, and ``weight_offset``, which is added to the weight; the
+    initial weight is 1 - weight_offset."""
 
-    def __init__(self, normalized_shape, eps=None, elementwise_affine=True, dtype=ms.float32): ...
+    def __init__(self, normalized_shape, eps=None, elementwise_affine=True, dtype=ms.float32, weight_offset=0.0): ...
 
     def construct(self, x): ...
 

@@ -8,7 +8,7 @@ dtypes, on placeholders that write down what it computes, and MindSpore differen
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from types import EllipsisType, SimpleNamespace
 from typing import Any
 
@@ -113,10 +113,10 @@ def _of_products(
         if y in backward.outputs
     }
 
-    def run(op: Op, named: Mapping[str, Any]) -> dict[str, Any]:
+    def run(op: Op, named: Mapping[str, Any], _: Container[str]) -> dict[str, Any]:
         return writer.call(op, [named.get(slot) for slot in op.inputs], attrs)
 
-    found = backward_cotangents(_Mathematics(writer), run, op, arrays, cotangents)
+    found = backward_cotangents(_Mathematics(writer), run, op, arrays, cotangents, given)
     results = [found[slot].name if slot in found else f"zeros_like({slot})" for slot in given]
     writer.names["zeros_like"] = ops.zeros_like
     return writer.function("gradient_of_backward", (*given, "dout"), ", ".join(results) + ",")

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from inspect import Parameter, signature
 from typing import Any
 
@@ -33,9 +33,18 @@ from aotops.op import Attr, Op, Rule
 from aotops.ops import BUILTIN, OPS
 from aotops.spec import DTYPES, TensorSpec, check_broadcast
 
-from . import torch_arguments, torch_call, torch_flops, torch_gate, torch_inductor, torch_sharding
+from . import (
+    torch_arguments,
+    torch_autocast,
+    torch_call,
+    torch_flops,
+    torch_gate,
+    torch_inductor,
+    torch_overwrite,
+    torch_sharding,
+)
 from . import torch_derivatives as derivatives
-from .torch_schema import schema
+from .torch_schema import mask, overwriting_schema, schema, wanted
 
 __all__ = [
     *OPS, "GELU", "KEEP_RESIDUALS_FROM", "LLTM", "Conv2d", "CrossEntropyLoss", "LayerNorm", "Linear", "RMSNorm",
@@ -49,6 +58,7 @@ KEEP_RESIDUALS_FROM = 1 << 18
 costs more than recomputing them."""
 
 Tensors = Sequence["Tensor | None"]
+_NONE: Mapping[str, Tensor] = {}
 
 
 # ------------------------------------------------------------------------------------------------------------- running
@@ -138,10 +148,10 @@ def _models(op: Op, attrs: tuple[Attr, ...], *inputs: Tensor | None) -> tuple[Te
 
 
 def _run(
-    op: Op, inputs: Tensors, attrs: tuple[Attr, ...], wanted: Sequence[str], out: Tensor | None = None
+    op: Op, inputs: Tensors, attrs: tuple[Attr, ...], wanted: Sequence[str], into: Mapping[str, Tensor] = _NONE
 ) -> tuple[Tensor | None, ...]:
     """Runs the entry on tensors that have memory. Returns each output and residual, None for one that is not wanted.
-    ``out``: memory for the first output."""
+    ``into``: contiguous tensors to write results to."""
     names = {*(op.alias.get(name, name) for name in wanted), *op.workspace}
     names |= {y for y in op.outputs if y not in op.optional}
     device = inputs[0].device
@@ -153,8 +163,10 @@ def _run(
     if op.elementwise and (strides := _common_strides(inputs)):
         return _run_elementwise(op, inputs, attrs, names, strides)
     plain = [None if t is None else _plain(t) for t in inputs]
-    results = [torch.empty(**written[name], device=device) if name in names else None for name in op.entry_outputs]
-    results[:1] = [results[0] if out is None else out]
+    results = [
+        into[name] if name in into else torch.empty(**written[name], device=device) if name in names else None
+        for name in op.entry_outputs
+    ]
     _launcher(op, attrs)(*plain, *results)
     for slot, t, used in zip(op.inputs, inputs, plain, strict=True) if op.mutates else ():
         if slot in op.mutates and t is not used:
@@ -206,9 +218,15 @@ def _run_backward(op: Op, attrs: tuple[Attr, ...], saved: Tensors, grads: Tensor
     given = dict(zip((f"d{y}" for y in op.outputs), grads, strict=True)) | dict(zip(op.saved, saved, strict=True))
     if torch.is_grad_enabled() or _has_tangents(grads):
         given |= _replaced(op, ctx)
+    dtypes = {slot: given[slot] is not None and given[slot].dtype for slot in backward.inputs}
+    merged = backward.merged(dtypes)
     if backward.has_kernel:
-        results = _results(dispatched[backward](*(given[slot] for slot in backward.inputs), *attrs))
+        names = {f"d{x}" for x, need in zip(op.inputs, needed, strict=True) if need}
+        names = {merged.get(name, backward.alias.get(name, name)) for name in names}
+        inputs = (given[slot] for slot in backward.inputs)
+        results = _results(dispatched[backward](*inputs, *attrs, *mask(backward, names)))
         given |= zip(backward.results, results, strict=True)
+    given |= {y: given[other] for y, other in merged.items()}
     given = backward.with_aliases(given)
     given |= {y: given[y] * factor for y, factor in backward.factors(attrs).items()}
     return tuple(given.get(f"d{x}") if need else None for x, need in zip(op.inputs, needed, strict=True))
@@ -237,6 +255,11 @@ def _results(value) -> tuple:
     return () if value is None else tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
+def _packed(results: Sequence[Any]):
+    """As the dispatcher returns them."""
+    return results[0] if len(results) == 1 else tuple(results) or None
+
+
 def _public_outputs(op: Op, written: Sequence[Tensor]):
     """None where there is none, of an operator that writes to its inputs alone."""
     if not op.outputs:
@@ -253,7 +276,8 @@ class _Eager:
 
     def __init__(self, op: Op, attrs: tuple[Attr, ...]) -> None:
         fallback = functools.partial(_run_backward, op, attrs)
-        builtins = torch_call.function(op, attrs, _models, KEEP_RESIDUALS_FROM, fallback)
+        overwriting = torch_overwrite.available(), torch_overwrite.FROM
+        builtins = torch_call.function(op, attrs, _models, KEEP_RESIDUALS_FROM, fallback, *overwriting)
         backward = builtins.backward or functools.partial(_refuse_derivative, op)
         if op.rule is not None:
             backward = _by_rule(op, op.rule, attrs)
@@ -313,7 +337,8 @@ def _register_once(ops: Iterable[Op]) -> None:
     pairs = list(dict(pairs).items())  # the backward of several operators once
     for one, forward in pairs:
         dispatched[one] = _register(_namespace(one.library), one, forward)
-    torch_inductor.register([dispatched[one] for one, _ in pairs])
+    told = [torch_inductor.Operator(one, f, dispatched[one], _register_overwriting(one, f)) for one, f in pairs]
+    torch_inductor.register(told, _composed)
     torch_sharding.register([(one, dispatched[one]) for one, _ in pairs])
     torch_flops.register({one: dispatched[one] for one, _ in pairs if one.library is BUILTIN})
 
@@ -321,37 +346,40 @@ def _register_once(ops: Iterable[Op]) -> None:
 def _register(namespace: torch.library.Library, op: Op, forward: Op) -> Callable[..., Any]:
     """``torch.ops.<library>.<op>``: returns every output and residual. ``forward``: the operator itself, or the one
     whose backward it is."""
-    written, n, name = op.results, len(op.inputs), f"{namespace.ns}::{op.name}"
+    n, end, name = len(op.inputs), len(op.inputs) + len(op.attrs), f"{namespace.ns}::{op.name}"
     in_c = _define(namespace, op)
     dispatched = getattr(getattr(torch.ops, namespace.ns), op.name).default
 
     def split(args):
-        return args[:n], tuple(tuple(a) if isinstance(a, list) else a for a in args[n:])
+        """The inputs, the attributes and the names of the results that are wanted."""
+        return args[:n], tuple(tuple(a) if isinstance(a, list) else a for a in args[n:end]), wanted(op, args[end:])
 
-    def pack(results):
-        return results[0] if len(written) == 1 else tuple(results) or None
+    pack = _packed
 
     def kernel(*args):
-        inputs, attrs = split(args)
-        return pack(_run(op, inputs, op.canonical(attrs), written))
+        inputs, attrs, names = split(args)
+        return pack(_run(op, inputs, op.canonical(attrs), names))
 
     def fake(*args):
-        inputs, attrs = split(args)
+        inputs, attrs, names = split(args)
         specs = _infer(op, attrs, inputs)
         _check_devices(op, inputs)
         strides, device = op.elementwise and _common_strides(inputs), inputs[0].device
-        if strides:
-            return pack(
-                [torch.empty_strided(**_empty_arguments(specs[y]), stride=strides, device=device) for y in written]
-            )
-        return pack([torch.empty(**_empty_arguments(specs[y]), device=device) for y in written])
+
+        def empty(spec):
+            arguments = _empty_arguments(spec)
+            if strides:
+                return torch.empty_strided(**arguments, stride=strides, device=device)
+            return torch.empty(**arguments, device=device)
+
+        return pack([empty(specs[y]) if y in names else None for y in op.results])
 
     def vmap(info, dims, *args):
         if op.mutates:
             raise NotImplementedError(f"{op.name}: vmap of an operator that writes to its inputs is not supported")
-        inputs, attrs = split(args)
-        run = lambda *t: _results(dispatched(*t, *attrs))  # noqa: E731
-        results, out_dims = _batch(op, info.batch_size, dims[:n], inputs, written, run)
+        inputs, attrs, names = split(args)
+        run = lambda *t: _results(dispatched(*t, *attrs, *mask(op, names)))  # noqa: E731
+        results, out_dims = _batch(op, info.batch_size, dims[:n], inputs, names, run)
         return pack(results), pack(out_dims)
 
     for device in ("CPU", "CUDA"):
@@ -390,6 +418,52 @@ def _define(namespace: torch.library.Library, op: Op) -> bool:
     return not status
 
 
+def _register_overwriting(op: Op, forward: Op) -> Callable[..., Any] | None:
+    """``torch.ops.<library>.<op>.overwriting``, which writes results over inputs as ``op.overwrites`` says, and has no
+    derivative. A backward takes no input that a residual stands for."""
+    if not op.overwrites:
+        return None
+    namespace = _namespace(op.library)
+    instead = forward.instead if op is not forward else {}
+    name = f"{op.name}.overwriting"
+    namespace.define(overwriting_schema(op, instead), tags=_TAGS)
+    taken = [slot for slot in op.inputs if slot not in instead]
+    returned = [y for y in op.results if y not in op.overwrites]
+
+    def named(args):
+        given = dict(zip(taken, args, strict=False))
+        attrs = tuple(tuple(a) if isinstance(a, list) else a for a in args[len(taken) :])
+        return given, [given[instead.get(slot, slot)] for slot in op.inputs], attrs
+
+    def kernel(*args):
+        if op is not forward and _keeps_graph():
+            raise RuntimeError(
+                f"{op.name}: compiled code writes over {', '.join(op.overwrites.values())}, expected a graph that is "
+                f"not kept: for retain_graph=True, set torch._functorch.config.donated_buffer = False"
+            )
+        given, inputs, attrs = named(args)
+        over = {y: given[slot] for y, slot in op.overwrites.items()}
+        results = dict(zip(op.results, _run(op, inputs, op.canonical(attrs), op.results, over), strict=True))
+        return _packed([results[y] for y in returned])
+
+    def fake(*args):
+        _, inputs, attrs = named(args)
+        specs, device = _infer(op, attrs, inputs), inputs[0].device
+        return _packed([torch.empty(**_empty_arguments(specs[y]), device=device) for y in returned])
+
+    torch.library.register_fake(f"{namespace.ns}::{name}", fake, lib=namespace)
+    for device in ("CPU", "CUDA"):
+        namespace.impl(name, kernel, device)
+    return getattr(getattr(torch.ops, namespace.ns), op.name).overwriting
+
+
+def _keeps_graph() -> bool:
+    """Whether a backward is running that keeps its graph."""
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
 def _autograd_kernel(op: Op, forward: Op, dispatched: Callable[..., Any], split, pack) -> Callable[..., Any]:
     """The operator's autograd kernel, for every level of torch.func too. ``forward``: the operator itself, or the one
     whose backward it is."""
@@ -398,35 +472,36 @@ def _autograd_kernel(op: Op, forward: Op, dispatched: Callable[..., Any], split,
         with torch._C._AutoDispatchBelowAutograd():
             return dispatched.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 
-    def run(ctx, keyset, attrs, *inputs):
+    def run(ctx, keyset, attrs, names, *inputs):
         with _other_levels():
-            results = below(keyset, (*inputs, *attrs))
+            results = below(keyset, (*inputs, *attrs, *mask(op, names)))
         named = dict(zip((*op.inputs, *op.results), (*inputs, *_results(results)), strict=True))
-        ctx.attrs = attrs
+        ctx.attrs, ctx.wanted = attrs, names
         ctx.save_for_backward(*(named[slot] for slot in (op.saved if op.has_gradient else op.inputs)))
         if forward_ad._current_level >= 0:  # for ``tangents``
             ctx.save_for_forward(*inputs)
-            ctx.shapes = [y.shape for y in _results(results)]
+            ctx.shapes = {y: t.shape for y, t in zip(op.results, _results(results), strict=True) if y in names}
         ctx.mark_non_differentiable(*(named[slot] for slot in op.residuals))
         if not op.has_gradient:
             ctx.set_materialize_grads(False)
         return results
 
     def differentiate(ctx, *grads):
-        needed = ctx.needs_input_grad[2:]
+        needed = ctx.needs_input_grad[3:]
         if op.has_gradient:
             found = _run_backward(op, ctx.attrs, ctx.saved_tensors, grads[: len(op.outputs)], needed, ctx)
         else:
             found = _gradient_of_backward(op, forward, ctx.attrs, ctx.saved_tensors, grads, needed)
-        return None, None, *found
+        return None, None, None, *found
 
-    def tangents(ctx, _, __, *tangents):
+    def tangents(ctx, _, __, ___, *tangents):
         primals = [t if t is None else forward_ad.unpack_dual(t).primal for t in ctx.saved_tensors]
         with _other_levels():
-            found = _tangents_of_product(op, forward, ctx.attrs, primals, tangents)
-        zeros = next(iter(found.values())).new_zeros
-        found = dict.fromkeys(op.residuals) | found  # which must be None
-        return pack([found[y] if y in found else zeros(shape) for y, shape in zip(op.results, ctx.shapes, strict=True)])
+            found = _tangents_of_product(op, forward, ctx.attrs, ctx.wanted, primals, tangents)
+        zeros = next(t for t in primals if t is not None).new_zeros
+        moved = [y for y in ctx.wanted if y not in op.residuals]  # of others the tangent must be None
+        found = {y: zeros(ctx.shapes[y]) for y in moved if y not in found} | found
+        return pack([found.get(y) for y in op.results])
 
     members = {"forward": run, "backward": differentiate, "jvp": tangents}
     members = {name: staticmethod(function) for name, function in members.items()}
@@ -434,7 +509,7 @@ def _autograd_kernel(op: Op, forward: Op, dispatched: Callable[..., Any], split,
     apply = super(torch.autograd.Function, function).apply  # the wrapper would choose a level of torch.func
 
     def kernel(keyset, *args):
-        inputs, attrs = split(args)
+        inputs, attrs, names = split(args)
         has_tangents = _has_tangents(inputs)
         recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
         if not recorded and not has_tangents:
@@ -444,16 +519,17 @@ def _autograd_kernel(op: Op, forward: Op, dispatched: Callable[..., Any], split,
         by_formula = has_tangents or (op is not forward and not _all_tensors(inputs))
         if by_formula and not formula.is_bilinear(forward, attrs):
             if op.formula is not None:
-                return pack(_composed(op, attrs, inputs, dispatched))
+                results = dict(zip(op.results, _composed(op, attrs, inputs), strict=True))
+                return pack([results[y] if y in names else None for y in op.results])
             if has_tangents:
                 raise NotImplementedError(f"{op.name}: forward-mode differentiation is not supported")
         with _other_levels():
-            return apply(keyset, attrs, *inputs)
+            return apply(keyset, attrs, names, *inputs)
 
     return kernel
 
 
-def _composed(op: Op, attrs: tuple[Attr, ...], inputs: Tensors, dispatched: Callable[..., Any]) -> list[Tensor]:
+def _composed(op: Op, attrs: tuple[Attr, ...], inputs: Tensors) -> list[Tensor]:
     """The results by the operator's formula, which torch differentiates; residuals, which have no derivative, by the
     operator itself."""
     _check_devices(op, inputs)
@@ -461,17 +537,19 @@ def _composed(op: Op, attrs: tuple[Attr, ...], inputs: Tensors, dispatched: Call
     found = derivatives.composed(op, attrs, inputs, of(op.library), dtypes)
     if op.residuals:
         constants = [t if t is None else forward_ad.unpack_dual(t).primal.detach() for t in inputs]
-        found = dict(zip(op.results, _results(dispatched(*constants, *attrs)), strict=True)) | found
+        found = dict(zip(op.results, _results(dispatched[op](*constants, *attrs)), strict=True)) | found
     return [found[y] for y in op.results]
 
 
-def _tangents_of_product(op: Op, forward: Op, attrs: tuple[Attr, ...], saved: Tensors, tangents: Tensors):
+def _tangents_of_product(
+    op: Op, forward: Op, attrs: tuple[Attr, ...], names: Container[str], saved: Tensors, tangents: Tensors
+):
     """By name, the tangents of the results of a bilinear operator, or of its backward, where they are not zero."""
     named = {slot: t for slot, t in zip(op.inputs, saved, strict=True) if t is not None}
     given = {slot: t for slot, t in zip(op.inputs, tangents, strict=True) if t is not None}
     run, m = derivatives.runner(dispatched, attrs), derivatives.MATHEMATICS
     if op is not forward:
-        return formula.backward_tangents(m, run, forward, named, given)
+        return formula.backward_tangents(m, run, forward, named, given, names)
     return {op.outputs[0]: formula.bilinear_tangent(m, run, op, named, given)}
 
 
@@ -492,9 +570,10 @@ def _gradient_of_products(
 ) -> tuple[Tensor | None, ...]:
     named = {slot: t for slot, t in zip(op.inputs, saved, strict=True) if t is not None}
     given = {y: t for y, t in zip(op.results, grads, strict=True) if t is not None}
+    wanted = {slot for slot, need in zip(op.inputs, needed, strict=True) if need}
     run = derivatives.runner(dispatched, attrs)
-    found = formula.backward_cotangents(derivatives.MATHEMATICS, run, forward, named, given)
-    return tuple(found.get(slot) if need else None for slot, need in zip(op.inputs, needed, strict=True))
+    found = formula.backward_cotangents(derivatives.MATHEMATICS, run, forward, named, given, wanted)
+    return tuple(found.get(slot) for slot in op.inputs)
 
 
 def _all_tensors(inputs: Tensors) -> bool:
@@ -512,7 +591,7 @@ def _gradient_of_formula(
 
     def of_moved(*tensors: Tensor) -> tuple[Tensor, ...]:
         inputs = dict(enumerate(saved)) | dict(zip(moved, tensors, strict=True))
-        results = _composed(op, attrs, tuple(inputs.values()), dispatched[op])
+        results = _composed(op, attrs, tuple(inputs.values()))
         return tuple(results[i] for i in given)
 
     _, gradient = torch.func.vjp(of_moved, *(saved[i] for i in moved))
@@ -561,10 +640,10 @@ def _autocast_kernel(op: Op, dispatched: Callable[..., Any], device: str, split,
     keys = torch._C.DispatchKeySet(key)
 
     def kernel(*args):
-        inputs, attrs = split(args)
-        cast, back = _autocast(op, device.lower(), inputs)
+        inputs, attrs, names = split(args)
+        cast, attrs, back = _autocast(op, attrs, device.lower(), inputs)
         with torch._C._ExcludeDispatchKeyGuard(keys):
-            results = _results(dispatched(*cast, *attrs))
+            results = _results(dispatched(*cast, *attrs, *mask(op, names)))
         if back is None:
             return pack(results)
         n = len(op.outputs)
@@ -573,9 +652,18 @@ def _autocast_kernel(op: Op, dispatched: Callable[..., Any], device: str, split,
     return kernel
 
 
-def _autocast(op: Op, device: str, inputs: Tensors) -> tuple[Tensors, torch.dtype | None]:
-    """The inputs as autocast casts them, and the dtype to cast the results to, or None."""
+def _autocast(op: Op, attrs: tuple[Any, ...], device: str, inputs: Tensors):
+    """The inputs as autocast casts them, the attributes, and the dtype to cast the results to, or None."""
     to = op.autocast.get(device)
+    if to == "wide results":
+        given = dict(zip(op.attrs, attrs, strict=True))
+        if given["dtype"] is None and inputs[0].is_floating_point() and inputs[0].element_size() == 2:
+            given["dtype"] = "float32"
+        return inputs, tuple(given.values()), None
+    if to == "as given":
+        with contextlib.suppress(TypeError):
+            _infer(op, attrs, inputs)
+            return inputs, attrs, None
     floating = [t for t in inputs if t is not None and t.is_floating_point()]
     dtype, back = torch.get_autocast_dtype(device) if to == "autocast" else _DTYPES.get(to or ""), None
     if dtype is None:
@@ -583,7 +671,7 @@ def _autocast(op: Op, device: str, inputs: Tensors) -> tuple[Tensors, torch.dtyp
         back = _widest([t for slot, t in zip(op.inputs, inputs, strict=True) if slot in op.vmappable])
         back = None if back == dtype else back
     casts = {id(t) for t in floating if t.dtype not in (dtype, torch.float64)}
-    return [t.to(dtype) if id(t) in casts else t for t in inputs], back
+    return [_cast(t, dtype) if id(t) in casts else t for t in inputs], attrs, back
 
 
 def _widest(tensors: Sequence[Tensor]) -> torch.dtype:
@@ -605,17 +693,18 @@ def _batch(op: Op, size: int, dims: Sequence[int | None], inputs: Tensors, wante
         results = run(*moved)
     elif size:
         examples = [run(*(t if dim is None else t.select(dim, i) for t, dim in pairs)) for i in range(size)]
-        results = tuple(torch.stack(r) for r in zip(*examples, strict=True))
+        results = tuple(None if r[0] is None else torch.stack(r) for r in zip(*examples, strict=True))
     else:  # the shapes of an example, with a batch of 0
         example = run(*(t if dim is None else t.sum(dim, dtype=t.dtype) for t, dim in pairs))
-        results = tuple(r[None][:0] for r in example)
-    return results, (0,) * len(results)
+        results = tuple(None if r is None else r[None][:0] for r in example)
+    return results, tuple(None if r is None else 0 for r in results)
 
 
 # ----------------------------------------------------------------------------------------------------- public functions
 
 _is_compiling = torch.compiler.is_dynamo_compiling
 _gate = torch_call.gate() if _READS_TENSORS else None
+_cast = torch_autocast.caster() if _READS_TENSORS else Tensor.to
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -716,7 +805,7 @@ def _into(op: Op, out: Tensor, function: Callable[..., Tensor], sort, args, kwar
             return _copied(op, out, function(*args, **kwargs))
         if _writes_directly(op, out, inputs, attrs):
             with _RecordFunctionFast(f"{op.library.name}::{op.name}", [t for t in inputs if t is not None]):
-                _run(op, inputs, op.canonical(attrs), op.outputs, out)
+                _run(op, inputs, op.canonical(attrs), op.outputs, {op.outputs[0]: out})
             if not out.is_inference():
                 torch.autograd.graph.increment_version(out)
             return out
@@ -801,7 +890,7 @@ def _run_eager(op: Op, inputs: Tensors, attrs: tuple[Attr, ...]):
     """A plain call that the builtin refused, after casting, broadcasting and copying to contiguous tensors."""
     back = None
     if op.autocast and torch.is_autocast_enabled(inputs[0].device.type):
-        inputs, back = _autocast(op, inputs[0].device.type, inputs)
+        inputs, attrs, back = _autocast(op, attrs, inputs[0].device.type, inputs)
     inputs, attrs = op.absorb_transposed_views(inputs, attrs, Tensor.is_contiguous)
     if op.broadcast and _all_given(inputs):
         inputs = torch.broadcast_tensors(*inputs)
@@ -871,18 +960,45 @@ conv2d = _channels_last(conv2d)  # type: ignore[name-defined] # noqa: F821
 # -------------------------------------------------------------------------------------------------------------- modules
 
 
-class LayerNorm(torch.nn.LayerNorm):
-    """``torch.nn.LayerNorm`` on the library's kernel: the same arguments, parameters and state."""
+class _Offset:
+    """``weight_offset`` of a norm's module: what is added to its weight, whose initial value is 1 - weight_offset."""
+
+    weight_offset = 0.0
+
+    def __init__(self, *args: Any, weight_offset: float = 0.0, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.weight_offset = float(weight_offset)
+        if weight_offset:
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()  # type: ignore[misc]
+        if self.weight_offset and self.weight is not None:  # type: ignore[attr-defined]
+            torch.nn.init.constant_(self.weight, 1 - self.weight_offset)  # type: ignore[attr-defined]
+
+    def extra_repr(self) -> str:
+        offset = f", weight_offset={self.weight_offset}" if self.weight_offset else ""
+        return super().extra_repr() + offset  # type: ignore[misc]
+
+
+class LayerNorm(_Offset, torch.nn.LayerNorm):
+    """``torch.nn.LayerNorm`` on the library's kernel: the same arguments, parameters and state, and the keyword
+    ``weight_offset``, which is added to the weight; the initial weight is 1 - weight_offset. Parameters in float32
+    serve inputs of 16 bits."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)  # type: ignore[name-defined] # noqa: F821
+        affine = self.weight, self.bias, self.eps, self.weight_offset
+        return layer_norm(input, self.normalized_shape, *affine)  # type: ignore[name-defined] # noqa: F821
 
 
-class RMSNorm(torch.nn.RMSNorm):
-    """``torch.nn.RMSNorm`` on the library's kernel: the same arguments, parameters and state."""
+class RMSNorm(_Offset, torch.nn.RMSNorm):
+    """``torch.nn.RMSNorm`` on the library's kernel: the same arguments, parameters and state, and the keyword
+    ``weight_offset``, which is added to the weight; the initial weight is 1 - weight_offset. Parameters in float32
+    serve inputs of 16 bits."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return rms_norm(input, self.normalized_shape, self.weight, self.eps)  # type: ignore[name-defined] # noqa: F821
+        affine = self.weight, self.eps, self.weight_offset
+        return rms_norm(input, self.normalized_shape, *affine)  # type: ignore[name-defined] # noqa: F821
 
 
 class Linear(torch.nn.Linear):

@@ -33,21 +33,26 @@ def add_layer_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-05,
+    weight_offset: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """``h = x + residual`` and ``layer_norm(h, normalized_shape, weight, bias, eps)``.
+    """``h = x + residual`` and ``layer_norm(h, normalized_shape, weight, bias, eps, weight_offset)``.
 
     Args:
-        x, residual: (..., *normalized_shape); float16, bfloat16, float32 or float64, both the same.
+        x: (..., *normalized_shape); float16, bfloat16, float32 or float64.
+        residual: the same shape; of x's dtype, or float32 where x has 16 bits.
         normalized_shape: the trailing axes to normalize over; an int stands for one axis.
-        weight, bias: normalized_shape, of x's dtype; either may be None.
+        weight, bias: normalized_shape, or both with more of the trailing axes of x, as (H, D) for a weight of each
+            head; of x's dtype, or both float32 where x has 16 bits. Either may be None; without a weight, bias is
+            normalized_shape and of x's dtype.
         eps: added to the variance.
+        weight_offset: added to the weight: the rows are scaled by weight + weight_offset. 0 where weight is None.
 
     Returns:
-        The norm and h, in this order, each like x. What is normalized is h as it is returned, rounded to its dtype.
+        The norm, like x, and h, like residual. What is normalized is h as it is returned, rounded to its dtype.
 
     Raises:
-        TypeError: a dtype that is not floating, or a residual, weight or bias of another dtype than x's.
-        ValueError: shapes that do not fit; tensors on different devices.
+        TypeError: a dtype that is not floating, or a residual, weight or bias of another dtype than those above.
+        ValueError: shapes that do not fit; a weight_offset without a weight; tensors on different devices.
 
     Source: Ba, Kiros and Hinton, arXiv:1607.06450.
     """
@@ -58,21 +63,25 @@ def add_rms_norm(
     normalized_shape: int | Sequence[int],
     weight: Tensor | None = None,
     eps: float | None = None,
+    weight_offset: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """``h = x + residual`` and ``rms_norm(h, normalized_shape, weight, eps)``.
+    """``h = x + residual`` and ``rms_norm(h, normalized_shape, weight, eps, weight_offset)``.
 
     Args:
-        x, residual: (..., *normalized_shape); float16, bfloat16, float32 or float64, both the same.
+        x: (..., *normalized_shape); float16, bfloat16, float32 or float64.
+        residual: the same shape; of x's dtype, or float32 where x has 16 bits.
         normalized_shape: the trailing axes to normalize over; an int stands for one axis.
-        weight: normalized_shape, of x's dtype, or None.
+        weight: normalized_shape, or with more of the trailing axes of x, as (H, D) for a weight of each head; of x's
+            dtype, or float32 where x has 16 bits. Or None.
         eps: added to the mean; None for the machine epsilon of float32, of float64 where x is.
+        weight_offset: added to the weight: the rows are scaled by weight + weight_offset. 0 where weight is None.
 
     Returns:
-        The norm and h, in this order, each like x. What is normalized is h as it is returned, rounded to its dtype.
+        The norm, like x, and h, like residual. What is normalized is h as it is returned, rounded to its dtype.
 
     Raises:
-        TypeError: a dtype that is not floating, or a residual or weight of another dtype than x's.
-        ValueError: shapes that do not fit; tensors on different devices.
+        TypeError: a dtype that is not floating, or a residual or weight of another dtype than those above.
+        ValueError: shapes that do not fit; a weight_offset without a weight; tensors on different devices.
 
     Source: Zhang and Sennrich, arXiv:1910.07467.
     """
@@ -123,6 +132,7 @@ def cross_entropy(
     ignore_index: int = -100,
     reduction: str = 'mean',
     label_smoothing: float = 0.0,
+    dtype: str | torch.dtype | None = None,
     weight: Tensor | None = None,
     *,
     out: Tensor | None = None,
@@ -136,13 +146,13 @@ def cross_entropy(
         ignore_index: rows of this class have a loss and a gradient of 0, and do not count for the mean.
         reduction: "none", the losses of the rows; "sum"; or "mean", the sum over the number of rows not ignored.
         label_smoothing: from 0 to 1: how much of the probability of the class is spread over all classes.
+        dtype: of the loss: None, for x's, or "float32" for an x of 16 bits.
 
     Returns:
-        The loss, of x's dtype: (), or target's shape where reduction is "none". Sums are taken in float32 (float64 for
-        float64).
+        The loss: (), or target's shape where reduction is "none". Sums are taken in float32 (float64 for float64).
 
     Raises:
-        TypeError: an x that is not floating, a target that is not int32 or int64.
+        TypeError: an x that is not floating, a target that is not int32 or int64, another dtype.
         ValueError: shapes that do not fit; another reduction; a label_smoothing that is not from 0 to 1; tensors on
             different devices; on the CPU, a class that there is not. On a GPU such a row's loss and gradient are NaN.
     """
@@ -171,24 +181,29 @@ def layer_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-05,
+    weight_offset: float = 0.0,
     *,
     out: Tensor | None = None,
 ) -> Tensor:
     """Layer normalization, as ``torch.nn.functional.layer_norm``:
-    ``(x - mean) / sqrt(var + eps) * weight + bias``, mean and (biased) variance taken over the trailing axes.
+    ``(x - mean) / sqrt(var + eps) * (weight + weight_offset) + bias``, mean and (biased) variance taken over the
+    trailing axes.
 
     Args:
         x: (..., *normalized_shape); float16, bfloat16, float32 or float64.
         normalized_shape: the trailing axes to normalize over; an int stands for one axis.
-        weight, bias: normalized_shape, of x's dtype; either may be None.
+        weight, bias: normalized_shape, or both with more of the trailing axes of x, as (H, D) for a weight of each
+            head; of x's dtype, or both float32 where x has 16 bits. Either may be None; without a weight, bias is
+            normalized_shape and of x's dtype.
         eps: added to the variance.
+        weight_offset: added to the weight: the rows are scaled by weight + weight_offset. 0 where weight is None.
 
     Returns:
         A tensor like x. Statistics are taken in float32 (float64 for float64).
 
     Raises:
-        TypeError: a dtype that is not floating, or a weight or bias of another dtype than x's.
-        ValueError: shapes that do not fit; tensors on different devices.
+        TypeError: a dtype that is not floating, or a weight or bias of another dtype than those above.
+        ValueError: shapes that do not fit; a weight_offset without a weight; tensors on different devices.
 
     Source: Ba, Kiros and Hinton, arXiv:1607.06450.
     """
@@ -273,24 +288,27 @@ def rms_norm(
     normalized_shape: int | Sequence[int],
     weight: Tensor | None = None,
     eps: float | None = None,
+    weight_offset: float = 0.0,
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Root mean square normalization, as ``torch.nn.functional.rms_norm``: ``x / sqrt(mean(x**2) + eps) * weight``,
-    the mean taken over the trailing axes.
+    """Root mean square normalization, as ``torch.nn.functional.rms_norm``: ``x / sqrt(mean(x**2) + eps) *
+    (weight + weight_offset)``, the mean taken over the trailing axes.
 
     Args:
         x: (..., *normalized_shape); float16, bfloat16, float32 or float64.
         normalized_shape: the trailing axes to normalize over; an int stands for one axis.
-        weight: normalized_shape, of x's dtype, or None.
+        weight: normalized_shape, or with more of the trailing axes of x, as (H, D) for a weight of each head; of x's
+            dtype, or float32 where x has 16 bits. Or None.
         eps: added to the mean; None for the machine epsilon of float32, of float64 where x is.
+        weight_offset: added to the weight: the rows are scaled by weight + weight_offset. 0 where weight is None.
 
     Returns:
         A tensor like x. The mean is taken in float32 (float64 for float64).
 
     Raises:
-        TypeError: a dtype that is not floating, or a weight of another dtype than x's.
-        ValueError: shapes that do not fit; tensors on different devices.
+        TypeError: a dtype that is not floating, or a weight of another dtype than those above.
+        ValueError: shapes that do not fit; a weight_offset without a weight; tensors on different devices.
 
     Source: Zhang and Sennrich, arXiv:1910.07467.
     """
@@ -336,13 +354,17 @@ def of(library: Library) -> Namespace:
     """The functions of a library's operators as a module, each made, and registered as ``torch.ops.<library>.<op>``,
     when it is first asked for: those that are defined later too."""
 
-class LayerNorm(torch.nn.LayerNorm):
-    """``torch.nn.LayerNorm`` on the library's kernel: the same arguments, parameters and state."""
+class LayerNorm(_Offset, torch.nn.LayerNorm):
+    """``torch.nn.LayerNorm`` on the library's kernel: the same arguments, parameters and state, and the keyword
+    ``weight_offset``, which is added to the weight; the initial weight is 1 - weight_offset. Parameters in float32
+    serve inputs of 16 bits."""
 
     def forward(self, input: Tensor) -> Tensor: ...
 
-class RMSNorm(torch.nn.RMSNorm):
-    """``torch.nn.RMSNorm`` on the library's kernel: the same arguments, parameters and state."""
+class RMSNorm(_Offset, torch.nn.RMSNorm):
+    """``torch.nn.RMSNorm`` on the library's kernel: the same arguments, parameters and state, and the keyword
+    ``weight_offset``, which is added to the weight; the initial weight is 1 - weight_offset. Parameters in float32
+    serve inputs of 16 bits."""
 
     def forward(self, input: Tensor) -> Tensor: ...
 

@@ -67,13 +67,23 @@ def conv2d(
 
 
 def cross_entropy(
-    function, x, target, ignore_index=-100, reduction="mean", label_smoothing=0.0, weight: Tensor | None = None
+    function,
+    x,
+    target,
+    ignore_index=-100,
+    reduction="mean",
+    label_smoothing=0.0,
+    dtype: torch.dtype | str | None = None,
+    weight: Tensor | None = None,
 ) -> Any:
-    """Class weights, (C); targets that are probabilities, of x's shape; and (N, C, d...) with targets of (N, d...)."""
+    """Class weights, (C); targets that are probabilities, of x's shape; (N, C, d...) with targets of (N, d...); and a
+    ``dtype`` of torch's."""
     if not (isinstance(x, Tensor) and isinstance(target, Tensor)) or x.dim() == 0:
         return NotImplemented
+    named = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+    options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
     if weight is None and x.dim() <= 2 and not target.is_floating_point():
-        return NotImplemented
+        return NotImplemented if named is dtype else function(x, target, **options, dtype=named)
     if reduction not in ("none", "sum", "mean"):
         raise ValueError(f"cross_entropy: reduction is {reduction!r}, expected 'none', 'sum' or 'mean'")
     axis = min(1, x.dim() - 1)
@@ -84,19 +94,19 @@ def cross_entropy(
             raise ValueError(f"cross_entropy: ignore_index is {ignore_index}, expected none: target has probabilities")
         aims = target.movedim(axis, -1) * (1 - label_smoothing) + label_smoothing / classes
         losses = -_sum_of_logarithms(rows, aims if weight is None else aims * weight)
-        return _reduced(losses, reduction, losses.numel()).to(_result_dtype(x))
+        return _reduced(losses, reduction, losses.numel()).to(_result_dtype(x, named))
     if weight is None:
-        flat = rows.reshape(-1, classes), target.reshape(-1)
-        losses = function(*flat, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
+        losses = function(rows.reshape(-1, classes), target.reshape(-1), **options, dtype=named)
         return losses.reshape(target.shape) if reduction == "none" else losses
     counts = target != ignore_index
     factors = torch.where(counts, weight[target.clamp(0, classes - 1)], 0)
     flat = rows.reshape(-1, classes), target.reshape(-1)
-    losses = function(*flat, ignore_index=ignore_index, reduction="none").reshape(target.shape) * factors
+    options = {"ignore_index": ignore_index, "reduction": "none"}
+    losses = function(*flat, **options, dtype=named).reshape(target.shape) * factors
     if label_smoothing:
         smooth = torch.where(counts, -_sum_of_logarithms(rows, weight), 0)
         losses = (1 - label_smoothing) * losses + label_smoothing / classes * smooth
-    return _reduced(losses, reduction, factors.sum()).to(_result_dtype(x))
+    return _reduced(losses, reduction, factors.sum()).to(_result_dtype(x, named))
 
 
 def _check_shapes(x: Tensor, target: Tensor, weight: Tensor | None, axis: int) -> None:
@@ -119,8 +129,15 @@ def _reduced(losses: Tensor, reduction: str, count: Any) -> Tensor:
     return losses.sum() / count if reduction == "mean" else losses.sum()
 
 
-def _result_dtype(x: Tensor) -> torch.dtype:
-    """x's, or under autocast, where losses are of float32, at least that."""
+def _result_dtype(x: Tensor, dtype: str | None) -> torch.dtype:
+    """``dtype``, which is x's or float32 for 16 bits. If None, x's, or under autocast, where losses are of float32, at
+    least that."""
+    if dtype is not None:
+        expected = {x.dtype, torch.promote_types(x.dtype, torch.float32)}
+        found = getattr(torch, dtype, None)
+        if found not in expected:
+            raise TypeError(f"cross_entropy: dtype is {dtype}, expected None or {' or '.join(map(str, expected))}")
+        return found
     return torch.promote_types(x.dtype, torch.float32) if torch.is_autocast_enabled(x.device.type) else x.dtype
 
 

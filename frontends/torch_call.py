@@ -63,7 +63,7 @@ class _Torch(Structure):
 
 class _Function(Structure):
     _fields_ = [
-        ("call", c_void_p), ("prototype", _Slots), ("has_prototypes", c_bool), ("always", c_uint32),
+        ("call", c_void_p), ("prototype", _Slots), ("has_prototypes", c_bool), ("equal", _Slots), ("always", c_uint32),
         ("residuals", c_uint32), ("scratch", c_uint32), ("keep_from", c_int64), ("n_returned", c_int),
         ("n_saved", c_int), ("saved", _Slots), ("instead", _Slots), ("make_prototypes", c_void_p),
         ("prototypes", c_void_p),
@@ -73,7 +73,8 @@ class _Function(Structure):
 class _Backward(Structure):
     _fields_ = [
         ("function", c_void_p), ("n_grads", c_int), ("n_inputs", c_int), ("source", _Slots), ("gradient", _Slots),
-        ("fallback", c_void_p),
+        ("fallback", c_void_p), ("over_output", c_int), ("over_input", c_int), ("over_from", c_int64),
+        ("may_overwrite", c_void_p),
     ]  # fmt: skip
 
 
@@ -94,7 +95,7 @@ class _Public(Structure):
 @cache
 def lib() -> ctypes.CDLL:
     """The library, with its structs compared with those above. Raises LibraryError if they differ."""
-    call.check_structs("aot_torch_structs", 2, (Gate, _Torch, _Function, _Backward, _Differentiable, _Public))
+    call.check_structs("aot_torch_structs", 3, (Gate, _Torch, _Function, _Backward, _Differentiable, _Public))
     return call.lib()
 
 
@@ -140,6 +141,8 @@ def function(
     prototypes: Callable[..., tuple[Any, ...]],
     keep_residuals_from: int,
     fallback: Callable[..., Any],
+    may_overwrite: Callable[[int, tuple[Any, ...]], bool] | None = None,
+    overwrite_from: int = 0,
 ) -> Function:
     """An operator with its attributes as builtins.
 
@@ -150,6 +153,9 @@ def function(
         fallback: the backward in Python, for a call that is not plain: a function of the saved tensors, the gradients
             of the outputs, for each input whether its gradient is needed, and the context, which has as ``inputs``
             those that were replaced by a residual (Op.instead).
+        may_overwrite: takes the index, among the saved tensors, of one that a gradient may be written over
+            (Op.overwrites), and these; returns whether nobody else will read it. None: never.
+        overwrite_from: bytes of such a tensor from which ``may_overwrite`` is asked.
     """
     handle = _function_handle(op, attrs, prototypes, keep_residuals_from)
     run, forward = (builtin(op.name, f"aot_torch_{kind}", handle) for kind in ("run", "forward"))
@@ -158,13 +164,24 @@ def function(
     if op.backward.factors(attrs):
         return Function(run, forward, lambda ctx, *dys: fallback(ctx.saved_tensors, dys, ctx.needs_input_grad, ctx))
     backward_handle = _function_handle(op.backward, attrs, prototypes, keep_residuals_from)
-    return Function(run, forward, _backward(op, op.backward, backward_handle, fallback))
+    return Function(run, forward, _backward(op, op.backward, backward_handle, fallback, may_overwrite, overwrite_from))
 
 
-def _backward(op: Op, backward: Op, handle: Any, fallback: Callable[..., Any]) -> Callable[..., Any]:
+def _backward(
+    op: Op,
+    backward: Op,
+    handle: Any,
+    fallback: Callable[..., Any],
+    may_overwrite: Callable[[int, tuple[Any, ...]], bool] | None,
+    overwrite_from: int,
+) -> Callable[..., Any]:
     sources = [*(f"d{y}" for y in op.outputs), *op.saved]
     slots = {slot: i for i, slot in enumerate(backward.slots)}
     gradients = [backward.alias.get(f"d{x}", f"d{x}") for x in op.inputs]
+    assert len(backward.overwrites) < 2, f"{backward.name} overwrites more than one input"
+    over_output, over_input, asked = -1, -1, None
+    for y, x in backward.overwrites.items() if may_overwrite else ():
+        over_output, over_input, asked = slots[y], slots[x], partial(may_overwrite, op.saved.index(x))
     made = _Backward(
         pointer_of(handle),
         len(op.outputs),
@@ -172,8 +189,12 @@ def _backward(op: Op, backward: Op, handle: Any, fallback: Callable[..., Any]) -
         _Slots(*(sources.index(slot) for slot in backward.inputs)),
         _Slots(*(slots.get(gradient, -1) for gradient in gradients)),
         id(fallback),
+        over_output,
+        over_input,
+        overwrite_from,
+        id(asked),
     )
-    return builtin(op.name, "aot_torch_backward", struct_capsule(made, handle, fallback))
+    return builtin(op.name, "aot_torch_backward", struct_capsule(made, handle, fallback, asked))
 
 
 def _function_handle(
@@ -192,6 +213,7 @@ def _function_handle(
         pointer_of(handle),
         _Slots(*prototype),
         any(prototype[i] < 0 for i in written),
+        _Slots(*(slots.get(op.equal.get(slot, ""), -1) for slot in op.slots)),
         bits([*(y for y in op.outputs if y in slots and y not in op.optional), *op.workspace]),
         bits(op.residuals),
         bits(op.workspace),
@@ -224,9 +246,8 @@ def public(op: Op, bind: Callable[..., Any], fallback: Callable[..., Any]) -> Ca
     positions = {name: i for i, name in enumerate((*op.inputs, *op.public_attrs))}
     names, defaults = [sys.intern(p.name) for p in parameters], [p.default for p in parameters]
     bound: dict[Any, Any] = {}
-    made = _Public(
-        len(op.inputs), len(op.public_attrs), len(names), has_autocast=bool(op.autocast), most_bound=call.MOST_BOUND
-    )
+    casts = any(to != "as given" for to in op.autocast.values())
+    made = _Public(len(op.inputs), len(op.public_attrs), len(names), has_autocast=casts, most_bound=call.MOST_BOUND)
     for i, (name, default) in enumerate(zip(names, defaults, strict=True)):
         made.position[i], made.names[i] = positions[name], id(name)
         made.defaults[i] = None if default is Parameter.empty else id(default)

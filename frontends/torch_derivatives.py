@@ -6,7 +6,7 @@ are (aotops/formula.py). All of them are compositions of operators, so that deri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from aotops import formula
 from aotops.op import Attr, Op
+
+from .torch_schema import mask
 
 
 class Mathematics:
@@ -80,8 +82,8 @@ def composed(
 def runner(dispatched: Mapping[Op, Callable[..., Any]], attrs: Sequence[Attr]) -> formula.Run:
     """Runs operators of the dispatcher, with these attributes."""
 
-    def run(op: Op, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        results = dispatched[op](*(named.get(slot) for slot in op.inputs), *attrs)
+    def run(op: Op, named: Mapping[str, Tensor], wanted: Container[str]) -> dict[str, Tensor]:
+        results = dispatched[op](*(named.get(slot) for slot in op.inputs), *attrs, *mask(op, wanted))
         return dict(zip(op.results, results if isinstance(results, (tuple, list)) else (results,), strict=True))
 
     return run

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from importlib import import_module
 from math import prod
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from aotops.op import Op
 
 from .imports import after_import
+from .torch_schema import wanted
 
 _COUNTER = "torch.utils.flop_counter"
 
@@ -22,10 +24,18 @@ def register(operators: Mapping[Op, Any]) -> None:
         counter = import_module(_COUNTER)
         for op, packet in counted:
             if packet not in counter.flop_registry:
-                counter.register_flop_formula(packet)(_FORMULAS[op.name])
+                counter.register_flop_formula(packet)(partial(_flops, op))
 
     if counted:
         after_import(_COUNTER, take)
+
+
+def _flops(op: Op, *args, **kwargs) -> int:
+    """Of a call with these shapes."""
+    product, *gradients = _FORMULAS[op.name]
+    names = wanted(op, args[len(op.inputs) + len(op.attrs) :])
+    n = sum(not one.isdisjoint(names) for one in gradients) if gradients else 1
+    return n * product(*args, **kwargs)
 
 
 def _matmul(a, b, transpose_a=False, transpose_b=False, *args, out_shape, **kwargs) -> int:
@@ -33,7 +43,7 @@ def _matmul(a, b, transpose_a=False, transpose_b=False, *args, out_shape, **kwar
 
 
 def _matmul_backward(dy, a, b, transpose_a=False, transpose_b=False, *args, **kwargs) -> int:
-    return 4 * prod(dy) * a[-2 if transpose_a else -1]
+    return 2 * prod(dy) * a[-2 if transpose_a else -1]
 
 
 def _weighted(x, weight, *args, out_shape, **kwargs) -> int:
@@ -43,7 +53,7 @@ def _weighted(x, weight, *args, out_shape, **kwargs) -> int:
 
 
 def _weighted_backward(dy, x, weight, *args, **kwargs) -> int:
-    return 4 * prod(dy) * prod(weight[1:])
+    return 2 * prod(dy) * prod(weight[1:])
 
 
 def _lltm(input, weights, *args, **kwargs) -> int:
@@ -51,17 +61,18 @@ def _lltm(input, weights, *args, **kwargs) -> int:
 
 
 def _lltm_backward(dnew_h, dnew_cell, input, weights, *args, **kwargs) -> int:
-    return 4 * prod(input[:-1]) * prod(weights)
+    return 2 * prod(input[:-1]) * prod(weights)
 
 
-_FORMULAS: dict[str, Callable[..., int]] = {
-    "matmul": _matmul,
-    "matmul_backward": _matmul_backward,
-    "linear": _weighted,
-    "linear_backward": _weighted_backward,
-    "conv2d": _weighted,
-    "conv2d_backward": _weighted_backward,
-    "lltm": _lltm,
-    "lltm_backward": _lltm_backward,
+_FORMULAS: dict[str, tuple[Any, ...]] = {
+    "matmul": (_matmul,),
+    "matmul_backward": (_matmul_backward, {"da"}, {"db"}),
+    "linear": (_weighted,),
+    "linear_backward": (_weighted_backward, {"dx"}, {"dweight"}),
+    "conv2d": (_weighted,),
+    "conv2d_backward": (_weighted_backward, {"dx"}, {"dweight"}),
+    "lltm": (_lltm,),
+    "lltm_backward": (_lltm_backward, {"dinput", "dold_h"}, {"dweights"}),
 }
-"""By operator, functions of the arguments' shapes. A backward by the dispatcher computes all gradients."""
+"""By operator, a function of the arguments' shapes for a product, and for a backward what each of its products is
+computed for."""

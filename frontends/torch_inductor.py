@@ -1,4 +1,8 @@
-"""Registers the operators of ``torch.library`` as fallbacks of Inductor: a part of the torch frontend.
+"""What PyTorch's Inductor makes of the operators: a part of the torch frontend.
+
+An operator that Inductor can fuse with what stands around it is decomposed: the elementwise ones, by their formulas,
+and 16-bit products on a GPU, which become torch's own, with the activation and the sum of a bias's gradient beside
+them. The others are fallbacks: Inductor calls the kernel.
 
 Inductor makes a fallback of an operator that it does not know, which is right. But before torch 2.13 it formats the
 operator's arguments for its log first, even where nothing is logged. The text of an argument contains all that it was
@@ -6,35 +10,246 @@ computed from, and an argument that is used twice appears twice: in a residual n
 operator. So each operator is made a fallback before Inductor sees it.
 
 Inductor takes seconds to import, which only those who compile should wait for. So the operators are registered after
-something else has imported Inductor's table of lowerings. A public function or an operator's fake kernel would be too
-late: they do not run where their result is cached, or where the graph was exported before.
+something else has imported Inductor's tables. A public function or an operator's fake kernel would be too late: they do
+not run where their result is cached, or where the graph was exported before.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextvars import ContextVar
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._functorch import config as _functorch_config
+from torch.utils.weak import WeakIdKeyDictionary
+
+from aotops.op import Op
+from aotops.ops import BUILTIN
+from aotops.ops._activation import activated, slope
 
 from .imports import after_import
+from .torch_derivatives import MATHEMATICS as m
+from .torch_schema import wanted as names_of_wanted
 
-_LOWERING = "torch._inductor.lowering"
+_LOWERING, _DECOMPOSITION = "torch._inductor.lowering", "torch._inductor.decomposition"
+
+# ------------------------------------------------------------------------------------------------------ decompositions
+# Functions of an operator's arguments, which return its results, or NotImplemented for a call that the kernel serves.
 
 
-def register(operators: Iterable[Any]) -> None:
-    """Makes these ``OpOverload`` fallbacks of Inductor: now, or as soon as it is imported."""
-    overloads = tuple(operators)
-    after_import(_LOWERING, lambda: _make_fallbacks(import_module(_LOWERING), overloads))
+def _fuses_products(x: Tensor) -> bool:
+    """float32 is left to the kernel, whose TF32 is an argument and not torch's setting."""
+    return x.device.type == "cuda" and x.dtype in (torch.bfloat16, torch.float16)
 
 
-def _make_fallbacks(lowering: ModuleType, operators: Iterable[Any]) -> None:
+def _has_fused_kernel(x: Tensor, weight: Tensor) -> bool:
+    """Whether the library's product with an activation is faster than torch's and a kernel of Inductor's: on Hopper,
+    where lines are whole vectors."""
+    aligned = all(isinstance(n, int) and n % 8 == 0 for n in weight.shape)
+    return aligned and x.device.type == "cuda" and torch.cuda.get_device_capability(x.device)[0] == 9
+
+
+_ACTIVATED: MutableMapping[Tensor, tuple[Tensor, str]] = WeakIdKeyDictionary()
+"""While a graph is traced: for what a fused kernel returned, the pre-activation and the activation. A backward computes
+it again instead of keeping both."""
+_AS_IT_IS = ContextVar("as_it_is", default=False)
+
+
+def linear(x, weight, bias, activation, allow_tf32):
+    if _AS_IT_IS.get() or not _fuses_products(x):
+        return NotImplemented
+    if activation is not None and _has_fused_kernel(x, weight):
+        token = _AS_IT_IS.set(True)
+        try:
+            y, before = torch.ops.aotops.linear.default(x, weight, bias, activation, allow_tf32)
+        finally:
+            _AS_IT_IS.reset(token)
+        _ACTIVATED[y] = before, activation
+        return y, before
+    before = torch.nn.functional.linear(x, weight, bias)
+    if activation is None:
+        return before, before[..., :0]
+    return _activated(before, activation), before
+
+
+def _activated(before: Tensor, activation: str) -> Tensor:
+    return activated(m, m.wide(before), activation).to(before.dtype)
+
+
+def linear_backward(dy, x, weight, bias, pre_activation, activation, allow_tf32, wanted=(True, True, True)):
+    if not _fuses_products(x):
+        return NotImplemented
+    d = dy
+    if activation is not None:
+        before = torch.nn.functional.linear(x, weight, bias) if pre_activation is None else pre_activation
+        d = (m.wide(dy) * slope(m, m.wide(before), activation)).to(x.dtype)
+    rows = m.matrix(d)  # read by three, and so written in 16 bits only
+    dx, dweight, dbias = wanted
+    factor = _activated(*_ACTIVATED[x]) if x in _ACTIVATED else x
+    return (
+        (rows @ weight).reshape(x.shape) if dx else None,
+        rows.mT @ m.matrix(factor) if dweight else None,
+        rows.sum(0) if dbias else None,
+    )
+
+
+def _factors(a, b, transpose_a, transpose_b):
+    return a.mT if transpose_a else a, b.mT if transpose_b else b
+
+
+def matmul(a, b, transpose_a, transpose_b, allow_tf32):
+    if not _fuses_products(a):
+        return NotImplemented
+    left, right = _factors(a, b, transpose_a, transpose_b)
+    return left @ right
+
+
+def matmul_backward(dy, a, b, transpose_a, transpose_b, allow_tf32, wanted=(True, True)):
+    """Factors that broadcast are left to the kernel, which does not round the products that it sums."""
+    if not _fuses_products(a) or a.shape[:-2] != b.shape[:-2]:
+        return NotImplemented
+    left, right = _factors(a, b, transpose_a, transpose_b)
+    of_left, of_right = wanted
+    dleft, dright = dy @ right.mT if of_left else None, left.mT @ dy if of_right else None
+    return _factors(dleft, dright, transpose_a and of_left, transpose_b and of_right)
+
+
+def _without_instead(op: Op, forward: Op, overload: Any) -> Callable[..., Any]:
+    """A backward on the residual alone, in the place of the input that it stands for, which need not be kept then.
+
+    Not where saved tensors are not donated to the backward: then it may run again, and must not be compiled to write
+    over the residual. Inductor's cache of compiled graphs does not know this setting, and so the graph must differ."""
+    places = [(op.inputs.index(slot), op.inputs.index(residual)) for slot, residual in forward.instead.items()]
+
+    def on_residuals(*args):
+        if not getattr(_functorch_config, "donated_buffer", True):
+            return NotImplemented
+        given = list(args)
+        for slot, residual in places:
+            if args[residual] is not None:
+                given[slot] = args[residual]
+        return NotImplemented if all(a is b for a, b in zip(args, given, strict=True)) else overload(*given)
+
+    return on_residuals
+
+
+_PRODUCTS = {f.__name__: f for f in (linear, linear_backward, matmul, matmul_backward)}
+
+
+def _decomposition(op: Op, forward: Op, overload: Any, composed: Callable[..., Any]) -> Callable[..., Any] | None:
+    if op.library is BUILTIN and op.name in _PRODUCTS:
+        return _PRODUCTS[op.name]
+    if op is not forward and forward.instead:
+        return _without_instead(op, forward, overload)
+    if not op.elementwise or op.formula is None:
+        return None
+    n, end = len(op.inputs), len(op.inputs) + len(op.attrs)
+
+    def by_formula(*args):
+        names = names_of_wanted(op, args[end:])
+        results = [
+            y if name in names else None
+            for name, y in zip(op.results, composed(op, args[n:end], args[:n]), strict=True)
+        ]
+        return results[0] if len(results) == 1 else tuple(results)
+
+    return by_formula
+
+
+# ----------------------------------------------------------------------------------------------------------- lowerings
+
+
+class Operator(NamedTuple):
+    """An operator, or a backward, and what torch's dispatcher has of it."""
+
+    op: Op
+    forward: Op
+    """The operator itself, or the one whose backward it is."""
+    overload: Any
+    overwriting: Any
+    """The overload that writes results over inputs (``Op.overwrites``), or None."""
+
+
+def _overwriting(lowering: ModuleType, one: Operator) -> Callable[..., Any]:
+    """Writes results over inputs that nothing else uses, and else calls the operator."""
+    op, allocating = one.op, lowering.lowerings[one.overload]
+    in_place = lowering.fallback_handler(one.overwriting, add_to_fallback_set=False)
+    over = {y: op.inputs.index(slot) for y, slot in op.overwrites.items()}
+    instead = one.forward.instead.items() if op is not one.forward else ()
+    absent = {op.inputs.index(slot): op.inputs.index(residual) for slot, residual in instead}
+
+    def may_overwrite(graph: Any) -> bool:
+        node = graph.current_node
+        on_residuals = all(node.args[slot] is node.args[residual] for slot, residual in absent.items())
+        return on_residuals and not graph.cpp_wrapper and all(_is_only_used_by(node, at, graph) for at in over.values())
+
+    def lower(*args):
+        if not may_overwrite(lowering.V.graph):
+            return allocating(*args)
+        written = in_place(*(arg for i, arg in enumerate(args) if i not in absent))
+        returned = iter(written if isinstance(written, (list, tuple)) else (written,))
+        results = [args[over[y]] if y in over else next(returned) for y in op.results]
+        return results[0] if len(results) == 1 else results
+
+    return lower
+
+
+_aten = torch.ops.aten
+_VIEWS = {_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default}
+_MAKE_MEMORY = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
+
+
+def _is_only_used_by(user: torch.fx.Node, at: int, graph: Any) -> bool:
+    """Whether this argument is memory that no other node uses: of a product, or of a saved tensor that is donated to
+    the backward."""
+    node = user.args[at]
+    while isinstance(node, torch.fx.Node) and set(node.users) == {user}:
+        if node.op == "placeholder":
+            return _is_donated(graph.graph_inputs.get(node.name))
+        if node.target in _MAKE_MEMORY:
+            return True
+        if node.target not in _VIEWS:
+            return False
+        user, node = node, node.args[0]
+    return False
+
+
+def _is_donated(box: Any) -> bool:
+    donated = getattr(import_module("torch._inductor.ir"), "DonatedBuffer", ())  # from torch 2.6 on
+    return isinstance(getattr(getattr(box, "data", None), "data", None), donated)
+
+
+# -------------------------------------------------------------------------------------------------------- registration
+
+
+def register(operators: Sequence[Operator], composed: Callable[..., Any]) -> None:
+    """Tells Inductor of operators: now, or as soon as it is imported. ``composed``: evaluates the formula of an
+    operator, given its attributes and inputs."""
+    after_import(_LOWERING, lambda: _register(import_module(_LOWERING), operators, composed))
+
+
+def _register(lowering: ModuleType, operators: Sequence[Operator], composed: Callable[..., Any]) -> None:
     try:
-        for operator in operators:
-            _make_fallback(lowering, operator)
-    except Exception as error:  # Inductor must work: without the fallbacks it does, though more slowly
-        warnings.warn(f"aotops: Inductor {lowering.torch.__version__} took no fallbacks: {error!r}", stacklevel=2)
+        for one in operators:
+            _make_fallback(lowering, one.overload)
+            if one.overwriting is not None:
+                lowering.lowerings[one.overload] = _overwriting(lowering, one)
+        # after the fallbacks, which an operator with a decomposition is refused
+        _decompose({one.overload: _decomposition(one.op, one.forward, one.overload, composed) for one in operators})
+    except Exception as error:  # Inductor must work: without this it does, though more slowly
+        warnings.warn(f"aotops: Inductor {torch.__version__} took no operators: {error!r}", stacklevel=2)
+
+
+def _decompose(functions: Mapping[Any, Callable[..., Any] | None]) -> None:
+    table = import_module(_DECOMPOSITION)
+    table.decompositions.update({operator: function for operator, function in functions.items() if function})
+    if (copied := getattr(table, "fast_random_decomps", None)) is not None:
+        copied.cache_clear()
 
 
 def _make_fallback(lowering: ModuleType, operator: Any) -> None:

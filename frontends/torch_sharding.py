@@ -16,7 +16,7 @@ The strategies are registered once torch.distributed.tensor has been imported, w
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,9 +25,11 @@ from torch import Tensor
 
 from aotops.op import Op
 from aotops.ops import OPS
+from aotops.ops.cross_entropy import divides_slope
 from aotops.sharding import Axis, sharding
 
 from .imports import after_import
+from .torch_schema import maskable, wanted
 
 _ADDED_ONCE = {OPS[name]: "bias" for name in ("linear", "conv2d")}
 _CROSS_ENTROPY = OPS["cross_entropy"]
@@ -58,7 +60,7 @@ def _register_with_dtensor(operators: Sequence[tuple[Op, Any]]) -> None:
         register_sharding(overload)(partial(_strategies, op))
         # Every argument decides on the strategy. By itself register_sharding would have DTensor look up a kept one by
         # tensors, and by attributes from the first integer on.
-        lists = any(kind.endswith("[]") for kind in op.attrs.values())
+        lists = any(kind.endswith("[]") for kind in op.attrs.values()) or bool(maskable(op))
         dispatcher.sharding_propagator.op_to_schema_info[overload] = RuntimeSchemaInfo(0, needs_pytree=lists)
         if op in _COMPOSED:
             dispatcher._custom_op_handlers[overload] = _COMPOSED[op]
@@ -73,22 +75,26 @@ Strategy = tuple[Placements, Placements]
 
 def _strategies(op: Op, *args: Any) -> list[Strategy]:
     """Each way to split a call, whose tensors are specs."""
-    n = len(op.inputs)
-    attrs = tuple(tuple(a) if isinstance(a, list) else a for a in args[n:])
+    n, end = len(op.inputs), len(op.inputs) + len(op.attrs)
+    attrs = tuple(tuple(a) if isinstance(a, list) else a for a in args[n:end])
+    names, others = wanted(op, args[end:]), len(args) - n
     shapes = [None if spec is None else tuple(spec.shape) for spec in args[:n]]
     found = sharding(op, attrs, shapes)
     axes = found.axes if found else ()
     given = {slot for slot, shape in zip(op.inputs, shapes, strict=True) if shape is not None}
-    strategies = [_strategy(op, given, None), *(_strategy(op, given, axis) for axis in axes)]
+    strategies = [_strategy(op, given, names, None), *(_strategy(op, given, names, axis) for axis in axes)]
     bias = _ADDED_ONCE.get(op)
     if bias in given:
         without = sharding(op, attrs, [None if slot == bias else s for slot, s in zip(op.inputs, shapes, strict=True)])
         assert without is not None
-        strategies += [_strategy(op, given, axis, bias) for axis in without.axes if axis.is_summed]
-    return strategies
+        strategies += [_strategy(op, given, names, axis, bias) for axis in without.axes if axis.is_summed]
+    return [(outputs, inputs + [None] * others) for outputs, inputs in strategies]
 
 
-def _strategy(op: Op, given: set[str], axis: Axis | None, added_once: str | None = None) -> Strategy:
+def _strategy(
+    op: Op, given: Container[str], names: Container[str], axis: Axis | None, added_once: str | None = None
+) -> Strategy:
+    """Of tensors alone. ``given``: the inputs that are; ``names``: the results that are wanted."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     def placement(slot: str):
@@ -97,7 +103,7 @@ def _strategy(op: Op, given: set[str], axis: Axis | None, added_once: str | None
         return Partial() if slot == added_once or (axis is not None and slot in axis.partial) else Replicate()
 
     inputs = [placement(slot) if slot in given else None for slot in op.inputs]
-    return [placement(slot) for slot in op.results], [*inputs, *(None for _ in op.attrs)]
+    return [placement(slot) if slot in names else None for slot in op.results], inputs
 
 
 # ------------------------------------------------------------------------------------------------------- cross_entropy
@@ -184,13 +190,13 @@ def _cross_entropy(overload: Any, args: Sequence[Any], kwargs: Any) -> tuple[Any
     """The loss and the slope, whose placements are x's."""
     from torch.distributed.tensor import Partial, Shard
 
-    x, target, ignore_index, reduction, smoothing = args
+    x, target, ignore_index, reduction, smoothing, dtype = args
     _check_distributed(_CROSS_ENTROPY, (x, target))
     y, slope = _on_meta(overload, *args)
     with torch.no_grad():
         split = _Split.of(x)
         one, classes = split.local(x, split.placements), split.local(target, split.of_rows(Shard(0)))
-        attrs = ignore_index, reduction, smoothing
+        attrs = ignore_index, reduction, smoothing, dtype
         if not split.classes and (reduction != "mean" or not split.rows):
             loss, part = overload(one, classes, *attrs)
             placements = split.of_rows(Shard(0) if reduction == "none" else Partial())
@@ -198,23 +204,30 @@ def _cross_entropy(overload: Any, args: Sequence[Any], kwargs: Any) -> tuple[Any
         if split.classes:
             losses, part = _over_classes(split, overload, one, classes, attrs, x.shape[-1])
         else:
-            losses, part = overload(one, classes, ignore_index, "none", smoothing)
+            losses, part = overload(one, classes, ignore_index, "none", smoothing, _name(_accumulate(x.dtype)))
         placements = split.of_rows(Shard(0))
         if reduction != "none":
-            losses, placements = _total(split, losses, classes, ignore_index, reduction)
-        return split.whole(losses.to(x.dtype), placements, y), split.whole(part, split.placements, slope)
+            losses, placements, count = _total(split, losses, classes, ignore_index, reduction)
+        if divides_slope(reduction, _name(x.dtype)):
+            part = torch.where((classes != ignore_index)[..., None], part / count, 0)  # the count may be 0
+        return split.whole(losses.to(y.dtype), placements, y), split.whole(part.to(x.dtype), split.placements, slope)
 
 
 def _total(split: _Split, losses: Tensor, target: Tensor, ignore_index: int, reduction: str):
-    """The sum, or the mean over the rows not ignored, of the losses of all parts, and its placements."""
+    """The sum, or the mean over the rows not ignored, of the losses of all parts; its placements; and the count of
+    these rows, or None."""
     from torch.distributed.tensor import Partial, Replicate
 
     total = losses.sum(dtype=_accumulate(losses.dtype))
     if reduction == "sum":
-        return total, split.of_rows(Partial())
+        return total, split.of_rows(Partial()), None
     count = (target != ignore_index).sum(dtype=total.dtype)
     total, count = split.reduced(torch.stack([total, count]), "sum", split.rows).unbind()
-    return total / count, split.of_rows(Replicate())
+    return total / count, split.of_rows(Replicate()), count
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _accumulate(dtype: torch.dtype) -> torch.dtype:
@@ -222,9 +235,9 @@ def _accumulate(dtype: torch.dtype) -> torch.dtype:
 
 
 def _over_classes(split: _Split, overload: Any, x: Tensor, target: Tensor, attrs: Sequence[Any], classes: int):
-    """The losses of the rows, and this part of the slope, of a part of the classes. Two reductions: of the largest
-    elements, and of the sums."""
-    ignore_index, _, smoothing = attrs
+    """The losses of the rows, and this part of their slope, undivided and in the dtype of sums, of a part of the
+    classes. Two reductions: of the largest elements, and of the sums."""
+    ignore_index, _, smoothing, _ = attrs
     counted = target != ignore_index
     odd = counted & ((target < 0) | (target >= classes))
     if x.device.type == "cpu" and not torch.compiler.is_compiling() and _has_memory(odd) and odd.any():
@@ -240,7 +253,7 @@ def _over_classes(split: _Split, overload: Any, x: Tensor, target: Tensor, attrs
     total, hit, *every = split.reduced(torch.stack(parts), "sum", split.classes).unbind()
     losses = total.log() - (1 - smoothing) * hit - (smoothing / classes * every[0] if smoothing else 0)
     slope = exponentials / total[..., None] - smoothing / classes - (1 - smoothing) * here.to(wide.dtype)
-    return _by_row(losses, counted, odd), _by_row(slope, counted[..., None], odd[..., None]).to(x.dtype)
+    return _by_row(losses, counted, odd), _by_row(slope, counted[..., None], odd[..., None])
 
 
 def _by_row(values: Tensor, counted: Tensor, odd: Tensor) -> Tensor:
@@ -256,7 +269,7 @@ def _cross_entropy_backward(overload: Any, args: Sequence[Any], kwargs: Any) -> 
     """dx, whose placements are the slope's."""
     from torch.distributed.tensor import Replicate, Shard
 
-    dy, x, target, slope, ignore_index, reduction, smoothing = args
+    dy, x, target, slope, ignore_index, reduction, smoothing, dtype = args
     backward = _CROSS_ENTROPY.backward
     assert backward is not None
     _check_distributed(backward, (dy, x, target, slope))
@@ -264,16 +277,17 @@ def _cross_entropy_backward(overload: Any, args: Sequence[Any], kwargs: Any) -> 
     with torch.no_grad():
         if slope is None:
             forward = torch.ops.aotops.cross_entropy.default
-            _, slope = _cross_entropy(forward, (x, target, ignore_index, reduction, smoothing), {})
+            _, slope = _cross_entropy(forward, (x, target, ignore_index, reduction, smoothing, dtype), {})
         split = _Split.of(slope)
         part, classes = split.local(slope, split.placements), split.local(target, split.of_rows(Shard(0)))
         given = split.local(dy, split.of_rows(Shard(0) if reduction == "none" else Replicate()))
-        if not split.classes and (reduction != "mean" or not split.rows):
-            local = overload(given, part, classes, part, ignore_index, reduction, smoothing)
+        divide = reduction == "mean" and not divides_slope(reduction, _name(x.dtype))
+        if not split.classes and not (divide and split.rows):
+            local = overload(given, part, classes, part, ignore_index, reduction, smoothing, dtype)
             return split.whole(local, split.placements, dx)
         counted = classes != ignore_index
         factor = given.to(_accumulate(part.dtype))
-        if reduction == "mean":
+        if divide:
             factor = factor / split.reduced(counted.sum(dtype=factor.dtype), "sum", split.rows)
         # 0 for an ignored row, also if dy is not finite or the count is 0
         scaled = part * torch.where(counted, factor, 0)[..., None]

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from aotops.op import Op
 from aotops.ops import OPS
-from frontends.torch_schema import schema
+from frontends.torch_schema import maskable, schema
 
 KINDS = {"int": "integer", "float": "number", "bool": "boolean", "str": "text", "int[]": "integers"}
 
@@ -28,6 +28,7 @@ def row(op: Op) -> str:
         len(op.results),
         len(op.workspace),
         listed(map(quoted, op.entry_outputs)),
+        sum(1 << i for i, slot in enumerate(op.results) if slot in maskable(op)),
         flag(op.elementwise),
         len(attrs),
         listed(attrs),

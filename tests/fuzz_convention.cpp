@@ -67,9 +67,9 @@ const std::vector<Op> kOps = {
     {"rms_norm", "x weight?", "y rstd?"},
     {"rms_norm_backward", "dy x weight? rstd?", "dx? dweight? workspace*"},
     {"add_layer_norm", "x residual weight? bias?", "y h stats?"},
-    {"add_layer_norm_backward", "dy dh h weight? stats?", "dx? dweight? dbias? workspace*"},
+    {"add_layer_norm_backward", "dy dh h weight? stats?", "dx? dresidual? dweight? dbias? workspace*"},
     {"add_rms_norm", "x residual weight?", "y h rstd?"},
-    {"add_rms_norm_backward", "dy dh h weight? rstd?", "dx? dweight? workspace*"},
+    {"add_rms_norm_backward", "dy dh h weight? rstd?", "dx? dresidual? dweight? workspace*"},
     {"cross_entropy", "x target", "y slope? workspace*"},
     {"cross_entropy_backward", "dy x target slope?", "dx workspace*"},
     {"linear", "x weight bias?", "y pre_activation? workspace*"},
@@ -87,6 +87,7 @@ struct Problem {
   std::string attrs;
   std::map<std::string, Shape> shapes;                                                // by input
   std::vector<std::string> wide = {"stats", "rstd", "gates"}, integers = {"target"};  // not of the common dtype
+  std::vector<std::string> always;                                                    // optional inputs that are given
   int64_t classes = 0, ignored = -100;
 };
 
@@ -102,10 +103,16 @@ Problem norm_problem(bool eps) {
   if (axes.empty()) axes = {between(0, 40)};
   const Shape x = rows + axes;
   for (const char *slot : {"x", "residual", "h", "dy", "dh"}) p.shapes[slot] = x;
-  p.shapes["weight"] = p.shapes["bias"] = axes;
+  const bool affine = flip();  // such that bias depends on weight
+  const size_t lines = affine ? between(0, rows.size()) : 0;
+  p.shapes["weight"] = p.shapes["bias"] = Shape(rows.end() - lines, rows.end()) + axes;
+  if (affine) p.always = {"weight"};
+  if (affine && flip()) p.wide.insert(p.wide.end(), {"weight", "bias"});
+  if (flip()) p.wide.insert(p.wide.end(), {"residual", "h", "dh"});
   p.shapes["stats"] = rows + Shape{2}, p.shapes["rstd"] = rows + Shape{1};
   p.attrs = "normalized_shape=" + text(axes);
   if (eps) p.attrs += "\neps=" + any<std::string>({"1e-05", "0.1", "0.0", "nan", "inf", "-inf", "5e-324"});
+  if (affine) p.attrs += "\nweight_offset=" + any<std::string>({"0.0", "1.0", "nan"});
   return p;
 }
 
@@ -393,7 +400,7 @@ struct Call {
     int64_t mask = 0, i = 0;
     for (const Slot &slot : slots(op.inputs)) {
       const int64_t bit = int64_t{1} << i++;
-      if (slot.optional && flip()) continue;
+      if (slot.optional && !has(p.always, slot.name) && flip()) continue;
       mask |= bit;
       Given g{slot, false, p.shapes.at(slot.name), dtype, nullptr};
       if (has(p.wide, slot.name)) g.dtype = dtype == "float64" ? dtype : "float32";

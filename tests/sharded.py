@@ -290,11 +290,12 @@ def cross_entropy_communicates_sums_alone() -> None:
 
     mesh = init_device_mesh("cpu", (WORLD,))
     x, target = torch.randn(8, 12), torch.randint(0, 12, (8,), generator=torch.Generator().manual_seed(0))
-    for placement, reduction, forward, backward in (
-        (Shard(0), "mean", 1, 1), (Shard(0), "sum", 0, 0), (Shard(0), "none", 0, 0),
-        (Shard(1), "mean", 2, 0), (Shard(1), "sum", 2, 0), (Shard(1), "none", 2, 0),
+    for placement, reduction, dtype, forward, backward in (
+        (Shard(0), "mean", "float32", 1, 0), (Shard(0), "mean", "float16", 1, 1),
+        (Shard(0), "sum", "float32", 0, 0), (Shard(0), "none", "float32", 0, 0),
+        (Shard(1), "mean", "float32", 2, 0), (Shard(1), "sum", "float32", 2, 0), (Shard(1), "none", "float32", 2, 0),
     ):  # fmt: skip
-        leaf = distribute_tensor(x, mesh, [placement]).requires_grad_()
+        leaf = distribute_tensor(x.to(getattr(torch, dtype)), mesh, [placement]).requires_grad_()
         rows = placement if placement == Shard(0) else Replicate()
         labels = distribute_tensor(target, mesh, [rows])
         with CommDebugMode() as mode:
@@ -378,6 +379,21 @@ def _second_order(call: Call, tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 def _squares(values: Iterable[Any]) -> Any:
     return sum(value.square().sum() for value in values)
+
+
+@check
+def gradients_of_some_inputs() -> None:
+    """The others, the first too, are not computed, and have no placement."""
+    from torch.distributed.tensor import Shard
+
+    mesh = init_device_mesh("cpu", (WORLD,))
+    for name, case in (("linear", _linear((8, 12), 4, True)), ("conv2d", _conv2d(8, True, padding=1))):
+        call = Call(name, case)
+        for constants in (["x"], ["weight"], ["x", "weight"], ["x", "bias"]):
+            leaves = call.sharded(mesh, {"x": [Shard(0)]})
+            leaves = {slot: t.detach().requires_grad_(slot not in constants) for slot, t in leaves.items()}
+            for slot, gradient in call.backward(leaves, call.forward(leaves), mesh).items():
+                assert_same(gradient, call.gradients[slot], f"{name} without {constants}: {slot}")
 
 
 @check

@@ -78,6 +78,14 @@ def test_a_word_that_names_no_cublaslt_is_no_error(python, word):
     assert "AOTOPS_CUBLASLT" not in python(_MATMUL_ON_CUDA, AOTOPS_CUBLASLT=word)
 
 
+def test_a_choice_of_products_that_is_unknown_is_named(python):
+    if not library.has_cuda():
+        pytest.skip("the library was built without CUDA")
+    error = python(_MATMUL_ON_CUDA, AOTOPS_GEMM="fastest")
+    assert error.strip() == "4 matmul: AOTOPS_GEMM is 'fastest', expected 'auto', 'cublaslt', 'own' or 'tune'"
+    assert "AOTOPS_GEMM" not in python(_MATMUL_ON_CUDA, AOTOPS_GEMM="")
+
+
 _MATMUL_ON_CUDA = """
 import ctypes
 import math
@@ -186,7 +194,7 @@ SPECS = {
     "gelu": ([((3,), F32)], {}),
     "cross_entropy": (
         [((3, 4), F32), ((3,), "int64")],
-        {"ignore_index": -100, "reduction": None, "label_smoothing": 0},
+        {"ignore_index": -100, "reduction": "mean", "label_smoothing": 0, "dtype": None},
     ),
     "linear": ([((3, 4), F32), ((5, 4), F32), None], {"activation": None, "allow_tf32": False}),
     "conv2d": (
@@ -198,7 +206,13 @@ SPECS = {
 
 @pytest.mark.parametrize(
     ("op", "attr"),
-    [("gelu", "approximate"), ("cross_entropy", "reduction"), ("linear", "activation"), ("conv2d", "layout")],
+    [
+        ("gelu", "approximate"),
+        ("cross_entropy", "reduction"),
+        ("cross_entropy", "dtype"),
+        ("linear", "activation"),
+        ("conv2d", "layout"),
+    ],
 )
 def test_the_words_of_an_attribute_are_listed(op, attr):
     inputs, attrs = SPECS[op]
@@ -224,7 +238,7 @@ def test_integers_of_more_than_64_bits(number):
 
 def test_an_integer_that_no_float_holds():
     with pytest.raises(ValueError, match=r"layer_norm: eps is 1000*.*, expected a number"):
-        encode(OPS["layer_norm"], ((3,), 10**400))
+        encode(OPS["layer_norm"], ((3,), 10**400, 0.0))
 
 
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"])
@@ -237,7 +251,7 @@ def test_an_eps_that_is_nan_makes_nan(op):
     given = [spec] * len(inputs)
     written = [spec if y in OPS[op].outputs else None for y in OPS[op].entry_outputs]
     slots = (*given, *[None] * (len(OPS[op].inputs) - len(given)), *written)
-    run = call.addresses(OPS[op], ((3,), math.nan), "cpu", slots)
+    run = call.addresses(OPS[op], ((3,), math.nan, 0.0), "cpu", slots)
     run(0, 0, *map(ctypes.addressof, (*inputs, *outputs)))
     assert all(map(math.isnan, outputs[0]))
 
@@ -251,7 +265,7 @@ from aotops.ops import OPS
 from aotops.spec import TensorSpec
 x, y = (ctypes.c_double * 2)(1, -1), (ctypes.c_double * 2)()
 spec = TensorSpec((2,), "float64")
-run = call.addresses(OPS["rms_norm"], ((2,), 0.5625), "cpu", (spec, None, spec, None))
+run = call.addresses(OPS["rms_norm"], ((2,), 0.5625, 0.0), "cpu", (spec, None, spec, None))
 run(0, 0, ctypes.addressof(x), ctypes.addressof(y))
 print(*y)
 """

@@ -45,13 +45,15 @@ def _log_sum_exp(x, axis):
 def _run(op, attrs):
     """An operator on inputs by name, as the derivatives of products need it."""
 
-    def run(one, named):
+    def run(one, named, wanted):
         if one is op:
             return {op.outputs[0]: getattr(F, op.name)(**named, **dict(zip(op.public_attrs, attrs, strict=True)))}
         function, dy = getattr(F, one.name), one.inputs[0]
         given = {slot: named.get(slot) for slot in op.inputs}
         found = function(named[dy], **given, **dict(zip(op.public_attrs, attrs, strict=True)))
-        return {f"d{slot}": d for slot, d in zip(op.inputs, found, strict=True) if d is not None}
+        return {
+            f"d{slot}": d for slot, d in zip(op.inputs, found, strict=True) if d is not None and f"d{slot}" in wanted
+        }
 
     return run
 
@@ -126,7 +128,7 @@ def _check_products(op, run, named, t, dy, random):
         return {slot: x + h * by[slot] if slot in by else x for slot, x in values.items()}
 
     def slope(one, values, by):
-        after, before = (run(one, shifted(values, by, h)) for h in (0.5, -0.5))
+        after, before = (run(one, shifted(values, by, h), one.outputs) for h in (0.5, -0.5))
         return {name: after[name] - before[name] for name in after}
 
     (y,) = op.outputs
@@ -135,16 +137,24 @@ def _check_products(op, run, named, t, dy, random):
     )
     whole, by = named | {f"d{y}": dy}, t | {f"d{y}": random.normal(size=dy.shape)}
     for chosen in (by, t, {f"d{y}": by[f"d{y}"]}):
-        found = formula.backward_tangents(MATHEMATICS, run, op, whole, chosen)
         expected = slope(op.backward, whole, chosen)
-        for name, value in expected.items():
-            np.testing.assert_allclose(found.get(name, 0 * value), value, rtol=1e-9, atol=1e-9)
+        for wanted in ((name,) for name in expected), (tuple(expected),):
+            for some in wanted:
+                found = formula.backward_tangents(MATHEMATICS, run, op, whole, chosen, some)
+                assert set(found) <= set(some)
+                for name in some:
+                    value = expected[name]
+                    np.testing.assert_allclose(found.get(name, 0 * value), value, rtol=1e-9, atol=1e-9)
     # <cotangents, tangents of the outputs> = <gradients, tangents of the inputs>
     expected = slope(op.backward, whole, by)
     for names in ((name,) for name in expected), (tuple(expected),):
         for some in names:
             cotangents = {name: random.normal(size=expected[name].shape) for name in some}
-            found = formula.backward_cotangents(MATHEMATICS, run, op, whole, cotangents)
+            found = formula.backward_cotangents(MATHEMATICS, run, op, whole, cotangents, whole)
+            for slot in found:
+                alone = formula.backward_cotangents(MATHEMATICS, run, op, whole, cotangents, {slot})
+                np.testing.assert_array_equal(alone.pop(slot), found[slot])
+                assert not alone
             left = sum(np.vdot(cotangents[name], expected[name]) for name in some)
             right = sum(np.vdot(found[slot], by[slot]) for slot in found if slot in by)
             np.testing.assert_allclose(right, left, rtol=1e-9, atol=1e-9)

@@ -60,12 +60,16 @@ def skip_what_is_the_kernels(framework):
 
 
 def made(framework, device, dtype, name, i):
-    arrays = cases.inputs(name, i, dtype)
-    return {s: None if x is None else framework.make(x, cases.dtype_of(x, dtype), device) for s, x in arrays.items()}
+    arrays, dtypes = cases.inputs(name, i, dtype), cases.dtypes(name, i, dtype)
+    return {
+        s: None if x is None else framework.make(x, cases.dtype_of(x, dtypes.get(s, dtype)), device)
+        for s, x in arrays.items()
+    }
 
 
 def made_gradients(framework, device, dtype, name, i):
-    return tuple(framework.make(dy, dtype, device) for dy in cases.output_gradients(name, i, dtype))
+    dtypes, dys = cases.dtypes(name, i, dtype), cases.output_gradients(name, i, dtype)
+    return tuple(framework.make(dy, dtypes[y], device) for y, dy in zip(OPS[name].outputs, dys, strict=True))
 
 
 def to_numpy(framework, tensors):
@@ -83,8 +87,9 @@ def test_requested_frontend_imports(name):
 
 
 def assert_values(framework, results, name, i, dtype):
-    for y in results:
-        assert framework.dtype(y) == dtype
+    dtypes = cases.dtypes(name, i, dtype)
+    for slot, y in zip(OPS[name].outputs, results, strict=True):
+        assert framework.dtype(y) == dtypes[slot]
     cases.assert_values(to_numpy(framework, results), name, i, dtype)
 
 
@@ -107,8 +112,9 @@ def test_gradients(framework, device, dtype, name, i):
         assert_values(framework, results, name, i, dtype)
     else:
         grads = framework.gradients(name, inputs, attrs, dys)
-    for g in grads.values():
-        assert g is None or framework.dtype(g) == dtype
+    dtypes = cases.dtypes(name, i, dtype)
+    for slot, g in grads.items():
+        assert g is None or framework.dtype(g) == dtypes[slot]
     cases.assert_gradients(to_numpy(framework, grads), name, i, dtype)
 
 
@@ -256,9 +262,12 @@ def test_any_shape(data):
     dtype = data.draw(st.sampled_from([d for d in DTYPES if d != "bfloat16" or cases.ml_dtypes]), label="dtype")
     case = CASES[name].draw(cases.Draw(data.draw))
     attrs, random = case.attrs, np.random.default_rng(data.draw(st.integers(0, 9), label="seed"))
-    arrays = cases.rounded_inputs(case.random(random), dtype)
+    arrays = cases.rounded_inputs(case.random(random), dtype, case.wide)
     assume(framework.unable(name, list(case.given.values())) is None)
-    inputs = {s: a if a is None else framework.make(a, cases.dtype_of(a, dtype), "cpu") for s, a in arrays.items()}
+    inputs = {
+        s: a if a is None else framework.make(a, cases.dtype_of(a, dtype, s in case.wide), "cpu")
+        for s, a in arrays.items()
+    }
     with np.errstate(invalid="ignore"):
         reference = CASES[name].results(arrays, attrs, dtype)
     assume(all(np.isfinite(y).all() for y in reference))  # the mean of no losses is NaN
@@ -266,7 +275,11 @@ def test_any_shape(data):
         assert got.shape == expected.shape
         # a short row may have nearly no variance: eps keeps 1 / deviation below 10
         cases.assert_close(got, expected, cases.allowed(expected, dtype, cases.Case({}, magnified=10)))
-    dys = tuple(framework.make(np.ones(y.shape), dtype, "cpu") for y in reference)
+    wide = [slot in case.wide for slot in OPS[name].outputs]
+    dys = tuple(
+        framework.make(np.ones(y.shape), cases.dtype_of(y, dtype, one), "cpu")
+        for y, one in zip(reference, wide, strict=True)
+    )
     for slot, g in framework.gradients(name, inputs, attrs, dys).items():
         array = arrays.get(slot)  # not there where a number stands for it
         assert (g is None) == (array is None or array.dtype.kind != "f")

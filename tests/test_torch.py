@@ -20,6 +20,7 @@ from contexts import recorded  # noqa: E402
 from torch.func import grad, jacrev, vjp, vmap  # noqa: E402
 
 from aotops.frontends import torch as ours  # noqa: E402
+from aotops.frontends.torch_schema import maskable  # noqa: E402
 from aotops.ops import OPS  # noqa: E402
 from aotops.testing.cases import CASES, row_samples  # noqa: E402
 from aotops.testing.frameworks import race  # noqa: E402
@@ -142,7 +143,7 @@ DIFFERENTIATED_BY_TORCH = {name for name, op in OPS.items() if not op.backward.h
 
 def samples(name, where):
     """Arguments of torch.ops.aotops.<name>: of the samples of the operator's row, its inputs, or those of its backward,
-    residuals kept and not."""
+    residuals kept and not, and all gradients wanted or every second one."""
     op = BACKWARDS.get(name) or OPS[name]
     row = CASES[op.name]
     for case in (*row_samples(op.name).values(), *row.opcheck):
@@ -163,6 +164,8 @@ def samples(name, where):
         known |= {f"d{y}": torch.randn_like(known[y]) for y in op.outputs}
         for absent in ((), op.residuals) if op.residuals else ((),):
             yield *(None if slot in absent else known[slot] for slot in op.backward.inputs), *attrs
+    if name != op.name and (some := maskable(op.backward)):
+        yield *(known[slot] for slot in op.backward.inputs), *attrs, [i % 2 == 1 for i in range(len(some))]
 
 
 @ON
@@ -730,15 +733,16 @@ def test_dispatch_mode_sees_the_operator(name):
 @ON
 @pytest.mark.parametrize("low", [torch.float16, torch.bfloat16], ids=str)
 def test_autocast(low, where):
-    """layer_norm takes what others left in a lower precision, and runs in float32; on the CPU its result has the lower
-    precision again. gelu and add take what they get."""
+    """A norm takes what others left in a lower precision beside a weight in float32, and its result has x's dtype, as
+    torch's on the CPU. gelu and add take what they get."""
     x, w, b = tensors(where, torch.float32, requires_grad=False)
     casts = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")  # torch 2.11 did not yet
     rms_norm = F.rms_norm if casts or where == "cpu" else lambda x, *args: F.rms_norm(x.float(), *args)
     with torch.autocast(where, low):
         for ours_, theirs in (
-            (ours.layer_norm(x.to(low), 6, w, b), F.layer_norm(x.to(low), (6,), w, b)),
-            (ours.rms_norm(x.to(low), 6, w), rms_norm(x.to(low), (6,), w)),
+            (ours.layer_norm(x.to(low), 6, w, b), F.layer_norm(x.to(low), (6,), w, b).to(low)),
+            (ours.rms_norm(x.to(low), 6, w), rms_norm(x.to(low), (6,), w).to(low)),
+            (ours.layer_norm(x, 6, w.to(low)), F.layer_norm(x, (6,), w.to(low).float())),
             (ours.softmax(x.to(low)), F.softmax(x.to(low), -1)),
             (ours.gelu(x.to(low)), F.gelu(x.to(low))),
             (ours.layer_norm(x.double(), 6), F.layer_norm(x.double(), (6,))),
@@ -747,11 +751,8 @@ def test_autocast(low, where):
         ):
             assert ours_.dtype == theirs.dtype
             torch.testing.assert_close(ours_, theirs)
-        with (
-            torch.autocast(where, enabled=False),
-            pytest.raises(TypeError, match="layer_norm: weight has dtype float32"),
-        ):
-            ours.layer_norm(x.to(low), 6, w)
+        with torch.autocast(where, enabled=False), pytest.raises(TypeError, match="layer_norm: weight has dtype"):
+            ours.layer_norm(x, 6, w.to(low))
 
 
 def test_autocast_gradients():
@@ -884,7 +885,7 @@ def test_arguments_are_python_s():
     for wrong in (
         lambda f: f(),
         lambda f: f(x),
-        lambda f: f(x, 6, w, b, 0.1, 1),
+        lambda f: f(x, 6, w, b, 0.1, 0.0, 1),
         lambda f: f(x, 6, x=x),
         lambda f: f(x, 6, size=3),
     ):

@@ -66,8 +66,11 @@ def test_a_recorded_result_has_the_same_bits(where, name, i):
     """What is kept for a backward does not change what is computed."""
 
     def bits(wanted, dtype):
+        dtypes = cases.dtypes(name, i, dtype)
         inputs = {
-            slot: None if x is None else torch.tensor(x, dtype=getattr(torch, cases.dtype_of(x, dtype)), device=where)
+            slot: None
+            if x is None
+            else torch.tensor(x, dtype=getattr(torch, cases.dtype_of(x, dtypes.get(slot, dtype))), device=where)
             for slot, x in cases.inputs(name, i, dtype).items()
         }
         for slot, t in inputs.items():

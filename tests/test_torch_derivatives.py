@@ -129,5 +129,7 @@ def test_an_out_of_range_class_is_not_computed():
     x, target = torch.randn(3, 4), torch.tensor([0, 4, 1])
     with forward_ad.dual_level(), pytest.raises(ValueError, match=r"target\[1\] is 4"):
         ours.cross_entropy(forward_ad.make_dual(x, x), target)
-    losses = formula.compose(Mathematics(None), ours.OPS["cross_entropy"], (-100, "none", 0.1), (x, target))
+    op = ours.OPS["cross_entropy"]
+    inputs, attrs = op.bind(x, target, reduction="none", label_smoothing=0.1)
+    losses = formula.compose(Mathematics(None), op, attrs, inputs)
     assert losses[0].isnan().tolist() == [False, True, False]

@@ -19,6 +19,7 @@ from aotops.frontends import torch_inductor  # noqa: E402
 from aotops.ops import OPS  # noqa: E402
 
 WIDTH, BLOCKS = 8, 12
+GELU = OPS["gelu"]
 NAMES = [one.name for op in OPS.values() for one in (op, op.backward) if one is not None and one.has_kernel]
 UNKNOWN = """
 import sys
@@ -75,8 +76,8 @@ def test_inductor_comes_up_without_make_fallback(monkeypatch):
 
     monkeypatch.setattr(lowering, "make_fallback", make_fallback)
     monkeypatch.setattr("sys.meta_path", [])
-    with pytest.warns(UserWarning, match=f"Inductor {torch.__version__.partition('+')[0]}.* took no fallbacks: TypeE"):
-        torch_inductor.register(ours.dispatched.values())
+    with pytest.warns(UserWarning, match=f"Inductor {torch.__version__.partition('+')[0]}.* took no operators: TypeE"):
+        torch_inductor.register([torch_inductor.Operator(GELU, GELU, ours.dispatched[GELU], None)], ours._composed)
 
 
 # ------------------------------------------------------------------------------------------------------------- compiled
@@ -127,8 +128,8 @@ def test_a_chain_is_right(formatted, dynamic):
         x = torch.randn(WIDTH, rows).mT
         results = [_forward_and_backward(f, x, parameters) for f in (compiled, mine, torchs)]
         for got, eager, expected in zip(*results, strict=True):
-            # Inductor adds gradients up in the order that autograd does
-            torch.testing.assert_close(got, eager, rtol=0, atol=0)
+            # GELU is decomposed, and evaluated by Inductor's functions: float32, two blocks deep
+            torch.testing.assert_close(got, eager, rtol=1e-5, atol=1e-6)
             # float32, sums of up to 32 terms in another order, two blocks deep
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
     assert not formatted
@@ -170,3 +171,215 @@ def test_operators_called_by_name(formatted):
     for got, expected in zip(torch.compile(function, fullgraph=True)(x), function(x), strict=True):
         torch.testing.assert_close(got, expected, check_stride=True)
     assert not formatted
+
+
+# ----------------------------------------------------------------------------------------------------------- decomposed
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Products are decomposed on the CPU too, and in any dtype."""
+    import torch._inductor.lowering
+    from torch._inductor.utils import fresh_inductor_cache
+
+    monkeypatch.setattr(torch_inductor, "_fuses_products", lambda x: True)
+    torch._dynamo.reset()
+    with fresh_inductor_cache():
+        yield
+    torch._dynamo.reset()
+
+
+def _draw(*shape):
+    return torch.randn(shape)
+
+
+CALLS = {
+    "gelu": lambda: (_draw(3, 5), "none"),
+    "gelu tanh": lambda: (_draw(3, 5), "tanh"),
+    "gelu_backward": lambda: (_draw(3, 5), _draw(3, 5), "none"),
+    "gelu_backward tanh": lambda: (_draw(3, 5), _draw(3, 5), "tanh"),
+    "swiglu": lambda: (_draw(3, 5), _draw(3, 5)),
+    "swiglu_backward": lambda: (_draw(3, 5), _draw(3, 5), _draw(3, 5)),
+    "add": lambda: (_draw(3, 5), _draw(3, 5), 2.0, None),
+    "add of a number": lambda: (_draw(3, 5), None, 2.0, 3.0),
+    "linear": lambda: (_draw(2, 3, 5), _draw(4, 5), _draw(4), None, False),
+    "linear of a vector": lambda: (_draw(5), _draw(4, 5), None, "silu", False),
+    "linear gelu": lambda: (_draw(2, 3, 5), _draw(4, 5), _draw(4), "gelu", False),
+    "linear_backward": lambda: (_draw(2, 3, 4), _draw(2, 3, 5), _draw(4, 5), None, None, None, False),
+    "linear_backward relu": lambda: (_draw(2, 3, 4), _draw(2, 3, 5), _draw(4, 5), _draw(4), None, "relu", False),
+    "linear_backward gelu": lambda: (
+        *(_draw(3, 4), _draw(3, 5), _draw(4, 5), _draw(4), _draw(3, 4), "gelu_tanh", False, [True, False, True]),
+    ),
+    "matmul": lambda: (_draw(2, 3, 4), _draw(2, 4, 5), False, False, False),
+    "matmul transposed": lambda: (_draw(2, 4, 3), _draw(5, 4), True, True, False),
+    "matmul_backward": lambda: (_draw(2, 3, 5), _draw(2, 3, 4), _draw(2, 4, 5), False, False, False),
+    "matmul_backward transposed": lambda: (_draw(3, 5), _draw(4, 3), _draw(5, 4), True, True, False, [False, True]),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_a_decomposition_is_the_operator(as_on_a_gpu, case):
+    from torch._inductor.decomposition import select_decomp_table
+
+    torch.manual_seed(0)
+    operator, args = getattr(torch.ops.aotops, case.partition(" ")[0]).default, CALLS[case]()
+    got, expected = select_decomp_table()[operator](*args), operator(*args)
+    for one, other in zip(*((r if isinstance(r, tuple) else (r,)) for r in (got, expected)), strict=True):
+        assert (one is None) == (other is None)
+        if other is not None:
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)  # float32, a few terms in another order
+
+
+def test_every_elementwise_operator_is_decomposed():
+    from torch._inductor import lowering
+
+    elementwise = [
+        one for op in OPS.values() for one in (op, op.backward) if one and one.elementwise and one.has_kernel
+    ]
+    assert len(elementwise) == 5
+    assert {ours.dispatched[one] for one in elementwise} <= lowering.decompositions.keys()
+
+
+def test_products_are_torchs_in_16_bits_on_a_gpu_alone():
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def targets(device, dtype):
+        with FakeTensorMode():
+            x, weight = (torch.empty(n, 8, device=device, dtype=dtype) for n in (6, 16))
+            graph = make_fx(lambda *t: ours.linear(*t, None, "gelu"), select_decomp_table())(x, weight).graph
+        return {node.target for node in graph.nodes}
+
+    import torch._inductor.lowering
+
+    kernel, product = torch.ops.aotops.linear.default, torch.ops.aten.mm.default
+    assert targets("cuda", torch.bfloat16) & {kernel, product} == {product}
+    for device, dtype in (("cuda", torch.float32), ("cpu", torch.bfloat16)):
+        assert targets(device, dtype) & {kernel, product} == {kernel}
+
+
+def test_an_activation_is_computed_again_in_the_backward(as_on_a_gpu, monkeypatch):
+    """The fused kernel writes the activation and what it is of; the second alone is kept."""
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._functorch.aot_autograd import aot_module_simplified
+    from torch._inductor.decomposition import select_decomp_table
+
+    graphs = []
+
+    def compiler(module, _):
+        graphs.append(module.graph)
+        return make_boxed_func(module.forward)
+
+    def backend(module, inputs):
+        partition = {"partition_fn": min_cut_rematerialization_partition, "decompositions": select_decomp_table()}
+        return aot_module_simplified(module, inputs, fw_compiler=compiler, bw_compiler=compiler, **partition)
+
+    def mlp(x, up, bias, down):
+        return ours.linear(ours.linear(x, up, bias, "gelu_tanh"), down)
+
+    monkeypatch.setattr(torch_inductor, "_has_fused_kernel", lambda *_: True)
+    torch.manual_seed(0)
+    inputs = [(_draw(*shape) / 4).requires_grad_() for shape in ((2, 3, 8), (32, 8), (32,), (8, 32))]
+    results = [
+        [y := f(*inputs), *torch.autograd.grad(y.sum(), inputs)] for f in (torch.compile(mlp, backend=backend), mlp)
+    ]
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+    forward, backward = graphs
+    (fused,) = (node for node in forward.nodes if node.target is torch.ops.aotops.linear.default)
+    kept = {node.name for node in backward.nodes if node.op == "placeholder"}
+    activated, before = sorted(fused.users, key=lambda node: node.args[1])
+    assert before.name in kept
+    assert activated.name not in kept
+
+
+# ----------------------------------------------------------------------------------------------------- written in place
+
+
+def _language_model(h, weight, target, also=None):
+    logits = ours.linear(h, weight).flatten(0, 1)
+    loss = ours.cross_entropy(logits, target)
+    return loss if also is None else loss + also(logits)
+
+
+def _code_of_a_step(model, *inputs):
+    from torch._inductor.utils import run_and_get_code
+
+    compiled = torch.compile(model, fullgraph=True)
+
+    def step():
+        loss = compiled(*inputs)
+        return loss, *torch.autograd.grad(loss, inputs[:2])
+
+    results, code = run_and_get_code(step)
+    return results, "".join(code).count(".overwriting(")
+
+
+def _tokens():
+    torch.manual_seed(0)
+    return torch.randn(2, 3, 8, requires_grad=True), torch.randn(13, 8, requires_grad=True), torch.randint(13, (6,))
+
+
+def _assert_torchs(results, inputs, also=None):
+    h, weight, target = inputs
+    logits = F.linear(h, weight).flatten(0, 1)
+    loss = F.cross_entropy(logits, target) + (also(logits) if also else 0)
+    for got, expected in zip(results, (loss, *torch.autograd.grad(loss, (h, weight))), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_cross_entropy_writes_over_the_logits(as_on_a_gpu):
+    """The residual over the logits, and dx over the residual: one tensor of that size in a step."""
+    inputs = _tokens()
+    results, in_place = _code_of_a_step(_language_model, *inputs)
+    assert in_place == 2
+    _assert_torchs(results, inputs)
+
+
+def test_logits_that_are_used_again_are_kept(as_on_a_gpu):
+    inputs, also = _tokens(), torch.logsumexp
+    results, in_place = _code_of_a_step(lambda *t: _language_model(*t, lambda x: also(x, (0, 1))), *inputs)
+    assert in_place == 1  # dx over the residual
+    _assert_torchs(results, inputs, lambda x: also(x, (0, 1)))
+
+
+def test_a_graph_that_is_kept_is_not_written_over(as_on_a_gpu):
+    """Although code that writes over saved tensors is in Inductor's cache, which does not know for what it was made."""
+    from torch._functorch import config
+
+    def loss(inputs):
+        torch._dynamo.reset()
+        return torch.compile(_language_model)(*inputs)
+
+    inputs = _tokens()
+    torch.autograd.grad(loss(inputs), inputs[:2])
+    with pytest.raises(RuntimeError, match="retain_graph"):  # torch's own error, or the operator's
+        torch.autograd.grad(loss(inputs), inputs[:2], retain_graph=True)
+    with config.patch(donated_buffer=False):
+        kept = loss(inputs)
+        first = torch.autograd.grad(kept, inputs[:2], torch.tensor(3.0), retain_graph=True)
+        again = torch.autograd.grad(kept, inputs[:2], torch.tensor(3.0))
+    for one, other in zip(first, again, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_what_is_written_in_place_refuses_a_graph_that_is_kept():
+    class Compiled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.sum()
+
+        @staticmethod
+        def backward(ctx, dy):
+            operator = torch.ops.aotops.cross_entropy_backward.overwriting
+            operator(dy, torch.zeros(2, dtype=torch.int64), slope, -100, "mean", 0.0, None)
+            return slope
+
+    slope = torch.ones(2, 3)
+    loss = Compiled.apply(torch.ones(2, 3, requires_grad=True))
+    with pytest.raises(RuntimeError, match=r"cross_entropy_backward: compiled code writes over slope, .* not kept"):
+        torch.autograd.backward(loss, torch.tensor(5.0), retain_graph=True)
+    assert slope.eq(1).all()
+    torch.autograd.backward(loss, torch.tensor(5.0))
+    assert slope.eq(5).all()

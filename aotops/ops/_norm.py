@@ -9,18 +9,25 @@ def axes(normalized_shape):
     return tuple(normalized_shape) if isinstance(normalized_shape, (tuple, list)) else (normalized_shape,)
 
 
-def normalized(call):
-    return call.normalized_shape
+def affine(call):
+    """The shape of the gradients of weight and bias."""
+    return call.normalized_shape if call.weight is None else call.weight
 
 
 def dims(rows, parameters, statistics):
-    """``Op.dims``: ``rows`` have every axis, ``parameters`` the normalized ones, which are whole."""
+    """``Op.dims``: ``rows`` have every axis, ``parameters`` the normalized ones, which are whole, and perhaps more."""
 
     def stated(call):
         whole = " ".join(f"N{i}" for i in range(len(call.normalized_shape)))
-        return dict.fromkeys(rows, f"... {whole}") | dict.fromkeys(parameters, whole) | {statistics: "... S"}
+        lines = "".join(f"p{i} " for i in range(len(affine(call)) - len(call.normalized_shape)))
+        stated = dict.fromkeys(rows, f"... {lines}{whole}") | dict.fromkeys(parameters, lines + whole)
+        return stated | {statistics: f"... {lines}S"}
 
     return stated
+
+
+AUTOCAST = {"cpu": "as given", "cuda": "as given"}
+"""``Op.autocast``."""
 
 
 def statistics(n):
@@ -49,28 +56,30 @@ def rms_normalized(m, x, n, eps):
     return x * rstd, rstd
 
 
-def scaled(m, x, weight, bias=None):
-    y = x if weight is None else x * m.wide(weight)
+def scaled(m, x, weight, offset, bias=None):
+    y = x if weight is None else x * (m.wide(weight) + offset if offset else m.wide(weight))
     return y if bias is None else y + m.wide(bias)
 
 
-def layer_norm_gradients(m, dy, x, weight, normalized_shape, eps):
+def layer_norm_gradients(m, dy, x, weight, normalized_shape, eps, offset):
     """dx, dweight, dbias."""
     n = len(normalized_shape)
     normed, rstd = layer_normalized(m, x, n, eps)
-    g = scaled(m, dy, weight)
+    g = scaled(m, dy, weight, offset)
     dx = rstd * (g - m.mean(g, _last(n)) - normed * m.mean(g * normed, _last(n)))
-    return dx, _over_rows(m, dy * normed, n), _over_rows(m, dy, n)
+    axes = _rows(x, weight, n)
+    return dx, m.sum(dy * normed, axes), m.sum(dy, axes)
 
 
-def rms_norm_gradients(m, dy, x, weight, normalized_shape, eps):
+def rms_norm_gradients(m, dy, x, weight, normalized_shape, eps, offset):
     """dx, dweight."""
     n = len(normalized_shape)
     normed, rstd = rms_normalized(m, x, n, eps)
-    g = scaled(m, dy, weight)
+    g = scaled(m, dy, weight, offset)
     dx = rstd * (g - normed * m.mean(g * normed, _last(n)))
-    return dx, _over_rows(m, dy * normed, n)
+    return dx, m.sum(dy * normed, _rows(x, weight, n))
 
 
-def _over_rows(m, x, n):
-    return m.sum(x, tuple(range(len(x.shape) - n)))
+def _rows(x, weight, n):
+    """The axes that x has and the weight has not, which has those normalized over if it is absent."""
+    return tuple(range(len(x.shape) - (n if weight is None else len(weight.shape))))

@@ -3,35 +3,36 @@
 from __future__ import annotations
 
 from ..op import operator
-from ._norm import axes, dims, layer_norm_gradients, layer_normalized, normalized, scaled, statistics
+from ._norm import AUTOCAST, affine, axes, dims, layer_norm_gradients, layer_normalized, scaled, statistics
 
 
-def _formula(m, x, residual, weight, bias, normalized_shape, eps):
-    h = m.like(m.wide(x) + m.wide(residual), x)
+def _formula(m, x, residual, weight, bias, normalized_shape, eps, weight_offset):
+    h = m.like(m.wide(x) + m.wide(residual), residual)
     normed, _ = layer_normalized(m, m.wide(h), len(normalized_shape), eps)
-    return scaled(m, normed, weight, bias), h
+    return scaled(m, normed, weight, weight_offset, bias), h
 
 
-def _backward_formula(m, dy, dh, h, weight, normalized_shape, eps):
-    dx, *rest = layer_norm_gradients(m, m.wide(dy), m.wide(h), weight, normalized_shape, eps)
-    return dx + m.wide(dh), *rest
+def _backward_formula(m, dy, dh, h, weight, normalized_shape, eps, weight_offset):
+    dx, *rest = layer_norm_gradients(m, m.wide(dy), m.wide(h), weight, normalized_shape, eps, weight_offset)
+    dx = dx + m.wide(dh)
+    return dx, dx, *rest
 
 
 @operator(
     inputs=("dy", "dh", "h", "weight", "stats"),
     outputs=("dx", "dresidual", "dweight", "dbias"),
     workspace=("workspace",),
-    shapes={"dweight": normalized, "dbias": normalized},
+    shapes={"dweight": affine, "dbias": affine},
     optional=("weight", "stats", "dx", "dresidual", "dweight", "dbias"),
-    attrs={"normalized_shape": "int[]", "eps": "float"},
-    same_spec_as={"dx": "h"},
+    attrs={"normalized_shape": "int[]", "eps": "float", "weight_offset": "float"},
+    same_spec_as={"dx": "dy", "dresidual": "h"},
     formula=_backward_formula,
-    alias={"dresidual": "dx"},
-    dims=dims(("dy", "dh", "h", "dx"), ("weight", "dweight", "dbias"), "stats"),
+    equal={"dresidual": "dx"},
+    dims=dims(("dy", "dh", "h", "dx", "dresidual"), ("weight", "dweight", "dbias"), "stats"),
     vmappable=("dy", "dh", "h", "stats", "dx", "dresidual"),
 )
-def add_layer_norm_backward(dy, dh, h, weight, stats, normalized_shape, eps=1e-5):
-    return (dy, dh, h, weight, stats), (axes(normalized_shape), eps)
+def add_layer_norm_backward(dy, dh, h, weight, stats, normalized_shape, eps=1e-5, weight_offset=0.0):
+    return (dy, dh, h, weight, stats), (axes(normalized_shape), eps, weight_offset)
 
 
 @operator(
@@ -40,30 +41,34 @@ def add_layer_norm_backward(dy, dh, h, weight, stats, normalized_shape, eps=1e-5
     residuals=("stats",),
     shapes={"stats": statistics(2)},
     optional=("weight", "bias"),
-    attrs={"normalized_shape": "int[]", "eps": "float"},
+    attrs={"normalized_shape": "int[]", "eps": "float", "weight_offset": "float"},
     backward=add_layer_norm_backward,
-    same_spec_as={"y": "x", "h": "x"},
+    same_spec_as={"y": "x", "h": "residual"},
     dims=dims(("x", "residual", "y", "h"), ("weight", "bias"), "stats"),
     formula=_formula,
     vmappable=("x", "residual", "y", "h", "stats"),
-    autocast={"cuda": "float32"},
+    autocast=AUTOCAST,
 )
-def add_layer_norm(x, residual, normalized_shape, weight=None, bias=None, eps=1e-5):
-    """``h = x + residual`` and ``layer_norm(h, normalized_shape, weight, bias, eps)``.
+def add_layer_norm(x, residual, normalized_shape, weight=None, bias=None, eps=1e-5, weight_offset=0.0):
+    """``h = x + residual`` and ``layer_norm(h, normalized_shape, weight, bias, eps, weight_offset)``.
 
     Args:
-        x, residual: (..., *normalized_shape); float16, bfloat16, float32 or float64, both the same.
+        x: (..., *normalized_shape); float16, bfloat16, float32 or float64.
+        residual: the same shape; of x's dtype, or float32 where x has 16 bits.
         normalized_shape: the trailing axes to normalize over; an int stands for one axis.
-        weight, bias: normalized_shape, of x's dtype; either may be None.
+        weight, bias: normalized_shape, or both with more of the trailing axes of x, as (H, D) for a weight of each
+            head; of x's dtype, or both float32 where x has 16 bits. Either may be None; without a weight, bias is
+            normalized_shape and of x's dtype.
         eps: added to the variance.
+        weight_offset: added to the weight: the rows are scaled by weight + weight_offset. 0 where weight is None.
 
     Returns:
-        The norm and h, in this order, each like x. What is normalized is h as it is returned, rounded to its dtype.
+        The norm, like x, and h, like residual. What is normalized is h as it is returned, rounded to its dtype.
 
     Raises:
-        TypeError: a dtype that is not floating, or a residual, weight or bias of another dtype than x's.
-        ValueError: shapes that do not fit; tensors on different devices.
+        TypeError: a dtype that is not floating, or a residual, weight or bias of another dtype than those above.
+        ValueError: shapes that do not fit; a weight_offset without a weight; tensors on different devices.
 
     Source: Ba, Kiros and Hinton, arXiv:1607.06450.
     """
-    return (x, residual, weight, bias), (axes(normalized_shape), eps)
+    return (x, residual, weight, bias), (axes(normalized_shape), eps, weight_offset)

@@ -3,35 +3,36 @@
 from __future__ import annotations
 
 from ..op import operator
-from ._norm import axes, dims, normalized, rms_norm_gradients, rms_normalized, scaled, statistics
+from ._norm import AUTOCAST, affine, axes, dims, rms_norm_gradients, rms_normalized, scaled, statistics
 
 
-def _formula(m, x, residual, weight, normalized_shape, eps):
-    h = m.like(m.wide(x) + m.wide(residual), x)
+def _formula(m, x, residual, weight, normalized_shape, eps, weight_offset):
+    h = m.like(m.wide(x) + m.wide(residual), residual)
     normed, _ = rms_normalized(m, m.wide(h), len(normalized_shape), eps)
-    return scaled(m, normed, weight), h
+    return scaled(m, normed, weight, weight_offset), h
 
 
-def _backward_formula(m, dy, dh, h, weight, normalized_shape, eps):
-    dx, *rest = rms_norm_gradients(m, m.wide(dy), m.wide(h), weight, normalized_shape, eps)
-    return dx + m.wide(dh), *rest
+def _backward_formula(m, dy, dh, h, weight, normalized_shape, eps, weight_offset):
+    dx, *rest = rms_norm_gradients(m, m.wide(dy), m.wide(h), weight, normalized_shape, eps, weight_offset)
+    dx = dx + m.wide(dh)
+    return dx, dx, *rest
 
 
 @operator(
     inputs=("dy", "dh", "h", "weight", "rstd"),
     outputs=("dx", "dresidual", "dweight"),
     workspace=("workspace",),
-    shapes={"dweight": normalized},
+    shapes={"dweight": affine},
     optional=("weight", "rstd", "dx", "dresidual", "dweight"),
-    attrs={"normalized_shape": "int[]", "eps": "float?"},
-    same_spec_as={"dx": "h"},
+    attrs={"normalized_shape": "int[]", "eps": "float?", "weight_offset": "float"},
+    same_spec_as={"dx": "dy", "dresidual": "h"},
     formula=_backward_formula,
-    alias={"dresidual": "dx"},
-    dims=dims(("dy", "dh", "h", "dx"), ("weight", "dweight"), "rstd"),
+    equal={"dresidual": "dx"},
+    dims=dims(("dy", "dh", "h", "dx", "dresidual"), ("weight", "dweight"), "rstd"),
     vmappable=("dy", "dh", "h", "rstd", "dx", "dresidual"),
 )
-def add_rms_norm_backward(dy, dh, h, weight, rstd, normalized_shape, eps=None):
-    return (dy, dh, h, weight, rstd), (axes(normalized_shape), eps)
+def add_rms_norm_backward(dy, dh, h, weight, rstd, normalized_shape, eps=None, weight_offset=0.0):
+    return (dy, dh, h, weight, rstd), (axes(normalized_shape), eps, weight_offset)
 
 
 @operator(
@@ -40,30 +41,33 @@ def add_rms_norm_backward(dy, dh, h, weight, rstd, normalized_shape, eps=None):
     residuals=("rstd",),
     shapes={"rstd": statistics(1)},
     optional=("weight",),
-    attrs={"normalized_shape": "int[]", "eps": "float?"},
+    attrs={"normalized_shape": "int[]", "eps": "float?", "weight_offset": "float"},
     backward=add_rms_norm_backward,
-    same_spec_as={"y": "x", "h": "x"},
+    same_spec_as={"y": "x", "h": "residual"},
     dims=dims(("x", "residual", "y", "h"), ("weight",), "rstd"),
     formula=_formula,
     vmappable=("x", "residual", "y", "h", "rstd"),
-    autocast={"cuda": "float32"},
+    autocast=AUTOCAST,
 )
-def add_rms_norm(x, residual, normalized_shape, weight=None, eps=None):
-    """``h = x + residual`` and ``rms_norm(h, normalized_shape, weight, eps)``.
+def add_rms_norm(x, residual, normalized_shape, weight=None, eps=None, weight_offset=0.0):
+    """``h = x + residual`` and ``rms_norm(h, normalized_shape, weight, eps, weight_offset)``.
 
     Args:
-        x, residual: (..., *normalized_shape); float16, bfloat16, float32 or float64, both the same.
+        x: (..., *normalized_shape); float16, bfloat16, float32 or float64.
+        residual: the same shape; of x's dtype, or float32 where x has 16 bits.
         normalized_shape: the trailing axes to normalize over; an int stands for one axis.
-        weight: normalized_shape, of x's dtype, or None.
+        weight: normalized_shape, or with more of the trailing axes of x, as (H, D) for a weight of each head; of x's
+            dtype, or float32 where x has 16 bits. Or None.
         eps: added to the mean; None for the machine epsilon of float32, of float64 where x is.
+        weight_offset: added to the weight: the rows are scaled by weight + weight_offset. 0 where weight is None.
 
     Returns:
-        The norm and h, in this order, each like x. What is normalized is h as it is returned, rounded to its dtype.
+        The norm, like x, and h, like residual. What is normalized is h as it is returned, rounded to its dtype.
 
     Raises:
-        TypeError: a dtype that is not floating, or a residual or weight of another dtype than x's.
-        ValueError: shapes that do not fit; tensors on different devices.
+        TypeError: a dtype that is not floating, or a residual or weight of another dtype than those above.
+        ValueError: shapes that do not fit; a weight_offset without a weight; tensors on different devices.
 
     Source: Zhang and Sennrich, arXiv:1910.07467.
     """
-    return (x, residual, weight), (axes(normalized_shape), eps)
+    return (x, residual, weight), (axes(normalized_shape), eps, weight_offset)

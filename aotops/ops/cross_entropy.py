@@ -11,7 +11,13 @@ def _dims(call, loss, *like_x):
     return {loss: n if call.reduction == "none" else "", "target": n} | dict.fromkeys(("x", *like_x), f"{n} C")
 
 
-def _formula(m, x, target, ignore_index, reduction, label_smoothing):
+def divides_slope(reduction, dtype):
+    """Whether ``slope`` is divided by the count of the rows: then the backward multiplies it by dy alone. ``dtype``:
+    x's, by name. In float16 the quotient would underflow, from which a large dy, the scale of the loss, saves dx."""
+    return reduction == "mean" and dtype != "float16"
+
+
+def _formula(m, x, target, ignore_index, reduction, label_smoothing, dtype):
     log_p, counts, hit = _rows(m, x, target, ignore_index)
     losses = -(1 - label_smoothing) * m.sum(m.where(hit, log_p, m.zeros(log_p)), (-1,))
     if label_smoothing:
@@ -23,7 +29,7 @@ def _formula(m, x, target, ignore_index, reduction, label_smoothing):
     return total if reduction == "sum" else total / m.count(counts, losses)
 
 
-def _backward_formula(m, dy, x, target, ignore_index, reduction, label_smoothing):
+def _backward_formula(m, dy, x, target, ignore_index, reduction, label_smoothing, dtype):
     log_p, counts, hit = _rows(m, x, target, ignore_index)
     zeros = m.zeros(log_p)
     slopes = m.exp(log_p) - label_smoothing / log_p.shape[-1] - m.where(hit, zeros + (1 - label_smoothing), zeros)
@@ -44,7 +50,7 @@ def _nan_unless_in_range(m, hit, x):
     return m.where(m.any(hit, -1), x, m.zeros(x) + float("nan"))
 
 
-_ATTRS = {"ignore_index": "int", "reduction": "str", "label_smoothing": "float"}
+_ATTRS = {"ignore_index": "int", "reduction": "str", "label_smoothing": "float", "dtype": "str?"}
 
 
 @operator(
@@ -55,10 +61,11 @@ _ATTRS = {"ignore_index": "int", "reduction": "str", "label_smoothing": "float"}
     dims=lambda call: _dims(call, "dy", "slope", "dx"),
     attrs=_ATTRS,
     same_spec_as={"dx": "x"},
+    overwrites={"dx": "slope"},
     formula=_backward_formula,
 )
-def cross_entropy_backward(dy, x, target, slope, ignore_index=-100, reduction="mean", label_smoothing=0.0):
-    return (dy, x, target, slope), (ignore_index, reduction, label_smoothing)
+def cross_entropy_backward(dy, x, target, slope, ignore_index=-100, reduction="mean", label_smoothing=0.0, dtype=None):
+    return (dy, x, target, slope), (ignore_index, reduction, label_smoothing, dtype)
 
 
 @operator(
@@ -71,12 +78,13 @@ def cross_entropy_backward(dy, x, target, slope, ignore_index=-100, reduction="m
     attrs=_ATTRS,
     backward=cross_entropy_backward,
     same_spec_as={"slope": "x"},
+    overwrites={"slope": "x"},
     formula=_formula,
     instead={"x": "slope"},
     always_save_residuals=True,
-    autocast={"cpu": "float32", "cuda": "float32"},
+    autocast={"cpu": "wide results", "cuda": "wide results"},
 )
-def cross_entropy(x, target, ignore_index=-100, reduction="mean", label_smoothing=0.0):
+def cross_entropy(x, target, ignore_index=-100, reduction="mean", label_smoothing=0.0, dtype=None):
     """Cross entropy with class indices, as ``torch.nn.functional.cross_entropy``:
     ``-log(softmax(x)[target])`` of each row.
 
@@ -86,14 +94,14 @@ def cross_entropy(x, target, ignore_index=-100, reduction="mean", label_smoothin
         ignore_index: rows of this class have a loss and a gradient of 0, and do not count for the mean.
         reduction: "none", the losses of the rows; "sum"; or "mean", the sum over the number of rows not ignored.
         label_smoothing: from 0 to 1: how much of the probability of the class is spread over all classes.
+        dtype: of the loss: None, for x's, or "float32" for an x of 16 bits.
 
     Returns:
-        The loss, of x's dtype: (), or target's shape where reduction is "none". Sums are taken in float32 (float64 for
-        float64).
+        The loss: (), or target's shape where reduction is "none". Sums are taken in float32 (float64 for float64).
 
     Raises:
-        TypeError: an x that is not floating, a target that is not int32 or int64.
+        TypeError: an x that is not floating, a target that is not int32 or int64, another dtype.
         ValueError: shapes that do not fit; another reduction; a label_smoothing that is not from 0 to 1; tensors on
             different devices; on the CPU, a class that there is not. On a GPU such a row's loss and gradient are NaN.
     """
-    return (x, target), (ignore_index, reduction, label_smoothing)
+    return (x, target), (ignore_index, reduction, label_smoothing, dtype)

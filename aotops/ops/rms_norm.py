@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 from ..op import operator
-from ._norm import axes, dims, normalized, rms_norm_gradients, rms_normalized, scaled, statistics
+from ._norm import AUTOCAST, affine, axes, dims, rms_norm_gradients, rms_normalized, scaled, statistics
 
 
-def _formula(m, x, weight, normalized_shape, eps):
+def _formula(m, x, weight, normalized_shape, eps, weight_offset):
     normed, _ = rms_normalized(m, m.wide(x), len(normalized_shape), eps)
-    return scaled(m, normed, weight)
+    return scaled(m, normed, weight, weight_offset)
 
 
-def _backward_formula(m, dy, x, weight, normalized_shape, eps):
-    return rms_norm_gradients(m, m.wide(dy), m.wide(x), weight, normalized_shape, eps)
+def _backward_formula(m, dy, x, weight, normalized_shape, eps, weight_offset):
+    return rms_norm_gradients(m, m.wide(dy), m.wide(x), weight, normalized_shape, eps, weight_offset)
 
 
 @operator(
     inputs=("dy", "x", "weight", "rstd"),
     outputs=("dx", "dweight"),
     workspace=("workspace",),
-    shapes={"dweight": normalized},
+    shapes={"dweight": affine},
     optional=("weight", "rstd", "dx", "dweight"),
-    attrs={"normalized_shape": "int[]", "eps": "float?"},
+    attrs={"normalized_shape": "int[]", "eps": "float?", "weight_offset": "float"},
     same_spec_as={"dx": "x"},
     dims=dims(("dy", "x", "dx"), ("weight", "dweight"), "rstd"),
     formula=_backward_formula,
     vmappable=("dy", "x", "rstd", "dx"),
 )
-def rms_norm_backward(dy, x, weight, rstd, normalized_shape, eps=None):
-    return (dy, x, weight, rstd), (axes(normalized_shape), eps)
+def rms_norm_backward(dy, x, weight, rstd, normalized_shape, eps=None, weight_offset=0.0):
+    return (dy, x, weight, rstd), (axes(normalized_shape), eps, weight_offset)
 
 
 @operator(
@@ -37,31 +37,33 @@ def rms_norm_backward(dy, x, weight, rstd, normalized_shape, eps=None):
     residuals=("rstd",),
     shapes={"rstd": statistics(1)},
     optional=("weight",),
-    attrs={"normalized_shape": "int[]", "eps": "float?"},
+    attrs={"normalized_shape": "int[]", "eps": "float?", "weight_offset": "float"},
     backward=rms_norm_backward,
     same_spec_as={"y": "x"},
     dims=dims(("x", "y"), ("weight",), "rstd"),
     formula=_formula,
     vmappable=("x", "y", "rstd"),
-    autocast={"cuda": "float32"},
+    autocast=AUTOCAST,
 )
-def rms_norm(x, normalized_shape, weight=None, eps=None):
-    """Root mean square normalization, as ``torch.nn.functional.rms_norm``: ``x / sqrt(mean(x**2) + eps) * weight``,
-    the mean taken over the trailing axes.
+def rms_norm(x, normalized_shape, weight=None, eps=None, weight_offset=0.0):
+    """Root mean square normalization, as ``torch.nn.functional.rms_norm``: ``x / sqrt(mean(x**2) + eps) *
+    (weight + weight_offset)``, the mean taken over the trailing axes.
 
     Args:
         x: (..., *normalized_shape); float16, bfloat16, float32 or float64.
         normalized_shape: the trailing axes to normalize over; an int stands for one axis.
-        weight: normalized_shape, of x's dtype, or None.
+        weight: normalized_shape, or with more of the trailing axes of x, as (H, D) for a weight of each head; of x's
+            dtype, or float32 where x has 16 bits. Or None.
         eps: added to the mean; None for the machine epsilon of float32, of float64 where x is.
+        weight_offset: added to the weight: the rows are scaled by weight + weight_offset. 0 where weight is None.
 
     Returns:
         A tensor like x. The mean is taken in float32 (float64 for float64).
 
     Raises:
-        TypeError: a dtype that is not floating, or a weight of another dtype than x's.
-        ValueError: shapes that do not fit; tensors on different devices.
+        TypeError: a dtype that is not floating, or a weight of another dtype than those above.
+        ValueError: shapes that do not fit; a weight_offset without a weight; tensors on different devices.
 
     Source: Zhang and Sennrich, arXiv:1910.07467.
     """
-    return (x, weight), (axes(normalized_shape), eps)
+    return (x, weight), (axes(normalized_shape), eps, weight_offset)

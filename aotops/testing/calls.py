@@ -77,8 +77,8 @@ def forward_call(op: Op, trial: Trial, device: str) -> EntryCall:
     specs: dict[str, TensorSpec | None] = dict(zip(op.inputs, given.input_specs(), strict=True))
     written = given.specs(device)
     specs |= {slot: written[slot] for slot in op.entry_outputs}
-    arrays = zip(op.inputs, given.inputs, strict=True)
-    inputs = {slot: raw(x, dtype_of(x, trial.dtype)) for slot, x in arrays if x is not None}
+    arrays = zip(op.inputs, given.inputs, given.dtypes(), strict=True)
+    inputs = {slot: raw(x, dtype) for slot, x, dtype in arrays if x is not None and dtype is not None}
     return EntryCall(op, given.attrs, specs, inputs)
 
 
@@ -89,8 +89,9 @@ def backward_call(op: Op, trial: Trial, device: str) -> EntryCall | None:
         return None
     forward = forward_call(op, trial, device)
     gradients = dict(zip((f"d{y}" for y in op.outputs), trial.output_gradients, strict=True))
+    dtypes = {slot: dtype_of(dy, trial.dtype, slot[1:] in trial.case.wide) for slot, dy in gradients.items()}
     specs: dict[str, TensorSpec | None] = {
-        slot: TensorSpec(gradients[slot].shape, trial.dtype) if slot in gradients else forward.specs.get(slot)
+        slot: TensorSpec(gradients[slot].shape, dtypes[slot]) if slot in gradients else forward.specs.get(slot)
         for slot in backward.inputs
     }
     inferred = infer(backward, forward.attrs, tuple(specs.values()), device)
@@ -99,7 +100,7 @@ def backward_call(op: Op, trial: Trial, device: str) -> EntryCall | None:
         slot: inferred[slot] if slot in wanted or slot not in backward.optional else None
         for slot in backward.entry_outputs
     }
-    inputs = {slot: raw(dy, trial.dtype) for slot, dy in gradients.items() if slot in backward.inputs}
+    inputs = {slot: raw(dy, dtypes[slot]) for slot, dy in gradients.items() if slot in backward.inputs}
     inputs |= {slot: data for slot, data in forward.inputs.items() if slot in backward.inputs}
     return EntryCall(backward, forward.attrs, specs, inputs, forward)
 

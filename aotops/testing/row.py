@@ -37,6 +37,8 @@ class Case:
     """Inputs that are integers, from 0 up to this."""
     dtypes: dict[str, str] = field(default_factory=dict)
     """Inputs with a dtype of their own: that of integers (int64 for ``classes`` without it), or bool."""
+    wide: tuple[str, ...] = ()
+    """Inputs and results that are float32 where a dtype of 16 bits is tried."""
     magnified: float = 1.0
     """By how much the formula itself magnifies a rounding error of its inputs: the condition number."""
     grad_condition: float = 1.0
@@ -80,7 +82,7 @@ class Case:
     def __str__(self) -> str:
         shapes = [f"{slot}{'x'.join(map(str, s)) or '0dim'}" for slot, s in self.given.items()]
         attrs = [f"{name}={value}" for name, value in self.attrs.items()]
-        return "-".join([*shapes, *attrs, *([f"mean={self.mean:g}"] if self.mean else [])]).replace(" ", "")
+        return "-".join([*shapes, *attrs, *([f"mean={self.mean:g}"] if self.mean else []), *self.wide]).replace(" ", "")
 
 
 @dataclass(frozen=True)

@@ -158,9 +158,15 @@ class Bound:
     inputs: tuple[np.ndarray | None, ...]
     attrs: tuple[Attr, ...]
     dtype: str
+    wide: tuple[str, ...] = ()
+
+    def dtypes(self) -> tuple[str | None, ...]:
+        pairs = zip(self.op.inputs, self.inputs, strict=True)
+        return tuple(None if x is None else dtype_of(x, self.dtype, slot in self.wide) for slot, x in pairs)
 
     def input_specs(self) -> tuple[TensorSpec | None, ...]:
-        return tuple(None if x is None else TensorSpec(x.shape, dtype_of(x, self.dtype)) for x in self.inputs)
+        pairs = zip(self.inputs, self.dtypes(), strict=True)
+        return tuple(None if x is None or dtype is None else TensorSpec(x.shape, dtype) for x, dtype in pairs)
 
     def specs(self, device: str) -> dict[str, TensorSpec]:
         """Of every output, residual and workspace."""
@@ -171,7 +177,7 @@ def bound(op: Op, case: Case, arrays: Arrays, dtype: str) -> Bound:
     inputs, attrs = op.bind(**arrays, **case.attrs)
     if op.broadcast and all(x is not None for x in inputs):
         inputs = tuple(np.broadcast_arrays(*inputs))
-    return Bound(op, tuple(inputs), op.canonical(attrs), dtype)
+    return Bound(op, tuple(inputs), op.canonical(attrs), dtype, case.wide)
 
 
 def placeholders(case: Case, dtype: str) -> Arrays:

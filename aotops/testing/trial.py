@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+
+from aotops.spec import accumulate_dtype
 
 from .row import Arrays, Case, Row
 from .tolerances import DIFFERENCES, H, Mismatch, allowed, allowed_gradient, assert_close
@@ -30,14 +32,19 @@ def rounded(array: np.ndarray, dtype: str) -> np.ndarray:
     return np.asarray(array, dtype).astype(np.float64)
 
 
-def rounded_inputs(arrays: Arrays, dtype: str) -> Arrays:
-    """The same, rounded to ``dtype``; integers as they are."""
-    return {slot: x if x is None or x.dtype.kind != "f" else rounded(x, dtype) for slot, x in arrays.items()}
+def rounded_inputs(arrays: Arrays, dtype: str, wide: Container[str] = ()) -> Arrays:
+    """The same, rounded to ``dtype``, or to the dtype of what is ``wide``; integers as they are."""
+    return {
+        slot: x if x is None or x.dtype.kind != "f" else rounded(x, dtype_of(x, dtype, slot in wide))
+        for slot, x in arrays.items()
+    }
 
 
-def dtype_of(array: np.ndarray, dtype: str) -> str:
-    """``dtype``, unless the array is one of integers or bools."""
-    return dtype if array.dtype.kind == "f" else array.dtype.name
+def dtype_of(array: np.ndarray, dtype: str, wide: bool = False) -> str:
+    """``dtype``, unless the array is one of integers or bools. ``wide``: the dtype that its sums have (Case.wide)."""
+    if array.dtype.kind != "f":
+        return array.dtype.name
+    return accumulate_dtype(dtype) if wide else dtype
 
 
 def numpy_dtype(dtype: str) -> np.dtype:
@@ -65,7 +72,7 @@ class Trial:
     @cached_property
     def inputs(self) -> Arrays:
         """Rounded to the dtype, as float64; integers as they are."""
-        return rounded_inputs(self.case.random(generator(self.seed)), self.dtype)
+        return rounded_inputs(self.case.random(generator(self.seed)), self.dtype, self.case.wide)
 
     @cached_property
     def expected(self) -> tuple[np.ndarray, ...]:

@@ -17,12 +17,15 @@ def made(adapter: Framework, device: str, trial: Trial, arrays: Arrays | None = 
     """The framework's tensors of the inputs, or of other arrays in their place."""
     arrays = trial.inputs if arrays is None else arrays
     return {
-        slot: None if x is None else adapter.make(x, dtype_of(x, trial.dtype), device) for slot, x in arrays.items()
+        slot: None if x is None else adapter.make(x, dtype_of(x, trial.dtype, slot in trial.case.wide), device)
+        for slot, x in arrays.items()
     }
 
 
-def made_gradients(adapter: Framework, device: str, trial: Trial) -> tuple[Any, ...]:
-    return tuple(adapter.make(dy, trial.dtype, device) for dy in trial.output_gradients)
+def made_gradients(subject: Subject, adapter: Framework, device: str, trial: Trial) -> tuple[Any, ...]:
+    wide = [y in trial.case.wide for y in (*subject.op.outputs, *subject.mutates)]
+    pairs = zip(trial.output_gradients, wide, strict=True)
+    return tuple(adapter.make(dy, dtype_of(dy, trial.dtype, one), device) for dy, one in pairs)
 
 
 def results_of(subject: Subject, adapter: Framework, tensors: dict[str, Any], trial: Trial) -> tuple[Any, ...]:
@@ -50,7 +53,7 @@ def values_of(subject: Subject, adapter: Framework, device: str) -> Attempt:
 
 def gradients_of(subject: Subject, adapter: Framework, device: str) -> Attempt:
     def attempt(trial: Trial) -> None:
-        inputs, dys = made(adapter, device, trial), made_gradients(adapter, device, trial)
+        inputs, dys = made(adapter, device, trial), made_gradients(subject, adapter, device, trial)
         found = adapter.gradients(subject.name, inputs, trial.case.attrs, dys)
         trial.assert_gradients({slot: None if g is None else adapter.numpy(g) for slot, g in found.items()})
 

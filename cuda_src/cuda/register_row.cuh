@@ -10,26 +10,29 @@ inline namespace AOT_ISA {
 constexpr int kWarpRowBlock = 128;  // threads of a block, if a row is within a warp
 
 // kThreads: the most threads of a block. kResident: threads that a multiprocessor shall hold at once, which limits
-// their registers.
-template <typename T, int kLanes, int kVectors, Span kSpan, int kThreads_, int kResident>
+// their registers. kCluster: the most blocks of a row.
+template <typename T, int kLanes, int kVectors, Span kSpan, int kThreads_, int kResident, int kCluster_ = 1>
 struct RegisterRowShape : RowShape<T, kLanes, kVectors, kSpan> {
   static constexpr int kThreads = kThreads_, kBlocks = kResident / kThreads > 0 ? kResident / kThreads : 1;
+  static constexpr int kCluster = kCluster_;
 };
 
 template <typename T, int kLanes, int kVectors, int kResident = 1024>
 using WarpRow = RegisterRowShape<T, kLanes, kVectors, Span::warp, kWarpRowBlock, kResident>;
 template <typename T, int kVectors, int kThreads = 512, int kResident = 1024>
 using BlockRow = RegisterRowShape<T, 32, kVectors, Span::block, kThreads, kResident>;
-template <typename T, int kVectors, int kThreads = 512, int kResident = 1024>
-using ClusterRow = RegisterRowShape<T, 32, kVectors, Span::cluster, kThreads, kResident>;
+template <typename T, int kVectors, int kThreads = 512, int kResident = 1024, int kCluster = kMaxCluster>
+using ClusterRow = RegisterRowShape<T, 32, kVectors, Span::cluster, kThreads, kResident, kCluster>;
 
 // ------------------------------------------------------------------------------------------------- a thread's part
 
-template <class Shape>
+template <class Shape_>
 class RegisterRow {
-  using T = typename Shape::T;
-
  public:
+  using Shape = Shape_;
+  using T = typename Shape::T;
+  static constexpr bool kEnds = false;
+
   __device__ explicit RegisterRow(int64_t cols) : cols_(cols) {
     int warps = blockDim.x / 32, vectors = static_cast<int>(cols / Shape::kSize);
     if constexpr (Shape::kSpan == Span::warp) {
@@ -89,10 +92,71 @@ class RegisterRow {
     }
   }
 
- private:
+ protected:
   int64_t row_, cols_;
-  int first_, left_;
+  int first_, left_;  // this thread's first vector; vectors from there to the row's end
 };
+
+// The same for rows that begin anywhere. Vectors begin at the row's first 16-byte boundary, and columns count from
+// there. Each element before and after the vectors, less than a vector at either end, is one thread's own.
+template <class Shape_>
+class UnalignedRow : public RegisterRow<Shape_> {
+  using Base = RegisterRow<Shape_>;
+
+ public:
+  using Shape = Shape_;
+  using T = typename Shape::T;
+  using A = Accumulate<T>;
+  static constexpr bool kEnds = true;
+  static_assert(Shape::kLanes >= 2 * Shape::kSize, "a thread has one element of the ends at most");
+
+  // x: the matrix, and any other whose rows reach 16-byte boundaries at the same elements
+  __device__ UnalignedRow(const T *x, int64_t cols) : Base(cols) {
+    int64_t head = misaligned_elements(x + this->row_ * cols, sizeof(T));
+    head_ = static_cast<int>(head < cols ? head : cols);
+    vectors_ = static_cast<int>((cols - head_) / Shape::kSize);
+    this->left_ = vectors_ - this->first_;
+    int tail = static_cast<int>(cols - head_) - vectors_ * Shape::kSize, i = this->first_ - Shape::kSize;
+    if (this->first_ < head_) end_ = this->first_;
+    else if (i >= 0 && i < tail) end_ = static_cast<int>(cols) - tail + i;
+  }
+
+  __device__ bool has(int64_t c) const {
+    return c == end_ || (c >= head_ && c < head_ + vectors_ * Shape::kSize && Base::has(c - head_));
+  }
+  __device__ int share(int warp) const {
+    int ends = static_cast<int>(this->cols_) - vectors_ * Shape::kSize;
+    return Shape::share(vectors_, warp) + (warp == 0 ? ends : 0);
+  }
+
+  // Whether this thread has an element of the ends; and its value, after load().
+  __device__ bool has_end() const { return end_ >= 0; }
+  __device__ A end() const { return value_; }
+
+  __device__ void load(const T *x, bool present, float fallback, Vector<T> (&v)[Shape::kVectors]) {
+    Base::load(x + head_, present, fallback, v);
+    value_ = fallback;
+    if (present && has_end()) value_ = widen(x[this->row_ * this->cols_ + end_]);
+  }
+  template <class F>
+  __device__ void store(T *y, bool present, F f) const {
+    Base::store(y + head_, present, f);
+  }
+  __device__ void store_end(T *y, bool present, A value) const {
+    if (present && has_end()) y[this->row_ * this->cols_ + end_] = narrow<T>(value);
+  }
+
+ private:
+  int head_, vectors_, end_ = -1;
+  A value_;
+};
+
+// Constructs either.
+template <class Row, typename T = typename Row::T>
+__device__ Row row_of(const T *x, int64_t cols) {
+  if constexpr (Row::kEnds) return Row(x, cols);
+  else return Row(cols);
+}
 
 // Keeps the compiler from holding the widened values of a vector of 16-bit elements: it widens them again, and
 // meanwhile they take half as many registers. `zero` is opaque_zero().
@@ -106,8 +170,9 @@ __device__ inline void keep_packed(Vector<T> &v, uint32_t zero) {
 // ------------------------------------------------------------------------------------------------------------- plan
 
 struct RegisterRowPlan {
-  int warps = 0;    // of a row in one block; 0: the row is too long for the shape
-  int cluster = 1;  // blocks of a row
+  int warps = 0;         // of a row in one block; 0: the row is too long for the shape
+  int cluster = 1;       // blocks of a row
+  bool overlap = false;  // as LaunchShape's
 };
 
 template <class Shape>
@@ -115,7 +180,7 @@ RegisterRowPlan plan_register_rows(int64_t vectors, const DeviceLimits &device) 
   constexpr int kWarps = Shape::kThreads / 32;
   if constexpr (Shape::kSpan == Span::warp) return {vectors <= Shape::kShare ? kWarps : 0, 1};
   bool clusters = Shape::kSpan == Span::cluster;
-  for (int cluster = clusters ? 2 : 1; cluster <= (!clusters ? 1 : device.clusters ? kMaxCluster : 0); cluster *= 2) {
+  for (int cluster = clusters ? 2 : 1; cluster <= (!clusters || device.clusters ? Shape::kCluster : 0); cluster *= 2) {
     int64_t warps = ceil_div(vectors, int64_t{Shape::kShare} * cluster);
     if (warps <= kWarps) return {static_cast<int>(warps), cluster};
   }
@@ -141,6 +206,14 @@ Status dispatch_register_rows(RegisterRowShapes<Shape, More...>, int64_t vectors
 template <typename T, typename... Pointers>
 int64_t row_vectors(int64_t cols, const Pointers *...pointers) {
   return cols > 0 && cols % kVectorSize<T> == 0 && aligned(pointers...) ? cols / kVectorSize<T> : int64_t{1} << 40;
+}
+
+// Vectors in a row of an UnalignedRow; more than any shape holds if these rows do not reach boundaries at the same
+// elements.
+template <typename T>
+int64_t unaligned_row_vectors(int64_t cols, const T *x, const T *y) {
+  bool same = (reinterpret_cast<uintptr_t>(x) - reinterpret_cast<uintptr_t>(y)) % 16 == 0;
+  return same ? std::max<int64_t>(cols / kVectorSize<T>, 1) : int64_t{1} << 40;
 }
 
 // ---------------------------------------------------------------------------------------- rows of any size and address
@@ -193,7 +266,8 @@ Status launch_register_rows(const char *op, const RegisterRowPlan &plan, int64_t
                             void *stream, Arguments... arguments) {
   bool within_warp = Shape::kSpan == Span::warp;
   unsigned blocks = grid_size(within_warp ? ceil_div(rows, plan.warps * Shape::kRowsPerWarp) : rows * plan.cluster);
-  return launch_clusters(op, kernel, blocks, 32u * plan.warps, plan.cluster, 0, stream, arguments...);
+  const LaunchShape shape = {blocks, 32u * plan.warps, 0, static_cast<unsigned>(plan.cluster), plan.overlap};
+  return launch_kernel(op, kernel, shape, stream, arguments...);
 }
 
 }  // namespace AOT_ISA

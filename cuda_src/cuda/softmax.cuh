@@ -169,11 +169,14 @@ struct RowExponentials {
 
 // The sums of the row in v. Replaces v by the values that Probability::of_exponential() takes: relative to the warp's
 // maximum, or unchanged if they have 16 bits, because rounded exponentials would lose accuracy.
-template <bool kShiftedSum, class Shape, class Exchange, typename T, typename A = Accumulate<T>>
-__device__ inline RowExponentials<A> row_exponentials(Vector<T> (&v)[Shape::kVectors], const RegisterRow<Shape> &part,
-                                                      Exchange &exchange) {
+// `part`: a RegisterRow or an UnalignedRow, whose end() stays x.
+template <bool kShiftedSum, class Row, class Exchange, typename T, int kVectors, typename A = Accumulate<T>>
+__device__ inline RowExponentials<A> row_exponentials(Vector<T> (&v)[kVectors], const Row &part, Exchange &exchange) {
+  using Shape = typename Row::Shape;
   Exponentials<A> mine = Exponentials<A>::none();
-  mine.max = max_lanes<Shape::kLanes>(max_element(v));  // past the row's end v is -inf
+  A largest = max_element(v);  // past the row's end v is -inf
+  if constexpr (Row::kEnds) largest = max(largest, part.end());
+  mine.max = max_lanes<Shape::kLanes>(largest);
   A base = mine.base();
   ShiftedExp<T, A> exponential(base);
 #pragma unroll
@@ -191,6 +194,10 @@ __device__ inline RowExponentials<A> row_exponentials(Vector<T> (&v)[Shape::kVec
     if (kShiftedSum && part.holds(i)) mine.shifted_sum += shifted_sum;
     if constexpr (sizeof(T) == 2) keep_packed(v[i], part.opaque_zero());
     else v[i] = narrow<T>(x);
+  }
+  if constexpr (Row::kEnds) {
+    mine.sum += exponential(part.end());
+    if (kShiftedSum && part.has_end()) mine.shifted_sum += part.end() - base;
   }
   mine.sum = sum_lanes<Shape::kLanes>(mine.sum);
   if constexpr (kShiftedSum) mine.shifted_sum = sum_lanes<Shape::kLanes>(mine.shifted_sum);
@@ -225,12 +232,27 @@ __device__ inline void add(Exponentials<A> &mine, const Vector<T> (&v)[kVectors]
   }
 }
 
+// Adds one element to a thread's sums.
+template <typename T, typename A>
+__device__ inline void add(Exponentials<A> &s, A x) {
+  if (x > s.max) {
+    s.sum *= ShiftedExp<T, A>(x).rescale(s.max);
+    if (s.max != A(kMinusInfinity)) s.shifted_sum += s.count * (s.max - x);
+    s.max = x;
+  }
+  s.sum += ShiftedExp<T, A>(s.base())(x);
+  s.shifted_sum += x - s.base();
+  s.count += 1;
+}
+
 // The sums of a long row, which a block reads once: the next vectors are in flight while these are added.
 template <bool kShiftedSum, typename T, class Exchange, typename A = Accumulate<T>>
-__device__ inline Exponentials<A> streamed_exponentials(const T *from, int vectors, Exchange &exchange) {
+__device__ inline Exponentials<A> streamed_exponentials(const T *row, int64_t cols, Exchange &exchange) {
   constexpr int kGroup = 4;
   Exponentials<A> mine = Exponentials<A>::none();
-  int step = blockDim.x;
+  int64_t head = min(misaligned_elements(row, sizeof(T)), cols);
+  const T *from = row + head;
+  int step = blockDim.x, vectors = static_cast<int>((cols - head) / kVectorSize<T>);
   Vector<T> v[kGroup], next[kGroup];
   auto fetch = [&](Vector<T>(&w)[kGroup], int i) {
 #pragma unroll
@@ -247,23 +269,13 @@ __device__ inline Exponentials<A> streamed_exponentials(const T *from, int vecto
 #pragma unroll
     for (int j = 0; j < kGroup; ++j) v[j] = next[j];
   }
+  if (threadIdx.x < head) add<T>(mine, widen(row[threadIdx.x]));
+  int64_t c = head + int64_t{vectors} * kVectorSize<T> + threadIdx.x;
+  if (c < cols) add<T>(mine, widen(row[c]));
   return combine_warps<T, kShiftedSum>(exchange.all(combine_lanes<T, kShiftedSum>(mine)), exchange.warps());
 }
 
 // ------------------------------------------------------------------------------------------- a row of any size
-
-// Adds one element to a thread's sums.
-template <typename T, typename A>
-__device__ inline void add(Exponentials<A> &s, A x) {
-  if (x > s.max) {
-    s.sum *= ShiftedExp<T, A>(x).rescale(s.max);
-    if (s.max != A(kMinusInfinity)) s.shifted_sum += s.count * (s.max - x);
-    s.max = x;
-  }
-  s.sum += ShiftedExp<T, A>(s.base())(x);
-  s.shifted_sum += x - s.base();
-  s.count += 1;
-}
 
 // The sums of the row `from`, returned to every thread of the block.
 template <typename T, typename A>

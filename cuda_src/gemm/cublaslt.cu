@@ -5,11 +5,16 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <mutex>
 #include <unordered_map>
+#include <utility>
+#include <vector>
 
+#include "choice.h"
 #include "cuda/launch.cuh"
 #include "gemm.h"
+#include "tuning.h"
 
 namespace aot {
 inline namespace AOT_ISA {
@@ -170,10 +175,12 @@ struct Hash {
   }
 };
 
-// An answer of the heuristic, kept because a query costs some ten microseconds. found is false if there is none.
+// Of the answers of the heuristic, best first, the one that runs a product: the first, or, if tuned, the fastest. They
+// are kept because a query costs some ten microseconds. Not found if there is none.
 struct CachedAlgorithm {
   Algorithm algorithm;
   bool found;
+  std::shared_ptr<Tuning<Algorithm>> tuning;  // until it has ended
 };
 constexpr size_t kMaxCached = 4096;
 std::mutex cache_mutex;
@@ -202,9 +209,11 @@ struct CublasLtCall {
 
   bool set_epilogue(int epilogue) { return !set(kEpilogue, uint32_t(epilogue)); }
 
-  bool find_algorithm(Object handle, Algorithm *algorithm) {
+  // At most `wanted` algorithms, the best by cuBLASLt's estimate first. Those that sum in the type of the result are
+  // excluded.
+  std::vector<Algorithm> find_algorithms(Object handle, int wanted) {
     OwnedObject preference(lib.preference_destroy);
-    if (lib.preference_create(&preference.object)) return false;
+    if (lib.preference_create(&preference.object)) return {};
     auto prefer = [&](int attribute, auto value) {
       return lib.preference_set(preference.object, attribute, &value, sizeof value);
     };
@@ -212,13 +221,25 @@ struct CublasLtCall {
     prefer(kReductions, kReduceInComputeType);
     prefer(kAlignment, alignment(gemm.b.data)), prefer(kAlignment + 1, alignment(gemm.a.data));
     prefer(kAlignment + 2, alignment(gemm.c.data)), prefer(kAlignment + 3, alignment(gemm.c.data));
-    Heuristic result;
+    std::vector<Heuristic> results(wanted);
     int found = 0;
-    if (lib.heuristic(handle, desc.object, a.object, b.object, c.object, c.object, preference.object, 1, &result,
-                      &found) ||
-        !found || result.state)
-      return false;
-    return *algorithm = result.algorithm, true;
+    if (lib.heuristic(handle, desc.object, a.object, b.object, c.object, c.object, preference.object, wanted,
+                      results.data(), &found))
+      return {};
+    std::vector<Algorithm> algorithms;
+    for (int i = 0; i < found; ++i)
+      if (!results[i].state) algorithms.push_back(results[i].algorithm);
+    return algorithms;
+  }
+
+  CachedAlgorithm find_algorithm(Object handle) {
+    constexpr int kTried = 8;
+    const bool tune = gemm_mode() == GemmMode::tune;
+    std::vector<Algorithm> all = find_algorithms(handle, tune ? kTried : 1);
+    if (all.empty()) return {};
+    CachedAlgorithm cached{all[0], true, nullptr};
+    if (all.size() > 1) cached.tuning = std::make_shared<Tuning<Algorithm>>(std::move(all));
+    return cached;
   }
 
   int run(Object handle, const Algorithm &algorithm, cudaStream_t stream) {
@@ -250,6 +271,8 @@ struct CublasLtCall {
 
 // ----------------------------------------------------------------------------------------------------------- entry
 
+bool has_cublaslt() { return found().usable && gemm_mode() != GemmMode::own; }
+
 Status check_cublaslt(const char *op) { return *found().error ? fail(kDeviceError, "%s: %s", op, found().error) : kOk; }
 
 Status gemm_cublaslt(const char *op, const GemmParams &gemm, cudaStream_t stream, bool *done) {
@@ -264,7 +287,7 @@ Status gemm_cublaslt(const char *op, const GemmParams &gemm, cudaStream_t stream
   if ((gemm.activation && !relu) || gemm.pre_activation) return kOk;
   const int epilogue = gemm.bias ? kBias : kDefault;
   AOT_TRY(check_cublaslt(op));
-  if (!found().usable) return kOk;
+  if (!has_cublaslt()) return kOk;
   int device = 0;
   AOT_TRY(check_cuda(op, cudaGetDevice(&device)));
   Object handle = handle_of(device);
@@ -284,12 +307,17 @@ Status gemm_cublaslt(const char *op, const GemmParams &gemm, cudaStream_t stream
     if (known != cache().end()) {
       cached = known->second;
     } else {
-      cached.found = call.find_algorithm(handle, &cached.algorithm);
+      cached = call.find_algorithm(handle);
       if (cache().size() >= kMaxCached) cache().clear();
       cache().emplace(key, cached);
     }
   }
   if (!cached.found) return kOk;
+  if (cached.tuning && !relu) {
+    auto run = [&](const Algorithm &algorithm) { return call.run(handle, algorithm, stream); };
+    if (cached.tuning->run(stream, run)) return *done = true, kOk;
+    cached.algorithm = cached.tuning->best();
+  }
   if (relu) {  // if it is not supported, another kernel runs
     const int with_relu = gemm.bias ? kBias | kRelu : kRelu;
     return *done = call.set_epilogue(with_relu) && !call.run(handle, cached.algorithm, stream), kOk;

@@ -2,6 +2,7 @@
 #include "gemm.h"
 
 #include "activation.cuh"
+#include "choice.h"
 #include "cuda/elementwise.cuh"
 #include "cuda/sum_slices.cuh"
 #include "tile.cuh"
@@ -139,17 +140,6 @@ Status gemm_on_hopper(const char *op, const GemmParams &gemm, cudaStream_t strea
 #endif
 }
 
-// The same where it measured faster than cuBLASLt: at least 8 waves of tiles with a nearly full tail, and long sums.
-Status gemm_large_on_hopper(const char *op, const GemmParams &gemm, cudaStream_t stream, bool *done) {
-  *done = false;
-  DeviceLimits limits;
-  AOT_TRY(device_limits(op, &limits));
-  const int64_t waves = ceil_div(count_tiles(gemm), limits.multiprocessors);
-  const double used = double(gemm.m) * gemm.n / (128.0 * 128 * waves * limits.multiprocessors);
-  const bool faster = gemm.count == 1 && gemm.k >= 512 && waves >= 8 && used >= 0.95;
-  return faster ? gemm_on_hopper(op, gemm, stream, done) : kOk;
-}
-
 Status gemm_on_ampere(const char *op, const GemmParams &gemm, cudaStream_t stream, bool *done) {
   constexpr int64_t kMaxBatch = 65535;  // of a grid
   *done = false;
@@ -183,18 +173,26 @@ Status gemm_and_activation(const char *op, const GemmParams &g, cudaStream_t str
 
 }  // namespace
 
-// The first kernel that supports the GEMM runs it; cuBLASLt supports few activations. The choice does not depend on
-// whether pre_activation is wanted, and so the bits of c do not either. An activation is applied to the sum before it
-// is rounded; relu commutes with rounding, and may follow it.
+// The first kernel that supports the GEMM runs it. An activation is applied to the sum before it is rounded, except
+// where cuBLASLt's product and a kernel for the activation were measured to be faster (choice.h); relu commutes with
+// rounding, and may follow it.
 Status gemm(const char *op, const GemmParams &gemm, cudaStream_t stream) {
   if (gemm.m == 0 || gemm.n == 0 || gemm.count == 0) return kOk;
-  bool done = false;
+  AOT_TRY(check_gemm_mode(op));
   AOT_TRY(check_cublaslt(op));
-  for (auto *kernel : {gemm_large_on_hopper, gemm_cublaslt, gemm_on_hopper, gemm_on_ampere}) {
+  DeviceLimits limits;
+  AOT_TRY(device_limits(op, &limits));
+  const bool half = itemsize(gemm.dtype) == 2, library_first = has_cublaslt() && prefers_cublaslt(limits.major, gemm);
+  if (half && gemm.activation && library_first) return gemm_and_activation(op, gemm, stream);
+  using Kernel = Status (*)(const char *, const GemmParams &, cudaStream_t, bool *);
+  const Kernel order[2][3] = {{gemm_on_hopper, gemm_on_ampere, gemm_cublaslt},
+                              {gemm_cublaslt, gemm_on_hopper, gemm_on_ampere}};
+  for (Kernel kernel : order[library_first]) {
+    bool done = false;
     AOT_TRY(kernel(op, gemm, stream, &done));
     if (done) return kOk;
   }
-  const bool rounds = itemsize(gemm.dtype) == 2 && gemm.activation != kActivationRelu;
+  const bool rounds = half && gemm.activation != kActivationRelu;
   if (gemm.activation && !rounds) return gemm_and_activation(op, gemm, stream);
   return gemm_simt(op, gemm, stream);
 }

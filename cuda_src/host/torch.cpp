@@ -29,6 +29,7 @@ struct Function {
   Call *call;
   int prototype[kMaxSlots];  // by slot, for what is written: the input that it is like; -1: Python makes the prototype
   bool has_prototypes;       // Python makes some
+  int equal[kMaxSlots];      // by slot: an earlier one that stands for it too where the two have one dtype; -1: none
   unsigned always;           // bit i: slot i is always written
   unsigned residuals;        // bit i: slot i is a residual. It is written for the backward where that is worth it
   unsigned scratch;          // bit i: slot i is a workspace. On the CPU small ones are on the stack
@@ -49,6 +50,10 @@ struct Backward {
   int source[kMaxSlots];    // by input slot: below n_grads an incoming gradient, from there on a saved tensor
   int gradient[kMaxSlots];  // for each input of the forward the slot of its gradient; -1: it has none
   void *fallback;           // takes the saved tensors, the gradients, needs_input_grad and the context
+  int over_output;          // the slot of a gradient that may be written over an input; -1: none is
+  int over_input;           // the slot of that input, which is saved
+  int64_t over_from;        // bytes of it from which may_overwrite is asked
+  void *may_overwrite;      // takes the saved tensors; returns a bool
 };
 
 // A differentiable operator with its attributes.
@@ -110,6 +115,8 @@ Ref empty_like(void *prototype) {
 struct Slots {
   void *objects[kMaxSlots];  // by slot; None: absent
   Ref outputs[kMaxSlots];    // by slot: what was allocated here
+  int over_output = -1;      // the slot that is written over the input in slot over_input; -1: none is
+  int over_input;
   alignas(64) char scratch[1 << 15];
 
   // Runs the entry on the inputs, which are in their slots, and writes the slots of `wanted`, and for a backward the
@@ -125,6 +132,15 @@ struct Slots {
     for (int i = call.n_in; i < call.n_slots; ++i) {
       objects[i] = python.none;
       if (!(wanted >> i & 1)) continue;
+      if (i == over_output) {
+        objects[i] = objects[over_input];
+        AOT_TRY(a.read(call.slots, objects, i, i + 1));
+        continue;
+      }
+      if (const int other = f.equal[i]; other >= 0 && objects[other] != python.none && same_dtype(f, a, i, other)) {
+        objects[i] = objects[other];
+        continue;
+      }
       void *prototype = f.prototype[i] >= 0 ? objects[f.prototype[i]] : PyTuple_GetItem(made, i - call.n_in);
       if (f.scratch >> i & 1 && a.device == kCpu && a.use(scratch, sizeof scratch, i, prototype)) continue;
       outputs[i] = empty_like(prototype);
@@ -133,6 +149,15 @@ struct Slots {
       AOT_TRY(a.read(call.slots, objects, i, i + 1));
     }
     return run_entry(call, a);
+  }
+
+ private:
+  // Whether two slots, each like an input that is present, have one dtype.
+  static bool same_dtype(const Function &f, const Arguments &a, int i, int k) {
+    const auto dtype = [&](int slot) {
+      return a.dtypes[__builtin_popcount(a.given & ((1u << f.prototype[slot]) - 1))];
+    };
+    return dtype(i) == dtype(k);
   }
 };
 
@@ -198,6 +223,17 @@ bool is_accepted(const CallSlot &slot, void *object) {
   return layout.contiguous || layout.as_scalar(slot);
 }
 
+// Whether the gradient in slot over_output is written over its input. -1: Python's error is set.
+int overwrites(const Backward &b, unsigned wanted, const Slots &slots, void *saved) {
+  if (b.over_output < 0 || !(wanted >> b.over_output & 1) || slots.objects[b.over_input] == python.none) return 0;
+  DLTensor t;
+  if (torch.exchange->read(slots.objects[b.over_input], &t)) return PyErr_Clear(), 0;
+  int64_t bytes = t.bits / 8;
+  for (int k = 0; k < t.ndim; ++k) bytes *= t.shape[k];
+  if (bytes < b.over_from || !Layout(t).contiguous) return 0;
+  return is_true(PyObject_VectorcallDict(b.may_overwrite, &saved, 1, nullptr));
+}
+
 // A tuple with a gradient, or None, for each input of the forward. Null: Python's error is set, or, where it is not,
 // the fallback must run.
 Ref run_plain_backward(const Backward &b, void *needed, void *saved, void *const *grads) {
@@ -222,8 +258,12 @@ Ref run_plain_backward(const Backward &b, void *needed, void *saved, void *const
     gradient[i] = PyObject_IsTrue(PyTuple_GetItem(needed, i)) == 1 ? b.gradient[i] : -1;
     if (gradient[i] >= 0) wanted |= 1u << gradient[i];
   }
-  if (has_kernel && wanted)
+  if (has_kernel && wanted) {
+    const int overwritten = overwrites(b, wanted, slots, saved);
+    if (overwritten < 0) return nullptr;
+    if (overwritten) slots.over_output = b.over_output, slots.over_input = b.over_input;
     if (int status = slots.run(f, wanted | f.always, false)) return finish(status), nullptr;
+  }
   return tuple_of(slots.objects, gradient, b.n_inputs);
 }
 
@@ -458,7 +498,7 @@ AOT_API void aot_torch_install_vectorcall(void *function, void *capsule) {
 
 // The structs that frontends/torch_call.py mirrors. A change of one of them raises the version here and there.
 AOT_API const char *aot_torch_structs() {
-  static const std::string sizes = struct_sizes(2, {{"Gate", sizeof(GateFacts)},
+  static const std::string sizes = struct_sizes(3, {{"Gate", sizeof(GateFacts)},
                                                     {"Torch", sizeof(Torch)},
                                                     {"Function", sizeof(Function)},
                                                     {"Backward", sizeof(Backward)},

@@ -52,6 +52,7 @@ struct Operator {
   unsigned optional;  // bit i: input i may be absent
   int n_results, n_workspaces;
   const char *written[kMaxSlots];  // results, then workspaces
+  unsigned maskable;               // bit i: the argument `wanted` has a value for result i
   bool elementwise;
   int n_attributes;
   Attribute attributes[kMaxAttributes];
@@ -61,6 +62,13 @@ constexpr Operator kOperators[] = {
 #include "torch_table.inc"
 };
 constexpr size_t kCount = std::size(kOperators);
+
+constexpr bool have_few_optional_slots() {
+  for (const Operator &op : kOperators)
+    if (__builtin_popcount(op.optional) + __builtin_popcount(op.maskable) > kMaxOptional) return false;
+  return true;
+}
+static_assert(have_few_optional_slots(), "Call::extras has no place for them");
 
 // -------------------------------------------------------------------------------------------------- torch's functions
 
@@ -86,6 +94,7 @@ constexpr uint64_t kAbiVersion = uint64_t{2} << 56 | uint64_t{10} << 48;
   F(aoti_torch_copy_, TensorHandle to, TensorHandle from, int32_t non_blocking)                                       \
   F(aoti_torch_empty_strided, int64_t ndim, const int64_t *sizes, const int64_t *strides, int32_t dtype,              \
     int32_t device_type, int32_t device_index, TensorHandle *)                                                        \
+  F(aoti_torch_new_uninitialized_tensor, TensorHandle *)                                                              \
   F(aoti_torch_delete_tensor_object, TensorHandle)                                                                    \
   F(torch_list_size, void *list, size_t *)                                                                            \
   F(torch_list_get_item, void *list, size_t, Value *)                                                                 \
@@ -214,8 +223,10 @@ std::unique_ptr<Bound> new_bound(const Operator &op, const Entries &entries, std
   call.n_in = op.n_inputs, call.n_slots = op.n_inputs + op.n_results + op.n_workspaces;
   int bits = 0;
   for (int i = 0; i < call.n_slots; ++i) {
-    const bool is_input = i < op.n_inputs, optional = is_input && op.optional >> i & 1;
-    const char *name = is_input ? op.inputs[i] : op.written[i - op.n_inputs];
+    const bool is_input = i < op.n_inputs;
+    const int k = is_input ? i : i - op.n_inputs;
+    const bool optional = (is_input ? op.optional : op.maskable) >> k & 1;
+    const char *name = is_input ? op.inputs[k] : op.written[k];
     call.slots[i] = {op.name, name, optional ? bits++ : -1, !is_input, false};
   }
   call.has_optional = bits > 0;
@@ -310,7 +321,9 @@ class Invocation {
   // Results take the place of the arguments.
   Status run(Value *stack) {
     take_inputs(stack);
-    AOT_TRY(take_attributes(stack + op_.n_inputs));
+    take_attributes(stack + op_.n_inputs);
+    take_wanted(stack + op_.n_inputs + op_.n_attributes);
+    AOT_TRY(check_arguments());
     AOT_TRY(bind());
     AOT_TRY(infer());
     AOT_TRY(check_inputs());
@@ -343,8 +356,7 @@ class Invocation {
     }
   }
 
-  // Reads every attribute, so that what they own is freed, before one is refused.
-  Status take_attributes(const Value *stack) {
+  void take_attributes(const Value *stack) {
     for (int i = 0; i < op_.n_attributes; ++i) {
       const Attribute &attribute = op_.attributes[i];
       bool given = true;
@@ -352,9 +364,6 @@ class Invocation {
       key_ += given ? '1' : '0';
       if (given) take_attribute(attribute, value);
     }
-    return refused_ ? fail(kInvalidArgument, "%s: %s is '%.80s', expected a string of printable ASCII characters",
-                           op_.name, refused_->name, refused_text_.c_str())
-                    : kOk;
   }
 
   void take_attribute(const Attribute &attribute, Value value) {
@@ -390,6 +399,39 @@ class Invocation {
     }
     add(n), key_.append(text, n);
     torch.torch_delete_string(string);
+  }
+
+  void take_wanted(const Value *argument) {
+    wanted_ = all_results();
+    if (!op_.maskable) return;
+    void *list = reinterpret_cast<void *>(*argument);
+    torch.torch_list_size(list, &n_wanted_);
+    size_t k = 0;
+    for (int i = 0; i < op_.n_results; ++i) {
+      if (!(op_.maskable >> i & 1) || k == n_wanted_) continue;
+      Value flag = 0;
+      torch.torch_list_get_item(list, k++, &flag);
+      if (!(flag & 0xff)) wanted_ &= ~(1u << i);
+    }
+    torch.torch_delete_list(list);
+  }
+
+  unsigned all_results() const { return (1u << op_.n_results) - 1; }
+
+  // After all arguments were taken, so that what they own is freed.
+  Status check_arguments() const {
+    if (refused_)
+      return fail(kInvalidArgument, "%s: %s is '%.80s', expected a string of printable ASCII characters", op_.name,
+                  refused_->name, refused_text_.c_str());
+    return n_wanted_ == static_cast<size_t>(__builtin_popcount(op_.maskable)) ? kOk : wrong_wanted();
+  }
+
+  Status wrong_wanted() const {
+    std::string names;
+    for (int i = 0; i < op_.n_results; ++i)
+      if (op_.maskable >> i & 1) names += (names.empty() ? "" : ", ") + std::string(op_.written[i]);
+    return fail(kInvalidArgument, "%s: wanted has %zu values, expected %d, for %s", op_.name, n_wanted_,
+                __builtin_popcount(op_.maskable), names.c_str());
   }
 
   // ------------------------------------------------------------------------------------------------------ attributes
@@ -474,10 +516,16 @@ class Invocation {
       ndims[n] = static_cast<int>(t.ndim), shapes[n] = t.shape, dtypes[n++] = dtype_text(t.dtype);
     }
     device_ = inputs_[0].device_type == torch.cuda ? kCuda : kCpu;
-    const unsigned written = (1u << call_->n_slots) - (1u << op_.n_inputs);
-    AOT_TRY(call_->extra(device_, given_ | written, &extra_));
+    void *extra;
+    AOT_TRY(call_->extra(device_, slots(all_results()), &extra));
     return static_cast<Status>(
-        entries_.infer[device_](n, ndims, shapes, dtypes, extra_, out_ndims_, out_shapes_[0], out_dtypes_));
+        entries_.infer[device_](n, ndims, shapes, dtypes, extra, out_ndims_, out_shapes_[0], out_dtypes_));
+  }
+
+  // A call's slots with some results: bit i for slot i.
+  unsigned slots(unsigned results) const {
+    const unsigned workspaces = ((1u << op_.n_workspaces) - 1) << op_.n_results;
+    return given_ | (results | workspaces) << op_.n_inputs;
   }
 
   static const char *dtype_text(int32_t dtype) {
@@ -542,11 +590,25 @@ class Invocation {
   Status allocate() {
     for (int i = op_.n_results; i < op_.n_results + op_.n_workspaces; ++i) AOT_TRY(allocate_workspace(i));
     for (int i = 0; i < op_.n_results; ++i) {
+      if (!is_passed(i)) {
+        AOT_TRY(allocate_undefined(op_.written[i], &results_[i]));
+        continue;
+      }
       int64_t dense[kMaxNdim];
       row_major(out_ndims_[i], out_shapes_[i], dense);
       AOT_TRY(allocate_one(op_.written[i], out_ndims_[i], out_shapes_[i], as_vectors_ ? strides_ : dense,
                            torch.dtypes[static_cast<int>(parse_dtype(out_dtypes_[i]))], &results_[i], &out_data_[i]));
     }
+    return kOk;
+  }
+
+  // Whether the entry gets memory for a result or workspace.
+  bool is_passed(int i) const { return i >= op_.n_results || wanted_ >> i & 1; }
+
+  Status allocate_undefined(const char *slot, TensorHandle *handle) {
+    if (torch.aoti_torch_new_uninitialized_tensor(handle))
+      return out_of_memory_ = true, fail(kDeviceError, "%s: %s cannot be made: %s", op_.name, slot, torch_error());
+    owned_[n_owned_++] = *handle;
     return kOk;
   }
 
@@ -578,6 +640,8 @@ class Invocation {
   // ---------------------------------------------------------------------------------------------------------- launch
 
   Status launch_entry() {
+    void *extra;
+    AOT_TRY(call_->extra(device_, slots(wanted_), &extra));
     void *params[kMaxSlots], *stream = nullptr;
     int ndims[kMaxSlots], n = 0;
     int64_t *shapes[kMaxSlots], elements = inputs_[0].size();
@@ -589,10 +653,10 @@ class Invocation {
     for (int i = 0; i < op_.n_inputs; ++i)
       if (const TensorView &t = inputs_[i]; t.handle) pass(t.data, t.ndim, t.shape, dtype_text(t.dtype));
     for (int i = 0; i < op_.n_results + op_.n_workspaces; ++i)
-      pass(out_data_[i], out_ndims_[i], out_shapes_[i], out_dtypes_[i]);
+      if (is_passed(i)) pass(out_data_[i], out_ndims_[i], out_shapes_[i], out_dtypes_[i]);
     if (device_ == kCuda) AOT_TRY(current_stream(op_, inputs_[0].device_index, &stream));
     return static_cast<Status>(launch(device_, inputs_[0].device_index, call_->entry[device_], aot_last_error, n,
-                                      params, ndims, shapes, dtypes, stream, extra_));
+                                      params, ndims, shapes, dtypes, stream, extra));
   }
 
  public:
@@ -605,13 +669,14 @@ class Invocation {
   int n_owned_ = 0;
   TensorView inputs_[kMaxSlots];
   unsigned given_ = 0;  // bit i: input i
-  std::string key_;     // the attributes, as bytes
+  unsigned wanted_;     // bit i: result i
+  size_t n_wanted_ = 0;
+  std::string key_;  // the attributes, as bytes
   const Attribute *refused_ = nullptr;
   std::string refused_text_;
   std::unique_ptr<Bound> temporary_;
   Call *call_ = nullptr;
   Device device_ = kCpu;
-  void *extra_ = nullptr;
   bool as_vectors_ = false;  // an elementwise operator, on tensors of strides_
   int64_t strides_[kMaxNdim];
   int out_ndims_[kMaxSlots];

@@ -49,6 +49,21 @@ void store_one(T *p, Accumulate<T> value) {
   store(p, Vec<T>{} + value, Part{1});
 }
 
+// The loss, or dy: of T, or of float32, in which T is summed.
+template <typename T>
+struct Loss {
+  void *data;
+  bool wide;
+
+  explicit Loss(const Tensor &t) : data(t.data), wide(itemsize(t.dtype) > static_cast<int64_t>(sizeof(T))) {}
+  Accumulate<T> read(int64_t i) const {
+    return wide ? static_cast<const Accumulate<T> *>(data)[i] : load_one(static_cast<const T *>(data) + i);
+  }
+  void write(int64_t i, Accumulate<T> value) const {
+    wide ? void(static_cast<Accumulate<T> *>(data)[i] = value) : store_one(static_cast<T *>(data) + i, value);
+  }
+};
+
 template <typename T>
 struct CrossEntropyRow {
   using A = Accumulate<T>;
@@ -57,8 +72,11 @@ struct CrossEntropyRow {
   bool stream;
 
   // Returns the loss of a row, and writes its slope times `scale` unless `slope` is null. `buffer` is row_buffer()'s.
+  // `slope` may be x: what the loss needs is read first.
   template <bool kSmoothing>
   double run(const T *x, const T *next, int64_t target, A scale, T *slope, A *buffer) const {
+    const bool in_range = target >= 0 && target < n;  // unless the caller changed it since the check
+    const double at_target = in_range ? static_cast<double>(load_one(x + target)) : __builtin_nan("");
     const auto s = exponentials<kSmoothing>(x, slope ? x : next, n, [=](int64_t j, Vec<T> e, auto part) {
       if (buffer) store(buffer + j, e, part);
     });
@@ -69,8 +87,7 @@ struct CrossEntropyRow {
         write(slope, target, scale,
               [=](int64_t j, auto part) { return exp_nonpositive<T>(load(x + j, part) - s.max) * p_scale; });
     }
-    if (target < 0 || target >= n) return __builtin_nan("");  // the caller changed it since the check
-    const double log_sum = __builtin_log(s.sum), loss = log_sum - (static_cast<double>(load_one(x + target)) - s.max);
+    const double log_sum = __builtin_log(s.sum), loss = log_sum - (at_target - s.max);
     return kSmoothing ? (1 - smoothing) * loss + smoothing * (log_sum - s.shifted_sum / n) : loss;
   }
 
@@ -117,12 +134,14 @@ void cross_entropy_loop(const T *x, Targets targets, T *slope, int64_t rows, int
   });
 }
 
+// dx = slope * scale(row). dx may be slope: rows of a scale of 1 are then left as they are.
 template <typename T, class Scale>
 void scale_loop(const T *slope, T *dx, int64_t rows, int64_t n, Scale scale) {
   const bool stream = worth_streaming(rows * n * sizeof(T));
   parallel_pieces(rows, rows_per_task(n), [=](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const Accumulate<T> factor = scale(i);
+      if (factor == 1 && dx == slope) continue;
       auto step = [=](int64_t j, auto part) { store(dx + i * n + j, load(slope + i * n + j, part) * factor, part); };
       stream ? sweep_stream(dx + i * n, n, step) : sweep<T>(n, step);
     }
@@ -141,17 +160,19 @@ Status cross_entropy_cpu(const CrossEntropy &op, const Tensor *in, const Tensor 
   return dispatch_floating(x.dtype, [&](auto zero) {
     using T = decltype(zero);
     using A = Accumulate<T>;
-    T *result = loss.as<T>();
-    A *losses = op.reduces() ? work.as<A>() : nullptr;
+    const Loss<T> result(loss);
+    A *losses = op.reduces() ? work.as<A>() + op.kLosses : nullptr;
     auto write_loss = [=](int64_t i, double value) {
-      losses ? void(losses[i] = static_cast<A>(value)) : store_one(result + i, static_cast<A>(value));
+      losses ? void(losses[i] = static_cast<A>(value)) : result.write(i, static_cast<A>(value));
     };
+    const auto count = static_cast<A>(op.mean() ? targets.count(rows) : 1);
+    const A scale = op.divides_slope(x) ? 1 / count : A(1);
     cross_entropy_loop(x.as<const T>(), targets, slope.as<T>(), rows, cols, op.label_smoothing, write_loss,
-                       [](int64_t) { return A(1); });
+                       [=](int64_t) { return scale; });
     if (!op.reduces()) return kOk;
     double sum = 0;
     for (int64_t i = 0; i < rows; ++i) sum += losses[i];
-    store_one(result, static_cast<A>(op.mean() ? sum / targets.count(rows) : sum));
+    result.write(0, static_cast<A>(sum / count));
     return kOk;
   });
 }
@@ -164,9 +185,9 @@ Status cross_entropy_backward_cpu(const CrossEntropyBackward &op, const Tensor *
   return dispatch_floating(x.dtype, [&](auto zero) {
     using T = decltype(zero);
     using A = Accumulate<T>;
-    const A count = op.mean() ? static_cast<A>(targets.count(rows)) : A(1);
-    const bool each_row = !op.reduces();
-    auto scale = [=, from = dy.as<const T>()](int64_t i) { return load_one(from + (each_row ? i : 0)) / count; };
+    const bool divide = op.mean() && !(slope && op.divides_slope(x)), each_row = !op.reduces();
+    const A count = divide ? static_cast<A>(targets.count(rows)) : A(1);
+    auto scale = [=, from = Loss<T>(dy)](int64_t i) { return from.read(each_row ? i : 0) / count; };
     // 0 for an ignored row, also if dy is not finite or the count is 0
     auto factor = [=](int64_t i) { return targets.ignored(i) ? A(0) : scale(i); };
     if (slope) return scale_loop(slope.as<const T>(), dx.as<T>(), rows, cols, factor), kOk;

@@ -1,11 +1,16 @@
 // cross_entropy of x, rows of C logits, with a class index t for each row; p = softmax(x)
 //          y = -(1 - a) log(p[t]) - a mean(log(p)), with a = label_smoothing; 0 if t is ignore_index
 //          reduction = "none": the rows' losses; "sum"; "mean": the sum divided by the count of rows not ignored
-//          slope: the derivative of each row's loss, p - (1 - a) onehot(t) - a / C; 0 if t is ignore_index
-// gradient dx = dy * slope, divided by the count for "mean". slope itself is not, which preserves fp16 loss scaling.
+//          dtype: y's, x's by default; float32 for an x of 16 bits
+//          slope: the derivative of y, p - (1 - a) onehot(t) - a / C, for "mean" divided by the count, but not in
+//          float16; 0 if t is ignore_index
+// gradient dx = dy * slope, for "mean" in float16 divided by the count. There dy may be the scale of the loss, without
+//          which the quotient would underflow.
+// slope may be written over x, and dx over slope: the same address, of the whole tensor. Where dy is 1, and nothing is
+// left to divide, dx over slope is then neither read nor written.
 // An out-of-range class index is an error on the CPU. CUDA cannot report it without a synchronization: there the loss
 // and the gradient of the row are NaN.
-// The arguments are torch.nn.functional.cross_entropy's.
+// The arguments are torch.nn.functional.cross_entropy's, and dtype.
 #pragma once
 #include "aot.h"
 
@@ -14,14 +19,17 @@ inline namespace AOT_ISA {
 
 struct CrossEntropyAttrs {
   static constexpr const char *kReductions[] = {"none", "mean", "sum"};
+  static constexpr const char *kDTypes[] = {"float16", "bfloat16", "float32", "float64"};  // in the order of DType
   int64_t ignore_index = -100;
   int reduction = 1;
   double label_smoothing = 0;
+  int dtype = -1;  // among kDTypes; -1: x's
 
   Status init(const Attrs &attrs) {
     AOT_TRY(attrs.get("ignore_index", &ignore_index));
     AOT_TRY(attrs.get("reduction", kReductions, &reduction));
     AOT_TRY(attrs.get("label_smoothing", &label_smoothing));
+    AOT_TRY(attrs.get("dtype", kDTypes, &dtype));
     if (0 <= label_smoothing && label_smoothing <= 1) return kOk;
     return fail(kInvalidArgument, "%s: label_smoothing is %g, expected 0 to 1", attrs.op(), label_smoothing);
   }
@@ -31,13 +39,14 @@ struct CrossEntropyAttrs {
   int64_t rows(const Spec &x) const { return x.product(0, x.ndim - 1); }
   int64_t cols(const Spec &x) const { return x.shape[x.ndim - 1]; }
 
-  // Partial counts of the rows not ignored, which the backward keeps in its workspace. The CPU needs none.
-  static constexpr int kParts = kIsCuda ? 64 : 0;
+  // Whether slope is divided by the count. In float16 the backward divides.
+  bool divides_slope(const Spec &x) const { return mean() && x.dtype != DType::float16; }
 
  protected:
   Status check(const char *op, const Spec &x, const Spec &target) const {
     AOT_TRY(check_floating(op, "x", x));
     AOT_TRY(check_integer(op, "target", target));
+    AOT_TRY(check_result(op, x));
     if (x.rank_known() && x.ndim != 1 && x.ndim != 2)
       return fail(kInvalidArgument, "%s: x has shape %s, expected (N, C) or (C,)", op, ShapeText(x).text);
     return check_shape(op, "target", target, "x without its last axis", rows_of(x, target.dtype));
@@ -49,19 +58,29 @@ struct CrossEntropyAttrs {
     return s;
   }
   Spec loss(const Spec &x) const {
-    Spec s = rows_of(x, x.dtype);
+    Spec s = rows_of(x, dtype < 0 ? x.dtype : result());
     if (reduces()) s.ndim = 0;
     return s;
+  }
+
+ private:
+  DType result() const { return static_cast<DType>(static_cast<int>(DType::float16) + dtype); }
+  Status check_result(const char *op, const Spec &x) const {
+    if (dtype < 0 || same_dtype(x.dtype, result())) return kOk;
+    if (result() == DType::float32 && x.dtype != DType::float64) return kOk;
+    return fail(kUnsupportedDtype, "%s: dtype is %s, expected None%s %s%s", op, kDTypes[dtype],
+                itemsize(x.dtype) == 2 ? "," : " or", dtype_name(x.dtype), itemsize(x.dtype) == 2 ? " or float32" : "");
   }
 };
 
 struct CrossEntropy : CrossEntropyAttrs {
   static constexpr const char *name = "cross_entropy";
   static constexpr Slot inputs[] = {{"x"}, {"target", required, kIntegers}};
-  // workspace: the rows' losses if there is a reduction; at least one element
+  // workspace: the count of the rows not ignored; from element 4, for alignment, the rows' losses if they are reduced
   static constexpr Slot outputs[] = {{"y"}, {"slope", optional}, {"workspace", workspace}};
   enum Input { kX, kTarget };
   enum Output { kY, kSlope, kWork };
+  static constexpr int kLosses = 4;
 
   Status infer(const Tensor *in, Spec *out) const {
     const Spec &x = in[kX];
@@ -69,7 +88,7 @@ struct CrossEntropy : CrossEntropyAttrs {
     out[kY] = loss(x);
     out[kSlope] = x;
     bool known = x.rank_known() && (x.ndim < 2 || x.shape[0] >= 0);
-    out[kWork] = Spec::vector(accumulate_dtype(x.dtype), !reduces() ? 1 : known ? 1 + rows(x) : kUnknownDim);
+    out[kWork] = Spec::vector(accumulate_dtype(x.dtype), !reduces() ? 1 : known ? kLosses + rows(x) : kUnknownDim);
     return kOk;
   }
 };
@@ -78,7 +97,7 @@ struct CrossEntropy : CrossEntropyAttrs {
 struct CrossEntropyBackward : CrossEntropyAttrs {
   static constexpr const char *name = "cross_entropy_backward";
   static constexpr Slot inputs[] = {{"dy"}, {"x"}, {"target", required, kIntegers}, {"slope", optional}};
-  static constexpr Slot outputs[] = {{"dx"}, {"workspace", workspace}};  // workspace: kParts counts
+  static constexpr Slot outputs[] = {{"dx"}, {"workspace", workspace}};  // workspace: the count, on CUDA
   enum Input { kDy, kX, kTarget, kSlope };
   enum Output { kDx, kWork };
 
@@ -88,7 +107,7 @@ struct CrossEntropyBackward : CrossEntropyAttrs {
     AOT_TRY(check_like(name, "dy", in[kDy], "the loss", loss(x)));
     if (in[kSlope]) AOT_TRY(check_like(name, "slope", in[kSlope], "x", x));
     out[kDx] = x;
-    out[kWork] = Spec::vector(accumulate_dtype(x.dtype), kParts);
+    out[kWork] = Spec::vector(accumulate_dtype(x.dtype), kIsCuda ? 1 : 0);
     return kOk;
   }
 };

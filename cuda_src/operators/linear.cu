@@ -1,90 +1,40 @@
 #include "linear.h"
 
-#include "cuda/elementwise.cuh"
-#include "cuda/sum_slices.cuh"
-#include "gemm/activation.cuh"
+#include "gemm/activation_backward.cuh"
 #include "gemm/gemm.h"
 
 namespace aot {
 inline namespace AOT_ISA {
 namespace {
 
-// --------------------------------------------------------------------------------------------------------- kernels
-
-constexpr int kLanesX = 32, kLanesY = 8;  // threads of a block: along columns, along rows
-
-template <typename T, bool kVectors>
-constexpr int kColumns = kVectors ? kVectorSize<T> : 1;  // of a thread
-
-// dz = dy * activation'(pre_activation). Each block also sums its rows' dz by column: partials (parts, n). Without an
-// activation, pre_activation is null, and dz is dy and not written.
-template <typename T, bool kVectors>
-__global__ void __launch_bounds__(kLanesX *kLanesY, 5)
-    activation_backward_kernel(const T *dy, const T *pre_activation, T *dz, Accumulate<T> *partials, int64_t rows,
-                               int64_t n, Activation activation) {
-  using A = Accumulate<T>;
-  constexpr int kSize = kColumns<T, kVectors>;
-  using Values = std::conditional_t<kVectors, Vector<T>, T>;
-  const int64_t col = (int64_t{blockIdx.x} * kLanesX + threadIdx.x) * kSize;
-  const int64_t piece = (rows + gridDim.y - 1) / gridDim.y, first = blockIdx.y * piece;
-  const int64_t last = first + piece < rows ? first + piece : rows;
-  __shared__ A shared[kLanesY][kLanesX][kSize];
-  LongSums<A, kSize> sums(shared[threadIdx.y][threadIdx.x]);
-  sums.each(first + threadIdx.y, col < n ? last : 0, kLanesY, [&](int64_t i) {
-    const int64_t at = i * n + col;
-    A d[kSize];
-    auto read = [&](const T *x, A(&value)[kSize]) {
-      if constexpr (kVectors) {
-        Widened<T> wide = widen(*reinterpret_cast<const Values *>(x + at));
-        for (int j = 0; j < kSize; ++j) value[j] = wide[j];
-      } else {
-        value[0] = widen(x[at]);
-      }
-    };
-    read(dy, d);
-    if (pre_activation) {
-      A z[kSize];
-      read(pre_activation, z);
-#pragma unroll
-      for (int j = 0; j < kSize; ++j) d[j] = activation_gradient<T>(d[j], z[j], activation);
-      if constexpr (kVectors) {
-        Widened<T> wide;
-        for (int j = 0; j < kSize; ++j) wide[j] = d[j];
-        *reinterpret_cast<Values *>(dz + at) = narrow(wide);
-      } else {
-        dz[at] = narrow<T>(d[0]);
-      }
-    }
-    for (int j = 0; j < kSize; ++j) sums.run[j] += d[j];
-  });
-  if (!partials) return;
-  __syncthreads();
-  if (threadIdx.y || col >= n) return;
-  for (int j = 0; j < kSize; ++j) {
-    A all = 0;
-    for (int i = 0; i < kLanesY; ++i) all += shared[i][threadIdx.x][j];
-    partials[blockIdx.y * n + col + j] = all;
-  }
-}
-
-// ------------------------------------------------------------------------------------------------------- launchers
-
 // dz, if pre_activation is not null, and the sum of its rows, if `sum` is not null.
 template <typename T>
 Status activation_backward(const char *op, const T *dy, const T *pre_activation, T *dz, T *sum, Accumulate<T> *partials,
                            int64_t rows, int64_t n, Activation activation, cudaStream_t stream) {
-  constexpr int kParts = LinearBackward::kParts;
   if (n == 0) return kOk;
-  const bool vectors =
-      n % kVectorSize<T> == 0 && aligned(dy) && (!pre_activation || (aligned(pre_activation) && aligned(dz)));
-  const int columns = kLanesX * (vectors ? kVectorSize<T> : 1);
-  const int parts = static_cast<int>(std::clamp<int64_t>(ceil_div(rows, 4 * kLanesY), 1, kParts));
-  const dim3 grid(grid_size(ceil_div(n, columns)), parts), block(kLanesX, kLanesY);
-  auto kernel = vectors ? activation_backward_kernel<T, true> : activation_backward_kernel<T, false>;
-  kernel<<<grid, block, 0, stream>>>(dy, pre_activation, dz, sum ? partials : nullptr, rows, n, activation);
-  AOT_TRY(check_launch(op));
+  DeviceLimits limits;
+  AOT_TRY(device_limits(op, &limits));
+  int parts = 1;
+  auto first = [&](auto vectors, auto shape) {
+    using Shape = decltype(shape);
+    constexpr bool kVectors = decltype(vectors)::value;
+    const int64_t columns = ceil_div(n, 32 * (kVectors ? kVectorSize<T> : 1));
+    const int64_t useful = ceil_div(rows, Shape::kWarps * Shape::kLoads);
+    const int64_t at_once = int64_t{limits.multiprocessors} * kColumnSumBlocks<T, Shape> / columns;
+    parts = static_cast<int>(std::clamp<int64_t>(std::min(at_once, useful), 1, LinearBackward::parts(n)));
+    const dim3 grid(grid_size(columns), parts), block(32, Shape::kWarps);
+    return launch_kernel(op, column_sums_kernel<T, kVectors, Shape>, {grid, block}, stream, dy, pre_activation, dz,
+                         sum ? partials : nullptr, rows, n, activation);
+  };
+  auto of_shape = [&](auto shape) {
+    const bool vectors =
+        n % kVectorSize<T> == 0 && aligned(dy) && (!pre_activation || (aligned(pre_activation) && aligned(dz)));
+    return vectors ? first(std::true_type(), shape) : first(std::false_type(), shape);
+  };
+  AOT_TRY(pre_activation ? of_shape(SlopeShape()) : of_shape(SumShape()));
   if (!sum) return kOk;
-  return sum_slices<double>(op, partials, parts, sum, n, stream);
+  const dim3 grid(grid_size(ceil_div(n, 32))), block(32, kPartWarps);
+  return launch_kernel(op, sum_parts_kernel<T>, {grid, block, 0, 1, true}, stream, partials, parts, sum, n);
 }
 
 GemmParams gemm_params(const MatmulProblem &p, bool allow_tf32, char *workspace, int64_t workspace_bytes) {
@@ -113,7 +63,7 @@ Status linear_backward_cuda(const LinearBackward &op, const Tensor *in, const Te
     using T = typename decltype(type)::type;
     using A = Accumulate<T>;
     A *partials = scratch.as<A>() + (scratch ? op.grad_elements(dy) : 0),
-      *library_scratch = partials + op.kParts * matmuls.out;
+      *library_scratch = partials + op.partial_elements(matmuls.out);
     const int64_t library_bytes =
         scratch ? (scratch.as<A>() + scratch.size() - library_scratch) * int64_t(sizeof(A)) : 0;
     auto run = [&](const MatmulProblem &p, const void *with_bias) {

@@ -1,6 +1,8 @@
 // linear: y = activation(x weight^T + bias), for the rows of x. The pre-activation, x weight^T + bias, may be kept for
 // the backward: computing it again is a third product, keeping it needs as much memory as y.
 #pragma once
+#include <algorithm>
+
 #include "gemm/matrix.h"
 
 namespace aot {
@@ -71,8 +73,10 @@ struct LinearBackward : LinearAttrs {
   static constexpr Slot inputs[] = {{"dy"}, {"x"}, {"weight"}, {"bias", optional}, {"pre_activation", optional}};
   static constexpr Slot outputs[] = {
       {"dx", optional}, {"dweight", optional}, {"dbias", optional}, {"workspace", workspace}};
-  // CUDA's partial sums of a column for dbias. A multiple of 64, so that what follows in the workspace is aligned.
-  static constexpr int kParts = kIsCuda ? 64 : 0;
+  // CUDA's partial sums of dbias: at most so many of each of n columns. Few columns need many for enough blocks.
+  static int64_t parts(int64_t n) { return n ? std::clamp<int64_t>((1 << 18) / n, 1, 256) : 0; }
+  // Of all partial sums, rounded up so that what follows in the workspace is aligned.
+  static int64_t partial_elements(int64_t n) { return kIsCuda ? (parts(n) * n + 63) / 64 * 64 : 0; }
 
   Status infer(const Tensor *in, Spec *out) const {
     const Spec &dy = in[0], &x = in[1], &weight = in[2];
@@ -83,7 +87,7 @@ struct LinearBackward : LinearAttrs {
     out[0] = x, out[1] = weight, out[2] = bias_spec(x, weight);
     int64_t work = kUnknownDim;
     if (x.known() && y.known())
-      work = grad_elements(y) + kParts * out[2].shape[0] + library_workspace(y.size(), x.shape[x.ndim - 1]);
+      work = grad_elements(y) + partial_elements(out[2].shape[0]) + library_workspace(y.size(), x.shape[x.ndim - 1]);
     out[3] = Spec::vector(accumulate_dtype(x.dtype), work);
     return kOk;
   }

@@ -18,6 +18,8 @@ from pkgutil import iter_modules
 
 import numpy as np
 
+from aotops.ops import OPS
+from aotops.spec import accumulate_dtype
 from aotops.testing import FLOATING, Arrays, Case, Draw, Row
 from aotops.testing.tolerances import allowed, apart, assert_close
 from aotops.testing.trial import DTYPES, Trial, dtype_of, ml_dtypes, numpy_dtype, rounded, rounded_inputs
@@ -59,6 +61,12 @@ def row_samples(name: str) -> Mapping[str, Case]:
 def inputs(name: str, index: int, dtype: str) -> Arrays:
     """The case's inputs, rounded to the dtype, as float64; integers as they are."""
     return dict(trial(name, index, dtype).inputs)
+
+
+def dtypes(name: str, index: int, dtype: str) -> dict[str, str]:
+    """By input and result, the dtype of the case where ``dtype`` is tried; of floating ones."""
+    slots = (*OPS[name].inputs, *OPS[name].outputs)
+    return {slot: accumulate_dtype(dtype) if slot in CASES[name].cases[index].wide else dtype for slot in slots}
 
 
 def output_gradients(name: str, index: int, dtype: str) -> tuple[np.ndarray, ...]:

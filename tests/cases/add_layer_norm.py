@@ -14,6 +14,8 @@ def add_layer_norm(x, residual, *args, **kwargs):
 
 _GRID = {"grid": 1 / 16}
 """What is normalized is h as it is rounded. Multiples of 1 / 16 below 8: their sum is not rounded in any dtype."""
+_FINE = 1 / 4096
+"""Such a sum is not rounded in float32."""
 
 
 def _in_torch(torch, x, residual, *args, **kwargs):
@@ -22,7 +24,7 @@ def _in_torch(torch, x, residual, *args, **kwargs):
 
 def _add_layer_norm(x, normalized_shape, weight=True, bias=True, eps=(), **kwargs) -> Case:
     rows, affine = {"x": x, "residual": x}, {"weight": weight, "bias": bias}
-    return norm_case(rows, normalized_shape, affine, eps, _GRID | kwargs)
+    return norm_case(rows, normalized_shape, affine, eps, **_GRID | kwargs)
 
 
 ROW = Row(
@@ -48,6 +50,10 @@ ROW = Row(
         _add_layer_norm((2, 40000), 40000),
         _add_layer_norm((1500, 24), 24),
         _add_layer_norm((2500, 3), 3, bias=False, eps=0.1),
+        # a residual that is wider: the sums have digits that 16 bits have not
+        _add_layer_norm((4, 6), 6, grid=_FINE, wide=("residual", "h")),
+        _add_layer_norm((3, 4, 6), 6, lines=(4,), offset=1.0, grid=_FINE, wide=("residual", "h", "weight", "bias")),
+        _add_layer_norm((60, 3, 700), 700, lines=(3,), wide=("weight", "bias")),
     ),
     draw=lambda draw: draw_norm(draw, _GRID, ("weight", "bias"), ("x", "residual")),
     bad=(
@@ -57,6 +63,13 @@ ROW = Row(
             ValueError,
             "residual has shape (1, 3)",
             "expected (2, 3)",
+        ),
+        Bad(
+            {"x": ((2, 3), F32), "residual": ((2, 3), "float16")},
+            {"normalized_shape": 3},
+            TypeError,
+            "residual has dtype float16",
+            "expected float32",
         ),
     ),
     torch=_in_torch,

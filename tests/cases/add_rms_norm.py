@@ -15,6 +15,8 @@ def add_rms_norm(x, residual, *args, **kwargs):
 
 _GRID = {"grid": 1 / 16}
 """What is normalized is h as it is rounded. Multiples of 1 / 16 below 8: their sum is not rounded in any dtype."""
+_FINE = 1 / 4096
+"""Such a sum is not rounded in float32."""
 
 
 def _in_torch(torch, x, residual, *args, **kwargs):
@@ -22,7 +24,7 @@ def _in_torch(torch, x, residual, *args, **kwargs):
 
 
 def _add_rms_norm(x, normalized_shape, weight=True, eps=(), **kwargs) -> Case:
-    return norm_case({"x": x, "residual": x}, normalized_shape, {"weight": weight}, eps, _GRID | kwargs)
+    return norm_case({"x": x, "residual": x}, normalized_shape, {"weight": weight}, eps, **_GRID | kwargs)
 
 
 ROW = Row(
@@ -47,6 +49,10 @@ ROW = Row(
         _add_rms_norm((2, 40000), 40000),
         _add_rms_norm((1500, 24), 24),
         _add_rms_norm((2500, 3), 3, weight=False, eps=0.1),
+        # a residual that is wider: the sums have digits that 16 bits have not
+        _add_rms_norm((4, 6), 6, grid=_FINE, wide=("residual", "h")),
+        _add_rms_norm((3, 4, 6), 6, lines=(4,), offset=1.0, grid=_FINE, wide=("residual", "h", "weight")),
+        _add_rms_norm((60, 3, 700), 700, lines=(3,), wide=("weight",)),
     ),
     draw=lambda draw: draw_norm(draw, _GRID, ("weight",), ("x", "residual")),
     bad=(
@@ -58,6 +64,13 @@ ROW = Row(
             "expected float32",
         ),
         Bad({"x": X, "residual": None}, {"normalized_shape": 3}, TypeError, "residual is None", "expected"),
+        Bad(
+            {"x": ((2, 3), "float16"), "residual": ((2, 3), "float64")},
+            {"normalized_shape": 3},
+            TypeError,
+            "residual has dtype float64",
+            "expected float16 or float32",
+        ),
     ),
     torch=_in_torch,
     samples={"": _add_rms_norm((4, 6), (6,))},

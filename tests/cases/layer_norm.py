@@ -8,23 +8,25 @@ from aotops.bench.work import LN_EPS, Rows
 from aotops.testing import F32, F64, FLOATING, I32, Bad, Case, Row, X
 
 
-def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-5):
+def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-5, weight_offset=0.0):
     if x.size == 0:
         return x
     axes = tuple(range(-len(np.atleast_1d(normalized_shape)), 0))
     centred = x - x.mean(axes, keepdims=True)
     y = centred / np.sqrt((centred**2).mean(axes, keepdims=True) + eps)
-    return y * (1 if weight is None else weight) + (0 if bias is None else bias)
+    return y * (1 if weight is None else weight + weight_offset) + (0 if bias is None else bias)
 
 
-def norm_case(rows, normalized_shape, affine, eps, kwargs) -> Case:
+def norm_case(rows, normalized_shape, affine, eps, lines=(), offset=0.0, **kwargs) -> Case:
+    """``lines``: the axes of the parameters before those normalized over."""
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-    shapes = rows | {slot: shape if given else None for slot, given in affine.items()}
-    return Case(shapes, {"normalized_shape": normalized_shape} | ({} if eps == () else {"eps": eps}), **kwargs)
+    shapes = rows | {slot: (*lines, *shape) if given else None for slot, given in affine.items()}
+    attrs = {"normalized_shape": normalized_shape} | ({} if eps == () else {"eps": eps})
+    return Case(shapes, attrs | ({"weight_offset": offset} if offset else {}), **kwargs)
 
 
 def _layer_norm(x, normalized_shape, weight=True, bias=True, eps=(), **kwargs) -> Case:
-    return norm_case({"x": x}, normalized_shape, {"weight": weight, "bias": bias}, eps, kwargs)
+    return norm_case({"x": x}, normalized_shape, {"weight": weight, "bias": bias}, eps, **kwargs)
 
 
 def draw_norm(draw, case, affine, rows=("x",)):
@@ -62,6 +64,10 @@ ROW = Row(
         _layer_norm((2, 40000), 40000),
         _layer_norm((1500, 24), 24),
         _layer_norm((2500, 3), 3, bias=False, eps=0.1),
+        # parameters that are wider, with a line for each head
+        _layer_norm((4, 6), 6, wide=("weight", "bias")),
+        _layer_norm((3, 4, 6), 6, lines=(4,), offset=1.0, wide=("weight", "bias")),
+        _layer_norm((60, 3, 700), 700, lines=(3,), bias=False),
     ),
     draw=lambda draw: draw_norm(draw, {}, ("weight", "bias")),
     bad=(
@@ -99,6 +105,20 @@ ROW = Row(
             ValueError,
             "bias has shape (1, 3)",
             "expected (3,)",
+        ),
+        Bad(
+            {"x": ((2, 3), "float16"), "bias": ((3,), F32)},
+            {"normalized_shape": 3},
+            TypeError,
+            "bias has dtype float32",
+            "expected float16",
+        ),
+        Bad(
+            {"x": X, "weight": ((2, 3), F32), "bias": ((3,), F32)},
+            {"normalized_shape": 3},
+            ValueError,
+            "bias has shape (3,)",
+            "expected (2, 3), the shape of weight",
         ),
         Bad({"x": None}, {"normalized_shape": 3}, TypeError, "x is None", "expected"),
         Bad({"x": X, "weight": 1.0}, {"normalized_shape": 3}, TypeError, "weight", "expected"),

@@ -7,20 +7,20 @@ from typing import Any
 import numpy as np
 
 from aotops.bench.work import RMS_EPS, Rows
-from aotops.testing import F64, Bad, Case, Row, X
+from aotops.testing import F32, F64, Bad, Case, Row, X
 
 from .layer_norm import draw_norm, norm_case
 
 
-def rms_norm(x, normalized_shape, weight=None, *, eps):
+def rms_norm(x, normalized_shape, weight=None, *, eps, weight_offset=0.0):
     if x.size == 0:
         return x
     axes = tuple(range(-len(np.atleast_1d(normalized_shape)), 0))
-    return x / np.sqrt((x**2).mean(axes, keepdims=True) + eps) * (1 if weight is None else weight)
+    return x / np.sqrt((x**2).mean(axes, keepdims=True) + eps) * (1 if weight is None else weight + weight_offset)
 
 
 def _rms_norm(x, normalized_shape, weight=True, eps=(), **kwargs) -> Case:
-    return norm_case({"x": x}, normalized_shape, {"weight": weight}, eps, kwargs)
+    return norm_case({"x": x}, normalized_shape, {"weight": weight}, eps, **kwargs)
 
 
 def rms_eps(dtype: str) -> dict[str, Any]:
@@ -54,6 +54,10 @@ ROW = Row(
         _rms_norm((2, 40000), 40000),
         _rms_norm((1500, 24), 24),
         _rms_norm((2500, 3), 3, weight=False, eps=0.1),
+        # a weight that is wider, with a line for each head
+        _rms_norm((4, 6), 6, wide=("weight",)),
+        _rms_norm((3, 4, 6), 6, lines=(4,), offset=1.0, wide=("weight",)),
+        _rms_norm((60, 3, 700), 700, lines=(3,)),
     ),
     draw=lambda draw: draw_norm(draw, {}, ("weight",)),
     bad=(
@@ -64,6 +68,27 @@ ROW = Row(
             TypeError,
             "weight has dtype float64",
             "expected float32",
+        ),
+        Bad(
+            {"x": ((2, 3), "float16"), "weight": ((3,), F64)},
+            {"normalized_shape": 3},
+            TypeError,
+            "weight has dtype float64",
+            "expected float16 or float32",
+        ),
+        Bad(
+            {"x": ((4, 2, 3), F32), "weight": ((3, 3), F32)},
+            {"normalized_shape": 3},
+            ValueError,
+            "weight has shape (3, 3)",
+            "expected (3,), the shape of normalized_shape, or more of the trailing axes of (4, 2, 3)",
+        ),
+        Bad(
+            {"x": X},
+            {"normalized_shape": 3, "weight_offset": 1.0},
+            ValueError,
+            "weight_offset is 1",
+            "expected 0 without a weight",
         ),
         Bad({"x": X}, {"normalized_shape": 3, "eps": "a"}, TypeError, "eps is 'a'", "expected"),
     ),

@@ -81,8 +81,11 @@ class OnHost(MindSporeGraph):
 
 
 def made(framework: OnHost, name: str, i: int, dtype: str) -> dict[str, Any]:
-    arrays = cases.inputs(name, i, dtype)
-    return {s: None if x is None else framework.make(x, cases.dtype_of(x, dtype), "") for s, x in arrays.items()}
+    arrays, dtypes = cases.inputs(name, i, dtype), cases.dtypes(name, i, dtype)
+    return {
+        s: None if x is None else framework.make(x, cases.dtype_of(x, dtypes.get(s, dtype)), "")
+        for s, x in arrays.items()
+    }
 
 
 def shapes_of(name: str, i: int) -> list[tuple[int, ...]]:
@@ -96,9 +99,11 @@ def check(framework: OnHost, name: str, i: int, dtype: str) -> None:
     check_results(framework, framework.results(name, inputs, attrs), name, i, dtype)
     if framework.bare and OPS[name].backward.factors(tuple(attrs.get(a, 1) for a in OPS[name].attrs)):
         return  # MindSpore's own kernels multiply the gradient
-    dys = tuple(framework.make(dy, dtype, "") for dy in cases.output_gradients(name, i, dtype))
+    dtypes, given = cases.dtypes(name, i, dtype), cases.output_gradients(name, i, dtype)
+    dys = tuple(framework.make(dy, dtypes[y], "") for y, dy in zip(OPS[name].outputs, given, strict=True))
     grads = framework.gradients(name, inputs, attrs, dys)
-    assert {framework.dtype(g) for g in grads.values()} == {dtype}, "dtypes of gradients"
+    found = {slot: framework.dtype(g) for slot, g in grads.items()}
+    assert found == {slot: dtypes[slot] for slot in grads}, "dtypes of gradients"
     cases.assert_gradients({slot: framework.numpy(g) for slot, g in grads.items()}, name, i, dtype)
 
 

@@ -15,7 +15,7 @@ struct AddLayerNormBackward : NormBackward<AddLayerNormBackward, true, true> {
   static constexpr const char *name = "add_layer_norm_backward";
   static constexpr Slot inputs[] = {{"dy"}, {"dh"}, {"h"}, {"weight", optional}, {"stats", optional}};
   static constexpr Slot outputs[] = {
-      {"dx", optional}, {"dweight", optional}, {"dbias", optional}, {"workspace", workspace}};
+      {"dx", optional}, {"dresidual", optional}, {"dweight", optional}, {"dbias", optional}, {"workspace", workspace}};
 };
 
 }  // namespace AOT_ISA

@@ -14,7 +14,8 @@ struct AddRmsNorm : Norm<AddRmsNorm, false, true> {
 struct AddRmsNormBackward : NormBackward<AddRmsNormBackward, false, true> {
   static constexpr const char *name = "add_rms_norm_backward";
   static constexpr Slot inputs[] = {{"dy"}, {"dh"}, {"h"}, {"weight", optional}, {"rstd", optional}};
-  static constexpr Slot outputs[] = {{"dx", optional}, {"dweight", optional}, {"workspace", workspace}};
+  static constexpr Slot outputs[] = {
+      {"dx", optional}, {"dresidual", optional}, {"dweight", optional}, {"workspace", workspace}};
 };
 
 }  // namespace AOT_ISA

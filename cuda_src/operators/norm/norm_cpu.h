@@ -1,5 +1,9 @@
-// The norms on the CPU: forward and backward loops and launchers, which each operator instantiates (norm.h).
+// The norms on the CPU: forward and backward loops and launchers, which each operator instantiates (norm.h). T is the
+// dtype of x, y, dy and dx, R that of residual, h, dh and dresidual, W that of weight and bias: each T, or float. All
+// three have vectors of as many lanes.
 #pragma once
+#include <type_traits>
+
 #include "cpu/blas.h"
 #include "cpu/entry.h"
 #include "cpu/parallel.h"
@@ -10,10 +14,11 @@ inline namespace AOT_ISA {
 
 // --------------------------------------------------------------------------------------------------------- moments
 
-// A row to normalize: x, or x + residual rounded to the dtype.
-template <typename T, bool kAdd>
+// A row to normalize: x, or x + residual rounded to the residual's dtype.
+template <typename T, typename R, bool kAdd>
 struct Row {
-  const T *x, *residual;
+  const T *x;
+  const R *residual;
 
   Vec<T> operator()(int64_t j, Full = {}) const { return load_row(j, Full()); }
   Vec<T> operator()(int64_t j, Stream) const { return load_row(j, Full()); }
@@ -27,7 +32,7 @@ struct Row {
  private:
   template <class P>
   Vec<T> load_row(int64_t j, P part) const {
-    if constexpr (kAdd) return widen(narrow(load(x + j, part) + load(residual + j, part), T()), T());
+    if constexpr (kAdd) return widen(narrow(load(x + j, part) + load(residual + j, part), R()), R());
     else return load(x + j, part);
   }
 };
@@ -40,8 +45,8 @@ struct Moments {
 
 // Two passes over the row, which stays in a cache: the mean, then the squares; rms_norm needs only the second. That one
 // prefetches the next row, because the memory is idle.
-template <bool kCentred, typename T, bool kAdd, typename A = Accumulate<T>>
-Moments<A> row_moments(Row<T, kAdd> x, Row<T, kAdd> next, int64_t n, double eps) {
+template <bool kCentred, typename T, typename R, bool kAdd, typename A = Accumulate<T>>
+Moments<A> row_moments(Row<T, R, kAdd> x, Row<T, R, kAdd> next, int64_t n, double eps) {
   const double inverse_n = 1. / n;
   double sum_x = 0, sum_d = 0, sum_d2 = 0;
   if constexpr (kCentred)
@@ -72,14 +77,35 @@ Moments<A> row_moments(Row<T, kAdd> x, Row<T, kAdd> next, int64_t n, double eps)
   return {mean, static_cast<A>(kCentred ? rstd + 0 * var : rstd), static_cast<A>(mean_error)};
 }
 
+// What a normalized row is scaled by and shifted by: weight + offset, and bias. Each may be null. Of (lines, n)
+// elements.
+template <typename W>
+struct Affine {
+  const W *weight, *bias;
+  Accumulate<W> offset;
+  int64_t lines;
+
+  Affine line(int64_t at) const { return {weight ? weight + at : nullptr, bias ? bias + at : nullptr, offset, lines}; }
+
+  template <class P>
+  Vec<W> scale(int64_t j, P part) const {
+    return weight ? load(weight + j, part) + offset : Vec<W>{} + 1;
+  }
+  template <class P>
+  Vec<W> shift(int64_t j, P part) const {
+    return bias ? load(bias + j, part) : Vec<W>{};
+  }
+};
+
 // --------------------------------------------------------------------------------------------------- loops, forward
 
-template <bool kCentred, bool kAdd, typename T>
+template <bool kCentred, bool kAdd, typename T, typename R, typename W>
 struct Forward {
   using A = Accumulate<T>;
-  Row<T, kAdd> x;
-  const T *weight, *bias;
-  T *y, *h;
+  Row<T, R, kAdd> x;
+  Affine<W> affine;
+  T *y;
+  R *h;
   A *stats;
   int64_t n;
   double eps;
@@ -88,9 +114,10 @@ struct Forward {
   void rows(int64_t begin, int64_t end) const {
     constexpr int kStats = kCentred ? 2 : 1;
     for (int64_t i = begin; i < end; ++i) {
-      const Row<T, kAdd> row = x + i * n, next = i + 1 < end ? row + n : row;
+      const Row<T, R, kAdd> row = x + i * n, next = i + 1 < end ? row + n : row;
       const Moments<A> m = row_moments<kCentred>(row, next, n, eps);
-      write(row, y + i * n, kAdd ? h + i * n : nullptr, m);
+      const int64_t line = affine.lines == 1 ? 0 : i % affine.lines;
+      write(row, affine.line(line * n), y + i * n, kAdd ? h + i * n : nullptr, m);
       if (!stats) continue;
       if (kCentred) stats[kStats * i] = m.mean + m.mean_error;
       stats[kStats * i + kStats - 1] = m.rstd;
@@ -99,16 +126,14 @@ struct Forward {
   }
 
  private:
-  void write(Row<T, kAdd> row, T *y, T *h, Moments<A> m) const {
-    const T *weight = this->weight, *bias = this->bias;
-    const Vec<T> one = Vec<T>{} + 1;
+  void write(Row<T, R, kAdd> row, Affine<W> affine, T *y, R *h, Moments<A> m) const {
     auto step = [=](int64_t j, auto part) {
       Vec<T> v = row(j, part);
       if constexpr (kAdd) store(h + j, v, part);
       if constexpr (kCentred) v = (v - m.mean) * m.rstd - m.mean_error * m.rstd;
       else v *= m.rstd;
-      v = v * (weight ? load(weight + j, part) : one);
-      if constexpr (kCentred) v += bias ? load(bias + j, part) : Vec<T>{};
+      v = v * affine.scale(j, part);
+      if constexpr (kCentred) v += affine.shift(j, part);
       store(y + j, v, part);
     };
     stream ? sweep_stream(y, n, step) : sweep<T>(n, step);
@@ -117,57 +142,70 @@ struct Forward {
 
 // -------------------------------------------------------------------------------------------------- loops, backward
 
-template <bool kCentred, bool kAdd, typename T>
+template <bool kCentred, bool kAdd, typename T, typename R, typename W>
 struct Backward {
   using A = Accumulate<T>;
   static constexpr int kStats = kCentred ? 2 : 1;
-  const T *dy, *dh, *x, *weight;
+  const T *dy;
+  const R *dh, *x;
+  Affine<W> affine;
   const A *stats;  // null: recomputed
-  T *dx;
+  T *dx;           // dx and dresidual: either may be null
+  R *dresidual;
   int64_t n;
   double eps;
   bool stream;
 
-  // dx of rows begin to end. Adds the rows' terms to dweight and dbias, n elements each, unless they are null.
+  // dx of rows begin to end of each line. Adds the rows' terms to dweight and dbias, (lines, n), unless they are null.
   void chunk(int64_t begin, int64_t end, A *dweight, A *dbias) const {
     int64_t i = begin;
-    for (; i + 4 <= end; i += 4) rows<4>(i, end, dweight, dbias);
-    for (; i < end; ++i) rows<1>(i, end, dweight, dbias);
+    for (; i + 4 <= end; i += 4) lines<4>(i, end, dweight, dbias);
+    for (; i < end; ++i) lines<1>(i, end, dweight, dbias);
     if (stream) end_stream();
   }
 
  private:
+  template <int K>
+  void lines(int64_t i, int64_t end, A *dweight, A *dbias) const {
+    for (int64_t line = 0; line < affine.lines; ++line) {
+      const int64_t at = line * n;
+      const int64_t next = i + 2 * K <= end ? K * affine.lines * n : 0;
+      rows<K>(i * affine.lines + line, next, affine.line(at), dweight ? dweight + at : nullptr,
+              dbias ? dbias + at : nullptr);
+    }
+  }
+
   Moments<A> moments(int64_t i) const {
     if (stats) return {kCentred ? stats[kStats * i] : A(0), stats[kStats * i + kStats - 1], 0};
-    const Row<T, false> row{x + i * n, nullptr};
+    const Row<R, R, false> row{x + i * n, nullptr};
     return row_moments<kCentred>(row, row, n, eps);
   }
 
-  // R rows from i on. Prefetches the next R rows if the chunk, which ends at `end`, has them.
-  template <int R>
-  void rows(int64_t i, int64_t end, A *dweight, A *dbias) const {
-    const Vec<T> one = Vec<T>{} + 1;
-    const T *dy = this->dy + i * n, *x = this->x + i * n, *weight = this->weight;
-    const int64_t n = this->n;
-    A mean[R], rstd[R];
-    for (int r = 0; r < R; ++r) {
-      const Moments<A> m = moments(i + r);
+  // K rows of a line, from row i on. `next`: how many elements further on to prefetch.
+  template <int K>
+  void rows(int64_t i, int64_t next, Affine<W> affine, A *dweight, A *dbias) const {
+    const int64_t n = this->n, step = affine.lines * n;  // from each row of the line to its next
+    const T *dy = this->dy + i * n;
+    const R *x = this->x + i * n;
+    A mean[K], rstd[K];
+    for (int r = 0; r < K; ++r) {
+      const Moments<A> m = moments(i + r * affine.lines);
       mean[r] = m.mean + m.mean_error, rstd[r] = m.rstd;
     }
-    auto normalized = [=](const T *p, A mean, A rstd, auto part) {
+    auto normalized = [=](const R *p, A mean, A rstd, auto part) {
       if constexpr (kCentred) return (load(p, part) - mean) * rstd;
       else return load(p, part) * rstd;
     };
 
     // 1. each row's sums of g and g * xhat; the columns' sums, dweight and dbias
-    double c1[R] = {}, c2[R] = {};
+    double c1[K] = {}, c2[K] = {};
     for_blocks(n, [&](int64_t begin, int64_t size) {
-      Vec<T> g1[R] = {}, g2[R] = {};
+      Vec<T> g1[K] = {}, g2[K] = {};
       sweep<T>(size, [&](int64_t i, auto part) {
         const int64_t j = begin + i;
-        Vec<T> w = weight ? load(weight + j, part) : one, sum1{}, sum2{};
-        for (int r = 0; r < R; ++r) {
-          Vec<T> d = load(dy + r * n + j, part), xhat = normalized(x + r * n + j, mean[r], rstd[r], part);
+        Vec<T> w = affine.scale(j, part), sum1{}, sum2{};
+        for (int r = 0; r < K; ++r) {
+          Vec<T> d = load(dy + r * step + j, part), xhat = normalized(x + r * step + j, mean[r], rstd[r], part);
           if constexpr (kCentred) xhat = keep<T>(xhat, part);
           sum1 += d, sum2 += d * xhat;
           g1[r] += d * w, g2[r] += d * w * xhat;
@@ -175,54 +213,61 @@ struct Backward {
         if (dweight) store(dweight + j, load(dweight + j, part) + sum2, part);
         if (kCentred && dbias) store(dbias + j, load(dbias + j, part) + sum1, part);
       });
-      for (int r = 0; r < R; ++r) c1[r] += kCentred ? sum<A>(g1[r]) : A(0), c2[r] += sum<A>(g2[r]);
+      for (int r = 0; r < K; ++r) c1[r] += kCentred ? sum<A>(g1[r]) : A(0), c2[r] += sum<A>(g2[r]);
     });
-    if (!this->dx) return;
 
     // 2. dx, and prefetching
-    const int64_t next = i + 2 * R <= end ? R * n : 0;
-    const T *dh = kAdd ? this->dh + i * n : nullptr;
-    for (int r = 0; r < R; ++r) {
+    const R *dh = kAdd ? this->dh + i * n : nullptr;
+    const auto write = [&](int r, auto with_dx, auto with_dresidual) {
       const A mean_g = c1[r] / n, mean_gx = c2[r] / n, mean_r = mean[r], rstd_r = rstd[r];
-      T *dx = this->dx + (i + r) * n;
-      auto step = [=](int64_t j, auto part) {
-        __builtin_prefetch(dy + next + r * n + j);
-        __builtin_prefetch(x + next + r * n + j);
-        Vec<T> g = load(dy + r * n + j, part) * (weight ? load(weight + j, part) : one);
-        Vec<T> xhat = normalized(x + r * n + j, mean_r, rstd_r, part);
+      T *dx = with_dx ? this->dx + i * n + r * step : nullptr;
+      R *dresidual = with_dresidual ? this->dresidual + i * n + r * step : nullptr;
+      auto column = [=](int64_t j, auto part) {
+        __builtin_prefetch(dy + next + r * step + j);
+        __builtin_prefetch(x + next + r * step + j);
+        Vec<T> g = load(dy + r * step + j, part) * affine.scale(j, part);
+        Vec<T> xhat = normalized(x + r * step + j, mean_r, rstd_r, part);
         if constexpr (kCentred) g -= mean_g;
         Vec<T> d = rstd_r * (g - xhat * mean_gx);
-        if constexpr (kAdd) d += load(dh + r * n + j, part);
-        store(dx + j, d, part);
+        if constexpr (kAdd) d += load(dh + r * step + j, part);
+        if constexpr (with_dx) store(dx + j, d, part);
+        if constexpr (with_dresidual) store(dresidual + j, d, part);
       };
-      stream ? sweep_stream(dx, n, step) : sweep<T>(n, step);
+      if constexpr (with_dx && !with_dresidual) stream ? sweep_stream(dx, n, column) : sweep<T>(n, column);
+      else sweep<T>(n, column);
+    };
+    using std::false_type, std::true_type;
+    for (int r = 0; r < K; ++r) {
+      if (!this->dresidual) this->dx ? write(r, true_type(), false_type()) : void();
+      else if constexpr (kAdd) this->dx ? write(r, true_type(), true_type()) : write(r, false_type(), true_type());
     }
   }
 };
 
 // Adds up the workspace's partial sums, (chunks, kSums, n), in order.
-template <int kSums, typename T, typename A = Accumulate<T>>
-void sum_partials(const A *partial, int64_t chunks, int64_t n, T *dweight, T *dbias) {
+template <int kSums, typename W, typename A = Accumulate<W>>
+void sum_partials(const A *partial, int64_t chunks, int64_t n, W *dweight, W *dbias) {
   parallel_pieces(n, kGrain / 16, [=](int64_t begin, int64_t end) {
-    auto step = [=](const A *p, T *sums, int64_t j, auto part) {
-      Vec<T> s{};
+    auto step = [=](const A *p, W *sums, int64_t j, auto part) {
+      Vec<W> s{};
       for (int64_t c = 0; c < chunks; ++c) s += load(p + c * kSums * n + j, part);
       store(sums + j, s, part);
     };
-    sweep<T>(end - begin, [=](int64_t j, auto part) {
+    sweep<W>(end - begin, [=](int64_t j, auto part) {
       if (dweight) step(partial, dweight, begin + j, part);
       if (kSums > 1 && dbias) step(partial + n, dbias, begin + j, part);
     });
   });
 }
 
-// A chunk of rows. dweight and dbias are summed over runs of kRun rows first, which limits rounding errors.
-template <bool kCentred, bool kAdd, typename T, typename A = Accumulate<T>>
-void chunk_in_runs(const Backward<kCentred, kAdd, T> &b, int64_t begin, int64_t end, A *sums, int64_t n_sums) {
+// A chunk of the rows of each line. dweight and dbias are summed over runs of kRun rows first, which limits rounding
+// errors.
+template <bool kCentred, bool kAdd, typename T, typename R, typename W, typename A = Accumulate<T>>
+void chunk_in_runs(const Backward<kCentred, kAdd, T, R, W> &b, int64_t begin, int64_t end, A *sums, int64_t n_sums) {
   constexpr int64_t kRun = 256;
   auto chunk = [&](int64_t begin, int64_t end, A *to) {
     if (to) std::memset(to, 0, n_sums * sizeof(A));
-    b.chunk(begin, end, to, to && kCentred ? to + b.n : nullptr);
+    b.chunk(begin, end, to, to && kCentred ? to + n_sums / 2 : nullptr);
   };
   A *run = sums && end - begin > kRun ? static_cast<A *>(thread_scratch(n_sums * sizeof(A))) : nullptr;
   if (!run) return chunk(begin, end, sums);  // a single run, or out of memory: a larger rounding error
@@ -233,10 +278,12 @@ void chunk_in_runs(const Backward<kCentred, kAdd, T> &b, int64_t begin, int64_t 
   }
 }
 
-template <bool kCentred, bool kAdd, typename T, typename A = Accumulate<T>>
-void norm_backward_loop(const Backward<kCentred, kAdd, T> &b, T *dweight, T *dbias, A *partial, int64_t rows) {
+// `rows`: of each line.
+template <bool kCentred, bool kAdd, typename T, typename R, typename W, typename A = Accumulate<T>>
+void norm_backward_loop(const Backward<kCentred, kAdd, T, R, W> &b, W *dweight, W *dbias, A *partial, int64_t rows) {
   constexpr int kSums = kCentred ? 2 : 1;
-  const int64_t n = b.n, max_chunks = partial_rows(rows, n);  // each has a row of partial sums in the workspace
+  const int64_t n = b.affine.lines * b.n;
+  const int64_t max_chunks = partial_rows(rows, n);  // each has a row of partial sums in the workspace
   int64_t chunks = ceil_div(rows * n, kGrain);
   chunks = chunks > max_chunks ? max_chunks : chunks;
   parallel(chunks, [=](int64_t c) {
@@ -248,47 +295,79 @@ void norm_backward_loop(const Backward<kCentred, kAdd, T> &b, T *dweight, T *dbi
 
 // -------------------------------------------------------------------------------------------------------- launchers
 
+// f(a zero of the dtype), which is T, or float beside 16 bits. An absent tensor counts as one of T.
+template <typename T, class F>
+Status dispatch_wider(DType dtype, F f) {
+  if constexpr (sizeof(T) == 2)
+    if (dtype == DType::float32) return f(float());
+  return f(T());
+}
+
 template <class Op>
 Status norm_cpu(const Op &op, const Tensor *in, const Tensor *out, void *) {
-  const Tensor &x = in[Op::kX], &y = out[Op::kY], &h = slot<Op::kH>(out);
-  return dispatch_floating(x.dtype, [&](auto zero) {
-    using T = decltype(zero);
+  const Tensor &x = in[Op::kX], &residual = slot<Op::kResidual>(in), &weight = in[Op::kWeight];
+  const Tensor &y = out[Op::kY], &h = slot<Op::kH>(out);
+  const auto run = [&](auto of_x, auto of_residual, auto of_weight) {
+    using T = decltype(of_x);
+    using R = decltype(of_residual);
+    using W = decltype(of_weight);
     const int64_t rows = op.rows(x), n = op.cols();
-    Forward<Op::kCentred, Op::kAdd, T> f{
-        {x.as<T>(), slot<Op::kResidual>(in).template as<T>()},
-        in[Op::kWeight].template as<T>(),
-        slot<Op::kBias>(in).template as<T>(),
-        y.as<T>(),
-        h.as<T>(),
-        out[Op::kStatsOut].template as<Accumulate<T>>(),
-        n,
-        op.eps(x.dtype),
-        worth_streaming(rows * n * sizeof(T)) && (!h || same_alignment(y.data, h.data))};
+    const Affine<W> affine{weight.as<W>(), slot<Op::kBias>(in).template as<W>(),
+                           static_cast<Accumulate<W>>(op.weight_offset()), op.weight_rows(weight)};
+    const bool aligned = !h || (sizeof(T) == sizeof(R) && same_alignment(y.data, h.data));
+    Forward<Op::kCentred, Op::kAdd, T, R, W> f{{x.as<T>(), residual.as<R>()},
+                                               affine,
+                                               y.as<T>(),
+                                               h.as<R>(),
+                                               out[Op::kStatsOut].template as<Accumulate<T>>(),
+                                               n,
+                                               op.eps(x.dtype),
+                                               worth_streaming(rows * n * sizeof(T)) && aligned};
     parallel_pieces(rows, rows_per_task(n), [=](int64_t begin, int64_t end) { f.rows(begin, end); });
     return kOk;
+  };
+  return dispatch_floating(x.dtype, [&](auto of_x) {
+    using T = decltype(of_x);
+    return dispatch_wider<T>(weight.dtype, [&](auto of_weight) {
+      if constexpr (!Op::kAdd) return run(of_x, of_x, of_weight);
+      else return dispatch_wider<T>(residual.dtype, [&](auto r) { return run(of_x, r, of_weight); });
+    });
   });
 }
 
 template <class Op>
 Status norm_backward_cpu(const Op &op, const Tensor *in, const Tensor *out, void *) {
-  const Tensor &x = in[Op::kX], &dx = out[Op::kDx], &dweight = out[Op::kDweight], &dbias = slot<Op::kDbias>(out);
-  const Tensor &work = out[Op::kWork];
+  const Tensor &dy = in[Op::kDy], &x = in[Op::kX], &weight = in[Op::kWeight];
+  const Tensor &dweight = out[Op::kDweight], &dbias = slot<Op::kDbias>(out), &work = out[Op::kWork];
   const bool sums = dweight || dbias;
   if (sums && !work) return fail(kConventionMisused, "%s: workspace is missing", Op::name);
-  return dispatch_floating(x.dtype, [&](auto zero) {
-    using T = decltype(zero);
+  const auto run = [&](auto of_dy, auto of_x, auto of_weight) {
+    using T = decltype(of_dy);
+    using R = decltype(of_x);
+    using W = decltype(of_weight);
     using A = Accumulate<T>;
-    Backward<Op::kCentred, Op::kAdd, T> b{in[Op::kDy].template as<T>(),
-                                          slot<Op::kDh>(in).template as<T>(),
-                                          x.as<T>(),
-                                          in[Op::kWeight].template as<T>(),
-                                          in[Op::kStatsIn].template as<A>(),
-                                          dx.as<T>(),
-                                          op.cols(),
-                                          op.eps(x.dtype),
-                                          dx && worth_streaming(dx.size() * sizeof(T))};
-    norm_backward_loop(b, dweight.as<T>(), dbias.as<T>(), sums ? work.as<A>() : nullptr, op.rows(x));
+    const Tensor &dx = out[Op::kDx], &dresidual = slot<Op::kDresidual>(out);
+    const Affine<W> affine{weight.as<W>(), nullptr, static_cast<Accumulate<W>>(op.weight_offset()),
+                           op.weight_rows(weight)};
+    Backward<Op::kCentred, Op::kAdd, T, R, W> b{dy.as<T>(),
+                                                slot<Op::kDh>(in).template as<R>(),
+                                                x.as<R>(),
+                                                affine,
+                                                in[Op::kStatsIn].template as<A>(),
+                                                dx.as<T>(),
+                                                dresidual.as<R>(),
+                                                op.cols(),
+                                                op.eps(x.dtype),
+                                                dx && !dresidual && worth_streaming(dx.size() * sizeof(T))};
+    norm_backward_loop(b, dweight.as<W>(), dbias.as<W>(), sums ? work.as<A>() : nullptr, op.rows_per_line(x, weight));
     return kOk;
+  };
+  return dispatch_floating(dy.dtype, [&](auto of_dy) {
+    using T = decltype(of_dy);
+    return dispatch_wider<T>(weight.dtype, [&](auto of_weight) {
+      if constexpr (!Op::kAdd) return run(of_dy, of_dy, of_weight);
+      else return dispatch_wider<T>(x.dtype, [&](auto of_x) { return run(of_dy, of_x, of_weight); });
+    });
   });
 }
 

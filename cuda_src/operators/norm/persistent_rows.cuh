@@ -1,9 +1,13 @@
 // Kernels whose persistent blocks loop over matrix rows: the rows and columns of a thread, the pipeline that copies the
 // next rows to shared memory meanwhile, and the size of the grid.
 #pragma once
+#include <numeric>
+#include <tuple>
+
 #include "cuda/async.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/row_shape.cuh"
+#include "parameters.cuh"
 
 namespace aot {
 inline namespace AOT_ISA {
@@ -13,6 +17,10 @@ template <int kBlock_, int kResident_>
 struct Threads {
   static constexpr int kBlock = kBlock_, kResident = kResident_;
 };
+
+// A tensor's position in a pipeline.
+template <int index>
+using Index = std::integral_constant<int, index>;
 
 // ------------------------------------------------------------------------------------------------- a thread's part
 
@@ -60,45 +68,62 @@ class RowPart {
 
 // --------------------------------------------------------------------------------------------------------- pipeline
 
-// A multi-stage pipeline of rows in shared memory: each of kStages stages has a thread's part of one row of kTensors
-// tensors. kParameters more rows, such as the weight, are loaded once. A thread reads only what it has copied itself,
-// so that it waits for its own copies and needs no barrier.
-template <class Shape, int kTensors, int kStages, int kParameters>
+// A multi-stage pipeline of rows in shared memory: each of kStages stages has a thread's part of one row of each
+// tensor, whose dtypes are Tensors. After the stages is room for parameters, such as the weight: kParameterBytes for
+// each vector, in planes of 16 bytes. A thread reads only what it has copied itself, so that it waits for its own
+// copies and needs no barrier.
+template <class Shape, int kStages, int kParameterBytes, typename... Tensors>
 class SmemPipeline {
-  using T = typename Shape::T;
+  using R = typename Shape::T;
+  template <int tensor>
+  using Element = std::tuple_element_t<tensor, std::tuple<Tensors...>>;
+  template <int tensor>
+  using Held = VectorBeside<Element<tensor>, R>;
+  static constexpr int kThread = 32 * Shape::kVectors;  // bytes of a plane for each byte of a vector
+
+  static constexpr int kStageBytes = (static_cast<int>(sizeof(VectorBeside<Tensors, R>)) + ...);
 
  public:
-  static constexpr int kBytesPerWarp = 32 * Shape::kVectors * (kTensors * kStages + kParameters) * 16;
+  static constexpr int kBytesPerVector = kStages * kStageBytes + kParameterBytes;
+  static constexpr int kBytesPerWarp = kThread * kBytesPerVector;
 
   __device__ SmemPipeline() {
     extern __shared__ uint4 memory[];
-    mine_ = memory + warp_index() * (kBytesPerWarp / 16) + lane_index();
+    mine_ = reinterpret_cast<char *>(memory) + warp_index() * kBytesPerWarp + lane_index() * 16;
   }
   // Starts the copies of this thread's vectors of a tensor's row, the first of them at `from`; zeros past the row's
   // end, and if the row is not `present`.
-  __device__ void load(int stage, int tensor, const T *from, const RowPart<Shape> &part, bool present) {
+  template <int tensor>
+  __device__ void load(Index<tensor>, int stage, const Element<tensor> *from, const RowPart<Shape> &part,
+                       bool present) {
 #pragma unroll
     for (int i = 0; i < Shape::kVectors; ++i)
-      copy_async(shared_address(slot(stage, tensor, i)), from + part.offset(i), present && part.holds(i));
+      copy_async<sizeof(Held<tensor>)>(shared_address(at<tensor>(stage, i)), from + part.offset(i),
+                                       present && part.holds(i));
   }
-  __device__ Vector<T> read(int stage, int tensor, int i) const {
-    Vector<T> v;
-    reinterpret_cast<uint4 &>(v) = *slot(stage, tensor, i);
-    return v;
+  template <int tensor>
+  __device__ Held<tensor> read(Index<tensor>, int stage, int i) const {
+    return *reinterpret_cast<const Held<tensor> *>(at<tensor>(stage, i));
   }
-  // The same for a parameter, whose copies are part of the first stage's group. An absent one consists of `fallback`.
-  __device__ void load_parameter(int which, const T *from, const RowPart<Shape> &part, bool present) {
-    if (present) load(kStages, which, from, part, true);
-  }
-  __device__ Vector<T> parameter(int which, int i, bool present, float fallback) const {
-    return present ? read(kStages, which, i) : filled<T>(fallback);
+  // Plane `plane` of the parameters' vector i.
+  __device__ uint4 &parameter(int plane, int i) const {
+    return *reinterpret_cast<uint4 *>(mine_ + kThread * (kStages * kStageBytes + 16 * plane) + 32 * 16 * i);
   }
 
  private:
-  __device__ uint4 *slot(int stage, int tensor, int i) const {
-    return mine_ + ((stage * kTensors + tensor) * Shape::kVectors + i) * 32;
+  template <int tensor>
+  __device__ char *at(int stage, int i) const {
+    constexpr int kBytes = sizeof(Held<tensor>);
+    char *mine = kBytes == 16 ? mine_ : mine_ - lane_index() * (16 - kBytes);
+    return mine + kThread * (stage * kStageBytes + before<tensor>()) + 32 * kBytes * i;
   }
-  uint4 *mine_;
+  // Bytes of the tensors before this one.
+  template <int tensor>
+  __device__ static constexpr int before() {
+    if constexpr (tensor == 0) return 0;
+    else return before<tensor - 1>() + static_cast<int>(sizeof(Held<tensor - 1>));
+  }
+  char *mine_;
 };
 
 // ------------------------------------------------------------------------------------------------------------- plan
@@ -133,22 +158,41 @@ RowPlan first_that_holds(int64_t vectors, const RowPlan (&plans)[n], int bytes, 
   return {};
 }
 
-// The grid of a kernel with persistent blocks: as many as the device holds at once, or as there are rows for.
+// Rows that a block has at once belong to as many lines of the weight as its sums have: each row to a line of its own,
+// unless the lines recur within the block.
+__host__ __device__ inline int64_t lines_of_block(int64_t rows_at_once, int64_t lines) {
+  return lines == 1 || rows_at_once % lines == 0 ? lines : rows_at_once;
+}
+
+// Of at most `teams`, as many teams as give each line of a block equally many rows, if more than half remain.
+inline int teams_for_lines(int teams, int rows_per_warp, int64_t lines) {
+  for (int fewer = teams; 2 * fewer > teams; --fewer) {
+    const int64_t rows = int64_t{fewer} * rows_per_warp;
+    if (rows % lines == 0 || lines % rows == 0) return fewer;
+  }
+  return teams;
+}
+
+// The grid of a kernel with persistent blocks: as many as the device holds at once, or as there are rows for; and a
+// number that gives each thread rows of one line of the weight.
 struct RowGrid {
   unsigned blocks, threads;
-  int shared;  // bytes of a block's pipelines
+  int shared;    // bytes of a block's pipelines
+  int64_t sums;  // lines of partial sums that its blocks, or clusters, have
 };
 
-// `max_groups`: the most blocks, or clusters, that the caller allows. The grid has 0 blocks if the device does not
-// support clusters of this size.
-template <auto kernel, class Shape, class Pipeline, class Threads>
-Status row_grid(const char *op, const RowPlan &plan, const DeviceLimits &device, int64_t rows, int64_t max_groups,
-                RowGrid *grid) {
+// `warp_bytes`: of a warp's pipeline. `max_sums`: the most lines of partial sums. The grid has 0 blocks if the device
+// does not support clusters of this size, or if max_sums are too few.
+template <auto kernel, class Shape, class Threads>
+Status row_grid(const char *op, const RowPlan &plan, const DeviceLimits &device, int64_t rows, int64_t lines,
+                int64_t max_sums, int warp_bytes, RowGrid *grid) {
   constexpr int kForExchange = 2 << 10;  // if a row is within a block
   int room = device.shared_memory - kForExchange, teams = 1;
-  if (Shape::kSpan != Span::cluster)
-    teams = std::max(1, std::min(Threads::kBlock / 32, room / Pipeline::kBytesPerWarp) / plan.warps);
-  int warps = teams * plan.warps, shared = warps * Pipeline::kBytesPerWarp;
+  if (Shape::kSpan != Span::cluster) {
+    teams = std::max(1, std::min(Threads::kBlock / 32, room / warp_bytes) / plan.warps);
+    teams = teams_for_lines(teams, Shape::kRowsPerWarp, lines);
+  }
+  int warps = teams * plan.warps, shared = warps * warp_bytes;
   int64_t at_once;
   if constexpr (Shape::kSpan == Span::cluster) {
     AOT_TRY(clusters_at_once<kernel>(op, 32 * warps, plan.cluster, shared, &at_once));
@@ -156,8 +200,11 @@ Status row_grid(const char *op, const RowPlan &plan, const DeviceLimits &device,
     int blocks = std::min(Threads::kResident / (32 * warps), device.shared_memory / (shared + kForExchange));
     at_once = int64_t{std::max(1, blocks)} * device.multiprocessors;
   }
-  int64_t needed = ceil_div(rows, int64_t{teams} * Shape::kRowsPerWarp);
-  *grid = {grid_size(std::min({needed, at_once, max_groups}) * plan.cluster), 32u * warps, shared};
+  int64_t rows_at_once = int64_t{teams} * Shape::kRowsPerWarp, block_lines = lines_of_block(rows_at_once, lines);
+  int64_t groups = std::min({ceil_div(rows, rows_at_once), at_once, max_sums / block_lines});
+  int64_t unit = lines / std::gcd(lines, rows_at_once);  // so that a block's next rows have the lines of its first ones
+  groups = at_once == 0 ? 0 : groups >= unit ? groups / unit * unit : unit * block_lines <= max_sums ? unit : 0;
+  *grid = {grid_size(groups * plan.cluster), 32u * warps, shared, groups * block_lines};
   return kOk;
 }
 

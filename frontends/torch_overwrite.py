@@ -1,0 +1,72 @@
+"""Whether a backward may write a gradient over a saved tensor (``Op.overwrites``): a part of the torch frontend."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+FROM = 1 << 20
+"""Bytes from which a saved tensor is worth these checks, of some microseconds."""
+
+
+def may_overwrite(i: int, saved: tuple[Any, ...]) -> bool:
+    """In a backward, whether nobody else will read ``saved[i]``: the graph is freed afterwards, and the tensor and its
+    memory are referred to as by a backward alone. So it is not if the caller has kept it or a view of it, or if a hook
+    has packed it. Counts the new version."""
+    if torch._C._autograd._get_current_graph_task_keep_graph() or _hooks():
+        return False
+    times = sum(t is saved[i] for t in saved)  # it also stands for an input (Op.instead)
+    if _references(saved, i) != _references_of_backward(times):
+        return False
+    torch.autograd.graph.increment_version(saved[i])
+    return True
+
+
+def available() -> Callable[[int, tuple[Any, ...]], bool] | None:
+    """``may_overwrite``, where this torch has what it asks."""
+    needed = [
+        (torch._C._autograd, "_get_current_graph_task_keep_graph"),
+        (torch._C._autograd, "_top_saved_tensors_default_hooks"),
+        (torch._C, "_storage_Use_Count"),
+        (torch.Tensor, "_use_count"),
+        (torch.autograd.graph, "increment_version"),
+    ]
+    return may_overwrite if all(hasattr(owner, name) for owner, name in needed) else None
+
+
+def _hooks() -> bool:
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def _references(saved: tuple[Any, ...], i: int) -> tuple[int, int, int, int]:
+    """To the Python object, to the tensor, and to the object and the memory of its storage."""
+    t = saved[i]
+    storage = t.untyped_storage()
+    return sys.getrefcount(t), t._use_count(), sys.getrefcount(storage), torch._C._storage_Use_Count(storage._cdata)
+
+
+@functools.cache
+def _references_of_backward(times: int) -> tuple[int, int, int, int]:
+    """What ``_references`` returns in a backward for a tensor that it alone has, saved so many times. It depends on the
+    versions of torch and Python, and so is measured once, where no hook packs what is saved."""
+    found = []
+
+    class Probe(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(*[x.new_empty(1)] * times)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            saved = ctx.saved_tensors
+            found.append(_references(saved, 0))
+            return dy
+
+    with torch.enable_grad():
+        Probe.apply(torch.zeros((), requires_grad=True)).backward()
+    return found[0]

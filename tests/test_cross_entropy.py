@@ -1,0 +1,119 @@
+"""cross_entropy: a loss in float32 of 16-bit logits, and results that are written over an input."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from aotops.infer import infer
+from aotops.ops import OPS
+from aotops.spec import TensorSpec
+from aotops.testing.calls import ITEMSIZE, EntryCall, numbers, raw
+from aotops.testing.frameworks import Torch, requested
+from aotops.testing.tolerances import PRECISION
+
+FORWARD = OPS["cross_entropy"]
+BACKWARD = FORWARD.backward
+ROWS, CLASSES = 6, 11
+
+
+def draw(rows: int, classes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Logits that bfloat16 and float16 hold, and classes, of which one row has none."""
+    random = np.random.default_rng(rows * classes)
+    x = random.integers(-63, 64, (rows, classes)) / 16
+    target = random.integers(0, classes, rows)
+    target[rows // 2] = -100
+    return x, target
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_a_loss_in_float32_of_16_bits(framework, device, reduction):
+    x, target = draw(ROWS, CLASSES)
+    kind = {"reduction": reduction, "label_smoothing": 0.1}
+
+    def of(own, **attrs):
+        inputs = {"x": framework.make(x, own, device), "target": framework.integers(target, device)}
+        (y,) = framework.results("cross_entropy", inputs, kind | attrs)
+        assert framework.dtype(y) == "float32"
+        dy = framework.make(np.full(np.shape(framework.numpy(y)), 0.375), "float32", device)
+        dx = framework.gradients("cross_entropy", inputs, kind | attrs, (dy,))["x"]
+        assert framework.dtype(dx) == own
+        return framework.numpy(y), framework.numpy(dx)
+
+    (y, dx), (expected, gradient) = of("float16", dtype="float32"), of("float32")
+    np.testing.assert_allclose(y, expected, 1e-6, 1e-6)
+    np.testing.assert_allclose(dx, gradient, 0, 2 * PRECISION["float16"].result)
+
+
+# -------------------------------------------------------------------------------------------------- written over inputs
+
+SHAPES = [(5, 7), (6, 50), (3, 1025)]
+LONG = [(3, 20001), (3, 50257), (2, 50304), (2, 70001), (900, 33)]
+MISSING = Torch().missing("cuda") if "torch" in requested() else "torch is not under test"
+GPU = [pytest.mark.gpu, pytest.mark.skipif(MISSING is not None, reason=MISSING or "")]
+WHERE = [
+    *(("cpu", shape) for shape in SHAPES),
+    *(pytest.param("cuda", shape, marks=GPU) for shape in (*SHAPES, *LONG)),
+]
+
+
+def memory(where, data: bytes, offset: int):
+    """A vector of these bytes that begins so many after a 64-byte boundary, and its address."""
+    size = len(data)
+    if where == "cpu":
+        whole = np.zeros(size + offset + 64, np.uint8)
+        part = whole[-whole.ctypes.data % 64 + offset :][:size]
+        part[:] = np.frombuffer(data, np.uint8)
+        return part, part.ctypes.data
+    import torch
+
+    part = torch.zeros(size + offset, dtype=torch.uint8, device="cuda")[offset:]
+    part.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    return part, part.data_ptr()
+
+
+def run(where, op, attrs, arrays, specs, offset, over=()):
+    """The numbers of each slot after a call. ``over``: of an output, the input that it is written over."""
+    given = tuple(specs.get(slot) for slot in op.inputs)
+    specs = dict(zip(op.inputs, given, strict=True)) | dict.fromkeys(op.entry_outputs)
+    specs |= infer(op, attrs, given, where)
+    one = EntryCall(op, attrs, specs, {})
+    parts, addresses = {}, {}
+    for slot, spec in one.given.items():
+        data = raw(arrays.get(slot, np.full(spec.shape, 77.0)), spec.dtype)
+        shifted = slot in ("x", "slope", "dx")
+        parts[slot], addresses[slot] = memory(where, data, offset if shifted else 0)
+    for y, x in dict(over).items():
+        parts[y], addresses[y] = parts[x], addresses[x]
+    one.run(where, addresses)
+    if where == "cuda":
+        import torch
+
+        torch.cuda.synchronize()
+        parts = {slot: part.cpu().numpy() for slot, part in parts.items()}
+    return {slot: numbers(part.tobytes(), one.given[slot]) for slot, part in parts.items()}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize(("where", "shape"), WHERE)
+def test_results_over_inputs_are_those_beside_them(where, shape, dtype):
+    """slope over x and dx over slope: rows on any boundary; a dy of 1, where nothing is left to do, and an infinite one
+    beside a row that is ignored."""
+    x, target = draw(*shape)
+    like_x, classes = TensorSpec(shape, dtype), TensorSpec(shape[:1], "int64")
+    for offset in (0, ITEMSIZE[dtype]):
+        for reduction in ("none", "mean"):
+            attrs = FORWARD.canonical((-100, reduction, 0.1, None))
+            arrays, specs = {"x": x, "target": target}, {"x": like_x, "target": classes}
+            beside = run(where, FORWARD, attrs, arrays, specs, offset)
+            over = run(where, FORWARD, attrs, arrays, specs, offset, {"slope": "x"})
+            for slot in ("y", "slope"):
+                np.testing.assert_array_equal(over[slot], beside[slot])
+            dys = (1.0, 0.375, np.inf) if reduction == "mean" else (np.linspace(-1, 1, shape[0]),)
+            for dy in map(np.asarray, dys):
+                arrays = {"dy": dy, "x": x, "target": target, "slope": beside["slope"]}
+                specs = {"dy": TensorSpec(dy.shape, dtype), "x": like_x, "target": classes, "slope": like_x}
+                apart, onto = (run(where, BACKWARD, attrs, arrays, specs, offset, o) for o in ({}, {"dx": "slope"}))
+                np.testing.assert_array_equal(onto["dx"], apart["dx"])
+                assert not onto["dx"][target == -100].any()
+                np.testing.assert_array_equal(apart["slope"], beside["slope"])
