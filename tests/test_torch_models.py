@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -76,6 +77,18 @@ def test_parameters_are_those_of_the_model():
     size = spec.SIZES["gpt2"][1]
     model = build("gpt2", FLAVOURS["torch"], size, torch.float32, "cpu")
     assert {name: tuple(p.shape) for name, p in model.named_parameters()} == parameters.gpt2_shapes(size)
+
+
+def test_adamw_in_jax_is_that_of_torch():
+    jax_gpt2 = pytest.importorskip("benchmarks.models.jax_gpt2", exc_type=ImportError)
+    p = torch.nn.Parameter(torch.tensor([1.0, -2.0, 100.0]))
+    optimizer = torch.optim.AdamW([p], spec.LEARNING_RATE, weight_decay=spec.WEIGHT_DECAY)
+    found, m, v = p.detach().numpy().copy(), np.zeros(3, np.float32), np.zeros(3, np.float32)
+    for step in (1, 2, 3):
+        p.grad = torch.tensor([0.5, -1e-3, 0.0]) * step
+        optimizer.step()
+        found, m, v = jax_gpt2.adamw(step, found, m, v, p.grad.numpy())
+    np.testing.assert_allclose(found, p.detach().numpy(), rtol=5e-7)
 
 
 @pytest.mark.parametrize(

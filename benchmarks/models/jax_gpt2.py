@@ -60,7 +60,10 @@ class Aotops:
     def add_norm(x: Array, residual: Array, weight: Array, bias: Array) -> tuple[Array, Array]:
         return aotops.add_layer_norm(x, residual, weight.shape, weight, bias, NORM_EPS)
 
-    cross_entropy = staticmethod(aotops.cross_entropy)
+    @staticmethod
+    def cross_entropy(logits: Array, targets: Array) -> Array:
+        wide = "float32" if logits.dtype.itemsize == 2 else None
+        return aotops.cross_entropy(logits, targets, dtype=wide)
 
 
 FLAVOURS: dict[str, Any] = {"jax": Jax, "aotops": Aotops}
@@ -95,7 +98,7 @@ def attention(qkv: Array, heads: int) -> Array:
 
 def loss(ops: Any, size: Size, p: Parameters, tokens: Array, targets: Array) -> Array:
     rows = logits(ops, size, p, tokens).reshape(-1, size.vocabulary)
-    return ops.cross_entropy(rows, targets.reshape(-1)).astype(jnp.float32)
+    return ops.cross_entropy(rows, targets.reshape(-1))
 
 
 def adamw(step: Array, p: Array, m: Array, v: Array, gradient: Array) -> tuple[Array, Array, Array]:

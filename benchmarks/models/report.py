@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import textwrap
 from collections.abc import Iterable, Sequence
 from itertools import combinations
 from pathlib import Path
@@ -72,15 +73,15 @@ def written(page: str, result: Result | None) -> str:
 
 
 def ordered(rows: Iterable[Row]) -> list[Row]:
-    """By model, precision, framework and implementation."""
-    places = (
-        list(SIZES),
-        list(dict.fromkeys(p for of_framework in PRECISIONS.values() for p in of_framework)),
-        list(IMPLS),
-        IMPL_ORDER,
-    )
-    keys = ("model", "precision", "framework", "impl")
-    return sorted(rows, key=lambda row: [place.index(row[key]) for key, place in zip(keys, places, strict=True)])
+    """By size, model, precision, framework and implementation; the tiny ones last."""
+    precisions = list(dict.fromkeys(name for names in PRECISIONS.values() for name in names))
+
+    def place(row: Row) -> tuple[Any, ...]:
+        framework = row["framework"]
+        model, precision = list(SIZES).index(row["model"]), precisions.index(row["precision"])
+        return row["tiny"], model, precision, list(IMPLS).index(framework), IMPLS[framework].index(row["impl"])
+
+    return sorted(rows, key=place)
 
 
 def timed(rows: Iterable[Row]) -> list[Row]:
@@ -220,10 +221,13 @@ def readme(result: Result) -> str:
         if {"torch.compile", "aotops.compile"} <= set(ms):
             name = NAMES[group[0]["model"]]
             parts.append(f"{name} {ms['aotops.compile']:.1f} ms (torch's operators: {ms['torch.compile']:.1f})")
+    sentence = (
+        f"A training step under `torch.compile` on one {result['device']}, in bfloat16: {', '.join(parts)}. "
+        "[docs/models.md](docs/models.md) has autocast, JAX, memory and loss curves."
+    )
     return (
         f"![ms a training step and peak memory of models, on {result['device']}]({PLOTS}/steps.png)\n\n"
-        f"A training step under `torch.compile` on one {result['device']}, in bfloat16: {', '.join(parts)}.\n"
-        "[docs/models.md](docs/models.md) has autocast, JAX, memory and loss curves."
+        + textwrap.fill(sentence, 120, break_on_hyphens=False)
     )
 
 
@@ -272,19 +276,11 @@ def draw_steps(rows: list[Row], device: str, file: Path) -> None:
                 ax.barh(place, value, 0.9, color=COLORS[row["impl"]], label=row["impl"])
                 ax.text(value, place, f" {value:{form}}", va="center", fontsize=8, color=COLORS[row["impl"]])
         _furnish(ax, title, "x", 1.12 * max(row[key] or 0.1 for row in rows))
-    labels = [f"{NAMES[group[0]['model']]}\n{framework_name(group[0])}, {group[0]['precision']}" for group in groups]
+    labels = [group_name(group, "\n") for group in groups]
     grid[0, 0].set_yticks([sum(of_group) / len(of_group) for of_group in places], labels, fontsize=9)
     grid[0, 0].invert_yaxis()
-    _finish(
-        figure,
-        grid,
-        [impl for impl in IMPL_ORDER if any(row["impl"] == impl for row in rows)],
-        f"{TITLE} {device}",
-        file,
-    )
-
-
-TITLE = "Training steps (forward, backward, AdamW) on"
+    title = f"Training steps (forward, backward, AdamW) on {device}"
+    _finish(figure, grid, present(rows), title, file)
 
 
 def draw_losses(rows: list[Row], device: str, file: Path) -> None:
@@ -303,8 +299,7 @@ def draw_losses(rows: list[Row], device: str, file: Path) -> None:
             ax.plot(range(1, len(row["losses"]) + 1), row["losses"], color=color, lw=1.3, label=row["impl"])
             for again in curves(row)[1:]:
                 ax.plot(range(1, len(again) + 1), again, color=color, lw=0.8, ls=(0, (4, 3)))
-        name = f"{NAMES[group[0]['model']]}, {framework_name(group[0])}, {group[0]['precision']}"
-        _furnish(ax, name, "y", 1)
+        _furnish(ax, group_name(group, ", "), "y", 1)
         found = [loss for row in group for loss in row["losses"]]
         ax.set_ylim(min(found) - 0.1, max(found) + 0.1)
     for ax in grid.flat[len(groups) :]:
@@ -313,13 +308,16 @@ def draw_losses(rows: list[Row], device: str, file: Path) -> None:
         ax.set_ylabel("loss")
     for ax in grid[-1]:
         ax.set_xlabel("step; dashed: a second run")
-    _finish(
-        figure,
-        grid,
-        [impl for impl in IMPL_ORDER if any(row["impl"] == impl for row in rows)],
-        f"Loss on {device}",
-        file,
-    )
+    _finish(figure, grid, present(rows), f"Loss on {device}", file)
+
+
+def present(rows: list[Row]) -> list[str]:
+    return [impl for impl in IMPL_ORDER if any(row["impl"] == impl for row in rows)]
+
+
+def group_name(group: list[Row], separator: str) -> str:
+    row = group[0]
+    return f"{NAMES[row['model']]}{separator}{framework_name(row)}, {row['precision']}"
 
 
 if __name__ == "__main__":
