@@ -354,11 +354,9 @@ def _register(namespace: torch.library.Library, op: Op, forward: Op) -> Callable
         """The inputs, the attributes and the names of the results that are wanted."""
         return args[:n], tuple(tuple(a) if isinstance(a, list) else a for a in args[n:end]), wanted(op, args[end:])
 
-    pack = _packed
-
     def kernel(*args):
         inputs, attrs, names = split(args)
-        return pack(_run(op, inputs, op.canonical(attrs), names))
+        return _packed(_run(op, inputs, op.canonical(attrs), names))
 
     def fake(*args):
         inputs, attrs, names = split(args)
@@ -372,7 +370,7 @@ def _register(namespace: torch.library.Library, op: Op, forward: Op) -> Callable
                 return torch.empty_strided(**arguments, stride=strides, device=device)
             return torch.empty(**arguments, device=device)
 
-        return pack([empty(specs[y]) if y in names else None for y in op.results])
+        return _packed([empty(specs[y]) if y in names else None for y in op.results])
 
     def vmap(info, dims, *args):
         if op.mutates:
@@ -380,17 +378,17 @@ def _register(namespace: torch.library.Library, op: Op, forward: Op) -> Callable
         inputs, attrs, names = split(args)
         run = lambda *t: _results(dispatched(*t, *attrs, *mask(op, names)))  # noqa: E731
         results, out_dims = _batch(op, info.batch_size, dims[:n], inputs, names, run)
-        return pack(results), pack(out_dims)
+        return _packed(results), _packed(out_dims)
 
     for device in ("CPU", "CUDA"):
         if not in_c:
             namespace.impl(op.name, kernel, device)
         if op.autocast:
-            namespace.impl(op.name, _autocast_kernel(op, dispatched, device, split, pack), f"Autocast{device}")
+            namespace.impl(op.name, _autocast_kernel(op, dispatched, device, split), f"Autocast{device}")
     torch.library.register_fake(name, fake, lib=namespace)
     if hasattr(torch.library, "register_vmap"):  # torch 2.5; before, vmap calls the operator for each example
         torch.library.register_vmap(name, vmap, lib=namespace)
-    namespace.impl(op.name, _autograd_kernel(op, forward, dispatched, split, pack), "Autograd", with_keyset=True)
+    namespace.impl(op.name, _autograd_kernel(op, forward, dispatched, split), "Autograd", with_keyset=True)
     if op.mutates:
         namespace.impl(op.name, _versions_kernel(op, dispatched), "ADInplaceOrView", with_keyset=True)
     return dispatched
@@ -464,7 +462,7 @@ def _keeps_graph() -> bool:
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
-def _autograd_kernel(op: Op, forward: Op, dispatched: Callable[..., Any], split, pack) -> Callable[..., Any]:
+def _autograd_kernel(op: Op, forward: Op, dispatched: Callable[..., Any], split) -> Callable[..., Any]:
     """The operator's autograd kernel, for every level of torch.func too. ``forward``: the operator itself, or the one
     whose backward it is."""
 
@@ -501,7 +499,7 @@ def _autograd_kernel(op: Op, forward: Op, dispatched: Callable[..., Any], split,
         zeros = next(t for t in primals if t is not None).new_zeros
         moved = [y for y in ctx.wanted if y not in op.residuals]  # of others the tangent must be None
         found = {y: zeros(ctx.shapes[y]) for y in moved if y not in found} | found
-        return pack([found.get(y) for y in op.results])
+        return _packed([found.get(y) for y in op.results])
 
     members = {"forward": run, "backward": differentiate, "jvp": tangents}
     members = {name: staticmethod(function) for name, function in members.items()}
@@ -520,7 +518,7 @@ def _autograd_kernel(op: Op, forward: Op, dispatched: Callable[..., Any], split,
         if by_formula and not formula.is_bilinear(forward, attrs):
             if op.formula is not None:
                 results = dict(zip(op.results, _composed(op, attrs, inputs), strict=True))
-                return pack([results[y] if y in names else None for y in op.results])
+                return _packed([results[y] if y in names else None for y in op.results])
             if has_tangents:
                 raise NotImplementedError(f"{op.name}: forward-mode differentiation is not supported")
         with _other_levels():
@@ -635,7 +633,7 @@ def _has_tangents(inputs: Tensors) -> bool:
     return any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in inputs)
 
 
-def _autocast_kernel(op: Op, dispatched: Callable[..., Any], device: str, split, pack) -> Callable[..., Any]:
+def _autocast_kernel(op: Op, dispatched: Callable[..., Any], device: str, split) -> Callable[..., Any]:
     key = getattr(torch._C.DispatchKey, f"Autocast{device}")
     keys = torch._C.DispatchKeySet(key)
 
@@ -645,9 +643,9 @@ def _autocast_kernel(op: Op, dispatched: Callable[..., Any], device: str, split,
         with torch._C._ExcludeDispatchKeyGuard(keys):
             results = _results(dispatched(*cast, *attrs, *mask(op, names)))
         if back is None:
-            return pack(results)
+            return _packed(results)
         n = len(op.outputs)
-        return pack([*(y.to(back) for y in results[:n]), *results[n:]])
+        return _packed([*(y.to(back) for y in results[:n]), *results[n:]])
 
     return kernel
 
