@@ -8,7 +8,7 @@ A call takes one of two paths:
   ``torch.func``, forward AD and modes, for subclasses, fake, meta, functional and batched tensors, and in a backward
   with ``create_graph=True``. Without a gate (before torch 2.10) these are all calls.
 
-Forward mode, and the derivatives of a backward, are compositions of operators (torch_derivatives.py). A hosted operator
+Forward mode, and the derivatives of a backward, are compositions of operators (torch_mathematics.py). A hosted operator
 has neither: the error names the operator.
 """
 
@@ -40,10 +40,10 @@ from . import (
     torch_flops,
     torch_gate,
     torch_inductor,
+    torch_mathematics,
     torch_overwrite,
     torch_sharding,
 )
-from . import torch_derivatives as derivatives
 from .torch_schema import mask, overwriting_schema, schema, wanted
 
 __all__ = [
@@ -532,7 +532,7 @@ def _composed(op: Op, attrs: tuple[Attr, ...], inputs: Tensors) -> list[Tensor]:
     operator itself."""
     _check_devices(op, inputs)
     dtypes = {y: _DTYPES[spec.dtype] for y, spec in _infer(op, attrs, inputs).items()}
-    found = derivatives.composed(op, attrs, inputs, of(op.library), dtypes)
+    found = torch_mathematics.composed(op, attrs, inputs, of(op.library), dtypes)
     if op.residuals:
         constants = [t if t is None else forward_ad.unpack_dual(t).primal.detach() for t in inputs]
         found = dict(zip(op.results, _results(dispatched[op](*constants, *attrs)), strict=True)) | found
@@ -545,7 +545,7 @@ def _tangents_of_product(
     """By name, the tangents of the results of a bilinear operator, or of its backward, where they are not zero."""
     named = {slot: t for slot, t in zip(op.inputs, saved, strict=True) if t is not None}
     given = {slot: t for slot, t in zip(op.inputs, tangents, strict=True) if t is not None}
-    run, m = derivatives.runner(dispatched, attrs), derivatives.MATHEMATICS
+    run, m = torch_mathematics.runner(dispatched, attrs), torch_mathematics.MATHEMATICS
     if op is not forward:
         return formula.backward_tangents(m, run, forward, named, given, names)
     return {op.outputs[0]: formula.bilinear_tangent(m, run, op, named, given)}
@@ -569,8 +569,8 @@ def _gradient_of_products(
     named = {slot: t for slot, t in zip(op.inputs, saved, strict=True) if t is not None}
     given = {y: t for y, t in zip(op.results, grads, strict=True) if t is not None}
     wanted = {slot for slot, need in zip(op.inputs, needed, strict=True) if need}
-    run = derivatives.runner(dispatched, attrs)
-    found = formula.backward_cotangents(derivatives.MATHEMATICS, run, forward, named, given, wanted)
+    run = torch_mathematics.runner(dispatched, attrs)
+    found = formula.backward_cotangents(torch_mathematics.MATHEMATICS, run, forward, named, given, wanted)
     return tuple(found.get(slot) for slot in op.inputs)
 
 

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from aotops.spec import DTYPES
 
+from .torch_mathematics import wide_dtype
+
 _FLOATING = [getattr(torch, name) for name in DTYPES if name.startswith(("float", "bfloat")) and hasattr(torch, name)]
 
 
@@ -119,7 +121,7 @@ def _check_shapes(x: Tensor, target: Tensor, weight: Tensor | None, axis: int) -
 
 def _sum_of_logarithms(rows: Tensor, aims: Tensor) -> Tensor:
     """The sum over the classes of aims * log(softmax(rows)), in float32 for 16 bits."""
-    wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(rows.dtype)
     return (torch.log_softmax(rows, -1, dtype=wide) * aims).sum(-1)
 
 
@@ -133,12 +135,12 @@ def _result_dtype(x: Tensor, dtype: str | None) -> torch.dtype:
     """``dtype``, which is x's or float32 for 16 bits. If None, x's, or under autocast, where losses are of float32, at
     least that."""
     if dtype is not None:
-        expected = {x.dtype, torch.promote_types(x.dtype, torch.float32)}
+        expected = {x.dtype, wide_dtype(x.dtype)}
         found = getattr(torch, dtype, None)
         if found not in expected:
             raise TypeError(f"cross_entropy: dtype is {dtype}, expected None or {' or '.join(map(str, expected))}")
         return found
-    return torch.promote_types(x.dtype, torch.float32) if torch.is_autocast_enabled(x.device.type) else x.dtype
+    return wide_dtype(x.dtype) if torch.is_autocast_enabled(x.device.type) else x.dtype
 
 
 COMPOSED: dict[str, Callable[..., Any]] = {f.__name__: f for f in (add, matmul, softmax, conv2d, cross_entropy)}

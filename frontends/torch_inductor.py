@@ -33,7 +33,7 @@ from aotops.ops import BUILTIN
 from aotops.ops._activation import activated, slope
 
 from .imports import after_import
-from .torch_derivatives import MATHEMATICS as m
+from .torch_mathematics import MATHEMATICS as m
 from .torch_schema import wanted as names_of_wanted
 
 _LOWERING, _DECOMPOSITION = "torch._inductor.lowering", "torch._inductor.decomposition"

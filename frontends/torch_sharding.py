@@ -29,6 +29,7 @@ from aotops.ops.cross_entropy import divides_slope
 from aotops.sharding import Axis, sharding
 
 from .imports import after_import
+from .torch_mathematics import wide_dtype
 from .torch_schema import maskable, wanted
 
 _ADDED_ONCE = {OPS[name]: "bias" for name in ("linear", "conv2d")}
@@ -204,7 +205,7 @@ def _cross_entropy(overload: Any, args: Sequence[Any], kwargs: Any) -> tuple[Any
         if split.classes:
             losses, part = _over_classes(split, overload, one, classes, attrs, x.shape[-1])
         else:
-            losses, part = overload(one, classes, ignore_index, "none", smoothing, _name(_accumulate(x.dtype)))
+            losses, part = overload(one, classes, ignore_index, "none", smoothing, _name(wide_dtype(x.dtype)))
         placements = split.of_rows(Shard(0))
         if reduction != "none":
             losses, placements, count = _total(split, losses, classes, ignore_index, reduction)
@@ -218,7 +219,7 @@ def _total(split: _Split, losses: Tensor, target: Tensor, ignore_index: int, red
     these rows, or None."""
     from torch.distributed.tensor import Partial, Replicate
 
-    total = losses.sum(dtype=_accumulate(losses.dtype))
+    total = losses.sum(dtype=wide_dtype(losses.dtype))
     if reduction == "sum":
         return total, split.of_rows(Partial()), None
     count = (target != ignore_index).sum(dtype=total.dtype)
@@ -230,10 +231,6 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _accumulate(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _over_classes(split: _Split, overload: Any, x: Tensor, target: Tensor, attrs: Sequence[Any], classes: int):
     """The losses of the rows, and this part of their slope, undivided and in the dtype of sums, of a part of the
     classes. Two reductions: of the largest elements, and of the sums."""
@@ -242,7 +239,7 @@ def _over_classes(split: _Split, overload: Any, x: Tensor, target: Tensor, attrs
     odd = counted & ((target < 0) | (target >= classes))
     if x.device.type == "cpu" and not torch.compiler.is_compiling() and _has_memory(odd) and odd.any():
         overload(x.new_zeros(1, classes), target[odd][:1].contiguous(), *attrs)  # raises
-    wide = x.to(_accumulate(x.dtype))
+    wide = x.to(wide_dtype(x.dtype))
     top = wide.amax(-1) if x.shape[-1] else wide.new_full(target.shape, -torch.inf)
     shifted = wide - split.reduced(top, "max", split.classes)[..., None]
     exponentials = shifted.exp()
@@ -286,7 +283,7 @@ def _cross_entropy_backward(overload: Any, args: Sequence[Any], kwargs: Any) -> 
             local = overload(given, part, classes, part, ignore_index, reduction, smoothing, dtype)
             return split.whole(local, split.placements, dx)
         counted = classes != ignore_index
-        factor = given.to(_accumulate(part.dtype))
+        factor = given.to(wide_dtype(part.dtype))
         if divide:
             factor = factor / split.reduced(counted.sum(dtype=factor.dtype), "sum", split.rows)
         # 0 for an ignored row, also if dy is not finite or the count is 0

@@ -18,6 +18,11 @@ from aotops.op import Attr, Op
 from .torch_schema import mask
 
 
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that sums of floating numbers are taken in: float32 for 16 bits."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 class Mathematics:
     """torch's, for formulas."""
 
@@ -30,7 +35,7 @@ class Mathematics:
 
     @staticmethod
     def wide(x: Tensor) -> Tensor:
-        return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        return x.to(wide_dtype(x.dtype))
 
     @staticmethod
     def like(x: Tensor, model: Tensor) -> Tensor:
