@@ -255,6 +255,11 @@ def _results(value) -> tuple:
     return () if value is None else tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
+def _attributes(args: Iterable[Any]) -> tuple[Any, ...]:
+    """As the definitions have them: the dispatcher passes lists."""
+    return tuple(tuple(a) if isinstance(a, list) else a for a in args)
+
+
 def _packed(results: Sequence[Any]):
     """As the dispatcher returns them."""
     return results[0] if len(results) == 1 else tuple(results) or None
@@ -352,7 +357,7 @@ def _register(namespace: torch.library.Library, op: Op, forward: Op) -> Callable
 
     def split(args):
         """The inputs, the attributes and the names of the results that are wanted."""
-        return args[:n], tuple(tuple(a) if isinstance(a, list) else a for a in args[n:end]), wanted(op, args[end:])
+        return args[:n], _attributes(args[n:end]), wanted(op, args[end:])
 
     def kernel(*args):
         inputs, attrs, names = split(args)
@@ -430,11 +435,10 @@ def _register_overwriting(op: Op, forward: Op) -> Callable[..., Any] | None:
 
     def named(args):
         given = dict(zip(taken, args, strict=False))
-        attrs = tuple(tuple(a) if isinstance(a, list) else a for a in args[len(taken) :])
-        return given, [given[instead.get(slot, slot)] for slot in op.inputs], attrs
+        return given, [given[instead.get(slot, slot)] for slot in op.inputs], _attributes(args[len(taken) :])
 
     def kernel(*args):
-        if op is not forward and _keeps_graph():
+        if op is not forward and torch_overwrite.keeps_graph():
             raise RuntimeError(
                 f"{op.name}: compiled code writes over {', '.join(op.overwrites.values())}, expected a graph that is "
                 f"not kept: for retain_graph=True, set torch._functorch.config.donated_buffer = False"
@@ -453,13 +457,6 @@ def _register_overwriting(op: Op, forward: Op) -> Callable[..., Any] | None:
     for device in ("CPU", "CUDA"):
         namespace.impl(name, kernel, device)
     return getattr(getattr(torch.ops, namespace.ns), op.name).overwriting
-
-
-def _keeps_graph() -> bool:
-    """Whether a backward is running that keeps its graph."""
-    if torch._C._current_graph_task_id() == -1:
-        return False
-    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def _autograd_kernel(op: Op, forward: Op, dispatched: Callable[..., Any], split) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ def may_overwrite(i: int, saved: tuple[Any, ...]) -> bool:
     """In a backward, whether nobody else will read ``saved[i]``: the graph is freed afterwards, and the tensor and its
     memory are referred to as by a backward alone. So it is not if the caller has kept it or a view of it, or if a hook
     has packed it. Counts the new version."""
-    if torch._C._autograd._get_current_graph_task_keep_graph() or _hooks():
+    if keeps_graph() or _hooks():
         return False
     times = sum(t is saved[i] for t in saved)  # it also stands for an input (Op.instead)
     if _references(saved, i) != _references_of_backward(times):
@@ -26,9 +26,17 @@ def may_overwrite(i: int, saved: tuple[Any, ...]) -> bool:
     return True
 
 
+def keeps_graph() -> bool:
+    """Whether a backward is running that keeps its graph. torch says so, too, where none is running."""
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
 def available() -> Callable[[int, tuple[Any, ...]], bool] | None:
     """``may_overwrite``, where this torch has what it asks."""
     needed = [
+        (torch._C, "_current_graph_task_id"),
         (torch._C._autograd, "_get_current_graph_task_keep_graph"),
         (torch._C._autograd, "_top_saved_tensors_default_hooks"),
         (torch._C, "_storage_Use_Count"),

@@ -17,29 +17,34 @@ def schema(op: Op) -> str:
     Its last argument, if it has optional results, is ``wanted``: a bool for each of ``maskable(op)``, by default all
     True. A result that is not wanted is not computed: it is an undefined tensor, which is None in Python.
     """
-    writes = {slot: f"({'abcdefghijklmnop'[i]}!)" for i, slot in enumerate(op.mutates)}
-    tensors = [f"Tensor{writes.get(slot, '')}{'?' if slot in op.optional else ''} {slot}" for slot in op.inputs]
-    attrs = [f"{_TYPES.get(kind, kind)} {attr}" for attr, kind in op.attrs.items()]
     some = len(maskable(op))
     mask = [f"bool[{some}] wanted=[{', '.join(['True'] * some)}]"] if some else []
-    n = len(op.results)
-    returns = "Tensor" if n == 1 else f"({', '.join(['Tensor'] * n)})"
-    return f"{op.name}({', '.join(tensors + attrs + mask)}) -> {returns}"
+    return _text(op, op.name, op.inputs, op.mutates, op.optional, mask, len(op.results))
 
 
 def overwriting_schema(op: Op, absent: Container[str]) -> str:
     """Of the overload that writes the results of ``op.overwrites`` over inputs, and returns the others. ``absent``:
     inputs that it does not take."""
-    writes = {slot: f"({'abcdefghijklmnop'[i]}!)" for i, slot in enumerate(op.overwrites.values())}
-    tensors = [
-        f"Tensor{writes.get(slot, '')}{'?' if slot in op.optional and slot not in writes else ''} {slot}"
-        for slot in op.inputs
-        if slot not in absent
-    ]
+    written = tuple(op.overwrites.values())
+    inputs = [slot for slot in op.inputs if slot not in absent]
+    returned = len(op.results) - len(op.overwrites)
+    return _text(op, f"{op.name}.overwriting", inputs, written, op.optional.difference(written), [], returned)
+
+
+def _text(
+    op: Op,
+    name: str,
+    inputs: Sequence[str],
+    written: Sequence[str],
+    optional: Container[str],
+    more: list[str],
+    returned: int,
+) -> str:
+    writes = {slot: f"({'abcdefghijklmnop'[i]}!)" for i, slot in enumerate(written)}
+    tensors = [f"Tensor{writes.get(slot, '')}{'?' if slot in optional else ''} {slot}" for slot in inputs]
     attrs = [f"{_TYPES.get(kind, kind)} {attr}" for attr, kind in op.attrs.items()]
-    returned = ["Tensor"] * (len(op.results) - len(op.overwrites))
-    returns = "Tensor" if len(returned) == 1 else f"({', '.join(returned)})"
-    return f"{op.name}.overwriting({', '.join(tensors + attrs)}) -> {returns}"
+    returns = "Tensor" if returned == 1 else f"({', '.join(['Tensor'] * returned)})"
+    return f"{name}({', '.join(tensors + attrs + more)}) -> {returns}"
 
 
 def maskable(op: Op) -> tuple[str, ...]:
