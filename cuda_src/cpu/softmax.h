@@ -13,6 +13,7 @@ struct Exponentials {
   A max;
   double sum;          // of exp(x - max)
   double shifted_sum;  // of x - max
+  A scale;             // of what f gets, to probabilities
 };
 
 template <typename T>
@@ -38,23 +39,26 @@ Accumulate<T> largest(const T *x, int64_t n) {
   return most;
 }
 
-// Calls f(j, e, part) with the exponentials e = exp(x - max), and prefetches n elements of `next`. shifted_sum is 0 if
+// Calls f(j, e, part) with the exponentials e = exp(x - max), in units of 1 / kUnit so that probabilities that are
+// subnormal are rounded once, and prefetches n elements of `next`. shifted_sum is 0 if
 // kShiftedSum is false.
 template <bool kShiftedSum, typename T, class F>
 AOT_INLINE Exponentials<Accumulate<T>> exponentials(const T *x, const T *next, int64_t n, F f) {
-  Exponentials<Accumulate<T>> s{largest(x, n), 0, 0};
+  Exponentials<Accumulate<T>> s{largest(x, n), 0, 0, 0};
   for_blocks(n, [&](int64_t begin, int64_t size) {
     Vec<T> sums[4] = {}, shifted_sums[4] = {};
     sweep_sums<T>(size, [&](int64_t i, auto part, int k) {
       const int64_t j = begin + i;
       __builtin_prefetch(next + j);
-      Vec<T> d = load(x + j, part) - s.max, e = keep<T>(exp_nonpositive<T>(d), part);
+      Vec<T> d = load(x + j, part) - s.max, e = keep<T>(exp_in_units<T>(d), part);
       sums[k] += e;
       if (kShiftedSum) shifted_sums[k] += keep<T>(d, part);
       f(j, e, part);
     });
     s.sum += sum_of_4<T>(sums), s.shifted_sum += sum_of_4<T>(shifted_sums);
   });
+  s.scale = static_cast<Accumulate<T>>(1 / s.sum);
+  s.sum /= Constants<T>::kUnit;
   return s;
 }
 

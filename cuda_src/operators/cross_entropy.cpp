@@ -81,11 +81,11 @@ struct CrossEntropyRow {
       if (buffer) store(buffer + j, e, part);
     });
     if (slope) {
-      const A p_scale = static_cast<A>(1 / s.sum);
+      const A p_scale = s.scale;
       if (buffer) write(slope, target, scale, [=](int64_t j, auto part) { return load(buffer + j, part) * p_scale; });
       else
         write(slope, target, scale,
-              [=](int64_t j, auto part) { return exp_nonpositive<T>(load(x + j, part) - s.max) * p_scale; });
+              [=](int64_t j, auto part) { return exp_in_units<T>(load(x + j, part) - s.max) * p_scale; });
     }
     const double log_sum = __builtin_log(s.sum), loss = log_sum - (at_target - s.max);
     return kSmoothing ? (1 - smoothing) * loss + smoothing * (log_sum - s.shifted_sum / n) : loss;

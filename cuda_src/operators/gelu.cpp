@@ -22,7 +22,7 @@ template <template <typename> class Formula, typename T>
 void gelu_backward_loop(const T *dy, const T *x, T *dx, int64_t n) {
   map(dx, n, [=](int64_t i, auto part) {
     Vec<T> v = load(x + i, part);
-    return load(dy + i, part) * Formula<T>(v).slope(v);
+    return Formula<T>(v).gradient(load(dy + i, part), v);
   });
 }
 

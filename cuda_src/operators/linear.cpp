@@ -20,7 +20,7 @@ Vec<T> activate(Vec<T> x, Activation activation) {
     case kActivationGeluTanh:
       return TanhGelu<T>(x).value(x);
     case kActivationSilu:
-      return x * Logistic<T>(x).value;
+      return Logistic<T>(x).times(x);
     default:
       return x;
   }
@@ -33,13 +33,11 @@ Vec<T> activation_gradient(Vec<T> dy, Vec<T> x, Activation activation) {
     case kActivationRelu:
       return x <= 0 ? Vec<T>{} : dy;
     case kActivationGelu:
-      return dy * ExactGelu<T>(x).slope(x);
+      return ExactGelu<T>(x).gradient(dy, x);
     case kActivationGeluTanh:
-      return dy * TanhGelu<T>(x).slope(x);
-    default: {
-      const Logistic<T> s(x);
-      return dy * (s.value + x * s.slope());
-    }
+      return TanhGelu<T>(x).gradient(dy, x);
+    default:
+      return Logistic<T>(x).silu_gradient(dy, x);
   }
 }
 

@@ -17,7 +17,7 @@ struct Gates {
   Vec<T> i, o, c;
 
   static Gates activate(Vec<T> i, Vec<T> o, Vec<T> c) {
-    return {Logistic<T>(i).value, Logistic<T>(o).value, c > 0 ? c : expm1_nonpositive<T>(c)};
+    return {Logistic<T>(i).times(), Logistic<T>(o).times(), c > 0 ? c : expm1_nonpositive<T>(c)};
   }
   Vec<T> cell(Vec<T> old_cell) const { return old_cell + c * i; }
 };

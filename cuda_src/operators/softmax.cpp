@@ -19,11 +19,10 @@ void softmax_row(const T *x, const T *next, T *y, A *buffer, int64_t n, bool str
   };
   if (buffer) {
     auto s = exponentials<false>(x, next, n, [=](int64_t j, Vec<T> e, auto part) { store(buffer + j, e, part); });
-    write([=](int64_t j, auto part) { return load(buffer + j, part); }, static_cast<A>(1 / s.sum));
+    write([=](int64_t j, auto part) { return load(buffer + j, part); }, s.scale);
   } else {
     auto s = exponentials<false>(x, next, n, [](int64_t, Vec<T>, auto) {});
-    write([=](int64_t j, auto part) { return exp_nonpositive<T>(load(x + j, part) - s.max); },
-          static_cast<A>(1 / s.sum));
+    write([=](int64_t j, auto part) { return exp_in_units<T>(load(x + j, part) - s.max); }, s.scale);
   }
 }
 
@@ -114,11 +113,11 @@ void softmax_axis_loop(const T *x, T *y, int64_t outer, int64_t n, int64_t inner
         store(max + j, v > m ? v : m, part);
       });
     sum_axis<T>(n, width, sum, [&](int64_t i, int64_t j, auto part) {
-      return exp_nonpositive<T>(load(x + at + i * inner + j, part) - load(max + j, part));
+      return exp_in_units<T>(load(x + at + i * inner + j, part) - load(max + j, part));
     });
     for (int64_t i = 0; i < n; ++i)
       sweep<T>(width, [&, from = x + at + i * inner, to = y + at + i * inner](int64_t j, auto part) {
-        store(to + j, exp_nonpositive<T>(load(from + j, part) - load(max + j, part)) / load(sum + j, part), part);
+        store(to + j, exp_in_units<T>(load(from + j, part) - load(max + j, part)) / load(sum + j, part), part);
       });
   });
 }

@@ -14,7 +14,7 @@ template <typename T>
 void swiglu_loop(const T *gate, const T *up, T *y, int64_t n) {
   map(y, n, [=](int64_t i, auto part) {
     Vec<T> g = load(gate + i, part);
-    return g * Logistic<T>(g).value * load(up + i, part);
+    return Logistic<T>(g).times(g, load(up + i, part));
   });
 }
 
@@ -23,8 +23,8 @@ void swiglu_backward_loop(const T *dy, const T *gate, const T *up, T *dgate, T *
   each(dgate, n, same_alignment(dgate, dup), [=](int64_t i, auto part) {
     Vec<T> d = load(dy + i, part), g = load(gate + i, part);
     const Logistic<T> s(g);
-    store(dgate + i, d * load(up + i, part) * (s.value + g * s.slope()), part);
-    store(dup + i, d * (g * s.value), part);
+    store(dgate + i, s.silu_gradient(d * load(up + i, part), g), part);
+    store(dup + i, s.times(g, d), part);
   });
 }
 
