@@ -1,7 +1,7 @@
 # aotops: one plain shared library of kernels, and its frontends.
 #
 # make demo      everything from nothing: environments, a library for this machine, a model trained in every framework
-# make test      everything from nothing, then the tests
+# make test      everything from nothing, then the tests: CAPABILITY=default ISA=baseline THREADS=1 for another processor
 # make lib       aotops/libaotops.so: with its CUDA entries where nvcc is, without them elsewhere
 # make fuzz      torch's operators and ours on 10,000 drawn calls each
 # make lint      ruff, mypy, clang-format        make format   lets ruff and clang-format rewrite
@@ -290,7 +290,11 @@ demo:
 # processes. At most four processes, because each has a context on the GPU; JAX must not preallocate its memory.
 TEST_JOBS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 PYTEST := -m pytest -q -n $(TEST_JOBS) tests
-PYTEST_ENVIRONMENT := OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive XLA_PYTHON_CLIENT_PREALLOCATE=false
+# CAPABILITY limits the instructions of torch (default, avx2, avx512), ISA those of aotops (baseline, avx2, avx512).
+THREADS ?= 2
+WAITING := OMP_WAIT_POLICY=passive XLA_PYTHON_CLIENT_PREALLOCATE=false
+PYTEST_ENVIRONMENT := OMP_NUM_THREADS=$(THREADS) $(addprefix ATEN_CPU_CAPABILITY=,$(CAPABILITY)) \
+                      $(addprefix AOTOPS_CPU_ISA=,$(ISA)) $(WAITING)
 
 # Both environments are tested, whatever the first one says, and then those that failed are named.
 TESTS := AOTOPS_TEST_FRONTENDS=numpy,torch,jax$(if $(GPU),$(comma)cupy) $(PYTEST_ENVIRONMENT) $(VENV)/bin/python $(PYTEST)
@@ -299,11 +303,17 @@ TESTED_ONCE := $(addprefix --ignore=tests/test_,cli.py compatibility.py compile.
                formulas.py info.py new.py packaging.py)
 MS_TESTS := AOTOPS_TEST_FRONTENDS=numpy,mindspore $(PYTEST_ENVIRONMENT) $(MS_VENV)/bin/python $(PYTEST) $(TESTED_ONCE)
 
+# What depends on the processor, as on one without AVX, and with threads that divide nothing evenly.
+LOWEST := AOTOPS_TEST_FRONTENDS=numpy,torch OMP_NUM_THREADS=3 ATEN_CPU_CAPABILITY=default AOTOPS_CPU_ISA=baseline $(WAITING)
+ON_LOWEST := $(addprefix tests/test_,accuracy.py cross_entropy.py formulas.py frontends.py norm_dtypes.py)
+LOWEST_TESTS := $(LOWEST) $(VENV)/bin/python $(patsubst tests,$(ON_LOWEST),$(PYTEST)) -m 'not gpu'
+
 test:
 	@$(MAKE) --no-print-directory -j$(JOBS) environments lint $(LIB) $(RUNTIME)
 	@failed=; \
 	echo "$(TESTS)"; $(TESTS) || failed="$$failed $(VENV)"; \
 	$(if $(MINDSPORE_PYTHON),echo "$(MS_TESTS)"; $(MS_TESTS) || failed="$$failed $(MS_VENV)";) \
+	echo "$(LOWEST_TESTS)"; $(LOWEST_TESTS) || failed="$$failed $(VENV)-as-without-AVX"; \
 	test -z "$$failed" || { echo "tests failed in:$$failed"; exit 1; }
 
 fuzz: lib $(VENV)/ready
