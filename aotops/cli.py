@@ -254,10 +254,11 @@ def _soak(
 ) -> None:
     import shlex
 
-    if given := [name for name in ("frameworks", "quick", "sanitize") if options.pop(name)]:
+    taken = {name: options.pop(name) for name in ("dtypes", "devices", "seed")}
+    if given := [name for name, value in options.items() if value]:
         raise click.UsageError(f"--soak does not take --{given[0]}", click.get_current_context())
     run = import_module("aotops.testing").soak
-    found = run(list(operators.values()), seconds=seconds, command=shlex.join(arguments), **options)
+    found = run(list(operators.values()), seconds=seconds, command=shlex.join(arguments), **taken)
     if record:
         record.write_text(found.to_json() + "\n")
     click.echo(found.to_json() if as_json else found.render())

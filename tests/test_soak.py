@@ -140,7 +140,8 @@ def on_host(host, op, reference=None):
     """What is wrong with each call of an operator."""
     subject = soaking._of(op, reference, ROWS if reference else None, ["float32"], 0)
     small = [case for case in subject.cases if elements(case) <= 1 << 16]
-    for one in repeated(replace(subject, cases=tuple(small)), "cpu"):
+    calls = list(repeated(replace(subject, cases=tuple(small)), "cpu"))
+    for one in calls + [replace(one, shifted=True) for one in calls if one.case.shapes == subject.plain.shapes]:
         assert host.repeat(one, host.quiet(one), 3, 0, 0) == 3
         yield str(one), one.wrong
 
@@ -151,13 +152,14 @@ def test_right_calls_pass_between_the_kernels(host, name):
     found = dict(on_host(host, aotops.get(name)))
     assert not any(found.values()), found
     assert any("backward" in call for call in found)
+    assert any("shifted" in call for call in found)
     assert ("slope over x" in str(found)) == ("dx over slope" in str(found)) == (name == "cross_entropy")
 
 
 def test_the_kernels_find_what_is_wrong(host, racing):
     """A write behind an output, to an input, and another result than in quiet."""
     assert not any(wrong for _, wrong in on_host(host, racing.ops["own_scratch"], scaled))
-    (_, behind), (_, right) = on_host(host, racing.ops["writes_past_the_end"], scaled)
+    (_, behind), (_, right), *_ = on_host(host, racing.ops["writes_past_the_end"], scaled)
     assert "y: 3 pieces of 16 bytes differ from a call in quiet" in behind
     assert not right
     with pytest.raises(AssertionError, match="the call writes to its input x"):

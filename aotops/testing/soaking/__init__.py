@@ -29,7 +29,7 @@ from .record import Record, Row
 REPEATS = 10_000
 STEPS = 1_000
 STEPS_ON_CPU = 50
-STREAMS, THREADS = 4, 4
+STREAMS, THREADS = 6, 4
 IN_STEPS = 0.35
 """Of the time, for steps of models, which take what they take."""
 
@@ -142,9 +142,8 @@ def _soak_on_cuda(subjects: Sequence[Subject], seconds: float, repeats: int, see
 
 
 def _steps_of(device: str, n_steps: int | None) -> tuple[str, int, int, tuple[str, ...]]:
-    on_gpu = device == "cuda"
-    n = n_steps or (STEPS if on_gpu else STEPS_ON_CPU)
-    return device, n, STREAMS if on_gpu else THREADS, ("float32", "bfloat16")
+    n = n_steps or (STEPS if device == "cuda" else STEPS_ON_CPU)
+    return device, n, THREADS, ("float32", "bfloat16")
 
 
 def _beside(device: str, seed: int) -> Callable[[], AbstractContextManager]:

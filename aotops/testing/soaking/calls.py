@@ -8,7 +8,7 @@ from functools import cached_property, partial
 
 import numpy as np
 
-from ..calls import EntryCall, Runner, calls_of, nbytes
+from ..calls import ITEMSIZE, EntryCall, Runner, calls_of, nbytes
 from ..row import Case
 from ..search import described, resized
 from ..subject import Subject, elements
@@ -41,6 +41,8 @@ class Repeated:
     make: Callable[[], EntryCall]
     shared: Mapping[str, str] = field(default_factory=dict)
     """By output, the input over which it is written."""
+    shifted: bool = False
+    """Whether inputs and outputs are aligned to their dtype alone."""
     repeats: int = 0
     wrong: str = ""
     """How the first wrong repeat differed."""
@@ -50,8 +52,8 @@ class Repeated:
         return self.make()
 
     def __str__(self) -> str:
-        place = f", {', '.join(f'{y} over {x}' for y, x in self.shared.items())}" if self.shared else ""
-        return f"{self.call.op.name} of {described(self.case)}, {self.dtype}{place}"
+        how = [f"{y} over {x}" for y, x in self.shared.items()] + ["shifted"] * self.shifted
+        return ", ".join([f"{self.call.op.name} of {described(self.case)}", self.dtype, *how])
 
     def addresses(self, places: Mapping[str, int]) -> tuple[int, ...]:
         """Of the slots given, in the entry's order."""
@@ -60,6 +62,12 @@ class Repeated:
     def places(self) -> dict[str, int]:
         """The slots that have memory of their own, and the bytes of each."""
         return {slot: nbytes(spec) for slot, spec in self.call.given.items() if slot not in self.shared}
+
+    def offset(self, place: str) -> int:
+        """Bytes behind an aligned address at which a place begins. What the library itself allocates is aligned."""
+        call = self.call
+        kept = {*call.op.workspace, *call.op.residuals, *(call.forward.op.residuals if call.forward else ())}
+        return ITEMSIZE[call.given[place].dtype] if self.shifted and place not in kept else 0
 
     def results(self) -> dict[str, str]:
         """By result, the slot whose memory it is in: outputs, residuals, and the inputs, which must not change unless
@@ -102,6 +110,13 @@ def repeated(subject: Subject, device: str, every_dtype: bool = True) -> Iterato
         for dtype in dtypes:
             if subject.refusal(case, dtype) is None:
                 yield from _of_trial(subject, subject.trial(case, dtype), device)
+    if device == "cuda":
+        for case in _shifted(subject):
+            for dtype in subject.dtypes:
+                if subject.refusal(case, dtype) is None:
+                    yield from (
+                        replace(one, shifted=True) for one in _of_trial(subject, subject.trial(case, dtype), device)
+                    )
 
 
 def other_numbers(one: Repeated, subject: Subject, device: str) -> Repeated:
@@ -148,6 +163,13 @@ def _wide(subject: Subject) -> Case | None:
             return None
         case = longer
     return case
+
+
+def _shifted(subject: Subject) -> Iterator[Case]:
+    """Those that are tried at addresses which kernels for vectors do not take."""
+    yield subject.plain
+    if subject.from_row and (case := _wide(subject)):
+        yield case
 
 
 _WIDE = {1: LARGE, 2: 1024, 3: 128}

@@ -134,11 +134,11 @@ class Stream:
     # ------------------------------------------------------------------------------------------------------- in quiet
 
     def run_quietly(self, one: Repeated, before: Mapping[str, bytes]) -> dict[str, bytes]:
-        places, size = self._places({place: len(data) for place, data in before.items()})
+        places, size = self._places(one, before)
         self._reserve(size)
-        at = {place: self._memory + offset for place, offset in places.items()}
         for place, data in before.items():
-            self._copy_to(at[place], _padded(data))
+            self._copy_to(self._memory + places[place], _pieces(one, place, data))
+        at = {place: self._memory + start + one.offset(place) for place, start in places.items()}
         self._bound(one)(0, self._stream, *one.addresses(at))
         self._known.synchronize(self._stream)
         return {place: self._copy_from(at[place], len(data)) for place, data in before.items()}
@@ -175,23 +175,23 @@ class Stream:
         return done
 
     def _planned(self, one: Repeated, known: Quiet) -> tuple[_Plan, tuple[int, ...]]:
-        places, size = self._places({place: len(data) for place, data in known.before.items()})
+        places, size = self._places(one, known.before)
         self._reserve(3 * size)
         plan = _Plan(n=len(places), found=self._found)
         compared = set(known.after)
         written = set(one.call.inputs) | set(one.call.op.inputs)
-        for slot, (place, offset) in zip(plan.slots, places.items(), strict=False):
-            data = known.before[place]
-            slot.at, slot.pieces = self._memory + offset, len(_padded(data)) // PIECE
-            slot.before = self._memory + size + offset if place in written else None
-            slot.after = self._memory + 2 * size + offset if place in compared else None
+        for slot, (place, start) in zip(plan.slots, places.items(), strict=False):
+            before = _pieces(one, place, known.before[place])
+            slot.at, slot.pieces = self._memory + start, len(before) // PIECE
+            slot.before = self._memory + size + start if place in written else None
+            slot.after = self._memory + 2 * size + start if place in compared else None
             if slot.before:
-                self._copy_to(slot.before, _padded(data))
+                self._copy_to(slot.before, before)
             if slot.after:
-                self._copy_to(slot.after, _padded(known.after[place]))
+                self._copy_to(slot.after, _pieces(one, place, known.after[place]))
         self._known.set(self._memory, POISON, size, self._stream)
         self._known.set(self._found, 0, 8 * _FOUND, self._stream)
-        at = {place: self._memory + offset for place, offset in places.items()}
+        at = {place: self._memory + start + one.offset(place) for place, start in places.items()}
         return plan, one.addresses(at)
 
     def _queue(self, plan: _Plan, run: Callable[..., None], at: Sequence[int], times: int, early: int = 1,
@@ -245,12 +245,12 @@ class Stream:
     # -------------------------------------------------------------------------------------------------------- memory
 
     @staticmethod
-    def _places(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
-        """The offset of each place, and the end of the last."""
+    def _places(one: Repeated, data: Mapping[str, bytes]) -> tuple[dict[str, int], int]:
+        """Where the memory of each place starts, and where that of the last ends."""
         places, end = {}, 0
-        for place, size in sizes.items():
+        for place in data:
             places[place] = end
-            end += max(-(-size // ALIGNMENT), 1) * ALIGNMENT
+            end += -(-(one.offset(place) + len(data[place]) + 1) // ALIGNMENT) * ALIGNMENT
         return places, end
 
     def _reserve(self, size: int) -> None:
@@ -272,9 +272,10 @@ class Stream:
         return data.raw[:size]
 
 
-def _padded(data: bytes) -> bytes:
-    """To whole pieces, whose rest nobody writes."""
-    return data + bytes([POISON]) * (-len(data) % PIECE)
+def _pieces(one: Repeated, place: str, data: bytes) -> bytes:
+    """Whole pieces. Nobody writes what is before and behind the data."""
+    offset = one.offset(place)
+    return bytes([POISON]) * offset + data + bytes([POISON]) * (-(offset + len(data)) % PIECE)
 
 
 # ------------------------------------------------------------------------------------------------------------- threads
