@@ -4,6 +4,7 @@
 # make test      everything from nothing, then the tests: CAPABILITY=default ISA=baseline THREADS=1 for another processor
 # make lib       aotops/libaotops.so: with its CUDA entries where nvcc is, without them elsewhere
 # make fuzz      torch's operators and ours on 10,000 drawn calls each
+# make soak      every operator and its backward 10,000 times under load, compared to the bit: SOAK='--seconds 60'
 # make lint      ruff, mypy, clang-format        make format   lets ruff and clang-format rewrite
 # make asan      the CPU entries under ASan and UBSan: a million calls at random (ASAN_CALLS), then the tests
 # make aarch64   the CPU entries compiled for aarch64, and a C program's calls of them under qemu
@@ -319,6 +320,11 @@ test:
 fuzz: lib $(VENV)/ready
 	AOTOPS_TEST_PROFILE=fuzz AOTOPS_TEST_FRONTENDS=torch $(VENV)/bin/python -m pytest -q tests/test_torch_differential.py
 
+# Once more on the CPU, with the library's own threads.
+soak: lib $(VENV)/ready
+	$(VENV)/bin/python -m aotops check --soak aotops $(SOAK)
+	AOTOPS_THREADS=own $(VENV)/bin/python -m aotops check --soak aotops $(SOAK) --devices cpu
+
 lint: $(VENV)/lint
 	@$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/mypy
@@ -384,4 +390,4 @@ sdist: $(PACKAGING)/ready
 clean:
 	rm -rf build dist $(LIB) $(RUNTIME)
 
-.PHONY: lib asan aarch64 environments no-mindspore demo test fuzz lint format docs bench calls wheel wheel-test compatibility sdist clean FORCE
+.PHONY: lib asan aarch64 environments no-mindspore demo test fuzz soak lint format docs bench calls wheel wheel-test compatibility sdist clean FORCE

@@ -210,7 +210,19 @@ def compile_(source: Path, output: Path | None, arch: str | None) -> None:
 @click.option("--sanitize", is_flag=True, help="On a GPU, run compute-sanitizer too.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the random inputs.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
-def check(ops: tuple[str, ...], as_json: bool, **options: Any) -> None:
+@click.option("--soak", is_flag=True, help="Instead, repeat the calls under load, and compare every result to the bit.")
+@click.option("--seconds", type=float, default=300.0, show_default=True, help="With --soak: for everything.")
+@click.option("--record", type=FILE, help="With --soak: write the record there, as JSON.")
+@click.pass_obj
+def check(
+    arguments: list[str],
+    ops: tuple[str, ...],
+    as_json: bool,
+    soak: bool,
+    seconds: float,
+    record: Path | None,
+    **options: Any,
+) -> None:
     """Check operators in each installed framework.
 
     Values, gradients, shapes, memory and threads are checked. OP is the name of an operator or of a library. The exit
@@ -221,6 +233,8 @@ def check(ops: tuple[str, ...], as_json: bool, **options: Any) -> None:
       aotops check scale --frameworks torch,jax
     """
     registry = _registry()
+    if soak:
+        return _soak(arguments, registry.select(ops), as_json, seconds, record, options)
     operators, run = registry.select(ops), import_module("aotops.testing").check
     reports = {}
     if sys.stderr.isatty():
@@ -232,6 +246,23 @@ def check(ops: tuple[str, ...], as_json: bool, **options: Any) -> None:
     if as_json:
         _printed({name: _plain(report.to_json()) for name, report in reports.items()})
     if not all(report.ok for report in reports.values()):
+        sys.exit(1)
+
+
+def _soak(
+    arguments: list[str], operators: dict[str, Any], as_json: bool, seconds: float, record: Path | None, options: Any
+) -> None:
+    import shlex
+
+    taken = {name: options.pop(name) for name in ("dtypes", "devices", "seed")}
+    if given := [name for name, value in options.items() if value]:
+        raise click.UsageError(f"--soak does not take --{given[0]}", click.get_current_context())
+    run = import_module("aotops.testing").soak
+    found = run(list(operators.values()), seconds=seconds, command=shlex.join(arguments), **taken)
+    if record:
+        record.write_text(found.to_json() + "\n")
+    click.echo(found.to_json() if as_json else found.render())
+    if not found.ok:
         sys.exit(1)
 
 

@@ -1,4 +1,4 @@
-"""Tests of an operator, for authors of packages: ``check``, and the row of cases that it takes.
+"""Tests of an operator, for authors of packages: ``check``, ``soak``, and the row of cases that they take.
 
     from aotops.testing import check
     assert check("gelu").ok
@@ -16,12 +16,14 @@ from .row import F32, F64, FLOATING, I32, I64, Arrays, Bad, Case, Draw, Row, Sha
 if TYPE_CHECKING:
     from .checker import check as check
     from .report import Report as Report
+    from .soaking import soak as soak
 
 __all__ = [
     "F32", "F64", "FLOATING", "I32", "I64", "Arrays", "Bad", "Case", "Draw", "Report", "Row", "Shape", "X", "check",
+    "soak",
 ]  # fmt: skip
 
-_HOMES = {"Report": "report", "check": "checker"}
+_HOMES = {"Report": "report", "check": "checker", "soak": "soaking"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,183 @@
+"""``soak``: operators under load. Every call is repeated, on a GPU right behind a kernel that still writes its inputs
+and right before one that writes over them, on the CPU from several threads at once, and each result is compared to the
+bit with that of a call in quiet."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from datetime import datetime, timezone
+from functools import partial
+from importlib import metadata
+from importlib.util import find_spec
+from typing import Any
+
+from aotops import __version__, toolchain
+from aotops.op import Op
+from aotops.ops import BUILTIN
+
+from ..checker import DEVICES, _no_entry, _subject
+from ..subject import Subject
+from . import cpu, cuda, steps
+from .calls import Repeated, other_numbers, repeated
+from .record import Record, Row
+
+REPEATS = 10_000
+STEPS = 1_000
+STEPS_ON_CPU = 50
+STREAMS, THREADS = 6, 4
+IN_STEPS = 0.35
+"""Of the time, for steps of models, which take what they take."""
+
+Reference = Callable[..., Any]
+
+
+def soak(
+    operators: Sequence[Op],
+    *,
+    reference: Reference | None = None,
+    cases: Sequence[Any] | None = None,
+    dtypes: Sequence[str] | None = None,
+    devices: Sequence[str] | None = None,
+    seconds: float = 300.0,
+    repeats: int = REPEATS,
+    models: bool | None = None,
+    n_steps: int | None = None,
+    seed: int = 0,
+    command: str = "",
+) -> Record:
+    """Repeats each operator and its backward under load, and compares every result to the bit.
+
+    Args:
+        operators: each with a row of cases, or one with ``reference`` and ``cases``, as ``check`` takes them.
+        dtypes: only these.
+        devices: of "cpu" and "cuda"; without it, those that the operators have entries for and the machine has.
+        seconds: for everything; each call is repeated at least once.
+        repeats: after which a call is not repeated further.
+        models: whether steps of models are run too; without it, if the built-in operators are soaked and torch is
+            installed.
+        n_steps: of each run of a model.
+        seed: of the numbers, and of the order of the calls.
+        command: for the record.
+
+    Raises:
+        CompileError: "cuda" is asked for, or there is a GPU, and there is no nvcc.
+        ValueError: there is neither a row nor a reference; an unknown device; "cuda" is asked for and there is no GPU.
+    """
+    started = time.monotonic()
+    here = _devices(devices)
+    with_models = models if models is not None else _all_built_in(operators) and find_spec("torch") is not None
+    left = seconds * (1 - IN_STEPS if with_models else 1) / max(len(here), 1)
+    rows: list[Row] = []
+    runs: list[steps.Steps] = []
+    for device in here:
+        subjects = [_of(op, reference, cases, dtypes, seed) for op in operators if _no_entry(op, device) is None]
+        soak_device = _soak_on_cpu if device == "cpu" else _soak_on_cuda
+        rows += _rows(soak_device(subjects, left, repeats, seed), device)
+        if with_models:
+            runs += steps.soak(*_steps_of(device, n_steps), seed, beside=_beside(device, seed))
+    facts = {
+        "command": command,
+        "device": ", ".join(_name(device) for device in here),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "versions": _versions(),
+        "seconds": round(time.monotonic() - started, 1),
+        "seed": seed,
+    }
+    return Record(rows, runs, facts)
+
+
+def _devices(asked: Sequence[str] | None) -> list[str]:
+    for device in asked or ():
+        if device not in DEVICES:
+            raise ValueError(f"soak: devices has {device!r}, expected some of {', '.join(DEVICES)}")
+    gpu = bool(toolchain.gpu_archs())
+    if asked and "cuda" in asked and not gpu:
+        raise ValueError("soak: devices has 'cuda', and nvidia-smi finds no GPU here")
+    here = list(asked) if asked else ["cpu", *(["cuda"] if gpu else [])]
+    if "cuda" in here:
+        toolchain.need_nvcc()  # its error says what is missing
+    return here
+
+
+def _all_built_in(operators: Sequence[Op]) -> bool:
+    return {op.name for op in operators if op.library is BUILTIN} == set(BUILTIN.ops)
+
+
+def _of(
+    op: Op, reference: Reference | None, cases: Sequence[Any] | None, dtypes: Sequence[str] | None, seed: int
+) -> Subject:
+    subject = _subject(op, reference, cases, seed)
+    tried = [dtype for dtype in subject.row.dtypes if dtypes is None or dtype in dtypes]
+    accepted = [dtype for dtype in tried if any(subject.refusal(case, dtype) is None for case in subject.cases)]
+    if not accepted:
+        raise ValueError(f"soak: {op.name} takes no case in {', '.join(tried) or 'the dtypes given'}")
+    return replace(subject, dtypes=tuple(accepted))
+
+
+# ------------------------------------------------------------------------------------------------------------- devices
+
+
+def _soak_on_cpu(subjects: Sequence[Subject], seconds: float, repeats: int, seed: int) -> list[Repeated]:
+    started = time.monotonic()
+    pairs = [
+        cpu.Pair(one, other_numbers(one, subject, "cpu"))
+        for subject in subjects
+        for one in repeated(subject, "cpu", every_dtype=False)
+    ]
+    cpu.soak(pairs, seconds - (time.monotonic() - started), repeats, THREADS, seed)
+    return [pair.one for pair in pairs]
+
+
+def _soak_on_cuda(subjects: Sequence[Subject], seconds: float, repeats: int, seed: int) -> list[Repeated]:
+    started = time.monotonic()
+    known = cuda.kernels()
+    calls = [one for subject in subjects for one in repeated(subject, "cuda")]
+    cuda.soak(calls, seconds - (time.monotonic() - started), repeats, STREAMS, seed, known)
+    return calls
+
+
+def _steps_of(device: str, n_steps: int | None) -> tuple[str, int, int, tuple[str, ...]]:
+    n = n_steps or (STEPS if device == "cuda" else STEPS_ON_CPU)
+    return device, n, THREADS, ("float32", "bfloat16")
+
+
+def _beside(device: str, seed: int) -> Callable[[], AbstractContextManager]:
+    return partial(cuda.loaded, cuda.kernels(), seed) if device == "cuda" else nullcontext
+
+
+def _rows(calls: Sequence[Repeated], device: str) -> Iterator[Row]:
+    groups: dict[tuple[str, str], list[Repeated]] = {}
+    for one in calls:
+        groups.setdefault((one.operator, one.pass_), []).append(one)
+    for (operator, pass_), group in groups.items():
+        counts = [one.repeats for one in group]
+        wrong = [f"{one}: {one.wrong}" for one in group if one.wrong]
+        yield Row(operator, pass_, device, len(group), min(counts), sum(counts), wrong)
+
+
+# --------------------------------------------------------------------------------------------------------------- facts
+
+
+def _name(device: str) -> str:
+    if device == "cuda":
+        return cuda.device_name(cuda.kernels())
+    from aotops.bench.measure import Cpu
+
+    return Cpu(quick=True).name
+
+
+def _versions() -> Mapping[str, str]:
+    found = {"aotops": __version__, "python": platform.python_version()}
+    for name in ("torch", "numpy"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    if compiler := toolchain.nvcc():
+        found["nvcc"] = compiler.version.splitlines()[-2 if "Build" in compiler.version else -1]
+    return found | {"threads": os.environ.get("AOTOPS_THREADS") or "OpenMP"}

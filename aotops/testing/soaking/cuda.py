@@ -1,0 +1,359 @@
+"""Calls on a GPU, each right behind a kernel that still writes its inputs and right before one that writes over them
+(kernels.cu). Threads with a stream each repeat calls at once, beside a stream that loads the device."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from ctypes import POINTER, byref, c_char_p, c_int, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from aotops.call import addresses
+
+from ..calls import EntryCall
+from .calls import POISON, Quiet, Repeated, quiet
+
+SLOTS = 16
+PIECE = 16
+ALIGNMENT = 256
+WAITS = (0, 2_000, 8_000, 20_000)
+"""Clock cycles that a writer waits before it writes: up to 11 us on an H200, where a launch takes 2."""
+QUEUED, RECORDED, REPLAYS = 100, 50, 18
+"""Repeats of a visit: queued from the host, and RECORDED in a CUDA graph that is replayed."""
+LOAD_BYTES = 1 << 28
+"""More than the GPU's cache."""
+
+
+class CudaError(RuntimeError):
+    """A function of the CUDA runtime failed. The process can then use the GPU no more, or the call was refused."""
+
+
+class _Slot(ctypes.Structure):
+    _fields_ = [("at", c_void_p), ("before", c_void_p), ("after", c_void_p), ("pieces", c_int64)]
+
+
+class _Plan(ctypes.Structure):
+    _fields_ = [("slots", _Slot * SLOTS), ("n", c_int64), ("found", c_void_p)]
+
+
+_FOUND = 2 * SLOTS + 1
+_ARGUMENTS: dict[str, list[Any]] = {
+    "soak_device": [c_int, c_char_p, c_int],
+    "soak_new_memory": [c_int64, POINTER(c_void_p)],
+    "soak_free_memory": [c_void_p],
+    "soak_new_stream": [POINTER(c_void_p)],
+    "soak_free_stream": [c_void_p],
+    "soak_copy": [c_void_p, c_void_p, c_int64, c_void_p],
+    "soak_set": [c_void_p, c_int, c_int64, c_void_p],
+    "soak_synchronize": [c_void_p],
+    "soak_before": [POINTER(_Plan), c_int64, c_int, c_void_p],
+    "soak_after": [POINTER(_Plan), c_int, c_void_p],
+    "soak_load": [c_void_p, c_int64, c_int, c_int64, c_void_p],
+    "soak_record": [c_void_p],
+    "soak_recorded": [c_void_p, POINTER(c_void_p)],
+    "soak_replay": [c_void_p, c_void_p],
+    "soak_free_graph": [c_void_p],
+}
+
+
+class Kernels:
+    """The functions of kernels.cu. They raise CudaError."""
+
+    def __init__(self, library: str | Path) -> None:
+        self._library = ctypes.CDLL(str(library))
+        self._library.soak_error.restype, self._library.soak_error.argtypes = c_char_p, [c_int]
+        for name, arguments in _ARGUMENTS.items():
+            setattr(self, name.removeprefix("soak_"), self._checked(name, arguments))
+
+    def _checked(self, name: str, arguments: Sequence[Any]) -> Callable[..., None]:
+        function = getattr(self._library, name)
+        function.argtypes, function.restype = arguments, c_int
+
+        def call(*given: object) -> None:
+            if status := function(*given):
+                raise CudaError(f"{name}: {self._library.soak_error(status).decode()}")
+
+        return call
+
+    def __getattr__(self, name: str) -> Callable[..., None]:  # for type checkers: __init__ sets them all
+        raise AttributeError(name)
+
+
+@cache
+def kernels() -> Kernels:
+    """Compiles kernels.cu for the GPUs of this machine.
+
+    Raises:
+        CompileError: there is no nvcc.
+    """
+    from aotops.compiler import compile
+
+    return Kernels(compile(Path(__file__).with_name("kernels.cu"), name="soak", kind="cu"))
+
+
+def device_name(known: Kernels) -> str:
+    name = ctypes.create_string_buffer(256)
+    known.device(0, name, len(name))
+    return name.value.decode()
+
+
+# -------------------------------------------------------------------------------------------------------------- a call
+
+
+class Stream:
+    """A stream with memory, which one call after the other uses."""
+
+    device = "cuda"
+
+    def __init__(self, known: Kernels, seed: int) -> None:
+        self._known, self._random = known, random.Random(seed)
+        known.device(0, ctypes.create_string_buffer(256), 256)
+        handle = c_void_p()
+        known.new_stream(byref(handle))
+        self._stream = handle.value or 0
+        self._memory, self._bytes = 0, 0
+        self._found = self._new_memory(8 * _FOUND)
+
+    def _new_memory(self, size: int) -> int:
+        memory = c_void_p()
+        self._known.new_memory(size, byref(memory))
+        return memory.value or 0
+
+    def close(self) -> None:
+        self._known.synchronize(self._stream)
+        for memory in filter(None, (self._memory, self._found)):
+            self._known.free_memory(memory)
+        self._known.free_stream(self._stream)
+
+    # ------------------------------------------------------------------------------------------------------- in quiet
+
+    def run_quietly(self, one: Repeated, before: Mapping[str, bytes]) -> dict[str, bytes]:
+        places, size = self._places(one, before)
+        self._reserve(size)
+        for place, data in before.items():
+            self._copy_to(self._memory + places[place], _pieces(one, place, data))
+        at = {place: self._memory + start + one.offset(place) for place, start in places.items()}
+        self._bound(one)(0, self._stream, *one.addresses(at))
+        self._known.synchronize(self._stream)
+        return {place: self._copy_from(at[place], len(data)) for place, data in before.items()}
+
+    def _entry(self, call: EntryCall, poison: int) -> dict[str, bytes]:
+        """A forward, whose results a backward takes."""
+        assert poison == POISON
+        plain = Repeated("", "forward", None, "", lambda: call)  # type: ignore[arg-type]
+        before = {
+            place: call.inputs[place] if place in call.inputs else bytes([POISON]) * size
+            for place, size in plain.places().items()
+        }
+        return self.run_quietly(plain, before)
+
+    def quiet(self, one: Repeated) -> Quiet:
+        return quiet(one, self.run_quietly, self._entry)
+
+    # ------------------------------------------------------------------------------------------------------- repeats
+
+    def repeat(self, one: Repeated, known: Quiet, queued: int, recorded: int, replays: int) -> int:
+        """Repeats a call, queued and then as a CUDA graph; returns how many times. Sets ``one.wrong``."""
+        plan, at = self._planned(one, known)
+        run = self._bound(one)
+        self._queue(plan, run, at, queued, first=True)
+        done = queued
+        if replays:
+            graph = self._record(plan, run, at, recorded)
+            for _ in range(replays):
+                self._known.replay(graph, self._stream)
+            self._known.synchronize(self._stream)
+            self._known.free_graph(graph)
+            done += recorded * replays
+        self._read(one, done)
+        return done
+
+    def _planned(self, one: Repeated, known: Quiet) -> tuple[_Plan, tuple[int, ...]]:
+        places, size = self._places(one, known.before)
+        self._reserve(3 * size)
+        plan = _Plan(n=len(places), found=self._found)
+        compared = set(known.after)
+        written = set(one.call.inputs) | set(one.call.op.inputs)
+        for slot, (place, start) in zip(plan.slots, places.items(), strict=False):
+            before = _pieces(one, place, known.before[place])
+            slot.at, slot.pieces = self._memory + start, len(before) // PIECE
+            slot.before = self._memory + size + start if place in written else None
+            slot.after = self._memory + 2 * size + start if place in compared else None
+            if slot.before:
+                self._copy_to(slot.before, before)
+            if slot.after:
+                self._copy_to(slot.after, _pieces(one, place, known.after[place]))
+        self._known.set(self._memory, POISON, size, self._stream)
+        self._known.set(self._found, 0, 8 * _FOUND, self._stream)
+        at = {place: self._memory + start + one.offset(place) for place, start in places.items()}
+        return plan, one.addresses(at)
+
+    def _queue(self, plan: _Plan, run: Callable[..., None], at: Sequence[int], times: int, early: int = 1,
+               first: bool = False) -> None:  # fmt: skip
+        before, after, stream = self._known.before, self._known.after, self._stream
+        for i in range(times):
+            before(plan, self._random.choice(WAITS), 0 if first and i == 0 else 1, stream)
+            run(0, stream, *at)
+            after(plan, early, stream)
+
+    def _record(self, plan: _Plan, run: Callable[..., None], at: Sequence[int], times: int) -> int:
+        """A CUDA graph. Behind what is not a kernel, a graph may have no kernel that starts early."""
+        for early in (1, 0):
+            graph = c_void_p()
+            self._known.record(self._stream)
+            error: Exception | None = None
+            try:
+                self._queue(plan, run, at, times, early)
+            except Exception as caught:
+                error = caught
+            try:
+                self._known.recorded(self._stream, byref(graph))
+                if error is None and graph.value:
+                    return graph.value
+            except CudaError as caught:
+                error = error or caught
+            if graph.value:
+                self._known.free_graph(graph)
+        assert error is not None
+        raise error
+
+    def _read(self, one: Repeated, expected: int) -> None:
+        """The counts of kernels.cu."""
+        found = (ctypes.c_uint64 * _FOUND).from_buffer_copy(self._copy_from(self._found, 8 * _FOUND))
+        if (ran := found[2 * SLOTS]) != expected:
+            raise AssertionError(f"{one}: {ran} repeats ran, expected {expected}")
+        of_place = {place: slot for slot, place in one.results().items()}
+        parts = []
+        for i, place in enumerate(one.places()):
+            name = of_place.get(place, place)
+            for count, how in ((found[2 * i], "differ from a call in quiet"), (found[2 * i + 1], "were written late")):
+                if count:
+                    parts.append(f"{name}: {count} pieces of {PIECE} bytes {how}")
+        if parts and not one.wrong:
+            one.wrong = f"in {expected} repeats, " + "; ".join(parts)
+
+    def _bound(self, one: Repeated) -> Callable[..., None]:
+        entry = one.call
+        return addresses(entry.op, entry.attrs, self.device, tuple(entry.specs[slot] for slot in entry.op.slots))
+
+    # -------------------------------------------------------------------------------------------------------- memory
+
+    @staticmethod
+    def _places(one: Repeated, data: Mapping[str, bytes]) -> tuple[dict[str, int], int]:
+        """Where the memory of each place starts, and where that of the last ends."""
+        places, end = {}, 0
+        for place in data:
+            places[place] = end
+            end += -(-(one.offset(place) + len(data[place]) + 1) // ALIGNMENT) * ALIGNMENT
+        return places, end
+
+    def _reserve(self, size: int) -> None:
+        if size <= self._bytes:
+            return
+        if self._memory:
+            self._known.free_memory(self._memory)
+        self._bytes = max(size, 2 * self._bytes, 1 << 24)
+        self._memory = self._new_memory(self._bytes)
+
+    def _copy_to(self, address: int, data: bytes) -> None:
+        if data:
+            self._known.copy(address, ctypes.cast(c_char_p(data), c_void_p), len(data), self._stream)
+
+    def _copy_from(self, address: int, size: int) -> bytes:
+        data = ctypes.create_string_buffer(max(size, 1))
+        if size:
+            self._known.copy(data, address, size, self._stream)
+        return data.raw[:size]
+
+
+def _pieces(one: Repeated, place: str, data: bytes) -> bytes:
+    """Whole pieces. Nobody writes what is before and behind the data."""
+    offset = one.offset(place)
+    return bytes([POISON]) * offset + data + bytes([POISON]) * (-(offset + len(data)) % PIECE)
+
+
+# ------------------------------------------------------------------------------------------------------------- threads
+
+
+@contextmanager
+def loaded(known: Kernels, seed: int) -> Iterator[None]:
+    """Kernels on a stream of their own take multiprocessors, cache and bandwidth, at random."""
+    ended = threading.Event()
+
+    def work() -> None:
+        stream, draw = Stream(known, seed), random.Random(seed)
+        stream._reserve(LOAD_BYTES)
+        while not ended.is_set():
+            for _ in range(4):
+                blocks, cycles = draw.choice((16, 66, 132, 264)), draw.choice((5_000, 20_000, 100_000))
+                known.load(stream._memory, LOAD_BYTES, blocks, cycles, stream._stream)
+            known.synchronize(stream._stream)
+            time.sleep(draw.choice((0, 1e-4, 1e-3)))
+        stream.close()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+class _Visits:
+    """Calls in the order in which they are to be repeated: those with the fewest repeats first."""
+
+    def __init__(self, calls: Sequence[Repeated], repeats: int, until: float) -> None:
+        self._calls, self._repeats, self._until = list(calls), repeats, until
+        self._lock, self._next = threading.Lock(), 0
+
+    def take(self) -> Repeated | None:
+        with self._lock:
+            left = len(self._calls)
+            while left and time.monotonic() < self._until:
+                one = self._calls[self._next % len(self._calls)]
+                self._next, left = self._next + 1, left - 1
+                if one.repeats < self._repeats and not one.wrong:
+                    return one
+        return None
+
+    def done(self, one: Repeated, repeats: int) -> None:
+        with self._lock:  # another thread may have taken the same call
+            one.repeats += repeats
+
+
+def soak(
+    calls: Sequence[Repeated], seconds: float, repeats: int, threads: int, seed: int, known: Kernels | None = None
+) -> None:
+    """Repeats each call, until each has as many repeats or the time is over."""
+    known = known or kernels()
+    order = list(calls)
+    random.Random(seed).shuffle(order)
+    visits = _Visits(order, repeats, time.monotonic() + seconds)
+    found: dict[int, Quiet] = {}
+
+    def work(i: int) -> None:
+        stream = Stream(known, seed + i)
+        while one := visits.take():
+            try:
+                if id(one) not in found:
+                    found[id(one)] = stream.quiet(one)
+                left = max(0, repeats - one.repeats)
+                replays = min(REPLAYS, -(-max(0, left - QUEUED) // RECORDED))
+                visits.done(one, stream.repeat(one, found[id(one)], min(QUEUED, left), RECORDED, replays))
+            except Exception as error:  # whatever it is, the call is not right
+                one.wrong = f"{type(error).__name__}: {error}"
+        stream.close()
+
+    with loaded(known, seed + threads):
+        workers = [threading.Thread(target=work, args=(i,)) for i in range(threads)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()

@@ -1,0 +1,222 @@
+"""Whole training steps in torch: a hash of every gradient of every step is the same whether the device is synchronized
+after each module or never, and from several threads at once, each with a stream of its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+Beside = Callable[[], AbstractContextManager[Any]]
+"""What loads the device during the runs that are not synchronized."""
+
+BATCHES = 4
+"""Different inputs, which the steps take in turn."""
+
+
+class Sizes(NamedTuple):
+    batch: int
+    tokens: int
+    width: int
+    heads: int
+    classes: int
+    image: int
+
+
+SMALL = Sizes(2, 9, 32, 2, 11, 6)
+LARGE = Sizes(4, 128, 256, 4, 1000, 16)
+
+
+@dataclass
+class Steps:
+    """A model's runs, each compared with the one that is synchronized."""
+
+    model: str
+    dtype: str
+    device: str
+    run: str
+    steps: int
+    gradients: int
+    seconds: float = 0.0
+    wrong: str = ""
+
+
+def soak(
+    device: str,
+    steps: int,
+    threads: int,
+    dtypes: Sequence[str],
+    seed: int,
+    beside: Callable[[], AbstractContextManager],
+) -> Iterator[Steps]:
+    for name, make in MODELS.items():
+        for dtype in dtypes:
+            yield from _of_model(name, make, dtype, device, steps, threads, seed, beside)
+
+
+def _of_model(
+    name: str, make: Any, dtype: str, device: str, steps: int, threads: int, seed: int, beside: Beside
+) -> Iterator[Steps]:
+    started = time.monotonic()
+    expected = _hashes(make, dtype, device, steps, seed, synchronize=True)
+    gradients = expected.shape[1]
+    yield Steps(name, dtype, device, "synchronized", steps, gradients, time.monotonic() - started)
+    runs: list[tuple[str, int]] = [("not synchronized", 1), (f"{threads} threads", threads)]
+    for run, n in runs if device == "cuda" else runs[1:]:
+        started, done = time.monotonic(), Steps(name, dtype, device, run, steps, gradients)
+        with beside() if device == "cuda" else nullcontext():
+            found = _at_once(n, lambda: _hashes(make, dtype, device, steps, seed, synchronize=False))
+        done.wrong = next((wrong for each in found if (wrong := _difference(each, expected))), "")
+        done.seconds = time.monotonic() - started
+        yield done
+
+
+def _difference(found: Any, expected: Any) -> str:
+    if isinstance(found, Exception):
+        return f"{type(found).__name__}: {found}"
+    steps, gradients = (found != expected).nonzero(as_tuple=True)
+    if not len(steps):
+        return ""
+    first = int(steps.min())
+    which = sorted({int(g) for s, g in zip(steps.tolist(), gradients.tolist(), strict=True) if s == first})
+    return (
+        f"step {first + 1}: other bits in {len(which)} of {expected.shape[1]} gradients, the first is number {which[0]}"
+    )
+
+
+def _at_once(threads: int, work: Callable[[], Any]) -> list[Any]:
+    found: list[Any] = [None] * threads
+
+    def run(i: int) -> None:
+        try:
+            found[i] = work()
+        except Exception as error:
+            found[i] = error
+
+    workers = [threading.Thread(target=run, args=(i,)) for i in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return found
+
+
+_making = threading.Lock()
+
+
+def _hashes(make: Any, dtype: str, device: str, steps: int, seed: int, synchronize: bool) -> Any:
+    """(steps, gradients): the loss counts as one."""
+    import torch
+
+    sizes = LARGE if device == "cuda" else SMALL
+    with _making:  # the numbers are drawn from torch's generator, which the threads share
+        torch.manual_seed(seed)
+        model = make(sizes).to(getattr(torch, dtype))
+        batches = [model.batch() for _ in range(BATCHES)]
+    stream = torch.cuda.stream(torch.cuda.Stream()) if device == "cuda" else nullcontext()
+    with stream:
+        model = model.to(device)
+        batches = [[x.to(device) for x in batch] for batch in batches]
+        if synchronize and device == "cuda":
+            for module in model.modules():
+                module.register_forward_hook(lambda *_: torch.cuda.synchronize())
+            for parameter in model.parameters():
+                parameter.register_post_accumulate_grad_hook(lambda _: torch.cuda.synchronize())
+        parameters = list(model.parameters())
+        optimizer = torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
+        hashes = torch.zeros(steps, len(parameters) + 1, dtype=torch.int64, device=device)
+        for step in range(steps):
+            loss = model(*batches[step % BATCHES])
+            loss.backward()
+            for i, tensor in enumerate((*(p.grad for p in parameters), loss.detach())):
+                hashes[step, i] = _hash(torch, tensor)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        if device == "cuda":
+            torch.cuda.current_stream().synchronize()
+        return hashes.cpu()
+
+
+def _hash(torch: Any, tensor: Any) -> Any:
+    """A sum of integers, exact in any order, that depends on each bit and its place."""
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    bits = tensor.contiguous().view(integers).flatten().to(torch.int64)
+    places = torch.arange(bits.numel(), device=bits.device)
+    return ((bits + 1) * (places * 2_654_435_761 + 1)).sum()
+
+
+# -------------------------------------------------------------------------------------------------------------- models
+
+
+def transformer(sizes: Sizes) -> Any:
+    """A block with attention and a gated layer, on the library's operators alone."""
+    import torch
+
+    from aotops.frontends import torch as F
+
+    class Transformer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            n = sizes.width
+            self.norm, self.into, self.out = F.RMSNorm(n), F.Linear(n, 3 * n), F.Linear(n, n)
+            self.weight = torch.nn.Parameter(torch.ones(n))
+            self.bias = torch.nn.Parameter(torch.zeros(n))
+            self.gate, self.up = F.Linear(n, 4 * n, bias=False), F.Linear(n, 4 * n, activation="gelu")
+            self.down, self.last = F.Linear(4 * n, n), F.LayerNorm(n)
+            self.head = F.Linear(n, sizes.classes)
+            self.loss = F.CrossEntropyLoss(label_smoothing=0.1)
+
+        def batch(self) -> list[Any]:
+            dtype = self.weight.dtype
+            x = torch.randn(sizes.batch, sizes.tokens, sizes.width).to(dtype)
+            return [x, torch.randint(sizes.classes, (sizes.batch * sizes.tokens,))]
+
+        def forward(self, x: Any, target: Any) -> Any:
+            batch, tokens, n = x.shape
+            q, k, v = (
+                part.reshape(batch, tokens, sizes.heads, -1).transpose(1, 2).contiguous()
+                for part in self.into(self.norm(x)).chunk(3, -1)
+            )
+            scores = F.softmax(F.matmul(q, k.transpose(-1, -2)) * (n / sizes.heads) ** -0.5, -1)
+            attended = F.matmul(scores, v).transpose(1, 2).reshape(batch, tokens, n)
+            h, x = F.add_layer_norm(self.out(attended), x, n, self.weight, self.bias)
+            x = F.add(x, self.down(F.swiglu(self.gate(h), self.up(h))))
+            return self.loss(self.head(self.last(x)).flatten(0, 1), target)
+
+    return Transformer()
+
+
+def convolutions(sizes: Sizes) -> Any:
+    """Two convolutions, a recurrent cell and a loss."""
+    import torch
+
+    from aotops.frontends import torch as F
+
+    class Convolutions(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            n = sizes.width // 4
+            self.first, self.second = F.Conv2d(3, n, 3, padding=1), F.Conv2d(n, n, 3, stride=2, padding=1)
+            self.act, self.cell = F.GELU(), F.LLTM(n, n)
+            self.weight = torch.nn.Parameter(torch.ones(n))
+            self.head, self.loss = F.Linear(n, sizes.classes), F.CrossEntropyLoss()
+
+        def batch(self) -> list[Any]:
+            x = torch.randn(sizes.batch, 3, sizes.image, sizes.image).to(self.weight.dtype)
+            return [x, torch.randint(sizes.classes, (sizes.batch,))]
+
+        def forward(self, x: Any, target: Any) -> Any:
+            x = self.act(self.second(self.act(self.first(x)))).flatten(2).transpose(1, 2).contiguous()
+            h = c = x[:, 0].contiguous()
+            for i in range(1, 4):
+                h, c = self.cell(x[:, i].contiguous(), (h, c))
+            h, _ = F.add_rms_norm(h, c, h.shape[-1], self.weight)
+            return self.loss(self.head(h), target)
+
+    return Convolutions()
+
+
+MODELS = {"transformer": transformer, "convolutions": convolutions}
