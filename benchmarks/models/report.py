@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from aotops.bench.report import STYLE, _finish, _furnish
+from aotops.bench.sources import of_kernel
 
 from .spec import IMPLS, PRECISIONS, SIZES
 
@@ -167,10 +168,23 @@ def machine(result: Result) -> str:
     return "\n".join(lines)
 
 
+def changed(row: Row) -> list[str]:
+    """The operators of a row whose kernels have other sources than those that it measured. None are known of a row
+    without aotops, and of a tiny one, whose times do not count."""
+    return [op for op, sources in row.get("sources", {}).items() if not row["tiny"] and sources != of_kernel(op)]
+
+
+def since(rows: Iterable[Row]) -> str:
+    """The line below a table that says what its mark means, or nothing."""
+    ops = dict.fromkeys(op for row in rows for op in changed(row))
+    return f"\n\n\\* Measured before the last change of the kernels of {', '.join(ops)}." if ops else ""
+
+
 def steps(result: Result) -> str:
     heads = ("model", "precision", "framework", "implementation")
     numbers = ("ms", "of the framework's best", "tokens/s", "peak GiB", "first step, s", "loss")
-    return f"![ms a step and peak memory](../{PLOTS}/steps.png)\n\n" + table(heads, numbers, step_cells(result["rows"]))
+    steps_table = table(heads, numbers, step_cells(result["rows"]))
+    return f"![ms a step and peak memory](../{PLOTS}/steps.png)\n\n{steps_table}{since(timed(result['rows']))}"
 
 
 def step_cells(rows: Iterable[Row]) -> list[tuple[str, ...]]:
@@ -179,7 +193,8 @@ def step_cells(rows: Iterable[Row]) -> list[tuple[str, ...]]:
         best = min((row["ms"] for row in group if not row["impl"].startswith("aotops")), default=None)
         cells += [
             (
-                *(model_name(row), row["precision"], framework_name(row), row["impl"]),
+                *(model_name(row), row["precision"], framework_name(row)),
+                f"{row['impl']} \\*" if changed(row) else row["impl"],
                 number(row["ms"], ".2f"),
                 number(best and row["ms"] / best, ".3f"),
                 number(row["tokens_per_s"], ",d"),
