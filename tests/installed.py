@@ -75,15 +75,10 @@ def run(*command: object, cwd: Path, **more: str) -> str:
     Raises:
         AssertionError: it fails, with its output.
     """
-    done = subprocess.run(
-        [*map(str, command)],
-        cwd=cwd,
-        env=environment() | more,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert done.returncode == 0, f"{' '.join(map(str, command))}\n{done.stdout}\nexit code {done.returncode}"
+    environ = environment() | more
+    done = subprocess.run([*map(str, command)], cwd=cwd, env=environ, capture_output=True, text=True)
+    said = f"{' '.join(map(str, command))}\n{done.stdout}{done.stderr}\nexit code {done.returncode}"
+    assert done.returncode == 0, said
     return done.stdout
 
 

@@ -137,7 +137,8 @@ def test_every_framework_gives_what_the_first_page_shows(shared, tmp_path):
 
 
 def shell(commands: str, python: Path, folder: Path) -> str:
-    return installed.run("bash", "-ec", f'export PATH="{python.parent}:$PATH"\n{commands}', cwd=folder)
+    script = f'exec 2>&1\nexport PATH="{python.parent}:$PATH"\n{commands}'
+    return installed.run("bash", "-ec", script, cwd=folder)
 
 
 def settled(text: str) -> str:

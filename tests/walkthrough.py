@@ -112,12 +112,17 @@ class Session:
 
 def _commands_with_packages(folder: Path) -> Path:
     """A folder with a `python3` whose new environments have the packages of this one."""
-    site = f"lib/python{sysconfig.get_python_version()}/site-packages"
     file = folder / "commands" / "python3"
     file.parent.mkdir(exist_ok=True)
+    # The setuptools that a new environment has before Python 3.12 are older than torch's.
     file.write_text(
-        f'#!/bin/sh\n"{sys.executable}" "$@" || exit\n'
-        f'if [ "$1 $2" = "-m venv" ]; then echo "{installed.others(folder)}" >"$3/{site}/others.pth"; fi\n'
+        f'''#!/bin/sh
+"{sys.executable}" "$@" || exit
+[ "$1 $2" = "-m venv" ] || exit 0
+cd "$3/lib/python{sysconfig.get_python_version()}/site-packages" || exit
+rm -rf setuptools* pkg_resources _distutils_hack distutils-precedence.pth
+echo "{installed.others(folder)}" >others.pth
+'''
     )
     file.chmod(0o755)
     return file.parent
