@@ -51,7 +51,7 @@ def transcript(folder: Path) -> str:
         printed, seconds = done
         total += seconds
         shown = printed.replace(empty, FOLDER).replace(str(wheel), wheel.name).rstrip()
-        text.append(f"```sh\n{commands}```\n\n{seconds:.0f} s\n" + (f"\n```\n{shown}\n```" if shown else ""))
+        text += [f"```sh\n{commands}```", f"{seconds:.0f} s", *([f"```\n{shown}\n```"] if shown else [])]
     return "\n\n".join([_head(wheel, total), *text]) + "\n"
 
 
@@ -75,7 +75,7 @@ class Session:
     def __init__(self, folder: str, wheel: Path, commands: Path):
         self.folder, self.state = folder, ""
         path = os.pathsep.join([str(commands), os.environ["PATH"]])
-        own = {"AOTOPS": str(wheel), "PATH": path, "NVCC": "", "CUDA_VISIBLE_DEVICES": ""}
+        own = {"AOTOPS": str(wheel), "PATH": path, "NVCC": "", "CUDA_VISIBLE_DEVICES": "", "LC_ALL": "C.UTF-8"}
         self.environment = installed.environment() | own
 
     def run(self, commands: str) -> tuple[str, float]:
@@ -139,7 +139,7 @@ def settled(text: str) -> list[str]:
     lines = text[text.index("```sh") :].splitlines()
     lines = [re.sub(r"\d[\d,]*\.\d+x?|\b\d+ (s|threads)\b", "#", " ".join(line.split())) for line in lines]
     lines = [re.sub(r"it needs GLIBC.*|^.*; a copy moves.*|linux_\w+", "#", line) for line in lines]
-    return [line for line in lines if line and not re.search(r"cuda|: compiling |^\w+ passed", line)]
+    return [line for line in lines if line and not re.search(r"\bcuda\b|: compiling |^\w+ passed", line)]
 
 
 if __name__ == "__main__":
