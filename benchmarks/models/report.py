@@ -175,16 +175,17 @@ def changed(row: Row) -> list[str]:
 
 
 def since(rows: Iterable[Row]) -> str:
-    """The line below a table that says what its mark means, or nothing."""
+    """Whether kernels of the rows have changed, in a sentence; or nothing."""
     ops = dict.fromkeys(op for row in rows for op in changed(row))
-    return f"\n\n\\* Measured before the last change of the kernels of {', '.join(ops)}." if ops else ""
+    return f"Measured before the last change of the kernels of {', '.join(ops)}." if ops else ""
 
 
 def steps(result: Result) -> str:
     heads = ("model", "precision", "framework", "implementation")
     numbers = ("ms", "of the framework's best", "tokens/s", "peak GiB", "first step, s", "loss")
-    steps_table = table(heads, numbers, step_cells(result["rows"]))
-    return f"![ms a step and peak memory](../{PLOTS}/steps.png)\n\n{steps_table}{since(timed(result['rows']))}"
+    note = since(timed(result["rows"]))
+    parts = (f"![ms a step and peak memory](../{PLOTS}/steps.png)", table(heads, numbers, step_cells(result["rows"])))
+    return "\n\n".join([*parts, *([f"\\* {note}"] if note else [])])
 
 
 def step_cells(rows: Iterable[Row]) -> list[tuple[str, ...]]:
@@ -238,11 +239,11 @@ def readme(result: Result) -> str:
             parts.append(f"{name} {ms['aotops.compile']:.1f} ms (torch's operators: {ms['torch.compile']:.1f})")
     sentence = (
         f"A training step under `torch.compile` on one {result['device']}, in bfloat16: {', '.join(parts)}. "
-        "[docs/models.md](docs/models.md) has autocast, JAX, memory and loss curves."
+        f"{since(timed(result['rows']))} [docs/models.md](docs/models.md) has autocast, JAX, memory and loss curves."
     )
     return (
         f"![ms a training step and peak memory of models, on {result['device']}]({PLOTS}/steps.png)\n\n"
-        + textwrap.fill(sentence, 120, break_on_hyphens=False)
+        + textwrap.fill(" ".join(sentence.split()), 120, break_on_hyphens=False)
     )
 
 
