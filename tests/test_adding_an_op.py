@@ -1,5 +1,5 @@
-"""docs/adding_an_op.md adds an operator by new files alone: here they are added to a copy of the tree, which is built
-and tested."""
+"""docs/adding_an_op.md adds an operator by new files and one command: here they are added to a copy of the tree, which
+is built and tested."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ ROOT = Path(__file__).parents[1]
 FILE = re.compile(r"```(?:python|cpp)\n(?:#|//) (\S+)\n(.*?)```", re.S)
 FILES = dict(FILE.findall((ROOT / "docs" / "adding_an_op.md").read_text()))
 (NAME,) = {Path(path).stem for path in FILES}
-CORE = ("test_core", "test_frontends", "test_errors")
+WHOLE = ("test_core", "test_stubs")
+"""All their tests are run; of the others those of the new operator."""
+CORE = ("test_core", "test_frontends", "test_errors", "test_formulas")
 TORCH = ("test_bench", "test_torch", "test_torch_differential", "test_torch_contexts")
 
 
@@ -74,17 +76,19 @@ def test_an_operator_is_added_by_its_files(tmp_path):
 
     built = _run(["make", "lib", "JOBS=2", "NVCC=", f"ISAS={isas}"], tmp_path)
     assert f"cuda_src/operators/{NAME}.cpp" in built
+    stubs = _run([sys.executable, "-m", "aotops", "stubs", "aotops"], tmp_path)
+    assert len(stubs.split()) == 5, stubs
 
     with_torch = "torch" in os.environ.get("AOTOPS_TEST_FRONTENDS", "torch") and find_spec("torch")
     modules = [*CORE, *(TORCH if with_torch else ())]
-    files = [f"tests/{module}.py" for module in modules]
-    chosen = f"test_core or {NAME}"
+    files = [f"tests/{module}.py" for module in dict.fromkeys([*WHOLE, *modules])]
+    chosen = f"({' or '.join([*WHOLE, NAME])}) and not type_checker"  # which expects the tree's layout
     _run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml=x.xml", "-k", chosen, *files],
         tmp_path,
     )
     passed = Counter()
     for case in ElementTree.parse(tmp_path / "x.xml").iter("testcase"):
-        if not len(case) and NAME in case.get("name"):
+        if not len(case) and (NAME in case.get("name") or case.get("classname").endswith(WHOLE)):
             passed[case.get("classname").rpartition(".")[2]] += 1
-    assert set(passed) == set(modules), passed
+    assert set(passed) == {*WHOLE, *modules}, passed

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -18,7 +17,6 @@ from aotops.testing import Case, Report, Row, check
 from aotops.testing.audit import audited
 from aotops.testing.frameworks import requested
 from aotops.testing.report import FAIL, UNAVAILABLE, Failure, Item
-from aotops.testing.trial import ml_dtypes
 
 HERE = Path(__file__).parent
 PACKAGE = '''
@@ -253,26 +251,3 @@ def test_the_built_in_library_passes_its_audit():
 def test_a_row_needs_a_reference_alone():
     assert Row(abs).cases == ()
     assert repr(Case({"x": (3,)}, {"eps": 0.1}, mean=2.0)) == "Case({'x': (3,)}, {'eps': 0.1}, mean=2.0)"
-
-
-# ------------------------------------------------------------------------------------------------------------- the page
-
-
-@pytest.mark.skipif(ml_dtypes is None, reason="the page shows bfloat16, which NumPy has by ml_dtypes")
-def test_the_programs_of_the_page_print_what_is_shown(capsys):
-    page = (HERE.parent / "docs" / "checking.md").read_text()
-    programs = re.findall(r"```python\n(.*?)```", page, re.S)
-    assert len(programs) == 2
-    names: dict = {}
-    for program in programs:
-        exec(program, names)
-    (shown,) = re.findall(r"```\n(swiglu in .*?)```", page, re.S)
-    printed = capsys.readouterr().out
-    for text in (names["report"].library, "aotops/libaotops.so"):
-        printed = printed.replace(text, "FILE")
-    assert _settled(printed) == _settled(shown.replace("aotops/libaotops.so", "FILE"))
-
-
-def _settled(text: str) -> str:
-    """Without what depends on the machine: versions and seconds."""
-    return re.sub(r"(it needs GLIBC).*|( in )[\d.]+ s", r"\1\2", text).strip()

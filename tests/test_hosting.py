@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import re
 import shutil
 import subprocess
 from functools import partial
@@ -657,28 +656,3 @@ print(F.Power(x, 2).tolist(), [y.tolist() for y in F.Largest(x)])
     expected = [[[0.0, 1.0, 4.0], [9.0, 16.0, 25.0]], [[2.0, 5.0], [2, 2]]]
     said = python(program, AOTOPS_CALL_PATH=path)
     assert said.split() == f"{expected[0]} {expected[1]}".split()
-
-
-# --------------------------------------------------------------------------------------------------------- the document
-
-DOCUMENT = (Path(__file__).parents[1] / "docs" / "hosting.md").read_text()
-BLOCKS = re.findall(r"```(cpp|sh|python)\n(.*?)```", DOCUMENT, re.S)
-DEFINITION, *CALLS = [code for language, code in BLOCKS if language == "python"]
-
-
-def test_every_framework_is_in_the_document():
-    named = [re.search(r"frontends import (\w+) as", code) for code in CALLS]
-    assert sorted(found[1] for found in named if found) == ["jax", "mindspore", "numpy", "torch"]
-
-
-@pytest.mark.parametrize("code", [code for code in CALLS if code.split()[1] in requested()], ids=lambda c: c.split()[1])
-def test_the_document(python, tmp_path, code):
-    ((_, source),) = [block for block in BLOCKS if block[0] == "cpp"]
-    ((_, command),) = [block for block in BLOCKS if block[0] == "sh"]
-    (tmp_path / "multiply.cpp").write_text(source)
-    subprocess.run(command.split(), cwd=tmp_path, check=True)
-    program = tmp_path / "program.py"  # a file, whose source MindSpore compiles
-    program.write_text(f"{DEFINITION}\n{code}\nprint('done')")
-    run = f"import os, runpy; os.chdir({str(tmp_path)!r}); runpy.run_path('program.py', run_name='__main__')"
-    said = python(run, JAX_PLATFORMS="cpu")
-    assert said.split()[-1] == "done"

@@ -5,9 +5,10 @@ from importlib import import_module
 
 import pytest
 
+from aotops.bench.sources import of_kernel
 from aotops.testing.frameworks import requested
 from benchmarks.models import report
-from benchmarks.models.spec import IMPLS, Spec
+from benchmarks.models.spec import IMPLS, OPERATORS, Spec
 
 LOSSES = [5.35485, 5.33801, 5.35546, 5.35077]
 """Of the first steps of the tiny model, in float32."""
@@ -79,6 +80,19 @@ def test_report(tmp_path):
     assert "GPT-2 124M 27.0 ms (torch's operators: 30.0)" in readme
     assert (models, readme) == tuple(report.pages(tmp_path, RESULT).values())  # a second time changes nothing
     assert sorted(path.name for path in (tmp_path / report.PLOTS).iterdir()) == ["losses.png", "steps.png"]
+
+
+def test_a_row_is_marked_if_a_kernel_has_changed():
+    measured = {op: of_kernel(op) for op in OPERATORS["gpt2"]}
+    new = row("aotops", [5.0, 3.0], ms=28.0, sources=measured)
+    assert "\\*" not in report.steps(RESULT | {"rows": [new]})
+    old = row("aotops.compile", [5.0, 3.0], ms=28.0, sources=measured | {"linear": "of the past"})
+    text = report.steps(RESULT | {"rows": [new, old]})
+    assert "| torch | aotops | 28.00 |" in text
+    assert "| torch | aotops.compile \\* | 28.00 |" in text
+    told = "Measured before the last change of the kernels of linear."
+    assert text.endswith(f"\\* {told}")
+    assert told in " ".join(report.readme(RESULT | {"rows": [new, old]}).split())
 
 
 def test_pages_are_those_of_the_result():

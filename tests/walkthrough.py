@@ -1,7 +1,9 @@
-"""Runs the commands of docs/your_own_operator.md in an empty folder, with the wheel that is given, and writes what they
-print to docs/transcript.md.
+"""Runs the commands of docs/your_own_operator.md in an empty folder, with the wheel of this checkout, and writes what
+they print to docs/transcript.md:
 
-    python tests/walkthrough.py dist/aotops-*.whl
+    python tests/walkthrough.py
+
+What pip would download comes from the environment that runs this. test_docs.py runs it too, and compares.
 """
 
 from __future__ import annotations
@@ -11,61 +13,134 @@ import platform
 import re
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from datetime import date
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+import installed
+
+TRANSCRIPT = installed.ROOT / "docs" / "transcript.md"
+PAGE = installed.ROOT / "docs" / "your_own_operator.md"
 COMMANDS = re.compile(r"^(?:## (.*?)\n|```sh\n(.*?)```)", re.S | re.M)
-NOISE = re.compile(r"^WARNING: Location .*\n", re.M)  # pip's, of indexes of this machine
+EDITED = re.compile(r"^sed -i '[^']*' (.*)$", re.M)
 FOLDER = "/tmp/empty"  # in the place of the folder's own name
 
 
-def main(wheel: str) -> None:
-    page = (ROOT / "docs" / "your_own_operator.md").read_text()
-    wheel = str(Path(wheel).resolve())
-    text, total, before = [], 0.0, ""
+def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        for title, commands in COMMANDS.findall(page):
-            if title:
-                text.append(f"## {title}")
-                continue
-            started = time.perf_counter()
-            printed, before = run(before, commands, folder, wheel)
-            seconds = time.perf_counter() - started
-            total += seconds
-            shown = NOISE.sub("", printed).replace(folder, FOLDER).replace(wheel, Path(wheel).name).rstrip()
-            text.append(f"```sh\n{commands}```\n\n{seconds:.0f} s\n" + (f"\n```\n{shown}\n```" if shown else ""))
-    head = (
+        TRANSCRIPT.write_text(transcript(Path(folder)))
+
+
+def transcript(folder: Path) -> str:
+    """The page of the commands and what they print. `folder` keeps the wheel; the commands run in a new one.
+
+    Raises:
+        AssertionError: a command fails, or an edit by sed finds nothing to edit.
+    """
+    wheel = installed.wheel(folder)
+    with tempfile.TemporaryDirectory() as empty:
+        session = Session(empty, wheel, _commands_with_packages(folder))
+        parts = [(title, commands, commands and session.run(commands)) for title, commands in _blocks()]
+    text, total = [], 0.0
+    for title, commands, done in parts:
+        if title:
+            text.append(f"## {title}")
+            continue
+        printed, seconds = done
+        total += seconds
+        shown = printed.replace(empty, FOLDER).replace(str(wheel), wheel.name).rstrip()
+        text += [f"```sh\n{commands}```", f"{seconds:.0f} s", *([f"```\n{shown}\n```"] if shown else [])]
+    return "\n\n".join([_head(wheel, total), *text]) + "\n"
+
+
+def _blocks() -> list[tuple[str, str]]:
+    return COMMANDS.findall(PAGE.read_text())
+
+
+def _head(wheel: Path, total: float) -> str:
+    version = wheel.name.split("-")[1]
+    return (
         "# Transcript\n\nThe commands of [From zero to a wheel](your_own_operator.md), in an empty folder, on a CPU:\n"
-        f"{processor()}, {os.cpu_count()} cores, Python {platform.python_version()}, {date.today()}. "
-        f"All together took {total:.0f} s.\n`python tests/walkthrough.py {Path(wheel).name}` made this page."
+        f"{_processor()}, {os.cpu_count()} cores, Python {platform.python_version()}, aotops {version}, "
+        f"{date.today()}.\nAll together took {total:.0f} s, without downloads: pip found the frameworks here. "
+        "There is no nvcc and no GPU.\n`python tests/walkthrough.py` makes this page, and a test compares it."
     )
-    (ROOT / "docs" / "transcript.md").write_text("\n\n".join([head, *text]) + "\n")
-    print(f"{total:.0f} s")
 
 
-def run(before: str, commands: str, folder: str, wheel: str) -> tuple[str, str]:
-    """Runs commands where those before them ended. Returns what they print, and how to get to where they end."""
-    state = f"{folder}/.state"
-    script = f"set -e\n{before}\n{commands}\n{{ echo \"cd '$PWD'\"; echo \"export PATH='$PATH'\"; }} >{state}\n"
-    kept = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "LANG") or k.startswith("PIP_")}
-    environment = kept | {"AOTOPS": wheel, "NO_COLOR": "1", "COLUMNS": "110"}
-    # without deactivate, which the shell of the commands before defined
-    script = script.replace("deactivate\n", "true\n")
-    done = subprocess.run(
-        ["bash", "-c", script], cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+class Session:
+    """A shell in an empty folder. It has no nvcc and no GPU, so that it prints the same on every machine."""
+
+    def __init__(self, folder: str, wheel: Path, commands: Path):
+        self.folder, self.state = folder, ""
+        path = os.pathsep.join([str(commands), os.environ["PATH"]])
+        own = {"AOTOPS": str(wheel), "PATH": path, "NVCC": "", "CUDA_VISIBLE_DEVICES": "", "LC_ALL": "C.UTF-8"}
+        self.environment = installed.environment() | own
+
+    def run(self, commands: str) -> tuple[str, float]:
+        """What commands print that run where those before them ended, and their seconds."""
+        state = f"{self.folder}/.state"
+        # deactivate is a function of the shell of the commands before
+        script = commands.replace("deactivate\n", 'PATH="${PATH#*:}"\n')
+        script = f"set -e\n{self.state}\n{script}\n{{ echo \"cd '$PWD'\"; echo \"export PATH='$PATH'\"; }} >{state}\n"
+        before, started = self._edited(commands), time.perf_counter()
+        done = subprocess.run(
+            ["bash", "-c", script],
+            cwd=self.folder,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        seconds = time.perf_counter() - started
+        assert done.returncode == 0, f"{commands}\n{done.stdout}\nexit code {done.returncode}"
+        self.state = Path(state).read_text()
+        for command, files in self._edited(commands).items():
+            unchanged = [name for name, text in files.items() if before.get(command, {}).get(name) == text]
+            assert not unchanged, f"{command}\nfinds nothing in {', '.join(unchanged)}"
+        return done.stdout, seconds
+
+    def _edited(self, commands: str) -> dict[str, dict[str, str]]:
+        """What each file has that a command of sed names."""
+        return {found[0]: {name: self._read(name) for name in found[1].split()} for found in EDITED.finditer(commands)}
+
+    def _read(self, name: str) -> str:
+        (file,) = Path(self.folder).glob(f"*/{name}")
+        return file.read_text()
+
+
+def _commands_with_packages(folder: Path) -> Path:
+    """A folder with a `python3` whose new environments have the packages of this one."""
+    file = folder / "commands" / "python3"
+    file.parent.mkdir(exist_ok=True)
+    # The setuptools that a new environment has before Python 3.12 are older than torch's.
+    file.write_text(
+        f'''#!/bin/sh
+"{sys.executable}" "$@" || exit
+[ "$1 $2" = "-m venv" ] || exit 0
+cd "$3/lib/python{sysconfig.get_python_version()}/site-packages" || exit
+rm -rf setuptools* pkg_resources _distutils_hack distutils-precedence.pth
+echo "{installed.others(folder)}" >others.pth
+'''
     )
-    if done.returncode:
-        sys.exit(f"{commands}\n{done.stdout}\nexit code {done.returncode}")
-    return done.stdout, Path(state).read_text()
+    file.chmod(0o755)
+    return file.parent
 
 
-def processor() -> str:
+def _processor() -> str:
     names = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     return names[0] if names else platform.machine()
 
 
+def settled(text: str) -> list[str]:
+    """The lines of a transcript, without what depends on the machine: its name and compilers, what a GPU adds, times
+    and rates."""
+    lines = text[text.index("```sh") :].splitlines()
+    lines = [re.sub(r"\d[\d,]*\.\d+x?|\b\d+ (s|threads)\b", "#", " ".join(line.split())) for line in lines]
+    lines = [re.sub(r"it needs GLIBC.*|^.*; a copy moves.*|linux_\w+", "#", line) for line in lines]
+    return [line for line in lines if line and not re.search(r"\bcuda\b|: compiling |^\w+ passed", line)]
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

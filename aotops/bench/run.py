@@ -13,7 +13,7 @@ from typing import Any
 
 from .. import __version__, registry
 from ..ops import BUILTIN
-from . import baselines, precompile, report
+from . import baselines, precompile, report, sources
 from .baselines import Impl, Unavailable
 from .measure import Cpu, Cuda, Turn, medians
 from .tensors import FRAMEWORKS, Call, Framework
@@ -102,7 +102,7 @@ def _measured(options: Options, operators: Sequence[str], earlier: Result | None
     precompile.precompile(todo, impls, device, options.jobs)
     machine = Cuda(quick) if device == "cuda" else Cpu(quick)
     bench = Bench(machine, impls, device)
-    head = {
+    head: Result = {
         "device": machine.name,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": options.command,
@@ -118,7 +118,7 @@ def _measured(options: Options, operators: Sequence[str], earlier: Result | None
     saved = time.perf_counter()
     with report.progress(len(todo)) as advance:
         for case in todo:
-            new = bench.rows(case)
+            new = [row | _origin(row, head["date"]) for row in bench.rows(case)]
             rows += new
             advance(str(case), new)
             if time.perf_counter() - saved > SAVE_SECONDS:
@@ -127,6 +127,12 @@ def _measured(options: Options, operators: Sequence[str], earlier: Result | None
     for skipped in bench.skipped:
         print(f"left out: {skipped}")
     yield so_far()
+
+
+def _origin(row: Row, date: str) -> Row:
+    """When a row was measured, and of what: rows of several runs are merged into one file."""
+    own = {"version": __version__, "kernel": sources.of_kernel(row["op"])} if row["impl"] == "aotops" else {}
+    return {"date": date[:10]} | own
 
 
 def _waiting(framework: Framework, call: Call) -> Call:

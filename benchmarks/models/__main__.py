@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import aotops
+from aotops.bench.sources import of_kernel
 
-from .spec import IMPLS, MODELS, PRECISIONS, Spec
+from .spec import IMPLS, MODELS, OPERATORS, PRECISIONS, Spec
 
 KEY = ("framework", "model", "impl", "precision", "deterministic", "tiny")
 ROOT = Path(__file__).parents[2]
@@ -86,6 +87,8 @@ def merged_rounds(spec: Spec, rounds: list[Row]) -> Row:
         row["same_bits"] = len({r["bits"] for r in rounds}) == 1
         row["losses_again"] = rounds[1]["losses"]
     row["bits"] = [r["bits"] for r in rounds]
+    if spec.flavour == "aotops":
+        row["sources"] = {op: of_kernel(op) for op in OPERATORS[spec.model]}
     return row | {key: r[key] for r in rounds for key in ("kernels",) if key in r}
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from aotops.bench.report import STYLE, _finish, _furnish
+from aotops.bench.sources import of_kernel
 
 from .spec import IMPLS, PRECISIONS, SIZES
 
@@ -167,10 +168,24 @@ def machine(result: Result) -> str:
     return "\n".join(lines)
 
 
+def changed(row: Row) -> list[str]:
+    """The operators of a row whose kernels have other sources than those that it measured. None are known of a row
+    without aotops, and of a tiny one, whose times do not count."""
+    return [op for op, sources in row.get("sources", {}).items() if not row["tiny"] and sources != of_kernel(op)]
+
+
+def since(rows: Iterable[Row]) -> str:
+    """Whether kernels of the rows have changed, in a sentence; or nothing."""
+    ops = dict.fromkeys(op for row in rows for op in changed(row))
+    return f"Measured before the last change of the kernels of {', '.join(ops)}." if ops else ""
+
+
 def steps(result: Result) -> str:
     heads = ("model", "precision", "framework", "implementation")
     numbers = ("ms", "of the framework's best", "tokens/s", "peak GiB", "first step, s", "loss")
-    return f"![ms a step and peak memory](../{PLOTS}/steps.png)\n\n" + table(heads, numbers, step_cells(result["rows"]))
+    note = since(timed(result["rows"]))
+    parts = (f"![ms a step and peak memory](../{PLOTS}/steps.png)", table(heads, numbers, step_cells(result["rows"])))
+    return "\n\n".join([*parts, *([f"\\* {note}"] if note else [])])
 
 
 def step_cells(rows: Iterable[Row]) -> list[tuple[str, ...]]:
@@ -179,7 +194,8 @@ def step_cells(rows: Iterable[Row]) -> list[tuple[str, ...]]:
         best = min((row["ms"] for row in group if not row["impl"].startswith("aotops")), default=None)
         cells += [
             (
-                *(model_name(row), row["precision"], framework_name(row), row["impl"]),
+                *(model_name(row), row["precision"], framework_name(row)),
+                f"{row['impl']} \\*" if changed(row) else row["impl"],
                 number(row["ms"], ".2f"),
                 number(best and row["ms"] / best, ".3f"),
                 number(row["tokens_per_s"], ",d"),
@@ -223,11 +239,11 @@ def readme(result: Result) -> str:
             parts.append(f"{name} {ms['aotops.compile']:.1f} ms (torch's operators: {ms['torch.compile']:.1f})")
     sentence = (
         f"A training step under `torch.compile` on one {result['device']}, in bfloat16: {', '.join(parts)}. "
-        "[docs/models.md](docs/models.md) has autocast, JAX, memory and loss curves."
+        f"{since(timed(result['rows']))} [docs/models.md](docs/models.md) has autocast, JAX, memory and loss curves."
     )
     return (
         f"![ms a training step and peak memory of models, on {result['device']}]({PLOTS}/steps.png)\n\n"
-        + textwrap.fill(sentence, 120, break_on_hyphens=False)
+        + textwrap.fill(" ".join(sentence.split()), 120, break_on_hyphens=False)
     )
 
 

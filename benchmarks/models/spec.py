@@ -33,6 +33,13 @@ SIZES: dict[str, tuple[Size, Size]] = {
 """The size of a model and its tiny size, for tests. GPT-2's 50257 tokens are padded to a multiple of 128, as is usual
 in training."""
 
+OPERATORS: dict[str, tuple[str, ...]] = {
+    "gpt2": ("linear", "layer_norm", "add_layer_norm", "cross_entropy"),
+    "llama": ("linear", "rms_norm", "add_rms_norm", "swiglu", "cross_entropy"),
+    "bert": ("linear", "layer_norm", "add_layer_norm", "cross_entropy"),
+}
+"""Those whose kernels a model's time depends on."""
+
 MODELS: dict[str, tuple[str, ...]] = {"torch": tuple(SIZES), "jax": ("gpt2",), "mindspore": ("gpt2",)}
 IMPLS: dict[str, tuple[str, ...]] = {
     "torch": ("torch", "aotops", "torch.compile", "aotops.compile"),

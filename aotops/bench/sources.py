@@ -1,0 +1,50 @@
+"""What a result is a result of: a hash of the kernel's sources, by which a later reader sees that they have changed."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+
+_CHECKOUT = Path(__file__).parents[2] / "cuda_src"
+_ENGINES = ("gemm", "conv")
+"""Folders of which one header stands for all kernels: a product's launcher chooses among them."""
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"\n]+)".*$', re.M)
+# Strings and characters are kept, since they may contain what looks like a comment.
+_TOKEN = re.compile(r'("(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])\')|//[^\n]*|/\*.*?\*/', re.S)
+
+
+@cache
+def of_kernel(op: str, root: Path = _CHECKOUT) -> str | None:
+    """A hash of the sources of a built-in operator's CUDA kernels: its ``.cu``, the headers that it includes, and the
+    engines of which it includes a header, without comments and white space. None if there are no sources, as in a
+    wheel, or the operator has no ``.cu``.
+
+    The calling convention (``aot.h`` and the other files beside it) is left out: it is the host's, and no part of the
+    time on the device.
+    """
+    own = [*root.glob(f"operators/**/{op}.cu")]
+    if not own:
+        return None
+    texts = sorted(_code(file) for file in _reached(own, root))
+    return sha256("\n".join(texts).encode()).hexdigest()[:12]
+
+
+def _reached(files: list[Path], root: Path) -> set[Path]:
+    found: set[Path] = set()
+    while files:
+        file = files.pop().resolve()
+        if file in found or not file.is_file() or file.parent == root.resolve():
+            continue
+        found.add(file)
+        for name in _INCLUDE.findall(file.read_text()):
+            files += [file.parent / name, root / name]
+        if file.parent.name in _ENGINES:
+            files += file.parent.glob("*.cu")
+    return found
+
+
+def _code(file: Path) -> str:
+    text = _TOKEN.sub(lambda found: found[1] or " ", _INCLUDE.sub("", file.read_text()))
+    return "".join(text.split())

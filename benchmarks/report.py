@@ -1,0 +1,201 @@
+"""The tables of docs/performance.md that are figures of `aotops bench`: `python -m benchmarks.report`.
+
+Writes the marked sections of the page from benchmarks/results/h200.json. A table says of which version its figures are
+and when they were measured, and marks a row whose kernel has changed since.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from aotops.bench.sources import of_kernel
+
+ROOT = Path(__file__).parents[1]
+RESULT, PAGE = ROOT / "benchmarks/results/h200.json", ROOT / "docs/performance.md"
+SECTION = re.compile(r"(<!-- bench: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+NORMS = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")
+ELEMENTS, LENGTHS = 1 << 26, (256, 768, 1024, 4096, 8192, 32768, 131072)
+PASSES = ("forward", "backward")
+CONVOLUTIONS = {
+    (32, 64, 56, 64, 3, 1): "64 channels, 56 x 56, 3 x 3",
+    (32, 256, 56, 64, 1, 1): "256 to 64, 56 x 56, 1 x 1",
+    (32, 128, 28, 128, 3, 1): "128 channels, 28 x 28, 3 x 3",
+    (32, 512, 7, 512, 3, 1): "512 channels, 7 x 7, 3 x 3",
+    (32, 128, 56, 128, 3, 2): "128 channels, 56 x 56, 3 x 3, stride 2",
+}
+
+Row = dict[str, Any]
+Result = dict[str, Any]
+
+
+def main() -> None:
+    PAGE.write_text(written(PAGE.read_text(), load()))
+
+
+def load() -> Result:
+    return json.loads(RESULT.read_text())
+
+
+def written(page: str, result: Result) -> str:
+    """The page with its sections as the result says."""
+    return SECTION.sub(lambda found: f"{found[1]}{SECTIONS[found[2]](result)}\n{found[3]}", page)
+
+
+def changed(row: Row) -> bool:
+    """Whether the kernel has other sources than the one that was measured."""
+    return row["kernel"] != of_kernel(row["op"])
+
+
+# -------------------------------------------------------------------------------------------------------------- tables
+
+
+class Table:
+    """Lines of own rows of the result, each with its cells, and what all of them are results of."""
+
+    def __init__(self, result: Result, heads: Sequence[str], numbers: Sequence[str]) -> None:
+        self.result, self.heads, self.numbers = result, heads, numbers
+        self.lines: list[str] = []
+        self.used: list[Row] = []
+
+    def find(self, impl: str, **wanted: object) -> list[Row]:
+        """The rows of an implementation, or of all "others" than aotops. `pass_` stands for "pass"."""
+        of_impl = [
+            row for row in self.result["rows"] if row["impl"] == impl or (impl == "others" and row["impl"] != "aotops")
+        ]
+        return [row for row in of_impl if all(row[key.rstrip("_")] == value for key, value in wanted.items())]
+
+    def one(self, **wanted: object) -> Row:
+        """The own row of a case."""
+        (row,) = self.find("aotops", variant=wanted.pop("variant", ""), **wanted)
+        return row
+
+    def add(self, names: Sequence[str], rows: Sequence[Row], cells: Iterable[str]) -> None:
+        """A line. Its first cell is marked if a kernel of its rows has changed."""
+        self.used += rows
+        mark = " \\*" if any(map(changed, rows)) else ""
+        self.lines.append(f"| {' | '.join([names[0] + mark, *names[1:], *cells])} |")
+
+    def __str__(self) -> str:
+        rule = "|" + "---|" * len(self.heads) + "--:|" * len(self.numbers)
+        return "\n".join([f"| {' | '.join([*self.heads, *self.numbers])} |", rule, *self.lines, "", self.origin()])
+
+    def origin(self) -> str:
+        versions = ", ".join(f"aotops {version}" for version in sorted({row["version"] for row in self.used}))
+        dates = sorted({row["date"] for row in self.used})
+        when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+        marked = "\n\\* Measured before the last change of the kernel." if any(map(changed, self.used)) else ""
+        return f"{versions}, torch {self.result['versions']['torch']}, {when}.{marked}"
+
+
+def machine(result: Result) -> str:
+    versions = [f"{name} {version}" for name, version in result["versions"].items() if name not in ("aotops", "numpy")]
+    copy = f"one {result['device']}; a large copy reaches {result['copy_gbs']:,.0f} GB/s"
+    figures = "[benchmarks/results/h200.json](../benchmarks/results/h200.json)"
+    lines = [("machine", copy), ("versions", ", ".join(versions)), ("figures", figures)]
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {text} |" for name, text in lines)])
+
+
+def elementwise(result: Result) -> str:
+    dtypes = ("bfloat16", "float32")
+    table = Table(result, ("operator", "pass"), dtypes)
+    shape = [ELEMENTS]
+    for op, variant in (("add", ""), ("gelu", "none"), ("gelu", "tanh"), ("swiglu", "")):
+        for pass_ in PASSES[: 1 if op == "add" else 2]:
+            wanted = {"op": op, "variant": variant, "pass_": pass_, "shape": shape}
+            rows = [table.one(**wanted, dtype=dtype) for dtype in dtypes]
+            table.add((f"{op} {variant}".rstrip(), pass_), rows, (_of_copy(table, row) for row in rows))
+    return str(table)
+
+
+def _of_rows(dtype: str) -> Callable[[Result], str]:
+    def rows(result: Result) -> str:
+        table = Table(result, ("operator", "pass"), [f"N = {n}" for n in LENGTHS])
+        for op, variant, pass_ in _row_operators():
+            wanted = {"op": op, "variant": variant, "pass_": pass_, "dtype": dtype}
+            found = [table.one(**wanted, shape=[ELEMENTS // n, n]) for n in LENGTHS]
+            table.add((f"{op} {variant}".rstrip(), pass_), found, (_of_copy(table, row) for row in found))
+        return str(table)
+
+    return rows
+
+
+def _row_operators() -> Iterator[tuple[str, str, str]]:
+    for op in (*NORMS, "softmax", "cross_entropy"):
+        yield from ((op, "", pass_) for pass_ in PASSES)
+    yield "cross_entropy", "fused_dx", "forward"
+
+
+def _of_copy(table: Table, row: Row) -> str:
+    """The fraction of a copy's rate, and in brackets that of the fastest other implementation."""
+    case = {key: row[key] for key in ("op", "variant", "pass", "shape", "dtype")}
+    others = [other["of_copy"] for other in table.find("others", **case)]
+    return f"{row['of_copy']:.2f} ({max(others):.2f})"
+
+
+def matmul(result: Result) -> str:
+    sizes = (1024, 2048, 4096, 8192)
+    table = Table(result, ("matmul",), [str(n) for n in sizes])
+    kinds = {"bfloat16": "", "float16": "", "float32": "", "float32 with TF32": "tf32"}
+    for i, (name, variant) in enumerate(kinds.items()):
+        wanted = {"op": "matmul", "variant": variant, "pass_": "forward", "dtype": name.split()[0]}
+        rows = [table.one(**wanted, shape=[n, n, n]) for n in sizes]
+        names = [name + (", TFLOP/s (ratio to torch)" if i == 0 else "")]
+        table.add(names, rows, (f"{row['tflops']:.0f} ({row['of_peer']:.2f})" for row in rows))
+    return str(table)
+
+
+def linear_gelu(result: Result) -> str:
+    heads = ("aotops", "torch, two kernels", "ratio", "backward, ratio")
+    table = Table(result, ("M x K x N, bfloat16",), heads)
+    shapes = [
+        (4096, 16384, 4096),
+        (8192, 4096, 1024),
+        (2048, 3072, 768),
+        *((n, n, n) for n in (1024, 2048, 4096, 8192)),
+    ]
+    for m, n, k in shapes:
+        case = {"op": "linear", "variant": "gelu", "shape": [m, n, k], "dtype": "bfloat16"}
+        forward, backward = (table.one(**case, pass_=pass_) for pass_ in PASSES)
+        (torch,) = table.find("torch", **case, pass_="forward")
+        ratios = [f"{row['of_peer']:.2f}" for row in (forward, backward)]
+        table.add((f"{m} x {k} x {n}",), [forward, backward], (_us(forward["us"]), _us(torch["us"]), *ratios))
+    return str(table)
+
+
+def _us(value: float) -> str:
+    return f"{value:.1f} us" if value < 100 else f"{value:.0f} us"
+
+
+def conv2d(result: Result) -> str:
+    heads = ("bfloat16 NHWC, y", "backward", "float32 NCHW with TF32, y", "backward")
+    table = Table(result, ("conv2d",), heads)
+    for shape, name in CONVOLUTIONS.items():
+        kinds = [("nhwc", "bfloat16", pass_) for pass_ in PASSES] + [
+            ("nchw tf32", "float32", pass_) for pass_ in PASSES
+        ]
+        rows = [
+            table.one(op="conv2d", variant=variant, pass_=pass_, dtype=dtype, shape=[*shape])
+            for variant, dtype, pass_ in kinds
+        ]
+        table.add((name,), rows, (f"{_us(row['us'])} ({row['of_peer']:.2f})" for row in rows))
+    return str(table)
+
+
+SECTIONS: dict[str, Callable[[Result], str]] = {
+    "machine": machine,
+    "elementwise": elementwise,
+    "rows_bfloat16": _of_rows("bfloat16"),
+    "rows_float32": _of_rows("float32"),
+    "matmul": matmul,
+    "linear_gelu": linear_gelu,
+    "conv2d": conv2d,
+}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""docs/performance.md has the recorded figures, with their versions and dates, and marks those of a kernel that has
+changed since."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+
+import pytest
+
+from aotops.bench import sources
+from aotops.ops import OPS
+from benchmarks import report
+
+CUDA_SRC = report.ROOT / "cuda_src"
+
+
+def test_the_page_is_that_of_the_result():
+    page, result = report.PAGE.read_text(), report.load()
+    assert {found[2] for found in report.SECTION.finditer(page)} == set(report.SECTIONS)
+    assert page == report.written(page, result), "run python -m benchmarks.report"
+
+
+def test_each_row_says_what_it_measured():
+    for row in report.load()["rows"]:
+        assert row["date"] >= "2026-11-21"
+        assert row["impl"] != "aotops" or (row["version"] and len(row["kernel"]) == 12)
+
+
+@pytest.mark.parametrize(
+    ("name", "op", "lines"),
+    [
+        ("elementwise", "add", 1),
+        ("rows_bfloat16", "softmax", 2),
+        ("rows_float32", "cross_entropy", 3),
+        ("matmul", "matmul", 4),
+        ("linear_gelu", "linear", 7),
+        ("conv2d", "conv2d", 5),
+    ],
+)
+def test_a_row_is_marked_if_its_kernel_has_changed(name, op, lines):
+    result = copy.deepcopy(report.load())
+    for row in result["rows"]:
+        if row["impl"] == "aotops":
+            row["kernel"] = sources.of_kernel(row["op"])
+    fresh = report.SECTIONS[name](result)
+    assert "\\*" not in fresh
+    for row in result["rows"]:
+        if (row["impl"], row["op"]) == ("aotops", op):
+            row |= {"kernel": "of the past", "date": "2001-01-01", "version": "0.0.1"}
+    marked = report.SECTIONS[name](result)
+    assert "\\* Measured before the last change of the kernel." in marked
+    assert "aotops 0.0.1" in marked
+    assert "2001-01-01" in marked
+    assert sum(" \\* |" in line for line in marked.splitlines()) == lines
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A copy of the sources. Hashes are kept by folder, so it has to be edited before it is hashed."""
+    return shutil.copytree(CUDA_SRC, tmp_path / "cuda_src", ignore=shutil.ignore_patterns("*.cpp"))
+
+
+def hashes(tree):
+    return {op: sources.of_kernel(op, tree) for op in OPS}
+
+
+def test_a_hash_is_that_of_the_code(tree):
+    """Not of comments, white space and files that the device does not run."""
+    before = hashes(CUDA_SRC)
+    assert all(before.values())
+    assert len(set(before.values())) == len(before)
+    for file in tree.rglob("*.cu*"):
+        file.write_text('// a comment: "\n' + file.read_text().replace("\n", "\n\n") + '/* "another */\n')
+    (tree / "aot.h").write_text((tree / "aot.h").read_text() + "int more;\n")
+    assert hashes(tree) == before
+
+
+@pytest.mark.parametrize(
+    ("file", "expected"),
+    [
+        ("operators/gelu.cu", {"gelu"}),
+        ("operators/gelu.h", {"gelu"}),
+        ("operators/norm/norm.cuh", {"layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"}),
+        ("cuda/softmax.cuh", {"softmax", "cross_entropy"}),
+        ("gemm/gemm_bfloat16_sm90.cu", {"linear", "matmul", "lltm", "conv2d"}),
+        ("conv/conv2d_sm90.cu", {"conv2d"}),
+        ("cuda/vector.cuh", None),  # all
+    ],
+)
+def test_an_edit_changes_the_hashes_of_what_includes_it(tree, file, expected):
+    before = hashes(CUDA_SRC)
+    (tree / file).write_text((tree / file).read_text() + "int more;\n")
+    after = hashes(tree)
+    assert {op for op in before if before[op] != after[op]} == (expected or set(before))
+
+
+def test_there_are_no_sources_in_a_wheel(tmp_path):
+    assert sources.of_kernel("gelu", tmp_path) is None
