@@ -7,7 +7,8 @@
 namespace aot {
 inline namespace AOT_ISA {
 
-// T: the type that is stored, whose precision suffices; A: the type of the computation.
+// T: the type that is stored, whose precision suffices; A: the type of the computation. CUTLASS's epilogues state
+// __half for bfloat16 too, so that their GELU is right down to -7, below which it is smaller than 1e-11.
 template <typename T, typename A>
 __device__ __forceinline__ A activate(A x, Activation activation) {
   switch (activation) {
