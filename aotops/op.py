@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from inspect import signature
 from operator import index
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -167,6 +168,9 @@ class Op:
     instead: Mapping[str, str] = field(default_factory=dict)
     """Inputs of which the backward needs only the spec if a residual of the same spec is kept: the residual is saved
     instead of the input, which may then be changed in place."""
+    keeps: Callable[[Any], bool] | None = None
+    """Whether residuals are kept with these attributes, the members of its argument. Where they are not, they have no
+    elements, and ``instead`` and ``overwrites`` do not hold for them. Without it they always are."""
     overwrites: Mapping[str, str] = field(default_factory=dict)
     """Outputs and residuals that the entry may write over an input of the same spec, at the same address. Of a backward
     the input is a residual of the forward, which nobody but the backward has."""
@@ -274,6 +278,15 @@ class Op:
                 if contiguous(matrix):
                     given[i], said[j] = matrix, not said[j]
         return tuple(given), tuple(said)
+
+    def kept_residuals(self, attrs: Sequence[Any]) -> tuple[str, ...]:
+        """The residuals that have elements with these attributes."""
+        named = SimpleNamespace(**dict(zip(self.attrs, attrs, strict=True)))
+        return self.residuals if self.keeps is None or self.keeps(named) else ()
+
+    def replaced(self, attrs: Sequence[Any]) -> Mapping[str, str]:
+        """``instead``, with these attributes."""
+        return self.instead if self.instead and self.kept_residuals(attrs) else {}
 
     def is_optional(self, slot: str) -> bool:
         return slot in self.optional or slot in self.residuals or slot in self.workspace

@@ -138,6 +138,9 @@ def cross_entropy(
     """Cross entropy with class indices, as ``torch.nn.functional.cross_entropy``:
     ``-log(softmax(x)[target])`` of each row.
 
+    The logarithms of sums (lse), a z-loss and capped logits are not part of it. Class weights are, as the keyword
+    ``weight``, in PyTorch alone.
+
     Args:
         x: (N, C) or (C,); float16, bfloat16, float32 or float64: a number for each class, before softmax.
         target: (N,) or (); int32 or int64: the class of each row, from 0 to C - 1, or ignore_index.
@@ -147,7 +150,11 @@ def cross_entropy(
         dtype: of the loss: None, for x's, or "float32" for an x of 16 bits.
 
     Returns:
-        The loss: (), or target's shape where reduction is "none". Sums are taken in float32 (float64 for float64).
+        The loss: (), or target's shape where reduction is "none". Sums are taken in float32 (float64 for float64). The
+        gradient of x is rounded once where reduction is "none": x is kept for it, and must not be changed in place
+        before. Of a sum or a mean the forward keeps the gradient for a dy of 1, so that x may be changed; in 16 bits,
+        its product with a dy that is no power of two, and in float16 every mean, is rounded twice: it errs by at most
+        2 units of 2**-8 (bfloat16) or 2**-11 (float16) of itself.
 
     Raises:
         TypeError: an x that is not floating, a target that is not int32 or int64, another dtype.

@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from aotops.op import Attr, Op
 from aotops.ops import OPS
-from aotops.ops.cross_entropy import divides_slope
+from aotops.ops.cross_entropy import divides_slope, keeps_slope
 from aotops.sharding import Axis, Sharding, sharding
 from aotops.spec import accumulate_dtype
 
@@ -288,12 +288,13 @@ def _rows_and_classes(op: Op, attrs: Attrs, shapes: Sequence[Any]) -> Sharding:
 
 def _cross_entropy(call: _Call, split: Split, x: Array, target: Array) -> tuple[Array, ...]:
     wide, counted = _wide(x), _counted(call, target)
+    reduction, over = _attr(call, "reduction"), split.get("n", ())
     if "c" in split:
         losses, slope = _over_classes(call, split["c"], wide, target, counted)
+        slope = slope if keeps_slope(reduction) else slope[..., :0]
     else:
-        of_rows = _with(call.op, call.attrs, reduction="none", dtype=wide.dtype.name)
-        losses, slope = call.launch(call.op, of_rows, ("y", "slope"), x, target)
-    reduction, over = _attr(call, "reduction"), split.get("n", ())
+        here = _with(call.op, call.attrs, reduction="sum" if reduction == "mean" else reduction, dtype=wide.dtype.name)
+        losses, slope = call.launch(call.op, here, ("y", "slope"), x, target)
     if reduction != "none":
         total = jnp.stack([losses.astype(wide.dtype).sum(), counted.sum().astype(wide.dtype)])
         total, count = _sum(total, over)
@@ -326,6 +327,10 @@ def _over_classes(call: _Call, over: tuple[str, ...], x: Array, target: Array, c
 
 def _cross_entropy_backward(call: _Call, split: Split, dy: Array, x: Array, target: Array, slope: Array):
     factor, counted, reduction = _wide(dy), _counted(call, target), _attr(call, "reduction")
+    if not keeps_slope(reduction):
+        if "c" not in split:
+            return call.launch(call.op, call.attrs, call.wanted, dy, x, target, slope)
+        _, slope = _over_classes(call, split["c"], _wide(x), target, counted)
     if reduction == "mean" and not divides_slope(reduction, x.dtype.name):
         factor = factor / _sum(counted.sum(), split.get("n", ())).astype(factor.dtype)
     # 0 for an ignored row, also if dy is not finite or the count is 0

@@ -232,6 +232,19 @@ def _run_backward(op: Op, attrs: tuple[Attr, ...], saved: Tensors, grads: Tensor
     return tuple(given.get(f"d{x}") if need else None for x, need in zip(op.inputs, needed, strict=True))
 
 
+def _kept_instead(ctx: Any, op: Op, attrs: tuple[Attr, ...], named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """For each input that a residual is saved instead of (Op.replaced) the residual, as on the path of plain calls: the
+    input may be changed in place. Nothing is replaced under torch.func, which makes copies of both; where a hook packs
+    what is saved; and in code that must not write over saved tensors, whose graph must differ (_without_instead)."""
+    replaced = op.replaced(attrs)
+    if not replaced or torch._C._are_functorch_transforms_active() or torch_overwrite.packs():
+        return {}
+    if not torch_inductor.donates():
+        return {}
+    torch_overwrite.keep_inputs(ctx, tuple(named[slot] for slot in replaced))
+    return {slot: named[residual] for slot, residual in replaced.items()}
+
+
 def _replaced(op: Op, ctx: Any) -> dict[str, Tensor]:
     """The inputs that a residual was saved instead of: derivatives of the gradients are of them."""
     replaced = dict(zip(op.instead, getattr(ctx, "inputs", ()), strict=False))
@@ -281,8 +294,7 @@ class _Eager:
 
     def __init__(self, op: Op, attrs: tuple[Attr, ...]) -> None:
         fallback = functools.partial(_run_backward, op, attrs)
-        overwriting = torch_overwrite.available(), torch_overwrite.FROM
-        builtins = torch_call.function(op, attrs, _models, KEEP_RESIDUALS_FROM, fallback, *overwriting)
+        builtins = torch_call.function(op, attrs, _models, KEEP_RESIDUALS_FROM, fallback, torch_overwrite.SAVED)
         backward = builtins.backward or functools.partial(_refuse_derivative, op)
         if op.rule is not None:
             backward = _by_rule(op, op.rule, attrs)
@@ -444,7 +456,7 @@ def _register_overwriting(op: Op, forward: Op) -> Callable[..., Any] | None:
                 f"not kept: for retain_graph=True, set torch._functorch.config.donated_buffer = False"
             )
         given, inputs, attrs = named(args)
-        over = {y: given[slot] for y, slot in op.overwrites.items()}
+        over = {y: given[slot] for y, slot in op.overwrites.items() if y not in op.residuals or op.replaced(attrs)}
         results = dict(zip(op.results, _run(op, inputs, op.canonical(attrs), op.results, over), strict=True))
         return _packed([results[y] for y in returned])
 
@@ -472,7 +484,8 @@ def _autograd_kernel(op: Op, forward: Op, dispatched: Callable[..., Any], split)
             results = below(keyset, (*inputs, *attrs, *mask(op, names)))
         named = dict(zip((*op.inputs, *op.results), (*inputs, *_results(results)), strict=True))
         ctx.attrs, ctx.wanted = attrs, names
-        ctx.save_for_backward(*(named[slot] for slot in (op.saved if op.has_gradient else op.inputs)))
+        kept = _kept_instead(ctx, op, attrs, named)
+        ctx.save_for_backward(*(kept.get(slot, named[slot]) for slot in (op.saved if op.has_gradient else op.inputs)))
         if forward_ad._current_level >= 0:  # for ``tangents``
             ctx.save_for_forward(*inputs)
             ctx.shapes = {y: t.shape for y, t in zip(op.results, _results(results), strict=True) if y in names}
@@ -485,6 +498,8 @@ def _autograd_kernel(op: Op, forward: Op, dispatched: Callable[..., Any], split)
         needed = ctx.needs_input_grad[3:]
         if op.has_gradient:
             found = _run_backward(op, ctx.attrs, ctx.saved_tensors, grads[: len(op.outputs)], needed, ctx)
+            if op.instead:
+                torch_overwrite.drop_inputs(ctx)
         else:
             found = _gradient_of_backward(op, forward, ctx.attrs, ctx.saved_tensors, grads, needed)
         return None, None, None, *found
@@ -728,10 +743,12 @@ def _public(op: Op, module: str) -> Callable[..., Any]:
     torchs_names = {"input": first, "other": second} if "input" not in op.inputs else {}
     composed = torch_arguments.COMPOSED.get(op.name) if op.library is BUILTIN else None
     extra, _ = torch_call.EXTRA.get(op.name, ("", "")) if composed else ("", "")  # None here, or composed
-    has_out = torch_call.has_out(op)
+    has_out, most = torch_call.has_out(op), len(signature(op.bind).parameters)
 
     def sort(args, kwargs):
         """The inputs and attributes. ``input`` and ``other``, torch's names of the first two inputs, are accepted."""
+        if extra and len(args) > most and args[most] is None:
+            args = args[:most]
         inputs, attrs = op.bind(*args, **{torchs_names.get(n, n): v for n, v in kwargs.items() if n != extra})
         if op.foreign is not None:
             return _with_numbers(inputs), attrs
@@ -749,9 +766,11 @@ def _public(op: Op, module: str) -> Callable[..., Any]:
     def general(*args, **kwargs):
         out = kwargs.pop("out", None) if has_out else None
         if out is not None:
-            return _into(op, out, general, sort, args, kwargs)
+            _check_unrecorded(op, out, (*args, *kwargs.values()))
         if (result := compose(args, kwargs)) is not NotImplemented:
-            return result
+            return result if out is None else _copied(op, out, result)
+        if out is not None:
+            return _into(op, out, general, sort, args, kwargs)
         return _general(op, disp, *sort(args, kwargs))
 
     def bind(*attrs):
@@ -786,8 +805,7 @@ def _public(op: Op, module: str) -> Callable[..., Any]:
 
 
 def _into(op: Op, out: Tensor, function: Callable[..., Tensor], sort, args, kwargs) -> Tensor:
-    """Writes the result to ``out``: the entry does, or a result of its own is copied."""
-    _check_unrecorded(op, out, (*args, *kwargs.values()))
+    """Writes the result of a call that is not composed to ``out``: the entry does, or a result of its own is copied."""
     if (
         _gate is not None
         and _gate(out)
@@ -796,7 +814,7 @@ def _into(op: Op, out: Tensor, function: Callable[..., Tensor], sort, args, kwar
     ):
         try:
             inputs, attrs = sort(args, kwargs)
-        except (TypeError, ValueError):  # arguments that are composed, or wrong
+        except (TypeError, ValueError):  # wrong arguments
             return _copied(op, out, function(*args, **kwargs))
         if _writes_directly(op, out, inputs, attrs):
             with _RecordFunctionFast(f"{op.library.name}::{op.name}", [t for t in inputs if t is not None]):

@@ -100,15 +100,18 @@ def cross_entropy(
     if weight is None:
         losses = function(rows.reshape(-1, classes), target.reshape(-1), **options, dtype=named)
         return losses.reshape(target.shape) if reduction == "none" else losses
+    result, wide = _result_dtype(x, named), wide_dtype(x.dtype)
+    weight = weight.to(wide_dtype(weight.dtype))
+    rows = rows.to(wide) if label_smoothing else rows  # the two parts of its gradient are then added before rounding
     counts = target != ignore_index
     factors = torch.where(counts, weight[target.clamp(0, classes - 1)], 0)
     flat = rows.reshape(-1, classes), target.reshape(-1)
-    options = {"ignore_index": ignore_index, "reduction": "none"}
-    losses = function(*flat, **options, dtype=named).reshape(target.shape) * factors
+    options = {"ignore_index": ignore_index, "reduction": "none", "dtype": str(wide).removeprefix("torch.")}
+    losses = function(*flat, **options).reshape(target.shape) * factors
     if label_smoothing:
         smooth = torch.where(counts, -_sum_of_logarithms(rows, weight), 0)
         losses = (1 - label_smoothing) * losses + label_smoothing / classes * smooth
-    return _reduced(losses, reduction, factors.sum()).to(_result_dtype(x, named))
+    return _reduced(losses, reduction, factors.sum()).to(result)
 
 
 def _check_shapes(x: Tensor, target: Tensor, weight: Tensor | None, axis: int) -> None:

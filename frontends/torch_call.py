@@ -65,7 +65,7 @@ class _Function(Structure):
     _fields_ = [
         ("call", c_void_p), ("prototype", _Slots), ("has_prototypes", c_bool), ("equal", _Slots), ("always", c_uint32),
         ("residuals", c_uint32), ("scratch", c_uint32), ("keep_from", c_int64), ("n_returned", c_int),
-        ("n_saved", c_int), ("saved", _Slots), ("instead", _Slots), ("make_prototypes", c_void_p),
+        ("n_saved", c_int), ("saved", _Slots), ("instead", _Slots), ("hooks", c_void_p), ("make_prototypes", c_void_p),
         ("prototypes", c_void_p),
     ]  # fmt: skip
 
@@ -74,7 +74,7 @@ class _Backward(Structure):
     _fields_ = [
         ("function", c_void_p), ("n_grads", c_int), ("n_inputs", c_int), ("source", _Slots), ("gradient", _Slots),
         ("fallback", c_void_p), ("over_output", c_int), ("over_input", c_int), ("over_from", c_int64),
-        ("may_overwrite", c_void_p),
+        ("may_overwrite", c_void_p), ("drop_inputs", c_void_p),
     ]  # fmt: skip
 
 
@@ -95,7 +95,7 @@ class _Public(Structure):
 @cache
 def lib() -> ctypes.CDLL:
     """The library, with its structs compared with those above. Raises LibraryError if they differ."""
-    call.check_structs("aot_torch_structs", 3, (Gate, _Torch, _Function, _Backward, _Differentiable, _Public))
+    call.check_structs("aot_torch_structs", 4, (Gate, _Torch, _Function, _Backward, _Differentiable, _Public))
     return call.lib()
 
 
@@ -135,14 +135,27 @@ class Function(NamedTuple):
     operator has no backward."""
 
 
+class Saved(NamedTuple):
+    """What torch says of saved tensors (torch_overwrite.py)."""
+
+    may_overwrite: Callable[[int, tuple[Any, ...]], bool] | None
+    """Takes the index, among the saved tensors, of one that a gradient may be written over (Op.overwrites), and these;
+    returns whether nobody else will read it. None: never."""
+    overwrite_from: int
+    """Bytes of such a tensor from which ``may_overwrite`` is asked."""
+    hooks: Callable[[bool], Any] | None
+    """Takes False; returns None unless a hook packs what is saved. None: no input is replaced by a residual."""
+    drop_inputs: Callable[[Any], None]
+    """Takes the context after a backward: drops the inputs that were replaced unless the graph is kept."""
+
+
 def function(
     op: Op,
     attrs: tuple[Attr, ...],
     prototypes: Callable[..., tuple[Any, ...]],
     keep_residuals_from: int,
     fallback: Callable[..., Any],
-    may_overwrite: Callable[[int, tuple[Any, ...]], bool] | None = None,
-    overwrite_from: int = 0,
+    saved: Saved,
 ) -> Function:
     """An operator with its attributes as builtins.
 
@@ -152,19 +165,18 @@ def function(
         keep_residuals_from: for a first input on a GPU with fewer elements no residuals are kept.
         fallback: the backward in Python, for a call that is not plain: a function of the saved tensors, the gradients
             of the outputs, for each input whether its gradient is needed, and the context, which has as ``inputs``
-            those that were replaced by a residual (Op.instead).
-        may_overwrite: takes the index, among the saved tensors, of one that a gradient may be written over
-            (Op.overwrites), and these; returns whether nobody else will read it. None: never.
-        overwrite_from: bytes of such a tensor from which ``may_overwrite`` is asked.
+            those that were replaced by a residual (Op.replaced).
     """
-    handle = _function_handle(op, attrs, prototypes, keep_residuals_from)
+    hooks = saved.hooks if op.replaced(attrs) else None
+    handle = _function_handle(op, attrs, prototypes, keep_residuals_from, hooks)
     run, forward = (builtin(op.name, f"aot_torch_{kind}", handle) for kind in ("run", "forward"))
     if op.backward is None:
         return Function(run, forward, None)
     if op.backward.factors(attrs):
         return Function(run, forward, lambda ctx, *dys: fallback(ctx.saved_tensors, dys, ctx.needs_input_grad, ctx))
     backward_handle = _function_handle(op.backward, attrs, prototypes, keep_residuals_from)
-    return Function(run, forward, _backward(op, op.backward, backward_handle, fallback, may_overwrite, overwrite_from))
+    drop = saved.drop_inputs if hooks else None
+    return Function(run, forward, _backward(op, op.backward, backward_handle, fallback, saved, drop))
 
 
 def _backward(
@@ -172,16 +184,16 @@ def _backward(
     backward: Op,
     handle: Any,
     fallback: Callable[..., Any],
-    may_overwrite: Callable[[int, tuple[Any, ...]], bool] | None,
-    overwrite_from: int,
+    saved: Saved,
+    drop: Callable[[Any], None] | None,
 ) -> Callable[..., Any]:
     sources = [*(f"d{y}" for y in op.outputs), *op.saved]
     slots = {slot: i for i, slot in enumerate(backward.slots)}
     gradients = [backward.alias.get(f"d{x}", f"d{x}") for x in op.inputs]
     assert len(backward.overwrites) < 2, f"{backward.name} overwrites more than one input"
     over_output, over_input, asked = -1, -1, None
-    for y, x in backward.overwrites.items() if may_overwrite else ():
-        over_output, over_input, asked = slots[y], slots[x], partial(may_overwrite, op.saved.index(x))
+    for y, x in backward.overwrites.items() if saved.may_overwrite else ():
+        over_output, over_input, asked = slots[y], slots[x], partial(saved.may_overwrite, op.saved.index(x))
     made = _Backward(
         pointer_of(handle),
         len(op.outputs),
@@ -191,14 +203,19 @@ def _backward(
         id(fallback),
         over_output,
         over_input,
-        overwrite_from,
+        saved.overwrite_from,
         id(asked),
+        None if drop is None else id(drop),
     )
-    return builtin(op.name, "aot_torch_backward", struct_capsule(made, handle, fallback, asked))
+    return builtin(op.name, "aot_torch_backward", struct_capsule(made, handle, fallback, asked, drop))
 
 
 def _function_handle(
-    op: Op, attrs: tuple[Attr, ...], prototypes: Callable[..., tuple[Any, ...]], keep_residuals_from: int
+    op: Op,
+    attrs: tuple[Attr, ...],
+    prototypes: Callable[..., tuple[Any, ...]],
+    keep_residuals_from: int,
+    hooks: Callable[..., Any] | None = None,
 ) -> Any:
     slots = {slot: i for i, slot in enumerate(op.slots)}
     written = range(len(op.inputs), len(slots))
@@ -209,23 +226,25 @@ def _function_handle(
 
     handle, make_prototypes = handle_of(op, attrs), partial(prototypes, op, attrs)
     made_prototypes: dict[Any, Any] = {}
+    replaced = op.replaced(attrs) if hooks else {}
     made = _Function(
         pointer_of(handle),
         _Slots(*prototype),
         any(prototype[i] < 0 for i in written),
         _Slots(*(slots.get(op.equal.get(slot, ""), -1) for slot in op.slots)),
         bits([*(y for y in op.outputs if y in slots and y not in op.optional), *op.workspace]),
-        bits(op.residuals),
+        bits(op.kept_residuals(attrs)),
         bits(op.workspace),
         -1 if op.always_save_residuals else keep_residuals_from,
         len(op.outputs),
         len(op.saved),
         _Slots(*(slots[slot] for slot in op.saved)),
-        _Slots(*(slots.get(op.instead.get(slot, ""), -1) for slot in op.saved)),
+        _Slots(*(slots.get(replaced.get(slot, ""), -1) for slot in op.saved)),
+        None if hooks is None else id(hooks),
         id(make_prototypes),
         id(made_prototypes),
     )
-    return struct_capsule(made, handle, make_prototypes, made_prototypes)
+    return struct_capsule(made, handle, hooks, make_prototypes, made_prototypes)
 
 
 def differentiable(function: Function, apply: Callable[..., Any]) -> Any:

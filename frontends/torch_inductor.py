@@ -121,23 +121,33 @@ def matmul_backward(dy, a, b, transpose_a, transpose_b, allow_tf32, wanted=(True
     return _factors(dleft, dright, transpose_a and of_left, transpose_b and of_right)
 
 
+def donates() -> bool:
+    """Whether compiled code may write over saved tensors."""
+    return getattr(_functorch_config, "donated_buffer", True)
+
+
 def _without_instead(op: Op, forward: Op, overload: Any) -> Callable[..., Any]:
     """A backward on the residual alone, in the place of the input that it stands for, which need not be kept then.
 
     Not where saved tensors are not donated to the backward: then it may run again, and must not be compiled to write
     over the residual. Inductor's cache of compiled graphs does not know this setting, and so the graph must differ."""
-    places = [(op.inputs.index(slot), op.inputs.index(residual)) for slot, residual in forward.instead.items()]
+    n, end = len(op.inputs), len(op.inputs) + len(op.attrs)
 
     def on_residuals(*args):
-        if not getattr(_functorch_config, "donated_buffer", True):
+        if not donates():
             return NotImplemented
         given = list(args)
-        for slot, residual in places:
+        for slot, residual in _places(op, forward, args[n:end]):
             if args[residual] is not None:
                 given[slot] = args[residual]
         return NotImplemented if all(a is b for a, b in zip(args, given, strict=True)) else overload(*given)
 
     return on_residuals
+
+
+def _places(op: Op, forward: Op, attrs: Sequence[Any]) -> list[tuple[int, int]]:
+    """In a backward, each input of the forward that a residual stands for, and that residual."""
+    return [(op.inputs.index(slot), op.inputs.index(residual)) for slot, residual in forward.replaced(attrs).items()]
 
 
 _PRODUCTS = {f.__name__: f for f in (linear, linear_backward, matmul, matmul_backward)}
@@ -184,9 +194,12 @@ def _overwriting(lowering: ModuleType, one: Operator) -> Callable[..., Any]:
     over = {y: op.inputs.index(slot) for y, slot in op.overwrites.items()}
     instead = one.forward.instead.items() if op is not one.forward else ()
     absent = {op.inputs.index(slot): op.inputs.index(residual) for slot, residual in instead}
+    n, end = len(op.inputs), len(op.inputs) + len(op.attrs)
 
     def may_overwrite(graph: Any) -> bool:
         node = graph.current_node
+        if not one.forward.replaced(node.args[n:end]):
+            return False
         on_residuals = all(node.args[slot] is node.args[residual] for slot, residual in absent.items())
         return on_residuals and not graph.cpp_wrapper and all(_is_only_used_by(node, at, graph) for at in over.values())
 

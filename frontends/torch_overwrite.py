@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from .torch_call import Saved
 
 FROM = 1 << 20
 """Bytes from which a saved tensor is worth these checks, of some microseconds."""
@@ -17,7 +18,7 @@ def may_overwrite(i: int, saved: tuple[Any, ...]) -> bool:
     """In a backward, whether nobody else will read ``saved[i]``: the graph is freed afterwards, and the tensor and its
     memory are referred to as by a backward alone. So it is not if the caller has kept it or a view of it, or if a hook
     has packed it. Counts the new version."""
-    if keeps_graph() or _hooks():
+    if not frees_graph() or packs() or _is_shared(saved[i].untyped_storage()):
         return False
     times = sum(t is saved[i] for t in saved)  # it also stands for an input (Op.instead)
     if _references(saved, i) != _references_of_backward(times):
@@ -33,21 +34,34 @@ def keeps_graph() -> bool:
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
-def available() -> Callable[[int, tuple[Any, ...]], bool] | None:
-    """``may_overwrite``, where this torch has what it asks."""
-    needed = [
-        (torch._C, "_current_graph_task_id"),
-        (torch._C._autograd, "_get_current_graph_task_keep_graph"),
-        (torch._C._autograd, "_top_saved_tensors_default_hooks"),
-        (torch._C, "_storage_Use_Count"),
-        (torch.Tensor, "_use_count"),
-        (torch.autograd.graph, "increment_version"),
-    ]
-    return may_overwrite if all(hasattr(owner, name) for owner, name in needed) else None
+def frees_graph() -> bool:
+    """Whether a backward is running that frees its graph: a node that is called by hand keeps what it has saved."""
+    return torch._C._current_graph_task_id() != -1 and not torch._C._autograd._get_current_graph_task_keep_graph()
 
 
-def _hooks() -> bool:
+def keep_inputs(context: Any, inputs: tuple[Any, ...]) -> None:
+    """Keeps the inputs that a residual is saved instead of (Op.instead), for a derivative of the gradient, with their
+    versions: as attributes, so that they may be changed in place."""
+    context.inputs, context.versions = inputs, tuple(t._version for t in inputs)
+
+
+def drop_inputs(context: Any) -> None:
+    """After a backward: a node lives as long as its result, and torch frees only what it has saved itself."""
+    if frees_graph():
+        context.inputs = context.versions = ()
+
+
+def packs() -> bool:
+    """Whether a hook packs what is saved, such as a checkpoint's, which drops it."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def _is_shared(storage: torch.UntypedStorage) -> bool:
+    """Whether another process may have the memory."""
+    if not storage.is_cuda:  # for CUDA is_shared() is always true
+        return storage.is_shared()
+    sent = list(torch.multiprocessing.reductions.shared_cache.values())
+    return any(reference.cdata == storage._cdata for reference in sent)
 
 
 def _references(saved: tuple[Any, ...], i: int) -> tuple[int, int, int, int]:
@@ -78,3 +92,21 @@ def _references_of_backward(times: int) -> tuple[int, int, int, int]:
     with torch.enable_grad():
         Probe.apply(torch.zeros((), requires_grad=True)).backward()
     return found[0]
+
+
+def _saved() -> Saved:
+    """What this torch can tell."""
+    needed = [
+        (torch._C, "_current_graph_task_id"),
+        (torch._C._autograd, "_get_current_graph_task_keep_graph"),
+        (torch._C._autograd, "_top_saved_tensors_default_hooks"),
+        (torch._C, "_storage_Use_Count"),
+        (torch.Tensor, "_use_count"),
+        (torch.autograd.graph, "increment_version"),
+    ]
+    tells = all(hasattr(owner, name) for owner, name in needed)
+    hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return Saved(may_overwrite if tells else None, FROM, hooks, drop_inputs)
+
+
+SAVED = _saved()

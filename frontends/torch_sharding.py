@@ -25,7 +25,7 @@ from torch import Tensor
 
 from aotops.op import Op
 from aotops.ops import OPS
-from aotops.ops.cross_entropy import divides_slope
+from aotops.ops.cross_entropy import divides_slope, keeps_slope
 from aotops.sharding import Axis, sharding
 
 from .imports import after_import
@@ -204,8 +204,9 @@ def _cross_entropy(overload: Any, args: Sequence[Any], kwargs: Any) -> tuple[Any
             return split.whole(loss, placements, y), split.whole(part, split.placements, slope)
         if split.classes:
             losses, part = _over_classes(split, overload, one, classes, attrs, x.shape[-1])
+            part = part if keeps_slope(reduction) else part[..., :0]
         else:
-            losses, part = overload(one, classes, ignore_index, "none", smoothing, _name(wide_dtype(x.dtype)))
+            losses, part = overload(one, classes, ignore_index, "sum", smoothing, _name(wide_dtype(x.dtype)))
         placements = split.of_rows(Shard(0))
         if reduction != "none":
             losses, placements, count = _total(split, losses, classes, ignore_index, reduction)
@@ -272,12 +273,20 @@ def _cross_entropy_backward(overload: Any, args: Sequence[Any], kwargs: Any) -> 
     _check_distributed(backward, (dy, x, target, slope))
     dx = _on_meta(overload, *args)
     with torch.no_grad():
-        if slope is None:
-            forward = torch.ops.aotops.cross_entropy.default
+        forward = torch.ops.aotops.cross_entropy.default
+        if not keeps_slope(reduction):
+            slope = x
+        elif slope is None:
             _, slope = _cross_entropy(forward, (x, target, ignore_index, reduction, smoothing, dtype), {})
         split = _Split.of(slope)
         part, classes = split.local(slope, split.placements), split.local(target, split.of_rows(Shard(0)))
         given = split.local(dy, split.of_rows(Shard(0) if reduction == "none" else Replicate()))
+        if not keeps_slope(reduction):
+            if not split.classes:
+                local = overload(given, part, classes, None, ignore_index, reduction, smoothing, dtype)
+                return split.whole(local, split.placements, dx)
+            attrs = ignore_index, reduction, smoothing, dtype
+            _, part = _over_classes(split, forward, part, classes, attrs, x.shape[-1])
         divide = reduction == "mean" and not divides_slope(reduction, _name(x.dtype))
         if not split.classes and not (divide and split.rows):
             local = overload(given, part, classes, part, ignore_index, reduction, smoothing, dtype)
@@ -288,7 +297,7 @@ def _cross_entropy_backward(overload: Any, args: Sequence[Any], kwargs: Any) -> 
             factor = factor / split.reduced(counted.sum(dtype=factor.dtype), "sum", split.rows)
         # 0 for an ignored row, also if dy is not finite or the count is 0
         scaled = part * torch.where(counted, factor, 0)[..., None]
-        return split.whole(scaled.to(part.dtype), split.placements, dx)
+        return split.whole(scaled.to(x.dtype), split.placements, dx)
 
 
 _COMPOSED: dict[Op, Callable[..., Any]] = {_CROSS_ENTROPY: _cross_entropy}

@@ -102,18 +102,65 @@ def test_results_over_inputs_are_those_beside_them(where, shape, dtype):
     x, target = draw(*shape)
     like_x, classes = TensorSpec(shape, dtype), TensorSpec(shape[:1], "int64")
     for offset in (0, ITEMSIZE[dtype]):
-        for reduction in ("none", "mean"):
+        for reduction in ("sum", "mean"):
             attrs = FORWARD.canonical((-100, reduction, 0.1, None))
             arrays, specs = {"x": x, "target": target}, {"x": like_x, "target": classes}
             beside = run(where, FORWARD, attrs, arrays, specs, offset)
             over = run(where, FORWARD, attrs, arrays, specs, offset, {"slope": "x"})
             for slot in ("y", "slope"):
                 np.testing.assert_array_equal(over[slot], beside[slot])
-            dys = (1.0, 0.375, np.inf) if reduction == "mean" else (np.linspace(-1, 1, shape[0]),)
-            for dy in map(np.asarray, dys):
+            for dy in map(np.asarray, (1.0, 0.375, np.inf)):
                 arrays = {"dy": dy, "x": x, "target": target, "slope": beside["slope"]}
                 specs = {"dy": TensorSpec(dy.shape, dtype), "x": like_x, "target": classes, "slope": like_x}
                 apart, onto = (run(where, BACKWARD, attrs, arrays, specs, offset, o) for o in ({}, {"dx": "slope"}))
                 np.testing.assert_array_equal(onto["dx"], apart["dx"])
                 assert not onto["dx"][target == -100].any()
                 np.testing.assert_array_equal(apart["slope"], beside["slope"])
+
+
+# ---------------------------------------------------------------------------------------------- roundings of a gradient
+
+
+EXPONENTIAL = 2.0**-18
+"""Exponentials whose results are rounded to 16 bits have at least that relative accuracy."""
+
+
+def exact_gradient(x, target, dy, reduction, smoothing):
+    """In float64, and the largest term of each element, in whose units the arithmetic errs."""
+    e = np.exp(x - x.max(-1, keepdims=True))
+    p = e / e.sum(-1, keepdims=True)
+    counts, hit = target != -100, np.where(target != -100, target, 0)
+    aims = smoothing / x.shape[-1] + (1 - smoothing) * (np.arange(x.shape[-1]) == hit[:, None])
+    factor = (dy * counts / (counts.sum() if reduction == "mean" else 1))[:, None]
+    return factor * (p - aims), np.abs(factor) * (p + aims)
+
+
+@pytest.mark.parametrize("own", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("reduction", "smoothing"), [("none", 0.0), ("none", 0.1), ("sum", 0.0), ("mean", 0.1)])
+def test_a_gradient_of_16_bits_is_rounded_once(framework, device, own, reduction, smoothing):
+    """Of the losses of rows, whatever their gradients are; of a sum or a mean, where its gradient is a power of two. Of
+    another, and of a mean in float16, which is divided later, twice where a frontend keeps slope. An error of the
+    exponential is allowed beside that."""
+    if not framework.has_dtype(own):
+        pytest.skip(f"{framework.name} has no {own}")
+    x, target = draw(32, 50)
+    inputs = {"x": framework.make(x, own, device), "target": framework.integers(target, device)}
+    kind = {"reduction": reduction, "label_smoothing": smoothing}
+    half, least = (
+        PRECISION[own].result,
+        2.0**-25 if own == "float16" else 0.0,
+    )  # the latter below float16's normal range
+
+    def check(dy, roundings):
+        dys = (framework.make(np.asarray(dy), own, device),)
+        dx = framework.numpy(framework.gradients("cross_entropy", inputs, kind, dys)["x"])
+        exact, largest = exact_gradient(x, target, dy, reduction, smoothing)
+        own_rounding = half * 2.0 ** np.floor(np.log2(np.maximum(np.abs(exact), 1e-30)))
+        bound = own_rounding if roundings == 1 else ((1 + half) ** 2 - 1) * np.abs(exact)
+        assert (np.abs(dx - exact) <= bound + 2 * least + EXPONENTIAL * largest).all()
+
+    if reduction == "none":
+        check(np.random.default_rng(1).integers(1, 256, 32) / 128, roundings=1)
+    else:
+        check(0.25, roundings=2 if (reduction, own) == ("mean", "float16") else 1)
+        check(0.8125, roundings=2)

@@ -134,3 +134,68 @@ def test_what_cross_entropy_refuses():
         ours.cross_entropy(x, x.softmax(1), ignore_index=2)
     with pytest.raises(ValueError, match="reduction is 'max'"):
         ours.cross_entropy(x, target, reduction="max")
+
+
+def _into(function, *args, **kwargs):
+    """The result in ``out``, which is that of the call without it."""
+    y = function(*args, **kwargs)
+    out = torch.full_like(y, 7)
+    assert function(*args, **kwargs, out=out) is out
+    same(out, y)
+    return out
+
+
+@pytest.mark.parametrize("shape", [(4, 5), (5,), (4, 5, 3), (2, 5, 3, 2)])
+@pytest.mark.parametrize("kind", ["classes", "probabilities"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_cross_entropy_into_out(shape, kind, weighted):
+    axis = min(1, len(shape) - 1)
+    x, weight = torch.randn(shape), torch.rand(5) if weighted else None
+    target = torch.randint(0, 5, shape[:axis] + shape[axis + 1 :])
+    target = torch.softmax(torch.randn(shape), axis) if kind == "probabilities" else target
+    for reduction, smoothing in itertools.product(("none", "mean", "sum"), (0.0, 0.1)):
+        options = {"reduction": reduction, "label_smoothing": smoothing}
+        expected = F.cross_entropy(x, target, weight=weight, **options)
+        same(_into(ours.cross_entropy, x, target, weight=weight, **options), expected)
+        same(_into(ours.cross_entropy, x, target, -100, reduction, smoothing, None, weight), expected)
+
+
+def test_other_composed_calls_into_out():
+    x = torch.randn(4, 6)
+    same(_into(ours.softmax, x.half(), -1, dtype=torch.float32), F.softmax(x.half(), -1, dtype=torch.float32))
+    same(_into(ours.softmax, x, -1, torch.float64), F.softmax(x, -1, dtype=torch.float64))
+    with pytest.raises(TypeError, match="softmax: out has dtype float32, expected float64"):
+        ours.softmax(x, -1, dtype=torch.float64, out=torch.empty_like(x))
+    same(_into(ours.add, x, x.double(), alpha=2), torch.add(x, x.double(), alpha=2))
+    same(_into(ours.matmul, x, x[0]), x @ x[0])
+    image, weight = torch.randn(2, 3, 7, 8), torch.randn(5, 3, 2, 3)
+    same(_into(ours.conv2d, image, weight, padding="same"), F.conv2d(image, weight, padding="same"))
+    weight, target = torch.rand(6, requires_grad=True), torch.zeros(4, dtype=torch.int64)
+    with pytest.raises(RuntimeError, match="cross_entropy: out is given and an argument requires a gradient"):
+        ours.cross_entropy(x, target, weight=weight, out=torch.empty(()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_class_weights_of_16_bits(dtype, smoothing, reduction):
+    """Weights and losses are summed in float32, and each element of the gradient is rounded once: it lies within half a
+    unit in the last place, and 5 % of that for the arithmetic in float32. float16 holds numbers up to 65,504."""
+    rows = 70000 if reduction == "mean" else 50
+    x, target = torch.randn(rows, 3, dtype=dtype), torch.randint(3, (rows,))
+    weight = torch.tensor([2.0, 1.375, 2.5], dtype=dtype)
+    options = {"reduction": reduction, "label_smoothing": smoothing}
+    dy = torch.rand(rows, dtype=dtype) if reduction == "none" else torch.tensor(0.75, dtype=dtype)
+    if reduction == "mean":
+        dy = dy * 1024  # as a scaled loss, so that a gradient of a mean of many is no subnormal
+
+    def of(function, kind):
+        leaf = x.to(kind, copy=True).requires_grad_()
+        y = function(leaf, target, weight=weight.to(kind), **options)
+        return y.detach().double(), torch.autograd.grad(y, leaf, dy.to(kind))[0].double()
+
+    (y, dx), (exact, gradient) = of(ours.cross_entropy, dtype), of(F.cross_entropy, torch.float64)
+    torch.testing.assert_close(y, exact, rtol=1.05 * torch.finfo(dtype).eps / 2, atol=1e-5)
+    rounded = gradient.to(dtype)
+    ulp = (torch.nextafter(rounded.abs(), torch.full_like(rounded, torch.inf)) - rounded.abs()).double()
+    assert ((dx - gradient).abs() <= 0.525 * ulp + 1e-9).all()

@@ -1,6 +1,7 @@
 """benchmarks/models in torch: both flavours compute the same, and the command writes what it measures."""
 
 import json
+import weakref
 
 import numpy as np
 import pytest
@@ -54,6 +55,22 @@ def test_a_row():
     assert abs(merged["loss"] - rows["torch"][0]["loss"]) < 0.02
     other = command.merged_rounds(spec_of("torch"), [rows["torch"][0], rows["aotops"][0]])
     assert not other["same_bits"]
+
+
+def test_a_step_holds_the_loss_of_the_one_before(monkeypatch):
+    """As a user's loop does: what a loss keeps after its backward is part of the peak."""
+    losses, alive, build_model = [], [], torch_train.build_model
+
+    def watched(*args):
+        model = build_model(*args)
+        model.register_forward_pre_hook(lambda *_: alive.append([one() is not None for one in losses]))
+        model.register_forward_hook(lambda model, given, loss: losses.append(weakref.ref(loss)))
+        return model
+
+    monkeypatch.setattr(torch_train, "build_model", watched)
+    torch_train.measure(spec.Spec("gpt2", "aotops", "float32", timed=2, tiny=True))
+    assert len(alive) > 3
+    assert all(held == [False] * (len(held) - 1) + [True] for held in alive[1:])
 
 
 def test_command(tmp_path):

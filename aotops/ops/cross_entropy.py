@@ -8,7 +8,17 @@ from ..op import operator
 def _dims(call, loss, *like_x):
     """A part of the rows has another mean: its axis is whole for it. ``loss``: the slot that is like the loss."""
     n = "" if len(call.x) == 1 else "N" if call.reduction == "mean" else "n"
-    return {loss: n if call.reduction == "none" else "", "target": n} | dict.fromkeys(("x", *like_x), f"{n} C")
+    return (
+        {loss: n if call.reduction == "none" else "", "target": n}
+        | dict.fromkeys(("x", *like_x), f"{n} C")
+        | {"slope": f"{n} {'C' if keeps_slope(call.reduction) else '0'}"}
+    )
+
+
+def keeps_slope(reduction):
+    """Whether there is a ``slope``. The losses of the rows have gradients that are seldom 1: without it the backward
+    computes dx from x, and rounds it once."""
+    return reduction != "none"
 
 
 def divides_slope(reduction, dtype):
@@ -58,7 +68,7 @@ _ATTRS = {"ignore_index": "int", "reduction": "str", "label_smoothing": "float",
     outputs=("dx",),
     workspace=("workspace",),
     optional=("slope",),
-    dims=lambda call: _dims(call, "dy", "slope", "dx"),
+    dims=lambda call: _dims(call, "dy", "dx"),
     attrs=_ATTRS,
     same_spec_as={"dx": "x"},
     overwrites={"dx": "slope"},
@@ -73,11 +83,14 @@ def cross_entropy_backward(dy, x, target, slope, ignore_index=-100, reduction="m
     outputs=("y",),
     residuals=("slope",),
     workspace=("workspace",),
-    shapes={"y": lambda call: call.x[:-1] if call.reduction == "none" else ()},
-    dims=lambda call: _dims(call, "y", "slope"),
+    shapes={
+        "y": lambda call: call.x[:-1] if call.reduction == "none" else (),
+        "slope": lambda call: (*call.x[:-1], call.x[-1] if keeps_slope(call.reduction) else 0),
+    },
+    dims=lambda call: _dims(call, "y"),
     attrs=_ATTRS,
     backward=cross_entropy_backward,
-    same_spec_as={"slope": "x"},
+    keeps=lambda call: keeps_slope(call.reduction),
     overwrites={"slope": "x"},
     formula=_formula,
     instead={"x": "slope"},
@@ -88,6 +101,9 @@ def cross_entropy(x, target, ignore_index=-100, reduction="mean", label_smoothin
     """Cross entropy with class indices, as ``torch.nn.functional.cross_entropy``:
     ``-log(softmax(x)[target])`` of each row.
 
+    The logarithms of sums (lse), a z-loss and capped logits are not part of it. Class weights are, as the keyword
+    ``weight``, in PyTorch alone.
+
     Args:
         x: (N, C) or (C,); float16, bfloat16, float32 or float64: a number for each class, before softmax.
         target: (N,) or (); int32 or int64: the class of each row, from 0 to C - 1, or ignore_index.
@@ -97,7 +113,11 @@ def cross_entropy(x, target, ignore_index=-100, reduction="mean", label_smoothin
         dtype: of the loss: None, for x's, or "float32" for an x of 16 bits.
 
     Returns:
-        The loss: (), or target's shape where reduction is "none". Sums are taken in float32 (float64 for float64).
+        The loss: (), or target's shape where reduction is "none". Sums are taken in float32 (float64 for float64). The
+        gradient of x is rounded once where reduction is "none": x is kept for it, and must not be changed in place
+        before. Of a sum or a mean the forward keeps the gradient for a dy of 1, so that x may be changed; in 16 bits,
+        its product with a dy that is no power of two, and in float16 every mean, is rounded twice: it errs by at most
+        2 units of 2**-8 (bfloat16) or 2**-11 (float16) of itself.
 
     Raises:
         TypeError: an x that is not floating, a target that is not int32 or int64, another dtype.

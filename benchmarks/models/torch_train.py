@@ -37,8 +37,10 @@ def measure(spec: Spec) -> dict[str, Any]:
     on_host = data.batches(spec.model, spec.size, steps + PROFILED * spec.profile)
     batches = [on_device(batch, device) for batch in on_host]
     losses: list[Tensor] = []
+    loss: Tensor  # lives to the end of the next forward, with what its graph keeps, as in a user's loop
 
     def step(batch: tuple[Tensor, ...]) -> None:
+        nonlocal loss
         with autocast(spec, device):
             loss = loss_of(*batch)
         loss.backward()

@@ -38,6 +38,7 @@ struct Function {
   int n_saved;               // what is saved for the backward:
   int saved[kMaxSlots];      // the slot of each,
   int instead[kMaxSlots];    // and the residual that is saved in its place if it is written; -1: none
+  void *hooks;               // takes False; returns None unless a hook packs what is saved: then nothing is replaced
   void *make_prototypes;     // takes the inputs; returns None for those that the operator refuses, whose error is then
                              // this library's, else a tuple with one for each slot written, None where an input is
   void *prototypes;          // a dict of what it returned, by what the shapes of outputs depend on
@@ -54,6 +55,7 @@ struct Backward {
   int over_input;           // the slot of that input, which is saved
   int64_t over_from;        // bytes of it from which may_overwrite is asked
   void *may_overwrite;      // takes the saved tensors; returns a bool
+  void *drop_inputs;        // after a backward, takes the context, of which inputs were replaced; null: none were
 };
 
 // A differentiable operator with its attributes.
@@ -172,15 +174,26 @@ Ref tuple_of(void *const *objects, const int *index, int n) {
   return tuple;
 }
 
+// Whether residuals are saved in the place of inputs: 1 or 0; -1: Python's error is set. A hook that packs what is
+// saved is given the inputs too: a checkpoint drops them.
+int replaces(const Function &f) {
+  if (!f.hooks) return 0;
+  static void *const no = PyBool_FromLong(0);
+  Ref hooks = PyObject_VectorcallDict(f.hooks, &no, 1, nullptr);
+  return hooks ? hooks == python.none : -1;
+}
+
 // Sets context.to_save, as save_for_backward does (torch_call.py compares that), and keeps the inputs that a residual
 // replaces as context.inputs, with their versions as context.versions. False: Python's error is set.
 bool save(const Function &f, void *context, void *const *objects) {
   static void *to_save = PyUnicode_InternFromString("to_save"), *inputs = PyUnicode_InternFromString("inputs"),
               *versions = PyUnicode_InternFromString("versions"), *version = PyUnicode_InternFromString("_version");
   int saved[kMaxSlots], replaced[kMaxSlots], n_replaced = 0;
+  const int replace = replaces(f);
+  if (replace < 0) return false;
   for (int i = 0; i < f.n_saved; ++i) {
     const int instead = f.instead[i];
-    const bool kept = instead >= 0 && objects[instead] != python.none;
+    const bool kept = replace && instead >= 0 && objects[instead] != python.none;
     saved[i] = kept ? instead : f.saved[i];
     if (kept) replaced[n_replaced++] = f.saved[i];
   }
@@ -284,13 +297,18 @@ Ref run_backward(const Backward &b, void *context, void *const *grads) {
   Ref saved = PyObject_GetAttr(context, saved_tensors);
   if (!saved) return nullptr;
   error_is_ours = false;
-  if (Ref gradients = run_plain_backward(b, needed, saved, grads)) return gradients;
-  if (!must_fall_back()) return nullptr;
-  Ref given = PyTuple_New(b.n_grads);
-  if (!given) return nullptr;
-  for (int i = 0; i < b.n_grads; ++i) Py_IncRef(grads[i]), PyTuple_SetItem(given, i, grads[i]);
-  void *const arguments[] = {saved, given, needed, context};
-  return PyObject_VectorcallDict(b.fallback, arguments, 4, nullptr);
+  Ref gradients = run_plain_backward(b, needed, saved, grads);
+  if (!gradients) {
+    if (!must_fall_back()) return nullptr;
+    Ref given = PyTuple_New(b.n_grads);
+    if (!given) return nullptr;
+    for (int i = 0; i < b.n_grads; ++i) Py_IncRef(grads[i]), PyTuple_SetItem(given, i, grads[i]);
+    void *const arguments[] = {saved, given, needed, context};
+    gradients = PyObject_VectorcallDict(b.fallback, arguments, 4, nullptr);
+  }
+  if (!gradients || !b.drop_inputs) return gradients;
+  Ref dropped = PyObject_VectorcallDict(b.drop_inputs, &context, 1, nullptr);
+  return dropped ? std::move(gradients) : Ref(nullptr);
 }
 
 // ------------------------------------------------------------------------------------------------- public functions
@@ -498,7 +516,7 @@ AOT_API void aot_torch_install_vectorcall(void *function, void *capsule) {
 
 // The structs that frontends/torch_call.py mirrors. A change of one of them raises the version here and there.
 AOT_API const char *aot_torch_structs() {
-  static const std::string sizes = struct_sizes(3, {{"Gate", sizeof(GateFacts)},
+  static const std::string sizes = struct_sizes(4, {{"Gate", sizeof(GateFacts)},
                                                     {"Torch", sizeof(Torch)},
                                                     {"Function", sizeof(Function)},
                                                     {"Backward", sizeof(Backward)},

@@ -167,8 +167,8 @@ Status cross_entropy_cpu(const CrossEntropy &op, const Tensor *in, const Tensor 
     };
     const auto count = static_cast<A>(op.mean() ? targets.count(rows) : 1);
     const A scale = op.divides_slope(x) ? 1 / count : A(1);
-    cross_entropy_loop(x.as<const T>(), targets, slope.as<T>(), rows, cols, op.label_smoothing, write_loss,
-                       [=](int64_t) { return scale; });
+    cross_entropy_loop(x.as<const T>(), targets, op.keeps(slope) ? slope.as<T>() : nullptr, rows, cols,
+                       op.label_smoothing, write_loss, [=](int64_t) { return scale; });
     if (!op.reduces()) return kOk;
     double sum = 0;
     for (int64_t i = 0; i < rows; ++i) sum += losses[i];
@@ -185,12 +185,13 @@ Status cross_entropy_backward_cpu(const CrossEntropyBackward &op, const Tensor *
   return dispatch_floating(x.dtype, [&](auto zero) {
     using T = decltype(zero);
     using A = Accumulate<T>;
-    const bool divide = op.mean() && !(slope && op.divides_slope(x)), each_row = !op.reduces();
+    const bool keeps = op.keeps(slope), divide = op.mean() && !(keeps && op.divides_slope(x));
+    const bool each_row = !op.reduces();
     const A count = divide ? static_cast<A>(targets.count(rows)) : A(1);
     auto scale = [=, from = Loss<T>(dy)](int64_t i) { return from.read(each_row ? i : 0) / count; };
     // 0 for an ignored row, also if dy is not finite or the count is 0
     auto factor = [=](int64_t i) { return targets.ignored(i) ? A(0) : scale(i); };
-    if (slope) return scale_loop(slope.as<const T>(), dx.as<T>(), rows, cols, factor), kOk;
+    if (keeps) return scale_loop(slope.as<const T>(), dx.as<T>(), rows, cols, factor), kOk;
     cross_entropy_loop(
         x.as<const T>(), targets, dx.as<T>(), rows, cols, op.label_smoothing, [](int64_t, double) {}, scale);
     return kOk;

@@ -475,10 +475,11 @@ Status cross_entropy_cuda(const CrossEntropy &op, const Tensor *in, const Tensor
     using A = Accumulate<T>;
     const int64_t rows = op.rows(x);
     Targets targets(in[op.kTarget], op.ignore_index);
-    A *count = slope && op.divides_slope(x) ? work.as<A>() : nullptr;
+    A *count = op.keeps(slope) && op.divides_slope(x) ? work.as<A>() : nullptr;
     A *losses = op.reduces() ? work.as<A>() + op.kLosses : nullptr;
     if (count && rows) AOT_TRY(cross_entropy_count(op.name, targets, count, rows, stream));
-    Results<T, A> results = {op.reduces() ? Loss<T>() : Loss<T>(loss), losses, slope.as<T>()};
+    Results<T, A> results = {op.reduces() ? Loss<T>() : Loss<T>(loss), losses,
+                             op.keeps(slope) ? slope.as<T>() : nullptr};
     AOT_TRY((cross_entropy_rows<T>(op.name, op, x, targets, results, Scale<T, A>{{}, false, count}, stream)));
     if (!op.reduces()) return kOk;
     return cross_entropy_loss(op, losses, Loss<T>(loss), rows, stream);
@@ -487,7 +488,7 @@ Status cross_entropy_cuda(const CrossEntropy &op, const Tensor *in, const Tensor
 
 Status cross_entropy_backward_cuda(const CrossEntropyBackward &op, const Tensor *in, const Tensor *out, void *stream) {
   const Tensor &dy = in[op.kDy], &x = in[op.kX], &slope = in[op.kSlope], &dx = out[op.kDx], &work = out[op.kWork];
-  const bool divide = op.mean() && !(slope && op.divides_slope(x));
+  const bool keeps = op.keeps(slope), divide = op.mean() && !(keeps && op.divides_slope(x));
   if (divide && !work) return fail(kConventionMisused, "%s: workspace is missing", op.name);
   return dispatch(x.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
@@ -496,7 +497,7 @@ Status cross_entropy_backward_cuda(const CrossEntropyBackward &op, const Tensor 
     A *count = divide ? work.as<A>() : nullptr;
     if (divide) AOT_TRY(cross_entropy_count(op.name, targets, count, op.rows(x), stream));
     Scale<T, A> scale = {Loss<T>(dy), !op.reduces(), count};
-    if (slope) return cross_entropy_scale(op.name, op, slope, dx.as<T>(), targets, scale, stream);
+    if (keeps) return cross_entropy_scale(op.name, op, slope, dx.as<T>(), targets, scale, stream);
     return cross_entropy_rows(op.name, op, x, targets, Results<T, A>{{}, nullptr, dx.as<T>()}, scale, stream);
   });
 }

@@ -3,7 +3,8 @@
 //          reduction = "none": the rows' losses; "sum"; "mean": the sum divided by the count of rows not ignored
 //          dtype: y's, x's by default; float32 for an x of 16 bits
 //          slope: the derivative of y, p - (1 - a) onehot(t) - a / C, for "mean" divided by the count, but not in
-//          float16; 0 if t is ignore_index
+//          float16; 0 if t is ignore_index. For "none" it has no columns: the backward computes dx from x, because each
+//          row has a dy of its own, and dx is rounded once then
 // gradient dx = dy * slope, for "mean" in float16 divided by the count. There dy may be the scale of the loss, without
 //          which the quotient would underflow.
 // slope may be written over x, and dx over slope: the same address, of the whole tensor. Where dy is 1, and nothing is
@@ -42,7 +43,15 @@ struct CrossEntropyAttrs {
   // Whether slope is divided by the count. In float16 the backward divides.
   bool divides_slope(const Spec &x) const { return mean() && x.dtype != DType::float16; }
 
+  // Whether there is a slope: "none" has none.
+  bool keeps(const Tensor &slope) const { return slope && reduces(); }
+
  protected:
+  Spec slope(const Spec &x) const {
+    Spec s = x;
+    if (x.rank_known() && !reduces()) s.shape[x.ndim - 1] = 0;
+    return s;
+  }
   Status check(const char *op, const Spec &x, const Spec &target) const {
     AOT_TRY(check_floating(op, "x", x));
     AOT_TRY(check_integer(op, "target", target));
@@ -86,14 +95,14 @@ struct CrossEntropy : CrossEntropyAttrs {
     const Spec &x = in[kX];
     AOT_TRY(check(name, x, in[kTarget]));
     out[kY] = loss(x);
-    out[kSlope] = x;
+    out[kSlope] = slope(x);
     bool known = x.rank_known() && (x.ndim < 2 || x.shape[0] >= 0);
     out[kWork] = Spec::vector(accumulate_dtype(x.dtype), !reduces() ? 1 : known ? kLosses + rows(x) : kUnknownDim);
     return kOk;
   }
 };
 
-// An absent slope is recomputed from x.
+// An absent slope, or one without columns, is recomputed from x.
 struct CrossEntropyBackward : CrossEntropyAttrs {
   static constexpr const char *name = "cross_entropy_backward";
   static constexpr Slot inputs[] = {{"dy"}, {"x"}, {"target", required, kIntegers}, {"slope", optional}};
@@ -105,7 +114,7 @@ struct CrossEntropyBackward : CrossEntropyAttrs {
     const Spec &x = in[kX];
     AOT_TRY(check(name, x, in[kTarget]));
     AOT_TRY(check_like(name, "dy", in[kDy], "the loss", loss(x)));
-    if (in[kSlope]) AOT_TRY(check_like(name, "slope", in[kSlope], "x", x));
+    if (in[kSlope]) AOT_TRY(check_like(name, "slope", in[kSlope], reduces() ? "x" : "x without columns", slope(x)));
     out[kDx] = x;
     out[kWork] = Spec::vector(accumulate_dtype(x.dtype), kIsCuda ? 1 : 0);
     return kOk;
