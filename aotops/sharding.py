@@ -100,6 +100,8 @@ def _is_hashable(value: Any) -> bool:
 def _parsed(op: Op, attrs: tuple[Attr, ...], shapes: tuple[Shape | None, ...]) -> Sharding | None:
     if op.dims is None and not op.elementwise:
         return None
+    if not any(shapes):  # 0-dim inputs: dims states axes that they do not have
+        return None
     call = _call(op, attrs, shapes)
     stated = _statement(op, call)
     given = _shapes(op, call)

@@ -14,6 +14,7 @@ import pytest
 from aotops import new
 from aotops.build import build
 from aotops.ops import OPS
+from aotops.testing import check
 from aotops.testing.frameworks import requested
 
 ROOT = Path(__file__).parents[1]
@@ -71,6 +72,12 @@ def test_gradients_are_those_of_the_formula(package):
             assert torch.autograd.gradcheck(lambda *x, case=case: function(*x, **case.attrs), tensors)
             tried += 1
     assert tried > 2
+
+
+def test_every_check_passes(package):
+    """As it is written, in every framework under test: what --quick leaves out too."""
+    report = check(package.op, frameworks=requested())
+    assert report.ok, report.render()
 
 
 def test_what_is_refused_is_told(package):
