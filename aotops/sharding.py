@@ -100,11 +100,11 @@ def _is_hashable(value: Any) -> bool:
 def _parsed(op: Op, attrs: tuple[Attr, ...], shapes: tuple[Shape | None, ...]) -> Sharding | None:
     if op.dims is None and not op.elementwise:
         return None
-    if not any(shapes):  # 0-dim inputs: dims states axes that they do not have
-        return None
     call = _call(op, attrs, shapes)
     stated = _statement(op, call)
     given = _shapes(op, call)
+    if all(shape == () for shape in given.values()):  # dims may state axes that these do not have
+        return Sharding(op.with_aliases(dict.fromkeys(given, ())), ())
     leading = _leading(op, stated, given)
     slots, same = {}, {}
     for slot, shape in given.items():

@@ -20,6 +20,8 @@
 //   Status gelu_cpu(const Gelu &op, const aot::Tensor *in, const aot::Tensor *out, void *stream);   // a launcher
 //   AOT_ENTRY(Gelu, aot_gelu_cpu, gelu_cpu)
 //
+// An output has the dtype that infer gives it, floating or not; one that is not floating has no gradient.
+//
 // An optional slot may be absent; its Tensor then converts to false. The integer attributes "inputs" and "outputs" have
 // bit i set if slot i is present. Without them every input is present, and nparam determines the number of outputs.
 #pragma once

@@ -16,7 +16,7 @@ import pickle
 import sys
 from collections.abc import Callable, Mapping
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
