@@ -29,6 +29,14 @@ class Symbol:
     weak: bool
 
 
+class Segment(NamedTuple):
+    kind: int
+    flags: int
+    address: int
+    size: int
+    """In memory."""
+
+
 class Elf:
     """A shared library's dynamic section. Raises ValueError for another format, or a file that ends too early."""
 
@@ -80,6 +88,10 @@ class Elf:
         """The folders of RPATH and RUNPATH."""
         paths = [self._text(value) for tag, value in self._dynamic if tag in (DT_RPATH, DT_RUNPATH)]
         return [folder for path in paths for folder in path.split(":") if folder]
+
+    @property
+    def segments(self) -> list[Segment]:
+        return [Segment(kind, flags, address, size) for kind, flags, _, address, _, _, size, _ in self._segments]
 
     @property
     def executable_stack(self) -> bool:

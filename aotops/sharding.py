@@ -103,6 +103,8 @@ def _parsed(op: Op, attrs: tuple[Attr, ...], shapes: tuple[Shape | None, ...]) -
     call = _call(op, attrs, shapes)
     stated = _statement(op, call)
     given = _shapes(op, call)
+    if all(shape == () for shape in given.values()):  # dims may state axes that these do not have
+        return Sharding(op.with_aliases(dict.fromkeys(given, ())), ())
     leading = _leading(op, stated, given)
     slots, same = {}, {}
     for slot, shape in given.items():

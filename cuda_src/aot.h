@@ -20,6 +20,8 @@
 //   Status gelu_cpu(const Gelu &op, const aot::Tensor *in, const aot::Tensor *out, void *stream);   // a launcher
 //   AOT_ENTRY(Gelu, aot_gelu_cpu, gelu_cpu)
 //
+// An output has the dtype that infer gives it, floating or not; one that is not floating has no gradient.
+//
 // An optional slot may be absent; its Tensor then converts to false. The integer attributes "inputs" and "outputs" have
 // bit i set if slot i is present. Without them every input is present, and nparam determines the number of outputs.
 #pragma once
@@ -77,7 +79,22 @@ constexpr int64_t kMostElements = int64_t{1} << 50, kLarge = int64_t{1} << 60;
 
 // ---------------------------------------------------------------------------------------------------------- dtypes
 
-enum class DType : uint8_t { absent, unknown, other, float16, bfloat16, float32, float64, int32, int64 };
+enum class DType : uint8_t {
+  absent,
+  unknown,
+  other,
+  float16,
+  bfloat16,
+  float32,
+  float64,
+  int32,
+  int64,
+  boolean,
+  int8,
+  uint8,
+  int16
+};
+constexpr int kDTypes = static_cast<int>(DType::int16) + 1;
 
 template <size_t n>
 inline bool is_word(const char *s, const char (&word)[n]) {
@@ -96,15 +113,20 @@ inline DType parse_dtype(const char *s) {
   if (is_word(s, "float64")) return DType::float64;
   if (is_word(s, "int64")) return DType::int64;
   if (is_word(s, "int32") || is_word(s, "int")) return DType::int32;
+  if (is_word(s, "bool")) return DType::boolean;
+  if (is_word(s, "int8")) return DType::int8;
+  if (is_word(s, "uint8")) return DType::uint8;
+  if (is_word(s, "int16")) return DType::int16;
   return DType::other;
 }
 
 inline const char *dtype_name(DType d) {
-  constexpr const char *names[] = {"absent",  "unknown", "other", "float16", "bfloat16",
-                                   "float32", "float64", "int32", "int64"};
+  constexpr const char *names[kDTypes] = {"absent", "unknown", "other", "float16", "bfloat16", "float32", "float64",
+                                          "int32",  "int64",   "bool",  "int8",    "uint8",    "int16"};
   return names[static_cast<int>(d)];
 }
 
+// Of an index: the other integers are none.
 inline bool is_integer(DType d) { return d == DType::int32 || d == DType::int64; }
 inline bool is_floating(DType d) { return d >= DType::float16 && d <= DType::float64; }
 
@@ -213,6 +235,11 @@ struct ShapeText {
 
 // ------------------------------------------------------------------------------------------------- checks for infer
 
+#define AOT_TRY(expression)                                   \
+  do {                                                        \
+    if (::aot::Status status_ = (expression)) return status_; \
+  } while (0)
+
 inline Status check_floating(const char *op, const char *slot, const Spec &s) {
   if (s.dtype == DType::unknown || is_floating(s.dtype)) return kOk;
   return fail(kUnsupportedDtype, "%s: %s has dtype %s, expected float16, bfloat16, float32 or float64", op, slot,
@@ -242,17 +269,19 @@ inline Status check_like(const char *op, const char *slot, const Spec &s, const 
   return check_shape(op, slot, s, model_slot, model);
 }
 
+// An output has the dtype that infer gives it, floating or not, and its shape.
+inline Status check_output(const char *op, const char *slot, const Spec &s, const Spec &expected) {
+  if (is_floating(expected.dtype)) return check_like(op, slot, s, "this output", expected);
+  AOT_TRY(check_dtype(op, slot, s, expected.dtype));
+  return check_shape(op, slot, s, "this output", expected);
+}
+
 // For a result that may have more elements than the inputs, such as a broadcast one.
 inline Status check_size(const char *op, const char *slot, const Spec &s) {
   int64_t elements;
   if (count_elements(s.shape, s.ndim, true, &elements)) return kOk;
   return fail(kInvalidArgument, "%s: %s has shape %s, expected at most 2**50 elements", op, slot, ShapeText(s).text);
 }
-
-#define AOT_TRY(expression)                                   \
-  do {                                                        \
-    if (::aot::Status status_ = (expression)) return status_; \
-  } while (0)
 
 // ------------------------------------------------------------------------------------------------------ attributes
 
@@ -466,7 +495,7 @@ int run(const Bound<Op> &bound, Launcher<Op> launch, int nparam, void **params, 
     if (!out[i] && slot.kind != required) continue;
     if (!out[i]) return fail(kConventionMisused, "%s: output %s is missing", Op::name, slot.name);
     if (slot.kind == workspace && out[i].dtype == expected[i].dtype && out[i].size() >= expected[i].size()) continue;
-    AOT_TRY(check_like(Op::name, slot.name, out[i], "this output", expected[i]));
+    AOT_TRY(check_output(Op::name, slot.name, out[i], expected[i]));
     elements += out[i].size();
   }
   // 3. launch, unless the outputs are empty
@@ -527,8 +556,12 @@ int infer_outputs(int nparam, const int *ndims, int64_t *const *shapes, const ch
 
 // MindSpore's numbers for its dtypes (mindapi/base/type_id.h).
 enum TypeId : int {
+  kTypeBool = 30,
+  kTypeInt8 = 32,
+  kTypeInt16 = 33,
   kTypeInt32 = 34,
   kTypeInt64 = 35,
+  kTypeUInt8 = 37,
   kTypeFloat16 = 42,
   kTypeFloat32 = 43,
   kTypeFloat64 = 44,
@@ -538,7 +571,9 @@ constexpr struct {
   DType dtype;
   TypeId id;
 } kTypeIds[] = {{DType::int32, kTypeInt32},     {DType::int64, kTypeInt64},     {DType::float16, kTypeFloat16},
-                {DType::float32, kTypeFloat32}, {DType::float64, kTypeFloat64}, {DType::bfloat16, kTypeBFloat16}};
+                {DType::float32, kTypeFloat32}, {DType::float64, kTypeFloat64}, {DType::bfloat16, kTypeBFloat16},
+                {DType::boolean, kTypeBool},    {DType::int8, kTypeInt8},       {DType::uint8, kTypeUInt8},
+                {DType::int16, kTypeInt16}};
 
 // The specs of the outputs that are present. If inference fails they are unknown, since MindSpore's companions cannot
 // report an error; the call itself does.

@@ -5,12 +5,14 @@
 
 #include <atomic>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 
 namespace {
 
 thread_local const char *message = "";
+thread_local int axes;  // of the call at hand
 
 int refuse(const char *text) {
   message = text;
@@ -133,9 +135,114 @@ struct WrongIfMisaligned : Correct {
   }
 };
 
+struct SwallowsNaNOfItsGradient : Correct {
+  template <class T>
+  static void backward(const T *dy, const T *x, T *dx, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) dx[i] = dy[i] == dy[i] ? 2 * x[i] * dy[i] : 0;
+  }
+};
+
+struct SwallowsNaNInItsGradient : Correct {
+  template <class T>
+  static void backward(const T *dy, const T *x, T *dx, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) dx[i] = x[i] == x[i] ? 2 * x[i] * dy[i] : 0;
+  }
+};
+
+// A compiler may not keep a volatile variable in a register.
+struct SharesANumber : Correct {
+  template <class T>
+  static void forward(T *x, T *y, int64_t n) {
+    static volatile T last;
+    for (int64_t i = 0; i < n; ++i) {
+      last = x[i];
+      y[i] = last * x[i];
+    }
+  }
+};
+
+struct SharesAnArray : Correct {
+  static constexpr int64_t kSize = 65536;
+  template <class T>
+  static void backward(const T *dy, const T *x, T *dx, int64_t n) {
+    static volatile T twice[kSize];
+    for (int64_t start = 0; start < n; start += kSize) {
+      const int64_t m = n - start < kSize ? n - start : kSize;
+      for (int64_t i = 0; i < m; ++i) twice[i] = 2 * x[start + i];
+      for (int64_t i = 0; i < m; ++i) dx[start + i] = twice[i] * dy[start + i];
+    }
+  }
+};
+
+// The same, where one call at a time uses the array: right.
+struct LocksAnArray : Correct {
+  template <class T>
+  static void backward(const T *dy, const T *x, T *dx, int64_t n) {
+    static std::atomic_flag busy = ATOMIC_FLAG_INIT;
+    while (busy.test_and_set()) usleep(10);
+    SharesAnArray::backward(dy, x, dx, n);
+    busy.clear();
+  }
+};
+
+struct WrongIfOutputMisaligned : Correct {
+  template <class T>
+  static void forward(T *x, T *y, int64_t n) {
+    square(x, y, n);
+    if (n && reinterpret_cast<uintptr_t>(y) % 64) y[0] = 0;
+  }
+};
+
+struct WrongIfGradientMisaligned : Correct {
+  template <class T>
+  static void backward(const T *dy, const T *x, T *dx, int64_t n) {
+    Correct::backward(dy, x, dx, n);
+    if (n && reinterpret_cast<uintptr_t>(dx) % 32 == 8) dx[0] = 0;
+  }
+};
+
+struct RestoresItsInput : Correct {
+  template <class T>
+  static void forward(T *x, T *y, int64_t n) {
+    square(x, y, n);
+    if (!n) return;
+    const T before = x[0];
+    *const_cast<volatile T *>(x) = 0;
+    *const_cast<volatile T *>(x) = before;
+  }
+};
+
+struct Leaks : Correct {
+  template <class T>
+  static void forward(T *x, T *y, int64_t n) {
+    auto *kept = static_cast<volatile char *>(std::malloc(8 * n));
+    if (n && kept) kept[0] = 0;
+    square(x, y, n);
+  }
+};
+
+struct CountsInInts : Correct {
+  template <class T>
+  static void forward(T *x, T *y, int64_t n) {
+    const int count = static_cast<int>(n);
+    for (int i = 0; i < count; ++i) y[i] = x[i] * x[i];
+  }
+};
+
+// Of four axes, the last element is wrong.
+struct WrongForFourAxes : Correct {
+  template <class T>
+  static void forward(T *x, T *y, int64_t n) {
+    square(x, y, n);
+    if (n && axes == 4) y[n - 1] = 0;
+  }
+};
+
 template <class Kernels>
 int forward(void **params, int *ndims, int64_t **shapes, const char **dtypes) {
   const int64_t n = size_of(ndims[0], shapes[0]);
+  if (!is(dtypes[0], "float32") && !is(dtypes[0], "float64")) return refuse("faulty: no kernel for this dtype");
+  axes = ndims[0];
   if (is(dtypes[0], "float32")) Kernels::forward((float *)params[0], (float *)params[1], n);
   else Kernels::forward((double *)params[0], (double *)params[1], n);
   return 0;
@@ -144,10 +251,33 @@ int forward(void **params, int *ndims, int64_t **shapes, const char **dtypes) {
 template <class Kernels>
 int backward(void **params, int *ndims, int64_t **shapes, const char **dtypes) {
   const int64_t n = size_of(ndims[0], shapes[0]);
+  if (!is(dtypes[0], "float32") && !is(dtypes[0], "float64")) return refuse("faulty: no kernel for this dtype");
   if (is(dtypes[0], "float32")) Kernels::backward((float *)params[0], (float *)params[1], (float *)params[2], n);
   else Kernels::backward((double *)params[0], (double *)params[1], (double *)params[2], n);
   return 0;
 }
+
+// Two outputs: the squares, and bools, whether x is positive.
+int squares_and_signs(void **params, int *ndims, int64_t **shapes, const char **dtypes) {
+  const int64_t n = size_of(ndims[0], shapes[0]);
+  if (!is(dtypes[0], "float32")) return refuse("faulty: no kernel for this dtype");
+  const auto *x = static_cast<const float *>(params[0]);
+  square(x, static_cast<float *>(params[1]), n);
+  for (int64_t i = 0; i < n; ++i) static_cast<bool *>(params[2])[i] = x[i] > 0;
+  return 0;
+}
+
+// y[i] = table[index[i]]; an index that is out of range counts from the beginning.
+int take(void **params, int *ndims, int64_t **shapes, const char **dtypes) {
+  const int64_t n = size_of(ndims[1], shapes[1]), length = size_of(ndims[0], shapes[0]);
+  if (!is(dtypes[0], "float32")) return refuse("faulty: no kernel for this dtype");
+  const auto *table = static_cast<const float *>(params[0]);
+  const auto *index = static_cast<const int64_t *>(params[1]);
+  for (int64_t i = 0; i < n; ++i) static_cast<float *>(params[2])[i] = length ? table[index[i] % length] : 0;
+  return 0;
+}
+
+int refuses(void **, int *, int64_t **, const char **) { return refuse("faulty: this kernel takes nothing"); }
 
 }  // namespace
 
@@ -177,3 +307,18 @@ OPERATOR(shares_scratch, SharesScratch)
 OPERATOR(swallows_nan, SwallowsNaN)
 OPERATOR(writes_its_input, WritesItsInput)
 OPERATOR(wrong_if_misaligned, WrongIfMisaligned)
+OPERATOR(wrong_formula, Correct)
+ENTRY(aot_refuses_cpu, refuses)
+ENTRY(squares_and_signs, squares_and_signs)
+ENTRY(take, take)
+OPERATOR(swallows_nan_of_its_gradient, SwallowsNaNOfItsGradient)
+OPERATOR(swallows_nan_in_its_gradient, SwallowsNaNInItsGradient)
+OPERATOR(shares_a_number, SharesANumber)
+OPERATOR(shares_an_array, SharesAnArray)
+OPERATOR(locks_an_array, LocksAnArray)
+OPERATOR(wrong_if_output_misaligned, WrongIfOutputMisaligned)
+OPERATOR(wrong_if_gradient_misaligned, WrongIfGradientMisaligned)
+OPERATOR(restores_its_input, RestoresItsInput)
+OPERATOR(leaks, Leaks)
+OPERATOR(counts_in_ints, CountsInInts)
+OPERATOR(wrong_for_four_axes, WrongForFourAxes)

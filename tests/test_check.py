@@ -7,30 +7,40 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 from importlib import import_module
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from aotops.elf import Elf
 from aotops.testing import Case, Report, Row, check
 from aotops.testing.audit import audited
 from aotops.testing.frameworks import requested
-from aotops.testing.report import FAIL, UNAVAILABLE, Failure, Item
+from aotops.testing.report import FAIL, PASS, UNAVAILABLE, Failure, Item
+from aotops.testing.subject import importable
+from aotops.testing.trial import ml_dtypes
 
 HERE = Path(__file__).parent
 PACKAGE = '''
 from pathlib import Path
 
-from aotops import Library, operator
+from aotops import Library, TensorSpec, load, operator
 from aotops.testing import Case, Row
 
 FAULTS = """correct wrong_for_odd_sizes wrong_gradient last_unwritten writes_past_the_end reads_before_the_start
-counts_calls shares_scratch swallows_nan writes_its_input wrong_if_misaligned""".split()
+counts_calls shares_scratch swallows_nan writes_its_input wrong_if_misaligned swallows_nan_of_its_gradient
+swallows_nan_in_its_gradient shares_a_number shares_an_array locks_an_array wrong_if_output_misaligned
+wrong_if_gradient_misaligned restores_its_input leaks counts_in_ints wrong_for_four_axes wrong_formula""".split()
 
 
 def square(x):
     return x * x
+
+
+def _not_square(m, x):
+    return m.wide(x) * 3
 
 
 def _of(name):
@@ -42,12 +52,50 @@ def _of(name):
 
     gradient.__name__, forward.__name__ = f"{name}_backward", name
     backward = operator(inputs=("dy", "x"), outputs=("dx",), same_spec_as={"dx": "x"})(gradient)
-    return operator(inputs=("x",), outputs=("y",), same_spec_as={"y": "x"}, backward=backward)(forward)
+    formula = _not_square if name == "wrong_formula" else None
+    spec = {"inputs": ("x",), "outputs": ("y",), "same_spec_as": {"y": "x"}}
+    return operator(backward=backward, formula=formula, **spec)(forward)
 
 
-library = Library("faulty", map(_of, FAULTS), Path(__file__).with_name("libfaulty.so"), cases="faulty")
+def _refuses():
+    def refuses(x):
+        return (x,), ()
+
+    return operator(inputs=("x",), outputs=("y",), same_spec_as={"y": "x"})(refuses)
+
+
+FILE = Path(__file__).with_name("libfaulty.so")
+library = Library("faulty", [*map(_of, FAULTS), _refuses()], FILE, cases="faulty")
+loaded = load(FILE, name="loaded")
 SHAPES = (), (1,), (2, 0), (7,), (4, 6), (9, 13)
-CASES = {name: Row(square, tuple(Case({"x": shape}) for shape in SHAPES)) for name in FAULTS}
+CASES = {name: Row(square, tuple(Case({"x": shape}) for shape in SHAPES)) for name in (*FAULTS, "refuses")}
+
+
+def hosted(name):
+    """The same kernels, as operators that aotops hosts: it knows nothing of what they accept."""
+    if f"its_{name}" not in loaded.ops:
+        gradient = {"inputs": ("dy", "x"), "outputs": ("dx",), "same_spec_as": {"dx": "x"}}
+        backward = loaded.op(f"its_{name}_backward", cpu=f"aot_{name}_backward_cpu", workspace=False, **gradient)
+        slots = {"inputs": ("x",), "outputs": ("y",), "same_spec_as": {"y": "x"}}
+        loaded.op(f"its_{name}", cpu=f"aot_{name}_cpu", workspace=False, backward=backward, **slots)
+    return loaded.ops[f"its_{name}"]
+
+
+def with_bools():
+    """squares_and_signs and its gradient."""
+    gradient = {"inputs": ("dy", "x"), "outputs": ("dx",), "same_spec_as": {"dx": "x"}}
+    backward = loaded.op("signs_backward", cpu="aot_correct_backward_cpu", workspace=False, **gradient)
+    return loaded.op(
+        "squares_and_signs", inputs=("x",), outputs=("y", "positive"), cpu="squares_and_signs", workspace=False,
+        infer=lambda x: (x, TensorSpec(x.shape, "bool")), backward=backward,
+    )
+
+
+def take():
+    return loaded.op(
+        "take", inputs=("table", "index"), outputs=("y",), cpu="take", workspace=False,
+        infer=lambda table, index: TensorSpec(index.shape, table.dtype),
+    )
 '''
 
 
@@ -95,21 +143,34 @@ FOUND = {
     "writes_past_the_end": ("bounds", "x (5,)", "writes_past_the_end writes past the end of y"),
     "reads_before_the_start": ("bounds", "x ()", "reads_before_the_start_backward reads before the start of x"),
     "counts_calls": ("same bits", "x ", "y of call 2 differs from that of call 1"),
-    "shares_scratch": ("threads", "x ", "calls from 4 threads differ from the same call alone"),
+    "shares_scratch": ("threads", "x ", "y of a call that another interrupts differs from the same call alone"),
     "swallows_nan": ("NaN and infinity", "x ", "= nan, y: 1 of"),
     "writes_its_input": ("inputs unchanged", "x ()", "writes_its_input writes to its input x"),
-    "wrong_if_misaligned": ("layouts", "x ", "shifted: 1 of"),
+    "wrong_if_misaligned": ("alignment", "x ()", "y with x 4 bytes past a multiple of 64"),
+    "swallows_nan_of_its_gradient": ("NaN and infinity", "x ()", "with dy[] = nan, dx is"),
+    "swallows_nan_in_its_gradient": ("NaN and infinity", "x ()", "with x[] = nan, dx is"),
+    "shares_a_number": ("threads", "x ()", "y of a call that another interrupts differs"),
+    "shares_an_array": ("threads", "x ()", "dx of a call that another interrupts differs"),
+    "wrong_if_output_misaligned": ("alignment", "x ()", "y with y 4 bytes past a multiple of 64"),
+    "wrong_if_gradient_misaligned": ("alignment", "x ()", "dx with dx 8 bytes past a multiple of 64"),
+    "restores_its_input": ("inputs unchanged", "x ()", "restores_its_input writes to its input x"),
+    "leaks": ("leaks", "x ()", "leaks keeps 32 bytes of memory in each call"),
+    "counts_in_ints": ("shapes", "x ", "with 2**31 elements, the first rows of y are not those of a small call"),
+    "wrong_for_four_axes": ("shapes", "x (1, 1, 1, 1)", "1 of 1 elements are wrong"),
 }
+RIGHT = {"correct", "locks_an_array", "wrong_formula"}
+"""The kernels that have no fault."""
 
 
 def test_every_fault_is_looked_for(faulty):
-    assert {"correct", *FOUND} == set(faulty.FAULTS)
+    assert {*RIGHT, *FOUND} == set(faulty.FAULTS)
 
 
 @pytest.mark.parametrize("name", FOUND)
 def test_a_fault_is_found(faulty, name):
     expected, case, words = FOUND[name]
-    report = checked(faulty, name)
+    only = {"only": ["shapes"], "huge": True} if name == "counts_in_ints" else {}
+    report = checked(faulty, name, quick=True, **only)
     assert report.failures, report.render()
     first = report.failures[0]
     assert first.check == expected, report.render()
@@ -118,6 +179,79 @@ def test_a_fault_is_found(faulty, name):
     assert not report.ok
     if expected == "bounds":  # what follows might end this process
         assert (report.items[-1].check, report.items[-1].status) == ("other checks", UNAVAILABLE)
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_a_fault_of_a_hosted_operator_is_found(faulty, name):
+    """With a reference and one case: the others are derived from it."""
+    check_name, *_ = FOUND[name]
+    report = check(
+        faulty.hosted(name), faulty.square, cases=[(9, 13)], frameworks=["numpy"], only=[check_name], quick=True,
+        dtypes=["float32"], huge=name == "counts_in_ints",
+    )  # fmt: skip
+    assert [item.check for item in report.failures][:1] == [check_name], report.render()
+
+
+@pytest.mark.parametrize("name", sorted(RIGHT - {"wrong_formula"}))
+def test_a_hosted_kernel_without_a_fault_passes(faulty, monkeypatch, name):
+    """Copies of 2**24 elements stand for those of 2**31, which take a minute."""
+    monkeypatch.setattr("aotops.testing.inputs.MOST", 1 << 24)
+    report = check(faulty.hosted(name), faulty.square, cases=[(4, 6)], frameworks=["numpy"], huge=True)
+    assert report.ok, report.render()
+    states = {(item.check, item.where): item for item in report.items}
+    for dtype in ("float16", "bfloat16"):
+        assert states["dtypes", dtype].status == UNAVAILABLE
+        assert "refused: faulty: no kernel for this dtype" in states["dtypes", dtype].detail
+    for kind in ("empty, numpy cpu", "0-dim, numpy cpu", "4-d, numpy cpu", "huge, numpy cpu", "2**31 elements, cpu"):
+        assert states["shapes", kind].status == PASS, kind
+
+
+def test_an_operator_that_refuses_every_dtype_fails(faulty):
+    slots = {"inputs": ("x",), "outputs": ("y",), "same_spec_as": {"y": "x"}}
+    hosted = faulty.loaded.op("refuses_too", cpu="aot_refuses_cpu", workspace=False, **slots)
+    for op in (faulty.library.ops["refuses"], hosted):
+        report = check(op, faulty.square, frameworks=["numpy"], quick=True)
+        assert [item.failure.message for item in report.failures] == [f"{op.name} refuses every dtype that is tried"]
+        refused = {item.where: item.detail for item in report.items if item.check == "dtypes"}
+        assert "refused: faulty: this kernel takes nothing" in refused["float32"]
+
+
+def test_outputs_that_are_not_floating_are_compared_and_have_no_gradient(faulty):
+    """In every framework under test, and with every check."""
+
+    def squares_and_signs(x):
+        return x * x, x > 0
+
+    frameworks = [name for name in requested() if name != "mindspore"]  # which asks for an InferShape
+    op = faulty.with_bools()
+    report = check(op, squares_and_signs, cases=[(4, 6), (7,)], frameworks=frameworks, dtypes=["float32"])
+    assert report.ok, report.render()
+    assert "gradients" in {item.check for item in report.items}
+    wrong = check(op, lambda x: (x * x, x >= -0.5), cases=[(4, 6)], frameworks=frameworks, only=["values"], quick=True)
+    assert len(wrong.failures) == len(frameworks)
+    assert "False, expected True" in wrong.failures[0].failure.message
+
+
+def test_derived_cases_keep_indices_in_range(faulty):
+    """The reference takes any index, and another element than the kernel where one is out of range."""
+
+    def take(table, index):
+        return table[np.minimum(index, len(table) - 1)] if len(table) else np.zeros(index.shape)
+
+    cases = [Case({"table": (5,), "index": (12,)}, classes={"index": 5})]
+    report = check(faulty.take(), take, cases=cases, frameworks=["numpy"], only=["shapes"], dtypes=["float32"])
+    assert report.ok, report.render()
+    tried = {item.where: item for item in report.items if item.check == "shapes"}
+    assert tried["odd, numpy cpu"].detail.startswith("9 cases")
+
+
+def test_no_warning_of_a_module_that_is_looked_through(faulty):
+    if "torch" not in requested():
+        pytest.skip("torch is not under test")
+    import_module("torch.distributed")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert importable(faulty.hosted("correct"))[1] == "loaded.ops['its_correct']"
 
 
 def test_the_line_reproduces_the_failure(faulty, python):
@@ -147,6 +281,17 @@ def test_torchs_own_checks_find_a_wrong_gradient(faulty):
     report = checked(faulty, "wrong_gradient", frameworks=["torch"], only=["opcheck", "gradcheck"])
     assert [item.check for item in report.failures] == ["gradcheck"], report.render()
     assert "Jacobian mismatch" in report.failures[0].failure.message
+    said = "the gradient, wrong_gradient_backward, does not agree with finite differences of the kernel"
+    assert said in report.failures[0].failure.message
+
+
+@pytest.mark.skipif("torch" not in requested(), reason="torch is not under test")
+def test_gradcheck_names_the_formula_that_is_wrong(faulty):
+    report = checked(faulty, "wrong_formula", frameworks=["torch"], only=["gradcheck"])
+    message = report.failures[0].failure.message
+    assert "wrong_formula: the kernel and the formula of wrong_formula, _not_square (" in message
+    assert "faulty.py:" in message
+    assert "the kernel's gradient agrees with finite differences of the kernel, the formula's" in message
 
 
 @pytest.mark.parametrize("name", ["gelu", "cross_entropy"])

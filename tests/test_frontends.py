@@ -15,8 +15,8 @@ from aotops.ops import OPS
 from aotops.testing import cases
 from aotops.testing.cases import CASES, DTYPES, first_case
 from aotops.testing.frameworks import frameworks, requested
-from aotops.testing.inputs import with_limit
 from aotops.testing.layouts import LAYOUTS, swapped, unaligned
+from aotops.testing.odd import with_limit
 from aotops.testing.tolerances import assert_close_or_odd
 
 EACH_CASE = [

@@ -14,6 +14,7 @@ import pytest
 from aotops import new
 from aotops.build import build
 from aotops.ops import OPS
+from aotops.testing import check
 from aotops.testing.frameworks import requested
 
 ROOT = Path(__file__).parents[1]
@@ -73,6 +74,12 @@ def test_gradients_are_those_of_the_formula(package):
     assert tried > 2
 
 
+def test_every_check_passes(package):
+    """As it is written, in every framework under test: what --quick leaves out too."""
+    report = check(package.op, frameworks=requested())
+    assert report.ok, report.render()
+
+
 def test_what_is_refused_is_told(package):
     function = getattr(package.frontend("numpy"), package.op.name)
     for bad in package.row.bad:
@@ -91,6 +98,57 @@ def test_another_dtype_has_entries(package):
             {k: x.astype(dtype).astype("float64") for k, x in arrays.items()}, case.attrs, dtype
         )
         np.testing.assert_allclose(got, expected, rtol=2e-3 if dtype == "float16" else 1e-12)
+
+
+PACKAGE = """
+from pathlib import Path
+
+import numpy as np
+
+from aotops import Library, operator
+from aotops.testing import Case, Row
+
+
+@operator(inputs=("dy", "x"), outputs=("dx",), same_spec_as={"dx": "x"})
+def largest_backward(dy, x):
+    return (dy, x), ()
+
+
+rows = dict.fromkeys(("y", "place", "positive"), lambda call: call.x[:1])
+
+
+@operator(inputs=("x",), outputs=("y", "place", "positive"), shapes=rows, backward=largest_backward)
+def largest(x):
+    return (x,), ()
+
+
+def reference(x):
+    if x.ndim != 2:
+        raise ValueError
+    return x.max(1), x.argmax(1), x.max(1) > 0
+
+
+library = Library("integers", [largest], Path(__file__).with_name("libintegers.so"), cases="integers")
+CASES = {"largest": Row(reference, (Case({"x": (4, 6)}), Case({"x": (3, 1)}), Case({"x": (0, 2)})))}
+"""
+
+
+def test_an_operator_of_aot_h_may_have_outputs_of_integers_and_bools(tmp_path, monkeypatch):
+    """In every framework under test, with its gradient. Its kernel refuses the dtypes of 16 bits."""
+    (tmp_path / "integers.py").write_text(PACKAGE)
+    (tmp_path / "pyproject.toml").write_text(
+        '[project]\nname = "integers"\n[tool.aotops]\nlibrary = "libintegers.so"\nsources = ["*.cpp"]\n'
+        'isas = ["baseline"]\nflags = ["-O1"]\n'
+    )
+    shutil.copy(ROOT / "tests" / "largest.cpp", tmp_path)
+    build(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    report = check(importlib.import_module("integers").library.ops["largest"], frameworks=requested())
+    assert report.ok, report.render()
+    refused = {item.where: item.detail for item in report.items if item.check == "dtypes"}
+    assert "largest: x has dtype float16, expected float32 or float64" in refused["float16"]
+    tried = {item.where for item in report.items if item.check == "gradients"}
+    assert len(tried) >= len(requested())
 
 
 def test_in_a_checkout_it_is_the_operator_of_the_documentation(tmp_path):

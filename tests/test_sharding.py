@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from aotops.infer import infer
-from aotops.op import Op
+from aotops.op import Op, operator
 from aotops.ops import OPS
 from aotops.sharding import Axis, batched_slots, sharding
 from aotops.spec import TensorSpec
@@ -230,3 +230,16 @@ def test_a_statement_that_does_not_fit_the_operator_is_named():
 
 def test_an_operator_that_states_nothing_is_not_split():
     assert sharding(replace(OPS["softmax"], dims=None), (-1,), [(2, 3)]) is None
+
+
+def test_inputs_without_axes_are_not_split():
+    """An operator of rows may take a tensor without axes, as one of one element: there is nothing to split."""
+    spec = {"inputs": ("x",), "outputs": ("y",), "same_spec_as": {"y": "x"}}
+    op = operator(dims=lambda call: dict.fromkeys("xy", "... N"), **spec)(_takes_x)
+    none = sharding(op, (), [()])
+    assert (none.slots, none.axes) == ({"x": (), "y": ()}, ())
+    assert [axis.size for axis in sharding(op, (), [(3, 4)]).axes] == [3]
+
+
+def _takes_x(x):
+    return (x,), ()

@@ -88,7 +88,8 @@ def backward_call(op: Op, trial: Trial, device: str) -> EntryCall | None:
     if backward is None or not backward.has_kernel:
         return None
     forward = forward_call(op, trial, device)
-    gradients = dict(zip((f"d{y}" for y in op.outputs), trial.output_gradients, strict=True))
+    every = zip((f"d{y}" for y in op.outputs), trial.output_gradients, strict=True)
+    gradients = {slot: dy for slot, dy in every if dy is not None}
     dtypes = {slot: dtype_of(dy, trial.dtype, slot[1:] in trial.case.wide) for slot, dy in gradients.items()}
     specs: dict[str, TensorSpec | None] = {
         slot: TensorSpec(gradients[slot].shape, dtypes[slot]) if slot in gradients else forward.specs.get(slot)

@@ -14,11 +14,12 @@ from aotops.frontends import FRONTENDS
 from aotops.op import Op
 from aotops.registry import get
 
-from . import audit, inputs, memory, runs, torchs, values
+from . import audit, inputs, memory, odd, runs, torchs, values
 from .frameworks import ADAPTERS, adapters
 from .report import FAIL, UNAVAILABLE, Failure, Item, Report
 from .subject import Subject, as_cases, default_cases, elements, importable, reference_name, row_of
 from .trial import DTYPES
+from .worker import working
 
 DEVICES = "cpu", "cuda"
 
@@ -27,10 +28,12 @@ CHECKS: dict[str, Callable[[Subject], Iterator[Item]]] = {
     "bounds": memory.bounds,
     "outputs written": memory.written,
     "inputs unchanged": memory.unchanged,
+    "alignment": memory.alignment,
+    "leaks": memory.leaks,
     "values": values.values,
     "gradients": values.gradients,
     "shapes": inputs.shapes,
-    "NaN and infinity": inputs.odd_numbers,
+    "NaN and infinity": odd.odd_numbers,
     "layouts": inputs.layouts,
     "same bits": runs.repeat,
     "threads": runs.threads,
@@ -97,9 +100,9 @@ def check(
         if progress:
             progress(item)
 
-    with _settings_kept():
+    with _settings_kept(), working() as worker:
         subject = _subject(op, reference, cases, seed)
-        subject = replace(subject, quick=quick, huge=huge, sanitize=sanitize)
+        subject = replace(subject, quick=quick, huge=huge, sanitize=sanitize, worker=worker)
         subject = _where(subject, frameworks, devices, add)
         subject = _in_dtypes(subject, dtypes, add)
         for name in CHECKS if only is None else only:
@@ -187,11 +190,15 @@ def _absent(check: str, where: str, why: str, asked: bool) -> Item:
 def _in_dtypes(subject: Subject, dtypes: Sequence[str] | None, add: Callable[[Item], None]) -> Subject:
     accepted = []
     for dtype in dtypes or subject.row.dtypes:
-        refusals = [subject.refusal(case, dtype) for case in subject.cases]
+        # a kernel is not asked about empty tensors
+        cases = [case for case in subject.cases if all(0 not in shape for shape in case.given.values())]
+        refusals = [subject.refusal(case, dtype) for case in cases or subject.cases]
         if all(refusals):
             add(_absent("dtypes", dtype, f"refused: {refusals[0]}", bool(dtypes)))
         else:
             accepted.append(dtype)
+    if not accepted and not dtypes:
+        add(Item("dtypes", "", FAIL, failure=Failure(f"{subject.name} refuses every dtype that is tried")))
     return replace(subject, dtypes=tuple(accepted))
 
 

@@ -59,7 +59,8 @@ def race(work: Callable[[int], int], n: int = 4) -> int:
 
 
 class Framework:
-    """Arrays go in as float64 NumPy arrays that the dtype can hold, or as integers, and come out as float64."""
+    """Arrays go in as float64 NumPy arrays that the dtype can hold, or as integers, and come out as float64, or as the
+    integers or bools that they are."""
 
     name: str
     frontend: str
@@ -141,12 +142,18 @@ class Framework:
         return results if isinstance(results, tuple) else (results,)
 
     def gradients(self, name: str, inputs: dict[str, Any], attrs: dict[str, Any], dys: tuple[Any, ...]):
-        """By input; None, or nothing, where the input is None or integers. ``dys``: one for each result."""
+        """By input; None, or nothing, where the input is None or integers. ``dys``: one for each result, None for
+        integers and bools."""
         raise NotImplementedError
 
 
 def _one_or_all(results: tuple[Any, ...]) -> Any:
     return results if len(results) > 1 else results[0]
+
+
+def _widest(array: np.ndarray) -> np.ndarray:
+    """bfloat16 is of no kind of NumPy's."""
+    return array if array.dtype.kind in "biu" else array.astype(np.float64)
 
 
 class _Arrays(Framework):
@@ -176,7 +183,7 @@ class NumPy(_Arrays):
     xp = np
 
     def numpy(self, tensor):
-        return tensor.astype(np.float64)
+        return _widest(tensor)
 
 
 class CuPy(_Arrays):
@@ -191,7 +198,7 @@ class CuPy(_Arrays):
         return self.xp.is_available()
 
     def numpy(self, tensor):
-        return tensor.get().astype(np.float64)
+        return _widest(tensor.get())
 
 
 class Torch(Framework):
@@ -218,13 +225,15 @@ class Torch(Framework):
         return tensor.repeat(times)
 
     def numpy(self, tensor):
-        return tensor.detach().to("cpu", self.torch.float64).numpy()
+        floating = tensor.is_floating_point()
+        return tensor.detach().to("cpu", self.torch.float64 if floating else tensor.dtype).numpy()
 
     def gradients(self, name, inputs, attrs, dys):
         leaves = {
             slot: None if t is None else t.clone().requires_grad_(t.is_floating_point()) for slot, t in inputs.items()
         }
-        self.torch.autograd.backward(self.results(name, leaves, attrs), dys)
+        pairs = zip(self.results(name, leaves, attrs), dys, strict=True)
+        self.torch.autograd.backward(*zip(*((y, dy) for y, dy in pairs if dy is not None), strict=True))
         return {slot: None if t is None else t.grad for slot, t in leaves.items()}
 
 
@@ -250,7 +259,7 @@ class Jax(Framework):
         return self.jax.device_put(array, self.jax.devices({"cpu": "cpu", "cuda": "gpu"}[device])[0])
 
     def numpy(self, tensor):
-        return np.asarray(tensor).astype(np.float64)
+        return _widest(np.asarray(tensor))
 
     def gradients(self, name, inputs, attrs, dys):
         def function(given):
@@ -258,7 +267,10 @@ class Jax(Framework):
 
         floating = self.jax.numpy.floating
         given = {s: x for s, x in inputs.items() if x is not None and self.jax.numpy.issubdtype(x.dtype, floating)}
-        found = self.jax.vjp(function, given)[1](dys)[0]
+        results, derivative = self.jax.vjp(function, given)
+        none = self.jax.dtypes.float0  # that of the gradient of integers and bools
+        pairs = zip(results, dys, strict=True)
+        found = derivative(tuple(np.zeros(y.shape, none) if dy is None else dy for y, dy in pairs))[0]
         return {slot: found.get(slot) for slot in inputs}
 
 
@@ -285,7 +297,7 @@ class MindSpore(Framework):
         return self.ms.Tensor(array)
 
     def numpy(self, tensor):
-        return tensor.astype(self.ms.float64).asnumpy()
+        return tensor.astype(self.ms.float64).asnumpy() if "Float" in str(tensor.dtype) else tensor.asnumpy()
 
     def forward(self, name, inputs, attrs):
         self._enter()
@@ -295,8 +307,17 @@ class MindSpore(Framework):
     def gradients(self, name, inputs, attrs, dys):
         self._enter()
         function, tensors = self._function(name, inputs, attrs)
-        grads = self.ms.ops.GradOperation(get_all=True, sens_param=True)(function)(*tensors, _one_or_all(dys))
+        sens = self._sens(function, tensors, dys)
+        grads = self.ms.ops.GradOperation(get_all=True, sens_param=True)(function)(*tensors, _one_or_all(sens))
         return self._of_floating(inputs, grads)
+
+    def _sens(self, function, tensors, dys):
+        """The gradients to start from: MindSpore wants zeros for a result of integers or bools."""
+        if all(dy is not None for dy in dys):
+            return dys
+        results = function(*tensors)
+        results = results if isinstance(results, tuple) else (results,)
+        return tuple(self.ms.ops.zeros_like(y) if dy is None else dy for y, dy in zip(results, dys, strict=True))
 
     def _of_floating(self, inputs, grads):
         """The gradients by input. Those of integers are zeros, and left out."""
@@ -324,7 +345,8 @@ class MindSporeGraph(MindSpore):
         """What ``results`` and ``gradients`` return, of one graph."""
         self._enter()
         function, tensors = self._function(name, inputs, attrs)
-        results, grads = _mindspore_cells().Differentiated(function)(_one_or_all(dys), *tensors)
+        sens = self._sens(function, tensors, dys)
+        results, grads = _mindspore_cells().Differentiated(function)(_one_or_all(sens), *tensors)
         return results if isinstance(results, tuple) else (results,), self._of_floating(inputs, grads)
 
 

@@ -1,86 +1,222 @@
-"""Runs calls whose buffers end, or begin, at pages that cannot be accessed: an access out of bounds ends the process.
+"""Runs calls in a process of their own, where a fault of a kernel ends nothing else.
 
-    python -m aotops.testing.guarded < plan
+    python -m aotops.testing.guarded < plans
 
-memory.py starts it, with a plan: calls, and how they are guarded. It prints the number of each call before it runs it.
-With "cuda" in the plan's place of a side, the buffers are torch's on a GPU, for compute-sanitizer to watch.
+worker.py starts it, writes plans to it, and reads its answers: ``At`` before each call, then ``Raised`` or ``Found``,
+and None after the last. Whatever a kernel prints goes to stderr.
 """
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 import os
 import pickle
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from typing import Any
 
-from .calls import EntryCall, filled, run_on_cpu, run_on_cuda
+import numpy as np
 
-PROT_NONE, PROT_READ = 0, 1
+from .calls import ITEMSIZE, EntryCall, filled, run_on_cpu, run_on_cuda
+from .plan import PROT_READ, At, Found, Misplaced, Plan, Raised
+
 PAGE = mmap.PAGESIZE
-
-
-@dataclass(frozen=True)
-class Plan:
-    calls: Sequence[EntryCall]
-    sides: Sequence[str] = ("end", "start")
-    """Where the buffers touch a page that cannot be accessed: "end" or "start". "cuda": on a GPU, with none."""
-    slots: frozenset[str] | None = None
-    """The slots that are guarded; None for all."""
-    readable: bool = False
-    """Whether the pages can be read, and only writing ends the process."""
-
-    def protection(self, slot: str) -> int | None:
-        """Of the pages around a buffer; None if it is not guarded."""
-        if self.slots is not None and slot not in self.slots:
-            return None
-        return PROT_READ if self.readable else PROT_NONE
+POISON = 0xFF
 
 
 def main() -> None:
-    plan = pickle.load(sys.stdin.buffer)
-    for side in plan.sides:
-        for i, one in enumerate(plan.calls):
-            os.write(1, f"{side} {i}\n".encode())
-            if side == "cuda":
-                run_on_cuda(one, 0xFF)
-            else:
-                _run_guarded(one, side, plan)
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+
+    def answer(value: Any) -> None:
+        pickle.dump(value, answers)
+        answers.flush()
+
+    while True:
+        try:
+            plan = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        for way in plan.ways:
+            for number, one in enumerate(plan.calls):
+                answer(At(way, number))
+                try:
+                    answer(Found(WAYS[way](one, plan, number)))
+                except Exception as error:  # a refusal, which is not this process's to judge
+                    answer(Raised(type(error).__name__, str(error)))
+        answer(None)
 
 
-def _run_guarded(one: EntryCall, side: str, plan: Plan) -> None:
-    buffers = {slot: _Buffer(data, side, plan.protection(slot)) for slot, data in filled(one, run_on_cpu, 0xFF).items()}
-    one.run("cpu", {slot: buffer.address for slot, buffer in buffers.items()})
-    for buffer in buffers.values():
-        buffer.close()
+# ------------------------------------------------------------------------------------------------------- out of bounds
+
+
+def _plain(one: EntryCall, plan: Plan, number: int) -> None:
+    run_on_cpu(one, POISON)
+
+
+def _on_cuda(one: EntryCall, plan: Plan, number: int) -> None:
+    """For compute-sanitizer to watch."""
+    run_on_cuda(one, POISON)
+
+
+def _guarded(side: str) -> Callable[[EntryCall, Plan, int], None]:
+    """Each buffer ends, or begins, at a page that cannot be accessed."""
+
+    def run(one: EntryCall, plan: Plan, number: int) -> None:
+        before = filled(one, run_on_cpu, POISON)
+        _run_in(one, {slot: _Buffer(data, side, plan.protection(slot)) for slot, data in before.items()})
+
+    return run
+
+
+def _read_only(one: EntryCall, plan: Plan, number: int) -> None:
+    """The inputs are in pages that cannot be written."""
+    buffers = {slot: _Buffer(data, "start", None) for slot, data in filled(one, run_on_cpu, POISON).items()}
+    for slot in one.op.inputs:
+        if slot in buffers and slot not in one.op.mutates and (plan.slots is None or slot in plan.slots):
+            buffers[slot].forbid_writing()
+    _run_in(one, buffers)
+
+
+def _run_in(one: EntryCall, buffers: Mapping[str, _Buffer]) -> None:
+    try:
+        one.run("cpu", {slot: buffer.address for slot, buffer in buffers.items()})
+    finally:
+        for buffer in buffers.values():
+            buffer.close()
 
 
 class _Buffer:
     """Memory that ends, or begins, where a page begins, or ends, that has ``protection``."""
 
     def __init__(self, data: bytes, side: str, protection: int | None) -> None:
-        inner = max(-(-len(data) // PAGE), 1) * PAGE
-        self._map = mmap.mmap(-1, inner + 2 * PAGE)
+        self._inner = max(-(-len(data) // PAGE), 1) * PAGE
+        self._map = mmap.mmap(-1, self._inner + 2 * PAGE)
         self._view = ctypes.c_char.from_buffer(self._map)
         self._base = ctypes.addressof(self._view)
-        self.address = self._base + PAGE + (inner - len(data) if side == "end" else 0)
+        self.address = self._base + PAGE + (self._inner - len(data) if side == "end" else 0)
         ctypes.memmove(self.address, data, len(data))
         if protection is not None:
-            for guard in (self._base, self._base + PAGE + inner):
-                _protect(guard, protection)
+            for guard in (self._base, self._base + PAGE + self._inner):
+                protect(guard, PAGE, protection)
+
+    def forbid_writing(self) -> None:
+        protect(self._base + PAGE, self._inner, PROT_READ)
 
     def close(self) -> None:
         del self._view
         self._map.close()
 
 
-def _protect(address: int, protection: int) -> None:
+def protect(address: int, size: int, protection: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(PAGE), protection):
+    if libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(size), protection):
         raise OSError(ctypes.get_errno(), "mprotect")
 
+
+# ----------------------------------------------------------------------------------------------------------- alignment
+
+ALIGNMENT = 64
+"""A vector's bytes, and a cache line's: kernels know no stricter alignment."""
+
+
+def _misaligned(one: EntryCall, plan: Plan, number: int) -> list[Misplaced]:
+    """Each tensor is at each multiple of its element's size."""
+    before = filled(one, run_on_cpu, POISON)
+    aligned = _run_at(one, before, {})
+    results = [slot for slot in one.op.results if slot in one.given]
+    found = []
+    for slot, spec in one.given.items():
+        for offset in range(ITEMSIZE[spec.dtype], ALIGNMENT, ITEMSIZE[spec.dtype]):
+            after = _run_at(one, before, {slot: offset})
+            found += [Misplaced(slot, offset, y, aligned[y], after[y]) for y in results if after[y] != aligned[y]]
+    return found
+
+
+def _run_at(one: EntryCall, before: Mapping[str, bytes], offsets: Mapping[str, int]) -> dict[str, bytes]:
+    buffers, starts = {}, {}
+    for slot, data in before.items():
+        buffers[slot] = np.full(len(data) + 4 * ALIGNMENT, POISON, np.uint8)
+        starts[slot] = ALIGNMENT + -buffers[slot].ctypes.data % ALIGNMENT + offsets.get(slot, 0)
+        buffers[slot][starts[slot] : starts[slot] + len(data)] = np.frombuffer(data, np.uint8)
+    one.run("cpu", {slot: buffer.ctypes.data + starts[slot] for slot, buffer in buffers.items()})
+    return {slot: buffers[slot][at : at + len(before[slot])].tobytes() for slot, at in starts.items()}
+
+
+# --------------------------------------------------------------------------------------------------------------- leaks
+
+WINDOW, WINDOWS = 64, 3
+SMALLEST = 16
+"""Bytes that a call keeps: malloc gives 24 or more."""
+
+
+def _leaked(one: EntryCall, plan: Plan, number: int) -> int:
+    """The bytes of memory that every call keeps. What only some calls keep is a cache."""
+    buffers = {slot: _Buffer(data, "start", None) for slot, data in filled(one, run_on_cpu, POISON).items()}
+    addresses = {slot: buffer.address for slot, buffer in buffers.items()}
+    held = []
+    for _ in range(WINDOWS + 2):  # the first, in which all is set up, is left out
+        for _ in range(WINDOW):
+            one.run("cpu", addresses)
+        gc.collect()
+        held.append(_held())
+    for buffer in buffers.values():
+        buffer.close()
+    allocated, mapped = (min(b - a for a, b in pairwise(sizes)) // WINDOW for sizes in zip(*held[1:], strict=True))
+    return next((size for size, least in ((allocated, SMALLEST), (mapped, PAGE)) if size >= least), 0)
+
+
+def _held() -> tuple[int, int]:
+    """The bytes that malloc has given out, and those that are mapped."""
+    with open("/proc/self/statm") as file:
+        mapped = int(file.read().split()[0]) * PAGE
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallinfo2"):  # glibc before 2.33
+        return 0, mapped
+    libc.mallinfo2.restype = _MallInfo
+    info = libc.mallinfo2()
+    return info.uordblks + info.hblkhd, mapped
+
+
+class _MallInfo(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks"),
+            *("uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------------- ways
+
+
+def _interleaved(one: EntryCall, plan: Plan, number: int) -> Any:
+    from .interleaved import disturbed
+
+    return disturbed(one, plan.others[number])
+
+
+def _huge(one: EntryCall, plan: Plan, number: int) -> Any:
+    from .huge import run
+
+    return run(one, plan.others[number])
+
+
+WAYS: dict[str, Callable[[EntryCall, Plan, int], Any]] = {
+    "plain": _plain,
+    "cuda": _on_cuda,
+    "end": _guarded("end"),
+    "start": _guarded("start"),
+    "read-only": _read_only,
+    "misaligned": _misaligned,
+    "leaks": _leaked,
+    "interleaved": _interleaved,
+    "huge": _huge,
+}
 
 if __name__ == "__main__":
     main()

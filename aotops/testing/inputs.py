@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from .calls import ITEMSIZE
+from .calls import ITEMSIZE, EntryCall, calls_of, numbers
 from .frameworks import Framework
+from .guarded import PAGE
+from .huge import MOST, Copies, Differs, copies, grown
 from .layouts import layouts_of
+from .plan import Plan
 from .report import FAIL, PASS, UNAVAILABLE, Item
 from .row import Case
 from .search import Attempt, failure_of, resized, searched
-from .subject import Subject, elements
-from .tolerances import assert_close_or_odd
+from .subject import SMALL, Subject, elements
+from .tolerances import assert_close
 from .trial import Trial
 from .values import made, results_of, values_of
 
 MANY = 1 << 16
 """A huge tensor has more elements than a grid of blocks may have in its second axis, or a 16-bit index."""
-MOST = 1 << 31
-"""With ``huge``: more than an int counts."""
+BLOCK = 1 << 20
+"""Elements of which a tensor of more than 2**31 is made of copies."""
 
 # --------------------------------------------------------------------------------------------------------------- shapes
 
@@ -35,30 +38,133 @@ def shapes(subject: Subject) -> Iterator[Item]:
             if not cases:
                 yield Item("shapes", where, UNAVAILABLE, _why_none(subject, kind))
                 continue
-            pairs = [(case, dtype) for case in cases for dtype in subject.dtypes_for(case, adapter)]
-            yield searched(subject, "shapes", where, attempt, pairs, frameworks=[adapter.frontend], devices=[device])
-        if subject.huge:
+            # "values" tries the case itself, and "shapes" others that are like it
+            item = searched(
+                subject,
+                "values",
+                where,
+                attempt,
+                subject.pairs(cases, adapter),
+                frameworks=[adapter.frontend],
+                devices=[device],
+            )
+            yield replace(item, check="shapes")
+        if device == "cpu" and subject.huge:
+            yield _beyond_int_in_copies(subject)
+        elif subject.huge:
             yield _beyond_int(subject, adapter, device)
 
 
 def _why_none(subject: Subject, kind: str) -> str:
-    refusal = subject.refusal(_scalar(subject.plain), subject.dtypes[0]) if kind == "0-dim" else None
+    scalar = _scalar(subject.plain) if kind == "0-dim" else None
+    refusal = scalar and subject.refusal(scalar, subject.dtypes[0])
     return f"refused: {refusal}" if refusal else "the operator accepts none, or the reference has no finite value"
+
+
+def _beyond_int_in_copies(subject: Subject) -> Item:
+    """An operator whose rows are independent, on copies of a few of them, which share their memory (huge.py). Forward
+    and backward."""
+    where = "2**31 elements, cpu"
+    dtype = min(subject.dtypes, key=lambda name: ITEMSIZE[name])
+    rows = _independent_rows(subject, dtype)
+    if rows is None:
+        return Item("shapes", where, UNAVAILABLE, "by the reference, its rows are not independent")
+    case, tiled = rows
+    try:
+        why = _run_in_copies(subject, subject.trial(case, dtype), tiled)
+    except AssertionError as error:
+        failure = failure_of(subject, "shapes", error, case, dtype, devices=["cpu"], huge=True)
+        return Item("shapes", where, FAIL, failure=failure)
+    return Item("shapes", where, UNAVAILABLE, why) if why else Item("shapes", where, PASS, dtype)
+
+
+def _independent_rows(subject: Subject, dtype: str) -> tuple[Case, frozenset[str]] | None:
+    """A small case, and the inputs whose first axis, of rows, may grow: copies of their rows give copies of the
+    results' rows."""
+    for case in sorted((subject.plain, *subject.cases), key=elements):
+        shapes = {slot: shape for slot, shape in case.given.items() if shape and case.array_dtype(slot) != "bool"}
+        if not 4 <= elements(case) <= SMALL or not shapes:
+            continue
+        first = next(iter(shapes.values()))
+        same_rank = {slot for slot, shape in shapes.items() if len(shape) == len(first)}
+        for like in (set(shapes), same_rank, {next(iter(shapes))}):
+            if all(_gives_copies(subject, case, dtype, like, times) for times in (2, 3)):
+                return case, frozenset(like)
+    return None
+
+
+def _gives_copies(subject: Subject, case: Case, dtype: str, tiled: Container[str], times: int) -> bool:
+    shapes = {s: (d[0] * times, *d[1:]) if s in tiled and d else d for s, d in case.shapes.items()}
+    if subject.refusal(replace(case, shapes=shapes), dtype):
+        return False
+    trial = subject.trial(case, dtype)
+
+    def copied(array: np.ndarray) -> np.ndarray:
+        return np.concatenate([array] * times)
+
+    inputs = {slot: copied(x) if x is not None and slot in tiled else x for slot, x in trial.inputs.items()}
+    try:
+        found = subject.row.results(inputs, case.attrs, dtype)
+    except Exception:  # whatever a reference raises for a shape that is not for it
+        return False
+    pairs = zip(found, trial.expected, strict=True)
+    return all(y.ndim and np.allclose(many, copied(y), 1e-12, 1e-12) for many, y in pairs if many.shape != () or y.ndim)
+
+
+def _run_in_copies(subject: Subject, trial: Trial, tiled: frozenset[str]) -> str | None:
+    """Why it was not run."""
+    calls = calls_of(subject.op, trial, "cpu")
+    size = next(math.prod(spec.shape) for slot, spec in calls[0].given.items() if slot in tiled)
+    # whole pages of each tensor, about a million elements
+    pattern = -(-BLOCK // (PAGE * size)) * PAGE
+    times = MOST // (pattern * size) + 2
+    forward: tuple[EntryCall, Copies, Copies] | None = None
+    for one in calls:
+        small = copies(one, tiled, pattern, forward and forward[1])
+        if small is None:
+            return None  # the backward of a forward whose rows are independent takes a result that has no rows
+        call = grown(one, small, forward and forward[0])
+        large = copies(call, tiled, times, forward and forward[2])
+        assert large is not None
+        outcome = subject.worker.run(Plan([call], ["huge"], others=[large]))
+        if outcome.ended:
+            raise AssertionError(
+                f"{one.op.name}: {outcome.ended.reason} with 2**31 elements in {', '.join(large.tiled)}"
+            )
+        for raised in outcome.raised.values():
+            return f"{one.op.name}: {raised.text}"
+        for found in outcome.results.values():
+            if isinstance(found, str):
+                return f"{one.op.name}: {found}"
+            for differs in found:
+                _assert_copy(call, trial, differs)
+        forward = call, small, large
+    return None
+
+
+def _assert_copy(call: EntryCall, trial: Trial, differs: Differs) -> None:
+    spec = call.given[differs.slot]
+    few, many = (numbers(data, spec) for data in (differs.small, differs.large))
+    try:
+        assert_close(many, few, 2 * trial.allowed_gradient(few))
+    except AssertionError as error:
+        where = f"{call.op.name}: with 2**31 elements, the {differs.copy} rows of {differs.slot}"
+        error.args = (f"{where} are not those of a small call: {error}",)
+        raise
 
 
 def _beyond_int(subject: Subject, adapter: Framework, device: str) -> Item:
     """An elementwise operator on more than 2**31 elements: copies of a block, whose results are copies too."""
     where = f"2**31 elements, {adapter.name} {device}"
     dtype = min(subject.dtypes_of(adapter), key=lambda name: ITEMSIZE[name])
-    block = 1 << 20
-    case = replace(subject.plain, shapes={slot: shape and (block,) for slot, shape in subject.plain.shapes.items()})
+    case = replace(subject.plain, shapes={slot: shape and (BLOCK,) for slot, shape in subject.plain.shapes.items()})
     if not subject.op.elementwise or not subject.valid(case, dtype):
         return Item("shapes", where, UNAVAILABLE, "the operator is not elementwise")
-    needed = 2 * (len(case.given) + len(subject.op.outputs)) * (MOST + block) * ITEMSIZE[dtype]
+    needed = 2 * (len(case.given) + len(subject.op.outputs)) * (MOST + BLOCK) * ITEMSIZE[dtype]
     if (free := adapter.free_memory(device)) < needed:
         return Item("shapes", where, UNAVAILABLE, f"needs {needed >> 30} GiB of memory, {free >> 30} are free")
     try:
-        _compare_blocks(subject, adapter, device, subject.trial(case, dtype), MOST // block + 1)
+        _compare_blocks(subject, adapter, device, subject.trial(case, dtype), MOST // BLOCK + 1)
     except Exception as error:
         arguments = {"frameworks": [adapter.frontend], "devices": [device], "huge": True}
         return Item("shapes", where, FAIL, failure=failure_of(subject, "shapes", error, case, dtype, **arguments))
@@ -75,58 +181,6 @@ def _compare_blocks(subject: Subject, adapter: Framework, device: str, trial: Tr
         for i in range(times):
             same = np.array_equal(adapter.numpy(many[i * n : (i + 1) * n]), adapter.numpy(one), equal_nan=True)
             assert same, f"{slot} of {n * times} elements differs between {i * n} and {(i + 1) * n}"
-
-
-# ---------------------------------------------------------------------------------------------------- NaN and infinity
-
-
-def odd_numbers(subject: Subject) -> Iterator[Item]:
-    """One element of an input is NaN or infinite: the results are where and what the reference's are."""
-    for adapter, device in subject.kernel_runs():
-        attempt = _odd_numbers(subject, adapter, device)
-        pairs = subject.pairs([subject.plain], adapter)
-        where = f"{adapter.name} {device}"
-        yield searched(
-            subject, "NaN and infinity", where, attempt, pairs, frameworks=[adapter.frontend], devices=[device]
-        )
-
-
-def _odd_numbers(subject: Subject, adapter: Framework, device: str) -> Attempt:
-    def attempt(trial: Trial) -> None:
-        for slot, x in trial.inputs.items():
-            if x is None or x.dtype.kind != "f" or not x.size:
-                continue
-            for value in (math.nan, math.inf, -math.inf):
-                _try_number(subject, adapter, device, trial, slot, value)
-
-    return attempt
-
-
-def _try_number(subject: Subject, adapter: Framework, device: str, trial: Trial, slot: str, value: float) -> None:
-    odd = trial.inputs[slot].copy()  # type: ignore[union-attr]
-    at = np.unravel_index(min(1, odd.size - 1), odd.shape)
-    odd[at] = value
-    arrays = trial.inputs | {slot: odd}
-    results = results_of(subject, adapter, made(adapter, device, trial, arrays), trial)
-    with np.errstate(all="ignore"):
-        reference = subject.row.results(arrays, trial.case.attrs, trial.dtype)
-    for name, y, expected in zip((*subject.op.outputs, *subject.mutates), results, reference, strict=True):
-        got = adapter.numpy(y)
-        if value in subject.row.indeterminate:
-            got, expected = with_limit(got, expected, subject.row.indeterminate[value])
-        finite = np.where(np.isfinite(expected), expected, 0)
-        try:
-            assert_close_or_odd(got, expected, trial.allowed(finite))
-        except AssertionError as error:
-            where = ", ".join(map(str, at))
-            error.args = (f"with {slot}[{where}] = {value}, {name}: {error}",)
-            raise
-
-
-def with_limit(got: np.ndarray, expected: np.ndarray, limit: float) -> tuple[np.ndarray, np.ndarray]:
-    """Both, with the limit where the formula says NaN, and the result too or the limit."""
-    undefined = np.isnan(expected)
-    return np.where(undefined & np.isnan(got), limit, got), np.where(undefined, limit, expected)
 
 
 # -------------------------------------------------------------------------------------------------------------- layouts
@@ -197,11 +251,28 @@ def unusual_cases(subject: Subject) -> dict[str, list[Case]]:
     return {
         "odd": [*with_lengths(_LENGTHS), *([every] if every and every is not plain else [])],
         "empty": with_lengths([0]),
-        "0-dim": [scalar] if subject.valid(scalar, dtype) else [],
+        "0-dim": [scalar] if scalar and subject.valid(scalar, dtype) else [],
+        "4-d": [case for case in [_deeper(plain)] if case and subject.valid(case, dtype)],
         "huge": [] if subject.quick else [case for case in huge if case],
     }
 
 
-def _scalar(case: Case) -> Case:
-    """The case with 0-dim inputs."""
+def _scalar(case: Case) -> Case | None:
+    """The case with 0-dim inputs; None if one of them is an index into an axis."""
+    if _has_index(case):
+        return None
     return replace(case, shapes={slot: None if shape is None else () for slot, shape in case.shapes.items()})
+
+
+def _deeper(case: Case) -> Case | None:
+    """The case with more leading axes, in each input that has as many as the one with the most; None if one is an index
+    into an axis, which would be another one."""
+    most = max(map(len, case.given.values()), default=0)
+    if not 0 < most < 4 or _has_index(case):
+        return None
+    more = (2, 3, 1)[: 4 - most]
+    return replace(case, shapes={s: (*more, *d) if d and len(d) == most else d for s, d in case.shapes.items()})
+
+
+def _has_index(case: Case) -> bool:
+    return any(n in shape for n in case.classes.values() for shape in case.given.values())

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import pickle
 import shutil
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .calls import ITEMSIZE, EntryCall, Runner, calls_of, numbers, run_on_cpu, run_on_cuda
-from .guarded import Plan
+from .guarded import ALIGNMENT
+from .plan import Misplaced, Plan
 from .report import FAIL, PASS, UNAVAILABLE, Item
 from .row import Case
 from .search import Attempt, counted, failure_of, searched, smaller_cases
-from .subject import Subject, elements
+from .subject import LARGEST, SMALL, Subject, elements
+from .tolerances import assert_close
 from .trial import Trial
-
-LARGEST = 1 << 18
-"""Elements of a case that is run in another process."""
-SECONDS = 120
-
+from .worker import Worker
 
 # ------------------------------------------------------------------------------------------------------- out of bounds
 
@@ -33,32 +27,36 @@ def bounds(subject: Subject) -> Iterator[Item]:
     """In another process, with pages around each buffer that cannot be accessed."""
     if "cpu" not in subject.devices:
         return
+    yield _guarded(subject, "bounds", ("end", "start"), _explained)
+
+
+def _guarded(subject: Subject, check: str, ways: Sequence[str], explained: Callable[[Subject, Crash], str]) -> Item:
+    """The item of a check that a call fails by ending the process."""
     pairs = subject.pairs([case for case in subject.varied if elements(case) <= LARGEST])
-    crash = _first_crash(subject, pairs, ("end", "start"))
-    while crash and (smaller := _first_crash(subject, _smaller(subject, crash), (crash.side,))):
+    crash = _first_crash(subject, pairs, ways)
+    while crash and (smaller := _first_crash(subject, _smaller(subject, crash), (crash.way,))):
         crash = smaller
     if crash is None:
-        yield Item("bounds", "cpu", PASS, counted(pairs))
-        return
-    fault = AssertionError(_explained(crash))
-    failure = failure_of(subject, "bounds", fault, crash.case, crash.dtype, devices=["cpu"])
-    yield Item("bounds", "cpu", FAIL, failure=failure)
+        return Item(check, "cpu", PASS, counted(pairs))
+    fault = AssertionError(explained(subject, crash))
+    failure = failure_of(subject, check, fault, crash.case, crash.dtype, devices=["cpu"])
+    return Item(check, "cpu", FAIL, failure=failure)
 
 
 class Crash(NamedTuple):
     case: Case
     dtype: str
     call: EntryCall
-    side: str
+    way: str
     reason: str
 
 
-def _first_crash(subject: Subject, pairs: Sequence[tuple[Case, str]], sides: Sequence[str]) -> Crash | None:
+def _first_crash(subject: Subject, pairs: Sequence[tuple[Case, str]], ways: Sequence[str]) -> Crash | None:
     planned = [
         (case, dtype, one) for case, dtype in pairs for one in calls_of(subject.op, subject.trial(case, dtype), "cpu")
     ]
-    ended = _run(Plan([one for *_, one in planned], sides)) if planned else None
-    return Crash(*planned[ended.number], ended.side, ended.reason) if ended else None
+    ended = subject.worker.run(Plan([one for *_, one in planned], ways)).ended if planned else None
+    return Crash(*planned[ended.number], ended.way, ended.reason) if ended else None
 
 
 def _smaller(subject: Subject, crash: Crash) -> list[tuple[Case, str]]:
@@ -66,53 +64,22 @@ def _smaller(subject: Subject, crash: Crash) -> list[tuple[Case, str]]:
     return [(case, crash.dtype) for case in cases]
 
 
-def _explained(crash: Crash) -> str:
+def _explained(subject: Subject, crash: Crash) -> str:
     """Which buffer was accessed, and how: found by guarding one at a time."""
+
+    def ends(slots: Iterable[str], readable: bool = False) -> bool:
+        return subject.worker.run(Plan([call], [crash.way], frozenset(slots), readable)).ended is not None
+
     op, call = crash.call.op.name, crash.call
     if not crash.reason.startswith("SIG"):
         return f"{op}: {crash.reason}"
-    if _run(Plan([call], [crash.side], frozenset())):
+    if ends(()):
         return f"{op}: {crash.reason} with buffers that are aligned to their dtype, and pages around them"
-    where = "past the end" if crash.side == "end" else "before the start"
+    where = "past the end" if crash.way == "end" else "before the start"
     for slot in call.given:
-        if _run(Plan([call], [crash.side], frozenset({slot}))):
-            how = "writes" if _run(Plan([call], [crash.side], frozenset({slot}), readable=True)) else "reads"
-            return f"{op} {how} {where} of {slot}"
+        if ends({slot}):
+            return f"{op} {'writes' if ends({slot}, readable=True) else 'reads'} {where} of {slot}"
     return f"{op} accesses memory {where} of its buffers"
-
-
-class _Ended(NamedTuple):
-    side: str
-    number: int
-    """Of the call that ended the process."""
-    reason: str
-
-
-def _run(plan: Plan, *wrapper: str) -> _Ended | None:
-    """Runs the calls in another process; None if all returned."""
-    portable = Plan([one.elsewhere() for one in plan.calls], plan.sides, plan.slots, plan.readable)
-    command = [*wrapper, sys.executable, "-m", "aotops.testing.guarded"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "AOTOPS_CALL_PATH": "addresses"}
-    data = pickle.dumps(portable)
-    try:
-        done = subprocess.run(command, input=data, capture_output=True, timeout=SECONDS, env=environment)
-        code, out, said = done.returncode, done.stdout, done.stderr
-    except subprocess.TimeoutExpired as error:
-        code, out, said = None, error.stdout or b"", b""
-    *lines, _ = out.decode().split("\n")
-    if code == 0:
-        return None
-    lines = [line for line in lines if line.split()[:1] in ([side] for side in plan.sides)]
-    if not lines:
-        raise RuntimeError(f"the process that runs guarded calls ended early: {said.decode(errors='replace')[-2000:]}")
-    if code is None:
-        reason = f"did not return within {SECONDS} s"
-    elif code < 0:
-        reason = signal.Signals(-code).name
-    else:
-        reason = said.decode(errors="replace").strip().rpartition("\n")[2] or f"exit code {code}"
-    side, index = lines[-1].split()
-    return _Ended(side, int(index), reason)
 
 
 # ------------------------------------------------------------------------------------------------------ what is written
@@ -126,13 +93,26 @@ def written(subject: Subject) -> Iterator[Item]:
 
 
 def unchanged(subject: Subject) -> Iterator[Item]:
-    """The inputs are what they were."""
-    yield from _each_device(subject, "inputs unchanged", _unchanged)
+    """The inputs are what they were; on the CPU they also were all the time: they are in pages that cannot be written,
+    in another process."""
+    if "cpu" in subject.devices:
+        yield _guarded(subject, "inputs unchanged", ("read-only",), _written_to)
+    yield from _each_device(subject, "inputs unchanged", _unchanged, "cuda")
 
 
-def _each_device(subject: Subject, check: str, attempt_of) -> Iterator[Item]:
+def _written_to(subject: Subject, crash: Crash) -> str:
+    op, call = crash.call.op.name, crash.call
+    for slot in call.op.inputs:
+        if slot in call.given and subject.worker.run(Plan([call], [crash.way], frozenset({slot}))).ended:
+            return f"{op} writes to its input {slot}"
+    return f"{op}: {crash.reason} where its inputs cannot be written"
+
+
+def _each_device(subject: Subject, check: str, attempt_of, *only: str) -> Iterator[Item]:
     cases = [case for case in subject.varied if elements(case) <= LARGEST]
     for device in subject.devices:
+        if only and device not in only:
+            continue
         if device == "cuda" and not subject.torch_on_gpu:
             yield Item(check, device, UNAVAILABLE, "torch finds no GPU")
             continue
@@ -178,6 +158,72 @@ def _unchanged(subject: Subject, device: str, run: Runner) -> Attempt:
     return attempt
 
 
+# ----------------------------------------------------------------------------------------------------------- alignment
+
+
+def alignment(subject: Subject) -> Iterator[Item]:
+    """The results are the same wherever a tensor starts: inputs, outputs and workspace, at each multiple of the size of
+    an element up to a cache line's."""
+    yield from _in_worker(subject, "alignment", _aligned)
+
+
+def _aligned(subject: Subject) -> Attempt:
+    def attempt(trial: Trial) -> None:
+        for one, found in _found(subject, trial, "misaligned"):
+            for place in found:
+                _assert_same(one, trial, place)
+
+    return attempt
+
+
+def _assert_same(one: EntryCall, trial: Trial, place: Misplaced) -> None:
+    """As far as rounding goes: a sum may be taken in another order."""
+    spec = one.given[place.result]
+    aligned, got = (numbers(data, spec) for data in (place.aligned, place.got))
+    try:
+        assert_close(got, aligned, 2 * trial.allowed_gradient(aligned))
+    except AssertionError as error:
+        at = f"{place.slot} {place.offset} bytes past a multiple of {ALIGNMENT}"
+        error.args = (f"{one.op.name}: {place.result} with {at}: {error}",)
+        raise
+
+
+# --------------------------------------------------------------------------------------------------------------- leaks
+
+
+def leaks(subject: Subject) -> Iterator[Item]:
+    """The memory that malloc has given out, and that is mapped, does not grow with each call."""
+    yield from _in_worker(subject, "leaks", _kept)
+
+
+def _kept(subject: Subject) -> Attempt:
+    def attempt(trial: Trial) -> None:
+        for one, size in _found(subject, trial, "leaks"):
+            assert not size, f"{one.op.name} keeps {size} bytes of memory in each call"
+
+    return attempt
+
+
+def _in_worker(subject: Subject, check: str, attempt_of: Callable[[Subject], Attempt]) -> Iterator[Item]:
+    """On the plain case, and the largest of those that are small."""
+    if "cpu" not in subject.devices:
+        return
+    small = [case for case in subject.varied if elements(case) <= SMALL and case is not subject.plain][-1:]
+    pairs = subject.pairs([subject.plain, *small])
+    yield searched(subject, check, "cpu", attempt_of(subject), pairs, devices=["cpu"])
+
+
+def _found(subject: Subject, trial: Trial, way: str) -> Iterator[tuple[EntryCall, Any]]:
+    """What the worker finds of each call."""
+    calls = calls_of(subject.op, trial, "cpu")
+    outcome = subject.worker.run(Plan(calls, [way]))
+    if outcome.ended:
+        raise AssertionError(f"{calls[outcome.ended.number].op.name}: {outcome.ended.reason}")
+    for raised in outcome.raised.values():
+        raise AssertionError(f"{raised.kind}: {raised.text}")
+    yield from ((calls[at.number], result) for at, result in outcome.results.items())
+
+
 # ------------------------------------------------------------------------------------------------------------ sanitizer
 
 
@@ -197,15 +243,17 @@ def sanitizer(subject: Subject) -> Iterator[Item]:
         for case, dtype in subject.pairs(cases)
         for one in calls_of(subject.op, subject.trial(case, dtype), "cuda")
     ]
-    os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # an allocation for each buffer: the tool knows no others
-    try:
-        ended = _run(Plan([one for *_, one in planned], ["cuda"]), tool, "--tool=memcheck", "--error-exitcode=9")
-    finally:
-        del os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"]
-    if ended is None:
+    with tempfile.NamedTemporaryFile("r") as log:
+        # an allocation for each buffer: the tool knows no others
+        worker = Worker(
+            tool, "--tool=memcheck", "--error-exitcode=9", "--log-file", log.name, PYTORCH_NO_CUDA_MEMORY_CACHING="1"
+        )
+        ended = worker.run(Plan([one for *_, one in planned], ["cuda"])).ended
+        code, said = worker.close(), log.read().strip()
+    if ended is None and not code:
         yield Item("sanitizer", "cuda", PASS, counted(subject.pairs(cases)))
         return
-    case, dtype, _ = planned[ended.number]
-    fault = AssertionError(ended.reason)
+    case, dtype, _ = planned[ended.number if ended else -1]
+    fault = AssertionError(said or (ended.reason if ended else f"exit code {code}"))
     failure = failure_of(subject, "sanitizer", fault, case, dtype, devices=["cuda"], sanitize=True)
     yield Item("sanitizer", "cuda", FAIL, failure=failure)

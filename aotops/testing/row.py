@@ -64,7 +64,7 @@ class Case:
                 arrays[slot] = None
             elif slot in self.classes or slot in self.dtypes:
                 dtype = self.array_dtype(slot)
-                most = self.classes.get(slot, 2 if dtype == "bool" else 100)
+                most = self.classes.get(slot, 2 if dtype == "bool" else 100) or (0 in shape)  # nothing is drawn then
                 arrays[slot] = np.asarray(random.integers(0, most, shape)).astype(dtype)
             else:
                 values = random.normal(0.0 if arrays else self.mean, self.scale, shape)

@@ -7,13 +7,15 @@ from functools import partial
 
 from .calls import EntryCall, Runner, calls_of, run_on_cpu, run_on_cuda
 from .frameworks import race
-from .memory import LARGEST
+from .plan import Plan
 from .report import UNAVAILABLE, Item
 from .search import Attempt, searched
-from .subject import Subject, elements
+from .subject import LARGEST, Subject, elements
 from .trial import Trial
 
 TIMES, THREADS = 4, 4
+SECONDS = 20
+"""For a call in the midst of another. Calls that wait for each other tell nothing."""
 
 
 def repeat(subject: Subject) -> Iterator[Item]:
@@ -22,7 +24,8 @@ def repeat(subject: Subject) -> Iterator[Item]:
 
 
 def threads(subject: Subject) -> Iterator[Item]:
-    """Calls from several threads at once give the bits of one call alone."""
+    """Calls from several threads at once give the bits of one call alone; on the CPU also a call that is stopped while
+    another runs."""
     yield from _each_device(subject, "threads", _raced)
 
 
@@ -62,9 +65,21 @@ def _raced(subject: Subject, device: str, run: Runner) -> Attempt:
         # other numbers in each thread: what one leaves in a place that all share is wrong for another
         trials = [Trial(trial.row, trial.case, trial.dtype, f"{trial.seed} thread {i}") for i in range(THREADS)]
         for calls in zip(*(calls_of(subject.op, one, device) for one in trials), strict=True):
+            if device == "cpu":
+                _disturb(subject, calls[0], calls[1])
             alone = [_results(one, run) for one in calls]
             wrong = race(partial(_differing, calls, alone, run), THREADS)
             what = f"{wrong} of {THREADS * TIMES} calls from {THREADS} threads differ from the same call alone"
             assert not wrong, f"{calls[0].op.name}: {what}"
 
     return attempt
+
+
+def _disturb(subject: Subject, one: EntryCall, other: EntryCall) -> None:
+    """One call runs in the midst of another: after each of some writes to storage that both share."""
+    outcome = subject.worker.run(Plan([one], ["interleaved"], others=[other]), SECONDS)
+    for found in outcome.results.values():
+        if found:
+            which = "a call that another interrupts" if found.victim else "a call in the midst of another"
+            shared = f"each call writes to the library's static storage, {found.writes} times"
+            raise AssertionError(f"{one.op.name}: {found.slot} of {which} differs from the same call alone; {shared}")

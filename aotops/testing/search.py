@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -102,11 +102,23 @@ def resized(subject: Subject, case: Case, old: int, new: int, dtype: str) -> Cas
         for slot, shape in case.shapes.items()
     }
     attrs = {name: _replaced(value, old, new) for name, value in case.attrs.items()}
-    classes = {slot: new if n == old else n for slot, n in case.classes.items()}
-    for changed in (replace(case, shapes=shapes), replace(case, shapes=shapes, attrs=attrs, classes=classes)):
+    lengths = {dim for shape in case.given.values() for dim in shape}
+    classes = {slot: _fewer(n, old, new, lengths) for slot, n in case.classes.items()}
+    for changed in (
+        replace(case, shapes=shapes, classes=classes),
+        replace(case, shapes=shapes, attrs=attrs, classes=classes),
+    ):
         if subject.valid(changed, dtype):
             return changed
     return None
+
+
+def _fewer(classes: int, old: int, new: int, lengths: Container[int]) -> int:
+    """The classes of an index into an axis that had ``old`` elements, and has ``new``: those of one into another axis,
+    whose length is their number, are what they were."""
+    if classes == old:
+        return new
+    return classes if classes in lengths or classes > old else min(classes, new)
 
 
 def _replaced(value: Any, old: int, new: int) -> Any:

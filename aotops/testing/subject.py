@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
 from typing import Any
@@ -18,11 +18,15 @@ from aotops.ops import BUILTIN
 from aotops.spec import TensorSpec
 
 from .frameworks import Framework
+from .plan import Plan, Raised
 from .row import Arrays, Case, Row, Shape
 from .trial import Trial, dtype_of
+from .worker import Worker
 
 SMALL = 1 << 12
 """Elements of a case that is tried in every dtype."""
+LARGEST = 1 << 18
+"""Elements of a case that is run in another process."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +50,8 @@ class Subject:
     imports: str = ""
     reference: str = ""
     """The same of a reference that was given."""
+    worker: Worker = field(default_factory=Worker)
+    """The process for calls that may end it."""
 
     @property
     def name(self) -> str:
@@ -91,10 +97,10 @@ class Subject:
 
     @cached_property
     def unusual(self) -> dict[str, list[Case]]:
-        """By kind: odd, empty, 0-dim and huge shapes; none if the cases were given."""
+        """By kind: odd, empty, 0-dim, 4-d and huge shapes, which the operator and the reference accept."""
         from .inputs import unusual_cases
 
-        return unusual_cases(self) if self.from_row else {}
+        return unusual_cases(self)
 
     @cached_property
     def varied(self) -> list[Case]:
@@ -122,19 +128,53 @@ class Subject:
         return tuple(d for d in ("float32", *dtypes) if d in dtypes)[:1] if few else dtypes
 
     def pairs(self, cases: Sequence[Case], adapter: Framework | None = None) -> list[tuple[Case, str]]:
-        """The cases, each in its dtypes."""
-        return [(case, dtype) for case in cases for dtype in self.dtypes_for(case, adapter)]
+        """The cases, each in its dtypes. A case that was not given is left out where the operator refuses it."""
+        pairs = [(case, dtype) for case in cases for dtype in self.dtypes_for(case, adapter)]
+        return [(case, dtype) for case, dtype in pairs if case in self.cases or self.refusal(case, dtype) is None]
 
     def dtypes_of(self, adapter: Framework) -> tuple[str, ...]:
         return tuple(dtype for dtype in self.dtypes if adapter.has_dtype(dtype))
 
     def refusal(self, case: Case, dtype: str) -> str | None:
-        """The error of the operator for such inputs, or None if it accepts them."""
+        """The error of the operator for such inputs, or None if it accepts them. The kernel is asked too: one that is
+        hosted says by its status what it refuses."""
+        key = repr(case), dtype
+        if key not in self._refusals:
+            self._refusals[key] = self._refused(case, dtype)
+        return self._refusals[key]
+
+    @cached_property
+    def _refusals(self) -> dict[tuple[str, str], str | None]:
+        return {}
+
+    def _refused(self, case: Case, dtype: str) -> str | None:
         try:
             bound(self.op, case, placeholders(case, dtype), dtype).specs("cpu")
-        except (TypeError, ValueError, NotImplementedError) as error:
+        except Exception as error:  # whatever a rule of the operator raises for a shape that is not for it
             return str(error)
-        return None
+        return self._refused_by_kernel(case, dtype) if elements(case) <= LARGEST else None
+
+    def _refused_by_kernel(self, case: Case, dtype: str) -> str | None:
+        """A call that ends the process is none of a refusal."""
+        from .calls import forward_call, run_on_cuda
+
+        device = next((d for d in self.devices if d == "cpu" or self.torch_on_gpu), None)
+        if device is None or not self.op.has_kernel:
+            return None
+        try:
+            one = forward_call(self.op, self.trial(case, dtype), device)
+        except Exception:  # of no class, for example
+            return "there are no such inputs"
+        raised: Iterable[Raised] = ()
+        if device == "cpu":
+            raised = self.worker.run(Plan([one], ["plain"])).raised.values()
+        else:
+            try:
+                run_on_cuda(one, 0)
+            except Exception as error:
+                raised = [Raised(type(error).__name__, str(error))]
+        refusals = "TypeError", "ValueError", "NotImplementedError"
+        return next((each.text for each in raised if self.op.foreign or each.kind in refusals), None)
 
     def valid(self, case: Case, dtype: str) -> bool:
         """Whether the operator accepts the case, and the reference has a finite result."""
@@ -238,10 +278,11 @@ def importable(op: Op) -> tuple[str, str]:
         if library.ops.get(op.name) is op:
             return "import aotops", f"aotops.get({library.name + '.' + op.name!r})"
     for name, module in list(sys.modules.items()):
+        # issubclass of the type: isinstance asks an object for its class, and deprecated ones of torch then warn
         if name in ("__main__", "__mp_main__") or module is None:
             continue
         for attribute, value in list(vars(module).items()) if hasattr(module, "__dict__") else ():
-            if isinstance(value, Library) and value.ops.get(op.name) is op and not attribute.startswith("_"):
+            if issubclass(type(value), Library) and value.ops.get(op.name) is op and not attribute.startswith("_"):
                 return f"from {name} import {attribute}", f"{attribute}.ops[{op.name!r}]"
     return "", "op"
 

@@ -67,7 +67,10 @@ class Mismatch(AssertionError):
 
 
 def assert_close(got: np.ndarray, expected: np.ndarray, limit: np.ndarray) -> None:
-    """Raises Mismatch if an element lies further than ``limit`` from ``expected``, or is NaN."""
+    """Raises Mismatch if an element lies further than ``limit`` from ``expected``, or is NaN. Integers and
+    bools must be equal."""
+    if expected.dtype.kind in "biu" and got.dtype.kind in "biu":
+        return _assert_equal(got, expected)
     with np.errstate(invalid="ignore", divide="ignore"):
         off = np.abs(got - expected)
         wrong = ~(off <= limit)
@@ -79,6 +82,19 @@ def assert_close(got: np.ndarray, expected: np.ndarray, limit: np.ndarray) -> No
     raise Mismatch(
         f"{wrong.sum()} of {wrong.size} elements are wrong; at {at} {facts['got']!r}, expected {facts['expected']!r} "
         f"within {facts['allowed']:.3g}",
+        **facts,
+    )
+
+
+def _assert_equal(got: np.ndarray, expected: np.ndarray) -> None:
+    """In their own dtypes: float64 does not hold every integer of 64 bits."""
+    wrong = got != expected
+    if not wrong.any():
+        return
+    at = tuple(int(i) for i in np.unravel_index(np.argmax(wrong), wrong.shape))
+    facts = {"at": at, "got": got[at].item(), "expected": expected[at].item(), "allowed": 0.0}
+    raise Mismatch(
+        f"{wrong.sum()} of {wrong.size} elements are wrong; at {at} {facts['got']!r}, expected {facts['expected']!r}",
         **facts,
     )
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 from aotops.formula import is_bilinear
+from aotops.op import Op
 
 from .frameworks import Torch
 from .report import UNAVAILABLE, Item
@@ -88,21 +90,89 @@ def _opcheck(subject: Subject, adapter: Torch, device: str) -> Attempt:
 
 def _gradcheck(subject: Subject, adapter: Torch, device: str) -> Attempt:
     def attempt(trial: Trial) -> None:
-        torch = import_module("torch")
         tensors = _leaves(adapter, device, trial)
         given = {slot: t for slot, t in tensors.items() if t is not None}
 
         def function(*args: Any) -> Any:
             named = tensors | dict(zip(given, args, strict=True))
-            return adapter.results(subject.name, named, trial.case.attrs)
+            results = adapter.results(subject.name, named, trial.case.attrs)
+            return tuple(y for y in results if y.is_floating_point())
 
         bilinear = is_bilinear(subject.op, subject.op.canonical(subject.op.bind(**tensors, **trial.case.attrs)[1]))
-        forward_mode = bilinear or subject.op.formula is not None
-        torch.autograd.gradcheck(function, tuple(given.values()), check_forward_ad=forward_mode)
-        if bilinear or (subject.op.backward is not None and subject.op.backward.formula is not None):
-            torch.autograd.gradgradcheck(function, tuple(given.values()), check_fwd_over_rev=forward_mode)
+        has_second = bilinear or (subject.op.backward is not None and subject.op.backward.formula is not None)
+        tried = _Derivatives(subject.op, function, tuple(given.values()), bilinear)
+        tried.first()
+        if has_second:
+            tried.second()
 
     return attempt
+
+
+@dataclass(frozen=True)
+class _Derivatives:
+    """torch's comparisons of derivatives with finite differences. An error names the function that is wrong: the kernel
+    of the gradient, or a formula."""
+
+    op: Op
+    function: Callable[..., Any]
+    given: tuple[Any, ...]
+    bilinear: bool
+
+    @property
+    def forward_mode(self) -> bool:
+        return self.bilinear or self.op.formula is not None
+
+    def first(self) -> None:
+        gradcheck = import_module("torch").autograd.gradcheck
+        if self._fault(gradcheck, check_forward_ad=self.forward_mode) is None:
+            return
+        kernel = self._fault(gradcheck)
+        formula = self._fault(gradcheck, check_forward_ad=True, check_backward_ad=False) if self.forward_mode else None
+        name = self.op.name
+        if kernel and not formula:
+            agrees = f", with which {self._formula(self.op)} agrees" if self.forward_mode else ""
+            raise AssertionError(
+                f"{name}: the gradient, {self._gradient}, does not agree with finite differences of the kernel of "
+                f"{name}{agrees}: {kernel}"
+            )
+        if formula and not kernel:
+            raise AssertionError(
+                f"{name}: the kernel and {self._formula(self.op)} disagree: the kernel's gradient agrees with finite "
+                f"differences of the kernel, the formula's derivative does not: {formula}"
+            )
+        raise AssertionError(
+            f"{name}: neither the gradient, {self._gradient}, nor {self._formula(self.op)} agrees with finite "
+            f"differences of the kernel of {name}: {kernel or formula}"
+        )
+
+    def second(self) -> None:
+        gradgradcheck = import_module("torch").autograd.gradgradcheck
+        fault = self._fault(gradgradcheck, check_fwd_over_rev=self.forward_mode)
+        if fault:
+            formula = self._formula(self.op.backward) if self.op.backward else self._formula(self.op)
+            raise AssertionError(
+                f"{self.op.name}: the gradient, {self._gradient}, and {formula} disagree: the formula's derivative "
+                f"does not agree with finite differences of the gradient: {fault}"
+            )
+
+    def _fault(self, check: Callable[..., Any], **arguments: Any) -> str | None:
+        error = import_module("torch.autograd.gradcheck").GradcheckError
+        try:
+            check(self.function, self.given, **arguments)
+        except error as fault:
+            return " ".join(str(fault).split())
+        return None
+
+    @property
+    def _gradient(self) -> str:
+        return f"{self.op.backward.name}" if self.op.backward else "a rule made of operators"
+
+    def _formula(self, op: Op) -> str:
+        if op.formula is None:
+            return f"the rule of the bilinear {self.op.name}"
+        code = getattr(op.formula, "__code__", None)
+        where = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
+        return f"the formula of {op.name}, {getattr(op.formula, '__name__', 'formula')}{where}"
 
 
 def _leaves(adapter: Torch, device: str, trial: Trial) -> dict[str, Any]:

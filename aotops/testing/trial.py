@@ -47,6 +47,11 @@ def dtype_of(array: np.ndarray, dtype: str, wide: bool = False) -> str:
     return accumulate_dtype(dtype) if wide else dtype
 
 
+def is_floating(array: np.ndarray) -> bool:
+    """Whether it has a gradient, and its numbers are rounded."""
+    return array.dtype.kind == "f"
+
+
 def numpy_dtype(dtype: str) -> np.dtype:
     return np.dtype(ml_dtypes.bfloat16) if dtype == "bfloat16" else np.dtype(dtype)
 
@@ -79,10 +84,12 @@ class Trial:
         return self.row.results(self.inputs, self.case.attrs, self.dtype)
 
     @cached_property
-    def output_gradients(self) -> tuple[np.ndarray, ...]:
-        """A gradient of each result to start from."""
+    def output_gradients(self) -> tuple[np.ndarray | None, ...]:
+        """A gradient of each result to start from; None for one of integers or bools."""
         random = generator(f"dy {self.seed}")
-        return tuple(rounded(random.normal(size=y.shape), self.dtype) for y in self.expected)
+        return tuple(
+            rounded(random.normal(size=y.shape), self.dtype) if is_floating(y) else None for y in self.expected
+        )
 
     @cached_property
     def probes(self) -> dict[str, list[Probe]]:
@@ -97,15 +104,14 @@ class Trial:
         given = self.inputs[slot]
         assert given is not None
         if self.row.complex:
-            shifted = self._shifted(slot, given + 1e-30j * direction)
-            pairs = zip(self.output_gradients, shifted, strict=True)
-            return sum(float(np.vdot(dy, y.imag)) for dy, y in pairs) * 1e30
+            pairs = zip(self.output_gradients, self._shifted(slot, given + 1e-30j * direction), strict=True)
+            return sum(float(np.vdot(dy, y.imag)) for dy, y in pairs if dy is not None) * 1e30
         # in more digits, where there are: a sum of 40000 differences has the roundings of all of them
         x = given.astype(np.longdouble)
         f = [self._shifted(slot, x + t * direction) for t in (-2 * H, -H, H, 2 * H)]
         # the difference first, and then the sum, which would have lost digits of it
         points = zip(self.output_gradients, *f, strict=True)
-        return sum(float(np.vdot(dy, 8 * (c - b) - (d - a))) for dy, a, b, c, d in points) / (12 * H)
+        return sum(float(np.vdot(dy, 8 * (c - b) - (d - a))) for dy, a, b, c, d in points if dy is not None) / (12 * H)
 
     def _shifted(self, slot: str, x: np.ndarray) -> tuple[np.ndarray, ...]:
         return self.row.results(self.inputs | {slot: x}, self.case.attrs, self.dtype)
@@ -117,8 +123,12 @@ class Trial:
             assert_close(g, expected, self.allowed(expected))
 
     def allowed(self, expected: np.ndarray) -> np.ndarray:
-        """How far a result may lie from ``expected``; integers must be equal."""
-        return allowed(expected, self.dtype, self.case) if expected.dtype.kind in "fc" else np.zeros(expected.shape)
+        """How far a result may lie from ``expected``; integers and bools must be equal."""
+        return allowed(expected, self.dtype, self.case) if is_floating(expected) else np.zeros(expected.shape)
+
+    def allowed_gradient(self, expected: np.ndarray) -> np.ndarray:
+        """The same of a result of the gradient."""
+        return allowed_gradient(expected, self.dtype, self.case) if is_floating(expected) else np.zeros(expected.shape)
 
     def assert_gradients(self, got: dict[str, np.ndarray | None]) -> None:
         """``got``: by input; None, or nothing, where the input is None or integers."""

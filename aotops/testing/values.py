@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from .frameworks import Framework
 from .report import Item
 from .row import Arrays, Case
@@ -22,10 +24,13 @@ def made(adapter: Framework, device: str, trial: Trial, arrays: Arrays | None = 
     }
 
 
-def made_gradients(subject: Subject, adapter: Framework, device: str, trial: Trial) -> tuple[Any, ...]:
+def made_gradients(
+    subject: Subject, adapter: Framework, device: str, trial: Trial, dys: Sequence[np.ndarray | None] | None = None
+) -> tuple[Any, ...]:
+    """The framework's tensors of the gradients of the results, or of others in their place."""
     wide = [y in trial.case.wide for y in (*subject.op.outputs, *subject.mutates)]
-    pairs = zip(trial.output_gradients, wide, strict=True)
-    return tuple(adapter.make(dy, dtype_of(dy, trial.dtype, one), device) for dy, one in pairs)
+    pairs = zip(trial.output_gradients if dys is None else dys, wide, strict=True)
+    return tuple(None if dy is None else adapter.make(dy, dtype_of(dy, trial.dtype, one), device) for dy, one in pairs)
 
 
 def results_of(subject: Subject, adapter: Framework, tensors: dict[str, Any], trial: Trial) -> tuple[Any, ...]:

@@ -114,7 +114,7 @@ struct Torch {
 
   int32_t cpu, cuda;
   const char *dtype_names[128];  // by torch's number
-  int32_t dtypes[static_cast<int>(DType::int64) + 1];
+  int32_t dtypes[kDTypes];
 };
 Torch torch;
 

@@ -6,11 +6,11 @@ from aotops import operator
 
 
 def _formula(m, x):
-    return m.sum(m.wide(x) * m.wide(x), (-1,))
+    return m.sum(m.wide(x) * m.wide(x), (-1,) if x.shape else ())
 
 
 def _backward_formula(m, dy, x):
-    return 2 * m.wide(dy)[..., None] * m.wide(x)
+    return 2 * (m.wide(dy)[..., None] if x.shape else m.wide(dy)) * m.wide(x)
 
 
 @operator(

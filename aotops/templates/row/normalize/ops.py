@@ -7,13 +7,18 @@ from aotops import operator
 
 def _formula(m, x, eps):
     x = m.wide(x)
-    return x * m.rsqrt(m.sum(x * x, (-1,), keepdims=True) + eps)
+    return x * m.rsqrt(m.sum(x * x, _row(x), keepdims=True) + eps)
 
 
 def _backward_formula(m, dy, x, eps):
     dy, x = m.wide(dy), m.wide(x)
-    inverse = m.rsqrt(m.sum(x * x, (-1,), keepdims=True) + eps)
-    return inverse * (dy - x * inverse * inverse * m.sum(dy * x, (-1,), keepdims=True))
+    inverse = m.rsqrt(m.sum(x * x, _row(x), keepdims=True) + eps)
+    return inverse * (dy - x * inverse * inverse * m.sum(dy * x, _row(x), keepdims=True))
+
+
+def _row(x):
+    """The axis of a row: a tensor without axes is a row of one element."""
+    return (-1,) if x.shape else ()
 
 
 @operator(
