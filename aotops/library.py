@@ -22,8 +22,8 @@ ERRORS: dict[int, type[Exception]] = {
     5: RuntimeError,
     6: MemoryError,
 }
-"""The exception for each status of cuda_src/aot.h, and of a hosted function: one that refuses a dtype returns 2, which is
-a TypeError."""
+"""The exception for each status of cuda_src/aot.h, and of a hosted function: 2, of one that refuses a dtype, is a
+TypeError."""
 
 _POINTER = ctypes.c_void_p
 _Read = TypeVar("_Read")

@@ -251,6 +251,10 @@ def run(command: Sequence[str], what: str) -> str:
     """
     if _runs_nvcc(command) and any(_FOR_SHELL.search(word) for word in command):
         return _run_behind_links(command, what)
+    return _run(command, what)
+
+
+def _run(command: Sequence[str], what: str) -> str:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     try:
         try:
@@ -301,7 +305,7 @@ def _run_behind_links(command: Sequence[str], what: str) -> str:
                 f"{what} failed: nvcc cannot read the name {os.path.basename(misread)!r}: rename the file"
             )
         try:
-            output = run(words, what)
+            output = _run(words, what)
         except CompileError as error:
             raise CompileError(_with_folders(str(error), folders)) from None
         if "-MF" in command:
