@@ -52,6 +52,19 @@ class Functions(ctypes.CDLL):
         except (AttributeError, UnicodeDecodeError):  # ctypes decodes the loader's text, which names the file
             return None
 
+    def real_path(self) -> str:
+        """The path by which a host that loads libraries itself, as MindSpore does, gets this one.
+
+        Raises:
+            LibraryError: it would get another one: what this library replaced was loaded before it.
+        """
+        real = os.path.realpath(self._name)
+        if _handle(real) != self._handle:
+            raise LibraryError(
+                f"{real} was replaced in this process, whose loader has the old one: restart the process"
+            )
+        return real
+
     def last_error(self) -> str:
         """The message of this thread's last failed call of the library's functions."""
         self.aot_last_error.restype = ctypes.c_char_p

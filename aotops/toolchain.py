@@ -304,15 +304,16 @@ def _run_behind_links(command: Sequence[str], what: str) -> str:
             raise CompileError(
                 f"{what} failed: nvcc cannot read the name {os.path.basename(misread)!r}: rename the file"
             )
+        shown = {os.fsencode(folder).decode(errors="replace"): link for folder, link in folders.items()}
         try:
             output = _run(words, what)
         except CompileError as error:
-            raise CompileError(_with_folders(str(error), folders)) from None
+            raise CompileError(_with_folders(str(error), shown)) from None
         if "-MF" in command:
             depends = Path(command[command.index("-MF") + 1])
             escaped = {folder.replace(" ", "\\ ").replace("$", "$$"): link for folder, link in folders.items()}
             depends.write_bytes(os.fsencode(_with_folders(os.fsdecode(depends.read_bytes()), escaped)))
-        return _with_folders(output, folders)
+        return _with_folders(output, shown)
 
 
 def _with_folders(text: str, folders: Mapping[str, str]) -> str:

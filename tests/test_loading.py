@@ -94,6 +94,19 @@ def test_a_rebuilt_library_is_loaded_as_it_is_now(tmp_path, change, flags):
     assert [value(library) for library in libraries] == [1, 2, 2, 3, 3]
 
 
+def test_a_host_that_loads_libraries_itself_gets_no_old_one(tmp_path):
+    """MindSpore opens the real path of a library's file."""
+    file = build(tmp_path / "libvalue.so", 1)
+    (tmp_path / "link.so").symlink_to(file)
+    functions = load(tmp_path / "link.so").functions
+    assert functions.real_path() == str(file)
+    assert ctypes.CDLL(functions.real_path())._handle == functions._handle
+    build(file, 2)
+    assert functions.real_path() == str(file)
+    with pytest.raises(LibraryError, match=r"libvalue.so was replaced in this process, .* restart the process"):
+        load(file).functions.real_path()
+
+
 def test_a_library_that_somebody_else_has_loaded(tmp_path):
     file = build(tmp_path / "libvalue.so", 1)
     other = ctypes.CDLL(str(file))
