@@ -8,9 +8,12 @@ import json
 import os
 import re
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from . import toolchain
 from .toolchain import CompileError, Compiler
@@ -18,6 +21,13 @@ from .toolchain import CompileError, Compiler
 __all__ = ["CompileError", "compile"]
 
 _SUFFIXES = {".cpp": "cpp", ".cc": "cpp", ".cxx": "cpp", ".c++": "cpp", ".cu": "cu"}
+_MANIFEST = 2
+"""The version of what the cache says of a library."""
+_ENVIRONMENT = (
+    "CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH",
+    "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN",
+)  # fmt: skip
+"""Variables that change what the compilers read and make."""
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*["<]([^">\n]+)[">]', re.M)
 
 
@@ -70,7 +80,9 @@ def compile(
         toolchain.processor(),
         _contents(toolchain.include_dir().glob("**/*.h") if aot else ()),
     ]
-    identity = [file, text, name, command, link, machine, _contents(Path(word) for word in link if word[0] == "/")]
+    variables = [os.environ.get(variable) for variable in _ENVIRONMENT]
+    linked = _contents(Path(word) for word in link if word[0] == "/")
+    identity = [_MANIFEST, file, text, name, command, link, machine, variables, linked]
     folder = cache_dir() / f"{name}-{_hash(repr(identity))[:20]}"
     if found := _find(folder):
         return found
@@ -153,14 +165,14 @@ def _content(path: str) -> str:
 
 
 def _find(folder: Path) -> Path | None:
-    """The library that was made of headers as they are now. A manifest lists those of one library."""
+    """The library of the source with the headers as they are now."""
     for manifest in folder.glob("*.json"):
         try:
             made = json.loads(manifest.read_text())
             library = folder / made["library"]
-            if library.exists() and all(_content(path) == content for path, content in made["headers"].items()):
+            if library.exists() and Headers(**made["headers"]).are_as_they_were():
                 return library
-        except (OSError, ValueError, KeyError):  # of another version
+        except (OSError, ValueError, KeyError, TypeError):  # of another version
             continue
     return None
 
@@ -190,27 +202,123 @@ def _build(
         source, made, depends = file or scratch / f"{name}.{kind}", scratch / f"lib{name}.so", scratch / "depends"
         if file is None:
             source.write_text(text)
-        steps = [*command, "-MMD", "-MF", str(depends), str(source), *link, "-o", str(made)]
+        started = time.time_ns()
+        steps = [*command, "-MD", "-MF", str(depends), str(source), *link, "-o", str(made)]
         try:
             toolchain.run(steps, f"compiling {source.name}")
         except CompileError as error:
             raise CompileError(str(error).replace(f"{scratch}/", "")) from None
-        headers = {path: _content(path) for path in dependencies(depends) if Path(path) != source}
-        digest = _hash(json.dumps(headers, sort_keys=True))[:16]
+        headers = Headers.read(file, text, dependencies(depends), command)
+        digest = headers.digest()[:16]
         final = folder / digest / made.name
         final.parent.mkdir(exist_ok=True)
         made.replace(final)
-        manifest = scratch / "manifest"
-        manifest.write_text(json.dumps({"library": f"{digest}/{made.name}", "headers": headers}))
-        manifest.replace(folder / f"{digest}.json")
+        if not headers.changed_since(started) and (file is None or _read(file)[1] == text):
+            manifest = scratch / "manifest"
+            manifest.write_text(json.dumps({"library": f"{digest}/{made.name}", "headers": vars(headers)}))
+            manifest.replace(folder / f"{digest}.json")
         return final
 
 
 def dependencies(file: Path) -> list[str]:
-    """The absolute paths in a file that -MMD wrote, in make's syntax."""
-    text = file.read_text().replace("\\\n", " ").split("\n\n")[0]
+    """The absolute paths in a file that -MD wrote, in make's syntax."""
+    text = os.fsdecode(file.read_bytes()).replace("\\\n", " ").split("\n\n")[0]
     words = re.split(r"(?<!\\)\s+", text.partition(": ")[2].strip())
-    return [os.path.abspath(word.replace("\\ ", " ").replace("$$", "$")) for word in words if word]
+    plain = (re.sub(r"\\([ \t#:])", r"\1", word).replace("$$", "$") for word in words if word)
+    return [os.path.abspath(word) for word in plain]
+
+
+# ------------------------------------------------------------------------------------------------------------- headers
+
+_SEARCH = re.compile(r"-(?:I|isystem|iquote|idirafter)(.*)|--?include-path=(.*)")
+_NAMED = re.compile(r'^[ \t]*#[ \t]*(?:include|include_next|import)[ \t]*(["<])([^">\n]+)[">]', re.M)
+_ASKED = re.compile(r'__has_include(?:_next)?\s*\(\s*(["<])([^">\n]+)[">]')
+
+
+@dataclass
+class Headers:
+    """What a compiler read beside the source, and what it would have read in its place, had it been there."""
+
+    contents: dict[str, list[Any]]
+    """By path: what ``_state`` says of the file, and a hash of its content."""
+    absent: list[str]
+    """Files and folders whose appearance would change what a name of a header means."""
+
+    @classmethod
+    def read(cls, source: Path | None, text: str, read: Iterable[str], command: Sequence[str]) -> Headers:
+        """Those of a source that has been compiled, of a file or of a text alone.
+
+        Args:
+            read: the paths that the compiler read (``dependencies``), the source's first.
+        """
+        _, *files = dict.fromkeys(read)
+        contents = {path: [_state(path), _content(path)] for path in files}
+        texts = [(str(source) if source else None, text), *((path, _text(path)) for path in files)]
+        return cls(contents, sorted(_absent(texts, _search_path(command))))
+
+    def digest(self) -> str:
+        """The same for the same contents."""
+        contents = sorted((path, content) for path, (_, content) in self.contents.items())
+        return _hash(json.dumps([contents, self.absent]))
+
+    def are_as_they_were(self) -> bool:
+        return not any(map(os.path.exists, self.absent)) and all(
+            _state(path) == state or _content(path) == content for path, (state, content) in self.contents.items()
+        )
+
+    def changed_since(self, moment: int) -> bool:
+        """Whether one was written to after a moment (ns): the compiler may have read it before."""
+        return any(max(state[1:3], default=moment + 1) > moment for state, _ in self.contents.values())
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _state(path: str) -> list[int]:
+    """Another one for a file that was written to; empty if there is none. ctime is set by the kernel alone."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return []
+    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+
+
+def _search_path(command: Sequence[str]) -> list[str]:
+    """The folders of headers that a command and the environment name. The compiler's own come after them."""
+    folders = []
+    for word, following in zip(command, (*command[1:], ""), strict=True):
+        if match := _SEARCH.fullmatch(word):
+            folders.append(match[1] or match[2] or following)
+    for variable in ("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH"):
+        folders += [folder or "." for folder in os.environ.get(variable, "").split(":") if variable in os.environ]
+    return list(dict.fromkeys(os.path.abspath(folder) for folder in folders))
+
+
+def _absent(texts: Iterable[tuple[str | None, str]], search_path: Sequence[str]) -> set[str]:
+    """The paths that are not there, of those where the compiler would look for a header that the source or another
+    header names. A name that a macro makes is known if the file lies in a folder of the search path."""
+    found = set()
+    for file, text in texts:
+        named = {*_NAMED.findall(text), *_ASKED.findall(text)}
+        named |= {("<", os.path.relpath(file, f)) for f in search_path if file and file.startswith(f"{f}/")}
+        for form, name in named:
+            beside = (os.path.dirname(file),) if form == '"' and file else ()
+            found |= {_first_absent(folder, name) for folder in (*beside, *search_path)}
+    return found - {""}
+
+
+def _first_absent(folder: str, name: str) -> str:
+    """The path that must appear first for folder/name to do so. Empty: it is there."""
+    path = os.path.normpath(os.path.join(folder, name))
+    if os.path.exists(path):
+        return ""
+    while not os.path.exists(above := os.path.dirname(path)):
+        path = above
+    return path
 
 
 # -------------------------------------------------------------------------------------------------- precompiled headers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,10 +17,14 @@ _SYMBOL = struct.Struct("<IBBHQQ")
 _DYNAMIC = struct.Struct("<qQ")
 _VERNEED, _VERNAUX = struct.Struct("<HHIII"), struct.Struct("<IHHII")
 
-PT_LOAD, PT_DYNAMIC, PT_GNU_STACK = 1, 2, 0x6474E551
+ET_DYN, PT_LOAD, PT_DYNAMIC, PT_GNU_STACK, PT_GNU_RELRO = 3, 1, 2, 0x6474E551, 0x6474E552
 DT_NEEDED, DT_HASH, DT_STRTAB, DT_SYMTAB, DT_RPATH, DT_TEXTREL, DT_FLAGS, DT_RUNPATH = 1, 4, 5, 6, 15, 22, 30, 29
-DT_GNU_HASH, DT_VERNEED, DT_VERNEEDNUM = 0x6FFFFEF5, 0x6FFFFFFE, 0x6FFFFFFF
+DT_STRSZ, DT_GNU_HASH, DT_VERSYM, DT_VERNEED, DT_VERNEEDNUM = 10, 0x6FFFFEF5, 0x6FFFFFF0, 0x6FFFFFFE, 0x6FFFFFFF
 DF_TEXTREL, PF_X, STB_WEAK = 4, 1, 2
+_ADDRESSES = {DT_HASH: 0, DT_GNU_HASH: 0, DT_STRTAB: DT_STRSZ, DT_SYMTAB: 0, DT_VERSYM: 0, DT_VERNEED: 0, 7: 8, 23: 2}
+"""Entries of the dynamic section that are addresses, each with that of its size: also DT_RELA and DT_JMPREL."""
+_ADDRESS_BITS = 47
+_LARGEST_PAGE = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -32,52 +37,123 @@ class Symbol:
 class Segment(NamedTuple):
     kind: int
     flags: int
-    address: int
-    size: int
-    """In memory."""
+    offset: int
+    start: int
+    physical: int
+    in_file: int
+    in_memory: int
+    align: int
+
+    def has(self, start: int, size: int) -> bool:
+        return self.start <= start and start + size <= self.start + self.in_file
 
 
 class Elf:
-    """A shared library's dynamic section. Raises ValueError for another format, or a file that ends too early."""
+    """A shared library's dynamic section.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: another format, a file that ends too early, or segments or a dynamic section that contradict
+            themselves: the loader, which believes them, might crash.
+    """
 
     def __init__(self, path: str | Path) -> None:
-        self._data = Path(path).read_bytes()
-        if self._data[:6] != b"\x7fELF\x02\x01":
-            raise ValueError(f"{path} is not a 64-bit little-endian ELF file")
-        try:
-            self._segments = list(self._read_segments())
-            self._dynamic = list(self._read_dynamic())
-        except struct.error as error:
-            raise ValueError(f"{path} ends too early: {error}") from error
+        self.path = path
+        with open(path, "rb") as file:
+            self._size = os.fstat(file.fileno()).st_size
+            self._file = os.dup(file.fileno())
+        if self._size < _HEADER.size:
+            raise self._error(f"file too short: it has {self._size} bytes")
+        if self._bytes(0, 6) != b"\x7fELF\x02\x01":
+            raise self._error("invalid ELF header: it is no 64-bit little-endian ELF file")
+        self._header = _HEADER.unpack(self._bytes(0, _HEADER.size))
+        self.segments = list(self._read_segments())
+        self._check_segments()
+        self._dynamic = list(self._read_dynamic())
+        self._check_dynamic()
 
-    def _read_segments(self) -> Iterator[tuple[int, ...]]:
-        header = _HEADER.unpack_from(self._data)
-        start, size, count = header[5], header[9], header[10]
-        for i in range(count):
-            yield _SEGMENT.unpack_from(self._data, start + i * size)
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            os.close(self._file)
+
+    def _error(self, why: str) -> ValueError:
+        return ValueError(f"{self.path} does not load: {why}")
+
+    def _bytes(self, start: int, size: int) -> bytes:
+        if start + size > self._size:
+            raise ValueError(f"{self.path} has {self._size} bytes of at least {start + size}")
+        return os.pread(self._file, size, start)
+
+    def _table(self, form: struct.Struct, start: int, count: int) -> Iterator[tuple[int, ...]]:
+        return form.iter_unpack(self._bytes(start, form.size * count))
+
+    def _read_segments(self) -> Iterator[Segment]:
+        kind, start, size, count = (self._header[i] for i in (1, 5, 9, 10))
+        if kind != ET_DYN or size != _SEGMENT.size:
+            raise self._error("it is no shared library")
+        yield from map(Segment._make, self._table(_SEGMENT, start, count))
+
+    def _check_segments(self) -> None:
+        end = 0
+        for at in self.segments:
+            self._bytes(at.offset + at.in_file, 0)
+            if at.start + at.in_memory >> _ADDRESS_BITS:
+                raise self._error(f"a segment has the address {at.start:#x} and {at.in_memory} bytes")
+            if at.kind == PT_LOAD:
+                if at.start < end or at.in_memory < at.in_file or (at.start - at.offset) % max(at.align, 1):
+                    raise self._error(f"the segment at {at.start:#x} overlaps another one, or is not aligned")
+                end = at.start + at.in_memory
+        for at in self.segments:
+            inside = any(load.kind == PT_LOAD and load.has(at.start, at.in_file) for load in self.segments)
+            if at.kind in (PT_DYNAMIC, PT_GNU_RELRO) and not (
+                inside and at.start + at.in_memory <= end + _LARGEST_PAGE
+            ):
+                raise self._error(f"the segment at {at.start:#x} is not in memory")
+        start, size, count = self._header[6], self._header[11], self._header[12]
+        if count and size != _SECTION.size:
+            raise self._error(f"sections have {size} bytes, expected {_SECTION.size}")
+        self._bytes(start + size * count, 0)
 
     def _read_dynamic(self) -> Iterator[tuple[int, int]]:
-        for kind, _, offset, _, _, in_file, _, _ in self._segments:
-            if kind == PT_DYNAMIC:
-                for at in range(offset, offset + in_file, _DYNAMIC.size):
-                    tag, value = _DYNAMIC.unpack_from(self._data, at)
+        for at in self.segments:
+            if at.kind == PT_DYNAMIC:
+                for tag, value in self._table(_DYNAMIC, self._offset(at.start), at.in_file // _DYNAMIC.size):
                     if tag == 0:
                         return
                     yield tag, value
+                raise self._error("the dynamic section has no end")
+        raise self._error("there is no dynamic section")
+
+    def _check_dynamic(self) -> None:
+        for tag, size in _ADDRESSES.items():
+            for address in (value for found, value in self._dynamic if found == tag):
+                self._offset(address, (self._first(size) or 0) if size else 0)
+        if self._first(DT_STRTAB) is None or self._first(DT_SYMTAB) is None:
+            raise self._error("the dynamic section has no symbols")
 
     def _first(self, tag: int) -> int | None:
         return next((value for t, value in self._dynamic if t == tag), None)
 
-    def _offset(self, address: int) -> int:
+    def _offset(self, address: int, size: int = 0) -> int:
         """In the file, of an address in memory."""
-        for kind, _, offset, start, _, in_file, _, _ in self._segments:
-            if kind == PT_LOAD and start <= address < start + in_file:
-                return address - start + offset
-        raise ValueError(f"address {address:#x} is in no segment")
+        for at in self.segments:
+            if at.kind == PT_LOAD and at.has(address, max(size, 1)):
+                return address - at.start + at.offset
+        raise self._error(f"address {address:#x} is in no segment")
+
+    @cached_property
+    def _texts(self) -> bytes:
+        size = self._first(DT_STRSZ) or 0
+        return self._bytes(self._offset(self._first(DT_STRTAB) or 0, size), size)
 
     def _text(self, at: int) -> str:
-        start = self._offset(self._first(DT_STRTAB) or 0) + at
-        return self._data[start : self._data.index(b"\0", start)].decode(errors="replace")
+        return self._until_nul(self._texts, at)
+
+    def _until_nul(self, texts: bytes, at: int) -> str:
+        end = texts.find(b"\0", at)
+        if end < 0:
+            raise self._error(f"there is no name at {at}")
+        return texts[at:end].decode(errors="surrogateescape")
 
     @cached_property
     def needed(self) -> list[str]:
@@ -90,13 +166,9 @@ class Elf:
         return [folder for path in paths for folder in path.split(":") if folder]
 
     @property
-    def segments(self) -> list[Segment]:
-        return [Segment(kind, flags, address, size) for kind, flags, _, address, _, _, size, _ in self._segments]
-
-    @property
     def executable_stack(self) -> bool:
         """Also without the segment that says: the kernel then takes it that it is wanted."""
-        flags = [segment[1] for segment in self._segments if segment[0] == PT_GNU_STACK]
+        flags = [at.flags for at in self.segments if at.kind == PT_GNU_STACK]
         return not flags or bool(flags[0] & PF_X)
 
     @property
@@ -106,11 +178,12 @@ class Elf:
     @cached_property
     def sections(self) -> list[str]:
         """Their names."""
-        header = _HEADER.unpack_from(self._data)
-        start, size, count, names = header[6], header[11], header[12], header[13]
-        found = [_SECTION.unpack_from(self._data, start + i * size) for i in range(count)]
-        at = [found[names][4] + section[0] for section in found]
-        return [self._data[i : self._data.index(b"\0", i)].decode(errors="replace") for i in at]
+        start, count, names = self._header[6], self._header[12], self._header[13]
+        found = list(self._table(_SECTION, start, count))
+        if names >= count:
+            return []
+        texts = self._bytes(found[names][4], found[names][5])
+        return [self._until_nul(texts, section[0]) for section in found]
 
     @cached_property
     def symbols(self) -> list[Symbol]:
@@ -118,27 +191,28 @@ class Elf:
         table = self._first(DT_SYMTAB)
         if table is None:
             return []
-        start = self._offset(table)
-        entries = (_SYMBOL.unpack_from(self._data, start + i * _SYMBOL.size) for i in range(1, self._symbol_count()))
+        _, *entries = self._table(_SYMBOL, self._offset(table), max(self._symbol_count(), 1))
         return [Symbol(self._text(name), section != 0, info >> 4 == STB_WEAK) for name, info, _, section, *_ in entries]
 
     def _symbol_count(self) -> int:
         """The table has no length of its own: the hash tables give it."""
         if (table := self._first(DT_HASH)) is not None:
-            return struct.unpack_from("<II", self._data, self._offset(table))[1]
+            return self._words(self._offset(table), 2)[1]
         table = self._first(DT_GNU_HASH)
         if table is None:
             return 1
         at = self._offset(table)
-        n_buckets, first, n_bloom, _ = struct.unpack_from("<IIII", self._data, at)
-        buckets = struct.unpack_from(f"<{n_buckets}I", self._data, at + 16 + 8 * n_bloom)
-        chains = at + 16 + 8 * n_bloom + 4 * n_buckets
-        last = max(buckets, default=0)
+        n_buckets, first, n_bloom, _ = self._words(at, 4)
+        last = max(self._words(at + 16 + 8 * n_bloom, n_buckets), default=0)
         if last < first:  # nothing is exported: what is before `first` is all undefined
             return first
-        while not struct.unpack_from("<I", self._data, chains + 4 * (last - first))[0] & 1:
+        chains = at + 16 + 8 * n_bloom + 4 * n_buckets
+        while not self._words(chains + 4 * (last - first), 1)[0] & 1:
             last += 1
         return last + 1
+
+    def _words(self, start: int, count: int) -> tuple[int, ...]:
+        return struct.unpack(f"<{count}I", self._bytes(start, 4 * count))
 
     @cached_property
     def versions(self) -> list[str]:
@@ -147,10 +221,10 @@ class Elf:
         at = None if at is None else self._offset(at)
         for _ in range(self._first(DT_VERNEEDNUM) or 0):
             assert at is not None
-            _, count, _, aux, following = _VERNEED.unpack_from(self._data, at)
+            _, count, _, aux, following = _VERNEED.unpack(self._bytes(at, _VERNEED.size))
             one = at + aux
             for _ in range(count):
-                _, _, _, name, after = _VERNAUX.unpack_from(self._data, one)
+                _, _, _, name, after = _VERNAUX.unpack(self._bytes(one, _VERNAUX.size))
                 found.append(self._text(name))
                 one += after
             at += following
@@ -161,6 +235,7 @@ class Contents(NamedTuple):
     sections: frozenset[str]
     exported: frozenset[str]
     imported: frozenset[str]
+    needed: tuple[str, ...]
 
     @property
     def has_cuda(self) -> bool:
@@ -178,17 +253,16 @@ class Contents(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _read(file: Path, _changed: int) -> Contents:
-    try:
-        elf = Elf(file)
-    except ValueError:
-        return Contents(frozenset(), frozenset(), frozenset())
+def _read(file: Path, _state: tuple[int, ...]) -> Contents:
+    elf = Elf(file)
     named: dict[bool, set[str]] = {True: set(), False: set()}
     for symbol in elf.symbols:
         named[symbol.defined].add(symbol.name)
-    return Contents(frozenset(elf.sections), frozenset(named[True] - {""}), frozenset(named[False] - {""}))
+    exported, imported = (frozenset(named[defined] - {""}) for defined in (True, False))
+    return Contents(frozenset(elf.sections), exported, imported, tuple(elf.needed))
 
 
 def read(file: Path) -> Contents:
-    """Empty for a file of another format. Kept while the file stays as it is; unlike an ``Elf``, it is small."""
-    return _read(file, file.stat().st_mtime_ns)
+    """Kept while the file stays as it is; unlike an ``Elf``, it is small. Raises as ``Elf`` does."""
+    state = file.stat()
+    return _read(file, (state.st_dev, state.st_ino, state.st_mtime_ns, state.st_size))

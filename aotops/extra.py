@@ -34,7 +34,13 @@ def encode_foreign(op: Op, attrs: Sequence[Attr], dtypes: Sequence[str] = ()) ->
     like = "".join(f"{op.inputs.index(op.same_spec_as[y]) if y in op.same_spec_as else -1}," for y in op.outputs)
     symbols = [foreign.symbols.get(device, "") for device in ("cpu", "cuda")]
     counts = [len(op.inputs), len(op.outputs), int(bool(op.workspace))]
-    items = [op.library.name, *symbols, *map(str, counts), like, "".join(f"{dtype}," for dtype in dtypes)]
+    items = [
+        f"{op.library.name}/{op.name}",
+        *symbols,
+        *map(str, counts),
+        like,
+        "".join(f"{dtype}," for dtype in dtypes),
+    ]
     pairs = zip(op.attrs.items(), op.canonical(attrs), strict=True)
     items += [
         f"{quote(name)}:{_LETTERS[kind.rstrip('?')]}{_foreign_text(v)}" for (name, kind), v in pairs if v is not None

@@ -4,6 +4,7 @@ frontend. ``load`` loads the library, ``Library.op`` defines the operator."""
 from __future__ import annotations
 
 import linecache
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,52 +17,87 @@ from types import ModuleType
 from typing import Any
 from zlib import crc32
 
-from . import elf
-from .library import Library, LibraryError
+from .library import Functions, Library, LibraryError
 from .op import ATTRIBUTE_TYPES, Op, Rule
 from .spec import DTYPES, TensorSpec
 
-SOURCES = (".c", ".cc", ".cpp", ".cxx", ".cu")
+SOURCES = (".cc", ".cpp", ".cxx", ".cu")
 FLAGS = ("-std=c++17", "-D_GLIBCXX_USE_CXX11_ABI=0")
 """What MindSpore compiles a source with: the std::string of its AotExtra is that of the old ABI."""
 _DEVICES = ("cpu", "cuda")
 MOST_TENSORS = 16  # call.py: MOST_SLOTS
+_TAKEN = ("aotops", "aten", "prim", "prims", "higher_order", "load_library", "loaded_libraries")
+"""Namespaces of operators that a process with torch has already."""
+_NOT_OPERATORS = ("name",)
+"""Members that torch's namespaces of operators have themselves."""
+_NOT_NAMES = ("Ellipsis", "NoneType")
+"""Identifiers that are words of torch's schemas."""
 
-_loaded: dict[str, tuple[Library, Path, int]] = {}
+_loaded: dict[str, tuple[Library, Path, Functions]] = {}
 
 
-def load(path: str | Path, name: str | None = None) -> Library:
+def load(
+    path: str | Path,
+    name: str | None = None,
+    *,
+    flags: Sequence[str] = (),
+    include: Sequence[str | os.PathLike[str]] = (),
+    arch: str | int | Sequence[str | int] | None = None,
+) -> Library:
     """A library of kernels of MindSpore's AOT convention. ``library.op(...)`` then defines its operators.
 
     Args:
-        path: a shared library, or a source (.c, .cc, .cpp, .cxx, .cu), which is compiled first.
+        path: a shared library, or a source (.cc, .cpp, .cxx, .cu), which is compiled first.
         name: an identifier, torch's namespace for the operators; by default the file's name without "lib" and ".so".
+        flags, include, arch: of a source, as ``aotops.compile`` takes them.
 
     Raises:
-        LibraryError: the file is missing, is no shared library, or does not load, such as for an unresolved symbol.
+        LibraryError: the file is missing, is no shared library, or does not load, such as for an unresolved symbol; or
+            it was written to while it was loaded.
+        CompileError: the compiler refuses the source.
+        TypeError: flags, include or arch is given, and the file is no source.
         ValueError: the name is no identifier, or that of another file which is loaded already.
     """
     file = Path(path).absolute()
     name = name or file.name.partition(".")[0].removeprefix("lib")
-    if not name.isidentifier():
-        raise ValueError(f"aotops.load: name is {name!r}, expected an identifier: give another, load(path, name=...)")
+    _check_library_name(name)
     if not file.exists():
         raise LibraryError(f"{file} does not exist")
     if file.suffix in SOURCES:
         from .compiler import compile as compile_source
 
-        file = compile_source(file, name=name, flags=FLAGS if file.suffix != ".c" else ())
-    changed = file.stat().st_mtime_ns
-    known = _loaded.get(name)
-    if known and known[1:] == (file, changed):
-        return known[0]
-    if known or name == "aotops":
-        where = f"of {known[1]} as it was when it was loaded" if known else "of the built-in operators"
-        raise ValueError(f"aotops.load: name is {name!r}, the name {where}: give another, load(path, name=...)")
+        file = compile_source(file, name=name, flags=(*FLAGS, *flags), include=include, arch=arch)
+    elif flags or include or arch is not None:
+        raise TypeError(f"aotops.load: flags, include and arch are for a source, and {file.name} is none")
     library = Library(name, (), file)
-    library.registered  # noqa: B018  loads it
-    _loaded[name] = library, file, changed
+    known = _loaded.get(name)
+    if known and known[1:] == (file, library.functions):
+        return known[0]
+    if known:
+        raise ValueError(
+            f"aotops.load: name is {name!r}, the name of {known[1]} as it was when it was loaded: give another, "
+            f"load(path, name=...)"
+        )
+    library.registered  # noqa: B018  in libaotops.so
+    _loaded[name] = library, file, library.functions
     return library
+
+
+def _check_library_name(name: str) -> None:
+    give = "give another, load(path, name=...)"
+    if name in _TAKEN:
+        owner = "the built-in operators" if name == "aotops" else "operators of torch"
+        raise ValueError(f"aotops.load: name is {name!r}, the name of {owner}: {give}")
+    if not _is_name(name) or name.startswith("_"):
+        raise ValueError(
+            f"aotops.load: name is {name!r}, expected an identifier of ASCII characters, without _ in front: {give}"
+        )
+
+
+def _is_name(name: Any) -> bool:
+    """Whether every framework takes it: torch's schemas are ASCII."""
+    is_identifier = isinstance(name, str) and name.isascii() and name.isidentifier()
+    return is_identifier and not iskeyword(name) and name not in _NOT_NAMES
 
 
 # ------------------------------------------------------------------------------------------------------- definitions
@@ -239,8 +275,10 @@ def _check_names(
 ) -> None:
     every = (*inputs, *outputs, *attrs)
     for each in (name, *every):
-        if not (isinstance(each, str) and each.isidentifier()) or iskeyword(each):
-            raise ValueError(f"{name}: {each!r} is no identifier")
+        if not _is_name(each):
+            raise ValueError(f"{name}: {each!r} is no identifier of ASCII characters, or a word of Python's or torch's")
+    if name in _NOT_OPERATORS or name.startswith("__"):
+        raise ValueError(f"{name}: an operator of this name cannot be called in torch: give another, and cpu= or cuda=")
     if len(set(every)) < len(every) or "workspace" in every:
         raise ValueError(f"{name}: inputs, outputs and attributes are {', '.join(every)}, expected different names")
     if not inputs:
@@ -273,10 +311,10 @@ def _symbols(library: Library, name: str, device: str | None, named: Mapping[str
     if not given:
         pairs = [(where, symbol) for where in _DEVICES for symbol in (f"{name}_{where}", f"aot_{name}_{where}")]
         given = {where: symbol for where, symbol in pairs if library.address(symbol)}
-    given = given or {"cuda" if elf.read(library.path).has_cuda else "cpu": name}
+    given = given or {"cuda" if library.contents.has_cuda else "cpu": name}
     for symbol in given.values():
         if library.address(symbol) is None:
-            exported = elf.read(library.path).exported
+            exported = library.contents.exported
             close = get_close_matches(symbol, exported, 3, 0.5)
             hint = f"; did you mean {' or '.join(close)}?" if close else ' (is it extern "C"?)'
             raise LibraryError(f"{library.path} exports no {symbol}{hint}")

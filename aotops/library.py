@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import os
-import struct
 from collections.abc import Callable, Iterable
 from functools import cache, cached_property
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from . import __version__, elf
 from .op import Op
@@ -22,19 +22,18 @@ ERRORS: dict[int, type[Exception]] = {
     5: RuntimeError,
     6: MemoryError,
 }
-"""The exception for each status of cuda_src/aot.h."""
+"""The exception for each status of cuda_src/aot.h, and of a hosted function: 2, of one that refuses a dtype, is a
+TypeError."""
 
 _POINTER = ctypes.c_void_p
-_ELF = struct.Struct("<4sBB10xHHIQQQIHHHHHH")
-"""The header of a 64-bit ELF file. Its last fields locate the tables of segments and sections."""
-_SEGMENT = struct.Struct("<IIQQQQQQ")
+_Read = TypeVar("_Read")
 
 
 class LibraryError(ImportError):
     """A shared library cannot be used: it is missing, does not load, or is of another version."""
 
 
-class _Functions(ctypes.CDLL):
+class Functions(ctypes.CDLL):
     """A shared library's functions as attributes; a symbol that it does not export is a ``LibraryError``."""
 
     def __getattr__(self, symbol: str) -> Any:
@@ -43,15 +42,28 @@ class _Functions(ctypes.CDLL):
         try:
             # of two threads that are the first to ask, both get the same object, and keep the types set on it
             return self.__dict__.setdefault(symbol, self[symbol])
-        except AttributeError:
+        except (AttributeError, UnicodeDecodeError):
             raise LibraryError(f"{self._name} exports no {symbol}: rebuild it with `make clean lib`") from None
 
     def address(self, symbol: str) -> int | None:
         """The address of an exported symbol, or None."""
         try:
             return ctypes.cast(self[symbol], _POINTER).value
-        except AttributeError:
+        except (AttributeError, UnicodeDecodeError):  # ctypes decodes the loader's text, which names the file
             return None
+
+    def real_path(self) -> str:
+        """The path by which a host that loads libraries itself, as MindSpore does, gets this one.
+
+        Raises:
+            LibraryError: it would get another one: what this library replaced was loaded before it.
+        """
+        real = os.path.realpath(self._name)
+        if _handle(real) != self._handle:
+            raise LibraryError(
+                f"{real} was replaced in this process, whose loader has the old one: restart the process"
+            )
+        return real
 
     def last_error(self) -> str:
         """The message of this thread's last failed call of the library's functions."""
@@ -75,7 +87,7 @@ def path() -> Path:
 
 
 @cache
-def load() -> _Functions:
+def load() -> Functions:
     """Loads libaotops.so, once: the call path and the built-in operators.
 
     Raises:
@@ -155,9 +167,19 @@ class Library:
         return self._file or path()
 
     @cached_property
-    def functions(self) -> _Functions:
+    def functions(self) -> Functions:
         """The loaded library. Raises LibraryError if it is missing or does not load."""
-        return _open(self._file) if self._file else load()
+        if not self._file:
+            return load()
+        needed = self.contents.needed
+        loaded = _open(self._file)
+        _check_needed(self._file, needed)
+        return loaded
+
+    @cached_property
+    def contents(self) -> elf.Contents:
+        """What its file says of it. Raises LibraryError if the file is missing, or is no shared library."""
+        return _checked(self.path, elf.read)
 
     def address(self, symbol: str) -> int | None:
         """The address of an exported symbol, or None."""
@@ -172,10 +194,10 @@ class Library:
         """
         if self._file:
             handle = ctypes.c_void_p(self.functions._handle)
-            check(load().aot_library(self.name.encode(), handle, int(elf.read(self.path).has_new_strings)))
+            check(load().aot_library(self.name.encode(), handle, int(self.contents.has_new_strings)))
         return True
 
-    def functions_of(self, op: Op) -> _Functions:
+    def functions_of(self, op: Op) -> Functions:
         """The library with the operator's entries: for a hosted one, libaotops.so."""
         return load() if op.foreign else self.functions
 
@@ -197,9 +219,17 @@ class Library:
         if self.entry_address(op, device) is None:
             if op.foreign:
                 raise NotImplementedError(missing_device(op, device))
-            why = "; build it where nvcc is, with `make lib`" if device == "cuda" else ""
+            why = f"; {self._without_cuda()}" if device == "cuda" else ""
             raise NotImplementedError(f"{op.name}: {self.path} has no {device} entry ({symbol}){why}")
         return symbol
+
+    def _without_cuda(self) -> str:
+        """What an operator without a CUDA entry needs."""
+        if self._file is None:
+            return "build it where nvcc is, with `make lib`"
+        if self.contents.has_cuda:
+            return "the library has CUDA code, but none of this operator: give it a kernel in a .cu source"
+        return "the library has no CUDA code: if this operator has a .cu source, build the package where nvcc is"
 
 
 def missing_device(op: Op, device: str) -> str:
@@ -216,13 +246,87 @@ def missing_device(op: Op, device: str) -> str:
 # ------------------------------------------------------------------------------------------------------------- loading
 
 
-def _open(file: Path) -> _Functions:
-    _check_complete(file)
+_opened: dict[tuple[int, int], tuple[tuple[int, int], Functions]] = {}
+"""By device and inode: the time and size of a library's file when it was loaded, and the library."""
+_spellings = count(1)
+
+
+def _open(file: Path) -> Functions:
+    """The library that a file is now."""
     try:
-        lib = _Functions(str(file))
+        state = file.stat()  # before it is loaded: a change in between is then one since
     except OSError as error:
-        raise LibraryError(f"{file} does not load: {error}; rebuild it with `make clean lib`") from error
+        raise _unreadable(file, error) from None
+    place, written = (state.st_dev, state.st_ino), (state.st_mtime_ns, state.st_size)
+    if place not in _opened:
+        _checked(file, elf.Elf)
+        _opened.setdefault(place, (written, _loaded(file)))
+    then, lib = _opened[place]
+    if then != written:
+        raise LibraryError(
+            f"{file} was written to since it was loaded, so that the functions in memory may be neither the old ones "
+            f"nor the new: restart the process, and let a new file replace that of a library (as mv and linkers do)"
+        )
     return lib
+
+
+def _loaded(file: Path) -> Functions:
+    """The loader returns the library that it has of a name, even if the file of that name is another one since. A name
+    that it does not know makes it look at the file: "/folder/./libk.so", whose $ORIGIN is the same."""
+    name = str(file)
+    if _handle(name) is not None:
+        name = f"{file.parent}{'/.' * next(_spellings)}/{file.name}"
+    try:
+        return Functions(name)
+    except (OSError, UnicodeDecodeError) as error:
+        raise LibraryError(f"{file} does not load: {error}; rebuild it with `make clean lib`") from error
+
+
+def _handle(name: str) -> int | None:
+    """That of a library that is loaded."""
+    try:
+        return ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)._handle
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _check_needed(file: Path, needed: Iterable[str]) -> None:
+    """Raises LibraryError if a library that the file is linked with is loaded from a file that was replaced since: the
+    loader binds to what it has of that name."""
+    loaded = [(name, at) for name in needed if (handle := _handle(name)) and (at := _dynamic_section(handle))]
+    if not loaded:
+        return
+    maps = Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines()
+    for bounds, *_, replaced in (line.split(maxsplit=5) for line in maps if line.endswith(" (deleted)")):
+        start, end = (int(bound, 16) for bound in bounds.split("-"))
+        for name, at in loaded:
+            if start <= at < end:
+                raise LibraryError(
+                    f"{file} needs {name}, which is loaded from {replaced.removesuffix(' (deleted)')} as it was before "
+                    f"it was replaced or deleted: restart the process"
+                )
+
+
+def _dynamic_section(handle: int) -> int:
+    """The address of a loaded library's dynamic section: l_ld of its struct link_map (link.h)."""
+    return ctypes.cast(handle, ctypes.POINTER(_POINTER))[2] or 0
+
+
+def _checked(file: Path, read: Callable[[Path], _Read]) -> _Read:
+    """Raises LibraryError for a file that cannot be read, or that would crash the loader."""
+    try:
+        return read(file)
+    except OSError as error:
+        raise _unreadable(file, error) from None
+    except ValueError as error:
+        raise LibraryError(f"{error}; rebuild it with `make clean lib`") from None
+
+
+def _unreadable(file: Path, error: OSError) -> LibraryError:
+    if not isinstance(error, FileNotFoundError):
+        return LibraryError(f"{file} cannot be read: {error.strerror}")
+    mend = "build it with `make lib`, or point AOTOPS_LIBRARY at one" if file == path() else "build its package"
+    return LibraryError(f"{file} does not exist: {mend}")
 
 
 def _check_environment() -> None:
@@ -243,29 +347,6 @@ def _check_environment() -> None:
     if not any(hasattr(found, f"{prefix}openblas_get_parallel") for prefix in ("", "scipy_")):
         why = "it is another library" if found else why
         raise ValueError(f"AOTOPS_OPENBLAS is {blas!r}, expected the path of an OpenBLAS, or 'none': {why}")
-
-
-def _check_complete(file: Path) -> None:
-    """Raises LibraryError if the file cannot be read, or ends before its segments or its section table do: mapping a
-    truncated file would end the process. A file of another format is left to the loader, which reports it."""
-    try:
-        with file.open("rb") as opened:
-            size, header = os.fstat(opened.fileno()).st_size, opened.read(_ELF.size)
-            if len(header) < _ELF.size or header[:6] != b"\x7fELF\x02\x01":
-                return
-            *_, at, sections, _flags, _size, each, n, section, n_sections, _ = _ELF.unpack(header)
-            opened.seek(at)
-            table = opened.read(each * n)
-    except FileNotFoundError:
-        mend = "build it with `make lib`, or point AOTOPS_LIBRARY at one" if file == path() else "build its package"
-        raise LibraryError(f"{file} does not exist: {mend}") from None
-    except OSError as error:
-        raise LibraryError(f"{file} cannot be read: {error.strerror}") from error
-    segments = [_SEGMENT.unpack_from(table, i) for i in range(0, len(table) - _SEGMENT.size + 1, max(each, 1))]
-    ends = [offset + in_file for _, _, offset, _, _, in_file, _, _ in segments]
-    needed = max(at + each * n, sections + section * n_sections, *ends)
-    if needed > size:
-        raise LibraryError(f"{file} has {size} bytes of at least {needed}: rebuild it with `make clean lib`")
 
 
 def _openblas() -> Path | None:

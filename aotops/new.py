@@ -40,11 +40,14 @@ def create(name: str, template: str = "elementwise", directory: str | os.PathLik
     house = _checkout(package)
     files = dict(_of_checkout(template, name, house) if house else _of_package(template, name, package))
     for file in files:
-        if file.exists():
+        if os.path.lexists(file):
             raise ValueError(f"new: {file} exists, and is not overwritten")
     for file, text in files.items():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+        except OSError as error:  # such as a file, or a link to nowhere, in the place of a folder
+            raise ValueError(f"new: {error.filename} cannot be written to: {error.strerror}") from None
     return list(files)
 
 

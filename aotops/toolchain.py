@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shlex
 import shutil
 import site
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -224,11 +226,12 @@ def cuda_flags(archs: Sequence[str], aot: bool) -> tuple[str, ...]:
 def link_flags(cuda: bool) -> tuple[str, ...]:
     """An unresolved symbol fails here, and not in a process that uses the library. C++ symbols are not exported.
     Runtimes are linked where they are used. It is not unloaded, since it has handlers of fork()."""
-    options = ("-z,defs", "-z,now", "-z,nodelete", "--as-needed", f"--version-script={cmake_dir() / 'exports.map'}")
+    keywords = ("defs", "now", "nodelete")
+    options = (*(f"-z{word}" for word in keywords), "--as-needed", f"--version-script={cmake_dir() / 'exports.map'}")
+    linker = tuple(word for option in options for word in ("-Xlinker", option))
     if cuda:
-        linker = tuple(flag for option in options for flag in ("-Xlinker", option))
         return ("-shared", "-cudart=static", *_nvcc_library_dirs(), *linker, "-lgomp", "-ldl")
-    return ("-shared", "-fopenmp", *(f"-Wl,{option}" for option in options), "-ldl")
+    return ("-shared", "-fopenmp", *linker, "-ldl")
 
 
 # ------------------------------------------------------------------------------------------------------------ running
@@ -246,6 +249,12 @@ def run(command: Sequence[str], what: str) -> str:
     Raises:
         CompileError: it fails; with all that it printed.
     """
+    if _runs_nvcc(command) and any(_FOR_SHELL.search(word) for word in command):
+        return _run_behind_links(command, what)
+    return _run(command, what)
+
+
+def _run(command: Sequence[str], what: str) -> str:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     try:
         try:
@@ -260,6 +269,57 @@ def run(command: Sequence[str], what: str) -> str:
     if process.returncode:
         raise CompileError(f"{what} failed:\n{output.strip()}")
     return output.strip()
+
+
+_FOR_SHELL = re.compile("/[^/]*[$'\"`\\\\,\udc80-\udcff]")
+"""A path that nvcc takes for something else: it runs each step by a line of `sh`, with paths in double quotes at best,
+takes a comma for the end of a path, and warns of each that is not UTF-8."""
+
+
+def _runs_nvcc(command: Sequence[str]) -> bool:
+    found = nvcc()
+    return found is not None and tuple(command[: len(found.command)]) == found.command
+
+
+def _run_behind_links(command: Sequence[str], what: str) -> str:
+    """Runs a command whose paths nvcc would misread, with links to their folders instead."""
+    if backquoted := [word for word in command if "`" in word]:
+        raise CompileError(f"{what} failed: nvcc cannot read a path with a backquote: rename {backquoted[0]}")
+    with tempfile.TemporaryDirectory(prefix="aotops-") as links:
+        folders: dict[str, str] = {}
+
+        def plain(word: str) -> str:
+            if not _FOR_SHELL.search(word):
+                return word
+            option, slash, path = word.partition("/")
+            folder, name = os.path.split(slash + path)
+            if not folders.get(folder):
+                folders[folder] = os.path.join(links, str(len(folders)))
+                os.symlink(folder, folders[folder])
+            return f"{option}{folders[folder]}/{name}"
+
+        words = [plain(word) for word in command]
+        if any(_FOR_SHELL.search(word) for word in (*words, links)):
+            misread = next(word for word in (*words, links) if _FOR_SHELL.search(word))
+            raise CompileError(
+                f"{what} failed: nvcc cannot read the name {os.path.basename(misread)!r}: rename the file"
+            )
+        shown = {os.fsencode(folder).decode(errors="replace"): link for folder, link in folders.items()}
+        try:
+            output = _run(words, what)
+        except CompileError as error:
+            raise CompileError(_with_folders(str(error), shown)) from None
+        if "-MF" in command:
+            depends = Path(command[command.index("-MF") + 1])
+            escaped = {folder.replace(" ", "\\ ").replace("$", "$$"): link for folder, link in folders.items()}
+            depends.write_bytes(os.fsencode(_with_folders(os.fsdecode(depends.read_bytes()), escaped)))
+        return _with_folders(output, shown)
+
+
+def _with_folders(text: str, folders: Mapping[str, str]) -> str:
+    for folder, link in folders.items():
+        text = text.replace(f"{link}/", f"{folder}/")
+    return text
 
 
 @contextmanager

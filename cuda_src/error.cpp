@@ -18,13 +18,40 @@ std::mutex latest_lock;
 [[maybe_unused]] const int registered =
     pthread_atfork([] { latest_lock.lock(); }, [] { latest_lock.unlock(); }, [] { latest_lock.unlock(); });
 
+// The length of the UTF-8 character at `text`; 0: it is none (RFC 3629). It reads no byte after a NUL.
+size_t utf8_length(const unsigned char *text) {
+  const unsigned char c = *text;
+  if (c < 0x80) return 1;
+  const size_t n = c >= 0xc2 && c < 0xe0 ? 2 : c >= 0xe0 && c < 0xf0 ? 3 : c >= 0xf0 && c < 0xf5 ? 4 : 0;
+  for (size_t i = 1; i < n; ++i)
+    if ((text[i] & 0xc0) != 0x80) return 0;
+  const bool overlong = (c == 0xe0 && text[1] < 0xa0) || (c == 0xf0 && text[1] < 0x90);
+  const bool no_character = (c == 0xed && text[1] >= 0xa0) || (c == 0xf4 && text[1] >= 0x90);
+  return overlong || no_character ? 0 : n;
+}
+
+// Every host takes the text for UTF-8, and Python raises for another one: bytes that are none, of a path or of an
+// exception's text, become \xff.
+void copy_as_utf8(const char *from, char *to) {
+  const char *end = to + kCapacity - 5;
+  while (*from && to < end) {
+    const auto *at = reinterpret_cast<const unsigned char *>(from);
+    const size_t n = utf8_length(at);
+    if (n) std::memcpy(to, from, n), to += n, from += n;
+    else to += std::snprintf(to, 5, "\\x%02x", *at), ++from;
+  }
+  *to = 0;
+}
+
 }  // namespace
 
 aot::Status aot::fail(Status status, const char *format, ...) noexcept {
+  char text[kCapacity];
   va_list args;
   va_start(args, format);
-  std::vsnprintf(own, kCapacity, format, args);
+  std::vsnprintf(text, kCapacity, format, args);
   va_end(args);
+  copy_as_utf8(text, own);
   std::lock_guard<std::mutex> hold(latest_lock);
   std::memcpy(latest, own, kCapacity);
   return status;

@@ -1,6 +1,6 @@
 // Compiled with -D_GLIBCXX_USE_CXX11_ABI=0: the strings in AotExtra's interface have the old ABI, as in MindSpore's
 // build.
-#include "extra_class.h"
+#include "custom_aot_extra.h"
 
 #include <locale.h>
 

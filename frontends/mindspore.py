@@ -210,7 +210,7 @@ def registered(name: str, *arguments: Any, library: Library = BUILTIN, **keyword
     for attr, value in _entry_attrs(op, attrs, tuple(specs), op.entry_outputs).items():
         info.attr(attr, "required", "all", value=value)
     reg_info = info.target(target).get_op_info()
-    file = op.library.functions_of(op)._name
+    file = op.library.functions_of(op).real_path()
     primitive = ops.Custom(f"{file}:{entry}", None, None, "aot", plain.bprop, reg_info)
     primitive.add_prim_attr("multi_output", len(op.entry_outputs) > 1)
     return primitive
@@ -346,7 +346,7 @@ def _primitive(
     entry = op.library.entry_name(op, _DEVICES.get(target, target))
     one, known = len(op.entry_outputs) == 1, all(name in dtypes for name in wanted)
     types = tuple(ms.dtype.TensorType(getattr(ms, dtypes[name])) for name in wanted) if known else None
-    file = op.library.functions_of(op)._name
+    file = op.library.functions_of(op).real_path()
     told = tuple(shapes[name] for name in wanted) if shapes else None
     shape = told[0] if told and one else told
     primitive = ops.Custom(f"{file}:{entry}", shape, types[0] if types and one else types, "aot", bprop)

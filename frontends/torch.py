@@ -345,7 +345,10 @@ _TAGS = (getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_
 
 @functools.cache  # which keeps the namespace: it is unregistered when it is deleted
 def _namespace(library: Library) -> torch.library.Library:
-    return torch.library.Library(library.name, "FRAGMENT" if library is BUILTIN else "DEF")
+    try:
+        return torch.library.Library(library.name, "FRAGMENT" if library is BUILTIN else "DEF")
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"the library's name is {library.name!r}, which torch.ops has already") from error
 
 
 def _register_once(ops: Iterable[Op]) -> None:

@@ -273,6 +273,38 @@ extern "C" int Throws(PARAMETERS) { throw std::runtime_error("the weather is bad
 extern "C" int ThrowsNumber(PARAMETERS) { throw 3; }
 extern "C" int BadInit(PARAMETERS) { return 0; }
 extern "C" int BadInitInit(int *, int64_t **, const char **, AotExtra *) { return 9; }
+// Writes over all that it is given, after what its name says.
+static int overwrite(int status, int n, void **params, int *ndims, int64_t **shapes, const char **dtypes) {
+  for (int i = 0; i < n; ++i) {
+    for (int k = 0; k < ndims[i]; ++k) shapes[i][k] = -7;
+    ndims[i] = 99, shapes[i] = nullptr, dtypes[i] = "nothing";
+    if (params) params[i] = nullptr;
+  }
+  return status;
+}
+extern "C" int Overwrites(PARAMETERS) {
+  if (int wrong = check(nparam, 2, dtypes)) return wrong;
+  std::memcpy(params[1], params[0], size_of(ndims[0], shapes[0]) * sizeof(float));
+  return overwrite(0, nparam, params, ndims, shapes, dtypes);
+}
+extern "C" int OverwritesInit(int *ndims, int64_t **shapes, const char **dtypes, AotExtra *) {
+  return overwrite(0, 2, nullptr, ndims, shapes, dtypes);
+}
+extern "C" int OverwritesBare(PARAMETERS) { return Overwrites(nparam, params, ndims, shapes, dtypes, stream, extra); }
+extern "C" std::vector<int64_t> OverwritesInferShape(int *ndims, int64_t **shapes, AotExtra *) {
+  std::vector<int64_t> shape(shapes[0], shapes[0] + ndims[0]);
+  if (ndims[0] != 1 || shapes[0][0] != -2) {
+    for (int k = 0; k < ndims[0]; ++k) shapes[0][k] = -7;
+    ndims[0] = 99, shapes[0] = nullptr;
+  }
+  return shape;
+}
+extern "C" TypeId OverwritesInferType(std::vector<TypeId> types, AotExtra *) { return types[0]; }
+
+extern "C" int Unknown(PARAMETERS) { return 0; }
+extern "C" std::vector<int64_t> UnknownInferShape(int *, int64_t **, AotExtra *) { return {3, -1}; }
+extern "C" TypeId UnknownInferType(std::vector<TypeId> types, AotExtra *) { return types[0]; }
+
 extern "C" int BadShape(PARAMETERS) { return 0; }
 extern "C" std::vector<int64_t> BadShapeInferShape(int *, int64_t **, AotExtra *) {
   throw std::length_error("no shape");

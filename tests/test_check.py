@@ -20,7 +20,6 @@ from aotops.testing.audit import audited
 from aotops.testing.frameworks import requested
 from aotops.testing.report import FAIL, PASS, UNAVAILABLE, Failure, Item
 from aotops.testing.subject import importable
-from aotops.testing.trial import ml_dtypes
 
 HERE = Path(__file__).parent
 PACKAGE = '''

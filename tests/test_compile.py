@@ -100,6 +100,70 @@ def test_what_is_compiled_is_compiled_once(tmp_path, monkeypatch):
     assert (aotops.compile(source), len(runs)) == (first, 3), "the first one again"
 
 
+@pytest.mark.parametrize("form", ["<v.h>", '"v.h"', "<sub/v.h>", "NAME", "has_include"])
+def test_a_header_that_appears_in_an_earlier_folder_is_seen(tmp_path, monkeypatch, form):
+    """In a folder of ``include``, of the environment or, for a name in quotes, beside the source."""
+    asked = "#if __has_include(<v.h>)\n#include <v.h>\n#else\n#define V 3\n#endif\n"
+    include = asked if form == "has_include" else f"#define NAME <v.h>\n#include {form}\n"
+    one, two, three = (tmp_path / name for name in ("one", "two", "three"))
+    name = "sub/v.h" if form == "<sub/v.h>" else "v.h"
+    for folder in (one, two, three):
+        (folder / name).parent.mkdir(parents=True)
+    (tmp_path / "k.cpp").write_text(f'{include}extern "C" int answer() {{ return V; }}\n')
+    (three / name).write_text("#define V 3\n")
+    if form == "has_include":
+        (three / name).unlink()
+    monkeypatch.setenv("CPATH", f"{two}:{three}")
+    runs = _count(monkeypatch)
+
+    def answer():
+        return _answer(aotops.compile(tmp_path / "k.cpp", include=[one]))
+
+    assert (answer(), answer(), len(runs)) == (3, 3, 1)
+    (two / name).write_text("#define V 2\n")
+    assert (answer(), answer(), len(runs)) == (2, 2, 2)
+    (one / name).write_text("#define V 1\n")
+    assert (answer(), answer(), len(runs)) == (1, 1, 3)
+    if form == '"v.h"':
+        (tmp_path / "v.h").write_text("#define V 0\n")
+        assert (answer(), answer(), len(runs)) == (0, 0, 4)
+
+
+def test_folders_of_the_environment_are_seen(tmp_path, monkeypatch):
+    """GCC takes the headers of CPLUS_INCLUDE_PATH for a system's, and does not list them beside the user's."""
+    (tmp_path / "v.h").write_text("#define V 1\n")
+    source = '#include <v.h>\nextern "C" int answer() { return V; }\n'
+    monkeypatch.setenv("CPLUS_INCLUDE_PATH", str(tmp_path))
+    assert _answer(aotops.compile(source)) == 1
+    (tmp_path / "v.h").write_text("#define V 2\n")
+    assert _answer(aotops.compile(source)) == 2
+
+
+def test_a_header_that_changes_while_it_is_compiled_is_compiled_again(tmp_path, monkeypatch):
+    (tmp_path / "v.h").write_text("#define V 1\n")
+    source = tmp_path / "k.cpp"
+    source.write_text('#include "v.h"\nextern "C" int answer() { return V; }\n')
+    run = toolchain.run
+
+    def slow(command, what):
+        """The header is saved after the compiler has read it."""
+        said = run(command, what)
+        (tmp_path / "v.h").write_text("#define V 2\n")
+        return said
+
+    monkeypatch.setattr(toolchain, "run", slow)
+    aotops.compile(source)
+    assert _answer(aotops.compile(source)) == 2
+
+
+def test_a_manifest_of_another_form_is_none(cache):
+    library = aotops.compile(ANSWER)
+    (manifest,) = cache.glob("*/*.json")
+    for text in ("[1]", "{}", "null", '{"library": 1, "headers": 2}', "no JSON"):
+        manifest.write_text(text)
+        assert aotops.compile(ANSWER) == library
+
+
 def test_a_changed_header_of_aotops_compiles_again(tmp_path, monkeypatch):
     shutil.copytree(toolchain.include_dir(), tmp_path / "include")
     monkeypatch.setattr(toolchain, "include_dir", lambda: tmp_path / "include")
@@ -241,6 +305,33 @@ def test_watching_builds_again_after_a_change_and_after_an_error(package, monkey
     assert _answer(package / "two" / "libtwo.so") == 43
     assert sum("is built" in line for line in told) == 2
     assert sum("nonsense" in line for line in told) == 1
+
+
+@pytest.mark.parametrize("kind", ["cpp", "cu"])
+def test_a_folder_of_any_name(package, tmp_path, monkeypatch, kind):
+    """nvcc runs its steps by a shell, which would take some of these for something else."""
+    if kind == "cu" and toolchain.nvcc() is None:
+        pytest.skip("nvcc is not installed")
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b'/a $HOME, it\'s "x" #y: \xc3\xa9 \xe9')) / "package"
+    shutil.copytree(package, folder)
+    (folder / "a.h").rename(folder / "two" / "a.h")
+    (folder / "a.cpp").rename(folder / f"a.{kind}")
+    table, text = folder / "pyproject.toml", (folder / "pyproject.toml").read_text()
+    table.write_text(text.replace('["*.cpp"]', f'["a.{kind}"]\ninclude = ["two"]\narchs = ["80"]'))
+    library = os.fsencode(build.build(folder))
+    assert ctypes.CDLL(library).answer() == 42
+    compiled = aotops.compile(folder / f"a.{kind}", include=[folder / "two"], arch="80")
+    assert ctypes.CDLL(os.fsencode(compiled)).answer() == 42
+    (folder / "two" / "a.h").write_text("#define ANSWER 43\n")
+    runs = _count(monkeypatch)
+    build.build(folder)
+    assert [run.partition(" (")[0] for run in runs] == [f"compiling a.{kind}", "linking libtwo.so"]
+    again = aotops.compile(folder / f"a.{kind}", include=[folder / "two"], arch="80")
+    assert ctypes.CDLL(os.fsencode(again)).answer() == 43
+    (folder / f"a.{kind}").write_text("not C++;\n")
+    with pytest.raises(aotops.CompileError) as raised:
+        build.build(folder)
+    assert f"{os.fsencode(folder).decode(errors='replace')}/a.{kind}" in str(raised.value)
 
 
 @pytest.mark.parametrize(

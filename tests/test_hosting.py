@@ -111,6 +111,9 @@ def define(library):
         library.op(name, inputs=("x",), outputs=("y",), same_spec_as={"y": "x"})
     library.op("Mistakes", inputs=("x",), outputs=("y",), attrs={"count": "int"}, same_spec_as={"y": "x"})
     library.op("BadShape", inputs=("x",), outputs=("y",))
+    library.op("Overwrites", inputs=("x",), outputs=("y",))
+    library.op("OverwritesBare", inputs=("x",), outputs=("y",), same_spec_as={"y": "x"})
+    library.op("Unknown", inputs=("x",), outputs=("y",))
 
 
 @pytest.fixture(scope="session")
@@ -471,10 +474,10 @@ def test_mindspore_dynamic_shapes(hosted):
 
 
 FAILURES = {
-    "Fails": r"Fails of .*libhosted_old.so returned -7, expected 0",
+    "Fails": r"Fails: Fails of .*libhosted_old.so returned -7, expected 0, for float32 \(2, 3\) and float32 \(2, 3\)",
     "Throws": "Throws: the weather is bad",
     "ThrowsNumber": "ThrowsNumber threw something that is no std::exception",
-    "BadInit": r"BadInitInit of .*libhosted_old.so returned 9, expected 0",
+    "BadInit": r"BadInit: BadInitInit of .*libhosted_old.so returned 9, expected 0",
     "BadShape": "BadShapeInferShape: no shape",
 }
 
@@ -493,8 +496,35 @@ def test_a_failure_is_an_error_with_its_text(framework, hosted, name):
 def test_a_dtype_that_the_function_refuses(framework, hosted):
     own = adapter(framework, hosted)
     x = own.make(X, "float64", "cpu")
-    with pytest.raises(Exception, match=r"CustomMul of .*libhosted_old.so returned 2, expected 0"):
+    expected = (
+        r"CustomMul: CustomMul of .*libhosted_old.so returned 2, expected 0, for float64 \(2, 3\), float64 \(2, 3\) "
+    )
+    with pytest.raises(Exception, match=expected) as raised:
         own.numpy(own.results("CustomMul", {"x": x, "y": x}, {})[0])
+    if framework.frontend in ("numpy", "torch"):
+        assert type(raised.value) is TypeError
+
+
+def test_a_shape_below_0_that_the_library_gives(framework, hosted):
+    own = adapter(framework, hosted)
+    if framework.compiles:
+        return  # MindSpore says it in its own words
+    (x,) = tensors(own, X)
+    with pytest.raises(Exception, match=r"Unknown: UnknownInferShape gives the shape \(3, -1\), expected .* below 0"):
+        own.numpy(own.results("Unknown", {"x": x}, {})[0])
+
+
+@pytest.mark.parametrize("name", ["Overwrites", "OverwritesBare"])
+def test_a_function_that_writes_to_what_describes_the_tensors(framework, hosted, name):
+    """It has copies: the convention's arrays are not const, and may be the framework's own."""
+    if framework.compiles:
+        return  # MindSpore gives copies
+    own = adapter(framework, hosted)
+    (x,) = tensors(own, X)
+    for _ in range(2):
+        (y,) = own.results(name, {"x": x}, {})
+        assert tuple(x.shape) == tuple(y.shape) == (2, 3)
+        np.testing.assert_array_equal(own.numpy(y), X)
 
 
 def test_a_device_without_a_function(framework, libraries):

@@ -125,6 +125,21 @@ def test_the_same_name_in_two_libraries(elsewhere):
         infer(other.ops["scale"], (1.0,), (spec,))
 
 
+def test_advice_for_a_device_without_an_entry(elsewhere, monkeypatch):
+    """`make lib` is for aotops itself."""
+    scale, gelu = elsewhere.ops["scale"], OPS["gelu"]
+    with pytest.raises(
+        NotImplementedError, match=r"scale: .*\(aot_scale_cuda\); the library has no CUDA code: if this"
+    ):
+        elsewhere.entry_name(scale, "cuda")
+    monkeypatch.setitem(vars(elsewhere), "contents", elsewhere.contents._replace(sections=frozenset([".nv_fatbin"])))
+    with pytest.raises(NotImplementedError, match=r"CUDA code, but none of this operator: give it a kernel in a \.cu"):
+        elsewhere.entry_name(scale, "cuda")
+    monkeypatch.setattr(Library, "entry_address", lambda *_: None)
+    with pytest.raises(NotImplementedError, match=r"gelu: .*libaotops.so has no cuda entry .*nvcc is, with `make lib`"):
+        BUILTIN.entry_name(gelu, "cuda")
+
+
 def test_errors_of_every_call_path(elsewhere):
     spec = TensorSpec((3,), "int32")
     run = call.addresses(elsewhere.ops["scale"], (1.0,), "cpu", (spec, spec))

@@ -46,6 +46,14 @@ def package(request, tmp_path_factory):
         )
 
 
+@pytest.mark.parametrize("place", ["file", "link", "file/below"])
+def test_a_place_that_cannot_be_a_folder(tmp_path, place):
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(ValueError, match=rf"new: .*{place.partition('/')[0]}.* cannot be written to: "):
+        new.create("somewhere", directory=tmp_path / place)
+
+
 def _inputs(package):
     random = np.random.default_rng(5)
     return [(case, case.random(random)) for case in package.row.cases]

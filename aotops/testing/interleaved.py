@@ -107,12 +107,12 @@ def static_storage(path: str) -> list[tuple[int, int]]:
     if not starts:
         return []
     segments = Elf(path).segments
-    base = min(starts) - min(s.address for s in segments if s.kind == PT_LOAD) & PAGES
-    fixed = max((s.address + s.size for s in segments if s.kind == PT_GNU_RELRO), default=0)
+    base = min(starts) - min(s.start for s in segments if s.kind == PT_LOAD) & PAGES
+    fixed = max((s.start + s.in_memory for s in segments if s.kind == PT_GNU_RELRO), default=0)
     return [
-        ((base + max(s.address, fixed)) & PAGES, -(-(base + s.address + s.size) // PAGE) * PAGE)
+        ((base + max(s.start, fixed)) & PAGES, -(-(base + s.start + s.in_memory) // PAGE) * PAGE)
         for s in segments
-        if s.kind == PT_LOAD and s.flags & PF_W and s.address + s.size > fixed
+        if s.kind == PT_LOAD and s.flags & PF_W and s.start + s.in_memory > fixed
     ]
 
 

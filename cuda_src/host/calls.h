@@ -52,6 +52,10 @@ struct Call {
     if (!attrs.rfind("hosted=", 0))  // hosted.cpp
       return fail(kNotImplemented, "%s: it has no function for %s", op.c_str(),
                   device == kCpu ? "the CPU" : "CUDA, or libaotops.so was built without CUDA");
+    if (last_error != aot_last_error)
+      return fail(kNotImplemented,
+                  "%s: its library has no entry for %s: if it has a .cu source, build the package where nvcc is",
+                  op.c_str(), device == kCpu ? "the CPU" : "CUDA");
     return fail(kNotImplemented, "%s: this library was built without CUDA: build it where nvcc is, with `make lib`",
                 op.c_str());
   }

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "extra_class.h"
+#include "custom_aot_extra.h"
 #include "foreign_extra.h"
 
 namespace {

@@ -1,9 +1,9 @@
 // Hosted operators: functions of MindSpore's convention in libraries that know nothing of this one, as entries of ours.
 //
 // aot_hosted_cpu and aot_hosted_cuda have the companions of any entry. Which function is meant is told by the attribute
-// "hosted" (aotops/extra.py writes it): items that each end with ";", the library's name, the function's on the CPU and
-// on CUDA, the numbers of inputs and outputs, 1 where there is a scratch slot, for each output the input of the same
-// spec or -1, the dtypes of inputs and outputs where MindSpore needs them, then the function's own attributes
+// "hosted" (aotops/extra.py writes it): items that each end with ";", "library/operator", the function's name on the
+// CPU and on CUDA, the numbers of inputs and outputs, 1 where there is a scratch slot, for each output the input of the
+// same spec or -1, the dtypes of inputs and outputs where MindSpore needs them, then the function's own attributes
 // (foreign_extra.h).
 //
 // A function without an Init is called as it is. With one, MindSpore makes a kernel for each set of shapes and dtypes,
@@ -103,6 +103,29 @@ struct Kernel {
 };
 using Kernels = std::list<std::unique_ptr<Kernel>>;
 
+// Copies of a call's arrays. A function may write to what it is given, as the convention's arrays are not const; the
+// originals may be a framework's own.
+struct Copies {
+  const char *dtypes[kMaxTensors];
+  int64_t *shapes[kMaxTensors];
+  int ndims[kMaxTensors];
+  int64_t few[2 * kMaxTensors];
+  std::unique_ptr<int64_t[]> many;
+
+  Copies(int n, const int *from_ndims, int64_t *const *from_shapes, const char *const *from_dtypes) {
+    int64_t total = 0;
+    for (int i = 0; i < n; ++i) total += from_ndims[i];
+    if (total > static_cast<int64_t>(std::size(few))) many.reset(new int64_t[total]);
+    int64_t *at = many ? many.get() : few;
+    for (int i = 0; i < n; ++i) {
+      const int ndim = ndims[i] = from_ndims[i];
+      if (from_dtypes) dtypes[i] = from_dtypes[i];
+      shapes[i] = ndim ? at : nullptr;  // as MindSpore does
+      for (int k = 0; k < ndim; ++k) *at++ = from_shapes[i][k];
+    }
+  }
+};
+
 // Of the kernels of all operators. A fork takes it, so that no thread that the child lacks holds it there.
 std::mutex lock;
 [[maybe_unused]] const int registered =
@@ -124,7 +147,7 @@ Status guarded(const std::string &name, F f) {
 
 struct Hosted final : Marked {
   static constexpr uint64_t kMark = mark_of("hosted operator");
-  std::string symbol, attrs, file;
+  std::string op, symbol, attrs, file;
   int n_in = 0, n_out = 0;
   bool has_scratch = false, new_strings = false, is_cuda = false;
   std::vector<int> like;            // by output
@@ -144,18 +167,21 @@ struct Hosted final : Marked {
 
   Status read(Device device, const std::string &text) {
     const std::vector<std::string> item = items(text, ';');
-    if (item.size() < 8) return fail(kConventionMisused, "the attribute hosted is not what aotops writes");
+    constexpr size_t kAttrs = 8;
+    if (item.size() < kAttrs) return fail(kConventionMisused, "the attribute hosted is not what aotops writes");
+    const std::string owner = item[0].substr(0, item[0].find('/'));
     symbol = item[1 + device], is_cuda = device == kCuda;
+    op = owner.size() < item[0].size() ? item[0].substr(owner.size() + 1) : symbol;
     n_in = std::stoi(item[3]), n_out = std::stoi(item[4]), has_scratch = item[5] == "1";
     for (const std::string &index : items(item[6], ',')) like.push_back(std::stoi(index));
     dtypes = items(item[7], ',');
     if (n_in < 0 || n_out < 0 || n() >= kMaxTensors || like.size() != static_cast<size_t>(n_out))
       return fail(kConventionMisused, "%s: the attribute hosted is not what aotops writes", symbol.c_str());
-    for (size_t i = 8; i < item.size(); ++i) attrs += item[i] + ";";
-    const SharedLibrary *library = find_library(item[0]);
+    for (size_t i = kAttrs; i < item.size(); ++i) attrs += item[i] + ";";
+    const SharedLibrary *library = find_library(owner);
     if (!library)
       return fail(kNotImplemented, "%s: the library %s is not loaded: call aotops.load first", symbol.c_str(),
-                  item[0].c_str());
+                  owner.c_str());
     return resolve(device, *library);
   }
 
@@ -200,7 +226,9 @@ struct Hosted final : Marked {
     for (int i = 0; i < n(); ++i) made->dims.insert(made->dims.end(), shapes[i], shapes[i] + ndims[i]);
     AOT_TRY(new_extra(&made->foreign));
     AOT_TRY(guarded(symbol + "Init", [&] {
-      return check((symbol + "Init").c_str(), init(ndims, shapes, dtypes, made->foreign.extra));
+      Copies copies(n(), ndims, shapes, dtypes);
+      const int status = init(copies.ndims, copies.shapes, copies.dtypes, made->foreign.extra);
+      return status ? failed("Init", status, ndims, shapes, dtypes) : kOk;
     }));
     return *kernel = std::move(made), kOk;
   }
@@ -212,26 +240,40 @@ struct Hosted final : Marked {
     if (idle.size() > kMostKernels) oldest = std::move(idle.back()), idle.pop_back();
   }
 
-  Status check(const char *function, int status) const {
-    if (!status) return kOk;
-    if (last_error) return adopt(status, last_error);
-    return fail(kConventionMisused, "%s of %s returned %d, expected 0", function, file.c_str(), status);
+  // The error of a status other than 0, which has the class that the convention gives it.
+  [[gnu::cold]] Status failed(const char *companion, int status, const int *ndims, int64_t *const *shapes,
+                              const char *const *dtypes) const {
+    const bool has_class = status > 0 && status <= kOutOfMemory;
+    if (last_error) return adopt(has_class ? status : kConventionMisused, last_error);
+    std::string given;
+    for (int i = 0; i < n(); ++i)
+      given +=
+          (i ? i + 1 < n() ? ", " : " and " : " ") + std::string(dtypes[i]) + " " + ShapeText(shapes[i], ndims[i]).text;
+    return fail(has_class ? static_cast<Status>(status) : kConventionMisused,
+                "%s: %s%s of %s returned %d, expected 0, for%s", op.c_str(), symbol.c_str(), companion, file.c_str(),
+                status, given.c_str());
   }
 
   // ----------------------------------------------------------------------------------------------------------- calls
 
-  Status call(int nparam, void **params, int *ndims, int64_t **shapes, const char **dtypes, void *stream,
-              void *extra) const {
-    return guarded(symbol,
-                   [&] { return check(symbol.c_str(), entry(nparam, params, ndims, shapes, dtypes, stream, extra)); });
+  // `params` may be written to.
+  Status call(int nparam, void **params, const int *ndims, int64_t *const *shapes, const char *const *dtypes,
+              void *stream, void *extra) const {
+    return guarded(symbol, [&] {
+      Copies copies(n(), ndims, shapes, dtypes);
+      const int status = entry(nparam, params, copies.ndims, copies.shapes, copies.dtypes, stream, extra);
+      return status ? failed("", status, ndims, shapes, dtypes) : kOk;
+    });
   }
 
   Status run(int nparam, void **params, int *ndims, int64_t **shapes, const char **dtypes, void *stream) {
     if (nparam != n() + has_scratch)
       return fail(kConventionMisused, "%s: %d tensors given, expected %d", symbol.c_str(), nparam, n() + has_scratch);
-    for (int i = 0; i < n(); ++i)
-      if (!ndims[i] && shapes[i]) shapes[i] = nullptr;  // as MindSpore does
-    if (!init) return call(n(), params, ndims, shapes, dtypes, stream, foreign.extra);
+    if (!init) {
+      void *own[kMaxTensors];
+      std::copy_n(params, n(), own);
+      return call(n(), own, ndims, shapes, dtypes, stream, foreign.extra);
+    }
     std::unique_ptr<Kernel> kernel;
     AOT_TRY(take(ndims, shapes, dtypes, stream, &kernel));
     kernel->has_stream = true, kernel->stream = stream;
@@ -241,10 +283,11 @@ struct Hosted final : Marked {
   }
 
   // With the parts of the scratch slot as further params.
-  Status run_kernel(const Kernel &kernel, void **params, int *ndims, int64_t **shapes, const char **dtypes,
+  Status run_kernel(const Kernel &kernel, void *const *params, int *ndims, int64_t **shapes, const char **dtypes,
                     void *stream) const {
     const ForeignExtra &foreign = kernel.foreign;
-    if (!foreign.n_workspaces()) return call(n(), params, ndims, shapes, dtypes, stream, foreign.extra);
+    std::vector<void *> all(params, params + n());
+    if (!foreign.n_workspaces()) return call(n(), all.data(), ndims, shapes, dtypes, stream, foreign.extra);
     const int64_t given = has_scratch ? shapes[n()][0] * 4 : 0, needed = foreign.bytes();
     if (!has_scratch)
       return fail(kConventionMisused, "%s: Init asks for a workspace: define the operator with workspace=True",
@@ -252,7 +295,6 @@ struct Hosted final : Marked {
     if (needed < 0 || needed > given)
       return fail(kConventionMisused, "%s: %lld bytes of workspace given, Init asks for %lld", symbol.c_str(),
                   static_cast<long long>(given), static_cast<long long>(needed));
-    std::vector<void *> all(params, params + n());
     char *at = static_cast<char *>(params[n()]);
     for (size_t i = 0; i < foreign.n_workspaces(); ++i) {
       all.push_back(at);
@@ -274,17 +316,23 @@ struct Hosted final : Marked {
     ForeignExtra fresh;
     AOT_TRY(new_extra(&fresh));
     AOT_TRY(guarded(symbol + "InferShape", [&] {
-      if (n_out == 1) (*found)[0] = reinterpret_cast<InferShapeOfOne *>(infer_shape)(ndims, shapes, fresh.extra);
-      else *found = reinterpret_cast<InferShapeOfMany *>(infer_shape)(ndims, shapes, fresh.extra);
+      Copies in(n_in, ndims, shapes, nullptr);
+      if (n_out == 1) (*found)[0] = reinterpret_cast<InferShapeOfOne *>(infer_shape)(in.ndims, in.shapes, fresh.extra);
+      else *found = reinterpret_cast<InferShapeOfMany *>(infer_shape)(in.ndims, in.shapes, fresh.extra);
       return kOk;
     }));
     if (found->size() != static_cast<size_t>(n_out))
-      return fail(kInvalidArgument, "%sInferShape gives %d shapes, expected %d", symbol.c_str(),
+      return fail(kInvalidArgument, "%s: %sInferShape gives %d shapes, expected %d", op.c_str(), symbol.c_str(),
                   static_cast<int>(found->size()), n_out);
+    bool known = true;
+    for (int i = 0; i < n_in; ++i)
+      known = known && std::all_of(shapes[i], shapes[i] + ndims[i], [](int64_t d) { return d >= 0; });
     for (const auto &shape : *found)
-      if (shape.size() > kMaxNdim || std::any_of(shape.begin(), shape.end(), [](int64_t d) { return d < -2; }))
-        return fail(kInvalidArgument, "%sInferShape gives the shape %s", symbol.c_str(),
-                    ShapeText(shape.data(), static_cast<int>(shape.size())).text);
+      if (shape.size() > kMaxNdim ||
+          std::any_of(shape.begin(), shape.end(), [&](int64_t d) { return d < (known ? 0 : kUnknownRank); }))
+        return fail(kInvalidArgument, "%s: %sInferShape gives the shape %s, expected at most %d dimensions%s",
+                    op.c_str(), symbol.c_str(), ShapeText(shape.data(), static_cast<int>(shape.size())).text, kMaxNdim,
+                    known ? ", none of them below 0, for the inputs are known" : "");
     return kOk;
   }
 
