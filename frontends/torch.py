@@ -988,7 +988,7 @@ conv2d = _channels_last(conv2d)  # type: ignore[name-defined] # noqa: F821
 
 
 class _Offset:
-    """``weight_offset`` of a norm's module: what is added to its weight, whose initial value is 1 - weight_offset. Where
+    """``weight_offset`` of a norm's module: what is added to its weight, whose initial value is 1 - weight_offset. If
     there is no weight (elementwise_affine=False), it has no effect: the module computes what a new one with a weight
     does."""
 

@@ -80,15 +80,17 @@ def cross_entropy(
     label_smoothing=0.0,
     dtype: torch.dtype | str | None = None,
     weight: Tensor | None = None,
-    size_average: bool | None = None,
-    reduce: bool | None = None,
+    **former: bool | None,
 ) -> Any:
     """Class weights, (C); targets that are probabilities, of x's shape; (N, C, d...) with targets of (N, d...); targets
-    of uint8; a ``dtype`` of torch's; and torch's former names of the reductions."""
-    old_names = size_average is not None or reduce is not None
-    if old_names or (isinstance(target, Tensor) and target.dtype == torch.uint8):
-        reduction = legacy_get_string(size_average, reduce) if old_names else reduction  # which warns, as torch does
-        target = target.long() if isinstance(target, Tensor) and target.dtype == torch.uint8 else target
+    of uint8; a ``dtype`` of torch's; and torch's former names of the reductions, ``size_average`` and ``reduce``."""
+    if not former.keys() <= {"size_average", "reduce"}:
+        return NotImplemented
+    is_byte = isinstance(target, Tensor) and target.dtype == torch.uint8
+    if former or is_byte:
+        if any(value is not None for value in former.values()):  # warns, as torch does
+            reduction = legacy_get_string(former.get("size_average"), former.get("reduce"))
+        target = target.long() if is_byte else target
         options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
         return function(x, target, **options, dtype=dtype, weight=weight)
     if not (isinstance(x, Tensor) and isinstance(target, Tensor)) or x.dim() == 0:
