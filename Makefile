@@ -6,7 +6,9 @@
 # make fuzz      torch's operators and ours on 10,000 drawn calls each
 # make soak      every operator and its backward 10,000 times under load, compared to the bit: SOAK='--seconds 60'
 # make lint      ruff, mypy, clang-format        make format   lets ruff and clang-format rewrite
-# make asan      the CPU entries under ASan and UBSan: a million calls at random (ASAN_CALLS), then the tests
+# make asan      the CPU entries under ASan and UBSan, for each instruction set that the processor has and with either
+#                kind of threads: a million calls at random each (ASAN_CALLS), then the tests, with hosted operators
+# make tsan      the library's own threads under ThreadSanitizer
 # make aarch64   the CPU entries compiled for aarch64, and a C program's calls of them under qemu
 # make bench     every operator against those of others, on the GPU where there is one: BENCH='gelu --quick'
 # make calls     the cost of a call              make docs     the site, in build/site
@@ -198,19 +200,24 @@ ASAN_SEED    ?= 1
 # vptr would refuse a host's object, which is of no class of ours (cuda_src/extra.cpp).
 ASAN_FLAGS   := -O1 -g1 -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all \
                 -fno-omit-frame-pointer
-ASAN_OBJECTS := $(HOST:cuda_src/%=$(ASAN)/%.o) $(foreach isa,$(ISAS),$(CPU:cuda_src/%.cpp=$(ASAN)/%.$(isa).o))
+# What the processor does not have would run as the best that it has.
+ASAN_ISAS    ?= $(filter baseline $(if $(shell grep -w avx2 /proc/cpuinfo),avx2) \
+                $(if $(shell grep -w avx512f /proc/cpuinfo),avx512),$(ISAS))
+ASAN_OBJECTS := $(HOST:cuda_src/%=$(ASAN)/%.o) $(foreach isa,$(ASAN_ISAS),$(CPU:cuda_src/%.cpp=$(ASAN)/%.$(isa).o))
 ASAN_PRELOAD  = $(shell $(CXX) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libstdc++.so)
-ASAN_TESTS   := $(addprefix tests/test_,convention.py call.py numpy.py frontends.py)
+ASAN_TESTS   := $(addprefix tests/test_,convention.py call.py numpy.py frontends.py hosting.py)
 
 # The tests' process is Python's, which leaks as it ends, and loads the sanitizer only this way. What the sanitizer says
 # goes to the descriptor of stderr, which pytest would keep. What was freed stays in quarantine, and looks like a leak.
+# The libraries of hosted operators that the tests build have the sanitizers too. AOTOPS_THREADS= is an OpenMP runtime.
 asan: $(VENV)/ready
 	@$(MAKE) --no-print-directory -j$(JOBS) $(ASAN)/libaotops.so $(ASAN)/fuzz_convention
-	for isa in $(ISAS); do \
-	  OMP_NUM_THREADS=2 AOTOPS_CPU_ISA=$$isa $(ASAN)/fuzz_convention $(ASAN)/libaotops.so $(ASAN_CALLS) $(ASAN_SEED) || exit; done
-	LD_PRELOAD="$(ASAN_PRELOAD)" ASAN_OPTIONS=detect_leaks=0 AOTOPS_LIBRARY=$(abspath $(ASAN)/libaotops.so) \
-	  AOTOPS_TEST_FRONTENDS=numpy $(VENV)/bin/python -m pytest -q --capture=sys -m 'not gpu' -k 'not leak and not pile_up' \
-	  $(ASAN_TESTS)
+	set -e; for isa in $(ASAN_ISAS); do for threads in '' own; do \
+	  export OMP_NUM_THREADS=2 AOTOPS_CPU_ISA=$$isa AOTOPS_THREADS=$$threads; echo "$$isa, threads: $${threads:-OpenMP}"; \
+	  $(ASAN)/fuzz_convention $(ASAN)/libaotops.so $(ASAN_CALLS) $(ASAN_SEED); \
+	  LD_PRELOAD="$(ASAN_PRELOAD)" ASAN_OPTIONS=detect_leaks=0 AOTOPS_LIBRARY=$(abspath $(ASAN)/libaotops.so) \
+	    AOTOPS_TEST_FRONTENDS=numpy AOTOPS_TEST_CXXFLAGS="$(ASAN_FLAGS)" \
+	    $(VENV)/bin/python -m pytest -q --capture=sys -m 'not gpu' -k 'not leak and not pile_up' $(ASAN_TESTS); done; done
 
 $(ASAN)/libaotops.so: $(ASAN_OBJECTS) cuda_src/host/exports.map
 	@echo "link $@"
@@ -233,9 +240,16 @@ $(ASAN)/%.$(1).o: cuda_src/%.cpp build/flags
 	@echo "g++  $$<  ($(1), asan)"
 	@$$(CXX) $$(CXXFLAGS) $$(ASAN_FLAGS) $$(MARCH_$(1)) -DAOT_ISA=$(1) -c $$< -o $$@
 endef
-$(foreach isa,$(ISAS),$(eval $(call compile_asan_for,$(isa))))
+$(foreach isa,$(ASAN_ISAS),$(eval $(call compile_asan_for,$(isa))))
 
 -include $(ASAN_OBJECTS:.o=.d)
+
+# It refuses the threads of a forked child unless told otherwise.
+tsan:
+	@mkdir -p build
+	$(CXX) -std=c++17 -O1 -g1 -fsanitize=thread $(WARNINGS) -Icuda_src tests/thread_pool.cpp cuda_src/cpu/threads.cpp \
+	  cuda_src/cpu/fork.cpp -o build/thread_pool -ldl -pthread
+	TSAN_OPTIONS=die_after_fork=0 build/thread_pool
 
 # ------------------------------------------------------------------------------------------------------------ aarch64
 
@@ -390,4 +404,4 @@ sdist: $(PACKAGING)/ready
 clean:
 	rm -rf build dist $(LIB) $(RUNTIME)
 
-.PHONY: lib asan aarch64 environments no-mindspore demo test fuzz soak lint format docs bench calls wheel wheel-test compatibility sdist clean FORCE
+.PHONY: lib asan tsan aarch64 environments no-mindspore demo test fuzz soak lint format docs bench calls wheel wheel-test compatibility sdist clean FORCE

@@ -3,9 +3,14 @@ frontend. ``load`` loads the library, ``Library.op`` defines the operator."""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import functools
 import linecache
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -373,11 +378,35 @@ def _bind(
 def written_out(name: str, parameters: str, body: str, **names: Any) -> Callable[..., Any]:
     """A function that has a source: MindSpore's graph mode compiles it."""
     source = f"def make({', '.join(names)}):\n    def {name}{parameters}:\n        {body}\n    return {name}\n"
-    file = f"<aotops {name}{parameters} {crc32(source.encode()):x}>"  # of each source its own
+    entry = len(source), None, source.splitlines(keepends=True)
+    file = f"{_sources()}/{name}_{crc32(source.encode()):x}.py"
+    while linecache.cache.get(file, entry)[:3] != entry:  # another source of the same checksum
+        file += "_"
+    if file not in linecache.cache:
+        linecache.cache[file] = *entry, file
+        with contextlib.suppress(OSError):
+            Path(file).write_text(source)
     scope: dict[str, Any] = {"__name__": __name__, "inf": float("inf"), "nan": float("nan")}
-    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
     exec(compile(source, file, "exec"), scope)
     return scope["make"](**names)
+
+
+@functools.cache
+def _sources() -> str:
+    """A folder for the sources of this process. Python has them in linecache, but MindSpore opens the file of a line to
+    print it, and prints an error for each file that is not there."""
+    try:
+        folder = tempfile.mkdtemp(prefix="aotops-")
+    except OSError:
+        return "<aotops>"
+    process = os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == process:  # not a forked child
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
+    return folder
 
 
 # ---------------------------------------------------------------------------------------------------------- namespaces

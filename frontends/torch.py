@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
 from torch._C._profiler import _RecordFunctionFast
 from torch.autograd import forward_ad
 
@@ -728,16 +729,24 @@ def functions(library: Library, module: str = __name__) -> dict[str, Callable[..
     return {name: _public(op, module) for name, op in library.ops.items()}
 
 
-@functools.cache
 def of(library: Library) -> Namespace:
     """The functions of a library's operators as a module, each made, and registered as ``torch.ops.<library>.<op>``,
     when it is first asked for: those that are defined later too."""
+    made = _namespaces.get(library)
+    if made is None and _is_compiling():
+        raise RuntimeError("aotops.frontends.torch.of is called first in a compiled function, expected before it")
+    return made or _namespace_of(library)
 
+
+_namespaces: dict[Library, Namespace] = {}  # which torch.compile reads
+
+
+def _namespace_of(library: Library) -> Namespace:
     def make(op: Op, module: str) -> dict[str, Callable[..., Any]]:
         _register_once([op])
         return {op.name: _public(op, module)}
 
-    return Namespace(library, "torch", make)
+    return _namespaces.setdefault(library, Namespace(library, "torch", make))
 
 
 def _public(op: Op, module: str) -> Callable[..., Any]:
@@ -763,8 +772,9 @@ def _public(op: Op, module: str) -> Callable[..., Any]:
 
     def compose(args, kwargs):
         """NotImplemented for a call that the kernel serves, or refuses."""
-        named = {torchs_names.get(name, name): value for name, value in kwargs.items()}
-        return NotImplemented if composed is None else composed(function, *args, **named)
+        if composed is None or any(map(_odd_kind, (*args, *kwargs.values()))):
+            return NotImplemented
+        return composed(function, *args, **{torchs_names.get(name, name): value for name, value in kwargs.items()})
 
     def general(*args, **kwargs):
         out = kwargs.pop("out", None) if has_out else None
@@ -860,6 +870,18 @@ def _check_unrecorded(op: Op, out: Any, arguments: Iterable[Any]) -> None:
         raise TypeError(f"{op.name}: out is {out!r:.40}, expected a torch.Tensor")
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (out, *arguments)):
         raise RuntimeError(f"{op.name}: out is given and an argument requires a gradient, expected a call without out")
+    if not _is_compiling():
+        _check_memory(op, out)
+
+
+def _check_memory(op: Op, out: Tensor) -> None:
+    """torch's own copy_ writes to a storage that was freed or made smaller."""
+    if not torch._C._has_storage(out) or not out.numel():
+        return
+    last = out.storage_offset() + sum((n - 1) * step for n, step in zip(out.shape, out.stride(), strict=True))
+    wanted, found = (last + 1) * out.itemsize, out.untyped_storage().nbytes()
+    if found < wanted:
+        raise RuntimeError(f"{op.name}: out has a storage of {found} bytes, expected at least {wanted} for its shape")
 
 
 def _copied(op: Op, out: Tensor, y: Tensor) -> Tensor:
@@ -933,9 +955,19 @@ def _check_tensors(op: Op, inputs: Tensors) -> None:
             continue
         if not isinstance(t, Tensor):
             raise TypeError(f"{op.name}: {slot} is {t!r:.40}, expected a torch.Tensor")
-        if t.layout != torch.strided or t.is_nested:
-            kind = "a nested tensor" if t.is_nested else f"a tensor of layout {t.layout}"
+        if kind := _odd_kind(t):
             raise TypeError(f"{op.name}: {slot} is {kind}, expected a strided tensor")
+        if _functorch.is_batchedtensor(t) and _functorch.maybe_get_level(t) > (_functorch.maybe_current_level() or 0):
+            raise RuntimeError(f"{op.name}: {slot} is a tensor of a vmap that has ended, expected one from outside")
+
+
+def _odd_kind(t: Any) -> str:
+    """Of a tensor that no kernel and no composition takes."""
+    if not isinstance(t, Tensor):
+        return ""
+    if t.is_nested or t.is_quantized:
+        return "a nested tensor" if t.is_nested else "a quantized tensor"
+    return "" if t.layout == torch.strided else f"a tensor of layout {t.layout}"
 
 
 globals().update(functions(BUILTIN))
@@ -977,7 +1009,9 @@ conv2d = _channels_last(conv2d)  # type: ignore[name-defined] # noqa: F821
 
 
 class _Offset:
-    """``weight_offset`` of a norm's module: what is added to its weight, whose initial value is 1 - weight_offset."""
+    """``weight_offset`` of a norm's module: what is added to its weight, whose initial value is 1 - weight_offset. If
+    there is no weight (elementwise_affine=False), it has no effect: the module computes what a new one with a weight
+    does."""
 
     weight_offset = 0.0
 
@@ -992,6 +1026,9 @@ class _Offset:
         if self.weight_offset and self.weight is not None:  # type: ignore[attr-defined]
             torch.nn.init.constant_(self.weight, 1 - self.weight_offset)  # type: ignore[attr-defined]
 
+    def _offset(self) -> float:
+        return self.weight_offset if self.weight is not None else 0.0  # type: ignore[attr-defined]
+
     def extra_repr(self) -> str:
         offset = f", weight_offset={self.weight_offset}" if self.weight_offset else ""
         return super().extra_repr() + offset  # type: ignore[misc]
@@ -1003,7 +1040,7 @@ class LayerNorm(_Offset, torch.nn.LayerNorm):
     serve inputs of 16 bits."""
 
     def forward(self, input: Tensor) -> Tensor:
-        affine = self.weight, self.bias, self.eps, self.weight_offset
+        affine = self.weight, self.bias, self.eps, self._offset()
         return layer_norm(input, self.normalized_shape, *affine)  # type: ignore[name-defined] # noqa: F821
 
 
@@ -1013,7 +1050,7 @@ class RMSNorm(_Offset, torch.nn.RMSNorm):
     serve inputs of 16 bits."""
 
     def forward(self, input: Tensor) -> Tensor:
-        affine = self.weight, self.eps, self.weight_offset
+        affine = self.weight, self.eps, self._offset()
         return rms_norm(input, self.normalized_shape, *affine)  # type: ignore[name-defined] # noqa: F821
 
 

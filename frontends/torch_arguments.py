@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn._reduction import legacy_get_string
 
 from aotops.spec import DTYPES
 
@@ -56,8 +57,10 @@ def conv2d(
     if padding != "same" or not (isinstance(x, Tensor) and isinstance(weight, Tensor)) or weight.dim() != 4:
         return NotImplemented
     sides = weight.shape[2:] if layout == "NCHW" else weight.shape[1:3]
-    steps = (dilation, dilation) if isinstance(dilation, int) else tuple(dilation) * (2 // len(dilation))
-    reach = [d * (k - 1) for d, k in zip(steps, sides, strict=True)]
+    steps = tuple(dilation) if isinstance(dilation, (tuple, list)) else (dilation,)
+    if len(steps) not in (1, 2):
+        return NotImplemented
+    reach = [d * (k - 1) for d, k in zip(steps * (2 // len(steps)), sides, strict=True)]
     if all(n % 2 == 0 for n in reach) or stride not in (1, (1,), [1], (1, 1), [1, 1]):
         return NotImplemented
     more = [0, reach[1] % 2, 0, reach[0] % 2]
@@ -77,9 +80,19 @@ def cross_entropy(
     label_smoothing=0.0,
     dtype: torch.dtype | str | None = None,
     weight: Tensor | None = None,
+    **former: bool | None,
 ) -> Any:
-    """Class weights, (C); targets that are probabilities, of x's shape; (N, C, d...) with targets of (N, d...); and a
-    ``dtype`` of torch's."""
+    """Class weights, (C); targets that are probabilities, of x's shape; (N, C, d...) with targets of (N, d...); targets
+    of uint8; a ``dtype`` of torch's; and torch's former names of the reductions, ``size_average`` and ``reduce``."""
+    if not former.keys() <= {"size_average", "reduce"}:
+        return NotImplemented
+    is_byte = isinstance(target, Tensor) and target.dtype == torch.uint8
+    if former or is_byte:
+        if any(value is not None for value in former.values()):  # warns, as torch does
+            reduction = legacy_get_string(former.get("size_average"), former.get("reduce"))
+        target = target.long() if is_byte else target
+        options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
+        return function(x, target, **options, dtype=dtype, weight=weight)
     if not (isinstance(x, Tensor) and isinstance(target, Tensor)) or x.dim() == 0:
         return NotImplemented
     named = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype

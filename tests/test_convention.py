@@ -298,7 +298,7 @@ from aotops.frontends import numpy as frontend
 x = numpy.linspace(-3, 3, 1 << 20, dtype="float32").reshape(1024, 1024)
 
 def work(_=None):
-    return frontend.gelu(x), frontend.matmul(x, x)
+    return frontend.gelu(x), frontend.matmul(x[:256], x[:, :256])  # seconds where sanitizers watch
 
 expected = work()
 {body}

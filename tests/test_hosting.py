@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import shutil
 import subprocess
 from functools import partial
@@ -21,6 +22,7 @@ from aotops.testing.frameworks import race, requested
 
 SOURCE = Path(__file__).with_name("hosted.cpp")
 FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", "-Wno-unused-parameter")
+FLAGS += tuple(os.environ.get("AOTOPS_TEST_CXXFLAGS", "").split())  # the sanitizers of `make asan`
 ABI = {"old": "0", "new": "1"}
 ATTRS = {
     "flag": "bool", "count": "int", "scale": "float", "a_name_of_more_than_fifteen_characters": "str", "axes": "int[]",
@@ -326,6 +328,22 @@ class TestTorch:
 
         torch.compile(differentiable, fullgraph=True)(x.requires_grad_(), y).backward()
         np.testing.assert_allclose(x.grad.numpy(), 3 * X**2 * Y, rtol=1e-5)
+
+    def test_compile_of_a_function_that_asks_for_the_namespace(self, hosted, tmp_path):
+        """Which was made before; else the error says so."""
+        import torch
+
+        from aotops.frontends import torch as frontend
+
+        library = aotops.load(Path(shutil.copy(hosted.path, tmp_path / "libasked.so")))
+        library.op("CustomAdd", inputs=("x", "y"), outputs=("z",), same_spec_as={"z": "x"})
+        compiled = torch.compile(lambda x: frontend.of(library).CustomAdd(x, x), backend="eager", fullgraph=True)
+        x = torch.tensor(X).float()
+        with pytest.raises(Exception, match=r"torch\.of is called first in a compiled function, expected before it"):
+            compiled(x)
+        frontend.of(library)
+        torch.compiler.reset()
+        assert torch.equal(compiled(x), 2 * x)
 
     def test_compile_of_a_mutation(self, F):
         import torch

@@ -178,6 +178,8 @@ def test_modules_have_a_weight_offset():
         assert "weight_offset=1.0" in repr(shifted)
         assert "weight_offset" not in repr(plain)
         assert torch.equal(torch.nn.Module.type(shifted, torch.bfloat16)(x), plain(x))
+        bare = module(8, elementwise_affine=False, weight_offset=1.0)  # as a new one with a weight
+        assert torch.equal(bare(x), shifted(x))
 
 
 # ----------------------------------------------------------------------------------------------------------------- JAX

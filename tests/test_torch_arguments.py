@@ -199,3 +199,25 @@ def test_class_weights_of_16_bits(dtype, smoothing, reduction):
     rounded = gradient.to(dtype)
     ulp = (torch.nextafter(rounded.abs(), torch.full_like(rounded, torch.inf)) - rounded.abs()).double()
     assert ((dx - gradient).abs() <= 0.525 * ulp + 1e-9).all()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"reduction": "none"}, {"label_smoothing": 0.1}, {"weight": torch.rand(5) + 0.5}]
+)
+def test_cross_entropy_takes_targets_of_uint8(options):
+    x, target = torch.randn(4, 5, requires_grad=True), torch.tensor([0, 4, 2, 1], dtype=torch.uint8)
+    found, expected = ours.cross_entropy(x, target, **options), F.cross_entropy(x, target.long(), **options)
+    same(found, expected)
+    same(*(torch.autograd.grad(y.sum(), x)[0] for y in (found, expected)))
+    compiled = torch.compile(ours.cross_entropy, backend="aot_eager", fullgraph=True)
+    same(compiled(x, target, **options), expected)
+
+
+@pytest.mark.filterwarnings("ignore:size_average and reduce args will be deprecated")
+@pytest.mark.parametrize("size_average", [None, False, True])
+@pytest.mark.parametrize("reduce", [None, False, True])
+def test_cross_entropy_takes_the_former_names_of_reductions(size_average, reduce):
+    x, target = torch.randn(4, 5), torch.tensor([0, 4, 2, 1])
+    for more in ({}, {"weight": torch.rand(5) + 0.5, "ignore_index": 2}):
+        options = {"size_average": size_average, "reduce": reduce, **more}
+        same(ours.cross_entropy(x, target, **options), F.cross_entropy(x, target, **options))

@@ -89,6 +89,27 @@ def test_what_the_caller_has_kept(keep):
     assert torch.equal(kept, before[-len(kept) :])
 
 
+@pytest.mark.skipif(torch_overwrite.available() is None, reason="this torch cannot tell who reads a tensor")
+@pytest.mark.parametrize("which", range(4))
+@pytest.mark.parametrize("more", [-1, 1])
+def test_a_count_of_references_that_differs(which, more, monkeypatch):
+    """As an interpreter without a global lock may give it: more than a backward's, or fewer."""
+    counted = torch_overwrite._references
+
+    def differing(saved, i):
+        found = list(counted(saved, i))
+        found[which] += more * (saved[i].numel() > 1)  # not that of the probe
+        return tuple(found)
+
+    monkeypatch.setattr(torch_overwrite, "_references", differing)
+    x, target = made()
+    loss = ours.cross_entropy(x, target)
+    address = loss.grad_fn.saved_tensors[-1].data_ptr()
+    loss.backward(DY)
+    assert x.grad.data_ptr() != address
+    close(x.grad)
+
+
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_what_a_hook_has_packed(in_backward):
     """The hook keeps the tensor; its hooks are in force in the backward or not."""

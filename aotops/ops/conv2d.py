@@ -17,6 +17,8 @@ def _padding(padding, weight, stride, dilation, layout):
         return 0, 0
     if padding != "same":
         return _pair(padding)
+    if len(getattr(weight, "shape", ())) != 4 or len(_pair(dilation)) != 2:
+        return 0, 0  # the library refuses these
     if _pair(stride) != (1, 1):
         raise ValueError(f"conv2d: padding is 'same', expected numbers with a stride of {stride}")
     height, width = weight.shape[2:] if layout == "NCHW" else weight.shape[1:3]

@@ -1,13 +1,15 @@
-"""Trains two models on four devices, under jit with sharded arrays, beside the same training on one device:
+"""Trains two models on all devices, under jit with sharded arrays, beside the same training on one device:
 
     python examples/distributed/train_jax.py
 
 - digits: the classifier of examples/digits.py, linear - LayerNorm - GELU - linear, its batches split over all devices.
-- transformer: a decoder of two layers (RMSNorm, attention, SwiGLU) that continues sequences of numbers. Batches are
-  split over two groups of devices; heads, hidden features and the classes of the loss over the two of each group.
+- transformer: a decoder of two layers (RMSNorm, attention, SwiGLU) that continues sequences of numbers. Its batches are
+  split over pairs of devices; heads, hidden features and the classes of the loss over the two of each pair. An odd
+  number of devices splits batches alone.
 
-Runs on the CPU, as which XLA poses as four devices, or on GPUs if there are four. Exits with 1 if a loss is not the one
-of one device.
+Runs on the GPUs, or on the CPU, which XLA presents as four devices. For another number:
+XLA_FLAGS=--xla_force_host_platform_device_count=2, and JAX_PLATFORMS=cpu where there is a GPU. A batch is cut to a
+multiple of the devices that it is split over. Exits with 1 if a loss is not the one of one device.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+# XLA takes the last of several.
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=4 {os.environ.get('XLA_FLAGS', '')}"
 
 import jax
 import jax.numpy as jnp
@@ -138,16 +141,21 @@ class Task:
     weights: Callable[[np.random.Generator], Weights]
     logits: Callable[[Weights, jax.Array], jax.Array]
     batches: Callable[[], Batches]
-    mesh: dict[str, int]
+    pairs: bool
+    """Whether two devices share the model, where the number of devices is even."""
     sharding: Callable[[str], P]
 
 
 TASKS = {
-    "digits": Task(digits_weights, digits_logits, digits_batches, {"data": 4}, lambda name: P()),
-    "transformer": Task(
-        transformer_weights, transformer_logits, transformer_batches, {"data": 2, "model": 2}, transformer_sharding
-    ),
+    "digits": Task(digits_weights, digits_logits, digits_batches, False, lambda name: P()),
+    "transformer": Task(transformer_weights, transformer_logits, transformer_batches, True, transformer_sharding),
 }
+
+
+def mesh_of(task: Task) -> Mesh:
+    devices = np.array(jax.devices())
+    model = 2 if task.pairs and len(devices) % 2 == 0 else 1
+    return Mesh(devices.reshape(-1, model), ("data", "model"))
 
 
 # ------------------------------------------------------------------------------------------------------------ training
@@ -177,14 +185,14 @@ def train(step: Callable, weights: Weights, batches: list, place: Callable[[np.n
 
 
 def compare(name: str, steps: int) -> bool:
-    """Trains on one device and on four; prints the losses and what moves between devices in a step. Returns whether the
+    """Trains on one device and on all; prints the losses and what moves between devices in a step. Returns whether the
     losses are equal."""
     task = TASKS[name]
-    weights = task.weights(np.random.default_rng(0))
-    batches = list(islice(task.batches(), steps))
+    weights, mesh = task.weights(np.random.default_rng(0)), mesh_of(task)
+    data, model = mesh.devices.shape
+    batches = [(x[: len(x) // data * data], y[: len(y) // data * data]) for x, y in islice(task.batches(), steps)]
     one = train(jax.jit(step_of(task)), jax.device_put(weights, jax.devices()[0]), batches, jnp.asarray)
 
-    mesh = Mesh(np.array(jax.devices()[:4]).reshape(tuple(task.mesh.values())), tuple(task.mesh))
     rows = NamedSharding(mesh, P("data"))
     sharded = {key: jax.device_put(w, NamedSharding(mesh, task.sharding(key))) for key, w in weights.items()}
     kept = {key: w.sharding for key, w in sharded.items()}
@@ -194,9 +202,11 @@ def compare(name: str, steps: int) -> bool:
 
     moved = Counter(re.findall(r" (all-gather|all-reduce|all-to-all|reduce-scatter)(?:-start)?\(", step.as_text()))
     distance = float((np.abs(many - one) / np.abs(one)).max())
+    split = f"batches of {len(batches[0][0])} in {data}, the model in {model}"
     print(
-        f"{name:11} loss {many[0]:.6f} to {many[-1]:.6f}, on one device {one[0]:.6f} to {one[-1]:.6f}; relative "
-        f"distance {distance:.1e}; in a step {', '.join(f'{n} {what}' for what, n in sorted(moved.items()))}",
+        f"{name:11} {split}: loss {many[0]:.6f} to {many[-1]:.6f}, on one device {one[0]:.6f} to {one[-1]:.6f}; "
+        f"relative distance {distance:.1e}; "
+        f"in a step {', '.join(f'{n} {what}' for what, n in sorted(moved.items())) or 'nothing'}",
         flush=True,
     )
     return distance <= MAX_DISTANCE
@@ -208,7 +218,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=40, help="default: %(default)s")
     args = parser.parse_args()
 
-    if not library.has_cuda() or len(jax.devices()) < 4:
+    if not library.has_cuda():
         jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_default_matmul_precision", "highest")
     print(f"{len(jax.devices())} devices, {jax.default_backend()}", flush=True)
