@@ -365,7 +365,7 @@ calls: lib $(VENV)/ready
 
 # A GPU runs code for its own major version and a minor one up to its own: 80 is for 86 and 89 too, 100 for 103, 120 for
 # 121.
-WHEEL_ARCHS ?= 75 80 90 100 120
+WHEEL_ARCHS ?= $(if $(filter command environment,$(origin ARCHS)),$(ARCHS),75 80 90 100 120)
 MANYLINUX   := manylinux_2_28_x86_64
 PACKAGING   := build/packaging
 $(PACKAGING)/ready: pyproject.toml

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
@@ -42,7 +42,8 @@ def build(
         directory: of the pyproject.toml.
         watch: build again whenever a source or header changes, until interrupted.
         arch: GPU architectures, instead of those of the pyproject.toml.
-        verbose: name each file that is compiled, on stderr; by default where ``watch`` is set.
+        verbose: name each file that is compiled, on stderr, and show all errors of a compiler. None: name the files
+            where ``watch`` is set, and show the first error of each place.
 
     Returns:
         The path of the library.
@@ -52,19 +53,28 @@ def build(
         ValueError: pyproject.toml is missing, or its table is wrong.
     """
     root = Path(directory).absolute()
-    verbose = watch if verbose is None else verbose
+    project = _read(root, arch)
     if not watch:
-        return _build(_read(root, arch), verbose)
+        return _build(project, _Telling(bool(verbose), bool(verbose)))
+    telling = _Telling(verbose is not False, bool(verbose))
+    seen: dict[str, float] = {}
     while True:
-        project = _read(root, arch)
-        seen = _state(project)
+        began, seen = time.time(), _state(project, seen)
         try:
-            library = _build(project, verbose)
+            project = _read(root, arch)
+            library = _build(project, telling)
             tell(f"{os.path.relpath(library)} is built; watching {os.path.relpath(root)}")
-        except CompileError as error:
+        except (CompileError, ValueError) as error:
             tell(str(error))
-        while _state(project) == seen:
-            time.sleep(_POLL_SECONDS)
+        seen = _wait(project, seen, began)
+
+
+@dataclass(frozen=True)
+class _Telling:
+    files: bool
+    """Name each file that is compiled."""
+    errors: bool
+    """Show all errors of a compiler."""
 
 
 # ------------------------------------------------------------------------------------------------------ pyproject.toml
@@ -172,8 +182,8 @@ class _Step:
         files = self.files()
         return bool(files) and self.output.exists() and all(_content(path) == was for path, was in files.items())
 
-    def run(self, verbose: bool) -> None:
-        if verbose:
+    def run(self, telling: _Telling) -> None:
+        if telling.files:
             tell(self.label)
         depends = self.output.with_name(self.output.name + ".d")
         compiles = "-c" in self.command
@@ -182,8 +192,10 @@ class _Step:
         scratch = self.output.with_name(f".{self.output.name}.{os.getpid()}")
         track = ("-MMD", "-MF", str(depends)) if compiles else ()
         try:
-            warnings = toolchain.run((*self.command, *track, "-o", str(scratch)), self.label)
+            warnings = toolchain.run((*self.command, *track, "-o", str(scratch)), self.label, announced=telling.files)
             scratch.replace(self.output)
+        except CompileError as error:
+            raise CompileError(str(error) if telling.errors or not compiles else _shortened(str(error))) from None
         finally:
             scratch.unlink(missing_ok=True)
         if warnings:
@@ -193,6 +205,12 @@ class _Step:
         self.stamp.write_text(json.dumps(made))
 
 
+def _shortened(error: str) -> str:
+    few = toolchain.first_error(error)
+    n = len(error.splitlines()) - len(few.splitlines())
+    return f"{few}\n({n} more lines: aotops build --verbose)" if n else error
+
+
 def _content(path: str) -> str:
     try:
         return sha256(Path(path).read_bytes()).hexdigest()
@@ -200,7 +218,7 @@ def _content(path: str) -> str:
         return ""
 
 
-def _build(project: _Project, verbose: bool) -> Path:
+def _build(project: _Project, telling: _Telling) -> Path:
     if not project.sources:
         raise ValueError(f"{project.root / 'pyproject.toml'}: sources matches no file")
     folder = project.root / "build" / "aotops"
@@ -209,7 +227,7 @@ def _build(project: _Project, verbose: bool) -> Path:
         steps = [*_compile_steps(project, folder)]
         wanted = [step for step in steps if not step.done()]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            runs = [pool.submit(step.run, verbose) for step in wanted]
+            runs = [pool.submit(step.run, telling) for step in wanted]
             try:
                 for run in runs:
                     run.result()
@@ -219,7 +237,7 @@ def _build(project: _Project, verbose: bool) -> Path:
         link = _link_step(project, folder, steps)
         project.library.parent.mkdir(parents=True, exist_ok=True)
         if not link.done():
-            link.run(verbose)
+            link.run(telling)
     return project.library
 
 
@@ -286,18 +304,34 @@ def _link_step(project: _Project, folder: Path, steps: Sequence[_Step]) -> _Step
 
 # ------------------------------------------------------------------------------------------------------------ watching
 
+_SUFFIXES = {".h", ".hh", ".hpp", ".hxx", ".cuh", ".inc", ".c", ".cc", ".cpp", ".cxx", ".cu"}
 
-def _state(project: _Project) -> dict[str, float]:
-    """The times of change of everything that the library is made of."""
+
+def _wait(project: _Project, seen: dict[str, float], began: float) -> dict[str, float]:
+    """Waits until a file is other than the last build, which began then, read it. Returns the times of change.
+    ``seen``: those before that build."""
+    # headers that the build has found: an edit of one during the build counts
+    built = {path: min(changed, began) for path, changed in _state(project).items()} | seen
+    while (now := _state(project, built)) == built:
+        time.sleep(_POLL_SECONDS)
+    while True:  # an editor may be writing
+        time.sleep(_POLL_SECONDS)
+        before, now = now, _state(project, built)
+        if now == before:
+            return now
+
+
+def _state(project: _Project, more: Iterable[str] = ()) -> dict[str, float]:
+    """The times of change of everything that the library is made of, and of ``more``."""
     folder = project.root / "build" / "aotops"
-    files: set[str] = {str(project.root / "pyproject.toml"), *map(str, project.sources)}
+    files: set[str] = {str(project.root / "pyproject.toml"), *map(str, project.sources), *more}
     for stamp in folder.glob("**/*.o.json"):
         try:
             files.update(json.loads(stamp.read_text())["files"])
         except (OSError, ValueError, KeyError):
             continue
     for source in project.sources:
-        files.update(str(path) for path in source.parent.glob("*.[hc]*"))
+        files.update(str(path) for path in source.parent.glob("*") if path.suffix in _SUFFIXES)
     return {path: _changed(path) for path in files if not path.startswith(str(folder))}
 
 

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
-from . import __version__
+from . import __version__, terminal
+from .frontends import FRONTENDS
 
 EXPECTED = (ImportError, LookupError, OSError, ValueError, NotImplementedError)
 """Errors that a user can mend: the message is enough."""
@@ -45,9 +47,9 @@ class Commands(click.Group):
         return list(self.commands)  # as they are defined here
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
-        return super().get_command(context, name) or context.fail(
-            f"there is no command {name!r}; there are {', '.join(self.list_commands(context))}"
-        )
+        if (command := super().get_command(context, name)) or context.resilient_parsing:
+            return command
+        context.fail(terminal.unknown("command", name, self.list_commands(context)))
 
 
 def _usage(error: click.ClickException) -> str:
@@ -65,12 +67,8 @@ def _message(error: Exception) -> str:
 
 
 def _fail(message: str, status: int) -> None:
-    click.echo(_colored(message, "red", sys.stderr), err=True)
+    click.echo(terminal.colored(message, "red") if terminal.has_color(sys.stderr) else message, err=True)
     sys.exit(status)
-
-
-def _colored(text: str, color: str, stream: Any) -> str:
-    return text if os.environ.get("NO_COLOR") or not stream.isatty() else click.style(text, color)
 
 
 def _printed(value: Any) -> None:
@@ -87,10 +85,32 @@ def _registry() -> Any:
     return registry
 
 
+def _operators(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """Those that begin so, for a shell."""
+    try:
+        return [name for name in _registry().names() if name.startswith(incomplete)]
+    except ValueError:  # in the pyproject.toml of this directory
+        return []
+
+
+def _libraries(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    try:
+        return [name for name in _registry().offered() if name.startswith(incomplete)]
+    except ValueError:
+        return []
+
+
 class Words(click.ParamType):
-    """A list with commas."""
+    """A list with commas. ``known``: words that a shell completes."""
 
     name = "A,B"
+
+    def __init__(self, *known: str) -> None:
+        self.known = known
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        before, comma, word = incomplete.rpartition(",")
+        return [CompletionItem(f"{before}{comma}{each}") for each in self.known if each.startswith(word)]
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[str]:
         return value if isinstance(value, list) else [word.strip() for word in value.split(",") if word.strip()]
@@ -104,6 +124,9 @@ class Shapes(Words):
             self.fail(f"{value!r}: expected shapes as 8192x4096, or lengths of rows", param, ctx)
 
 
+IMPLS = "aotops", "naive", "torch", "torch.compile", "quack", "liger", "mindspore", "numpy"
+DTYPES = "float16", "bfloat16", "float32", "float64"
+DEVICES = "cpu", "cuda"
 FILE = click.Path(path_type=Path, dir_okay=False)
 FOLDER = click.Path(path_type=Path, file_okay=False)
 
@@ -166,7 +189,8 @@ def _write_stubs(package: Path | None) -> Iterator[Path]:
 @click.argument("directory", type=click.Path(path_type=Path, file_okay=False, exists=True), default=Path())
 @click.option("--watch", is_flag=True, help="Build again whenever a source changes, until interrupted.")
 @click.option("--arch", help="GPU architectures, as 80,90, instead of those of the pyproject.toml.")
-def build(directory: Path, watch: bool, arch: str | None) -> None:
+@click.option("--verbose", is_flag=True, help="Name each file that is compiled, and show all errors of a compiler.")
+def build(directory: Path, watch: bool, arch: str | None, verbose: bool) -> None:
     """Compile the kernels of a package.
 
     [tool.aotops] in its pyproject.toml names the sources and the library.
@@ -175,7 +199,8 @@ def build(directory: Path, watch: bool, arch: str | None) -> None:
     Example:
       aotops build scale --watch
     """
-    click.echo(os.path.relpath(import_module("aotops.build").build(directory, watch=watch, arch=arch)))
+    run = import_module("aotops.build").build
+    click.echo(os.path.relpath(run(directory, watch=watch, arch=arch, verbose=verbose or None)))
 
 
 @main.command(name="compile")
@@ -202,10 +227,10 @@ def compile_(source: Path, output: Path | None, arch: str | None) -> None:
 
 
 @main.command()
-@click.argument("ops", nargs=-1, required=True, metavar="OP...")
-@click.option("--frameworks", type=Words(), help="Only these of torch, jax, mindspore, cupy, numpy.")
-@click.option("--dtypes", type=Words(), help="Only these dtypes.")
-@click.option("--devices", type=Words(), help="Only these of cpu, cuda.")
+@click.argument("ops", nargs=-1, required=True, metavar="OP...", shell_complete=_operators)
+@click.option("--frameworks", type=Words(*FRONTENDS), help=f"Only these of {', '.join(FRONTENDS)}.")
+@click.option("--dtypes", type=Words(*DTYPES), help="Only these dtypes.")
+@click.option("--devices", type=Words(*DEVICES), help="Only these of cpu, cuda.")
 @click.option("--quick", is_flag=True, help="Few cases.")
 @click.option("--sanitize", is_flag=True, help="On a GPU, run compute-sanitizer too.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the random inputs.")
@@ -232,17 +257,17 @@ def check(
     Example:
       aotops check scale --frameworks torch,jax
     """
-    registry = _registry()
+    operators = _registry().select(ops)
     if soak:
-        return _soak(arguments, registry.select(ops), as_json, seconds, record, options)
-    operators, run = registry.select(ops), import_module("aotops.testing").check
+        return _soak(arguments, operators, as_json, seconds, record, options)
+    testing, report = import_module("aotops.testing"), import_module("aotops.testing.report")
+    lines = report.Lines(report.widest(options["frameworks"]))
+    show = (lambda text: None) if as_json else click.echo  # as soon as it is known, into a pipe too
     reports = {}
-    if sys.stderr.isatty():
-        options["progress"] = _progress
     for name, op in operators.items():
-        reports[name] = run(op, **options)
-        if not as_json:
-            click.echo(reports[name].render().rstrip())
+        show(lines.title(op.name, op.library.path))
+        reports[name] = testing.check(op, progress=lambda item: show(lines.item(item)), **options)
+        show(lines.end(reports[name]))
     if as_json:
         _printed({name: _plain(report.to_json()) for name, report in reports.items()})
     if not all(report.ok for report in reports.values()):
@@ -266,11 +291,6 @@ def _soak(
         sys.exit(1)
 
 
-def _progress(item: Any) -> None:
-    """The check that ended last, in one line of a terminal."""
-    click.echo(f"\r\x1b[K{item.check}, {item.where}\r", nl=False, err=True)
-
-
 def _plain(value: Any) -> Any:
     """What a JSON text says, or the value itself."""
     import json
@@ -282,15 +302,14 @@ def _plain(value: Any) -> Any:
 
 
 @main.command()
-@click.argument("ops", nargs=-1, metavar="[OP]...")
-@click.option("--device", type=click.Choice(("cpu", "cuda")), help="Default: cuda where torch finds one, else cpu.")
+@click.argument("ops", nargs=-1, metavar="[OP]...", shell_complete=_operators)
+@click.option("--device", type=click.Choice(DEVICES), help="Default: cuda where torch finds one, else cpu.")
 @click.option(
     "--impls",
-    type=Words(),
-    help="Only these, of those installed: aotops, naive, torch, torch.compile, quack, liger, mindspore, numpy; "
-    "'none' measures nothing, for --merge.",
+    type=Words(*IMPLS, "none"),
+    help=f"Only these, of those installed: {', '.join(IMPLS)}; 'none' measures nothing, for --merge.",
 )
-@click.option("--dtypes", type=Words(), help="Default: bfloat16,float32.")
+@click.option("--dtypes", type=Words(*DTYPES), help="Default: bfloat16,float32.")
 @click.option(
     "--shapes",
     type=Shapes(),
@@ -298,7 +317,7 @@ def _plain(value: Any) -> Any:
     help="Only these, each of the operators whose shapes have as many numbers: MxNxK of products; on a GPU N alone "
     "means 2^26 elements in rows of N.",
 )
-@click.option("--passes", type=Words(), help="Only these of forward, backward.")
+@click.option("--passes", type=Words("forward", "backward"), help="Only these of forward, backward.")
 @click.option("--quick", is_flag=True, help="Few shapes and few repeats: to see that all works, not for the record.")
 @click.option(
     "--jobs", type=int, metavar="N", help="Processes that compile ahead what torch.compile and quack want compiled."
@@ -336,20 +355,25 @@ def bench(arguments: list[str], ops: tuple[str, ...], cases: Path | None, **opti
 
 
 @main.command(name="list")
+@click.argument("ops", nargs=-1, metavar="[OP]...", shell_complete=_operators)
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
-def list_(as_json: bool) -> None:
-    """List the operators of every library.
+def list_(ops: tuple[str, ...], as_json: bool) -> None:
+    """List the operators of every library, or show one.
 
-    These are the built-in library, and those that installed packages offer.
+    The libraries are the built-in one, and those that installed packages offer. With OP, the name of an operator or of
+    a library: its signature, devices, inputs, outputs, attributes and docstring, which tells shapes and dtypes.
 
     \b
     Example:
-      aotops list --json
+      aotops list gelu
     """
     registry = _registry()
-    found = registry.describe()
+    chosen = registry.select(ops).values()
+    found = [registry.describe_operator(op) for op in chosen] if ops else registry.describe()
     if as_json:
         _printed(found)
+    elif ops:
+        click.echo("\n\n".join(map(registry.render_operator, found)))
     else:
         click.echo(registry.render(found))
 
@@ -377,7 +401,7 @@ def info(as_json: bool, attempt: bool) -> None:
 
 
 @main.command()
-@click.argument("library")
+@click.argument("library", shell_complete=_libraries)
 @click.option("--output", type=FOLDER, help="Where to write.  [default: the frontends folder of the library's package]")
 def stubs(library: str, output: Path | None) -> None:
     """Write type stubs for the functions of a library.

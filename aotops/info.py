@@ -21,7 +21,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from . import __version__, call, library, registry, toolchain
+from . import __version__, call, library, registry, terminal, toolchain
 from .library import LibraryError
 from .toolchain import CompileError
 
@@ -290,8 +290,15 @@ def _attempted(name: str) -> str | None:
 
 
 def _libraries() -> list[Info]:
+    """Each with the devices that an operator of it has an entry for."""
     return [
-        {"name": each["library"], "file": each["file"], "operators": len(each["operators"]), "error": each["error"]}
+        {
+            "name": each["library"],
+            "file": each["file"],
+            "operators": len(each["operators"]),
+            "devices": [name for name in registry.DEVICES if any(name in op["devices"] for op in each["operators"])],
+            "error": each["error"],
+        }
         for each in registry.describe()
     ]
 
@@ -328,6 +335,8 @@ def _mend(found: Info) -> list[Info]:
     for each in found["libraries"][1:]:
         if each["error"]:
             add(each["name"], each["error"])
+        elif gpu["devices"] and each["operators"] and "cuda" not in each["devices"]:
+            add(each["name"], "it has no CUDA entry: if its package has .cu files, build that where nvcc is")
     return advice
 
 
@@ -355,12 +364,14 @@ def render(found: Info) -> str:
     lines = [*_heads(found), "", "frameworks", *_framework_lines(found), "", "libraries"]
     for each in found["libraries"]:
         n = f"{each['operators']} operator{'s' if each['operators'] != 1 else ''}"
-        lines.append(f"  {each['name']:12} {n}  {each['file'] or ''}".rstrip())
+        on = f" on {', '.join(each['devices'])}" if each["devices"] else ""
+        lines.append(f"  {each['name']:12} {n}{on}  {each['file'] or ''}".rstrip())
     if found["mend"]:
         lines += ["", "unavailable"]
     for item in found["mend"]:
         lines.append(f"  {item['what']:12} {item['why']}" + (f": {item['command']}" if item["command"] else ""))
-    return "\n".join(lines)
+    width = terminal.columns()
+    return "\n".join(part for line in lines for part in (terminal.hung("", line, width, 15) if line else [""]))
 
 
 def _heads(found: Info) -> Iterator[str]:

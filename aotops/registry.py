@@ -10,15 +10,17 @@ The commands find the package of the current directory too, installed or not.
 
 from __future__ import annotations
 
+import inspect
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
+from . import terminal
 from .library import Library, LibraryError
 from .op import Op
 
@@ -88,7 +90,7 @@ def library(name: str) -> Library:
     """
     found = offered()
     if name not in found:
-        raise KeyError(f"there is no library {name!r}; there are {', '.join(found)}")
+        raise KeyError(terminal.unknown("library", name, found))
     if isinstance(found[name], LibraryError):
         raise found[name]  # type: ignore[misc]
     return found[name]  # type: ignore[return-value]
@@ -108,8 +110,8 @@ def get(name: str) -> Op:
     if found:
         names = ", ".join(f"{each.library.name}.{op}" for each in found)
         raise KeyError(f"{name!r} is in several libraries, expected one of {names}")
-    names = ", ".join(sorted(op for each in known.values() for op in each.ops))
-    raise KeyError("; ".join([f"there is no operator {name!r}; there are {names}", *_broken()]))
+    all_of_them = sorted(f"{each}.{op}" if wanted else op for each in known for op in known[each].ops)
+    raise KeyError("; ".join([terminal.unknown("operator", name, all_of_them), *_broken()]))
 
 
 def select(names: Iterable[str]) -> dict[str, Op]:
@@ -130,6 +132,14 @@ def select(names: Iterable[str]) -> dict[str, Op]:
                 raise
             selected |= {_name(op): op for op in owner.ops.values()}
     return selected
+
+
+def names() -> list[str]:
+    """All that ``select`` takes: each operator by its shortest name, and the libraries."""
+    known = [each for each in offered().values() if isinstance(each, Library)]
+    times = Counter(op for each in known for op in each.ops)
+    operators = (op if times[op] == 1 else f"{each.name}.{op}" for each in known for op in each.ops)
+    return [*operators, *(each.name for each in known)]
 
 
 def _name(op: Op) -> str:
@@ -177,7 +187,7 @@ def _described(name: str, library: Library | LibraryError) -> dict[str, Any]:
     operators = [
         {
             "name": op.name,
-            "signature": f"{op.name}{signature(op.bind)}",
+            "signature": f"{op.name}{inspect.signature(op.bind)}",
             "devices": [] if error else [device for device in DEVICES if has_entry(op, device)],
             "gradient": has_gradient(op),
         }
@@ -199,17 +209,53 @@ def has_entry(op: Op, device: str) -> bool:
     return True
 
 
+def describe_operator(op: Op) -> dict[str, Any]:
+    """What ``describe`` says of an operator, and its library, docstring, inputs, outputs and attributes."""
+    owner = _described(op.library.name, op.library)
+    (own,) = (each for each in owner["operators"] if each["name"] == op.name)
+    doc = inspect.getdoc(op.bind)
+    inputs = {slot: "optional" if slot in op.optional else "" for slot in op.inputs}
+    more = {"inputs": inputs, "outputs": [*op.outputs], "attributes": dict(op.attrs), "doc": doc}
+    return {"library": owner["library"], "file": owner["file"], "error": owner["error"]} | own | more
+
+
 def render(found: list[dict[str, Any]]) -> str:
     """The text of ``describe``'s result."""
     return "\n\n".join(_rendered(each) for each in found)
 
 
+def render_operator(op: dict[str, Any]) -> str:
+    """The text of ``describe_operator``'s result."""
+    width = terminal.columns()
+    facts = {
+        "library": f"{op['library']}, {op['file']}",
+        "error": op["error"],
+        "devices": ", ".join(op["devices"]) or "no entry",
+        "gradient": "yes" if op["gradient"] else "none",
+        "inputs": ", ".join(f"{slot} ({kind})" if kind else slot for slot, kind in op["inputs"].items()),
+        "outputs": ", ".join(op["outputs"]) or "none: it writes to its inputs",
+        "attributes": ", ".join(f"{name}: {kind}" for name, kind in op["attributes"].items()),
+    }
+    lines = terminal.hung("", op["signature"], width, 4)
+    for name, text in facts.items():
+        lines += terminal.hung(f"  {name:12}", text, width) if text else []
+    for line in ("", *(op["doc"] or "").splitlines()) if op["doc"] else ():
+        text = line.lstrip()
+        margin = len(line) - len(text)
+        lines += terminal.hung(" " * margin, text, width, margin and margin + 4)
+    return "\n".join(lines)
+
+
 def _rendered(each: dict[str, Any]) -> str:
-    lines = [f"{each['library']}  {each['file'] or ''}".rstrip()]
+    width = terminal.columns()
+    lines = terminal.hung(f"{each['library']}  ", each["file"] or "", width)
     if each["error"]:
-        lines.append(f"  error: {each['error']}")
-    width = max((len(op["signature"]) for op in each["operators"]), default=0)
+        lines += terminal.hung("  error: ", each["error"], width)
+    longest = max((len(op["signature"]) for op in each["operators"]), default=0)
+    room = longest if width is None else min(longest, max(width - 23, 30))
     for op in each["operators"]:
-        devices = ", ".join(op["devices"]) or "no entry"
-        lines.append(f"  {op['signature']:{width}}  {devices:9}  {'gradient' if op['gradient'] else ''}".rstrip())
+        first, *more = terminal.hung("", op["signature"], room, 4)
+        devices, gradient = ", ".join(op["devices"]) or "no entry", "gradient" if op["gradient"] else ""
+        lines.append(f"  {first:{room}}  {devices:9}  {gradient}".rstrip())
+        lines += [f"  {line}" for line in more]
     return "\n".join(lines)

@@ -237,11 +237,12 @@ def link_flags(cuda: bool) -> tuple[str, ...]:
 # ------------------------------------------------------------------------------------------------------------ running
 
 
-def run(command: Sequence[str], what: str) -> str:
+def run(command: Sequence[str], what: str, announced: bool = False) -> str:
     """Runs a compiler. Says so on stderr if it takes more than two seconds.
 
     Args:
         what: "compiling scale.cpp", for messages.
+        announced: it has been said.
 
     Returns:
         What it printed: warnings.
@@ -260,7 +261,7 @@ def _run(command: Sequence[str], what: str) -> str:
         try:
             output, _ = process.communicate(timeout=_QUIET_SECONDS)
         except subprocess.TimeoutExpired:
-            with telling(f"{what} with {Path(command[0]).name}"):
+            with nullcontext() if announced else telling(f"{what} with {Path(command[0]).name}"):
                 output, _ = process.communicate()
     except BaseException:  # such as KeyboardInterrupt: the compiler must not outlive it
         process.kill()
@@ -340,4 +341,29 @@ def telling(what: str) -> Iterator[None]:
 
 
 def tell(text: str) -> None:
-    print(f"aotops: {text}", file=sys.stderr, flush=True)
+    sys.stderr.write(f"aotops: {text}\n")  # at once, since compilers run in several threads
+    sys.stderr.flush()
+
+
+_DIAGNOSTIC = re.compile(r"(\S.*?(?::\d+|\(\d+\))):(?:\d+:)? (fatal error|error|warning|note|remark)\b.*")
+"""Of GCC, Clang and nvcc: its place, and its kind."""
+
+
+def first_error(output: str) -> str:
+    """Of all that a compiler printed, the first error, and one line for each error in another place. Without warnings,
+    and without what repeats an error for each type that a template is instantiated with."""
+    blocks: list[list[str]] = [[]]  # each with the lines that lead to a diagnostic, it, and what follows
+    heads: list[re.Match[str] | None] = [None]
+    for line in output.splitlines():
+        found = _DIAGNOSTIC.fullmatch(line)
+        if heads[-1] and (found or re.match(r"In file included from |\S.*: In ", line)):
+            blocks.append([])
+            heads.append(None)
+        heads[-1] = found or heads[-1]
+        blocks[-1].append(line)
+    errors = [(head, block) for head, block in zip(heads, blocks, strict=True) if head and "error" in head[2]]
+    if not errors:
+        return output
+    (first, block), *others = errors
+    places = {head[1]: head[0] for head, _ in others if head[1] != first[1]}
+    return "\n".join([*block, *places.values()]).rstrip()

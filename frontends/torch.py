@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from inspect import Parameter, signature
 from typing import Any
@@ -336,8 +337,42 @@ def _eager(op: Op, attrs: tuple[Attr, ...]) -> _Eager:
     return _Eager(op, attrs)
 
 
+_VALUES, _USES = 8, 16
+"""An operator is bound to so many values of its attributes when they are first used, which takes a millisecond each.
+To a later one, such as a label_smoothing that changes in each step, it is bound when it has been used so often: until
+then the dispatcher, which binds nothing, runs the call."""
+_first_values: Counter[Op] = Counter()
+
+
+@functools.lru_cache(maxsize=call.MOST_BOUND)
+def _uses(op: Op, attrs: tuple[Attr, ...]) -> list[int]:
+    """How often they have been used: one number, to be counted up."""
+    return [0]
+
+
+def _is_worth_binding(op: Op, attrs: tuple[Attr, ...]) -> bool:
+    """Counts a use of these attributes. Integers and strings choose among few kernels; numbers may be any."""
+    if not _may_pass_unbound(op):
+        return True
+    uses = _uses(op, attrs)
+    if not uses[0] and _first_values[op] < _VALUES:
+        _first_values[op] += 1
+        uses[0] = _USES
+    uses[0] += 1
+    return uses[0] > _USES
+
+
+@functools.cache
+def _may_pass_unbound(op: Op) -> bool:
+    """Whether the dispatcher, where its kernels are in C, computes the same bits: it always keeps residuals."""
+    same = op.always_save_residuals or not op.residuals
+    return op in _in_c and same and any(kind.startswith("float") for kind in op.attrs.values())
+
+
 # ---------------------------------------------------------------------------------------------------------- dispatcher
 
+_in_c: set[Op] = set()
+"""Operators whose kernels for the dispatcher are in C."""
 dispatched: dict[Op, Callable[..., Any]] = {}
 """The operator of torch's dispatcher for each operator and backward that has a kernel."""
 # The strides of results depend on those of inputs; opcheck passes.
@@ -368,7 +403,8 @@ def _register(namespace: torch.library.Library, op: Op, forward: Op) -> Callable
     """``torch.ops.<library>.<op>``: returns every output and residual. ``forward``: the operator itself, or the one
     whose backward it is."""
     n, end, name = len(op.inputs), len(op.inputs) + len(op.attrs), f"{namespace.ns}::{op.name}"
-    in_c = _define(namespace, op)
+    if in_c := _define(namespace, op):
+        _in_c.add(op)
     dispatched = getattr(getattr(torch.ops, namespace.ns), op.name).default
 
     def split(args):
@@ -787,6 +823,8 @@ def _public(op: Op, module: str) -> Callable[..., Any]:
         return _general(op, disp, *sort(args, kwargs))
 
     def bind(*attrs):
+        if not _is_worth_binding(op, attrs):
+            return None
         named = dict.fromkeys(op.inputs) | dict(zip(op.public_attrs, attrs, strict=True))
         return _eager(op, op.canonical(op.bind(**named)[1])).differentiable
 
@@ -921,6 +959,12 @@ def _general(op: Op, disp: Callable[..., Any], inputs: Tensors, attrs: tuple[Any
     strided = op.elementwise and not all(t is None or t.is_contiguous() for t in inputs)
     if strided or op.mutates or _gate is None or not _gate(*inputs):
         return _dispatch(op, disp, inputs, attrs)
+    # a backward by the dispatcher overwrites nothing, which matters where tensors are large
+    if inputs[0] is not None and inputs[0].numel() < KEEP_RESIDUALS_FROM and not _is_worth_binding(op, attrs):
+        try:
+            return _dispatch(op, disp, inputs, attrs)
+        except Exception:  # the entry refuses the call: _run_eager says why
+            pass
     return _run_eager(op, inputs, attrs)
 
 

@@ -258,7 +258,8 @@ def public(op: Op, bind: Callable[..., Any], fallback: Callable[..., Any]) -> Ca
     """A builtin with the signature of ``op.bind`` that executes plain calls.
 
     Args:
-        bind: takes the public attributes as they are given; returns what ``differentiable`` makes of them.
+        bind: takes the public attributes as they are given; returns what ``differentiable`` makes of them, or None for
+            the fallback to run the call.
         fallback: the function in Python, for a call that is not plain, or that the entry refuses.
     """
     parameters = signature(op.bind).parameters.values()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import pickle
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 from aotops import registry
 from aotops.bench import baselines, report
+from aotops.bench.measure import Cpu, Cuda, samples, spread, wait_asleep
 from aotops.bench.tensors import FRAMEWORKS
 from aotops.bench.work import Case, Cell, Convolution, Elements, Product, Rows, cases, find, rows, use, works
 from aotops.cli import main as command
@@ -178,7 +180,8 @@ def test_a_run_writes_what_it_says(tmp_path, capsys):
     assert shapes_and_impls == [(s, i) for s in ([8, 256], [64, 128]) for i in ("aotops", "numpy")]
     for row in result["rows"]:
         own = {"version", "kernel"} if row["impl"] == "aotops" else set()
-        assert row.keys() - {"host_us_grad"} == ROW | own
+        assert row.keys() - {"host_us_grad", "spread"} == ROW | own
+        assert row["spread"] >= 1
         assert row["us"] > 0
         assert row["gbs"] > 0
         assert row["host_us"] > 0
@@ -197,12 +200,70 @@ def test_a_run_of_products(tmp_path, capsys):
     assert len(rows) == 2 * 2 * (2 + 2 + 2)  # passes, implementations, and the dtypes of each operator
     for row in rows:
         own = {"version", "kernel"} if row["impl"] == "aotops" else set()
-        assert row.keys() - {"host_us_grad"} == ROW | own | {"tflops", "of_peer", "peer"}
+        assert row.keys() - {"host_us_grad", "spread"} == ROW | own | {"tflops", "of_peer", "peer"}
         assert row["peer"] == "torch"
         assert row["of_peer"] == 1 if row["impl"] == "torch" else row["of_peer"] > 0
     told = capsys.readouterr().out
     for words in ("M x N x K", "batch x channels x size", "batch x features x state", "of torch", "left out"):
         assert (words in told) == (words != "left out")
+
+
+def test_waiting_threads_sleep(tmp_path, monkeypatch):
+    """The runtime of OpenMP that torch brings says so itself, as it is loaded; unless the user has said otherwise."""
+    pytest.importorskip("torch")
+    bench = [sys.executable, "-m", "aotops", "bench", "add", "--quick", "--device", "cpu", "--impls", "aotops,torch"]
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    environment |= {"OMP_DISPLAY_ENV": "true", "OMP_NUM_THREADS": "2"}
+    command = [*bench, "--shapes", "8x16", "--passes", "forward"]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "OMP_WAIT_POLICY = 'PASSIVE'" in done.stderr
+    assert ", 2 threads; " in done.stdout
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    wait_asleep()
+    assert os.environ["OMP_WAIT_POLICY"] == "active"
+
+
+def test_on_a_cpu_the_fastest_repeat_counts():
+    """Contenders that are interrupted in most turns, as on a busy machine, have the times of those that are not."""
+    turns = {name: iter([9e-3, slow, 2e-4, slow, slow]).__next__ for name, slow in (("a", 8e-3), ("b", 3e-4))}
+    taken = samples(turns, 5)
+    assert {name: Cpu.figure(times) for name, times in taken.items()} == {"a": 2e-4, "b": 2e-4}
+    assert [round(spread(times), 1) for times in taken.values()] == [40, 1.5]
+    assert Cuda.figure(taken["a"]) == 8e-3
+
+
+def test_a_busy_machine_is_told(capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    result = _result("aotops", 3.0)
+    report.show(result)
+    assert "warning" not in capsys.readouterr().out
+    result["rows"] = [row | {"spread": wide} for row, wide in zip(result["rows"] * 3, (1.0, 1.4, 31.2), strict=True)]
+    report.show(result)
+    assert (
+        "\nwarning: the machine was busy: in 1 of 3 measurements the median is 1.5 to 31.2 times the fastest repeat"
+    ) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dtypes", [["float32"], ["float32", "bfloat16"]], ids=len)
+def test_tables_fit_the_terminal(capsys, monkeypatch, dtypes):
+    rows = []
+    for impl in ("aotops", "torch", "torch.compile", "numpy"):
+        (row,) = _result(impl, 1234.5)["rows"]
+        rows += [row | {"dtype": dtype, "variant": variant} for dtype in dtypes for variant in ("tanh", "none")]
+    monkeypatch.setenv("COLUMNS", "70")
+    report.show(_result("aotops", 3.0) | {"rows": rows})
+    told = capsys.readouterr().out
+    assert max(map(len, told.splitlines())) <= 70
+    words = " ".join(told.split())
+    for dtype in dtypes:
+        assert (
+            f"gelu tanh forward 67108864{f' {dtype}' if len(dtypes) > 1 else ''} us 1,234.5 aotops 0.95 torch" in words
+        )
+    monkeypatch.delenv("COLUMNS")
+    report.show(_result("aotops", 3.0) | {"rows": rows})
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("gelu tanh  forward  67108864") for line in lines) == len(dtypes)
 
 
 def _result(impl, us):

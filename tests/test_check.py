@@ -17,6 +17,7 @@ import pytest
 from aotops.elf import Elf
 from aotops.testing import Case, Report, Row, check
 from aotops.testing.audit import audited
+from aotops.testing.checker import CHECKS
 from aotops.testing.frameworks import requested
 from aotops.testing.report import FAIL, PASS, UNAVAILABLE, Failure, Item
 from aotops.testing.subject import importable
@@ -305,8 +306,9 @@ def test_built_in_operators_by_name(name):
 
 def test_the_report_as_text_and_json(faulty, monkeypatch):
     report = checked(faulty, "wrong_gradient", only=["values", "gradients"])
+    monkeypatch.setenv("COLUMNS", "1000")
     text = report.render(color=False)
-    assert "\nvalues     numpy cpu  pass           6 cases in float32, float64\n" in text
+    assert "\nvalues            numpy cpu  pass  6 cases in float32, float64\n" in text
     assert "gradients, numpy cpu: dx along () is" in text
     assert "\n  smallest case: x (), float32\n" in text
     assert "1 passed, 1 failed, 3 not available in " in text
@@ -320,6 +322,27 @@ def test_the_report_as_text_and_json(faulty, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     assert report.render() == text
     assert "\x1b[" in report.render(color=True)
+
+
+def test_a_report_fits_a_narrow_terminal(monkeypatch):
+    items = [
+        Item("values", "torch cpu", "pass", "22 cases in float16, bfloat16, float32, float64"),
+        Item("shapes", "empty, torch cpu", "pass", "12 cases in float16, bfloat16, float32, float64"),
+        Item("library", "versions", "pass", "it needs GLIBC 2.34, GLIBCXX 3.4.29, CXXABI 1.3.9 or later"),
+        Item("devices", "cuda", UNAVAILABLE, "no framework that is tested has a cuda device here"),
+    ]
+    assert [*CHECKS] == [name for name in CHECKS if len(name) <= len("NaN and infinity")]
+    monkeypatch.setenv("COLUMNS", "70")
+    lines = Report("op", "lib.so", items, 1.0).render(color=False).splitlines()
+    assert max(map(len, lines)) <= 70
+    assert lines[1:3] == [
+        "values            torch cpu         pass  22 cases in all dtypes",
+        "shapes            empty, torch cpu  pass  12 cases in all dtypes",
+    ]
+    assert lines[4] == "    it needs GLIBC 2.34, GLIBCXX 3.4.29, CXXABI 1.3.9 or later"
+    assert len(lines) == 8
+    monkeypatch.delenv("COLUMNS")
+    assert len(Report("op", "lib.so", items, 1.0).render(color=False).splitlines()) == 6
 
 
 def test_a_report_of_nothing_is_not_ok():

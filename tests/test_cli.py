@@ -9,13 +9,15 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from click.shell_completion import BashComplete
 from click.testing import CliRunner
 
 import aotops
-from aotops import cli, registry
+from aotops import cli, registry, terminal, testing
 from aotops.library import Library, LibraryError
 from aotops.op import operator
 from aotops.ops import BUILTIN, OPS
+from aotops.testing.report import Failure, Item, Report
 
 COMMANDS = ["new", "build", "compile", "check", "bench", "list", "info", "stubs", "include-dir", "cmake-dir"]
 
@@ -75,6 +77,7 @@ def test_version():
         (["new", "x", "--template", "round"], "'round' is not one of 'elementwise', 'row', 'reduction', 'product'"),
         (["bench", "--shapes", "8xa"], "'8xa': expected shapes as 8192x4096"),
         (["compile", "/none.cu"], "File '/none.cu' does not exist"),
+        (["chek", "add"], "aotops: there is no command 'chek': did you mean check?"),
     ],
 )
 def test_a_mistake_in_the_command_line_is_one_line(arguments, words):
@@ -90,6 +93,11 @@ def test_a_mistake_in_the_command_line_is_one_line(arguments, words):
         (["bench", "add", "--shapes", "1x2x3", "--device", "cpu"], "aotops: bench: add: no case has these shapes,"),
         (["stubs", "nope"], "aotops: there is no library 'nope'; there are aotops"),
         (["bench", "--impls", "none"], "aotops: bench: nothing was measured, and --merge names nothing"),
+        (["check", "geluu"], "aotops: there is no operator 'geluu': did you mean gelu?"),
+        (["bench", "gelu", "layernorm"], "aotops: there is no operator 'layernorm': did you mean layer_norm"),
+        (["list", "LayerNorm"], "aotops: there is no operator 'LayerNorm': did you mean layer_norm"),
+        (["list", "aotops.gleu"], "aotops: there is no operator 'aotops.gleu': did you mean aotops.gelu"),
+        (["stubs", "aotop"], "aotops: there is no library 'aotop': did you mean aotops?"),
     ],
 )
 def test_a_failure_is_one_line(arguments, words):
@@ -115,12 +123,13 @@ def test_errors_of_aotops_and_of_a_bug(module):
 
 
 def test_an_error_is_red_on_a_terminal_alone(monkeypatch):
-    terminal, pipe = SimpleNamespace(isatty=lambda: True), SimpleNamespace(isatty=lambda: False)
+    a_terminal, a_pipe = SimpleNamespace(isatty=lambda: True), SimpleNamespace(isatty=lambda: False)
     monkeypatch.delenv("NO_COLOR", raising=False)
-    assert cli._colored("x", "red", terminal) == "\x1b[31mx\x1b[0m"
-    assert cli._colored("x", "red", pipe) == "x"
+    assert terminal.colored("x", "red") == "\x1b[31mx\x1b[0m"
+    assert terminal.has_color(a_terminal)
+    assert not terminal.has_color(a_pipe)
     monkeypatch.setenv("NO_COLOR", "1")
-    assert cli._colored("x", "red", terminal) == "x"
+    assert not terminal.has_color(a_terminal)
 
 
 def test_a_process(tmp_path, python):
@@ -170,10 +179,10 @@ def test_build(module, tmp_path, monkeypatch):
     module("build", build=lambda *args, **options: calls.append((args, options)) or tmp_path / "scale/libscale.so")
     assert run("build").stdout == "scale/libscale.so\n"
     (tmp_path / "scale").mkdir()
-    run("build", "scale", "--watch", "--arch", "90")
+    run("build", "scale", "--watch", "--arch", "90", "--verbose")
     assert calls == [
-        ((Path(),), {"watch": False, "arch": None}),
-        ((Path("scale"),), {"watch": True, "arch": "90"}),
+        ((Path(),), {"watch": False, "arch": None, "verbose": None}),
+        ((Path("scale"),), {"watch": True, "arch": "90", "verbose": True}),
     ]
 
 
@@ -189,23 +198,77 @@ def test_compile(tmp_path, monkeypatch):
     assert calls == [((source,), {"arch": None}), ((source,), {"arch": "80,90"})]
 
 
-def test_check(module):
-    calls = []
+def test_check(monkeypatch):
+    """A line is printed when its item is known, into a pipe too."""
+    calls, printed = [], []
 
-    def check(op, **options):
+    def check(op, *, progress, **options):
         calls.append((op, options))
-        ok = op.name != "gelu"
-        return SimpleNamespace(ok=ok, to_json=lambda: json.dumps({"ok": ok}), render=lambda: f"{op.name}: {ok}\n")
+        failure = Failure("wrong", "x (3,)") if op.name == "gelu" else None
+        items = [Item("values", "numpy cpu", "pass", "2 cases in float16, bfloat16, float32, float64")]
+        items += [Item("threads", "cpu", "fail", "", failure)] if failure else []
+        for item in items:
+            progress(item)
+            printed.append(sys.stdout.buffer.getvalue().decode())
+        return Report(op.name, "lib.so", items, 1.5)
 
-    module("testing", check=check)
-    assert run("check", "add", "--frameworks", "torch, jax", "--quick", "--seed", "3").stdout == "add: True\n"
+    monkeypatch.setattr(testing, "check", check, raising=False)
+    head = f"{'values':16}  {'numpy cpu':17}  pass  2 cases in all dtypes\n"
+    told = run("check", "add", "--frameworks", "torch, jax", "--quick", "--seed", "3").stdout
+    assert told == f"add in {OPS['add'].library.path}\n{head}1 passed in 1.5 s\n"
+    assert told.startswith(printed[0])
+    assert printed[0].endswith(head)
     options = {"frameworks": ["torch", "jax"], "dtypes": None, "devices": None}
     assert calls == [(OPS["add"], options | {"quick": True, "sanitize": False, "seed": 3})]
+    failed = run("check", "gelu", status=1).stdout
+    assert "\nthreads, cpu: wrong\n  smallest case: x (3,)\n" in failed
+    assert not {"\x1b", "\r"} & set(failed)
     result = run("check", "aotops.add", "gelu", "--json", status=1)
-    assert json.loads(result.stdout) == {"add": {"ok": True}, "gelu": {"ok": False}}
+    assert [each["ok"] for each in json.loads(result.stdout).values()] == [True, False]
     calls.clear()
     run("check", "aotops", status=1)
     assert [op for op, _ in calls] == list(OPS.values())
+
+
+def completed(*words: str) -> list[str]:
+    """What a shell offers for the last word."""
+    *before, last = words
+    complete = BashComplete(cli.main, {}, "aotops", "_AOTOPS_COMPLETE")
+    return [item.value for item in complete.get_completions(before, last)]
+
+
+def test_a_shell_completes_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert completed("che") == ["check"]
+    for command in ("check", "bench", "list"):
+        assert completed(command, "add", "la") == ["layer_norm"]
+    assert completed("check", "ao") == ["aotops"]
+    assert completed("stubs", "") == ["aotops"]
+    assert completed("check", "--frameworks", "numpy,to") == ["numpy,torch"]
+    assert completed("check", "--dtypes", "f") == ["float16", "float32", "float64"]
+    assert completed("chek", "la") == []
+    (tmp_path / "broken").mkdir()
+    monkeypatch.chdir(tmp_path / "broken")
+    Path("pyproject.toml").write_text("aotops.libraries = ")
+    assert completed("check", "la") == []
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_each_shell_has_a_script_that_completes(shell):
+    source = CliRunner().invoke(cli.main, [], env={"_AOTOPS_COMPLETE": f"{shell}_source"}).output
+    assert f"_AOTOPS_COMPLETE={shell}_complete" in source
+    words = {"COMP_WORDS": "aotops check ma", "COMP_CWORD": "ma" if shell == "fish" else "2"}
+    told = CliRunner().invoke(cli.main, [], env={"_AOTOPS_COMPLETE": f"{shell}_complete"} | words).output
+    assert "matmul" in told
+    assert "layer_norm" not in told
+
+
+def test_words_that_a_shell_completes_are_those_that_are_known():
+    from aotops.bench import baselines
+    from aotops.testing import checker
+
+    assert {*cli.IMPLS} == {*baselines.MAKERS}
+    assert (cli.DTYPES, cli.DEVICES) == (checker.DTYPES, checker.DEVICES)
 
 
 @pytest.mark.parametrize("command", ["include-dir", "cmake-dir"])
@@ -260,6 +323,27 @@ def test_the_list(installed):
     told = run("list").stdout
     assert "add(a, b, alpha=1)" in told
     assert "error: the entry point broken = 'no_such_module:library' does not load" in told
+
+
+def test_an_operator_is_shown(installed):
+    installed(other="test_cli:OTHER")
+    ours, other = json.loads(run("list", "linear", "other", "--json").stdout)
+    assert (ours["library"], ours["name"], ours["outputs"]) == ("aotops", "linear", ["y"])
+    assert ours["inputs"] == {"x": "", "weight": "", "bias": "optional"}
+    assert ours["attributes"] == {"activation": "str?", "allow_tf32": "bool"}
+    assert "cpu" in ours["devices"]
+    assert (other["library"], other["signature"]) == ("other", "gelu(x, factor=2.0)")
+    told = run("list", "linear").stdout
+    assert told.startswith("linear(x, weight, bias=None, activation=None, allow_tf32=False)\n  library     aotops, ")
+    assert "\n  inputs      x, weight, bias (optional)\n" in told
+    assert "float16, bfloat16, float32 or float64" in told  # of the docstring
+
+
+@pytest.mark.parametrize("command", [["list"], ["list", "conv2d", "layer_norm"], ["info"]])
+def test_what_a_command_prints_fits_the_terminal(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "70")
+    told = run(*command).stdout
+    assert [line for line in told.splitlines() if len(line) > 70 and "/" not in line] == []
 
 
 def test_an_operator_by_name(installed):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import shutil
 import subprocess
 import sys
+import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -46,7 +48,9 @@ def _answer(library: Path) -> int:
 def _count(monkeypatch) -> list[str]:
     """What compilers are run for, from now on."""
     runs, run = [], toolchain.run
-    monkeypatch.setattr(toolchain, "run", lambda command, what: runs.append(what) or run(command, what))
+    monkeypatch.setattr(
+        toolchain, "run", lambda command, what, **options: runs.append(what) or run(command, what, **options)
+    )
     return runs
 
 
@@ -270,6 +274,11 @@ def package(tmp_path):
     return folder
 
 
+def add_to_table(package: Path, line: str) -> None:
+    file = package / "pyproject.toml"
+    file.write_text(file.read_text().replace("[tool.setuptools]", f"{line}\n[tool.setuptools]"))
+
+
 def test_a_package_is_built_where_it_has_changed(package, monkeypatch):
     runs = _count(monkeypatch)
     library = build.build(package)
@@ -289,22 +298,108 @@ def test_a_package_is_built_where_it_has_changed(package, monkeypatch):
     assert runs == ["linking libtwo.so"]
 
 
-def test_watching_builds_again_after_a_change_and_after_an_error(package, monkeypatch):
-    told, contents = [], iter(["#define ANSWER nonsense here\n", "#define ANSWER 43\n"])
+def test_watching_builds_each_change_once(package, monkeypatch):
+    """Of a header in another folder too, which only the compiler's list of dependencies tells; after an error; and of a
+    header that is changed while it is compiled."""
+    headers = package.parent / "headers"
+    headers.mkdir()
+    (headers / "other.h").write_text("#define OTHER 1\n")
+    (package / "b.cpp").write_text('#include "other.h"\nextern "C" int other() { return OTHER; }\n')
+    table = (package / "pyproject.toml").read_text()
+    (package / "pyproject.toml").write_text(
+        table.replace("[tool.setuptools]", 'include = ["../headers"]\n[tool.setuptools]')
+    )
+    told, runs = [], _count(monkeypatch)
+    contents = iter(["#define OTHER nonsense here\n", "#define OTHER 43\n"])
+    times = itertools.count(1)
 
     def change(_seconds):
-        """In the place of time.sleep()."""
+        """In the place of time.sleep(): at every fifth poll a change."""
+        if next(times) % 5 == 0:
+            if (content := next(contents, None)) is None:
+                raise KeyboardInterrupt
+            (headers / "other.h").write_text(content)
+
+    monkeypatch.setattr(build, "time", SimpleNamespace(sleep=change, time=time.time))
+    monkeypatch.setattr(build, "tell", told.append)
+    monkeypatch.setattr(toolchain, "tell", told.append)
+    monkeypatch.setattr(toolchain, "_QUIET_SECONDS", 0)  # as if each compile took long
+    with pytest.raises(KeyboardInterrupt):
+        build.build(package, watch=True)
+    assert not [line for line in told if line.endswith("...")]
+    assert ctypes.CDLL(str(package / "two" / "libtwo.so")).other() == 43
+    assert sum("is built" in line for line in told) == 2
+    assert sum("nonsense" in line for line in told) == 1
+    assert runs.count("compiling b.cpp (baseline)") == told.count("compiling b.cpp (baseline)") == 3
+    assert runs.count("compiling a.cpp (baseline)") == told.count("compiling a.cpp (baseline)") == 1
+
+
+def test_a_wrong_table_does_not_end_watching(package, monkeypatch):
+    file, told = package / "pyproject.toml", []
+    good = file.read_text()
+    contents = iter(["[tool.aotops", good.replace("*.cpp", "a.cpp")])
+
+    def change(_seconds):
         if (content := next(contents, None)) is None:
             raise KeyboardInterrupt
-        (package / "a.h").write_text(content)
+        file.write_text(content)
 
-    monkeypatch.setattr(build, "time", SimpleNamespace(sleep=change))
+    monkeypatch.setattr(build, "time", SimpleNamespace(sleep=change, time=time.time))
+    monkeypatch.setattr(build, "_wait", lambda project, seen, began: change(0) or seen)
     monkeypatch.setattr(build, "tell", told.append)
     with pytest.raises(KeyboardInterrupt):
         build.build(package, watch=True)
-    assert _answer(package / "two" / "libtwo.so") == 43
-    assert sum("is built" in line for line in told) == 2
-    assert sum("nonsense" in line for line in told) == 1
+    built, wrong, again = (line for line in told if not line.startswith(("compiling", "linking")))
+    assert "is built" in built
+    assert "is built" in again
+    assert wrong.startswith(f"{file}: Expected ']'")
+
+
+def test_lines_of_several_threads_are_not_mixed():
+    program = """
+import threading
+from aotops.toolchain import tell
+run = [threading.Thread(target=lambda: [tell("x" * 40) for _ in range(200)]) for _ in range(4)]
+for each in run: each.start()
+for each in run: each.join()
+"""
+    code = [sys.executable, "-c", program]
+    done = subprocess.run(code, capture_output=True, text=True, timeout=60, check=True)
+    assert set(done.stderr.splitlines()) == {"aotops: " + "x" * 40}
+
+
+ERRORS = """template <typename T> T twice(T x) { int unused; return x * undefined_thing; }
+template <typename T> T g(T x) { return x.bad(); }
+extern "C" int answer() { return g(1) + g(2.0) + g(3.f) + twice(1); }
+extern "C" int more() { return oops; }
+"""
+
+
+def test_the_first_error_of_each_place_is_shown(package, monkeypatch):
+    (package / "a.cpp").write_text(ERRORS)
+    add_to_table(package, 'flags = ["-Wall"]')
+    with pytest.raises(aotops.CompileError) as few:
+        build.build(package)
+    with pytest.raises(aotops.CompileError) as everything:
+        build.build(package, verbose=True)
+    few, everything = str(few.value), str(everything.value)
+    assert few.startswith("compiling a.cpp (baseline) failed:\n")
+    assert few.count("error: ") == 3
+    assert few.count("a.cpp:2:") == 1
+    for words in ("undefined_thing", "oops", "bad"):
+        assert words in few
+    assert "warning" not in few
+    assert "required from" not in few
+    lines = len(everything.splitlines()) - len(few.splitlines()) + 1
+    assert few.endswith(f"\n({lines} more lines: aotops build --verbose)")
+    assert everything.count("error: ") == 5
+    assert "required from" in everything
+
+
+def test_all_of_a_message_without_an_error_is_shown():
+    assert toolchain.first_error("ld: undefined reference\nmore") == "ld: undefined reference\nmore"
+    text = 'k.cu(3): error: identifier "x" is undefined\n  x;\n  ^\n\nk.cu(3): error: identifier "x" is undefined\n'
+    assert toolchain.first_error(text) == 'k.cu(3): error: identifier "x" is undefined\n  x;\n  ^'
 
 
 @pytest.mark.parametrize("kind", ["cpp", "cu"])

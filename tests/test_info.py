@@ -130,6 +130,19 @@ def test_advice_on_gpus(collected, monkeypatch):
     assert mended(collected(none), "GPU") == [("there is no NVIDIA driver (libcuda.so.1)", None)]
 
 
+def test_advice_on_a_package(collected):
+    """Its devices are told, and `make lib`, which builds the built-in library, is not advised."""
+    package = {"name": "scale", "file": "/there/libscale.so", "operators": 1, "devices": ["cpu"], "error": None}
+    gpu = {"driver": "580.1", "cuda": "13.0", "devices": [device(90)], "error": None}
+    libraries = lambda: [package | {"name": "aotops"}, package]  # noqa: E731
+    ((why, command),) = mended(found := collected(gpu, ["sm_90"], _libraries=libraries), "scale")
+    assert why.startswith("it has no CUDA entry: if its package has .cu files")
+    assert command is None
+    assert "scale        1 operator on cpu  /there/libscale.so" in info.render(found)
+    none = {"driver": None, "cuda": None, "devices": [], "error": "there is no NVIDIA driver (libcuda.so.1)"}
+    assert mended(collected(none), "scale") == []
+
+
 def test_advice_on_frameworks_and_compilers(collected):
     versions = {"torch": "2.1.0+cpu", "jax": None, "numpy": "2.4.6"}.get
     missing = {"path": None, "version": None, "error": "is not installed"}

@@ -28,6 +28,18 @@ LIBRARY = b"stands for the library"
 FOLDERS = ("aotops", "frontends", "cuda_src", "packaging", "tests")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "archs"),
+    [((), "75 80 90 100 120"), (("ARCHS=90",), "90"), (("WHEEL_ARCHS=80 90",), "80 90")],
+    ids=["none", "ARCHS", "WHEEL_ARCHS"],
+)
+def test_a_wheel_is_for_the_architectures_asked_for(arguments, archs):
+    command = ["make", "-n", "wheel", "NVCC=", *arguments]
+    environment = {name: value for name, value in os.environ.items() if name not in ("ARCHS", "WHEEL_ARCHS")}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert f'lib ARCHS="{archs}" ' in done.stdout
+
+
 @pytest.fixture
 def tree(tmp_path):
     """A copy of what is packaged, with a file in the place of the library."""

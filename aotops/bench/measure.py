@@ -1,7 +1,12 @@
 """Measurement: the time of a call on its device and on the host, and of the copy that it is compared with.
 
 A contender is a *turn*: a function that runs its calls once more and gives the seconds of one. Contenders take turns,
-so that whatever the machine does meanwhile meets all alike, and the median of a contender's turns counts.
+so that whatever the machine does meanwhile meets all alike. Of a contender's turns the median counts on a GPU, and on a
+CPU, which other processes use too, the fastest.
+
+On a CPU, threads that wait for each other sleep (``wait_asleep``). A thread that spins instead keeps its core, on which
+another one that it waits for cannot go on: on a busy machine each call then takes a slice of the scheduler's time, some
+8 ms, whatever it computes.
 """
 
 from __future__ import annotations
@@ -29,16 +34,27 @@ WARM_UP = 30
 MOST_SETS = 16
 
 
-def medians(turns: Mapping[str, Turn], repeats: int, budget: float = math.inf) -> dict[str, float]:
-    """Seconds of a call, by contender. ``budget``: in seconds, after which no more than three turns each are needed."""
-    samples: dict[str, list[float]] = {name: [] for name in turns}
+def wait_asleep() -> None:
+    """To be called before an OpenMP runtime is loaded, which reads it then."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+def samples(turns: Mapping[str, Turn], repeats: int, budget: float = math.inf) -> dict[str, list[float]]:
+    """Seconds of a call, by contender, in each turn. ``budget``: in seconds, after which no more than three turns each
+    are needed."""
+    found: dict[str, list[float]] = {name: [] for name in turns}
     start = time.perf_counter()
     for i in range(repeats):
         if i >= 3 and time.perf_counter() - start > budget:
             break
         for name, turn in turns.items():
-            samples[name].append(turn())
-    return {name: statistics.median(times) for name, times in samples.items()}
+            found[name].append(turn())
+    return found
+
+
+def spread(times: Sequence[float]) -> float:
+    """The median over the fastest: 1 on a machine that does nothing else."""
+    return statistics.median(times) / min(times)
 
 
 class Cuda:
@@ -46,13 +62,15 @@ class Cuda:
 
     HOST_IS_DEVICE = False
     COPIED = 4 << 30
+    figure: Callable[[Sequence[float]], float] = staticmethod(statistics.median)
+    """Of a contender's turns."""
     GRAPH_SECONDS = 4e-3  # long enough that launching the graph is negligible
 
     def __init__(self, quick: bool) -> None:
         import torch
 
         self.torch = torch
-        self.repeats = 5 if quick else 15
+        self.repeats, self.budget = 5 if quick else 15, 10.0
         self.host_repeats = 5 if quick else 31
         self.copies: dict[int, float] = {}
         # one stream for all, not the default one: a backward runs on the stream of its forward
@@ -160,7 +178,7 @@ class Cuda:
                 "graph": self.turn(calls),
                 "queue": self._timed(lambda: [call() for call in rounds], len(rounds)),
             }
-            self.copies[half] = 2 * half / min(medians(turns, self.repeats).values()) / 1e9
+            self.copies[half] = 2 * half / min(map(self.figure, samples(turns, self.repeats).values())) / 1e9
         return self.copies[half]
 
     def free(self) -> None:
@@ -172,12 +190,13 @@ class Cpu:
 
     HOST_IS_DEVICE = True
     COPIED = 1 << 28
+    figure: Callable[[Sequence[float]], float] = staticmethod(lambda times: min(times))
 
     def __init__(self, quick: bool) -> None:
         self.name = _cpu_name()
         self.cache = _cache_size()
-        self.repeats = 3 if quick else 25
-        self.host_repeats = 5 if quick else 31
+        self.repeats, self.budget = 25, 1.0 if quick else 10.0
+        self.host_repeats = 11 if quick else 31
         self.copies: dict[int, float] = {}
 
     def synchronize(self) -> None:
@@ -214,7 +233,9 @@ class Cpu:
         half = _half(nbytes)
         if half not in self.copies:
             turns = {name: self.turn(calls) for name, calls in _cpu_copies(half, self.sets(half)).items()}
-            self.copies[half] = 2 * half / min(medians(turns, self.repeats).values()) / 1e9
+            self.copies[half] = (
+                2 * half / min(map(self.figure, samples(turns, self.repeats, self.budget).values())) / 1e9
+            )
         return self.copies[half]
 
     def free(self) -> None:
@@ -237,7 +258,7 @@ def _cpu_copies(half: int, sets: int) -> dict[str, list[Call]]:
     """The faster of NumPy's copy, a memmove, on every thread, and torch's if it is installed."""
     import numpy as np
 
-    threads = int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
+    threads = _threads()
     pool = ThreadPoolExecutor(threads)
     pairs = [(np.empty(half, np.uint8), np.ones(half, np.uint8)) for _ in range(sets)]
     pieces = [slice(half * i // threads, half * (i + 1) // threads) for i in range(threads)]
@@ -254,12 +275,19 @@ def _cpu_copies(half: int, sets: int) -> dict[str, list[Call]]:
     return copies | {"torch": [partial(to.copy_, source) for to, source in tensors]}
 
 
+def _threads() -> int:
+    """Of a parallel region."""
+    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    return int(given) if given.isdigit() and int(given) else len(os.sched_getaffinity(0))
+
+
 def _cpu_name() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    threads = len(os.sched_getaffinity(0))
-    return f"{models[0] if models else platform.processor() or platform.machine()}, {threads} threads"
+    threads = _threads()
+    model = models[0] if models else platform.processor() or platform.machine()
+    return f"{model}, {threads} thread{'s' if threads != 1 else ''}"
 
 
 def _cache_size() -> int:

@@ -1,4 +1,4 @@
-"""Progress, the table, the file and the plots. The first two use rich if it is installed."""
+"""Progress, which uses rich if it is installed, the tables, the file and the plots."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from .. import terminal
 from .work import Case, find
 
 Row = dict[str, Any]
@@ -46,7 +47,9 @@ def _lines(total: int, what: str) -> Callable[[str, Sequence[Row]], None]:
         done += 1
         if case or done == total:
             elapsed = time.perf_counter() - start
-            print(f"{what} {done:3}/{total} {elapsed:4.0f} s  {case:48} {_brief(rows)}", flush=True)
+            room = terminal.columns()
+            text = f"{case:48} {_brief(rows)}" if room is None else f"{case}  {_brief(rows)}"
+            print("\n".join(terminal.hung(f"{what} {done:3}/{total} {elapsed:4.0f} s  ", text, room)), flush=True)
 
     return advance
 
@@ -60,7 +63,7 @@ def _console() -> Any:
         from rich.console import Console
     except ImportError:
         return None
-    return Console(width=None if sys.stdout.isatty() else 160)
+    return Console(width=terminal.columns() or 160)
 
 
 # -------------------------------------------------------------------------------------------------------------- table
@@ -68,7 +71,9 @@ def _console() -> Any:
 
 def show(result: Result) -> None:
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    print(f"{result['device']}; a copy moves {result['copy_gbs']:,.0f} GB/s; {versions}")
+    _line(f"{result['device']}; a copy moves {result['copy_gbs']:,.0f} GB/s; {versions}")
+    if warning := _warning(result["rows"]):
+        _line(warning)
     cases = _by_case(result["rows"])
     products = {case: rows for case, rows in cases.items() if any("tflops" in row for row in rows.values())}
     small = {case: rows for case, rows in cases.items() if case.work.small(case.shape)}
@@ -80,6 +85,26 @@ def show(result: Result) -> None:
     _table("Of the copy of as many bytes", large, "of_copy", ".2f", device=True)
     _table("Microseconds of a call from Python, where it is done in no time", small, "host_us", ".2f")
     _table("The same where gradients are recorded", recording, "host_us_grad", ".2f")
+
+
+SPREAD = 1.5
+"""From which a time is that of the scheduler more often than that of the operator."""
+
+
+def _warning(rows: Sequence[Row]) -> str:
+    """Empty where the machine did little else."""
+    spreads = [row["spread"] for row in rows if "spread" in row]
+    wide = [each for each in spreads if each >= SPREAD]
+    if not wide:
+        return ""
+    return (
+        f"warning: the machine was busy: in {len(wide)} of {len(spreads)} measurements the median is {SPREAD} to "
+        f"{max(wide):.1f} times the fastest repeat, which is what the tables show"
+    )
+
+
+def _line(text: str) -> None:
+    print("\n".join(terminal.hung("", text, terminal.columns())))
 
 
 def _case(row: Row) -> Case:
@@ -124,23 +149,29 @@ def _faster(rows: Mapping[str, Row], figure: str) -> str:
 
 
 def _print_table(title: str, heads: list[str], lines: list[list[str]]) -> None:
-    console = _console()
-    if console is not None:
-        from rich.table import Table
-
-        table = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False)
-        for i, head in enumerate(heads):
-            table.add_column(head, justify="left" if i < 4 else "right", style="bold" if head == "aotops" else None)
-        for line in lines:
-            slower = line[-1] and float(line[-1][:-1]) < 1
-            table.add_row(*line[:-1], f"[{'red' if slower else 'green'}]{line[-1]}[/]" if line[-1] else "")
-        console.print()
-        console.print(table)
-        return
+    """A line per case; where the terminal is narrower, its name on one line and the figures on others."""
+    if len({line[3] for line in lines}) == 1:  # one dtype
+        title = f"{title}, {lines[0][3]}"
+        heads, *lines = ([*line[:3], *line[4:]] for line in (heads, *lines))
+    names = 4 if "dtype" in heads else 3
     widths = [max(len(line[i]) for line in [heads, *lines]) for i in range(len(heads))]
+    room = terminal.columns()
     print(f"\n{title}")
+    if room is not None and sum(widths) + 2 * (len(widths) - 1) > room:
+        for line in lines:
+            figures = (f"{head} {cell}" for head, cell in zip(heads[names:], line[names:], strict=True) if cell)
+            print("\n".join([" ".join(line[:names]), *terminal.hung("  ", "  ".join(figures), room)]))
+        return
     for line in [heads, *lines]:
-        print("  ".join(f"{cell:{'<' if i < 4 else '>'}{widths[i]}}" for i, cell in enumerate(line)).rstrip())
+        *cells, faster = (f"{cell:{'<' if i < names else '>'}{widths[i]}}" for i, cell in enumerate(line))
+        print("  ".join([*cells, _judged(faster)]).rstrip())
+
+
+def _judged(faster: str) -> str:
+    """In color: green where aotops is the fastest."""
+    if not faster.strip().endswith("x") or not terminal.has_color(sys.stdout):
+        return faster
+    return terminal.colored(faster, "green" if float(faster.strip()[:-1]) >= 1 else "red")
 
 
 # --------------------------------------------------------------------------------------------------------------- file

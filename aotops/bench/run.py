@@ -15,7 +15,7 @@ from .. import __version__, registry
 from ..ops import BUILTIN
 from . import baselines, precompile, report, sources
 from .baselines import Impl, Unavailable
-from .measure import Cpu, Cuda, Turn, medians
+from .measure import Cpu, Cuda, Turn, samples, spread, wait_asleep
 from .tensors import FRAMEWORKS, Call, Framework
 from .work import DTYPES, Case, Shape, cases
 
@@ -55,6 +55,8 @@ def run(options: Options) -> None:
         KeyError: an operator is not there.
         LibraryError: an operator's library does not load.
     """
+    if options.device != "cuda":
+        wait_asleep()
     selected = registry.select(options.ops or [BUILTIN.name])
     operators = list(selected)
     _known("impls", options.impls, (*baselines.MAKERS, "none"))
@@ -158,11 +160,14 @@ class Bench:
             with self._recording(False):
                 contenders = self._contenders(case)
                 turns = {name: turn for name, (_, turn) in contenders.items()}
-                times = medians(turns, self.machine.repeats, budget=10.0)
+                taken = samples(turns, self.machine.repeats, self.machine.budget)
+                times = {name: self.machine.figure(seconds) for name, seconds in taken.items()}
                 hosts = times if self.machine.HOST_IS_DEVICE else self._hosts(case, contenders, list(contenders))
             with self._recording(True):
                 with_grad = self._hosts(case, contenders, self._recorders(case, contenders))
         rows = [self._row(case, name, times[name], hosts[name], with_grad.get(name)) for name in contenders]
+        if self.machine.HOST_IS_DEVICE:
+            rows = [row | {"spread": round(spread(taken[row["impl"]]), 2)} for row in rows]
         if case.flops:
             rows = [row | self._of_peer(case, times, times[row["impl"]]) for row in rows]
         del contenders
@@ -196,7 +201,8 @@ class Bench:
 
     def _hosts(self, case: Case, contenders: Mapping[str, tuple[Call, Turn]], names: Sequence[str]) -> dict[str, float]:
         turns = {name: self.machine.host_turn(contenders[name][0], case.small) for name in names}
-        return medians(turns, self.machine.host_repeats if case.small else 5, budget=10.0)
+        taken = samples(turns, self.machine.host_repeats if case.small else 5, self.machine.budget)
+        return {name: self.machine.figure(seconds) for name, seconds in taken.items()}
 
     def _recorders(self, case: Case, contenders: Mapping[str, tuple[Call, Turn]]) -> list[str]:
         """The implementations to time again while gradients are recorded: for small forward cases."""

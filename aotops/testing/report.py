@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import io
 import json
-import os
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.util import find_spec
 from typing import Any
 
+from aotops import terminal
+
+from .frameworks import ADAPTERS, requested
+from .trial import DTYPES
+
 PASS, FAIL, UNAVAILABLE = "pass", "fail", "not available"
-_COLORS = {PASS: "green", FAIL: "bold red", UNAVAILABLE: "yellow"}
+_COLORS = {PASS: "green", FAIL: "red", UNAVAILABLE: "yellow"}
 
 
 @dataclass(frozen=True)
@@ -75,50 +77,56 @@ class Report:
         return json.dumps(data | {"items": [asdict(item) for item in self.items]}, indent=2, default=str)
 
     def render(self, color: bool | None = None) -> str:
-        """Text for a terminal. ``color``: None for colors if stdout is a terminal and NO_COLOR is not set. Colors need
-        rich."""
-        if color is None:
-            color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-        text = self._with_rich() if color and find_spec("rich") else self._plain()
-        return text.rstrip() + "\n"
-
-    def _title(self) -> str:
-        return f"{self.op} in {self.library}"
-
-    def _summary(self) -> str:
-        counts = self.counts
-        said = ", ".join(f"{counts[status]} {word}" for status, word in _WORDS.items() if counts[status])
-        return f"{said or 'nothing was checked'} in {self.seconds:.1f} s"
-
-    def _plain(self) -> str:
-        rows = [(item.check, item.where, item.status, item.detail) for item in self.items]
-        widths = [max((len(row[i]) for row in rows), default=0) for i in range(3)]
-        lines = [self._title()]
-        lines += [
-            "  ".join((*(t.ljust(w) for t, w in zip(row, widths, strict=False)), row[3])).rstrip() for row in rows
-        ]
-        return "\n".join([*lines, *map(_told, self.failures), self._summary()])
-
-    def _with_rich(self) -> str:
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(
-            title=Text(self._title()), title_justify="left", box=None, show_header=False, padding=(0, 2, 0, 0)
-        )
-        for item in self.items:
-            status = Text(item.status, _COLORS[item.status])
-            table.add_row(Text(item.check), Text(item.where), status, Text(item.detail))
-        console = Console(file=io.StringIO(), force_terminal=True, width=None)
-        console.print(table)
-        for item in self.failures:
-            console.print(Text(_told(item)), soft_wrap=True)
-        console.print(Text(self._summary(), _COLORS[PASS if self.ok else FAIL]))
-        return console.file.getvalue()  # type: ignore[attr-defined]
+        """Text for a terminal. ``color``: None for colors if stdout is a terminal and NO_COLOR is not set."""
+        lines = Lines(max((len(item.where) for item in self.items), default=0), color)
+        return "\n".join([lines.title(self.op, self.library), *map(lines.item, self.items), lines.end(self)]) + "\n"
 
 
 _WORDS = {PASS: "passed", FAIL: "failed", UNAVAILABLE: "not available"}
+
+
+class Lines:
+    """The text of a report, part by part, so that each can be printed when it is known. ``where``: the width of that
+    column. ``color``: as ``Report.render`` takes it."""
+
+    def __init__(self, where: int, color: bool | None = None) -> None:
+        self.where, self.width = where, terminal.columns()
+        self.color = terminal.has_color(sys.stdout) if color is None else color
+
+    def title(self, op: str, library: str) -> str:
+        return f"{op} in {library}"
+
+    def item(self, item: Item) -> str:
+        """A line; a detail that does not fit begins another."""
+        status = f"{item.status:{len(FAIL)}}"
+        head = f"{item.check:{_CHECK}}  {item.where:{self.where}}  "
+        detail = item.detail.replace(", ".join(DTYPES), "all dtypes")
+        line = f"{head}{status}  {detail}".rstrip()
+        rest: Iterable[str] = ()
+        if self.width is not None and len(line) > self.width:
+            line, rest = f"{head}{status}".rstrip(), terminal.hung("    ", detail, self.width)
+        if self.color:
+            line = f"{head}{terminal.colored(item.status, _COLORS[item.status])}{line[len(head) + len(item.status) :]}"
+        return "\n".join([line, *rest])
+
+    def end(self, report: Report) -> str:
+        """The failures, in full, and the summary."""
+        counts = report.counts
+        said = ", ".join(f"{counts[status]} {word}" for status, word in _WORDS.items() if counts[status])
+        summary = f"{said or 'nothing was checked'} in {report.seconds:.1f} s"
+        if self.color:
+            summary = terminal.colored(summary, _COLORS[PASS if report.ok else FAIL])
+        return "\n".join([*map(_told, report.failures), summary])
+
+
+def widest(frameworks: Sequence[str] | None) -> int:
+    """The width of ``where`` before it is known what is there: in these frameworks, or those installed."""
+    names = (adapter.name for each in frameworks or requested() for adapter in ADAPTERS.get(each, ()))
+    return max((len(f"0-dim, {name} cuda") for name in names), default=0)
+
+
+_CHECK = len("NaN and infinity")
+"""The longest name of a check."""
 
 
 def _told(item: Item) -> str:

@@ -79,7 +79,7 @@ struct Public {
   bool has_autocast;
   int most_bound;           // limit of entries in `bound`
   uint64_t clock;           // number of calls
-  void *bind;               // takes the attributes; returns a capsule of the Differentiable
+  void *bind;               // takes the attributes; returns a capsule of the Differentiable, or None: the fallback runs
   void *bound;              // a dict of what it returned, by attributes
   void *last_attrs, *last;  // of the last call: a tuple of the attributes, which are immutable, and the capsule; owned
   void *fallback;           // takes the arguments of a call that is not plain, or that is refused
@@ -404,7 +404,7 @@ bool are_last(const Public &p, void *const *attrs) {
   return true;
 }
 
-// A capsule of the Differentiable. Null: Python's error is set, or an attribute is not of its type.
+// A capsule of the Differentiable. Null: Python's error is set, or these attributes are not bound.
 Ref bind_attributes(Public &p, void *const *attrs) {
   if (p.last && are_last(p, attrs)) {
     capsule_pointer<Differentiable>(p.last)->last_use = ++p.clock;
@@ -421,6 +421,7 @@ Ref bind_attributes(Public &p, void *const *attrs) {
   Ref bound = found;
   if (!found) {
     bound = PyObject_VectorcallDict(p.bind, attrs, p.n_attrs, nullptr);
+    if (bound == python.none) return nullptr;
     if (!bound || (PyDict_Size(p.bound) >= p.most_bound && !forget_one(p))) return nullptr;
     if (PyDict_SetItem(p.bound, key, bound)) return nullptr;
   }

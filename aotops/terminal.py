@@ -1,0 +1,49 @@
+"""Text for people: as wide as the terminal, and in its colors. What goes elsewhere has neither."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+_CODES = {"green": "32", "red": "31", "yellow": "33", "bold": "1"}
+
+
+def columns() -> int | None:
+    """The width of the terminal, or COLUMNS; None where stdout is no terminal: then lines are not wrapped."""
+    if os.environ.get("COLUMNS") or sys.stdout.isatty():
+        return shutil.get_terminal_size().columns
+    return None
+
+
+def has_color(stream: Any) -> bool:
+    """Whether it is a terminal, and NO_COLOR is not set."""
+    return stream.isatty() and not os.environ.get("NO_COLOR")
+
+
+def colored(text: str, color: str) -> str:
+    return f"\x1b[{_CODES[color]}m{text}\x1b[0m"
+
+
+def hung(head: str, text: str, width: int | None, indent: int | None = None) -> list[str]:
+    """Lines of ``head`` and ``text``, wrapped at blanks. ``indent``: of the second line on; None: under ``text``."""
+    if width is None:
+        return [f"{head}{text}".rstrip()]
+    more = " " * (len(head) if indent is None else indent)
+    whole = {"break_long_words": False, "break_on_hyphens": False}  # a path is not cut
+    lines = textwrap.wrap(text, width, initial_indent=head, subsequent_indent=more, **whole)  # type: ignore[arg-type]
+    return lines or [head.rstrip()]
+
+
+def unknown(what: str, name: str, known: Iterable[str]) -> str:
+    """The text of an error: there is no such name; the names that are like it, or else all of them."""
+    from difflib import get_close_matches  # seldom needed
+
+    spelled: dict[str, str] = {each.lower(): each for each in known}
+    alike: Sequence[str] = get_close_matches(name.lower(), spelled, 3)
+    if alike:
+        return f"there is no {what} {name!r}: did you mean {' or '.join(spelled[each] for each in alike)}?"
+    return f"there is no {what} {name!r}; there are {', '.join(spelled.values())}"
