@@ -251,11 +251,11 @@ def run(command: Sequence[str], what: str, announced: bool = False) -> str:
         CompileError: it fails; with all that it printed.
     """
     if _runs_nvcc(command) and any(_FOR_SHELL.search(word) for word in command):
-        return _run_behind_links(command, what)
-    return _run(command, what)
+        return _run_behind_links(command, what, announced)
+    return _run(command, what, announced)
 
 
-def _run(command: Sequence[str], what: str) -> str:
+def _run(command: Sequence[str], what: str, announced: bool) -> str:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     try:
         try:
@@ -282,7 +282,7 @@ def _runs_nvcc(command: Sequence[str]) -> bool:
     return found is not None and tuple(command[: len(found.command)]) == found.command
 
 
-def _run_behind_links(command: Sequence[str], what: str) -> str:
+def _run_behind_links(command: Sequence[str], what: str, announced: bool) -> str:
     """Runs a command whose paths nvcc would misread, with links to their folders instead."""
     if backquoted := [word for word in command if "`" in word]:
         raise CompileError(f"{what} failed: nvcc cannot read a path with a backquote: rename {backquoted[0]}")
@@ -307,7 +307,7 @@ def _run_behind_links(command: Sequence[str], what: str) -> str:
             )
         shown = {os.fsencode(folder).decode(errors="replace"): link for folder, link in folders.items()}
         try:
-            output = _run(words, what)
+            output = _run(words, what, announced)
         except CompileError as error:
             raise CompileError(_with_folders(str(error), shown)) from None
         if "-MF" in command:
