@@ -318,8 +318,9 @@ TESTED_ONCE := $(addprefix --ignore=tests/test_,cli.py compatibility.py compile.
                formulas.py info.py new.py packaging.py)
 MS_TESTS := AOTOPS_TEST_FRONTENDS=numpy,mindspore $(PYTEST_ENVIRONMENT) $(MS_VENV)/bin/python $(PYTEST) $(TESTED_ONCE)
 
-# What depends on the processor, as on one without AVX, and with threads that divide nothing evenly.
-LOWEST := AOTOPS_TEST_FRONTENDS=numpy,torch OMP_NUM_THREADS=3 ATEN_CPU_CAPABILITY=default AOTOPS_CPU_ISA=baseline $(WAITING)
+# What depends on the processor, as on one without AVX, and with threads that divide nothing evenly. The kernels are those
+# of every framework.
+LOWEST := AOTOPS_TEST_FRONTENDS=numpy OMP_NUM_THREADS=3 ATEN_CPU_CAPABILITY=default AOTOPS_CPU_ISA=baseline $(WAITING)
 ON_LOWEST := $(addprefix tests/test_,accuracy.py cross_entropy.py formulas.py frontends.py norm_dtypes.py)
 LOWEST_TESTS := $(LOWEST) $(VENV)/bin/python $(patsubst tests,$(ON_LOWEST),$(PYTEST)) -m 'not gpu'
 
