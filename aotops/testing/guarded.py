@@ -148,7 +148,7 @@ def _run_at(one: EntryCall, before: Mapping[str, bytes], offsets: Mapping[str, i
 
 # --------------------------------------------------------------------------------------------------------------- leaks
 
-WINDOW, WINDOWS = 64, 3
+WINDOW, WINDOWS = 32, 3
 SMALLEST = 16
 """Bytes that a call keeps: malloc gives 24 or more."""
 
