@@ -251,6 +251,7 @@ def test_tables_fit_the_terminal(capsys, monkeypatch, dtypes):
     for impl in ("aotops", "torch", "torch.compile", "numpy"):
         (row,) = _result(impl, 1234.5)["rows"]
         rows += [row | {"dtype": dtype, "variant": variant} for dtype in dtypes for variant in ("tanh", "none")]
+        rows += [row | {"dtype": dtypes[0], "shape": [8, 256]}]  # with a title of more than 70 characters
     monkeypatch.setenv("COLUMNS", "70")
     report.show(_result("aotops", 3.0) | {"rows": rows})
     told = capsys.readouterr().out

@@ -195,7 +195,7 @@ class Cpu:
     def __init__(self, quick: bool) -> None:
         self.name = _cpu_name()
         self.cache = _cache_size()
-        self.repeats, self.budget = 25, 1.0 if quick else 10.0
+        self.repeats, self.budget = 51, 2.0 if quick else 10.0
         self.host_repeats = 11 if quick else 31
         self.copies: dict[int, float] = {}
 

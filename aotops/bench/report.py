@@ -156,7 +156,8 @@ def _print_table(title: str, heads: list[str], lines: list[list[str]]) -> None:
     names = 4 if "dtype" in heads else 3
     widths = [max(len(line[i]) for line in [heads, *lines]) for i in range(len(heads))]
     room = terminal.columns()
-    print(f"\n{title}")
+    print()
+    _line(title)
     if room is not None and sum(widths) + 2 * (len(widths) - 1) > room:
         for line in lines:
             figures = (f"{head} {cell}" for head, cell in zip(heads[names:], line[names:], strict=True) if cell)
