@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,6 +19,7 @@ from click.testing import CliRunner
 import aotops
 from aotops import toolchain
 from aotops.cli import main
+from aotops.ops import BUILTIN
 from aotops.testing import Case, soak, soaking
 from aotops.testing.frameworks import requested
 from aotops.testing.soaking import cuda, steps
@@ -70,7 +72,7 @@ def test_built_in_operators_hold(threads, tmp_path):
     assert record["versions"]["threads"] == (threads or "OpenMP")
     found = {(row["operator"], row["pass"]) for row in record["operators"]}
     assert found == set(product(OPERATORS, ("forward", "backward")))
-    assert all(row["least"] >= 20 and row["repeats"] >= row["least"] * row["calls"] for row in record["operators"])
+    assert all(row["least"] >= 24 and row["repeats"] >= row["least"] * row["calls"] for row in record["operators"])
     assert max(map(len, done.stdout.splitlines())) < 80
 
 
@@ -231,3 +233,24 @@ def test_built_in_operators_hold_on_a_gpu():
     operators = [aotops.get(name) for name in ("softmax", "cross_entropy", "rms_norm")]
     record = soak(operators, devices=["cuda"], seconds=60, repeats=1_000)
     assert record.ok, record.render()
+
+
+@pytest.mark.gpu
+def test_every_kernel_of_the_library_is_run():
+    """By the calls of the soak."""
+    if toolchain.gpu_archs() != ("90",) or toolchain.nvcc() is None:
+        pytest.skip("there is no GPU of compute capability 9.0, or no nvcc")
+    torch = pytest.importorskip("torch")
+    torch.cuda.init()
+    kernel = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s*)?(\w+)\(")
+    sources = [file.read_text() for file in (HERE.parent / "cuda_src").rglob("*.cu*")]
+    expected = {name for source in sources for name in kernel.findall(source)}
+    assert len(expected) == sum(source.count("__global__") for source in sources) > 40
+    stream, ran = cuda.Stream(cuda.kernels(), 0), set()
+    for op in BUILTIN.ops.values():
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for one in repeated(soaking._of(op, None, None, None, 0), "cuda"):
+                stream.quiet(one)
+        ran |= {word for event in profile.events() for word in re.findall(r"\w+", event.name)}
+    stream.close()
+    assert sorted(expected - ran) == []

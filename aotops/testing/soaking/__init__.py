@@ -76,9 +76,11 @@ def soak(
     runs: list[steps.Steps] = []
     for device in here:
         subjects = [_of(op, reference, cases, dtypes, seed) for op in operators if _no_entry(op, device) is None]
+        toolchain.tell(f"soak on {device}: {len(subjects)} operators for {left:.0f} s")
         soak_device = _soak_on_cpu if device == "cpu" else _soak_on_cuda
         rows += _rows(soak_device(subjects, left, repeats, seed), device)
         if with_models:
+            toolchain.tell(f"soak on {device}: steps of models")
             runs += steps.soak(*_steps_of(device, n_steps), seed, beside=_beside(device, seed))
     facts = {
         "command": command,

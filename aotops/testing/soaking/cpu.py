@@ -93,8 +93,11 @@ def _same(pairs: Sequence[Pair], until: float, repeats: int, threads: int) -> No
 
 
 def _mixed(pairs: Sequence[Pair], until: float, repeats: int, threads: int, seed: int) -> None:
-    """Each thread runs all calls in an order of its own."""
-    while any(pair.one.repeats < repeats for pair in pairs if not pair.one.wrong) and time.monotonic() < until:
+    """Each thread runs all calls in an order of its own, at least once."""
+    first = seed
+    while any(pair.one.repeats < repeats for pair in pairs if not pair.one.wrong):
+        if seed > first and time.monotonic() >= until:
+            break
         seed += 1
         lock, order = threading.Lock(), random.Random(seed)
 
