@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from . import toolchain
-from .compiler import dependencies, locked, uses_aot
+from .compiler import Headers, dependencies, locked, uses_aot
 from .toolchain import CompileError, tell
 
 _KEYS = {"library": str, "sources": list, "flags": list, "include": list, "archs": list, "isas": list}
@@ -168,19 +168,18 @@ class _Step:
     output: Path
     inputs: tuple[Path, ...]
     stamp: Path
-    """Where it is written what the output was made of."""
-
-    def files(self) -> dict[str, str]:
-        """What the output was made of, by path, with hashes of the content then. Empty if it was another command."""
-        try:
-            made = json.loads(self.stamp.read_text())
-            return made["files"] if made["command"] == list(self.command) else {}
-        except (OSError, ValueError, KeyError):
-            return {}
+    """Where it is written what the output was made of: the command, hashes of files, and paths of headers that were not
+    there."""
 
     def done(self) -> bool:
-        files = self.files()
-        return bool(files) and self.output.exists() and all(_content(path) == was for path, was in files.items())
+        """Whether the output is that of this command, of the same files, and of no header that appeared since."""
+        try:
+            made = json.loads(self.stamp.read_text())
+            known = made["command"] == list(self.command) and self.output.exists()
+            unchanged = all(_content(path) == was for path, was in made["files"].items())
+            return known and unchanged and not any(map(os.path.exists, made["absent"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
 
     def run(self, telling: _Telling) -> None:
         if telling.files:
@@ -191,6 +190,7 @@ class _Step:
         # beside the output, to replace it at once: a process may have the old library loaded
         scratch = self.output.with_name(f".{self.output.name}.{os.getpid()}")
         track = ("-MMD", "-MF", str(depends)) if compiles else ()
+        began = time.time_ns()
         try:
             warnings = toolchain.run((*self.command, *track, "-o", str(scratch)), self.label, announced=telling.files)
             scratch.replace(self.output)
@@ -201,8 +201,19 @@ class _Step:
         if warnings:
             tell(f"{self.label}:\n{warnings}")
         files = dependencies(depends) if compiles else [str(path) for path in self.inputs]
-        made = {"command": list(self.command), "files": {path: _content(path) for path in files}}
-        self.stamp.write_text(json.dumps(made))
+        made = {
+            "command": list(self.command),
+            "files": {path: _content(path) for path in files},
+            "absent": self._absent(files) if compiles else [],
+        }
+        if not any(
+            _changed_ns(path) > began for path in files
+        ):  # else the compiler may have read what was there before
+            self.stamp.write_text(json.dumps(made))
+
+    def _absent(self, files: Sequence[str]) -> list[str]:
+        source = self.inputs[0]
+        return Headers.read(source, source.read_text(errors="replace"), files, self.command).absent
 
 
 def _shortened(error: str) -> str:
@@ -327,8 +338,9 @@ def _state(project: _Project, more: Iterable[str] = ()) -> dict[str, float]:
     files: set[str] = {str(project.root / "pyproject.toml"), *map(str, project.sources), *more}
     for stamp in folder.glob("**/*.o.json"):
         try:
-            files.update(json.loads(stamp.read_text())["files"])
-        except (OSError, ValueError, KeyError):
+            made = json.loads(stamp.read_text())
+            files.update(made["files"], made["absent"])
+        except (OSError, ValueError, KeyError, TypeError):
             continue
     for source in project.sources:
         files.update(str(path) for path in source.parent.glob("*") if path.suffix in _SUFFIXES)
@@ -336,7 +348,11 @@ def _state(project: _Project, more: Iterable[str] = ()) -> dict[str, float]:
 
 
 def _changed(path: str) -> float:
+    return _changed_ns(path) / 1e9
+
+
+def _changed_ns(path: str) -> int:
     try:
-        return os.stat(path).st_mtime
+        return os.stat(path).st_mtime_ns
     except OSError:
-        return 0.0
+        return 0

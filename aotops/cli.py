@@ -232,6 +232,7 @@ def compile_(source: Path, output: Path | None, arch: str | None) -> None:
 @click.option("--dtypes", type=Words(*DTYPES), help="Only these dtypes.")
 @click.option("--devices", type=Words(*DEVICES), help="Only these of cpu, cuda.")
 @click.option("--quick", is_flag=True, help="Few cases.")
+@click.option("--huge", is_flag=True, help="A tensor of more than 2^31 elements too.")
 @click.option("--sanitize", is_flag=True, help="On a GPU, run compute-sanitizer too.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the random inputs.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")

@@ -298,6 +298,35 @@ def test_a_package_is_built_where_it_has_changed(package, monkeypatch):
     assert runs == ["linking libtwo.so"]
 
 
+def test_a_package_is_built_where_a_header_appears_or_changes_meanwhile(package, monkeypatch):
+    (package / "earlier").mkdir()
+    add_to_table(package, 'include = ["earlier", "."]')
+    (package / "a.cpp").write_text('#include <a.h>\nextern "C" int answer() { return ANSWER; }\n')
+    runs = _count(monkeypatch)
+    build.build(package)
+    runs.clear()
+    (package / "earlier" / "a.h").write_text("#define ANSWER 44\n")
+    library = build.build(package)
+    assert runs == ["compiling a.cpp (baseline)", "linking libtwo.so"]
+    assert _answer(library) == 44
+    counted = toolchain.run
+
+    def slow(command, what, **options):
+        """The header is saved after the compiler has read it."""
+        said = counted(command, what, **options)
+        if what.startswith("compiling a.cpp"):
+            (package / "earlier" / "a.h").write_text("#define ANSWER 46\n")
+        return said
+
+    monkeypatch.setattr(toolchain, "run", slow)
+    (package / "earlier" / "a.h").write_text("#define ANSWER 45\n")
+    build.build(package)
+    monkeypatch.setattr(toolchain, "run", counted)
+    runs.clear()
+    assert _answer(build.build(package)) == 46
+    assert runs == ["compiling a.cpp (baseline)", "linking libtwo.so"]
+
+
 def test_watching_builds_each_change_once(package, monkeypatch):
     """Of a header in another folder too, which only the compiler's list of dependencies tells; after an error; and of a
     header that is changed while it is compiled."""
@@ -320,7 +349,7 @@ def test_watching_builds_each_change_once(package, monkeypatch):
                 raise KeyboardInterrupt
             (headers / "other.h").write_text(content)
 
-    monkeypatch.setattr(build, "time", SimpleNamespace(sleep=change, time=time.time))
+    monkeypatch.setattr(build, "time", SimpleNamespace(sleep=change, time=time.time, time_ns=time.time_ns))
     monkeypatch.setattr(build, "tell", told.append)
     monkeypatch.setattr(toolchain, "tell", told.append)
     monkeypatch.setattr(toolchain, "_QUIET_SECONDS", 0)  # as if each compile took long
@@ -344,7 +373,7 @@ def test_a_wrong_table_does_not_end_watching(package, monkeypatch):
             raise KeyboardInterrupt
         file.write_text(content)
 
-    monkeypatch.setattr(build, "time", SimpleNamespace(sleep=change, time=time.time))
+    monkeypatch.setattr(build, "time", SimpleNamespace(sleep=change, time=time.time, time_ns=time.time_ns))
     monkeypatch.setattr(build, "_wait", lambda project, seen, began: change(0) or seen)
     monkeypatch.setattr(build, "tell", told.append)
     with pytest.raises(KeyboardInterrupt):

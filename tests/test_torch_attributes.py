@@ -94,3 +94,16 @@ def test_a_large_call_is_bound(many_values):
     x = torch.zeros(2, ours.KEEP_RESIDUALS_FROM // 2, requires_grad=True)
     ours.cross_entropy(x, torch.zeros(2, dtype=torch.int64), label_smoothing=0.41).backward()
     assert misses() - before == 1
+
+
+def test_logits_may_be_changed_after_a_call_that_is_not_bound(many_values):
+    gradients = []
+    for changes in (False, True):
+        x = torch.linspace(-2, 3, 60).reshape(5, 12).requires_grad_()
+        logits = x * 1
+        y = ours.cross_entropy(logits, torch.arange(5), label_smoothing=0.377)
+        if changes:
+            logits.mul_(2)
+        y.backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)

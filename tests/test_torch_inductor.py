@@ -344,6 +344,25 @@ def test_logits_that_are_used_again_are_kept(as_on_a_gpu):
     _assert_torchs(results, inputs, lambda x: also(x, (0, 1)))
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("options", [{}, {"reduction": "none"}, {"label_smoothing": 0.1}], ids=str)
+def test_logits_may_be_changed_after_a_compiled_loss(backend, options):
+    x, target = torch.randn(6, 11, requires_grad=True), torch.arange(6)
+
+    def both(loss):
+        logits = x * 1
+        y = loss(logits, target, **options).sum()
+        return y + logits.mul_(2).sum()
+
+    if options.get("reduction") == "none":  # its backward reads the logits: as every operator that saves its input
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            both(ours.cross_entropy).backward()
+        return
+    expected = torch.autograd.grad(both(torch.nn.functional.cross_entropy), x)[0]
+    y = torch.compile(lambda: both(ours.cross_entropy), backend=backend, fullgraph=True)()
+    torch.testing.assert_close(torch.autograd.grad(y, x)[0], expected)
+
+
 def test_a_graph_that_is_kept_is_not_written_over(as_on_a_gpu):
     """Although code that writes over saved tensors is in Inductor's cache, which does not know for what it was made."""
     from torch._functorch import config

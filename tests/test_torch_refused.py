@@ -85,8 +85,18 @@ def test_kinds_of_tensors(name):
             TypeError,
             r"add_rms_norm\(\) .* keyword argument 'residual_dtype'",
         ),
+        (
+            lambda: ours.cross_entropy(X, TARGET, return_lse=True),
+            TypeError,
+            r"cross_entropy\(\) .* keyword argument 'return_lse'",
+        ),
+        (
+            lambda: ours.cross_entropy(X, TARGET, softcap=30.0),
+            TypeError,
+            r"cross_entropy\(\) .* keyword argument 'softcap'",
+        ),
     ],
-    ids=["numbers", "int16", "weight", "narrow", "offset", "bias", "residual_dtype"],
+    ids=["numbers", "int16", "weight", "narrow", "offset", "bias", "residual_dtype", "return_lse", "softcap"],
 )
 def test_arguments(call, error, words):
     with pytest.raises(error, match=f"^{words}$"):

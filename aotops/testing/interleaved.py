@@ -9,6 +9,7 @@ the other call's values, as it may whenever two threads call the operator. Memor
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError
@@ -103,7 +104,8 @@ def static_storage(path: str) -> list[tuple[int, int]]:
     """The addresses of a loaded library's variables: those of its segments that stay writable."""
     with open("/proc/self/maps") as file:
         lines = [line.split(maxsplit=5) for line in file]
-    starts = [int(line[0].split("-")[0], 16) for line in lines if len(line) > 5 and line[5].strip() == path]
+    real = os.path.realpath(path)
+    starts = [int(line[0].split("-")[0], 16) for line in lines if len(line) > 5 and line[5].rstrip("\n") == real]
     if not starts:
         return []
     segments = Elf(path).segments
