@@ -84,6 +84,7 @@ def measured(device: str, f: Callable[[], Any]) -> tuple[Any, int, int]:
     """What ``f`` returns, and by how many bytes torch's memory was larger afterwards, and at its peak: of all that
     allocates through torch, in C too."""
     if device == "cuda":
+        gc.collect()  # what an earlier call has left in a cycle is not freed during this one
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
