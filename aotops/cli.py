@@ -284,9 +284,15 @@ def _soak(
     if given := [name for name, value in options.items() if value]:
         raise click.UsageError(f"--soak does not take --{given[0]}", click.get_current_context())
     run = import_module("aotops.testing").soak
-    found = run(list(operators.values()), seconds=seconds, command=shlex.join(arguments), **taken)
-    if record:
-        record.write_text(found.to_json() + "\n")
+
+    def write(found: Any) -> None:
+        if record:
+            new = record.with_name(f"{record.name}.new")
+            new.write_text(found.to_json() + "\n")
+            new.replace(record)
+
+    found = run(list(operators.values()), seconds=seconds, command=shlex.join(arguments), so_far=write, **taken)
+    write(found)
     click.echo(found.to_json() if as_json else found.render())
     if not found.ok:
         sys.exit(1)

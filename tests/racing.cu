@@ -5,8 +5,6 @@
 //   does_not_wait    y = 2x + 1 without waiting for what writes x
 //   triggers_early   y = 2x + 1 by a kernel that lets the next start before it has loaded x; the next does not wait,
 //                    and writes x = 0
-//   ends_early       y = x * weight; for no rows its blocks end without waiting, so that the call ends before the
-//                    kernel before it
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -42,13 +40,6 @@ template <bool kWaits>
 __global__ void clear(float *x, int64_t n) {
   if (kWaits) wait_for_kernel_before();
   for (int64_t i = first(); i < n; i += step()) x[i] = 0;
-}
-
-__global__ void multiply(const float *x, const float *weight, float *y, int64_t n, int64_t cols) {
-  launch_next();
-  if (first() >= n) return;
-  wait_for_kernel_before();
-  for (int64_t i = first(); i < n; i += step()) y[i] = x[i] * weight[i % cols];
 }
 
 template <typename... Parameters>
@@ -95,11 +86,4 @@ extern "C" int does_not_wait(int, void **params, int *ndims, int64_t **shapes, c
   const auto *x = static_cast<const float *>(params[0]);
   return launch<const float *, float *, int64_t>(scale<false, false>, n, kMany, stream, x,
                                                  static_cast<float *>(params[1]), n);
-}
-
-extern "C" int ends_early(int, void **params, int *ndims, int64_t **shapes, const char **, void *stream, void *) {
-  const int64_t n = size_of(ndims[0], shapes[0]);
-  return launch<const float *, const float *, float *, int64_t, int64_t>(
-      multiply, n, kMany, stream, static_cast<const float *>(params[0]), static_cast<const float *>(params[1]),
-      static_cast<float *>(params[2]), n, size_of(ndims[1], shapes[1]));
 }

@@ -150,6 +150,8 @@ class Row:
     cases: tuple[Case, ...] = ()
     """Shapes to think of: 0-dim, empty, one element, odd, one axis and several, each optional input alone; and one for
     each path of a kernel that size decides."""
+    under_load: tuple[Case, ...] = ()
+    """More for ``soak`` on a GPU: one for each path of a kernel that only larger tensors take."""
     draw: Callable[[Draw], Case] | None = None
     """A random call that the operator takes, of small tensors."""
     bad: tuple[Bad, ...] = ()

@@ -106,6 +106,10 @@ ROW = Row(
         *_conv2d((2, 3, 96, 64), (8, 3, 3, 3), stride=2, padding=1),
         *_conv2d((2, 8, 24, 20), (16, 8, 3, 3), padding=1),
     ),
+    under_load=(  # large enough for wgmma
+        *_conv2d((4, 32, 24, 24), (32, 32, 3, 3), padding=1, allow_tf32=True),
+        *_conv2d((8, 32, 32, 32), (32, 32, 3, 3), stride=2, padding=1),
+    ),
     draw=_draw,
     bad=(
         Bad(

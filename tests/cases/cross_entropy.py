@@ -56,6 +56,10 @@ ROW = Row(
         _cross_entropy((2, 40000)),
         _cross_entropy((1500, 24), ignore_index=7),
     ),
+    under_load=(
+        _cross_entropy((2, 40000), reduction="none"),  # the loss alone, of rows that registers do not hold
+        _cross_entropy((2, 140000)),  # a gradient whose rows a cluster does not hold
+    ),
     draw=_draw,
     bad=(
         Bad(

@@ -26,7 +26,9 @@ inline long long clock64() {
   static thread_local long long now = 0;
   return now += 1000;
 }
-inline void atomicAdd(unsigned long long *to, unsigned long long value) { *to += value; }
+inline unsigned long long atomicAdd(unsigned long long *to, unsigned long long value) {
+  return *to += value, *to - value;
+}
 
 enum cudaError_t { cudaSuccess = 0, cudaErrorNotSupported = 801 };
 using cudaStream_t = struct Stream *;

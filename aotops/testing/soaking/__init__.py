@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import os
 import platform
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
@@ -31,7 +32,9 @@ STEPS = 1_000
 STEPS_ON_CPU = 50
 STREAMS, THREADS = 6, 4
 IN_STEPS = 0.35
-"""Of the time, for steps of models, which take what they take."""
+"""Of the time, for steps of models."""
+EVERY = 30.0
+"""Seconds between records of what was found so far."""
 
 Reference = Callable[..., Any]
 
@@ -49,6 +52,7 @@ def soak(
     n_steps: int | None = None,
     seed: int = 0,
     command: str = "",
+    so_far: Callable[[Record], object] | None = None,
 ) -> Record:
     """Repeats each operator and its backward under load, and compares every result to the bit.
 
@@ -63,6 +67,7 @@ def soak(
         n_steps: of each run of a model.
         seed: of the numbers, and of the order of the calls.
         command: for the record.
+        so_far: is given a record every half minute, from another thread.
 
     Raises:
         CompileError: "cuda" is asked for, or there is a GPU, and there is no nvcc.
@@ -72,25 +77,49 @@ def soak(
     here = _devices(devices)
     with_models = models if models is not None else _all_built_in(operators) and find_spec("torch") is not None
     left = seconds * (1 - IN_STEPS if with_models else 1) / max(len(here), 1)
-    rows: list[Row] = []
+    calls: dict[str, list[Repeated]] = {device: [] for device in here}
     runs: list[steps.Steps] = []
-    for device in here:
-        subjects = [_of(op, reference, cases, dtypes, seed) for op in operators if _no_entry(op, device) is None]
-        toolchain.tell(f"soak on {device}: {len(subjects)} operators for {left:.0f} s")
-        soak_device = _soak_on_cpu if device == "cpu" else _soak_on_cuda
-        rows += _rows(soak_device(subjects, left, repeats, seed), device)
-        if with_models:
-            toolchain.tell(f"soak on {device}: steps of models")
-            runs += steps.soak(*_steps_of(device, n_steps), seed, beside=_beside(device, seed))
     facts = {
         "command": command,
         "device": ", ".join(_name(device) for device in here),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": _versions(),
-        "seconds": round(time.monotonic() - started, 1),
         "seed": seed,
     }
-    return Record(rows, runs, facts)
+
+    def record(ended: bool) -> Record:
+        rows = [row for device in here for row in _rows(list(calls[device]), device)]
+        return Record(rows, list(runs), {**facts, "seconds": round(time.monotonic() - started, 1)}, ended)
+
+    with _every(EVERY, lambda: so_far(record(ended=False)) if so_far else None):
+        for device in here:
+            subjects = [_of(op, reference, cases, dtypes, seed) for op in operators if _no_entry(op, device) is None]
+            toolchain.tell(f"soak on {device}: {len(subjects)} operators for {left:.0f} s")
+            soak_device = _soak_on_cpu if device == "cpu" else _soak_on_cuda
+            soak_device(subjects, left, repeats, seed, calls[device])
+            if with_models:
+                toolchain.tell(f"soak on {device}: steps of models")
+                of_models = seconds * IN_STEPS / len(here)
+                for run in steps.soak(*_steps_of(device, n_steps), seed, _beside(device, seed), of_models):
+                    runs.append(run)
+    return record(ended=True)
+
+
+@contextmanager
+def _every(seconds: float, function: Callable[[], object]) -> Iterator[None]:
+    ended = threading.Event()
+
+    def work() -> None:
+        while not ended.wait(seconds):
+            function()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _devices(asked: Sequence[str] | None) -> list[str]:
@@ -124,23 +153,22 @@ def _of(
 # ------------------------------------------------------------------------------------------------------------- devices
 
 
-def _soak_on_cpu(subjects: Sequence[Subject], seconds: float, repeats: int, seed: int) -> list[Repeated]:
+def _soak_on_cpu(subjects: Sequence[Subject], seconds: float, repeats: int, seed: int, calls: list[Repeated]) -> None:
     started = time.monotonic()
     pairs = [
         cpu.Pair(one, other_numbers(one, subject, "cpu"))
         for subject in subjects
         for one in repeated(subject, "cpu", every_dtype=False)
     ]
+    calls += [pair.one for pair in pairs]
     cpu.soak(pairs, seconds - (time.monotonic() - started), repeats, THREADS, seed)
-    return [pair.one for pair in pairs]
 
 
-def _soak_on_cuda(subjects: Sequence[Subject], seconds: float, repeats: int, seed: int) -> list[Repeated]:
+def _soak_on_cuda(subjects: Sequence[Subject], seconds: float, repeats: int, seed: int, calls: list[Repeated]) -> None:
     started = time.monotonic()
     known = cuda.kernels()
-    calls = [one for subject in subjects for one in repeated(subject, "cuda")]
+    calls += [one for subject in subjects for one in repeated(subject, "cuda")]
     cuda.soak(calls, seconds - (time.monotonic() - started), repeats, STREAMS, seed, known)
-    return calls
 
 
 def _steps_of(device: str, n_steps: int | None) -> tuple[str, int, int, tuple[str, ...]]:

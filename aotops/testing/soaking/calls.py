@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -135,6 +136,7 @@ def cases_of(subject: Subject, large: bool) -> list[Case]:
         cases += subject.unusual["empty"]
     if subject.from_row and large:
         cases += filter(None, (_long(subject), _wide(subject)))
+        cases += subject.row.under_load
     return list({repr(case): case for case in cases}.values())
 
 
@@ -178,10 +180,12 @@ _WIDE = {1: LARGE, 2: 1024, 3: 128}
 
 def _of_trial(subject: Subject, trial: Trial, device: str) -> Iterator[Repeated]:
     made: list[EntryCall] = []
+    making = threading.Lock()
 
     def nth(i: int) -> EntryCall:
-        if not made:
-            made.extend(calls_of(subject.op, trial, device))
+        with making:
+            if not made:
+                made.extend(calls_of(subject.op, trial, device))
         return made[i]
 
     passes = ["forward"]
@@ -192,7 +196,9 @@ def _of_trial(subject: Subject, trial: Trial, device: str) -> Iterator[Repeated]
         assert op is not None
         one = Repeated(subject.name, pass_, trial.case, trial.dtype, partial(nth, i))
         yield one
-        over = {y: x for y, x in op.overwrites.items() if one.call.specs.get(y) and one.call.specs.get(x)}
+        # residuals that are not kept have no elements: what is written over one would be written behind it
+        given = one.call.given if op.overwrites else {}
+        over = {y: x for y, x in op.overwrites.items() if y in given and given[y] == given.get(x)}
         if over:
             yield replace(one, shared=over)
 

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from ctypes import POINTER, byref, c_char_p, c_int, c_int64, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_int, c_int64, c_ubyte, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -39,10 +39,21 @@ class _Slot(ctypes.Structure):
 
 
 class _Plan(ctypes.Structure):
-    _fields_ = [("slots", _Slot * SLOTS), ("n", c_int64), ("found", c_void_p)]
+    _fields_ = [("slots", _Slot * SLOTS), ("n", c_int64), ("found", c_void_p), ("first", c_void_p)]
 
 
-_FOUND = 2 * SLOTS + 1
+class _Wrong(ctypes.Structure):
+    _fields_ = [
+        ("found", c_ubyte * PIECE), ("expected", c_ubyte * PIECE), ("piece", c_int64), ("repeat", c_int64),
+    ]  # fmt: skip
+
+
+class _Found(ctypes.Structure):
+    """What the kernels of a visit count."""
+
+    _fields_ = [("counts", c_uint64 * (2 * SLOTS)), ("repeats", c_uint64), ("_", c_uint64), ("first", _Wrong * SLOTS)]
+
+
 _ARGUMENTS: dict[str, list[Any]] = {
     "soak_device": [c_int, c_char_p, c_int],
     "soak_new_memory": [c_int64, POINTER(c_void_p)],
@@ -118,7 +129,7 @@ class Stream:
         known.new_stream(byref(handle))
         self._stream = handle.value or 0
         self._memory, self._bytes = 0, 0
-        self._found = self._new_memory(8 * _FOUND)
+        self._found = self._new_memory(ctypes.sizeof(_Found))
 
     def _new_memory(self, size: int) -> int:
         memory = c_void_p()
@@ -171,13 +182,13 @@ class Stream:
             self._known.synchronize(self._stream)
             self._known.free_graph(graph)
             done += recorded * replays
-        self._read(one, done)
+        self._read(one, known, plan, done)
         return done
 
     def _planned(self, one: Repeated, known: Quiet) -> tuple[_Plan, tuple[int, ...]]:
         places, size = self._places(one, known.before)
         self._reserve(3 * size)
-        plan = _Plan(n=len(places), found=self._found)
+        plan = _Plan(n=len(places), found=self._found, first=self._found + _Found.first.offset)
         compared = set(known.after)
         written = set(one.call.inputs) | set(one.call.op.inputs)
         for slot, (place, start) in zip(plan.slots, places.items(), strict=False):
@@ -190,7 +201,7 @@ class Stream:
             if slot.after:
                 self._copy_to(slot.after, _pieces(one, place, known.after[place]))
         self._known.set(self._memory, POISON, size, self._stream)
-        self._known.set(self._found, 0, 8 * _FOUND, self._stream)
+        self._known.set(self._found, 0, ctypes.sizeof(_Found), self._stream)
         at = {place: self._memory + start + one.offset(place) for place, start in places.items()}
         return plan, one.addresses(at)
 
@@ -223,20 +234,32 @@ class Stream:
         assert error is not None
         raise error
 
-    def _read(self, one: Repeated, expected: int) -> None:
+    def _read(self, one: Repeated, known: Quiet, plan: _Plan, expected: int) -> None:
         """The counts of kernels.cu."""
-        found = (ctypes.c_uint64 * _FOUND).from_buffer_copy(self._copy_from(self._found, 8 * _FOUND))
-        if (ran := found[2 * SLOTS]) != expected:
-            raise AssertionError(f"{one}: {ran} repeats ran, expected {expected}")
+        found = _Found.from_buffer_copy(self._copy_from(self._found, ctypes.sizeof(_Found)))
+        if found.repeats != expected:
+            raise AssertionError(f"{one}: {found.repeats} repeats ran, expected {expected}")
         of_place = {place: slot for slot, place in one.results().items()}
         parts = []
-        for i, place in enumerate(one.places()):
-            name = of_place.get(place, place)
-            for count, how in ((found[2 * i], "differ from a call in quiet"), (found[2 * i + 1], "were written late")):
-                if count:
-                    parts.append(f"{name}: {count} pieces of {PIECE} bytes {how}")
+        for i, place in enumerate(known.before):
+            name, wrong, late = of_place.get(place, place), found.counts[2 * i], found.counts[2 * i + 1]
+            if wrong:
+                parts.append(f"{name}: {wrong} pieces of {PIECE} bytes differ from a call in quiet, {_first(found, i)}")
+            if late:
+                parts.append(f"{name}: {late} pieces of {PIECE} bytes were written late")
         if parts and not one.wrong:
-            one.wrong = f"in {expected} repeats, " + "; ".join(parts)
+            one.wrong = "; ".join([f"in {expected} repeats, {parts[0]}", *parts[1:], *self._changed(one, known, plan)])
+
+    def _changed(self, one: Repeated, known: Quiet, plan: _Plan) -> Iterator[str]:
+        """The device's copies, from which inputs are written and with which results are compared: nobody writes to
+        them but one whose addresses are wrong."""
+        for slot, place in zip(plan.slots, known.before, strict=False):
+            for at, data, role in (
+                (slot.before, known.before, "written before each repeat"),
+                (slot.after, known.after, "expected after it"),
+            ):
+                if at and self._copy_from(at, slot.pieces * PIECE) != _pieces(one, place, data[place]):
+                    yield f"{place}: the device's copy of what is {role} has changed"
 
     def _bound(self, one: Repeated) -> Callable[..., None]:
         entry = one.call
@@ -270,6 +293,14 @@ class Stream:
         if size:
             self._known.copy(data, address, size, self._stream)
         return data.raw[:size]
+
+
+def _first(found: _Found, slot: int) -> str:
+    first = found.first[slot]
+    return (
+        f"first in repeat {first.repeat + 1}, piece {first.piece}: {bytes(first.found).hex()}, "
+        f"expected {bytes(first.expected).hex()}"
+    )
 
 
 def _pieces(one: Repeated, place: str, data: bytes) -> bytes:
@@ -307,11 +338,12 @@ def loaded(known: Kernels, seed: int) -> Iterator[None]:
 
 
 class _Visits:
-    """Calls in the order in which they are to be repeated: those with the fewest repeats first."""
+    """Calls in the order in which they are to be repeated: those with the fewest repeats first. One thread at a time
+    has a call."""
 
     def __init__(self, calls: Sequence[Repeated], repeats: int, until: float) -> None:
         self._calls, self._repeats, self._until = list(calls), repeats, until
-        self._lock, self._next = threading.Lock(), 0
+        self._lock, self._next, self._taken = threading.Lock(), 0, set[int]()
 
     def take(self) -> Repeated | None:
         with self._lock:
@@ -319,13 +351,14 @@ class _Visits:
             while left and time.monotonic() < self._until:
                 one = self._calls[self._next % len(self._calls)]
                 self._next, left = self._next + 1, left - 1
-                if one.repeats < self._repeats and not one.wrong:
+                if one.repeats < self._repeats and not one.wrong and id(one) not in self._taken:
+                    self._taken.add(id(one))
                     return one
         return None
 
-    def done(self, one: Repeated, repeats: int) -> None:
-        with self._lock:  # another thread may have taken the same call
-            one.repeats += repeats
+    def done(self, one: Repeated) -> None:
+        with self._lock:
+            self._taken.remove(id(one))
 
 
 def soak(
@@ -346,9 +379,10 @@ def soak(
                     found[id(one)] = stream.quiet(one)
                 left = max(0, repeats - one.repeats)
                 replays = min(REPLAYS, -(-max(0, left - QUEUED) // RECORDED))
-                visits.done(one, stream.repeat(one, found[id(one)], min(QUEUED, left), RECORDED, replays))
+                one.repeats += stream.repeat(one, found[id(one)], min(QUEUED, left), RECORDED, replays)
             except Exception as error:  # whatever it is, the call is not right
                 one.wrong = f"{type(error).__name__}: {error}"
+            visits.done(one)
         stream.close()
 
     with loaded(known, seed + threads):

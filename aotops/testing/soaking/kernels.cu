@@ -30,10 +30,18 @@ struct Slot {
   int64_t pieces;
 };
 
+// A piece that was wrong.
+struct Wrong {
+  uint4 found, expected;
+  int64_t piece;
+  unsigned long long repeat;
+};
+
 struct Plan {
   Slot slots[kSlots];
   int64_t n;
   unsigned long long *found;  // of each slot the pieces that were wrong, and those written too late; then the repeats
+  Wrong *first;               // of each slot: that of the thread which was the first to find one
 };
 
 __device__ uint4 poison() { return make_uint4(~0u, ~0u, ~0u, ~0u); }
@@ -81,11 +89,14 @@ __global__ void __launch_bounds__(kThreads) follow(Plan plan) {
   for (int s = 0; s < plan.n; ++s) {
     const Slot &slot = plan.slots[s];
     unsigned long long wrong = 0;
+    Wrong one;
     for (int64_t i = first(); i < slot.pieces; i += step()) {
-      if (slot.after) wrong += differ(__ldcg(slot.at + i), slot.after[i]);
+      const uint4 v = __ldcg(slot.at + i);
+      if (slot.after && differ(v, slot.after[i]) && ++wrong == 1)
+        one = {v, slot.after[i], i, *static_cast<volatile unsigned long long *>(plan.found + 2 * kSlots)};
       slot.at[i] = poison();
     }
-    if (wrong) atomicAdd(plan.found + 2 * s, wrong);
+    if (wrong && atomicAdd(plan.found + 2 * s, wrong) == 0) plan.first[s] = one;
   }
   if (first() == 0) atomicAdd(plan.found + 2 * kSlots, 1ull);
 }

@@ -26,21 +26,28 @@ class Row:
 
 @dataclass
 class Record:
-    """``ok``: every call was repeated, at least one was, and all of them were right."""
+    """``ok``: it has ended, every call was repeated, at least one was, and all of them were right."""
 
     rows: Sequence[Row]
     steps: Sequence[Steps]
     facts: dict[str, Any]
     """Command, device, date, versions and seconds."""
+    ended: bool = True
 
     @property
     def ok(self) -> bool:
-        some = bool(self.rows or self.steps)
+        some = self.ended and bool(self.rows or self.steps)
         return some and all(row.least and not row.wrong for row in self.rows) and not any(s.wrong for s in self.steps)
 
     def to_json(self) -> str:
         rows = [{key.rstrip("_"): value for key, value in asdict(row).items()} for row in self.rows]
-        data = {**self.facts, "ok": self.ok, "operators": rows, "steps": [asdict(run) for run in self.steps]}
+        data = {
+            **self.facts,
+            "ok": self.ok,
+            "ended": self.ended,
+            "operators": rows,
+            "steps": [asdict(run) for run in self.steps],
+        }
         return json.dumps(data, indent=2)
 
     def render(self) -> str:

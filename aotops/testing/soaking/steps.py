@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 Beside = Callable[[], AbstractContextManager[Any]]
@@ -15,6 +16,7 @@ Beside = Callable[[], AbstractContextManager[Any]]
 
 BATCHES = 4
 """Different inputs, which the steps take in turn."""
+NO_END = float("inf")
 
 
 class Sizes(NamedTuple):
@@ -39,6 +41,7 @@ class Steps:
     device: str
     run: str
     steps: int
+    """In each thread."""
     gradients: int
     seconds: float = 0.0
     wrong: str = ""
@@ -51,24 +54,32 @@ def soak(
     dtypes: Sequence[str],
     seed: int,
     beside: Callable[[], AbstractContextManager],
+    seconds: float = NO_END,
 ) -> Iterator[Steps]:
-    for name, make in MODELS.items():
-        for dtype in dtypes:
-            yield from _of_model(name, make, dtype, device, steps, threads, seed, beside)
+    """Fewer ``steps`` where ``seconds`` end before: each run has its share of what is left, by its threads."""
+    ends = time.monotonic() + seconds
+    models = [(name, make, dtype) for name, make in MODELS.items() for dtype in dtypes]
+    for i, (name, make, dtype) in enumerate(models):
+        left = (ends - time.monotonic()) / (len(models) - i)
+        yield from _of_model(name, make, dtype, device, steps, threads, seed, beside, left)
 
 
 def _of_model(
-    name: str, make: Any, dtype: str, device: str, steps: int, threads: int, seed: int, beside: Beside
+    name: str, make: Any, dtype: str, device: str, steps: int, threads: int, seed: int, beside: Beside, seconds: float
 ) -> Iterator[Steps]:
+    runs = [("not synchronized", 1)] * (device == "cuda") + [(f"{threads} threads", threads)]
+    share = seconds / (1 + sum(n for _, n in runs))
     started = time.monotonic()
-    expected = _hashes(make, dtype, device, steps, seed, synchronize=True)
-    gradients = expected.shape[1]
+    expected = _hashes(make, dtype, device, steps, seed, True, started + share)
+    steps, gradients = expected.shape
     yield Steps(name, dtype, device, "synchronized", steps, gradients, time.monotonic() - started)
-    runs: list[tuple[str, int]] = [("not synchronized", 1), (f"{threads} threads", threads)]
-    for run, n in runs if device == "cuda" else runs[1:]:
-        started, done = time.monotonic(), Steps(name, dtype, device, run, steps, gradients)
+    for run, n in runs:
+        started = time.monotonic()
+        work = partial(_hashes, make, dtype, device, steps, seed, False, started + n * share)
         with beside() if device == "cuda" else nullcontext():
-            found = _at_once(n, lambda: _hashes(make, dtype, device, steps, seed, synchronize=False))
+            found = _at_once(n, work)
+        ran = min((len(each) for each in found if not isinstance(each, Exception)), default=0)
+        done = Steps(name, dtype, device, run, ran, gradients)
         done.wrong = next((wrong for each in found if (wrong := _difference(each, expected))), "")
         done.seconds = time.monotonic() - started
         yield done
@@ -77,7 +88,7 @@ def _of_model(
 def _difference(found: Any, expected: Any) -> str:
     if isinstance(found, Exception):
         return f"{type(found).__name__}: {found}"
-    steps, gradients = (found != expected).nonzero(as_tuple=True)
+    steps, gradients = (found != expected[: len(found)]).nonzero(as_tuple=True)
     if not len(steps):
         return ""
     first = int(steps.min())
@@ -107,8 +118,8 @@ def _at_once(threads: int, work: Callable[[], Any]) -> list[Any]:
 _making = threading.Lock()
 
 
-def _hashes(make: Any, dtype: str, device: str, steps: int, seed: int, synchronize: bool) -> Any:
-    """(steps, gradients): the loss counts as one."""
+def _hashes(make: Any, dtype: str, device: str, steps: int, seed: int, synchronize: bool, ends: float = NO_END) -> Any:
+    """(steps, gradients), at least one step: the loss counts as a gradient."""
     import torch
 
     sizes = LARGE if device == "cuda" else SMALL
@@ -128,16 +139,18 @@ def _hashes(make: Any, dtype: str, device: str, steps: int, seed: int, synchroni
         parameters = list(model.parameters())
         optimizer = torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
         hashes = torch.zeros(steps, len(parameters) + 1, dtype=torch.int64, device=device)
-        for step in range(steps):
-            loss = model(*batches[step % BATCHES])
+        done = 0
+        while done < steps and (done == 0 or time.monotonic() < ends):
+            loss = model(*batches[done % BATCHES])
             loss.backward()
             for i, tensor in enumerate((*(p.grad for p in parameters), loss.detach())):
-                hashes[step, i] = _hash(torch, tensor)
+                hashes[done, i] = _hash(torch, tensor)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+            done += 1
         if device == "cuda":
             torch.cuda.current_stream().synchronize()
-        return hashes.cpu()
+        return hashes[:done].cpu()
 
 
 def _hash(torch: Any, tensor: Any) -> Any:
