@@ -150,11 +150,11 @@ def loop_seconds(call: Call, repeats: int = 3) -> float:
 
 def library_seconds(op: str, machine: Any, a: Any, b: Any, reference: Any) -> float:
     """Device time, as `aotops bench` measures it."""
-    from aotops.bench.measure import medians
+    from aotops.bench.measure import samples
 
     function = operator(op)
     check(op, "aotops", function(a, b), reference)
-    return medians({op: machine.turn([partial(function, a, b)])}, machine.repeats, budget=3.0)[op]
+    return machine.figure(samples({op: machine.turn([partial(function, a, b)])}, machine.repeats, budget=3.0)[op])
 
 
 def operator(op: str) -> Callable[..., Any]:

@@ -256,7 +256,7 @@ def measured(machine: Any, library: ctypes.CDLL, op: str) -> list[Row]:
 
 
 def measured_step(machine: Any, library: ctypes.CDLL, op: str, step: str, shape: Shape, sets: list[Tensors]) -> Row:
-    from aotops.bench.measure import medians
+    from aotops.bench.measure import samples
 
     study = STUDIES[op]
     if step in study.libraries:
@@ -265,7 +265,7 @@ def measured_step(machine: Any, library: ctypes.CDLL, op: str, step: str, shape:
     else:
         calls = [launch(library, f"{op}_{step}", tensors, shape) for tensors in sets]
         check(calls[0], study, step, shape, sets[0])
-    seconds = medians({step: machine.turn(calls)}, machine.repeats, budget=3.0)[step]
+    seconds = machine.figure(samples({step: machine.turn(calls)}, machine.repeats, budget=3.0)[step])
     row = {"op": op, "step": step, "shape": list(shape), "us": round(seconds * 1e6, 2)}
     if nbytes := study.nbytes(step, shape):
         gbs = nbytes / seconds / 1e9

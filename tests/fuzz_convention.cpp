@@ -121,7 +121,8 @@ Problem cross_entropy_problem() {
   const Shape rows = flip() ? Shape{seldom(100) ? between(1000, 9000) : between(0, 9)} : Shape{};
   const std::string reduction = any<std::string>({"none", "mean", "sum"});
   p.classes = between(1, 40), p.ignored = flip() ? -100 : between(0, p.classes - 1);
-  p.shapes["x"] = p.shapes["slope"] = rows + Shape{p.classes};
+  p.shapes["x"] = rows + Shape{p.classes};
+  p.shapes["slope"] = rows + Shape{reduction == "none" ? 0 : p.classes};
   p.shapes["target"] = rows, p.shapes["dy"] = reduction == "none" ? rows : Shape{};
   p.attrs = "reduction=" + reduction + "\nlabel_smoothing=" + any<std::string>({"0.0", "0.1", "1.0"}) +
             "\nignore_index=" + std::to_string(p.ignored);

@@ -284,7 +284,8 @@ def cross_entropy_of_split_rows_and_classes() -> None:
 
 @check
 def cross_entropy_communicates_sums_alone() -> None:
-    """No logits: one reduction of numerator and count; of split classes, the maximum and the sums."""
+    """No logits: one reduction of numerator and count; of split classes, the maximum and the sums, again in the backward
+    of "none", which keeps no slope."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.debug import CommDebugMode
 
@@ -293,7 +294,7 @@ def cross_entropy_communicates_sums_alone() -> None:
     for placement, reduction, dtype, forward, backward in (
         (Shard(0), "mean", "float32", 1, 0), (Shard(0), "mean", "float16", 1, 1),
         (Shard(0), "sum", "float32", 0, 0), (Shard(0), "none", "float32", 0, 0),
-        (Shard(1), "mean", "float32", 2, 0), (Shard(1), "sum", "float32", 2, 0), (Shard(1), "none", "float32", 2, 0),
+        (Shard(1), "mean", "float32", 2, 0), (Shard(1), "sum", "float32", 2, 0), (Shard(1), "none", "float32", 2, 2),
     ):  # fmt: skip
         leaf = distribute_tensor(x.to(getattr(torch, dtype)), mesh, [placement]).requires_grad_()
         rows = placement if placement == Shard(0) else Replicate()

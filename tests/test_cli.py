@@ -219,7 +219,7 @@ def test_check(monkeypatch):
     assert told.startswith(printed[0])
     assert printed[0].endswith(head)
     options = {"frameworks": ["torch", "jax"], "dtypes": None, "devices": None}
-    assert calls == [(OPS["add"], options | {"quick": True, "sanitize": False, "seed": 3})]
+    assert calls == [(OPS["add"], options | {"quick": True, "huge": False, "sanitize": False, "seed": 3})]
     failed = run("check", "gelu", status=1).stdout
     assert "\nthreads, cpu: wrong\n  smallest case: x (3,)\n" in failed
     assert not {"\x1b", "\r"} & set(failed)

@@ -308,7 +308,7 @@ def test_a_package_is_built_where_a_header_appears_or_changes_meanwhile(package,
     (package / "earlier" / "a.h").write_text("#define ANSWER 44\n")
     library = build.build(package)
     assert runs == ["compiling a.cpp (baseline)", "linking libtwo.so"]
-    assert _answer(library) == 44
+    assert _answer(shutil.copy(library, package / "44.so")) == 44
     counted = toolchain.run
 
     def slow(command, what, **options):
@@ -323,7 +323,7 @@ def test_a_package_is_built_where_a_header_appears_or_changes_meanwhile(package,
     build.build(package)
     monkeypatch.setattr(toolchain, "run", counted)
     runs.clear()
-    assert _answer(build.build(package)) == 46
+    assert _answer(shutil.copy(build.build(package), package / "46.so")) == 46
     assert runs == ["compiling a.cpp (baseline)", "linking libtwo.so"]
 
 
