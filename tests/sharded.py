@@ -284,8 +284,8 @@ def cross_entropy_of_split_rows_and_classes() -> None:
 
 @check
 def cross_entropy_communicates_sums_alone() -> None:
-    """No logits: one reduction of numerator and count; of split classes, the maximum and the sums, again in the backward
-    of "none", which keeps no slope."""
+    """No logits: one reduction of numerator and count; of split classes, the maximum and the sums, again in the
+    backward of "none", which keeps no slope."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.debug import CommDebugMode
 
