@@ -25,6 +25,7 @@ TRANSCRIPT = installed.ROOT / "docs" / "transcript.md"
 PAGE = installed.ROOT / "docs" / "your_own_operator.md"
 COMMANDS = re.compile(r"^(?:## (.*?)\n|```sh\n(.*?)```)", re.S | re.M)
 EDITED = re.compile(r"^sed -i '[^']*' (.*)$", re.M)
+BUSY = re.compile(r"^warning: the machine was busy:[^\n]*\n[^\n]+\n", re.M)  # of this machine at this moment
 FOLDER = "/tmp/empty"  # in the place of the folder's own name
 
 
@@ -50,7 +51,7 @@ def transcript(folder: Path) -> str:
             continue
         printed, seconds = done
         total += seconds
-        shown = printed.replace(empty, FOLDER).replace(str(wheel), wheel.name).rstrip()
+        shown = BUSY.sub("", printed).replace(empty, FOLDER).replace(str(wheel), wheel.name).rstrip()
         text += [f"```sh\n{commands}```", f"{seconds:.0f} s", *([f"```\n{shown}\n```"] if shown else [])]
     return "\n\n".join([_head(wheel, total), *text]) + "\n"
 
