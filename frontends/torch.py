@@ -1006,7 +1006,7 @@ def _check_tensors(op: Op, inputs: Tensors) -> None:
 
 
 def _odd_kind(t: Any) -> str:
-    """Of a tensor that no kernel and no composition takes."""
+    """The kind of a tensor that no kernel and no composition takes, or nothing."""
     if not isinstance(t, Tensor):
         return ""
     if t.is_nested or t.is_quantized:

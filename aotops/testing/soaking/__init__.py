@@ -9,7 +9,7 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
@@ -24,7 +24,7 @@ from aotops.ops import BUILTIN
 from ..checker import DEVICES, _no_entry, _subject
 from ..subject import Subject
 from . import cpu, cuda, steps
-from .calls import Repeated, other_numbers, repeated
+from .calls import Repeated, beside, other_numbers, repeated
 from .record import Record, Row
 
 REPEATS = 10_000
@@ -105,21 +105,12 @@ def soak(
     return record(ended=True)
 
 
-@contextmanager
-def _every(seconds: float, function: Callable[[], object]) -> Iterator[None]:
-    ended = threading.Event()
-
-    def work() -> None:
+def _every(seconds: float, function: Callable[[], object]) -> AbstractContextManager[None]:
+    def work(ended: threading.Event) -> None:
         while not ended.wait(seconds):
             function()
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
+    return beside(work)
 
 
 def _devices(asked: Sequence[str] | None) -> list[str]:

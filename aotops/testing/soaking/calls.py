@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
@@ -206,3 +207,16 @@ def _of_trial(subject: Subject, trial: Trial, device: str) -> Iterator[Repeated]
 def differing(one: Repeated, held: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> list[str]:
     """The slots whose bytes are not those expected."""
     return [slot for slot, place in one.results().items() if not np.array_equal(held[place], expected[place])]
+
+
+@contextmanager
+def beside(work: Callable[[threading.Event], None]) -> Iterator[None]:
+    """Runs ``work`` in a thread of its own. It returns when the event is set, at the end of the context."""
+    ended = threading.Event()
+    thread = threading.Thread(target=work, args=(ended,))
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

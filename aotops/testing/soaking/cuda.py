@@ -8,7 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from ctypes import POINTER, byref, c_char_p, c_int, c_int64, c_ubyte, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 from aotops.call import addresses
 
 from ..calls import EntryCall
-from .calls import POISON, Quiet, Repeated, quiet
+from .calls import POISON, Quiet, Repeated, beside, quiet
 
 SLOTS = 16
 PIECE = 16
@@ -312,12 +312,10 @@ def _pieces(one: Repeated, place: str, data: bytes) -> bytes:
 # ------------------------------------------------------------------------------------------------------------- threads
 
 
-@contextmanager
-def loaded(known: Kernels, seed: int) -> Iterator[None]:
+def loaded(known: Kernels, seed: int) -> AbstractContextManager[None]:
     """Kernels on a stream of their own take multiprocessors, cache and bandwidth, at random."""
-    ended = threading.Event()
 
-    def work() -> None:
+    def work(ended: threading.Event) -> None:
         stream, draw = Stream(known, seed), random.Random(seed)
         stream._reserve(LOAD_BYTES)
         while not ended.is_set():
@@ -328,13 +326,7 @@ def loaded(known: Kernels, seed: int) -> Iterator[None]:
             time.sleep(draw.choice((0, 1e-4, 1e-3)))
         stream.close()
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
+    return beside(work)
 
 
 class _Visits:
