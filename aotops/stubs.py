@@ -119,7 +119,7 @@ def _extra(library: Library, framework: str, op: Op) -> list[str]:
     """The keywords that only torch's function has."""
     if framework != "torch":
         return []
-    from aotops.frontends.torch_call import EXTRA, has_out
+    from aotops.frontends.torch_schema import EXTRA, has_out
 
     extra = [EXTRA[op.name]] if op.name in EXTRA and library.name == "aotops" else []
     keyword_only = any(p.kind is p.KEYWORD_ONLY for p in inspect.signature(op.bind).parameters.values())

@@ -82,7 +82,7 @@ def test_only_what_is_wanted_is_returned(path, python):
     program = """
 import itertools, torch
 from test_torch_masks import backward_call, ours
-assert ours._READS_TENSORS == (%r == "tensors")
+assert ours.tensors.READS_TENSORS == (%r == "tensors")
 call = backward_call()
 every = call()
 for wanted in itertools.product([True, False], repeat=3):

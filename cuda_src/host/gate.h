@@ -12,7 +12,7 @@
 //   the storage                    one without memory (Arguments::read_dlpack)
 //
 // Dispatch keys are read from memory. The thread's are one exported variable of libc10, two words which are zero in a
-// plain thread. A tensor's are one word of its TensorImpl; frontends/torch_gate.py finds the offset of that word on
+// plain thread. A tensor's are one word of its TensorImpl; frontends/torch/gate.py finds the offset of that word on
 // tensors whose keys it knows, and opens no gate where it does not find it. One word replaces about ten questions asked
 // in Python, at 40 ns each.
 #pragma once
@@ -29,7 +29,7 @@ struct LocalKeys {
   uint64_t included, excluded;
 };
 
-// torch_gate.py fills this struct.
+// frontends/torch/gate.py fills this struct.
 struct GateFacts {
   uint64_t tensor_keys[4];  // of plain tensors: CPU and CUDA, each made outside and inside of inference mode
   uint64_t autocast_keys;   // that autocast removes from the thread's excluded keys

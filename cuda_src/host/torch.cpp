@@ -1,6 +1,6 @@
 // The call path of PyTorch: whole calls in C, with outputs allocated and gradients recorded.
 //
-// frontends/torch_call.py makes builtins of the functions at the end, and fills and keeps the structs that they are
+// frontends/torch/call.py makes builtins of the functions at the end, and fills and keeps the structs that they are
 // bound to. gate.h decides which calls are made here. Everything else goes back to Python, to a `fallback`.
 #include <unordered_map>
 
@@ -183,7 +183,7 @@ int replaces(const Function &f) {
   return hooks ? hooks == python.none : -1;
 }
 
-// Sets context.to_save, as save_for_backward does (torch_call.py compares that), and keeps the inputs that a residual
+// Sets context.to_save, as save_for_backward does (torch/call.py compares that), and keeps the inputs that a residual
 // replaces as context.inputs, with their versions as context.versions. False: Python's error is set.
 bool save(const Function &f, void *context, void *const *objects) {
   static void *to_save = PyUnicode_InternFromString("to_save"), *inputs = PyUnicode_InternFromString("inputs"),
@@ -515,7 +515,7 @@ AOT_API void aot_torch_install_vectorcall(void *function, void *capsule) {
 
 // ------------------------------------------------------------------------------------------------------------ set-up
 
-// The structs that frontends/torch_call.py mirrors. A change of one of them raises the version here and there.
+// The structs that frontends/torch/call.py mirrors. A change of one of them raises the version here and there.
 AOT_API const char *aot_torch_structs() {
   static const std::string sizes = struct_sizes(4, {{"Gate", sizeof(GateFacts)},
                                                     {"Torch", sizeof(Torch)},

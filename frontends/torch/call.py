@@ -1,4 +1,4 @@
-"""The call path of PyTorch: whole calls as builtins of Python (cuda_src/host/torch.cpp). It does not import torch.
+"""The call path of PyTorch: whole calls as builtins of Python (cuda_src/host/torch.cpp).
 
 ``function`` makes builtins that allocate what they return, for the forward and backward of an autograd function too;
 ``public`` makes builtins that do all of a plain call, from the arguments of the public function on.
@@ -26,12 +26,14 @@ from functools import cache, partial
 from inspect import Parameter, signature
 from typing import Any, NamedTuple
 
+import torch
+
 from aotops import call, library
 from aotops.call import builtin, handle_of, keep, pointer_of, struct_capsule
 from aotops.op import Attr, Op
 
-EXTRA = {"softmax": ("dtype", "torch.dtype"), "cross_entropy": ("weight", "Tensor")}
-"""The keyword that only torch's function has, None by default, and its type."""
+from . import private
+
 _METH_KEYWORDS = 0x02
 _KEYS = {"int[]": "l", "float[]": "x", "int[][]": "x", "float[][]": "x"}
 """By an attribute's type, its letter in torch.cpp, where it is not the first. Python binds values of type "x"."""
@@ -39,13 +41,8 @@ _Slots = c_int * call.MOST_SLOTS
 _Parameters = call.MOST_SLOTS * 2
 
 
-def has_out(op: Op) -> bool:
-    """Whether the public function takes ``out``: where there is one result."""
-    return len(op.outputs) == 1 and not op.mutates and "out" not in (*op.inputs, *op.attrs)
-
-
 class Gate(Structure):
-    """What cuda_src/host/gate.h needs to know of this torch; torch_gate.py fills it."""
+    """Facts of this torch for cuda_src/host/gate.h; gate.py fills it."""
 
     _fields_ = [
         ("tensor_keys", c_uint64 * 4), ("autocast_keys", c_uint64), ("inference", c_uint64 * 2),
@@ -99,9 +96,9 @@ def lib() -> ctypes.CDLL:
     return call.lib()
 
 
-def set_up(torch: Any, gate: Gate | None) -> bool:
+def set_up(gate: Gate | None) -> bool:
     """Lets builtins take torch tensors. False if this torch has no exchange table (before 2.10) or no gate."""
-    capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+    capsule = private.exchange_table
     if call.call_path() != "tensors" or capsule is None or gate is None:
         return False
     get = pythonapi.PyCapsule_GetPointer
@@ -129,14 +126,14 @@ class Function(NamedTuple):
     run: Callable[..., Any]
     """Returns the output, or a tuple of them."""
     forward: Callable[..., Any]
-    """The same as the forward of a ``torch.autograd.Function``: takes its context first, and saves for the backward."""
+    """``run`` as the forward of a ``torch.autograd.Function``: takes its context first, and saves for the backward."""
     backward: Callable[..., Any] | None
     """Its backward: takes the context and the gradients of the outputs, returns those of the inputs. None if the
     operator has no backward."""
 
 
 class Saved(NamedTuple):
-    """What torch says of saved tensors (torch_overwrite.py)."""
+    """Questions to torch about saved tensors (overwrite.py)."""
 
     may_overwrite: Callable[[int, tuple[Any, ...]], bool] | None
     """Takes the index, among the saved tensors, of one that a gradient may be written over (Op.overwrites), and these;
@@ -152,7 +149,7 @@ class Saved(NamedTuple):
 def function(
     op: Op,
     attrs: tuple[Attr, ...],
-    prototypes: Callable[..., tuple[Any, ...]],
+    prototypes: Callable[..., tuple[Any, ...] | None],
     keep_residuals_from: int,
     fallback: Callable[..., Any],
     saved: Saved,
@@ -192,8 +189,9 @@ def _backward(
     gradients = [backward.alias.get(f"d{x}", f"d{x}") for x in op.inputs]
     assert len(backward.overwrites) < 2, f"{backward.name} overwrites more than one input"
     over_output, over_input, asked = -1, -1, None
-    for y, x in backward.overwrites.items() if saved.may_overwrite else ():
-        over_output, over_input, asked = slots[y], slots[x], partial(saved.may_overwrite, op.saved.index(x))
+    if saved.may_overwrite is not None:
+        for y, x in backward.overwrites.items():
+            over_output, over_input, asked = slots[y], slots[x], partial(saved.may_overwrite, op.saved.index(x))
     made = _Backward(
         pointer_of(handle),
         len(op.outputs),
@@ -213,7 +211,7 @@ def _backward(
 def _function_handle(
     op: Op,
     attrs: tuple[Attr, ...],
-    prototypes: Callable[..., tuple[Any, ...]],
+    prototypes: Callable[..., tuple[Any, ...] | None],
     keep_residuals_from: int,
     hooks: Callable[..., Any] | None = None,
 ) -> Any:
@@ -248,7 +246,7 @@ def _function_handle(
 
 
 def differentiable(function: Function, apply: Callable[..., Any]) -> Any:
-    """What ``bind`` of ``public`` returns: an operator bound to attributes, and the ``apply`` of its autograd
+    """For ``bind`` of ``public``: an operator bound to attributes, and the ``apply`` of its autograd
     function."""
     handle = function.run.__self__  # type: ignore[attr-defined]
     return struct_capsule(_Differentiable(pointer_of(handle), id(apply)), handle, apply)
@@ -274,7 +272,7 @@ def public(op: Op, bind: Callable[..., Any], fallback: Callable[..., Any]) -> Ca
     made.n_transposable = len(op.transposable)
     for i, (slot, attr) in enumerate(op.transposable):
         made.transposable[i], made.transposes[i] = slot, len(op.inputs) + attr
-    made.kinds = "".join(_KEYS.get(kind, kind[0]) for kind in map(op.attrs.get, op.public_attrs)).encode()
+    made.kinds = "".join(_KEYS.get(kind, kind[0]) for kind in (op.attrs[name] for name in op.public_attrs)).encode()
     made.bind, made.bound, made.fallback = id(bind), id(bound), id(fallback)
     handle = struct_capsule(made, names, defaults, bound, bind, fallback)
     return builtin(op.name, "aot_torch_public", handle, call.METH_FASTCALL | _METH_KEYWORDS)

@@ -1,4 +1,4 @@
-"""Arguments that torch's functions accept and the kernels do not, as compositions: a part of the torch frontend.
+"""Arguments that torch's functions accept and the kernels do not, as compositions.
 
 Each function here has the name of an operator and the arguments of torch's function, after ``function``, the public one
 without them. It returns NotImplemented for a call that the kernel serves, or refuses, by itself. Only calls that the
@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn._reduction import legacy_get_string
 
 from aotops.spec import DTYPES
 
-from .torch_mathematics import wide_dtype
+from .mathematics import wide_dtype
+from .private import legacy_get_string
 
 _FLOATING = [getattr(torch, name) for name in DTYPES if name.startswith(("float", "bfloat")) and hasattr(torch, name)]
 
@@ -53,7 +53,12 @@ def softmax(function, x, dim=-1, dtype: torch.dtype | None = None) -> Any:
 def conv2d(
     function, x, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, layout="NCHW", allow_tf32=False
 ) -> Any:
-    """Padding "same" for a kernel of an even size, which needs one more zero on the right than on the left."""
+    """channels_last tensors, as NHWC views; and padding "same" for a kernel of an even size, which needs one more zero
+    on the right than on the left."""
+    images = all(isinstance(t, Tensor) and t.dim() == 4 for t in (x, weight))
+    if layout == "NCHW" and images and (_is_channels_last(x) or _is_channels_last(weight)):
+        views = x.permute(0, 2, 3, 1), weight.permute(0, 2, 3, 1)
+        return function(*views, bias, stride, padding, dilation, groups, "NHWC", allow_tf32).permute(0, 3, 1, 2)
     if padding != "same" or not (isinstance(x, Tensor) and isinstance(weight, Tensor)) or weight.dim() != 4:
         return NotImplemented
     sides = weight.shape[2:] if layout == "NCHW" else weight.shape[1:3]
@@ -66,6 +71,11 @@ def conv2d(
     more = [0, reach[1] % 2, 0, reach[0] % 2]
     x = torch.nn.functional.pad(x, more if layout == "NCHW" else [0, 0, *more])
     return function(x, weight, bias, 1, tuple(n // 2 for n in reach), dilation, groups, layout, allow_tf32)
+
+
+def _is_channels_last(t: Tensor) -> bool:
+    # is_contiguous(memory_format=...) fails inside vmap
+    return not t.is_contiguous() and t.movedim(1, 3).is_contiguous()
 
 
 # ------------------------------------------------------------------------------------------------------- cross entropy

@@ -1,4 +1,4 @@
-"""What ``torch.utils.flop_counter`` counts for the products: a part of the torch frontend."""
+"""FLOPs of the products, for ``torch.utils.flop_counter``."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from typing import Any
 
 from aotops.op import Op
 
-from .imports import after_import
-from .torch_schema import wanted
-
-_COUNTER = "torch.utils.flop_counter"
+from ..imports import after_import
+from ..torch_schema import wanted
+from .private import FLOP_COUNTER
 
 
 def register(operators: Mapping[Op, Any]) -> None:
@@ -21,17 +20,17 @@ def register(operators: Mapping[Op, Any]) -> None:
     counted = [(op, one.overloadpacket) for op, one in operators.items() if op.name in _FORMULAS]
 
     def take() -> None:
-        counter = import_module(_COUNTER)
+        counter = import_module(FLOP_COUNTER)
         for op, packet in counted:
             if packet not in counter.flop_registry:
                 counter.register_flop_formula(packet)(partial(_flops, op))
 
     if counted:
-        after_import(_COUNTER, take)
+        after_import(FLOP_COUNTER, take)
 
 
 def _flops(op: Op, *args, **kwargs) -> int:
-    """Of a call with these shapes."""
+    """FLOPs of a call with these shapes."""
     product, *gradients = _FORMULAS[op.name]
     names = wanted(op, args[len(op.inputs) + len(op.attrs) :])
     n = sum(not one.isdisjoint(names) for one in gradients) if gradients else 1

@@ -1,7 +1,7 @@
-"""What the gate (cuda_src/host/gate.h) needs to know of this torch, measured on tensors whose dispatch keys are known.
+"""Facts of this torch for the gate (cuda_src/host/gate.h), measured on tensors whose dispatch keys are known.
 
-Without a gate, if a tensor's keys are not found in its memory or a thread's do not change as expected, every call goes
-through torch's dispatcher.
+There is no gate if a tensor's keys are not found in its memory, or a thread's do not change as expected; then every
+call goes through torch's dispatcher.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from .torch_call import Gate
+from . import private
+from .call import Gate
+from .private import LEVEL, NO_LEVEL, DispatchKey, DispatchKeySet
 
-_LEVEL, _NO_LEVEL = "_current_level", -1
 _WORD = ctypes.sizeof(ctypes.c_void_p)
 
 
@@ -24,12 +25,12 @@ def facts() -> Gate | None:
     """None if this torch does not have what the gate needs."""
     try:
         return _facts()
-    except (AttributeError, ValueError, OSError, LookupError):
+    except (AttributeError, TypeError, ValueError, OSError, LookupError):  # TypeError: a private name is None
         return None
 
 
 def _facts() -> Gate | None:
-    if getattr(forward_ad, _LEVEL) != _NO_LEVEL:
+    if private.forward_level() != NO_LEVEL:
         return None
     samples = _samples()
     impl = _offset([(id(t), t._cdata) for t in samples], object.__basicsize__, 8)
@@ -46,8 +47,8 @@ def _facts() -> Gate | None:
         impl,
         keys,
         id(level),
-        id(next(name for name in level if name == _LEVEL)),
-        id(level[_LEVEL]),
+        id(next(name for name in level if name == LEVEL)),
+        id(level[LEVEL]),
     )
 
 
@@ -58,18 +59,18 @@ def _samples() -> list[torch.Tensor]:
         inference = torch.empty(2)
     if (_keys(plain), _keys(inference)) != (_plain_keys("CPU", False), _plain_keys("CPU", True)):
         raise ValueError("a plain tensor has other keys")
-    others = [plain.to("meta"), torch.nn.Parameter(plain), plain.to_sparse(), torch._neg_view(plain)]
-    return [plain, inference, *others, torch._efficientzerotensor(2)]
+    others = [plain.to("meta"), torch.nn.Parameter(plain), plain.to_sparse(), private.neg_view(plain)]
+    return [plain, inference, *others, private.zero_tensor(2)]
 
 
 def _keys(t: torch.Tensor) -> int:
-    return torch._C._dispatch_keys(t).raw_repr()
+    return private.keys_of(t).raw_repr()
 
 
 def _union(*names: str) -> int:
-    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, names[0]))
+    keys = DispatchKeySet(getattr(DispatchKey, names[0]))
     for name in names[1:]:
-        keys = keys | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
+        keys = keys | DispatchKeySet(getattr(DispatchKey, name))
     return keys.raw_repr()
 
 

@@ -1,4 +1,4 @@
-"""What PyTorch's Inductor makes of the operators: a part of the torch frontend.
+"""The operators in Inductor: decompositions, fallbacks, and results over inputs.
 
 An operator that Inductor can fuse with what stands around it is decomposed: the elementwise ones, by their formulas,
 and 16-bit products on a GPU, which become torch's own, with the activation and the sum of a bias's gradient beside
@@ -25,18 +25,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._functorch import config as _functorch_config
 from torch.utils.weak import WeakIdKeyDictionary
 
 from aotops.op import Op
 from aotops.ops import BUILTIN
 from aotops.ops._activation import activated, slope
 
-from .imports import after_import
-from .torch_mathematics import MATHEMATICS as m
-from .torch_schema import wanted as names_of_wanted
-
-_LOWERING, _DECOMPOSITION = "torch._inductor.lowering", "torch._inductor.decomposition"
+from ..imports import after_import
+from ..torch_schema import wanted as names_of_wanted
+from . import private
+from .mathematics import MATHEMATICS as m
 
 # ------------------------------------------------------------------------------------------------------ decompositions
 # Functions of an operator's arguments, which return its results, or NotImplemented for a call that the kernel serves.
@@ -121,11 +119,6 @@ def matmul_backward(dy, a, b, transpose_a, transpose_b, allow_tf32, wanted=(True
     return _factors(dleft, dright, transpose_a and of_left, transpose_b and of_right)
 
 
-def donates() -> bool:
-    """Whether compiled code may write over saved tensors."""
-    return getattr(_functorch_config, "donated_buffer", True)
-
-
 def _without_instead(op: Op, forward: Op, overload: Any) -> Callable[..., Any]:
     """A backward on the residual alone, in the place of the input that it stands for, which need not be kept then.
 
@@ -134,7 +127,7 @@ def _without_instead(op: Op, forward: Op, overload: Any) -> Callable[..., Any]:
     n, end = len(op.inputs), len(op.inputs) + len(op.attrs)
 
     def on_residuals(*args):
-        if not donates():
+        if not private.donates_buffers():
             return NotImplemented
         given = list(args)
         for slot, residual in _places(op, forward, args[n:end]):
@@ -235,7 +228,7 @@ def _is_only_used_by(user: torch.fx.Node, at: int, graph: Any) -> bool:
 
 
 def _is_donated(box: Any) -> bool:
-    donated = getattr(import_module("torch._inductor.ir"), "DonatedBuffer", ())  # from torch 2.6 on
+    donated = getattr(import_module(private.IR), "DonatedBuffer", ())  # from torch 2.6 on
     return isinstance(getattr(getattr(box, "data", None), "data", None), donated)
 
 
@@ -245,7 +238,7 @@ def _is_donated(box: Any) -> bool:
 def register(operators: Sequence[Operator], composed: Callable[..., Any]) -> None:
     """Tells Inductor of operators: now, or as soon as it is imported. ``composed``: evaluates the formula of an
     operator, given its attributes and inputs."""
-    after_import(_LOWERING, lambda: _register(import_module(_LOWERING), operators, composed))
+    after_import(private.LOWERING, lambda: _register(import_module(private.LOWERING), operators, composed))
 
 
 def _register(lowering: ModuleType, operators: Sequence[Operator], composed: Callable[..., Any]) -> None:
@@ -261,7 +254,7 @@ def _register(lowering: ModuleType, operators: Sequence[Operator], composed: Cal
 
 
 def _decompose(functions: Mapping[Any, Callable[..., Any] | None]) -> None:
-    table = import_module(_DECOMPOSITION)
+    table = import_module(private.DECOMPOSITION)
     table.decompositions.update({operator: function for operator, function in functions.items() if function})
     if (copied := getattr(table, "fast_random_decomps", None)) is not None:
         copied.cache_clear()

@@ -1,4 +1,4 @@
-"""Derivatives that no kernel computes, of operators of the dispatcher: a part of the torch frontend.
+"""Derivatives that no kernel computes, of operators of the dispatcher.
 
 They are the formulas of the definitions, which torch differentiates, and the products that the derivatives of a product
 are (aotops/formula.py). All of them are compositions of operators, so that derivatives of any order follow.
@@ -15,7 +15,7 @@ from torch import Tensor
 from aotops import formula
 from aotops.op import Attr, Op
 
-from .torch_schema import mask
+from ..torch_schema import mask
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

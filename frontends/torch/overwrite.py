@@ -1,4 +1,4 @@
-"""Whether a backward may write a gradient over a saved tensor (``Op.overwrites``): a part of the torch frontend."""
+"""Whether a backward may write a gradient over a saved tensor (``Op.overwrites``)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from .torch_call import Saved
+from . import private
+from .call import Saved
 
 FROM = 1 << 20
 """Bytes from which a saved tensor is worth these checks, of some microseconds."""
@@ -29,14 +30,12 @@ def may_overwrite(i: int, saved: tuple[Any, ...]) -> bool:
 
 def keeps_graph() -> bool:
     """Whether a backward is running that keeps its graph. torch says so, too, where none is running."""
-    if torch._C._current_graph_task_id() == -1:
-        return False
-    return torch._C._autograd._get_current_graph_task_keep_graph()
+    return private.graph_task() != -1 and private.keeps_graph()
 
 
 def frees_graph() -> bool:
     """Whether a backward is running that frees its graph: a node that is called by hand keeps what it has saved."""
-    return torch._C._current_graph_task_id() != -1 and not torch._C._autograd._get_current_graph_task_keep_graph()
+    return private.graph_task() != -1 and not private.keeps_graph()
 
 
 def keep_inputs(context: Any, inputs: tuple[Any, ...]) -> None:
@@ -53,7 +52,7 @@ def drop_inputs(context: Any) -> None:
 
 def packs() -> bool:
     """Whether a hook packs what is saved, such as a checkpoint's, which drops it."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    return private.saved_tensor_hooks(False) is not None
 
 
 def _is_shared(storage: torch.UntypedStorage) -> bool:
@@ -68,13 +67,13 @@ def _references(saved: tuple[Any, ...], i: int) -> tuple[int, int, int, int]:
     """To the Python object, to the tensor, and to the object and the memory of its storage."""
     t = saved[i]
     storage = t.untyped_storage()
-    return sys.getrefcount(t), t._use_count(), sys.getrefcount(storage), torch._C._storage_Use_Count(storage._cdata)
+    return sys.getrefcount(t), t._use_count(), sys.getrefcount(storage), private.storage_use_count(storage._cdata)
 
 
 @functools.cache
 def _references_of_backward(times: int) -> tuple[int, int, int, int]:
-    """What ``_references`` returns in a backward for a tensor that it alone has, saved so many times. It depends on the
-    versions of torch and Python, and so is measured once, where no hook packs what is saved."""
+    """The counts of ``_references`` in a backward for a tensor that it alone has, saved so many times. They depend on
+    the versions of torch and Python, and so are measured once, where no hook packs what is saved."""
     found = []
 
     class Probe(torch.autograd.Function):
@@ -94,19 +93,4 @@ def _references_of_backward(times: int) -> tuple[int, int, int, int]:
     return found[0]
 
 
-def _saved() -> Saved:
-    """What this torch can tell."""
-    needed = [
-        (torch._C, "_current_graph_task_id"),
-        (torch._C._autograd, "_get_current_graph_task_keep_graph"),
-        (torch._C._autograd, "_top_saved_tensors_default_hooks"),
-        (torch._C, "_storage_Use_Count"),
-        (torch.Tensor, "_use_count"),
-        (torch.autograd.graph, "increment_version"),
-    ]
-    tells = all(hasattr(owner, name) for owner, name in needed)
-    hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return Saved(may_overwrite if tells else None, FROM, hooks, drop_inputs)
-
-
-SAVED = _saved()
+SAVED = Saved(may_overwrite if private.CAN_OVERWRITE else None, FROM, private.saved_tensor_hooks, drop_inputs)

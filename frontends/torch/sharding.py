@@ -1,4 +1,4 @@
-"""Sharding strategies of the operators for DTensor: a part of the torch frontend.
+"""Sharding strategies of the operators for DTensor.
 
 They follow from ``Op.dims``: an axis that may be split is ``Shard`` in each tensor that has it, outputs that are sums
 over it are ``Partial``, and everything else is ``Replicate``. DTensor redistributes inputs that have other placements,
@@ -28,9 +28,10 @@ from aotops.ops import OPS
 from aotops.ops.cross_entropy import divides_slope, keeps_slope
 from aotops.sharding import Axis, sharding
 
-from .imports import after_import
-from .torch_mathematics import wide_dtype
-from .torch_schema import maskable, wanted
+from ..imports import after_import
+from ..torch_schema import maskable, wanted
+from . import private
+from .mathematics import wide_dtype
 
 _ADDED_ONCE = {OPS[name]: "bias" for name in ("linear", "conv2d")}
 _CROSS_ENTROPY = OPS["cross_entropy"]
@@ -39,7 +40,7 @@ _CROSS_ENTROPY = OPS["cross_entropy"]
 def register(operators: Iterable[tuple[Op, Any]]) -> None:
     """Registers the strategies of operators, each with its ``OpOverload``: now, or once DTensor is imported."""
     pairs = tuple((op, overload) for op, overload in operators if not op.mutates)
-    after_import("torch.distributed.tensor", partial(_register, pairs))
+    after_import(private.DTENSOR, partial(_register, pairs))
 
 
 def _register(operators: Sequence[tuple[Op, Any]]) -> None:
@@ -51,18 +52,17 @@ def _register(operators: Sequence[tuple[Op, Any]]) -> None:
 
 def _register_with_dtensor(operators: Sequence[tuple[Op, Any]]) -> None:
     try:
-        from torch.distributed.tensor import DTensor
-        from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
         from torch.distributed.tensor.experimental import register_sharding
+
+        dispatcher, schema_info = private.dtensor_dispatcher()
     except ImportError:  # before torch 2.5
         return
-    dispatcher = DTensor._op_dispatcher
     for op, overload in operators:
         register_sharding(overload)(partial(_strategies, op))
         # Every argument decides on the strategy. By itself register_sharding would have DTensor look up a kept one by
         # tensors, and by attributes from the first integer on.
         lists = any(kind.endswith("[]") for kind in op.attrs.values()) or bool(maskable(op))
-        dispatcher.sharding_propagator.op_to_schema_info[overload] = RuntimeSchemaInfo(0, needs_pytree=lists)
+        dispatcher.sharding_propagator.op_to_schema_info[overload] = schema_info(0, needs_pytree=lists)
         if op in _COMPOSED:
             dispatcher._custom_op_handlers[overload] = _COMPOSED[op]
 
@@ -95,7 +95,8 @@ def _strategies(op: Op, *args: Any) -> list[Strategy]:
 def _strategy(
     op: Op, given: Container[str], names: Container[str], axis: Axis | None, added_once: str | None = None
 ) -> Strategy:
-    """Of tensors alone. ``given``: the inputs that are; ``names``: the results that are wanted."""
+    """The placements of all tensors if ``axis`` is split. ``given``: the inputs that are tensors; ``names``: the
+    results that are wanted."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     def placement(slot: str):
@@ -123,7 +124,7 @@ class _Split(NamedTuple):
 
     @classmethod
     def of(cls, x: Any) -> _Split:
-        """Of a tensor whose placements other than splits are replaced by replicas."""
+        """The split of x. Its placements other than splits are replaced by replicas."""
         from torch.distributed.tensor import Replicate, Shard
 
         placements = tuple(p if type(p) is Shard else Replicate() for p in x.placements)
@@ -152,10 +153,8 @@ class _Split(NamedTuple):
         )
 
     def reduced(self, part: Tensor, how: str, dims: Sequence[int]) -> Tensor:
-        from torch.distributed._functional_collectives import all_reduce
-
         for dim in dims:
-            part = all_reduce(part, how, (self.mesh, dim))
+            part = private.all_reduce(part, how, (self.mesh, dim))
         return part
 
 
