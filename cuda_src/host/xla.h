@@ -1,6 +1,6 @@
 // The part of XLA's FFI that a handler meets: a mirror of its C ABI, so that no header of XLA is compiled against.
 // Mirrors xla/ffi/api/c_api.h of API version 0.3 (jaxlib 0.10), https://github.com/openxla/xla; every member below is
-// laid out the same since version 0.1 (jaxlib 0.4.36). tests/test_xla_layout.py compares the two.
+// laid out the same since version 0.1 (jaxlib 0.4.36). tests/core/test_xla_layout.py compares the two.
 #pragma once
 #include <cstddef>
 #include <cstdint>

@@ -22,8 +22,8 @@ from aotops.frontends import torch as ours  # noqa: E402
 from aotops.frontends.torch.sharding import _strategies, register  # noqa: E402
 from aotops.ops import OPS  # noqa: E402
 
-PROGRAM = Path(__file__).parent / "sharded.py"
-EXAMPLE = Path(__file__).parents[1] / "examples" / "distributed" / "train_torch.py"
+PROGRAM = Path(__file__).parents[1] / "programs" / "sharded.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "distributed" / "train_torch.py"
 
 
 def test_sharded_calls_are_those_of_whole_tensors(tmp_path):

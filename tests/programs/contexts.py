@@ -7,7 +7,7 @@ compare: results, gradients, whatever. It is tried with ours and with torch's, a
 - ours raises an error that names the operator, where the context says that it may (``refused``); or
 - both raise.
 
-``python tests/contexts.py`` prints what each context gives for each operator.
+``python tests/programs/contexts.py`` prints what each context gives for each operator.
 """
 
 from __future__ import annotations

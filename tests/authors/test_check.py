@@ -22,7 +22,7 @@ from aotops.testing.frameworks import requested
 from aotops.testing.report import FAIL, PASS, UNAVAILABLE, Failure, Item
 from aotops.testing.subject import importable
 
-HERE = Path(__file__).parent
+PROGRAMS = Path(__file__).parents[1] / "programs"
 PACKAGE = '''
 from pathlib import Path
 
@@ -107,7 +107,7 @@ def faulty(tmp_path_factory):
     folder = tmp_path_factory.mktemp("faulty")
     (folder / "faulty.py").write_text(PACKAGE)
     flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-Wl,-z,defs"]
-    subprocess.run(["g++", *flags, HERE / "faulty.cpp", "-o", folder / "libfaulty.so"], check=True)
+    subprocess.run(["g++", *flags, PROGRAMS / "faulty.cpp", "-o", folder / "libfaulty.so"], check=True)
     sys.path.insert(0, str(folder))
     yield import_module("faulty")
     sys.path.remove(str(folder))

@@ -17,7 +17,7 @@ from aotops.library import Library
 from aotops.op import operator
 from aotops.ops import BUILTIN, OPS
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FRONTENDS = ROOT / "frontends"
 FRAMEWORKS = sorted(path.stem for path in FRONTENDS.glob("*.pyi") if path.stem != "__init__")
 

@@ -26,7 +26,7 @@ from aotops.testing.soaking import cuda, steps
 from aotops.testing.soaking.calls import repeated
 from aotops.testing.subject import elements
 
-HERE = Path(__file__).parent
+PROGRAMS = Path(__file__).parents[1] / "programs"
 ROWS = [(5,), (64, 1024)]
 OPERATORS = "add_layer_norm", "cross_entropy"
 
@@ -41,7 +41,7 @@ def scaled_and_cleared(x):
 
 @pytest.fixture(scope="module")
 def racing():
-    library = aotops.load(HERE / "racing.cpp", name="racing_on_cpu")
+    library = aotops.load(PROGRAMS / "racing.cpp", name="racing_on_cpu")
     for name in ("own_scratch", "shared_scratch", "writes_its_input", "writes_past_the_end"):
         library.op(name, inputs=("x",), outputs=("y",), same_spec_as={"y": "x"})
     return library
@@ -146,7 +146,7 @@ def test_without_nvcc_a_gpu_is_refused(monkeypatch):
 def host(tmp_path_factory):
     """A stream whose kernels run on the host."""
     library = tmp_path_factory.mktemp("soak") / "libsoak.so"
-    flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-x", "c++", f"-I{HERE / 'host_cuda'}"]
+    flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-x", "c++", f"-I{PROGRAMS / 'host_cuda'}"]
     subprocess.run(["g++", *flags, Path(cuda.__file__).with_name("kernels.cu"), "-o", library], check=True)
     stream = cuda.Stream(cuda.Kernels(library), seed=0)
     stream.device = "cpu"
@@ -242,7 +242,7 @@ def test_a_late_write_is_found(host, racing, monkeypatch):
 def racing_on_gpu():
     if not toolchain.gpu_archs() or toolchain.nvcc() is None:
         pytest.skip("there is no GPU, or no nvcc")
-    library = aotops.load(HERE / "racing.cu", name="racing_on_gpu")
+    library = aotops.load(PROGRAMS / "racing.cu", name="racing_on_gpu")
     for name in ("waits", "triggers_early"):
         library.op(name, inputs=("x",), outputs=("y",), same_spec_as={"y": "x"}, mutates=("x",))
     library.op("does_not_wait", inputs=("x",), outputs=("y",), same_spec_as={"y": "x"})
@@ -286,7 +286,7 @@ def test_every_kernel_of_the_library_is_run():
     torch = pytest.importorskip("torch")
     torch.cuda.init()
     kernel = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s*)?(\w+)\(")
-    sources = [file.read_text() for file in (HERE.parent / "cuda_src").rglob("*.cu*")]
+    sources = [file.read_text() for file in (PROGRAMS.parents[1] / "cuda_src").rglob("*.cu*")]
     expected = {name for source in sources for name in kernel.findall(source)}
     assert len(expected) == sum(source.count("__global__") for source in sources) > 40
     stream, ran = cuda.Stream(cuda.kernels(), 0), set()

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from fcntl import LOCK_EX, flock
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 OURS = ("aotops", "__editable__")  # the editable installation of this checkout
 
 

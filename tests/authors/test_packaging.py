@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
     "torch" not in requested(), reason="packaging is tested once, in torch's environment: torch requires setuptools"
 )
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TAG = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
 LIBRARY = b"stands for the library"
 FOLDERS = ("aotops", "frontends", "cuda_src", "packaging", "tests")
@@ -177,7 +177,7 @@ def test_the_library_needs_no_openmp_runtime():
 def test_a_program_in_c_calls_the_entries(tmp_path, threads):
     program = tmp_path / "entries"
     flags = ["-std=c11", "-D_GNU_SOURCE", "-O1", "-Wall", "-Wextra", "-Werror"]
-    subprocess.run(["gcc", *flags, ROOT / "tests/aarch64_entries.c", "-o", program, "-ldl", "-lm"], check=True)
+    subprocess.run(["gcc", *flags, ROOT / "tests/programs/aarch64_entries.c", "-o", program, "-ldl", "-lm"], check=True)
     environment = {**os.environ, "AOTOPS_THREADS": threads, "OMP_NUM_THREADS": "3"}
     done = subprocess.run([program, library.path()], env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout

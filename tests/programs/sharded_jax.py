@@ -1,5 +1,5 @@
 """The operators on four CPU devices: ``python sharded_jax.py RESULTS`` runs every check and writes what went wrong.
-test_jax_sharding.py reads them.
+tests/jax/test_sharding.py reads them.
 
 A result, or a gradient, of a sharded call is that of the same call on one device, and what moves between devices is
 what the compiled program says.

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-HOST = Path(__file__).parents[1] / "cuda_src" / "host"
+HOST = Path(__file__).parents[2] / "cuda_src" / "host"
 
 # Ours, XLA's, and our members as XLA names them; "+" where XLA's struct goes on after the mirror's end.
 STRUCTS = """

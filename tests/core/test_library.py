@@ -13,7 +13,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from test_adding_an_op import FILES, ROOT
+from adding_an_op import FILES, ROOT
 
 from aotops import __version__, call, library
 from aotops.infer import infer

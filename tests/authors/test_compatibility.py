@@ -15,7 +15,7 @@ from aotops.testing.frameworks import requested
 
 pytestmark = pytest.mark.skipif("torch" not in requested(), reason="tested once, in torch's environment")
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from aotops.ops import OPS
 from aotops.spec import TensorSpec
 from aotops.testing.frameworks import frameworks
 
-HERE = Path(__file__).parent
+PROGRAMS = Path(__file__).parents[1] / "programs"
 F32 = "float32"
 
 
@@ -32,7 +32,7 @@ def _tool(name: str) -> str:
 def test_calls_at_random(tmp_path):
     """A short run of what `make asan` does at length."""
     built = tmp_path / "fuzz"
-    source = HERE / "fuzz_convention.cpp"
+    source = PROGRAMS / "fuzz_convention.cpp"
     subprocess.run([_tool("g++"), "-std=c++17", "-O1", "-Wall", "-Wextra", source, "-o", built, "-ldl"], check=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "2"}  # more would wait for each other most of the time
     command = [built, library.path(), "5000", "7"]
@@ -391,4 +391,4 @@ def test_a_library_that_cannot_be_read(python, tmp_path):
 def test_the_library_stays_where_it_was_found(python, tmp_path):
     program = "import os\nfrom aotops import library\nprint(library.path())\nos.chdir('/')\nprint(library.path())"
     first, second = python(program, AOTOPS_LIBRARY="libaotops.so").split()
-    assert first == second == str(HERE / "libaotops.so")
+    assert first == second == str(PROGRAMS / "libaotops.so")

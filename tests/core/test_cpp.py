@@ -19,7 +19,7 @@ from aotops import library
 from aotops.ops import OPS
 from aotops.testing.frameworks import requested
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "cpp"
 LINKED = [f"-I{aotops.include_dir()}", f"-L{library.path().parent}", "-laotops", f"-Wl,-rpath,{library.path().parent}"]
 WITH_KERNEL = [one for op in OPS.values() for one in (op, op.backward) if one is not None and one.has_kernel]

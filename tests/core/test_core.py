@@ -24,7 +24,7 @@ from aotops.ops import BUILTIN, OPS
 from aotops.spec import FLOATING, INTEGERS, TensorSpec
 from aotops.testing.cases import CASES, DTYPES, Draw, dtypes, inputs, rounded
 
-HERE = Path(__file__).parent
+PROGRAMS = Path(__file__).parents[1] / "programs"
 BACKWARDS = {op.backward.name: op.backward for op in OPS.values() if op.backward}
 WITH_KERNEL = [op for op in (*OPS.values(), *BACKWARDS.values()) if op.has_kernel]
 EACH_KERNEL = pytest.mark.parametrize("op", WITH_KERNEL, ids=lambda op: op.name)
@@ -180,7 +180,7 @@ ROOM = 4096
 def infer_host(tmp_path_factory):
     compiler = shutil.which("g++") or pytest.skip("g++ is not installed")
     built = tmp_path_factory.mktemp("infer") / "infer_host.so"
-    command = [compiler, "-std=c++17", "-shared", "-fPIC", "-Wall", "-Wextra", "-o", built, HERE / "infer_host.cpp"]
+    command = [compiler, "-std=c++17", "-shared", "-fPIC", "-Wall", "-Wextra", "-o", built, PROGRAMS / "infer_host.cpp"]
     subprocess.run(command, check=True)
     return ctypes.CDLL(str(built))
 

@@ -20,7 +20,7 @@ from aotops.spec import DTYPES
 from aotops.testing.cases import numpy_dtype
 from aotops.testing.frameworks import race, requested
 
-SOURCE = Path(__file__).with_name("hosted.cpp")
+SOURCE = Path(__file__).parents[1] / "programs" / "hosted.cpp"
 FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", "-Wno-unused-parameter")
 FLAGS += tuple(os.environ.get("AOTOPS_TEST_CXXFLAGS", "").split())  # the sanitizers of `make asan`
 ABI = {"old": "0", "new": "1"}

@@ -12,7 +12,7 @@ import pytest
 
 from aotops.testing.frameworks import requested
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RECORDED = [
     ("lltm", "tutorial_lltm", "tutorial_tables"),
     ("lltm", "tutorial_lltm_large", "tutorial_tables"),

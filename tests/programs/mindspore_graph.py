@@ -1,6 +1,6 @@
 """The table of cases in MindSpore's graph mode, forward and gradient, where MindSpore has no GPU kernels of its own.
 
-    python tests/gpu/mindspore_graph.py [--device GPU|CPU] [--dtypes float32,...] [--ops add,...]
+    python tests/programs/mindspore_graph.py [--device GPU|CPU] [--dtypes float32,...] [--ops add,...]
 
 A script by itself, which needs NumPy and MindSpore: whatever is not one of our operators happens on the host, in NumPy.
 Prints a line a case; exits with 1 where one fails.

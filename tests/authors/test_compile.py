@@ -527,7 +527,7 @@ def test_the_example_trains_the_same_with_each_compiler():
         pytest.skip("torch is not under test")
     if not shutil.which("cmake"):
         pytest.skip("cmake is not installed")
-    program = Path(__file__).parents[1] / "examples" / "add2" / "train.py"
+    program = Path(__file__).parents[2] / "examples" / "add2" / "train.py"
 
     def train(compiler):
         command = [sys.executable, program, "--device", "cpu", "--compiler", compiler]

@@ -15,8 +15,8 @@ pytest.importorskip("jax")
 
 from aotops.ops import OPS
 
-PROGRAM = Path(__file__).parent / "sharded_jax.py"
-EXAMPLE = Path(__file__).parents[1] / "examples" / "distributed" / "train_jax.py"
+PROGRAM = Path(__file__).parents[1] / "programs" / "sharded_jax.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "distributed" / "train_jax.py"
 CHECKS = re.findall(r"^@check\ndef (\w+)", PROGRAM.read_text(), re.M)
 
 

@@ -302,12 +302,11 @@ def installed(tmp_path, monkeypatch):
         (folder / "entry_points.txt").write_text("\n".join(["[aotops.libraries]", *lines]))
 
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.syspath_prepend(Path(__file__).parent)
     return install
 
 
 def test_the_list(installed):
-    installed(other="test_cli:OTHER", broken="no_such_module:library")
+    installed(other=f"{__name__}:OTHER", broken="no_such_module:library")
     ours, broken, other = json.loads(run("list", "--json").stdout)
     assert [ours["library"], broken["library"], other["library"]] == ["aotops", "broken", "other"]
     assert [op["name"] for op in ours["operators"]] == list(OPS)
@@ -326,7 +325,7 @@ def test_the_list(installed):
 
 
 def test_an_operator_is_shown(installed):
-    installed(other="test_cli:OTHER")
+    installed(other=f"{__name__}:OTHER")
     ours, other = json.loads(run("list", "linear", "other", "--json").stdout)
     assert (ours["library"], ours["name"], ours["outputs"]) == ("aotops", "linear", ["y"])
     assert ours["inputs"] == {"x": "", "weight": "", "bias": "optional"}
@@ -347,7 +346,7 @@ def test_what_a_command_prints_fits_the_terminal(command, monkeypatch):
 
 
 def test_an_operator_by_name(installed):
-    installed(other="test_cli:OTHER", broken="no_such_module:library")
+    installed(other=f"{__name__}:OTHER", broken="no_such_module:library")
     assert aotops.get("add") is OPS["add"]
     with pytest.raises(KeyError, match=r"'gelu' is in several libraries, expected one of aotops\.gelu, other\.gelu"):
         aotops.get("gelu")

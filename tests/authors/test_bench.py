@@ -22,7 +22,7 @@ from aotops.cli import main as command
 from aotops.library import LibraryError
 from aotops.ops import OPS
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "h200.json"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "h200.json"
 TINY = {
     Rows: (4, 6),
     Elements: (24,),

@@ -1,5 +1,5 @@
 """The operators on DTensors, in four processes: ``python sharded.py RESULTS`` runs every check in each of them, and
-writes the errors, by check. test_torch_sharding.py reads them.
+writes the errors, by check. tests/torch/test_sharding.py reads them.
 
 A result, or a gradient, of a sharded call is that of the same call on whole tensors.
 """

@@ -4,7 +4,6 @@ is built and tested."""
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -14,15 +13,12 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from adding_an_op import FILES, NAME, ROOT
 
-ROOT = Path(__file__).parents[1]
-FILE = re.compile(r"```(?:python|cpp)\n(?:#|//) (\S+)\n(.*?)```", re.S)
-FILES = dict(FILE.findall((ROOT / "docs" / "adding_an_op.md").read_text()))
-(NAME,) = {Path(path).stem for path in FILES}
-WHOLE = ("test_core", "test_stubs")
+WHOLE = ("core.test_core", "authors.test_stubs")
 """All their tests are run; of the others those of the new operator."""
-CORE = ("test_core", "test_frontends", "test_errors", "test_formulas")
-TORCH = ("test_bench", "test_torch", "test_torch_differential", "test_torch_contexts")
+CORE = ("core.test_core", "core.test_frontends", "core.test_errors", "core.test_formulas")
+TORCH = ("authors.test_bench", "torch.test_torch", "torch.test_differential", "torch.test_contexts")
 
 
 def _copy(to: Path) -> None:
@@ -81,8 +77,9 @@ def test_an_operator_is_added_by_its_files(tmp_path):
 
     with_torch = "torch" in os.environ.get("AOTOPS_TEST_FRONTENDS", "torch") and find_spec("torch")
     modules = [*CORE, *(TORCH if with_torch else ())]
-    files = [f"tests/{module}.py" for module in dict.fromkeys([*WHOLE, *modules])]
-    chosen = f"({' or '.join([*WHOLE, NAME])}) and not type_checker"  # which expects the tree's layout
+    files = [f"tests/{module.replace('.', '/')}.py" for module in dict.fromkeys([*WHOLE, *modules])]
+    whole = [module.rpartition(".")[2] for module in WHOLE]
+    chosen = f"({' or '.join([*whole, NAME])}) and not type_checker"  # which expects the tree's layout
     _run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml=x.xml", "-k", chosen, *files],
         tmp_path,
@@ -90,5 +87,5 @@ def test_an_operator_is_added_by_its_files(tmp_path):
     passed = Counter()
     for case in ElementTree.parse(tmp_path / "x.xml").iter("testcase"):
         if not len(case) and (NAME in case.get("name") or case.get("classname").endswith(WHOLE)):
-            passed[case.get("classname").rpartition(".")[2]] += 1
+            passed[case.get("classname").removeprefix("tests.")] += 1
     assert set(passed) == {*WHOLE, *modules}, passed

@@ -17,7 +17,7 @@ from aotops.ops import OPS
 from aotops.testing import check
 from aotops.testing.frameworks import requested
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FILE = re.compile(r"```(?:python|cpp)\n(?:#|//) (\S+)\n(.*?)```", re.S)
 SMALL = 100
 """Elements of the inputs whose gradients are tried."""
@@ -148,7 +148,7 @@ def test_an_operator_of_aot_h_may_have_outputs_of_integers_and_bools(tmp_path, m
         '[project]\nname = "integers"\n[tool.aotops]\nlibrary = "libintegers.so"\nsources = ["*.cpp"]\n'
         'isas = ["baseline"]\nflags = ["-O1"]\n'
     )
-    shutil.copy(ROOT / "tests" / "largest.cpp", tmp_path)
+    shutil.copy(ROOT / "tests" / "programs" / "largest.cpp", tmp_path)
     build(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     report = check(importlib.import_module("integers").library.ops["largest"], frameworks=requested())

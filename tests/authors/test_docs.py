@@ -25,7 +25,7 @@ from aotops.ops import OPS
 from aotops.testing.frameworks import FRONTENDS, requested
 from aotops.testing.trial import ml_dtypes
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 EXCERPT = re.compile(r"```(?:python|cpp)\n(?:#|//) (\S+)\n(.*?)```", re.S)
 BLOCK = re.compile(
@@ -215,4 +215,4 @@ def test_each_command_is_run_or_says_why_not():
 @pytest.mark.skipif(not {"torch", "jax"} <= set(requested()), reason="the transcript has torch and JAX")
 def test_the_transcript_is_what_the_walkthrough_prints(shared):
     made, kept = walkthrough.transcript(shared), walkthrough.TRANSCRIPT.read_text()
-    assert walkthrough.settled(made) == walkthrough.settled(kept), "run python tests/walkthrough.py"
+    assert walkthrough.settled(made) == walkthrough.settled(kept), "run python tests/programs/walkthrough.py"

@@ -1,7 +1,7 @@
 """Runs the commands of docs/your_own_operator.md in an empty folder, with the wheel of this checkout, and writes what
 they print to docs/transcript.md:
 
-    python tests/walkthrough.py
+    python tests/programs/walkthrough.py
 
 What pip would download comes from the environment that runs this. test_docs.py runs it too, and compares.
 """
@@ -66,7 +66,7 @@ def _head(wheel: Path, total: float) -> str:
         "# Transcript\n\nThe commands of [From zero to a wheel](your_own_operator.md), in an empty folder, on a CPU:\n"
         f"{_processor()}, {os.cpu_count()} cores, Python {platform.python_version()}, aotops {version}, "
         f"{date.today()}.\nAll together took {total:.0f} s, without downloads: pip found the frameworks here. "
-        "There is no nvcc and no GPU.\n`python tests/walkthrough.py` makes this page, and a test compares it."
+        "There is no nvcc and no GPU.\n`python tests/programs/walkthrough.py` makes this page, and a test compares it."
     )
 
 
