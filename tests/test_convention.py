@@ -82,7 +82,7 @@ def test_a_choice_of_products_that_is_unknown_is_named(python):
     if not library.has_cuda():
         pytest.skip("the library was built without CUDA")
     error = python(_MATMUL_ON_CUDA, AOTOPS_GEMM="fastest")
-    assert error.strip() == "4 matmul: AOTOPS_GEMM is 'fastest', expected 'auto', 'cublaslt', 'own' or 'tune'"
+    assert error.strip() == "4 matmul: AOTOPS_GEMM is 'fastest', expected 'auto', 'cublaslt' or 'own'"
     assert "AOTOPS_GEMM" not in python(_MATMUL_ON_CUDA, AOTOPS_GEMM="")
 
 
