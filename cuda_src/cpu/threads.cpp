@@ -175,6 +175,12 @@ int own_threads() {
   return count;
 }
 
+struct Scratch {
+  void *data = nullptr;
+  size_t bytes = 0;
+  ~Scratch() { std::free(data); }
+};
+
 }  // namespace
 
 int aot::max_threads() noexcept {
@@ -186,6 +192,16 @@ int aot::max_threads() noexcept {
 void aot::run_on_threads(Body f, void *data, int threads) noexcept {
   if (openmp().parallel) return run_in_openmp(f, data, threads);
   run_in_own_pool(f, data, threads ? threads : own_threads());
+}
+
+void *aot::thread_scratch(size_t bytes) noexcept {
+  static thread_local Scratch scratch;
+  if (bytes > scratch.bytes) {
+    std::free(scratch.data);
+    scratch.data = std::aligned_alloc(64, (bytes + 63) / 64 * 64);
+    scratch.bytes = scratch.data ? bytes : 0;
+  }
+  return scratch.data;
 }
 
 // The path of the OpenMP runtime, or "own".
