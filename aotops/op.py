@@ -179,10 +179,15 @@ class Op:
     attributes, which its parameters name. Returns ``composed``. Frontends differentiate it where the operator has no
     kernel for a derivative: in forward mode, and for the derivatives of a backward."""
     bilinear: tuple[str, str] | tuple[()] = ()
-    """Two inputs in each of which the outputs are linear; any other is added. Its derivatives, and those of its
+    """Two inputs in each of which the outputs are linear; any other is ``added``. Its derivatives, and those of its
     backward, are the two operators themselves (``bilinear_tangent`` and what follows it in aotops/formula.py)."""
     bilinear_unless: str = ""
     """The attribute without which the operator is bilinear. With it, the formula holds."""
+    flops: Callable[[Any], int] | None = None
+    """FLOPs of its product: a function of the same object as ``shapes``. The backward has a product as large for each
+    factor."""
+    product_of: tuple[tuple[str, ...], ...] = ()
+    """The inputs that make up each factor of the product, if they are not those of ``bilinear``."""
     autocast: Mapping[str, str] = field(default_factory=dict)
     """By device, the dtype that torch.autocast casts inputs to; "autocast" for its 16-bit dtype. On a device not
     named, an operator that names another computes in the widest dtype of its inputs, and its results have the widest of
@@ -227,6 +232,11 @@ class Op:
     def composed(self) -> tuple[str, ...]:
         """The outputs of ``formula``: those that are not aliases."""
         return tuple(y for y in self.outputs if y not in self.alias)
+
+    @cached_property
+    def added(self) -> tuple[str, ...]:
+        """The inputs that a bilinear operator adds to its product."""
+        return tuple(slot for slot in self.inputs if slot not in self.bilinear) if self.bilinear else ()
 
     @cached_property
     def saved(self) -> tuple[str, ...]:
@@ -287,6 +297,13 @@ class Op:
     def replaced(self, attrs: Sequence[Any]) -> Mapping[str, str]:
         """``instead``, with these attributes."""
         return self.instead if self.instead and self.kept_residuals(attrs) else {}
+
+    def call(self, attrs: Sequence[Any], shapes: Sequence[Any]) -> SimpleNamespace:
+        """The object that ``shapes``, ``dims`` and ``flops`` are functions of: the inputs' shapes, None for absent
+        ones, and the attributes, by name."""
+        return SimpleNamespace(
+            **dict(zip(self.inputs, shapes, strict=True)), **dict(zip(self.attrs, attrs, strict=True))
+        )
 
     def is_optional(self, slot: str) -> bool:
         return slot in self.optional or slot in self.residuals or slot in self.workspace

@@ -5,7 +5,7 @@ The statement names the axes of each slot, as in ``{"x": "... i", "weight": "o i
 
 - ``...``: any number of leading axes, first in the slot. They are aligned from the last and broadcast as in NumPy.
 - A name: an axis that may be split. Outputs that have it are split as the inputs are. An output that lacks it is a sum
-  over it: of a part of the inputs it is a partial sum.
+  over it: of a part of the inputs it is a partial sum. What a bilinear operator adds to it is added to one part.
 - ``(name)``, in an output that lacks the axis: it does not depend on it, and is whole on every part.
 - A name in CAPITALS: an axis that the entry takes, or writes, whole.
 - ``0``: an axis of no elements. The slot is a partial sum of nothing.
@@ -14,7 +14,7 @@ The statement names the axes of each slot, as in ``{"x": "... i", "weight": "o i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
@@ -40,10 +40,8 @@ class Axis:
     """By slot: which of its axes it is. Other inputs are given whole."""
     partial: frozenset[str]
     """Outputs that are partial sums if the axis is split: their sum over the parts is the result."""
-
-    @property
-    def is_summed(self) -> bool:
-        return bool(self.partial)
+    added: frozenset[str] = frozenset()
+    """Inputs that are added to such a sum, and so to one of its parts (``Op.added``)."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ def sharding(op: Op, attrs: Sequence[Attr], shapes: Sequence[Shape | None]) -> S
 
 def batched_slots(op: Op, attrs: Sequence[Attr], shapes: Sequence[Shape | None]) -> frozenset[str]:
     """The slots and aliases that carry independent leading axes: ``...``."""
-    stated = _statement(op, _call(op, attrs, shapes))
+    stated = _statement(op, op.call(attrs, shapes))
     return frozenset(op.with_aliases({slot: None for slot, axes in stated.items() if "..." in axes.split()}))
 
 
@@ -100,7 +98,7 @@ def _is_hashable(value: Any) -> bool:
 def _parsed(op: Op, attrs: tuple[Attr, ...], shapes: tuple[Shape | None, ...]) -> Sharding | None:
     if op.dims is None and not op.elementwise:
         return None
-    call = _call(op, attrs, shapes)
+    call = op.call(attrs, shapes)
     stated = _statement(op, call)
     given = _shapes(op, call)
     if all(shape == () for shape in given.values()):  # dims may state axes that these do not have
@@ -113,11 +111,6 @@ def _parsed(op: Op, attrs: tuple[Attr, ...], shapes: tuple[Shape | None, ...]) -
     outputs = [slot for slot in op.results if slot in slots]
     axes = tuple(_axis(op, name, size, slots, same, outputs) for name, size in sizes.items())
     return Sharding(op.with_aliases(slots), tuple(_with_aliases(op, axis) for axis in axes))
-
-
-def _call(op: Op, attrs: Sequence[Attr], shapes: Sequence[Shape | None]) -> SimpleNamespace:
-    named = dict(zip(op.inputs, shapes, strict=True))
-    return SimpleNamespace(**named, **dict(zip(op.attrs, attrs, strict=True)))
 
 
 def _statement(op: Op, call: SimpleNamespace) -> Mapping[str, str]:
@@ -206,9 +199,11 @@ def _axis(
 ) -> Axis:
     positions = {slot: names.index(name) for slot, names in slots.items() if name in names}
     lacking = (y for y in outputs if y not in positions and name not in same[y] and "0" not in slots[y])
-    return Axis(name, size, positions, frozenset(lacking))
+    partial = frozenset(lacking)
+    added = frozenset(slot for slot in op.added if slot in slots and slot not in positions) if partial else frozenset()
+    return Axis(name, size, positions, partial, added)
 
 
 def _with_aliases(op: Op, axis: Axis) -> Axis:
     partial = op.with_aliases(dict.fromkeys(axis.partial))
-    return Axis(axis.name, axis.size, op.with_aliases(axis.positions), frozenset(partial))
+    return replace(axis, positions=op.with_aliases(axis.positions), partial=frozenset(partial))

@@ -102,16 +102,7 @@ def _stated(op: Op, attrs: Attrs, inputs: Sequence[Array | None]) -> Sharding:
     if op in _CROSS_ENTROPY and None not in shapes:
         return _rows_and_classes(op, attrs, shapes)
     stated = sharding(op, attrs, shapes)
-    if stated is None:
-        return Sharding({}, ())
-    added_once = _ADDED_ONCE.get(op)
-    if added_once in _given(op, inputs):
-        shapes[op.inputs.index(added_once)] = None
-        product = sharding(op, attrs, shapes)
-        assert product is not None
-        summed = tuple(axis for axis in product.axes if axis.is_summed)
-        return Sharding({**stated.slots, **product.slots}, stated.axes + summed)
-    return stated
+    return stated or Sharding({}, ())
 
 
 def _split(stated: Sharding, mesh: Any, tensors: Mapping[str, Any]) -> Split:
@@ -215,15 +206,19 @@ class _Call:
         inputs = self.inputs(arrays)
         if split and self.op in _CROSS_ENTROPY and len(self.given) == len(self.op.inputs):
             return _CROSS_ENTROPY[self.op](self, split, *inputs)
-        if (slot := _ADDED_ONCE.get(self.op)) in self.given and (over := self.summed_over("y", split)):
-            i = self.op.inputs.index(slot)
-            inputs[i] = jnp.where(jax.lax.axis_index(over) == 0, inputs[i], 0)
+        for i, slot in enumerate(self.op.inputs):
+            if over := _mesh_axes_of((axis for axis in self.stated.axes if slot in axis.added), split):
+                inputs[i] = jnp.where(jax.lax.axis_index(over) == 0, inputs[i], 0)
         results = zip(self.wanted, self.launch(self.op, self.attrs, self.wanted, *inputs), strict=True)
         return tuple(_sum(y, self.summed_over(slot, split)) for slot, y in results)
 
     def summed_over(self, slot: str, split: Split) -> tuple[str, ...]:
         """The axes of the mesh along which partial sums of a result lie."""
-        return tuple(over for axis in self.stated.axes if slot in axis.partial for over in split.get(axis.name, ()))
+        return _mesh_axes_of((axis for axis in self.stated.axes if slot in axis.partial), split)
+
+
+def _mesh_axes_of(axes: Iterable[Axis], split: Split) -> tuple[str, ...]:
+    return tuple(over for axis in axes for over in split.get(axis.name, ()))
 
 
 def _supported(rule: Mapping[str, Any]) -> dict[str, Any]:
@@ -267,9 +262,6 @@ mlir.register_lowering(_partitioned_p, _lower)
 
 
 # -------------------------------------------------------------------------------------------------------- compositions
-
-_ADDED_ONCE = {OPS[name]: "bias" for name in ("linear", "conv2d")}
-"""Inputs that are added to a sum: if it is split, to one of its parts."""
 
 
 def _rows_and_classes(op: Op, attrs: Attrs, shapes: Sequence[Any]) -> Sharding:

@@ -396,7 +396,7 @@ def _register_once(ops: Iterable[Op]) -> None:
     told = [torch_inductor.Operator(one, f, dispatched[one], _register_overwriting(one, f)) for one, f in pairs]
     torch_inductor.register(told, _composed)
     torch_sharding.register([(one, dispatched[one]) for one, _ in pairs])
-    torch_flops.register({one: dispatched[one] for one, _ in pairs if one.library is BUILTIN})
+    torch_flops.register((one, forward, dispatched[one]) for one, forward in pairs)
 
 
 def _register(namespace: torch.library.Library, op: Op, forward: Op) -> Callable[..., Any]:

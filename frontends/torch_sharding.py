@@ -1,12 +1,12 @@
 """Sharding strategies of the operators for DTensor: a part of the torch frontend.
 
-They follow from ``Op.dims``: an axis that may be split is ``Shard`` in each tensor that has it, outputs that are sums
-over it are ``Partial``, and everything else is ``Replicate``. DTensor redistributes inputs that have other placements,
-as it does for torch's own operators. An operator that states nothing is computed on replicated tensors.
+They follow from ``Op.dims``: an axis that may be split is ``Shard`` in each tensor that has it. Outputs that are sums
+over it are ``Partial``, and so are inputs that are added to such a sum once. Everything else is ``Replicate``. DTensor
+redistributes inputs that have other placements, as it does for torch's own operators. An operator that states nothing
+is computed on replicated tensors.
 
-Rules of their own:
+A rule of its own:
 
-- A bias of ``linear`` and ``conv2d`` is added once to a product whose sum is split: it is ``Partial`` too.
 - ``cross_entropy`` of split rows reduced to their mean, and of split classes, is composed of local results and
   reductions over the mesh.
 
@@ -32,7 +32,6 @@ from .imports import after_import
 from .torch_mathematics import wide_dtype
 from .torch_schema import maskable, wanted
 
-_ADDED_ONCE = {OPS[name]: "bias" for name in ("linear", "conv2d")}
 _CROSS_ENTROPY = OPS["cross_entropy"]
 
 
@@ -84,24 +83,20 @@ def _strategies(op: Op, *args: Any) -> list[Strategy]:
     axes = found.axes if found else ()
     given = {slot for slot, shape in zip(op.inputs, shapes, strict=True) if shape is not None}
     strategies = [_strategy(op, given, names, None), *(_strategy(op, given, names, axis) for axis in axes)]
-    bias = _ADDED_ONCE.get(op)
-    if bias in given:
-        without = sharding(op, attrs, [None if slot == bias else s for slot, s in zip(op.inputs, shapes, strict=True)])
-        assert without is not None
-        strategies += [_strategy(op, given, names, axis, bias) for axis in without.axes if axis.is_summed]
     return [(outputs, inputs + [None] * others) for outputs, inputs in strategies]
 
 
-def _strategy(
-    op: Op, given: Container[str], names: Container[str], axis: Axis | None, added_once: str | None = None
-) -> Strategy:
-    """Of tensors alone. ``given``: the inputs that are; ``names``: the results that are wanted."""
+def _strategy(op: Op, given: Container[str], names: Container[str], axis: Axis | None) -> Strategy:
+    """The placements of all tensors if ``axis`` is split. ``given``: the inputs that are not None; ``names``: the
+    results that are wanted."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     def placement(slot: str):
-        if axis is not None and slot in axis.positions:
+        if axis is None:
+            return Replicate()
+        if slot in axis.positions:
             return Shard(axis.positions[slot])
-        return Partial() if slot == added_once or (axis is not None and slot in axis.partial) else Replicate()
+        return Partial() if slot in axis.partial | axis.added else Replicate()
 
     inputs = [placement(slot) if slot in given else None for slot in op.inputs]
     return [placement(slot) if slot in names else None for slot in op.results], inputs

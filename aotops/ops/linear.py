@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from ..op import operator
 from ._activation import activated, slope
 
@@ -11,9 +13,9 @@ def _pre_activation(call):
     return (*call.x[:-1], 0 if call.activation is None else call.weight[0])
 
 
-def _dims(call, follows):
-    """Of the inputs and the pre-activation. What follows the product needs its whole sum."""
-    i, before = "I" if follows else "i", "o" if call.activation else "0"
+def _dims(call):
+    """Of the inputs and the pre-activation. An activation needs the whole sum."""
+    i, before = ("I", "o") if call.activation else ("i", "0")
     return {"x": f"... {i}", "weight": f"o {i}", "bias": "o", "pre_activation": f"... {before}"}
 
 
@@ -46,7 +48,7 @@ _ATTRS = {"activation": "str?", "allow_tf32": "bool"}
     optional=("bias", "pre_activation", "dx", "dweight", "dbias"),
     attrs=_ATTRS,
     same_spec_as={"dx": "x", "dweight": "weight"},
-    dims=lambda call: _dims(call, call.activation) | _gradients(call),
+    dims=lambda call: _dims(call) | _gradients(call),
     formula=_backward_formula,
     vmappable=("dy", "x", "pre_activation", "dx"),
 )
@@ -63,10 +65,11 @@ def linear_backward(dy, x, weight, bias, pre_activation, activation=None, allow_
     optional=("bias",),
     attrs=_ATTRS,
     backward=linear_backward,
-    dims=lambda call: _dims(call, call.activation or call.bias is not None) | {"y": "... o"},
+    dims=lambda call: _dims(call) | {"y": "... o"},
     formula=_formula,
     bilinear=("x", "weight"),
     bilinear_unless="activation",
+    flops=lambda call: 2 * prod(call.x) * call.weight[0],
     vmappable=("x", "y", "pre_activation"),
     always_save_residuals=True,
     autocast={"cpu": "autocast", "cuda": "autocast"},

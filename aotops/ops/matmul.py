@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from ..op import operator
 
 
@@ -45,6 +47,7 @@ def matmul_backward(dy, a, b, transpose_a=False, transpose_b=False, allow_tf32=F
     backward=matmul_backward,
     dims=lambda call: {**_factors(call), "y": "... m n"},
     bilinear=("a", "b"),
+    flops=lambda call: 2 * prod(_product(call)) * call.a[-2 if call.transpose_a else -1],
     vmappable=("a", "b", "y"),
     vmap_same_rank=True,
     autocast={"cpu": "autocast", "cuda": "autocast"},
