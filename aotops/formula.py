@@ -69,6 +69,15 @@ class Mathematics(Protocol):
         """(..., n) as (rows, n)."""
 
 
+class Products(Mathematics, Protocol):
+    """The mathematics of a framework whose compiler fuses what stands around its own products (``Op.fused``)."""
+
+    def matmul(self, a: Array, b: Array, transpose_a: bool = False, transpose_b: bool = False) -> Array: ...
+
+    def linear(self, x: Array, weight: Array, bias: Array | None) -> Array:
+        """``x @ weight.T + bias``."""
+
+
 def compose(m: Mathematics, op: Op, attrs: Sequence[Attr], inputs: Sequence[Array | None]) -> tuple[Array, ...]:
     """The outputs ``op.composed`` by the formula, some of them perhaps wide.
 
@@ -83,6 +92,14 @@ def compose(m: Mathematics, op: Op, attrs: Sequence[Attr], inputs: Sequence[Arra
         )
     outputs = op.formula(m, *(named[name] for name in parameters(op.formula)))
     return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def fuse(m: Products, op: Op, attrs: Sequence[Attr], tensors: Mapping[str, Array]) -> Any:
+    """The results by ``op.fused``, of inputs or residuals, absent ones left out; or NotImplemented."""
+    assert op.fused is not None, f"{op.name} states no products"
+    named = dict.fromkeys(op.slots) | dict(zip(op.attrs, attrs, strict=True)) | dict(tensors)
+    results = op.fused(m, *(named[name] for name in parameters(op.fused)))
+    return results if isinstance(results, tuple) or results is NotImplemented else (results,)
 
 
 def parameters(formula: Callable[..., Any]) -> tuple[str, ...]:

@@ -188,6 +188,10 @@ class Op:
     factor."""
     product_of: tuple[tuple[str, ...], ...] = ()
     """The inputs that make up each factor of the product, if they are not those of ``bilinear``."""
+    fused: Callable[..., Any] | None = None
+    """The operator as the framework's own products and elementwise functions, for a compiler that fuses these: a
+    function of ``Products`` (aotops/formula.py) and of inputs, attributes and residuals, which its parameters name. A
+    forward's residuals are None, or given without inputs. Returns all ``results``, or NotImplemented."""
     autocast: Mapping[str, str] = field(default_factory=dict)
     """By device, the dtype that torch.autocast casts inputs to; "autocast" for its 16-bit dtype. On a device not
     named, an operator that names another computes in the widest dtype of its inputs, and its results have the widest of
