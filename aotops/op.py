@@ -109,6 +109,17 @@ class Rule:
         return tuple(gradients)
 
 
+@dataclass(frozen=True)
+class Parts:
+    """A call that is composed of parts of axes that the entry takes whole."""
+
+    dims: Callable[[Any], Mapping[str, str]]
+    """As ``Op.dims``, with these axes split."""
+    function: Callable[..., Any]
+    """The results of a part, or those that are partial sums by ``dims``: a function of ``PartMathematics``
+    (aotops/formula.py) and of inputs, None for absent ones, and attributes, which its parameters name."""
+
+
 @dataclass(frozen=True, eq=False)
 class Op:
     """The inputs, outputs, attributes and gradient of an operator.
@@ -155,6 +166,8 @@ class Op:
     """The axes of each slot but the workspace, by name, from which sharding follows (aotops/sharding.py says how they
     are written): a function of the same object as ``shapes``. Without it an elementwise operator has independent axes
     alone, and others are not split."""
+    parts: Parts | None = None
+    """How more axes than those of ``dims`` are split."""
     vmappable: frozenset[str] = frozenset()
     """Slots that may have additional leading axes, over which results are independent: vmap adds one."""
     vmap_same_rank: bool = False

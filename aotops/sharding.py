@@ -13,7 +13,7 @@ The statement names the axes of each slot, as in ``{"x": "... i", "weight": "o i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import SimpleNamespace
@@ -24,6 +24,8 @@ from .spec import shape_text
 
 Shape = tuple[Any, ...]
 """Of numbers, or of a framework's symbolic dimensions."""
+
+Dims = Callable[[Any], Mapping[str, str]]
 
 _BROADCAST = "1"
 """The name of a leading axis of one element where others have more."""
@@ -42,6 +44,8 @@ class Axis:
     """Outputs that are partial sums if the axis is split: their sum over the parts is the result."""
     added: frozenset[str] = frozenset()
     """Inputs that are added to such a sum, and so to one of its parts (``Op.added``)."""
+    composed: bool = False
+    """The entry takes the axis whole: a call on parts of it is ``Op.parts``."""
 
 
 @dataclass(frozen=True)
@@ -64,24 +68,32 @@ class Sharding:
         return next((axis for axis in self.axes if axis.name == name), None)
 
 
-def sharding(op: Op, attrs: Sequence[Attr], shapes: Sequence[Shape | None]) -> Sharding | None:
+def sharding(op: Op, attrs: Sequence[Attr], shapes: Sequence[Shape | None], composed: bool = False) -> Sharding | None:
     """What ``op.dims`` states for a call; None if the operator states nothing, and every slot is whole.
 
     Args:
         attrs: one for each of ``op.attrs``.
         shapes: one for each of ``op.inputs``, None where it is absent.
+        composed: with the axes that ``op.parts`` splits.
 
     Raises:
         ValueError: shapes that do not fit the statement.
         TypeError: a statement that does not fit the operator.
     """
     given = tuple(None if shape is None else tuple(shape) for shape in shapes)
-    return (_parsed if _is_hashable((attrs, given)) else _parsed.__wrapped__)(op, tuple(attrs), given)
+    parse = _parsed if _is_hashable((attrs, given)) else _parsed.__wrapped__
+    plain = parse(op, tuple(attrs), given, op.dims)
+    if not composed or op.parts is None:
+        return plain
+    found = parse(op, tuple(attrs), given, op.parts.dims)
+    assert found is not None
+    names = {axis.name for axis in plain.axes} if plain else ()
+    return Sharding(found.slots, tuple(replace(axis, composed=axis.name not in names) for axis in found.axes))
 
 
 def batched_slots(op: Op, attrs: Sequence[Attr], shapes: Sequence[Shape | None]) -> frozenset[str]:
     """The slots and aliases that carry independent leading axes: ``...``."""
-    stated = _statement(op, op.call(attrs, shapes))
+    stated = _statement(op, op.call(attrs, shapes), op.dims)
     return frozenset(op.with_aliases({slot: None for slot, axes in stated.items() if "..." in axes.split()}))
 
 
@@ -95,11 +107,11 @@ def _is_hashable(value: Any) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _parsed(op: Op, attrs: tuple[Attr, ...], shapes: tuple[Shape | None, ...]) -> Sharding | None:
-    if op.dims is None and not op.elementwise:
+def _parsed(op: Op, attrs: tuple[Attr, ...], shapes: tuple[Shape | None, ...], dims: Dims | None) -> Sharding | None:
+    if dims is None and not op.elementwise:
         return None
     call = op.call(attrs, shapes)
-    stated = _statement(op, call)
+    stated = _statement(op, call, dims)
     given = _shapes(op, call)
     if all(shape == () for shape in given.values()):  # dims may state axes that these do not have
         return Sharding(op.with_aliases(dict.fromkeys(given, ())), ())
@@ -113,10 +125,10 @@ def _parsed(op: Op, attrs: tuple[Attr, ...], shapes: tuple[Shape | None, ...]) -
     return Sharding(op.with_aliases(slots), tuple(_with_aliases(op, axis) for axis in axes))
 
 
-def _statement(op: Op, call: SimpleNamespace) -> Mapping[str, str]:
+def _statement(op: Op, call: SimpleNamespace, dims: Dims | None) -> Mapping[str, str]:
     """The axes of each slot but the workspace. Without ``dims``, an elementwise operator has leading axes alone."""
     slots = {*op.inputs, *op.results}
-    stated = op.dims(call) if op.dims else dict.fromkeys(slots, "...")
+    stated = dims(call) if dims else dict.fromkeys(slots, "...")
     if set(stated) != slots:
         odd = ", ".join(sorted(set(stated) ^ slots))
         raise TypeError(f"{op.name}: dims names {', '.join(stated)}, expected each slot once: {odd} is not")

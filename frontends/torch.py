@@ -395,8 +395,9 @@ def _register_once(ops: Iterable[Op]) -> None:
         dispatched[one] = _register(_namespace(one.library), one, forward)
     told = [torch_inductor.Operator(one, f, dispatched[one], _register_overwriting(one, f)) for one, f in pairs]
     torch_inductor.register(told, _composed)
-    torch_sharding.register([(one, dispatched[one]) for one, _ in pairs])
-    torch_flops.register((one, forward, dispatched[one]) for one, forward in pairs)
+    triples = [(one, forward, dispatched[one]) for one, forward in pairs]
+    torch_sharding.register(triples)
+    torch_flops.register(triples)
 
 
 def _register(namespace: torch.library.Library, op: Op, forward: Op) -> Callable[..., Any]:
