@@ -51,8 +51,9 @@ def register(ops: Iterable[Op]) -> None:
         dispatched[one] = _register_one(_namespace(one.library), one, forward)
     told = [inductor.Operator(one, f, dispatched[one], _register_overwriting(one, f)) for one, f in pairs]
     inductor.register(told, composed)
-    sharding.register([(one, dispatched[one]) for one, _ in pairs])
-    flops.register({one: dispatched[one] for one, _ in pairs if one.library is BUILTIN})
+    triples = [(one, forward, dispatched[one]) for one, forward in pairs]
+    sharding.register(triples)
+    flops.register(triples)
 
 
 def _register_one(namespace: torch.library.Library, op: Op, forward: Op) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ not run where their result is cached, or where the graph was exported before.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextvars import ContextVar
 from importlib import import_module
 from types import ModuleType
@@ -27,9 +27,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from aotops.formula import fuse, is_bilinear
 from aotops.op import Op
-from aotops.ops import BUILTIN
-from aotops.ops._activation import activated, slope
 
 from ..imports import after_import
 from ..torch_schema import wanted as names_of_wanted
@@ -54,69 +53,46 @@ def _has_fused_kernel(x: Tensor, weight: Tensor) -> bool:
     return aligned and torch.cuda.get_device_capability(x.device)[0] == 9
 
 
-_ACTIVATED: MutableMapping[Tensor, tuple[Tensor, str]] = WeakIdKeyDictionary()
-"""While a graph is traced: for what a fused kernel returned, the pre-activation and the activation. A backward computes
-it again instead of keeping both."""
+_RECOMPUTED: MutableMapping[Tensor, Callable[[], Tensor]] = WeakIdKeyDictionary()
+"""While a graph is traced: for what a fused kernel returned, a function that computes it from the residuals. A backward
+calls it instead of keeping both."""
 _AS_IT_IS = ContextVar("as_it_is", default=False)
 
 
-def linear(x, weight, bias, activation, allow_tf32):
-    if _AS_IT_IS.get() or not _fuses_products(x):
-        return NotImplemented
-    if activation is not None and _has_fused_kernel(x, weight):
-        token = _AS_IT_IS.set(True)
-        try:
-            y, before = torch.ops.aotops.linear.default(x, weight, bias, activation, allow_tf32)
-        finally:
-            _AS_IT_IS.reset(token)
-        _ACTIVATED[y] = before, activation
-        return y, before
-    before = torch.nn.functional.linear(x, weight, bias)
-    if activation is None:
-        return before, before[..., :0]
-    return _activated(before, activation), before
+def _of_products(op: Op, forward: Op, overload: Any) -> Callable[..., Any]:
+    n, end = len(op.inputs), len(op.inputs) + len(op.attrs)
+
+    def of_products(*args):
+        inputs, attrs = args[:n], args[n:end]
+        if _AS_IT_IS.get() or not _fuses_products(inputs[0]):
+            return NotImplemented
+        named = {slot: t for slot, t in zip(op.inputs, inputs, strict=True) if t is not None}
+        if op is not forward:
+            named = {slot: _RECOMPUTED[t]() if t in _RECOMPUTED else t for slot, t in named.items()}
+        elif not is_bilinear(op, attrs) and _has_fused_kernel(*(named[slot] for slot in op.bilinear)):
+            return _by_fused_kernel(op, overload, args) if op.residuals else NotImplemented
+        results = fuse(m, op, attrs, named)
+        return results if results is NotImplemented else _packed(op, args[end:], results)
+
+    return of_products
 
 
-def _activated(before: Tensor, activation: str) -> Tensor:
-    return activated(m, m.wide(before), activation).to(before.dtype)
+def _by_fused_kernel(op: Op, overload: Any, args: Sequence[Any]) -> Any:
+    token = _AS_IT_IS.set(True)
+    try:
+        y, *kept = overload(*args)
+    finally:
+        _AS_IT_IS.reset(token)
+    attrs, residuals = args[len(op.inputs) :], dict(zip(op.residuals, kept, strict=True))
+    _RECOMPUTED[y] = lambda: fuse(m, op, attrs, residuals)[0]
+    return y, *kept
 
 
-def linear_backward(dy, x, weight, bias, pre_activation, activation, allow_tf32, wanted=(True, True, True)):
-    if not _fuses_products(x):
-        return NotImplemented
-    d = dy
-    if activation is not None:
-        before = torch.nn.functional.linear(x, weight, bias) if pre_activation is None else pre_activation
-        d = (m.wide(dy) * slope(m, m.wide(before), activation)).to(x.dtype)
-    rows = m.matrix(d)  # read by three, and so written in 16 bits only
-    dx, dweight, dbias = wanted
-    factor = _activated(*_ACTIVATED[x]) if x in _ACTIVATED else x
-    return (
-        (rows @ weight).reshape(x.shape) if dx else None,
-        rows.mT @ m.matrix(factor) if dweight else None,
-        rows.sum(0) if dbias else None,
-    )
-
-
-def _factors(a, b, transpose_a, transpose_b):
-    return a.mT if transpose_a else a, b.mT if transpose_b else b
-
-
-def matmul(a, b, transpose_a, transpose_b, allow_tf32):
-    if not _fuses_products(a):
-        return NotImplemented
-    left, right = _factors(a, b, transpose_a, transpose_b)
-    return left @ right
-
-
-def matmul_backward(dy, a, b, transpose_a, transpose_b, allow_tf32, wanted=(True, True)):
-    """Factors that broadcast are left to the kernel, which does not round the products that it sums."""
-    if not _fuses_products(a) or a.shape[:-2] != b.shape[:-2]:
-        return NotImplemented
-    left, right = _factors(a, b, transpose_a, transpose_b)
-    of_left, of_right = wanted
-    dleft, dright = dy @ right.mT if of_left else None, left.mT @ dy if of_right else None
-    return _factors(dleft, dright, transpose_a and of_left, transpose_b and of_right)
+def _packed(op: Op, mask: Sequence[Any], results: Iterable[Any]) -> Any:
+    """The results as the operator returns them: None where they are not wanted."""
+    names = names_of_wanted(op, mask)
+    found = tuple(y if name in names else None for name, y in zip(op.results, results, strict=True))
+    return found[0] if len(found) == 1 else found
 
 
 def _without_instead(op: Op, forward: Op, overload: Any) -> Callable[..., Any]:
@@ -143,27 +119,16 @@ def _places(op: Op, forward: Op, attrs: Sequence[Any]) -> list[tuple[int, int]]:
     return [(op.inputs.index(slot), op.inputs.index(residual)) for slot, residual in forward.replaced(attrs).items()]
 
 
-_PRODUCTS = {f.__name__: f for f in (linear, linear_backward, matmul, matmul_backward)}
-
-
 def _decomposition(op: Op, forward: Op, overload: Any, composed: Callable[..., Any]) -> Callable[..., Any] | None:
-    if op.library is BUILTIN and op.name in _PRODUCTS:
-        return _PRODUCTS[op.name]
+    if op.fused is not None:
+        return _of_products(op, forward, overload)
     if op is not forward and forward.instead:
         return _without_instead(op, forward, overload)
     if not op.elementwise or op.formula is None:
         return None
     n, end = len(op.inputs), len(op.inputs) + len(op.attrs)
 
-    def by_formula(*args):
-        names = names_of_wanted(op, args[end:])
-        results = [
-            y if name in names else None
-            for name, y in zip(op.results, composed(op, args[n:end], args[:n]), strict=True)
-        ]
-        return results[0] if len(results) == 1 else tuple(results)
-
-    return by_formula
+    return lambda *args: _packed(op, args[end:], composed(op, args[n:end], args[:n]))
 
 
 # ----------------------------------------------------------------------------------------------------------- lowerings

@@ -24,11 +24,11 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class Mathematics:
-    """torch's, for formulas."""
+    """``aotops.formula.Products`` of torch."""
 
     exp, expm1, tanh, sigmoid, rsqrt = torch.exp, torch.expm1, torch.tanh, torch.sigmoid, torch.rsqrt
     erfc, where, zeros, reshape = torch.special.erfc, torch.where, torch.zeros_like, torch.reshape
-    log_softmax = staticmethod(torch.log_softmax)
+    log_softmax, linear = staticmethod(torch.log_softmax), staticmethod(torch.nn.functional.linear)
 
     def __init__(self, ops: Any) -> None:
         self.ops = ops
@@ -73,6 +73,10 @@ class Mathematics:
     @staticmethod
     def matrix(x: Tensor) -> Tensor:
         return x.flatten(0, -2) if x.dim() > 1 else x[None]
+
+    @staticmethod
+    def matmul(a: Tensor, b: Tensor, transpose_a: bool = False, transpose_b: bool = False) -> Tensor:
+        return (a.mT if transpose_a else a) @ (b.mT if transpose_b else b)
 
 
 def composed(

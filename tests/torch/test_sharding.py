@@ -63,7 +63,7 @@ def test_dtensor_comes_up_without_register_sharding(monkeypatch):
 
     monkeypatch.setattr(experimental, "register_sharding", lambda: None)
     with pytest.warns(UserWarning, match="DTensor of torch .* took no strategies: TypeError"):
-        register(ours.registered.dispatched.items())
+        register([(op, op, overload) for op, overload in ours.registered.dispatched.items()])
 
 
 def test_the_example_trains_as_one_process():
