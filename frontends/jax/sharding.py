@@ -29,6 +29,8 @@ from aotops.ops.cross_entropy import divides_slope, keeps_slope
 from aotops.sharding import Axis, Sharding, sharding
 from aotops.spec import accumulate_dtype
 
+from .private import typeof
+
 Array = Any  # jax.Array, or what jit accepts as one
 Attrs = tuple[Attr, ...]
 Names = tuple[str, ...]
@@ -44,7 +46,7 @@ def partitioned(launch: Launch, op: Op, attrs: Attrs, wanted: Names, *inputs: Ar
     mesh = mesh_of(inputs)
     if not stated.axes or getattr(mesh, "manual_axes", ()):
         return launch(op, attrs, wanted, *inputs)
-    call = _Call(launch, op, attrs, wanted, _given(op, inputs), stated)
+    call = PartitionedCall(launch, op, attrs, wanted, _given(op, inputs), stated)
     arrays = [x for x in inputs if x is not None]
     if not _is_explicit(mesh):
         return call.bind(*arrays)
@@ -83,10 +85,6 @@ def _is_explicit(mesh: Any) -> bool:
 def _mesh(types: Iterable[Any]) -> Any:
     meshes = (getattr(getattr(t, "sharding", None), "mesh", None) for t in types)
     return next((mesh for mesh in meshes if mesh is not None and not mesh.empty), None)
-
-
-def typeof(x: Array) -> Any:
-    return jax.typeof(x) if hasattr(jax, "typeof") else None  # since JAX 0.6
 
 
 # ----------------------------------------------------------------------------------------------------------------- axes
@@ -156,7 +154,7 @@ def _sharding(stated: Sharding, mesh: Any, slot: str, split: Split) -> Any:
 
 
 @dataclass(frozen=True, eq=False)
-class _Call:
+class PartitionedCall:
     """A call of an operator, as a function of the inputs that there are."""
 
     launch: Launch
@@ -243,7 +241,7 @@ _partitioned_p.multiple_results = True
 
 
 @_partitioned_p.def_impl
-def _run(*arrays, call, jaxpr):
+def _evaluate(*arrays, call, jaxpr):
     return call(*arrays)
 
 
@@ -286,7 +284,7 @@ def _rows_and_classes(op: Op, attrs: Attrs, shapes: Sequence[Any]) -> Sharding:
     return Sharding(slots, (*rows.axes, Axis("c", size, positions, frozenset())))
 
 
-def _cross_entropy(call: _Call, split: Split, x: Array, target: Array) -> tuple[Array, ...]:
+def _cross_entropy(call: PartitionedCall, split: Split, x: Array, target: Array) -> tuple[Array, ...]:
     wide, counted = _wide(x), _counted(call, target)
     reduction, over = _attr(call, "reduction"), split.get("n", ())
     if "c" in split:
@@ -305,7 +303,9 @@ def _cross_entropy(call: _Call, split: Split, x: Array, target: Array) -> tuple[
     return tuple(found[slot] for slot in call.wanted)
 
 
-def _over_classes(call: _Call, over: tuple[str, ...], x: Array, target: Array, counted: Array) -> tuple[Array, Array]:
+def _over_classes(
+    call: PartitionedCall, over: tuple[str, ...], x: Array, target: Array, counted: Array
+) -> tuple[Array, Array]:
     """The losses of the rows and this part of their slope, of a part of the classes. Two reductions: of the largest
     elements, and of the sums. A class that there is not has a loss and a slope of NaN, as on a GPU."""
     smoothing, part = _attr(call, "label_smoothing"), x.shape[-1]
@@ -325,7 +325,7 @@ def _over_classes(call: _Call, over: tuple[str, ...], x: Array, target: Array, c
     return by_row(losses, counted, odd), by_row(slope, counted[..., None], odd[..., None])
 
 
-def _cross_entropy_backward(call: _Call, split: Split, dy: Array, x: Array, target: Array, slope: Array):
+def _cross_entropy_backward(call: PartitionedCall, split: Split, dy: Array, x: Array, target: Array, slope: Array):
     factor, counted, reduction = _wide(dy), _counted(call, target), _attr(call, "reduction")
     if not keeps_slope(reduction):
         if "c" not in split:
@@ -341,11 +341,11 @@ def _wide(x: Array) -> Array:
     return x.astype(accumulate_dtype(x.dtype.name))
 
 
-def _counted(call: _Call, target: Array) -> Array:
+def _counted(call: PartitionedCall, target: Array) -> Array:
     return target != _attr(call, "ignore_index")
 
 
-def _attr(call: _Call, name: str) -> Any:
+def _attr(call: PartitionedCall, name: str) -> Any:
     return dict(zip(call.op.attrs, call.attrs, strict=True))[name]
 
 
