@@ -67,7 +67,7 @@ comma     := ,
 pinned     = $(shell sed -n 's/.*"\($(1)==[^"]*\)".*/\1/p' pyproject.toml)
 LDFLAGS   := -z,defs,-z,now,-z,nodelete,--version-script=cuda_src/host/exports.map
 lib:
-	@$(MAKE) --no-print-directory -j$(JOBS) $(LIB) $(RUNTIME)
+	@$(MAKE) --no-print-directory -j$(JOBS) $(LIB) $(RUNTIME) $(TYPES)
 
 # A change of the version, or of what the library is built for, rebuilds.
 build/flags: FORCE | build
@@ -98,6 +98,12 @@ $(RUNTIME): $(addprefix build/runtime/,error.o extra.o fork.o threads.o)
 	@echo "ar   $@"
 	@mkdir -p $(@D) && rm -f $@
 	@$(AR) rcs $@ $^
+
+# The type stubs of all frontends, by which editors and type checkers know the operators' functions.
+TYPES := frontends/numpy.pyi
+$(TYPES): $(wildcard aotops/*.py aotops/ops/*.py frontends/*.py frontends/*/*.py)
+	@echo "stubs of the frontends"
+	@$(PYTHON) -m frontends.stubs && touch $@
 
 # What LibTorch's dispatcher is told of the operators: made of their definitions.
 TORCH_TABLE := build/torch_table.inc
@@ -325,7 +331,7 @@ ON_LOWEST := $(addprefix tests/core/test_,accuracy.py cross_entropy.py formulas.
 LOWEST_TESTS := $(LOWEST) $(VENV)/bin/python $(patsubst tests,$(ON_LOWEST),$(PYTEST)) -m 'not gpu'
 
 test:
-	@$(MAKE) --no-print-directory -j$(JOBS) environments lint $(LIB) $(RUNTIME)
+	@$(MAKE) --no-print-directory -j$(JOBS) environments lint $(LIB) $(RUNTIME) $(TYPES)
 	@failed=; \
 	echo "$(TESTS)"; $(TESTS) || failed="$$failed $(VENV)"; \
 	$(if $(MINDSPORE_PYTHON),echo "$(MS_TESTS)"; $(MS_TESTS) || failed="$$failed $(MS_VENV)";) \

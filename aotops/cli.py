@@ -182,7 +182,7 @@ def _write_stubs(package: Path | None) -> Iterator[Path]:
     registry.use(package)
     for library in registry.offered().values():
         if isinstance(library, library_class) and library.path.is_relative_to(package.absolute()):
-            yield from import_module("aotops.stubs").write(library)
+            yield from import_module("aotops.frontends.stubs").write(library)
 
 
 @main.command()
@@ -419,7 +419,7 @@ def stubs(library: str, output: Path | None) -> None:
     Example:
       aotops stubs scale
     """
-    from . import stubs
+    from .frontends import stubs
 
     for file in stubs.write(_registry().library(library), output):
         click.echo(os.path.relpath(file))

@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 
 from aotops import call
-from aotops.arrays import ArrayFrontend
 from aotops.hosting import Namespace
 from aotops.library import Library
 from aotops.op import Attr, Op
 from aotops.ops import BUILTIN, OPS
 from aotops.spec import DTYPES, TensorSpec
+
+from .explicit_gradients import ArrayFrontend
 
 __all__ = ["functions", "of", *OPS, *(f"{name}_backward" for name, op in OPS.items() if op.backward)]
 

@@ -14,18 +14,11 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax._src import dispatch as _dispatch
+from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.tree_util import tree_flatten, tree_unflatten
 
-try:
-    from jax.extend.core import Primitive
-except ImportError:  # older JAX
-    from jax.core import Primitive  # type: ignore[no-redef]
-try:
-    from jax.extend.core import unmapped_aval
-except ImportError:  # older JAX, which does not export it everywhere
-    from jax._src.core import unmapped_aval  # type: ignore[no-redef]
+from .private import needs_devices, with_leading_axis
 
 Array = Any
 Named = Mapping[str, Array]
@@ -41,7 +34,7 @@ class LinearMap(Protocol):
         """The cotangents of the tangents of these names, except those that are zero."""
 
 
-def apply(map: LinearMap, residuals: Named, tangents: Named, types: Sequence[Any]) -> tuple[Array, ...]:
+def tangent_map(map: LinearMap, residuals: Named, tangents: Named, types: Sequence[Any]) -> tuple[Array, ...]:
     """The map of the tangents. ``types``: of the results, as JAX's abstract values."""
     leaves, tree = tree_flatten((dict(residuals), dict(tangents)))
     return tuple(_linear.bind(*leaves, map=map, tree=tree, types=tuple(types)))
@@ -62,7 +55,7 @@ def _jvp(operands, moved, *, map, tree, types):
     further = {name: t for name, t in zip(sorted(tangents), moved[n:], strict=True) if type(t) is not ad.Zero}
     terms = []
     if further:
-        terms.append(apply(map, residuals, further, types))
+        terms.append(tangent_map(map, residuals, further, types))
     if moving:
 
         def of_residuals(*values):
@@ -70,7 +63,7 @@ def _jvp(operands, moved, *, map, tree, types):
             return _evaluate(*(given.get(i, x) for i, x in enumerate(operands)), map=map, tree=tree, types=types)
 
         terms.append(jax.jvp(of_residuals, [operands[i] for i in moving], [moved[i] for i in moving])[1])
-    first = apply(map, residuals, tangents, types)
+    first = tangent_map(map, residuals, tangents, types)
     return first, terms[0] if len(terms) == 1 else [add(*pair) for pair in zip(*terms, strict=True)]
 
 
@@ -90,15 +83,8 @@ def _batch(operands, axes, *, map, tree, types):
     size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
     residual_axes, tangent_axes = (tuple(sorted(a.items())) for a in tree_unflatten(tree, axes))
     batched = _Batched(map, size, residual_axes, tangent_axes)
-    types = tuple(_with_leading_axis(size, t) for t in types)
+    types = tuple(with_leading_axis(size, t) for t in types)
     return _linear.bind(*operands, map=batched, tree=tree, types=types), (0,) * len(types)
-
-
-def _with_leading_axis(size, type):
-    try:
-        return unmapped_aval(size, 0, type)
-    except TypeError:  # older JAX, which takes the axis's name too
-        return unmapped_aval(size, None, 0, type)
 
 
 @dataclass(frozen=True)
@@ -135,5 +121,4 @@ ad.primitive_jvps[_linear] = _jvp
 ad.primitive_transposes[_linear] = _transpose
 batching.primitive_batchers[_linear] = _batch
 mlir.register_lowering(_linear, mlir.lower_fun(_evaluate, multiple_results=True))
-# Its lowering may have a custom_partitioning, for which JAX must know the devices: it looks for one in jaxprs alone.
-getattr(_dispatch, "prim_requires_devices_during_lowering", set()).add(_linear)
+needs_devices(_linear)

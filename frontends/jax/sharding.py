@@ -27,7 +27,8 @@ from aotops.formula import compose_part
 from aotops.op import Attr, Op
 from aotops.sharding import Sharding, sharding
 
-from .jax_mathematics import Mathematics
+from .mathematics import Mathematics
+from .private import typeof
 
 Array = Any  # jax.Array, or what jit accepts as one
 Attrs = tuple[Attr, ...]
@@ -44,7 +45,7 @@ def partitioned(launch: Launch, op: Op, attrs: Attrs, wanted: Names, *inputs: Ar
     mesh = mesh_of(inputs)
     if not stated.axes or getattr(mesh, "manual_axes", ()):
         return launch(op, attrs, wanted, *inputs)
-    call = _Call(launch, op, attrs, wanted, _given(op, inputs), stated)
+    call = PartitionedCall(launch, op, attrs, wanted, _given(op, inputs), stated)
     arrays = [x for x in inputs if x is not None]
     if not _is_explicit(mesh):
         return call.bind(*arrays)
@@ -83,10 +84,6 @@ def _is_explicit(mesh: Any) -> bool:
 def _mesh(types: Iterable[Any]) -> Any:
     meshes = (getattr(getattr(t, "sharding", None), "mesh", None) for t in types)
     return next((mesh for mesh in meshes if mesh is not None and not mesh.empty), None)
-
-
-def typeof(x: Array) -> Any:
-    return jax.typeof(x) if hasattr(jax, "typeof") else None  # since JAX 0.6
 
 
 # ----------------------------------------------------------------------------------------------------------------- axes
@@ -143,7 +140,7 @@ def _sharding(stated: Sharding, mesh: Any, slot: str, split: Split) -> Any:
 
 
 @dataclass(frozen=True, eq=False)
-class _Call:
+class PartitionedCall:
     """A call of an operator, as a function of the inputs that there are."""
 
     launch: Launch
@@ -230,7 +227,7 @@ _partitioned_p.multiple_results = True
 
 
 @_partitioned_p.def_impl
-def _run(*arrays, call, jaxpr):
+def _evaluate(*arrays, call, jaxpr):
     return call(*arrays)
 
 
@@ -261,7 +258,7 @@ class _Part(Mathematics):
 
     log = staticmethod(jnp.log)
 
-    def __init__(self, call: _Call, split: Split, inputs: Sequence[Array | None]) -> None:
+    def __init__(self, call: PartitionedCall, split: Split, inputs: Sequence[Array | None]) -> None:
         super().__init__(None)
         self._call, self._split, self._inputs = call, split, inputs
 

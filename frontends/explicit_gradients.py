@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from .hosting import NUMBERS, Namespace
-from .infer import infer
-from .library import Library
-from .op import Attr, Op, Rule
-from .spec import TensorSpec, accumulate_dtype, check_broadcast, check_like, shape_text
+from aotops.hosting import NUMBERS, Namespace
+from aotops.infer import infer
+from aotops.library import Library
+from aotops.op import Attr, Op, Rule
+from aotops.spec import TensorSpec, accumulate_dtype, check_broadcast, check_like, shape_text
 
 Arrays = Sequence[Any]
 _ABSENT: Any = object()
