@@ -40,7 +40,7 @@ class _Types:
 
 
 _TYPES = {
-    "torch": _Types("from torch import Tensor", "Tensor", "Tensor", dtype="torch.dtype"),
+    "torch": _Types("import torch\nfrom torch import Tensor", "Tensor", "Tensor", dtype="torch.dtype"),
     "jax": _Types("from jax import Array\nfrom jax.typing import ArrayLike", "ArrayLike", "Array"),
     "mindspore": _Types("from mindspore import Tensor", "Tensor", "Tensor"),
     "cupy": _Types("from cupy import ndarray", "ndarray", "ndarray", explicit_backward=True),

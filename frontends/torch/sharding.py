@@ -29,6 +29,7 @@ from ..imports import after_import
 from ..torch_schema import maskable, wanted
 from . import private
 from .mathematics import Mathematics
+from .tensors import results_of
 
 
 def register(operators: Iterable[tuple[Op, Op, Any]]) -> None:
@@ -155,7 +156,7 @@ def _of_parts(op: Op, forward: Op, overload: Any, args: Sequence[Any], kwargs: A
     n, end = len(op.inputs), len(op.inputs) + len(op.attrs)
     inputs, attrs = dict(zip(op.inputs, args[:n], strict=True)), args[n:end]
     _check_distributed(op, inputs)
-    wholes = _results(_on_meta(overload, *args))
+    wholes = results_of(_on_meta(overload, *args))
     stated = sharding(op, attrs, [None if t is None else tuple(t.shape) for t in inputs.values()], composed=True)
     assert stated is not None
     replaced = {} if op is forward else forward.replaced(attrs)
@@ -180,9 +181,9 @@ def _of_parts(op: Op, forward: Op, overload: Any, args: Sequence[Any], kwargs: A
             return overload(*(given[name] for name in (*op.inputs, *op.attrs)), *args[end:])
 
         if any(axis is not None and axis.composed for axis in axes):
-            results = compose_part(_Part(mesh, axes, run), op, attrs, list(parts.values()))
+            results = tuple(compose_part(_Part(mesh, axes, run), op, attrs, list(parts.values())))
         else:
-            results = _results(run())
+            results = results_of(run())
         found = [
             DTensor.from_local(
                 part.to(whole.dtype).contiguous(), mesh, [_placement(y, axis) for axis in axes],
@@ -191,10 +192,6 @@ def _of_parts(op: Op, forward: Op, overload: Any, args: Sequence[Any], kwargs: A
             for y, part, whole in zip(op.results, results, wholes, strict=True)
         ]  # fmt: skip
     return found[0] if len(found) == 1 else tuple(found)
-
-
-def _results(found: Any) -> Sequence[Tensor]:
-    return found if isinstance(found, (tuple, list)) else (found,)
 
 
 def _check_distributed(op: Op, inputs: Mapping[str, Any]) -> None:
