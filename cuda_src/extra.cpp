@@ -163,7 +163,7 @@ void *extra_new(const char *attrs) noexcept {
   }
 }
 
-bool extra_is_own(void *extra) noexcept;  // host/foreign_extra.h
+bool extra_is_own(void *extra) noexcept;  // host/text_extra.h
 
 bool extra_is_own(void *extra) noexcept {
   static TextExtra own("");

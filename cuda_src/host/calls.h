@@ -3,7 +3,7 @@
 #include <atomic>
 #include <memory>
 
-#include "bind.h"
+#include "bound_entry.h"
 #include "device.h"
 #include "tensors.h"
 

@@ -23,9 +23,9 @@
 #include <string>
 #include <vector>
 
-#include "bind.h"
+#include "bound_entry.h"
 #include "device.h"
-#include "foreign_extra.h"
+#include "text_extra.h"
 #include "libraries.h"
 
 using namespace aot;

@@ -17,7 +17,7 @@
 #include <string>
 #include <string_view>
 
-#include "bind.h"
+#include "bound_entry.h"
 #include "libraries.h"
 
 namespace {

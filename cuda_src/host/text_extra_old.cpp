@@ -2,4 +2,4 @@
 #undef _GLIBCXX_USE_CXX11_ABI
 #define _GLIBCXX_USE_CXX11_ABI 0
 #define FOREIGN_EXTRA foreign_extra_old_strings
-#include "foreign_extra_abi.h"
+#include "text_extra_abi.h"

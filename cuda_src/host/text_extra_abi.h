@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "custom_aot_extra.h"
-#include "foreign_extra.h"
+#include "text_extra.h"
 
 namespace {
 

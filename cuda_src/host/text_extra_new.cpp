@@ -3,4 +3,4 @@
 #undef _GLIBCXX_USE_CXX11_ABI
 #define _GLIBCXX_USE_CXX11_ABI 1
 #define FOREIGN_EXTRA foreign_extra_new_strings
-#include "foreign_extra_abi.h"
+#include "text_extra_abi.h"
