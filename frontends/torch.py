@@ -46,7 +46,7 @@ from . import (
     torch_overwrite,
     torch_sharding,
 )
-from .torch_schema import mask, overwriting_schema, schema, wanted
+from .torch_schema import mask, overwriting_schema, schema, wanted, written
 
 __all__ = [
     *OPS, "GELU", "KEEP_RESIDUALS_FROM", "LLTM", "Conv2d", "CrossEntropyLoss", "LayerNorm", "Linear", "RMSNorm",
@@ -465,10 +465,11 @@ def _define(namespace: torch.library.Library, op: Op) -> bool:
             raise LibraryError(f"{name} is registered as {found}, expected {wanted}: by another version of the library")
         return True
     namespace.define(wanted, tags=_TAGS)
-    if op.library is not BUILTIN or not _READS_TENSORS:
+    if op.foreign is not None or not _READS_TENSORS or not op.library.registered:
         return False
-    status = load().aot_torch_implement(wanted.encode())
-    if ERRORS.get(status) is not NotImplementedError:  # which says that this torch has no such functions
+    told = (op.library.name, wanted, written(op))
+    status = load().aot_torch_implement(*(text.encode() for text in told), op.elementwise)
+    if ERRORS.get(status) is not NotImplementedError:  # this torch has no such functions, or they take no such argument
         check(status)
     return not status
 

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from .torch_call import Gate
+from .torch_call import GateFacts
 
 _LEVEL, _NO_LEVEL = "_current_level", -1
 _WORD = ctypes.sizeof(ctypes.c_void_p)
 
 
-def facts() -> Gate | None:
+def facts() -> GateFacts | None:
     """None if this torch does not have what the gate needs."""
     try:
         return _facts()
@@ -28,7 +28,7 @@ def facts() -> Gate | None:
         return None
 
 
-def _facts() -> Gate | None:
+def _facts() -> GateFacts | None:
     if getattr(forward_ad, _LEVEL) != _NO_LEVEL:
         return None
     samples = _samples()
@@ -39,15 +39,16 @@ def _facts() -> Gate | None:
     if _local_keys(torch.no_grad) != (0, 0) or autocast != (0, _union("AutocastCPU")) or inference == (0, 0):
         return None
     level = forward_ad.__dict__
-    return Gate(
-        (ctypes.c_uint64 * 4)(*(_plain_keys(device, made) for device in ("CPU", "CUDA") for made in (False, True))),
-        autocast_keys,
-        (ctypes.c_uint64 * 2)(*inference),
-        impl,
-        keys,
-        id(level),
-        id(next(name for name in level if name == _LEVEL)),
-        id(level[_LEVEL]),
+    plain = (_plain_keys(device, made) for device in ("CPU", "CUDA") for made in (False, True))
+    return GateFacts(
+        tensor_keys=(ctypes.c_uint64 * 4)(*plain),
+        autocast_keys=autocast_keys,
+        inference=(ctypes.c_uint64 * 2)(*inference),
+        impl_offset=impl,
+        key_offset=keys,
+        forward_ad=id(level),
+        level=id(next(name for name in level if name == _LEVEL)),
+        no_level=id(level[_LEVEL]),
     )
 
 

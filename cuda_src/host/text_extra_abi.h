@@ -1,6 +1,7 @@
-// The class of foreign_extra.h, for the std::string of the file that includes this one. FOREIGN_EXTRA names the
-// function.
-#include <cstdlib>
+// The class of text_extra.h, for the std::string of the file that includes this one.
+#include <charconv>
+#include <cmath>
+#include <cstring>
 #include <map>
 #include <stdexcept>
 #include <string>
@@ -20,102 +21,99 @@ std::string unquoted(const std::string &text) {
   return plain;
 }
 
-// The parts before each `end`.
-std::vector<std::string> parts(const std::string &text, char end) {
-  std::vector<std::string> found;
-  for (size_t at = 0, stop; (stop = text.find(end, at)) != std::string::npos; at = stop + 1)
-    found.push_back(text.substr(at, stop - at));
-  return found;
-}
-
-void read(const std::string &text, int64_t *value) { *value = std::stoll(text); }
-// Python's repr(float), which has no decimal comma; the locale of the process may have one.
-void read(const std::string &text, float *value) { *value = static_cast<float>(aot::decimal(text.c_str())); }
-
-template <typename T>
-std::vector<T> list(const std::string &text) {
-  std::vector<T> values;
-  if (!text.empty())
-    for (const std::string &part : parts(text + ",", ',')) read(part, &values.emplace_back());
-  return values;
-}
-
-template <typename T>
-std::vector<std::vector<T>> lists(const std::string &text) {
-  std::vector<std::vector<T>> values;
-  for (const std::string &part : parts(text, '|')) values.push_back(list<T>(part));
-  return values;
-}
-
-class ForeignExtra final : public AotExtra {
+class TextExtra final : public AotExtra {
  public:
-  explicit ForeignExtra(const std::string &attrs) {
-    for (const std::string &item : parts(attrs, ';')) {
-      const size_t colon = item.find(':');
-      values_[unquoted(item.substr(0, colon))] = item.substr(colon + 1);
+  // `typed`: items `name:value`, each followed by ";", as typed_extra_new_strings takes them; else lines `name=value`,
+  // as extra_new does, of which each getter takes what is a value of its type.
+  TextExtra(const std::string &attrs, bool typed) {
+    for (const std::string &item : aot::parts(typed ? attrs : attrs + "\n", typed ? ';' : '\n')) {
+      const size_t end = item.find(typed ? ':' : '=');
+      if (!typed && end == std::string::npos) continue;
+      const char kind = typed ? item.at(end + 1) : '\0';
+      const std::string text = item.substr(end + 1 + typed);
+      values_[typed ? unquoted(item.substr(0, end)) : item.substr(0, end)] = {kind,
+                                                                              kind == 's' ? unquoted(text) : text};
     }
   }
-  ~ForeignExtra() override { delete kernel_data; }
+  ~TextExtra() override { delete kernel_data; }
 
   bool HasAttr(std::string name) override { return values_.count(name) != 0; }
-  bool GetAttrBool(std::string name) override { return Value(name, 'b') == "1"; }
-  int64_t GetAttrInt(std::string name) override { return std::stoll(Value(name, 'i')); }
-  float GetAttrFloat(std::string name) override {
-    float value;
-    return read(Value(name, 'f'), &value), value;
+  bool GetAttrBool(std::string name) override {
+    const int64_t value = Number<int64_t>(Text(name, 'b'));
+    if (value != 0 && value != 1) throw std::invalid_argument(name + " is not a bool");
+    return value != 0;
   }
-  std::string GetAttrStr(std::string name) override { return unquoted(Value(name, 's')); }
-  std::vector<int64_t> GetAttrIntVec(std::string name) override { return list<int64_t>(Value(name, 'I')); }
-  std::vector<float> GetAttrFloatVec(std::string name) override { return list<float>(Value(name, 'F')); }
+  int64_t GetAttrInt(std::string name) override { return Number<int64_t>(Text(name, 'i')); }
+  float GetAttrFloat(std::string name) override { return Number<float>(Text(name, 'f')); }
+  std::string GetAttrStr(std::string name) override { return Text(name, 's'); }
+  std::vector<int64_t> GetAttrIntVec(std::string name) override { return List<int64_t>(Text(name, 'I')); }
+  std::vector<float> GetAttrFloatVec(std::string name) override { return List<float>(Text(name, 'F')); }
   std::vector<std::vector<int64_t>> GetAttrInt2DVec(std::string name) override {
-    return lists<int64_t>(Value(name, 'J'));
+    return Lists<int64_t>(Text(name, 'J'));
   }
-  std::vector<std::vector<float>> GetAttrFloat2DVec(std::string name) override {
-    return lists<float>(Value(name, 'G'));
-  }
+  std::vector<std::vector<float>> GetAttrFloat2DVec(std::string name) override { return Lists<float>(Text(name, 'G')); }
 
  private:
+  struct Value {
+    char kind;  // '\0': not told. No attribute of an entry that is not hosted is a list of lists
+    std::string text;
+  };
+
   // As MindSpore's own: an attribute is read as exactly the type that it has.
-  std::string Value(const std::string &name, char kind) const {
+  const std::string &Text(const std::string &name, char kind) const {
     const auto found = values_.find(name);
     if (found == values_.end()) {
       std::string names;
       for (const auto &value : values_) names += (names.empty() ? "" : ", ") + value.first;
       throw std::out_of_range("there is no attribute " + name + "; there are " + (names.empty() ? "none" : names));
     }
-    if (found->second[0] == kind) return found->second.substr(1);
-    throw std::invalid_argument("attribute " + name + " is " + Type(found->second[0]) + ", the entry reads it as " +
+    const Value &value = found->second;
+    if (value.kind == kind || (!value.kind && kind != 'J' && kind != 'G')) return value.text;
+    throw std::invalid_argument("attribute " + name + " is " + Type(value.kind) + ", the entry reads it as " +
                                 Type(kind));
   }
   static std::string Type(char kind) {
-    switch (kind) {
-      case 'b':
-        return "bool";
-      case 'i':
-        return "int";
-      case 'f':
-        return "float";
-      case 's':
-        return "str";
-      case 'I':
-        return "int[]";
-      case 'F':
-        return "float[]";
-      case 'J':
-        return "int[][]";
-      default:
-        return "float[][]";
-    }
+    constexpr char kinds[] = "bifsIFJG";
+    constexpr const char *names[] = {"bool", "int", "float", "str", "int[]", "float[]", "int[][]", "float[][]", "text"};
+    return names[std::strcspn(kinds, std::string(1, kind).c_str())];
   }
-  std::map<std::string, std::string> values_;
+
+  // Strict, and in the C locale, whatever the process's: floats are Python's repr.
+  template <typename T>
+  static T Number(const std::string &text) {
+    if constexpr (std::is_same_v<T, float>) {
+      const double value = aot::decimal(text.c_str());
+      if (!std::isnan(value) || text == "nan" || text == "-nan") return static_cast<float>(value);
+    } else {
+      T value;
+      const char *end = text.data() + text.size();
+      const auto read = std::from_chars(text.data(), end, value);
+      if (read.ec == std::errc{} && read.ptr == end) return value;
+    }
+    throw std::invalid_argument("'" + text + "' is not a number");
+  }
+  template <typename T>
+  static std::vector<T> List(const std::string &text) {
+    std::vector<T> values;
+    if (!text.empty())
+      for (const std::string &part : aot::parts(text + ",", ',')) values.push_back(Number<T>(part));
+    return values;
+  }
+  template <typename T>
+  static std::vector<std::vector<T>> Lists(const std::string &text) {
+    std::vector<std::vector<T>> values;
+    for (const std::string &part : aot::parts(text, '|')) values.push_back(List<T>(part));
+    return values;
+  }
+  std::map<std::string, Value> values_;
 };
 
-}  // namespace
-
-void *aot::FOREIGN_EXTRA(const char *attrs) noexcept {
+AotExtra *new_extra(const char *attrs, bool typed) noexcept {
   try {
-    return static_cast<AotExtra *>(new ForeignExtra(attrs));
+    return new TextExtra(attrs, typed);
   } catch (...) {
     return nullptr;
   }
 }
+
+}  // namespace
