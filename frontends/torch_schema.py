@@ -54,6 +54,13 @@ def _text(
     return f"{name}({', '.join(tensors + attrs + more)}) -> {returns}"
 
 
+def written(op: Op) -> str:
+    """The slots that the entry writes, as cuda_src/host/torch_operator.h reads them: names of results, with "?" if
+    ``wanted`` is about them, and then of workspaces, with "*"."""
+    results = (f"{y}?" if y in maskable(op) else y for y in op.results)
+    return " ".join((*results, *(f"{slot}*" for slot in op.workspace)))
+
+
 def maskable(op: Op) -> tuple[str, ...]:
     """The results that ``wanted`` is about: the optional ones, of an operator that is itself not differentiated by its
     definition, such as a backward. The only result is always wanted."""

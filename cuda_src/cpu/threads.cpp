@@ -1,6 +1,5 @@
 #include "threads.h"
 
-#include <dlfcn.h>
 #include <link.h>
 #include <pthread.h>
 #include <sched.h>
@@ -11,9 +10,11 @@
 #include <new>
 
 #include "aot.h"
+#include "host/dynamic.h"
 
 namespace {
 
+using aot::find;
 using Body = void (*)(void *data, int thread, int threads);
 
 // ---------------------------------------------------------------------------------------------------------- OpenMP
@@ -24,15 +25,10 @@ struct OpenMP {
   int (*max_threads)(), (*level)(), (*thread)(), (*threads)();
 };
 
-template <class F>
-bool find(void *library, const char *name, F *function) {
-  return (*function = reinterpret_cast<F>(dlsym(library, name)));
-}
-
 // A library's symbols include those of the libraries that it needs.
 bool find_openmp(void *library, OpenMP *openmp) {
-  return library && find(library, "omp_get_max_threads", &openmp->max_threads) &&
-         find(library, "omp_get_level", &openmp->level) && find(library, "omp_get_thread_num", &openmp->thread) &&
+  return find(library, "omp_get_max_threads", &openmp->max_threads) && find(library, "omp_get_level", &openmp->level) &&
+         find(library, "omp_get_thread_num", &openmp->thread) &&
          find(library, "omp_get_num_threads", &openmp->threads) && find(library, "GOMP_parallel", &openmp->parallel);
 }
 
@@ -49,7 +45,7 @@ void *loaded_runtime() {
         return 0;
       },
       path);
-  return *path ? dlopen(path, RTLD_NOW | RTLD_NOLOAD) : nullptr;
+  return *path ? aot::loaded(path) : nullptr;
 }
 
 const OpenMP &openmp() {
@@ -57,8 +53,8 @@ const OpenMP &openmp() {
     OpenMP openmp;
     const char *named = std::getenv("AOTOPS_THREADS");
     if (named && !std::strcmp(named, "own")) return openmp;
-    if (find_openmp(dlopen("libtorch_cpu.so", RTLD_NOW | RTLD_NOLOAD), &openmp) ||
-        find_openmp(loaded_runtime(), &openmp) || find_openmp(dlopen("libgomp.so.1", RTLD_NOW), &openmp))
+    if (find_openmp(aot::loaded("libtorch_cpu.so"), &openmp) || find_openmp(loaded_runtime(), &openmp) ||
+        find_openmp(dlopen("libgomp.so.1", RTLD_NOW), &openmp))
       return openmp;
     return OpenMP();
   }();

@@ -41,7 +41,7 @@ _Slots = c_int * call.MOST_SLOTS
 _Parameters = call.MOST_SLOTS * 2
 
 
-class Gate(Structure):
+class GateFacts(Structure):
     """Facts of this torch for cuda_src/host/gate.h; gate.py fills it."""
 
     _fields_ = [
@@ -54,7 +54,7 @@ class Gate(Structure):
 class _Torch(Structure):
     _fields_ = [
         ("exchange", c_void_p), ("types", c_void_p * 2), ("size_type", c_void_p), ("empty_like", c_void_p),
-        ("gate", Gate),
+        ("gate", GateFacts),
     ]  # fmt: skip
 
 
@@ -92,11 +92,11 @@ class _Public(Structure):
 @cache
 def lib() -> ctypes.CDLL:
     """The library, with its structs compared with those above. Raises LibraryError if they differ."""
-    call.check_structs("aot_torch_structs", 4, (Gate, _Torch, _Function, _Backward, _Differentiable, _Public))
+    call.check_structs("aot_torch_structs", 5, (GateFacts, _Torch, _Function, _Backward, _Differentiable, _Public))
     return call.lib()
 
 
-def set_up(gate: Gate | None) -> bool:
+def set_up(gate: GateFacts | None) -> bool:
     """Lets builtins take torch tensors. False if this torch has no exchange table (before 2.10) or no gate."""
     capsule = private.exchange_table
     if call.call_path() != "tensors" or capsule is None or gate is None:
@@ -105,7 +105,7 @@ def set_up(gate: Gate | None) -> bool:
     get.restype, get.argtypes = c_void_p, [py_object, c_char_p]
     types = (c_void_p * 2)(id(torch.Tensor), id(torch.nn.Parameter))
     exchange = get(capsule, b"dlpack_exchange_api")
-    facts = _Torch(exchange, types, id(torch.Size), id(torch.empty_like), gate)
+    facts = _Torch(exchange=exchange, types=types, size_type=id(torch.Size), empty_like=id(torch.empty_like), gate=gate)
     lib()
     assigns_only = torch.autograd.function.FunctionCtx.save_for_backward.__code__.co_names == ("to_save",)
     if not assigns_only:  # torch.cpp assigns too
@@ -193,17 +193,17 @@ def _backward(
         for y, x in backward.overwrites.items():
             over_output, over_input, asked = slots[y], slots[x], partial(saved.may_overwrite, op.saved.index(x))
     made = _Backward(
-        pointer_of(handle),
-        len(op.outputs),
-        len(op.inputs),
-        _Slots(*(sources.index(slot) for slot in backward.inputs)),
-        _Slots(*(slots.get(gradient, -1) for gradient in gradients)),
-        id(fallback),
-        over_output,
-        over_input,
-        saved.overwrite_from,
-        id(asked),
-        None if drop is None else id(drop),
+        function=pointer_of(handle),
+        n_grads=len(op.outputs),
+        n_inputs=len(op.inputs),
+        source=_Slots(*(sources.index(slot) for slot in backward.inputs)),
+        gradient=_Slots(*(slots.get(gradient, -1) for gradient in gradients)),
+        fallback=id(fallback),
+        over_output=over_output,
+        over_input=over_input,
+        over_from=saved.overwrite_from,
+        may_overwrite=id(asked),
+        drop_inputs=None if drop is None else id(drop),
     )
     return builtin(op.name, "aot_torch_backward", struct_capsule(made, handle, fallback, asked, drop))
 
@@ -226,21 +226,21 @@ def _function_handle(
     made_prototypes: dict[Any, Any] = {}
     replaced = op.replaced(attrs) if hooks else {}
     made = _Function(
-        pointer_of(handle),
-        _Slots(*prototype),
-        any(prototype[i] < 0 for i in written),
-        _Slots(*(slots.get(op.equal.get(slot, ""), -1) for slot in op.slots)),
-        bits([*(y for y in op.outputs if y in slots and y not in op.optional), *op.workspace]),
-        bits(op.kept_residuals(attrs)),
-        bits(op.workspace),
-        -1 if op.always_save_residuals else keep_residuals_from,
-        len(op.outputs),
-        len(op.saved),
-        _Slots(*(slots[slot] for slot in op.saved)),
-        _Slots(*(slots.get(replaced.get(slot, ""), -1) for slot in op.saved)),
-        None if hooks is None else id(hooks),
-        id(make_prototypes),
-        id(made_prototypes),
+        call=pointer_of(handle),
+        prototype=_Slots(*prototype),
+        has_prototypes=any(prototype[i] < 0 for i in written),
+        equal=_Slots(*(slots.get(op.equal.get(slot, ""), -1) for slot in op.slots)),
+        always=bits([*(y for y in op.outputs if y in slots and y not in op.optional), *op.workspace]),
+        residuals=bits(op.kept_residuals(attrs)),
+        scratch=bits(op.workspace),
+        keep_from=-1 if op.always_save_residuals else keep_residuals_from,
+        n_returned=len(op.outputs),
+        n_saved=len(op.saved),
+        saved=_Slots(*(slots[slot] for slot in op.saved)),
+        instead=_Slots(*(slots.get(replaced.get(slot, ""), -1) for slot in op.saved)),
+        hooks=None if hooks is None else id(hooks),
+        make_prototypes=id(make_prototypes),
+        prototypes=id(made_prototypes),
     )
     return struct_capsule(made, handle, hooks, make_prototypes, made_prototypes)
 
@@ -249,7 +249,7 @@ def differentiable(function: Function, apply: Callable[..., Any]) -> Any:
     """For ``bind`` of ``public``: an operator bound to attributes, and the ``apply`` of its autograd
     function."""
     handle = function.run.__self__  # type: ignore[attr-defined]
-    return struct_capsule(_Differentiable(pointer_of(handle), id(apply)), handle, apply)
+    return struct_capsule(_Differentiable(function=pointer_of(handle), apply=id(apply)), handle, apply)
 
 
 def public(op: Op, bind: Callable[..., Any], fallback: Callable[..., Any]) -> Callable[..., Any]:
@@ -265,7 +265,13 @@ def public(op: Op, bind: Callable[..., Any], fallback: Callable[..., Any]) -> Ca
     names, defaults = [sys.intern(p.name) for p in parameters], [p.default for p in parameters]
     bound: dict[Any, Any] = {}
     casts = any(to != "as given" for to in op.autocast.values())
-    made = _Public(len(op.inputs), len(op.public_attrs), len(names), has_autocast=casts, most_bound=call.MOST_BOUND)
+    made = _Public(
+        n_inputs=len(op.inputs),
+        n_attrs=len(op.public_attrs),
+        n_parameters=len(names),
+        has_autocast=casts,
+        most_bound=call.MOST_BOUND,
+    )
     for i, (name, default) in enumerate(zip(names, defaults, strict=True)):
         made.position[i], made.names[i] = positions[name], id(name)
         made.defaults[i] = None if default is Parameter.empty else id(default)

@@ -12,7 +12,7 @@ from aotops.library import ERRORS, Library, LibraryError, check, load
 from aotops.op import Op
 from aotops.ops import BUILTIN
 
-from ..torch_schema import mask, overwriting_schema, schema, wanted
+from ..torch_schema import mask, overwriting_schema, schema, wanted, written
 from . import flops, inductor, overwrite, private, sharding
 from .autocast import autocast_kernel
 from .autograd import autograd_kernel
@@ -122,10 +122,11 @@ def _define(namespace: torch.library.Library, op: Op) -> bool:
             raise LibraryError(f"{name} is registered as {found}, expected {wanted}: by another version of the library")
         return True
     namespace.define(wanted, tags=_TAGS)
-    if op.library is not BUILTIN or not READS_TENSORS:
+    if op.foreign is not None or not READS_TENSORS or not op.library.registered:
         return False
-    status = load().aot_torch_implement(wanted.encode())
-    if ERRORS.get(status) is not NotImplementedError:  # which says that this torch has no such functions
+    told = (op.library.name, wanted, written(op))
+    status = load().aot_torch_implement(*(text.encode() for text in told), op.elementwise)
+    if ERRORS.get(status) is not NotImplementedError:  # this torch has no such functions, or they take no such argument
         check(status)
     return not status
 

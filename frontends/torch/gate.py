@@ -15,13 +15,13 @@ import torch
 from torch.autograd import forward_ad
 
 from . import private
-from .call import Gate
+from .call import GateFacts
 from .private import LEVEL, NO_LEVEL, DispatchKey, DispatchKeySet
 
 _WORD = ctypes.sizeof(ctypes.c_void_p)
 
 
-def facts() -> Gate | None:
+def facts() -> GateFacts | None:
     """None if this torch does not have what the gate needs."""
     try:
         return _facts()
@@ -29,7 +29,7 @@ def facts() -> Gate | None:
         return None
 
 
-def _facts() -> Gate | None:
+def _facts() -> GateFacts | None:
     if private.forward_level() != NO_LEVEL:
         return None
     samples = _samples()
@@ -40,15 +40,16 @@ def _facts() -> Gate | None:
     if _local_keys(torch.no_grad) != (0, 0) or autocast != (0, _union("AutocastCPU")) or inference == (0, 0):
         return None
     level = forward_ad.__dict__
-    return Gate(
-        (ctypes.c_uint64 * 4)(*(_plain_keys(device, made) for device in ("CPU", "CUDA") for made in (False, True))),
-        autocast_keys,
-        (ctypes.c_uint64 * 2)(*inference),
-        impl,
-        keys,
-        id(level),
-        id(next(name for name in level if name == LEVEL)),
-        id(level[LEVEL]),
+    plain = (_plain_keys(device, made) for device in ("CPU", "CUDA") for made in (False, True))
+    return GateFacts(
+        tensor_keys=(ctypes.c_uint64 * 4)(*plain),
+        autocast_keys=autocast_keys,
+        inference=(ctypes.c_uint64 * 2)(*inference),
+        impl_offset=impl,
+        key_offset=keys,
+        forward_ad=id(level),
+        level=id(next(name for name in level if name == LEVEL)),
+        no_level=id(level[LEVEL]),
     )
 
 

@@ -687,7 +687,7 @@ def test_a_struct_of_another_size_is_refused(monkeypatch, struct):
         set_up.__wrapped__()
 
 
-@pytest.mark.parametrize(("symbol", "version"), [("aot_call_structs", 2), ("aot_torch_structs", 4)])
+@pytest.mark.parametrize(("symbol", "version"), [("aot_call_structs", 3), ("aot_torch_structs", 5)])
 def test_structs_of_another_version_are_refused(symbol, version):
     call.check_structs(symbol, version, [])
     expected = rf"libaotops.so: {symbol}: version is {version}, expected {version + 1}: rebuild it"

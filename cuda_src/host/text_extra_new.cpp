@@ -2,5 +2,6 @@
 // attribute.
 #undef _GLIBCXX_USE_CXX11_ABI
 #define _GLIBCXX_USE_CXX11_ABI 1
-#define FOREIGN_EXTRA foreign_extra_new_strings
-#include "foreign_extra_abi.h"
+#include "text_extra_abi.h"
+
+void *aot::typed_extra_new_strings(const char *attrs) noexcept { return new_extra(attrs, true); }
