@@ -19,7 +19,7 @@ using Body = void (*)(void *data, int thread, int threads);
 
 // ---------------------------------------------------------------------------------------------------------- OpenMP
 
-// What GCC's, LLVM's and Intel's runtimes export.
+// The exports of GCC's, LLVM's and Intel's runtimes.
 struct OpenMP {
   void (*parallel)(void (*)(void *), void *, unsigned threads, unsigned flags) = nullptr;
   int (*max_threads)(), (*level)(), (*thread)(), (*threads)();

@@ -280,7 +280,7 @@ struct DotProducts {
   }
 
  private:
-  // Of terms [begin, end).
+  // The sums of terms [begin, end).
   [[gnu::noinline]] Vec<T> sums(int64_t begin, int64_t end) const {
     Vec<T> sum[kRows * kCols];
 #pragma GCC unroll 16

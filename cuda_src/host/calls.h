@@ -13,7 +13,7 @@ struct Call {
   int n_in, n_slots = 0;
   int n_optional = 0;
   EntryFunctions functions[2];  // by Device
-  // What Init returned, by Device and by the set of optional slots that are given.
+  // The results of Init, by Device and by the set of optional slots that are given.
   std::atomic<void *> extras[2][1 << kMaxOptional] = {};
 
   ~Call() {

@@ -90,7 +90,7 @@ inline int is_true(Ref object) { return object ? PyObject_IsTrue(object) : -1; }
 // Whether Python's error was set by `finish`, not by Python code that a builtin called.
 inline thread_local bool error_is_ours = false;
 
-// What a builtin returns: None, or null with the exception of `status` and the text of aot_last_error() set.
+// The result of a builtin: None, or null with the exception of `status` and the text of aot_last_error() set.
 inline void *finish(int status) {
   if (!status) return Py_IncRef(python.none), python.none;
   error_is_ours = !PyErr_Occurred();

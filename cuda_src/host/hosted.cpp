@@ -68,7 +68,7 @@ struct ForeignExtra {
   }
   const size_t *workspace() const { return static_cast<size_t *>(extra_view(extra)->workspace[0]); }
   size_t n_workspaces() const { return static_cast<size_t *>(extra_view(extra)->workspace[1]) - workspace(); }
-  // Of all parts, each aligned. Negative: more than any memory holds.
+  // The bytes of all parts, each aligned. Negative: more than any memory holds.
   int64_t bytes() const {
     int64_t total = 0;
     for (size_t i = 0; i < n_workspaces(); ++i) {
@@ -80,7 +80,7 @@ struct ForeignExtra {
   }
 };
 
-// What Init ran on.
+// The call that Init ran on.
 struct Kernel {
   std::vector<int> ndims;
   std::vector<int64_t> dims;
@@ -122,7 +122,7 @@ struct Copies : EntryArguments<kMaxTensors> {
   }
 };
 
-// Of the kernels of all operators. A fork takes it, so that no thread that the child lacks holds it there.
+// The lock of the kernels of all operators. A fork takes it, so that no thread that the child lacks holds it there.
 std::mutex lock;
 [[maybe_unused]] const int registered =
     pthread_atfork([] { lock.lock(); }, [] { lock.unlock(); }, [] { lock.unlock(); });
@@ -447,7 +447,7 @@ int infer_hosted(int nparam, const int *ndims, int64_t *const *shapes, const cha
   return fail(kConventionMisused, "hosted: Init was not called");
 }
 
-// What InferShape returns: MindSpore takes a list for each output slot where there are several slots, else the only
+// The result of InferShape: MindSpore takes a list for each output slot where there are several slots, else the only
 // one. Both types are returned in memory.
 union Shapes {
   std::vector<int64_t> one;

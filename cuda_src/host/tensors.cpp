@@ -1,4 +1,4 @@
-// What a call needs of tensors.h only when it is refused or writes to memory that the caller allocated.
+// The parts of tensors.h that a call needs only when it is refused or writes to memory that the caller allocated.
 #include "tensors.h"
 
 using namespace aot;
@@ -36,7 +36,7 @@ int64_t Arguments::bytes(int i) const {
   return elements * element_bytes(dtypes[i]);
 }
 
-// Of the i-th tensor given.
+// The slot's name of the i-th tensor given.
 const char *Arguments::slot_name(const CallSlot *slots, int i) const {
   int slot = 0;
   for (;; ++slot)

@@ -409,7 +409,7 @@ class Invocation {
 
 // ------------------------------------------------------------------------------------------------------------- errors
 
-// What Python is to raise.
+// The exception that Python is to raise.
 class PythonError final : public pybind11::builtin_exception {
  public:
   PythonError(Status status, bool out_of_memory, const char *text)
