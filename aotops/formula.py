@@ -17,7 +17,7 @@ Array = Any
 
 
 class Mathematics(Protocol):
-    """What a formula is made of, besides the operators +, -, *, /, comparisons and basic indexing of arrays, which
+    """The functions of a formula, besides the operators +, -, *, /, comparisons and basic indexing of arrays, which
     broadcast. Each frontend has one. Axes may be negative."""
 
     ops: Any

@@ -28,7 +28,7 @@ from .spec import DTYPES, TensorSpec, dtype_name
 
 SOURCES = (".cc", ".cpp", ".cxx", ".cu")
 FLAGS = ("-std=c++17", "-D_GLIBCXX_USE_CXX11_ABI=0")
-"""What MindSpore compiles a source with: the std::string of its AotExtra is that of the old ABI."""
+"""The option that MindSpore compiles a source with: the std::string of its AotExtra is that of the old ABI."""
 _DEVICES = ("cpu", "cuda")
 MOST_TENSORS = 16  # call.py: MOST_SLOTS
 _TAKEN = ("aotops", "aten", "prim", "prims", "higher_order", "load_library", "loaded_libraries")

@@ -175,7 +175,7 @@ class Library:
 
     @cached_property
     def contents(self) -> elf.Contents:
-        """What its file says of it. Raises LibraryError if the file is missing, or is no shared library."""
+        """The contents of its file. Raises LibraryError if the file is missing, or is no shared library."""
         return _checked(self.path, elf.read)
 
     def address(self, symbol: str) -> int | None:
@@ -221,7 +221,7 @@ class Library:
         return symbol
 
     def _without_cuda(self) -> str:
-        """What an operator without a CUDA entry needs."""
+        """The text on what an operator without a CUDA entry needs."""
         if self._file is None:
             return "build it where nvcc is, with `make lib`"
         if self.contents.has_cuda:
@@ -280,7 +280,7 @@ def _loaded(file: Path) -> Functions:
 
 
 def _handle(name: str) -> int | None:
-    """That of a library that is loaded."""
+    """The path of a library that is loaded."""
     try:
         return ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)._handle
     except (OSError, UnicodeDecodeError):

@@ -20,7 +20,7 @@ _INT64 = range(-(1 << 63), 1 << 63)
 
 
 def _integer(value: Any) -> int:
-    """Of any object with __index__, such as NumPy's and torch's integers, except a bool."""
+    """The value of any object with __index__, such as NumPy's and torch's integers, except a bool."""
     if isinstance(value, bool) or not hasattr(value, "__index__") or getattr(value, "ndim", False):
         raise TypeError
     if (number := index(value)) not in _INT64:
@@ -238,7 +238,7 @@ class Op:
 
     @cached_property
     def results(self) -> tuple[str, ...]:
-        """The same without the workspace."""
+        """``entry_outputs`` without the workspace."""
         return self.entry_outputs[: len(self.entry_outputs) - len(self.workspace)]
 
     @cached_property
@@ -297,7 +297,7 @@ class Op:
     def absorb_transposed_views(
         self, inputs: Sequence[Any], attrs: tuple[Attr, ...], contiguous: Callable[[Any], bool]
     ) -> tuple[tuple[Any, ...], tuple[Attr, ...]]:
-        """The same call, with each transposed view replaced by the matrix that it is a view of."""
+        """The call with each transposed view replaced by the matrix that it is a view of."""
         given, said = list(inputs), list(attrs)
         for i, j in self.transposable:
             if getattr(given[i], "ndim", 0) > 1 and not contiguous(given[i]):

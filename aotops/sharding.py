@@ -23,7 +23,7 @@ from .op import Attr, Op
 from .spec import shape_text
 
 Shape = tuple[Any, ...]
-"""Of numbers, or of a framework's symbolic dimensions."""
+"""The dimensions are numbers, or a framework's symbolic ones."""
 
 Dims = Callable[[Any], Mapping[str, str]]
 
@@ -50,7 +50,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Sharding:
-    """What may be split in a call of an operator.
+    """The axes of a call of an operator that may be split.
 
     An output that is neither in an axis's ``positions`` nor in its ``partial`` is the same for every part. At most one
     of several axes is to be split over the same devices; over different ones, any.
@@ -60,7 +60,7 @@ class Sharding:
     """The names of the axes of each slot that is given: inputs, outputs, aliases and residuals. A name is in CAPITALS
     where the axis is whole, ``1`` where it is broadcast, ``0`` where it has no elements."""
     axes: tuple[Axis, ...]
-    """Those that may be split, in the order in which the inputs have them."""
+    """The axes that may be split, in the order in which the inputs have them."""
 
     def axis(self, slot: str, position: int) -> Axis | None:
         """The axis at a position of a slot; None if it is whole."""
@@ -136,7 +136,7 @@ def _statement(op: Op, call: SimpleNamespace, dims: Dims | None) -> Mapping[str,
 
 
 def _shapes(op: Op, call: SimpleNamespace) -> dict[str, Shape]:
-    """Of every slot that is given."""
+    """The axes of every slot that is given."""
     shapes = {slot: getattr(call, slot) for slot in op.inputs}
     shapes |= {y: getattr(call, x) for y, x in op.same_spec_as.items()}
     shapes |= {y: tuple(shape(call)) for y, shape in op.shapes.items()}

@@ -66,7 +66,7 @@ class _NumPy(ArrayFrontend):
         return np.empty(spec.shape, self.dtypes[spec.dtype] if spec.dtype in self.dtypes else self.bfloat16())
 
     def bfloat16(self) -> np.dtype:
-        """Of a result where no input was of that dtype."""
+        """The dtype of a result where no input was of that dtype."""
         import ml_dtypes
 
         return self.prepare(next(iter(OPS.values())), "x", np.empty(0, ml_dtypes.bfloat16)).dtype

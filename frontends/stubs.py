@@ -34,7 +34,7 @@ class _Types:
     input: str
     output: str
     dtype: str = ""
-    """What an attribute ``dtype`` may be besides a name."""
+    """The type of an attribute ``dtype`` besides a name."""
     explicit_backward: bool = False
     """Whether there are ``<op>_backward`` functions, and an argument ``out``."""
 
@@ -173,7 +173,7 @@ def _parameters(op: Op, types: _Types) -> list[str]:
 
 
 _ALSO = {("conv2d", "padding"): " | str"}
-"""What ``bind`` makes an attribute of, besides values of the attribute's type."""
+"""The types that ``bind`` makes an attribute of, besides the attribute's own."""
 
 
 def _type(op: Op, name: str, types: _Types) -> str:
@@ -244,7 +244,7 @@ def _assigned(node: ast.stmt) -> list[str]:
 
 
 def _constant_type(value: ast.expr) -> str:
-    """Of arithmetic on constants, or of a tuple of equals; else Any."""
+    """The type of arithmetic on constants, or of a tuple of equals; else Any."""
     value = value.elts[0] if isinstance(value, ast.Tuple) and value.elts else value
     leaf = value
     while isinstance(leaf, ast.BinOp):
@@ -283,7 +283,7 @@ def _ellipsis() -> ast.stmt:
 
 
 def _imports(tree: ast.Module, nodes: Iterable[ast.stmt]) -> Iterator[str]:
-    """Those of a source that bind a name that is used in ``nodes``."""
+    """The imports of a source that bind a name that is used in ``nodes``."""
     used = {part.id for node in nodes for part in ast.walk(node) if isinstance(part, ast.Name)}
     for node in tree.body:
         if not isinstance(node, ast.Import | ast.ImportFrom):

@@ -1,4 +1,4 @@
-"""What is measured: operators with their tensors, shapes, minimum bytes and FLOPs.
+"""The work that is measured: operators with their tensors, shapes, minimum bytes and FLOPs.
 
 Here are the kinds of operators. An operator's row says of what kind it is: its ``bench`` are Works. Without any, one of
 its cases is enlarged (enlarged.py). A library's rows are ``CASES`` of the module that it names.
@@ -41,7 +41,7 @@ class Work:
     """The operator's inputs, in order."""
     writes: str
     backward: tuple[str, str] | None = None
-    """What the backward must read and write; None if it does nothing."""
+    """The bytes that the backward must read and write; None if it does nothing."""
     variant: str = ""
     """Words. tf32: float32 products use TF32 on a GPU."""
     dtypes: tuple[str, ...] = DTYPES
@@ -142,7 +142,7 @@ class Rows(Work):
 
 
 class Elements(Rows):
-    """The same without rows: x has one axis."""
+    """The work without rows: x has one axis."""
 
     def filled(self, shape):
         return (self.ELEMENTS,)
@@ -280,7 +280,7 @@ def row(name: str) -> Any:
 
 
 def works(ops: Iterable[str] | None = None) -> list[Work]:
-    """Of these operators, by the names that the registry knows them by; by default the built-in ones.
+    """The work of these operators, by the names that the registry knows them by; by default the built-in ones.
 
     Raises:
         LookupError: an operator has no row.
@@ -345,7 +345,7 @@ def cases(
     passes: list[str] | None = None,
     quick: bool = False,
 ) -> Iterator[Case]:
-    """Of operators by the names that the registry knows them by. Without TF32 on a CPU."""
+    """The work of operators by the names that the registry knows them by. Without TF32 on a CPU."""
     for work in works(ops):
         if work.tf32 and device == "cpu":
             continue

@@ -48,7 +48,7 @@ def _attrs(weight, stride, padding, dilation, groups, layout, allow_tf32):
 
 
 def _dims(call):
-    """Of the inputs and y. Groups pair the channels of both sides, which are then whole."""
+    """The axes of the inputs and y. Groups pair the channels of both sides, which are then whole."""
     o, c, each = ("O", "C", "I") if call.groups > 1 else ("o", "c", "c")
     if call.layout == "NCHW":
         x, weight, y = f"... {c} H W", f"{o} {each} KH KW", f"... {o} P Q"

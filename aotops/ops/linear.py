@@ -9,12 +9,12 @@ from ._activation import activated, slope
 
 
 def _pre_activation(call):
-    """What the activation is applied to. Without an activation it has no columns."""
+    """The shape of the activation's input. Without an activation it has no columns."""
     return (*call.x[:-1], 0 if call.activation is None else call.weight[0])
 
 
 def _dims(call):
-    """Of the inputs and the pre-activation. An activation needs the whole sum."""
+    """The axes of the inputs and the pre-activation. An activation needs the whole sum."""
     i, before = ("I", "o") if call.activation else ("i", "0")
     return {"x": f"... {i}", "weight": f"o {i}", "bias": "o", "pre_activation": f"... {before}"}
 
@@ -25,7 +25,7 @@ def _gradients(call):
 
 
 def _formula(m, x, weight, bias, activation, allow_tf32):
-    """Of an activation: without one, the operator is bilinear."""
+    """The formula with an activation: without one, the operator is bilinear."""
     return activated(m, m.wide(m.ops.linear(x, weight, bias, None, allow_tf32)), activation)
 
 

@@ -8,7 +8,7 @@ from ..op import operator
 
 
 def _dims(call):
-    """Of the inputs and gates. A row's gates are a product of all features with all weights."""
+    """The axes of the inputs and gates. A row's gates are a product of all features with all weights."""
     bias = "G" if len(call.bias) == 1 else "ONE G"
     state = dict.fromkeys(("old_h", "old_cell"), "... H")
     return {"input": "... F", "weights": "G K", "bias": bias, "gates": "... G"} | state

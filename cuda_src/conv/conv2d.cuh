@@ -8,8 +8,8 @@
 namespace aot {
 inline namespace AOT_ISA {
 
-// Strides of a tensor of images, in elements. For a weight, `image` is from one output channel to the next, and `tap` from one
-// kernel element (row-major) to the next.
+// Strides of a tensor of images, in elements. For a weight, `image` is from one output channel to the next, and `tap`
+// from one kernel element (row-major) to the next.
 struct Strides {
   int64_t image, channel, row, column, tap;
 

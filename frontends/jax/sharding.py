@@ -215,7 +215,7 @@ def _joined(meshes: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
 
 
 def _supported(rule: Mapping[str, Any]) -> dict[str, Any]:
-    """What this JAX takes of a rule: the first versions with one do not tell kinds of axes."""
+    """The parts of a rule that this JAX takes: the first versions with one do not tell kinds of axes."""
     parameters = signature(custom_partitioning.def_partition).parameters
     return {key: value for key, value in rule.items() if key in parameters}
 

@@ -53,7 +53,8 @@ def primitive(
 
 
 def entry_attrs(op: Op, attrs: Sequence[Attr], given: Sequence[str], wanted: Sequence[str]) -> dict[str, Any]:
-    """What an entry reads of its AotExtra. MindSpore's own floats are float32: a decimal string keeps the digits."""
+    """The attributes that an entry reads from its AotExtra. MindSpore's own floats are float32: a decimal string keeps
+    the digits."""
     values = {name: value for name, value in zip(op.attrs, attrs, strict=True) if value is not None}
     plain = {name: repr(value) if isinstance(value, float) else value for name, value in values.items()}
     return {**plain, "inputs": mask(op.inputs, given), "outputs": mask(op.entry_outputs, wanted)}

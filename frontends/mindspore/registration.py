@@ -70,7 +70,7 @@ _DATA_TYPES = {
 
 
 def _dtype_rows(op: Op, attrs: tuple[Attr, ...], specs: Mapping[str, TensorSpec], device: str) -> list[tuple[str, ...]]:
-    """Those of the inputs given and of the outputs, for each dtype that the operator takes."""
+    """The dtypes of the inputs given and of the outputs, for each dtype that the operator takes."""
     rows = []
     for dtype in FLOATING:
         for integer in INTEGERS if any(spec.dtype in INTEGERS for spec in specs.values()) else INTEGERS[:1]:

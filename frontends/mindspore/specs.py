@@ -29,7 +29,7 @@ def spec_of(op: Op, slot: str, t: Any) -> TensorSpec | None:
 
 
 def compiled_spec(op: Op, slot: str, item: dict[str, Any]) -> TensorSpec | None:
-    """The same, of an argument during compilation."""
+    """The spec of an argument during compilation."""
     dtype = item["dtype"]
     if dtype is None:
         return None

@@ -1,4 +1,4 @@
-"""What ``torch.utils.flop_counter`` counts for the products."""
+"""FLOPs of the products, for ``torch.utils.flop_counter``."""
 
 from __future__ import annotations
 
