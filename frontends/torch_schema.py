@@ -5,10 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 
-from aotops.op import Op
-
-# A dimension of an "int[]" may be symbolic.
-_TYPES = {"int[]": "SymInt[]"}
+from aotops.op import ATTRIBUTE_TYPES, Op
 
 
 def schema(op: Op) -> str:
@@ -42,7 +39,8 @@ def _text(
 ) -> str:
     writes = {slot: f"({'abcdefghijklmnop'[i]}!)" for i, slot in enumerate(written)}
     tensors = [f"Tensor{writes.get(slot, '')}{'?' if slot in optional else ''} {slot}" for slot in inputs]
-    attrs = [f"{_TYPES.get(kind, kind)} {attr}" for attr, kind in op.attrs.items()]
+    types = {kind: ATTRIBUTE_TYPES[kind].schema if kind in ATTRIBUTE_TYPES else kind for kind in op.attrs.values()}
+    attrs = [f"{types[kind]} {attr}" for attr, kind in op.attrs.items()]
     returns = "Tensor" if returned == 1 else f"({', '.join(['Tensor'] * returned)})"
     return f"{name}({', '.join(tensors + attrs + more)}) -> {returns}"
 
