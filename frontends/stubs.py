@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aotops.library import Library
-from aotops.op import Op
+from aotops.op import ATTRIBUTE_TYPES, Op
 from aotops.ops import BUILTIN
 
 from . import FRONTENDS
@@ -45,16 +45,6 @@ _TYPES = {
     "mindspore": _Types("from mindspore import Tensor", "Tensor", "Tensor"),
     "cupy": _Types("from cupy import ndarray", "ndarray", "ndarray", explicit_backward=True),
     "numpy": _Types("from numpy.typing import NDArray", "NDArray[Any]", "NDArray[Any]", explicit_backward=True),
-}
-_ATTRS = {
-    "float": "float",
-    "int": "int",
-    "bool": "bool",
-    "str": "str",
-    "float[]": "float | Sequence[float]",
-    "int[]": "int | Sequence[int]",
-    "float[][]": "Sequence[Sequence[float]]",
-    "int[][]": "Sequence[Sequence[int]]",
 }
 
 
@@ -185,7 +175,7 @@ def _type(op: Op, name: str, types: _Types) -> str:
     if kind is None:
         return "Any"
     also = f" | {types.dtype}" if name == "dtype" and types.dtype else _ALSO.get((op.name, name), "")
-    return _ATTRS[kind.removesuffix("?")] + also + (" | None" if kind.endswith("?") else "")
+    return ATTRIBUTE_TYPES[kind.removesuffix("?")].stub + also + (" | None" if kind.endswith("?") else "")
 
 
 def _function(name: str, parameters: list[str], returns: str, doc: str | None) -> str:
