@@ -404,6 +404,9 @@ def operator(**definition: Any) -> Callable[[Callable[..., Any]], Op]:
     def define(bind: Callable[..., Any]) -> Op:
         for key in ("optional", "accepts_scalar", "vmappable"):
             definition[key] = frozenset(definition.get(key, ()))
-        return Op(name=bind.__name__, bind=bind, **definition)
+        op = Op(name=bind.__name__, bind=bind, **definition)
+        if required := [slot for slot in op.added if slot not in op.optional]:
+            raise TypeError(f"{op.name}: {required[0]} is required, expected it in optional: it is added to a product")
+        return op
 
     return define
