@@ -44,7 +44,7 @@ def partitioned(launch: Launch, op: Op, attrs: Attrs, wanted: Names, *inputs: Ar
     """``launch(op, attrs, wanted, *inputs)``, which XLA may partition."""
     stated = _stated(op, attrs, inputs)
     mesh = mesh_of(inputs)
-    if not stated.axes or getattr(mesh, "manual_axes", ()):
+    if not stated.axes or bool(getattr(mesh, "manual_axes", ())):
         return launch(op, attrs, wanted, *inputs)
     call = PartitionedCall(launch, op, attrs, wanted, _given(op, inputs), stated)
     arrays = [x for x in inputs if x is not None]
