@@ -211,7 +211,7 @@ ASAN_ISAS    ?= $(filter baseline $(if $(shell grep -w avx2 /proc/cpuinfo),avx2)
                 $(if $(shell grep -w avx512f /proc/cpuinfo),avx512),$(ISAS))
 ASAN_OBJECTS := $(HOST:cuda_src/%=$(ASAN)/%.o) $(foreach isa,$(ASAN_ISAS),$(CPU:cuda_src/%.cpp=$(ASAN)/%.$(isa).o))
 ASAN_PRELOAD  = $(shell $(CXX) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libstdc++.so)
-ASAN_TESTS   := $(addprefix tests/test_,convention.py call.py numpy.py frontends.py hosting.py)
+ASAN_TESTS   := $(addprefix tests/,$(addprefix core/test_,convention.py call.py frontends.py hosting.py) arrays/test_numpy.py)
 
 # The tests' process is Python's, which leaks as it ends, and loads the sanitizer only this way. What the sanitizer says
 # goes to the descriptor of stderr, which pytest would keep. What was freed stays in quarantine, and looks like a leak.
@@ -229,7 +229,7 @@ $(ASAN)/libaotops.so: $(ASAN_OBJECTS) cuda_src/host/exports.map
 	@echo "link $@"
 	@$(CXX) -shared -pthread $(ASAN_FLAGS) -Wl,$(LDFLAGS) $(ASAN_OBJECTS) -o $@ -ldl
 
-$(ASAN)/fuzz_convention: tests/fuzz_convention.cpp
+$(ASAN)/fuzz_convention: tests/programs/fuzz_convention.cpp
 	@mkdir -p $(@D)
 	@echo "g++  $<"
 	@$(CXX) -std=c++17 $(ASAN_FLAGS) $(WARNINGS) $< -o $@ -ldl
@@ -253,7 +253,7 @@ $(foreach isa,$(ASAN_ISAS),$(eval $(call compile_asan_for,$(isa))))
 # It refuses the threads of a forked child unless told otherwise.
 tsan:
 	@mkdir -p build
-	$(CXX) -std=c++17 -O1 -g1 -fsanitize=thread $(WARNINGS) -Icuda_src tests/thread_pool.cpp cuda_src/cpu/threads.cpp \
+	$(CXX) -std=c++17 -O1 -g1 -fsanitize=thread $(WARNINGS) -Icuda_src tests/programs/thread_pool.cpp cuda_src/cpu/threads.cpp \
 	  cuda_src/cpu/fork.cpp -o build/thread_pool -ldl -pthread
 	TSAN_OPTIONS=die_after_fork=0 build/thread_pool
 
@@ -275,7 +275,7 @@ $(AARCH64)/libaotops.so: $(AARCH64_OBJECTS) cuda_src/host/exports.map
 	@echo "link $@"
 	@$(AARCH64_CXX) -shared -pthread -Wl,$(LDFLAGS) $(AARCH64_OBJECTS) -o $@ -ldl
 
-$(AARCH64)/entries: tests/aarch64_entries.c
+$(AARCH64)/entries: tests/programs/aarch64_entries.c
 	@mkdir -p $(@D)
 	@$(AARCH64_CC) -std=c11 -D_GNU_SOURCE -O1 -Wall -Wextra -Werror $< -o $@ -ldl -lm
 
@@ -320,14 +320,14 @@ PYTEST_ENVIRONMENT := OMP_NUM_THREADS=$(THREADS) $(addprefix ATEN_CPU_CAPABILITY
 # Both environments are tested, whatever the first one says, and then those that failed are named.
 TESTS := AOTOPS_TEST_FRONTENDS=numpy,torch,jax$(if $(GPU),$(comma)cupy) $(PYTEST_ENVIRONMENT) $(VENV)/bin/python $(PYTEST)
 # These use no framework, so the second environment does not repeat them.
-TESTED_ONCE := $(addprefix --ignore=tests/test_,cli.py compatibility.py compile.py convention.py core.py cpp.py \
-               formulas.py info.py new.py packaging.py)
+TESTED_ONCE := $(addprefix --ignore=tests/,$(addprefix core/test_,convention.py core.py cpp.py formulas.py info.py) \
+               $(addprefix authors/test_,cli.py compatibility.py compile.py new.py packaging.py))
 MS_TESTS := AOTOPS_TEST_FRONTENDS=numpy,mindspore $(PYTEST_ENVIRONMENT) $(MS_VENV)/bin/python $(PYTEST) $(TESTED_ONCE)
 
 # What depends on the processor, as on one without AVX, and with threads that divide nothing evenly. The kernels are those
 # of every framework.
 LOWEST := AOTOPS_TEST_FRONTENDS=numpy OMP_NUM_THREADS=3 ATEN_CPU_CAPABILITY=default AOTOPS_CPU_ISA=baseline $(WAITING)
-ON_LOWEST := $(addprefix tests/test_,accuracy.py cross_entropy.py formulas.py frontends.py norm_dtypes.py)
+ON_LOWEST := $(addprefix tests/core/test_,accuracy.py cross_entropy.py formulas.py frontends.py norm_dtypes.py)
 LOWEST_TESTS := $(LOWEST) $(VENV)/bin/python $(patsubst tests,$(ON_LOWEST),$(PYTEST)) -m 'not gpu'
 
 test:
@@ -339,7 +339,7 @@ test:
 	test -z "$$failed" || { echo "tests failed in:$$failed"; exit 1; }
 
 fuzz: lib $(VENV)/ready
-	AOTOPS_TEST_PROFILE=fuzz AOTOPS_TEST_FRONTENDS=torch $(VENV)/bin/python -m pytest -q tests/test_torch_differential.py
+	AOTOPS_TEST_PROFILE=fuzz AOTOPS_TEST_FRONTENDS=torch $(VENV)/bin/python -m pytest -q tests/torch/test_differential.py
 
 # Once more on the CPU, with the library's own threads.
 soak: lib $(VENV)/ready

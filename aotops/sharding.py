@@ -5,7 +5,7 @@ The statement names the axes of each slot, as in ``{"x": "... i", "weight": "o i
 
 - ``...``: any number of leading axes, first in the slot. They are aligned from the last and broadcast as in NumPy.
 - A name: an axis that may be split. Outputs that have it are split as the inputs are. An output that lacks it is a sum
-  over it: of a part of the inputs it is a partial sum.
+  over it: of a part of the inputs it is a partial sum. What a bilinear operator adds to it is added to one part.
 - ``(name)``, in an output that lacks the axis: it does not depend on it, and is whole on every part.
 - A name in CAPITALS: an axis that the entry takes, or writes, whole.
 - ``0``: an axis of no elements. The slot is a partial sum of nothing.
@@ -13,8 +13,8 @@ The statement names the axes of each slot, as in ``{"x": "... i", "weight": "o i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +24,8 @@ from .spec import shape_text
 
 Shape = tuple[Any, ...]
 """Of numbers, or of a framework's symbolic dimensions."""
+
+Dims = Callable[[Any], Mapping[str, str]]
 
 _BROADCAST = "1"
 """The name of a leading axis of one element where others have more."""
@@ -40,10 +42,10 @@ class Axis:
     """By slot: which of its axes it is. Other inputs are given whole."""
     partial: frozenset[str]
     """Outputs that are partial sums if the axis is split: their sum over the parts is the result."""
-
-    @property
-    def is_summed(self) -> bool:
-        return bool(self.partial)
+    added: frozenset[str] = frozenset()
+    """Inputs that are added to such a sum, and so to one of its parts (``Op.added``)."""
+    composed: bool = False
+    """The entry takes the axis whole: a call on parts of it is ``Op.parts``."""
 
 
 @dataclass(frozen=True)
@@ -66,24 +68,32 @@ class Sharding:
         return next((axis for axis in self.axes if axis.name == name), None)
 
 
-def sharding(op: Op, attrs: Sequence[Attr], shapes: Sequence[Shape | None]) -> Sharding | None:
+def sharding(op: Op, attrs: Sequence[Attr], shapes: Sequence[Shape | None], composed: bool = False) -> Sharding | None:
     """What ``op.dims`` states for a call; None if the operator states nothing, and every slot is whole.
 
     Args:
         attrs: one for each of ``op.attrs``.
         shapes: one for each of ``op.inputs``, None where it is absent.
+        composed: with the axes that ``op.parts`` splits.
 
     Raises:
         ValueError: shapes that do not fit the statement.
         TypeError: a statement that does not fit the operator.
     """
     given = tuple(None if shape is None else tuple(shape) for shape in shapes)
-    return (_parsed if _is_hashable((attrs, given)) else _parsed.__wrapped__)(op, tuple(attrs), given)
+    parse = _parsed if _is_hashable((attrs, given)) else _parsed.__wrapped__
+    plain = parse(op, tuple(attrs), given, op.dims)
+    if not composed or op.parts is None:
+        return plain
+    found = parse(op, tuple(attrs), given, op.parts.dims)
+    assert found is not None
+    names = {axis.name for axis in plain.axes} if plain else ()
+    return Sharding(found.slots, tuple(replace(axis, composed=axis.name not in names) for axis in found.axes))
 
 
 def batched_slots(op: Op, attrs: Sequence[Attr], shapes: Sequence[Shape | None]) -> frozenset[str]:
     """The slots and aliases that carry independent leading axes: ``...``."""
-    stated = _statement(op, _call(op, attrs, shapes))
+    stated = _statement(op, op.call(attrs, shapes), op.dims)
     return frozenset(op.with_aliases({slot: None for slot, axes in stated.items() if "..." in axes.split()}))
 
 
@@ -97,11 +107,11 @@ def _is_hashable(value: Any) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _parsed(op: Op, attrs: tuple[Attr, ...], shapes: tuple[Shape | None, ...]) -> Sharding | None:
-    if op.dims is None and not op.elementwise:
+def _parsed(op: Op, attrs: tuple[Attr, ...], shapes: tuple[Shape | None, ...], dims: Dims | None) -> Sharding | None:
+    if dims is None and not op.elementwise:
         return None
-    call = _call(op, attrs, shapes)
-    stated = _statement(op, call)
+    call = op.call(attrs, shapes)
+    stated = _statement(op, call, dims)
     given = _shapes(op, call)
     if all(shape == () for shape in given.values()):  # dims may state axes that these do not have
         return Sharding(op.with_aliases(dict.fromkeys(given, ())), ())
@@ -115,15 +125,10 @@ def _parsed(op: Op, attrs: tuple[Attr, ...], shapes: tuple[Shape | None, ...]) -
     return Sharding(op.with_aliases(slots), tuple(_with_aliases(op, axis) for axis in axes))
 
 
-def _call(op: Op, attrs: Sequence[Attr], shapes: Sequence[Shape | None]) -> SimpleNamespace:
-    named = dict(zip(op.inputs, shapes, strict=True))
-    return SimpleNamespace(**named, **dict(zip(op.attrs, attrs, strict=True)))
-
-
-def _statement(op: Op, call: SimpleNamespace) -> Mapping[str, str]:
+def _statement(op: Op, call: SimpleNamespace, dims: Dims | None) -> Mapping[str, str]:
     """The axes of each slot but the workspace. Without ``dims``, an elementwise operator has leading axes alone."""
     slots = {*op.inputs, *op.results}
-    stated = op.dims(call) if op.dims else dict.fromkeys(slots, "...")
+    stated = dims(call) if dims else dict.fromkeys(slots, "...")
     if set(stated) != slots:
         odd = ", ".join(sorted(set(stated) ^ slots))
         raise TypeError(f"{op.name}: dims names {', '.join(stated)}, expected each slot once: {odd} is not")
@@ -206,9 +211,11 @@ def _axis(
 ) -> Axis:
     positions = {slot: names.index(name) for slot, names in slots.items() if name in names}
     lacking = (y for y in outputs if y not in positions and name not in same[y] and "0" not in slots[y])
-    return Axis(name, size, positions, frozenset(lacking))
+    partial = frozenset(lacking)
+    added = frozenset(slot for slot in op.added if slot in slots and slot not in positions) if partial else frozenset()
+    return Axis(name, size, positions, partial, added)
 
 
 def _with_aliases(op: Op, axis: Axis) -> Axis:
     partial = op.with_aliases(dict.fromkeys(axis.partial))
-    return Axis(axis.name, axis.size, op.with_aliases(axis.positions), frozenset(partial))
+    return replace(axis, positions=op.with_aliases(axis.positions), partial=frozenset(partial))

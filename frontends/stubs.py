@@ -40,7 +40,7 @@ class _Types:
 
 
 _TYPES = {
-    "torch": _Types("from torch import Tensor", "Tensor", "Tensor", dtype="torch.dtype"),
+    "torch": _Types("import torch\nfrom torch import Tensor", "Tensor", "Tensor", dtype="torch.dtype"),
     "jax": _Types("from jax import Array\nfrom jax.typing import ArrayLike", "ArrayLike", "Array"),
     "mindspore": _Types("from mindspore import Tensor", "Tensor", "Tensor"),
     "cupy": _Types("from cupy import ndarray", "ndarray", "ndarray", explicit_backward=True),
@@ -124,7 +124,7 @@ def _extra(library: Library, framework: str, op: Op) -> list[str]:
     """The keywords that only torch's function has."""
     if framework != "torch":
         return []
-    from .torch_call import EXTRA, has_out
+    from .torch_schema import EXTRA, has_out
 
     extra = [EXTRA[op.name]] if op.name in EXTRA and library.name == "aotops" else []
     keyword_only = any(p.kind is p.KEYWORD_ONLY for p in inspect.signature(op.bind).parameters.values())

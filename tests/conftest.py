@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -23,7 +24,7 @@ settings.register_profile("test", max_examples=100, derandomize=True, deadline=N
 settings.register_profile("fuzz", max_examples=10_000, print_blob=True, deadline=None, suppress_health_check=SLOW)
 settings.load_profile(os.environ.get("AOTOPS_TEST_PROFILE", "test"))
 
-HERE = os.path.dirname(os.path.abspath(__file__))
+HERE = Path(__file__).parent
 
 
 def pytest_configure(config):
@@ -63,9 +64,10 @@ def _is_here(request):
 
 
 def pytest_ignore_collect(collection_path):
-    """A file of one framework is for a session that tests it."""
-    frontend = collection_path.stem.removeprefix("test_").partition("_")[0]
-    return True if frontend in FRONTENDS and frontend not in requested() else None
+    """A folder or a file named as a framework is for a session that tests it."""
+    frontend = collection_path.stem.removeprefix("test_")
+    others = set(FRONTENDS) - set(requested())
+    return True if collection_path != HERE and frontend in others else None
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -92,7 +94,7 @@ def python():
         done = subprocess.run(
             [sys.executable, "-c", program],
             env={**os.environ, **environment},
-            cwd=HERE,
+            cwd=HERE / "programs",  # not a folder that has folders named as frameworks are
             capture_output=True,
             text=True,
             timeout=300,

@@ -9,7 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, ClassVar
+
+from .. import registry
+from ..flops import backward_flops, flops
 
 Shape = tuple[int, ...]
 
@@ -77,10 +81,6 @@ class Work:
         """The number of classes of t."""
         return shape[-1]
 
-    def multiplications(self, shape: Shape) -> int:
-        """FLOPs of the forward's product, or 0."""
-        return 0
-
     def shapes(self, device: str, given: Sequence[Shape] | None, quick: bool) -> Sequence[Shape]:
         """The shapes to measure: ``given``, if they are of this kind."""
         if given is not None:
@@ -91,8 +91,15 @@ class Work:
         return math.prod(shape) <= self.SMALL
 
     def flops(self, pass_: str, shape: Shape) -> int:
-        """FLOPs: of a forward one product, of a backward two."""
-        return 2 * self.multiplications(shape) * (1 if pass_ == "forward" else 2)
+        """FLOPs of the operator's products (``Op.flops``), with all gradients in a backward."""
+        op, tensors = registry.get(self.op), self.tensors(shape)
+        if op.flops is None:
+            return 0
+        function = self.function(SimpleNamespace(**{self.plain_name: op.bind}), shape)
+        given = (SimpleNamespace(shape=tensors[letter], ndim=len(tensors[letter])) for letter in self.reads)
+        inputs, attrs = function(*given)
+        call = op, op.canonical(attrs), [None if x is None else x.shape for x in inputs]
+        return flops(*call) if pass_ == "forward" else backward_flops(*call, {f"d{slot}" for slot in op.inputs})
 
     def bytes(self, pass_: str, shape: Shape, dtype: str) -> int:
         reads, writes = (self.reads, self.writes) if pass_ == "forward" or not self.backward else self.backward
@@ -149,9 +156,6 @@ class Product(Work):
         m, n, k = shape
         return {"a": (m, k), "b": (k, n), "w": (n, k), "y": (m, n), "v": (n,)}
 
-    def multiplications(self, shape):
-        return math.prod(shape)
-
 
 class Convolution(Work):
     """x has square images, w square filters of an odd size, half of which is the padding, and y the results. The
@@ -185,10 +189,6 @@ class Convolution(Work):
             "y": square(batch, outputs, math.ceil(size / stride)),
         }
 
-    def multiplications(self, shape):
-        _, channels, _, _, kernel, _ = shape
-        return math.prod(self.tensors(shape)["y"]) * channels * kernel * kernel
-
 
 class Cell(Work):
     """A recurrent cell: i is its input, h a state, old or new, g what its three gates are before they are applied, w
@@ -209,10 +209,6 @@ class Cell(Work):
             "w": (gates, state + features),
             "b": (1, gates),
         }
-
-    def multiplications(self, shape):
-        batch, features, state = shape
-        return batch * 3 * state * (state + features)
 
 
 def window(shape: Shape) -> tuple[int, int]:

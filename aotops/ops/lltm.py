@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from ..op import operator
 
 
@@ -83,6 +85,8 @@ def lltm_backward(dnew_h, dnew_cell, input, weights, bias, old_h, old_cell, gate
     dims=lambda call: _dims(call) | {"new_h": "... H", "new_cell": "... H"},
     formula=_formula,
     vmappable=("input", "old_h", "old_cell", "new_h", "new_cell", "gates"),
+    flops=lambda call: 2 * prod(call.input[:-1]) * prod(call.weights),
+    product_of=(("input", "old_h"), ("weights",)),
     always_save_residuals=True,
     autocast={"cuda": "float32"},
 )

@@ -23,12 +23,11 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from aotops.formula import compose_part
 from aotops.op import Attr, Op
-from aotops.ops import OPS
-from aotops.ops.cross_entropy import divides_slope, keeps_slope
-from aotops.sharding import Axis, Sharding, sharding
-from aotops.spec import accumulate_dtype
+from aotops.sharding import Sharding, sharding
 
+from .mathematics import Mathematics
 from .private import typeof
 
 Array = Any  # jax.Array, or what jit accepts as one
@@ -95,21 +94,8 @@ def _given(op: Op, inputs: Sequence[Array | None]) -> Names:
 
 
 def _stated(op: Op, attrs: Attrs, inputs: Sequence[Array | None]) -> Sharding:
-    """What may be split: what the definition states, and what is composed of parts here."""
-    shapes = [None if x is None else x.shape for x in inputs]
-    if op in _CROSS_ENTROPY and None not in shapes:
-        return _rows_and_classes(op, attrs, shapes)
-    stated = sharding(op, attrs, shapes)
-    if stated is None:
-        return Sharding({}, ())
-    added_once = _ADDED_ONCE.get(op)
-    if added_once in _given(op, inputs):
-        shapes[op.inputs.index(added_once)] = None
-        product = sharding(op, attrs, shapes)
-        assert product is not None
-        summed = tuple(axis for axis in product.axes if axis.is_summed)
-        return Sharding({**stated.slots, **product.slots}, stated.axes + summed)
-    return stated
+    stated = sharding(op, attrs, [None if x is None else x.shape for x in inputs], composed=True)
+    return stated or Sharding({}, ())
 
 
 def _split(stated: Sharding, mesh: Any, tensors: Mapping[str, Any]) -> Split:
@@ -211,27 +197,27 @@ class PartitionedCall:
 
     def part(self, split: Split, *arrays: Array) -> tuple[Array, ...]:
         inputs = self.inputs(arrays)
-        if split and self.op in _CROSS_ENTROPY and len(self.given) == len(self.op.inputs):
-            return _CROSS_ENTROPY[self.op](self, split, *inputs)
-        if (slot := _ADDED_ONCE.get(self.op)) in self.given and (over := self.summed_over("y", split)):
-            i = self.op.inputs.index(slot)
-            inputs[i] = jnp.where(jax.lax.axis_index(over) == 0, inputs[i], 0)
-        results = zip(self.wanted, self.launch(self.op, self.attrs, self.wanted, *inputs), strict=True)
-        return tuple(_sum(y, self.summed_over(slot, split)) for slot, y in results)
+        axes = [(axis, split[axis.name]) for axis in self.stated.axes if axis.name in split]
+        for i, slot in enumerate(self.op.inputs):
+            if over := _joined(over for axis, over in axes if slot in axis.added):
+                inputs[i] = jnp.where(jax.lax.axis_index(over) == 0, inputs[i], 0)
+        if any(axis.composed for axis, _ in axes):
+            every = compose_part(_Part(self, split, inputs), self.op, self.attrs, inputs)
+            found = [dict(zip(self.op.results, every, strict=True))[slot] for slot in self.wanted]
+        else:
+            found = self.launch(self.op, self.attrs, self.wanted, *inputs)
+        partial_over = [_joined(over for axis, over in axes if slot in axis.partial) for slot in self.wanted]
+        return tuple(jax.lax.psum(y, over) if over else y for y, over in zip(found, partial_over, strict=True))
 
-    def summed_over(self, slot: str, split: Split) -> tuple[str, ...]:
-        """The axes of the mesh along which partial sums of a result lie."""
-        return tuple(over for axis in self.stated.axes if slot in axis.partial for over in split.get(axis.name, ()))
+
+def _joined(meshes: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    return tuple(name for names in meshes for name in names)
 
 
 def _supported(rule: Mapping[str, Any]) -> dict[str, Any]:
     """What this JAX takes of a rule: the first versions with one do not tell kinds of axes."""
     parameters = signature(custom_partitioning.def_partition).parameters
     return {key: value for key, value in rule.items() if key in parameters}
-
-
-def _sum(x: Array, over: tuple[str, ...]) -> Array:
-    return jax.lax.psum(x, over) if over else x
 
 
 # JAX cannot export a custom_partitioning, nor lower it where it does not tell the devices, and says so only then.
@@ -264,93 +250,39 @@ def _lower(ctx, *values, call, jaxpr):
 mlir.register_lowering(_partitioned_p, _lower)
 
 
-# -------------------------------------------------------------------------------------------------------- compositions
-
-_ADDED_ONCE = {OPS[name]: "bias" for name in ("linear", "conv2d")}
-"""Inputs that are added to a sum: if it is split, to one of its parts."""
+# --------------------------------------------------------------------------------------------------------------- parts
 
 
-def _rows_and_classes(op: Op, attrs: Attrs, shapes: Sequence[Any]) -> Sharding:
-    """Of cross_entropy, whose entries take all classes, and for a mean all rows."""
-    named = dict(zip(op.attrs, attrs, strict=True))
-    rows = sharding(
-        op, tuple((named | {"reduction": "sum"} if named["reduction"] == "mean" else named).values()), shapes
-    )
-    assert rows is not None
-    like_x = [slot for slot, names in rows.slots.items() if names[-1:] == ("C",)]
-    positions = {slot: len(rows.slots[slot]) - 1 for slot in like_x}
-    slots = {slot: (*names[:-1], "c") if slot in positions else names for slot, names in rows.slots.items()}
-    size = shapes[op.inputs.index("x")][-1]
-    return Sharding(slots, (*rows.axes, Axis("c", size, positions, frozenset())))
+class _Part(Mathematics):
+    """``aotops.formula.PartMathematics`` of JAX."""
 
+    log = staticmethod(jnp.log)
 
-def _cross_entropy(call: PartitionedCall, split: Split, x: Array, target: Array) -> tuple[Array, ...]:
-    wide, counted = _wide(x), _counted(call, target)
-    reduction, over = _attr(call, "reduction"), split.get("n", ())
-    if "c" in split:
-        losses, slope = _over_classes(call, split["c"], wide, target, counted)
-        slope = slope if keeps_slope(reduction) else slope[..., :0]
-    else:
-        here = _with(call.op, call.attrs, reduction="sum" if reduction == "mean" else reduction, dtype=wide.dtype.name)
-        losses, slope = call.launch(call.op, here, ("y", "slope"), x, target)
-    if reduction != "none":
-        total = jnp.stack([losses.astype(wide.dtype).sum(), counted.sum().astype(wide.dtype)])
-        total, count = _sum(total, over)
-        losses = total / count if reduction == "mean" else total
-        if divides_slope(reduction, x.dtype.name):
-            slope = jnp.where(counted[..., None], _wide(slope) / count, 0)  # the count may be 0
-    found = {"y": losses.astype(_attr(call, "dtype") or x.dtype), "slope": slope.astype(x.dtype)}
-    return tuple(found[slot] for slot in call.wanted)
+    def __init__(self, call: PartitionedCall, split: Split, inputs: Sequence[Array | None]) -> None:
+        super().__init__(None)
+        self._call, self._split, self._inputs = call, split, inputs
 
+    def max(self, x: Array) -> Array:
+        return x.max(-1)
 
-def _over_classes(
-    call: PartitionedCall, over: tuple[str, ...], x: Array, target: Array, counted: Array
-) -> tuple[Array, Array]:
-    """The losses of the rows and this part of their slope, of a part of the classes. Two reductions: of the largest
-    elements, and of the sums. A class that there is not has a loss and a slope of NaN, as on a GPU."""
-    smoothing, part = _attr(call, "label_smoothing"), x.shape[-1]
-    classes = jax.lax.psum(1, over) * part
-    shifted = x - jax.lax.pmax(x.max(-1), over)[..., None]
-    powers = jnp.exp(shifted)
-    here = jnp.arange(part) + jax.lax.axis_index(over) * part == target[..., None]
-    sums = jnp.stack([powers.sum(-1), jnp.where(here, shifted, 0).sum(-1), shifted.sum(-1)])
-    total, hit, every = jax.lax.psum(sums, over)
-    losses = jnp.log(total) - (1 - smoothing) * hit - (smoothing / classes * every if smoothing else 0)
-    slope = powers / total[..., None] - smoothing / classes - (1 - smoothing) * here
-    odd = (target < 0) | (target >= classes)
+    def is_split(self, axis: str) -> bool:
+        return axis in self._split
 
-    def by_row(values, counted, odd):
-        return jnp.where(counted, jnp.where(odd, jnp.nan, values), 0)
+    def length(self, axis: str) -> int:
+        return next(each.size for each in self._call.stated.axes if each.name == axis)
 
-    return by_row(losses, counted, odd), by_row(slope, counted[..., None], odd[..., None])
+    def offset(self, axis: str, length: int) -> Array:
+        return jax.lax.axis_index(self._split[axis]) * length
 
+    def reduce(self, x: Array, how: str, axis: str) -> Array:
+        reduction = jax.lax.psum if how == "sum" else jax.lax.pmax
+        return reduction(x, self._split[axis]) if self.is_split(axis) else x
 
-def _cross_entropy_backward(call: PartitionedCall, split: Split, dy: Array, x: Array, target: Array, slope: Array):
-    factor, counted, reduction = _wide(dy), _counted(call, target), _attr(call, "reduction")
-    if not keeps_slope(reduction):
-        if "c" not in split:
-            return call.launch(call.op, call.attrs, call.wanted, dy, x, target, slope)
-        _, slope = _over_classes(call, split["c"], _wide(x), target, counted)
-    if reduction == "mean" and not divides_slope(reduction, x.dtype.name):
-        factor = factor / _sum(counted.sum(), split.get("n", ())).astype(factor.dtype)
-    # 0 for an ignored row, also if dy is not finite or the count is 0
-    return (jnp.where(counted[..., None], _wide(slope) * factor[..., None], 0).astype(x.dtype),)
+    def is_known(self, x: Array) -> bool:
+        return False
 
-
-def _wide(x: Array) -> Array:
-    return x.astype(accumulate_dtype(x.dtype.name))
-
-
-def _counted(call: PartitionedCall, target: Array) -> Array:
-    return target != _attr(call, "ignore_index")
-
-
-def _attr(call: PartitionedCall, name: str) -> Any:
-    return dict(zip(call.op.attrs, call.attrs, strict=True))[name]
-
-
-def _with(op: Op, attrs: Attrs, **other: Attr) -> Attrs:
-    return tuple((dict(zip(op.attrs, attrs, strict=True)) | other).values())
-
-
-_CROSS_ENTROPY = {OPS["cross_entropy"]: _cross_entropy, OPS["cross_entropy"].backward: _cross_entropy_backward}
+    def run(self, **named: Any) -> tuple[Array, ...]:
+        op, attrs = self._call.op, self._call.attrs
+        given = dict(zip(op.inputs, self._inputs, strict=True)) | dict(zip(op.attrs, attrs, strict=True)) | named
+        inputs, attrs = ([given[name] for name in names] for names in (op.inputs, op.attrs))
+        return self._call.launch(op, tuple(attrs), op.results, *inputs)

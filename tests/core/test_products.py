@@ -1,0 +1,128 @@
+"""Products on a GPU, by each choice of the kernel (AOTOPS_GEMM), and the gradient of a linear layer's bias."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from aotops.frontends import torch as ours  # noqa: E402
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")]
+
+MODES = """
+import torch
+
+from aotops.frontends import torch as ours
+
+torch.manual_seed(0)
+
+
+def slopes(y):
+    return (torch.arange(len(y), device="cuda") % 7 - 3).to(y.dtype)[:, None].expand_as(y).contiguous()
+
+
+def steps(*leaves, activation):
+    y = ours.linear(*leaves, activation=activation)
+    return [y, *torch.autograd.grad(y, leaves, slopes(y))]
+
+
+for shape in ((512, 256, 768), (300, 72, 40), (257, 33, 65)):
+    rows, k, n = shape
+    for activation in (None, "gelu"):
+        given = [torch.randn(size, device="cuda").mul(0.25).bfloat16() for size in ((rows, k), (n, k), (n,))]
+        leaves, wide = [[t.to(dtype).requires_grad_() for t in given] for dtype in (torch.bfloat16, torch.float64)]
+        z = torch.nn.functional.linear(*wide)
+        y = torch.nn.functional.gelu(z) if activation else z
+        exact = [y, *torch.autograd.grad(y, wide, slopes(y))]
+        found = steps(*leaves, activation=activation)
+        for one, other, right in zip(found, steps(*leaves, activation=activation), exact):
+            assert (one.double() - right).abs().max() <= 2**-6 * right.abs().max(), (shape, activation)
+            assert torch.equal(one, other), (shape, activation)
+
+x, weight = torch.randn(640, 384, device="cuda").bfloat16(), torch.randn(256, 384, device="cuda").bfloat16()
+exact = x.double() @ weight.double().T
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):  # the first product of this shape: nothing is known of it
+    y = ours.linear(x, weight)
+for _ in range(2):
+    y.zero_()
+    graph.replay()
+    assert (y.double() - exact).abs().max() <= 2**-7 * exact.abs().max()
+"""
+
+
+@pytest.mark.parametrize("mode", ["auto", "cublaslt", "own"])
+def test_the_choice_of_the_kernel(mode):
+    """Values, the same bits again, and capture into a graph."""
+    env = {**os.environ, "AOTOPS_GEMM": mode}
+    run = subprocess.run(
+        [sys.executable, "-c", MODES], env=env, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+
+
+def quarters(*shape, dtype, most=8):
+    return torch.randint(-most, most + 1, shape, device="cuda").to(dtype) / 4
+
+
+@pytest.mark.parametrize("activation", [None, "relu"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("offset", [0, 1])
+def test_dbias_is_the_exact_sum_rounded_once(dtype, activation, offset):
+    """Of multiples of 1/4, whose sums float32 holds: no row and no column is left out, or taken twice. offset: elements
+    by which dy is misaligned."""
+    for rows, n in (
+        (1, 8),
+        (7, 1),
+        (33, 256),
+        (100, 264),
+        (255, 31),
+        (1000, 771),
+        (16385, 96),
+        (8192, 2304),
+        (3, 50304),
+    ):
+        x, weight, bias = (quarters(*shape, dtype=dtype, most=2) for shape in ((rows, 2), (n, 2), (n,)))
+        dy = quarters(offset + rows * n, dtype=dtype)[offset:].view(rows, n)
+        leaves = [x.requires_grad_(), bias.requires_grad_()]
+        y = ours.linear(x, weight, bias, activation=activation)
+        dx, dbias = torch.autograd.grad(y, leaves, dy, retain_graph=True)
+        dz = dy.double() * (y.detach() > 0 if activation else 1)
+        assert torch.equal(dbias, dz.sum(0).to(dtype)), (rows, n)
+        error = (dx.double() - dz @ weight.double()).abs()
+        assert (error <= 4 * torch.finfo(dtype).eps * (dz.abs() @ weight.double().abs())).all(), (rows, n)
+        assert torch.equal(dbias, torch.autograd.grad(y, leaves, dy)[1])
+
+
+@pytest.mark.parametrize("activation", ["gelu_tanh", "gelu", "silu"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_dbias_behind_an_activation(dtype, activation):
+    functional = torch.nn.functional
+    formula = {
+        "gelu_tanh": lambda z: functional.gelu(z, approximate="tanh"), "gelu": functional.gelu, "silu": functional.silu
+    }[activation]  # fmt: skip
+    for rows, n in ((1000, 776), (129, 33)):
+        x, weight, bias = (quarters(*shape, dtype=dtype, most=2) for shape in ((rows, 4), (n, 4), (n,)))
+        dy = quarters(rows, n, dtype=dtype)
+        y = ours.linear(x, weight, bias.requires_grad_(), activation=activation)
+        (dbias,) = torch.autograd.grad(y, bias, dy)
+        z = functional.linear(x.double(), weight.double(), bias.detach().double()).requires_grad_()
+        (dz,) = torch.autograd.grad(formula(z), z, dy.double())
+        allowed = torch.finfo(dtype).eps * dz.sum(0).abs() + 2**-13 * dz.abs().sum(0) / rows**0.5
+        assert ((dbias.double() - dz.sum(0)).abs() <= allowed).all(), (rows, n)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_dbias_of_many_rows_is_as_exact_as_its_type(dtype):
+    """A thread adds some hundreds of terms in float32 before it starts a new sum."""
+    rows, n = 1 << 20, 8
+    x, weight, bias = (torch.zeros(shape, device="cuda", dtype=dtype) for shape in ((rows, 1), (n, 1), (n,)))
+    dy = (torch.rand(rows, n, device="cuda") / 16).to(dtype)
+    (dbias,) = torch.autograd.grad(ours.linear(x, weight, bias.requires_grad_()), bias, dy)
+    exact = dy.double().sum(0)
+    assert ((dbias.double() - exact).abs() <= (torch.finfo(dtype).eps / 2 + 2**-15) * exact).all()

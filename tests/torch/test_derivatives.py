@@ -1,0 +1,135 @@
+"""Derivatives of the second order and in forward mode, in float64, against differences and among each other."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.autograd import forward_ad, gradcheck, gradgradcheck  # noqa: E402
+
+from aotops import formula  # noqa: E402
+from aotops.frontends import torch as ours  # noqa: E402
+from aotops.frontends.torch.mathematics import Mathematics  # noqa: E402
+
+INTEGERS = torch.tensor([1, 0, 2])
+
+# By name: the function, and the shapes of its tensors.
+CALLS = {
+    "add": (lambda a, b: ours.add(a, b, alpha=2.0), (3, 4), (4,)),
+    "add a number": (lambda a: ours.add(a, 1.5), (3, 4)),
+    "gelu": (ours.gelu, (3, 4)),
+    "gelu tanh": (lambda x: ours.gelu(x, "tanh"), (3, 4)),
+    "swiglu": (ours.swiglu, (3, 4), (3, 4)),
+    "softmax": (lambda x: ours.softmax(x, 0), (3, 4)),
+    "layer_norm": (lambda x, w, b: ours.layer_norm(x, (4,), w, b), (3, 4), (4,), (4,)),
+    "layer_norm of two axes": (lambda x: ours.layer_norm(x, (2, 4)), (3, 2, 4)),
+    "rms_norm": (lambda x, w: ours.rms_norm(x, (4,), w), (2, 3, 4), (4,)),
+    "add_layer_norm": (lambda x, r, w, b: ours.add_layer_norm(x, r, (4,), w, b), (3, 4), (3, 4), (4,), (4,)),
+    "add_rms_norm": (lambda x, r, w: ours.add_rms_norm(x, r, (4,), w), (3, 4), (3, 4), (4,)),
+    "cross_entropy": (lambda x: ours.cross_entropy(x, INTEGERS), (3, 4)),
+    "cross_entropy of rows": (
+        lambda x: ours.cross_entropy(x, INTEGERS, reduction="none", label_smoothing=0.2, ignore_index=0),
+        (3, 4),
+    ),
+    "matmul": (ours.matmul, (2, 3, 4), (4, 2)),
+    "matmul transposed": (lambda a, b: ours.matmul(a, b, transpose_b=True), (2, 3, 4), (2, 2, 4)),
+    "linear": (ours.linear, (2, 3, 4), (5, 4), (5,)),
+    "linear without bias": (ours.linear, (3, 4), (5, 4)),
+    "linear gelu": (lambda x, w, b: ours.linear(x, w, b, "gelu"), (3, 4), (2, 4), (2,)),
+    "linear relu": (lambda x, w, b: ours.linear(x, w, b, "relu"), (3, 4), (2, 4), (2,)),
+    "linear silu": (lambda x, w, b: ours.linear(x, w, b, "silu"), (3, 4), (2, 4), (2,)),
+    "linear gelu_tanh": (lambda x, w, b: ours.linear(x, w, b, "gelu_tanh"), (3, 4), (2, 4), (2,)),
+    "conv2d": (lambda x, w, b: ours.conv2d(x, w, b, stride=2, padding=1), (2, 2, 3, 3), (3, 2, 2, 2), (3,)),
+    "conv2d in groups": (lambda x, w: ours.conv2d(x, w, groups=2), (2, 2, 3, 3), (2, 1, 2, 2)),
+    "lltm": (ours.lltm, (3, 2), (6, 4), (1, 6), (3, 2), (3, 2)),
+}
+
+
+@pytest.fixture(params=CALLS)
+def call(request):
+    function, *shapes = CALLS[request.param]
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
+    return function, tuple(tensors)
+
+
+def test_every_operator_is_called():
+    assert {name.split()[0] for name in CALLS} == set(ours.OPS)
+
+
+def test_first_order(call):
+    """Both modes, plain and batched."""
+    assert gradcheck(*call, check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True)
+
+
+def test_second_order(call):
+    """Reverse over reverse, and forward over reverse."""
+    assert gradgradcheck(*call, check_fwd_over_rev=True, check_batched_grad=True)
+
+
+def test_compositions_of_transforms(call):
+    function, tensors = call
+    every = tuple(range(len(tensors)))
+
+    def scalar(*args):
+        ys = function(*args)
+        ys = (ys,) if isinstance(ys, torch.Tensor) else ys
+        return sum((y.sin() * torch.arange(1, y.numel() + 1).reshape(y.shape)).sum() for y in ys)
+
+    expected = torch.autograd.functional.hessian(scalar, tensors)
+    modes = torch.func.jacfwd, torch.func.jacrev
+    for outer in modes:
+        for inner in modes:
+            found = outer(inner(scalar, every), every)(*tensors)
+            for a, b in zip(sum(found, ()), sum(expected, ()), strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_third_order():
+    x = torch.linspace(-2, 2, 5, dtype=torch.float64)
+
+    def third(f):
+        first = torch.func.grad(lambda x: f(x).sum())
+        second = torch.func.grad(lambda x: first(x).sum())
+        return torch.func.grad(lambda x: second(x).sum())(x)
+
+    torch.testing.assert_close(third(ours.gelu), third(torch.nn.functional.gelu), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_dtypes_of_derivatives(dtype):
+    """A formula computes in float32, and its results have the dtype of the operator's."""
+    x = torch.randn(3, 4, dtype=dtype, requires_grad=True)
+    w = torch.randn(4, dtype=dtype, requires_grad=True)
+    found, expected = [], []
+    for norm, into in ((ours.rms_norm, found), (torch.nn.functional.rms_norm, expected)):
+        into += torch.autograd.grad(norm(x, (4,), w).square().sum(), (x, w), create_graph=True)
+        into += torch.autograd.grad(sum(g.square().sum() for g in into), (x, w))
+        with forward_ad.dual_level():
+            into += forward_ad.unpack_dual(norm(forward_ad.make_dual(x.detach(), w.detach().expand(3, 4)), (4,), w))
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == dtype
+        torch.testing.assert_close(a, b, rtol=0.05, atol=0.5 if dtype != torch.float32 else 1e-4)
+
+
+def test_logits_that_changed_are_refused_in_a_second_order():
+    """Their gradient is kept, but its derivative is of the logits."""
+    leaf = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    logits = leaf * 2
+    y = ours.cross_entropy(logits, INTEGERS)
+    with torch.no_grad():
+        logits.zero_()
+    with pytest.raises(RuntimeError, match="cross_entropy: x was changed in place after the forward"):
+        torch.autograd.grad(y, leaf, create_graph=True)
+
+
+def test_an_out_of_range_class_is_not_computed():
+    """The residual is computed by the kernel, which raises, on a CPU; the formula gives NaN."""
+    x, target = torch.randn(3, 4), torch.tensor([0, 4, 1])
+    with forward_ad.dual_level(), pytest.raises(ValueError, match=r"target\[1\] is 4"):
+        ours.cross_entropy(forward_ad.make_dual(x, x), target)
+    op = ours.OPS["cross_entropy"]
+    inputs, attrs = op.bind(x, target, reduction="none", label_smoothing=0.1)
+    losses = formula.compose(Mathematics(None), op, attrs, inputs)
+    assert losses[0].isnan().tolist() == [False, True, False]

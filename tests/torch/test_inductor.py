@@ -1,0 +1,406 @@
+"""PyTorch's Inductor: it knows every operator before it meets one, and compiles a deep chain of them in good time.
+
+Inductor is let take no operator that it was not told of (``implicit_fallbacks``). On any torch, that is an error where
+it would otherwise write the operator's arguments down, which before torch 2.13 takes time without bound.
+"""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.nn.functional as F  # noqa: E402
+
+from aotops.frontends import torch as ours  # noqa: E402
+from aotops.frontends.torch import inductor  # noqa: E402
+from aotops.ops import OPS  # noqa: E402
+
+WIDTH, BLOCKS = 8, 12
+GELU = OPS["gelu"]
+NAMES = [one.name for op in OPS.values() for one in (op, op.backward) if one is not None and one.has_kernel]
+UNKNOWN = """
+import sys
+def unknown():
+    from torch._inductor import lowering
+    ops = [getattr(torch.ops.aotops, name).default for name in {names}]
+    return [str(op) for op in ops if op not in lowering.lowerings or op not in lowering.fallbacks]
+"""
+
+
+@pytest.fixture
+def formatted(monkeypatch):
+    """What Inductor writes the arguments of, and none of what it has compiled before."""
+    from torch._inductor import config, exc
+
+    written: list[str] = []
+    monkeypatch.setattr(exc.OperatorIssue, "operator_str", lambda target, *_: written.append(str(target)) or "")
+    with config.patch(implicit_fallbacks=False, force_disable_caches=True, compile_threads=1):
+        yield written
+    torch._dynamo.reset()
+
+
+# ---------------------------------------------------------------------------------------------------------------- known
+
+
+@pytest.mark.parametrize("environment", [{}, {"CI": "1"}], ids=["", "CI"])
+def test_imported_after_the_frontend(python, environment):
+    """Nothing of Inductor is imported by the frontend, and who imports it finds every operator, where it also checks
+    what is registered (CI). Its module has the loader that it would have had."""
+    program = UNKNOWN.format(names=NAMES) + (
+        "from aotops.frontends import torch as ours; import torch\n"
+        "print('torch._inductor' in sys.modules or 'torch._inductor.lowering' in sys.modules)\n"
+        "from torch._inductor import lowering, config\n"
+        "print(unknown(), type(lowering.__loader__) is type(config.__loader__) is type(lowering.__spec__.loader))"
+    )
+    assert python(program, **environment).split() == ["False", "[]", "True"]
+
+
+def test_imported_before_the_frontend(python):
+    program = UNKNOWN.format(names=NAMES) + (
+        "import torch, torch._inductor.lowering\n"
+        "from aotops.frontends import torch as ours\n"
+        "print(unknown())"
+    )  # fmt: skip
+    assert python(program).split() == ["[]"]
+
+
+def test_inductor_comes_up_without_make_fallback(monkeypatch):
+    """A torch whose Inductor is not as it was is none the worse for us."""
+    from torch._inductor import lowering
+
+    def make_fallback(op):
+        raise AssertionError("not reached")
+
+    monkeypatch.setattr(lowering, "make_fallback", make_fallback)
+    monkeypatch.setattr("sys.meta_path", [])
+    with pytest.warns(UserWarning, match=f"Inductor {torch.__version__.partition('+')[0]}.* took no operators: TypeE"):
+        inductor.register(
+            [inductor.Operator(GELU, GELU, ours.registered.dispatched[GELU], None)], ours.gradients.composed
+        )
+
+
+# ------------------------------------------------------------------------------------------------------------- compiled
+
+
+def _parameters(blocks: int):
+    """For each block a norm's weight and bias, and the weights of two products."""
+    shapes = (WIDTH,), (WIDTH,), (4 * WIDTH, WIDTH), (WIDTH, 4 * WIDTH)
+    return [[(torch.randn(s) / 4).requires_grad_() for s in shapes] for _ in range(blocks)]
+
+
+def _ours(x, h, weight, bias, up, down):
+    y, h = ours.add_layer_norm(x, h, WIDTH, weight, bias)
+    return ours.add(ours.linear(ours.linear(y, up, None, "gelu"), down), y), h
+
+
+def _torchs(x, h, weight, bias, up, down):
+    h = x + h
+    y = F.layer_norm(h, (WIDTH,), weight, bias)
+    return F.linear(F.gelu(F.linear(y, up)), down) + y, h
+
+
+def _chain(block):
+    """Transformer-like: both results of a block go twice into the next."""
+
+    def chain(x, parameters):
+        h = x
+        for each in parameters:
+            x, h = block(x, h, *each)
+        return x, h
+
+    return chain
+
+
+def _forward_and_backward(chain, x, parameters):
+    x = x.detach().requires_grad_()
+    results = chain(x, parameters)
+    grads = [torch.full_like(y, 0.5) for y in results]
+    return [*results, *torch.autograd.grad(results, [x, *(p for each in parameters for p in each)], grads)]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_chain_is_right(formatted, dynamic):
+    """From the source to the compiled library, forward and backward. x is a transposed view, which no kernel takes."""
+    parameters, (mine, torchs) = _parameters(2), map(_chain, (_ours, _torchs))
+    compiled = torch.compile(mine, fullgraph=True, dynamic=dynamic)
+    for rows in (5, 3) if dynamic else (5,):
+        x = torch.randn(WIDTH, rows).mT
+        results = [_forward_and_backward(f, x, parameters) for f in (compiled, mine, torchs)]
+        for got, eager, expected in zip(*results, strict=True):
+            # GELU is decomposed, and evaluated by Inductor's functions: float32, two blocks deep
+            torch.testing.assert_close(got, eager, rtol=1e-5, atol=1e-6)
+            # float32, sums of up to 32 terms in another order, two blocks deep
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    assert not formatted
+
+
+def _host_seconds(block, parameters, x) -> float:
+    """This process's own: a machine under load takes longer by the clock."""
+    torch._dynamo.reset()
+    compiled = torch.compile(_chain(block), fullgraph=True)
+    start = time.process_time()
+    _forward_and_backward(compiled, x, parameters)
+    return time.process_time() - start
+
+
+def test_a_chain_compiles_as_fast_as_torchs(formatted, monkeypatch):
+    """A time, since the fault was one: it doubled with each operator. The C++ compiler, which torch's operators need
+    more of, is left out. Ours take a third of what torch's own do, and may take twice as much."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *_: lambda *_: None)
+    x = torch.randn(5, WIDTH)
+    for block in (_ours, _torchs):
+        _host_seconds(block, _parameters(1), x)  # what is imported and built once
+    mine, torchs = (_host_seconds(block, _parameters(BLOCKS), x) for block in (_ours, _torchs))
+    assert mine < 2 * torchs, f"{mine:.1f} s, and {torchs:.1f} s of torch's own"
+    assert not formatted
+
+
+def test_operators_called_by_name(formatted):
+    """As an exported graph calls them, without the public functions. The strides of inputs, here of a transposed, a
+    sliced and a repeated one, decide on those of a result: these are eager torch's."""
+    gelu, add = torch.ops.aotops.gelu.default, torch.ops.aotops.add.default
+
+    def function(x):
+        y = gelu((x + 1).mT, "none")
+        return y, add(y, x[:1].mT.expand(-1, 5), 1.0, None), add(y[:, ::2], (x * 2).mT[:, ::2], 1.0, None)
+
+    x = torch.randn(5, WIDTH)
+    for got, expected in zip(torch.compile(function, fullgraph=True)(x), function(x), strict=True):
+        torch.testing.assert_close(got, expected, check_stride=True)
+    assert not formatted
+
+
+# ----------------------------------------------------------------------------------------------------------- decomposed
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Products are decomposed on the CPU too, and in any dtype."""
+    import torch._inductor.lowering
+    from torch._inductor.utils import fresh_inductor_cache
+
+    monkeypatch.setattr(inductor, "_fuses_products", lambda x: True)
+    torch._dynamo.reset()
+    with fresh_inductor_cache():
+        yield
+    torch._dynamo.reset()
+
+
+def _draw(*shape):
+    return torch.randn(shape)
+
+
+CALLS = {
+    "gelu": lambda: (_draw(3, 5), "none"),
+    "gelu tanh": lambda: (_draw(3, 5), "tanh"),
+    "gelu_backward": lambda: (_draw(3, 5), _draw(3, 5), "none"),
+    "gelu_backward tanh": lambda: (_draw(3, 5), _draw(3, 5), "tanh"),
+    "swiglu": lambda: (_draw(3, 5), _draw(3, 5)),
+    "swiglu_backward": lambda: (_draw(3, 5), _draw(3, 5), _draw(3, 5)),
+    "add": lambda: (_draw(3, 5), _draw(3, 5), 2.0, None),
+    "add of a number": lambda: (_draw(3, 5), None, 2.0, 3.0),
+    "linear": lambda: (_draw(2, 3, 5), _draw(4, 5), _draw(4), None, False),
+    "linear of a vector": lambda: (_draw(5), _draw(4, 5), None, "silu", False),
+    "linear gelu": lambda: (_draw(2, 3, 5), _draw(4, 5), _draw(4), "gelu", False),
+    "linear_backward": lambda: (_draw(2, 3, 4), _draw(2, 3, 5), _draw(4, 5), None, None, None, False),
+    "linear_backward relu": lambda: (_draw(2, 3, 4), _draw(2, 3, 5), _draw(4, 5), _draw(4), None, "relu", False),
+    "linear_backward gelu": lambda: (
+        *(_draw(3, 4), _draw(3, 5), _draw(4, 5), _draw(4), _draw(3, 4), "gelu_tanh", False, [True, False, True]),
+    ),
+    "matmul": lambda: (_draw(2, 3, 4), _draw(2, 4, 5), False, False, False),
+    "matmul transposed": lambda: (_draw(2, 4, 3), _draw(5, 4), True, True, False),
+    "matmul_backward": lambda: (_draw(2, 3, 5), _draw(2, 3, 4), _draw(2, 4, 5), False, False, False),
+    "matmul_backward transposed": lambda: (_draw(3, 5), _draw(4, 3), _draw(5, 4), True, True, False, [False, True]),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_a_decomposition_is_the_operator(as_on_a_gpu, case):
+    from torch._inductor.decomposition import select_decomp_table
+
+    torch.manual_seed(0)
+    operator, args = getattr(torch.ops.aotops, case.partition(" ")[0]).default, CALLS[case]()
+    got, expected = select_decomp_table()[operator](*args), operator(*args)
+    for one, other in zip(*((r if isinstance(r, tuple) else (r,)) for r in (got, expected)), strict=True):
+        assert (one is None) == (other is None)
+        if other is not None:
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)  # float32, a few terms in another order
+
+
+def test_every_elementwise_operator_is_decomposed():
+    from torch._inductor import lowering
+
+    elementwise = [
+        one for op in OPS.values() for one in (op, op.backward) if one and one.elementwise and one.has_kernel
+    ]
+    assert len(elementwise) == 5
+    assert {ours.registered.dispatched[one] for one in elementwise} <= lowering.decompositions.keys()
+
+
+def test_products_are_torchs_in_16_bits_on_a_gpu_alone():
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def targets(device, dtype):
+        with FakeTensorMode():
+            x, weight = (torch.empty(n, 8, device=device, dtype=dtype) for n in (6, 16))
+            graph = make_fx(lambda *t: ours.linear(*t, None, "gelu"), select_decomp_table())(x, weight).graph
+        return {node.target for node in graph.nodes}
+
+    import torch._inductor.lowering
+
+    kernel, product = torch.ops.aotops.linear.default, torch.ops.aten.mm.default
+    assert targets("cuda", torch.bfloat16) & {kernel, product} == {product}
+    for device, dtype in (("cuda", torch.float32), ("cpu", torch.bfloat16)):
+        assert targets(device, dtype) & {kernel, product} == {kernel}
+
+
+def test_an_activation_is_computed_again_in_the_backward(as_on_a_gpu, monkeypatch):
+    """The fused kernel writes the activation and what it is of; the second alone is kept."""
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._functorch.aot_autograd import aot_module_simplified
+    from torch._inductor.decomposition import select_decomp_table
+
+    graphs = []
+
+    def compiler(module, _):
+        graphs.append(module.graph)
+        return make_boxed_func(module.forward)
+
+    def backend(module, inputs):
+        partition = {"partition_fn": min_cut_rematerialization_partition, "decompositions": select_decomp_table()}
+        return aot_module_simplified(module, inputs, fw_compiler=compiler, bw_compiler=compiler, **partition)
+
+    def mlp(x, up, bias, down):
+        return ours.linear(ours.linear(x, up, bias, "gelu_tanh"), down)
+
+    monkeypatch.setattr(inductor, "_has_fused_kernel", lambda *_: True)
+    torch.manual_seed(0)
+    inputs = [(_draw(*shape) / 4).requires_grad_() for shape in ((2, 3, 8), (32, 8), (32,), (8, 32))]
+    results = [
+        [y := f(*inputs), *torch.autograd.grad(y.sum(), inputs)] for f in (torch.compile(mlp, backend=backend), mlp)
+    ]
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+    forward, backward = graphs
+    (fused,) = (node for node in forward.nodes if node.target is torch.ops.aotops.linear.default)
+    kept = {node.name for node in backward.nodes if node.op == "placeholder"}
+    activated, before = sorted(fused.users, key=lambda node: node.args[1])
+    assert before.name in kept
+    assert activated.name not in kept
+
+
+# ----------------------------------------------------------------------------------------------------- written in place
+
+
+def _language_model(h, weight, target, also=None):
+    logits = ours.linear(h, weight).flatten(0, 1)
+    loss = ours.cross_entropy(logits, target)
+    return loss if also is None else loss + also(logits)
+
+
+def _code_of_a_step(model, *inputs):
+    from torch._inductor.utils import run_and_get_code
+
+    compiled = torch.compile(model, fullgraph=True)
+
+    def step():
+        loss = compiled(*inputs)
+        return loss, *torch.autograd.grad(loss, inputs[:2])
+
+    results, code = run_and_get_code(step)
+    return results, "".join(code).count(".overwriting(")
+
+
+def _tokens():
+    torch.manual_seed(0)
+    return torch.randn(2, 3, 8, requires_grad=True), torch.randn(13, 8, requires_grad=True), torch.randint(13, (6,))
+
+
+def _assert_torchs(results, inputs, also=None):
+    h, weight, target = inputs
+    logits = F.linear(h, weight).flatten(0, 1)
+    loss = F.cross_entropy(logits, target) + (also(logits) if also else 0)
+    for got, expected in zip(results, (loss, *torch.autograd.grad(loss, (h, weight))), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_cross_entropy_writes_over_the_logits(as_on_a_gpu):
+    """The residual over the logits, and dx over the residual: one tensor of that size in a step."""
+    inputs = _tokens()
+    results, in_place = _code_of_a_step(_language_model, *inputs)
+    assert in_place == 2
+    _assert_torchs(results, inputs)
+
+
+def test_logits_that_are_used_again_are_kept(as_on_a_gpu):
+    inputs, also = _tokens(), torch.logsumexp
+    results, in_place = _code_of_a_step(lambda *t: _language_model(*t, lambda x: also(x, (0, 1))), *inputs)
+    assert in_place == 1  # dx over the residual
+    _assert_torchs(results, inputs, lambda x: also(x, (0, 1)))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("options", [{}, {"reduction": "none"}, {"label_smoothing": 0.1}], ids=str)
+def test_logits_may_be_changed_after_a_compiled_loss(backend, options):
+    x, target = torch.randn(6, 11, requires_grad=True), torch.arange(6)
+
+    def both(loss):
+        logits = x * 1
+        y = loss(logits, target, **options).sum()
+        return y + logits.mul_(2).sum()
+
+    if options.get("reduction") == "none":  # its backward reads the logits: as every operator that saves its input
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            both(ours.cross_entropy).backward()
+        return
+    expected = torch.autograd.grad(both(torch.nn.functional.cross_entropy), x)[0]
+    y = torch.compile(lambda: both(ours.cross_entropy), backend=backend, fullgraph=True)()
+    torch.testing.assert_close(torch.autograd.grad(y, x)[0], expected)
+
+
+def test_a_graph_that_is_kept_is_not_written_over(as_on_a_gpu):
+    """Although code that writes over saved tensors is in Inductor's cache, which does not know for what it was made."""
+    from torch._functorch import config
+
+    def loss(inputs):
+        torch._dynamo.reset()
+        return torch.compile(_language_model)(*inputs)
+
+    inputs = _tokens()
+    torch.autograd.grad(loss(inputs), inputs[:2])
+    with pytest.raises(RuntimeError, match="retain_graph"):  # torch's own error, or the operator's
+        torch.autograd.grad(loss(inputs), inputs[:2], retain_graph=True)
+    with config.patch(donated_buffer=False):
+        kept = loss(inputs)
+        first = torch.autograd.grad(kept, inputs[:2], torch.tensor(3.0), retain_graph=True)
+        again = torch.autograd.grad(kept, inputs[:2], torch.tensor(3.0))
+    for one, other in zip(first, again, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_what_is_written_in_place_refuses_a_graph_that_is_kept():
+    class Compiled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.sum()
+
+        @staticmethod
+        def backward(ctx, dy):
+            operator = torch.ops.aotops.cross_entropy_backward.overwriting
+            operator(dy, torch.zeros(2, dtype=torch.int64), slope, -100, "mean", 0.0, None)
+            return slope
+
+    slope = torch.ones(2, 3)
+    loss = Compiled.apply(torch.ones(2, 3, requires_grad=True))
+    with pytest.raises(RuntimeError, match=r"cross_entropy_backward: compiled code writes over slope, .* not kept"):
+        torch.autograd.backward(loss, torch.tensor(5.0), retain_graph=True)
+    assert slope.eq(1).all()
+    torch.autograd.backward(loss, torch.tensor(5.0))
+    assert slope.eq(5).all()
