@@ -32,7 +32,7 @@ GPU := $(shell nvidia-smi -L 2>/dev/null)
 LIB     := aotops/libaotops.so
 ASAN    := build/asan
 AARCH64 := build/aarch64
-# What a library of operators outside this repository is linked with (aotops.compile, aotops build, CMake).
+# A library of operators outside this repository is linked with it (aotops.compile, aotops build, CMake).
 RUNTIME := aotops/lib/libaot.a
 VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' aotops/__init__.py)
 
@@ -68,7 +68,7 @@ comma     := ,
 pinned     = $(shell sed -n 's/.*"\($(1)==[^"]*\)".*/\1/p' pyproject.toml)
 LDFLAGS   := -z,defs,-z,now,-z,nodelete,--version-script=cuda_src/host/exports.map
 lib:
-	@$(MAKE) --no-print-directory -j$(JOBS) $(LIB) $(RUNTIME)
+	@$(MAKE) --no-print-directory -j$(JOBS) $(LIB) $(RUNTIME) $(TYPES)
 
 # A change of the version, or of what the library is built for, rebuilds.
 build/flags: FORCE | build
@@ -100,7 +100,13 @@ $(RUNTIME): $(addprefix build/runtime/,error.o extra.o fork.o threads.o)
 	@mkdir -p $(@D) && rm -f $@
 	@$(AR) rcs $@ $^
 
-# What LibTorch's dispatcher is told of the operators: made of their definitions.
+# The type stubs of all frontends, by which editors and type checkers know the operators' functions.
+TYPES := frontends/numpy.pyi
+$(TYPES): $(wildcard aotops/*.py aotops/ops/*.py frontends/*.py frontends/*/*.py)
+	@echo "stubs of the frontends"
+	@$(PYTHON) -m frontends.stubs && touch $@
+
+# The schemas of the operators for LibTorch's dispatcher, made of their definitions.
 TORCH_TABLE := build/torch_table.inc
 $(TORCH_TABLE): packaging/torch_table.py frontends/torch_schema.py aotops/op.py $(wildcard aotops/ops/*.py) | build
 	@$(PYTHON) $< >$@.new && mv $@.new $@
@@ -201,7 +207,7 @@ ASAN_SEED    ?= 1
 # vptr would refuse a host's object, which is of no class of ours (cuda_src/extra.cpp).
 ASAN_FLAGS   := -O1 -g1 -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all \
                 -fno-omit-frame-pointer
-# What the processor does not have would run as the best that it has.
+# A higher level than the processor's would run as the best that it has.
 ASAN_ISAS    ?= $(filter baseline $(if $(shell grep -w avx2 /proc/cpuinfo),avx2) \
                 $(if $(shell grep -w avx512f /proc/cpuinfo),avx512),$(ISAS))
 ASAN_OBJECTS := $(HOST:cuda_src/%=$(ASAN)/%.o) $(foreach isa,$(ASAN_ISAS),$(CPU:cuda_src/%.cpp=$(ASAN)/%.$(isa).o))
@@ -289,7 +295,7 @@ $(AARCH64)/%.baseline.o: cuda_src/%.cpp build/flags
 
 # --------------------------------------------------------------------------------------------------------------- uses
 
-# What is quick to build and runs here: CPU entries for any processor, and CUDA entries for this machine's GPU; or what
+# A library that is quick to build and runs here: CPU entries for any processor, and CUDA entries for this machine's GPU; or what
 # was built here before.
 CAPABILITIES := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | tr -d . | sort -un)
 RUNNABLE     := ISAS=baseline $(if $(CAPABILITIES),ARCHS="$(CAPABILITIES)",NVCC=)
@@ -320,14 +326,14 @@ TESTED_ONCE := $(addprefix --ignore=tests/,$(addprefix core/test_,call.py conven
                compile.py examples.py models.py new.py packaging.py performance_page.py soak.py))
 MS_TESTS := AOTOPS_TEST_FRONTENDS=numpy,mindspore $(PYTEST_ENVIRONMENT) $(MS_VENV)/bin/python $(PYTEST) $(TESTED_ONCE)
 
-# What depends on the processor, as on one without AVX, and with threads that divide nothing evenly. The kernels are those
-# of every framework.
+# Tests that depend on the processor, as on one without AVX, with threads that divide nothing evenly. The kernels are
+# those of every framework.
 LOWEST := AOTOPS_TEST_FRONTENDS=numpy OMP_NUM_THREADS=3 ATEN_CPU_CAPABILITY=default AOTOPS_CPU_ISA=baseline $(WAITING)
 ON_LOWEST := $(addprefix tests/core/test_,accuracy.py cross_entropy.py formulas.py frontends.py norm_dtypes.py)
 LOWEST_TESTS := $(LOWEST) $(VENV)/bin/python $(patsubst tests,$(ON_LOWEST),$(PYTEST)) -m 'not gpu'
 
 test:
-	@$(MAKE) --no-print-directory -j$(JOBS) environments lint $(LIB) $(RUNTIME)
+	@$(MAKE) --no-print-directory -j$(JOBS) environments lint $(LIB) $(RUNTIME) $(TYPES)
 	@failed=; \
 	echo "$(TESTS)"; $(TESTS) || failed="$$failed $(VENV)"; \
 	$(if $(MINDSPORE_PYTHON),echo "$(MS_TESTS)"; $(MS_TESTS) || failed="$$failed $(MS_VENV)";) \

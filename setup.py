@@ -1,6 +1,6 @@
-"""What pyproject.toml cannot say: the library is compiled with the package, headers are copied into it, and the wheel
-is for one platform and every Python 3. An editable install does neither: `make lib` compiles, and the headers are
-cuda_src/'s."""
+"""The build, as far as pyproject.toml cannot state it: the library is compiled with the package, headers are copied
+into it, type stubs are written, and the wheel is for one platform and every Python 3. An editable install does the
+stubs alone: `make lib` compiles, and the headers are cuda_src/'s."""
 
 import shutil
 import subprocess
@@ -13,22 +13,28 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
 PRODUCTS = ("aotops/libaotops.so", "aotops/lib/libaot.a")  # of `make lib`
-# What an operator outside this repository includes: aotops.include_dir().
+# The headers that an operator outside this repository includes: aotops.include_dir().
 HEADERS = ("*.h", "cpu/*.h", "cuda/*.h", "cuda/*.cuh")
-# Packages that lie elsewhere in the tree.
+# Packages that lie elsewhere in the tree, with those in them.
 ELSEWHERE = {"aotops.frontends": "frontends", "aotops.testing.cases": "tests/cases"}
 
 
 def packages() -> dict[str, str]:
     """The folder of each package."""
-    inside = find_packages(str(ROOT), include=["aotops", "aotops.*"], exclude=["aotops.templates*"])
-    return {name: name.replace(".", "/") for name in inside} | ELSEWHERE
+    found = {"aotops": "aotops"} | ELSEWHERE
+    inside = {
+        f"{package}.{name}": f"{folder}/{name.replace('.', '/')}"
+        for package, folder in found.items()
+        for name in find_packages(str(ROOT / folder), exclude=["templates*"])
+    }
+    return found | inside
 
 
 class BuildWithLibrary(build_py):
     def run(self):
         if not self.editable_mode:
             compile_library()
+        subprocess.run([sys.executable, "-m", "frontends.stubs"], cwd=ROOT, check=True)
         super().run()
         if not self.editable_mode:
             self.copy_headers()

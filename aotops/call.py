@@ -44,13 +44,18 @@ class _MethodDef(Structure):
 
 class _Interpreter(Structure):
     _fields_ = [
-        ("none", c_void_p), ("errors", c_void_p * _N_STATUSES), ("types", c_void_p * 5), ("type_offset", c_int64),
+        ("none", c_void_p), ("errors", c_void_p * _N_STATUSES), ("int_type", c_void_p), ("float_type", c_void_p),
+        ("bool_type", c_void_p), ("str_type", c_void_p), ("tuple_type", c_void_p), ("type_offset", c_int64),
         ("head_size", c_int64),
     ]  # fmt: skip
 
 
 class _Numpy(Structure):
     _fields_ = [("type", c_void_p), ("n", c_int), ("dtypes", c_void_p * 16), ("names", c_char_p * 16)]
+
+
+class _EntryFunctions(Structure):
+    _fields_ = [("entry", c_void_p), ("init", c_void_p), ("infer", c_void_p), ("last_error", c_void_p)]
 
 
 @cache
@@ -78,7 +83,7 @@ def _has_gil() -> bool:
 @cache
 def lib() -> ctypes.CDLL:
     lib = library.load()
-    check_structs("aot_call_structs", 2, (_Interpreter, _Numpy))
+    check_structs("aot_call_structs", 3, (_Interpreter, _Numpy, _EntryFunctions))
     lib.aot_call_new.restype = lib.aot_plan_new.restype = c_void_p
     lib.aot_plan_new.argtypes = [
         c_void_p, c_int, c_uint32, c_int, POINTER(c_int), POINTER(c_int64), POINTER(c_char_p), POINTER(c_int),
@@ -89,8 +94,13 @@ def lib() -> ctypes.CDLL:
         # ob_type is the last word of the object's header, in free-threaded builds too
         head = object.__basicsize__
         errors = (None, *(id(library.ERRORS[status]) for status in range(1, _N_STATUSES)))
-        types = (c_void_p * 5)(*map(id, (int, float, bool, str, tuple)))
-        facts = _Interpreter(id(None), (c_void_p * _N_STATUSES)(*errors), types, head - ctypes.sizeof(c_void_p), head)
+        facts = _Interpreter(
+            none=id(None),
+            errors=(c_void_p * _N_STATUSES)(*errors),
+            **{f"{kind.__name__}_type": id(kind) for kind in (int, float, bool, str, tuple)},
+            type_offset=head - ctypes.sizeof(c_void_p),
+            head_size=head,
+        )
         lib.aot_python_setup(byref(facts))
     return lib
 
@@ -99,13 +109,16 @@ def check_structs(symbol: str, version: int, mirrors: Sequence[type[Structure]])
     """Compares structs that a Python file mirrors with what the library exports of them as ``symbol``.
 
     Raises:
-        LibraryError: a size or the version differs.
+        LibraryError: a size, the place of a member or the version differs.
     """
     describe = getattr(library.load(), symbol)
     describe.restype = c_char_p
     built = dict(line.split() for line in describe().decode().splitlines())
-    sizes = {f"sizeof({m.__name__.removeprefix('_')})": ctypes.sizeof(m) for m in mirrors}
-    for name, expected in {"version": version, **sizes}.items():
+    facts = {"version": version}
+    for name, mirror in ((m.__name__.removeprefix("_"), m) for m in mirrors):
+        facts[f"sizeof({name})"] = ctypes.sizeof(mirror)
+        facts |= {f"{name}.{member}": getattr(mirror, member).offset for member, *_ in mirror._fields_}
+    for name, expected in facts.items():
         if (found := built.get(name)) != str(expected):
             raise library.LibraryError(
                 f"{library.path()}: {symbol}: {name} is {found}, expected {expected}: rebuild it with `make clean lib`"
@@ -116,7 +129,7 @@ def read_numpy(numpy: Any, dtypes: Sequence[Any]) -> bool:
     """Lets ``tensors`` take NumPy arrays of these dtypes; False if this process is limited to a lower call path."""
     if call_path() != "tensors":
         return False
-    facts = _Numpy(id(numpy.ndarray), len(dtypes))
+    facts = _Numpy(type=id(numpy.ndarray), n=len(dtypes))
     for i, dtype in enumerate(dtypes):
         facts.dtypes[i], facts.names[i] = id(dtype), keep(dtype.name.encode())
     keep(tuple(dtypes))
@@ -145,8 +158,11 @@ def _text(value: str) -> bytes:
 def handle_of(op: Op, attrs: tuple[Attr, ...]) -> Any:
     """The C side of an operator bound to its attributes: a capsule that owns it."""
     n = len(op.slots)
-    entries = (c_void_p * 2)(*(op.library.entry_address(op, device) for device in _DEVICES))
-    inits = (c_void_p * 2)(*(op.library.entry_address(op, device, "Init") for device in _DEVICES))
+    last_error, address = op.library.functions_of(op).address("aot_last_error"), op.library.entry_address
+    functions = (_EntryFunctions * 2)()
+    for made, device in zip(functions, _DEVICES, strict=True):
+        made.entry, made.init = address(op, device), address(op, device, "Init")
+        made.infer, made.last_error = address(op, device, "Infer"), last_error
     handle = lib().aot_call_new(
         op.name.encode(),
         encode(op, attrs).encode(),
@@ -155,9 +171,7 @@ def handle_of(op: Op, attrs: tuple[Attr, ...]) -> Any:
         (c_char_p * n)(*(slot.encode() for slot in op.slots)),
         (c_int * n)(*(op.is_optional(slot) for slot in op.slots)),
         c_uint32(sum(1 << i for i, slot in enumerate(op.slots) if slot in op.accepts_scalar)),
-        entries,
-        inits,
-        c_void_p(op.library.functions_of(op).address("aot_last_error")),
+        functions,
     )
     assert handle, f"{op.name} has more than 16 slots, or more than 8 optional ones"
     return _capsule(handle, "aot_call_capsule_delete")

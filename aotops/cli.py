@@ -86,7 +86,7 @@ def _registry() -> Any:
 
 
 def _operators(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Those that begin so, for a shell."""
+    """The operators whose names begin so, for a shell."""
     try:
         return [name for name in _registry().names() if name.startswith(incomplete)]
     except ValueError:  # in the pyproject.toml of this directory
@@ -175,14 +175,14 @@ def new(name: str, template: str, directory: Path | None) -> None:
 
 
 def _write_stubs(package: Path | None) -> Iterator[Path]:
-    """Those of the libraries of a package, for editors and type checkers."""
+    """Writes the type stubs of a package's libraries, for editors and type checkers."""
     if package is None:
         return
     registry, library_class = import_module("aotops.registry"), import_module("aotops.library").Library
     registry.use(package)
     for library in registry.offered().values():
         if isinstance(library, library_class) and library.path.is_relative_to(package.absolute()):
-            yield from import_module("aotops.stubs").write(library)
+            yield from import_module("aotops.frontends.stubs").write(library)
 
 
 @main.command()
@@ -299,7 +299,7 @@ def _soak(
 
 
 def _plain(value: Any) -> Any:
-    """What a JSON text says, or the value itself."""
+    """The value of a JSON text, or the text itself."""
     import json
 
     return json.loads(value) if isinstance(value, str) else value
@@ -419,7 +419,7 @@ def stubs(library: str, output: Path | None) -> None:
     Example:
       aotops stubs scale
     """
-    from . import stubs
+    from .frontends import stubs
 
     for file in stubs.write(_registry().library(library), output):
         click.echo(os.path.relpath(file))

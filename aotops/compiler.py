@@ -237,7 +237,8 @@ _ASKED = re.compile(r'__has_include(?:_next)?\s*\(\s*(["<])([^">\n]+)[">]')
 
 @dataclass
 class Headers:
-    """What a compiler read beside the source, and what it would have read in its place, had it been there."""
+    """The files that a compiler read beside the source, and those that it would have read in their place, had they been
+    there."""
 
     contents: dict[str, list[Any]]
     """By path: what ``_state`` says of the file, and a hash of its content."""
@@ -246,7 +247,7 @@ class Headers:
 
     @classmethod
     def read(cls, source: Path | None, text: str, read: Iterable[str], command: Sequence[str]) -> Headers:
-        """Those of a source that has been compiled, of a file or of a text alone.
+        """The headers of a source that has been compiled, of a file or of a text alone.
 
         Args:
             read: the paths that the compiler read (``dependencies``), the source's first.
@@ -257,7 +258,7 @@ class Headers:
         return cls(contents, sorted(_absent(texts, _search_path(command))))
 
     def digest(self) -> str:
-        """The same for the same contents."""
+        """A hash, equal for equal contents."""
         contents = sorted((path, content) for path, (_, content) in self.contents.items())
         return _hash(json.dumps([contents, self.absent]))
 

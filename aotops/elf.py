@@ -1,4 +1,4 @@
-"""What a 64-bit ELF shared library's file says of it, without loading it: symbols, sections, and how it is linked."""
+"""The file of a 64-bit ELF shared library, read without loading it: symbols, sections, and how it is linked."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ class Elf:
 
     @cached_property
     def symbols(self) -> list[Symbol]:
-        """Those that the loader sees."""
+        """The symbols that the loader sees."""
         table = self._first(DT_SYMTAB)
         if table is None:
             return []
@@ -216,7 +216,7 @@ class Elf:
 
     @cached_property
     def versions(self) -> list[str]:
-        """Of symbols that it needs: "GLIBC_2.34"."""
+        """The versions of symbols that it needs: "GLIBC_2.34"."""
         found, at = [], self._first(DT_VERNEED)
         at = None if at is None else self._offset(at)
         for _ in range(self._first(DT_VERNEEDNUM) or 0):

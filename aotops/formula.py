@@ -17,7 +17,7 @@ Array = Any
 
 
 class Mathematics(Protocol):
-    """What a formula is made of, besides the operators +, -, *, /, comparisons and basic indexing of arrays, which
+    """The functions of a formula, besides the operators +, -, *, /, comparisons and basic indexing of arrays, which
     broadcast. Each frontend has one. Axes may be negative."""
 
     ops: Any
@@ -69,6 +69,42 @@ class Mathematics(Protocol):
         """(..., n) as (rows, n)."""
 
 
+class Products(Mathematics, Protocol):
+    """The mathematics of a framework whose compiler fuses what stands around its own products (``Op.fused``)."""
+
+    def matmul(self, a: Array, b: Array, transpose_a: bool = False, transpose_b: bool = False) -> Array: ...
+
+    def linear(self, x: Array, weight: Array, bias: Array | None) -> Array:
+        """``x @ weight.T + bias``."""
+
+
+class PartMathematics(Mathematics, Protocol):
+    """The mathematics of a part of a call whose axes are split over devices (``Op.parts``). An axis is named as in
+    ``Parts.dims``."""
+
+    def log(self, x: Array) -> Array: ...
+
+    def max(self, x: Array) -> Array:
+        """Along the last axis; -inf where it has no elements."""
+
+    def is_split(self, axis: str) -> bool: ...
+
+    def length(self, axis: str) -> Any:
+        """The length of the whole axis."""
+
+    def offset(self, axis: str, length: Any) -> Any:
+        """Where this part of a split axis, of this length, begins."""
+
+    def reduce(self, x: Array, how: str, axis: str) -> Array:
+        """The "sum" or "max" of x of all parts of an axis; x if it is not split."""
+
+    def is_known(self, x: Array) -> bool:
+        """Whether values may be looked at: those of the CPU, outside a compiler."""
+
+    def run(self, **named: Any) -> Any:
+        """The results of the entry on this part, with these inputs and attributes instead of its own."""
+
+
 def compose(m: Mathematics, op: Op, attrs: Sequence[Attr], inputs: Sequence[Array | None]) -> tuple[Array, ...]:
     """The outputs ``op.composed`` by the formula, some of them perhaps wide.
 
@@ -76,13 +112,33 @@ def compose(m: Mathematics, op: Op, attrs: Sequence[Attr], inputs: Sequence[Arra
         TypeError: a parameter of the formula is neither an input nor an attribute.
     """
     assert op.formula is not None, f"{op.name} has no formula"
-    named = dict(zip(op.attrs, attrs, strict=True)) | dict(zip(op.inputs, inputs, strict=True))
-    if odd := [name for name in parameters(op.formula) if name not in named]:
+    return _evaluated(op.formula, m, op, attrs, dict(zip(op.inputs, inputs, strict=True)))
+
+
+def compose_part(
+    m: PartMathematics, op: Op, attrs: Sequence[Attr], inputs: Sequence[Array | None]
+) -> tuple[Array, ...]:
+    """The results of a part of a call by ``op.parts``."""
+    assert op.parts is not None, f"{op.name} has no parts"
+    return _evaluated(op.parts.function, m, op, attrs, dict(zip(op.inputs, inputs, strict=True)))
+
+
+def fuse(m: Products, op: Op, attrs: Sequence[Attr], tensors: Mapping[str, Array]) -> Any:
+    """The results by ``op.fused``, of inputs or residuals, absent ones left out; or NotImplemented."""
+    assert op.fused is not None, f"{op.name} states no products"
+    return _evaluated(op.fused, m, op, attrs, dict.fromkeys(op.slots) | dict(tensors))
+
+
+def _evaluated(
+    formula: Callable[..., Any], m: Any, op: Op, attrs: Sequence[Attr], tensors: Mapping[str, Array | None]
+) -> Any:
+    named = dict(zip(op.attrs, attrs, strict=True)) | dict(tensors)
+    if odd := [name for name in parameters(formula) if name not in named]:
         raise TypeError(
             f"{op.name}: its formula takes {', '.join(odd)}, expected inputs and attributes: {', '.join(named)}"
         )
-    outputs = op.formula(m, *(named[name] for name in parameters(op.formula)))
-    return outputs if isinstance(outputs, tuple) else (outputs,)
+    outputs = formula(m, *(named[name] for name in parameters(formula)))
+    return outputs if isinstance(outputs, tuple) or outputs is NotImplemented else (outputs,)
 
 
 def parameters(formula: Callable[..., Any]) -> tuple[str, ...]:

@@ -24,11 +24,11 @@ from zlib import crc32
 
 from .library import Functions, Library, LibraryError
 from .op import ATTRIBUTE_TYPES, Op, Rule
-from .spec import DTYPES, TensorSpec
+from .spec import DTYPES, TensorSpec, dtype_name
 
 SOURCES = (".cc", ".cpp", ".cxx", ".cu")
 FLAGS = ("-std=c++17", "-D_GLIBCXX_USE_CXX11_ABI=0")
-"""What MindSpore compiles a source with: the std::string of its AotExtra is that of the old ABI."""
+"""The option that MindSpore compiles a source with: the std::string of its AotExtra is that of the old ABI."""
 _DEVICES = ("cpu", "cuda")
 MOST_TENSORS = 16  # call.py: MOST_SLOTS
 _TAKEN = ("aotops", "aten", "prim", "prims", "higher_order", "load_library", "loaded_libraries")
@@ -168,12 +168,10 @@ class Foreign:
             shapes = _each(op, "out_shape", [shape] if one else shape)
         if self.dtype is not None:
             # a dtype of NumPy or MindSpore may be a class, which is callable
-            is_rule = (
-                callable(self.dtype) and not isinstance(self.dtype, type) and _dtype_name(self.dtype) not in DTYPES
-            )
+            is_rule = callable(self.dtype) and not isinstance(self.dtype, type) and dtype_name(self.dtype) not in DTYPES
             dtype = self.dtype(*(spec.dtype for spec in specs)) if is_rule else self.dtype
             dtypes = _each(op, "out_dtype", dtype if isinstance(dtype, tuple | list) else [dtype] * len(op.outputs))
-        return [TensorSpec(shape, _dtype_name(d)) for shape, d in zip(shapes, dtypes, strict=True)]
+        return [TensorSpec(shape, dtype_name(d)) for shape, d in zip(shapes, dtypes, strict=True)]
 
 
 def define(
@@ -485,9 +483,3 @@ def _checked(op: Op, slot: str, spec: Any) -> TensorSpec:
             f"{op.name}: the rule gives {slot} the dtype {dtype!r:.40}, expected one of {', '.join(DTYPES)}"
         )
     return TensorSpec(tuple(int(d) if isinstance(d, Integral) else d for d in shape), dtype)
-
-
-def _dtype_name(dtype: Any) -> str:
-    """Of a string, or a dtype of a framework."""
-    name = dtype if isinstance(dtype, str) else getattr(dtype, "__name__", None) or str(dtype)
-    return name.rpartition(".")[2].lower()

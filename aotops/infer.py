@@ -6,7 +6,6 @@ import ctypes
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, c_char_p, c_int, c_int64, c_void_p
 from functools import lru_cache
-from types import SimpleNamespace
 from typing import Any
 
 from . import library
@@ -97,10 +96,9 @@ def infer_symbolic(
     numbers = op.canonical([tuple(map(number, a)) if isinstance(a, tuple) else a for a in attrs])
     plain = tuple(spec and TensorSpec(tuple(map(number, spec.shape)), spec.dtype) for spec in specs)
     found = infer(op, numbers, plain, device)
-    call: dict[str, Any] = dict(zip(op.inputs, (spec and spec.shape for spec in specs), strict=True))
-    shapes = {y: call[x] for y, x in op.same_spec_as.items()}
-    call |= zip(op.attrs, attrs, strict=True)
-    shapes |= {y: shape(SimpleNamespace(**call)) for y, shape in op.shapes.items()}
+    call = op.call(attrs, [spec and spec.shape for spec in specs])
+    shapes = {y: getattr(call, x) for y, x in op.same_spec_as.items()}
+    shapes |= {y: shape(call) for y, shape in op.shapes.items()}
     return _with_aliases(op, specs, {y: TensorSpec(shapes[y], found[y].dtype) for y in op.results})
 
 

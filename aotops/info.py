@@ -1,4 +1,4 @@
-"""What ``aotops info`` tells: what is installed, what works, and the command that mends what does not.
+"""The report of ``aotops info``: what is installed, what works, and the command that mends what does not.
 
 No framework is imported here: versions are those of the installed distributions, and ``collect(attempt=True)`` calls an
 operator of each framework in a process of its own.
@@ -30,14 +30,14 @@ Info = dict[str, Any]
 ISAS = ("baseline", "avx2", "avx512")
 _V3 = {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"}
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-"""What x86-64-v3 and v4 consist of, as /proc/cpuinfo names it."""
+"""The features of x86-64-v3 and v4, as /proc/cpuinfo names them."""
 _COMPILERS = {
     "nvcc": "pip install nvidia-cuda-nvcc nvidia-cuda-runtime nvidia-cuda-cccl",
     "g++": "apt install g++",
 }
 """With the command that installs each."""
 SECONDS = 120
-"""That a framework may take to be imported and to add two numbers."""
+"""Seconds that a framework may take to be imported and to add two numbers."""
 
 
 def collect(attempt: bool = False) -> Info:
@@ -85,9 +85,10 @@ def architectures(path: Path) -> list[str]:
 
 
 _CONTAINER = struct.Struct("<IHHQ")
-"""Of a fat binary: magic number, version, bytes of this header, bytes behind it."""
+"""The header of a fat binary: magic number, version, bytes of this header, bytes behind it."""
 _ENTRY = struct.Struct("<HHIQ12xI")
-"""Of a kernel image: kind (1 PTX, 2 machine code), version, bytes of this header and behind it; its architecture."""
+"""The header of a kernel image: kind (1 PTX, 2 machine code), version, bytes of this header and behind it; its
+architecture."""
 _MAGIC = 0xBA55ED50
 
 
@@ -115,7 +116,7 @@ def _built_isas(path: Path) -> list[str] | None:
 
 
 def _sections(data: mmap.mmap) -> dict[str, tuple[int, int]]:
-    """Of a 64-bit ELF file: the offset and size of each section."""
+    """The offset and size of each section of a 64-bit ELF file."""
     (table,), (each, n, names) = struct.unpack_from("<Q", data, 40), struct.unpack_from("<HHH", data, 58)
     heads = [struct.unpack_from("<I20xQQ", data, table + each * i) for i in range(n)]
 
@@ -187,7 +188,7 @@ def _driver_version() -> str | None:
 
 
 def _compiler(name: str) -> Info:
-    """That which ``aotops.compile`` and ``aotops build`` use."""
+    """The compiler that ``aotops.compile`` and ``aotops build`` use."""
     try:
         found = toolchain.need_nvcc() if name == "nvcc" else toolchain.cxx()
     except CompileError as error:
@@ -251,7 +252,7 @@ def _installed_version(name: str) -> str | None:
 
 
 def _least_version(name: str) -> str | None:
-    """That the extra of this package requires."""
+    """The least version that this package's extra requires."""
     try:
         required = metadata.requires("aotops") or ()
     except metadata.PackageNotFoundError:

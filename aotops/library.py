@@ -6,7 +6,6 @@ import ctypes
 import os
 from collections.abc import Callable, Iterable
 from functools import cache, cached_property
-from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
@@ -92,7 +91,7 @@ def load() -> Functions:
 
     Raises:
         LibraryError: it is missing, does not load, or has another version than this package.
-        ValueError: AOTOPS_CPU_ISA names no instruction set, AOTOPS_OPENBLAS no OpenBLAS, or AOTOPS_THREADS no threads.
+        ValueError: AOTOPS_CPU_ISA names no instruction set, or AOTOPS_THREADS no threads.
     """
     _check_environment()
     lib = _open(path())
@@ -103,8 +102,6 @@ def load() -> Functions:
         raise LibraryError(f"{path()} is not a library of aotops: it exports no aot_version") from error
     if built != __version__:
         raise LibraryError(f"{path()} is version {built}, the package is {__version__}: rebuild it with `make lib`")
-    lib.aot_set_openblas.argtypes = [ctypes.c_char_p]
-    lib.aot_set_openblas(str(_openblas() or "").encode())
     lib.aot_extra_new.restype, lib.aot_extra_new.argtypes = _POINTER, [ctypes.c_char_p]
     lib.aot_extra_delete.restype, lib.aot_extra_delete.argtypes = None, [_POINTER]
     return lib
@@ -178,7 +175,7 @@ class Library:
 
     @cached_property
     def contents(self) -> elf.Contents:
-        """What its file says of it. Raises LibraryError if the file is missing, or is no shared library."""
+        """The contents of its file. Raises LibraryError if the file is missing, or is no shared library."""
         return _checked(self.path, elf.read)
 
     def address(self, symbol: str) -> int | None:
@@ -224,7 +221,7 @@ class Library:
         return symbol
 
     def _without_cuda(self) -> str:
-        """What an operator without a CUDA entry needs."""
+        """The text on what an operator without a CUDA entry needs."""
         if self._file is None:
             return "build it where nvcc is, with `make lib`"
         if self.contents.has_cuda:
@@ -283,7 +280,7 @@ def _loaded(file: Path) -> Functions:
 
 
 def _handle(name: str) -> int | None:
-    """That of a library that is loaded."""
+    """The path of a library that is loaded."""
     try:
         return ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)._handle
     except (OSError, UnicodeDecodeError):
@@ -330,27 +327,9 @@ def _unreadable(file: Path, error: OSError) -> LibraryError:
 
 
 def _check_environment() -> None:
-    """Raises ValueError for a variable with a value that the library would ignore (cpu/entry.h, cpu/blas.cpp,
-    cpu/threads.cpp)."""
-    isa, blas = os.environ.get("AOTOPS_CPU_ISA", "baseline"), os.environ.get("AOTOPS_OPENBLAS", "none")
-    threads = os.environ.get("AOTOPS_THREADS", "")
+    """Raises ValueError for a variable with a value that the library would ignore (cpu/entry.h, cpu/threads.cpp)."""
+    isa, threads = os.environ.get("AOTOPS_CPU_ISA", "baseline"), os.environ.get("AOTOPS_THREADS", "")
     if isa not in ("baseline", "avx2", "avx512"):
         raise ValueError(f"AOTOPS_CPU_ISA is {isa!r}, expected baseline, avx2 or avx512")
     if threads not in ("", "own"):
         raise ValueError(f"AOTOPS_THREADS is {threads!r}, expected own")
-    if blas == "none":
-        return
-    try:
-        found, why = ctypes.CDLL(blas) if blas else None, "it is empty"
-    except OSError as error:
-        found, why = None, str(error)
-    if not any(hasattr(found, f"{prefix}openblas_get_parallel") for prefix in ("", "scipy_")):
-        why = "it is another library" if found else why
-        raise ValueError(f"AOTOPS_OPENBLAS is {blas!r}, expected the path of an OpenBLAS, or 'none': {why}")
-
-
-def _openblas() -> Path | None:
-    """The OpenBLAS of PyPI's scipy-openblas32 if it is installed: CPU matrix products use it."""
-    spec = find_spec("scipy_openblas32")
-    file = spec and spec.origin and Path(spec.origin).with_name("lib") / "libscipy_openblas.so"
-    return file if file and file.exists() else None

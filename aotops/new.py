@@ -12,7 +12,7 @@ _TEMPLATES = Path(__file__).with_name("templates")
 _PLACEHOLDERS = {"elementwise": "scale", "row": "normalize", "reduction": "sum_squares", "product": "multiply"}
 """The name of each template's operator, which the new one's replaces."""
 _PACKAGE = "scale"
-"""The same of templates/package, which all of them share."""
+"""The files of templates/package, which all templates share."""
 
 TEMPLATES = tuple(_PLACEHOLDERS)
 

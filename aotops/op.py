@@ -20,7 +20,7 @@ _INT64 = range(-(1 << 63), 1 << 63)
 
 
 def _integer(value: Any) -> int:
-    """Of any object with __index__, such as NumPy's and torch's integers, except a bool."""
+    """The value of any object with __index__, such as NumPy's and torch's integers, except a bool."""
     if isinstance(value, bool) or not hasattr(value, "__index__") or getattr(value, "ndim", False):
         raise TypeError
     if (number := index(value)) not in _INT64:
@@ -109,6 +109,17 @@ class Rule:
         return tuple(gradients)
 
 
+@dataclass(frozen=True)
+class Parts:
+    """A call that is composed of parts of axes that the entry takes whole."""
+
+    dims: Callable[[Any], Mapping[str, str]]
+    """As ``Op.dims``, with these axes split."""
+    function: Callable[..., Any]
+    """The results of a part, or those that are partial sums by ``dims``: a function of ``PartMathematics``
+    (aotops/formula.py) and of inputs, None for absent ones, and attributes, which its parameters name."""
+
+
 @dataclass(frozen=True, eq=False)
 class Op:
     """The inputs, outputs, attributes and gradient of an operator.
@@ -155,6 +166,8 @@ class Op:
     """The axes of each slot but the workspace, by name, from which sharding follows (aotops/sharding.py says how they
     are written): a function of the same object as ``shapes``. Without it an elementwise operator has independent axes
     alone, and others are not split."""
+    parts: Parts | None = None
+    """How more axes than those of ``dims`` are split."""
     vmappable: frozenset[str] = frozenset()
     """Slots that may have additional leading axes, over which results are independent: vmap adds one."""
     vmap_same_rank: bool = False
@@ -179,10 +192,19 @@ class Op:
     attributes, which its parameters name. Returns ``composed``. Frontends differentiate it where the operator has no
     kernel for a derivative: in forward mode, and for the derivatives of a backward."""
     bilinear: tuple[str, str] | tuple[()] = ()
-    """Two inputs in each of which the outputs are linear; any other is added. Its derivatives, and those of its
+    """Two inputs in each of which the outputs are linear; any other is ``added``. Its derivatives, and those of its
     backward, are the two operators themselves (``bilinear_tangent`` and what follows it in aotops/formula.py)."""
     bilinear_unless: str = ""
     """The attribute without which the operator is bilinear. With it, the formula holds."""
+    flops: Callable[[Any], int] | None = None
+    """FLOPs of its product: a function of the same object as ``shapes``. The backward has a product as large for each
+    factor."""
+    product_of: tuple[tuple[str, ...], ...] = ()
+    """The inputs that make up each factor of the product, if they are not those of ``bilinear``."""
+    fused: Callable[..., Any] | None = None
+    """The operator as the framework's own products and elementwise functions, for a compiler that fuses these: a
+    function of ``Products`` (aotops/formula.py) and of inputs, attributes and residuals, which its parameters name. A
+    forward's residuals are None, or given without inputs. Returns all ``results``, or NotImplemented."""
     autocast: Mapping[str, str] = field(default_factory=dict)
     """By device, the dtype that torch.autocast casts inputs to; "autocast" for its 16-bit dtype. On a device not
     named, an operator that names another computes in the widest dtype of its inputs, and its results have the widest of
@@ -216,7 +238,7 @@ class Op:
 
     @cached_property
     def results(self) -> tuple[str, ...]:
-        """The same without the workspace."""
+        """``entry_outputs`` without the workspace."""
         return self.entry_outputs[: len(self.entry_outputs) - len(self.workspace)]
 
     @cached_property
@@ -227,6 +249,11 @@ class Op:
     def composed(self) -> tuple[str, ...]:
         """The outputs of ``formula``: those that are not aliases."""
         return tuple(y for y in self.outputs if y not in self.alias)
+
+    @cached_property
+    def added(self) -> tuple[str, ...]:
+        """The inputs that a bilinear operator adds to its product."""
+        return tuple(slot for slot in self.inputs if slot not in self.bilinear) if self.bilinear else ()
 
     @cached_property
     def saved(self) -> tuple[str, ...]:
@@ -270,7 +297,7 @@ class Op:
     def absorb_transposed_views(
         self, inputs: Sequence[Any], attrs: tuple[Attr, ...], contiguous: Callable[[Any], bool]
     ) -> tuple[tuple[Any, ...], tuple[Attr, ...]]:
-        """The same call, with each transposed view replaced by the matrix that it is a view of."""
+        """The call with each transposed view replaced by the matrix that it is a view of."""
         given, said = list(inputs), list(attrs)
         for i, j in self.transposable:
             if getattr(given[i], "ndim", 0) > 1 and not contiguous(given[i]):
@@ -287,6 +314,13 @@ class Op:
     def replaced(self, attrs: Sequence[Any]) -> Mapping[str, str]:
         """``instead``, with these attributes."""
         return self.instead if self.instead and self.kept_residuals(attrs) else {}
+
+    def call(self, attrs: Sequence[Any], shapes: Sequence[Any]) -> SimpleNamespace:
+        """The object that ``shapes``, ``dims`` and ``flops`` are functions of: the inputs' shapes, None for absent
+        ones, and the attributes, by name."""
+        return SimpleNamespace(
+            **dict(zip(self.inputs, shapes, strict=True)), **dict(zip(self.attrs, attrs, strict=True))
+        )
 
     def is_optional(self, slot: str) -> bool:
         return slot in self.optional or slot in self.residuals or slot in self.workspace

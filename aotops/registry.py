@@ -60,7 +60,7 @@ def use(directory: Path | None) -> None:
 
 
 def directory() -> Path | None:
-    """That of ``use``."""
+    """The directory given to ``use``."""
     return _directory
 
 
@@ -210,7 +210,7 @@ def has_entry(op: Op, device: str) -> bool:
 
 
 def describe_operator(op: Op) -> dict[str, Any]:
-    """What ``describe`` says of an operator, and its library, docstring, inputs, outputs and attributes."""
+    """The text of ``describe`` on an operator, and its library, docstring, inputs, outputs and attributes."""
     owner = _described(op.library.name, op.library)
     (own,) = (each for each in owner["operators"] if each["name"] == op.name)
     doc = inspect.getdoc(op.bind)

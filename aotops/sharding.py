@@ -5,7 +5,7 @@ The statement names the axes of each slot, as in ``{"x": "... i", "weight": "o i
 
 - ``...``: any number of leading axes, first in the slot. They are aligned from the last and broadcast as in NumPy.
 - A name: an axis that may be split. Outputs that have it are split as the inputs are. An output that lacks it is a sum
-  over it: of a part of the inputs it is a partial sum.
+  over it: of a part of the inputs it is a partial sum. What a bilinear operator adds to it is added to one part.
 - ``(name)``, in an output that lacks the axis: it does not depend on it, and is whole on every part.
 - A name in CAPITALS: an axis that the entry takes, or writes, whole.
 - ``0``: an axis of no elements. The slot is a partial sum of nothing.
@@ -13,8 +13,8 @@ The statement names the axes of each slot, as in ``{"x": "... i", "weight": "o i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +23,9 @@ from .op import Attr, Op
 from .spec import shape_text
 
 Shape = tuple[Any, ...]
-"""Of numbers, or of a framework's symbolic dimensions."""
+"""The dimensions are numbers, or a framework's symbolic ones."""
+
+Dims = Callable[[Any], Mapping[str, str]]
 
 _BROADCAST = "1"
 """The name of a leading axis of one element where others have more."""
@@ -40,15 +42,15 @@ class Axis:
     """By slot: which of its axes it is. Other inputs are given whole."""
     partial: frozenset[str]
     """Outputs that are partial sums if the axis is split: their sum over the parts is the result."""
-
-    @property
-    def is_summed(self) -> bool:
-        return bool(self.partial)
+    added: frozenset[str] = frozenset()
+    """Inputs that are added to such a sum, and so to one of its parts (``Op.added``)."""
+    composed: bool = False
+    """The entry takes the axis whole: a call on parts of it is ``Op.parts``."""
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """What may be split in a call of an operator.
+    """The axes of a call of an operator that may be split.
 
     An output that is neither in an axis's ``positions`` nor in its ``partial`` is the same for every part. At most one
     of several axes is to be split over the same devices; over different ones, any.
@@ -58,7 +60,7 @@ class Sharding:
     """The names of the axes of each slot that is given: inputs, outputs, aliases and residuals. A name is in CAPITALS
     where the axis is whole, ``1`` where it is broadcast, ``0`` where it has no elements."""
     axes: tuple[Axis, ...]
-    """Those that may be split, in the order in which the inputs have them."""
+    """The axes that may be split, in the order in which the inputs have them."""
 
     def axis(self, slot: str, position: int) -> Axis | None:
         """The axis at a position of a slot; None if it is whole."""
@@ -66,24 +68,32 @@ class Sharding:
         return next((axis for axis in self.axes if axis.name == name), None)
 
 
-def sharding(op: Op, attrs: Sequence[Attr], shapes: Sequence[Shape | None]) -> Sharding | None:
+def sharding(op: Op, attrs: Sequence[Attr], shapes: Sequence[Shape | None], composed: bool = False) -> Sharding | None:
     """What ``op.dims`` states for a call; None if the operator states nothing, and every slot is whole.
 
     Args:
         attrs: one for each of ``op.attrs``.
         shapes: one for each of ``op.inputs``, None where it is absent.
+        composed: with the axes that ``op.parts`` splits.
 
     Raises:
         ValueError: shapes that do not fit the statement.
         TypeError: a statement that does not fit the operator.
     """
     given = tuple(None if shape is None else tuple(shape) for shape in shapes)
-    return (_parsed if _is_hashable((attrs, given)) else _parsed.__wrapped__)(op, tuple(attrs), given)
+    parse = _parsed if _is_hashable((attrs, given)) else _parsed.__wrapped__
+    plain = parse(op, tuple(attrs), given, op.dims)
+    if not composed or op.parts is None:
+        return plain
+    found = parse(op, tuple(attrs), given, op.parts.dims)
+    assert found is not None
+    names = {axis.name for axis in plain.axes} if plain else ()
+    return Sharding(found.slots, tuple(replace(axis, composed=axis.name not in names) for axis in found.axes))
 
 
 def batched_slots(op: Op, attrs: Sequence[Attr], shapes: Sequence[Shape | None]) -> frozenset[str]:
     """The slots and aliases that carry independent leading axes: ``...``."""
-    stated = _statement(op, _call(op, attrs, shapes))
+    stated = _statement(op, op.call(attrs, shapes), op.dims)
     return frozenset(op.with_aliases({slot: None for slot, axes in stated.items() if "..." in axes.split()}))
 
 
@@ -97,11 +107,11 @@ def _is_hashable(value: Any) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _parsed(op: Op, attrs: tuple[Attr, ...], shapes: tuple[Shape | None, ...]) -> Sharding | None:
-    if op.dims is None and not op.elementwise:
+def _parsed(op: Op, attrs: tuple[Attr, ...], shapes: tuple[Shape | None, ...], dims: Dims | None) -> Sharding | None:
+    if dims is None and not op.elementwise:
         return None
-    call = _call(op, attrs, shapes)
-    stated = _statement(op, call)
+    call = op.call(attrs, shapes)
+    stated = _statement(op, call, dims)
     given = _shapes(op, call)
     if all(shape == () for shape in given.values()):  # dims may state axes that these do not have
         return Sharding(op.with_aliases(dict.fromkeys(given, ())), ())
@@ -115,15 +125,10 @@ def _parsed(op: Op, attrs: tuple[Attr, ...], shapes: tuple[Shape | None, ...]) -
     return Sharding(op.with_aliases(slots), tuple(_with_aliases(op, axis) for axis in axes))
 
 
-def _call(op: Op, attrs: Sequence[Attr], shapes: Sequence[Shape | None]) -> SimpleNamespace:
-    named = dict(zip(op.inputs, shapes, strict=True))
-    return SimpleNamespace(**named, **dict(zip(op.attrs, attrs, strict=True)))
-
-
-def _statement(op: Op, call: SimpleNamespace) -> Mapping[str, str]:
+def _statement(op: Op, call: SimpleNamespace, dims: Dims | None) -> Mapping[str, str]:
     """The axes of each slot but the workspace. Without ``dims``, an elementwise operator has leading axes alone."""
     slots = {*op.inputs, *op.results}
-    stated = op.dims(call) if op.dims else dict.fromkeys(slots, "...")
+    stated = dims(call) if dims else dict.fromkeys(slots, "...")
     if set(stated) != slots:
         odd = ", ".join(sorted(set(stated) ^ slots))
         raise TypeError(f"{op.name}: dims names {', '.join(stated)}, expected each slot once: {odd} is not")
@@ -131,7 +136,7 @@ def _statement(op: Op, call: SimpleNamespace) -> Mapping[str, str]:
 
 
 def _shapes(op: Op, call: SimpleNamespace) -> dict[str, Shape]:
-    """Of every slot that is given."""
+    """The axes of every slot that is given."""
     shapes = {slot: getattr(call, slot) for slot in op.inputs}
     shapes |= {y: getattr(call, x) for y, x in op.same_spec_as.items()}
     shapes |= {y: tuple(shape(call)) for y, shape in op.shapes.items()}
@@ -206,9 +211,11 @@ def _axis(
 ) -> Axis:
     positions = {slot: names.index(name) for slot, names in slots.items() if name in names}
     lacking = (y for y in outputs if y not in positions and name not in same[y] and "0" not in slots[y])
-    return Axis(name, size, positions, frozenset(lacking))
+    partial = frozenset(lacking)
+    added = frozenset(slot for slot in op.added if slot in slots and slot not in positions) if partial else frozenset()
+    return Axis(name, size, positions, partial, added)
 
 
 def _with_aliases(op: Op, axis: Axis) -> Axis:
     partial = op.with_aliases(dict.fromkeys(axis.partial))
-    return Axis(axis.name, axis.size, op.with_aliases(axis.positions), frozenset(partial))
+    return replace(axis, positions=op.with_aliases(axis.positions), partial=frozenset(partial))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 FLOATING = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = ("int32", "int64")
@@ -18,6 +18,12 @@ class TensorSpec(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: str
+
+
+def dtype_name(dtype: Any) -> str:
+    """The name of a framework's dtype, or of one that is given by name."""
+    name = dtype if isinstance(dtype, str) else getattr(dtype, "__name__", None) or str(dtype)
+    return name.rpartition(".")[2].lower()
 
 
 def accumulate_dtype(dtype: str) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 _PACKAGE = Path(__file__).parent
 _QUIET_SECONDS = 2.0
-"""What takes longer says so."""
+"""A step that takes longer says so."""
 
 DEFAULT_ARCHS = ("80", "90")
 """The GPU architectures to compile for where there is no GPU."""
@@ -63,7 +63,7 @@ def runtime() -> Path:
 class Compiler:
     command: tuple[str, ...]
     version: str
-    """What it prints for ``--version``."""
+    """Its output for ``--version``."""
 
     @property
     def name(self) -> str:
@@ -203,7 +203,7 @@ def native_flags() -> tuple[str, ...]:
 
 @cache
 def processor() -> str:
-    """What -march=native depends on."""
+    """The facts that -march=native depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:
@@ -346,11 +346,11 @@ def tell(text: str) -> None:
 
 
 _DIAGNOSTIC = re.compile(r"(\S.*?(?::\d+|\(\d+\))):(?:\d+:)? (fatal error|error|warning|note|remark)\b.*")
-"""Of GCC, Clang and nvcc: its place, and its kind."""
+"""A message of GCC, Clang or nvcc: its place, and its kind."""
 
 
 def first_error(output: str) -> str:
-    """Of all that a compiler printed, the first error, and one line for each error in another place. Without warnings,
+    """The first error that a compiler printed, and one line for each error in another place. Without warnings,
     and without what repeats an error for each type that a template is instantiated with."""
     blocks: list[list[str]] = [[]]  # each with the lines that lead to a diagnostic, it, and what follows
     heads: list[re.Match[str] | None] = [None]

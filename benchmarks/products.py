@@ -6,8 +6,7 @@ implementations that alternate call by call would all be measured at one clock, 
 
 runs torch, and the library in modes of AOTOPS_GEMM, in blocks of --seconds, in turn, --rounds times. It prints for each
 model the time of a step and of each of its products: torch's in microseconds, and the ratio of torch's to each mode's.
-Above 1, ours is faster. For each product whose default is not the fastest it prints a row for cuda_src/gemm/choice.h;
-what counts for the table is that the step is faster.
+Above 1, ours is faster.
 """
 
 from __future__ import annotations
@@ -38,19 +37,15 @@ from aotops.spec import TensorSpec
 
 Tensors = dict[str, torch.Tensor]
 DTYPE = torch.bfloat16
-MODES = ("auto", "own", "tune")
+MODES = ("auto", "own")
 PASS_OVER = {"forward": "y", "dx": "dx", "backward": "dx"}
 """What a pass reads after a call."""
 COPIES = 2
 """Of the tensors of a product, so that a product does not find its own in the cache."""
-TUNING_STEPS = 45
-"""After which the mode "tune" has timed 8 algorithms 5 times of each product, also of those that a step has once."""
 SETTLING = 0.4
 """The part of a block in which the clock settles; what it takes is not counted."""
 STEPS_AHEAD = 2
 """That the host may submit before it waits."""
-DEFAULT_MARGIN = 0.99
-"""A mode must need less than this part of the default's time for a row of the table."""
 
 
 @dataclass(frozen=True)
@@ -286,7 +281,7 @@ def measure(layers: list[Linear], libraries: dict[str, Ours], seconds: float, ro
     for name, step in steps.items():
         if name in libraries:
             libraries[name].select()
-        for _ in range(TUNING_STEPS if name == "tune" else 2):
+        for _ in range(2):
             step.run()
         torch.cuda.synchronize()
     times = {name: Times() for name in steps}
@@ -296,21 +291,9 @@ def measure(layers: list[Linear], libraries: dict[str, Ours], seconds: float, ro
     return times
 
 
-def table_row(layer: Linear, which: str) -> str:
-    """Of cuda_src/gemm/choice.h."""
-    m, n, k, flags = {
-        "forward": (layer.rows, layer.outputs, layer.inputs, "false, true"),
-        "dx": (layer.rows, layer.inputs, layer.outputs, "false, false"),
-        "dweight": (layer.outputs, layer.inputs, layer.rows, "true, false"),
-    }[which]
-    major = torch.cuda.get_device_capability()[0]
-    return f"    {{{major}, {flags}, {'true' if layer.activation else 'false'}, {m}, {n}, {k}}},"
-
-
-def report(model: str, modes: list[str], times: dict[str, Times]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Prints a model's times; those for the record, and the rows of the table."""
+def report(model: str, modes: list[str], times: dict[str, Times]) -> list[dict[str, Any]]:
+    """Prints a model's times, and returns those for the record."""
     record: list[dict[str, Any]] = []
-    rows: list[str] = []
 
     def line(what: str, us: dict[str, float], **of: Any) -> None:
         print(f"{what:45}{us['torch']:9.1f}" + "".join(f"{us['torch'] / us[mode]:8.3f}" for mode in modes))
@@ -322,10 +305,7 @@ def report(model: str, modes: list[str], times: dict[str, Times]) -> tuple[list[
         for which in ("forward", *layer.gradients):
             us = {name: of.product(f"{layer.name}: {which}") for name, of in times.items()}
             line(f"{layer.name}: {which}", us, **asdict(layer), which=which)
-            other = "cublaslt" if layer.activation else "own"
-            if which in ("forward", "dx", "dweight") and {other, "auto"} <= us.keys():
-                rows += [table_row(layer, which)] if us[other] < DEFAULT_MARGIN * us["auto"] else []
-    return record, rows
+    return record
 
 
 def main() -> None:
@@ -339,15 +319,11 @@ def main() -> None:
     modes = args.modes.split(",")
     torch.manual_seed(0)
     record: list[dict[str, Any]] = []
-    rows: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         libraries = {mode: Ours(mode, folder) for mode in modes}
         for model in args.models.split(","):
-            of_model, rows_of_model = report(model, modes, measure(MODELS[model], libraries, args.seconds, args.rounds))
-            record += of_model
-            rows += rows_of_model
+            record += report(model, modes, measure(MODELS[model], libraries, args.seconds, args.rounds))
             torch.cuda.empty_cache()
-    print("\nproducts of which the default was not the fastest:", *dict.fromkeys(rows), sep="\n")
     if args.json:
         device = torch.cuda.get_device_name()
         found = {"device": device, "torch": torch.__version__, "aotops": aotops.__version__, "products": record}

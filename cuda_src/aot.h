@@ -126,7 +126,7 @@ inline const char *dtype_name(DType d) {
   return names[static_cast<int>(d)];
 }
 
-// Of an index: the other integers are none.
+// Whether it is a dtype of indices: the other integers are none.
 inline bool is_integer(DType d) { return d == DType::int32 || d == DType::int64; }
 inline bool is_floating(DType d) { return d >= DType::float16 && d <= DType::float64; }
 

@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-/* What every function that returns an int returns; aot_last_error() says more. */
+/* The status that every function of type int returns; aot_last_error() says more. */
 enum {
   AOTOPS_OK = 0,
   AOTOPS_INVALID_ARGUMENT = 1, /* a shape or an attribute */

@@ -5,13 +5,9 @@
 #include <locale.h>
 
 #include <algorithm>
-#include <charconv>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
-#include <map>
-#include <new>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -21,17 +17,9 @@
 
 namespace {
 
-// Numbers are parsed in the C locale, whatever the process's locale. Each function returns whether the whole text is a
-// number.
-
-bool parse(const std::string &text, int64_t *value) {
-  const char *end = text.data() + text.size();
-  const auto read = std::from_chars(text.data(), end, *value);
-  return read.ec == std::errc{} && read.ptr == end;
-}
-
-// The format of Python's repr(float): digits, or inf or nan with an optional sign. Spaces and hexadecimal digits, which
-// strtod accepts, are refused, and so are numbers beyond the largest double, which it reads as infinity.
+// Whether the whole text is a number in the format of Python's repr(float): digits, or inf or nan with an optional
+// sign; in the C locale, whatever the process's. Spaces and hexadecimal digits, which strtod accepts, are refused, and
+// so are numbers beyond the largest double, which it reads as infinity.
 bool parse(const std::string &text, double *value) {
   static const locale_t c = newlocale(LC_ALL_MASK, "C", locale_t{});
   const size_t sign = text[0] == '-';
@@ -42,58 +30,6 @@ bool parse(const std::string &text, double *value) {
   if (end != text.c_str() + text.size() || (std::isinf(number) && !word)) return false;
   return *value = number, true;
 }
-
-// Attributes as text, which each getter parses strictly as its type.
-class TextExtra final : public AotExtra {
- public:
-  explicit TextExtra(const char *attrs) {
-    for (const char *line = attrs; *line;) {
-      const char *end = line + std::strcspn(line, "\n");
-      const char *equals = static_cast<const char *>(std::memchr(line, '=', end - line));
-      if (equals) values_[std::string(line, equals)] = std::string(equals + 1, end);
-      line = *end ? end + 1 : end;
-    }
-  }
-  ~TextExtra() override { delete kernel_data; }
-
-  bool HasAttr(std::string name) override { return values_.count(name) != 0; }
-  bool GetAttrBool(std::string name) override {
-    const int64_t value = GetAttrInt(name);
-    if (value != 0 && value != 1) throw std::invalid_argument(name + " is not a bool");
-    return value != 0;
-  }
-  int64_t GetAttrInt(std::string name) override { return Parse<int64_t>(name, GetAttrStr(name)); }
-  float GetAttrFloat(std::string name) override { return static_cast<float>(Parse<double>(name, GetAttrStr(name))); }
-  std::string GetAttrStr(std::string name) override {
-    auto found = values_.find(name);
-    if (found == values_.end()) throw std::out_of_range("there is no attribute " + name);
-    return found->second;
-  }
-  std::vector<int64_t> GetAttrIntVec(std::string name) override { return List<int64_t, int64_t>(name); }
-  std::vector<float> GetAttrFloatVec(std::string name) override { return List<float, double>(name); }
-  // No attribute of an operator of this convention is a list of lists.
-  std::vector<std::vector<int64_t>> GetAttrInt2DVec(std::string name) override { return {GetAttrIntVec(name)}; }
-  std::vector<std::vector<float>> GetAttrFloat2DVec(std::string name) override { return {GetAttrFloatVec(name)}; }
-
- private:
-  template <typename T>
-  static T Parse(const std::string &name, const std::string &text) {
-    T value;
-    if (!parse(text, &value)) throw std::invalid_argument(name + " is not a number");
-    return value;
-  }
-  template <typename T, typename Parsed>
-  std::vector<T> List(const std::string &name) {
-    const std::string text = GetAttrStr(name);
-    std::vector<T> list;
-    for (size_t at = 0, comma; !text.empty() && at != std::string::npos; at = comma + (comma != std::string::npos)) {
-      comma = text.find(',', at);
-      list.push_back(static_cast<T>(Parse<Parsed>(name, text.substr(at, comma - at))));
-    }
-    return list;
-  }
-  std::map<std::string, std::string> values_;
-};
 
 // Calls `read` if the attribute is given. Catches the host's exceptions, such as for a missing attribute or another
 // type.
@@ -154,22 +90,5 @@ int extra_get_ints(void *extra, const char *name, int64_t *value, int capacity, 
     return true;
   });
 }
-
-void *extra_new(const char *attrs) noexcept {
-  try {
-    return static_cast<AotExtra *>(new TextExtra(attrs ? attrs : ""));
-  } catch (...) {
-    return nullptr;
-  }
-}
-
-bool extra_is_own(void *extra) noexcept;  // host/foreign_extra.h
-
-bool extra_is_own(void *extra) noexcept {
-  static TextExtra own("");
-  return extra_view(extra)->vtable == extra_view(static_cast<AotExtra *>(&own))->vtable;
-}
-
-void extra_delete(void *extra) noexcept { delete static_cast<AotExtra *>(extra); }
 
 }  // namespace aot

@@ -14,12 +14,13 @@ from typing import Any
 import cupy as cp
 
 from aotops import call
-from aotops.arrays import ArrayFrontend
 from aotops.hosting import Namespace
 from aotops.library import Library
 from aotops.op import Attr, Op
 from aotops.ops import BUILTIN, OPS
 from aotops.spec import TensorSpec
+
+from .explicit_gradients import ArrayFrontend
 
 __all__ = ["functions", "of", *OPS, *(f"{name}_backward" for name, op in OPS.items() if op.backward)]
 

@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 
 from aotops import call
-from aotops.arrays import ArrayFrontend
 from aotops.hosting import Namespace
 from aotops.library import Library
 from aotops.op import Attr, Op
 from aotops.ops import BUILTIN, OPS
 from aotops.spec import DTYPES, TensorSpec
+
+from .explicit_gradients import ArrayFrontend
 
 __all__ = ["functions", "of", *OPS, *(f"{name}_backward" for name, op in OPS.items() if op.backward)]
 
@@ -65,7 +66,7 @@ class _NumPy(ArrayFrontend):
         return np.empty(spec.shape, self.dtypes[spec.dtype] if spec.dtype in self.dtypes else self.bfloat16())
 
     def bfloat16(self) -> np.dtype:
-        """Of a result where no input was of that dtype."""
+        """The dtype of a result where no input was of that dtype."""
         import ml_dtypes
 
         return self.prepare(next(iter(OPS.values())), "x", np.empty(0, ml_dtypes.bfloat16)).dtype

@@ -1,5 +1,5 @@
-"""The schemas of torch's dispatcher. It does not import torch: the library's table of its operators is made with it
-(packaging/torch_table.py)."""
+"""An operator's signatures in torch: its public function's and its schema in the dispatcher. This module lies beside
+the package torch because it does not import torch, which is not there when stubs and the library are made."""
 
 from __future__ import annotations
 
@@ -7,12 +7,19 @@ from collections.abc import Container, Sequence
 
 from aotops.op import Op
 
+EXTRA = {"softmax": ("dtype", "torch.dtype"), "cross_entropy": ("weight", "Tensor")}
+"""The keyword that only torch's function has, None by default, and its type: torch/compositions.py serves it."""
 # A dimension of an "int[]" may be symbolic.
 _TYPES = {"int[]": "SymInt[]"}
 
 
+def has_out(op: Op) -> bool:
+    """Whether the public function takes ``out``: where there is one result."""
+    return len(op.outputs) == 1 and not op.mutates and "out" not in (*op.inputs, *op.attrs)
+
+
 def schema(op: Op) -> str:
-    """Of an operator that returns every output and residual.
+    """The schema of an operator that returns every output and residual.
 
     Its last argument, if it has optional results, is ``wanted``: a bool for each of ``maskable(op)``, by default all
     True. A result that is not wanted is not computed: it is an undefined tensor, which is None in Python.
@@ -23,8 +30,8 @@ def schema(op: Op) -> str:
 
 
 def overwriting_schema(op: Op, absent: Container[str]) -> str:
-    """Of the overload that writes the results of ``op.overwrites`` over inputs, and returns the others. ``absent``:
-    inputs that it does not take."""
+    """The schema of the overload that writes the results of ``op.overwrites`` over inputs, and returns the others.
+    ``absent``: inputs that it does not take."""
     written = tuple(op.overwrites.values())
     inputs = [slot for slot in op.inputs if slot not in absent]
     returned = len(op.results) - len(op.overwrites)
@@ -47,6 +54,13 @@ def _text(
     return f"{name}({', '.join(tensors + attrs + more)}) -> {returns}"
 
 
+def written(op: Op) -> str:
+    """The slots that the entry writes, as cuda_src/host/torch_operator.h reads them: names of results, with "?" if
+    ``wanted`` is about them, and then of workspaces, with "*"."""
+    results = (f"{y}?" if y in maskable(op) else y for y in op.results)
+    return " ".join((*results, *(f"{slot}*" for slot in op.workspace)))
+
+
 def maskable(op: Op) -> tuple[str, ...]:
     """The results that ``wanted`` is about: the optional ones, of an operator that is itself not differentiated by its
     definition, such as a backward. The only result is always wanted."""
@@ -56,7 +70,7 @@ def maskable(op: Op) -> tuple[str, ...]:
 
 
 def mask(op: Op, wanted: Container[str]) -> tuple[list[bool], ...]:
-    """What follows the attributes in a call for these results: nothing if they are all."""
+    """The arguments after the attributes in a call for these results: none if they are all."""
     flags = [y in wanted for y in maskable(op)]
     return () if all(flags) else (flags,)
 

@@ -82,7 +82,7 @@ def check_pip(pythons: Iterable[str]) -> None:
 
 
 def run_cell(cell: Cell, interpreter: str, wheel: Path) -> dict[str, Any]:
-    """What is found: versions, the number of checks, those that failed; or why nothing ran."""
+    """The findings: versions, the number of checks, those that failed; or why nothing ran."""
     with tempfile.TemporaryDirectory(prefix="compatibility-") as folder:
         inside = Path(folder, "venv/bin/python")
         run(interpreter, "-m", "venv", "--without-pip", inside.parents[1], check=True)

@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def versions(name: str) -> dict[str, str]:
-    """Of what is installed of the packages that a call involves."""
+    """The versions of the packages that a call involves, as far as they are installed."""
     found = {}
     for package in dict.fromkeys((name, "numpy", "jaxlib", "ml_dtypes")):
         try:
@@ -108,7 +108,7 @@ def arguments(framework: Any, name: str, dtype: str) -> tuple[int, dict[str, Any
 
 
 def threads(framework: Any) -> None:
-    """The same bits from four threads, which call every operator on inputs that they share."""
+    """Four threads call every operator on inputs that they share, and find the same bits."""
     import numpy as np
 
     from aotops.testing.cases import CASES

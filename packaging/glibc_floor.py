@@ -21,7 +21,7 @@ MOVED = {"libpthread.so.0": r"_*pthread_|sem_", "libdl.so.2": r"dl", "librt.so.1
 
 
 LINE = re.compile(r"^[0-9a-f]+ .{5}(.{2}) \S+\t([0-9a-f]+) +(\(?)(GLIBC_[0-9.]+)\)? +(\w+)$", re.MULTILINE)
-"""Of `objdump -T`: type, size, whether the version is not the default, version, symbol."""
+"""A line of `objdump -T`: type, size, whether the version is not the default, version, symbol."""
 
 
 @dataclass
@@ -37,7 +37,7 @@ def number(version: str) -> tuple[int, ...]:
 
 
 def exports(library: str) -> dict[str, Symbol]:
-    """What one of this machine's libraries exports, by name."""
+    """The exports of one of this machine's libraries, by name."""
     path = subprocess.run(["gcc", f"-print-file-name={library}"], check=True, capture_output=True, text=True).stdout
     table = subprocess.run(["objdump", "-T", path.strip()], check=True, capture_output=True, text=True).stdout
     found: dict[str, Symbol] = {}

@@ -62,7 +62,7 @@ class Impl:
 
 
 def available(device: str, names: list[str] | None, operators: Sequence[str] = tuple(OPS)) -> list[Impl]:
-    """Those of ``names`` that can be imported; by default those usual for the device."""
+    """The implementations of ``names`` that can be imported; by default those usual for the device."""
     impls = []
     for name in names if names is not None else _KNOWN[device]:
         try:
@@ -178,7 +178,7 @@ def _torch(operators: Sequence[str]) -> Impl:
 
 
 def _row_in_torch(torch: Any, name: str) -> SimpleNamespace:
-    """What the operator's row says is the same in torch."""
+    """The function of torch that the operator's row names."""
     plain, found = registry.get(name).name, row(name)
     try:
         return SimpleNamespace(**{plain: found.in_torch(torch, plain)})

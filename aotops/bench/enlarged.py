@@ -1,4 +1,4 @@
-"""What is measured of an operator whose row does not say: one of its cases, enlarged."""
+"""The work of an operator whose row states none: one of its cases, enlarged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..spec import TensorSpec
 from .work import DTYPES, Shape, Work
 
 ELEMENTS = {"quick": 1 << 19, "cpu": 1 << 25, "cuda": 1 << 26}
-"""Of the first input. On a GPU twice the L2 cache of an H200 in bfloat16."""
+"""Elements of the first input. On a GPU twice the L2 cache of an H200 in bfloat16."""
 ROW = {"quick": 1024, "cpu": 4096, "cuda": 4096}
 
 
@@ -102,7 +102,7 @@ class Enlarged(Work):
 
 
 def enlarged(op: Op, cases: Sequence[Any]) -> Enlarged:
-    """Of the case with most inputs, of these the one whose first input has most different axes, and is largest.
+    """The case with most inputs, of these the one whose first input has most different axes, and is largest.
 
     Raises:
         LookupError: no case has elements, and inputs that can be drawn.

@@ -63,7 +63,7 @@ class Cuda:
     HOST_IS_DEVICE = False
     COPIED = 4 << 30
     figure: Callable[[Sequence[float]], float] = staticmethod(statistics.median)
-    """Of a contender's turns."""
+    """The times of a contender's turns."""
     GRAPH_SECONDS = 4e-3  # long enough that launching the graph is negligible
 
     def __init__(self, quick: bool) -> None:
@@ -276,7 +276,7 @@ def _cpu_copies(half: int, sets: int) -> dict[str, list[Call]]:
 
 
 def _threads() -> int:
-    """Of a parallel region."""
+    """The number of threads of a parallel region."""
     given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     return int(given) if given.isdigit() and int(given) else len(os.sched_getaffinity(0))
 

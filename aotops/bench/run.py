@@ -29,7 +29,7 @@ PEER = "torch"
 
 @dataclass(frozen=True)
 class Options:
-    """Those of the command; None is its default."""
+    """The options of the command; None is its default."""
 
     ops: Sequence[str] = ()
     """As ``registry.select`` takes them; () stands for the built-in operators."""

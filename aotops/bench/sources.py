@@ -1,4 +1,4 @@
-"""What a result is a result of: a hash of the kernel's sources, by which a later reader sees that they have changed."""
+"""The sources of a result: a hash of the kernel's sources, by which a later reader sees that they have changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured: operators with their tensors, shapes, minimum bytes and FLOPs.
+"""The work that is measured: operators with their tensors, shapes, minimum bytes and FLOPs.
 
 Here are the kinds of operators. An operator's row says of what kind it is: its ``bench`` are Works. Without any, one of
 its cases is enlarged (enlarged.py). A library's rows are ``CASES`` of the module that it names.
@@ -14,9 +14,11 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from .. import registry
+from ..flops import backward_flops, flops
 from ..library import Library
 from ..ops import BUILTIN, OPS
 
@@ -39,7 +41,7 @@ class Work:
     """The operator's inputs, in order."""
     writes: str
     backward: tuple[str, str] | None = None
-    """What the backward must read and write; None if it does nothing."""
+    """The bytes that the backward must read and write; None if it does nothing."""
     variant: str = ""
     """Words. tf32: float32 products use TF32 on a GPU."""
     dtypes: tuple[str, ...] = DTYPES
@@ -89,10 +91,6 @@ class Work:
         """The number of classes of t."""
         return shape[-1]
 
-    def multiplications(self, shape: Shape) -> int:
-        """FLOPs of the forward's product, or 0."""
-        return 0
-
     def shapes(self, device: str, given: Sequence[Shape] | None, quick: bool) -> Sequence[Shape]:
         """The shapes to measure: ``given``, if they are of this kind."""
         if given is not None:
@@ -103,8 +101,15 @@ class Work:
         return math.prod(shape) <= self.SMALL
 
     def flops(self, pass_: str, shape: Shape) -> int:
-        """FLOPs: of a forward one product, of a backward two."""
-        return 2 * self.multiplications(shape) * (1 if pass_ == "forward" else 2)
+        """FLOPs of the operator's products (``Op.flops``), with all gradients in a backward."""
+        op, tensors = registry.get(self.op), self.tensors(shape)
+        if op.flops is None:
+            return 0
+        function = self.function(SimpleNamespace(**{self.plain_name: op.bind}), shape)
+        given = (SimpleNamespace(shape=tensors[letter], ndim=len(tensors[letter])) for letter in self.reads)
+        inputs, attrs = function(*given)
+        call = op, op.canonical(attrs), [None if x is None else x.shape for x in inputs]
+        return flops(*call) if pass_ == "forward" else backward_flops(*call, {f"d{slot}" for slot in op.inputs})
 
     def bytes(self, pass_: str, shape: Shape, dtype: str) -> int:
         reads, writes = (self.reads, self.writes) if pass_ == "forward" or not self.backward else self.backward
@@ -137,7 +142,7 @@ class Rows(Work):
 
 
 class Elements(Rows):
-    """The same without rows: x has one axis."""
+    """The work without rows: x has one axis."""
 
     def filled(self, shape):
         return (self.ELEMENTS,)
@@ -160,9 +165,6 @@ class Product(Work):
     def tensors(self, shape):
         m, n, k = shape
         return {"a": (m, k), "b": (k, n), "w": (n, k), "y": (m, n), "v": (n,)}
-
-    def multiplications(self, shape):
-        return math.prod(shape)
 
 
 class Convolution(Work):
@@ -197,10 +199,6 @@ class Convolution(Work):
             "y": square(batch, outputs, math.ceil(size / stride)),
         }
 
-    def multiplications(self, shape):
-        _, channels, _, _, kernel, _ = shape
-        return math.prod(self.tensors(shape)["y"]) * channels * kernel * kernel
-
 
 class Cell(Work):
     """A recurrent cell: i is its input, h a state, old or new, g what its three gates are before they are applied, w
@@ -221,10 +219,6 @@ class Cell(Work):
             "w": (gates, state + features),
             "b": (1, gates),
         }
-
-    def multiplications(self, shape):
-        batch, features, state = shape
-        return batch * 3 * state * (state + features)
 
 
 def window(shape: Shape) -> tuple[int, int]:
@@ -286,7 +280,7 @@ def row(name: str) -> Any:
 
 
 def works(ops: Iterable[str] | None = None) -> list[Work]:
-    """Of these operators, by the names that the registry knows them by; by default the built-in ones.
+    """The work of these operators, by the names that the registry knows them by; by default the built-in ones.
 
     Raises:
         LookupError: an operator has no row.
@@ -351,7 +345,7 @@ def cases(
     passes: list[str] | None = None,
     quick: bool = False,
 ) -> Iterator[Case]:
-    """Of operators by the names that the registry knows them by. Without TF32 on a CPU."""
+    """The work of operators by the names that the registry knows them by. Without TF32 on a CPU."""
     for work in works(ops):
         if work.tf32 and device == "cpu":
             continue

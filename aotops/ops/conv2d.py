@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from ..op import operator
 
 
@@ -45,11 +47,9 @@ def _attrs(weight, stride, padding, dilation, groups, layout, allow_tf32):
     return _pair(stride), padding, _pair(dilation), groups, layout, allow_tf32
 
 
-def _dims(call, bias=None):
-    """Of the inputs and y. Groups pair the channels of both sides, which are then whole. A bias is added once, to the
-    sum over all input channels."""
-    o, c = ("O", "C") if call.groups > 1 else ("o", "c" if bias is None else "C")
-    each = "I" if call.groups > 1 else c
+def _dims(call):
+    """The axes of the inputs and y. Groups pair the channels of both sides, which are then whole."""
+    o, c, each = ("O", "C", "I") if call.groups > 1 else ("o", "c", "c")
     if call.layout == "NCHW":
         x, weight, y = f"... {c} H W", f"{o} {each} KH KW", f"... {o} P Q"
     else:
@@ -96,8 +96,9 @@ def conv2d_backward(dy, x, weight, stride=1, padding=0, dilation=1, groups=1, la
     optional=("bias",),
     attrs=_ATTRS,
     backward=conv2d_backward,
-    dims=lambda call: _dims(call, call.bias),
+    dims=_dims,
     bilinear=("x", "weight"),
+    flops=lambda call: 2 * prod(_output(call)) * prod(call.weight[1:]),
     vmappable=("x", "y"),
     autocast={"cpu": "autocast", "cuda": "autocast"},
 )

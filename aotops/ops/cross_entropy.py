@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from ..op import operator
+from ..op import Parts, operator
+from ._cross_entropy_parts import backward, forward, keeps_slope
 
 
 def _dims(call, loss, *like_x):
     """A part of the rows has another mean: its axis is whole for it. ``loss``: the slot that is like the loss."""
-    n = "" if len(call.x) == 1 else "N" if call.reduction == "mean" else "n"
+    return _axes(call, "N" if call.reduction == "mean" else "n", "C", loss, *like_x)
+
+
+def _axes(call, n, c, loss, *like_x):
+    n = n if len(call.x) > 1 else ""
     return (
         {loss: n if call.reduction == "none" else "", "target": n}
-        | dict.fromkeys(("x", *like_x), f"{n} C")
-        | {"slope": f"{n} {'C' if keeps_slope(call.reduction) else '0'}"}
+        | dict.fromkeys(("x", *like_x), f"{n} {c}")
+        | {"slope": f"{n} {c if keeps_slope(call.reduction) else '0'}"}
     )
 
 
-def keeps_slope(reduction):
-    """Whether there is a ``slope``. The losses of the rows have gradients that are seldom 1: without it the backward
-    computes dx from x, and rounds it once."""
-    return reduction != "none"
-
-
-def divides_slope(reduction, dtype):
-    """Whether ``slope`` is divided by the count of the rows: then the backward multiplies it by dy alone. ``dtype``:
-    x's, by name. In float16 the quotient would underflow, from which a large dy, the scale of the loss, saves dx."""
-    return reduction == "mean" and dtype != "float16"
+def _part_dims(call):
+    loss = {"none": "n (c)", "sum": "(c)"}.get(call.reduction, "(n) (c)")
+    return _axes(call, "n", "c", "y") | {"y": loss if len(call.x) > 1 else "(c)"}
 
 
 def _formula(m, x, target, ignore_index, reduction, label_smoothing, dtype):
@@ -69,6 +67,7 @@ _ATTRS = {"ignore_index": "int", "reduction": "str", "label_smoothing": "float",
     workspace=("workspace",),
     optional=("slope",),
     dims=lambda call: _dims(call, "dy", "dx"),
+    parts=Parts(lambda call: _axes(call, "n", "c", "dy", "dx"), backward),
     attrs=_ATTRS,
     same_spec_as={"dx": "x"},
     overwrites={"dx": "slope"},
@@ -88,6 +87,7 @@ def cross_entropy_backward(dy, x, target, slope, ignore_index=-100, reduction="m
         "slope": lambda call: (*call.x[:-1], call.x[-1] if keeps_slope(call.reduction) else 0),
     },
     dims=lambda call: _dims(call, "y"),
+    parts=Parts(_part_dims, forward),
     attrs=_ATTRS,
     backward=cross_entropy_backward,
     keeps=lambda call: keeps_slope(call.reduction),

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from ..op import operator
 from ._activation import activated, slope
 
 
 def _pre_activation(call):
-    """What the activation is applied to. Without an activation it has no columns."""
+    """The shape of the activation's input. Without an activation it has no columns."""
     return (*call.x[:-1], 0 if call.activation is None else call.weight[0])
 
 
-def _dims(call, follows):
-    """Of the inputs and the pre-activation. What follows the product needs its whole sum."""
-    i, before = "I" if follows else "i", "o" if call.activation else "0"
+def _dims(call):
+    """The axes of the inputs and the pre-activation. An activation needs the whole sum."""
+    i, before = ("I", "o") if call.activation else ("i", "0")
     return {"x": f"... {i}", "weight": f"o {i}", "bias": "o", "pre_activation": f"... {before}"}
 
 
@@ -23,16 +25,33 @@ def _gradients(call):
 
 
 def _formula(m, x, weight, bias, activation, allow_tf32):
-    """Of an activation: without one, the operator is bilinear."""
+    """The formula with an activation: without one, the operator is bilinear."""
     return activated(m, m.wide(m.ops.linear(x, weight, bias, None, allow_tf32)), activation)
 
 
 def _backward_formula(m, dy, x, weight, bias, activation, allow_tf32):
-    rows, before = m.matrix(x), m.wide(m.ops.linear(x, weight, bias, None, allow_tf32))
-    d = m.wide(dy) * slope(m, before, activation)
-    d_rows = m.matrix(m.like(d, x))
-    dx = m.reshape(m.ops.matmul(d_rows, weight, False, False, allow_tf32), x.shape)
-    return dx, m.ops.matmul(d_rows, rows, True, False, allow_tf32), m.sum(m.matrix(d), (0,))
+    def matmul(a, b, transpose_a=False):
+        return m.ops.matmul(a, b, transpose_a, False, allow_tf32)
+
+    return _products(m, matmul, dy, x, weight, m.ops.linear(x, weight, bias, None, allow_tf32), activation)
+
+
+def _products(m, matmul, dy, x, weight, before, activation):
+    d = dy if activation is None else m.like(m.wide(dy) * slope(m, m.wide(before), activation), x)
+    rows = m.matrix(d)  # read by three, and so rounded once
+    return m.reshape(matmul(rows, weight), x.shape), matmul(rows, m.matrix(x), True), m.sum(rows, (0,))
+
+
+def _fused(m, x, weight, bias, activation, pre_activation):
+    before = m.linear(x, weight, bias) if pre_activation is None else pre_activation
+    if activation is None:
+        return before, before[..., :0]
+    return m.like(activated(m, m.wide(before), activation), before), before
+
+
+def _fused_backward(m, dy, x, weight, bias, pre_activation, activation):
+    before = m.linear(x, weight, bias) if activation and pre_activation is None else pre_activation
+    return _products(m, m.matmul, dy, x, weight, before, activation)
 
 
 _ATTRS = {"activation": "str?", "allow_tf32": "bool"}
@@ -46,8 +65,9 @@ _ATTRS = {"activation": "str?", "allow_tf32": "bool"}
     optional=("bias", "pre_activation", "dx", "dweight", "dbias"),
     attrs=_ATTRS,
     same_spec_as={"dx": "x", "dweight": "weight"},
-    dims=lambda call: _dims(call, call.activation) | _gradients(call),
+    dims=lambda call: _dims(call) | _gradients(call),
     formula=_backward_formula,
+    fused=_fused_backward,
     vmappable=("dy", "x", "pre_activation", "dx"),
 )
 def linear_backward(dy, x, weight, bias, pre_activation, activation=None, allow_tf32=False):
@@ -63,10 +83,12 @@ def linear_backward(dy, x, weight, bias, pre_activation, activation=None, allow_
     optional=("bias",),
     attrs=_ATTRS,
     backward=linear_backward,
-    dims=lambda call: _dims(call, call.activation or call.bias is not None) | {"y": "... o"},
+    dims=lambda call: _dims(call) | {"y": "... o"},
     formula=_formula,
     bilinear=("x", "weight"),
     bilinear_unless="activation",
+    fused=_fused,
+    flops=lambda call: 2 * prod(call.x) * call.weight[0],
     vmappable=("x", "y", "pre_activation"),
     always_save_residuals=True,
     autocast={"cpu": "autocast", "cuda": "autocast"},

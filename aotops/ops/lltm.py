@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from ..op import operator
 
 
 def _dims(call):
-    """Of the inputs and gates. A row's gates are a product of all features with all weights."""
+    """The axes of the inputs and gates. A row's gates are a product of all features with all weights."""
     bias = "G" if len(call.bias) == 1 else "ONE G"
     state = dict.fromkeys(("old_h", "old_cell"), "... H")
     return {"input": "... F", "weights": "G K", "bias": bias, "gates": "... G"} | state
@@ -83,6 +85,8 @@ def lltm_backward(dnew_h, dnew_cell, input, weights, bias, old_h, old_cell, gate
     dims=lambda call: _dims(call) | {"new_h": "... H", "new_cell": "... H"},
     formula=_formula,
     vmappable=("input", "old_h", "old_cell", "new_h", "new_cell", "gates"),
+    flops=lambda call: 2 * prod(call.input[:-1]) * prod(call.weights),
+    product_of=(("input", "old_h"), ("weights",)),
     always_save_residuals=True,
     autocast={"cuda": "float32"},
 )

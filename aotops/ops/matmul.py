@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from ..op import operator
 
 
@@ -18,6 +20,15 @@ def _factors(call, prefix=""):
     return {f"{prefix}a": a, f"{prefix}b": b}
 
 
+def _fused_backward(m, dy, a, b, transpose_a, transpose_b):
+    """Factors that broadcast are left to the kernel, which does not round the products that it sums."""
+    if a.shape[:-2] != b.shape[:-2]:
+        return NotImplemented
+    da = m.matmul(b, dy, transpose_b, True) if transpose_a else m.matmul(dy, b, False, not transpose_b)
+    db = m.matmul(dy, a, True, transpose_a) if transpose_b else m.matmul(a, dy, not transpose_a, False)
+    return da, db
+
+
 _ATTRS = {"transpose_a": "bool", "transpose_b": "bool", "allow_tf32": "bool"}
 
 
@@ -29,6 +40,7 @@ _ATTRS = {"transpose_a": "bool", "transpose_b": "bool", "allow_tf32": "bool"}
     attrs=_ATTRS,
     same_spec_as={"da": "a", "db": "b"},
     dims=lambda call: {"dy": "... m n", **_factors(call), **_factors(call, "d")},
+    fused=_fused_backward,
     vmappable=("dy", "a", "b", "da", "db"),
     vmap_same_rank=True,
 )
@@ -45,6 +57,8 @@ def matmul_backward(dy, a, b, transpose_a=False, transpose_b=False, allow_tf32=F
     backward=matmul_backward,
     dims=lambda call: {**_factors(call), "y": "... m n"},
     bilinear=("a", "b"),
+    fused=lambda m, a, b, transpose_a, transpose_b: m.matmul(a, b, transpose_a, transpose_b),
+    flops=lambda call: 2 * prod(_product(call)) * call.a[-2 if call.transpose_a else -1],
     vmappable=("a", "b", "y"),
     vmap_same_rank=True,
     autocast={"cpu": "autocast", "cuda": "autocast"},

@@ -26,7 +26,7 @@ def library(subject: Subject) -> Iterator[Item]:
 
 
 def audited(file: Path) -> Iterator[Item]:
-    """What the file says of its symbols and how it is linked."""
+    """The file's symbols, and how it is linked."""
     try:
         elf = Elf(file)
     except (OSError, ValueError) as error:

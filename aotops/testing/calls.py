@@ -56,7 +56,7 @@ class EntryCall:
     specs: Mapping[str, TensorSpec | None]
     inputs: Mapping[str, bytes]
     forward: EntryCall | None = None
-    """Of a backward: the call whose results are the inputs that are not in ``inputs``."""
+    """For a backward, the call whose results are the inputs that are not in ``inputs``."""
 
     @property
     def given(self) -> dict[str, TensorSpec]:
@@ -68,7 +68,7 @@ class EntryCall:
         call.addresses(self.op, self.attrs, device, specs)(index, stream, *(addresses[slot] for slot in self.given))
 
     def elsewhere(self) -> EntryCall:
-        """The same call for another process: without what cannot be pickled."""
+        """The call for another process: without what cannot be pickled."""
         return replace(self, op=_portable(self.op), forward=self.forward and self.forward.elsewhere())
 
 
@@ -131,7 +131,7 @@ def run_on_cpu(one: EntryCall, poison: int) -> dict[str, bytes]:
 
 
 def run_on_cuda(one: EntryCall, poison: int) -> dict[str, bytes]:
-    """The same on a GPU, in torch's memory."""
+    """The buffers on a GPU, in torch's memory."""
     import torch
 
     tensors = {

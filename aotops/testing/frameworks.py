@@ -1,4 +1,4 @@
-"""What tests do with a framework, in the same words for each: one adapter a frontend.
+"""The frameworks in the same words for each, for tests: one adapter a frontend.
 
 ``AOTOPS_TEST_FRONTENDS`` names the frontends under test, separated by commas; without it all are tested whose framework
 is installed.
@@ -342,7 +342,7 @@ class MindSporeGraph(MindSpore):
     graph = compiles = True
 
     def results_and_gradients(self, name, inputs, attrs, dys):
-        """What ``results`` and ``gradients`` return, of one graph."""
+        """``results`` and ``gradients`` of one graph."""
         self._enter()
         function, tensors = self._function(name, inputs, attrs)
         sens = self._sens(function, tensors, dys)

@@ -23,7 +23,7 @@ AROUND = MOST * 8
 SLOWEST = 60
 """Seconds that a call may take."""
 COPIES = 3
-"""Of the pages: the first copy, all between, and the last."""
+"""The pages: the first copy, all between, and the last."""
 
 PROT_READ_WRITE, MAP_SHARED, MAP_PRIVATE, MAP_FIXED, MAP_ANONYMOUS, MAP_NORESERVE = 3, 1, 2, 0x10, 0x20, 0x4000
 
@@ -33,7 +33,7 @@ class Copies:
     """How the tensors of a call grow."""
 
     specs: Mapping[str, TensorSpec]
-    """Of every slot that is given."""
+    """The buffer of every slot that is given."""
     times: int
     tiled: frozenset[str]
     """The slots that have this many copies of the small call's elements."""

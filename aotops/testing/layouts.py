@@ -15,7 +15,7 @@ Layout = Callable[[Framework, str, str, np.ndarray], Any]
 
 
 def transposed(framework: Framework, device: str, dtype: str, array: np.ndarray) -> Any:
-    """The same values, stored the other way round."""
+    """A tensor of these values, stored the other way round."""
     tensor = framework.make(array, dtype, device)
     axes = tuple(reversed(range(len(tensor.shape))))
     if hasattr(tensor, "permute"):  # torch

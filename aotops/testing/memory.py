@@ -214,7 +214,7 @@ def _in_worker(subject: Subject, check: str, attempt_of: Callable[[Subject], Att
 
 
 def _found(subject: Subject, trial: Trial, way: str) -> Iterator[tuple[EntryCall, Any]]:
-    """What the worker finds of each call."""
+    """The worker's findings for each call."""
     calls = calls_of(subject.op, trial, "cpu")
     outcome = subject.worker.run(Plan(calls, [way]))
     if outcome.ended:

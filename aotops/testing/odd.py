@@ -75,7 +75,7 @@ def with_limit(got: np.ndarray, expected: np.ndarray, limit: float) -> tuple[np.
 
 
 def _place(array: np.ndarray) -> tuple[int, ...]:
-    """Of the number: not the first element, if there is another."""
+    """The index of the number: not the first element, if there is another."""
     return tuple(map(int, np.unravel_index(min(1, array.size - 1), array.shape)))
 
 
@@ -119,7 +119,7 @@ def _gradients(
 
 
 Derivative = Callable[[str, np.ndarray, float], float]
-"""Of what a gradient has to do with the number: by the input, a direction and a step."""
+"""How a gradient depends on the number: by the input, a direction and a step."""
 
 
 def _assert_odd(trial: Trial, found: dict[str, np.ndarray], what: str, derivative: Derivative) -> None:

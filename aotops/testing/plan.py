@@ -1,4 +1,4 @@
-"""What the process of guarded.py is asked, and what it answers."""
+"""The questions to the process of guarded.py, and its answers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Plan:
     """For each call, what else its way takes."""
 
     def protection(self, slot: str) -> int | None:
-        """Of the pages around a buffer; None if it is not guarded."""
+        """The guard pages of a buffer; None if it is not guarded."""
         if self.slots is not None and slot not in self.slots:
             return None
         return PROT_READ if self.readable else PROT_NONE

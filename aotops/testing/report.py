@@ -1,4 +1,5 @@
-"""What ``check`` found: an item for each check, and for a failure the smallest case and the line that reproduces it."""
+"""The findings of ``check``: an item for each check, and for a failure the smallest case and the line that reproduces
+it."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ class Failure:
     line: str = ""
     """Python that runs the check on this case alone."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """Of the worst element, where there is one: at, got, expected, allowed."""
+    """The worst element, where there is one: at, got, expected, allowed."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """Of a command: 0 if it is ok, else 1."""
+        """The exit status of a command: 0 if it is ok, else 1."""
         return 0 if self.ok else 1
 
     @property

@@ -1,4 +1,4 @@
-"""What a row says of its operator: all that is tried on it."""
+"""The row of an operator: all that is tried on it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Case:
         return {slot: shape for slot, shape in self.shapes.items() if shape is not None}
 
     def array_dtype(self, slot: str) -> str:
-        """Of the arrays that the reference takes: float64 for an input of the dtype that is tried."""
+        """The dtype of an array that the reference takes: float64 for an input of the dtype that is tried."""
         return self.dtypes.get(slot, "int64" if slot in self.classes else "float64")
 
     def random(self, random: np.random.Generator) -> Arrays:
@@ -108,7 +108,7 @@ class Bad:
 
 
 class Draw:
-    """What a random call is drawn with."""
+    """The means to draw a random call."""
 
     def __init__(self, draw: Callable[..., Any]) -> None:
         from hypothesis import strategies
@@ -157,28 +157,28 @@ class Row:
     bad: tuple[Bad, ...] = ()
     """Calls that it refuses."""
     bench: tuple[Work, ...] = ()
-    """What ``aotops bench`` measures: each variant's tensors, which give its shapes, bytes and FLOPs."""
+    """The calls that ``aotops bench`` measures: each variant's tensors, which give its shapes, bytes and FLOPs."""
     torch: Callable[..., Any] | None = None
-    """The same in torch: a function of the module ``torch`` and the public function's arguments. Without it, that of
-    ``torch.nn.functional`` of the operator's name, whose arguments but the first have the same names."""
+    """The operator in torch: a function of the module ``torch`` and the public function's arguments. Without it, that
+    of ``torch.nn.functional`` of the operator's name, whose arguments but the first have the same names."""
     samples: Mapping[str, Case] | None = None
-    """What is tried in every context of torch (contexts.py), by the suffix of its name; without it, the first case of a
-    small matrix."""
+    """The cases that are tried in every context of torch (contexts.py), by the suffix of its name; without it, the
+    first case of a small matrix."""
     opcheck: tuple[Case, ...] = ()
     """More of what ``torch.library.opcheck`` is given, besides the samples: each optional input absent."""
     dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32", "float64")
-    """Those to try; ``check`` leaves out what the operator refuses."""
+    """The dtypes to try; ``check`` leaves out what the operator refuses."""
     indeterminate: Mapping[float, float] = field(default_factory=dict)
     """A value of an input for which the formula says infinity times 0, and its limit there: a result may be NaN or the
     limit."""
     defaults: Callable[[str], dict[str, Any]] = _no_defaults
-    """Of a dtype: the arguments for which None, or nothing, stands for something that depends on it."""
+    """By dtype, the arguments for which None, or nothing, stands for something that depends on it."""
     complex: bool = False
     """The reference takes complex numbers: its derivative is then the imaginary part of a tiny imaginary step. For what
     has kinks, about which finite differences are wrong, or costs much, since one step is enough."""
 
     def results(self, arrays: Arrays, attrs: dict[str, Any], dtype: str) -> tuple[np.ndarray, ...]:
-        """What the formula gives, in float64, where ``dtype`` is tried."""
+        """The formula's value, in float64, where ``dtype`` is tried."""
         given = {name: value for name, value in attrs.items() if value is not None}
         results = self.reference(**arrays, **self.defaults(dtype) | given)
         return tuple(np.asarray(y) for y in (results if isinstance(results, tuple) else (results,)))

@@ -1,4 +1,4 @@
-"""The same bits: from call to call, and from several threads at once."""
+"""Checks that results have the same bits: from call to call, and from several threads at once."""
 
 from __future__ import annotations
 

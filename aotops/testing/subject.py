@@ -1,4 +1,4 @@
-"""What is checked: an operator, its row, and where it is run."""
+"""The subject of a check: an operator, its row, and where it is run."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class Subject:
     from_row: bool = False
     """Whether the cases are the row's."""
     expression: str = "op"
-    """What a line of Python calls the operator, after ``imports``."""
+    """The operator's name in a line of Python, after ``imports``."""
     imports: str = ""
     reference: str = ""
-    """The same of a reference that was given."""
+    """The name of a reference that was given."""
     worker: Worker = field(default_factory=Worker)
     """The process for calls that may end it."""
 
@@ -80,8 +80,8 @@ class Subject:
 
     @property
     def _roundings(self) -> int:
-        """Of a gradient, in the dtype itself: a saved output is rounded, and used about twice; in a rule made of
-        operators, so is the result of each."""
+        """The roundings of a gradient, in the dtype itself: a saved output is rounded, and used about twice; in a rule
+        made of operators, so is the result of each."""
         saved = set(self.op.saved) & set(self.op.outputs)
         return 2 * len(saved) + (4 if self.op.rule else 0)
 
@@ -209,7 +209,7 @@ class Bound:
         return tuple(None if x is None or dtype is None else TensorSpec(x.shape, dtype) for x, dtype in pairs)
 
     def specs(self, device: str) -> dict[str, TensorSpec]:
-        """Of every output, residual and workspace."""
+        """The spec of every output, residual and workspace."""
         return infer(self.op, self.attrs, self.input_specs(), device)
 
 

@@ -14,7 +14,7 @@ class Precision(NamedTuple):
     result: float
     """Half a unit in the last place of the result, relative: what rounding it costs at most."""
     work: float
-    """The same of the dtype that it is computed in."""
+    """The bound of the dtype that it is computed in."""
 
 
 _HALF, _BFLOAT, _SINGLE, _DOUBLE = 2.0**-11, 2.0**-8, 2.0**-24, 2.0**-53
@@ -100,7 +100,7 @@ def _assert_equal(got: np.ndarray, expected: np.ndarray) -> None:
 
 
 def assert_close_or_odd(got: np.ndarray, expected: np.ndarray, limit: np.ndarray) -> None:
-    """The same where ``expected`` is finite; NaN and the infinities must be those of ``expected``."""
+    """The error where ``expected`` is finite; NaN and the infinities must be those of ``expected``."""
     odd = ~np.isfinite(expected)
     same = np.where(odd, (got == expected) | (np.isnan(got) & np.isnan(expected)), ~np.isnan(got))
     if not same.all():

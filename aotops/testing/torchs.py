@@ -1,4 +1,4 @@
-"""What torch itself offers: opcheck, gradcheck, CUDA graphs."""
+"""The checks of torch itself: opcheck, gradcheck, CUDA graphs."""
 
 from __future__ import annotations
 

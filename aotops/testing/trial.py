@@ -33,7 +33,7 @@ def rounded(array: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def rounded_inputs(arrays: Arrays, dtype: str, wide: Container[str] = ()) -> Arrays:
-    """The same, rounded to ``dtype``, or to the dtype of what is ``wide``; integers as they are."""
+    """The inputs rounded to ``dtype``, or to the dtype of what is ``wide``; integers as they are."""
     return {
         slot: x if x is None or x.dtype.kind != "f" else rounded(x, dtype_of(x, dtype, slot in wide))
         for slot, x in arrays.items()
@@ -93,7 +93,7 @@ class Trial:
 
     @cached_property
     def probes(self) -> dict[str, list[Probe]]:
-        """Of each input that is differentiable."""
+        """The gradient of each input that is differentiable."""
         return {
             slot: [Probe(d, self._along(slot, d)) for d in _directions(x.shape, generator(f"{self.seed} {slot}"))]
             for slot, x in self.inputs.items()
@@ -127,7 +127,7 @@ class Trial:
         return allowed(expected, self.dtype, self.case) if is_floating(expected) else np.zeros(expected.shape)
 
     def allowed_gradient(self, expected: np.ndarray) -> np.ndarray:
-        """The same of a result of the gradient."""
+        """The error allowed in a result of the gradient."""
         return allowed_gradient(expected, self.dtype, self.case) if is_floating(expected) else np.zeros(expected.shape)
 
     def assert_gradients(self, got: dict[str, np.ndarray | None]) -> None:

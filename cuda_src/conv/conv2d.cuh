@@ -1,4 +1,4 @@
-// What the kernels of conv2d share: a call's sizes, its tensors' strides, and overlapping launches.
+// Shared by the kernels of conv2d: a call's sizes, its tensors' strides, and overlapping launches.
 #pragma once
 #include <utility>
 
@@ -8,8 +8,8 @@
 namespace aot {
 inline namespace AOT_ISA {
 
-// Of a tensor of images, in elements. Of a weight, `image` is from one output channel to the next, and `tap` from one
-// kernel element (row-major) to the next.
+// Strides of a tensor of images, in elements. For a weight, `image` is from one output channel to the next, and `tap`
+// from one kernel element (row-major) to the next.
 struct Strides {
   int64_t image, channel, row, column, tap;
 

@@ -33,7 +33,7 @@ void run_in_pool(int64_t chunks, const F &f, int threads = 0) {
       &loop, threads);
 }
 
-// The same for the forked thread (fork.h): on a new thread, with as many threads.
+// Runs f for the forked thread (fork.h): on a new thread, with as many threads.
 template <class F>
 bool run_in_pool_after_fork(int64_t chunks, const F &f) {
   struct Work {
@@ -58,7 +58,7 @@ void parallel(int64_t chunks, F f) {
   for (int64_t chunk = 0; chunk < chunks; ++chunk) f(chunk);
 }
 
-// The same for an f that returns a Status: an error if there was any.
+// Runs an f that returns a Status: an error if there was any.
 template <class F>
 Status try_parallel(int64_t chunks, F f) {
   Status status = kOk;

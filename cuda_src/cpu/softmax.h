@@ -1,7 +1,6 @@
 // The exponentials of a row, for softmax and cross_entropy, in two passes: the maximum, then exp(x - max) and its sum.
 // NaN or +inf in the row makes the sum NaN, as in the formula.
 #pragma once
-#include "blas.h"
 #include "math.h"
 #include "parallel.h"
 

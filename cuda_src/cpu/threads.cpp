@@ -1,6 +1,5 @@
 #include "threads.h"
 
-#include <dlfcn.h>
 #include <link.h>
 #include <pthread.h>
 #include <sched.h>
@@ -11,28 +10,25 @@
 #include <new>
 
 #include "aot.h"
+#include "host/dynamic.h"
 
 namespace {
 
+using aot::find;
 using Body = void (*)(void *data, int thread, int threads);
 
 // ---------------------------------------------------------------------------------------------------------- OpenMP
 
-// What GCC's, LLVM's and Intel's runtimes export.
+// The exports of GCC's, LLVM's and Intel's runtimes.
 struct OpenMP {
   void (*parallel)(void (*)(void *), void *, unsigned threads, unsigned flags) = nullptr;
   int (*max_threads)(), (*level)(), (*thread)(), (*threads)();
 };
 
-template <class F>
-bool find(void *library, const char *name, F *function) {
-  return (*function = reinterpret_cast<F>(dlsym(library, name)));
-}
-
 // A library's symbols include those of the libraries that it needs.
 bool find_openmp(void *library, OpenMP *openmp) {
-  return library && find(library, "omp_get_max_threads", &openmp->max_threads) &&
-         find(library, "omp_get_level", &openmp->level) && find(library, "omp_get_thread_num", &openmp->thread) &&
+  return find(library, "omp_get_max_threads", &openmp->max_threads) && find(library, "omp_get_level", &openmp->level) &&
+         find(library, "omp_get_thread_num", &openmp->thread) &&
          find(library, "omp_get_num_threads", &openmp->threads) && find(library, "GOMP_parallel", &openmp->parallel);
 }
 
@@ -49,7 +45,7 @@ void *loaded_runtime() {
         return 0;
       },
       path);
-  return *path ? dlopen(path, RTLD_NOW | RTLD_NOLOAD) : nullptr;
+  return *path ? aot::loaded(path) : nullptr;
 }
 
 const OpenMP &openmp() {
@@ -57,8 +53,8 @@ const OpenMP &openmp() {
     OpenMP openmp;
     const char *named = std::getenv("AOTOPS_THREADS");
     if (named && !std::strcmp(named, "own")) return openmp;
-    if (find_openmp(dlopen("libtorch_cpu.so", RTLD_NOW | RTLD_NOLOAD), &openmp) ||
-        find_openmp(loaded_runtime(), &openmp) || find_openmp(dlopen("libgomp.so.1", RTLD_NOW), &openmp))
+    if (find_openmp(aot::loaded("libtorch_cpu.so"), &openmp) || find_openmp(loaded_runtime(), &openmp) ||
+        find_openmp(dlopen("libgomp.so.1", RTLD_NOW), &openmp))
       return openmp;
     return OpenMP();
   }();
@@ -175,6 +171,12 @@ int own_threads() {
   return count;
 }
 
+struct Scratch {
+  void *data = nullptr;
+  size_t bytes = 0;
+  ~Scratch() { std::free(data); }
+};
+
 }  // namespace
 
 int aot::max_threads() noexcept {
@@ -186,6 +188,16 @@ int aot::max_threads() noexcept {
 void aot::run_on_threads(Body f, void *data, int threads) noexcept {
   if (openmp().parallel) return run_in_openmp(f, data, threads);
   run_in_own_pool(f, data, threads ? threads : own_threads());
+}
+
+void *aot::thread_scratch(size_t bytes) noexcept {
+  static thread_local Scratch scratch;
+  if (bytes > scratch.bytes) {
+    std::free(scratch.data);
+    scratch.data = std::aligned_alloc(64, (bytes + 63) / 64 * 64);
+    scratch.bytes = scratch.data ? bytes : 0;
+  }
+  return scratch.data;
 }
 
 // The path of the OpenMP runtime, or "own".

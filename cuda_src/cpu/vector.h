@@ -151,7 +151,7 @@ AOT_INLINE void sweep(int64_t n, F f) {
   if (j < n) f(j, Part{n - j});
 }
 
-// The same for sums: f(j, part, k) adds to sum k of 4 independent ones, which hides the latency of additions.
+// A sweep for sums: f(j, part, k) adds to sum k of 4 independent ones, which hides the latency of additions.
 template <typename T, class F>
 AOT_INLINE void sweep_sums(int64_t n, F f) {
   int64_t j = 0;
@@ -173,7 +173,7 @@ AOT_INLINE void for_blocks(int64_t n, F f) {
   for (int64_t begin = 0; begin < n; begin += kBlock) f(begin, n - begin < kBlock ? n - begin : kBlock);
 }
 
-// The same as sweep for loops that write y: all but its ends is streamed.
+// A sweep for loops that write y: all but its ends is streamed.
 template <typename T, class F>
 AOT_INLINE void sweep_stream(const T *y, int64_t n, F f) {
   int64_t j = -reinterpret_cast<uintptr_t>(y) % kVectorBytes / sizeof(T);

@@ -7,7 +7,7 @@
 
 namespace aot {
 
-// What is known when a call of the CUDA runtime has failed. Versions are CUDA's: 13000 is 13.0.
+// The facts of a failed call of the CUDA runtime. Versions are CUDA's: 13000 is 13.0.
 struct CudaFailure {
   enum Code { kInsufficientDriver = 35, kNoDevice = 100, kNoKernelImage = 209, kUnsupportedPtx = 222 };
   int code;

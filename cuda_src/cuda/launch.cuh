@@ -1,4 +1,4 @@
-// What launchers share on the host: dispatch of the dtype, limits of the device, launches and their errors.
+// Shared by launchers on the host: dispatch of the dtype, limits of the device, launches and their errors.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -118,7 +118,7 @@ struct LaunchConfig {
 // Allows a kernel its dynamic shared memory, and clusters of more than kMaxCluster blocks.
 template <class Kernel>
 Status allow(const char *op, Kernel *kernel, int cluster, int shared) {
-  // Of the 48 KB that every kernel may have, 17 KB or less are static shared memory: exchanges.
+  // Every kernel may have 48 KB, of which 17 KB or less are static shared memory: exchanges.
   constexpr int kAlwaysAllowed = 30 << 10;
   if (cluster > kMaxCluster)
     AOT_TRY(check_cuda(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1)));

@@ -37,7 +37,7 @@ __device__ inline void mbarrier_wait(uint64_t *barrier, uint32_t parity) {
       "r"(parity)
       : "memory");
 }
-// The same where other blocks of the cluster wrote the data.
+// Waits where other blocks of the cluster wrote the data.
 __device__ inline void mbarrier_wait_cluster(uint64_t *barrier, uint32_t parity) {
   asm volatile(
       "{\n.reg .pred p;\n"

@@ -8,7 +8,7 @@
 namespace aot {
 inline namespace AOT_ISA {
 
-// What a row is spread over: some or all lanes of a warp, the warps of a block, the blocks of a cluster.
+// The threads that a row is spread over: some or all lanes of a warp, the warps of a block, the blocks of a cluster.
 enum class Span { warp, block, cluster };
 
 constexpr int kMaxCluster = 8;  // blocks; the portable limit, which every device with clusters grants

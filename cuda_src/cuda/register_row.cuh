@@ -97,7 +97,7 @@ class RegisterRow {
   int first_, left_;  // this thread's first vector; vectors from there to the row's end
 };
 
-// The same for rows that begin anywhere. Vectors begin at the row's first 16-byte boundary, and columns count from
+// A row that begins anywhere. Vectors begin at the row's first 16-byte boundary, and columns count from
 // there. Each element before and after the vectors, less than a vector at either end, is one thread's own.
 template <class Shape_>
 class UnalignedRow : public RegisterRow<Shape_> {

@@ -20,7 +20,7 @@ struct Exponentials {
   A count;        // of elements, if kShiftedSum
 
   __device__ static Exponentials none() { return {kMinusInfinity, 0, 0, 0}; }
-  // What is subtracted from x: max, but not -inf, since -inf - -inf is NaN.
+  // The number that is subtracted from x: max, but not -inf, since -inf - -inf is NaN.
   __device__ A base() const { return max == A(kMinusInfinity) ? A(0) : max; }
 };
 

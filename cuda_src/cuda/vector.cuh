@@ -124,7 +124,7 @@ __device__ inline Vector<T> load(const T *p) {
   return v;
 }
 
-// The same if `present`, else a vector of copies of `fallback`.
+// A vector if `present`, else copies of `fallback`.
 template <typename T>
 __device__ inline Vector<T> load_or(const T *p, bool present, float fallback) {
   Vector<T> v = filled<T>(fallback);
@@ -145,7 +145,7 @@ __device__ inline Vector<T> load_once(const T *p) {
   return v;
 }
 
-// The same if `present`, else zeros.
+// A vector if `present`, else zeros.
 template <typename T>
 __device__ inline Vector<T> load_present(const T *p, bool present) {
   Vector<T> v = {};

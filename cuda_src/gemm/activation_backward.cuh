@@ -8,8 +8,8 @@
 namespace aot {
 inline namespace AOT_ISA {
 
-// Of a thread of the first kernel. Bytes in flight decide its speed: a thread loads kLoads vectors of each input before
-// it uses the first one, and kBlocks blocks run on a multiprocessor.
+// The loads of a thread of the first kernel. Bytes in flight decide its speed: a thread loads kLoads vectors of each
+// input before it uses the first one, and kBlocks blocks run on a multiprocessor.
 template <bool kSlope, int kWarps_, int kLoads_, int kBlocks_>
 struct ColumnSumShape {
   static constexpr bool kHasSlope = kSlope;  // whether dz is computed; otherwise it is dy

@@ -5,16 +5,12 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <memory>
 #include <mutex>
 #include <unordered_map>
-#include <utility>
-#include <vector>
 
 #include "choice.h"
 #include "cuda/launch.cuh"
 #include "gemm.h"
-#include "tuning.h"
 
 namespace aot {
 inline namespace AOT_ISA {
@@ -175,12 +171,10 @@ struct Hash {
   }
 };
 
-// Of the answers of the heuristic, best first, the one that runs a product: the first, or, if tuned, the fastest. They
-// are kept because a query costs some ten microseconds. Not found if there is none.
+// The heuristic's first algorithm for a product, if it has one. Kept because a query costs some ten microseconds.
 struct CachedAlgorithm {
   Algorithm algorithm;
   bool found;
-  std::shared_ptr<Tuning<Algorithm>> tuning;  // until it has ended
 };
 constexpr size_t kMaxCached = 4096;
 std::mutex cache_mutex;
@@ -209,9 +203,8 @@ struct CublasLtCall {
 
   bool set_epilogue(int epilogue) { return !set(kEpilogue, uint32_t(epilogue)); }
 
-  // At most `wanted` algorithms, the best by cuBLASLt's estimate first. Those that sum in the type of the result are
-  // excluded.
-  std::vector<Algorithm> find_algorithms(Object handle, int wanted) {
+  // The best algorithm by cuBLASLt's estimate. Those that sum in the type of the result are excluded.
+  CachedAlgorithm find_algorithm(Object handle) {
     OwnedObject preference(lib.preference_destroy);
     if (lib.preference_create(&preference.object)) return {};
     auto prefer = [&](int attribute, auto value) {
@@ -221,25 +214,11 @@ struct CublasLtCall {
     prefer(kReductions, kReduceInComputeType);
     prefer(kAlignment, alignment(gemm.b.data)), prefer(kAlignment + 1, alignment(gemm.a.data));
     prefer(kAlignment + 2, alignment(gemm.c.data)), prefer(kAlignment + 3, alignment(gemm.c.data));
-    std::vector<Heuristic> results(wanted);
+    Heuristic best = {};
     int found = 0;
-    if (lib.heuristic(handle, desc.object, a.object, b.object, c.object, c.object, preference.object, wanted,
-                      results.data(), &found))
-      return {};
-    std::vector<Algorithm> algorithms;
-    for (int i = 0; i < found; ++i)
-      if (!results[i].state) algorithms.push_back(results[i].algorithm);
-    return algorithms;
-  }
-
-  CachedAlgorithm find_algorithm(Object handle) {
-    constexpr int kTried = 8;
-    const bool tune = gemm_mode() == GemmMode::tune;
-    std::vector<Algorithm> all = find_algorithms(handle, tune ? kTried : 1);
-    if (all.empty()) return {};
-    CachedAlgorithm cached{all[0], true, nullptr};
-    if (all.size() > 1) cached.tuning = std::make_shared<Tuning<Algorithm>>(std::move(all));
-    return cached;
+    const int status =
+        lib.heuristic(handle, desc.object, a.object, b.object, c.object, c.object, preference.object, 1, &best, &found);
+    return {best.algorithm, !status && found && !best.state};
   }
 
   int run(Object handle, const Algorithm &algorithm, cudaStream_t stream) {
@@ -313,11 +292,6 @@ Status gemm_cublaslt(const char *op, const GemmParams &gemm, cudaStream_t stream
     }
   }
   if (!cached.found) return kOk;
-  if (cached.tuning && !relu) {
-    auto run = [&](const Algorithm &algorithm) { return call.run(handle, algorithm, stream); };
-    if (cached.tuning->run(stream, run)) return *done = true, kOk;
-    cached.algorithm = cached.tuning->best();
-  }
   if (relu) {  // if it is not supported, another kernel runs
     const int with_relu = gemm.bias ? kBias | kRelu : kRelu;
     return *done = call.set_epilogue(with_relu) && !call.run(handle, cached.algorithm, stream), kOk;

@@ -173,16 +173,14 @@ Status gemm_and_activation(const char *op, const GemmParams &g, cudaStream_t str
 
 }  // namespace
 
-// The first kernel that supports the GEMM runs it. An activation is applied to the sum before it is rounded, except
-// where cuBLASLt's product and a kernel for the activation were measured to be faster (choice.h); relu commutes with
-// rounding, and may follow it.
+// The first kernel that supports the GEMM runs it. An activation is applied to the sum before it is rounded, except in
+// 16 bits with AOTOPS_GEMM=cublaslt, where a kernel for the activation follows; relu commutes with rounding, and may
+// follow it.
 Status gemm(const char *op, const GemmParams &gemm, cudaStream_t stream) {
   if (gemm.m == 0 || gemm.n == 0 || gemm.count == 0) return kOk;
   AOT_TRY(check_gemm_mode(op));
   AOT_TRY(check_cublaslt(op));
-  DeviceLimits limits;
-  AOT_TRY(device_limits(op, &limits));
-  const bool half = itemsize(gemm.dtype) == 2, library_first = has_cublaslt() && prefers_cublaslt(limits.major, gemm);
+  const bool half = itemsize(gemm.dtype) == 2, library_first = has_cublaslt() && prefers_cublaslt(gemm);
   if (half && gemm.activation && library_first) return gemm_and_activation(op, gemm, stream);
   using Kernel = Status (*)(const char *, const GemmParams &, cudaStream_t, bool *);
   const Kernel order[2][3] = {{gemm_on_hopper, gemm_on_ampere, gemm_cublaslt},

@@ -15,14 +15,10 @@
 // C is divided into tiles, which threads take one by one. The order in which the terms of a sum are added depends on m
 // and k only, so the result is the same on any number of threads. For a tile, panels of A and B are packed and widened
 // to the thread's own memory, and a block of C stays in registers while a panel passes; few rows are multiplied without
-// packing B. For float and double, OpenBLAS computes the tiles, on the calling thread, if AOTOPS_OPENBLAS names it, or
-// if it is installed and this is a build without AVX (cpu/blas.h): on one core of an AMD EPYC 9005 (Zen 5), at 1024 x
-// 1024 x 1024 in float, OpenBLAS 0.3.34 does 96 GFLOP/s, this kernel 1.5 times that with AVX-512, as much with AVX2,
-// and less than half without AVX.
+// packing B.
 #pragma once
 #include <type_traits>
 
-#include "cpu/blas.h"
 #include "cpu/parallel.h"
 
 namespace aot {
@@ -284,7 +280,7 @@ struct DotProducts {
   }
 
  private:
-  // Of terms [begin, end).
+  // The sums of terms [begin, end).
   [[gnu::noinline]] Vec<T> sums(int64_t begin, int64_t end) const {
     Vec<T> sum[kRows * kCols];
 #pragma GCC unroll 16
@@ -372,11 +368,6 @@ struct GemmTile {
 
   // all_rows: of C. They decide how sums are computed, not the tile's rows: the bits must not depend on the tiling.
   Status compute(int64_t all_rows) const {
-    constexpr int64_t kMax = 0x7fffffff;  // CBLAS takes int
-    if constexpr (std::is_same_v<T, A>)
-      if (const Blas *found = blas(kVectorBytes > 16))
-        if (k > 0 && k <= kMax && a.stride <= kMax && b.stride <= kMax && ldc <= kMax)
-          return compute_by_blas(*found) ? kOk : out_of_memory("a matrix product");
 #if defined(__AVX512F__)
     if constexpr (std::is_same_v<T, bfloat16>)
       if (BFloat16Pairs::available()) return compute_as<BFloat16Pairs>(all_rows);
@@ -391,30 +382,6 @@ struct GemmTile {
     return compute_by_panels<Terms>(all_rows <= kFewRows && !b.transposed) ? kOk : out_of_memory("a matrix product");
   }
 
-  // Any size of tile.
-  bool compute_by_blas(const Blas &blas) const {
-    constexpr int kRowMajor = 101, kNoTranspose = 111, kTranspose = 112;
-    auto gemm = [&] {
-      if constexpr (sizeof(T) == 4) return blas.sgemm;
-      else return blas.dgemm;
-    }();
-    auto accumulate = [&](int64_t p, int64_t terms, bool added, A *to, int64_t ld) {
-      const Matrix<T> left = a.at(0, p), right = b.at(p, 0);
-      gemm(kRowMajor, a.transposed ? kTranspose : kNoTranspose, b.transposed ? kTranspose : kNoTranspose, m, n, terms,
-           1, left.data, a.stride, right.data, b.stride, added ? 1 : 0, to, ld);
-    };
-    const int64_t first = k < kPartialTerms ? k : kPartialTerms;
-    accumulate(0, first, add, c, ldc);
-    A *const sums = k > first ? static_cast<A *>(thread_scratch(m * n * sizeof(A))) : nullptr;
-    if (k > first && !sums) return false;
-    for (int64_t p = first; p < k; p += kPartialTerms) {
-      accumulate(p, k - p < kPartialTerms ? k - p : kPartialTerms, false, sums, n);
-      for (int64_t i = 0; i < m; ++i) add_to(c + i * ldc, sums + i * n, n);
-    }
-    if (!std::is_same_v<Epilogue, NoEpilogue>)
-      GemmTile{m, n, k, a, b, c, ldc, false, row, column, epilogue}.store_sums(0, 0, m, n, c, ldc);
-    return true;
-  }
   static void add_to(A *to, const A *from, int64_t n) {
     sweep<A>(n, [=](int64_t j, auto part) { store(to + j, load(to + j, part) + load(from + j, part), part); });
   }
@@ -498,12 +465,12 @@ struct Tiling {
   int64_t m, n, rows, cols, across, count;
 
   // Enough tiles for all threads, counting those of `products` products, as long as a tile is worth waking a thread
-  // for. OpenBLAS's sums may depend on the tiling, which then must not depend on the number of threads.
+  // for.
   template <typename A>
   static Tiling of(int64_t m, int64_t n, int64_t k, int64_t products = 1) {
     using B = Block<A>;
     constexpr double kMinWork = 1 << 18;  // multiplications of a tile
-    const int64_t enough = blas(kVectorBytes > 16) ? 16 : threads() > 1 ? 2 * threads() : 1;
+    const int64_t enough = threads() > 1 ? 2 * threads() : 1;
     auto piece = [](int64_t total, int64_t pieces, int64_t unit) {
       return ceil_div(ceil_div(total, pieces), unit) * unit;
     };

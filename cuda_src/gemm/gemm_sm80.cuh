@@ -57,7 +57,7 @@ struct Sm80Epilogue {
   Params params_;
 };
 
-// The same, which also stores the pre-activation, as the second result that CUTLASS calls T. Both are computed from the
+// A product that also stores the pre-activation, as the second result that CUTLASS calls T. Both are computed from the
 // same sums, so that y has the same bits. `bias` is zeros if there is none.
 template <typename T, int kCount_>
 struct Sm80PreActivationEpilogue {

@@ -65,14 +65,14 @@ struct MatmulProblem {
     return false;
   }
   bool needs_scratch() const { return elements() && reduces(); }
-  // Of all of c, which is contiguous.
+  // The elements of all of c, which is contiguous.
   int64_t elements() const {
     int64_t n = m * this->n;
     for (int i = 0; i < naxes; ++i) n *= axes[i].c ? axes[i].length : 1;
     return n;
   }
 
-  // The same problem without the sums over products, whose result goes to scratch: for each matrix of c the
+  // The problem without the sums over products, whose result goes to scratch: for each matrix of c the
   // products_per_result() terms are elements() apart.
   MatmulProblem unreduced(void *scratch) const {
     MatmulProblem p = *this;

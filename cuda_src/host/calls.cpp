@@ -4,7 +4,7 @@
 // other addresses. What a builtin is bound to is a capsule.
 #include "calls.h"
 
-#include <cstring>
+#include <numeric>
 
 using namespace aot;
 
@@ -13,13 +13,9 @@ namespace {
 // A call with fixed shapes and dtypes, which takes addresses alone.
 struct Plan {
   Device device;
-  Entry *entry;
-  LastError *last_error;
+  EntryFunctions functions;
   void *extra = nullptr;
-  int n;
-  int ndims[kMaxSlots];
-  int64_t *shapes[kMaxSlots];
-  const char *dtypes[kMaxSlots];
+  EntryArguments<kMaxSlots> arguments;  // each call has params of its own
   std::unique_ptr<int64_t[]> dims;
 
   ~Plan() {
@@ -33,8 +29,12 @@ struct Plan {
 
 // The structs that aotops/call.py mirrors. A change of one of them raises the version here and there.
 AOT_API const char *aot_call_structs() {
-  static const std::string sizes = struct_sizes(2, {{"Interpreter", sizeof(Interpreter)}, {"Numpy", sizeof(Numpy)}});
-  return sizes.c_str();
+  static const std::string text = "version 3" +
+                                  AOT_DESCRIBE(Interpreter, none, errors, int_type, float_type, bool_type, str_type,
+                                               tuple_type, type_offset, head_size) +
+                                  AOT_DESCRIBE(Numpy, type, n, dtypes, names) +
+                                  AOT_DESCRIBE(EntryFunctions, entry, init, infer, last_error);
+  return text.c_str();
 }
 
 AOT_API void aot_python_setup(const Interpreter *facts) { python = *facts; }
@@ -44,23 +44,14 @@ AOT_API void *aot_extra_new(const char *attrs) { return extra_new(attrs); }
 AOT_API void aot_extra_delete(void *extra) { extra_delete(extra); }
 
 // `slots`: n_slots names; `optional`: 1 where a slot may be None; `scalars`: bit i where slot i accepts a scalar
-// (CallSlot). Null: there are too many slots, or too many that may be None.
+// (CallSlot); `functions`: by Device. Null: there are too many slots, or too many that may be None.
 AOT_API void *aot_call_new(const char *op, const char *attrs, int n_in, int n_slots, const char *const *slots,
-                           const int *optional, unsigned scalars, void *const *entries, void *const *inits,
-                           void *last_error) {
+                           const int *optional, unsigned scalars, const EntryFunctions *functions) {
   auto call = std::make_unique<Call>();
-  call->op = op, call->attrs = attrs, call->n_in = n_in, call->n_slots = n_slots;
-  if (n_slots > kMaxSlots) return nullptr;
-  int bits = 0;
+  call->op = op, call->attrs = attrs, call->n_in = n_in;
   for (int i = 0; i < n_slots; ++i)
-    call->slots[i] = {op, slots[i], optional[i] ? bits++ : -1, i >= n_in, (scalars >> i & 1) != 0};
-  if (bits > kMaxOptional) return nullptr;
-  call->has_optional = bits > 0;
-  call->last_error = reinterpret_cast<LastError *>(last_error);
-  for (int d : {kCpu, kCuda}) {
-    call->entry[d] = reinterpret_cast<Entry *>(entries[d]);
-    call->init[d] = reinterpret_cast<Init *>(inits[d]);
-  }
+    if (!call->add_slot(slots[i], optional[i], scalars >> i & 1)) return nullptr;
+  for (int d : {kCpu, kCuda}) call->functions[d] = functions[d];
   return call.release();
 }
 
@@ -70,19 +61,16 @@ AOT_API void *aot_plan_new(const void *call, int device, unsigned given, int n, 
   auto *c = static_cast<const Call *>(call);
   auto plan = std::make_unique<Plan>();
   if (n > kMaxSlots) return *status = c->wrong_count(n, c->n_slots), nullptr;
-  plan->device = static_cast<Device>(device), plan->entry = c->entry[device], plan->n = n;
-  plan->last_error = c->last_error;
+  plan->device = static_cast<Device>(device), plan->functions = c->functions[device];
   *status = c->check_entry(plan->device);
   if (!*status) *status = c->new_extra(plan->device, given, &plan->extra);
   if (*status) return nullptr;
-  int64_t total = 0, at = 0;
-  for (int i = 0; i < n; ++i) total += ndims[i];
+  const int64_t total = std::accumulate(ndims, ndims + n, int64_t{0});
   plan->dims.reset(new int64_t[total + 1]);
-  std::memcpy(plan->dims.get(), dims, total * sizeof(int64_t));
-  for (int i = 0; i < n; ++i) {
-    plan->ndims[i] = ndims[i], plan->shapes[i] = plan->dims.get() + at, at += ndims[i];
-    plan->dtypes[i] = dtypes[i];  // call.py keeps these strings
-  }
+  std::copy_n(dims, total, plan->dims.get());
+  int64_t *shape = plan->dims.get();
+  for (int i = 0; i < n; shape += ndims[i++])
+    plan->arguments.push(nullptr, ndims[i], shape, dtypes[i]);  // call.py keeps the dtypes' strings
   return plan.release();
 }
 
@@ -95,8 +83,7 @@ AOT_API void aot_capsule_release(void *capsule) { Py_DecRef(PyCapsule_GetContext
 
 AOT_API int aot_plan_run(void *plan, int device_id, void *stream, void **params) {
   auto *p = static_cast<Plan *>(plan);
-  return launch(p->device, device_id, p->entry, p->last_error, p->n, params, p->ndims, p->shapes, p->dtypes, stream,
-                p->extra);
+  return launch(p->functions, p->device, device_id, p->arguments, params, stream, p->extra);
 }
 
 // ------------------------------------------------------------------------------------------------------- the builtins
@@ -114,12 +101,13 @@ AOT_API void *aot_call_tensors(void *capsule, void *const *objects, intptr_t cou
 // The device's number, the stream, then the address of each tensor of the plan; all are ints.
 AOT_API void *aot_call_addresses(void *capsule, void *const *objects, intptr_t count) {
   auto *plan = capsule_pointer<Plan>(capsule);
-  if (count != plan->n + 2)
-    return finish(fail(kConventionMisused, "%d arguments given, expected %d", static_cast<int>(count), plan->n + 2));
+  const int n = plan->arguments.n;
+  if (count != n + 2)
+    return finish(fail(kConventionMisused, "%d arguments given, expected %d", static_cast<int>(count), n + 2));
   void *params[kMaxSlots];
   int device_id = static_cast<int>(PyLong_AsLong(objects[0]));
   void *stream = PyLong_AsVoidPtr(objects[1]);
-  for (int i = 0; i < plan->n; ++i) params[i] = PyLong_AsVoidPtr(objects[i + 2]);
+  for (int i = 0; i < n; ++i) params[i] = PyLong_AsVoidPtr(objects[i + 2]);
   if (PyErr_Occurred()) return nullptr;
   void *thread = PyEval_SaveThread();
   int status = aot_plan_run(plan, device_id, stream, params);

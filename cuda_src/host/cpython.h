@@ -2,7 +2,7 @@
 //
 // The functions are weak symbols, so that the library works with every version of CPython and loads without one.
 #pragma once
-#include <initializer_list>
+#include <algorithm>
 #include <string>
 #include <utility>
 
@@ -90,7 +90,7 @@ inline int is_true(Ref object) { return object ? PyObject_IsTrue(object) : -1; }
 // Whether Python's error was set by `finish`, not by Python code that a builtin called.
 inline thread_local bool error_is_ours = false;
 
-// What a builtin returns: None, or null with the exception of `status` and the text of aot_last_error() set.
+// The result of a builtin: None, or null with the exception of `status` and the text of aot_last_error() set.
 inline void *finish(int status) {
   if (!status) return Py_IncRef(python.none), python.none;
   error_is_ours = !PyErr_Occurred();
@@ -99,14 +99,26 @@ inline void *finish(int status) {
   return nullptr;
 }
 
-// Describes the structs that a Python file mirrors, for its check: `version 1`, then a `sizeof(Name) 8` a line.
-struct StructSize {
-  const char *name;
-  size_t size;
-};
-inline std::string struct_sizes(int version, std::initializer_list<StructSize> structs) {
-  std::string text = "version " + std::to_string(version);
-  for (const StructSize &s : structs) text += "\nsizeof(" + std::string(s.name) + ") " + std::to_string(s.size);
+// Describes a struct that a Python file mirrors, for its check: the line `sizeof(Name) 8`, and one for the place of
+// each member, `Name.member 0`. The compiler refuses a list that lacks a member.
+#define AOT_DESCRIBE(Struct, ...)                                      \
+  [] {                                                                 \
+    static const Struct made = {};                                     \
+    const auto &[__VA_ARGS__] = made;                                  \
+    return ::aot::described(#Struct, #__VA_ARGS__, made, __VA_ARGS__); \
+  }()
+
+template <class Struct, class... Member>
+std::string described(const char *name, const std::string &names, const Struct &made, const Member &...members) {
+  const void *const places[] = {&members...};
+  std::string text = "\nsizeof(" + std::string(name) + ") " + std::to_string(sizeof made);
+  size_t at = 0;
+  for (const void *place : places) {
+    const size_t end = std::min(names.find(',', at), names.size());
+    const auto offset = static_cast<const char *>(place) - reinterpret_cast<const char *>(&made);
+    text += "\n" + std::string(name) + "." + names.substr(at, end - at) + " " + std::to_string(offset);
+    at = names.find_first_not_of(", ", end);
+  }
   return text;
 }
 

@@ -12,15 +12,14 @@
 //   the storage                    one without memory (Arguments::read_dlpack)
 //
 // Dispatch keys are read from memory. The thread's are one exported variable of libc10, two words which are zero in a
-// plain thread. A tensor's are one word of its TensorImpl; frontends/torch_gate.py finds the offset of that word on
+// plain thread. A tensor's are one word of its TensorImpl; frontends/torch/gate.py finds the offset of that word on
 // tensors whose keys it knows, and opens no gate where it does not find it. One word replaces about ten questions asked
 // in Python, at 40 ns each.
 #pragma once
-#include <dlfcn.h>
-
 #include <cstdint>
 
 #include "cpython.h"
+#include "torch_symbols.h"
 
 namespace aot {
 
@@ -29,7 +28,7 @@ struct LocalKeys {
   uint64_t included, excluded;
 };
 
-// torch_gate.py fills this struct.
+// frontends/torch/gate.py fills this struct.
 struct GateFacts {
   uint64_t tensor_keys[4];  // of plain tensors: CPU and CUDA, each made outside and inside of inference mode
   uint64_t autocast_keys;   // that autocast removes from the thread's excluded keys
@@ -46,10 +45,10 @@ class Gate {
   bool open(const GateFacts &facts) {
     facts_ = facts;
     for (uint64_t keys : facts.tensor_keys) plain_keys_ |= keys;
-    void *torch = dlopen("libtorch_cpu.so", RTLD_NOW | RTLD_NOLOAD);
+    void *torch = libtorch_cpu();
     return find(torch, "aoti_torch_grad_mode_is_enabled", &grad_mode_) &&
-           find(torch, "_ZN2at4impl27torch_function_mode_enabledEv", &function_mode_) &&
-           find(torch, "_ZN2at12hasCallbacksEv", &callbacks_) && local_keys();
+           find(torch, kFunctionModeEnabled, &function_mode_) && find(torch, kHasCallbacks, &callbacks_) &&
+           local_keys();
   }
 
   bool records_gradients() const { return grad_mode_(); }
@@ -80,16 +79,10 @@ class Gate {
   }
 
  private:
-  template <class F>
-  static bool find(void *library, const char *name, F **function) {
-    *function = library ? reinterpret_cast<F *>(dlsym(library, name)) : nullptr;
-    return *function;
-  }
-
   // The calling thread's; null: this torch does not export them.
   static const LocalKeys *local_keys() {
     static thread_local const LocalKeys *keys;
-    if (!keys) find(dlopen("libc10.so", RTLD_NOW | RTLD_NOLOAD), "_ZN3c104impl26raw_local_dispatch_key_setE", &keys);
+    if (!keys) find(loaded("libc10.so"), kLocalDispatchKeys, &keys);
     return keys;
   }
 

@@ -4,11 +4,12 @@
 // "hosted" (aotops/extra.py writes it): items that each end with ";", "library/operator", the function's name on the
 // CPU and on CUDA, the numbers of inputs and outputs, 1 where there is a scratch slot, for each output the input of the
 // same spec or -1, the dtypes of inputs and outputs where MindSpore needs them, then the function's own attributes
-// (foreign_extra.h).
+// (text_extra.h). Of a function for the CPU with two inputs, a scratch slot and an attribute:
+//
+//   scale/axpy;axpy_cpu;;2;1;1;0,;float32,float32,float32,;alpha:f0.5;
 //
 // A function without an Init is called as it is. With one, MindSpore makes a kernel for each set of shapes and dtypes,
 // on which Init runs once, and so does this file. Kernels are used by one call at a time.
-#include <dlfcn.h>
 #include <pthread.h>
 
 #include <cxxabi.h>
@@ -23,41 +24,37 @@
 #include <string>
 #include <vector>
 
-#include "bind.h"
+#include "bound_entry.h"
 #include "device.h"
-#include "foreign_extra.h"
+#include "entry_arguments.h"
 #include "libraries.h"
+#include "text_extra.h"
 
 using namespace aot;
 
 namespace {
-
-enum Device { kCpu, kCuda };
 
 constexpr int kMaxTensors = 64;
 constexpr int64_t kAlignment = 256;  // of the parts of the scratch slot
 constexpr size_t kMostKernels = 64;  // that wait for calls on their shapes, of one operator
 
 // The companions, as MindSpore calls them. InferShape gives a list for each output where there are several.
-using ForeignInit = int(int *ndims, int64_t **shapes, const char **dtypes, void *extra);
 using InferShapeOfOne = std::vector<int64_t>(int *ndims, int64_t **shapes, void *extra);
 using InferShapeOfMany = std::vector<std::vector<int64_t>>(int *ndims, int64_t **shapes, void *extra);
 using InferTypeOfOne = int(std::vector<int> types, void *extra);
 using InferTypeOfMany = std::vector<int>(std::vector<int> types, void *extra);
 
-// MindSpore's numbers for its dtypes (mindapi/base/type_id.h).
+// MindSpore's numbers for the dtypes that aot.h has no use for (mindapi/base/type_id.h).
 constexpr struct {
-  int id;
   const char *name;
-} kDtypes[] = {{30, "bool"},    {32, "int8"},    {33, "int16"},    {34, "int32"},     {35, "int64"},
-               {37, "uint8"},   {38, "uint16"},  {39, "uint32"},   {40, "uint64"},    {42, "float16"},
-               {43, "float32"}, {44, "float64"}, {45, "bfloat16"}, {51, "complex64"}, {52, "complex128"}};
+  int id;
+} kOtherDtypes[] = {{"uint16", 38}, {"uint32", 39}, {"uint64", 40}, {"complex64", 51}, {"complex128", 52}};
 
-std::vector<std::string> items(const std::string &text, char end) {
-  std::vector<std::string> found;
-  for (size_t at = 0, stop; (stop = text.find(end, at)) != std::string::npos; at = stop + 1)
-    found.push_back(text.substr(at, stop - at));
-  return found;
+// Calls f(name, number) for each dtype.
+template <class F>
+void for_each_dtype(F f) {
+  for (const auto &known : kTypeIds) f(dtype_name(known.dtype), static_cast<int>(known.id));
+  for (const auto &other : kOtherDtypes) f(other.name, other.id);
 }
 
 // The extra of a foreign function: its attributes, workspace and kernel data.
@@ -71,7 +68,7 @@ struct ForeignExtra {
   }
   const size_t *workspace() const { return static_cast<size_t *>(extra_view(extra)->workspace[0]); }
   size_t n_workspaces() const { return static_cast<size_t *>(extra_view(extra)->workspace[1]) - workspace(); }
-  // Of all parts, each aligned. Negative: more than any memory holds.
+  // The bytes of all parts, each aligned. Negative: more than any memory holds.
   int64_t bytes() const {
     int64_t total = 0;
     for (size_t i = 0; i < n_workspaces(); ++i) {
@@ -83,7 +80,7 @@ struct ForeignExtra {
   }
 };
 
-// What Init ran on.
+// The call that Init ran on.
 struct Kernel {
   std::vector<int> ndims;
   std::vector<int64_t> dims;
@@ -105,22 +102,18 @@ using Kernels = std::list<std::unique_ptr<Kernel>>;
 
 // Copies of a call's arrays. A function may write to what it is given, as the convention's arrays are not const; the
 // originals may be a framework's own.
-struct Copies {
-  const char *dtypes[kMaxTensors];
-  int64_t *shapes[kMaxTensors];
-  int ndims[kMaxTensors];
+struct Copies : EntryArguments<kMaxTensors> {
   int64_t few[2 * kMaxTensors];
   std::unique_ptr<int64_t[]> many;
 
-  Copies(int n, const int *from_ndims, int64_t *const *from_shapes, const char *const *from_dtypes) {
+  Copies(int count, const int *from_ndims, int64_t *const *from_shapes, const char *const *from_dtypes) {
     int64_t total = 0;
-    for (int i = 0; i < n; ++i) total += from_ndims[i];
+    for (int i = 0; i < count; ++i) total += from_ndims[i];
     if (total > static_cast<int64_t>(std::size(few))) many.reset(new int64_t[total]);
     int64_t *at = many ? many.get() : few;
-    for (int i = 0; i < n; ++i) {
-      const int ndim = ndims[i] = from_ndims[i];
-      if (from_dtypes) dtypes[i] = from_dtypes[i];
-      shapes[i] = ndim ? at : nullptr;  // as MindSpore does
+    for (int i = 0; i < count; ++i) {
+      const int ndim = from_ndims[i];
+      push(nullptr, ndim, ndim ? at : nullptr, from_dtypes ? from_dtypes[i] : nullptr);  // as MindSpore does
       for (int k = 0; k < ndim; ++k) {
         *at++ = from_shapes[i][k];
         asm("");  // vectorized, the loop takes longer to begin than to end
@@ -129,7 +122,7 @@ struct Copies {
   }
 };
 
-// Of the kernels of all operators. A fork takes it, so that no thread that the child lacks holds it there.
+// The lock of the kernels of all operators. A fork takes it, so that no thread that the child lacks holds it there.
 std::mutex lock;
 [[maybe_unused]] const int registered =
     pthread_atfork([] { lock.lock(); }, [] { lock.unlock(); }, [] { lock.unlock(); });
@@ -155,10 +148,8 @@ struct Hosted final : Marked {
   bool has_scratch = false, new_strings = false, is_cuda = false;
   std::vector<int> like;            // by output
   std::vector<std::string> dtypes;  // of inputs and outputs; empty: not known
-  Entry *entry = nullptr;
-  ForeignInit *init = nullptr;
+  EntryFunctions functions;
   void *infer_shape = nullptr, *infer_type = nullptr;
-  LastError *last_error = nullptr;
   ForeignExtra foreign;  // of a function without an Init
   Kernels idle;          // the last used first
 
@@ -169,15 +160,15 @@ struct Hosted final : Marked {
   // ------------------------------------------------------------------------------------------------------- set-up
 
   Status read(Device device, const std::string &text) {
-    const std::vector<std::string> item = items(text, ';');
+    const std::vector<std::string> item = parts(text, ';');
     constexpr size_t kAttrs = 8;
     if (item.size() < kAttrs) return fail(kConventionMisused, "the attribute hosted is not what aotops writes");
     const std::string owner = item[0].substr(0, item[0].find('/'));
     symbol = item[1 + device], is_cuda = device == kCuda;
     op = owner.size() < item[0].size() ? item[0].substr(owner.size() + 1) : symbol;
     n_in = std::stoi(item[3]), n_out = std::stoi(item[4]), has_scratch = item[5] == "1";
-    for (const std::string &index : items(item[6], ',')) like.push_back(std::stoi(index));
-    dtypes = items(item[7], ',');
+    for (const std::string &index : parts(item[6], ',')) like.push_back(std::stoi(index));
+    dtypes = parts(item[7], ',');
     if (n_in < 0 || n_out < 0 || n() >= kMaxTensors || like.size() != static_cast<size_t>(n_out))
       return fail(kConventionMisused, "%s: the attribute hosted is not what aotops writes", symbol.c_str());
     for (size_t i = kAttrs; i < item.size(); ++i) attrs += item[i] + ";";
@@ -192,19 +183,17 @@ struct Hosted final : Marked {
     new_strings = library.new_strings;
     if (symbol.empty())
       return fail(kNotImplemented, "the operator has no function for %s", device == kCuda ? "CUDA" : "the CPU");
-    const auto find = [&](const char *suffix) { return dlsym(library.handle, (symbol + suffix).c_str()); };
-    if (!(entry = reinterpret_cast<Entry *>(find(""))))
+    if (!functions.read(library.handle, symbol))
       return fail(kNotImplemented, "the library %s has no %s", library.name.c_str(), symbol.c_str());
-    init = reinterpret_cast<ForeignInit *>(find("Init"));
-    infer_shape = find("InferShape"), infer_type = find("InferType");
-    last_error = reinterpret_cast<LastError *>(dlsym(library.handle, "aot_last_error"));
+    find(library.handle, (symbol + "InferShape").c_str(), &infer_shape);
+    find(library.handle, (symbol + "InferType").c_str(), &infer_type);
     Dl_info info;
-    file = dladdr(reinterpret_cast<void *>(entry), &info) && info.dli_fname ? info.dli_fname : library.name;
+    file = dladdr(reinterpret_cast<void *>(functions.entry), &info) && info.dli_fname ? info.dli_fname : library.name;
     return new_extra(&foreign);
   }
 
   Status new_extra(ForeignExtra *made) const {
-    made->extra = new_strings ? foreign_extra_new_strings(attrs.c_str()) : foreign_extra_old_strings(attrs.c_str());
+    made->extra = (new_strings ? typed_extra_new_strings : typed_extra_old_strings)(attrs.c_str());
     return made->extra ? kOk : fail(kOutOfMemory, "%s: out of memory", symbol.c_str());
   }
 
@@ -230,7 +219,7 @@ struct Hosted final : Marked {
     AOT_TRY(new_extra(&made->foreign));
     AOT_TRY(guarded(symbol + "Init", [&] {
       Copies copies(n(), ndims, shapes, dtypes);
-      const int status = init(copies.ndims, copies.shapes, copies.dtypes, made->foreign.extra);
+      const int status = functions.init(copies.ndims, copies.shapes, copies.dtypes, made->foreign.extra);
       return status ? failed("Init", status, ndims, shapes, dtypes) : kOk;
     }));
     return *kernel = std::move(made), kOk;
@@ -247,7 +236,7 @@ struct Hosted final : Marked {
   [[gnu::cold]] Status failed(const char *companion, int status, const int *ndims, int64_t *const *shapes,
                               const char *const *dtypes) const {
     const bool has_class = status > 0 && status <= kOutOfMemory;
-    if (last_error) return adopt(has_class ? status : kConventionMisused, last_error);
+    if (functions.last_error) return functions.adopt(has_class ? status : kConventionMisused);
     std::string given;
     for (int i = 0; i < n(); ++i)
       given +=
@@ -264,7 +253,7 @@ struct Hosted final : Marked {
               void *stream, void *extra) const {
     return guarded(symbol, [&] {
       Copies copies(n(), ndims, shapes, dtypes);
-      const int status = entry(nparam, params, copies.ndims, copies.shapes, copies.dtypes, stream, extra);
+      const int status = functions.entry(nparam, params, copies.ndims, copies.shapes, copies.dtypes, stream, extra);
       return status ? failed("", status, ndims, shapes, dtypes) : kOk;
     });
   }
@@ -272,7 +261,7 @@ struct Hosted final : Marked {
   Status run(int nparam, void **params, int *ndims, int64_t **shapes, const char **dtypes, void *stream) {
     if (nparam != n() + has_scratch)
       return fail(kConventionMisused, "%s: %d tensors given, expected %d", symbol.c_str(), nparam, n() + has_scratch);
-    if (!init) {
+    if (!functions.init) {
       void *own[kMaxTensors];
       for (int i = 0; i < n(); ++i) own[i] = params[i];
       return call(n(), own, ndims, shapes, dtypes, stream, foreign.extra);
@@ -345,8 +334,9 @@ struct Hosted final : Marked {
     if (!infer_type || std::all_of(found, found + n_out, [](const char *name) { return name; })) return kOk;
     std::vector<int> types, given;
     for (int i = 0; i < n_in; ++i)
-      for (const auto &dtype : kDtypes)
-        if (!std::strcmp(dtype.name, inputs[i])) given.push_back(dtype.id);
+      for_each_dtype([&](const char *name, int id) {
+        if (!std::strcmp(name, inputs[i])) given.push_back(id);
+      });
     if (given.size() != static_cast<size_t>(n_in))
       return fail(kUnsupportedDtype, "%s: a dtype has no number in MindSpore", symbol.c_str());
     ForeignExtra fresh;
@@ -361,8 +351,9 @@ struct Hosted final : Marked {
                   static_cast<int>(types.size()), n_out);
     for (int i = 0; i < n_out; ++i) {
       found[i] = nullptr;
-      for (const auto &dtype : kDtypes)
-        if (dtype.id == types[i]) found[i] = dtype.name;
+      for_each_dtype([&](const char *name, int id) {
+        if (id == types[i]) found[i] = name;
+      });
       if (!found[i])
         return fail(kInvalidArgument, "%sInferType gives %d, expected a number of MindSpore's TypeId", symbol.c_str(),
                     types[i]);
@@ -373,7 +364,7 @@ struct Hosted final : Marked {
   // The length of the scratch slot, in float32, from the specs of inputs and outputs; -1 with unknown dimensions.
   Status infer_scratch(int *ndims, int64_t **shapes, const char **dtypes, int64_t *length) {
     *length = 0;
-    if (!init) return kOk;
+    if (!functions.init) return kOk;
     for (int i = 0; i < n(); ++i)
       for (int k = 0; k < ndims[i]; ++k)
         if (shapes[i][k] < 0) return *length = kUnknownDim, kOk;
@@ -391,29 +382,26 @@ struct Hosted final : Marked {
                int64_t *out_shapes, const char **out_dtypes) {
     if (nparam != n_in && nparam != n())
       return fail(kConventionMisused, "%s: %d tensors given, expected %d", symbol.c_str(), nparam, n_in);
-    int all_ndims[kMaxTensors];
-    int64_t *all_shapes[kMaxTensors];
-    const char *all_dtypes[kMaxTensors];
-    for (int i = 0; i < nparam; ++i)
-      all_ndims[i] = ndims[i], all_shapes[i] = ndims[i] ? shapes[i] : nullptr, all_dtypes[i] = dtypes[i];
+    EntryArguments<kMaxTensors> all;
+    for (int i = 0; i < nparam; ++i) all.push(nullptr, ndims[i], ndims[i] ? shapes[i] : nullptr, dtypes[i]);
     std::vector<std::vector<int64_t>> found;
     if (nparam == n_in) {
-      AOT_TRY(infer_shapes(all_ndims, all_shapes, &found));
-      AOT_TRY(infer_types(all_dtypes, all_dtypes + n_in));
+      AOT_TRY(infer_shapes(all.ndims, all.shapes, &found));
+      const char *types[kMaxTensors];
+      AOT_TRY(infer_types(all.dtypes, types));
       for (int i = 0; i < n_out; ++i)
-        all_ndims[n_in + i] = static_cast<int>(found[i].size()),
-                         all_shapes[n_in + i] = found[i].empty() ? nullptr : found[i].data();
+        all.push(nullptr, found[i].size(), found[i].empty() ? nullptr : found[i].data(), types[i]);
     }
     for (int i = 0; i < n_out; ++i) {
-      out_ndims[i] = all_ndims[n_in + i], out_dtypes[i] = all_dtypes[n_in + i];
+      out_ndims[i] = all.ndims[n_in + i], out_dtypes[i] = all.dtypes[n_in + i];
       if (out_ndims[i] > kMaxNdim) return fail(kInvalidArgument, "%s: too many dimensions", symbol.c_str());
-      std::copy_n(all_shapes[n_in + i], out_ndims[i], out_shapes + i * kMaxNdim);
+      std::copy_n(all.shapes[n_in + i], out_ndims[i], out_shapes + i * kMaxNdim);
     }
     if (!has_scratch) return kOk;
     out_ndims[n_out] = 1, out_dtypes[n_out] = "float32";
     if (std::any_of(out_dtypes, out_dtypes + n_out, [](const char *name) { return !name; }))
       return out_shapes[n_out * kMaxNdim] = kUnknownDim, kOk;
-    return infer_scratch(all_ndims, all_shapes, all_dtypes, out_shapes + n_out * kMaxNdim);
+    return infer_scratch(all.ndims, all.shapes, all.dtypes, out_shapes + n_out * kMaxNdim);
   }
 };
 
@@ -459,7 +447,7 @@ int infer_hosted(int nparam, const int *ndims, int64_t *const *shapes, const cha
   return fail(kConventionMisused, "hosted: Init was not called");
 }
 
-// What InferShape returns: MindSpore takes a list for each output slot where there are several slots, else the only
+// The result of InferShape: MindSpore takes a list for each output slot where there are several slots, else the only
 // one. Both types are returned in memory.
 union Shapes {
   std::vector<int64_t> one;
@@ -478,16 +466,15 @@ union Shapes {
   ~Shapes() {}  // the caller destroys the vector
 
   static int64_t scratch(Hosted &hosted, int *ndims, int64_t **shapes, std::vector<std::vector<int64_t>> *found) {
-    int all_ndims[kMaxTensors];
-    int64_t *all_shapes[kMaxTensors], length;
-    const char *dtypes[kMaxTensors];
+    EntryArguments<kMaxTensors> all;
+    int64_t length;
     if (hosted.dtypes.size() != static_cast<size_t>(hosted.n())) return kUnknownDim;
     for (int i = 0; i < hosted.n(); ++i) {
       auto *output = i < hosted.n_in ? nullptr : &(*found)[i - hosted.n_in];
-      all_ndims[i] = output ? static_cast<int>(output->size()) : ndims[i];
-      all_shapes[i] = output ? output->data() : shapes[i], dtypes[i] = hosted.dtypes[i].c_str();
+      all.push(nullptr, output ? output->size() : ndims[i], output ? output->data() : shapes[i],
+               hosted.dtypes[i].c_str());
     }
-    return hosted.infer_scratch(all_ndims, all_shapes, dtypes, &length) ? kUnknownDim : length;
+    return hosted.infer_scratch(all.ndims, all.shapes, all.dtypes, &length) ? kUnknownDim : length;
   }
 };
 

@@ -1,5 +1,5 @@
-// What the headers of glibc 2.32 and of GCC 11 and later refer to, and older systems do not have: the wheel loads there
-// (make wheel). The symbols are hidden, so nothing outside this library uses them.
+// Symbols that the headers of glibc 2.32 and of GCC 11 and later refer to, and older systems lack: the wheel loads
+// there (make wheel). The symbols are hidden, so nothing outside this library uses them.
 #include <new>
 
 extern "C" {

@@ -1,7 +1,5 @@
-// What a call needs of tensors.h only when it is refused or writes to memory that the caller allocated.
+// The parts of tensors.h that a call needs only when it is refused or writes to memory that the caller allocated.
 #include "tensors.h"
-
-#include <cstdlib>
 
 using namespace aot;
 
@@ -35,12 +33,10 @@ Status Arguments::wrong_device(const CallSlot &slot, const CallSlot &first, bool
 int64_t Arguments::bytes(int i) const {
   int64_t elements = 1;
   for (int k = 0; k < ndims[i]; ++k) elements *= shapes[i][k];
-  // a dtype's name ends with its bits
-  const char *digits = dtypes[i] + std::strcspn(dtypes[i], "0123456789");
-  return elements * (*digits ? std::atoi(digits) / 8 : 1);
+  return elements * element_bytes(dtypes[i]);
 }
 
-// Of the i-th tensor given.
+// The slot's name of the i-th tensor given.
 const char *Arguments::slot_name(const CallSlot *slots, int i) const {
   int slot = 0;
   for (;; ++slot)

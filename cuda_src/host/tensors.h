@@ -5,12 +5,13 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "bound_entry.h"
 #include "cpython.h"
+#include "entry_arguments.h"
 
 namespace aot {
 
 constexpr int kMaxSlots = 16;
-enum Device { kCpu, kCuda };
 
 // DLPack 1.3, DLPackExchangeAPI; https://github.com/dmlc/dlpack
 struct DLTensor {
@@ -62,9 +63,6 @@ inline bool is_dlpack(void *object) {
   return type == dlpack.types[0] || type == dlpack.types[1];
 }
 
-// The name of a dtype that no operator accepts and that has no name here: for the error text.
-constexpr const char *kUnnamedDtype = "of another kind";
-
 inline const char *dlpack_dtype(const DLTensor &t) {
   if (t.code == 2 && t.bits == 32) return kFloat32;
   constexpr const char *ints[] = {"int8", "int16", "int32", "int64"},
@@ -115,12 +113,7 @@ struct Layout {
 
 // The arguments of an entry, as read from Python objects. The errors of its functions are those of aot::fail; where one
 // of Python's is set already, the status is kConventionMisused.
-struct Arguments {
-  void *params[kMaxSlots];
-  int ndims[kMaxSlots];
-  int64_t *shapes[kMaxSlots];
-  const char *dtypes[kMaxSlots];
-  int n = 0;
+struct Arguments : EntryArguments<kMaxSlots> {
   unsigned given = 0;          // bit i: slot i
   int64_t elements = 0;        // of all tensors
   int64_t first_elements = 0;  // of the first
@@ -150,8 +143,8 @@ struct Arguments {
     if (dlpack.exchange->read(prototype, &t)) return PyErr_Clear(), false;
     for (int k = 0; k < t.ndim; ++k) bytes /= std::max<int64_t>(t.shape[k], 1);
     if (bytes < t.bits / 8) return false;
-    params[n] = memory, ndims[n] = t.ndim, shapes[n] = t.shape, dtypes[n] = dlpack_dtype(t);
-    given |= 1u << slot, ++n;
+    push(memory, t.ndim, t.shape, dlpack_dtype(t));
+    given |= 1u << slot;
     return true;
   }
 
@@ -176,8 +169,7 @@ struct Arguments {
     if (t.ndim > kMaxNdim)
       return fail(kInvalidArgument, "%s: %s has %d dimensions, expected at most %d", slot.op.c_str(), slot.name.c_str(),
                   t.ndim, kMaxNdim);
-    params[n] = static_cast<char *>(t.data) + t.byte_offset;
-    ndims[n] = t.ndim, shapes[n] = t.shape, dtypes[n] = dlpack_dtype(t);
+    set(static_cast<char *>(t.data) + t.byte_offset, t.ndim, t.shape, dlpack_dtype(t));
     const Layout layout(t);
     count(layout.size);
     const bool scalar = layout.as_scalar(slot);
@@ -192,7 +184,7 @@ struct Arguments {
     int64_t size = 1;
     for (int k = 0; k < a->ndim; ++k) size *= a->shape[k];
     count(size);
-    params[n] = a->data, ndims[n] = a->ndim, shapes[n] = a->shape, dtypes[n] = kUnnamedDtype;
+    set(a->data, a->ndim, a->shape, kUnnamedDtype);
     for (int i = 0; i < numpy.n; ++i)
       if (a->dtype == numpy.dtypes[i]) {
         dtypes[n] = numpy.names[i];

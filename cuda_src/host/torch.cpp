@@ -1,6 +1,6 @@
 // The call path of PyTorch: whole calls in C, with outputs allocated and gradients recorded.
 //
-// frontends/torch_call.py makes builtins of the functions at the end, and fills and keeps the structs that they are
+// frontends/torch/call.py makes builtins of the functions at the end, and fills and keeps the structs that they are
 // bound to. gate.h decides which calls are made here. Everything else goes back to Python, to a `fallback`.
 #include <unordered_map>
 
@@ -183,7 +183,7 @@ int replaces(const Function &f) {
   return hooks ? hooks == python.none : -1;
 }
 
-// Sets context.to_save, as save_for_backward does (torch_call.py compares that), and keeps the inputs that a residual
+// Sets context.to_save, as save_for_backward does (torch/call.py compares that), and keeps the inputs that a residual
 // replaces as context.inputs, with their versions as context.versions. False: Python's error is set.
 bool save(const Function &f, void *context, void *const *objects) {
   static void *to_save = PyUnicode_InternFromString("to_save"), *inputs = PyUnicode_InternFromString("inputs"),
@@ -515,15 +515,21 @@ AOT_API void aot_torch_install_vectorcall(void *function, void *capsule) {
 
 // ------------------------------------------------------------------------------------------------------------ set-up
 
-// The structs that frontends/torch_call.py mirrors. A change of one of them raises the version here and there.
+// The structs that frontends/torch/call.py mirrors. A change of one of them raises the version here and there.
 AOT_API const char *aot_torch_structs() {
-  static const std::string sizes = struct_sizes(4, {{"Gate", sizeof(GateFacts)},
-                                                    {"Torch", sizeof(Torch)},
-                                                    {"Function", sizeof(Function)},
-                                                    {"Backward", sizeof(Backward)},
-                                                    {"Differentiable", sizeof(Differentiable)},
-                                                    {"Public", sizeof(Public)}});
-  return sizes.c_str();
+  static const std::string text =
+      "version 5" +
+      AOT_DESCRIBE(GateFacts, tensor_keys, autocast_keys, inference, impl_offset, key_offset, forward_ad, level,
+                   no_level) +
+      AOT_DESCRIBE(Torch, exchange, types, size_type, empty_like, gate) +
+      AOT_DESCRIBE(Function, call, prototype, has_prototypes, equal, always, residuals, scratch, keep_from, n_returned,
+                   n_saved, saved, instead, hooks, make_prototypes, prototypes) +
+      AOT_DESCRIBE(Backward, function, n_grads, n_inputs, source, gradient, fallback, over_output, over_input,
+                   over_from, may_overwrite, drop_inputs) +
+      AOT_DESCRIBE(Differentiable, function, apply, last_use) +
+      AOT_DESCRIBE(Public, n_inputs, n_attrs, n_parameters, position, names, defaults, n_transposable, transposable,
+                   transposes, kinds, has_autocast, most_bound, clock, bind, bound, last_attrs, last, fallback);
+  return text.c_str();
 }
 
 // From here on torch's tensors are read. 0: the gate does not open.

@@ -1,11 +1,10 @@
 // torch's cache of what autocast has cast, which has no name in Python: at::autocast::cached_cast, found in the loaded
 // library by its name in C++.
-#include <dlfcn.h>
-
 #include <cstdint>
 #include <new>
 
 #include "cpython.h"
+#include "torch_symbols.h"
 
 using namespace aot;
 
@@ -23,22 +22,13 @@ struct Functions {
   Tensor (*cached_cast)(int8_t dtype, const Tensor &, int8_t device_type);
   int (*new_tensor)(void **handle);  // undefined; the handle is the address of an at::Tensor
   int (*delete_tensor)(void *handle);
-  void *(*wrap)(void *handle);
+  void *(*wrap)(const void *handle);
 
   bool find() {
-    void *torch = dlopen("libtorch_cpu.so", RTLD_NOW | RTLD_NOLOAD);
-    void *python_part = dlopen("libtorch_python.so", RTLD_NOW | RTLD_NOLOAD);
-    return find_one(torch, "_ZN2at8autocast11cached_castEN3c1010ScalarTypeERKNS_6TensorENS1_10DeviceTypeE",
-                    &cached_cast) &&
-           find_one(torch, "aoti_torch_new_uninitialized_tensor", &new_tensor) &&
-           find_one(torch, "aoti_torch_delete_tensor_object", &delete_tensor) &&
-           find_one(python_part, "_Z16THPVariable_WrapRKN2at10TensorBaseE", &wrap);
-  }
-
-  template <class F>
-  static bool find_one(void *library, const char *name, F **function) {
-    *function = library ? reinterpret_cast<F *>(dlsym(library, name)) : nullptr;
-    return *function;
+    void *torch = libtorch_cpu();
+    return aot::find(torch, kCachedCast, &cached_cast) &&
+           aot::find(torch, "aoti_torch_new_uninitialized_tensor", &new_tensor) &&
+           aot::find(torch, "aoti_torch_delete_tensor_object", &delete_tensor) && find_wrap(&wrap);
   }
 };
 

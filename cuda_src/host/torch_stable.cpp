@@ -1,21 +1,23 @@
 // The operators of LibTorch's dispatcher, registered through its stable C ABI, which is found in the loaded library: a
 // C++ program needs no Python for them, and this file no header of torch.
 //
-// build/torch_table.inc has a row for each operator, made of the definitions (packaging/torch_table.py). One generic
-// kernel serves every row, on the CPU and on CUDA. What it returns, strides too, is what the fake kernel of
-// frontends/torch.py says.
-#include <dlfcn.h>
+// One generic kernel serves every operator, on the CPU and on CUDA, of this library and of others. The frontend tells
+// of an operator when it registers it (torch_operator.h says what); a C++ program has those of this library in
+// build/torch_table.inc, which packaging/torch_table.py makes of the definitions. What a kernel returns, strides too,
+// is what the fake kernel of frontends/torch.py says.
 #include <link.h>
 #include <locale.h>
 
-#include <array>
+#include <deque>
 #include <functional>
 #include <mutex>
 #include <stdexcept>
 #include <utility>
 
-#include "calls.h"
+#include "elementwise_strides.h"
 #include "libraries.h"
+#include "torch_abi.h"
+#include "torch_operator.h"
 
 // The base class of exceptions that torch's bindings turn into the Python exception that they set. It is declared here
 // because a boxed kernel has no other way to say which one. Where it is not known, it is a runtime_error.
@@ -33,298 +35,26 @@ namespace {
 
 using namespace aot;
 
-// --------------------------------------------------------------------------------------------------------- the table
-
-enum class Kind { integer, number, boolean, text, integers };
-
-struct Attribute {
-  const char *name;
-  Kind kind;
-  bool optional;
-};
-
-constexpr int kMaxAttributes = 8;
-
-struct Operator {
-  const char *name, *schema;
-  int n_inputs;
-  const char *inputs[kMaxSlots];
-  unsigned optional;  // bit i: input i may be absent
-  int n_results, n_workspaces;
-  const char *written[kMaxSlots];  // results, then workspaces
-  unsigned maskable;               // bit i: the argument `wanted` has a value for result i
-  bool elementwise;
-  int n_attributes;
-  Attribute attributes[kMaxAttributes];
-};
-
-constexpr Operator kOperators[] = {
-#include "torch_table.inc"
-};
-constexpr size_t kCount = std::size(kOperators);
-
-constexpr bool have_few_optional_slots() {
-  for (const Operator &op : kOperators)
-    if (__builtin_popcount(op.optional) + __builtin_popcount(op.maskable) > kMaxOptional) return false;
-  return true;
-}
-static_assert(have_few_optional_slots(), "Call::extras has no place for them");
-
-// -------------------------------------------------------------------------------------------------- torch's functions
-
-using TensorHandle = void *;
-using Value = uint64_t;  // StableIValue: a handle, an integer, the bits of a double
-using Kernel = void(Value *stack, uint64_t n_arguments, uint64_t n_results);
-
-// The version of the ABI that this file is written for: LibTorch 2.10.
-constexpr uint64_t kAbiVersion = uint64_t{2} << 56 | uint64_t{10} << 48;
-
-#define STABLE_FUNCTIONS(F)                                                                                           \
-  F(aoti_torch_library_init_fragment, const char *name, const char *file, uint32_t line, void **library)              \
-  F(aoti_torch_library_init_impl, const char *name, const char *key, const char *file, uint32_t line, void **library) \
-  F(aoti_torch_library_def, void *library, const char *schema)                                                        \
-  F(torch_library_impl, void *library, const char *name, Kernel *kernel, uint64_t version)                            \
-  F(aoti_torch_get_dim, TensorHandle, int64_t *)                                                                      \
-  F(aoti_torch_get_sizes, TensorHandle, int64_t **)                                                                   \
-  F(aoti_torch_get_strides, TensorHandle, int64_t **)                                                                 \
-  F(aoti_torch_get_dtype, TensorHandle, int32_t *)                                                                    \
-  F(aoti_torch_get_device_type, TensorHandle, int32_t *)                                                              \
-  F(aoti_torch_get_device_index, TensorHandle, int32_t *)                                                             \
-  F(aoti_torch_get_data_ptr, TensorHandle, void **)                                                                   \
-  F(aoti_torch_copy_, TensorHandle to, TensorHandle from, int32_t non_blocking)                                       \
-  F(aoti_torch_empty_strided, int64_t ndim, const int64_t *sizes, const int64_t *strides, int32_t dtype,              \
-    int32_t device_type, int32_t device_index, TensorHandle *)                                                        \
-  F(aoti_torch_new_uninitialized_tensor, TensorHandle *)                                                              \
-  F(aoti_torch_delete_tensor_object, TensorHandle)                                                                    \
-  F(torch_list_size, void *list, size_t *)                                                                            \
-  F(torch_list_get_item, void *list, size_t, Value *)                                                                 \
-  F(torch_delete_list, void *list)                                                                                    \
-  F(torch_string_length, void *string, size_t *)                                                                      \
-  F(torch_string_c_str, void *string, const char **)                                                                  \
-  F(torch_delete_string, void *string)
-
-// 0 is success.
-#define DECLARE_FUNCTION(name, ...) int32_t (*name)(__VA_ARGS__);
-struct Torch {
-  STABLE_FUNCTIONS(DECLARE_FUNCTION)
-  int32_t (*torch_library_def_with_tags)(void *library, const char *schema, const int32_t *tags, int32_t n);  // 2.12
-  int32_t (*torch_tag_needs_exact_strides)();                                                                 // 2.12
-  int32_t (*torch_delete_stable_ivalue)(Value *);                                                             // 2.13
-  const char *(*torch_exception_get_what_without_backtrace)();                                                // 2.13
-
-  int32_t cpu, cuda;
-  const char *dtype_names[128];  // by torch's number
-  int32_t dtypes[kDTypes];
-};
-Torch torch;
-
-template <class F>
-bool find(void *library, const char *name, F **function) {
-  *function = reinterpret_cast<F *>(dlsym(library, name));
-  return *function;
-}
-
-bool find_constant(void *library, const std::string &name, int32_t *value) {
-  int32_t (*read)();
-  return find(library, name.c_str(), &read) && (*value = read(), true);
-}
-
-Status find_dtypes(void *library) {
-  for (const char *name :
-       {"bool",      "uint8",      "int8",        "int16",         "int32",           "int64",          "uint16",
-        "uint32",    "uint64",     "float16",     "bfloat16",      "float32",         "float64",        "complex32",
-        "complex64", "complex128", "float8_e5m2", "float8_e4m3fn", "float8_e5m2fnuz", "float8_e4m3fnuz"}) {
-    int32_t number;
-    if (!find_constant(library, std::string("aoti_torch_dtype_") + name, &number)) continue;
-    if (number >= 0 && number < static_cast<int32_t>(std::size(torch.dtype_names))) torch.dtype_names[number] = name;
-    if (const DType d = parse_dtype(name); d != DType::other) torch.dtypes[static_cast<int>(d)] = number;
-  }
-  return kOk;
-}
-
-// Python loads torch for itself alone, so that the default search does not see it. Its SONAME finds what is loaded.
-Status find_torch() {
-  void *library = dlopen("libtorch_cpu.so", RTLD_NOW | RTLD_NOLOAD);
-  if (!library)
-    return fail(kNotImplemented,
-                "torch: libtorch_cpu.so is not loaded: link the program with LibTorch, or load it first");
-#define FIND_FUNCTION(name, ...)          \
-  if (!find(library, #name, &torch.name)) \
-    return fail(kNotImplemented, "torch: libtorch_cpu.so exports no %s, expected LibTorch 2.10 or newer", #name);
-  STABLE_FUNCTIONS(FIND_FUNCTION)
-  find(library, "torch_library_def_with_tags", &torch.torch_library_def_with_tags);
-  find(library, "torch_tag_needs_exact_strides", &torch.torch_tag_needs_exact_strides);
-  find(library, "torch_delete_stable_ivalue", &torch.torch_delete_stable_ivalue);
-  find(library, "torch_exception_get_what_without_backtrace", &torch.torch_exception_get_what_without_backtrace);
-  if (!find_constant(library, "aoti_torch_device_type_cpu", &torch.cpu) ||
-      !find_constant(library, "aoti_torch_device_type_cuda", &torch.cuda))
-    return fail(kNotImplemented, "torch: libtorch_cpu.so does not tell the numbers of its devices");
-  return find_dtypes(library);
-}
-
-// Why torch's last function failed. Before 2.13 only its log says so.
-const char *torch_error() {
-  return torch.torch_exception_get_what_without_backtrace ? torch.torch_exception_get_what_without_backtrace()
-                                                          : "torch has logged the reason";
-}
-
-Status current_stream(const Operator &op, int32_t device, void **stream) {
-  static int32_t (*const get)(int32_t, void **) = [] {
-    void *library = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
-    return library
-               ? reinterpret_cast<int32_t (*)(int32_t, void **)>(dlsym(library, "aoti_torch_get_current_cuda_stream"))
-               : nullptr;
-  }();
-  if (!get) return fail(kNotImplemented, "%s: this LibTorch does not tell its current CUDA stream", op.name);
-  return get(device, stream) ? fail(kDeviceError, "%s: the current CUDA stream: %s", op.name, torch_error()) : kOk;
-}
-
-// --------------------------------------------------------------------------------------------------- bound attributes
-
-// An operator bound to its attributes.
-struct Bound {
-  std::string key;
-  size_t hash;
-  Call call;
-  Bound *next;
-};
-
-// The entries of an operator, and what they were bound to, which is kept for good: a list that only grows, so that a
-// look-up takes no lock.
-struct Entries {
-  Infer *infer[2];
-  Entry *entry[2];
-  Init *init[2];
-  std::atomic<Bound *> bound;
-  std::atomic<int> n_bound;
-  bool registered;
-};
-Entries all_entries[kCount];
-
 // Bindings that are kept of each operator. A program has few, unless an attribute changes with each call.
 constexpr int kMostBound = 256;
 
-void find_entries(const Operator &op, Entries *entries) {
-  void *handle = find_library("")->handle;
-  for (int d : {kCpu, kCuda}) {
-    const std::string symbol = std::string("aot_") + op.name + (d == kCpu ? "_cpu" : "_cuda");
-    find(handle, symbol.c_str(), &entries->entry[d]);
-    find(handle, (symbol + "Init").c_str(), &entries->init[d]);
-    find(handle, (symbol + "Infer").c_str(), &entries->infer[d]);
-  }
-}
-
-std::unique_ptr<Bound> new_bound(const Operator &op, const Entries &entries, std::string key, size_t hash,
-                                 std::string attributes) {
-  auto bound = std::make_unique<Bound>();
-  bound->key = std::move(key), bound->hash = hash;
-  Call &call = bound->call;
-  call.op = op.name, call.attrs = std::move(attributes), call.last_error = aot_last_error;
-  call.n_in = op.n_inputs, call.n_slots = op.n_inputs + op.n_results + op.n_workspaces;
-  int bits = 0;
-  for (int i = 0; i < call.n_slots; ++i) {
-    const bool is_input = i < op.n_inputs;
-    const int k = is_input ? i : i - op.n_inputs;
-    const bool optional = (is_input ? op.optional : op.maskable) >> k & 1;
-    const char *name = is_input ? op.inputs[k] : op.written[k];
-    call.slots[i] = {op.name, name, optional ? bits++ : -1, !is_input, false};
-  }
-  call.has_optional = bits > 0;
-  for (int d : {kCpu, kCuda}) call.entry[d] = entries.entry[d], call.init[d] = entries.init[d];
-  return bound;
-}
-
 // ----------------------------------------------------------------------------------------------------------- one call
-
-struct TensorView {
-  TensorHandle handle = nullptr;  // null: absent
-  int64_t ndim, *shape, *strides;
-  int32_t dtype, device_type, device_index;
-  void *data;
-
-  int64_t size() const {
-    int64_t n = 1;
-    for (int64_t k = 0; k < ndim; ++k) n *= shape[k];
-    return n;
-  }
-  bool has_strides(const int64_t *expected) const {
-    for (int64_t k = 0; k < ndim; ++k)
-      if (strides[k] != expected[k]) return false;
-    return true;
-  }
-  // Whether the elements lie densely if `order` lists the axes from the innermost one.
-  bool dense(const int *order) const {
-    int64_t expected = 1;
-    for (int64_t i = 0; i < ndim; ++i) {
-      const int k = order[i];
-      if (shape[k] != 1 && strides[k] != expected) return false;
-      expected *= shape[k];
-    }
-    return true;
-  }
-  bool contiguous() const {
-    int order[kMaxNdim];
-    for (int64_t i = 0; i < ndim; ++i) order[i] = static_cast<int>(ndim - 1 - i);
-    return dense(order) || size() == 0;
-  }
-};
-
-// The order of two axes, from the innermost one, that torch gives the result of an elementwise operator: below 0, a
-// lies inside b; 0: no input tells. torch._prims_common.compute_elementwise_output_logical_to_physical_perm.
-int compare_axes(const TensorView *inputs, int n, int a, int b) {
-  const auto at_least = [](int64_t x, int64_t y) { return y == 0 || (x != 0 && (x >= y || x % y == 0)); };
-  for (int i = 0; i < n; ++i) {
-    if (!inputs[i].handle) continue;
-    const int64_t *shape = inputs[i].shape, stride_a = inputs[i].strides[a], stride_b = inputs[i].strides[b];
-    if (stride_a == 0 || stride_b == 0) continue;
-    if (stride_a == stride_b) {
-      if (at_least(shape[b], shape[a])) continue;
-      return 1;
-    }
-    if (at_least(stride_b, stride_a)) return -1;
-    if (at_least(stride_a, stride_b)) return 1;
-  }
-  return 0;
-}
-
-// The strides that torch gives the result of an elementwise operator on inputs of one shape, not all contiguous.
-void elementwise_strides(const TensorView *inputs, int n, int64_t *strides) {
-  const TensorView &model = inputs[0];
-  const int ndim = static_cast<int>(model.ndim);
-  int order[kMaxNdim];  // from the innermost axis
-  for (int i = 0; i < ndim; ++i) order[i] = ndim - 1 - i;
-  constexpr int kChannelsLast[] = {1, 3, 2, 0};
-  bool channels_last = ndim == 4;
-  for (int i = 0; i < n && channels_last; ++i) channels_last = !inputs[i].handle || inputs[i].dense(kChannelsLast);
-  if (channels_last) {
-    std::copy_n(kChannelsLast, 4, order);
-  } else {  // an insertion sort, because not every pair of axes has an order
-    for (int i = 1; i < ndim; ++i)
-      for (int at = i, before = i - 1; before >= 0; --before) {
-        const int comparison = compare_axes(inputs, n, order[before], order[at]);
-        if (comparison < 0) break;
-        if (comparison > 0) std::swap(order[before], order[at]), at = before;
-      }
-  }
-  int64_t stride = 1;
-  for (int i = 0; i < ndim; ++i) strides[order[i]] = stride, stride *= std::max<int64_t>(model.shape[order[i]], 1);
-}
 
 class Invocation {
  public:
-  Invocation(const Operator &op, Entries &entries) : op_(op), entries_(entries) {}
+  explicit Invocation(const DispatchedOperator &op) : op_(op) {}
   Invocation(const Invocation &) = delete;
   ~Invocation() {
-    for (int i = 0; i < n_owned_; ++i) torch.aoti_torch_delete_tensor_object(owned_[i]);
+    for (int i = 0; i < n_owned_; ++i) stable.aoti_torch_delete_tensor_object(owned_[i]);
   }
 
   // Results take the place of the arguments.
   Status run(Value *stack) {
     take_inputs(stack);
     take_attributes(stack + op_.n_inputs);
-    take_wanted(stack + op_.n_inputs + op_.n_attributes);
+    take_wanted(stack + op_.n_inputs + op_.attributes.size());
     AOT_TRY(check_arguments());
-    AOT_TRY(bind());
+    bind();
     AOT_TRY(infer());
     AOT_TRY(check_inputs());
     AOT_TRY(lay_out_inputs());
@@ -336,12 +66,14 @@ class Invocation {
   }
 
  private:
+  const char *name() const { return op_.name.c_str(); }
+
   // A kernel owns its arguments. An argument that may be absent is null, or the address of a value on the heap.
   Value take_optional(Value argument, bool *given) const {
     auto *value = reinterpret_cast<Value *>(argument);
     if (!(*given = value)) return 0;
     const Value result = *value;
-    if (torch.torch_delete_stable_ivalue) torch.torch_delete_stable_ivalue(value);
+    if (stable.torch_delete_stable_ivalue) stable.torch_delete_stable_ivalue(value);
     else delete value;
     return result;
   }
@@ -357,10 +89,9 @@ class Invocation {
   }
 
   void take_attributes(const Value *stack) {
-    for (int i = 0; i < op_.n_attributes; ++i) {
-      const Attribute &attribute = op_.attributes[i];
+    for (const Attribute &attribute : op_.attributes) {
       bool given = true;
-      const Value value = attribute.optional ? take_optional(stack[i], &given) : stack[i];
+      const Value value = attribute.optional ? take_optional(*stack++, &given) : *stack++;
       key_ += given ? '1' : '0';
       if (given) take_attribute(attribute, value);
     }
@@ -373,10 +104,10 @@ class Invocation {
         return take_text(attribute, reinterpret_cast<void *>(value));
       case Kind::integers: {
         void *list = reinterpret_cast<void *>(value);
-        torch.torch_list_size(list, &n);
+        stable.torch_list_size(list, &n);
         add(n);
-        for (size_t k = 0; k < n; ++k) torch.torch_list_get_item(list, k, &value), add(value);
-        torch.torch_delete_list(list);
+        for (size_t k = 0; k < n; ++k) stable.torch_list_get_item(list, k, &value), add(value);
+        stable.torch_delete_list(list);
         return;
       }
       case Kind::boolean:
@@ -391,29 +122,29 @@ class Invocation {
   void take_text(const Attribute &attribute, void *string) {
     size_t n = 0;
     const char *text = "";
-    torch.torch_string_length(string, &n), torch.torch_string_c_str(string, &text);
+    stable.torch_string_length(string, &n), stable.torch_string_c_str(string, &text);
     const auto unprintable = [](char c) { return c < ' ' || c > '~'; };
     if (std::any_of(text, text + n, unprintable)) {
       refused_ = &attribute, refused_text_.assign(text, n);
       std::replace_if(refused_text_.begin(), refused_text_.end(), unprintable, '?');
     }
     add(n), key_.append(text, n);
-    torch.torch_delete_string(string);
+    stable.torch_delete_string(string);
   }
 
   void take_wanted(const Value *argument) {
     wanted_ = all_results();
     if (!op_.maskable) return;
     void *list = reinterpret_cast<void *>(*argument);
-    torch.torch_list_size(list, &n_wanted_);
+    stable.torch_list_size(list, &n_wanted_);
     size_t k = 0;
     for (int i = 0; i < op_.n_results; ++i) {
       if (!(op_.maskable >> i & 1) || k == n_wanted_) continue;
       Value flag = 0;
-      torch.torch_list_get_item(list, k++, &flag);
+      stable.torch_list_get_item(list, k++, &flag);
       if (!(flag & 0xff)) wanted_ &= ~(1u << i);
     }
-    torch.torch_delete_list(list);
+    stable.torch_delete_list(list);
   }
 
   unsigned all_results() const { return (1u << op_.n_results) - 1; }
@@ -421,68 +152,65 @@ class Invocation {
   // After all arguments were taken, so that what they own is freed.
   Status check_arguments() const {
     if (refused_)
-      return fail(kInvalidArgument, "%s: %s is '%.80s', expected a string of printable ASCII characters", op_.name,
-                  refused_->name, refused_text_.c_str());
+      return fail(kInvalidArgument, "%s: %s is '%.80s', expected a string of printable ASCII characters", name(),
+                  refused_->name.c_str(), refused_text_.c_str());
     return n_wanted_ == static_cast<size_t>(__builtin_popcount(op_.maskable)) ? kOk : wrong_wanted();
   }
 
   Status wrong_wanted() const {
     std::string names;
     for (int i = 0; i < op_.n_results; ++i)
-      if (op_.maskable >> i & 1) names += (names.empty() ? "" : ", ") + std::string(op_.written[i]);
-    return fail(kInvalidArgument, "%s: wanted has %zu values, expected %d, for %s", op_.name, n_wanted_,
+      if (op_.maskable >> i & 1) names += (names.empty() ? "" : ", ") + op_.written[i];
+    return fail(kInvalidArgument, "%s: wanted has %zu values, expected %d, for %s", name(), n_wanted_,
                 __builtin_popcount(op_.maskable), names.c_str());
   }
 
   // ------------------------------------------------------------------------------------------------------ attributes
 
-  Status bind() {
+  void bind() {
     const size_t hash = std::hash<std::string>()(key_);
-    for (Bound *b = entries_.bound.load(std::memory_order_acquire); b; b = b->next)
-      if (b->hash == hash && b->key == key_) return call_ = &b->call, kOk;
-    std::string attributes;
-    AOT_TRY(attributes_as_text(&attributes));
-    auto bound = new_bound(op_, entries_, key_, hash, std::move(attributes));
-    call_ = &bound->call;
-    if (entries_.n_bound >= kMostBound) return temporary_ = std::move(bound), kOk;
-    ++entries_.n_bound;
-    // Two threads may both come here; the second binding is as good as the first.
-    bound->next = entries_.bound.load(std::memory_order_relaxed);
-    while (!entries_.bound.compare_exchange_weak(bound->next, bound.get(), std::memory_order_release,
-                                                 std::memory_order_relaxed)) {
+    BoundAttributes *found = op_.bound.find([&](const BoundAttributes &b) { return b.hash == hash && b.key == key_; });
+    if (!found) {
+      auto bound = std::make_unique<BoundAttributes>();
+      bound->key = key_, bound->hash = hash;
+      op_.add_slots(&bound->call);
+      bound->call.attrs = attributes_as_text();
+      for (int d : {kCpu, kCuda}) bound->call.functions[d] = op_.functions[d];
+      found = bound.get();
+      if (op_.n_bound >= kMostBound) temporary_ = std::move(bound);
+      else ++op_.n_bound, op_.bound.add(std::move(bound));
     }
-    bound.release();
-    return kOk;
+    call_ = &found->call;
   }
 
-  // Of the values in key_, as extra.h reads them.
-  Status attributes_as_text(std::string *text) const {
+  // The values in key_, as extra.h reads them.
+  std::string attributes_as_text() const {
+    std::string text;
     const char *at = key_.data();
     const auto next = [&at] {
       Value value;
       std::memcpy(&value, at, sizeof value), at += sizeof value;
       return value;
     };
-    for (int i = 0; i < op_.n_attributes; ++i) {
-      const Attribute &attribute = op_.attributes[i];
+    for (const Attribute &attribute : op_.attributes) {
       if (*at++ == '0') continue;
-      *text += (text->empty() ? "" : "\n") + std::string(attribute.name) + "=";
+      text += (text.empty() ? "" : "\n") + attribute.name + "=";
       const Value value = next();
       switch (attribute.kind) {
         case Kind::text:
-          text->append(at, value), at += value;
+          text.append(at, value), at += value;
           break;
         case Kind::integers:
-          for (Value k = 0; k < value; ++k) *text += (k ? "," : "") + std::to_string(static_cast<int64_t>(next()));
+          for (Value k = 0; k < value; ++k) text += (k ? "," : "") + std::to_string(static_cast<int64_t>(next()));
           break;
         case Kind::number:
-          *text += number_as_text(value);
+          text += number_as_text(value);
           break;
         default:
-          *text += std::to_string(static_cast<int64_t>(value));
+          text += std::to_string(static_cast<int64_t>(value));
       }
     }
-    return kOk;
+    return text;
   }
 
   // Every digit of a double, in the C locale.
@@ -500,26 +228,23 @@ class Invocation {
   // ---------------------------------------------------------------------------------------------------------- inputs
 
   Status infer() {
-    int ndims[kMaxSlots];
-    int64_t *shapes[kMaxSlots];
-    const char *dtypes[kMaxSlots];
-    int n = 0;
+    EntryArguments<kMaxSlots> a;
     for (int i = 0; i < op_.n_inputs; ++i) {
       TensorView &t = inputs_[i];
       if (!t.handle) continue;
-      if (torch.aoti_torch_get_dim(t.handle, &t.ndim) || torch.aoti_torch_get_sizes(t.handle, &t.shape) ||
-          torch.aoti_torch_get_strides(t.handle, &t.strides) || torch.aoti_torch_get_dtype(t.handle, &t.dtype) ||
-          torch.aoti_torch_get_device_type(t.handle, &t.device_type) ||
-          torch.aoti_torch_get_device_index(t.handle, &t.device_index))
-        return fail(kUnsupportedDtype, "%s: %s cannot be read, expected a strided tensor: %s", op_.name, op_.inputs[i],
-                    torch_error());
-      ndims[n] = static_cast<int>(t.ndim), shapes[n] = t.shape, dtypes[n++] = dtype_text(t.dtype);
+      if (stable.aoti_torch_get_dim(t.handle, &t.ndim) || stable.aoti_torch_get_sizes(t.handle, &t.shape) ||
+          stable.aoti_torch_get_strides(t.handle, &t.strides) || stable.aoti_torch_get_dtype(t.handle, &t.dtype) ||
+          stable.aoti_torch_get_device_type(t.handle, &t.device_type) ||
+          stable.aoti_torch_get_device_index(t.handle, &t.device_index))
+        return fail(kUnsupportedDtype, "%s: %s cannot be read, expected a strided tensor: %s", name(),
+                    op_.inputs[i].c_str(), torch_error());
+      a.push(nullptr, t.ndim, t.shape, dtype_text(t.dtype));
     }
-    device_ = inputs_[0].device_type == torch.cuda ? kCuda : kCpu;
+    device_ = inputs_[0].device_type == stable.cuda ? kCuda : kCpu;
     void *extra;
     AOT_TRY(call_->extra(device_, slots(all_results()), &extra));
-    return static_cast<Status>(
-        entries_.infer[device_](n, ndims, shapes, dtypes, extra, out_ndims_, out_shapes_[0], out_dtypes_));
+    const EntryFunctions &f = op_.functions[device_];
+    return f.adopt(f.infer(a.n, a.ndims, a.shapes, a.dtypes, extra, out_ndims_, out_shapes_[0], out_dtypes_));
   }
 
   // A call's slots with some results: bit i for slot i.
@@ -528,34 +253,28 @@ class Invocation {
     return given_ | (results | workspaces) << op_.n_inputs;
   }
 
-  static const char *dtype_text(int32_t dtype) {
-    const bool known = dtype >= 0 && dtype < static_cast<int32_t>(std::size(torch.dtype_names));
-    const char *name = known ? torch.dtype_names[dtype] : nullptr;
-    return name ? name : kUnnamedDtype;
-  }
-
   Status check_inputs() {
     const TensorView &first = inputs_[0];
     for (int i = 0; i < op_.n_inputs; ++i) {
       TensorView &t = inputs_[i];
       if (t.handle && (t.device_type != first.device_type || t.device_index != first.device_index))
-        return fail(kInvalidArgument, "%s: %s is on %s, expected %s, the device of %s", op_.name, op_.inputs[i],
-                    device_text(t).c_str(), device_text(first).c_str(), op_.inputs[0]);
+        return fail(kInvalidArgument, "%s: %s is on %s, expected %s, the device of %s", name(), op_.inputs[i].c_str(),
+                    device_text(t).c_str(), device_text(first).c_str(), op_.inputs[0].c_str());
     }
     for (int i = 0; i < op_.n_inputs; ++i) {
       TensorView &t = inputs_[i];
       if (!t.handle) continue;
-      if (torch.aoti_torch_get_data_ptr(t.handle, &t.data))
-        return fail(kDeviceError, "%s: %s cannot be read: %s", op_.name, op_.inputs[i], torch_error());
+      if (stable.aoti_torch_get_data_ptr(t.handle, &t.data))
+        return fail(kDeviceError, "%s: %s cannot be read: %s", name(), op_.inputs[i].c_str(), torch_error());
       if (!t.data && t.size())
-        return fail(kDeviceError, "%s: %s has no memory: its storage was freed", op_.name, op_.inputs[i]);
+        return fail(kDeviceError, "%s: %s has no memory: its storage was freed", name(), op_.inputs[i].c_str());
     }
     return kOk;
   }
 
   static std::string device_text(const TensorView &t) {
-    if (t.device_type == torch.cpu) return "cpu";
-    const std::string name = t.device_type == torch.cuda ? "cuda" : "device " + std::to_string(t.device_type);
+    if (t.device_type == stable.cpu) return "cpu";
+    const std::string name = t.device_type == stable.cuda ? "cuda" : "device " + std::to_string(t.device_type);
     return name + ":" + std::to_string(t.device_index);
   }
 
@@ -572,9 +291,10 @@ class Invocation {
       int64_t dense[kMaxNdim];
       row_major(t.ndim, t.shape, dense);
       TensorHandle copy;
-      AOT_TRY(allocate_one(op_.inputs[i], t.ndim, t.shape, as_vectors_ ? strides_ : dense, t.dtype, &copy, &t.data));
-      if (torch.aoti_torch_copy_(copy, t.handle, 0))
-        return fail(kDeviceError, "%s: %s cannot be copied: %s", op_.name, op_.inputs[i], torch_error());
+      AOT_TRY(allocate_one(op_.inputs[i].c_str(), t.ndim, t.shape, as_vectors_ ? strides_ : dense, t.dtype, &copy,
+                           &t.data));
+      if (stable.aoti_torch_copy_(copy, t.handle, 0))
+        return fail(kDeviceError, "%s: %s cannot be copied: %s", name(), op_.inputs[i].c_str(), torch_error());
       t.handle = copy;
     }
     return kOk;
@@ -591,13 +311,13 @@ class Invocation {
     for (int i = op_.n_results; i < op_.n_results + op_.n_workspaces; ++i) AOT_TRY(allocate_workspace(i));
     for (int i = 0; i < op_.n_results; ++i) {
       if (!is_passed(i)) {
-        AOT_TRY(allocate_undefined(op_.written[i], &results_[i]));
+        AOT_TRY(allocate_undefined(op_.written[i].c_str(), &results_[i]));
         continue;
       }
       int64_t dense[kMaxNdim];
       row_major(out_ndims_[i], out_shapes_[i], dense);
-      AOT_TRY(allocate_one(op_.written[i], out_ndims_[i], out_shapes_[i], as_vectors_ ? strides_ : dense,
-                           torch.dtypes[static_cast<int>(parse_dtype(out_dtypes_[i]))], &results_[i], &out_data_[i]));
+      AOT_TRY(allocate_one(op_.written[i].c_str(), out_ndims_[i], out_shapes_[i], as_vectors_ ? strides_ : dense,
+                           dtype_number(out_dtypes_[i]), &results_[i], &out_data_[i]));
     }
     return kOk;
   }
@@ -606,8 +326,8 @@ class Invocation {
   bool is_passed(int i) const { return i >= op_.n_results || wanted_ >> i & 1; }
 
   Status allocate_undefined(const char *slot, TensorHandle *handle) {
-    if (torch.aoti_torch_new_uninitialized_tensor(handle))
-      return out_of_memory_ = true, fail(kDeviceError, "%s: %s cannot be made: %s", op_.name, slot, torch_error());
+    if (stable.aoti_torch_new_uninitialized_tensor(handle))
+      return out_of_memory_ = true, fail(kDeviceError, "%s: %s cannot be made: %s", name(), slot, torch_error());
     owned_[n_owned_++] = *handle;
     return kOk;
   }
@@ -615,25 +335,25 @@ class Invocation {
   // On the CPU a small one is on the stack.
   Status allocate_workspace(int i) {
     const int64_t n = out_shapes_[i][0], one = 1;
-    const DType dtype = parse_dtype(out_dtypes_[i]);
-    if (device_ == kCpu && n * itemsize(dtype) <= static_cast<int64_t>(sizeof scratch_ - n_scratch_)) {
+    const int64_t size = element_bytes(out_dtypes_[i]);
+    if (device_ == kCpu && n <= static_cast<int64_t>(sizeof scratch_ - n_scratch_) / size) {
       out_data_[i] = scratch_ + n_scratch_;
-      n_scratch_ += (n * itemsize(dtype) + 63) / 64 * 64;
+      n_scratch_ += (n * size + 63) / 64 * 64;
       return kOk;
     }
     TensorHandle handle;
-    return allocate_one(op_.written[i], 1, &n, &one, torch.dtypes[static_cast<int>(dtype)], &handle, &out_data_[i]);
+    return allocate_one(op_.written[i].c_str(), 1, &n, &one, dtype_number(out_dtypes_[i]), &handle, &out_data_[i]);
   }
 
   Status allocate_one(const char *slot, int64_t ndim, const int64_t *shape, const int64_t *strides, int32_t dtype,
                       TensorHandle *handle, void **data) {
     const TensorView &model = inputs_[0];
-    if (torch.aoti_torch_empty_strided(ndim, shape, strides, dtype, model.device_type, model.device_index, handle))
-      return out_of_memory_ = true, fail(kDeviceError, "%s: %s of shape %s cannot be allocated: %s", op_.name, slot,
+    if (stable.aoti_torch_empty_strided(ndim, shape, strides, dtype, model.device_type, model.device_index, handle))
+      return out_of_memory_ = true, fail(kDeviceError, "%s: %s of shape %s cannot be allocated: %s", name(), slot,
                                          ShapeText(shape, static_cast<int>(ndim)).text, torch_error());
     owned_[n_owned_++] = *handle;
-    if (torch.aoti_torch_get_data_ptr(*handle, data))
-      return fail(kDeviceError, "%s: %s has no address: %s", op_.name, slot, torch_error());
+    if (stable.aoti_torch_get_data_ptr(*handle, data))
+      return fail(kDeviceError, "%s: %s has no address: %s", name(), slot, torch_error());
     return kOk;
   }
 
@@ -642,29 +362,27 @@ class Invocation {
   Status launch_entry() {
     void *extra;
     AOT_TRY(call_->extra(device_, slots(wanted_), &extra));
-    void *params[kMaxSlots], *stream = nullptr;
-    int ndims[kMaxSlots], n = 0;
-    int64_t *shapes[kMaxSlots], elements = inputs_[0].size();
-    const char *dtypes[kMaxSlots];
+    EntryArguments<kMaxSlots> a;
+    int64_t elements = inputs_[0].size();
     const auto pass = [&](void *data, int64_t ndim, int64_t *shape, const char *dtype) {
-      params[n] = data, dtypes[n] = dtype;
-      ndims[n] = as_vectors_ ? 1 : static_cast<int>(ndim), shapes[n] = as_vectors_ ? &elements : shape, ++n;
+      if (as_vectors_) a.push(data, 1, &elements, dtype);
+      else a.push(data, ndim, shape, dtype);
     };
     for (int i = 0; i < op_.n_inputs; ++i)
       if (const TensorView &t = inputs_[i]; t.handle) pass(t.data, t.ndim, t.shape, dtype_text(t.dtype));
     for (int i = 0; i < op_.n_results + op_.n_workspaces; ++i)
       if (is_passed(i)) pass(out_data_[i], out_ndims_[i], out_shapes_[i], out_dtypes_[i]);
-    if (device_ == kCuda) AOT_TRY(current_stream(op_, inputs_[0].device_index, &stream));
-    return static_cast<Status>(launch(device_, inputs_[0].device_index, call_->entry[device_], aot_last_error, n,
-                                      params, ndims, shapes, dtypes, stream, extra));
+    void *stream = nullptr;
+    const int32_t index = inputs_[0].device_index;
+    if (device_ == kCuda) AOT_TRY(current_stream(name(), index, &stream));
+    return launch(op_.functions[device_], device_, index, a, a.params, stream, extra);
   }
 
  public:
   bool out_of_memory() const { return out_of_memory_; }
 
  private:
-  const Operator &op_;
-  Entries &entries_;
+  const DispatchedOperator &op_;
   TensorHandle owned_[3 * kMaxSlots];  // inputs, their copies, workspaces and results
   int n_owned_ = 0;
   TensorView inputs_[kMaxSlots];
@@ -674,7 +392,7 @@ class Invocation {
   std::string key_;  // the attributes, as bytes
   const Attribute *refused_ = nullptr;
   std::string refused_text_;
-  std::unique_ptr<Bound> temporary_;
+  std::unique_ptr<BoundAttributes> temporary_;
   Call *call_ = nullptr;
   Device device_ = kCpu;
   bool as_vectors_ = false;  // an elementwise operator, on tensors of strides_
@@ -691,7 +409,7 @@ class Invocation {
 
 // ------------------------------------------------------------------------------------------------------------- errors
 
-// What Python is to raise.
+// The exception that Python is to raise.
 class PythonError final : public pybind11::builtin_exception {
  public:
   PythonError(Status status, bool out_of_memory, const char *text)
@@ -712,13 +430,14 @@ class PythonError final : public pybind11::builtin_exception {
   bool out_of_memory_;
 };
 
+// ----------------------------------------------------------------------------------------------------------- kernels
+
 // As torch's own stable kernels do, a kernel throws, and the dispatcher's caller catches.
-template <size_t i>
-void kernel(Value *stack, uint64_t, uint64_t) {
+void run(const DispatchedOperator &op, Value *stack) {
   Status status;
   bool out_of_memory;
   {
-    Invocation invocation(kOperators[i], all_entries[i]);
+    Invocation invocation(op);
     status = invocation.run(stack), out_of_memory = invocation.out_of_memory();
   }
   if (!status) return;
@@ -727,16 +446,27 @@ void kernel(Value *stack, uint64_t, uint64_t) {
   throw std::runtime_error(text);
 }
 
-template <size_t... i>
-constexpr std::array<Kernel *, sizeof...(i)> all_kernels(std::index_sequence<i...>) {
-  return {kernel<i>...};
+// A kernel of torch's is a plain function, to which nothing is bound: there is one for each operator that may come.
+constexpr size_t kMostOperators = 512;
+std::mutex registering;
+std::deque<DispatchedOperator> operators;  // kept for good. Only who registers one looks at it
+const DispatchedOperator *served[kMostOperators];
+std::atomic<bool> registered{false};  // one of this library's operators is
+
+template <size_t i>
+void kernel(Value *stack, uint64_t, uint64_t) {
+  run(*served[i], stack);
 }
-constexpr auto kKernels = all_kernels(std::make_index_sequence<kCount>());
+
+template <size_t... i>
+Kernel *kernel_of(size_t wanted, std::index_sequence<i...>) {
+  static constexpr Kernel *kernels[] = {kernel<i>...};
+  return kernels[wanted];
+}
 
 // ------------------------------------------------------------------------------------------------------- registration
 
-std::mutex registering;
-constexpr char kNamespace[] = "aotops";
+constexpr char kOwnName[] = "aotops";
 
 Status open_torch() {
   static const Status found = find_torch();
@@ -746,30 +476,56 @@ Status open_torch() {
 
 Status torch_refused(const char *what) { return fail(kConventionMisused, "torch: %s: %s", what, torch_error()); }
 
-// The libraries of registrations are kept for good: to delete one is to unregister what it registered.
-Status implement(size_t i) {
-  static void *libraries[2];
-  find_entries(kOperators[i], &all_entries[i]);
-  for (int d : {kCpu, kCuda}) {
-    if (!libraries[d] &&
-        torch.aoti_torch_library_init_impl(kNamespace, d == kCpu ? "CPU" : "CUDA", __FILE__, __LINE__, &libraries[d]))
-      return torch_refused(kNamespace);
-    if (torch.torch_library_impl(libraries[d], kOperators[i].name, kKernels[i], kAbiVersion))
-      return torch_refused(kOperators[i].name);
+bool is_implemented(std::string_view library, std::string_view schema) {
+  return std::any_of(operators.begin(), operators.end(),
+                     [&](const DispatchedOperator &op) { return op.library == library && op.schema == schema; });
+}
+
+Status read_operator(const char *library, const char *schema, const char *written, bool elementwise,
+                     DispatchedOperator *op) {
+  const SharedLibrary *owner = find_library(std::strcmp(library, kOwnName) ? library : "");
+  if (!owner) return fail(kInvalidArgument, "torch: the library %s is not registered", library);
+  op->library = library, op->elementwise = elementwise;
+  AOT_TRY(op->read(schema, written));
+  bool is_complete = false;
+  for (Device d : {kCpu, kCuda}) {
+    EntryFunctions &f = op->functions[d];
+    if (f.read(owner->handle, symbol_of("aot_" + op->name, d))) is_complete = f.infer;
   }
-  all_entries[i].registered = true;
+  if (is_complete) return kOk;
+  return fail(kInvalidArgument, "torch: the library %s has no operator %s: rebuild it with `make lib`", library,
+              schema);
+}
+
+// torch's objects for registrations are kept for good: to delete one is to unregister what it registered.
+Status implement(const char *library, const char *schema, const char *written, bool elementwise) {
+  const size_t i = operators.size();
+  if (i == kMostOperators)
+    return fail(kNotImplemented, "torch: there are kernels of %zu operators already, for more there is no place", i);
+  DispatchedOperator &op = operators.emplace_back();
+  const Status status = read_operator(library, schema, written, elementwise, &op);
+  if (status) return operators.pop_back(), status;
+  served[i] = &op;
+  for (const char *key : {"CPU", "CUDA"}) {
+    void *registration;
+    if (stable.aoti_torch_library_init_impl(library, key, __FILE__, __LINE__, &registration))
+      return torch_refused(library);
+    Kernel *const made = kernel_of(i, std::make_index_sequence<kMostOperators>());
+    if (stable.torch_library_impl(registration, op.name.c_str(), made, kAbiVersion))
+      return torch_refused(op.name.c_str());
+  }
+  if (op.library == kOwnName) registered = true;
   return kOk;
 }
 
-Status define(size_t i) {
+Status define(const char *schema) {
   static void *library;
-  if (!library && torch.aoti_torch_library_init_fragment(kNamespace, __FILE__, __LINE__, &library))
-    return torch_refused(kNamespace);
-  const char *schema = kOperators[i].schema;
-  const bool has_tags = torch.torch_library_def_with_tags && torch.torch_tag_needs_exact_strides;
-  const int32_t tag = has_tags ? torch.torch_tag_needs_exact_strides() : 0;
-  const bool failed = has_tags ? torch.torch_library_def_with_tags(library, schema, &tag, 1)
-                               : torch.aoti_torch_library_def(library, schema);
+  if (!library && stable.aoti_torch_library_init_fragment(kOwnName, __FILE__, __LINE__, &library))
+    return torch_refused(kOwnName);
+  const bool has_tags = stable.torch_library_def_with_tags && stable.torch_tag_needs_exact_strides;
+  const int32_t tag = has_tags ? stable.torch_tag_needs_exact_strides() : 0;
+  const bool failed = has_tags ? stable.torch_library_def_with_tags(library, schema, &tag, 1)
+                               : stable.aoti_torch_library_def(library, schema);
   return failed ? torch_refused(schema) : kOk;
 }
 
@@ -801,31 +557,36 @@ Status find_other_copy(bool *found) {
   return kOk;
 }
 
+// The operators of this library.
+constexpr struct {
+  const char *schema, *written;
+  bool elementwise;
+} kOwn[] = {
+#include "torch_table.inc"
+};
+
 }  // namespace
 
 // 1: operators of torch's dispatcher are this library's.
-AOT_API int aot_torch_registered() {
-  return std::any_of(std::begin(all_entries), std::end(all_entries), [](const Entries &e) { return e.registered; });
-}
+AOT_API int aot_torch_registered() { return registered; }
 
 AOT_API int aot_torch_register() {
   std::lock_guard<std::mutex> hold(registering);
   AOT_TRY(open_torch());
   bool elsewhere = false;
   AOT_TRY(find_other_copy(&elsewhere));
-  for (size_t i = 0; i < kCount && !elsewhere; ++i) {
-    if (all_entries[i].registered) continue;
-    AOT_TRY(define(i));
-    AOT_TRY(implement(i));
+  for (const auto &own : kOwn) {
+    if (elsewhere || is_implemented(kOwnName, own.schema)) continue;
+    AOT_TRY(define(own.schema));
+    AOT_TRY(implement(kOwnName, own.schema, own.written, own.elementwise));
   }
   return kOk;
 }
 
-// Registers the kernels of an operator that Python has defined with this schema.
-AOT_API int aot_torch_implement(const char *schema) {
+// Registers the kernels of an operator that Python has defined with this schema. `library`: its namespace, and the name
+// by which libraries.h knows the library of its entries. torch_operator.h says what `written` is.
+AOT_API int aot_torch_implement(const char *library, const char *schema, const char *written, int elementwise) {
   std::lock_guard<std::mutex> hold(registering);
   AOT_TRY(open_torch());
-  for (size_t i = 0; i < kCount; ++i)
-    if (!std::strcmp(kOperators[i].schema, schema)) return implement(i);
-  return fail(kInvalidArgument, "torch: the library has no operator %s: rebuild it with `make lib`", schema);
+  return implement(library, schema, written, elementwise);
 }

@@ -5,9 +5,8 @@
 // does not read as expected. It parses its arguments and goes through the dispatcher: 1.1 us, where this takes 0.4
 // (CPython 3.11, torch 2.13, CPU).
 #pragma once
-#include <dlfcn.h>
-
 #include "tensors.h"
+#include "torch_symbols.h"
 
 namespace aot {
 
@@ -15,11 +14,9 @@ class TorchTensors {
  public:
   // `type`: torch.Tensor. False: empty_like is to be used.
   bool open(void *type) {
-    void *torch = dlopen("libtorch_cpu.so", RTLD_NOW | RTLD_NOLOAD);
-    void *python_part = dlopen("libtorch_python.so", RTLD_NOW | RTLD_NOLOAD);
+    void *torch = libtorch_cpu();
     const bool found = find(torch, "aoti_torch_empty_strided", &empty_strided_) &&
-                       find(torch, "aoti_torch_delete_tensor_object", &delete_) &&
-                       find(python_part, "_Z16THPVariable_WrapRKN2at10TensorBaseE", &wrap_);
+                       find(torch, "aoti_torch_delete_tensor_object", &delete_) && find_wrap(&wrap_);
     if (!found || !works(type)) empty_strided_ = nullptr;
     return empty_strided_;
   }
@@ -45,12 +42,6 @@ class TorchTensors {
   }
 
  private:
-  template <class F>
-  static bool find(void *library, const char *name, F **function) {
-    *function = library ? reinterpret_cast<F *>(dlsym(library, name)) : nullptr;
-    return *function;
-  }
-
   bool works(void *type) const {
     int64_t shape[] = {2, 3};
     const Ref made = empty({nullptr, kCpuType, 0, 2, 2, 32, 1, shape, nullptr, 0});

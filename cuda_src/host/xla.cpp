@@ -5,128 +5,86 @@
 // dimensions that were symbolic when the program was made.
 #include "xla.h"
 
-#include <dlfcn.h>
-
-#include <atomic>
 #include <cstdlib>
-#include <deque>
 #include <exception>
 #include <functional>
-#include <memory>
-#include <mutex>
-#include <string>
 #include <string_view>
 
-#include "bind.h"
+#include "bound_entry.h"
+#include "entry_arguments.h"
 #include "libraries.h"
 
 namespace {
 
 using namespace aot;
 
-struct Device {
-  const char *suffix;
-  bool has_stream;
+// A handler that XLA is told of.
+struct Handler {
+  Device device;
   uint32_t traits;
 };
 
 // An entry launches the same kernels each time, so XLA may record it in a command buffer; but not with scratch that is
 // free again when the call returns.
-constexpr Device kCpu = {"_cpu", false, xla::kNoTraits}, kCuda = {"_cuda", true, xla::kCommandBufferCompatible},
-                 kCudaScratch = {"_cuda", true, xla::kNoTraits};
+constexpr Handler kOnCpu = {kCpu, xla::kNoTraits}, kOnCuda = {kCuda, xla::kCommandBufferCompatible},
+                  kOnCudaWithScratch = {kCuda, xla::kNoTraits};
 
 // ------------------------------------------------------------------------------------------------------- bound entries
 
 struct BoundEntry {
   std::string name, attrs;  // the name is without the device's suffix
-  const Device *device;
-  Entry *entry;
-  Infer *infer;
+  Device device;
+  EntryFunctions functions;
   bool told;  // Infer takes the outputs' specs too: a hosted operator, whose rule for them may be Python's
-  LastError *last_error;
   void *extra;
   BoundEntry *next;
 };
 
-// Kept for good, as compiled programs are: each bucket is a list that only grows, so that a look-up takes no lock.
+// Kept for good, as compiled programs are.
 constexpr size_t kBuckets = 256;
-std::atomic<BoundEntry *> buckets[kBuckets];
+GrowingList<BoundEntry> buckets[kBuckets];
 
 Status bind_entry(BoundEntry *bound) {
   if (bound->name.find('\0') != std::string::npos || bound->attrs.find('\0') != std::string::npos)
     return fail(kInvalidArgument, "%s: the attributes have a NUL", bound->name.c_str());
   const size_t slash = bound->name.find('/');
   const std::string library = slash == std::string::npos ? "" : bound->name.substr(0, slash);
-  const std::string symbol = bound->name.substr(library.empty() ? 0 : slash + 1) + bound->device->suffix;
+  const std::string symbol = symbol_of(bound->name.substr(library.empty() ? 0 : slash + 1), bound->device);
   const SharedLibrary *found = find_library(library);
   if (!found)
     return fail(kNotImplemented, "%s: the library %s is not registered: call aotops.frontends.jax.register(library)",
                 bound->name.c_str(), library.c_str());
-  void *handle = found->handle;
-  bound->entry = reinterpret_cast<Entry *>(dlsym(handle, symbol.c_str()));
-  if (!bound->entry)
+  if (!bound->functions.read(found->handle, symbol))
     return fail(kNotImplemented, "the library %s has no %s; CUDA entries are built where nvcc is",
                 library.empty() ? "aotops" : library.c_str(), symbol.c_str());
   bound->told = symbol.rfind("aot_hosted_", 0) == 0;
-  bound->infer = reinterpret_cast<Infer *>(dlsym(handle, (symbol + "Infer").c_str()));
-  bound->last_error = reinterpret_cast<LastError *>(dlsym(handle, "aot_last_error"));
-  auto *init = reinterpret_cast<Init *>(dlsym(handle, (symbol + "Init").c_str()));
-  return bind(init, bound->attrs.c_str(), bound->last_error, &bound->extra);
+  return bound->functions.bind(bound->attrs.c_str(), &bound->extra);
 }
 
-Status find(std::string_view name, const Device &device, std::string_view attrs, const BoundEntry **found) {
+Status find_bound(std::string_view name, Device device, std::string_view attrs, const BoundEntry **found) {
   std::hash<std::string_view> hash;
   auto &bucket = buckets[(hash(name) ^ hash(attrs)) % kBuckets];
-  for (BoundEntry *b = bucket.load(std::memory_order_acquire); b; b = b->next)
-    if (b->device == &device && b->attrs == attrs && b->name == name) return *found = b, kOk;
+  *found = bucket.find([&](const BoundEntry &b) { return b.device == device && b.attrs == attrs && b.name == name; });
+  if (*found) return kOk;
   auto bound = std::make_unique<BoundEntry>();
-  bound->name = name, bound->attrs = attrs, bound->device = &device;
+  bound->name = name, bound->attrs = attrs, bound->device = device;
   AOT_TRY(bind_entry(bound.get()));
-  // Two threads may both come here; the second entry is as good as the first.
-  bound->next = bucket.load(std::memory_order_relaxed);
-  while (
-      !bucket.compare_exchange_weak(bound->next, bound.get(), std::memory_order_release, std::memory_order_relaxed)) {
-  }
-  return *found = bound.release(), kOk;
+  return *found = bucket.add(std::move(bound)), kOk;
 }
 
 // --------------------------------------------------------------------------------------------------------- the handler
 
-const char *dtype_text(xla::DataType dtype) {
-  switch (dtype) {
-    case xla::DataType::pred:
-      return "bool";
-    case xla::DataType::s8:
-      return "int8";
-    case xla::DataType::s16:
-      return "int16";
-    case xla::DataType::s32:
-      return "int32";
-    case xla::DataType::s64:
-      return "int64";
-    case xla::DataType::u8:
-      return "uint8";
-    case xla::DataType::u16:
-      return "uint16";
-    case xla::DataType::u32:
-      return "uint32";
-    case xla::DataType::u64:
-      return "uint64";
-    case xla::DataType::f16:
-      return "float16";
-    case xla::DataType::bf16:
-      return "bfloat16";
-    case xla::DataType::f32:
-      return "float32";
-    case xla::DataType::f64:
-      return "float64";
-    case xla::DataType::c64:
-      return "complex64";
-    case xla::DataType::c128:
-      return "complex128";
-    default:
-      return "of another kind";
+struct TypeNames {
+  const char *of[static_cast<int>(xla::DataType::c128) + 1] = {};
+  constexpr TypeNames() {
+    for (const auto &known : xla::kTypes) of[static_cast<int>(known.type)] = known.name;
   }
+};
+constexpr TypeNames kTypeNames;
+
+const char *dtype_text(xla::DataType dtype) {
+  const auto number = static_cast<size_t>(dtype);
+  return number < std::size(kTypeNames.of) && kTypeNames.of[number] ? kTypeNames.of[number] : kUnnamedDtype;
 }
 
 std::string_view attribute(const xla::Attrs &attrs, std::string_view name) {
@@ -143,11 +101,11 @@ std::string_view attribute(const xla::Attrs &attrs, std::string_view name) {
 // has no allocator for handlers.
 class Scratch {
  public:
-  Scratch(const xla::CallFrame &frame, const Device &device) : frame_(frame), device_(device) {}
+  Scratch(const xla::CallFrame &frame, Device device) : frame_(frame), device_(device) {}
   Scratch(const Scratch &) = delete;
   ~Scratch() {
-    if (!device_.has_stream) std::free(data_);
-    if (!device_.has_stream || !data_) return;
+    if (device_ == kCpu) std::free(data_);
+    if (device_ == kCpu || !data_) return;
     xla::FreeArgs args{};
     args.size = sizeof args, args.context = frame_.context, args.bytes = bytes_, args.data = data_;
     drop(frame_.api->free(&args));
@@ -157,7 +115,7 @@ class Scratch {
     constexpr size_t kAlignment = 256;
     bytes_ = (bytes + kAlignment - 1) / kAlignment * kAlignment;
     if (!bytes_) return kOk;
-    if (device_.has_stream) {
+    if (device_ == kCuda) {
       xla::AllocateArgs args{};
       args.size = sizeof args, args.context = frame_.context, args.bytes = bytes_, args.alignment = kAlignment;
       drop(frame_.api->allocate(&args));
@@ -179,48 +137,42 @@ class Scratch {
     frame_.api->error_destroy(&args);
   }
   const xla::CallFrame &frame_;
-  const Device &device_;
+  Device device_;
   size_t bytes_ = 0;
   void *data_ = nullptr;
 };
 
-Status call(const xla::CallFrame &frame, const Device &device, void *stream) {
+Status call(const xla::CallFrame &frame, Device device, void *stream) {
   const BoundEntry *bound;
-  AOT_TRY(find(attribute(frame.attrs, "entry"), device, attribute(frame.attrs, "attrs"), &bound));
+  AOT_TRY(find_bound(attribute(frame.attrs, "entry"), device, attribute(frame.attrs, "attrs"), &bound));
   constexpr int kMaxTensors = 64;
-  void *params[kMaxTensors];
-  int ndims[kMaxTensors];
-  int64_t *shapes[kMaxTensors];
-  const char *dtypes[kMaxTensors];
+  EntryArguments<kMaxTensors> a;
   if (frame.args.n >= kMaxTensors || frame.rets.n >= kMaxTensors - frame.args.n)
     return fail(kConventionMisused, "%s: more than %d tensors", bound->name.c_str(), kMaxTensors - 1);
-  int n = 0;
   // the last results are the memory of inputs that a hosted function writes to
   const std::string_view count = attribute(frame.attrs, "aliased");
   const int64_t aliased = count.empty() ? 0 : std::strtoll(std::string(count).c_str(), nullptr, 10);
   for (const xla::Buffers *side : {&frame.args, &frame.rets})
-    for (int64_t i = 0; i < side->n - (side == &frame.rets ? aliased : 0); ++i, ++n) {
+    for (int64_t i = 0; i < side->n - (side == &frame.rets ? aliased : 0); ++i) {
       const xla::Buffer &b = *side->buffers[i];
-      params[n] = b.data, dtypes[n] = dtype_text(b.dtype);
-      ndims[n] = static_cast<int>(b.rank), shapes[n] = b.rank ? b.dims : nullptr;
+      a.push(b.data, b.rank, b.rank ? b.dims : nullptr, dtype_text(b.dtype));
     }
+  const EntryFunctions &f = bound->functions;
   Scratch scratch(frame, device);
   int64_t elements;
   if (!attribute(frame.attrs, "scratch").empty()) {  // the last output, a vector
     constexpr int kMaxOutputs = 16;
-    int n_told = bound->told ? n : static_cast<int>(frame.args.n), out_ndims[kMaxOutputs] = {};
+    int n_told = bound->told ? a.n : static_cast<int>(frame.args.n), out_ndims[kMaxOutputs] = {};
     int64_t out_shapes[kMaxOutputs * kMaxNdim];
     const char *out_dtypes[kMaxOutputs];
-    AOT_TRY(adopt(bound->infer(n_told, ndims, shapes, dtypes, bound->extra, out_ndims, out_shapes, out_dtypes),
-                  bound->last_error));
+    AOT_TRY(f.adopt(f.infer(n_told, a.ndims, a.shapes, a.dtypes, bound->extra, out_ndims, out_shapes, out_dtypes)));
     int last = kMaxOutputs - 1;
     while (last && !out_ndims[last]) --last;
     elements = out_shapes[last * kMaxNdim];
-    ndims[n] = 1, shapes[n] = &elements, dtypes[n] = out_dtypes[last];
-    AOT_TRY(scratch.allocate(bound->name.c_str(), elements * itemsize(parse_dtype(dtypes[n]))));
-    params[n++] = scratch.data();
+    AOT_TRY(scratch.allocate(bound->name.c_str(), elements * element_bytes(out_dtypes[last])));
+    a.push(scratch.data(), 1, &elements, out_dtypes[last]);
   }
-  return adopt(bound->entry(n, params, ndims, shapes, dtypes, stream, bound->extra), bound->last_error);
+  return f.adopt(f.entry(a.n, a.params, a.ndims, a.shapes, a.dtypes, stream, bound->extra));
 }
 
 xla::Error *error(const xla::Api *api, Status status) {
@@ -242,18 +194,18 @@ void describe(const xla::CallFrame &frame, uint32_t traits) {
   metadata->traits = traits;
 }
 
-xla::Error *handle(const xla::CallFrame *frame, const Device &device) noexcept {
+xla::Error *handle(const xla::CallFrame *frame, const Handler &handler) noexcept {
   if (frame->extension && frame->extension->type == xla::ExtensionType::metadata)
-    return describe(*frame, device.traits), nullptr;
+    return describe(*frame, handler.traits), nullptr;
   if (frame->stage != xla::Stage::execute) return nullptr;
   xla::StreamGetArgs get{};
   get.size = sizeof get;
   get.context = frame->context;
-  if (device.has_stream)
+  if (handler.device == kCuda)
     if (xla::Error *failed = frame->api->stream_get(&get)) return failed;
   Status status;
   try {
-    status = call(*frame, device, get.stream);
+    status = call(*frame, handler.device, get.stream);
   } catch (const std::exception &e) {
     status = fail(kConventionMisused, "%s", e.what());
   }
@@ -262,6 +214,6 @@ xla::Error *handle(const xla::CallFrame *frame, const Device &device) noexcept {
 
 }  // namespace
 
-AOT_API xla::Error *aot_xla_cpu(xla::CallFrame *frame) { return handle(frame, kCpu); }
-AOT_API xla::Error *aot_xla_cuda(xla::CallFrame *frame) { return handle(frame, kCuda); }
-AOT_API xla::Error *aot_xla_cuda_scratch(xla::CallFrame *frame) { return handle(frame, kCudaScratch); }
+AOT_API xla::Error *aot_xla_cpu(xla::CallFrame *frame) { return handle(frame, kOnCpu); }
+AOT_API xla::Error *aot_xla_cuda(xla::CallFrame *frame) { return handle(frame, kOnCuda); }
+AOT_API xla::Error *aot_xla_cuda_scratch(xla::CallFrame *frame) { return handle(frame, kOnCudaWithScratch); }

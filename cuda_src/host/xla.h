@@ -34,6 +34,14 @@ enum class DataType : int {
   bf16 = 16,
   c128 = 18
 };
+constexpr struct {
+  DataType type;
+  const char *name;
+} kTypes[] = {{DataType::pred, "bool"},     {DataType::s8, "int8"},       {DataType::s16, "int16"},
+              {DataType::s32, "int32"},     {DataType::s64, "int64"},     {DataType::u8, "uint8"},
+              {DataType::u16, "uint16"},    {DataType::u32, "uint32"},    {DataType::u64, "uint64"},
+              {DataType::f16, "float16"},   {DataType::f32, "float32"},   {DataType::f64, "float64"},
+              {DataType::c64, "complex64"}, {DataType::bf16, "bfloat16"}, {DataType::c128, "complex128"}};
 enum class AttrType : int { string = 4 };
 enum class Stage : int { instantiate, prepare, initialize, execute };
 enum class ExtensionType : int { metadata = 1 };

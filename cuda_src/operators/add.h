@@ -33,7 +33,7 @@ struct Add {
     return kOk;
   }
 
-  // What is added where b is absent.
+  // The number that is added if b is absent.
   double addend() const { return alpha * b_number.value; }
 
  private:

@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(kDirectBlock)
     if (channel + e < c.s.channels) to[(channel + e) * c.weight.channel] = narrow<T>(each[e]);
 }
 
-// The same for few slices, which large weights have. A warp has 32 channels of an output channel for kSumTaps kernel
+// The sum of few slices, which large weights have. A warp has 32 channels of an output channel for kSumTaps kernel
 // elements, and transposes them in shared memory, so that its stores are contiguous in either layout.
 constexpr int kSumTaps = 16;
 

@@ -85,7 +85,7 @@ struct Conv2dAttrs : Conv2dParams {
     return check_size(op, "the result", *y);
   }
 
-  // Of y along an axis; 0 if the kernel does not fit.
+  // The size of y along an axis; 0 if the kernel does not fit.
   int64_t out_size(int64_t in, int64_t kernel, int axis) const {
     if (in < 0 || kernel < 1) return kernel ? kUnknownDim : 0;
     const int64_t padded = in + bounded_product(2, padding.value[axis]);

@@ -329,7 +329,7 @@ constexpr auto slope_shapes() {
                              BlockRow<T, 4>, BlockRow<T, 8, 512, 512>>();
 }
 
-// The same for an UnalignedRow.
+// An UnalignedRow.
 template <typename T>
 constexpr auto unaligned_shapes() {
   if constexpr (sizeof(T) == 2)

@@ -75,7 +75,7 @@ struct LinearBackward : LinearAttrs {
       {"dx", optional}, {"dweight", optional}, {"dbias", optional}, {"workspace", workspace}};
   // CUDA's partial sums of dbias: at most so many of each of n columns. Few columns need many for enough blocks.
   static int64_t parts(int64_t n) { return n ? std::clamp<int64_t>((1 << 18) / n, 1, 256) : 0; }
-  // Of all partial sums, rounded up so that what follows in the workspace is aligned.
+  // The elements of all partial sums, rounded up so that the next part of the workspace is aligned.
   static int64_t partial_elements(int64_t n) { return kIsCuda ? (parts(n) * n + 63) / 64 * 64 : 0; }
 
   Status infer(const Tensor *in, Spec *out) const {

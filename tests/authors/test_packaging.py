@@ -45,7 +45,9 @@ def tree(tmp_path):
     """A copy of what is packaged, with a file in the place of the library."""
     copy = tmp_path / "tree"
     for folder in FOLDERS:
-        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__", "*.so", "*.a"))
+        shutil.copytree(
+            ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__", "*.so", "*.a", "*.pyi")
+        )
     for file in ("pyproject.toml", "setup.py", "MANIFEST.in", "Makefile", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, copy)
     (copy / "aotops/libaotops.so").write_bytes(LIBRARY)
@@ -75,6 +77,7 @@ def test_wheel_is_for_this_platform_and_any_python(tree, tmp_path):
         assert {f"Tag: {TAG}", "Root-Is-Purelib: false"} <= set(archive.read(metadata).decode().splitlines())
         assert archive.read("aotops/libaotops.so") == LIBRARY
     assert {name for name in files if not name.split("/")[0].endswith(".dist-info")} == expected_files(tree)
+    assert {"aotops/frontends/jax/__init__.pyi", "aotops/frontends/numpy.pyi", "aotops/py.typed"} <= files
 
 
 def expected_files(tree) -> set[str]:
@@ -141,6 +144,7 @@ def test_editable_install_imports_the_tree(tree, tmp_path):
         str(tree / "aotops/__init__.py"),
         str(tree / "frontends/__init__.py"),
     ]
+    assert (tree / "frontends/numpy.pyi").exists()
 
 
 # --------------------------------------------------------------------------------------------------------- the library

@@ -16,12 +16,12 @@ from importlib import import_module
 import pytest
 
 from aotops import call, library
-from aotops.frontends import torch_call
 from aotops.ops import OPS
 from aotops.spec import TensorSpec
 from aotops.testing.frameworks import race, requested
 
 np = pytest.importorskip("numpy")
+CALLS = [call, import_module("aotops.frontends.torch.call")] if "torch" in requested() else [call]
 
 # Results of everything, as hexadecimal digits of a checksum; what differs from process to process is the environment.
 RESULTS = """
@@ -141,14 +141,6 @@ def test_an_unknown_call_path_is_an_error(python):
 def test_an_unknown_instruction_set_is_an_error(python, isa):
     said = python("import aotops.frontends.numpy", expect=1, AOTOPS_CPU_ISA=isa)
     assert f"ValueError: AOTOPS_CPU_ISA is '{isa}', expected baseline, avx2 or avx512" in said
-
-
-@pytest.mark.parametrize(
-    ("file", "why"), [("", "it is empty"), ("libno.so", "libno.so: "), ("libc.so.6", "it is another")]
-)
-def test_an_openblas_that_is_none_is_an_error(python, file, why):
-    said = python("import aotops.frontends.numpy", expect=1, AOTOPS_OPENBLAS=file)
-    assert f"ValueError: AOTOPS_OPENBLAS is '{file}', expected the path of an OpenBLAS, or 'none': {why}" in said
 
 
 # -------------------------------------------------------------------------------------------- one result on every build
@@ -623,9 +615,9 @@ def test_a_device_without_entries_is_named():
 
 
 def test_a_function_without_a_frame_is_called_as_before(python):
-    """With and without its frame. Torch is not needed: without it the gate stays shut, and every call falls back."""
+    """With and without its frame. No argument is a tensor, so every call falls back."""
     program = """
-from aotops.frontends import torch_call
+from aotops.frontends.torch import call as torch_call
 from aotops.ops import OPS
 torch_call.lib()
 def bind(*attrs):
@@ -650,8 +642,8 @@ for installed in (False, True):
 assert results[0] == results[1], results
 print("same")
 """
-    if call.call_path() == "ctypes":
-        pytest.skip("needs CPython")
+    if call.call_path() == "ctypes" or "torch" not in requested():
+        pytest.skip("needs CPython and torch")
     assert python(program).strip() == "same"
 
 
@@ -659,9 +651,9 @@ def test_an_operator_without_a_backward_is_named():
     if "torch" not in requested():
         pytest.skip("torch is not under test")
     torch, frontend = import_module("torch"), import_module("aotops.frontends.torch")
-    if not frontend._READS_TENSORS:
+    if not frontend.tensors.READS_TENSORS:
         pytest.skip("this torch has no gate: its calls are served in Python")
-    eager = frontend._Eager(replace(OPS["gelu"], backward=None), ("none",))
+    eager = frontend.eager.Eager(replace(OPS["gelu"], backward=None), ("none",))
     y = eager(torch.ones(3, requires_grad=True))
     with pytest.raises(NotImplementedError, match="gelu has no derivative"):
         y.sum().backward()
@@ -675,7 +667,9 @@ def _mirrors(module):
     return [s for s in structs if s.__module__ == module.__name__ and s.__name__ != "_MethodDef"]
 
 
-@pytest.mark.parametrize("struct", [*_mirrors(call), *_mirrors(torch_call)], ids=lambda s: s.__name__)
+@pytest.mark.parametrize(
+    "struct", [struct for module in CALLS for struct in _mirrors(module)], ids=lambda s: s.__name__
+)
 def test_a_struct_of_another_size_is_refused(monkeypatch, struct):
     """``_MethodDef`` is CPython's own, all others are the library's."""
     module = import_module(struct.__module__)
@@ -693,7 +687,7 @@ def test_a_struct_of_another_size_is_refused(monkeypatch, struct):
         set_up.__wrapped__()
 
 
-@pytest.mark.parametrize(("symbol", "version"), [("aot_call_structs", 2), ("aot_torch_structs", 4)])
+@pytest.mark.parametrize(("symbol", "version"), [("aot_call_structs", 3), ("aot_torch_structs", 5)])
 def test_structs_of_another_version_are_refused(symbol, version):
     call.check_structs(symbol, version, [])
     expected = rf"libaotops.so: {symbol}: version is {version}, expected {version + 1}: rebuild it"

@@ -82,7 +82,7 @@ def test_a_choice_of_products_that_is_unknown_is_named(python):
     if not library.has_cuda():
         pytest.skip("the library was built without CUDA")
     error = python(_MATMUL_ON_CUDA, AOTOPS_GEMM="fastest")
-    assert error.strip() == "4 matmul: AOTOPS_GEMM is 'fastest', expected 'auto', 'cublaslt', 'own' or 'tune'"
+    assert error.strip() == "4 matmul: AOTOPS_GEMM is 'fastest', expected 'auto', 'cublaslt' or 'own'"
     assert "AOTOPS_GEMM" not in python(_MATMUL_ON_CUDA, AOTOPS_GEMM="")
 
 
@@ -368,7 +368,7 @@ def test_a_library_that_lacks_a_function(python, tmp_path):
     from aotops import __version__
 
     source = f'extern "C" const char *aot_version() {{ return "{__version__}"; }}'
-    source += 'extern "C" const char *aot_last_error() { return ""; } extern "C" void aot_set_openblas(const char *) {}'
+    source += 'extern "C" const char *aot_last_error() { return ""; }'
     file = tmp_path / "libother.so"
     subprocess.run(
         [_tool("g++"), "-shared", "-fPIC", "-x", "c++", "-", "-o", file], input=source, text=True, check=True

@@ -15,8 +15,6 @@ from aotops.frontends import torch as ours  # noqa: E402
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")]
 
 MODES = """
-import sys
-
 import torch
 
 from aotops.frontends import torch as ours
@@ -42,11 +40,9 @@ for shape in ((512, 256, 768), (300, 72, 40), (257, 33, 65)):
         y = torch.nn.functional.gelu(z) if activation else z
         exact = [y, *torch.autograd.grad(y, wide, slopes(y))]
         found = steps(*leaves, activation=activation)
-        for _ in range(50 if sys.argv[1] == "tune" else 1):  # until tuning has ended
-            again = steps(*leaves, activation=activation)
-            for one, other, right in zip(found, again, exact):
-                assert (other.double() - right).abs().max() <= 2**-6 * right.abs().max(), (shape, activation)
-                assert sys.argv[1] == "tune" or torch.equal(one, other), (shape, activation)
+        for one, other, right in zip(found, steps(*leaves, activation=activation), exact):
+            assert (one.double() - right).abs().max() <= 2**-6 * right.abs().max(), (shape, activation)
+            assert torch.equal(one, other), (shape, activation)
 
 x, weight = torch.randn(640, 384, device="cuda").bfloat16(), torch.randn(256, 384, device="cuda").bfloat16()
 exact = x.double() @ weight.double().T
@@ -57,17 +53,15 @@ for _ in range(2):
     y.zero_()
     graph.replay()
     assert (y.double() - exact).abs().max() <= 2**-7 * exact.abs().max()
-    for _ in range(50):
-        ours.linear(x, weight)
 """
 
 
-@pytest.mark.parametrize("mode", ["auto", "cublaslt", "own", "tune"])
+@pytest.mark.parametrize("mode", ["auto", "cublaslt", "own"])
 def test_the_choice_of_the_kernel(mode):
     """Values, the same bits again, and capture into a graph."""
     env = {**os.environ, "AOTOPS_GEMM": mode}
     run = subprocess.run(
-        [sys.executable, "-c", MODES, mode], env=env, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", MODES], env=env, capture_output=True, text=True, timeout=300, check=False
     )
     assert run.returncode == 0, run.stderr[-2000:]
 

@@ -50,8 +50,9 @@ def shapes(one: EntryCall) -> list[tuple[int, ...] | None]:
 
 
 def part_of(one: EntryCall, whole: Mapping[str, np.ndarray], axis: Axis, part: slice) -> dict[str, np.ndarray]:
-    """The results of the call on a part of each input that has the axis."""
+    """The results of the call on a part of each input that has the axis. The first part has what is added once."""
     inputs = {slot: whole[slot] for slot in one.op.inputs if slot in whole}
+    inputs |= {slot: np.zeros_like(inputs[slot]) for slot in axis.added if part.start}
     for slot, at in axis.positions.items():
         if slot in inputs:
             inputs[slot] = inputs[slot][(slice(None),) * at + (part,)]
@@ -201,7 +202,9 @@ def test_leading_axes_are_aligned_and_broadcast():
 
 def test_a_product_with_an_epilogue_is_not_summed_in_parts():
     assert stated("linear", (4, 6), (5, 6)).axis("x", 1).partial == {"y"}
-    assert stated("linear", (4, 6), (5, 6), (5,)).axis("x", 1) is None
+    assert stated("linear", (4, 6), (5, 6)).axis("x", 1).added == set()
+    assert stated("linear", (4, 6), (5, 6), (5,)).axis("x", 1).added == {"bias"}
+    assert stated("linear", (4, 6), (5, 6), (5,)).axis("weight", 0).added == set()
     assert stated("linear", (4, 6), (5, 6), activation="relu").axis("x", 1) is None
     assert stated("linear", (4, 6), (5, 6), (5,), activation="relu").slots["pre_activation"] == ("...1", "o")
 

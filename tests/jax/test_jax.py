@@ -18,6 +18,7 @@ import jax.numpy as jnp  # noqa: E402
 from jax.test_util import check_grads  # noqa: E402
 
 from aotops.frontends import jax as ours  # noqa: E402
+from aotops.frontends.jax.public import function_of  # noqa: E402
 from aotops.ops import OPS  # noqa: E402
 from aotops.testing.cases import CASES, first_case, inputs  # noqa: E402
 from aotops.testing.frameworks import race  # noqa: E402
@@ -287,7 +288,7 @@ def test_sixteen_bits_have_derivatives_of_their_dtype():
 
 def test_what_states_no_derivative_says_so_by_name():
     op = OPS["gelu"]
-    gelu = ours._function(replace(op, backward=replace(op.backward, formula=None)), __name__)
+    gelu = function_of(replace(op, backward=replace(op.backward, formula=None)), __name__)
     x = arrays()[0]
     close(jax.grad(loss(gelu))(x), jax.grad(loss(ours.gelu))(x))
     for derivative in (lambda f: jax.jvp(f, (x,), (x,)), lambda f: jax.jit(jax.jacfwd(f))(x)):
@@ -295,7 +296,7 @@ def test_what_states_no_derivative_says_so_by_name():
             derivative(gelu)
     with pytest.raises(NotImplementedError, match=r"^gelu_backward has no gradient"):
         jax.grad(lambda x: jax.grad(loss(gelu))(x).sum())(x)
-    none = ours._function(replace(op, backward=None, formula=None), __name__)
+    none = function_of(replace(op, backward=None, formula=None), __name__)
     with pytest.raises(NotImplementedError, match=r"^gelu has no gradient"):
         jax.grad(loss(none))(x)
 

@@ -14,11 +14,10 @@ ms = pytest.importorskip("mindspore")
 
 from mindspore import Tensor, nn, ops  # noqa: E402
 from mindspore.dataset import NumpySlicesDataset  # noqa: E402
-from mindspore.parallel import Layout  # noqa: E402
 from mindspore.train import Callback, CheckpointConfig, LossMonitor, Model, ModelCheckpoint  # noqa: E402
 
 from aotops.frontends import mindspore as ours  # noqa: E402
-from aotops.frontends.mindspore_sharding import layouts  # noqa: E402
+from aotops.frontends.mindspore.primitives import differentiable  # noqa: E402
 from aotops.ops import BUILTIN, OPS  # noqa: E402
 from aotops.testing.cases import CASES, row_samples  # noqa: E402
 from aotops.testing.frameworks import MindSpore  # noqa: E402
@@ -360,7 +359,7 @@ def test_functions_are_pickled(name):
 
 def test_attributes_without_end_fill_no_memory():
     """A rate that is another one each step."""
-    cache, x = ours._differentiable, tensors()[0]
+    cache, x = differentiable, tensors()[0]
     bound = cache.cache_info().maxsize
     for i in range(bound + 8):
         ours.layer_norm(x, 6, eps=1.0 + i)
@@ -809,37 +808,3 @@ def test_what_cannot_be_registered_is_refused():
     x, w, _ = tensors()
     with pytest.raises(NotImplementedError, match="add: tensors of different shapes"):
         ours.registered("add", x, w)
-
-
-def maps(found):
-    """Of each Layout, the mesh axis that each axis is split over, from the last; -1 for none."""
-    return [[layout.to_dict()["tensor_map"] for layout in side] for side in found]
-
-
-def test_layouts_follow_from_the_definitions():
-    mesh = Layout((2, 3), ("dp", "tp"))
-    x, weight, bias = (Tensor(np.zeros(shape), F32) for shape in ((8, 5, 4), (6, 4), (6,)))
-    found = layouts("linear", mesh, {"x": ("dp", "None", "None"), "weight": ("tp", "None")}, x, weight, bias)
-    assert maps(found)[0] == [(1, -1, -1), (0, -1), (0,)]
-    assert maps(found)[1][0] == (1, -1, 0)
-    assert maps(layouts("softmax", mesh, {"x": ("None", "tp")}, Tensor(np.zeros((4, 6)), F32), 0)) == [[(-1, 0)]] * 2
-    assert maps(layouts("layer_norm", mesh, {"x": ("dp", "None")}, weight, 4))[1] == [(1, -1), (1, -1)]
-    with pytest.raises(NotImplementedError, match="matmul: axis 1 of a is summed over: of its parts, y would be"):
-        layouts("matmul", mesh, {"a": ("None", "dp")}, weight, Tensor(np.zeros((4, 6)), F32))
-    with pytest.raises(ValueError, match="layer_norm: axis 1 of x is split over dp, expected it whole"):
-        layouts("layer_norm", mesh, {"x": ("None", "dp")}, weight, 4)
-    with pytest.raises(ValueError, match="gelu: axis 0 of x has length 8, expected a multiple of the 3 devices of tp"):
-        layouts("gelu", mesh, {"x": ("tp", "None", "None")}, x)
-
-
-@MODES
-def test_a_primitive_takes_its_layouts(mode):
-    """On one device, without parallelism, which the CPU build of MindSpore refuses, they change nothing."""
-    ms.set_context(mode=mode)
-    x, w, b = tensors()
-    norm = ours.registered("layer_norm", x, 6, w, b)
-    norm.add_prim_attr("self_define_shard", True)
-    norm.shard(*layouts("layer_norm", Layout((2, 2), ("dp", "tp")), {"x": ("dp", "None")}, x, 6, w, b))
-    assert [layout["tensor_map"] for layout in norm.attrs["in_layout"]] == [(1, -1), (-1,), (-1,)]
-    assert [layout["tensor_map"] for layout in norm.attrs["out_layout"]] == [(1, -1), (1, -1)]
-    close(norm(x, w, b)[0], ours.layer_norm(x, 6, w, b))

@@ -28,7 +28,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from aotops.frontends import jax as ours
-from aotops.frontends.jax_sharding import _stated
+from aotops.frontends.jax.public import function_of
+from aotops.frontends.jax.sharding import _stated
 from aotops.ops import OPS
 from aotops.testing import Case
 
@@ -339,7 +340,7 @@ def a_warning_where_every_device_computes_all() -> None:
     """Once in a process; not of an operator that states its axes, or of one device."""
     x = random(8, 16)
     sharded = put(x, mesh_of(d=4), "d")
-    silent = ours._function(replace(OPS["softmax"], dims=None), "silent")
+    silent = function_of(replace(OPS["softmax"], dims=None), "silent")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         silent(x)

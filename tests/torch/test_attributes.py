@@ -17,17 +17,17 @@ import torch
 
 from aotops.frontends import torch as ours
 
-pytestmark = pytest.mark.skipif(not ours._in_c, reason="this torch has no kernels of the dispatcher in C")
+pytestmark = pytest.mark.skipif(not ours.registered.in_c, reason="this torch has no kernels of the dispatcher in C")
 
 
 @pytest.fixture
 def many_values(monkeypatch):
     """As after many values of every operator's attributes."""
-    monkeypatch.setattr(ours, "_first_values", Counter(dict.fromkeys(OPS.values(), ours._VALUES)))
+    monkeypatch.setattr(ours.eager, "_first_values", Counter(dict.fromkeys(OPS.values(), ours.eager._VALUES)))
 
 
 def misses() -> int:
-    return ours._eager.cache_info().misses
+    return ours.eager.eager.cache_info().misses
 
 
 def smoothed(label_smoothing: float, **options):
@@ -38,13 +38,13 @@ def smoothed(label_smoothing: float, **options):
 
 
 def test_few_values_are_bound_at_once_and_more_are_not(monkeypatch):
-    monkeypatch.setattr(ours, "_first_values", Counter())
+    monkeypatch.setattr(ours.eager, "_first_values", Counter())
     before = misses()
     for i in range(100):
         smoothed(0.4 + i / 1000)
-    assert misses() - before <= ours._VALUES
+    assert misses() - before <= ours.eager._VALUES
     before = misses()
-    for _ in range(2 * ours._USES):  # one of them, often
+    for _ in range(2 * ours.eager._USES):  # one of them, often
         smoothed(0.45)
     assert misses() - before == 1
 
@@ -63,7 +63,7 @@ def test_the_bits_are_those_of_a_bound_value(many_values, dtype, shape):
     }
     for name, call in calls.items():
         results = []
-        for _ in range(2 * ours._USES + 2):
+        for _ in range(2 * ours.eager._USES + 2):
             with torch.no_grad():
                 alone = call()
             y = call()

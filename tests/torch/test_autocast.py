@@ -99,7 +99,7 @@ def test_casts_are_as_many_as_torchs(name, grad):
             if grad:
                 y.sum().backward()
         found.append((*counts, casts.n, y, weight.grad, bias.grad))
-    if ours._READS_TENSORS:
+    if ours.tensors.READS_TENSORS:
         assert found[0][:2] == found[1][:2]
         assert found[0][0] == forward
     for got, expected in zip(found[0][2:], found[1][2:], strict=True):
@@ -113,7 +113,7 @@ def test_a_cast_of_torchs_is_used():
         with Casts() as casts:
             ours.linear(x, weight, bias)
             ours.matmul(x, weight)
-    assert casts.n == 0 or not ours._READS_TENSORS
+    assert casts.n == 0 or not ours.tensors.READS_TENSORS
 
 
 def test_a_weight_that_changed_is_cast_again():
@@ -141,7 +141,7 @@ def test_a_cast_that_fails_in_c_is_made_in_python():
     """Of memory that there is not, and with torch's error: no exception of C++ is let through."""
     weight = torch.nn.Parameter(torch.empty(1, 1)).data.expand(1 << 40, 1 << 20).requires_grad_()
     with on(), pytest.raises(RuntimeError, match=r"memory|alloc"):
-        ours._cast(weight, LOW)
+        ours.autocast.cast(weight, LOW)
 
 
 def test_compiled_casts_are_torchs():

@@ -68,7 +68,9 @@ def test_saved_tensors_are_not_kept_beyond_the_graph(xwb):
     assert alive() is None
 
 
-NEEDS_GATE = pytest.mark.skipif(ours._gate is None, reason="this torch has no gate: all calls are dispatched")
+NEEDS_GATE = pytest.mark.skipif(
+    ours.tensors.is_plain is None, reason="this torch has no gate: all calls are dispatched"
+)
 
 
 @ON
@@ -76,7 +78,7 @@ NEEDS_GATE = pytest.mark.skipif(ours._gate is None, reason="this torch has no ga
 def test_a_plain_backward_is_a_call_in_c(where, monkeypatch):
     """It computes only the gradients that are wanted. On CUDA it runs on a thread of autograd's own."""
     fallen_back = []
-    monkeypatch.setattr(ours, "_run_backward", lambda op, *args: fallen_back.append(op.name))
+    monkeypatch.setattr(ours.eager, "run_backward", lambda op, *args: fallen_back.append(op.name))
     x = torch.randn(3, 4, 6, 6, device=where, requires_grad=True)
     weight = torch.randn(5, 4, 3, 3, device=where, requires_grad=True)
     eps = torch.rand(()).item()  # attributes that are bound here first, to the function above
@@ -93,24 +95,26 @@ def test_exclusions_of_keys_that_plain_tensors_do_not_have():
     x, keys = torch.ones(3), torch._C.DispatchKey
     for key, plain in ((keys.Functionalize, True), (keys.AutogradCPU, False)):
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
-            assert ours._gate(x) is plain
+            assert ours.tensors.is_plain(x) is plain
             close(ours.gelu(x), F.gelu(x))
 
 
 def test_transposed_views_are_not_copied(monkeypatch):
     """The call takes the matrix itself, and says that it lies transposed."""
     x = torch.randn(2, 3, 4, dtype=torch.float64)
-    plain = ours._plain
-    monkeypatch.setattr(ours, "_plain", lambda t: plain(t) if t.is_contiguous() else pytest.fail("a copy was made"))
+    plain = ours.tensors.plain_tensor
+    monkeypatch.setattr(
+        ours.eager, "plain_tensor", lambda t: plain(t) if t.is_contiguous() else pytest.fail("a copy was made")
+    )
     close(ours.matmul(x.mT, x), x.mT @ x)
     close(ours.matmul(x, x.mT), x @ x.mT)
     close(ours.matmul(x, x, transpose_b=True), x @ x.mT)
     close(ours.matmul(x.mT, x.mT, transpose_b=True), x.mT @ x)
 
 
-@pytest.mark.skipif(not ours._READS_TENSORS, reason="this torch has no gate: its calls are served in Python")
+@pytest.mark.skipif(not ours.tensors.READS_TENSORS, reason="this torch has no gate: its calls are served in Python")
 def test_transposed_views_are_sorted_out_in_c(monkeypatch):
-    monkeypatch.setattr(ours, "_general", lambda op, *_: pytest.fail("served in Python"))
+    monkeypatch.setattr(ours.public, "_general", lambda op, *_: pytest.fail("served in Python"))
     x, w = (torch.randn(3, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
     for f, g in (
         (ours.matmul(x, w.T), x @ w.T),

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck  # noqa: E402
 
 from aotops import formula  # noqa: E402
 from aotops.frontends import torch as ours  # noqa: E402
-from aotops.frontends.torch_mathematics import Mathematics  # noqa: E402
+from aotops.frontends.torch.mathematics import Mathematics  # noqa: E402
 
 INTEGERS = torch.tensor([1, 0, 2])
 

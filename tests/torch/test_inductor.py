@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 
 from aotops.frontends import torch as ours  # noqa: E402
-from aotops.frontends import torch_inductor  # noqa: E402
+from aotops.frontends.torch import inductor  # noqa: E402
 from aotops.ops import OPS  # noqa: E402
 
 WIDTH, BLOCKS = 8, 12
@@ -77,7 +77,9 @@ def test_inductor_comes_up_without_make_fallback(monkeypatch):
     monkeypatch.setattr(lowering, "make_fallback", make_fallback)
     monkeypatch.setattr("sys.meta_path", [])
     with pytest.warns(UserWarning, match=f"Inductor {torch.__version__.partition('+')[0]}.* took no operators: TypeE"):
-        torch_inductor.register([torch_inductor.Operator(GELU, GELU, ours.dispatched[GELU], None)], ours._composed)
+        inductor.register(
+            [inductor.Operator(GELU, GELU, ours.registered.dispatched[GELU], None)], ours.gradients.composed
+        )
 
 
 # ------------------------------------------------------------------------------------------------------------- compiled
@@ -182,7 +184,7 @@ def as_on_a_gpu(monkeypatch):
     import torch._inductor.lowering
     from torch._inductor.utils import fresh_inductor_cache
 
-    monkeypatch.setattr(torch_inductor, "_fuses_products", lambda x: True)
+    monkeypatch.setattr(inductor, "_fuses_products", lambda x: True)
     torch._dynamo.reset()
     with fresh_inductor_cache():
         yield
@@ -237,7 +239,7 @@ def test_every_elementwise_operator_is_decomposed():
         one for op in OPS.values() for one in (op, op.backward) if one and one.elementwise and one.has_kernel
     ]
     assert len(elementwise) == 5
-    assert {ours.dispatched[one] for one in elementwise} <= lowering.decompositions.keys()
+    assert {ours.registered.dispatched[one] for one in elementwise} <= lowering.decompositions.keys()
 
 
 def test_products_are_torchs_in_16_bits_on_a_gpu_alone():
@@ -278,7 +280,7 @@ def test_an_activation_is_computed_again_in_the_backward(as_on_a_gpu, monkeypatc
     def mlp(x, up, bias, down):
         return ours.linear(ours.linear(x, up, bias, "gelu_tanh"), down)
 
-    monkeypatch.setattr(torch_inductor, "_has_fused_kernel", lambda *_: True)
+    monkeypatch.setattr(inductor, "_has_fused_kernel", lambda *_: True)
     torch.manual_seed(0)
     inputs = [(_draw(*shape) / 4).requires_grad_() for shape in ((2, 3, 8), (32, 8), (32,), (8, 32))]
     results = [

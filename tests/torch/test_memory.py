@@ -31,7 +31,7 @@ from aotops.testing.frameworks import Torch  # noqa: E402
 
 MISSING = Torch().missing("cuda")
 WHERE = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(bool(MISSING), reason=MISSING or "")])]
-PLAIN = pytest.mark.skipif(not ours._READS_TENSORS, reason="this torch has no path of plain calls")
+PLAIN = pytest.mark.skipif(not ours.tensors.READS_TENSORS, reason="this torch has no path of plain calls")
 
 
 # ------------------------------------------------------------------------------------------------------- the statement
@@ -56,7 +56,7 @@ def stated(op, attrs, inputs: Sequence[Any], device: str) -> Stated:
     def total(specs, names):
         return sum(nbytes(specs[name]) for name in names)
 
-    given = tuple(map(ours._spec, inputs))
+    given = tuple(map(ours.tensors.spec_of, inputs))
     specs = infer(op, attrs, given, device)
     large = device == "cuda" and inputs[0].numel() > ours.KEEP_RESIDUALS_FROM
     residuals = op.kept_residuals(attrs) if op.always_save_residuals or large else ()
@@ -186,9 +186,9 @@ DIFFERENTIABLE = sorted(name for name, op in OPS.items() if op.backward is not N
 def bound(monkeypatch):
     """All values of attributes are bound when they are first used: the dispatcher, which runs others, keeps a residual
     without a graph, too."""
-    ours._uses.cache_clear()
-    monkeypatch.setattr(ours, "_first_values", Counter())
-    monkeypatch.setattr(ours, "_VALUES", 1 << 30)
+    ours.eager._uses.cache_clear()
+    monkeypatch.setattr(ours.eager, "_first_values", Counter())
+    monkeypatch.setattr(ours.eager, "_VALUES", 1 << 30)
 
 
 @PLAIN
@@ -203,8 +203,8 @@ def test_a_call_has_the_memory_that_is_stated(name, where):
         say = stated(OPS[name], attrs, inputs, where)
         dys = [torch.randn_like(y) for y in as_tuple(call())]
         # a profiler takes calls past the bindings that C holds, to _eager, which forgets values that C still has
-        ours._eager.cache_clear()
-        y = as_tuple(ours._eager(OPS[name], attrs)(*inputs))
+        ours.eager.eager.cache_clear()
+        y = as_tuple(ours.eager.eager(OPS[name], attrs)(*inputs))
         torch.autograd.grad(y, leaves, dys)  # what is cached for these shapes
         del y
         with torch.no_grad():

@@ -11,11 +11,11 @@ from torch.autograd.graph import saved_tensors_hooks  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from aotops.frontends import torch as ours  # noqa: E402
-from aotops.frontends import torch_overwrite  # noqa: E402
+from aotops.frontends.torch import overwrite  # noqa: E402
 
 SHAPE = 130, 2050
 DY = torch.tensor(0.375)
-assert 4 * SHAPE[0] * SHAPE[1] > torch_overwrite.FROM
+assert 4 * SHAPE[0] * SHAPE[1] > overwrite.FROM
 
 
 def made():
@@ -35,7 +35,7 @@ def close(*gradients):
 
 
 @pytest.mark.skipif(
-    not ours._READS_TENSORS or torch_overwrite.SAVED.may_overwrite is None,
+    not ours.tensors.READS_TENSORS or overwrite.SAVED.may_overwrite is None,
     reason="this torch cannot tell who reads a tensor",
 )
 @pytest.mark.parametrize("reads", [0, 1])
@@ -89,19 +89,19 @@ def test_what_the_caller_has_kept(keep):
     assert torch.equal(kept, before[-len(kept) :])
 
 
-@pytest.mark.skipif(torch_overwrite.SAVED.may_overwrite is None, reason="this torch cannot tell who reads a tensor")
+@pytest.mark.skipif(overwrite.SAVED.may_overwrite is None, reason="this torch cannot tell who reads a tensor")
 @pytest.mark.parametrize("which", range(4))
 @pytest.mark.parametrize("more", [-1, 1])
 def test_a_count_of_references_that_differs(which, more, monkeypatch):
     """As an interpreter without a global lock may give it: more than a backward's, or fewer."""
-    counted = torch_overwrite._references
+    counted = overwrite._references
 
     def differing(saved, i):
         found = list(counted(saved, i))
         found[which] += more * (saved[i].numel() > 1)  # not that of the probe
         return tuple(found)
 
-    monkeypatch.setattr(torch_overwrite, "_references", differing)
+    monkeypatch.setattr(overwrite, "_references", differing)
     x, target = made()
     loss = ours.cross_entropy(x, target)
     address = loss.grad_fn.saved_tensors[-1].data_ptr()

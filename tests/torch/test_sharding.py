@@ -19,7 +19,7 @@ if not torch.distributed.is_available():
 import sharded  # noqa: E402
 
 from aotops.frontends import torch as ours  # noqa: E402
-from aotops.frontends.torch_sharding import _strategies, register  # noqa: E402
+from aotops.frontends.torch.sharding import _strategies, register  # noqa: E402
 from aotops.ops import OPS  # noqa: E402
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "sharded.py"
@@ -52,7 +52,7 @@ def test_strategies_are_registered_in_either_order(python, first):
 import {first}, torch.distributed.tensor
 from aotops.frontends import torch as ours
 known = torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
-print(*sorted(op.name for op, overload in ours.dispatched.items() if overload not in known), "and no other")
+print(*sorted(op.name for op, overload in ours.registered.dispatched.items() if overload not in known), "and no other")
 """
     assert python(program).strip() == "and no other"
 
@@ -63,7 +63,7 @@ def test_dtensor_comes_up_without_register_sharding(monkeypatch):
 
     monkeypatch.setattr(experimental, "register_sharding", lambda: None)
     with pytest.warns(UserWarning, match="DTensor of torch .* took no strategies: TypeError"):
-        register(ours.dispatched.items())
+        register([(op, op, overload) for op, overload in ours.registered.dispatched.items()])
 
 
 def test_the_example_trains_as_one_process():

@@ -32,7 +32,7 @@ STEPS = 1_000
 STEPS_ON_CPU = 50
 STREAMS, THREADS = 6, 4
 IN_STEPS = 0.35
-"""Of the time, for steps of models."""
+"""The share of the time for steps of models."""
 EVERY = 30.0
 """Seconds between records of what was found so far."""
 

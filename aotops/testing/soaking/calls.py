@@ -24,8 +24,8 @@ POISON = 0xFF
 
 @dataclass(frozen=True)
 class Quiet:
-    """What the slots hold before a call and after it, in quiet. Outputs and workspace hold poison before, and nothing
-    is expected of a workspace."""
+    """The contents of the slots before a call and after it, in quiet. Outputs and workspace hold poison before, and
+    nothing is expected of a workspace."""
 
     before: Mapping[str, bytes]
     after: Mapping[str, bytes]
@@ -58,7 +58,7 @@ class Repeated:
         return ", ".join([f"{self.call.op.name} of {described(self.case)}", self.dtype, *how])
 
     def addresses(self, places: Mapping[str, int]) -> tuple[int, ...]:
-        """Of the slots given, in the entry's order."""
+        """The places of the slots given, in the entry's order."""
         return tuple(places[self.shared.get(slot, slot)] for slot in self.call.given)
 
     def places(self) -> dict[str, int]:
@@ -122,7 +122,7 @@ def repeated(subject: Subject, device: str, every_dtype: bool = True) -> Iterato
 
 
 def other_numbers(one: Repeated, subject: Subject, device: str) -> Repeated:
-    """The same call on other numbers."""
+    """A call like this one on other numbers."""
     of = subject.trial(one.case, one.dtype)
     trial = Trial(of.row, of.case, of.dtype, f"{of.seed} again")
     return next(
@@ -169,7 +169,7 @@ def _wide(subject: Subject) -> Case | None:
 
 
 def _shifted(subject: Subject) -> Iterator[Case]:
-    """Those that are tried at addresses which kernels for vectors do not take."""
+    """The calls that are tried at addresses which kernels for vectors do not take."""
     yield subject.plain
     if subject.from_row and (case := _wide(subject)):
         yield case

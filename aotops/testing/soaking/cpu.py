@@ -19,7 +19,7 @@ from ..frameworks import race
 from .calls import POISON, Quiet, Repeated, differing, quiet
 
 SHARE = 0.5
-"""Of the time, in which all threads run the same call."""
+"""The share of the time in which all threads run the same call."""
 VISIT = 5
 """Repeats of a thread before the threads go to the next call."""
 ALIGNMENT = 64

@@ -49,7 +49,7 @@ class _Wrong(ctypes.Structure):
 
 
 class _Found(ctypes.Structure):
-    """What the kernels of a visit count."""
+    """The counters of the kernels of a visit."""
 
     _fields_ = [("counts", c_uint64 * (2 * SLOTS)), ("repeats", c_uint64), ("_", c_uint64), ("first", _Wrong * SLOTS)]
 

@@ -177,7 +177,7 @@ int soak_load(void *memory, int64_t bytes, int n_blocks, int64_t cycles, void *s
   return launch(load_device, n_blocks, kLoadThreads, false, stream, static_cast<uint4 *>(memory), bytes / 16, cycles);
 }
 
-// What a stream is given between these two is recorded, to be replayed as a CUDA graph.
+// The work that a stream is given between these two is recorded, to be replayed as a CUDA graph.
 int soak_record(void *stream) { return cudaStreamBeginCapture(as_stream(stream), cudaStreamCaptureModeRelaxed); }
 
 // *graph: null if the recording has failed.

@@ -1,4 +1,4 @@
-"""What the soak found: a row for each operator and pass, and for each run of a model."""
+"""The record of a soak: a row for each operator and pass, and for each run of a model."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 Beside = Callable[[], AbstractContextManager[Any]]
-"""What loads the device during the runs that are not synchronized."""
+"""The load on the device during the runs that are not synchronized."""
 
 BATCHES = 4
 """Different inputs, which the steps take in turn."""

@@ -4,7 +4,6 @@
 #pragma once
 #include <type_traits>
 
-#include "cpu/blas.h"
 #include "cpu/entry.h"
 #include "cpu/parallel.h"
 #include "norm.h"

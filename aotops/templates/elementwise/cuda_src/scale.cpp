@@ -16,7 +16,7 @@ void scale_loop(const T *x, T *y, int64_t n, double factor) {
 
 // ----------------------------------------------------------------------------------------------------- launchers
 
-// Of both operators: one formula.
+// Both operators have one formula.
 template <class Op>
 Status scale_cpu(const Op &op, const Tensor *in, const Tensor *out, void *) {
   return dispatch_floating(in[0].dtype, [&](auto zero) {

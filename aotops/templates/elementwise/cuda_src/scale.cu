@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(kMapBlock) scale_kernel(const T *x, T *y, int6
 
 // ------------------------------------------------------------------------------------------------------- launchers
 
-// Of both operators: one formula.
+// Both operators have one formula.
 template <class Op>
 Status scale_cuda(const Op &op, const Tensor *in, const Tensor *out, void *stream) {
   const Tensor &x = in[0], &y = out[0];

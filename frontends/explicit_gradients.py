@@ -1,0 +1,382 @@
+"""The base of the frontends without autograd (NumPy, CuPy): each operator as a function, and its gradient as a function
+``<op>_backward(dy, <arguments of the op>)``."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from aotops.hosting import NUMBERS, Namespace
+from aotops.infer import infer
+from aotops.library import Library
+from aotops.op import Attr, Op, Rule
+from aotops.spec import TensorSpec, accumulate_dtype, check_broadcast, check_like, shape_text
+
+Arrays = Sequence[Any]
+_ABSENT: Any = object()
+"""``out`` is not given. An operator may have an argument of that name, for which None is a value."""
+
+
+class ArrayFrontend(ABC):
+    """The primitives of an array library, from which ``functions`` makes the operators."""
+
+    device: str
+    """The device of its arrays: "cpu" or "cuda"."""
+    xp: Any
+    """The library."""
+
+    @abstractmethod
+    def prepare(self, op: Op, slot: str, value: Any) -> Any:
+        """The value as a contiguous, aligned array in native byte order: an array of the library, or of another one
+        that exports its memory.
+
+        Raises:
+            TypeError: it is neither, or of a type with more meaning than its elements, which a result, a plain array,
+                would lose.
+            ValueError: it is on another device.
+        """
+
+    @abstractmethod
+    def check_writable(self, op: str, slot: str, value: Any) -> None:
+        """Raises TypeError if the value is not a plain array of the library, ValueError if it is read-only."""
+
+    @abstractmethod
+    def target(self, op: str, slot: str, out: Any) -> Any:
+        """A view of a writable array that an entry can write to; None if the elements are not laid out plainly. Raises
+        ValueError if it is on another device than the current one."""
+
+    @abstractmethod
+    def spec(self, array: Any) -> TensorSpec: ...
+
+    @abstractmethod
+    def empty(self, spec: TensorSpec, model: Any) -> Any:
+        """An uninitialised array on model's device."""
+
+    def device_of(self, array: Any) -> AbstractContextManager[Any]:
+        """Makes the array's device the current one. Accepts other objects, which ``prepare`` refuses later."""
+        return nullcontext()
+
+    @abstractmethod
+    def broadcast(self, arrays: Arrays) -> Arrays: ...
+
+    @abstractmethod
+    def launch(self, op: Op, attrs: tuple[Attr, ...], arrays: Arrays) -> None:
+        """Runs the entry on one array, or None, for each slot."""
+
+    @abstractmethod
+    def number(self, value: float, dtype: str, model: Any) -> Any:
+        """An array without axes, on the device of ``model``, an array or None."""
+
+    def write_back(self, given: Any, written: Any) -> None:
+        """Writes to an input what an entry wrote to what ``prepare`` made of it."""
+        if not self.share_memory(given, written):
+            given[...] = written
+
+    @abstractmethod
+    def share_memory(self, a: Any, b: Any) -> bool:
+        """Whether two arrays have an element in common; at most whether their extents overlap."""
+
+    def functions(self, library: Library, module: str) -> dict[str, Callable[..., Any]]:
+        """Each operator of a library, and its gradient, by name. ``module``: where they are found, for pickle."""
+        functions: dict[str, Callable[..., Any]] = {}
+        for op in library.ops.values():
+            functions |= self.functions_of(op, module)
+        return functions
+
+    def functions_of(self, op: Op, module: str) -> dict[str, Callable[..., Any]]:
+        functions = {op.name: self._forward(op)}
+        if op.has_gradient:
+            functions[f"{op.name}_backward"] = self._backward(op)
+        for name, function in functions.items():
+            function.__module__, function.__name__, function.__qualname__ = module, name, name
+        return functions
+
+    @functools.cache  # noqa: B019  one frontend a framework, which is never freed
+    def of(self, library: Library) -> Namespace:
+        return Namespace(library, type(self).__module__.rpartition(".")[2], self.functions_of)
+
+    def _forward(self, op: Op) -> Callable[..., Any]:
+        has_own_out = "out" in inspect.signature(op.bind).parameters
+
+        @functools.wraps(op.bind)
+        def function(*args, out=_ABSENT, **kwargs):
+            if has_own_out and out is not _ABSENT:
+                kwargs["out"], out = out, None
+            inputs, attrs = op.bind(*args, **kwargs)
+            attrs = op.canonical(attrs)
+            if op.transposable:
+                inputs, attrs = op.absorb_transposed_views(inputs, attrs, _contiguous)
+            with self.device_of(inputs[0]):
+                prepared = self._prepare(op, inputs)
+                outs = None if out is _ABSENT or out is None else _Outs(self, op.name, op.outputs, out)
+                mutated = self._mutated(op, inputs, prepared, outs) if op.mutates else ()
+                results = self._run(op, prepared, attrs, op.outputs, outs)
+                for given, used in mutated:
+                    self.write_back(given, used)
+                return _one_or_all(results if outs is None else outs.filled(results))
+
+        if not has_own_out and op.outputs:
+            _describe_out(function, op.outputs)
+        return function
+
+    def _mutated(self, op: Op, inputs: Arrays, prepared: Arrays, outs: _Outs | None) -> list[tuple[Any, Any]]:
+        """Each input that the operator writes to, with what ``prepare`` made of it."""
+        pairs = []
+        for slot, given, used in zip(op.inputs, inputs, prepared, strict=True):
+            if slot in op.mutates and given is not None:
+                self.check_writable(op.name, slot, given)
+                if outs is not None:
+                    outs.check_apart(slot, given)
+                pairs.append((given, used))
+        return pairs
+
+    def _backward(self, op: Op) -> Callable[..., Any]:
+        rule, backward = op.rule, op.backward
+        differentiate = self._by_rule(op, rule) if rule else self._by_operator(op, backward)  # type: ignore[arg-type]
+
+        gradients = tuple(f"d{slot}" for slot in op.inputs if backward is None or f"d{slot}" in backward.outputs)
+        has_own_out = "out" in inspect.signature(op.bind).parameters
+
+        def function(dy, *args, out=_ABSENT, **kwargs):
+            if has_own_out and out is not _ABSENT:
+                kwargs["out"], out = out, None
+            bound, attrs = op.bind(*args, **kwargs)
+            attrs = op.canonical(attrs)
+            with self.device_of(bound[0]):
+                outs = None if out is _ABSENT or out is None else _Outs(self, f"{op.name}_backward", gradients, out)
+                found = differentiate(dy, bound, attrs, outs)
+                return _one_or_all(found if outs is None else outs.filled(found))
+
+        parameters = [inspect.Parameter("dy", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+        parameters += inspect.signature(op.bind).parameters.values()
+        function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        function.__doc__ = (
+            f"The gradient of ``{op.name}``.\n\n"
+            f"Args:\n    dy: the gradient of {op.name}'s result, like it; a tuple where there are several.\n"
+            f"    The others are those of {op.name}.\n\n"
+            f"Returns:\n    {', '.join(gradients)}; None where the input is None.\n"
+        )
+        if not has_own_out:
+            _describe_out(function, gradients)
+        return function
+
+    def _by_rule(self, op: Op, rule: Rule) -> Callable[..., Any]:
+        def differentiate(dy, bound, attrs, outs):
+            inputs = self._prepare(op, bound)
+            given = dict(zip((*op.inputs, *op.attrs), (*inputs, *attrs), strict=True))
+            given |= zip((f"d{y}" for y in op.outputs), _gradients_of(op, dy), strict=True)
+            if outputs := [slot for slot in op.saved if slot in op.outputs]:
+                given |= zip(outputs, self._run(op, inputs, attrs, outputs), strict=True)
+            return rule(op, self.of(op.library), given)
+
+        return differentiate
+
+    def _by_operator(self, op: Op, backward: Op) -> Callable[..., Any]:
+        gradients = [f"d{slot}" for slot in op.inputs if f"d{slot}" in backward.outputs]
+
+        def differentiate(dy, bound, attrs, outs):
+            inputs = self._prepare(op, bound)
+            dys = _gradients_of(op, dy)
+            given = dict(zip(op.inputs, inputs, strict=True))
+            given |= {f"d{y}": g for y, g in zip(op.outputs, dys, strict=True)}
+            if outputs := [slot for slot in op.saved if slot in op.outputs]:
+                given |= zip(outputs, self._run(op, inputs, attrs, outputs), strict=True)
+            if backward.has_kernel:
+                taken = self._prepare(backward, [given.get(slot) for slot in backward.inputs])
+                present = {f"d{slot}" for slot, value in zip(op.inputs, inputs, strict=True) if value is not None}
+                direct = None if op.broadcast else outs  # else its gradients have another shape
+                dtypes = {slot: a is not None and a.dtype for slot, a in zip(backward.inputs, taken, strict=True)}
+                merged = {y: d for y, d in backward.merged(dtypes).items() if {y, d} <= present}
+                written = self._run(backward, taken, attrs, present - {*merged}, direct, list(given.values()))
+                given |= zip(backward.results, written, strict=True)
+                given |= {y: given[d] for y, d in merged.items()}
+            else:
+                given = dict(
+                    zip(backward.inputs, self._prepare(backward, [given[s] for s in backward.inputs]), strict=True)
+                )
+                self._check_gradients(op, inputs, attrs, given)
+            given = backward.with_aliases(given)
+            if not op.broadcast:
+                return [given[g] for g in gradients]
+            factors = backward.factors(attrs)
+            return [
+                None if value is None else _sum_to(given[f"d{x}"], self._shape(op, x, value), factors.get(f"d{x}", 1))
+                for x, value in zip(op.inputs, bound, strict=True)
+            ]
+
+        return differentiate
+
+    def _prepare(self, op: Op, inputs: Arrays) -> Arrays:
+        if op.foreign and any(type(value) in NUMBERS for value in inputs):
+            model = next((value for value in inputs if type(value) not in NUMBERS), None)
+            numbers = [(value, NUMBERS.get(type(value))) for value in inputs]
+            inputs = [self.number(value, dtype, model) if dtype else value for value, dtype in numbers]
+        named = zip(op.inputs, inputs, strict=True)
+        arrays = [None if value is None else self.prepare(op, slot, value) for slot, value in named]
+        if not op.broadcast or any(a is None for a in arrays):
+            return arrays
+        specs = [self.spec(a) for a in arrays]
+        check_broadcast(op.name, op.inputs, specs)
+        if all(spec.shape == specs[0].shape for spec in specs):
+            return arrays
+        return [self.prepare(op, slot, a) for slot, a in zip(op.inputs, self.broadcast(arrays), strict=True)]
+
+    def _shape(self, op: Op, slot: str, value: Any) -> tuple[int, ...]:
+        return (value if isinstance(value, self.xp.ndarray) else self.prepare(op, slot, value)).shape
+
+    def _check_gradients(self, op: Op, inputs: Arrays, attrs: tuple[Attr, ...], gradients: dict[str, Any]) -> None:
+        """For a backward without a kernel, which would check it: each ``dy`` is like ``y``."""
+        assert op.backward is not None
+        self._infer(op.backward, list(gradients.values()), attrs)
+        expected = self._infer(op, inputs, attrs)
+        for y in op.outputs:
+            check_like(op.backward.name, f"d{y}", self.spec(gradients[f"d{y}"]), y, expected[y])
+
+    def _run(
+        self, op: Op, inputs: Arrays, attrs: tuple[Attr, ...], wanted: Sequence[str] | set[str],
+        outs: _Outs | None = None, kept: Arrays = (),
+    ) -> list[Any]:  # fmt: skip
+        """Runs the entry.
+
+        Args:
+            wanted: names of outputs and residuals.
+            outs: where the caller wants them. An output that shares no memory with an input, or with an array of
+                ``kept``, is written there.
+
+        Returns:
+            Those wanted, in the order of a sequence; for a set, one for each of ``op.results``, None for those that are
+            not wanted.
+        """
+        specs = self._infer(op, inputs, attrs)
+        model = next(a for a in inputs if a is not None)
+        needed = {*wanted, *op.workspace, *(y for y in op.outputs if y not in op.optional)}
+        written = outs.targets(specs, (*inputs, *kept)) if outs else {}
+        written = {
+            name: None if name not in needed else written[name] if name in written else self.empty(specs[name], model)
+            for name in op.entry_outputs
+        }
+        self.launch(op, attrs, [*inputs, *written.values()])
+        return [written[name] for name in (op.results if isinstance(wanted, set) else wanted)]
+
+    def _infer(self, op: Op, inputs: Arrays, attrs: tuple[Attr, ...]) -> dict[str, TensorSpec]:
+        return infer(op, attrs, tuple(None if a is None else self.spec(a) for a in inputs), self.device)
+
+
+class _Outs:
+    """The argument ``out`` of a call: an array, or None, for each result."""
+
+    def __init__(self, frontend: ArrayFrontend, op: str, results: Sequence[str], out: Any) -> None:
+        self._frontend, self._op = frontend, op
+        arrays, n = out if isinstance(out, tuple) else (out,), len(results)
+        if n != 1 and not isinstance(out, tuple):
+            raise TypeError(
+                f"{op}: out is a {type(out).__name__}, expected a tuple of {n}, for {' and '.join(results)}"
+            )
+        if len(arrays) != n:
+            raise ValueError(f"{op}: out has {len(arrays)}, expected {n}, for {' and '.join(results)}")
+        self._results = results
+        self._slots = [f"out[{i}]" for i in range(n)] if isinstance(out, tuple) else ["out"]
+        self._given = {i: array for i, array in enumerate(arrays) if array is not None}
+        for i, array in self._given.items():
+            frontend.check_writable(op, self._slots[i], array)
+            for j in range(i):
+                if j in self._given:
+                    self.check_apart(self._slots[j], self._given[j], i)
+        self._targets: dict[int, Any] = {}
+
+    def check_apart(self, slot: str, other: Any, *places: int) -> None:
+        """Raises ValueError if an array, of all or of those at some places, shares memory with another argument that is
+        written to."""
+        for i in places or self._given:
+            if self._frontend.share_memory(self._given[i], other):
+                raise ValueError(f"{self._op}: {self._slots[i]} shares memory with {slot}")
+
+    def targets(self, specs: Mapping[str, TensorSpec], inputs: Arrays) -> dict[str, Any]:
+        """By result, the arrays that an entry can write to: those that are laid out plainly and overlap none of
+        ``inputs``. Raises TypeError or ValueError if one is not of its spec."""
+        for i, array in self._given.items():
+            if (spec := specs.get(self._results[i])) is None:
+                continue
+            self._check(i, spec)
+            target = self._frontend.target(self._op, self._slots[i], array)
+            overlaps = self._frontend.xp.may_share_memory
+            if target is not None and not any(a is not None and overlaps(target, a) for a in inputs):
+                self._targets[i] = target
+        return {self._results[i]: target for i, target in self._targets.items()}
+
+    def filled(self, results: Arrays) -> list[Any]:
+        """The results, in the arrays given for them."""
+        for i in self._given:
+            if results[i] is None:
+                raise ValueError(
+                    f"{self._op}: {self._slots[i]} is an array, expected None: there is no {self._results[i]}"
+                )
+            self._check(i, self._frontend.spec(results[i]))
+            self._frontend.target(self._op, self._slots[i], self._given[i])
+        copied = {i: results[i] for i in self._given if results[i] is not self._targets.get(i)}
+        if len(copied) > 1:  # a result may be an argument, which another's array overlaps
+            copied = {i: result.copy() for i, result in copied.items()}
+        for i, result in copied.items():
+            self._given[i][...] = result
+        return [self._given.get(i, result) for i, result in enumerate(results)]
+
+    def _check(self, i: int, expected: TensorSpec) -> None:
+        spec, what = self._frontend.spec(self._given[i]), f"{self._op}: {self._slots[i]} has"
+        if spec.dtype != expected.dtype:
+            raise TypeError(f"{what} dtype {spec.dtype}, expected {expected.dtype}")
+        if spec.shape != expected.shape:
+            raise ValueError(f"{what} shape {shape_text(spec.shape)}, expected {shape_text(expected.shape)}")
+
+
+def _describe_out(function: Callable[..., Any], results: Sequence[str]) -> None:
+    """Adds ``out`` to the signature and the docstring of a function."""
+    signature = inspect.signature(function)
+    out = inspect.Parameter("out", inspect.Parameter.KEYWORD_ONLY, default=None)
+    kept = [p for p in signature.parameters.values() if p.name != "out"]
+    function.__signature__ = signature.replace(parameters=[*kept, out])  # type: ignore[attr-defined]
+    one = (
+        "an array of its shape and dtype"
+        if len(results) == 1
+        else f"a tuple of arrays, or None, for {', '.join(results)}"
+    )
+    given = f"    out: {one}, to write the result to and return. It may be strided, and overlap the inputs.\n\n"
+    head, returns, tail = inspect.cleandoc(function.__doc__ or "").partition("Returns:\n")
+    function.__doc__ = f"{head.rstrip()}\n{given}{returns}{tail}" if returns else function.__doc__
+
+
+def _contiguous(value: Any) -> bool:
+    """True for other objects than arrays, which ``prepare`` refuses."""
+    return getattr(getattr(value, "flags", None), "c_contiguous", True)
+
+
+def _gradients_of(op: Op, dy: Any) -> Sequence[Any]:
+    """One for each output."""
+    n = len(op.outputs)
+    if n == 1:
+        return [dy]
+    if not isinstance(dy, tuple | list):
+        what = "None" if dy is None else f"a {type(dy).__name__}"
+        raise TypeError(f"{op.name}_backward: dy is {what}, expected a tuple of {n}, for {' and '.join(op.outputs)}")
+    if len(dy) != n:
+        raise ValueError(f"{op.name}_backward: dy has {len(dy)}, expected {n}, for {' and '.join(op.outputs)}")
+    return dy
+
+
+def _one_or_all(results: Sequence[Any]) -> Any:
+    """None where there is no result, of an operator that writes to its inputs alone."""
+    return results[0] if len(results) == 1 else tuple(results) or None
+
+
+def _sum_to(gradient: Any, shape: tuple[int, ...], factor: float) -> Any:
+    """The gradient of a broadcast input: summed over the axes that it was broadcast along, times a factor."""
+    new = gradient.ndim - len(shape)
+    axes = (*range(new), *(new + i for i, n in enumerate(shape) if n == 1 and gradient.shape[new + i] != 1))
+    if not axes and factor == 1:
+        return gradient
+    dtype = gradient.dtype
+    total = gradient.sum(axis=axes, dtype=accumulate_dtype(dtype.name))
+    return (total * factor).astype(dtype).reshape(shape)

@@ -1,0 +1,251 @@
+"""The mathematics of operators' formulas in MindSpore: placeholders that write down what is computed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import EllipsisType, SimpleNamespace
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, ops
+
+from aotops.hosting import written_out
+from aotops.infer import infer
+from aotops.op import Attr, Op
+from aotops.spec import TensorSpec, accumulate_dtype
+
+Call = Callable[[Op], Callable[..., Any]]
+"""For an operator, the function of its inputs, as a tuple, and its attributes."""
+
+
+def dtype_of(name: str) -> Any:
+    return getattr(ms, "bool_" if name == "bool" else name)
+
+
+class Writer:
+    """The lines of a function, and the names in them that are not its arguments."""
+
+    def __init__(self, known: Mapping[str, Op], attrs: Sequence[Attr], call: Call, device: str) -> None:
+        self.known, self.attrs, self.operator, self.device = known, attrs, call, device
+        self.lines: list[str] = []
+        self.names: dict[str, Any] = {}
+        self.reshapes = False
+        """Whether a shape changes, other than by broadcasting."""
+
+    def argument(self, name: str, spec: TensorSpec) -> Placeholder:
+        return Placeholder(self, name, spec.shape, spec.dtype)
+
+    def write(self, expression: str, shape: Sequence[int], dtype: str) -> Placeholder:
+        name = f"v{len(self.lines)}"
+        self.lines.append(f"{name} = {expression}")
+        return Placeholder(self, name, shape, dtype)
+
+    def constant(self, value: Any) -> str:
+        name = f"c{len(self.names)}"
+        self.names[name] = value
+        return name
+
+    def call(self, op: Op, inputs: Sequence[Placeholder | None], attrs: Sequence[Attr]) -> dict[str, Placeholder]:
+        """The outputs of an operator of the library."""
+        attrs = op.canonical(attrs)
+        specs = tuple(None if x is None else TensorSpec(x.shape, x.dtype) for x in inputs)
+        outs = infer(op, attrs, specs, self.device)
+        name = self.constant(self.operator(op))
+        arguments = "".join(f"{x.name if x is not None else None}, " for x in inputs)
+        values = self.constant(attrs)
+        line = f"{name}(({arguments}), {values})"
+        if len(op.entry_outputs) == 1:
+            (y,) = op.outputs
+            return {y: self.write(line, outs[y].shape, outs[y].dtype)}
+        many = self.write(line, (), "")
+        if len(op.outputs) == 1:
+            return {y: Placeholder(self, many.name, outs[y].shape, outs[y].dtype) for y in op.outputs}
+        return {y: self.write(f"{many.name}[{i}]", outs[y].shape, outs[y].dtype) for i, y in enumerate(op.outputs)}
+
+    def function(self, name: str, parameters: Sequence[str], results: str) -> Callable[..., Any]:
+        body = "\n        ".join([*self.lines, f"return {results}"])
+        return written_out(name, f"({', '.join(parameters)})", body, **self.names)
+
+
+class Placeholder:
+    """A tensor of the function that is written."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, writer: Writer, name: str, shape: Sequence[int], dtype: str) -> None:
+        self.writer, self.name, self.dtype = writer, name, dtype
+        self.shape = tuple(shape)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def _operand(self, other: Any) -> str:
+        if isinstance(other, Placeholder):
+            return other.name
+        return self.writer.constant(Tensor(other, dtype_of(self.dtype)))  # MindSpore rounds a number to float32
+
+    def _binary(self, template: str, other: Any, dtype: str | None = None) -> Placeholder:
+        shape = np.broadcast_shapes(self.shape, getattr(other, "shape", ()))
+        return self.writer.write(template.format(self.name, self._operand(other)), shape, dtype or self.dtype)
+
+    def __add__(self, other: Any) -> Placeholder:
+        return self._binary("{0} + {1}", other)
+
+    def __sub__(self, other: Any) -> Placeholder:
+        return self._binary("{0} - {1}", other)
+
+    def __rsub__(self, other: Any) -> Placeholder:
+        return self._binary("{1} - {0}", other)
+
+    def __mul__(self, other: Any) -> Placeholder:
+        return self._binary("{0} * {1}", other)
+
+    def __truediv__(self, other: Any) -> Placeholder:
+        return self._binary("{0} / {1}", other)
+
+    def __rtruediv__(self, other: Any) -> Placeholder:
+        return self._binary("{1} / {0}", other)
+
+    def __neg__(self) -> Placeholder:
+        return self.writer.write(f"-{self.name}", self.shape, self.dtype)
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def __gt__(self, other: Any) -> Placeholder:
+        return self._binary("{0} > {1}", other, "bool")
+
+    def __lt__(self, other: Any) -> Placeholder:
+        return self._binary("{0} < {1}", other, "bool")
+
+    def __ge__(self, other: Any) -> Placeholder:
+        return self._binary("{0} >= {1}", other, "bool")
+
+    def __le__(self, other: Any) -> Placeholder:
+        return self._binary("{0} <= {1}", other, "bool")
+
+    def __eq__(self, other: Any) -> Placeholder:  # type: ignore[override]
+        return self._binary("{0} == {1}", other, "bool")
+
+    def __ne__(self, other: Any) -> Placeholder:  # type: ignore[override]
+        return self._binary("{0} != {1}", other, "bool")
+
+    def __getitem__(self, index: Any) -> Placeholder:
+        """``[..., i]``, of which i is None, an integer or a slice."""
+        self.writer.reshapes = True
+        rest, last = index
+        assert isinstance(rest, EllipsisType)
+        if last is None:
+            return self.writer.write(f"{self.name}[..., None]", (*self.shape, 1), self.dtype)
+        before = self.shape[:-1]
+        if isinstance(last, int):
+            return self.writer.write(f"{self.name}[..., {last}]", before, self.dtype)
+        ends = "" if last.start is None else last.start, "" if last.stop is None else last.stop
+        n = len(range(self.shape[-1])[last])
+        return self.writer.write(f"{self.name}[..., {ends[0]}:{ends[1]}]", (*before, n), self.dtype)
+
+
+class Mathematics:
+    """aotops.formula.Mathematics, of what is written. ``log_softmax`` is composed: MindSpore's own can be
+    differentiated once."""
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
+        self.ops = SimpleNamespace(**{name: self._operator(op) for name, op in writer.known.items()})
+
+    def _operator(self, op: Op) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            inputs, attrs = op.bind(*arguments)
+            found = tuple(self._writer.call(op, inputs, attrs).values())
+            return found[0] if len(found) == 1 else found
+
+        return call
+
+    def exp(self, x: Placeholder) -> Placeholder:
+        return self._apply(ops.exp, x, "", x.shape)
+
+    def expm1(self, x: Placeholder) -> Placeholder:
+        return self._apply(ops.expm1, x, "", x.shape)
+
+    def tanh(self, x: Placeholder) -> Placeholder:
+        return self._apply(ops.tanh, x, "", x.shape)
+
+    def erfc(self, x: Placeholder) -> Placeholder:
+        return self._apply(ops.erfc, x, "", x.shape)
+
+    def sigmoid(self, x: Placeholder) -> Placeholder:
+        return self._apply(ops.sigmoid, x, "", x.shape)
+
+    def rsqrt(self, x: Placeholder) -> Placeholder:
+        return self._apply(ops.rsqrt, x, "", x.shape)
+
+    def _apply(
+        self, function: Any, x: Placeholder, rest: str, shape: Sequence[int], dtype: str | None = None
+    ) -> Placeholder:
+        self._writer.reshapes |= tuple(shape) != x.shape
+        return self._writer.write(f"{self._writer.constant(function)}({x.name}{rest})", shape, dtype or x.dtype)
+
+    def _as(self, x: Placeholder, dtype: str) -> Placeholder:
+        if x.dtype == dtype:
+            return x
+        return self._writer.write(f"{x.name}.astype({self._writer.constant(dtype_of(dtype))})", x.shape, dtype)
+
+    def wide(self, x: Placeholder) -> Placeholder:
+        return self._as(x, accumulate_dtype(x.dtype))
+
+    def like(self, x: Placeholder, model: Placeholder) -> Placeholder:
+        return self._as(x, model.dtype)
+
+    def epsilon(self, x: Placeholder) -> float:
+        return 2.0**-52 if x.dtype == "float64" else 2.0**-23
+
+    def log_softmax(self, x: Placeholder, axis: int) -> Placeholder:
+        shape = _reduced(x, (axis,), keepdims=True)
+        most = self._apply(ops.amax, x, f", {axis}, True", shape)
+        less = x - self._apply(ops.stop_gradient, most, "", shape)
+        total = self.sum(self.exp(less), (axis,), keepdims=True)
+        return less - self._apply(ops.log, total, "", shape)
+
+    def where(self, condition: Placeholder, x: Placeholder, y: Placeholder) -> Placeholder:
+        return self._apply(ops.where, condition, f", {x.name}, {y.name}", x.shape, x.dtype)
+
+    def zeros(self, x: Placeholder) -> Placeholder:
+        return self._apply(ops.zeros_like, x, "", x.shape)
+
+    def arange(self, n: int, model: Placeholder) -> Placeholder:
+        numbers = self._writer.constant(Tensor(list(range(n)), dtype_of(model.dtype)))
+        return Placeholder(self._writer, numbers, (n,), model.dtype)
+
+    def sum(self, x: Placeholder, axes: tuple[int, ...], keepdims: bool = False) -> Placeholder:
+        if not axes:
+            return x
+        return self._apply(ops.sum, x, f", {axes}, {keepdims}", _reduced(x, axes, keepdims))
+
+    def mean(self, x: Placeholder, axes: tuple[int, ...]) -> Placeholder:
+        return self._apply(ops.mean, x, f", {axes}, True", _reduced(x, axes, keepdims=True))
+
+    def any(self, x: Placeholder, axis: int) -> Placeholder:
+        return self._apply(ops.any, x, f", {axis}", _reduced(x, (axis,), keepdims=False))
+
+    def count(self, x: Placeholder, model: Placeholder) -> Placeholder:
+        return self.sum(self._as(x, model.dtype), tuple(range(x.ndim)))
+
+    def concatenate(self, arrays: Sequence[Placeholder]) -> Placeholder:
+        self._writer.reshapes = True
+        joined = self._writer.constant(ops.concat)
+        length = sum(x.shape[-1] for x in arrays)
+        names = ", ".join(x.name for x in arrays)
+        return self._writer.write(f"{joined}(({names}), -1)", (*arrays[0].shape[:-1], length), arrays[0].dtype)
+
+    def reshape(self, x: Placeholder, shape: Sequence[int]) -> Placeholder:
+        return self._apply(ops.reshape, x, f", {tuple(shape)}", shape)
+
+    def matrix(self, x: Placeholder) -> Placeholder:
+        return self.reshape(x, (math.prod(x.shape[:-1]), x.shape[-1]))
+
+
+def _reduced(x: Placeholder, axes: Sequence[int], keepdims: bool) -> tuple[int, ...]:
+    gone = {axis % x.ndim for axis in axes}
+    return tuple(1 if i in gone else n for i, n in enumerate(x.shape) if keepdims or i not in gone)

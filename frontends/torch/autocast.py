@@ -1,0 +1,100 @@
+"""Casts under torch.autocast, as each operator's definition says.
+
+Autocast casts a leaf that requires a gradient, such as a weight, once for each outermost region, and keeps the result
+in a cache of torch's. The operators here take it from the same cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aotops.call import builtin, struct_capsule
+from aotops.op import Op
+
+from ..torch_schema import mask
+from . import private
+from .tensors import DTYPES, PLAIN_TYPES, READS_TENSORS, Tensors, packed, results_of, specs_of
+
+
+def autocast_kernel(op: Op, dispatched: Callable[..., Any], device: str, split) -> Callable[..., Any]:
+    key = getattr(private.DispatchKey, f"Autocast{device}")
+    keys = private.DispatchKeySet(key)
+
+    def kernel(*args):
+        inputs, attrs, names = split(args)
+        cast, attrs, back = cast_inputs(op, attrs, device.lower(), inputs)
+        with private.ExcludeKeys(keys):
+            results = results_of(dispatched(*cast, *attrs, *mask(op, names)))
+        if back is None:
+            return packed(results)
+        n = len(op.outputs)
+        return packed([*(y.to(back) for y in results[:n]), *results[n:]])
+
+    return kernel
+
+
+def cast_inputs(op: Op, attrs: tuple[Any, ...], device: str, inputs: Tensors):
+    """The inputs as autocast casts them, the attributes, and the dtype to cast the results to, or None."""
+    to = op.autocast.get(device)
+    if to == "wide results":
+        given = dict(zip(op.attrs, attrs, strict=True))
+        if given["dtype"] is None and inputs[0].is_floating_point() and inputs[0].element_size() == 2:
+            given["dtype"] = "float32"
+        return inputs, tuple(given.values()), None
+    if to == "as given":
+        with contextlib.suppress(TypeError):
+            specs_of(op, attrs, inputs)
+            return inputs, attrs, None
+    floating = [t for t in inputs if t is not None and t.is_floating_point()]
+    dtype, back = torch.get_autocast_dtype(device) if to == "autocast" else DTYPES.get(to or ""), None
+    if dtype is None:
+        dtype = _widest(floating)
+        back = _widest([t for slot, t in zip(op.inputs, inputs, strict=True) if slot in op.vmappable])
+        back = None if back == dtype else back
+    casts = {id(t) for t in floating if t.dtype not in (dtype, torch.float64)}
+    return [cast(t, dtype) if id(t) in casts else t for t in inputs], attrs, back
+
+
+def _widest(tensors: Sequence[Tensor]) -> torch.dtype:
+    return functools.reduce(torch.promote_types, (t.dtype for t in tensors))
+
+
+def _caster() -> Callable[[Tensor, torch.dtype], Tensor]:
+    """A function that casts as autocast does. It needs builtins that take torch's tensors (call.set_up)."""
+    cached = builtin("cached_cast", "aot_torch_cached_cast", struct_capsule(ctypes.c_int()))
+
+    def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
+        if not (t.requires_grad and t.is_leaf and type(t) in PLAIN_TYPES and torch.is_autocast_cache_enabled()):
+            return t.to(dtype)
+        found = cached(t._cdata, _number(f"dtype_{dtype}"), _number(f"device_type_{t.device.type}"))
+        return found if found is not None and _is_current(found, t) else t.to(dtype)
+
+    return cast
+
+
+def _is_current(cast: Tensor, source: Tensor) -> bool:
+    """Whether the cast has the gradient that is asked for, and the values of now. torch's cache asks neither: it keeps
+    what was cast without a gradient, or before the source was changed in place."""
+    if torch.is_grad_enabled() and not cast.requires_grad:
+        return False
+    if not hasattr(cast, "_version_of_source"):
+        cast._version_of_source = source._version  # type: ignore[attr-defined]
+    return cast._version_of_source == source._version  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _number(name: str) -> int:
+    """LibTorch's number of a dtype, or of a type of device."""
+    library = ctypes.CDLL("libtorch_cpu.so", os.RTLD_NOW | os.RTLD_NOLOAD)
+    return getattr(library, f"aoti_torch_{name.replace('torch.', '')}")()
+
+
+cast = _caster() if READS_TENSORS else Tensor.to

@@ -1,0 +1,292 @@
+"""The call path of PyTorch: whole calls as builtins of Python (cuda_src/host/torch.cpp).
+
+``function`` makes builtins that allocate what they return, for the forward and backward of an autograd function too;
+``public`` makes builtins that do all of a plain call, from the arguments of the public function on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable, Iterable
+from ctypes import (
+    Structure,
+    c_bool,
+    c_char,
+    c_char_p,
+    c_int,
+    c_int64,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+    py_object,
+    pythonapi,
+)
+from functools import cache, partial
+from inspect import Parameter, signature
+from typing import Any, NamedTuple
+
+import torch
+
+from aotops import call, library
+from aotops.call import builtin, handle_of, keep, pointer_of, struct_capsule
+from aotops.op import Attr, Op
+
+from . import private
+
+_METH_KEYWORDS = 0x02
+_KEYS = {"int[]": "l", "float[]": "x", "int[][]": "x", "float[][]": "x"}
+"""By an attribute's type, its letter in torch.cpp, where it is not the first. Python binds values of type "x"."""
+_Slots = c_int * call.MOST_SLOTS
+_Parameters = call.MOST_SLOTS * 2
+
+
+class GateFacts(Structure):
+    """Facts of this torch for cuda_src/host/gate.h; gate.py fills it."""
+
+    _fields_ = [
+        ("tensor_keys", c_uint64 * 4), ("autocast_keys", c_uint64), ("inference", c_uint64 * 2),
+        ("impl_offset", c_int64), ("key_offset", c_int64), ("forward_ad", c_void_p), ("level", c_void_p),
+        ("no_level", c_void_p),
+    ]  # fmt: skip
+
+
+class _Torch(Structure):
+    _fields_ = [
+        ("exchange", c_void_p), ("types", c_void_p * 2), ("size_type", c_void_p), ("empty_like", c_void_p),
+        ("gate", GateFacts),
+    ]  # fmt: skip
+
+
+class _Function(Structure):
+    _fields_ = [
+        ("call", c_void_p), ("prototype", _Slots), ("has_prototypes", c_bool), ("equal", _Slots), ("always", c_uint32),
+        ("residuals", c_uint32), ("scratch", c_uint32), ("keep_from", c_int64), ("n_returned", c_int),
+        ("n_saved", c_int), ("saved", _Slots), ("instead", _Slots), ("hooks", c_void_p), ("make_prototypes", c_void_p),
+        ("prototypes", c_void_p),
+    ]  # fmt: skip
+
+
+class _Backward(Structure):
+    _fields_ = [
+        ("function", c_void_p), ("n_grads", c_int), ("n_inputs", c_int), ("source", _Slots), ("gradient", _Slots),
+        ("fallback", c_void_p), ("over_output", c_int), ("over_input", c_int), ("over_from", c_int64),
+        ("may_overwrite", c_void_p), ("drop_inputs", c_void_p),
+    ]  # fmt: skip
+
+
+class _Differentiable(Structure):
+    _fields_ = [("function", c_void_p), ("apply", c_void_p), ("last_use", c_uint64)]
+
+
+class _Public(Structure):
+    _fields_ = [
+        ("n_inputs", c_int), ("n_attrs", c_int), ("n_parameters", c_int), ("position", c_int * _Parameters),
+        ("names", c_void_p * _Parameters), ("defaults", c_void_p * _Parameters), ("n_transposable", c_int),
+        ("transposable", _Slots), ("transposes", _Slots), ("kinds", c_char * _Parameters), ("has_autocast", c_bool),
+        ("most_bound", c_int), ("clock", c_uint64), ("bind", c_void_p), ("bound", c_void_p), ("last_attrs", c_void_p),
+        ("last", c_void_p), ("fallback", c_void_p),
+    ]  # fmt: skip
+
+
+@cache
+def lib() -> ctypes.CDLL:
+    """The library, with its structs compared with those above. Raises LibraryError if they differ."""
+    call.check_structs("aot_torch_structs", 5, (GateFacts, _Torch, _Function, _Backward, _Differentiable, _Public))
+    return call.lib()
+
+
+def set_up(gate: GateFacts | None) -> bool:
+    """Lets builtins take torch tensors. False if this torch has no exchange table (before 2.10) or no gate."""
+    capsule = private.exchange_table
+    if call.call_path() != "tensors" or capsule is None or gate is None:
+        return False
+    get = pythonapi.PyCapsule_GetPointer
+    get.restype, get.argtypes = c_void_p, [py_object, c_char_p]
+    types = (c_void_p * 2)(id(torch.Tensor), id(torch.nn.Parameter))
+    exchange = get(capsule, b"dlpack_exchange_api")
+    facts = _Torch(exchange=exchange, types=types, size_type=id(torch.Size), empty_like=id(torch.empty_like), gate=gate)
+    lib()
+    assigns_only = torch.autograd.function.FunctionCtx.save_for_backward.__code__.co_names == ("to_save",)
+    if not assigns_only:  # torch.cpp assigns too
+        return False
+    set_up = ctypes.PYFUNCTYPE(c_int, c_void_p)(library.function("aot_torch_setup"))  # it makes a tensor: with the GIL
+    return bool(set_up(ctypes.addressof(facts)))
+
+
+def gate() -> Callable[..., bool]:
+    """After ``set_up``: a builtin of tensors, each of which may be None, that returns whether a call on them is plain,
+    with autocast on or off."""
+    return builtin("gate", "aot_torch_gate", struct_capsule(c_int()))
+
+
+class Function(NamedTuple):
+    """Builtins that take one tensor, or None, for each input and allocate what they return."""
+
+    run: Callable[..., Any]
+    """Returns the output, or a tuple of them."""
+    forward: Callable[..., Any]
+    """``run`` as the forward of a ``torch.autograd.Function``: takes its context first, and saves for the backward."""
+    backward: Callable[..., Any] | None
+    """Its backward: takes the context and the gradients of the outputs, returns those of the inputs. None if the
+    operator has no backward."""
+
+
+class Saved(NamedTuple):
+    """Questions to torch about saved tensors (overwrite.py)."""
+
+    may_overwrite: Callable[[int, tuple[Any, ...]], bool] | None
+    """Takes the index, among the saved tensors, of one that a gradient may be written over (Op.overwrites), and these;
+    returns whether nobody else will read it. None: never."""
+    overwrite_from: int
+    """Bytes of such a tensor from which ``may_overwrite`` is asked."""
+    hooks: Callable[[bool], Any] | None
+    """Takes False; returns None unless a hook packs what is saved. None: no input is replaced by a residual."""
+    drop_inputs: Callable[[Any], None]
+    """Takes the context after a backward: drops the inputs that were replaced unless the graph is kept."""
+
+
+def function(
+    op: Op,
+    attrs: tuple[Attr, ...],
+    prototypes: Callable[..., tuple[Any, ...] | None],
+    keep_residuals_from: int,
+    fallback: Callable[..., Any],
+    saved: Saved,
+) -> Function:
+    """An operator with its attributes as builtins.
+
+    Args:
+        prototypes: takes an operator, its attributes and one tensor, or None, for each input; returns, for each of
+            ``op.entry_outputs`` that is not like an input, a tensor of its shape, dtype and device, else None.
+        keep_residuals_from: for a first input on a GPU with fewer elements no residuals are kept.
+        fallback: the backward in Python, for a call that is not plain: a function of the saved tensors, the gradients
+            of the outputs, for each input whether its gradient is needed, and the context, which has as ``inputs``
+            those that were replaced by a residual (Op.replaced).
+    """
+    hooks = saved.hooks if op.replaced(attrs) else None
+    handle = _function_handle(op, attrs, prototypes, keep_residuals_from, hooks)
+    run, forward = (builtin(op.name, f"aot_torch_{kind}", handle) for kind in ("run", "forward"))
+    if op.backward is None:
+        return Function(run, forward, None)
+    if op.backward.factors(attrs):
+        return Function(run, forward, lambda ctx, *dys: fallback(ctx.saved_tensors, dys, ctx.needs_input_grad, ctx))
+    backward_handle = _function_handle(op.backward, attrs, prototypes, keep_residuals_from)
+    drop = saved.drop_inputs if hooks else None
+    return Function(run, forward, _backward(op, op.backward, backward_handle, fallback, saved, drop))
+
+
+def _backward(
+    op: Op,
+    backward: Op,
+    handle: Any,
+    fallback: Callable[..., Any],
+    saved: Saved,
+    drop: Callable[[Any], None] | None,
+) -> Callable[..., Any]:
+    sources = [*(f"d{y}" for y in op.outputs), *op.saved]
+    slots = {slot: i for i, slot in enumerate(backward.slots)}
+    gradients = [backward.alias.get(f"d{x}", f"d{x}") for x in op.inputs]
+    assert len(backward.overwrites) < 2, f"{backward.name} overwrites more than one input"
+    over_output, over_input, asked = -1, -1, None
+    if saved.may_overwrite is not None:
+        for y, x in backward.overwrites.items():
+            over_output, over_input, asked = slots[y], slots[x], partial(saved.may_overwrite, op.saved.index(x))
+    made = _Backward(
+        function=pointer_of(handle),
+        n_grads=len(op.outputs),
+        n_inputs=len(op.inputs),
+        source=_Slots(*(sources.index(slot) for slot in backward.inputs)),
+        gradient=_Slots(*(slots.get(gradient, -1) for gradient in gradients)),
+        fallback=id(fallback),
+        over_output=over_output,
+        over_input=over_input,
+        over_from=saved.overwrite_from,
+        may_overwrite=id(asked),
+        drop_inputs=None if drop is None else id(drop),
+    )
+    return builtin(op.name, "aot_torch_backward", struct_capsule(made, handle, fallback, asked, drop))
+
+
+def _function_handle(
+    op: Op,
+    attrs: tuple[Attr, ...],
+    prototypes: Callable[..., tuple[Any, ...] | None],
+    keep_residuals_from: int,
+    hooks: Callable[..., Any] | None = None,
+) -> Any:
+    slots = {slot: i for i, slot in enumerate(op.slots)}
+    written = range(len(op.inputs), len(slots))
+    prototype = [slots.get(op.same_spec_as.get(slot, ""), -1) for slot in op.slots]
+
+    def bits(names: Iterable[str]) -> int:
+        return sum(1 << slots[name] for name in names)
+
+    handle, make_prototypes = handle_of(op, attrs), partial(prototypes, op, attrs)
+    made_prototypes: dict[Any, Any] = {}
+    replaced = op.replaced(attrs) if hooks else {}
+    made = _Function(
+        call=pointer_of(handle),
+        prototype=_Slots(*prototype),
+        has_prototypes=any(prototype[i] < 0 for i in written),
+        equal=_Slots(*(slots.get(op.equal.get(slot, ""), -1) for slot in op.slots)),
+        always=bits([*(y for y in op.outputs if y in slots and y not in op.optional), *op.workspace]),
+        residuals=bits(op.kept_residuals(attrs)),
+        scratch=bits(op.workspace),
+        keep_from=-1 if op.always_save_residuals else keep_residuals_from,
+        n_returned=len(op.outputs),
+        n_saved=len(op.saved),
+        saved=_Slots(*(slots[slot] for slot in op.saved)),
+        instead=_Slots(*(slots.get(replaced.get(slot, ""), -1) for slot in op.saved)),
+        hooks=None if hooks is None else id(hooks),
+        make_prototypes=id(make_prototypes),
+        prototypes=id(made_prototypes),
+    )
+    return struct_capsule(made, handle, hooks, make_prototypes, made_prototypes)
+
+
+def differentiable(function: Function, apply: Callable[..., Any]) -> Any:
+    """For ``bind`` of ``public``: an operator bound to attributes, and the ``apply`` of its autograd
+    function."""
+    handle = function.run.__self__  # type: ignore[attr-defined]
+    return struct_capsule(_Differentiable(function=pointer_of(handle), apply=id(apply)), handle, apply)
+
+
+def public(op: Op, bind: Callable[..., Any], fallback: Callable[..., Any]) -> Callable[..., Any]:
+    """A builtin with the signature of ``op.bind`` that executes plain calls.
+
+    Args:
+        bind: takes the public attributes as they are given; returns what ``differentiable`` makes of them, or None for
+            the fallback to run the call.
+        fallback: the function in Python, for a call that is not plain, or that the entry refuses.
+    """
+    parameters = signature(op.bind).parameters.values()
+    positions = {name: i for i, name in enumerate((*op.inputs, *op.public_attrs))}
+    names, defaults = [sys.intern(p.name) for p in parameters], [p.default for p in parameters]
+    bound: dict[Any, Any] = {}
+    casts = any(to != "as given" for to in op.autocast.values())
+    made = _Public(
+        n_inputs=len(op.inputs),
+        n_attrs=len(op.public_attrs),
+        n_parameters=len(names),
+        has_autocast=casts,
+        most_bound=call.MOST_BOUND,
+    )
+    for i, (name, default) in enumerate(zip(names, defaults, strict=True)):
+        made.position[i], made.names[i] = positions[name], id(name)
+        made.defaults[i] = None if default is Parameter.empty else id(default)
+    made.n_transposable = len(op.transposable)
+    for i, (slot, attr) in enumerate(op.transposable):
+        made.transposable[i], made.transposes[i] = slot, len(op.inputs) + attr
+    made.kinds = "".join(_KEYS.get(kind, kind[0]) for kind in (op.attrs[name] for name in op.public_attrs)).encode()
+    made.bind, made.bound, made.fallback = id(bind), id(bound), id(fallback)
+    handle = struct_capsule(made, names, defaults, bound, bind, fallback)
+    return builtin(op.name, "aot_torch_public", handle, call.METH_FASTCALL | _METH_KEYWORDS)
+
+
+def install_vectorcall(function: Callable[..., Any], builtin: Any) -> None:
+    """On CPython 3.12 and later, makes a call of ``function``, which forwards to a builtin of ``public``, call that
+    builtin without a frame. To inspection and torch.compile it is still a Python function."""
+    keep(function)
+    address = library.function("aot_torch_install_vectorcall")
+    ctypes.PYFUNCTYPE(None, py_object, py_object)(address)(function, builtin.__self__)

@@ -1,0 +1,172 @@
+"""Arguments that torch's functions accept and the kernels do not, as compositions.
+
+Each function here has the name of an operator and the arguments of torch's function, after ``function``, the public one
+without them. It returns NotImplemented for a call that the kernel serves, or refuses, by itself. Only calls that the
+builtin has refused come here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aotops.spec import DTYPES
+
+from .mathematics import wide_dtype
+from .private import legacy_get_string
+
+_FLOATING = [getattr(torch, name) for name in DTYPES if name.startswith(("float", "bfloat")) and hasattr(torch, name)]
+
+
+def add(function: Callable[..., Tensor], a: Any, b: Any, alpha: Any = 1) -> Any:
+    """Tensors of two dtypes, as torch promotes them."""
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.dtype == b.dtype:
+        return NotImplemented
+    dtype = torch.result_type(a, b)
+    return function(a.to(dtype), b.to(dtype), alpha=alpha) if dtype in _FLOATING else NotImplemented
+
+
+def matmul(function, a, b, transpose_a=False, transpose_b=False, allow_tf32=False) -> Any:
+    """Vectors: (k) stands for (1, k) on the left and for (k, 1) on the right."""
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or min(a.dim(), b.dim()) == 0:
+        return NotImplemented
+    left, right = a.dim() == 1, b.dim() == 1
+    if not (left or right) or (left and transpose_a) or (right and transpose_b):
+        return NotImplemented
+    y = function(a[None] if left else a, b[:, None] if right else b, transpose_a, transpose_b, allow_tf32)
+    y = y.squeeze(-1) if right else y
+    return y.squeeze(-1 if right else -2) if left else y
+
+
+def softmax(function, x, dim=-1, dtype: torch.dtype | None = None) -> Any:
+    """``dtype``: that x is converted to first."""
+    if dtype is None or not isinstance(x, Tensor):
+        return NotImplemented
+    if dtype not in _FLOATING:
+        raise TypeError(f"softmax: dtype is {dtype}, expected a floating dtype of torch")
+    return function(x.to(dtype), dim)
+
+
+def conv2d(
+    function, x, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, layout="NCHW", allow_tf32=False
+) -> Any:
+    """channels_last tensors, as NHWC views; and padding "same" for a kernel of an even size, which needs one more zero
+    on the right than on the left."""
+    images = all(isinstance(t, Tensor) and t.dim() == 4 for t in (x, weight))
+    if layout == "NCHW" and images and (_is_channels_last(x) or _is_channels_last(weight)):
+        views = x.permute(0, 2, 3, 1), weight.permute(0, 2, 3, 1)
+        return function(*views, bias, stride, padding, dilation, groups, "NHWC", allow_tf32).permute(0, 3, 1, 2)
+    if padding != "same" or not (isinstance(x, Tensor) and isinstance(weight, Tensor)) or weight.dim() != 4:
+        return NotImplemented
+    sides = weight.shape[2:] if layout == "NCHW" else weight.shape[1:3]
+    steps = tuple(dilation) if isinstance(dilation, (tuple, list)) else (dilation,)
+    if len(steps) not in (1, 2):
+        return NotImplemented
+    reach = [d * (k - 1) for d, k in zip(steps * (2 // len(steps)), sides, strict=True)]
+    if all(n % 2 == 0 for n in reach) or stride not in (1, (1,), [1], (1, 1), [1, 1]):
+        return NotImplemented
+    more = [0, reach[1] % 2, 0, reach[0] % 2]
+    x = torch.nn.functional.pad(x, more if layout == "NCHW" else [0, 0, *more])
+    return function(x, weight, bias, 1, tuple(n // 2 for n in reach), dilation, groups, layout, allow_tf32)
+
+
+def _is_channels_last(t: Tensor) -> bool:
+    # is_contiguous(memory_format=...) fails inside vmap
+    return not t.is_contiguous() and t.movedim(1, 3).is_contiguous()
+
+
+# ------------------------------------------------------------------------------------------------------- cross entropy
+
+
+def cross_entropy(
+    function,
+    x,
+    target,
+    ignore_index=-100,
+    reduction="mean",
+    label_smoothing=0.0,
+    dtype: torch.dtype | str | None = None,
+    weight: Tensor | None = None,
+    **former: bool | None,
+) -> Any:
+    """Class weights, (C); targets that are probabilities, of x's shape; (N, C, d...) with targets of (N, d...); targets
+    of uint8; a ``dtype`` of torch's; and torch's former names of the reductions, ``size_average`` and ``reduce``."""
+    if not former.keys() <= {"size_average", "reduce"}:
+        return NotImplemented
+    is_byte = isinstance(target, Tensor) and target.dtype == torch.uint8
+    if former or is_byte:
+        if any(value is not None for value in former.values()):  # warns, as torch does
+            reduction = legacy_get_string(former.get("size_average"), former.get("reduce"))
+        target = target.long() if is_byte else target
+        options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
+        return function(x, target, **options, dtype=dtype, weight=weight)
+    if not (isinstance(x, Tensor) and isinstance(target, Tensor)) or x.dim() == 0:
+        return NotImplemented
+    named = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+    options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
+    if weight is None and x.dim() <= 2 and not target.is_floating_point():
+        return NotImplemented if named is dtype else function(x, target, **options, dtype=named)
+    if reduction not in ("none", "sum", "mean"):
+        raise ValueError(f"cross_entropy: reduction is {reduction!r}, expected 'none', 'sum' or 'mean'")
+    axis = min(1, x.dim() - 1)
+    _check_shapes(x, target, weight, axis)
+    rows, classes = x.movedim(axis, -1), x.shape[axis]
+    if target.is_floating_point():
+        if ignore_index >= 0:
+            raise ValueError(f"cross_entropy: ignore_index is {ignore_index}, expected none: target has probabilities")
+        aims = target.movedim(axis, -1) * (1 - label_smoothing) + label_smoothing / classes
+        losses = -_sum_of_logarithms(rows, aims if weight is None else aims * weight)
+        return _reduced(losses, reduction, losses.numel()).to(_result_dtype(x, named))
+    if weight is None:
+        losses = function(rows.reshape(-1, classes), target.reshape(-1), **options, dtype=named)
+        return losses.reshape(target.shape) if reduction == "none" else losses
+    result, wide = _result_dtype(x, named), wide_dtype(x.dtype)
+    weight = weight.to(wide_dtype(weight.dtype))
+    rows = rows.to(wide) if label_smoothing else rows  # the two parts of its gradient are then added before rounding
+    counts = target != ignore_index
+    factors = torch.where(counts, weight[target.clamp(0, classes - 1)], 0)
+    flat = rows.reshape(-1, classes), target.reshape(-1)
+    options = {"ignore_index": ignore_index, "reduction": "none", "dtype": str(wide).removeprefix("torch.")}
+    losses = function(*flat, **options).reshape(target.shape) * factors
+    if label_smoothing:
+        smooth = torch.where(counts, -_sum_of_logarithms(rows, weight), 0)
+        losses = (1 - label_smoothing) * losses + label_smoothing / classes * smooth
+    return _reduced(losses, reduction, factors.sum()).to(result)
+
+
+def _check_shapes(x: Tensor, target: Tensor, weight: Tensor | None, axis: int) -> None:
+    expected = x.shape if target.is_floating_point() else (*x.shape[:axis], *x.shape[axis + 1 :])
+    if tuple(target.shape) != tuple(expected):
+        raise ValueError(f"cross_entropy: target has shape {tuple(target.shape)}, expected {tuple(expected)}")
+    if weight is not None and tuple(weight.shape) != (x.shape[axis],):
+        raise ValueError(f"cross_entropy: weight has shape {tuple(weight.shape)}, expected {(x.shape[axis],)}")
+
+
+def _sum_of_logarithms(rows: Tensor, aims: Tensor) -> Tensor:
+    """The sum over the classes of aims * log(softmax(rows)), in float32 for 16 bits."""
+    wide = wide_dtype(rows.dtype)
+    return (torch.log_softmax(rows, -1, dtype=wide) * aims).sum(-1)
+
+
+def _reduced(losses: Tensor, reduction: str, count: Any) -> Tensor:
+    if reduction == "none":
+        return losses
+    return losses.sum() / count if reduction == "mean" else losses.sum()
+
+
+def _result_dtype(x: Tensor, dtype: str | None) -> torch.dtype:
+    """``dtype``, which is x's or float32 for 16 bits. If None, x's, or under autocast, where losses are of float32, at
+    least that."""
+    if dtype is not None:
+        expected = {x.dtype, wide_dtype(x.dtype)}
+        found = getattr(torch, dtype, None)
+        if found not in expected:
+            raise TypeError(f"cross_entropy: dtype is {dtype}, expected None or {' or '.join(map(str, expected))}")
+        return found
+    return wide_dtype(x.dtype) if torch.is_autocast_enabled(x.device.type) else x.dtype
+
+
+COMPOSED: dict[str, Callable[..., Any]] = {f.__name__: f for f in (add, matmul, softmax, conv2d, cross_entropy)}

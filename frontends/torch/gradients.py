@@ -1,0 +1,169 @@
+"""The derivatives of operators, as calls of other operators of the dispatcher: backwards by kernels, rules, formulas,
+and the products that the derivatives of a product are (aotops/formula.py)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Container, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from aotops import formula
+from aotops.op import Attr, Op, Rule
+
+from ..torch_schema import mask
+from . import mathematics, overwrite, private
+from .registered import dispatched, namespaces
+from .tensors import DTYPES, PLAIN_TYPES, Tensors, check_devices, results_of, specs_of
+
+
+def run_backward(op: Op, attrs: tuple[Attr, ...], saved: Tensors, grads: Tensors, needed: Sequence[bool], ctx: Any):
+    """One gradient, or None, for each input of ``op``, by the dispatcher, which accepts tensors of any kind."""
+    if not any(needed):
+        return (None,) * len(needed)
+    if op.rule is not None:
+        return run_rule(op, op.rule, attrs, saved, grads, needed)
+    backward = op.backward
+    assert backward is not None
+    given = dict(zip((f"d{y}" for y in op.outputs), grads, strict=True)) | dict(zip(op.saved, saved, strict=True))
+    if torch.is_grad_enabled() or has_tangents(grads):
+        given |= _replaced(op, ctx)
+    dtypes = {slot: given[slot] is not None and given[slot].dtype for slot in backward.inputs}
+    merged = backward.merged(dtypes)
+    if backward.has_kernel:
+        names = {f"d{x}" for x, need in zip(op.inputs, needed, strict=True) if need}
+        names = {merged.get(name, backward.alias.get(name, name)) for name in names}
+        inputs = (given[slot] for slot in backward.inputs)
+        results = results_of(dispatched[backward](*inputs, *attrs, *mask(backward, names)))
+        given |= zip(backward.results, results, strict=True)
+    given |= {y: given[other] for y, other in merged.items()}
+    given = backward.with_aliases(given)
+    given |= {y: given[y] * factor for y, factor in backward.factors(attrs).items()}
+    return tuple(given.get(f"d{x}") if need else None for x, need in zip(op.inputs, needed, strict=True))
+
+
+def kept_instead(ctx: Any, op: Op, attrs: tuple[Attr, ...], named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """For each input that a residual is saved instead of (Op.replaced) the residual, as on the path of plain calls: the
+    input may be changed in place. Nothing is replaced under torch.func, which makes copies of both; where a hook packs
+    what is saved; and in code that must not write over saved tensors, whose graph must differ (_without_instead)."""
+    replaced = op.replaced(attrs)
+    if not replaced or private.transforms_are_active() or overwrite.packs():
+        return {}
+    if not private.donates_buffers():
+        return {}
+    overwrite.keep_inputs(ctx, tuple(named[slot] for slot in replaced))
+    return {slot: named[residual] for slot, residual in replaced.items()}
+
+
+def _replaced(op: Op, ctx: Any) -> dict[str, Tensor]:
+    """The inputs that a residual was saved instead of: derivatives of the gradients are of them."""
+    replaced = dict(zip(op.instead, getattr(ctx, "inputs", ()), strict=False))
+    for (slot, t), version in zip(replaced.items(), getattr(ctx, "versions", ()), strict=True):
+        if t._version != version:
+            raise RuntimeError(
+                f"{op.name}: {slot} was changed in place after the forward, expected its values there for a derivative "
+                f"of the gradient"
+            )
+    return replaced
+
+
+def run_rule(op: Op, rule: Rule, attrs: tuple[Attr, ...], saved: Tensors, grads: Tensors, needed: Sequence[bool]):
+    named = dict(zip(op.attrs, attrs, strict=True)) | dict(zip(op.saved, saved, strict=True))
+    named |= zip((f"d{y}" for y in op.outputs), grads, strict=True)
+    gradients = rule(op, namespaces[op.library], named)
+    return tuple(gradient if need else None for gradient, need in zip(gradients, needed, strict=True))
+
+
+def composed(op: Op, attrs: tuple[Attr, ...], inputs: Tensors) -> list[Tensor]:
+    """The results by the operator's formula, which torch differentiates; residuals, which have no derivative, by the
+    operator itself."""
+    check_devices(op, inputs)
+    dtypes = {y: DTYPES[spec.dtype] for y, spec in specs_of(op, attrs, inputs).items()}
+    found = mathematics.composed(op, attrs, inputs, namespaces[op.library], dtypes)
+    if op.residuals:
+        constants = [t if t is None else forward_ad.unpack_dual(t).primal.detach() for t in inputs]
+        found = dict(zip(op.results, results_of(dispatched[op](*constants, *attrs)), strict=True)) | found
+    return [found[y] for y in op.results]
+
+
+def tangents_of_product(
+    op: Op, forward: Op, attrs: tuple[Attr, ...], names: Container[str], saved: Tensors, tangents: Tensors
+):
+    """By name, the tangents of the results of a bilinear operator, or of its backward, where they are not zero."""
+    named = {slot: t for slot, t in zip(op.inputs, saved, strict=True) if t is not None}
+    given = {slot: t for slot, t in zip(op.inputs, tangents, strict=True) if t is not None}
+    run, m = mathematics.runner(dispatched, attrs), mathematics.MATHEMATICS
+    if op is not forward:
+        return formula.backward_tangents(m, run, forward, named, given, names)
+    return {op.outputs[0]: formula.bilinear_tangent(m, run, op, named, given)}
+
+
+def gradient_of_backward(
+    op: Op, forward: Op, attrs: tuple[Attr, ...], saved: Tensors, grads: Tensors, needed: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """One gradient, or None, for each input of a backward."""
+    if op is not forward and formula.is_bilinear(forward, attrs):
+        return _gradient_of_products(op, forward, attrs, saved, grads, needed)
+    if op is not forward and op.formula is not None:
+        return _gradient_of_formula(op, attrs, saved, grads, needed)
+    once = f": {forward.name} can be differentiated once" if forward is not op else ""
+    raise NotImplementedError(f"{op.name} has no derivative{once}")
+
+
+def _gradient_of_products(
+    op: Op, forward: Op, attrs: tuple[Attr, ...], saved: Tensors, grads: Tensors, needed: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    named = {slot: t for slot, t in zip(op.inputs, saved, strict=True) if t is not None}
+    given = {y: t for y, t in zip(op.results, grads, strict=True) if t is not None}
+    wanted = {slot for slot, need in zip(op.inputs, needed, strict=True) if need}
+    run = mathematics.runner(dispatched, attrs)
+    found = formula.backward_cotangents(mathematics.MATHEMATICS, run, forward, named, given, wanted)
+    return tuple(found.get(slot) for slot in op.inputs)
+
+
+def all_tensors(inputs: Tensors) -> bool:
+    """Whether none is of a subclass, such as DTensor, that ``torch.func`` does not take."""
+    return all(t is None or type(t) in PLAIN_TYPES for t in inputs)
+
+
+def _gradient_of_formula(
+    op: Op, attrs: tuple[Attr, ...], saved: Tensors, grads: Tensors, needed: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    moved = [i for i, need in enumerate(needed) if need]
+    given = {i: dy for i, dy in enumerate(grads) if dy is not None}
+    if not given:
+        return (None,) * len(saved)
+
+    def of_moved(*tensors: Tensor) -> tuple[Tensor, ...]:
+        inputs = dict(enumerate(saved)) | dict(zip(moved, tensors, strict=True))
+        results = composed(op, attrs, tuple(inputs.values()))
+        return tuple(results[i] for i in given)
+
+    _, gradient = torch.func.vjp(of_moved, *(saved[i] for i in moved))
+    found = dict(zip(moved, gradient(tuple(given.values())), strict=True))
+    return tuple(found.get(i) for i in range(len(saved)))
+
+
+@contextlib.contextmanager
+def other_levels():
+    """An autograd.Function handles one level of torch.func. Its forward and jvp run the lower levels, for which
+    gradients and tangents must be recorded."""
+    if not private.transforms_are_active():
+        yield
+        return
+    allowed = private.get_one_level()
+    private.set_one_level(True)
+    try:
+        with torch.enable_grad(), private.records_tangents(True):
+            yield
+    finally:
+        private.set_one_level(allowed)
+
+
+def has_tangents(inputs: Tensors) -> bool:
+    if private.forward_level() < 0:
+        return False
+    return any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in inputs)

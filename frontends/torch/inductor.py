@@ -1,0 +1,233 @@
+"""The operators in Inductor: decompositions, fallbacks, and results over inputs.
+
+An operator that Inductor can fuse with what stands around it is decomposed: the elementwise ones, by their formulas,
+and 16-bit products on a GPU, which become torch's own, with the activation and the sum of a bias's gradient beside
+them. The others are fallbacks: Inductor calls the kernel.
+
+Inductor makes a fallback of an operator that it does not know, which is right. But before torch 2.13 it formats the
+operator's arguments for its log first, even where nothing is logged. The text of an argument contains all that it was
+computed from, and an argument that is used twice appears twice: in a residual network the text doubles with each
+operator. So each operator is made a fallback before Inductor sees it.
+
+Inductor takes seconds to import, which only those who compile should wait for. So the operators are registered after
+something else has imported Inductor's tables. A public function or an operator's fake kernel would be too late: they do
+not run where their result is cached, or where the graph was exported before.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from contextvars import ContextVar
+from importlib import import_module
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from aotops.formula import fuse, is_bilinear
+from aotops.op import Op
+
+from ..imports import after_import
+from ..torch_schema import wanted as names_of_wanted
+from . import private
+from .mathematics import MATHEMATICS as m
+
+# ------------------------------------------------------------------------------------------------------ decompositions
+# Functions of an operator's arguments, which return its results, or NotImplemented for a call that the kernel serves.
+
+
+def _fuses_products(x: Tensor) -> bool:
+    """float32 is left to the kernel, whose TF32 is an argument and not torch's setting."""
+    return x.device.type == "cuda" and x.dtype in (torch.bfloat16, torch.float16)
+
+
+def _has_fused_kernel(x: Tensor, weight: Tensor) -> bool:
+    """Whether the library's product with an activation is faster than torch's and a kernel of Inductor's: on Hopper,
+    where lines are whole vectors."""
+    if x.device.type != "cuda" or not torch.cuda.is_available():
+        return False
+    aligned = all(isinstance(n, int) and n % 8 == 0 for n in weight.shape)
+    return aligned and torch.cuda.get_device_capability(x.device)[0] == 9
+
+
+_RECOMPUTED: MutableMapping[Tensor, Callable[[], Tensor]] = WeakIdKeyDictionary()
+"""While a graph is traced: for what a fused kernel returned, a function that computes it from the residuals. A backward
+calls it instead of keeping both."""
+_AS_IT_IS = ContextVar("as_it_is", default=False)
+
+
+def _of_products(op: Op, forward: Op, overload: Any) -> Callable[..., Any]:
+    n, end = len(op.inputs), len(op.inputs) + len(op.attrs)
+
+    def of_products(*args):
+        inputs, attrs = args[:n], args[n:end]
+        if _AS_IT_IS.get() or not _fuses_products(inputs[0]):
+            return NotImplemented
+        named = {slot: t for slot, t in zip(op.inputs, inputs, strict=True) if t is not None}
+        if op is not forward:
+            named = {slot: _RECOMPUTED[t]() if t in _RECOMPUTED else t for slot, t in named.items()}
+        elif not is_bilinear(op, attrs) and _has_fused_kernel(*(named[slot] for slot in op.bilinear)):
+            return _by_fused_kernel(op, overload, args) if op.residuals else NotImplemented
+        results = fuse(m, op, attrs, named)
+        return results if results is NotImplemented else _packed(op, args[end:], results)
+
+    return of_products
+
+
+def _by_fused_kernel(op: Op, overload: Any, args: Sequence[Any]) -> Any:
+    token = _AS_IT_IS.set(True)
+    try:
+        y, *kept = overload(*args)
+    finally:
+        _AS_IT_IS.reset(token)
+    attrs, residuals = args[len(op.inputs) :], dict(zip(op.residuals, kept, strict=True))
+    _RECOMPUTED[y] = lambda: fuse(m, op, attrs, residuals)[0]
+    return y, *kept
+
+
+def _packed(op: Op, mask: Sequence[Any], results: Iterable[Any]) -> Any:
+    """The results as the operator returns them: None where they are not wanted."""
+    names = names_of_wanted(op, mask)
+    found = tuple(y if name in names else None for name, y in zip(op.results, results, strict=True))
+    return found[0] if len(found) == 1 else found
+
+
+def _without_instead(op: Op, forward: Op, overload: Any) -> Callable[..., Any]:
+    """A backward on the residual alone, in the place of the input that it stands for, which need not be kept then.
+
+    Not where saved tensors are not donated to the backward: then it may run again, and must not be compiled to write
+    over the residual. Inductor's cache of compiled graphs does not know this setting, and so the graph must differ."""
+    n, end = len(op.inputs), len(op.inputs) + len(op.attrs)
+
+    def on_residuals(*args):
+        if not private.donates_buffers():
+            return NotImplemented
+        given = list(args)
+        for slot, residual in _places(op, forward, args[n:end]):
+            if args[residual] is not None:
+                given[slot] = args[residual]
+        return NotImplemented if all(a is b for a, b in zip(args, given, strict=True)) else overload(*given)
+
+    return on_residuals
+
+
+def _places(op: Op, forward: Op, attrs: Sequence[Any]) -> list[tuple[int, int]]:
+    """In a backward, each input of the forward that a residual stands for, and that residual."""
+    return [(op.inputs.index(slot), op.inputs.index(residual)) for slot, residual in forward.replaced(attrs).items()]
+
+
+def _decomposition(op: Op, forward: Op, overload: Any, composed: Callable[..., Any]) -> Callable[..., Any] | None:
+    if op.fused is not None:
+        return _of_products(op, forward, overload)
+    if op is not forward and forward.instead:
+        return _without_instead(op, forward, overload)
+    if not op.elementwise or op.formula is None:
+        return None
+    n, end = len(op.inputs), len(op.inputs) + len(op.attrs)
+
+    return lambda *args: _packed(op, args[end:], composed(op, args[n:end], args[:n]))
+
+
+# ----------------------------------------------------------------------------------------------------------- lowerings
+
+
+class Operator(NamedTuple):
+    """An operator, or a backward, and what torch's dispatcher has of it."""
+
+    op: Op
+    forward: Op
+    """The operator itself, or the one whose backward it is."""
+    overload: Any
+    overwriting: Any
+    """The overload that writes results over inputs (``Op.overwrites``), or None."""
+
+
+def _overwriting(lowering: ModuleType, one: Operator) -> Callable[..., Any]:
+    """Writes results over inputs that nothing else uses, and else calls the operator."""
+    op, allocating = one.op, lowering.lowerings[one.overload]
+    in_place = lowering.fallback_handler(one.overwriting, add_to_fallback_set=False)
+    over = {y: op.inputs.index(slot) for y, slot in op.overwrites.items()}
+    instead = one.forward.instead.items() if op is not one.forward else ()
+    absent = {op.inputs.index(slot): op.inputs.index(residual) for slot, residual in instead}
+    n, end = len(op.inputs), len(op.inputs) + len(op.attrs)
+
+    def may_overwrite(graph: Any) -> bool:
+        node = graph.current_node
+        if not one.forward.replaced(node.args[n:end]):
+            return False
+        on_residuals = all(node.args[slot] is node.args[residual] for slot, residual in absent.items())
+        return on_residuals and not graph.cpp_wrapper and all(_is_only_used_by(node, at, graph) for at in over.values())
+
+    def lower(*args):
+        if not may_overwrite(lowering.V.graph):
+            return allocating(*args)
+        written = in_place(*(arg for i, arg in enumerate(args) if i not in absent))
+        returned = iter(written if isinstance(written, (list, tuple)) else (written,))
+        results = [args[over[y]] if y in over else next(returned) for y in op.results]
+        return results[0] if len(results) == 1 else results
+
+    return lower
+
+
+_aten = torch.ops.aten
+_VIEWS = {_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default}
+_MAKE_MEMORY = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
+
+
+def _is_only_used_by(user: torch.fx.Node, at: int, graph: Any) -> bool:
+    """Whether this argument is memory that no other node uses: of a product, or of a saved tensor that is donated to
+    the backward."""
+    node = user.args[at]
+    while isinstance(node, torch.fx.Node) and set(node.users) == {user}:
+        if node.op == "placeholder":
+            return _is_donated(graph.graph_inputs.get(node.name))
+        if node.target in _MAKE_MEMORY:
+            return True
+        if node.target not in _VIEWS:
+            return False
+        user, node = node, node.args[0]
+    return False
+
+
+def _is_donated(box: Any) -> bool:
+    donated = getattr(import_module(private.IR), "DonatedBuffer", ())  # from torch 2.6 on
+    return isinstance(getattr(getattr(box, "data", None), "data", None), donated)
+
+
+# -------------------------------------------------------------------------------------------------------- registration
+
+
+def register(operators: Sequence[Operator], composed: Callable[..., Any]) -> None:
+    """Tells Inductor of operators: now, or as soon as it is imported. ``composed``: evaluates the formula of an
+    operator, given its attributes and inputs."""
+    after_import(private.LOWERING, lambda: _register(import_module(private.LOWERING), operators, composed))
+
+
+def _register(lowering: ModuleType, operators: Sequence[Operator], composed: Callable[..., Any]) -> None:
+    try:
+        for one in operators:
+            _make_fallback(lowering, one.overload)
+            if one.overwriting is not None:
+                lowering.lowerings[one.overload] = _overwriting(lowering, one)
+        # after the fallbacks, which an operator with a decomposition is refused
+        _decompose({one.overload: _decomposition(one.op, one.forward, one.overload, composed) for one in operators})
+    except Exception as error:  # Inductor must work: without this it does, though more slowly
+        warnings.warn(f"aotops: Inductor {torch.__version__} took no operators: {error!r}", stacklevel=2)
+
+
+def _decompose(functions: Mapping[Any, Callable[..., Any] | None]) -> None:
+    table = import_module(private.DECOMPOSITION)
+    table.decompositions.update({operator: function for operator, function in functions.items() if function})
+    if (copied := getattr(table, "fast_random_decomps", None)) is not None:
+        copied.cache_clear()
+
+
+def _make_fallback(lowering: ModuleType, operator: Any) -> None:
+    """The strides of an operator's results follow from those of its inputs. So these must be what the fake kernel
+    saw: exactly where Inductor can do that (torch 2.7), else in the same order."""
+    as_traced = getattr(lowering, "constrain_to_fake_tensors", None) or lowering.constrain_to_fx_strides
+    # with warn=True a decomposition that is registered already is an error under CI
+    lowering.make_fallback(operator, as_traced, warn=False)

@@ -1,0 +1,102 @@
+"""Derivatives that no kernel computes, of operators of the dispatcher.
+
+They are the formulas of the definitions, which torch differentiates, and the products that the derivatives of a product
+are (aotops/formula.py). All of them are compositions of operators, so that derivatives of any order follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aotops import formula
+from aotops.op import Attr, Op
+
+from ..torch_schema import mask
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that sums of floating numbers are taken in: float32 for 16 bits."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class Mathematics:
+    """``aotops.formula.Products`` of torch."""
+
+    exp, expm1, tanh, sigmoid, rsqrt = torch.exp, torch.expm1, torch.tanh, torch.sigmoid, torch.rsqrt
+    erfc, where, zeros, reshape = torch.special.erfc, torch.where, torch.zeros_like, torch.reshape
+    log_softmax, linear = staticmethod(torch.log_softmax), staticmethod(torch.nn.functional.linear)
+
+    def __init__(self, ops: Any) -> None:
+        self.ops = ops
+
+    @staticmethod
+    def wide(x: Tensor) -> Tensor:
+        return x.to(wide_dtype(x.dtype))
+
+    @staticmethod
+    def like(x: Tensor, model: Tensor) -> Tensor:
+        return x.to(model.dtype)
+
+    @staticmethod
+    def epsilon(x: Tensor) -> float:
+        return torch.finfo(x.dtype).eps
+
+    @staticmethod
+    def arange(n: int, model: Tensor) -> Tensor:
+        # not torch.arange, which beside a DTensor would be a plain tensor
+        return model.new_ones(n).cumsum(0, dtype=model.dtype) - 1
+
+    @staticmethod
+    def sum(x: Tensor, axes: tuple[int, ...], keepdims: bool = False) -> Tensor:
+        return x.sum(axes, keepdim=keepdims) if axes else x  # torch sums over all axes if there are none
+
+    @staticmethod
+    def mean(x: Tensor, axes: tuple[int, ...]) -> Tensor:
+        return x.mean(axes, keepdim=True) if axes else x
+
+    @staticmethod
+    def any(x: Tensor, axis: int) -> Tensor:
+        return x.any(axis)
+
+    @staticmethod
+    def count(x: Tensor, model: Tensor) -> Tensor:
+        return x.sum(dtype=model.dtype)
+
+    @staticmethod
+    def concatenate(arrays: Sequence[Tensor]) -> Tensor:
+        return torch.cat(tuple(arrays), -1)
+
+    @staticmethod
+    def matrix(x: Tensor) -> Tensor:
+        return x.flatten(0, -2) if x.dim() > 1 else x[None]
+
+    @staticmethod
+    def matmul(a: Tensor, b: Tensor, transpose_a: bool = False, transpose_b: bool = False) -> Tensor:
+        return (a.mT if transpose_a else a) @ (b.mT if transpose_b else b)
+
+
+def composed(
+    op: Op, attrs: Sequence[Attr], inputs: Sequence[Tensor | None], ops: Any, dtypes: Mapping[str, torch.dtype]
+):
+    """By name, the outputs of an operator's formula. ``ops``: the functions of its library. ``dtypes``: of its
+    outputs."""
+    outputs = formula.compose(Mathematics(ops), op, attrs, inputs)
+    return {y: value.to(dtypes[y]) for y, value in zip(op.composed, outputs, strict=True)}
+
+
+def runner(dispatched: Mapping[Op, Callable[..., Any]], attrs: Sequence[Attr]) -> formula.Run:
+    """Runs operators of the dispatcher, with these attributes."""
+
+    def run(op: Op, named: Mapping[str, Tensor], wanted: Container[str]) -> dict[str, Tensor]:
+        results = dispatched[op](*(named.get(slot) for slot in op.inputs), *attrs, *mask(op, wanted))
+        return dict(zip(op.results, results if isinstance(results, (tuple, list)) else (results,), strict=True))
+
+    return run
+
+
+MATHEMATICS = Mathematics(None)
+"""For products, whose derivatives need no other operator."""

@@ -1,0 +1,142 @@
+"""torch.nn's modules on the library's kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import functional as F
+
+
+class _Offset:
+    """``weight_offset`` of a norm's module: what is added to its weight, whose initial value is 1 - weight_offset. If
+    there is no weight (elementwise_affine=False), it has no effect: the module computes what a new one with a weight
+    does."""
+
+    weight_offset = 0.0
+
+    def __init__(self, *args: Any, weight_offset: float = 0.0, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.weight_offset = float(weight_offset)
+        if weight_offset:
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()  # type: ignore[misc]
+        if self.weight_offset and self.weight is not None:  # type: ignore[attr-defined]
+            torch.nn.init.constant_(self.weight, 1 - self.weight_offset)  # type: ignore[attr-defined]
+
+    def _offset(self) -> float:
+        return self.weight_offset if self.weight is not None else 0.0  # type: ignore[attr-defined]
+
+    def extra_repr(self) -> str:
+        offset = f", weight_offset={self.weight_offset}" if self.weight_offset else ""
+        return super().extra_repr() + offset  # type: ignore[misc]
+
+
+class LayerNorm(_Offset, torch.nn.LayerNorm):
+    """``torch.nn.LayerNorm`` on the library's kernel: the same arguments, parameters and state, and the keyword
+    ``weight_offset``, which is added to the weight; the initial weight is 1 - weight_offset. Parameters in float32
+    serve inputs of 16 bits."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        affine = self.weight, self.bias, self.eps, self._offset()
+        return F.layer_norm(input, self.normalized_shape, *affine)
+
+
+class RMSNorm(_Offset, torch.nn.RMSNorm):
+    """``torch.nn.RMSNorm`` on the library's kernel: the same arguments, parameters and state, and the keyword
+    ``weight_offset``, which is added to the weight; the initial weight is 1 - weight_offset. Parameters in float32
+    serve inputs of 16 bits."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        affine = self.weight, self.eps, self._offset()
+        return F.rms_norm(input, self.normalized_shape, *affine)
+
+
+class Linear(torch.nn.Linear):
+    """``torch.nn.Linear`` on the library's kernel: the same arguments, parameters and state, and an activation that is
+    applied in the same kernel: None, "relu", "gelu", "gelu_tanh" or "silu"."""
+
+    def __init__(self, in_features, out_features, bias=True, device=None, dtype=None, activation=None):
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.activation = activation
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.weight, self.bias, self.activation)
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + (f", activation={self.activation!r}" if self.activation else "")
+
+
+class GELU(torch.nn.GELU):
+    """``torch.nn.GELU`` on the library's kernel: the same argument."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.gelu(input, self.approximate)
+
+
+class Softmax(torch.nn.Softmax):
+    """``torch.nn.Softmax`` on the library's kernel: the same argument."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.dim is None:  # torch warns, and chooses an axis
+            return super().forward(input)
+        return F.softmax(input, self.dim)
+
+
+class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
+    """``torch.nn.CrossEntropyLoss`` on the library's kernel: the same arguments."""
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        options = self.ignore_index, self.reduction, self.label_smoothing
+        weight = {} if self.weight is None else {"weight": self.weight}
+        return F.cross_entropy(input, target, *options, **weight)
+
+
+class LLTM(torch.nn.Module):
+    """The cell of PyTorch's tutorial "Custom C++ and CUDA Extensions" on the library's kernel: the same arguments and
+    parameters, and device and dtype. ``forward(input, (old_h, old_cell))`` returns new_h and new_cell.
+
+    ``bias`` is (1, 3 * state_size), as in the code that comes with the tutorial. A state_dict whose bias is
+    (3 * state_size,), as in the tutorial's text, is loaded too.
+    """
+
+    def __init__(self, input_features: int, state_size: int, device=None, dtype=None) -> None:
+        super().__init__()
+        self.input_features, self.state_size = input_features, state_size
+        gates, features = 3 * state_size, state_size + input_features
+        self.weights = torch.nn.Parameter(torch.empty(gates, features, device=device, dtype=dtype))
+        self.bias = torch.nn.Parameter(torch.empty(1, gates, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        bound = self.state_size**-0.5
+        for parameter in self.parameters():
+            torch.nn.init.uniform_(parameter, -bound, bound)
+
+    def forward(self, input: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return F.lltm(input, self.weights, self.bias, *state)
+
+    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
+        bias = state_dict.get(f"{prefix}bias")
+        if isinstance(bias, Tensor) and bias.shape == (3 * self.state_size,):
+            state_dict[f"{prefix}bias"] = bias[None]
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def extra_repr(self) -> str:
+        return f"input_features={self.input_features}, state_size={self.state_size}"
+
+
+class Conv2d(torch.nn.Conv2d):
+    """``torch.nn.Conv2d`` on the library's kernel: the same arguments, parameters and state; channels_last tensors stay
+    so, and TF32 is used if ``torch.backends.cudnn.allow_tf32`` is set. With another padding_mode than zeros it calls
+    torch's own."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.padding_mode != "zeros":
+            return super().forward(input)
+        options = self.stride, self.padding, self.dilation, self.groups
+        return F.conv2d(input, self.weight, self.bias, *options, allow_tf32=torch.backends.cudnn.allow_tf32)

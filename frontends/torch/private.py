@@ -1,0 +1,129 @@
+"""The private names of torch that the frontend uses, all of them.
+
+Without a required name the import of the frontend fails. Without an optional one the frontend does less, as ``LACKS``
+says of this version: it is empty for torch 2.13.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn._reduction import legacy_get_string as legacy_get_string
+
+LACKS: dict[str, str] = {}
+"""By name, what the frontend does not do because this torch lacks it."""
+_lacking: list[str] = []
+
+
+def _required(name: str) -> Any:
+    found = _find(name)
+    if found is None:
+        _lacking.append(f"torch.{name}")
+    return found
+
+
+def _optional(name: str, without: str) -> Any:
+    found = _find(name)
+    if found is None:
+        LACKS[f"torch.{name}"] = without
+    return found
+
+
+def _find(name: str) -> Any:
+    return functools.reduce(lambda owner, part: getattr(owner, part, None), name.split("."), torch)
+
+
+# ---------------------------------------------------------------------------------------------------------- dispatcher
+
+DispatchKey, DispatchKeySet = _required("_C.DispatchKey"), _required("_C.DispatchKeySet")
+BelowAutograd, after_autograd = _required("_C._AutoDispatchBelowAutograd"), _required("_C._after_autograd_keyset")
+BelowVersions = _required("_C._AutoDispatchBelowADInplaceOrView")
+after_versions = _required("_C._after_ADInplaceOrView_keyset")
+ExcludeKeys = _required("_C._ExcludeDispatchKeyGuard")
+has_kernel, get_schema = _required("_C._dispatch_has_kernel"), _required("_C._get_schema")
+RecordFunction = _required("_C._profiler._RecordFunctionFast")
+has_storage = _required("_C._has_storage")
+
+# ----------------------------------------------------------------------------------------- torch.func and forward mode
+
+transforms_are_active = _required("_C._are_functorch_transforms_active")
+is_batched, level_of = _required("_C._functorch.is_batchedtensor"), _required("_C._functorch.maybe_get_level")
+current_level = _required("_C._functorch.maybe_current_level")
+get_one_level = _required("_C._functorch.get_single_level_autograd_function_allowed")
+set_one_level = _required("_C._functorch.set_single_level_autograd_function_allowed")
+records_tangents = _required("autograd.forward_ad._set_fwd_grad_enabled")
+LEVEL, NO_LEVEL = "_current_level", -1
+"""The variable of ``torch.autograd.forward_ad`` that is the level of forward mode, and its value outside."""
+_required(f"autograd.forward_ad.{LEVEL}")
+
+
+def forward_level() -> int:
+    return getattr(forward_ad, LEVEL)
+
+
+# ---------------------------------------------------------------------------------------------------------- plain calls
+
+_BY_DISPATCHER = "every call goes through the dispatcher"
+exchange_table = _optional("Tensor.__dlpack_c_exchange_api__", _BY_DISPATCHER)  # from torch 2.10 on
+keys_of = _optional("_C._dispatch_keys", _BY_DISPATCHER)
+neg_view = _optional("_neg_view", _BY_DISPATCHER)
+zero_tensor = _optional("_efficientzerotensor", _BY_DISPATCHER)
+FunctionBase = _optional("_C._FunctionBase", "a recorded call takes 2 to 3 us more")
+
+
+# -------------------------------------------------------------------------------------------------------- saved tensors
+
+_NOT_OVER = "no gradient is written over a saved tensor"
+graph_task = _optional("_C._current_graph_task_id", _NOT_OVER)
+keeps_graph = _optional("_C._autograd._get_current_graph_task_keep_graph", _NOT_OVER)
+storage_use_count = _optional("_C._storage_Use_Count", _NOT_OVER)
+_optional("Tensor._use_count", _NOT_OVER)
+_optional("autograd.graph.increment_version", _NOT_OVER)
+saved_tensor_hooks = _optional("_C._autograd._top_saved_tensors_default_hooks", "no residual stands for an input")
+CAN_OVERWRITE = _NOT_OVER not in LACKS.values()
+
+# ------------------------------------------------------------------------------- modules that are imported when needed
+
+LOWERING, DECOMPOSITION, IR = "torch._inductor.lowering", "torch._inductor.decomposition", "torch._inductor.ir"
+FLOP_COUNTER, DTENSOR = "torch.utils.flop_counter", "torch.distributed.tensor"
+
+
+def donates_buffers() -> bool:
+    """Whether compiled code may write over saved tensors."""
+    from torch._functorch import config
+
+    return getattr(config, "donated_buffer", True)
+
+
+def elementwise_strides(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """The strides that torch gives the result of an elementwise operator."""
+    from torch._prims_common import compute_elementwise_output_strides  # slow to import, seldom needed
+
+    return compute_elementwise_output_strides(*tensors)
+
+
+def dtensor_dispatcher() -> tuple[Any, Any]:
+    """DTensor's dispatcher, and the class of what it knows of an operator.
+
+    Raises:
+        ImportError: this torch has no public DTensor (before 2.5).
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+
+    return DTensor._op_dispatcher, RuntimeSchemaInfo
+
+
+def all_reduce(part: Tensor, how: str, group: Any) -> Tensor:
+    from torch.distributed._functional_collectives import all_reduce
+
+    return all_reduce(part, how, group)
+
+
+if _lacking:
+    raise ImportError(f"aotops: torch {torch.__version__} lacks {', '.join(_lacking)}, expected torch 2.4 or later")

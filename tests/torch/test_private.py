@@ -1,0 +1,90 @@
+"""The private names of torch stand in one file, which says what this version lacks; and the package's imports run one
+way."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from aotops.frontends import torch as ours  # noqa: E402
+from aotops.frontends.torch import private  # noqa: E402
+
+FOLDER = Path(ours.__file__).parent
+FILES = {path.stem: ast.parse(path.read_text()) for path in FOLDER.glob("*.py")}
+KNOWN = (2, 13)  # the version that CI installs
+
+
+def names(tree: ast.AST):
+    """Each dotted name, or module that is imported from, with the names that are imported."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield ast.unparse(node)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+@pytest.mark.parametrize("name", sorted(FILES.keys() - {"private"}))
+def test_a_private_name_stands_in_private(name):
+    pattern = re.compile(r"^(torch|forward_ad|_functorch)(\.\w+)*\._[a-z]\w*$", re.I)
+    assert not [found for found in names(FILES[name]) if pattern.match(found)]
+
+
+def test_this_version_lacks_nothing():
+    if tuple(map(int, torch.__version__.split(".")[:2])) != KNOWN:
+        pytest.skip("another version of torch")
+    assert not private.LACKS
+
+
+def test_a_missing_name_stops_the_import_and_is_told(python):
+    program = """
+import torch
+del torch._C._profiler._RecordFunctionFast
+try:
+    from aotops.frontends import torch
+except ImportError as error:
+    print(error)
+"""
+    assert "lacks torch._C._profiler._RecordFunctionFast, expected torch 2.4 or later" in python(program)
+
+
+def test_a_missing_optional_name_is_told(python):
+    program = """
+import torch
+del torch._C._FunctionBase
+from aotops.frontends.torch import private
+print(private.LACKS)
+"""
+    assert "torch._C._FunctionBase" in python(program)
+
+
+def test_imports_run_one_way():
+    """No module of the package is imported by one that it imports."""
+    imported = {
+        name: {
+            stem
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and node.level == 1
+            for stem in ([node.module] if node.module else [alias.name for alias in node.names])
+        }
+        for name, tree in FILES.items()
+    }
+
+    def reached(name: str, path: tuple[str, ...] = ()) -> None:
+        assert name not in path, f"imports in a circle: {' -> '.join((*path, name))}"
+        for other in imported.get(name, ()):
+            reached(other, (*path, name))
+
+    reached("__init__")
+
+
+def test_a_file_is_short():
+    assert not {name: n for name in FILES if (n := len((FOLDER / f"{name}.py").read_text().splitlines())) > 300}
