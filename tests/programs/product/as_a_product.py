@@ -44,6 +44,7 @@ def test_inductor_decomposes_it(monkeypatch):
     from torch._inductor.decomposition import select_decomp_table
 
     from aotops.frontends import torch as ours
+    from aotops.frontends.torch import inductor
 
     assert ours.blend
     assert lowering
