@@ -27,14 +27,13 @@ from typing import Any
 from . import library
 from .extra import encode
 from .op import Attr, Op
-from .spec import TensorSpec
+from .spec import DEVICES, TensorSpec
 
 CALL_PATHS = ("ctypes", "addresses", "tensors")
 METH_FASTCALL = 0x80
 MOST_SLOTS = 16
 MOST_BOUND = 256
 """Cached bindings of operators to attributes. A program has few, unless an attribute changes with each call."""
-_DEVICES = ("cpu", "cuda")
 _N_STATUSES = len(library.ERRORS) + 1
 
 
@@ -145,8 +144,8 @@ def _text(value: str) -> bytes:
 def handle_of(op: Op, attrs: tuple[Attr, ...]) -> Any:
     """The C side of an operator bound to its attributes: a capsule that owns it."""
     n = len(op.slots)
-    entries = (c_void_p * 2)(*(op.library.entry_address(op, device) for device in _DEVICES))
-    inits = (c_void_p * 2)(*(op.library.entry_address(op, device, "Init") for device in _DEVICES))
+    entries = (c_void_p * 2)(*(op.library.entry_address(op, device) for device in DEVICES))
+    inits = (c_void_p * 2)(*(op.library.entry_address(op, device, "Init") for device in DEVICES))
     handle = lib().aot_call_new(
         op.name.encode(),
         encode(op, attrs).encode(),
@@ -185,7 +184,7 @@ def addresses(
     handle = handle_of(op, attrs)  # another thread's binding may drop it from its cache
     plan = lib().aot_plan_new(
         pointer_of(handle),
-        _DEVICES.index(device),
+        DEVICES.index(device),
         sum(1 << i for i, spec in enumerate(specs) if spec is not None),
         len(given),
         (c_int * len(given))(*ndims),

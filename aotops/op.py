@@ -363,14 +363,6 @@ class Op:
         values = dict(zip(self.attrs, attrs, strict=True))
         return {y: values[name] for y, name in self.scale.items() if values[name] != 1}
 
-    def backward_outputs(self, inputs: Sequence[object]) -> tuple[str | None, ...]:
-        """For each input the name of its gradient among the backward's outputs, or None."""
-        assert self.backward is not None, f"{self.name} has no backward"
-        return tuple(
-            f"d{slot}" if value is not None and f"d{slot}" in self.backward.outputs else None
-            for slot, value in zip(self.inputs, inputs, strict=True)
-        )
-
 
 def _short(value: Any) -> str:
     """One line for an error message."""

@@ -41,7 +41,7 @@ from aotops.infer import UNKNOWN_DIM, infer, infer_symbolic
 from aotops.library import Library
 from aotops.op import Attr, Op
 from aotops.ops import BUILTIN, OPS
-from aotops.spec import TensorSpec, accumulate_dtype, shape_text
+from aotops.spec import DEVICES, TensorSpec, accumulate_dtype, shape_text
 
 from .jax_linear import apply as apply_linear
 from .jax_mathematics import Mathematics
@@ -423,7 +423,7 @@ def _call(op: Op, attrs: Attrs, wanted: Names, *inputs: Array | None) -> tuple[A
 
 def _on_each_platform(op: Op, attrs: Attrs, wanted: Names, *inputs: Array | None) -> tuple[Array, ...]:
     specs = tuple(None if x is None else TensorSpec(x.shape, x.dtype.name) for x in inputs)
-    cpu, cuda = (infer(op, attrs, specs, device) for device in ("cpu", "cuda"))
+    cpu, cuda = (infer(op, attrs, specs, device) for device in DEVICES)
     calls = [partial(_custom_call, op, attrs, wanted, found) for found in (cpu, cuda)]
     if cpu == cuda:
         return calls[0](*inputs)
