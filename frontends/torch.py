@@ -31,7 +31,7 @@ from aotops import call, formula
 from aotops.hosting import NUMBERS, Namespace
 from aotops.infer import UNKNOWN_DIM, infer, infer_symbolic
 from aotops.library import ERRORS, Library, LibraryError, check, load
-from aotops.op import Attr, Op, Rule
+from aotops.op import Attr, Autocast, Op, Rule
 from aotops.ops import BUILTIN, OPS
 from aotops.spec import DTYPES, TensorSpec, check_broadcast
 
@@ -705,18 +705,19 @@ def _autocast_kernel(op: Op, dispatched: Callable[..., Any], device: str, split)
 
 def _autocast(op: Op, attrs: tuple[Any, ...], device: str, inputs: Tensors):
     """The inputs as autocast casts them, the attributes, and the dtype to cast the results to, or None."""
-    to = op.autocast.get(device)
-    if to == "wide results":
+    if op.autocast is Autocast.WIDE_LOSS:
         given = dict(zip(op.attrs, attrs, strict=True))
         if given["dtype"] is None and inputs[0].is_floating_point() and inputs[0].element_size() == 2:
             given["dtype"] = "float32"
         return inputs, tuple(given.values()), None
-    if to == "as given":
+    if op.autocast is Autocast.IF_REFUSED:
         with contextlib.suppress(TypeError):
             _infer(op, attrs, inputs)
             return inputs, attrs, None
     floating = [t for t in inputs if t is not None and t.is_floating_point()]
-    dtype, back = torch.get_autocast_dtype(device) if to == "autocast" else _DTYPES.get(to or ""), None
+    dtype, back = torch.get_autocast_dtype(device) if op.autocast is Autocast.LOWER else None, None
+    if op.autocast is Autocast.FLOAT32_ON_CUDA and device == "cuda":
+        dtype = torch.float32
     if dtype is None:
         dtype = _widest(floating)
         back = _widest([t for slot, t in zip(op.inputs, inputs, strict=True) if slot in op.vmappable])

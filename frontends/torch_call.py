@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from aotops import call, library
 from aotops.call import builtin, handle_of, keep, pointer_of, struct_capsule
-from aotops.op import Attr, Op
+from aotops.op import Attr, Autocast, Op
 
 EXTRA = {"softmax": ("dtype", "torch.dtype"), "cross_entropy": ("weight", "Tensor")}
 """The keyword that only torch's function has, None by default, and its type."""
@@ -231,7 +231,7 @@ def _function_handle(
         pointer_of(handle),
         _Slots(*prototype),
         any(prototype[i] < 0 for i in written),
-        _Slots(*(slots.get(op.equal.get(slot, ""), -1) for slot in op.slots)),
+        _Slots(*(slots.get(op.duplicates.get(slot, ""), -1) for slot in op.slots)),
         bits([*(y for y in op.outputs if y in slots and y not in op.optional), *op.workspace]),
         bits(op.kept_residuals(attrs)),
         bits(op.workspace),
@@ -266,7 +266,7 @@ def public(op: Op, bind: Callable[..., Any], fallback: Callable[..., Any]) -> Ca
     positions = {name: i for i, name in enumerate((*op.inputs, *op.public_attrs))}
     names, defaults = [sys.intern(p.name) for p in parameters], [p.default for p in parameters]
     bound: dict[Any, Any] = {}
-    casts = any(to != "as given" for to in op.autocast.values())
+    casts = op.autocast not in (None, Autocast.IF_REFUSED)
     made = _Public(len(op.inputs), len(op.public_attrs), len(names), has_autocast=casts, most_bound=call.MOST_BOUND)
     for i, (name, default) in enumerate(zip(names, defaults, strict=True)):
         made.position[i], made.names[i] = positions[name], id(name)

@@ -1,4 +1,4 @@
-"""What ``torch.utils.flop_counter`` counts for the products: a part of the torch frontend."""
+"""Counts of the products for ``torch.utils.flop_counter``: a part of the torch frontend."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def register(operators: Iterable[tuple[Op, Op, Any]]) -> None:
     Args:
         operators: each with the operator itself, or the one whose backward it is, and its ``OpOverload``.
     """
-    counted = [(op, forward, overload.overloadpacket) for op, forward, overload in operators if forward.flops]
+    counted = [(op, forward, overload.overloadpacket) for op, forward, overload in operators if forward.product]
 
     def take() -> None:
         counter = import_module(_COUNTER)

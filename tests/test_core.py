@@ -19,7 +19,7 @@ from aotops import call, library
 from aotops.extra import encode
 from aotops.frontends import FRONTENDS
 from aotops.infer import infer, infer_symbolic
-from aotops.op import Op
+from aotops.op import Op, Product, operator
 from aotops.ops import BUILTIN, OPS
 from aotops.spec import FLOATING, INTEGERS, TensorSpec
 from aotops.testing.cases import CASES, DTYPES, Draw, dtypes, inputs, rounded
@@ -363,6 +363,21 @@ def test_like_is_what_infer_says(call):
     expected = dict(zip(op.inputs, specs, strict=True)) | infer(op, attrs, tuple(specs))
     for name, source in (*op.same_spec_as.items(), *op.alias.items()):
         assert expected[name] == expected[source]
+
+
+def test_what_is_added_to_a_product_is_optional():
+    """Its derivatives are calls without it."""
+    product = Product(("a", "b"), flops=lambda call: 0)
+    with pytest.raises(TypeError, match="product: bias is required, expected it in optional"):
+        operator(inputs=("a", "b", "bias"), outputs=("y",), product=product)(_named("product"))
+
+
+def _named(name: str):
+    def bind(a, b, bias):
+        return (a, b, bias), ()
+
+    bind.__name__ = name
+    return bind
 
 
 @settings(deadline=None, derandomize=True, max_examples=100)

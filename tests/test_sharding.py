@@ -169,7 +169,7 @@ def test_independent_leading_axes_are_those_that_vmap_adds(name):
     op, tried = ALL[name], 0
     for one in calls(name) if op.has_kernel else ():
         given = shapes(one)
-        if all(shape is None or len(shape) >= op.axes for shape in given):
+        if all(shape is None or len(shape) >= op.min_rank for shape in given):
             assert with_leading_axes(op, one.attrs, given) == op.vmappable
             tried += 1
     assert tried or not op.has_kernel
