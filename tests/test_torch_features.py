@@ -342,6 +342,5 @@ def test_autocast_lists_are_torchs():
         has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
         cast = {device for device in ("cpu", "cuda") if has_kernel(f"aten::{torchs}", f"Autocast{device.upper()}")}
         how = OPS[name].autocast
-        assert cast == (set() if how is None else {"cuda"} if how is Autocast.FLOAT32_ON_CUDA else {"cpu", "cuda"}), (
-            name
-        )
+        on_both = how not in (None, Autocast.FLOAT32_ON_CUDA)
+        assert cast == ({"cpu", "cuda"} if on_both else {"cuda"} if how else set()), name
