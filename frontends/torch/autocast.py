@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from aotops.call import builtin, struct_capsule
-from aotops.op import Op
+from aotops.op import Autocast, Op
 
 from ..torch_schema import mask
 from . import private
-from .tensors import DTYPES, PLAIN_TYPES, READS_TENSORS, Tensors, packed, results_of, specs_of
+from .tensors import PLAIN_TYPES, READS_TENSORS, Tensors, packed, results_of, specs_of
 
 
 def autocast_kernel(op: Op, dispatched: Callable[..., Any], device: str, split) -> Callable[..., Any]:
@@ -43,18 +43,19 @@ def autocast_kernel(op: Op, dispatched: Callable[..., Any], device: str, split) 
 
 def cast_inputs(op: Op, attrs: tuple[Any, ...], device: str, inputs: Tensors):
     """The inputs as autocast casts them, the attributes, and the dtype to cast the results to, or None."""
-    to = op.autocast.get(device)
-    if to == "wide results":
+    if op.autocast is Autocast.WIDE_LOSS:
         given = dict(zip(op.attrs, attrs, strict=True))
         if given["dtype"] is None and inputs[0].is_floating_point() and inputs[0].element_size() == 2:
             given["dtype"] = "float32"
         return inputs, tuple(given.values()), None
-    if to == "as given":
+    if op.autocast is Autocast.IF_REFUSED:
         with contextlib.suppress(TypeError):
             specs_of(op, attrs, inputs)
             return inputs, attrs, None
     floating = [t for t in inputs if t is not None and t.is_floating_point()]
-    dtype, back = torch.get_autocast_dtype(device) if to == "autocast" else DTYPES.get(to or ""), None
+    dtype, back = torch.get_autocast_dtype(device) if op.autocast is Autocast.LOWER else None, None
+    if op.autocast is Autocast.FLOAT32_ON_CUDA and device == "cuda":
+        dtype = torch.float32
     if dtype is None:
         dtype = _widest(floating)
         back = _widest([t for slot, t in zip(op.inputs, inputs, strict=True) if slot in op.vmappable])
@@ -95,8 +96,9 @@ def _works(cached: Callable[..., Tensor | None]) -> bool:
             found = _from_cache(cached, leaf, torch.bfloat16)
         except (AttributeError, OSError):  # torch has no number of the dtype
             return False
-        is_cast = type(found) is Tensor and found.dtype == torch.bfloat16 and found.requires_grad
-        return is_cast and torch.equal(found.detach(), leaf.detach().to(torch.bfloat16))
+        if found is None or type(found) is not Tensor or found.dtype != torch.bfloat16 or not found.requires_grad:
+            return False
+        return torch.equal(found.detach(), leaf.detach().to(torch.bfloat16))
 
 
 def _is_current(cast: Tensor, source: Tensor) -> bool:
