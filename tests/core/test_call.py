@@ -667,9 +667,12 @@ def _mirrors(module):
     return [s for s in structs if s.__module__ == module.__name__ and s.__name__ != "_MethodDef"]
 
 
-@pytest.mark.parametrize(
+MIRRORS = pytest.mark.parametrize(
     "struct", [struct for module in CALLS for struct in _mirrors(module)], ids=lambda s: s.__name__
 )
+
+
+@MIRRORS
 def test_a_struct_of_another_size_is_refused(monkeypatch, struct):
     """``_MethodDef`` is CPython's own, all others are the library's."""
     module = import_module(struct.__module__)
@@ -687,7 +690,7 @@ def test_a_struct_of_another_size_is_refused(monkeypatch, struct):
         set_up.__wrapped__()
 
 
-@pytest.mark.parametrize("struct", [*_mirrors(call), *_mirrors(torch_call)], ids=lambda s: s.__name__)
+@MIRRORS
 def test_a_struct_with_another_order_of_members_is_refused(monkeypatch, struct):
     module = import_module(struct.__module__)
     (first, kind), *others = struct._fields_
