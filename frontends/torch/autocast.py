@@ -95,8 +95,9 @@ def _works(cached: Callable[..., Tensor | None]) -> bool:
             found = _from_cache(cached, leaf, torch.bfloat16)
         except (AttributeError, OSError):  # torch has no number of the dtype
             return False
-        is_cast = type(found) is Tensor and found.dtype == torch.bfloat16 and found.requires_grad
-        return is_cast and torch.equal(found.detach(), leaf.detach().to(torch.bfloat16))
+        if found is None or type(found) is not Tensor or found.dtype != torch.bfloat16:
+            return False
+        return found.requires_grad and torch.equal(found.detach(), leaf.detach().to(torch.bfloat16))
 
 
 def _is_current(cast: Tensor, source: Tensor) -> bool:

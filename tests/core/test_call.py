@@ -21,7 +21,7 @@ from aotops.spec import TensorSpec
 from aotops.testing.frameworks import race, requested
 
 np = pytest.importorskip("numpy")
-CALLS = [call, import_module("aotops.frontends.torch.call")] if "torch" in requested() else [call]
+WITH_STRUCTS = [call, import_module("aotops.frontends.torch.call")] if "torch" in requested() else [call]
 
 # Results of everything, as hexadecimal digits of a checksum; what differs from process to process is the environment.
 RESULTS = """
@@ -668,7 +668,7 @@ def _mirrors(module):
 
 
 MIRRORS = pytest.mark.parametrize(
-    "struct", [struct for module in CALLS for struct in _mirrors(module)], ids=lambda s: s.__name__
+    "struct", [struct for module in WITH_STRUCTS for struct in _mirrors(module)], ids=lambda s: s.__name__
 )
 
 
