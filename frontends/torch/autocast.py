@@ -96,9 +96,9 @@ def _works(cached: Callable[..., Tensor | None]) -> bool:
             found = _from_cache(cached, leaf, torch.bfloat16)
         except (AttributeError, OSError):  # torch has no number of the dtype
             return False
-        if found is None or type(found) is not Tensor or found.dtype != torch.bfloat16 or not found.requires_grad:
+        if found is None or type(found) is not Tensor or found.dtype != torch.bfloat16:
             return False
-        return torch.equal(found.detach(), leaf.detach().to(torch.bfloat16))
+        return found.requires_grad and torch.equal(found.detach(), leaf.detach().to(torch.bfloat16))
 
 
 def _is_current(cast: Tensor, source: Tensor) -> bool:

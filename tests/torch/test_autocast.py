@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from aotops.frontends import torch as ours  # noqa: E402
-from aotops.frontends.torch import autocast  # noqa: E402
 
 LOW = torch.bfloat16
 CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
@@ -149,11 +148,11 @@ def test_a_cast_that_fails_in_c_is_made_in_python():
     "wrong", [lambda t: None, lambda t: t, lambda t: (t * 2).to(LOW), lambda t: t.detach().to(LOW)]
 )
 def test_a_cache_that_does_not_cast_as_expected_is_not_used(monkeypatch, wrong):
-    if not ours._READS_TENSORS:
+    if not ours.tensors.READS_TENSORS:
         pytest.skip("this torch's cache is not used")
-    assert autocast._caster() is not torch.Tensor.to
-    monkeypatch.setattr(autocast, "_from_cache", lambda cached, t, dtype: wrong(t))
-    assert autocast._caster() is torch.Tensor.to
+    assert ours.autocast._caster() is not torch.Tensor.to
+    monkeypatch.setattr(ours.autocast, "_from_cache", lambda cached, t, dtype: wrong(t))
+    assert ours.autocast._caster() is torch.Tensor.to
 
 
 def test_compiled_casts_are_torchs():
