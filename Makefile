@@ -2,6 +2,7 @@
 #
 # make demo      everything from nothing: environments, a library for this machine, a model trained in every framework
 # make test      everything from nothing, then the tests: CAPABILITY=default ISA=baseline THREADS=1 for another processor
+# make test-numpy   for a first contribution: what needs no framework and no CUDA, in a few minutes
 # make lib       aotops/libaotops.so: with its CUDA entries where nvcc is, without them elsewhere
 # make fuzz      torch's operators and ours on 10,000 drawn calls each
 # make soak      every operator and its backward 10,000 times under load, compared to the bit: SOAK='--seconds 60'
@@ -286,9 +287,10 @@ PYTEST_ENVIRONMENT := OMP_NUM_THREADS=$(THREADS) $(addprefix ATEN_CPU_CAPABILITY
 
 # Both environments are tested, whatever the first one says, and then those that failed are named.
 TESTS := AOTOPS_TEST_FRONTENDS=numpy,torch,jax$(if $(GPU),$(comma)cupy) $(PYTEST_ENVIRONMENT) $(VENV)/bin/python $(PYTEST)
-# These use no framework, so the second environment does not repeat them.
-TESTED_ONCE := $(addprefix --ignore=tests/,$(addprefix core/test_,convention.py core.py cpp.py formulas.py info.py) \
-               $(addprefix authors/test_,cli.py compatibility.py compile.py new.py packaging.py))
+# These try nothing on MindSpore, so the second environment does not repeat them.
+TESTED_ONCE := $(addprefix --ignore=tests/,$(addprefix core/test_,call.py convention.py core.py cpp.py formulas.py info.py \
+               sharding.py xla_layout.py) $(addprefix authors/test_,adding_an_op.py bench.py cli.py compatibility.py \
+               compile.py examples.py models.py new.py packaging.py performance_page.py soak.py))
 MS_TESTS := AOTOPS_TEST_FRONTENDS=numpy,mindspore $(PYTEST_ENVIRONMENT) $(MS_VENV)/bin/python $(PYTEST) $(TESTED_ONCE)
 
 # Tests that depend on the processor, as on one without AVX, with threads that divide nothing evenly. The kernels are
@@ -304,6 +306,25 @@ test:
 	$(if $(MINDSPORE_PYTHON),echo "$(MS_TESTS)"; $(MS_TESTS) || failed="$$failed $(MS_VENV)";) \
 	echo "$(LOWEST_TESTS)"; $(LOWEST_TESTS) || failed="$$failed $(VENV)-as-without-AVX"; \
 	test -z "$$failed" || { echo "tests failed in:$$failed"; exit 1; }
+
+# For a first contribution: an environment of its own without a framework, and a library for any processor, without CUDA
+# unless one is built here.
+NUMPY_VENV  := .venv-numpy
+NUMPY_TESTS := $(addprefix tests/,arrays $(addprefix core/test_,call.py core.py errors.py formulas.py frontends.py \
+               hosting.py library.py norm_dtypes.py sharding.py sources.py))
+$(NUMPY_VENV)/ready: pyproject.toml
+	@echo "environment $(NUMPY_VENV): numpy"
+	@$(PYTHON) -m venv $(NUMPY_VENV)
+	@$(NUMPY_VENV)/bin/python $(PIP) --upgrade 'pip>=25.1'
+	@$(NUMPY_VENV)/bin/python $(PIP) --group base --group lint
+	@PYTHONWARNINGS=ignore $(NUMPY_VENV)/bin/python $(PIP) --no-deps --editable .
+	@touch $@
+
+test-numpy: $(NUMPY_VENV)/ready
+	@$(MAKE) --no-print-directory -j$(JOBS) runnable $(RUNTIME)
+	AOTOPS_TEST_FRONTENDS=numpy $(PYTEST_ENVIRONMENT) $(NUMPY_VENV)/bin/python $(patsubst tests,$(NUMPY_TESTS),$(PYTEST)) \
+	  -m 'not gpu' -k 'not pile_up and not leak'
+	@$(NUMPY_VENV)/bin/ruff check . && $(NUMPY_VENV)/bin/ruff format --check .
 
 fuzz: lib $(VENV)/ready
 	AOTOPS_TEST_PROFILE=fuzz AOTOPS_TEST_FRONTENDS=torch $(VENV)/bin/python -m pytest -q tests/torch/test_differential.py
@@ -378,4 +399,4 @@ sdist: $(PACKAGING)/ready
 clean:
 	rm -rf build dist $(LIB) $(RUNTIME)
 
-.PHONY: lib asan tsan aarch64 environments no-mindspore demo test fuzz soak lint format docs bench calls wheel wheel-test compatibility sdist clean FORCE
+.PHONY: lib asan tsan aarch64 environments no-mindspore demo test test-numpy fuzz soak lint format docs bench calls wheel wheel-test compatibility sdist clean FORCE

@@ -76,7 +76,7 @@ class AttributeType(NamedTuple):
     expected: str
     """In an error."""
     letter: str
-    """Of a hosted operator's attribute (extra.py)."""
+    """The type of a hosted operator's attribute (extra.py)."""
     stub: str
     """The annotation of a parameter."""
     schema: str

@@ -207,8 +207,8 @@ def _others(tree: ast.Module, names: set[str]) -> Iterator[ast.stmt]:
 def _exported_again(tree: ast.Module) -> Iterator[str]:
     """The imports from other modules that ``__all__`` names, in the form that type checkers take as public."""
     listed = _listed(tree) or ()
-    for node in tree.body:
-        for alias in node.names if isinstance(node, ast.ImportFrom) else ():
+    for node in (node for node in tree.body if isinstance(node, ast.ImportFrom)):
+        for alias in node.names:
             if alias.name in listed:
                 yield ast.unparse(ast.ImportFrom(node.module, [ast.alias(alias.name, alias.name)], node.level))
 
@@ -223,7 +223,7 @@ def _listed(tree: ast.Module) -> set[str] | None:
     """The names that are written in ``__all__``."""
     for node in tree.body:
         if "__all__" in _assigned(node):
-            return {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
+            return {str(part.value) for part in ast.walk(node) if isinstance(part, ast.Constant)}
     return None
 
 

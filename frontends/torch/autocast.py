@@ -70,14 +70,33 @@ def _widest(tensors: Sequence[Tensor]) -> torch.dtype:
 def _caster() -> Callable[[Tensor, torch.dtype], Tensor]:
     """A function that casts as autocast does. It needs builtins that take torch's tensors (call.set_up)."""
     cached = builtin("cached_cast", "aot_torch_cached_cast", struct_capsule(ctypes.c_int()))
+    if not _works(cached):
+        return Tensor.to
 
     def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
         if not (t.requires_grad and t.is_leaf and type(t) in PLAIN_TYPES and torch.is_autocast_cache_enabled()):
             return t.to(dtype)
-        found = cached(t._cdata, _number(f"dtype_{dtype}"), _number(f"device_type_{t.device.type}"))
+        found = _from_cache(cached, t, dtype)
         return found if found is not None and _is_current(found, t) else t.to(dtype)
 
     return cast
+
+
+def _from_cache(cached: Callable[..., Tensor | None], t: Tensor, dtype: torch.dtype) -> Tensor | None:
+    return cached(t._cdata, _number(f"dtype_{dtype}"), _number(f"device_type_{t.device.type}"))
+
+
+def _works(cached: Callable[..., Tensor | None]) -> bool:
+    """Whether a leaf is cast as expected: the function has no name in torch's interface, and might mean another thing
+    in a later version."""
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", torch.bfloat16):
+        leaf = torch.arange(3.0, requires_grad=True)
+        try:
+            found = _from_cache(cached, leaf, torch.bfloat16)
+        except (AttributeError, OSError):  # torch has no number of the dtype
+            return False
+        is_cast = type(found) is Tensor and found.dtype == torch.bfloat16 and found.requires_grad
+        return is_cast and torch.equal(found.detach(), leaf.detach().to(torch.bfloat16))
 
 
 def _is_current(cast: Tensor, source: Tensor) -> bool:

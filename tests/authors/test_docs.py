@@ -45,7 +45,8 @@ ELSEWHERE = {
 NOT_RUN = {
     "it is for the start of an interactive shell": 1,
     "it needs an H200": 10,
-    "it makes the wheel that the tests of the documents install": 2,
+    "it makes the wheel that the tests of the documents install": 1,
+    "CI runs these commands, or a test of the packaging": 1,
     "From zero to a wheel runs these commands": 1,
     "it needs two devices": 1,
     "test_cpp.py runs it": 2,
@@ -200,6 +201,11 @@ def test_the_versions_of_frameworks_are_those_of_pyproject():
     for page in (ROOT / "README.md", ROOT / "docs" / "index.md"):
         said = " ".join(page.read_text().split())
         assert f"PyTorch from {least['torch']}, JAX from {least['jax']} and MindSpore from {least['mindspore']}" in said
+
+
+def test_ci_runs_the_commands_of_the_first_page():
+    shown = re.findall(r"^make \w+", (ROOT / "README.md").read_text(), re.M)
+    assert shown[:2] == re.findall(r"^make \w+", (ROOT / ".ci" / "run").read_text(), re.M)
 
 
 def test_each_command_is_run_or_says_why_not():

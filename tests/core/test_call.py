@@ -687,6 +687,20 @@ def test_a_struct_of_another_size_is_refused(monkeypatch, struct):
         set_up.__wrapped__()
 
 
+@pytest.mark.parametrize("struct", [*_mirrors(call), *_mirrors(torch_call)], ids=lambda s: s.__name__)
+def test_a_struct_with_another_order_of_members_is_refused(monkeypatch, struct):
+    module = import_module(struct.__module__)
+    (first, kind), *others = struct._fields_
+
+    class Swapped(ctypes.Structure):
+        _fields_ = [*others, (first, kind)]
+
+    Swapped.__name__ = struct.__name__
+    monkeypatch.setattr(module, struct.__name__, Swapped)
+    with pytest.raises(library.LibraryError, match=r"_structs: (sizeof\()?\w+[.)]\w* is \d+, expected \d+: rebuild it"):
+        module.lib.__wrapped__()
+
+
 @pytest.mark.parametrize(("symbol", "version"), [("aot_call_structs", 3), ("aot_torch_structs", 5)])
 def test_structs_of_another_version_are_refused(symbol, version):
     call.check_structs(symbol, version, [])

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -73,16 +74,37 @@ def of_tensors(function: Function, slots: list[str], attrs: dict[str, Any] | Non
     return of
 
 
-def _operators() -> Iterator[tuple[str, Operator]]:
-    for name, row in CASES.items():
+def _operator(name: str, case: cases.Case) -> Operator:
+    slots, shapes = list(case.given), tuple(case.given.values())
+    # torch takes no integer there
+    attrs = {key: (value,) if key == "normalized_shape" and value == 6 else value for key, value in case.attrs.items()}
+    functions = (of_tensors(f, slots, attrs) for f in (getattr(ours, name), CASES[name].in_torch(torch, name)))
+    return Operator(name, *functions, shapes, next(iter(case.classes.values()), 0), CASES[name].scalars)
+
+
+def _samples() -> Iterator[tuple[str, Operator]]:
+    for name in CASES:
         for suffix, case in cases.row_samples(name).items():
-            slots, shapes = list(case.given), tuple(case.given.values())
-            functions = (of_tensors(f, slots, case.attrs) for f in (getattr(ours, name), row.in_torch(torch, name)))
-            classes = next(iter(case.classes.values()), 0)
-            yield f"{name}_{suffix}" if suffix else name, Operator(name, *functions, shapes, classes, row.scalars)
+            yield f"{name}_{suffix}" if suffix else name, _operator(name, case)
 
 
-OPERATORS = dict(_operators())
+def _variants() -> Iterator[tuple[str, Operator]]:
+    """Operators without some of their optional tensors, and products and sums that broadcast."""
+
+    def kind(case: cases.Case) -> tuple[Any, ...]:
+        return *case.given, name in ("add", "matmul") and len(set(map(len, case.given.values()))) > 1
+
+    for name, row in CASES.items():
+        seen = {kind(case) for case in cases.row_samples(name).values()}
+        for case in row.cases:
+            if kind(case) not in seen:
+                seen.add(kind(case))
+                yield f"{name}-{'-'.join(case.given)}", _operator(name, case)
+
+
+OPERATORS = dict(_samples())
+VARIANTS = dict(_variants())
+"""A few contexts are tried with these (FOR_VARIANTS)."""
 
 
 # ------------------------------------------------------------------------------------------------------------- contexts
@@ -181,12 +203,14 @@ def plain_gradients(f, args):
     return gradients(f, args)
 
 
-@context("requires_grad of one in turn", drawn=True)
+@context("requires_grad of some", drawn=True)
 def _(f, args):
+    """Any of them, but not all."""
     found = []
-    for i in floating(args):
-        given = leaves(args, lambda j, i=i: i == j)
-        found.append(torch.autograd.grad(loss(f(*given)), given[i]))
+    for n in range(1, len(floating(args))):
+        for some in combinations(floating(args), n):
+            given = leaves(args, lambda i, some=some: i in some)
+            found.append(torch.autograd.grad(loss(f(*given)), [given[i] for i in some]))
     return found
 
 
@@ -552,9 +576,16 @@ for _dim in (0, 1, -1):
     context(f"vmap, axis {_dim} of the first alone")(_first_along)
 
 
-@context("vmap of the last alone")
+@context("vmap of each alone, and of all others")
 def _(f, args):
-    return torch.vmap(f, (*[None] * (len(args) - 1), 0))(*args[:-1], *stacked(args[-1:], 0))
+    found = []
+    for i in range(len(args)):
+        for alone in (True, False):
+            dims = [0 if (i == j) == alone else None for j in range(len(args))]
+            if any(dim is not None for dim in dims):
+                given = [t if dim is None else stacked([t], 0)[0] for t, dim in zip(args, dims, strict=True)]
+                found.append(torch.vmap(f, tuple(dims))(*given))
+    return found
 
 
 @context("vmap of no examples", without=("conv2d",))
@@ -622,10 +653,15 @@ def _(f, args):
 
 # Compiled.
 
+_is_reference = False
+"""Whether torch's own operator is tried."""
+
 
 def compiled(f: Function, backend: str = "aot_eager", **options) -> Function:
-    """With what comes before Inductor, which takes its operators as this leaves them (test_torch.py has a test of
-    that)."""
+    """With what comes before Inductor, which takes its operators as this leaves them (tests/torch/test_inductor.py).
+    torch's own is the reference as it is: compiling it would take as long again."""
+    if _is_reference:
+        return f
     torch._dynamo.reset()
     return torch.compile(f, backend=backend, fullgraph=True, **options)
 
@@ -642,7 +678,11 @@ def _(f, args):
 
 @context("compile, aot_eager, dynamic")
 def _(f, args):
-    return compiled(f, dynamic=True)(*args)
+    """The first axis, and that of others which is as long, in two lengths."""
+    function, rows = compiled(f, dynamic=True), args[0].shape[:1]
+    return [
+        gradients(function, [torch.cat([t] * n) if rows and t.shape[:1] == rows else t for t in args]) for n in (1, 3)
+    ]
 
 
 @context("compile, in no_grad")
@@ -673,7 +713,8 @@ def _(f, args):
 
 @context("compile of create_graph", refused=True, only=FEW)
 def _(f, args):
-    return penalty(compiled(f), args)
+    torch._dynamo.reset()
+    return penalty(torch.compile(f, backend="aot_eager", fullgraph=True), args)
 
 
 @context("compile, then forward mode", only=FEW)
@@ -958,8 +999,11 @@ def _(f, args):
 
 
 class Watching(Tensor):
+    seen: list[Any] = []  # noqa: RUF012
+
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
+        cls.seen.append(function)
         return super().__torch_function__(function, types, args, kwargs or {})
 
 
@@ -969,8 +1013,10 @@ class Silent(Tensor):
 
 @context("a subclass with __torch_function__")
 def _(f, args):
-    y = f(args[0].as_subclass(Watching), *args[1:])
-    return [type(t).__name__ for t in results(y)], y
+    first = args[0].as_subclass(Watching)
+    Watching.seen.clear()
+    y = f(first, *args[1:])
+    return [type(t).__name__ for t in results(y)], bool(Watching.seen), y
 
 
 @context("a subclass with __torch_function__, gradients")
@@ -1297,8 +1343,15 @@ def _(f, args):
 
 @context("hooks of saved tensors", drawn=True)
 def _(f, args):
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t.clone()):
-        return gradients(f, args)
+    def pack(t):
+        packed.append(t)
+        return t.clone()
+
+    packed: list[Tensor] = []
+    given = leaves(args)
+    with torch.autograd.graph.saved_tensors_hooks(pack, Tensor.clone):
+        y = f(*given)
+    return y, bool(packed), torch.autograd.grad(total(y), [given[i] for i in floating(given)])
 
 
 @context("save_on_cpu")
@@ -1429,6 +1482,11 @@ def _(f, args):
     return f(args[0].cpu(), *args[1:])
 
 
+FOR_VARIANTS = (
+    "requires_grad of some", "gradient penalty, of squares", "func.grad", "func.jvp", "vmap of grad",
+    "compile, aot_eager", "make_fx", "meta tensors",
+)  # fmt: skip
+
 # ------------------------------------------------------------------------------------------------------------- the rule
 
 
@@ -1497,11 +1555,14 @@ def judge(context: Context, operator: Operator, expected: Any, got: Any, magnifi
 
 
 def check(context: Context, name: str, device: str = "cpu") -> str:
-    operator = OPERATORS[name]
+    global _is_reference
+    operator = (OPERATORS | VARIANTS)[name]
     with torch.random.fork_rng():
         expected: Any = RuntimeError("a crash")
         if not context.crashes:
+            _is_reference = True
             expected = attempt(context.apply, operator.theirs, operator.tensors(context.dtype, device))
+            _is_reference = False
         got = attempt(context.apply, operator.ours, operator.tensors(context.dtype, device))
     return judge(context, operator, expected, got)
 

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from aotops.frontends import torch as ours  # noqa: E402
+from aotops.frontends import torch_autocast  # noqa: E402
 
 LOW = torch.bfloat16
 CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
@@ -142,6 +143,17 @@ def test_a_cast_that_fails_in_c_is_made_in_python():
     weight = torch.nn.Parameter(torch.empty(1, 1)).data.expand(1 << 40, 1 << 20).requires_grad_()
     with on(), pytest.raises(RuntimeError, match=r"memory|alloc"):
         ours.autocast.cast(weight, LOW)
+
+
+@pytest.mark.parametrize(
+    "wrong", [lambda t: None, lambda t: t, lambda t: (t * 2).to(LOW), lambda t: t.detach().to(LOW)]
+)
+def test_a_cache_that_does_not_cast_as_expected_is_not_used(monkeypatch, wrong):
+    if not ours._READS_TENSORS:
+        pytest.skip("this torch's cache is not used")
+    assert torch_autocast.caster() is not torch.Tensor.to
+    monkeypatch.setattr(torch_autocast, "_from_cache", lambda cached, t, dtype: wrong(t))
+    assert torch_autocast.caster() is torch.Tensor.to
 
 
 def test_compiled_casts_are_torchs():

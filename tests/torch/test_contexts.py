@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
-from contexts import CONTEXTS, OPERATORS, check, leaves, total  # noqa: E402
+from contexts import CONTEXTS, FOR_VARIANTS, OPERATORS, VARIANTS, check, leaves, total  # noqa: E402
 
 from aotops.frontends import torch as ours  # noqa: E402
 from aotops.testing import cases  # noqa: E402
@@ -22,7 +22,7 @@ PAIRS = [
     pytest.param(context, name, id=f"{context.name}-{name}", marks=gpu if context.gpu else [])
     for context in CONTEXTS.values()
     for name in context.operators()
-]
+] + [pytest.param(CONTEXTS[context], name, id=f"{context}-{name}") for context in FOR_VARIANTS for name in VARIANTS]
 
 
 @pytest.mark.parametrize(("context", "name"), PAIRS)

@@ -1,0 +1,143 @@
+"""conv2d beside torch's: channels_last, the module, gradients, and tensor cores."""
+
+from __future__ import annotations
+
+import functools
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.nn.functional as F  # noqa: E402
+
+from aotops.frontends import torch as ours  # noqa: E402
+
+CUDA = torch.cuda.is_available()
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="torch finds no GPU")]
+ON = pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=gpu)])
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def convolved(function, x, weight, bias, dy, *args, **kwargs):
+    """y, and the gradients of x, the weight and the bias."""
+    leaves = [t.detach().requires_grad_() for t in (x, weight, bias)]
+    y = function(*leaves, *args, **kwargs)
+    return y, *torch.autograd.grad(y, leaves, dy.to(y.dtype))
+
+
+@ON
+def test_conv2d_keeps_channels_last(where):
+    """Without a copy: the kernel reads the very memory, and so the result and the gradients lie as x does."""
+    last = torch.channels_last
+    x = torch.randn(2, 6, 5, 7, device=where).to(memory_format=last)
+    weight, bias = torch.randn(8, 6, 3, 3, device=where), torch.randn(8, device=where)
+    dy = torch.randn(2, 8, 5, 7, device=where)
+    for w in (weight, weight.to(memory_format=last)):
+        results = convolved(ours.conv2d, x, w, bias, dy, padding=1)
+        plain = convolved(ours.conv2d, x.contiguous(), weight, bias, dy, padding=1)
+        for t, expected in zip(results[:2], plain[:2], strict=True):
+            assert t.is_contiguous(memory_format=last)
+            torch.testing.assert_close(t, expected)
+    assert results[2].is_contiguous(memory_format=last)
+    weights_alone = ours.conv2d(x.contiguous(), weight.to(memory_format=last), bias, padding=1)
+    assert weights_alone.is_contiguous(memory_format=last)
+    torch.testing.assert_close(weights_alone, results[0])
+
+
+@ON
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"stride": 2, "padding": (1, 2), "bias": False},
+        {"groups": 2, "dilation": 2, "padding": 2},
+        {"padding": "same"},
+        {"padding": "valid"},
+        {"padding": 1, "padding_mode": "reflect"},
+    ],
+    ids=str,
+)
+def test_conv2d_module(where, options):
+    theirs = torch.nn.Conv2d(4, 6, 3, **options).to(where, torch.float64)
+    mine = ours.Conv2d(4, 6, 3, **options).to(where, torch.float64)
+    mine.load_state_dict(theirs.state_dict())
+    x = torch.randn(2, 4, 9, 8, device=where, dtype=torch.float64)
+    y = mine(x)
+    close(y, theirs(x))
+    dy = torch.randn_like(y)
+    gradients = torch.autograd.grad(y, mine.parameters(), dy)
+    for a, b in zip(gradients, torch.autograd.grad(theirs(x), theirs.parameters(), dy), strict=True):
+        close(a, b)
+    close(torch.compile(mine, fullgraph=True, backend="aot_eager")(x), y)
+    close(mine(x[0]), theirs(x[0]))
+
+
+@ON
+def test_conv2d_gradients(where):
+    for layout, x, w in (("NCHW", (2, 4, 5, 6), (6, 2, 3, 2)), ("NHWC", (2, 5, 6, 4), (6, 3, 2, 2))):
+        tensors = [torch.randn(s, device=where, dtype=torch.float64, requires_grad=True) for s in (x, w, (6,))]
+        function = functools.partial(ours.conv2d, stride=(2, 1), padding=1, dilation=(1, 2), groups=2, layout=layout)
+        assert torch.autograd.gradcheck(function, tensors)
+
+
+# What the products on tensor cores must be tried on: the shape of x, outputs, kernel, and the rest.
+CONVOLUTIONS = [
+    ((8, 64, 28, 28), 64, (3, 3), {"padding": 1}),
+    ((8, 256, 28, 28), 64, (1, 1), {}),
+    ((4, 128, 14, 15), 200, (3, 3), {"padding": 1}),
+    ((32, 512, 7, 7), 512, (3, 3), {"padding": 1}),  # few tiles: slices
+    ((4, 64, 28, 27), 128, (3, 3), {"stride": 2, "padding": 1}),
+    ((4, 40, 29, 30), 72, (5, 3), {"stride": (1, 2), "padding": (0, 3)}),
+    ((4, 128, 28, 27), 128, (1, 1), {"stride": 2}),  # dx has pixels that no product is for
+    ((4, 64, 30, 30), 64, (3, 3), {"dilation": 3, "padding": 2}),
+    ((4, 64, 30, 30), 80, (3, 2), {"dilation": 2, "stride": 2, "padding": 9}),
+    ((4, 35, 40, 30), 51, (3, 3), {"padding": 4}),  # channels that are no whole vectors
+    ((2, 3, 112, 112), 64, (7, 7), {"stride": 2, "padding": 3}),
+    ((4, 64, 30, 30), 64, (3, 3), {"groups": 4, "padding": 1}),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="torch finds no GPU")
+@pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, "tf32"], ids=str)
+@pytest.mark.parametrize(("shape", "outputs", "kernel", "options"), CONVOLUTIONS, ids=str)
+def test_conv2d_on_tensor_cores(shape, outputs, kernel, options, dtype, format):
+    """Of small integers, of which all sums are exact in float32 and every operand in each dtype: equal to the last bit
+    before the result is rounded."""
+    kwargs = dict(options, allow_tf32=dtype == "tf32")
+    dtype = torch.float32 if dtype == "tf32" else dtype
+    random = torch.Generator("cuda").manual_seed(0)
+
+    def integers(*size):
+        t = torch.randint(-3, 4, size, generator=random, device="cuda", dtype=torch.float64)
+        return t.to(memory_format=format) if t.dim() == 4 else t
+
+    x, bias = integers(*shape), integers(outputs)
+    weight = integers(outputs, shape[1] // options.get("groups", 1), *kernel)
+    dy = integers(*F.conv2d(x, weight, bias, **options).shape)
+    expected = convolved(F.conv2d, x, weight, bias, dy, **options)
+    results = convolved(ours.conv2d, x.to(dtype), weight.to(dtype), bias.to(dtype), dy.to(dtype), **kwargs)
+    for t, exact in zip(results, expected, strict=True):
+        assert torch.equal(t, exact.to(dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="torch finds no GPU")
+def test_first_thing_in_a_thread():
+    """conv2d encodes tensor maps, for which the driver wants a context. Where memory is at hand, nothing before has
+    given the thread one."""
+    x = torch.randn(8, 16, 16, 128, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(128, 3, 3, 128, device="cuda", dtype=torch.bfloat16)
+
+    def run():
+        return ours.conv2d(x, weight, padding=1, layout="NHWC")
+
+    expected = run()
+    run()
+    with ThreadPoolExecutor(1) as thread:
+        assert torch.equal(thread.submit(run).result(), expected)
