@@ -95,7 +95,7 @@ else
 	@$(CXX) -shared -pthread -Wl,$(LDFLAGS),--as-needed $(OBJECTS) -o $@ $(STUBS) -ldl
 endif
 
-$(RUNTIME): $(addprefix build/runtime/,error.o extra.o fork.o threads.o)
+$(RUNTIME): $(addprefix build/runtime/,error.cpp.o extra.cpp.o cpu/fork.cpp.o cpu/threads.cpp.o)
 	@echo "ar   $@"
 	@mkdir -p $(@D) && rm -f $@
 	@$(AR) rcs $@ $^
@@ -110,25 +110,29 @@ $(TYPES): $(wildcard aotops/*.py aotops/ops/*.py frontends/*.py frontends/*/*.py
 TORCH_TABLE := build/torch_table.inc
 $(TORCH_TABLE): packaging/torch_table.py frontends/torch_schema.py aotops/op.py $(wildcard aotops/ops/*.py) | build
 	@$(PYTHON) $< >$@.new && mv $@.new $@
-build/host/torch_stable.cpp.o $(ASAN)/host/torch_stable.cpp.o $(AARCH64)/host/torch_stable.cpp.o: $(TORCH_TABLE)
-build/host/torch_stable.cpp.o $(ASAN)/host/torch_stable.cpp.o $(AARCH64)/host/torch_stable.cpp.o: CXXFLAGS += -Ibuild
 
-build/extra.cpp.o build/runtime/extra.o: CXXFLAGS += -D_GLIBCXX_USE_CXX11_ABI=0
+# rule: compiles sources to objects with a suffix in a folder, by a compiler, with flags of its own.
+define rule
+$(1)/%.$(2): cuda_src/%.cpp build/flags
+	@mkdir -p $$(@D)
+	@echo "g++  $$@"
+	@$(3) $$(CXXFLAGS) $(4) -c $$< -o $$@
+
+endef
+# variant: the rules of a folder, by a compiler, with flags of its own: objects that are compiled once, and for each
+# instruction set.
+define variant
+$(call rule,$(1),cpp.o,$(2),$(3))
+$(foreach isa,$(ISAS),$(call rule,$(1),$(isa).o,$(2),$(3) $(MARCH_$(isa)) -DAOT_ISA=$(isa)))
+$(1)/extra.cpp.o: CXXFLAGS += -D_GLIBCXX_USE_CXX11_ABI=0
+$(1)/host/torch_stable.cpp.o: $(TORCH_TABLE)
+$(1)/host/torch_stable.cpp.o: CXXFLAGS += -Ibuild
+endef
+$(eval $(call variant,build,$$(CXX)))
 # Without a version, since it is another library's.
-build/runtime/%.o: CXXFLAGS := $(filter-out -DAOT_VERSION=%,$(CXXFLAGS))
-build/runtime/%.o: cuda_src/%.cpp build/flags
-	@mkdir -p $(@D)
-	@echo "g++  $<  (runtime)"
-	@$(CXX) $(CXXFLAGS) -c $< -o $@
-build/runtime/%.o: cuda_src/cpu/%.cpp build/flags
-	@mkdir -p $(@D)
-	@echo "g++  $<  (runtime)"
-	@$(CXX) $(CXXFLAGS) -c $< -o $@
-
-build/%.cpp.o: cuda_src/%.cpp build/flags
-	@mkdir -p $(@D)
-	@echo "g++  $<"
-	@$(CXX) $(CXXFLAGS) -c $< -o $@
+$(eval $(call variant,build/runtime,$$(CXX),-UAOT_VERSION))
+$(eval $(call variant,$(ASAN),$$(CXX),$$(ASAN_FLAGS)))
+$(eval $(call variant,$(AARCH64),$$(AARCH64_CXX)))
 
 # nvcc knows where CUDA's headers are.
 build/host/device.cpp.o: build/targets
@@ -159,15 +163,7 @@ $(CUTLASS)/include: pyproject.toml
 	@rm -rf $@ && mv $(CUTLASS)/wheel/cutlass_library/source/include $@
 	@rm -rf $(CUTLASS)/wheel $(CUTLASS)/*.whl && touch $@
 
-define compile_for
-build/%.$(1).o: cuda_src/%.cpp build/flags
-	@mkdir -p $$(@D)
-	@echo "g++  $$<  ($(1))"
-	@$$(CXX) $$(CXXFLAGS) $$(MARCH_$(1)) -DAOT_ISA=$(1) -c $$< -o $$@
-endef
-$(foreach isa,$(ISAS),$(eval $(call compile_for,$(isa))))
-
--include $(OBJECTS:.o=.d) $(wildcard build/runtime/*.d)
+-include $(wildcard $(addsuffix *.d,build/ build/*/ build/*/*/ build/*/*/*/))
 
 # ------------------------------------------------------------------------------------------------------- environments
 
@@ -235,22 +231,6 @@ $(ASAN)/fuzz_convention: tests/programs/fuzz_convention.cpp
 	@echo "g++  $<"
 	@$(CXX) -std=c++17 $(ASAN_FLAGS) $(WARNINGS) $< -o $@ -ldl
 
-$(ASAN)/extra.cpp.o: CXXFLAGS += -D_GLIBCXX_USE_CXX11_ABI=0
-$(ASAN)/%.cpp.o: cuda_src/%.cpp build/flags
-	@mkdir -p $(@D)
-	@echo "g++  $<  (asan)"
-	@$(CXX) $(CXXFLAGS) $(ASAN_FLAGS) -c $< -o $@
-
-define compile_asan_for
-$(ASAN)/%.$(1).o: cuda_src/%.cpp build/flags
-	@mkdir -p $$(@D)
-	@echo "g++  $$<  ($(1), asan)"
-	@$$(CXX) $$(CXXFLAGS) $$(ASAN_FLAGS) $$(MARCH_$(1)) -DAOT_ISA=$(1) -c $$< -o $$@
-endef
-$(foreach isa,$(ASAN_ISAS),$(eval $(call compile_asan_for,$(isa))))
-
--include $(ASAN_OBJECTS:.o=.d)
-
 # It refuses the threads of a forked child unless told otherwise.
 tsan:
 	@mkdir -p build
@@ -279,19 +259,6 @@ $(AARCH64)/libaotops.so: $(AARCH64_OBJECTS) cuda_src/host/exports.map
 $(AARCH64)/entries: tests/programs/aarch64_entries.c
 	@mkdir -p $(@D)
 	@$(AARCH64_CC) -std=c11 -D_GNU_SOURCE -O1 -Wall -Wextra -Werror $< -o $@ -ldl -lm
-
-$(AARCH64)/extra.cpp.o: CXXFLAGS += -D_GLIBCXX_USE_CXX11_ABI=0
-$(AARCH64)/%.cpp.o: cuda_src/%.cpp build/flags
-	@mkdir -p $(@D)
-	@echo "g++  $<  (aarch64)"
-	@$(AARCH64_CXX) $(CXXFLAGS) -c $< -o $@
-
-$(AARCH64)/%.baseline.o: cuda_src/%.cpp build/flags
-	@mkdir -p $(@D)
-	@echo "g++  $<  (aarch64)"
-	@$(AARCH64_CXX) $(CXXFLAGS) -DAOT_ISA=baseline -c $< -o $@
-
--include $(AARCH64_OBJECTS:.o=.d)
 
 # --------------------------------------------------------------------------------------------------------------- uses
 

@@ -349,12 +349,12 @@ def bench(arguments: list[str], ops: tuple[str, ...], cases: Path | None, **opti
     """
     import shlex
 
-    from .bench import work
+    from .bench.cases import use
     from .bench.run import Options, run
 
     _registry()
     if cases:
-        work.use(cases)
+        use(cases)
     run(Options(ops=ops, command=shlex.join(arguments), **options))
 
 

@@ -6,11 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
 
-from .op import Attr, Op
-
-_LETTERS = {
-    "bool": "b", "int": "i", "float": "f", "str": "s", "int[]": "I", "float[]": "F", "int[][]": "J", "float[][]": "G",
-}  # fmt: skip
+from .op import ATTRIBUTE_TYPES, Attr, Op
 
 
 def encode(op: Op, attrs: Sequence[Attr], present: Sequence[bool] | None = None) -> str:
@@ -41,10 +37,9 @@ def encode_foreign(op: Op, attrs: Sequence[Attr], dtypes: Sequence[str] = ()) ->
         like,
         "".join(f"{dtype}," for dtype in dtypes),
     ]
-    pairs = zip(op.attrs.items(), op.canonical(attrs), strict=True)
-    items += [
-        f"{quote(name)}:{_LETTERS[kind.rstrip('?')]}{_foreign_text(v)}" for (name, kind), v in pairs if v is not None
-    ]
+    for (name, kind), value in zip(op.attrs.items(), op.canonical(attrs), strict=True):
+        if value is not None:
+            items.append(f"{quote(name)}:{ATTRIBUTE_TYPES[kind.rstrip('?')].letter}{_foreign_text(value)}")
     return "".join(f"{item};" for item in items)
 
 

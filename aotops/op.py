@@ -8,7 +8,7 @@ from functools import cached_property
 from inspect import signature
 from operator import index
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from .hosting import Foreign
@@ -68,20 +68,37 @@ def _text(value: Any) -> str:
     return str(value)
 
 
-# For each type of attribute: the conversion to a plain Python value, and its name in an error.
-_KINDS: dict[str, tuple[Callable[[Any], Attr], str]] = {
-    "float": (_number, "a number"),
-    "int": (_integer, "an integer of 64 bits"),
-    "int[]": (_integers, "integers of 64 bits"),
-    "float[]": (_numbers, "numbers"),
-    "int[][]": (_rows(_integers), "a list of lists of integers of 64 bits"),
-    "float[][]": (_rows(_numbers), "a list of lists of numbers"),
-    "bool": (_bool, "True or False"),
-    "str": (_text, "a string of printable ASCII characters"),
+class AttributeType(NamedTuple):
+    """A type of attributes."""
+
+    plain: Callable[[Any], Attr]
+    """Converts to a plain Python value."""
+    expected: str
+    """In an error."""
+    letter: str
+    """The type of a hosted operator's attribute (extra.py)."""
+    stub: str
+    """The annotation of a parameter."""
+    schema: str
+    """In a schema of torch's dispatcher. A dimension of an "int[]" may be symbolic."""
+    key: str
+    """In torch's call path, how a value becomes part of a key (torch.cpp); "x": Python binds it."""
+
+
+ATTRIBUTE_TYPES = {
+    "float": AttributeType(_number, "a number", "f", "float", "float", "f"),
+    "int": AttributeType(_integer, "an integer of 64 bits", "i", "int", "int", "i"),
+    "int[]": AttributeType(_integers, "integers of 64 bits", "I", "int | Sequence[int]", "SymInt[]", "l"),
+    "float[]": AttributeType(_numbers, "numbers", "F", "float | Sequence[float]", "float[]", "x"),
+    "int[][]": AttributeType(
+        _rows(_integers), "a list of lists of integers of 64 bits", "J", "Sequence[Sequence[int]]", "int[][]", "x"
+    ),
+    "float[][]": AttributeType(
+        _rows(_numbers), "a list of lists of numbers", "G", "Sequence[Sequence[float]]", "float[][]", "x"
+    ),
+    "bool": AttributeType(_bool, "True or False", "b", "bool", "bool", "b"),
+    "str": AttributeType(_text, "a string of printable ASCII characters", "s", "str", "str", "s"),
 }
-
-
-ATTRIBUTE_TYPES = tuple(_KINDS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -340,7 +357,7 @@ class Op:
     def _attr(self, name: str, kind: str, value: Any) -> Attr:
         if value is None and kind.endswith("?"):
             return None
-        plain, expected = _KINDS[kind.removesuffix("?")]
+        plain, expected, *_ = ATTRIBUTE_TYPES[kind.removesuffix("?")]
         try:
             return plain(value)
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
@@ -387,6 +404,9 @@ def operator(**definition: Any) -> Callable[[Callable[..., Any]], Op]:
     def define(bind: Callable[..., Any]) -> Op:
         for key in ("optional", "accepts_scalar", "vmappable"):
             definition[key] = frozenset(definition.get(key, ()))
-        return Op(name=bind.__name__, bind=bind, **definition)
+        op = Op(name=bind.__name__, bind=bind, **definition)
+        if required := [slot for slot in op.added if slot not in op.optional]:
+            raise TypeError(f"{op.name}: {required[0]} is required, expected it in optional: it is added to a product")
+        return op
 
     return define

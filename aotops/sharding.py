@@ -69,7 +69,7 @@ class Sharding:
 
 
 def sharding(op: Op, attrs: Sequence[Attr], shapes: Sequence[Shape | None], composed: bool = False) -> Sharding | None:
-    """What ``op.dims`` states for a call; None if the operator states nothing, and every slot is whole.
+    """The axes that ``op.dims`` states for a call; None if the operator states nothing, and every slot is whole.
 
     Args:
         attrs: one for each of ``op.attrs``.

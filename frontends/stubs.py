@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aotops.library import Library
-from aotops.op import Op
+from aotops.op import ATTRIBUTE_TYPES, Op
 from aotops.ops import BUILTIN
 
 from . import FRONTENDS
@@ -45,16 +45,6 @@ _TYPES = {
     "mindspore": _Types("from mindspore import Tensor", "Tensor", "Tensor"),
     "cupy": _Types("from cupy import ndarray", "ndarray", "ndarray", explicit_backward=True),
     "numpy": _Types("from numpy.typing import NDArray", "NDArray[Any]", "NDArray[Any]", explicit_backward=True),
-}
-_ATTRS = {
-    "float": "float",
-    "int": "int",
-    "bool": "bool",
-    "str": "str",
-    "float[]": "float | Sequence[float]",
-    "int[]": "int | Sequence[int]",
-    "float[][]": "Sequence[Sequence[float]]",
-    "int[][]": "Sequence[Sequence[int]]",
 }
 
 
@@ -185,7 +175,7 @@ def _type(op: Op, name: str, types: _Types) -> str:
     if kind is None:
         return "Any"
     also = f" | {types.dtype}" if name == "dtype" and types.dtype else _ALSO.get((op.name, name), "")
-    return _ATTRS[kind.removesuffix("?")] + also + (" | None" if kind.endswith("?") else "")
+    return ATTRIBUTE_TYPES[kind.removesuffix("?")].stub + also + (" | None" if kind.endswith("?") else "")
 
 
 def _function(name: str, parameters: list[str], returns: str, doc: str | None) -> str:
@@ -217,8 +207,8 @@ def _others(tree: ast.Module, names: set[str]) -> Iterator[ast.stmt]:
 def _exported_again(tree: ast.Module) -> Iterator[str]:
     """The imports from other modules that ``__all__`` names, in the form that type checkers take as public."""
     listed = _listed(tree) or ()
-    for node in tree.body:
-        for alias in node.names if isinstance(node, ast.ImportFrom) else ():
+    for node in (node for node in tree.body if isinstance(node, ast.ImportFrom)):
+        for alias in node.names:
             if alias.name in listed:
                 yield ast.unparse(ast.ImportFrom(node.module, [ast.alias(alias.name, alias.name)], node.level))
 
@@ -233,7 +223,7 @@ def _listed(tree: ast.Module) -> set[str] | None:
     """The names that are written in ``__all__``."""
     for node in tree.body:
         if "__all__" in _assigned(node):
-            return {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
+            return {str(part.value) for part in ast.walk(node) if isinstance(part, ast.Constant)}
     return None
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 
-from aotops.op import Op
+from aotops.op import ATTRIBUTE_TYPES, Op
 
 EXTRA = {"softmax": ("dtype", "torch.dtype"), "cross_entropy": ("weight", "Tensor")}
 """The keyword that only torch's function has, None by default, and its type: torch/compositions.py serves it."""
-# A dimension of an "int[]" may be symbolic.
-_TYPES = {"int[]": "SymInt[]"}
 
 
 def has_out(op: Op) -> bool:
@@ -49,7 +47,8 @@ def _text(
 ) -> str:
     writes = {slot: f"({'abcdefghijklmnop'[i]}!)" for i, slot in enumerate(written)}
     tensors = [f"Tensor{writes.get(slot, '')}{'?' if slot in optional else ''} {slot}" for slot in inputs]
-    attrs = [f"{_TYPES.get(kind, kind)} {attr}" for attr, kind in op.attrs.items()]
+    types = {kind: ATTRIBUTE_TYPES[kind].schema if kind in ATTRIBUTE_TYPES else kind for kind in op.attrs.values()}
+    attrs = [f"{types[kind]} {attr}" for attr, kind in op.attrs.items()]
     returns = "Tensor" if returned == 1 else f"({', '.join(['Tensor'] * returned)})"
     return f"{name}({', '.join(tensors + attrs + more)}) -> {returns}"
 

@@ -105,8 +105,8 @@ def run_cell(cell: Cell, interpreter: str, wheel: Path) -> dict[str, Any]:
 
 def install(inside: Path, cell: Cell, wheel: Path) -> str | None:
     """Why it could not be installed, or None."""
-    pip = (sys.executable, "-m", "pip", "--python", inside, "install", "--quiet", "--no-cache-dir", "--no-compile")
-    pip = (*pip, "--only-binary", ":all:")
+    options = ("--quiet", "--no-cache-dir", "--no-compile", "--only-binary", ":all:")
+    pip = (sys.executable, "-m", "pip", "--python", inside, "install", *options)
     version = "" if cell.wanted == NEWEST else f"=={cell.wanted}.*"
     wanted = (f"aotops[{cell.framework}] @ {wheel.resolve().as_uri()}", f"{cell.framework}{version}", "numpy")
     done = run(*pip, *wanted, "ml_dtypes")  # NumPy's bfloat16

@@ -10,6 +10,7 @@ import json
 import platform
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -61,7 +62,7 @@ def checks(name: str) -> Iterator[Check]:
         for dtype in dtypes(framework):
             yield from table(framework, dtype)
         if name != "mindspore":  # its graph mode is a framework of its own here
-            yield f"{framework.name} threads", lambda framework=framework: threads(framework)
+            yield f"{framework.name} threads", partial(threads, framework)
     yield from ((f"{name} {what}", check) for what, check in TRANSFORMS.get(name, dict)().items())
 
 
@@ -77,8 +78,8 @@ def table(framework: Any, dtype: str) -> Iterator[Check]:
 
     for name in CASES:
         label = f"{framework.name} {name} {dtype}"
-        yield f"{label} values", lambda name=name: values(framework, name, dtype)
-        yield f"{label} gradients", lambda name=name: gradients(framework, name, dtype)
+        yield f"{label} values", partial(values, framework, name, dtype)
+        yield f"{label} gradients", partial(gradients, framework, name, dtype)
 
 
 def values(framework: Any, name: str, dtype: str) -> None:

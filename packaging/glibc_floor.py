@@ -66,14 +66,15 @@ def stub_symbols(floor: tuple[int, ...]) -> dict[str, dict[str, tuple[str, int |
 
 def build(library: str, symbols: dict[str, tuple[str, int | None]], folder: Path) -> None:
     code, script = (folder / f"{library}{suffix}" for suffix in (".s", ".map"))
-    lines, nodes = [], {}
+    lines: list[str] = []
+    nodes: dict[str, list[str]] = {}
     for name, (version, size) in sorted(symbols.items()):
         nodes.setdefault(version, []).append(name)
         section, kind, body = (".text", "function", "") if size is None else (".data", "object", f".zero {size}\n")
         lines.append(f"{section}\n.globl {name}\n.type {name}, @{kind}\n.size {name}, {size or 0}\n{name}:\n{body}")
     code.write_text("".join(lines))
     script.write_text("".join(f"{node} {{ {'; '.join(names)}; }};\n" for node, names in sorted(nodes.items())))
-    link = ["gcc", "-shared", "-nostdlib", f"-Wl,-soname,{library},--version-script,{script}", code]
+    link = ["gcc", "-shared", "-nostdlib", f"-Wl,-soname,{library},--version-script,{script}", str(code)]
     subprocess.run([*link, "-o", folder / library], check=True)
 
 

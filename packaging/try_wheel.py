@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ("core/test_core.py", "arrays/test_numpy.py", "core/test_frontends.py")
@@ -23,10 +24,11 @@ TESTS = ("core/test_core.py", "arrays/test_numpy.py", "core/test_frontends.py")
 
 def pinned(name: str) -> str:
     """A requirement as pyproject.toml pins it."""
-    return re.search(rf'"({name}==[^"]+)"', (ROOT / "pyproject.toml").read_text())[1]
+    (found,) = re.findall(rf'"({name}==[^"]+)"', (ROOT / "pyproject.toml").read_text())
+    return found
 
 
-def run(*command: object, **options: object) -> subprocess.CompletedProcess[str]:
+def run(*command: object, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*map(str, command)], capture_output=True, text=True, **options)
 
 
@@ -39,14 +41,15 @@ def clean_environment() -> dict[str, str]:
 def try_in(python: str, wheel: Path, folder: Path, frontends: list[str]) -> bool:
     """Whether the tests pass in a new environment of an interpreter."""
     print(f"{python}, {' and '.join(frontends)}: ", end="", flush=True)
-    made = run(python, "-m", "venv", folder / "venv")
+    done = run(python, "-m", "venv", folder / "venv")
     inside = folder / "venv/bin/python"
     wanted = [f"aotops[{','.join(frontends)}] @ {wheel.resolve().as_uri()}", *map(pinned, ("pytest", "hypothesis"))]
     if "torch" in frontends:
         wanted.append(pinned("torch"))
-    installed = made.returncode or run(inside, "-m", "pip", "install", "--quiet", *wanted)
-    if made.returncode or installed.returncode:
-        print("FAILED to install\n" + (made.stderr if made.returncode else installed.stderr))
+    if not done.returncode:
+        done = run(inside, "-m", "pip", "install", "--quiet", *wanted)
+    if done.returncode:
+        print(f"FAILED to install\n{done.stderr}")
         return False
     tree = folder / "tree"
     shutil.copytree(ROOT / "tests", tree / "tests", ignore=shutil.ignore_patterns("__pycache__"))

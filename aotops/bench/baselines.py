@@ -17,7 +17,8 @@ from .. import registry
 from ..library import Library
 from ..op import Op
 from ..ops import OPS
-from .work import LN_EPS, RMS_EPS, Case, Convolution, Elements, Shape, row, window
+from .cases import Case, row
+from .work import LN_EPS, RMS_EPS, Convolution, Elements, Shape, window
 
 LIGER_ROW = 4096
 """Liger's elementwise kernels use a block per row: flat tensors are passed in rows of this length."""

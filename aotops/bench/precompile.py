@@ -10,10 +10,10 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from .. import registry
-from . import baselines, report, work
+from . import baselines, cases, report
 from .baselines import Impl
+from .cases import Case
 from .tensors import FRAMEWORKS
-from .work import Case
 
 COMPILE = ("torch.compile", "quack")
 
@@ -23,7 +23,7 @@ def precompile(todo: Sequence[Case], impls: Sequence[Impl], device: str, jobs: i
     jobs = min(8, len(os.sched_getaffinity(0)) // 2) if jobs is None else jobs
     if device != "cuda" or not names or jobs < 2:
         return
-    with ProcessPoolExecutor(jobs, get_context("spawn"), _prepare, (work.folder(), registry.directory())) as pool:
+    with ProcessPoolExecutor(jobs, get_context("spawn"), _prepare, (cases.folder(), registry.directory())) as pool:
         waiting = [pool.submit(_compile, name, case) for name in names for case in todo]
         with report.progress(len(waiting), "compile") as advance:
             for _ in as_completed(waiting):  # if a process dies, the pool ends: the rest is compiled later
@@ -31,7 +31,7 @@ def precompile(todo: Sequence[Case], impls: Sequence[Impl], device: str, jobs: i
 
 
 def _prepare(rows: Path | None, package: Path | None) -> None:
-    work.use(rows)
+    cases.use(rows)
     registry.use(package)
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # one process per case
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import terminal
-from .work import Case, find
+from .cases import Case, find
 
 Row = dict[str, Any]
 Result = dict[str, Any]

@@ -15,9 +15,10 @@ from .. import __version__, registry
 from ..ops import BUILTIN
 from . import baselines, precompile, report, sources
 from .baselines import Impl, Unavailable
+from .cases import Case, cases
 from .measure import Cpu, Cuda, Turn, samples, spread, wait_asleep
 from .tensors import FRAMEWORKS, Call, Framework
-from .work import DTYPES, Case, Shape, cases
+from .work import DTYPES, Shape
 
 Row = dict[str, Any]
 Result = dict[str, Any]

@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any
 
 from .baselines import Impl, Unavailable
-from .work import Case, Shape
+from .cases import Case
+from .work import Shape
 
 Call = Callable[[], Any]
 

@@ -18,7 +18,7 @@ from aotops.library import Library
 from aotops.op import Attr, Op
 from aotops.spec import TensorSpec
 
-from .subject import bound
+from .row import Arrays, Case
 from .trial import Trial, dtype_of
 
 ITEMSIZE = {
@@ -45,6 +45,44 @@ def numbers(data: bytes, spec: TensorSpec) -> np.ndarray:
         return bits.view(np.float32).astype(np.float64).reshape(spec.shape)
     array = np.frombuffer(data, spec.dtype).reshape(spec.shape)
     return array.astype(np.float64) if array.dtype.kind == "f" else array
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The inputs and attributes of a call, as the entry takes them."""
+
+    op: Op
+    inputs: tuple[np.ndarray | None, ...]
+    attrs: tuple[Attr, ...]
+    dtype: str
+    wide: tuple[str, ...] = ()
+
+    def dtypes(self) -> tuple[str | None, ...]:
+        pairs = zip(self.op.inputs, self.inputs, strict=True)
+        return tuple(None if x is None else dtype_of(x, self.dtype, slot in self.wide) for slot, x in pairs)
+
+    def input_specs(self) -> tuple[TensorSpec | None, ...]:
+        pairs = zip(self.inputs, self.dtypes(), strict=True)
+        return tuple(None if x is None or dtype is None else TensorSpec(x.shape, dtype) for x, dtype in pairs)
+
+    def specs(self, device: str) -> dict[str, TensorSpec]:
+        """The spec of every output, residual and workspace."""
+        return infer(self.op, self.attrs, self.input_specs(), device)
+
+
+def bound(op: Op, case: Case, arrays: Arrays, dtype: str) -> Bound:
+    inputs, attrs = op.bind(**arrays, **case.attrs)
+    if op.broadcast and all(x is not None for x in inputs):
+        inputs = tuple(np.broadcast_arrays(*inputs))
+    return Bound(op, tuple(inputs), op.canonical(attrs), dtype, case.wide)
+
+
+def placeholders(case: Case, dtype: str) -> Arrays:
+    """Arrays of the shapes, without memory."""
+    return {
+        slot: None if shape is None else np.broadcast_to(np.zeros((), case.array_dtype(slot)), shape)
+        for slot, shape in case.shapes.items()
+    }
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -33,7 +34,7 @@ BLOCK = 1 << 20
 def shapes(subject: Subject) -> Iterator[Item]:
     for adapter, device in subject.kernel_runs():
         attempt = values_of(subject, adapter, device)
-        for kind, cases in subject.unusual.items():
+        for kind, cases in unusual_cases(subject).items():
             where = f"{kind}, {adapter.name} {device}"
             if not cases:
                 yield Item("shapes", where, UNAVAILABLE, _why_none(subject, kind))
@@ -233,8 +234,10 @@ def _try_layout(subject: Subject, adapter: Framework, device: str, trial: Trial,
 _LENGTHS = 1, 3, 17, 33
 
 
+@lru_cache(maxsize=1)  # one operator is checked after the other
 def unusual_cases(subject: Subject) -> dict[str, list[Case]]:
-    """By kind, cases like the plain one with other lengths, which the operator accepts."""
+    """Odd, empty, 0-dim, 4-d and huge shapes, by kind: cases like the plain one that the operator and the reference
+    accept."""
     plain, dtype = subject.plain, subject.dtypes[0]
     lengths = sorted({dim for shape in plain.given.values() for dim in shape if dim > 1})
 
@@ -255,6 +258,12 @@ def unusual_cases(subject: Subject) -> dict[str, list[Case]]:
         "4-d": [case for case in [_deeper(plain)] if case and subject.valid(case, dtype)],
         "huge": [] if subject.quick else [case for case in huge if case],
     }
+
+
+def varied_cases(subject: Subject) -> list[Case]:
+    """The cases, and those of unusual shapes, the smallest first."""
+    more = [case for kind, cases in unusual_cases(subject).items() if kind != "huge" for case in cases]
+    return sorted({repr(case): case for case in (*subject.cases, *more)}.values(), key=elements)
 
 
 def _scalar(case: Case) -> Case | None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from .calls import ITEMSIZE, EntryCall, Runner, calls_of, numbers, run_on_cpu, run_on_cuda
 from .guarded import ALIGNMENT
+from .inputs import varied_cases
 from .plan import Misplaced, Plan
 from .report import FAIL, PASS, UNAVAILABLE, Item
 from .row import Case
@@ -32,7 +33,7 @@ def bounds(subject: Subject) -> Iterator[Item]:
 
 def _guarded(subject: Subject, check: str, ways: Sequence[str], explained: Callable[[Subject, Crash], str]) -> Item:
     """The item of a check that a call fails by ending the process."""
-    pairs = subject.pairs([case for case in subject.varied if elements(case) <= LARGEST])
+    pairs = subject.pairs([case for case in varied_cases(subject) if elements(case) <= LARGEST])
     crash = _first_crash(subject, pairs, ways)
     while crash and (smaller := _first_crash(subject, _smaller(subject, crash), (crash.way,))):
         crash = smaller
@@ -109,7 +110,7 @@ def _written_to(subject: Subject, crash: Crash) -> str:
 
 
 def _each_device(subject: Subject, check: str, attempt_of, *only: str) -> Iterator[Item]:
-    cases = [case for case in subject.varied if elements(case) <= LARGEST]
+    cases = [case for case in varied_cases(subject) if elements(case) <= LARGEST]
     for device in subject.devices:
         if only and device not in only:
             continue
@@ -208,7 +209,7 @@ def _in_worker(subject: Subject, check: str, attempt_of: Callable[[Subject], Att
     """On the plain case, and the largest of those that are small."""
     if "cpu" not in subject.devices:
         return
-    small = [case for case in subject.varied if elements(case) <= SMALL and case is not subject.plain][-1:]
+    small = [case for case in varied_cases(subject) if elements(case) <= SMALL and case is not subject.plain][-1:]
     pairs = subject.pairs([subject.plain, *small])
     yield searched(subject, check, "cpu", attempt_of(subject), pairs, devices=["cpu"])
 
@@ -237,7 +238,7 @@ def sanitizer(subject: Subject) -> Iterator[Item]:
     if why or tool is None:
         yield Item("sanitizer", "cuda", UNAVAILABLE, why or "")
         return
-    cases = [case for case in subject.varied if elements(case) <= LARGEST]
+    cases = [case for case in varied_cases(subject) if elements(case) <= LARGEST]
     planned = [
         (case, dtype, one)
         for case, dtype in subject.pairs(cases)

@@ -11,16 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from aotops.infer import infer
 from aotops.library import Library
-from aotops.op import Attr, Op
+from aotops.op import Op
 from aotops.ops import BUILTIN
-from aotops.spec import TensorSpec
 
+from .calls import bound, forward_call, placeholders, run_on_cuda
 from .frameworks import Framework
 from .plan import Plan, Raised
-from .row import Arrays, Case, Row, Shape
-from .trial import Trial, dtype_of
+from .row import Case, Row, Shape
+from .trial import Trial
 from .worker import Worker
 
 SMALL = 1 << 12
@@ -96,19 +95,6 @@ class Subject:
         return min(self.cases, key=rank)
 
     @cached_property
-    def unusual(self) -> dict[str, list[Case]]:
-        """By kind: odd, empty, 0-dim, 4-d and huge shapes, which the operator and the reference accept."""
-        from .inputs import unusual_cases
-
-        return unusual_cases(self)
-
-    @cached_property
-    def varied(self) -> list[Case]:
-        """The cases, and those of unusual shapes, the smallest first."""
-        more = [case for kind, cases in self.unusual.items() if kind != "huge" for case in cases]
-        return sorted({repr(case): case for case in (*self.cases, *more)}.values(), key=elements)
-
-    @cached_property
     def torch_on_gpu(self) -> bool:
         return any((adapter.name, device) == ("torch", "cuda") for adapter, device in self.usable)
 
@@ -156,8 +142,6 @@ class Subject:
 
     def _refused_by_kernel(self, case: Case, dtype: str) -> str | None:
         """A call that ends the process is none of a refusal."""
-        from .calls import forward_call, run_on_cuda
-
         device = next((d for d in self.devices if d == "cpu" or self.torch_on_gpu), None)
         if device is None or not self.op.has_kernel:
             return None
@@ -185,47 +169,6 @@ class Subject:
                 return all(np.isfinite(y).all() for y in self.trial(case, dtype).expected)
         except Exception:  # whatever a reference raises for a shape that is not for it
             return False
-
-
-# ----------------------------------------------------------------------------------------------------- calls of entries
-
-
-@dataclass(frozen=True)
-class Bound:
-    """The inputs and attributes of a call, as the entry takes them."""
-
-    op: Op
-    inputs: tuple[np.ndarray | None, ...]
-    attrs: tuple[Attr, ...]
-    dtype: str
-    wide: tuple[str, ...] = ()
-
-    def dtypes(self) -> tuple[str | None, ...]:
-        pairs = zip(self.op.inputs, self.inputs, strict=True)
-        return tuple(None if x is None else dtype_of(x, self.dtype, slot in self.wide) for slot, x in pairs)
-
-    def input_specs(self) -> tuple[TensorSpec | None, ...]:
-        pairs = zip(self.inputs, self.dtypes(), strict=True)
-        return tuple(None if x is None or dtype is None else TensorSpec(x.shape, dtype) for x, dtype in pairs)
-
-    def specs(self, device: str) -> dict[str, TensorSpec]:
-        """The spec of every output, residual and workspace."""
-        return infer(self.op, self.attrs, self.input_specs(), device)
-
-
-def bound(op: Op, case: Case, arrays: Arrays, dtype: str) -> Bound:
-    inputs, attrs = op.bind(**arrays, **case.attrs)
-    if op.broadcast and all(x is not None for x in inputs):
-        inputs = tuple(np.broadcast_arrays(*inputs))
-    return Bound(op, tuple(inputs), op.canonical(attrs), dtype, case.wide)
-
-
-def placeholders(case: Case, dtype: str) -> Arrays:
-    """Arrays of the shapes, without memory."""
-    return {
-        slot: None if shape is None else np.broadcast_to(np.zeros((), case.array_dtype(slot)), shape)
-        for slot, shape in case.shapes.items()
-    }
 
 
 # ----------------------------------------------------------------------------------------------------- rows and names

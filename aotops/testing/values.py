@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from .calls import bound
 from .frameworks import Framework
 from .report import Item
 from .row import Arrays, Case
 from .search import Attempt, searched
-from .subject import SMALL, Subject, bound, elements
+from .subject import SMALL, Subject, elements
 from .trial import Trial, dtype_of
 
 

@@ -43,7 +43,7 @@ def _jvp(leaves, moved, *, call, tree, program):
     inputs = tuple(given.values())
     results = apply(op, attrs, written, *inputs, forward=call.forward)
     if call.forward is None:  # named for the policies of jax.checkpoint
-        results = [checkpoint_name(y, f"{op.library.name}.{op.name}") for y in results]
+        results = tuple(checkpoint_name(y, f"{op.library.name}.{op.name}") for y in results)
     given |= zip(written, results, strict=True)
     # Residuals have no tangent: formulas and derivatives of a higher order are of the inputs.
     outputs = tuple(s for s in call.wanted if s in op.outputs)
@@ -60,6 +60,7 @@ ad.primitive_jvps[operator_p] = _jvp
 def _tangents(call: OperatorCall, outputs: Names, given: Mapping[str, Array], tangents: Mapping[str, Array]):
     """The tangents of outputs. ``given``: inputs and whatever the backward saves."""
     op, attrs = call.op, call.attrs
+    kind: type[_Tangent] | type[_TangentOfBackward]
     if op.backward is not None and not op.backward.has_kernel:
         factors = op.backward.factors(attrs)
         return [reduce(plus, (_times(t, factors.get(f"d{slot}", 1)) for slot, t in tangents.items()))]
@@ -134,14 +135,14 @@ class _Tangent(_LinearMap):
         given = self._given(residuals, dict(zip(self.moved, cotangents, strict=True)))
         if self.op.rule is not None:
             return self._by_rule(given, names)
-        backward, wanted = self.op.backward, self._names(names)
+        backward, wanted = self._backward, self._names(names)
         inputs = [given.get(s) for s in backward.inputs]
         found = apply(backward, self.attrs, wanted, *vary(inputs, varying(inputs)), forward=self.op)
         return {d[1:]: ct for d, ct in zip(wanted, found, strict=True)}
 
     def evaluate(self, residuals, tangents):
         op = self.op
-        if op.rule is None and op.backward.formula is None:
+        if op.rule is None and self._backward.formula is None:
             raise TypeError(f"{op.name} has no derivative in forward mode: expected grad or vjp, not jvp")
         given = dict.fromkeys(op.inputs) | residuals
         # XLA:CPU miscompiled the transposed backward of lltm in reverse over forward mode (JAX 0.10)
@@ -158,8 +159,8 @@ class _Tangent(_LinearMap):
             found = self._by_rule(given, inputs)
         else:
             wanted = self._names(inputs)
-            given = dict.fromkeys(self.op.backward.inputs) | given
-            gradients = _composed(self.op.backward, self.attrs, wanted, given)
+            given = dict.fromkeys(self._backward.inputs) | given
+            gradients = _composed(self._backward, self.attrs, wanted, given)
             found = {d[1:]: ct for d, ct in zip(wanted, gradients, strict=True)}
         return {slot: ct.astype(inputs[slot].dtype) for slot, ct in found.items()}
 
@@ -168,9 +169,15 @@ class _Tangent(_LinearMap):
         return residuals | {f"d{y}": ct for y, ct in (zeros | cotangents).items()}
 
     def _names(self, names) -> Names:
-        return tuple(d for d in self.op.backward.outputs if d[1:] in names)
+        return tuple(d for d in self._backward.outputs if d[1:] in names)
+
+    @property
+    def _backward(self) -> Op:
+        assert self.op.backward is not None
+        return self.op.backward
 
     def _by_rule(self, given, names):
+        assert self.op.rule is not None
         attrs = dict(zip(self.op.attrs, self.attrs, strict=True))
         slots = dict.fromkeys(self.op.inputs)
         found = self.op.rule(self.op, of(self.op.library), slots | given | attrs)
@@ -186,11 +193,13 @@ class _TangentOfBackward(_LinearMap):
     """The tangent of the backward of a product."""
 
     def evaluate(self, residuals, tangents):
+        assert self.forward is not None
         m = _mathematics(self.op.library)
         found = backward_tangents(m, self._product, self.forward, residuals, tangents, self.moved)
         zeros = self._zeros(residuals, tangents)
         return tuple(found.get(d, zero) for d, zero in zip(self.moved, zeros, strict=True))
 
     def transpose(self, residuals, cotangents, names):
+        assert self.forward is not None
         given = dict(zip(self.moved, cotangents, strict=True))
         return backward_cotangents(_mathematics(self.op.library), self._product, self.forward, residuals, given, names)

@@ -75,8 +75,10 @@ def _batched(call: OperatorCall, n: int, batched: Sequence[bool], *inputs: Array
     apart = tuple(s for s in wanted if s not in together)
     results: dict[str, Array] = {}
     if together:
-        grow = [x is not None and slot in op.vmappable and not b for slot, x, b in slots]
-        grown = [jnp.broadcast_to(x, (n, *x.shape)) if g else x for x, g in zip(inputs, grow, strict=True)]
+        grown = [
+            x if x is None or b or slot not in op.vmappable else jnp.broadcast_to(x, (n, *x.shape))
+            for slot, x, b in slots
+        ]
         results |= zip(together, run(op, attrs, together, *grown), strict=True)
     if apart:
 

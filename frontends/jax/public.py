@@ -74,15 +74,14 @@ def _number(op: Op, slot: str, x: Any) -> Any:
 @partial(jax.jit, static_argnums=(0, 1))  # for eager calls: without jit, each would compile the custom call again
 def _jitted(op: Op, attrs: Attrs, *inputs: Array | None) -> Array:
     register(op.library)
-    if op.broadcast and all(x is not None for x in inputs):
-        inputs = _broadcast(op, inputs)
-    inputs = aligned(op, attrs, inputs)
+    alike = op.broadcast and all(x is not None for x in inputs)
+    arrays = aligned(op, attrs, _broadcast(op, inputs) if alike else inputs)
     with jax.named_scope(op.name):
-        outputs = apply(op, attrs, (*op.outputs, *op.mutates), *vary(inputs, varying(inputs)))
+        outputs = apply(op, attrs, (*op.outputs, *op.mutates), *vary(arrays, varying(arrays)))
     return outputs if len(outputs) > 1 else outputs[0]
 
 
-def _broadcast(op: Op, inputs: Sequence[Array]) -> Sequence[Array]:
+def _broadcast(op: Op, inputs: Sequence[Any]) -> Sequence[Array]:
     try:
         return jnp.broadcast_arrays(*inputs)
     except ValueError as error:

@@ -43,7 +43,7 @@ def partitioned(launch: Launch, op: Op, attrs: Attrs, wanted: Names, *inputs: Ar
     """``launch(op, attrs, wanted, *inputs)``, which XLA may partition."""
     stated = _stated(op, attrs, inputs)
     mesh = mesh_of(inputs)
-    if not stated.axes or getattr(mesh, "manual_axes", ()):
+    if not stated.axes or bool(getattr(mesh, "manual_axes", ())):
         return launch(op, attrs, wanted, *inputs)
     call = PartitionedCall(launch, op, attrs, wanted, _given(op, inputs), stated)
     arrays = [x for x in inputs if x is not None]
@@ -203,7 +203,7 @@ class PartitionedCall:
                 inputs[i] = jnp.where(jax.lax.axis_index(over) == 0, inputs[i], 0)
         if any(axis.composed for axis, _ in axes):
             every = compose_part(_Part(self, split, inputs), self.op, self.attrs, inputs)
-            found = [dict(zip(self.op.results, every, strict=True))[slot] for slot in self.wanted]
+            found = tuple(dict(zip(self.op.results, every, strict=True))[slot] for slot in self.wanted)
         else:
             found = self.launch(self.op, self.attrs, self.wanted, *inputs)
         partial_over = [_joined(over for axis, over in axes if slot in axis.partial) for slot in self.wanted]
@@ -282,7 +282,7 @@ class _Part(Mathematics):
         return False
 
     def run(self, **named: Any) -> tuple[Array, ...]:
-        op, attrs = self._call.op, self._call.attrs
-        given = dict(zip(op.inputs, self._inputs, strict=True)) | dict(zip(op.attrs, attrs, strict=True)) | named
+        op = self._call.op
+        given = dict(zip((*op.inputs, *op.attrs), (*self._inputs, *self._call.attrs), strict=True)) | named
         inputs, attrs = ([given[name] for name in names] for names in (op.inputs, op.attrs))
         return self._call.launch(op, tuple(attrs), op.results, *inputs)

@@ -156,7 +156,7 @@ def _gradient(
     written = op.entry_outputs
     named = [*given, *written, *(f"d{name}" for name in written)]
     taken = [slot for slot in backward.inputs if slot in named]
-    merged = backward.merged({f"d{y}": dtypes[y] for y in op.outputs} | dtypes) if dtypes else backward.equal
+    merged = backward.merged({**{f"d{y}": dtypes[y] for y in op.outputs}, **dtypes}) if dtypes else backward.equal
     shared = {**backward.alias, **merged}
     gradients = [shared.get(f"d{slot}", f"d{slot}") for slot in given]
     factors = backward.factors(attrs)

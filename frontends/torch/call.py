@@ -30,13 +30,11 @@ import torch
 
 from aotops import call, library
 from aotops.call import builtin, handle_of, keep, pointer_of, struct_capsule
-from aotops.op import Attr, Op
+from aotops.op import ATTRIBUTE_TYPES, Attr, Op
 
 from . import private
 
 _METH_KEYWORDS = 0x02
-_KEYS = {"int[]": "l", "float[]": "x", "int[][]": "x", "float[][]": "x"}
-"""By an attribute's type, its letter in torch.cpp, where it is not the first. Python binds values of type "x"."""
 _Slots = c_int * call.MOST_SLOTS
 _Parameters = call.MOST_SLOTS * 2
 
@@ -278,7 +276,8 @@ def public(op: Op, bind: Callable[..., Any], fallback: Callable[..., Any]) -> Ca
     made.n_transposable = len(op.transposable)
     for i, (slot, attr) in enumerate(op.transposable):
         made.transposable[i], made.transposes[i] = slot, len(op.inputs) + attr
-    made.kinds = "".join(_KEYS.get(kind, kind[0]) for kind in (op.attrs[name] for name in op.public_attrs)).encode()
+    kinds = (ATTRIBUTE_TYPES[op.attrs[name].removesuffix("?")] for name in op.public_attrs)
+    made.kinds = "".join(kind.key for kind in kinds).encode()
     made.bind, made.bound, made.fallback = id(bind), id(bound), id(fallback)
     handle = struct_capsule(made, names, defaults, bound, bind, fallback)
     return builtin(op.name, "aot_torch_public", handle, call.METH_FASTCALL | _METH_KEYWORDS)

@@ -15,9 +15,10 @@ import pytest
 
 from aotops import registry
 from aotops.bench import baselines, report
+from aotops.bench.cases import Case, cases, find, rows, use, works
 from aotops.bench.measure import Cpu, Cuda, samples, spread, wait_asleep
 from aotops.bench.tensors import FRAMEWORKS
-from aotops.bench.work import Case, Cell, Convolution, Elements, Product, Rows, cases, find, rows, use, works
+from aotops.bench.work import Cell, Convolution, Elements, Product, Rows
 from aotops.cli import main as command
 from aotops.library import LibraryError
 from aotops.ops import OPS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import math
 import re
@@ -25,6 +26,7 @@ from aotops.spec import FLOATING, INTEGERS, TensorSpec
 from aotops.testing.cases import CASES, DTYPES, Draw, dtypes, inputs, rounded
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
+PACKAGE = Path(call.__file__).parent
 BACKWARDS = {op.backward.name: op.backward for op in OPS.values() if op.backward}
 WITH_KERNEL = [op for op in (*OPS.values(), *BACKWARDS.values()) if op.has_kernel]
 EACH_KERNEL = pytest.mark.parametrize("op", WITH_KERNEL, ids=lambda op: op.name)
@@ -42,6 +44,23 @@ def test_the_core_imports_the_standard_library_alone(python, module):
     # an editable install has setuptools' finder loaded, under a name of its own
     foreign = {name for name in loaded - {"aotops"} - sys.stdlib_module_names if not name.startswith("__editable__")}
     assert not foreign
+
+
+TOOLS = {"cli.py"}
+"""Modules of the package that are no part of the core, beside the folders of tools: they may import frontends."""
+CORE = sorted(file for file in (*PACKAGE.glob("*.py"), *PACKAGE.glob("ops/*.py")) if file.name not in TOOLS)
+
+
+@pytest.mark.parametrize("file", CORE, ids=lambda file: file.stem)
+def test_the_core_imports_no_frontend(file):
+    package = ["aotops", *file.relative_to(PACKAGE).parts[:-1]]
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            given = getattr(node, "module", None)
+            inside = package[: len(package) + 1 - node.level] if getattr(node, "level", 0) else []
+            base = [*inside, *(given.split(".") if given else [])]
+            names = [".".join([*base, alias.name]) for alias in node.names]
+            assert not [name for name in names if f"{name}.".startswith("aotops.frontends.")]
 
 
 def test_the_core_runs_without_a_framework(python):

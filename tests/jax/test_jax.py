@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,10 +19,18 @@ import jax.numpy as jnp  # noqa: E402
 from jax.test_util import check_grads  # noqa: E402
 
 from aotops.frontends import jax as ours  # noqa: E402
+from aotops.frontends.jax import private  # noqa: E402
 from aotops.frontends.jax.public import function_of  # noqa: E402
 from aotops.ops import OPS  # noqa: E402
 from aotops.testing.cases import CASES, first_case, inputs  # noqa: E402
 from aotops.testing.frameworks import race  # noqa: E402
+
+
+def test_private_names_stand_in_one_file():
+    """JAX as it is pinned has them all."""
+    assert private.LACKS == ()
+    sources = {file.name: file.read_text() for file in Path(private.__file__).parent.glob("*.py")}
+    assert [name for name, source in sources.items() if "jax._src" in source] == ["private.py"]
 
 
 def _layer_norm(x, w=None, b=None):

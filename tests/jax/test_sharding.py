@@ -26,7 +26,7 @@ def test_sharded_calls(tmp_path):
     done = subprocess.run([sys.executable, PROGRAM, results], capture_output=True, text=True, timeout=500)
     assert results.exists(), done.stdout + done.stderr
     errors = json.loads(results.read_text())
-    assert set(errors) == {*OPS, *CHECKS}
+    assert set(errors) >= {*CHECKS, *(name for name, op in OPS.items() if op.dims)}
     assert not any(errors.values()), "\n".join(f"{name}:\n{error}" for name, error in errors.items() if error)
 
 

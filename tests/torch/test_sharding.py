@@ -37,8 +37,8 @@ def test_sharded_calls_are_those_of_whole_tensors(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_every_operator_is_checked():
-    assert set(sharded.CASES) == set(OPS)
+def test_every_operator_that_states_axes_is_checked():
+    assert {name for name, op in OPS.items() if op.dims} <= set(sharded.CASES)
 
 
 def test_distributed_is_not_imported(python):

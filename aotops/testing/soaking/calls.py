@@ -11,6 +11,7 @@ from functools import cached_property, partial
 import numpy as np
 
 from ..calls import ITEMSIZE, EntryCall, Runner, calls_of, nbytes
+from ..inputs import unusual_cases
 from ..row import Case
 from ..search import described, resized
 from ..subject import Subject, elements
@@ -134,7 +135,7 @@ def cases_of(subject: Subject, large: bool) -> list[Case]:
     """The subject's, and empty and large ones like its plain case."""
     cases = [*subject.cases]
     if subject.from_row:
-        cases += subject.unusual["empty"]
+        cases += unusual_cases(subject)["empty"]
     if subject.from_row and large:
         cases += filter(None, (_long(subject), _wide(subject)))
         cases += subject.row.under_load
