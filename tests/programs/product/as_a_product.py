@@ -44,6 +44,7 @@ def test_inductor_decomposes_it(monkeypatch):
     from torch._inductor.decomposition import select_decomp_table
 
     from aotops.frontends import torch as ours
+    from aotops.frontends.torch import inductor
 
     assert ours.blend
     assert lowering
@@ -53,7 +54,7 @@ def test_inductor_decomposes_it(monkeypatch):
         decomposition = select_decomp_table()[operator]
         assert decomposition(*args) is NotImplemented  # on a CPU
         with monkeypatch.context() as on_a_gpu:
-            on_a_gpu.setattr(torch_inductor, "_fuses_products", lambda x: True)
+            on_a_gpu.setattr(inductor, "_fuses_products", lambda x: True)
             torch.testing.assert_close(decomposition(*args), operator(*args), rtol=1e-5, atol=1e-5)
 
 
