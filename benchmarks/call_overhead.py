@@ -152,7 +152,7 @@ class _Torch:
 
 
 def namespace(device: str) -> dict[str, Any]:
-    """What the statements name."""
+    """The names that the statements use."""
     torch.manual_seed(0)
     a, b, out = (torch.randn(8, 256, device=device) for _ in range(3))
     x, z = (torch.randn(8, 256, device=device, requires_grad=True) for _ in range(2))

@@ -39,13 +39,13 @@ Tensors = dict[str, torch.Tensor]
 DTYPE = torch.bfloat16
 MODES = ("auto", "own")
 PASS_OVER = {"forward": "y", "dx": "dx", "backward": "dx"}
-"""What a pass reads after a call."""
+"""The result that a pass reads after a call."""
 COPIES = 2
-"""Of the tensors of a product, so that a product does not find its own in the cache."""
+"""Sets of tensors for a product, so that a product does not find its own in the cache."""
 SETTLING = 0.4
 """The part of a block in which the clock settles; what it takes is not counted."""
 STEPS_AHEAD = 2
-"""That the host may submit before it waits."""
+"""Steps that the host may submit before it waits."""
 
 
 @dataclass(frozen=True)

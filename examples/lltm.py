@@ -150,7 +150,7 @@ def measure_all(options: Namespace) -> Result:
 
 
 def tolerance(options: Namespace) -> dict[str, float]:
-    """Of sums over the batch, in the weights' gradient, and over the features."""
+    """Tolerances of sums over the batch, in the weights' gradient, and over the features."""
     if options.dtype in ("float16", "bfloat16"):
         return {"rtol": 5e-2, "atol": 5e-2 * options.batch_size**0.5}
     return {"rtol": 1e-3, "atol": 1e-4 * options.batch_size**0.5}

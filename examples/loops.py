@@ -71,7 +71,7 @@ LOOPS = {"add": add, "matmul": matmul, "conv2d": conv2d}
 
 
 def shapes(op: str, size: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
-    """Those of both inputs and of the output, and the number of inner steps of the loop."""
+    """The shapes of both inputs and of the output, and the number of inner steps of the loop."""
     if op == "add":
         return size, size, size, size[0]
     if op == "matmul":

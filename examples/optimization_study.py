@@ -43,18 +43,18 @@ class Study:
     steps: dict[str, str]
     """The steps, in the order in which they were taken, and what each does."""
     shapes: Callable[[str], Iterable[Shape]]
-    """Of a step: the sizes that its launcher takes."""
+    """The sizes that the launcher of a step takes."""
     tensors: Callable[[Shape], Tensors]
     """Inputs, and the output last."""
     expected: Callable[..., Any]
-    """Of a step, the shape and the inputs, in float64: the elements that the step must write."""
+    """The elements that a step must write, computed from its name, the shape and the inputs in float64."""
     written: Callable[[str, Shape, Any], Any] = lambda step, shape, output: output
-    """Those elements of the output."""
+    """The elements of the output that a step writes."""
     nbytes: Callable[[str, Shape], int] = lambda step, shape: 0
     """The fewest that a step must move; 0 where the arithmetic is the limit."""
     flops: Callable[[Shape], int] = lambda shape: 0
     libraries: dict[str, Callable[[], Callable[..., Any]]] = field(default_factory=dict)
-    """The same operator of others: each a function that returns ``function(*inputs, out=output)``."""
+    """Implementations of others: each is a function that returns ``function(*inputs, out=output)``."""
     tolerance: Callable[[str], float] = lambda step: 1e-4
     """The largest error, as a fraction of the root mean square of what is expected."""
 
@@ -326,7 +326,7 @@ def description(row: Row) -> str:
 
 
 def gains(rows: list[Row]) -> list[str]:
-    """Of each step, the time of the step before it over its own."""
+    """For each step, the time of the step before it over its own."""
     steps = [row for row in rows if description(row)]
     gain = {id(now): f"{before['us'] / now['us']:.2f}x" for before, now in pairwise(steps)}
     return [gain.get(id(row), "") for row in rows]

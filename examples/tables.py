@@ -1,4 +1,4 @@
-"""What the scripts that measure tables share: their options, the record of a run, and the tables in a document."""
+"""Helpers that the scripts for tables share: their options, the record of a run, and the tables in a document."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 from aotops.testing.cases import DTYPES
 from aotops.testing.frameworks import FRONTENDS, frameworks, requested
 
-# The same examples every time, or, to look for new ones, many of them. No deadline: a test does not depend on the time.
+# Every run has the same examples; the profile fuzz draws many new ones. No test depends on the time.
 SLOW = [HealthCheck.too_slow]
 settings.register_profile("test", max_examples=100, derandomize=True, deadline=None, suppress_health_check=SLOW)
 settings.register_profile("fuzz", max_examples=10_000, print_blob=True, deadline=None, suppress_health_check=SLOW)

@@ -35,7 +35,7 @@ Row = dict[str, Any]
 
 
 def run(spec: Spec, caches: Path, threads: int | None = None) -> dict[str, Any] | None:
-    """What the process of a row wrote, or None after printing why it failed."""
+    """The results of a row, written by a process of its own; None after printing why it failed."""
     folder = caches / "-".join((spec.framework, spec.model, spec.impl, spec.precision, str(spec.deterministic)))
     cold = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)

@@ -84,11 +84,11 @@ def trained(ops: Any, size: Size, state: State, tokens: Array, targets: Array) -
 
 @partial(jax.jit, static_argnums=(0, 1))
 def exact_loss(ops: Any, size: Size, p: dict[str, Array], tokens: Array, targets: Array) -> Array:
-    """Of a batch that was not trained on, computed from the logits in float32 by the same function for all."""
+    """The loss of a batch that was not trained on, from logits in float32 by the same function for all."""
     return Jax.cross_entropy(logits(ops, size, p, tokens).reshape(-1, size.vocabulary), targets.reshape(-1))
 
 
 def peak_gib() -> float | None:
-    """Of the process, compilation included: JAX cannot reset it."""
+    """The peak of the process, compilation included: JAX cannot reset it."""
     found = jax.devices()[0].memory_stats()
     return round(found["peak_bytes_in_use"] / 2**30, 3) if found else None

@@ -66,5 +66,5 @@ def on_device(batch: tuple[Any, ...]) -> tuple[Tensor, ...]:
 
 
 def held_out_loss(spec: Spec, model: GPT2) -> float:
-    """Of a batch that was not trained on."""
+    """The loss of a batch that was not trained on."""
     return float(model(*on_device(data.batch(spec.model, spec.size, data.HELD_OUT))).asnumpy())

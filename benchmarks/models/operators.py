@@ -1,4 +1,4 @@
-"""What the models are built of, in two flavours of the same functions: torch's and this library's.
+"""The operators that the models are built of, in two flavours of the same functions: torch's and this library's.
 
 Each flavour calls its operators as its user would write them. Parameters are those of torch's own modules.
 """

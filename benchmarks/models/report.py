@@ -1,4 +1,4 @@
-"""What ``python -m benchmarks.models`` measured as figures and tables: ``python -m benchmarks.models.report``.
+"""The results of ``python -m benchmarks.models`` as figures and tables: ``python -m benchmarks.models.report``.
 
 Draws benchmarks/results/models/*.png and writes the marked sections of docs/models.md and README.md, all from
 benchmarks/results/models_h200.json.
@@ -86,7 +86,7 @@ def ordered(rows: Iterable[Row]) -> list[Row]:
 
 
 def timed(rows: Iterable[Row]) -> list[Row]:
-    """Those whose times count."""
+    """The rows whose times count."""
     return ordered(row for row in rows if not row["tiny"] and not row["deterministic"])
 
 
@@ -118,8 +118,8 @@ def difference(a: Curve, b: Curve) -> float:
 
 
 def spreads(rows: Iterable[Row]) -> list[tuple[Row, float | None, float | None]]:
-    """Of each row: the largest difference of its loss curve from the reference's, and the largest between two curves of
-    the reference, which are its rounds and, in torch, its deterministic runs. The reference has the same model, size
+    """For each row, the largest difference of its loss curve from the reference's, and between two curves of the
+    reference, which are its rounds and, in torch, its deterministic runs. The reference has the same model, size
     and precision: torch's operators in torch, or, where they were not measured, the framework's own."""
     found: list[tuple[Row, float | None, float | None]] = []
     for group in grouped(ordered(rows), "model", "precision", "tiny"):

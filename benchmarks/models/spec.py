@@ -1,4 +1,4 @@
-"""What a row measures: a model of a size, an implementation in a framework, and a precision. Imports no framework."""
+"""The subject of a row: a model of a size, an implementation in a framework, and a precision. Imports no framework."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OPERATORS: dict[str, tuple[str, ...]] = {
     "llama": ("linear", "rms_norm", "add_rms_norm", "swiglu", "cross_entropy"),
     "bert": ("linear", "layer_norm", "add_layer_norm", "cross_entropy"),
 }
-"""Those whose kernels a model's time depends on."""
+"""The operators whose kernels a model's time depends on."""
 
 MODELS: dict[str, tuple[str, ...]] = {"torch": tuple(SIZES), "jax": ("gpt2",), "mindspore": ("gpt2",)}
 IMPLS: dict[str, tuple[str, ...]] = {

@@ -39,7 +39,7 @@ def figures(steps: list[float], wall: float, host: float) -> dict[str, float]:
 
 
 def digest(arrays: Iterable[Any]) -> str:
-    """Of NumPy arrays: two runs have the same one only if all bits are the same."""
+    """A hash of NumPy arrays: two runs have the same one only if all bits are the same."""
     found = hashlib.sha256()
     for array in arrays:
         found.update(array.tobytes())

@@ -93,7 +93,7 @@ def on_device(batch: tuple[Any, ...], device: str) -> tuple[Tensor, ...]:
 
 
 def exact_loss(spec: Spec, model: nn.Module, device: str) -> float:
-    """Of a batch that was not trained on, computed from the logits in float32 by the same function for all."""
+    """The loss of a batch that was not trained on, from logits in float32 by the same function for all."""
     batch = on_device(data.batch(spec.model, spec.size, data.HELD_OUT), device)
     with torch.no_grad(), autocast(spec, device):
         logits = model.logits(*batch[:-1])

@@ -24,7 +24,7 @@ def by_jit(device: str) -> Path:
 
 
 def by_setup(device: str) -> Path:
-    """What ``pip install`` runs."""
+    """The library as ``pip install`` compiles it."""
     _run([sys.executable, "setup.py", "--quiet", "build_py", "--build-lib", f"build/{device}"], device)
     return HERE / "build" / device / "add2" / "libadd2.so"
 

@@ -15,7 +15,7 @@ int main(void) {
   int ndims[] = {2, 2}, status;
   const char *dtypes[] = {"float32", "float32"};
 
-  /* Of the inputs x, weight and bias only the first is given: bit 0. */
+  /* Only the first of the inputs x, weight and bias is given: bit 0. */
   void *attributes = aot_extra_new("normalized_shape=4\neps=1e-05\ninputs=1");
   status = aot_layer_norm_cpuInit(NULL, NULL, NULL, attributes);
   if (!status) status = aot_layer_norm_cpu(2, tensors, ndims, shapes, dtypes, NULL, attributes);

@@ -50,7 +50,7 @@ __global__ void copy(const float *x, Index index, float *y, int64_t step) {
 
 __device__ float4 load(const float4 *x) { return *x; }
 
-// The same 16 bytes as four elements, for an address that a float4 cannot have.
+// These 16 bytes as four elements, for an address that a float4 cannot have.
 __device__ float4 load(const float *x) { return {x[0], x[1], x[2], x[3]}; }
 
 // T: float4, or float for an x that is not aligned to 16 bytes. The same vectors in both.

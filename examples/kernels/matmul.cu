@@ -103,7 +103,7 @@ struct Tile {
   float right[kDepth][kTile];
 };
 
-// What a thread brings from global memory for one tile: one vector of each factor.
+// A thread's part of one tile, brought from global memory: one vector of each factor.
 struct Brought {
   float4 left, right;
 };
@@ -187,7 +187,7 @@ struct TensorTile {
   float right[kTensorDepth][kTile + 8];
 };
 
-// What the steps on tensor cores differ in. A warp computes 64 x cols_ of the block's 128 x 128 elements.
+// Parameters in which the steps on tensor cores differ. A warp computes 64 x cols_ of the block's 128 x 128 elements.
 template <bool asynchronous_, bool rounded_, int cols_>
 struct Step {
   static constexpr bool asynchronous = asynchronous_, rounded = rounded_;

@@ -20,7 +20,7 @@ X = np.arange(6.0, dtype=np.float32).reshape(2, 3)
 
 
 class Meters(np.ndarray):
-    """What a library of units has."""
+    """An array of a library of units."""
 
 
 SUBCLASSES = {
@@ -70,7 +70,7 @@ def test_what_is_no_array_is_named():
 
 
 class Exported:
-    """What a library's array has, and no more: the methods that are named."""
+    """An array with nothing but the interface of a library: the methods that are named."""
 
     def __init__(self, array, *names, device=(1, 0)):
         self.array, self.device = array, device
@@ -279,7 +279,7 @@ def test_interleaved_arrays_may_be_given():
 
 def test_an_operator_may_have_an_argument_out():
     def bind(out, approximate="none"):
-        """Of out."""
+        """Takes an input named as the keyword is."""
         return (out,), (approximate,)
 
     functions = ours._frontend.functions_of(replace(OPS["gelu"], bind=bind), "here")

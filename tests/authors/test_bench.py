@@ -408,7 +408,7 @@ def test_a_library_that_is_not_built(doubling):
 
 
 def test_the_case_that_is_enlarged():
-    """Of the built-in operators, whose rows could say nothing."""
+    """Built-in operators have one without a statement in their rows."""
     from aotops.bench.enlarged import enlarged
 
     def shapes(name, device="cpu", quick=False):

@@ -29,7 +29,7 @@ def run(*arguments, status=0):
 
 
 def one_line(result) -> str:
-    """What it printed on stderr."""
+    """The line that it printed on stderr."""
     (line,) = result.stderr.splitlines()
     return line
 
@@ -231,7 +231,7 @@ def test_check(monkeypatch):
 
 
 def completed(*words: str) -> list[str]:
-    """What a shell offers for the last word."""
+    """The words that a shell offers for the last one."""
     *before, last = words
     complete = BashComplete(cli.main, {}, "aotops", "_AOTOPS_COMPLETE")
     return [item.value for item in complete.get_completions(before, last)]

@@ -46,7 +46,7 @@ def _answer(library: Path) -> int:
 
 
 def _count(monkeypatch) -> list[str]:
-    """What compilers are run for, from now on."""
+    """The names of all runs of a compiler from now on."""
     runs, run = [], toolchain.run
     monkeypatch.setattr(
         toolchain, "run", lambda command, what, **options: runs.append(what) or run(command, what, **options)
@@ -328,7 +328,7 @@ def test_a_package_is_built_where_a_header_appears_or_changes_meanwhile(package,
 
 
 def test_watching_builds_each_change_once(package, monkeypatch):
-    """Of a header in another folder too, which only the compiler's list of dependencies tells; after an error; and of a
+    """Also of a header elsewhere, which only the compiler's list of dependencies names; after an error; and of a
     header that is changed while it is compiled."""
     headers = package.parent / "headers"
     headers.mkdir()

@@ -1,5 +1,5 @@
-"""What the documents show. Code under a path is that of the file. All other Python of a page, and the commands of its
-shell, run in an empty folder with the wheel of this checkout, and print what is shown below them.
+"""The documents show what runs. Code under a path is that of the file. All other Python of a page, and the commands of
+its shell, run in an empty folder with the wheel of this checkout, and print what is shown below them.
 
 A block of code with a title is written to the file of that name. If a page is about several frameworks, each has a
 program: the blocks that import it, after those that import none. A command that is not run is marked in the page, with
@@ -85,7 +85,7 @@ def blocks(page: Path) -> list[Block]:
 
 
 def programs():
-    """Of each page, and each framework under test: the blocks to run."""
+    """The blocks to run, for each page and each framework under test."""
     for page in PAGES:
         found = [block for block in blocks(page) if block.runs and page.name not in ELSEWHERE]
         frameworks = sorted(set().union(*(block.frameworks for block in found)))

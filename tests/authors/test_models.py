@@ -11,7 +11,7 @@ from benchmarks.models import report
 from benchmarks.models.spec import IMPLS, OPERATORS, Spec
 
 LOSSES = [5.35485, 5.33801, 5.35546, 5.35077]
-"""Of the first steps of the tiny model, in float32."""
+"""Losses of the first steps of the tiny model, in float32."""
 
 TRIED = [
     (name, impl)

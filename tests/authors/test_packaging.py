@@ -1,4 +1,4 @@
-"""What pip builds of the tree: the tag of a wheel, what is in it, an sdist, and an editable install; what the library
+"""Wheels and sdists of the tree: the tag of a wheel, what is in it, an sdist, and an editable install; what the library
 needs of a system. Without a network, by the environment's setuptools."""
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def test_wheel_is_for_this_platform_and_any_python(tree, tmp_path):
 
 
 def expected_files(tree) -> set[str]:
-    """What a wheel contains beside its metadata: the modules, what lies beside them, and the headers for authors."""
+    """The content of a wheel beside its metadata: the modules, what lies beside them, and the headers for authors."""
     packages = {"aotops": "aotops", "frontends": "aotops/frontends", "tests/cases": "aotops/testing/cases"}
     headers = {
         f"aotops/include/{path.relative_to(tree / 'cuda_src')}"
@@ -109,7 +109,7 @@ def test_sdist_has_the_sources_and_no_product(tree, tmp_path):
 
 
 def test_a_tree_without_a_library_compiles_it(tree, tmp_path):
-    """What pip does with an sdist. In the place of the Makefile, one that writes a file."""
+    """As pip builds an sdist. In the place of the Makefile, one that writes a file."""
     (tree / "aotops/libaotops.so").unlink()
     (tree / "Makefile").write_text(
         "lib:\n\techo compiled by $(notdir $(PYTHON)) >aotops/libaotops.so\n\ttouch aotops/lib/libaot.a\n"

@@ -147,7 +147,7 @@ BAD = {
 }
 TORCH = "from . import nn as nn\nclass Tensor: ...\n"
 LAYERS = ["LayerNorm", "RMSNorm", "Linear", "GELU", "Softmax", "CrossEntropyLoss", "Conv2d"]
-"""Of torch, what the stub names: mypy would read torch itself for 20 s."""
+"""The part of torch that the stub names: mypy would read torch itself for 20 s."""
 
 
 def test_a_type_checker_sees_signatures(tmp_path):

@@ -95,7 +95,7 @@ def _run(function, inputs, dy):
 
 
 def _in_ulp(got, exact, size, dtype):
-    """Of each element."""
+    """The error of each element."""
     info = torch.finfo(dtype)
     exponent = np.floor(np.log2(np.maximum(size, info.tiny).astype(np.longdouble)))
     return np.abs(got.astype(np.longdouble) - exact) / (info.eps * 2**exponent)
@@ -180,7 +180,7 @@ def _lost(name, t, sizes, dtype):
 
 
 def _roundings(name, x, sizes, dtype, where):
-    """Of each value and each gradient, before that of the result."""
+    """Roundings in each value and each gradient, before that of the result."""
     wide = torch.float32 if dtype.itemsize == 2 else dtype
     info = torch.finfo(wide)
     t = np.minimum(np.abs(x), np.sqrt(-2 * np.log(np.longdouble(info.tiny))))
@@ -283,13 +283,13 @@ def test_the_slope_where_a_square_overflows_is_0_or_1(dtype, where):
 
 @dataclass
 class Sums:
-    """Of inputs of these shapes, normally distributed about a mean."""
+    """An operator that sums inputs of these shapes, normally distributed about a mean."""
 
     shapes: tuple[tuple[int, ...], ...]
     mine: Callable
     torchs: Callable
     terms: tuple[int, ...]
-    """Of a sum of the value, and of each gradient; the last number stands for those that follow."""
+    """Terms in a sum of the value, and of each gradient; the last number stands for those that follow."""
     mean: float = 0.0
     mixed: bool = False
     """The first input's rows are of magnitudes from 1e-3 to 1e3."""

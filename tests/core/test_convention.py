@@ -1,4 +1,4 @@
-"""What a caller of the C convention may do wrong, and what a process may be: its locale, a fork, a broken library."""
+"""Mistakes that a caller of the C convention may make, and odd processes: its locale, a fork, a broken library."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_calls_at_random(tmp_path):
 
 
 def test_a_backward_without_its_workspace_writes_neither_gradient():
-    """That of a needs none, and would be first. That of b is a sum over the matrices of a, which lie transposed."""
+    """The gradient of a needs none, and would be first. That of b is a sum over a's matrices, which lie transposed."""
     dy, a, b = (TensorSpec(shape, F32) for shape in ((2, 3, 5), (2, 4, 3), (4, 5)))
     attrs = {"transpose_a": True, "transpose_b": False, "allow_tf32": False}
     arrays = [(ctypes.c_float * math.prod(spec.shape))(*[7] * math.prod(spec.shape)) for spec in (dy, a, b, a, b)]
@@ -110,7 +110,7 @@ print(status, library.last_error() if status else "")
 
 
 def _init(op: str, attrs: str) -> str:
-    """What an operator's Init says of attributes as text: nothing where it takes them."""
+    """The message of an operator's Init for attributes as text, empty where it takes them."""
     lib = library.load()
     extra = ctypes.c_void_p(lib.aot_extra_new(attrs.encode()))
     status = getattr(lib, f"aot_{op}_cpuInit")(None, None, None, extra)

@@ -252,7 +252,7 @@ def infer_in_c(host, op: Op, attrs, specs, outputs, device="cpu"):
 
 
 def run_in_c(op: Op, attrs, specs, outputs) -> str:
-    """What the entry says of these specs of its inputs and outputs: its message, or nothing."""
+    """The entry's message for these specs of its inputs and outputs, or nothing."""
     slots = [*specs, *(outputs.get(name) for name in op.entry_outputs)]
     memory = ctypes.create_string_buffer(1 << 20)
     base = ctypes.addressof(memory) // 64 * 64 + 64
@@ -326,7 +326,7 @@ def test_a_workspace_is_as_large_as_its_device_needs():
 
 
 def test_inference_is_plain_c_and_refuses_hostile_arguments():
-    """What the entry says of the same: a count that is wrong, too many dimensions, null."""
+    """Inference refuses as the entry does: a count that is wrong, too many dimensions, null."""
     lib, entry = library.load(), "aot_gelu_cpu"
     out = (ctypes.c_int * 1)(), (ctypes.c_int64 * 32)(), (ctypes.c_char_p * 1)()
 
@@ -352,7 +352,7 @@ def test_inference_is_plain_c_and_refuses_hostile_arguments():
 @settings(deadline=None, derandomize=True, max_examples=300)
 @given(call=good_calls(), data=st.data())
 def test_unknown_dimensions_stay_unknown(infer_host, call, data):
-    """What C infers from a shape with -1, or from [-2], is what it infers from the real one, as far as it can know."""
+    """From a shape with -1, or from [-2], C infers as from the real one, as far as it can know."""
     op, attrs, specs = call
     outputs = list(op.entry_outputs)
     expected = infer(op, attrs, tuple(specs))

@@ -261,7 +261,7 @@ def test_attributes_that_change_with_each_call(operators):
 
 @needs_torch
 def test_arguments_are_freed(operators):
-    """Those of a call that fails too."""
+    """Also the arguments of a call that fails."""
     import torch
 
     for dtype in (torch.float32, torch.int32):

@@ -141,8 +141,8 @@ def exact_gradient(x, target, dy, reduction, smoothing):
 @pytest.mark.parametrize("own", ["float16", "bfloat16"])
 @pytest.mark.parametrize(("reduction", "smoothing"), [("none", 0.0), ("none", 0.1), ("sum", 0.0), ("mean", 0.1)])
 def test_a_gradient_of_16_bits_is_rounded_once(framework, device, own, reduction, smoothing):
-    """Of the losses of rows, whatever their gradients are; of a sum or a mean, where its gradient is a power of two. Of
-    another, and of a mean in float16, which is divided later, twice where a frontend keeps slope. An error of the
+    """For losses of rows with any gradients; for a sum or a mean if its gradient is a power of two. For another
+    gradient, and a mean in float16, which is divided later, twice where a frontend keeps slope. An error of the
     exponential is allowed beside that."""
     if not framework.has_dtype(own):
         pytest.skip(f"{framework.name} has no {own}")

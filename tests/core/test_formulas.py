@@ -64,7 +64,7 @@ PRODUCTS = [name for name, op in OPS.items() if op.bilinear]
 
 
 def _trials(name):
-    """Of cases that are small and not empty."""
+    """Trials of cases that are small and not empty."""
     for i, case in enumerate(CASES[name].cases):
         sizes = [math.prod(shape) for shape in case.given.values()]
         if min(sizes) > 0 and max(sizes) < SMALL:

@@ -39,7 +39,7 @@ def skip_what_is_spared(framework, dtype, name, i):
 
 
 def _graph(name, case):
-    """What a graph depends on: the inputs that are given, whether one is empty, and the attributes. Axes only matter
+    """A graph depends on the inputs that are given, on whether one is empty, and on the attributes. Axes only matter
     where operators of MindSpore broadcast; there the lengths 0 and 1 have a meaning of their own."""
     shapes = {slot: tuple(min(length, 2) for length in shape) for slot, shape in case.given.items()}
     if name not in ("add", "matmul"):
@@ -74,7 +74,7 @@ def made_gradients(framework, device, dtype, name, i):
 
 
 def to_numpy(framework, tensors):
-    """Those that are there, of a tuple or by name."""
+    """Arrays of a tuple, or by name of the tensors that are there."""
     if isinstance(tensors, tuple):
         return tuple(map(framework.numpy, tensors))
     return {slot: framework.numpy(t) for slot, t in tensors.items() if t is not None}

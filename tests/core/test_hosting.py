@@ -55,7 +55,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def libraries(folder):
-    """The same functions, compiled with either ABI of std::string."""
+    """The functions, compiled with either ABI of std::string."""
     made = {}
     for abi, number in ABI.items():
         file = compiled(folder / f"libhosted_{abi}.so", f"-D_GLIBCXX_USE_CXX11_ABI={number}")
@@ -268,7 +268,7 @@ def test_an_entry_that_writes_to_its_input(framework, hosted):
 
 
 def test_a_kernel_is_made_once_for_each_shape_and_freed(hosted, tmp_path):
-    """Of a library that no other test calls."""
+    """The library is called by no other test."""
     from aotops.frontends import numpy as frontend
 
     library = aotops.load(Path(shutil.copy(hosted.path, tmp_path / "libcounted.so")))

@@ -74,8 +74,8 @@ def quarters(*shape, dtype, most=8):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("offset", [0, 1])
 def test_dbias_is_the_exact_sum_rounded_once(dtype, activation, offset):
-    """Of multiples of 1/4, whose sums float32 holds: no row and no column is left out, or taken twice. offset: elements
-    by which dy is misaligned."""
+    """With multiples of 1/4, whose sums float32 holds: no row and no column is left out, or taken twice. offset: the
+    elements by which dy is misaligned."""
     for rows, n in (
         (1, 8),
         (7, 1),

@@ -1,4 +1,4 @@
-"""What definitions state of sharding (``Op.dims``): that it is right, on the cases of the table, and that a wrong
+"""Definitions state how calls are split (``Op.dims``): it is right, on the cases of the table, and that a wrong
 statement is found."""
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def calls(name: str) -> Iterator[EntryCall]:
 
 
 def values(one: EntryCall) -> dict[str, np.ndarray]:
-    """What each slot holds after the call."""
+    """The numbers in each slot after the call."""
     held = run_on_cpu(one, 0)
     return {slot: numbers(held[slot], spec) for slot, spec in one.given.items() if slot not in one.op.workspace}
 

@@ -1,4 +1,4 @@
-"""The text of the sources that are written by hand: comments and docstrings are sentences with a subject."""
+"""Sources: comments and docstrings are sentences with a subject, and the imports of a frontend run one way."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("aotops", "benchmarks", "cuda_src", "examples", "frontends", "packaging", "tests")
-NOT_YET = ("aotops/", "cuda_src/", "frontends/")
+NOT_YET = ("aotops/sharding.py", "cuda_src/host/", "cuda_src/operators/")
 NO_SUBJECT = re.compile(r"(What|Of|That|Those|The same)\b(?! (is|are)\b)")
 
 
@@ -61,3 +61,22 @@ def test_comments_are_found():
     text = '"""Of x."""\nx = 1  # What\n# That\n# Those\n"""The same."""\n'
     assert [found for _, found in sorted(of_python(text))] == ["Of x.", "What", "That", "The same."]
     assert [found for _, found in of_cpp('int x;  // Of\n// That\n// Those\nf("http://Of");\n')] == ["Of", "That"]
+
+
+ORDERS = re.findall(r"^\| `(frontends/\w+)/` \| (`.*`) \|$", (ROOT / "docs" / "design.md").read_text(), re.M)
+
+
+@pytest.mark.parametrize(("folder", "order"), ORDERS, ids=[folder for folder, _ in ORDERS])
+def test_the_files_of_a_frontend_import_one_way(folder, order):
+    """The order is that of docs/design.md."""
+    names = re.findall(r"`(\w+)`", order)
+    assert len(names) > 5
+    for i, name in enumerate(names):
+        text = (ROOT / folder / f"{name}.py").read_text()
+        imported = {
+            node.module or alias.name
+            for node in ast.walk(ast.parse(text))
+            for alias in getattr(node, "names", ())
+            if isinstance(node, ast.ImportFrom) and node.level == 1
+        }
+        assert not imported & set(names[i:]), f"{folder}/{name}.py imports {imported & set(names[i:])}"

@@ -55,7 +55,7 @@ def _rms_norm(x, w=None, eps=2.0**-52):
 
 
 def _both(results):
-    """Of two results, one that needs both."""
+    """One array that depends on both results."""
     y, h = results
     return y * 2 + jnp.sin(h)
 
@@ -203,7 +203,7 @@ def _cross_entropy(x):
 
 
 def _derivatives(function):
-    """Of first and second order, along one direction, in each combination of modes."""
+    """Derivatives of first and second order along one direction, in each combination of modes."""
 
     def derivatives(*args):
         along = tuple(map(jnp.cos, args))
@@ -699,7 +699,7 @@ def test_checkpoint_policies_know_outputs_by_name():
 
 
 def test_gradients_are_computed_by_kernels_and_no_others_than_asked_for():
-    """Of a frozen layer there is no dweight, and in forward mode products are products of ours."""
+    """A frozen layer has no dweight, and in forward mode products are products of ours."""
     x, w, b = arrays()
     weight = jnp.outer(w, b)
 

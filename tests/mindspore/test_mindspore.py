@@ -112,7 +112,7 @@ def test_dynamic_rows(mode):
 
 @MODES
 def test_gradients_of_dynamic_rows(mode):
-    """What a kernel needs by the way grows with them."""
+    """A kernel's workspace grows with them."""
     ms.set_context(mode=mode)
     _, w, b = tensors()
 
@@ -187,7 +187,7 @@ class Slope(nn.Cell):
         self.gradient = ms.grad(self.curved, floating)
 
     def curved(self, *tensors):
-        """What a result is has a part in its gradient, too."""
+        """The gradient depends on the result's values."""
         results = self.function(*tensors)
         if not isinstance(results, tuple):
             return ops.sin(results).sum()
@@ -207,7 +207,7 @@ class Slope(nn.Cell):
 
 
 def second_order(name, case, mode):
-    """Of a slope, the derivatives along directions: by the gradient in a mode, and by differences."""
+    """The derivatives of a slope along directions: by the gradient in a mode, and by differences."""
     random = np.random.default_rng(0)
     arrays = Trial(CASES[name], case, "float64", name).inputs
     ms.set_context(mode=ms.PYNATIVE_MODE)

@@ -66,7 +66,7 @@ class Operator:
 
 
 def of_tensors(function: Function, slots: list[str], attrs: dict[str, Any] | None = None) -> Function:
-    """The same of these inputs alone, by position."""
+    """The function of these inputs alone, by position."""
 
     def of(first, *others, **more):
         return function(first, **dict(zip(slots[1:], others, strict=True)), **(attrs or {}), **more)
@@ -119,13 +119,13 @@ class Context:
     """Ours may raise, if it names the operator, where torch has an answer."""
     dtype: torch.dtype = torch.float64
     works: torch.dtype | None = None
-    """What it is computed in where that is not the tensors' dtype."""
+    """The dtype of the computation where it is not the tensors'."""
     scalars: bool = False
     """For operators that take tensors without axes."""
     only: tuple[str, ...] = ()
-    """What it is tried with, where it takes too long for all."""
+    """The operators to try, where all would take too long."""
     without: tuple[str, ...] = ()
-    """What torch's own does not do here, or does otherwise than it does everywhere else."""
+    """Operators whose torch version does not do this, or does it otherwise than everywhere else."""
     drawn: bool = False
     """Cheap, and for tensors of any shape: for the differential tester."""
     gpu: bool = False
@@ -350,7 +350,7 @@ def _(f, args):
 
 
 def of_floating(f: Function, args) -> tuple[Function, tuple[Tensor, ...]]:
-    """The same of its floating tensors alone."""
+    """The function of its floating tensors alone."""
     wanted = floating(args)
 
     def function(*some):
@@ -995,7 +995,7 @@ def _(f, args):
         return f(*args), gradients(f, args)
 
 
-# What tensors may be.
+# Kinds of tensors.
 
 
 class Watching(Tensor):
@@ -1100,7 +1100,7 @@ def _(f, args):
 
 
 def negated(t: Tensor) -> Tensor:
-    """The same numbers; its memory has the other sign."""
+    """A view with equal numbers, whose memory has the other sign."""
     return torch._neg_view(-t) if t.is_floating_point() else t
 
 
@@ -1268,7 +1268,7 @@ for _name, _lay in LAYOUTS.items():
     context(f"{_name} incoming gradients")(_laid_incoming)
 
 
-# What happens to tensors and graphs afterwards.
+# Changes of tensors, hooks and graphs after the call.
 
 
 @context("an input changed in place before backward", refused=True)
@@ -1491,7 +1491,7 @@ FOR_VARIANTS = (
 
 
 def attempt(apply: Callable[..., Any], f: Function, args) -> Any:
-    """What comes of it; an error is a result too, and a warning is none."""
+    """The result or the error; a warning is neither."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -1535,11 +1535,11 @@ AUTOGRADS = (
     "Inference tensors cannot be saved",
     "does not currently support double backward",
 )
-"""What autograd itself says of a graph, of any operator."""
+"""Messages of autograd itself, of any operator's graph."""
 
 
 def judge(context: Context, operator: Operator, expected: Any, got: Any, magnified: float = 1.0) -> str:
-    """What became of ours: served or refused. Raises AssertionError where it is neither right nor a proper error."""
+    """Says whether ours was served or refused. Raises AssertionError if it is neither right nor a proper error."""
     if not isinstance(got, Exception):
         assert not isinstance(expected, Exception), f"torch raises {expected!r:.300}, ours gives {got!r:.300}"
         same(got, expected, context.works or context.dtype, magnified)
@@ -1571,7 +1571,7 @@ def check(context: Context, name: str, device: str = "cpu") -> str:
 
 
 def way(context: Context, name: str) -> str:
-    """What ``check`` says; "dispatched" where an operator of torch.ops.aotops was called on the way."""
+    """The answer of ``check``, or "dispatched" where an operator of torch.ops.aotops was called on the way."""
     reached = []
 
     def watch(frame, event, arg):

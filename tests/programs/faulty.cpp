@@ -174,7 +174,7 @@ struct SharesAnArray : Correct {
   }
 };
 
-// The same, where one call at a time uses the array: right.
+// Right: a lock lets one call at a time use the array.
 struct LocksAnArray : Correct {
   template <class T>
   static void backward(const T *dy, const T *x, T *dx, int64_t n) {
@@ -229,7 +229,7 @@ struct CountsInInts : Correct {
   }
 };
 
-// Of four axes, the last element is wrong.
+// With four axes, the last element is wrong.
 struct WrongForFourAxes : Correct {
   template <class T>
   static void forward(T *x, T *y, int64_t n) {

@@ -423,7 +423,7 @@ struct Call {
     }
     return mask;
   }
-  // What the companions say of the outputs is what the entry must take.
+  // The entry must take outputs as the companions infer them.
   void infer(const std::string &dtype) {
     const Extra extra(attrs);
     std::vector<int> types;
@@ -596,7 +596,7 @@ bool null_call() {
   return true;
 }
 
-// Of shapes that no tensor has, and of types that nobody knows, inference says something and throws nothing.
+// For shapes that no tensor has, and unknown types, inference returns a status and throws nothing.
 bool hostile_inference() {
   Call call(any(kOps));
   std::vector<std::vector<int64_t>> rows;

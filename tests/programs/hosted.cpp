@@ -257,7 +257,7 @@ extern "C" int Accumulate(PARAMETERS) {
   return 0;
 }
 
-// The same, and total's new sum as an output.
+// As above, with total's new sum as an output.
 extern "C" int AccumulateSum(PARAMETERS) {
   if (int wrong = check(nparam, 3, dtypes)) return wrong;
   float *total = static_cast<float *>(params[0]), sum = 0;

@@ -46,7 +46,7 @@ def others(folder: Path) -> Path:
 
 
 def interpreter(folder: Path) -> Path:
-    """That of an environment in this folder with the wheel and the other packages; made if it is not there."""
+    """The interpreter of an environment in this folder with the wheel and all other packages; made if not there."""
     file, packages = wheel(folder), others(folder)
     python = folder / "venv" / "bin" / "python"
     with _locked(folder):
@@ -62,15 +62,15 @@ def interpreter(folder: Path) -> Path:
 
 
 def environment() -> dict[str, str]:
-    """That of this process, without variables that would lead to this checkout, without a network for pip, and on the
-    CPU in JAX, which would take a GPU by itself."""
+    """The environment of this process, without variables that lead to this checkout or to a network, and on the CPU in
+    JAX, which would take a GPU by itself."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("AOTOPS_", "PYTHON", "PYTEST"))}
     pip = {"PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     return kept | pip | {"NO_COLOR": "1", "COLUMNS": "110", "JAX_PLATFORMS": "cpu"}
 
 
 def run(*command: object, cwd: Path, **more: str) -> str:
-    """What a command prints that runs in this environment, with these variables too.
+    """The output of a command in this environment, with these variables too.
 
     Raises:
         AssertionError: it fails, with its output.

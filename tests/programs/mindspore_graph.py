@@ -27,7 +27,7 @@ from aotops.testing.frameworks import MindSporeGraph
 
 
 class Gradients(nn.Cell):
-    """Those of the tensors whose places are given: of the others MindSpore would make zeros, with a kernel."""
+    """Gradients of the tensors at the given places: for others MindSpore would make zeros, with a kernel."""
 
     def __init__(self, function, places):
         super().__init__()

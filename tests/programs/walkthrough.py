@@ -80,7 +80,7 @@ class Session:
         self.environment = installed.environment() | own
 
     def run(self, commands: str) -> tuple[str, float]:
-        """What commands print that run where those before them ended, and their seconds."""
+        """The output of commands that go on where those before them ended, and their seconds."""
         state = f"{self.folder}/.state"
         # deactivate is a function of the shell of the commands before
         script = commands.replace("deactivate\n", 'PATH="${PATH#*:}"\n')
@@ -103,7 +103,7 @@ class Session:
         return done.stdout, seconds
 
     def _edited(self, commands: str) -> dict[str, dict[str, str]]:
-        """What each file has that a command of sed names."""
+        """The text of each file that a command of sed names."""
         return {found[0]: {name: self._read(name) for name in found[1].split()} for found in EDITED.finditer(commands)}
 
     def _read(self, name: str) -> str:

@@ -88,7 +88,7 @@ USES = {
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("name", USES)
 def test_casts_are_as_many_as_torchs(name, grad):
-    """Of a weight and a bias; the backward's casts of their gradients too."""
+    """Casts of a weight and a bias, and of their gradients in the backward."""
     use, forward = USES[name]
     found = []
     for linear in (ours.linear, F.linear):
@@ -138,7 +138,7 @@ def test_a_cast_without_a_gradient_is_not_used_for_one():
 
 
 def test_a_cast_that_fails_in_c_is_made_in_python():
-    """Of memory that there is not, and with torch's error: no exception of C++ is let through."""
+    """Here there is no memory for it; the error is torch's: no exception of C++ is let through."""
     weight = torch.nn.Parameter(torch.empty(1, 1)).data.expand(1 << 40, 1 << 20).requires_grad_()
     with on(), pytest.raises(RuntimeError, match=r"memory|alloc"):
         ours.autocast.cast(weight, LOW)

@@ -245,6 +245,10 @@ def test_autocast(low, where):
             (ours.layer_norm(x.to(low), 6, w, b), F.layer_norm(x.to(low), (6,), w, b).to(low)),
             (ours.rms_norm(x.to(low), 6, w), rms_norm(x.to(low), (6,), w).to(low)),
             (ours.layer_norm(x, 6, w.to(low)), F.layer_norm(x, (6,), w.to(low).float())),
+            (  # in the widest dtype, with a result of x's
+                ours.layer_norm(x.to(low), 6, w.to(low), b),
+                F.layer_norm(x.to(low).float(), (6,), w.to(low).float(), b).to(low),
+            ),
             (ours.softmax(x.to(low)), F.softmax(x.to(low), -1)),
             (ours.gelu(x.to(low)), F.gelu(x.to(low))),
             (ours.layer_norm(x.double(), 6), F.layer_norm(x.double(), (6,))),

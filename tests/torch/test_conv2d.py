@@ -84,7 +84,7 @@ def test_conv2d_gradients(where):
         assert torch.autograd.gradcheck(function, tensors)
 
 
-# What the products on tensor cores must be tried on: the shape of x, outputs, kernel, and the rest.
+# Cases for the products on tensor cores: the shape of x, outputs, kernel, and the rest.
 CONVOLUTIONS = [
     ((8, 64, 28, 28), 64, (3, 3), {"padding": 1}),
     ((8, 256, 28, 28), 64, (1, 1), {}),
@@ -107,8 +107,8 @@ CONVOLUTIONS = [
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, "tf32"], ids=str)
 @pytest.mark.parametrize(("shape", "outputs", "kernel", "options"), CONVOLUTIONS, ids=str)
 def test_conv2d_on_tensor_cores(shape, outputs, kernel, options, dtype, format):
-    """Of small integers, of which all sums are exact in float32 and every operand in each dtype: equal to the last bit
-    before the result is rounded."""
+    """With small integers, of which all sums are exact in float32 and every operand in each dtype: equal to the last
+    bit before the result is rounded."""
     kwargs = dict(options, allow_tf32=dtype == "tf32")
     dtype = torch.float32 if dtype == "tf32" else dtype
     random = torch.Generator("cuda").manual_seed(0)

@@ -1,4 +1,4 @@
-"""What torch's users do with an operator besides calling it: ``out``, checkpoints, modes, counters, copies, layouts."""
+"""Uses of an operator besides calling it: ``out``, checkpoints, modes, counters, copies, layouts."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_checkpoint(reentrant):
 
 @pytest.mark.parametrize("kept", ["layer_norm", "gelu", "softmax", "linear"])
 def test_selective_checkpoint(kept):
-    """What the policy saves is not computed again, and all else is."""
+    """A result that the policy saves is not computed again; others are."""
     from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
     def policy(context, operator, *args, **kwargs):

@@ -32,7 +32,7 @@ def unknown():
 
 @pytest.fixture
 def formatted(monkeypatch):
-    """What Inductor writes the arguments of, and none of what it has compiled before."""
+    """The arguments that Inductor writes, without a cache of what it has compiled before."""
     from torch._inductor import config, exc
 
     written: list[str] = []

@@ -19,7 +19,7 @@ from aotops.ops import OPS  # noqa: E402
 
 MASKED = {op.backward.name: op for op in OPS.values() if op.backward and maskable(op.backward)}
 NEEDED = list(itertools.product([True, False], repeat=3))[:-1]
-# Of three inputs that are all differentiated; a product, formulas and a composed one.
+# Functions of three inputs that are all differentiated; a product, formulas and a composed one.
 TERNARY = {
     "linear": (ours.linear, (3, 4), (5, 4), (5,)),
     "linear gelu": (lambda x, w, b: ours.linear(x, w, b, "gelu"), (3, 4), (2, 4), (2,)),
@@ -49,7 +49,7 @@ def wanted_of(name, args):
 
 
 def gradients(flags):
-    """Of a linear layer."""
+    """The gradients of a linear layer that the flags ask for."""
     return [name for name, flag in zip(("dx", "dweight", "dbias"), flags, strict=True) if flag]
 
 
@@ -101,7 +101,7 @@ for wrong in ([], [True], [True] * 4):
 
 
 def test_what_is_not_wanted_has_no_memory():
-    """Of a product of which dweight is larger than everything else."""
+    """In this product dweight is larger than everything else."""
     from torch.profiler import ProfilerActivity, profile
 
     x, weight, dy = torch.randn(1, 512), torch.randn(512, 512), torch.randn(1, 512)
@@ -143,8 +143,8 @@ def test_every_subset(name):
 
 @pytest.mark.parametrize("needed", NEEDED)
 def test_a_backward_that_is_differentiated_computes_no_more(needed):
-    """Of linear: what needs a gradient. In the second order x's gradient is a product of the weight's gradient, and the
-    weight's of x's; the sum of squares is differentiated once more."""
+    """It computes what needs a gradient. In the second order x's gradient is a product of the weight's gradient, and
+    the weight's of x's; the sum of squares is differentiated once more."""
     inputs = leaves([(3, 4), (5, 4), (5,)], needed)
     moved = [t for t in inputs if t.requires_grad]
     y = ours.linear(*inputs)

@@ -43,7 +43,7 @@ class Stated(NamedTuple):
     results: int
     residuals: int
     scratch: int
-    """Of the forward."""
+    """Scratch of the forward."""
     gradients: int
     backward_scratch: int
 
@@ -86,7 +86,7 @@ def requested(when: str) -> int:
 
 
 def measured(device: str, f: Callable[[], Any]) -> tuple[Any, int, int]:
-    """What ``f`` returns, and by how many bytes torch's memory was larger afterwards, and at its peak: of all that
+    """The result of ``f``, and by how many bytes torch's memory was larger afterwards, and at its peak: of all that
     allocates through torch, in C too."""
     gc.collect()  # what an earlier call has left in a cycle is not freed during this one
     if device == "cuda":
@@ -319,7 +319,7 @@ def test_losses_of_a_loop(reduction):
 @PLAIN
 @pytest.mark.parametrize("compute", [F.cross_entropy, ours.cross_entropy], ids=["torch", "aotops"])
 def test_a_checkpoint_keeps_no_logits(compute):
-    """What a hook packs is the hook's to keep: a checkpoint computes logits again."""
+    """A hook keeps what it packs: a checkpoint computes logits again."""
     h, target = logits(requires_grad=True)
     expected = torch.autograd.grad(F.cross_entropy(h * 2, target), h)[0]
     run = lambda: checkpoint(lambda h: compute(h * 2, target), h, use_reentrant=False)  # noqa: E731

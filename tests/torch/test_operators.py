@@ -115,7 +115,7 @@ def test_a_trace_has_the_operator(name):
 
 
 def test_export_with_dynamic_rows():
-    """Of several operators in one program, saved and loaded."""
+    """Several operators in one program, saved and loaded."""
 
     class Model(torch.nn.Module):
         def forward(self, x, weight, bias):

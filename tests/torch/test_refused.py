@@ -177,7 +177,7 @@ def test_a_storage_that_is_too_small_is_not_written_to(bytes_left):
 
 
 def test_a_storage_that_is_large_enough():
-    """Of a view with gaps and an offset, to its last element; and none, of no elements."""
+    """A view with gaps and an offset needs memory to its last element; one without elements needs none."""
     base = torch.zeros(9, 9)
     view = base[1:5, 1:5]
     base.untyped_storage().resize_(4 * (10 + 3 * 9 + 4))
