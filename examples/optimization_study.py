@@ -37,7 +37,7 @@ Tensors = list[Any]
 
 @dataclass(frozen=True)
 class Study:
-    """What is measured: kernels ``<op>_<step>`` of one source, each with the same arguments."""
+    """The subject of a measurement: kernels ``<op>_<step>`` of one source, each with the same arguments."""
 
     source: str
     steps: dict[str, str]

@@ -57,8 +57,8 @@ inline std::string symbol_of(const std::string &entry, Device device) {
   return entry + (device == kCpu ? "_cpu" : "_cuda");
 }
 
-// What is kept for good: a list that only grows, so that a look-up takes no lock. Two threads may add what is equal;
-// the second is as good as the first.
+// Values that are kept for good: a list that only grows, so that a look-up takes no lock. Two threads may add what is
+// equal; the second is as good as the first.
 template <class T>  // has a member `T *next`
 class GrowingList {
  public:

@@ -1,4 +1,4 @@
-// What the kernel of LibTorch's dispatcher is told of an operator: its schema, which has the names and types of its
+// An operator as the kernel of LibTorch's dispatcher knows it: its schema, which has the names and types of its
 // arguments, and the names of what its entry writes.
 #pragma once
 #include <string_view>
@@ -32,7 +32,7 @@ struct DispatchedOperator {
   unsigned maskable = 0;                              // bit i: the argument `wanted` has a value for result i
   bool elementwise = false;
   std::vector<Attribute> attributes;
-  // What it was bound to, which is kept for good; n_bound counts them.
+  // The entries that it was bound to, which are kept for good; n_bound counts them.
   mutable GrowingList<BoundAttributes> bound;
   mutable std::atomic<int> n_bound{0};
 

@@ -242,7 +242,7 @@ struct LoadedGradients {
   int64_t all;
   __device__ Accumulate<T> operator()(int64_t row, int64_t n, bool) const { return widen(dpre[row * all + n]); }
 };
-// The same, computed from the gates.
+// The cell, computed from the gates.
 template <typename T>
 struct ComputedGradients {
   CellBackward<T> cell;

@@ -72,7 +72,7 @@ CASES = {name: Row(square, tuple(Case({"x": shape}) for shape in SHAPES)) for na
 
 
 def hosted(name):
-    """The same kernels, as operators that aotops hosts: it knows nothing of what they accept."""
+    """The kernels as operators that aotops hosts: it knows nothing of what they accept."""
     if f"its_{name}" not in loaded.ops:
         gradient = {"inputs": ("dy", "x"), "outputs": ("dx",), "same_spec_as": {"dx": "x"}}
         backward = loaded.op(f"its_{name}_backward", cpu=f"aot_{name}_backward_cpu", workspace=False, **gradient)

@@ -155,7 +155,7 @@ def host(tmp_path_factory):
 
 
 def on_host(host, op, reference=None):
-    """What is wrong with each call of an operator."""
+    """The findings of each call of an operator."""
     subject = soaking._of(op, reference, ROWS if reference else None, ["float32"], 0)
     small = [case for case in subject.cases if elements(case) <= 1 << 16]
     calls = list(repeated(replace(subject, cases=tuple(small)), "cpu"))

@@ -54,7 +54,7 @@ def first_case(name: str) -> int:
 
 
 def row_samples(name: str) -> Mapping[str, Case]:
-    """What is tried in every context, by the suffix of its name."""
+    """The cases that are tried in every context, by the suffix of its name."""
     return CASES[name].samples or {"": CASES[name].cases[first_case(name)]}
 
 

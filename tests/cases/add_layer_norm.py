@@ -13,7 +13,7 @@ def add_layer_norm(x, residual, *args, **kwargs):
 
 
 _GRID = {"grid": 1 / 16}
-"""What is normalized is h as it is rounded. Multiples of 1 / 16 below 8: their sum is not rounded in any dtype."""
+"""The kernel normalizes h as it is rounded. Multiples of 1 / 16 below 8: their sum is not rounded in any dtype."""
 _FINE = 1 / 4096
 """Such a sum is not rounded in float32."""
 

@@ -158,7 +158,7 @@ os._exit(0)
 
 
 def test_a_library_whose_file_is_gone(tmp_path):
-    """What is loaded stays; what is not cannot be."""
+    """A library that is loaded stays; one that is not cannot be loaded any more."""
     file = build(tmp_path / "libvalue.so", 1)
     library = aotops.load(file, name=next(names))
     file.unlink()

@@ -430,7 +430,7 @@ def test_functions_are_pickled(name):
 
 @EACH
 def test_custom_call_is_in_the_program(name):
-    """What is compiled is the library's kernel, and not a formula."""
+    """The compiled program has the library's kernel, and no formula."""
     assert ours.TARGET in jax.jit(FUNCTIONS[name][0]).lower(*arrays()).as_text()
 
 
@@ -676,7 +676,7 @@ def _operators(jaxpr):
 
 
 def test_checkpoint_policies_know_outputs_by_name():
-    """What is saved is not computed again for the gradient."""
+    """A saved residual is not computed again for the gradient."""
     x, w, b = arrays()
 
     def gradient(*names):

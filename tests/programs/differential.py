@@ -168,7 +168,7 @@ def lies_as_torchs(name: str, operator: Operator, tensors: list[Tensor]) -> None
 
 
 def compare_odd_tensor(name: str, call: Call, tensors: list[Any], i: int, given: Any) -> None:
-    """What is no tensor is refused, or taken as torch takes it."""
+    """An argument that is no tensor is refused, or taken as torch takes it."""
     args = [given if i == j else t for j, t in enumerate(tensors)]
     expected, got = (attempt(lambda f, args: f(*args, **call.attrs), f, args) for f in (call.theirs, call.ours))
     works = next(t.dtype for t in tensors if t.is_floating_point())

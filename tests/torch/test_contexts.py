@@ -63,7 +63,7 @@ def test_the_profiler_sees_every_call(name, recorded):
 @ON
 @pytest.mark.parametrize(("name", "i"), EACH_CASE)
 def test_a_recorded_result_has_the_same_bits(where, name, i):
-    """What is kept for a backward does not change what is computed."""
+    """Residuals that are kept for a backward do not change the results."""
 
     def bits(wanted, dtype):
         dtypes = cases.dtypes(name, i, dtype)

@@ -78,7 +78,7 @@ __device__ inline A sum_share_squares(Vector<typename Shape::T> (&v)[Shape::kVec
   return sum_lanes<Shape::kLanes>(squares);
 }
 
-// What each warp of a row publishes of its share.
+// The statistics of its share that each warp of a row publishes.
 template <bool kCentred, typename A>
 using Share = std::conditional_t<kCentred, Moments<A>, Sums<1, A>>;
 

@@ -45,7 +45,7 @@ struct NormAttrs {
     return attrs.get("weight_offset", &weight_offset_);
   }
 
-  // What is added to the weight, 0 if there is none.
+  // Added to the weight; 0 if there is none.
   double weight_offset() const { return weight_offset_; }
 
   // The default of rms_norm is the machine epsilon of the dtype that it computes in, as in torch.
@@ -124,7 +124,7 @@ struct NormAttrs {
     for (int i = 0; i < s.ndim; ++i) s.shape[i] = normalized_shape.value[i];
     return s;
   }
-  // That of the gradients of weight and bias.
+  // The spec of the gradients of weight and bias.
   Spec affine(const Spec &weight, DType dtype) const { return weight ? weight : affine(dtype); }
   // (..., kStats)
   Spec stats(const Spec &x) const {
@@ -191,7 +191,7 @@ struct Norm : NormAttrs<kCentred, kAdd> {
   }
 };
 
-// The same for a backward: dy, dh, x (h of an add_ norm), weight, stats; dx, dresidual, dweight, dbias, workspace.
+// The slots of a backward: dy, dh, x (h of an add_ norm), weight, stats; dx, dresidual, dweight, dbias, workspace.
 // Absent stats are recomputed. dresidual may be absent beside a dx of its dtype, which then stands for both. The
 // workspace has (partial_rows, kSums, P * N) partial sums, then, on CUDA, the recomputed stats.
 template <class Op, bool kCentred, bool kAdd>

@@ -358,7 +358,7 @@ Status norm_backward_cuda(const Op &op, const Tensor *in, const Tensor *out, voi
       stats = work.as<A>() + Op::kSums * sums * cols;
       AOT_TRY(norm_stats<N::kCentred>(Op::name, x, stats, rows, cols, op.eps(x.dtype), stream));
     }
-    // Of one dtype, dx and dresidual are the same.
+    // dx and dresidual are equal if they have one dtype.
     const Tensor &dx = out[Op::kDx] || N::kMixed ? out[Op::kDx] : dresidual;
     NormBackwardTensors<N> a{dy.as<const typename N::T>(),
                              slot<Op::kDh>(in).template as<const R>(),

@@ -76,8 +76,7 @@ Moments<A> row_moments(Row<T, R, kAdd> x, Row<T, R, kAdd> next, int64_t n, doubl
   return {mean, static_cast<A>(kCentred ? rstd + 0 * var : rstd), static_cast<A>(mean_error)};
 }
 
-// What a normalized row is scaled by and shifted by: weight + offset, and bias. Each may be null. Of (lines, n)
-// elements.
+// The scale and shift of a normalized row: weight + offset, and bias. Each may be null, and has (lines, n) elements.
 template <typename W>
 struct Affine {
   const W *weight, *bias;

@@ -141,7 +141,7 @@ struct ParameterVector {
     if (kMayBeWide && wide) return as_wide();
     return widen(reinterpret_cast<const VectorBeside<T, R> &>(plane));
   }
-  // Those that kept() gave.
+  // The parameters that kept() gave.
   __device__ Widened<R> widened_kept() const {
     if constexpr (N::kPlain) return widened(false);
     else return as_wide();

@@ -164,7 +164,7 @@ __host__ __device__ inline int64_t lines_of_block(int64_t rows_at_once, int64_t 
   return lines == 1 || rows_at_once % lines == 0 ? lines : rows_at_once;
 }
 
-// Of at most `teams`, as many teams as give each line of a block equally many rows, if more than half remain.
+// At most `teams` teams: as many as give each line of a block equally many rows, if more than half remain.
 inline int teams_for_lines(int teams, int rows_per_warp, int64_t lines) {
   for (int fewer = teams; 2 * fewer > teams; --fewer) {
     const int64_t rows = int64_t{fewer} * rows_per_warp;
