@@ -262,8 +262,8 @@ $(AARCH64)/entries: tests/programs/aarch64_entries.c
 
 # --------------------------------------------------------------------------------------------------------------- uses
 
-# A library that is quick to build and runs here: CPU entries for any processor, and CUDA entries for this machine's GPU; or what
-# was built here before.
+# A library that is quick to build and runs here: CPU entries for any processor, and CUDA entries for this machine's GPU;
+# or the one that was built here before.
 CAPABILITIES := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | tr -d . | sort -un)
 RUNNABLE     := ISAS=baseline $(if $(CAPABILITIES),ARCHS="$(CAPABILITIES)",NVCC=)
 runnable:

@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from .hosting import load as load
     from .library import Library as Library
     from .library import LibraryError as LibraryError
+    from .op import Autocast as Autocast
     from .op import Op as Op
+    from .op import Parts as Parts
+    from .op import Product as Product
     from .op import operator as operator
     from .registry import get as get
     from .registry import libraries as libraries
@@ -27,10 +30,13 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 _HOMES = {
+    "Autocast": "op",
     "CompileError": "toolchain",
     "Library": "library",
     "LibraryError": "library",
     "Op": "op",
+    "Parts": "op",
+    "Product": "op",
     "TensorSpec": "spec",
     "cmake_dir": "toolchain",
     "compile": "compiler",

@@ -27,14 +27,13 @@ from typing import Any
 from . import library
 from .extra import encode
 from .op import Attr, Op
-from .spec import TensorSpec
+from .spec import DEVICES, TensorSpec
 
 CALL_PATHS = ("ctypes", "addresses", "tensors")
 METH_FASTCALL = 0x80
 MOST_SLOTS = 16
 MOST_BOUND = 256
 """Cached bindings of operators to attributes. A program has few, unless an attribute changes with each call."""
-_DEVICES = ("cpu", "cuda")
 _N_STATUSES = len(library.ERRORS) + 1
 
 
@@ -160,7 +159,7 @@ def handle_of(op: Op, attrs: tuple[Attr, ...]) -> Any:
     n = len(op.slots)
     last_error, address = op.library.functions_of(op).address("aot_last_error"), op.library.entry_address
     functions = (_EntryFunctions * 2)()
-    for made, device in zip(functions, _DEVICES, strict=True):
+    for made, device in zip(functions, DEVICES, strict=True):
         made.entry, made.init = address(op, device), address(op, device, "Init")
         made.infer, made.last_error = address(op, device, "Infer"), last_error
     handle = lib().aot_call_new(
@@ -199,7 +198,7 @@ def addresses(
     handle = handle_of(op, attrs)  # another thread's binding may drop it from its cache
     plan = lib().aot_plan_new(
         pointer_of(handle),
-        _DEVICES.index(device),
+        DEVICES.index(device),
         sum(1 << i for i, spec in enumerate(specs) if spec is not None),
         len(given),
         (c_int * len(given))(*ndims),

@@ -14,6 +14,7 @@ from click.shell_completion import CompletionItem
 
 from . import __version__, terminal
 from .frontends import FRONTENDS
+from .spec import DEVICES, FLOATING
 
 EXPECTED = (ImportError, LookupError, OSError, ValueError, NotImplementedError)
 """Errors that a user can mend: the message is enough."""
@@ -125,8 +126,6 @@ class Shapes(Words):
 
 
 IMPLS = "aotops", "naive", "torch", "torch.compile", "quack", "liger", "mindspore", "numpy"
-DTYPES = "float16", "bfloat16", "float32", "float64"
-DEVICES = "cpu", "cuda"
 FILE = click.Path(path_type=Path, dir_okay=False)
 FOLDER = click.Path(path_type=Path, file_okay=False)
 
@@ -229,7 +228,7 @@ def compile_(source: Path, output: Path | None, arch: str | None) -> None:
 @main.command()
 @click.argument("ops", nargs=-1, required=True, metavar="OP...", shell_complete=_operators)
 @click.option("--frameworks", type=Words(*FRONTENDS), help=f"Only these of {', '.join(FRONTENDS)}.")
-@click.option("--dtypes", type=Words(*DTYPES), help="Only these dtypes.")
+@click.option("--dtypes", type=Words(*FLOATING), help="Only these dtypes.")
 @click.option("--devices", type=Words(*DEVICES), help="Only these of cpu, cuda.")
 @click.option("--quick", is_flag=True, help="Few cases.")
 @click.option("--huge", is_flag=True, help="A tensor of more than 2^31 elements too.")
@@ -316,7 +315,7 @@ def _plain(value: Any) -> Any:
     type=Words(*IMPLS, "none"),
     help=f"Only these, of those installed: {', '.join(IMPLS)}; 'none' measures nothing, for --merge.",
 )
-@click.option("--dtypes", type=Words(*DTYPES), help="Default: bfloat16,float32.")
+@click.option("--dtypes", type=Words(*FLOATING), help="Default: bfloat16,float32.")
 @click.option(
     "--shapes",
     type=Shapes(),

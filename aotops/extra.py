@@ -7,6 +7,7 @@ from typing import Any
 from urllib.parse import quote
 
 from .op import ATTRIBUTE_TYPES, Attr, Op
+from .spec import DEVICES
 
 
 def encode(op: Op, attrs: Sequence[Attr], present: Sequence[bool] | None = None) -> str:
@@ -28,7 +29,7 @@ def encode_foreign(op: Op, attrs: Sequence[Attr], dtypes: Sequence[str] = ()) ->
     foreign = op.foreign
     assert foreign is not None
     like = "".join(f"{op.inputs.index(op.same_spec_as[y]) if y in op.same_spec_as else -1}," for y in op.outputs)
-    symbols = [foreign.symbols.get(device, "") for device in ("cpu", "cuda")]
+    symbols = [foreign.symbols.get(device, "") for device in DEVICES]
     counts = [len(op.inputs), len(op.outputs), int(bool(op.workspace))]
     items = [
         f"{op.library.name}/{op.name}",

@@ -2,7 +2,7 @@
 
 A definition states ``Op.formula``, a function of a ``Mathematics`` and of inputs and attributes. A frontend evaluates
 and differentiates it where no kernel computes a derivative: in forward mode, and for the derivatives of a backward. The
-derivatives of products are products again; ``Op.bilinear`` states those, and the functions here compose them.
+derivatives of products are products again; ``Op.product`` states those, and the functions here compose them.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Mathematics(Protocol):
 
 
 class Products(Mathematics, Protocol):
-    """The mathematics of a framework whose compiler fuses what stands around its own products (``Op.fused``)."""
+    """The mathematics of a framework whose compiler fuses what stands around its own products (``Product.fused``)."""
 
     def matmul(self, a: Array, b: Array, transpose_a: bool = False, transpose_b: bool = False) -> Array: ...
 
@@ -123,10 +123,16 @@ def compose_part(
     return _evaluated(op.parts.function, m, op, attrs, dict(zip(op.inputs, inputs, strict=True)))
 
 
-def fuse(m: Products, op: Op, attrs: Sequence[Attr], tensors: Mapping[str, Array]) -> Any:
-    """The results by ``op.fused``, of inputs or residuals, absent ones left out; or NotImplemented."""
-    assert op.fused is not None, f"{op.name} states no products"
-    return _evaluated(op.fused, m, op, attrs, dict.fromkeys(op.slots) | dict(tensors))
+def fused(op: Op, forward: Op) -> Callable[..., Any] | None:
+    """``Product.fused`` of an operator, or of the backward of ``forward``."""
+    if forward.product is None:
+        return None
+    return forward.product.fused if op is forward else forward.product.fused_backward
+
+
+def fuse(formula: Callable[..., Any], m: Products, op: Op, attrs: Sequence[Attr], tensors: Mapping[str, Array]) -> Any:
+    """The results by ``fused``, of inputs or residuals, absent ones left out; or NotImplemented."""
+    return _evaluated(formula, m, op, attrs, dict.fromkeys(op.slots) | dict(tensors))
 
 
 def _evaluated(
@@ -157,7 +163,9 @@ those in the last argument are read."""
 
 def is_bilinear(op: Op, attrs: Sequence[Attr]) -> bool:
     """Whether the operator is bilinear with these attributes."""
-    return bool(op.bilinear) and dict(zip(op.attrs, attrs, strict=True)).get(op.bilinear_unless) is None
+    if op.product is None or not op.product.bilinear:
+        return False
+    return dict(zip(op.attrs, attrs, strict=True)).get(op.product.unless) is None
 
 
 def bilinear_tangent(m: Mathematics, run: Run, op: Op, inputs: Mapping, tangents: Mapping) -> Array:

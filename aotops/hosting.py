@@ -24,12 +24,11 @@ from zlib import crc32
 
 from .library import Functions, Library, LibraryError
 from .op import ATTRIBUTE_TYPES, Op, Rule
-from .spec import DTYPES, TensorSpec, dtype_name
+from .spec import DEVICES, DTYPES, TensorSpec, dtype_name
 
 SOURCES = (".cc", ".cpp", ".cxx", ".cu")
 FLAGS = ("-std=c++17", "-D_GLIBCXX_USE_CXX11_ABI=0")
 """The option that MindSpore compiles a source with: the std::string of its AotExtra is that of the old ABI."""
-_DEVICES = ("cpu", "cuda")
 MOST_TENSORS = 16  # call.py: MOST_SLOTS
 _TAKEN = ("aotops", "aten", "prim", "prims", "higher_order", "load_library", "loaded_libraries")
 """Namespaces of operators that a process with torch has already."""
@@ -308,11 +307,11 @@ def _check_known(name: str, what: str, given: Iterable[str], known: Iterable[str
 def _symbols(library: Library, name: str, device: str | None, named: Mapping[str, str | None]) -> dict[str, str]:
     given = {where: symbol for where, symbol in named.items() if symbol}
     if device is not None:
-        if device not in _DEVICES:
+        if device not in DEVICES:
             raise ValueError(f"{name}: device is {device!r}, expected cpu or cuda")
         given.setdefault(device, name)
     if not given:
-        pairs = [(where, symbol) for where in _DEVICES for symbol in (f"{name}_{where}", f"aot_{name}_{where}")]
+        pairs = [(where, symbol) for where in DEVICES for symbol in (f"{name}_{where}", f"aot_{name}_{where}")]
         given = {where: symbol for where, symbol in pairs if library.address(symbol)}
     given = given or {"cuda" if library.contents.has_cuda else "cpu": name}
     for symbol in given.values():

@@ -23,6 +23,7 @@ from typing import Any
 
 from . import __version__, call, library, registry, terminal, toolchain
 from .library import LibraryError
+from .spec import DEVICES
 from .toolchain import CompileError
 
 Info = dict[str, Any]
@@ -297,7 +298,7 @@ def _libraries() -> list[Info]:
             "name": each["library"],
             "file": each["file"],
             "operators": len(each["operators"]),
-            "devices": [name for name in registry.DEVICES if any(name in op["devices"] for op in each["operators"])],
+            "devices": [name for name in DEVICES if any(name in op["devices"] for op in each["operators"])],
             "error": each["error"],
         }
         for each in registry.describe()

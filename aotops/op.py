@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import cached_property
 from inspect import signature
 from operator import index
@@ -126,6 +127,39 @@ class Rule:
         return tuple(gradients)
 
 
+class Autocast(Enum):
+    """Changes that torch.autocast makes to a call. Inputs that are cast are the floating ones, but float64."""
+
+    LOWER = "inputs are cast to its 16-bit dtype"
+    FLOAT32_ON_CUDA = (
+        "inputs are cast to float32; on a CPU to their widest dtype, and results to that of the vmappable inputs"
+    )
+    IF_REFUSED = "inputs are cast as those of FLOAT32_ON_CUDA are on a CPU, if the operator refuses them as they are"
+    WIDE_LOSS = 'where x has 16 bits, the attribute dtype is "float32" unless it is given'
+
+
+@dataclass(frozen=True)
+class Product:
+    """The product that an operator computes of two factors, perhaps with more around it."""
+
+    factors: tuple[str | tuple[str, ...], str | tuple[str, ...]]
+    """The input that each factor is, or those that make it up."""
+    flops: Callable[[Any], int]
+    """FLOPs of a call: a function of the same object as ``Op.shapes``. The backward has a product as large for each
+    factor."""
+    bilinear: bool = True
+    """The outputs are linear in each factor; any other input is ``Op.added``. The derivatives, and those of the
+    backward, are the two operators themselves (``bilinear_tangent`` and what follows it in aotops/formula.py)."""
+    unless: str = ""
+    """The attribute without which the operator is bilinear. With it, the formula holds."""
+    fused: Callable[..., Any] | None = None
+    """The operator as the framework's own products and elementwise functions, for a compiler that fuses these: a
+    function of ``Products`` (aotops/formula.py) and of inputs, attributes and residuals, which its parameters name.
+    Residuals are None, or given without inputs. Returns all ``results``, or NotImplemented."""
+    fused_backward: Callable[..., Any] | None = None
+    """The backward, likewise."""
+
+
 @dataclass(frozen=True)
 class Parts:
     """A call that is composed of parts of axes that the entry takes whole."""
@@ -173,10 +207,10 @@ class Op:
     alias: Mapping[str, str] = field(default_factory=dict)
     """Outputs that are an input, or another output, without a copy: the entry has no slot for them. If all are inputs,
     there is no kernel."""
-    equal: Mapping[str, str] = field(default_factory=dict)
+    duplicates: Mapping[str, str] = field(default_factory=dict)
     """Optional outputs that have the values of another output, each with the spec of an input. Where the two have one
     dtype, the entry writes the other alone, which then stands for both (``merged``)."""
-    scale: Mapping[str, str] = field(default_factory=dict)
+    alias_factor: Mapping[str, str] = field(default_factory=dict)
     """Aliases of a backward without a kernel that the framework, which can differentiate that, multiplies by an
     attribute. With 1 they are the alias itself."""
     dims: Callable[[Any], Mapping[str, str]] | None = None
@@ -189,7 +223,7 @@ class Op:
     """Slots that may have additional leading axes, over which results are independent: vmap adds one."""
     vmap_same_rank: bool = False
     """vmap adds an axis only if all inputs have the same rank, because the kernel itself broadcasts leading axes."""
-    axes: int = 0
+    min_rank: int = 0
     """The minimum rank of an example of a batch."""
     broadcast: bool = False
     """Inputs of different shapes are broadcast by the frontend."""
@@ -208,25 +242,10 @@ class Op:
     """The operator as a composition: a function of the mathematics of a framework (aotops/formula.py) and of inputs and
     attributes, which its parameters name. Returns ``composed``. Frontends differentiate it where the operator has no
     kernel for a derivative: in forward mode, and for the derivatives of a backward."""
-    bilinear: tuple[str, str] | tuple[()] = ()
-    """Two inputs in each of which the outputs are linear; any other is ``added``. Its derivatives, and those of its
-    backward, are the two operators themselves (``bilinear_tangent`` and what follows it in aotops/formula.py)."""
-    bilinear_unless: str = ""
-    """The attribute without which the operator is bilinear. With it, the formula holds."""
-    flops: Callable[[Any], int] | None = None
-    """FLOPs of its product: a function of the same object as ``shapes``. The backward has a product as large for each
-    factor."""
-    product_of: tuple[tuple[str, ...], ...] = ()
-    """The inputs that make up each factor of the product, if they are not those of ``bilinear``."""
-    fused: Callable[..., Any] | None = None
-    """The operator as the framework's own products and elementwise functions, for a compiler that fuses these: a
-    function of ``Products`` (aotops/formula.py) and of inputs, attributes and residuals, which its parameters name. A
-    forward's residuals are None, or given without inputs. Returns all ``results``, or NotImplemented."""
-    autocast: Mapping[str, str] = field(default_factory=dict)
-    """By device, the dtype that torch.autocast casts inputs to; "autocast" for its 16-bit dtype. On a device not
-    named, an operator that names another computes in the widest dtype of its inputs, and its results have the widest of
-    the ``vmappable`` inputs. "as given": only inputs that the operator refuses are cast, in this way. "wide results":
-    no input is cast; where x has 16 bits, the attribute ``dtype`` is "float32" unless it is given."""
+    product: Product | None = None
+    """The product that it computes, if it is one."""
+    autocast: Autocast | None = None
+    """Changes that torch.autocast makes to a call."""
     rule: Rule | None = None
     """The gradient, where it is made of operators instead of a ``backward``."""
     mutates: tuple[str, ...] = ()
@@ -268,6 +287,11 @@ class Op:
         return tuple(y for y in self.outputs if y not in self.alias)
 
     @cached_property
+    def bilinear(self) -> tuple[str, str] | tuple[()]:
+        """The two factors of a bilinear operator."""
+        return self.product.factors if self.product and self.product.bilinear else ()  # type: ignore[return-value]
+
+    @cached_property
     def added(self) -> tuple[str, ...]:
         """The inputs that a bilinear operator adds to its product."""
         return tuple(slot for slot in self.inputs if slot not in self.bilinear) if self.bilinear else ()
@@ -300,7 +324,7 @@ class Op:
         given = {n for n in ndims if n is not None}
         return (
             self.vmappable.issuperset(slots)
-            and min(given) >= self.axes
+            and min(given) >= self.min_rank
             and not (self.vmap_same_rank and len(given) > 1)
         )
 
@@ -333,8 +357,8 @@ class Op:
         return self.instead if self.instead and self.kept_residuals(attrs) else {}
 
     def call(self, attrs: Sequence[Any], shapes: Sequence[Any]) -> SimpleNamespace:
-        """The object that ``shapes``, ``dims`` and ``flops`` are functions of: the inputs' shapes, None for absent
-        ones, and the attributes, by name."""
+        """The object that ``shapes``, ``dims`` and ``Product.flops`` are functions of: by name, the inputs' shapes,
+        None for absent ones, and the attributes."""
         return SimpleNamespace(
             **dict(zip(self.inputs, shapes, strict=True)), **dict(zip(self.attrs, attrs, strict=True))
         )
@@ -370,23 +394,18 @@ class Op:
         return {**named, **{y: named[source] for y, source in self.alias.items() if source in named}}
 
     def merged(self, dtypes: Mapping[str, Any]) -> dict[str, str]:
-        """``equal`` in a call: each output that is to be another. ``dtypes``: of the inputs by name, as a framework has
-        them."""
+        """``duplicates`` in a call: each output that is to be another.
+
+        Args:
+            dtypes: of the inputs by name, as a framework has them.
+        """
         like = self.same_spec_as
-        return {y: other for y, other in self.equal.items() if dtypes[like[y]] == dtypes[like[other]]}
+        return {y: other for y, other in self.duplicates.items() if dtypes[like[y]] == dtypes[like[other]]}
 
     def factors(self, attrs: Sequence[Any]) -> dict[str, Any]:
-        """The factor of each alias in ``scale`` that is not 1."""
+        """The factor of each alias in ``alias_factor`` that is not 1."""
         values = dict(zip(self.attrs, attrs, strict=True))
-        return {y: values[name] for y, name in self.scale.items() if values[name] != 1}
-
-    def backward_outputs(self, inputs: Sequence[object]) -> tuple[str | None, ...]:
-        """For each input the name of its gradient among the backward's outputs, or None."""
-        assert self.backward is not None, f"{self.name} has no backward"
-        return tuple(
-            f"d{slot}" if value is not None and f"d{slot}" in self.backward.outputs else None
-            for slot, value in zip(self.inputs, inputs, strict=True)
-        )
+        return {y: values[name] for y, name in self.alias_factor.items() if values[name] != 1}
 
 
 def _short(value: Any) -> str:

@@ -23,9 +23,9 @@ from typing import Any
 from . import terminal
 from .library import Library, LibraryError
 from .op import Op
+from .spec import DEVICES
 
 GROUP = "aotops.libraries"
-DEVICES = ("cpu", "cuda")
 _directory: Path | None = None
 
 
@@ -189,16 +189,11 @@ def _described(name: str, library: Library | LibraryError) -> dict[str, Any]:
             "name": op.name,
             "signature": f"{op.name}{inspect.signature(op.bind)}",
             "devices": [] if error else [device for device in DEVICES if has_entry(op, device)],
-            "gradient": has_gradient(op),
+            "gradient": op.has_gradient,
         }
         for op in library.ops.values()
     ]
     return {"library": name, "file": str(library.path), "error": error, "operators": operators}
-
-
-def has_gradient(op: Op) -> bool:
-    """By a backward, or by a rule made of operators."""
-    return op.backward is not None or op.rule is not None
 
 
 def has_entry(op: Op, device: str) -> bool:

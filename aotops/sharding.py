@@ -91,12 +91,6 @@ def sharding(op: Op, attrs: Sequence[Attr], shapes: Sequence[Shape | None], comp
     return Sharding(found.slots, tuple(replace(axis, composed=axis.name not in names) for axis in found.axes))
 
 
-def batched_slots(op: Op, attrs: Sequence[Attr], shapes: Sequence[Shape | None]) -> frozenset[str]:
-    """The slots and aliases that carry independent leading axes: ``...``."""
-    stated = _statement(op, op.call(attrs, shapes), op.dims)
-    return frozenset(op.with_aliases({slot: None for slot, axes in stated.items() if "..." in axes.split()}))
-
-
 def _is_hashable(value: Any) -> bool:
     """torch's symbolic dimensions are not."""
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+DEVICES = ("cpu", "cuda")
 FLOATING = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = ("int32", "int64")
 DTYPES = (

@@ -17,6 +17,7 @@ from .. import registry
 from ..library import Library
 from ..op import Op
 from ..ops import OPS
+from ..spec import DEVICES
 from .cases import Case, row
 from .work import LN_EPS, RMS_EPS, Convolution, Elements, Shape, window
 
@@ -113,7 +114,7 @@ def _naive(operators: Sequence[str]) -> Impl:
         if op.foreign:  # its entries have names of their own
             continue
         naive = _naive_library(op)
-        if any(registry.has_entry(one, device) for one in naive.ops.values() for device in registry.DEVICES):
+        if any(registry.has_entry(one, device) for one in naive.ops.values() for device in DEVICES):
             modules[name] = SimpleNamespace(**{op.name: _namespace(f, naive).__dict__[f"{op.name}_naive"]})
     return Impl("naive", framework, {}, modules, forward_only=frozenset(modules))
 

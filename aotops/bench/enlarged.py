@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
-from .. import registry
 from ..infer import infer
 from ..library import LibraryError
 from ..op import Attr, Op
@@ -136,7 +135,7 @@ def _letters(op: Op, case: Any) -> dict[str, str]:
 
 
 def _backward(op: Op, case: Any, letters: dict[str, str]) -> tuple[str, str] | None:
-    if not registry.has_gradient(op):
+    if not op.has_gradient:
         return None
     backward = op.backward
     differentiable = [x for x in case.given if x not in case.classes and (not backward or f"d{x}" in backward.outputs)]

@@ -91,9 +91,9 @@ class Work:
         return math.prod(shape) <= self.SMALL
 
     def flops(self, pass_: str, shape: Shape) -> int:
-        """FLOPs of the operator's products (``Op.flops``), with all gradients in a backward."""
+        """FLOPs of the operator's products (``Product.flops``), with all gradients in a backward."""
         op, tensors = registry.get(self.op), self.tensors(shape)
-        if op.flops is None:
+        if op.product is None:
             return 0
         function = self.function(SimpleNamespace(**{self.plain_name: op.bind}), shape)
         given = (SimpleNamespace(shape=tensors[letter], ndim=len(tensors[letter])) for letter in self.reads)

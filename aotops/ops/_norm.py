@@ -26,10 +26,6 @@ def dims(rows, parameters, statistics):
     return stated
 
 
-AUTOCAST = {"cpu": "as given", "cuda": "as given"}
-"""``Op.autocast``."""
-
-
 def statistics(n):
     """n numbers for each row."""
     return lambda call: (*call.x[: -len(call.normalized_shape)], n)

@@ -14,7 +14,7 @@ def _formula(m, a, b, alpha, b_number):
     outputs=("da", "db"),
     attrs={"alpha": "float", "b_number": "float?"},
     alias={"da": "dy", "db": "dy"},
-    scale={"db": "alpha"},
+    alias_factor={"db": "alpha"},
     vmappable=("dy", "da", "db"),
     elementwise=True,
 )

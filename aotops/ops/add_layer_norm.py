@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..op import operator
-from ._norm import AUTOCAST, affine, axes, dims, layer_norm_gradients, layer_normalized, scaled, statistics
+from ..op import Autocast, operator
+from ._norm import affine, axes, dims, layer_norm_gradients, layer_normalized, scaled, statistics
 
 
 def _formula(m, x, residual, weight, bias, normalized_shape, eps, weight_offset):
@@ -27,7 +27,7 @@ def _backward_formula(m, dy, dh, h, weight, normalized_shape, eps, weight_offset
     attrs={"normalized_shape": "int[]", "eps": "float", "weight_offset": "float"},
     same_spec_as={"dx": "dy", "dresidual": "h"},
     formula=_backward_formula,
-    equal={"dresidual": "dx"},
+    duplicates={"dresidual": "dx"},
     dims=dims(("dy", "dh", "h", "dx", "dresidual"), ("weight", "dweight", "dbias"), "stats"),
     vmappable=("dy", "dh", "h", "stats", "dx", "dresidual"),
 )
@@ -47,7 +47,7 @@ def add_layer_norm_backward(dy, dh, h, weight, stats, normalized_shape, eps=1e-5
     dims=dims(("x", "residual", "y", "h"), ("weight", "bias"), "stats"),
     formula=_formula,
     vmappable=("x", "residual", "y", "h", "stats"),
-    autocast=AUTOCAST,
+    autocast=Autocast.IF_REFUSED,
 )
 def add_layer_norm(x, residual, normalized_shape, weight=None, bias=None, eps=1e-5, weight_offset=0.0):
     """``h = x + residual`` and ``layer_norm(h, normalized_shape, weight, bias, eps, weight_offset)``.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..op import operator
-from ._norm import AUTOCAST, affine, axes, dims, rms_norm_gradients, rms_normalized, scaled, statistics
+from ..op import Autocast, operator
+from ._norm import affine, axes, dims, rms_norm_gradients, rms_normalized, scaled, statistics
 
 
 def _formula(m, x, residual, weight, normalized_shape, eps, weight_offset):
@@ -27,7 +27,7 @@ def _backward_formula(m, dy, dh, h, weight, normalized_shape, eps, weight_offset
     attrs={"normalized_shape": "int[]", "eps": "float?", "weight_offset": "float"},
     same_spec_as={"dx": "dy", "dresidual": "h"},
     formula=_backward_formula,
-    equal={"dresidual": "dx"},
+    duplicates={"dresidual": "dx"},
     dims=dims(("dy", "dh", "h", "dx", "dresidual"), ("weight", "dweight"), "rstd"),
     vmappable=("dy", "dh", "h", "rstd", "dx", "dresidual"),
 )
@@ -47,7 +47,7 @@ def add_rms_norm_backward(dy, dh, h, weight, rstd, normalized_shape, eps=None, w
     dims=dims(("x", "residual", "y", "h"), ("weight",), "rstd"),
     formula=_formula,
     vmappable=("x", "residual", "y", "h", "rstd"),
-    autocast=AUTOCAST,
+    autocast=Autocast.IF_REFUSED,
 )
 def add_rms_norm(x, residual, normalized_shape, weight=None, eps=None, weight_offset=0.0):
     """``h = x + residual`` and ``rms_norm(h, normalized_shape, weight, eps, weight_offset)``.

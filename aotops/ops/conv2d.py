@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from ..op import operator
+from ..op import Autocast, Product, operator
 
 
 def _pair(value):
@@ -97,10 +97,9 @@ def conv2d_backward(dy, x, weight, stride=1, padding=0, dilation=1, groups=1, la
     attrs=_ATTRS,
     backward=conv2d_backward,
     dims=_dims,
-    bilinear=("x", "weight"),
-    flops=lambda call: 2 * prod(_output(call)) * prod(call.weight[1:]),
+    product=Product(("x", "weight"), flops=lambda call: 2 * prod(_output(call)) * prod(call.weight[1:])),
     vmappable=("x", "y"),
-    autocast={"cpu": "autocast", "cuda": "autocast"},
+    autocast=Autocast.LOWER,
 )
 def conv2d(x, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, layout="NCHW", allow_tf32=False):
     """Two-dimensional convolution, as ``torch.nn.functional.conv2d``: each output channel is the sum, over a window of

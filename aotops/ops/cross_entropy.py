@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..op import Parts, operator
+from ..op import Autocast, Parts, operator
 from ._cross_entropy_parts import backward, forward, keeps_slope
 
 
@@ -95,7 +95,7 @@ def cross_entropy_backward(dy, x, target, slope, ignore_index=-100, reduction="m
     formula=_formula,
     instead={"x": "slope"},
     always_save_residuals=True,
-    autocast={"cpu": "wide results", "cuda": "wide results"},
+    autocast=Autocast.WIDE_LOSS,
 )
 def cross_entropy(x, target, ignore_index=-100, reduction="mean", label_smoothing=0.0, dtype=None):
     """Cross entropy with class indices, as ``torch.nn.functional.cross_entropy``:

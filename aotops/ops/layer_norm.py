@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..op import operator
-from ._norm import AUTOCAST, affine, axes, dims, layer_norm_gradients, layer_normalized, scaled, statistics
+from ..op import Autocast, operator
+from ._norm import affine, axes, dims, layer_norm_gradients, layer_normalized, scaled, statistics
 
 
 def _formula(m, x, weight, bias, normalized_shape, eps, weight_offset):
@@ -43,7 +43,7 @@ def layer_norm_backward(dy, x, weight, stats, normalized_shape, eps=1e-5, weight
     dims=dims(("x", "y"), ("weight", "bias"), "stats"),
     formula=_formula,
     vmappable=("x", "y", "stats"),
-    autocast=AUTOCAST,
+    autocast=Autocast.IF_REFUSED,
 )
 def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-5, weight_offset=0.0):
     """Layer normalization, as ``torch.nn.functional.layer_norm``:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from ..op import operator
+from ..op import Autocast, Product, operator
 from ._activation import activated, slope
 
 
@@ -67,7 +67,6 @@ _ATTRS = {"activation": "str?", "allow_tf32": "bool"}
     same_spec_as={"dx": "x", "dweight": "weight"},
     dims=lambda call: _dims(call) | _gradients(call),
     formula=_backward_formula,
-    fused=_fused_backward,
     vmappable=("dy", "x", "pre_activation", "dx"),
 )
 def linear_backward(dy, x, weight, bias, pre_activation, activation=None, allow_tf32=False):
@@ -85,13 +84,16 @@ def linear_backward(dy, x, weight, bias, pre_activation, activation=None, allow_
     backward=linear_backward,
     dims=lambda call: _dims(call) | {"y": "... o"},
     formula=_formula,
-    bilinear=("x", "weight"),
-    bilinear_unless="activation",
-    fused=_fused,
-    flops=lambda call: 2 * prod(call.x) * call.weight[0],
+    product=Product(
+        factors=("x", "weight"),
+        flops=lambda call: 2 * prod(call.x) * call.weight[0],
+        unless="activation",
+        fused=_fused,
+        fused_backward=_fused_backward,
+    ),
     vmappable=("x", "y", "pre_activation"),
     always_save_residuals=True,
-    autocast={"cpu": "autocast", "cuda": "autocast"},
+    autocast=Autocast.LOWER,
 )
 def linear(x, weight, bias=None, activation=None, allow_tf32=False):
     """A linear layer and what follows it: ``activation(x @ weight.T + bias)``, as ``torch.nn.functional.linear``.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from ..op import operator
+from ..op import Autocast, Product, operator
 
 
 def _dims(call):
@@ -85,10 +85,13 @@ def lltm_backward(dnew_h, dnew_cell, input, weights, bias, old_h, old_cell, gate
     dims=lambda call: _dims(call) | {"new_h": "... H", "new_cell": "... H"},
     formula=_formula,
     vmappable=("input", "old_h", "old_cell", "new_h", "new_cell", "gates"),
-    flops=lambda call: 2 * prod(call.input[:-1]) * prod(call.weights),
-    product_of=(("input", "old_h"), ("weights",)),
+    product=Product(
+        factors=(("input", "old_h"), "weights"),
+        flops=lambda call: 2 * prod(call.input[:-1]) * prod(call.weights),
+        bilinear=False,
+    ),
     always_save_residuals=True,
-    autocast={"cuda": "float32"},
+    autocast=Autocast.FLOAT32_ON_CUDA,
 )
 def lltm(input, weights, bias, old_h, old_cell):
     """One step of the LLTM, a long short-term memory without a forget gate whose candidate is an ELU. With

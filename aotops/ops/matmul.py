@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from ..op import operator
+from ..op import Autocast, Product, operator
 
 
 def _product(call):
@@ -40,7 +40,6 @@ _ATTRS = {"transpose_a": "bool", "transpose_b": "bool", "allow_tf32": "bool"}
     attrs=_ATTRS,
     same_spec_as={"da": "a", "db": "b"},
     dims=lambda call: {"dy": "... m n", **_factors(call), **_factors(call, "d")},
-    fused=_fused_backward,
     vmappable=("dy", "a", "b", "da", "db"),
     vmap_same_rank=True,
 )
@@ -56,12 +55,15 @@ def matmul_backward(dy, a, b, transpose_a=False, transpose_b=False, allow_tf32=F
     attrs=_ATTRS,
     backward=matmul_backward,
     dims=lambda call: {**_factors(call), "y": "... m n"},
-    bilinear=("a", "b"),
-    fused=lambda m, a, b, transpose_a, transpose_b: m.matmul(a, b, transpose_a, transpose_b),
-    flops=lambda call: 2 * prod(_product(call)) * call.a[-2 if call.transpose_a else -1],
+    product=Product(
+        factors=("a", "b"),
+        flops=lambda call: 2 * prod(_product(call)) * call.a[-2 if call.transpose_a else -1],
+        fused=lambda m, a, b, transpose_a, transpose_b: m.matmul(a, b, transpose_a, transpose_b),
+        fused_backward=_fused_backward,
+    ),
     vmappable=("a", "b", "y"),
     vmap_same_rank=True,
-    autocast={"cpu": "autocast", "cuda": "autocast"},
+    autocast=Autocast.LOWER,
 )
 def matmul(a, b, transpose_a=False, transpose_b=False, allow_tf32=False):
     """The matrix product ``a @ b``, of each pair of matrices along the leading axes, which broadcast.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..op import operator
-from ._norm import AUTOCAST, affine, axes, dims, rms_norm_gradients, rms_normalized, scaled, statistics
+from ..op import Autocast, operator
+from ._norm import affine, axes, dims, rms_norm_gradients, rms_normalized, scaled, statistics
 
 
 def _formula(m, x, weight, normalized_shape, eps, weight_offset):
@@ -43,7 +43,7 @@ def rms_norm_backward(dy, x, weight, rstd, normalized_shape, eps=None, weight_of
     dims=dims(("x", "y"), ("weight",), "rstd"),
     formula=_formula,
     vmappable=("x", "y", "rstd"),
-    autocast=AUTOCAST,
+    autocast=Autocast.IF_REFUSED,
 )
 def rms_norm(x, normalized_shape, weight=None, eps=None, weight_offset=0.0):
     """Root mean square normalization, as ``torch.nn.functional.rms_norm``: ``x / sqrt(mean(x**2) + eps) *

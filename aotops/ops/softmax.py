@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from operator import index
 
-from ..op import operator
+from ..op import Autocast, operator
 
 
 def _from_the_end(dim, x):
@@ -53,7 +53,7 @@ def _backward_formula(m, dy, y, dim):
     dims=_dims("dy", "y", "dx"),
     formula=_backward_formula,
     vmappable=("dy", "y", "dx"),
-    axes=1,
+    min_rank=1,
 )
 def softmax_backward(dy, y, dim=-1):
     return (dy, y), (_from_the_end(dim, y),)
@@ -68,8 +68,8 @@ def softmax_backward(dy, y, dim=-1):
     dims=_dims("x", "y"),
     formula=_formula,
     vmappable=("x", "y"),
-    axes=1,
-    autocast={"cuda": "float32"},
+    min_rank=1,
+    autocast=Autocast.FLOAT32_ON_CUDA,
 )
 def softmax(x, dim=-1):
     """Softmax, as ``torch.nn.functional.softmax``: ``exp(x) / sum(exp(x))`` along an axis.

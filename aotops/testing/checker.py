@@ -13,6 +13,7 @@ from typing import Any
 from aotops.frontends import FRONTENDS
 from aotops.op import Op
 from aotops.registry import get
+from aotops.spec import DEVICES
 
 from . import audit, inputs, memory, odd, runs, torchs, values
 from .frameworks import ADAPTERS, adapters
@@ -20,8 +21,6 @@ from .report import FAIL, UNAVAILABLE, Failure, Item, Report
 from .subject import Subject, as_cases, default_cases, elements, importable, reference_name, row_of
 from .trial import DTYPES
 from .worker import working
-
-DEVICES = "cpu", "cuda"
 
 CHECKS: dict[str, Callable[[Subject], Iterator[Item]]] = {
     "library": audit.library,

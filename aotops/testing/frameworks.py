@@ -14,7 +14,7 @@ from functools import cache, cached_property
 from importlib import import_module
 from importlib.util import find_spec
 from inspect import signature
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from aotops import library as _library
 from aotops.frontends import FRONTENDS
 from aotops.library import Library
 from aotops.ops import BUILTIN
+from aotops.spec import DEVICES, dtype_name
 
 from .trial import ml_dtypes, numpy_dtype
 
@@ -82,14 +83,7 @@ class Framework:
     def module(self) -> Any:
         """Whose functions are the library's operators."""
         frontend = import_module(f"aotops.frontends.{self.frontend}")
-        if self.library is BUILTIN:
-            return frontend
-        if hasattr(frontend, "of"):
-            return frontend.of(self.library)
-        name = f"aotops.testing.functions.{self.library.name}_{self.frontend}"
-        module = sys.modules[name] = ModuleType(name)  # MindSpore and pickle look for it
-        vars(module).update(frontend.functions(self.library, name))
-        return module
+        return frontend if self.library is BUILTIN else frontend.of(self.library)
 
     def missing(self, device: str) -> str | None:
         """Why the device cannot be tested here."""
@@ -130,7 +124,7 @@ class Framework:
         raise NotImplementedError
 
     def dtype(self, tensor: Any) -> str:
-        return str(tensor.dtype).removeprefix("torch.").lower()
+        return dtype_name(tensor.dtype)
 
     def forward(self, name: str, inputs: dict[str, Any], attrs: dict[str, Any]) -> Any:
         """The result, a tuple where there are several."""
@@ -203,7 +197,7 @@ class CuPy(_Arrays):
 
 class Torch(Framework):
     name = frontend = "torch"
-    devices = ("cpu", "cuda")
+    devices = DEVICES
 
     @property
     def torch(self):
@@ -239,7 +233,7 @@ class Torch(Framework):
 
 class Jax(Framework):
     name = frontend = "jax"
-    devices = ("cpu", "cuda")
+    devices = DEVICES
     strides = False
     functional = slow = True
 

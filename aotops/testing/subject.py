@@ -59,7 +59,7 @@ class Subject:
     @property
     def has_gradient(self) -> bool:
         """By an operator, or by a rule made of operators."""
-        return self.op.backward is not None or self.op.rule is not None
+        return self.op.has_gradient
 
     @property
     def mutates(self) -> tuple[str, ...]:

@@ -124,14 +124,6 @@ __device__ inline Vector<T> load(const T *p) {
   return v;
 }
 
-// A vector if `present`, else copies of `fallback`.
-template <typename T>
-__device__ inline Vector<T> load_or(const T *p, bool present, float fallback) {
-  Vector<T> v = filled<T>(fallback);
-  if (present) v = load(p);
-  return v;
-}
-
 // For data that is read once. It is volatile, so that the compiler issues it where it stands: all of a thread's loads
 // are in flight before the first one is used. It has no cache hint: with L1::no_allocate, add was 8 % slower on an
 // H200. It is not `.nc`, because an output may be the input itself.

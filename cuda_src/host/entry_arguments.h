@@ -1,8 +1,6 @@
 // The arrays that describe tensors to an entry.
 #pragma once
 #include <cstdint>
-#include <cstdlib>
-#include <cstring>
 
 namespace aot {
 
@@ -24,10 +22,13 @@ struct EntryArguments {
 // The name of a dtype that no operator accepts and that has no name here: for the error text.
 constexpr const char *kUnnamedDtype = "of another kind";
 
-// Bytes of an element: a dtype's name ends with its bits.
+// Bytes of an element, by the number of bits in a dtype's name. Without strtol, which took a quarter of a small call.
 inline int64_t element_bytes(const char *dtype) {
-  const char *digits = dtype + std::strcspn(dtype, "0123456789");
-  return *digits ? std::atoi(digits) / 8 : 1;
+  const auto is_digit = [](char c) { return c >= '0' && c <= '9'; };
+  while (*dtype && !is_digit(*dtype)) ++dtype;
+  int64_t bits = 0;
+  for (; is_digit(*dtype); ++dtype) bits = 10 * bits + (*dtype - '0');
+  return bits ? bits / 8 : 1;
 }
 
 }  // namespace aot

@@ -487,14 +487,13 @@ Status read_operator(const char *library, const char *schema, const char *writte
   if (!owner) return fail(kInvalidArgument, "torch: the library %s is not registered", library);
   op->library = library, op->elementwise = elementwise;
   AOT_TRY(op->read(schema, written));
-  bool is_complete = false;
+  int entries = 0, inferring = 0;
   for (Device d : {kCpu, kCuda}) {
     EntryFunctions &f = op->functions[d];
-    if (f.read(owner->handle, symbol_of("aot_" + op->name, d))) is_complete = f.infer;
+    if (f.read(owner->handle, symbol_of("aot_" + op->name, d))) ++entries, inferring += f.infer != nullptr;
   }
-  if (is_complete) return kOk;
-  return fail(kInvalidArgument, "torch: the library %s has no operator %s: rebuild it with `make lib`", library,
-              schema);
+  if (entries && inferring == entries) return kOk;
+  return fail(kNotImplemented, "torch: the library %s has no complete entry of %s: rebuild it", library, schema);
 }
 
 // torch's objects for registrations are kept for good: to delete one is to unregister what it registered.
@@ -542,13 +541,12 @@ Status find_other_copy(bool *found) {
   for (const std::string &path : paths) {
     void *handle = dlopen(path.c_str(), RTLD_NOW | RTLD_NOLOAD);
     if (!handle) continue;
-    auto *registered = reinterpret_cast<int (*)()>(dlsym(handle, "aot_torch_registered"));
-    auto *version = reinterpret_cast<const char *(*)()>(dlsym(handle, "aot_version"));
+    int (*theirs)(), (*ours)();
+    const char *(*version)();
+    find(handle, "aot_torch_registered", &theirs), find(handle, "aot_version", &version);
+    find(find_library("")->handle, "aot_torch_registered", &ours);
     dlclose(handle);
-    if (!registered ||
-        dlsym(find_library("")->handle, "aot_torch_registered") == reinterpret_cast<void *>(registered) ||
-        !registered())
-      continue;
+    if (!theirs || theirs == ours || !theirs()) continue;
     if (!version || std::strcmp(version(), AOT_VERSION))
       return fail(kInvalidArgument, "torch: %s has registered the operators of its version %s, expected %s",
                   path.c_str(), version ? version() : "", AOT_VERSION);

@@ -34,7 +34,7 @@ class OperatorCall:
 def apply(op: Op, attrs: Attrs, wanted: Names, *inputs: Array | None, forward: Op | None = None) -> tuple[Array, ...]:
     """The wanted outputs of an operator. ``forward``: see ``OperatorCall``. JAX itself differentiates aliases."""
     results = dict(zip(op.inputs, inputs, strict=True))
-    merged = op.merged({s: x is not None and x.dtype for s, x in results.items()}) if op.equal else {}
+    merged = op.merged({s: x is not None and x.dtype for s, x in results.items()}) if op.duplicates else {}
     sources = {merged.get(s, op.alias.get(s, s)) for s in wanted}
     written = tuple(s for s in (*op.entry_outputs, *op.mutates) if s in sources)
     if written:

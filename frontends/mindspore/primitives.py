@@ -92,7 +92,7 @@ class _Choose(Constant):
         attrs, target = self.op.canonical(attrs), ms.get_context("device_target")
         known = given | infer(self.op, attrs, tuple(specs), DEVICES.get(target, target))
         needed = any(spec.shape == () for spec in known.values())  # see primitive
-        needed = needed or (self.op.backward is not None and bool(self.op.backward.equal))  # see _gradient
+        needed = needed or (self.op.backward is not None and bool(self.op.backward.duplicates))  # see _gradient
         dtypes = tuple((slot, spec.dtype) for slot, spec in known.items() if needed)
         if self.forward is not None:
             return _backward(self.forward, attrs, tuple(given), self.op.entry_outputs, dtypes, target)
@@ -156,7 +156,7 @@ def _gradient(
     written = op.entry_outputs
     named = [*given, *written, *(f"d{name}" for name in written)]
     taken = [slot for slot in backward.inputs if slot in named]
-    merged = backward.merged({**{f"d{y}": dtypes[y] for y in op.outputs}, **dtypes}) if dtypes else backward.equal
+    merged = backward.merged({**{f"d{y}": dtypes[y] for y in op.outputs}, **dtypes}) if dtypes else backward.duplicates
     shared = {**backward.alias, **merged}
     gradients = [shared.get(f"d{slot}", f"d{slot}") for slot in given]
     factors = backward.factors(attrs)

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from aotops.call import builtin, struct_capsule
-from aotops.op import Op
+from aotops.op import Autocast, Op
 
 from ..torch_schema import mask
 from . import private
-from .tensors import DTYPES, PLAIN_TYPES, READS_TENSORS, Tensors, packed, results_of, specs_of
+from .tensors import PLAIN_TYPES, READS_TENSORS, Tensors, packed, results_of, specs_of
 
 
 def autocast_kernel(op: Op, dispatched: Callable[..., Any], device: str, split) -> Callable[..., Any]:
@@ -43,18 +43,19 @@ def autocast_kernel(op: Op, dispatched: Callable[..., Any], device: str, split) 
 
 def cast_inputs(op: Op, attrs: tuple[Any, ...], device: str, inputs: Tensors):
     """The inputs as autocast casts them, the attributes, and the dtype to cast the results to, or None."""
-    to = op.autocast.get(device)
-    if to == "wide results":
+    if op.autocast is Autocast.WIDE_LOSS:
         given = dict(zip(op.attrs, attrs, strict=True))
         if given["dtype"] is None and inputs[0].is_floating_point() and inputs[0].element_size() == 2:
             given["dtype"] = "float32"
         return inputs, tuple(given.values()), None
-    if to == "as given":
+    if op.autocast is Autocast.IF_REFUSED:
         with contextlib.suppress(TypeError):
             specs_of(op, attrs, inputs)
             return inputs, attrs, None
     floating = [t for t in inputs if t is not None and t.is_floating_point()]
-    dtype, back = torch.get_autocast_dtype(device) if to == "autocast" else DTYPES.get(to or ""), None
+    dtype, back = torch.get_autocast_dtype(device) if op.autocast is Autocast.LOWER else None, None
+    if op.autocast is Autocast.FLOAT32_ON_CUDA and device == "cuda":
+        dtype = torch.float32
     if dtype is None:
         dtype = _widest(floating)
         back = _widest([t for slot, t in zip(op.inputs, inputs, strict=True) if slot in op.vmappable])
@@ -70,14 +71,34 @@ def _widest(tensors: Sequence[Tensor]) -> torch.dtype:
 def _caster() -> Callable[[Tensor, torch.dtype], Tensor]:
     """A function that casts as autocast does. It needs builtins that take torch's tensors (call.set_up)."""
     cached = builtin("cached_cast", "aot_torch_cached_cast", struct_capsule(ctypes.c_int()))
+    if not _works(cached):
+        return Tensor.to
 
     def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
         if not (t.requires_grad and t.is_leaf and type(t) in PLAIN_TYPES and torch.is_autocast_cache_enabled()):
             return t.to(dtype)
-        found = cached(t._cdata, _number(f"dtype_{dtype}"), _number(f"device_type_{t.device.type}"))
+        found = _from_cache(cached, t, dtype)
         return found if found is not None and _is_current(found, t) else t.to(dtype)
 
     return cast
+
+
+def _from_cache(cached: Callable[..., Tensor | None], t: Tensor, dtype: torch.dtype) -> Tensor | None:
+    return cached(t._cdata, _number(f"dtype_{dtype}"), _number(f"device_type_{t.device.type}"))
+
+
+def _works(cached: Callable[..., Tensor | None]) -> bool:
+    """Whether a leaf is cast as expected: the function has no name in torch's interface, and might mean another thing
+    in a later version."""
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", torch.bfloat16):
+        leaf = torch.arange(3.0, requires_grad=True)
+        try:
+            found = _from_cache(cached, leaf, torch.bfloat16)
+        except (AttributeError, OSError):  # torch has no number of the dtype
+            return False
+        if found is None or type(found) is not Tensor or found.dtype != torch.bfloat16:
+            return False
+        return found.requires_grad and torch.equal(found.detach(), leaf.detach().to(torch.bfloat16))
 
 
 def _is_current(cast: Tensor, source: Tensor) -> bool:

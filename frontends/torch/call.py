@@ -30,7 +30,7 @@ import torch
 
 from aotops import call, library
 from aotops.call import builtin, handle_of, keep, pointer_of, struct_capsule
-from aotops.op import ATTRIBUTE_TYPES, Attr, Op
+from aotops.op import ATTRIBUTE_TYPES, Attr, Autocast, Op
 
 from . import private
 
@@ -227,7 +227,7 @@ def _function_handle(
         call=pointer_of(handle),
         prototype=_Slots(*prototype),
         has_prototypes=any(prototype[i] < 0 for i in written),
-        equal=_Slots(*(slots.get(op.equal.get(slot, ""), -1) for slot in op.slots)),
+        equal=_Slots(*(slots.get(op.duplicates.get(slot, ""), -1) for slot in op.slots)),
         always=bits([*(y for y in op.outputs if y in slots and y not in op.optional), *op.workspace]),
         residuals=bits(op.kept_residuals(attrs)),
         scratch=bits(op.workspace),
@@ -262,7 +262,7 @@ def public(op: Op, bind: Callable[..., Any], fallback: Callable[..., Any]) -> Ca
     positions = {name: i for i, name in enumerate((*op.inputs, *op.public_attrs))}
     names, defaults = [sys.intern(p.name) for p in parameters], [p.default for p in parameters]
     bound: dict[Any, Any] = {}
-    casts = any(to != "as given" for to in op.autocast.values())
+    casts = op.autocast not in (None, Autocast.IF_REFUSED)
     made = _Public(
         n_inputs=len(op.inputs),
         n_attrs=len(op.public_attrs),

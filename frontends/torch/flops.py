@@ -21,7 +21,7 @@ def register(operators: Iterable[tuple[Op, Op, Any]]) -> None:
     Args:
         operators: each with the operator itself, or the one whose backward it is, and its ``OpOverload``.
     """
-    counted = [(op, forward, overload.overloadpacket) for op, forward, overload in operators if forward.flops]
+    counted = [(op, forward, overload.overloadpacket) for op, forward, overload in operators if forward.product]
 
     def take() -> None:
         counter = import_module(FLOP_COUNTER)

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from aotops.formula import fuse, is_bilinear
+from aotops.formula import fuse, fused, is_bilinear
 from aotops.op import Op
 
 from ..imports import after_import
@@ -59,7 +59,7 @@ calls it instead of keeping both."""
 _AS_IT_IS = ContextVar("as_it_is", default=False)
 
 
-def _of_products(op: Op, forward: Op, overload: Any) -> Callable[..., Any]:
+def _of_products(op: Op, forward: Op, overload: Any, formula: Callable[..., Any]) -> Callable[..., Any]:
     n, end = len(op.inputs), len(op.inputs) + len(op.attrs)
 
     def of_products(*args):
@@ -70,21 +70,21 @@ def _of_products(op: Op, forward: Op, overload: Any) -> Callable[..., Any]:
         if op is not forward:
             named = {slot: _RECOMPUTED[t]() if t in _RECOMPUTED else t for slot, t in named.items()}
         elif not is_bilinear(op, attrs) and _has_fused_kernel(*(named[slot] for slot in op.bilinear)):
-            return _by_fused_kernel(op, overload, args) if op.residuals else NotImplemented
-        results = fuse(m, op, attrs, named)
+            return _by_fused_kernel(op, overload, formula, args) if op.residuals else NotImplemented
+        results = fuse(formula, m, op, attrs, named)
         return results if results is NotImplemented else _packed(op, args[end:], results)
 
     return of_products
 
 
-def _by_fused_kernel(op: Op, overload: Any, args: Sequence[Any]) -> Any:
+def _by_fused_kernel(op: Op, overload: Any, formula: Callable[..., Any], args: Sequence[Any]) -> Any:
     token = _AS_IT_IS.set(True)
     try:
         y, *kept = overload(*args)
     finally:
         _AS_IT_IS.reset(token)
     attrs, residuals = args[len(op.inputs) :], dict(zip(op.residuals, kept, strict=True))
-    _RECOMPUTED[y] = lambda: fuse(m, op, attrs, residuals)[0]
+    _RECOMPUTED[y] = lambda: fuse(formula, m, op, attrs, residuals)[0]
     return y, *kept
 
 
@@ -120,8 +120,8 @@ def _places(op: Op, forward: Op, attrs: Sequence[Any]) -> list[tuple[int, int]]:
 
 
 def _decomposition(op: Op, forward: Op, overload: Any, composed: Callable[..., Any]) -> Callable[..., Any] | None:
-    if op.fused is not None:
-        return _of_products(op, forward, overload)
+    if (formula := fused(op, forward)) is not None:
+        return _of_products(op, forward, overload, formula)
     if op is not forward and forward.instead:
         return _without_instead(op, forward, overload)
     if not op.elementwise or op.formula is None:

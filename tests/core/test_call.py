@@ -21,7 +21,7 @@ from aotops.spec import TensorSpec
 from aotops.testing.frameworks import race, requested
 
 np = pytest.importorskip("numpy")
-CALLS = [call, import_module("aotops.frontends.torch.call")] if "torch" in requested() else [call]
+WITH_STRUCTS = [call, import_module("aotops.frontends.torch.call")] if "torch" in requested() else [call]
 
 # Results of everything, as hexadecimal digits of a checksum; what differs from process to process is the environment.
 RESULTS = """
@@ -667,9 +667,12 @@ def _mirrors(module):
     return [s for s in structs if s.__module__ == module.__name__ and s.__name__ != "_MethodDef"]
 
 
-@pytest.mark.parametrize(
-    "struct", [struct for module in CALLS for struct in _mirrors(module)], ids=lambda s: s.__name__
+MIRRORS = pytest.mark.parametrize(
+    "struct", [struct for module in WITH_STRUCTS for struct in _mirrors(module)], ids=lambda s: s.__name__
 )
+
+
+@MIRRORS
 def test_a_struct_of_another_size_is_refused(monkeypatch, struct):
     """``_MethodDef`` is CPython's own, all others are the library's."""
     module = import_module(struct.__module__)
@@ -685,6 +688,20 @@ def test_a_struct_of_another_size_is_refused(monkeypatch, struct):
     expected = rf"libaotops.so: aot_\w+_structs: sizeof\({name}\) is {size}, expected {size + 8}: rebuild it"
     with pytest.raises(library.LibraryError, match=expected):
         set_up.__wrapped__()
+
+
+@MIRRORS
+def test_a_struct_with_another_order_of_members_is_refused(monkeypatch, struct):
+    module = import_module(struct.__module__)
+    (first, kind), *others = struct._fields_
+
+    class Swapped(ctypes.Structure):
+        _fields_ = [*others, (first, kind)]
+
+    Swapped.__name__ = struct.__name__
+    monkeypatch.setattr(module, struct.__name__, Swapped)
+    with pytest.raises(library.LibraryError, match=r"_structs: (sizeof\()?\w+[.)]\w* is \d+, expected \d+: rebuild it"):
+        module.lib.__wrapped__()
 
 
 @pytest.mark.parametrize(("symbol", "version"), [("aot_call_structs", 3), ("aot_torch_structs", 5)])

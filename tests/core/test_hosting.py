@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import shutil
 import subprocess
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,10 @@ import pytest
 
 import aotops
 from aotops import TensorSpec, call
+from aotops.extra import encode_foreign
+from aotops.hosting import Foreign
 from aotops.library import LibraryError
+from aotops.op import Op
 from aotops.spec import DTYPES
 from aotops.testing.cases import numpy_dtype
 from aotops.testing.frameworks import race, requested
@@ -704,3 +709,28 @@ print(F.Power(x, 2).tolist(), [y.tolist() for y in F.Largest(x)])
     expected = [[[0.0, 1.0, 4.0], [9.0, 16.0, 25.0]], [[2.0, 5.0], [2, 2]]]
     said = python(program, AOTOPS_CALL_PATH=path)
     assert said.split() == f"{expected[0]} {expected[1]}".split()
+
+
+SOURCES = Path(aotops.include_dir())
+
+
+def test_the_example_of_the_attribute_is_what_is_written():
+    (example,) = re.findall(r"^//   (\S+;)$", (SOURCES / "host" / "hosted.cpp").read_text(), re.M)
+    op = Op(
+        "axpy", lambda: ((), ()), ("x", "y"), ("z",), attrs={"alpha": "float"}, same_spec_as={"z": "x"},
+        workspace=("workspace",), foreign=Foreign({"cpu": "axpy_cpu"}), library=SimpleNamespace(name="scale"),
+    )  # fmt: skip
+    assert encode_foreign(op, (0.5,), ("float32",) * 3) == example
+
+
+def test_the_numbers_of_dtypes_are_those_of_mindspore():
+    """That cuda_src states: of the dtypes of operators, and of others."""
+    ms = pytest.importorskip("mindspore")
+    from mindspore._c_expression import typing
+
+    stated = dict(re.findall(r"kType(\w+) = (\d+)", (SOURCES / "aot.h").read_text()))
+    stated |= re.findall(r'\{"(\w+)", (\d+)\}', (SOURCES / "host" / "hosted.cpp").read_text())
+    assert len(stated) == 15
+    for name, number in stated.items():
+        dtype = getattr(ms, name.lower() if name != "Bool" else "bool_")
+        assert typing.type_to_type_id(dtype) == int(number), name

@@ -14,7 +14,7 @@ import pytest
 from aotops.infer import infer
 from aotops.op import Op, operator
 from aotops.ops import OPS
-from aotops.sharding import Axis, batched_slots, sharding
+from aotops.sharding import Axis, sharding
 from aotops.spec import TensorSpec
 from aotops.testing.calls import EntryCall, calls_of, numbers, raw, run_on_cpu
 from aotops.testing.cases import CASES, trial
@@ -169,12 +169,18 @@ def test_independent_leading_axes_are_those_that_vmap_adds(name):
     op, tried = ALL[name], 0
     for one in calls(name) if op.has_kernel else ():
         given = shapes(one)
-        if all(shape is None or len(shape) >= op.axes for shape in given):
-            assert batched_slots(op, one.attrs, given) == op.vmappable
+        if all(shape is None or len(shape) >= op.min_rank for shape in given):
+            assert with_leading_axes(op, one.attrs, given) == op.vmappable
             tried += 1
     assert tried or not op.has_kernel
     if not op.has_kernel:
-        assert batched_slots(op, (1.0, None), [(2, 3)]) == op.vmappable
+        assert with_leading_axes(op, (1.0, None), [(2, 3)]) == op.vmappable
+
+
+def with_leading_axes(op: Op, attrs, shapes) -> set[str]:
+    """The slots and aliases that are stated to have more leading axes."""
+    stated = op.dims(op.call(attrs, shapes)) if op.dims else dict.fromkeys((*op.inputs, *op.results), "...")
+    return set(op.with_aliases({slot: None for slot, axes in stated.items() if "..." in axes.split()}))
 
 
 # ------------------------------------------------------------------------------------------------------------- parsing

@@ -1,5 +1,6 @@
 """cuda_src/host/xla.h against the header that jaxlib brings: sizes, offsets and numbers."""
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -37,12 +38,6 @@ NUMBERS = """
 ErrorCode::invalid_argument XLA_FFI_Error_Code_INVALID_ARGUMENT
 ErrorCode::unimplemented    XLA_FFI_Error_Code_UNIMPLEMENTED
 ErrorCode::internal         XLA_FFI_Error_Code_INTERNAL
-DataType::s32               XLA_FFI_DataType_S32
-DataType::s64               XLA_FFI_DataType_S64
-DataType::f16               XLA_FFI_DataType_F16
-DataType::bf16              XLA_FFI_DataType_BF16
-DataType::f32               XLA_FFI_DataType_F32
-DataType::f64               XLA_FFI_DataType_F64
 AttrType::string            XLA_FFI_AttrType_STRING
 Stage::execute              XLA_FFI_ExecutionStage_EXECUTE
 ExtensionType::metadata     XLA_FFI_Extension_Metadata
@@ -58,7 +53,11 @@ def assertions():
         for mine, its in (m.split("=") for m in members if m != "+"):
             yield f"static_assert(offsetof({ours}, {mine}) == offsetof({theirs}, {its}));"
             yield f"static_assert(sizeof({ours}::{mine}) == sizeof({theirs}::{its}));"
-    for line in NUMBERS.strip().splitlines():
+    _, _, enumerators = (HOST / "xla.h").read_text().partition("enum class DataType")
+    types = re.findall(r"^  (\w+) = \d+", enumerators.partition("}")[0], re.M)
+    assert len(types) == 15
+    numbers = [f"DataType::{name} XLA_FFI_DataType_{name.upper()}" for name in types]
+    for line in (*NUMBERS.strip().splitlines(), *numbers):
         ours, theirs = line.split()
         yield f"static_assert(static_cast<int>({ours}) == static_cast<int>({theirs}));"
 

@@ -144,6 +144,17 @@ def test_a_cast_that_fails_in_c_is_made_in_python():
         ours.autocast.cast(weight, LOW)
 
 
+@pytest.mark.parametrize(
+    "wrong", [lambda t: None, lambda t: t, lambda t: (t * 2).to(LOW), lambda t: t.detach().to(LOW)]
+)
+def test_a_cache_that_does_not_cast_as_expected_is_not_used(monkeypatch, wrong):
+    if not ours.tensors.READS_TENSORS:
+        pytest.skip("this torch's cache is not used")
+    assert ours.autocast._caster() is not torch.Tensor.to
+    monkeypatch.setattr(ours.autocast, "_from_cache", lambda cached, t, dtype: wrong(t))
+    assert ours.autocast._caster() is torch.Tensor.to
+
+
 def test_compiled_casts_are_torchs():
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd

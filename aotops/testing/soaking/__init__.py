@@ -20,8 +20,9 @@ from typing import Any
 from aotops import __version__, toolchain
 from aotops.op import Op
 from aotops.ops import BUILTIN
+from aotops.spec import DEVICES
 
-from ..checker import DEVICES, _no_entry, _subject
+from ..checker import _no_entry, _subject
 from ..subject import Subject
 from . import cpu, cuda, steps
 from .calls import Repeated, beside, other_numbers, repeated

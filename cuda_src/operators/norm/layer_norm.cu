@@ -1,6 +1,7 @@
 #include "layer_norm.h"
 
-#include "norm.cuh"
+#include "norm_backward.cuh"
+#include "norm_forward.cuh"
 
 namespace aot {
 inline namespace AOT_ISA {

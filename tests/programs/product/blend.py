@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from ..op import operator
+from ..op import Product, operator
 
 
 def _dims(call):
@@ -33,7 +33,6 @@ def _fused_backward(m, dy, x, weight, factor):
     attrs={"factor": "float"},
     same_spec_as={"dx": "x", "dweight": "weight"},
     dims=lambda call: _dims(call) | {"dy": "... o", "dx": "... i", "dweight": "o i", "dbias": "o (i)"},
-    fused=_fused_backward,
     vmappable=("dy", "x", "dx"),
 )
 def blend_backward(dy, x, weight, factor=1.0):
@@ -48,9 +47,12 @@ def blend_backward(dy, x, weight, factor=1.0):
     attrs={"factor": "float"},
     backward=blend_backward,
     dims=lambda call: _dims(call) | {"bias": "o", "y": "... o"},
-    bilinear=("x", "weight"),
-    flops=lambda call: 2 * prod(call.x) * call.weight[0],
-    fused=_fused,
+    product=Product(
+        factors=("x", "weight"),
+        flops=lambda call: 2 * prod(call.x) * call.weight[0],
+        fused=_fused,
+        fused_backward=_fused_backward,
+    ),
     vmappable=("x", "y"),
 )
 def blend(x, weight, bias=None, factor=1.0):

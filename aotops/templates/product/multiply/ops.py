@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from aotops import operator
+from math import prod
+
+from aotops import Product, operator
 
 
 @operator(
@@ -21,7 +23,7 @@ def multiply_backward(dy, a, b):
     outputs=("y",),
     shapes={"y": lambda call: (call.a[0], call.b[1])},
     backward=multiply_backward,
-    bilinear=("a", "b"),
+    product=Product(("a", "b"), flops=lambda call: 2 * prod(call.a) * call.b[1]),
     dims=lambda call: {"a": "m k", "b": "k n", "y": "m n"},
 )
 def multiply(a, b):

@@ -20,7 +20,7 @@ def _backward_formula(m, dy, x):
     formula=_backward_formula,
     dims=lambda call: {"dy": "...", "x": "... n", "dx": "... n"},
     vmappable=("dy", "x", "dx"),
-    axes=1,
+    min_rank=1,
 )
 def sum_squares_backward(dy, x):
     return (dy, x), ()
@@ -34,7 +34,7 @@ def sum_squares_backward(dy, x):
     formula=_formula,
     dims=lambda call: {"x": "... n", "y": "..."},
     vmappable=("x", "y"),
-    axes=1,
+    min_rank=1,
 )
 def sum_squares(x):
     """``sum(x * x)`` along the last axis.

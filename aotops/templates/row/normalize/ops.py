@@ -29,7 +29,7 @@ def _row(x):
     formula=_backward_formula,
     dims=lambda call: {"dy": "... N", "x": "... N", "dx": "... N"},
     vmappable=("dy", "x", "dx"),
-    axes=1,
+    min_rank=1,
 )
 def normalize_backward(dy, x, eps=1e-6):
     return (dy, x), (eps,)
@@ -44,7 +44,7 @@ def normalize_backward(dy, x, eps=1e-6):
     formula=_formula,
     dims=lambda call: {"x": "... N", "y": "... N"},
     vmappable=("x", "y"),
-    axes=1,
+    min_rank=1,
 )
 def normalize(x, eps=1e-6):
     """``x / sqrt(sum(x * x) + eps)`` along the last axis.

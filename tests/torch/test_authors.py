@@ -18,7 +18,7 @@ ours = pytest.importorskip("aotops.frontends.torch")
 pytestmark = [
     pytest.mark.skipif("torch" not in requested(), reason="torch is not under test"),
     pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed"),
-    pytest.mark.skipif(not ours._in_c, reason="this torch has no kernels of the dispatcher in C"),
+    pytest.mark.skipif(not ours.registered.in_c, reason="this torch has no kernels of the dispatcher in C"),
 ]
 
 # `pick` has every kind of attribute, an optional input, a result that is not floating, and a workspace of integers that
@@ -140,7 +140,7 @@ def libraries():
 def test_their_kernels_are_in_c(libraries):
     for library in libraries:
         for op in (*library.ops.values(), library.ops["scale"].backward):
-            assert op in ours._in_c
+            assert op in ours.registered.in_c
             table = torch._C._dispatch_dump(f"{library.name}::{op.name}").splitlines()
             assert "torch_stable.cpp" in next(line for line in table if line.startswith("CPU: "))
 
@@ -221,7 +221,7 @@ EXHAUSTED = """
     from tests_of_authors import SOURCE, aotops, definitions, Library
     made = Library("late", definitions(), aotops.compile(SOURCE, name="authors_one", flags=["-O0", "-DTIMES=1"]))
     ours.functions(made)
-    print(made.ops["scale"] in ours._in_c, torch.ops.late.scale(torch.ones(2), 4.0).tolist())
+    print(made.ops["scale"] in ours.registered.in_c, torch.ops.late.scale(torch.ones(2), 4.0).tolist())
 """
 
 

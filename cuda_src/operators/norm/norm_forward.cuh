@@ -1,0 +1,357 @@
+// The forward of the norms on CUDA (norm.cuh).
+#pragma once
+#include "norm.cuh"
+
+namespace aot {
+inline namespace AOT_ISA {
+
+// --------------------------------------------------------------------------------------------------------- kernels
+
+template <class N>
+struct NormForward {
+  const typename N::X *x;
+  const typename N::R *residual;
+  NormParameters<N> parameters;
+  typename N::T *y;  // null if only the statistics are wanted
+  typename N::R *h;
+  typename N::A *stats;
+  int64_t rows, cols;
+  typename N::A eps;
+};
+
+// Weight and bias are loaded before the row arrives if a thread has at most kEarlyVectors vectors. Otherwise they are
+// loaded after it, for kParameterVectors vectors at once: registers limit both. Where they may be float, which takes
+// twice as many, half as many are loaded at once.
+constexpr int kEarlyVectors = 2;
+template <int kVectors, bool kCentred, bool kMayBeWide>
+constexpr int kParameterVectors = std::max(1, (!kCentred       ? 4
+                                               : kVectors <= 4 ? 2
+                                                               : 1) /
+                                                  (kMayBeWide ? 2 : 1));
+
+// The sum, rounded to residual's dtype.
+template <typename V, typename R>
+__device__ inline Vector<R> add_vectors(const V &a, const Vector<R> &b) {
+  auto x = widen(a);
+  auto y = widen(b);
+#pragma unroll
+  for (int k = 0; k < kVectorSize<R>; ++k) y[k] += x[k];
+  return narrow(y);
+}
+
+template <class N, typename R = typename N::R, typename A = typename N::A>
+__device__ inline VectorBeside<typename N::T, R> scaled(const Vector<R> &v, A mean, A rstd, const Widened<R> &weight,
+                                                        const Widened<R> &bias) {
+  auto y = widen(v);
+#pragma unroll
+  for (int k = 0; k < kVectorSize<R>; ++k)
+    if constexpr (N::kCentred) y[k] = (y[k] - mean) * rstd * weight[k] + bias[k];
+    else y[k] = y[k] * rstd * weight[k];
+  return narrow_to<typename N::T>(y);
+}
+
+template <class N, typename A = typename N::A>
+__device__ inline void write_stats(const NormForward<N> &a, int64_t row, A mean, A rstd) {
+  if constexpr (N::kCentred) a.stats[2 * row] = mean, a.stats[2 * row + 1] = rstd;
+  else a.stats[row] = rstd;
+}
+
+// One-shot blocks, each with one row or several short ones, which are loaded directly into registers. Many small blocks
+// keep the memory busy, because some load while others compute.
+template <class Shape, class Threads, class N>
+__global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads::kBlock) norm_kernel(NormForward<N> a) {
+  using R = typename N::R;
+  using A = typename N::A;
+  using Parameter = ParameterVector<N>;
+  constexpr int kVectors = Shape::kVectors;
+  constexpr bool kEarly = kVectors <= kEarlyVectors;
+  constexpr int kTogether = kEarly ? kVectors : kParameterVectors<kVectors, N::kCentred, Parameter::kMayBeWide>;
+  RowPart<Shape> part(a.cols, Shape::kSpan == Span::warp ? 1 : blockDim.x / 32);
+  int64_t row = part.first_row();
+  bool present = row < a.rows;
+  NormParameters<N> &p = a.parameters;
+  bool has_weight = p.weight != nullptr, has_bias = p.bias != nullptr;
+  int64_t at = row * a.cols + part.column();
+
+  Vector<R> v[kVectors];
+  VectorBeside<typename N::X, R> x[kVectors];
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    x[i] = load_beside<R>(a.x + at + part.offset(i), present && part.holds(i));
+    if constexpr (N::kAdd) v[i] = load_present(a.residual + at + part.offset(i), present && part.holds(i));
+    else v[i] = x[i];
+  }
+  RowExchange<Shape, Share<N::kCentred, A>> exchange;
+  A one_over_cols = A(1) / static_cast<A>(a.cols), one_over_share = one_over_cols;
+  if constexpr (Shape::kSpan != Span::warp) one_over_share = A(1) / static_cast<A>(max(1, part.share(exchange.warp())));
+  Parameter weight[kVectors], bias[kVectors];
+  auto load_parameters = [&](bool wide, int first, int count) {
+#pragma unroll
+    for (int i = first; i < first + count && i < kVectors; ++i) {
+      weight[i] = Parameter::load(p.address(p.weight, part.offset(i)), wide, has_weight && part.holds(i), 1);
+      if constexpr (N::kCentred)
+        bias[i] = Parameter::load(p.address(p.bias, part.offset(i)), wide, has_bias && part.holds(i), 0);
+    }
+  };
+  auto find_parameters = [&] { p.advance(p.line(row) * a.cols + part.column()); };
+  if constexpr (kEarly) {
+    find_parameters();
+    load_parameters(p.wide, 0, kVectors);
+  }
+  if constexpr (N::kAdd) {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      v[i] = add_vectors(x[i], v[i]);
+      if (present && part.holds(i)) store(a.h + at + part.offset(i), v[i]);
+    }
+  }
+
+  auto share = share_moments<N::kCentred>(v, part, one_over_share);
+  Moments<A> moments;
+  if constexpr (Shape::kSpan == Span::warp) moments = only_share(share);
+  else moments = combine_shares(exchange.all(share), exchange.warps(), part, one_over_cols);
+  A mean = moments.mean, rstd = reciprocal_deviation<N::kCentred>(moments.squares * one_over_cols + a.eps);
+  if (!present) return;
+  if (a.stats && part.leads()) write_stats(a, row, mean, rstd);
+  if (!a.y) return;
+  if constexpr (!kEarly) find_parameters();
+  auto write = [&](auto is_wide) {
+    constexpr bool kWide = decltype(is_wide)::value;
+#pragma unroll
+    for (int first = 0; first < kVectors; first += kTogether) {
+      if constexpr (!kEarly) load_parameters(kWide, first, kTogether);
+#pragma unroll
+      for (int i = first; i < first + kTogether && i < kVectors; ++i) {
+        keep_packed(v[i]);
+        if (!part.holds(i)) continue;
+        auto scale = weight[i].widened(kWide);
+        if constexpr (!N::kPlain)
+#pragma unroll
+          for (int k = 0; k < Shape::kSize; ++k) scale[k] += p.offset;
+        Widened<R> shift;
+        if constexpr (N::kCentred) shift = bias[i].widened(kWide);
+        store(a.y + at + part.offset(i), scaled<N>(v[i], mean, rstd, scale, shift));
+      }
+    }
+  };
+  if constexpr (Parameter::kMayBeWide)
+    if (p.wide) return write(std::true_type());
+  write(std::false_type());
+}
+
+// Persistent clusters: weight and bias, each as long as a row, stay in shared memory. The moments of the next row are
+// published before this row is written, so that the exchange between the blocks overlaps with the stores. With kAdd the
+// pipeline has rows of x and residual, which leave no room for weight and bias.
+constexpr int kLongStages = 3;
+template <class Shape, class N>
+using LongPipeline = std::conditional_t<
+    N::kAdd, SmemPipeline<Shape, kLongStages, 0, typename N::X, typename N::R>,
+    SmemPipeline<Shape, kLongStages, (N::kCentred ? 2 : 1) * NormParameters<N>::kKeptBytes, typename N::X>>;
+
+template <class Shape, class Threads, class N>
+__global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads::kBlock)
+    norm_long_kernel(NormForward<N> a) {
+  using R = typename N::R;
+  using A = typename N::A;
+  constexpr int kVectors = Shape::kVectors;
+  RowPart<Shape> part(a.cols, blockDim.x / 32);
+  NormParameters<N> &p = a.parameters;
+  bool has_weight = p.weight != nullptr, has_bias = p.bias != nullptr, has_y = a.y != nullptr;
+  a.x += part.column(), a.y += part.column(), p.advance(part.column());
+  if constexpr (N::kAdd) a.residual += part.column(), a.h += part.column();
+
+  constexpr Index<0> kX;
+  constexpr Index<1> kResidual;
+  constexpr int kWeight = 0, kBias = ParameterVector<N>::kPlanes;  // their first planes
+  LongPipeline<Shape, N> pipeline;
+  auto load_row = [&](int stage, int64_t row) {
+    pipeline.load(kX, stage, a.x + row * a.cols, part, row < a.rows);
+    if constexpr (N::kAdd) pipeline.load(kResidual, stage, a.residual + row * a.cols, part, row < a.rows);
+    commit_copies();
+  };
+  KeptParameter<N, Shape> weight, bias;
+  if constexpr (!N::kAdd) weight.load(p, p.weight, has_weight, 1, part);
+  if constexpr (!N::kAdd && N::kCentred) bias.load(p, p.bias, has_bias, 0, part);
+#pragma unroll
+  for (int s = 0; s < kLongStages; ++s) load_row(s, part.base() + s * part.step());
+  if constexpr (!N::kAdd) weight.keep(pipeline, kWeight, p.wide, p.offset);
+  if constexpr (!N::kAdd && N::kCentred) bias.keep(pipeline, kBias, p.wide, A(0));
+  auto row_vector = [&](int stage, int i) {
+    if constexpr (N::kAdd) return add_vectors(pipeline.read(kX, stage, i), pipeline.read(kResidual, stage, i));
+    else return pipeline.read(kX, stage, i);
+  };
+  auto parameter = [&](int plane, const void *from, bool given, float fallback, A offset, int i) {
+    if constexpr (!N::kAdd) return kept_parameter<N>(pipeline, plane, i);
+    auto v = ParameterVector<N>::load(p.address(from, part.offset(i)), p.wide, given && part.holds(i), fallback);
+    return v.kept(p.wide, offset).widened_kept();
+  };
+
+  Exchange<Span::cluster, Share<N::kCentred, A>, 4> exchange;
+  A one_over_cols = A(1) / static_cast<A>(a.cols);
+  A one_over_share = A(1) / static_cast<A>(max(1, part.share(exchange.warp())));
+  auto publish = [&](int stage, int64_t row) {
+    Vector<R> v[kVectors];
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      v[i] = row_vector(stage, i);
+      if constexpr (N::kAdd)
+        if (part.holds(i)) store(a.h + row * a.cols + part.offset(i), v[i]);
+    }
+    exchange.publish(share_moments<N::kCentred>(v, part, one_over_share));
+  };
+
+  wait_copies<kLongStages - 1>();
+  if (part.base() < a.rows) publish(0, part.base());
+  int stage = 0;
+  for (int64_t row = part.base(); row < a.rows; row += part.step()) {
+    int next = stage + 1 == kLongStages ? 0 : stage + 1;
+    wait_copies<kLongStages - 2>();
+    if (row + part.step() < a.rows) publish(next, row + part.step());
+    Moments<A> moments = combine_shares(exchange.collect(), exchange.warps(), part, one_over_cols);
+    A mean = moments.mean, rstd = reciprocal_deviation<N::kCentred>(moments.squares * one_over_cols + a.eps);
+    if (a.stats && part.leads()) write_stats(a, row, mean, rstd);
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i)
+      if (has_y && part.holds(i))
+        store(a.y + row * a.cols + part.offset(i),
+              scaled<N>(row_vector(stage, i), mean, rstd, parameter(kWeight, p.weight, has_weight, 1, p.offset, i),
+                        N::kCentred ? parameter(kBias, p.bias, has_bias, 0, A(0), i) : Widened<R>{}));
+    load_row(stage, row + kLongStages * part.step());
+    stage = next;
+  }
+  wait_copies<0>();
+}
+
+template <class N>
+__global__ void __launch_bounds__(kAnyThreads) norm_any_kernel(NormForward<N> a) {
+  using R = typename N::R;
+  using A = typename N::A;
+  Exchange<Span::block, Sums<1, A>> exchange;
+  A cols = static_cast<A>(a.cols);
+  for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x) {
+    int64_t at = row * a.cols, line = row % a.parameters.lines * a.cols;
+    const R *from;  // a thread reads only the elements of h that it has written
+    if constexpr (N::kAdd) from = a.h + at;
+    else from = a.x + at;
+    Sums<1, A> sum = {}, squares = {};
+    for (int64_t c = threadIdx.x; c < a.cols; c += blockDim.x) {
+      A x = widen(a.x[at + c]);
+      if constexpr (N::kAdd) {
+        R h = narrow<R>(x + widen(a.residual[at + c]));
+        a.h[at + c] = h, x = widen(h);
+      }
+      sum.value[0] += x;
+    }
+    A mean = 0;
+    if constexpr (N::kCentred) mean = sum_row(sum, exchange).value[0] / cols;
+    for (int64_t c = threadIdx.x; c < a.cols; c += blockDim.x)
+      squares.value[0] += (widen(from[c]) - mean) * (widen(from[c]) - mean);
+    A rstd = reciprocal_deviation<N::kCentred>(sum_row(squares, exchange).value[0] / cols + a.eps);
+    if (a.stats && threadIdx.x == 0) write_stats(a, row, mean, rstd);
+    for (int64_t c = threadIdx.x; a.y && c < a.cols; c += blockDim.x) {
+      A xhat = (widen(from[c]) - mean) * rstd;
+      a.y[at + c] = narrow<typename N::T>(xhat * a.parameters.weight_at(line + c) + a.parameters.bias_at(line + c));
+    }
+  }
+}
+
+// ------------------------------------------------------------------------------------------------------- launchers
+
+template <class Shape, class N>
+Status norm_short(const char *op, const NormForward<N> &a, const RowPlan &plan, void *stream) {
+  constexpr bool kWithinWarp = Shape::kSpan == Span::warp;
+  using Threads = std::conditional_t<kWithinWarp, Threads<256, 1024>, Threads<512, 1024>>;
+  int teams = kWithinWarp ? Threads::kBlock / 32 : 1;
+  unsigned blocks = grid_size(ceil_div(a.rows, int64_t{teams} * Shape::kRowsPerWarp));
+  return launch_clusters(op, norm_kernel<Shape, Threads, N>, blocks, 32u * teams * plan.warps, 1, 0, stream, a);
+}
+
+template <class N>
+Status norm_any(const char *op, const NormForward<N> &a, void *stream) {
+  norm_any_kernel<<<grid_size(a.rows), any_block(a.cols), 0, static_cast<cudaStream_t>(stream)>>>(a);
+  return check_launch(op);
+}
+
+template <class Shape, class N>
+Status norm_long(const char *op, const NormForward<N> &a, const RowPlan &plan, const DeviceLimits &device,
+                 void *stream) {
+  using Threads = Threads<512, 512>;
+  constexpr auto kernel = norm_long_kernel<Shape, Threads, N>;
+  RowGrid grid;
+  AOT_TRY((row_grid<kernel, Shape, Threads>(op, plan, device, a.rows, 1, a.rows, LongPipeline<Shape, N>::kBytesPerWarp,
+                                            &grid)));
+  if (grid.blocks == 0) return norm_any(op, a, stream);
+  return launch_clusters(op, kernel, grid.blocks, grid.threads, plan.cluster, grid.shared, stream, a);
+}
+
+// The plans are those measured fastest on an H200 (docs/lab_notes.md). Eight vectors for each thread need too many
+// registers if kCrowded.
+template <class N>
+Status norm_rows(const char *op, const NormForward<N> &a, const DeviceLimits &device, void *stream) {
+  using R = typename N::R;
+  constexpr bool kCrowded = N::kAdd || (N::kCentred && sizeof(R) == 2);
+  constexpr int kVectors = 4, kMost = kCrowded ? 4 : 8;
+  using LongShape = RowShape<R, 32, kMost, Span::cluster>;
+  const NormParameters<N> &p = a.parameters;
+  constexpr int kBytes = LongPipeline<LongShape, N>::kBytesPerVector;
+  int64_t vectors = a.cols / kVectorSize<R>;
+  RowPlan plan;
+  if (a.cols > 0 && a.cols % kVectorSize<R> == 0 && p.can_divide(a.rows, p.lines) &&
+      aligned(a.x, a.residual, static_cast<const char *>(p.weight), static_cast<const char *>(p.bias), a.y, a.h)) {
+    plan = plan_within_warp(vectors, kVectors);
+    if (plan.lanes == 0) plan = first_that_holds(vectors, {{32, kVectors, 16}, {32, kMost, 16}}, 0, device);
+    if (plan.lanes == 0 && p.lines == 1)
+      plan = first_that_holds(vectors,
+                              {{32, kMost, 8, 2},
+                               {32, kMost, 8, 4},
+                               {32, kMost, 8, 8},
+                               {32, kMost, 16, 8},
+                               {32, kMost, 8, 16},
+                               {32, kMost, 16, 16}},
+                              kBytes, device);
+  }
+  if (plan.lanes == 0) return norm_any(op, a, stream);
+  if (plan.cluster > 1) return norm_long<LongShape>(op, a, plan, device, stream);
+  auto run = [&](auto shape) { return norm_short<decltype(shape)>(op, a, plan, stream); };
+  if (plan.warps == 1) return dispatch_within_warp<R, kVectors>(plan, run);
+  if (plan.vectors == kVectors) return run(RowShape<R, 32, kVectors, Span::block>());
+  return run(RowShape<R, 32, kMost, Span::block>());
+}
+
+template <bool kCentred>
+Status launch_stats(const char *op, const Tensor &x, void *stats, int64_t rows, int64_t cols, double eps,
+                    void *stream) {
+  DeviceLimits device;
+  AOT_TRY(device_limits(op, &device));
+  return dispatch(x.dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    using N = NormTypes<kCentred, false, T, T, sizeof(T) == 2>;
+    using A = typename N::A;
+    NormForward<N> a{x.as<const T>(),    {}, {{}, {}, A(0), 1, false}, {}, {}, static_cast<A *>(stats), rows, cols,
+                     static_cast<A>(eps)};
+    return norm_rows(op, a, device, stream);
+  });
+}
+
+template <class Op>
+Status norm_cuda(const Op &op, const Tensor *in, const Tensor *out, void *stream) {
+  DeviceLimits device;
+  AOT_TRY(device_limits(Op::name, &device));
+  const Tensor &x = in[Op::kX], &residual = slot<Op::kResidual>(in);
+  return dispatch_norm(op, x.dtype, residual.dtype, in[Op::kWeight], [&](auto types) {
+    using N = typename decltype(types)::type;
+    NormForward<N> a{x.as<const typename N::X>(),
+                     residual.as<const typename N::R>(),
+                     norm_parameters<N>(op, in[Op::kWeight], slot<Op::kBias>(in)),
+                     out[Op::kY].template as<typename N::T>(),
+                     slot<Op::kH>(out).template as<typename N::R>(),
+                     out[Op::kStatsOut].template as<typename N::A>(),
+                     op.rows(x),
+                     op.cols(),
+                     static_cast<typename N::A>(op.eps(x.dtype))};
+    return norm_rows(Op::name, a, device, stream);
+  });
+}
+
+}  // namespace AOT_ISA
+}  // namespace aot
