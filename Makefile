@@ -310,13 +310,13 @@ test:
 # For a first contribution: an environment of its own without a framework, and a library for any processor, without CUDA
 # unless one is built here.
 NUMPY_VENV  := .venv-numpy
-NUMPY_TESTS := $(addprefix tests/,arrays $(addprefix core/test_,call.py core.py errors.py formulas.py frontends.py \
+NUMPY_TESTS := $(addprefix tests/,arrays $(addprefix core/test_,core.py errors.py formulas.py frontends.py \
                hosting.py library.py norm_dtypes.py sharding.py sources.py))
 $(NUMPY_VENV)/ready: pyproject.toml
 	@echo "environment $(NUMPY_VENV): numpy"
 	@$(PYTHON) -m venv $(NUMPY_VENV)
 	@$(NUMPY_VENV)/bin/python $(PIP) --upgrade 'pip>=25.1'
-	@$(NUMPY_VENV)/bin/python $(PIP) --group base --group lint
+	@$(NUMPY_VENV)/bin/python $(PIP) --group backend --group tests $(call pinned,ruff)
 	@PYTHONWARNINGS=ignore $(NUMPY_VENV)/bin/python $(PIP) --no-deps --editable .
 	@touch $@
 

@@ -210,7 +210,7 @@ def laid_out(torch, shape, layout):
 @given(layouts())
 @example(([2, 3, 4, 5], ([0, 2, 3, 1], *[[False] * 4] * 3), ([0, 2, 3, 1], *[[False] * 4] * 3)))
 def test_results_have_the_strides_of_torchs_elementwise_operators(case):
-    """Errors of the kernel in C, and of the fake one."""
+    """The kernel in C and the fake one give the same strides."""
     import torch
     from torch._prims_common import compute_elementwise_output_strides
     from torch._subclasses import FakeTensorMode

@@ -724,7 +724,7 @@ def test_the_example_of_the_attribute_is_what_is_written():
 
 
 def test_the_numbers_of_dtypes_are_those_of_mindspore():
-    """The numbers that cuda_src states: of the dtypes of operators, and of others."""
+    """The numbers that cuda_src states: those of the dtypes of operators, and of others."""
     ms = pytest.importorskip("mindspore")
     from mindspore._c_expression import typing
 
