@@ -70,6 +70,11 @@ class Subject:
     def _trials(self) -> dict[tuple[str, str], Trial]:
         return {}
 
+    @cached_property
+    def unusual(self) -> dict[str, list[Case]]:
+        """Cases of unusual shapes, by kind (inputs.py)."""
+        return {}
+
     def trial(self, case: Case, dtype: str) -> Trial:
         key = repr(case), dtype
         if key not in self._trials:

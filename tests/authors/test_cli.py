@@ -360,7 +360,7 @@ def test_an_operator_by_name(installed):
 
 
 def test_an_entry_point_that_is_no_library(installed):
-    installed(number="test_cli:NUMBER", misnamed="test_cli:NAMED")
+    installed(number=f"{__name__}:NUMBER", misnamed=f"{__name__}:NAMED")
     offered = registry.offered()
     assert offered["aotops"] is BUILTIN
     assert str(offered["number"]).endswith("is a int, expected a Library of that name")

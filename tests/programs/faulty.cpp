@@ -189,7 +189,7 @@ struct WrongIfOutputMisaligned : Correct {
   template <class T>
   static void forward(T *x, T *y, int64_t n) {
     square(x, y, n);
-    if (n && reinterpret_cast<uintptr_t>(y) % 64) y[0] = 0;
+    if (n && reinterpret_cast<uintptr_t>(y) % 16 == 4) y[0] = 0;
   }
 };
 
