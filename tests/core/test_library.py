@@ -181,10 +181,11 @@ def test_jax_transforms_and_registers_it(module, elsewhere, python):
     np.testing.assert_array_equal(jax.grad(lambda t: scale(t, 3.0).sum())(x), np.full((2, 3), 3.0))
     program = f"""
 import jax, numpy as np
+from aotops import library
 from aotops.frontends import jax as ours
 from aotops.library import Library
 x = np.ones((2, 3), "float32")
-call = ours.ffi.ffi_call(ours.TARGET, jax.ShapeDtypeStruct(x.shape, x.dtype))  # as in a program that was exported
+call = ours.private.ffi.ffi_call(ours.TARGET, jax.ShapeDtypeStruct(x.shape, x.dtype))  # as in a program that was exported
 run = jax.jit(lambda x: call(x, entry="{NAME}/aot_scale", attrs="factor=3.0\\ninputs=1\\noutputs=1"))
 ours.register()
 try:
@@ -194,7 +195,7 @@ except Exception as error:
 ours.register(Library({NAME!r}, [], {str(elsewhere.path)!r}))
 print(np.asarray(run(x))[0].tolist())
 try:
-    ours.register(Library({NAME!r}, [], ours.library.path()))
+    ours.register(Library({NAME!r}, [], library.path()))
 except ValueError as error:
     print(error)
 """
