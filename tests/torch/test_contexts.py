@@ -22,7 +22,12 @@ PAIRS = [
     pytest.param(context, name, id=f"{context.name}-{name}", marks=gpu if context.gpu else [])
     for context in CONTEXTS.values()
     for name in context.operators()
-] + [pytest.param(CONTEXTS[context], name, id=f"{context}-{name}") for context in FOR_VARIANTS for name in VARIANTS]
+] + [
+    pytest.param(CONTEXTS[context], name, id=f"{context}-{name}")
+    for context in FOR_VARIANTS
+    for name in VARIANTS
+    if name not in CONTEXTS[context].without
+]
 
 
 @pytest.mark.parametrize(("context", "name"), PAIRS)
