@@ -19,7 +19,9 @@ _FINE = 1 / 4096
 
 
 def _in_torch(torch, x, residual, *args, **kwargs):
-    return torch.nn.functional.layer_norm(x + residual, *args, **kwargs), x + residual
+    h = x + residual
+    y = torch.nn.functional.layer_norm(h, *args, **kwargs)
+    return y if x.dtype == residual.dtype else y.to(x.dtype), h  # like x, also beside a wider residual
 
 
 def _add_layer_norm(x, normalized_shape, weight=True, bias=True, eps=(), **kwargs) -> Case:

@@ -20,7 +20,9 @@ _FINE = 1 / 4096
 
 
 def _in_torch(torch, x, residual, *args, **kwargs):
-    return torch.nn.functional.rms_norm(x + residual, *args, **kwargs), x + residual
+    h = x + residual
+    y = torch.nn.functional.rms_norm(h, *args, **kwargs)
+    return y if x.dtype == residual.dtype else y.to(x.dtype), h  # like x, also beside a wider residual
 
 
 def _add_rms_norm(x, normalized_shape, weight=True, eps=(), **kwargs) -> Case:

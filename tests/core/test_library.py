@@ -185,7 +185,8 @@ from aotops import library
 from aotops.frontends import jax as ours
 from aotops.library import Library
 x = np.ones((2, 3), "float32")
-call = ours.private.ffi.ffi_call(ours.TARGET, jax.ShapeDtypeStruct(x.shape, x.dtype))  # as in a program that was exported
+# as in a program that was exported
+call = ours.private.ffi.ffi_call(ours.TARGET, jax.ShapeDtypeStruct(x.shape, x.dtype))
 run = jax.jit(lambda x: call(x, entry="{NAME}/aot_scale", attrs="factor=3.0\\ninputs=1\\noutputs=1"))
 ours.register()
 try:
