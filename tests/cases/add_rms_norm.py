@@ -20,9 +20,9 @@ _FINE = 1 / 4096
 
 
 def _in_torch(torch, x, residual, *args, **kwargs):
-    h = x + residual
-    y = torch.nn.functional.rms_norm(h, *args, **kwargs)
-    return y if x.dtype == residual.dtype else y.to(x.dtype), h  # like x, also beside a wider residual
+    y = torch.nn.functional.rms_norm(x + residual, *args, **kwargs)
+    # y has x's dtype beside a wider residual; h is a sum of its own, so that a hook of h sees no gradient of y
+    return y if x.dtype == residual.dtype else y.to(x.dtype), x + residual
 
 
 def _add_rms_norm(x, normalized_shape, weight=True, eps=(), **kwargs) -> Case:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from aotops.bench.work import works
+from aotops.bench.cases import works
 from aotops.ops import OPS
 
 X, W, B = (np.random.default_rng(0).standard_normal(shape).astype("float32") for shape in ((8, 12), (4, 12), (4,)))
