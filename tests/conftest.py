@@ -6,6 +6,7 @@ each device of each. What is for a GPU is marked ``gpu`` and skipped, with the r
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -68,6 +69,12 @@ def pytest_ignore_collect(collection_path):
     frontend = collection_path.stem.removeprefix("test_")
     others = set(FRONTENDS) - set(requested())
     return True if collection_path != HERE and frontend in others else None
+
+
+def pytest_collection_finish():
+    """The tests themselves, a million objects, are not looked at by each garbage collection of a test."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -89,4 +89,5 @@ ROW = Row(
             call=lambda f, shape: lambda x, r, w, b: f.add_layer_norm(x, r, shape[-1:], w, b, LN_EPS),
         ),
     ),
+    complex=True,
 )

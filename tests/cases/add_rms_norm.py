@@ -89,4 +89,5 @@ ROW = Row(
         ),
     ),
     defaults=rms_eps,
+    complex=True,
 )

@@ -170,4 +170,5 @@ ROW = Row(
         Convolution("xw", "y", ("yxw", "xw"), variant="nchw", dtypes=("float32", "float64"), call=_bench("NCHW")),
         Convolution("xw", "y", ("yxw", "xw"), variant="nchw tf32", dtypes=("float32",), call=_bench("NCHW", True)),
     ),
+    complex=True,
 )

@@ -10,7 +10,13 @@ import numpy as np
 from aotops.bench.work import Elements
 from aotops.testing import FLOATING, I64, Bad, Case, Row, X
 
-_erfc = np.vectorize(math.erfc, otypes=[float])
+_real_erfc = np.vectorize(math.erfc, otypes=[float])
+
+
+def _erfc(x):
+    """Of complex numbers, to first order in the imaginary part."""
+    real = _real_erfc(x.real)
+    return real - 2j / np.sqrt(np.pi) * np.exp(-(x.real**2)) * x.imag if np.iscomplexobj(x) else real
 
 
 def gelu(x, approximate="none"):
@@ -58,4 +64,5 @@ ROW = Row(
         Elements("x", "x", ("xx", "x"), variant=kind, call=lambda f, shape, kind=kind: lambda x: f.gelu(x, kind))
         for kind in ("none", "tanh")
     ),
+    complex=True,
 )

@@ -139,4 +139,5 @@ ROW = Row(
             call=lambda f, shape: lambda x, w, b: f.layer_norm(x, shape[-1:], w, b, LN_EPS),
         ),
     ),
+    complex=True,
 )

@@ -11,7 +11,7 @@ from .gelu import gelu
 
 _ACTIVATIONS = {
     None: lambda x: x,
-    "relu": lambda x: np.maximum(x, 0),
+    "relu": lambda x: np.where(x.real > 0, x, 0),
     "gelu": gelu,
     "gelu_tanh": lambda x: gelu(x, "tanh"),
     "silu": lambda x: x / (1 + np.exp(-x)),
@@ -113,4 +113,5 @@ ROW = Row(
         Product("awv", "y", ("yyaw", "awv"), variant="gelu", call=_bench_gelu(False)),
         Product("awv", "y", ("yyaw", "awv"), variant="gelu tf32", dtypes=("float32",), call=_bench_gelu(True)),
     ),
+    complex=True,
 )

@@ -96,4 +96,5 @@ ROW = Row(
     opcheck=(_rms_norm((4, 6), (6,), weight=False, eps=0.1), _rms_norm((4, 6), (4, 6), weight=False, eps=0.1)),
     bench=(Rows("xw", "x", ("xxw", "xw"), call=lambda f, shape: lambda x, w: f.rms_norm(x, shape[-1:], w, RMS_EPS)),),
     defaults=rms_eps,
+    complex=True,
 )
