@@ -14,7 +14,7 @@ _real_erfc = np.vectorize(math.erfc, otypes=[float])
 
 
 def _erfc(x):
-    """Of complex numbers, to first order in the imaginary part."""
+    """erfc, of complex numbers to first order in the imaginary part."""
     real = _real_erfc(x.real)
     return real - 2j / np.sqrt(np.pi) * np.exp(-(x.real**2)) * x.imag if np.iscomplexobj(x) else real
 
