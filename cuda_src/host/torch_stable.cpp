@@ -280,9 +280,8 @@ class Invocation {
 
   // Makes the inputs contiguous; those of an elementwise operator get the strides of its results.
   Status lay_out_inputs() {
-    bool contiguous = true;
-    for (int i = 0; i < op_.n_inputs; ++i) contiguous = contiguous && (!inputs_[i].handle || inputs_[i].contiguous());
-    if (contiguous) return kOk;
+    const auto is_contiguous = [](const TensorView &t) { return !t.handle || t.contiguous(); };
+    if (std::all_of(inputs_, inputs_ + op_.n_inputs, is_contiguous)) return kOk;
     as_vectors_ = op_.elementwise;
     if (as_vectors_) elementwise_strides(inputs_, op_.n_inputs, strides_);
     for (int i = 0; i < op_.n_inputs; ++i) {
