@@ -80,7 +80,8 @@ def test_mirror_has_the_layout_of_xla(tmp_path):
     except ImportError:  # before JAX 0.5
         from jax.extend import ffi
     source = tmp_path / "layout.cpp"
-    lines = ["#include <string_view>", '#include "xla.h"', '#include "xla/ffi/api/c_api.h"', "using namespace aot::xla;", *assertions()]
+    headers = ("<string_view>", '"xla.h"', '"xla/ffi/api/c_api.h"')
+    lines = [*(f"#include {header}" for header in headers), "using namespace aot::xla;", *assertions()]
     source.write_text("\n".join(lines) + "\n")
     include = ["-I", HOST, "-isystem", ffi.include_dir()]
     command = ["g++", "-std=c++17", "-fsyntax-only", "-Wno-invalid-offsetof", *include, source]
