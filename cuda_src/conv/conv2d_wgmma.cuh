@@ -407,7 +407,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
       mbarrier_init(&full[i], 1);
       mbarrier_init(&empty[i], Tile::kGroups);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    mbarrier_init_fence();
   }
   __syncthreads();
   const int group = threadIdx.x / 128;

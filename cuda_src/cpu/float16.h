@@ -51,35 +51,10 @@ struct VectorOf {
   typedef T type __attribute__((vector_size(lanes * sizeof(T))));
 };
 
-template <typename T>
-struct Traits;  // Accumulate: the type T is computed in; Storage: its type in memory; Int: as wide as Accumulate
-template <>
-struct Traits<float16> {
-  using Accumulate = float;
-  using Storage = uint16_t;
-  using Int = int32_t;
-};
-template <>
-struct Traits<bfloat16> {
-  using Accumulate = float;
-  using Storage = uint16_t;
-  using Int = int32_t;
-};
-template <>
-struct Traits<float> {
-  using Accumulate = float;
-  using Storage = float;
-  using Int = int32_t;
-};
-template <>
-struct Traits<double> {
-  using Accumulate = double;
-  using Storage = double;
-  using Int = int64_t;
-};
-
-template <typename T>
-using Accumulate = typename Traits<T>::Accumulate;
+template <typename T>  // the type that T is computed in
+using Accumulate = std::conditional_t<sizeof(T) == 2, float, T>;
+template <typename T>  // an integer as wide as that
+using IntOf = std::conditional_t<sizeof(Accumulate<T>) == 4, int32_t, int64_t>;
 
 template <typename T>
 constexpr int kLanes = kVectorBytes / sizeof(Accumulate<T>);
@@ -87,11 +62,11 @@ constexpr int kLanes = kVectorBytes / sizeof(Accumulate<T>);
 template <typename T>  // a register of values to compute with
 using Vec = typename VectorOf<Accumulate<T>, kLanes<T>>::type;
 template <typename T>  // as many elements in their storage type
-using Stored = typename VectorOf<typename Traits<T>::Storage, kLanes<T>>::type;
+using Stored = typename VectorOf<std::conditional_t<sizeof(T) == 2, uint16_t, T>, kLanes<T>>::type;
 template <typename T>  // masks, and the bits of a Vec<T>, signed
-using VecInt = typename VectorOf<typename Traits<T>::Int, kLanes<T>>::type;
+using VecInt = typename VectorOf<IntOf<T>, kLanes<T>>::type;
 template <typename T>  // the same unsigned, whose overflow wraps
-using VecUnsigned = typename VectorOf<std::make_unsigned_t<typename Traits<T>::Int>, kLanes<T>>::type;
+using VecUnsigned = typename VectorOf<std::make_unsigned_t<IntOf<T>>, kLanes<T>>::type;
 
 // ----------------------------------------------------------------------------------------------------- conversions
 

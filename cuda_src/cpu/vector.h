@@ -116,7 +116,7 @@ template <typename T>
 Vec<T> keep(Vec<T> v, Part part) {
   VecInt<T> lane;
   for (int i = 0; i < kLanes<T>; ++i) lane[i] = i;
-  return lane < static_cast<typename Traits<T>::Int>(part.n) ? v : Vec<T>{};
+  return lane < static_cast<IntOf<T>>(part.n) ? v : Vec<T>{};
 }
 template <typename T>
 Vec<T> keep(Vec<T> v, Full) {

@@ -21,6 +21,13 @@ __host__ __device__ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + 
 // Clamps to the largest x dimension of a grid. Only kernels whose blocks loop may be given more blocks than that.
 inline unsigned grid_size(int64_t blocks) { return static_cast<unsigned>(std::min<int64_t>(blocks, 0x7fffffff)); }
 
+constexpr int kAnyRowThreads = 512;
+
+// Threads of a block for a row of any size: whole warps, no more than the row has use for.
+inline unsigned any_row_block(int64_t cols, int most = kAnyRowThreads) {
+  return static_cast<unsigned>(std::min<int64_t>(most, ceil_div(std::max<int64_t>(cols, 1), 32) * 32));
+}
+
 // ----------------------------------------------------------------------------------------------------------- dtype
 
 template <typename T>
@@ -138,12 +145,6 @@ Status launch_kernel(const char *op, void (*kernel)(Parameters...), LaunchShape 
   }
   const LaunchConfig launch(shape, stream);
   return check_cuda(op, cudaLaunchKernelEx(&launch.config, kernel, static_cast<Parameters>(arguments)...));
-}
-
-template <typename... Parameters, typename... Arguments>
-Status launch_clusters(const char *op, void (*kernel)(Parameters...), unsigned grid, unsigned block, int cluster,
-                       int shared, void *stream, const Arguments &...arguments) {
-  return launch_kernel(op, kernel, {grid, block, shared, static_cast<unsigned>(cluster)}, stream, arguments...);
 }
 
 // How many clusters of a kernel the device holds at once; 0 if it does not support clusters of that size. A cluster

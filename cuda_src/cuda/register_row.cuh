@@ -251,13 +251,6 @@ __device__ inline void map_row(const T *from, T *to, int64_t cols, F f) {
   for (int64_t c = head + vectors * kVectorSize<T> + threadIdx.x; c < cols; c += blockDim.x) map_element(c);
 }
 
-constexpr int kAnyRowThreads = 512;
-
-// Threads of a block for a row of any size: whole warps, no more than the row has use for.
-inline unsigned any_row_block(int64_t cols) {
-  return static_cast<unsigned>(std::min<int64_t>(kAnyRowThreads, ceil_div(std::max<int64_t>(cols, 1), 32) * 32));
-}
-
 // -------------------------------------------------------------------------------------------------------- launch
 
 // Launches a kernel for `rows` rows as planned.

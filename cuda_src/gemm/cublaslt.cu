@@ -1,16 +1,15 @@
 // cuBLASLt, if the process has loaded it or can: found by name, never linked. The part of its interface that is used is
 // declared here, after NVIDIA's documentation of cuBLAS 12 and 13; its numbers have not changed since version 11.
-#include <dlfcn.h>
-
+#include <array>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <mutex>
-#include <unordered_map>
 
-#include "choice.h"
 #include "cuda/launch.cuh"
 #include "gemm.h"
+#include "host/dynamic.h"
 
 namespace aot {
 inline namespace AOT_ISA {
@@ -65,18 +64,16 @@ struct Library {
                 const Algorithm *algorithm, void *workspace, size_t workspace_bytes, cudaStream_t stream);
 
   bool read(void *library) {
-    auto get = [&](auto *function, const char *name) {
-      *function = reinterpret_cast<std::decay_t<decltype(*function)>>(dlsym(library, name));
-      return *function != nullptr;
-    };
-    return library && get(&create, "cublasLtCreate") && get(&desc_create, "cublasLtMatmulDescCreate") &&
-           get(&desc_set, "cublasLtMatmulDescSetAttribute") && get(&desc_destroy, "cublasLtMatmulDescDestroy") &&
-           get(&layout_create, "cublasLtMatrixLayoutCreate") && get(&layout_set, "cublasLtMatrixLayoutSetAttribute") &&
-           get(&layout_destroy, "cublasLtMatrixLayoutDestroy") &&
-           get(&preference_create, "cublasLtMatmulPreferenceCreate") &&
-           get(&preference_set, "cublasLtMatmulPreferenceSetAttribute") &&
-           get(&preference_destroy, "cublasLtMatmulPreferenceDestroy") &&
-           get(&heuristic, "cublasLtMatmulAlgoGetHeuristic") && get(&matmul, "cublasLtMatmul");
+    return find(library, "cublasLtCreate", &create) && find(library, "cublasLtMatmulDescCreate", &desc_create) &&
+           find(library, "cublasLtMatmulDescSetAttribute", &desc_set) &&
+           find(library, "cublasLtMatmulDescDestroy", &desc_destroy) &&
+           find(library, "cublasLtMatrixLayoutCreate", &layout_create) &&
+           find(library, "cublasLtMatrixLayoutSetAttribute", &layout_set) &&
+           find(library, "cublasLtMatrixLayoutDestroy", &layout_destroy) &&
+           find(library, "cublasLtMatmulPreferenceCreate", &preference_create) &&
+           find(library, "cublasLtMatmulPreferenceSetAttribute", &preference_set) &&
+           find(library, "cublasLtMatmulPreferenceDestroy", &preference_destroy) &&
+           find(library, "cublasLtMatmulAlgoGetHeuristic", &heuristic) && find(library, "cublasLtMatmul", &matmul);
   }
 };
 
@@ -112,6 +109,22 @@ const Found &found() {
   static const Found once;
   return once;
 }
+
+// The values of $AOTOPS_GEMM (docs/building.md).
+enum class GemmMode { automatic, cublaslt, own, unknown };
+
+GemmMode gemm_mode() {
+  static const GemmMode mode = [] {
+    const char *names[] = {"auto", "cublaslt", "own"}, *text = std::getenv("AOTOPS_GEMM");
+    if (!text || !*text) return GemmMode::automatic;
+    for (int i = 0; i < 3; ++i)
+      if (!std::strcmp(text, names[i])) return static_cast<GemmMode>(i);
+    return GemmMode::unknown;
+  }();
+  return mode;
+}
+
+bool has_cublaslt() { return found().usable && gemm_mode() != GemmMode::own; }
 
 // The handle of a device, kept for all threads and streams.
 Object handle_of(int device) {
@@ -158,18 +171,7 @@ uint32_t alignment(const void *data) {
   return bytes;
 }
 
-// All that the choice of an algorithm depends on.
-struct Key {
-  int64_t number[16];
-  bool operator==(const Key &other) const { return !std::memcmp(number, other.number, sizeof number); }
-};
-struct Hash {
-  size_t operator()(const Key &key) const {
-    uint64_t h = 0;
-    for (int64_t n : key.number) h = (h ^ n) * 0x9e3779b97f4a7c15u, h ^= h >> 29;
-    return h;
-  }
-};
+using Key = std::array<int64_t, 15>;  // all that the choice of an algorithm depends on
 
 // The heuristic's first algorithm for a product, if it has one. Kept because a query costs some ten microseconds.
 struct CachedAlgorithm {
@@ -178,8 +180,8 @@ struct CachedAlgorithm {
 };
 constexpr size_t kMaxCached = 4096;
 std::mutex cache_mutex;
-std::unordered_map<Key, CachedAlgorithm, Hash> &cache() {
-  static auto *map = new std::unordered_map<Key, CachedAlgorithm, Hash>;  // never destroyed: threads may use it at exit
+std::map<Key, CachedAlgorithm> &cache() {
+  static auto *map = new std::map<Key, CachedAlgorithm>;  // never destroyed: threads may use it at exit
   return *map;
 }
 
@@ -250,9 +252,21 @@ struct CublasLtCall {
 
 // ----------------------------------------------------------------------------------------------------------- entry
 
-bool has_cublaslt() { return found().usable && gemm_mode() != GemmMode::own; }
+Status check_cublaslt(const char *op) {
+  if (gemm_mode() == GemmMode::unknown)
+    return fail(kDeviceError, "%s: AOTOPS_GEMM is '%s', expected 'auto', 'cublaslt' or 'own'", op,
+                std::getenv("AOTOPS_GEMM"));
+  return *found().error ? fail(kDeviceError, "%s: %s", op, found().error) : kOk;
+}
 
-Status check_cublaslt(const char *op) { return *found().error ? fail(kDeviceError, "%s: %s", op, found().error) : kOk; }
+// It does by default, except with an activation in 16 bits, which its epilogue does not have, so that it takes a second
+// kernel. On an H200 the steps of a model were slower with the library's own kernel for all products, although single
+// products were faster at a given clock (docs/lab_notes.md). The choice does not depend on whether pre_activation is
+// wanted, and so the bits of c do not either.
+bool prefers_cublaslt(const GemmParams &g) {
+  return has_cublaslt() &&
+         (gemm_mode() == GemmMode::cublaslt || itemsize(g.dtype) > 2 || g.activation == kActivationNone);
+}
 
 Status gemm_cublaslt(const char *op, const GemmParams &gemm, cudaStream_t stream, bool *done) {
   *done = false;
@@ -273,12 +287,21 @@ Status gemm_cublaslt(const char *op, const GemmParams &gemm, cudaStream_t stream
   CublasLtCall call{found().library, gemm};
   if (!handle || !call.describe(epilogue)) return kOk;
 
-  const Key key = {{device | gemm.a.transposed << 8 | gemm.b.transposed << 9 | gemm.allow_tf32 << 10 | epilogue << 16,
-                    int64_t(gemm.dtype) << 8 | int64_t(gemm.c_dtype), gemm.m, gemm.n, gemm.k, gemm.a.stride,
-                    gemm.b.stride, gemm.c.stride, gemm.count, gemm.a_step, gemm.b_step, gemm.c_step,
-                    gemm.workspace_bytes,
-                    alignment(gemm.a.data) << 20 | alignment(gemm.b.data) << 10 | alignment(gemm.c.data),
-                    gemm.bias ? alignment(gemm.bias) : 0}};
+  const Key key = {device | gemm.a.transposed << 8 | gemm.b.transposed << 9 | gemm.allow_tf32 << 10 | epilogue << 16,
+                   int64_t(gemm.dtype) << 8 | int64_t(gemm.c_dtype),
+                   gemm.m,
+                   gemm.n,
+                   gemm.k,
+                   gemm.a.stride,
+                   gemm.b.stride,
+                   gemm.c.stride,
+                   gemm.count,
+                   gemm.a_step,
+                   gemm.b_step,
+                   gemm.c_step,
+                   gemm.workspace_bytes,
+                   alignment(gemm.a.data) << 20 | alignment(gemm.b.data) << 10 | alignment(gemm.c.data),
+                   gemm.bias ? alignment(gemm.bias) : 0};
   CachedAlgorithm cached{};
   {
     std::lock_guard<std::mutex> hold(cache_mutex);

@@ -2,7 +2,6 @@
 #include "gemm.h"
 
 #include "activation.cuh"
-#include "choice.h"
 #include "cuda/elementwise.cuh"
 #include "cuda/sum_slices.cuh"
 #include "tile.cuh"
@@ -129,7 +128,7 @@ Status gemm_on_hopper(const char *op, const GemmParams &gemm, cudaStream_t strea
   AOT_TRY(device_limits(op, &limits));
   if (limits.major != 9 || gemm.count > 0x7fffffff || !cutlass_supports(gemm) || !has_vectors(gemm)) return kOk;
   if (gemm.pre_activation && (gemm.a.transposed || !gemm.b.transposed)) return kOk;
-  auto *run = gemm.dtype == DType::bfloat16 ? gemm_bfloat16_sm90 : gemm_float16_sm90;
+  auto *run = gemm.dtype == DType::bfloat16 ? gemm_sm90<__nv_bfloat16> : gemm_sm90<__half>;
   // Small tiles if large ones do not fill half of the device, or not all of it and sums are short.
   const int64_t tiles = count_tiles(gemm), all = limits.multiprocessors;
   AOT_TRY(bind_device(op));  // for the driver, which encodes tensor maps
@@ -147,7 +146,7 @@ Status gemm_on_ampere(const char *op, const GemmParams &gemm, cudaStream_t strea
   AOT_TRY(device_limits(op, &limits));
   if (limits.major < 8 || gemm.count > kMaxBatch || !cutlass_supports(gemm)) return kOk;
   if (gemm.pre_activation && (gemm.a.transposed || !gemm.b.transposed)) return kOk;
-  auto *run = gemm.dtype == DType::bfloat16 ? gemm_bfloat16_sm80 : gemm_float16_sm80;
+  auto *run = gemm.dtype == DType::bfloat16 ? gemm_sm80<__nv_bfloat16> : gemm_sm80<__half>;
   return run(op, gemm, has_vectors(gemm), stream, done);
 }
 
@@ -178,9 +177,8 @@ Status gemm_and_activation(const char *op, const GemmParams &g, cudaStream_t str
 // follow it.
 Status gemm(const char *op, const GemmParams &gemm, cudaStream_t stream) {
   if (gemm.m == 0 || gemm.n == 0 || gemm.count == 0) return kOk;
-  AOT_TRY(check_gemm_mode(op));
   AOT_TRY(check_cublaslt(op));
-  const bool half = itemsize(gemm.dtype) == 2, library_first = has_cublaslt() && prefers_cublaslt(gemm);
+  const bool half = itemsize(gemm.dtype) == 2, library_first = prefers_cublaslt(gemm);
   if (half && gemm.activation && library_first) return gemm_and_activation(op, gemm, stream);
   using Kernel = Status (*)(const char *, const GemmParams &, cudaStream_t, bool *);
   const Kernel order[2][3] = {{gemm_on_hopper, gemm_on_ampere, gemm_cublaslt},

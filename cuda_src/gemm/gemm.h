@@ -32,18 +32,19 @@ Status gemm(const char *op, const GemmParams &gemm, cudaStream_t stream);
 
 // The kernels. *done: whether the kernel supports the GEMM, and has run it.
 
-// An error if $AOTOPS_CUBLASLT names a library that cannot be used.
 Status gemm_cublaslt(const char *op, const GemmParams &gemm, cudaStream_t stream, bool *done);
+// Whether cuBLASLt runs a product before the library's own kernels do.
+bool prefers_cublaslt(const GemmParams &gemm);
+// An error if $AOTOPS_CUBLASLT names a library that cannot be used, or $AOTOPS_GEMM is unknown.
 Status check_cublaslt(const char *op);
 
-// CUTLASS's. vectors: whether every line of a matrix is whole, aligned vectors of 16 bytes.
-Status gemm_bfloat16_sm80(const char *op, const GemmParams &gemm, bool vectors, cudaStream_t stream, bool *done);
-Status gemm_float16_sm80(const char *op, const GemmParams &gemm, bool vectors, cudaStream_t stream, bool *done);
-// rows: of a tile, 64 or 128
-Status gemm_bfloat16_sm90(const char *op, const GemmParams &gemm, int rows, int multiprocessors, cudaStream_t stream,
-                          bool *done);
-Status gemm_float16_sm90(const char *op, const GemmParams &gemm, int rows, int multiprocessors, cudaStream_t stream,
-                         bool *done);
+// CUTLASS's, for T = __half or __nv_bfloat16. vectors: whether every line of a matrix is whole, aligned vectors of 16
+// bytes; rows: of a tile, 64 or 128.
+template <typename T>
+Status gemm_sm80(const char *op, const GemmParams &gemm, bool vectors, cudaStream_t stream, bool *done);
+template <typename T>
+Status gemm_sm90(const char *op, const GemmParams &gemm, int rows, int multiprocessors, cudaStream_t stream,
+                 bool *done);
 
 // Runs all products of the problem, and sums them as it says. scratch, in elements of the accumulate dtype: from
 // `first` on for unreduced products; from `reserved` on cuBLASLt's.

@@ -1,12 +1,3 @@
 #include "gemm_sm90.cuh"
 
-namespace aot {
-inline namespace AOT_ISA {
-
-Status gemm_bfloat16_sm90(const char *op, const GemmParams &gemm, int rows, int multiprocessors, cudaStream_t stream,
-                          bool *done) {
-  return gemm_sm90<cutlass::bfloat16_t>(op, gemm, rows, multiprocessors, stream, done);
-}
-
-}  // namespace AOT_ISA
-}  // namespace aot
+template aot::Status aot::gemm_sm90<__nv_bfloat16>(const char *, const GemmParams &, int, int, cudaStream_t, bool *);

@@ -1,12 +1,3 @@
 #include "gemm_sm90.cuh"
 
-namespace aot {
-inline namespace AOT_ISA {
-
-Status gemm_float16_sm90(const char *op, const GemmParams &gemm, int rows, int multiprocessors, cudaStream_t stream,
-                         bool *done) {
-  return gemm_sm90<cutlass::half_t>(op, gemm, rows, multiprocessors, stream, done);
-}
-
-}  // namespace AOT_ISA
-}  // namespace aot
+template aot::Status aot::gemm_sm90<__half>(const char *, const GemmParams &, int, int, cudaStream_t, bool *);

@@ -163,7 +163,8 @@ static Status run_layout(const char *op, const GemmParams &g, cudaStream_t strea
 
 template <typename T>
 Status gemm_sm80(const char *op, const GemmParams &g, bool vectors, cudaStream_t stream, bool *done) {
-  auto *run = vectors ? run_layout<T, 8> : run_layout<T, 1>;
+  using Element = std::conditional_t<std::is_same_v<T, __half>, cutlass::half_t, cutlass::bfloat16_t>;
+  auto *run = vectors ? run_layout<Element, 8> : run_layout<Element, 1>;
   return run(op, g, stream, done);
 }
 

@@ -134,10 +134,11 @@ Status gemm_sm90(const char *op, const GemmParams &g, int rows, int multiprocess
 
 template <typename T>
 Status gemm_sm90(const char *op, const GemmParams &g, int rows, int multiprocessors, cudaStream_t stream, bool *done) {
-  auto *run = g.pre_activation ? gemm_sm90<T, true, false, true>
+  using E = std::conditional_t<std::is_same_v<T, __half>, cutlass::half_t, cutlass::bfloat16_t>;
+  auto *run = g.pre_activation ? gemm_sm90<E, true, false, true>
               : g.a.transposed
-                  ? (g.b.transposed ? gemm_sm90<T, false, true, true> : gemm_sm90<T, false, true, false>)
-                  : (g.b.transposed ? gemm_sm90<T, false, false, true> : gemm_sm90<T, false, false, false>);
+                  ? (g.b.transposed ? gemm_sm90<E, false, true, true> : gemm_sm90<E, false, true, false>)
+                  : (g.b.transposed ? gemm_sm90<E, false, false, true> : gemm_sm90<E, false, false, false>);
   return run(op, g, rows, multiprocessors, stream, done);
 }
 

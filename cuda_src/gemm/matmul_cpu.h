@@ -6,15 +6,19 @@
 namespace aot {
 inline namespace AOT_ISA {
 
+// The operand's matrix that begins at element `at`.
+template <typename T>
+Matrix<T> matrix(const Operand &x, int64_t at = 0) {
+  return {static_cast<const T *>(x.data) + at, x.stride, x.transposed};
+}
+
 template <typename T, typename C>
 Status gemm_all(const MatmulProblem &p) {
   return gemm_batch(p.count(), [&](int64_t index) {
     int64_t a, b, c;
     p.at(index, &a, &b, &c);
-    auto matrix = [](const Operand &x, int64_t at) {
-      return Matrix<T>{static_cast<const T *>(x.data) + at, x.stride, x.transposed};
-    };
-    return CpuGemm<T, C>{p.m, p.n, p.k, matrix(p.a, a), matrix(p.b, b), static_cast<C *>(p.c.data) + c, p.c.stride};
+    C *to = static_cast<C *>(p.c.data) + c;
+    return CpuGemm<T, C>{p.m, p.n, p.k, matrix<T>(p.a, a), matrix<T>(p.b, b), to, p.c.stride};
   });
 }
 

@@ -1,22 +1,8 @@
 #include "libraries.h"
 
-#include <dlfcn.h>
-#include <pthread.h>
-
-#include <deque>
-#include <mutex>
-
 using namespace aot;
 
-namespace {
-
-std::mutex lock;
-std::deque<SharedLibrary> libraries;  // kept for good
-// fork() takes the lock, so that no thread that the child lacks holds it there.
-[[maybe_unused]] const int registered =
-    pthread_atfork([] { lock.lock(); }, [] { lock.unlock(); }, [] { lock.unlock(); });
-
-}  // namespace
+static GrowingList<SharedLibrary> libraries;
 
 const SharedLibrary *aot::find_library(std::string_view name) {
   static const SharedLibrary self = [] {
@@ -25,10 +11,7 @@ const SharedLibrary *aot::find_library(std::string_view name) {
     return SharedLibrary{"aotops", found ? dlopen(info.dli_fname, RTLD_NOW | RTLD_NOLOAD) : nullptr, false};
   }();
   if (name.empty()) return &self;
-  std::lock_guard<std::mutex> hold(lock);
-  for (const SharedLibrary &library : libraries)
-    if (library.name == name) return &library;
-  return nullptr;
+  return libraries.find([&](const SharedLibrary &library) { return library.name == name; });
 }
 
 // Names a library, by its handle of dlopen. The name of another one is refused.
@@ -36,7 +19,5 @@ AOT_API int aot_library(const char *name, void *handle, int new_strings) {
   const SharedLibrary *known = find_library(name);
   if (known)
     return known->handle == handle ? kOk : fail(kInvalidArgument, "the library %s is registered already", name);
-  std::lock_guard<std::mutex> hold(lock);
-  libraries.push_back({name, handle, new_strings != 0});
-  return kOk;
+  return libraries.add(std::make_unique<SharedLibrary>(SharedLibrary{name, handle, new_strings != 0})), kOk;
 }

@@ -3,7 +3,7 @@
 #include <string>
 #include <string_view>
 
-#include "aot.h"
+#include "bound_entry.h"
 
 namespace aot {
 
@@ -11,6 +11,7 @@ struct SharedLibrary {
   std::string name;
   void *handle;      // of dlopen; never closed
   bool new_strings;  // its C++ code has the std::string of the new ABI (_GLIBCXX_USE_CXX11_ABI=1)
+  SharedLibrary *next = nullptr;
 };
 
 // The library of this name; this one, without a name. Null: no library of this name is registered.

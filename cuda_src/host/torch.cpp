@@ -163,11 +163,11 @@ struct Slots {
   }
 };
 
-// A tuple of n objects, each given by its index; None for an index of -1.
-Ref tuple_of(void *const *objects, const int *index, int n) {
+// A tuple of n objects: the first ones, or each given by its index, None by -1.
+Ref tuple_of(void *const *objects, int n, const int *index = nullptr) {
   Ref tuple = PyTuple_New(n);
   for (int i = 0; tuple && i < n; ++i) {
-    void *object = index[i] < 0 ? python.none : objects[index[i]];
+    void *object = !index ? objects[i] : index[i] < 0 ? python.none : objects[index[i]];
     Py_IncRef(object);
     PyTuple_SetItem(tuple, i, object);
   }
@@ -198,7 +198,7 @@ bool save(const Function &f, void *context, void *const *objects) {
     if (kept) replaced[n_replaced++] = f.saved[i];
   }
   if (n_replaced) {
-    Ref kept = tuple_of(objects, replaced, n_replaced);
+    Ref kept = tuple_of(objects, n_replaced, replaced);
     Ref counts = PyTuple_New(n_replaced);
     if (!kept || !counts || PyObject_SetAttr(context, inputs, kept)) return false;
     for (int i = 0; i < n_replaced; ++i) {
@@ -208,7 +208,7 @@ bool save(const Function &f, void *context, void *const *objects) {
     }
     if (PyObject_SetAttr(context, versions, counts)) return false;
   }
-  Ref tensors = tuple_of(objects, saved, f.n_saved);
+  Ref tensors = tuple_of(objects, f.n_saved, saved);
   return tensors && !PyObject_SetAttr(context, to_save, tensors);
 }
 
@@ -221,9 +221,7 @@ void *run_function(const Function &f, void *context, void *const *inputs, intptr
   if (int status = slots.run(f, f.always, context)) return finish(status);
   if (context && f.n_saved && !save(f, context, slots.objects)) return nullptr;
   if (f.n_returned == 1) return slots.outputs[call.n_in].release();
-  int returned[kMaxSlots];
-  for (int i = 0; i < f.n_returned; ++i) returned[i] = call.n_in + i;
-  return tuple_of(slots.objects, returned, f.n_returned).release();
+  return tuple_of(slots.objects + call.n_in, f.n_returned).release();
 }
 
 bool is_plain(void *object) { return is_dlpack(object) && gate.plain_tensor(object); }
@@ -277,7 +275,7 @@ Ref run_plain_backward(const Backward &b, void *needed, void *saved, void *const
     if (overwritten) slots.over_output = b.over_output, slots.over_input = b.over_input;
     if (int status = slots.run(f, wanted | f.always, false)) return finish(status), nullptr;
   }
-  return tuple_of(slots.objects, gradient, b.n_inputs);
+  return tuple_of(slots.objects, b.n_inputs, gradient);
 }
 
 // After a null result: whether the fallback must run. An error that is ours is dropped, the fallback raises a better
@@ -300,9 +298,8 @@ Ref run_backward(const Backward &b, void *context, void *const *grads) {
   Ref gradients = run_plain_backward(b, needed, saved, grads);
   if (!gradients) {
     if (!must_fall_back()) return nullptr;
-    Ref given = PyTuple_New(b.n_grads);
+    Ref given = tuple_of(grads, b.n_grads);
     if (!given) return nullptr;
-    for (int i = 0; i < b.n_grads; ++i) Py_IncRef(grads[i]), PyTuple_SetItem(given, i, grads[i]);
     void *const arguments[] = {saved, given, needed, context};
     gradients = PyObject_VectorcallDict(b.fallback, arguments, 4, nullptr);
   }
@@ -412,9 +409,8 @@ Ref bind_attributes(Public &p, void *const *attrs) {
   }
   for (int i = 0; i < p.n_attrs; ++i)
     if (!is_key(p.kinds[i], attrs[i])) return nullptr;
-  Ref key = PyTuple_New(p.n_attrs);
+  Ref key = tuple_of(attrs, p.n_attrs);
   if (!key) return nullptr;
-  for (int i = 0; i < p.n_attrs; ++i) Py_IncRef(attrs[i]), PyTuple_SetItem(key, i, attrs[i]);
   void *found = PyDict_GetItemWithError(p.bound, key);
   if (!found && PyErr_Occurred()) return nullptr;
   if (found) Py_IncRef(found);

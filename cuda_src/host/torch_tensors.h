@@ -54,23 +54,9 @@ class TorchTensors {
 
   // c10::ScalarType, whose numbers are part of the C ABI; -1: a dtype that no entry writes.
   static int scalar_type(const DLTensor &t) {
-    constexpr int ints[] = {1, 2, 3, 4}, floats[] = {-1, 5, 6, 7};
-    const int size = t.bits == 8 ? 0 : t.bits == 16 ? 1 : t.bits == 32 ? 2 : t.bits == 64 ? 3 : -1;
-    if (size < 0 || t.lanes != 1) return -1;
-    switch (t.code) {
-      case 0:
-        return ints[size];
-      case 1:
-        return size == 0 ? 0 : -1;
-      case 2:
-        return floats[size];
-      case 4:
-        return size == 1 ? 15 : -1;
-      case 6:
-        return size == 0 ? 11 : -1;
-      default:
-        return -1;
-    }
+    // float16, bfloat16, float32, float64; int32, int64; bool, int8, uint8, int16
+    constexpr int numbers[kDTypes] = {-1, -1, -1, 5, 15, 6, 7, 3, 4, 11, 1, 0, 2};
+    return t.lanes == 1 ? numbers[static_cast<int>(parse_dtype(dlpack_dtype(t)))] : -1;
   }
 
   static constexpr int kCpuType = 1, kCudaType = 2;  // DLPack's; to the C ABI 0 and 1

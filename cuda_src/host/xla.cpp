@@ -74,17 +74,9 @@ Status find_bound(std::string_view name, Device device, std::string_view attrs, 
 
 // --------------------------------------------------------------------------------------------------------- the handler
 
-struct TypeNames {
-  const char *of[static_cast<int>(xla::DataType::c128) + 1] = {};
-  constexpr TypeNames() {
-    for (const auto &known : xla::kTypes) of[static_cast<int>(known.type)] = known.name;
-  }
-};
-constexpr TypeNames kTypeNames;
-
-const char *dtype_text(xla::DataType dtype) {
-  const auto number = static_cast<size_t>(dtype);
-  return number < std::size(kTypeNames.of) && kTypeNames.of[number] ? kTypeNames.of[number] : kUnnamedDtype;
+const char *dtype_text(int dtype) {
+  const bool known = dtype >= 0 && dtype < static_cast<int>(std::size(xla::kDataTypes)) && xla::kDataTypes[dtype];
+  return known ? xla::kDataTypes[dtype] : kUnnamedDtype;
 }
 
 std::string_view attribute(const xla::Attrs &attrs, std::string_view name) {

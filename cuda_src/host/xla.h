@@ -17,31 +17,10 @@ struct Head {
 };
 
 enum class ErrorCode : int { invalid_argument = 3, unimplemented = 12, internal = 13 };
-enum class DataType : int {
-  pred = 1,
-  s8 = 2,
-  s16 = 3,
-  s32 = 4,
-  s64 = 5,
-  u8 = 6,
-  u16 = 7,
-  u32 = 8,
-  u64 = 9,
-  f16 = 10,
-  f32 = 11,
-  f64 = 12,
-  c64 = 15,
-  bf16 = 16,
-  c128 = 18
-};
-constexpr struct {
-  DataType type;
-  const char *name;
-} kTypes[] = {{DataType::pred, "bool"},     {DataType::s8, "int8"},       {DataType::s16, "int16"},
-              {DataType::s32, "int32"},     {DataType::s64, "int64"},     {DataType::u8, "uint8"},
-              {DataType::u16, "uint16"},    {DataType::u32, "uint32"},    {DataType::u64, "uint64"},
-              {DataType::f16, "float16"},   {DataType::f32, "float32"},   {DataType::f64, "float64"},
-              {DataType::c64, "complex64"}, {DataType::bf16, "bfloat16"}, {DataType::c128, "complex128"}};
+// The names of dtypes, by XLA's number; null: no entry accepts it.
+constexpr const char *kDataTypes[] = {nullptr,  "bool",      "int8",     "int16",   "int32",     "int64",   "uint8",
+                                      "uint16", "uint32",    "uint64",   "float16", "float32",   "float64", nullptr,
+                                      nullptr,  "complex64", "bfloat16", nullptr,   "complex128"};
 enum class AttrType : int { string = 4 };
 enum class Stage : int { instantiate, prepare, initialize, execute };
 enum class ExtensionType : int { metadata = 1 };
@@ -92,7 +71,7 @@ struct Api : Head {
 };
 
 struct Buffer : Head {
-  DataType dtype;
+  int dtype;
   void *data;
   int64_t rank;
   int64_t *dims;

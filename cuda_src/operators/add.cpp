@@ -6,34 +6,16 @@
 namespace aot {
 inline namespace AOT_ISA {
 
-// --------------------------------------------------------------------------------------------------------- loops
-
-template <typename T>
-void add_loop(const T *a, const T *b, T *y, int64_t n) {
-  map(y, n, [=](int64_t i, auto part) { return load(a + i, part) + load(b + i, part); });
-}
-
-template <typename T>
-void add_scaled_loop(const T *a, const T *b, Accumulate<T> alpha, T *y, int64_t n) {
-  map(y, n, [=](int64_t i, auto part) { return load(a + i, part) + alpha * load(b + i, part); });
-}
-
-template <typename T>
-void add_number_loop(const T *a, Accumulate<T> number, T *y, int64_t n) {
-  map(y, n, [=](int64_t i, auto part) { return load(a + i, part) + number; });
-}
-
-// ----------------------------------------------------------------------------------------------------- launchers
-
 inline Status add_cpu(const Add &op, const Tensor *in, const Tensor *out, void *) {
   return dispatch_floating(in[0].dtype, [&](auto zero) {
     using T = decltype(zero);
-    const T *a = in[0].as<T>(), *b = in[1] ? in[1].as<T>() : nullptr;
+    const T *a = in[0].as<T>(), *b = in[1].as<T>();
     T *y = out[0].as<T>();
     const int64_t n = out[0].size();
-    if (!b) add_number_loop<T>(a, op.addend(), y, n);
-    else if (op.alpha == 1) add_loop(a, b, y, n);
-    else add_scaled_loop<T>(a, b, op.alpha, y, n);
+    const Accumulate<T> alpha = op.alpha, number = op.addend();
+    if (!b) map(y, n, [=](int64_t i, auto part) { return load(a + i, part) + number; });
+    else if (alpha == 1) map(y, n, [=](int64_t i, auto part) { return load(a + i, part) + load(b + i, part); });
+    else map(y, n, [=](int64_t i, auto part) { return load(a + i, part) + alpha * load(b + i, part); });
     return kOk;
   });
 }

@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kMapBlock) add_number_kernel(const T *a, Accum
 Status add_cuda(const Add &op, const Tensor *in, const Tensor *out, void *stream) {
   return dispatch(out[0].dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    const T *a = in[0].as<const T>(), *b = in[1] ? in[1].as<const T>() : nullptr;
+    const T *a = in[0].as<const T>(), *b = in[1].as<const T>();
     T *y = out[0].as<T>();
     const int64_t n = out[0].size();
     const unsigned grid = map_grid<T, 1>(n);

@@ -3,7 +3,7 @@
 #include <cstdlib>
 
 #include "cpu/entry.h"
-#include "cpu/parallel.h"
+#include "cpu/rows.h"
 #include "gemm/gemm_cpu.h"
 
 namespace aot {
@@ -75,6 +75,24 @@ struct Source {
         }
   }
 
+  // The matrix of n positions' columns from `begin` on, of an image in NCHW: (n, depth) in NHWC, (depth, n) in NCHW.
+  // Made in `buffer`, unless the source is that matrix.
+  Matrix<T> block(int64_t image, int64_t group, int64_t begin, int64_t n, T *buffer) const {
+    if (nhwc) {
+      if (identity()) return {data + begin * all + group * channels, all};
+      parallel_pieces(n, ceil_div(kGrain, depth() + 1), [=](int64_t first, int64_t last) {
+        rows(group, begin + first, last - first, buffer + first * depth());
+      });
+      return {buffer, depth()};
+    }
+    if (identity()) return {data + (image * all + group * channels) * positions() + begin, positions()};
+    const int64_t kernel = h.kernel * w.kernel;
+    parallel_pieces(channels, ceil_div(kGrain, kernel * n + 1), [=](int64_t first, int64_t last) {
+      for (int64_t c = first; c < last; ++c) columns(image, group, c, begin, n, buffer + c * kernel * n);
+    });
+    return {buffer, n};
+  }
+
  private:
   void fill_run(const T *line, int64_t j, int64_t s, int64_t run, T *to) const {
     if (!line) {
@@ -120,22 +138,12 @@ Status convolve(const char *op, const Source<T> &source, const T *weight, const 
     if (!buffer) return out_of_memory(op);
     const Matrix<T> w{weight + group * out_channels * depth, depth, source.nhwc};
     const T *add = bias ? bias + group * out_channels : nullptr;
-    if (source.nhwc) {
-      Matrix<T> rows{source.data + begin * source.all + group * source.channels, source.all};
-      if (!source.identity()) source.rows(group, begin, n, buffer), rows = {buffer, depth};
-      return gemm(n, out_channels, depth, rows, w, result + begin * all + group * out_channels, all, false,
+    const Matrix<T> x = source.block(image, group, begin, n, buffer);
+    if (source.nhwc)
+      return gemm(n, out_channels, depth, x, w, result + begin * all + group * out_channels, all, false,
                   [=](Vec<T> v, int64_t, int64_t j, auto part) { return add ? v + load(add + j, part) : v; });
-    } else {
-      Matrix<T> columns{source.data + (image * source.all + group * source.channels) * positions + begin, positions};
-      if (!source.identity()) {
-        for (int64_t c = 0; c < source.channels; ++c)
-          source.columns(image, group, c, begin, n, buffer + c * source.h.kernel * source.w.kernel * n);
-        columns = {buffer, n};
-      }
-      return gemm(out_channels, n, depth, w, columns, result + (image * all + group * out_channels) * positions + begin,
-                  positions, false,
-                  [=](Vec<T> v, int64_t i, int64_t, auto) { return add ? v + load(add + i, Part{1})[0] : v; });
-    }
+    return gemm(out_channels, n, depth, w, x, result + (image * all + group * out_channels) * positions + begin,
+                positions, false, [=](Vec<T> v, int64_t i, int64_t, auto) { return add ? v + load_one(add + i) : v; });
   });
 }
 
@@ -173,30 +181,12 @@ Status sum_blocks(const char *op, const Source<T> &source, const T *dy, int64_t 
     for (int64_t image = 0; image < images; ++image)
       for (int64_t begin = 0; begin < length; begin += block) {
         const int64_t n = length - begin < block ? length - begin : block;
-        A *to = sums + group * out_channels * depth;
-        if (source.nhwc) {
-          Matrix<T> rows{source.data + begin * source.all + group * source.channels, source.all};
-          if (!source.identity()) {
-            parallel_pieces(n, ceil_div(kGrain, depth + 1), [&](int64_t first, int64_t last) {
-              source.rows(group, begin + first, last - first, buffer + first * depth);
-            });
-            rows = {buffer, depth};
-          }
-          const Matrix<T> left{dy + begin * all + group * out_channels, all, true};
-          AOT_TRY(gemm(out_channels, depth, n, left, rows, to, depth, image + begin > 0));
-        } else {
-          Matrix<T> columns{source.data + (image * source.all + group * source.channels) * positions + begin, positions,
-                            true};
-          if (!source.identity()) {
-            const int64_t kernel = source.h.kernel * source.w.kernel;
-            parallel_pieces(source.channels, ceil_div(kGrain, kernel * n + 1), [&](int64_t first, int64_t last) {
-              for (int64_t c = first; c < last; ++c) source.columns(image, group, c, begin, n, buffer + c * kernel * n);
-            });
-            columns = {buffer, n, true};
-          }
-          const Matrix<T> left{dy + (image * all + group * out_channels) * positions + begin, positions};
-          AOT_TRY(gemm(out_channels, depth, n, left, columns, to, depth, image + begin > 0));
-        }
+        Matrix<T> x = source.block(image, group, begin, n, buffer);
+        x.transposed = !source.nhwc;
+        const Matrix<T> left =
+            source.nhwc ? Matrix<T>{dy + begin * all + group * out_channels, all, true}
+                        : Matrix<T>{dy + (image * all + group * out_channels) * positions + begin, positions};
+        AOT_TRY(gemm(out_channels, depth, n, left, x, sums + group * out_channels * depth, depth, image + begin > 0));
       }
   return kOk;
 }
@@ -206,44 +196,22 @@ Status sum_blocks(const char *op, const Source<T> &source, const T *dy, int64_t 
 // The sum of `rows` rows of n elements, `stride` apart.
 template <typename T>
 double sum_rows(const T *x, int64_t rows, int64_t stride, int64_t n) {
-  constexpr int64_t block = 4096;
   double total = 0;
   for (int64_t i = 0; i < rows; ++i, x += stride)
-    for (int64_t begin = 0; begin < n; begin += block) {
+    for_blocks(n, [&](int64_t begin, int64_t size) {
       Vec<T> s[4] = {};
-      sweep_sums<T>(n - begin < block ? n - begin : block,
-                    [&](int64_t j, auto part, int k) { s[k] += load(x + begin + j, part); });
-      total += sum<Accumulate<T>>((s[0] + s[1]) + (s[2] + s[3]));
-    }
+      sweep_sums<T>(size, [&](int64_t j, auto part, int k) { s[k] += load(x + begin + j, part); });
+      total += sum_of_4<T>(s);
+    });
   return total;
 }
 
 template <typename T>
 void sum_out_channels(const T *dy, bool nhwc, int64_t batch, int64_t positions, int64_t out_channels, T *dbias) {
-  using A = Accumulate<T>;
-  if (!nhwc) {
-    parallel_pieces(out_channels, ceil_div(kGrain, batch * positions + 1), [=](int64_t begin, int64_t end) {
-      for (int64_t o = begin; o < end; ++o) {
-        const A total = sum_rows(dy + o * positions, batch, out_channels * positions, positions);
-        store(dbias + o, Vec<T>{} + total, Part{1});
-      }
-    });
-    return;
-  }
-  // a vector of columns at a time; rows in blocks, whose sums are added in double
-  constexpr int64_t block = 256;
-  parallel_pieces(out_channels, kLanes<T>, [=](int64_t begin, int64_t end) {
-    const Part part{end - begin};
-    double total[kLanes<T>] = {};
-    for (int64_t first = 0; first < batch * positions; first += block) {
-      Vec<T> s = {};
-      for (int64_t i = first; i < first + block && i < batch * positions; ++i)
-        s += load(dy + i * out_channels + begin, part);
-      for (int l = 0; l < kLanes<T>; ++l) total[l] += s[l];
-    }
-    Vec<T> v = {};
-    for (int l = 0; l < kLanes<T>; ++l) v[l] = static_cast<A>(total[l]);
-    store(dbias + begin, v, part);
+  if (nhwc) return sum_columns(dy, batch * positions, out_channels, dbias);
+  parallel_pieces(out_channels, ceil_div(kGrain, batch * positions + 1), [=](int64_t begin, int64_t end) {
+    for (int64_t o = begin; o < end; ++o)
+      store_one(dbias + o, sum_rows(dy + o * positions, batch, out_channels * positions, positions));
   });
 }
 
@@ -255,14 +223,9 @@ Source<T> source_of(const Conv2dAttrs &op, const Conv2dShape &s, const T *data, 
     return Axis{transposed ? out : in, transposed ? in : out, kernel,    op.stride.value[i],
                 op.padding.value[i],   op.dilation.value[i],  transposed};
   };
+  const Axis h = axis(0, s.height, s.out_h, s.kernel_h), w = axis(1, s.width, s.out_w, s.kernel_w);
   const int64_t channels = transposed ? s.out_channels : s.channels;
-  return {op.nhwc(),
-          axis(0, s.height, s.out_h, s.kernel_h),
-          axis(1, s.width, s.out_w, s.kernel_w),
-          s.batch,
-          channels / op.groups,
-          channels,
-          data};
+  return {op.nhwc(), h, w, s.batch, channels / op.groups, channels, data};
 }
 
 Status conv2d_cpu(const Conv2d &op, const Tensor *in, const Tensor *out, void *) {

@@ -31,15 +31,8 @@ struct Conv2dAttrs : Conv2dParams {
 
   Conv2dShape shape(const Spec &x, const Spec &weight, const Spec &y) const {
     const Image in = image(x), kernel = image(weight), out = image(y);
-    return {x.product(0, x.ndim - 3),
-            in.channels,
-            in.height,
-            in.width,
-            weight.shape[0],
-            kernel.height,
-            kernel.width,
-            out.height,
-            out.width};
+    const int64_t batch = x.product(0, x.ndim - 3), outs = weight.shape[0];
+    return {batch, in.channels, in.height, in.width, outs, kernel.height, kernel.width, out.height, out.width};
   }
 
  protected:

@@ -1,7 +1,7 @@
 #include "cross_entropy.h"
 
 #include "cpu/entry.h"
-#include "cpu/parallel.h"
+#include "cpu/rows.h"
 #include "cpu/softmax.h"
 
 namespace aot {
@@ -39,15 +39,6 @@ struct Targets {
 };
 
 // ---------------------------------------------------------------------------------------------------------- loops
-
-template <typename T>
-Accumulate<T> load_one(const T *p) {
-  return load(p, Part{1})[0];
-}
-template <typename T>
-void store_one(T *p, Accumulate<T> value) {
-  store(p, Vec<T>{} + value, Part{1});
-}
 
 // The loss, or dy: of T, or of float32, in which T is summed.
 template <typename T>

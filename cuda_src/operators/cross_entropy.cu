@@ -1,6 +1,7 @@
 #include "cross_entropy.h"
 
 #include "cuda/overlap.cuh"
+#include "cuda/rows.cuh"
 #include "cuda/softmax.cuh"
 
 namespace aot {
@@ -372,17 +373,14 @@ Status cross_entropy_rows(const char *op, const CrossEntropyAttrs &attrs, const 
   if (rows == 0) return kOk;
   const T *from = x.as<const T>();
   Smoothing<A> smoothing = {A(attrs.label_smoothing), A(attrs.label_smoothing / cols), A(1. / cols)};
-  auto s = static_cast<cudaStream_t>(stream);
   auto any = [&] {
-    cross_entropy_any_kernel<<<grid_size(rows), any_row_block(cols), 0, s>>>(from, targets, results, scale, rows, cols,
-                                                                             smoothing);
-    return check_launch(op);
+    return launch_rows(op, cross_entropy_any_kernel<T, A>, rows, cols, stream, from, targets, results, scale, rows,
+                       cols, smoothing);
   };
   auto stream_rows = [&] {
     if (cols < kStreamThreads * kVectorSize<T>) return any();
-    cross_entropy_stream_kernel<<<grid_size(rows), kStreamThreads, 0, s>>>(from, targets, results, rows, cols,
-                                                                           smoothing);
-    return check_launch(op);
+    return launch_kernel(op, cross_entropy_stream_kernel<T>, {grid_size(rows), kStreamThreads}, stream, from, targets,
+                         results, rows, cols, smoothing);
   };
   auto launch = [&](auto kind, auto smooth, auto slope) {
     return [=](auto shape, RegisterRowPlan plan) {
@@ -429,9 +427,8 @@ Status cross_entropy_scale(const char *op, const CrossEntropyAttrs &attrs, const
     };
   };
   auto any = [&] {
-    cross_entropy_scale_any_kernel<<<grid_size(rows), any_row_block(cols), 0, static_cast<cudaStream_t>(stream)>>>(
-        from, dx, targets, scale, rows, cols);
-    return check_launch(op);
+    return launch_rows(op, cross_entropy_scale_any_kernel<T, A>, rows, cols, stream, from, dx, targets, scale, rows,
+                       cols);
   };
   if (cols % kVectorSize<T> == 0 && aligned(from, dx))
     return dispatch_register_rows(ScaleShapes<T>(), row_vectors<T>(cols, from, dx), device, launch(Aligned()), any);

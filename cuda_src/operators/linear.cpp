@@ -59,16 +59,8 @@ struct LinearEpilogue {
 };
 
 template <typename T>
-void activation_backward_loop(const T *dy, const T *pre_activation, T *dx, int64_t n, Activation activation) {
-  map(dx, n, [=](int64_t i, auto part) {
-    return activation_gradient<T>(load(dy + i, part), load(pre_activation + i, part), activation);
-  });
-}
-
-template <typename T>
 Status forward_rows(const MatmulProblem &p, LinearEpilogue<T> epilogue) {
-  auto matrix = [](const Operand &x) { return Matrix<T>{static_cast<const T *>(x.data), x.stride, x.transposed}; };
-  return gemm(p.m, p.n, p.k, matrix(p.a), matrix(p.b), static_cast<T *>(p.c.data), p.c.stride, false, epilogue);
+  return gemm(p.m, p.n, p.k, matrix<T>(p.a), matrix<T>(p.b), static_cast<T *>(p.c.data), p.c.stride, false, epilogue);
 }
 
 // ----------------------------------------------------------------------------------------------------- launchers
@@ -78,8 +70,8 @@ Status linear_cpu(const Linear &op, const Tensor *in, const Tensor *out, void *)
   return dispatch_floating(x.dtype, [&](auto zero) {
     using T = decltype(zero);
     const MatmulProblem p = LinearMatmuls(x, weight).forward(x, weight, y.data);
-    T *kept = op.activation() && pre_activation ? pre_activation.as<T>() : nullptr;
-    return forward_rows<T>(p, {bias ? bias.as<T>() : nullptr, kept, p.n, op.activation()});
+    T *kept = op.activation() ? pre_activation.as<T>() : nullptr;
+    return forward_rows<T>(p, {bias.as<T>(), kept, p.n, op.activation()});
   });
 }
 
@@ -94,10 +86,11 @@ Status linear_backward_cpu(const LinearBackward &op, const Tensor *in, const Ten
     if (op.activation()) {
       dz = static_cast<T *>(scratch.data);
       if (!pre_activation)
-        AOT_TRY(forward_rows<T>(matmuls.forward(x, weight, dz),
-                                {bias ? bias.as<T>() : nullptr, nullptr, matmuls.out, kActivationNone}));
-      activation_backward_loop(dy.as<T>(), pre_activation ? pre_activation.as<T>() : dz, dz, dy.size(),
-                               op.activation());
+        AOT_TRY(forward_rows<T>(matmuls.forward(x, weight, dz), {bias.as<T>(), nullptr, matmuls.out, kActivationNone}));
+      const T *from = dy.as<T>(), *z = pre_activation ? pre_activation.as<T>() : dz;
+      map(dz, dy.size(), [=, activation = op.activation()](int64_t i, auto part) {
+        return activation_gradient<T>(load(from + i, part), load(z + i, part), activation);
+      });
     }
     if (dx) AOT_TRY(run_matmul(op.name, matmuls.dx(dz, weight, dx), scratch));
     if (dweight) AOT_TRY(run_matmul(op.name, matmuls.dweight(dz, x, dweight), scratch));

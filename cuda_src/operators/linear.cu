@@ -80,8 +80,8 @@ Status linear_backward_cuda(const LinearBackward &op, const Tensor *in, const Te
       if (!pre_activation) AOT_TRY(run(matmuls.forward(x, weight, dz), bias.data));
     }
     if (z || dbias)
-      AOT_TRY(activation_backward(op.name, dy.as<T>(), z, dz, dbias ? dbias.as<T>() : nullptr, partials, matmuls.rows,
-                                  matmuls.out, op.activation(), stream));
+      AOT_TRY(activation_backward(op.name, dy.as<T>(), z, dz, dbias.as<T>(), partials, matmuls.rows, matmuls.out,
+                                  op.activation(), stream));
     if (dx) AOT_TRY(run(matmuls.dx(dz, weight, dx), nullptr));
     if (dweight) AOT_TRY(run(matmuls.dweight(dz, x, dweight), nullptr));
     return kOk;

@@ -1,7 +1,7 @@
 #include "softmax.h"
 
 #include "cpu/entry.h"
-#include "cpu/parallel.h"
+#include "cpu/rows.h"
 #include "cpu/softmax.h"
 
 namespace aot {
@@ -42,14 +42,8 @@ void softmax_loop(const T *x, T *y, int64_t rows, int64_t n) {
 // `next`: the distance to the row to prefetch.
 template <typename T>
 void softmax_backward_row(const T *dy, const T *y, T *dx, int64_t next, int64_t n, bool stream) {
-  double dot = 0;
-  for_blocks(n, [&](int64_t begin, int64_t size) {
-    Vec<T> s[4] = {};
-    sweep_sums<T>(size,
-                  [&](int64_t j, auto part, int k) { s[k] += load(dy + begin + j, part) * load(y + begin + j, part); });
-    dot += sum_of_4<T>(s);
-  });
-  const auto c = static_cast<Accumulate<T>>(dot);
+  const auto c = static_cast<Accumulate<T>>(
+      sum_row<T>(n, [=](int64_t j, auto part) { return load(dy + j, part) * load(y + j, part); }));
   auto step = [=](int64_t j, auto part) {
     __builtin_prefetch(dy + next + j);
     __builtin_prefetch(y + next + j);

@@ -1,5 +1,6 @@
 #include "softmax.h"
 
+#include "cuda/rows.cuh"
 #include "cuda/softmax.cuh"
 
 namespace aot {
@@ -164,9 +165,7 @@ Status softmax_rows(const T *x, T *y, int64_t rows, int64_t cols, const DeviceLi
     return launch_register_rows<Shape>(Softmax::name, plan, rows, softmax_kernel<Shape>, stream, x, y, rows, cols);
   };
   return dispatch_register_rows(softmax_shapes<T>(), row_vectors<T>(cols, x, y), device, launch, [&] {
-    softmax_any_kernel<<<grid_size(rows), any_row_block(cols), 0, static_cast<cudaStream_t>(stream)>>>(x, y, rows,
-                                                                                                       cols);
-    return check_launch(Softmax::name);
+    return launch_rows(Softmax::name, softmax_any_kernel<T>, rows, cols, stream, x, y, rows, cols);
   });
 }
 
@@ -179,14 +178,14 @@ Status softmax_backward_rows(const T *dy, const T *y, T *dx, int64_t rows, int64
                                        dx, rows, cols);
   };
   return dispatch_register_rows(softmax_backward_shapes<T>(), row_vectors<T>(cols, dy, y, dx), device, launch, [&] {
-    softmax_backward_any_kernel<<<grid_size(rows), any_row_block(cols), 0, static_cast<cudaStream_t>(stream)>>>(
-        dy, y, dx, rows, cols);
-    return check_launch(SoftmaxBackward::name);
+    return launch_rows(SoftmaxBackward::name, softmax_backward_any_kernel<T>, rows, cols, stream, dy, y, dx, rows,
+                       cols);
   });
 }
 
-dim3 axis_grid(const Softmax::Axes &a) {
-  return {grid_size(ceil_div(a.inner, kAxisCols)), static_cast<unsigned>(std::min<int64_t>(a.outer, 65535))};
+LaunchShape axis_launch(const Softmax::Axes &a) {
+  return {{grid_size(ceil_div(a.inner, kAxisCols)), static_cast<unsigned>(std::min<int64_t>(a.outer, 65535))},
+          {kAxisCols, kAxisRows}};
 }
 
 Status softmax_cuda(const Softmax &op, const Tensor *in, const Tensor *out, void *stream) {
@@ -197,9 +196,8 @@ Status softmax_cuda(const Softmax &op, const Tensor *in, const Tensor *out, void
   return dispatch(x.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     if (a.inner == 1) return softmax_rows(x.as<const T>(), y.as<T>(), a.outer, a.n, device, stream);
-    softmax_axis_kernel<<<axis_grid(a), dim3(kAxisCols, kAxisRows), 0, static_cast<cudaStream_t>(stream)>>>(
-        x.as<const T>(), y.as<T>(), a.outer, a.n, a.inner);
-    return check_launch(Softmax::name);
+    return launch_kernel(Softmax::name, softmax_axis_kernel<T>, axis_launch(a), stream, x.as<const T>(), y.as<T>(),
+                         a.outer, a.n, a.inner);
   });
 }
 
@@ -212,9 +210,8 @@ Status softmax_backward_cuda(const SoftmaxBackward &op, const Tensor *in, const 
     using T = typename decltype(type)::type;
     if (a.inner == 1)
       return softmax_backward_rows(dy.as<const T>(), y.as<const T>(), dx.as<T>(), a.outer, a.n, device, stream);
-    softmax_backward_axis_kernel<<<axis_grid(a), dim3(kAxisCols, kAxisRows), 0, static_cast<cudaStream_t>(stream)>>>(
-        dy.as<const T>(), y.as<const T>(), dx.as<T>(), a.outer, a.n, a.inner);
-    return check_launch(SoftmaxBackward::name);
+    return launch_kernel(SoftmaxBackward::name, softmax_backward_axis_kernel<T>, axis_launch(a), stream,
+                         dy.as<const T>(), y.as<const T>(), dx.as<T>(), a.outer, a.n, a.inner);
   });
 }
 

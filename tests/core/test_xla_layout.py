@@ -45,6 +45,17 @@ kCommandBufferCompatible    XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE
 """
 
 
+# The letters of XLA's dtypes, and their bits.
+KINDS = {"S": "int 8 16 32 64", "U": "uint 8 16 32 64", "F": "float 16 32 64", "BF": "bfloat 16", "C": "complex 64 128"}
+
+
+def dtypes():
+    yield "PRED", "bool"
+    for letter, kind in KINDS.items():
+        name, *bits = kind.split()
+        yield from ((letter + n, name + n) for n in bits)
+
+
 def assertions():
     for line in STRUCTS.strip().splitlines():
         ours, theirs, *members = line.replace(":", "").split()
@@ -53,13 +64,13 @@ def assertions():
         for mine, its in (m.split("=") for m in members if m != "+"):
             yield f"static_assert(offsetof({ours}, {mine}) == offsetof({theirs}, {its}));"
             yield f"static_assert(sizeof({ours}::{mine}) == sizeof({theirs}::{its}));"
-    _, _, enumerators = (HOST / "xla.h").read_text().partition("enum class DataType")
-    types = re.findall(r"^  (\w+) = \d+", enumerators.partition("}")[0], re.M)
-    assert len(types) == 15
-    numbers = [f"DataType::{name} XLA_FFI_DataType_{name.upper()}" for name in types]
-    for line in (*NUMBERS.strip().splitlines(), *numbers):
+    for line in NUMBERS.strip().splitlines():
         ours, theirs = line.split()
         yield f"static_assert(static_cast<int>({ours}) == static_cast<int>({theirs}));"
+    for theirs, name in dtypes():
+        yield f'static_assert(std::string_view(kDataTypes[XLA_FFI_DataType_{theirs}]) == "{name}");'
+    names = re.findall(r'"\w+"', (HOST / "xla.h").read_text().partition("kDataTypes[] = {")[2].partition("}")[0])
+    assert len(names) == len(list(dtypes()))
 
 
 def test_mirror_has_the_layout_of_xla(tmp_path):
@@ -69,7 +80,8 @@ def test_mirror_has_the_layout_of_xla(tmp_path):
     except ImportError:  # before JAX 0.5
         from jax.extend import ffi
     source = tmp_path / "layout.cpp"
-    lines = ['#include "xla.h"', '#include "xla/ffi/api/c_api.h"', "using namespace aot::xla;", *assertions()]
+    headers = ("<string_view>", '"xla.h"', '"xla/ffi/api/c_api.h"')
+    lines = [*(f"#include {header}" for header in headers), "using namespace aot::xla;", *assertions()]
     source.write_text("\n".join(lines) + "\n")
     include = ["-I", HOST, "-isystem", ffi.include_dir()]
     command = ["g++", "-std=c++17", "-fsyntax-only", "-Wno-invalid-offsetof", *include, source]

@@ -1,5 +1,3 @@
-#include "add_layer_norm.h"
-
 #include "norm_cpu.h"
 
 AOT_CPU_ENTRY(aot::AddLayerNorm, aot_add_layer_norm_cpu, aot::norm_cpu<aot::AddLayerNorm>)

@@ -1,5 +1,3 @@
-#include "add_rms_norm.h"
-
 #include "norm_cpu.h"
 
 AOT_CPU_ENTRY(aot::AddRmsNorm, aot_add_rms_norm_cpu, aot::norm_cpu<aot::AddRmsNorm>)

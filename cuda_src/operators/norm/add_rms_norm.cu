@@ -1,5 +1,3 @@
-#include "add_rms_norm.h"
-
 #include "norm_backward.cuh"
 #include "norm_forward.cuh"
 

@@ -1,5 +1,3 @@
-#include "layer_norm.h"
-
 #include "norm_cpu.h"
 
 AOT_CPU_ENTRY(aot::LayerNorm, aot_layer_norm_cpu, aot::norm_cpu<aot::LayerNorm>)

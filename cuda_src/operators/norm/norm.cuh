@@ -159,10 +159,6 @@ constexpr int kAnyThreads = 1024;
 
 // ----------------------------------------------------------------------------------------------- launchers, shared
 
-inline unsigned any_block(int64_t cols) {
-  return static_cast<unsigned>(std::min<int64_t>(kAnyThreads, ceil_div(std::max<int64_t>(cols, 1), 32) * 32));
-}
-
 template <class N, class Op>
 NormParameters<N> norm_parameters(const Op &op, const Tensor &weight, const Tensor &bias) {
   const bool wide = NormParameters<N>::kMayBeWide && weight.dtype == DType::float32;
@@ -185,9 +181,11 @@ Status dispatch_norm(const Op &op, DType t, DType r, const Tensor &weight, F f) 
   });
 }
 
-// The statistics of x's rows, whose kernels rms_norm.cu and layer_norm.cu instantiate.
+// The statistics of x's rows. layer_norm.cu and rms_norm.cu, which have its kernels, instantiate it.
 template <bool kCentred>
 Status norm_stats(const char *op, const Tensor &x, void *stats, int64_t rows, int64_t cols, double eps, void *stream);
+extern template Status norm_stats<true>(const char *, const Tensor &, void *, int64_t, int64_t, double, void *);
+extern template Status norm_stats<false>(const char *, const Tensor &, void *, int64_t, int64_t, double, void *);
 
 }  // namespace AOT_ISA
 }  // namespace aot

@@ -233,5 +233,60 @@ struct NormBackward : NormAttrs<kCentred, kAdd> {
   }
 };
 
+// ------------------------------------------------------------------------------------------------------ operators
+
+// The arguments are torch.nn.functional.layer_norm's.
+struct LayerNorm : Norm<LayerNorm, true, false> {
+  static constexpr const char *name = "layer_norm";
+  static constexpr Slot inputs[] = {{"x"}, {"weight", optional}, {"bias", optional}};
+  static constexpr Slot outputs[] = {{"y"}, {"stats", optional}};
+};
+
+struct LayerNormBackward : NormBackward<LayerNormBackward, true, false> {
+  static constexpr const char *name = "layer_norm_backward";
+  static constexpr Slot inputs[] = {{"dy"}, {"x"}, {"weight", optional}, {"stats", optional}};
+  static constexpr Slot outputs[] = {
+      {"dx", optional}, {"dweight", optional}, {"dbias", optional}, {"workspace", workspace}};
+};
+
+// The arguments are torch.nn.functional.rms_norm's.
+struct RmsNorm : Norm<RmsNorm, false, false> {
+  static constexpr const char *name = "rms_norm";
+  static constexpr Slot inputs[] = {{"x"}, {"weight", optional}};
+  static constexpr Slot outputs[] = {{"y"}, {"rstd", optional}};
+};
+
+struct RmsNormBackward : NormBackward<RmsNormBackward, false, false> {
+  static constexpr const char *name = "rms_norm_backward";
+  static constexpr Slot inputs[] = {{"dy"}, {"x"}, {"weight", optional}, {"rstd", optional}};
+  static constexpr Slot outputs[] = {{"dx", optional}, {"dweight", optional}, {"workspace", workspace}};
+};
+
+struct AddLayerNorm : Norm<AddLayerNorm, true, true> {
+  static constexpr const char *name = "add_layer_norm";
+  static constexpr Slot inputs[] = {{"x"}, {"residual"}, {"weight", optional}, {"bias", optional}};
+  static constexpr Slot outputs[] = {{"y"}, {"h"}, {"stats", optional}};
+};
+
+struct AddLayerNormBackward : NormBackward<AddLayerNormBackward, true, true> {
+  static constexpr const char *name = "add_layer_norm_backward";
+  static constexpr Slot inputs[] = {{"dy"}, {"dh"}, {"h"}, {"weight", optional}, {"stats", optional}};
+  static constexpr Slot outputs[] = {
+      {"dx", optional}, {"dresidual", optional}, {"dweight", optional}, {"dbias", optional}, {"workspace", workspace}};
+};
+
+struct AddRmsNorm : Norm<AddRmsNorm, false, true> {
+  static constexpr const char *name = "add_rms_norm";
+  static constexpr Slot inputs[] = {{"x"}, {"residual"}, {"weight", optional}};
+  static constexpr Slot outputs[] = {{"y"}, {"h"}, {"rstd", optional}};
+};
+
+struct AddRmsNormBackward : NormBackward<AddRmsNormBackward, false, true> {
+  static constexpr const char *name = "add_rms_norm_backward";
+  static constexpr Slot inputs[] = {{"dy"}, {"dh"}, {"h"}, {"weight", optional}, {"rstd", optional}};
+  static constexpr Slot outputs[] = {
+      {"dx", optional}, {"dresidual", optional}, {"dweight", optional}, {"workspace", workspace}};
+};
+
 }  // namespace AOT_ISA
 }  // namespace aot

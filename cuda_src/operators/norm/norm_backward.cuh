@@ -255,17 +255,13 @@ __global__ void __launch_bounds__(kAnyThreads) norm_partials_any_kernel(NormBack
 
 template <class N>
 Status norm_backward_any(const char *op, const NormBackwardTensors<N> &a, int64_t sums, void *stream) {
-  auto s = static_cast<cudaStream_t>(stream);
-  unsigned block = any_block(a.cols);
-  if (a.dx || a.dresidual) {
-    norm_backward_any_kernel<<<grid_size(a.rows), block, 0, s>>>(a);
-    AOT_TRY(check_launch(op));
-  }
+  unsigned block = any_row_block(a.cols, kAnyThreads);
+  if (a.dx || a.dresidual)
+    AOT_TRY(launch_kernel(op, norm_backward_any_kernel<N>, {grid_size(a.rows), block}, stream, a));
   if (!a.partials) return kOk;
   constexpr int64_t kMostInY = 65535;
   dim3 grid(grid_size(ceil_div(a.cols, block)), static_cast<unsigned>(std::min(sums, kMostInY)));
-  norm_partials_any_kernel<<<grid, block, 0, s>>>(a, sums);
-  return check_launch(op);
+  return launch_kernel(op, norm_partials_any_kernel<N>, {grid, block}, stream, a, sums);
 }
 
 // dx and the partial sums. *sums: on entry the most lines of partial sums, on return those written.
@@ -279,7 +275,7 @@ Status norm_backward_shape(const char *op, const NormBackwardTensors<N> &a, cons
                                             BackwardPipeline<Shape, N>::kBytesPerWarp, &grid)));
   if (grid.blocks == 0) return norm_backward_any(op, a, *sums, stream);
   *sums = grid.sums;
-  return launch_clusters(op, kernel, grid.blocks, grid.threads, plan.cluster, grid.shared, stream, a, plan.warps);
+  return launch_kernel(op, kernel, grid.launch(plan), stream, a, plan.warps);
 }
 
 // The plans are those measured fastest on an H200 (docs/lab_notes.md). About 64 KB in flight for each multiprocessor

@@ -5,7 +5,7 @@
 #include <type_traits>
 
 #include "cpu/entry.h"
-#include "cpu/parallel.h"
+#include "cpu/rows.h"
 #include "norm.h"
 
 namespace aot {
@@ -48,12 +48,7 @@ template <bool kCentred, typename T, typename R, bool kAdd, typename A = Accumul
 Moments<A> row_moments(Row<T, R, kAdd> x, Row<T, R, kAdd> next, int64_t n, double eps) {
   const double inverse_n = 1. / n;
   double sum_x = 0, sum_d = 0, sum_d2 = 0;
-  if constexpr (kCentred)
-    for_blocks(n, [&](int64_t begin, int64_t size) {
-      Vec<T> s[4] = {};
-      sweep_sums<T>(size, [&](int64_t j, auto part, int k) { s[k] += x(begin + j, part); });
-      sum_x += sum_of_4<T>(s);
-    });
+  if constexpr (kCentred) sum_x = sum_row<T>(n, x);
   const A mean = sum_x * inverse_n;
   for_blocks(n, [&](int64_t begin, int64_t size) {
     Vec<T> d1[4] = {}, d2[4] = {};

@@ -263,13 +263,12 @@ Status norm_short(const char *op, const NormForward<N> &a, const RowPlan &plan, 
   using Threads = std::conditional_t<kWithinWarp, Threads<256, 1024>, Threads<512, 1024>>;
   int teams = kWithinWarp ? Threads::kBlock / 32 : 1;
   unsigned blocks = grid_size(ceil_div(a.rows, int64_t{teams} * Shape::kRowsPerWarp));
-  return launch_clusters(op, norm_kernel<Shape, Threads, N>, blocks, 32u * teams * plan.warps, 1, 0, stream, a);
+  return launch_kernel(op, norm_kernel<Shape, Threads, N>, {blocks, 32u * teams * plan.warps}, stream, a);
 }
 
 template <class N>
 Status norm_any(const char *op, const NormForward<N> &a, void *stream) {
-  norm_any_kernel<<<grid_size(a.rows), any_block(a.cols), 0, static_cast<cudaStream_t>(stream)>>>(a);
-  return check_launch(op);
+  return launch_kernel(op, norm_any_kernel<N>, {grid_size(a.rows), any_row_block(a.cols, kAnyThreads)}, stream, a);
 }
 
 template <class Shape, class N>
@@ -281,7 +280,7 @@ Status norm_long(const char *op, const NormForward<N> &a, const RowPlan &plan, c
   AOT_TRY((row_grid<kernel, Shape, Threads>(op, plan, device, a.rows, 1, a.rows, LongPipeline<Shape, N>::kBytesPerWarp,
                                             &grid)));
   if (grid.blocks == 0) return norm_any(op, a, stream);
-  return launch_clusters(op, kernel, grid.blocks, grid.threads, plan.cluster, grid.shared, stream, a);
+  return launch_kernel(op, kernel, grid.launch(plan), stream, a);
 }
 
 // The plans are those measured fastest on an H200 (docs/lab_notes.md). Eight vectors for each thread need too many
@@ -319,8 +318,7 @@ Status norm_rows(const char *op, const NormForward<N> &a, const DeviceLimits &de
 }
 
 template <bool kCentred>
-Status launch_stats(const char *op, const Tensor &x, void *stats, int64_t rows, int64_t cols, double eps,
-                    void *stream) {
+Status norm_stats(const char *op, const Tensor &x, void *stats, int64_t rows, int64_t cols, double eps, void *stream) {
   DeviceLimits device;
   AOT_TRY(device_limits(op, &device));
   return dispatch(x.dtype, [&](auto type) {

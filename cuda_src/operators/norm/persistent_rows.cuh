@@ -179,6 +179,8 @@ struct RowGrid {
   unsigned blocks, threads;
   int shared;    // bytes of a block's pipelines
   int64_t sums;  // lines of partial sums that its blocks, or clusters, have
+
+  LaunchShape launch(const RowPlan &plan) const { return {blocks, threads, shared, dim3(plan.cluster)}; }
 };
 
 // `warp_bytes`: of a warp's pipeline. `max_sums`: the most lines of partial sums. The grid has 0 blocks if the device

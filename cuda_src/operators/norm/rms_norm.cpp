@@ -1,5 +1,3 @@
-#include "rms_norm.h"
-
 #include "norm_cpu.h"
 
 AOT_CPU_ENTRY(aot::RmsNorm, aot_rms_norm_cpu, aot::norm_cpu<aot::RmsNorm>)
