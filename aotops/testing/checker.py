@@ -197,7 +197,7 @@ def _in_dtypes(subject: Subject, dtypes: Sequence[str] | None, add: Callable[[It
         else:
             accepted.append(dtype)
     if not accepted and not dtypes:
-        add(Item("dtypes", "", FAIL, failure=Failure(f"{subject.name} refuses every dtype that is tried")))
+        add(Item("dtypes", "", FAIL, failure=Failure(f"{subject.op.name} refuses every dtype that is tried")))
     return replace(subject, dtypes=tuple(accepted))
 
 

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from aotops.infer import infer
 from aotops.spec import TensorSpec
@@ -70,8 +71,7 @@ def grown(one: EntryCall, into: Copies, forward: EntryCall | None) -> EntryCall:
     return replace(one, specs=dict.fromkeys(one.op.slots) | dict(into.specs), inputs=inputs, forward=forward)
 
 
-@dataclass(frozen=True)
-class Differs:
+class Differs(NamedTuple):
     """A result, of which the first copy, one between, or the last is not the small call's."""
 
     slot: str

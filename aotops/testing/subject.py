@@ -52,20 +52,6 @@ class Subject:
     worker: Worker = field(default_factory=Worker)
     """The process for calls that may end it."""
 
-    @property
-    def name(self) -> str:
-        return self.op.name
-
-    @property
-    def has_gradient(self) -> bool:
-        """By an operator, or by a rule made of operators."""
-        return self.op.has_gradient
-
-    @property
-    def mutates(self) -> tuple[str, ...]:
-        """The inputs that the operator writes to. The reference returns them after the results."""
-        return self.op.mutates
-
     @cached_property
     def _trials(self) -> dict[tuple[str, str], Trial]:
         return {}
@@ -79,7 +65,7 @@ class Subject:
         key = repr(case), dtype
         if key not in self._trials:
             rounded = replace(case, dtype_roundings=max(case.dtype_roundings, self._roundings))
-            self._trials[key] = Trial(self.row, rounded, dtype, f"{self.seed} {self.name} {case}")
+            self._trials[key] = Trial(self.row, rounded, dtype, f"{self.seed} {self.op.name} {case}")
         return self._trials[key]
 
     @property

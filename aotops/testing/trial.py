@@ -130,6 +130,10 @@ class Trial:
         """The error allowed in a result of the gradient."""
         return allowed_gradient(expected, self.dtype, self.case) if is_floating(expected) else np.zeros(expected.shape)
 
+    def assert_same(self, got: np.ndarray, other: np.ndarray) -> None:
+        """Raises AssertionError unless two results, or gradients, of the same call agree but for rounding."""
+        assert_close(got, other, 2 * self.allowed_gradient(other))
+
     def assert_gradients(self, got: dict[str, np.ndarray | None]) -> None:
         """``got``: by input; None, or nothing, where the input is None or integers."""
         for slot, x in self.inputs.items():

@@ -196,7 +196,7 @@ def _of_trial(subject: Subject, trial: Trial, device: str) -> Iterator[Repeated]
     for i, pass_ in enumerate(passes):
         op = subject.op if i == 0 else subject.op.backward
         assert op is not None
-        one = Repeated(subject.name, pass_, trial.case, trial.dtype, partial(nth, i))
+        one = Repeated(subject.op.name, pass_, trial.case, trial.dtype, partial(nth, i))
         yield one
         # residuals that are not kept have no elements: what is written over one would be written behind it
         given = one.call.given if op.overwrites else {}
