@@ -8,7 +8,7 @@ import math
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -47,34 +47,26 @@ def numbers(data: bytes, spec: TensorSpec) -> np.ndarray:
     return array.astype(np.float64) if array.dtype.kind == "f" else array
 
 
-@dataclass(frozen=True)
-class Bound:
+class Bound(NamedTuple):
     """The inputs and attributes of a call, as the entry takes them."""
 
     op: Op
     inputs: tuple[np.ndarray | None, ...]
+    specs: tuple[TensorSpec | None, ...]
     attrs: tuple[Attr, ...]
-    dtype: str
-    wide: tuple[str, ...] = ()
 
-    def dtypes(self) -> tuple[str | None, ...]:
-        pairs = zip(self.op.inputs, self.inputs, strict=True)
-        return tuple(None if x is None else dtype_of(x, self.dtype, slot in self.wide) for slot, x in pairs)
-
-    def input_specs(self) -> tuple[TensorSpec | None, ...]:
-        pairs = zip(self.inputs, self.dtypes(), strict=True)
-        return tuple(None if x is None or dtype is None else TensorSpec(x.shape, dtype) for x, dtype in pairs)
-
-    def specs(self, device: str) -> dict[str, TensorSpec]:
+    def written(self, device: str) -> dict[str, TensorSpec]:
         """The spec of every output, residual and workspace."""
-        return infer(self.op, self.attrs, self.input_specs(), device)
+        return infer(self.op, self.attrs, self.specs, device)
 
 
 def bound(op: Op, case: Case, arrays: Arrays, dtype: str) -> Bound:
     inputs, attrs = op.bind(**arrays, **case.attrs)
     if op.broadcast and all(x is not None for x in inputs):
         inputs = tuple(np.broadcast_arrays(*inputs))
-    return Bound(op, tuple(inputs), op.canonical(attrs), dtype, case.wide)
+    pairs = zip(op.inputs, inputs, strict=True)
+    specs = (None if x is None else TensorSpec(x.shape, dtype_of(x, dtype, slot in case.wide)) for slot, x in pairs)
+    return Bound(op, tuple(inputs), tuple(specs), op.canonical(attrs))
 
 
 def placeholders(case: Case, dtype: str) -> Arrays:
@@ -100,10 +92,13 @@ class EntryCall:
     def given(self) -> dict[str, TensorSpec]:
         return {slot: spec for slot, spec in self.specs.items() if spec is not None}
 
+    def bound(self, device: str) -> Callable[..., None]:
+        """A function of the device's number, the stream and an address for each slot given."""
+        return call.addresses(self.op, self.attrs, device, tuple(self.specs[slot] for slot in self.op.slots))
+
     def run(self, device: str, addresses: Mapping[str, int], index: int = 0, stream: int = 0) -> None:
         """Runs the entry on memory at these addresses, one for each slot given."""
-        specs = tuple(self.specs[slot] for slot in self.op.slots)
-        call.addresses(self.op, self.attrs, device, specs)(index, stream, *(addresses[slot] for slot in self.given))
+        self.bound(device)(index, stream, *(addresses[slot] for slot in self.given))
 
     def elsewhere(self) -> EntryCall:
         """The call for another process: without what cannot be pickled."""
@@ -112,11 +107,11 @@ class EntryCall:
 
 def forward_call(op: Op, trial: Trial, device: str) -> EntryCall:
     given = bound(op, trial.case, trial.inputs, trial.dtype)
-    specs: dict[str, TensorSpec | None] = dict(zip(op.inputs, given.input_specs(), strict=True))
-    written = given.specs(device)
+    specs: dict[str, TensorSpec | None] = dict(zip(op.inputs, given.specs, strict=True))
+    written = given.written(device)
     specs |= {slot: written[slot] for slot in op.entry_outputs}
-    arrays = zip(op.inputs, given.inputs, given.dtypes(), strict=True)
-    inputs = {slot: raw(x, dtype) for slot, x, dtype in arrays if x is not None and dtype is not None}
+    arrays = zip(op.inputs, given.inputs, given.specs, strict=True)
+    inputs = {slot: raw(x, spec.dtype) for slot, x, spec in arrays if x is not None and spec is not None}
     return EntryCall(op, given.attrs, specs, inputs)
 
 
@@ -152,20 +147,35 @@ def calls_of(op: Op, trial: Trial, device: str) -> list[EntryCall]:
 
 # ------------------------------------------------------------------------------------------------------------- running
 
+POISON = 0xFF
+"""In each byte: NaN in every floating dtype, an invalid class in an integer one."""
 SLACK = 256
 """Bytes around plain memory, so that a small access out of bounds is harmless."""
+ALIGNMENT = 64
+"""A vector's bytes, and a cache line's: kernels know no stricter alignment."""
 
 Runner = Callable[[EntryCall, int], dict[str, bytes]]
 
 
+def placed(data: bytes, offset: int = 0) -> np.ndarray:
+    """The bytes in memory, ``offset`` past a multiple of ALIGNMENT."""
+    memory = np.full(len(data) + 3 * SLACK, POISON, np.uint8)
+    start = SLACK + -memory.ctypes.data % ALIGNMENT + offset
+    array = memory[start : start + len(data)]
+    array[...] = np.frombuffer(data, np.uint8)
+    return array
+
+
 def run_on_cpu(one: EntryCall, poison: int) -> dict[str, bytes]:
     """The bytes of every slot after a call, whose outputs held ``poison`` in each byte before it."""
-    buffers = {}
-    for slot, data in filled(one, run_on_cpu, poison).items():
-        buffers[slot] = np.full(len(data) + 2 * SLACK, poison, np.uint8)
-        buffers[slot][SLACK : SLACK + len(data)] = np.frombuffer(data, np.uint8)
-    one.run("cpu", {slot: buffer.ctypes.data + SLACK for slot, buffer in buffers.items()})
-    return {slot: buffer[SLACK : len(buffer) - SLACK].tobytes() for slot, buffer in buffers.items()}
+    return run_at(one, filled(one, run_on_cpu, poison), {})
+
+
+def run_at(one: EntryCall, before: Mapping[str, bytes], offsets: Mapping[str, int]) -> dict[str, bytes]:
+    """The bytes of every slot after a call, on memory that holds ``before``. ``offsets``: as ``placed`` takes them."""
+    buffers = {slot: placed(data, offsets.get(slot, 0)) for slot, data in before.items()}
+    one.run("cpu", {slot: buffer.ctypes.data for slot, buffer in buffers.items()})
+    return {slot: buffer.tobytes() for slot, buffer in buffers.items()}
 
 
 def run_on_cuda(one: EntryCall, poison: int) -> dict[str, bytes]:

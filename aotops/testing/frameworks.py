@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, cached_property
 from importlib import import_module
 from importlib.util import find_spec
@@ -43,20 +44,20 @@ def requested() -> list[str]:
 
 
 def race(work: Callable[[int], int], n: int = 4) -> int:
-    """Runs work(i) in n threads that switch as often as they can; returns the sum of what went wrong in each."""
+    """Runs work(i) in n threads at once that switch as often as they can; the sum of what went wrong in each."""
+    start = threading.Barrier(n)
+
+    def begun(i: int) -> int:
+        start.wait()
+        return work(i)
+
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
-    wrong: list[int] = []
-    threads = [threading.Thread(target=lambda i=i: wrong.append(work(i))) for i in range(n)]
     try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(n) as threads:
+            return sum(threads.map(begun, range(n)))
     finally:
         sys.setswitchinterval(interval)
-    assert len(wrong) == n, "a thread died"
-    return sum(wrong)
 
 
 class Framework:

@@ -8,14 +8,14 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, MAP_SHARED
 from typing import NamedTuple
 
 from aotops.infer import infer
 from aotops.spec import TensorSpec
 
-from .calls import EntryCall, filled, nbytes, run_on_cpu
-from .guarded import PAGE, POISON
-from .plan import PROT_NONE
+from .calls import POISON, EntryCall, filled, nbytes, run_on_cpu
+from .plan import PAGE, PROT_NONE, PROT_READ_WRITE
 
 MOST = 1 << 31
 """More than an int counts."""
@@ -26,7 +26,7 @@ SLOWEST = 60
 COPIES = 3
 """The pages: the first copy, all between, and the last."""
 
-PROT_READ_WRITE, MAP_SHARED, MAP_PRIVATE, MAP_FIXED, MAP_ANONYMOUS, MAP_NORESERVE = 3, 1, 2, 0x10, 0x20, 0x4000
+MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000
 
 
 @dataclass(frozen=True)

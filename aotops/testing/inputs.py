@@ -10,10 +10,9 @@ import numpy as np
 
 from .calls import ITEMSIZE, EntryCall, calls_of, numbers
 from .frameworks import Framework
-from .guarded import PAGE
 from .huge import MOST, Copies, copies, grown
 from .layouts import Layout, layouts_of
-from .plan import Plan
+from .plan import PAGE, Plan
 from .report import FAIL, PASS, UNAVAILABLE, Item
 from .row import Case
 from .search import failure_of, in_framework, resized

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .calls import ITEMSIZE, EntryCall, Runner, calls_of, numbers
-from .guarded import ALIGNMENT
+from .calls import ALIGNMENT, ITEMSIZE, EntryCall, Runner, calls_of, numbers
 from .inputs import varied_cases
 from .plan import Plan
 from .report import FAIL, PASS, UNAVAILABLE, Item

@@ -126,7 +126,7 @@ class Subject:
 
     def _refused(self, case: Case, dtype: str) -> str | None:
         try:
-            bound(self.op, case, placeholders(case, dtype), dtype).specs("cpu")
+            bound(self.op, case, placeholders(case, dtype), dtype).written("cpu")
         except Exception as error:  # whatever a rule of the operator raises for a shape that is not for it
             return str(error)
         return self._refused_by_kernel(case, dtype) if elements(case) <= LARGEST else None

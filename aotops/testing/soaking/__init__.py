@@ -25,13 +25,13 @@ from aotops.spec import DEVICES
 from ..checker import _no_entry, _subject
 from ..subject import Subject
 from . import cpu, cuda, steps
-from .calls import Repeated, beside, other_numbers, repeated
+from .calls import Repeated, beside
 from .record import Record, Row
 
 REPEATS = 10_000
-STEPS = 1_000
-STEPS_ON_CPU = 50
-STREAMS, THREADS = 6, 4
+STEPS = {"cuda": 1_000, "cpu": 50}
+DTYPES = "float32", "bfloat16"
+"""Of models."""
 IN_STEPS = 0.35
 """The share of the time for steps of models."""
 EVERY = 30.0
@@ -96,12 +96,11 @@ def soak(
         for device in here:
             subjects = [_of(op, reference, cases, dtypes, seed) for op in operators if _no_entry(op, device) is None]
             toolchain.tell(f"soak on {device}: {len(subjects)} operators for {left:.0f} s")
-            soak_device = _soak_on_cpu if device == "cpu" else _soak_on_cuda
-            soak_device(subjects, left, repeats, seed, calls[device])
+            (cuda if device == "cuda" else cpu).soak(subjects, left, repeats, seed, calls[device])
             if with_models:
                 toolchain.tell(f"soak on {device}: steps of models")
-                of_models = seconds * IN_STEPS / len(here)
-                for run in steps.soak(*_steps_of(device, n_steps), seed, _beside(device, seed), of_models):
+                n, of_models = n_steps or STEPS[device], seconds * IN_STEPS / len(here)
+                for run in steps.soak(device, n, cpu.THREADS, DTYPES, seed, _beside(device, seed), of_models):
                     runs.append(run)
     return record(ended=True)
 
@@ -143,29 +142,6 @@ def _of(
 
 
 # ------------------------------------------------------------------------------------------------------------- devices
-
-
-def _soak_on_cpu(subjects: Sequence[Subject], seconds: float, repeats: int, seed: int, calls: list[Repeated]) -> None:
-    started = time.monotonic()
-    pairs = [
-        cpu.Pair(one, other_numbers(one, subject, "cpu"))
-        for subject in subjects
-        for one in repeated(subject, "cpu", every_dtype=False)
-    ]
-    calls += [pair.one for pair in pairs]
-    cpu.soak(pairs, seconds - (time.monotonic() - started), repeats, THREADS, seed)
-
-
-def _soak_on_cuda(subjects: Sequence[Subject], seconds: float, repeats: int, seed: int, calls: list[Repeated]) -> None:
-    started = time.monotonic()
-    known = cuda.kernels()
-    calls += [one for subject in subjects for one in repeated(subject, "cuda")]
-    cuda.soak(calls, seconds - (time.monotonic() - started), repeats, STREAMS, seed, known)
-
-
-def _steps_of(device: str, n_steps: int | None) -> tuple[str, int, int, tuple[str, ...]]:
-    n = n_steps or (STEPS if device == "cuda" else STEPS_ON_CPU)
-    return device, n, THREADS, ("float32", "bfloat16")
 
 
 def _beside(device: str, seed: int) -> Callable[[], AbstractContextManager]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -99,20 +100,9 @@ def _difference(found: Any, expected: Any) -> str:
 
 
 def _at_once(threads: int, work: Callable[[], Any]) -> list[Any]:
-    found: list[Any] = [None] * threads
-
-    def run(i: int) -> None:
-        try:
-            found[i] = work()
-        except Exception as error:
-            found[i] = error
-
-    workers = [threading.Thread(target=run, args=(i,)) for i in range(threads)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    return found
+    with ThreadPoolExecutor(threads) as pool:
+        futures = [pool.submit(work) for _ in range(threads)]
+    return [future.exception() or future.result() for future in futures]
 
 
 _making = threading.Lock()
