@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -16,7 +15,7 @@ from ..ops import BUILTIN
 from . import baselines, precompile, report, sources
 from .baselines import Impl, Unavailable
 from .cases import Case, cases
-from .measure import Cpu, Cuda, Turn, samples, spread, wait_asleep
+from .measure import Cpu, Cuda, Turn, samples, spread, versions, wait_asleep
 from .tensors import FRAMEWORKS, Call, Framework
 from .work import DTYPES, Shape
 
@@ -110,7 +109,7 @@ def _measured(options: Options, operators: Sequence[str], earlier: Result | None
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": options.command,
         "copy_gbs": round(machine.copy_gbs(machine.COPIED), 1),
-        "versions": {"aotops": __version__, "python": platform.python_version()} | baselines.versions(),
+        "versions": versions(("torch", "triton", "quack", "liger", "mindspore", "numpy")),
     }
     rows: list[Row] = []
 
@@ -158,13 +157,13 @@ class Bench:
     def rows(self, case: Case) -> list[Row]:
         """One row for each implementation that has the case."""
         with self._entered(lambda framework: framework.settings(case)):
-            with self._recording(False):
+            with self._entered(lambda framework: framework.recording(False)):
                 contenders = self._contenders(case)
                 turns = {name: turn for name, (_, turn) in contenders.items()}
                 taken = samples(turns, self.machine.repeats, self.machine.budget)
                 times = {name: self.machine.figure(seconds) for name, seconds in taken.items()}
                 hosts = times if self.machine.HOST_IS_DEVICE else self._hosts(case, contenders, list(contenders))
-            with self._recording(True):
+            with self._entered(lambda framework: framework.recording(True)):
                 with_grad = self._hosts(case, contenders, self._recorders(case, contenders))
         rows = [self._row(case, name, times[name], hosts[name], with_grad.get(name)) for name in contenders]
         if self.machine.HOST_IS_DEVICE:
@@ -210,9 +209,6 @@ class Bench:
         if not case.small or case.pass_ != "forward" or case.work.variant == "fused_dx":
             return []
         return [impl.name for impl in self.impls if impl.name in contenders and impl.framework == "torch"]
-
-    def _recording(self, gradients: bool) -> AbstractContextManager[None]:
-        return self._entered(lambda framework: framework.recording(gradients))
 
     @contextmanager
     def _entered(self, of: Callable[[Framework], AbstractContextManager[Any]]) -> Iterator[None]:

@@ -5,9 +5,8 @@ A call is data that another process can run, with the library's path in the plac
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -206,33 +205,11 @@ def filled(one: EntryCall, run: Runner, poison: int) -> dict[str, bytes]:
 
 
 def _portable(op: Op) -> Op:
-    """The definition as far as the call path needs it."""
-    return _pickled(op, library=_PortableLibrary(op.library), backward=None, bind=_unused, shapes={}, rule=None)
-
-
-def _pickled(value: Any, **changes: Any) -> Any:
-    """A dataclass, with None for each member that cannot be pickled, such as a function of no module."""
-    known = {field.name: getattr(value, field.name) for field in fields(value)}
-    changes = {name: change for name, change in changes.items() if name in known}
-    for name, member in known.items():
-        if is_dataclass(member) and name not in changes:
-            changes[name] = _pickled(member)
-        elif name not in changes:
-            try:
-                pickle.dumps(member)
-            except Exception:  # pickle has no error of its own for all
-                changes[name] = None
-    return replace(value, **changes)
-
-
-class _PortableLibrary(Library):
-    """A library that is pickled as its name and path."""
-
-    def __init__(self, of: Library) -> None:
-        super().__init__(of.name, [], of._file)
-
-    def __reduce__(self) -> Any:
-        return Library, (self.name, [], self._file)
+    """The definition as far as the call path needs it: without functions, which may be of no module."""
+    foreign = op.foreign and replace(op.foreign, rule=None, shape=None, dtype=None)
+    library = Library(op.library.name, [], op.library._file)
+    plain = replace(op, library=library, foreign=foreign, bind=_unused, backward=None, rule=None, shapes={})
+    return replace(plain, dims=None, parts=None, keeps=None, formula=None, product=None)
 
 
 def _unused(*args: Any) -> Any:

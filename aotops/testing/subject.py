@@ -51,15 +51,8 @@ class Subject:
     """The name of a reference that was given."""
     worker: Worker = field(default_factory=Worker)
     """The process for calls that may end it."""
-
-    @cached_property
-    def _trials(self) -> dict[tuple[str, str], Trial]:
-        return {}
-
-    @cached_property
-    def unusual(self) -> dict[str, list[Case]]:
-        """Cases of unusual shapes, by kind (inputs.py)."""
-        return {}
+    _trials: dict[tuple[str, str], Trial] = field(default_factory=dict, init=False)
+    _refusals: dict[tuple[str, str], str | None] = field(default_factory=dict, init=False)
 
     def trial(self, case: Case, dtype: str) -> Trial:
         key = repr(case), dtype
@@ -119,10 +112,6 @@ class Subject:
         if key not in self._refusals:
             self._refusals[key] = self._refused(case, dtype)
         return self._refusals[key]
-
-    @cached_property
-    def _refusals(self) -> dict[tuple[str, str], str | None]:
-        return {}
 
     def _refused(self, case: Case, dtype: str) -> str | None:
         try:

@@ -5,7 +5,6 @@ bit with that of a call in quiet."""
 from __future__ import annotations
 
 import os
-import platform
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,16 +12,17 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
-from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
 
-from aotops import __version__, toolchain
+from aotops import toolchain
+from aotops.bench.measure import Cpu, versions
 from aotops.op import Op
 from aotops.ops import BUILTIN
+from aotops.registry import has_entry
 from aotops.spec import DEVICES
 
-from ..checker import _no_entry, _subject
+from ..checker import _subject
 from ..subject import Subject
 from . import cpu, cuda, steps
 from .calls import Repeated, beside
@@ -94,7 +94,7 @@ def soak(
 
     with _every(EVERY, lambda: so_far(record(ended=False)) if so_far else None):
         for device in here:
-            subjects = [_of(op, reference, cases, dtypes, seed) for op in operators if _no_entry(op, device) is None]
+            subjects = [_of(op, reference, cases, dtypes, seed) for op in operators if has_entry(op, device)]
             toolchain.tell(f"soak on {device}: {len(subjects)} operators for {left:.0f} s")
             (cuda if device == "cuda" else cpu).soak(subjects, left, repeats, seed, calls[device])
             if with_models:
@@ -162,20 +162,11 @@ def _rows(calls: Sequence[Repeated], device: str) -> Iterator[Row]:
 
 
 def _name(device: str) -> str:
-    if device == "cuda":
-        return cuda.device_name(cuda.kernels())
-    from aotops.bench.measure import Cpu
-
-    return Cpu(quick=True).name
+    return cuda.device_name(cuda.kernels()) if device == "cuda" else Cpu(quick=True).name
 
 
 def _versions() -> Mapping[str, str]:
-    found = {"aotops": __version__, "python": platform.python_version()}
-    for name in ("torch", "numpy"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
+    found = versions(("torch", "numpy"))
     if compiler := toolchain.nvcc():
         found["nvcc"] = compiler.version.splitlines()[-2 if "Build" in compiler.version else -1]
     return found | {"threads": os.environ.get("AOTOPS_THREADS") or "OpenMP"}
