@@ -181,20 +181,6 @@ def _torch_functions() -> dict[str, Make]:
     import torch
     from torch.nn import functional as F
 
-    def add_layer_norm(shape: Shape, variant: str) -> Callable[..., Any]:
-        def function(x, residual, weight, bias):
-            total = x + residual
-            return F.layer_norm(total, shape[-1:], weight, bias, LN_EPS), total
-
-        return function
-
-    def add_rms_norm(shape: Shape, variant: str) -> Callable[..., Any]:
-        def function(x, residual, weight):
-            total = x + residual
-            return F.rms_norm(total, shape[-1:], weight, RMS_EPS), total
-
-        return function
-
     def conv2d(shape: Shape, variant: str) -> Callable[..., Any]:
         stride, padding = window(shape)
         return lambda x, w: F.conv2d(x, w, None, stride, padding)
@@ -215,8 +201,10 @@ def _torch_functions() -> dict[str, Make]:
         "lltm": lambda shape, variant: lltm,
         "layer_norm": lambda shape, variant: lambda x, w, b: F.layer_norm(x, shape[-1:], w, b, LN_EPS),
         "rms_norm": lambda shape, variant: lambda x, w: F.rms_norm(x, shape[-1:], w, RMS_EPS),
-        "add_layer_norm": add_layer_norm,
-        "add_rms_norm": add_rms_norm,
+        "add_layer_norm": lambda shape, variant: (
+            lambda x, r, w, b: (F.layer_norm(h := x + r, shape[-1:], w, b, LN_EPS), h)
+        ),
+        "add_rms_norm": lambda shape, variant: lambda x, r, w: (F.rms_norm(h := x + r, shape[-1:], w, RMS_EPS), h),
         "softmax": lambda shape, variant: lambda x: F.softmax(x, -1),
         "cross_entropy": lambda shape, variant: _loss_and_dx(F.cross_entropy) if variant else F.cross_entropy,
     }

@@ -117,12 +117,10 @@ class NumPy(Framework):
     def normal(self, shape: Shape, dtype: str, deviation: float) -> Any:
         import numpy as np
 
-        array = np.random.default_rng(math.prod(shape)).standard_normal(shape, np.float32) * np.float32(deviation)
-        if dtype == "bfloat16":
-            import ml_dtypes
+        from ..testing.trial import numpy_dtype
 
-            return array.astype(ml_dtypes.bfloat16)
-        return array.astype(dtype, copy=False)
+        array = np.random.default_rng(math.prod(shape)).standard_normal(shape, np.float32) * np.float32(deviation)
+        return array.astype(numpy_dtype(dtype), copy=False)
 
     def classes(self, shape: Shape, n: int) -> Any:
         import numpy as np

@@ -6,7 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -15,11 +15,13 @@ from .inputs import varied_cases
 from .plan import Plan
 from .report import FAIL, PASS, UNAVAILABLE, Item
 from .row import Case
-from .search import counted, failure_of, on_devices, searched, smaller_cases
+from .search import counted, failure_of, on_devices, searched
 from .subject import LARGEST, SMALL, Subject, elements
 from .tolerances import about
 from .trial import Trial
-from .worker import Worker
+from .worker import Ended, Worker
+
+Explained = Callable[[Subject, EntryCall, Ended], str]
 
 # ------------------------------------------------------------------------------------------------------- out of bounds
 
@@ -31,36 +33,23 @@ def bounds(subject: Subject) -> Iterator[Item]:
     yield _guarded(subject, "bounds", ("end", "start"), _explained)
 
 
-def _guarded(subject: Subject, check: str, ways: Sequence[str], explained: Callable[[Subject, Crash], str]) -> Item:
+def _guarded(subject: Subject, check: str, ways: Sequence[str], explained: Explained) -> Item:
     """The item of a check that a call fails by ending the process."""
-    pairs = subject.pairs(_small_enough(subject))
-    crash = _first_crash(subject, pairs, ways)
-    while crash and (smaller := _first_crash(subject, _smaller(subject, crash), (crash.way,))):
-        crash = smaller
-    if crash is None:
-        return Item(check, "cpu", PASS, counted(pairs))
-    fault = AssertionError(explained(subject, crash))
-    failure = failure_of(subject, check, fault, crash.case, crash.dtype, devices=["cpu"])
-    return Item(check, "cpu", FAIL, failure=failure)
+    attempt = partial(_ends, subject, ways, explained)
+    return searched(subject, check, "cpu", attempt, subject.pairs(_small_enough(subject)), devices=["cpu"])
 
 
-class Crash(NamedTuple):
-    case: Case
-    dtype: str
-    call: EntryCall
-    way: str
-    reason: str
+def _ends(subject: Subject, ways: Sequence[str], explained: Explained, trial: Trial) -> None:
+    calls = calls_of(subject.op, trial, "cpu")
+    if ended := subject.worker.run(Plan(calls, ways)).ended:
+        raise Crash(partial(explained, subject, calls[ended.number], ended))
 
 
-def _first_crash(subject: Subject, pairs: Sequence[tuple[Case, str]], ways: Sequence[str]) -> Crash | None:
-    planned = _planned(subject, pairs, "cpu")
-    ended = subject.worker.run(Plan([one for *_, one in planned], ways)).ended if planned else None
-    return Crash(*planned[ended.number], ended.way, ended.reason) if ended else None
+class Crash(AssertionError):
+    """A call ended its process. The explanation, which takes more calls, is for the smallest case."""
 
-
-def _planned(subject: Subject, pairs: Sequence[tuple[Case, str]], device: str) -> list[tuple[Case, str, EntryCall]]:
-    trials = ((case, dtype, subject.trial(case, dtype)) for case, dtype in pairs)
-    return [(case, dtype, one) for case, dtype, trial in trials for one in calls_of(subject.op, trial, device)]
+    def __str__(self) -> str:
+        return self.args[0]()
 
 
 def _small_enough(subject: Subject) -> list[Case]:
@@ -68,23 +57,18 @@ def _small_enough(subject: Subject) -> list[Case]:
     return [case for case in varied_cases(subject) if elements(case) <= LARGEST]
 
 
-def _smaller(subject: Subject, crash: Crash) -> list[tuple[Case, str]]:
-    cases = sorted(smaller_cases(subject, crash.case, crash.dtype), key=elements)
-    return [(case, crash.dtype) for case in cases]
-
-
-def _explained(subject: Subject, crash: Crash) -> str:
+def _explained(subject: Subject, call: EntryCall, ended: Ended) -> str:
     """Which buffer was accessed, and how: found by guarding one at a time."""
 
     def ends(slots: Iterable[str], readable: bool = False) -> bool:
-        return subject.worker.run(Plan([call], [crash.way], frozenset(slots), readable)).ended is not None
+        return subject.worker.run(Plan([call], [ended.way], frozenset(slots), readable)).ended is not None
 
-    op, call = crash.call.op.name, crash.call
-    if not crash.reason.startswith("SIG"):
-        return f"{op}: {crash.reason}"
+    op = call.op.name
+    if not ended.reason.startswith("SIG"):
+        return f"{op}: {ended.reason}"
     if ends(()):
-        return f"{op}: {crash.reason} with buffers that are aligned to their dtype, and pages around them"
-    where = "past the end" if crash.way == "end" else "before the start"
+        return f"{op}: {ended.reason} with buffers that are aligned to their dtype, and pages around them"
+    where = "past the end" if ended.way == "end" else "before the start"
     for slot in call.given:
         if ends({slot}):
             return f"{op} {'writes' if ends({slot}, readable=True) else 'reads'} {where} of {slot}"
@@ -109,12 +93,11 @@ def unchanged(subject: Subject) -> Iterator[Item]:
     yield from on_devices(subject, "inputs unchanged", _unchanged, _small_enough(subject), ("cuda",))
 
 
-def _written_to(subject: Subject, crash: Crash) -> str:
-    op, call = crash.call.op.name, crash.call
+def _written_to(subject: Subject, call: EntryCall, ended: Ended) -> str:
     for slot in call.op.inputs:
-        if slot in call.given and subject.worker.run(Plan([call], [crash.way], frozenset({slot}))).ended:
-            return f"{op} writes to its input {slot}"
-    return f"{op}: {crash.reason} where its inputs cannot be written"
+        if slot in call.given and subject.worker.run(Plan([call], [ended.way], frozenset({slot}))).ended:
+            return f"{call.op.name} writes to its input {slot}"
+    return f"{call.op.name}: {ended.reason} where its inputs cannot be written"
 
 
 def _written(subject: Subject, device: str, run: Runner, trial: Trial) -> None:
@@ -212,7 +195,8 @@ def sanitizer(subject: Subject) -> Iterator[Item]:
         yield Item("sanitizer", "cuda", UNAVAILABLE, why or "")
         return
     pairs = subject.pairs(_small_enough(subject))
-    planned = _planned(subject, pairs, "cuda")
+    trials = ((case, dtype, subject.trial(case, dtype)) for case, dtype in pairs)
+    planned = [(case, dtype, one) for case, dtype, trial in trials for one in calls_of(subject.op, trial, "cuda")]
     with tempfile.NamedTemporaryFile("r") as log:
         # an allocation for each buffer: the tool knows no others
         worker = Worker(

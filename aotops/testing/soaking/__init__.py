@@ -92,7 +92,11 @@ def soak(
         rows = [row for device in here for row in _rows(list(calls[device]), device)]
         return Record(rows, list(runs), {**facts, "seconds": round(time.monotonic() - started, 1)}, ended)
 
-    with _every(EVERY, lambda: so_far(record(ended=False)) if so_far else None):
+    def tell(ended: threading.Event) -> None:
+        while so_far and not ended.wait(EVERY):
+            so_far(record(ended=False))
+
+    with beside(tell):
         for device in here:
             subjects = [_of(op, reference, cases, dtypes, seed) for op in operators if has_entry(op, device)]
             toolchain.tell(f"soak on {device}: {len(subjects)} operators for {left:.0f} s")
@@ -103,14 +107,6 @@ def soak(
                 for run in steps.soak(device, n, cpu.THREADS, DTYPES, seed, _beside(device, seed), of_models):
                     runs.append(run)
     return record(ended=True)
-
-
-def _every(seconds: float, function: Callable[[], object]) -> AbstractContextManager[None]:
-    def work(ended: threading.Event) -> None:
-        while not ended.wait(seconds):
-            function()
-
-    return beside(work)
 
 
 def _devices(asked: Sequence[str] | None) -> list[str]:
