@@ -61,24 +61,17 @@ def spread(times: Sequence[float]) -> float:
 
 
 class _Machine:
-    HOST_IS_DEVICE: bool
-    COPIED: int
     figure: Callable[[Sequence[float]], float]
     """The one of the times of a contender's turns that counts."""
-    name: str
-    cache: int
-    """Bytes."""
 
-    def __init__(self, repeats: int, host_repeats: int, budget: float) -> None:
+    def __init__(self, name: str, cache: int, repeats: int, host_repeats: int, budget: float) -> None:
+        self.name, self.cache = name, cache
         self.repeats, self.host_repeats, self.budget = repeats, host_repeats, budget
         self.copies: dict[int, float] = {}
 
     def sets(self, nbytes: int) -> int:
         """The number of sets of inputs that exceeds three times the cache, so that it serves none."""
         return min(MOST_SETS, math.ceil(3 * self.cache / nbytes) + 1)
-
-    def turn(self, calls: Sequence[Call], small: bool = False, records: bool = True) -> Turn:
-        raise NotImplementedError
 
     def host_turn(self, call: Call, small: bool) -> Turn:
         """The host's time: kernels are queued, and synchronized between turns only."""
@@ -124,12 +117,11 @@ class Cuda(_Machine):
     def __init__(self, quick: bool) -> None:
         import torch
 
-        super().__init__(5 if quick else 15, 5 if quick else 31, 10.0)
         self.torch = torch
         # one stream for all, not the default one: a backward runs on the stream of its forward
         torch.cuda.set_stream(torch.cuda.Stream())
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        self.name, self.cache = properties.name, properties.L2_cache_size
+        super().__init__(properties.name, properties.L2_cache_size, 5 if quick else 15, 5 if quick else 31, 10.0)
 
     def turn(self, calls: Sequence[Call], small: bool = False, records: bool = True) -> Turn:
         seconds = self._estimate(calls)
@@ -219,9 +211,9 @@ class Cpu(_Machine):
     figure = staticmethod(lambda times: min(times))
 
     def __init__(self, quick: bool) -> None:
-        super().__init__(51, 11 if quick else 31, 2.0 if quick else 10.0)
         n = _threads()
-        self.name, self.cache = f"{processor()}, {n} thread{'s' if n != 1 else ''}", _cache_size()
+        name = f"{processor()}, {n} thread{'s' if n != 1 else ''}"
+        super().__init__(name, _cache_size(), 51, 11 if quick else 31, 2.0 if quick else 10.0)
 
     def turn(self, calls: Sequence[Call], small: bool = False, records: bool = True) -> Turn:
         """An untimed call, which also wakes the threads of this contender, and a timed one on the next inputs."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -230,59 +230,51 @@ def draw(result: Result, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     rows = [row for row in result["rows"] if not _case(row).small]
     for op in dict.fromkeys(row["op"] for row in rows):
-        of_op = [row for row in rows if row["op"] == op]
-        (_draw_products if "tflops" in of_op[0] else _draw_op)(op, of_op, result, folder / f"{op}.png")
+        _draw_op(op, [row for row in rows if row["op"] == op], result["device"], folder / f"{op}.png")
 
 
-def _draw_op(op: str, rows: list[Row], result: Result, file: Path) -> None:
-    kinds = list(dict.fromkeys((row["variant"], row["pass"]) for row in rows))
-    dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
-    impls = _impls(rows)
-    over_n = len({row["shape"][-1] for row in rows}) > 1
-    top = 1.12 * max([row["gbs"] for row in rows] + [row["gbs"] / row["of_copy"] for row in rows if row["of_copy"]])
-    figure, grid = _panels(len(kinds), len(dtypes), 3.1 if over_n else 0.5 + 0.3 * len(impls), sharex=not over_n)
-    for axes, (variant, pass_) in zip(grid, kinds, strict=True):
-        for ax, dtype in zip(axes, dtypes, strict=True):
-            panel = [r for r in rows if (r["variant"], r["pass"], r["dtype"]) == (variant, pass_, dtype)]
-            (_curves if over_n else _bars)(ax, panel, impls)
-            _furnish(ax, f"{' '.join(filter(None, (variant, pass_)))}, {dtype}", "y" if over_n else "x", top)
-        if over_n:
-            axes[0].set_ylabel("GB/s")
-    for ax in grid[-1]:
-        ax.set_xlabel("N, the length of a row" if over_n else "GB/s; in the bar: of the copy")
-    _finish(figure, grid, impls, f"{op} on {result['device']}", file)
-
-
-def _draw_products(op: str, rows: list[Row], result: Result, file: Path) -> None:
-    kinds = list(dict.fromkeys((row["variant"], row["dtype"]) for row in rows))
-    passes = list(dict.fromkeys(row["pass"] for row in rows))
-    impls = _impls(rows)
-    shapes = list(dict.fromkeys(tuple(row["shape"]) for row in rows))
-    figure, grid = _panels(len(kinds), len(passes), 0.6 + 0.14 * len(shapes) * (len(impls) + 1), sharex="row")
-    for axes, (variant, dtype) in zip(grid, kinds, strict=True):
-        of_kind = [row for row in rows if (row["variant"], row["dtype"]) == (variant, dtype)]
-        top = 1.15 * max(row["tflops"] for row in of_kind)
-        for ax, pass_ in zip(axes, passes, strict=True):
-            _groups(ax, [row for row in of_kind if row["pass"] == pass_], impls, shapes)
-            _furnish(ax, f"{' '.join(filter(None, (variant, pass_)))}, {dtype}", "x", top)
-    peers = dict.fromkeys(row["peer"] for row in rows if "peer" in row)
-    for ax in grid[-1]:
-        ax.set_xlabel("TFLOP/s" + (f"; behind the bar: of {' or '.join(peers)}" if peers else ""))
-    grid[0, 0].invert_yaxis()  # shared by all panels: the first shape on top
-    figure.supylabel(" x ".join(_case(rows[0]).work.AXES), fontsize=9)
-    _finish(figure, grid, impls, f"{op} on {result['device']}", file)
-
-
-def _impls(rows: Iterable[Row]) -> list[str]:
-    there = {row["impl"] for row in rows}
-    return [impl for impl in STYLE if impl in there]
-
-
-def _panels(n: int, columns: int, height: float, sharex: Any) -> Any:
+def _draw_op(op: str, rows: list[Row], device: str, file: Path) -> None:
     from matplotlib import pyplot as plt
 
-    size = 5.4 * columns, height * n + 0.9
-    return plt.subplots(n, columns, figsize=size, squeeze=False, sharex=sharex, sharey=True, layout="constrained")
+    products = "tflops" in rows[0]
+    over_n = not products and len({row["shape"][-1] for row in rows}) > 1
+    kind, column = (("variant", "dtype"), "pass") if products else (("variant", "pass"), "dtype")
+    kinds, columns = _unique(rows, *kind), _unique(rows, column)
+    impls = [impl for impl in STYLE if any(row["impl"] == impl for row in rows)]
+    shapes = list(dict.fromkeys(tuple(row["shape"]) for row in rows))
+    height = 0.6 + 0.14 * len(shapes) * (len(impls) + 1) if products else 3.1 if over_n else 0.5 + 0.3 * len(impls)
+    size = 5.4 * len(columns), height * len(kinds) + 0.9
+    sharex: Any = "row" if products else not over_n
+    figure, grid = plt.subplots(
+        len(kinds), len(columns), figsize=size, squeeze=False, sharex=sharex, sharey=True, layout="constrained"
+    )
+    top = 1.12 * max([row["gbs"] for row in rows] + [row["gbs"] / row["of_copy"] for row in rows if row["of_copy"]])
+    for axes, of_kind in zip(grid, kinds, strict=True):
+        if products:
+            top = 1.15 * max(row["tflops"] for row in rows if of_kind.items() <= row.items())
+        for ax, of_column in zip(axes, columns, strict=True):
+            named = of_kind | of_column
+            panel = [row for row in rows if named.items() <= row.items()]
+            if products:
+                _groups(ax, panel, impls, shapes)
+            else:
+                (_curves if over_n else _bars)(ax, panel, impls)
+            title = " ".join(filter(None, (named["variant"], named["pass"])))
+            _furnish(ax, f"{title}, {named['dtype']}", "y" if over_n else "x", top)
+        if over_n:
+            axes[0].set_ylabel("GB/s")
+    peers = dict.fromkeys(row["peer"] for row in rows if "peer" in row)
+    rates = "TFLOP/s" + (f"; behind the bar: of {' or '.join(peers)}" if peers else "")
+    for ax in grid[-1]:
+        ax.set_xlabel(rates if products else "N, the length of a row" if over_n else "GB/s; in the bar: of the copy")
+    if products:
+        grid[0, 0].invert_yaxis()  # shared by all panels: the first shape on top
+        figure.supylabel(" x ".join(_case(rows[0]).work.AXES), fontsize=9)
+    _finish(figure, grid, impls, f"{op} on {device}", file)
+
+
+def _unique(rows: Sequence[Row], *keys: str) -> list[Row]:
+    return [dict(zip(keys, found, strict=True)) for found in dict.fromkeys(tuple(row[k] for k in keys) for row in rows)]
 
 
 def _finish(figure: Any, grid: Any, impls: Sequence[str], title: str, file: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from .. import __version__, registry
 from ..ops import BUILTIN
+from ..terminal import check_known
 from . import baselines, precompile, report, sources
 from .baselines import Impl, Unavailable
 from .cases import Case, cases
@@ -59,9 +60,9 @@ def run(options: Options) -> None:
         wait_asleep()
     selected = registry.select(options.ops or [BUILTIN.name])
     operators = list(selected)
-    _known("impls", options.impls, (*baselines.MAKERS, "none"))
-    _known("dtypes", options.dtypes, DTYPES)
-    _known("passes", options.passes, ("forward", "backward"))
+    check_known("bench: --impls", options.impls, (*baselines.MAKERS, "none"))
+    check_known("bench: --dtypes", options.dtypes, DTYPES)
+    check_known("bench: --passes", options.passes, ("forward", "backward"))
     result = report.load(options.merge)
     if options.impls != ["none"]:
         for op in selected.values():
@@ -77,12 +78,6 @@ def run(options: Options) -> None:
         report.save(result, options.json)
     if options.plots:
         report.draw(result, options.plots)
-
-
-def _known(option: str, given: Sequence[str] | None, known: Sequence[str]) -> None:
-    for name in given or ():
-        if name not in known:
-            raise ValueError(f"bench: --{option} has {name!r}, expected some of {', '.join(known)}")
 
 
 def _default_device() -> str:
@@ -137,17 +132,6 @@ def _origin(row: Row, date: str) -> Row:
     return {"date": date[:10]} | own
 
 
-def _waiting(framework: Framework, call: Call) -> Call:
-    if not framework.QUEUES_ON_CPU:
-        return call
-
-    def waiting() -> None:
-        call()
-        framework.synchronize()
-
-    return waiting
-
-
 class Bench:
     def __init__(self, machine: Cuda | Cpu, impls: Sequence[Impl], device: str) -> None:
         self.machine, self.impls, self.device = machine, impls, device
@@ -194,7 +178,7 @@ class Bench:
             with self._noting(impl, case):
                 if impl.framework not in inputs:
                     inputs[impl.framework] = [framework.inputs(case) for _ in range(n)]
-                calls = [_waiting(framework, framework.call(impl, case, given)) for given in inputs[impl.framework]]
+                calls = [framework.call(impl, case, given) for given in inputs[impl.framework]]
                 records = case.work.op not in impl.synchronizes
                 contenders[impl.name] = calls[0], self.machine.turn(calls, case.small, records)
         return contenders

@@ -14,6 +14,7 @@ from aotops.frontends import FRONTENDS
 from aotops.op import Op
 from aotops.registry import get
 from aotops.spec import DEVICES
+from aotops.terminal import check_known
 
 from . import audit, inputs, memory, odd, runs, torchs, values
 from .frameworks import ADAPTERS, adapters
@@ -88,10 +89,10 @@ def check(
     """
     started = time.perf_counter()
     op = get(op) if isinstance(op, str) else op
-    _known("frameworks", frameworks, FRONTENDS)
-    _known("dtypes", dtypes, DTYPES)
-    _known("devices", devices, DEVICES)
-    _known("only", only, CHECKS)
+    check_known("check: frameworks", frameworks, sorted(FRONTENDS))
+    check_known("check: dtypes", dtypes, sorted(DTYPES))
+    check_known("check: devices", devices, DEVICES)
+    check_known("check: only", only, sorted(CHECKS))
     items: list[Item] = []
 
     def add(item: Item) -> None:
@@ -112,12 +113,6 @@ def check(
                 for item in CHECKS[name](subject):
                     add(item)
     return Report(op.name, str(op.library.path), items, time.perf_counter() - started)
-
-
-def _known(argument: str, given: Sequence[str] | None, known: Any) -> None:
-    for value in given or ():
-        if value not in known:
-            raise ValueError(f"check: {argument} has {value!r}, expected some of {', '.join(sorted(known))}")
 
 
 def _subject(op: Op, reference: Any, cases: Sequence[Any] | None, seed: int) -> Subject:

@@ -9,9 +9,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from .calls import ITEMSIZE, EntryCall, calls_of, numbers
+from .calls import ITEMSIZE, calls_of, numbers
 from .frameworks import Framework
-from .huge import MOST, Copies, copies, grown
+from .huge import MOST, copies
 from .layouts import Layout, layouts_of
 from .plan import PAGE, Plan
 from .report import FAIL, PASS, UNAVAILABLE, Item
@@ -61,7 +61,7 @@ def _beyond_int_in_copies(subject: Subject) -> Item:
         return Item("shapes", where, UNAVAILABLE, "by the reference, its rows are not independent")
     case, tiled = rows
     try:
-        why = _run_in_copies(subject, subject.trial(case, dtype), tiled)
+        why = _run_in_copies(subject, case, dtype, tiled)
     except AssertionError as error:
         failure = failure_of(subject, "shapes", error, case, dtype, devices=["cpu"], huge=True)
         return Item("shapes", where, FAIL, failure=failure)
@@ -83,9 +83,14 @@ def _independent_rows(subject: Subject, dtype: str) -> tuple[Case, frozenset[str
     return None
 
 
-def _gives_copies(subject: Subject, case: Case, dtype: str, tiled: Container[str], times: int) -> bool:
+def _repeated(case: Case, tiled: Container[str], times: int) -> Case:
+    """The case with more rows in these inputs."""
     shapes = {s: (d[0] * times, *d[1:]) if s in tiled and d else d for s, d in case.shapes.items()}
-    if subject.refusal(replace(case, shapes=shapes), dtype):
+    return replace(case, shapes=shapes)
+
+
+def _gives_copies(subject: Subject, case: Case, dtype: str, tiled: Container[str], times: int) -> bool:
+    if subject.refusal(_repeated(case, tiled, times), dtype):
         return False
     trial = subject.trial(case, dtype)
 
@@ -101,22 +106,18 @@ def _gives_copies(subject: Subject, case: Case, dtype: str, tiled: Container[str
     return all(y.ndim and np.allclose(many, copied(y), 1e-12, 1e-12) for many, y in pairs if many.shape != () or y.ndim)
 
 
-def _run_in_copies(subject: Subject, trial: Trial, tiled: frozenset[str]) -> str | None:
+def _run_in_copies(subject: Subject, case: Case, dtype: str, tiled: frozenset[str]) -> str | None:
     """Why it was not run."""
-    calls = calls_of(subject.op, trial, "cpu")
-    size = next(math.prod(spec.shape) for slot, spec in calls[0].given.items() if slot in tiled)
+    size = next(math.prod(case.given[slot]) for slot in case.given if slot in tiled)
     # whole pages of each tensor, about a million elements
-    pattern = -(-BLOCK // (PAGE * size)) * PAGE
-    times = MOST // (pattern * size) + 2
-    forward: tuple[EntryCall, Copies, Copies] | None = None
-    for one in calls:
-        small = copies(one, tiled, pattern, forward and forward[1])
-        if small is None:
+    block = -(-BLOCK // (PAGE * size)) * PAGE
+    times = MOST // (block * size) + 2
+    trial = subject.trial(_repeated(case, tiled, block), dtype)
+    for one in calls_of(subject.op, trial, "cpu"):
+        large = copies(one, tiled, times)
+        if large is None:
             return None  # the backward of a forward whose rows are independent takes a result that has no rows
-        call = grown(one, small, forward and forward[0])
-        large = copies(call, tiled, times, forward and forward[2])
-        assert large is not None
-        outcome = subject.worker.run(Plan([call], ["huge"], others=[large]))
+        outcome = subject.worker.run(Plan([one], ["huge"], others=[large]))
         if outcome.ended:
             raise AssertionError(
                 f"{one.op.name}: {outcome.ended.reason} with 2**31 elements in {', '.join(large.tiled)}"
@@ -130,8 +131,8 @@ def _run_in_copies(subject: Subject, trial: Trial, tiled: frozenset[str]) -> str
                 with about(
                     f"{one.op.name}: with 2**31 elements, the {which} rows of {slot} are not those of a small call"
                 ):
-                    trial.assert_same(*(numbers(data, call.given[slot]) for data in (many, few)))
-        forward = call, small, large
+                    trial.assert_same(*(numbers(data, one.given[slot]) for data in (many, few)))
+        tiled = large.tiled | {f"d{slot}" for slot in large.tiled}
     return None
 
 

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from aotops.spec import accumulate_dtype
+from aotops.spec import FLOATING, accumulate_dtype
 
 from .row import Arrays, Case, Row
 from .tolerances import DIFFERENCES, H, Mismatch, allowed, allowed_gradient, assert_close
@@ -19,7 +19,7 @@ try:
 except ImportError:  # then there is no bfloat16 here
     ml_dtypes = None  # type: ignore[assignment]
 
-DTYPES = ("float16", "bfloat16", "float32", "float64")
+DTYPES = FLOATING
 
 
 def rounded(array: np.ndarray, dtype: str) -> np.ndarray:

@@ -21,6 +21,7 @@ from aotops.op import Op
 from aotops.ops import BUILTIN
 from aotops.registry import has_entry
 from aotops.spec import DEVICES
+from aotops.terminal import check_known
 
 from ..checker import _subject
 from ..subject import Subject
@@ -110,9 +111,7 @@ def soak(
 
 
 def _devices(asked: Sequence[str] | None) -> list[str]:
-    for device in asked or ():
-        if device not in DEVICES:
-            raise ValueError(f"soak: devices has {device!r}, expected some of {', '.join(DEVICES)}")
+    check_known("soak: devices", asked, DEVICES)
     gpu = bool(toolchain.gpu_archs())
     if asked and "cuda" in asked and not gpu:
         raise ValueError("soak: devices has 'cuda', and nvidia-smi finds no GPU here")

@@ -82,17 +82,13 @@ class Kernels:
         self._library = ctypes.CDLL(str(library))
         self._library.soak_error.restype, self._library.soak_error.argtypes = c_char_p, [c_int]
         for name, arguments in _ARGUMENTS.items():
-            setattr(self, name.removeprefix("soak_"), self._checked(name, arguments))
+            function = getattr(self._library, name)
+            function.argtypes, function.errcheck = arguments, self._check
+            setattr(self, name.removeprefix("soak_"), function)
 
-    def _checked(self, name: str, arguments: Sequence[Any]) -> Callable[..., None]:
-        function = getattr(self._library, name)
-        function.argtypes, function.restype = arguments, c_int
-
-        def call(*given: object) -> None:
-            if status := function(*given):
-                raise CudaError(f"{name}: {self._library.soak_error(status).decode()}")
-
-        return call
+    def _check(self, status: int, function: Any, given: object) -> None:
+        if status:
+            raise CudaError(f"{function.__name__}: {self._library.soak_error(status).decode()}")
 
     def __getattr__(self, name: str) -> Callable[..., None]:  # for type checkers: __init__ sets them all
         raise AttributeError(name)
