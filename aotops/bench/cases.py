@@ -41,11 +41,11 @@ def rows(library: Library = BUILTIN) -> Mapping[str, Any]:
         LookupError: the library names no module of cases, or there are no rows in the folder.
         ImportError: the module does not import.
     """
-    if library.name != BUILTIN.name:
-        if library.cases is None:
-            raise LookupError(f"bench: the library {library.name} has no cases: expected Library(..., cases=MODULE)")
-        return import_module(library.cases).CASES
-    return import_module("aotops.testing.cases").CASES if _folder is None else _loaded(_folder)
+    if library.name == BUILTIN.name and _folder is not None:
+        return _loaded(_folder)
+    if library.cases is None:
+        raise LookupError(f"bench: the library {library.name} has no cases: expected Library(..., cases=MODULE)")
+    return import_module(library.cases).CASES
 
 
 @cache

@@ -99,9 +99,9 @@ class EntryCall:
         """Runs the entry on memory at these addresses, one for each slot given."""
         self.bound(device)(index, stream, *(addresses[slot] for slot in self.given))
 
-    def elsewhere(self) -> EntryCall:
-        """The call for another process: without what cannot be pickled."""
-        return replace(self, op=_portable(self.op), forward=self.forward and self.forward.elsewhere())
+    def __reduce__(self) -> Any:
+        """The call in another process."""
+        return EntryCall, (_portable(self.op), self.attrs, self.specs, self.inputs, self.forward)
 
 
 def forward_call(op: Op, trial: Trial, device: str) -> EntryCall:

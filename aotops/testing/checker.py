@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from .frameworks import ADAPTERS, adapters
 from .report import FAIL, UNAVAILABLE, Failure, Item, Report
 from .subject import Subject, as_cases, default_cases, elements, importable, reference_name, row_of
 from .trial import DTYPES
-from .worker import working
+from .worker import Worker
 
 CHECKS: dict[str, Callable[[Subject], Iterator[Item]]] = {
     "library": audit.library,
@@ -100,7 +100,7 @@ def check(
         if progress:
             progress(item)
 
-    with _settings_kept(), working() as worker:
+    with _settings_kept(), closing(Worker()) as worker:
         subject = _subject(op, reference, cases, seed)
         subject = replace(subject, quick=quick, huge=huge, sanitize=sanitize, worker=worker)
         subject = _where(subject, frameworks, devices, add)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
 
 import numpy as np
 
@@ -206,10 +205,15 @@ def _try_layout(subject: Subject, adapter: Framework, device: str, trial: Trial,
 _LENGTHS = 1, 3, 17, 33
 
 
-@lru_cache(maxsize=4)
 def unusual_cases(subject: Subject) -> dict[str, list[Case]]:
     """Odd, empty, 0-dim, 4-d and huge shapes, by kind: cases like the plain one that the operator and the reference
-    accept."""
+    accept. They are made once, and kept with the subject."""
+    if not subject.unusual:
+        subject.unusual.update(_unusual_cases(subject))
+    return subject.unusual
+
+
+def _unusual_cases(subject: Subject) -> dict[str, list[Case]]:
     plain, dtype = subject.plain, subject.dtypes[0]
     lengths = sorted({dim for shape in plain.given.values() for dim in shape if dim > 1})
 

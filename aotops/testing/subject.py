@@ -13,7 +13,6 @@ import numpy as np
 
 from aotops.library import Library
 from aotops.op import Op
-from aotops.ops import BUILTIN
 
 from .calls import bound, forward_call, placeholders, run_on_cuda
 from .frameworks import Framework
@@ -51,6 +50,8 @@ class Subject:
     """The name of a reference that was given."""
     worker: Worker = field(default_factory=Worker)
     """The process for calls that may end it."""
+    unusual: dict[str, list[Case]] = field(default_factory=dict, init=False)
+    """Cases of unusual shapes, by kind (inputs.py)."""
     _trials: dict[tuple[str, str], Trial] = field(default_factory=dict, init=False)
     _refusals: dict[tuple[str, str], str | None] = field(default_factory=dict, init=False)
 
@@ -156,8 +157,8 @@ class Subject:
 
 def row_of(op: Op, reference: Callable[..., Any] | None) -> Row | None:
     """The row of the operator's library, with ``reference`` in the place of its own; None if there is neither."""
-    module = "aotops.testing.cases" if op.library is BUILTIN else op.library.cases
-    row = getattr(import_module(module), "CASES", {}).get(op.name) if module else None
+    cases = op.library.cases
+    row = getattr(import_module(cases), "CASES", {}).get(op.name) if cases else None
     if reference is None:
         return row
     return replace(row, reference=reference) if row else Row(reference)
