@@ -18,9 +18,14 @@ def encode(op: Op, attrs: Sequence[Attr], present: Sequence[bool] | None = None)
         ValueError: an integer of more than 64 bits; a number too large for a float; a string that no attribute may be.
     """
     if op.foreign:
-        return _with_masks(op, [f"hosted={encode_foreign(op, attrs)}"], present)
-    given = [(name, value) for name, value in zip(op.attrs, op.canonical(attrs), strict=True) if value is not None]
-    return _with_masks(op, [f"{name}={_text(value)}" for name, value in given], present)
+        lines = [f"hosted={encode_foreign(op, attrs)}"]
+    else:
+        given = zip(op.attrs, op.canonical(attrs), strict=True)
+        lines = [f"{name}={_text(value)}" for name, value in given if value is not None]
+    if present is not None:
+        n = len(op.inputs)
+        lines += [f"inputs={_mask(present[:n])}", f"outputs={_mask(present[n:])}"]
+    return "\n".join(lines)
 
 
 def encode_foreign(op: Op, attrs: Sequence[Attr], dtypes: Sequence[str] = ()) -> str:
@@ -29,12 +34,10 @@ def encode_foreign(op: Op, attrs: Sequence[Attr], dtypes: Sequence[str] = ()) ->
     foreign = op.foreign
     assert foreign is not None
     like = "".join(f"{op.inputs.index(op.same_spec_as[y]) if y in op.same_spec_as else -1}," for y in op.outputs)
-    symbols = [foreign.symbols.get(device, "") for device in DEVICES]
-    counts = [len(op.inputs), len(op.outputs), int(bool(op.workspace))]
     items = [
         f"{op.library.name}/{op.name}",
-        *symbols,
-        *map(str, counts),
+        *(foreign.symbols.get(device, "") for device in DEVICES),
+        *map(str, (len(op.inputs), len(op.outputs), int(bool(op.workspace)))),
         like,
         "".join(f"{dtype}," for dtype in dtypes),
     ]
@@ -42,13 +45,6 @@ def encode_foreign(op: Op, attrs: Sequence[Attr], dtypes: Sequence[str] = ()) ->
         if value is not None:
             items.append(f"{quote(name)}:{ATTRIBUTE_TYPES[kind.rstrip('?')].letter}{_foreign_text(value)}")
     return "".join(f"{item};" for item in items)
-
-
-def _with_masks(op: Op, lines: list[str], present: Sequence[bool] | None) -> str:
-    if present is not None:
-        n = len(op.inputs)
-        lines += [f"inputs={_mask(present[:n])}", f"outputs={_mask(present[n:])}"]
-    return "\n".join(lines)
 
 
 def _text(value: Any) -> str:

@@ -224,26 +224,22 @@ def define(
         LibraryError: the library exports no such function.
         TypeError, ValueError: a definition that is not one.
     """
-    attrs, defaults = dict(attrs or {}), dict(defaults or {})
-    inputs, outputs, like = tuple(inputs), tuple(outputs), dict(same_spec_as or {})
-    _check_names(name, inputs, outputs, attrs, defaults, like, tuple(mutates))
-    bind = _bind(name, inputs, attrs, defaults, doc)
-    shared: dict[str, Any] = {
-        "attrs": attrs, "same_spec_as": like, "mutates": tuple(mutates), "vmappable": frozenset(vmappable),
-    }  # fmt: skip
-    shared |= _gradient(library, name, inputs, outputs, attrs, tuple(mutates), backward)
+    slots: dict[str, Any] = {"inputs": tuple(inputs), "outputs": tuple(outputs), "mutates": tuple(mutates)}
+    like, defaults = dict(same_spec_as or {}), dict(defaults or {})
+    op = Op(name, _unbound, **slots, attrs=dict(attrs or {}), same_spec_as=like, vmappable=frozenset(vmappable))
+    _check_names(op, defaults)
+    op = replace(op, bind=_bind(op, defaults, doc), **_gradient(library, op, backward))
     if library.address(f"aot_{name}_cpuInfer") or library.address(f"aot_{name}_cudaInfer"):
         if infer or out_shape or out_dtype or device or cpu or cuda:
             raise TypeError(f"{name}: {library.path} infers for itself, and has its own entries")
-        return _added(library, Op(name, bind, inputs, outputs, **shared))
+        return _added(library, op)
     symbols = _symbols(library, name, device, {"cpu": cpu, "cuda": cuda})
     if workspace is None:
         # MindSpore's operators have an output: without another one, the workspace
-        workspace = not outputs or any(library.address(f"{symbol}Init") for symbol in symbols.values())
-    shared["workspace"] = ("workspace",) if workspace else ()
+        workspace = not op.outputs or any(library.address(f"{symbol}Init") for symbol in symbols.values())
     if infer is not None and (out_shape is not None or out_dtype is not None):
         raise TypeError(f"{name}: infer and out_shape or out_dtype are given, expected one rule")
-    if outputs and not set(outputs) <= set(like) and infer is None:
+    if not set(op.outputs) <= set(like) and infer is None:
         for rule, companion in ((out_shape, "InferShape"), (out_dtype, "InferType")):
             if rule is None and not all(library.address(f"{symbol}{companion}") for symbol in symbols.values()):
                 raise TypeError(
@@ -251,7 +247,7 @@ def define(
                     f"by infer=, same_spec_as=, or out_shape= and out_dtype="
                 )
     foreign = Foreign(symbols, infer, out_shape, out_dtype)
-    op = Op(name, bind, inputs, outputs, foreign=foreign, **shared)
+    op = replace(op, foreign=foreign, workspace=("workspace",) if workspace else ())
     if len(op.slots) > MOST_TENSORS:
         raise NotImplementedError(f"{name} has {len(op.slots)} tensors, expected at most {MOST_TENSORS}")
     return _added(library, op)
@@ -266,15 +262,13 @@ def _added(library: Library, op: Op) -> Op:
     return bound
 
 
-def _check_names(
-    name: str,
-    inputs: tuple[str, ...],
-    outputs: tuple[str, ...],
-    attrs: Mapping[str, str],
-    defaults: Mapping[str, Any],
-    like: Mapping[str, str],
-    mutates: tuple[str, ...],
-) -> None:
+def _unbound(*args: Any) -> Any:
+    """Until the names are known to be valid."""
+    raise NotImplementedError
+
+
+def _check_names(op: Op, defaults: Mapping[str, Any]) -> None:
+    name, inputs, outputs, attrs = op.name, op.inputs, op.outputs, op.attrs
     every = (*inputs, *outputs, *attrs)
     for each in (name, *every):
         if not _is_name(each):
@@ -285,7 +279,7 @@ def _check_names(
         raise ValueError(f"{name}: inputs, outputs and attributes are {', '.join(every)}, expected different names")
     if not inputs:
         raise ValueError(f"{name}: there is no input, whose device the call would be made on")
-    if not outputs and not mutates:
+    if not outputs and not op.mutates:
         raise ValueError(f"{name}: there is no output, and no input that it writes to (mutates=)")
     for attr, kind in attrs.items():
         if kind not in ATTRIBUTE_TYPES:
@@ -293,9 +287,9 @@ def _check_names(
     _check_known(name, "defaults", defaults, attrs)
     if list(defaults) and set(list(attrs)[-len(defaults) :]) != set(defaults):
         raise ValueError(f"{name}: defaults are for {', '.join(defaults)}, expected the last of {', '.join(attrs)}")
-    _check_known(name, "same_spec_as", like, outputs)
-    _check_known(name, "same_spec_as", like.values(), inputs)
-    _check_known(name, "mutates", mutates, inputs)
+    _check_known(name, "same_spec_as", op.same_spec_as, outputs)
+    _check_known(name, "same_spec_as", op.same_spec_as.values(), inputs)
+    _check_known(name, "mutates", op.mutates, inputs)
 
 
 def _check_known(name: str, what: str, given: Iterable[str], known: Iterable[str]) -> None:
@@ -323,30 +317,23 @@ def _symbols(library: Library, name: str, device: str | None, named: Mapping[str
     return given
 
 
-def _gradient(
-    library: Library,
-    name: str,
-    inputs: tuple[str, ...],
-    outputs: tuple[str, ...],
-    attrs: Mapping[str, str],
-    mutates: tuple[str, ...],
-    backward: Op | str | Callable[..., Any] | None,
-) -> dict[str, Any]:
+def _gradient(library: Library, op: Op, backward: Op | str | Callable[..., Any] | None) -> dict[str, Any]:
     if backward is None:
         return {}
-    if mutates:
-        raise NotImplementedError(f"{name}: an operator that writes to {', '.join(mutates)} has no gradient")
-    gradients = tuple(f"d{y}" for y in outputs)
+    name, attrs = op.name, op.attrs
+    if op.mutates:
+        raise NotImplementedError(f"{name}: an operator that writes to {', '.join(op.mutates)} has no gradient")
+    forward = (*op.inputs, *op.outputs, *(f"d{y}" for y in op.outputs))
     if isinstance(backward, str):
         if backward not in library.ops:
             raise ValueError(f"{name}: backward is {backward!r}, expected an operator defined before: library.op(...)")
         backward = library.ops[backward]
     if not isinstance(backward, Op):
         _, *parameters = signature(backward).parameters
-        _check_known(name, "backward", parameters, (*inputs, *outputs, *gradients, *attrs))
+        _check_known(name, "backward", parameters, (*forward, *attrs))
         return {"rule": Rule(backward, tuple(parameters))}
-    _check_known(name, f"backward {backward.name}", backward.inputs, (*inputs, *outputs, *gradients))
-    _check_known(name, f"backward {backward.name}", backward.outputs, [f"d{x}" for x in inputs])
+    _check_known(name, f"backward {backward.name}", backward.inputs, forward)
+    _check_known(name, f"backward {backward.name}", backward.outputs, [f"d{x}" for x in op.inputs])
     _check_known(name, f"backward {backward.name}", backward.attrs, attrs)
     if list(backward.attrs) == list(attrs):
         return {"backward": backward}
@@ -356,19 +343,13 @@ def _gradient(
     return {"backward": replace(backward, name=f"{name}_backward", attrs=attrs)}
 
 
-def _bind(
-    name: str, inputs: Sequence[str], attrs: Mapping[str, str], defaults: Mapping[str, Any], doc: str | None
-) -> Callable[..., Any]:
+def _bind(op: Op, defaults: Mapping[str, Any], doc: str | None) -> Callable[..., Any]:
     """A function that has a source, which MindSpore's graph mode compiles."""
-    kept = Op(name, lambda: ((), ()), (), (), attrs=attrs)
-    values = {
-        attr: kept._attr(attr, kind, defaults[attr]) for attr, kind in attrs.items() if attr in defaults
-    }  # the types are checked here
-    parameters = [*inputs, *(f"{attr}={values[attr]!r}" if attr in values else attr for attr in attrs)]
-    taken, said = "".join(f"{x}, " for x in inputs), "".join(f"{a}, " for a in attrs)
-    body = f"return ({taken}), ({said})"
-    function = written_out(name, f"({', '.join(parameters)})", body)
-    function.__doc__ = doc or f"The hosted operator {name}."
+    values = {attr: op._attr(attr, op.attrs[attr], value) for attr, value in defaults.items()}  # checks the types
+    parameters = [*op.inputs, *(f"{attr}={values[attr]!r}" if attr in values else attr for attr in op.attrs)]
+    taken, said = "".join(f"{x}, " for x in op.inputs), "".join(f"{a}, " for a in op.attrs)
+    function = written_out(op.name, f"({', '.join(parameters)})", f"return ({taken}), ({said})")
+    function.__doc__ = doc or f"The hosted operator {op.name}."
     return function
 
 

@@ -197,11 +197,7 @@ def _described(name: str, library: Library | LibraryError) -> dict[str, Any]:
 
 
 def has_entry(op: Op, device: str) -> bool:
-    try:
-        op.library.entry_name(op, device)
-    except NotImplementedError:
-        return False
-    return True
+    return op.library.entry_address(op, device) is not None
 
 
 def describe_operator(op: Op) -> dict[str, Any]:

@@ -38,6 +38,14 @@ def hung(head: str, text: str, width: int | None, indent: int | None = None) -> 
     return lines or [head.rstrip()]
 
 
+def check_known(what: str, given: Iterable[str] | None, known: Iterable[str]) -> None:
+    """Raises ValueError for a name that is not known."""
+    known = list(known)
+    for name in given or ():
+        if name not in known:
+            raise ValueError(f"{what} has {name!r}, expected some of {', '.join(known)}")
+
+
 def unknown(what: str, name: str, known: Iterable[str]) -> str:
     """The text of an error: there is no such name; the names that are like it, or else all of them."""
     from difflib import get_close_matches  # seldom needed

@@ -26,6 +26,7 @@ from torch.nn import functional
 
 import aotops
 from aotops import call, extra, library
+from aotops.bench.measure import processor
 from aotops.frontends import torch as frontend
 from aotops.op import Attr, Op
 from aotops.ops import OPS
@@ -211,10 +212,7 @@ def measure(device: str, repeats: int) -> list[dict[str, Any]]:
 def device_name(device: str) -> str:
     if device == "cuda":
         return torch.cuda.get_device_name()
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.processor() or platform.machine()
+    return processor()
 
 
 def print_table(result: dict[str, Any]) -> None:

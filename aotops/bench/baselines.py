@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from importlib import import_module, metadata
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,17 +73,6 @@ def available(device: str, names: list[str] | None, operators: Sequence[str] = t
             if names is not None:
                 print(f"{name} is left out: {error}")
     return impls
-
-
-def versions() -> dict[str, str]:
-    packages = {"quack": "quack-kernels", "liger": "liger-kernel"}
-    found = {}
-    for name in ("torch", "triton", "quack", "liger", "mindspore", "numpy"):
-        try:
-            found[name] = metadata.version(packages.get(name, name))
-        except metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 # ------------------------------------------------------------------------------------------------------------- aotops
@@ -192,20 +181,6 @@ def _torch_functions() -> dict[str, Make]:
     import torch
     from torch.nn import functional as F
 
-    def add_layer_norm(shape: Shape, variant: str) -> Callable[..., Any]:
-        def function(x, residual, weight, bias):
-            total = x + residual
-            return F.layer_norm(total, shape[-1:], weight, bias, LN_EPS), total
-
-        return function
-
-    def add_rms_norm(shape: Shape, variant: str) -> Callable[..., Any]:
-        def function(x, residual, weight):
-            total = x + residual
-            return F.rms_norm(total, shape[-1:], weight, RMS_EPS), total
-
-        return function
-
     def conv2d(shape: Shape, variant: str) -> Callable[..., Any]:
         stride, padding = window(shape)
         return lambda x, w: F.conv2d(x, w, None, stride, padding)
@@ -226,8 +201,10 @@ def _torch_functions() -> dict[str, Make]:
         "lltm": lambda shape, variant: lltm,
         "layer_norm": lambda shape, variant: lambda x, w, b: F.layer_norm(x, shape[-1:], w, b, LN_EPS),
         "rms_norm": lambda shape, variant: lambda x, w: F.rms_norm(x, shape[-1:], w, RMS_EPS),
-        "add_layer_norm": add_layer_norm,
-        "add_rms_norm": add_rms_norm,
+        "add_layer_norm": lambda shape, variant: (
+            lambda x, r, w, b: (F.layer_norm(h := x + r, shape[-1:], w, b, LN_EPS), h)
+        ),
+        "add_rms_norm": lambda shape, variant: lambda x, r, w: (F.rms_norm(h := x + r, shape[-1:], w, RMS_EPS), h),
         "softmax": lambda shape, variant: lambda x: F.softmax(x, -1),
         "cross_entropy": lambda shape, variant: _loss_and_dx(F.cross_entropy) if variant else F.cross_entropy,
     }
@@ -352,63 +329,38 @@ def _own_copies(case: Case, inputs: list[Any]) -> list[Any]:
 
 
 def _numpy(operators: Sequence[str]) -> Impl:
-    """The formulas in NumPy; forward only, without bfloat16. Of other libraries, the references of the rows."""
+    """The rows' references; forward only, without bfloat16. Of the built-in operators, what NumPy has functions for."""
     import numpy as np
-
-    def gelu_tanh(x):
-        return x / 2 * (1 + np.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
-
-    def layer_norm(x, weight, bias):
-        centred = x - x.mean(-1, keepdims=True)
-        return centred / np.sqrt((centred * centred).mean(-1, keepdims=True) + LN_EPS) * weight + bias
-
-    def rms_norm(x, weight):
-        return x / np.sqrt((x * x).mean(-1, keepdims=True) + RMS_EPS) * weight
-
-    def softmax(x):
-        e = np.exp(x - x.max(-1, keepdims=True))
-        return e / e.sum(-1, keepdims=True)
 
     def cross_entropy(x, target):
         x = x - x.max(-1, keepdims=True)
         chosen = np.take_along_axis(x, target[:, None], -1)[:, 0]
         return (np.log(np.exp(x).sum(-1)) - chosen).mean()
 
-    def lltm(input, weights, bias, old_h, old_cell):
-        i, o, candidate = np.split(np.concatenate([old_h, input], 1) @ weights.T + bias, 3, 1)
-        new_cell = old_cell + np.where(candidate > 0, candidate, np.expm1(candidate)) / (1 + np.exp(-i))
-        return np.tanh(new_cell) / (1 + np.exp(-o)), new_cell
-
     def linear(shape: Shape, variant: str) -> Callable[..., Any]:
         if variant:
             raise Unavailable("NumPy has no erf")
         return lambda x, w, b: x @ w.T + b
 
-    def tanh_only(shape: Shape, variant: str) -> Callable[..., Any]:
+    def gelu(shape: Shape, variant: str) -> Callable[..., Any]:
         if variant != "tanh":
             raise Unavailable("NumPy has no erf")
-        return gelu_tanh
+        return lambda x: x / 2 * (1 + np.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
 
     def no_dx(shape: Shape, variant: str) -> Callable[..., Any]:
         if variant:
             raise Unavailable("NumPy has no gradients")
         return cross_entropy
 
-    return Impl("numpy", "numpy", {
+    functions: dict[str, Make] = {
         "add": lambda shape, variant: np.add,
-        "gelu": tanh_only,
-        "swiglu": lambda shape, variant: lambda gate, up: gate / (1 + np.exp(-gate)) * up,
+        "gelu": gelu,
         "matmul": lambda shape, variant: np.matmul,
         "linear": linear,
-        "lltm": lambda shape, variant: lltm,
-        "layer_norm": lambda shape, variant: layer_norm,
-        "rms_norm": lambda shape, variant: rms_norm,
-        "add_layer_norm": lambda shape, variant: lambda x, r, w, b: (layer_norm(x + r, w, b), x + r),
-        "add_rms_norm": lambda shape, variant: lambda x, r, w: (rms_norm(x + r, w), x + r),
-        "softmax": lambda shape, variant: softmax,
         "cross_entropy": no_dx,
-    }, {name: _reference(name) for name in operators if name not in OPS},
-       dtypes=("float16", "float32", "float64"))  # fmt: skip
+    }
+    modules = {name: _reference(name) for name in operators if name != "conv2d"}
+    return Impl("numpy", "numpy", functions, modules, dtypes=("float16", "float32", "float64"))
 
 
 def _reference(name: str) -> SimpleNamespace:

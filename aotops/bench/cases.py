@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from ..ops import BUILTIN, OPS
 from .enlarged import enlarged
 from .work import Rows, Shape, Work
 
-_CHECKOUT = Path(__file__).parents[2] / "tests" / "cases"
 _folder: Path | None = None
 
 
@@ -42,13 +41,11 @@ def rows(library: Library = BUILTIN) -> Mapping[str, Any]:
         LookupError: the library names no module of cases, or there are no rows in the folder.
         ImportError: the module does not import.
     """
-    if library.name != BUILTIN.name:
-        if library.cases is None:
-            raise LookupError(f"bench: the library {library.name} has no cases: expected Library(..., cases=MODULE)")
-        return import_module(library.cases).CASES
-    if _folder is None and find_spec("aotops.testing") and find_spec("aotops.testing.cases"):
-        return import_module("aotops.testing.cases").CASES
-    return _loaded(_folder or _CHECKOUT)
+    if library.name == BUILTIN.name and _folder is not None:
+        return _loaded(_folder)
+    if library.cases is None:
+        raise LookupError(f"bench: the library {library.name} has no cases: expected Library(..., cases=MODULE)")
+    return import_module(library.cases).CASES
 
 
 @cache

@@ -17,12 +17,15 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from .. import __version__
 from .tensors import Call
 
 Turn = Callable[[], float]
@@ -57,33 +60,68 @@ def spread(times: Sequence[float]) -> float:
     return statistics.median(times) / min(times)
 
 
-class Cuda:
+class _Machine:
+    figure: Callable[[Sequence[float]], float]
+    """The one of the times of a contender's turns that counts."""
+
+    def __init__(self, name: str, cache: int, repeats: int, host_repeats: int, budget: float) -> None:
+        self.name, self.cache = name, cache
+        self.repeats, self.host_repeats, self.budget = repeats, host_repeats, budget
+        self.copies: dict[int, float] = {}
+
+    def sets(self, nbytes: int) -> int:
+        """The number of sets of inputs that exceeds three times the cache, so that it serves none."""
+        return min(MOST_SETS, math.ceil(3 * self.cache / nbytes) + 1)
+
+    def host_turn(self, call: Call, small: bool) -> Turn:
+        """The host's time: kernels are queued, and synchronized between turns only."""
+        calls, warm_up = (HOST_CALLS, WARM_UP) if small else (20, 2)
+
+        def turn() -> float:
+            for _ in range(warm_up):
+                call()
+            if not small:
+                self.synchronize()
+            seconds = _seconds(call, calls)
+            self.synchronize()
+            return seconds
+
+        return turn
+
+    def copy_gbs(self, nbytes: int) -> float:
+        """GB/s of a copy that reads half of the bytes and writes half: the faster of two implementations."""
+        half = max(nbytes >> 21, 1) << 20  # one copy for similar sizes
+        if half not in self.copies:
+            taken = samples(self._copy_turns(half, self.sets(half)), self.repeats, self.budget)
+            self.copies[half] = 2 * half / min(map(self.figure, taken.values())) / 1e9
+        return self.copies[half]
+
+    def _copy_turns(self, half: int, sets: int) -> dict[str, Turn]:
+        raise NotImplementedError
+
+    def synchronize(self) -> None:
+        """Waits for the device."""
+
+    def free(self) -> None:
+        """Gives back memory that is kept for later calls."""
+
+
+class Cuda(_Machine):
     """Calls are recorded in a CUDA graph, rotating over their inputs, and replayed, without Python between kernels."""
 
     HOST_IS_DEVICE = False
     COPIED = 4 << 30
-    figure: Callable[[Sequence[float]], float] = staticmethod(statistics.median)
-    """The times of a contender's turns."""
+    figure = staticmethod(statistics.median)
     GRAPH_SECONDS = 4e-3  # long enough that launching the graph is negligible
 
     def __init__(self, quick: bool) -> None:
         import torch
 
         self.torch = torch
-        self.repeats, self.budget = 5 if quick else 15, 10.0
-        self.host_repeats = 5 if quick else 31
-        self.copies: dict[int, float] = {}
         # one stream for all, not the default one: a backward runs on the stream of its forward
         torch.cuda.set_stream(torch.cuda.Stream())
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        self.name, self.cache = properties.name, properties.L2_cache_size
-
-    def synchronize(self) -> None:
-        self.torch.cuda.synchronize()
-
-    def sets(self, nbytes: int) -> int:
-        """The number of sets of inputs that exceeds three times the L2 cache, so that it serves none."""
-        return min(MOST_SETS, math.ceil(3 * self.cache / nbytes) + 1)
+        super().__init__(properties.name, properties.L2_cache_size, 5 if quick else 15, 5 if quick else 31, 10.0)
 
     def turn(self, calls: Sequence[Call], small: bool = False, records: bool = True) -> Turn:
         seconds = self._estimate(calls)
@@ -151,59 +189,31 @@ class Cuda:
             raise RuntimeError("the profiler saw no kernels")
         return lambda: total / len(calls)
 
-    def host_turn(self, call: Call, small: bool) -> Turn:
-        """The host's time: kernels are queued, and synchronized between turns only."""
-        calls, warm_up = (HOST_CALLS, WARM_UP) if small else (20, 2)
+    def _copy_turns(self, half: int, sets: int) -> dict[str, Turn]:
+        pairs = [[self.torch.empty(half, dtype=self.torch.uint8, device="cuda") for _ in range(2)] for _ in range(sets)]
+        calls = [partial(to.copy_, source) for to, source in pairs]
+        rounds = calls * max(1, 20 // sets)
+        queued = self._timed(lambda: [call() for call in rounds], len(rounds))
+        return {"graph": self.turn(calls), "queue": queued}
 
-        def turn() -> float:
-            for _ in range(warm_up):
-                call()
-            if not small:
-                self.synchronize()
-            seconds = _seconds(call, calls)
-            self.synchronize()
-            return seconds
-
-        return turn
-
-    def copy_gbs(self, nbytes: int) -> float:
-        """GB/s of a copy that reads half of the bytes and writes half: the faster of two implementations."""
-        half = _half(nbytes)
-        if half not in self.copies:
-            torch, n = self.torch, self.sets(half)
-            pairs = [[torch.empty(half, dtype=torch.uint8, device="cuda") for _ in range(2)] for _ in range(n)]
-            calls = [partial(to.copy_, source) for to, source in pairs]
-            rounds = calls * max(1, 20 // n)
-            turns = {
-                "graph": self.turn(calls),
-                "queue": self._timed(lambda: [call() for call in rounds], len(rounds)),
-            }
-            self.copies[half] = 2 * half / min(map(self.figure, samples(turns, self.repeats).values())) / 1e9
-        return self.copies[half]
+    def synchronize(self) -> None:
+        self.torch.cuda.synchronize()
 
     def free(self) -> None:
         self.torch.cuda.empty_cache()
 
 
-class Cpu:
+class Cpu(_Machine):
     """The time of a call is that of the device and of the host."""
 
     HOST_IS_DEVICE = True
     COPIED = 1 << 28
-    figure: Callable[[Sequence[float]], float] = staticmethod(lambda times: min(times))
+    figure = staticmethod(lambda times: min(times))
 
     def __init__(self, quick: bool) -> None:
-        self.name = _cpu_name()
-        self.cache = _cache_size()
-        self.repeats, self.budget = 51, 2.0 if quick else 10.0
-        self.host_repeats = 11 if quick else 31
-        self.copies: dict[int, float] = {}
-
-    def synchronize(self) -> None:
-        pass
-
-    def sets(self, nbytes: int) -> int:
-        return min(MOST_SETS, math.ceil(3 * self.cache / nbytes) + 1)
+        n = _threads()
+        name = f"{processor()}, {n} thread{'s' if n != 1 else ''}"
+        super().__init__(name, _cache_size(), 51, 11 if quick else 31, 2.0 if quick else 10.0)
 
     def turn(self, calls: Sequence[Call], small: bool = False, records: bool = True) -> Turn:
         """An untimed call, which also wakes the threads of this contender, and a timed one on the next inputs."""
@@ -221,30 +231,25 @@ class Cpu:
 
         return turn
 
-    def host_turn(self, call: Call, small: bool) -> Turn:
-        def turn() -> float:
-            for _ in range(WARM_UP):
-                call()
-            return _seconds(call, HOST_CALLS)
+    def _copy_turns(self, half: int, sets: int) -> dict[str, Turn]:
+        """NumPy's copy, a memmove, on every thread, and torch's if it is installed."""
+        import numpy as np
 
-        return turn
+        threads = _threads()
+        pool = ThreadPoolExecutor(threads)
+        pairs = [(np.empty(half, np.uint8), np.ones(half, np.uint8)) for _ in range(sets)]
+        pieces = [slice(half * i // threads, half * (i + 1) // threads) for i in range(threads)]
 
-    def copy_gbs(self, nbytes: int) -> float:
-        half = _half(nbytes)
-        if half not in self.copies:
-            turns = {name: self.turn(calls) for name, calls in _cpu_copies(half, self.sets(half)).items()}
-            self.copies[half] = (
-                2 * half / min(map(self.figure, samples(turns, self.repeats, self.budget).values())) / 1e9
-            )
-        return self.copies[half]
+        def copy(to: Any, source: Any) -> None:
+            list(pool.map(lambda piece: np.copyto(to[piece], source[piece]), pieces))
 
-    def free(self) -> None:
-        pass
+        turns = {"numpy": self.turn([partial(copy, *pair) for pair in pairs])}
+        with suppress(ImportError):
+            import torch
 
-
-def _half(nbytes: int) -> int:
-    """Rounded to MiB: one copy for similar sizes."""
-    return max(nbytes >> 21, 1) << 20
+            tensors = [(torch.from_numpy(to), torch.from_numpy(source)) for to, source in pairs]
+            turns["torch"] = self.turn([partial(to.copy_, source) for to, source in tensors])
+        return turns
 
 
 def _seconds(call: Call, n: int) -> float:
@@ -254,40 +259,27 @@ def _seconds(call: Call, n: int) -> float:
     return (time.perf_counter() - start) / n
 
 
-def _cpu_copies(half: int, sets: int) -> dict[str, list[Call]]:
-    """The faster of NumPy's copy, a memmove, on every thread, and torch's if it is installed."""
-    import numpy as np
-
-    threads = _threads()
-    pool = ThreadPoolExecutor(threads)
-    pairs = [(np.empty(half, np.uint8), np.ones(half, np.uint8)) for _ in range(sets)]
-    pieces = [slice(half * i // threads, half * (i + 1) // threads) for i in range(threads)]
-
-    def copy(to: Any, source: Any) -> None:
-        list(pool.map(lambda piece: np.copyto(to[piece], source[piece]), pieces))
-
-    copies: dict[str, list[Call]] = {"numpy": [partial(copy, *pair) for pair in pairs]}
-    try:
-        import torch
-    except ImportError:
-        return copies
-    tensors = [(torch.from_numpy(to), torch.from_numpy(source)) for to, source in pairs]
-    return copies | {"torch": [partial(to.copy_, source) for to, source in tensors]}
-
-
 def _threads() -> int:
     """The number of threads of a parallel region."""
     given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     return int(given) if given.isdigit() and int(given) else len(os.sched_getaffinity(0))
 
 
-def _cpu_name() -> str:
+def processor() -> str:
+    """The name of the CPU."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    threads = _threads()
-    model = models[0] if models else platform.processor() or platform.machine()
-    return f"{model}, {threads} thread{'s' if threads != 1 else ''}"
+    return models[0] if models else platform.processor() or platform.machine()
+
+
+def versions(names: Iterable[str]) -> dict[str, str]:
+    """Of aotops, Python and those of the packages that are installed."""
+    found = {"aotops": __version__, "python": platform.python_version()}
+    for name in names:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version({"quack": "quack-kernels", "liger": "liger-kernel"}.get(name, name))
+    return found
 
 
 def _cache_size() -> int:

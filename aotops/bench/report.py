@@ -17,7 +17,17 @@ Row = dict[str, Any]
 Result = dict[str, Any]
 Cases = dict[Case, dict[str, Row]]
 
-IMPLS = ("aotops", "naive", "torch", "torch.compile", "quack", "liger", "mindspore", "numpy")
+STYLE = {
+    "aotops": ("#d6336c", "o"),
+    "naive": ("#e8a2b8", "h"),
+    "torch": ("#868e96", "s"),
+    "torch.compile": ("#4263eb", "D"),
+    "quack": ("#f08c00", "^"),
+    "liger": ("#2b8a3e", "v"),
+    "mindspore": ("#0c8599", "P"),
+    "numpy": ("#845ef7", "X"),
+}
+"""The color and marker of each implementation, in the order of tables and plots."""
 
 
 # ----------------------------------------------------------------------------------------------------------- progress
@@ -123,7 +133,7 @@ def _table(title: str, cases: Cases, figure: str, form: str, device: bool = Fals
     times also the microseconds of aotops and the ratio to its peer."""
     if not cases:
         return
-    impls = [impl for impl in IMPLS if any(figure in rows.get(impl, {}) for rows in cases.values())]
+    impls = [impl for impl in STYLE if any(figure in rows.get(impl, {}) for rows in cases.values())]
     peers = dict.fromkeys(row["peer"] for rows in cases.values() for row in rows.values() if device and "peer" in row)
     of_peer = [f"of {' or '.join(peers)}"] if peers else []
     heads = ["operator", "pass", "shape", "dtype", *(["us"] if device else []), *impls, *of_peer, "faster"]
@@ -210,17 +220,6 @@ def save(result: Result, file: Path) -> None:
 
 # -------------------------------------------------------------------------------------------------------------- plots
 
-STYLE = {
-    "aotops": ("#d6336c", "o"),
-    "naive": ("#e8a2b8", "h"),
-    "torch": ("#868e96", "s"),
-    "torch.compile": ("#4263eb", "D"),
-    "quack": ("#f08c00", "^"),
-    "liger": ("#2b8a3e", "v"),
-    "mindspore": ("#0c8599", "P"),
-    "numpy": ("#845ef7", "X"),
-}
-
 
 def draw(result: Result, folder: Path) -> None:
     """``<op>.png``, a panel for each variant, pass and dtype: GB/s over the length of a row, or bars; for products bars
@@ -231,76 +230,63 @@ def draw(result: Result, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     rows = [row for row in result["rows"] if not _case(row).small]
     for op in dict.fromkeys(row["op"] for row in rows):
-        of_op = [row for row in rows if row["op"] == op]
-        (_draw_products if "tflops" in of_op[0] else _draw_op)(op, of_op, result, folder / f"{op}.png")
+        _draw_op(op, [row for row in rows if row["op"] == op], result["device"], folder / f"{op}.png")
 
 
-def _draw_op(op: str, rows: list[Row], result: Result, file: Path) -> None:
+def _draw_op(op: str, rows: list[Row], device: str, file: Path) -> None:
     from matplotlib import pyplot as plt
 
-    kinds = list(dict.fromkeys((row["variant"], row["pass"]) for row in rows))
-    dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
-    impls = [impl for impl in IMPLS if any(row["impl"] == impl for row in rows)]
-    over_n = len({row["shape"][-1] for row in rows}) > 1
-    top = 1.12 * max([row["gbs"] for row in rows] + [row["gbs"] / row["of_copy"] for row in rows if row["of_copy"]])
-    height = 3.1 if over_n else 0.5 + 0.3 * len(impls)
+    products = "tflops" in rows[0]
+    over_n = not products and len({row["shape"][-1] for row in rows}) > 1
+    kind, column = (("variant", "dtype"), "pass") if products else (("variant", "pass"), "dtype")
+    kinds, columns = _unique(rows, *kind), _unique(rows, column)
+    impls = [impl for impl in STYLE if any(row["impl"] == impl for row in rows)]
+    shapes = list(dict.fromkeys(tuple(row["shape"]) for row in rows))
+    height = 0.6 + 0.14 * len(shapes) * (len(impls) + 1) if products else 3.1 if over_n else 0.5 + 0.3 * len(impls)
+    size = 5.4 * len(columns), height * len(kinds) + 0.9
+    sharex: Any = "row" if products else not over_n
     figure, grid = plt.subplots(
-        len(kinds),
-        len(dtypes),
-        figsize=(5.4 * len(dtypes), height * len(kinds) + 0.9),
-        squeeze=False,
-        sharex=not over_n,
-        sharey=True,
-        layout="constrained",
+        len(kinds), len(columns), figsize=size, squeeze=False, sharex=sharex, sharey=True, layout="constrained"
     )
-    for axes, (variant, pass_) in zip(grid, kinds, strict=True):
-        for ax, dtype in zip(axes, dtypes, strict=True):
-            panel = [r for r in rows if (r["variant"], r["pass"], r["dtype"]) == (variant, pass_, dtype)]
-            (_curves if over_n else _bars)(ax, panel, impls)
-            _furnish(ax, f"{' '.join(filter(None, (variant, pass_)))}, {dtype}", "y" if over_n else "x", top)
+    top = 1.12 * max([row["gbs"] for row in rows] + [row["gbs"] / row["of_copy"] for row in rows if row["of_copy"]])
+    for axes, of_kind in zip(grid, kinds, strict=True):
+        if products:
+            top = 1.15 * max(row["tflops"] for row in rows if of_kind.items() <= row.items())
+        for ax, of_column in zip(axes, columns, strict=True):
+            named = of_kind | of_column
+            panel = [row for row in rows if named.items() <= row.items()]
+            if products:
+                _groups(ax, panel, impls, shapes)
+            else:
+                (_curves if over_n else _bars)(ax, panel, impls)
+            title = " ".join(filter(None, (named["variant"], named["pass"])))
+            _furnish(ax, f"{title}, {named['dtype']}", "y" if over_n else "x", top)
         if over_n:
             axes[0].set_ylabel("GB/s")
-    for ax in grid[-1]:
-        ax.set_xlabel("N, the length of a row" if over_n else "GB/s; in the bar: of the copy")
-    _finish(figure, grid, impls, f"{op} on {result['device']}", file)
-
-
-def _draw_products(op: str, rows: list[Row], result: Result, file: Path) -> None:
-    from matplotlib import pyplot as plt
-
-    kinds = list(dict.fromkeys((row["variant"], row["dtype"]) for row in rows))
-    passes = list(dict.fromkeys(row["pass"] for row in rows))
-    impls = [impl for impl in IMPLS if any(row["impl"] == impl for row in rows)]
-    shapes = list(dict.fromkeys(tuple(row["shape"]) for row in rows))
-    figure, grid = plt.subplots(
-        len(kinds),
-        len(passes),
-        figsize=(5.4 * len(passes), (0.6 + 0.14 * len(shapes) * (len(impls) + 1)) * len(kinds) + 0.9),
-        squeeze=False,
-        sharex="row",
-        sharey=True,
-        layout="constrained",
-    )
-    for axes, (variant, dtype) in zip(grid, kinds, strict=True):
-        of_kind = [row for row in rows if (row["variant"], row["dtype"]) == (variant, dtype)]
-        top = 1.15 * max(row["tflops"] for row in of_kind)
-        for ax, pass_ in zip(axes, passes, strict=True):
-            _groups(ax, [row for row in of_kind if row["pass"] == pass_], impls, shapes)
-            _furnish(ax, f"{' '.join(filter(None, (variant, pass_)))}, {dtype}", "x", top)
     peers = dict.fromkeys(row["peer"] for row in rows if "peer" in row)
+    rates = "TFLOP/s" + (f"; behind the bar: of {' or '.join(peers)}" if peers else "")
     for ax in grid[-1]:
-        ax.set_xlabel("TFLOP/s" + (f"; behind the bar: of {' or '.join(peers)}" if peers else ""))
-    grid[0, 0].invert_yaxis()  # shared by all panels: the first shape on top
-    figure.supylabel(" x ".join(_case(rows[0]).work.AXES), fontsize=9)
-    _finish(figure, grid, impls, f"{op} on {result['device']}", file)
+        ax.set_xlabel(rates if products else "N, the length of a row" if over_n else "GB/s; in the bar: of the copy")
+    if products:
+        grid[0, 0].invert_yaxis()  # shared by all panels: the first shape on top
+        figure.supylabel(" x ".join(_case(rows[0]).work.AXES), fontsize=9)
+    _finish(figure, grid, impls, f"{op} on {device}", file)
 
 
-def _finish(figure: Any, grid: Any, impls: list[str], title: str, file: Path) -> None:
+def _unique(rows: Sequence[Row], *keys: str) -> list[Row]:
+    return [dict(zip(keys, found, strict=True)) for found in dict.fromkeys(tuple(row[k] for k in keys) for row in rows)]
+
+
+def _finish(figure: Any, grid: Any, impls: Sequence[str], title: str, file: Path) -> None:
     from matplotlib import pyplot as plt
 
-    handles, labels = _legend(grid, impls)
+    found: dict[str, Any] = {}
+    for ax in grid.flat:
+        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    labels = [label for label in (*impls, "copy") if label in found]
     figure.suptitle(title, fontsize=13, fontweight="bold")
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    figure.legend([found[x] for x in labels], labels, loc="outside lower center", ncols=len(labels), frameon=False)
     figure.savefig(file, dpi=150)
     plt.close(figure)
 
@@ -349,12 +335,3 @@ def _furnish(ax: Any, title: str, axis: str, top: float) -> None:
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(axis=axis, color="#e9ecef", lw=0.8)
     ax.set_axisbelow(True)
-
-
-def _legend(grid: Any, impls: list[str]) -> tuple[list[Any], list[str]]:
-    found: dict[str, Any] = {}
-    for ax in grid.flat:
-        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
-            found.setdefault(label, handle)
-    labels = [label for label in (*impls, "copy") if label in found]
-    return [found[label] for label in labels], labels

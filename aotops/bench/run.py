@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -13,10 +12,11 @@ from typing import Any
 
 from .. import __version__, registry
 from ..ops import BUILTIN
+from ..terminal import check_known
 from . import baselines, precompile, report, sources
 from .baselines import Impl, Unavailable
 from .cases import Case, cases
-from .measure import Cpu, Cuda, Turn, samples, spread, wait_asleep
+from .measure import Cpu, Cuda, Turn, samples, spread, versions, wait_asleep
 from .tensors import FRAMEWORKS, Call, Framework
 from .work import DTYPES, Shape
 
@@ -60,9 +60,9 @@ def run(options: Options) -> None:
         wait_asleep()
     selected = registry.select(options.ops or [BUILTIN.name])
     operators = list(selected)
-    _known("impls", options.impls, (*baselines.MAKERS, "none"))
-    _known("dtypes", options.dtypes, DTYPES)
-    _known("passes", options.passes, ("forward", "backward"))
+    check_known("bench: --impls", options.impls, (*baselines.MAKERS, "none"))
+    check_known("bench: --dtypes", options.dtypes, DTYPES)
+    check_known("bench: --passes", options.passes, ("forward", "backward"))
     result = report.load(options.merge)
     if options.impls != ["none"]:
         for op in selected.values():
@@ -78,12 +78,6 @@ def run(options: Options) -> None:
         report.save(result, options.json)
     if options.plots:
         report.draw(result, options.plots)
-
-
-def _known(option: str, given: Sequence[str] | None, known: Sequence[str]) -> None:
-    for name in given or ():
-        if name not in known:
-            raise ValueError(f"bench: --{option} has {name!r}, expected some of {', '.join(known)}")
 
 
 def _default_device() -> str:
@@ -110,7 +104,7 @@ def _measured(options: Options, operators: Sequence[str], earlier: Result | None
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": options.command,
         "copy_gbs": round(machine.copy_gbs(machine.COPIED), 1),
-        "versions": {"aotops": __version__, "python": platform.python_version()} | baselines.versions(),
+        "versions": versions(("torch", "triton", "quack", "liger", "mindspore", "numpy")),
     }
     rows: list[Row] = []
 
@@ -138,17 +132,6 @@ def _origin(row: Row, date: str) -> Row:
     return {"date": date[:10]} | own
 
 
-def _waiting(framework: Framework, call: Call) -> Call:
-    if not framework.QUEUES_ON_CPU:
-        return call
-
-    def waiting() -> None:
-        call()
-        framework.synchronize()
-
-    return waiting
-
-
 class Bench:
     def __init__(self, machine: Cuda | Cpu, impls: Sequence[Impl], device: str) -> None:
         self.machine, self.impls, self.device = machine, impls, device
@@ -158,13 +141,13 @@ class Bench:
     def rows(self, case: Case) -> list[Row]:
         """One row for each implementation that has the case."""
         with self._entered(lambda framework: framework.settings(case)):
-            with self._recording(False):
+            with self._entered(lambda framework: framework.recording(False)):
                 contenders = self._contenders(case)
                 turns = {name: turn for name, (_, turn) in contenders.items()}
                 taken = samples(turns, self.machine.repeats, self.machine.budget)
                 times = {name: self.machine.figure(seconds) for name, seconds in taken.items()}
                 hosts = times if self.machine.HOST_IS_DEVICE else self._hosts(case, contenders, list(contenders))
-            with self._recording(True):
+            with self._entered(lambda framework: framework.recording(True)):
                 with_grad = self._hosts(case, contenders, self._recorders(case, contenders))
         rows = [self._row(case, name, times[name], hosts[name], with_grad.get(name)) for name in contenders]
         if self.machine.HOST_IS_DEVICE:
@@ -195,7 +178,7 @@ class Bench:
             with self._noting(impl, case):
                 if impl.framework not in inputs:
                     inputs[impl.framework] = [framework.inputs(case) for _ in range(n)]
-                calls = [_waiting(framework, framework.call(impl, case, given)) for given in inputs[impl.framework]]
+                calls = [framework.call(impl, case, given) for given in inputs[impl.framework]]
                 records = case.work.op not in impl.synchronizes
                 contenders[impl.name] = calls[0], self.machine.turn(calls, case.small, records)
         return contenders
@@ -210,9 +193,6 @@ class Bench:
         if not case.small or case.pass_ != "forward" or case.work.variant == "fused_dx":
             return []
         return [impl.name for impl in self.impls if impl.name in contenders and impl.framework == "torch"]
-
-    def _recording(self, gradients: bool) -> AbstractContextManager[None]:
-        return self._entered(lambda framework: framework.recording(gradients))
 
     @contextmanager
     def _entered(self, of: Callable[[Framework], AbstractContextManager[Any]]) -> Iterator[None]:

@@ -16,9 +16,6 @@ Call = Callable[[], Any]
 
 
 class Framework:
-    QUEUES_ON_CPU = False
-    """Whether a call on a CPU may return before it is complete."""
-
     def __init__(self, device: str) -> None:
         self.device = device
 
@@ -117,12 +114,10 @@ class NumPy(Framework):
     def normal(self, shape: Shape, dtype: str, deviation: float) -> Any:
         import numpy as np
 
-        array = np.random.default_rng(math.prod(shape)).standard_normal(shape, np.float32) * np.float32(deviation)
-        if dtype == "bfloat16":
-            import ml_dtypes
+        from ..testing.trial import numpy_dtype
 
-            return array.astype(ml_dtypes.bfloat16)
-        return array.astype(dtype, copy=False)
+        array = np.random.default_rng(math.prod(shape)).standard_normal(shape, np.float32) * np.float32(deviation)
+        return array.astype(numpy_dtype(dtype), copy=False)
 
     def classes(self, shape: Shape, n: int) -> Any:
         import numpy as np
@@ -131,7 +126,15 @@ class NumPy(Framework):
 
 
 class MindSpore(NumPy):
-    QUEUES_ON_CPU = True
+    def call(self, impl: Impl, case: Case, inputs: list[Any]) -> Call:
+        """On a CPU too, a call may return before it is complete."""
+        call = super().call(impl, case, inputs)
+
+        def waiting() -> None:
+            call()
+            self.synchronize()
+
+        return waiting
 
     def normal(self, shape: Shape, dtype: str, deviation: float) -> Any:
         import mindspore as ms

@@ -13,5 +13,6 @@ BUILTIN = Library(
         getattr(import_module(f"{__name__}.{name}"), name)
         for name in sorted(m.name for m in iter_modules(__path__) if not m.name.startswith("_"))
     ],
+    cases="aotops.testing.cases",
 )
 OPS = BUILTIN.ops

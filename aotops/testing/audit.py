@@ -30,24 +30,22 @@ def audited(file: Path) -> Iterator[Item]:
     try:
         elf = Elf(file)
     except (OSError, ValueError) as error:
-        yield _item("file", str(error), "")
+        yield Item("library", "file", FAIL, failure=Failure(str(error)))
         return
-    yield _item("frameworks", _of_frameworks(elf), "no library or symbol of a framework is needed")
-    yield _item("symbols", _unresolved(elf, file), _resolved(elf))
-    yield _item("versions", None, _floor(elf))
-    yield _item(
-        "search path", _search_path(elf), "no RPATH or RUNPATH" if not elf.search_path else ":".join(elf.search_path)
-    )
-    yield _item("stack", "the stack would be executable: link with -z noexecstack" if elf.executable_stack else None,
-                "not executable")  # fmt: skip
-    yield _item("relocations", "the code is relocated at load: compile with -fPIC" if elf.text_relocations else None,
-                "none in the code")  # fmt: skip
-
-
-def _item(where: str, fault: str | None, detail: str) -> Item:
-    if fault:
-        return Item("library", where, FAIL, failure=Failure(fault))
-    return Item("library", where, PASS, detail)
+    found = (
+        ("frameworks", _of_frameworks(elf), "no library or symbol of a framework is needed"),
+        ("symbols", _unresolved(elf, file), _resolved(elf)),
+        ("versions", None, _floor(elf)),
+        ("search path", _search_path(elf), ":".join(elf.search_path) or "no RPATH or RUNPATH"),
+        ("stack", elf.executable_stack and "the stack would be executable: link with -z noexecstack", "not executable"),
+        ("relocations", elf.text_relocations and "the code is relocated at load: compile with -fPIC",
+         "none in the code"),
+    )  # fmt: skip
+    for where, fault, detail in found:
+        if fault:
+            yield Item("library", where, FAIL, failure=Failure(fault))
+        else:
+            yield Item("library", where, PASS, detail)
 
 
 def _of_frameworks(elf: Elf) -> str | None:

@@ -5,10 +5,9 @@ A call is data that another process can run, with the library's path in the plac
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -47,34 +46,26 @@ def numbers(data: bytes, spec: TensorSpec) -> np.ndarray:
     return array.astype(np.float64) if array.dtype.kind == "f" else array
 
 
-@dataclass(frozen=True)
-class Bound:
+class Bound(NamedTuple):
     """The inputs and attributes of a call, as the entry takes them."""
 
     op: Op
     inputs: tuple[np.ndarray | None, ...]
+    specs: tuple[TensorSpec | None, ...]
     attrs: tuple[Attr, ...]
-    dtype: str
-    wide: tuple[str, ...] = ()
 
-    def dtypes(self) -> tuple[str | None, ...]:
-        pairs = zip(self.op.inputs, self.inputs, strict=True)
-        return tuple(None if x is None else dtype_of(x, self.dtype, slot in self.wide) for slot, x in pairs)
-
-    def input_specs(self) -> tuple[TensorSpec | None, ...]:
-        pairs = zip(self.inputs, self.dtypes(), strict=True)
-        return tuple(None if x is None or dtype is None else TensorSpec(x.shape, dtype) for x, dtype in pairs)
-
-    def specs(self, device: str) -> dict[str, TensorSpec]:
+    def written(self, device: str) -> dict[str, TensorSpec]:
         """The spec of every output, residual and workspace."""
-        return infer(self.op, self.attrs, self.input_specs(), device)
+        return infer(self.op, self.attrs, self.specs, device)
 
 
 def bound(op: Op, case: Case, arrays: Arrays, dtype: str) -> Bound:
     inputs, attrs = op.bind(**arrays, **case.attrs)
     if op.broadcast and all(x is not None for x in inputs):
         inputs = tuple(np.broadcast_arrays(*inputs))
-    return Bound(op, tuple(inputs), op.canonical(attrs), dtype, case.wide)
+    pairs = zip(op.inputs, inputs, strict=True)
+    specs = (None if x is None else TensorSpec(x.shape, dtype_of(x, dtype, slot in case.wide)) for slot, x in pairs)
+    return Bound(op, tuple(inputs), tuple(specs), op.canonical(attrs))
 
 
 def placeholders(case: Case, dtype: str) -> Arrays:
@@ -100,23 +91,26 @@ class EntryCall:
     def given(self) -> dict[str, TensorSpec]:
         return {slot: spec for slot, spec in self.specs.items() if spec is not None}
 
+    def bound(self, device: str) -> Callable[..., None]:
+        """A function of the device's number, the stream and an address for each slot given."""
+        return call.addresses(self.op, self.attrs, device, tuple(self.specs[slot] for slot in self.op.slots))
+
     def run(self, device: str, addresses: Mapping[str, int], index: int = 0, stream: int = 0) -> None:
         """Runs the entry on memory at these addresses, one for each slot given."""
-        specs = tuple(self.specs[slot] for slot in self.op.slots)
-        call.addresses(self.op, self.attrs, device, specs)(index, stream, *(addresses[slot] for slot in self.given))
+        self.bound(device)(index, stream, *(addresses[slot] for slot in self.given))
 
-    def elsewhere(self) -> EntryCall:
-        """The call for another process: without what cannot be pickled."""
-        return replace(self, op=_portable(self.op), forward=self.forward and self.forward.elsewhere())
+    def __reduce__(self) -> Any:
+        """The call in another process."""
+        return EntryCall, (_portable(self.op), self.attrs, self.specs, self.inputs, self.forward)
 
 
 def forward_call(op: Op, trial: Trial, device: str) -> EntryCall:
     given = bound(op, trial.case, trial.inputs, trial.dtype)
-    specs: dict[str, TensorSpec | None] = dict(zip(op.inputs, given.input_specs(), strict=True))
-    written = given.specs(device)
+    specs: dict[str, TensorSpec | None] = dict(zip(op.inputs, given.specs, strict=True))
+    written = given.written(device)
     specs |= {slot: written[slot] for slot in op.entry_outputs}
-    arrays = zip(op.inputs, given.inputs, given.dtypes(), strict=True)
-    inputs = {slot: raw(x, dtype) for slot, x, dtype in arrays if x is not None and dtype is not None}
+    arrays = zip(op.inputs, given.inputs, given.specs, strict=True)
+    inputs = {slot: raw(x, spec.dtype) for slot, x, spec in arrays if x is not None and spec is not None}
     return EntryCall(op, given.attrs, specs, inputs)
 
 
@@ -152,20 +146,35 @@ def calls_of(op: Op, trial: Trial, device: str) -> list[EntryCall]:
 
 # ------------------------------------------------------------------------------------------------------------- running
 
+POISON = 0xFF
+"""In each byte: NaN in every floating dtype, an invalid class in an integer one."""
 SLACK = 256
 """Bytes around plain memory, so that a small access out of bounds is harmless."""
+ALIGNMENT = 64
+"""A vector's bytes, and a cache line's: kernels know no stricter alignment."""
 
 Runner = Callable[[EntryCall, int], dict[str, bytes]]
 
 
+def placed(data: bytes, offset: int = 0) -> np.ndarray:
+    """The bytes in memory, ``offset`` past a multiple of ALIGNMENT."""
+    memory = np.full(len(data) + 3 * SLACK, POISON, np.uint8)
+    start = SLACK + -memory.ctypes.data % ALIGNMENT + offset
+    array = memory[start : start + len(data)]
+    array[...] = np.frombuffer(data, np.uint8)
+    return array
+
+
 def run_on_cpu(one: EntryCall, poison: int) -> dict[str, bytes]:
     """The bytes of every slot after a call, whose outputs held ``poison`` in each byte before it."""
-    buffers = {}
-    for slot, data in filled(one, run_on_cpu, poison).items():
-        buffers[slot] = np.full(len(data) + 2 * SLACK, poison, np.uint8)
-        buffers[slot][SLACK : SLACK + len(data)] = np.frombuffer(data, np.uint8)
-    one.run("cpu", {slot: buffer.ctypes.data + SLACK for slot, buffer in buffers.items()})
-    return {slot: buffer[SLACK : len(buffer) - SLACK].tobytes() for slot, buffer in buffers.items()}
+    return run_at(one, filled(one, run_on_cpu, poison), {})
+
+
+def run_at(one: EntryCall, before: Mapping[str, bytes], offsets: Mapping[str, int]) -> dict[str, bytes]:
+    """The bytes of every slot after a call, on memory that holds ``before``. ``offsets``: as ``placed`` takes them."""
+    buffers = {slot: placed(data, offsets.get(slot, 0)) for slot, data in before.items()}
+    one.run("cpu", {slot: buffer.ctypes.data for slot, buffer in buffers.items()})
+    return {slot: buffer.tobytes() for slot, buffer in buffers.items()}
 
 
 def run_on_cuda(one: EntryCall, poison: int) -> dict[str, bytes]:
@@ -196,33 +205,11 @@ def filled(one: EntryCall, run: Runner, poison: int) -> dict[str, bytes]:
 
 
 def _portable(op: Op) -> Op:
-    """The definition as far as the call path needs it."""
-    return _pickled(op, library=_PortableLibrary(op.library), backward=None, bind=_unused, shapes={}, rule=None)
-
-
-def _pickled(value: Any, **changes: Any) -> Any:
-    """A dataclass, with None for each member that cannot be pickled, such as a function of no module."""
-    known = {field.name: getattr(value, field.name) for field in fields(value)}
-    changes = {name: change for name, change in changes.items() if name in known}
-    for name, member in known.items():
-        if is_dataclass(member) and name not in changes:
-            changes[name] = _pickled(member)
-        elif name not in changes:
-            try:
-                pickle.dumps(member)
-            except Exception:  # pickle has no error of its own for all
-                changes[name] = None
-    return replace(value, **changes)
-
-
-class _PortableLibrary(Library):
-    """A library that is pickled as its name and path."""
-
-    def __init__(self, of: Library) -> None:
-        super().__init__(of.name, [], of._file)
-
-    def __reduce__(self) -> Any:
-        return Library, (self.name, [], self._file)
+    """The definition as far as the call path needs it: without functions, which may be of no module."""
+    foreign = op.foreign and replace(op.foreign, rule=None, shape=None, dtype=None)
+    library = Library(op.library.name, [], op.library._file)
+    plain = replace(op, library=library, foreign=foreign, bind=_unused, backward=None, rule=None, shapes={})
+    return replace(plain, dims=None, parts=None, keeps=None, formula=None, product=None)
 
 
 def _unused(*args: Any) -> Any:

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -14,13 +14,14 @@ from aotops.frontends import FRONTENDS
 from aotops.op import Op
 from aotops.registry import get
 from aotops.spec import DEVICES
+from aotops.terminal import check_known
 
 from . import audit, inputs, memory, odd, runs, torchs, values
 from .frameworks import ADAPTERS, adapters
 from .report import FAIL, UNAVAILABLE, Failure, Item, Report
 from .subject import Subject, as_cases, default_cases, elements, importable, reference_name, row_of
 from .trial import DTYPES
-from .worker import working
+from .worker import Worker
 
 CHECKS: dict[str, Callable[[Subject], Iterator[Item]]] = {
     "library": audit.library,
@@ -88,10 +89,10 @@ def check(
     """
     started = time.perf_counter()
     op = get(op) if isinstance(op, str) else op
-    _known("frameworks", frameworks, FRONTENDS)
-    _known("dtypes", dtypes, DTYPES)
-    _known("devices", devices, DEVICES)
-    _known("only", only, CHECKS)
+    check_known("check: frameworks", frameworks, sorted(FRONTENDS))
+    check_known("check: dtypes", dtypes, sorted(DTYPES))
+    check_known("check: devices", devices, DEVICES)
+    check_known("check: only", only, sorted(CHECKS))
     items: list[Item] = []
 
     def add(item: Item) -> None:
@@ -99,7 +100,7 @@ def check(
         if progress:
             progress(item)
 
-    with _settings_kept(), working() as worker:
+    with _settings_kept(), closing(Worker()) as worker:
         subject = _subject(op, reference, cases, seed)
         subject = replace(subject, quick=quick, huge=huge, sanitize=sanitize, worker=worker)
         subject = _where(subject, frameworks, devices, add)
@@ -112,12 +113,6 @@ def check(
                 for item in CHECKS[name](subject):
                     add(item)
     return Report(op.name, str(op.library.path), items, time.perf_counter() - started)
-
-
-def _known(argument: str, given: Sequence[str] | None, known: Any) -> None:
-    for value in given or ():
-        if value not in known:
-            raise ValueError(f"check: {argument} has {value!r}, expected some of {', '.join(sorted(known))}")
 
 
 def _subject(op: Op, reference: Any, cases: Sequence[Any] | None, seed: int) -> Subject:
@@ -197,7 +192,7 @@ def _in_dtypes(subject: Subject, dtypes: Sequence[str] | None, add: Callable[[It
         else:
             accepted.append(dtype)
     if not accepted and not dtypes:
-        add(Item("dtypes", "", FAIL, failure=Failure(f"{subject.name} refuses every dtype that is tried")))
+        add(Item("dtypes", "", FAIL, failure=Failure(f"{subject.op.name} refuses every dtype that is tried")))
     return replace(subject, dtypes=tuple(accepted))
 
 

@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, cached_property
 from importlib import import_module
 from importlib.util import find_spec
@@ -43,20 +44,20 @@ def requested() -> list[str]:
 
 
 def race(work: Callable[[int], int], n: int = 4) -> int:
-    """Runs work(i) in n threads that switch as often as they can; returns the sum of what went wrong in each."""
+    """Runs work(i) in n threads at once that switch as often as they can; the sum of what went wrong in each."""
+    start = threading.Barrier(n)
+
+    def begun(i: int) -> int:
+        start.wait()
+        return work(i)
+
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
-    wrong: list[int] = []
-    threads = [threading.Thread(target=lambda i=i: wrong.append(work(i))) for i in range(n)]
     try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(n) as threads:
+            return sum(threads.map(begun, range(n)))
     finally:
         sys.setswitchinterval(interval)
-    assert len(wrong) == n, "a thread died"
-    return sum(wrong)
 
 
 class Framework:
@@ -116,10 +117,6 @@ class Framework:
     def make(self, array: np.ndarray, dtype: str, device: str) -> Any:
         raise NotImplementedError
 
-    def integers(self, array: np.ndarray, device: str) -> Any:
-        """An array of whatever dtype it has."""
-        raise NotImplementedError
-
     def numpy(self, tensor: Any) -> np.ndarray:
         raise NotImplementedError
 
@@ -158,9 +155,6 @@ class _Arrays(Framework):
 
     def make(self, array, dtype, device):
         return self.xp.asarray(array.astype(numpy_dtype(dtype)))
-
-    def integers(self, array, device):
-        return self.xp.asarray(array)
 
     def tiled(self, tensor, times):
         return self.xp.tile(tensor, times)
@@ -209,9 +203,6 @@ class Torch(Framework):
     def make(self, array, dtype, device):
         return self.torch.tensor(array, dtype=getattr(self.torch, dtype), device=device)
 
-    def integers(self, array, device):
-        return self.torch.tensor(array, device=device)
-
     def free_memory(self, device):
         return self.torch.cuda.mem_get_info()[0] if device == "cuda" else super().free_memory(device)
 
@@ -247,10 +238,8 @@ class Jax(Framework):
         return any(d.platform == "gpu" for d in self.jax.devices())
 
     def make(self, array, dtype, device):
-        return self.integers(array.astype(numpy_dtype(dtype)), device)
-
-    def integers(self, array, device):
-        return self.jax.device_put(array, self.jax.devices({"cpu": "cpu", "cuda": "gpu"}[device])[0])
+        platform = {"cpu": "cpu", "cuda": "gpu"}[device]
+        return self.jax.device_put(array.astype(numpy_dtype(dtype)), self.jax.devices(platform)[0])
 
     def numpy(self, tensor):
         return _widest(np.asarray(tensor))
@@ -286,9 +275,6 @@ class MindSpore(Framework):
 
     def make(self, array, dtype, device):
         return self.ms.Tensor(array, getattr(self.ms, dtype))
-
-    def integers(self, array, device):
-        return self.ms.Tensor(array)
 
     def numpy(self, tensor):
         return tensor.astype(self.ms.float64).asnumpy() if "Float" in str(tensor.dtype) else tensor.asnumpy()

@@ -18,13 +18,10 @@ from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
-
-from .calls import ITEMSIZE, EntryCall, filled, run_on_cpu, run_on_cuda
-from .plan import PROT_READ, At, Found, Misplaced, Plan, Raised
-
-PAGE = mmap.PAGESIZE
-POISON = 0xFF
+from . import huge
+from .calls import ALIGNMENT, ITEMSIZE, POISON, EntryCall, filled, run_at, run_on_cpu, run_on_cuda
+from .interleaved import disturbed
+from .plan import PAGE, PROT_READ, At, Found, Misplaced, Plan, Raised, protect
 
 
 def main() -> None:
@@ -51,15 +48,6 @@ def main() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- out of bounds
-
-
-def _plain(one: EntryCall, plan: Plan, number: int) -> None:
-    run_on_cpu(one, POISON)
-
-
-def _on_cuda(one: EntryCall, plan: Plan, number: int) -> None:
-    """For compute-sanitizer to watch."""
-    run_on_cuda(one, POISON)
 
 
 def _guarded(side: str) -> Callable[[EntryCall, Plan, int], None]:
@@ -111,39 +99,20 @@ class _Buffer:
         self._map.close()
 
 
-def protect(address: int, size: int, protection: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(size), protection):
-        raise OSError(ctypes.get_errno(), "mprotect")
-
-
 # ----------------------------------------------------------------------------------------------------------- alignment
-
-ALIGNMENT = 64
-"""A vector's bytes, and a cache line's: kernels know no stricter alignment."""
 
 
 def _misaligned(one: EntryCall, plan: Plan, number: int) -> list[Misplaced]:
     """Each tensor is at each multiple of its element's size."""
     before = filled(one, run_on_cpu, POISON)
-    aligned = _run_at(one, before, {})
+    aligned = run_at(one, before, {})
     results = [slot for slot in one.op.results if slot in one.given]
     found = []
     for slot, spec in one.given.items():
         for offset in range(ITEMSIZE[spec.dtype], ALIGNMENT, ITEMSIZE[spec.dtype]):
-            after = _run_at(one, before, {slot: offset})
+            after = run_at(one, before, {slot: offset})
             found += [Misplaced(slot, offset, y, aligned[y], after[y]) for y in results if after[y] != aligned[y]]
     return found
-
-
-def _run_at(one: EntryCall, before: Mapping[str, bytes], offsets: Mapping[str, int]) -> dict[str, bytes]:
-    buffers, starts = {}, {}
-    for slot, data in before.items():
-        buffers[slot] = np.full(len(data) + 4 * ALIGNMENT, POISON, np.uint8)
-        starts[slot] = ALIGNMENT + -buffers[slot].ctypes.data % ALIGNMENT + offsets.get(slot, 0)
-        buffers[slot][starts[slot] : starts[slot] + len(data)] = np.frombuffer(data, np.uint8)
-    one.run("cpu", {slot: buffer.ctypes.data + starts[slot] for slot, buffer in buffers.items()})
-    return {slot: buffers[slot][at : at + len(before[slot])].tobytes() for slot, at in starts.items()}
 
 
 # --------------------------------------------------------------------------------------------------------------- leaks
@@ -196,29 +165,16 @@ class _MallInfo(ctypes.Structure):
 
 # ---------------------------------------------------------------------------------------------------------------- ways
 
-
-def _interleaved(one: EntryCall, plan: Plan, number: int) -> Any:
-    from .interleaved import disturbed
-
-    return disturbed(one, plan.others[number])
-
-
-def _huge(one: EntryCall, plan: Plan, number: int) -> Any:
-    from .huge import run
-
-    return run(one, plan.others[number])
-
-
 WAYS: dict[str, Callable[[EntryCall, Plan, int], Any]] = {
-    "plain": _plain,
-    "cuda": _on_cuda,
+    "plain": lambda one, plan, number: run_on_cpu(one, POISON) and None,
+    "cuda": lambda one, plan, number: run_on_cuda(one, POISON) and None,  # for compute-sanitizer to watch
     "end": _guarded("end"),
     "start": _guarded("start"),
     "read-only": _read_only,
     "misaligned": _misaligned,
     "leaks": _leaked,
-    "interleaved": _interleaved,
-    "huge": _huge,
+    "interleaved": lambda one, plan, number: disturbed(one, plan.others[number]),
+    "huge": lambda one, plan, number: huge.run(one, plan.others[number]),
 }
 
 if __name__ == "__main__":

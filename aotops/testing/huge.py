@@ -8,13 +8,14 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, MAP_SHARED
+from typing import NamedTuple
 
 from aotops.infer import infer
 from aotops.spec import TensorSpec
 
-from .calls import EntryCall, filled, nbytes, run_on_cpu
-from .guarded import PAGE, POISON
-from .plan import PROT_NONE
+from .calls import POISON, EntryCall, filled, nbytes, run_on_cpu
+from .plan import PAGE, PROT_NONE, PROT_READ_WRITE
 
 MOST = 1 << 31
 """More than an int counts."""
@@ -25,7 +26,7 @@ SLOWEST = 60
 COPIES = 3
 """The pages: the first copy, all between, and the last."""
 
-PROT_READ_WRITE, MAP_SHARED, MAP_PRIVATE, MAP_FIXED, MAP_ANONYMOUS, MAP_NORESERVE = 3, 1, 2, 0x10, 0x20, 0x4000
+MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000
 
 
 @dataclass(frozen=True)
@@ -39,39 +40,27 @@ class Copies:
     """The slots that have this many copies of the small call's elements."""
 
 
-def copies(one: EntryCall, tiled: frozenset[str], times: int, forward: Copies | None = None) -> Copies | None:
-    """``one`` on copies of its inputs ``tiled`` along their first axes; None where an input is a result of the forward
-    that is not copies itself. ``forward``: of a backward, that of its forward."""
-
-    def larger(slot: str, spec: TensorSpec) -> TensorSpec | None:
-        if forward is not None and slot in forward.specs:
-            return forward.specs[slot] if slot in one.inputs or slot in forward.tiled else None
-        output = slot[1:] if forward is not None else ""
-        if slot not in tiled and not (forward is not None and output in forward.tiled):
-            return spec
-        return TensorSpec((spec.shape[0] * times, *spec.shape[1:]), spec.dtype)
-
-    specs = {slot: larger(slot, one.given[slot]) for slot in one.op.inputs if slot in one.given}
-    if None in specs.values():
+def copies(one: EntryCall, tiled: frozenset[str], times: int) -> Copies | None:
+    """``one`` on copies of its inputs ``tiled`` along their first axes; None where another input is a result of the
+    forward, which is not copies then."""
+    inputs = {slot: one.given[slot] for slot in one.op.inputs if slot in one.given}
+    if not set(inputs) <= tiled | set(one.inputs):
         return None
+    specs = {
+        slot: TensorSpec((spec.shape[0] * times, *spec.shape[1:]), spec.dtype) if slot in tiled else spec
+        for slot, spec in inputs.items()
+    }
     inferred = infer(one.op, one.attrs, tuple(specs.get(slot) for slot in one.op.inputs), "cpu")
     specs |= {slot: inferred[slot] for slot in one.op.entry_outputs if slot in one.given}
-    many = {slot for slot, spec in specs.items() if spec and _is_tiled(one.given[slot], spec, times)}
-    return Copies({slot: spec for slot, spec in specs.items() if spec}, times, frozenset(many))
+    many = frozenset(slot for slot, spec in specs.items() if _is_tiled(one.given[slot], spec, times))
+    return Copies(specs, times, many)
 
 
 def _is_tiled(small: TensorSpec, large: TensorSpec, times: int) -> bool:
     return bool(small.shape) and large.shape == (small.shape[0] * times, *small.shape[1:])
 
 
-def grown(one: EntryCall, into: Copies, forward: EntryCall | None) -> EntryCall:
-    """The call of these copies."""
-    inputs = {slot: data * into.times if slot in into.tiled else data for slot, data in one.inputs.items()}
-    return replace(one, specs=dict.fromkeys(one.op.slots) | dict(into.specs), inputs=inputs, forward=forward)
-
-
-@dataclass(frozen=True)
-class Differs:
+class Differs(NamedTuple):
     """A result, of which the first copy, one between, or the last is not the small call's."""
 
     slot: str
@@ -86,18 +75,17 @@ def run(one: EntryCall, large: Copies) -> str | list[Differs]:
     after, seconds = _timed(one, before)
     if seconds * large.times > SLOWEST:
         return f"a call would take about {seconds * large.times:.0f} s"
-    memory = {
-        slot: _Tiled(before[slot], large.times) if slot in large.tiled else _Whole(before[slot], nbytes(spec))
-        for slot, spec in large.specs.items()
-    }
+    tiles = {slot: _Tiled(before[slot], large.times) for slot in large.tiled}
+    whole = {slot: _Whole(before[slot], nbytes(spec)) for slot, spec in large.specs.items() if slot not in tiles}
+    memory: Mapping[str, _Tiled | _Whole] = {**tiles, **whole}
     try:
         many = replace(one, specs=dict.fromkeys(one.op.slots) | dict(large.specs))
         many.run("cpu", {slot: place.address for slot, place in memory.items()})
         found = [
             Differs(slot, copy, after[slot], data)
             for slot in one.op.results
-            if slot in large.tiled
-            for copy, data in zip(("first", "middle", "last"), memory[slot].read(), strict=True)
+            if slot in tiles
+            for copy, data in zip(("first", "middle", "last"), tiles[slot].read(), strict=True)
             if data != after[slot]
         ]
     finally:
@@ -142,9 +130,6 @@ class _Whole:
         self._size = -(-max(size, 1) // PAGE) * PAGE
         self.address = _map(None, self._size, PROT_READ_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE)
         ctypes.memmove(self.address, data, min(len(data), size))
-
-    def read(self) -> list[bytes]:
-        return []
 
     def close(self) -> None:
         _libc.munmap(self.address, self._size)

@@ -8,19 +8,18 @@ from dataclasses import replace
 
 import numpy as np
 
-from .calls import ITEMSIZE, EntryCall, calls_of, numbers
+from .calls import ITEMSIZE, calls_of, numbers
 from .frameworks import Framework
-from .guarded import PAGE
-from .huge import MOST, Copies, Differs, copies, grown
-from .layouts import layouts_of
-from .plan import Plan
+from .huge import MOST, copies
+from .layouts import Layout, layouts_of
+from .plan import PAGE, Plan
 from .report import FAIL, PASS, UNAVAILABLE, Item
 from .row import Case
-from .search import Attempt, failure_of, resized, searched
+from .search import failure_of, in_framework, resized
 from .subject import SMALL, Subject, elements
-from .tolerances import assert_close
-from .trial import Trial
-from .values import made, results_of, values_of
+from .tolerances import about
+from .trial import Trial, dtype_of
+from .values import assert_values, gradients_of, made, results_of
 
 MANY = 1 << 16
 """A huge tensor has more elements than a grid of blocks may have in its second axis, or a 16-bit index."""
@@ -32,22 +31,12 @@ BLOCK = 1 << 20
 
 def shapes(subject: Subject) -> Iterator[Item]:
     for adapter, device in subject.kernel_runs():
-        attempt = values_of(subject, adapter, device)
         for kind, cases in unusual_cases(subject).items():
-            where = f"{kind}, {adapter.name} {device}"
             if not cases:
-                yield Item("shapes", where, UNAVAILABLE, _why_none(subject, kind))
+                yield Item("shapes", f"{kind}, {adapter.name} {device}", UNAVAILABLE, _why_none(subject, kind))
                 continue
             # "values" tries the case itself, and "shapes" others that are like it
-            item = searched(
-                subject,
-                "values",
-                where,
-                attempt,
-                subject.pairs(cases, adapter),
-                frameworks=[adapter.frontend],
-                devices=[device],
-            )
+            item = in_framework(subject, "values", adapter, device, assert_values, cases, f"{kind}, ")
             yield replace(item, check="shapes")
         if device == "cpu" and subject.huge:
             yield _beyond_int_in_copies(subject)
@@ -71,7 +60,7 @@ def _beyond_int_in_copies(subject: Subject) -> Item:
         return Item("shapes", where, UNAVAILABLE, "by the reference, its rows are not independent")
     case, tiled = rows
     try:
-        why = _run_in_copies(subject, subject.trial(case, dtype), tiled)
+        why = _run_in_copies(subject, case, dtype, tiled)
     except AssertionError as error:
         failure = failure_of(subject, "shapes", error, case, dtype, devices=["cpu"], huge=True)
         return Item("shapes", where, FAIL, failure=failure)
@@ -93,9 +82,14 @@ def _independent_rows(subject: Subject, dtype: str) -> tuple[Case, frozenset[str
     return None
 
 
-def _gives_copies(subject: Subject, case: Case, dtype: str, tiled: Container[str], times: int) -> bool:
+def _repeated(case: Case, tiled: Container[str], times: int) -> Case:
+    """The case with more rows in these inputs."""
     shapes = {s: (d[0] * times, *d[1:]) if s in tiled and d else d for s, d in case.shapes.items()}
-    if subject.refusal(replace(case, shapes=shapes), dtype):
+    return replace(case, shapes=shapes)
+
+
+def _gives_copies(subject: Subject, case: Case, dtype: str, tiled: Container[str], times: int) -> bool:
+    if subject.refusal(_repeated(case, tiled, times), dtype):
         return False
     trial = subject.trial(case, dtype)
 
@@ -111,22 +105,18 @@ def _gives_copies(subject: Subject, case: Case, dtype: str, tiled: Container[str
     return all(y.ndim and np.allclose(many, copied(y), 1e-12, 1e-12) for many, y in pairs if many.shape != () or y.ndim)
 
 
-def _run_in_copies(subject: Subject, trial: Trial, tiled: frozenset[str]) -> str | None:
+def _run_in_copies(subject: Subject, case: Case, dtype: str, tiled: frozenset[str]) -> str | None:
     """Why it was not run."""
-    calls = calls_of(subject.op, trial, "cpu")
-    size = next(math.prod(spec.shape) for slot, spec in calls[0].given.items() if slot in tiled)
+    size = next(math.prod(case.given[slot]) for slot in case.given if slot in tiled)
     # whole pages of each tensor, about a million elements
-    pattern = -(-BLOCK // (PAGE * size)) * PAGE
-    times = MOST // (pattern * size) + 2
-    forward: tuple[EntryCall, Copies, Copies] | None = None
-    for one in calls:
-        small = copies(one, tiled, pattern, forward and forward[1])
-        if small is None:
+    block = -(-BLOCK // (PAGE * size)) * PAGE
+    times = MOST // (block * size) + 2
+    trial = subject.trial(_repeated(case, tiled, block), dtype)
+    for one in calls_of(subject.op, trial, "cpu"):
+        large = copies(one, tiled, times)
+        if large is None:
             return None  # the backward of a forward whose rows are independent takes a result that has no rows
-        call = grown(one, small, forward and forward[0])
-        large = copies(call, tiled, times, forward and forward[2])
-        assert large is not None
-        outcome = subject.worker.run(Plan([call], ["huge"], others=[large]))
+        outcome = subject.worker.run(Plan([one], ["huge"], others=[large]))
         if outcome.ended:
             raise AssertionError(
                 f"{one.op.name}: {outcome.ended.reason} with 2**31 elements in {', '.join(large.tiled)}"
@@ -136,21 +126,13 @@ def _run_in_copies(subject: Subject, trial: Trial, tiled: frozenset[str]) -> str
         for found in outcome.results.values():
             if isinstance(found, str):
                 return f"{one.op.name}: {found}"
-            for differs in found:
-                _assert_copy(call, trial, differs)
-        forward = call, small, large
+            for slot, which, few, many in found:
+                with about(
+                    f"{one.op.name}: with 2**31 elements, the {which} rows of {slot} are not those of a small call"
+                ):
+                    trial.assert_same(*(numbers(data, one.given[slot]) for data in (many, few)))
+        tiled = large.tiled | {f"d{slot}" for slot in large.tiled}
     return None
-
-
-def _assert_copy(call: EntryCall, trial: Trial, differs: Differs) -> None:
-    spec = call.given[differs.slot]
-    few, many = (numbers(data, spec) for data in (differs.small, differs.large))
-    try:
-        assert_close(many, few, 2 * trial.allowed_gradient(few))
-    except AssertionError as error:
-        where = f"{call.op.name}: with 2**31 elements, the {differs.copy} rows of {differs.slot}"
-        error.args = (f"{where} are not those of a small call: {error}",)
-        raise
 
 
 def _beyond_int(subject: Subject, adapter: Framework, device: str) -> Item:
@@ -174,8 +156,8 @@ def _beyond_int(subject: Subject, adapter: Framework, device: str) -> Item:
 def _compare_blocks(subject: Subject, adapter: Framework, device: str, trial: Trial, times: int) -> None:
     small = made(adapter, device, trial)
     large = {slot: None if t is None else adapter.tiled(t, times) for slot, t in small.items()}
-    expected = adapter.results(subject.name, small, trial.case.attrs)
-    got = adapter.results(subject.name, large, trial.case.attrs)
+    expected = adapter.results(subject.op.name, small, trial.case.attrs)
+    got = adapter.results(subject.op.name, large, trial.case.attrs)
     for slot, one, many in zip(subject.op.outputs, expected, got, strict=True):
         n = one.shape[0]
         for i in range(times):
@@ -189,43 +171,33 @@ def _compare_blocks(subject: Subject, adapter: Framework, device: str, trial: Tr
 def layouts(subject: Subject) -> Iterator[Item]:
     """Strided and misaligned inputs give what contiguous ones give, results and gradients."""
     for adapter, device in subject.usable:
-        where = f"{adapter.name} {device}"
-        known = layouts_of(adapter)
-        if not known:
-            yield Item("layouts", where, UNAVAILABLE, f"{adapter.frontend} has no strided arrays")
-            continue
-        attempt = _layouts(subject, adapter, device)
-        pairs = subject.pairs([subject.plain], adapter)
-        item = searched(subject, "layouts", where, attempt, pairs, frameworks=[adapter.frontend], devices=[device])
-        yield replace(item, detail=", ".join(known)) if item.status == PASS else item
+        if known := layouts_of(adapter):
+            item = in_framework(subject, "layouts", adapter, device, _layouts, [subject.plain])
+            yield replace(item, detail=", ".join(known)) if item.status == PASS else item
+        else:
+            why = f"{adapter.frontend} has no strided arrays"
+            yield Item("layouts", f"{adapter.name} {device}", UNAVAILABLE, why)
 
 
-def _layouts(subject: Subject, adapter: Framework, device: str) -> Attempt:
-    def attempt(trial: Trial) -> None:
-        for name, lay in layouts_of(adapter).items():
-            try:
-                _try_layout(subject, adapter, device, trial, lay)
-            except AssertionError as error:
-                error.args = (f"{name}: {error}",)
-                raise
-
-    return attempt
+def _layouts(subject: Subject, adapter: Framework, device: str, trial: Trial) -> None:
+    for name, lay in layouts_of(adapter).items():
+        with about(name):
+            _try_layout(subject, adapter, device, trial, lay)
 
 
-def _try_layout(subject: Subject, adapter: Framework, device: str, trial: Trial, lay) -> None:
+def _try_layout(subject: Subject, adapter: Framework, device: str, trial: Trial, lay: Layout) -> None:
     def laid(array: np.ndarray | None):
         if array is None:
             return None
-        dtype = trial.dtype if array.dtype.kind == "f" else array.dtype.name
+        dtype = dtype_of(array, trial.dtype)
         return lay(adapter, device, dtype, array) if array.ndim else adapter.make(array, dtype, device)
 
     tensors = {slot: laid(x) for slot, x in trial.inputs.items()}
-    if not subject.mutates:  # which a copy of them would keep from the test
+    if not subject.op.mutates:  # which a copy of them would keep from the test
         trial.assert_values(tuple(map(adapter.numpy, results_of(subject, adapter, tensors, trial))))
-    if subject.has_gradient:
+    if subject.op.has_gradient:
         dys = tuple(map(laid, trial.output_gradients))
-        found = adapter.gradients(subject.name, tensors, trial.case.attrs, dys)
-        trial.assert_gradients({slot: None if g is None else adapter.numpy(g) for slot, g in found.items()})
+        trial.assert_gradients(gradients_of(subject, adapter, trial, tensors, dys))
 
 
 # ----------------------------------------------------------------------------------------------------- unusual shapes

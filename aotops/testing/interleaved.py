@@ -14,15 +14,15 @@ import platform
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError
 from contextlib import contextmanager
+from signal import SIGSEGV, SIGTRAP
 from typing import NamedTuple
 
 import numpy as np
 
 from aotops.elf import Elf
 
-from .calls import EntryCall, filled, run_on_cpu
-from .guarded import PAGE, POISON, protect
-from .plan import PROT_READ
+from .calls import POISON, EntryCall, filled, placed, run_on_cpu
+from .plan import PAGE, PROT_READ, PROT_READ_WRITE, protect
 
 STOPS = 8
 """Writes after which the other call is tried: the first, the last, and some between."""
@@ -31,8 +31,7 @@ MOST_WRITES = 1024
 PATIENCE = 0.25
 """Seconds for the other call, which waits where the call that was stopped holds a lock."""
 
-PROT_READ_WRITE = 3
-SIGTRAP, SIGSEGV, SA_SIGINFO = 5, 11, 4
+SA_SIGINFO = 4
 ADDRESS, FLAGS, TRAP_FLAG = 16, 176, 0x100
 """Where siginfo_t has the address, and ucontext_t the flags of an x86-64 processor."""
 
@@ -88,15 +87,14 @@ class _Prepared:
 
     def __init__(self, one: EntryCall) -> None:
         self.one, self.before = one, filled(one, run_on_cpu, POISON)
-        self.buffers = {slot: np.frombuffer(bytearray(data or b"\0"), np.uint8) for slot, data in self.before.items()}
+        self.buffers = {slot: placed(data) for slot, data in self.before.items()}
         self.found: dict[str, bytes] | None = None
 
     def results(self) -> dict[str, bytes]:
         for slot, data in self.before.items():
-            self.buffers[slot][: len(data)] = np.frombuffer(data, np.uint8)
+            self.buffers[slot][...] = np.frombuffer(data, np.uint8)
         self.one.run("cpu", {slot: buffer.ctypes.data for slot, buffer in self.buffers.items()})
-        results = [slot for slot in self.one.op.results if slot in self.before]
-        self.found = {slot: self.buffers[slot].tobytes()[: len(self.before[slot])] for slot in results}
+        self.found = {slot: self.buffers[slot].tobytes() for slot in self.one.op.results if slot in self.before}
         return self.found
 
 

@@ -5,21 +5,23 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import numpy as np
 
-from .calls import ITEMSIZE, EntryCall, Runner, calls_of, numbers, run_on_cpu, run_on_cuda
-from .guarded import ALIGNMENT
+from .calls import ALIGNMENT, ITEMSIZE, EntryCall, Runner, calls_of, numbers
 from .inputs import varied_cases
-from .plan import Misplaced, Plan
+from .plan import Plan
 from .report import FAIL, PASS, UNAVAILABLE, Item
 from .row import Case
-from .search import Attempt, counted, failure_of, searched, smaller_cases
+from .search import counted, failure_of, on_devices, searched
 from .subject import LARGEST, SMALL, Subject, elements
-from .tolerances import assert_close
+from .tolerances import about
 from .trial import Trial
-from .worker import Worker
+from .worker import Ended, Worker
+
+Explained = Callable[[Subject, EntryCall, Ended], str]
 
 # ------------------------------------------------------------------------------------------------------- out of bounds
 
@@ -31,52 +33,42 @@ def bounds(subject: Subject) -> Iterator[Item]:
     yield _guarded(subject, "bounds", ("end", "start"), _explained)
 
 
-def _guarded(subject: Subject, check: str, ways: Sequence[str], explained: Callable[[Subject, Crash], str]) -> Item:
+def _guarded(subject: Subject, check: str, ways: Sequence[str], explained: Explained) -> Item:
     """The item of a check that a call fails by ending the process."""
-    pairs = subject.pairs([case for case in varied_cases(subject) if elements(case) <= LARGEST])
-    crash = _first_crash(subject, pairs, ways)
-    while crash and (smaller := _first_crash(subject, _smaller(subject, crash), (crash.way,))):
-        crash = smaller
-    if crash is None:
-        return Item(check, "cpu", PASS, counted(pairs))
-    fault = AssertionError(explained(subject, crash))
-    failure = failure_of(subject, check, fault, crash.case, crash.dtype, devices=["cpu"])
-    return Item(check, "cpu", FAIL, failure=failure)
+    attempt = partial(_ends, subject, ways, explained)
+    return searched(subject, check, "cpu", attempt, subject.pairs(_small_enough(subject)), devices=["cpu"])
 
 
-class Crash(NamedTuple):
-    case: Case
-    dtype: str
-    call: EntryCall
-    way: str
-    reason: str
+def _ends(subject: Subject, ways: Sequence[str], explained: Explained, trial: Trial) -> None:
+    calls = calls_of(subject.op, trial, "cpu")
+    if ended := subject.worker.run(Plan(calls, ways)).ended:
+        raise Crash(partial(explained, subject, calls[ended.number], ended))
 
 
-def _first_crash(subject: Subject, pairs: Sequence[tuple[Case, str]], ways: Sequence[str]) -> Crash | None:
-    planned = [
-        (case, dtype, one) for case, dtype in pairs for one in calls_of(subject.op, subject.trial(case, dtype), "cpu")
-    ]
-    ended = subject.worker.run(Plan([one for *_, one in planned], ways)).ended if planned else None
-    return Crash(*planned[ended.number], ended.way, ended.reason) if ended else None
+class Crash(AssertionError):
+    """A call ended its process. The explanation, which takes more calls, is for the smallest case."""
+
+    def __str__(self) -> str:
+        return self.args[0]()
 
 
-def _smaller(subject: Subject, crash: Crash) -> list[tuple[Case, str]]:
-    cases = sorted(smaller_cases(subject, crash.case, crash.dtype), key=elements)
-    return [(case, crash.dtype) for case in cases]
+def _small_enough(subject: Subject) -> list[Case]:
+    """The cases that other processes are given."""
+    return [case for case in varied_cases(subject) if elements(case) <= LARGEST]
 
 
-def _explained(subject: Subject, crash: Crash) -> str:
+def _explained(subject: Subject, call: EntryCall, ended: Ended) -> str:
     """Which buffer was accessed, and how: found by guarding one at a time."""
 
     def ends(slots: Iterable[str], readable: bool = False) -> bool:
-        return subject.worker.run(Plan([call], [crash.way], frozenset(slots), readable)).ended is not None
+        return subject.worker.run(Plan([call], [ended.way], frozenset(slots), readable)).ended is not None
 
-    op, call = crash.call.op.name, crash.call
-    if not crash.reason.startswith("SIG"):
-        return f"{op}: {crash.reason}"
+    op = call.op.name
+    if not ended.reason.startswith("SIG"):
+        return f"{op}: {ended.reason}"
     if ends(()):
-        return f"{op}: {crash.reason} with buffers that are aligned to their dtype, and pages around them"
-    where = "past the end" if crash.way == "end" else "before the start"
+        return f"{op}: {ended.reason} with buffers that are aligned to their dtype, and pages around them"
+    where = "past the end" if ended.way == "end" else "before the start"
     for slot in call.given:
         if ends({slot}):
             return f"{op} {'writes' if ends({slot}, readable=True) else 'reads'} {where} of {slot}"
@@ -90,7 +82,7 @@ _POISONS = 0xFF, 0x55
 
 def written(subject: Subject) -> Iterator[Item]:
     """With outputs and workspace that held other bytes before each of two calls, the results are the same."""
-    yield from _each_device(subject, "outputs written", _written)
+    yield from on_devices(subject, "outputs written", _written, _small_enough(subject))
 
 
 def unchanged(subject: Subject) -> Iterator[Item]:
@@ -98,40 +90,23 @@ def unchanged(subject: Subject) -> Iterator[Item]:
     in another process."""
     if "cpu" in subject.devices:
         yield _guarded(subject, "inputs unchanged", ("read-only",), _written_to)
-    yield from _each_device(subject, "inputs unchanged", _unchanged, "cuda")
+    yield from on_devices(subject, "inputs unchanged", _unchanged, _small_enough(subject), ("cuda",))
 
 
-def _written_to(subject: Subject, crash: Crash) -> str:
-    op, call = crash.call.op.name, crash.call
+def _written_to(subject: Subject, call: EntryCall, ended: Ended) -> str:
     for slot in call.op.inputs:
-        if slot in call.given and subject.worker.run(Plan([call], [crash.way], frozenset({slot}))).ended:
-            return f"{op} writes to its input {slot}"
-    return f"{op}: {crash.reason} where its inputs cannot be written"
+        if slot in call.given and subject.worker.run(Plan([call], [ended.way], frozenset({slot}))).ended:
+            return f"{call.op.name} writes to its input {slot}"
+    return f"{call.op.name}: {ended.reason} where its inputs cannot be written"
 
 
-def _each_device(subject: Subject, check: str, attempt_of, *only: str) -> Iterator[Item]:
-    cases = [case for case in varied_cases(subject) if elements(case) <= LARGEST]
-    for device in subject.devices:
-        if only and device not in only:
-            continue
-        if device == "cuda" and not subject.torch_on_gpu:
-            yield Item(check, device, UNAVAILABLE, "torch finds no GPU")
-            continue
-        run = run_on_cpu if device == "cpu" else run_on_cuda
-        attempt: Attempt = attempt_of(subject, device, run)
-        yield searched(subject, check, device, attempt, subject.pairs(cases), devices=[device])
-
-
-def _written(subject: Subject, device: str, run: Runner) -> Attempt:
-    def attempt(trial: Trial) -> None:
-        for one in calls_of(subject.op, trial, device):
-            first, again, second = (run(one, poison) for poison in (_POISONS[0], *_POISONS))
-            for slot in one.op.results:
-                # what differs from call to call in any case is for another check
-                if slot in one.given and first[slot] == again[slot] != second[slot]:
-                    raise AssertionError(_unwritten(one, slot, first[slot], second[slot]))
-
-    return attempt
+def _written(subject: Subject, device: str, run: Runner, trial: Trial) -> None:
+    for one in calls_of(subject.op, trial, device):
+        first, again, second = (run(one, poison) for poison in (_POISONS[0], *_POISONS))
+        for slot in one.op.results:
+            # what differs from call to call in any case is for another check
+            if slot in one.given and first[slot] == again[slot] != second[slot]:
+                raise AssertionError(_unwritten(one, slot, first[slot], second[slot]))
 
 
 def _unwritten(one: EntryCall, slot: str, first: bytes, second: bytes) -> str:
@@ -148,15 +123,12 @@ def _unwritten(one: EntryCall, slot: str, first: bytes, second: bytes) -> str:
     )
 
 
-def _unchanged(subject: Subject, device: str, run: Runner) -> Attempt:
-    def attempt(trial: Trial) -> None:
-        for one in calls_of(subject.op, trial, device):
-            after = run(one, _POISONS[0])
-            for slot, before in one.inputs.items():
-                if slot not in subject.mutates:
-                    assert after[slot] == before, f"{one.op.name} writes to its input {slot}"
-
-    return attempt
+def _unchanged(subject: Subject, device: str, run: Runner, trial: Trial) -> None:
+    for one in calls_of(subject.op, trial, device):
+        after = run(one, _POISONS[0])
+        for slot, before in one.inputs.items():
+            if slot not in subject.op.mutates:
+                assert after[slot] == before, f"{one.op.name} writes to its input {slot}"
 
 
 # ----------------------------------------------------------------------------------------------------------- alignment
@@ -168,25 +140,12 @@ def alignment(subject: Subject) -> Iterator[Item]:
     yield from _in_worker(subject, "alignment", _aligned)
 
 
-def _aligned(subject: Subject) -> Attempt:
-    def attempt(trial: Trial) -> None:
-        for one, found in _found(subject, trial, "misaligned"):
-            for place in found:
-                _assert_same(one, trial, place)
-
-    return attempt
-
-
-def _assert_same(one: EntryCall, trial: Trial, place: Misplaced) -> None:
+def _aligned(subject: Subject, trial: Trial) -> None:
     """As far as rounding goes: a sum may be taken in another order."""
-    spec = one.given[place.result]
-    aligned, got = (numbers(data, spec) for data in (place.aligned, place.got))
-    try:
-        assert_close(got, aligned, 2 * trial.allowed_gradient(aligned))
-    except AssertionError as error:
-        at = f"{place.slot} {place.offset} bytes past a multiple of {ALIGNMENT}"
-        error.args = (f"{one.op.name}: {place.result} with {at}: {error}",)
-        raise
+    for one, places in _found(subject, trial, "misaligned"):
+        for slot, offset, result, aligned, got in places:
+            with about(f"{one.op.name}: {result} with {slot} {offset} bytes past a multiple of {ALIGNMENT}"):
+                trial.assert_same(*(numbers(data, one.given[result]) for data in (got, aligned)))
 
 
 # --------------------------------------------------------------------------------------------------------------- leaks
@@ -197,21 +156,18 @@ def leaks(subject: Subject) -> Iterator[Item]:
     yield from _in_worker(subject, "leaks", _kept)
 
 
-def _kept(subject: Subject) -> Attempt:
-    def attempt(trial: Trial) -> None:
-        for one, size in _found(subject, trial, "leaks"):
-            assert not size, f"{one.op.name} keeps {size} bytes of memory in each call"
-
-    return attempt
+def _kept(subject: Subject, trial: Trial) -> None:
+    for one, size in _found(subject, trial, "leaks"):
+        assert not size, f"{one.op.name} keeps {size} bytes of memory in each call"
 
 
-def _in_worker(subject: Subject, check: str, attempt_of: Callable[[Subject], Attempt]) -> Iterator[Item]:
+def _in_worker(subject: Subject, check: str, attempt: Callable[[Subject, Trial], None]) -> Iterator[Item]:
     """On the plain case, and the largest of those that are small."""
     if "cpu" not in subject.devices:
         return
     small = [case for case in varied_cases(subject) if elements(case) <= SMALL and case is not subject.plain][-1:]
     pairs = subject.pairs([subject.plain, *small])
-    yield searched(subject, check, "cpu", attempt_of(subject), pairs, devices=["cpu"])
+    yield searched(subject, check, "cpu", partial(attempt, subject), pairs, devices=["cpu"])
 
 
 def _found(subject: Subject, trial: Trial, way: str) -> Iterator[tuple[EntryCall, Any]]:
@@ -238,12 +194,9 @@ def sanitizer(subject: Subject) -> Iterator[Item]:
     if why or tool is None:
         yield Item("sanitizer", "cuda", UNAVAILABLE, why or "")
         return
-    cases = [case for case in varied_cases(subject) if elements(case) <= LARGEST]
-    planned = [
-        (case, dtype, one)
-        for case, dtype in subject.pairs(cases)
-        for one in calls_of(subject.op, subject.trial(case, dtype), "cuda")
-    ]
+    pairs = subject.pairs(_small_enough(subject))
+    trials = ((case, dtype, subject.trial(case, dtype)) for case, dtype in pairs)
+    planned = [(case, dtype, one) for case, dtype, trial in trials for one in calls_of(subject.op, trial, "cuda")]
     with tempfile.NamedTemporaryFile("r") as log:
         # an allocation for each buffer: the tool knows no others
         worker = Worker(
@@ -252,7 +205,7 @@ def sanitizer(subject: Subject) -> Iterator[Item]:
         ended = worker.run(Plan([one for *_, one in planned], ["cuda"])).ended
         code, said = worker.close(), log.read().strip()
     if ended is None and not code:
-        yield Item("sanitizer", "cuda", PASS, counted(subject.pairs(cases)))
+        yield Item("sanitizer", "cuda", PASS, counted(pairs))
         return
     case, dtype, _ = planned[ended.number if ended else -1]
     fault = AssertionError(said or (ended.reason if ended else f"exit code {code}"))

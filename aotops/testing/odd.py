@@ -11,61 +11,47 @@ import numpy as np
 
 from .frameworks import Framework
 from .report import Item
-from .search import Attempt, searched
+from .row import Arrays
+from .search import in_framework
 from .subject import Subject
-from .tolerances import assert_close_or_odd
+from .tolerances import about, assert_close_or_odd
 from .trial import Trial, generator, is_floating
-from .values import made, made_gradients, results_of
+from .values import gradients_of, made, made_gradients, results_of
 
 
 def odd_numbers(subject: Subject) -> Iterator[Item]:
     """One element of an input is NaN or infinite: the results are where and what the reference's are. So is one of the
     gradient of a result, or NaN of an input: a gradient that depends on it is not finite."""
     for adapter, device in subject.kernel_runs():
-        attempt = _odd_numbers(subject, adapter, device)
-        pairs = subject.pairs([subject.plain], adapter)
-        where = f"{adapter.name} {device}"
-        yield searched(
-            subject, "NaN and infinity", where, attempt, pairs, frameworks=[adapter.frontend], devices=[device]
-        )
+        yield in_framework(subject, "NaN and infinity", adapter, device, _odd_numbers, [subject.plain])
 
 
-def _odd_numbers(subject: Subject, adapter: Framework, device: str) -> Attempt:
-    def attempt(trial: Trial) -> None:
-        for slot, x in trial.inputs.items():
-            if x is None or x.dtype.kind != "f" or not x.size:
-                continue
+def _odd_numbers(subject: Subject, adapter: Framework, device: str, trial: Trial) -> None:
+    for slot, x in trial.inputs.items():
+        if x is not None and is_floating(x) and x.size:
             for value in (math.nan, math.inf, -math.inf):
                 _try_number(subject, adapter, device, trial, slot, value)
-        if subject.has_gradient:
-            _try_gradients(subject, adapter, device, trial)
-
-    return attempt
+    if subject.op.has_gradient:
+        _try_gradients(subject, adapter, device, trial)
 
 
 def _try_number(subject: Subject, adapter: Framework, device: str, trial: Trial, slot: str, value: float) -> None:
-    odd = trial.inputs[slot].copy()  # type: ignore[union-attr]
-    at = _place(odd)
-    odd[at] = value
+    at, odd = _with(trial.inputs[slot], value)  # type: ignore[arg-type]
     arrays = trial.inputs | {slot: odd}
     results = results_of(subject, adapter, made(adapter, device, trial, arrays), trial)
     with np.errstate(all="ignore", invalid="warn"), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         reference = subject.row.results(arrays, trial.case.attrs, trial.dtype)
     is_cast = any("cast" in str(warning.message) for warning in said)  # to an integer, which C leaves undefined
-    for name, y, expected in zip((*subject.op.outputs, *subject.mutates), results, reference, strict=True):
+    for name, y, expected in zip((*subject.op.outputs, *subject.op.mutates), results, reference, strict=True):
         if is_cast and not is_floating(expected):
             continue
         got = adapter.numpy(y)
         if value in subject.row.indeterminate:
             got, expected = with_limit(got, expected, subject.row.indeterminate[value])
         finite = np.where(np.isfinite(expected), expected, 0)
-        try:
+        with about(f"with {_said(slot, at, value)}, {name}"):
             assert_close_or_odd(got, expected, trial.allowed(finite))
-        except AssertionError as error:
-            where = ", ".join(map(str, at))
-            error.args = (f"with {slot}[{where}] = {value}, {name}: {error}",)
-            raise
 
 
 def with_limit(got: np.ndarray, expected: np.ndarray, limit: float) -> tuple[np.ndarray, np.ndarray]:
@@ -74,9 +60,15 @@ def with_limit(got: np.ndarray, expected: np.ndarray, limit: float) -> tuple[np.
     return np.where(undefined & np.isnan(got), limit, got), np.where(undefined, limit, expected)
 
 
-def _place(array: np.ndarray) -> tuple[int, ...]:
-    """The index of the number: not the first element, if there is another."""
-    return tuple(map(int, np.unravel_index(min(1, array.size - 1), array.shape)))
+def _with(array: np.ndarray, value: float) -> tuple[tuple[int, ...], np.ndarray]:
+    """A copy with the value, and where it is: not in the first element, if there is another."""
+    at, odd = tuple(map(int, np.unravel_index(min(1, array.size - 1), array.shape))), array.copy()
+    odd[at] = value
+    return at, odd
+
+
+def _said(slot: str, at: tuple[int, ...], value: float) -> str:
+    return f"{slot}[{', '.join(map(str, at))}] = {value}"
 
 
 # ----------------------------------------------------------------------------------------------------------- gradients
@@ -91,43 +83,32 @@ AGREE = 0.1
 
 
 def _try_gradients(subject: Subject, adapter: Framework, device: str, trial: Trial) -> None:
-    for name, i in ((name, i) for i, name in enumerate(subject.op.outputs)):
-        dy = trial.output_gradients[i]
-        if dy is not None and dy.size:
-            for value in (math.nan, math.inf):
-                at, odd = _place(dy), dy.copy()
-                odd[at] = value
-                dys = [odd if j == i else other for j, other in enumerate(trial.output_gradients)]
-                found = _gradients(subject, adapter, device, trial, trial.inputs, dys)
-                _assert_odd(trial, found, f"d{name}[{', '.join(map(str, at))}] = {value}", _by_result(trial, i, at))
+    def found(arrays: Arrays, dys: Sequence[np.ndarray | None]) -> dict[str, np.ndarray | None]:
+        inputs, given = made(adapter, device, trial, arrays), made_gradients(subject, adapter, device, trial, dys)
+        return gradients_of(subject, adapter, trial, inputs, given)
+
+    dys = trial.output_gradients
+    for i, (name, dy) in enumerate(zip(subject.op.outputs, dys, strict=False)):
+        for value in (math.nan, math.inf) if dy is not None and dy.size else ():
+            at, odd = _with(dy, value)  # type: ignore[arg-type]
+            gradients = found(trial.inputs, [*dys[:i], odd, *dys[i + 1 :]])
+            _assert_odd(trial, gradients, _said(f"d{name}", at, value), _by_result(trial, i, at))
     for slot, x in trial.inputs.items():
         if x is not None and is_floating(x) and x.size:
-            at, odd = _place(x), x.copy()
-            odd[at] = math.nan
-            arrays = trial.inputs | {slot: odd}
-            found = _gradients(subject, adapter, device, trial, arrays, trial.output_gradients)
-            _assert_odd(trial, found, f"{slot}[{', '.join(map(str, at))}] = nan", _by_input(trial, slot, at))
-
-
-def _gradients(
-    subject: Subject, adapter: Framework, device: str, trial: Trial, arrays: Any, dys: Sequence[np.ndarray | None]
-) -> dict[str, np.ndarray]:
-    inputs = made(adapter, device, trial, arrays)
-    given = made_gradients(subject, adapter, device, trial, dys)
-    found = adapter.gradients(subject.name, inputs, trial.case.attrs, given)
-    return {slot: adapter.numpy(g) for slot, g in found.items() if g is not None}
+            at, odd = _with(x, math.nan)
+            gradients = found(trial.inputs | {slot: odd}, dys)
+            _assert_odd(trial, gradients, _said(slot, at, math.nan), _by_input(trial, slot, at))
 
 
 Derivative = Callable[[str, np.ndarray, float], float]
 """How a gradient depends on the number: by the input, a direction and a step."""
 
 
-def _assert_odd(trial: Trial, found: dict[str, np.ndarray], what: str, derivative: Derivative) -> None:
+def _assert_odd(trial: Trial, found: dict[str, np.ndarray | None], what: str, derivative: Derivative) -> None:
     """No element of a gradient is finite that depends on the number."""
     for slot, gradient in found.items():
-        finite = np.isfinite(gradient)
         x = trial.inputs[slot]
-        if x is None or not is_floating(x) or not finite.any():
+        if gradient is None or x is None or not is_floating(x) or not (finite := np.isfinite(gradient)).any():
             continue
         direction = generator(f"{trial.seed} {slot} odd").normal(size=x.shape) * finite
         if _depends(slot, direction, derivative):

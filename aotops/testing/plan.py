@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -9,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from .calls import EntryCall
 
-PROT_NONE, PROT_READ = 0, 1
+PAGE = mmap.PAGESIZE
+PROT_NONE, PROT_READ, PROT_READ_WRITE = 0, 1, 3
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,12 @@ class Plan:
         if self.slots is not None and slot not in self.slots:
             return None
         return PROT_READ if self.readable else PROT_NONE
+
+
+def protect(address: int, size: int, protection: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(size), protection):
+        raise OSError(ctypes.get_errno(), "mprotect")
 
 
 class At(NamedTuple):
@@ -52,7 +61,7 @@ class Found(NamedTuple):
 
 
 class Misplaced(NamedTuple):
-    """A result that differs where a tensor lies ``offset`` bytes past a multiple of guarded.ALIGNMENT."""
+    """A result that differs where a tensor lies ``offset`` bytes past a multiple of calls.ALIGNMENT."""
 
     slot: str
     offset: int

@@ -186,8 +186,3 @@ class Row:
     def in_torch(self, torch: Any, name: str) -> Callable[..., Any]:
         """torch's own, which takes the first input by position and all else by name."""
         return partial(self.torch, torch) if self.torch else getattr(torch.nn.functional, name)
-
-    @property
-    def scalars(self) -> bool:
-        """Whether it takes tensors without axes."""
-        return any(not any(case.given.values()) for case in self.cases)

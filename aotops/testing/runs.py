@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from .calls import EntryCall, Runner, calls_of, run_on_cpu, run_on_cuda
+from .calls import EntryCall, Runner, calls_of
 from .frameworks import race
 from .plan import Plan
-from .report import UNAVAILABLE, Item
-from .search import Attempt, searched
+from .report import Item
+from .row import Case
+from .search import on_devices
 from .subject import LARGEST, Subject, elements
 from .trial import Trial
 
@@ -20,24 +21,18 @@ SECONDS = 20
 
 def repeat(subject: Subject) -> Iterator[Item]:
     """Calls on the same inputs give the same bits."""
-    yield from _each_device(subject, "same bits", _repeated)
+    yield from on_devices(subject, "same bits", _repeated, _cases(subject))
 
 
 def threads(subject: Subject) -> Iterator[Item]:
     """Calls from several threads at once give the bits of one call alone; on the CPU also a call that is stopped while
     another runs."""
-    yield from _each_device(subject, "threads", _raced)
+    yield from on_devices(subject, "threads", _raced, _cases(subject))
 
 
-def _each_device(subject: Subject, check: str, attempt_of) -> Iterator[Item]:
+def _cases(subject: Subject) -> list[Case]:
     largest = [case for case in subject.cases if elements(case) <= LARGEST][-1:]
-    cases = [subject.plain, *(case for case in largest if case is not subject.plain)]
-    for device in subject.devices:
-        if device == "cuda" and not subject.torch_on_gpu:
-            yield Item(check, device, UNAVAILABLE, "torch finds no GPU")
-            continue
-        attempt = attempt_of(subject, device, run_on_cpu if device == "cpu" else run_on_cuda)
-        yield searched(subject, check, device, attempt, subject.pairs(cases), devices=[device])
+    return [subject.plain, *(case for case in largest if case is not subject.plain)]
 
 
 def _results(one: EntryCall, run: Runner) -> dict[str, bytes]:
@@ -45,34 +40,28 @@ def _results(one: EntryCall, run: Runner) -> dict[str, bytes]:
     return {slot: after[slot] for slot in one.op.results if slot in after}
 
 
-def _repeated(subject: Subject, device: str, run: Runner) -> Attempt:
-    def attempt(trial: Trial) -> None:
-        for one in calls_of(subject.op, trial, device):
-            first = _results(one, run)
-            for time in range(1, TIMES):
-                differ = [slot for slot, data in _results(one, run).items() if data != first[slot]]
-                assert not differ, f"{one.op.name}: {', '.join(differ)} of call {time + 1} differs from that of call 1"
-
-    return attempt
+def _repeated(subject: Subject, device: str, run: Runner, trial: Trial) -> None:
+    for one in calls_of(subject.op, trial, device):
+        first = _results(one, run)
+        for time in range(1, TIMES):
+            differ = [slot for slot, data in _results(one, run).items() if data != first[slot]]
+            assert not differ, f"{one.op.name}: {', '.join(differ)} of call {time + 1} differs from that of call 1"
 
 
 def _differing(calls: Sequence[EntryCall], alone: Sequence[dict[str, bytes]], run: Runner, i: int) -> int:
     return sum(_results(calls[i], run) != alone[i] for _ in range(TIMES))
 
 
-def _raced(subject: Subject, device: str, run: Runner) -> Attempt:
-    def attempt(trial: Trial) -> None:
-        # other numbers in each thread: what one leaves in a place that all share is wrong for another
-        trials = [Trial(trial.row, trial.case, trial.dtype, f"{trial.seed} thread {i}") for i in range(THREADS)]
-        for calls in zip(*(calls_of(subject.op, one, device) for one in trials), strict=True):
-            if device == "cpu":
-                _disturb(subject, calls[0], calls[1])
-            alone = [_results(one, run) for one in calls]
-            wrong = race(partial(_differing, calls, alone, run), THREADS)
-            what = f"{wrong} of {THREADS * TIMES} calls from {THREADS} threads differ from the same call alone"
-            assert not wrong, f"{calls[0].op.name}: {what}"
-
-    return attempt
+def _raced(subject: Subject, device: str, run: Runner, trial: Trial) -> None:
+    # other numbers in each thread: what one leaves in a place that all share is wrong for another
+    trials = [Trial(trial.row, trial.case, trial.dtype, f"{trial.seed} thread {i}") for i in range(THREADS)]
+    for calls in zip(*(calls_of(subject.op, one, device) for one in trials), strict=True):
+        if device == "cpu":
+            _disturb(subject, calls[0], calls[1])
+        alone = [_results(one, run) for one in calls]
+        wrong = race(partial(_differing, calls, alone, run), THREADS)
+        what = f"{wrong} of {THREADS * TIMES} calls from {THREADS} threads differ from the same call alone"
+        assert not wrong, f"{calls[0].op.name}: {what}"
 
 
 def _disturb(subject: Subject, one: EntryCall, other: EntryCall) -> None:

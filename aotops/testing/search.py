@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from aotops.spec import DEVICES
+
+from .calls import run_on_cpu, run_on_cuda
+from .frameworks import Framework
 from .report import FAIL, PASS, UNAVAILABLE, Failure, Item
 from .row import Case
 from .subject import Subject, elements
@@ -29,6 +34,37 @@ def searched(
             small, fault = shrunk(subject, attempt, case, dtype, fault)
             return Item(check, where, FAIL, failure=failure_of(subject, check, fault, small, dtype, **arguments))
     return Item(check, where, PASS, counted(pairs))
+
+
+def in_framework(
+    subject: Subject,
+    check: str,
+    adapter: Framework,
+    device: str,
+    attempt: Callable[[Subject, Framework, str, Trial], None],
+    cases: Sequence[Case],
+    kind: str = "",
+) -> Item:
+    """The item of a check of calls in a framework. ``kind``: of the cases."""
+    where, bound = f"{kind}{adapter.name} {device}", partial(attempt, subject, adapter, device)
+    arguments = {"frameworks": [adapter.frontend], "devices": [device]}
+    return searched(subject, check, where, bound, subject.pairs(cases, adapter), **arguments)
+
+
+def on_devices(
+    subject: Subject,
+    check: str,
+    attempt: Callable[..., None],
+    cases: Sequence[Case],
+    devices: Container[str] = DEVICES,
+) -> Iterator[Item]:
+    """The items of a check of entries: ``attempt`` takes the subject, a device, its ``Runner`` and the trial."""
+    for device in subject.devices:
+        if device == "cuda" and device in devices and not subject.torch_on_gpu:
+            yield Item(check, device, UNAVAILABLE, "torch finds no GPU")
+        elif device in devices:
+            bound = partial(attempt, subject, device, run_on_cpu if device == "cpu" else run_on_cuda)
+            yield searched(subject, check, device, bound, subject.pairs(cases), devices=[device])
 
 
 def counted(pairs: Sequence[tuple[Case, str]]) -> str:

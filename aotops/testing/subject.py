@@ -13,7 +13,6 @@ import numpy as np
 
 from aotops.library import Library
 from aotops.op import Op
-from aotops.ops import BUILTIN
 
 from .calls import bound, forward_call, placeholders, run_on_cuda
 from .frameworks import Framework
@@ -51,35 +50,16 @@ class Subject:
     """The name of a reference that was given."""
     worker: Worker = field(default_factory=Worker)
     """The process for calls that may end it."""
-
-    @property
-    def name(self) -> str:
-        return self.op.name
-
-    @property
-    def has_gradient(self) -> bool:
-        """By an operator, or by a rule made of operators."""
-        return self.op.has_gradient
-
-    @property
-    def mutates(self) -> tuple[str, ...]:
-        """The inputs that the operator writes to. The reference returns them after the results."""
-        return self.op.mutates
-
-    @cached_property
-    def _trials(self) -> dict[tuple[str, str], Trial]:
-        return {}
-
-    @cached_property
-    def unusual(self) -> dict[str, list[Case]]:
-        """Cases of unusual shapes, by kind (inputs.py)."""
-        return {}
+    unusual: dict[str, list[Case]] = field(default_factory=dict, init=False)
+    """Cases of unusual shapes, by kind (inputs.py)."""
+    _trials: dict[tuple[str, str], Trial] = field(default_factory=dict, init=False)
+    _refusals: dict[tuple[str, str], str | None] = field(default_factory=dict, init=False)
 
     def trial(self, case: Case, dtype: str) -> Trial:
         key = repr(case), dtype
         if key not in self._trials:
             rounded = replace(case, dtype_roundings=max(case.dtype_roundings, self._roundings))
-            self._trials[key] = Trial(self.row, rounded, dtype, f"{self.seed} {self.name} {case}")
+            self._trials[key] = Trial(self.row, rounded, dtype, f"{self.seed} {self.op.name} {case}")
         return self._trials[key]
 
     @property
@@ -134,13 +114,9 @@ class Subject:
             self._refusals[key] = self._refused(case, dtype)
         return self._refusals[key]
 
-    @cached_property
-    def _refusals(self) -> dict[tuple[str, str], str | None]:
-        return {}
-
     def _refused(self, case: Case, dtype: str) -> str | None:
         try:
-            bound(self.op, case, placeholders(case, dtype), dtype).specs("cpu")
+            bound(self.op, case, placeholders(case, dtype), dtype).written("cpu")
         except Exception as error:  # whatever a rule of the operator raises for a shape that is not for it
             return str(error)
         return self._refused_by_kernel(case, dtype) if elements(case) <= LARGEST else None
@@ -181,8 +157,8 @@ class Subject:
 
 def row_of(op: Op, reference: Callable[..., Any] | None) -> Row | None:
     """The row of the operator's library, with ``reference`` in the place of its own; None if there is neither."""
-    module = "aotops.testing.cases" if op.library is BUILTIN else op.library.cases
-    row = getattr(import_module(module), "CASES", {}).get(op.name) if module else None
+    cases = op.library.cases
+    row = getattr(import_module(cases), "CASES", {}).get(op.name) if cases else None
     if reference is None:
         return row
     return replace(row, reference=reference) if row else Row(reference)

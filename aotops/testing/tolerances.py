@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -66,49 +68,50 @@ class Mismatch(AssertionError):
         self.facts = facts
 
 
+@contextmanager
+def about(what: str) -> Iterator[None]:
+    """Puts ``what`` before the text of an AssertionError."""
+    try:
+        yield
+    except AssertionError as error:
+        error.args = (f"{what}: {error}",)
+        raise
+
+
 def assert_close(got: np.ndarray, expected: np.ndarray, limit: np.ndarray) -> None:
     """Raises Mismatch if an element lies further than ``limit`` from ``expected``, or is NaN. Integers and
     bools must be equal."""
-    if expected.dtype.kind in "biu" and got.dtype.kind in "biu":
-        return _assert_equal(got, expected)
+    if expected.dtype.kind in "biu" and got.dtype.kind in "biu":  # float64 does not hold every integer of 64 bits
+        wrong = got != expected
+        if wrong.any():
+            raise _mismatch(got, expected, wrong, int(np.argmax(wrong)), allowed=0.0)
+        return
     with np.errstate(invalid="ignore", divide="ignore"):
         off = np.abs(got - expected)
         wrong = ~(off <= limit)
-        if not wrong.any():
-            return
-        worst = np.argmax(np.where(wrong, off / limit, 0))
-    at = tuple(int(i) for i in np.unravel_index(worst, wrong.shape))
-    facts = {"at": at, "got": got[at].item(), "expected": expected[at].item(), "allowed": float(limit[at])}
-    raise Mismatch(
-        f"{wrong.sum()} of {wrong.size} elements are wrong; at {at} {facts['got']!r}, expected {facts['expected']!r} "
-        f"within {facts['allowed']:.3g}",
-        **facts,
-    )
-
-
-def _assert_equal(got: np.ndarray, expected: np.ndarray) -> None:
-    """In their own dtypes: float64 does not hold every integer of 64 bits."""
-    wrong = got != expected
-    if not wrong.any():
-        return
-    at = tuple(int(i) for i in np.unravel_index(np.argmax(wrong), wrong.shape))
-    facts = {"at": at, "got": got[at].item(), "expected": expected[at].item(), "allowed": 0.0}
-    raise Mismatch(
-        f"{wrong.sum()} of {wrong.size} elements are wrong; at {at} {facts['got']!r}, expected {facts['expected']!r}",
-        **facts,
-    )
+        if wrong.any():
+            worst = int(np.argmax(np.where(wrong, off / limit, 0)))
+            raise _mismatch(got, expected, wrong, worst, allowed=float(limit.flat[worst]))
 
 
 def assert_close_or_odd(got: np.ndarray, expected: np.ndarray, limit: np.ndarray) -> None:
     """The error where ``expected`` is finite; NaN and the infinities must be those of ``expected``."""
     odd = ~np.isfinite(expected)
-    same = np.where(odd, (got == expected) | (np.isnan(got) & np.isnan(expected)), ~np.isnan(got))
-    if not same.all():
-        at = tuple(int(i) for i in np.unravel_index(np.argmin(same), same.shape))
-        facts = {"at": at, "got": got[at].item(), "expected": expected[at].item()}
-        raise Mismatch(
-            f"{(~same).sum()} of {same.size} elements are NaN or infinite, or are not, other than the reference's; at "
-            f"{at} {facts['got']!r}, expected {facts['expected']!r}",
-            **facts,
-        )
+    wrong = np.where(odd, (got != expected) & ~(np.isnan(got) & np.isnan(expected)), np.isnan(got))
+    if wrong.any():
+        what = "NaN or infinite, or are not, other than the reference's"
+        raise _mismatch(got, expected, wrong, int(np.argmax(wrong)), what)
     assert_close(np.where(odd, 0, got), np.where(odd, 0, expected), limit)
+
+
+def _mismatch(
+    got: np.ndarray, expected: np.ndarray, wrong: np.ndarray, worst: int, what: str = "wrong", **allowed: float
+) -> Mismatch:
+    at = tuple(int(i) for i in np.unravel_index(worst, wrong.shape))
+    facts = {"at": at, "got": got[at].item(), "expected": expected[at].item(), **allowed}
+    within = f" within {allowed['allowed']:.3g}" if any(allowed.values()) else ""
+    return Mismatch(
+        f"{wrong.sum()} of {wrong.size} elements are {what}; at {at} {facts['got']!r}, expected "
+        f"{facts['expected']!r}{within}",
+        **facts,
+    )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 from aotops.formula import is_bilinear
@@ -13,7 +13,7 @@ from aotops.op import Op
 
 from .frameworks import Torch
 from .report import UNAVAILABLE, Item
-from .search import Attempt, searched
+from .search import searched
 from .subject import Subject
 from .trial import Trial
 from .values import made, results_of
@@ -25,22 +25,22 @@ def opcheck(subject: Subject) -> Iterator[Item]:
         if subject.quick:  # importing it takes seconds
             yield Item("opcheck", f"torch {device}", UNAVAILABLE, "left out by quick")
             continue
-        dtype = _dtype(subject)
-        pairs = [(case, dtype) for case in (subject.plain, *_samples(subject))]
-        yield searched(
-            subject, "opcheck", f"torch {device}", _opcheck(subject, adapter, device), pairs, devices=[device]
-        )
+        dtype = next((dtype for dtype in ("float32", "float64") if dtype in subject.dtypes), subject.dtypes[0])
+        cases = (subject.plain, *(subject.row.opcheck if subject.from_row else ()))
+        pairs = [(case, dtype) for case in cases]
+        attempt = partial(_opcheck, subject, adapter, device)
+        yield searched(subject, "opcheck", f"torch {device}", attempt, pairs, devices=[device])
 
 
 def gradcheck(subject: Subject) -> Iterator[Item]:
     """torch.autograd.gradcheck, in float64; gradgradcheck and forward mode too if the definition states them."""
     for adapter, device in _torch_runs(subject):
-        if not subject.has_gradient:
+        if not subject.op.has_gradient:
             continue
         if "float64" not in subject.dtypes:
             yield Item("gradcheck", f"torch {device}", UNAVAILABLE, "it needs float64")
             continue
-        attempt, pairs = _gradcheck(subject, adapter, device), [(subject.plain, "float64")]
+        attempt, pairs = partial(_gradcheck, subject, adapter, device), [(subject.plain, "float64")]
         yield searched(subject, "gradcheck", f"torch {device}", attempt, pairs, devices=[device])
 
 
@@ -51,61 +51,42 @@ def capture(subject: Subject) -> Iterator[Item]:
     if not subject.torch_on_gpu:
         yield Item("CUDA graph", "cuda", UNAVAILABLE, "torch finds no GPU")
         return
-    adapter = next(adapter for adapter, device in subject.usable if isinstance(adapter, Torch) and device == "cuda")
-    pairs = subject.pairs([subject.plain], adapter)
-    yield searched(subject, "CUDA graph", "torch cuda", _capture(subject, adapter), pairs, devices=["cuda"])
+    adapter = next(adapter for adapter, device in _torch_runs(subject) if device == "cuda")
+    attempt, pairs = partial(_capture, subject, adapter), subject.pairs([subject.plain], adapter)
+    yield searched(subject, "CUDA graph", "torch cuda", attempt, pairs, devices=["cuda"])
 
 
 def _torch_runs(subject: Subject) -> Iterator[tuple[Torch, str]]:
-    if not find_spec("torch"):
-        return
     for adapter, device in subject.usable:
         if isinstance(adapter, Torch):
             yield adapter, device
 
 
-def _dtype(subject: Subject) -> str:
-    return next((dtype for dtype in ("float32", "float64") if dtype in subject.dtypes), subject.dtypes[0])
+def _opcheck(subject: Subject, adapter: Torch, device: str, trial: Trial) -> None:
+    make = _leaves if subject.op.has_gradient else made
+    torch = import_module("torch")
+    op = subject.op
+    getattr(adapter.module, op.name)  # which registers it
+    inputs, attrs = op.bind(**make(adapter, device, trial), **trial.case.attrs)
+    plain = [list(value) if isinstance(value, tuple) else value for value in op.canonical(attrs)]
+    registered = getattr(getattr(torch.ops, op.library.name), op.name).default
+    torch.library.opcheck(registered, (*inputs, *plain))
 
 
-def _samples(subject: Subject) -> tuple:
-    return subject.row.opcheck if subject.from_row else ()
+def _gradcheck(subject: Subject, adapter: Torch, device: str, trial: Trial) -> None:
+    op, tensors = subject.op, _leaves(adapter, device, trial)
+    given = {slot: t for slot, t in tensors.items() if t is not None}
 
+    def function(*args: Any) -> Any:
+        named = tensors | dict(zip(given, args, strict=True))
+        results = adapter.results(op.name, named, trial.case.attrs)
+        return tuple(y for y in results if y.is_floating_point())
 
-def _opcheck(subject: Subject, adapter: Torch, device: str) -> Attempt:
-    make = _leaves if subject.has_gradient else made
-
-    def attempt(trial: Trial) -> None:
-        torch = import_module("torch")
-        op = subject.op
-        getattr(adapter.module, op.name)  # which registers it
-        tensors = make(adapter, device, trial)
-        inputs, attrs = op.bind(**tensors, **trial.case.attrs)
-        plain = [list(value) if isinstance(value, tuple) else value for value in op.canonical(attrs)]
-        registered = getattr(getattr(torch.ops, op.library.name), op.name).default
-        torch.library.opcheck(registered, (*inputs, *plain))
-
-    return attempt
-
-
-def _gradcheck(subject: Subject, adapter: Torch, device: str) -> Attempt:
-    def attempt(trial: Trial) -> None:
-        tensors = _leaves(adapter, device, trial)
-        given = {slot: t for slot, t in tensors.items() if t is not None}
-
-        def function(*args: Any) -> Any:
-            named = tensors | dict(zip(given, args, strict=True))
-            results = adapter.results(subject.name, named, trial.case.attrs)
-            return tuple(y for y in results if y.is_floating_point())
-
-        bilinear = is_bilinear(subject.op, subject.op.canonical(subject.op.bind(**tensors, **trial.case.attrs)[1]))
-        has_second = bilinear or (subject.op.backward is not None and subject.op.backward.formula is not None)
-        tried = _Derivatives(subject.op, function, tuple(given.values()), bilinear)
-        tried.first()
-        if has_second:
-            tried.second()
-
-    return attempt
+    bilinear = is_bilinear(op, op.canonical(op.bind(**tensors, **trial.case.attrs)[1]))
+    tried = _Derivatives(op, function, tuple(given.values()), bilinear)
+    tried.first()
+    if bilinear or (op.backward is not None and op.backward.formula is not None):
+        tried.second()
 
 
 @dataclass(frozen=True)
@@ -180,24 +161,21 @@ def _leaves(adapter: Torch, device: str, trial: Trial) -> dict[str, Any]:
     return {slot: None if t is None else t.requires_grad_(t.is_floating_point()) for slot, t in tensors.items()}
 
 
-def _capture(subject: Subject, adapter: Torch) -> Attempt:
-    def attempt(trial: Trial) -> None:
-        torch = import_module("torch")
-        inputs = made(adapter, "cuda", trial)
-        static = {slot: None if t is None else torch.zeros_like(t) for slot, t in inputs.items()}
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # what is set up once is set up before
-            adapter.results(subject.name, static, trial.case.attrs)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            results = results_of(subject, adapter, static, trial)
-        for slot, t in static.items():
-            if t is not None:
-                t.copy_(inputs[slot])
-        graph.replay()
-        torch.cuda.synchronize()
-        trial.assert_values(tuple(map(adapter.numpy, results)))
-
-    return attempt
+def _capture(subject: Subject, adapter: Torch, trial: Trial) -> None:
+    torch = import_module("torch")
+    inputs = made(adapter, "cuda", trial)
+    static = {slot: None if t is None else torch.zeros_like(t) for slot, t in inputs.items()}
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # what is set up once is set up before
+        adapter.results(subject.op.name, static, trial.case.attrs)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = results_of(subject, adapter, static, trial)
+    for slot, t in static.items():
+        if t is not None:
+            t.copy_(inputs[slot])
+    graph.replay()
+    torch.cuda.synchronize()
+    trial.assert_values(tuple(map(adapter.numpy, results)))

@@ -6,11 +6,10 @@ import math
 import zlib
 from collections.abc import Container, Iterator
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
-from aotops.spec import accumulate_dtype
+from aotops.spec import FLOATING, accumulate_dtype
 
 from .row import Arrays, Case, Row
 from .tolerances import DIFFERENCES, H, Mismatch, allowed, allowed_gradient, assert_close
@@ -20,7 +19,7 @@ try:
 except ImportError:  # then there is no bfloat16 here
     ml_dtypes = None  # type: ignore[assignment]
 
-DTYPES = ("float16", "bfloat16", "float32", "float64")
+DTYPES = FLOATING
 
 
 def rounded(array: np.ndarray, dtype: str) -> np.ndarray:
@@ -60,14 +59,6 @@ def generator(seed: str) -> np.random.Generator:
     return np.random.default_rng(zlib.crc32(seed.encode()))
 
 
-class Probe(NamedTuple):
-    """The derivative of ``sum(dy * f(x))``, over all results, along ``direction``: the dot product of the gradient with
-    it."""
-
-    direction: np.ndarray
-    derivative: float
-
-
 class Trial:
     """A case of a row in a dtype. ``seed`` decides the numbers."""
 
@@ -92,12 +83,13 @@ class Trial:
         )
 
     @cached_property
-    def probes(self) -> dict[str, list[Probe]]:
-        """The gradient of each input that is differentiable."""
+    def probes(self) -> dict[str, list[tuple[np.ndarray, float]]]:
+        """By input that is differentiable, directions, each with the derivative of ``sum(dy * f(x))``, over all
+        results, along it: the dot product of the gradient with it."""
         return {
-            slot: [Probe(d, self._along(slot, d)) for d in _directions(x.shape, generator(f"{self.seed} {slot}"))]
+            slot: [(d, self._along(slot, d)) for d in _directions(x.shape, generator(f"{self.seed} {slot}"))]
             for slot, x in self.inputs.items()
-            if x is not None and x.size and x.dtype.kind == "f"
+            if x is not None and x.size and is_floating(x)
         }
 
     def _along(self, slot: str, direction: np.ndarray) -> float:
@@ -130,6 +122,10 @@ class Trial:
         """The error allowed in a result of the gradient."""
         return allowed_gradient(expected, self.dtype, self.case) if is_floating(expected) else np.zeros(expected.shape)
 
+    def assert_same(self, got: np.ndarray, other: np.ndarray) -> None:
+        """Raises AssertionError unless two results, or gradients, of the same call agree but for rounding."""
+        assert_close(got, other, 2 * self.allowed_gradient(other))
+
     def assert_gradients(self, got: dict[str, np.ndarray | None]) -> None:
         """``got``: by input; None, or nothing, where the input is None or integers."""
         for slot, x in self.inputs.items():
@@ -140,11 +136,10 @@ class Trial:
             assert gradient is not None, f"{slot} has no gradient"
             assert gradient.shape == x.shape, f"d{slot} has shape {gradient.shape}, expected {x.shape}"
             assert np.isfinite(gradient).all(), f"d{slot} is not finite"
-            for probe in self.probes.get(slot, ()):
-                self._assert_derivative(slot, gradient, probe)
+            for direction, derivative in self.probes.get(slot, ()):
+                self._assert_derivative(slot, gradient, direction, derivative)
 
-    def _assert_derivative(self, slot: str, gradient: np.ndarray, probe: Probe) -> None:
-        direction, derivative = probe
+    def _assert_derivative(self, slot: str, gradient: np.ndarray, direction: np.ndarray, derivative: float) -> None:
         # the errors of the elements are independent: they add up as the root of the sum of their squares
         elements = np.linalg.norm(allowed_gradient(gradient, self.dtype, self.case) * direction)
         limit = float(elements * (4 if np.count_nonzero(direction) > 1 else 1) + DIFFERENCES * max(1, abs(derivative)))

@@ -8,10 +8,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from threading import Event, Timer
+from dataclasses import dataclass, field
+from threading import Timer
 from typing import Any, NamedTuple
 
 from .plan import At, Found, Plan, Raised
@@ -45,24 +45,16 @@ class Worker:
     def run(self, plan: Plan, seconds: float = SECONDS) -> Outcome:
         """Runs the calls until one ends the process, which all of them do together after these seconds."""
         process = self._process or self._start()
-        others = [other.elsewhere() if hasattr(other, "elsewhere") else other for other in plan.others]
-        portable = replace(plan, calls=[one.elsewhere() for one in plan.calls], others=others)
         assert process.stdin
         try:
-            process.stdin.write(pickle.dumps(portable))
+            process.stdin.write(pickle.dumps(plan))
             process.stdin.flush()
         except BrokenPipeError:
             pass  # it has ended, which its answers tell
-        late = Event()
-
-        def end() -> None:
-            late.set()
-            process.kill()
-
-        timer = Timer(seconds, end)
+        ends, timer = time.monotonic() + seconds, Timer(seconds, process.kill)
         timer.start()
         try:
-            return self._read(process, late)
+            return self._read(process, ends)
         finally:
             timer.cancel()
 
@@ -87,7 +79,7 @@ class Worker:
         )
         return self._process
 
-    def _read(self, process: subprocess.Popen[bytes], late: Event) -> Outcome:
+    def _read(self, process: subprocess.Popen[bytes], ends: float) -> Outcome:
         outcome, at = Outcome(), None
         for value in self._answers(process):
             if value is None:
@@ -104,7 +96,7 @@ class Worker:
         said = self._said.read().decode(errors="replace").strip()
         if at is None:
             raise RuntimeError(f"the process that runs guarded calls ended early: {said[-2000:]}")
-        if late.is_set():
+        if time.monotonic() >= ends:
             reason = "did not return in time"
         elif process.returncode < 0:
             reason = signal.Signals(-process.returncode).name
@@ -120,12 +112,3 @@ class Worker:
                 yield pickle.load(process.stdout)
             except (EOFError, pickle.UnpicklingError):  # in the middle of an answer too
                 return
-
-
-@contextmanager
-def working() -> Iterator[Worker]:
-    worker = Worker()
-    try:
-        yield worker
-    finally:
-        worker.close()

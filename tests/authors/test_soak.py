@@ -216,14 +216,6 @@ def test_only_what_has_the_same_spec_is_written_over(op):
     assert any(one.shared for one in calls) == bool(op.overwrites)
 
 
-def test_one_thread_at_a_time_has_a_call(racing):
-    calls = list(repeated(soaking._of(racing.ops["own_scratch"], scaled, ROWS, ["float32"], 0), "cpu"))[:2]
-    visits = cuda._Visits(calls, 1, float("inf"))
-    assert [visits.take(), visits.take(), visits.take()] == [*calls, None]
-    visits.done(calls[0])
-    assert visits.take() is calls[0]
-
-
 def test_a_late_write_is_found(host, racing, monkeypatch):
     """One that comes after the kernel that follows the call."""
     one = next(repeated(soaking._of(racing.ops["own_scratch"], scaled, ROWS, ["float32"], 0), "cpu"))

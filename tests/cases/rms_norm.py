@@ -12,7 +12,7 @@ from aotops.testing import F32, F64, Bad, Case, Row, X
 from .layer_norm import draw_norm, norm_case
 
 
-def rms_norm(x, normalized_shape, weight=None, *, eps, weight_offset=0.0):
+def rms_norm(x, normalized_shape, weight=None, eps=None, weight_offset=0.0):
     if x.size == 0:
         return x
     axes = tuple(range(-len(np.atleast_1d(normalized_shape)), 0))

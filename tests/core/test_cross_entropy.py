@@ -32,7 +32,7 @@ def test_a_loss_in_float32_of_16_bits(framework, device, reduction):
     kind = {"reduction": reduction, "label_smoothing": 0.1}
 
     def of(own, **attrs):
-        inputs = {"x": framework.make(x, own, device), "target": framework.integers(target, device)}
+        inputs = {"x": framework.make(x, own, device), "target": framework.make(target, target.dtype.name, device)}
         (y,) = framework.results("cross_entropy", inputs, kind | attrs)
         assert framework.dtype(y) == "float32"
         dy = framework.make(np.full(np.shape(framework.numpy(y)), 0.375), "float32", device)
@@ -147,7 +147,7 @@ def test_a_gradient_of_16_bits_is_rounded_once(framework, device, own, reduction
     if not framework.has_dtype(own):
         pytest.skip(f"{framework.name} has no {own}")
     x, target = draw(32, 50)
-    inputs = {"x": framework.make(x, own, device), "target": framework.integers(target, device)}
+    inputs = {"x": framework.make(x, own, device), "target": framework.make(target, target.dtype.name, device)}
     kind = {"reduction": reduction, "label_smoothing": smoothing}
     half, least = (
         PRECISION[own].result,

@@ -23,8 +23,6 @@ def _make(framework, device, value):
     if not isinstance(value, tuple):
         return value
     shape, dtype = value
-    if dtype.startswith(("bool", "int")):
-        return framework.integers(np.ones(shape, dtype), device)
     return framework.make(np.ones(shape), dtype, device)
 
 

@@ -88,7 +88,7 @@ def test_values_and_gradients(framework, module, elsewhere):
 def test_errors_have_the_message_of_the_library(framework, module, elsewhere):
     """The entry's own text, which is in the other library."""
     own = adapter(framework, module, elsewhere)
-    integers = own.integers(np.arange(3), "cpu")
+    integers = own.make(np.arange(3), "int64", "cpu")
     expected = r"scale: x has dtype int64, expected float16, bfloat16, float32 or float64"
     with pytest.raises(TypeError, match=expected):
         own.results("scale", {"x": integers}, {"factor": 2.0})

@@ -79,7 +79,8 @@ def _operator(name: str, case: cases.Case) -> Operator:
     # torch takes no integer there
     attrs = {key: (value,) if key == "normalized_shape" and value == 6 else value for key, value in case.attrs.items()}
     functions = (of_tensors(f, slots, attrs) for f in (getattr(ours, name), CASES[name].in_torch(torch, name)))
-    return Operator(name, *functions, shapes, next(iter(case.classes.values()), 0), CASES[name].scalars)
+    scalars = any(not any(case.given.values()) for case in CASES[name].cases)
+    return Operator(name, *functions, shapes, next(iter(case.classes.values()), 0), scalars)
 
 
 def _samples() -> Iterator[tuple[str, Operator]]:

@@ -5,7 +5,6 @@ bit with that of a call in quiet."""
 from __future__ import annotations
 
 import os
-import platform
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,25 +12,27 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
-from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
 
-from aotops import __version__, toolchain
+from aotops import toolchain
+from aotops.bench.measure import Cpu, versions
 from aotops.op import Op
 from aotops.ops import BUILTIN
+from aotops.registry import has_entry
 from aotops.spec import DEVICES
+from aotops.terminal import check_known
 
-from ..checker import _no_entry, _subject
+from ..checker import _subject
 from ..subject import Subject
 from . import cpu, cuda, steps
-from .calls import Repeated, beside, other_numbers, repeated
+from .calls import Repeated, beside
 from .record import Record, Row
 
 REPEATS = 10_000
-STEPS = 1_000
-STEPS_ON_CPU = 50
-STREAMS, THREADS = 6, 4
+STEPS = {"cuda": 1_000, "cpu": 50}
+DTYPES = "float32", "bfloat16"
+"""Of models."""
 IN_STEPS = 0.35
 """The share of the time for steps of models."""
 EVERY = 30.0
@@ -92,32 +93,25 @@ def soak(
         rows = [row for device in here for row in _rows(list(calls[device]), device)]
         return Record(rows, list(runs), {**facts, "seconds": round(time.monotonic() - started, 1)}, ended)
 
-    with _every(EVERY, lambda: so_far(record(ended=False)) if so_far else None):
+    def tell(ended: threading.Event) -> None:
+        while so_far and not ended.wait(EVERY):
+            so_far(record(ended=False))
+
+    with beside(tell):
         for device in here:
-            subjects = [_of(op, reference, cases, dtypes, seed) for op in operators if _no_entry(op, device) is None]
+            subjects = [_of(op, reference, cases, dtypes, seed) for op in operators if has_entry(op, device)]
             toolchain.tell(f"soak on {device}: {len(subjects)} operators for {left:.0f} s")
-            soak_device = _soak_on_cpu if device == "cpu" else _soak_on_cuda
-            soak_device(subjects, left, repeats, seed, calls[device])
+            (cuda if device == "cuda" else cpu).soak(subjects, left, repeats, seed, calls[device])
             if with_models:
                 toolchain.tell(f"soak on {device}: steps of models")
-                of_models = seconds * IN_STEPS / len(here)
-                for run in steps.soak(*_steps_of(device, n_steps), seed, _beside(device, seed), of_models):
+                n, of_models = n_steps or STEPS[device], seconds * IN_STEPS / len(here)
+                for run in steps.soak(device, n, cpu.THREADS, DTYPES, seed, _beside(device, seed), of_models):
                     runs.append(run)
     return record(ended=True)
 
 
-def _every(seconds: float, function: Callable[[], object]) -> AbstractContextManager[None]:
-    def work(ended: threading.Event) -> None:
-        while not ended.wait(seconds):
-            function()
-
-    return beside(work)
-
-
 def _devices(asked: Sequence[str] | None) -> list[str]:
-    for device in asked or ():
-        if device not in DEVICES:
-            raise ValueError(f"soak: devices has {device!r}, expected some of {', '.join(DEVICES)}")
+    check_known("soak: devices", asked, DEVICES)
     gpu = bool(toolchain.gpu_archs())
     if asked and "cuda" in asked and not gpu:
         raise ValueError("soak: devices has 'cuda', and nvidia-smi finds no GPU here")
@@ -145,29 +139,6 @@ def _of(
 # ------------------------------------------------------------------------------------------------------------- devices
 
 
-def _soak_on_cpu(subjects: Sequence[Subject], seconds: float, repeats: int, seed: int, calls: list[Repeated]) -> None:
-    started = time.monotonic()
-    pairs = [
-        cpu.Pair(one, other_numbers(one, subject, "cpu"))
-        for subject in subjects
-        for one in repeated(subject, "cpu", every_dtype=False)
-    ]
-    calls += [pair.one for pair in pairs]
-    cpu.soak(pairs, seconds - (time.monotonic() - started), repeats, THREADS, seed)
-
-
-def _soak_on_cuda(subjects: Sequence[Subject], seconds: float, repeats: int, seed: int, calls: list[Repeated]) -> None:
-    started = time.monotonic()
-    known = cuda.kernels()
-    calls += [one for subject in subjects for one in repeated(subject, "cuda")]
-    cuda.soak(calls, seconds - (time.monotonic() - started), repeats, STREAMS, seed, known)
-
-
-def _steps_of(device: str, n_steps: int | None) -> tuple[str, int, int, tuple[str, ...]]:
-    n = n_steps or (STEPS if device == "cuda" else STEPS_ON_CPU)
-    return device, n, THREADS, ("float32", "bfloat16")
-
-
 def _beside(device: str, seed: int) -> Callable[[], AbstractContextManager]:
     return partial(cuda.loaded, cuda.kernels(), seed) if device == "cuda" else nullcontext
 
@@ -186,20 +157,11 @@ def _rows(calls: Sequence[Repeated], device: str) -> Iterator[Row]:
 
 
 def _name(device: str) -> str:
-    if device == "cuda":
-        return cuda.device_name(cuda.kernels())
-    from aotops.bench.measure import Cpu
-
-    return Cpu(quick=True).name
+    return cuda.device_name(cuda.kernels()) if device == "cuda" else Cpu(quick=True).name
 
 
 def _versions() -> Mapping[str, str]:
-    found = {"aotops": __version__, "python": platform.python_version()}
-    for name in ("torch", "numpy"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
+    found = versions(("torch", "numpy"))
     if compiler := toolchain.nvcc():
         found["nvcc"] = compiler.version.splitlines()[-2 if "Build" in compiler.version else -1]
     return found | {"threads": os.environ.get("AOTOPS_THREADS") or "OpenMP"}

@@ -6,11 +6,9 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 
-import numpy as np
-
-from ..calls import ITEMSIZE, EntryCall, Runner, calls_of, nbytes
+from ..calls import ITEMSIZE, POISON, EntryCall, Runner, calls_of, filled
 from ..inputs import unusual_cases
 from ..row import Case
 from ..search import described, resized
@@ -19,8 +17,6 @@ from ..trial import Trial
 
 LARGE = 1 << 20
 """Elements of a large case: its kernels take longer than a launch."""
-POISON = 0xFF
-"""In each byte: NaN in every floating dtype, an invalid class in an integer one."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +58,9 @@ class Repeated:
         """The places of the slots given, in the entry's order."""
         return tuple(places[self.shared.get(slot, slot)] for slot in self.call.given)
 
-    def places(self) -> dict[str, int]:
-        """The slots that have memory of their own, and the bytes of each."""
-        return {slot: nbytes(spec) for slot, spec in self.call.given.items() if slot not in self.shared}
+    def kept(self) -> set[str]:
+        """The inputs that the call does not write to."""
+        return set(self.call.op.inputs) - set(self.call.op.mutates) - set(self.shared.values())
 
     def offset(self, place: str) -> int:
         """Bytes behind an aligned address at which a place begins. What the library itself allocates is aligned."""
@@ -82,11 +78,10 @@ class Repeated:
 
 def quiet(one: Repeated, run: Callable[[Repeated, Mapping[str, bytes]], dict[str, bytes]], entry: Runner) -> Quiet:
     """``run`` makes one call on memory of these bytes, and returns what each place holds after it."""
-    before = _filled(one, entry)
+    before = {slot: data for slot, data in filled(one.call, entry, POISON).items() if slot not in one.shared}
     held = run(one, before)
     after = {place: held[place] for place in one.results().values()}
-    kept = set(one.call.op.inputs) - set(one.call.op.mutates) - set(one.shared.values())
-    for place in kept & set(after):
+    for place in one.kept() & set(after):
         if after[place] != before[place]:
             raise AssertionError(f"{one}: the call writes to its input {place}")
     again = run(one, before)
@@ -96,30 +91,15 @@ def quiet(one: Repeated, run: Callable[[Repeated, Mapping[str, bytes]], dict[str
     return Quiet(before, after)
 
 
-def _filled(one: Repeated, entry: Runner) -> dict[str, bytes]:
-    call = one.call
-    forward = call.forward
-    missing = set(call.op.inputs) & set(call.given) - set(call.inputs)
-    known = {**(entry(forward, POISON) if forward and missing else {}), **call.inputs}
-    return {
-        slot: known[slot] if slot in call.op.inputs else bytes([POISON]) * size for slot, size in one.places().items()
-    }
-
-
 def repeated(subject: Subject, device: str, every_dtype: bool = True) -> Iterator[Repeated]:
     """Each call of an operator. Not ``every_dtype``: large cases in one."""
-    for case in cases_of(subject, large=device == "cuda"):
-        dtypes = subject.dtypes if every_dtype else subject.dtypes_for(case)
-        for dtype in dtypes:
+    tried = [(case, False) for case in cases_of(subject, large=device == "cuda")]
+    tried += [(case, True) for case in _shifted(subject)] if device == "cuda" else []
+    for case, shifted in tried:
+        for dtype in subject.dtypes if every_dtype else subject.dtypes_for(case):
             if subject.refusal(case, dtype) is None:
-                yield from _of_trial(subject, subject.trial(case, dtype), device)
-    if device == "cuda":
-        for case in _shifted(subject):
-            for dtype in subject.dtypes:
-                if subject.refusal(case, dtype) is None:
-                    yield from (
-                        replace(one, shifted=True) for one in _of_trial(subject, subject.trial(case, dtype), device)
-                    )
+                for one in _of_trial(subject, subject.trial(case, dtype), device):
+                    yield replace(one, shifted=shifted)
 
 
 def other_numbers(one: Repeated, subject: Subject, device: str) -> Repeated:
@@ -181,33 +161,17 @@ _WIDE = {1: LARGE, 2: 1024, 3: 128}
 
 
 def _of_trial(subject: Subject, trial: Trial, device: str) -> Iterator[Repeated]:
-    made: list[EntryCall] = []
-    making = threading.Lock()
-
-    def nth(i: int) -> EntryCall:
-        with making:
-            if not made:
-                made.extend(calls_of(subject.op, trial, device))
-        return made[i]
-
-    passes = ["forward"]
-    if subject.op.backward is not None and subject.op.backward.has_kernel:
-        passes.append("backward")
-    for i, pass_ in enumerate(passes):
-        op = subject.op if i == 0 else subject.op.backward
-        assert op is not None
-        one = Repeated(subject.name, pass_, trial.case, trial.dtype, partial(nth, i))
+    made = cache(partial(calls_of, subject.op, trial, device))
+    backward = subject.op.backward
+    passes = {"forward": subject.op} | ({"backward": backward} if backward and backward.has_kernel else {})
+    for i, (pass_, op) in enumerate(passes.items()):
+        one = Repeated(subject.op.name, pass_, trial.case, trial.dtype, partial(lambda i: made()[i], i))
         yield one
         # residuals that are not kept have no elements: what is written over one would be written behind it
         given = one.call.given if op.overwrites else {}
         over = {y: x for y, x in op.overwrites.items() if y in given and given[y] == given.get(x)}
         if over:
             yield replace(one, shared=over)
-
-
-def differing(one: Repeated, held: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> list[str]:
-    """The slots whose bytes are not those expected."""
-    return [slot for slot, place in one.results().items() if not np.array_equal(held[place], expected[place])]
 
 
 @contextmanager

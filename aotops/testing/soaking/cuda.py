@@ -8,16 +8,17 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from ctypes import POINTER, byref, c_char_p, c_int, c_int64, c_ubyte, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
-from aotops.call import addresses
-
-from ..calls import EntryCall
-from .calls import POISON, Quiet, Repeated, beside, quiet
+from ..calls import POISON, EntryCall, filled
+from ..subject import Subject
+from .calls import Quiet, Repeated, beside, quiet, repeated
 
 SLOTS = 16
 PIECE = 16
@@ -26,6 +27,7 @@ WAITS = (0, 2_000, 8_000, 20_000)
 """Clock cycles that a writer waits before it writes: up to 11 us on an H200, where a launch takes 2."""
 QUEUED, RECORDED, REPLAYS = 100, 50, 18
 """Repeats of a visit: queued from the host, and RECORDED in a CUDA graph that is replayed."""
+STREAMS = 6
 LOAD_BYTES = 1 << 28
 """More than the GPU's cache."""
 
@@ -80,17 +82,13 @@ class Kernels:
         self._library = ctypes.CDLL(str(library))
         self._library.soak_error.restype, self._library.soak_error.argtypes = c_char_p, [c_int]
         for name, arguments in _ARGUMENTS.items():
-            setattr(self, name.removeprefix("soak_"), self._checked(name, arguments))
+            function = getattr(self._library, name)
+            function.argtypes, function.errcheck = arguments, self._check
+            setattr(self, name.removeprefix("soak_"), function)
 
-    def _checked(self, name: str, arguments: Sequence[Any]) -> Callable[..., None]:
-        function = getattr(self._library, name)
-        function.argtypes, function.restype = arguments, c_int
-
-        def call(*given: object) -> None:
-            if status := function(*given):
-                raise CudaError(f"{name}: {self._library.soak_error(status).decode()}")
-
-        return call
+    def _check(self, status: int, function: Any, given: object) -> None:
+        if status:
+            raise CudaError(f"{function.__name__}: {self._library.soak_error(status).decode()}")
 
     def __getattr__(self, name: str) -> Callable[..., None]:  # for type checkers: __init__ sets them all
         raise AttributeError(name)
@@ -156,13 +154,8 @@ class Stream:
 
     def _entry(self, call: EntryCall, poison: int) -> dict[str, bytes]:
         """A forward, whose results a backward takes."""
-        assert poison == POISON
         plain = Repeated("", "forward", None, "", lambda: call)  # type: ignore[arg-type]
-        before = {
-            place: call.inputs[place] if place in call.inputs else bytes([POISON]) * size
-            for place, size in plain.places().items()
-        }
-        return self.run_quietly(plain, before)
+        return self.run_quietly(plain, filled(call, self._entry, poison))
 
     def quiet(self, one: Repeated) -> Quiet:
         return quiet(one, self.run_quietly, self._entry)
@@ -262,8 +255,7 @@ class Stream:
                     yield f"{place}: the device's copy of what is {role} has changed"
 
     def _bound(self, one: Repeated) -> Callable[..., None]:
-        entry = one.call
-        return addresses(entry.op, entry.attrs, self.device, tuple(entry.specs[slot] for slot in entry.op.slots))
+        return one.call.bound(self.device)
 
     # -------------------------------------------------------------------------------------------------------- memory
 
@@ -329,43 +321,23 @@ def loaded(known: Kernels, seed: int) -> AbstractContextManager[None]:
     return beside(work)
 
 
-class _Visits:
-    """Calls in the order in which they are to be repeated: those with the fewest repeats first. One thread at a time
-    has a call."""
-
-    def __init__(self, calls: Sequence[Repeated], repeats: int, until: float) -> None:
-        self._calls, self._repeats, self._until = list(calls), repeats, until
-        self._lock, self._next, self._taken = threading.Lock(), 0, set[int]()
-
-    def take(self) -> Repeated | None:
-        with self._lock:
-            left = len(self._calls)
-            while left and time.monotonic() < self._until:
-                one = self._calls[self._next % len(self._calls)]
-                self._next, left = self._next + 1, left - 1
-                if one.repeats < self._repeats and not one.wrong and id(one) not in self._taken:
-                    self._taken.add(id(one))
-                    return one
-        return None
-
-    def done(self, one: Repeated) -> None:
-        with self._lock:
-            self._taken.remove(id(one))
-
-
-def soak(
-    calls: Sequence[Repeated], seconds: float, repeats: int, threads: int, seed: int, known: Kernels | None = None
-) -> None:
-    """Repeats each call, until each has as many repeats or the time is over."""
-    known = known or kernels()
-    order = list(calls)
-    random.Random(seed).shuffle(order)
-    visits = _Visits(order, repeats, time.monotonic() + seconds)
+def soak(subjects: Sequence[Subject], seconds: float, repeats: int, seed: int, calls: list[Repeated]) -> None:
+    """Repeats the calls of these operators, which it appends to ``calls``, until each has as many repeats or the time
+    is over: visit by visit, and first those that were not visited yet."""
+    until, known = time.monotonic() + seconds, kernels()
+    calls += [one for subject in subjects for one in repeated(subject, "cuda")]
+    waiting: SimpleQueue[Repeated] = SimpleQueue()
+    for one in random.Random(seed).sample(calls, len(calls)):
+        waiting.put(one)
     found: dict[int, Quiet] = {}
 
     def work(i: int) -> None:
         stream = Stream(known, seed + i)
-        while one := visits.take():
+        while time.monotonic() < until:
+            try:
+                one = waiting.get_nowait()
+            except Empty:  # other threads have the calls that are left
+                break
             try:
                 if id(one) not in found:
                     found[id(one)] = stream.quiet(one)
@@ -374,12 +346,9 @@ def soak(
                 one.repeats += stream.repeat(one, found[id(one)], min(QUEUED, left), RECORDED, replays)
             except Exception as error:  # whatever it is, the call is not right
                 one.wrong = f"{type(error).__name__}: {error}"
-            visits.done(one)
+            if one.repeats < repeats and not one.wrong:
+                waiting.put(one)
         stream.close()
 
-    with loaded(known, seed + threads):
-        workers = [threading.Thread(target=work, args=(i,)) for i in range(threads)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
+    with loaded(known, seed + STREAMS), ThreadPoolExecutor(STREAMS) as threads:
+        list(threads.map(work, range(STREAMS)))

@@ -23,6 +23,10 @@ class Row:
     wrong: list[str] = field(default_factory=list)
     """The calls that were not right, and how."""
 
+    @property
+    def name(self) -> str:
+        return f"{self.operator} {self.pass_}, {self.device}"
+
 
 @dataclass
 class Record:
@@ -59,16 +63,13 @@ class Record:
             counts = f"{row.calls:6}{row.least:9,}{row.repeats:12,}{len(row.wrong):7}"
             lines.append(f"{row.operator:18}{row.pass_:10}{row.device:7}{counts}")
         for run in self.steps:
-            what = f"{run.model}, {run.dtype}, {run.device}, {run.run}"
             equal = "wrong" if run.wrong else "equal" if run.run != "synchronized" else "reference"
-            lines.append(f"{what:54}{run.steps:7,} steps  {equal}")
-        lines += [f"\n{row.operator} {row.pass_}, {row.device}: {text}" for row in self.rows for text in row.wrong]
+            lines.append(f"{run.name:54}{run.steps:7,} steps  {equal}")
+        lines += [f"\n{row.name}: {text}" for row in self.rows for text in row.wrong]
         lines += [
-            f"\n{row.operator} {row.pass_}, {row.device}: some calls were not repeated, give it more seconds"
+            f"\n{row.name}: some calls were not repeated, give it more seconds"
             for row in self.rows
             if not row.least and not row.wrong
         ]
-        lines += [
-            f"\n{run.model}, {run.dtype}, {run.device}, {run.run}: {run.wrong}" for run in self.steps if run.wrong
-        ]
+        lines += [f"\n{run.name}: {run.wrong}" for run in self.steps if run.wrong]
         return "\n".join([*lines, f"{'ok' if self.ok else 'not ok'} in {self.facts['seconds']:.0f} s"])

@@ -6,9 +6,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 Beside = Callable[[], AbstractContextManager[Any]]
@@ -43,46 +45,41 @@ class Steps:
     steps: int
     """In each thread."""
     gradients: int
-    seconds: float = 0.0
+    seconds: float
     wrong: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}, {self.dtype}, {self.device}, {self.run}"
 
 
 def soak(
-    device: str,
-    steps: int,
-    threads: int,
-    dtypes: Sequence[str],
-    seed: int,
-    beside: Callable[[], AbstractContextManager],
-    seconds: float = NO_END,
+    device: str, steps: int, threads: int, dtypes: Sequence[str], seed: int, beside: Beside, seconds: float = NO_END
 ) -> Iterator[Steps]:
     """Fewer ``steps`` where ``seconds`` end before: each run has its share of what is left, by its threads."""
     ends = time.monotonic() + seconds
-    models = [(name, make, dtype) for name, make in MODELS.items() for dtype in dtypes]
-    for i, (name, make, dtype) in enumerate(models):
+    models = list(product(MODELS, dtypes))
+    for i, (name, dtype) in enumerate(models):
         left = (ends - time.monotonic()) / (len(models) - i)
-        yield from _of_model(name, make, dtype, device, steps, threads, seed, beside, left)
+        yield from _of_model(name, dtype, device, steps, threads, seed, beside, left)
 
 
 def _of_model(
-    name: str, make: Any, dtype: str, device: str, steps: int, threads: int, seed: int, beside: Beside, seconds: float
+    name: str, dtype: str, device: str, steps: int, threads: int, seed: int, beside: Beside, seconds: float
 ) -> Iterator[Steps]:
     runs = [("not synchronized", 1)] * (device == "cuda") + [(f"{threads} threads", threads)]
     share = seconds / (1 + sum(n for _, n in runs))
     started = time.monotonic()
-    expected = _hashes(make, dtype, device, steps, seed, True, started + share)
+    expected = _hashes(MODELS[name], dtype, device, steps, seed, True, started + share)
     steps, gradients = expected.shape
     yield Steps(name, dtype, device, "synchronized", steps, gradients, time.monotonic() - started)
     for run, n in runs:
         started = time.monotonic()
-        work = partial(_hashes, make, dtype, device, steps, seed, False, started + n * share)
-        with beside() if device == "cuda" else nullcontext():
-            found = _at_once(n, work)
+        with beside():
+            found = _at_once(n, partial(_hashes, MODELS[name], dtype, device, steps, seed, False, started + n * share))
         ran = min((len(each) for each in found if not isinstance(each, Exception)), default=0)
-        done = Steps(name, dtype, device, run, ran, gradients)
-        done.wrong = next((wrong for each in found if (wrong := _difference(each, expected))), "")
-        done.seconds = time.monotonic() - started
-        yield done
+        wrong = next(filter(None, (_difference(each, expected) for each in found)), "")
+        yield Steps(name, dtype, device, run, ran, gradients, time.monotonic() - started, wrong)
 
 
 def _difference(found: Any, expected: Any) -> str:
@@ -99,20 +96,9 @@ def _difference(found: Any, expected: Any) -> str:
 
 
 def _at_once(threads: int, work: Callable[[], Any]) -> list[Any]:
-    found: list[Any] = [None] * threads
-
-    def run(i: int) -> None:
-        try:
-            found[i] = work()
-        except Exception as error:
-            found[i] = error
-
-    workers = [threading.Thread(target=run, args=(i,)) for i in range(threads)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    return found
+    with ThreadPoolExecutor(threads) as pool:
+        futures = [pool.submit(work) for _ in range(threads)]
+    return [future.exception() or future.result() for future in futures]
 
 
 _making = threading.Lock()
