@@ -125,9 +125,8 @@ class Function(NamedTuple):
     """Returns the output, or a tuple of them."""
     forward: Callable[..., Any]
     """``run`` as the forward of a ``torch.autograd.Function``: takes its context first, and saves for the backward."""
-    backward: Callable[..., Any] | None
-    """Its backward: takes the context and the gradients of the outputs, returns those of the inputs. None if the
-    operator has no backward."""
+    backward: Callable[..., Any]
+    """Its backward: takes the context and the gradients of the outputs, returns those of the inputs."""
 
 
 class Saved(NamedTuple):
@@ -158,16 +157,14 @@ def function(
         prototypes: takes an operator, its attributes and one tensor, or None, for each input; returns, for each of
             ``op.entry_outputs`` that is not like an input, a tensor of its shape, dtype and device, else None.
         keep_residuals_from: for a first input on a GPU with fewer elements no residuals are kept.
-        fallback: the backward in Python, for a call that is not plain: a function of the saved tensors, the gradients
-            of the outputs, for each input whether its gradient is needed, and the context, which has as ``inputs``
-            those that were replaced by a residual (Op.replaced).
+        fallback: the backward in Python, for a call that is not plain, and for an operator without a backward: a
+            function of the saved tensors, the gradients of the outputs, for each input whether its gradient is needed,
+            and the context, which has as ``inputs`` those that were replaced by a residual (Op.replaced).
     """
     hooks = saved.hooks if op.replaced(attrs) else None
     handle = _function_handle(op, attrs, prototypes, keep_residuals_from, hooks)
     run, forward = (builtin(op.name, f"aot_torch_{kind}", handle) for kind in ("run", "forward"))
-    if op.backward is None:
-        return Function(run, forward, None)
-    if op.backward.factors(attrs):
+    if op.backward is None or op.backward.factors(attrs):
         return Function(run, forward, lambda ctx, *dys: fallback(ctx.saved_tensors, dys, ctx.needs_input_grad, ctx))
     backward_handle = _function_handle(op.backward, attrs, prototypes, keep_residuals_from)
     drop = saved.drop_inputs if hooks else None

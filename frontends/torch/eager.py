@@ -12,11 +12,11 @@ from torch import Tensor
 
 from aotops.call import MOST_BOUND
 from aotops.infer import infer
-from aotops.op import Attr, Op, Rule
+from aotops.op import Attr, Op
 
 from . import call, overwrite, private
 from .autocast import cast_inputs
-from .gradients import run_backward, run_rule
+from .gradients import run_backward
 from .registered import in_c
 from .tensors import (
     KEEP_RESIDUALS_FROM,
@@ -38,10 +38,7 @@ class Eager:
     def __init__(self, op: Op, attrs: tuple[Attr, ...]) -> None:
         fallback = functools.partial(run_backward, op, attrs)
         builtins = call.function(op, attrs, prototypes, KEEP_RESIDUALS_FROM, fallback, overwrite.SAVED)
-        backward = builtins.backward or functools.partial(_refuse_derivative, op)
-        if op.rule is not None:
-            backward = _by_rule(op, op.rule, attrs)
-        members = {"forward": staticmethod(builtins.forward), "backward": staticmethod(backward)}
+        members = {"forward": staticmethod(builtins.forward), "backward": staticmethod(builtins.backward)}
         function = type(op.name.title().replace("_", ""), (torch.autograd.Function,), members)
         self.run = builtins.run
         self.apply = _apply_of(function)
@@ -63,14 +60,6 @@ def _apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
         members |= vars(parent)
     own = {"apply", "__dict__", "__weakref__"}
     return type(base)(function.__name__, (base,), {k: v for k, v in members.items() if k not in own}).apply
-
-
-def _by_rule(op: Op, rule: Rule, attrs: tuple[Attr, ...]) -> Callable[..., Any]:
-    return lambda ctx, *dys: run_rule(op, rule, attrs, ctx.saved_tensors, dys, ctx.needs_input_grad)
-
-
-def _refuse_derivative(op: Op, ctx: Any, *grads: Tensor):
-    raise NotImplementedError(f"{op.name} has no derivative")
 
 
 @functools.lru_cache(maxsize=MOST_BOUND)

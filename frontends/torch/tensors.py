@@ -7,7 +7,7 @@ results for other devices than a kernel's (fake, meta), and before torch 2.10 th
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -119,14 +119,12 @@ def prototypes(op: Op, attrs: tuple[Attr, ...], *inputs: Any) -> tuple[Tensor | 
         specs = infer(op, attrs, tuple(map(spec_of, inputs)), inputs[0].device.type)
     except (TypeError, ValueError):
         return None
-    arguments = {name: empty_arguments(specs[name]) for name in op.entry_outputs if name not in op.same_spec_as}
-    for one in arguments.values():
-        one["stride"] = (0,) * len(one["size"])
     device = inputs[0].device
-    return tuple(
-        torch.empty_strided(**arguments[name], device=device) if name in arguments else None
-        for name in op.entry_outputs
-    )
+
+    def one(spec: TensorSpec) -> Tensor:
+        return torch.empty_strided(**empty_arguments(spec), stride=(0,) * len(spec.shape), device=device)
+
+    return tuple(None if name in op.same_spec_as else one(specs[name]) for name in op.entry_outputs)
 
 
 # ------------------------------------------------------------------------------------------------------------- results
@@ -145,11 +143,6 @@ def packed(results: Sequence[Any]):
 def public_outputs(op: Op, written: Sequence[Tensor]):
     """The outputs as a public function returns them: None if the operator only writes to its inputs."""
     return packed(written[: len(op.outputs)])
-
-
-def attributes(args: Iterable[Any]) -> tuple[Any, ...]:
-    """Attributes as the definitions have them: the dispatcher passes lists."""
-    return tuple(tuple(a) if isinstance(a, list) else a for a in args)
 
 
 # ------------------------------------------------------------------------------------------------------------- running
