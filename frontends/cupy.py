@@ -18,7 +18,7 @@ from aotops.hosting import Namespace
 from aotops.library import Library
 from aotops.op import Attr, Op
 from aotops.ops import BUILTIN, OPS
-from aotops.spec import TensorSpec
+from aotops.spec import TensorSpec, check_devices
 
 from .explicit_gradients import ArrayFrontend, first_line
 
@@ -79,14 +79,11 @@ class _CuPy(ArrayFrontend):
         return cp.may_share_memory(a, b)  # the exact answer is computed on the GPU
 
     def launch(self, op: Op, attrs: tuple[Attr, ...], arrays) -> None:
-        given = [(slot, a) for slot, a in zip(op.slots, arrays, strict=True) if a is not None]
-        first, device = given[0][0], given[0][1].device
-        for slot, a in given:
-            if a.device != device:
-                raise ValueError(f"{op.name}: {slot} is on {a.device}, expected {device}, the device of {first}")
+        check_devices(op.name, op.slots, arrays)
+        given = [a for a in arrays if a is not None]
         specs = tuple(None if a is None else self.spec(a) for a in arrays)
         stream = cp.cuda.get_current_stream().ptr
-        call.addresses(op, attrs, "cuda", specs)(device.id, stream, *(a.data.ptr for _, a in given))
+        call.addresses(op, attrs, "cuda", specs)(given[0].device.id, stream, *(a.data.ptr for a in given))
 
 
 def _is_on_gpu(value: Any) -> bool:

@@ -11,6 +11,7 @@ import torch
 from aotops.library import ERRORS, Library, LibraryError, check, load
 from aotops.op import Op
 from aotops.ops import BUILTIN
+from aotops.spec import check_devices
 
 from ..torch_schema import attributes, mask, overwriting_schema, schema, splitter, written
 from . import flops, inductor, overwrite, private, sharding
@@ -21,7 +22,6 @@ from .registered import dispatched, in_c
 from .tensors import (
     READS_TENSORS,
     Tensors,
-    check_devices,
     common_strides,
     empty_arguments,
     packed,
@@ -70,7 +70,7 @@ def _register_one(namespace: torch.library.Library, op: Op, forward: Op) -> Call
     def fake(*args):
         inputs, attrs, names = split(args)
         specs = specs_of(op, attrs, inputs)
-        check_devices(op, inputs)
+        check_devices(op.name, op.inputs, inputs)
         strides, device = op.elementwise and common_strides(inputs), inputs[0].device
 
         def empty(spec):

@@ -14,12 +14,13 @@ from torch.autograd import forward_ad
 
 from aotops import formula
 from aotops.op import Attr, Op
+from aotops.spec import check_devices
 
 from ..torch_schema import mask
 from . import overwrite, private
 from .mathematics import MATHEMATICS, Mathematics
 from .registered import dispatched, namespaces
-from .tensors import DTYPES, PLAIN_TYPES, Tensors, check_devices, results_of, specs_of
+from .tensors import DTYPES, PLAIN_TYPES, Tensors, results_of, specs_of
 
 
 def run_backward(op: Op, attrs: tuple[Attr, ...], saved: Tensors, grads: Tensors, needed: Sequence[bool], ctx: Any):
@@ -79,7 +80,7 @@ def _replaced(op: Op, ctx: Any) -> dict[str, Tensor]:
 def composed(op: Op, attrs: tuple[Attr, ...], inputs: Tensors) -> list[Tensor]:
     """The results by the operator's formula, which torch differentiates; residuals, which have no derivative, by the
     operator itself."""
-    check_devices(op, inputs)
+    check_devices(op.name, op.inputs, inputs)
     specs = specs_of(op, attrs, inputs)
     values = formula.compose(Mathematics(namespaces[op.library]), op, attrs, inputs)
     found = {y: value.to(DTYPES[specs[y].dtype]) for y, value in zip(op.composed, values, strict=True)}

@@ -18,7 +18,7 @@ from aotops.call import tensors as launcher
 from aotops.infer import UNKNOWN_DIM, infer, infer_symbolic
 from aotops.op import Attr, Op
 from aotops.spec import DTYPES as NAMES
-from aotops.spec import TensorSpec
+from aotops.spec import TensorSpec, check_devices
 
 from . import call, gate, private
 
@@ -72,14 +72,6 @@ def _hint(dim: Any) -> int:
     if not isinstance(dim, torch.SymInt):
         return dim
     return dim.node.hint if dim.node.has_hint() else UNKNOWN_DIM
-
-
-def check_devices(op: Op, inputs: Tensors) -> None:
-    given = [(slot, t) for slot, t in zip(op.inputs, inputs, strict=True) if t is not None]
-    first, device = given[0][0], given[0][1].device
-    for slot, t in given:
-        if t.device != device:
-            raise ValueError(f"{op.name}: {slot} is on {t.device}, expected {device}, the device of {first}")
 
 
 def all_given(inputs: Tensors) -> bool:
@@ -157,7 +149,7 @@ def run(
     names |= {y for y in op.outputs if y not in op.optional}
     device = inputs[0].device
     written = _written(op, attrs, device.type, tuple([None if t is None else (t.shape, t.dtype) for t in inputs]))
-    check_devices(op, inputs)
+    check_devices(op.name, op.inputs, inputs)
     for slot, t in zip(op.inputs, inputs, strict=True):
         if t is not None and t.numel() and not t.data_ptr():
             raise RuntimeError(f"{op.name}: {slot} has no memory: its storage was freed")
