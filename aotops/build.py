@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -168,16 +167,14 @@ class _Step:
     output: Path
     inputs: tuple[Path, ...]
     stamp: Path
-    """Where it is written what the output was made of: the command, hashes of files, and paths of headers that were not
-    there."""
+    """Where it is written what the output was made of: the command, and ``Headers``."""
 
     def done(self) -> bool:
         """Whether the output is that of this command, of the same files, and of no header that appeared since."""
         try:
             made = json.loads(self.stamp.read_text())
             known = made["command"] == list(self.command) and self.output.exists()
-            unchanged = all(_content(path) == was for path, was in made["files"].items())
-            return known and unchanged and not any(map(os.path.exists, made["absent"]))
+            return known and Headers(**made["headers"]).are_as_they_were()
         except (OSError, ValueError, KeyError, TypeError):
             return False
 
@@ -200,33 +197,16 @@ class _Step:
             scratch.unlink(missing_ok=True)
         if warnings:
             tell(f"{self.label}:\n{warnings}")
-        files = dependencies(depends) if compiles else [str(path) for path in self.inputs]
-        made = {
-            "command": list(self.command),
-            "files": {path: _content(path) for path in files},
-            "absent": self._absent(files) if compiles else [],
-        }
-        if not any(
-            _changed_ns(path) > began for path in files
-        ):  # else the compiler may have read what was there before
-            self.stamp.write_text(json.dumps(made))
-
-    def _absent(self, files: Sequence[str]) -> list[str]:
-        source = self.inputs[0]
-        return Headers.read(source, source.read_text(errors="replace"), files, self.command).absent
+        files = dependencies(depends) if compiles else map(str, self.inputs)
+        headers = Headers.read(files, self.command if compiles else ())
+        if not headers.changed_since(began):  # else the compiler may have read what was there before
+            self.stamp.write_text(json.dumps({"command": self.command, "headers": vars(headers)}))
 
 
 def _shortened(error: str) -> str:
     few = toolchain.first_error(error)
     n = len(error.splitlines()) - len(few.splitlines())
     return f"{few}\n({n} more lines: aotops build --verbose)" if n else error
-
-
-def _content(path: str) -> str:
-    try:
-        return sha256(Path(path).read_bytes()).hexdigest()
-    except OSError:
-        return ""
 
 
 def _build(project: _Project, telling: _Telling) -> Path:
@@ -338,8 +318,8 @@ def _state(project: _Project, more: Iterable[str] = ()) -> dict[str, float]:
     files: set[str] = {str(project.root / "pyproject.toml"), *map(str, project.sources), *more}
     for stamp in folder.glob("**/*.o.json"):
         try:
-            made = json.loads(stamp.read_text())
-            files.update(made["files"], made["absent"])
+            made = json.loads(stamp.read_text())["headers"]
+            files.update(made["contents"], made["absent"])
         except (OSError, ValueError, KeyError, TypeError):
             continue
     for source in project.sources:
@@ -348,11 +328,7 @@ def _state(project: _Project, more: Iterable[str] = ()) -> dict[str, float]:
 
 
 def _changed(path: str) -> float:
-    return _changed_ns(path) / 1e9
-
-
-def _changed_ns(path: str) -> int:
     try:
-        return os.stat(path).st_mtime_ns
+        return os.stat(path).st_mtime
     except OSError:
         return 0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -73,8 +75,6 @@ def _fail(message: str, status: int) -> None:
 
 
 def _printed(value: Any) -> None:
-    import json
-
     click.echo(json.dumps(value, indent=2))
 
 
@@ -86,19 +86,19 @@ def _registry() -> Any:
     return registry
 
 
-def _operators(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """The operators whose names begin so, for a shell."""
-    try:
-        return [name for name in _registry().names() if name.startswith(incomplete)]
-    except ValueError:  # in the pyproject.toml of this directory
-        return []
+def _completion(known: Callable[[], Iterable[str]]) -> Callable[..., list[str]]:
+    """Those of some names that begin as a word does, for a shell."""
+
+    def complete(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+        try:
+            return [name for name in known() if name.startswith(incomplete)]
+        except ValueError:  # in the pyproject.toml of this directory
+            return []
+
+    return complete
 
 
-def _libraries(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    try:
-        return [name for name in _registry().offered() if name.startswith(incomplete)]
-    except ValueError:
-        return []
+_operators, _libraries = _completion(lambda: _registry().names()), _completion(lambda: _registry().offered())
 
 
 class Words(click.ParamType):
@@ -269,7 +269,7 @@ def check(
         reports[name] = testing.check(op, progress=lambda item: show(lines.item(item)), **options)
         show(lines.end(reports[name]))
     if as_json:
-        _printed({name: _plain(report.to_json()) for name, report in reports.items()})
+        _printed({name: json.loads(report.to_json()) for name, report in reports.items()})
     if not all(report.ok for report in reports.values()):
         sys.exit(1)
 
@@ -277,8 +277,6 @@ def check(
 def _soak(
     arguments: list[str], operators: dict[str, Any], as_json: bool, seconds: float, record: Path | None, options: Any
 ) -> None:
-    import shlex
-
     taken = {name: options.pop(name) for name in ("dtypes", "devices", "seed")}
     if given := [name for name, value in options.items() if value]:
         raise click.UsageError(f"--soak does not take --{given[0]}", click.get_current_context())
@@ -295,13 +293,6 @@ def _soak(
     click.echo(found.to_json() if as_json else found.render())
     if not found.ok:
         sys.exit(1)
-
-
-def _plain(value: Any) -> Any:
-    """The value of a JSON text, or the text itself."""
-    import json
-
-    return json.loads(value) if isinstance(value, str) else value
 
 
 # ---------------------------------------------------------------------------------------------------------------- bench
@@ -346,8 +337,6 @@ def bench(arguments: list[str], ops: tuple[str, ...], cases: Path | None, **opti
     Example:
       aotops bench gelu softmax --device cpu --quick --plots plots
     """
-    import shlex
-
     from .bench.cases import use
     from .bench.run import Options, run
 

@@ -28,7 +28,8 @@ _ENVIRONMENT = (
     "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN",
 )  # fmt: skip
 """Variables that change what the compilers read and make."""
-_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*["<]([^">\n]+)[">]', re.M)
+_NAMED = re.compile(r'^[ \t]*#[ \t]*(?:include|include_next|import)[ \t]*(["<])([^">\n]+)[">]', re.M)
+"""The form and the name of each header that a text includes."""
 
 
 def compile(
@@ -122,7 +123,7 @@ def uses_aot(text: str, file: Path | None, folders: Iterable[Path]) -> bool:
     known, look = set(), [(text, file)]
     while look:
         content, at = look.pop()
-        for header in _INCLUDE.findall(content):
+        for _, header in _NAMED.findall(content):
             if header in ("aot.h", "cpu/entry.h", "cpu/parallel.h") or header.startswith("cuda/"):
                 return True
             beside = [at.parent] if at else []
@@ -208,7 +209,8 @@ def _build(
             toolchain.run(steps, f"compiling {source.name}")
         except CompileError as error:
             raise CompileError(str(error).replace(f"{scratch}/", "")) from None
-        headers = Headers.read(file, text, dependencies(depends), command)
+        read = dependencies(depends)
+        headers = Headers.read(read if file else read[1:], command, None if file else text)
         digest = headers.digest()[:16]
         final = folder / digest / made.name
         final.parent.mkdir(exist_ok=True)
@@ -231,14 +233,12 @@ def dependencies(file: Path) -> list[str]:
 # ------------------------------------------------------------------------------------------------------------- headers
 
 _SEARCH = re.compile(r"-(?:I|isystem|iquote|idirafter)(.*)|--?include-path=(.*)")
-_NAMED = re.compile(r'^[ \t]*#[ \t]*(?:include|include_next|import)[ \t]*(["<])([^">\n]+)[">]', re.M)
 _ASKED = re.compile(r'__has_include(?:_next)?\s*\(\s*(["<])([^">\n]+)[">]')
 
 
 @dataclass
 class Headers:
-    """The files that a compiler read beside the source, and those that it would have read in their place, had they been
-    there."""
+    """The files that a compiler read, and those that it would have read in their place, had they been there."""
 
     contents: dict[str, list[Any]]
     """By path: what ``_state`` says of the file, and a hash of its content."""
@@ -246,15 +246,11 @@ class Headers:
     """Files and folders whose appearance would change what a name of a header means."""
 
     @classmethod
-    def read(cls, source: Path | None, text: str, read: Iterable[str], command: Sequence[str]) -> Headers:
-        """The headers of a source that has been compiled, of a file or of a text alone.
-
-        Args:
-            read: the paths that the compiler read (``dependencies``), the source's first.
-        """
-        _, *files = dict.fromkeys(read)
+    def read(cls, files: Iterable[str], command: Sequence[str], source: str | None = None) -> Headers:
+        """The files that a compiler has read, and a source that is not one of them; without a command, those that a
+        linker has read, which names no headers."""
         contents = {path: [_state(path), _content(path)] for path in files}
-        texts = [(str(source) if source else None, text), *((path, _text(path)) for path in files)]
+        texts = [(None, source or ""), *((path, _text(path)) for path in contents if command)]
         return cls(contents, sorted(_absent(texts, _search_path(command))))
 
     def digest(self) -> str:
@@ -264,7 +260,7 @@ class Headers:
 
     def are_as_they_were(self) -> bool:
         return not any(map(os.path.exists, self.absent)) and all(
-            _state(path) == state or _content(path) == content for path, (state, content) in self.contents.items()
+            _state(path) == state or _content(path) == was for path, (state, was) in self.contents.items()
         )
 
     def changed_since(self, moment: int) -> bool:
@@ -291,7 +287,7 @@ def _state(path: str) -> list[int]:
 def _search_path(command: Sequence[str]) -> list[str]:
     """The folders of headers that a command and the environment name. The compiler's own come after them."""
     folders = []
-    for word, following in zip(command, (*command[1:], ""), strict=True):
+    for word, following in zip(command, (*command, "")[1:], strict=True):
         if match := _SEARCH.fullmatch(word):
             folders.append(match[1] or match[2] or following)
     for variable in ("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH"):

@@ -176,14 +176,14 @@ class Elf:
         return self._first(DT_TEXTREL) is not None or bool((self._first(DT_FLAGS) or 0) & DF_TEXTREL)
 
     @cached_property
-    def sections(self) -> list[str]:
-        """Their names."""
+    def sections(self) -> dict[str, tuple[int, int]]:
+        """By name, where a section begins in the file, and its size."""
         start, count, names = self._header[6], self._header[12], self._header[13]
         found = list(self._table(_SECTION, start, count))
         if names >= count:
-            return []
+            return {}
         texts = self._bytes(found[names][4], found[names][5])
-        return [self._until_nul(texts, section[0]) for section in found]
+        return {self._until_nul(texts, section[0]): (section[4], section[5]) for section in found}
 
     @cached_property
     def symbols(self) -> list[Symbol]:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__, call, library, registry, terminal, toolchain
+from .elf import Elf
 from .library import LibraryError
 from .spec import DEVICES
 from .toolchain import CompileError
@@ -80,7 +81,7 @@ def architectures(path: Path) -> list[str]:
     """The GPU architectures that a shared library has kernels for, such as "sm_90", and "compute_120" of PTX; of CUDA's
     fat binaries, whose headers nvcc writes into the section .nv_fatbin."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        at, size = _sections(data).get(".nv_fatbin", (0, 0))
+        at, size = Elf(path).sections.get(".nv_fatbin", (0, 0))
         found = set(_fat_entries(data, at, at + size))
     return [f"{'compute' if is_ptx else 'sm'}_{arch}" for arch, is_ptx in sorted(found)]
 
@@ -110,22 +111,10 @@ def _fat_entries(data: mmap.mmap, at: int, end: int) -> Iterator[tuple[int, bool
 
 def _built_isas(path: Path) -> list[str] | None:
     """The instruction sets that the CPU entries were compiled for; None if the library's symbols were stripped."""
+    if ".symtab" not in Elf(path).sections:
+        return None
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        if ".symtab" not in _sections(data):
-            return None
         return [isa for isa in ISAS if isa == "baseline" or data.find(f"_cpu_{isa}\0".encode()) >= 0]
-
-
-def _sections(data: mmap.mmap) -> dict[str, tuple[int, int]]:
-    """The offset and size of each section of a 64-bit ELF file."""
-    (table,), (each, n, names) = struct.unpack_from("<Q", data, 40), struct.unpack_from("<HHH", data, 58)
-    heads = [struct.unpack_from("<I20xQQ", data, table + each * i) for i in range(n)]
-
-    def name(at: int) -> str:
-        start = heads[names][1] + at
-        return data[start : data.find(b"\0", start)].decode()
-
-    return {name(at): (offset, size) for at, offset, size in heads}
 
 
 # -------------------------------------------------------------------------------------------------------------- devices

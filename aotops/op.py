@@ -418,14 +418,26 @@ def _short(value: Any) -> str:
 
 
 def operator(**definition: Any) -> Callable[[Callable[..., Any]], Op]:
-    """Makes an ``Op`` of a function, which has its name, public signature and docstring."""
+    """Makes an ``Op`` of a function, which has its name, public signature and docstring. ``backward``: an operator, or
+    the fields of one, which is named ``<name>_backward`` and has the same attributes."""
 
     def define(bind: Callable[..., Any]) -> Op:
-        for key in ("optional", "accepts_scalar", "vmappable"):
-            definition[key] = frozenset(definition.get(key, ()))
-        op = Op(name=bind.__name__, bind=bind, **definition)
-        if required := [slot for slot in op.added if slot not in op.optional]:
-            raise TypeError(f"{op.name}: {required[0]} is required, expected it in optional: it is added to a product")
-        return op
+        fields = dict(definition)
+        if isinstance(backward := fields.get("backward"), Mapping):
+            own = {"attrs": fields.get("attrs", {}), **backward}
+            fields["backward"] = _defined(f"{bind.__name__}_backward", _unbound, own)
+        return _defined(bind.__name__, bind, fields)
 
     return define
+
+
+def _defined(name: str, bind: Callable[..., Any], fields: Mapping[str, Any]) -> Op:
+    sets = {key: frozenset(fields.get(key, ())) for key in ("optional", "accepts_scalar", "vmappable")}
+    op = Op(name=name, bind=bind, **{**fields, **sets})
+    if required := [slot for slot in op.added if slot not in op.optional]:
+        raise TypeError(f"{op.name}: {required[0]} is required, expected it in optional: it is added to a product")
+    return op
+
+
+def _unbound(*_: Any) -> Any:
+    raise TypeError("a backward is called with its inputs and attributes: it has no public signature")

@@ -56,3 +56,11 @@ def check_broadcast(op: str, slots: Sequence[str], specs: Sequence[TensorSpec]) 
                 f"{op}: {slot} has shape {shape_text(spec.shape)}, which does not broadcast with "
                 f"{shape_text(specs[0].shape)}, the shape of {slots[0]}"
             )
+
+
+def check_devices(op: str, slots: Sequence[str], tensors: Sequence[Any]) -> None:
+    """Raises ValueError unless all tensors that are given are on one device."""
+    first, *others = [(slot, t) for slot, t in zip(slots, tensors, strict=True) if t is not None]
+    for slot, t in others:
+        if t.device != first[1].device:
+            raise ValueError(f"{op}: {slot} is on {t.device}, expected {first[1].device}, the device of {first[0]}")

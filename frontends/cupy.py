@@ -18,9 +18,9 @@ from aotops.hosting import Namespace
 from aotops.library import Library
 from aotops.op import Attr, Op
 from aotops.ops import BUILTIN, OPS
-from aotops.spec import TensorSpec
+from aotops.spec import TensorSpec, check_devices
 
-from .explicit_gradients import ArrayFrontend
+from .explicit_gradients import ArrayFrontend, first_line
 
 __all__ = ["functions", "of", *OPS, *(f"{name}_backward" for name, op in OPS.items() if op.backward)]
 
@@ -32,6 +32,7 @@ _DLPACK_CUDA = (2, 13)
 class _CuPy(ArrayFrontend):
     device = "cuda"
     xp = cp
+    plain_types = (cp.ndarray,)
 
     def prepare(self, op: Op, slot: str, value) -> cp.ndarray:
         if type(value) is not cp.ndarray:
@@ -49,15 +50,10 @@ class _CuPy(ArrayFrontend):
                 value = value.resolve_neg()
             array = cp.from_dlpack(value) if hasattr(value, "__dlpack__") else cp.asarray(value)
         except Exception as error:  # of another library
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
-            raise TypeError(f"{what} that CuPy cannot read: {reason}") from error
+            raise TypeError(f"{what} that CuPy cannot read: {first_line(error)}") from error
         if array.size and not array.data.ptr:
             raise TypeError(f"{what} that CuPy cannot read: it has no memory")
         return array
-
-    def check_writable(self, op: str, slot: str, value: Any) -> None:
-        if type(value) is not cp.ndarray:
-            raise TypeError(f"{op}: {slot} is a {type(value).__name__}, expected a cupy.ndarray to write to")
 
     def target(self, op: str, slot: str, out: cp.ndarray) -> cp.ndarray | None:
         if out.device != (device := cp.cuda.Device()):
@@ -82,18 +78,12 @@ class _CuPy(ArrayFrontend):
     def share_memory(self, a, b) -> bool:
         return cp.may_share_memory(a, b)  # the exact answer is computed on the GPU
 
-    def broadcast(self, arrays):
-        return cp.broadcast_arrays(*arrays)
-
     def launch(self, op: Op, attrs: tuple[Attr, ...], arrays) -> None:
-        given = [(slot, a) for slot, a in zip(op.slots, arrays, strict=True) if a is not None]
-        first, device = given[0][0], given[0][1].device
-        for slot, a in given:
-            if a.device != device:
-                raise ValueError(f"{op.name}: {slot} is on {a.device}, expected {device}, the device of {first}")
+        check_devices(op.name, op.slots, arrays)
+        given = [a for a in arrays if a is not None]
         specs = tuple(None if a is None else self.spec(a) for a in arrays)
         stream = cp.cuda.get_current_stream().ptr
-        call.addresses(op, attrs, "cuda", specs)(device.id, stream, *(a.data.ptr for _, a in given))
+        call.addresses(op, attrs, "cuda", specs)(given[0].device.id, stream, *(a.data.ptr for a in given))
 
 
 def _is_on_gpu(value: Any) -> bool:

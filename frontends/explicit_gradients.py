@@ -6,19 +6,17 @@ from __future__ import annotations
 import functools
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from aotops.hosting import NUMBERS, Namespace
 from aotops.infer import infer
 from aotops.library import Library
-from aotops.op import Attr, Op, Rule
+from aotops.op import Attr, Op
 from aotops.spec import TensorSpec, accumulate_dtype, check_broadcast, check_like, shape_text
 
 Arrays = Sequence[Any]
-_ABSENT: Any = object()
-"""``out`` is not given. An operator may have an argument of that name, for which None is a value."""
 
 
 class ArrayFrontend(ABC):
@@ -28,6 +26,8 @@ class ArrayFrontend(ABC):
     """The device of its arrays: "cpu" or "cuda"."""
     xp: Any
     """The library."""
+    plain_types: tuple[type, ...]
+    """The types of its arrays that mean no more than their elements."""
 
     @abstractmethod
     def prepare(self, op: Op, slot: str, value: Any) -> Any:
@@ -40,9 +40,13 @@ class ArrayFrontend(ABC):
             ValueError: it is on another device.
         """
 
-    @abstractmethod
     def check_writable(self, op: str, slot: str, value: Any) -> None:
         """Raises TypeError if the value is not a plain array of the library, ValueError if it is read-only."""
+        if type(value) not in self.plain_types:
+            library = self.xp.__name__
+            raise TypeError(f"{op}: {slot} is a {type(value).__name__}, expected a {library}.ndarray to write to")
+        if not getattr(value.flags, "writeable", True):
+            raise ValueError(f"{op}: {slot} is read-only, expected an array to write to")
 
     @abstractmethod
     def target(self, op: str, slot: str, out: Any) -> Any:
@@ -61,9 +65,6 @@ class ArrayFrontend(ABC):
         return nullcontext()
 
     @abstractmethod
-    def broadcast(self, arrays: Arrays) -> Arrays: ...
-
-    @abstractmethod
     def launch(self, op: Op, attrs: tuple[Attr, ...], arrays: Arrays) -> None:
         """Runs the entry on one array, or None, for each slot."""
 
@@ -71,21 +72,13 @@ class ArrayFrontend(ABC):
     def number(self, value: float, dtype: str, model: Any) -> Any:
         """An array without axes, on the device of ``model``, an array or None."""
 
-    def write_back(self, given: Any, written: Any) -> None:
-        """Writes to an input what an entry wrote to what ``prepare`` made of it."""
-        if not self.share_memory(given, written):
-            given[...] = written
-
     @abstractmethod
     def share_memory(self, a: Any, b: Any) -> bool:
         """Whether two arrays have an element in common; at most whether their extents overlap."""
 
     def functions(self, library: Library, module: str) -> dict[str, Callable[..., Any]]:
         """Each operator of a library, and its gradient, by name. ``module``: where they are found, for pickle."""
-        functions: dict[str, Callable[..., Any]] = {}
-        for op in library.ops.values():
-            functions |= self.functions_of(op, module)
-        return functions
+        return {name: f for op in library.ops.values() for name, f in self.functions_of(op, module).items()}
 
     def functions_of(self, op: Op, module: str) -> dict[str, Callable[..., Any]]:
         functions = {op.name: self._forward(op)}
@@ -100,26 +93,26 @@ class ArrayFrontend(ABC):
         return Namespace(library, type(self).__module__.rpartition(".")[2], self.functions_of)
 
     def _forward(self, op: Op) -> Callable[..., Any]:
-        has_own_out = "out" in inspect.signature(op.bind).parameters
+        takes_out = _takes_out(op)
 
         @functools.wraps(op.bind)
-        def function(*args, out=_ABSENT, **kwargs):
-            if has_own_out and out is not _ABSENT:
-                kwargs["out"], out = out, None
+        def function(*args, **kwargs):
+            out = kwargs.pop("out", None) if takes_out else None
             inputs, attrs = op.bind(*args, **kwargs)
             attrs = op.canonical(attrs)
             if op.transposable:
                 inputs, attrs = op.absorb_transposed_views(inputs, attrs, _contiguous)
             with self.device_of(inputs[0]):
                 prepared = self._prepare(op, inputs)
-                outs = None if out is _ABSENT or out is None else _Outs(self, op.name, op.outputs, out)
+                outs = None if out is None else _Outs(self, op.name, op.outputs, out)
                 mutated = self._mutated(op, inputs, prepared, outs) if op.mutates else ()
-                results = self._run(op, prepared, attrs, op.outputs, outs)
-                for given, used in mutated:
-                    self.write_back(given, used)
-                return _one_or_all(results if outs is None else outs.filled(results))
+                found = self._run(op, prepared, attrs, op.outputs, outs)
+                for given, written in mutated:
+                    if not self.share_memory(given, written):
+                        given[...] = written
+                return _one_or_all([found[y] for y in op.outputs], outs)
 
-        if not has_own_out and op.outputs:
+        if takes_out and op.outputs:
             _describe_out(function, op.outputs)
         return function
 
@@ -135,21 +128,17 @@ class ArrayFrontend(ABC):
         return pairs
 
     def _backward(self, op: Op) -> Callable[..., Any]:
-        rule, backward = op.rule, op.backward
-        differentiate = self._by_rule(op, rule) if rule else self._by_operator(op, backward)  # type: ignore[arg-type]
+        gradients = tuple(f"d{x}" for x in op.inputs if op.backward is None or f"d{x}" in op.backward.outputs)
+        takes_out = _takes_out(op)
 
-        gradients = tuple(f"d{slot}" for slot in op.inputs if backward is None or f"d{slot}" in backward.outputs)
-        has_own_out = "out" in inspect.signature(op.bind).parameters
-
-        def function(dy, *args, out=_ABSENT, **kwargs):
-            if has_own_out and out is not _ABSENT:
-                kwargs["out"], out = out, None
-            bound, attrs = op.bind(*args, **kwargs)
+        def function(dy, *args, **kwargs):
+            out = kwargs.pop("out", None) if takes_out else None
+            inputs, attrs = op.bind(*args, **kwargs)
             attrs = op.canonical(attrs)
-            with self.device_of(bound[0]):
-                outs = None if out is _ABSENT or out is None else _Outs(self, f"{op.name}_backward", gradients, out)
-                found = differentiate(dy, bound, attrs, outs)
-                return _one_or_all(found if outs is None else outs.filled(found))
+            with self.device_of(inputs[0]):
+                outs = None if out is None else _Outs(self, f"{op.name}_backward", gradients, out)
+                found = self._gradients(op, dy, inputs, attrs, outs)
+                return _one_or_all([found[d] for d in gradients], outs)
 
         parameters = [inspect.Parameter("dy", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
         parameters += inspect.signature(op.bind).parameters.values()
@@ -160,55 +149,45 @@ class ArrayFrontend(ABC):
             f"    The others are those of {op.name}.\n\n"
             f"Returns:\n    {', '.join(gradients)}; None where the input is None.\n"
         )
-        if not has_own_out:
+        if takes_out:
             _describe_out(function, gradients)
         return function
 
-    def _by_rule(self, op: Op, rule: Rule) -> Callable[..., Any]:
-        def differentiate(dy, bound, attrs, outs):
-            inputs = self._prepare(op, bound)
-            given = dict(zip((*op.inputs, *op.attrs), (*inputs, *attrs), strict=True))
-            given |= zip((f"d{y}" for y in op.outputs), _gradients_of(op, dy), strict=True)
-            if outputs := [slot for slot in op.saved if slot in op.outputs]:
-                given |= zip(outputs, self._run(op, inputs, attrs, outputs), strict=True)
-            return rule(op, self.of(op.library), given)
-
-        return differentiate
-
-    def _by_operator(self, op: Op, backward: Op) -> Callable[..., Any]:
-        gradients = [f"d{slot}" for slot in op.inputs if f"d{slot}" in backward.outputs]
-
-        def differentiate(dy, bound, attrs, outs):
-            inputs = self._prepare(op, bound)
-            dys = _gradients_of(op, dy)
-            given = dict(zip(op.inputs, inputs, strict=True))
-            given |= {f"d{y}": g for y, g in zip(op.outputs, dys, strict=True)}
-            if outputs := [slot for slot in op.saved if slot in op.outputs]:
-                given |= zip(outputs, self._run(op, inputs, attrs, outputs), strict=True)
-            if backward.has_kernel:
-                taken = self._prepare(backward, [given.get(slot) for slot in backward.inputs])
-                present = {f"d{slot}" for slot, value in zip(op.inputs, inputs, strict=True) if value is not None}
-                direct = None if op.broadcast else outs  # else its gradients have another shape
-                dtypes = {slot: a is not None and a.dtype for slot, a in zip(backward.inputs, taken, strict=True)}
-                merged = {y: d for y, d in backward.merged(dtypes).items() if {y, d} <= present}
-                written = self._run(backward, taken, attrs, present - {*merged}, direct, list(given.values()))
-                given |= zip(backward.results, written, strict=True)
-                given |= {y: given[d] for y, d in merged.items()}
-            else:
-                given = dict(
-                    zip(backward.inputs, self._prepare(backward, [given[s] for s in backward.inputs]), strict=True)
-                )
-                self._check_gradients(op, inputs, attrs, given)
-            given = backward.with_aliases(given)
-            if not op.broadcast:
-                return [given[g] for g in gradients]
-            factors = backward.factors(attrs)
-            return [
-                None if value is None else _sum_to(given[f"d{x}"], self._shape(op, x, value), factors.get(f"d{x}", 1))
-                for x, value in zip(op.inputs, bound, strict=True)
-            ]
-
-        return differentiate
+    def _gradients(self, op: Op, dy: Any, bound: Arrays, attrs: tuple[Attr, ...], outs: _Outs | None) -> dict[str, Any]:
+        """By name, the gradient of each input that has one, None for an absent one. ``bound``: the inputs as given."""
+        inputs = self._prepare(op, bound)
+        dys = [dy] if len(op.outputs) == 1 else _several(f"{op.name}_backward: dy", dy, op.outputs, (tuple, list))
+        given = dict(zip(op.inputs, inputs, strict=True))
+        given |= {f"d{y}": g for y, g in zip(op.outputs, dys, strict=True)}
+        if outputs := [slot for slot in op.saved if slot in op.outputs]:
+            given |= self._run(op, inputs, attrs, outputs)
+        if op.rule is not None:
+            found = op.rule(op, self.of(op.library), dict(zip(op.attrs, attrs, strict=True)) | given)
+            return {f"d{x}": gradient for x, gradient in zip(op.inputs, found, strict=True)}
+        backward = op.backward
+        assert backward is not None
+        taken = self._prepare(backward, [given.get(slot) for slot in backward.inputs])
+        if backward.has_kernel:
+            present = {f"d{slot}" for slot, value in zip(op.inputs, inputs, strict=True) if value is not None}
+            dtypes = {slot: a is not None and a.dtype for slot, a in zip(backward.inputs, taken, strict=True)}
+            merged = {y: d for y, d in backward.merged(dtypes).items() if {y, d} <= present}
+            direct = None if op.broadcast else outs  # else its gradients have another shape
+            given |= self._run(backward, taken, attrs, present - {*merged}, direct, list(given.values()))
+            given |= {y: given[d] for y, d in merged.items()}
+        else:
+            given |= zip(backward.inputs, taken, strict=True)
+            self._infer(backward, taken, attrs)
+            expected = self._infer(op, inputs, attrs)
+            for y in op.outputs:  # as a kernel would check
+                check_like(backward.name, f"d{y}", self.spec(given[f"d{y}"]), y, expected[y])
+        given = backward.with_aliases(given)
+        factors = backward.factors(attrs)
+        for x, value in zip(op.inputs, bound, strict=True) if op.broadcast else ():
+            if value is not None:
+                shape = (value if isinstance(value, self.xp.ndarray) else self.prepare(op, x, value)).shape
+                value = _sum_to(given[f"d{x}"], shape, factors.get(f"d{x}", 1))
+            given[f"d{x}"] = value
+        return given
 
     def _prepare(self, op: Op, inputs: Arrays) -> Arrays:
         if op.foreign and any(type(value) in NUMBERS for value in inputs):
@@ -223,23 +202,12 @@ class ArrayFrontend(ABC):
         check_broadcast(op.name, op.inputs, specs)
         if all(spec.shape == specs[0].shape for spec in specs):
             return arrays
-        return [self.prepare(op, slot, a) for slot, a in zip(op.inputs, self.broadcast(arrays), strict=True)]
-
-    def _shape(self, op: Op, slot: str, value: Any) -> tuple[int, ...]:
-        return (value if isinstance(value, self.xp.ndarray) else self.prepare(op, slot, value)).shape
-
-    def _check_gradients(self, op: Op, inputs: Arrays, attrs: tuple[Attr, ...], gradients: dict[str, Any]) -> None:
-        """For a backward without a kernel, which would check it: each ``dy`` is like ``y``."""
-        assert op.backward is not None
-        self._infer(op.backward, list(gradients.values()), attrs)
-        expected = self._infer(op, inputs, attrs)
-        for y in op.outputs:
-            check_like(op.backward.name, f"d{y}", self.spec(gradients[f"d{y}"]), y, expected[y])
+        return [self.prepare(op, slot, a) for slot, a in zip(op.inputs, self.xp.broadcast_arrays(*arrays), strict=True)]
 
     def _run(
-        self, op: Op, inputs: Arrays, attrs: tuple[Attr, ...], wanted: Sequence[str] | set[str],
+        self, op: Op, inputs: Arrays, attrs: tuple[Attr, ...], wanted: Collection[str],
         outs: _Outs | None = None, kept: Arrays = (),
-    ) -> list[Any]:  # fmt: skip
+    ) -> dict[str, Any]:  # fmt: skip
         """Runs the entry.
 
         Args:
@@ -248,8 +216,7 @@ class ArrayFrontend(ABC):
                 ``kept``, is written there.
 
         Returns:
-            Those wanted, in the order of a sequence; for a set, one for each of ``op.results``, None for those that are
-            not wanted.
+            By name, what the entry wrote; None for what is not wanted.
         """
         specs = self._infer(op, inputs, attrs)
         model = next(a for a in inputs if a is not None)
@@ -260,7 +227,7 @@ class ArrayFrontend(ABC):
             for name in op.entry_outputs
         }
         self.launch(op, attrs, [*inputs, *written.values()])
-        return [written[name] for name in (op.results if isinstance(wanted, set) else wanted)]
+        return written
 
     def _infer(self, op: Op, inputs: Arrays, attrs: tuple[Attr, ...]) -> dict[str, TensorSpec]:
         return infer(op, attrs, tuple(None if a is None else self.spec(a) for a in inputs), self.device)
@@ -271,15 +238,10 @@ class _Outs:
 
     def __init__(self, frontend: ArrayFrontend, op: str, results: Sequence[str], out: Any) -> None:
         self._frontend, self._op = frontend, op
-        arrays, n = out if isinstance(out, tuple) else (out,), len(results)
-        if n != 1 and not isinstance(out, tuple):
-            raise TypeError(
-                f"{op}: out is a {type(out).__name__}, expected a tuple of {n}, for {' and '.join(results)}"
-            )
-        if len(arrays) != n:
-            raise ValueError(f"{op}: out has {len(arrays)}, expected {n}, for {' and '.join(results)}")
+        is_tuple = isinstance(out, tuple)
+        arrays = _several(f"{op}: out", out, results, tuple) if is_tuple or len(results) != 1 else (out,)
         self._results = results
-        self._slots = [f"out[{i}]" for i in range(n)] if isinstance(out, tuple) else ["out"]
+        self._slots = [f"out[{i}]" for i in range(len(arrays))] if is_tuple else ["out"]
         self._given = {i: array for i, array in enumerate(arrays) if array is not None}
         for i, array in self._given.items():
             frontend.check_writable(op, self._slots[i], array)
@@ -332,12 +294,17 @@ class _Outs:
             raise ValueError(f"{what} shape {shape_text(spec.shape)}, expected {shape_text(expected.shape)}")
 
 
+def _takes_out(op: Op) -> bool:
+    """An operator may have an argument of that name."""
+    return "out" not in inspect.signature(op.bind).parameters
+
+
 def _describe_out(function: Callable[..., Any], results: Sequence[str]) -> None:
     """Adds ``out`` to the signature and the docstring of a function."""
     signature = inspect.signature(function)
     out = inspect.Parameter("out", inspect.Parameter.KEYWORD_ONLY, default=None)
-    kept = [p for p in signature.parameters.values() if p.name != "out"]
-    function.__signature__ = signature.replace(parameters=[*kept, out])  # type: ignore[attr-defined]
+    parameters = [*signature.parameters.values(), out]
+    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     one = (
         "an array of its shape and dtype"
         if len(results) == 1
@@ -348,26 +315,30 @@ def _describe_out(function: Callable[..., Any], results: Sequence[str]) -> None:
     function.__doc__ = f"{head.rstrip()}\n{given}{returns}{tail}" if returns else function.__doc__
 
 
+def first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
 def _contiguous(value: Any) -> bool:
     """True for other objects than arrays, which ``prepare`` refuses."""
     return getattr(getattr(value, "flags", None), "c_contiguous", True)
 
 
-def _gradients_of(op: Op, dy: Any) -> Sequence[Any]:
-    """One for each output."""
-    n = len(op.outputs)
-    if n == 1:
-        return [dy]
-    if not isinstance(dy, tuple | list):
-        what = "None" if dy is None else f"a {type(dy).__name__}"
-        raise TypeError(f"{op.name}_backward: dy is {what}, expected a tuple of {n}, for {' and '.join(op.outputs)}")
-    if len(dy) != n:
-        raise ValueError(f"{op.name}_backward: dy has {len(dy)}, expected {n}, for {' and '.join(op.outputs)}")
-    return dy
+def _several(what: str, value: Any, names: Sequence[str], types: Any) -> Sequence[Any]:
+    """The value, one for each of several names. Raises TypeError or ValueError if it is not that."""
+    n, each = len(names), " and ".join(names)
+    if not isinstance(value, types):
+        found = "None" if value is None else f"a {type(value).__name__}"
+        raise TypeError(f"{what} is {found}, expected a tuple of {n}, for {each}")
+    if len(value) != n:
+        raise ValueError(f"{what} has {len(value)}, expected {n}, for {each}")
+    return value
 
 
-def _one_or_all(results: Sequence[Any]) -> Any:
-    """None where there is no result, of an operator that writes to its inputs alone."""
+def _one_or_all(results: list[Any], outs: _Outs | None) -> Any:
+    """The results, in the arrays given for them. None where there is none, of an operator that writes to its inputs
+    alone."""
+    results = results if outs is None else outs.filled(results)
     return results[0] if len(results) == 1 else tuple(results) or None
 
 

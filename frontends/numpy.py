@@ -21,12 +21,9 @@ from aotops.op import Attr, Op
 from aotops.ops import BUILTIN, OPS
 from aotops.spec import DTYPES, TensorSpec
 
-from .explicit_gradients import ArrayFrontend
+from .explicit_gradients import ArrayFrontend, first_line
 
 __all__ = ["functions", "of", *OPS, *(f"{name}_backward" for name, op in OPS.items() if op.backward)]
-
-_PLAIN = (np.ndarray, np.memmap)
-"""Types that NumPy's own functions turn into plain arrays. They keep others, such as numpy.ma.MaskedArray."""
 
 
 @lru_cache(maxsize=64)
@@ -42,13 +39,14 @@ _DLPACK_CPU = (1, 3, 11)
 class _NumPy(ArrayFrontend):
     device = "cpu"
     xp = np
+    plain_types = np.ndarray, np.memmap  # NumPy's own functions keep others, such as numpy.ma.MaskedArray
 
     def __init__(self) -> None:
         self.dtypes = {name: np.dtype(name) for name in DTYPES if name != "bfloat16"}
         self.reads_tensors = call.read_numpy(np, list(self.dtypes.values()))
 
     def prepare(self, op: Op, slot: str, value) -> np.ndarray:
-        if type(value) not in _PLAIN and not isinstance(value, np.generic):
+        if type(value) not in self.plain_types and not isinstance(value, np.generic):
             value = self.imported(op.name, slot, value)
         name = _name(value.dtype)
         if name == "bfloat16" and name not in self.dtypes:
@@ -93,14 +91,8 @@ class _NumPy(ArrayFrontend):
         except _OtherDevice:
             raise
         except Exception as error:  # of another library
-            raise TypeError(f"{what} that NumPy cannot read: {_first_line(error)}") from error
+            raise TypeError(f"{what} that NumPy cannot read: {first_line(error)}") from error
         raise TypeError(f"{what}, expected a numpy.ndarray")
-
-    def check_writable(self, op: str, slot: str, value: Any) -> None:
-        if type(value) not in _PLAIN:
-            raise TypeError(f"{op}: {slot} is a {type(value).__name__}, expected a numpy.ndarray to write to")
-        if not value.flags.writeable:
-            raise ValueError(f"{op}: {slot} is read-only, expected an array to write to")
 
     def target(self, op: str, slot: str, out: np.ndarray) -> np.ndarray | None:
         if not out.flags.carray or not out.dtype.isnative:
@@ -112,9 +104,6 @@ class _NumPy(ArrayFrontend):
     def share_memory(self, a, b) -> bool:
         return np.shares_memory(a, b)
 
-    def broadcast(self, arrays):
-        return np.broadcast_arrays(*arrays)
-
     def launch(self, op: Op, attrs: tuple[Attr, ...], arrays) -> None:
         if self.reads_tensors:
             call.tensors(op, attrs)(*arrays)
@@ -125,10 +114,6 @@ class _NumPy(ArrayFrontend):
 
 class _OtherDevice(ValueError):
     """An object whose memory the CPU does not read."""
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _exports_buffer(value: Any) -> bool:

@@ -3,7 +3,8 @@ the package torch because it does not import torch, which is not there when stub
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
+from typing import Any
 
 from aotops.op import ATTRIBUTE_TYPES, Op
 
@@ -74,17 +75,27 @@ def mask(op: Op, wanted: Container[str]) -> tuple[list[bool], ...]:
     return () if all(flags) else (flags,)
 
 
-def wanted(op: Op, mask: Sequence[Sequence[bool]]) -> tuple[str, ...]:
-    """The results of a call with this after its attributes.
+def splitter(op: Op) -> Callable[[Sequence[Any]], tuple[Sequence[Any], tuple[Any, ...], tuple[str, ...]]]:
+    """A function of the arguments of a call that returns the inputs, the attributes, as the definition has them, and
+    the names of the results that are wanted.
 
-    Raises:
+    It raises:
         ValueError: the mask has another length.
     """
-    some = maskable(op)
-    if not mask:
-        return op.results
-    (flags,) = mask
-    if len(flags) != len(some):
-        raise ValueError(f"{op.name}: wanted has {len(flags)} values, expected {len(some)}, for {', '.join(some)}")
-    left_out = {y for y, flag in zip(some, flags, strict=True) if not flag}
-    return tuple(y for y in op.results if y not in left_out)
+    n, end, some = len(op.inputs), len(op.inputs) + len(op.attrs), maskable(op)
+
+    def wanted(mask: Sequence[Sequence[bool]]) -> tuple[str, ...]:
+        if not mask:
+            return op.results
+        (flags,) = mask
+        if len(flags) != len(some):
+            raise ValueError(f"{op.name}: wanted has {len(flags)} values, expected {len(some)}, for {', '.join(some)}")
+        left_out = {y for y, flag in zip(some, flags, strict=True) if not flag}
+        return tuple(y for y in op.results if y not in left_out)
+
+    return lambda args: (args[:n], attributes(args[n:end]), wanted(args[end:]))
+
+
+def attributes(args: Sequence[Any]) -> tuple[Any, ...]:
+    """Attributes as the definitions have them: the dispatcher passes lists."""
+    return tuple(tuple(a) if isinstance(a, list) else a for a in args)

@@ -10,29 +10,23 @@ def _formula(m, a, b, alpha, b_number):
 
 
 @operator(
-    inputs=("dy",),
-    outputs=("da", "db"),
-    attrs={"alpha": "float", "b_number": "float?"},
-    alias={"da": "dy", "db": "dy"},
-    alias_factor={"db": "alpha"},
-    vmappable=("dy", "da", "db"),
-    elementwise=True,
-)
-def add_backward(dy, alpha=1, b_number=None):
-    return (dy,), (alpha, b_number)
-
-
-@operator(
     inputs=("a", "b"),
     outputs=("y",),
     optional=("b",),
     attrs={"alpha": "float", "b_number": "float?"},
-    backward=add_backward,
     same_spec_as={"y": "a"},
     formula=_formula,
     vmappable=("a", "b", "y"),
     elementwise=True,
     broadcast=True,
+    backward={
+        "inputs": ("dy",),
+        "outputs": ("da", "db"),
+        "alias": {"da": "dy", "db": "dy"},
+        "alias_factor": {"db": "alpha"},
+        "vmappable": ("dy", "da", "db"),
+        "elementwise": True,
+    },
 )
 def add(a, b, alpha=1):
     """The sum ``a + alpha * b``, as ``torch.add``.

@@ -19,35 +19,29 @@ def _backward_formula(m, dy, dh, h, weight, normalized_shape, eps, weight_offset
 
 
 @operator(
-    inputs=("dy", "dh", "h", "weight", "stats"),
-    outputs=("dx", "dresidual", "dweight", "dbias"),
-    workspace=("workspace",),
-    shapes={"dweight": affine, "dbias": affine},
-    optional=("weight", "stats", "dx", "dresidual", "dweight", "dbias"),
-    attrs={"normalized_shape": "int[]", "eps": "float", "weight_offset": "float"},
-    same_spec_as={"dx": "dy", "dresidual": "h"},
-    formula=_backward_formula,
-    duplicates={"dresidual": "dx"},
-    dims=dims(("dy", "dh", "h", "dx", "dresidual"), ("weight", "dweight", "dbias"), "stats"),
-    vmappable=("dy", "dh", "h", "stats", "dx", "dresidual"),
-)
-def add_layer_norm_backward(dy, dh, h, weight, stats, normalized_shape, eps=1e-5, weight_offset=0.0):
-    return (dy, dh, h, weight, stats), (axes(normalized_shape), eps, weight_offset)
-
-
-@operator(
     inputs=("x", "residual", "weight", "bias"),
     outputs=("y", "h"),
     residuals=("stats",),
     shapes={"stats": statistics(2)},
     optional=("weight", "bias"),
     attrs={"normalized_shape": "int[]", "eps": "float", "weight_offset": "float"},
-    backward=add_layer_norm_backward,
     same_spec_as={"y": "x", "h": "residual"},
     dims=dims(("x", "residual", "y", "h"), ("weight", "bias"), "stats"),
     formula=_formula,
     vmappable=("x", "residual", "y", "h", "stats"),
     autocast=Autocast.IF_REFUSED,
+    backward={
+        "inputs": ("dy", "dh", "h", "weight", "stats"),
+        "outputs": ("dx", "dresidual", "dweight", "dbias"),
+        "workspace": ("workspace",),
+        "shapes": {"dweight": affine, "dbias": affine},
+        "optional": ("weight", "stats", "dx", "dresidual", "dweight", "dbias"),
+        "same_spec_as": {"dx": "dy", "dresidual": "h"},
+        "formula": _backward_formula,
+        "duplicates": {"dresidual": "dx"},
+        "dims": dims(("dy", "dh", "h", "dx", "dresidual"), ("weight", "dweight", "dbias"), "stats"),
+        "vmappable": ("dy", "dh", "h", "stats", "dx", "dresidual"),
+    },
 )
 def add_layer_norm(x, residual, normalized_shape, weight=None, bias=None, eps=1e-5, weight_offset=0.0):
     """``h = x + residual`` and ``layer_norm(h, normalized_shape, weight, bias, eps, weight_offset)``.

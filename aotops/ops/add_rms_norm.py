@@ -19,35 +19,29 @@ def _backward_formula(m, dy, dh, h, weight, normalized_shape, eps, weight_offset
 
 
 @operator(
-    inputs=("dy", "dh", "h", "weight", "rstd"),
-    outputs=("dx", "dresidual", "dweight"),
-    workspace=("workspace",),
-    shapes={"dweight": affine},
-    optional=("weight", "rstd", "dx", "dresidual", "dweight"),
-    attrs={"normalized_shape": "int[]", "eps": "float?", "weight_offset": "float"},
-    same_spec_as={"dx": "dy", "dresidual": "h"},
-    formula=_backward_formula,
-    duplicates={"dresidual": "dx"},
-    dims=dims(("dy", "dh", "h", "dx", "dresidual"), ("weight", "dweight"), "rstd"),
-    vmappable=("dy", "dh", "h", "rstd", "dx", "dresidual"),
-)
-def add_rms_norm_backward(dy, dh, h, weight, rstd, normalized_shape, eps=None, weight_offset=0.0):
-    return (dy, dh, h, weight, rstd), (axes(normalized_shape), eps, weight_offset)
-
-
-@operator(
     inputs=("x", "residual", "weight"),
     outputs=("y", "h"),
     residuals=("rstd",),
     shapes={"rstd": statistics(1)},
     optional=("weight",),
     attrs={"normalized_shape": "int[]", "eps": "float?", "weight_offset": "float"},
-    backward=add_rms_norm_backward,
     same_spec_as={"y": "x", "h": "residual"},
     dims=dims(("x", "residual", "y", "h"), ("weight",), "rstd"),
     formula=_formula,
     vmappable=("x", "residual", "y", "h", "rstd"),
     autocast=Autocast.IF_REFUSED,
+    backward={
+        "inputs": ("dy", "dh", "h", "weight", "rstd"),
+        "outputs": ("dx", "dresidual", "dweight"),
+        "workspace": ("workspace",),
+        "shapes": {"dweight": affine},
+        "optional": ("weight", "rstd", "dx", "dresidual", "dweight"),
+        "same_spec_as": {"dx": "dy", "dresidual": "h"},
+        "formula": _backward_formula,
+        "duplicates": {"dresidual": "dx"},
+        "dims": dims(("dy", "dh", "h", "dx", "dresidual"), ("weight", "dweight"), "rstd"),
+        "vmappable": ("dy", "dh", "h", "rstd", "dx", "dresidual"),
+    },
 )
 def add_rms_norm(x, residual, normalized_shape, weight=None, eps=None, weight_offset=0.0):
     """``h = x + residual`` and ``rms_norm(h, normalized_shape, weight, eps, weight_offset)``.

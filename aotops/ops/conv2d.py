@@ -63,43 +63,34 @@ def _gradients(axes, groups):
     return {"dy": axes["y"], "x": x, "weight": weight, "dx": x, "dweight": weight, "dbias": dbias}
 
 
-_ATTRS = {
-    "stride": "int[]",
-    "padding": "int[]",
-    "dilation": "int[]",
-    "groups": "int",
-    "layout": "str",
-    "allow_tf32": "bool",
-}
-
-
-@operator(
-    inputs=("dy", "x", "weight"),
-    outputs=("dx", "dweight", "dbias"),
-    workspace=("workspace",),
-    shapes={"dbias": lambda call: call.weight[:1]},
-    optional=("dx", "dweight", "dbias"),
-    attrs=_ATTRS,
-    same_spec_as={"dx": "x", "dweight": "weight"},
-    dims=lambda call: _gradients(_dims(call), call.groups),
-    vmappable=("dy", "x", "dx"),
-)
-def conv2d_backward(dy, x, weight, stride=1, padding=0, dilation=1, groups=1, layout="NCHW", allow_tf32=False):
-    return (dy, x, weight), _attrs(weight, stride, padding, dilation, groups, layout, allow_tf32)
-
-
 @operator(
     inputs=("x", "weight", "bias"),
     outputs=("y",),
     workspace=("workspace",),
     shapes={"y": _output},
     optional=("bias",),
-    attrs=_ATTRS,
-    backward=conv2d_backward,
+    attrs={
+        "stride": "int[]",
+        "padding": "int[]",
+        "dilation": "int[]",
+        "groups": "int",
+        "layout": "str",
+        "allow_tf32": "bool",
+    },
     dims=_dims,
     product=Product(("x", "weight"), flops=lambda call: 2 * prod(_output(call)) * prod(call.weight[1:])),
     vmappable=("x", "y"),
     autocast=Autocast.LOWER,
+    backward={
+        "inputs": ("dy", "x", "weight"),
+        "outputs": ("dx", "dweight", "dbias"),
+        "workspace": ("workspace",),
+        "shapes": {"dbias": lambda call: call.weight[:1]},
+        "optional": ("dx", "dweight", "dbias"),
+        "same_spec_as": {"dx": "x", "dweight": "weight"},
+        "dims": lambda call: _gradients(_dims(call), call.groups),
+        "vmappable": ("dy", "x", "dx"),
+    },
 )
 def conv2d(x, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, layout="NCHW", allow_tf32=False):
     """Two-dimensional convolution, as ``torch.nn.functional.conv2d``: each output channel is the sum, over a window of

@@ -58,25 +58,6 @@ def _nan_unless_in_range(m, hit, x):
     return m.where(m.any(hit, -1), x, m.zeros(x) + float("nan"))
 
 
-_ATTRS = {"ignore_index": "int", "reduction": "str", "label_smoothing": "float", "dtype": "str?"}
-
-
-@operator(
-    inputs=("dy", "x", "target", "slope"),
-    outputs=("dx",),
-    workspace=("workspace",),
-    optional=("slope",),
-    dims=lambda call: _dims(call, "dy", "dx"),
-    parts=Parts(lambda call: _axes(call, "n", "c", "dy", "dx"), backward),
-    attrs=_ATTRS,
-    same_spec_as={"dx": "x"},
-    overwrites={"dx": "slope"},
-    formula=_backward_formula,
-)
-def cross_entropy_backward(dy, x, target, slope, ignore_index=-100, reduction="mean", label_smoothing=0.0, dtype=None):
-    return (dy, x, target, slope), (ignore_index, reduction, label_smoothing, dtype)
-
-
 @operator(
     inputs=("x", "target"),
     outputs=("y",),
@@ -88,14 +69,24 @@ def cross_entropy_backward(dy, x, target, slope, ignore_index=-100, reduction="m
     },
     dims=lambda call: _dims(call, "y"),
     parts=Parts(_part_dims, forward),
-    attrs=_ATTRS,
-    backward=cross_entropy_backward,
+    attrs={"ignore_index": "int", "reduction": "str", "label_smoothing": "float", "dtype": "str?"},
     keeps=lambda call: keeps_slope(call.reduction),
     overwrites={"slope": "x"},
     formula=_formula,
     instead={"x": "slope"},
     always_save_residuals=True,
     autocast=Autocast.WIDE_LOSS,
+    backward={
+        "inputs": ("dy", "x", "target", "slope"),
+        "outputs": ("dx",),
+        "workspace": ("workspace",),
+        "optional": ("slope",),
+        "dims": lambda call: _dims(call, "dy", "dx"),
+        "parts": Parts(lambda call: _axes(call, "n", "c", "dy", "dx"), backward),
+        "same_spec_as": {"dx": "x"},
+        "overwrites": {"dx": "slope"},
+        "formula": _backward_formula,
+    },
 )
 def cross_entropy(x, target, ignore_index=-100, reduction="mean", label_smoothing=0.0, dtype=None):
     """Cross entropy with class indices, as ``torch.nn.functional.cross_entropy``:

@@ -15,27 +15,21 @@ def _backward_formula(m, dy, x, approximate):
 
 
 @operator(
-    inputs=("dy", "x"),
-    outputs=("dx",),
-    attrs={"approximate": "str"},
-    same_spec_as={"dx": "x"},
-    formula=_backward_formula,
-    vmappable=("dy", "x", "dx"),
-    elementwise=True,
-)
-def gelu_backward(dy, x, approximate="none"):
-    return (dy, x), (approximate,)
-
-
-@operator(
     inputs=("x",),
     outputs=("y",),
     attrs={"approximate": "str"},
-    backward=gelu_backward,
     same_spec_as={"y": "x"},
     formula=_formula,
     vmappable=("x", "y"),
     elementwise=True,
+    backward={
+        "inputs": ("dy", "x"),
+        "outputs": ("dx",),
+        "same_spec_as": {"dx": "x"},
+        "formula": _backward_formula,
+        "vmappable": ("dy", "x", "dx"),
+        "elementwise": True,
+    },
 )
 def gelu(x, approximate="none"):
     """The Gaussian error linear unit, as ``torch.nn.functional.gelu``.

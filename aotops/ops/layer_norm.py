@@ -16,34 +16,28 @@ def _backward_formula(m, dy, x, weight, normalized_shape, eps, weight_offset):
 
 
 @operator(
-    inputs=("dy", "x", "weight", "stats"),
-    outputs=("dx", "dweight", "dbias"),
-    workspace=("workspace",),
-    shapes={"dweight": affine, "dbias": affine},
-    optional=("weight", "stats", "dx", "dweight", "dbias"),
-    attrs={"normalized_shape": "int[]", "eps": "float", "weight_offset": "float"},
-    same_spec_as={"dx": "x"},
-    dims=dims(("dy", "x", "dx"), ("weight", "dweight", "dbias"), "stats"),
-    formula=_backward_formula,
-    vmappable=("dy", "x", "stats", "dx"),
-)
-def layer_norm_backward(dy, x, weight, stats, normalized_shape, eps=1e-5, weight_offset=0.0):
-    return (dy, x, weight, stats), (axes(normalized_shape), eps, weight_offset)
-
-
-@operator(
     inputs=("x", "weight", "bias"),
     outputs=("y",),
     residuals=("stats",),
     shapes={"stats": statistics(2)},
     optional=("weight", "bias"),
     attrs={"normalized_shape": "int[]", "eps": "float", "weight_offset": "float"},
-    backward=layer_norm_backward,
     same_spec_as={"y": "x"},
     dims=dims(("x", "y"), ("weight", "bias"), "stats"),
     formula=_formula,
     vmappable=("x", "y", "stats"),
     autocast=Autocast.IF_REFUSED,
+    backward={
+        "inputs": ("dy", "x", "weight", "stats"),
+        "outputs": ("dx", "dweight", "dbias"),
+        "workspace": ("workspace",),
+        "shapes": {"dweight": affine, "dbias": affine},
+        "optional": ("weight", "stats", "dx", "dweight", "dbias"),
+        "same_spec_as": {"dx": "x"},
+        "dims": dims(("dy", "x", "dx"), ("weight", "dweight", "dbias"), "stats"),
+        "formula": _backward_formula,
+        "vmappable": ("dy", "x", "stats", "dx"),
+    },
 )
 def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-5, weight_offset=0.0):
     """Layer normalization, as ``torch.nn.functional.layer_norm``:

@@ -54,25 +54,6 @@ def _fused_backward(m, dy, x, weight, bias, pre_activation, activation):
     return _products(m, m.matmul, dy, x, weight, before, activation)
 
 
-_ATTRS = {"activation": "str?", "allow_tf32": "bool"}
-
-
-@operator(
-    inputs=("dy", "x", "weight", "bias", "pre_activation"),
-    outputs=("dx", "dweight", "dbias"),
-    workspace=("workspace",),
-    shapes={"dbias": lambda call: call.weight[:1]},
-    optional=("bias", "pre_activation", "dx", "dweight", "dbias"),
-    attrs=_ATTRS,
-    same_spec_as={"dx": "x", "dweight": "weight"},
-    dims=lambda call: _dims(call) | _gradients(call),
-    formula=_backward_formula,
-    vmappable=("dy", "x", "pre_activation", "dx"),
-)
-def linear_backward(dy, x, weight, bias, pre_activation, activation=None, allow_tf32=False):
-    return (dy, x, weight, bias, pre_activation), (activation, allow_tf32)
-
-
 @operator(
     inputs=("x", "weight", "bias"),
     outputs=("y",),
@@ -80,8 +61,7 @@ def linear_backward(dy, x, weight, bias, pre_activation, activation=None, allow_
     workspace=("workspace",),
     shapes={"y": lambda call: (*call.x[:-1], call.weight[0]), "pre_activation": _pre_activation},
     optional=("bias",),
-    attrs=_ATTRS,
-    backward=linear_backward,
+    attrs={"activation": "str?", "allow_tf32": "bool"},
     dims=lambda call: _dims(call) | {"y": "... o"},
     formula=_formula,
     product=Product(
@@ -94,6 +74,17 @@ def linear_backward(dy, x, weight, bias, pre_activation, activation=None, allow_
     vmappable=("x", "y", "pre_activation"),
     always_save_residuals=True,
     autocast=Autocast.LOWER,
+    backward={
+        "inputs": ("dy", "x", "weight", "bias", "pre_activation"),
+        "outputs": ("dx", "dweight", "dbias"),
+        "workspace": ("workspace",),
+        "shapes": {"dbias": lambda call: call.weight[:1]},
+        "optional": ("bias", "pre_activation", "dx", "dweight", "dbias"),
+        "same_spec_as": {"dx": "x", "dweight": "weight"},
+        "dims": lambda call: _dims(call) | _gradients(call),
+        "formula": _backward_formula,
+        "vmappable": ("dy", "x", "pre_activation", "dx"),
+    },
 )
 def linear(x, weight, bias=None, activation=None, allow_tf32=False):
     """A linear layer and what follows it: ``activation(x @ weight.T + bias)``, as ``torch.nn.functional.linear``.

@@ -54,33 +54,11 @@ def _backward_formula(m, dnew_h, dnew_cell, input, weights, bias, old_h, old_cel
 
 
 @operator(
-    inputs=("dnew_h", "dnew_cell", "input", "weights", "bias", "old_h", "old_cell", "gates"),
-    outputs=("dinput", "dweights", "dbias", "dold_h", "dold_cell"),
-    workspace=("workspace",),
-    optional=("gates", "dinput", "dweights", "dbias", "dold_h", "dold_cell"),
-    accepts_scalar=("dnew_h", "dnew_cell"),
-    same_spec_as={
-        "dinput": "input",
-        "dweights": "weights",
-        "dbias": "bias",
-        "dold_h": "old_h",
-        "dold_cell": "old_cell",
-    },
-    dims=lambda call: _dims(call) | {"dnew_h": "... H", "dnew_cell": "... H"} | _gradients(_dims(call)),
-    formula=_backward_formula,
-    vmappable=("dnew_h", "dnew_cell", "input", "old_h", "old_cell", "gates", "dinput", "dold_h", "dold_cell"),
-)
-def lltm_backward(dnew_h, dnew_cell, input, weights, bias, old_h, old_cell, gates):
-    return (dnew_h, dnew_cell, input, weights, bias, old_h, old_cell, gates), ()
-
-
-@operator(
     inputs=("input", "weights", "bias", "old_h", "old_cell"),
     outputs=("new_h", "new_cell"),
     residuals=("gates",),
     workspace=("workspace",),
     shapes={"gates": lambda call: (*call.old_h[:-1], 3 * call.old_h[-1])},
-    backward=lltm_backward,
     same_spec_as={"new_h": "old_h", "new_cell": "old_cell"},
     dims=lambda call: _dims(call) | {"new_h": "... H", "new_cell": "... H"},
     formula=_formula,
@@ -92,6 +70,23 @@ def lltm_backward(dnew_h, dnew_cell, input, weights, bias, old_h, old_cell, gate
     ),
     always_save_residuals=True,
     autocast=Autocast.FLOAT32_ON_CUDA,
+    backward={
+        "inputs": ("dnew_h", "dnew_cell", "input", "weights", "bias", "old_h", "old_cell", "gates"),
+        "outputs": ("dinput", "dweights", "dbias", "dold_h", "dold_cell"),
+        "workspace": ("workspace",),
+        "optional": ("gates", "dinput", "dweights", "dbias", "dold_h", "dold_cell"),
+        "accepts_scalar": ("dnew_h", "dnew_cell"),
+        "same_spec_as": {
+            "dinput": "input",
+            "dweights": "weights",
+            "dbias": "bias",
+            "dold_h": "old_h",
+            "dold_cell": "old_cell",
+        },
+        "dims": lambda call: _dims(call) | {"dnew_h": "... H", "dnew_cell": "... H"} | _gradients(_dims(call)),
+        "formula": _backward_formula,
+        "vmappable": ("dnew_h", "dnew_cell", "input", "old_h", "old_cell", "gates", "dinput", "dold_h", "dold_cell"),
+    },
 )
 def lltm(input, weights, bias, old_h, old_cell):
     """One step of the LLTM, a long short-term memory without a forget gate whose candidate is an ELU. With

@@ -29,31 +29,12 @@ def _fused_backward(m, dy, a, b, transpose_a, transpose_b):
     return da, db
 
 
-_ATTRS = {"transpose_a": "bool", "transpose_b": "bool", "allow_tf32": "bool"}
-
-
-@operator(
-    inputs=("dy", "a", "b"),
-    outputs=("da", "db"),
-    workspace=("workspace",),
-    optional=("da", "db"),
-    attrs=_ATTRS,
-    same_spec_as={"da": "a", "db": "b"},
-    dims=lambda call: {"dy": "... m n", **_factors(call), **_factors(call, "d")},
-    vmappable=("dy", "a", "b", "da", "db"),
-    vmap_same_rank=True,
-)
-def matmul_backward(dy, a, b, transpose_a=False, transpose_b=False, allow_tf32=False):
-    return (dy, a, b), (transpose_a, transpose_b, allow_tf32)
-
-
 @operator(
     inputs=("a", "b"),
     outputs=("y",),
     workspace=("workspace",),
     shapes={"y": _product},
-    attrs=_ATTRS,
-    backward=matmul_backward,
+    attrs={"transpose_a": "bool", "transpose_b": "bool", "allow_tf32": "bool"},
     dims=lambda call: {**_factors(call), "y": "... m n"},
     product=Product(
         factors=("a", "b"),
@@ -64,6 +45,16 @@ def matmul_backward(dy, a, b, transpose_a=False, transpose_b=False, allow_tf32=F
     vmappable=("a", "b", "y"),
     vmap_same_rank=True,
     autocast=Autocast.LOWER,
+    backward={
+        "inputs": ("dy", "a", "b"),
+        "outputs": ("da", "db"),
+        "workspace": ("workspace",),
+        "optional": ("da", "db"),
+        "same_spec_as": {"da": "a", "db": "b"},
+        "dims": lambda call: {"dy": "... m n", **_factors(call), **_factors(call, "d")},
+        "vmappable": ("dy", "a", "b", "da", "db"),
+        "vmap_same_rank": True,
+    },
 )
 def matmul(a, b, transpose_a=False, transpose_b=False, allow_tf32=False):
     """The matrix product ``a @ b``, of each pair of matrices along the leading axes, which broadcast.

@@ -16,34 +16,28 @@ def _backward_formula(m, dy, x, weight, normalized_shape, eps, weight_offset):
 
 
 @operator(
-    inputs=("dy", "x", "weight", "rstd"),
-    outputs=("dx", "dweight"),
-    workspace=("workspace",),
-    shapes={"dweight": affine},
-    optional=("weight", "rstd", "dx", "dweight"),
-    attrs={"normalized_shape": "int[]", "eps": "float?", "weight_offset": "float"},
-    same_spec_as={"dx": "x"},
-    dims=dims(("dy", "x", "dx"), ("weight", "dweight"), "rstd"),
-    formula=_backward_formula,
-    vmappable=("dy", "x", "rstd", "dx"),
-)
-def rms_norm_backward(dy, x, weight, rstd, normalized_shape, eps=None, weight_offset=0.0):
-    return (dy, x, weight, rstd), (axes(normalized_shape), eps, weight_offset)
-
-
-@operator(
     inputs=("x", "weight"),
     outputs=("y",),
     residuals=("rstd",),
     shapes={"rstd": statistics(1)},
     optional=("weight",),
     attrs={"normalized_shape": "int[]", "eps": "float?", "weight_offset": "float"},
-    backward=rms_norm_backward,
     same_spec_as={"y": "x"},
     dims=dims(("x", "y"), ("weight",), "rstd"),
     formula=_formula,
     vmappable=("x", "y", "rstd"),
     autocast=Autocast.IF_REFUSED,
+    backward={
+        "inputs": ("dy", "x", "weight", "rstd"),
+        "outputs": ("dx", "dweight"),
+        "workspace": ("workspace",),
+        "shapes": {"dweight": affine},
+        "optional": ("weight", "rstd", "dx", "dweight"),
+        "same_spec_as": {"dx": "x"},
+        "dims": dims(("dy", "x", "dx"), ("weight", "dweight"), "rstd"),
+        "formula": _backward_formula,
+        "vmappable": ("dy", "x", "rstd", "dx"),
+    },
 )
 def rms_norm(x, normalized_shape, weight=None, eps=None, weight_offset=0.0):
     """Root mean square normalization, as ``torch.nn.functional.rms_norm``: ``x / sqrt(mean(x**2) + eps) *

@@ -46,30 +46,24 @@ def _backward_formula(m, dy, y, dim):
 
 
 @operator(
-    inputs=("dy", "y"),
-    outputs=("dx",),
-    attrs={"dim": "int"},
-    same_spec_as={"dx": "y"},
-    dims=_dims("dy", "y", "dx"),
-    formula=_backward_formula,
-    vmappable=("dy", "y", "dx"),
-    min_rank=1,
-)
-def softmax_backward(dy, y, dim=-1):
-    return (dy, y), (_from_the_end(dim, y),)
-
-
-@operator(
     inputs=("x",),
     outputs=("y",),
     attrs={"dim": "int"},
-    backward=softmax_backward,
     same_spec_as={"y": "x"},
     dims=_dims("x", "y"),
     formula=_formula,
     vmappable=("x", "y"),
     min_rank=1,
     autocast=Autocast.FLOAT32_ON_CUDA,
+    backward={
+        "inputs": ("dy", "y"),
+        "outputs": ("dx",),
+        "same_spec_as": {"dx": "y"},
+        "dims": _dims("dy", "y", "dx"),
+        "formula": _backward_formula,
+        "vmappable": ("dy", "y", "dx"),
+        "min_rank": 1,
+    },
 )
 def softmax(x, dim=-1):
     """Softmax, as ``torch.nn.functional.softmax``: ``exp(x) / sum(exp(x))`` along an axis.

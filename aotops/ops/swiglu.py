@@ -16,25 +16,20 @@ def _backward_formula(m, dy, gate, up):
 
 
 @operator(
-    inputs=("dy", "gate", "up"),
-    outputs=("dgate", "dup"),
-    same_spec_as={"dgate": "gate", "dup": "gate"},
-    formula=_backward_formula,
-    vmappable=("dy", "gate", "up", "dgate", "dup"),
-    elementwise=True,
-)
-def swiglu_backward(dy, gate, up):
-    return (dy, gate, up), ()
-
-
-@operator(
     inputs=("gate", "up"),
     outputs=("y",),
-    backward=swiglu_backward,
     same_spec_as={"y": "gate"},
     formula=_formula,
     vmappable=("gate", "up", "y"),
     elementwise=True,
+    backward={
+        "inputs": ("dy", "gate", "up"),
+        "outputs": ("dgate", "dup"),
+        "same_spec_as": {"dgate": "gate", "dup": "gate"},
+        "formula": _backward_formula,
+        "vmappable": ("dy", "gate", "up", "dgate", "dup"),
+        "elementwise": True,
+    },
 )
 def swiglu(gate, up):
     """The SwiGLU of a feed-forward network, ``silu(gate) * up`` with ``silu(g) = g / (1 + exp(-g))``.

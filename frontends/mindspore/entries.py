@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import mindspore as ms
 from mindspore import ops
@@ -13,26 +13,29 @@ from aotops.infer import UNKNOWN_RANK, infer
 from aotops.op import Attr, Op
 from aotops.spec import TensorSpec
 
-from .specs import DEVICES
+
+class Facts(NamedTuple):
+    """The facts of a call, besides the operator and the slots that are present: a part of keys of caches."""
+
+    attrs: tuple[Attr, ...]
+    device: str
+    dtypes: tuple[tuple[str, str], ...] = ()
+    """Of slots, if MindSpore is told them (``primitive``)."""
+    shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """Of slots, if MindSpore is told them: where only Python can infer them."""
 
 
 def primitive(
-    op: Op,
-    attrs: Sequence[Attr],
-    given: Sequence[str],
-    wanted: Sequence[str],
-    dtypes: Mapping[str, str],
-    target: str,
-    bprop: Callable[..., Any] | None = None,
-    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    op: Op, facts: Facts, given: Sequence[str], wanted: Sequence[str], bprop: Callable[..., Any] | None = None
 ) -> ops.Custom:
     """An entry bound to its attributes and to the slots that are present.
 
     The library infers shapes and dtypes, because graph mode asks for them without Python, with dynamic shapes and in a
-    program loaded from a file. With 0-dim tensors ``dtypes`` states the dtypes instead: MindSpore turns a 0-dim result
+    program loaded from a file. With 0-dim tensors ``facts`` states the dtypes instead: MindSpore turns a 0-dim result
     whose dtype the library inferred into a number and, after ``set_inputs`` in PyNative mode, raises.
     """
-    entry = op.library.entry_name(op, DEVICES.get(target, target))
+    dtypes, shapes = dict(facts.dtypes), dict(facts.shapes)
+    entry = op.library.entry_name(op, facts.device)
     one, known = len(op.entry_outputs) == 1, all(name in dtypes for name in wanted)
     types = tuple(ms.dtype.TensorType(getattr(ms, dtypes[name])) for name in wanted) if known else None
     file = op.library.functions_of(op).real_path()
@@ -43,11 +46,11 @@ def primitive(
     primitive.add_prim_attr("multi_output", not one)
     if op.foreign is not None:
         known_dtypes = [dtypes[slot] for slot in (*op.inputs, *op.outputs)]
-        primitive.add_prim_attr("hosted", encode_foreign(op, attrs, known_dtypes))
+        primitive.add_prim_attr("hosted", encode_foreign(op, facts.attrs, known_dtypes))
         if op.mutates:
             primitive.add_prim_attr("side_effect_mem", True)
         return primitive
-    for name, value in entry_attrs(op, attrs, given, wanted).items():
+    for name, value in entry_attrs(op, facts.attrs, given, wanted).items():
         primitive.add_prim_attr(name, value)
     return primitive
 
@@ -64,20 +67,12 @@ def mask(slots: Sequence[str], present: Sequence[str]) -> int:
     return sum(1 << i for i, slot in enumerate(slots) if slot in present)
 
 
-def backward_specs(
-    op: Op,
-    backward: Op,
-    attrs: Sequence[Attr],
-    dtypes: Mapping[str, str],
-    target: str,
-    shapes: Mapping[str, tuple[int, ...]],
-) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
-    """Dtypes of a hosted backward's slots, and their shapes, where they are known."""
-    unknown = (UNKNOWN_RANK,)
-    specs = {slot: TensorSpec(shapes.get(slot, unknown), dtype) for slot, dtype in dtypes.items()}
+def facts_of_backward(op: Op, backward: Op, facts: Facts) -> Facts:
+    """The dtypes of a hosted backward's slots, and their shapes, where they are known."""
+    shapes = dict(facts.shapes)
+    specs = {slot: TensorSpec(shapes.get(slot, (UNKNOWN_RANK,)), dtype) for slot, dtype in facts.dtypes}
     specs |= {f"d{y}": specs[y] for y in op.outputs}
     taken = tuple(specs[slot] for slot in backward.inputs)
-    found = infer(backward, tuple(attrs), taken, DEVICES.get(target, target))
-    named = dict(zip(backward.inputs, taken, strict=True)) | found
-    found_shapes = {slot: spec.shape for slot, spec in named.items()} if shapes else {}
-    return {slot: spec.dtype for slot, spec in named.items()}, found_shapes
+    named = dict(zip(backward.inputs, taken, strict=True)) | infer(backward, facts.attrs, taken, facts.device)
+    dtypes = tuple((slot, spec.dtype) for slot, spec in named.items())
+    return Facts(facts.attrs, facts.device, dtypes, tuple((slot, spec.shape) for slot, spec in named.items() if shapes))

@@ -27,8 +27,8 @@ def dtype_of(name: str) -> Any:
 class Writer:
     """The lines of a function, and the names in them that are not its arguments."""
 
-    def __init__(self, known: Mapping[str, Op], attrs: Sequence[Attr], call: Call, device: str) -> None:
-        self.known, self.attrs, self.operator, self.device = known, attrs, call, device
+    def __init__(self, known: Mapping[str, Op], call: Call, device: str) -> None:
+        self.known, self.operator, self.device = known, call, device
         self.lines: list[str] = []
         self.names: dict[str, Any] = {}
         self.reshapes = False
@@ -69,6 +69,20 @@ class Writer:
         return written_out(name, f"({', '.join(parameters)})", body, **self.names)
 
 
+def _binary(template: str, dtype: str | None = None) -> Any:
+    """A method for an operator of Python's. ``dtype``: of the result, if it is not the tensor's."""
+
+    def method(self: Placeholder, other: Any) -> Placeholder:
+        shape = np.broadcast_shapes(self.shape, getattr(other, "shape", ()))
+        if isinstance(other, Placeholder):
+            operand = other.name
+        else:
+            operand = self.writer.constant(Tensor(other, dtype_of(self.dtype)))  # MindSpore rounds a number to float32
+        return self.writer.write(template.format(self.name, operand), shape, dtype or self.dtype)
+
+    return method
+
+
 class Placeholder:
     """A tensor of the function that is written."""
 
@@ -82,55 +96,16 @@ class Placeholder:
     def ndim(self) -> int:
         return len(self.shape)
 
-    def _operand(self, other: Any) -> str:
-        if isinstance(other, Placeholder):
-            return other.name
-        return self.writer.constant(Tensor(other, dtype_of(self.dtype)))  # MindSpore rounds a number to float32
-
-    def _binary(self, template: str, other: Any, dtype: str | None = None) -> Placeholder:
-        shape = np.broadcast_shapes(self.shape, getattr(other, "shape", ()))
-        return self.writer.write(template.format(self.name, self._operand(other)), shape, dtype or self.dtype)
-
-    def __add__(self, other: Any) -> Placeholder:
-        return self._binary("{0} + {1}", other)
-
-    def __sub__(self, other: Any) -> Placeholder:
-        return self._binary("{0} - {1}", other)
-
-    def __rsub__(self, other: Any) -> Placeholder:
-        return self._binary("{1} - {0}", other)
-
-    def __mul__(self, other: Any) -> Placeholder:
-        return self._binary("{0} * {1}", other)
-
-    def __truediv__(self, other: Any) -> Placeholder:
-        return self._binary("{0} / {1}", other)
-
-    def __rtruediv__(self, other: Any) -> Placeholder:
-        return self._binary("{1} / {0}", other)
+    __add__ = __radd__ = _binary("{0} + {1}")
+    __mul__ = __rmul__ = _binary("{0} * {1}")
+    __sub__, __rsub__ = _binary("{0} - {1}"), _binary("{1} - {0}")
+    __truediv__, __rtruediv__ = _binary("{0} / {1}"), _binary("{1} / {0}")
+    __gt__, __lt__ = _binary("{0} > {1}", "bool"), _binary("{0} < {1}", "bool")
+    __ge__, __le__ = _binary("{0} >= {1}", "bool"), _binary("{0} <= {1}", "bool")
+    __eq__, __ne__ = _binary("{0} == {1}", "bool"), _binary("{0} != {1}", "bool")
 
     def __neg__(self) -> Placeholder:
         return self.writer.write(f"-{self.name}", self.shape, self.dtype)
-
-    __radd__, __rmul__ = __add__, __mul__
-
-    def __gt__(self, other: Any) -> Placeholder:
-        return self._binary("{0} > {1}", other, "bool")
-
-    def __lt__(self, other: Any) -> Placeholder:
-        return self._binary("{0} < {1}", other, "bool")
-
-    def __ge__(self, other: Any) -> Placeholder:
-        return self._binary("{0} >= {1}", other, "bool")
-
-    def __le__(self, other: Any) -> Placeholder:
-        return self._binary("{0} <= {1}", other, "bool")
-
-    def __eq__(self, other: Any) -> Placeholder:  # type: ignore[override]
-        return self._binary("{0} == {1}", other, "bool")
-
-    def __ne__(self, other: Any) -> Placeholder:  # type: ignore[override]
-        return self._binary("{0} != {1}", other, "bool")
 
     def __getitem__(self, index: Any) -> Placeholder:
         """``[..., i]``, of which i is None, an integer or a slice."""
@@ -147,9 +122,16 @@ class Placeholder:
         return self.writer.write(f"{self.name}[..., {ends[0]}:{ends[1]}]", (*before, n), self.dtype)
 
 
+def _elementwise(function: Any) -> Any:
+    return lambda self, x: self._apply(function, x, "", x.shape)
+
+
 class Mathematics:
     """aotops.formula.Mathematics, of what is written. ``log_softmax`` is composed: MindSpore's own can be
     differentiated once."""
+
+    exp, expm1, tanh, erfc = map(_elementwise, (ops.exp, ops.expm1, ops.tanh, ops.erfc))
+    sigmoid, rsqrt, zeros = map(_elementwise, (ops.sigmoid, ops.rsqrt, ops.zeros_like))
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
@@ -162,24 +144,6 @@ class Mathematics:
             return found[0] if len(found) == 1 else found
 
         return call
-
-    def exp(self, x: Placeholder) -> Placeholder:
-        return self._apply(ops.exp, x, "", x.shape)
-
-    def expm1(self, x: Placeholder) -> Placeholder:
-        return self._apply(ops.expm1, x, "", x.shape)
-
-    def tanh(self, x: Placeholder) -> Placeholder:
-        return self._apply(ops.tanh, x, "", x.shape)
-
-    def erfc(self, x: Placeholder) -> Placeholder:
-        return self._apply(ops.erfc, x, "", x.shape)
-
-    def sigmoid(self, x: Placeholder) -> Placeholder:
-        return self._apply(ops.sigmoid, x, "", x.shape)
-
-    def rsqrt(self, x: Placeholder) -> Placeholder:
-        return self._apply(ops.rsqrt, x, "", x.shape)
 
     def _apply(
         self, function: Any, x: Placeholder, rest: str, shape: Sequence[int], dtype: str | None = None
@@ -210,9 +174,6 @@ class Mathematics:
 
     def where(self, condition: Placeholder, x: Placeholder, y: Placeholder) -> Placeholder:
         return self._apply(ops.where, condition, f", {x.name}, {y.name}", x.shape, x.dtype)
-
-    def zeros(self, x: Placeholder) -> Placeholder:
-        return self._apply(ops.zeros_like, x, "", x.shape)
 
     def arange(self, n: int, model: Placeholder) -> Placeholder:
         numbers = self._writer.constant(Tensor(list(range(n)), dtype_of(model.dtype)))

@@ -7,7 +7,7 @@ enclosing function has, and the names of this module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import cache, lru_cache
 from inspect import signature
 from typing import Any
@@ -21,10 +21,10 @@ from aotops.library import Library
 from aotops.op import Attr, Op
 from aotops.spec import TensorSpec
 
-from .entries import backward_specs, primitive
+from .entries import Facts, facts_of_backward, primitive
 from .rules import bprop_of_rule, refusal
 from .second_order import gradient_of_backward, has_second_order
-from .specs import DEVICES, Constant, aligner, spec_of
+from .specs import Constant, aligner, device, spec_of
 
 
 def functions(library: Library, module: str = __package__) -> dict[str, Callable[..., Any]]:
@@ -86,31 +86,24 @@ class _Choose(Constant):
         for (name, kind), value in zip(self.op.attrs.items(), attrs, strict=True):
             if (value is None and not kind.endswith("?")) or (isinstance(value, tuple) and None in value):
                 raise TypeError(f"{self.op.name}: {name} is unknown while the graph is compiled, expected a constant")
-        given = {slot: spec for slot, spec in zip(self.op.inputs, specs, strict=True) if spec is not None}
-        if self.op.foreign is not None:
-            return self.hosted(attrs, given)
-        attrs, target = self.op.canonical(attrs), ms.get_context("device_target")
-        known = given | infer(self.op, attrs, tuple(specs), DEVICES.get(target, target))
-        needed = any(spec.shape == () for spec in known.values())  # see primitive
-        needed = needed or (self.op.backward is not None and bool(self.op.backward.duplicates))  # see _gradient
-        dtypes = tuple((slot, spec.dtype) for slot, spec in known.items() if needed)
+        op, attrs, on = self.op, self.op.canonical(attrs), device()
+        given = {slot: spec for slot, spec in zip(op.inputs, specs, strict=True) if spec is not None}
+        known = given | infer(op, attrs, tuple(specs), on)
+        told = op.foreign is not None or any(spec.shape == () for spec in known.values())  # see primitive
+        told = told or (op.backward is not None and bool(op.backward.duplicates))  # see _gradient
+        dtypes = tuple((slot, spec.dtype) for slot, spec in known.items() if told)
+        shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
+        if _needs_shapes(op):
+            if any(dim < 0 for spec in known.values() for dim in spec.shape):
+                raise ValueError(
+                    f"{op.name}: a dimension is unknown while the graph is compiled, and the rule for the shapes of "
+                    f"results is Python's: expected the library to have an InferShape, or same_spec_as"
+                )
+            shapes = tuple((slot, spec.shape) for slot, spec in known.items())
+        facts = Facts(attrs, on, dtypes, shapes)
         if self.forward is not None:
-            return _backward(self.forward, attrs, tuple(given), self.op.entry_outputs, dtypes, target)
-        return differentiable(self.op, attrs, tuple(given), dtypes, target)
-
-    def hosted(self, attrs: Any, given: dict[str, TensorSpec]) -> ops.Custom:
-        attrs, target = self.op.canonical(attrs), ms.get_context("device_target")
-        known = given | infer(self.op, attrs, tuple(given.values()), DEVICES.get(target, target))
-        dtypes = tuple((slot, spec.dtype) for slot, spec in known.items())
-        if not _needs_shapes(self.op):
-            return differentiable(self.op, attrs, tuple(given), dtypes, target)
-        if any(dim < 0 for spec in known.values() for dim in spec.shape):
-            raise ValueError(
-                f"{self.op.name}: a dimension is unknown while the graph is compiled, and the rule for the shapes of "
-                f"results is Python's: expected the library to have an InferShape, or same_spec_as"
-            )
-        shapes = tuple((slot, spec.shape) for slot, spec in known.items())
-        return differentiable(self.op, attrs, tuple(given), dtypes, target, shapes)
+            return _backward(self.forward, tuple(given), op.entry_outputs, facts)
+        return differentiable(op, tuple(given), facts)
 
 
 def _needs_shapes(op: Op) -> bool:
@@ -123,53 +116,36 @@ def _needs_shapes(op: Op) -> bool:
 
 
 @lru_cache(maxsize=256)  # a network has some dozens; bounded, for attributes that change with each step
-def differentiable(
-    op: Op,
-    attrs: tuple[Attr, ...],
-    given: tuple[str, ...],
-    dtypes: tuple[tuple[str, str], ...],
-    target: str,
-    shapes: tuple[tuple[str, tuple[int, ...]], ...] = (),
-) -> ops.Custom:
+def differentiable(op: Op, given: tuple[str, ...], facts: Facts) -> ops.Custom:
     """``given``: the inputs that are present."""
-    bprop = bprop_of_rule(op, op.rule, attrs, of(op.library)) if op.rule is not None else None
+    bprop = bprop_of_rule(op, op.rule, facts.attrs, of(op.library)) if op.rule is not None else None
     if op.backward is not None:
         inputs = "".join(f"{slot}, " for slot in given)
         body = f"return gradient(({inputs}), out, dout)"
-        gradient = _gradient(op, attrs, given, dict(dtypes), target, dict(shapes))
-        bprop = written_out("bprop", f"({inputs}out, dout)", body, gradient=gradient)
-    return primitive(op, attrs, given, op.entry_outputs, dict(dtypes), target, bprop, dict(shapes))
+        bprop = written_out("bprop", f"({inputs}out, dout)", body, gradient=_gradient(op, op.backward, given, facts))
+    return primitive(op, facts, given, op.entry_outputs, bprop)
 
 
-def _gradient(
-    op: Op,
-    attrs: Sequence[Attr],
-    given: Sequence[str],
-    dtypes: Mapping[str, str],
-    target: str,
-    shapes: Mapping[str, tuple[int, ...]],
-) -> Callable[..., Any]:
+def _gradient(op: Op, backward: Op, given: tuple[str, ...], facts: Facts) -> Callable[..., Any]:
     """A function of the inputs, as a tuple, the results and their gradients that returns the gradient of each input.
-    Without ``dtypes`` all tensors have one (``registered``)."""
-    backward = op.backward
-    assert backward is not None
+    Without dtypes all tensors have one (``registered``)."""
+    dtypes = dict(facts.dtypes)
     written = op.entry_outputs
     named = [*given, *written, *(f"d{name}" for name in written)]
     taken = [slot for slot in backward.inputs if slot in named]
     merged = backward.merged({**{f"d{y}": dtypes[y] for y in op.outputs}, **dtypes}) if dtypes else backward.duplicates
     shared = {**backward.alias, **merged}
     gradients = [shared.get(f"d{slot}", f"d{slot}") for slot in given]
-    factors = backward.factors(attrs)
+    factors = backward.factors(facts.attrs)
     scales = [Tensor(factors[f"d{slot}"], ms.float64) if f"d{slot}" in factors else None for slot in given]
     wanted = [y for y in backward.entry_outputs if y in gradients or y in backward.workspace]
     kernel = None
     if backward.has_kernel:
         if backward.foreign is not None:
-            dtypes, shapes = backward_specs(op, backward, attrs, dtypes, target, shapes)
+            facts = facts_of_backward(op, backward, facts)
         else:
-            dtypes = {f"d{slot}": dtypes[slot] for slot in given if dtypes}
-        known = tuple(dtypes.items()), target, tuple(shapes.items())
-        kernel = _backward(op, tuple(attrs), tuple(taken), tuple(wanted), *known)
+            facts = facts._replace(dtypes=tuple((f"d{slot}", dtypes[slot]) for slot in given if dtypes))
+        kernel = _backward(op, tuple(taken), tuple(wanted), facts)
         named += wanted
     arguments = [named.index(slot) for slot in taken]
     places = [named.index(name) if name in named else None for name in gradients]
@@ -191,36 +167,27 @@ def _gradient(
 
 
 @lru_cache(maxsize=256)
-def _backward(
-    op: Op,
-    attrs: tuple[Attr, ...],
-    given: tuple[str, ...],
-    wanted: tuple[str, ...],
-    dtypes: tuple[tuple[str, str], ...],
-    target: str,
-    shapes: tuple[tuple[str, tuple[int, ...]], ...] = (),
-) -> ops.Custom:
+def _backward(op: Op, given: tuple[str, ...], wanted: tuple[str, ...], facts: Facts) -> ops.Custom:
     """The backward of ``op``, whose gradient is composed. ``given``, ``wanted``: its inputs and outputs."""
     backward = op.backward
     assert backward is not None
     bprop = refusal(backward, given)
-    if has_second_order(op, attrs):
-        choose = _Compose(op, attrs, wanted, target)
+    if has_second_order(op, facts.attrs):
+        choose = _Compose(backward, op, facts, wanted)
         inputs = "".join(f"{slot}, " for slot in given)
         every = "".join(f"{slot if slot in given else None}, " for slot in backward.inputs)
         dout = "(dout,)" if len(backward.entry_outputs) == 1 else "dout"
         body = f"return choose((), {every})({inputs}{dout})"
         bprop = written_out("bprop", f"({inputs}out, dout)", body, choose=choose)
-    return primitive(backward, attrs, given, wanted, dict(dtypes), target, bprop, dict(shapes))
+    return primitive(backward, facts, given, wanted, bprop)
 
 
 class _Compose(Constant):
     """Returns the gradient of a backward, a function of its inputs and of the gradients of its outputs."""
 
-    def __init__(self, op: Op, attrs: tuple[Attr, ...], wanted: tuple[str, ...], target: str) -> None:
-        assert op.backward is not None
-        super().__init__(op.backward, "gradient")
-        self.call = op, attrs, wanted, DEVICES.get(target, target)
+    def __init__(self, backward: Op, op: Op, facts: Facts, wanted: tuple[str, ...]) -> None:
+        super().__init__(backward, "gradient")
+        self.call = op, facts.attrs, wanted, facts.device
 
     def __call__(self, attrs, *inputs):
         specs = [spec_of(self.op, slot, t) for slot, t in zip(self.op.inputs, inputs, strict=True)]
@@ -245,4 +212,4 @@ def _composed(
         return _run(called, op if called is op.backward else None)
 
     given = {slot: spec for slot, spec in zip(op.backward.inputs, specs, strict=True) if spec is not None}
-    return gradient_of_backward(op, attrs, tuple(given), wanted, tuple(given.values()), call, device, eager)
+    return gradient_of_backward(op, attrs, given, wanted, call, device, eager)

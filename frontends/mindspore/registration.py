@@ -15,9 +15,9 @@ from aotops.op import Attr, Op
 from aotops.ops import BUILTIN
 from aotops.spec import FLOATING, INTEGERS, TensorSpec
 
-from .entries import entry_attrs
+from .entries import Facts, entry_attrs
 from .primitives import differentiable
-from .specs import DEVICES, spec_of
+from .specs import device, spec_of
 
 
 def registered(name: str, *arguments: Any, library: Library = BUILTIN, **keywords: Any) -> ops.Custom:
@@ -41,22 +41,22 @@ def registered(name: str, *arguments: Any, library: Library = BUILTIN, **keyword
     if op.foreign is not None:
         raise NotImplementedError(f"{name}: a hosted operator cannot be registered: call its function")
     inputs, attrs = op.bind(*arguments, **keywords)
-    attrs, target = op.canonical(attrs), ms.get_context("device_target")
+    attrs = op.canonical(attrs)
     specs = {slot: spec for slot, t in zip(op.inputs, inputs, strict=True) if (spec := spec_of(op, slot, t))}
     if op.broadcast and len({spec.shape for spec in specs.values()}) > 1:
         raise NotImplementedError(f"{name}: tensors of different shapes cannot be registered: call its function")
-    plain = differentiable(op, attrs, tuple(specs), (), target)
-    entry = op.library.entry_name(op, DEVICES.get(target, target))
+    plain = differentiable(op, tuple(specs), Facts(attrs, device()))
+    entry = op.library.entry_name(op, device())
     info = ops.CustomRegOp(f"{entry}_{zlib.crc32(repr((attrs, tuple(specs))).encode()):x}")
     for i, slot in enumerate(specs):
         info.input(i, slot)
     for i, slot in enumerate(op.entry_outputs):
         info.output(i, slot)
-    for dtypes in _dtype_rows(op, attrs, specs, DEVICES.get(target, target)):
+    for dtypes in _dtype_rows(op, attrs, specs):
         info.dtype_format(*(getattr(ops.DataType, f"{_DATA_TYPES[dtype]}_Default") for dtype in dtypes))
     for attr, value in entry_attrs(op, attrs, tuple(specs), op.entry_outputs).items():
         info.attr(attr, "required", "all", value=value)
-    reg_info = info.target(target).get_op_info()
+    reg_info = info.target(ms.get_context("device_target")).get_op_info()
     file = op.library.functions_of(op).real_path()
     primitive = ops.Custom(f"{file}:{entry}", None, None, "aot", plain.bprop, reg_info)
     primitive.add_prim_attr("multi_output", len(op.entry_outputs) > 1)
@@ -69,7 +69,7 @@ _DATA_TYPES = {
 }  # fmt: skip
 
 
-def _dtype_rows(op: Op, attrs: tuple[Attr, ...], specs: Mapping[str, TensorSpec], device: str) -> list[tuple[str, ...]]:
+def _dtype_rows(op: Op, attrs: tuple[Attr, ...], specs: Mapping[str, TensorSpec]) -> list[tuple[str, ...]]:
     """The dtypes of the inputs given and of the outputs, for each dtype that the operator takes."""
     rows = []
     for dtype in FLOATING:
@@ -78,6 +78,6 @@ def _dtype_rows(op: Op, attrs: tuple[Attr, ...], specs: Mapping[str, TensorSpec]
                 slot: TensorSpec(spec.shape, dtype if spec.dtype in FLOATING else integer)
                 for slot, spec in specs.items()
             }
-            outputs = infer(op, attrs, tuple(given.get(slot) for slot in op.inputs), device)
+            outputs = infer(op, attrs, tuple(given.get(slot) for slot in op.inputs), device())
             rows.append((*(given[s].dtype for s in given), *(outputs[y].dtype for y in op.entry_outputs)))
     return rows

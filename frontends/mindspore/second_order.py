@@ -19,9 +19,7 @@ from aotops.infer import infer
 from aotops.op import Attr, Op
 from aotops.spec import FLOATING, TensorSpec
 
-from .mathematics import Call, Mathematics, Writer, dtype_of
-
-Specs = Sequence[TensorSpec | None]
+from .mathematics import Call, Mathematics, Placeholder, Writer, dtype_of
 
 
 def has_second_order(op: Op, attrs: Sequence[Attr]) -> bool:
@@ -31,10 +29,9 @@ def has_second_order(op: Op, attrs: Sequence[Attr]) -> bool:
 
 def gradient_of_backward(
     op: Op,
-    attrs: Sequence[Attr],
-    given: Sequence[str],
+    attrs: tuple[Attr, ...],
+    given: Mapping[str, TensorSpec],
     wanted: Sequence[str],
-    specs: Specs,
     call: Call,
     device: str,
     eager: bool,
@@ -43,42 +40,46 @@ def gradient_of_backward(
     each of the inputs.
 
     Args:
-        given, wanted: the backward's inputs and outputs that are present.
-        specs: of ``given``.
+        given, wanted: the backward's inputs, with their specs, and outputs that are present.
         eager: PyNative is to call it.
 
     Raises:
         NotImplementedError: an unknown dimension, with which MindSpore differentiates none of its own sums twice.
     """
-    assert op.backward is not None
-    if any(spec is not None and min(spec.shape, default=0) < 0 for spec in specs):
+    backward = op.backward
+    assert backward is not None
+    if any(dim < 0 for spec in given.values() for dim in spec.shape):
         raise NotImplementedError(
-            f"{op.backward.name}: a dimension is unknown while the graph is compiled, expected known ones for "
+            f"{backward.name}: a dimension is unknown while the graph is compiled, expected known ones for "
             f"derivatives of a higher order"
         )
-    writer = Writer(op.library.ops, attrs, call, device)
-    known = dict(zip(given, specs, strict=True))
+    writer = Writer(op.library.ops, call, device)
+    arrays = {slot: writer.argument(slot, spec) for slot, spec in given.items()}
+    outs = infer(backward, attrs, tuple(given.get(slot) for slot in backward.inputs), device)
     if is_bilinear(op, attrs):
-        return _of_products(op, attrs, wanted, known, writer)
-    return _of_formula(op.backward, attrs, wanted, known, writer, eager)
+        return _of_products(op, attrs, arrays, {y: outs[y] for y in wanted}, writer)
+    return _of_formula(backward, attrs, arrays, {y: outs[y] for y in wanted}, writer, eager)
 
 
 def _of_formula(
-    backward: Op, attrs: Sequence[Attr], wanted: Sequence[str], specs: Mapping[str, Any], writer: Writer, eager: bool
+    backward: Op,
+    attrs: Sequence[Attr],
+    arrays: Mapping[str, Placeholder],
+    wanted: Mapping[str, TensorSpec],
+    writer: Writer,
+    eager: bool,
 ) -> Callable[..., Any]:
-    given = tuple(specs)
-    arrays = {slot: writer.argument(slot, spec) for slot, spec in specs.items()}
     outputs = compose(Mathematics(writer), backward, attrs, [arrays.get(slot) for slot in backward.inputs])
     composed = dict(zip(backward.composed, outputs, strict=True))
-    outs = infer(backward, tuple(attrs), tuple(specs.get(slot) for slot in backward.inputs), writer.device)
     returned = [y for y in wanted if y in composed]
-    results = ", ".join(f"{composed[y].name}.astype({writer.constant(dtype_of(outs[y].dtype))})" for y in returned)
-    floating = [slot for slot in given if specs[slot].dtype in FLOATING]
+    results = ", ".join(f"{composed[y].name}.astype({writer.constant(dtype_of(wanted[y].dtype))})" for y in returned)
+    given, at = tuple(arrays), list(wanted)
+    floating = [slot for slot in given if arrays[slot].dtype in FLOATING]
     function = writer.function("formula", given, results)
     # Graph mode leaves constants, such as the gradient of a sum, out of the gradients, unless they are mutable.
     # PyNative detaches from the enclosing gradient what the inner one is with respect to: it gets copies.
     variables = "".join(f"mutable(copy({slot})), " for slot in floating)
-    cotangents = ", ".join(f"copy(dout[{wanted.index(y)}])" for y in returned)
+    cotangents = ", ".join(f"copy(dout[{at.index(y)}])" for y in returned)
     sens = cotangents if len(returned) == 1 else f"({cotangents})"
     rest = {slot: f"found[{floating.index(slot)}]" if slot in floating else f"zeros_like({slot})" for slot in given}
     return written_out(
@@ -96,18 +97,19 @@ def _of_formula(
 
 
 def _of_products(
-    op: Op, attrs: Sequence[Attr], wanted: Sequence[str], specs: Mapping[str, Any], writer: Writer
+    op: Op,
+    attrs: Sequence[Attr],
+    arrays: Mapping[str, Placeholder],
+    wanted: Mapping[str, TensorSpec],
+    writer: Writer,
 ) -> Callable[..., Any]:
     """Products again: no formula is differentiated."""
-    backward = op.backward
-    assert backward is not None
-    given = tuple(specs)
-    arrays = {slot: writer.argument(slot, spec) for slot, spec in specs.items()}
-    outs = infer(backward, tuple(attrs), tuple(specs.get(slot) for slot in backward.inputs), writer.device)
+    assert op.backward is not None
+    given = tuple(arrays)
     cotangents = {
-        y: writer.write(f"dout[{i}]", outs[y].shape, outs[y].dtype)
-        for i, y in enumerate(wanted)
-        if y in backward.outputs
+        y: writer.write(f"dout[{i}]", spec.shape, spec.dtype)
+        for i, (y, spec) in enumerate(wanted.items())
+        if y in op.backward.outputs
     }
 
     def run(op: Op, named: Mapping[str, Any], _: Container[str]) -> dict[str, Any]:

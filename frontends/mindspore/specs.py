@@ -13,7 +13,11 @@ from aotops.infer import UNKNOWN_DIM, UNKNOWN_RANK
 from aotops.op import Op
 from aotops.spec import TensorSpec, accumulate_dtype, shape_text
 
-DEVICES = {"CPU": "cpu", "GPU": "cuda"}  # by MindSpore's device_target
+
+def device() -> str:
+    """The device of MindSpore's target; of another target its name, for which there is no entry."""
+    target = ms.get_context("device_target")
+    return {"CPU": "cpu", "GPU": "cuda"}.get(target, target)
 
 
 def spec_of(op: Op, slot: str, t: Any) -> TensorSpec | None:

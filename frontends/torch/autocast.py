@@ -19,13 +19,13 @@ from torch import Tensor
 from aotops.call import builtin, struct_capsule
 from aotops.op import Autocast, Op
 
-from ..torch_schema import mask
+from ..torch_schema import mask, splitter
 from . import private
 from .tensors import PLAIN_TYPES, READS_TENSORS, Tensors, packed, results_of, specs_of
 
 
-def autocast_kernel(op: Op, dispatched: Callable[..., Any], device: str, split) -> Callable[..., Any]:
-    key = getattr(private.DispatchKey, f"Autocast{device}")
+def autocast_kernel(op: Op, dispatched: Callable[..., Any], device: str) -> Callable[..., Any]:
+    split, key = splitter(op), getattr(private.DispatchKey, f"Autocast{device}")
     keys = private.DispatchKeySet(key)
 
     def kernel(*args):

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from aotops import formula
 from aotops.op import Op
 
-from ..torch_schema import mask
+from ..torch_schema import mask, splitter
 from . import overwrite, private
 from .gradients import (
     all_tensors,
@@ -27,9 +27,10 @@ from .gradients import (
 from .tensors import packed, results_of
 
 
-def autograd_kernel(op: Op, forward: Op, dispatched: Any, split) -> Callable[..., Any]:
+def autograd_kernel(op: Op, forward: Op, dispatched: Any) -> Callable[..., Any]:
     """The operator's autograd kernel, for every level of torch.func too. ``forward``: the operator itself, or the one
     whose backward it is."""
+    split = splitter(op)
 
     def below(keyset, args):
         with private.BelowAutograd():

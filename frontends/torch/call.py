@@ -32,7 +32,7 @@ from aotops import call, library
 from aotops.call import builtin, handle_of, keep, pointer_of, struct_capsule
 from aotops.op import ATTRIBUTE_TYPES, Attr, Autocast, Op
 
-from . import private
+from . import overwrite, private
 
 _METH_KEYWORDS = 0x02
 _Slots = c_int * call.MOST_SLOTS
@@ -125,23 +125,8 @@ class Function(NamedTuple):
     """Returns the output, or a tuple of them."""
     forward: Callable[..., Any]
     """``run`` as the forward of a ``torch.autograd.Function``: takes its context first, and saves for the backward."""
-    backward: Callable[..., Any] | None
-    """Its backward: takes the context and the gradients of the outputs, returns those of the inputs. None if the
-    operator has no backward."""
-
-
-class Saved(NamedTuple):
-    """Questions to torch about saved tensors (overwrite.py)."""
-
-    may_overwrite: Callable[[int, tuple[Any, ...]], bool] | None
-    """Takes the index, among the saved tensors, of one that a gradient may be written over (Op.overwrites), and these;
-    returns whether nobody else will read it. None: never."""
-    overwrite_from: int
-    """Bytes of such a tensor from which ``may_overwrite`` is asked."""
-    hooks: Callable[[bool], Any] | None
-    """Takes False; returns None unless a hook packs what is saved. None: no input is replaced by a residual."""
-    drop_inputs: Callable[[Any], None]
-    """Takes the context after a backward: drops the inputs that were replaced unless the graph is kept."""
+    backward: Callable[..., Any]
+    """Its backward: takes the context and the gradients of the outputs, returns those of the inputs."""
 
 
 def function(
@@ -150,7 +135,6 @@ def function(
     prototypes: Callable[..., tuple[Any, ...] | None],
     keep_residuals_from: int,
     fallback: Callable[..., Any],
-    saved: Saved,
 ) -> Function:
     """An operator with its attributes as builtins.
 
@@ -158,38 +142,32 @@ def function(
         prototypes: takes an operator, its attributes and one tensor, or None, for each input; returns, for each of
             ``op.entry_outputs`` that is not like an input, a tensor of its shape, dtype and device, else None.
         keep_residuals_from: for a first input on a GPU with fewer elements no residuals are kept.
-        fallback: the backward in Python, for a call that is not plain: a function of the saved tensors, the gradients
-            of the outputs, for each input whether its gradient is needed, and the context, which has as ``inputs``
-            those that were replaced by a residual (Op.replaced).
+        fallback: the backward in Python, for a call that is not plain, and for an operator without a backward: a
+            function of the saved tensors, the gradients of the outputs, for each input whether its gradient is needed,
+            and the context, which has as ``inputs`` those that were replaced by a residual (Op.replaced).
     """
-    hooks = saved.hooks if op.replaced(attrs) else None
+    hooks = private.saved_tensor_hooks if op.replaced(attrs) else None
     handle = _function_handle(op, attrs, prototypes, keep_residuals_from, hooks)
     run, forward = (builtin(op.name, f"aot_torch_{kind}", handle) for kind in ("run", "forward"))
-    if op.backward is None:
-        return Function(run, forward, None)
-    if op.backward.factors(attrs):
+    if op.backward is None or op.backward.factors(attrs):
         return Function(run, forward, lambda ctx, *dys: fallback(ctx.saved_tensors, dys, ctx.needs_input_grad, ctx))
     backward_handle = _function_handle(op.backward, attrs, prototypes, keep_residuals_from)
-    drop = saved.drop_inputs if hooks else None
-    return Function(run, forward, _backward(op, op.backward, backward_handle, fallback, saved, drop))
+    drop = overwrite.drop_inputs if hooks else None
+    return Function(run, forward, _backward(op, op.backward, backward_handle, fallback, drop))
 
 
 def _backward(
-    op: Op,
-    backward: Op,
-    handle: Any,
-    fallback: Callable[..., Any],
-    saved: Saved,
-    drop: Callable[[Any], None] | None,
+    op: Op, backward: Op, handle: Any, fallback: Callable[..., Any], drop: Callable[[Any], None] | None
 ) -> Callable[..., Any]:
     sources = [*(f"d{y}" for y in op.outputs), *op.saved]
     slots = {slot: i for i, slot in enumerate(backward.slots)}
     gradients = [backward.alias.get(f"d{x}", f"d{x}") for x in op.inputs]
     assert len(backward.overwrites) < 2, f"{backward.name} overwrites more than one input"
     over_output, over_input, asked = -1, -1, None
-    if saved.may_overwrite is not None:
+    if private.CAN_OVERWRITE:
         for y, x in backward.overwrites.items():
-            over_output, over_input, asked = slots[y], slots[x], partial(saved.may_overwrite, op.saved.index(x))
+            over_output, over_input = slots[y], slots[x]
+            asked = partial(overwrite.may_overwrite, op.saved.index(x))
     made = _Backward(
         function=pointer_of(handle),
         n_grads=len(op.outputs),
@@ -199,7 +177,7 @@ def _backward(
         fallback=id(fallback),
         over_output=over_output,
         over_input=over_input,
-        over_from=saved.overwrite_from,
+        over_from=overwrite.FROM,
         may_overwrite=id(asked),
         drop_inputs=None if drop is None else id(drop),
     )

@@ -11,8 +11,9 @@ import torch
 from aotops.library import ERRORS, Library, LibraryError, check, load
 from aotops.op import Op
 from aotops.ops import BUILTIN
+from aotops.spec import check_devices
 
-from ..torch_schema import mask, overwriting_schema, schema, wanted, written
+from ..torch_schema import attributes, mask, overwriting_schema, schema, splitter, written
 from . import flops, inductor, overwrite, private, sharding
 from .autocast import autocast_kernel
 from .autograd import autograd_kernel
@@ -21,8 +22,6 @@ from .registered import dispatched, in_c
 from .tensors import (
     READS_TENSORS,
     Tensors,
-    attributes,
-    check_devices,
     common_strides,
     empty_arguments,
     packed,
@@ -59,14 +58,10 @@ def register(ops: Iterable[Op]) -> None:
 def _register_one(namespace: torch.library.Library, op: Op, forward: Op) -> Callable[..., Any]:
     """``torch.ops.<library>.<op>``: returns every output and residual. ``forward``: the operator itself, or the one
     whose backward it is."""
-    n, end, name = len(op.inputs), len(op.inputs) + len(op.attrs), f"{namespace.ns}::{op.name}"
+    split, name = splitter(op), f"{namespace.ns}::{op.name}"
     if _define(namespace, op):
         in_c.add(op)
     dispatched = getattr(getattr(torch.ops, namespace.ns), op.name).default
-
-    def split(args):
-        """The inputs, the attributes and the names of the results that are wanted."""
-        return args[:n], attributes(args[n:end]), wanted(op, args[end:])
 
     def kernel(*args):
         inputs, attrs, names = split(args)
@@ -75,7 +70,7 @@ def _register_one(namespace: torch.library.Library, op: Op, forward: Op) -> Call
     def fake(*args):
         inputs, attrs, names = split(args)
         specs = specs_of(op, attrs, inputs)
-        check_devices(op, inputs)
+        check_devices(op.name, op.inputs, inputs)
         strides, device = op.elementwise and common_strides(inputs), inputs[0].device
 
         def empty(spec):
@@ -91,18 +86,18 @@ def _register_one(namespace: torch.library.Library, op: Op, forward: Op) -> Call
             raise NotImplementedError(f"{op.name}: vmap of an operator that writes to its inputs is not supported")
         inputs, attrs, names = split(args)
         run = lambda *t: results_of(dispatched(*t, *attrs, *mask(op, names)))  # noqa: E731
-        results, out_dims = _batch(op, info.batch_size, dims[:n], inputs, names, run)
+        results, out_dims = _batch(op, info.batch_size, dims[: len(inputs)], inputs, names, run)
         return packed(results), packed(out_dims)
 
     for device in ("CPU", "CUDA"):
         if op not in in_c:
             namespace.impl(op.name, kernel, device)
         if op.autocast:
-            namespace.impl(op.name, autocast_kernel(op, dispatched, device, split), f"Autocast{device}")
+            namespace.impl(op.name, autocast_kernel(op, dispatched, device), f"Autocast{device}")
     torch.library.register_fake(name, fake, lib=namespace)
     if hasattr(torch.library, "register_vmap"):  # torch 2.5; before, vmap calls the operator for each example
         torch.library.register_vmap(name, vmap, lib=namespace)
-    namespace.impl(op.name, autograd_kernel(op, forward, dispatched, split), "Autograd", with_keyset=True)
+    namespace.impl(op.name, autograd_kernel(op, forward, dispatched), "Autograd", with_keyset=True)
     if op.mutates:
         namespace.impl(op.name, _versions_kernel(op, dispatched), "ADInplaceOrView", with_keyset=True)
     return dispatched

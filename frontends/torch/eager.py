@@ -12,17 +12,17 @@ from torch import Tensor
 
 from aotops.call import MOST_BOUND
 from aotops.infer import infer
-from aotops.op import Attr, Op, Rule
+from aotops.op import Attr, Op
+from aotops.spec import check_devices
 
-from . import call, overwrite, private
+from . import call, private
 from .autocast import cast_inputs
-from .gradients import run_backward, run_rule
+from .gradients import run_backward
 from .registered import in_c
 from .tensors import (
     KEEP_RESIDUALS_FROM,
     Tensors,
     all_given,
-    check_devices,
     plain_tensor,
     prototypes,
     public_outputs,
@@ -37,11 +37,8 @@ class Eager:
 
     def __init__(self, op: Op, attrs: tuple[Attr, ...]) -> None:
         fallback = functools.partial(run_backward, op, attrs)
-        builtins = call.function(op, attrs, prototypes, KEEP_RESIDUALS_FROM, fallback, overwrite.SAVED)
-        backward = builtins.backward or functools.partial(_refuse_derivative, op)
-        if op.rule is not None:
-            backward = _by_rule(op, op.rule, attrs)
-        members = {"forward": staticmethod(builtins.forward), "backward": staticmethod(backward)}
+        builtins = call.function(op, attrs, prototypes, KEEP_RESIDUALS_FROM, fallback)
+        members = {"forward": staticmethod(builtins.forward), "backward": staticmethod(builtins.backward)}
         function = type(op.name.title().replace("_", ""), (torch.autograd.Function,), members)
         self.run = builtins.run
         self.apply = _apply_of(function)
@@ -63,14 +60,6 @@ def _apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
         members |= vars(parent)
     own = {"apply", "__dict__", "__weakref__"}
     return type(base)(function.__name__, (base,), {k: v for k, v in members.items() if k not in own}).apply
-
-
-def _by_rule(op: Op, rule: Rule, attrs: tuple[Attr, ...]) -> Callable[..., Any]:
-    return lambda ctx, *dys: run_rule(op, rule, attrs, ctx.saved_tensors, dys, ctx.needs_input_grad)
-
-
-def _refuse_derivative(op: Op, ctx: Any, *grads: Tensor):
-    raise NotImplementedError(f"{op.name} has no derivative")
 
 
 @functools.lru_cache(maxsize=MOST_BOUND)
@@ -119,7 +108,7 @@ def run_eager(op: Op, inputs: Tensors, attrs: tuple[Attr, ...]):
     if op.broadcast and all_given(inputs):
         inputs = torch.broadcast_tensors(*inputs)
     infer(op, attrs, tuple(map(spec_of, inputs)), inputs[0].device.type)
-    check_devices(op, inputs)
+    check_devices(op.name, op.inputs, inputs)
     with private.RecordFunction(f"{op.library.name}::{op.name}", [t for t in inputs if t is not None]):
         results = eager(op, attrs)(*(None if t is None else plain_tensor(t) for t in inputs))
     return results if back is None else public_outputs(op, [y.to(back) for y in results_of(results)])

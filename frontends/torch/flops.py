@@ -11,7 +11,7 @@ from aotops.flops import backward_flops, flops
 from aotops.op import Op
 
 from ..imports import after_import
-from ..torch_schema import wanted
+from ..torch_schema import splitter
 from .private import FLOP_COUNTER
 
 
@@ -35,9 +35,9 @@ def register(operators: Iterable[tuple[Op, Op, Any]]) -> None:
 
 def _flops(op: Op, forward: Op, *args: Any, **kwargs: Any) -> int:
     """Takes a call's arguments, with the shapes of tensors in their places."""
-    n, end = len(op.inputs), len(op.inputs) + len(op.attrs)
-    named = dict(zip(op.inputs, args[:n], strict=True))
+    inputs, attrs, wanted = splitter(op)(args)
+    named = dict(zip(op.inputs, inputs, strict=True))
     shapes = [named.get(slot) for slot in forward.inputs]
     if op is forward:
-        return flops(op, args[n:end], shapes)
-    return backward_flops(forward, args[n:end], shapes, wanted(op, args[end:]))
+        return flops(op, attrs, shapes)
+    return backward_flops(forward, attrs, shapes, wanted)

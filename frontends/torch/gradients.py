@@ -1,5 +1,6 @@
 """The derivatives of operators, as calls of other operators of the dispatcher: backwards by kernels, rules, formulas,
-and the products that the derivatives of a product are (aotops/formula.py)."""
+and the products that the derivatives of a product are (aotops/formula.py). All of them are compositions of operators,
+so that derivatives of any order follow."""
 
 from __future__ import annotations
 
@@ -12,12 +13,14 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from aotops import formula
-from aotops.op import Attr, Op, Rule
+from aotops.op import Attr, Op
+from aotops.spec import check_devices
 
 from ..torch_schema import mask
-from . import mathematics, overwrite, private
+from . import overwrite, private
+from .mathematics import MATHEMATICS, Mathematics
 from .registered import dispatched, namespaces
-from .tensors import DTYPES, PLAIN_TYPES, Tensors, check_devices, results_of, specs_of
+from .tensors import DTYPES, PLAIN_TYPES, Tensors, results_of, specs_of
 
 
 def run_backward(op: Op, attrs: tuple[Attr, ...], saved: Tensors, grads: Tensors, needed: Sequence[bool], ctx: Any):
@@ -25,9 +28,13 @@ def run_backward(op: Op, attrs: tuple[Attr, ...], saved: Tensors, grads: Tensors
     if not any(needed):
         return (None,) * len(needed)
     if op.rule is not None:
-        return run_rule(op, op.rule, attrs, saved, grads, needed)
+        named = dict(zip(op.attrs, attrs, strict=True)) | dict(zip(op.saved, saved, strict=True))
+        named |= zip((f"d{y}" for y in op.outputs), grads, strict=True)
+        gradients = op.rule(op, namespaces[op.library], named)
+        return tuple(gradient if need else None for gradient, need in zip(gradients, needed, strict=True))
     backward = op.backward
-    assert backward is not None
+    if backward is None:
+        raise NotImplementedError(f"{op.name} has no derivative")
     given = dict(zip((f"d{y}" for y in op.outputs), grads, strict=True)) | dict(zip(op.saved, saved, strict=True))
     if torch.is_grad_enabled() or has_tangents(grads):
         given |= _replaced(op, ctx)
@@ -70,19 +77,13 @@ def _replaced(op: Op, ctx: Any) -> dict[str, Tensor]:
     return replaced
 
 
-def run_rule(op: Op, rule: Rule, attrs: tuple[Attr, ...], saved: Tensors, grads: Tensors, needed: Sequence[bool]):
-    named = dict(zip(op.attrs, attrs, strict=True)) | dict(zip(op.saved, saved, strict=True))
-    named |= zip((f"d{y}" for y in op.outputs), grads, strict=True)
-    gradients = rule(op, namespaces[op.library], named)
-    return tuple(gradient if need else None for gradient, need in zip(gradients, needed, strict=True))
-
-
 def composed(op: Op, attrs: tuple[Attr, ...], inputs: Tensors) -> list[Tensor]:
     """The results by the operator's formula, which torch differentiates; residuals, which have no derivative, by the
     operator itself."""
-    check_devices(op, inputs)
-    dtypes = {y: DTYPES[spec.dtype] for y, spec in specs_of(op, attrs, inputs).items()}
-    found = mathematics.composed(op, attrs, inputs, namespaces[op.library], dtypes)
+    check_devices(op.name, op.inputs, inputs)
+    specs = specs_of(op, attrs, inputs)
+    values = formula.compose(Mathematics(namespaces[op.library]), op, attrs, inputs)
+    found = {y: value.to(DTYPES[specs[y].dtype]) for y, value in zip(op.composed, values, strict=True)}
     if op.residuals:
         constants = [t if t is None else forward_ad.unpack_dual(t).primal.detach() for t in inputs]
         found = dict(zip(op.results, results_of(dispatched[op](*constants, *attrs)), strict=True)) | found
@@ -95,56 +96,58 @@ def tangents_of_product(
     """By name, the tangents of the results of a bilinear operator, or of its backward, where they are not zero."""
     named = {slot: t for slot, t in zip(op.inputs, saved, strict=True) if t is not None}
     given = {slot: t for slot, t in zip(op.inputs, tangents, strict=True) if t is not None}
-    run, m = mathematics.runner(dispatched, attrs), mathematics.MATHEMATICS
     if op is not forward:
-        return formula.backward_tangents(m, run, forward, named, given, names)
-    return {op.outputs[0]: formula.bilinear_tangent(m, run, op, named, given)}
+        return formula.backward_tangents(MATHEMATICS, _runner(attrs), forward, named, given, names)
+    return {op.outputs[0]: formula.bilinear_tangent(MATHEMATICS, _runner(attrs), op, named, given)}
+
+
+def _runner(attrs: Sequence[Attr]) -> formula.Run:
+    """Runs operators of the dispatcher, with these attributes."""
+
+    def run(op: Op, named: Mapping[str, Tensor], wanted: Container[str]) -> dict[str, Tensor]:
+        results = dispatched[op](*(named.get(slot) for slot in op.inputs), *attrs, *mask(op, wanted))
+        return dict(zip(op.results, results_of(results), strict=True))
+
+    return run
 
 
 def gradient_of_backward(
     op: Op, forward: Op, attrs: tuple[Attr, ...], saved: Tensors, grads: Tensors, needed: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
     """One gradient, or None, for each input of a backward."""
-    if op is not forward and formula.is_bilinear(forward, attrs):
-        return _gradient_of_products(op, forward, attrs, saved, grads, needed)
-    if op is not forward and op.formula is not None:
-        return _gradient_of_formula(op, attrs, saved, grads, needed)
-    once = f": {forward.name} can be differentiated once" if forward is not op else ""
-    raise NotImplementedError(f"{op.name} has no derivative{once}")
-
-
-def _gradient_of_products(
-    op: Op, forward: Op, attrs: tuple[Attr, ...], saved: Tensors, grads: Tensors, needed: Sequence[bool]
-) -> tuple[Tensor | None, ...]:
+    is_product = op is not forward and formula.is_bilinear(forward, attrs)
+    if not is_product and (op is forward or op.formula is None):
+        once = f": {forward.name} can be differentiated once" if forward is not op else ""
+        raise NotImplementedError(f"{op.name} has no derivative{once}")
     named = {slot: t for slot, t in zip(op.inputs, saved, strict=True) if t is not None}
     given = {y: t for y, t in zip(op.results, grads, strict=True) if t is not None}
-    wanted = {slot for slot, need in zip(op.inputs, needed, strict=True) if need}
-    run = mathematics.runner(dispatched, attrs)
-    found = formula.backward_cotangents(mathematics.MATHEMATICS, run, forward, named, given, wanted)
+    wanted = [slot for slot, need in zip(op.inputs, needed, strict=True) if need]
+    if is_product:
+        found = formula.backward_cotangents(MATHEMATICS, _runner(attrs), forward, named, given, wanted)
+    else:
+        found = _gradients_of_formula(op, attrs, named, given, wanted)
     return tuple(found.get(slot) for slot in op.inputs)
+
+
+def _gradients_of_formula(
+    op: Op, attrs: tuple[Attr, ...], named: Mapping[str, Tensor], given: Mapping[str, Tensor], wanted: Sequence[str]
+) -> dict[str, Tensor]:
+    if not given:
+        return {}
+
+    def of_wanted(*tensors: Tensor) -> tuple[Tensor, ...]:
+        inputs = {**named, **dict(zip(wanted, tensors, strict=True))}
+        results = composed(op, attrs, tuple(inputs.get(slot) for slot in op.inputs))
+        found = dict(zip(op.results, results, strict=True))
+        return tuple(found[y] for y in given)
+
+    _, gradient = torch.func.vjp(of_wanted, *(named[slot] for slot in wanted))
+    return dict(zip(wanted, gradient(tuple(given.values())), strict=True))
 
 
 def all_tensors(inputs: Tensors) -> bool:
     """Whether none is of a subclass, such as DTensor, that ``torch.func`` does not take."""
     return all(t is None or type(t) in PLAIN_TYPES for t in inputs)
-
-
-def _gradient_of_formula(
-    op: Op, attrs: tuple[Attr, ...], saved: Tensors, grads: Tensors, needed: Sequence[bool]
-) -> tuple[Tensor | None, ...]:
-    moved = [i for i, need in enumerate(needed) if need]
-    given = {i: dy for i, dy in enumerate(grads) if dy is not None}
-    if not given:
-        return (None,) * len(saved)
-
-    def of_moved(*tensors: Tensor) -> tuple[Tensor, ...]:
-        inputs = dict(enumerate(saved)) | dict(zip(moved, tensors, strict=True))
-        results = composed(op, attrs, tuple(inputs.values()))
-        return tuple(results[i] for i in given)
-
-    _, gradient = torch.func.vjp(of_moved, *(saved[i] for i in moved))
-    found = dict(zip(moved, gradient(tuple(given.values())), strict=True))
-    return tuple(found.get(i) for i in range(len(saved)))
 
 
 @contextlib.contextmanager

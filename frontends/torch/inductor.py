@@ -31,9 +31,10 @@ from aotops.formula import fuse, fused, is_bilinear
 from aotops.op import Op
 
 from ..imports import after_import
-from ..torch_schema import wanted as names_of_wanted
+from ..torch_schema import splitter
 from . import private
 from .mathematics import MATHEMATICS as m
+from .tensors import packed
 
 # ------------------------------------------------------------------------------------------------------ decompositions
 # Functions of an operator's arguments, which return its results, or NotImplemented for a call that the kernel serves.
@@ -60,10 +61,10 @@ _AS_IT_IS = ContextVar("as_it_is", default=False)
 
 
 def _of_products(op: Op, forward: Op, overload: Any, formula: Callable[..., Any]) -> Callable[..., Any]:
-    n, end = len(op.inputs), len(op.inputs) + len(op.attrs)
+    split = splitter(op)
 
     def of_products(*args):
-        inputs, attrs = args[:n], args[n:end]
+        inputs, attrs, wanted = split(args)
         if _AS_IT_IS.get() or not _fuses_products(inputs[0]):
             return NotImplemented
         named = {slot: t for slot, t in zip(op.inputs, inputs, strict=True) if t is not None}
@@ -72,7 +73,7 @@ def _of_products(op: Op, forward: Op, overload: Any, formula: Callable[..., Any]
         elif not is_bilinear(op, attrs) and _has_fused_kernel(*(named[slot] for slot in op.bilinear)):
             return _by_fused_kernel(op, overload, formula, args) if op.residuals else NotImplemented
         results = fuse(formula, m, op, attrs, named)
-        return results if results is NotImplemented else _packed(op, args[end:], results)
+        return results if results is NotImplemented else _packed(op, wanted, results)
 
     return of_products
 
@@ -88,11 +89,9 @@ def _by_fused_kernel(op: Op, overload: Any, formula: Callable[..., Any], args: S
     return y, *kept
 
 
-def _packed(op: Op, mask: Sequence[Any], results: Iterable[Any]) -> Any:
+def _packed(op: Op, wanted: Sequence[str], results: Iterable[Any]) -> Any:
     """The results as the operator returns them: None where they are not wanted."""
-    names = names_of_wanted(op, mask)
-    found = tuple(y if name in names else None for name, y in zip(op.results, results, strict=True))
-    return found[0] if len(found) == 1 else found
+    return packed([y if name in wanted else None for name, y in zip(op.results, results, strict=True)])
 
 
 def _without_instead(op: Op, forward: Op, overload: Any) -> Callable[..., Any]:
@@ -100,13 +99,13 @@ def _without_instead(op: Op, forward: Op, overload: Any) -> Callable[..., Any]:
 
     Not where saved tensors are not donated to the backward: then it may run again, and must not be compiled to write
     over the residual. Inductor's cache of compiled graphs does not know this setting, and so the graph must differ."""
-    n, end = len(op.inputs), len(op.inputs) + len(op.attrs)
+    split = splitter(op)
 
     def on_residuals(*args):
         if not private.donates_buffers():
             return NotImplemented
         given = list(args)
-        for slot, residual in _places(op, forward, args[n:end]):
+        for slot, residual in _places(op, forward.replaced(split(args)[1])):
             if args[residual] is not None:
                 given[slot] = args[residual]
         return NotImplemented if all(a is b for a, b in zip(args, given, strict=True)) else overload(*given)
@@ -114,9 +113,9 @@ def _without_instead(op: Op, forward: Op, overload: Any) -> Callable[..., Any]:
     return on_residuals
 
 
-def _places(op: Op, forward: Op, attrs: Sequence[Any]) -> list[tuple[int, int]]:
+def _places(op: Op, replaced: Mapping[str, str]) -> list[tuple[int, int]]:
     """In a backward, each input of the forward that a residual stands for, and that residual."""
-    return [(op.inputs.index(slot), op.inputs.index(residual)) for slot, residual in forward.replaced(attrs).items()]
+    return [(op.inputs.index(slot), op.inputs.index(residual)) for slot, residual in replaced.items()]
 
 
 def _decomposition(op: Op, forward: Op, overload: Any, composed: Callable[..., Any]) -> Callable[..., Any] | None:
@@ -126,9 +125,13 @@ def _decomposition(op: Op, forward: Op, overload: Any, composed: Callable[..., A
         return _without_instead(op, forward, overload)
     if not op.elementwise or op.formula is None:
         return None
-    n, end = len(op.inputs), len(op.inputs) + len(op.attrs)
+    split = splitter(op)
 
-    return lambda *args: _packed(op, args[end:], composed(op, args[n:end], args[:n]))
+    def decomposed(*args):
+        inputs, attrs, wanted = split(args)
+        return _packed(op, wanted, composed(op, attrs, inputs))
+
+    return decomposed
 
 
 # ----------------------------------------------------------------------------------------------------------- lowerings
@@ -150,13 +153,12 @@ def _overwriting(lowering: ModuleType, one: Operator) -> Callable[..., Any]:
     op, allocating = one.op, lowering.lowerings[one.overload]
     in_place = lowering.fallback_handler(one.overwriting, add_to_fallback_set=False)
     over = {y: op.inputs.index(slot) for y, slot in op.overwrites.items()}
-    instead = one.forward.instead.items() if op is not one.forward else ()
-    absent = {op.inputs.index(slot): op.inputs.index(residual) for slot, residual in instead}
-    n, end = len(op.inputs), len(op.inputs) + len(op.attrs)
+    absent = dict(_places(op, one.forward.instead)) if op is not one.forward else {}
+    split = splitter(op)
 
     def may_overwrite(graph: Any) -> bool:
         node = graph.current_node
-        if not one.forward.replaced(node.args[n:end]):
+        if not one.forward.replaced(split(node.args)[1]):
             return False
         on_residuals = all(node.args[slot] is node.args[residual] for slot, residual in absent.items())
         return on_residuals and not graph.cpp_wrapper and all(_is_only_used_by(node, at, graph) for at in over.values())

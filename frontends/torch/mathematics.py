@@ -1,21 +1,12 @@
-"""Derivatives that no kernel computes, of operators of the dispatcher.
-
-They are the formulas of the definitions, which torch differentiates, and the products that the derivatives of a product
-are (aotops/formula.py). All of them are compositions of operators, so that derivatives of any order follow.
-"""
+"""The mathematics that formulas of operators are made of, in torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from aotops import formula
-from aotops.op import Attr, Op
-
-from ..torch_schema import mask
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -77,25 +68,6 @@ class Mathematics:
     @staticmethod
     def matmul(a: Tensor, b: Tensor, transpose_a: bool = False, transpose_b: bool = False) -> Tensor:
         return (a.mT if transpose_a else a) @ (b.mT if transpose_b else b)
-
-
-def composed(
-    op: Op, attrs: Sequence[Attr], inputs: Sequence[Tensor | None], ops: Any, dtypes: Mapping[str, torch.dtype]
-):
-    """By name, the outputs of an operator's formula. ``ops``: the functions of its library. ``dtypes``: of its
-    outputs."""
-    outputs = formula.compose(Mathematics(ops), op, attrs, inputs)
-    return {y: value.to(dtypes[y]) for y, value in zip(op.composed, outputs, strict=True)}
-
-
-def runner(dispatched: Mapping[Op, Callable[..., Any]], attrs: Sequence[Attr]) -> formula.Run:
-    """Runs operators of the dispatcher, with these attributes."""
-
-    def run(op: Op, named: Mapping[str, Tensor], wanted: Container[str]) -> dict[str, Tensor]:
-        results = dispatched[op](*(named.get(slot) for slot in op.inputs), *attrs, *mask(op, wanted))
-        return dict(zip(op.results, results if isinstance(results, (tuple, list)) else (results,), strict=True))
-
-    return run
 
 
 MATHEMATICS = Mathematics(None)

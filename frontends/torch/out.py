@@ -28,18 +28,16 @@ def write(op: Op, out: Tensor, inputs: Tensors, attrs: tuple[Any, ...]) -> bool:
 
 
 def _writes_directly(op: Op, out: Tensor, inputs: Tensors, attrs: tuple[Any, ...]) -> bool:
-    if is_plain is None or not is_plain(out) or not out.is_contiguous():
-        return False
-    if out.is_inference() != torch.is_inference_mode_enabled():
-        return False
     given = [t for t in inputs if t is not None]
-    if op.alias or op.foreign is not None or not all(isinstance(t, Tensor) for t in given) or not is_plain(*given):
+    if op.alias or op.foreign is not None or not given or not all(isinstance(t, Tensor) for t in given):
         return False
-    if not given or (op.autocast and torch.is_autocast_enabled(out.device.type)):
+    if is_plain is None or not is_plain(out, *given) or out.is_inference() != torch.is_inference_mode_enabled():
         return False
-    if any(not t.is_contiguous() or t.device != out.device for t in given):
+    if any(not t.is_contiguous() or t.device != out.device for t in (out, *given)):
         return False
-    if any(t.shape != given[0].shape for t in given) if op.broadcast else False:
+    if (op.autocast and torch.is_autocast_enabled(out.device.type)) or (
+        op.broadcast and any(t.shape != given[0].shape for t in given)
+    ):
         return False
     try:
         spec = infer(op, op.canonical(attrs), tuple(map(spec_of, inputs)), out.device.type)[op.outputs[0]]

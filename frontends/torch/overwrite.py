@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from . import private
-from .call import Saved
 
 FROM = 1 << 20
 """Bytes from which a saved tensor is worth these checks, of some microseconds."""
@@ -91,6 +90,3 @@ def _references_of_backward(times: int) -> tuple[int, int, int, int]:
     with torch.enable_grad():
         Probe.apply(torch.zeros((), requires_grad=True)).backward()
     return found[0]
-
-
-SAVED = Saved(may_overwrite if private.CAN_OVERWRITE else None, FROM, private.saved_tensor_hooks, drop_inputs)

@@ -26,7 +26,7 @@ from aotops.op import Op
 from aotops.sharding import Axis, sharding
 
 from ..imports import after_import
-from ..torch_schema import maskable, wanted
+from ..torch_schema import maskable, splitter
 from . import private
 from .mathematics import Mathematics
 from .tensors import results_of
@@ -44,26 +44,21 @@ def register(operators: Iterable[tuple[Op, Op, Any]]) -> None:
 
 def _register(operators: Sequence[tuple[Op, Op, Any]]) -> None:
     try:
-        _register_with_dtensor(operators)
-    except Exception as error:  # DTensor must work: without the strategies it refuses what it does not know
-        warnings.warn(f"aotops: DTensor of torch {torch.__version__} took no strategies: {error!r}", stacklevel=2)
-
-
-def _register_with_dtensor(operators: Sequence[tuple[Op, Op, Any]]) -> None:
-    try:
         from torch.distributed.tensor.experimental import register_sharding
 
         dispatcher, schema_info = private.dtensor_dispatcher()
+        for op, forward, overload in operators:
+            register_sharding(overload)(partial(_strategies, op))
+            # Every argument decides on the strategy. By itself register_sharding would have DTensor look up a kept one
+            # by tensors, and by attributes from the first integer on.
+            lists = any(kind.endswith("[]") for kind in op.attrs.values()) or bool(maskable(op))
+            dispatcher.sharding_propagator.op_to_schema_info[overload] = schema_info(0, needs_pytree=lists)
+            if op.parts is not None:
+                dispatcher._custom_op_handlers[overload] = partial(_of_parts, op, forward)
     except ImportError:  # before torch 2.5
         return
-    for op, forward, overload in operators:
-        register_sharding(overload)(partial(_strategies, op))
-        # Every argument decides on the strategy. By itself register_sharding would have DTensor look up a kept one by
-        # tensors, and by attributes from the first integer on.
-        lists = any(kind.endswith("[]") for kind in op.attrs.values()) or bool(maskable(op))
-        dispatcher.sharding_propagator.op_to_schema_info[overload] = schema_info(0, needs_pytree=lists)
-        if op.parts is not None:
-            dispatcher._custom_op_handlers[overload] = partial(_of_parts, op, forward)
+    except Exception as error:  # DTensor must work: without the strategies it refuses what it does not know
+        warnings.warn(f"aotops: DTensor of torch {torch.__version__} took no strategies: {error!r}", stacklevel=2)
 
 
 # ---------------------------------------------------------------------------------------------------------- strategies
@@ -75,15 +70,13 @@ Strategy = tuple[Placements, Placements]
 
 def _strategies(op: Op, *args: Any) -> list[Strategy]:
     """Each way to split a call, whose tensors are specs."""
-    n, end = len(op.inputs), len(op.inputs) + len(op.attrs)
-    attrs = tuple(tuple(a) if isinstance(a, list) else a for a in args[n:end])
-    names, others = wanted(op, args[end:]), len(args) - n
-    shapes = [None if spec is None else tuple(spec.shape) for spec in args[:n]]
+    specs, attrs, names = splitter(op)(args)
+    shapes = [None if spec is None else tuple(spec.shape) for spec in specs]
     found = sharding(op, attrs, shapes)
     axes = found.axes if found else ()
     given = {slot for slot, shape in zip(op.inputs, shapes, strict=True) if shape is not None}
     strategies = [_strategy(op, given, names, None), *(_strategy(op, given, names, axis) for axis in axes)]
-    return [(outputs, inputs + [None] * others) for outputs, inputs in strategies]
+    return [(outputs, inputs + [None] * (len(args) - len(specs))) for outputs, inputs in strategies]
 
 
 def _strategy(op: Op, given: Container[str], names: Container[str], axis: Axis | None) -> Strategy:
@@ -153,8 +146,8 @@ def _of_parts(op: Op, forward: Op, overload: Any, args: Sequence[Any], kwargs: A
     """The results of a call whose axes may be split as the tensor with most elements is."""
     from torch.distributed.tensor import DTensor, Shard
 
-    n, end = len(op.inputs), len(op.inputs) + len(op.attrs)
-    inputs, attrs = dict(zip(op.inputs, args[:n], strict=True)), args[n:end]
+    tensors, attrs, _ = splitter(op)(args)
+    inputs, rest = dict(zip(op.inputs, tensors, strict=True)), args[len(tensors) + len(attrs) :]
     _check_distributed(op, inputs)
     wholes = results_of(_on_meta(overload, *args))
     stated = sharding(op, attrs, [None if t is None else tuple(t.shape) for t in inputs.values()], composed=True)
@@ -178,7 +171,7 @@ def _of_parts(op: Op, forward: Op, overload: Any, args: Sequence[Any], kwargs: A
 
         def run(**named: Any) -> Any:
             given = dict(zip(op.attrs, attrs, strict=True)) | parts | named
-            return overload(*(given[name] for name in (*op.inputs, *op.attrs)), *args[end:])
+            return overload(*(given[name] for name in (*op.inputs, *op.attrs)), *rest)
 
         if any(axis is not None and axis.composed for axis in axes):
             results = tuple(compose_part(_Part(mesh, axes, run), op, attrs, list(parts.values())))

@@ -7,7 +7,7 @@ results for other devices than a kernel's (fake, meta), and before torch 2.10 th
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from aotops.call import tensors as launcher
 from aotops.infer import UNKNOWN_DIM, infer, infer_symbolic
 from aotops.op import Attr, Op
 from aotops.spec import DTYPES as NAMES
-from aotops.spec import TensorSpec
+from aotops.spec import TensorSpec, check_devices
 
 from . import call, gate, private
 
@@ -74,14 +74,6 @@ def _hint(dim: Any) -> int:
     return dim.node.hint if dim.node.has_hint() else UNKNOWN_DIM
 
 
-def check_devices(op: Op, inputs: Tensors) -> None:
-    given = [(slot, t) for slot, t in zip(op.inputs, inputs, strict=True) if t is not None]
-    first, device = given[0][0], given[0][1].device
-    for slot, t in given:
-        if t.device != device:
-            raise ValueError(f"{op.name}: {slot} is on {t.device}, expected {device}, the device of {first}")
-
-
 def all_given(inputs: Tensors) -> bool:
     return all(t is not None for t in inputs)
 
@@ -119,14 +111,12 @@ def prototypes(op: Op, attrs: tuple[Attr, ...], *inputs: Any) -> tuple[Tensor | 
         specs = infer(op, attrs, tuple(map(spec_of, inputs)), inputs[0].device.type)
     except (TypeError, ValueError):
         return None
-    arguments = {name: empty_arguments(specs[name]) for name in op.entry_outputs if name not in op.same_spec_as}
-    for one in arguments.values():
-        one["stride"] = (0,) * len(one["size"])
     device = inputs[0].device
-    return tuple(
-        torch.empty_strided(**arguments[name], device=device) if name in arguments else None
-        for name in op.entry_outputs
-    )
+
+    def one(spec: TensorSpec) -> Tensor:
+        return torch.empty_strided(**empty_arguments(spec), stride=(0,) * len(spec.shape), device=device)
+
+    return tuple(None if name in op.same_spec_as else one(specs[name]) for name in op.entry_outputs)
 
 
 # ------------------------------------------------------------------------------------------------------------- results
@@ -147,11 +137,6 @@ def public_outputs(op: Op, written: Sequence[Tensor]):
     return packed(written[: len(op.outputs)])
 
 
-def attributes(args: Iterable[Any]) -> tuple[Any, ...]:
-    """Attributes as the definitions have them: the dispatcher passes lists."""
-    return tuple(tuple(a) if isinstance(a, list) else a for a in args)
-
-
 # ------------------------------------------------------------------------------------------------------------- running
 
 
@@ -164,7 +149,7 @@ def run(
     names |= {y for y in op.outputs if y not in op.optional}
     device = inputs[0].device
     written = _written(op, attrs, device.type, tuple([None if t is None else (t.shape, t.dtype) for t in inputs]))
-    check_devices(op, inputs)
+    check_devices(op.name, op.inputs, inputs)
     for slot, t in zip(op.inputs, inputs, strict=True):
         if t is not None and t.numel() and not t.data_ptr():
             raise RuntimeError(f"{op.name}: {slot} has no memory: its storage was freed")

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import struct
+import subprocess
 
 import pytest
 
@@ -21,18 +22,13 @@ def fat_binary(*images: tuple[int, int]) -> bytes:
     return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(body)) + body
 
 
-def elf(**sections: bytes) -> bytes:
-    """A file of these sections."""
-    names = b"\0" + b"".join(f".{name}\0".encode() for name in (*sections, "shstrtab"))
-    parts, heads, at = b"", [bytes(64)], 64
-    for name, content in (*sections.items(), ("shstrtab", names)):
-        heads.append(
-            struct.pack("<IIQQQQIIQQ", names.index(f".{name}\0".encode()), 1, 0, 0, at, len(content), 0, 0, 1, 0)
-        )
-        parts, at = parts + content, at + len(content)
-    n = len(heads)
-    head = struct.pack("<4sBB10xHHIQQQIHHHHHH", b"\x7fELF", 2, 1, 3, 62, 1, 0, 0, at, 0, 64, 0, 0, 64, n, n - 1)
-    return head + parts + b"".join(heads)
+def elf(file, *options, **sections: bytes) -> None:
+    """Writes a shared library with these sections, and two symbols of entries."""
+    source = "aot_add_cpu: aot_add_cpu_avx2: .byte 0\n"
+    for name, content in sections.items():
+        source += f".section .{name}\n.byte {','.join(map(str, content))}\n"
+    command = ["gcc", "-shared", "-nostdlib", "-x", "assembler", "-", "-o", str(file), *options]
+    subprocess.run(command, input=source, text=True, check=True)
 
 
 @pytest.fixture
@@ -78,19 +74,19 @@ def test_no_framework_is_imported(python):
 def test_architectures_of_fat_binaries(tmp_path):
     file = tmp_path / "lib.so"
     first, second = fat_binary((2, 80), (2, 90), (1, 90)), fat_binary((2, 80), (2, 120))
-    file.write_bytes(elf(text=b"code", nv_fatbin=first + bytes(8) + second))
+    elf(file, nv_fatbin=first + bytes(8) + second)
     assert info.architectures(file) == ["sm_80", "sm_90", "compute_90", "sm_120"]
-    file.write_bytes(elf(text=b"code"))
+    elf(file)
     assert info.architectures(file) == []
 
 
 def test_instruction_sets_of_a_library(tmp_path):
     file = tmp_path / "lib.so"
-    file.write_bytes(elf(symtab=b"", strtab=b"\0aot_add_cpu\0aot_add_cpu_avx2\0"))
+    elf(file)
     assert info._built_isas(file) == ["baseline", "avx2"]
     assert info._in_use("avx512", ["baseline", "avx2"]) == "avx2"
     assert info._in_use("baseline", ["baseline", "avx2"]) == "baseline"
-    file.write_bytes(elf(strtab=b"\0aot_add_cpu_avx2\0"))
+    elf(file, "-s")
     assert info._built_isas(file) is None
     assert info._in_use("avx512", None) is None
 

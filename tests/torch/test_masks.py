@@ -14,7 +14,7 @@ from torch.autograd import gradcheck, gradgradcheck  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from aotops.frontends import torch as ours  # noqa: E402
-from aotops.frontends.torch_schema import maskable, schema, wanted  # noqa: E402
+from aotops.frontends.torch_schema import maskable, schema, splitter  # noqa: E402
 from aotops.ops import OPS  # noqa: E402
 
 MASKED = {op.backward.name: op for op in OPS.values() if op.backward and maskable(op.backward)}
@@ -45,7 +45,7 @@ class Calls(TorchDispatchMode):
 
 def wanted_of(name, args):
     backward = MASKED[name].backward
-    return [*wanted(backward, args[len(backward.inputs) + len(backward.attrs) :])]
+    return [*splitter(backward)(args)[2]]
 
 
 def gradients(flags):

@@ -7,14 +7,9 @@ from pathlib import Path
 from aotops import Library, operator
 
 
-@operator(inputs=("dc",), outputs=("da", "db"), alias={"da": "dc", "db": "dc"})
-def add2_backward(dc):
-    return (dc,), ()
-
-
 @operator(
-    inputs=("a", "b"), outputs=("c",), same_spec_as={"c": "a"}, backward=add2_backward, vmappable=("a", "b", "c"),
-    elementwise=True,
+    inputs=("a", "b"), outputs=("c",), same_spec_as={"c": "a"}, vmappable=("a", "b", "c"), elementwise=True,
+    backward={"inputs": ("dc",), "outputs": ("da", "db"), "alias": {"da": "dc", "db": "dc"}},
 )  # fmt: skip
 def add2(a, b):
     """``a + b``, of two tensors of one shape and dtype."""

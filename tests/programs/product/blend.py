@@ -26,26 +26,11 @@ def _fused_backward(m, dy, x, weight, factor):
 
 
 @operator(
-    inputs=("dy", "x", "weight"),
-    outputs=("dx", "dweight", "dbias"),
-    shapes={"dbias": lambda call: call.weight[:1]},
-    optional=("dx", "dweight", "dbias"),
-    attrs={"factor": "float"},
-    same_spec_as={"dx": "x", "dweight": "weight"},
-    dims=lambda call: _dims(call) | {"dy": "... o", "dx": "... i", "dweight": "o i", "dbias": "o (i)"},
-    vmappable=("dy", "x", "dx"),
-)
-def blend_backward(dy, x, weight, factor=1.0):
-    return (dy, x, weight), (factor,)
-
-
-@operator(
     inputs=("x", "weight", "bias"),
     outputs=("y",),
     shapes={"y": lambda call: (*call.x[:-1], call.weight[0])},
     optional=("bias",),
     attrs={"factor": "float"},
-    backward=blend_backward,
     dims=lambda call: _dims(call) | {"bias": "o", "y": "... o"},
     product=Product(
         factors=("x", "weight"),
@@ -54,6 +39,15 @@ def blend_backward(dy, x, weight, factor=1.0):
         fused_backward=_fused_backward,
     ),
     vmappable=("x", "y"),
+    backward={
+        "inputs": ("dy", "x", "weight"),
+        "outputs": ("dx", "dweight", "dbias"),
+        "shapes": {"dbias": lambda call: call.weight[:1]},
+        "optional": ("dx", "dweight", "dbias"),
+        "same_spec_as": {"dx": "x", "dweight": "weight"},
+        "dims": lambda call: _dims(call) | {"dy": "... o", "dx": "... i", "dweight": "o i", "dbias": "o (i)"},
+        "vmappable": ("dy", "x", "dx"),
+    },
 )
 def blend(x, weight, bias=None, factor=1.0):
     """``factor * (x @ weight.T) + bias``.

@@ -14,27 +14,21 @@ def _backward_formula(m, dy, factor):
 
 
 @operator(
-    inputs=("dy",),
-    outputs=("dx",),
-    attrs={"factor": "float"},
-    same_spec_as={"dx": "dy"},
-    formula=_backward_formula,
-    vmappable=("dy", "dx"),
-    elementwise=True,
-)
-def scale_backward(dy, factor=1.0):
-    return (dy,), (factor,)
-
-
-@operator(
     inputs=("x",),
     outputs=("y",),
     attrs={"factor": "float"},
-    backward=scale_backward,
     same_spec_as={"y": "x"},
     formula=_formula,
     vmappable=("x", "y"),
     elementwise=True,
+    backward={
+        "inputs": ("dy",),
+        "outputs": ("dx",),
+        "same_spec_as": {"dx": "dy"},
+        "formula": _backward_formula,
+        "vmappable": ("dy", "dx"),
+        "elementwise": True,
+    },
 )
 def scale(x, factor=1.0):
     """``x * factor``.

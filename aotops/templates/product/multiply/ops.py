@@ -8,23 +8,18 @@ from aotops import Product, operator
 
 
 @operator(
-    inputs=("dy", "a", "b"),
-    outputs=("da", "db"),
-    optional=("da", "db"),
-    same_spec_as={"da": "a", "db": "b"},
-    dims=lambda call: {"dy": "m n", "a": "m k", "b": "k n", "da": "m k", "db": "k n"},
-)
-def multiply_backward(dy, a, b):
-    return (dy, a, b), ()
-
-
-@operator(
     inputs=("a", "b"),
     outputs=("y",),
     shapes={"y": lambda call: (call.a[0], call.b[1])},
-    backward=multiply_backward,
     product=Product(("a", "b"), flops=lambda call: 2 * prod(call.a) * call.b[1]),
     dims=lambda call: {"a": "m k", "b": "k n", "y": "m n"},
+    backward={
+        "inputs": ("dy", "a", "b"),
+        "outputs": ("da", "db"),
+        "optional": ("da", "db"),
+        "same_spec_as": {"da": "a", "db": "b"},
+        "dims": lambda call: {"dy": "m n", "a": "m k", "b": "k n", "da": "m k", "db": "k n"},
+    },
 )
 def multiply(a, b):
     """The matrix product ``a @ b``.

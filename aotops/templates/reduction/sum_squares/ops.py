@@ -14,27 +14,22 @@ def _backward_formula(m, dy, x):
 
 
 @operator(
-    inputs=("dy", "x"),
-    outputs=("dx",),
-    same_spec_as={"dx": "x"},
-    formula=_backward_formula,
-    dims=lambda call: {"dy": "...", "x": "... n", "dx": "... n"},
-    vmappable=("dy", "x", "dx"),
-    min_rank=1,
-)
-def sum_squares_backward(dy, x):
-    return (dy, x), ()
-
-
-@operator(
     inputs=("x",),
     outputs=("y",),
     shapes={"y": lambda call: call.x[:-1]},
-    backward=sum_squares_backward,
     formula=_formula,
     dims=lambda call: {"x": "... n", "y": "..."},
     vmappable=("x", "y"),
     min_rank=1,
+    backward={
+        "inputs": ("dy", "x"),
+        "outputs": ("dx",),
+        "same_spec_as": {"dx": "x"},
+        "formula": _backward_formula,
+        "dims": lambda call: {"dy": "...", "x": "... n", "dx": "... n"},
+        "vmappable": ("dy", "x", "dx"),
+        "min_rank": 1,
+    },
 )
 def sum_squares(x):
     """``sum(x * x)`` along the last axis.

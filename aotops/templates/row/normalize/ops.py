@@ -22,29 +22,23 @@ def _row(x):
 
 
 @operator(
-    inputs=("dy", "x"),
-    outputs=("dx",),
-    attrs={"eps": "float"},
-    same_spec_as={"dx": "x"},
-    formula=_backward_formula,
-    dims=lambda call: {"dy": "... N", "x": "... N", "dx": "... N"},
-    vmappable=("dy", "x", "dx"),
-    min_rank=1,
-)
-def normalize_backward(dy, x, eps=1e-6):
-    return (dy, x), (eps,)
-
-
-@operator(
     inputs=("x",),
     outputs=("y",),
     attrs={"eps": "float"},
-    backward=normalize_backward,
     same_spec_as={"y": "x"},
     formula=_formula,
     dims=lambda call: {"x": "... N", "y": "... N"},
     vmappable=("x", "y"),
     min_rank=1,
+    backward={
+        "inputs": ("dy", "x"),
+        "outputs": ("dx",),
+        "same_spec_as": {"dx": "x"},
+        "formula": _backward_formula,
+        "dims": lambda call: {"dy": "... N", "x": "... N", "dx": "... N"},
+        "vmappable": ("dy", "x", "dx"),
+        "min_rank": 1,
+    },
 )
 def normalize(x, eps=1e-6):
     """``x / sqrt(sum(x * x) + eps)`` along the last axis.
