@@ -52,7 +52,10 @@ MARCH_avx2   := -march=x86-64-v3
 # GCC 12 warns of its own intrinsics (GCC bug 105593).
 MARCH_avx512 := -march=x86-64-v4 -mprefer-vector-width=512 -Wno-maybe-uninitialized
 
-OBJECTS := $(HOST:cuda_src/%=build/%.o) $(CUDA:cuda_src/%=build/%.o) \
+# Exports of the operators for tvm-ffi, made of the sources' entries.
+TVM_FFI := build/tvm_ffi_functions.cpp
+
+OBJECTS := $(TVM_FFI).o $(HOST:cuda_src/%=build/%.o) $(CUDA:cuda_src/%=build/%.o) \
            $(foreach isa,$(ISAS),$(CPU:cuda_src/%.cpp=build/%.$(isa).o))
 
 WARNINGS  := -Wall -Wextra
@@ -95,7 +98,8 @@ else
 	@$(CXX) -shared -pthread -Wl,$(LDFLAGS),--as-needed $(OBJECTS) -o $@ $(STUBS) -ldl
 endif
 
-$(RUNTIME): $(addprefix build/runtime/,error.cpp.o extra.cpp.o cpu/fork.cpp.o cpu/threads.cpp.o)
+$(RUNTIME): $(addprefix build/runtime/,error.cpp.o extra.cpp.o cpu/fork.cpp.o cpu/threads.cpp.o \
+  host/text_extra_old.cpp.o host/tvm_ffi.cpp.o)
 	@echo "ar   $@"
 	@mkdir -p $(@D) && rm -f $@
 	@$(AR) rcs $@ $^
@@ -111,6 +115,9 @@ TORCH_TABLE := build/torch_table.inc
 $(TORCH_TABLE): packaging/torch_table.py frontends/torch_schema.py aotops/op.py $(wildcard aotops/ops/*.py) | build
 	@$(PYTHON) $< >$@.new && mv $@.new $@
 
+$(TVM_FFI): aotops/tvm_ffi.py $(CPU) $(CUDA) | build
+	@$(PYTHON) $^ >$@.new && mv $@.new $@
+
 # rule: compiles sources to objects with a suffix in a folder, by a compiler, with flags of its own.
 define rule
 $(1)/%.$(2): cuda_src/%.cpp build/flags
@@ -122,6 +129,10 @@ endef
 # variant: the rules of a folder, by a compiler, with flags of its own: objects that are compiled once, and for each
 # instruction set.
 define variant
+$(1)/tvm_ffi_functions.cpp.o: $(TVM_FFI) cuda_src/tvm_ffi.h build/flags
+	@mkdir -p $$(@D)
+	@echo "g++  $$@"
+	@$(2) $$(CXXFLAGS) $(3) -c $$< -o $$@
 $(call rule,$(1),cpp.o,$(2),$(3))
 $(foreach isa,$(ISAS),$(call rule,$(1),$(isa).o,$(2),$(3) $(MARCH_$(isa)) -DAOT_ISA=$(isa)))
 $(1)/extra.cpp.o: CXXFLAGS += -D_GLIBCXX_USE_CXX11_ABI=0
@@ -133,6 +144,11 @@ $(eval $(call variant,build,$$(CXX)))
 $(eval $(call variant,build/runtime,$$(CXX),-UAOT_VERSION))
 $(eval $(call variant,$(ASAN),$$(CXX),$$(ASAN_FLAGS)))
 $(eval $(call variant,$(AARCH64),$$(AARCH64_CXX)))
+
+build/tvm_ffi_functions.cpp.o: build/targets
+ifneq ($(NVCC),)
+build/tvm_ffi_functions.cpp.o: CXXFLAGS += -DAOT_TVM_FFI_CUDA
+endif
 
 # nvcc knows where CUDA's headers are.
 build/host/device.cpp.o: build/targets
@@ -206,7 +222,7 @@ ASAN_FLAGS   := -O1 -g1 -fsanitize=address,undefined -fno-sanitize=vptr -fno-san
 # A higher level than the processor's would run as the best that it has.
 ASAN_ISAS    ?= $(filter baseline $(if $(shell grep -w avx2 /proc/cpuinfo),avx2) \
                 $(if $(shell grep -w avx512f /proc/cpuinfo),avx512),$(ISAS))
-ASAN_OBJECTS := $(HOST:cuda_src/%=$(ASAN)/%.o) $(foreach isa,$(ASAN_ISAS),$(CPU:cuda_src/%.cpp=$(ASAN)/%.$(isa).o))
+ASAN_OBJECTS := $(ASAN)/tvm_ffi_functions.cpp.o $(HOST:cuda_src/%=$(ASAN)/%.o) $(foreach isa,$(ASAN_ISAS),$(CPU:cuda_src/%.cpp=$(ASAN)/%.$(isa).o))
 ASAN_PRELOAD  = $(shell $(CXX) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libstdc++.so)
 ASAN_TESTS   := $(addprefix tests/,$(addprefix core/test_,convention.py call.py frontends.py hosting.py) arrays/test_numpy.py)
 
@@ -244,7 +260,7 @@ tsan:
 AARCH64_CXX     ?= aarch64-linux-gnu-g++
 AARCH64_CC      ?= aarch64-linux-gnu-gcc
 AARCH64_RUN     ?= qemu-aarch64 -L /usr/aarch64-linux-gnu
-AARCH64_OBJECTS := $(HOST:cuda_src/%=$(AARCH64)/%.o) $(CPU:cuda_src/%.cpp=$(AARCH64)/%.baseline.o)
+AARCH64_OBJECTS := $(AARCH64)/tvm_ffi_functions.cpp.o $(HOST:cuda_src/%=$(AARCH64)/%.o) $(CPU:cuda_src/%.cpp=$(AARCH64)/%.baseline.o)
 
 # With the threads of GCC's OpenMP, and with the library's own.
 aarch64:
@@ -289,7 +305,7 @@ PYTEST_ENVIRONMENT := OMP_NUM_THREADS=$(THREADS) $(addprefix ATEN_CPU_CAPABILITY
 TESTS := AOTOPS_TEST_FRONTENDS=numpy,torch,jax$(if $(GPU),$(comma)cupy) $(PYTEST_ENVIRONMENT) $(VENV)/bin/python $(PYTEST)
 # These try nothing on MindSpore, so the second environment does not repeat them.
 TESTED_ONCE := $(addprefix --ignore=tests/,$(addprefix core/test_,call.py convention.py core.py cpp.py formulas.py info.py \
-               sharding.py xla_layout.py) $(addprefix authors/test_,adding_an_op.py bench.py cli.py compatibility.py \
+               sharding.py tvm_ffi.py xla_layout.py) $(addprefix authors/test_,adding_an_op.py bench.py cli.py compatibility.py \
                compile.py examples.py models.py new.py packaging.py performance_page.py soak.py))
 MS_TESTS := AOTOPS_TEST_FRONTENDS=numpy,mindspore $(PYTEST_ENVIRONMENT) $(MS_VENV)/bin/python $(PYTEST) $(TESTED_ONCE)
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import toolchain
+from . import toolchain, tvm_ffi
 from .compiler import Headers, dependencies, locked, uses_aot
 from .toolchain import CompileError, tell
 
@@ -244,6 +244,7 @@ def _compile_steps(project: _Project, folder: Path) -> Iterator[_Step]:
             yield from _cpu_steps(project, folder, source, include)
         elif compiler:
             yield _cuda_step(project, folder, source, compiler, include)
+    yield _tvm_ffi_step(project, folder, bool(compiler))
     if project.version:
         yield _version_step(project, folder)
 
@@ -275,12 +276,26 @@ def _object_step(
     return _Step(f"compiling {what}", command, output, (source,), output.with_name(output.name + ".json"))
 
 
-def _version_step(project: _Project, folder: Path) -> _Step:
-    """The library's aot_version(), as libaotops.so has one."""
-    file = folder / "version.cpp"
-    text = f'extern "C" const char *aot_version() {{ return "{project.version}"; }}\n'
+def _tvm_ffi_step(project: _Project, folder: Path, cuda: bool) -> _Step:
+    """The functions by which tvm-ffi calls the library's entries."""
+    text = tvm_ffi.functions(source.read_text(errors="replace") for source in project.sources)
+    file = _written(folder / "tvm_ffi.cpp", text)
+    defined = ("-DAOT_TVM_FFI_CUDA",) if cuda else ()
+    command = (*toolchain.cxx().command, "-std=c++17", "-fPIC", *defined, f"-I{toolchain.include_dir()}")
+    output = folder / "tvm_ffi.o"
+    return _Step("compiling tvm_ffi.cpp", (*command, "-c", str(file)), output, (file,), folder / "tvm_ffi.o.json")
+
+
+def _written(file: Path, text: str) -> Path:
     if not file.exists() or file.read_text() != text:
         file.write_text(text)
+    return file
+
+
+def _version_step(project: _Project, folder: Path) -> _Step:
+    """The library's aot_version(), as libaotops.so has one."""
+    text = f'extern "C" const char *aot_version() {{ return "{project.version}"; }}\n'
+    file = _written(folder / "version.cpp", text)
     command = (*toolchain.cxx().command, "-fPIC", "-c", str(file))
     return _Step("compiling version.cpp", command, folder / "version.o", (file,), folder / "version.o.json")
 

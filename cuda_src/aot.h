@@ -4,8 +4,8 @@
 //
 // Parallel arrays describe nparam tensors, inputs first, then outputs. `extra` holds the attributes (extra.h). An entry
 // returns 0, or a Status whose message aot_last_error() returns. Each entry is exported with companions: <entry>Init,
-// which reads the attributes once; MindSpore's <entry>InferShape and <entry>InferType, in C++; and <entry>Infer, the
-// same in plain C.
+// which reads the attributes once; MindSpore's <entry>InferShape and <entry>InferType, in C++; <entry>Infer, the same
+// in plain C; and <entry>Signature, the names of its arguments.
 //
 // An operator is a struct of its slots, attributes and shape inference. All else is generic, and here:
 //
@@ -56,6 +56,18 @@ enum Status : int {
 
 // Stores the message for aot_last_error() (error.cpp) and returns `status`.
 [[gnu::format(printf, 2, 3)]] Status fail(Status status, const char *format, ...) noexcept;
+
+// aot_last_error() of this library, whatever another one in the process exports.
+const char *last_error() noexcept;
+
+// The arguments of an operator: what <entry>Signature returns (error.cpp).
+struct SignatureText {
+  char text[1024];
+  size_t length;
+
+  void add(const char *name, char mark) noexcept;
+  void end(char mark) noexcept;
+};
 
 // The names of the floating dtypes (error.cpp). The call path passes these strings themselves, so that parse_dtype can
 // compare addresses: comparing characters takes a tenth of a small call.
@@ -310,32 +322,42 @@ struct WordsText {
   }
 };
 
-// The attributes of one call, read through `extra`. A getter keeps the default if the attribute is absent.
+// The attributes of one call, read through `extra`. A getter keeps the default if the attribute is absent. With a
+// `signature` there is no call: the getters write down what they would read.
 class Attrs {
  public:
-  Attrs(const char *op, void *extra) : op_(op), extra_(extra) {}
+  Attrs(const char *op, void *extra, SignatureText *signature = nullptr)
+      : op_(op), extra_(extra), signature_(signature) {}
 
   const char *op() const { return op_; }
 
   Status get(const char *name, int64_t *value) const {
+    if (signature_) return signature_->add(name, 'i'), kOk;
     return check(name, "an integer of 64 bits", extra_get_int(extra_, name, value));
   }
   Status get(const char *name, double *value) const {
+    if (signature_) return signature_->add(name, 'f'), kOk;
     return check(name, "a number", extra_get_float(extra_, name, value));
   }
   Status get(const char *name, Number *number) const {
+    if (signature_) return signature_->add(name, 'f'), kOk;
     const int found = extra_get_float(extra_, name, &number->value);
     number->given |= found > 0;
     return check(name, "a number", found);
   }
-  Status get(const char *name, bool *value) const { return check(name, "a bool", extra_get_bool(extra_, name, value)); }
+  Status get(const char *name, bool *value) const {
+    if (signature_) return signature_->add(name, 'b'), kOk;
+    return check(name, "a bool", extra_get_bool(extra_, name, value));
+  }
   Status get(const char *name, Ints *value) const {
+    if (signature_) return signature_->add(name, 'I'), kOk;
     return check(name, "a list of at most 32 integers of 64 bits",
                  extra_get_ints(extra_, name, value->value, kMaxNdim, &value->n));
   }
   // A choice among words: *value becomes the index of the word given.
   template <size_t n>
   Status get(const char *name, const char *const (&words)[n], int *value) const {
+    if (signature_) return signature_->add(name, 's'), kOk;
     char text[32];
     const int found = extra_get_string(extra_, name, text, sizeof text);
     AOT_TRY(check(name, "a short string without NUL", found));
@@ -352,6 +374,7 @@ class Attrs {
   }
   const char *op_;
   void *extra_;
+  SignatureText *signature_;
 };
 
 // The data that an Init stores begins with a mark of its operator, so that an entry can refuse another operator's.
@@ -554,6 +577,27 @@ int infer_outputs(int nparam, const int *ndims, int64_t *const *shapes, const ch
   });
 }
 
+// <entry>Signature: inputs, outputs and attributes, each followed by a mark and a space, each of the three lists ended
+// by
+// ";". Marks of slots: "-", "?" optional, "*" a workspace. Those of attributes, in the order in which init reads them,
+// are the letters of their types (aotops/op.py). Where init refuses to go on without values, "!" takes the place of the
+// last
+// ";": "x- weight? ;y- stats? ;normalized_shapeI epsf ;".
+template <class Op>
+const char *signature() noexcept {
+  static const SignatureText made = [] {
+    SignatureText made = {};
+    for (const Slot &slot : Op::inputs) made.add(slot.name, "-?*"[slot.kind]);
+    made.end(';');
+    for (const Slot &slot : Op::outputs) made.add(slot.name, "-?*"[slot.kind]);
+    made.end(';');
+    Op op;
+    made.end(op.init(Attrs(Op::name, nullptr, &made)) ? '!' : ';');
+    return made;
+  }();
+  return made.text;
+}
+
 // MindSpore's numbers for its dtypes (mindapi/base/type_id.h).
 enum TypeId : int {
   kTypeBool = 30,
@@ -647,6 +691,7 @@ auto one_or_list(std::vector<T> outputs) {
                             void *extra, int *out_ndims, int64_t *out_shapes, const char **out_dtypes) {      \
     return ::aot::infer_outputs<Op>(nparam, ndims, shapes, dtypes, extra, out_ndims, out_shapes, out_dtypes); \
   }                                                                                                           \
+  AOT_API const char *symbol##Signature() { return ::aot::signature<Op>(); }                                  \
   AOT_API auto symbol##InferShape(int *ndims, int64_t **shapes, void *extra) {                                \
     return ::aot::one_or_list<Op>(::aot::infer_shapes<Op>(ndims, shapes, extra));                             \
   }                                                                                                           \

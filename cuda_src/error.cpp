@@ -1,6 +1,7 @@
 // The text of a failed call's error, and the library's version.
 #include <pthread.h>
 
+#include <algorithm>
 #include <cstdarg>
 #include <mutex>
 
@@ -57,16 +58,28 @@ aot::Status aot::fail(Status status, const char *format, ...) noexcept {
   return status;
 }
 
+void aot::SignatureText::add(const char *name, char mark) noexcept {
+  const size_t room = sizeof text - length;
+  const int n = std::snprintf(text + length, room, "%s%c ", name, mark);
+  length += std::min(room - 1, static_cast<size_t>(n));
+}
+
+void aot::SignatureText::end(char mark) noexcept {
+  if (length + 1 < sizeof text) text[length++] = mark, text[length] = 0;
+}
+
 const char aot::kFloat16[] = "float16", aot::kBFloat16[] = "bfloat16", aot::kFloat32[] = "float32",
            aot::kFloat64[] = "float64";
 
 // Returns and clears the calling thread's last error. If it has none, the latest error of any thread.
-AOT_API const char *aot_last_error() {
+const char *aot::last_error() noexcept {
   std::lock_guard<std::mutex> hold(latest_lock);
   std::memcpy(answer, *own ? own : latest, kCapacity);
   *own = 0;
   return answer;
 }
+
+AOT_API const char *aot_last_error() { return aot::last_error(); }
 
 // The runtime of other libraries (aotops/lib/libaot.a) is compiled without a version.
 #ifdef AOT_VERSION

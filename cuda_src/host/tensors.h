@@ -7,6 +7,7 @@
 
 #include "bound_entry.h"
 #include "cpython.h"
+#include "dlpack.h"
 #include "entry_arguments.h"
 
 namespace aot {
@@ -14,15 +15,6 @@ namespace aot {
 constexpr int kMaxSlots = 16;
 
 // DLPack 1.3, DLPackExchangeAPI; https://github.com/dmlc/dlpack
-struct DLTensor {
-  void *data;
-  int32_t device_type, device_id;
-  int32_t ndim;
-  uint8_t code, bits;
-  uint16_t lanes;
-  int64_t *shape, *strides;
-  uint64_t byte_offset;
-};
 struct DLExchange {
   uint32_t major, minor;
   void *previous;
@@ -63,52 +55,12 @@ inline bool is_dlpack(void *object) {
   return type == dlpack.types[0] || type == dlpack.types[1];
 }
 
-inline const char *dlpack_dtype(const DLTensor &t) {
-  if (t.code == 2 && t.bits == 32) return kFloat32;
-  constexpr const char *ints[] = {"int8", "int16", "int32", "int64"},
-                       *uints[] = {"uint8", "uint16", "uint32", "uint64"};
-  int size = t.bits == 8 ? 0 : t.bits == 16 ? 1 : t.bits == 32 ? 2 : 3;
-  switch (t.code) {
-    case 0:
-      return ints[size];
-    case 1:
-      return uints[size];
-    case 2:
-      return t.bits == 64 ? kFloat64 : kFloat16;
-    case 4:
-      return kBFloat16;
-    case 5:
-      return t.bits == 64 ? "complex64" : "complex128";
-    case 6:
-      return "bool";
-    default:
-      return kUnnamedDtype;
-  }
-}
-
 // One slot of an operator.
 struct CallSlot {
   std::string op, name;  // for error texts
   int optional_bit;      // its bit among the optional slots; -1: required
   bool is_output;
   bool accepts_scalar;  // where all elements are one number in memory, the entry accepts it as a tensor without axes
-};
-
-struct Layout {
-  int64_t size = 1;
-  bool contiguous = true;
-  bool one_number = true;  // all strides are 0
-
-  explicit Layout(const DLTensor &t) {
-    for (int k = t.ndim - 1; k >= 0; --k) {
-      const int64_t stride = t.strides ? t.strides[k] : size;
-      if (t.shape[k] != 1) contiguous = contiguous && stride == size, one_number = one_number && stride == 0;
-      size *= t.shape[k];
-    }
-    contiguous = contiguous || size == 0;
-  }
-  // Whether the tensor is passed without axes.
-  bool as_scalar(const CallSlot &slot) const { return !contiguous && one_number && slot.accepts_scalar; }
 };
 
 // The arguments of an entry, as read from Python objects. The errors of its functions are those of aot::fail; where one
@@ -172,7 +124,7 @@ struct Arguments : EntryArguments<kMaxSlots> {
     set(static_cast<char *>(t.data) + t.byte_offset, t.ndim, t.shape, dlpack_dtype(t));
     const Layout layout(t);
     count(layout.size);
-    const bool scalar = layout.as_scalar(slot);
+    const bool scalar = layout.as_scalar(slot.accepts_scalar);
     if (scalar) ndims[n] = 0, shapes[n] = nullptr;
     if (!layout.contiguous && !scalar) return refuse(slot, "is not contiguous");
     if (!t.data && layout.size) return refuse(slot, "has no memory: its storage was freed");
@@ -220,8 +172,6 @@ struct Arguments : EntryArguments<kMaxSlots> {
   Status wrong_device(const CallSlot &slot, const CallSlot &first, bool is_cpu, int id) const;
   int64_t bytes(int i) const;
   const char *slot_name(const CallSlot *slots, int i) const;
-
-  static constexpr int kDLCpu = 1, kDLCuda = 2, kDLCudaHost = 3;
 };
 
 }  // namespace aot

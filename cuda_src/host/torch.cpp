@@ -231,7 +231,7 @@ bool is_accepted(const CallSlot &slot, void *object) {
   DLTensor t;
   if (torch.exchange->read(object, &t)) return PyErr_Clear(), false;
   const Layout layout(t);
-  return layout.contiguous || layout.as_scalar(slot);
+  return layout.contiguous || layout.as_scalar(slot.accepts_scalar);
 }
 
 // Whether the gradient in slot over_output is written over its input. -1: Python's error is set.

@@ -1,12 +1,11 @@
 // One call of an operator by LibTorch's dispatcher: arguments are read from its stack, results allocated, the entry
 // run. What a call returns, strides too, is what the fake kernel of frontends/torch/dispatcher.py says.
 #pragma once
-#include <locale.h>
-
 #include <algorithm>
 #include <functional>
 
 #include "elementwise_strides.h"
+#include "number_text.h"
 #include "torch_abi.h"
 #include "torch_operator.h"
 
@@ -160,6 +159,12 @@ class Invocation {
     call_ = &found->call;
   }
 
+  static double as_double(Value bits) {
+    double number;
+    std::memcpy(&number, &bits, sizeof number);
+    return number;
+  }
+
   // The values in key_, as extra.h reads them.
   std::string attributes_as_text() const {
     std::string text;
@@ -181,24 +186,12 @@ class Invocation {
           for (Value k = 0; k < value; ++k) text += (k ? "," : "") + std::to_string(static_cast<int64_t>(next()));
           break;
         case Kind::number:
-          text += number_as_text(value);
+          text += number_text(as_double(value));
           break;
         default:
           text += std::to_string(static_cast<int64_t>(value));
       }
     }
-    return text;
-  }
-
-  // Every digit of a double, in the C locale.
-  static std::string number_as_text(Value bits) {
-    static const locale_t c = newlocale(LC_ALL_MASK, "C", locale_t{});
-    double number;
-    std::memcpy(&number, &bits, sizeof number);
-    char text[32];
-    const locale_t before = uselocale(c);
-    std::snprintf(text, sizeof text, "%.17g", number + 0.0);  // 0.0 for -0.0
-    uselocale(before);
     return text;
   }
 

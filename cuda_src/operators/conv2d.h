@@ -18,7 +18,6 @@ inline namespace AOT_ISA {
 
 struct Conv2dAttrs : Conv2dParams {
   Status init(const Attrs &attrs) {
-    AOT_TRY(attrs.get("layout", kLayouts, &layout));
     AOT_TRY(get_pair(attrs, "stride", &stride, 1));
     AOT_TRY(get_pair(attrs, "padding", &padding, 0));
     AOT_TRY(get_pair(attrs, "dilation", &dilation, 1));
@@ -26,6 +25,7 @@ struct Conv2dAttrs : Conv2dParams {
     if (groups < 1)
       return fail(kInvalidArgument, "%s: groups is %lld, expected at least 1", attrs.op(),
                   static_cast<long long>(groups));
+    AOT_TRY(attrs.get("layout", kLayouts, &layout));
     return attrs.get("allow_tf32", &allow_tf32);
   }
 
