@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 from fake_gpu import fake_driver
 
-from aotops import toolchain
+from aotops import new, toolchain
 from aotops.build import build
 from aotops.elf import Elf
 from aotops.testing import check
@@ -215,15 +215,13 @@ def test_another_triton_is_refused(monkeypatch, version, pinned, words):
 ENTRIES = "ENTRIES = [add, softmax, dropout, norm, norm_backward, product, attention]"
 
 
-def written(folder: Path, entries: str, archs: str = '"90"', **replaced: str) -> Path:
+def written(folder: Path, entries: str, archs: str) -> Path:
     """The package of tests/programs with some entries, in one dtype. Files that are the same are not written."""
     for file in [*PACKAGE.rglob("*.py"), PACKAGE / "pyproject.toml"]:
         text = file.read_text()
         if file.name == "launch.py":
             text = text.replace('(*HALF, "float32")', '("float32",)').replace(ENTRIES, f"ENTRIES = [{entries}]")
         text = text.replace('"80", "90"', archs)
-        for old, new in replaced.items():
-            text = text.replace(*new) if old == file.stem else text
         target = folder / file.relative_to(PACKAGE)
         target.parent.mkdir(parents=True, exist_ok=True)
         if not target.exists() or target.read_text() != text:
@@ -310,6 +308,32 @@ def test_a_call_on_the_cpu_is_refused_by_name(operators):
         NotImplementedError, match="vector_add: its library has no entry for the CPU: give it a C\\+\\+ source"
     ):
         frontend.of(operators["vector_add"].library).vector_add(x, x)
+
+
+@needs_triton
+def test_the_template_passes_its_checks(tmp_path, monkeypatch):
+    files = new.create("fused", "triton", tmp_path)
+    assert "sources" not in [line.partition(" ")[0] for line in (tmp_path / "pyproject.toml").read_text().splitlines()]
+    assert tmp_path / "fused" / "launch.py" in files
+    for name, old, kept in (
+        ("pyproject.toml", '"80", "90", "100", "120"', '"90"'),
+        ("fused/launch.py", '("float16", "bfloat16", "float32")', '("float32",)'),
+    ):
+        file = tmp_path / name
+        file.write_text(file.read_text().replace(old, kept))
+    build(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    op = importlib.import_module("fused").library.ops["fused"]
+    report = check(op, frameworks=requested(), quick=True)
+    assert report.ok, report.render()
+    passed = {(item.check, item.where) for item in report.items if item.status == "pass"}
+    assert {("launch plan", ""), ("interpreter", "values"), ("interpreter", "gradients")} <= passed
+    assert not (tmp_path / "cuda_src").exists()
+
+
+def test_the_template_is_no_operator_of_a_checkout():
+    with pytest.raises(ValueError, match="new: template is 'triton', expected a directory outside"):
+        new.create("fused", "triton", ROOT / "fused")
 
 
 # ---------------------------------------------------------------------------------------------------------- bad input
@@ -424,7 +448,7 @@ def test_a_fault_is_found_without_a_gpu(tmp_path, monkeypatch, name, kernel, dec
     build(small(tmp_path, kernel, declaration, name=name))
     monkeypatch.syspath_prepend(str(tmp_path))
     op = importlib.import_module(name).library.ops["plus_two"]
-    cases = op.library and importlib.import_module(name).CASES["plus_two"].cases
+    cases = importlib.import_module(name).CASES["plus_two"].cases
     report = check(op, cases=cases[1:] if name == "uncovered" else cases, only=["launch plan", "interpreter"])
     assert not report.ok
     assert all(word in report.render(color=False) for word in words), report.render()

@@ -1,4 +1,4 @@
-"""How the operators launch their kernels."""
+"""The launches of the operators' kernels."""
 
 from aotops.triton import Config, Entry, Launch
 
