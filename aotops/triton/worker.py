@@ -170,11 +170,17 @@ def _variant(call: Call, function: Any, variant: Variant, given: argparse.Namesp
     try:
         made = triton.compile(source, target=GPUTarget("cuda", int(given.arch), 32), options=options)
     except Exception as error:  # of the kernel, of a pass of Triton, or of ptxas
-        raise Refused(f"{what}: it does not compile: {type(error).__name__}: {error}") from None
+        raise Refused(f"{what}: it does not compile: {type(error).__name__}: {error}{_advice(str(error))}") from None
     return {
         "launch": variant.launch, "config": variant.config, "hint": variant.hint, "types": dict(variant.types),
         "seconds": time.perf_counter() - began,
     } | _facts(call, variant, made, what, given)  # fmt: skip
+
+
+def _advice(error: str) -> str:
+    if "'tensor' object has no attribute" not in error:
+        return ""
+    return "\na tensor descriptor as an argument is not supported: make it in the kernel, tl.make_tensor_descriptor"
 
 
 def _dtypes(variant: Variant) -> str:

@@ -286,6 +286,44 @@ def test_a_driver_is_told_to_launch(package, python):
     python(f"import triton_driver; triton_driver.main({str(fake_driver())!r}, {str(package.library)!r})")
 
 
+def attributes(folder: Path, *changes: tuple[str, str]) -> Path:
+    """The package of tests/programs/triton_attributes. Files that are the same are not written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in (ROOT / "tests" / "programs" / "triton_attributes").glob("*.py"):
+        text = file.read_text()
+        for change in changes:
+            text = text.replace(*change)
+        if not (target := folder / file.name).exists() or target.read_text() != text:
+            target.write_text(text)
+    table = 'library = "libp.so"\ntriton = ["launch.py"]\narchs = ["90"]\n'
+    (folder / "pyproject.toml").write_text(f'[project]\nname = "p"\n[tool.aotops]\n{table}')
+    return folder
+
+
+@needs_triton
+def test_too_much_shared_memory_is_told(tmp_path):
+    changes = ("num_stages=3", "num_stages=8"), ("ENTRIES = [copied, doubled, large]", "ENTRIES = [large]")
+    words = r"large: kernel.py:large_kernel, .* needs \d+ bytes of shared memory, sm_90 has 232448: fewer num_stages"
+    with pytest.raises(CompileError, match=words):
+        build(attributes(tmp_path, *changes))
+
+
+@needs_triton
+def test_scratch_without_a_workspace_is_told(tmp_path):
+    changes = ("    workspace=True,\n", ""), ("ENTRIES = [copied, doubled, large]", "ENTRIES = [copied]")
+    with pytest.raises(
+        CompileError, match=r"copied: .* it needs scratch, as a kernel does that makes tensor descriptors"
+    ):
+        build(attributes(tmp_path, *changes))
+
+
+@needs_triton
+def test_a_launch_has_its_attributes(python):
+    """Clusters, early starts, cooperative grids, shared memory, and the scratch of tensor descriptors."""
+    library = build(attributes(ROOT / "build" / "test_triton_attributes"))
+    python(f"import triton_driver; triton_driver.attributes({str(fake_driver())!r}, {str(library)!r})")
+
+
 @needs_triton
 def test_every_check_passes(operators):
     for name in ("vector_add", "norm"):
@@ -410,6 +448,11 @@ def small(folder: Path, kernel=(), declaration=(), arch="90", name="p") -> Path:
         (("import triton\n", "import triton\nimport no_such_module\n"), (), ["kernel.py fails: ModuleNotFoundError"]),
         ((), (', "n": "n"}', "}"), ["the parameter n has no argument, expected it in Launch(arguments=...)"]),
         ((), ('"n": "n"', '"n": "n", "m": "n"'), ["it has no parameter m, expected some of x_ptr, y_ptr, n, B, C"]),
+        (
+            ("    tl.store(y", "    x_ptr.load([0])\n    tl.store(y"),
+            (),
+            ["a tensor descriptor as an argument is not supported: make it in the kernel"],
+        ),
         (("C: tl.constexpr = 2", "C: tl.constexpr"), (), ["the tl.constexpr C has no value in Config(B=128"]),
         ((), ('"n": "n"}', '"n": "n", "C": "n"}'), ["C is a tl.constexpr, expected it in Config(...)"]),
         ((), ("Config(B=128)", "Config(B=128, num_warps=3)"), ["does not compile", "num_warps must be a power of 2"]),

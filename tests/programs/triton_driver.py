@@ -146,3 +146,59 @@ def scratch(driver, entry) -> None:
 
 def driver_library(entry) -> str:
     return entry.lib._name
+
+
+def attributes(driver_file: str, library: str) -> None:
+    """Launches that have more than a grid, of tests/programs/triton_attributes."""
+    copied, doubled, large = (Entry(library, name) for name in ("copied", "doubled", "large"))
+    driver = Driver(driver_file)
+    driver.device(0)
+    x = [(1 << 32, (100, 80), F32), (2 << 32, (100, 80), F32)]
+    driver.parameters(6)
+    # 4 x 3 blocks need 256 bytes each, for the larger of two configurations: 7 x 5 blocks
+    room = (35 * 256 + 256) // 4
+    refused(copied.call, [*x, (1000, (room - 1,), F32)], kind=ValueError, words="workspace has shape")
+    copied.call([*x, (1000, (room,), F32)])
+    ((_, facts),) = launched(driver.told())
+    assert (facts["grid"], facts["values"]) == ("4,3,1", f"{1 << 32},{2 << 32},100,80,1024,0")
+    assert facts["6"] == "1"  # programmatic stream serialization
+    refused(copied.call, x, kind=RuntimeError, words="copied: the workspace is missing")
+
+    driver.parameters(5)
+    n = [(1 << 32, (100000,), F32), (2 << 32, (100000,), F32)]
+    doubled.call(n, stream=9)
+    filled, launch = [line for line in driver.told() if not line.startswith("load")]
+    assert filled == f"fill {2 << 32} 0 400000 stream=9"
+    ((_, facts),) = launched([launch])
+    assert (facts["grid"], facts["4"], facts["5"]) == ("98,1,1", "2", "1")  # 49 clusters of 2
+    doubled.call([(1 << 32, (10,), F32), (2 << 32, (10,), F32)])
+    ((_, facts),) = launched(driver.told())
+    assert facts["2"] == "1"  # cooperative
+
+    driver.parameters(6)
+    a = [(1 << 32, (128, 256), "float16"), (2 << 32, (256, 128), "float16"), (3 << 32, (128, 128), F32)]
+    large.call(a)
+    told = driver.told()
+    (attribute,) = [line for line in told if line.startswith("attribute")]
+    ((_, facts),) = launched(told)
+    assert attribute == f"attribute large_kernel 8={facts['shared']}"
+    assert int(facts["shared"]) > 48 << 10
+    odd = [(1 << 32, (128, 100), "float16"), (2 << 32, (100, 128), "float16"), (3 << 32, (128, 128), F32)]
+    refused(
+        large.call,
+        odd,
+        kind=NotImplementedError,
+        words="large: no configuration of kernel.py:large_kernel is for these",
+    )
+    refused(
+        large.call, [(8, *a[0][1:]), *a[1:]], kind=NotImplementedError, words="large: no hints of .* hold for these"
+    )
+    refused(
+        large.call,
+        [(8, (64, 128), "float16"), *a[1:]],
+        kind=ValueError,
+        words=r"a has shape \(64, 128\), expected \[128, K\]",
+    )
+    driver.device(1)
+    driver.gpu(90, 65536)
+    refused(large.call, a, kind=NotImplementedError, words="needs .* bytes of shared memory, this GPU has 65536")
