@@ -1,4 +1,4 @@
-"""Triton kernels compiled ahead of time, on a GPU: all checks of the operators of tests/programs/triton_package, the bits
+"""Triton kernels compiled ahead of time, on a GPU: all checks of the operators of tests/programs/triton_package, bits
 of Triton's own launches, and calls in a process that cannot import Triton. Triton is needed, and CUDA's torch."""
 
 from __future__ import annotations
