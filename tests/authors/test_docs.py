@@ -50,6 +50,7 @@ NOT_RUN = {
     "From zero to a wheel runs these commands": 1,
     "it needs two devices": 1,
     "test_cpp.py runs it": 2,
+    "test_triton.py runs it": 1,
     "a test of the models trains the tiny ones": 1,
 }
 

@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -497,32 +498,11 @@ def test_a_fault_is_found_without_a_gpu(tmp_path, monkeypatch, name, kernel, dec
     assert all(word in report.render(color=False) for word in words), report.render()
 
 
-CPU = """
-#include "plus_two.h"
-
-#include "cpu/entry.h"
-#include "cpu/parallel.h"
-
-namespace aot {
-inline namespace AOT_ISA {
-inline Status plus_two_cpu(const PlusTwo &, const Tensor *in, const Tensor *out, void *) {
-  const float *x = in[0].as<const float>();
-  float *y = out[0].as<float>();
-  map(y, out[0].size(), [=](int64_t i, auto part) { return load(x + i, part) + 2; });
-  return kOk;
-}
-}  // namespace AOT_ISA
-}  // namespace aot
-
-AOT_CPU_ENTRY(aot::PlusTwo, aot_plus_two_cpu, aot::plus_two_cpu)
-"""
-
-
 @needs_triton
 def test_an_operator_may_have_a_cpu_entry_in_cpp(tmp_path, monkeypatch):
     """It includes the header that is made of the declaration."""
     small(tmp_path, name="withcpu")
-    (tmp_path / "plus_two.cpp").write_text(CPU)
+    shutil.copy(ROOT / "tests" / "programs" / "plus_two.cpp", tmp_path)
     file = tmp_path / "pyproject.toml"
     file.write_text(file.read_text() + 'sources = ["*.cpp"]\nisas = ["baseline"]\nflags = ["-O1"]\n')
     build(tmp_path)

@@ -1,5 +1,5 @@
-// A driver of CUDA that runs nothing: it writes down what it is told to launch. A test loads it, under the driver's name,
-// before a library asks for libcuda.so.1.
+// A driver of CUDA that runs nothing: it writes down what it is told to launch. A test loads it, under the driver's
+// name, before a library asks for libcuda.so.1.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -67,8 +67,8 @@ int cuMemsetD8Async(unsigned long long at, unsigned char value, size_t n, void *
   say(line);
   return 0;
 }
-static int launched(void *function, const unsigned *grid, unsigned threads, unsigned shared, void *stream, void **values,
-                    const char *more) {
+static int launched(void *function, const unsigned *grid, unsigned threads, unsigned shared, void *stream,
+                    void **values, const char *more) {
   char line[512];
   snprintf(line, sizeof line, "launch %s grid=%u,%u,%u threads=%u shared=%u stream=%lu%s values=", (char *)function,
            grid[0], grid[1], grid[2], threads, shared, (unsigned long)stream, more);
