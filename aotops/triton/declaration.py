@@ -234,6 +234,9 @@ class Entry:
         for name, slot in leading:
             if name in plain:
                 raise self.error(f"{name} is an axis of {plain[name]}, and all leading axes of {slot}")
+        for name in self._dimensions:
+            if name in self.tensors or name in self.sizes:
+                raise self.error(f"{name} is an axis, and the name of a tensor or a size: expected different names")
         for name in self.zeroed:
             if name not in self.outputs and name not in self.scratch:
                 raise self.error(f"zeroed has {name!r}, expected some of {', '.join((*self.outputs, *self.scratch))}")

@@ -117,6 +117,8 @@ def entry(name="add", *, inputs=None, outputs=None, launch=None, **more):
         ({"outputs": {"y": "T[*k]"}}, "no input has the leading axes *k"),
         ({"outputs": {"y": "T[k]"}}, "y: 'k' has k, expected some of n"),
         ({"outputs": {"x": "T[*n]"}}, "x is the name of two things"),
+        ({"inputs": {"n": "T[*n]"}}, "n is an axis, and the name of a tensor"),
+        ({"sizes": {"n": 4}}, "n is an axis, and the name of a tensor or a size"),
         ({"dtypes": {"T": ("complex64",)}}, "dtypes of T has 'complex64'"),
         ({"attrs": {"a": "str"}}, "the attribute a has type 'str'"),
         ({"zeroed": ["x"]}, "zeroed has 'x', expected some of y"),
