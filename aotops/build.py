@@ -7,6 +7,8 @@ flags = []                 # optional: more flags for the compilers
 include = []               # optional: more folders of headers
 archs = ["80", "90"]       # optional: GPUs; default: those of this machine
 isas = ["baseline"]        # optional: instruction sets of the CPU; default: baseline, avx2, avx512
+triton = ["scale/launch.py"]   # optional: declarations of Triton kernels (aotops.triton)
+triton_version = "3.7.1"       # optional: of Triton, which compiles them; default: any that is known
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ from . import toolchain, tvm_ffi
 from .compiler import Headers, dependencies, locked, uses_aot
 from .toolchain import CompileError, tell
 
-_KEYS = {"library": str, "sources": list, "flags": list, "include": list, "archs": list, "isas": list}
+_KEYS = {
+    "library": str, "sources": list, "flags": list, "include": list, "archs": list, "isas": list, "triton": list,
+    "triton_version": str,
+}  # fmt: skip
 _POLL_SECONDS = 0.3
 
 
@@ -89,6 +94,8 @@ class _Project:
     archs: tuple[str, ...]
     isas: tuple[str, ...]
     version: str | None
+    triton: list[Path]
+    triton_version: str | None
 
 
 def read_toml(file: Path) -> dict[str, Any]:
@@ -115,7 +122,8 @@ def _read(root: Path, arch: str | int | Sequence[str | int] | None) -> _Project:
     if table is None:
         raise ValueError(f"{file} has no table [tool.aotops], expected library and sources in it")
     _check(file, table)
-    sources = [path for pattern in table["sources"] for path in _matching(file, root, pattern)]
+    sources = [path for pattern in table.get("sources", ()) for path in _matching(file, root, pattern)]
+    triton = [path for pattern in table.get("triton", ()) for path in _matching(file, root, pattern, "triton")]
     isas = tuple(isa for isa in table.get("isas", toolchain.ISAS) if isa in toolchain.ISAS)
     return _Project(
         root,
@@ -126,6 +134,8 @@ def _read(root: Path, arch: str | int | Sequence[str | int] | None) -> _Project:
         toolchain.parse_archs(arch if arch is not None else table.get("archs")),
         isas if "baseline" in isas else ("baseline", *isas),
         content.get("project", {}).get("version"),
+        list(dict.fromkeys(triton)),
+        table.get("triton_version"),
     )
 
 
@@ -137,7 +147,7 @@ def _check(file: Path, table: Mapping[str, Any]) -> None:
         if not isinstance(value, _KEYS[key]) or not all(isinstance(text, str) for text in texts):
             expected = "a string" if _KEYS[key] is str else "a list of strings"
             raise ValueError(f"{file}: {key} is {value!r}, expected {expected}")
-    for key in ("library", "sources"):
+    for key in ("library",) if "triton" in table else ("library", "sources"):
         if key not in table:
             raise ValueError(f"{file}: [tool.aotops] has no {key}")
     for isa in table.get("isas", []):
@@ -145,13 +155,17 @@ def _check(file: Path, table: Mapping[str, Any]) -> None:
             raise ValueError(f"{file}: isas has {isa!r}, expected baseline, avx2 or avx512")
 
 
-def _matching(file: Path, root: Path, pattern: str) -> list[Path]:
+_SUFFIXES_OF = {"sources": (".cpp", ".cc", ".cxx", ".cu"), "triton": (".py",)}
+
+
+def _matching(file: Path, root: Path, pattern: str, key: str = "sources") -> list[Path]:
     found = sorted(root.glob(pattern))
     if not found and "*" not in pattern:
-        raise ValueError(f"{file}: sources has {pattern!r}, which does not exist")
+        raise ValueError(f"{file}: {key} has {pattern!r}, which does not exist")
     for path in found:
-        if path.suffix not in (".cpp", ".cc", ".cxx", ".cu"):
-            raise ValueError(f"{file}: sources has {path.name}, expected .cpp, .cc, .cxx or .cu")
+        if path.suffix not in (suffixes := _SUFFIXES_OF[key]):
+            expected = f"{', '.join(suffixes[:-1])} or {suffixes[-1]}" if suffixes[1:] else suffixes[0]
+            raise ValueError(f"{file}: {key} has {path.name}, expected {expected}")
     return found
 
 
@@ -210,21 +224,14 @@ def _shortened(error: str) -> str:
 
 
 def _build(project: _Project, telling: _Telling) -> Path:
-    if not project.sources:
+    if not project.sources and not project.triton:
         raise ValueError(f"{project.root / 'pyproject.toml'}: sources matches no file")
     folder = project.root / "build" / "aotops"
     toolchain.runtime()  # before anything is compiled
     with locked(folder):
-        steps = [*_compile_steps(project, folder)]
-        wanted = [step for step in steps if not step.done()]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            runs = [pool.submit(step.run, telling) for step in wanted]
-            try:
-                for run in runs:
-                    run.result()
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+        generated = _of_triton(project, folder / "triton", telling) if project.triton else []
+        steps = [*_compile_steps(project, folder), *(_generated_step(project, file) for file in generated)]
+        _run_all(steps, telling)
         link = _link_step(project, folder, steps)
         project.library.parent.mkdir(parents=True, exist_ok=True)
         if not link.done():
@@ -232,8 +239,43 @@ def _build(project: _Project, telling: _Telling) -> Path:
     return project.library
 
 
+def _run_all(steps: Sequence[_Step], telling: _Telling) -> None:
+    """Runs those that are not done."""
+    wanted = [step for step in steps if not step.done()]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        runs = [pool.submit(step.run, telling) for step in wanted]
+        try:
+            for run in runs:
+                run.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _of_triton(project: _Project, folder: Path, telling: _Telling) -> list[Path]:
+    """Compiles the Triton kernels, and makes the sources that launch them."""
+    from .triton import building
+
+    folder.mkdir(parents=True, exist_ok=True)
+    triton = building.installed(project.triton_version)
+    runs = building.compiles(project.triton, project.archs, folder, triton)
+    stamps = [run.output.with_name(run.output.name + ".stamp") for run in runs]
+    pairs = zip(runs, stamps, strict=True)
+    _run_all([_Step(run.label, run.command, run.output, (run.file,), stamp) for run, stamp in pairs], telling)
+    return building.write(runs, folder)
+
+
+def _generated_step(project: _Project, source: Path) -> _Step:
+    include = [f"-I{path}" for path in (source.parent, toolchain.include_dir())]
+    flags = () if source.suffix == ".S" else (*toolchain.AOT_FLAGS, "-O2", "-Wall", "-DAOT_ISA=cuda", *include)
+    command = (*toolchain.cxx().command, *flags, "-c", str(source))
+    output = source.with_name(source.name + ".o")
+    return _Step(f"compiling {source.name}", command, output, (source,), output.with_name(output.name + ".json"))
+
+
 def _compile_steps(project: _Project, folder: Path) -> Iterator[_Step]:
-    include = [f"-I{path}" for path in (*project.include, toolchain.include_dir())]
+    made = (folder / "triton",) if project.triton else ()  # the headers of operators
+    include = [f"-I{path}" for path in (*project.include, *made, toolchain.include_dir())]
     cuda = [source for source in project.sources if source.suffix == ".cu"]
     compiler = toolchain.nvcc() if cuda else None
     if cuda and not compiler:
@@ -339,6 +381,8 @@ def _state(project: _Project, more: Iterable[str] = ()) -> dict[str, float]:
             continue
     for source in project.sources:
         files.update(str(path) for path in source.parent.glob("*") if path.suffix in _SUFFIXES)
+    for declaration in project.triton:
+        files.update(str(path) for path in declaration.parent.glob("*.py"))
     return {path: _changed(path) for path in files if not path.startswith(str(folder))}
 
 

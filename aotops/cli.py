@@ -148,7 +148,7 @@ def main() -> None:
 @click.argument("name")
 @click.option(
     "--template",
-    type=click.Choice(("elementwise", "row", "reduction", "product")),
+    type=click.Choice(("elementwise", "row", "reduction", "product", "triton")),
     default="elementwise",
     show_default=True,
     help="The kernel to begin with.",

@@ -29,7 +29,7 @@ def infer(op: Op, attrs: tuple[Attr, ...], specs: Specs, device: str = "cpu") ->
         attrs: as ``Op.canonical`` gives them.
         specs: one for each of ``op.inputs``, None where it is absent. Unknown dimensions make outputs that depend on
             them unknown.
-        device: "cpu" or "cuda"; workspaces depend on it. A library without CUDA entries infers for the CPU.
+        device: "cpu" or "cuda"; workspaces depend on it. A library without an entry for it infers for the other one.
 
     Raises:
         TypeError, ValueError: inputs or attributes that the operator does not accept.
@@ -152,10 +152,15 @@ class _Bound:
             self._delete(extra)
 
 
+def _other_device(op: Op) -> str:
+    """The device to infer for instead of one without an entry."""
+    return "cuda" if op.library.entry_address(op, "cpu") is None and op.library.entry_address(op, "cuda") else "cpu"
+
+
 @lru_cache(maxsize=256)
 def _bound(op: Op, attrs: tuple[Attr, ...], device: str, given: tuple[bool, ...]) -> _Bound:
     if op.library.entry_address(op, device) is None:
-        device = next(iter(op.foreign.symbols)) if op.foreign else "cpu"
+        device = next(iter(op.foreign.symbols)) if op.foreign else _other_device(op)
     entry = op.library.entry_name(op, device)
     masks = (*given, *(True for _ in op.entry_outputs))
     return _Bound(op.library.functions_of(op), entry, encode(op, attrs, masks))

@@ -142,12 +142,18 @@ class Library:
         file: its path; None for libaotops.so.
         cases: the name of a module whose ``CASES`` has, by operator, the row that ``aotops check`` and ``aotops bench``
             take (aotops.testing.Row). It is imported when they need it.
+        triton: the name of the module that declares its Triton kernels (aotops.triton), for ``aotops check``.
     """
 
     def __init__(
-        self, name: str, definitions: Iterable[Op], file: str | Path | None = None, cases: str | None = None
+        self,
+        name: str,
+        definitions: Iterable[Op],
+        file: str | Path | None = None,
+        cases: str | None = None,
+        triton: str | None = None,
     ) -> None:
-        self.name, self.cases = name, cases
+        self.name, self.cases, self.triton = name, cases, triton
         self.ops = {op.name: op.bound_to(self) for op in definitions}
         self._file = None if file is None else Path(file).absolute()
         self.defined: Callable[[Op], None] | None = None

@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _TEMPLATES = Path(__file__).with_name("templates")
-_PLACEHOLDERS = {"elementwise": "scale", "row": "normalize", "reduction": "sum_squares", "product": "multiply"}
+_PLACEHOLDERS = {
+    "elementwise": "scale", "row": "normalize", "reduction": "sum_squares", "product": "multiply", "triton": "swish",
+}  # fmt: skip
 """The name of each template's operator, which the new one's replaces."""
 _PACKAGE = "scale"
-"""The files of templates/package, which all templates share."""
+"""The files of templates/package, which all templates share. A template may have others in their place."""
 
 TEMPLATES = tuple(_PLACEHOLDERS)
 
@@ -23,8 +25,8 @@ def create(name: str, template: str = "elementwise", directory: str | os.PathLik
 
     Args:
         name: of the operator and its package.
-        template: "elementwise", y = f(x); "row", a function of each row; "reduction", a number for each row; or
-            "product", of two matrices.
+        template: "elementwise", y = f(x); "row", a function of each row; "reduction", a number for each row;
+            "product", of two matrices; or "triton", y = f(x) by a Triton kernel.
         directory: of the package; default: the name, in the current directory.
 
     Returns:
@@ -38,6 +40,8 @@ def create(name: str, template: str = "elementwise", directory: str | os.PathLik
     _check_name(name)
     package = Path(directory if directory is not None else name).absolute()
     house = _checkout(package)
+    if house and template == "triton":
+        raise ValueError(f"new: template is 'triton', expected a directory outside {house}: it makes a package")
     files = dict(_of_checkout(template, name, house) if house else _of_package(template, name, package))
     for file in files:
         if os.path.lexists(file):

@@ -16,7 +16,7 @@ from aotops.registry import get
 from aotops.spec import DEVICES
 from aotops.terminal import check_known
 
-from . import audit, inputs, memory, odd, runs, torchs, values
+from . import audit, inputs, memory, odd, runs, torchs, triton, values
 from .frameworks import ADAPTERS, adapters
 from .report import FAIL, UNAVAILABLE, Failure, Item, Report
 from .subject import Subject, as_cases, default_cases, elements, importable, reference_name, row_of
@@ -25,6 +25,9 @@ from .worker import Worker
 
 CHECKS: dict[str, Callable[[Subject], Iterator[Item]]] = {
     "library": audit.library,
+    "launch plan": triton.launch_plan,
+    "fake tensors": triton.fake_tensors,
+    "interpreter": triton.interpreted,
     "bounds": memory.bounds,
     "outputs written": memory.written,
     "inputs unchanged": memory.unchanged,

@@ -53,10 +53,13 @@ struct Call {
     if (!attrs.rfind("hosted=", 0))  // hosted.cpp
       return fail(kNotImplemented, "%s: it has no function for %s", op.c_str(),
                   device == kCpu ? "the CPU" : "CUDA, or libaotops.so was built without CUDA");
+    if (functions[kCpu].last_error != aot_last_error && device == kCpu)
+      return fail(kNotImplemented, "%s: its library has no entry for the CPU: give it a C++ source with aot_%s_cpu",
+                  op.c_str(), op.c_str());
     if (functions[kCpu].last_error != aot_last_error)
       return fail(kNotImplemented,
-                  "%s: its library has no entry for %s: if it has a .cu source, build the package where nvcc is",
-                  op.c_str(), device == kCpu ? "the CPU" : "CUDA");
+                  "%s: its library has no entry for CUDA: if it has a .cu source, build the package where nvcc is",
+                  op.c_str());
     return fail(kNotImplemented, "%s: this library was built without CUDA: build it where nvcc is, with `make lib`",
                 op.c_str());
   }

@@ -1,6 +1,7 @@
 // One call of an operator by LibTorch's dispatcher: arguments are read from its stack, results allocated, the entry
 // run. What a call returns, strides too, is what the fake kernel of frontends/torch/dispatcher.py says.
 #pragma once
+
 #include <algorithm>
 #include <functional>
 

@@ -74,7 +74,10 @@ def test_version():
         (["nope"], "aotops: there is no command 'nope'; there are new, build,"),
         (["bench", "--nope"], "aotops bench: No such option '--nope'; see `aotops bench --help`"),
         (["check"], "aotops check: Missing argument 'OP...'"),
-        (["new", "x", "--template", "round"], "'round' is not one of 'elementwise', 'row', 'reduction', 'product'"),
+        (
+            ["new", "x", "--template", "round"],
+            "'round' is not one of 'elementwise', 'row', 'reduction', 'product', 'triton'",
+        ),
         (["bench", "--shapes", "8xa"], "'8xa': expected shapes as 8192x4096"),
         (["compile", "/none.cu"], "File '/none.cu' does not exist"),
         (["chek", "add"], "aotops: there is no command 'chek': did you mean check?"),

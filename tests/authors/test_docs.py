@@ -51,6 +51,7 @@ NOT_RUN = {
     "it needs two devices": 1,
     "test_cpp.py runs it": 2,
     "test_tvm_ffi.py runs it": 1,
+    "test_triton.py runs it": 1,
     "a test of the models trains the tiny ones": 1,
 }
 
