@@ -197,7 +197,7 @@ def _item_of_fakes(subject: Subject, adapter: Any, of: Any, pairs: Sequence[tupl
     for case, dtype in pairs:
         try:
             trial = subject.trial(case, dtype)
-            specs = bound(subject.op, case, placeholders(case, dtype), dtype).specs("cuda")
+            specs = bound(subject.op, case, placeholders(case, dtype), dtype).written("cuda")
             got = of(adapter, subject, trial)
             expected = [(specs[y].shape, specs[y].dtype) for y in subject.op.outputs]
             assert got == expected, f"fake tensors give {got}, expected {expected}"
@@ -221,7 +221,7 @@ def _fake_in_torch(adapter: Any, subject: Subject, trial: Trial) -> list[tuple[t
                 x.shape, dtype=getattr(torch, dtype_of(x, trial.dtype, slot in trial.case.wide)), device="cuda")
             for slot, x in trial.inputs.items()
         }  # fmt: skip
-        results = adapter.forward(subject.name, inputs, trial.case.attrs)
+        results = adapter.forward(subject.op.name, inputs, trial.case.attrs)
     results = results if isinstance(results, tuple) else (results,)
     return [(tuple(y.shape), adapter.dtype(y)) for y in results]
 
@@ -235,7 +235,7 @@ def _fake_in_jax(adapter: Any, subject: Subject, trial: Trial) -> list[tuple[tup
         for slot, x in trial.inputs.items()
         if x is not None
     }
-    results = jax.eval_shape(lambda given: adapter.forward(subject.name, given, trial.case.attrs), inputs)
+    results = jax.eval_shape(lambda given: adapter.forward(subject.op.name, given, trial.case.attrs), inputs)
     results = results if isinstance(results, tuple) else (results,)
     return [(tuple(y.shape), adapter.dtype(y)) for y in results]
 
