@@ -29,7 +29,6 @@ from aotops.triton.expressions import Uncomputable, parse
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "tests" / "programs" / "triton_package"
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
 # --------------------------------------------------------------------------------------------------------- expressions
 
@@ -249,7 +248,6 @@ def operators(package):
             del sys.modules[name]
 
 
-@needs_triton
 def test_the_library_needs_neither_triton_nor_cuda(package):
     elf = Elf(package.library)
     assert not [name for name in elf.needed if re.search("cuda|triton|python", name)]
@@ -258,7 +256,6 @@ def test_the_library_needs_neither_triton_nor_cuda(package):
     assert not [name for name in exported if name.startswith("aot_triton_")]
 
 
-@needs_triton
 def test_the_code_is_for_each_gpu(package):
     cuobjdump = Path(find_spec("triton").origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     for arch in ("80", "90"):
@@ -270,7 +267,6 @@ def test_the_code_is_for_each_gpu(package):
         assert "add_kernel" in said
 
 
-@needs_triton
 def test_nothing_is_compiled_again_for_a_comment(package, capfd):
     declaration = package.folder / "tritons" / "launch.py"
     before = declaration.read_text()
@@ -283,7 +279,6 @@ def test_nothing_is_compiled_again_for_a_comment(package, capfd):
 F32 = "float32"
 
 
-@needs_triton
 def test_a_driver_is_told_to_launch(package, python):
     """In a process of its own, whose driver runs nothing (tests/programs/fake_cuda.c)."""
     python(f"import triton_driver; triton_driver.main({str(fake_driver())!r}, {str(package.library)!r})")
@@ -303,7 +298,6 @@ def attributes(folder: Path, *changes: tuple[str, str]) -> Path:
     return folder
 
 
-@needs_triton
 def test_too_much_shared_memory_is_told(tmp_path):
     changes = ("num_stages=3", "num_stages=8"), ("ENTRIES = [copied, doubled, large]", "ENTRIES = [large]")
     words = r"large: kernel.py:large_kernel, .* needs \d+ bytes of shared memory, sm_90 has 232448: fewer num_stages"
@@ -311,7 +305,6 @@ def test_too_much_shared_memory_is_told(tmp_path):
         build(attributes(tmp_path, *changes))
 
 
-@needs_triton
 def test_scratch_without_a_workspace_is_told(tmp_path):
     changes = ("    workspace=True,\n", ""), ("ENTRIES = [copied, doubled, large]", "ENTRIES = [copied]")
     with pytest.raises(
@@ -320,14 +313,12 @@ def test_scratch_without_a_workspace_is_told(tmp_path):
         build(attributes(tmp_path, *changes))
 
 
-@needs_triton
 def test_a_launch_has_its_attributes(python):
     """Clusters, early starts, cooperative grids, shared memory, and the scratch of tensor descriptors."""
     library = build(attributes(ROOT / "build" / "test_triton_attributes"))
     python(f"import triton_driver; triton_driver.attributes({str(fake_driver())!r}, {str(library)!r})")
 
 
-@needs_triton
 def test_every_check_passes(operators):
     for name in ("vector_add", "norm"):
         report = check(operators[name], frameworks=requested(), quick=True)
@@ -338,7 +329,6 @@ def test_every_check_passes(operators):
     assert ("interpreter", "gradients") in passed
 
 
-@needs_triton
 def test_a_call_on_the_cpu_is_refused_by_name(operators):
     import numpy as np
 
@@ -351,7 +341,6 @@ def test_a_call_on_the_cpu_is_refused_by_name(operators):
         frontend.of(operators["vector_add"].library).vector_add(x, x)
 
 
-@needs_triton
 def test_the_template_passes_its_checks(tmp_path, monkeypatch):
     files = new.create("fused", "triton", tmp_path)
     assert "sources" not in [line.partition(" ")[0] for line in (tmp_path / "pyproject.toml").read_text().splitlines()]
@@ -434,7 +423,6 @@ def small(folder: Path, kernel=(), declaration=(), arch="90", name="p") -> Path:
     return folder
 
 
-@needs_triton
 @pytest.mark.parametrize(
     ("kernel", "declaration", "words"),
     [
@@ -470,7 +458,6 @@ def test_what_is_wrong_with_a_kernel_is_told(tmp_path, kernel, declaration, word
     assert "Traceback" not in str(raised.value)
 
 
-@needs_triton
 @pytest.mark.parametrize(
     ("name", "kernel", "declaration", "words"),
     [
@@ -500,7 +487,6 @@ def test_a_fault_is_found_without_a_gpu(tmp_path, monkeypatch, name, kernel, dec
     assert all(word in report.render(color=False) for word in words), report.render()
 
 
-@needs_triton
 def test_an_operator_may_have_a_cpu_entry_in_cpp(tmp_path, monkeypatch):
     """It includes the header that is made of the declaration."""
     small(tmp_path, name="withcpu")
