@@ -3,7 +3,7 @@
 # make demo      everything from nothing: environments, a library for this machine, a model trained in every framework
 # make test      everything from nothing, then the tests: CAPABILITY=default ISA=baseline THREADS=1 for another processor
 # make test-numpy   for a first contribution: what needs no framework and no CUDA, in a few minutes
-# make lib       aotops/libaotops.so: with its CUDA entries where nvcc is, without them elsewhere
+# make lib       aotops/libaotops.so, with CUDA entries for this machine's GPU; NVCC= without them
 # make fuzz      torch's operators and ours on 10,000 drawn calls each
 # make soak      every operator and its backward 10,000 times under load, compared to the bit: SOAK='--seconds 60'
 # make lint      ruff, mypy, clang-format        make format   lets ruff and clang-format rewrite
@@ -18,10 +18,21 @@
 # make sdist     dist/*.tar.gz                   make clean
 
 PYTHON ?= python3
-# GPU architectures to compile for; any of 75 80 86 89 90 100 120. The newest one's PTX is added for what comes later.
-ARCHS  ?= 80 90
 JOBS   ?= $(shell nproc)
-NVCC   ?= $(firstword $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc))
+# The compute capabilities of this machine's GPUs that CUDA 12.9 and 13 compile for: 90 is 9.0.
+CAPABILITIES := $(filter-out 5% 60 61 62 70 72,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | \
+                  grep -x '[0-9]*[.][0-9]' | tr -d . | sort -un))
+# GPU architectures to compile for; any of 75 80 86 89 90 100 103 120 121.
+ARCHS  ?= $(or $(CAPABILITIES),90)
+# The one whose PTX is added, which a driver compiles for a GPU without machine code here. That of 100 serves 110 too.
+PTX    ?= $(or $(filter 100,$(ARCHS)),$(lastword $(ARCHS)))
+# What CUDA 12.9 compiles loads with drivers from 525, and what 13 compiles with those from 580. PyPI's packages of it are
+# for x86-64; elsewhere an installed nvcc is used.
+CUDA_12      := build/cuda-12.9
+DEFAULT_NVCC := $(if $(filter Linux-x86_64,$(shell uname -s -m | tr ' ' -)),$(CUDA_12)/bin/nvcc,\
+                  $(firstword $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc)))
+NVCC         ?= $(DEFAULT_NVCC)
+OWN_NVCC     := $(if $(filter $(CUDA_12)/bin/nvcc,$(NVCC)),$(CUDA_12)/ready)
 # MindSpore 2.10 has no build for Python 3.13.
 MINDSPORE_PYTHON ?= $(shell for p in $(PYTHON) python3.12 python3.11 python3.10; do \
   $$p -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$p && break; done)
@@ -61,10 +72,9 @@ OBJECTS := $(TVM_FFI).o $(HOST:cuda_src/%=build/%.o) $(CUDA:cuda_src/%=build/%.o
 WARNINGS  := -Wall -Wextra
 CXXFLAGS  := -std=c++17 -O3 -Icuda_src -fPIC -fvisibility=hidden -pthread -fno-math-errno -fno-trapping-math $(WARNINGS) \
              -MMD -MP -DAOT_VERSION='"$(VERSION)"'
-# Compressed code is smaller and is unpacked when it is loaded: --compress-mode=size in the wheel.
-FATBIN    ?=
-GENCODE   := $(foreach a,$(ARCHS),-gencode arch=compute_$(a),code=sm_$(a)) \
-             -gencode arch=compute_$(lastword $(ARCHS)),code=compute_$(lastword $(ARCHS))
+# nvcc 13 compresses PTX unless told otherwise, in a way that drivers know from 550 on. A wheel is compressed as a whole.
+FATBIN    ?= --compress-mode=none
+GENCODE   := $(foreach a,$(ARCHS),-gencode arch=compute_$(a),code=sm_$(a)) $(foreach a,$(PTX),-gencode arch=compute_$(a),code=compute_$(a))
 NVCCFLAGS := -std=c++17 -O3 -Icuda_src -DAOT_ISA=cuda -MMD -MP -Werror cross-execution-space-call \
              -Xcompiler -fPIC,-fvisibility=hidden,-Wall $(FATBIN) $(if $(filter 90,$(ARCHS)),-DAOT_HAVE_SM90)
 comma     := ,
@@ -77,8 +87,8 @@ lib:
 build/flags: FORCE | build
 	@echo '$(VERSION)' | cmp -s - $@ || echo '$(VERSION)' >$@
 build/targets: FORCE | build
-	@echo 'NVCC=$(NVCC) ARCHS="$(ARCHS)" ISAS="$(ISAS)"' | cmp -s - $@ || \
-	  echo 'NVCC=$(NVCC) ARCHS="$(ARCHS)" ISAS="$(ISAS)"' >$@
+	@echo 'NVCC=$(NVCC) ARCHS="$(ARCHS)" PTX="$(PTX)" ISAS="$(ISAS)"' | cmp -s - $@ || \
+	  echo 'NVCC=$(NVCC) ARCHS="$(ARCHS)" PTX="$(PTX)" ISAS="$(ISAS)"' >$@
 FORCE:
 
 build:
@@ -93,7 +103,8 @@ STUBS = $(if $(GLIBC_FLOOR),$(shell $(PYTHON) packaging/glibc_floor.py $(GLIBC_F
 $(LIB): $(OBJECTS) cuda_src/host/exports.map build/targets build/link
 	@echo "link $@"
 ifneq ($(NVCC),)
-	@$(NVCC) -shared -cudart static -Xlinker $(LDFLAGS),--as-needed $(OBJECTS) -o $@ $(STUBS) -ldl -lpthread
+	@$(NVCC) -shared -nodlink -cudart static -Xlinker $(LDFLAGS),--as-needed $(OBJECTS) -o $@ $(STUBS) -ldl -lpthread
+	@$(if $(OWN_NVCC),$(PYTHON) -m aotops.fatbin $@ || { mv $@ build/refused.so; exit 1; })
 else
 	@$(CXX) -shared -pthread -Wl,$(LDFLAGS),--as-needed $(OBJECTS) -o $@ $(STUBS) -ldl
 endif
@@ -150,8 +161,12 @@ ifneq ($(NVCC),)
 build/tvm_ffi_functions.cpp.o: CXXFLAGS += -DAOT_TVM_FFI_CUDA
 endif
 
+# It leaves its file as it is where the toolchain is there.
+$(CUDA_12)/ready: aotops/cuda12.py aotops/cuda12.txt | build
+	@$(PYTHON) -m aotops.cuda12 $(CUDA_12) >build/cuda-12.9.log
+
 # nvcc knows where CUDA's headers are.
-build/host/device.cpp.o: build/targets
+build/host/device.cpp.o: build/targets $(OWN_NVCC)
 ifneq ($(NVCC),)
 build/host/device.cpp.o: cuda_src/host/device.cpp
 	@mkdir -p $(@D)
@@ -159,7 +174,7 @@ build/host/device.cpp.o: cuda_src/host/device.cpp
 	@$(NVCC) -std=c++17 -O3 -Icuda_src -MMD -MP -Xcompiler -fPIC,-fvisibility=hidden,-Wall -DAOT_HAVE_CUDA -c $< -o $@
 endif
 
-build/%.cu.o: cuda_src/%.cu build/targets
+build/%.cu.o: cuda_src/%.cu build/targets $(OWN_NVCC)
 	@mkdir -p $(@D)
 	@echo "nvcc $<  (sm $(ARCHS))"
 	@$(NVCC) $(NVCCFLAGS) $(GENCODE) -c $< -o $@
@@ -280,7 +295,6 @@ $(AARCH64)/entries: tests/programs/aarch64_entries.c
 
 # A library that is quick to build and runs here: CPU entries for any processor, and CUDA entries for this machine's GPU;
 # or the one that was built here before.
-CAPABILITIES := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | tr -d . | sort -un)
 RUNNABLE     := ISAS=baseline $(if $(CAPABILITIES),ARCHS="$(CAPABILITIES)",NVCC=)
 runnable:
 	@$(if $(filter command environment,$(foreach v,NVCC ARCHS ISAS,$(origin $(v)))),$(MAKE) --no-print-directory $(LIB),\
@@ -374,8 +388,8 @@ calls: lib $(VENV)/ready
 
 # ---------------------------------------------------------------------------------------------------------- packaging
 
-# A GPU runs code for its own major version and a minor one up to its own: 80 is for 86 and 89 too, 100 for 103, 120 for
-# 121.
+# A GPU runs code for its own major version and a minor one up to its own: 80 is for 86, 87 and 89 too, 100 for 103, 120
+# for 121. PTX of 100 is for 110 and for what comes later.
 WHEEL_ARCHS ?= $(if $(filter command environment,$(origin ARCHS)),$(ARCHS),75 80 90 100 120)
 MANYLINUX   := manylinux_2_28_x86_64
 PACKAGING   := build/packaging
@@ -389,7 +403,7 @@ $(PACKAGING)/ready: pyproject.toml
 wheel: $(PACKAGING)/ready
 	@test -n '$(NVCC)$(filter command environment,$(origin NVCC))' || \
 	  { echo "no nvcc here: NVCC=/path/nvcc, or NVCC= for a wheel without CUDA entries"; exit 1; }
-	@$(MAKE) --no-print-directory lib ARCHS="$(WHEEL_ARCHS)" GLIBC_FLOOR=2.28 FATBIN=--compress-mode=size
+	@$(MAKE) --no-print-directory lib ARCHS="$(WHEEL_ARCHS)" GLIBC_FLOOR=2.28
 	@rm -rf build/wheel && PATH="$(abspath $(PACKAGING))/bin:$$PATH" && \
 	  python -m build --wheel --no-isolation --outdir build/wheel . >build/wheel.log 2>&1 && \
 	  auditwheel repair --plat $(MANYLINUX) --only-plat --strip --wheel-dir dist build/wheel/*.whl >>build/wheel.log 2>&1 || \

@@ -12,17 +12,18 @@ import os
 import platform
 import re
 import shlex
-import struct
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from . import __version__, call, library, registry, terminal, toolchain
+from . import __version__, call, fatbin, library, registry, terminal, toolchain
 from .elf import Elf
+from .fatbin import architectures
 from .library import LibraryError
 from .spec import DEVICES
 from .toolchain import CompileError
@@ -53,11 +54,14 @@ def collect(attempt: bool = False) -> Info:
         "library": _library(),
         "cpu": _cpu(),
         "gpu": _gpu(),
+        "cublaslt": None,
         "compilers": {name: _compiler(name) for name in _COMPILERS},
         "frameworks": _frameworks(attempt),
         "libraries": _libraries(),
         "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith("AOTOPS_")},
     }
+    if found["library"]["cuda"]:
+        found["cublaslt"] = _cublaslt()
     found["cpu"]["in_use"] = _in_use(found["cpu"]["isa"], found["library"]["isas"])
     return found | {"mend": _mend(found)}
 
@@ -68,45 +72,13 @@ def collect(attempt: bool = False) -> Info:
 def _library() -> Info:
     path = library.path()
     found: Info = {"path": str(path), "bytes": path.stat().st_size if path.exists() else None, "error": None}
-    found |= {"version": None, "cuda": False, "architectures": [], "isas": None}
+    found |= {"version": None, "cuda": False, "runtime": None, "architectures": [], "isas": None}
     try:
         loaded = library.load()
         found |= {"version": loaded.aot_version().decode(), "cuda": library.has_cuda()}
     except (LibraryError, ValueError) as error:
         return found | {"error": str(error).partition(";")[0]}
-    return found | {"architectures": architectures(path), "isas": _built_isas(path)}
-
-
-def architectures(path: Path) -> list[str]:
-    """The GPU architectures that a shared library has kernels for, such as "sm_90", and "compute_120" of PTX; of CUDA's
-    fat binaries, whose headers nvcc writes into the section .nv_fatbin."""
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        at, size = Elf(path).sections.get(".nv_fatbin", (0, 0))
-        found = set(_fat_entries(data, at, at + size))
-    return [f"{'compute' if is_ptx else 'sm'}_{arch}" for arch, is_ptx in sorted(found)]
-
-
-_CONTAINER = struct.Struct("<IHHQ")
-"""The header of a fat binary: magic number, version, bytes of this header, bytes behind it."""
-_ENTRY = struct.Struct("<HHIQ12xI")
-"""The header of a kernel image: kind (1 PTX, 2 machine code), version, bytes of this header and behind it; its
-architecture."""
-_MAGIC = 0xBA55ED50
-
-
-def _fat_entries(data: mmap.mmap, at: int, end: int) -> Iterator[tuple[int, bool]]:
-    while at + _CONTAINER.size <= end:
-        magic, _, head, size = _CONTAINER.unpack_from(data, at)
-        if magic != _MAGIC:
-            at += 8  # between containers: padding
-            continue
-        entry, at = at + head, at + head + size
-        while entry + _ENTRY.size <= min(at, end):
-            kind, _, head, size, arch = _ENTRY.unpack_from(data, entry)
-            if head + size == 0:
-                break
-            yield arch, kind == 1
-            entry += head + size
+    return found | {"runtime": fatbin.runtime(path), "architectures": architectures(path), "isas": _built_isas(path)}
 
 
 def _built_isas(path: Path) -> list[str] | None:
@@ -115,6 +87,23 @@ def _built_isas(path: Path) -> list[str] | None:
         return None
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         return [isa for isa in ISAS if isa == "baseline" or data.find(f"_cpu_{isa}\0".encode()) >= 0]
+
+
+_ASK_CUBLASLT = """
+import ctypes
+from aotops import library
+told = ctypes.c_char_p(), ctypes.c_char_p()
+library.load().aot_cublaslt(*map(ctypes.byref, told))
+print(*(text.value.decode(errors="replace") for text in told), sep="\\n")
+"""
+
+
+def _cublaslt() -> Info | None:
+    """The cuBLASLt of a process that has imported no framework, and why it is used, or none is; None if the library
+    does not say. In a process of its own, because the library keeps the first that it finds."""
+    done = subprocess.run([sys.executable, "-c", _ASK_CUBLASLT], capture_output=True, text=True, timeout=SECONDS)
+    path, _, reason = done.stdout.rstrip("\n").partition("\n")
+    return {"path": path or None, "reason": reason} if done.returncode == 0 else None
 
 
 # -------------------------------------------------------------------------------------------------------------- devices
@@ -310,10 +299,15 @@ def _mend(found: Info) -> list[Info]:
         add("library", built["error"], make)
     elif gpu["devices"] and not built["cuda"]:
         add("CUDA", "the library was built without CUDA entries", "make lib NVCC=nvcc" if checkout else make)
+    elif gpu["devices"] and (why := _too_old(gpu["cuda"], built["runtime"])):
+        add("driver", why, "make lib" if checkout and built["runtime"] >= 13000 else None)
     elif gpu["devices"]:
-        for capability in {device["capability"] for device in gpu["devices"]}:
-            if not _runs_on(capability, built["architectures"]):
-                add("CUDA", f"the library has no kernels for sm_{capability}", f'make lib ARCHS="{capability}"')
+        for capability in sorted({device["capability"] for device in gpu["devices"]}):
+            if why := _no_code(capability, built, gpu["cuda"]):
+                add("CUDA", why, f'make lib ARCHS="{capability}"')
+        if (lt := found["cublaslt"]) and not lt["path"] and "AOTOPS_" not in lt["reason"]:
+            why = f"{lt['reason']}: the library's own kernels run products where no framework has loaded it"
+            add("cuBLASLt", why, _give_cublaslt(gpu["cuda"]))
     if gpu["error"]:
         add("GPU", gpu["error"])
     for name, command in _COMPILERS.items():
@@ -331,14 +325,68 @@ def _mend(found: Info) -> list[Info]:
     return advice
 
 
-def _runs_on(capability: int, architectures: Sequence[str]) -> bool:
-    """Machine code runs on the same major version, PTX on any later one."""
+def _too_old(driver: str | None, runtime: int | None) -> str | None:
+    """Why a driver, of the CUDA version "12.4", loads no code of a library with this runtime; None if it does. It loads
+    code of all minor versions of its major one."""
+    if not driver or not runtime or _numbers(driver) >= (runtime // 1000, 0):
+        return None
+    release = fatbin.oldest_driver(runtime)
+    also = "" if runtime < 13000 else ", or a library compiled with CUDA 12"
+    return f"the driver is of CUDA {driver}, the library of {_cuda(runtime)}; it needs release {release} or later{also}"
+
+
+def _cuda(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def _no_code(capability: int, built: Info, driver: str | None) -> str | None:
+    """Why the library does not run on a GPU; None if it does."""
+    code = _code_for(capability, built["architectures"])
+    if not code:
+        return f"the library has no kernels for sm_{capability}"
+    runtime = built["runtime"]
+    if any(name.startswith("sm_") for name in code) or not (driver and runtime):
+        return None
+    if _numbers(driver) < (runtime // 1000, runtime % 1000 // 10):
+        return (
+            f"the library has PTX of CUDA {_cuda(runtime)} for sm_{capability}, which a driver of CUDA {driver} refuses"
+        )
+    return None
+
+
+def _code_for(capability: int, architectures: Iterable[str]) -> list[str]:
+    """The code that a GPU of this compute capability runs, "sm_80", or else the PTX that its driver compiles. Machine
+    code runs on the same major version, PTX on any later one, and code as of sm_90a on one GPU alone."""
+    code: dict[str, list[tuple[int, str]]] = {"sm": [], "compute": []}
     for name in architectures:
         kind, _, number = name.partition("_")
-        same = int(number) // 10 == capability // 10 if kind == "sm" else True
-        if same and int(number) <= capability:
-            return True
-    return False
+        arch = int(number.rstrip("af"))
+        if arch == capability or (
+            arch < capability and number.isdigit() and (kind == "compute" or arch // 10 == capability // 10)
+        ):
+            code[kind].append((arch, name))
+    for found in code.values():
+        if found:
+            newest = max(arch for arch, _ in found)
+            return [name for arch, name in found if arch == newest]
+    return []
+
+
+def _runs_on(capability: int, architectures: Sequence[str]) -> bool:
+    return bool(_code_for(capability, architectures))
+
+
+def _give_cublaslt(driver: str | None) -> str:
+    """The command by which processes without a framework find cuBLASLt."""
+    new = bool(driver) and _numbers(driver or "") >= (13,)
+    package, file = (
+        ("nvidia-cublas", "cu13/lib/libcublasLt.so.13")
+        if new
+        else ("nvidia-cublas-cu12", "cublas/lib/libcublasLt.so.12")
+    )
+    path = Path(sysconfig.get_path("purelib"), "nvidia", file)
+    give = f"export AOTOPS_CUBLASLT={shlex.quote(str(path))}"
+    return give if path.exists() else f"pip install {package} && {give}"
 
 
 def _install(name: str, gpu: Info) -> str | None:
@@ -371,15 +419,39 @@ def _heads(found: Info) -> Iterator[str]:
     size = f", {built['bytes'] / 1e6:.1f} MB" if built["bytes"] else ""
     yield f"library      {built['path']}{size}"
     yield f"cpu          {cpu['model']}, {cpu['threads']} threads, {cpu['isa']}{_limit(cpu)}"
-    yield f"cuda entries {', '.join(built['architectures']) or 'yes' if built['cuda'] else 'none'}"
-    driver = f"driver {gpu['driver']}, CUDA {gpu['cuda']}" if gpu["cuda"] else "none"
+    yield f"cuda entries {_entries(built)}"
+    driver = f"driver {gpu['driver']}, CUDA {gpu['cuda']}{_loads(gpu['cuda'], built)}" if gpu["cuda"] else "none"
     yield f"driver       {driver}"
     for device in gpu["devices"]:
-        yield f"gpu          {device['name']}, sm_{device['capability']}, {device['bytes'] / 2**30:.0f} GiB"
+        runs = ", ".join(_code_for(device["capability"], built["architectures"])) or "no code of the library"
+        memory = f"{device['bytes'] / 2**30:.0f} GiB"
+        yield f"gpu          {device['name']}, sm_{device['capability']}, {memory}, runs {runs}"
+    if lt := found["cublaslt"]:
+        yield f"cublaslt     {lt['path'] or 'none'}: {lt['reason']}"
     for name, compiler in found["compilers"].items():
         yield f"{name:12} {compiler['version']}, {compiler['path']}" if compiler["version"] else f"{name:12} none"
     for name, value in found["environment"].items():
         yield f"{name}={value}"
+
+
+def _entries(built: Info) -> str:
+    if not built["cuda"]:
+        return "none"
+    code = ", ".join(built["architectures"]) or "yes"
+    if not (runtime := built["runtime"]):
+        return code
+    return f"{code}; CUDA {_cuda(runtime)}, for drivers from {fatbin.oldest_driver(runtime)}"
+
+
+def _loads(driver: str, built: Info) -> str:
+    """What of the library it loads."""
+    runtime = built["runtime"]
+    if not runtime:
+        return ""
+    if _too_old(driver, runtime):
+        return ": loads no code of the library"
+    newer = _numbers(driver) >= (runtime // 1000, runtime % 1000 // 10)
+    return f": loads machine code{' and PTX' if newer else ', and no PTX'} of CUDA {_cuda(runtime)}"
 
 
 def _limit(cpu: Info) -> str:

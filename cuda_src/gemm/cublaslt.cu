@@ -77,11 +77,12 @@ struct Library {
   }
 };
 
-// The library, looked for once. error: why the one that the user named cannot be used; else empty.
+// The library, looked for once. error: why the one that the user named cannot be used; else empty. reason: why this
+// one, or none, is used.
 struct Found {
   Library library = {};
   bool usable = false;
-  char error[512] = "";
+  char error[512] = "", reason[128] = "";
 
   Found() {
     const char *named = std::getenv("AOTOPS_CUBLASLT");
@@ -91,17 +92,34 @@ struct Found {
 
  private:
   void load(const char *file) {
-    if (!std::strcmp(file, "none")) return;
+    const bool none = !std::strcmp(file, "none");
+    std::snprintf(reason, sizeof reason, "AOTOPS_CUBLASLT is %s", none ? "none" : "its path");
+    if (none) return;
     usable = library.read(dlopen(file, RTLD_NOW | RTLD_LOCAL));
     if (usable) return;
     const char *reason = dlerror();
     std::snprintf(error, sizeof error, "AOTOPS_CUBLASLT is '%s', expected the path of libcublasLt.so, or 'none': %s",
                   file, reason ? reason : "unknown error");
   }
+  // What the process has loaded comes first. A driver of CUDA 12 does not run that of CUDA 13, whose functions fail
+  // there.
   void search() {
-    for (int loaded : {RTLD_NOLOAD, 0})  // what the process has loaded comes first
-      for (const char *name : {"libcublasLt.so.13", "libcublasLt.so.12"})
-        if (!usable) usable = library.read(dlopen(name, RTLD_NOW | RTLD_LOCAL | loaded));
+    int driver = 0;
+    cudaDriverGetVersion(&driver);
+    for (int loaded : {RTLD_NOLOAD, 0})
+      for (int major : {13, 12})
+        if (!usable && driver >= 1000 * major) open(major, loaded);
+    if (usable) return;
+    if (!driver) std::snprintf(reason, sizeof reason, "there is no NVIDIA driver");
+    else
+      std::snprintf(reason, sizeof reason, "the dynamic loader does not find libcublasLt.so.12%s",
+                    driver >= 13000 ? " or .13" : ", and the driver runs no later one");
+  }
+  void open(int major, int loaded) {
+    char name[32];
+    std::snprintf(name, sizeof name, "libcublasLt.so.%d", major);
+    usable = library.read(dlopen(name, RTLD_NOW | RTLD_LOCAL | loaded));
+    std::snprintf(reason, sizeof reason, "%s", loaded ? "the process has loaded it" : "the dynamic loader finds it");
   }
 };
 
@@ -326,3 +344,12 @@ Status gemm_cublaslt(const char *op, const GemmParams &gemm, cudaStream_t stream
 
 }  // namespace AOT_ISA
 }  // namespace aot
+
+// For aotops info: the path of cuBLASLt, empty if it is not used, and why it is, or not. The texts stay valid.
+AOT_API void aot_cublaslt(const char **path, const char **reason) {
+  using namespace aot;
+  Dl_info where = {};
+  const bool is_used = has_cublaslt() && dladdr(reinterpret_cast<void *>(found().library.create), &where);
+  *path = is_used ? where.dli_fname : "";
+  *reason = *found().error ? found().error : gemm_mode() == GemmMode::own ? "AOTOPS_GEMM is own" : found().reason;
+}

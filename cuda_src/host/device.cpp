@@ -3,6 +3,12 @@
 #ifdef AOT_HAVE_CUDA
 #include "cuda/error.cuh"
 
+// The version of the CUDA runtime in this library: 12090 is 12.9. aotops/fatbin.py reads it.
+AOT_API int aot_cuda_runtime() {
+  int version = 0;
+  return cudaRuntimeGetVersion(&version) == cudaSuccess ? version : 0;
+}
+
 aot::Status aot::DeviceGuard::enter(int device) noexcept {
   int current = -1;
   AOT_TRY(check_cuda("cudaGetDevice", cudaGetDevice(&current)));

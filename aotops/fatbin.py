@@ -1,0 +1,179 @@
+"""The GPU code in a shared library, read from its file: which GPUs it is for, and which drivers load it.
+
+    python -m aotops.fatbin LIBRARY [90 100 ...]
+
+audits a library that is compiled with the CUDA 12.9 toolchain (cuda12.py), and asks for code for GPUs of these compute
+capabilities.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import re
+import struct
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from .elf import Elf
+
+GPUS = (75, 80, 86, 87, 89, 90, 100, 103, 110, 120, 121)
+"""The compute capabilities of the GPUs that there are from Turing on."""
+OLDEST_ABI = (0x33, 7)
+"""OSABI and its version in the machine code that a driver of CUDA 12.0 loads. ptxas 13 writes (0x41, 8) for every GPU,
+and ptxas 12.9 for those of compute capability 10.0 and later, which need a later driver themselves."""
+_NEW_ABI_FROM = 100
+NEWEST_PTX = (8, 8)
+"""The PTX ISA of CUDA 12.9."""
+
+
+class Image(NamedTuple):
+    """Code for one GPU architecture."""
+
+    ptx: bool
+    arch: int
+    specific: bool
+    """For this architecture alone, as of sm_90a."""
+    compressed: bool
+    abi: tuple[int, int] | None
+    """OSABI and its version, of machine code that is not compressed."""
+    isa: tuple[int, int]
+    """The version of PTX, of PTX."""
+
+    @property
+    def name(self) -> str:
+        return f"{'compute' if self.ptx else 'sm'}_{self.arch}{'a' if self.specific else ''}"
+
+    def serves(self, capability: int) -> bool:
+        """Machine code runs on the same major version, PTX on any later one."""
+        if self.specific:
+            return self.arch == capability
+        same = self.ptx or self.arch // 10 == capability // 10
+        return same and self.arch <= capability
+
+
+_CONTAINER = struct.Struct("<IHHQ")
+"""The header of a fat binary: magic number, version, bytes of this header, bytes behind it."""
+_ENTRY = struct.Struct("<HHIQI4xHHI8xQ")
+"""The header of an image: kind (1 PTX, 2 machine code), version, bytes of this header and behind it, those of
+compressed code, minor and major version of PTX, its architecture, flags."""
+_SHORT_ENTRY = 48
+_MAGIC = 0xBA55ED50
+_COMPRESSED, _SPECIFIC = 0x2000 | 0x8000, 0x100000
+
+
+def containers(path: Path) -> list[list[Image]]:
+    """The images of each fat binary: nvcc writes one for each source. They are in the section .nv_fatbin."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        at, size = Elf(path).sections.get(".nv_fatbin", (0, 0))
+        return [found for found in _containers(data, at, at + size) if found]
+
+
+def _containers(data: mmap.mmap, at: int, end: int) -> Iterator[list[Image]]:
+    while at + _CONTAINER.size <= end:
+        magic, _, head, size = _CONTAINER.unpack_from(data, at)
+        if magic != _MAGIC:
+            at += 8  # between containers: padding
+            continue
+        yield list(_images(data, at + head, min(at + head + size, end)))
+        at += head + size
+
+
+def _images(data: mmap.mmap, at: int, end: int) -> Iterator[Image]:
+    while at + _SHORT_ENTRY <= end:
+        kind, _, head, size, compressed, minor, major, arch, flags = _ENTRY.unpack_from(data, at)
+        if head + size == 0:
+            return
+        is_compressed = bool(compressed or flags & _COMPRESSED)
+        body = data[at + head : at + head + 9]
+        abi = (body[7], body[8]) if body[:4] == b"\x7fELF" else None
+        yield Image(kind == 1, arch, bool(flags & _SPECIFIC), is_compressed, abi, (major, minor))
+        at += head + size
+
+
+def architectures(path: Path) -> list[str]:
+    """The GPU architectures that a shared library has code for, such as "sm_90", and "compute_120" of PTX."""
+    found = {(image.arch, image.ptx, image.specific, image.name) for each in containers(path) for image in each}
+    return [name for *_, name in sorted(found)]
+
+
+# --------------------------------------------------------------------------------------------------------------- audit
+
+
+def runtime(path: Path) -> int | None:
+    """The version of the CUDA runtime in a library, 12090 for 12.9; None if it does not say. It is loaded."""
+    try:
+        return ctypes.CDLL(str(path)).aot_cuda_runtime()
+    except (OSError, AttributeError):
+        return None
+
+
+def oldest_driver(version: int) -> int:
+    """The first release of the driver for a version of CUDA, 12090 for 12.9: cuda_src/cuda/error_text.h says it too."""
+    return 580 if version >= 13000 else 525
+
+
+def faults(path: Path, gpus: Iterable[int] = ()) -> list[str]:
+    """Why a driver of release 525 would not load the library's code, and the GPUs without code; empty if it is right.
+
+    Args:
+        gpus: compute capabilities that each source is to have code for, unless its code is for one architecture alone.
+    """
+    found = containers(path)
+    if not found:
+        return []
+    return [*_linked(Elf(path)), *_old_runtime(runtime(path)), *_new_code(found), *_missing(found, gpus)]
+
+
+def _linked(elf: Elf) -> Iterator[str]:
+    """The static runtime asks the driver for its functions by name, and has a way for drivers that lack some."""
+    for name in elf.needed:
+        if re.match(r"lib(cuda|cudart|nvJitLink|nvrtc)\.so", name):
+            yield f"it needs {name}, expected the static CUDA runtime alone: nvcc -cudart static"
+    wanted = [s.name for s in elf.symbols if not (s.defined or s.weak) and re.match(r"cu(da)?[A-Z]", s.name)]
+    if wanted:
+        yield f"it needs {', '.join(wanted[:5])} of the driver, expected none: ask for it by name, when it is called"
+
+
+def _old_runtime(version: int | None) -> Iterator[str]:
+    if version is not None and not 12000 <= version < 13000:
+        yield f"its CUDA runtime is {version // 1000}.{version % 1000 // 10}, expected 12.9"
+
+
+def _new_code(found: Sequence[Sequence[Image]]) -> Iterator[str]:
+    images = {image for each in found for image in each}
+    for image in sorted(images, key=lambda image: image.name):
+        if image.compressed:
+            yield f"code for {image.name} is compressed, which old drivers cannot read: nvcc --compress-mode=none"
+        if image.abi and image.arch < _NEW_ABI_FROM and image.abi != OLDEST_ABI:
+            abi = "OSABI {:#x}, version {}"
+            yield f"code for {image.name} has {abi.format(*image.abi)}, expected {abi.format(*OLDEST_ABI)}, of ptxas 12"
+        if image.ptx and image.isa > NEWEST_PTX:
+            yield f"PTX for {image.name} is of ISA {image.isa[0]}.{image.isa[1]}, expected 8.8 or earlier"
+
+
+def _missing(found: Sequence[Sequence[Image]], gpus: Iterable[int]) -> Iterator[str]:
+    general = [images for images in found if not all(image.specific for image in images)]
+    for gpu in gpus:
+        n = sum(not any(image.serves(gpu) for image in images) for images in general)
+        if n or not general:
+            yield f"{n} of {len(general)} sources have no code for compute capability {gpu // 10}.{gpu % 10}"
+
+
+def main() -> None:
+    path, *gpus = sys.argv[1:]
+    found = faults(Path(path), map(int, gpus))
+    if (version := runtime(Path(path))) is None and architectures(Path(path)):
+        found.append("it has no function aot_cuda_runtime, which tells the version of its CUDA runtime")
+    for fault in found:
+        print(f"{path}: {fault}", file=sys.stderr)
+    if found:
+        sys.exit(1)
+    release = f"CUDA {version // 1000}.{version % 1000 // 10}" if version else "no CUDA"
+    print(f"audit {path}: {release}, {' '.join(architectures(Path(path))) or 'no GPU code'}")
+
+
+if __name__ == "__main__":
+    main()
