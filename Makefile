@@ -390,7 +390,9 @@ calls: lib $(VENV)/ready
 
 # A GPU runs code for its own major version and a minor one up to its own: 80 is for 86, 87 and 89 too, 100 for 103, 120
 # for 121. PTX of 100 is for 110 and for what comes later.
-WHEEL_ARCHS ?= $(if $(filter command environment,$(origin ARCHS)),$(ARCHS),75 80 90 100 120)
+EVERY_ARCH  := 75 80 90 100 120
+WHEEL_ARCHS ?= $(if $(filter command environment,$(origin ARCHS)),$(ARCHS),$(EVERY_ARCH))
+WHEEL_GPUS   = $(if $(filter-out $(WHEEL_ARCHS),$(EVERY_ARCH)),$(WHEEL_ARCHS),all)
 MANYLINUX   := manylinux_2_28_x86_64
 PACKAGING   := build/packaging
 $(PACKAGING)/ready: pyproject.toml
@@ -408,6 +410,8 @@ wheel: $(PACKAGING)/ready
 	  python -m build --wheel --no-isolation --outdir build/wheel . >build/wheel.log 2>&1 && \
 	  auditwheel repair --plat $(MANYLINUX) --only-plat --strip --wheel-dir dist build/wheel/*.whl >>build/wheel.log 2>&1 || \
 	  { tail build/wheel.log; exit 1; }
+	@$(if $(OWN_NVCC),rm -rf build/audited && $(PYTHON) -m zipfile -e dist/aotops-$(VERSION)-py3-none-$(MANYLINUX).whl \
+	  build/audited && $(PYTHON) -m aotops.fatbin build/audited/aotops/libaotops.so $(WHEEL_GPUS))
 	@ls -l dist/*$(MANYLINUX).whl
 
 # The wheel in a clean environment of each of PYTHONS with NumPy alone, and of WITH_TORCH with torch too.

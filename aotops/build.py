@@ -6,6 +6,7 @@ sources = ["cuda_src/*.cpp", "cuda_src/*.cu"]
 flags = []                 # optional: more flags for the compilers
 include = []               # optional: more folders of headers
 archs = ["80", "90"]       # optional: GPUs; default: those of this machine
+cuda = "12"                # optional: a library for drivers from 525; default: the installed nvcc
 isas = ["baseline"]        # optional: instruction sets of the CPU; default: baseline, avx2, avx512
 triton = ["scale/launch.py"]   # optional: declarations of Triton kernels (aotops.triton)
 triton_version = "3.7.1"       # optional: of Triton, which compiles them; default: any that is known
@@ -22,13 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import toolchain, tvm_ffi
-from .compiler import Headers, dependencies, locked, uses_aot
+from . import cuda12, fatbin, toolchain, tvm_ffi
+from .compiler import Headers, cache_dir, dependencies, locked, uses_aot
 from .toolchain import CompileError, tell
 
 _KEYS = {
     "library": str, "sources": list, "flags": list, "include": list, "archs": list, "isas": list, "triton": list,
-    "triton_version": str,
+    "triton_version": str, "cuda": str,
 }  # fmt: skip
 _POLL_SECONDS = 0.3
 
@@ -38,6 +39,7 @@ def build(
     watch: bool = False,
     arch: str | int | Sequence[str | int] | None = None,
     verbose: bool | None = None,
+    cuda: str | None = None,
 ) -> Path:
     """Compiles and links what has changed. Objects are in ``build/aotops`` of the directory. Without nvcc the library
     has CPU entries only, and stderr says so.
@@ -48,16 +50,19 @@ def build(
         arch: GPU architectures, instead of those of the pyproject.toml.
         verbose: name each file that is compiled, on stderr, and show all errors of a compiler. None: name the files
             where ``watch`` is set, and show the first error of each place.
+        cuda: "12": compile CUDA code with the CUDA 12.9 toolchain, which is downloaded unless it is in the cache, and
+            audit the library: drivers of release 525 load it. $NVCC is used in its place where it is set. None: as the
+            pyproject.toml says.
 
     Returns:
         The path of the library.
 
     Raises:
-        CompileError: a compiler is missing, or it refuses a source; with its message.
+        CompileError: a compiler is missing, or it refuses a source; with its message. Or the audit refuses the library.
         ValueError: pyproject.toml is missing, or its table is wrong.
     """
     root = Path(directory).absolute()
-    project = _read(root, arch)
+    project = _read(root, arch, cuda)
     if not watch:
         return _build(project, _Telling(bool(verbose), bool(verbose)))
     telling = _Telling(verbose is not False, bool(verbose))
@@ -65,7 +70,7 @@ def build(
     while True:
         began, seen = time.time(), _state(project, seen)
         try:
-            project = _read(root, arch)
+            project = _read(root, arch, cuda)
             library = _build(project, telling)
             tell(f"{os.path.relpath(library)} is built; watching {os.path.relpath(root)}")
         except (CompileError, ValueError) as error:
@@ -96,6 +101,7 @@ class _Project:
     version: str | None
     triton: list[Path]
     triton_version: str | None
+    cuda: str | None
 
 
 def read_toml(file: Path) -> dict[str, Any]:
@@ -115,7 +121,7 @@ def read_toml(file: Path) -> dict[str, Any]:
         raise ValueError(f"{file}: {error}") from None
 
 
-def _read(root: Path, arch: str | int | Sequence[str | int] | None) -> _Project:
+def _read(root: Path, arch: str | int | Sequence[str | int] | None, cuda: str | None) -> _Project:
     file = root / "pyproject.toml"
     content = read_toml(file)
     table = content.get("tool", {}).get("aotops")
@@ -124,6 +130,8 @@ def _read(root: Path, arch: str | int | Sequence[str | int] | None) -> _Project:
     _check(file, table)
     sources = [path for pattern in table.get("sources", ()) for path in _matching(file, root, pattern)]
     triton = [path for pattern in table.get("triton", ()) for path in _matching(file, root, pattern, "triton")]
+    if (cuda := cuda or table.get("cuda")) not in (None, "12"):
+        raise ValueError(f"{file}: cuda is {cuda!r}, expected '12', or none for the installed nvcc")
     isas = tuple(isa for isa in table.get("isas", toolchain.ISAS) if isa in toolchain.ISAS)
     return _Project(
         root,
@@ -136,6 +144,7 @@ def _read(root: Path, arch: str | int | Sequence[str | int] | None) -> _Project:
         content.get("project", {}).get("version"),
         list(dict.fromkeys(triton)),
         table.get("triton_version"),
+        cuda,
     )
 
 
@@ -236,7 +245,15 @@ def _build(project: _Project, telling: _Telling) -> Path:
         project.library.parent.mkdir(parents=True, exist_ok=True)
         if not link.done():
             link.run(telling)
+            _audit(project, link)
     return project.library
+
+
+def _audit(project: _Project, link: _Step) -> None:
+    if project.cuda and (faults := fatbin.faults(project.library)):
+        link.stamp.unlink(missing_ok=True)
+        project.library.unlink()
+        raise CompileError(f"{project.library.name} is not for drivers from 525:\n" + "\n".join(faults))
 
 
 def _run_all(steps: Sequence[_Step], telling: _Telling) -> None:
@@ -277,7 +294,7 @@ def _compile_steps(project: _Project, folder: Path) -> Iterator[_Step]:
     made = (folder / "triton",) if project.triton else ()  # the headers of operators
     include = [f"-I{path}" for path in (*project.include, *made, toolchain.include_dir())]
     cuda = [source for source in project.sources if source.suffix == ".cu"]
-    compiler = toolchain.nvcc() if cuda else None
+    compiler = _nvcc(project) if cuda else None
     if cuda and not compiler:
         names = ", ".join(source.name for source in cuda)
         tell(f"no nvcc: {project.library.name} has CPU entries only, without {names}")
@@ -287,8 +304,18 @@ def _compile_steps(project: _Project, folder: Path) -> Iterator[_Step]:
         elif compiler:
             yield _cuda_step(project, folder, source, compiler, include)
     yield _tvm_ffi_step(project, folder, bool(compiler))
+    if compiler and project.cuda:
+        yield _runtime_step(folder, compiler)
     if project.version:
         yield _version_step(project, folder)
+
+
+def _nvcc(project: _Project) -> toolchain.Compiler | None:
+    if not project.cuda or "NVCC" in os.environ:
+        return toolchain.nvcc()
+    folder = cache_dir() / "toolchains"
+    with locked(folder):
+        return toolchain.compiler([str(cuda12.assemble(folder / "cuda-12.9"))], "the CUDA 12.9 toolchain's nvcc")
 
 
 def _cpu_steps(project: _Project, folder: Path, source: Path, include: Sequence[str]) -> Iterator[_Step]:
@@ -305,7 +332,7 @@ def _cuda_step(
     project: _Project, folder: Path, source: Path, compiler: toolchain.Compiler, include: Sequence[str]
 ) -> _Step:
     aot = uses_aot(source.read_text(errors="replace"), source, project.include)
-    flags = toolchain.cuda_flags(project.archs, aot)
+    flags = toolchain.cuda_flags(project.archs, aot, bool(project.cuda))
     command = (*compiler.command, *flags, *include, *project.flags, "-c", str(source))
     return _object_step(project, folder, source, f"{source.name} (sm {' '.join(project.archs)})", command, ".o")
 
@@ -328,6 +355,20 @@ def _tvm_ffi_step(project: _Project, folder: Path, cuda: bool) -> _Step:
     return _Step("compiling tvm_ffi.cpp", (*command, "-c", str(file)), output, (file,), folder / "tvm_ffi.o.json")
 
 
+def _runtime_step(folder: Path, compiler: toolchain.Compiler) -> _Step:
+    """The library's aot_cuda_runtime(), by which the audit knows the version of its CUDA runtime."""
+    text = """#include <cuda_runtime_api.h>
+extern "C" int aot_cuda_runtime() {
+  int version = 0;
+  return cudaRuntimeGetVersion(&version) == cudaSuccess ? version : 0;
+}
+"""
+    file = _written(folder / "cuda_runtime.cpp", text)
+    command = (*compiler.command, "-Xcompiler", "-fPIC", "-c", str(file))
+    output = folder / "cuda_runtime.o"
+    return _Step("compiling cuda_runtime.cpp", command, output, (file,), folder / "cuda_runtime.o.json")
+
+
 def _written(file: Path, text: str) -> Path:
     if not file.exists() or file.read_text() != text:
         file.write_text(text)
@@ -344,9 +385,10 @@ def _version_step(project: _Project, folder: Path) -> _Step:
 
 def _link_step(project: _Project, folder: Path, steps: Sequence[_Step]) -> _Step:
     cuda = any(step.output.name.endswith(".cu.o") for step in steps)
-    command = toolchain.need_nvcc().command if cuda else toolchain.cxx().command
+    compiler = _nvcc(project) if cuda else toolchain.cxx()
+    assert compiler is not None  # which compiled them
     inputs = (*(step.output for step in steps), toolchain.runtime())
-    link = (*command, *map(str, inputs), *toolchain.link_flags(cuda))
+    link = (*compiler.command, *map(str, inputs), *toolchain.link_flags(cuda, bool(project.cuda)))
     return _Step(f"linking {project.library.name}", link, project.library, inputs, folder / "link.json")
 
 

@@ -188,8 +188,9 @@ def _write_stubs(package: Path | None) -> Iterator[Path]:
 @click.argument("directory", type=click.Path(path_type=Path, file_okay=False, exists=True), default=Path())
 @click.option("--watch", is_flag=True, help="Build again whenever a source changes, until interrupted.")
 @click.option("--arch", help="GPU architectures, as 80,90, instead of those of the pyproject.toml.")
+@click.option("--cuda", type=click.Choice(["12"]), help="For drivers from 525: the CUDA 12.9 toolchain, and an audit.")
 @click.option("--verbose", is_flag=True, help="Name each file that is compiled, and show all errors of a compiler.")
-def build(directory: Path, watch: bool, arch: str | None, verbose: bool) -> None:
+def build(directory: Path, watch: bool, arch: str | None, cuda: str | None, verbose: bool) -> None:
     """Compile the kernels of a package.
 
     [tool.aotops] in its pyproject.toml names the sources and the library.
@@ -199,7 +200,7 @@ def build(directory: Path, watch: bool, arch: str | None, verbose: bool) -> None
       aotops build scale --watch
     """
     run = import_module("aotops.build").build
-    click.echo(os.path.relpath(run(directory, watch=watch, arch=arch, verbose=verbose or None)))
+    click.echo(os.path.relpath(run(directory, watch=watch, arch=arch, verbose=verbose or None, cuda=cuda)))
 
 
 @main.command(name="compile")

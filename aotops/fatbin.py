@@ -1,17 +1,17 @@
 """The GPU code in a shared library, read from its file: which GPUs it is for, and which drivers load it.
 
-    python -m aotops.fatbin LIBRARY [90 100 ...]
+    python -m aotops.fatbin LIBRARY [90 100 ... | all]
 
 audits a library that is compiled with the CUDA 12.9 toolchain (cuda12.py), and asks for code for GPUs of these compute
-capabilities.
+capabilities; "all": for every one since Turing, and a later one.
 """
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import re
 import struct
+import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -21,6 +21,7 @@ from .elf import Elf
 
 GPUS = (75, 80, 86, 87, 89, 90, 100, 103, 110, 120, 121)
 """The compute capabilities of the GPUs that there are from Turing on."""
+_LATER = 130
 OLDEST_ABI = (0x33, 7)
 """OSABI and its version in the machine code that a driver of CUDA 12.0 loads. ptxas 13 writes (0x41, 8) for every GPU,
 and ptxas 12.9 for those of compute capability 10.0 and later, which need a later driver themselves."""
@@ -37,8 +38,6 @@ class Image(NamedTuple):
     specific: bool
     """For this architecture alone, as of sm_90a."""
     compressed: bool
-    abi: tuple[int, int] | None
-    """OSABI and its version, of machine code that is not compressed."""
     isa: tuple[int, int]
     """The version of PTX, of PTX."""
 
@@ -87,10 +86,26 @@ def _images(data: mmap.mmap, at: int, end: int) -> Iterator[Image]:
         if head + size == 0:
             return
         is_compressed = bool(compressed or flags & _COMPRESSED)
-        body = data[at + head : at + head + 9]
-        abi = (body[7], body[8]) if body[:4] == b"\x7fELF" else None
-        yield Image(kind == 1, arch, bool(flags & _SPECIFIC), is_compressed, abi, (major, minor))
+        yield Image(kind == 1, arch, bool(flags & _SPECIFIC), is_compressed, (major, minor))
         at += head + size
+
+
+_ELF_HEADER = struct.Struct("<4s3sBB7xHHI24xI")
+_ELF_START, _EM_CUDA = b"\x7fELF\x02\x01\x01", 190
+
+
+def machine_code(path: Path) -> set[tuple[int, tuple[int, int]]]:
+    """The GPU architecture of each ELF file in a library, with OSABI and its version: of fat binaries, and of Triton's
+    kernels."""
+    found = set()
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        at = data.find(_ELF_START, 1)
+        while 0 <= at <= len(data) - _ELF_HEADER.size:
+            _, _, osabi, version, _, machine, _, flags = _ELF_HEADER.unpack_from(data, at)
+            if machine == _EM_CUDA:
+                found.add((flags & 0xFF if osabi == OLDEST_ABI[0] else flags >> 8 & 0xFF, (osabi, version)))
+            at = data.find(_ELF_START, at + 1)
+    return found
 
 
 def architectures(path: Path) -> list[str]:
@@ -102,12 +117,18 @@ def architectures(path: Path) -> list[str]:
 # --------------------------------------------------------------------------------------------------------------- audit
 
 
+_ASK = "import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).aot_cuda_runtime())"
+
+
 def runtime(path: Path) -> int | None:
-    """The version of the CUDA runtime in a library, 12090 for 12.9; None if it does not say. It is loaded."""
-    try:
-        return ctypes.CDLL(str(path)).aot_cuda_runtime()
-    except (OSError, AttributeError):
+    """The version of the CUDA runtime in a library, 12090 for 12.9; None if it does not say. A process of its own loads
+    the library."""
+    if not any(symbol.name == "aot_cuda_runtime" and symbol.defined for symbol in Elf(path).symbols):
         return None
+    done = subprocess.run(
+        [sys.executable, "-c", _ASK, str(path.absolute())], capture_output=True, text=True, timeout=60
+    )
+    return int(done.stdout) if done.returncode == 0 else None
 
 
 def oldest_driver(version: int) -> int:
@@ -121,10 +142,11 @@ def faults(path: Path, gpus: Iterable[int] = ()) -> list[str]:
     Args:
         gpus: compute capabilities that each source is to have code for, unless its code is for one architecture alone.
     """
-    found = containers(path)
-    if not found:
+    found, code = containers(path), machine_code(path)
+    if not found and not code:
         return []
-    return [*_linked(Elf(path)), *_old_runtime(runtime(path)), *_new_code(found), *_missing(found, gpus)]
+    linked = (*_linked(Elf(path)), *_old_runtime(runtime(path)))
+    return [*linked, *_new_machine_code(code), *_new_images(found), *_missing(found, gpus)]
 
 
 def _linked(elf: Elf) -> Iterator[str]:
@@ -142,14 +164,18 @@ def _old_runtime(version: int | None) -> Iterator[str]:
         yield f"its CUDA runtime is {version // 1000}.{version % 1000 // 10}, expected 12.9"
 
 
-def _new_code(found: Sequence[Sequence[Image]]) -> Iterator[str]:
+def _new_machine_code(code: Iterable[tuple[int, tuple[int, int]]]) -> Iterator[str]:
+    abi = "OSABI {:#x}, version {}"
+    for arch, found in sorted(code):
+        if arch < _NEW_ABI_FROM and found != OLDEST_ABI:
+            yield f"code for sm_{arch} has {abi.format(*found)}, expected {abi.format(*OLDEST_ABI)}, of ptxas 12"
+
+
+def _new_images(found: Sequence[Sequence[Image]]) -> Iterator[str]:
     images = {image for each in found for image in each}
     for image in sorted(images, key=lambda image: image.name):
         if image.compressed:
             yield f"code for {image.name} is compressed, which old drivers cannot read: nvcc --compress-mode=none"
-        if image.abi and image.arch < _NEW_ABI_FROM and image.abi != OLDEST_ABI:
-            abi = "OSABI {:#x}, version {}"
-            yield f"code for {image.name} has {abi.format(*image.abi)}, expected {abi.format(*OLDEST_ABI)}, of ptxas 12"
         if image.ptx and image.isa > NEWEST_PTX:
             yield f"PTX for {image.name} is of ISA {image.isa[0]}.{image.isa[1]}, expected 8.8 or earlier"
 
@@ -164,7 +190,7 @@ def _missing(found: Sequence[Sequence[Image]], gpus: Iterable[int]) -> Iterator[
 
 def main() -> None:
     path, *gpus = sys.argv[1:]
-    found = faults(Path(path), map(int, gpus))
+    found = faults(Path(path), (*GPUS, _LATER) if gpus == ["all"] else map(int, gpus))
     if (version := runtime(Path(path))) is None and architectures(Path(path)):
         found.append("it has no function aot_cuda_runtime, which tells the version of its CUDA runtime")
     for fault in found:

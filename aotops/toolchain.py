@@ -82,10 +82,10 @@ def cxx() -> Compiler:
         CompileError: there is none, or $CXX does not run.
     """
     if given := os.environ.get("CXX"):
-        return _compiler(shlex.split(given), "$CXX")
+        return compiler(shlex.split(given), "$CXX")
     for name in ("g++", "c++", "clang++"):
         if found := shutil.which(name):
-            return _compiler([found], name)
+            return compiler([found], name)
     raise CompileError("no C++ compiler: g++ is not in PATH; install it (Debian: apt install g++), or set CXX")
 
 
@@ -98,8 +98,8 @@ def nvcc() -> Compiler | None:
         CompileError: $NVCC does not run.
     """
     if (given := os.environ.get("NVCC")) is not None:
-        return _compiler(shlex.split(given), "$NVCC") if given else None
-    return next((_compiler([str(file)], str(file)) for file in _nvccs() if os.access(file, os.X_OK)), None)
+        return compiler(shlex.split(given), "$NVCC") if given else None
+    return next((compiler([str(file)], str(file)) for file in _nvccs() if os.access(file, os.X_OK)), None)
 
 
 def need_nvcc() -> Compiler:
@@ -131,7 +131,8 @@ def _nvcc_library_dirs() -> tuple[str, ...]:
     return (f"-L{lib}",) if lib and (lib / "libcudart_static.a").exists() else ()
 
 
-def _compiler(command: Sequence[str], origin: str) -> Compiler:
+def compiler(command: Sequence[str], origin: str) -> Compiler:
+    """The compiler of a command. Raises CompileError if it does not run; ``origin`` is its name in the message."""
     try:
         done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -212,23 +213,31 @@ def processor() -> str:
     return "\n".join(line for line in lines if line.startswith(wanted))
 
 
-def cuda_flags(archs: Sequence[str], aot: bool) -> tuple[str, ...]:
-    """For CUDA C++: code for each architecture, and PTX of the newest for later ones."""
+def cuda_flags(archs: Sequence[str], aot: bool, old_drivers: bool = False) -> tuple[str, ...]:
+    """For CUDA C++: code for each architecture, and PTX for later ones: of 100, which serves 110 too, or of the
+    newest.
+
+    Args:
+        old_drivers: nothing is compressed, since drivers know how from 550 on only.
+    """
     gencode = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
-    newest = max(archs, key=lambda arch: int(arch.rstrip("af")))
+    newest = "100" if "100" in archs else max(archs, key=lambda arch: int(arch.rstrip("af")))
     if newest.isdigit():
         gencode.append(f"-gencode=arch=compute_{newest},code=compute_{newest}")
     host = "-fPIC,-fvisibility-inlines-hidden" if aot else "-fPIC"
     own = ("-DAOT_ISA=cuda", "-Werror=cross-execution-space-call") if aot else ("-D_GLIBCXX_USE_CXX11_ABI=0",)
-    return ("-std=c++17", "-O3", *own, "-Xcompiler", host, "-Xfatbin=-compress-all", *gencode)
+    compress = "--compress-mode=none" if old_drivers else "-Xfatbin=-compress-all"
+    return ("-std=c++17", "-O3", *own, "-Xcompiler", host, compress, *gencode)
 
 
-def link_flags(cuda: bool) -> tuple[str, ...]:
+def link_flags(cuda: bool, old_drivers: bool = False) -> tuple[str, ...]:
     """An unresolved symbol fails here, and not in a process that uses the library. C++ symbols are not exported.
     Runtimes are linked where they are used. It is not unloaded, since it has handlers of fork()."""
     keywords = ("defs", "now", "nodelete")
     options = (*(f"-z{word}" for word in keywords), "--as-needed", f"--version-script={cmake_dir() / 'exports.map'}")
     linker = tuple(word for option in options for word in ("-Xlinker", option))
+    if cuda and old_drivers:  # what nvlink 13 makes is for drivers from 580
+        return ("-shared", "-nodlink", "-cudart=static", *linker, "-lgomp", "-ldl")
     if cuda:
         return ("-shared", "-cudart=static", *_nvcc_library_dirs(), *linker, "-lgomp", "-ldl")
     return ("-shared", "-fopenmp", *linker, "-ldl")
@@ -279,7 +288,8 @@ takes a comma for the end of a path, and warns of each that is not UTF-8."""
 
 def _runs_nvcc(command: Sequence[str]) -> bool:
     found = nvcc()
-    return found is not None and tuple(command[: len(found.command)]) == found.command
+    installed = found is not None and tuple(command[: len(found.command)]) == found.command
+    return installed or Path(command[0]).name == "nvcc"
 
 
 def _run_behind_links(command: Sequence[str], what: str, announced: bool) -> str:
