@@ -189,7 +189,7 @@ $(SM90:cuda_src/%=build/%.o): GENCODE := -gencode arch=compute_90a,code=sm_90a
 $(CUTLASS)/include: pyproject.toml
 	@echo "fetch $(call pinned,nvidia-cutlass)"
 	@mkdir -p $(CUTLASS)
-	@$(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps --dest $(CUTLASS) $(call pinned,nvidia-cutlass)
+	@env -u PYTHONPATH $(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps --dest $(CUTLASS) $(call pinned,nvidia-cutlass)
 	@$(PYTHON) -m zipfile -e $(CUTLASS)/nvidia_cutlass-*.whl $(CUTLASS)/wheel
 	@rm -rf $@ && mv $(CUTLASS)/wheel/cutlass_library/source/include $@
 	@rm -rf $(CUTLASS)/wheel $(CUTLASS)/*.whl && touch $@
@@ -319,7 +319,7 @@ PYTEST_ENVIRONMENT := OMP_NUM_THREADS=$(THREADS) $(addprefix ATEN_CPU_CAPABILITY
 TESTS := AOTOPS_TEST_FRONTENDS=numpy,torch,jax$(if $(GPU),$(comma)cupy) $(PYTEST_ENVIRONMENT) $(VENV)/bin/python $(PYTEST)
 # These try nothing on MindSpore, so the second environment does not repeat them.
 TESTED_ONCE := $(addprefix --ignore=tests/,$(addprefix core/test_,call.py convention.py core.py cpp.py formulas.py info.py \
-               sharding.py tvm_ffi.py xla_layout.py) $(addprefix authors/test_,adding_an_op.py bench.py cli.py compatibility.py \
+               sharding.py tvm_ffi.py xla_layout.py) $(addprefix authors/test_,adding_an_op.py bench.py cli.py compatibility.py cuda12.py \
                compile.py examples.py models.py new.py packaging.py performance_page.py soak.py triton.py))
 MS_TESTS := AOTOPS_TEST_FRONTENDS=numpy,mindspore $(PYTEST_ENVIRONMENT) $(MS_VENV)/bin/python $(PYTEST) $(TESTED_ONCE)
 

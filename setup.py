@@ -2,6 +2,7 @@
 into it, type stubs are written, and the wheel is for one platform and every Python 3. An editable install does the
 stubs alone: `make lib` compiles, and the headers are cuda_src/'s."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -49,11 +50,13 @@ class BuildWithLibrary(build_py):
 
 def compile_library():
     """Runs `make lib`, unless it has been run: variables of the Makefile (NVCC, ARCHS, ISAS, JOBS) come from the
-    environment."""
+    environment. A machine without a GPU and nvcc gets no CUDA entries, which take longer than all else."""
     if all((ROOT / product).is_file() for product in PRODUCTS):
         return
+    has_cuda = "NVCC" in os.environ or shutil.which("nvidia-smi") or shutil.which("nvcc")
+    command = ["make", "lib", f"PYTHON={sys.executable}", *(() if has_cuda else ("NVCC=",))]
     try:
-        subprocess.run(["make", "lib", f"PYTHON={sys.executable}"], cwd=ROOT, check=True)
+        subprocess.run(command, cwd=ROOT, check=True)
     except FileNotFoundError:
         raise SystemExit("aotops: make is not installed; compiling aotops needs GNU make and g++") from None
     except subprocess.CalledProcessError as error:

@@ -253,7 +253,9 @@ def _audit(project: _Project, link: _Step) -> None:
     if project.cuda and (faults := fatbin.faults(project.library)):
         link.stamp.unlink(missing_ok=True)
         project.library.unlink()
-        raise CompileError(f"{project.library.name} is not for drivers from 525:\n" + "\n".join(faults))
+        raise CompileError(
+            f"{project.library.name} is not for drivers from 525, and was deleted:\n" + "\n".join(faults)
+        )
 
 
 def _run_all(steps: Sequence[_Step], telling: _Telling) -> None:

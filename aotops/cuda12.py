@@ -10,6 +10,7 @@ libcudart_static.a are of 12.9. The versions and hashes are in cuda12.txt.
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import re
 import shutil
@@ -17,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from importlib.util import find_spec
 from pathlib import Path
 
 from .toolchain import CompileError, telling
@@ -121,24 +121,17 @@ def _check_machine() -> None:
 def _download(folder: Path) -> dict[str, Path]:
     """The wheels, by the name in their file's name."""
     options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary", ":all:", "--require-hashes"]
-    command = [*_pip(), "download", *options, "--dest", str(folder), "--requirement", str(PACKAGES)]
+    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder), "--requirement", str(PACKAGES)]
+    # by which a build in isolation hides pip
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     with telling("downloading CUDA's compiler, 145 MB"):
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise CompileError(f"{_why(done.stderr)}\n{_OTHERWISE}")
     return {file.name.partition("-")[0]: file for file in folder.glob("*.whl")}
 
 
 _OTHERWISE = "use an installed nvcc (NVCC=/path/nvcc), or none: CPU entries only (NVCC=)"
-
-
-def _pip() -> list[str]:
-    """A build in isolation has no pip of its own."""
-    if find_spec("pip"):
-        return [sys.executable, "-m", "pip"]
-    if found := shutil.which("pip3") or shutil.which("pip"):
-        return [found]
-    raise CompileError(f"{sys.executable} has no pip, which downloads CUDA's compiler; {_OTHERWISE}")
 
 
 def _why(stderr: str) -> str:

@@ -111,6 +111,8 @@ def machine_code(path: Path) -> set[tuple[int, tuple[int, int]]]:
 def architectures(path: Path) -> list[str]:
     """The GPU architectures that a shared library has code for, such as "sm_90", and "compute_120" of PTX."""
     found = {(image.arch, image.ptx, image.specific, image.name) for each in containers(path) for image in each}
+    known = {arch for arch, ptx, *_ in found if not ptx}
+    found |= {(arch, False, False, f"sm_{arch}") for arch, _ in machine_code(path) if arch not in known}
     return [name for *_, name in sorted(found)]
 
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from .. import fatbin
 from ..elf import Elf
 from .report import FAIL, PASS, Failure, Item
 from .subject import Subject
@@ -32,6 +33,7 @@ def audited(file: Path) -> Iterator[Item]:
     except (OSError, ValueError) as error:
         yield Item("library", "file", FAIL, failure=Failure(str(error)))
         return
+    cuda, faults = fatbin.architectures(file), _of_new_drivers(file)
     found = (
         ("frameworks", _of_frameworks(elf), "no library or symbol of a framework is needed"),
         ("symbols", _unresolved(elf, file), _resolved(elf)),
@@ -40,6 +42,7 @@ def audited(file: Path) -> Iterator[Item]:
         ("stack", elf.executable_stack and "the stack would be executable: link with -z noexecstack", "not executable"),
         ("relocations", elf.text_relocations and "the code is relocated at load: compile with -fPIC",
          "none in the code"),
+        ("drivers", _kept(file) and faults, _drivers(cuda, faults)),
     )  # fmt: skip
     for where, fault, detail in found:
         if fault:
@@ -117,6 +120,24 @@ def _search_path(elf: Elf) -> str | None:
         if absolute
         else None
     )
+
+
+def _of_new_drivers(file: Path) -> str | None:
+    """Why drivers older than 580 do not load the GPU code."""
+    return "; ".join(fatbin.faults(file)) or None
+
+
+def _kept(file: Path) -> bool:
+    """Whether the library is meant for drivers from 525: its CUDA runtime is."""
+    version = fatbin.runtime(file)
+    return version is not None and version < 13000
+
+
+def _drivers(cuda: list[str], faults: str | None) -> str:
+    if not cuda:
+        return "no GPU code"
+    oldest = "580; for those from 525: aotops build --cuda 12" if faults else "525"
+    return f"{', '.join(cuda)}, for drivers from {oldest}"
 
 
 def _some(names: list[str]) -> str:

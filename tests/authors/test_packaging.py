@@ -275,14 +275,65 @@ print(library.last_error())
 
 @pytest.mark.skipif(not library.has_cuda(), reason="the library was built without CUDA")
 def test_a_driver_older_than_the_runtime_is_told(python, tmp_path):
-    """With a stand-in for the driver, that of CUDA 12.4."""
+    """With a stand-in for the driver, that of CUDA 11.4."""
     source = tmp_path / "driver.c"
-    source.write_text(_DRIVER % 12040)
+    source.write_text(_DRIVER % 11040)
     stand_in = ["-Wl,-soname,libcuda.so.1", "-o", tmp_path / "libcuda.so.1"]
     subprocess.run(["gcc", "-shared", "-fPIC", source, *stand_in], check=True)
     status, text = python(_LAUNCH, LD_LIBRARY_PATH=str(tmp_path)).splitlines()
     assert status == "4"
-    assert re.match(r"gelu: the NVIDIA driver.* supports CUDA up to 12.4, expected CUDA 13: update the driver", text)
+    assert re.match(r"gelu: the NVIDIA driver.* supports CUDA up to 11.4, expected CUDA 1[23]: update the driver", text)
+
+
+_CUBLASLT = "".join(
+    f"int {name}(void) {{ return 1; }}\n"
+    for name in (
+        *(f"cublasLtMatmulDesc{what}" for what in ("Create", "SetAttribute", "Destroy")),
+        *(f"cublasLtMatrixLayout{what}" for what in ("Create", "SetAttribute", "Destroy")),
+        *(f"cublasLtMatmulPreference{what}" for what in ("Create", "SetAttribute", "Destroy")),
+        "cublasLtCreate", "cublasLtMatmulAlgoGetHeuristic", "cublasLtMatmul",
+    )
+)  # fmt: skip
+_WHICH = """
+import ctypes, sys
+from aotops import library
+for name in sys.argv[1:]:
+    ctypes.CDLL(name)
+told = ctypes.c_char_p(), ctypes.c_char_p()
+library.load().aot_cublaslt(*map(ctypes.byref, told))
+print(*(text.value.decode() for text in told), sep="|")
+"""
+
+
+@pytest.mark.skipif(not library.has_cuda(), reason="the library was built without CUDA")
+@pytest.mark.parametrize(
+    ("driver", "installed", "loaded", "expected"),
+    [
+        (12040, "13 12", "", "12|the dynamic loader finds it"),
+        (12040, "13 12", "13", "12|the dynamic loader finds it"),
+        (12040, "13 12", "13 12", "12|the process has loaded it"),
+        (12040, "13", "13", "|the dynamic loader does not find libcublasLt.so.12, and the driver runs no later one"),
+        (13000, "13 12", "", "13|the dynamic loader finds it"),
+        (13000, "13 12", "12", "12|the process has loaded it"),
+        (13000, "13 12", "12 13", "13|the process has loaded it"),
+        (13000, "", "", "|the dynamic loader does not find libcublasLt.so.12 or .13"),
+        (0, "13 12", "12", "|there is no NVIDIA driver"),
+    ],
+)
+def test_cublaslt_is_one_that_the_driver_runs(driver, installed, loaded, expected, tmp_path):
+    """With stand-ins for the driver and for cuBLASLt."""
+    sources = {"libcuda.so.1": _DRIVER % driver} if driver else {}
+    sources |= {f"libcublasLt.so.{major}": _CUBLASLT for major in installed.split()}
+    for name, source in sources.items():
+        (tmp_path / "a.c").write_text(source)
+        stand_in = [f"-Wl,-soname,{name}", "-o", tmp_path / name]
+        subprocess.run(["gcc", "-shared", "-fPIC", tmp_path / "a.c", *stand_in], check=True)
+    command = [sys.executable, "-c", _WHICH, *(f"libcublasLt.so.{major}" for major in loaded.split())]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("AOTOPS_")}
+    environment |= {"LD_LIBRARY_PATH": str(tmp_path), "AOTOPS_LIBRARY": str(library.path())}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    path, _, reason = done.stdout.strip().rpartition("|")
+    assert f"{path.rpartition('libcublasLt.so.')[2]}|{reason}" == expected, done.stderr
 
 
 def test_errors_of_cuda_that_a_user_can_fix(tmp_path):

@@ -110,7 +110,8 @@ def device(capability):
 @pytest.mark.parametrize(
     ("capability", "architectures", "runs"),
     [(90, ["sm_90"], True), (89, ["sm_80"], True), (86, ["sm_89"], False), (120, ["sm_90"], False),
-     (120, ["sm_90", "compute_90"], True), (75, ["sm_80", "compute_80"], False)],
+     (120, ["sm_90", "compute_90"], True), (75, ["sm_80", "compute_80"], False), (90, ["sm_90a"], True),
+     (100, ["sm_90a", "compute_90a"], False)],
 )  # fmt: skip
 def test_which_architectures_run_on_a_gpu(capability, architectures, runs):
     assert info._runs_on(capability, architectures) == runs
@@ -127,6 +128,49 @@ def test_advice_on_gpus(collected, monkeypatch):
     assert mended(collected(gpu, ["sm_90", "compute_90"]), "CUDA") == []
     none = {"driver": None, "cuda": None, "devices": [], "error": "there is no NVIDIA driver (libcuda.so.1)"}
     assert mended(collected(none), "GPU") == [("there is no NVIDIA driver (libcuda.so.1)", None)]
+
+
+@pytest.mark.parametrize(
+    ("cuda", "runtime", "capability", "expected"),
+    [
+        ("12.2", 12090, 90, ""),
+        ("12.2", 12090, 110, "the library has PTX of CUDA 12.9 for sm_110, which a driver of CUDA 12.2 refuses"),
+        ("12.9", 12090, 110, ""),
+        ("11.8", 12090, 90, "the driver is of CUDA 11.8, the library of 12.9; it needs release 525 or later"),
+        (
+            "12.8",
+            13000,
+            90,
+            "the driver is of CUDA 12.8, the library of 13.0; it needs release 580 or later, or a library",
+        ),
+    ],
+)
+def test_what_a_driver_loads(collected, monkeypatch, cuda, runtime, capability, expected):
+    gpu = {"driver": "1.2", "cuda": cuda, "devices": [device(capability)], "error": None}
+    monkeypatch.setattr(library, "has_cuda", lambda: True)
+    monkeypatch.setattr(info.fatbin, "runtime", lambda path: runtime)
+    found = collected(gpu, ["sm_90", "sm_100", "compute_100"], _cublaslt=lambda: None)
+    told = [why for what in ("CUDA", "driver") for why, _ in mended(found, what)]
+    assert len(told) == bool(expected)
+    assert all(why.startswith(expected) for why in told)
+    text = " ".join(info.render(found).split())
+    assert f"for drivers from {580 if runtime == 13000 else 525}" in text
+    assert f"runs {'sm_90' if capability == 90 else 'compute_100'}" in text
+
+
+def test_which_cublaslt_is_told(collected, monkeypatch):
+    gpu = {"driver": "1.2", "cuda": "12.2", "devices": [device(90)], "error": None}
+    monkeypatch.setattr(library, "has_cuda", lambda: True)
+    with_one = {"path": "/there/libcublasLt.so.12", "reason": "the dynamic loader finds it"}
+    found = collected(gpu, ["sm_90"], _cublaslt=lambda: with_one)
+    assert mended(found, "cuBLASLt") == []
+    assert "cublaslt     /there/libcublasLt.so.12: the dynamic loader finds it" in info.render(found)
+    without = {"path": None, "reason": "the dynamic loader does not find libcublasLt.so.12"}
+    ((why, command),) = mended(collected(gpu, ["sm_90"], _cublaslt=lambda: without), "cuBLASLt")
+    assert why.startswith("the dynamic loader does not find")
+    assert "pip install nvidia-cublas-cu12 && export AOTOPS_CUBLASLT=" in command
+    by_choice = {"path": None, "reason": "AOTOPS_GEMM is own"}
+    assert mended(collected(gpu, ["sm_90"], _cublaslt=lambda: by_choice), "cuBLASLt") == []
 
 
 def test_advice_on_a_package(collected):
