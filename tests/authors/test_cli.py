@@ -182,10 +182,10 @@ def test_build(module, tmp_path, monkeypatch):
     module("build", build=lambda *args, **options: calls.append((args, options)) or tmp_path / "scale/libscale.so")
     assert run("build").stdout == "scale/libscale.so\n"
     (tmp_path / "scale").mkdir()
-    run("build", "scale", "--watch", "--arch", "90", "--verbose")
+    run("build", "scale", "--watch", "--arch", "90", "--verbose", "--cuda", "12")
     assert calls == [
-        ((Path(),), {"watch": False, "arch": None, "verbose": None}),
-        ((Path("scale"),), {"watch": True, "arch": "90", "verbose": True}),
+        ((Path(),), {"watch": False, "arch": None, "verbose": None, "cuda": None}),
+        ((Path("scale"),), {"watch": True, "arch": "90", "verbose": True, "cuda": "12"}),
     ]
 
 
