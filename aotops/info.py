@@ -444,7 +444,7 @@ def _entries(built: Info) -> str:
 
 
 def _loads(driver: str, built: Info) -> str:
-    """What of the library it loads."""
+    """The code of the library that it loads."""
     runtime = built["runtime"]
     if not runtime:
         return ""

@@ -101,8 +101,8 @@ struct Found {
     std::snprintf(error, sizeof error, "AOTOPS_CUBLASLT is '%s', expected the path of libcublasLt.so, or 'none': %s",
                   file, reason ? reason : "unknown error");
   }
-  // What the process has loaded comes first. A driver of CUDA 12 does not run that of CUDA 13, whose functions fail
-  // there.
+  // A library that the process has loaded comes first. A driver of CUDA 12 does not run that of CUDA 13, whose
+  // functions fail there.
   void search() {
     int driver = 0;
     cudaDriverGetVersion(&driver);
