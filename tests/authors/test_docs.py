@@ -146,8 +146,9 @@ def shell(commands: str, python: Path, folder: Path) -> str:
 
 
 def settled(text: str) -> str:
-    """Without what depends on the machine: folders of the package, versions of libraries, seconds."""
+    """Without what depends on the machine: folders of the package, versions of libraries, GPUs, seconds."""
     text = re.sub(r"\S*aotops/libaotops\.so", "aotops/libaotops.so", text)
+    text = re.sub(r"(library +drivers +pass).*", r"\1", text)
     return re.sub(r"(it needs GLIBC).*|( in )[\d.]+ s", r"\1\2", text).strip()
 
 
