@@ -18,6 +18,7 @@ from inspect import Parameter, signature
 from keyword import iskeyword
 from numbers import Integral
 from pathlib import Path
+from threading import RLock
 from types import ModuleType
 from typing import Any
 from zlib import crc32
@@ -404,7 +405,7 @@ class Namespace(ModuleType):
     ) -> None:
         name = f"aotops_{framework}_of_{library.name}"
         super().__init__(name, f"The operators of the library {library.name} for {framework}.")
-        self.__dict__.update(_library=library, _make=make)
+        self.__dict__.update(_library=library, _make=make, _lock=RLock())
         sys.modules[name] = self  # where pickle and MindSpore look for it
         if at_once:
             library.defined = lambda op: self.__dict__.update(make(op, name))
@@ -414,12 +415,13 @@ class Namespace(ModuleType):
     def __getattr__(self, name: str) -> Any:
         library: Library = self.__dict__["_library"]
         op = library.ops.get(name) or library.ops.get(name.removesuffix("_backward"))
-        made = self.__dict__["_make"](op, self.__name__) if op else {}
-        if name not in made:
+        with self.__dict__["_lock"]:  # an operator is registered once, by whichever thread asks first
+            if op and name not in self.__dict__:
+                self.__dict__.update(self.__dict__["_make"](op, self.__name__))
+        if name not in self.__dict__:
             known = ", ".join(library.ops) or "none"
             raise AttributeError(f"the library {library.name} has no operator {name!r}; there are {known}")
-        self.__dict__.update(made)
-        return made[name]
+        return self.__dict__[name]
 
     def __dir__(self) -> list[str]:
         return sorted(self.__dict__["_library"].ops)

@@ -159,8 +159,11 @@ class ArrayFrontend(ABC):
         dys = [dy] if len(op.outputs) == 1 else _several(f"{op.name}_backward: dy", dy, op.outputs, (tuple, list))
         given = dict(zip(op.inputs, inputs, strict=True))
         given |= {f"d{y}": g for y, g in zip(op.outputs, dys, strict=True)}
-        if outputs := [slot for slot in op.saved if slot in op.outputs]:
-            given |= self._run(op, inputs, attrs, outputs)
+        # a backward that can do without a residual computes it itself
+        optional = () if op.backward is None else op.backward.optional
+        needed = {*op.outputs, *(slot for slot in op.kept_residuals(attrs) if slot not in optional)}
+        if wanted := [slot for slot in op.saved if slot in needed]:
+            given |= self._run(op, inputs, attrs, wanted)
         if op.rule is not None:
             found = op.rule(op, self.of(op.library), dict(zip(op.attrs, attrs, strict=True)) | given)
             return {f"d{x}": gradient for x, gradient in zip(op.inputs, found, strict=True)}

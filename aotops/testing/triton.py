@@ -16,7 +16,7 @@ from aotops import library as _library
 from aotops.extra import encode
 from aotops.op import Op
 from aotops.triton.declaration import DeclarationError, Entry, load
-from aotops.triton.interpreter import POISON, Answer, Question, ask
+from aotops.triton.interpreter import POISON, Answer, Question, ask, unusable
 from aotops.triton.plan import Launched, Placed, Unplanned, bind, check_operator, plan, scratch_places, shape_of
 
 from .calls import EntryCall, bound, calls_of, forward_call, nbytes, numbers, placeholders, raw
@@ -251,8 +251,8 @@ def interpreted(subject: Subject) -> Iterator[Item]:
         return
     if found is None or subject.op.name not in found.entries:
         return
-    if not find_spec("triton"):
-        yield Item("interpreter", "", UNAVAILABLE, "triton is not installed")
+    if reason := unusable():
+        yield Item("interpreter", "", UNAVAILABLE, reason)
         return
     pairs = [(case, dtype) for case, dtype in _pairs(subject, 1 << 16) if dtype in INTERPRETED]
     if not pairs:

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,16 @@ class Answer:
     """Why there are no outputs."""
     skipped: bool = False
     """Whether the call was too large."""
+
+
+def unusable() -> str:
+    """Why the interpreter runs no kernel here; empty if it does."""
+    if not find_spec("triton"):
+        return "triton is not installed"
+    triton, numpy = (tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy"))
+    if triton < (3, 7) and numpy >= (2, 5):  # it takes arrays of one element for numbers
+        return f"the interpreter of Triton {version('triton')} needs NumPy below 2.5, and {version('numpy')} is here"
+    return ""
 
 
 def ask(file: Path, questions: Sequence[Question]) -> list[Answer]:

@@ -7,6 +7,8 @@ import os
 import re
 import shutil
 import subprocess
+import sys
+import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +18,7 @@ import numpy as np
 import pytest
 
 import aotops
-from aotops import TensorSpec, call
+from aotops import TensorSpec, call, hosting
 from aotops.extra import encode_foreign
 from aotops.hosting import Foreign
 from aotops.library import LibraryError
@@ -300,6 +302,23 @@ def test_threads_have_kernels_of_their_own(hosted):
         return sum(not np.array_equal(power(x, 3), x**3) for _ in range(50))
 
     assert race(work) == 0
+
+
+def test_threads_make_an_operator_once(hosted):
+    """A framework registers an operator once: a second time is an error."""
+    made = []
+
+    def make(op, module):
+        made.append(op.name)
+        time.sleep(0.01)  # the other threads ask meanwhile
+        return {op.name: op}
+
+    namespace = hosting.Namespace(hosted, "counted", make)
+    try:
+        assert race(lambda i: namespace.Power is not hosted.ops["Power"]) == 0
+        assert made == ["Power"]
+    finally:
+        del sys.modules[namespace.__name__]
 
 
 # ----------------------------------------------------------------------------------------------------------- transforms

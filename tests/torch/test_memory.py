@@ -209,11 +209,10 @@ def test_a_call_has_the_memory_that_is_stated(name, where):
         call, leaves, inputs, attrs = call_of(name, case, where)
         say = stated(OPS[name], attrs, inputs, where)
         dys = [torch.randn_like(y) for y in as_tuple(call())]
-        # a profiler takes calls past the bindings that C holds, to _eager, which forgets values that C still has
+        # a profiler takes calls past the bindings that C holds, to eager, which forgets values that C still has
         ours.eager.eager.cache_clear()
-        y = as_tuple(ours.eager.eager(OPS[name], attrs)(*inputs))
-        torch.autograd.grad(y, leaves, dys)  # what is cached for these shapes
-        del y
+        for path in (call, partial(ours.eager.eager(OPS[name], attrs), *inputs)):
+            torch.autograd.grad(as_tuple(path()), leaves, dys)  # what is cached for these shapes
         with torch.no_grad():
             y, kept, peak = measured(where, call)
         assert kept == say.results, f"{case}: result alone"
