@@ -115,6 +115,7 @@ void each_cell(int64_t rows, int64_t s, const Accumulate<T> *gates, const T *bia
 template <typename T, class Cell>
 Status compute_gates(const Operands<T> &x, T *joined, Accumulate<T> *sums, const Cell &cell) {
   const int64_t all = 3 * x.state, width = x.width();
+  if (!all) return kOk;  // joined may be null
   x.join(joined);
   AOT_TRY((gemm<T, Accumulate<T>>(x.rows, all, width, {joined, width}, {x.weights, width, true}, sums, all)));
   return each_cell(x.rows, x.state, sums, x.bias, cell), kOk;
