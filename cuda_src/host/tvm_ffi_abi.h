@@ -11,7 +11,7 @@
 
 namespace aot::tvm_ffi {
 
-// What an Any is; objects begin at kObject.
+// The types of an Any; objects begin at kObject.
 enum Type : int32_t {
   kNone = 0,
   kInt = 1,

@@ -20,9 +20,9 @@ class Facts(NamedTuple):
     attrs: tuple[Attr, ...]
     device: str
     dtypes: tuple[tuple[str, str], ...] = ()
-    """Of slots, if MindSpore is told them (``primitive``)."""
+    """The slots' dtypes, if MindSpore is told them (``primitive``)."""
     shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    """Of slots, if MindSpore is told them: where only Python can infer them."""
+    """The slots' shapes, if MindSpore is told them: where only Python can infer them."""
 
 
 def primitive(
