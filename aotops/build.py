@@ -149,7 +149,8 @@ def _check(file: Path, table: Mapping[str, Any]) -> None:
             raise ValueError(f"{file}: {key} is {value!r}, expected {expected}")
     for key in ("library",) if "triton" in table else ("library", "sources"):
         if key not in table:
-            raise ValueError(f"{file}: [tool.aotops] has no {key}")
+            what = "sources and no triton" if key == "sources" else key
+            raise ValueError(f"{file}: [tool.aotops] has no {what}")
     for isa in table.get("isas", []):
         if isa not in ("baseline", "avx2", "avx512"):
             raise ValueError(f"{file}: isas has {isa!r}, expected baseline, avx2 or avx512")

@@ -524,6 +524,14 @@ def test_an_option_may_be_a_parameter_of_the_kernel(tmp_path, monkeypatch):
     assert any(item.status == "pass" for item in report.items)
 
 
+def test_an_operator_without_an_entry_is_told(tmp_path, monkeypatch):
+    build(small(tmp_path, declaration=('"plus_two"', '"plus_too"'), name="undeclared"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    report = check(importlib.import_module("undeclared").library.ops["plus_two"], frameworks=["numpy"], quick=True)
+    told = report.failures[0].failure.message
+    assert "has no cuda entry (aot_plus_two_cuda); state it in ENTRIES of launch_undeclared" in told
+
+
 def test_an_operator_may_have_a_cpu_entry_in_cpp(tmp_path, monkeypatch):
     """It includes the header that is made of the declaration."""
     small(tmp_path, name="withcpu")
