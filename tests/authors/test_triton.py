@@ -20,6 +20,7 @@ import pytest
 from fake_gpu import fake_driver
 
 from aotops import new, toolchain
+from aotops.build import _shortened as shortened
 from aotops.build import build
 from aotops.elf import Elf
 from aotops.testing import check
@@ -307,6 +308,14 @@ def test_too_much_shared_memory_is_told(tmp_path):
     words = r"large: kernel.py:large_kernel, .* needs \d+ bytes of shared memory, sm_90 has 232448: fewer num_stages"
     with pytest.raises(CompileError, match=words):
         build(attributes(tmp_path, *changes))
+
+
+def test_what_the_compiler_says_before_an_error_is_left_out():
+    """Where a pass of MLIR fails, Triton prints the module."""
+    printed = "module {\n}\n<unknown>:0: error: Failures have been detected"
+    told = "add: kernel.py:add_kernel, Config(B=8), sm_90: it does not compile: RuntimeError: PassManager::run failed"
+    few = shortened(f"compiling add (Triton, sm 90) failed:\n{printed}\n{told}", "add: ")
+    assert few == f"compiling add (Triton, sm 90) failed:\n{told}\n(3 more lines: aotops build --verbose)"
 
 
 def test_scratch_without_a_workspace_is_told(tmp_path):
