@@ -56,8 +56,8 @@ def unusable() -> str:
     if not find_spec("triton"):
         return "triton is not installed"
     triton, numpy = (tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy"))
-    if triton < (3, 7) and numpy >= (2, 5):  # it takes arrays of one element for numbers
-        return f"the interpreter of Triton {version('triton')} needs NumPy below 2.5, and {version('numpy')} is here"
+    if triton < (3, 7) and numpy >= (2, 4):  # it takes arrays of one element for numbers
+        return f"the interpreter of Triton {version('triton')} needs NumPy below 2.4, and {version('numpy')} is here"
     return ""
 
 
