@@ -230,6 +230,8 @@ class Library:
         """The text on what an operator without a CUDA entry needs."""
         if self._file is None:
             return "build it where nvcc is, with `make lib`"
+        if self.triton is not None:
+            return f"state it in ENTRIES of {self.triton}, or give it a kernel in a .cu source, and run `aotops build`"
         if self.contents.has_cuda:
             return "the library has CUDA code, but none of this operator: give it a kernel in a .cu source"
         return "the library has no CUDA code: if this operator has a .cu source, build the package where nvcc is"

@@ -164,6 +164,8 @@ def _where(
                     "devices", device, why or f"no framework that is tested has a {device} device here", bool(devices)
                 )
             )
+    if not devices and subject.op.has_kernel and all(no_entry.values()):
+        add(Item("devices", "", FAIL, failure=Failure(str(no_entry["cuda"]))))
     reasons = {(adapter.frontend, why) for (adapter, device), why in missing.items() if why and device in ("cpu", *on)}
     for frontend, why in sorted(reasons):
         add(_absent("frameworks", frontend, why, bool(frameworks)))
