@@ -184,6 +184,11 @@ class Library:
         """The contents of its file. Raises LibraryError if the file is missing, or is no shared library."""
         return _checked(self.path, elf.read)
 
+    @property
+    def exported(self) -> Iterable[str]:
+        """The names of its functions."""
+        return self.contents.exported
+
     def address(self, symbol: str) -> int | None:
         """The address of an exported symbol, or None."""
         return self.functions.address(symbol)

@@ -105,32 +105,6 @@ struct Operator {
 
 namespace {
 
-const char *type_text(const Any &any) {
-  switch (any.type) {
-    case kNone:
-      return "None";
-    case kInt:
-      return "an int";
-    case kBool:
-      return "a bool";
-    case kFloat:
-      return "a float";
-    case kRawString:
-    case kSmallString:
-    case kString:
-      return "a str";
-    case kShape:
-    case kArray:
-    case kList:
-      return "a list";
-    case kDLTensor:
-    case kTensor:
-      return "a tensor";
-    default:
-      return "an object of another type";
-  }
-}
-
 // ---------------------------------------------------------------------------------------------------------- attributes
 
 // An attribute's value, as a key and as the text that extra.h reads.

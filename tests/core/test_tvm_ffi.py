@@ -434,15 +434,17 @@ Object: TVMFFIObject references=combined_ref_count type=type_index deleter=delet
 Bytes: TVMFFIByteArray data=data size=size
 ShapeCell: TVMFFIShapeCell data=data size=size
 SequenceCell: TVMFFISeqCell data=data size=size capacity=capacity data_deleter=data_deleter
+FunctionCell: TVMFFIFunctionCell safe_call=safe_call cpp_call=cpp_call
 ManagedTensor: DLManagedTensor tensor=dl_tensor context=manager_ctx deleter=deleter
 """
 NUMBERS = {
     "kNone": "None", "kInt": "Int", "kBool": "Bool", "kFloat": "Float", "kDLTensor": "DLTensorPtr",
     "kRawString": "RawStr", "kSmallString": "SmallStr", "kObject": "Object", "kString": "Str", "kShape": "Shape",
-    "kTensor": "Tensor", "kArray": "Array", "kList": "List",
+    "kTensor": "Tensor", "kArray": "Array", "kList": "List", "kFunction": "Function",
 }  # fmt: skip
 FUNCTIONS = {
     "set_error": "TVMFFIErrorSetRaisedFromCStr", "get_stream": "TVMFFIEnvGetStream", "release": "TVMFFIObjectDecRef",
+    "move_error": "TVMFFIErrorMoveFromRaised", "set_stream": "TVMFFIEnvSetStream",
 }  # fmt: skip
 
 
@@ -460,6 +462,8 @@ def test_our_structs_are_those_of_the_header(tmp_path):
         for mine, its in (member.split("=") for member in members):
             lines.append(f"static_assert(offsetof(ours::{name}, {mine}) == offsetof({theirs}, {its}));")
             lines.append(f"static_assert(sizeof(ours::{name}::{mine}) == sizeof({theirs}::{its}));")
+    for member in ("kind", "message", "backtrace"):  # the beginning of the struct
+        lines.append(f"static_assert(offsetof(ours::ErrorCell, {member}) == offsetof(TVMFFIErrorCell, {member}));")
     lines += [f"static_assert(int(ours::{mine}) == int(kTVMFFI{its}));" for mine, its in NUMBERS.items()]
     same = "static_assert(std::is_same_v<decltype(ours::Api::{}), decltype(&{})>);"
     lines += [same.format(*both) for both in FUNCTIONS.items()]
