@@ -161,6 +161,26 @@ def test_empty_tensors_and_numbers(in_c, in_cpp):
     assert numpy_of(in_cpp).mul(many, many).item() == 4
 
 
+def test_numpys_arrays_of_every_layout(in_cpp):
+    """A plain call is not prepared; the others are."""
+    mul = numpy_of(in_cpp).mul
+    unaligned = np.frombuffer(b" " + X.tobytes(), np.uint8)[1:].view(np.float32).reshape(X.shape)
+    x = X.copy()
+    x.flags.writeable = False
+    for same in (x, np.asfortranarray(X), X[::-1][::-1], X.astype(">f4"), unaligned, np.array([X, X])[0]):
+        for found in (mul(same, Y), mul(Y, same), mul(x=same, y=Y)):
+            assert type(found) is np.ndarray
+            assert found.dtype == np.float32
+            np.testing.assert_array_equal(found, X * Y)
+    assert mul(np.float32(3), 2.0) == 6
+    with pytest.raises(TypeError, match=r"mul: y is a list, expected a numpy.ndarray"):
+        mul(X, [1.0])
+    with pytest.raises(TypeError, match=r"mul: y is a MaskedArray, expected a numpy.ndarray"):
+        mul(X, np.ma.masked_array(Y))
+    with pytest.raises(TypeError, match="mul: expected tensors of one dtype"):
+        mul(X, Y.astype(np.float64))
+
+
 def test_threads_call_at_once(in_cpp):
     mul = numpy_of(in_cpp).mul
 
