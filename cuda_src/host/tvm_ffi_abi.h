@@ -89,6 +89,11 @@ struct ManagedTensor {
   void (*deleter)(ManagedTensor *self);
 };
 
+inline bool is_tensor(const Any &any) { return any.type == kDLTensor || any.type == kTensor; }
+inline const DLTensor &tensor(const Any &any) {
+  return any.type == kTensor ? *cell<DLTensor>(any.pointer) : *static_cast<DLTensor *>(any.pointer);
+}
+
 inline const char *type_text(const Any &any) {
   switch (any.type) {
     case kNone:

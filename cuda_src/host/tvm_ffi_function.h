@@ -189,11 +189,6 @@ class Function {
     return fail(status, "%s", text.c_str());
   }
 
-  static bool is_tensor(const Any &any) { return any.type == kDLTensor || any.type == kTensor; }
-  static const DLTensor &tensor(const Any &any) {
-    return any.type == kTensor ? *cell<DLTensor>(any.pointer) : *static_cast<DLTensor *>(any.pointer);
-  }
-
   // The arguments as tvm-ffi's texts count them.
   std::string described(const Any *args) const {
     std::string text;
