@@ -48,15 +48,16 @@ struct Binding {
 // The arguments of a call but for its tensors' memory and shapes, and what they are bound to. Most calls have the form
 // of an earlier one, and are then not read again.
 struct Form {
-  std::vector<Any> args;  // without tensors
-  uint64_t tensors;       // bit i: argument i is one
-  int n_inputs;           // that are given
+  static constexpr int kMostArgs = 16;
+  int n_args, n_inputs;  // that are given
   Device device;
-  void *extra;  // of a Binding, which is kept
+  uint32_t tensors;  // bit i: argument i is one
+  void *extra;       // of a Binding, which is kept
   Form *next;
+  Any args[kMostArgs];  // those that are no tensors
 
   bool fits(const Any *given, int32_t n) const {
-    if (static_cast<size_t>(n) != args.size()) return false;
+    if (n != n_args) return false;
     for (int32_t i = 0; i < n; ++i)
       if (tensors >> i & 1 ? !is_on_device(given[i]) : std::memcmp(&given[i], &args[i], sizeof(Any)) != 0) return false;
     return true;
@@ -71,13 +72,13 @@ struct Form {
 }  // namespace
 
 struct Operator {
+  GrowingList<Form> forms;
+  std::atomic<int> n_forms{0};
   std::string name;
   EntryFunctions functions[2];  // by aot::Device
   std::vector<Argument> inputs, outputs, attributes;
   GrowingList<Binding> bound;
   std::atomic<int> n_bound{0};
-  GrowingList<Form> forms;
-  std::atomic<int> n_forms{0};
 
   Status read(const Exported &exported) {
     name = exported.name;
@@ -334,12 +335,13 @@ class Invocation {
   }
 
   void keep_form() {
-    if (to_allocate_ || temporary_ || n_args_ > 64 || op_.n_forms >= kMostForms) return;
+    if (to_allocate_ || temporary_ || n_args_ > Form::kMostArgs || op_.n_forms >= kMostForms) return;
     auto form = std::make_unique<Form>();
-    form->args.assign(args_, args_ + n_args_), form->tensors = 0;
+    form->n_args = n_args_, form->tensors = 0;
     for (int i = 0; i < n_args_; ++i) {
-      if (is_tensor(args_[i])) form->tensors |= uint64_t{1} << i;
+      if (is_tensor(args_[i])) form->tensors |= 1u << i;
       else if (args_[i].type > kFloat && args_[i].type != kSmallString) return;  // a pointer, whose content may change
+      form->args[i] = args_[i];
     }
     form->n_inputs = n_given_inputs_, form->device = device_, form->extra = extra_;
     ++op_.n_forms, op_.forms.add(std::move(form));
