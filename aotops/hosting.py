@@ -81,8 +81,6 @@ def load(
     elif flags or include or arch is not None:
         raise TypeError(f"aotops.load: flags, include and arch are for a source, and {file.name} is none")
     library = Library(name, (), file)
-    if library.contents.imports_tvm_ffi:
-        tvm_ffi_functions.load_libtvm_ffi()
     known = _loaded.get(name)
     if known and known[1:] == (file, library.functions):
         return known[0]
@@ -261,7 +259,6 @@ def define(
     op = replace(op, bind=_bind(op, defaults, doc), **_gradient(library, op, backward))
     if order is not None:
         tvm_ffi_functions.check_order(op, order)
-        tvm_ffi_functions.load_libtvm_ffi()
     elif library.address(f"aot_{name}_cpuInfer") or library.address(f"aot_{name}_cudaInfer"):
         if infer or out_shape or out_dtype or device or cpu or cuda:
             raise TypeError(f"{name}: {library.path} infers for itself, and has its own entries")

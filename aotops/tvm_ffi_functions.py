@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, cached_property
-from importlib.util import find_spec
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -91,15 +89,3 @@ def check_order(op: Op, order: Sequence[str | None]) -> None:
         raise TypeError(f"{op.name}: order is {order!r:.80}, expected the names of the function's arguments")
     if sorted(name for name in order if name is not None) != sorted(every):
         raise ValueError(f"{op.name}: order is {', '.join(map(str, order))}, expected each of {', '.join(every)} once")
-
-
-@cache
-def load_libtvm_ffi() -> None:
-    """Loads libtvm_ffi.so of the package apache-tvm-ffi, if it is installed, as the package itself does: a library may
-    need it without knowing where it is. The package is not imported, because that imports torch."""
-    spec = find_spec("tvm_ffi")
-    for folder in (spec and spec.submodule_search_locations) or ():
-        file = Path(folder, "lib", "libtvm_ffi.so")
-        if file.exists():
-            ctypes.CDLL(str(file), os.RTLD_NOW | os.RTLD_GLOBAL)
-            return

@@ -16,6 +16,7 @@ import pytest
 import aotops
 from aotops import TensorSpec, call
 from aotops.library import LibraryError
+from aotops.testing import check
 from aotops.testing.frameworks import race, requested
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
@@ -318,6 +319,16 @@ def test_a_function_for_the_cpu_is_not_called_on_cuda(in_cpp):
     assert in_cpp.ops["mul"].foreign.symbols == {"cpu": "__tvm_ffi_mul"}
     with pytest.raises(NotImplementedError, match="mul: it has no function for cuda, only __tvm_ffi_mul on cpu"):
         in_cpp.entry_name(in_cpp.ops["mul"], "cuda")
+
+
+def test_a_check_of_an_operator(in_cpp, inline):
+    report = check(in_cpp.ops["mul"], lambda x, y: x * y, cases=[((2, 3), (2, 3))], frameworks=["numpy"],
+                   dtypes=["float32"], quick=True)  # fmt: skip
+    assert report.ok, report.render()
+    with pytest.raises(
+        NotImplementedError, match="plus: it hosts a function object, which the processes that try it d"
+    ):
+        check(inline.ops["plus"], lambda x, by: x + by)
 
 
 # ---------------------------------------------------------------------------------------------------- function objects
