@@ -321,10 +321,13 @@ def test_a_function_for_the_cpu_is_not_called_on_cuda(in_cpp):
         in_cpp.entry_name(in_cpp.ops["mul"], "cuda")
 
 
-def test_a_check_of_an_operator(in_cpp, inline):
+def test_a_check_of_an_operator(in_cpp):
     report = check(in_cpp.ops["mul"], lambda x, y: x * y, cases=[((2, 3), (2, 3))], frameworks=["numpy"],
                    dtypes=["float32"], quick=True)  # fmt: skip
     assert report.ok, report.render()
+
+
+def test_a_check_of_an_object_is_refused(inline):
     with pytest.raises(
         NotImplementedError, match="plus: it hosts a function object, which the processes that try it d"
     ):
