@@ -68,9 +68,9 @@ class ArrayFrontend(ABC):
     def launch(self, op: Op, attrs: tuple[Attr, ...], arrays: Arrays) -> None:
         """Runs the entry on one array, or None, for each slot."""
 
-    def plain(self, op: Op) -> Callable[[Arrays, tuple[Attr, ...]], Any] | None:
-        """A function of inputs and attributes that runs a call whose arrays need no preparation, which takes ten times
-        as long as a small call, and returns its result; None for any other call."""
+    def plain(self, op: Op) -> Callable[[Arrays, tuple[Attr, ...], Any], Any] | None:
+        """A function of inputs, attributes and ``out`` that runs a call whose arrays need no preparation, which takes
+        ten times as long as a small call, and returns its result; None for any other call."""
         return None
 
     @abstractmethod
@@ -103,12 +103,14 @@ class ArrayFrontend(ABC):
 
         @functools.wraps(op.bind)
         def function(*args, **kwargs):
-            if plain and len(args) == inputs_alone and not kwargs and (found := plain(args, ())) is not None:
-                return found
+            if plain and len(args) == inputs_alone and (not kwargs or (takes_out and [*kwargs] == ["out"])):
+                found = plain(args, (), kwargs.get("out"))
+                if found is not None:
+                    return found
             out = kwargs.pop("out", None) if takes_out else None
             inputs, attrs = op.bind(*args, **kwargs)
             attrs = op.canonical(attrs)
-            if plain and out is None and (found := plain(inputs, attrs)) is not None:
+            if plain and (found := plain(inputs, attrs, out)) is not None:
                 return found
             if op.transposable:
                 inputs, attrs = op.absorb_transposed_views(inputs, attrs, _contiguous)

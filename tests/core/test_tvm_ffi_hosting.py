@@ -173,6 +173,24 @@ def test_numpys_arrays_of_every_layout(in_cpp):
             assert type(found) is np.ndarray
             assert found.dtype == np.float32
             np.testing.assert_array_equal(found, X * Y)
+    for out in (np.empty_like(X), np.empty_like(X.T).T, np.empty((4, 3), "f4")[::2], X.copy()[::-1], X.astype(">f4")):
+        assert mul(X, Y, out=out) is out
+        np.testing.assert_array_equal(out, X * Y)
+    shared = np.arange(9, dtype="f4")
+    mul(shared[:6], np.full(6, 2, "f4"), out=shared[3:])  # which overlap
+    assert shared.tolist() == [0, 1, 2, 0, 2, 4, 6, 8, 10]
+    own = np.arange(6, dtype="f4")
+    mul(own, own, out=own)
+    mul(own[:], own, out=own[:])
+    assert own.tolist() == [0, 1, 16, 81, 256, 625]
+    with pytest.raises(ValueError, match="mul: out is read-only, expected"):
+        mul(X, Y, out=x)
+    with pytest.raises(ValueError, match=r"mul: out has shape \(3,\), expected \(2, 3\)"):
+        mul(X, Y, out=np.empty(3, "f4"))
+    with pytest.raises(TypeError, match="mul: out has dtype float64, expected float32"):
+        mul(X, Y, out=np.empty((2, 3)))
+    with pytest.raises(TypeError, match="mul: out is a list"):
+        mul(X, Y, out=[1.0])
     assert mul(np.float32(3), 2.0) == 6
     with pytest.raises(TypeError, match=r"mul: y is a list, expected a numpy.ndarray"):
         mul(X, [1.0])
