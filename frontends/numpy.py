@@ -21,7 +21,7 @@ from aotops.op import Attr, Op
 from aotops.ops import BUILTIN, OPS
 from aotops.spec import DTYPES, TensorSpec
 
-from .explicit_gradients import ArrayFrontend, first_line
+from .explicit_gradients import ArrayFrontend, Arrays, first_line
 
 __all__ = ["functions", "of", *OPS, *(f"{name}_backward" for name, op in OPS.items() if op.backward)]
 
@@ -103,6 +103,38 @@ class _NumPy(ArrayFrontend):
 
     def share_memory(self, a, b) -> bool:
         return np.shares_memory(a, b)
+
+    def plain(self, op: Op) -> Callable[[Arrays, tuple[Attr, ...], Any], Any] | None:
+        """Of a hosted operator whose one output is like an input. The builtin refuses arrays that need a copy."""
+        is_like_one = len(op.outputs) == 1 and op.outputs[0] in op.same_spec_as
+        if not op.foreign or not is_like_one or op.workspace or op.mutates or not self.reads_tensors:
+            return None
+        model = op.inputs.index(op.same_spec_as[op.outputs[0]])
+        tensors, ndarray, empty = call.tensors, np.ndarray, np.empty
+
+        def run(inputs: Arrays, attrs: tuple[Attr, ...], out: Any) -> Any:
+            for a in inputs:
+                if type(a) is not ndarray:
+                    return None
+                if out is not None and (a is out or not a.flags.owndata):  # their memory may be shared
+                    return None
+            like = inputs[model]
+            if out is None:
+                out = empty(like.shape, like.dtype)
+            elif (
+                type(out) is not ndarray
+                or out.shape != like.shape
+                or out.dtype is not like.dtype
+                or not (out.flags.owndata and out.flags.carray)
+            ):
+                return None
+            try:
+                tensors(op, attrs)(*inputs, out)
+            except Exception:
+                return None  # it raises again where that is not all
+            return out
+
+        return run
 
     def launch(self, op: Op, attrs: tuple[Attr, ...], arrays) -> None:
         if self.reads_tensors:
