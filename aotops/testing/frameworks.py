@@ -282,7 +282,7 @@ class MindSpore(Framework):
         return None
 
     def has_dtype(self, dtype):
-        return not dtype.startswith("float8")  # its tensors cannot be made of arrays, nor arrays of them
+        return not dtype.startswith("float8")  # it makes no such tensor of an array
 
     def make(self, array, dtype, device):
         return self.ms.Tensor(array, getattr(self.ms, dtype))

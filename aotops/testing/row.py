@@ -76,9 +76,8 @@ class Case:
         """An input with a dtype of its own."""
         dtype = numpy_dtype(self.array_dtype(slot))
         if slot in self.classes:
-            return np.asarray(random.integers(0, self.classes[slot] or (0 in shape), shape)).astype(
-                dtype
-            )  # 0: of no axis
+            most = self.classes[slot] or (0 in shape)  # nothing is drawn then
+            return np.asarray(random.integers(0, most, shape)).astype(dtype)
         if dtype.kind in "biu":
             low, high = (0, 2) if dtype.kind == "b" else (-99 if dtype.kind == "i" else 0, 100)
             return np.asarray(random.integers(low, high, shape)).astype(dtype)

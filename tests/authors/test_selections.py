@@ -18,7 +18,7 @@ from aotops.call import CALL_PATHS, handle_of
 from aotops.op import Op
 from aotops.spec import DTYPES, FLOATING
 from aotops.testing import Case, check
-from aotops.testing.cases import numpy_dtype
+from aotops.testing.cases import rounded_inputs
 from aotops.testing.dtypes import plain
 from aotops.testing.frameworks import requested
 
@@ -69,7 +69,7 @@ def test_every_dtype(framework, selections, dtype):
     if framework.compiles and dtype not in ("bool", "complex64"):
         return  # each would be compiled
     case = Case({"x": (2, 3)}, dtypes={} if dtype in FLOATING else {"x": dtype})
-    x = case.random(np.random.default_rng(0))["x"].astype(numpy_dtype(dtype))
+    x = rounded_inputs(case.random(np.random.default_rng(0)), dtype)["x"]
     tensor = own.make(x, dtype, "cpu")
     found = [own.results("flipped", {"x": tensor}, {})[0]]
     if framework.frontend == "jax":
