@@ -31,7 +31,7 @@ from .spec import DEVICES, DTYPES, TensorSpec, dtype_name
 SOURCES = (".cc", ".cpp", ".cxx", ".cu")
 FLAGS = ("-std=c++17", "-D_GLIBCXX_USE_CXX11_ABI=0")
 """The option that MindSpore compiles a source with: the std::string of its AotExtra is that of the old ABI."""
-MOST_TENSORS = 16  # call.py: MOST_SLOTS
+MOST_TENSORS = 63  # call.py: MOST_SLOTS
 _TAKEN = ("aotops", "aten", "prim", "prims", "higher_order", "load_library", "loaded_libraries")
 """Namespaces of operators that a process with torch has already."""
 _NOT_OPERATORS = ("name",)

@@ -230,7 +230,7 @@ def _fake_in_torch(adapter: Any, subject: Subject, trial: Trial) -> list[tuple[t
 
 
 def _fake_in_jax(adapter: Any, subject: Subject, trial: Trial) -> list[tuple[tuple[int, ...], str]]:
-    from .trial import numpy_dtype
+    from .dtypes import numpy_dtype
 
     jax = adapter.jax
     inputs = {

@@ -47,17 +47,10 @@ using InferShapeOfMany = std::vector<std::vector<int64_t>>(int *ndims, int64_t *
 using InferTypeOfOne = int(std::vector<int> types, void *extra);
 using InferTypeOfMany = std::vector<int>(std::vector<int> types, void *extra);
 
-// MindSpore's numbers for the dtypes that aot.h has no use for (mindapi/base/type_id.h).
-constexpr struct {
-  const char *name;
-  int id;
-} kOtherDtypes[] = {{"uint16", 38}, {"uint32", 39}, {"uint64", 40}, {"complex64", 51}, {"complex128", 52}};
-
 // Calls f(name, number) for each dtype.
 template <class F>
 void for_each_dtype(F f) {
   for (const auto &known : kTypeIds) f(dtype_name(known.dtype), static_cast<int>(known.id));
-  for (const auto &other : kOtherDtypes) f(other.name, other.id);
 }
 
 // The extra of a foreign function: its attributes, workspace and kernel data.

@@ -22,8 +22,8 @@ import walkthrough
 
 from aotops.op import Op
 from aotops.ops import OPS
+from aotops.testing.dtypes import ml_dtypes
 from aotops.testing.frameworks import FRONTENDS, requested
-from aotops.testing.trial import ml_dtypes
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -95,7 +95,7 @@ def define(library):
         inputs=("x",),
         outputs=("y", "name"),
         attrs={"length": "int"},
-        defaults={"length": 12},
+        defaults={"length": 16},
         infer=lambda x, length: (x, TensorSpec((length,), "int64")),
     )
     library.op("Numbers", inputs=("x", "factor", "offset", "flag"), outputs=("y",), same_spec_as={"y": "x"})
@@ -200,6 +200,8 @@ def test_every_dtype(framework, hosted, dtype):
     own = adapter(framework, hosted)
     if framework.compiles and dtype not in ("bool", "bfloat16"):
         return  # each would be compiled
+    if not own.has_dtype(dtype):
+        pytest.skip(f"{framework.name} cannot make a tensor of {dtype} of an array")
     array = np.arange(6).reshape(2, 3).astype(numpy_dtype(dtype if dtype != "bfloat16" else "float32"))
     if framework.frontend == "torch":
         x = own.torch.tensor(np.arange(6).reshape(2, 3)).to(getattr(own.torch, dtype))
@@ -210,7 +212,7 @@ def test_every_dtype(framework, hosted, dtype):
     assert text == dtype
     assert own.dtype(y) == dtype
     values = own.numpy(y.real if "complex" in dtype and framework.frontend != "mindspore" else _real(framework, y))
-    np.testing.assert_array_equal(values, array.astype(np.float64) if dtype != "bool" else array)
+    np.testing.assert_array_equal(values, array.real.astype(np.float64) if dtype != "bool" else array)
 
 
 def _real(framework, y):
@@ -631,7 +633,7 @@ BARE = {"inputs": ("x", "y"), "outputs": ("z",), "cpu": "CustomAdd", "same_spec_
         ({"mutates": ("z",)}, ValueError, "mutates names 'z', expected one of x, y"),
         ({"mutates": ("x",), "backward": lambda F, dz: dz}, NotImplementedError, "has no gradient"),
         ({"device": "npu"}, ValueError, "device is 'npu', expected cpu or cuda"),
-        ({"inputs": tuple(f"x{i}" for i in range(16)), "same_spec_as": {"z": "x1"}}, NotImplementedError, "17 tensors"),
+        ({"inputs": tuple(f"x{i}" for i in range(63)), "same_spec_as": {"z": "x1"}}, NotImplementedError, "64 tensors"),
     ],
 )
 def test_definitions_that_are_refused(hosted, changes, error, message):
@@ -741,13 +743,12 @@ def test_the_example_of_the_attribute_is_what_is_written():
 
 
 def test_the_numbers_of_dtypes_are_those_of_mindspore():
-    """The numbers that cuda_src states: those of the dtypes of operators, and of others."""
+    """The numbers that aot.h states."""
     ms = pytest.importorskip("mindspore")
     from mindspore._c_expression import typing
 
     stated = dict(re.findall(r"kType(\w+) = (\d+)", (SOURCES / "aot.h").read_text()))
-    stated |= re.findall(r'\{"(\w+)", (\d+)\}', (SOURCES / "host" / "hosted.cpp").read_text())
-    assert len(stated) == 15
+    assert len(stated) == len(DTYPES)
     for name, number in stated.items():
         dtype = getattr(ms, name.lower() if name != "Bool" else "bool_")
         assert typing.type_to_type_id(dtype) == int(number), name

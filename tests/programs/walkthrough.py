@@ -44,14 +44,15 @@ def transcript(folder: Path) -> str:
     with tempfile.TemporaryDirectory() as empty:
         session = Session(empty, wheel, _commands_with_packages(folder))
         parts = [(title, commands, commands and session.run(commands)) for title, commands in _blocks()]
-    text, total = [], 0.0
+    text, total, heading = [], 0.0, []
     for title, commands, done in parts:
         if title:
-            text.append(f"## {title}")
+            heading = [f"## {title}"]  # of a section without commands, nothing
             continue
         printed, seconds = done
         total += seconds
         shown = BUSY.sub("", printed).replace(empty, FOLDER).replace(str(wheel), wheel.name).rstrip()
+        text, heading = text + heading, []
         text += [f"```sh\n{commands}```", f"{seconds:.0f} s", *([f"```\n{shown}\n```"] if shown else [])]
     return "\n\n".join([_head(wheel, total), *text]) + "\n"
 
