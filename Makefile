@@ -18,8 +18,11 @@
 # make sdist     dist/*.tar.gz                   make clean
 
 PYTHON ?= python3
+# The compute capabilities of this machine's GPUs that CUDA 13 compiles for: 90 is 9.0.
+CAPABILITIES := $(filter-out 5% 60 61 62 70 72,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | \
+                  grep -x '[0-9]*[.][0-9]' | tr -d . | sort -un))
 # GPU architectures to compile for; any of 75 80 86 89 90 100 120. The newest one's PTX is added for what comes later.
-ARCHS  ?= 80 90
+ARCHS  ?= $(or $(CAPABILITIES),90)
 JOBS   ?= $(shell nproc)
 NVCC   ?= $(firstword $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc))
 # MindSpore 2.10 has no build for Python 3.13.
@@ -280,7 +283,6 @@ $(AARCH64)/entries: tests/programs/aarch64_entries.c
 
 # A library that is quick to build and runs here: CPU entries for any processor, and CUDA entries for this machine's GPU;
 # or the one that was built here before.
-CAPABILITIES := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | tr -d . | sort -un)
 RUNNABLE     := ISAS=baseline $(if $(CAPABILITIES),ARCHS="$(CAPABILITIES)",NVCC=)
 runnable:
 	@$(if $(filter command environment,$(foreach v,NVCC ARCHS ISAS,$(origin $(v)))),$(MAKE) --no-print-directory $(LIB),\
