@@ -377,7 +377,9 @@ def _gradient(library: Library, op: Op, backward: Op | str | Callable[..., Any] 
             raise ValueError(f"{name}: backward is {backward!r}, expected an operator defined before: library.op(...)")
         backward = library.ops[backward]
     if not isinstance(backward, Op):
-        _, *parameters = signature(backward).parameters
+        functions, *parameters = signature(backward).parameters or ("",)
+        if functions in (*forward, *attrs, ""):
+            raise TypeError(f"{name}: backward's first parameter is {functions!r}, expected F, the library's functions")
         _check_known(name, "backward", parameters, (*forward, *attrs))
         return {"rule": Rule(backward, tuple(parameters))}
     _check_known(name, f"backward {backward.name}", backward.inputs, forward)

@@ -694,6 +694,12 @@ def test_a_rule_for_gradients_that_returns_too_few(framework, hosted):
         gradients(own, name, {"x": x, "y": y}, {}, (x,))
 
 
+@pytest.mark.parametrize(("backward", "first"), [(lambda x, dz: (dz, dz), "'x'"), (lambda: (), "''")])
+def test_a_rule_takes_the_functions_first(hosted, backward, first):
+    with pytest.raises(TypeError, match=f"WithoutF: backward's first parameter is {first}, expected F"):
+        hosted.op("WithoutF", **(BARE | {"backward": backward}))
+
+
 def test_operators_are_added_while_a_namespace_is_in_use(framework, hosted):
     own = adapter(framework, hosted)
     name = f"Later_{framework.name.replace('-', '_')}"
