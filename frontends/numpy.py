@@ -106,7 +106,7 @@ class _NumPy(ArrayFrontend):
         return np.shares_memory(a, b)
 
     def plain(self, op: Op) -> Callable[[Arrays, tuple[Attr, ...], Any], Any] | None:
-        """Of a hosted operator whose one output is like an input. The builtin refuses arrays that need a copy."""
+        """The call of a hosted operator whose one output is like an input. It refuses arrays that need a copy."""
         is_like_one = len(op.outputs) == 1 and op.outputs[0] in op.same_spec_as
         if not op.foreign or not is_like_one or op.workspace or op.mutates or not self.reads_tensors:
             return None

@@ -13,7 +13,7 @@ from . import declaration
 from .declaration import Call, DeclarationError, Entry, Tensor
 
 MULTIPROCESSORS = 132
-"""Of the GPU of a plan that is made without one, here and in triton.h."""
+"""The facts of the GPU of a plan that is made without one, here and in triton.h."""
 ITEMSIZES = {
     "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8, "bool": 1, "int8": 1, "uint8": 1,
     "int16": 2,
