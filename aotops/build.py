@@ -158,7 +158,8 @@ def _check(file: Path, table: Mapping[str, Any]) -> None:
             raise ValueError(f"{file}: {key} is {value!r}, expected {expected}")
     for key in ("library",) if "triton" in table else ("library", "sources"):
         if key not in table:
-            raise ValueError(f"{file}: [tool.aotops] has no {key}")
+            what = "sources and no triton" if key == "sources" else key
+            raise ValueError(f"{file}: [tool.aotops] has no {what}")
     for isa in table.get("isas", []):
         if isa not in ("baseline", "avx2", "avx512"):
             raise ValueError(f"{file}: isas has {isa!r}, expected baseline, avx2 or avx512")
@@ -191,6 +192,8 @@ class _Step:
     inputs: tuple[Path, ...]
     stamp: Path
     """Where it is written what the output was made of: the command, and ``Headers``."""
+    author: str = ""
+    """How the message begins that is for the author of the source, where the compiler says more before it."""
 
     def done(self) -> bool:
         """Whether the output is that of this command, of the same files, and of no header that appeared since."""
@@ -215,7 +218,8 @@ class _Step:
             warnings = toolchain.run((*self.command, *track, "-o", str(scratch)), self.label, announced=telling.files)
             scratch.replace(self.output)
         except CompileError as error:
-            raise CompileError(str(error) if telling.errors or not compiles else _shortened(str(error))) from None
+            shown = str(error) if telling.errors or not compiles else _shortened(str(error), self.author)
+            raise CompileError(shown) from None
         finally:
             scratch.unlink(missing_ok=True)
         if warnings:
@@ -226,9 +230,11 @@ class _Step:
             self.stamp.write_text(json.dumps({"command": self.command, "headers": vars(headers)}))
 
 
-def _shortened(error: str) -> str:
-    few = toolchain.first_error(error)
-    n = len(error.splitlines()) - len(few.splitlines())
+def _shortened(error: str, author: str = "") -> str:
+    label, *lines = error.splitlines()
+    own = next((i for i, line in enumerate(lines) if author and line.startswith(author)), None)
+    few = toolchain.first_error(error) if own is None else "\n".join((label, *lines[own:]))
+    n = len(lines) + 1 - len(few.splitlines())
     return f"{few}\n({n} more lines: aotops build --verbose)" if n else error
 
 
@@ -279,8 +285,11 @@ def _of_triton(project: _Project, folder: Path, telling: _Telling) -> list[Path]
     triton = building.installed(project.triton_version)
     runs = building.compiles(project.triton, project.archs, folder, triton)
     stamps = [run.output.with_name(run.output.name + ".stamp") for run in runs]
-    pairs = zip(runs, stamps, strict=True)
-    _run_all([_Step(run.label, run.command, run.output, (run.file,), stamp) for run, stamp in pairs], telling)
+    steps = [
+        _Step(run.label, run.command, run.output, (run.file,), stamp, f"{run.entry.name}: ")
+        for run, stamp in zip(runs, stamps, strict=True)
+    ]
+    _run_all(steps, telling)
     return building.write(runs, folder)
 
 

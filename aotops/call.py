@@ -20,7 +20,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Callable, Sequence
-from ctypes import POINTER, Structure, byref, c_char_p, c_int, c_int64, c_uint32, c_void_p, py_object, pythonapi
+from ctypes import POINTER, Structure, byref, c_char_p, c_int, c_int64, c_uint64, c_void_p, py_object, pythonapi
 from functools import cache, lru_cache
 from typing import Any
 
@@ -31,7 +31,7 @@ from .spec import DEVICES, TensorSpec
 
 CALL_PATHS = ("ctypes", "addresses", "tensors")
 METH_FASTCALL = 0x80
-MOST_SLOTS = 16
+MOST_SLOTS = 63
 MOST_BOUND = 256
 """Cached bindings of operators to attributes. A program has few, unless an attribute changes with each call."""
 _N_STATUSES = len(library.ERRORS) + 1
@@ -50,7 +50,7 @@ class _Interpreter(Structure):
 
 
 class _Numpy(Structure):
-    _fields_ = [("type", c_void_p), ("n", c_int), ("dtypes", c_void_p * 16), ("names", c_char_p * 16)]
+    _fields_ = [("type", c_void_p), ("n", c_int), ("dtypes", c_void_p * 32), ("names", c_char_p * 32)]
 
 
 class _EntryFunctions(Structure):
@@ -82,10 +82,10 @@ def _has_gil() -> bool:
 @cache
 def lib() -> ctypes.CDLL:
     lib = library.load()
-    check_structs("aot_call_structs", 3, (_Interpreter, _Numpy, _EntryFunctions))
+    check_structs("aot_call_structs", 4, (_Interpreter, _Numpy, _EntryFunctions))
     lib.aot_call_new.restype = lib.aot_plan_new.restype = c_void_p
     lib.aot_plan_new.argtypes = [
-        c_void_p, c_int, c_uint32, c_int, POINTER(c_int), POINTER(c_int64), POINTER(c_char_p), POINTER(c_int),
+        c_void_p, c_int, c_uint64, c_int, POINTER(c_int), POINTER(c_int64), POINTER(c_char_p), POINTER(c_int),
     ]  # fmt: skip
     lib.aot_plan_delete.argtypes = [c_void_p]
     lib.aot_plan_run.argtypes = [c_void_p, c_int, c_void_p, POINTER(c_void_p)]
@@ -169,10 +169,14 @@ def handle_of(op: Op, attrs: tuple[Attr, ...]) -> Any:
         n,
         (c_char_p * n)(*(slot.encode() for slot in op.slots)),
         (c_int * n)(*(op.is_optional(slot) for slot in op.slots)),
-        c_uint32(sum(1 << i for i, slot in enumerate(op.slots) if slot in op.accepts_scalar)),
+        c_uint64(sum(1 << i for i, slot in enumerate(op.slots) if slot in op.accepts_scalar)),
         functions,
     )
-    assert handle, f"{op.name} has more than 16 slots, or more than 8 optional ones"
+    if not handle:
+        raise NotImplementedError(
+            f"{op.name} has {n} tensors, {sum(map(op.is_optional, op.slots))} of them optional, expected at most "
+            f"{MOST_SLOTS} and 8"
+        )
     return _capsule(handle, "aot_call_capsule_delete")
 
 

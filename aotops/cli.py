@@ -87,7 +87,7 @@ def _registry() -> Any:
 
 
 def _completion(known: Callable[[], Iterable[str]]) -> Callable[..., list[str]]:
-    """Those of some names that begin as a word does, for a shell."""
+    """Completes a word to the names that begin with it, for a shell."""
 
     def complete(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
         try:

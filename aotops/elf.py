@@ -243,6 +243,11 @@ class Contents(NamedTuple):
         return ".nv_fatbin" in self.sections
 
     @property
+    def imports_tvm_ffi(self) -> bool:
+        """Whether it calls functions of libtvm_ffi.so."""
+        return any(name.startswith("TVMFFI") for name in self.imported)
+
+    @property
     def has_new_strings(self) -> bool:
         """Whether its C++ code has libstdc++'s std::string of the new ABI. Code with the old one, which MindSpore's is,
         imports functions of that class (Ss in a mangled name); C code imports nothing of C++."""

@@ -40,11 +40,18 @@ def encode_foreign(op: Op, attrs: Sequence[Attr], dtypes: Sequence[str] = ()) ->
         *map(str, (len(op.inputs), len(op.outputs), int(bool(op.workspace)))),
         like,
         "".join(f"{dtype}," for dtype in dtypes),
+        _order(op) if foreign.order else "",
     ]
     for (name, kind), value in zip(op.attrs.items(), op.canonical(attrs), strict=True):
         if value is not None:
             items.append(f"{quote(name)}:{ATTRIBUTE_TYPES[kind.rstrip('?')].letter}{_foreign_text(value)}")
     return "".join(f"{item};" for item in items)
+
+
+def _order(op: Op) -> str:
+    assert op.foreign is not None
+    places = {name: i for i, name in enumerate((*op.inputs, *op.outputs, *op.attrs))}
+    return "".join(f"{name or ''}:{-1 if name is None else places[name]}," for name in op.foreign.order)
 
 
 def _text(value: Any) -> str:

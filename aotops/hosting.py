@@ -1,5 +1,5 @@
-"""Hosting: functions of MindSpore's AOT convention, in libraries that know nothing of this one, as operators of every
-frontend. ``load`` loads the library, ``Library.op`` defines the operator."""
+"""Hosting: functions of MindSpore's AOT convention and of tvm-ffi, in libraries that know nothing of this one, as
+operators of every frontend. ``load`` loads the library, ``Library.op`` defines the operator."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ from inspect import Parameter, signature
 from keyword import iskeyword
 from numbers import Integral
 from pathlib import Path
+from threading import RLock
 from types import ModuleType
 from typing import Any
 from zlib import crc32
 
-from .library import Functions, Library, LibraryError
+from . import tvm_ffi_functions
+from .library import Library, LibraryError
 from .op import ATTRIBUTE_TYPES, Op, Rule
 from .spec import DEVICES, DTYPES, TensorSpec, dtype_name
 
 SOURCES = (".cc", ".cpp", ".cxx", ".cu")
 FLAGS = ("-std=c++17", "-D_GLIBCXX_USE_CXX11_ABI=0")
 """The option that MindSpore compiles a source with: the std::string of its AotExtra is that of the old ABI."""
-MOST_TENSORS = 16  # call.py: MOST_SLOTS
+MOST_TENSORS = 63  # call.py: MOST_SLOTS
 _TAKEN = ("aotops", "aten", "prim", "prims", "higher_order", "load_library", "loaded_libraries")
 """Namespaces of operators that a process with torch has already."""
 _NOT_OPERATORS = ("name",)
@@ -37,21 +39,23 @@ _NOT_OPERATORS = ("name",)
 _NOT_NAMES = ("Ellipsis", "NoneType")
 """Identifiers that are words of torch's schemas."""
 
-_loaded: dict[str, tuple[Library, Path, Functions]] = {}
+_loaded: dict[str, tuple[Library, Any, Any]] = {}
+"""By name, the library, and what tells another one: the file and its functions, or objects of tvm-ffi."""
 
 
 def load(
-    path: str | Path,
+    path: str | os.PathLike[str] | Any,
     name: str | None = None,
     *,
     flags: Sequence[str] = (),
     include: Sequence[str | os.PathLike[str]] = (),
     arch: str | int | Sequence[str | int] | None = None,
 ) -> Library:
-    """A library of kernels of MindSpore's AOT convention. ``library.op(...)`` then defines its operators.
+    """A library of kernels of MindSpore's AOT convention or of tvm-ffi. ``library.op(...)`` then defines its operators.
 
     Args:
-        path: a shared library, or a source (.cc, .cpp, .cxx, .cu), which is compiled first.
+        path: a shared library, or a source (.cc, .cpp, .cxx, .cu), which is compiled first. Or, in place of a file, a
+            ``tvm_ffi.Module``, or a dict of ``tvm_ffi.Function`` by name, which are kept for good.
         name: an identifier, torch's namespace for the operators; by default the file's name without "lib" and ".so".
         flags, include, arch: of a source, as ``aotops.compile`` takes them.
 
@@ -59,9 +63,13 @@ def load(
         LibraryError: the file is missing, is no shared library, or does not load, such as for an unresolved symbol; or
             it was written to while it was loaded.
         CompileError: the compiler refuses the source.
-        TypeError: flags, include or arch is given, and the file is no source.
+        TypeError: flags, include or arch is given, and the file is no source; or ``path`` is something else.
         ValueError: the name is no identifier, or that of another file which is loaded already.
     """
+    if not isinstance(path, str | os.PathLike):
+        if flags or include or arch is not None:
+            raise TypeError("aotops.load: flags, include and arch are for a source, and an object is none")
+        return _load_objects(path, name)
     file = Path(path).absolute()
     name = name or file.name.partition(".")[0].removeprefix("lib")
     _check_library_name(name)
@@ -84,6 +92,21 @@ def load(
         )
     library.registered  # noqa: B018  in libaotops.so
     _loaded[name] = library, file, library.functions
+    return library
+
+
+def _load_objects(source: Any, name: str | None) -> Library:
+    library = tvm_ffi_functions.FunctionLibrary(name or "", source)
+    if name is None:
+        raise ValueError("aotops.load: name is None, expected an identifier: functions of tvm-ffi have no file's name")
+    _check_library_name(name)
+    known = _loaded.get(name)
+    if known and known[1] is source:
+        return known[0]
+    if known:
+        raise ValueError(f"aotops.load: name is {name!r}, the name of {known[1]}: give another, load(path, name=...)")
+    library.registered  # noqa: B018  in libaotops.so
+    _loaded[name] = library, source, None
     return library
 
 
@@ -118,6 +141,8 @@ class Foreign:
     shape: Any = None
     dtype: Any = None
     """MindSpore's out_shape and out_dtype: constants, or functions of the inputs' shapes and dtypes."""
+    order: tuple[str | None, ...] = ()
+    """The names of the function's arguments, where it is one of tvm-ffi; None is passed as such."""
 
     def in_library(self, op: Op) -> bool:
         """Whether the library infers, at least a part."""
@@ -187,6 +212,7 @@ def define(
     same_spec_as: Mapping[str, str] | None = None,
     backward: Op | str | Callable[..., Any] | None = None,
     mutates: Sequence[str] = (),
+    order: Sequence[str | None] | None = None,
     workspace: bool | None = None,
     device: str | None = None,
     cpu: str | None = None,
@@ -197,8 +223,9 @@ def define(
     """Defines an operator of a library, which every frontend then has: ``aotops.frontends.torch.of(library)``.
 
     A library made with aotops' own aot.h, which exports ``aot_<name>_cpuInfer``, is called as a built-in one. Any other
-    function is hosted. How the specs of the outputs are found: by ``same_spec_as``, ``infer``, ``out_shape`` and
-    ``out_dtype``, or else by the library's ``<symbol>InferShape`` and ``<symbol>InferType``.
+    function is hosted: with an ``order`` it is one of tvm-ffi, ``__tvm_ffi_<name>``, else one of MindSpore's
+    convention. How the specs of the outputs are found: by ``same_spec_as``, ``infer``, ``out_shape`` and ``out_dtype``,
+    or else by the library's ``<symbol>InferShape`` and ``<symbol>InferType``.
 
     Args:
         name: the operator's; also the function's, except where ``cpu`` or ``cuda`` name it.
@@ -213,6 +240,8 @@ def define(
             outputs, and gives ``d<input>``. Or a function of a namespace of the library's operators and of such names,
             which returns a gradient, or None, for each input.
         mutates: inputs that the function writes to.
+        order: of a function of tvm-ffi, the names of all inputs, outputs and attributes in the order of its arguments;
+            None for an argument that is None.
         workspace: whether Init may ask for a workspace; by default, whether there is an Init.
         device: "cpu" or "cuda": where the function runs. By default the function ``<name>_cpu``, ``<name>_cuda`` or
             ``aot_<name>_<device>`` is for that device; one called ``name`` is for CUDA where the library has device
@@ -229,14 +258,25 @@ def define(
     op = Op(name, _unbound, **slots, attrs=dict(attrs or {}), same_spec_as=like, vmappable=frozenset(vmappable))
     _check_names(op, defaults)
     op = replace(op, bind=_bind(op, defaults, doc), **_gradient(library, op, backward))
-    if library.address(f"aot_{name}_cpuInfer") or library.address(f"aot_{name}_cudaInfer"):
+    if order is not None:
+        tvm_ffi_functions.check_order(op, order)
+    elif library.address(f"aot_{name}_cpuInfer") or library.address(f"aot_{name}_cudaInfer"):
         if infer or out_shape or out_dtype or device or cpu or cuda:
             raise TypeError(f"{name}: {library.path} infers for itself, and has its own entries")
         return _added(library, op)
-    symbols = _symbols(library, name, device, {"cpu": cpu, "cuda": cuda})
+    if order is None and (taken := tvm_ffi_functions.symbol_in(library, cpu or cuda or name)):
+        expected = ", ".join((*op.inputs, *op.outputs, *op.attrs))
+        raise TypeError(
+            f"{name}: {taken} is a function of tvm-ffi, and order is missing, expected {expected} in the order of its "
+            f"arguments: order=(...)"
+        )
+    symbols = _symbols(library, name, device, {"cpu": cpu, "cuda": cuda}, is_tvm_ffi=order is not None)
+    has_init = order is None and any(library.address(f"{symbol}Init") for symbol in symbols.values())
+    if workspace and order is not None:
+        raise TypeError(f"{name}: workspace is {workspace}, expected None: a function of tvm-ffi asks for none")
     if workspace is None:
         # MindSpore's operators have an output: without another one, the workspace
-        workspace = not op.outputs or any(library.address(f"{symbol}Init") for symbol in symbols.values())
+        workspace = not op.outputs or has_init
     if infer is not None and (out_shape is not None or out_dtype is not None):
         raise TypeError(f"{name}: infer and out_shape or out_dtype are given, expected one rule")
     if not set(op.outputs) <= set(like) and infer is None:
@@ -246,7 +286,7 @@ def define(
                     f"{name}: {library.path} has no {next(iter(symbols.values()))}{companion}: tell the outputs' specs "
                     f"by infer=, same_spec_as=, or out_shape= and out_dtype="
                 )
-    foreign = Foreign(symbols, infer, out_shape, out_dtype)
+    foreign = Foreign(symbols, infer, out_shape, out_dtype, tuple(order or ()))
     op = replace(op, foreign=foreign, workspace=("workspace",) if workspace else ())
     if len(op.slots) > MOST_TENSORS:
         raise NotImplementedError(f"{name} has {len(op.slots)} tensors, expected at most {MOST_TENSORS}")
@@ -298,7 +338,11 @@ def _check_known(name: str, what: str, given: Iterable[str], known: Iterable[str
             raise ValueError(f"{name}: {what} names {each!r}, expected one of {', '.join(known) or 'none'}")
 
 
-def _symbols(library: Library, name: str, device: str | None, named: Mapping[str, str | None]) -> dict[str, str]:
+def _symbols(
+    library: Library, name: str, device: str | None, named: Mapping[str, str | None], is_tvm_ffi: bool = False
+) -> dict[str, str]:
+    is_object = isinstance(library, tvm_ffi_functions.FunctionLibrary)
+    prefix = tvm_ffi_functions.PREFIX if is_tvm_ffi and not is_object else ""
     given = {where: symbol for where, symbol in named.items() if symbol}
     if device is not None:
         if device not in DEVICES:
@@ -306,13 +350,17 @@ def _symbols(library: Library, name: str, device: str | None, named: Mapping[str
         given.setdefault(device, name)
     if not given:
         pairs = [(where, symbol) for where in DEVICES for symbol in (f"{name}_{where}", f"aot_{name}_{where}")]
-        given = {where: symbol for where, symbol in pairs if library.address(symbol)}
+        given = {where: symbol for where, symbol in pairs if library.address(prefix + symbol)}
+    if not given and is_object:
+        raise TypeError(
+            f"{name}: device is None, expected cpu or cuda, where the function runs: an object tells neither"
+        )
     given = given or {"cuda" if library.contents.has_cuda else "cpu": name}
+    given = {where: prefix + symbol for where, symbol in given.items()}
     for symbol in given.values():
         if library.address(symbol) is None:
-            exported = library.contents.exported
-            close = get_close_matches(symbol, exported, 3, 0.5)
-            hint = f"; did you mean {' or '.join(close)}?" if close else ' (is it extern "C"?)'
+            close = get_close_matches(symbol, library.exported, 3, 0.5)
+            hint = f"; did you mean {' or '.join(close)}?" if close else "" if prefix else ' (is it extern "C"?)'
             raise LibraryError(f"{library.path} exports no {symbol}{hint}")
     return given
 
@@ -329,7 +377,9 @@ def _gradient(library: Library, op: Op, backward: Op | str | Callable[..., Any] 
             raise ValueError(f"{name}: backward is {backward!r}, expected an operator defined before: library.op(...)")
         backward = library.ops[backward]
     if not isinstance(backward, Op):
-        _, *parameters = signature(backward).parameters
+        functions, *parameters = signature(backward).parameters or ("",)
+        if functions in (*forward, *attrs, ""):
+            raise TypeError(f"{name}: backward's first parameter is {functions!r}, expected F, the library's functions")
         _check_known(name, "backward", parameters, (*forward, *attrs))
         return {"rule": Rule(backward, tuple(parameters))}
     _check_known(name, f"backward {backward.name}", backward.inputs, forward)
@@ -404,7 +454,7 @@ class Namespace(ModuleType):
     ) -> None:
         name = f"aotops_{framework}_of_{library.name}"
         super().__init__(name, f"The operators of the library {library.name} for {framework}.")
-        self.__dict__.update(_library=library, _make=make)
+        self.__dict__.update(_library=library, _make=make, _lock=RLock())
         sys.modules[name] = self  # where pickle and MindSpore look for it
         if at_once:
             library.defined = lambda op: self.__dict__.update(make(op, name))
@@ -414,12 +464,13 @@ class Namespace(ModuleType):
     def __getattr__(self, name: str) -> Any:
         library: Library = self.__dict__["_library"]
         op = library.ops.get(name) or library.ops.get(name.removesuffix("_backward"))
-        made = self.__dict__["_make"](op, self.__name__) if op else {}
-        if name not in made:
+        with self.__dict__["_lock"]:  # an operator is registered once, by whichever thread asks first
+            if op and name not in self.__dict__:
+                self.__dict__.update(self.__dict__["_make"](op, self.__name__))
+        if name not in self.__dict__:
             known = ", ".join(library.ops) or "none"
             raise AttributeError(f"the library {library.name} has no operator {name!r}; there are {known}")
-        self.__dict__.update(made)
-        return made[name]
+        return self.__dict__[name]
 
     def __dir__(self) -> list[str]:
         return sorted(self.__dict__["_library"].ops)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import cache, cached_property
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
@@ -175,6 +177,8 @@ class Library:
         if not self._file:
             return load()
         needed = self.contents.needed
+        if self.contents.imports_tvm_ffi:
+            load_libtvm_ffi()
         loaded = _open(self._file)
         _check_needed(self._file, needed)
         return loaded
@@ -183,6 +187,11 @@ class Library:
     def contents(self) -> elf.Contents:
         """The contents of its file. Raises LibraryError if the file is missing, or is no shared library."""
         return _checked(self.path, elf.read)
+
+    @property
+    def exported(self) -> Iterable[str]:
+        """The names of its functions."""
+        return self.contents.exported
 
     def address(self, symbol: str) -> int | None:
         """The address of an exported symbol, or None."""
@@ -208,6 +217,8 @@ class Library:
         """The address of an operator's entry, or of a companion of it such as "Init". None if there is no entry."""
         if op.foreign and not (self.registered and device in op.foreign.symbols):
             return None
+        if op.foreign and op.foreign.order:
+            load_libtvm_ffi()
         if op.foreign and device == "cuda" and not has_cuda():
             return None  # which could not make the device current
         return self.functions_of(op).address(f"{op.entry}_{device}{companion}")
@@ -230,6 +241,8 @@ class Library:
         """The text on what an operator without a CUDA entry needs."""
         if self._file is None:
             return "build it where nvcc is, with `make lib`"
+        if self.triton is not None:
+            return f"state it in ENTRIES of {self.triton}, or give it a kernel in a .cu source, and run `aotops build`"
         if self.contents.has_cuda:
             return "the library has CUDA code, but none of this operator: give it a kernel in a .cu source"
         return "the library has no CUDA code: if this operator has a .cu source, build the package where nvcc is"
@@ -247,6 +260,18 @@ def missing_device(op: Op, device: str) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------- loading
+
+
+@cache
+def load_libtvm_ffi() -> None:
+    """Loads libtvm_ffi.so of the package apache-tvm-ffi, if it is installed, as the package itself does: a library may
+    need it without knowing where it is. The package is not imported, because that imports torch."""
+    with suppress(ValueError):  # a module of this name that is not the package
+        spec = find_spec("tvm_ffi")
+        for folder in (spec and spec.submodule_search_locations) or ():
+            if (file := Path(folder, "lib", "libtvm_ffi.so")).exists():
+                ctypes.CDLL(str(file), os.RTLD_NOW | os.RTLD_GLOBAL)
+                return
 
 
 _opened: dict[tuple[int, int], tuple[tuple[int, int], Functions]] = {}

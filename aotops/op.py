@@ -249,7 +249,7 @@ class Op:
     rule: Rule | None = None
     """The gradient, where it is made of operators instead of a ``backward``."""
     mutates: tuple[str, ...] = ()
-    """Inputs that the entry writes to. The operator then has no gradient."""
+    """Inputs that the entry writes to. The operator then has no gradient; one that has returns the new state."""
     foreign: Foreign | None = None
     """The function that it hosts: of MindSpore's convention, in a library that does not know this one."""
     library: Library = field(default=None, repr=False)  # type: ignore[assignment]
@@ -434,6 +434,8 @@ def operator(**definition: Any) -> Callable[[Callable[..., Any]], Op]:
 def _defined(name: str, bind: Callable[..., Any], fields: Mapping[str, Any]) -> Op:
     sets = {key: frozenset(fields.get(key, ())) for key in ("optional", "accepts_scalar", "vmappable")}
     op = Op(name=name, bind=bind, **{**fields, **sets})
+    if op.mutates and op.has_gradient:
+        raise NotImplementedError(f"{name}: an operator that writes to {', '.join(op.mutates)} has no gradient")
     if required := [slot for slot in op.added if slot not in op.optional]:
         raise TypeError(f"{op.name}: {required[0]} is required, expected it in optional: it is added to a product")
     return op

@@ -10,6 +10,7 @@ FLOATING = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = ("int32", "int64")
 DTYPES = (
     *FLOATING, *INTEGERS, "bool", "int8", "int16", "uint8", "uint16", "uint32", "uint64", "complex64", "complex128",
+    "float8_e4m3fn", "float8_e5m2",
 )  # fmt: skip
 """Every dtype of the calling convention; those of the built-in operators first."""
 

@@ -104,9 +104,26 @@ enum class DType : uint8_t {
   boolean,
   int8,
   uint8,
-  int16
+  int16,
+  uint16,
+  uint32,
+  uint64,
+  complex64,
+  complex128,
+  float8_e4m3fn,
+  float8_e5m2
 };
-constexpr int kDTypes = static_cast<int>(DType::int16) + 1;
+constexpr int kDTypes = static_cast<int>(DType::float8_e5m2) + 1;
+
+// The name of each dtype, and the bytes of an element.
+constexpr struct {
+  const char *name;
+  int size;
+} kDTypeFacts[kDTypes] = {{"absent", 0},    {"unknown", 0},     {"other", 0},         {"float16", 2},
+                          {"bfloat16", 2},  {"float32", 4},     {"float64", 8},       {"int32", 4},
+                          {"int64", 8},     {"bool", 1},        {"int8", 1},          {"uint8", 1},
+                          {"int16", 2},     {"uint16", 2},      {"uint32", 4},        {"uint64", 8},
+                          {"complex64", 8}, {"complex128", 16}, {"float8_e4m3fn", 1}, {"float8_e5m2", 1}};
 
 template <size_t n>
 inline bool is_word(const char *s, const char (&word)[n]) {
@@ -125,28 +142,23 @@ inline DType parse_dtype(const char *s) {
   if (is_word(s, "float64")) return DType::float64;
   if (is_word(s, "int64")) return DType::int64;
   if (is_word(s, "int32") || is_word(s, "int")) return DType::int32;
-  if (is_word(s, "bool")) return DType::boolean;
-  if (is_word(s, "int8")) return DType::int8;
-  if (is_word(s, "uint8")) return DType::uint8;
-  if (is_word(s, "int16")) return DType::int16;
+  for (int i = static_cast<int>(DType::boolean); i < kDTypes; ++i)
+    if (!std::strcmp(s, kDTypeFacts[i].name)) return static_cast<DType>(i);
   return DType::other;
 }
 
-inline const char *dtype_name(DType d) {
-  constexpr const char *names[kDTypes] = {"absent", "unknown", "other", "float16", "bfloat16", "float32", "float64",
-                                          "int32",  "int64",   "bool",  "int8",    "uint8",    "int16"};
-  return names[static_cast<int>(d)];
-}
+inline const char *dtype_name(DType d) { return kDTypeFacts[static_cast<int>(d)].name; }
 
-// Whether it is a dtype of indices: the other integers are none.
+// Whether it is a dtype of indices: the other integers are none. Whether it may have a gradient: complex numbers and
+// those of 8 bits have none.
 inline bool is_integer(DType d) { return d == DType::int32 || d == DType::int64; }
 inline bool is_floating(DType d) { return d >= DType::float16 && d <= DType::float64; }
 
 // The dtype of statistics and sums of a tensor.
 inline DType accumulate_dtype(DType d) { return d == DType::float64 || d == DType::unknown ? d : DType::float32; }
 
-// Bytes of an element of a floating dtype.
-inline int64_t itemsize(DType d) { return d == DType::float64 ? 8 : d == DType::float32 ? 4 : 2; }
+// Bytes of an element.
+inline int64_t itemsize(DType d) { return kDTypeFacts[static_cast<int>(d)].size; }
 
 // --------------------------------------------------------------------------------------------------------- tensors
 
@@ -606,18 +618,38 @@ enum TypeId : int {
   kTypeInt32 = 34,
   kTypeInt64 = 35,
   kTypeUInt8 = 37,
+  kTypeUInt16 = 38,
+  kTypeUInt32 = 39,
+  kTypeUInt64 = 40,
   kTypeFloat16 = 42,
   kTypeFloat32 = 43,
   kTypeFloat64 = 44,
-  kTypeBFloat16 = 45
+  kTypeBFloat16 = 45,
+  kTypeFloat8_E4M3FN = 46,
+  kTypeFloat8_E5M2 = 47,
+  kTypeComplex64 = 51,
+  kTypeComplex128 = 52
 };
 constexpr struct {
   DType dtype;
   TypeId id;
-} kTypeIds[] = {{DType::int32, kTypeInt32},     {DType::int64, kTypeInt64},     {DType::float16, kTypeFloat16},
-                {DType::float32, kTypeFloat32}, {DType::float64, kTypeFloat64}, {DType::bfloat16, kTypeBFloat16},
-                {DType::boolean, kTypeBool},    {DType::int8, kTypeInt8},       {DType::uint8, kTypeUInt8},
-                {DType::int16, kTypeInt16}};
+} kTypeIds[] = {{DType::int32, kTypeInt32},
+                {DType::int64, kTypeInt64},
+                {DType::float16, kTypeFloat16},
+                {DType::float32, kTypeFloat32},
+                {DType::float64, kTypeFloat64},
+                {DType::bfloat16, kTypeBFloat16},
+                {DType::boolean, kTypeBool},
+                {DType::int8, kTypeInt8},
+                {DType::uint8, kTypeUInt8},
+                {DType::int16, kTypeInt16},
+                {DType::uint16, kTypeUInt16},
+                {DType::uint32, kTypeUInt32},
+                {DType::uint64, kTypeUInt64},
+                {DType::complex64, kTypeComplex64},
+                {DType::complex128, kTypeComplex128},
+                {DType::float8_e4m3fn, kTypeFloat8_E4M3FN},
+                {DType::float8_e5m2, kTypeFloat8_E5M2}};
 
 // The specs of the outputs that are present. If inference fails they are unknown, since MindSpore's companions cannot
 // report an error; the call itself does.

@@ -243,6 +243,13 @@ inline Status fail_no_code(const Program &program, const char *gpu, int capabili
 // ------------------------------------------------------------------------------------------------------- the launches
 
 constexpr int kMostArguments = 96, kMostLaunches = 8, kMostZeroed = 8;
+// Grids know of no more multiprocessors than the first; a plan that is made without a GPU has the second.
+constexpr int kMostMultiprocessors = 256, kAssumedMultiprocessors = 132;
+
+struct Gpu {
+  int arch;  // whose code it runs
+  int multiprocessors;
+};
 
 struct Launch {
   const char *kernel;  // as it is declared
@@ -399,7 +406,7 @@ class Loaded {
   // The current context's entry, which has the architecture.
   struct Context {
     std::atomic<void *> handle{nullptr};
-    int arch = 0, shared = 0, capability = 0;
+    int arch = 0, shared = 0, capability = 0, multiprocessors = 0;
     std::atomic<void *> functions[codes] = {};
   };
 
@@ -434,11 +441,12 @@ class Loaded {
  private:
   Status add(const Driver &driver, void *handle, Context **context) {
     const char *op = program_.op;
-    int device = 0, major = 0, minor = 0, shared = 0;
+    int device = 0, major = 0, minor = 0, shared = 0, multiprocessors = 0;
     AOT_TRY(check_driver(driver, op, "cuCtxGetDevice", driver.device(&device)));
     AOT_TRY(check_driver(driver, op, "cuDeviceGetAttribute", driver.attribute(&major, 75, device)));
     AOT_TRY(check_driver(driver, op, "cuDeviceGetAttribute", driver.attribute(&minor, 76, device)));
     AOT_TRY(check_driver(driver, op, "cuDeviceGetAttribute", driver.attribute(&shared, 97, device)));
+    AOT_TRY(check_driver(driver, op, "cuDeviceGetAttribute", driver.attribute(&multiprocessors, 16, device)));
     const int arch = program_.arch_for(10 * major + minor);
     if (arch < 0) {
       char gpu[96] = "this GPU";
@@ -450,6 +458,7 @@ class Loaded {
       void *known = each.handle.load(std::memory_order_relaxed);
       if (known && known != handle) continue;
       each.arch = arch, each.shared = shared, each.capability = 10 * major + minor;
+      each.multiprocessors = std::min(multiprocessors, kMostMultiprocessors);
       each.handle.store(handle, std::memory_order_release);
       return *context = &each, kOk;
     }
@@ -524,9 +533,9 @@ inline Status start(const Driver &driver, const char *op, const Kernel &kernel, 
 
 // ------------------------------------------------------------------------------------------------------------- calls
 
-// Makes the plan of a call for an architecture.
+// Makes the plan of a call for a GPU.
 template <class Op>
-using Planner = Status(const Op &op, const Tensor *in, const Tensor *out, int arch, Plan *plan);
+using Planner = Status(const Op &op, const Tensor *in, const Tensor *out, const Gpu &gpu, Plan *plan);
 
 template <class Op, int codes>
 Status run_plan(const Op &op, const Tensor *in, const Tensor *out, void *stream, Loaded<codes> &loaded,
@@ -536,7 +545,7 @@ Status run_plan(const Op &op, const Tensor *in, const Tensor *out, void *stream,
   typename Loaded<codes>::Context *context = nullptr;
   AOT_TRY(loaded.enter(*found, stream, &context));
   Plan plan;
-  AOT_TRY(make(op, in, out, program.archs[context->arch].number, &plan));
+  AOT_TRY(make(op, in, out, {program.archs[context->arch].number, context->multiprocessors}, &plan));
   void *functions[kMostLaunches];
   for (int i = 0; i < plan.launches; ++i)  // all of them first: a call runs whole or not at all
     AOT_TRY(loaded.function(*found, context, program.kernel(context->arch, plan.launch[i].variant), &functions[i]));
@@ -579,7 +588,7 @@ Status answer(const Op &op, const Tensor *in, const Tensor *out, Question *q, Pl
   const int arch = q->program->arch_for(q->capability);
   if (arch < 0) return fail_no_code(*q->program, "a GPU", q->capability);
   Plan plan;
-  AOT_TRY(make(op, in, out, q->program->archs[arch].number, &plan));
+  AOT_TRY(make(op, in, out, {q->program->archs[arch].number, kAssumedMultiprocessors}, &plan));
   const auto number = [](int64_t value) { return static_cast<long long>(value); };
   q->text.add("{\"arch\": \"%s\", \"zeroed\": [", q->program->archs[arch].name);
   for (int i = 0; i < plan.zeroed; ++i)

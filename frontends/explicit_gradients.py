@@ -68,6 +68,11 @@ class ArrayFrontend(ABC):
     def launch(self, op: Op, attrs: tuple[Attr, ...], arrays: Arrays) -> None:
         """Runs the entry on one array, or None, for each slot."""
 
+    def plain(self, op: Op) -> Callable[[Arrays, tuple[Attr, ...], Any], Any] | None:
+        """A function of inputs, attributes and ``out`` that runs a call whose arrays need no preparation, which takes
+        ten times as long as a small call, and returns its result; None for any other call."""
+        return None
+
     @abstractmethod
     def number(self, value: float, dtype: str, model: Any) -> Any:
         """An array without axes, on the device of ``model``, an array or None."""
@@ -93,13 +98,20 @@ class ArrayFrontend(ABC):
         return Namespace(library, type(self).__module__.rpartition(".")[2], self.functions_of)
 
     def _forward(self, op: Op) -> Callable[..., Any]:
-        takes_out = _takes_out(op)
+        takes_out, plain = _takes_out(op), self.plain(op)
+        inputs_alone = -1 if op.attrs else len(op.inputs)  # of a call that is bound as it is
 
         @functools.wraps(op.bind)
         def function(*args, **kwargs):
+            if plain and len(args) == inputs_alone and (not kwargs or (takes_out and [*kwargs] == ["out"])):
+                found = plain(args, (), kwargs.get("out"))
+                if found is not None:
+                    return found
             out = kwargs.pop("out", None) if takes_out else None
             inputs, attrs = op.bind(*args, **kwargs)
             attrs = op.canonical(attrs)
+            if plain and (found := plain(inputs, attrs, out)) is not None:
+                return found
             if op.transposable:
                 inputs, attrs = op.absorb_transposed_views(inputs, attrs, _contiguous)
             with self.device_of(inputs[0]):
@@ -159,8 +171,11 @@ class ArrayFrontend(ABC):
         dys = [dy] if len(op.outputs) == 1 else _several(f"{op.name}_backward: dy", dy, op.outputs, (tuple, list))
         given = dict(zip(op.inputs, inputs, strict=True))
         given |= {f"d{y}": g for y, g in zip(op.outputs, dys, strict=True)}
-        if outputs := [slot for slot in op.saved if slot in op.outputs]:
-            given |= self._run(op, inputs, attrs, outputs)
+        # a backward that can do without a residual computes it itself
+        optional = () if op.backward is None else op.backward.optional
+        needed = {*op.outputs, *(slot for slot in op.kept_residuals(attrs) if slot not in optional)}
+        if wanted := [slot for slot in op.saved if slot in needed]:
+            given |= self._run(op, inputs, attrs, wanted)
         if op.rule is not None:
             found = op.rule(op, self.of(op.library), dict(zip(op.attrs, attrs, strict=True)) | given)
             return {f"d{x}": gradient for x, gradient in zip(op.inputs, found, strict=True)}

@@ -1,4 +1,4 @@
-"""NumPy: arrays on the CPU, with explicit ``*_backward`` functions. bfloat16 is ml_dtypes's.
+"""NumPy: arrays on the CPU, with explicit ``*_backward`` functions. bfloat16 and float8 are ml_dtypes's.
 
 A result is a plain array. Memory maps, NumPy's scalars and objects that export their memory are accepted: by DLPack
 (CPU tensors of torch, JAX and others), ``__array_interface__`` or the buffer protocol. What NumPy's own functions
@@ -21,7 +21,7 @@ from aotops.op import Attr, Op
 from aotops.ops import BUILTIN, OPS
 from aotops.spec import DTYPES, TensorSpec
 
-from .explicit_gradients import ArrayFrontend, first_line
+from .explicit_gradients import ArrayFrontend, Arrays, first_line
 
 __all__ = ["functions", "of", *OPS, *(f"{name}_backward" for name, op in OPS.items() if op.backward)]
 
@@ -32,6 +32,7 @@ def _name(dtype: np.dtype) -> str:
     return dtype.name
 
 
+_OF_ML_DTYPES = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
 _DLPACK_CPU = (1, 3, 11)
 """DLPack's types of devices whose memory the CPU reads: kDLCPU, kDLCUDAHost, kDLROCMHost."""
 
@@ -42,14 +43,14 @@ class _NumPy(ArrayFrontend):
     plain_types = np.ndarray, np.memmap  # NumPy's own functions keep others, such as numpy.ma.MaskedArray
 
     def __init__(self) -> None:
-        self.dtypes = {name: np.dtype(name) for name in DTYPES if name != "bfloat16"}
+        self.dtypes = {name: np.dtype(name) for name in DTYPES if name not in _OF_ML_DTYPES}
         self.reads_tensors = call.read_numpy(np, list(self.dtypes.values()))
 
     def prepare(self, op: Op, slot: str, value) -> np.ndarray:
         if type(value) not in self.plain_types and not isinstance(value, np.generic):
             value = self.imported(op.name, slot, value)
         name = _name(value.dtype)
-        if name == "bfloat16" and name not in self.dtypes:
+        if name in _OF_ML_DTYPES and name not in self.dtypes:
             self.dtypes[name] = value.dtype
             call.read_numpy(np, list(self.dtypes.values()))
         dtype = self.dtypes.get(name, value.dtype)
@@ -61,13 +62,13 @@ class _NumPy(ArrayFrontend):
         return TensorSpec(array.shape, _name(array.dtype))
 
     def empty(self, spec: TensorSpec, model: np.ndarray) -> np.ndarray:
-        return np.empty(spec.shape, self.dtypes[spec.dtype] if spec.dtype in self.dtypes else self.bfloat16())
+        return np.empty(spec.shape, self.dtypes.get(spec.dtype) or self.of_ml_dtypes(spec.dtype))
 
-    def bfloat16(self) -> np.dtype:
+    def of_ml_dtypes(self, name: str) -> np.dtype:
         """The dtype of a result where no input was of that dtype."""
         import ml_dtypes
 
-        return self.prepare(next(iter(OPS.values())), "x", np.empty(0, ml_dtypes.bfloat16)).dtype
+        return self.prepare(next(iter(OPS.values())), "x", np.empty(0, getattr(ml_dtypes, name))).dtype
 
     def number(self, value, dtype: str, model) -> np.ndarray:
         return np.array(value, self.dtypes[dtype])
@@ -103,6 +104,38 @@ class _NumPy(ArrayFrontend):
 
     def share_memory(self, a, b) -> bool:
         return np.shares_memory(a, b)
+
+    def plain(self, op: Op) -> Callable[[Arrays, tuple[Attr, ...], Any], Any] | None:
+        """The call of a hosted operator whose one output is like an input. It refuses arrays that need a copy."""
+        is_like_one = len(op.outputs) == 1 and op.outputs[0] in op.same_spec_as
+        if not op.foreign or not is_like_one or op.workspace or op.mutates or not self.reads_tensors:
+            return None
+        model = op.inputs.index(op.same_spec_as[op.outputs[0]])
+        tensors, ndarray, empty = call.tensors, np.ndarray, np.empty
+
+        def run(inputs: Arrays, attrs: tuple[Attr, ...], out: Any) -> Any:
+            for a in inputs:
+                if type(a) is not ndarray:
+                    return None
+                if out is not None and (a is out or not a.flags.owndata):  # their memory may be shared
+                    return None
+            like = inputs[model]
+            if out is None:
+                out = empty(like.shape, like.dtype)
+            elif (
+                type(out) is not ndarray
+                or out.shape != like.shape
+                or out.dtype is not like.dtype
+                or not (out.flags.owndata and out.flags.carray)
+            ):
+                return None
+            try:
+                tensors(op, attrs)(*inputs, out)
+            except Exception:
+                return None  # it raises again where that is not all
+            return out
+
+        return run
 
     def launch(self, op: Op, attrs: tuple[Attr, ...], arrays) -> None:
         if self.reads_tensors:

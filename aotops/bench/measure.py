@@ -274,7 +274,7 @@ def processor() -> str:
 
 
 def versions(names: Iterable[str]) -> dict[str, str]:
-    """Of aotops, Python and those of the packages that are installed."""
+    """The versions of aotops, Python and the packages that are installed."""
     found = {"aotops": __version__, "python": platform.python_version()}
     for name in names:
         with suppress(metadata.PackageNotFoundError):

@@ -114,7 +114,7 @@ class NumPy(Framework):
     def normal(self, shape: Shape, dtype: str, deviation: float) -> Any:
         import numpy as np
 
-        from ..testing.trial import numpy_dtype
+        from ..testing.dtypes import numpy_dtype
 
         array = np.random.default_rng(math.prod(shape)).standard_normal(shape, np.float32) * np.float32(deviation)
         return array.astype(numpy_dtype(dtype), copy=False)

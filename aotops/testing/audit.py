@@ -13,8 +13,9 @@ from .report import FAIL, PASS, Failure, Item
 from .subject import Subject
 
 FRAMEWORK_LIBRARIES = re.compile(
-    r"lib(torch|c10|python3|mindspore|xla|jax|tensorflow|cudnn_frontend|pybind|tvm)[\w.+-]*\.so"
+    r"lib(torch|c10|python3|mindspore|xla|jax|tensorflow|cudnn_frontend|pybind|tvm(?!_ffi\b))[\w.+-]*\.so"
 )
+"""Not libtvm_ffi.so, whose C ABI is stable."""
 FRAMEWORK_SYMBOLS = re.compile(r"_?Py[A-Z_]|_ZNK?(2at|3c10|5torch|8pybind11|3xla|9mindspore|3tsl|3tvm)")
 _SYSTEM = re.compile(r"ld-linux[\w-]*\.so|lib(c|m|dl|rt|pthread|stdc\+\+|gcc_s|gomp|util)\.so")
 _VERSION = re.compile(r"(GLIBC|GLIBCXX|CXXABI|GOMP|OMP|GCC)_([\d.]+)$")

@@ -17,13 +17,9 @@ from aotops.library import Library
 from aotops.op import Attr, Op
 from aotops.spec import TensorSpec
 
+from .dtypes import ITEMSIZE, numpy_dtype
 from .row import Arrays, Case
 from .trial import Trial, dtype_of
-
-ITEMSIZE = {
-    "bool": 1, "int8": 1, "uint8": 1, "int16": 2, "uint16": 2, "float16": 2, "bfloat16": 2, "int32": 4, "uint32": 4,
-    "float32": 4, "int64": 8, "uint64": 8, "float64": 8,
-}  # fmt: skip
 
 
 def nbytes(spec: TensorSpec) -> int:
@@ -34,16 +30,16 @@ def raw(array: np.ndarray, dtype: str) -> bytes:
     """The bytes of an array in ``dtype``, whose numbers it can hold."""
     if dtype == "bfloat16":
         return (np.asarray(array, np.float32).view(np.uint32) >> 16).astype(np.uint16).tobytes()
-    return np.asarray(array).astype(dtype).tobytes()
+    return np.asarray(array).astype(numpy_dtype(dtype)).tobytes()
 
 
 def numbers(data: bytes, spec: TensorSpec) -> np.ndarray:
-    """The array of such bytes, of float64 where it is floating."""
+    """The array of such bytes, of float64 where it is floating, of 8 bits too."""
     if spec.dtype == "bfloat16":
         bits = np.frombuffer(data, np.uint16).astype(np.uint32) << 16
         return bits.view(np.float32).astype(np.float64).reshape(spec.shape)
-    array = np.frombuffer(data, spec.dtype).reshape(spec.shape)
-    return array.astype(np.float64) if array.dtype.kind == "f" else array
+    array = np.frombuffer(data, numpy_dtype(spec.dtype)).reshape(spec.shape)
+    return array if array.dtype.kind in "biuc" else array.astype(np.float64)
 
 
 class Bound(NamedTuple):
@@ -71,7 +67,7 @@ def bound(op: Op, case: Case, arrays: Arrays, dtype: str) -> Bound:
 def placeholders(case: Case, dtype: str) -> Arrays:
     """Arrays of the shapes, without memory."""
     return {
-        slot: None if shape is None else np.broadcast_to(np.zeros((), case.array_dtype(slot)), shape)
+        slot: None if shape is None else np.broadcast_to(np.zeros((), numpy_dtype(case.array_dtype(slot))), shape)
         for slot, shape in case.shapes.items()
     }
 

@@ -15,6 +15,7 @@ from aotops.op import Op
 from aotops.registry import get
 from aotops.spec import DEVICES
 from aotops.terminal import check_known
+from aotops.tvm_ffi_functions import FunctionLibrary
 
 from . import audit, inputs, memory, odd, runs, torchs, triton, values
 from .frameworks import ADAPTERS, adapters
@@ -89,6 +90,7 @@ def check(
     Raises:
         ValueError: there is neither a row nor a reference; an unknown framework, dtype, device or check.
         KeyError: no operator has this name.
+        NotImplementedError: the operator hosts a function object, which the processes that try it do not have.
     """
     started = time.perf_counter()
     op = get(op) if isinstance(op, str) else op
@@ -119,6 +121,11 @@ def check(
 
 
 def _subject(op: Op, reference: Any, cases: Sequence[Any] | None, seed: int) -> Subject:
+    if isinstance(op.library, FunctionLibrary):
+        raise NotImplementedError(
+            f"{op.name}: it hosts a function object, which the processes that try it do not have: check an operator of "
+            f"the library's file"
+        )
     row = row_of(op, reference)
     if row is None:
         raise ValueError(
@@ -164,6 +171,8 @@ def _where(
                     "devices", device, why or f"no framework that is tested has a {device} device here", bool(devices)
                 )
             )
+    if not devices and subject.op.has_kernel and all(no_entry.values()):
+        add(Item("devices", "", FAIL, failure=Failure(str(no_entry["cuda"]))))
     reasons = {(adapter.frontend, why) for (adapter, device), why in missing.items() if why and device in ("cpu", *on)}
     for frontend, why in sorted(reasons):
         add(_absent("frameworks", frontend, why, bool(frameworks)))

@@ -26,7 +26,7 @@ from aotops.library import Library
 from aotops.ops import BUILTIN
 from aotops.spec import DEVICES, dtype_name
 
-from .trial import ml_dtypes, numpy_dtype
+from .dtypes import OF_ML_DTYPES, ml_dtypes, numpy_dtype, plain
 
 VARIABLE = "AOTOPS_TEST_FRONTENDS"
 
@@ -61,8 +61,8 @@ def race(work: Callable[[int], int], n: int = 4) -> int:
 
 
 class Framework:
-    """Arrays go in as float64 NumPy arrays that the dtype can hold, or as integers, and come out as float64, or as the
-    integers or bools that they are."""
+    """Arrays go in as float64 NumPy arrays that the dtype can hold, or in a dtype of their own. They come out as
+    float64, or as the integers, bools or complex numbers that they are."""
 
     name: str
     frontend: str
@@ -133,8 +133,8 @@ class Framework:
         return results if isinstance(results, tuple) else (results,)
 
     def gradients(self, name: str, inputs: dict[str, Any], attrs: dict[str, Any], dys: tuple[Any, ...]):
-        """By input; None, or nothing, where the input is None or integers. ``dys``: one for each result, None for
-        integers and bools."""
+        """By input; None, or nothing, where the input is None or has no gradient. ``dys``: one for each result, None
+        where it has none."""
         raise NotImplementedError
 
 
@@ -144,14 +144,14 @@ def _one_or_all(results: tuple[Any, ...]) -> Any:
 
 def _widest(array: np.ndarray) -> np.ndarray:
     """bfloat16 is of no kind of NumPy's."""
-    return array if array.dtype.kind in "biu" else array.astype(np.float64)
+    return array if array.dtype.kind in "biuc" else array.astype(np.float64)
 
 
 class _Arrays(Framework):
     xp: Any
 
     def has_dtype(self, dtype):
-        return dtype != "bfloat16" or ml_dtypes is not None
+        return dtype not in OF_ML_DTYPES or ml_dtypes is not None
 
     def make(self, array, dtype, device):
         return self.xp.asarray(array.astype(numpy_dtype(dtype)))
@@ -201,10 +201,13 @@ class Torch(Framework):
         return self.torch.cuda.is_available()
 
     def make(self, array, dtype, device):
-        return self.torch.tensor(array, dtype=getattr(self.torch, dtype), device=device)
+        return self.torch.tensor(plain(array), dtype=getattr(self.torch, dtype), device=device)
 
     def free_memory(self, device):
         return self.torch.cuda.mem_get_info()[0] if device == "cuda" else super().free_memory(device)
+
+    def is_differentiable(self, tensor):
+        return tensor.is_floating_point() and tensor.element_size() > 1
 
     def tiled(self, tensor, times):
         return tensor.repeat(times)
@@ -215,7 +218,8 @@ class Torch(Framework):
 
     def gradients(self, name, inputs, attrs, dys):
         leaves = {
-            slot: None if t is None else t.clone().requires_grad_(t.is_floating_point()) for slot, t in inputs.items()
+            slot: None if t is None else t.clone().requires_grad_(self.is_differentiable(t))
+            for slot, t in inputs.items()
         }
         pairs = zip(self.results(name, leaves, attrs), dys, strict=True)
         self.torch.autograd.backward(*zip(*((y, dy) for y, dy in pairs if dy is not None), strict=True))
@@ -248,12 +252,16 @@ class Jax(Framework):
         def function(given):
             return self.results(name, inputs | given, attrs)
 
-        floating = self.jax.numpy.floating
-        given = {s: x for s, x in inputs.items() if x is not None and self.jax.numpy.issubdtype(x.dtype, floating)}
+        def is_a(x, kind):
+            return self.jax.numpy.issubdtype(x.dtype, kind)
+
+        floating, inexact = self.jax.numpy.floating, self.jax.numpy.inexact
+        given = {s: x for s, x in inputs.items() if x is not None and is_a(x, floating) and x.dtype.itemsize > 1}
         results, derivative = self.jax.vjp(function, given)
         none = self.jax.dtypes.float0  # that of the gradient of integers and bools
         pairs = zip(results, dys, strict=True)
-        found = derivative(tuple(np.zeros(y.shape, none) if dy is None else dy for y, dy in pairs))[0]
+        starts = (dy if dy is not None else np.zeros(y.shape, y.dtype if is_a(y, inexact) else none) for y, dy in pairs)
+        found = derivative(tuple(starts))[0]
         return {slot: found.get(slot) for slot in inputs}
 
 
@@ -272,6 +280,9 @@ class MindSpore(Framework):
         if self.ops[name].broadcast and len(set(shapes)) > 1 and 0 in np.broadcast_shapes(*shapes):
             return "MindSpore does not broadcast to an empty shape, and its gradient of that is uninitialised memory"
         return None
+
+    def has_dtype(self, dtype):
+        return not dtype.startswith("float8")  # it makes no such tensor of an array
 
     def make(self, array, dtype, device):
         return self.ms.Tensor(array, getattr(self.ms, dtype))

@@ -19,7 +19,8 @@ from itertools import pairwise
 from typing import Any
 
 from . import huge
-from .calls import ALIGNMENT, ITEMSIZE, POISON, EntryCall, filled, run_at, run_on_cpu, run_on_cuda
+from .calls import ALIGNMENT, POISON, EntryCall, filled, run_at, run_on_cpu, run_on_cuda
+from .dtypes import ITEMSIZE
 from .interleaved import disturbed
 from .plan import PAGE, PROT_READ, At, Found, Misplaced, Plan, Raised, protect
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from .calls import ITEMSIZE, calls_of, numbers
+from .calls import calls_of, numbers
+from .dtypes import ITEMSIZE
 from .frameworks import Framework
 from .huge import MOST, copies
 from .layouts import Layout, layouts_of

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from .dtypes import OF_ML_DTYPES, numpy_dtype
 from .frameworks import Framework
-from .trial import numpy_dtype
 
 Layout = Callable[[Framework, str, str, np.ndarray], Any]
 """A tensor of the framework, the device, the dtype and the array."""
@@ -30,9 +30,8 @@ def stepped(framework: Framework, device: str, dtype: str, array: np.ndarray) ->
 
 
 def backwards(framework: Framework, device: str, dtype: str, array: np.ndarray) -> Any:
-    """Read backwards: a negative stride, where the framework has them."""
-    tensor = framework.make(array[..., ::-1].copy(), dtype, device)
-    return tensor.flip(-1) if framework.frontend == "torch" else tensor[..., ::-1]
+    """Read backwards."""
+    return framework.make(array[..., ::-1].copy(), dtype, device)[..., ::-1]
 
 
 def shifted(framework: Framework, device: str, dtype: str, array: np.ndarray) -> Any:
@@ -59,12 +58,14 @@ def unaligned(framework: Framework, device: str, dtype: str, array: np.ndarray) 
 
 
 def swapped(framework: Framework, device: str, dtype: str, array: np.ndarray) -> np.ndarray:
-    """... and of foreign byte order, except of bfloat16."""
+    """... and of foreign byte order, except of the dtypes of ml_dtypes."""
     values = array.astype(numpy_dtype(dtype))
-    return values if dtype == "bfloat16" else values.astype(values.dtype.newbyteorder())
+    return values if dtype in OF_ML_DTYPES else values.astype(values.dtype.newbyteorder())
 
 
 def layouts_of(framework: Framework) -> dict[str, Layout]:
     if not framework.strides:
         return {}
+    if framework.frontend == "torch":  # has no negative strides
+        return {name: lay for name, lay in LAYOUTS.items() if lay is not backwards}
     return LAYOUTS | {"unaligned": unaligned, "swapped": swapped} if framework.name == "numpy" else LAYOUTS

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from .calls import ALIGNMENT, ITEMSIZE, EntryCall, Runner, calls_of, numbers
+from .calls import ALIGNMENT, EntryCall, Runner, calls_of, numbers
+from .dtypes import ITEMSIZE
 from .inputs import varied_cases
 from .plan import Plan
 from .report import FAIL, PASS, UNAVAILABLE, Item

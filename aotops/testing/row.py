@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .dtypes import numpy_dtype
+
 if TYPE_CHECKING:
     from aotops.bench.work import Work
 
@@ -36,7 +38,8 @@ class Case:
     classes: dict[str, int] = field(default_factory=dict)
     """Inputs that are integers, from 0 up to this."""
     dtypes: dict[str, str] = field(default_factory=dict)
-    """Inputs with a dtype of their own: that of integers (int64 for ``classes`` without it), or bool."""
+    """Inputs with a dtype of their own (int64 for ``classes`` without it). Integers without ``classes`` are below 100,
+    and above -100 where they have a sign; complex numbers and those of 8 bits are normally distributed."""
     wide: tuple[str, ...] = ()
     """Inputs and results that are float32 where a dtype of 16 bits is tried."""
     magnified: float = 1.0
@@ -57,19 +60,29 @@ class Case:
         return self.dtypes.get(slot, "int64" if slot in self.classes else "float64")
 
     def random(self, random: np.random.Generator) -> Arrays:
-        """Inputs, float64 or integers."""
+        """Inputs: float64, but those with a dtype of their own."""
         arrays: Arrays = {}
         for slot, shape in self.shapes.items():
             if shape is None:
                 arrays[slot] = None
             elif slot in self.classes or slot in self.dtypes:
-                dtype = self.array_dtype(slot)
-                most = self.classes.get(slot, 2 if dtype == "bool" else 100) or (0 in shape)  # nothing is drawn then
-                arrays[slot] = np.asarray(random.integers(0, most, shape)).astype(dtype)
+                arrays[slot] = self._own(random, slot, shape)
             else:
                 values = random.normal(0.0 if arrays else self.mean, self.scale, shape)
                 arrays[slot] = np.round(values / self.grid) * self.grid if self.grid else values
         return arrays
+
+    def _own(self, random: np.random.Generator, slot: str, shape: Shape) -> np.ndarray:
+        """An input with a dtype of its own."""
+        dtype = numpy_dtype(self.array_dtype(slot))
+        if slot in self.classes:
+            most = self.classes[slot] or (0 in shape)  # nothing is drawn then
+            return np.asarray(random.integers(0, most, shape)).astype(dtype)
+        if dtype.kind in "biu":
+            low, high = (0, 2) if dtype.kind == "b" else (-99 if dtype.kind == "i" else 0, 100)
+            return np.asarray(random.integers(low, high, shape)).astype(dtype)
+        values = random.normal(0, self.scale, shape)
+        return (values + 1j * random.normal(0, self.scale, shape) if dtype.kind == "c" else values).astype(dtype)
 
     def __repr__(self) -> str:
         """Python that makes it, without what is left at its default."""

@@ -99,8 +99,10 @@ class Subject:
         return tuple(d for d in ("float32", *dtypes) if d in dtypes)[:1] if few else dtypes
 
     def pairs(self, cases: Sequence[Case], adapter: Framework | None = None) -> list[tuple[Case, str]]:
-        """The cases, each in its dtypes. A case that was not given is left out where the operator refuses it."""
-        pairs = [(case, dtype) for case in cases for dtype in self.dtypes_for(case, adapter)]
+        """The cases, each in its dtypes. A case that was not given is left out where the operator refuses it, and one
+        with a dtype that the framework lacks."""
+        able = [case for case in cases if adapter is None or all(map(adapter.has_dtype, case.dtypes.values()))]
+        pairs = [(case, dtype) for case in able for dtype in self.dtypes_for(case, adapter)]
         return [(case, dtype) for case, dtype in pairs if case in self.cases or self.refusal(case, dtype) is None]
 
     def dtypes_of(self, adapter: Framework) -> tuple[str, ...]:

@@ -26,6 +26,10 @@ PRECISION = {
     "bfloat16": Precision(_BFLOAT, _SINGLE),
     "float32": Precision(_SINGLE, _SINGLE),
     "float64": Precision(_DOUBLE, _DOUBLE),
+    "complex64": Precision(_SINGLE, _SINGLE),
+    "complex128": Precision(_DOUBLE, _DOUBLE),
+    "float8_e4m3fn": Precision(2.0**-4, _SINGLE),
+    "float8_e5m2": Precision(2.0**-3, _SINGLE),
 }
 
 # A result may be off by its own rounding, and by STEPS roundings of the arithmetic, relative to the largest result of

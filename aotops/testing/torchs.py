@@ -80,7 +80,7 @@ def _gradcheck(subject: Subject, adapter: Torch, device: str, trial: Trial) -> N
     def function(*args: Any) -> Any:
         named = tensors | dict(zip(given, args, strict=True))
         results = adapter.results(op.name, named, trial.case.attrs)
-        return tuple(y for y in results if y.is_floating_point())
+        return tuple(y for y in results if adapter.is_differentiable(y))
 
     bilinear = is_bilinear(op, op.canonical(op.bind(**tensors, **trial.case.attrs)[1]))
     tried = _Derivatives(op, function, tuple(given.values()), bilinear)
@@ -158,7 +158,7 @@ class _Derivatives:
 
 def _leaves(adapter: Torch, device: str, trial: Trial) -> dict[str, Any]:
     tensors = made(adapter, device, trial)
-    return {slot: None if t is None else t.requires_grad_(t.is_floating_point()) for slot, t in tensors.items()}
+    return {slot: None if t is None else t.requires_grad_(adapter.is_differentiable(t)) for slot, t in tensors.items()}
 
 
 def _capture(subject: Subject, adapter: Torch, trial: Trial) -> None:

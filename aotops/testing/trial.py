@@ -11,13 +11,9 @@ import numpy as np
 
 from aotops.spec import FLOATING, accumulate_dtype
 
+from .dtypes import OF_ML_DTYPES, is_floating, plain
 from .row import Arrays, Case, Row
 from .tolerances import DIFFERENCES, H, Mismatch, allowed, allowed_gradient, assert_close
-
-try:
-    import ml_dtypes
-except ImportError:  # then there is no bfloat16 here
-    ml_dtypes = None  # type: ignore[assignment]
 
 DTYPES = FLOATING
 
@@ -32,27 +28,18 @@ def rounded(array: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def rounded_inputs(arrays: Arrays, dtype: str, wide: Container[str] = ()) -> Arrays:
-    """The inputs rounded to ``dtype``, or to the dtype of what is ``wide``; integers as they are."""
+    """The inputs rounded to ``dtype``, or to the dtype of what is ``wide``; those of another dtype as they are."""
     return {
-        slot: x if x is None or x.dtype.kind != "f" else rounded(x, dtype_of(x, dtype, slot in wide))
+        slot: x if x is None or not is_floating(x) else rounded(x, dtype_of(x, dtype, slot in wide))
         for slot, x in arrays.items()
     }
 
 
 def dtype_of(array: np.ndarray, dtype: str, wide: bool = False) -> str:
-    """``dtype``, unless the array is one of integers or bools. ``wide``: the dtype that its sums have (Case.wide)."""
-    if array.dtype.kind != "f":
+    """``dtype``, unless the array has one of its own. ``wide``: the dtype that its sums have (Case.wide)."""
+    if not is_floating(array):
         return array.dtype.name
     return accumulate_dtype(dtype) if wide else dtype
-
-
-def is_floating(array: np.ndarray) -> bool:
-    """Whether it has a gradient, and its numbers are rounded."""
-    return array.dtype.kind == "f"
-
-
-def numpy_dtype(dtype: str) -> np.dtype:
-    return np.dtype(ml_dtypes.bfloat16) if dtype == "bfloat16" else np.dtype(dtype)
 
 
 def generator(seed: str) -> np.random.Generator:
@@ -67,7 +54,7 @@ class Trial:
 
     @cached_property
     def inputs(self) -> Arrays:
-        """Rounded to the dtype, as float64; integers as they are."""
+        """Rounded to the dtype, as float64; those of a dtype of their own as they are."""
         return rounded_inputs(self.case.random(generator(self.seed)), self.dtype, self.case.wide)
 
     @cached_property
@@ -76,7 +63,7 @@ class Trial:
 
     @cached_property
     def output_gradients(self) -> tuple[np.ndarray | None, ...]:
-        """A gradient of each result to start from; None for one of integers or bools."""
+        """A gradient of each result to start from; None for one that has none."""
         random = generator(f"dy {self.seed}")
         return tuple(
             rounded(random.normal(size=y.shape), self.dtype) if is_floating(y) else None for y in self.expected
@@ -112,25 +99,35 @@ class Trial:
         """Raises AssertionError unless ``got`` is what the reference gives."""
         for g, expected in zip(got, self.expected, strict=True):
             assert g.shape == expected.shape, f"the result has shape {g.shape}, expected {expected.shape}"
-            assert_close(g, expected, self.allowed(expected))
+            assert_close(g, plain(expected), self.allowed(expected))
 
     def allowed(self, expected: np.ndarray) -> np.ndarray:
         """How far a result may lie from ``expected``; integers and bools must be equal."""
-        return allowed(expected, self.dtype, self.case) if is_floating(expected) else np.zeros(expected.shape)
+        dtype = self._precision_of(expected)
+        return allowed(plain(expected), dtype, self.case) if dtype else np.zeros(expected.shape)
 
     def allowed_gradient(self, expected: np.ndarray) -> np.ndarray:
         """The error allowed in a result of the gradient."""
-        return allowed_gradient(expected, self.dtype, self.case) if is_floating(expected) else np.zeros(expected.shape)
+        dtype = self._precision_of(expected)
+        return allowed_gradient(plain(expected), dtype, self.case) if dtype else np.zeros(expected.shape)
+
+    def _precision_of(self, expected: np.ndarray) -> str | None:
+        """The dtype whose error a result may have. The reference computes in float64, also what becomes complex64."""
+        if is_floating(expected):
+            return self.dtype
+        if expected.dtype.kind == "c":
+            return "complex64" if self.dtype != "float64" else expected.dtype.name
+        return expected.dtype.name if expected.dtype.name in OF_ML_DTYPES else None
 
     def assert_same(self, got: np.ndarray, other: np.ndarray) -> None:
         """Raises AssertionError unless two results, or gradients, of the same call agree but for rounding."""
         assert_close(got, other, 2 * self.allowed_gradient(other))
 
     def assert_gradients(self, got: dict[str, np.ndarray | None]) -> None:
-        """``got``: by input; None, or nothing, where the input is None or integers."""
+        """``got``: by input; None, or nothing, where the input is None or has no gradient."""
         for slot, x in self.inputs.items():
-            if x is None or x.dtype.kind != "f":
-                assert got.get(slot) is None, f"{slot} is None or integers and has a gradient"
+            if x is None or not is_floating(x):
+                assert got.get(slot) is None, f"{slot} is None or of {x is not None and x.dtype} and has a gradient"
                 continue
             gradient = got[slot]
             assert gradient is not None, f"{slot} has no gradient"

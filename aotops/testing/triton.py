@@ -16,7 +16,7 @@ from aotops import library as _library
 from aotops.extra import encode
 from aotops.op import Op
 from aotops.triton.declaration import DeclarationError, Entry, load
-from aotops.triton.interpreter import POISON, Answer, Question, ask
+from aotops.triton.interpreter import Answer, Question, ask, unusable
 from aotops.triton.plan import Launched, Placed, Unplanned, bind, check_operator, plan, scratch_places, shape_of
 
 from .calls import EntryCall, bound, calls_of, forward_call, nbytes, numbers, placeholders, raw
@@ -74,6 +74,9 @@ def launch_plan(subject: Subject) -> Iterator[Item]:
         yield Item("launch plan", "declaration", FAIL, failure=Failure(str(error)))
         return
     pairs = _pairs(subject, LARGEST)
+    if not pairs:
+        yield Item("launch plan", "", UNAVAILABLE, "no case is small enough")
+        return
     archs: set[str] = set()
     for case, dtype in pairs:
         try:
@@ -227,7 +230,7 @@ def _fake_in_torch(adapter: Any, subject: Subject, trial: Trial) -> list[tuple[t
 
 
 def _fake_in_jax(adapter: Any, subject: Subject, trial: Trial) -> list[tuple[tuple[int, ...], str]]:
-    from .trial import numpy_dtype
+    from .dtypes import numpy_dtype
 
     jax = adapter.jax
     inputs = {
@@ -251,8 +254,8 @@ def interpreted(subject: Subject) -> Iterator[Item]:
         return
     if found is None or subject.op.name not in found.entries:
         return
-    if not find_spec("triton"):
-        yield Item("interpreter", "", UNAVAILABLE, "triton is not installed")
+    if reason := unusable():
+        yield Item("interpreter", "", UNAVAILABLE, reason)
         return
     pairs = [(case, dtype) for case, dtype in _pairs(subject, 1 << 16) if dtype in INTERPRETED]
     if not pairs:
@@ -348,15 +351,10 @@ def _numbers(answer: Answer, name: str) -> np.ndarray:
 
 def _assert_written(answer: Answer) -> None:
     """Raises AssertionError where memory of a result is as it was before the call."""
-    for name, (data, shape, _) in answer.outputs.items():
-        count = int(np.prod(shape))
-        if not count:
-            continue
-        elements = np.frombuffer(data, np.uint8).reshape(count, -1)
-        missed = np.flatnonzero((elements == POISON).all(axis=1))
-        if missed.size:
-            at = tuple(map(int, np.unravel_index(missed[0], shape))) if shape else ()
-            raise AssertionError(
-                f"{missed.size} of {count} elements of {name} are not written, the first at {at}: the grid does not "
-                f"cover it; launched: {', '.join(answer.grids)}"
-            )
+    for name, missed in answer.unwritten.items():
+        _, shape, _ = answer.outputs[name]
+        at = tuple(map(int, np.unravel_index(missed[0], shape))) if shape else ()
+        raise AssertionError(
+            f"{len(missed)} of {int(np.prod(shape))} elements of {name} are not written, the first at {at}: the grid "
+            f"does not cover it; launched: {', '.join(answer.grids)}"
+        )

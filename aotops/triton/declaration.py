@@ -25,6 +25,8 @@ SCALARS: dict[str, Kind] = {"i32": "int", "i64": "int", "fp32": "float", "fp64":
 _DEFAULT_SCALARS = {"int": "i32", "float": "fp32", "bool": "i1"}
 MOST_AXES = 8
 WORKSPACE = "workspace"
+MULTIPROCESSORS = "multiprocessors"
+"""The name, in a grid, of the number that the GPU has."""
 
 
 class DeclarationError(ValueError):
@@ -294,6 +296,11 @@ class Call:
                 if self.is_for(c, dict(types), arch):
                     yield from (Variant(self.index, c, h, types) for h in range(len(self.hints)))
 
+    def depends_on_multiprocessors(self, config: int) -> bool:
+        """Whether a grid does."""
+        own = MULTIPROCESSORS in self.entry.kinds or MULTIPROCESSORS in self.configs[config].constexprs
+        return not own and any(MULTIPROCESSORS in each.names for each in self.grids[config])
+
     def is_for(self, config: int, types: Mapping[str, str], arch: str) -> bool:
         """Whether a configuration is for these dtypes on this GPU."""
         one = self.configs[config]
@@ -319,7 +326,7 @@ class Call:
     def compiled_of(self, arch: str) -> str:
         """A text of all that the compiled code depends on, but for the kernel."""
         variants = [(variant, self.signature(variant)) for variant in self.variants(arch)]
-        options = [sorted(config.options.items(), key=str) for config in self.configs]
+        options = [(sorted(config.options.items(), key=str), sorted(config.stated)) for config in self.configs]
         return repr((self.launch.kernel, self.entry.workspace, variants, options))
 
     def passed(self, variant: Variant) -> list[Argument]:
@@ -372,7 +379,8 @@ class Call:
             raise self._error(f"grid has {len(self.launch.grid)} dimensions, expected one to three")
         kinds = {name: _KINDS[type(value)] for name, value in config.constexprs.items() if type(value) in _KINDS}
         what = f"{self.launch.kernel}: grid, of {config}"
-        known = self.entry.kinds | kinds
+        known: dict[str, Kind] = {MULTIPROCESSORS: "int"}
+        known |= self.entry.kinds | kinds
         return tuple(self.entry.parsed(what, text, known, "int") for text in self.launch.grid)
 
     def _hint(self, hint: Mapping[str, int]) -> dict[str, int]:

@@ -8,17 +8,19 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from .declaration import Entry, load
 from .plan import ITEMSIZES, Launched, Placed, Unplanned, bind, plan, shape_of
-from .worker import DEFAULTS, Refused, kernel
+from .worker import DEFAULTS, Refused, kernel, stated_options
 
-POISON = 0xA5
-"""In each byte of memory that has not been written."""
+POISONS = (0xA5, 0x5A)
+"""In each byte of memory that has not been written. A result that is one of them by chance is not both."""
 _SLACK = 4096
 MOST_PROGRAMS = 4096
 """More are not interpreted: each takes about a millisecond."""
@@ -45,6 +47,18 @@ class Answer:
     """Why there are no outputs."""
     skipped: bool = False
     """Whether the call was too large."""
+    unwritten: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """The elements of outputs that no program wrote, of those that have some."""
+
+
+def unusable() -> str:
+    """Why the interpreter runs no kernel here; empty if it does."""
+    if not find_spec("triton"):
+        return "triton is not installed"
+    triton, numpy = (tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy"))
+    if triton < (3, 7) and numpy >= (2, 4):  # it takes arrays of one element for numbers
+        return f"the interpreter of Triton {version('triton')} needs NumPy below 2.4, and {version('numpy')} is here"
+    return ""
 
 
 def ask(file: Path, questions: Sequence[Question]) -> list[Answer]:
@@ -89,7 +103,7 @@ class _Memory:
         import numpy as np
 
         self.shape, self.dtype, self.nbytes = shape, f"torch.{dtype}", len(data)
-        self._bytes = np.full(len(data) + 2 * _SLACK, POISON, np.uint8)
+        self._bytes = np.full(len(data) + 2 * _SLACK, POISONS[0], np.uint8)
         self._start = _SLACK - self._bytes.ctypes.data % 256
         self._bytes[self._start : self._start + len(data)] = np.frombuffer(data, np.uint8)
 
@@ -102,7 +116,7 @@ class _Memory:
     def is_intact(self) -> bool:
         """Whether nothing was written around it."""
         before, after = self._bytes[: self._start], self._bytes[self._start + self.nbytes :]
-        return bool((before == POISON).all() and (after == POISON).all())
+        return bool((before == POISONS[0]).all() and (after == POISONS[0]).all())
 
     # what the interpreter does to move a tensor of torch to the CPU and back
     def untyped_storage(self) -> _Memory:
@@ -131,12 +145,33 @@ class _Memory:
 
 
 def _answered(entry: Entry, folder: Path, question: Question) -> Answer:
+    answer = _tried(entry, folder, question, POISONS[0])
+    suspects = _poisoned(answer, POISONS[0])
+    if not suspects:
+        return answer
+    again = _poisoned(_tried(entry, folder, question, POISONS[1]), POISONS[1])
+    both = {slot: sorted(suspects[slot] & again.get(slot, set())) for slot in suspects}
+    return replace(answer, unwritten={slot: found for slot, found in both.items() if found})
+
+
+def _poisoned(answer: Answer, byte: int) -> dict[str, set[int]]:
+    """The elements of outputs whose bytes are all this one."""
+    import numpy as np
+
+    found = {}
+    for slot, (data, _, dtype) in answer.outputs.items():
+        elements = np.frombuffer(data, np.uint8).reshape(-1, ITEMSIZES[dtype])
+        found[slot] = set(map(int, np.flatnonzero((elements == byte).all(axis=1))))
+    return {slot: elements for slot, elements in found.items() if elements}
+
+
+def _tried(entry: Entry, folder: Path, question: Question, poison: int) -> Answer:
     memory = {slot: _Memory(*given) for slot, given in question.inputs.items()}
     placed = {slot: Placed(m.data_ptr(), m.shape, m.dtype[6:]) for slot, m in memory.items()}
     names = bind(entry, placed, question.attrs)
     for slot, tensor in {**entry.outputs, **entry.scratch}.items():
         shape, dtype = shape_of(tensor, names), names.types.get(tensor.type, tensor.type)
-        byte = 0 if slot in entry.zeroed else POISON
+        byte = 0 if slot in entry.zeroed else poison
         memory[slot] = _Memory(bytes([byte]) * (prod(shape) * ITEMSIZES[dtype]), shape, dtype)
         placed[slot] = Placed(memory[slot].data_ptr(), shape, dtype)
     if not any(memory[slot].nbytes for slot in entry.outputs):
@@ -167,8 +202,9 @@ def _run(launched: Launched, folder: Path, memory: Mapping[str, _Memory]) -> str
         parameter: memory[value] if parameter in call.pointers else value
         for parameter, value in launched.arguments.items()
     }
+    config = call.configs[launched.config]
     try:
-        function[launched.grid](**arguments, **call.configs[launched.config].constexprs)
+        function[launched.grid](**arguments, **config.constexprs, **stated_options(call, function, config))
     except Exception as error:  # whatever a kernel raises
         return f"{call.launch.kernel}, {call.configs[launched.config]}: {type(error).__name__}: {error}"
     return ""

@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
+from . import declaration
 from .declaration import Call, DeclarationError, Entry, Tensor
 
-MASK = (1 << 64) - 1
+MULTIPROCESSORS = 132
+"""The facts of the GPU of a plan that is made without one, here and in triton.h."""
 ITEMSIZES = {
     "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8, "bool": 1, "int8": 1, "uint8": 1,
     "int16": 2,
@@ -104,7 +106,8 @@ def plan(entry: Entry, names: Names, tensors: Mapping[str, Placed], arch: str) -
 def _launched(call: Call, names: Names, tensors: Mapping[str, Placed], arch: str) -> Launched:
     config = _config(call, names, arch)
     constants = {k: v for k, v in call.configs[config].constexprs.items() if isinstance(v, int | float)}
-    grid = [expression.value(names.numbers | constants) for expression in call.grids[config]]
+    known = {declaration.MULTIPROCESSORS: MULTIPROCESSORS} | names.numbers | constants
+    grid = [expression.value(known) for expression in call.grids[config]]
     x, y, z = (*grid, 1, 1)[:3]
     if not all(0 < n <= most for n, most in zip((x, y, z), (0x7FFFFFFF, 65535, 65535), strict=True)):
         raise Unplanned(f"{call.entry.name}: the grid of {call.launch.kernel} is {(x, y, z)}")

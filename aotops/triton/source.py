@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .declaration import Argument, Call, Entry, Tensor, Variant
+from .declaration import MULTIPROCESSORS, Argument, Call, Entry, Tensor, Variant
 from .expressions import Expression
 
 _CPP = {"int": "int64_t", "float": "double", "bool": "bool"}
@@ -355,12 +355,14 @@ class _Source:
         yield "}"
 
     def _grid(self, call: Call) -> Iterator[str]:
-        yield f"void grid_{call.index}({self._parameters()}, int config, int64_t *grid,"
-        yield "            [[maybe_unused]] triton::Arithmetic &m) {"
+        yield f"void grid_{call.index}({self._parameters()}, int config, [[maybe_unused]] int64_t multiprocessors,"
+        yield "            int64_t *grid, [[maybe_unused]] triton::Arithmetic &m) {"
         yield "  grid[0] = grid[1] = grid[2] = 1;"
         yield "  switch (config) {"
         for c, grid in enumerate(call.grids):
-            constants = {k: _constant(v) for k, v in call.configs[c].constexprs.items() if isinstance(v, int | float)}
+            constants = {} if MULTIPROCESSORS in self.entry.kinds else {MULTIPROCESSORS: MULTIPROCESSORS}
+            constexprs = call.configs[c].constexprs.items()
+            constants |= {k: _constant(v) for k, v in constexprs if isinstance(v, int | float)}
             yield f"    case {c}:"
             yield from (f"      grid[{i}] = {self.names.cpp(each, constants)};" for i, each in enumerate(grid))
             yield "      break;"
@@ -407,10 +409,14 @@ class _Source:
             for config, (size, ctas) in sorted(needs.items()):
                 i = call.index
                 yield f"  if ({self._condition(call, config)}) {{"
-                yield f"    grid_{i}(op, s, {config}, grid_of_{i}, m);"
-                yield f"    int64_t blocks = INT64_C({size * ctas});"
-                yield f"    for (int64_t each : grid_of_{i}) blocks = m.mul(blocks, m.max(each, 0));"
-                yield f"    most_{i} = m.max(most_{i}, blocks);"
+                # the workspace is the same on every GPU
+                most = "triton::kMostMultiprocessors" if call.depends_on_multiprocessors(config) else "1"
+                yield f"    for (int64_t n = 1; n <= {most}; ++n) {{"
+                yield f"      grid_{i}(op, s, {config}, n, grid_of_{i}, m);"
+                yield f"      int64_t blocks = INT64_C({size * ctas});"
+                yield f"      for (int64_t each : grid_of_{i}) blocks = m.mul(blocks, m.max(each, 0));"
+                yield f"      most_{i} = m.max(most_{i}, blocks);"
+                yield "    }"
                 yield "  }"
             if needs:
                 yield f"  l->bytes = m.add(l->bytes, triton::aligned(m, most_{call.index}));"
@@ -454,13 +460,14 @@ class _Source:
         i, kernel = call.index, _text(call.launch.kernel)
         layout = ", const Layout &layout, char *work" if self.entry.workspace else ""
         yield f"Status launch_{i}({self._parameters()}, [[maybe_unused]] const Tensor *in,"
-        yield f"                [[maybe_unused]] const Tensor *out, int arch, triton::Launch *l{layout}) {{"
+        yield "                [[maybe_unused]] const Tensor *out, const triton::Gpu &gpu,"
+        yield f"                triton::Launch *l{layout}) {{"
         yield "  [[maybe_unused]] triton::Arithmetic m;"
         yield f"  l->kernel = {kernel}, l->n = 0;"
-        yield f"  l->config = config_{i}(op, s, arch, m);"
+        yield f"  l->config = config_{i}(op, s, gpu.arch, m);"
         yield f'  AOT_TRY(triton::check_computed({self.op}::name, "the condition of a configuration", m));'
         yield f"  if (l->config < 0) return triton::fail_no_config({self.op}::name, {kernel});"
-        yield f"  grid_{i}(op, s, l->config, l->grid, m);"
+        yield f"  grid_{i}(op, s, l->config, gpu.multiprocessors, l->grid, m);"
         yield from self._values(call)
         yield f'  AOT_TRY(triton::check_computed({self.op}::name, "an argument or the grid", m));'
         yield f"  AOT_TRY(triton::check_grid({self.op}::name, *l));"
@@ -531,7 +538,8 @@ class _Source:
 
     def _plan(self) -> Iterator[str]:
         entry = self.entry
-        yield "Status plan(const OnCuda &op, const Tensor *in, const Tensor *out, int arch, triton::Plan *plan) {"
+        yield "Status plan(const OnCuda &op, const Tensor *in, const Tensor *out, const triton::Gpu &gpu,"
+        yield "            triton::Plan *plan) {"
         yield f"  {self.op}::Sizes s;"
         yield "  AOT_TRY(op.bind(in, &s));"
         more = ""
@@ -544,7 +552,7 @@ class _Source:
             yield f"  char *work = triton::workspace_start(out[{last}]);"
         for call in entry.calls:
             i = call.index
-            yield f"  AOT_TRY(launch_{i}(op, s, in, out, arch, &plan->launch[{i}]{more}));"
+            yield f"  AOT_TRY(launch_{i}(op, s, in, out, gpu, &plan->launch[{i}]{more}));"
         if entry.zeroed:
             yield "  triton::Arithmetic m;"
         for i, name in enumerate(entry.zeroed):

@@ -18,6 +18,7 @@ from typing import Any
 
 from . import ptx
 from .declaration import Call, DeclarationError, Variant, load
+from .launch import Config
 
 SETTINGS = {"TRITON_DISABLE_LINE_INFO": "1", "TRITON_INTERPRET": "0"}
 """Line numbers would double the size of the code."""
@@ -126,9 +127,17 @@ def check_parameters(call: Call, function: Any) -> None:
                 raise Refused(f"{what}: {name} is a tl.constexpr, expected it in Config(...), not in arguments")
             if name in arguments or name in config.constexprs or _has_default(parameter):
                 continue
+            if parameter.is_constexpr and name in config.stated:
+                continue
             if parameter.is_constexpr:
                 raise Refused(f"{what}: the tl.constexpr {name} has no value in {config}, expected Config({name}=...)")
             raise Refused(f"{what}: the parameter {name} has no argument, expected it in Launch(arguments=...)")
+
+
+def stated_options(call: Call, function: Any, config: Config) -> dict[str, Any]:
+    """The options of a configuration that are parameters of the kernel too."""
+    names = set(function.arg_names) - {each.parameter for each in call.arguments}
+    return {name: value for name, value in config.stated.items() if name in names}
 
 
 def _has_default(parameter: Any) -> bool:
@@ -157,6 +166,8 @@ def _variant(call: Call, function: Any, variant: Variant, given: argparse.Namesp
 
     config, began = call.configs[variant.config], time.perf_counter()
     signature, constexprs, multiples = call.signature(variant)
+    for name, value in stated_options(call, function, config).items():
+        signature[name], constexprs[name] = "constexpr", value
     for parameter in function.params:
         if parameter.name not in signature:
             signature[parameter.name], constexprs[parameter.name] = "constexpr", parameter.default

@@ -198,7 +198,7 @@ def step_cells(rows: Iterable[Row]) -> list[tuple[str, ...]]:
                 f"{row['impl']} \\*" if changed(row) else row["impl"],
                 number(row["ms"], ".2f"),
                 number(best and row["ms"] / best, ".3f"),
-                number(row["tokens_per_s"], ",d"),
+                number(row["tokens_per_s"], ",.0f"),
                 number(row["peak_gib"], ".2f"),
                 number(row.get("first_step_s"), ".1f"),
                 number(row["loss"], ".4f"),

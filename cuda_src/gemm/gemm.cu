@@ -42,12 +42,12 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) gemm_kernel(G
   const T *bias = static_cast<const T *>(g.bias);
   for (int64_t z = blockIdx.y; z < g.count; z += gridDim.y) {
     TileSums<Shape, A> sum = {};
-    auto begin = [&](int, auto &left, auto &right) {
+    auto begin = [&](auto &left, auto &right) {
       begin_lines(left, static_cast<const T *>(g.a.data) + z * g.a_step, g.a.stride, i0, g.m, g.k);
       begin_lines(right, static_cast<const T *>(g.b.data) + z * g.b_step, g.b.stride, j0, g.n, g.k);
     };
     simt_mainloop<TileLoader<T, Shape, Shape::kM, kKMajorA, kSize>, TileLoader<T, Shape, Shape::kN, kKMajorB, kSize>>(
-        memory, sum, ceil_div(g.k, Shape::kDepth), 0, begin);
+        memory, sum, ceil_div(g.k, Shape::kDepth), begin);
     constexpr int kCount = kSize < 4 ? kSize : 4;
 #pragma unroll
     for (int i = 0; i < Shape::kRows; ++i)

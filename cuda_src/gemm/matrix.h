@@ -100,7 +100,8 @@ enum Activation { kActivationNone, kActivationRelu, kActivationGeluTanh, kActiva
 // Elements of a workspace, whose dtype is accumulate_dtype(dtype), that n elements of dtype need; rounded up, so that
 // what follows is aligned.
 inline int64_t workspace_elements(int64_t n, DType dtype) {
-  const int64_t size = itemsize(accumulate_dtype(dtype)), words = (n * itemsize(dtype) + size - 1) / size;
+  const int64_t size = itemsize(accumulate_dtype(dtype));
+  const int64_t words = dtype == DType::unknown ? n : (n * itemsize(dtype) + size - 1) / size;
   return (words + 63) / 64 * 64;
 }
 

@@ -147,22 +147,19 @@ __device__ inline void load_fragment(A (&fragment)[4 * kGroups], const A *line) 
   }
 }
 
-// sum += left right, over `first` steps and then `second` more. begin(part, left, right) starts the loaders for part 0,
-// the first steps, and part 1, the second.
+// sum += left right, over `steps` steps. begin(left, right) starts the loaders.
 template <class Left, class Right, class Shape, typename A, class Begin>
-__device__ inline void simt_mainloop(TileStages<Shape, A> &stages, TileSums<Shape, A> &sum, int64_t first,
-                                     int64_t second, Begin begin) {
+__device__ inline void simt_mainloop(TileStages<Shape, A> &stages, TileSums<Shape, A> &sum, int64_t steps,
+                                     Begin begin) {
   Left left;
   Right right;
-  const int64_t steps = first + second;
   auto fetch = [&](int64_t step) {
-    if (step == first) begin(1, left, right);
     auto &stage = stages.buffer[step & 1];
     left.fetch(stage.left), right.fetch(stage.right);
     commit_copies();
   };
   if (steps == 0) return;
-  begin(0, left, right);
+  begin(left, right);
   fetch(0);
 #pragma unroll 1
   for (int64_t step = 0; step < steps; ++step) {

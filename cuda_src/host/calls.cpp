@@ -29,7 +29,7 @@ struct Plan {
 
 // The structs that aotops/call.py mirrors. A change of one of them raises the version here and there.
 AOT_API const char *aot_call_structs() {
-  static const std::string text = "version 3" +
+  static const std::string text = "version 4" +
                                   AOT_DESCRIBE(Interpreter, none, errors, int_type, float_type, bool_type, str_type,
                                                tuple_type, type_offset, head_size) +
                                   AOT_DESCRIBE(Numpy, type, n, dtypes, names) +
@@ -46,7 +46,7 @@ AOT_API void aot_extra_delete(void *extra) { extra_delete(extra); }
 // `slots`: n_slots names; `optional`: 1 where a slot may be None; `scalars`: bit i where slot i accepts a scalar
 // (CallSlot); `functions`: by Device. Null: there are too many slots, or too many that may be None.
 AOT_API void *aot_call_new(const char *op, const char *attrs, int n_in, int n_slots, const char *const *slots,
-                           const int *optional, unsigned scalars, const EntryFunctions *functions) {
+                           const int *optional, uint64_t scalars, const EntryFunctions *functions) {
   auto call = std::make_unique<Call>();
   call->op = op, call->attrs = attrs, call->n_in = n_in;
   for (int i = 0; i < n_slots; ++i)
@@ -56,7 +56,7 @@ AOT_API void *aot_call_new(const char *op, const char *attrs, int n_in, int n_sl
 }
 
 // Null, and its status: the library has no such entry, or Init refuses the attributes.
-AOT_API void *aot_plan_new(const void *call, int device, unsigned given, int n, const int *ndims, const int64_t *dims,
+AOT_API void *aot_plan_new(const void *call, int device, uint64_t given, int n, const int *ndims, const int64_t *dims,
                            const char *const *dtypes, int *status) {
   auto *c = static_cast<const Call *>(call);
   auto plan = std::make_unique<Plan>();

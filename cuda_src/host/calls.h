@@ -30,7 +30,7 @@ struct Call {
   }
 
   // `given`: bit i for slot i.
-  Status extra(Device device, unsigned given, void **result) {
+  Status extra(Device device, uint64_t given, void **result) {
     AOT_TRY(check_entry(device));
     unsigned variant = 0;
     for (int i = 0; n_optional && i < n_slots; ++i)
@@ -64,9 +64,9 @@ struct Call {
                 op.c_str());
   }
 
-  Status new_extra(Device device, unsigned given, void **result) const {
-    std::string text =
-        attrs + "\ninputs=" + std::to_string(given & ((1u << n_in) - 1)) + "\noutputs=" + std::to_string(given >> n_in);
+  Status new_extra(Device device, uint64_t given, void **result) const {
+    std::string text = attrs + "\ninputs=" + std::to_string(given & ((uint64_t{1} << n_in) - 1)) +
+                       "\noutputs=" + std::to_string(given >> n_in);
     return functions[device].bind(text.c_str(), result);
   }
 };

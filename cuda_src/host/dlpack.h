@@ -20,38 +20,22 @@ struct DLTensor {
 // DLDeviceType
 constexpr int kDLCpu = 1, kDLCuda = 2, kDLCudaHost = 3;
 
-inline const char *dlpack_dtype(const DLTensor &t) {
-  if (t.code == 2 && t.bits == 32) return kFloat32;
-  constexpr const char *ints[] = {"int8", "int16", "int32", "int64"},
-                       *uints[] = {"uint8", "uint16", "uint32", "uint64"};
-  int size = t.bits == 8 ? 0 : t.bits == 16 ? 1 : t.bits == 32 ? 2 : 3;
-  switch (t.code) {
-    case 0:
-      return ints[size];
-    case 1:
-      return uints[size];
-    case 2:
-      return t.bits == 64 ? kFloat64 : kFloat16;
-    case 4:
-      return kBFloat16;
-    case 5:
-      return t.bits == 64 ? "complex64" : "complex128";
-    case 6:
-      return "bool";
-    default:
-      return kUnnamedDtype;
-  }
-}
-
 // The code and bits of a dtype.
 struct DLDtype {
   const char *name;
   uint8_t code, bits;
 };
-constexpr DLDtype kDLDtypes[] = {{"float32", 2, 32}, {"bfloat16", 4, 16},  {"float16", 2, 16},    {"float64", 2, 64},
-                                 {"int64", 0, 64},   {"int32", 0, 32},     {"bool", 6, 8},        {"int8", 0, 8},
-                                 {"uint8", 1, 8},    {"int16", 0, 16},     {"uint16", 1, 16},     {"uint32", 1, 32},
-                                 {"uint64", 1, 64},  {"complex64", 5, 64}, {"complex128", 5, 128}};
+constexpr DLDtype kDLDtypes[] = {
+    {kFloat32, 2, 32},        {kBFloat16, 4, 16},    {kFloat16, 2, 16}, {kFloat64, 2, 64},    {"int64", 0, 64},
+    {"int32", 0, 32},         {"bool", 6, 8},        {"int8", 0, 8},    {"uint8", 1, 8},      {"int16", 0, 16},
+    {"uint16", 1, 16},        {"uint32", 1, 32},     {"uint64", 1, 64}, {"complex64", 5, 64}, {"complex128", 5, 128},
+    {"float8_e4m3fn", 10, 8}, {"float8_e5m2", 12, 8}};
+
+inline const char *dlpack_dtype(const DLTensor &t) {
+  for (const DLDtype &known : kDLDtypes)
+    if (t.code == known.code && t.bits == known.bits) return known.name;
+  return kUnnamedDtype;
+}
 
 // False: DLPack has no such dtype, or it is one of those that have no name here.
 inline bool set_dtype(const char *name, DLTensor *t) {

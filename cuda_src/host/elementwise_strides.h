@@ -9,7 +9,7 @@ namespace aot {
 
 // A tensor of LibTorch, as it was read.
 struct TensorView {
-  void *handle = nullptr;  // null: absent
+  void *handle;  // null: absent
   int64_t ndim, *shape, *strides;
   int32_t dtype, device_type, device_index;
   void *data;

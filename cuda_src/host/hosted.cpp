@@ -1,12 +1,14 @@
-// Hosted operators: functions of MindSpore's convention in libraries that know nothing of this one, as entries of ours.
+// Hosted operators: functions of MindSpore's convention, and of tvm-ffi's, in libraries that know nothing of this one,
+// as entries of ours.
 //
 // aot_hosted_cpu and aot_hosted_cuda have the companions of any entry. Which function is meant is told by the attribute
 // "hosted" (aotops/extra.py writes it): items that each end with ";", "library/operator", the function's name on the
 // CPU and on CUDA, the numbers of inputs and outputs, 1 where there is a scratch slot, for each output the input of the
-// same spec or -1, the dtypes of inputs and outputs where MindSpore needs them, then the function's own attributes
-// (text_extra.h). Of a function for the CPU with two inputs, a scratch slot and an attribute:
+// same spec or -1, the dtypes of inputs and outputs where MindSpore needs them, the order of arguments where the
+// function is one of tvm-ffi (tvm_ffi_function.h), then the function's own attributes (text_extra.h). Of a function for
+// the CPU with two inputs, a scratch slot and an attribute:
 //
-//   scale/axpy;axpy_cpu;;2;1;1;0,;float32,float32,float32,;alpha:f0.5;
+//   scale/axpy;axpy_cpu;;2;1;1;0,;float32,float32,float32,;;alpha:f0.5;
 //
 // A function without an Init is called as it is. With one, MindSpore makes a kernel for each set of shapes and dtypes,
 // on which Init runs once, and so does this file. Kernels are used by one call at a time.
@@ -29,6 +31,7 @@
 #include "entry_arguments.h"
 #include "libraries.h"
 #include "text_extra.h"
+#include "tvm_ffi_function.h"
 
 using namespace aot;
 
@@ -44,17 +47,10 @@ using InferShapeOfMany = std::vector<std::vector<int64_t>>(int *ndims, int64_t *
 using InferTypeOfOne = int(std::vector<int> types, void *extra);
 using InferTypeOfMany = std::vector<int>(std::vector<int> types, void *extra);
 
-// MindSpore's numbers for the dtypes that aot.h has no use for (mindapi/base/type_id.h).
-constexpr struct {
-  const char *name;
-  int id;
-} kOtherDtypes[] = {{"uint16", 38}, {"uint32", 39}, {"uint64", 40}, {"complex64", 51}, {"complex128", 52}};
-
 // Calls f(name, number) for each dtype.
 template <class F>
 void for_each_dtype(F f) {
   for (const auto &known : kTypeIds) f(dtype_name(known.dtype), static_cast<int>(known.id));
-  for (const auto &other : kOtherDtypes) f(other.name, other.id);
 }
 
 // The extra of a foreign function: its attributes, workspace and kernel data.
@@ -150,8 +146,10 @@ struct Hosted final : Marked {
   std::vector<std::string> dtypes;  // of inputs and outputs; empty: not known
   EntryFunctions functions;
   void *infer_shape = nullptr, *infer_type = nullptr;
-  ForeignExtra foreign;  // of a function without an Init
-  Kernels idle;          // the last used first
+  ForeignExtra foreign;                         // of a function without an Init
+  std::string order;                            // of tvm-ffi's arguments; empty: of MindSpore's convention
+  std::unique_ptr<tvm_ffi::Function> function;  // with an order
+  Kernels idle;                                 // the last used first
 
   Hosted() : Marked(kMark) {}
 
@@ -161,14 +159,14 @@ struct Hosted final : Marked {
 
   Status read(Device device, const std::string &text) {
     const std::vector<std::string> item = parts(text, ';');
-    constexpr size_t kAttrs = 8;
+    constexpr size_t kAttrs = 9;
     if (item.size() < kAttrs) return fail(kConventionMisused, "the attribute hosted is not what aotops writes");
     const std::string owner = item[0].substr(0, item[0].find('/'));
     symbol = item[1 + device], is_cuda = device == kCuda;
     op = owner.size() < item[0].size() ? item[0].substr(owner.size() + 1) : symbol;
     n_in = std::stoi(item[3]), n_out = std::stoi(item[4]), has_scratch = item[5] == "1";
     for (const std::string &index : parts(item[6], ',')) like.push_back(std::stoi(index));
-    dtypes = parts(item[7], ',');
+    dtypes = parts(item[7], ','), order = item[8];
     if (n_in < 0 || n_out < 0 || n() >= kMaxTensors || like.size() != static_cast<size_t>(n_out))
       return fail(kConventionMisused, "%s: the attribute hosted is not what aotops writes", symbol.c_str());
     for (size_t i = kAttrs; i < item.size(); ++i) attrs += item[i] + ";";
@@ -183,6 +181,7 @@ struct Hosted final : Marked {
     new_strings = library.new_strings;
     if (symbol.empty())
       return fail(kNotImplemented, "the operator has no function for %s", device == kCuda ? "CUDA" : "the CPU");
+    if (!order.empty()) return resolve_tvm_ffi(library);
     if (!functions.read(library.handle, symbol))
       return fail(kNotImplemented, "the library %s has no %s", library.name.c_str(), symbol.c_str());
     find(library.handle, (symbol + "InferShape").c_str(), &infer_shape);
@@ -190,6 +189,16 @@ struct Hosted final : Marked {
     Dl_info info;
     file = dladdr(reinterpret_cast<void *>(functions.entry), &info) && info.dli_fname ? info.dli_fname : library.name;
     return new_extra(&foreign);
+  }
+
+  // The function is one of the library, or an object that Python keeps.
+  Status resolve_tvm_ffi(const SharedLibrary &library) {
+    void *object = find_function_object(library.name, symbol);
+    tvm_ffi::SafeCall *call = object ? tvm_ffi::cell<tvm_ffi::FunctionCell>(object)->safe_call : nullptr;
+    if (!object && !find(library.handle, symbol.c_str(), &call))
+      return fail(kNotImplemented, "the library %s has no %s", library.name.c_str(), symbol.c_str());
+    function = std::make_unique<tvm_ffi::Function>(op, call, object, n(), is_cuda);
+    return function->read(order, attrs);
   }
 
   Status new_extra(ForeignExtra *made) const {
@@ -261,6 +270,7 @@ struct Hosted final : Marked {
   Status run(int nparam, void **params, int *ndims, int64_t **shapes, const char **dtypes, void *stream) {
     if (nparam != n() + has_scratch)
       return fail(kConventionMisused, "%s: %d tensors given, expected %d", symbol.c_str(), nparam, n() + has_scratch);
+    if (function) return function->run(params, ndims, shapes, dtypes, stream);
     if (!functions.init) {
       void *own[kMaxTensors];
       for (int i = 0; i < n(); ++i) own[i] = params[i];

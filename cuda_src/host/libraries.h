@@ -9,12 +9,15 @@ namespace aot {
 
 struct SharedLibrary {
   std::string name;
-  void *handle;      // of dlopen; never closed
+  void *handle;      // of dlopen; never closed. Null: its functions are objects of tvm-ffi
   bool new_strings;  // its C++ code has the std::string of the new ABI (_GLIBCXX_USE_CXX11_ABI=1)
   SharedLibrary *next = nullptr;
 };
 
 // The library of this name; this one, without a name. Null: no library of this name is registered.
 const SharedLibrary *find_library(std::string_view name);
+
+// A function object of tvm-ffi, by its name in a library. Null: there is none.
+void *find_function_object(std::string_view library, std::string_view name);
 
 }  // namespace aot

@@ -4,9 +4,9 @@
 using namespace aot;
 
 Status Arguments::check_overlap(const CallSlot *slots, int n_slots) const {
-  unsigned inputs = 0;
-  for (int i = 0; i < n_slots && !slots[i].is_output; ++i) inputs |= 1u << i;
-  const int n_in = __builtin_popcount(given & inputs);
+  uint64_t inputs = 0;
+  for (int i = 0; i < n_slots && !slots[i].is_output; ++i) inputs |= uint64_t{1} << i;
+  const int n_in = __builtin_popcountll(given & inputs);
   for (int i = n_in; i < n; ++i)
     for (int j = 0; j < i; ++j) {
       const char *a = static_cast<char *>(params[i]), *b = static_cast<char *>(params[j]);

@@ -12,7 +12,7 @@
 
 namespace aot {
 
-constexpr int kMaxSlots = 16;
+constexpr int kMaxSlots = 63;  // a set of them is 64 bits, of which a shift by their number is defined
 
 // DLPack 1.3, DLPackExchangeAPI; https://github.com/dmlc/dlpack
 struct DLExchange {
@@ -45,8 +45,8 @@ struct NumpyArray {
 struct Numpy {
   void *type;
   int n;
-  void *dtypes[16];
-  const char *names[16];
+  void *dtypes[32];
+  const char *names[32];
 };
 inline Numpy numpy;
 
@@ -66,7 +66,7 @@ struct CallSlot {
 // The arguments of an entry, as read from Python objects. The errors of its functions are those of aot::fail; where one
 // of Python's is set already, the status is kConventionMisused.
 struct Arguments : EntryArguments<kMaxSlots> {
-  unsigned given = 0;          // bit i: slot i
+  uint64_t given = 0;          // bit i: slot i
   int64_t elements = 0;        // of all tensors
   int64_t first_elements = 0;  // of the first
   Device device = kCpu;
@@ -83,7 +83,7 @@ struct Arguments : EntryArguments<kMaxSlots> {
         continue;
       }
       AOT_TRY(read(slots[i], slots[0], objects[i]));
-      given |= 1u << i;
+      given |= uint64_t{1} << i;
       ++n;
     }
     return kOk;
@@ -96,7 +96,7 @@ struct Arguments : EntryArguments<kMaxSlots> {
     for (int k = 0; k < t.ndim; ++k) bytes /= std::max<int64_t>(t.shape[k], 1);
     if (bytes < t.bits / 8) return false;
     push(memory, t.ndim, t.shape, dlpack_dtype(t));
-    given |= 1u << slot;
+    given |= uint64_t{1} << slot;
     return true;
   }
 

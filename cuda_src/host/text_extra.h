@@ -27,4 +27,14 @@ inline std::vector<std::string> parts(const std::string &text, char end) {
   return found;
 }
 
+// A text without its %XX.
+inline std::string unquoted(const std::string &text) {
+  std::string plain;
+  for (size_t i = 0; i < text.size(); ++i)
+    if (text[i] == '%' && i + 2 < text.size())
+      plain += static_cast<char>(std::stoi(text.substr(i + 1, 2), nullptr, 16)), i += 2;
+    else plain += text[i];
+  return plain;
+}
+
 }  // namespace aot

@@ -12,15 +12,6 @@
 
 namespace {
 
-std::string unquoted(const std::string &text) {
-  std::string plain;
-  for (size_t i = 0; i < text.size(); ++i)
-    if (text[i] == '%' && i + 2 < text.size())
-      plain += static_cast<char>(std::stoi(text.substr(i + 1, 2), nullptr, 16)), i += 2;
-    else plain += text[i];
-  return plain;
-}
-
 class TextExtra final : public AotExtra {
  public:
   // `typed`: items `name:value`, each followed by ";", as typed_extra_new_strings takes them; else lines `name=value`,
@@ -31,8 +22,8 @@ class TextExtra final : public AotExtra {
       if (!typed && end == std::string::npos) continue;
       const char kind = typed ? item.at(end + 1) : '\0';
       const std::string text = item.substr(end + 1 + typed);
-      values_[typed ? unquoted(item.substr(0, end)) : item.substr(0, end)] = {kind,
-                                                                              kind == 's' ? unquoted(text) : text};
+      values_[typed ? aot::unquoted(item.substr(0, end)) : item.substr(0, end)] = {
+          kind, kind == 's' ? aot::unquoted(text) : text};
     }
   }
   ~TextExtra() override { delete kernel_data; }

@@ -30,9 +30,9 @@ struct Function {
   int prototype[kMaxSlots];  // by slot, for what is written: the input that it is like; -1: Python makes the prototype
   bool has_prototypes;       // Python makes some
   int equal[kMaxSlots];      // by slot: an earlier one that stands for it too where the two have one dtype; -1: none
-  unsigned always;           // bit i: slot i is always written
-  unsigned residuals;        // bit i: slot i is a residual. It is written for the backward where that is worth it
-  unsigned scratch;          // bit i: slot i is a workspace. On the CPU small ones are on the stack
+  uint64_t always;           // bit i: slot i is always written
+  uint64_t residuals;        // bit i: slot i is a residual. It is written for the backward where that is worth it
+  uint64_t scratch;          // bit i: slot i is a workspace. On the CPU small ones are on the stack
   int64_t keep_from;         // a first input on a GPU with more elements is worth residuals; -1: every first input is
   int n_returned;            // outputs, the first slots that are written
   int n_saved;               // what is saved for the backward:
@@ -85,6 +85,22 @@ struct Public {
   void *fallback;           // takes the arguments of a call that is not plain, or that is refused
 };
 
+// Objects that a call owns: at most one for each slot.
+class Refs {
+ public:
+  Refs() = default;
+  Refs(const Refs &) = delete;
+  ~Refs() {
+    for (int i = 0; i < n_; ++i) Py_DecRef(objects_[i]);
+  }
+  // The object, which may be null.
+  void *keep(Ref object) { return object ? objects_[n_++] = object.release() : nullptr; }
+
+ private:
+  void *objects_[kMaxSlots];
+  int n_ = 0;
+};
+
 // --------------------------------------------------------------------------------------------- calls that allocate
 
 // The prototypes of inputs like these; null: Python's error is set.
@@ -116,14 +132,14 @@ Ref empty_like(void *prototype) {
 
 struct Slots {
   void *objects[kMaxSlots];  // by slot; None: absent
-  Ref outputs[kMaxSlots];    // by slot: what was allocated here
+  Refs outputs;              // those that were allocated here
   int over_output = -1;      // the slot that is written over the input in slot over_input; -1: none is
   int over_input;
   alignas(64) char scratch[1 << 15];
 
   // Runs the entry on the inputs, which are in their slots, and writes the slots of `wanted`, and for a backward the
   // residuals that are worth it. Returns a status.
-  int run(const Function &f, unsigned wanted, bool for_backward) {
+  int run(const Function &f, uint64_t wanted, bool for_backward) {
     Call &call = *f.call;
     Arguments a;
     AOT_TRY(a.read(call.slots, objects, 0, call.n_in));
@@ -145,9 +161,7 @@ struct Slots {
       }
       void *prototype = f.prototype[i] >= 0 ? objects[f.prototype[i]] : PyTuple_GetItem(made, i - call.n_in);
       if (f.scratch >> i & 1 && a.device == kCpu && a.use(scratch, sizeof scratch, i, prototype)) continue;
-      outputs[i] = empty_like(prototype);
-      if (!outputs[i]) return kConventionMisused;
-      objects[i] = outputs[i];
+      if (!(objects[i] = outputs.keep(empty_like(prototype)))) return kConventionMisused;
       AOT_TRY(a.read(call.slots, objects, i, i + 1));
     }
     return run_entry(call, a);
@@ -157,7 +171,7 @@ struct Slots {
   // Whether two slots, each like an input that is present, have one dtype.
   static bool same_dtype(const Function &f, const Arguments &a, int i, int k) {
     const auto dtype = [&](int slot) {
-      return a.dtypes[__builtin_popcount(a.given & ((1u << f.prototype[slot]) - 1))];
+      return a.dtypes[__builtin_popcountll(a.given & ((uint64_t{1} << f.prototype[slot]) - 1))];
     };
     return dtype(i) == dtype(k);
   }
@@ -220,7 +234,7 @@ void *run_function(const Function &f, void *context, void *const *inputs, intptr
   std::copy(inputs, inputs + count, slots.objects);
   if (int status = slots.run(f, f.always, context)) return finish(status);
   if (context && f.n_saved && !save(f, context, slots.objects)) return nullptr;
-  if (f.n_returned == 1) return slots.outputs[call.n_in].release();
+  if (f.n_returned == 1) return Py_IncRef(slots.objects[call.n_in]), slots.objects[call.n_in];
   return tuple_of(slots.objects + call.n_in, f.n_returned).release();
 }
 
@@ -235,7 +249,7 @@ bool is_accepted(const CallSlot &slot, void *object) {
 }
 
 // Whether the gradient in slot over_output is written over its input. -1: Python's error is set.
-int overwrites(const Backward &b, unsigned wanted, const Slots &slots, void *saved) {
+int overwrites(const Backward &b, uint64_t wanted, const Slots &slots, void *saved) {
   if (b.over_output < 0 || !(wanted >> b.over_output & 1) || slots.objects[b.over_input] == python.none) return 0;
   DLTensor t;
   if (torch.exchange->read(slots.objects[b.over_input], &t)) return PyErr_Clear(), 0;
@@ -253,21 +267,21 @@ Ref run_plain_backward(const Backward &b, void *needed, void *saved, void *const
   if (!gate.plain_thread(true) || gate.records_gradients()) return nullptr;
   bool has_kernel = f.call->n_slots > f.call->n_in;
   Slots slots;
-  Ref copies[kMaxSlots];
+  Refs copies;
   for (int i = 0; i < f.call->n_in; ++i) {
     const int source = b.source[i];
     void *&tensor = slots.objects[i];
     tensor = source < b.n_grads ? grads[source] : PyTuple_GetItem(saved, source - b.n_grads);
     if (tensor != python.none && !is_plain(tensor)) return nullptr;
     if (has_kernel && source < b.n_grads && !is_accepted(f.call->slots[i], tensor))
-      tensor = copies[i] = PyObject_VectorcallMethod(contiguous, &tensor, 1, nullptr);
+      tensor = copies.keep(PyObject_VectorcallMethod(contiguous, &tensor, 1, nullptr));
     if (!tensor) return nullptr;
   }
   int gradient[kMaxSlots];
-  unsigned wanted = 0;
+  uint64_t wanted = 0;
   for (int i = 0; i < b.n_inputs; ++i) {
     gradient[i] = PyObject_IsTrue(PyTuple_GetItem(needed, i)) == 1 ? b.gradient[i] : -1;
-    if (gradient[i] >= 0) wanted |= 1u << gradient[i];
+    if (gradient[i] >= 0) wanted |= uint64_t{1} << gradient[i];
   }
   if (has_kernel && wanted) {
     const int overwritten = overwrites(b, wanted, slots, saved);
@@ -343,13 +357,13 @@ bool is_transposed_view(void *tensor) {
 
 // Replaces each transposed view by the matrix that it is a view of, and flips the attribute that transposes it.
 // `matrices` owns them. False: Python's error is set.
-bool absorb_transposed_views(const Public &p, void **arguments, Ref *matrices) {
+bool absorb_transposed_views(const Public &p, void **arguments, Refs &matrices) {
   static void *const no = PyBool_FromLong(0), *const yes = PyBool_FromLong(1), *mT = PyUnicode_InternFromString("mT");
   for (int k = 0; k < p.n_transposable; ++k) {
     void *&tensor = arguments[p.transposable[k]], *&transposed = arguments[p.transposes[k]];
     if (!is_dlpack(tensor) || (transposed != no && transposed != yes) || !is_transposed_view(tensor)) continue;
-    if (!(matrices[k] = PyObject_GetAttr(tensor, mT))) return false;
-    tensor = matrices[k], transposed = transposed == no ? yes : no;
+    if (!(tensor = matrices.keep(PyObject_GetAttr(tensor, mT)))) return false;
+    transposed = transposed == no ? yes : no;
   }
   return true;
 }
@@ -451,7 +465,7 @@ void *run_plain(Public &p, void *const *given, intptr_t count, void *names) {
   void *arguments[2 * kMaxSlots];
   if (!sort_arguments(p, given, count, names, arguments)) return nullptr;
   if (!is_plain_call(!p.has_autocast, arguments, p.n_inputs) || gate.records_calls()) return nullptr;
-  Ref matrices[kMaxSlots];
+  Refs matrices;
   if (!absorb_transposed_views(p, arguments, matrices)) return nullptr;
   Ref bound = bind_attributes(p, arguments + p.n_inputs);
   if (!bound) return nullptr;
@@ -514,7 +528,7 @@ AOT_API void aot_torch_install_vectorcall(void *function, void *capsule) {
 // The structs that frontends/torch/call.py mirrors. A change of one of them raises the version here and there.
 AOT_API const char *aot_torch_structs() {
   static const std::string text =
-      "version 5" +
+      "version 6" +
       AOT_DESCRIBE(GateFacts, tensor_keys, autocast_keys, inference, impl_offset, key_offset, forward_ad, level,
                    no_level) +
       AOT_DESCRIBE(Torch, exchange, types, size_type, empty_like, gate) +

@@ -59,9 +59,10 @@ class Invocation {
     for (int i = 0; i < op_.n_inputs; ++i) {
       bool given = true;
       const Value value = op_.optional >> i & 1 ? take_optional(stack[i], &given) : stack[i];
+      inputs_[i].handle = nullptr;
       if (!given) continue;
       inputs_[i].handle = owned_[n_owned_++] = reinterpret_cast<TensorHandle>(value);
-      given_ |= 1u << i;
+      given_ |= uint64_t{1} << i;
     }
   }
 
@@ -119,19 +120,19 @@ class Invocation {
       if (!(op_.maskable >> i & 1) || k == n_wanted_) continue;
       Value flag = 0;
       stable.torch_list_get_item(list, k++, &flag);
-      if (!(flag & 0xff)) wanted_ &= ~(1u << i);
+      if (!(flag & 0xff)) wanted_ &= ~(uint64_t{1} << i);
     }
     stable.torch_delete_list(list);
   }
 
-  unsigned all_results() const { return (1u << op_.n_results) - 1; }
+  uint64_t all_results() const { return (uint64_t{1} << op_.n_results) - 1; }
 
   // After all arguments were taken, so that what they own is freed.
   Status check_arguments() const {
     if (refused_)
       return fail(kInvalidArgument, "%s: %s is '%.80s', expected a string of printable ASCII characters", name(),
                   refused_->name.c_str(), refused_text_.c_str());
-    return n_wanted_ == static_cast<size_t>(__builtin_popcount(op_.maskable)) ? kOk : wrong_wanted();
+    return n_wanted_ == static_cast<size_t>(__builtin_popcountll(op_.maskable)) ? kOk : wrong_wanted();
   }
 
   Status wrong_wanted() const {
@@ -139,7 +140,7 @@ class Invocation {
     for (int i = 0; i < op_.n_results; ++i)
       if (op_.maskable >> i & 1) names += (names.empty() ? "" : ", ") + op_.written[i];
     return fail(kInvalidArgument, "%s: wanted has %zu values, expected %d, for %s", name(), n_wanted_,
-                __builtin_popcount(op_.maskable), names.c_str());
+                __builtin_popcountll(op_.maskable), names.c_str());
   }
 
   // ------------------------------------------------------------------------------------------------------ attributes
@@ -219,8 +220,8 @@ class Invocation {
   }
 
   // A call's slots with some results: bit i for slot i.
-  unsigned slots(unsigned results) const {
-    const unsigned workspaces = ((1u << op_.n_workspaces) - 1) << op_.n_results;
+  uint64_t slots(uint64_t results) const {
+    const uint64_t workspaces = ((uint64_t{1} << op_.n_workspaces) - 1) << op_.n_results;
     return given_ | (results | workspaces) << op_.n_inputs;
   }
 
@@ -352,8 +353,8 @@ class Invocation {
   TensorHandle owned_[3 * kMaxSlots];  // inputs, their copies, workspaces and results
   int n_owned_ = 0;
   TensorView inputs_[kMaxSlots];
-  unsigned given_ = 0;  // bit i: input i
-  unsigned wanted_;     // bit i: result i
+  uint64_t given_ = 0;  // bit i: input i
+  uint64_t wanted_;     // bit i: result i
   size_t n_wanted_ = 0;
   std::string key_;  // the attributes, as bytes
   const Attribute *refused_ = nullptr;

@@ -28,8 +28,8 @@ struct DispatchedOperator {
   EntryFunctions functions[2];  // by Device
   int n_inputs = 0, n_results = 0, n_workspaces = 0;
   std::string inputs[kMaxSlots], written[kMaxSlots];  // results, then workspaces
-  unsigned optional = 0;                              // bit i: input i may be absent
-  unsigned maskable = 0;                              // bit i: the argument `wanted` has a value for result i
+  uint64_t optional = 0;                              // bit i: input i may be absent
+  uint64_t maskable = 0;                              // bit i: the argument `wanted` has a value for result i
   bool elementwise = false;
   std::vector<Attribute> attributes;
   // The entries that it was bound to, which are kept for good; n_bound counts them.
@@ -89,7 +89,7 @@ struct DispatchedOperator {
     if (type != "Tensor" || n_inputs == kMaxSlots)
       return fail(kNotImplemented, "torch: %s: %s is a %s, which kernels in C do not take", schema.c_str(),
                   argument.c_str(), std::string(type).c_str());
-    optional |= static_cast<unsigned>(may_be_absent) << n_inputs;
+    optional |= static_cast<uint64_t>(may_be_absent) << n_inputs;
     inputs[n_inputs++] = std::move(argument);
     return kOk;
   }
@@ -102,7 +102,7 @@ struct DispatchedOperator {
       if (i == kMaxSlots) return fail(kNotImplemented, "torch: %s has too many results", schema.c_str());
       const char mark = one.back();
       if (mark == '?' || mark == '*') one.remove_suffix(1);
-      maskable |= static_cast<unsigned>(mark == '?') << i;
+      maskable |= static_cast<uint64_t>(mark == '?') << i;
       ++(mark == '*' ? n_workspaces : n_results);
       written[i] = one;
     }

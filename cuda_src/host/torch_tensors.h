@@ -54,8 +54,10 @@ class TorchTensors {
 
   // c10::ScalarType, whose numbers are part of the C ABI; -1: a dtype that no entry writes.
   static int scalar_type(const DLTensor &t) {
-    // float16, bfloat16, float32, float64; int32, int64; bool, int8, uint8, int16
-    constexpr int numbers[kDTypes] = {-1, -1, -1, 5, 15, 6, 7, 3, 4, 11, 1, 0, 2};
+    // absent, unknown, other; float16, bfloat16, float32, float64; int32, int64; bool, int8, uint8, int16; uint16,
+    // uint32, uint64; complex64, complex128; float8_e4m3fn, float8_e5m2
+    constexpr int numbers[] = {-1, -1, -1, 5, 15, 6, 7, 3, 4, 11, 1, 0, 2, 27, 28, 29, 9, 10, 24, 23};
+    static_assert(std::size(numbers) == kDTypes);
     return t.lanes == 1 ? numbers[static_cast<int>(parse_dtype(dlpack_dtype(t)))] : -1;
   }
 

@@ -25,6 +25,7 @@ namespace {
 constexpr int kMaxTensors = 64;
 constexpr int kMostBound = 256;
 constexpr int kMostKey = 128;
+constexpr int kMostForms = 8;
 constexpr Any kAbsent = {kNone, 0, {0}};
 
 struct Argument {
@@ -44,9 +45,35 @@ struct Binding {
   }
 };
 
+// The arguments of a call but for its tensors' memory and shapes, and what they are bound to. Most calls have the form
+// of an earlier one, and are then not read again.
+struct Form {
+  static constexpr int kMostArgs = 16;
+  int n_args, n_inputs;  // that are given
+  Device device;
+  uint32_t tensors;  // bit i: argument i is one
+  void *extra;       // of a Binding, which is kept
+  Form *next;
+  Any args[kMostArgs];  // those that are no tensors
+
+  bool fits(const Any *given, int32_t n) const {
+    if (n != n_args) return false;
+    for (int32_t i = 0; i < n; ++i)
+      if (tensors >> i & 1 ? !is_on_device(given[i]) : std::memcmp(&given[i], &args[i], sizeof(Any)) != 0) return false;
+    return true;
+  }
+
+ private:
+  bool is_on_device(const Any &any) const {
+    return is_tensor(any) && tensor(any).device_type == (device == kCpu ? kDLCpu : kDLCuda);
+  }
+};
+
 }  // namespace
 
 struct Operator {
+  GrowingList<Form> forms;
+  std::atomic<int> n_forms{0};
   std::string name;
   EntryFunctions functions[2];  // by aot::Device
   std::vector<Argument> inputs, outputs, attributes;
@@ -104,32 +131,6 @@ struct Operator {
 };
 
 namespace {
-
-const char *type_text(const Any &any) {
-  switch (any.type) {
-    case kNone:
-      return "None";
-    case kInt:
-      return "an int";
-    case kBool:
-      return "a bool";
-    case kFloat:
-      return "a float";
-    case kRawString:
-    case kSmallString:
-    case kString:
-      return "a str";
-    case kShape:
-    case kArray:
-    case kList:
-      return "a list";
-    case kDLTensor:
-    case kTensor:
-      return "a tensor";
-    default:
-      return "an object of another type";
-  }
-}
 
 // ---------------------------------------------------------------------------------------------------------- attributes
 
@@ -284,6 +285,8 @@ class Invocation {
   }
 
   Status run(Any *result) {
+    const Form *form = op_.forms.find([this](const Form &f) { return f.fits(args_, n_args_); });
+    if (form && read_plainly(*form)) return *result = Any::none(), launch();
     AOT_TRY(check_count());
     AOT_TRY(read_inputs());
     AOT_TRY(read_attributes());
@@ -291,6 +294,7 @@ class Invocation {
     AOT_TRY(bind());
     AOT_TRY(allocate());
     AOT_TRY(check_overlap());
+    if (!form) keep_form();
     AOT_TRY(launch());
     return give(result);
   }
@@ -303,6 +307,45 @@ class Invocation {
   int n_in() const { return static_cast<int>(op_.inputs.size()); }
   int n_out() const { return static_cast<int>(op_.outputs.size()); }
   int n_attrs() const { return static_cast<int>(op_.attributes.size()); }
+
+  // ------------------------------------------------------------------------------------------------- calls of a form
+
+  // False, and nothing is read: the call is read in full, which also finds what is wrong.
+  bool read_plainly(const Form &form) {
+    device_ = form.device, extra_ = form.extra;
+    for (int i = 0; i < n_args_; ++i)
+      if (form.tensors >> i & 1 && !push_plain(tensor(args_[i]))) return a_.n = 0, false;
+    for (int i = form.n_inputs; i < a_.n; ++i)
+      for (int j = 0; j < i; ++j)
+        if (!may_write(i, j, form.n_inputs)) return a_.n = 0, false;
+    return true;
+  }
+
+  bool push_plain(const DLTensor &t) {
+    if (!a_.n) device_id_ = device_ == kCpu ? 0 : t.device_id;
+    int64_t elements;
+    if ((device_ == kCuda && t.device_id != device_id_) || t.ndim < 0 || t.ndim > kMaxNdim || t.lanes != 1 ||
+        !is_contiguous(t, &elements))
+      return false;
+    auto *data = static_cast<char *>(t.data) + t.byte_offset;
+    const int size = t.bits / 8;
+    if (is_unaligned(data, size)) return false;
+    bytes_[a_.n] = elements * size;
+    return a_.push(data, t.ndim, t.shape, dlpack_dtype(t)), true;
+  }
+
+  void keep_form() {
+    if (to_allocate_ || temporary_ || n_args_ > Form::kMostArgs || op_.n_forms >= kMostForms) return;
+    auto form = std::make_unique<Form>();
+    form->n_args = n_args_, form->tensors = 0;
+    for (int i = 0; i < n_args_; ++i) {
+      if (is_tensor(args_[i])) form->tensors |= 1u << i;
+      else if (args_[i].type > kFloat && args_[i].type != kSmallString) return;  // a pointer, whose content may change
+      form->args[i] = args_[i];
+    }
+    form->n_inputs = n_given_inputs_, form->device = device_, form->extra = extra_;
+    ++op_.n_forms, op_.forms.add(std::move(form));
+  }
 
   const Any &argument(int i) const { return i < n_args_ ? args_[i] : kAbsent; }
 
@@ -328,10 +371,10 @@ class Invocation {
 
   // `slot`: of a_, where it becomes the next tensor.
   Status read_tensor(const Argument &slot, const Any &any) {
-    if (any.type != kTensor && any.type != kDLTensor)
+    if (!is_tensor(any))
       return fail(kUnsupportedDtype, "%s: %s is %s, expected a tensor%s", name(), slot.name.c_str(), type_text(any),
                   slot.mark == '-' ? "" : " or None");
-    const DLTensor &t = any.type == kTensor ? *cell<DLTensor>(any.pointer) : *static_cast<DLTensor *>(any.pointer);
+    const DLTensor &t = tensor(any);
     if (t.ndim < 0 || t.ndim > kMaxNdim)
       return fail(kInvalidArgument, "%s: %s has %d dimensions, expected at most %d", name(), slot.name.c_str(), t.ndim,
                   kMaxNdim);
@@ -342,12 +385,16 @@ class Invocation {
                   slot.name.c_str(), ShapeText(t.shape, t.ndim).text, ShapeText(t.strides, t.ndim).text);
     auto *data = static_cast<char *>(t.data) + t.byte_offset;
     const int size = t.bits / 8;
-    if (size && !(size & (size - 1)) && reinterpret_cast<uintptr_t>(data) & (size - 1))
+    if (is_unaligned(data, size))
       return fail(kInvalidArgument, "%s: %s is at address %p, expected a multiple of %d", name(), slot.name.c_str(),
                   static_cast<void *>(data), size);
     slots_[a_.n] = &slot, bytes_[a_.n] = elements * size;
     a_.push(data, t.ndim, t.shape, t.lanes == 1 ? dlpack_dtype(t) : kUnnamedDtype);
     return kOk;
+  }
+
+  static bool is_unaligned(const void *data, int size) {
+    return size && !(size & (size - 1)) && reinterpret_cast<uintptr_t>(data) & (size - 1);
   }
 
   static bool is_contiguous(const DLTensor &t, int64_t *elements) {
@@ -392,13 +439,18 @@ class Invocation {
     return kOk;
   }
 
+  // Whether tensor i, an output, and j share no memory, or are an output and an input element for element.
+  bool may_write(int i, int j, int n_inputs) const {
+    const char *a = static_cast<char *>(a_.params[i]), *b = static_cast<char *>(a_.params[j]);
+    const bool disjoint = a + bytes_[i] <= b || b + bytes_[j] <= a;
+    return disjoint || (j < n_inputs && a == b && bytes_[i] == bytes_[j]);
+  }
+
   // An output may be an input, element for element. Nothing else may share an output's memory.
   Status check_overlap() const {
     for (int i = n_given_inputs_; i < a_.n; ++i)
       for (int j = 0; j < i && destination_passing_; ++j) {
-        const char *a = static_cast<char *>(a_.params[i]), *b = static_cast<char *>(a_.params[j]);
-        const bool disjoint = a + bytes_[i] <= b || b + bytes_[j] <= a;
-        if (!disjoint && !(j < n_given_inputs_ && a == b && bytes_[i] == bytes_[j]))
+        if (!may_write(i, j, n_given_inputs_))
           return fail(kInvalidArgument, "%s: %s shares memory with %s", name(), slots_[i]->name.c_str(),
                       slots_[j]->name.c_str());
       }

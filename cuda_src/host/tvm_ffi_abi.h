@@ -11,7 +11,7 @@
 
 namespace aot::tvm_ffi {
 
-// What an Any is; objects begin at kObject.
+// The types of an Any; objects begin at kObject.
 enum Type : int32_t {
   kNone = 0,
   kInt = 1,
@@ -22,6 +22,7 @@ enum Type : int32_t {
   kSmallString = 11,
   kObject = 64,
   kString = 65,
+  kFunction = 68,
   kShape = 69,
   kTensor = 70,
   kArray = 71,
@@ -67,6 +68,14 @@ struct SequenceCell {  // of an Array and a List
   int64_t size, capacity;
   void (*data_deleter)(void *data);
 };
+using SafeCall = int(void *self, const Any *args, int32_t n_args, Any *result);
+struct FunctionCell {
+  SafeCall *safe_call;
+  void *cpp_call;
+};
+struct ErrorCell {  // its beginning
+  Bytes kind, message, backtrace;
+};
 
 template <class Cell>
 Cell *cell(void *object) {
@@ -80,8 +89,41 @@ struct ManagedTensor {
   void (*deleter)(ManagedTensor *self);
 };
 
+inline bool is_tensor(const Any &any) { return any.type == kDLTensor || any.type == kTensor; }
+inline const DLTensor &tensor(const Any &any) {
+  return any.type == kTensor ? *cell<DLTensor>(any.pointer) : *static_cast<DLTensor *>(any.pointer);
+}
+
+inline const char *type_text(const Any &any) {
+  switch (any.type) {
+    case kNone:
+      return "None";
+    case kInt:
+      return "an int";
+    case kBool:
+      return "a bool";
+    case kFloat:
+      return "a float";
+    case kRawString:
+    case kSmallString:
+    case kString:
+      return "a str";
+    case kShape:
+    case kArray:
+    case kList:
+      return "a list";
+    case kDLTensor:
+    case kTensor:
+      return "a tensor";
+    default:
+      return "an object of another type";
+  }
+}
+
 struct Api {
   void (*set_error)(const char *kind, const char *message);
+  void (*move_error)(void **error);
+  int (*set_stream)(int32_t device_type, int32_t device_id, void *stream, void **before);
   void *(*get_stream)(int32_t device_type, int32_t device_id);
   int (*allocate)(DLTensor *prototype, void **tensor);
   void *(*get_allocator)();
@@ -111,6 +153,8 @@ struct Api {
  private:
   bool find_in(void *library) {
     bool found = aot::find(library, "TVMFFIErrorSetRaisedFromCStr", &set_error);
+    found &= aot::find(library, "TVMFFIErrorMoveFromRaised", &move_error);
+    found &= aot::find(library, "TVMFFIEnvSetStream", &set_stream);
     found &= aot::find(library, "TVMFFIEnvGetStream", &get_stream);
     found &= aot::find(library, "TVMFFIEnvTensorAlloc", &allocate);
     found &= aot::find(library, "TVMFFIEnvGetDLPackManagedTensorAllocator", &get_allocator);

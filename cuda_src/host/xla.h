@@ -18,9 +18,10 @@ struct Head {
 
 enum class ErrorCode : int { invalid_argument = 3, unimplemented = 12, internal = 13 };
 // The names of dtypes, by XLA's number; null: no entry accepts it.
-constexpr const char *kDataTypes[] = {nullptr,  "bool",      "int8",     "int16",   "int32",     "int64",   "uint8",
-                                      "uint16", "uint32",    "uint64",   "float16", "float32",   "float64", nullptr,
-                                      nullptr,  "complex64", "bfloat16", nullptr,   "complex128"};
+constexpr const char *kDataTypes[] = {nullptr,      "bool",        "int8",         "int16",     "int32",    "int64",
+                                      "uint8",      "uint16",      "uint32",       "uint64",    "float16",  "float32",
+                                      "float64",    nullptr,       nullptr,        "complex64", "bfloat16", nullptr,
+                                      "complex128", "float8_e5m2", "float8_e4m3fn"};
 enum class AttrType : int { string = 4 };
 enum class Stage : int { instantiate, prepare, initialize, execute };
 enum class ExtensionType : int { metadata = 1 };

@@ -1,7 +1,5 @@
 #include "lltm.h"
 
-#include <cstdlib>
-
 #include "cpu/entry.h"
 #include "cpu/math.h"
 #include "gemm/gemm_cpu.h"
@@ -84,57 +82,43 @@ struct Operands {
 
   int64_t width() const { return state + features; }
 
-  // Writes n rows of [old_h, input].
-  void concatenate(int64_t first, int64_t n, T *to) const {
-    for (int64_t i = first; i < first + n; ++i, to += width()) {
-      std::memcpy(to, old_h + i * state, state * sizeof(T));
-      std::memcpy(to + state, input + i * features, features * sizeof(T));
-    }
+  // Writes [old_h, input].
+  void join(T *joined) const {
+    parallel_pieces(rows, kGrain / (width() + 1) + 1, [=](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        T *to = joined + i * width();
+        std::memcpy(to, old_h + i * state, state * sizeof(T));
+        std::memcpy(to + state, input + i * features, features * sizeof(T));
+      }
+    });
   }
 };
 
 // -------------------------------------------------------------------------------------------------------------- loops
 
-// Computes the gates in tiles of the state, with the products of the three gates for each tile, and calls `cell`.
+// Calls `cell` with the gates of rows of s columns. bias: null, or of pre-activations that are there instead.
 template <typename T, class Cell>
-Status gates_loop(const char *op, const Operands<T> &x, const Cell &cell) {
-  using A = Accumulate<T>;
-  const int64_t width = x.width();
-  const Tiling tiles = Tiling::of<A>(x.rows, x.state, 3 * width);
-  return try_parallel(tiles.count, [=](int64_t index) {
-    return tiles.at(index, [=](int64_t i, int64_t j, int64_t rows, int64_t cols) -> Status {
-      const Buffer<T> joined(rows * width);
-      const Buffer<A> sums(rows * 3 * cols);
-      if (!joined || !sums) return out_of_memory(op);
-      x.concatenate(i, rows, joined);
-      for (int gate = 0; gate < 3; ++gate) {
-        const Matrix<T> weights{x.weights + (gate * x.state + j) * width, width, true};
-        const GemmTile<T, A> tile{rows, cols, width, {joined, width}, weights, sums + gate * cols, 3 * cols};
-        AOT_TRY(tile.compute(x.rows));
-      }
-      for (int64_t row = 0; row < rows; ++row)
-        sweep<T>(cols, [=, &sums](int64_t l, auto part) {
-          auto pre = [=, &sums](int gate) {
-            return load(sums + (3 * row + gate) * cols + l, part) + load(x.bias + gate * x.state + j + l, part);
-          };
-          cell(i + row, j + l, Gates<T>::activate(pre(0), pre(1), pre(2)), part);
-        });
-      return kOk;
-    });
-  });
-}
-
-// Calls `cell` with gates that the forward has saved.
-template <typename T, class Cell>
-void saved_gates_loop(int64_t rows, int64_t s, const Accumulate<T> *gates, const Cell &cell) {
+void each_cell(int64_t rows, int64_t s, const Accumulate<T> *gates, const T *bias, const Cell &cell) {
   constexpr int64_t kCost = 8;  // of an element, relative to a cheap elementwise function
+  if (!s) return;
   parallel_pieces(rows, kGrain / (kCost * s) + 1, [=](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row)
       sweep<T>(s, [=](int64_t j, auto part) {
-        const Accumulate<T> *g = gates + row * 3 * s + j;
-        cell(row, j, Gates<T>{load(g, part), load(g + s, part), load(g + 2 * s, part)}, part);
+        auto gate = [=](int g) { return load(gates + (row * 3 + g) * s + j, part); };
+        auto pre = [=](int g) { return gate(g) + load(bias + g * s + j, part); };
+        cell(row, j, bias ? Gates<T>::activate(pre(0), pre(1), pre(2)) : Gates<T>{gate(0), gate(1), gate(2)}, part);
       });
   });
+}
+
+// Computes the gates, and calls `cell` with them. joined: memory for [old_h, input]; sums: for the product.
+template <typename T, class Cell>
+Status compute_gates(const Operands<T> &x, T *joined, Accumulate<T> *sums, const Cell &cell) {
+  const int64_t all = 3 * x.state, width = x.width();
+  if (!all) return kOk;  // joined may be null
+  x.join(joined);
+  AOT_TRY((gemm<T, Accumulate<T>>(x.rows, all, width, {joined, width}, {x.weights, width, true}, sums, all)));
+  return each_cell(x.rows, x.state, sums, x.bias, cell), kOk;
 }
 
 // The gradients that are sums over dpre, or products with it; null if not wanted.
@@ -166,31 +150,36 @@ Operands<T> operands(const Tensor &input, const Tensor &weights, const Tensor &b
 }
 
 Status lltm_cpu(const Lltm &op, const Tensor *in, const Tensor *out, void *) {
-  return dispatch_floating(in[op.kInput].dtype, [&](auto zero) {
+  const Tensor &input = in[op.kInput], &old_h = in[op.kOldH], &gates = out[op.kGates], &work = out[op.kWork];
+  const Lltm::Scratch place = op.scratch(input, old_h);
+  if (place.end && !work) return fail(kConventionMisused, "%s: workspace is missing", op.name);
+  return dispatch_floating(input.dtype, [&](auto zero) {
     using T = decltype(zero);
-    const auto x = operands<T>(in[op.kInput], in[op.kWeights], in[op.kBias], in[op.kOldH]);
-    const CellForward<T> cell{in[op.kOldCell].as<T>(), out[op.kNewH].as<T>(), out[op.kNewCell].as<T>(),
-                              out[op.kGates].as<Accumulate<T>>(), x.state};
-    return gates_loop(op.name, x, cell);
+    using A = Accumulate<T>;
+    const auto x = operands<T>(input, in[op.kWeights], in[op.kBias], old_h);
+    const CellForward<T> cell{in[op.kOldCell].as<T>(), out[op.kNewH].as<T>(), out[op.kNewCell].as<T>(), gates.as<A>(),
+                              x.state};
+    return compute_gates(x, work.as<T>(), gates ? gates.as<A>() : work.as<A>() + place.gates, cell);
   });
 }
 
 Status lltm_backward_cpu(const LltmBackward &op, const Tensor *in, const Tensor *out, void *) {
-  const Tensor &gates = in[op.kGates], &work = out[op.kWork];
+  const Tensor &input = in[op.kInput], &old_h = in[op.kOldH], &gates = in[op.kGates], &work = out[op.kWork];
   if (!work) return fail(kConventionMisused, "%s: workspace is missing", op.name);
-  return dispatch_floating(in[op.kInput].dtype, [&](auto zero) -> Status {
+  return dispatch_floating(input.dtype, [&](auto zero) -> Status {
     using T = decltype(zero);
-    const auto x = operands<T>(in[op.kInput], in[op.kWeights], in[op.kBias], in[op.kOldH]);
+    using A = Accumulate<T>;
+    const auto x = operands<T>(input, in[op.kWeights], in[op.kBias], old_h);
+    const LltmBackward::Scratch place = op.scratch(input, old_h, bool(gates));
+    A *scratch = work.as<A>();
     const CellBackward<T> cell{in[op.kOldCell].as<T>(),
                                OutputGradient<T>(in[op.kDnewH]),
                                OutputGradient<T>(in[op.kDnewCell]),
                                out[op.kDoldCell].as<T>(),
                                work.as<T>(),
                                x.state};
-    if (x.rows && x.state) {
-      if (gates) saved_gates_loop<T>(x.rows, x.state, gates.as<Accumulate<T>>(), cell);
-      else AOT_TRY(gates_loop(op.name, x, cell));
-    }
+    if (gates) each_cell<T>(x.rows, x.state, gates.as<A>(), nullptr, cell);
+    else AOT_TRY(compute_gates(x, reinterpret_cast<T *>(scratch + place.joined), scratch + place.gates, cell));
     return products(x, cell.dpre,
                     Gradients<T>{out[op.kDinput].as<T>(), out[op.kDweights].as<T>(), out[op.kDbias].as<T>(),
                                  out[op.kDoldH].as<T>()});

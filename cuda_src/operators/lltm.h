@@ -1,7 +1,6 @@
 // lltm     input (..., F), old_h and old_cell (..., S), weights (3S, S + F), bias (1, 3S) or (3S)
 //            pre = [old_h, input] weights^T + bias, the pre-activations: S columns each of the input gate, the output
-//            gate
-//              and the candidate
+//                gate and the candidate
 //            i, o, c = sigmoid(pre_i), sigmoid(pre_o), elu(pre_c)
 //            new_cell = old_cell + c * i,   new_h = tanh(new_cell) * o
 //          gates: i, o, c of each row, (..., 3S)
@@ -23,7 +22,29 @@ struct LltmAttrs {
   static int64_t rows(const Spec &h) { return h.product(0, h.ndim - 1); }
   static int64_t width(const Spec &x) { return x.rank_known() ? x.shape[x.ndim - 1] : kUnknownDim; }
 
+  // Whether a GPU computes the gates in one kernel: there are few, and launches take longer than their sums. Else they
+  // are a product of [old_h, input], which is written to the workspace, as are its sums if gates are no output.
+  static bool few_gates(const Spec &input, const Spec &old_h) {
+    return kIsCuda && !library_workspace(3 * old_h.size(), width(old_h) + width(input));
+  }
+
+  // The layout of the workspace, as offsets in elements. dpre and the partial sums of dbias are the backward's.
+  // dpre is rounded to the dtype, because both operands of a product have the same type.
+  struct Scratch {
+    int64_t joined = 0, gates = 0, sums = 0, library = 0, end = 0;  // dpre is at 0
+  };
+
  protected:
+  static Scratch scratch(const Spec &input, const Spec &old_h, int64_t dpre, bool joined, bool gates, int64_t sums) {
+    const int64_t both = width(old_h) + width(input), all = 3 * old_h.size();
+    Scratch s;
+    s.joined = dpre;
+    s.gates = s.joined + (joined ? workspace_elements(rows(old_h) * both, old_h.dtype) : 0);
+    s.sums = s.gates + (gates ? workspace_elements(all, accumulate_dtype(old_h.dtype)) : 0);
+    s.library = s.sums + sums;
+    return s.end = s.library + library_workspace(all, both), s;
+  }
+
   Status check(const char *op, const Spec &input, const Spec &weights, const Spec &bias, const Spec &old_h,
                const Spec &old_cell) const {
     AOT_TRY(check_floating(op, "input", input));
@@ -90,17 +111,14 @@ struct Lltm : LltmAttrs {
     const Spec &input = in[kInput], &old_h = in[kOldH], &old_cell = in[kOldCell];
     AOT_TRY(check(name, input, in[kWeights], in[kBias], old_h, old_cell));
     out[kNewH] = old_h, out[kNewCell] = old_cell, out[kGates] = gates(old_h);
-    const int64_t all = 3 * old_h.size();
-    out[kWork] = Spec::vector(accumulate_dtype(old_h.dtype), !input.known() || !old_h.known()          ? kUnknownDim
-                                                             : large(all, width(old_h) + width(input)) ? all
-                                                                                                       : 0);
+    const bool known = input.known() && old_h.known();
+    out[kWork] = Spec::vector(accumulate_dtype(old_h.dtype), known ? scratch(input, old_h).end : kUnknownDim);
     return kOk;
   }
 
-  // Whether a GPU computes `gates` pre-activations, each a sum of `terms` terms, with cuBLASLt. It writes them to
-  // memory: to `gates` if they are an output, else to the workspace, so that the results are the same. Short sums are
-  // faster in a kernel of our own, which does not write them.
-  static bool large(int64_t gates, int64_t terms) { return terms >= 512 && library_workspace(gates, terms); }
+  Scratch scratch(const Spec &input, const Spec &old_h) const {
+    return few_gates(input, old_h) ? Scratch() : LltmAttrs::scratch(input, old_h, 0, true, true, 0);
+  }
 };
 
 // Absent gates are recomputed. dnew_h and dnew_cell may be 0-dimensional: one number for all elements.
@@ -127,22 +145,12 @@ struct LltmBackward : LltmAttrs {
     return kOk;
   }
 
-  // The layout of the workspace, as offsets in elements. dpre comes first; it is rounded to the dtype, because both
-  // operands of a product have the same type. On CUDA it is followed by recomputed gates, the partial sums of dbias and
-  // cuBLASLt's scratch.
-  struct Scratch {
-    int64_t gates, sums, library, end;
-  };
+  // On the CPU only recomputed gates need [old_h, input].
   Scratch scratch(const Spec &input, const Spec &old_h, bool have_gates) const {
-    const int64_t all = 3 * old_h.size(), columns = 3 * width(old_h);
-    const DType sums = accumulate_dtype(old_h.dtype);
-    Scratch s;
-    s.gates = workspace_elements(all, old_h.dtype);
-    if (!kIsCuda) return s.sums = s.library = s.end = s.gates, s;
-    s.sums = s.gates + (have_gates ? 0 : workspace_elements(all, sums));
-    s.library = s.sums + workspace_elements(parts(rows(old_h)) * columns, sums);
-    s.end = s.library + library_workspace(all, width(old_h) + width(input));
-    return s;
+    const int64_t dpre = workspace_elements(3 * old_h.size(), old_h.dtype),
+                  sums = 3 * width(old_h) * parts(rows(old_h));
+    return LltmAttrs::scratch(input, old_h, dpre, kIsCuda || !have_gates, !have_gates,
+                              kIsCuda ? workspace_elements(sums, accumulate_dtype(old_h.dtype)) : 0);
   }
   // The parts of the rows for which dbias has partial sums.
   static int parts(int64_t rows) { return static_cast<int>(rows < 64 ? 1 : rows < 64 * 64 ? rows / 64 : 64); }

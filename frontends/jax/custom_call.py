@@ -74,7 +74,7 @@ def _custom_call(
     written = [s for s in op.entry_outputs if s in wanted or s in op.workspace or not op.is_optional(s)]
     present = [x is not None for x in inputs] + [s in written for s in op.entry_outputs]
     results = [s for s in written if s in specs]
-    for slot in op.outputs if op.foreign else ():
+    for slot in results:
         check_x64(op, slot, specs[slot].dtype)
     types = [jax.ShapeDtypeStruct(specs[s].shape, specs[s].dtype) for s in results]
     entry = op.entry if op.foreign or op.library is BUILTIN else f"{op.library.name}/{op.entry}"
@@ -109,7 +109,7 @@ def _symbolic_specs(op: Op, attrs: Attrs, specs: Sequence[TensorSpec | None]) ->
 
 
 def check_x64(op: Op, slot: str, dtype: str) -> None:
-    """Without 64 bits JAX would use half as many, and a hosted function does not check that."""
+    """Without 64 bits JAX would use half as many."""
     if jax.dtypes.canonicalize_dtype(dtype).name != dtype:
         raise TypeError(f"{op.name}: {slot} has dtype {dtype}, which JAX has with jax_enable_x64 alone")
 

@@ -20,9 +20,9 @@ class Facts(NamedTuple):
     attrs: tuple[Attr, ...]
     device: str
     dtypes: tuple[tuple[str, str], ...] = ()
-    """Of slots, if MindSpore is told them (``primitive``)."""
+    """The slots' dtypes, if MindSpore is told them (``primitive``)."""
     shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    """Of slots, if MindSpore is told them: where only Python can infer them."""
+    """The slots' shapes, if MindSpore is told them: where only Python can infer them."""
 
 
 def primitive(
@@ -44,11 +44,11 @@ def primitive(
     primitive = ops.Custom(f"{file}:{entry}", shape, types[0] if types and one else types, "aot", bprop)
     primitive.add_prim_attr("reg_op_name", primitive.uniq_name)  # MindSpore 2.10 needs it to infer in C++
     primitive.add_prim_attr("multi_output", not one)
+    if op.mutates:
+        primitive.add_prim_attr("side_effect_mem", True)
     if op.foreign is not None:
         known_dtypes = [dtypes[slot] for slot in (*op.inputs, *op.outputs)]
         primitive.add_prim_attr("hosted", encode_foreign(op, facts.attrs, known_dtypes))
-        if op.mutates:
-            primitive.add_prim_attr("side_effect_mem", True)
         return primitive
     for name, value in entry_attrs(op, facts.attrs, given, wanted).items():
         primitive.add_prim_attr(name, value)

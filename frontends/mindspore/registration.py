@@ -65,7 +65,8 @@ def registered(name: str, *arguments: Any, library: Library = BUILTIN, **keyword
 
 _DATA_TYPES = {
     "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64", "int32": "I32", "int64": "I64",
-    "uint8": "U8", "int8": "I8", "bool": "BOOL",
+    "uint8": "U8", "int8": "I8", "bool": "BOOL", "int16": "I16", "uint16": "U16", "uint32": "U32", "uint64": "U64",
+    "complex64": "C64", "complex128": "C128",
 }  # fmt: skip
 
 
@@ -75,7 +76,9 @@ def _dtype_rows(op: Op, attrs: tuple[Attr, ...], specs: Mapping[str, TensorSpec]
     for dtype in FLOATING:
         for integer in INTEGERS if any(spec.dtype in INTEGERS for spec in specs.values()) else INTEGERS[:1]:
             given = {
-                slot: TensorSpec(spec.shape, dtype if spec.dtype in FLOATING else integer)
+                slot: TensorSpec(
+                    spec.shape, dtype if spec.dtype in FLOATING else integer if spec.dtype in INTEGERS else spec.dtype
+                )
                 for slot, spec in specs.items()
             }
             outputs = infer(op, attrs, tuple(given.get(slot) for slot in op.inputs), device())

@@ -29,7 +29,7 @@ def spec_of(op: Op, slot: str, t: Any) -> TensorSpec | None:
         raise TypeError(f"{op.name}: {slot} is {t!r:.40}, expected a mindspore.Tensor")
     if slot in op.mutates and not t.is_contiguous():  # MindSpore would pass a copy
         raise ValueError(f"{op.name}: {slot} is not contiguous, expected a tensor to write to")
-    return TensorSpec(tuple(t.shape), str(t.dtype).lower())
+    return TensorSpec(tuple(t.shape), dtype_name(t.dtype))
 
 
 def compiled_spec(op: Op, slot: str, item: dict[str, Any]) -> TensorSpec | None:
@@ -41,7 +41,11 @@ def compiled_spec(op: Op, slot: str, item: dict[str, Any]) -> TensorSpec | None:
         return TensorSpec((), NUMBERS[type(item["value"])])
     if not isinstance(dtype, ms.dtype.TensorType):
         raise TypeError(f"{op.name}: {slot} is {item['value']!r:.40}, expected a mindspore.Tensor")
-    return TensorSpec(tuple(item["shape"]), str(dtype.element_type()).lower())
+    return TensorSpec(tuple(item["shape"]), dtype_name(dtype.element_type()))
+
+
+def dtype_name(dtype: Any) -> str:
+    return str(dtype).lower().replace("float8e", "float8_e")
 
 
 class Constant(ops.PrimitiveWithInfer):

@@ -16,7 +16,6 @@ from ctypes import (
     c_char_p,
     c_int,
     c_int64,
-    c_uint32,
     c_uint64,
     c_void_p,
     py_object,
@@ -58,8 +57,8 @@ class _Torch(Structure):
 
 class _Function(Structure):
     _fields_ = [
-        ("call", c_void_p), ("prototype", _Slots), ("has_prototypes", c_bool), ("equal", _Slots), ("always", c_uint32),
-        ("residuals", c_uint32), ("scratch", c_uint32), ("keep_from", c_int64), ("n_returned", c_int),
+        ("call", c_void_p), ("prototype", _Slots), ("has_prototypes", c_bool), ("equal", _Slots), ("always", c_uint64),
+        ("residuals", c_uint64), ("scratch", c_uint64), ("keep_from", c_int64), ("n_returned", c_int),
         ("n_saved", c_int), ("saved", _Slots), ("instead", _Slots), ("hooks", c_void_p), ("make_prototypes", c_void_p),
         ("prototypes", c_void_p),
     ]  # fmt: skip
@@ -90,7 +89,7 @@ class _Public(Structure):
 @cache
 def lib() -> ctypes.CDLL:
     """The library, with its structs compared with those above. Raises LibraryError if they differ."""
-    call.check_structs("aot_torch_structs", 5, (GateFacts, _Torch, _Function, _Backward, _Differentiable, _Public))
+    call.check_structs("aot_torch_structs", 6, (GateFacts, _Torch, _Function, _Backward, _Differentiable, _Public))
     return call.lib()
 
 

@@ -289,6 +289,18 @@ def test_an_operator_may_have_an_argument_out():
         functions["gelu"](out=None)
 
 
+def test_residuals_that_a_backward_needs_are_computed():
+    """The built-in backwards can do without theirs; an author's need not."""
+    op = OPS["layer_norm"]
+    needy = replace(op, backward=replace(op.backward, optional=op.backward.optional - {"stats"}))
+    backward = ours._frontend.functions_of(needy, __name__)["layer_norm_backward"]
+    random = np.random.default_rng(0)
+    x, dy = random.normal(size=(2, 4, 6))
+    w, b = random.normal(size=(2, 6))
+    for got, expected in zip(backward(dy, x, 6, w, b), ours.layer_norm_backward(dy, x, 6, w, b), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-13, atol=1e-13)
+
+
 def test_inputs_that_an_operator_writes_to_are_writable_arrays():
     function = ours._frontend.functions_of(replace(OPS["gelu"], mutates=("x",)), "here")["gelu"]
     read_only = X.copy()

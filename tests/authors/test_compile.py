@@ -461,7 +461,7 @@ def test_a_folder_of_any_name(package, tmp_path, monkeypatch, kind):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('sources = ["*.cpp"]', "", "has no sources"),
+        ('sources = ["*.cpp"]', "", "has no sources and no triton"),
         ('sources = ["*.cpp"]', 'sources = ["c.cpp"]', "'c.cpp', which does not exist"),
         ('sources = ["*.cpp"]', 'sources = ["*.c"]', "sources matches no file"),
         ('sources = ["*.cpp"]', 'sources = "a.cpp"', "sources is 'a.cpp', expected a list of strings"),

@@ -15,16 +15,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from fake_gpu import fake_driver
 
 from aotops import new, toolchain
+from aotops.build import _shortened as shortened
 from aotops.build import build
 from aotops.elf import Elf
 from aotops.testing import check
 from aotops.testing.frameworks import requested
 from aotops.toolchain import CompileError
-from aotops.triton import Config, DeclarationError, Entry, Launch, building, ptx
+from aotops.triton import Config, DeclarationError, Entry, Launch, building, interpreter, ptx
 from aotops.triton.expressions import Uncomputable, parse
 
 ROOT = Path(__file__).parents[2]
@@ -125,7 +127,7 @@ def entry(name="add", *, inputs=None, outputs=None, launch=None, **more):
         ({"sizes": {"g": "n / 2"}}, "sizes has g: 'n / 2' is of kind float, expected an integer"),
         ({"launch": {"kernel": "kernel.py"}}, "expected a file and a function"),
         ({"launch": {"grid": []}}, "grid has 0 dimensions"),
-        ({"launch": {"grid": ["B"], "configs": [Config(C=8)]}}, "'B' has B, expected some of C, n"),
+        ({"launch": {"grid": ["B"], "configs": [Config(C=8)]}}, "'B' has B, expected some of C, multiprocessors, n"),
         ({"launch": {"configs": []}}, "configs is empty"),
         ({"launch": {"configs": [Config("n", B=8)]}}, "'n' is of kind int, expected a comparison"),
         ({"launch": {"configs": [Config(B=8, n=4)]}}, "n is an argument and a constexpr"),
@@ -284,6 +286,9 @@ def test_a_driver_is_told_to_launch(package, python):
     python(f"import triton_driver; triton_driver.main({str(fake_driver())!r}, {str(package.library)!r})")
 
 
+ATTRIBUTES = "ENTRIES = [copied, doubled, large, looped, copied_rows]"
+
+
 def attributes(folder: Path, *changes: tuple[str, str]) -> Path:
     """The package of tests/programs/triton_attributes. Files that are the same are not written."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -299,14 +304,22 @@ def attributes(folder: Path, *changes: tuple[str, str]) -> Path:
 
 
 def test_too_much_shared_memory_is_told(tmp_path):
-    changes = ("num_stages=3", "num_stages=8"), ("ENTRIES = [copied, doubled, large]", "ENTRIES = [large]")
+    changes = ("num_stages=3", "num_stages=8"), (ATTRIBUTES, "ENTRIES = [large]")
     words = r"large: kernel.py:large_kernel, .* needs \d+ bytes of shared memory, sm_90 has 232448: fewer num_stages"
     with pytest.raises(CompileError, match=words):
         build(attributes(tmp_path, *changes))
 
 
+def test_what_the_compiler_says_before_an_error_is_left_out():
+    """Where a pass of MLIR fails, Triton prints the module."""
+    printed = "module {\n}\n<unknown>:0: error: Failures have been detected"
+    told = "add: kernel.py:add_kernel, Config(B=8), sm_90: it does not compile: RuntimeError: PassManager::run failed"
+    few = shortened(f"compiling add (Triton, sm 90) failed:\n{printed}\n{told}", "add: ")
+    assert few == f"compiling add (Triton, sm 90) failed:\n{told}\n(3 more lines: aotops build --verbose)"
+
+
 def test_scratch_without_a_workspace_is_told(tmp_path):
-    changes = ("    workspace=True,\n", ""), ("ENTRIES = [copied, doubled, large]", "ENTRIES = [copied]")
+    changes = ("    workspace=True,\n", ""), (ATTRIBUTES, "ENTRIES = [copied]")
     with pytest.raises(
         CompileError, match=r"copied: .* it needs scratch, as a kernel does that makes tensor descriptors"
     ):
@@ -314,7 +327,8 @@ def test_scratch_without_a_workspace_is_told(tmp_path):
 
 
 def test_a_launch_has_its_attributes(python):
-    """Clusters, early starts, cooperative grids, shared memory, and the scratch of tensor descriptors."""
+    """Clusters, early starts, cooperative grids, shared memory, the scratch of tensor descriptors, and grids of a
+    GPU's size."""
     library = build(attributes(ROOT / "build" / "test_triton_attributes"))
     python(f"import triton_driver; triton_driver.attributes({str(fake_driver())!r}, {str(library)!r})")
 
@@ -445,6 +459,11 @@ def small(folder: Path, kernel=(), declaration=(), arch="90", name="p") -> Path:
             ["a tensor descriptor as an argument is not supported: make it in the kernel"],
         ),
         (("C: tl.constexpr = 2", "C: tl.constexpr"), (), ["the tl.constexpr C has no value in Config(B=128"]),
+        (
+            ("B: tl.constexpr, C", "B: tl.constexpr, num_warps: tl.constexpr, C"),
+            (),
+            ["the tl.constexpr num_warps has no value in Config(B=128"],
+        ),
         ((), ('"n": "n"}', '"n": "n", "C": "n"}'), ["C is a tl.constexpr, expected it in Config(...)"]),
         ((), ("Config(B=128)", "Config(B=128, num_warps=3)"), ["does not compile", "num_warps must be a power of 2"]),
         ((), ("ENTRIES = [", "entries = ["), ["launch_p.py has no ENTRIES"]),
@@ -485,6 +504,41 @@ def test_a_fault_is_found_without_a_gpu(tmp_path, monkeypatch, name, kernel, dec
     report = check(op, cases=cases[1:] if name == "uncovered" else cases, only=["launch plan", "interpreter"])
     assert not report.ok
     assert all(word in report.render(color=False) for word in words), report.render()
+
+
+@pytest.mark.parametrize(("grid", "unwritten"), [("cdiv(n, B)", {}), ("n // B", {"y": range(256, 300)})])
+def test_an_element_that_looks_unwritten_is_none(tmp_path, grid, unwritten):
+    """A result may have the bits of memory that was not written to."""
+    declaration = DECLARATION.replace("float32", "int16").replace("cdiv(n, B)", grid)
+    small(tmp_path)
+    (tmp_path / "launch_p.py").write_text(declaration)
+    x = np.full(300, 0xA5A5 - 2, np.uint16)
+    question = interpreter.Question("plus_two", "90", {"x": (x.tobytes(), x.shape, "int16")}, {})
+    (answer,) = interpreter.ask(tmp_path / "launch_p.py", [question])
+    assert not answer.fault
+    assert {name: list(at) for name, at in answer.unwritten.items()} == {k: list(v) for k, v in unwritten.items()}
+
+
+def test_an_option_may_be_a_parameter_of_the_kernel(tmp_path, monkeypatch):
+    """It is given the value, as by Triton's launcher, and its default where the configuration does not state it."""
+    kernel = ("C: tl.constexpr = 2):\n", "num_stages: tl.constexpr, num_warps: tl.constexpr = 0):\n")
+    stated = ("Config(B=128)", "Config(B=128, num_stages=2)")
+    small(tmp_path, kernel, stated, name="option")
+    file = tmp_path / "kernel.py"
+    file.write_text(file.read_text().replace("+ C,", "+ num_stages + num_warps,"))
+    build(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    report = check(importlib.import_module("option").library.ops["plus_two"], only=["interpreter"])
+    assert report.ok, report.render()
+    assert any(item.status == "pass" for item in report.items)
+
+
+def test_an_operator_without_an_entry_is_told(tmp_path, monkeypatch):
+    build(small(tmp_path, declaration=('"plus_two"', '"plus_too"'), name="undeclared"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    report = check(importlib.import_module("undeclared").library.ops["plus_two"], frameworks=["numpy"], quick=True)
+    told = report.failures[0].failure.message
+    assert "has no cuda entry (aot_plus_two_cuda); state it in ENTRIES of launch_undeclared" in told
 
 
 def test_an_operator_may_have_a_cpu_entry_in_cpp(tmp_path, monkeypatch):

@@ -21,8 +21,9 @@ import numpy as np
 from aotops.ops import OPS
 from aotops.spec import accumulate_dtype
 from aotops.testing import FLOATING, Arrays, Case, Draw, Row
+from aotops.testing.dtypes import ml_dtypes, numpy_dtype
 from aotops.testing.tolerances import allowed, apart, assert_close
-from aotops.testing.trial import DTYPES, Trial, dtype_of, ml_dtypes, numpy_dtype, rounded, rounded_inputs
+from aotops.testing.trial import DTYPES, Trial, dtype_of, rounded, rounded_inputs
 
 __all__ = [
     "CASES", "DTYPES", "FLOATING", "Arrays", "Case", "Draw", "Row", "allowed", "apart", "assert_close", "dtype_of",

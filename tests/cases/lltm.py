@@ -60,9 +60,10 @@ ROW = Row(
         _lltm((300,), 128, 96, scale=0.3),
         _lltm((520,), 67, 83, scale=0.3),
         _lltm((6144,), 8, 128, scale=0.3),
-        _lltm((120,), 64, 448, scale=0.2),
+        _lltm((60,), 64, 448, scale=0.2),
+        _lltm((600,), 32, 32, scale=0.3),
     ),
-    under_load=(_lltm((600,), 32, 32, scale=0.3),),  # products on tensor cores, too small for cuBLASLt
+    under_load=(_lltm((600,), 32, 32, scale=0.3),),  # the gradients' products, too small for cuBLASLt's scratch
     draw=_draw,
     bad=(
         Bad(_GOOD | {"weights": ((6, 4), F32)}, {}, ValueError, "weights has shape (6, 4)", "(6, 5)", "(4, 3)"),

@@ -8,7 +8,8 @@ import pytest
 from aotops.infer import infer
 from aotops.ops import OPS
 from aotops.spec import TensorSpec
-from aotops.testing.calls import ITEMSIZE, EntryCall, numbers, raw
+from aotops.testing.calls import EntryCall, numbers, raw
+from aotops.testing.dtypes import ITEMSIZE
 from aotops.testing.frameworks import Torch, requested
 from aotops.testing.tolerances import PRECISION
 

@@ -36,7 +36,9 @@ def calls(name: str) -> Iterator[EntryCall]:
                 if one.op.name == name:
                     yield one
                     if kept := set(OF[name].residuals) & one.op.optional & set(one.given):
-                        yield replace(one, specs={**one.specs} | dict.fromkeys(kept))
+                        specs = {**one.specs} | dict.fromkeys(kept)
+                        scratch = infer(one.op, one.attrs, tuple(specs[slot] for slot in one.op.inputs))
+                        yield replace(one, specs=specs | {slot: scratch[slot] for slot in one.op.workspace})
 
 
 def values(one: EntryCall) -> dict[str, np.ndarray]:

@@ -241,6 +241,39 @@ def test_an_output_that_shares_memory_is_refused(module):
     assert np.array_equal(x, expected)
 
 
+def test_a_call_of_the_form_of_an_earlier_one_is_checked(module):
+    """Tensors and None in the same places: what was read of the earlier call is not read again."""
+    for dtype in (np.float32, np.float64, np.float16):
+        for shape in ((2, 3), (4,), (), (0, 2)):
+            x = np.linspace(-1, 1, int(np.prod(shape)), dtype=dtype).reshape(shape)
+            y, z = np.full_like(x, np.nan), np.full_like(x, np.nan)
+            for out in (y, z):
+                assert module.gelu(x, None, out) is None
+            assert np.array_equal(y, ours.gelu(x))
+            assert np.array_equal(y, z)
+    for call, kind, text in (
+        ((X2.T, None, X2.T.copy()), ValueError, r"x has shape \(3, 2\) and strides \(1, 3\), expected a contiguous"),
+        ((X2, None, np.ones((2, 6), np.float32)[:, ::2]), ValueError, r"y has shape \(2, 3\) and strides \(6, 2\)"),
+        ((X2, None, np.ones((2, 3))), TypeError, "y has dtype float64, expected float32"),
+        ((unaligned(), None, X2[0]), ValueError, "x is at address 0x.*, expected a multiple of 4"),
+        ((X2.reshape(6)[:4], None, X2.reshape(6)[2:]), ValueError, "y shares memory with x"),
+        ((X2, 3, X2), TypeError, "approximate is an int, expected a string"),
+        ((X2.astype(int), None, X2), TypeError, "x has dtype int64, expected float16"),
+    ):
+        with pytest.raises(kind, match=f"gelu: {text}"):
+            module.gelu(*call)
+    y, tanh = np.empty_like(X2), np.empty_like(X2)
+    for i in range(20):  # more forms than are kept
+        module.add(X2, None, 1.0, float(i), y)
+        assert (y == X2 + i).all()
+    module.gelu(X2, "tanh", tanh)
+    module.gelu(X2, "none", y)
+    assert np.array_equal(tanh, ours.gelu(X2, "tanh"))
+    assert np.array_equal(y, ours.gelu(X2))
+    with pytest.raises(ValueError, match="gelu: approximate is 'tanhtanhtanh'"):
+        module.gelu(X2, "tanh" * 3, y)
+
+
 def test_attributes_that_change_with_each_call(module):
     """More than the library keeps; each number with all its digits."""
     x = np.ones(2)
@@ -434,15 +467,17 @@ Object: TVMFFIObject references=combined_ref_count type=type_index deleter=delet
 Bytes: TVMFFIByteArray data=data size=size
 ShapeCell: TVMFFIShapeCell data=data size=size
 SequenceCell: TVMFFISeqCell data=data size=size capacity=capacity data_deleter=data_deleter
+FunctionCell: TVMFFIFunctionCell safe_call=safe_call cpp_call=cpp_call
 ManagedTensor: DLManagedTensor tensor=dl_tensor context=manager_ctx deleter=deleter
 """
 NUMBERS = {
     "kNone": "None", "kInt": "Int", "kBool": "Bool", "kFloat": "Float", "kDLTensor": "DLTensorPtr",
     "kRawString": "RawStr", "kSmallString": "SmallStr", "kObject": "Object", "kString": "Str", "kShape": "Shape",
-    "kTensor": "Tensor", "kArray": "Array", "kList": "List",
+    "kTensor": "Tensor", "kArray": "Array", "kList": "List", "kFunction": "Function",
 }  # fmt: skip
 FUNCTIONS = {
     "set_error": "TVMFFIErrorSetRaisedFromCStr", "get_stream": "TVMFFIEnvGetStream", "release": "TVMFFIObjectDecRef",
+    "move_error": "TVMFFIErrorMoveFromRaised", "set_stream": "TVMFFIEnvSetStream",
 }  # fmt: skip
 
 
@@ -460,6 +495,8 @@ def test_our_structs_are_those_of_the_header(tmp_path):
         for mine, its in (member.split("=") for member in members):
             lines.append(f"static_assert(offsetof(ours::{name}, {mine}) == offsetof({theirs}, {its}));")
             lines.append(f"static_assert(sizeof(ours::{name}::{mine}) == sizeof({theirs}::{its}));")
+    for member in ("kind", "message", "backtrace"):  # the beginning of the struct
+        lines.append(f"static_assert(offsetof(ours::ErrorCell, {member}) == offsetof(TVMFFIErrorCell, {member}));")
     lines += [f"static_assert(int(ours::{mine}) == int(kTVMFFI{its}));" for mine, its in NUMBERS.items()]
     same = "static_assert(std::is_same_v<decltype(ours::Api::{}), decltype(&{})>);"
     lines += [same.format(*both) for both in FUNCTIONS.items()]

@@ -47,10 +47,12 @@ kCommandBufferCompatible    XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE
 
 # The letters of XLA's dtypes, and their bits.
 KINDS = {"S": "int 8 16 32 64", "U": "uint 8 16 32 64", "F": "float 16 32 64", "BF": "bfloat 16", "C": "complex 64 128"}
+EIGHT_BITS = {"F8E4M3FN": "float8_e4m3fn", "F8E5M2": "float8_e5m2"}
 
 
 def dtypes():
     yield "PRED", "bool"
+    yield from EIGHT_BITS.items()
     for letter, kind in KINDS.items():
         name, *bits = kind.split()
         yield from ((letter + n, name + n) for n in bits)

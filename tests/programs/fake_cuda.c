@@ -5,7 +5,7 @@
 #include <string.h>
 
 static char report[1 << 20];
-static int capability = 90, most_shared = 232448, failing, parameters, capture_mode, device;
+static int capability = 90, most_shared = 232448, multiprocessors = 132, failing, parameters, capture_mode, device;
 static char contexts[8];
 static void *current;
 
@@ -15,6 +15,7 @@ static void say(const char *text) { strncat(report, text, sizeof report - strlen
 const char *fake_report(void) { return report; }
 void fake_reset(void) { report[0] = 0; }
 void fake_gpu(int its_capability, int shared) { capability = its_capability, most_shared = shared; }
+void fake_multiprocessors(int n) { multiprocessors = n; }
 void fake_fails(int error) { failing = error; }
 void fake_parameters(int n) { parameters = n; }  // of the next launches
 void fake_device(int index) { device = index, current = index < 0 ? NULL : &contexts[index]; }
@@ -30,7 +31,11 @@ int cuCtxGetDevice(int *index) { return *index = device, 0; }
 int cuStreamGetCtx(void *stream, void **context) { return *context = &contexts[(long)stream % 8], 0; }
 int cuDevicePrimaryCtxRetain(void **context, int index) { return *context = &contexts[index], 0; }
 int cuDeviceGetAttribute(int *value, int which, int index) {
-  *value = which == 75 ? capability / 10 : which == 76 ? capability % 10 : which == 97 ? most_shared : -1;
+  *value = which == 75   ? capability / 10
+           : which == 76 ? capability % 10
+           : which == 97 ? most_shared
+           : which == 16 ? multiprocessors
+                         : -1;
   return 0;
 }
 int cuDeviceGetName(char *name, int n, int index) { return snprintf(name, n, "Fake %d", index), 0; }

@@ -74,7 +74,7 @@ const std::vector<Op> kOps = {
     {"cross_entropy_backward", "dy x target slope?", "dx workspace*"},
     {"linear", "x weight bias?", "y pre_activation? workspace*"},
     {"linear_backward", "dy x weight bias? pre_activation?", "dx? dweight? dbias? workspace*"},
-    {"lltm", "input weights bias old_h old_cell", "new_h new_cell gates?"},
+    {"lltm", "input weights bias old_h old_cell", "new_h new_cell gates? workspace*"},
     {"lltm_backward", "dnew_h dnew_cell input weights bias old_h old_cell gates?",
      "dinput? dweights? dbias? dold_h? dold_cell? workspace*"},
     {"matmul", "a b", "y workspace*"},

@@ -199,6 +199,30 @@ def attributes(driver_file: str, library: str) -> None:
         kind=ValueError,
         words=r"a has shape \(64, 128\), expected \[128, K\]",
     )
+    looping(driver, library)
     driver.device(1)
     driver.gpu(90, 65536)
     refused(large.call, a, kind=NotImplementedError, words="needs .* bytes of shared memory, this GPU has 65536")
+
+
+def looping(driver, library: str) -> None:
+    """Grids that depend on the GPU's multiprocessors. The workspace does not: it has room for any GPU."""
+    looped, copied = Entry(library, "looped"), Entry(library, "copied_rows")
+    rows = [(1 << 32, (1000, 40), F32), (2 << 32, (1000, 40), F32)]
+    assert looped.plan(rows)["launches"][0]["grid"] == [264, 1, 1]
+    found = {}
+    for device, multiprocessors in ((2, 20), (3, 1000)):
+        driver.device(device)
+        driver.multiprocessors(multiprocessors)
+        driver.parameters(6)
+        driver.told()
+        looped.call(rows)
+        ((_, facts),) = launched(driver.told())
+        assert facts["grid"] == f"{min(2 * multiprocessors, 512)},1,1"  # grids know of 256 multiprocessors at most
+        wide = [(1 << 32, (1000, 64), F32), (2 << 32, (1000, 64), F32)]
+        room = (256 * 128 + 256) // 4
+        refused(copied.call, [*wide, (1000, (room - 1,), F32)], kind=ValueError, words="workspace has shape")
+        copied.call([*wide, (1000, (room,), F32)])
+        ((_, facts),) = launched(driver.told())
+        found[device] = facts["grid"]
+    assert found == {2: "20,1,1", 3: "256,1,1"}

@@ -20,39 +20,47 @@ from tritons import kernels, library
 from aotops.frontends import torch as frontend
 
 F = frontend.of(library)
-REPEATS, CALLS = 31, 20
+WARM_UP, REPEATS, CALLS = 5, 31, 20
 
 
-def device_time(call) -> float:
-    """Microseconds of a call, the median of replays of a graph of CALLS."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS):
-            call()
-    times = []
-    for _ in range(REPEATS):
+def device_times(*calls) -> list[float]:
+    """Microseconds of each call, the median of replays of a graph of CALLS; the graphs take turns."""
+    graphs = []
+    for call in calls:
+        call()
+        torch.cuda.synchronize()
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            for _ in range(CALLS):
+                call()
+
+    def replay(graph) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         graph.replay()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / CALLS)
-    return statistics.median(times)
+        return start.elapsed_time(end) * 1e3 / CALLS
+
+    return _medians(graphs, replay)
 
 
-def host_time(call) -> float:
-    """Microseconds of the caller's thread."""
-    call()
-    times = []
-    for _ in range(REPEATS):
+def host_times(*calls) -> list[float]:
+    """Microseconds of the caller's thread for each call."""
+
+    def issue(call) -> float:
         torch.cuda.synchronize()
         began = time.perf_counter()
         for _ in range(CALLS):
             call()
-        times.append((time.perf_counter() - began) * 1e6 / CALLS)
-    return statistics.median(times)
+        return (time.perf_counter() - began) * 1e6 / CALLS
+
+    return _medians(calls, issue)
+
+
+def _medians(subjects, clock) -> list[float]:
+    times = [[clock(each) for each in subjects] for _ in range(REPEATS + WARM_UP)]
+    return [statistics.median(column) for column in zip(*times[WARM_UP:], strict=True)]
 
 
 def rows():
@@ -98,6 +106,6 @@ if __name__ == "__main__":
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; us: aotops, Triton, quotient")
     with torch.no_grad():
         for name, ours, theirs in rows():
-            for what, clock in (("device", device_time), ("host", host_time)):
-                a, b = clock(ours), clock(theirs)
+            for what, clock in (("device", device_times), ("host", host_times)):
+                a, b = clock(ours, theirs)
                 print(f"{name:24} {what:7} {a:9.2f} {b:9.2f} {a / b:7.3f}")

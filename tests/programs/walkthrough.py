@@ -44,14 +44,15 @@ def transcript(folder: Path) -> str:
     with tempfile.TemporaryDirectory() as empty:
         session = Session(empty, wheel, _commands_with_packages(folder))
         parts = [(title, commands, commands and session.run(commands)) for title, commands in _blocks()]
-    text, total = [], 0.0
+    text, total, heading = [], 0.0, []
     for title, commands, done in parts:
         if title:
-            text.append(f"## {title}")
+            heading = [f"## {title}"]  # of a section without commands, nothing
             continue
         printed, seconds = done
         total += seconds
         shown = BUSY.sub("", printed).replace(empty, FOLDER).replace(str(wheel), wheel.name).rstrip()
+        text, heading = text + heading, []
         text += [f"```sh\n{commands}```", f"{seconds:.0f} s", *([f"```\n{shown}\n```"] if shown else [])]
     return "\n\n".join([_head(wheel, total), *text]) + "\n"
 
@@ -136,8 +137,9 @@ def _processor() -> str:
 
 def settled(text: str) -> list[str]:
     """The lines of a transcript, without what depends on the machine: its name and compilers, what a GPU adds, times
-    and rates."""
-    lines = text[text.index("```sh") :].splitlines()
+    and rates, and that it was busy."""
+    text = re.sub(r"(?ms)^warning: the machine was busy.*?\n(?=\n)", "", text[text.index("```sh") :])
+    lines = text.splitlines()
     lines = [re.sub(r"\d[\d,]*\.\d+x?|\b\d+ (s|threads)\b", "#", " ".join(line.split())) for line in lines]
     lines = [re.sub(r"it needs GLIBC.*|^.*; a copy moves.*|linux_\w+", "#", line) for line in lines]
     return [line for line in lines if line and not re.search(r"\bcuda\b|: compiling |^\w+ passed", line)]

@@ -32,7 +32,7 @@ from .record import Record, Row
 REPEATS = 10_000
 STEPS = {"cuda": 1_000, "cpu": 50}
 DTYPES = "float32", "bfloat16"
-"""Of models."""
+"""The dtypes of models."""
 IN_STEPS = 0.35
 """The share of the time for steps of models."""
 EVERY = 30.0

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 
-from ..calls import ITEMSIZE, POISON, EntryCall, Runner, calls_of, filled
+from ..calls import POISON, EntryCall, Runner, calls_of, filled
+from ..dtypes import ITEMSIZE
 from ..inputs import unusual_cases
 from ..row import Case
 from ..search import described, resized

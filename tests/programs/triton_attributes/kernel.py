@@ -23,6 +23,23 @@ def twice_kernel(x_ptr, y_ptr, n, B: tl.constexpr):
 
 
 @triton.jit
+def rows_kernel(x_ptr, y_ptr, M, N, B: tl.constexpr, num_stages: tl.constexpr):
+    at = tl.arange(0, B)
+    for row in tl.range(tl.program_id(0), M, tl.num_programs(0), num_stages=num_stages):
+        here = at < N
+        tl.store(y_ptr + row * N + at, tl.load(x_ptr + row * N + at, mask=here) + num_stages, mask=here)
+
+
+@triton.jit
+def copy_rows_kernel(x_ptr, y_ptr, M, N, B: tl.constexpr):
+    x = tl.make_tensor_descriptor(x_ptr, shape=[M, N], strides=[N, 1], block_shape=[1, B])
+    for row in range(tl.program_id(0), M, tl.num_programs(0)):
+        value = x.load([row, 0])
+        at = tl.arange(0, B)
+        tl.store(y_ptr + row * N + at, value.reshape([B]), mask=at < N)
+
+
+@triton.jit
 def large_kernel(a_ptr, b_ptr, c_ptr, K, B: tl.constexpr):
     m, k = tl.arange(0, B), tl.arange(0, B)
     total = tl.zeros([B, B], tl.float32)

@@ -1,4 +1,5 @@
-"""Tensor descriptors, early starts, clusters, cooperative grids, large shared memory, zeroed results."""
+"""Tensor descriptors, early starts, clusters, cooperative grids, large shared memory, zeroed results,
+programs that loop over rows."""
 
 from aotops.triton import Config, Entry, Launch
 
@@ -43,4 +44,31 @@ large = Entry(
     ),
 )
 
-ENTRIES = [copied, doubled, large]
+looped = Entry(
+    "looped",
+    inputs={"x": "float32[M, N]"},
+    outputs={"y": "float32[M, N]"},
+    launches=Launch(
+        "kernel.py:rows_kernel",
+        {"x_ptr": "x", "y_ptr": "y", "M": "M", "N": "N"},
+        ["min(M, 2 * multiprocessors)"],
+        [Config(B=64, num_stages=2)],
+        hints=[{}],
+    ),
+)
+
+copied_rows = Entry(
+    "copied_rows",
+    inputs={"x": "float32[M, N]"},
+    outputs={"y": "float32[M, N]"},
+    workspace=True,
+    launches=Launch(
+        "kernel.py:copy_rows_kernel",
+        {"x_ptr": "x", "y_ptr": "y", "M": "M", "N": "N"},
+        ["min(M, multiprocessors)"],
+        [Config(B=64)],
+        hints=[{"pointers": 16, "N": 16}],
+    ),
+)
+
+ENTRIES = [copied, doubled, large, looped, copied_rows]

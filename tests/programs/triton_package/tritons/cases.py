@@ -53,7 +53,8 @@ def _norm(shape):
 
 
 def _heads(shape, **attrs):
-    return Case(dict.fromkeys("qkv", shape), attrs)
+    # the probabilities are rounded to the dtype before they are multiplied: at most 2**-8, of bfloat16
+    return Case(dict.fromkeys("qkv", shape), attrs, magnified=2048.0)
 
 
 CASES = {

@@ -142,7 +142,7 @@ attention = Entry(
             Config("causal", CAUSAL=True, D=64, BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2),
             Config("not causal", CAUSAL=False, D=64, BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2),
         ],
-        hints=[{"pointers": 16}, {}],
+        hints=[{"pointers": 16, "length": 16}, {"pointers": 16}, {}],
     ),
 )
 
