@@ -175,10 +175,12 @@ Status provide_rows(const char *library, std::string_view rows) {
     return fail(kInvalidArgument, "torch: the schemas of %s begin with '%.80s', expected '%s': print them again",
                 library, made_by.c_str(), expected.c_str());
   while (!rows.empty()) {
-    const std::string schema = take(&rows, '\t'), written = take(&rows, '\t'), elementwise = take(&rows, '\n');
+    const std::string row = take(&rows, '\n');
+    std::string_view rest = row;
+    const std::string schema = take(&rest, '\t'), written = take(&rest, '\t'), elementwise = take(&rest, '\t');
     if (elementwise != "0" && elementwise != "1")
       return fail(kInvalidArgument, "torch: the schemas of %s have a row '%.80s', expected three columns", library,
-                  schema.c_str());
+                  row.c_str());
     AOT_TRY(provide(library, schema.c_str(), written.c_str(), elementwise == "1"));
   }
   return kOk;
