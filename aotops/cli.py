@@ -414,6 +414,27 @@ def stubs(library: str, output: Path | None) -> None:
         click.echo(os.path.relpath(file))
 
 
+@main.command()
+@click.argument("library", shell_complete=_libraries)
+def schemas(library: str) -> None:
+    """Print the rows by which a C++ program registers a library's operators with LibTorch.
+
+    The program passes them to aot_torch_register_library. Only operators whose entries are made with aot.h have one.
+
+    \b
+    Example:
+      aotops schemas scale >scale.schemas
+    """
+    from .frontends.torch_schema import rows
+
+    found = list(rows(_registry().library(library).ops.values()))
+    if not found:
+        raise LookupError(f"{library} has no operator whose entry is made with aot.h")
+    click.echo(f"aotops {__version__}")
+    for schema, written, elementwise in found:
+        click.echo(f"{schema}\t{written}\t{int(elementwise)}")
+
+
 @main.command(name="include-dir")
 def include_dir() -> None:
     """Print the folder of the headers for kernels.

@@ -3,7 +3,7 @@ the package torch because it does not import torch, which is not there when stub
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 from aotops.op import ATTRIBUTE_TYPES, Op
@@ -59,6 +59,15 @@ def written(op: Op) -> str:
     ``wanted`` is about them, and then of workspaces, with "*"."""
     results = (f"{y}?" if y in maskable(op) else y for y in op.results)
     return " ".join((*results, *(f"{slot}*" for slot in op.workspace)))
+
+
+def rows(ops: Iterable[Op]) -> Iterator[tuple[str, str, bool]]:
+    """What cuda_src/host/torch_stable.cpp registers operators by, and the backward of each: the schema, what ``written``
+    says, and whether the operator is elementwise. Operators without an entry made with aot.h are left out."""
+    both = (one for op in ops for one in (op, op.backward) if one is not None)
+    for op in dict.fromkeys(both):
+        if op.has_kernel and op.foreign is None:
+            yield schema(op), written(op), op.elementwise
 
 
 def maskable(op: Op) -> tuple[str, ...]:

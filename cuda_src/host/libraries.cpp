@@ -43,10 +43,14 @@ AOT_API int aot_function_object(const char *library, const char *name, void *obj
   return kOk;
 }
 
-// Names a library, by its handle of dlopen. The name of another one is refused.
-AOT_API int aot_library(const char *name, void *handle, int new_strings) {
+Status aot::add_library(const char *name, void *handle, bool new_strings) {
   const SharedLibrary *known = find_library(name);
   if (known)
     return known->handle == handle ? kOk : fail(kInvalidArgument, "the library %s is registered already", name);
-  return libraries.add(std::make_unique<SharedLibrary>(SharedLibrary{name, handle, new_strings != 0})), kOk;
+  return libraries.add(std::make_unique<SharedLibrary>(SharedLibrary{name, handle, new_strings})), kOk;
+}
+
+// new_strings: libraries.h tells of it.
+AOT_API int aot_library(const char *name, void *handle, int new_strings) {
+  return add_library(name, handle, new_strings != 0);
 }

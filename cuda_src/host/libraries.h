@@ -17,6 +17,9 @@ struct SharedLibrary {
 // The library of this name; this one, without a name. Null: no library of this name is registered.
 const SharedLibrary *find_library(std::string_view name);
 
+// Names a library. The name of another one is refused.
+Status add_library(const char *name, void *handle, bool new_strings);
+
 // A function object of tvm-ffi, by its name in a library. Null: there is none.
 void *find_function_object(std::string_view library, std::string_view name);
 

@@ -2,11 +2,14 @@
 // C++ program needs no Python for them, and this file no header of torch.
 //
 // One generic kernel serves every operator, on the CPU and on CUDA, of this library and of others. The frontend tells
-// of an operator when it registers it (torch_operator.h says what); a C++ program has those of this library in
-// build/torch_table.inc, which packaging/torch_table.py makes of the definitions.
+// of an operator when it registers it (torch_operator.h says what). A C++ program has the rows of this library in
+// build/torch_table.inc, which packaging/torch_table.py makes of the definitions, and reads those of another library in
+// the text that `aotops schemas` prints: frontends/torch_schema.py makes both.
 #include <link.h>
 
+#include <algorithm>
 #include <deque>
+#include <map>
 #include <mutex>
 #include <stdexcept>
 #include <utility>
@@ -140,15 +143,47 @@ Status implement(const char *library, const char *schema, const char *written, b
   return kOk;
 }
 
-Status define(const char *schema) {
-  static void *library;
-  if (!library && stable.aoti_torch_library_init_fragment(kOwnName, __FILE__, __LINE__, &library))
-    return torch_refused(kOwnName);
+Status define(const std::string &name, const char *schema) {
+  static std::map<std::string, void *> fragments;
+  void *&library = fragments[name];
+  if (!library && stable.aoti_torch_library_init_fragment(name.c_str(), __FILE__, __LINE__, &library))
+    return torch_refused(name.c_str());
   const bool has_tags = stable.torch_library_def_with_tags && stable.torch_tag_needs_exact_strides;
   const int32_t tag = has_tags ? stable.torch_tag_needs_exact_strides() : 0;
   const bool failed = has_tags ? stable.torch_library_def_with_tags(library, schema, &tag, 1)
                                : stable.aoti_torch_library_def(library, schema);
   return failed ? torch_refused(schema) : kOk;
+}
+
+Status provide(const char *library, const char *schema, const char *written, bool elementwise) {
+  if (is_implemented(library, schema)) return kOk;
+  AOT_TRY(define(library, schema));
+  return implement(library, schema, written, elementwise);
+}
+
+// The text up to a separator, which is taken off `rest` with it.
+std::string take(std::string_view *rest, char separator) {
+  const size_t end = std::min(rest->find(separator), rest->size());
+  std::string taken(rest->substr(0, end));
+  return rest->remove_prefix(std::min(end + 1, rest->size())), taken;
+}
+
+// `rows`: the text of `aotops schemas`, whose first line is the version of aotops that printed it.
+Status provide_rows(const char *library, std::string_view rows) {
+  const std::string expected = "aotops " AOT_VERSION, made_by = take(&rows, '\n');
+  if (made_by != expected)
+    return fail(kInvalidArgument, "torch: the schemas of %s begin with '%.80s', expected '%s': print them again",
+                library, made_by.c_str(), expected.c_str());
+  while (!rows.empty()) {
+    const std::string row = take(&rows, '\n');
+    std::string_view rest = row;
+    const std::string schema = take(&rest, '\t'), written = take(&rest, '\t'), elementwise = take(&rest, '\t');
+    if (elementwise != "0" && elementwise != "1")
+      return fail(kInvalidArgument, "torch: the schemas of %s have a row '%.80s', expected three columns", library,
+                  row.c_str());
+    AOT_TRY(provide(library, schema.c_str(), written.c_str(), elementwise == "1"));
+  }
+  return kOk;
 }
 
 // Whether another copy of this library in the process has registered its operators; false, and an error, if it has
@@ -197,11 +232,20 @@ AOT_API int aot_torch_register() {
   bool elsewhere = false;
   AOT_TRY(find_other_copy(&elsewhere));
   for (const auto &own : kOwn) {
-    if (elsewhere || is_implemented(kOwnName, own.schema)) continue;
-    AOT_TRY(define(own.schema));
-    AOT_TRY(implement(kOwnName, own.schema, own.written, own.elementwise));
+    if (!elsewhere) AOT_TRY(provide(kOwnName, own.schema, own.written, own.elementwise));
   }
   return kOk;
+}
+
+AOT_API int aot_torch_register_library(const char *name, const char *path, const char *schemas) {
+  if (!std::strcmp(name, kOwnName))
+    return fail(kInvalidArgument, "torch: %s is the name of the built-in operators", name);
+  void *handle = dlopen(path, RTLD_NOW);
+  if (!handle) return fail(kInvalidArgument, "torch: %s", dlerror());
+  AOT_TRY(add_library(name, handle, false));
+  std::lock_guard<std::mutex> hold(registering);
+  AOT_TRY(open_torch());
+  return provide_rows(name, schemas);
 }
 
 // Registers the kernels of an operator that Python has defined with this schema. `library`: its namespace, and the name

@@ -19,7 +19,7 @@ from aotops.op import operator
 from aotops.ops import BUILTIN, OPS
 from aotops.testing.report import Failure, Item, Report
 
-COMMANDS = ["new", "build", "compile", "check", "bench", "list", "info", "stubs", "include-dir", "cmake-dir"]
+COMMANDS = ["new", "build", "compile", "check", "bench", "list", "info", "stubs", "schemas", "include-dir", "cmake-dir"]
 
 
 def run(*arguments, status=0):

@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import aotops
-from aotops import library
+from aotops import build, library, new
 from aotops.ops import OPS
 from aotops.testing.frameworks import requested
 
@@ -93,11 +93,12 @@ def programs(tmp_path_factory):
         f"-L{root}/lib", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{root}/lib",
     ]  # fmt: skip
     running = [
-        subprocess.Popen(built(EXAMPLES / f"{name}.cpp", folder / name, *options)) for name in ("digits", "dispatcher")
+        subprocess.Popen(built(EXAMPLES / f"{name}.cpp", folder / name, *options))
+        for name in ("digits", "dispatcher", "authors")
     ]
     # one kernel to compile: a pool of processes would take longer to start
     said = output(sys.executable, EXAMPLES / "digits_package.py", folder, 1, TORCHINDUCTOR_COMPILE_THREADS="1")
-    assert [one.wait() for one in running] == [0, 0]
+    assert [one.wait() for one in running] == [0, 0, 0]
     return folder, said
 
 
@@ -115,6 +116,32 @@ def test_a_cpp_program_calls_an_operator_through_the_dispatcher(programs):
         "h 2.0000, y 2.0000",
         "add_rms_norm: residual has dtype int32, expected float32",
     ]
+
+
+@needs_torch
+def test_a_cpp_program_calls_an_authors_operator(programs, tmp_path, monkeypatch):
+    """The template's, by the rows of its definitions. Rows of another version and another library are refused."""
+    folder, _ = programs
+    new.create("scale", directory=tmp_path)
+    table = tmp_path / "pyproject.toml"
+    table.write_text(table.read_text().replace("[tool.aotops]\n", '[tool.aotops]\nisas = ["baseline"]\n'))
+    monkeypatch.setattr("aotops.toolchain.nvcc", lambda: None)
+    file, schemas = build.build(tmp_path), tmp_path / "scale.schemas"
+
+    done = subprocess.run([sys.executable, "-m", "aotops", "schemas", "scale"], cwd=tmp_path, capture_output=True)
+    assert not done.returncode, done.stderr
+    schemas.write_bytes(done.stdout)
+    assert output(folder / "authors", schemas, file) == "3.75\n"
+
+    def refused(rows: bytes, library: object = file) -> str:
+        schemas.write_bytes(rows)
+        return subprocess.run([folder / "authors", schemas, library], capture_output=True, text=True).stderr.strip()
+
+    first, *rest = done.stdout.splitlines(keepends=True)
+    assert "begin with 'aotops 0.0.1', expected 'aotops " in refused(b"aotops 0.0.1\n" + b"".join(rest))
+    assert "have a row 'scale(Tensor x', expected three columns" in refused(first + b"scale(Tensor x\n")
+    assert "cannot open shared object file" in refused(done.stdout, tmp_path / "absent.so")
+    assert "has no complete entry of other(" in refused(done.stdout.replace(b"scale(", b"other("))
 
 
 # ------------------------------------------------------------------------------------------------ the same, in Python
