@@ -62,8 +62,8 @@ def written(op: Op) -> str:
 
 
 def rows(ops: Iterable[Op]) -> Iterator[tuple[str, str, bool]]:
-    """What cuda_src/host/torch_stable.cpp registers operators by, and the backward of each: the schema, what ``written``
-    says, and whether the operator is elementwise. Operators without an entry made with aot.h are left out."""
+    """The arguments by which cuda_src/host/torch_stable.cpp registers operators and their backwards: the schema, the
+    text of ``written``, whether the operator is elementwise. An operator whose entry aot.h has not made has none."""
     both = (one for op in ops for one in (op, op.backward) if one is not None)
     for op in dict.fromkeys(both):
         if op.has_kernel and op.foreign is None:
