@@ -59,9 +59,9 @@ const char *aot_version(void);
    operator for zero, and LibTorch warns of it. */
 int aot_torch_register(void);
 
-/* The same for the operators of an author's library, as <name>::<operator>. path: of the shared library, which stays
-   open. schemas: the text that `aotops schemas <name>` prints, of this version of aotops. Only operators whose entries
-   are made with aot.h are in it. */
+/* Registers those of an author's library in the same way, as <name>::<operator>. path: of the shared library, which
+   stays open. schemas: the text that `aotops schemas <name>` prints, of this version of aotops. Only operators whose
+   entries are made with aot.h are in it. */
 int aot_torch_register_library(const char *name, const char *path, const char *schemas);
 
 /* XLA's handlers of custom calls: pass them to XLA_FFI_Handler_Register, for the platforms "Host" and "CUDA". The

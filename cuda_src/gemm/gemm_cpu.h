@@ -7,10 +7,12 @@
 //   gemm_each(products);                           products of any sizes
 //
 // a is Matrix<T>{data, stride}, or Matrix<T>{data, stride, true} if it is stored transposed, (k, m); b likewise. A and
-// B are of the same T: float16, bfloat16, float or double. C is of T or of Accumulate<T>; sums are computed in
-// Accumulate<T> and rounded to C's type once. The epilogue takes a vector of sums, Vec<T>, with the row and column
-// of its first element, and returns what to store; it runs while the tile is in a cache. k = 0 gives sums of zero. All
-// functions may be called inside a parallel loop, and then run on the calling thread.
+// B are of the same T: float16, bfloat16, float or double. Of CpuGemm a may also be a Gathered<Accumulate<T>>. C is of
+// T or of Accumulate<T>; sums are computed in Accumulate<T> and rounded to C's type once. The epilogue takes a vector
+// of sums, Vec<T>, with the row and column of its first element, and returns what to store; it runs while the tile is
+// in a cache. An epilogue with kStores has a function store(row, column, rows, cols, sums, stride), which stores a tile
+// by itself. k = 0 gives sums of zero. All functions may be called inside a parallel loop, and then run on the calling
+// thread.
 //
 // C is divided into tiles, which threads take one by one. The order in which the terms of a sum are added depends on m
 // and k only, so the result is the same on any number of threads. For a tile, panels of A and B are packed and widened
@@ -36,6 +38,15 @@ struct Matrix {
   }
 };
 
+// Element (i, p) is data[rows[i] + terms[p]]. It is read where it lies: no panel is packed.
+template <typename A>
+struct Gathered {
+  const A *data;
+  const int64_t *rows, *terms;
+
+  Gathered at(int64_t i, int64_t p) const { return {data, rows + i, terms + p}; }
+};
+
 // Stores the sums.
 struct NoEpilogue {
   template <class V, class P>
@@ -43,6 +54,11 @@ struct NoEpilogue {
     return sum;
   }
 };
+
+template <class Epilogue, class = void>
+constexpr bool kStoresTiles = false;
+template <class Epilogue>
+constexpr bool kStoresTiles<Epilogue, std::enable_if_t<Epilogue::kStores>> = true;
 
 // ----------------------------------------------------------------------------------------------------------- terms
 
@@ -119,6 +135,34 @@ using VecOf = typename VectorOf<A, kVectorBytes / sizeof(A)>::type;
 // Longer sums are sums of partial sums of this many terms, so that rounding errors grow more slowly.
 constexpr int64_t kPartialTerms = 4096;
 
+// kRows rows of A, term by term: packed (depth, kRows), or gathered.
+template <typename A>
+struct PackedA {
+  const A *a;
+
+  A operator()(int i) const { return a[i]; }
+  void next() { a += Block<A>::kRows; }
+};
+template <typename A, int n>
+struct GatheredA {
+  const A *rows[n];
+  const int64_t *term;
+
+  explicit GatheredA(Gathered<A> a) : term(a.terms) {
+    for (int i = 0; i < n; ++i) rows[i] = a.data + a.rows[i];
+  }
+  A operator()(int i) const { return rows[i][*term]; }
+  void next() { ++term; }
+};
+template <int n, typename A>
+PackedA<A> rows_of(const A *packed) {
+  return {packed};
+}
+template <int n, typename A>
+GatheredA<A, n> rows_of(Gathered<A> a) {
+  return GatheredA<A, n>(a);
+}
+
 // kCols columns of B: packed (depth, kCols), or unpacked in rows of B.
 template <typename A>
 struct PackedB {
@@ -140,9 +184,9 @@ struct UnpackedB {
   }
 };
 
-// rows x kCols of C (+)= packed a (depth, kRows) times b.
-template <class Terms, int rows, typename A, class Columns>
-void micro_kernel(int64_t depth, const A *a, Columns b, bool add, A *c, int64_t ldc) {
+// rows x kCols of C (+)= a times b.
+template <class Terms, int rows, typename A, class Rows, class Columns>
+void micro_kernel(int64_t depth, Rows a, Columns b, bool add, A *c, int64_t ldc) {
   using B = Block<A>;
   VecOf<A> sum[rows][B::kVectors];
   auto each = [](auto f) {
@@ -152,11 +196,11 @@ void micro_kernel(int64_t depth, const A *a, Columns b, bool add, A *c, int64_t 
       for (int v = 0; v < B::kVectors; ++v) f(i, v);
   };
   each([&](int i, int v) { sum[i][v] = VecOf<A>{}; });
-  for (int64_t p = 0; p < depth; ++p, a += B::kRows) {
+  for (int64_t p = 0; p < depth; ++p, a.next()) {
     VecOf<A> right[B::kVectors];
 #pragma GCC unroll 4
     for (int v = 0; v < B::kVectors; ++v) right[v] = b(p, v * B::kLanesA);
-    each([&](int i, int v) { sum[i][v] = Terms::add(sum[i][v], Terms::spread(a[i]), right[v]); });
+    each([&](int i, int v) { sum[i][v] = Terms::add(sum[i][v], Terms::spread(a(i)), right[v]); });
   }
   // partial sums of kDepth terms, so that rounding errors grow more slowly
   each([&](int i, int v) {
@@ -165,11 +209,11 @@ void micro_kernel(int64_t depth, const A *a, Columns b, bool add, A *c, int64_t 
   });
 }
 
-template <class Terms, typename A, class Columns, int rows = Block<A>::kRows>
-void run_micro_kernel(int64_t n, int64_t depth, const A *a, Columns b, bool add, A *c, int64_t ldc) {
+template <class Terms, typename A, class Left, class Columns, int rows = Block<A>::kRows>
+void run_micro_kernel(int64_t n, int64_t depth, Left a, Columns b, bool add, A *c, int64_t ldc) {
   if constexpr (rows > 0) {
-    if (n == rows) return micro_kernel<Terms, rows>(depth, a, b, add, c, ldc);
-    run_micro_kernel<Terms, A, Columns, rows - 1>(n, depth, a, b, add, c, ldc);
+    if (n == rows) return micro_kernel<Terms, rows>(depth, rows_of<rows>(a), b, add, c, ldc);
+    run_micro_kernel<Terms, A, Left, Columns, rows - 1>(n, depth, a, b, add, c, ldc);
   }
 }
 
@@ -343,12 +387,14 @@ struct Panels {
 constexpr int64_t kDotRows = 32, kFewRows = 64;
 
 // A tile of C on the calling thread.
-template <typename T, typename C, class Epilogue = NoEpilogue>
+template <typename T, typename C, class Epilogue = NoEpilogue, class Left = Matrix<T>>
 struct GemmTile {
   using A = Accumulate<T>;
   using B = Block<A>;
+  static constexpr bool kGathers = !std::is_same_v<Left, Matrix<T>>, kStores = kStoresTiles<Epilogue>;
   int64_t m, n, k;
-  Matrix<T> a, b;
+  Left a;
+  Matrix<T> b;
   C *c;
   int64_t ldc;
   bool add = false;
@@ -369,7 +415,7 @@ struct GemmTile {
   // all_rows: of C. They decide how sums are computed, not the tile's rows: the bits must not depend on the tiling.
   Status compute(int64_t all_rows) const {
 #if defined(__AVX512F__)
-    if constexpr (std::is_same_v<T, bfloat16>)
+    if constexpr (std::is_same_v<T, bfloat16> && !kGathers)
       if (BFloat16Pairs::available()) return compute_as<BFloat16Pairs>(all_rows);
 #endif
     return compute_as<WidenedTerms<T>>(all_rows);
@@ -378,7 +424,8 @@ struct GemmTile {
  private:
   template <class Terms>
   Status compute_as(int64_t all_rows) const {
-    if (all_rows <= kDotRows && !a.transposed && b.transposed) return compute_by_dots<Terms>(), kOk;
+    if constexpr (!kGathers)
+      if (all_rows <= kDotRows && !a.transposed && b.transposed) return compute_by_dots<Terms>(), kOk;
     return compute_by_panels<Terms>(all_rows <= kFewRows && !b.transposed) ? kOk : out_of_memory("a matrix product");
   }
 
@@ -397,16 +444,19 @@ struct GemmTile {
     if (!panels.a) return false;
     const Matrix<T> columns{b.data, b.stride, !b.transposed};
     const bool one_panel = k <= kDepth;
-    const int64_t stride = one_panel ? B::kCols : ceil_div(n, B::kCols) * B::kCols;
+    const int64_t stride = one_panel && !kStores ? B::kCols : ceil_div(n, B::kCols) * B::kCols;
     const int64_t unpacked_cols = unpacked_b ? n / B::kCols * B::kCols : 0;
     int64_t p = 0;
     do {
       const int64_t terms = k - p < kDepth ? k - p : kDepth, depth = ceil_div(terms, Terms::kTerms);
       const bool begins = p % kPartialTerms == 0, all = p + terms == k, ends = all || (p + terms) % kPartialTerms == 0;
-      pack<Terms, B::kRows>(a.at(0, p), m, terms, panels.a);
+      if constexpr (!kGathers) pack<Terms, B::kRows>(a.at(0, p), m, terms, panels.a);
       pack<Terms, B::kCols>(columns.at(unpacked_cols, p), n - unpacked_cols, terms, panels.b);
       auto accumulate = [=](int64_t i, int64_t j, int64_t rows, bool added, A *sums, int64_t ld) {
-        const A *left = panels.a + i / B::kRows * strip<B::kRows, A>(depth);
+        const auto left = [=] {
+          if constexpr (kGathers) return a.at(i, p);
+          else return static_cast<const A *>(panels.a + i / B::kRows * strip<B::kRows, A>(depth));
+        }();
         if (j < unpacked_cols)
           return run_micro_kernel<Terms>(rows, depth, left, UnpackedB<Terms, T>{b.at(p, j), terms}, added, sums, ld);
         const PackedB<A> right{panels.b + (j - unpacked_cols) / B::kCols * strip<B::kCols, A>(depth)};
@@ -420,7 +470,7 @@ struct GemmTile {
               accumulate(i, j, rows, add || p, c + i * ldc + j, ldc);
               continue;
             }
-          A *sums = one_panel ? panels.c : panels.c + i * stride + j;
+          A *sums = one_panel && !kStores ? panels.c : panels.c + i * stride + j;
           accumulate(i, j, rows, !begins, sums, stride);
           if (long_sum && ends) {
             A *const total = panels.total + i * stride + j;
@@ -429,10 +479,12 @@ struct GemmTile {
             for (int64_t r = 0; r < rows && !all; ++r)
               std::memcpy(total + r * stride, sums + r * stride, cols * sizeof(A));
           }
-          if (all) store_sums(i, j, rows, cols, sums, stride);
+          if constexpr (!kStores)
+            if (all) store_sums(i, j, rows, cols, sums, stride);
         }
       p += terms;
     } while (p < k);
+    if constexpr (kStores) epilogue.store(row, column, m, n, panels.c, stride);
     return true;
   }
 
@@ -465,9 +517,9 @@ struct Tiling {
   int64_t m, n, rows, cols, across, count;
 
   // Enough tiles for all threads, counting those of `products` products, as long as a tile is worth waking a thread
-  // for.
+  // for. They have at most panel_rows rows.
   template <typename A>
-  static Tiling of(int64_t m, int64_t n, int64_t k, int64_t products = 1) {
+  static Tiling of(int64_t m, int64_t n, int64_t k, int64_t products, int64_t panel_rows) {
     using B = Block<A>;
     constexpr double kMinWork = 1 << 18;  // multiplications of a tile
     const int64_t enough = threads() > 1 ? 2 * threads() : 1;
@@ -475,7 +527,7 @@ struct Tiling {
       return ceil_div(ceil_div(total, pieces), unit) * unit;
     };
     if (m == 0 || n == 0) return {};
-    for (int64_t down = ceil_div(m, B::kPanelRows), across = ceil_div(n, B::kPanelCols);;) {
+    for (int64_t down = ceil_div(m, panel_rows), across = ceil_div(n, B::kPanelCols);;) {
       Tiling t{m, n, piece(m, down, B::kRows), piece(n, across, B::kCols), 0, 0};
       t.across = ceil_div(n, t.cols), t.count = ceil_div(m, t.rows) * t.across;
       const bool flat = t.rows == B::kRows, narrow = t.cols == B::kCols;
@@ -494,21 +546,30 @@ struct Tiling {
 
 // -------------------------------------------------------------------------------------------------------- products
 
-template <typename T, typename C, class Epilogue = NoEpilogue>
+template <typename T, typename C, class Epilogue = NoEpilogue, class Left = Matrix<T>>
 struct CpuGemm {
   int64_t m, n, k;
-  Matrix<T> a, b;
+  Left a;
+  Matrix<T> b;
   C *c;
   int64_t ldc;
   bool add = false;
   Epilogue epilogue = {};
 
-  Tiling tiles(int64_t products) const { return Tiling::of<Accumulate<T>>(m, n, k, products); }
+  Tiling tiles(int64_t products) const {
+    using B = Block<Accumulate<T>>;
+    // The panel of B is packed for each tile. Without a panel of A, more rows share it.
+    const int64_t most = B::kPanelRows * B::kPanelCols / (ceil_div(n, B::kCols) * B::kCols + 1);
+    const int64_t rows = std::is_same_v<Left, Matrix<T>> || most < B::kPanelRows ? +B::kPanelRows
+                         : most < 4 * B::kPanelRows                              ? most / B::kRows * B::kRows
+                                                                                 : 4 * B::kPanelRows;
+    return Tiling::of<Accumulate<T>>(m, n, k, products, rows);
+  }
 
   Status compute(const Tiling &tiles, int64_t index) const {
     return tiles.at(index, [this](int64_t i, int64_t j, int64_t rows, int64_t cols) {
-      const GemmTile<T, C, Epilogue> tile{rows, cols, k, a.at(i, 0), b.at(0, j), c + i * ldc + j,
-                                          ldc,  add,  i, j,          epilogue};
+      const GemmTile<T, C, Epilogue, Left> tile{rows, cols, k, a.at(i, 0), b.at(0, j), c + i * ldc + j,
+                                                ldc,  add,  i, j,          epilogue};
       return tile.compute(m);
     });
   }

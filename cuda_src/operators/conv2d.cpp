@@ -10,30 +10,23 @@ namespace aot {
 inline namespace AOT_ISA {
 namespace {
 
-// im2col: a convolution is the product of the weight with a matrix of columns, which hold the elements of x that each
-// position of the result sums over. Columns are made for a block of positions at a time, and multiplied while they are
-// in a cache.
+// A convolution is the product of the weight with a matrix of columns, which hold the elements of x that each position
+// of the result sums over. No column is made. With a kernel of 1 x 1 the matrix is x. Else an element's address is a
+// sum of what its position and its place in the sum contribute, so that the product reads it where it lies, in a copy
+// of x with zeros around each image. dx is divided into the phases of the stride: the positions of one meet the same
+// elements of the kernel.
 
-// ---------------------------------------------------------------------------------------------------------- columns
+// ---------------------------------------------------------------------------------------------------------- geometry
 
-// An axis of a convolution. meets(): the index in the source that kernel element k meets for a position of the result;
-// -1 if it is out of range.
+// An axis of a convolution, and of the transposed one, for dx, whose source is dy.
 struct Axis {
   int64_t source, result, kernel, stride, padding, dilation;
-  bool transposed;  // for dx, whose source is dy
+  bool transposed;
 
-  int64_t meets(int64_t position, int64_t k) const {
-    int64_t i = transposed ? position + padding - k * dilation : position * stride + k * dilation - padding;
-    if (transposed) {
-      if (i % stride != 0) return -1;
-      i /= stride;
-    }
-    return 0 <= i && i < source ? i : -1;
-  }
   bool identity() const { return kernel == 1 && stride == 1 && padding == 0; }
 };
 
-// The operand that columns are made of: x, or dy for dx. A group has `channels` of its `all` channels.
+// x, or dy for dx. A group has `channels` of its `all` channels.
 template <typename T>
 struct Source {
   bool nhwc;
@@ -44,151 +37,381 @@ struct Source {
   int64_t positions() const { return h.result * w.result; }
   int64_t depth() const { return channels * h.kernel * w.kernel; }
   bool identity() const { return h.identity() && w.identity(); }
+};
 
-  // NHWC: a row (kernel, channels) for each of n positions from `begin` on, which count through all images.
-  void rows(int64_t group, int64_t begin, int64_t n, T *to) const {
-    for (int64_t at = begin; at < begin + n; ++at) {
-      const int64_t image = at / positions(), i = at / w.result % h.result, j = at % w.result;
-      for (int64_t r = 0; r < h.kernel; ++r) {
-        const int64_t y = h.meets(i, r);
-        for (int64_t s = 0; s < w.kernel; ++s, to += channels) {
-          const int64_t x = y < 0 ? -1 : w.meets(j, s);
-          if (x < 0) std::memset(to, 0, channels * sizeof(T));
-          else
-            std::memcpy(to, data + ((image * h.source + y) * w.source + x) * all + group * channels,
-                        channels * sizeof(T));
-        }
-      }
-    }
+// ---------------------------------------------------------------------------------------------------------- gathered
+
+// Every stride-th position of a result's axis from `first` on, which meet the same elements of the kernel, if the axis
+// is transposed; else all of them.
+struct Phase {
+  Axis axis;
+  int64_t first;
+
+  int64_t step() const { return axis.transposed ? axis.stride : 1; }
+  int64_t source_step() const { return axis.transposed ? 1 : axis.stride; }
+  int64_t count() const { return ceil_div(axis.result - first, step()); }
+  int64_t taps() const {
+    int64_t n = 0;
+    each_tap([&](int64_t, int64_t) { ++n; });
+    return n;
   }
-
-  // NCHW: for each kernel element of channel c, a row of n positions of an image from `begin` on.
-  void columns(int64_t image, int64_t group, int64_t c, int64_t begin, int64_t n, T *to) const {
-    const T *plane = data + (image * all + group * channels + c) * h.source * w.source;
-    for (int64_t r = 0; r < h.kernel; ++r)
-      for (int64_t s = 0; s < w.kernel; ++s)
-        for (int64_t at = begin; at < begin + n;) {
-          const int64_t i = at / w.result, j = at % w.result, left = begin + n - at;
-          const int64_t run = w.result - j < left ? w.result - j : left, y = h.meets(i, r);
-          fill_run(y < 0 ? nullptr : plane + y * w.source, j, s, run, to);
-          at += run, to += run;
-        }
-  }
-
-  // The matrix of n positions' columns from `begin` on, of an image in NCHW: (n, depth) in NHWC, (depth, n) in NCHW.
-  // Made in `buffer`, unless the source is that matrix.
-  Matrix<T> block(int64_t image, int64_t group, int64_t begin, int64_t n, T *buffer) const {
-    if (nhwc) {
-      if (identity()) return {data + begin * all + group * channels, all};
-      parallel_pieces(n, ceil_div(kGrain, depth() + 1), [=](int64_t first, int64_t last) {
-        rows(group, begin + first, last - first, buffer + first * depth());
-      });
-      return {buffer, depth()};
-    }
-    if (identity()) return {data + (image * all + group * channels) * positions() + begin, positions()};
-    const int64_t kernel = h.kernel * w.kernel;
-    parallel_pieces(channels, ceil_div(kGrain, kernel * n + 1), [=](int64_t first, int64_t last) {
-      for (int64_t c = first; c < last; ++c) columns(image, group, c, begin, n, buffer + c * kernel * n);
-    });
-    return {buffer, n};
-  }
-
- private:
-  void fill_run(const T *line, int64_t j, int64_t s, int64_t run, T *to) const {
-    if (!line) {
-      std::memset(to, 0, run * sizeof(T));
-    } else if (w.stride == 1) {  // contiguous in the source
-      const int64_t first = w.transposed ? j + w.padding - s * w.dilation : j + s * w.dilation - w.padding;
-      int64_t before = first < 0 ? -first : 0, there = w.source - first;
-      before = before < run ? before : run, there = there < run ? there : run;
-      there = there < before ? before : there;
-      std::memset(to, 0, before * sizeof(T));
-      std::memcpy(to + before, line + first + before, (there - before) * sizeof(T));
-      std::memset(to + there, 0, (run - there) * sizeof(T));
-    } else {
-      for (int64_t k = 0; k < run; ++k) {
-        const int64_t x = w.meets(j + k, s);
-        to[k] = x < 0 ? T{} : line[x];
-      }
+  // f(k, at): position first + i * step meets element i * source_step + at of the source by element k of the kernel.
+  template <class F>
+  void each_tap(F f) const {
+    for (int64_t k = 0; k < axis.kernel; ++k) {
+      const int64_t at = axis.transposed ? first + axis.padding - k * axis.dilation : k * axis.dilation - axis.padding;
+      if (at % step() == 0) f(k, at / step());
     }
   }
 };
 
-// Positions in a block whose columns, of `depth` elements, are about `elements` in all.
-int64_t block_positions(int64_t depth, int64_t elements) {
-  const int64_t n = elements / (depth > 0 ? depth : 1);
-  return n < 64 ? 64 : n > 1024 ? 1024 : n;
+// f(phase) for each phase of an axis.
+template <class F>
+void each_phase(const Axis &axis, F f) {
+  for (Phase phase{axis, 0}; phase.first < phase.step() && phase.first < axis.result; ++phase.first) f(phase);
 }
+
+// The zeros that an axis of the source needs on both sides.
+struct Margin {
+  int64_t before = 0, after = 0;
+
+  explicit Margin(const Axis &axis) {
+    each_phase(axis, [&](const Phase &phase) {
+      phase.each_tap([&](int64_t, int64_t at) {
+        const int64_t beyond = (phase.count() - 1) * phase.source_step() + at + 1 - axis.source;
+        if (-at > before) before = -at;
+        if (beyond > after) after = beyond;
+      });
+    });
+  }
+};
+
+// The images of a source with zeros around each, in the type of the sums.
+template <typename T>
+struct Padded {
+  using A = Accumulate<T>;
+  Source<T> source;
+  Margin h, w;
+
+  explicit Padded(const Source<T> &source) : source(source), h(source.h), w(source.w) {}
+
+  int64_t height() const { return h.before + source.h.source + h.after; }
+  int64_t width() const { return w.before + source.w.source + w.after; }
+  int64_t image() const { return height() * width() * source.all; }
+  // strides in an image
+  int64_t channel() const { return source.nhwc ? 1 : height() * width(); }
+  int64_t column() const { return source.nhwc ? source.all : 1; }
+  int64_t row() const { return width() * column(); }
+
+  bool is_source() const { return std::is_same_v<T, A> && !(h.before || h.after || w.before || w.after); }
+
+  // The images from `first` on: n of them, copied unless they may be read where they are.
+  const A *images(int64_t first, int64_t n, A *copy) const {
+    if constexpr (std::is_same_v<T, A>)
+      if (is_source()) return source.data + first * image();
+    // NHWC: an image is a plane of rows of pixels; NCHW: each of its channels is one of rows of elements
+    const int64_t planes = source.nhwc ? n : n * source.all, line = source.w.source * column();
+    const T *from = source.data + first * source.all * source.h.source * source.w.source;
+    parallel_pieces(planes * height(), ceil_div(kGrain, row() + 1), [=, *this](int64_t begin, int64_t end) {
+      const int64_t before = w.before * column(), after = w.after * column();
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t plane = i / height(), y = i % height() - h.before;
+        const bool outside = y < 0 || y >= source.h.source;
+        const T *at = from + (plane * source.h.source + (outside ? 0 : y)) * line;
+        A *to = copy + i * row();
+        std::memset(to, 0, (outside ? row() : before) * sizeof(A));
+        if (outside) continue;
+        sweep<T>(line, [=](int64_t j, auto part) { store(to + before + j, load(at + j, part), part); });
+        std::memset(to + before + line, 0, after * sizeof(A));
+      }
+    });
+    return copy;
+  }
+
+  // Images that are copied at a time: as many as a cache holds.
+  int64_t at_a_time() const {
+    const int64_t n = (1 << 19) / (image() + 1);
+    return n < 1 ? 1 : n < source.batch ? n : source.batch;
+  }
+
+  // Where the positions of a phase are in n images.
+  void list_positions(const Phase &i, const Phase &j, int64_t n, int64_t *to) const {
+    for (int64_t at = 0; at < n; ++at)
+      for (int64_t y = 0; y < i.count(); ++y)
+        for (int64_t x = 0, columns = j.count(); x < columns; ++x)
+          *to++ = at * image() + (y * i.source_step() + h.before) * row() + (x * j.source_step() + w.before) * column();
+  }
+
+  // The offset of each term of a sum from its position: (channels, taps) in NCHW, (taps, channels) in NHWC, as in a
+  // weight.
+  void list_terms(const Phase &i, const Phase &j, int64_t *to) const {
+    const int64_t outer = source.nhwc ? 1 : source.channels, inner = source.nhwc ? source.channels : 1;
+    for (int64_t a = 0; a < outer; ++a)
+      i.each_tap([&](int64_t, int64_t y) {
+        j.each_tap([&](int64_t, int64_t x) {
+          for (int64_t b = 0; b < inner; ++b) *to++ = (a + b) * channel() + y * row() + x * column();
+        });
+      });
+  }
+};
+
+// Stores sums of positions by channels where the result has them.
+template <typename T>
+struct Scatter {
+  using A = Accumulate<T>;
+  static constexpr bool kStores = true;
+  T *result;
+  const int64_t *to;  // of each position
+  int64_t channel;    // stride
+  const T *bias;
+
+  void store(int64_t row, int64_t column, int64_t rows, int64_t cols, const A *sums, int64_t stride) const {
+    if (channel == 1) return store_rows(to + row, column, rows, cols, sums, stride);
+    constexpr int64_t lanes = kLanes<T>;
+    for (int64_t j = 0; j < cols; j += lanes)
+      for (int64_t i = 0; i < rows; i += lanes)
+        store_columns(to + row + i, column + j, rows - i < lanes ? rows - i : lanes,
+                      cols - j < lanes ? cols - j : lanes, sums + i * stride + j, stride);
+  }
+
+ private:
+  void store_rows(const int64_t *to, int64_t column, int64_t rows, int64_t cols, const A *sums, int64_t stride) const {
+    for (int64_t i = 0; i < rows; ++i)
+      sweep<T>(cols, [&](int64_t j, auto part) {
+        const Vec<T> sum = load(sums + i * stride + j, part);
+        aot::store(result + to[i] + column + j, bias ? sum + load(bias + column + j, part) : sum, part);
+      });
+  }
+  // At most a vector's lanes of positions and of channels, which are transposed in registers.
+  void store_columns(const int64_t *to, int64_t column, int64_t rows, int64_t cols, const A *sums,
+                     int64_t stride) const {
+    Vec<T> v[kLanes<T>];
+    for (int64_t i = 0; i < kLanes<T>; ++i) v[i] = i < rows ? load(sums + i * stride, Part{cols}) : Vec<T>{};
+    transpose<kLanes<T> / 2>(v);
+    const bool contiguous = to[rows - 1] - to[0] == rows - 1;
+    for (int64_t j = 0; j < cols; ++j) {
+      T *at = result + (column + j) * channel;
+      const Vec<T> sum = bias ? v[j] + load_one(bias + column + j) : v[j];
+      if (contiguous && rows == kLanes<T>) aot::store(at + to[0], sum);
+      else if (contiguous) aot::store(at + to[0], sum, Part{rows});
+      else
+        for (int64_t i = 0; i < rows; ++i) store_one(at + to[i], sum[i]);
+    }
+  }
+};
 
 // ------------------------------------------------------------------------------------------------------ y and dx
 
-// result = the source convolved with a weight (groups, out_channels, depth).
-template <typename T>
-Status convolve(const char *op, const Source<T> &source, const T *weight, const T *bias, int64_t groups,
-                int64_t out_channels, T *result) {
-  const int64_t depth = source.depth(), positions = source.positions(), all = groups * out_channels;
-  const int64_t block = block_positions(depth, 1 << 18);
-  // a block of NHWC may span images, one of NCHW not
-  const int64_t images = source.nhwc ? 1 : source.batch, length = source.nhwc ? source.batch * positions : positions;
-  const int64_t blocks = ceil_div(length, block);
-  return try_parallel(images * groups * blocks, [&](int64_t index) -> Status {
-    const int64_t begin = index % blocks * block, n = length - begin < block ? length - begin : block;
-    const int64_t group = index / blocks % groups, image = index / blocks / groups;
-    const Buffer<T> buffer(source.identity() ? 0 : n * depth);
-    if (!buffer) return out_of_memory(op);
-    const Matrix<T> w{weight + group * out_channels * depth, depth, source.nhwc};
-    const T *add = bias ? bias + group * out_channels : nullptr;
-    const Matrix<T> x = source.block(image, group, begin, n, buffer);
-    if (source.nhwc)
-      return gemm(n, out_channels, depth, x, w, result + begin * all + group * out_channels, all, false,
-                  [=](Vec<T> v, int64_t, int64_t j, auto part) { return add ? v + load(add + j, part) : v; });
-    return gemm(out_channels, n, depth, w, x, result + (image * all + group * out_channels) * positions + begin,
-                positions, false, [=](Vec<T> v, int64_t i, int64_t, auto) { return add ? v + load_one(add + i) : v; });
-  });
+// Where the positions of a phase are in n images of a result.
+void list_places(const Phase &i, const Phase &j, int64_t n, int64_t image, int64_t pixel, int64_t *to) {
+  for (int64_t at = 0; at < n; ++at)
+    for (int64_t y = i.first; y < i.axis.result; y += i.step())
+      for (int64_t x = j.first; x < j.axis.result; x += j.step()) *to++ = at * image + (y * j.axis.result + x) * pixel;
 }
 
-// The weight for dx: channels and out_channels of each group are exchanged.
+// The elements of the weight that a phase of dx meets: channels and out_channels of each group are exchanged.
 template <typename T>
-void transpose_weight(const T *weight, bool nhwc, int64_t groups, int64_t out_channels, int64_t channels,
-                      int64_t kernel, T *to) {
-  parallel_pieces(groups * channels, ceil_div(kGrain, out_channels * kernel + 1), [=](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t group = i / channels, c = i % channels;
-      for (int64_t o = 0; o < out_channels; ++o)
-        for (int64_t k = 0; k < kernel; ++k) {
-          const int64_t from = (group * out_channels + o) * kernel * channels;
-          if (nhwc) to[(i * kernel + k) * out_channels + o] = weight[from + k * channels + c];
-          else to[(i * out_channels + o) * kernel + k] = weight[from + c * kernel + k];
-        }
+void turn_weight(const Source<T> &source, const Phase &i, const Phase &j, const T *weight, int64_t groups,
+                 int64_t channels, T *to) {
+  const int64_t kernel = source.h.kernel * source.w.kernel, depth = source.channels * i.taps() * j.taps();
+  parallel_pieces(groups * channels, ceil_div(kGrain, depth + 1), [=, &source, &i, &j](int64_t begin, int64_t end) {
+    for (int64_t at = begin; at < end; ++at) {
+      const int64_t group = at / channels, c = at % channels;
+      const int64_t outer = source.nhwc ? 1 : source.channels, inner = source.nhwc ? source.channels : 1;
+      T *out = to + at * depth;
+      for (int64_t a = 0; a < outer; ++a)
+        i.each_tap([&](int64_t r, int64_t) {
+          j.each_tap([&](int64_t s, int64_t) {
+            for (int64_t b = 0; b < inner; ++b) {
+              const T *from = weight + (group * source.channels + a + b) * kernel * channels;
+              const int64_t k = r * source.w.kernel + s;
+              *out++ = from[source.nhwc ? k * channels + c : c * kernel + k];
+            }
+          });
+        });
     }
   });
 }
 
+// result = the source convolved with a weight of 1 x 1.
+template <typename T>
+Status convolve_pixels(const Source<T> &source, const T *weight, const T *bias, int64_t groups, int64_t out_channels,
+                       T *result) {
+  const int64_t depth = source.channels, positions = source.positions(), all = groups * out_channels;
+  const bool turned = source.h.transposed;  // for dx: weight is (groups, depth, out_channels)
+  const int64_t images = source.nhwc ? 1 : source.batch, pixels = source.nhwc ? source.batch * positions : positions;
+  return gemm_batch(images * groups, [=, &source](int64_t index) {
+    const int64_t group = index % groups, image = index / groups;
+    const Matrix<T> w{weight + group * out_channels * depth, turned ? out_channels : depth, source.nhwc != turned};
+    const T *add = bias ? bias + group * out_channels : nullptr;
+    auto epilogue = [=, nhwc = source.nhwc](Vec<T> v, int64_t i, int64_t j, auto part) {
+      return !add ? v : nhwc ? v + load(add + j, part) : v + load_one(add + i);
+    };
+    using Product = CpuGemm<T, T, decltype(epilogue)>;
+    if (source.nhwc)
+      return Product{
+          pixels, out_channels, depth,   {source.data + group * depth, source.all}, w, result + group * out_channels,
+          all,    false,        epilogue};
+    return Product{out_channels,
+                   pixels,
+                   depth,
+                   w,
+                   {source.data + (image * source.all + group * depth) * pixels, pixels},
+                   result + (image * all + group * out_channels) * pixels,
+                   pixels,
+                   false,
+                   epilogue};
+  });
+}
+
+// result = the source convolved with any weight. For dx weight is as it was given: (groups, channels of dy, ...).
+template <typename T>
+Status convolve_gathered(const char *op, const Source<T> &source, const T *weight, const T *bias, int64_t groups,
+                         int64_t out_channels, T *result) {
+  using A = Accumulate<T>;
+  const Padded<T> padded(source);
+  const bool turns = source.h.transposed;
+  const int64_t images = padded.at_a_time(), positions = source.positions(), all = groups * out_channels;
+  const int64_t pixel = source.nhwc ? all : 1, channel = source.nhwc ? 1 : positions;  // strides of the result
+  const Buffer<A> copy(padded.is_source() ? 0 : images * padded.image());
+  const Buffer<T> turned(turns ? all * source.depth() : 0);
+  const Buffer<int64_t> all_rows(images * positions), all_to(images * positions), all_terms(source.depth());
+  if (!(copy && turned && all_rows && all_to && all_terms)) return out_of_memory(op);
+  for (int64_t first = 0; first < source.batch; first += images) {
+    const int64_t n = source.batch - first < images ? source.batch - first : images;
+    const A *data = padded.images(first, n, copy);
+    int64_t *rows = all_rows, *to = all_to, *terms = all_terms;
+    T *w = turned;
+    Status status = kOk;
+    each_phase(source.h, [&](const Phase &i) {
+      each_phase(source.w, [&](const Phase &j) {
+        const int64_t m = i.count() * j.count(), depth = source.channels * i.taps() * j.taps();
+        if (first == 0) {
+          padded.list_positions(i, j, images, rows);
+          padded.list_terms(i, j, terms);
+          list_places(i, j, images, positions * all, pixel, to);
+          if (turns) turn_weight(source, i, j, weight, groups, out_channels, w);
+        }
+        const T *from = turns ? w : weight;
+        const Status failed = gemm_batch(groups, [=, &source, &padded](int64_t group) {
+          const Gathered<A> x{data + group * source.channels * padded.channel(), rows, terms};
+          T *y = result + first * positions * all + group * out_channels * channel;
+          const Scatter<T> scatter{y, to, channel, bias ? bias + group * out_channels : nullptr};
+          return CpuGemm<T, T, Scatter<T>, Gathered<A>>{
+              n * m, out_channels, depth, x, {from + group * out_channels * depth, depth, true}, y, 0, false, scatter};
+        });
+        if (failed) status = failed;
+        rows += images * m, to += images * m, terms += depth, w += all * depth;
+      });
+    });
+    AOT_TRY(status);
+  }
+  return kOk;
+}
+
+template <typename T>
+Status convolve(const char *op, const Source<T> &source, const T *weight, const T *bias, int64_t groups,
+                int64_t out_channels, T *result) {
+  if (source.identity()) return convolve_pixels(source, weight, bias, groups, out_channels, result);
+  return convolve_gathered(op, source, weight, bias, groups, out_channels, result);
+}
+
 // ---------------------------------------------------------------------------------------------------------- dweight
 
-// sums (groups, out_channels, depth) = dy, as a matrix of output channels by positions, times the source's columns.
-// Blocks of positions are added in their order; all threads share the product of each, so the result does not depend on
-// them.
-template <typename T, typename A = Accumulate<T>>
-Status sum_blocks(const char *op, const Source<T> &source, const T *dy, int64_t groups, int64_t out_channels, A *sums) {
-  const int64_t depth = source.depth(), positions = source.positions(), all = groups * out_channels;
-  const int64_t images = source.nhwc ? 1 : source.batch, length = source.nhwc ? source.batch * positions : positions;
-  const int64_t block = source.identity() ? length : block_positions(depth, 1 << 20);
-  const Buffer<T> buffer(source.identity() ? 0 : (block < length ? block : length) * depth);
-  if (!buffer) return out_of_memory(op);
-  if (images * length == 0) std::memset(sums, 0, all * depth * sizeof(A));
-  for (int64_t group = 0; group < groups; ++group)
-    for (int64_t image = 0; image < images; ++image)
-      for (int64_t begin = 0; begin < length; begin += block) {
-        const int64_t n = length - begin < block ? length - begin : block;
-        Matrix<T> x = source.block(image, group, begin, n, buffer);
-        x.transposed = !source.nhwc;
-        const Matrix<T> left =
-            source.nhwc ? Matrix<T>{dy + begin * all + group * out_channels, all, true}
-                        : Matrix<T>{dy + (image * all + group * out_channels) * positions + begin, positions};
-        AOT_TRY(gemm(out_channels, depth, n, left, x, sums + group * out_channels * depth, depth, image + begin > 0));
-      }
+// dweight is the product of dy, as a matrix of positions by output channels, with the columns. Images are added in
+// their order; all threads share the product of each, so the result does not depend on them.
+
+// sums (groups, out_channels, channels) for a kernel of 1 x 1.
+template <typename T>
+Status sum_pixels(const Source<T> &source, const T *dy, int64_t groups, int64_t out_channels, Accumulate<T> *sums) {
+  const int64_t depth = source.channels, positions = source.positions(), all = groups * out_channels;
+  const int64_t images = source.nhwc ? 1 : source.batch, pixels = source.nhwc ? source.batch * positions : positions;
+  if (images == 0) std::memset(sums, 0, all * depth * sizeof *sums);
+  for (int64_t image = 0; image < images; ++image)
+    AOT_TRY(gemm_batch(groups, [=, &source](int64_t group) {
+      // adjacent pixels are a row apart in NHWC, and adjacent in NCHW
+      auto matrix = [=](const T *data, int64_t channels, int64_t all, bool transposed) {
+        return source.nhwc ? Matrix<T>{data + group * channels, all, transposed}
+                           : Matrix<T>{data + (image * all + group * channels) * pixels, pixels, !transposed};
+      };
+      return CpuGemm<T, Accumulate<T>>{out_channels,
+                                       depth,
+                                       pixels,
+                                       matrix(dy, out_channels, all, true),
+                                       matrix(source.data, depth, source.all, false),
+                                       sums + group * out_channels * depth,
+                                       depth,
+                                       image > 0};
+    }));
   return kOk;
+}
+
+// sums (groups, depth, out_channels) for any kernel.
+template <typename T>
+Status sum_gathered(const char *op, const Source<T> &source, const T *dy, int64_t groups, int64_t out_channels,
+                    Accumulate<T> *sums) {
+  using A = Accumulate<T>;
+  const Padded<T> padded(source);
+  const int64_t depth = source.depth(), positions = source.positions(), all = groups * out_channels;
+  const int64_t images = padded.at_a_time();
+  const Buffer<A> copy(padded.is_source() ? 0 : images * padded.image());
+  const Buffer<int64_t> rows(images * positions), terms(depth);
+  if (!(copy && rows && terms)) return out_of_memory(op);
+  if (source.batch * positions == 0) std::memset(sums, 0, all * depth * sizeof(A));
+  padded.list_positions({source.h, 0}, {source.w, 0}, images, rows);
+  padded.list_terms({source.h, 0}, {source.w, 0}, terms);
+  for (int64_t first = 0; first < source.batch; first += images) {
+    const int64_t n = source.batch - first < images ? source.batch - first : images;
+    const A *data = padded.images(first, n, copy);
+    // dy of several images is one matrix in NHWC
+    const int64_t products = source.nhwc ? 1 : n, length = source.nhwc ? n * positions : positions;
+    for (int64_t image = 0; image < products; ++image)
+      AOT_TRY(gemm_batch(groups, [=, &source, &padded, &rows, &terms](int64_t group) {
+        const Gathered<A> x{data + group * source.channels * padded.channel(), terms, rows + image * positions};
+        const Matrix<T> right =
+            source.nhwc ? Matrix<T>{dy + first * positions * all + group * out_channels, all}
+                        : Matrix<T>{dy + ((first + image) * all + group * out_channels) * positions, positions, true};
+        A *c = sums + group * depth * out_channels;
+        return CpuGemm<T, A, NoEpilogue, Gathered<A>>{depth, out_channels, length,           x, right,
+                                                      c,     out_channels, first + image > 0};
+      }));
+  }
+  return kOk;
+}
+
+// dweight (groups, out_channels, depth) of such sums.
+template <typename T>
+Status turn_sums(const char *op, const Accumulate<T> *sums, int64_t groups, int64_t out_channels, int64_t depth,
+                 T *dweight) {
+  const Buffer<int64_t> to(depth);
+  if (!to) return out_of_memory(op);
+  for (int64_t p = 0; p < depth; ++p) to[p] = p;
+  const int64_t piece = ceil_div(kGrain, (out_channels + 1) * kLanes<T>) * kLanes<T>, pieces = ceil_div(depth, piece);
+  parallel(groups * pieces, [=, &to](int64_t index) {
+    const int64_t group = index / pieces, begin = index % pieces * piece;
+    const Scatter<T> scatter{dweight + group * out_channels * depth, to, depth, nullptr};
+    scatter.store(begin, 0, depth - begin < piece ? depth - begin : piece, out_channels,
+                  sums + (group * depth + begin) * out_channels, out_channels);
+  });
+  return kOk;
+}
+
+template <typename T>
+Status sum_products(const char *op, const Source<T> &source, const T *dy, int64_t groups, int64_t out_channels,
+                    T *dweight) {
+  using A = Accumulate<T>;
+  const int64_t weights = groups * out_channels * source.depth();
+  if constexpr (std::is_same_v<T, A>)
+    if (source.identity()) return sum_pixels(source, dy, groups, out_channels, dweight);
+  const Buffer<A> buffer(weights);
+  A *const sums = buffer;
+  if (!sums) return out_of_memory(op);
+  if (source.identity()) {
+    AOT_TRY(sum_pixels(source, dy, groups, out_channels, sums));
+    return map(dweight, weights, [=](int64_t i, auto part) { return load(sums + i, part); }), kOk;
+  }
+  AOT_TRY(sum_gathered(op, source, dy, groups, out_channels, sums));
+  return turn_sums(op, sums, groups, out_channels, source.depth(), dweight);
 }
 
 // ------------------------------------------------------------------------------------------------------------ dbias
@@ -232,38 +455,23 @@ Status conv2d_cpu(const Conv2d &op, const Tensor *in, const Tensor *out, void *)
   const Conv2dShape s = op.shape(in[0], in[1], out[0]);
   return dispatch_floating(in[0].dtype, [&](auto zero) {
     using T = decltype(zero);
-    return convolve(Conv2d::name, source_of(op, s, in[0].as<const T>(), false), in[1].as<const T>(),
-                    in[2].as<const T>(), op.groups, s.out_channels / op.groups, out[0].as<T>());
+    const Source<T> source = source_of(op, s, in[0].as<const T>(), false);
+    const int64_t out_channels = s.out_channels / op.groups;
+    return convolve(Conv2d::name, source, in[1].as<const T>(), in[2].as<const T>(), op.groups, out_channels,
+                    out[0].as<T>());
   });
 }
 
 Status conv2d_backward_cpu(const Conv2dBackward &op, const Tensor *in, const Tensor *out, void *) {
   const Conv2dShape s = op.shape(in[1], in[2], in[0]);
   const int64_t out_channels = s.out_channels / op.groups, channels = s.channels / op.groups;
-  const int64_t weights = s.out_channels * channels * s.kernel();
   const char *name = Conv2dBackward::name;
   return dispatch_floating(in[0].dtype, [&](auto zero) {
     using T = decltype(zero);
-    using A = Accumulate<T>;
     const T *dy = in[0].as<const T>(), *x = in[1].as<const T>(), *weight = in[2].as<const T>();
-    if (out[0]) {
-      const Buffer<T> transposed(weights);
-      if (!transposed) return out_of_memory(name);
-      transpose_weight<T>(weight, op.nhwc(), op.groups, out_channels, channels, s.kernel(), transposed);
-      AOT_TRY(convolve<T>(name, source_of(op, s, dy, true), transposed, nullptr, op.groups, channels, out[0].as<T>()));
-    }
-    if (out[1]) {
-      const Source<T> source = source_of(op, s, x, false);
-      T *dweight = out[1].as<T>();
-      if constexpr (std::is_same_v<T, A>) {
-        AOT_TRY(sum_blocks(name, source, dy, op.groups, out_channels, dweight));
-      } else {
-        const Buffer<A> sums(weights);
-        if (!sums) return out_of_memory(name);
-        AOT_TRY(sum_blocks(name, source, dy, op.groups, out_channels, static_cast<A *>(sums)));
-        map(dweight, weights, [&](int64_t i, auto part) { return load(sums + i, part); });
-      }
-    }
+    if (out[0])
+      AOT_TRY(convolve<T>(name, source_of(op, s, dy, true), weight, nullptr, op.groups, channels, out[0].as<T>()));
+    if (out[1]) AOT_TRY(sum_products(name, source_of(op, s, x, false), dy, op.groups, out_channels, out[1].as<T>()));
     if (out[2]) sum_out_channels(dy, op.nhwc(), s.batch, s.out_h * s.out_w, s.out_channels, out[2].as<T>());
     return kOk;
   });

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import shutil
 import subprocess
@@ -387,7 +388,9 @@ def test_a_function_in_python(framework, tvm_ffi):
     """It gets tensors that it may export, strings and lists, and may return its output."""
 
     def rows(x, kind, axes, y):
-        np.from_dlpack(y)[...] = np.from_dlpack(x) * (len(kind) + sum(axes))
+        found = np.from_dlpack(y)  # which NumPy 1 makes read-only
+        memory = (ctypes.c_char * found.nbytes).from_address(y.data_ptr())
+        np.ndarray(found.shape, found.dtype, memory)[...] = np.from_dlpack(x) * (len(kind) + sum(axes))
         return y
 
     kept = weakref.ref(rows)
