@@ -200,6 +200,113 @@ struct Scatter {
   }
 };
 
+// --------------------------------------------------------------------------------------------------------- depthwise
+
+// A group of one channel and one output channel is no product of matrices: taps are multiplied with vectors of channels
+// in NHWC, and with vectors of a row's positions in NCHW.
+
+// The positions of a phase, and its taps: weight is (channels, taps).
+template <typename T>
+struct Taps {
+  using A = Accumulate<T>;
+  const A *data;
+  const int64_t *rows, *to, *terms;
+  const T *weight;
+  int64_t taps;
+
+  // NHWC: n pixels. spread: memory for (taps, channels).
+  void sum_pixels(int64_t n, int64_t channels, const T *bias, A *spread, T *result) const {
+    for (int64_t t = 0; t < taps; ++t)
+      for (int64_t c = 0; c < channels; ++c) spread[t * channels + c] = load_one(weight + c * taps + t);
+    parallel_pieces(n, ceil_div(kGrain, channels * taps + 1), [=, *this](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i)
+        sweep<T>(channels, [=](int64_t c, auto part) {
+          Vec<T> sum = bias ? load(bias + c, part) : Vec<T>{};
+          for (int64_t t = 0; t < taps; ++t)
+            sum += load(data + rows[i] + terms[t] + c, part) * load(spread + t * channels + c, part);
+          store(result + to[i] + c, sum, part);
+        });
+    });
+  }
+
+  // NCHW: the planes of n images, of `lines` lines of `length` positions. stride, channel: from one channel to the next
+  // in the data and in the result.
+  void sum_planes(int64_t n, int64_t lines, int64_t length, int64_t channels, int64_t stride, int64_t channel,
+                  const T *bias, T *result) const {
+    parallel(n * channels, [=, *this](int64_t index) {
+      const int64_t c = index % channels, begin = index / channels * lines * length;
+      const A add = bias ? load_one(bias + c) : 0;
+      Taps plane{data + c * stride, rows + begin, to + begin, terms, weight + c * taps, taps};
+      for (int64_t i = 0; i < lines; ++i, plane.rows += length, plane.to += length)
+        plane.sum_line(length, add, result + c * channel);
+    });
+  }
+
+ private:
+  void sum_line(int64_t length, A bias, T *result) const {
+    if (length == 1 || (rows[1] - rows[0] == 1 && to[1] - to[0] == 1))
+      return sweep<T>(length, [=](int64_t j, auto part) {
+        Vec<T> sum = bias - Vec<T>{};
+        for (int64_t t = 0; t < taps; ++t) sum += load(data + rows[0] + terms[t] + j, part) * load_one(weight + t);
+        store(result + to[0] + j, sum, part);
+      });
+    for (int64_t j = 0; j < length; ++j) {
+      A sum = bias;
+      for (int64_t t = 0; t < taps; ++t) sum += data[rows[j] + terms[t]] * load_one(weight + t);
+      store_one(result + to[j], sum);
+    }
+  }
+};
+
+// sums (channels, taps) (+)= the products of x and dy, added over the n pixels of dy (n, channels).
+template <typename T, typename A = Accumulate<T>>
+void sum_pixel_products(const A *data, const int64_t *rows, int64_t n, const int64_t *terms, int64_t taps,
+                        int64_t channels, const T *dy, bool add, A *sums) {
+  constexpr int64_t kPiece = 256, kNarrow = 4 * kLanes<T>;
+  const int64_t pieces = ceil_div(channels, kNarrow);
+  parallel(taps * pieces, [=](int64_t index) {
+    const int64_t t = index / pieces, begin = index % pieces * kNarrow, left = channels - begin;
+    sweep<T>(left < kNarrow ? left : kNarrow, [=](int64_t j, auto part) {
+      const int64_t c = begin + j;
+      typename VectorOf<double, kLanes<T>>::type all{};
+      for (int64_t i = 0; i < n; i += kPiece) {
+        Vec<T> piece{};
+        for (int64_t k = i; k < n && k < i + kPiece; ++k)
+          piece += load(data + rows[k] + terms[t] + c, part) * load(dy + k * channels + c, part);
+        all += __builtin_convertvector(piece, decltype(all));
+      }
+      for (int64_t l = 0; l < kLanes<T> && c + l < channels; ++l) {
+        A &sum = sums[(c + l) * taps + t];
+        sum = static_cast<A>(add ? sum + all[l] : all[l]);
+      }
+    });
+  });
+}
+
+// The same for the planes of n images of dy (n, channels, lines, length). stride: from one channel of x to the next.
+template <typename T, typename A = Accumulate<T>>
+void sum_plane_products(const A *data, const int64_t *rows, int64_t n, int64_t lines, int64_t length,
+                        const int64_t *terms, int64_t taps, int64_t channels, int64_t stride, const T *dy, bool add,
+                        A *sums) {
+  parallel(channels * taps, [=](int64_t index) {
+    const int64_t c = index / taps, size = lines * length;
+    const A *const x = data + c * stride + terms[index % taps];
+    double all = add ? sums[index] : 0;
+    for (int64_t line = 0; line < n * lines; ++line) {
+      const int64_t *const at = rows + line * length;
+      const T *const other = dy + (line / lines * channels + c) * size + line % lines * length;
+      if (length == 1 || at[1] - at[0] == 1) {
+        Vec<T> sums{};
+        sweep<T>(length, [&](int64_t j, auto part) { sums += load(x + at[0] + j, part) * load(other + j, part); });
+        all += sum<A>(sums);
+      } else {
+        for (int64_t j = 0; j < length; ++j) all += x[at[j]] * load_one(other + j);
+      }
+    }
+    sums[index] = static_cast<A>(all);
+  });
+}
+
 // ------------------------------------------------------------------------------------------------------ y and dx
 
 // Where the positions of a phase are in n images of a result.
@@ -270,13 +377,14 @@ Status convolve_gathered(const char *op, const Source<T> &source, const T *weigh
                          int64_t out_channels, T *result) {
   using A = Accumulate<T>;
   const Padded<T> padded(source);
-  const bool turns = source.h.transposed;
+  const bool turns = source.h.transposed, depthwise = source.channels == 1 && out_channels == 1;
   const int64_t images = padded.at_a_time(), positions = source.positions(), all = groups * out_channels;
   const int64_t pixel = source.nhwc ? all : 1, channel = source.nhwc ? 1 : positions;  // strides of the result
   const Buffer<A> copy(padded.is_source() ? 0 : images * padded.image());
   const Buffer<T> turned(turns ? all * source.depth() : 0);
+  const Buffer<A> spread(depthwise ? all * source.depth() : 0);
   const Buffer<int64_t> all_rows(images * positions), all_to(images * positions), all_terms(source.depth());
-  if (!(copy && turned && all_rows && all_to && all_terms)) return out_of_memory(op);
+  if (!(copy && turned && spread && all_rows && all_to && all_terms)) return out_of_memory(op);
   for (int64_t first = 0; first < source.batch; first += images) {
     const int64_t n = source.batch - first < images ? source.batch - first : images;
     const A *data = padded.images(first, n, copy);
@@ -293,10 +401,16 @@ Status convolve_gathered(const char *op, const Source<T> &source, const T *weigh
           if (turns) turn_weight(source, i, j, weight, groups, out_channels, w);
         }
         const T *from = turns ? w : weight;
-        const Status failed = gemm_batch(groups, [=, &source, &padded](int64_t group) {
+        T *const y = result + first * positions * all;
+        if (depthwise) {
+          const Taps<T> taps{data, rows, to, terms, from, depth};
+          if (source.nhwc) taps.sum_pixels(n * m, all, bias, spread, y);
+          else taps.sum_planes(n, i.count(), j.count(), groups, padded.channel(), positions, bias, y);
+        }
+        const Status failed = gemm_batch(depthwise ? 0 : groups, [=, &source, &padded](int64_t group) {
           const Gathered<A> x{data + group * source.channels * padded.channel(), rows, terms};
-          T *y = result + first * positions * all + group * out_channels * channel;
-          const Scatter<T> scatter{y, to, channel, bias ? bias + group * out_channels : nullptr};
+          const T *add = bias ? bias + group * out_channels : nullptr;
+          const Scatter<T> scatter{y + group * out_channels * channel, to, channel, add};
           return CpuGemm<T, T, Scatter<T>, Gathered<A>>{
               n * m, out_channels, depth, x, {from + group * out_channels * depth, depth, true}, y, 0, false, scatter};
         });
@@ -363,6 +477,14 @@ Status sum_gathered(const char *op, const Source<T> &source, const T *dy, int64_
   for (int64_t first = 0; first < source.batch; first += images) {
     const int64_t n = source.batch - first < images ? source.batch - first : images;
     const A *data = padded.images(first, n, copy);
+    const T *const at = dy + first * positions * all;
+    if (source.channels == 1 && out_channels == 1) {
+      if (source.nhwc) sum_pixel_products<T>(data, rows, n * positions, terms, depth, all, at, first > 0, sums);
+      else
+        sum_plane_products<T>(data, rows, n, source.h.result, source.w.result, terms, depth, all, padded.channel(), at,
+                              first > 0, sums);
+      continue;
+    }
     // dy of several images is one matrix in NHWC
     const int64_t products = source.nhwc ? 1 : n, length = source.nhwc ? n * positions : positions;
     for (int64_t image = 0; image < products; ++image)
