@@ -95,6 +95,7 @@ ROW = Row(
         *_conv2d((1, 2, 12, 11), (3, 2, 3, 3), stride=2, dilation=3, padding=(3, 4)),
         *_conv2d((1, 2, 3, 4), (3, 2, 2, 2), padding=5, stride=4),  # whole windows of padding
         *_conv2d((2, 6, 5, 5), (6, 1, 3, 3), padding=1, groups=6),
+        *_conv2d((1, 19, 3, 11), (19, 1, 3, 3), stride=(2, 1), padding=1, groups=19),
         *_conv2d((2, 4, 7, 6), (8, 2, 3, 3), stride=2, groups=2),
         # channels in whole vectors
         *_conv2d((2, 16, 8, 8), (24, 16, 3, 3), padding=1),
