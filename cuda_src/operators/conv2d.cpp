@@ -283,7 +283,8 @@ void sum_pixel_products(const A *data, const int64_t *rows, int64_t n, const int
   });
 }
 
-// The same for the planes of n images of dy (n, channels, lines, length). stride: from one channel of x to the next.
+// sums (channels, taps) (+)= the products of x and dy (n, channels, lines, length), added over n images. stride: from
+// one channel of x to the next.
 template <typename T, typename A = Accumulate<T>>
 void sum_plane_products(const A *data, const int64_t *rows, int64_t n, int64_t lines, int64_t length,
                         const int64_t *terms, int64_t taps, int64_t channels, int64_t stride, const T *dy, bool add,
