@@ -53,6 +53,12 @@ class Image(NamedTuple):
         return same and self.arch <= capability
 
 
+def named(name: str) -> Image:
+    """The image that ``architectures`` names so, such as "sm_90a", as far as the name tells."""
+    kind, _, number = name.partition("_")
+    return Image(kind == "compute", int(number.rstrip("af")), not number.isdigit(), False, (0, 0))
+
+
 _CONTAINER = struct.Struct("<IHHQ")
 """The header of a fat binary: magic number, version, bytes of this header, bytes behind it."""
 _ENTRY = struct.Struct("<HHIQI4xHHI8xQ")
@@ -133,6 +139,11 @@ def runtime(path: Path) -> int | None:
     return int(done.stdout) if done.returncode == 0 else None
 
 
+def release(version: int) -> str:
+    """The version of CUDA as it is written: "12.9" for 12090."""
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
 def oldest_driver(version: int) -> int:
     """The first release of the driver for a version of CUDA, 12090 for 12.9: cuda_src/cuda/error_text.h says it too."""
     return 580 if version >= 13000 else 525
@@ -163,7 +174,7 @@ def _linked(elf: Elf) -> Iterator[str]:
 
 def _old_runtime(version: int | None) -> Iterator[str]:
     if version is not None and not 12000 <= version < 13000:
-        yield f"its CUDA runtime is {version // 1000}.{version % 1000 // 10}, expected 12.9"
+        yield f"its CUDA runtime is {release(version)}, expected 12.9"
 
 
 def _new_machine_code(code: Iterable[tuple[int, tuple[int, int]]]) -> Iterator[str]:
@@ -199,8 +210,8 @@ def main() -> None:
         print(f"{path}: {fault}", file=sys.stderr)
     if found:
         sys.exit(1)
-    release = f"CUDA {version // 1000}.{version % 1000 // 10}" if version else "no CUDA"
-    print(f"audit {path}: {release}, {' '.join(architectures(Path(path))) or 'no GPU code'}")
+    cuda = f"CUDA {release(version)}" if version else "no CUDA"
+    print(f"audit {path}: {cuda}, {' '.join(architectures(Path(path))) or 'no GPU code'}")
 
 
 if __name__ == "__main__":

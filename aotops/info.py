@@ -15,7 +15,7 @@ import shlex
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
@@ -135,7 +135,7 @@ def _gpu() -> Info:
         return found | {"error": "there is no NVIDIA driver (libcuda.so.1)"}
     number = ctypes.c_int()
     if cuda.cuDriverGetVersion(ctypes.byref(number)) == 0:
-        found["cuda"] = f"{number.value // 1000}.{number.value % 1000 // 10}"
+        found["cuda"] = fatbin.release(number.value)
     if status := cuda.cuInit(0):
         return found | {"error": f"cuInit failed with error {status}"}
     cuda.cuDeviceGetCount(ctypes.byref(number))
@@ -330,13 +330,9 @@ def _too_old(driver: str | None, runtime: int | None) -> str | None:
     code of all minor versions of its major one."""
     if not driver or not runtime or _numbers(driver) >= (runtime // 1000, 0):
         return None
-    release = fatbin.oldest_driver(runtime)
+    release, cuda = fatbin.oldest_driver(runtime), fatbin.release(runtime)
     also = "" if runtime < 13000 else ", or a library compiled with CUDA 12"
-    return f"the driver is of CUDA {driver}, the library of {_cuda(runtime)}; it needs release {release} or later{also}"
-
-
-def _cuda(version: int) -> str:
-    return f"{version // 1000}.{version % 1000 // 10}"
+    return f"the driver is of CUDA {driver}, the library of {cuda}; it needs release {release} or later{also}"
 
 
 def _no_code(capability: int, built: Info, driver: str | None) -> str | None:
@@ -348,32 +344,20 @@ def _no_code(capability: int, built: Info, driver: str | None) -> str | None:
     if any(name.startswith("sm_") for name in code) or not (driver and runtime):
         return None
     if _numbers(driver) < (runtime // 1000, runtime % 1000 // 10):
-        return (
-            f"the library has PTX of CUDA {_cuda(runtime)} for sm_{capability}, which a driver of CUDA {driver} refuses"
-        )
+        cuda = fatbin.release(runtime)
+        return f"the library has PTX of CUDA {cuda} for sm_{capability}, which a driver of CUDA {driver} refuses"
     return None
 
 
 def _code_for(capability: int, architectures: Iterable[str]) -> list[str]:
-    """The code that a GPU of this compute capability runs, "sm_80", or else the PTX that its driver compiles. Machine
-    code runs on the same major version, PTX on any later one, and code as of sm_90a on one GPU alone."""
-    code: dict[str, list[tuple[int, str]]] = {"sm": [], "compute": []}
-    for name in architectures:
-        kind, _, number = name.partition("_")
-        arch = int(number.rstrip("af"))
-        if arch == capability or (
-            arch < capability and number.isdigit() and (kind == "compute" or arch // 10 == capability // 10)
-        ):
-            code[kind].append((arch, name))
-    for found in code.values():
+    """The code that a GPU of this compute capability runs, "sm_80", or else the PTX that its driver compiles."""
+    images = [(fatbin.named(name), name) for name in architectures]
+    for ptx in (False, True):
+        found = [(image.arch, name) for image, name in images if image.ptx is ptx and image.serves(capability)]
         if found:
             newest = max(arch for arch, _ in found)
             return [name for arch, name in found if arch == newest]
     return []
-
-
-def _runs_on(capability: int, architectures: Sequence[str]) -> bool:
-    return bool(_code_for(capability, architectures))
 
 
 def _give_cublaslt(driver: str | None) -> str:
@@ -440,7 +424,7 @@ def _entries(built: Info) -> str:
     code = ", ".join(built["architectures"]) or "yes"
     if not (runtime := built["runtime"]):
         return code
-    return f"{code}; CUDA {_cuda(runtime)}, for drivers from {fatbin.oldest_driver(runtime)}"
+    return f"{code}; CUDA {fatbin.release(runtime)}, for drivers from {fatbin.oldest_driver(runtime)}"
 
 
 def _loads(driver: str, built: Info) -> str:
@@ -451,7 +435,7 @@ def _loads(driver: str, built: Info) -> str:
     if _too_old(driver, runtime):
         return ": loads no code of the library"
     newer = _numbers(driver) >= (runtime // 1000, runtime % 1000 // 10)
-    return f": loads machine code{' and PTX' if newer else ', and no PTX'} of CUDA {_cuda(runtime)}"
+    return f": loads machine code{' and PTX' if newer else ', and no PTX'} of CUDA {fatbin.release(runtime)}"
 
 
 def _limit(cpu: Info) -> str:

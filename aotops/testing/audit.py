@@ -43,7 +43,7 @@ def audited(file: Path) -> Iterator[Item]:
         ("stack", elf.executable_stack and "the stack would be executable: link with -z noexecstack", "not executable"),
         ("relocations", elf.text_relocations and "the code is relocated at load: compile with -fPIC",
          "none in the code"),
-        ("drivers", _kept(file) and faults, _drivers(cuda, faults)),
+        ("drivers", faults if faults and _kept(file) else None, _drivers(cuda, faults)),
     )  # fmt: skip
     for where, fault, detail in found:
         if fault:
