@@ -231,9 +231,8 @@ AOT_API int aot_torch_register() {
   AOT_TRY(open_torch());
   bool elsewhere = false;
   AOT_TRY(find_other_copy(&elsewhere));
-  for (const auto &own : kOwn) {
-    if (!elsewhere) AOT_TRY(provide(kOwnName, own.schema, own.written, own.elementwise));
-  }
+  if (elsewhere) return kOk;
+  for (const auto &own : kOwn) AOT_TRY(provide(kOwnName, own.schema, own.written, own.elementwise));
   return kOk;
 }
 

@@ -403,19 +403,17 @@ Status convolve_gathered(const char *op, const Source<T> &source, const T *weigh
         }
         const T *from = turns ? w : weight;
         T *const y = result + first * positions * all;
-        if (depthwise) {
-          const Taps<T> taps{data, rows, to, terms, from, depth};
-          if (source.nhwc) taps.sum_pixels(n * m, all, bias, spread, y);
-          else taps.sum_planes(n, i.count(), j.count(), groups, padded.channel(), positions, bias, y);
-        }
-        const Status failed = gemm_batch(depthwise ? 0 : groups, [=, &source, &padded](int64_t group) {
+        const Taps<T> taps{data, rows, to, terms, from, depth};
+        auto product = [=, &source, &padded](int64_t group) {
           const Gathered<A> x{data + group * source.channels * padded.channel(), rows, terms};
           const T *add = bias ? bias + group * out_channels : nullptr;
           const Scatter<T> scatter{y + group * out_channels * channel, to, channel, add};
           return CpuGemm<T, T, Scatter<T>, Gathered<A>>{
               n * m, out_channels, depth, x, {from + group * out_channels * depth, depth, true}, y, 0, false, scatter};
-        });
-        if (failed) status = failed;
+        };
+        if (depthwise && source.nhwc) taps.sum_pixels(n * m, all, bias, spread, y);
+        else if (depthwise) taps.sum_planes(n, i.count(), j.count(), groups, padded.channel(), positions, bias, y);
+        else if (const Status failed = gemm_batch(groups, product)) status = failed;
         rows += images * m, to += images * m, terms += depth, w += all * depth;
       });
     });
