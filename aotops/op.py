@@ -204,7 +204,8 @@ class Op:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     optional: frozenset[str] = frozenset()
-    """Inputs that may be None, and outputs that a caller may leave out."""
+    """Inputs that may be None, and outputs that a caller may leave out. Of a backward, an incoming gradient is None if
+    nobody has read the output."""
     accepts_scalar: frozenset[str] = frozenset()
     """Inputs that accept a 0-dim tensor as a value for all elements, such as the gradient of a sum."""
     attrs: Mapping[str, str] = field(default_factory=dict)
