@@ -22,6 +22,9 @@ class Mathematics(Protocol):
 
     ops: Any
     """The functions of the library's operators."""
+    narrow: bool
+    """Whether what is wide is rounded to 16 bits in the end, and is not differentiated: then an approximation to 1e-5
+    will do."""
 
     def wide(self, x: Array) -> Array:
         """x in the dtype that kernels compute in: float32 for 16 bits."""

@@ -161,6 +161,23 @@ class Product:
 
 
 @dataclass(frozen=True)
+class Padding:
+    """More columns of a matrix that change no result but those that are as long, which have zeros there. A compiler may
+    then compute the matrix as a product of whole lines."""
+
+    slot: str
+    """The input that is padded, along its last axis."""
+    value: float
+    """Its values there."""
+    results: tuple[str, ...]
+    """The results that are as long as the input. Of a backward the only one is."""
+    indices: tuple[str, ...]
+    """Inputs of indices along the axis."""
+    holds: Callable[[Any], bool]
+    """Whether it holds for a call: a function of the same object as ``Op.shapes``."""
+
+
+@dataclass(frozen=True)
 class Parts:
     """A call that is composed of parts of axes that the entry takes whole."""
 
@@ -187,7 +204,8 @@ class Op:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     optional: frozenset[str] = frozenset()
-    """Inputs that may be None, and outputs that a caller may leave out."""
+    """Inputs that may be None, and outputs that a caller may leave out. Of a backward, an incoming gradient is None if
+    nobody has read the output."""
     accepts_scalar: frozenset[str] = frozenset()
     """Inputs that accept a 0-dim tensor as a value for all elements, such as the gradient of a sum."""
     attrs: Mapping[str, str] = field(default_factory=dict)
@@ -244,6 +262,8 @@ class Op:
     kernel for a derivative: in forward mode, and for the derivatives of a backward."""
     product: Product | None = None
     """The product that it computes, if it is one."""
+    padding: Padding | None = None
+    """The padding of an input that changes no result."""
     autocast: Autocast | None = None
     """Changes that torch.autocast makes to a call."""
     rule: Rule | None = None
@@ -305,6 +325,11 @@ class Op:
             return ()
         gradients = {f"d{y}" for y in self.outputs}
         return tuple(s for s in self.backward.inputs if s not in gradients)
+
+    @cached_property
+    def unread(self) -> frozenset[str]:
+        """The outputs that may be left unread: the backward takes none for their gradient, and reads no zeros."""
+        return frozenset(y for y in self.outputs if self.backward is not None and f"d{y}" in self.backward.optional)
 
     @cached_property
     def has_kernel(self) -> bool:

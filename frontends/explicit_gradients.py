@@ -155,9 +155,11 @@ class ArrayFrontend(ABC):
         parameters = [inspect.Parameter("dy", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
         parameters += inspect.signature(op.bind).parameters.values()
         function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        unread = " and ".join(f"that of {y}" for y in op.outputs if y in op.unread)
         function.__doc__ = (
             f"The gradient of ``{op.name}``.\n\n"
-            f"Args:\n    dy: the gradient of {op.name}'s result, like it; a tuple where there are several.\n"
+            f"Args:\n    dy: the gradient of {op.name}'s result, like it; a tuple where there are several"
+            f"{f', of which {unread} may be None, for zeros' if unread else ''}.\n"
             f"    The others are those of {op.name}.\n\n"
             f"Returns:\n    {', '.join(gradients)}; None where the input is None.\n"
         )

@@ -14,7 +14,7 @@ def _formula(m, x, residual, weight, bias, normalized_shape, eps, weight_offset)
 
 def _backward_formula(m, dy, dh, h, weight, normalized_shape, eps, weight_offset):
     dx, *rest = layer_norm_gradients(m, m.wide(dy), m.wide(h), weight, normalized_shape, eps, weight_offset)
-    dx = dx + m.wide(dh)
+    dx = dx if dh is None else dx + m.wide(dh)
     return dx, dx, *rest
 
 
@@ -35,7 +35,7 @@ def _backward_formula(m, dy, dh, h, weight, normalized_shape, eps, weight_offset
         "outputs": ("dx", "dresidual", "dweight", "dbias"),
         "workspace": ("workspace",),
         "shapes": {"dweight": affine, "dbias": affine},
-        "optional": ("weight", "stats", "dx", "dresidual", "dweight", "dbias"),
+        "optional": ("dh", "weight", "stats", "dx", "dresidual", "dweight", "dbias"),
         "same_spec_as": {"dx": "dy", "dresidual": "h"},
         "formula": _backward_formula,
         "duplicates": {"dresidual": "dx"},

@@ -14,7 +14,7 @@ def _formula(m, x, residual, weight, normalized_shape, eps, weight_offset):
 
 def _backward_formula(m, dy, dh, h, weight, normalized_shape, eps, weight_offset):
     dx, *rest = rms_norm_gradients(m, m.wide(dy), m.wide(h), weight, normalized_shape, eps, weight_offset)
-    dx = dx + m.wide(dh)
+    dx = dx if dh is None else dx + m.wide(dh)
     return dx, dx, *rest
 
 
@@ -35,7 +35,7 @@ def _backward_formula(m, dy, dh, h, weight, normalized_shape, eps, weight_offset
         "outputs": ("dx", "dresidual", "dweight"),
         "workspace": ("workspace",),
         "shapes": {"dweight": affine},
-        "optional": ("weight", "rstd", "dx", "dresidual", "dweight"),
+        "optional": ("dh", "weight", "rstd", "dx", "dresidual", "dweight"),
         "same_spec_as": {"dx": "dy", "dresidual": "h"},
         "formula": _backward_formula,
         "duplicates": {"dresidual": "dx"},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..op import Autocast, Parts, operator
+from ..op import Autocast, Padding, Parts, operator
 from ._cross_entropy_parts import backward, forward, keeps_slope
 
 
@@ -75,6 +75,14 @@ def _nan_unless_in_range(m, hit, x):
     formula=_formula,
     instead={"x": "slope"},
     always_save_residuals=True,
+    padding=Padding(
+        "x",
+        float("-inf"),
+        results=("slope",),
+        indices=("target",),
+        # smoothing spreads probability over all classes; a target that is moved must not become ignore_index
+        holds=lambda call: keeps_slope(call.reduction) and not call.label_smoothing and call.ignore_index < call.x[-1],
+    ),
     autocast=Autocast.WIDE_LOSS,
     backward={
         "inputs": ("dy", "x", "target", "slope"),

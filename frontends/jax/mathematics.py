@@ -15,6 +15,8 @@ Array = Any
 class Mathematics:
     """``aotops.formula.Mathematics``. ``ops``: the functions of the library's operators."""
 
+    narrow = False
+
     def __init__(self, ops: Any):
         self.ops = ops
 

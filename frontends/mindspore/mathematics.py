@@ -130,6 +130,7 @@ class Mathematics:
     """aotops.formula.Mathematics, of what is written. ``log_softmax`` is composed: MindSpore's own can be
     differentiated once."""
 
+    narrow = False
     exp, expm1, tanh, erfc = map(_elementwise, (ops.exp, ops.expm1, ops.tanh, ops.erfc))
     sigmoid, rsqrt, zeros = map(_elementwise, (ops.sigmoid, ops.rsqrt, ops.zeros_like))
 

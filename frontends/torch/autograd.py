@@ -23,6 +23,7 @@ from .gradients import (
     other_levels,
     run_backward,
     tangents_of_product,
+    with_zeros,
 )
 from .tensors import packed, results_of
 
@@ -47,14 +48,18 @@ def autograd_kernel(op: Op, forward: Op, dispatched: Any) -> Callable[..., Any]:
             ctx.save_for_forward(*inputs)
             ctx.shapes = {y: t.shape for y, t in zip(op.results, results_of(results), strict=True) if y in names}
         ctx.mark_non_differentiable(*(named[slot] for slot in op.residuals))
-        if not op.has_gradient:
+        if not op.has_gradient or op.unread:
             ctx.set_materialize_grads(False)
+            ctx.outputs = [(named[y].shape, named[y].dtype) for y in op.outputs] if op.has_gradient else []
         return results
 
     def differentiate(ctx, *grads):
         needed = ctx.needs_input_grad[3:]
         if op.has_gradient:
-            found = run_backward(op, ctx.attrs, ctx.saved_tensors, grads[: len(op.outputs)], needed, ctx)
+            saved, grads = ctx.saved_tensors, grads[: len(op.outputs)]
+            if op.unread:
+                grads = with_zeros(op, ctx.outputs, saved, grads)
+            found = run_backward(op, ctx.attrs, saved, grads, needed, ctx)
             if op.instead:
                 overwrite.drop_inputs(ctx)
         else:

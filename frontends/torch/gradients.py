@@ -52,6 +52,16 @@ def run_backward(op: Op, attrs: tuple[Attr, ...], saved: Tensors, grads: Tensors
     return tuple(given.get(f"d{x}") if need else None for x, need in zip(op.inputs, needed, strict=True))
 
 
+def with_zeros(op: Op, outputs: Sequence[tuple[Any, torch.dtype]], saved: Tensors, grads: Tensors) -> tuple[Any, ...]:
+    """The gradients of the outputs, of these shapes and dtypes, where autograd gives None for what nobody has read:
+    zeros, or None if the backward takes it."""
+    model = next(t for t in (*grads, *saved) if t is not None)
+    return tuple(
+        model.new_zeros(shape, dtype=dtype) if dy is None and y not in op.unread else dy
+        for y, (shape, dtype), dy in zip(op.outputs, outputs, grads, strict=True)
+    )
+
+
 def kept_instead(ctx: Any, op: Op, attrs: tuple[Attr, ...], named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """For each input that a residual is saved instead of (Op.replaced) the residual, as on the path of plain calls: the
     input may be changed in place. Nothing is replaced under torch.func, which makes copies of both; where a hook packs
@@ -77,12 +87,12 @@ def _replaced(op: Op, ctx: Any) -> dict[str, Tensor]:
     return replaced
 
 
-def composed(op: Op, attrs: tuple[Attr, ...], inputs: Tensors) -> list[Tensor]:
-    """The results by the operator's formula, which torch differentiates; residuals, which have no derivative, by the
-    operator itself."""
+def composed(op: Op, attrs: tuple[Attr, ...], inputs: Tensors, narrow: bool = False) -> list[Tensor]:
+    """The results by the operator's formula, which torch differentiates, except with ``narrow``
+    (``aotops.formula.Mathematics``); residuals, which have no derivative, by the operator itself."""
     check_devices(op.name, op.inputs, inputs)
     specs = specs_of(op, attrs, inputs)
-    values = formula.compose(Mathematics(namespaces[op.library]), op, attrs, inputs)
+    values = formula.compose(Mathematics(namespaces[op.library], narrow), op, attrs, inputs)
     found = {y: value.to(DTYPES[specs[y].dtype]) for y, value in zip(op.composed, values, strict=True)}
     if op.residuals:
         constants = [t if t is None else forward_ad.unpack_dual(t).primal.detach() for t in inputs]

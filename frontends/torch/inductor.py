@@ -19,6 +19,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextvars import ContextVar
+from functools import partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -32,8 +33,8 @@ from aotops.op import Op
 
 from ..imports import after_import
 from ..torch_schema import splitter
-from . import private
-from .mathematics import MATHEMATICS as m
+from . import padding, private, views
+from .mathematics import Mathematics, all_narrow
 from .tensors import packed
 
 # ------------------------------------------------------------------------------------------------------ decompositions
@@ -72,10 +73,14 @@ def _of_products(op: Op, forward: Op, overload: Any, formula: Callable[..., Any]
             named = {slot: _RECOMPUTED[t]() if t in _RECOMPUTED else t for slot, t in named.items()}
         elif not is_bilinear(op, attrs) and _has_fused_kernel(*(named[slot] for slot in op.bilinear)):
             return _by_fused_kernel(op, overload, formula, args) if op.residuals else NotImplemented
-        results = fuse(formula, m, op, attrs, named)
+        results = fuse(formula, _mathematics(inputs), op, attrs, named)
         return results if results is NotImplemented else _packed(op, wanted, results)
 
     return of_products
+
+
+def _mathematics(inputs: Sequence[Tensor | None]) -> Mathematics:
+    return Mathematics(None, all_narrow(inputs))
 
 
 def _by_fused_kernel(op: Op, overload: Any, formula: Callable[..., Any], args: Sequence[Any]) -> Any:
@@ -85,7 +90,7 @@ def _by_fused_kernel(op: Op, overload: Any, formula: Callable[..., Any], args: S
     finally:
         _AS_IT_IS.reset(token)
     attrs, residuals = args[len(op.inputs) :], dict(zip(op.residuals, kept, strict=True))
-    _RECOMPUTED[y] = lambda: fuse(formula, m, op, attrs, residuals)[0]
+    _RECOMPUTED[y] = lambda: fuse(formula, _mathematics(kept), op, attrs, residuals)[0]
     return y, *kept
 
 
@@ -129,7 +134,7 @@ def _decomposition(op: Op, forward: Op, overload: Any, composed: Callable[..., A
 
     def decomposed(*args):
         inputs, attrs, wanted = split(args)
-        return _packed(op, wanted, composed(op, attrs, inputs))
+        return _packed(op, wanted, composed(op, attrs, inputs, all_narrow(inputs)))
 
     return decomposed
 
@@ -206,6 +211,7 @@ def register(operators: Sequence[Operator], composed: Callable[..., Any]) -> Non
     """Tells Inductor of operators: now, or as soon as it is imported. ``composed``: evaluates the formula of an
     operator, given its attributes and inputs."""
     after_import(private.LOWERING, lambda: _register(import_module(private.LOWERING), operators, composed))
+    after_import(private.JOINT_GRAPH, lambda: _register_passes(operators))
 
 
 def _register(lowering: ModuleType, operators: Sequence[Operator], composed: Callable[..., Any]) -> None:
@@ -218,6 +224,39 @@ def _register(lowering: ModuleType, operators: Sequence[Operator], composed: Cal
         _decompose({one.overload: _decomposition(one.op, one.forward, one.overload, composed) for one in operators})
     except Exception as error:  # Inductor must work: without this it does, though more slowly
         warnings.warn(f"aotops: Inductor {torch.__version__} took no operators: {error!r}", stacklevel=2)
+
+
+def _register_passes(operators: Sequence[Operator]) -> None:
+    """For joint graphs. Products are padded before Inductor does so; views are read where it has removed those that
+    undo each other."""
+    overloads = {one.op: one.overload for one in operators}
+    try:
+        passes, on_each = _joint_graph_passes()
+        for op, overload in overloads.items():
+            if op.padding is not None and op.backward is not None:
+                on_each(passes.early_patterns, overload, partial(_pad, op, overloads[op.backward]))
+            if op.has_gradient:
+                on_each(passes.pass_patterns[-1], overload, views.read_through)
+    except Exception as error:
+        warnings.warn(f"aotops: Inductor {torch.__version__} took no passes: {error!r}", stacklevel=2)
+
+
+def _joint_graph_passes() -> tuple[ModuleType, Callable[..., None]]:
+    """Inductor's passes, and what adds a function of each call of an operator to one."""
+    matcher = import_module(private.PATTERNS)
+
+    def on_each(passes: Any, overload: Any, function: Callable[[torch.fx.Node], None]) -> None:
+        def handler(match: Any, *_: Any, **__: Any) -> None:
+            function(match.output_node())
+
+        matcher.register_graph_pattern(matcher.CallFunctionVarArgs([overload]), pass_dict=passes)(handler)
+
+    return import_module(private.JOINT_GRAPH), on_each
+
+
+def _pad(op: Op, backward: Any, node: torch.fx.Node) -> None:
+    if (found := padding.find(op, node, backward, _fuses_products)) is not None:
+        padding.pad(found)
 
 
 def _decompose(functions: Mapping[Any, Callable[..., Any] | None]) -> None:

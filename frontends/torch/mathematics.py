@@ -9,6 +9,11 @@ import torch
 from torch import Tensor
 
 
+def all_narrow(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether they have 16 bits."""
+    return all(t is None or t.dtype.itemsize == 2 for t in tensors)
+
+
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype that sums of floating numbers are taken in: float32 for 16 bits."""
     return torch.promote_types(dtype, torch.float32)
@@ -21,8 +26,8 @@ class Mathematics:
     erfc, where, zeros, reshape = torch.special.erfc, torch.where, torch.zeros_like, torch.reshape
     log_softmax, linear = staticmethod(torch.log_softmax), staticmethod(torch.nn.functional.linear)
 
-    def __init__(self, ops: Any) -> None:
-        self.ops = ops
+    def __init__(self, ops: Any, narrow: bool = False) -> None:
+        self.ops, self.narrow = ops, narrow
 
     @staticmethod
     def wide(x: Tensor) -> Tensor:

@@ -90,6 +90,7 @@ CAN_OVERWRITE = _NOT_OVER not in LACKS.values()
 # ------------------------------------------------------------------------------- modules that are imported when needed
 
 LOWERING, DECOMPOSITION, IR = "torch._inductor.lowering", "torch._inductor.decomposition", "torch._inductor.ir"
+JOINT_GRAPH, PATTERNS = "torch._inductor.fx_passes.joint_graph", "torch._inductor.pattern_matcher"
 FLOP_COUNTER, DTENSOR = "torch.utils.flop_counter", "torch.distributed.tensor"
 
 

@@ -301,6 +301,21 @@ def test_residuals_that_a_backward_needs_are_computed():
         np.testing.assert_allclose(got, expected, rtol=1e-13, atol=1e-13)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("name", ["add_layer_norm", "add_rms_norm"])
+def test_a_sum_that_nobody_reads_has_no_gradient(name, dtype):
+    """Of rows for each kernel: of a few elements, of whole vectors and the rest, of parts."""
+    random = np.random.default_rng(0)
+    backward = getattr(ours, f"{name}_backward")
+    for n in (3, 40, 1029):
+        x, residual, dy = random.normal(size=(3, 6, n)).astype(dtype)
+        found, expected = (backward((dy, dh), x, residual, n, dy[0]) for dh in (None, np.zeros_like(dy)))
+        for got, other in zip(found, expected, strict=True):
+            assert (got is None) == (other is None)
+            if got is not None:
+                np.testing.assert_array_equal(got, other)
+
+
 def test_inputs_that_an_operator_writes_to_are_writable_arrays():
     function = ours._frontend.functions_of(replace(OPS["gelu"], mutates=("x",)), "here")["gelu"]
     read_only = X.copy()

@@ -85,7 +85,7 @@ def test_explicit_backward_wants_a_gradient_of_each_result(framework, device, na
         (None, TypeError, ("dy is None", "expected a tuple of 2")),
         ((x,), ValueError, ("dy has 1", "expected 2")),
         ((x, x, x), ValueError, ("dy has 3", "expected 2")),
-        ((x, None), TypeError, ("dh is None", "expected")),
+        ((None, x), TypeError, ("dy is None", "expected")),
         ((x[:1], x), ValueError, ("dy has shape (1, 3)", "expected (2, 3)")),
         ((x, x[:1]), ValueError, ("dh has shape (1, 3)", "expected (2, 3)")),
     ):

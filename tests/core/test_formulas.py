@@ -15,6 +15,7 @@ from aotops.testing.cases import CASES, trial
 
 MATHEMATICS = SimpleNamespace(
     ops=F,
+    narrow=False,
     wide=lambda x: x,
     like=lambda x, model: x.astype(model.dtype),
     epsilon=lambda x: np.finfo(x.dtype).eps,

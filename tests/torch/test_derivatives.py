@@ -27,6 +27,9 @@ CALLS = {
     "rms_norm": (lambda x, w: ours.rms_norm(x, (4,), w), (2, 3, 4), (4,)),
     "add_layer_norm": (lambda x, r, w, b: ours.add_layer_norm(x, r, (4,), w, b), (3, 4), (3, 4), (4,), (4,)),
     "add_rms_norm": (lambda x, r, w: ours.add_rms_norm(x, r, (4,), w), (3, 4), (3, 4), (4,)),
+    "add_layer_norm whose sum is unread": (lambda x, r, w: ours.add_layer_norm(x, r, 4, w)[0], (3, 4), (3, 4), (4,)),
+    "add_rms_norm whose sum is unread": (lambda x, r, w: ours.add_rms_norm(x, r, 4, w)[0], (3, 4), (3, 4), (4,)),
+    "add_rms_norm whose norm is unread": (lambda x, r, w: ours.add_rms_norm(x, r, 4, w)[1], (3, 4), (3, 4), (4,)),
     "cross_entropy": (lambda x: ours.cross_entropy(x, INTEGERS), (3, 4)),
     "cross_entropy of rows": (
         lambda x: ours.cross_entropy(x, INTEGERS, reduction="none", label_smoothing=0.2, ignore_index=0),

@@ -192,8 +192,8 @@ struct Norm : NormAttrs<kCentred, kAdd> {
 };
 
 // The slots of a backward: dy, dh, x (h of an add_ norm), weight, stats; dx, dresidual, dweight, dbias, workspace.
-// Absent stats are recomputed. dresidual may be absent beside a dx of its dtype, which then stands for both. The
-// workspace has (partial_rows, kSums, P * N) partial sums, then, on CUDA, the recomputed stats.
+// Absent stats are recomputed, and an absent dh is zeros. dresidual may be absent beside a dx of its dtype, which then
+// stands for both. The workspace has (partial_rows, kSums, P * N) partial sums, then, on CUDA, the recomputed stats.
 template <class Op, bool kCentred, bool kAdd>
 struct NormBackward : NormAttrs<kCentred, kAdd> {
   static constexpr int kDy = 0, kDh = kAdd ? 1 : -1, kX = 1 + kAdd, kWeight = 2 + kAdd, kStatsIn = 3 + kAdd;
@@ -206,7 +206,7 @@ struct NormBackward : NormAttrs<kCentred, kAdd> {
     const char *x_name = Op::inputs[kX].name;
     AOT_TRY(this->check_rows(Op::name, x_name, x));
     if constexpr (kAdd) {
-      AOT_TRY(check_like(Op::name, "dh", in[kDh], x_name, x));
+      if (in[kDh]) AOT_TRY(check_like(Op::name, "dh", in[kDh], x_name, x));
       AOT_TRY(this->check_narrower(Op::name, "dy", dy, x.dtype));
       AOT_TRY(check_shape(Op::name, "dy", dy, x_name, x));
       out[kDresidual] = in[kX];
@@ -270,7 +270,7 @@ struct AddLayerNorm : Norm<AddLayerNorm, true, true> {
 
 struct AddLayerNormBackward : NormBackward<AddLayerNormBackward, true, true> {
   static constexpr const char *name = "add_layer_norm_backward";
-  static constexpr Slot inputs[] = {{"dy"}, {"dh"}, {"h"}, {"weight", optional}, {"stats", optional}};
+  static constexpr Slot inputs[] = {{"dy"}, {"dh", optional}, {"h"}, {"weight", optional}, {"stats", optional}};
   static constexpr Slot outputs[] = {
       {"dx", optional}, {"dresidual", optional}, {"dweight", optional}, {"dbias", optional}, {"workspace", workspace}};
 };
@@ -283,7 +283,7 @@ struct AddRmsNorm : Norm<AddRmsNorm, false, true> {
 
 struct AddRmsNormBackward : NormBackward<AddRmsNormBackward, false, true> {
   static constexpr const char *name = "add_rms_norm_backward";
-  static constexpr Slot inputs[] = {{"dy"}, {"dh"}, {"h"}, {"weight", optional}, {"rstd", optional}};
+  static constexpr Slot inputs[] = {{"dy"}, {"dh", optional}, {"h"}, {"weight", optional}, {"rstd", optional}};
   static constexpr Slot outputs[] = {
       {"dx", optional}, {"dresidual", optional}, {"dweight", optional}, {"workspace", workspace}};
 };

@@ -11,7 +11,7 @@ inline namespace AOT_ISA {
 template <class N>
 struct NormBackwardTensors {
   const typename N::T *dy;
-  const typename N::R *dh, *x;
+  const typename N::R *dh, *x;  // dh may be null
   NormParameters<N> parameters;
   const typename N::A *stats;
   typename N::X *dx;         // may be null
@@ -87,8 +87,9 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
   RowPart<Shape> part(a.cols, row_warps);
   NormParameters<N> &p = a.parameters;
   bool has_weight = p.weight != nullptr, has_dx = a.dx != nullptr, has_dresidual = a.dresidual != nullptr;
+  const bool has_dh = a.dh != nullptr;
   a.x += part.column(), a.dy += part.column(), a.dx += part.column();
-  if constexpr (N::kAdd) a.dh += part.column(), a.dresidual += part.column();
+  if constexpr (N::kAdd) a.dh = has_dh ? a.dh + part.column() : a.x, a.dresidual += part.column();
   BackwardPipeline<Shape, N> pipeline;
   constexpr Index<0> kX;
   constexpr Index<1> kDy;
@@ -96,7 +97,7 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
   auto load_row = [&](int stage, int64_t row) {
     pipeline.load(kX, stage, a.x + row * a.cols, part, row < a.rows);
     pipeline.load(kDy, stage, a.dy + row * a.cols, part, row < a.rows);
-    if constexpr (N::kAdd) pipeline.load(kDh, stage, a.dh + row * a.cols, part, row < a.rows);
+    if constexpr (N::kAdd) pipeline.load(kDh, stage, a.dh + row * a.cols, part, has_dh && row < a.rows);
     commit_copies();
   };
   KeptParameter<N, Shape> weight;
@@ -223,7 +224,8 @@ __global__ void __launch_bounds__(kAnyThreads) norm_backward_any_kernel(NormBack
     A c0 = N::kCentred ? sums.value[0] / cols : A(0), c1 = sums.value[1] / cols;
     for (int64_t c = threadIdx.x; c < a.cols; c += blockDim.x) {
       A dx = rstd * (g(c) - c0 - xhat(c) * c1);
-      if constexpr (N::kAdd) dx += widen(a.dh[at + c]);
+      if constexpr (N::kAdd)
+        if (a.dh) dx += widen(a.dh[at + c]);
       if constexpr (N::kAdd && N::kMixed)
         if (a.dresidual) a.dresidual[at + c] = narrow<typename N::R>(dx);
       if (a.dx) a.dx[at + c] = narrow<typename N::X>(dx);

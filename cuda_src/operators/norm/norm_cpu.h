@@ -140,7 +140,7 @@ struct Backward {
   using A = Accumulate<T>;
   static constexpr int kStats = kCentred ? 2 : 1;
   const T *dy;
-  const R *dh, *x;
+  const R *dh, *x;  // dh may be null
   Affine<W> affine;
   const A *stats;  // null: recomputed
   T *dx;           // dx and dresidual: either may be null
@@ -210,7 +210,7 @@ struct Backward {
     });
 
     // 2. dx, and prefetching
-    const R *dh = kAdd ? this->dh + i * n : nullptr;
+    const R *dh = kAdd && this->dh ? this->dh + i * n : nullptr;
     const auto write = [&](int r, auto with_dx, auto with_dresidual) {
       const A mean_g = c1[r] / n, mean_gx = c2[r] / n, mean_r = mean[r], rstd_r = rstd[r];
       T *dx = with_dx ? this->dx + i * n + r * step : nullptr;
@@ -222,7 +222,8 @@ struct Backward {
         Vec<T> xhat = normalized(x + r * step + j, mean_r, rstd_r, part);
         if constexpr (kCentred) g -= mean_g;
         Vec<T> d = rstd_r * (g - xhat * mean_gx);
-        if constexpr (kAdd) d += load(dh + r * step + j, part);
+        if constexpr (kAdd)
+          if (dh) d += load(dh + r * step + j, part);
         if constexpr (with_dx) store(dx + j, d, part);
         if constexpr (with_dresidual) store(dresidual + j, d, part);
       };

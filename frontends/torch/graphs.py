@@ -1,0 +1,38 @@
+"""Edits of Inductor's joint graphs of forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.utils._pytree import tree_map
+
+_EXACT = "eager_input_vals"
+"""In the meta of a node whose inputs must have certain strides: tensors that have them."""
+
+
+def value_of(node: Any) -> Any:
+    """The fake tensor that a node is, or None."""
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    return value if isinstance(value, torch.Tensor) else None
+
+
+class Writer:
+    """Adds nodes to a graph, as parts of what another node stands for: its part of the graph, forward or backward, and
+    its place in the source."""
+
+    def __init__(self, model: Node) -> None:
+        self.graph, self.target, self.is_exact = model.graph, model.target, _EXACT in model.meta
+        own = ("val", "tensor_meta", "original_aten", _EXACT)
+        self.meta = {key: value for key, value in model.meta.items() if key not in own}
+        self.mode = next(value_of(n) for n in (model, *model.all_input_nodes) if value_of(n) is not None).fake_mode
+
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        values = tree_map(lambda a: a.meta["val"] if isinstance(a, Node) else a, args)
+        node = self.graph.call_function(target, args, kwargs)
+        with self.mode:
+            node.meta = {**self.meta, "val": target(*values, **kwargs)}
+        if target is self.target and self.is_exact:  # else Inductor would choose the strides of its inputs
+            node.meta[_EXACT] = (values, {})
+        return node
