@@ -172,10 +172,11 @@ struct Conv2dParams {
     const int64_t sizes[] = {s.kernel_h, s.kernel_w};
     for (int i = 0; i < 2; ++i)
       if (stride.value[i] != sizes[i] || padding.value[i] || (sizes[i] > 1 && dilation.value[i] != 1)) return false;
-    constexpr int64_t kMost = 1 << 30;  // indices within a row of patches, and blocks, have 31 bits
+    constexpr int64_t kMost = 1 << 30;  // indices within a row of patches, in a weight, and of blocks have 31 bits
     const int64_t depth = round_up(s.channels * s.kernel(), 8);
     return s.kernel() > 1 && (s.channels < 32 || dtype == DType::float64) &&
-           depth * (s.out_w + 1) + s.channels * s.kernel_h * s.width < kMost && s.batch * (s.out_h + 1) < kMost;
+           depth * (s.out_w + 1) + s.channels * s.kernel_h * s.width < kMost && s.batch * (s.out_h + 1) < kMost &&
+           s.out_channels * depth < kMost && s.out_channels * s.out_h * s.out_w < kMost << 8;
   }
 
   // The largest tiles for which kFewBlocks fit; else the smallest. other(tiles): bytes beside the window.
