@@ -131,7 +131,7 @@ struct Conv2dParams {
       p.library = library_workspace(s.pixels() * s.out_channels, p.channels);
     }
     // float64's direct kernels need none, but dweight of a 1 x 1 kernel may be products of each image in as much
-    const bool products = p.kernels == direct && groups == 1 && dtype == DType::float64;
+    const bool products = p.kernels == direct && groups == 1 && dtype == DType::float64 && s.kernel() == 1 && !nhwc();
     if (!p.implicit_gemm && !products) return p;
     p.channels = round_up(s.channels, vector), p.out_channels = round_up(s.out_channels, vector);
     p.packed_y = !nhwc() || p.out_channels != s.out_channels, p.packed = p.packed_y || p.channels != s.channels;
