@@ -158,8 +158,8 @@ class Product(Work):
 
 
 class Convolution(Work):
-    """x has square images, w square filters of an odd size, half of which is the padding, and y the results. The
-    variant names the layout: nchw or nhwc."""
+    """x has square images, w square filters, and y the results. Half of a filter's size is the padding; patches, whose
+    stride is that size, have none. The variant names the layout: nchw or nhwc."""
 
     AXES = ("batch", "channels", "size", "outputs", "kernel", "stride")
     # of ResNet-50
@@ -169,6 +169,8 @@ class Convolution(Work):
         (32, 128, 28, 128, 3, 1),
         (32, 512, 7, 512, 3, 1),
         (32, 128, 56, 128, 3, 2),
+        (32, 3, 224, 64, 7, 2),
+        (64, 3, 224, 1024, 16, 16),  # a vision transformer's patches
     )
     FEW = ((4, 32, 28, 64, 3, 1), (4, 64, 28, 32, 1, 2))
     LIBRARY = "cuDNN"
@@ -214,4 +216,4 @@ class Cell(Work):
 def window(shape: Shape) -> tuple[int, int]:
     """The stride and the padding of a convolution."""
     *_, kernel, stride = shape
-    return stride, kernel // 2
+    return stride, 0 if stride == kernel else kernel // 2

@@ -22,7 +22,7 @@ struct Transposition {
 };
 
 template <typename T>
-struct alignas(4 * sizeof(T)) Four {
+struct alignas(sizeof(T) < 4 ? 4 * sizeof(T) : 16) Four {
   T v[4];
 };
 

@@ -1,6 +1,9 @@
-// Sizes and parameters of a convolution, and the CUDA workspace that its kernels need.
+// Sizes and parameters of a convolution, the choice of its CUDA kernels, and the workspace that these need.
 #pragma once
+#include <algorithm>
+
 #include "aot.h"
+#include "gemm/matrix.h"
 
 namespace aot {
 inline namespace AOT_ISA {
@@ -26,43 +29,189 @@ struct Conv2dParams {
   // slices. dweight: as many as give kFullGrid blocks, two for each multiprocessor of an H200.
   static constexpr int64_t kSlices = 128, kFullGrid = 264;
 
+  // The kernels that a call is for. Sizes alone decide, as they decide the workspace; the launchers may find that the
+  // device lacks a kernel, or that a tensor is missing, and then use the direct kernels, which need none.
+  //   patches        stride and kernel are the same: x is rearranged into a matrix of patches, and the rest is a
+  //   product.
+  //                  With 32 channels or more, the implicit GEMM reads x as it is
+  //   few_channels   up to 8 channels on tensor cores (conv2d_few_channels.cuh). Each 64 output channels read x again,
+  //                  where a product of patches reads it once
+  //   implicit_gemm  other calls without groups
+  //   direct         any call
+  enum Kernels { direct, patches, few_channels, implicit_gemm };
+  Kernels kernels(const Conv2dShape &s, DType dtype) const {
+    if (groups != 1 || s.channels < 1 || s.out_channels < 1 || s.pixels() < 1) return direct;
+    const bool few = few_forward(s, dtype).rows && few_dweight(s, dtype).rows;
+    if (are_patches(s, dtype)) return few && s.out_channels <= 128 ? few_channels : patches;
+    if (few) return few_channels;
+    return dtype == DType::float64 ? direct : implicit_gemm;
+  }
+
+  // Tiles of conv2d_few_channels.cuh's kernels: `rows` x kFewColumns pixels of the result, and the window of x that
+  // they meet, whose pixels are padded to quads of four channels. Sizes are in shared memory.
+  static constexpr int kFewColumns = 16, kFewOutputs = 64, kFewQuads = 64;
+  static constexpr int64_t kMaxFewChannels = 8;
+  struct FewTiles {
+    int rows = 0;  // 0: the kernel does not take the call
+    int quads = 0, height = 0, width = 0, pitch = 0;
+    int window = 0, shared = 0;  // bytes
+
+    int tiles_h(const Conv2dShape &s) const { return static_cast<int>(divide_up(s.out_h, rows)); }
+    int tiles_w(const Conv2dShape &s) const { return static_cast<int>(divide_up(s.out_w, kFewColumns)); }
+  };
+  // Units of 8 bytes of a pixel, and the steps of the forward's sum: four units each, of the flattened kernel.
+  static int few_units(int quads, int64_t itemsize) { return static_cast<int>(quads * itemsize / 2); }
+  static int few_steps(const Conv2dShape &s, int units) { return static_cast<int>(divide_up(s.kernel() * units, 4)); }
+  // Blocks that a multiprocessor of an H200 holds, by registers and by shared memory.
+  static constexpr int kFewBlocks = 3, kFewShared = 74 << 10;
+
+  FewTiles few_forward(const Conv2dShape &s, DType dtype) const {
+    return few_tiles(s, dtype, [&](const FewTiles &f) {
+      const int64_t size = itemsize(dtype);
+      // the weight of 64 output channels, and two words for each unit
+      return int64_t{few_steps(s, few_units(f.quads, size))} * 4 * (kFewOutputs * 8 + 8);
+    });
+  }
+  FewTiles few_dweight(const Conv2dShape &s, DType dtype) const {
+    return few_tiles(s, dtype, [&](const FewTiles &f) {
+      // dy's tile, padded in either layout
+      const int64_t pixels = int64_t{f.rows} * kFewColumns, size = itemsize(dtype);
+      constexpr int64_t kExchange = 32 << 10;  // of warps that add their sums
+      return std::max(
+          {pixels * (kFewOutputs * size + (size == 4 ? 32 : 0)), kFewOutputs * (pixels * size + 16), kExchange});
+    });
+  }
+  // Blocks along the tiles: a wave of them, with those along the output channels and the kernel.
+  struct FewSlices {
+    int outputs, kernel;  // blocks along these
+    int64_t slices;
+  };
+  FewSlices few_slices(const Conv2dShape &s, const FewTiles &f) const {
+    const int64_t outputs = divide_up(s.out_channels, kFewOutputs), kernel = divide_up(s.kernel() * f.quads, kFewQuads);
+    const int64_t tiles = s.batch * f.tiles_h(s) * f.tiles_w(s);
+    const int64_t wave = std::max<int64_t>(kFullGrid / 2 * kFewBlocks / (outputs * kernel), 1);
+    return {static_cast<int>(outputs), static_cast<int>(kernel), std::min(tiles, wave)};
+  }
+
   // How the workspace is used. The implicit GEMM kernels take NHWC with channels in whole vectors of 16 bytes; other
-  // tensors are packed into the workspace first, and their channels padded with zeros. Sizes are in elements of the
-  // workspace's dtype.
+  // tensors are packed into the workspace first, and their channels padded with zeros, x whenever y is. Patches have
+  // rows of `channels` elements, a patch padded to whole vectors, and y packed as (pixels, outputs) if it is NCHW.
+  // Sizes are in elements of the workspace's dtype.
   struct Plan {
-    bool implicit_gemm = false, packed = false;
+    Kernels kernels = direct;
+    bool implicit_gemm = false, packed = false;  // packed: x and the weight, and y if it is packed_y
+    bool packed_y = false;
     int64_t channels = 0, out_channels = 0;      // padded to whole vectors
     int64_t x = 0, weight = 0, y = 0, bias = 0;  // packed tensors
     int64_t slices = 0, slice = 0;               // of dweight: how many, and the size of one
+    int64_t few_slices = 0;                      // the same, of few channels: sizes in all
+    int64_t library = 0;                         // cuBLASLt's
     int64_t dbias = 0;
 
-    int64_t forward() const { return (packed ? weight + y + x : 0) + bias; }
+    int64_t forward() const {
+      if (kernels == few_channels || kernels == direct) return 0;
+      return (packed ? weight + y + x : 0) + bias + library;
+    }
     // packed x takes the place of packed dx
-    int64_t backward() const { return weight + (packed ? y + x : 0) + slices * slice + dbias; }
+    int64_t backward() const {
+      return std::max(weight + (packed ? y + x : 0) + slices * slice + library, few_slices) + dbias;
+    }
   };
-  // Without a dtype: an upper bound over all dtypes, for shape inference that does not know it.
-  Plan plan(const Conv2dShape &s, DType dtype = DType::unknown) const {
+  Plan plan(const Conv2dShape &s, DType dtype) const {
     Plan p;
-    p.bias = words(s.out_channels + 7, 4), p.dbias = kSlices * s.out_channels;
-    p.implicit_gemm = groups == 1 && dtype != DType::float64;
-    if (!p.implicit_gemm) return p;
-    constexpr int64_t kWidest = 8;  // elements in a vector of the narrowest dtype
-    const int64_t size = dtype == DType::unknown ? 4 : itemsize(dtype), vector = dtype == DType::float32 ? 4 : kWidest;
+    p.kernels = kernels(s, dtype), p.implicit_gemm = p.kernels == few_channels || p.kernels == implicit_gemm;
+    p.dbias = kSlices * s.out_channels;
+    // elements in a vector of 16 bytes; a workspace of float64 has as many elements as its tensors
+    const int64_t vector = 16 / itemsize(dtype), size = std::min<int64_t>(itemsize(dtype), 4);
+    if (p.kernels == patches) {
+      p.packed = true, p.channels = round_up(s.channels * s.kernel(), vector);
+      p.x = words(s.pixels() * p.channels, size);
+      p.weight = p.channels == s.channels * s.kernel() ? 0 : words(s.out_channels * p.channels, size);
+      p.y = nhwc() ? 0 : words(s.pixels() * s.out_channels, size);
+      p.library = library_workspace(s.pixels() * s.out_channels, p.channels);
+    }
+    // float64's direct kernels need none, but dweight of a 1 x 1 kernel may be products of each image in as much
+    const bool products = p.kernels == direct && groups == 1 && dtype == DType::float64 && s.kernel() == 1 && !nhwc();
+    if (!p.implicit_gemm && !products) return p;
     p.channels = round_up(s.channels, vector), p.out_channels = round_up(s.out_channels, vector);
-    p.packed = !nhwc() || p.channels != s.channels || p.out_channels != s.out_channels;
+    p.packed_y = !nhwc() || p.out_channels != s.out_channels, p.packed = p.packed_y || p.channels != s.channels;
+    p.bias = words(s.out_channels + 7, 4);
     p.x = words(s.batch * s.height * s.width * p.channels, size);
     p.weight = words(p.out_channels * s.kernel() * p.channels, size);
-    p.y = words(s.pixels() * p.out_channels, size);
+    p.y = p.packed_y ? words(s.pixels() * p.out_channels, size) : 0;
+    if (p.kernels == few_channels) {  // the implicit GEMM is for dx
+      const FewTiles few = few_dweight(s, dtype);
+      p.few_slices = few_slices(s, few).slices * s.out_channels * s.kernel() * few.quads * 4;
+      return p;
+    }
+    constexpr int64_t kWidest = 8;  // elements in a vector of the narrowest dtype
     const int64_t rows = round_up(s.out_channels, kWidest), cols = s.kernel() * round_up(s.channels, kWidest);
     const int64_t tiles = divide_up(rows, s.out_channels <= 64 ? 64 : 128) * divide_up(cols, 128);
     p.slices = tiles > 0 ? divide_up(kFullGrid, tiles) : 1;
     p.slice = p.out_channels * s.kernel() * p.channels;
     return p;
   }
+  // Elements of the workspaces. Without a dtype, for shape inference that does not know it: as many as any dtype needs.
+  int64_t forward_workspace(const Conv2dShape &s, DType dtype) const {
+    return largest(dtype, [&](DType each) { return plan(s, each).forward(); });
+  }
+  int64_t backward_workspace(const Conv2dShape &s, DType dtype) const {
+    return largest(dtype, [&](DType each) { return plan(s, each).backward(); });
+  }
 
  private:
   static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
   static int64_t round_up(int64_t a, int64_t b) { return divide_up(a, b) * b; }
+  template <class F>
+  static int64_t largest(DType dtype, F f) {
+    if (dtype != DType::unknown) return f(dtype);
+    return std::max({f(DType::float16), f(DType::float32), f(DType::float64)});
+  }
+
+  bool are_patches(const Conv2dShape &s, DType dtype) const {
+    const int64_t sizes[] = {s.kernel_h, s.kernel_w};
+    for (int i = 0; i < 2; ++i)
+      if (stride.value[i] != sizes[i] || padding.value[i] || (sizes[i] > 1 && dilation.value[i] != 1)) return false;
+    constexpr int64_t kMost = 1 << 30;  // indices within a row of patches, in a weight, and of blocks have 31 bits
+    const int64_t depth = round_up(s.channels * s.kernel(), 8);
+    return s.kernel() > 1 && (s.channels < 32 || dtype == DType::float64) &&
+           depth * (s.out_w + 1) + s.channels * s.kernel_h * s.width < kMost && s.batch * (s.out_h + 1) < kMost &&
+           s.out_channels * depth < kMost && s.out_channels * s.out_h * s.out_w < kMost << 8;
+  }
+
+  // The largest tiles for which kFewBlocks fit; else the smallest. other(tiles): bytes beside the window.
+  template <class F>
+  FewTiles few_tiles(const Conv2dShape &s, DType dtype, F other) const {
+    constexpr int64_t kMost = 0x7fffffff, kMostShared = 99 << 10;  // every device has these since 8.0
+    const bool tensor_cores = itemsize(dtype) == 2 || (dtype == DType::float32 && allow_tf32);
+    const int64_t h = s.kernel_h > 1 ? dilation.value[0] : 1, w = s.kernel_w > 1 ? dilation.value[1] : 1;
+    const int64_t params[] = {stride.value[0], stride.value[1], padding.value[0], padding.value[1], h, w};
+    constexpr int64_t kMaxParam = 1 << 15;
+    bool fits = tensor_cores && groups == 1 && 0 < s.channels && s.channels <= kMaxFewChannels && s.kernel_h <= 256 &&
+                s.kernel_w <= 256 && s.channels * s.height * s.width < kMost &&
+                s.out_channels * s.out_h * s.out_w < kMost && s.batch < kMost && s.out_channels <= kMost / 8 &&
+                divide_up(s.out_channels, kFewOutputs) <= 65535;
+    for (int64_t param : params) fits = fits && param < kMaxParam;
+    if (!fits) return {};
+    for (int rows : {16, 8}) {
+      FewTiles f;
+      f.rows = rows, f.quads = static_cast<int>(divide_up(s.channels, 4));
+      const int64_t height = (rows - 1) * stride.value[0] + (s.kernel_h - 1) * h + 1;
+      const int64_t width = (kFewColumns - 1) * stride.value[1] + (s.kernel_w - 1) * w + 1;
+      const int64_t units = few_units(f.quads, itemsize(dtype));
+      int64_t pitch = width;  // without bank conflicts where a step of the sum goes on in the kernel's next row
+      while (pitch < width + 16 && (pitch * h - s.kernel_w * w) * units % 16 != 0) ++pitch;
+      if (pitch == width + 16) pitch = width;
+      if (height > 4096 || pitch > 4096) continue;
+      f.height = static_cast<int>(height), f.width = static_cast<int>(width), f.pitch = static_cast<int>(pitch);
+      const int64_t window = round_up(height * pitch * units * 8, 16), shared = window + 16 + other(f);
+      if (shared > (rows > 8 ? kFewShared : kMostShared)) continue;
+      if (s.batch * f.tiles_h(s) * int64_t{f.tiles_w(s)} >= kMost) continue;
+      f.window = static_cast<int>(window), f.shared = static_cast<int>(shared);
+      return f;
+    }
+    return {};
+  }
   // float32 words for n elements, in whole vectors of 16 bytes.
   static int64_t words(int64_t n, int64_t itemsize) { return divide_up(n * itemsize, 16) * 4; }
 };

@@ -6,6 +6,7 @@
 #include "conv/conv2d.cuh"
 #include "conv/conv2d_gemm.h"
 #include "conv/conv2d_pack.cuh"
+#include "conv/conv2d_patches.cuh"
 #include "cuda/reduce.cuh"
 #include "cuda/sum_slices.cuh"
 #include "gemm/gemm.h"
@@ -151,7 +152,7 @@ __global__ void __launch_bounds__(kDirectBlock)
   float4 sum = {};
   wait_for_kernel_before();
   if (output < c.s.out_channels)
-#pragma unroll 4
+#pragma unroll 8
     for (int s = warp; s < slices; s += kWarps) add(sum, *reinterpret_cast<const float4 *>(partial + s * slice + i));
   sums[warp][lane] = sum;
   __syncthreads();
@@ -236,14 +237,13 @@ class ImplicitGemmCall {
     p_.padding_h = params.padding.value[0], p_.padding_w = params.padding.value[1];
     p_.dilation_h = s.kernel_h > 1 ? params.dilation.value[0] : 1;
     p_.dilation_w = s.kernel_w > 1 ? params.dilation.value[1] : 1;
-    p_.whole_vectors = !plan_.packed;
     p_.b_tap = plan_.channels, p_.b_row = s.kernel() * plan_.channels;
   }
 
-  // Whether the call is supported with these tensors.
+  // Whether the call is supported with y or dy, and with these other tensors.
   template <typename... Pointers>
-  bool supports(const Pointers *...tensors) const {
-    return supported_ && (plan_.packed || aligned(tensors...));
+  bool supports(const T *y, const Pointers *...others) const {
+    return supported_ && (plan_.packed_y || aligned(y)) && (plan_.packed || aligned(others...));
   }
   bool supports_dx() const {
     return (p_.stride_h == 1 && p_.stride_w == 1) || (p_.dilation_h == 1 && p_.dilation_w == 1);
@@ -251,34 +251,36 @@ class ImplicitGemmCall {
 
   Status y(const T *x, const T *weight, const T *bias, T *y) {
     const Conv2dShape &s = call_.s;
-    T *weight_at = take_packed(plan_.weight), *y_at = take_packed(plan_.y), *x_at = take_packed(plan_.x);
+    T *weight_at = take_packed(plan_.weight), *y_at = take(plan_.y), *x_at = take_packed(plan_.x);
     if (bias && (plan_.packed || !aligned(bias))) {
       T *bias_at = take(plan_.bias);
       AOT_TRY(copy_padded<T>({bias, bias_at, 1, s.out_channels, s.out_channels, 1, plan_.out_channels}, launch_));
       bias = bias_at;
     }
     AOT_TRY(pack_weight(&weight, weight_at));
-    AOT_TRY(pack_images(&x, x_at, x_planes(), plan_.channels));
+    AOT_TRY(pack_images(plan_.packed, &x, x_at, x_planes(), plan_.channels));
+    p_.whole_vectors = !plan_.packed_y;
     p_.pass = Conv2dGemm::y, p_.a = x, p_.b = weight, p_.bias = bias;
     p_.to = y, p_.to_strides = call_.y, p_.to_channels = s.out_channels;
     if (conv2d_sm90_takes(op(), &p_, kMaxCluster, true)) return conv2d_sm90(launch_, p_);
-    return cutlass(p_, y_at, y_planes(), plan_.out_channels);
+    return cutlass(p_, plan_.packed_y, y_at, y_planes(), plan_.out_channels);
   }
 
   // dx or dweight may be null.
   Status backward(const T *dy, const T *x, const T *weight, T *dx, T *dweight) {
     const Conv2dShape &s = call_.s;
-    T *weight_at = take(plan_.weight), *dy_at = take_packed(plan_.y), *x_at = take_packed(plan_.x);
+    T *weight_at = take(plan_.weight), *dy_at = take(plan_.y), *x_at = take_packed(plan_.x);
     float *slices = next_;
     Conv2dGemm of_dx = p_, of_dweight = p_;
     of_dx.pass = Conv2dGemm::dx, of_dx.to = dx, of_dx.to_strides = call_.x, of_dx.to_channels = s.channels;
+    of_dx.whole_vectors = !plan_.packed;
     of_dweight.pass = Conv2dGemm::dweight, of_dweight.to_strides.channel = 1, of_dweight.whole_vectors = true;
     const bool dx_sm90 = dx && conv2d_sm90_takes(op(), &of_dx, kMaxCluster, true);
     const bool whole = sizeof(T) == 2 && !plan_.packed;
     const bool dweight_sm90 = dweight && conv2d_sm90_takes(op(), &of_dweight, static_cast<int>(plan_.slices), whole);
 
-    AOT_TRY(pack_images(&dy, dy_at, y_planes(), plan_.out_channels));
-    auto pack_x = [&] { return pack_images(&x, x_at, x_planes(), plan_.channels); };
+    AOT_TRY(pack_images(plan_.packed_y, &dy, dy_at, y_planes(), plan_.out_channels));
+    auto pack_x = [&] { return pack_images(plan_.packed, &x, x_at, x_planes(), plan_.channels); };
     // x is packed before dx is computed, so that dweight's kernel may overlap dx's; except that CUTLASS's packed dx
     // takes the place of packed x
     const bool x_first = dx_sm90 || !dx;
@@ -287,7 +289,7 @@ class ImplicitGemmCall {
       const bool transposed = dx_sm90 && sizeof(T) == 4;
       AOT_TRY(transposed ? transpose_weight(&weight, weight_at, &of_dx) : pack_weight(&weight, weight_at));
       of_dx.a = dy, of_dx.b = weight;
-      AOT_TRY(dx_sm90 ? conv2d_sm90(launch_, of_dx) : cutlass(of_dx, x_at, x_planes(), plan_.channels));
+      AOT_TRY(dx_sm90 ? conv2d_sm90(launch_, of_dx) : cutlass(of_dx, plan_.packed, x_at, x_planes(), plan_.channels));
     }
     if (!dweight) return kOk;
     if (!x_first) AOT_TRY(pack_x());
@@ -326,17 +328,17 @@ class ImplicitGemmCall {
   T *take_packed(int64_t words) { return take(plan_.packed ? words : 0); }
 
   // Packs *tensor to `to` if the plan says so, and sets it to `to`.
-  Status pack_if_planned(const T **tensor, T *to, Planes planes, int64_t images, int64_t channels) {
-    if (!plan_.packed) return kOk;
+  Status pack_if_planned(bool packed, const T **tensor, T *to, Planes planes, int64_t images, int64_t channels) {
+    if (!packed) return kOk;
     AOT_TRY(pack(call_.nhwc, *tensor, planes, to, images, channels, launch_));
     return *tensor = to, kOk;
   }
-  Status pack_images(const T **tensor, T *to, Planes planes, int64_t channels) {
-    return pack_if_planned(tensor, to, planes, planes.images, channels);
+  Status pack_images(bool packed, const T **tensor, T *to, Planes planes, int64_t channels) {
+    return pack_if_planned(packed, tensor, to, planes, planes.images, channels);
   }
   Status pack_weight(const T **weight, T *to) {
-    return pack_if_planned(weight, to, {call_.s.out_channels, call_.s.channels, call_.s.kernel()}, plan_.out_channels,
-                           plan_.channels);
+    return pack_if_planned(plan_.packed, weight, to, {call_.s.out_channels, call_.s.channels, call_.s.kernel()},
+                           plan_.out_channels, plan_.channels);
   }
   // (out_channels, channels, kernel), in either layout, to the same with out_channels innermost.
   Status transpose_weight(const T **weight, T *to, Conv2dGemm *dx) {
@@ -350,12 +352,12 @@ class ImplicitGemmCall {
   Status run_cutlass(const Conv2dGemm &p) {
     return (sizeof(T) == 2 ? conv2d_cutlass_16 : conv2d_cutlass_32)(op(), p, launch_.stream());
   }
-  // y or dx; `packed`: its packed tensor, if the plan has one.
-  Status cutlass(Conv2dGemm p, T *packed, Planes planes, int64_t channels) {
+  // y or dx; `at`: its tensor if it is packed.
+  Status cutlass(Conv2dGemm p, bool packed, T *at, Planes planes, int64_t channels) {
     T *to = static_cast<T *>(p.to);
-    if (plan_.packed) p.to = packed;
+    if (packed) p.to = at;
     AOT_TRY(run_cutlass(p));
-    return plan_.packed ? unpack(call_.nhwc, packed, channels, planes, to, launch_) : kOk;
+    return packed ? unpack(call_.nhwc, at, channels, planes, to, launch_) : kOk;
   }
 
   const Conv2dCall call_;
@@ -417,6 +419,96 @@ class PointwiseCall {
   GemmParams g_ = {};
 };
 
+// Patches (conv2d_patches.cuh) and products of them. The workspace has cuBLASLt's scratch, the patches, a weight whose
+// rows are padded as theirs, and y as (pixels, outputs) if it is NCHW.
+template <typename T>
+class PatchesCall {
+ public:
+  PatchesCall(const char *op, const Conv2dParams &params, const Conv2dShape &s, DType dtype, const Tensor &workspace,
+              cudaStream_t stream)
+      : op_(op), call_(params, s), plan_(params.plan(s, dtype)), launch_(op, stream), stream_(stream) {
+    supported_ = plan_.kernels == Conv2dParams::patches && workspace && aligned(workspace.data);
+    if (!supported_) return;
+    auto *next = workspace.as<Accumulate<T>>();
+    auto take = [&](int64_t words) { return std::exchange(next, next + words); };
+    g_.dtype = g_.c_dtype = dtype, g_.allow_tf32 = params.allow_tf32;
+    if (plan_.library) g_.workspace = take(plan_.library), g_.workspace_bytes = plan_.library * sizeof(*next);
+    patches_ = reinterpret_cast<T *>(take(plan_.x)), weight_ = reinterpret_cast<T *>(take(plan_.weight));
+    y_ = reinterpret_cast<T *>(take(plan_.y));
+  }
+  bool supports() const { return supported_; }
+
+  Status y(const T *x, const T *weight, const T *bias, T *y) {
+    AOT_TRY(to_patches(op_, call_, x, depth(), patches_, stream_));
+    AOT_TRY(pad_weight(&weight));
+    g_.bias = bias;
+    AOT_TRY(run_gemm(call_.pixels, outputs(), depth(), {patches_, depth()}, {data(weight), depth(), true},
+                     {call_.nhwc ? y : y_, outputs()}));
+    return call_.nhwc ? kOk : unpack(false, y_, outputs(), y_planes(), y, launch_);
+  }
+  // dx or dweight may be null.
+  Status backward(const T *dy, const T *x, const T *weight, T *dx, T *dweight) {
+    if (!call_.nhwc) {
+      AOT_TRY(pack(false, dy, y_planes(), y_, call_.s.batch, outputs(), launch_));
+      dy = y_;
+    }
+    if (dweight) {
+      AOT_TRY(to_patches(op_, call_, x, depth(), patches_, stream_));
+      T *to = plan_.weight ? weight_ : dweight;
+      AOT_TRY(
+          run_gemm(outputs(), depth(), call_.pixels, {data(dy), outputs(), true}, {patches_, depth()}, {to, depth()}));
+      if (plan_.weight) {
+        launch_.wait_for_all();
+        AOT_TRY(copy_padded<T>({to, dweight, outputs(), terms(), depth(), outputs(), terms()}, launch_));
+        launch_.wait_for_all();
+      }
+    }
+    if (!dx) return kOk;
+    AOT_TRY(pad_weight(&weight));
+    AOT_TRY(run_gemm(call_.pixels, depth(), outputs(), {data(dy), outputs()}, {data(weight), depth()},
+                     {patches_, depth()}));
+    return from_patches(op_, call_, patches_, depth(), dx, stream_);
+  }
+
+ private:
+  static void *data(const void *p) { return const_cast<void *>(p); }
+  int64_t outputs() const { return call_.s.out_channels; }
+  int64_t terms() const { return call_.s.channels * call_.s.kernel(); }
+  int64_t depth() const { return plan_.channels; }  // terms, padded
+  Planes y_planes() const { return {call_.s.batch, outputs(), call_.s.out_h * call_.s.out_w}; }
+  Status pad_weight(const T **weight) {
+    if (!plan_.weight) return kOk;
+    launch_.wait_for_all();
+    AOT_TRY(copy_padded<T>({*weight, weight_, outputs(), terms(), terms(), outputs(), depth()}, launch_));
+    launch_.wait_for_all();
+    return *weight = weight_, kOk;
+  }
+  Status run_gemm(int64_t m, int64_t n, int64_t k, Operand a, Operand b, Operand c) {
+    g_.m = m, g_.n = n, g_.k = k, g_.a = a, g_.b = b, g_.c = c;
+    return gemm(op_, g_, stream_);
+  }
+
+  const char *op_;
+  const Conv2dCall call_;
+  const Conv2dParams::Plan plan_;
+  LaunchSequence launch_;
+  const cudaStream_t stream_;
+  bool supported_;
+  T *patches_ = nullptr, *weight_ = nullptr, *y_ = nullptr;
+  GemmParams g_ = {};
+};
+
+template <typename T>
+Status few_channels_dweight(const Conv2dBackward &op, const Conv2dCall &c, DType dtype, const T *dy, const T *x,
+                            float *partial, T *dweight, cudaStream_t stream) {
+  const Conv2dParams::FewTiles tiles = op.few_dweight(c.s, dtype);
+  const int64_t channels = 4 * tiles.quads, slice = c.s.out_channels * c.s.kernel() * channels;
+  const auto slices = static_cast<int>(op.few_slices(c.s, tiles).slices);
+  LaunchSequence launch(op.name, stream);
+  AOT_TRY(few_dweight<T>(launch, op, c, dtype, dy, x, partial));
+  return sum_dweight(c, partial, slices, slice, channels, dweight, launch);
+}
+
 template <typename T>
 Status direct_dx(const Conv2dCall &c, const T *dy, const T *weight, T *dx, cudaStream_t stream) {
   const int64_t n = c.s.batch * c.s.channels * c.s.height * c.s.width;
@@ -442,7 +534,8 @@ Status direct_dbias(const Conv2dCall &c, const T *dy, Accumulate<T> *partial, T 
   return sum_slices<double>(Conv2dBackward::name, partial, slices, dbias, c.s.out_channels, stream);
 }
 
-// Whether the device supports the implicit GEMM kernels: CUTLASS's need compute capability 8.0.
+// Whether the device supports the implicit GEMM kernels: CUTLASS's, and those of few channels, need compute capability
+// 8.0.
 Status supports_implicit_gemm(const char *op, bool *yes) {
   DeviceLimits limits;
   AOT_TRY(device_limits(op, &limits));
@@ -464,9 +557,17 @@ Status conv2d_cuda(const Conv2d &op, const Tensor *in, const Tensor *out, void *
       PointwiseCall call(op.name, op, s, in[0].dtype, stream);
       if (call.supports()) return call.y(x, weight, bias, y);
     }
+    PatchesCall<T> patches(op.name, op, s, in[0].dtype, out[1], stream);
+    if (patches.supports()) return patches.y(x, weight, bias, y);
     if constexpr (sizeof(T) < 8) {
+      const auto kernels = op.kernels(s, in[0].dtype);
+      if (implicit_gemm && kernels == op.few_channels) {
+        LaunchSequence launch(op.name, stream);
+        return few_forward<T>(launch, op, Conv2dCall(op, s), in[0].dtype, x, weight, bias, y);
+      }
       ImplicitGemmCall<T> call(op.name, op, s, in[0].dtype, out[1], stream);
-      if (implicit_gemm && call.supports(x, weight, y)) return call.y(x, weight, bias, y);
+      if (implicit_gemm && kernels == op.implicit_gemm && call.supports(y, x, weight))
+        return call.y(x, weight, bias, y);
     }
     conv2d_kernel<<<direct_grid(n), kDirectBlock, 0, stream>>>(Conv2dCall(op, s), x, weight, bias, y, n);
     return check_launch(op.name);
@@ -499,10 +600,21 @@ Status conv2d_backward_cuda(const Conv2dBackward &op, const Tensor *in, const Te
         dweight_left = false;
       }
     }
+    PatchesCall<T> patches(op.name, op, s, in[0].dtype, out[3], stream);
+    if (patches.supports() && (dx_left || dweight_left)) {
+      AOT_TRY(patches.backward(dy, x, weight, dx_left ? dx : nullptr, dweight_left ? dweight : nullptr));
+      dx_left = dweight_left = false;
+    }
     if constexpr (sizeof(T) < 8) {
+      const auto kernels = op.kernels(s, in[0].dtype);
+      if (implicit_gemm && dweight_left && kernels == op.few_channels && out[3] && aligned(out[3].data)) {
+        AOT_TRY(few_channels_dweight(op, c, in[0].dtype, dy, x, out[3].as<float>(), dweight, stream));
+        dweight_left = false;
+      }
       ImplicitGemmCall<T> call(op.name, op, s, in[0].dtype, out[3], stream);
       const bool of_dx = implicit_gemm && dx_left && call.supports(dy, weight, dx) && call.supports_dx();
-      const bool of_dweight = implicit_gemm && dweight_left && call.supports(dy, x, dweight);
+      const bool of_dweight =
+          implicit_gemm && dweight_left && kernels == op.implicit_gemm && call.supports(dy, x, dweight);
       if (of_dx || of_dweight)
         AOT_TRY(call.backward(dy, x, weight, of_dx ? dx : nullptr, of_dweight ? dweight : nullptr));
       dx_left = dx_left && !of_dx, dweight_left = dweight_left && !of_dweight;

@@ -106,7 +106,7 @@ struct Conv2dAttrs : Conv2dParams {
 struct Conv2d : Conv2dAttrs {
   static constexpr const char *name = "conv2d";
   static constexpr Slot inputs[] = {{"x"}, {"weight"}, {"bias", optional}};
-  static constexpr Slot outputs[] = {{"y"}, {"workspace", workspace}};  // workspace: packed x, weight, y and bias
+  static constexpr Slot outputs[] = {{"y"}, {"workspace", workspace}};  // workspace: packed tensors, or patches
 
   Status infer(const Tensor *in, Spec *out) const {
     const Spec &x = in[0], &weight = in[1], &bias = in[2];
@@ -114,7 +114,7 @@ struct Conv2d : Conv2dAttrs {
     if (bias) AOT_TRY(check_like(name, "bias", bias, "the output channels", bias_spec(weight)));
     out[1] = Spec::vector(accumulate_dtype(x.dtype), kUnknownDim);
     if (!kIsCuda) out[1].shape[0] = 0;
-    else if (x.known() && weight.known()) out[1].shape[0] = plan(shape(x, weight, out[0])).forward();
+    else if (x.known() && weight.known()) out[1].shape[0] = forward_workspace(shape(x, weight, out[0]), x.dtype);
     return kOk;
   }
 };
@@ -122,7 +122,7 @@ struct Conv2d : Conv2dAttrs {
 struct Conv2dBackward : Conv2dAttrs {
   static constexpr const char *name = "conv2d_backward";
   static constexpr Slot inputs[] = {{"dy"}, {"x"}, {"weight"}};
-  // workspace: packed weight, dy, and x or dx; partial sums of dweight; partial sums of dbias
+  // workspace: packed weight, dy, and x or dx, or patches of these; partial sums of dweight; partial sums of dbias
   static constexpr Slot outputs[] = {
       {"dx", optional}, {"dweight", optional}, {"dbias", optional}, {"workspace", workspace}};
 
@@ -137,7 +137,7 @@ struct Conv2dBackward : Conv2dAttrs {
     out[2].dtype = x.dtype;
     out[3] = Spec::vector(accumulate_dtype(x.dtype), kUnknownDim);
     if (!kIsCuda) out[3].shape[0] = 0;
-    else if (x.known() && weight.known()) out[3].shape[0] = plan(shape(x, weight, y)).backward();
+    else if (x.known() && weight.known()) out[3].shape[0] = backward_workspace(shape(x, weight, y), x.dtype);
     return kOk;
   }
 };

@@ -106,6 +106,13 @@ ROW = Row(
         *_conv2d((2, 64, 3, 3), (72, 64, 3, 3), padding=1),
         *_conv2d((2, 3, 96, 64), (8, 3, 3, 3), stride=2, padding=1),
         *_conv2d((2, 8, 24, 20), (16, 8, 3, 3), padding=1),
+        # few channels: several tiles of pixels, of output channels and of the kernel
+        *_conv2d((1, 3, 41, 38), (72, 3, 7, 7), stride=2, padding=3),
+        *_conv2d((1, 5, 20, 33), (4, 5, 5, 4), stride=(1, 2), padding=(2, 0), dilation=(1, 3), bias=False),
+        # patches: of a whole number of vectors or not, and pixels beyond the last patch
+        *_conv2d((2, 3, 12, 9), (130, 3, 4, 4), stride=4),
+        *_conv2d((1, 3, 30, 29), (132, 3, 14, 14), stride=14, bias=False),
+        *_conv2d((2, 2, 7, 6), (3, 2, 2, 3), stride=(2, 3)),
     ),
     under_load=(  # large enough for wgmma
         *_conv2d((4, 32, 24, 24), (32, 32, 3, 3), padding=1, allow_tf32=True),

@@ -97,6 +97,15 @@ CONVOLUTIONS = [
     ((4, 64, 30, 30), 80, (3, 2), {"dilation": 2, "stride": 2, "padding": 9}),
     ((4, 35, 40, 30), 51, (3, 3), {"padding": 4}),  # channels that are no whole vectors
     ((2, 3, 112, 112), 64, (7, 7), {"stride": 2, "padding": 3}),
+    ((2, 3, 75, 149), 72, (7, 7), {"stride": 2, "padding": 3}),  # rows of odd sizes
+    ((2, 1, 40, 40), 6, (5, 5), {}),
+    ((2, 4, 30, 64), 32, (3, 5), {"stride": (2, 1), "padding": (1, 4), "dilation": (2, 3)}),
+    ((2, 8, 40, 40), 200, (3, 3), {"padding": 1}),  # two quads of channels
+    ((2, 3, 67, 67), 64, (11, 11), {"stride": 4, "padding": 2}),  # two parts of the kernel, tiles of 8 rows
+    ((2, 3, 66, 70), 96, (4, 4), {"stride": 4}),
+    ((4, 3, 66, 70), 256, (16, 16), {"stride": 16}),  # patches, and pixels of none
+    ((4, 3, 56, 60), 136, (14, 14), {"stride": 14}),  # of no whole number of vectors
+    ((4, 2, 9, 8), 132, (2, 3), {"stride": (2, 3)}),
     ((4, 64, 30, 30), 64, (3, 3), {"groups": 4, "padding": 1}),
 ]
 
