@@ -429,7 +429,8 @@ $(PACKAGING)/ready: pyproject.toml
 	@touch $@
 
 # Without nvcc it would contain no CUDA entries, so that has to be asked for: make wheel NVCC=
-# auditwheel calls strip, which is for one machine.
+# auditwheel offers the platforms of the machine that Python names, and calls strip, which is for one machine.
+AUDITWHEEL := python -c 'import platform, sys; platform.machine = lambda: "$(TARGET)"; import auditwheel.main as a; sys.exit(a.main())'
 wheel: $(PACKAGING)/ready
 	@test -n '$(NVCC)$(filter command environment,$(origin NVCC))' || \
 	  { echo "no nvcc here: NVCC=/path/nvcc, or NVCC= for a wheel without CUDA entries"; exit 1; }
@@ -437,7 +438,7 @@ wheel: $(PACKAGING)/ready
 	@rm -rf $(BUILD)/wheel && PATH="$(if $(CROSS),/usr/$(CROSS:%-=%)/bin:)$(abspath $(PACKAGING))/bin:$$PATH" && \
 	  AOTOPS_PRODUCTS="$(abspath ./$(PRODUCTS))" python -m build --wheel --no-isolation \
 	    --config-setting=--build-option=--plat-name=linux_$(TARGET) --outdir $(BUILD)/wheel . >$(BUILD)/wheel.log 2>&1 && \
-	  auditwheel repair --plat $(WHEEL:dist/aotops-$(VERSION)-py3-none-%.whl=%) --only-plat --strip --wheel-dir dist \
+	  $(AUDITWHEEL) repair --plat $(WHEEL:dist/aotops-$(VERSION)-py3-none-%.whl=%) --only-plat --strip --wheel-dir dist \
 	    $(BUILD)/wheel/*.whl >>$(BUILD)/wheel.log 2>&1 || { tail $(BUILD)/wheel.log; exit 1; }
 	@$(if $(OWN_NVCC),rm -rf $(BUILD)/audited && $(PYTHON) -m zipfile -e $(WHEEL) $(BUILD)/audited && \
 	  $(call audit,$(BUILD)/audited/aotops/libaotops.so,$(WHEEL_GPUS)) || { mv $(WHEEL) $(BUILD)/refused.whl; exit 1; })
