@@ -10,15 +10,29 @@
 # make asan      the CPU entries under ASan and UBSan, for each instruction set that the processor has and with either
 #                kind of threads: a million calls at random each (ASAN_CALLS), then the tests, with hosted operators
 # make tsan      the library's own threads under ThreadSanitizer
-# make aarch64   the CPU entries compiled for aarch64, and a C program's calls of them under qemu
+# make aarch64   a wheel for aarch64, compiled here, and under qemu a C program's calls and the table's core in Python
 # make bench     every operator against those of others, on the GPU where there is one: BENCH='gelu --quick'
 # make calls     the cost of a call              make docs     the site, in build/site
-# make wheel     dist/*.whl, which pip installs anywhere; make wheel-test installs it in several Pythons
+# make wheel     dist/*.whl, which pip installs anywhere; make wheel-test installs it in several Pythons; TARGET=aarch64
+#                for that machine instead of this one
 # make compatibility   that wheel beside each version of each framework, in docs/compatibility.md
 # make sdist     dist/*.tar.gz                   make clean
 
 PYTHON ?= python3
 JOBS   ?= $(shell nproc)
+# The machine that the library is for: this one, or aarch64, which Debian's g++-aarch64-linux-gnu compiles for and its
+# qemu-user runs.
+MACHINE := $(shell uname -m)
+TARGET  := $(MACHINE)
+CROSS   := $(if $(filter-out $(MACHINE),$(TARGET)),$(TARGET)-linux-gnu-)
+RUN     :=
+ifneq ($(CROSS),)
+$(if $(filter aarch64,$(TARGET)),,$(error TARGET is '$(TARGET)', expected $(MACHINE) or aarch64))
+CC  := $(CROSS)gcc
+CXX := $(CROSS)g++
+AR  := $(CROSS)ar
+RUN := qemu-$(TARGET) -L /usr/$(CROSS:%-=%)
+endif
 # The compute capabilities of this machine's GPUs that CUDA 12.9 and 13 compile for: 90 is 9.0.
 CAPABILITIES := $(filter-out 5% 60 61 62 70 72,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | \
                   grep -x '[0-9]*[.][0-9]' | tr -d . | sort -un))
@@ -29,10 +43,13 @@ PTX    ?= $(or $(filter 100,$(ARCHS)),$(lastword $(ARCHS)))
 # What CUDA 12.9 compiles loads with drivers from 525, and what 13 compiles with those from 580. PyPI's packages of it are
 # for x86-64; elsewhere an installed nvcc is used.
 CUDA_12      := build/cuda-12.9
-DEFAULT_NVCC := $(if $(filter Linux-x86_64,$(shell uname -s -m | tr ' ' -)),$(CUDA_12)/bin/nvcc,\
+DEFAULT_NVCC := $(if $(filter Linux-x86_64,$(shell uname -s)-$(MACHINE)),$(CUDA_12)/bin/nvcc,\
                   $(firstword $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc)))
 NVCC         ?= $(DEFAULT_NVCC)
-OWN_NVCC     := $(if $(filter $(CUDA_12)/bin/nvcc,$(NVCC)),$(CUDA_12)/ready)
+OWN_NVCC     := $(if $(filter $(CUDA_12)/bin/nvcc,$(NVCC)),$(CUDA_12)/ready $(if $(CROSS),$(CUDA_12)/lib/$(TARGET)/ready))
+ifneq ($(CROSS),)
+$(if $(NVCC:$(CUDA_12)/bin/nvcc=),$(error NVCC is '$(NVCC)', expected none or $(CUDA_12)/bin/nvcc: it links for $(TARGET)))
+endif
 # MindSpore 2.10 has no build for Python 3.13.
 MINDSPORE_PYTHON ?= $(shell for p in $(PYTHON) python3.12 python3.11 python3.10; do \
   $$p -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$p && break; done)
@@ -40,11 +57,13 @@ GPU := $(shell nvidia-smi -L 2>/dev/null)
 
 # ------------------------------------------------------------------------------------------------------------ library
 
-LIB     := aotops/libaotops.so
-ASAN    := build/asan
-AARCH64 := build/aarch64
+BUILD := build$(if $(CROSS),/$(TARGET))
+ASAN  := build/asan
+# Another machine's would not load here, so they are not in the package of this tree.
+PRODUCTS := $(if $(CROSS),$(BUILD)/)
+LIB      := $(PRODUCTS)aotops/libaotops.so
 # A library of operators outside this repository is linked with it (aotops.compile, aotops build, CMake).
-RUNTIME := aotops/lib/libaot.a
+RUNTIME := $(PRODUCTS)aotops/lib/libaot.a
 VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' aotops/__init__.py)
 
 # Compiled once; for each instruction set; by nvcc.
@@ -58,16 +77,16 @@ CUDA := $(filter-out $(SM90),$(CUDA)) $(if $(filter 90,$(ARCHS)),$(SM90))
 CUTLASS := build/cutlass
 
 # The CPU sources are compiled for several instruction sets; the entry picks one at run time (cuda_src/cpu/entry.h).
-ISAS := baseline $(if $(filter x86_64,$(shell uname -m)),avx2 avx512)
+ISAS := baseline $(if $(filter x86_64,$(TARGET)),avx2 avx512)
 MARCH_avx2   := -march=x86-64-v3
 # GCC 12 warns of its own intrinsics (GCC bug 105593).
 MARCH_avx512 := -march=x86-64-v4 -mprefer-vector-width=512 -Wno-maybe-uninitialized
 
 # Exports of the operators for tvm-ffi, made of the sources' entries.
-TVM_FFI := build/tvm_ffi_functions.cpp
+TVM_FFI := $(BUILD)/tvm_ffi_functions.cpp
 
-OBJECTS := $(TVM_FFI).o $(HOST:cuda_src/%=build/%.o) $(CUDA:cuda_src/%=build/%.o) \
-           $(foreach isa,$(ISAS),$(CPU:cuda_src/%.cpp=build/%.$(isa).o))
+OBJECTS := $(TVM_FFI).o $(HOST:cuda_src/%=$(BUILD)/%.o) $(CUDA:cuda_src/%=$(BUILD)/%.o) \
+           $(foreach isa,$(ISAS),$(CPU:cuda_src/%.cpp=$(BUILD)/%.$(isa).o))
 
 WARNINGS  := -Wall -Wextra
 CXXFLAGS  := -std=c++17 -O3 -Icuda_src -fPIC -fvisibility=hidden -pthread -fno-math-errno -fno-trapping-math $(WARNINGS) \
@@ -75,7 +94,8 @@ CXXFLAGS  := -std=c++17 -O3 -Icuda_src -fPIC -fvisibility=hidden -pthread -fno-m
 # nvcc 13 compresses PTX unless told otherwise, in a way that drivers know from 550 on. A wheel is compressed as a whole.
 FATBIN    ?= $(if $(OWN_NVCC),--compress-mode=none)
 GENCODE   := $(foreach a,$(ARCHS),-gencode arch=compute_$(a),code=sm_$(a)) $(foreach a,$(PTX),-gencode arch=compute_$(a),code=compute_$(a))
-NVCCFLAGS := -std=c++17 -O3 -Icuda_src -DAOT_ISA=cuda -MMD -MP -Werror cross-execution-space-call \
+CCBIN     := $(if $(CROSS),-ccbin $(CROSS)g++)
+NVCCFLAGS := $(CCBIN) -std=c++17 -O3 -Icuda_src -DAOT_ISA=cuda -MMD -MP -Werror cross-execution-space-call \
              -Xcompiler -fPIC,-fvisibility=hidden,-Wall $(FATBIN) $(if $(filter 90,$(ARCHS)),-DAOT_HAVE_SM90)
 comma     := ,
 pinned     = $(shell sed -n 's/.*"\($(1)==[^"]*\)".*/\1/p' pyproject.toml)
@@ -86,30 +106,39 @@ lib:
 # A change of the version, or of what the library is built for, rebuilds.
 build/flags: FORCE | build
 	@echo '$(VERSION)' | cmp -s - $@ || echo '$(VERSION)' >$@
-build/targets: FORCE | build
+$(BUILD)/targets: FORCE | $(BUILD)
 	@echo 'NVCC=$(NVCC) ARCHS="$(ARCHS)" PTX="$(PTX)" ISAS="$(ISAS)"' | cmp -s - $@ || \
 	  echo 'NVCC=$(NVCC) ARCHS="$(ARCHS)" PTX="$(PTX)" ISAS="$(ISAS)"' >$@
 FORCE:
 
-build:
+$(sort build $(BUILD)):
 	@mkdir -p $@
 
 # With GLIBC_FLOOR=2.28, the symbols of glibc are those of that version.
 GLIBC_FLOOR ?=
-build/link: FORCE | build
+$(BUILD)/link: FORCE | $(BUILD)
 	@echo 'GLIBC_FLOOR=$(GLIBC_FLOOR)' | cmp -s - $@ || echo 'GLIBC_FLOOR=$(GLIBC_FLOOR)' >$@
-STUBS = $(if $(GLIBC_FLOOR),$(shell $(PYTHON) packaging/glibc_floor.py $(GLIBC_FLOOR) build/glibc_floor))
+STUBS = $(if $(GLIBC_FLOOR),$(shell $(PYTHON) packaging/glibc_floor.py $(GLIBC_FLOOR) $(BUILD)/glibc_floor $(CROSS)))
 
-$(LIB): $(OBJECTS) cuda_src/host/exports.map build/targets build/link
+# audit: asks the library for the version of its CUDA runtime, under qemu if that is needed; then, compute capabilities.
+AUDIT_NEEDS := $(if $(OWN_NVCC),$(if $(CROSS),$(BUILD)/cuda_runtime))
+audit = $(PYTHON) -m aotops.fatbin $(if $(CROSS),--runtime "`$(RUN) $(BUILD)/cuda_runtime $(1)`") $(1) $(2)
+
+$(LIB): $(OBJECTS) cuda_src/host/exports.map $(BUILD)/targets $(BUILD)/link | $(AUDIT_NEEDS)
 	@echo "link $@"
+	@mkdir -p $(@D)
 ifneq ($(NVCC),)
-	@$(NVCC) -shared $(if $(OWN_NVCC),-nodlink) -cudart static -Xlinker $(LDFLAGS),--as-needed $(OBJECTS) -o $@ $(STUBS) -ldl -lpthread
-	@$(if $(OWN_NVCC),$(PYTHON) -m aotops.fatbin $@ || { mv $@ build/refused.so; exit 1; })
+	@$(NVCC) $(CCBIN) -shared $(if $(OWN_NVCC),-nodlink) -cudart static $(if $(CROSS),-L$(CUDA_12)/lib/$(TARGET)) \
+	  -Xlinker $(LDFLAGS),--as-needed $(OBJECTS) -o $@ $(STUBS) -ldl -lpthread
+	@$(if $(OWN_NVCC),$(call audit,$@) || { mv $@ $(BUILD)/refused.so; exit 1; })
 else
 	@$(CXX) -shared -pthread -Wl,$(LDFLAGS),--as-needed $(OBJECTS) -o $@ $(STUBS) -ldl
 endif
 
-$(RUNTIME): $(addprefix build/runtime/,error.cpp.o extra.cpp.o cpu/fork.cpp.o cpu/threads.cpp.o \
+$(BUILD)/cuda_runtime: packaging/cuda_runtime.c | $(BUILD)
+	@$(CC) -Wall -Wextra -Werror $< -o $@ -ldl
+
+$(RUNTIME): $(addprefix $(BUILD)/runtime/,error.cpp.o extra.cpp.o cpu/fork.cpp.o cpu/threads.cpp.o \
   host/text_extra_old.cpp.o host/tvm_ffi.cpp.o)
 	@echo "ar   $@"
 	@mkdir -p $(@D) && rm -f $@
@@ -126,64 +155,64 @@ TORCH_TABLE := build/torch_table.inc
 $(TORCH_TABLE): packaging/torch_table.py frontends/torch_schema.py aotops/op.py $(wildcard aotops/ops/*.py) | build
 	@$(PYTHON) $< >$@.new && mv $@.new $@
 
-$(TVM_FFI): aotops/tvm_ffi.py $(CPU) $(CUDA) | build
+$(TVM_FFI): aotops/tvm_ffi.py $(CPU) $(CUDA) | $(BUILD)
 	@$(PYTHON) $^ >$@.new && mv $@.new $@
 
-# rule: compiles sources to objects with a suffix in a folder, by a compiler, with flags of its own.
+# rule: compiles sources to objects with a suffix in a folder, with flags of its own.
 define rule
 $(1)/%.$(2): cuda_src/%.cpp build/flags
 	@mkdir -p $$(@D)
 	@echo "g++  $$@"
-	@$(3) $$(CXXFLAGS) $(4) -c $$< -o $$@
+	@$$(CXX) $$(CXXFLAGS) $(3) -c $$< -o $$@
 
 endef
-# variant: the rules of a folder, by a compiler, with flags of its own: objects that are compiled once, and for each
-# instruction set.
+# variant: the rules of a folder, with flags of its own: objects that are compiled once, and for each instruction set.
 define variant
 $(1)/tvm_ffi_functions.cpp.o: $(TVM_FFI) cuda_src/tvm_ffi.h build/flags
 	@mkdir -p $$(@D)
 	@echo "g++  $$@"
-	@$(2) $$(CXXFLAGS) $(3) -c $$< -o $$@
-$(call rule,$(1),cpp.o,$(2),$(3))
-$(foreach isa,$(ISAS),$(call rule,$(1),$(isa).o,$(2),$(3) $(MARCH_$(isa)) -DAOT_ISA=$(isa)))
+	@$$(CXX) $$(CXXFLAGS) $(2) -c $$< -o $$@
+$(call rule,$(1),cpp.o,$(2))
+$(foreach isa,$(ISAS),$(call rule,$(1),$(isa).o,$(2) $(MARCH_$(isa)) -DAOT_ISA=$(isa)))
 $(1)/extra.cpp.o: CXXFLAGS += -D_GLIBCXX_USE_CXX11_ABI=0
 $(1)/host/torch_stable.cpp.o: $(TORCH_TABLE)
 $(1)/host/torch_stable.cpp.o: CXXFLAGS += -Ibuild
 endef
-$(eval $(call variant,build,$$(CXX)))
+$(eval $(call variant,$(BUILD)))
 # Without a version, since it is another library's.
-$(eval $(call variant,build/runtime,$$(CXX),-UAOT_VERSION))
-$(eval $(call variant,$(ASAN),$$(CXX),$$(ASAN_FLAGS)))
-$(eval $(call variant,$(AARCH64),$$(AARCH64_CXX)))
+$(eval $(call variant,$(BUILD)/runtime,-UAOT_VERSION))
+$(eval $(call variant,$(ASAN),$$(ASAN_FLAGS)))
 
-build/tvm_ffi_functions.cpp.o: build/targets
+$(BUILD)/tvm_ffi_functions.cpp.o: $(BUILD)/targets
 ifneq ($(NVCC),)
-build/tvm_ffi_functions.cpp.o: CXXFLAGS += -DAOT_TVM_FFI_CUDA
+$(BUILD)/tvm_ffi_functions.cpp.o: CXXFLAGS += -DAOT_TVM_FFI_CUDA
 endif
 
 # It leaves its file as it is where the toolchain is there.
 $(CUDA_12)/ready: aotops/cuda12.py aotops/cuda12.txt | build
 	@$(PYTHON) -m aotops.cuda12 $(CUDA_12) >build/cuda-12.9.log
+$(CUDA_12)/lib/aarch64/ready: $(CUDA_12)/ready aotops/cuda12_aarch64.txt
+	@$(PYTHON) -m aotops.cuda12 $(CUDA_12) aarch64 >>build/cuda-12.9.log
 
 # nvcc knows where CUDA's headers are.
-build/host/device.cpp.o: build/targets $(OWN_NVCC)
+$(BUILD)/host/device.cpp.o: $(BUILD)/targets $(OWN_NVCC)
 ifneq ($(NVCC),)
-build/host/device.cpp.o: cuda_src/host/device.cpp
+$(BUILD)/host/device.cpp.o: cuda_src/host/device.cpp
 	@mkdir -p $(@D)
 	@echo "nvcc $<"
-	@$(NVCC) -std=c++17 -O3 -Icuda_src -MMD -MP -Xcompiler -fPIC,-fvisibility=hidden,-Wall -DAOT_HAVE_CUDA -c $< -o $@
+	@$(NVCC) $(CCBIN) -std=c++17 -O3 -Icuda_src -MMD -MP -Xcompiler -fPIC,-fvisibility=hidden,-Wall -DAOT_HAVE_CUDA -c $< -o $@
 endif
 
-build/%.cu.o: cuda_src/%.cu build/targets $(OWN_NVCC)
+$(BUILD)/%.cu.o: cuda_src/%.cu $(BUILD)/targets $(OWN_NVCC)
 	@mkdir -p $(@D)
 	@echo "nvcc $<  (sm $(ARCHS))"
 	@$(NVCC) $(NVCCFLAGS) $(GENCODE) -c $< -o $@
 
 # NDEBUG: a call of assert() in a kernel makes the compiler wait for each wgmma.
-WITH_CUTLASS := $(patsubst cuda_src/%,build/%.o,$(filter %_sm80.cu %_sm90.cu,$(CUDA)))
+WITH_CUTLASS := $(patsubst cuda_src/%,$(BUILD)/%.o,$(filter %_sm80.cu %_sm90.cu,$(CUDA)))
 $(WITH_CUTLASS): NVCCFLAGS += -DNDEBUG --expt-relaxed-constexpr -isystem $(CUTLASS)/include
 $(WITH_CUTLASS): | $(CUTLASS)/include
-$(SM90:cuda_src/%=build/%.o): GENCODE := -gencode arch=compute_90a,code=sm_90a
+$(SM90:cuda_src/%=$(BUILD)/%.o): GENCODE := -gencode arch=compute_90a,code=sm_90a
 
 # The wheel has no library, only headers.
 $(CUTLASS)/include: pyproject.toml
@@ -194,7 +223,7 @@ $(CUTLASS)/include: pyproject.toml
 	@rm -rf $@ && mv $(CUTLASS)/wheel/cutlass_library/source/include $@
 	@rm -rf $(CUTLASS)/wheel $(CUTLASS)/*.whl && touch $@
 
--include $(wildcard $(addsuffix *.d,build/ build/*/ build/*/*/ build/*/*/*/))
+-include $(wildcard $(foreach kind,cpp cu $(ISAS),$(addsuffix *.$(kind).d,$(addprefix $(BUILD),/ /*/ /*/*/ /*/*/*/))))
 
 # ------------------------------------------------------------------------------------------------------- environments
 
@@ -271,34 +300,31 @@ tsan:
 
 # ------------------------------------------------------------------------------------------------------------ aarch64
 
-# Debian: g++-aarch64-linux-gnu qemu-user
-AARCH64_CXX     ?= aarch64-linux-gnu-g++
-AARCH64_CC      ?= aarch64-linux-gnu-gcc
-AARCH64_RUN     ?= qemu-aarch64 -L /usr/aarch64-linux-gnu
-AARCH64_OBJECTS := $(AARCH64)/tvm_ffi_functions.cpp.o $(HOST:cuda_src/%=$(AARCH64)/%.o) $(CPU:cuda_src/%.cpp=$(AARCH64)/%.baseline.o)
-
-# With the threads of GCC's OpenMP, and with the library's own.
+# The wheel is of what it was built for before, or without CUDA entries. Debian: g++-aarch64-linux-gnu qemu-user
 aarch64:
-	@$(MAKE) --no-print-directory -j$(JOBS) $(AARCH64)/libaotops.so $(AARCH64)/entries
-	OMP_NUM_THREADS=4 $(AARCH64_RUN) $(AARCH64)/entries $(AARCH64)/libaotops.so
-	OMP_NUM_THREADS=4 AOTOPS_THREADS=own $(AARCH64_RUN) $(AARCH64)/entries $(AARCH64)/libaotops.so
+	+@$(call as_before,wheel TARGET=aarch64,build/aarch64,NVCC=)
+	@$(MAKE) --no-print-directory emulated TARGET=aarch64
 
-$(AARCH64)/libaotops.so: $(AARCH64_OBJECTS) cuda_src/host/exports.map
-	@echo "link $@"
-	@$(AARCH64_CXX) -shared -pthread -Wl,$(LDFLAGS) $(AARCH64_OBJECTS) -o $@ -ldl
+# With the threads of GCC's OpenMP, and with the library's own. apt fetches Debian's Python.
+emulated: $(BUILD)/entries
+	OMP_NUM_THREADS=4 $(RUN) $(BUILD)/entries $(LIB)
+	OMP_NUM_THREADS=4 AOTOPS_THREADS=own $(RUN) $(BUILD)/entries $(LIB)
+	$(PYTHON) packaging/try_emulated.py $(WHEEL) $(BUILD)/python
 
-$(AARCH64)/entries: tests/programs/aarch64_entries.c
-	@mkdir -p $(@D)
-	@$(AARCH64_CC) -std=c11 -D_GNU_SOURCE -O1 -Wall -Wextra -Werror $< -o $@ -ldl -lm
+$(BUILD)/entries: tests/programs/aarch64_entries.c | $(BUILD)
+	@$(CC) -std=c11 -D_GNU_SOURCE -O1 -Wall -Wextra -Werror $< -o $@ -ldl -lm
 
 # --------------------------------------------------------------------------------------------------------------- uses
 
 # A library that is quick to build and runs here: CPU entries for any processor, and CUDA entries for this machine's GPU;
 # or the one that was built here before.
 RUNNABLE     := ISAS=baseline $(if $(CAPABILITIES),ARCHS="$(CAPABILITIES)",NVCC=)
+GIVEN        := $(filter command environment,$(foreach v,NVCC ARCHS ISAS,$(origin $(v))))
+# as_before: makes a goal for what was built in a folder before, or else by variables, unless some are given here.
+as_before     = $(if $(GIVEN),$(MAKE) --no-print-directory $(1),\
+                eval $(MAKE) --no-print-directory $(1) "$$(cat $(2)/targets 2>/dev/null || echo '$(3)')")
 runnable:
-	@$(if $(filter command environment,$(foreach v,NVCC ARCHS ISAS,$(origin $(v)))),$(MAKE) --no-print-directory $(LIB),\
-	  eval $(MAKE) --no-print-directory $(LIB) "$$(cat build/targets 2>/dev/null || echo '$(RUNNABLE)')")
+	+@$(call as_before,$(LIB),build,$(RUNNABLE))
 
 demo:
 	@$(MAKE) --no-print-directory -j$(JOBS) environments runnable
@@ -389,11 +415,12 @@ calls: lib $(VENV)/ready
 # ---------------------------------------------------------------------------------------------------------- packaging
 
 # A GPU runs code for its own major version and a minor one up to its own: 80 is for 86, 87 and 89 too, 100 for 103, 120
-# for 121. PTX of 100 is for 110 and for what comes later.
-EVERY_ARCH  := 75 80 90 100 120
+# for 121. PTX of 100 is for 110 and for what comes later. Arm's hosts are Grace's, whose GPUs are 90, 100 and 103.
+EVERY_ARCH  := $(if $(filter aarch64,$(TARGET)),90 100,75 80 90 100 120)
+EVERY_GPU   := $(if $(filter aarch64,$(TARGET)),90 100 103 110 120 121 130,all)
 WHEEL_ARCHS ?= $(if $(filter command environment,$(origin ARCHS)),$(ARCHS),$(EVERY_ARCH))
-WHEEL_GPUS   = $(if $(filter-out $(WHEEL_ARCHS),$(EVERY_ARCH)),$(WHEEL_ARCHS),all)
-MANYLINUX   := manylinux_2_28_x86_64
+WHEEL_GPUS   = $(if $(filter-out $(WHEEL_ARCHS),$(EVERY_ARCH)),$(WHEEL_ARCHS),$(EVERY_GPU))
+WHEEL       := dist/aotops-$(VERSION)-py3-none-manylinux_2_28_$(TARGET).whl
 PACKAGING   := build/packaging
 $(PACKAGING)/ready: pyproject.toml
 	@$(PYTHON) -m venv $(PACKAGING)
@@ -402,30 +429,32 @@ $(PACKAGING)/ready: pyproject.toml
 	@touch $@
 
 # Without nvcc it would contain no CUDA entries, so that has to be asked for: make wheel NVCC=
+# auditwheel offers the platforms of the machine that Python names, and calls strip, which is for one machine.
+AUDITWHEEL := python -c 'import platform, sys; platform.machine = lambda: "$(TARGET)"; import auditwheel.main as a; sys.exit(a.main())'
 wheel: $(PACKAGING)/ready
 	@test -n '$(NVCC)$(filter command environment,$(origin NVCC))' || \
 	  { echo "no nvcc here: NVCC=/path/nvcc, or NVCC= for a wheel without CUDA entries"; exit 1; }
 	@$(MAKE) --no-print-directory lib ARCHS="$(WHEEL_ARCHS)" GLIBC_FLOOR=2.28
-	@rm -rf build/wheel && PATH="$(abspath $(PACKAGING))/bin:$$PATH" && \
-	  python -m build --wheel --no-isolation --outdir build/wheel . >build/wheel.log 2>&1 && \
-	  auditwheel repair --plat $(MANYLINUX) --only-plat --strip --wheel-dir dist build/wheel/*.whl >>build/wheel.log 2>&1 || \
-	  { tail build/wheel.log; exit 1; }
-	@$(if $(OWN_NVCC),rm -rf build/audited && $(PYTHON) -m zipfile -e dist/aotops-$(VERSION)-py3-none-$(MANYLINUX).whl \
-	  build/audited && $(PYTHON) -m aotops.fatbin build/audited/aotops/libaotops.so $(WHEEL_GPUS) || \
-	  { mv dist/aotops-$(VERSION)-py3-none-$(MANYLINUX).whl build/refused.whl; exit 1; })
-	@ls -l dist/*$(MANYLINUX).whl
+	@rm -rf $(BUILD)/wheel && PATH="$(if $(CROSS),/usr/$(CROSS:%-=%)/bin:)$(abspath $(PACKAGING))/bin:$$PATH" && \
+	  AOTOPS_PRODUCTS="$(abspath ./$(PRODUCTS))" python -m build --wheel --no-isolation \
+	    --config-setting=--build-option=--plat-name=linux_$(TARGET) --outdir $(BUILD)/wheel . >$(BUILD)/wheel.log 2>&1 && \
+	  $(AUDITWHEEL) repair --plat $(WHEEL:dist/aotops-$(VERSION)-py3-none-%.whl=%) --only-plat --strip --wheel-dir dist \
+	    $(BUILD)/wheel/*.whl >>$(BUILD)/wheel.log 2>&1 || { tail $(BUILD)/wheel.log; exit 1; }
+	@$(if $(OWN_NVCC),rm -rf $(BUILD)/audited && $(PYTHON) -m zipfile -e $(WHEEL) $(BUILD)/audited && \
+	  $(call audit,$(BUILD)/audited/aotops/libaotops.so,$(WHEEL_GPUS)) || { mv $(WHEEL) $(BUILD)/refused.whl; exit 1; })
+	@ls -l $(WHEEL)
 
 # The wheel in a clean environment of each of PYTHONS with NumPy alone, and of WITH_TORCH with torch too.
 PYTHONS    ?= $(shell for v in 10 11 12 13 14; do command -v python3.$$v || \
   ls -d $(HOME)/.pyenv/versions/3.$$v.*/bin/python 2>/dev/null | tail -1; done)
 WITH_TORCH ?= $(PYTHON)
 wheel-test:
-	$(PYTHON) packaging/try_wheel.py dist/aotops-$(VERSION)-py3-none-$(MANYLINUX).whl $(PYTHONS) --torch $(WITH_TORCH)
+	$(PYTHON) packaging/try_wheel.py $(WHEEL) $(PYTHONS) --torch $(WITH_TORCH)
 
 # The wheel beside each version of each framework, and docs/compatibility.md of what came of it. ONLY="torch 2.4 3.11"
 # selects. Free-threaded interpreters are named by PYTHONS=/path/python3.14t.
 compatibility:
-	$(PYTHON) packaging/compatibility.py run dist/aotops-$(VERSION)-py3-none-$(MANYLINUX).whl $(PYTHONS) $(if $(ONLY),--only $(ONLY))
+	$(PYTHON) packaging/compatibility.py run $(WHEEL) $(PYTHONS) $(if $(ONLY),--only $(ONLY))
 
 sdist: $(PACKAGING)/ready
 	@$(PACKAGING)/bin/python -m build --sdist --no-isolation --outdir dist . >build/sdist.log 2>&1 || { tail build/sdist.log; exit 1; }
@@ -434,4 +463,4 @@ sdist: $(PACKAGING)/ready
 clean:
 	rm -rf build dist $(LIB) $(RUNTIME)
 
-.PHONY: lib asan tsan aarch64 environments no-mindspore demo test test-numpy fuzz soak lint format docs bench calls wheel wheel-test compatibility sdist clean FORCE
+.PHONY: lib asan tsan aarch64 emulated environments no-mindspore demo test test-numpy fuzz soak lint format docs bench calls wheel wheel-test compatibility sdist clean FORCE

@@ -1,6 +1,6 @@
-"""The build, as far as pyproject.toml cannot state it: the library is compiled with the package, headers are copied
-into it, type stubs are written, and the wheel is for one platform and every Python 3. An editable install does the
-stubs alone: `make lib` compiles, and the headers are cuda_src/'s."""
+"""The build, as far as pyproject.toml cannot state it: the library is compiled with the package, it and headers are
+copied into it, type stubs are written, and the wheel is for one platform and every Python 3. An editable install does
+the stubs alone: `make lib` compiles, and the headers are cuda_src/'s."""
 
 import os
 import shutil
@@ -14,6 +14,8 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
 PRODUCTS = ("aotops/libaotops.so", "aotops/lib/libaot.a")  # of `make lib`
+# Those for another machine lie in a folder of their own: make wheel TARGET=aarch64
+COMPILED = Path(os.environ.get("AOTOPS_PRODUCTS", ROOT))
 # The headers that an operator outside this repository includes: aotops.include_dir().
 HEADERS = ("*.h", "cpu/*.h", "cuda/*.h", "cuda/*.cuh")
 # Packages that lie elsewhere in the tree, with those in them.
@@ -38,20 +40,21 @@ class BuildWithLibrary(build_py):
         subprocess.run([sys.executable, "-m", "frontends.stubs"], cwd=ROOT, check=True)
         super().run()
         if not self.editable_mode:
-            self.copy_headers()
+            for product in PRODUCTS:
+                self.copy(COMPILED / product, product)
+            for header in (found for pattern in HEADERS for found in (ROOT / "cuda_src").glob(pattern)):
+                self.copy(header, "aotops/include" / header.relative_to(ROOT / "cuda_src"))
 
-    def copy_headers(self):
-        for pattern in HEADERS:
-            for header in (ROOT / "cuda_src").glob(pattern):
-                target = Path(self.build_lib, "aotops/include", header.relative_to(ROOT / "cuda_src"))
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(header, target)
+    def copy(self, file, name):
+        target = Path(self.build_lib, name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, target)
 
 
 def compile_library():
     """Runs `make lib`, unless it has been run: variables of the Makefile (NVCC, ARCHS, ISAS, JOBS) come from the
     environment. A machine without a GPU and nvcc gets no CUDA entries, which take longer than all else."""
-    if all((ROOT / product).is_file() for product in PRODUCTS):
+    if all((COMPILED / product).is_file() for product in PRODUCTS):
         return
     has_cuda = "NVCC" in os.environ or shutil.which("nvidia-smi") or shutil.which("nvcc")
     command = ["make", "lib", f"PYTHON={sys.executable}", *(() if has_cuda else ("NVCC=",))]

@@ -1,10 +1,12 @@
 """A CUDA 12.9 toolchain of packages of the package index. What it compiles loads with drivers from release 525, which
 code of a CUDA 13 toolkit does not.
 
-    python -m aotops.cuda12 FOLDER        then: FOLDER/bin/nvcc -arch=sm_90a -c x.cu
+    python -m aotops.cuda12 FOLDER            then: FOLDER/bin/nvcc -arch=sm_90a -c x.cu
+    python -m aotops.cuda12 FOLDER aarch64    adds what links a library for aarch64 hosts: FOLDER/lib/aarch64
 
 nvcc, cudafe++, cicc and fatbinary are of 13.0, because the index has none of 12.9. ptxas, libdevice, the headers and
-libcudart_static.a are of 12.9. The versions and hashes are in cuda12.txt.
+libcudart_static.a are of 12.9. The versions and hashes are in cuda12.txt, and in cuda12_aarch64.txt. nvcc compiles for
+another host if it is given that host's compiler, -ccbin aarch64-linux-gnu-g++; the headers are the same.
 """
 
 from __future__ import annotations
@@ -23,11 +25,14 @@ from pathlib import Path
 from .toolchain import CompileError, telling
 
 PACKAGES = Path(__file__).with_suffix(".txt")
+HOSTS = {"aarch64": Path(__file__).with_name("cuda12_aarch64.txt")}
+"""By another host than x86-64, the packages of its runtime."""
 RUNTIME = 12090
 """The version of the runtime that a library has, as cudaRuntimeGetVersion says it."""
 _RECIPE = 1
 """A change makes the toolchain again."""
 
+_RUNTIME = "nvidia_cuda_runtime_cu12"
 _PLACES = {
     "nvidia_cuda_nvcc": {"nvidia/cu13/bin/": "bin/"},
     "nvidia_nvvm": {"nvidia/cu13/nvvm/bin/": "nvvm/bin/"},
@@ -36,7 +41,7 @@ _PLACES = {
         "nvidia/cuda_nvcc/include/": "include/",
         "nvidia/cuda_nvcc/nvvm/libdevice/": "nvvm/libdevice/",
     },
-    "nvidia_cuda_runtime_cu12": {
+    _RUNTIME: {
         "nvidia/cuda_runtime/include/": "include/",
         "nvidia/cuda_runtime/lib/": "lib/",
     },
@@ -89,7 +94,7 @@ def assemble(folder: Path) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".cuda-12.9-") as scratch:
             made = Path(scratch, "made")
-            _unpack(_download(Path(scratch)), made)
+            _unpack(_download(PACKAGES, Path(scratch)), made)
             _adapt(made)
             (made / "ready").write_text(identity())
             shutil.rmtree(folder, ignore_errors=True)
@@ -97,9 +102,28 @@ def assemble(folder: Path) -> Path:
     return folder / "bin/nvcc"
 
 
-def identity() -> str:
-    """The digest of what the toolchain is made of."""
-    return hashlib.sha256(f"{_RECIPE}\n{PACKAGES.read_text()}".encode()).hexdigest() + "\n"
+def add_host(folder: Path, host: str) -> Path:
+    """The folder, in a toolchain's, of the static runtime for another host, which is put there unless it is.
+
+    Raises:
+        CompileError: pip cannot get the package, or there is none for this host.
+    """
+    if host not in HOSTS:
+        raise CompileError(f"the host is {host!r}, expected {' or '.join(HOSTS)}")
+    target = folder / "lib" / host
+    if not ((target / "ready").exists() and (target / "ready").read_text() == identity(HOSTS[host])):
+        with tempfile.TemporaryDirectory(dir=folder, prefix=f".{host}-") as scratch:
+            made = Path(scratch, "made")
+            _unpack(_download(HOSTS[host], Path(scratch), host), made, {_RUNTIME: _PLACES[_RUNTIME]})
+            (made / "lib/ready").write_text(identity(HOSTS[host]))
+            shutil.rmtree(target, ignore_errors=True)
+            (made / "lib").rename(target)
+    return target
+
+
+def identity(packages: Path = PACKAGES) -> str:
+    """The digest of what the toolchain, or its part for another host, is made of."""
+    return hashlib.sha256(f"{_RECIPE}\n{packages.read_text()}".encode()).hexdigest() + "\n"
 
 
 def supported() -> bool:
@@ -118,13 +142,14 @@ def _check_machine() -> None:
 # ------------------------------------------------------------------------------------------------------------- packages
 
 
-def _download(folder: Path) -> dict[str, Path]:
-    """The wheels, by the name in their file's name."""
+def _download(packages: Path, folder: Path, host: str = "") -> dict[str, Path]:
+    """The wheels, by the name in their file's name; for another host than this if one is named."""
     options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary", ":all:", "--require-hashes"]
-    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder), "--requirement", str(PACKAGES)]
+    options += ["--platform", f"manylinux2014_{host}"] if host else []
+    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder), "--requirement", str(packages)]
     # by which a build in isolation hides pip
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    with telling("downloading CUDA's compiler, 145 MB"):
+    with telling(f"downloading CUDA's runtime for {host}" if host else "downloading CUDA's compiler, 145 MB"):
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise CompileError(f"{_why(done.stderr)}\n{_OTHERWISE}")
@@ -146,8 +171,8 @@ def _why(stderr: str) -> str:
 # ------------------------------------------------------------------------------------------------------------- assembly
 
 
-def _unpack(wheels: dict[str, Path], target: Path) -> None:
-    for name, places in _PLACES.items():
+def _unpack(wheels: dict[str, Path], target: Path, folders: dict[str, dict[str, str]] = _PLACES) -> None:
+    for name, places in folders.items():
         with zipfile.ZipFile(wheels[name]) as wheel:
             for member in wheel.infolist():
                 place = next((at for at in places if member.filename.startswith(at)), None)
@@ -181,10 +206,13 @@ def _edit(file: Path, pattern: str, by: object) -> None:
 
 
 def main() -> None:
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -m aotops.cuda12 FOLDER")
+    if len(sys.argv) not in (2, 3):
+        sys.exit("usage: python -m aotops.cuda12 FOLDER [aarch64]")
+    folder, *host = sys.argv[1:]
     try:
-        print(assemble(Path(sys.argv[1])))
+        print(assemble(Path(folder)))
+        if host:
+            print(add_host(Path(folder), *host))
     except CompileError as error:
         sys.exit(f"aotops: {error}")
 

@@ -1,13 +1,15 @@
 """The GPU code in a shared library, read from its file: which GPUs it is for, and which drivers load it.
 
-    python -m aotops.fatbin LIBRARY [90 100 ... | all]
+    python -m aotops.fatbin [--runtime VERSION] LIBRARY [90 100 ... | all]
 
 audits a library that is compiled with the CUDA 12.9 toolchain (cuda12.py), and asks for code for GPUs of these compute
-capabilities; "all": for every one since Turing, and a later one.
+capabilities; "all": for every one since Turing, and a later one. VERSION is that of the CUDA runtime in it (12090), of
+a library for another machine: it does not load here.
 """
 
 from __future__ import annotations
 
+import argparse
 import mmap
 import re
 import struct
@@ -149,16 +151,17 @@ def oldest_driver(version: int) -> int:
     return 580 if version >= 13000 else 525
 
 
-def faults(path: Path, gpus: Iterable[int] = ()) -> list[str]:
+def faults(path: Path, gpus: Iterable[int] = (), version: int | None = None) -> list[str]:
     """Why a driver of release 525 would not load the library's code, and the GPUs without code; empty if it is right.
 
     Args:
         gpus: compute capabilities that each source is to have code for, unless its code is for one architecture alone.
+        version: of the CUDA runtime in the library; None: the library is loaded and says it.
     """
     found, code = containers(path), machine_code(path)
     if not found and not code:
         return []
-    linked = (*_linked(Elf(path)), *_old_runtime(runtime(path)))
+    linked = (*_linked(Elf(path)), *_old_runtime(version or runtime(path)))
     return [*linked, *_new_machine_code(code), *_new_images(found), *_missing(found, gpus)]
 
 
@@ -202,16 +205,21 @@ def _missing(found: Sequence[Sequence[Image]], gpus: Iterable[int]) -> Iterator[
 
 
 def main() -> None:
-    path, *gpus = sys.argv[1:]
-    found = faults(Path(path), (*GPUS, _LATER) if gpus == ["all"] else map(int, gpus))
-    if (version := runtime(Path(path))) is None and architectures(Path(path)):
+    parser = argparse.ArgumentParser(prog="python -m aotops.fatbin")
+    parser.add_argument("library", type=Path)
+    parser.add_argument("gpus", nargs="*")
+    parser.add_argument("--runtime", type=int, metavar="VERSION")
+    given = parser.parse_args()
+    path, version = given.library, given.runtime or runtime(given.library)
+    found = faults(path, (*GPUS, _LATER) if given.gpus == ["all"] else map(int, given.gpus), version)
+    if version is None and architectures(path):
         found.append("it has no function aot_cuda_runtime, which tells the version of its CUDA runtime")
     for fault in found:
         print(f"{path}: {fault}", file=sys.stderr)
     if found:
         sys.exit(1)
     cuda = f"CUDA {release(version)}" if version else "no CUDA"
-    print(f"audit {path}: {cuda}, {' '.join(architectures(Path(path))) or 'no GPU code'}")
+    print(f"audit {path}: {cuda}, {' '.join(architectures(path)) or 'no GPU code'}")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,10 @@ glibc 2.36 asks for pthread_create of 2.34, when it moved to libc.so.6, although
 export the newest version up to the floor of each symbol, under the name of the library that contained it then. A symbol
 that is newer is undefined. It needs objdump and gcc.
 
-    python packaging/glibc_floor.py 2.28 FOLDER     prints the linker's options, which go before those for libraries
+    python packaging/glibc_floor.py 2.28 FOLDER [PREFIX]
+
+It prints the linker's options, which go before those for libraries. PREFIX is that of the tools' names for another
+machine: aarch64-linux-gnu-.
 """
 
 from __future__ import annotations
@@ -36,10 +39,11 @@ def number(version: str) -> tuple[int, ...]:
     return tuple(map(int, version.removeprefix("GLIBC_").split(".")))
 
 
-def exports(library: str) -> dict[str, Symbol]:
-    """The exports of one of this machine's libraries, by name."""
-    path = subprocess.run(["gcc", f"-print-file-name={library}"], check=True, capture_output=True, text=True).stdout
-    table = subprocess.run(["objdump", "-T", path.strip()], check=True, capture_output=True, text=True).stdout
+def exports(library: str, prefix: str) -> dict[str, Symbol]:
+    """The exports of one of the compiler's libraries, by name."""
+    where = [f"{prefix}gcc", f"-print-file-name={library}"]
+    path = subprocess.run(where, check=True, capture_output=True, text=True).stdout.strip()
+    table = subprocess.run([f"{prefix}objdump", "-T", path], check=True, capture_output=True, text=True).stdout
     found: dict[str, Symbol] = {}
     for kind, size, hidden, version, name in LINE.findall(table):
         symbol = found.setdefault(name, Symbol())
@@ -50,11 +54,11 @@ def exports(library: str) -> dict[str, Symbol]:
     return found
 
 
-def stub_symbols(floor: tuple[int, ...]) -> dict[str, dict[str, tuple[str, int | None]]]:
+def stub_symbols(floor: tuple[int, ...], prefix: str) -> dict[str, dict[str, tuple[str, int | None]]]:
     """{library: {symbol: (version, size)}} of the symbols that glibc had at the floor."""
     stubs: dict[str, dict[str, tuple[str, int | None]]] = {}
     for library in ("libc.so.6", "libm.so.6"):
-        for name, symbol in exports(library).items():
+        for name, symbol in exports(library, prefix).items():
             older = [version for version in symbol.versions if number(version) <= floor]
             if not symbol.default or not older:
                 continue
@@ -64,7 +68,7 @@ def stub_symbols(floor: tuple[int, ...]) -> dict[str, dict[str, tuple[str, int |
     return stubs
 
 
-def build(library: str, symbols: dict[str, tuple[str, int | None]], folder: Path) -> None:
+def build(library: str, symbols: dict[str, tuple[str, int | None]], folder: Path, prefix: str) -> None:
     code, script = (folder / f"{library}{suffix}" for suffix in (".s", ".map"))
     lines: list[str] = []
     nodes: dict[str, list[str]] = {}
@@ -74,15 +78,15 @@ def build(library: str, symbols: dict[str, tuple[str, int | None]], folder: Path
         lines.append(f"{section}\n.globl {name}\n.type {name}, @{kind}\n.size {name}, {size or 0}\n{name}:\n{body}")
     code.write_text("".join(lines))
     script.write_text("".join(f"{node} {{ {'; '.join(names)}; }};\n" for node, names in sorted(nodes.items())))
-    link = ["gcc", "-shared", "-nostdlib", f"-Wl,-soname,{library},--version-script,{script}", str(code)]
+    link = [f"{prefix}gcc", "-shared", "-nostdlib", f"-Wl,-soname,{library},--version-script,{script}", str(code)]
     subprocess.run([*link, "-o", folder / library], check=True)
 
 
-def main(floor: str, folder: str) -> None:
+def main(floor: str, folder: str, prefix: str = "") -> None:
     Path(folder).mkdir(parents=True, exist_ok=True)
-    stubs = stub_symbols(number(floor))
+    stubs = stub_symbols(number(floor), prefix)
     for library, symbols in stubs.items():
-        build(library, symbols, Path(folder))
+        build(library, symbols, Path(folder), prefix)
     print(f"-L{folder}", *(f"-l:{library}" for library in sorted(stubs)))
 
 

@@ -6,6 +6,8 @@ import os
 import re
 import struct
 import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -74,6 +76,19 @@ def test_the_audit_of_gpu_code(tmp_path, images, source, gpus, expected):
         assert found == (expected or [])
 
 
+def test_the_audit_is_told_the_runtime_of_a_library_that_does_not_load_here(tmp_path):
+    """It is of another machine. Here, one that does not say it."""
+    file = with_code(tmp_path / "a.so", (image(MACHINE_CODE, 90),))
+    said = {}
+    for given in ((), ("--runtime", "12090"), ("--runtime", "13000")):
+        command = [sys.executable, "-m", "aotops.fatbin", *given, file, "90"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        said[given[1:]] = done.returncode, (done.stdout + done.stderr).strip().removeprefix(f"{file}: ")
+    assert said[()] == (1, "it has no function aot_cuda_runtime, which tells the version of its CUDA runtime")
+    assert said["12090",] == (0, f"audit {file}: CUDA 12.9, sm_90")
+    assert said["13000",] == (1, "its CUDA runtime is 13.0, expected 12.9")
+
+
 def test_the_audit_finds_code_outside_of_fat_binaries(tmp_path):
     """Triton's kernels are embedded as they are."""
     content = ",".join(map(str, image(MACHINE_CODE, 90, NEW)[64:]))
@@ -126,17 +141,48 @@ def test_packages_that_pip_cannot_get_are_named(tmp_path, monkeypatch):
 
 
 def test_a_toolchain_that_is_there_is_taken(tmp_path, monkeypatch):
-    monkeypatch.setattr(cuda12, "_download", lambda folder: pytest.fail("it was downloaded again"))
+    monkeypatch.setattr(cuda12, "_download", lambda *arguments: pytest.fail("it was downloaded again"))
     (tmp_path / "ready").write_text(cuda12.identity())
     assert cuda12.assemble(tmp_path) == tmp_path / "bin/nvcc"
+    (tmp_path / "lib/aarch64").mkdir(parents=True)
+    (tmp_path / "lib/aarch64/ready").write_text(cuda12.identity(cuda12.HOSTS["aarch64"]))
+    assert cuda12.add_host(tmp_path, "aarch64") == tmp_path / "lib/aarch64"
+
+
+def test_a_host_gets_its_runtime(tmp_path, monkeypatch):
+    """Of a package that stands for the one that pip downloads; what was there before is replaced."""
+
+    def download(packages, folder, host):
+        with zipfile.ZipFile(folder / "a.whl", "w") as wheel:
+            for name in ("lib/libcudart_static.a", "lib/libcudart.so.12", "lib/stubs/libx.a", "include/cuda.h"):
+                wheel.writestr(f"nvidia/cuda_runtime/{name}", f"{packages.name} {host}")
+        return {"nvidia_cuda_runtime_cu12": folder / "a.whl"}
+
+    monkeypatch.setattr(cuda12, "_download", download)
+    stale = tmp_path / "lib/aarch64/stale.a"
+    stale.parent.mkdir(parents=True)
+    stale.touch()
+    added = cuda12.add_host(tmp_path, "aarch64")
+    assert (added / "libcudart_static.a").read_text() == "cuda12_aarch64.txt aarch64"
+    assert sorted(file.name for file in added.iterdir()) == ["libcudart_static.a", "ready", "stubs"]
+    assert [file.name for file in tmp_path.iterdir()] == ["lib"]
+    with pytest.raises(toolchain.CompileError, match=r"the host is 'riscv64', expected aarch64"):
+        cuda12.add_host(tmp_path, "riscv64")
+
+
+def pins(packages: Path) -> set[tuple[str, str]]:
+    lines = [line for line in packages.read_text().splitlines() if not line.startswith("#")]
+    assert all(re.fullmatch(r"nvidia-[\w-]+==[\d.]+ --hash=sha256:[0-9a-f]{64}", line) for line in lines)
+    return {(line.partition("==")[0].replace("-", "_"), line.split()[0].partition("==")[2]) for line in lines}
 
 
 def test_the_packages_have_hashes():
-    lines = [line for line in cuda12.PACKAGES.read_text().splitlines() if not line.startswith("#")]
-    assert lines
-    assert all(re.fullmatch(r"nvidia-[\w-]+==[\d.]+ --hash=sha256:[0-9a-f]{64}", line) for line in lines)
-    wheels = {line.partition("==")[0].replace("-", "_") for line in lines}
-    assert wheels == set(cuda12._PLACES)
+    assert {name for name, _ in pins(cuda12.PACKAGES)} == set(cuda12._PLACES)
+
+
+def test_another_hosts_runtime_is_of_the_same_version():
+    (runtime,) = pins(cuda12.HOSTS["aarch64"])
+    assert runtime in pins(cuda12.PACKAGES)
 
 
 KERNEL = """

@@ -54,6 +54,7 @@ NOT_RUN = {
     "test_triton.py runs it": 1,
     "hosting_tvm_ffi.md runs it": 1,
     "it needs CuTe DSL": 3,
+    "it needs a cross compiler": 1,
     "a test of the models trains the tiny ones": 1,
 }
 

@@ -4,6 +4,7 @@ needs of a system. Without a network, by the environment's setuptools."""
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -40,6 +41,47 @@ def test_a_wheel_is_for_the_architectures_asked_for(arguments, archs):
     assert f'lib ARCHS="{archs}" ' in done.stdout
 
 
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="wheels for aarch64 are cross-compiled on x86-64 alone")
+def test_a_wheel_for_aarch64_is_compiled_by_the_cross_compiler():
+    variables = ("ARCHS", "WHEEL_ARCHS", "NVCC", "ISAS", "CXX", "MAKEFLAGS")
+    environment = {name: value for name, value in os.environ.items() if name not in variables}
+    command = ["make", "-n", "-B", "wheel", "TARGET=aarch64"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    commands = re.sub(r"\\\n\s*", "", done.stdout).splitlines()
+    compiled = [line for line in commands if re.search(r" -c \S+\.(cpp|cu) -o ", line)]
+    assert len(compiled) > 40
+    assert {line.split(" -std")[0] for line in compiled} == {
+        "aarch64-linux-gnu-g++",
+        "build/cuda-12.9/bin/nvcc -ccbin aarch64-linux-gnu-g++",
+    }
+    assert all(re.search(r" -o build/aarch64/\S+\.o$", line) for line in compiled)
+    assert not [line for line in compiled if " -m" in line.replace(" -MMD -MP", "") or "avx" in line]
+    codes = {tuple(re.findall(r"code=(\w+)", line)) for line in compiled if ".cu -o" in line}
+    assert codes == {("sm_90", "sm_100", "compute_100"), ("sm_90a",)}
+    (link,) = (line for line in commands if " -shared " in line)
+    assert "-ccbin aarch64-linux-gnu-g++ -shared -nodlink -cudart static -Lbuild/cuda-12.9/lib/aarch64" in link
+    assert "--plat-name=linux_aarch64 " in done.stdout
+    assert "--plat manylinux_2_28_aarch64 " in done.stdout
+    assert "build/aarch64/audited/aotops/libaotops.so 90 100 103 110 120 121 130 " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("TARGET=armv7l",), f"TARGET is 'armv7l', expected {platform.machine()}"),
+        pytest.param(
+            ("TARGET=aarch64", "NVCC=/usr/bin/nvcc"),
+            "NVCC is '/usr/bin/nvcc', expected none or build/cuda-12.9/bin/nvcc",
+            marks=pytest.mark.skipif(platform.machine() == "aarch64", reason="any nvcc compiles for its own machine"),
+        ),
+    ],
+)
+def test_what_cannot_be_compiled_for_another_machine_is_refused(arguments, said):
+    done = subprocess.run(["make", "-n", "lib", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    assert said in done.stderr
+
+
 @pytest.fixture
 def tree(tmp_path):
     """A copy of what is packaged, with a file in the place of the library."""
@@ -56,8 +98,10 @@ def tree(tmp_path):
     return copy
 
 
-def run(*arguments, cwd) -> str:
-    done = subprocess.run([sys.executable, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=300)
+def run(*arguments, cwd, **environment) -> str:
+    command = [sys.executable, *map(str, arguments)]
+    environment = {**os.environ, **environment}
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -78,6 +122,23 @@ def test_wheel_is_for_this_platform_and_any_python(tree, tmp_path):
         assert archive.read("aotops/libaotops.so") == LIBRARY
     assert {name for name in files if not name.split("/")[0].endswith(".dist-info")} == expected_files(tree)
     assert {"aotops/frontends/jax/__init__.pyi", "aotops/frontends/numpy.pyi", "aotops/py.typed"} <= files
+
+
+def test_a_wheel_for_another_machine_has_its_library(tree, tmp_path):
+    products = tmp_path / "products"
+    for name in ("aotops/libaotops.so", "aotops/lib/libaot.a"):
+        (products / name).parent.mkdir(parents=True, exist_ok=True)
+        (products / name).write_bytes(f"{name} for aarch64".encode())
+    settings = {"--build-option": "--plat-name=linux_aarch64"}
+    build = f"from setuptools.build_meta import build_wheel; build_wheel({str(tmp_path)!r}, {settings!r})"
+    run("-c", build, cwd=tree, AOTOPS_PRODUCTS=str(products))
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.endswith("-py3-none-linux_aarch64.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        files = {name for name in archive.namelist() if ".dist-info/" not in name}
+        assert archive.read("aotops/libaotops.so") == b"aotops/libaotops.so for aarch64"
+        assert archive.read("aotops/lib/libaot.a") == b"aotops/lib/libaot.a for aarch64"
+    assert files == expected_files(tree)
 
 
 def expected_files(tree) -> set[str]:
