@@ -32,7 +32,7 @@ EACH = pytest.mark.parametrize("name", FUNCTIONS)
 
 
 def results(value):
-    return [r.get() for r in (value if isinstance(value, tuple) else (value,))]
+    return [r.get() for r in (value if isinstance(value, tuple) else (value,)) if r is not None]
 
 
 @EACH
@@ -236,6 +236,21 @@ def test_what_an_attribute_may_be_does_not_depend_on_what_was_called_before():
         for value in (1.0, True):
             with pytest.raises(TypeError, match=r"^softmax: dim is "):
                 ours.softmax(x, value)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("name", ["add_layer_norm", "add_rms_norm"])
+def test_a_sum_that_nobody_reads_has_no_gradient(name, dtype):
+    """Of rows for each kernel: in registers, of whole vectors and the rest, longer than a block's registers."""
+    random = np.random.default_rng(0)
+    for n in (768, 1029, 32768):
+        x, residual, dy = cupy.asarray(random.normal(size=(3, 5, n)).astype(dtype))
+        absent, zeros = (
+            results(getattr(ours, f"{name}_backward")((dy, dh), x, residual, n, dy[0]))
+            for dh in (None, cupy.zeros_like(dy))
+        )
+        for got, expected in zip(absent, zeros, strict=True):
+            np.testing.assert_array_equal(got, expected)
 
 
 @pytest.mark.parametrize("name", [*OPS, *(f"{name}_backward" for name, op in OPS.items() if op.backward)])
