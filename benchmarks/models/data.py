@@ -1,4 +1,4 @@
-"""Batches of a synthetic text: the same for every model of a size, implementation and framework."""
+"""Batches of a synthetic text, or of images: the same for every model of a size, implementation and framework."""
 
 from __future__ import annotations
 
@@ -14,15 +14,31 @@ MASKED = 0.15  # BERT's fraction of positions to be predicted
 HELD_OUT = 1 << 20  # the seed of a batch that is not trained on
 
 
+IMAGES = 2  # batches of images, which take turns: they stay in the GPU's memory
+
+
 def batches(name: str, size: Size, count: int) -> list[tuple[Any, ...]]:
-    return [batch(name, size, i) for i in range(count)]
+    different = [batch(name, size, i) for i in range(min(count, IMAGES) if size.image else count)]
+    return [different[i % len(different)] for i in range(count)]
 
 
 def batch(name: str, size: Size, seed: int) -> tuple[Any, ...]:
     """A tuple of NumPy arrays, the arguments of the model."""
     rng = np.random.default_rng(seed)
+    if size.image:
+        return _images(rng, size)
     text = _text(rng, size.vocabulary, size.batch, size.tokens + 1)
     return _masked(rng, text, size) if name == "bert" else _next_token(text)
+
+
+def _images(rng: np.random.Generator, size: Size) -> tuple[Any, ...]:
+    """Noise, brighter where the class's row and column meet, and the classes."""
+    images = rng.standard_normal((size.batch, 3, size.image, size.image), np.float32)
+    classes = rng.integers(size.vocabulary, size=size.batch)
+    rows, columns = classes * size.image // size.vocabulary, classes * 7 % size.image
+    images[np.arange(size.batch), :, rows] += 1
+    images[np.arange(size.batch), :, :, columns] += 1
+    return images, classes
 
 
 def _text(rng: np.random.Generator, vocabulary: int, rows: int, length: int) -> Any:

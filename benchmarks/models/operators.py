@@ -22,6 +22,10 @@ class Torch:
         return functional.gelu(y, approximate={"gelu": "none", "gelu_tanh": "tanh"}[activation])
 
     @staticmethod
+    def conv(x: Tensor, layer: nn.Conv2d) -> Tensor:
+        return functional.conv2d(x, layer.weight, layer.bias, layer.stride, layer.padding)
+
+    @staticmethod
     def norm(x: Tensor, layer: Any) -> Tensor:
         if isinstance(layer, nn.LayerNorm):
             return functional.layer_norm(x, layer.normalized_shape, layer.weight, layer.bias, layer.eps)
@@ -43,6 +47,10 @@ class Aotops:
     @staticmethod
     def linear(x: Tensor, layer: nn.Linear, activation: str | None = None) -> Tensor:
         return aotops.linear(x, layer.weight, layer.bias, activation)
+
+    @staticmethod
+    def conv(x: Tensor, layer: nn.Conv2d) -> Tensor:
+        return aotops.conv2d(x, layer.weight, layer.bias, layer.stride, layer.padding)
 
     @staticmethod
     def norm(x: Tensor, layer: Any) -> Tensor:

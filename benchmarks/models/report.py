@@ -25,7 +25,14 @@ RESULT, PLOTS = "benchmarks/results/models_h200.json", "benchmarks/results/model
 PAGES = ("docs/models.md", "README.md")
 SECTION = re.compile(r"(<!-- models: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
-NAMES = {"gpt2": "GPT-2 124M", "llama": "Llama-like", "bert": "BERT-base"}
+NAMES = {
+    "gpt2": "GPT-2 124M",
+    "llama": "Llama-like",
+    "llama_packed": "Llama-like, packed",
+    "bert": "BERT-base",
+    "vit": "ViT-L/16, 12 layers",
+    "resnet": "ResNet-50",
+}
 IMPL_ORDER = tuple(dict.fromkeys(impl for impls in IMPLS.values() for impl in impls))
 COLORS = {impl: color for impl, (color, _) in STYLE.items()} | {"aotops.compile": "#862e9c", "jax": "#f08c00"}
 

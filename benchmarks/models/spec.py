@@ -16,9 +16,11 @@ class Size:
     width: int
     heads: int
     mlp: int
-    vocabulary: int
+    vocabulary: int  # or classes of images
     batch: int
     tokens: int
+    image: int = 0  # height and width of images
+    patch: int = 0
 
     @property
     def tokens_per_step(self) -> int:
@@ -28,15 +30,21 @@ class Size:
 SIZES: dict[str, tuple[Size, Size]] = {
     "gpt2": (Size(12, 768, 12, 3072, 50304, 16, 1024), Size(2, 32, 2, 128, 211, 2, 16)),
     "llama": (Size(8, 2048, 16, 5632, 32000, 4, 2048), Size(2, 32, 2, 96, 224, 2, 16)),
+    "llama_packed": (Size(8, 2048, 16, 5632, 32000, 4, 2048), Size(2, 32, 2, 96, 224, 2, 16)),
     "bert": (Size(12, 768, 12, 3072, 30522, 32, 512), Size(2, 32, 2, 128, 218, 2, 16)),
+    "vit": (Size(12, 1024, 16, 4096, 1000, 64, 197, 224, 16), Size(2, 32, 2, 128, 10, 2, 5, 8, 4)),
+    "resnet": (Size(50, 64, 0, 0, 1000, 128, 1, 224), Size(50, 8, 0, 0, 10, 2, 1, 64)),
 }
 """The size of a model and its tiny size, for tests. GPT-2's 50257 tokens are padded to a multiple of 128, as is usual
-in training."""
+in training. A vision transformer's tokens are its patches and one more; an image of ResNet counts as one."""
 
 OPERATORS: dict[str, tuple[str, ...]] = {
     "gpt2": ("linear", "layer_norm", "add_layer_norm", "cross_entropy"),
     "llama": ("linear", "rms_norm", "add_rms_norm", "swiglu", "cross_entropy"),
+    "llama_packed": ("linear", "rms_norm", "add_rms_norm", "swiglu", "cross_entropy"),
     "bert": ("linear", "layer_norm", "add_layer_norm", "cross_entropy"),
+    "vit": ("conv2d", "linear", "layer_norm", "add_layer_norm", "cross_entropy"),
+    "resnet": ("conv2d", "linear", "cross_entropy"),
 }
 """The operators whose kernels a model's time depends on."""
 

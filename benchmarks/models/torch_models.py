@@ -6,6 +6,7 @@ batch is the targets. Attention and embeddings are torch's in every flavour. The
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,19 +18,18 @@ from .spec import IGNORED, Size
 
 
 class Attention(nn.Module):
-    def __init__(self, ops: Any, size: Size, bias: bool) -> None:
+    def __init__(self, ops: Any, size: Size, bias: bool, causal: bool = True) -> None:
         super().__init__()
-        self.ops, self.heads = ops, size.heads
+        self.ops, self.heads, self.causal = ops, size.heads, causal
         self.qkv = nn.Linear(size.width, 3 * size.width, bias)
         self.out = nn.Linear(size.width, size.width, bias)
 
     def forward(self, x: Tensor, rotation: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         qkv = self.ops.linear(x, self.qkv).unflatten(-1, (3, self.heads, -1))
         q, k, v = (t.transpose(1, 2) for t in qkv.unbind(2))  # (batch, heads, tokens, width of a head)
-        causal = mask is None
         if rotation is not None:
             q, k = rotated(q, rotation), rotated(k, rotation)
-        y = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+        y = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=self.causal)
         return self.ops.linear(y.transpose(1, 2).flatten(2), self.out)
 
 
@@ -86,10 +86,14 @@ class Llama(nn.Module):
     class Block(nn.Module):
         def __init__(self, ops: Any, size: Size) -> None:
             super().__init__()
+            self.ops = ops
             self.norm1, self.norm2 = nn.RMSNorm(size.width, eps=1e-5), nn.RMSNorm(size.width, eps=1e-5)
             self.attention = Attention(ops, size, bias=False)
             self.gate, self.up = (nn.Linear(size.width, size.mlp, bias=False) for _ in range(2))
             self.down = nn.Linear(size.mlp, size.width, bias=False)
+
+        def gate_and_up(self, y: Tensor) -> tuple[Tensor, Tensor]:
+            return self.ops.linear(y, self.gate), self.ops.linear(y, self.up)
 
     def __init__(self, ops: Any, size: Size) -> None:
         super().__init__()
@@ -106,12 +110,26 @@ class Llama(nn.Module):
         norms = [*(block.norm1 for block in list(self.blocks)[1:]), self.norm]
         for block, norm in zip(self.blocks, norms, strict=True):
             y, h = self.ops.add_norm(block.attention(y, self.rotation), h, block.norm2)
-            y = self.ops.swiglu(self.ops.linear(y, block.gate), self.ops.linear(y, block.up))
+            y = self.ops.swiglu(*block.gate_and_up(y))
             y, h = self.ops.add_norm(self.ops.linear(y, block.down), h, norm)
         return self.ops.linear(y, self.head)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         return self.ops.cross_entropy(self.logits(tokens).flatten(0, -2), targets.flatten())
+
+
+class PackedLlama(Llama):
+    """Llama whose gate and up are the halves of one product."""
+
+    class Block(Llama.Block):
+        def __init__(self, ops: Any, size: Size) -> None:
+            super().__init__(ops, size)
+            self.gate = nn.Linear(size.width, 2 * size.mlp, bias=False)
+            del self.up
+
+        def gate_and_up(self, y: Tensor) -> tuple[Tensor, Tensor]:
+            gate, up = self.ops.linear(y, self.gate).chunk(2, -1)
+            return gate, up
 
 
 class Bert(nn.Module):
@@ -121,7 +139,7 @@ class Bert(nn.Module):
     class Block(nn.Module):
         def __init__(self, ops: Any, size: Size) -> None:
             super().__init__()
-            self.attention = Attention(ops, size, bias=True)
+            self.attention = Attention(ops, size, bias=True, causal=False)
             self.norm1, self.norm2 = (nn.LayerNorm(size.width, eps=1e-12) for _ in range(2))
             self.up, self.down = nn.Linear(size.width, size.mlp), nn.Linear(size.mlp, size.width)
 
@@ -151,7 +169,102 @@ class Bert(nn.Module):
         return self.ops.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED)
 
 
-MODELS: dict[str, type[nn.Module]] = {"gpt2": GPT2, "llama": Llama, "bert": Bert}
+class ViT(nn.Module):
+    """A vision transformer (Dosovitskiy et al., arXiv:2010.11929): patches by a convolution, a class token, norms
+    before attention and MLP, exact GELU."""
+
+    class Block(nn.Module):
+        def __init__(self, ops: Any, size: Size) -> None:
+            super().__init__()
+            self.norm1, self.norm2 = (nn.LayerNorm(size.width, eps=1e-6) for _ in range(2))
+            self.attention = Attention(ops, size, bias=True, causal=False)
+            self.up, self.down = nn.Linear(size.width, size.mlp), nn.Linear(size.mlp, size.width)
+
+    def __init__(self, ops: Any, size: Size) -> None:
+        super().__init__()
+        self.ops = ops
+        self.patches = nn.Conv2d(3, size.width, size.patch, size.patch)
+        self.class_token = nn.Parameter(torch.empty(1, 1, size.width))
+        self.places = nn.Parameter(torch.empty(1, size.tokens, size.width))
+        self.blocks = nn.ModuleList(self.Block(ops, size) for _ in range(size.layers))
+        self.norm = nn.LayerNorm(size.width, eps=1e-6)
+        self.head = nn.Linear(size.width, size.vocabulary)
+
+    def logits(self, images: Tensor) -> Tensor:
+        patches = self.ops.conv(images, self.patches).flatten(2).transpose(1, 2)
+        h = torch.cat((self.class_token.expand(len(images), -1, -1), patches), 1) + self.places
+        y = self.ops.norm(h, self.blocks[0].norm1)
+        norms = [*(block.norm1 for block in list(self.blocks)[1:]), self.norm]
+        for block, norm in zip(self.blocks, norms, strict=True):
+            y, h = self.ops.add_norm(block.attention(y), h, block.norm2)
+            y = self.ops.linear(self.ops.linear(y, block.up, "gelu"), block.down)
+            y, h = self.ops.add_norm(y, h, norm)
+        return self.ops.linear(y[:, 0], self.head)
+
+    def forward(self, images: Tensor, targets: Tensor) -> Tensor:
+        return self.ops.cross_entropy(self.logits(images), targets)
+
+
+class ResNet(nn.Module):
+    """ResNet-50 (He et al., arXiv:1512.03385) with the stride in the convolution of 3 x 3, in channels_last."""
+
+    channels_last = True
+
+    class Convolution(nn.Module):
+        """A convolution and its batch norm."""
+
+        def __init__(self, ops: Any, inputs: int, outputs: int, kernel: int, stride: int = 1) -> None:
+            super().__init__()
+            self.ops = ops
+            self.convolution = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False)
+            self.norm = nn.BatchNorm2d(outputs)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.ops.conv(x, self.convolution))
+
+    class Block(nn.Module):
+        def __init__(self, ops: Any, inputs: int, width: int, stride: int) -> None:
+            super().__init__()
+            convolution = partial(ResNet.Convolution, ops)
+            self.reduce, self.spread = convolution(inputs, width, 1), convolution(width, width, 3, stride)
+            self.expand, self.residual = convolution(width, 4 * width, 1), None
+            if stride != 1 or inputs != 4 * width:
+                self.residual = convolution(inputs, 4 * width, 1, stride)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.expand(functional.relu(self.spread(functional.relu(self.reduce(x)))))
+            return functional.relu(y + (x if self.residual is None else self.residual(x)))
+
+    def __init__(self, ops: Any, size: Size) -> None:
+        super().__init__()
+        self.ops = ops
+        self.stem = self.Convolution(ops, 3, size.width, 7, 2)
+        blocks, inputs = [], size.width
+        for i, depth in enumerate((3, 4, 6, 3)):
+            width = size.width << i
+            for j in range(depth):
+                blocks.append(self.Block(ops, inputs, width, 2 if i > 0 and j == 0 else 1))
+                inputs = 4 * width
+        self.blocks, self.head = nn.ModuleList(blocks), nn.Linear(inputs, size.vocabulary)
+
+    def logits(self, images: Tensor) -> Tensor:
+        y = functional.max_pool2d(functional.relu(self.stem(images)), 3, 2, 1)
+        for block in self.blocks:
+            y = block(y)
+        return self.ops.linear(y.mean((2, 3)), self.head)
+
+    def forward(self, images: Tensor, targets: Tensor) -> Tensor:
+        return self.ops.cross_entropy(self.logits(images), targets)
+
+
+MODELS: dict[str, type[nn.Module]] = {
+    "gpt2": GPT2,
+    "llama": Llama,
+    "llama_packed": PackedLlama,
+    "bert": Bert,
+    "vit": ViT,
+    "resnet": ResNet,
+}
 
 
 def build(name: str, ops: Any, size: Size, dtype: torch.dtype, device: str) -> nn.Module:
@@ -161,4 +274,4 @@ def build(name: str, ops: Any, size: Size, dtype: torch.dtype, device: str) -> n
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             parameter.copy_(torch.from_numpy(initial(key, tuple(parameter.shape), size.layers)))
-    return model.to(dtype)
+    return model.to(dtype, memory_format=torch.channels_last if getattr(model, "channels_last", False) else None)

@@ -35,7 +35,7 @@ def measure(spec: Spec) -> dict[str, Any]:
     loss_of = torch.compile(model) if spec.compiled else model
     steps = 2 if spec.compile_only else spec.trained
     on_host = data.batches(spec.model, spec.size, steps + PROFILED * spec.profile)
-    batches = [on_device(batch, device) for batch in on_host]
+    batches = on_device(on_host, model)
     losses: list[Tensor] = []
     loss: Tensor  # lives to the end of the next forward, with what its graph keeps, as in a user's loop
 
@@ -88,13 +88,27 @@ def autocast(spec: Spec, device: str) -> Any:
     return torch.autocast(device, torch.bfloat16) if on else contextlib.nullcontext()
 
 
-def on_device(batch: tuple[Any, ...], device: str) -> tuple[Tensor, ...]:
-    return tuple(torch.from_numpy(array).to(device) for array in batch)
+def on_device(batches: list[tuple[Any, ...]], model: nn.Module) -> list[tuple[Tensor, ...]]:
+    """Batches as the model takes them: images in the dtype and layout of its parameters. One that is there twice has
+    the same tensors."""
+    parameter = next(model.parameters())
+    images = {"dtype": parameter.dtype}
+    if getattr(model, "channels_last", False):
+        images["memory_format"] = torch.channels_last
+
+    def moved(array: Any) -> Tensor:
+        t = torch.from_numpy(array).to(parameter.device)
+        return t.to(**images) if t.is_floating_point() else t
+
+    found: dict[int, tuple[Tensor, ...]] = {}
+    for batch in batches:
+        found.setdefault(id(batch), tuple(map(moved, batch)))
+    return [found[id(batch)] for batch in batches]
 
 
 def exact_loss(spec: Spec, model: nn.Module, device: str) -> float:
     """The loss of a batch that was not trained on, from logits in float32 by the same function for all."""
-    batch = on_device(data.batch(spec.model, spec.size, data.HELD_OUT), device)
+    (batch,) = on_device([data.batch(spec.model, spec.size, data.HELD_OUT)], model)
     with torch.no_grad(), autocast(spec, device):
         logits = model.logits(*batch[:-1])
     chunks = zip(logits.flatten(0, -2).split(2048), batch[-1].flatten().split(2048), strict=True)

@@ -8,7 +8,7 @@ import pytest
 from aotops.bench.sources import of_kernel
 from aotops.testing.frameworks import requested
 from benchmarks.models import report
-from benchmarks.models.spec import IMPLS, OPERATORS, Spec
+from benchmarks.models.spec import IMPLS, OPERATORS, SIZES, Spec
 
 LOSSES = [5.35485, 5.33801, 5.35546, 5.35077]
 """Losses of the first steps of the tiny model, in float32."""
@@ -29,6 +29,16 @@ def test_losses_are_the_same_in_every_framework(name, impl):
     assert row["losses"] == pytest.approx(LOSSES, abs=1e-4)
     assert row["loss"] == pytest.approx(5.352438, abs=1e-4)
     assert min(row[key] for key in ("ms", "wall_ms", "host_ms", "tokens_per_s")) > 0
+
+
+@pytest.mark.skipif("torch" not in requested(), reason="torch is not requested")
+@pytest.mark.parametrize("model", [name for name in SIZES if name != "gpt2"])
+def test_losses_are_those_of_torchs_operators(model):
+    train = import_module("benchmarks.models.torch_train")
+    expected, found = (train.measure(Spec(model, impl, "float32", timed=2, tiny=True)) for impl in ("torch", "aotops"))
+    assert len(set(found["losses"])) == len(found["losses"]), "no step trained"
+    assert found["losses"] == pytest.approx(expected["losses"], abs=1e-4)
+    assert found["loss"] == pytest.approx(expected["loss"], abs=1e-4)
 
 
 def row(impl, losses, framework="torch", **more):
