@@ -118,7 +118,7 @@ def exact_loss(spec: Spec, model: nn.Module, device: str) -> float:
 
 def bits(losses: list[Tensor], model: nn.Module) -> str:
     tensors = [torch.stack(losses), *(p.detach() for p in model.parameters())]
-    return timing.digest(t.cpu().contiguous().view(torch.uint8).numpy() for t in tensors)
+    return timing.digest(t.cpu().reshape(-1).view(torch.uint8).numpy() for t in tensors)
 
 
 class Clock:
