@@ -45,7 +45,7 @@ class Padded(NamedTuple):
 
 
 def find(op: Op, node: Node, backward: Any, is_served: Callable[[Any], bool]) -> Padded | None:
-    """What can be padded of this call, or None.
+    """Finds what can be padded of this call; None if nothing can.
 
     Args:
         backward: the overload of the operator's backward.

@@ -241,7 +241,7 @@ def test_what_an_attribute_may_be_does_not_depend_on_what_was_called_before():
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("name", ["add_layer_norm", "add_rms_norm"])
 def test_a_sum_that_nobody_reads_has_no_gradient(name, dtype):
-    """Of rows for each kernel: in registers, of whole vectors and the rest, longer than a block's registers."""
+    """There are rows for each kernel: in registers, of whole vectors and the rest, longer than a block's registers."""
     random = np.random.default_rng(0)
     for n in (768, 1029, 32768):
         x, residual, dy = cupy.asarray(random.normal(size=(3, 5, n)).astype(dtype))

@@ -304,7 +304,7 @@ def test_residuals_that_a_backward_needs_are_computed():
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("name", ["add_layer_norm", "add_rms_norm"])
 def test_a_sum_that_nobody_reads_has_no_gradient(name, dtype):
-    """Of rows for each kernel: of a few elements, of whole vectors and the rest, of parts."""
+    """There are rows for each kernel: of a few elements, of whole vectors and the rest, of parts."""
     random = np.random.default_rng(0)
     backward = getattr(ours, f"{name}_backward")
     for n in (3, 40, 1029):

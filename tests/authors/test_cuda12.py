@@ -150,7 +150,7 @@ def test_a_toolchain_that_is_there_is_taken(tmp_path, monkeypatch):
 
 
 def test_a_host_gets_its_runtime(tmp_path, monkeypatch):
-    """Of a package that stands for the one that pip downloads; what was there before is replaced."""
+    """A package stands for the one that pip downloads; what was there before is replaced."""
 
     def download(packages, folder, host):
         with zipfile.ZipFile(folder / "a.whl", "w") as wheel:
