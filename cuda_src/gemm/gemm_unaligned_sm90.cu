@@ -22,7 +22,8 @@ namespace {
 constexpr int kMostClasses = 8;
 constexpr int kRows = 128, kGroups = 2, kThreads = (kGroups + 1) * 128, kPart = 128;  // kPart: columns stored at a time
 constexpr int kStagingBytes = kBox * kPart * 2;                                       // of a warpgroup
-constexpr int kBand = 16;  // tiles of rows that neighbouring blocks work on, for the L2 cache
+constexpr int kAtOnce = 4;  // loads of a thread before it stores
+constexpr int kBand = 16;   // tiles of rows that neighbouring blocks work on, for the L2 cache
 
 // Two blocks of a cluster compute neighbouring tiles of rows. Each loads half of b for both: without it, the L2 cache
 // would have to deliver 48 KB for 4 MFLOP, 8 TB/s at 700 TFLOP/s.
@@ -218,19 +219,11 @@ struct UnalignedBlock {
         return tile.row + (rows_by_class ? in_order(p.a, at) : at);
       };
       T *c = static_cast<T *>(p.c) + first;
-      if (p.vectors && !cols_by_class && columns == kPart) {
-#pragma unroll
-        for (int i = warp * 2 + lane / 16; i < kBox; i += 8) {
-          const int to = row_of(i);
-          if (to < p.m) store_vector(c + to * p.c_stride + lane % 16 * 8, staged(group, i, lane % 16 * 8, false));
-        }
-      } else {
-#pragma unroll 4
-        for (int i = warp; i < kBox; i += 4) {
-          const int to = row_of(i);
-          if (to < p.m) store_row(group, i, c + to * p.c_stride, columns, cols_by_class);
-        }
-      }
+      if (p.vectors && !cols_by_class && columns == kPart) store_vectors(group, c, row_of);
+      else if (columns == kPart) store_words(group, c, row_of, cols_by_class);
+      else
+        for (int i = warp; i < kBox; i += 4)
+          if (const int to = row_of(i); to < p.m) store_row(group, i, c + to * p.c_stride, columns, cols_by_class);
     }
   }
 
@@ -251,25 +244,78 @@ struct UnalignedBlock {
     asm volatile("ld.shared.b16 %0, [%1];" : "=h"(value) : "r"(staged(group, row, col, by_class)) : "memory");
     return value;
   }
-  static __device__ void store_vector(T *to, uint32_t from) {
-    Vector<T> v;
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
-                 : "r"(from)
-                 : "memory");
-    aot::store(to, v);
+  // Rows of 16 vectors, two by each warp at once. row_of(i): the row of the result.
+  template <class F>
+  __device__ void store_vectors(int group, T *c, F row_of) const {
+    const int lane = threadIdx.x % 32, first = threadIdx.x / 32 % 4 * 2 + lane / 16, col = lane % 16 * 8;
+    const uint32_t from = staged(group, first, col, false);
+#pragma unroll
+    for (int i = 0; i < kBox / 8; i += kAtOnce) {
+      Vector<T> v[kAtOnce];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j)
+        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(v[j].word[0]), "=r"(v[j].word[1]), "=r"(v[j].word[2]), "=r"(v[j].word[3])
+                     : "r"(from + (i + j) * 8 * (kPart * 2))
+                     : "memory");
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j)
+        if (const int row = row_of(first + (i + j) * 8); row < p.m) aot::store(c + row * p.c_stride + col, v[j]);
+    }
   }
 
-  // A warp stores a row of `columns` elements, in words that are aligned in memory.
+  // Rows of 64 words, one by each warp at once.
+  template <class F>
+  __device__ void store_words(int group, T *c, F row_of, bool by_class) const {
+    const int first = threadIdx.x / 32 % 4;
+    const uint32_t from = staged(group, first, threadIdx.x % 32 * 2, by_class);
+#pragma unroll 1
+    for (int i = 0; i < kBox / 4; i += kAtOnce) {
+      uint32_t left[kAtOnce], right[kAtOnce];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {  // `staged` exchanges the vectors of every second row by 64 bytes
+        const uint32_t at = (from ^ j % 2 * 64) + (i + j) * 4 * (kPart * 2);
+        left[j] = load_word(at), right[j] = load_word(at + 128);
+      }
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j)
+        if (const int row = row_of(first + (i + j) * 4); row < p.m)
+          store_words(reinterpret_cast<uint16_t *>(c + row * p.c_stride), left[j], right[j]);
+    }
+  }
+  // A row, of which a lane has two words: as words that are aligned in memory, and if it begins between two, an element
+  // at each end.
+  static __device__ void store_words(uint16_t *row, uint32_t left, uint32_t right) {
+    const int lane = threadIdx.x % 32;
+    if (reinterpret_cast<uintptr_t>(row) % 4 == 0) {
+      auto *words = reinterpret_cast<uint32_t *>(row);
+      words[lane] = left, words[lane + 32] = right;
+      return;
+    }
+    auto *words = reinterpret_cast<uint32_t *>(row - 1);
+    const uint32_t middle = __shfl_sync(~0u, left, 31);
+    const uint32_t before_left = __shfl_up_sync(~0u, left, 1), before_right = __shfl_up_sync(~0u, right, 1);
+    if (lane) words[lane] = __byte_perm(before_left, left, 0x5432);
+    else row[0] = static_cast<uint16_t>(left);
+    words[lane + 32] = __byte_perm(lane ? before_right : middle, right, 0x5432);
+    if (lane == 31) row[kPart - 1] = static_cast<uint16_t>(right >> 16);
+  }
+  static __device__ uint32_t load_word(uint32_t from) {
+    uint32_t word;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(from) : "memory");
+    return word;
+  }
+
+  // A warp stores a row of fewer elements.
   __device__ void store_row(int group, int row, T *to, int columns, bool by_class) const {
     auto *c = reinterpret_cast<uint16_t *>(to);
     const int before = reinterpret_cast<uintptr_t>(to) / 2 % 2;  // elements of the first word that are another row's
     for (int col = threadIdx.x % 32 * 2 - before; col < columns; col += 64) {
       const bool first = col >= 0, second = col + 1 < columns;
       if (first && second) {
-        uint32_t word;
-        if (before) word = element(group, row, col, by_class) | uint32_t{element(group, row, col + 1, by_class)} << 16;
-        else asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(staged(group, row, col, by_class)) : "memory");
+        const uint32_t word =
+            before ? element(group, row, col, by_class) | uint32_t{element(group, row, col + 1, by_class)} << 16
+                   : load_word(staged(group, row, col, by_class));
         *reinterpret_cast<uint32_t *>(c + col) = word;
       } else if (first) {
         c[col] = element(group, row, col, by_class);
