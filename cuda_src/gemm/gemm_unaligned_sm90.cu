@@ -22,6 +22,7 @@ namespace {
 constexpr int kMostClasses = 8;
 constexpr int kRows = 128, kGroups = 2, kThreads = (kGroups + 1) * 128, kPart = 128;  // kPart: columns stored at a time
 constexpr int kStagingBytes = kBox * kPart * 2;                                       // of a warpgroup
+constexpr int kProducers = 4;                                                         // warps that load
 constexpr int kAtOnce = 4;  // loads of a thread before it stores
 constexpr int kBand = 16;   // tiles of rows that neighbouring blocks work on, for the L2 cache
 
@@ -40,7 +41,7 @@ struct UnalignedOperand {
   CUtensorMap maps[kMostClasses];
   int shift[kMostClasses];  // elements
   int log_classes;
-  int log_pieces;  // of a block of lines: its classes, or boxes of 64 lines
+  int log_pieces;  // of a group of lines: its classes, or boxes of 64 lines
 };
 
 struct UnalignedGemm {
@@ -84,37 +85,54 @@ struct UnalignedBlock {
 
   // ---------------------------------------------------------------------------------------------------- producer warp
 
-  __device__ void load_tiles() const {
+  // By one thread of each of kProducers warps, which share the boxes of a step: there are up to 32, each with a map, an
+  // address and coordinates of its own.
+  __device__ void load_tiles(int producer) const {
+    // A warp without boxes would not be waited for, and could miss a phase of a barrier.
+    const int of_a = count_boxes<kAcrossA, kRows, false>(p.a), of_b = count_boxes<kAcrossB, kCols, true>(p.b);
+    if (producer && producer >= of_a && (producer ^ 2) >= of_b) return;
     int iteration = 0;
     each_tile([&](Tile tile) {
       for (int step = 0; step < p.steps; ++step, ++iteration) {
         const int stage = iteration % kStages<kCols>;
         mbarrier_wait_cluster(&empty[stage], iteration / kStages<kCols> % 2 ^ 1);
-        mbarrier_expect(&full[stage], kStageBytes<kCols>);
-        load<kAcrossA, kRows, false>(p.a, a_boxes(stage), &full[stage], tile.row, step);
-        load<kAcrossB, kCols, true>(p.b, b_boxes(stage), &full[stage], tile.col, step);
+        if (producer == 0) mbarrier_expect(&full[stage], kStageBytes<kCols>);
+        load<kAcrossA, kRows, false>(p.a, a_boxes(stage), &full[stage], tile.row, step, producer);
+        load<kAcrossB, kCols, true>(p.b, b_boxes(stage), &full[stage], tile.col, step, producer ^ 2);
       }
     });
   }
 
-  // kSize rows or columns of the result from `first` on, and the 64 terms of a step. kShared: this block's half of
-  // them, for both blocks of the cluster.
+  // Lines of a group, in which classes are together, and the groups that a block loads. kShared: half of them for both
+  // blocks of the cluster, where lines are terms; else half of the pieces of each group.
+  template <bool kAcross>
+  static constexpr int kLines = kAcross ? kBox : 128;
   template <bool kAcross, int kSize, bool kShared>
-  static __device__ void load(const UnalignedOperand &x, uint32_t to, uint64_t *barrier, int first, int step) {
-    constexpr int kLines = kAcross ? kBox : 128;  // whose classes are together
-    constexpr int kBytes = kLines * kBoxRow, kBlocks = kSize * kBoxRow / kBytes;
-    constexpr bool kWhole = kShared && kAcross;  // whether a half is of whole blocks of lines
-    const int pieces = 1 << x.log_pieces, half = pieces / 2;
-    const int begin = kShared && !kWhole ? rank() * half : 0, end = kShared && !kWhole ? begin + half : pieces;
+  static constexpr int kHere = kSize * kBoxRow / (kLines<kAcross> * kBoxRow) / (kShared && kAcross ? 2 : 1);
+
+  template <bool kAcross, int kSize, bool kShared>
+  static __device__ int count_boxes(const UnalignedOperand &x) {
+    return kHere<kAcross, kSize, kShared> << x.log_pieces >> (kShared && !kAcross ? 1 : 0);
+  }
+
+  // kSize rows or columns of the result from `first` on, and the 64 terms of a step.
+  template <bool kAcross, int kSize, bool kShared>
+  static __device__ void load(const UnalignedOperand &x, uint32_t to, uint64_t *barrier, int first, int step,
+                              int producer) {
+    constexpr int kBytes = kLines<kAcross> * kBoxRow, kGroupsHere = kHere<kAcross, kSize, kShared>;
+    const int log_pieces = kShared && !kAcross ? x.log_pieces - 1 : x.log_pieces;
+    const int first_group = kShared && kAcross ? rank() * kGroupsHere : 0;
+    const int first_piece = kShared && !kAcross ? rank() << log_pieces : 0;
 #pragma unroll
-    for (int j = 0; j < (kWhole ? kBlocks / 2 : kBlocks); ++j) {
-      const int i = kWhole ? rank() * (kBlocks / 2) + j : j;
-      const int element = kAcross ? first + i * kBox : step * kBox, line = kAcross ? step * kBox : first + i * kLines;
-      for (int piece = begin; piece < end; ++piece) {
-        const int r = x.log_classes ? piece : 0;
-        load_box<kShared>(x.maps[r], to + i * kBytes + piece * (kBytes >> x.log_pieces), barrier, element + x.shift[r],
-                          x.log_classes ? line >> x.log_classes : line + piece * (kLines >> x.log_pieces));
-      }
+    for (int i = 0; i < kGroupsHere * kMostClasses / (kShared && !kAcross ? 2 : 1); i += kProducers) {
+      const int at = i + producer, group = first_group + (at >> log_pieces);
+      const int piece = first_piece + (at & ((1 << log_pieces) - 1)), r = x.log_classes ? piece : 0;
+      if (at >= kGroupsHere << log_pieces) break;
+      const int element = kAcross ? first + group * kBox : step * kBox;
+      const int line = kAcross ? step * kBox : first + group * kLines<kAcross>;
+      load_box<kShared>(x.maps[r], to + group * kBytes + piece * (kBytes >> x.log_pieces), barrier,
+                        element + x.shift[r],
+                        x.log_classes ? line >> x.log_classes : line + piece * (kLines<kAcross> >> x.log_pieces));
     }
   }
 
@@ -346,11 +364,11 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_unaligned_kernel(const __gri
   cluster_barrier();  // the other block's barriers are initialized
   const int group = threadIdx.x / 128;
   if (group < kGroups) {  // the warpgroup of the producer leaves its registers to the others
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
     block.compute_tiles(group);
   } else {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    if (threadIdx.x % 128 == 0) block.load_tiles();
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+    if (threadIdx.x % 32 == 0) block.load_tiles(threadIdx.x / 32 % kProducers);
     __syncwarp();
   }
   cluster_barrier();  // the other block writes no more here
