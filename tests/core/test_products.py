@@ -126,3 +126,55 @@ def test_dbias_of_many_rows_is_as_exact_as_its_type(dtype):
     (dbias,) = torch.autograd.grad(ours.linear(x, weight, bias.requires_grad_()), bias, dy)
     exact = dy.double().sum(0)
     assert ((dbias.double() - exact).abs() <= (torch.finfo(dtype).eps / 2 + 2**-15) * exact).all()
+
+
+LAYOUTS = [(False, True), (False, False), (True, False), (True, True)]
+
+
+@pytest.mark.parametrize(("ta", "tb"), LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "size", [(897, 1025, 131), (1026, 902, 66), (900, 1028, 68), (130, 2946, 1000), (1291, 1293, 1295)], ids=str
+)
+def test_lines_that_are_not_aligned(size, dtype, ta, tb):
+    """Sums of small integers, which float32 holds: only the result is rounded. Beside the operands are NaNs. The last
+    size is one whose operands may be copied."""
+    m, n, k = size
+    for offset in (0, 3):
+        a, b = (
+            among_nans(*shape, dtype=dtype, offset=offset)
+            for shape in ((k, m) if ta else (m, k), (n, k) if tb else (k, n))
+        )
+        exact = (a.double().mT if ta else a.double()) @ (b.double().mT if tb else b.double())
+        assert torch.equal(ours.matmul(a, b, ta, tb), exact.to(dtype))
+
+
+@pytest.mark.parametrize(("ta", "tb"), LAYOUTS)
+def test_copies_of_operands_in_tf32(ta, tb):
+    m, n, k = 2801, 2806, 2803
+    a, b = (
+        among_nans(*shape, dtype=torch.float32, offset=1)
+        for shape in ((k, m) if ta else (m, k), (n, k) if tb else (k, n))
+    )
+    exact = (a.double().mT if ta else a.double()) @ (b.double().mT if tb else b.double())
+    assert torch.equal(ours.matmul(a, b, ta, tb, True), exact.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_linear_layer_of_odd_sizes(dtype):
+    for rows, out, inner in ((1024, 1291, 136), (2803, 2801, 2802)):
+        x, weight, bias, dy = (among_nans(*s, dtype=dtype) for s in ((rows, inner), (out, inner), (out,), (rows, out)))
+        wide = [t.double().requires_grad_() for t in (x, weight, bias)]
+        y = torch.nn.functional.linear(*wide)
+        exact = [y, *torch.autograd.grad(y, wide, dy.double())]
+        leaves = [t.requires_grad_() for t in (x, weight, bias)]
+        y = ours.linear(*leaves, allow_tf32=True)
+        for found, right in zip((y, *torch.autograd.grad(y, leaves, dy)), exact, strict=True):
+            assert torch.equal(found, right.to(dtype))
+
+
+def among_nans(*shape, dtype, offset=0):
+    count = torch.Size(shape).numel()
+    memory = torch.full((count + 256,), torch.nan, device="cuda", dtype=dtype)
+    values = memory[128 + offset : 128 + offset + count]
+    return values.copy_(torch.randint(-3, 4, (count,), device="cuda")).view(shape)
