@@ -237,8 +237,8 @@ _NARROW = [torch.bfloat16, torch.float16]
 
 @pytest.mark.parametrize("dtype", _NARROW, ids=str)
 def test_a_decomposed_gelu_of_16_bits_is_rounded_once(dtype):
-    """Every number is tried. A value is off by half a unit in the last place, a slope by one of its larger term. torch's
-    value, of 1 + erf, errs by 250 units in bfloat16."""
+    """Every number is tried. A value is off by half a unit in the last place, a slope by one of its larger term.
+    torch's value, of 1 + erf, errs by 250 units in bfloat16."""
     from torch._inductor.decomposition import select_decomp_table
 
     x = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
