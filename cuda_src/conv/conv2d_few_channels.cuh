@@ -1,5 +1,6 @@
 // conv2d of few channels, such as a network's first layer: an implicit GEMM by mma.sync, whose operand from x is built
-// in shared memory. Forward and dweight, for 16 bits and TF32; any kernel, stride, padding and dilation; no groups.
+// in shared memory. Forward and dweight, for 16 bits and TF32; any kernel, stride, padding and dilation; no groups. dx:
+// conv2d_few_dx.cuh.
 //
 //            rows of a product   columns                                   summed over
 //   y        16 output channels  8 pixels                                  units of the window, 4 in a step

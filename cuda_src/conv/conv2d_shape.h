@@ -29,22 +29,30 @@ struct Conv2dParams {
   // slices. dweight: as many as give kFullGrid blocks, two for each multiprocessor of an H200.
   static constexpr int64_t kSlices = 128, kFullGrid = 264;
 
-  // The kernels that a call is for. Sizes alone decide, as they decide the workspace; the launchers may find that the
+  // The kernels that a result is for. Sizes alone decide, as they decide the workspace; the launchers may find that the
   // device lacks a kernel, or that a tensor is missing, and then use the direct kernels, which need none.
   //   patches        stride and kernel are the same: x is rearranged into a matrix of patches, and the rest is a
-  //   product.
-  //                  With 32 channels or more, the implicit GEMM reads x as it is
-  //   few_channels   up to 8 channels on tensor cores (conv2d_few_channels.cuh). Each 64 output channels read x again,
-  //                  where a product of patches reads it once
+  //                  product. With 32 channels or more, the implicit GEMM reads x as it is
+  //   few_channels   up to 8 channels on tensor cores (conv2d_few_channels.cuh, conv2d_few_dx.cuh)
   //   implicit_gemm  other calls without groups
   //   direct         any call
   enum Kernels { direct, patches, few_channels, implicit_gemm };
-  Kernels kernels(const Conv2dShape &s, DType dtype) const {
-    if (groups != 1 || s.channels < 1 || s.out_channels < 1 || s.pixels() < 1) return direct;
-    const bool few = few_forward(s, dtype).rows && few_dweight(s, dtype).rows;
-    if (are_patches(s, dtype)) return few && s.out_channels <= 128 ? few_channels : patches;
-    if (few) return few_channels;
-    return dtype == DType::float64 ? direct : implicit_gemm;
+  // Each 64 output channels of the kernel of few channels read x again, where a product of patches reads it once. In
+  // TF32 that kernel has twice as many steps for as many bytes.
+  Kernels y_kernels(const Conv2dShape &s, DType dtype) const {
+    return choose(s, dtype, few_forward(s, dtype).rows > 0, s.out_channels <= 128 && itemsize(dtype) == 2);
+  }
+  Kernels dx_kernels(const Conv2dShape &s, DType dtype) const {
+    return choose(s, dtype, few_dx(s, dtype).rows > 0, false);
+  }
+  // The implicit GEMM is faster where it reads 16-bit tensors as they are, if they are within its limits.
+  Kernels dweight_kernels(const Conv2dShape &s, DType dtype) const {
+    constexpr int64_t kMost = 1 << 28;
+    const bool as_they_are = nhwc() && itemsize(dtype) == 2 && s.channels % 8 == 0 && s.out_channels % 8 == 0 &&
+                             s.kernel_h <= 32 && s.kernel_w <= 32 &&
+                             s.batch * s.height * s.width * s.channels < kMost && s.pixels() * s.out_channels < kMost &&
+                             s.out_channels * s.kernel() * s.channels < kMost;
+    return choose(s, dtype, !as_they_are && few_dweight(s, dtype).rows > 0, s.out_channels <= 128);
   }
 
   // Tiles of conv2d_few_channels.cuh's kernels: `rows` x kFewColumns pixels of the result, and the window of x that
@@ -64,6 +72,7 @@ struct Conv2dParams {
   static int few_steps(const Conv2dShape &s, int units) { return static_cast<int>(divide_up(s.kernel() * units, 4)); }
   // Blocks that a multiprocessor of an H200 holds, by registers and by shared memory.
   static constexpr int kFewBlocks = 3, kFewShared = 74 << 10;
+  static constexpr int64_t kFewMostShared = 99 << 10;  // every device has these since 8.0
 
   FewTiles few_forward(const Conv2dShape &s, DType dtype) const {
     return few_tiles(s, dtype, [&](const FewTiles &f) {
@@ -93,57 +102,136 @@ struct Conv2dParams {
     return {static_cast<int>(outputs), static_cast<int>(kernel), std::min(tiles, wave)};
   }
 
+  // Blocks of conv2d_few_dx.cuh. A position is the place of `pixels` pixels of dx along an axis, the phases of the
+  // stride, or two neighbours. Position u has the pixels u * pixels - shift + [0, pixels), and meets dy at
+  // u * apart + first + i * step, i < count.
+  struct DxAxis {
+    int pixels = 1, shift = 0, apart = 1, first = 0, step = 1, count = 0;  // count 0: not supported
+
+    int positions(int64_t size) const { return static_cast<int>(divide_up(size + shift, pixels)); }
+  };
+  struct FewDx {
+    int rows = 0;  // of positions in a tile of kFewColumns columns; 0: the kernel does not take the call
+    DxAxis h, w;
+    int per_tile = 0, tiles = 0, groups = 0;         // pixels in 8 columns; 8s of columns in a block; blocks of them
+    int chunks = 0, outputs = 0;                     // of kDxChunk bytes of output channels; how many these are
+    int height = 0, width = 0, part = 0, pitch = 0;  // dy's window; columns u * apart + k for each k make a part
+    int window = 0;                                  // bytes
+    int64_t weights = 0;                             // words of the weight as operands
+  };
+  static constexpr int kDxChunk = 64, kDxPixel = kDxChunk + 16;  // a window's pixel has 16 bytes more, for the banks
+  static constexpr int kDxWarps = 4, kDxBlocks = 4;              // of a block; of a multiprocessor
+  template <int kTiles>
+  static constexpr int kDxRows = kTiles == 8 ? 2 : 4;  // of positions of a warp, for so many 8s of columns
+  FewDx few_dx(const Conv2dShape &s, DType dtype) const {
+    if (!few_fits(s, dtype)) return {};
+    const int64_t across = stride.value[0] * stride.value[1];  // parameters are below 2^15
+    if (across > 1024) return {};
+    FewDx f;
+    const int64_t dilations[] = {s.kernel_h > 1 ? dilation.value[0] : 1, s.kernel_w > 1 ? dilation.value[1] : 1};
+    f.h = dx_axis(s.kernel_h, stride.value[0], padding.value[0], dilations[0], 1);
+    f.w = dx_axis(s.kernel_w, stride.value[1], padding.value[1], dilations[1], across == 1 && s.channels <= 4 ? 2 : 1);
+    if (!f.h.count || !f.w.count) return {};
+    f.per_tile = s.channels > 4 ? 1 : static_cast<int>(8 / s.channels);
+    const int tiles = static_cast<int>(divide_up(f.h.pixels * f.w.pixels, f.per_tile));
+    f.tiles = tiles > 4 ? 8 : tiles > 2 ? 4 : tiles;
+    f.groups = static_cast<int>(divide_up(tiles, f.tiles));
+    f.outputs = static_cast<int>(kDxChunk / itemsize(dtype));
+    f.chunks = static_cast<int>(divide_up(s.out_channels, f.outputs));
+    const int rows = kDxWarps * (f.tiles == 8 ? kDxRows<8> : kDxRows<1>);
+    const int64_t height = rows + int64_t{f.h.count - 1} * f.h.step;
+    const int64_t width = (kFewColumns - 1) * f.w.apart + int64_t{f.w.count - 1} * f.w.step + 1;
+    const int64_t pitch = round_up(width, f.w.apart), window = height * pitch * kDxPixel;
+    if (height > 4096 || pitch > 4096 || window > kFewMostShared) return {};
+    f.height = static_cast<int>(height), f.width = static_cast<int>(width);
+    f.pitch = static_cast<int>(pitch), f.part = f.pitch / f.w.apart, f.window = static_cast<int>(window);
+    f.weights = int64_t{f.groups} * f.chunks * f.h.count * f.w.count * f.tiles * 32 * 4;
+    const int64_t all =
+        s.batch * divide_up(f.h.positions(s.height), rows) * divide_up(f.w.positions(s.width), kFewColumns);
+    if (f.weights >= 1 << 26 || all >= 0x7fffffff) return {};
+    return f.rows = rows, f;
+  }
+
   // How the workspace is used. The implicit GEMM kernels take NHWC with channels in whole vectors of 16 bytes; other
   // tensors are packed into the workspace first, and their channels padded with zeros, x whenever y is. Patches have
   // rows of `channels` elements, a patch padded to whole vectors, and y packed as (pixels, outputs) if it is NCHW.
   // Sizes are in elements of the workspace's dtype.
   struct Plan {
-    Kernels kernels = direct;
-    bool implicit_gemm = false, packed = false;  // packed: x and the weight, and y if it is packed_y
+    Kernels of_y = direct, of_dx = direct, of_dweight = direct;
+    bool packed = false;  // x and the weight, and y if it is packed_y
     bool packed_y = false;
     int64_t channels = 0, out_channels = 0;      // padded to whole vectors
     int64_t x = 0, weight = 0, y = 0, bias = 0;  // packed tensors
     int64_t slices = 0, slice = 0;               // of dweight: how many, and the size of one
-    int64_t few_slices = 0;                      // the same, of few channels: sizes in all
+    int64_t few_dweight = 0, few_dx = 0;         // of few channels: the same in all; the weight
     int64_t library = 0;                         // cuBLASLt's
     int64_t dbias = 0;
 
+    bool any(Kernels k) const { return of_y == k || of_dx == k || of_dweight == k; }
     int64_t forward() const {
-      if (kernels == few_channels || kernels == direct) return 0;
+      if (of_y == few_channels || of_y == direct) return 0;
       return (packed ? weight + y + x : 0) + bias + library;
     }
-    // packed x takes the place of packed dx
+    // packed x takes the place of packed dx; what kernels of few channels use is free before and after
     int64_t backward() const {
-      return std::max(weight + (packed ? y + x : 0) + slices * slice + library, few_slices) + dbias;
+      return std::max({weight + (packed ? y + x : 0) + slices * slice + library, few_dweight, few_dx}) + dbias;
     }
   };
-  Plan plan(const Conv2dShape &s, DType dtype) const {
+  Plan forward_plan(const Conv2dShape &s, DType dtype) const {
     Plan p;
-    p.kernels = kernels(s, dtype), p.implicit_gemm = p.kernels == few_channels || p.kernels == implicit_gemm;
+    p.of_y = y_kernels(s, dtype);
+    return plan(s, dtype, p);
+  }
+  Plan backward_plan(const Conv2dShape &s, DType dtype) const {
+    Plan p;
+    p.of_dx = dx_kernels(s, dtype), p.of_dweight = dweight_kernels(s, dtype);
+    if (p.of_dx == few_channels) p.few_dx = few_dx(s, dtype).weights;
+    if (p.of_dweight == few_channels) {
+      const FewTiles few = few_dweight(s, dtype);
+      p.few_dweight = few_slices(s, few).slices * s.out_channels * s.kernel() * few.quads * 4;
+    }
     p.dbias = kSlices * s.out_channels;
+    return plan(s, dtype, p);
+  }
+  // Elements of the workspaces. Without a dtype, for shape inference that does not know it: as many as any dtype needs.
+  int64_t forward_workspace(const Conv2dShape &s, DType dtype) const {
+    return largest(dtype, [&](DType each) { return forward_plan(s, each).forward(); });
+  }
+  int64_t backward_workspace(const Conv2dShape &s, DType dtype) const {
+    return largest(dtype, [&](DType each) { return backward_plan(s, each).backward(); });
+  }
+
+ private:
+  // few: whether the kernel of few channels takes the call; before_patches: and is faster than a product of patches.
+  Kernels choose(const Conv2dShape &s, DType dtype, bool few, bool before_patches) const {
+    if (groups != 1 || s.channels < 1 || s.out_channels < 1 || s.pixels() < 1) return direct;
+    if (are_patches(s, dtype)) return few && before_patches ? few_channels : patches;
+    if (few) return few_channels;
+    return dtype == DType::float64 ? direct : implicit_gemm;
+  }
+
+  // Adds the sizes of packed tensors, patches and partial sums to a plan whose kernels are chosen.
+  Plan plan(const Conv2dShape &s, DType dtype, Plan p) const {
     // elements in a vector of 16 bytes; a workspace of float64 has as many elements as its tensors
     const int64_t vector = 16 / itemsize(dtype), size = std::min<int64_t>(itemsize(dtype), 4);
-    if (p.kernels == patches) {
+    if (p.any(patches)) {
       p.packed = true, p.channels = round_up(s.channels * s.kernel(), vector);
       p.x = words(s.pixels() * p.channels, size);
       p.weight = p.channels == s.channels * s.kernel() ? 0 : words(s.out_channels * p.channels, size);
       p.y = nhwc() ? 0 : words(s.pixels() * s.out_channels, size);
       p.library = library_workspace(s.pixels() * s.out_channels, p.channels);
+      return p;
     }
     // float64's direct kernels need none, but dweight of a 1 x 1 kernel may be products of each image in as much
-    const bool products = p.kernels == direct && groups == 1 && dtype == DType::float64 && s.kernel() == 1 && !nhwc();
-    if (!p.implicit_gemm && !products) return p;
+    const bool products = groups == 1 && dtype == DType::float64 && s.kernel() == 1 && !nhwc();
+    if (!p.any(implicit_gemm) && !products) return p;
     p.channels = round_up(s.channels, vector), p.out_channels = round_up(s.out_channels, vector);
     p.packed_y = !nhwc() || p.out_channels != s.out_channels, p.packed = p.packed_y || p.channels != s.channels;
     p.bias = words(s.out_channels + 7, 4);
     p.x = words(s.batch * s.height * s.width * p.channels, size);
     p.weight = words(p.out_channels * s.kernel() * p.channels, size);
     p.y = p.packed_y ? words(s.pixels() * p.out_channels, size) : 0;
-    if (p.kernels == few_channels) {  // the implicit GEMM is for dx
-      const FewTiles few = few_dweight(s, dtype);
-      p.few_slices = few_slices(s, few).slices * s.out_channels * s.kernel() * few.quads * 4;
-      return p;
-    }
+    if (p.of_dweight == few_channels) return p;
     constexpr int64_t kWidest = 8;  // elements in a vector of the narrowest dtype
     const int64_t rows = round_up(s.out_channels, kWidest), cols = s.kernel() * round_up(s.channels, kWidest);
     const int64_t tiles = divide_up(rows, s.out_channels <= 64 ? 64 : 128) * divide_up(cols, 128);
@@ -151,15 +239,28 @@ struct Conv2dParams {
     p.slice = p.out_channels * s.kernel() * p.channels;
     return p;
   }
-  // Elements of the workspaces. Without a dtype, for shape inference that does not know it: as many as any dtype needs.
-  int64_t forward_workspace(const Conv2dShape &s, DType dtype) const {
-    return largest(dtype, [&](DType each) { return plan(s, each).forward(); });
-  }
-  int64_t backward_workspace(const Conv2dShape &s, DType dtype) const {
-    return largest(dtype, [&](DType each) { return plan(s, each).backward(); });
+
+  // Along an axis, with the shift for which a position meets the fewest elements of dy. A dilation with a stride is not
+  // supported.
+  static DxAxis dx_axis(int64_t kernel, int64_t stride, int64_t padding, int64_t dilation, int64_t neighbours) {
+    DxAxis axis;
+    if (dilation > 1) {
+      if (stride > 1) return axis;
+      axis.first = static_cast<int>(padding - (kernel - 1) * dilation);
+      axis.step = static_cast<int>(dilation), axis.count = static_cast<int>(kernel);
+      return axis;
+    }
+    auto floor = [&](int64_t a) { return a >= 0 ? a / stride : -divide_up(-a, stride); };
+    axis.pixels = static_cast<int>(stride * neighbours), axis.apart = static_cast<int>(neighbours);
+    for (int64_t shift = 0; shift < stride; ++shift) {
+      const int64_t least = padding - kernel + 1 - shift, most = axis.pixels - 1 + padding - shift;
+      const int64_t first = -floor(-least), count = floor(most) - first + 1;
+      if (axis.count && count >= axis.count) continue;
+      axis.shift = static_cast<int>(shift), axis.first = static_cast<int>(first), axis.count = static_cast<int>(count);
+    }
+    return axis;
   }
 
- private:
   static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
   static int64_t round_up(int64_t a, int64_t b) { return divide_up(a, b) * b; }
   template <class F>
@@ -179,20 +280,24 @@ struct Conv2dParams {
            s.out_channels * depth < kMost && s.out_channels * s.out_h * s.out_w < kMost << 8;
   }
 
+  // Whether the kernels of few channels take the call, if their windows fit in shared memory.
+  bool few_fits(const Conv2dShape &s, DType dtype) const {
+    constexpr int64_t kMost = 0x7fffffff, kMaxParam = 1 << 15;
+    const bool tensor_cores = itemsize(dtype) == 2 || (dtype == DType::float32 && allow_tf32);
+    const int64_t h = s.kernel_h > 1 ? dilation.value[0] : 1, w = s.kernel_w > 1 ? dilation.value[1] : 1;
+    for (int64_t param : {stride.value[0], stride.value[1], padding.value[0], padding.value[1], h, w})
+      if (param >= kMaxParam) return false;
+    return tensor_cores && groups == 1 && 0 < s.channels && s.channels <= kMaxFewChannels && s.kernel_h <= 256 &&
+           s.kernel_w <= 256 && s.channels * s.height * s.width < kMost && s.out_channels * s.out_h * s.out_w < kMost &&
+           s.batch < kMost && s.out_channels <= kMost / 8 && divide_up(s.out_channels, kFewOutputs) <= 65535;
+  }
+
   // The largest tiles for which kFewBlocks fit; else the smallest. other(tiles): bytes beside the window.
   template <class F>
   FewTiles few_tiles(const Conv2dShape &s, DType dtype, F other) const {
-    constexpr int64_t kMost = 0x7fffffff, kMostShared = 99 << 10;  // every device has these since 8.0
-    const bool tensor_cores = itemsize(dtype) == 2 || (dtype == DType::float32 && allow_tf32);
+    constexpr int64_t kMost = 0x7fffffff;
+    if (!few_fits(s, dtype)) return {};
     const int64_t h = s.kernel_h > 1 ? dilation.value[0] : 1, w = s.kernel_w > 1 ? dilation.value[1] : 1;
-    const int64_t params[] = {stride.value[0], stride.value[1], padding.value[0], padding.value[1], h, w};
-    constexpr int64_t kMaxParam = 1 << 15;
-    bool fits = tensor_cores && groups == 1 && 0 < s.channels && s.channels <= kMaxFewChannels && s.kernel_h <= 256 &&
-                s.kernel_w <= 256 && s.channels * s.height * s.width < kMost &&
-                s.out_channels * s.out_h * s.out_w < kMost && s.batch < kMost && s.out_channels <= kMost / 8 &&
-                divide_up(s.out_channels, kFewOutputs) <= 65535;
-    for (int64_t param : params) fits = fits && param < kMaxParam;
-    if (!fits) return {};
     for (int rows : {16, 8}) {
       FewTiles f;
       f.rows = rows, f.quads = static_cast<int>(divide_up(s.channels, 4));
@@ -205,7 +310,7 @@ struct Conv2dParams {
       if (height > 4096 || pitch > 4096) continue;
       f.height = static_cast<int>(height), f.width = static_cast<int>(width), f.pitch = static_cast<int>(pitch);
       const int64_t window = round_up(height * pitch * units * 8, 16), shared = window + 16 + other(f);
-      if (shared > (rows > 8 ? kFewShared : kMostShared)) continue;
+      if (shared > (rows > 8 ? kFewShared : kFewMostShared)) continue;
       if (s.batch * f.tiles_h(s) * int64_t{f.tiles_w(s)} >= kMost) continue;
       f.window = static_cast<int>(window), f.shared = static_cast<int>(shared);
       return f;

@@ -225,10 +225,10 @@ __global__ void __launch_bounds__(kDirectBlock)
 template <typename T>
 class ImplicitGemmCall {
  public:
-  ImplicitGemmCall(const char *op, const Conv2dParams &params, const Conv2dShape &s, DType dtype,
-                   const Tensor &workspace, cudaStream_t stream)
-      : call_(params, s), plan_(params.plan(s, dtype)), launch_(op, stream), next_(workspace.as<float>()) {
-    supported_ = workspace && aligned(workspace.data) && plan_.implicit_gemm && within_limits(params);
+  ImplicitGemmCall(const char *op, const Conv2dParams &params, const Conv2dShape &s, const Conv2dParams::Plan &plan,
+                   DType dtype, const Tensor &workspace, cudaStream_t stream)
+      : call_(params, s), plan_(plan), launch_(op, stream), next_(workspace.as<float>()) {
+    supported_ = workspace && aligned(workspace.data) && plan_.any(params.implicit_gemm) && within_limits(params);
     p_.dtype = dtype, p_.tf32 = params.allow_tf32;
     p_.batch = s.batch, p_.height = s.height, p_.width = s.width;
     p_.channels = plan_.channels, p_.out_channels = plan_.out_channels;
@@ -424,10 +424,10 @@ class PointwiseCall {
 template <typename T>
 class PatchesCall {
  public:
-  PatchesCall(const char *op, const Conv2dParams &params, const Conv2dShape &s, DType dtype, const Tensor &workspace,
-              cudaStream_t stream)
-      : op_(op), call_(params, s), plan_(params.plan(s, dtype)), launch_(op, stream), stream_(stream) {
-    supported_ = plan_.kernels == Conv2dParams::patches && workspace && aligned(workspace.data);
+  PatchesCall(const char *op, const Conv2dParams &params, const Conv2dShape &s, const Conv2dParams::Plan &plan,
+              DType dtype, const Tensor &workspace, cudaStream_t stream)
+      : op_(op), call_(params, s), plan_(plan), launch_(op, stream), stream_(stream) {
+    supported_ = plan_.any(params.patches) && workspace && aligned(workspace.data);
     if (!supported_) return;
     auto *next = workspace.as<Accumulate<T>>();
     auto take = [&](int64_t words) { return std::exchange(next, next + words); };
@@ -557,16 +557,16 @@ Status conv2d_cuda(const Conv2d &op, const Tensor *in, const Tensor *out, void *
       PointwiseCall call(op.name, op, s, in[0].dtype, stream);
       if (call.supports()) return call.y(x, weight, bias, y);
     }
-    PatchesCall<T> patches(op.name, op, s, in[0].dtype, out[1], stream);
+    const auto plan = op.forward_plan(s, in[0].dtype);
+    PatchesCall<T> patches(op.name, op, s, plan, in[0].dtype, out[1], stream);
     if (patches.supports()) return patches.y(x, weight, bias, y);
     if constexpr (sizeof(T) < 8) {
-      const auto kernels = op.kernels(s, in[0].dtype);
-      if (implicit_gemm && kernels == op.few_channels) {
+      if (implicit_gemm && plan.of_y == op.few_channels) {
         LaunchSequence launch(op.name, stream);
         return few_forward<T>(launch, op, Conv2dCall(op, s), in[0].dtype, x, weight, bias, y);
       }
-      ImplicitGemmCall<T> call(op.name, op, s, in[0].dtype, out[1], stream);
-      if (implicit_gemm && kernels == op.implicit_gemm && call.supports(y, x, weight))
+      ImplicitGemmCall<T> call(op.name, op, s, plan, in[0].dtype, out[1], stream);
+      if (implicit_gemm && plan.of_y == op.implicit_gemm && call.supports(y, x, weight))
         return call.y(x, weight, bias, y);
     }
     conv2d_kernel<<<direct_grid(n), kDirectBlock, 0, stream>>>(Conv2dCall(op, s), x, weight, bias, y, n);
@@ -600,21 +600,32 @@ Status conv2d_backward_cuda(const Conv2dBackward &op, const Tensor *in, const Te
         dweight_left = false;
       }
     }
-    PatchesCall<T> patches(op.name, op, s, in[0].dtype, out[3], stream);
-    if (patches.supports() && (dx_left || dweight_left)) {
-      AOT_TRY(patches.backward(dy, x, weight, dx_left ? dx : nullptr, dweight_left ? dweight : nullptr));
-      dx_left = dweight_left = false;
+    const auto plan = op.backward_plan(s, in[0].dtype);
+    PatchesCall<T> patches(op.name, op, s, plan, in[0].dtype, out[3], stream);
+    if (patches.supports()) {
+      const bool of_dx = dx_left && plan.of_dx == op.patches,
+                 of_dweight = dweight_left && plan.of_dweight == op.patches;
+      if (of_dx || of_dweight)
+        AOT_TRY(patches.backward(dy, x, weight, of_dx ? dx : nullptr, of_dweight ? dweight : nullptr));
+      dx_left = dx_left && !of_dx, dweight_left = dweight_left && !of_dweight;
     }
     if constexpr (sizeof(T) < 8) {
-      const auto kernels = op.kernels(s, in[0].dtype);
-      if (implicit_gemm && dweight_left && kernels == op.few_channels && out[3] && aligned(out[3].data)) {
-        AOT_TRY(few_channels_dweight(op, c, in[0].dtype, dy, x, out[3].as<float>(), dweight, stream));
-        dweight_left = false;
+      if (implicit_gemm && out[3] && aligned(out[3].data)) {
+        if (dweight_left && plan.of_dweight == op.few_channels) {
+          AOT_TRY(few_channels_dweight(op, c, in[0].dtype, dy, x, out[3].as<float>(), dweight, stream));
+          dweight_left = false;
+        }
+        if (dx_left && plan.of_dx == op.few_channels) {
+          LaunchSequence launch(op.name, stream);
+          AOT_TRY(few_dx<T>(launch, op, c, in[0].dtype, dy, weight, out[3].as<float>(), dx));
+          dx_left = false;
+        }
       }
-      ImplicitGemmCall<T> call(op.name, op, s, in[0].dtype, out[3], stream);
-      const bool of_dx = implicit_gemm && dx_left && call.supports(dy, weight, dx) && call.supports_dx();
+      ImplicitGemmCall<T> call(op.name, op, s, plan, in[0].dtype, out[3], stream);
+      const bool of_dx = implicit_gemm && dx_left && plan.of_dx == op.implicit_gemm && call.supports(dy, weight, dx) &&
+                         call.supports_dx();
       const bool of_dweight =
-          implicit_gemm && dweight_left && kernels == op.implicit_gemm && call.supports(dy, x, dweight);
+          implicit_gemm && dweight_left && plan.of_dweight == op.implicit_gemm && call.supports(dy, x, dweight);
       if (of_dx || of_dweight)
         AOT_TRY(call.backward(dy, x, weight, of_dx ? dx : nullptr, of_dweight ? dweight : nullptr));
       dx_left = dx_left && !of_dx, dweight_left = dweight_left && !of_dweight;

@@ -109,6 +109,11 @@ ROW = Row(
         # few channels: several tiles of pixels, of output channels and of the kernel
         *_conv2d((1, 3, 41, 38), (72, 3, 7, 7), stride=2, padding=3),
         *_conv2d((1, 5, 20, 33), (4, 5, 5, 4), stride=(1, 2), padding=(2, 0), dilation=(1, 3), bias=False),
+        # dx of few channels: 4 and 8 tiles of columns, a shifted origin, several groups of tiles, no window that fits
+        *_conv2d((1, 7, 13, 12), (5, 7, 4, 5), stride=2, padding=2),
+        *_conv2d((1, 3, 23, 22), (36, 3, 11, 11), stride=4, padding=2),
+        *_conv2d((1, 3, 29, 27), (4, 3, 9, 10), stride=(9, 8), padding=4),
+        *_conv2d((1, 1, 18, 17), (2, 1, 16, 16)),
         # patches: of a whole number of vectors or not, and pixels beyond the last patch
         *_conv2d((2, 3, 12, 9), (130, 3, 4, 4), stride=4),
         *_conv2d((1, 3, 30, 29), (132, 3, 14, 14), stride=14, bias=False),

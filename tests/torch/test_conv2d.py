@@ -102,6 +102,9 @@ CONVOLUTIONS = [
     ((2, 4, 30, 64), 32, (3, 5), {"stride": (2, 1), "padding": (1, 4), "dilation": (2, 3)}),
     ((2, 8, 40, 40), 200, (3, 3), {"padding": 1}),  # two quads of channels
     ((2, 3, 67, 67), 64, (11, 11), {"stride": 4, "padding": 2}),  # two parts of the kernel, tiles of 8 rows
+    ((2, 7, 45, 50), 48, (5, 5), {"stride": 2, "padding": 2}),
+    ((1, 3, 60, 63), 70, (9, 10), {"stride": (9, 8), "padding": 4}),
+    ((2, 5, 50, 47), 64, (3, 3), {"stride": (1, 2), "padding": 1, "dilation": (4, 1)}),
     ((2, 3, 66, 70), 96, (4, 4), {"stride": 4}),
     ((4, 3, 66, 70), 256, (16, 16), {"stride": 16}),  # patches, and pixels of none
     ((4, 3, 56, 60), 136, (14, 14), {"stride": 14}),  # of no whole number of vectors
@@ -133,6 +136,25 @@ def test_conv2d_on_tensor_cores(shape, outputs, kernel, options, dtype, format):
     results = convolved(ours.conv2d, x.to(dtype), weight.to(dtype), bias.to(dtype), dy.to(dtype), **kwargs)
     for t, exact in zip(results, expected, strict=True):
         assert torch.equal(t, exact.to(dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="torch finds no GPU")
+@pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
+@pytest.mark.parametrize(("channels", "stride", "kernel"), [(3, 2, 7), (3, 1, 3), (1, 2, 5), (7, 2, 5), (3, 4, 11)])
+def test_infinite_dy_stays_in_its_window(channels, stride, kernel, format):
+    """dx of few channels has pixels as columns of one product, where those that do not meet an element have zeros."""
+    x = torch.zeros(1, channels, 40, 43, device="cuda", dtype=torch.bfloat16).to(memory_format=format)
+    weight = torch.ones(8, channels, kernel, kernel, device="cuda", dtype=torch.bfloat16)
+    y = ours.conv2d(x.requires_grad_(), weight, None, stride=stride, padding=2)
+    dy = torch.ones_like(y)
+    dy[0, 1, 2, 3] = float("inf")
+    (dx,) = torch.autograd.grad(y, x, dy)
+    top, left = 2 * stride - 2, 3 * stride - 2
+    window = torch.zeros(40, 43, device="cuda", dtype=torch.bool)
+    window[max(top, 0) : top + kernel, max(left, 0) : left + kernel] = True
+    assert torch.equal(dx[0].isinf(), window.expand(channels, -1, -1))
+    assert not dx.isnan().any()
 
 
 @pytest.mark.gpu
