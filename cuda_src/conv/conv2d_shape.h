@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "aot.h"
+#include "conv2d_depthwise.h"
 #include "gemm/matrix.h"
 
 namespace aot {
@@ -37,9 +38,12 @@ struct Conv2dParams {
   //   few_channels   up to 8 channels on tensor cores (conv2d_few_channels.cuh). Each 64 output channels read x again,
   //                  where a product of patches reads it once
   //   implicit_gemm  other calls without groups
+  //   depthwise      a group for each channel (conv2d_depthwise.h)
   //   direct         any call
-  enum Kernels { direct, patches, few_channels, implicit_gemm };
+  enum Kernels { direct, patches, few_channels, implicit_gemm, depthwise };
   Kernels kernels(const Conv2dShape &s, DType dtype) const {
+    Depthwise d;
+    if (depthwise_call(s, dtype, Depthwise::y, &d)) return depthwise;
     if (groups != 1 || s.channels < 1 || s.out_channels < 1 || s.pixels() < 1) return direct;
     const bool few = few_forward(s, dtype).rows && few_dweight(s, dtype).rows;
     if (are_patches(s, dtype)) return few && s.out_channels <= 128 ? few_channels : patches;
@@ -93,6 +97,49 @@ struct Conv2dParams {
     return {static_cast<int>(outputs), static_cast<int>(kernel), std::min(tiles, wave)};
   }
 
+  // How a depthwise call's pass is divided. false: the kernels do not take it. *steps: of DepthwiseAxis, those of both
+  // axes.
+  bool depthwise_call(const Conv2dShape &s, DType dtype, Depthwise::Pass pass, Depthwise *d,
+                      int *steps = nullptr) const {
+    constexpr int64_t kMost = 0x7fffffff, kMaxParam = 1 << 15;
+    const int64_t kernel = s.kernel_h, word = 4 / itemsize(dtype);
+    const bool dx = pass == Depthwise::dx;
+    bool fits = groups > 1 && groups == s.channels && s.channels == s.out_channels && kernel == s.kernel_w &&
+                (kernel == 3 || kernel == 5 || kernel == 7) && dtype != DType::float64 && s.pixels() > 0 &&
+                s.channels * s.height * s.width < kMost && s.channels * s.out_h * s.out_w < kMost &&
+                s.batch * s.channels < kMost && s.channels * s.kernel() < kMost / 8 &&
+                (!nhwc() || s.channels % word == 0);
+    for (int i = 0; i < 2; ++i)
+      fits = fits && stride.value[i] < kMaxParam && padding.value[i] < kMaxParam && dilation.value[i] < kMaxParam;
+    if (!fits) return false;
+    const int64_t in[] = {s.height, s.width}, out[] = {s.out_h, s.out_w};
+    DepthwiseAxis *axes[] = {&d->h, &d->w};
+    int found[2];
+    for (int i = 0; i < 2; ++i) {
+      const int64_t st = stride.value[i], pad = padding.value[i], dil = dilation.value[i];
+      *axes[i] = dx ? depthwise_dx_axis(out[i], in[i], kernel, st, pad, dil, &found[i])
+                    : depthwise_axis(in[i], out[i], st, pad, dil, &found[i]);
+    }
+    if (found[0] != found[1] || found[0] == 0) return false;
+    if (steps) *steps = found[0];
+    d->channels = static_cast<int>(s.channels), d->batch = static_cast<int>(s.batch);
+    d->reversed = dx && found[0] == 1;
+    const int of_in = dx ? 1 : found[0], of_out = dx ? found[0] : 1;
+    if (!nhwc()) return divide_planes(d, static_cast<int>(kernel), of_in, of_out, pass == Depthwise::dweight);
+    divide_depthwise(d, static_cast<int>(kernel), depthwise_columns(of_in, of_out), static_cast<int>(word));
+    return d->items < kMost / d->chunks;
+  }
+  // Blocks along dweight's sums: one or two waves of them, with those along the channels.
+  int64_t depthwise_slices(const Conv2dShape &s, const Depthwise &d) const {
+    const int64_t blocks = depthwise_dweight_blocks(static_cast<int>(s.kernel_h), nhwc());
+    const int64_t across = nhwc() ? d.chunks : divide_up(d.channels, d.planes);
+    const int64_t parts =
+        nhwc() ? divide_up(d.items, kDepthwiseThreads / d.lanes) : divide_up(d.batch, d.images) * d.row_blocks;
+    const int64_t waves = nhwc() ? 1 : 2;  // planes are loaded before they are used: blocks hide each other's loads
+    return std::clamp<int64_t>(waves * kFullGrid / 2 * blocks / across, 1, std::min<int64_t>(parts, 65535));
+  }
+  static int64_t depthwise_slice(const Conv2dShape &s) { return round_up(s.channels * s.kernel(), 4); }
+
   // How the workspace is used. The implicit GEMM kernels take NHWC with channels in whole vectors of 16 bytes; other
   // tensors are packed into the workspace first, and their channels padded with zeros, x whenever y is. Patches have
   // rows of `channels` elements, a patch padded to whole vectors, and y packed as (pixels, outputs) if it is NCHW.
@@ -104,12 +151,12 @@ struct Conv2dParams {
     int64_t channels = 0, out_channels = 0;      // padded to whole vectors
     int64_t x = 0, weight = 0, y = 0, bias = 0;  // packed tensors
     int64_t slices = 0, slice = 0;               // of dweight: how many, and the size of one
-    int64_t few_slices = 0;                      // the same, of few channels: sizes in all
+    int64_t few_slices = 0;                      // the same, of few channels, or depthwise: sizes in all
     int64_t library = 0;                         // cuBLASLt's
     int64_t dbias = 0;
 
     int64_t forward() const {
-      if (kernels == few_channels || kernels == direct) return 0;
+      if (kernels == few_channels || kernels == depthwise || kernels == direct) return 0;
       return (packed ? weight + y + x : 0) + bias + library;
     }
     // packed x takes the place of packed dx
@@ -121,6 +168,9 @@ struct Conv2dParams {
     Plan p;
     p.kernels = kernels(s, dtype), p.implicit_gemm = p.kernels == few_channels || p.kernels == implicit_gemm;
     p.dbias = kSlices * s.out_channels;
+    Depthwise d;
+    if (p.kernels == depthwise && depthwise_call(s, dtype, Depthwise::dweight, &d))
+      return p.few_slices = depthwise_slices(s, d) * depthwise_slice(s), p;
     // elements in a vector of 16 bytes; a workspace of float64 has as many elements as its tensors
     const int64_t vector = 16 / itemsize(dtype), size = std::min<int64_t>(itemsize(dtype), 4);
     if (p.kernels == patches) {
