@@ -85,5 +85,14 @@ template <typename T>
 Status few_dx(LaunchSequence &launch, const Conv2dParams &params, const Conv2dCall &c, DType dtype, const T *dy,
               const T *weight, float *operands, T *dx);
 
+// Depthwise convolutions. *taken: whether the kernels take the call, with tensors aligned as these are. y, or with `dx`
+// dx, from x or dy; bias may be null. partial: `*slices` partial sums of params.depthwise_slice() elements each.
+template <typename T>
+Status depthwise_forward(const char *op, const Conv2dParams &params, const Conv2dCall &c, DType dtype, bool dx,
+                         const T *x, const T *weight, const T *bias, T *y, cudaStream_t stream, bool *taken);
+template <typename T>
+Status depthwise_dweight(LaunchSequence &launch, const Conv2dParams &params, const Conv2dCall &c, DType dtype,
+                         const T *dy, const T *x, float *partial, int *slices, bool *taken);
+
 }  // namespace AOT_ISA
 }  // namespace aot

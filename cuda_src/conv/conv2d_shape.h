@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "aot.h"
+#include "conv2d_depthwise.h"
 #include "gemm/matrix.h"
 
 namespace aot {
@@ -35,15 +36,17 @@ struct Conv2dParams {
   //                  product. With 32 channels or more, the implicit GEMM reads x as it is
   //   few_channels   up to 8 channels on tensor cores (conv2d_few_channels.cuh, conv2d_few_dx.cuh)
   //   implicit_gemm  other calls without groups
+  //   depthwise      a group for each channel (conv2d_depthwise.h)
   //   direct         any call
-  enum Kernels { direct, patches, few_channels, implicit_gemm };
+  enum Kernels { direct, patches, few_channels, implicit_gemm, depthwise };
   // Each 64 output channels of the kernel of few channels read x again, where a product of patches reads it once. In
   // TF32 that kernel has twice as many steps for as many bytes.
   Kernels y_kernels(const Conv2dShape &s, DType dtype) const {
-    return choose(s, dtype, few_forward(s, dtype).rows > 0, s.out_channels <= 128 && itemsize(dtype) == 2);
+    return choose(s, dtype, Depthwise::y, few_forward(s, dtype).rows > 0,
+                  s.out_channels <= 128 && itemsize(dtype) == 2);
   }
   Kernels dx_kernels(const Conv2dShape &s, DType dtype) const {
-    return choose(s, dtype, few_dx(s, dtype).rows > 0, false);
+    return choose(s, dtype, Depthwise::dx, few_dx(s, dtype).rows > 0, false);
   }
   // The implicit GEMM is faster where it reads 16-bit tensors as they are, if they are within its limits.
   Kernels dweight_kernels(const Conv2dShape &s, DType dtype) const {
@@ -52,7 +55,7 @@ struct Conv2dParams {
                              s.kernel_h <= 32 && s.kernel_w <= 32 &&
                              s.batch * s.height * s.width * s.channels < kMost && s.pixels() * s.out_channels < kMost &&
                              s.out_channels * s.kernel() * s.channels < kMost;
-    return choose(s, dtype, !as_they_are && few_dweight(s, dtype).rows > 0, s.out_channels <= 128);
+    return choose(s, dtype, Depthwise::dweight, !as_they_are && few_dweight(s, dtype).rows > 0, s.out_channels <= 128);
   }
 
   // Tiles of conv2d_few_channels.cuh's kernels: `rows` x kFewColumns pixels of the result, and the window of x that
@@ -151,6 +154,48 @@ struct Conv2dParams {
     if (f.weights >= 1 << 26 || all >= 0x7fffffff) return {};
     return f.rows = rows, f;
   }
+  // How a depthwise call's pass is divided. false: the kernels do not take it. *steps: of DepthwiseAxis, those of both
+  // axes.
+  bool depthwise_call(const Conv2dShape &s, DType dtype, Depthwise::Pass pass, Depthwise *d,
+                      int *steps = nullptr) const {
+    constexpr int64_t kMost = 0x7fffffff, kMaxParam = 1 << 15;
+    const int64_t kernel = s.kernel_h, word = 4 / itemsize(dtype);
+    const bool dx = pass == Depthwise::dx;
+    bool fits = groups > 1 && groups == s.channels && s.channels == s.out_channels && kernel == s.kernel_w &&
+                (kernel == 3 || kernel == 5 || kernel == 7) && dtype != DType::float64 && s.pixels() > 0 &&
+                s.channels * s.height * s.width < kMost && s.channels * s.out_h * s.out_w < kMost &&
+                s.batch * s.channels < kMost && s.channels * s.kernel() < kMost / 8 &&
+                (!nhwc() || s.channels % word == 0);
+    for (int i = 0; i < 2; ++i)
+      fits = fits && stride.value[i] < kMaxParam && padding.value[i] < kMaxParam && dilation.value[i] < kMaxParam;
+    if (!fits) return false;
+    const int64_t in[] = {s.height, s.width}, out[] = {s.out_h, s.out_w};
+    DepthwiseAxis *axes[] = {&d->h, &d->w};
+    int found[2];
+    for (int i = 0; i < 2; ++i) {
+      const int64_t st = stride.value[i], pad = padding.value[i], dil = dilation.value[i];
+      *axes[i] = dx ? depthwise_dx_axis(out[i], in[i], kernel, st, pad, dil, &found[i])
+                    : depthwise_axis(in[i], out[i], st, pad, dil, &found[i]);
+    }
+    if (found[0] != found[1] || found[0] == 0) return false;
+    if (steps) *steps = found[0];
+    d->channels = static_cast<int>(s.channels), d->batch = static_cast<int>(s.batch);
+    d->reversed = dx && found[0] == 1;
+    const int of_in = dx ? 1 : found[0], of_out = dx ? found[0] : 1;
+    if (!nhwc()) return divide_planes(d, static_cast<int>(kernel), of_in, of_out, pass == Depthwise::dweight);
+    divide_depthwise(d, static_cast<int>(kernel), depthwise_columns(of_in, of_out), static_cast<int>(word));
+    return d->items < kMost / d->chunks;
+  }
+  // Blocks along dweight's sums: one or two waves of them, with those along the channels.
+  int64_t depthwise_slices(const Conv2dShape &s, const Depthwise &d) const {
+    const int64_t blocks = depthwise_dweight_blocks(static_cast<int>(s.kernel_h), nhwc());
+    const int64_t across = nhwc() ? d.chunks : divide_up(d.channels, d.planes);
+    const int64_t parts =
+        nhwc() ? divide_up(d.items, kDepthwiseThreads / d.lanes) : divide_up(d.batch, d.images) * d.row_blocks;
+    const int64_t waves = nhwc() ? 1 : 2;  // planes are loaded before they are used: blocks hide each other's loads
+    return std::clamp<int64_t>(waves * kFullGrid / 2 * blocks / across, 1, std::min<int64_t>(parts, 65535));
+  }
+  static int64_t depthwise_slice(const Conv2dShape &s) { return round_up(s.channels * s.kernel(), 4); }
 
   // How the workspace is used. The implicit GEMM kernels take NHWC with channels in whole vectors of 16 bytes; other
   // tensors are packed into the workspace first, and their channels padded with zeros, x whenever y is. Patches have
@@ -164,17 +209,20 @@ struct Conv2dParams {
     int64_t x = 0, weight = 0, y = 0, bias = 0;  // packed tensors
     int64_t slices = 0, slice = 0;               // of dweight: how many, and the size of one
     int64_t few_dweight = 0, few_dx = 0;         // of few channels: the same in all; the weight
+    int64_t depthwise_dweight = 0;               // the same, depthwise
     int64_t library = 0;                         // cuBLASLt's
     int64_t dbias = 0;
 
     bool any(Kernels k) const { return of_y == k || of_dx == k || of_dweight == k; }
     int64_t forward() const {
-      if (of_y == few_channels || of_y == direct) return 0;
+      if (of_y == few_channels || of_y == depthwise || of_y == direct) return 0;
       return (packed ? weight + y + x : 0) + bias + library;
     }
     // packed x takes the place of packed dx; what kernels of few channels use is free before and after
     int64_t backward() const {
-      return std::max({weight + (packed ? y + x : 0) + slices * slice + library, few_dweight, few_dx}) + dbias;
+      return std::max(
+                 {weight + (packed ? y + x : 0) + slices * slice + library, few_dweight, few_dx, depthwise_dweight}) +
+             dbias;
     }
   };
   Plan forward_plan(const Conv2dShape &s, DType dtype) const {
@@ -191,6 +239,9 @@ struct Conv2dParams {
       p.few_dweight = few_slices(s, few).slices * s.out_channels * s.kernel() * few.quads * 4;
     }
     p.dbias = kSlices * s.out_channels;
+    Depthwise d;
+    if (p.of_dweight == depthwise && depthwise_call(s, dtype, Depthwise::dweight, &d))
+      p.depthwise_dweight = depthwise_slices(s, d) * depthwise_slice(s);
     return plan(s, dtype, p);
   }
   // Elements of the workspaces. Without a dtype, for shape inference that does not know it: as many as any dtype needs.
@@ -203,7 +254,9 @@ struct Conv2dParams {
 
  private:
   // few: whether the kernel of few channels takes the call; before_patches: and is faster than a product of patches.
-  Kernels choose(const Conv2dShape &s, DType dtype, bool few, bool before_patches) const {
+  Kernels choose(const Conv2dShape &s, DType dtype, Depthwise::Pass pass, bool few, bool before_patches) const {
+    Depthwise d;
+    if (depthwise_call(s, dtype, pass, &d)) return depthwise;
     if (groups != 1 || s.channels < 1 || s.out_channels < 1 || s.pixels() < 1) return direct;
     if (are_patches(s, dtype)) return few && before_patches ? few_channels : patches;
     if (few) return few_channels;

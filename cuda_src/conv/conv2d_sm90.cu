@@ -9,11 +9,30 @@ using OneColumnTile = WgmmaTile<2, 1, 2, 1, 3, 3>;  // up to 64 columns
 using ShortTile = WgmmaTile<1, 2, 1, 1, 2, 4>;      // more columns, sums of one or two steps
 using LongTile = WgmmaTile<1, 2, 1, 1, 3, 3>;       // more columns, longer sums
 using SplitKTile = WgmmaTile<2, 4, 2, 1, 4, 1>;     // less than a wave of tiles
+using WideTile = WgmmaTile<3, 2, 3, 1, 5, 1>;       // small images, by `clocks`
 // dweight, whose columns are kernel elements x channels:
 using DweightPair = WgmmaTile<1, 2, 1, 1, 4, 2>;        // an even number of column boxes
 using DweightSmall = WgmmaTile<1, 1, 1, 1, 6, 1>;       // few boxes
 using DweightTriple = WgmmaTile<1, 3, 1, 1, 6, 1>;      // otherwise, up to 64 output channels
 using DweightTripleRows = WgmmaTile<1, 3, 1, 1, 3, 2>;  // otherwise, more output channels
+using DweightSquare = WgmmaTile<2, 3, 2, 1, 5, 1>;      // the same, of less than a wave of these and no split of sums
+
+template <class Tile>
+int64_t count_tiles(Conv2dGemm::Pass pass, const Conv2dWgmma &p) {
+  return ceil_div(ceil_div(p.rows, kBox), Tile::kRowBoxes) * ceil_div(col_boxes(pass, p), Tile::kColBoxes);
+}
+
+// An estimate of a kernel's time without a split of its sums, for choosing between tiles: of an H200, whose
+// multiprocessor multiplies two boxes in 128 clocks, and loads one in 195 while all others load too. These are the
+// times of LongTile at 28 x 28 and of DweightTripleRows at 7 x 7, less 6 us for the rest of a kernel.
+template <class Tile>
+int64_t clocks(Conv2dGemm::Pass pass, const Conv2dWgmma &p) {
+  constexpr int kMultiply = 128, kLoad = 195, kStore = Tile::kBlocks > 1 ? 0 : 2000;  // others multiply meanwhile
+  constexpr int kStep =
+      std::max(Tile::kRowBoxes * Tile::kColBoxes * kMultiply, (Tile::kRowBoxes + Tile::kColBoxes) * kLoad);
+  const int64_t tiles = ceil_div(count_tiles<Tile>(pass, p), kMultiprocessors);  // of a multiprocessor
+  return tiles * (int64_t{p.steps} * kStep + kStore);
+}
 
 // f(Type<Tile>()) for the tile to use.
 template <Conv2dGemm::Pass kPass, class F>
@@ -22,12 +41,37 @@ auto with_tile(const Conv2dWgmma &p, F f) {
   if constexpr (kPass == Conv2dGemm::dweight) {
     if (cols % 3 != 0 && cols * rows <= 8) return f(Type<DweightSmall>());
     if (cols % 3 != 0 && cols % 2 == 0) return f(Type<DweightPair>());
-    return rows == 1 ? f(Type<DweightTriple>()) : f(Type<DweightTripleRows>());
+    if (rows == 1) return f(Type<DweightTriple>());
+    // Two blocks of DweightTripleRows on some multiprocessors, and one on others, take as long as two on all.
+    const int64_t triples = count_tiles<DweightTripleRows>(kPass, p);
+    const bool square = kMultiprocessors < triples && triples <= kMultiprocessors * 2 &&
+                        count_tiles<DweightSquare>(kPass, p) <= kMultiprocessors;
+    return square ? f(Type<DweightSquare>()) : f(Type<DweightTripleRows>());
   } else {
     if (rows * ceil_div(cols, 2) < kMultiprocessors && p.steps >= 16) return f(Type<SplitKTile>());
     if (cols == 1) return f(Type<OneColumnTile>());
-    return p.steps <= 2 ? f(Type<ShortTile>()) : f(Type<LongTile>());
+    if (p.steps <= 2) return f(Type<ShortTile>());
+    constexpr int kSmallImage = 64;  // pixels; for larger images, LongTile is the fastest that was measured
+    if (p.map_h * p.map_w <= kSmallImage) {
+      const int64_t wide = clocks<WideTile>(kPass, p), split = clocks<SplitKTile>(kPass, p);
+      if (std::min(wide, split) < clocks<LongTile>(kPass, p))
+        return wide < split ? f(Type<WideTile>()) : f(Type<SplitKTile>());
+    }
+    return f(Type<LongTile>());
   }
+}
+
+// Slices of the sum: at most `most`.
+template <Conv2dGemm::Pass kPass>
+int count_slices(const Conv2dWgmma &p, int most) {
+  return with_tile<kPass>(p, [&](auto type) {
+    using Tile = typename decltype(type)::type;
+    constexpr bool kDweight = kPass == Conv2dGemm::dweight;
+    const int64_t wanted =
+        kDweight || Tile::kClusterSplitK ? kMultiprocessors * Tile::kBlocks / count_tiles<Tile>(kPass, p) : 0;
+    const auto slices = static_cast<int>(std::min<int64_t>({most, wanted, ceil_div(p.steps, 4)}));
+    return kDweight || slices < 4 ? slices : slices / 4 * 4;  // clusters of five to seven fit the device worse
+  });
 }
 
 // f(an integral_constant of the pass).
@@ -61,17 +105,8 @@ bool conv2d_sm90_takes(const char *op, Conv2dGemm *p, int max_slices, bool unspl
   const int64_t image = int64_t{p->height} * p->width * p->channels,
                 out = int64_t{p->out_h} * p->out_w * p->out_channels;
   if (p->batch * std::min(image, out) < 1 << 16) return false;
-  p->slices = with_pass(p->pass, [&](auto pass) {
-    const Conv2dWgmma params = wgmma_params(*p);
-    return with_tile<pass.value>(params, [&](auto type) {
-      using Tile = typename decltype(type)::type;
-      const int64_t rows = ceil_div(ceil_div(params.rows, kBox), Tile::kRowBoxes);
-      const int64_t tiles = rows * ceil_div(col_boxes(pass.value, params), Tile::kColBoxes);
-      const int64_t wanted = dweight || Tile::kClusterSplitK ? kMultiprocessors * Tile::kBlocks / tiles : 0;
-      const auto slices = static_cast<int>(std::min<int64_t>({max_slices, wanted, ceil_div(params.steps, 4)}));
-      return dweight || slices < 4 ? slices : slices / 4 * 4;  // clusters of five to seven fit the device worse
-    });
-  });
+  // y and dx: in each launch, because the phases of a strided dx have sums of different lengths
+  p->slices = dweight ? count_slices<Conv2dGemm::dweight>(wgmma_params(*p), max_slices) : 0;
   if (p->slices <= 1) p->slices = unsplit ? 0 : 1;
   return true;
 }
@@ -89,6 +124,10 @@ Status run(LaunchSequence &launch, const Conv2dGemm &c) {
       p.independent = independent, independent = true;
       if (!map_operands(c, &p)) return fail(kDeviceError, "%s: the driver refuses a tensor map", launch.op());
       AOT_TRY(with_pass(c.pass, [&](auto pass) -> Status {
+        if constexpr (pass.value != Conv2dGemm::dweight) {
+          const int slices = count_slices<pass.value>(p, kMaxCluster);
+          p.slices = slices > 1 ? slices : 0;
+        }
         if constexpr (sizeof(T) == 4 && pass.value == Conv2dGemm::dweight) return kOk;  // not supported
         else
           return with_tile<pass.value>(

@@ -245,7 +245,7 @@ struct WgmmaBlock {
         const int quad = i * kColsOfGroup / 8 + j, col = j * 8 % kBox;
         const float *v = &sum[i][j * 4];
         float4 pairs[] = {{v[0], v[1], v[2], v[3]}, {v[4], v[5], v[6], v[7]}};
-        if (cluster) pairs[0] = collect_partials(quad), pairs[1] = collect_partials(quad + 1);
+        if (cluster) collect_partials(quad, pairs);
         write(rows[0], columns, col, {pairs[0].x, pairs[0].y}, {pairs[1].x, pairs[1].y});
         write(rows[1], columns, col, {pairs[0].z, pairs[0].w}, {pairs[1].z, pairs[1].w});
       }
@@ -268,17 +268,27 @@ struct WgmmaBlock {
                      : "memory");
     cluster_barrier();
   }
-  __device__ float4 collect_partials(int quad) const {
-    float4 sum = {};
-    for (int slice = 0; slice < p.slices; ++slice) {
-      float4 v;
-      asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-                   : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                   : "r"(address_in_block(quad_address(quad), slice))
-                   : "memory");
-      sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+  // Two quads, of all slices. Loads from other blocks take hundreds of clocks: some are in flight at once.
+  __device__ void collect_partials(int quad, float4 (&sums)[2]) const {
+    constexpr int kAtOnce = 4;
+    sums[0] = sums[1] = {};
+    for (int first = 0; first < p.slices; first += kAtOnce) {
+      float4 v[kAtOnce][2] = {};
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k)
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          if (first + k < p.slices)
+            asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                         : "=f"(v[k][i].x), "=f"(v[k][i].y), "=f"(v[k][i].z), "=f"(v[k][i].w)
+                         : "r"(address_in_block(quad_address(quad + i), first + k))
+                         : "memory");
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k)
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          sums[i].x += v[k][i].x, sums[i].y += v[k][i].y, sums[i].z += v[k][i].z, sums[i].w += v[k][i].w;
     }
-    return sum;
   }
 
   // Offset of a row of the result; negative if out of range.

@@ -510,6 +510,21 @@ Status few_channels_dweight(const Conv2dBackward &op, const Conv2dCall &c, DType
 }
 
 template <typename T>
+Status depthwise_dweight(const Conv2dBackward &op, const Conv2dCall &c, DType dtype, const T *dy, const T *x,
+                         float *partial, T *dweight, cudaStream_t stream, bool *taken) {
+  int slices;
+  LaunchSequence launch(op.name, stream);
+  AOT_TRY(depthwise_dweight(launch, op, c, dtype, dy, x, partial, &slices, taken));
+  if (!*taken) return kOk;
+  // the whole weight as the channels of one output
+  Conv2dCall whole = c;
+  whole.s.channels = c.s.channels * c.s.kernel(), whole.s.out_channels = 1;
+  whole.s.kernel_h = whole.s.kernel_w = 1, whole.weight.channel = 1;
+  const int64_t slice = op.depthwise_slice(c.s);
+  return sum_dweight(whole, partial, slices, slice, slice, dweight, launch);
+}
+
+template <typename T>
 Status direct_dx(const Conv2dCall &c, const T *dy, const T *weight, T *dx, cudaStream_t stream) {
   const int64_t n = c.s.batch * c.s.channels * c.s.height * c.s.width;
   conv2d_dx_kernel<<<direct_grid(n), kDirectBlock, 0, stream>>>(c, dy, weight, dx, n);
@@ -561,6 +576,10 @@ Status conv2d_cuda(const Conv2d &op, const Tensor *in, const Tensor *out, void *
     PatchesCall<T> patches(op.name, op, s, plan, in[0].dtype, out[1], stream);
     if (patches.supports()) return patches.y(x, weight, bias, y);
     if constexpr (sizeof(T) < 8) {
+      bool depthwise = false;
+      AOT_TRY(depthwise_forward(op.name, op, Conv2dCall(op, s), in[0].dtype, false, x, weight, bias, y, stream,
+                                &depthwise));
+      if (depthwise) return kOk;
       if (implicit_gemm && plan.of_y == op.few_channels) {
         LaunchSequence launch(op.name, stream);
         return few_forward<T>(launch, op, Conv2dCall(op, s), in[0].dtype, x, weight, bias, y);
@@ -610,6 +629,13 @@ Status conv2d_backward_cuda(const Conv2dBackward &op, const Tensor *in, const Te
       dx_left = dx_left && !of_dx, dweight_left = dweight_left && !of_dweight;
     }
     if constexpr (sizeof(T) < 8) {
+      bool depthwise = false;
+      if (dx_left)
+        AOT_TRY(depthwise_forward<T>(op.name, op, c, in[0].dtype, true, dy, weight, nullptr, dx, stream, &depthwise));
+      dx_left = dx_left && !depthwise, depthwise = false;
+      if (dweight_left && plan.of_dweight == op.depthwise && out[3] && aligned(out[3].data))
+        AOT_TRY(depthwise_dweight(op, c, in[0].dtype, dy, x, out[3].as<float>(), dweight, stream, &depthwise));
+      dweight_left = dweight_left && !depthwise;
       if (implicit_gemm && out[3] && aligned(out[3].data)) {
         if (dweight_left && plan.of_dweight == op.few_channels) {
           AOT_TRY(few_channels_dweight(op, c, in[0].dtype, dy, x, out[3].as<float>(), dweight, stream));

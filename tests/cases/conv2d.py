@@ -97,6 +97,11 @@ ROW = Row(
         *_conv2d((2, 6, 5, 5), (6, 1, 3, 3), padding=1, groups=6),
         *_conv2d((1, 19, 3, 11), (19, 1, 3, 3), stride=(2, 1), padding=1, groups=19),
         *_conv2d((2, 4, 7, 6), (8, 2, 3, 3), stride=2, groups=2),
+        # depthwise: kernels and strides of their own, a strided dx with dilation, and a plane in parts
+        *_conv2d((3, 4, 9, 8), (4, 1, 5, 5), stride=2, padding=2, groups=4),
+        *_conv2d((1, 6, 9, 11), (6, 1, 7, 7), padding=(3, 4), dilation=(1, 2), groups=6),
+        *_conv2d((2, 4, 9, 10), (4, 1, 3, 3), stride=2, padding=3, dilation=3, groups=4),
+        *_conv2d((1, 2, 70, 90), (2, 1, 3, 3), bias=False, padding=1, groups=2),
         # channels in whole vectors
         *_conv2d((2, 16, 8, 8), (24, 16, 3, 3), padding=1),
         *_conv2d((2, 32, 9, 7), (16, 32, 3, 3), stride=2, padding=1, bias=False),

@@ -110,6 +110,14 @@ CONVOLUTIONS = [
     ((4, 3, 56, 60), 136, (14, 14), {"stride": 14}),  # of no whole number of vectors
     ((4, 2, 9, 8), 132, (2, 3), {"stride": (2, 3)}),
     ((4, 64, 30, 30), 64, (3, 3), {"groups": 4, "padding": 1}),
+    ((16, 64, 9, 9), 256, (3, 3), {"stride": 2}),  # dx: one stride phase in slices, others not
+    ((128, 512, 7, 7), 512, (3, 3), {"padding": 1}),
+    ((32, 512, 7, 7), 1024, (1, 1), {}),
+    # depthwise: whole planes and parts of them, and several blocks of channels
+    ((3, 72, 56, 56), 72, (3, 3), {"padding": 1, "groups": 72}),
+    ((70, 130, 14, 14), 130, (5, 5), {"padding": 2, "stride": 2, "groups": 130}),
+    ((2, 20, 112, 90), 20, (7, 7), {"padding": 3, "groups": 20}),
+    ((2, 20, 41, 37), 20, (3, 3), {"stride": 2, "padding": (2, 5), "dilation": (1, 3), "groups": 20}),
 ]
 
 
