@@ -67,8 +67,8 @@ class Mathematics(Protocol):
         """Along the last axis."""
 
     def take(self, x: Array, rows: Array) -> Array:
-        """Rows of a floating x, (n, m), by their indices, (k,): (k, m). NaN for an index that is no row; frameworks that
-        check indices may raise for it."""
+        """Rows of a floating x, (n, m), by their indices, (k,): (k, m). NaN for an index that is no row, or the
+        framework's error."""
 
     def scatter_sum(self, x: Array, rows: Array, n: int) -> Array:
         """The transpose of ``take``: (n, m), the sums of the rows of x, (k, m), that have an index."""

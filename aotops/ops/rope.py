@@ -18,13 +18,16 @@ def _dims(x, *like_x):
     position. ``x``: the first input."""
 
     def stated(call):
-        shape, cos = getattr(call, x), call.cos
-        own_rows = len(cos) > 2 or cos[0] == shape[_sequence(call.layout)]
-        seq = "s" if call.positions is not None or own_rows else "S"
-        rows = "... h {} D" if call.layout == "BHSD" else "... {} h D"
-        table = "P W" if call.positions is not None or not own_rows else "... s W" if len(cos) > 2 else "s W"
-        stated = dict.fromkeys((x, *like_x), rows.format(seq)) | {"positions": f"... {seq}"}
-        return stated | dict.fromkeys(("cos", "sin"), table)
+        shape = getattr(call, x)
+        lines = call.cos[:-2] if call.positions is None else call.positions[:-1]
+        own_rows = call.positions is not None or len(call.cos) > 2 or call.cos[0] == shape[_sequence(call.layout)]
+        seq = "s" if own_rows else "S"
+        lead = [f"b{i}" for i in range(len(lines))] if lines == shape[:-3][len(shape) - 3 - len(lines) :] else []
+        of_lines = " ".join([*(lead or [f"B{i}" for i in range(len(lines))]), seq])
+        table = "P W" if call.positions is not None or not own_rows else f"{of_lines} W"
+        heads = f"h {seq}" if call.layout == "BHSD" else f"{seq} h"
+        rows = " ".join(["...", *lead, heads, "D"])
+        return dict.fromkeys((x, *like_x), rows) | {"positions": of_lines, "cos": table, "sin": table}
 
     return stated
 
@@ -158,23 +161,23 @@ def rope(x, cos, sin, interleaved=False, positions=None, layout="BSHD", rotary_d
             have leading axes of x, or 1, and then have as many rows as the sequence: (batch, sequence, rotary_dim / 2).
             Rows of rotary_dim, whose halves are equal, as Hugging Face makes them, are accepted unless ``interleaved``;
             the first halves are read.
-        interleaved: the pairs are elements ``2 i, 2 i + 1``, as in GPT-J; else ``i, i + rotary_dim / 2``, as in Llama of
-            Hugging Face and GPT-NeoX.
-        positions: (sequence,) or (batch, sequence), int32 or int64: the row of cos and sin for each row of the sequence,
-            as for packed sequences and a cache. Or None.
+        interleaved: the pairs are elements ``2 i, 2 i + 1``, as in GPT-J; else ``i, i + rotary_dim / 2``, as in
+            GPT-NeoX and Hugging Face's Llama.
+        positions: (sequence,) or (batch, sequence), int32 or int64: the row of cos and sin for each row of the
+            sequence, as for packed sequences and a cache. Or None.
         layout: "BSHD" or "BHSD".
         rotary_dim: the elements of a head that are rotated, the first ones; the others are copied. None for all.
 
     Returns:
-        A tensor like x, computed in float32 (float64 for float64) and rounded once. The gradient of x is the rotation by
-        the opposite angle; x is kept for the gradients of cos and sin alone. Where their halves are equal, the
-        gradient of the second is 0, and that of the first the sum.
+        A tensor like x, computed in float32 (float64 for float64) and rounded once. The gradient of x is the rotation
+        by the opposite angle; x is kept for the gradients of cos and sin alone. In rows of rotary_dim, the second half
+        is not read, and has a gradient of 0.
 
     Raises:
         TypeError: a dtype that is not accepted.
-        ValueError: shapes that do not fit; another layout; a rotary_dim that is odd, or larger than head_dim; tensors on
-            different devices; on the CPU, a position that is no row of cos. On a GPU the elements that are rotated by
-            it are NaN.
+        ValueError: shapes that do not fit; another layout; a rotary_dim that is odd, or larger than head_dim; tensors
+            on different devices; on the CPU, a position that is no row of cos. On a GPU the elements that are rotated
+            by it are NaN.
 
     Source: Su et al., arXiv:2104.09864.
     """

@@ -153,10 +153,10 @@ __global__ void __launch_bounds__(kRopeBlock)
 #pragma unroll
           for (int i = 0; i < n; ++i) {
             // of interleaved pairs, n / 2 are in each piece
-            auto &a = interleaved ? v[2 * i / n].value[2 * i % n] : v[0].value[i];
-            auto &b = interleaved ? v[(2 * i + 1) / n].value[(2 * i + 1) % n] : v[1].value[i];
-            const Accumulate<T> turned = a * c.value[i] - b * d.value[i];
-            b = b * c.value[i] + a * d.value[i], a = turned;
+            auto &u = interleaved ? v[2 * i / n].value[2 * i % n] : v[0].value[i];
+            auto &w = interleaved ? v[(2 * i + 1) / n].value[(2 * i + 1) % n] : v[1].value[i];
+            const Accumulate<T> turned = u * c.value[i] - w * d.value[i];
+            w = w * c.value[i] + u * d.value[i], u = turned;
           }
           p[k][0] = piece<T, n>(v[0]), p[k][1] = piece<T, n>(v[1]);
         }
@@ -171,31 +171,41 @@ __global__ void __launch_bounds__(kRopeBlock)
   }
 }
 
-// dcos and dsin, of which either may be null: a thread sums one column of a row of theirs, in an order that the shapes
-// and positions alone give. For tables that are trained, which are few and small.
+// dcos and dsin, of which either may be null. A block takes a row of theirs, and a thread a column, whose terms it adds
+// in the order of x's rows: those of the rows that have this position, which the block looks for together.
 template <typename T, typename W, bool interleaved>
 __global__ void __launch_bounds__(kRopeBlock)
     rope_sums_kernel(const T *dy, const T *x, W *dcos, W *dsin, TableRows table) {
+  __shared__ unsigned found[kRopeBlock / 32];
   const RopeSizes &z = table.z;
-  const int64_t lines = z.lines * z.seq, size = z.rows * z.width, threads = int64_t{gridDim.x} * kRopeBlock;
-  for (int64_t at = int64_t{blockIdx.x} * kRopeBlock + threadIdx.x; at < size; at += threads) {
-    const auto [row, j] = divide(at, z.width);
+  const int64_t lines = z.lines * z.seq, tiles = ceil_div(z.width, kRopeBlock);
+  for (int64_t at = blockIdx.x; at < z.rows * tiles; at += gridDim.x) {
+    const int64_t row = at / tiles, j = at % tiles * kRopeBlock + threadIdx.x;
     double c = 0, s = 0;
-    const auto add = [&, j = j](int64_t line) {
+    const auto add = [&](int64_t line) {
+      if (j >= z.half) return;
       const int64_t seq = line % z.seq, one = interleaved ? 2 * j : j, other = interleaved ? 2 * j + 1 : j + z.half;
       for (int64_t b = line / z.seq; b < z.batch; b += z.lines)
         for (int64_t h = 0; h < z.heads; ++h) {
           const int64_t i = z.dim * (z.heads_first ? (b * z.heads + h) * z.seq + seq : (b * z.seq + seq) * z.heads + h);
-          const Accumulate<T> da = widen(dy[i + one]), db = widen(dy[i + other]), a = widen(x[i + one]),
-                              b = widen(x[i + other]);
-          c += da * a + db * b, s += db * a - da * b;
+          const Accumulate<T> d0 = widen(dy[i + one]), d1 = widen(dy[i + other]), x0 = widen(x[i + one]),
+                              x1 = widen(x[i + other]);
+          c += d0 * x0 + d1 * x1, s += d1 * x0 - d0 * x1;
         }
     };
-    if (j < z.half && !table.positions && row < lines) add(row);
-    for (int64_t i = 0; j < z.half && table.positions && i < lines; ++i)
-      if (table.position(i) == row) add(i);
-    if (dcos) dcos[at] = narrow<W>(static_cast<Accumulate<W>>(c));
-    if (dsin) dsin[at] = narrow<W>(static_cast<Accumulate<W>>(s));
+    if (!table.positions && row < lines) add(row);
+    for (int64_t first = 0; table.positions && first < lines; first += kRopeBlock) {
+      const int64_t i = first + threadIdx.x;
+      const unsigned hits = __ballot_sync(~0u, i < lines && table.position(i) == row);
+      __syncthreads();  // `found` of the previous lines has been read
+      if (threadIdx.x % 32 == 0) found[threadIdx.x / 32] = hits;
+      __syncthreads();
+      for (int warp = 0; warp < kRopeBlock / 32; ++warp)
+        for (unsigned left = found[warp]; left; left &= left - 1) add(first + 32 * warp + __ffs(left) - 1);
+    }
+    if (j >= z.width) continue;
+    if (dcos) dcos[row * z.width + j] = narrow<W>(static_cast<Accumulate<W>>(c));
+    if (dsin) dsin[row * z.width + j] = narrow<W>(static_cast<Accumulate<W>>(s));
   }
 }
 
@@ -231,7 +241,7 @@ Status run_rope(const char *op, const T *x, const W *cos, const W *sin, T *y, co
 
 template <typename T, typename W, bool interleaved>
 Status run_rope_sums(const char *op, const T *dy, const T *x, W *dcos, W *dsin, const TableRows &table, void *stream) {
-  const int64_t blocks = ceil_div(table.z.rows * table.z.width, kRopeBlock);
+  const int64_t blocks = table.z.rows * ceil_div(table.z.width, kRopeBlock);
   if (!blocks) return kOk;
   return launch_kernel(op, rope_sums_kernel<T, W, interleaved>, {grid_size(blocks), kRopeBlock}, stream, dy, x, dcos,
                        dsin, table);

@@ -71,11 +71,11 @@ struct RopeAttrs {
       return fail(kInvalidArgument, "%s: %s has shape %s, expected an even head_dim, or a rotary_dim", op, slot,
                   ShapeText(x).text);
     }
-    if (asked > 0 && asked % 2 == 0 && (dim < 0 || asked <= dim)) return kOk;
+    if (asked >= 0 && asked % 2 == 0 && (dim < 0 || asked <= dim)) return kOk;
     if (dim < 0)
-      return fail(kInvalidArgument, "%s: rotary_dim is %lld, expected an even number above 0", op,
+      return fail(kInvalidArgument, "%s: rotary_dim is %lld, expected an even number", op,
                   static_cast<long long>(asked));
-    return fail(kInvalidArgument, "%s: rotary_dim is %lld, expected an even number from 2 to %lld, the head_dim of %s",
+    return fail(kInvalidArgument, "%s: rotary_dim is %lld, expected an even number from 0 to %lld, the head_dim of %s",
                 op, static_cast<long long>(asked), static_cast<long long>(dim), slot);
   }
 

@@ -21,7 +21,7 @@ def rope(x, cos, sin, interleaved=False, positions=None, layout="BSHD", rotary_d
 
 def _rope(x, table=None, positions=None, rows=0, wide=False, **attrs) -> Case:
     """``table``: the shape of cos and sin, or that of this many rows; they are no cosines and sines of anything."""
-    half = (attrs.get("rotary_dim") or x[-1]) // 2
+    half = attrs.get("rotary_dim", x[-1]) // 2
     table = table or (rows or x[-2 if attrs.get("layout") == "BHSD" else -3], half)
     shapes = {"x": x, "cos": table, "sin": table, "positions": positions}
     classes = {"positions": table[0]} if positions is not None else {}
@@ -51,6 +51,23 @@ def _bad(given, attrs, error, *words) -> Bad:
     return Bad(_GIVEN | given, attrs, error, *words)
 
 
+def _in_torch(torch, x, cos, sin, interleaved=False, positions=None, layout="BSHD", rotary_dim=None):
+    """As Hugging Face computes it. Views of x are not multiplied: torch would save them for the backward."""
+    n = (x.shape[-1] if rotary_dim is None else rotary_dim) // 2
+    rows = x.shape[-2 if layout == "BHSD" else -3]
+    rest = x[..., 2 * n :] if 2 * n < x.shape[-1] else None
+    x = x if rest is None else x[..., : 2 * n]
+    tables = (t[..., :rows, :n] if positions is None else t[positions][..., :n] for t in (cos, sin))
+    tables = (t.unsqueeze(-3 if layout == "BHSD" else -2) for t in tables)
+    if interleaved:
+        c, s = (torch.stack([t, t], -1).flatten(-2) for t in tables)
+        y = x * c + torch.stack([-x[..., 1::2], x[..., 0::2]], -1).flatten(-2) * s
+    else:
+        c, s = (torch.cat([t, t], -1) for t in tables)
+        y = x * c + torch.cat([-x[..., n:], x[..., :n]], -1) * s
+    return y if rest is None else torch.cat([y, rest], -1)
+
+
 ROW = Row(
     rope,
     cases=(
@@ -61,6 +78,7 @@ ROW = Row(
         _rope((3, 4, 6)),  # no leading axes
         _rope((2, 2, 3, 1, 4)),  # two
         _rope((1, 1, 1, 2)),
+        _rope((1, 1, 1, 1), rotary_dim=0),
         _rope((2, 3, 4, 0)),
         _rope((0, 3, 4, 6)),
         _rope((2, 0, 4, 6), rows=2),
@@ -82,7 +100,7 @@ ROW = Row(
         _rope((2, 3, 4, 6), (7, 6), (1, 3), layout="BSHD"),
         _rope((2, 4, 3, 7), (2, 2), (2, 3), layout="BHSD", rotary_dim=4, interleaved=True),
         # one for each path of a kernel: vectors, heads that are not whole groups, rows that are not whole blocks
-        _rope((2, 33, 5, 64)),
+        _rope((2, 53, 5, 64)),
         _rope((2, 5, 33, 64), layout="BHSD", interleaved=True),
         _rope((2, 33, 5, 64), interleaved=True, wide=True),
         _rope((2, 7, 33, 64), layout="BHSD", wide=True),
@@ -112,12 +130,12 @@ ROW = Row(
         _bad({"positions": ((4,), I64)}, {}, ValueError, "positions has shape (4,)", "expected (..., 3)"),
         _bad({"positions": ((3, 3), I64)}, {}, ValueError, "positions has shape (3, 3)", "leading axes of x"),
         _bad({"positions": ((3,), F32)}, {}, TypeError, "positions has dtype float32", "int32 or int64"),
-        _bad({}, {"rotary_dim": 3}, ValueError, "rotary_dim is 3", "even number from 2 to 6"),
-        _bad({}, {"rotary_dim": 8}, ValueError, "rotary_dim is 8", "even number from 2 to 6"),
+        _bad({}, {"rotary_dim": 3}, ValueError, "rotary_dim is 3", "even number from 0 to 6"),
+        _bad({}, {"rotary_dim": 8}, ValueError, "rotary_dim is 8", "even number from 0 to 6"),
         _bad({}, {"layout": "SBHD"}, ValueError, "layout is 'SBHD'", "'BSHD' or 'BHSD'"),
         _bad({"cos": None}, {}, TypeError, "cos is None", "expected"),
     ),
-    torch=lambda torch, x, cos, sin, **attrs: _in_torch(torch, x, cos, sin, **attrs),
+    torch=_in_torch,
     samples={"": _rope((2, 3, 4, 6)), "positions": _rope((2, 4, 3, 6), (7, 3), (2, 3), layout="BHSD")},
     opcheck=(_rope((2, 3, 4, 7), (5, 2), rotary_dim=4, interleaved=True), _rope((2, 3, 4, 6), (1, 3, 6))),
     bench=(
@@ -132,15 +150,3 @@ ROW = Row(
     ),
     complex=True,
 )
-
-
-def _in_torch(torch, x, cos, sin, interleaved=False, positions=None, layout="BSHD", rotary_dim=None):
-    n = (x.shape[-1] if rotary_dim is None else rotary_dim) // 2
-    heads = -3 if layout == "BHSD" else -2
-    rows = x.shape[-2 if layout == "BHSD" else -3]
-    tables = (t[..., :rows, :n] if positions is None else t[positions][..., :n] for t in (cos, sin))
-    c, s = (t.unsqueeze(heads) for t in tables)
-    x, rest = x[..., : 2 * n], x[..., 2 * n :]
-    a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
-    pairs = a * c - b * s, b * c + a * s
-    return torch.cat([torch.stack(pairs, -1).flatten(-2) if interleaved else torch.cat(pairs, -1), rest], -1)
