@@ -66,6 +66,13 @@ class Mathematics(Protocol):
     def concatenate(self, arrays: Sequence[Array]) -> Array:
         """Along the last axis."""
 
+    def take(self, x: Array, rows: Array) -> Array:
+        """Rows of a floating x, (n, m), by their indices, (k,): (k, m). NaN for an index that is no row, or the
+        framework's error."""
+
+    def scatter_sum(self, x: Array, rows: Array, n: int) -> Array:
+        """The transpose of ``take``: (n, m), the sums of the rows of x, (k, m), that have an index."""
+
     def reshape(self, x: Array, shape: tuple[int, ...]) -> Array: ...
 
     def matrix(self, x: Array) -> Array:

@@ -242,7 +242,7 @@ class Op:
     vmap_same_rank: bool = False
     """vmap adds an axis only if all inputs have the same rank, because the kernel itself broadcasts leading axes."""
     min_rank: int = 0
-    """The minimum rank of an example of a batch."""
+    """The minimum rank of the ``vmappable`` inputs of an example of a batch."""
     broadcast: bool = False
     """Inputs of different shapes are broadcast by the frontend."""
     elementwise: bool = False
@@ -253,6 +253,12 @@ class Op:
     keeps: Callable[[Any], bool] | None = None
     """Whether residuals are kept with these attributes, the members of its argument. Where they are not, they have no
     elements, and ``instead`` and ``overwrites`` do not hold for them. Without it they always are."""
+    saved_for: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Inputs that the backward, for which they are optional, takes for the gradients of these inputs alone. Where none
+    of those is wanted, they are not kept."""
+    fuses: frozenset[str] = frozenset()
+    """Results for which a compiler may evaluate ``formula``, because it fuses that into one pass. Where others are
+    wanted, the entry is called. Those of an elementwise operator are all."""
     overwrites: Mapping[str, str] = field(default_factory=dict)
     """Outputs and residuals that the entry may write over an input of the same spec, at the same address. Of a backward
     the input is a residual of the forward, which nobody but the backward has."""
@@ -326,6 +332,11 @@ class Op:
         gradients = {f"d{y}" for y in self.outputs}
         return tuple(s for s in self.backward.inputs if s not in gradients)
 
+    def left_out(self, wanted: Iterable[str]) -> frozenset[str]:
+        """The inputs that are not kept where the gradients of these inputs are wanted (``saved_for``)."""
+        named = frozenset(wanted)
+        return frozenset(slot for slot, others in self.saved_for.items() if named.isdisjoint(others))
+
     @cached_property
     def unread(self) -> frozenset[str]:
         """The outputs that may be left unread: the backward takes none for their gradient, and reads no zeros."""
@@ -346,10 +357,11 @@ class Op:
 
     def takes_batch(self, slots: Iterable[str], ndims: Sequence[int | None]) -> bool:
         """Whether these slots may all have another leading axis. ``ndims``: the inputs' ranks without it."""
-        given = {n for n in ndims if n is not None}
+        ranks = {slot: n for slot, n in zip(self.inputs, ndims, strict=True) if n is not None}
+        given = set(ranks.values())
         return (
             self.vmappable.issuperset(slots)
-            and min(given) >= self.min_rank
+            and all(n >= self.min_rank for slot, n in ranks.items() if slot in self.vmappable)
             and not (self.vmap_same_rank and len(given) > 1)
         )
 
@@ -457,7 +469,7 @@ def operator(**definition: Any) -> Callable[[Callable[..., Any]], Op]:
 
 
 def _defined(name: str, bind: Callable[..., Any], fields: Mapping[str, Any]) -> Op:
-    sets = {key: frozenset(fields.get(key, ())) for key in ("optional", "accepts_scalar", "vmappable")}
+    sets = {key: frozenset(fields.get(key, ())) for key in ("optional", "accepts_scalar", "vmappable", "fuses")}
     op = Op(name=name, bind=bind, **{**fields, **sets})
     if op.mutates and op.has_gradient:
         raise NotImplementedError(f"{name}: an operator that writes to {', '.join(op.mutates)} has no gradient")

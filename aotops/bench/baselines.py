@@ -191,7 +191,21 @@ def _torch_functions() -> dict[str, Make]:
         new_cell = old_cell + F.elu(candidate) * torch.sigmoid(i)
         return torch.tanh(new_cell) * torch.sigmoid(o), new_cell
 
+    def rope(shape: Shape, variant: str) -> Callable[..., Any]:
+        def halves(x, cos, sin):
+            a, b = x.chunk(2, -1)
+            c, s = cos.unsqueeze(-2), sin.unsqueeze(-2)
+            return torch.cat([a * c - b * s, b * c + a * s], -1)
+
+        def interleaved(x, cos, sin):
+            a, b = x[..., 0::2], x[..., 1::2]
+            c, s = cos.unsqueeze(-2), sin.unsqueeze(-2)
+            return torch.stack([a * c - b * s, b * c + a * s], -1).flatten(-2)
+
+        return interleaved if variant else halves
+
     return {
+        "rope": rope,
         "add": lambda shape, variant: torch.add,
         "gelu": lambda shape, variant: lambda x: F.gelu(x, approximate=variant),
         "swiglu": lambda shape, variant: lambda gate, up: F.silu(gate) * up,

@@ -20,12 +20,17 @@ class Framework:
         self.device = device
 
     def inputs(self, case: Case) -> list[Any]:
-        return [
-            self.classes(shape, case.work.n_classes(case.shape))
-            if letter == "t"
-            else self.normal(shape, case.dtype, _deviation(letter, shape))
-            for letter, shape in case.inputs
-        ]
+        return [self._input(case, letter, shape) for letter, shape in case.inputs]
+
+    def _input(self, case: Case, letter: str, shape: Shape) -> Any:
+        if letter == "t":
+            return self.classes(shape, case.work.n_classes(case.shape))
+        tensor = self.normal(shape, case.dtype, _deviation(letter, shape))
+        return self.constant(tensor) if letter in case.work.CONSTANTS else tensor
+
+    def constant(self, tensor: Any) -> Any:
+        """The tensor, without a gradient."""
+        return tensor
 
     def normal(self, shape: Shape, dtype: str, deviation: float) -> Any:
         raise NotImplementedError
@@ -65,6 +70,9 @@ class Torch(Framework):
 
         tensor = torch.empty(shape, device=self.device, dtype=getattr(torch, dtype))
         return tensor.normal_(0, deviation).requires_grad_()
+
+    def constant(self, tensor: Any) -> Any:
+        return tensor.detach()
 
     def classes(self, shape: Shape, n: int) -> Any:
         import torch

@@ -48,6 +48,8 @@ class Work:
     SHAPES: ClassVar[tuple[Shape, ...]]
     FEW: ClassVar[tuple[Shape, ...]]
     """Instead, with --quick and on a CPU."""
+    CONSTANTS: ClassVar[str] = ""
+    """Letters whose gradients nobody wants."""
     SMALL: ClassVar[int] = 0
     """For shapes of at most this product, the call itself is measured."""
     LIBRARY: ClassVar[str] = ""
@@ -190,6 +192,20 @@ class Convolution(Work):
             "w": square(outputs, channels, kernel),
             "y": square(batch, outputs, math.ceil(size / stride)),
         }
+
+
+class Rotations(Work):
+    """x has heads, each row of the sequence with a row of c, which is one of the tables."""
+
+    AXES = ("batch", "sequence", "heads", "head_dim")
+    # Llama's queries, and its keys; heads of GPT-J, and a decoder's step
+    SHAPES = ((4, 4096, 32, 128), (4, 4096, 8, 128), (4, 2048, 16, 256), (64, 1, 32, 128))
+    FEW = ((1, 1, 32, 128), (1, 2048, 32, 128))
+    CONSTANTS = "c"
+    SMALL = 64 * 32 * 128
+
+    def tensors(self, shape):
+        return {"x": shape, "c": (shape[1], shape[3] // 2)}
 
 
 class Cell(Work):

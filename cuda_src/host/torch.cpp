@@ -38,10 +38,11 @@ struct Function {
   int n_saved;               // what is saved for the backward:
   int saved[kMaxSlots];      // the slot of each,
   int instead[kMaxSlots];    // and the residual that is saved in its place if it is written; -1: none
-  void *hooks;               // takes False; returns None unless a hook packs what is saved: then nothing is replaced
-  void *make_prototypes;     // takes the inputs; returns None for those that the operator refuses, whose error is then
-                             // this library's, else a tuple with one for each slot written, None where an input is
-  void *prototypes;          // a dict of what it returned, by what the shapes of outputs depend on
+  uint64_t saved_for[kMaxSlots];  // and, as bits, the inputs for whose gradients alone it is saved; 0: always
+  void *hooks;            // takes False; returns None unless a hook packs what is saved: then nothing is replaced
+  void *make_prototypes;  // takes the inputs; returns None for those that the operator refuses, whose error is then
+                          // this library's, else a tuple with one for each slot written, None where an input is
+  void *prototypes;       // a dict of what it returned, by what the shapes of outputs depend on
 };
 
 // The backward of a torch.autograd.Function.
@@ -197,6 +198,16 @@ int replaces(const Function &f) {
   return hooks ? hooks == python.none : -1;
 }
 
+// As bits, the inputs whose gradients are needed. -1: Python's error is set.
+int64_t needed_inputs(void *context, int n_inputs) {
+  static void *needs_input_grad = PyUnicode_InternFromString("needs_input_grad");
+  Ref needed = PyObject_GetAttr(context, needs_input_grad);
+  int64_t bits = 0;
+  for (int i = 0; needed && i < n_inputs; ++i)
+    bits |= int64_t{PyObject_IsTrue(PyTuple_GetItem(needed, i)) == 1 ? 1 : 0} << i;
+  return needed ? bits : -1;
+}
+
 // Sets context.to_save, as save_for_backward does (torch/call.py compares that), and keeps the inputs that a residual
 // replaces as context.inputs, with their versions as context.versions. False: Python's error is set.
 bool save(const Function &f, void *context, void *const *objects) {
@@ -209,6 +220,11 @@ bool save(const Function &f, void *context, void *const *objects) {
     const int instead = f.instead[i];
     const bool kept = replace && instead >= 0 && objects[instead] != python.none;
     saved[i] = kept ? instead : f.saved[i];
+    if (f.saved_for[i]) {
+      const int64_t needed = needed_inputs(context, f.call->n_in);
+      if (needed < 0) return false;
+      if (!(f.saved_for[i] & needed)) saved[i] = -1;
+    }
     if (kept) replaced[n_replaced++] = f.saved[i];
   }
   if (n_replaced) {
@@ -533,7 +549,7 @@ AOT_API const char *aot_torch_structs() {
                    no_level) +
       AOT_DESCRIBE(Torch, exchange, types, size_type, empty_like, gate) +
       AOT_DESCRIBE(Function, call, prototype, has_prototypes, equal, always, residuals, scratch, keep_from, n_returned,
-                   n_saved, saved, instead, hooks, make_prototypes, prototypes) +
+                   n_saved, saved, instead, saved_for, hooks, make_prototypes, prototypes) +
       AOT_DESCRIBE(Backward, function, n_grads, n_inputs, source, gradient, fallback, over_output, over_input,
                    over_from, may_overwrite, drop_inputs) +
       AOT_DESCRIBE(Differentiable, function, apply, last_use) +

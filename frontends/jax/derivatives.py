@@ -71,7 +71,8 @@ def _tangents(call: OperatorCall, outputs: Names, given: Mapping[str, Array], ta
     else:
         return _tangents_of_formula(op, attrs, outputs, given, tangents)
     types = tuple(tangent_type(given[s]) for s in outputs)
-    residuals = {s: given[s] for s in saved if given[s] is not None}
+    left_out = op.left_out(tangents)
+    residuals = {s: given[s] for s in saved if given[s] is not None and s not in left_out}
     return tangent_map(kind(op, call.forward, attrs, outputs, types), residuals, tangents, types)
 
 
@@ -146,7 +147,8 @@ class _Tangent(_LinearMap):
             raise TypeError(f"{op.name} has no derivative in forward mode: expected grad or vjp, not jvp")
         given = dict.fromkeys(op.inputs) | residuals
         # XLA:CPU miscompiled the transposed backward of lltm in reverse over forward mode (JAX 0.10)
-        if op.formula and all(s in op.saved for s in parameters(op.formula) if s in op.inputs):
+        kept = set(op.saved) - op.left_out(tangents)
+        if op.formula and all(s in kept for s in parameters(op.formula) if s in op.inputs):
             types = dict(zip(self.moved, self.types, strict=True))
             return _tangents_of_formula(op, self.attrs, self.moved, given | types, tangents)
         found, transposed = jax.vjp(partial(self._gradients, residuals, tangents), *self._zeros(residuals, tangents))

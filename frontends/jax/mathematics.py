@@ -58,5 +58,13 @@ class Mathematics:
     def concatenate(self, arrays):
         return jnp.concatenate(arrays, -1)
 
+    def take(self, x, rows):
+        is_row = (rows >= 0) & (rows < x.shape[0])
+        return x.at[jnp.where(is_row, rows, x.shape[0])].get(mode="fill", fill_value=jnp.nan)
+
+    def scatter_sum(self, x, rows, n):
+        is_row = (rows >= 0) & (rows < n)
+        return jnp.zeros((n, *x.shape[1:]), x.dtype).at[jnp.where(is_row, rows, n)].add(x, mode="drop")
+
     def matrix(self, x):
         return x.reshape(-1, x.shape[-1])

@@ -201,6 +201,12 @@ class Mathematics:
         names = ", ".join(x.name for x in arrays)
         return self._writer.write(f"{joined}(({names}), -1)", (*arrays[0].shape[:-1], length), arrays[0].dtype)
 
+    def take(self, x: Placeholder, rows: Placeholder) -> Placeholder:
+        return self._apply(ops.gather, x, f", {rows.name}, 0", (*rows.shape, *x.shape[1:]))
+
+    def scatter_sum(self, x: Placeholder, rows: Placeholder, n: int) -> Placeholder:
+        return self._apply(ops.unsorted_segment_sum, x, f", {rows.name}, {n}", (n, *x.shape[1:]))
+
     def reshape(self, x: Placeholder, shape: Sequence[int]) -> Placeholder:
         return self._apply(ops.reshape, x, f", {tuple(shape)}", shape)
 

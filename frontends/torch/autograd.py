@@ -42,7 +42,8 @@ def autograd_kernel(op: Op, forward: Op, dispatched: Any) -> Callable[..., Any]:
             results = below(keyset, (*inputs, *attrs, *mask(op, names)))
         named = dict(zip((*op.inputs, *op.results), (*inputs, *results_of(results)), strict=True))
         ctx.attrs, ctx.wanted = attrs, names
-        kept = kept_instead(ctx, op, attrs, named)
+        needed = (slot for slot, need in zip(op.inputs, ctx.needs_input_grad[3:], strict=True) if need)
+        kept = kept_instead(ctx, op, attrs, named) | dict.fromkeys(op.left_out(needed))
         ctx.save_for_backward(*(kept.get(slot, named[slot]) for slot in (op.saved if op.has_gradient else op.inputs)))
         if private.forward_level() >= 0:  # for ``tangents``
             ctx.save_for_forward(*inputs)

@@ -59,7 +59,8 @@ class _Function(Structure):
     _fields_ = [
         ("call", c_void_p), ("prototype", _Slots), ("has_prototypes", c_bool), ("equal", _Slots), ("always", c_uint64),
         ("residuals", c_uint64), ("scratch", c_uint64), ("keep_from", c_int64), ("n_returned", c_int),
-        ("n_saved", c_int), ("saved", _Slots), ("instead", _Slots), ("hooks", c_void_p), ("make_prototypes", c_void_p),
+        ("n_saved", c_int), ("saved", _Slots), ("instead", _Slots), ("saved_for", c_uint64 * call.MOST_SLOTS),
+        ("hooks", c_void_p), ("make_prototypes", c_void_p),
         ("prototypes", c_void_p),
     ]  # fmt: skip
 
@@ -213,6 +214,7 @@ def _function_handle(
         n_saved=len(op.saved),
         saved=_Slots(*(slots[slot] for slot in op.saved)),
         instead=_Slots(*(slots.get(replaced.get(slot, ""), -1) for slot in op.saved)),
+        saved_for=(c_uint64 * call.MOST_SLOTS)(*(bits(op.saved_for.get(slot, ())) for slot in op.saved)),
         hooks=None if hooks is None else id(hooks),
         make_prototypes=id(make_prototypes),
         prototypes=id(made_prototypes),

@@ -128,12 +128,14 @@ def _decomposition(op: Op, forward: Op, overload: Any, composed: Callable[..., A
         return _of_products(op, forward, overload, formula)
     if op is not forward and forward.instead:
         return _without_instead(op, forward, overload)
-    if not op.elementwise or op.formula is None:
+    if not (op.elementwise or op.fuses) or op.formula is None:
         return None
     split = splitter(op)
 
     def decomposed(*args):
         inputs, attrs, wanted = split(args)
+        if op.fuses and not op.fuses.issuperset(wanted):
+            return NotImplemented
         return _packed(op, wanted, composed(op, attrs, inputs, all_narrow(inputs)))
 
     return decomposed

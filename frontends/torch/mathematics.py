@@ -67,6 +67,18 @@ class Mathematics:
         return torch.cat(tuple(arrays), -1)
 
     @staticmethod
+    def take(x: Tensor, rows: Tensor) -> Tensor:
+        is_row = (rows >= 0) & (rows < x.shape[0])
+        found = x[torch.where(is_row, rows, 0)] if x.shape[0] else x.new_zeros(*rows.shape, *x.shape[1:])
+        return torch.where(is_row[:, None], found, float("nan"))
+
+    @staticmethod
+    def scatter_sum(x: Tensor, rows: Tensor, n: int) -> Tensor:
+        is_row = (rows >= 0) & (rows < n)
+        x = torch.where(is_row[:, None], x, 0)
+        return x.new_zeros(n, *x.shape[1:]).index_add(0, torch.where(is_row, rows, 0), x) if n else x[:0]
+
+    @staticmethod
     def matrix(x: Tensor) -> Tensor:
         return x.flatten(0, -2) if x.dim() > 1 else x[None]
 

@@ -34,6 +34,8 @@ MATHEMATICS = SimpleNamespace(
     any=lambda x, axis: x.any(axis),
     count=lambda x, model: np.asarray(x.sum(), model.dtype),
     concatenate=lambda arrays: np.concatenate(arrays, -1),
+    take=lambda x, rows: x[rows],
+    scatter_sum=lambda x, rows, n: _scatter_sum(x, rows, n),
     reshape=np.reshape,
     matrix=lambda x: x.reshape(math.prod(x.shape[:-1]), x.shape[-1]),
 )
@@ -41,6 +43,12 @@ MATHEMATICS = SimpleNamespace(
 
 def _log_sum_exp(x, axis):
     return np.log(np.exp(x).sum(axis, keepdims=True))
+
+
+def _scatter_sum(x, rows, n):
+    sums = np.zeros((n, *x.shape[1:]))
+    np.add.at(sums, rows, x)
+    return sums
 
 
 def _run(op, attrs):

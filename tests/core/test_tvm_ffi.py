@@ -59,7 +59,7 @@ def test_the_arguments_are_those_of_the_definition(op):
 
 # -------------------------------------------------------------------------------------------------------------- values
 
-X, WEIGHT, IMAGE = (4, 6), (5, 6), (2, 3, 5, 5)
+X, WEIGHT, IMAGE, HEADS = (4, 6), (5, 6), (2, 3, 5, 5), (2, 4, 3, 7)
 CALLS = {
     "add": [X, X, 2.0, None],
     "add_layer_norm": [X, X, 6, None, [6], 1e-3, 0.0],
@@ -82,6 +82,8 @@ CALLS = {
     "matmul_backward": [(4, 3), X, (6, 3), False, False, False],
     "rms_norm": [X, None, [6], None, 0.0],
     "rms_norm_backward": [X, X, 6, None, [6], None, 0.0],
+    "rope": [HEADS, (4, 3), (4, 3), None, True, "BSHD", 6],
+    "rope_backward": [HEADS, HEADS, (4, 3), (4, 3), None, False, "BHSD", 6],
     "softmax": [X, -1],
     "softmax_backward": [X, X, 0],
     "swiglu": [X, X],

@@ -62,6 +62,11 @@ def _cross_entropy(reduction: str, **attrs: Any) -> Case:
     return Case({"x": (10, 7), "target": (10,)}, {"reduction": reduction, **attrs}, classes={"target": 7})
 
 
+def _rope(x: tuple[int, ...], table: tuple[int, ...], positions: tuple[int, ...] | None = None, **attrs: Any) -> Case:
+    shapes = {"x": x, "cos": table, "sin": table, "positions": positions}
+    return Case(shapes, attrs, classes={"positions": table[0]} if positions else {})
+
+
 CASES: dict[str, list[Case]] = {
     "add": [
         Case({"a": (8, 6), "b": (8, 6)}, {"alpha": -0.5}),
@@ -70,6 +75,12 @@ CASES: dict[str, list[Case]] = {
     ],
     "gelu": [Case({"x": (8, 6)}, {"approximate": "tanh"})],
     "swiglu": [Case({"gate": (8, 6), "up": (8, 6)})],
+    "rope": [
+        _rope((4, 6, 8, 4), (6, 2)),
+        _rope((4, 8, 6, 6), (9, 2), layout="BHSD", rotary_dim=4),
+        _rope((4, 6, 8, 4), (9, 2), (4, 6), interleaved=True),
+        _rope((4, 6, 8, 4), (4, 6, 4)),
+    ],
     "softmax": [Case({"x": (8, 6)}), Case({"x": (4, 6, 5)}, {"dim": 1})],
     "layer_norm": [
         _norm((4, 8, 6), 1, "weight", "bias"),

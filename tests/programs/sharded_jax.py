@@ -98,10 +98,16 @@ def _cross_entropy(reduction: str, **attrs: Any) -> Case:
     return Case({"x": (12, 8), "target": (12,)}, {"reduction": reduction, **attrs}, classes={"target": 8})
 
 
+def _rope(x: tuple[int, ...], table: tuple[int, ...], positions: tuple[int, ...] | None = None, **attrs: Any) -> Case:
+    shapes = {"x": x, "cos": table, "sin": table, "positions": positions}
+    return Case(shapes, attrs, classes={"positions": table[0]} if positions else {})
+
+
 CASES: dict[str, list[Case]] = {
     "add": [Case({"a": (8, 6), "b": (8, 6)}, {"alpha": -0.5}), Case({"a": (8, 6), "b": (6,)})],
     "gelu": [Case({"x": (8, 6)}, {"approximate": "tanh"})],
     "swiglu": [Case({"gate": (8, 6), "up": (8, 6)})],
+    "rope": [_rope((4, 8, 8, 4), (8, 2)), _rope((4, 8, 8, 4), (9, 2), (4, 8), layout="BHSD")],
     "softmax": [Case({"x": (4, 6, 8)}, {"dim": 1})],
     "layer_norm": [_norm((4, 8, 6), 1, "weight", "bias"), _norm((8, 2, 3), 2, "bias")],
     "rms_norm": [_norm((8, 6), 1, "weight"), _norm((8, 4), 1, eps=0.1)],

@@ -87,7 +87,8 @@ def test_a_recorded_result_has_the_same_bits(where, name, i):
         flat = (t.detach().reshape(-1).clone(memory_format=torch.contiguous_format) for t in results)
         return [t.view(torch.uint8) for t in flat]
 
-    slots = [slot for slot, shape in CASES[name].cases[i].shapes.items() if shape is not None and slot != "target"]
+    case = CASES[name].cases[i]
+    slots = [slot for slot in case.given if slot not in case.classes]
     for dtype in DTYPES:
         plain = bits((), dtype)
         for wanted in (slots, slots[:1], slots[-1:]):

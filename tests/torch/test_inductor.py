@@ -202,6 +202,13 @@ CALLS = {
     "gelu_backward tanh": lambda: (_draw(3, 5), _draw(3, 5), "tanh"),
     "swiglu": lambda: (_draw(3, 5), _draw(3, 5)),
     "swiglu_backward": lambda: (_draw(3, 5), _draw(3, 5), _draw(3, 5)),
+    "rope": lambda: (_draw(2, 3, 4, 6), _draw(5, 3), _draw(5, 3), None, False, "BSHD", None),
+    "rope interleaved": lambda: (
+        *(_draw(2, 4, 3, 7), _draw(5, 2), _draw(5, 2), torch.tensor([4, 0, 2]), True, "BHSD", 4),
+    ),
+    "rope_backward": lambda: (
+        *(_draw(2, 3, 4, 6), None, _draw(2, 3, 6), _draw(2, 3, 6), None, False, "BSHD", None, [True, False, False]),
+    ),
     "add": lambda: (_draw(3, 5), _draw(3, 5), 2.0, None),
     "add of a number": lambda: (_draw(3, 5), None, 2.0, 3.0),
     "linear": lambda: (_draw(2, 3, 5), _draw(4, 5), _draw(4), None, False),
