@@ -59,14 +59,14 @@ SOME = {"a": True, "b": [False, True], "c": False}
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(
-    ("dtype", "state_dtype", "tolerance"),
+    ("kind", "state_dtype", "tolerance"),
     [("float32", None, 2e-6), ("float64", None, 1e-8), ("bfloat16", "float32", 0.05), ("float16", None, 0.02)],
 )
-def test_steps_are_the_formulas(dtype, state_dtype, tolerance, fused):
+def test_steps_are_the_formulas(kind, state_dtype, tolerance, fused):
     optimizer = AdamW(0.01, weight_decay=0.3, state_dtype=state_dtype)
-    params = tree(dtype, 0)
+    params = tree(kind, 0)
     state = optimizer.init(params)
-    assert {x.dtype.name for x in jax.tree.leaves((state.mu, state.nu))} == {state_dtype or dtype}
+    assert {x.dtype.name for x in jax.tree.leaves((state.mu, state.nu))} == {state_dtype or kind}
 
     @jax.jit
     def train(params, state, grads):
@@ -76,10 +76,10 @@ def test_steps_are_the_formulas(dtype, state_dtype, tolerance, fused):
         return jax.tree.map(jnp.add, params, updates), state
 
     for i in range(4):
-        params, state = train(params, state, tree(dtype, i + 1))
+        params, state = train(params, state, tree(kind, i + 1))
     assert int(state.count) == 4
-    assert {x.dtype.name for x in jax.tree.leaves(params)} == {dtype}
-    close(params, exact(tree(dtype, 0), 4, float(np.float32(0.01)), decays(0.3)), tolerance)
+    assert {x.dtype.name for x in jax.tree.leaves(params)} == {kind}
+    close(params, exact(tree(kind, 0), 4, float(np.float32(0.01)), decays(0.3)), tolerance)
 
 
 @pytest.mark.parametrize("mask", [SOME, lambda params: SOME])

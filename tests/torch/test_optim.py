@@ -387,3 +387,59 @@ def test_refuses_tensors(change):
     with pytest.raises(error, match=text):
         optimizer.step()
     assert torch.isfinite(p).all()
+
+
+SHARDED = """
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from aotops.frontends.torch import AdamW
+
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+mesh = init_device_mesh("cpu", (2,))
+generator = torch.Generator().manual_seed(0)
+draw = lambda *shape: torch.randn(*shape, generator=generator)
+
+
+def of(local, placement=Shard(0)):
+    return DTensor.from_local(local, mesh, [placement], run_check=False)
+
+
+for options in ({}, {"amsgrad": True}, {"state_dtype": torch.bfloat16}):
+    local = draw(4, 6)
+    plain = torch.nn.Parameter(local.clone())
+    parameter = torch.nn.Parameter(of(local))
+    optimizers = AdamW([plain], **options), AdamW([parameter], **options)
+    for _ in range(3):
+        plain.grad = draw(4, 6)
+        parameter.grad = of(plain.grad.clone())
+        for optimizer in optimizers:
+            optimizer.step()
+    state = optimizers[1].state[parameter]
+    assert isinstance(state["exp_avg"], DTensor) and state["exp_avg"].shape == (8, 6)
+    assert torch.equal(parameter.to_local(), plain)
+    again = AdamW([parameter], **options)
+    again.load_state_dict(optimizers[1].state_dict())
+    plain.grad = draw(4, 6)
+    parameter.grad = of(plain.grad.clone())
+    again.step()
+    optimizers[0].step()
+    assert torch.equal(parameter.to_local(), plain)
+half = torch.nn.Parameter(of(draw(4, 6).bfloat16()))
+half.grad = of(draw(4, 6).bfloat16())
+optimizer = AdamW([half], master_weights=True, state_dtype=torch.float32)
+optimizer.step()
+assert optimizer.state[half]["master_param"].dtype == torch.float32
+optimizer.state[half]["exp_avg"] = torch.zeros(8, 6)
+try:
+    optimizer.step()
+except TypeError as error:
+    print(error)
+"""
+
+
+def test_a_dtensor_is_updated_shard_by_shard(python):
+    pytest.importorskip("torch.distributed.tensor")
+    assert "expected its gradient and state in the same placements" in python(SHARDED)
