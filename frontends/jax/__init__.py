@@ -23,8 +23,11 @@ from aotops.ops import BUILTIN, OPS
 from . import derivatives  # noqa: F401  gives the primitive its rule for derivatives
 from .custom_call import SCRATCH_TARGET, TARGET, ShardingWarning, register
 from .modules import LLTM
+from .optim import AdamW, AdamWState
 from .public import functions, of
 
-__all__ = ["LLTM", "SCRATCH_TARGET", "TARGET", "ShardingWarning", "functions", "of", "register", *OPS]
+__all__ = [
+    "LLTM", "SCRATCH_TARGET", "TARGET", "AdamW", "AdamWState", "ShardingWarning", "functions", "of", "register", *OPS,
+]  # fmt: skip
 
 globals().update(functions(BUILTIN))
