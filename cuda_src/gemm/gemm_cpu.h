@@ -7,7 +7,8 @@
 //   gemm_each(products);                           products of any sizes
 //
 // a is Matrix<T>{data, stride}, or Matrix<T>{data, stride, true} if it is stored transposed, (k, m); b likewise. A and
-// B are of the same T: float16, bfloat16, float or double. Of CpuGemm a may also be a Gathered<Accumulate<T>>. C is of
+// B are of the same T: float16, bfloat16, float or double. Of CpuGemm a may also be a Gathered<Accumulate<T>>, and b
+// then a PackedMatrix<Accumulate<T>>, which products with several A or tiles need not pack again. C is of
 // T or of Accumulate<T>; sums are computed in Accumulate<T> and rounded to C's type once. The epilogue takes a vector
 // of sums, Vec<T>, with the row and column of its first element, and returns what to store; it runs while the tile is
 // in a cache. An epilogue with kStores has a function store(row, column, rows, cols, sums, stride), which stores a tile
@@ -46,6 +47,9 @@ struct Gathered {
 
   Gathered at(int64_t i, int64_t p) const { return {data, rows + i, terms + p}; }
 };
+
+template <typename A>
+struct PackedMatrix;
 
 // Stores the sums.
 struct NoEpilogue {
@@ -286,6 +290,19 @@ void pack(Matrix<T> m, int64_t width, int64_t terms, A *panel) {
   });
 }
 
+// The whole of a B (k, n), packed in strips of kCols columns: `size` elements.
+template <typename A>
+struct PackedMatrix {
+  static constexpr int kCols = Block<A>::kCols;
+  const A *data;
+  int64_t k;
+
+  static int64_t size(int64_t k, int64_t n) { return ceil_div(n, kCols) * strip<kCols, A>(k); }
+  // column: a multiple of kCols
+  PackedMatrix at(int64_t, int64_t column) const { return {data + column / kCols * strip<kCols, A>(k), k}; }
+  PackedB<A> block(int64_t p, int64_t column) const { return {at(0, column).data + p * kCols}; }
+};
+
 // ------------------------------------------------------------------------------------------------------------ dots
 
 // Lane i of the result is the sum of the i-th vector's lanes. Halves of vectors are added until one vector is left.
@@ -387,14 +404,15 @@ struct Panels {
 constexpr int64_t kDotRows = 32, kFewRows = 64;
 
 // A tile of C on the calling thread.
-template <typename T, typename C, class Epilogue = NoEpilogue, class Left = Matrix<T>>
+template <typename T, typename C, class Epilogue = NoEpilogue, class Left = Matrix<T>, class Right = Matrix<T>>
 struct GemmTile {
   using A = Accumulate<T>;
   using B = Block<A>;
   static constexpr bool kGathers = !std::is_same_v<Left, Matrix<T>>, kStores = kStoresTiles<Epilogue>;
+  static constexpr bool kPacked = !std::is_same_v<Right, Matrix<T>>;
   int64_t m, n, k;
   Left a;
-  Matrix<T> b;
+  Right b;
   C *c;
   int64_t ldc;
   bool add = false;
@@ -426,7 +444,9 @@ struct GemmTile {
   Status compute_as(int64_t all_rows) const {
     if constexpr (!kGathers)
       if (all_rows <= kDotRows && !a.transposed && b.transposed) return compute_by_dots<Terms>(), kOk;
-    return compute_by_panels<Terms>(all_rows <= kFewRows && !b.transposed) ? kOk : out_of_memory("a matrix product");
+    bool unpacked = false;
+    if constexpr (!kPacked) unpacked = all_rows <= kFewRows && !b.transposed;
+    return compute_by_panels<Terms>(unpacked) ? kOk : out_of_memory("a matrix product");
   }
 
   static void add_to(A *to, const A *from, int64_t n) {
@@ -442,7 +462,6 @@ struct GemmTile {
     const bool long_sum = k > kPartialTerms;
     const Panels<A> panels(long_sum);
     if (!panels.a) return false;
-    const Matrix<T> columns{b.data, b.stride, !b.transposed};
     const bool one_panel = k <= kDepth;
     const int64_t stride = one_panel && !kStores ? B::kCols : ceil_div(n, B::kCols) * B::kCols;
     const int64_t unpacked_cols = unpacked_b ? n / B::kCols * B::kCols : 0;
@@ -451,16 +470,23 @@ struct GemmTile {
       const int64_t terms = k - p < kDepth ? k - p : kDepth, depth = ceil_div(terms, Terms::kTerms);
       const bool begins = p % kPartialTerms == 0, all = p + terms == k, ends = all || (p + terms) % kPartialTerms == 0;
       if constexpr (!kGathers) pack<Terms, B::kRows>(a.at(0, p), m, terms, panels.a);
-      pack<Terms, B::kCols>(columns.at(unpacked_cols, p), n - unpacked_cols, terms, panels.b);
+      if constexpr (!kPacked) {
+        const Matrix<T> columns{b.data, b.stride, !b.transposed};
+        pack<Terms, B::kCols>(columns.at(unpacked_cols, p), n - unpacked_cols, terms, panels.b);
+      }
       auto accumulate = [=](int64_t i, int64_t j, int64_t rows, bool added, A *sums, int64_t ld) {
         const auto left = [=] {
           if constexpr (kGathers) return a.at(i, p);
           else return static_cast<const A *>(panels.a + i / B::kRows * strip<B::kRows, A>(depth));
         }();
-        if (j < unpacked_cols)
-          return run_micro_kernel<Terms>(rows, depth, left, UnpackedB<Terms, T>{b.at(p, j), terms}, added, sums, ld);
-        const PackedB<A> right{panels.b + (j - unpacked_cols) / B::kCols * strip<B::kCols, A>(depth)};
-        run_micro_kernel<Terms>(rows, depth, left, right, added, sums, ld);
+        if constexpr (kPacked) {
+          run_micro_kernel<Terms>(rows, depth, left, b.block(p, j), added, sums, ld);
+        } else {
+          if (j < unpacked_cols)
+            return run_micro_kernel<Terms>(rows, depth, left, UnpackedB<Terms, T>{b.at(p, j), terms}, added, sums, ld);
+          const PackedB<A> right{panels.b + (j - unpacked_cols) / B::kCols * strip<B::kCols, A>(depth)};
+          run_micro_kernel<Terms>(rows, depth, left, right, added, sums, ld);
+        }
       };
       for (int64_t j = 0; j < n; j += B::kCols)
         for (int64_t i = 0; i < m; i += B::kRows) {
@@ -546,11 +572,11 @@ struct Tiling {
 
 // -------------------------------------------------------------------------------------------------------- products
 
-template <typename T, typename C, class Epilogue = NoEpilogue, class Left = Matrix<T>>
+template <typename T, typename C, class Epilogue = NoEpilogue, class Left = Matrix<T>, class Right = Matrix<T>>
 struct CpuGemm {
   int64_t m, n, k;
   Left a;
-  Matrix<T> b;
+  Right b;
   C *c;
   int64_t ldc;
   bool add = false;
@@ -558,17 +584,18 @@ struct CpuGemm {
 
   Tiling tiles(int64_t products) const {
     using B = Block<Accumulate<T>>;
-    // The panel of B is packed for each tile. Without a panel of A, more rows share it.
+    // The panel of B is packed for each tile, unless all of B is. Without a panel of A, more rows share it.
+    constexpr bool kOneSize = std::is_same_v<Left, Matrix<T>> || !std::is_same_v<Right, Matrix<T>>;
     const int64_t most = B::kPanelRows * B::kPanelCols / (ceil_div(n, B::kCols) * B::kCols + 1);
-    const int64_t rows = std::is_same_v<Left, Matrix<T>> || most < B::kPanelRows ? +B::kPanelRows
-                         : most < 4 * B::kPanelRows                              ? most / B::kRows * B::kRows
-                                                                                 : 4 * B::kPanelRows;
+    const int64_t rows = kOneSize || most < B::kPanelRows ? +B::kPanelRows
+                         : most < 4 * B::kPanelRows       ? most / B::kRows * B::kRows
+                                                          : 4 * B::kPanelRows;
     return Tiling::of<Accumulate<T>>(m, n, k, products, rows);
   }
 
   Status compute(const Tiling &tiles, int64_t index) const {
     return tiles.at(index, [this](int64_t i, int64_t j, int64_t rows, int64_t cols) {
-      const GemmTile<T, C, Epilogue, Left> tile{rows, cols, k, a.at(i, 0), b.at(0, j), c + i * ldc + j,
+      const GemmTile<T, C, Epilogue, Left, Right> tile{rows, cols, k, a.at(i, 0), b.at(0, j), c + i * ldc + j,
                                                 ldc,  add,  i, j,          epilogue};
       return tile.compute(m);
     });

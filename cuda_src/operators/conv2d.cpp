@@ -3,8 +3,7 @@
 #include <cstdlib>
 
 #include "cpu/entry.h"
-#include "cpu/rows.h"
-#include "gemm/gemm_cpu.h"
+#include "conv/conv2d_pixels_cpu.h"
 
 namespace aot {
 inline namespace AOT_ISA {
@@ -15,76 +14,6 @@ namespace {
 // sum of what its position and its place in the sum contribute, so that the product reads it where it lies, in a copy
 // of x with zeros around each image. dx is divided into the phases of the stride: the positions of one meet the same
 // elements of the kernel.
-
-// ---------------------------------------------------------------------------------------------------------- geometry
-
-// An axis of a convolution, and of the transposed one, for dx, whose source is dy.
-struct Axis {
-  int64_t source, result, kernel, stride, padding, dilation;
-  bool transposed;
-
-  bool identity() const { return kernel == 1 && stride == 1 && padding == 0; }
-};
-
-// x, or dy for dx. A group has `channels` of its `all` channels.
-template <typename T>
-struct Source {
-  bool nhwc;
-  Axis h, w;
-  int64_t batch, channels, all;
-  const T *data;
-
-  int64_t positions() const { return h.result * w.result; }
-  int64_t depth() const { return channels * h.kernel * w.kernel; }
-  bool identity() const { return h.identity() && w.identity(); }
-};
-
-// ---------------------------------------------------------------------------------------------------------- gathered
-
-// Every stride-th position of a result's axis from `first` on, which meet the same elements of the kernel, if the axis
-// is transposed; else all of them.
-struct Phase {
-  Axis axis;
-  int64_t first;
-
-  int64_t step() const { return axis.transposed ? axis.stride : 1; }
-  int64_t source_step() const { return axis.transposed ? 1 : axis.stride; }
-  int64_t count() const { return ceil_div(axis.result - first, step()); }
-  int64_t taps() const {
-    int64_t n = 0;
-    each_tap([&](int64_t, int64_t) { ++n; });
-    return n;
-  }
-  // f(k, at): position first + i * step meets element i * source_step + at of the source by element k of the kernel.
-  template <class F>
-  void each_tap(F f) const {
-    for (int64_t k = 0; k < axis.kernel; ++k) {
-      const int64_t at = axis.transposed ? first + axis.padding - k * axis.dilation : k * axis.dilation - axis.padding;
-      if (at % step() == 0) f(k, at / step());
-    }
-  }
-};
-
-// f(phase) for each phase of an axis.
-template <class F>
-void each_phase(const Axis &axis, F f) {
-  for (Phase phase{axis, 0}; phase.first < phase.step() && phase.first < axis.result; ++phase.first) f(phase);
-}
-
-// The zeros that an axis of the source needs on both sides.
-struct Margin {
-  int64_t before = 0, after = 0;
-
-  explicit Margin(const Axis &axis) {
-    each_phase(axis, [&](const Phase &phase) {
-      phase.each_tap([&](int64_t, int64_t at) {
-        const int64_t beyond = (phase.count() - 1) * phase.source_step() + at + 1 - axis.source;
-        if (-at > before) before = -at;
-        if (beyond > after) after = beyond;
-      });
-    });
-  }
-};
 
 // The images of a source with zeros around each, in the type of the sums.
 template <typename T>
@@ -186,7 +115,9 @@ struct Scatter {
   void store_columns(const int64_t *to, int64_t column, int64_t rows, int64_t cols, const A *sums,
                      int64_t stride) const {
     Vec<T> v[kLanes<T>];
-    for (int64_t i = 0; i < kLanes<T>; ++i) v[i] = i < rows ? load(sums + i * stride, Part{cols}) : Vec<T>{};
+    const bool whole = cols == kLanes<T>;
+    for (int64_t i = 0; i < kLanes<T>; ++i)
+      v[i] = i >= rows ? Vec<T>{} : whole ? load(sums + i * stride) : load(sums + i * stride, Part{cols});
     transpose<kLanes<T> / 2>(v);
     const bool contiguous = to[rows - 1] - to[0] == rows - 1;
     for (int64_t j = 0; j < cols; ++j) {
@@ -200,114 +131,6 @@ struct Scatter {
   }
 };
 
-// --------------------------------------------------------------------------------------------------------- depthwise
-
-// A group of one channel and one output channel is no product of matrices: taps are multiplied with vectors of channels
-// in NHWC, and with vectors of a row's positions in NCHW.
-
-// The positions of a phase, and its taps: weight is (channels, taps).
-template <typename T>
-struct Taps {
-  using A = Accumulate<T>;
-  const A *data;
-  const int64_t *rows, *to, *terms;
-  const T *weight;
-  int64_t taps;
-
-  // NHWC: n pixels. spread: memory for (taps, channels).
-  void sum_pixels(int64_t n, int64_t channels, const T *bias, A *spread, T *result) const {
-    for (int64_t t = 0; t < taps; ++t)
-      for (int64_t c = 0; c < channels; ++c) spread[t * channels + c] = load_one(weight + c * taps + t);
-    parallel_pieces(n, ceil_div(kGrain, channels * taps + 1), [=, *this](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i)
-        sweep<T>(channels, [=](int64_t c, auto part) {
-          Vec<T> sum = bias ? load(bias + c, part) : Vec<T>{};
-          for (int64_t t = 0; t < taps; ++t)
-            sum += load(data + rows[i] + terms[t] + c, part) * load(spread + t * channels + c, part);
-          store(result + to[i] + c, sum, part);
-        });
-    });
-  }
-
-  // NCHW: the planes of n images, of `lines` lines of `length` positions. stride, channel: from one channel to the next
-  // in the data and in the result.
-  void sum_planes(int64_t n, int64_t lines, int64_t length, int64_t channels, int64_t stride, int64_t channel,
-                  const T *bias, T *result) const {
-    parallel(n * channels, [=, *this](int64_t index) {
-      const int64_t c = index % channels, begin = index / channels * lines * length;
-      const A add = bias ? load_one(bias + c) : 0;
-      Taps plane{data + c * stride, rows + begin, to + begin, terms, weight + c * taps, taps};
-      for (int64_t i = 0; i < lines; ++i, plane.rows += length, plane.to += length)
-        plane.sum_line(length, add, result + c * channel);
-    });
-  }
-
- private:
-  void sum_line(int64_t length, A bias, T *result) const {
-    if (length == 1 || (rows[1] - rows[0] == 1 && to[1] - to[0] == 1))
-      return sweep<T>(length, [=](int64_t j, auto part) {
-        Vec<T> sum = bias - Vec<T>{};
-        for (int64_t t = 0; t < taps; ++t) sum += load(data + rows[0] + terms[t] + j, part) * load_one(weight + t);
-        store(result + to[0] + j, sum, part);
-      });
-    for (int64_t j = 0; j < length; ++j) {
-      A sum = bias;
-      for (int64_t t = 0; t < taps; ++t) sum += data[rows[j] + terms[t]] * load_one(weight + t);
-      store_one(result + to[j], sum);
-    }
-  }
-};
-
-// sums (channels, taps) (+)= the products of x and dy, added over the n pixels of dy (n, channels).
-template <typename T, typename A = Accumulate<T>>
-void sum_pixel_products(const A *data, const int64_t *rows, int64_t n, const int64_t *terms, int64_t taps,
-                        int64_t channels, const T *dy, bool add, A *sums) {
-  constexpr int64_t kPiece = 256, kNarrow = 4 * kLanes<T>;
-  const int64_t pieces = ceil_div(channels, kNarrow);
-  parallel(taps * pieces, [=](int64_t index) {
-    const int64_t t = index / pieces, begin = index % pieces * kNarrow, left = channels - begin;
-    sweep<T>(left < kNarrow ? left : kNarrow, [=](int64_t j, auto part) {
-      const int64_t c = begin + j;
-      typename VectorOf<double, kLanes<T>>::type all{};
-      for (int64_t i = 0; i < n; i += kPiece) {
-        Vec<T> piece{};
-        for (int64_t k = i; k < n && k < i + kPiece; ++k)
-          piece += load(data + rows[k] + terms[t] + c, part) * load(dy + k * channels + c, part);
-        all += __builtin_convertvector(piece, decltype(all));
-      }
-      for (int64_t l = 0; l < kLanes<T> && c + l < channels; ++l) {
-        A &sum = sums[(c + l) * taps + t];
-        sum = static_cast<A>(add ? sum + all[l] : all[l]);
-      }
-    });
-  });
-}
-
-// sums (channels, taps) (+)= the products of x and dy (n, channels, lines, length), added over n images. stride: from
-// one channel of x to the next.
-template <typename T, typename A = Accumulate<T>>
-void sum_plane_products(const A *data, const int64_t *rows, int64_t n, int64_t lines, int64_t length,
-                        const int64_t *terms, int64_t taps, int64_t channels, int64_t stride, const T *dy, bool add,
-                        A *sums) {
-  parallel(channels * taps, [=](int64_t index) {
-    const int64_t c = index / taps, size = lines * length;
-    const A *const x = data + c * stride + terms[index % taps];
-    double all = add ? sums[index] : 0;
-    for (int64_t line = 0; line < n * lines; ++line) {
-      const int64_t *const at = rows + line * length;
-      const T *const other = dy + (line / lines * channels + c) * size + line % lines * length;
-      if (length == 1 || at[1] - at[0] == 1) {
-        Vec<T> sums{};
-        sweep<T>(length, [&](int64_t j, auto part) { sums += load(x + at[0] + j, part) * load(other + j, part); });
-        all += sum<A>(sums);
-      } else {
-        for (int64_t j = 0; j < length; ++j) all += x[at[j]] * load_one(other + j);
-      }
-    }
-    sums[index] = static_cast<A>(all);
-  });
-}
-
 // ------------------------------------------------------------------------------------------------------ y and dx
 
 // Where the positions of a phase are in n images of a result.
@@ -315,30 +138,6 @@ void list_places(const Phase &i, const Phase &j, int64_t n, int64_t image, int64
   for (int64_t at = 0; at < n; ++at)
     for (int64_t y = i.first; y < i.axis.result; y += i.step())
       for (int64_t x = j.first; x < j.axis.result; x += j.step()) *to++ = at * image + (y * j.axis.result + x) * pixel;
-}
-
-// The elements of the weight that a phase of dx meets: channels and out_channels of each group are exchanged.
-template <typename T>
-void turn_weight(const Source<T> &source, const Phase &i, const Phase &j, const T *weight, int64_t groups,
-                 int64_t channels, T *to) {
-  const int64_t kernel = source.h.kernel * source.w.kernel, depth = source.channels * i.taps() * j.taps();
-  parallel_pieces(groups * channels, ceil_div(kGrain, depth + 1), [=, &source, &i, &j](int64_t begin, int64_t end) {
-    for (int64_t at = begin; at < end; ++at) {
-      const int64_t group = at / channels, c = at % channels;
-      const int64_t outer = source.nhwc ? 1 : source.channels, inner = source.nhwc ? source.channels : 1;
-      T *out = to + at * depth;
-      for (int64_t a = 0; a < outer; ++a)
-        i.each_tap([&](int64_t r, int64_t) {
-          j.each_tap([&](int64_t s, int64_t) {
-            for (int64_t b = 0; b < inner; ++b) {
-              const T *from = weight + (group * source.channels + a + b) * kernel * channels;
-              const int64_t k = r * source.w.kernel + s;
-              *out++ = from[source.nhwc ? k * channels + c : c * kernel + k];
-            }
-          });
-        });
-    }
-  });
 }
 
 // result = the source convolved with a weight of 1 x 1.
@@ -378,44 +177,49 @@ Status convolve_gathered(const char *op, const Source<T> &source, const T *weigh
                          int64_t out_channels, T *result) {
   using A = Accumulate<T>;
   const Padded<T> padded(source);
-  const bool turns = source.h.transposed, depthwise = source.channels == 1 && out_channels == 1;
   const int64_t images = padded.at_a_time(), positions = source.positions(), all = groups * out_channels;
   const int64_t pixel = source.nhwc ? all : 1, channel = source.nhwc ? 1 : positions;  // strides of the result
-  const Buffer<A> copy(padded.is_source() ? 0 : images * padded.image());
-  const Buffer<T> turned(turns ? all * source.depth() : 0);
-  const Buffer<A> spread(depthwise ? all * source.depth() : 0);
+  int64_t packed_size = 0;
+  auto each = [&](auto f) {  // phase, with its positions of an image and its depth
+    each_phase(source.h, [&](const Phase &i) {
+      each_phase(source.w, [&](const Phase &j) {
+        f(i, j, i.count() * j.count(), source.channels * i.taps() * j.taps());
+      });
+    });
+  };
+  each([&](const Phase &, const Phase &, int64_t, int64_t depth) {
+    packed_size += groups * PackedMatrix<A>::size(depth, out_channels);
+  });
+  const Buffer<A> copy(padded.is_source() ? 0 : images * padded.image()), all_packed(packed_size);
   const Buffer<int64_t> all_rows(images * positions), all_to(images * positions), all_terms(source.depth());
-  if (!(copy && turned && spread && all_rows && all_to && all_terms)) return out_of_memory(op);
+  const Buffer<int64_t> weight_terms(source.depth());
+  if (!(copy && all_packed && all_rows && all_to && all_terms && weight_terms)) return out_of_memory(op);
   for (int64_t first = 0; first < source.batch; first += images) {
     const int64_t n = source.batch - first < images ? source.batch - first : images;
     const A *data = padded.images(first, n, copy);
     int64_t *rows = all_rows, *to = all_to, *terms = all_terms;
-    T *w = turned;
+    A *packed = all_packed;
     Status status = kOk;
-    each_phase(source.h, [&](const Phase &i) {
-      each_phase(source.w, [&](const Phase &j) {
-        const int64_t m = i.count() * j.count(), depth = source.channels * i.taps() * j.taps();
-        if (first == 0) {
-          padded.list_positions(i, j, images, rows);
-          padded.list_terms(i, j, terms);
-          list_places(i, j, images, positions * all, pixel, to);
-          if (turns) turn_weight(source, i, j, weight, groups, out_channels, w);
-        }
-        const T *from = turns ? w : weight;
-        T *const y = result + first * positions * all;
-        const Taps<T> taps{data, rows, to, terms, from, depth};
-        auto product = [=, &source, &padded](int64_t group) {
-          const Gathered<A> x{data + group * source.channels * padded.channel(), rows, terms};
-          const T *add = bias ? bias + group * out_channels : nullptr;
-          const Scatter<T> scatter{y + group * out_channels * channel, to, channel, add};
-          return CpuGemm<T, T, Scatter<T>, Gathered<A>>{
-              n * m, out_channels, depth, x, {from + group * out_channels * depth, depth, true}, y, 0, false, scatter};
-        };
-        if (depthwise && source.nhwc) taps.sum_pixels(n * m, all, bias, spread, y);
-        else if (depthwise) taps.sum_planes(n, i.count(), j.count(), groups, padded.channel(), positions, bias, y);
-        else if (const Status failed = gemm_batch(groups, product)) status = failed;
-        rows += images * m, to += images * m, terms += depth, w += all * depth;
+    each([&](const Phase &i, const Phase &j, int64_t m, int64_t depth) {
+      if (first == 0) {
+        padded.list_positions(i, j, images, rows);
+        padded.list_terms(i, j, terms);
+        list_places(i, j, images, positions * all, pixel, to);
+        Weight<T>::list_terms(source, i, j, out_channels, weight_terms);
+        Weight<T>::of(source, weight, out_channels, weight_terms)
+            .pack(groups, depth, out_channels, !source.h.transposed, packed);
+      }
+      T *const y = result + first * positions * all;
+      const int64_t size = PackedMatrix<A>::size(depth, out_channels);
+      const Status failed = gemm_batch(groups, [=, &source, &padded](int64_t group) {
+        const Gathered<A> x{data + group * source.channels * padded.channel(), rows, terms};
+        const T *add = bias ? bias + group * out_channels : nullptr;
+        const Scatter<T> scatter{y + group * out_channels * channel, to, channel, add};
+        return CpuGemm<T, T, Scatter<T>, Gathered<A>, PackedMatrix<A>>{
+            n * m, out_channels, depth, x, {packed + group * size, depth}, y, 0, false, scatter};
       });
+      if (failed) status = failed;
+      rows += images * m, to += images * m, terms += depth, packed += groups * size;
     });
     AOT_TRY(status);
   }
@@ -426,6 +230,15 @@ template <typename T>
 Status convolve(const char *op, const Source<T> &source, const T *weight, const T *bias, int64_t groups,
                 int64_t out_channels, T *result) {
   if (source.identity()) return convolve_pixels(source, weight, bias, groups, out_channels, result);
+  const bool depthwise = source.channels == 1 && out_channels == 1;
+  if (depthwise && source.nhwc) return convolve_pixel_lines(op, source, weight, bias, result);
+  const Planes<T> planes(source);
+  const Phase i{source.h, 0}, j{source.w, 0};
+  Bands bands = Bands::of(planes, groups, source.channels, i.count());
+  if ((depthwise || worth_lines<T>(out_channels, j.count())) && bands.fits(planes, source.channels)) {
+    bands.divide(source.batch * ceil_div(groups, bands.chunk), i.count());
+    return convolve_lines(op, source, weight, bias, groups, out_channels, planes, bands, result);
+  }
   return convolve_gathered(op, source, weight, bias, groups, out_channels, result);
 }
 
@@ -477,13 +290,6 @@ Status sum_gathered(const char *op, const Source<T> &source, const T *dy, int64_
     const int64_t n = source.batch - first < images ? source.batch - first : images;
     const A *data = padded.images(first, n, copy);
     const T *const at = dy + first * positions * all;
-    if (source.channels == 1 && out_channels == 1) {
-      if (source.nhwc) sum_pixel_products<T>(data, rows, n * positions, terms, depth, all, at, first > 0, sums);
-      else
-        sum_plane_products<T>(data, rows, n, source.h.result, source.w.result, terms, depth, all, padded.channel(), at,
-                              first > 0, sums);
-      continue;
-    }
     // dy of several images is one matrix in NHWC
     const int64_t products = source.nhwc ? 1 : n, length = source.nhwc ? n * positions : positions;
     for (int64_t image = 0; image < products; ++image)
@@ -522,6 +328,14 @@ Status sum_products(const char *op, const Source<T> &source, const T *dy, int64_
                     T *dweight) {
   using A = Accumulate<T>;
   const int64_t weights = groups * out_channels * source.depth();
+  const bool depthwise = source.channels == 1 && out_channels == 1;
+  if (depthwise && source.nhwc && !source.identity()) return sum_pixel_lines(op, source, dy, dweight);
+  const Planes<T> planes(source);
+  const Bands bands = Bands::of(planes, groups, source.channels + out_channels, source.h.result);
+  const bool enough = ceil_div(groups, bands.chunk) * source.batch >= 8;
+  if (!source.identity() && (depthwise || (enough && worth_lines<T>(out_channels, source.w.result))) &&
+      bands.fits(planes, source.channels + out_channels))
+    return sum_lines(op, source, dy, groups, out_channels, planes, bands, dweight);
   if constexpr (std::is_same_v<T, A>)
     if (source.identity()) return sum_pixels(source, dy, groups, out_channels, dweight);
   const Buffer<A> buffer(weights);
