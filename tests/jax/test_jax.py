@@ -85,6 +85,33 @@ FUNCTIONS |= {
 }
 
 
+_ROWS = jnp.arange(4.0)
+_TABLES = jnp.outer(_ROWS, jnp.ones(3)), jnp.outer(1 + _ROWS, jnp.arange(3.0))
+_POSITIONS = jnp.asarray([2, 0, 0, 3])
+
+
+def _rope(x, cos, sin):
+    a, b = x[:, :3], x[:, 3:]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def _interleaved_rope(x, cos, sin):
+    a, b = x[:, ::2], x[:, 1::2]
+    return jnp.stack([a * cos - b * sin, b * cos + a * sin], -1).reshape(x.shape)
+
+
+FUNCTIONS |= {
+    "rope": (
+        lambda x, w, b: ours.rope(x[:, None], jnp.outer(_ROWS, w[:3]), jnp.outer(_ROWS, b[3:]))[:, 0],
+        lambda x, w, b: _rope(x, jnp.outer(_ROWS, w[:3]), jnp.outer(_ROWS, b[3:])),
+    ),
+    "rope_of_x": (
+        lambda x, w, b: ours.rope((x * w + b)[None], *_TABLES, True, _POSITIONS, "BHSD")[0],
+        lambda x, w, b: _interleaved_rope(x * w + b, *(t[_POSITIONS] for t in _TABLES)),
+    ),
+}
+
+
 def _lltm(input, weights, bias, old_h, old_cell):
     i, o, c = jnp.split(jnp.concatenate([old_h, input], -1) @ weights.T + bias.reshape(-1), 3, -1)
     new_cell = old_cell + jax.nn.elu(c) * jax.nn.sigmoid(i)

@@ -21,6 +21,12 @@ CALLS = {
     "gelu": (ours.gelu, (3, 4)),
     "gelu tanh": (lambda x: ours.gelu(x, "tanh"), (3, 4)),
     "swiglu": (ours.swiglu, (3, 4), (3, 4)),
+    "rope": (ours.rope, (2, 3, 2, 4), (3, 2), (3, 2)),
+    "rope of x": (lambda x: ours.rope(x, INTEGERS[:, None].double(), INTEGERS[:, None].double(), True), (3, 2, 2)),
+    "rope with positions": (
+        lambda x, cos, sin: ours.rope(x, cos, sin, positions=INTEGERS[None], layout="BHSD", rotary_dim=2),
+        *((2, 2, 3, 3), (4, 2), (4, 2)),
+    ),
     "softmax": (lambda x: ours.softmax(x, 0), (3, 4)),
     "layer_norm": (lambda x, w, b: ours.layer_norm(x, (4,), w, b), (3, 4), (4,), (4,)),
     "layer_norm of two axes": (lambda x: ours.layer_norm(x, (2, 4)), (3, 2, 4)),
