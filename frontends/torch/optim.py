@@ -230,11 +230,10 @@ class _Batch:
             self.lists["master"] = [state[MASTER] for state in states]
         self.keys = [MASTER if name == "master" else name for name in self.lists if name != "param"]
         self.grads: list[Tensor] = [p.grad for p in params]  # type: ignore[misc]
-        self.is_plain = _are_plain([*chain(*self.lists.values()), *self.grads])
+        self.is_plain = self.dtype not in _REAL and _are_plain([*chain(*self.lists.values()), *self.grads])
         if self.is_plain:
             self._check(self.lists, self.grads)
             self.sizes, self.addresses = _sizes(params), {n: _addresses(each) for n, each in self.lists.items()}
-            self.written = [*chain(*self.lists.values())]
 
     def holds(self, states: dict[Tensor, dict[str, Any]]) -> bool:
         named = zip(self.keys, [each for name, each in self.lists.items() if name != "param"], strict=True)
@@ -256,20 +255,19 @@ class _Batch:
     def run(self, scaling: dict[str, Tensor | None]) -> None:
         try:
             if self.is_plain:
-                return self._launch(self.sizes, self.addresses, self.grads, self.written, scaling)
+                return self._launch(self.sizes, self.addresses, self.params, self.grads, scaling)
             writes_grad = scaling["grad_scale"] is not None
             laid_out, copies = _laid_out(self.lists, self.grads, writes_grad)
             grads, steps = laid_out.pop("grad"), {"step": self.lists["step"]}
             self._check(laid_out | steps, grads)
             addresses = {name: _addresses(each) for name, each in (laid_out | steps).items()}
-            written = [*chain(*laid_out.values(), *steps.values())]
-            self._launch(_sizes(laid_out["param"]), addresses, grads, written, scaling)
+            self._launch(_sizes(laid_out["param"]), addresses, laid_out["param"], grads, scaling)
             for original, used in copies:
                 original.copy_(used)
         finally:
             self.grads = []  # which the caller may free
 
-    def _launch(self, sizes, addresses, grads, written, scaling) -> None:
+    def _launch(self, sizes, addresses, params, grads, scaling) -> None:
         group, device = self.group, self.device
         numbers = {name: _number(t, device) for name, t in scaling.items()}
         lr, is_cuda = group["lr"], device.type == "cuda"
@@ -295,7 +293,7 @@ class _Batch:
             device=device.index or 0,
             stream=torch.cuda.current_stream(device).cuda_stream if is_cuda else None,
         )
-        torch.autograd.graph.increment_version([*written, *grads] if scales else written)
+        torch.autograd.graph.increment_version([*params, *grads] if scales else params)
 
     def _check(self, lists: dict[str, list[Tensor]], grads: list[Tensor]) -> None:
         """Checks what a caller, or a loaded state, may have wrong. The kernel sees addresses alone."""
@@ -337,7 +335,6 @@ def _are_plain(tensors: list[Tensor]) -> bool:
         {torch.Tensor, torch.nn.Parameter}.issuperset(map(type, tensors))
         and {torch.strided}.issuperset(map(_layout, tensors))
         and all(map(Tensor.is_contiguous, tensors))
-        and not any(map(Tensor.is_complex, tensors))
         and not any(map(Tensor.is_neg, tensors))
     )
 

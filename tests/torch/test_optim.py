@@ -22,23 +22,26 @@ OPTIONS = (
     {"lr": torch.tensor(0.01, dtype=torch.float64), "weight_decay": 0},
     {"foreach": True},
 )
+CUDA = torch.cuda.is_available()
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="torch finds no GPU")]
+on_each_device = pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=gpu)])
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6}
-"""Of a parameter of up to 4, after five steps."""
+"""The error of a parameter of up to 4, after five steps."""
 
 
-def parameters(dtype=torch.float32, shapes=SHAPES):
+def parameters(dtype=torch.float32, shapes=SHAPES, where="cpu"):
     generator = torch.Generator().manual_seed(0)
-    return [Parameter(torch.randn(shape, generator=generator).bfloat16().to(dtype)) for shape in shapes]
+    return [Parameter(torch.randn(shape, generator=generator).bfloat16().to(where, dtype)) for shape in shapes]
 
 
 def set_gradients(params, step):
     generator = torch.Generator().manual_seed(1 + step)
     for p in params:
-        p.grad = torch.randn(p.shape, generator=generator).bfloat16().to(p.dtype)
+        p.grad = torch.randn(p.shape, generator=generator).bfloat16().to(p.device, p.dtype)
 
 
-def trained(kind, dtype=torch.float32, steps=5, shapes=SHAPES, **options):
-    params = parameters(dtype, shapes)
+def trained(kind, dtype=torch.float32, steps=5, shapes=SHAPES, where="cpu", **options):
+    params = parameters(dtype, shapes, where)
     optimizer = kind(params, **options)
     run(optimizer, params, steps)
     return params, optimizer
@@ -53,20 +56,22 @@ def run(optimizer, params, steps, first=0):
 def close(mine, theirs, tolerance=2e-6):
     assert len(mine) == len(theirs)
     for a, b in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(a.detach().double(), b.detach().double(), rtol=0, atol=tolerance)
+        torch.testing.assert_close(a.detach().double().cpu(), b.detach().double().cpu(), rtol=0, atol=tolerance)
 
 
+@on_each_device
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_steps_are_torchs_in_float64(dtype, options):
+def test_steps_are_torchs_in_float64(dtype, options, where):
     expected, _ = trained(torch.optim.AdamW, torch.float64, **{**options, "foreach": False})
-    close(trained(ours.AdamW, dtype, **options)[0], expected, TOLERANCE[dtype])
+    close(trained(ours.AdamW, dtype, where=where, **options)[0], expected, TOLERANCE[dtype])
 
 
+@on_each_device
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_step_in_16_bits_is_the_exact_one_rounded(dtype, options):
-    params, mine = trained(ours.AdamW, dtype, steps=2, **options)
+def test_a_step_in_16_bits_is_the_exact_one_rounded(dtype, options, where):
+    params, mine = trained(ours.AdamW, dtype, steps=2, where=where, **options)
     exact = [Parameter(p.detach().double()) for p in params]
     theirs = torch.optim.AdamW(exact, **{**options, "foreach": False})
     state = copy.deepcopy(mine.state_dict())
@@ -81,11 +86,13 @@ def test_a_step_in_16_bits_is_the_exact_one_rounded(dtype, options):
             torch.testing.assert_close(mine.state[a][key].double(), theirs.state[b][key].double(), **half_a_unit)
 
 
+@on_each_device
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("amsgrad", [False, True])
-def test_master_weights_are_steps_in_float32(dtype, amsgrad):
+def test_master_weights_are_steps_in_float32(dtype, amsgrad, where):
     expected, theirs = trained(torch.optim.AdamW, torch.float64, amsgrad=amsgrad)
-    params, mine = trained(ours.AdamW, dtype, amsgrad=amsgrad, state_dtype=torch.float32, master_weights=True)
+    options = {"state_dtype": torch.float32, "master_weights": True}
+    params, mine = trained(ours.AdamW, dtype, amsgrad=amsgrad, where=where, **options)
     masters = [mine.state[p]["master_param"] for p in params]
     close(masters, expected)
     for p, master, other in zip(params, masters, expected, strict=True):
@@ -94,18 +101,20 @@ def test_master_weights_are_steps_in_float32(dtype, amsgrad):
         assert mine.state[p]["exp_avg_sq"].dtype == torch.float32
 
 
-def test_state_in_bfloat16():
+@on_each_device
+def test_state_in_bfloat16(where):
     expected, theirs = trained(torch.optim.AdamW, torch.float64, steps=1)
-    params, mine = trained(ours.AdamW, steps=1, state_dtype=torch.bfloat16)
+    params, mine = trained(ours.AdamW, steps=1, state_dtype=torch.bfloat16, where=where)
     close(params, expected)
     for p, other in zip(params, expected, strict=True):
-        assert torch.equal(mine.state[p]["exp_avg"], theirs.state[other]["exp_avg"].bfloat16())
+        assert torch.equal(mine.state[p]["exp_avg"].cpu(), theirs.state[other]["exp_avg"].bfloat16())
 
 
-def test_more_tensors_than_a_launch_takes_and_larger_than_a_task():
+@on_each_device
+def test_more_tensors_than_a_launch_takes_and_larger_than_a_task(where):
     shapes = ((3,),) * 200 + ((70_001,), (2, 40_000))
     expected, _ = trained(torch.optim.AdamW, torch.float64, shapes=shapes, steps=2)
-    close(trained(ours.AdamW, shapes=shapes, steps=2)[0], expected)
+    close(trained(ours.AdamW, shapes=shapes, steps=2, where=where)[0], expected)
 
 
 def test_results_are_the_same_on_any_number_of_threads():
@@ -255,22 +264,43 @@ LAYOUTS = {
 }
 
 
+@on_each_device
 @pytest.mark.parametrize("grad_layout", [None, "transposed", "strided"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("amsgrad", [False, True])
-def test_layouts(layout, grad_layout, amsgrad):
+def test_layouts(layout, grad_layout, amsgrad, where):
     results = []
     for kind in (torch.optim.AdamW, ours.AdamW):
-        p = Parameter(LAYOUTS[layout](parameters(shapes=((33, 65),))[0].detach()))
+        p = Parameter(LAYOUTS[layout](parameters(shapes=((33, 65),), where=where)[0].detach()))
         optimizer = kind([p], amsgrad=amsgrad)
         for step in range(3):
-            p.grad = torch.randn(p.shape, dtype=p.dtype, generator=torch.Generator().manual_seed(step))
+            p.grad = torch.randn(p.shape, dtype=p.dtype, generator=torch.Generator().manual_seed(step)).to(where)
             if grad_layout:
                 p.grad = LAYOUTS[grad_layout](p.grad)
             optimizer.step()
         assert optimizer.state[p]["exp_avg"].shape == p.shape
         results.append([torch.view_as_real(p) if p.is_complex() else p])
     close(*results)
+
+
+@pytest.mark.parametrize("where", [pytest.param("cuda", marks=gpu)])
+def test_a_graph_repeats_steps(where):
+    lr, other = (torch.tensor(0.01, device=where) for _ in range(2))
+    params, optimizer = trained(ours.AdamW, steps=1, where=where, lr=lr, capturable=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    for _ in range(3):
+        graph.replay()
+        lr.mul_(0.5)
+    expected, eager = trained(ours.AdamW, steps=1, where=where, lr=other)
+    for _ in range(3):
+        eager.step()
+        other.mul_(0.5)
+    assert all(torch.equal(a, b) for a, b in zip(params, expected, strict=True))
+    assert float(optimizer.state[params[0]]["step"]) == 4
+    with pytest.raises(RuntimeError, match="capturable is False"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        eager.step()
 
 
 def test_a_negated_gradient():
