@@ -32,9 +32,8 @@ struct Planes {
   // Rows that `lines` lines of each phase meet.
   int64_t rows_of(int64_t lines) const {
     int64_t last = -h.before;
-    each_phase(source.h, [&](const Phase &phase) {
-      phase.each_tap([&](int64_t, int64_t at) { last = at > last ? at : last; });
-    });
+    each_phase(source.h,
+               [&](const Phase &phase) { phase.each_tap([&](int64_t, int64_t at) { last = at > last ? at : last; }); });
     const int64_t n = (lines - 1) * row_step() + h.before + last + 1;
     return n < height() ? n : height();
   }
@@ -138,7 +137,7 @@ struct Bands {
   template <typename T>
   static Bands of(const Planes<T> &planes, int64_t groups, int64_t channels, int64_t lines) {
     const int64_t line = channels * planes.pitch(), image = line * planes.rows_of(lines > 0 ? lines : 1);
-    const int64_t least = planes.source.nhwc ? ceil_div(16, planes.source.channels) : 1;
+    const int64_t least = planes.source.nhwc ? ceil_div(16, planes.source.channels + (planes.source.channels == 0)) : 1;
     int64_t chunk = (1 << 13) / (image + 1);
     chunk = chunk < least ? least : chunk;
     chunk = chunk < groups ? chunk : groups;
@@ -174,7 +173,8 @@ struct OutputBlocks {
 template <typename T>
 bool worth_lines(int64_t out_channels, int64_t length) {
   constexpr int64_t kCols = Block<Accumulate<T>>::kCols;
-  return 2 * out_channels <= kCols && out_channels * ceil_div(length, kLanes<T>) * kLanes<T> <= length * kCols;
+  return out_channels > 0 && 2 * out_channels <= kCols &&
+         out_channels * ceil_div(length, kLanes<T>) * kLanes<T> <= length * kCols;
 }
 
 // ------------------------------------------------------------------------------------------------------------ y, dx
@@ -212,7 +212,10 @@ AOT_INLINE void line_kernel(int64_t depth, const A *weight, const int64_t *terms
 }
 
 template <int kRows>
-constexpr int kLineVectors = kRows == 1 ? 8 : kRows == 2 ? 6 : kRows == 3 ? 4 : 3;
+constexpr int kLineVectors = kRows == 1   ? 8
+                             : kRows == 2 ? 6
+                             : kRows == 3 ? 4
+                                          : 3;
 
 // The lines of a phase in the band of a group: result is at the first output channel of the group.
 template <typename T>
@@ -325,10 +328,17 @@ Status convolve_lines(const char *op, const Source<T> &source, const T *weight, 
                                   pixel,
                                   channel};
         switch (blocks.size) {
-          case 1: lines.template compute<1>(); break;
-          case 2: lines.template compute<2>(); break;
-          case 3: lines.template compute<3>(); break;
-          default: lines.template compute<4>();
+          case 1:
+            lines.template compute<1>();
+            break;
+          case 2:
+            lines.template compute<2>();
+            break;
+          case 3:
+            lines.template compute<3>();
+            break;
+          default:
+            lines.template compute<4>();
         }
       }
       terms += depth, packed += groups * padded_outs * depth;
@@ -407,10 +417,17 @@ struct LineSums {
         x.copy(image, group * x.source.channels, channels, line * x.row_step(), data);
         dy.copy(image, group * out_channels, outs, line, data + of_x);
         switch (OutputBlocks::of(out_channels).size) {
-          case 1: add<1>(n, here, data, data + of_x, to); break;
-          case 2: add<2>(n, here, data, data + of_x, to); break;
-          case 3: add<3>(n, here, data, data + of_x, to); break;
-          default: add<4>(n, here, data, data + of_x, to);
+          case 1:
+            add<1>(n, here, data, data + of_x, to);
+            break;
+          case 2:
+            add<2>(n, here, data, data + of_x, to);
+            break;
+          case 3:
+            add<3>(n, here, data, data + of_x, to);
+            break;
+          default:
+            add<4>(n, here, data, data + of_x, to);
         }
       }
     return true;

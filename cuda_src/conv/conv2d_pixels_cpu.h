@@ -1,6 +1,6 @@
-// Convolutions of each channel with its own kernel, on the CPU, where the channels of a pixel are contiguous: vectors of
-// channels, of a few pixels at a time, meet one element of the kernels. Taps that lie outside of the image are left out,
-// so that no zeros are added around it.
+// Convolutions of each channel with its own kernel, on the CPU, where the channels of a pixel are contiguous: vectors
+// of channels, of a few pixels at a time, meet one element of the kernels. Taps that lie outside of the image are left
+// out, so that no zeros are added around it.
 #pragma once
 #include "conv2d_lines_cpu.h"
 
@@ -10,9 +10,7 @@ inline namespace AOT_ISA {
 struct Range {
   int64_t begin, end;
 
-  Range in(Range other) const {
-    return {begin > other.begin ? begin : other.begin, end < other.end ? end : other.end};
-  }
+  Range in(Range other) const { return {begin > other.begin ? begin : other.begin, end < other.end ? end : other.end}; }
 };
 
 // The taps of a phase: element `at[k]` of the source is met by position 0.
@@ -70,8 +68,7 @@ struct PixelLines {
       add_taps<1>(from, y, x, rows, w.taps_of(x), result);
     for (; x < inner.end; x += kPixels)
       add_taps<kPixels>(from, y, x + kPixels < inner.end ? x : inner.end - kPixels, rows, {0, w.count}, result);
-    for (x = x > inner.end ? inner.end : x; x < w.positions; ++x)
-      add_taps<1>(from, y, x, rows, w.taps_of(x), result);
+    for (x = x > inner.end ? inner.end : x; x < w.positions; ++x) add_taps<1>(from, y, x, rows, w.taps_of(x), result);
   }
 
  private:
@@ -82,8 +79,7 @@ struct PixelLines {
       add_taps<kPixels, 2>(from + c, y, x, rows, columns, c, result + c, Full());
     for (; c + kLanes<T> <= source.all; c += kLanes<T>)
       add_taps<kPixels, 1>(from + c, y, x, rows, columns, c, result + c, Full());
-    if (c < source.all)
-      add_taps<kPixels, 1>(from + c, y, x, rows, columns, c, result + c, Part{source.all - c});
+    if (c < source.all) add_taps<kPixels, 1>(from + c, y, x, rows, columns, c, result + c, Part{source.all - c});
   }
   template <int kPixels, int kVectors, class P>
   AOT_INLINE void add_taps(const T *from, int64_t y, int64_t x, Range rows, Range columns, int64_t c, T *result,
@@ -95,15 +91,23 @@ struct PixelLines {
 #pragma GCC unroll 4
       for (int p = 0; p < kPixels; ++p) sum[p][v] = first;
     }
-    const int64_t pixel = w.step * source.all;
+    const int64_t all = source.all, pixel = w.step * all, taps = w.count;
+    const int64_t *const columns_at = w.at;
+    if (kPixels > 1 && h.count > 0) {
+      // rows that the next line meets first: the steps between pixels are too long for hardware prefetchers
+      const int64_t last = h.at[0] > h.at[h.count - 1] ? h.at[0] : h.at[h.count - 1];
+      for (int64_t k = 1; k <= h.step; ++k)
+        for (int64_t p = 0; p < kPixels * w.step; ++p)
+          __builtin_prefetch(from + ((y * h.step + last + k) * source.w.source + x * w.step + p) * all);
+    }
     for (int64_t r = rows.begin; r < rows.end; ++r) {
-      const T *const line = from + (y * h.step + h.at[r]) * source.w.source * source.all + x * pixel;
-      const A *weights = weight + (r * w.count + columns.begin) * source.all + c;
-      for (int64_t s = columns.begin; s < columns.end; ++s, weights += source.all) {
+      const T *const line = from + (y * h.step + h.at[r]) * source.w.source * all + x * pixel;
+      const A *weights = weight + (r * taps + columns.begin) * all + c;
+      for (int64_t s = columns.begin; s < columns.end; ++s, weights += all) {
         Vec<T> right[kVectors];
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v) right[v] = load(weights + v * kLanes<T>, part);
-        const T *at = line + w.at[s] * source.all;
+        const T *at = line + columns_at[s] * all;
 #pragma GCC unroll 4
         for (int p = 0; p < kPixels; ++p)
 #pragma GCC unroll 2

@@ -117,8 +117,8 @@ struct Weight {
     auto pack_strip = [=, *this](int64_t group, int64_t j) {
       const T *from = data + group * size + j * column;
       const int64_t cols = n - j < kCols ? n - j : kCols;
-      Accumulate<T> *to = packed + group * PackedMatrix<Accumulate<T>>::size(depth, n) +
-                          j / kCols * strip<kCols, Accumulate<T>>(depth);
+      Accumulate<T> *to =
+          packed + group * PackedMatrix<Accumulate<T>>::size(depth, n) + j / kCols * strip<kCols, Accumulate<T>>(depth);
       if (contiguous) return aot::pack<WidenedTerms<T>, kCols>(Matrix<T>{from, column}, cols, depth, to);
       for (int64_t t = 0; t < depth; ++t, to += kCols) {
         if (column == 1 && cols == kCols)

@@ -596,7 +596,7 @@ struct CpuGemm {
   Status compute(const Tiling &tiles, int64_t index) const {
     return tiles.at(index, [this](int64_t i, int64_t j, int64_t rows, int64_t cols) {
       const GemmTile<T, C, Epilogue, Left, Right> tile{rows, cols, k, a.at(i, 0), b.at(0, j), c + i * ldc + j,
-                                                ldc,  add,  i, j,          epilogue};
+                                                       ldc,  add,  i, j,          epilogue};
       return tile.compute(m);
     });
   }

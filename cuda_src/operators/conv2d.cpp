@@ -2,18 +2,19 @@
 
 #include <cstdlib>
 
-#include "cpu/entry.h"
 #include "conv/conv2d_pixels_cpu.h"
+#include "cpu/entry.h"
 
 namespace aot {
 inline namespace AOT_ISA {
 namespace {
 
 // A convolution is the product of the weight with a matrix of columns, which hold the elements of x that each position
-// of the result sums over. No column is made. With a kernel of 1 x 1 the matrix is x. Else an element's address is a
-// sum of what its position and its place in the sum contribute, so that the product reads it where it lies, in a copy
-// of x with zeros around each image. dx is divided into the phases of the stride: the positions of one meet the same
-// elements of the kernel.
+// of the result sums over. No column is made. With a kernel of 1 x 1 the matrix is x. Few output channels, and
+// depthwise convolutions, have kernels of their own (conv/conv2d_*_cpu.h). Else an element's address is a sum of what
+// its position and its place in the sum contribute, so that the product reads it where it lies, in a copy of x with
+// zeros around each image. dx is divided into the phases of the stride: the positions of one meet the same elements of
+// the kernel.
 
 // The images of a source with zeros around each, in the type of the sums.
 template <typename T>
@@ -182,9 +183,8 @@ Status convolve_gathered(const char *op, const Source<T> &source, const T *weigh
   int64_t packed_size = 0;
   auto each = [&](auto f) {  // phase, with its positions of an image and its depth
     each_phase(source.h, [&](const Phase &i) {
-      each_phase(source.w, [&](const Phase &j) {
-        f(i, j, i.count() * j.count(), source.channels * i.taps() * j.taps());
-      });
+      each_phase(source.w,
+                 [&](const Phase &j) { f(i, j, i.count() * j.count(), source.channels * i.taps() * j.taps()); });
     });
   };
   each([&](const Phase &, const Phase &, int64_t, int64_t depth) {
@@ -289,7 +289,6 @@ Status sum_gathered(const char *op, const Source<T> &source, const T *dy, int64_
   for (int64_t first = 0; first < source.batch; first += images) {
     const int64_t n = source.batch - first < images ? source.batch - first : images;
     const A *data = padded.images(first, n, copy);
-    const T *const at = dy + first * positions * all;
     // dy of several images is one matrix in NHWC
     const int64_t products = source.nhwc ? 1 : n, length = source.nhwc ? n * positions : positions;
     for (int64_t image = 0; image < products; ++image)
