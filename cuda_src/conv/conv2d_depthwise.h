@@ -35,8 +35,8 @@ struct DepthwiseAxis {
   }
 };
 
-// Of a call's y, with `in` elements of x and `out` of y; the kernel does not matter. *steps: 0 if there is no such
-// axis.
+// The axis of a call's y, with `in` elements of x and `out` of y; the kernel does not matter. *steps: 0 if there is no
+// such axis.
 inline DepthwiseAxis depthwise_axis(int64_t in, int64_t out, int64_t stride, int64_t padding, int64_t dilation,
                                     int *steps) {
   DepthwiseAxis a;
@@ -49,7 +49,7 @@ inline DepthwiseAxis depthwise_axis(int64_t in, int64_t out, int64_t stride, int
   return a;
 }
 
-// Of a call's dx, with `in` elements of dy and `out` of dx.
+// The axis of a call's dx, with `in` elements of dy and `out` of dx.
 inline DepthwiseAxis depthwise_dx_axis(int64_t in, int64_t out, int64_t kernel, int64_t stride, int64_t padding,
                                        int64_t dilation, int *steps) {
   if (stride == 1) return depthwise_axis(in, out, 1, dilation * (kernel - 1) - padding, dilation, steps);

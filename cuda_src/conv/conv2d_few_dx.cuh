@@ -106,7 +106,7 @@ __host__ __device__ inline int dx_element(const Conv2dParams::DxAxis &axis, int 
                                           int dilation) {
   return (pixel - axis.shift + padding - stride * (axis.first + i * axis.step)) / dilation;
 }
-// The same in the kernel, or -1.
+// An element of both axes has this number in the kernel, or -1.
 template <class Call>
 __host__ __device__ inline int dx_element(const Call &f, const DxColumn &column, int step) {
   const int i = step / f.w.count, j = step % f.w.count;

@@ -77,7 +77,7 @@ def test_torchtunes_cache():
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_a_result_is_rounded_once(dtype, interleaved):
-    """Of tables in float32; beside float64."""
+    """The tables are float32. A result is compared with that of float64."""
     x, angles = _x(BATCH, SEQ, HEADS, 64, dtype=dtype), _angles(SEQ, 32)
     tables = angles.cos().float(), angles.sin().float()
     exact = ours.rope(x.double(), *(t.double() for t in tables), interleaved)
