@@ -16,7 +16,6 @@ struct ColumnSumShape {
   static constexpr int kWarps = kWarps_, kLoads = kLoads_, kBlocks = kBlocks_;
 };
 using SumShape = ColumnSumShape<false, 8, 8, 3>;
-using MisalignedSumShape = ColumnSumShape<false, 8, 16, 3>;  // loads of one element
 using SlopeShape = ColumnSumShape<true, 8, 2, 3>;
 
 // R, the terms that a thread adds one by one before it starts a new sum. In the worst case that sum is off by R 2^-24

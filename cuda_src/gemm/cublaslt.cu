@@ -277,8 +277,6 @@ Status check_cublaslt(const char *op) {
   return *found().error ? fail(kDeviceError, "%s: %s", op, found().error) : kOk;
 }
 
-bool requires_cublaslt() { return gemm_mode() == GemmMode::cublaslt; }
-
 // It does by default, except with an activation in 16 bits, which its epilogue does not have, so that it takes a second
 // kernel. On an H200 the steps of a model were slower with the library's own kernel for all products, although single
 // products were faster at a given clock (docs/lab_notes.md). The choice does not depend on whether pre_activation is

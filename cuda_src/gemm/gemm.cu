@@ -4,7 +4,6 @@
 #include "activation.cuh"
 #include "cuda/elementwise.cuh"
 #include "cuda/sum_slices.cuh"
-#include "padding.h"
 #include "tile.cuh"
 
 namespace aot {
@@ -73,50 +72,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) gemm_kernel(G
   }
 }
 
-// A matrix and its copy, whose further elements are zeros.
-struct Lines {
-  const void *from;
-  void *to;
-  int64_t rows, cols, stride, to_rows, to_cols, to_stride;
-};
-constexpr int kCopyBlock = 256, kCopyWords = 4;  // words of a thread
-
-// A word of 4 bytes has two elements of 16 bits, of which `from` may have either one first. to_cols are whole words.
-template <typename T>
-__global__ void __launch_bounds__(kCopyBlock) copy_lines_kernel(Lines x) {
-  constexpr int kElements = sizeof(uint32_t) / sizeof(T);
-  struct alignas(sizeof(uint32_t)) Word {
-    T element[kElements];
-  };
-  const int64_t first = (int64_t{blockIdx.x} * kCopyBlock * kCopyWords + threadIdx.x) * kElements;
-  for (int64_t row = blockIdx.y; row < x.to_rows; row += gridDim.y) {
-    const T *from = static_cast<const T *>(x.from) + row * x.stride;
-    Word words[kCopyWords];
-#pragma unroll
-    for (int i = 0; i < kCopyWords; ++i)
-#pragma unroll
-      for (int j = 0; j < kElements; ++j) {
-        const int64_t col = first + i * kCopyBlock * kElements + j;
-        words[i].element[j] = row < x.rows && col < x.cols ? from[col] : T(0);
-      }
-#pragma unroll
-    for (int i = 0; i < kCopyWords; ++i) {
-      const int64_t col = first + i * kCopyBlock * kElements;
-      if (col < x.to_cols) *reinterpret_cast<Word *>(static_cast<T *>(x.to) + row * x.to_stride + col) = words[i];
-    }
-  }
-}
-
 // ------------------------------------------------------------------------------------------------------- launchers
-
-Status copy_lines(const char *op, DType dtype, const Lines &x, cudaStream_t stream) {
-  const int64_t words = x.to_cols * itemsize(dtype) / static_cast<int64_t>(sizeof(uint32_t));
-  const dim3 grid(grid_size(ceil_div(words, kCopyBlock * kCopyWords)),
-                  static_cast<unsigned>(std::min<int64_t>(x.to_rows, 65535)));
-  auto *kernel = itemsize(dtype) == 2 ? copy_lines_kernel<uint16_t> : copy_lines_kernel<uint32_t>;
-  kernel<<<grid, kCopyBlock, 0, stream>>>(x);
-  return check_launch(op);
-}
 
 // Tiles of 128 x 128 results, over all products.
 int64_t count_tiles(const GemmParams &g) { return ceil_div(g.m, 128) * ceil_div(g.n, 128) * g.count; }
@@ -129,11 +85,6 @@ bool has_vectors(const GemmParams &g) {
     if (n % elements) return false;
   auto bytes = [](const void *p) { return static_cast<const char *>(p); };
   return aligned(bytes(g.a.data), bytes(g.b.data), bytes(g.c.data), bytes(g.bias), bytes(g.pre_activation));
-}
-
-// Whether every line of 16-bit operands begins at a multiple of 16 bytes, and every line of c.
-bool has_aligned_lines(const GemmParams &g) {
-  return ((g.a.stride | g.b.stride | g.c.stride) % 8) == 0 && aligned(g.a.data, g.b.data, g.c.data);
 }
 
 template <typename T, typename C, class Shape, int kSize>
@@ -188,86 +139,6 @@ Status gemm_on_hopper(const char *op, const GemmParams &gemm, cudaStream_t strea
 #endif
 }
 
-// Whether our own kernel for lines that are not aligned is for a product, if it supports the layout. It is for large
-// ones on Hopper: where there are few tiles, cuBLASLt may split sums.
-Status supports_unaligned(const char *op, const GemmParams &g, bool *yes) {
-  *yes = false;
-#ifdef AOT_HAVE_SM90
-  constexpr int64_t kMostProducts = 16, kFewestTiles = 48;
-  if (g.activation || g.count > kMostProducts || !cutlass_supports(g) || requires_cublaslt()) return kOk;
-  if (g.k < 64 || count_tiles(g) / g.count < kFewestTiles) return kOk;
-  DeviceLimits limits;
-  AOT_TRY(device_limits(op, &limits));
-  *yes = limits.major == 9;
-#endif
-  return kOk;
-}
-
-Status gemm_unaligned_on_hopper(const char *op, const GemmParams &gemm, cudaStream_t stream, bool *done) {
-  *done = false;
-#ifdef AOT_HAVE_SM90
-  bool supported;
-  AOT_TRY(supports_unaligned(op, gemm, &supported));
-  if (!supported) return kOk;
-  AOT_TRY(bind_device(op));  // for the driver, which encodes tensor maps
-  for (int64_t i = 0; i < gemm.count; ++i) {
-    GemmParams one = gemm;
-    one.count = 1;
-    auto advance = [&](Operand &x, int64_t step) { x.data = static_cast<char *>(x.data) + i * step * 2; };
-    advance(one.a, gemm.a_step), advance(one.b, gemm.b_step), advance(one.c, gemm.c_step);
-    AOT_TRY(gemm_unaligned_sm90(op, one, stream, done));
-    if (!*done) return kOk;  // the first one: the layout decides
-  }
-#endif
-  return kOk;
-}
-
-// The product of copies in the workspace (padding.h), if it has room for them beside cuBLASLt's scratch.
-Status gemm_padded(const char *op, const GemmParams &g, cudaStream_t stream, bool *done) {
-  *done = false;
-  const Padding p = g.count == 1 && g.c_dtype == g.dtype && !g.pre_activation
-                        ? padding(g.dtype, g.allow_tf32, g.m, g.n, g.k, g.a, g.b)
-                        : Padding();
-  const int64_t size = itemsize(g.dtype), word = sizeof(float), bytes = padding_words(p, g.dtype, g.a, g.b) * word;
-  const int64_t left = g.workspace_bytes - bytes;
-  if (!p || left < library_workspace(bounded_product(g.m, g.n), g.k) * word) return kOk;
-  bool supported = prefers_cublaslt(g);
-  if (size == 2) AOT_TRY(supports_unaligned(op, g, &supported));
-  if (!supported) return kOk;
-  GemmParams padded = g;
-  padded.m = p.m, padded.n = p.n, padded.k = p.k, padded.workspace_bytes = left;
-  auto next = reinterpret_cast<uintptr_t>(g.workspace) + left;
-  next = (next + 255) / 256 * 256;
-  auto take = [&](Operand &x, int64_t elements, int64_t stride) {
-    x.data = reinterpret_cast<void *>(next), x.stride = stride;
-    next += workspace_elements(elements, g.dtype) * word;
-  };
-  auto pad = [&](const Operand &from, const Operand &to, int64_t rows, int64_t cols, int64_t to_rows, int64_t to_cols) {
-    if (from.transposed) std::swap(rows, cols), std::swap(to_rows, to_cols);
-    return copy_lines(op, g.dtype, {from.data, to.data, rows, cols, from.stride, to_rows, to.stride, to.stride},
-                      stream);
-  };
-  if (p.a) {
-    take(padded.a, p.a_elements(g.a), p.stride(g.a, p.m, p.k));
-    AOT_TRY(pad(g.a, padded.a, g.m, g.k, p.m, p.k));
-  }
-  if (p.b) {
-    take(padded.b, p.b_elements(g.b), p.stride(g.b, p.k, p.n));
-    AOT_TRY(pad(g.b, padded.b, g.k, g.n, p.k, p.n));
-  }
-  if (p.c) take(padded.c, p.c_elements(), p.round_up(p.n));
-  if (p.c && g.bias) {
-    Operand bias;
-    take(bias, p.bias_elements(), p.n);
-    AOT_TRY(pad({const_cast<void *>(g.bias), g.n}, bias, 1, g.n, 1, p.n));
-    padded.bias = bias.data;
-  }
-  AOT_TRY(gemm(op, padded, stream));
-  *done = true;
-  if (!p.c) return kOk;
-  return copy_lines(op, g.dtype, {padded.c.data, g.c.data, g.m, g.n, padded.c.stride, g.m, g.n, g.c.stride}, stream);
-}
-
 Status gemm_on_ampere(const char *op, const GemmParams &gemm, cudaStream_t stream, bool *done) {
   constexpr int64_t kMaxBatch = 65535;  // of a grid
   *done = false;
@@ -307,13 +178,6 @@ Status gemm_and_activation(const char *op, const GemmParams &g, cudaStream_t str
 Status gemm(const char *op, const GemmParams &gemm, cudaStream_t stream) {
   if (gemm.m == 0 || gemm.n == 0 || gemm.count == 0) return kOk;
   AOT_TRY(check_cublaslt(op));
-  if (!has_aligned_lines(gemm)) {
-    bool done = false;
-    AOT_TRY(gemm_unaligned_on_hopper(op, gemm, stream, &done));
-    if (done) return kOk;
-    AOT_TRY(gemm_padded(op, gemm, stream, &done));
-    if (done) return kOk;
-  }
   const bool half = itemsize(gemm.dtype) == 2, library_first = prefers_cublaslt(gemm);
   if (half && gemm.activation && library_first) return gemm_and_activation(op, gemm, stream);
   using Kernel = Status (*)(const char *, const GemmParams &, cudaStream_t, bool *);

@@ -32,8 +32,6 @@ Status gemm(const char *op, const GemmParams &gemm, cudaStream_t stream);
 // The kernels. *done: whether the kernel supports the GEMM, and has run it.
 
 Status gemm_cublaslt(const char *op, const GemmParams &gemm, cudaStream_t stream, bool *done);
-// Whether $AOTOPS_GEMM names cuBLASLt.
-bool requires_cublaslt();
 // Whether cuBLASLt runs a product before the library's own kernels do.
 bool prefers_cublaslt(const GemmParams &gemm);
 // An error if $AOTOPS_CUBLASLT names a library that cannot be used, or $AOTOPS_GEMM is unknown.
@@ -46,9 +44,6 @@ Status gemm_sm80(const char *op, const GemmParams &gemm, bool vectors, cudaStrea
 template <typename T>
 Status gemm_sm90(const char *op, const GemmParams &gemm, int rows, int multiprocessors, cudaStream_t stream,
                  bool *done);
-
-// Our own, for 16-bit matrices of which some have lines that are not aligned to 16 bytes, without an activation.
-Status gemm_unaligned_sm90(const char *op, const GemmParams &gemm, cudaStream_t stream, bool *done);
 
 // Runs all products of the problem, and sums them as it says. scratch, in elements of the accumulate dtype: from
 // `first` on for unreduced products; from `reserved` on cuBLASLt's.

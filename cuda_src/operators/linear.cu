@@ -29,8 +29,7 @@ Status activation_backward(const char *op, const T *dy, const T *pre_activation,
   auto of_shape = [&](auto shape) {
     const bool vectors =
         n % kVectorSize<T> == 0 && aligned(dy) && (!pre_activation || (aligned(pre_activation) && aligned(dz)));
-    using Misaligned = std::conditional_t<decltype(shape)::kHasSlope, SlopeShape, MisalignedSumShape>;
-    return vectors ? first(std::true_type(), shape) : first(std::false_type(), Misaligned());
+    return vectors ? first(std::true_type(), shape) : first(std::false_type(), shape);
   };
   AOT_TRY(pre_activation ? of_shape(SlopeShape()) : of_shape(SumShape()));
   if (!sum) return kOk;

@@ -3,7 +3,7 @@
 #pragma once
 #include <algorithm>
 
-#include "gemm/padding.h"
+#include "gemm/matrix.h"
 
 namespace aot {
 inline namespace AOT_ISA {
@@ -46,30 +46,9 @@ struct LinearAttrs {
     return s;
   }
 
-  // Elements of the workspace for the copies of operands whose lines are not aligned (gemm/padding.h), of y and of its
-  // gradients dx and dweight.
-  int64_t y_padding(const Spec &x, const Spec &y) const {
-    return !kIsCuda ? 0 : padded(x, y, [&](int64_t rows, int64_t out, int64_t in) {
-      return padding_workspace(x.dtype, allow_tf32, rows, out, in, {nullptr, in}, {nullptr, in, true});
-    });
-  }
-  int64_t gradients_padding(const Spec &x, const Spec &y) const {
-    return !kIsCuda ? 0 : padded(x, y, [&](int64_t rows, int64_t out, int64_t in) {
-      return std::max(padding_workspace(x.dtype, allow_tf32, rows, in, out, {nullptr, out}, {nullptr, in}),
-                      padding_workspace(x.dtype, allow_tf32, out, in, rows, {nullptr, out, true}, {nullptr, in}));
-    });
-  }
-
   // (out,), as bias and dbias
   static Spec bias_spec(const Spec &x, const Spec &weight) {
     return Spec::vector(x.dtype, weight.rank_known() ? weight.shape[0] : kUnknownDim);
-  }
-
- private:
-  template <class F>
-  static int64_t padded(const Spec &x, const Spec &y, F f) {
-    const int64_t in = x.shape[x.ndim - 1], out = y.shape[y.ndim - 1];
-    return (in | out) % 8 == 0 ? 0 : f(x.product(0, x.ndim - 1), out, in);
   }
 };
 
@@ -83,9 +62,8 @@ struct Linear : LinearAttrs {
     AOT_TRY(check(name, x, in[1], in[2], &out[0]));
     out[1] = pre_activation(out[0]);
     const bool all = x.known() && out[0].known();
-    out[2] =
-        Spec::vector(accumulate_dtype(x.dtype),
-                     all ? library_workspace(out[0].size(), x.shape[x.ndim - 1]) + y_padding(x, out[0]) : kUnknownDim);
+    out[2] = Spec::vector(accumulate_dtype(x.dtype),
+                          all ? library_workspace(out[0].size(), x.shape[x.ndim - 1]) : kUnknownDim);
     return kOk;
   }
 };
@@ -109,14 +87,13 @@ struct LinearBackward : LinearAttrs {
     out[0] = x, out[1] = weight, out[2] = bias_spec(x, weight);
     int64_t work = kUnknownDim;
     if (x.known() && y.known())
-      work = grad_elements(y) + partial_elements(out[2].shape[0]) + library_workspace(y.size(), x.shape[x.ndim - 1]) +
-             std::max(gradients_padding(x, y), activation() ? y_padding(x, y) : 0);
+      work = grad_elements(y) + partial_elements(out[2].shape[0]) + library_workspace(y.size(), x.shape[x.ndim - 1]);
     out[3] = Spec::vector(accumulate_dtype(x.dtype), work);
     return kOk;
   }
 
   // Scratch for the gradient of the pre-activation, of dy's dtype. Behind it are the partial sums of dbias, and
-  // cuBLASLt's scratch, with that of padded operands.
+  // cuBLASLt's scratch.
   int64_t grad_elements(const Spec &dy) const { return activation() ? workspace_elements(dy.size(), dy.dtype) : 0; }
 };
 

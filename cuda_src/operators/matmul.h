@@ -1,9 +1,7 @@
 // matmul: y = a b for each pair of matrices along the leading axes, which broadcast; either may be stored transposed.
 // The gradients are products too, da = dy b^T and db = a^T dy, summed over the axes that a or b was broadcast along.
 #pragma once
-#include <algorithm>
-
-#include "gemm/padding.h"
+#include "gemm/matrix.h"
 
 namespace aot {
 inline namespace AOT_ISA {
@@ -75,18 +73,6 @@ struct MatmulAttrs {
     return p.fold(), p;
   }
 
-  // Elements of the workspace for the copies of operands whose lines are not aligned (gemm/padding.h). Products that
-  // remain batches have none.
-  int64_t y_padding(const Spec &a, const Spec &b, const Spec &y) const {
-    if (!kIsCuda || has_aligned_lines(a, b, y)) return 0;
-    return padding(y_problem(tensor(a), tensor(b), tensor(y)));
-  }
-  int64_t gradients_padding(const Spec &a, const Spec &b, const Spec &y) const {
-    if (!kIsCuda || has_aligned_lines(a, b, y)) return 0;
-    const Tensor left = tensor(a), right = tensor(b), dy = tensor(y);
-    return std::max(padding(da_problem(dy, left, right, left)), padding(db_problem(dy, left, right, right)));
-  }
-
  protected:
   static Status check_axes(const char *op, const char *slot, const Spec &x) {
     if (!x.rank_known() || x.ndim >= 2) return kOk;
@@ -102,16 +88,6 @@ struct MatmulAttrs {
   static void for_axes(const Spec &a, const Spec &b, const Spec &y, F f) {
     for (int i = y.ndim - 2; i >= 1; --i) f(leading(y, i), step(a, i), step(b, i), step(y, i));
   }
-  static Tensor tensor(const Spec &s) {
-    Tensor t;
-    return static_cast<Spec &>(t) = s, t;
-  }
-  static bool has_aligned_lines(const Spec &a, const Spec &b, const Spec &y) {
-    return (a.shape[a.ndim - 1] | b.shape[b.ndim - 1] | y.shape[y.ndim - 1]) % 8 == 0;
-  }
-  int64_t padding(const MatmulProblem &p) const {
-    return p.naxes ? 0 : padding_workspace(p.dtype, allow_tf32, p.m, p.n, p.k, p.a, p.b);
-  }
   static int64_t step(const Spec &x, int i) { return leading(x, i) == 1 ? 0 : x.product(x.ndim - 1 - i, x.ndim); }
 };
 
@@ -123,8 +99,7 @@ struct Matmul : MatmulAttrs {
   Status infer(const Tensor *in, Spec *out) const {
     AOT_TRY(check(name, in[0], in[1], &out[0]));
     out[1] = Spec::vector(accumulate_dtype(in[0].dtype), kUnknownDim);
-    if (in[0].known() && in[1].known())
-      out[1].shape[0] = library_workspace(out[0].size(), k(in[0])) + y_padding(in[0], in[1], out[0]);
+    if (in[0].known() && in[1].known()) out[1].shape[0] = library_workspace(out[0].size(), k(in[0]));
     return kOk;
   }
 };
@@ -142,8 +117,7 @@ struct MatmulBackward : MatmulAttrs {
     out[0] = a, out[1] = b;
     out[2] = Spec::vector(accumulate_dtype(a.dtype), kUnknownDim);
     if (a.known() && b.known())
-      out[2].shape[0] =
-          scratch_da(a, b, y) + scratch_db(a, b, y) + library_workspace(y.size(), k(a)) + gradients_padding(a, b, y);
+      out[2].shape[0] = scratch_da(a, b, y) + scratch_db(a, b, y) + library_workspace(y.size(), k(a));
     return kOk;
   }
 

@@ -76,7 +76,6 @@ ROW = Row(
         _linear((300, 72), 504, activation="gelu", scale=0.5),
         _linear((2, 130, 72), 128, activation="gelu_tanh", scale=0.5),
         _linear((500, 128), 96),
-        _linear((2946, 68), 129),  # lines that are not aligned
     ),
     draw=_draw,
     bad=(

@@ -61,9 +61,6 @@ ROW = Row(
         _matmul((1037, 65), (1037, 47), transpose_a=True),
         _matmul((256, 256), (256, 256), transpose_b=True),
         _matmul((64, 33, 8), (64, 8, 40)),
-        # lines that are not aligned, along the sum and across it
-        _matmul((129, 67), (2945, 67), transpose_b=True),
-        _matmul((66, 129), (66, 2946), transpose_a=True),
     ),
     draw=_draw,
     bad=(

@@ -325,30 +325,6 @@ def test_a_workspace_is_as_large_as_its_device_needs():
         assert infer(OPS["matmul"], (False, False, False), (a, a), device)["workspace"].shape == sizes[device]
 
 
-def test_a_workspace_has_copies_of_unaligned_operands_where_a_kernel_needs_them():
-    """Copies of b in 16 bits, and of a, b and y in TF32: none of other layouts, of float32, and of narrow products."""
-
-    def words(dtype, shape_a, shape_b, *attrs):
-        found = infer(OPS["matmul"], attrs, tuple(TensorSpec(s, dtype) for s in (shape_a, shape_b)), "cuda")
-        return found["workspace"].shape[0] - (1 << 23)
-
-    odd, line = (2049, 2049), 2056
-    copy = -(-2049 * line // 2 // 64) * 64
-    assert words("bfloat16", odd, odd, False, False, False) == copy + 64
-    assert words("bfloat16", odd, odd, True, True, False) == copy + 64
-    assert words("bfloat16", odd, odd, False, True, False) == 0
-    assert words("bfloat16", odd, odd, True, False, False) == 0
-    assert words("float32", odd, odd, False, False, False) == 0
-    assert words("bfloat16", (300, 30001), (30001, 2049), False, False, False) == 0
-    assert words("float32", odd, odd, False, False, True) == 0
-    odd, copies = (4097, 4097), 4097 * 4100 + 4100 * 4100 + 4097 * 4100
-    assert copies < words("float32", odd, odd, False, False, True) < copies + 1024 + 4100
-    for device in DEVICES:
-        aligned = TensorSpec((2048, 2048), "bfloat16")
-        sizes = {"cpu": (0,), "cuda": (1 << 23,)}
-        assert infer(OPS["matmul"], (False,) * 3, (aligned, aligned), device)["workspace"].shape == sizes[device]
-
-
 def test_inference_is_plain_c_and_refuses_hostile_arguments():
     """Inference refuses as the entry does: a count that is wrong, too many dimensions, null."""
     lib, entry = library.load(), "aot_gelu_cpu"
