@@ -150,6 +150,7 @@ __global__ void __launch_bounds__(kPlaneThreads, kBlocks)
     depthwise_planes_kernel(DepthwisePlanes d, const T *x, const T *weight, const T *bias, T *y) {
   using Taps = DepthwiseTaps<kKernel, kIn, kOut>;
   constexpr int kColumns = plane_columns(kOut), kTaps = Taps::kTaps, kWindow = kReadWindow<Taps::window(kColumns)>;
+  const bool dense = d.dense && kIn * kColumns % 4 == 0;  // whole vectors, which begin at a multiple of one
   extern __shared__ float4 plane_tiles[];
   float *tile = reinterpret_cast<float *>(plane_tiles);
   const int first_row = static_cast<int>(blockIdx.x % d.row_blocks) * d.block_rows;
@@ -182,7 +183,7 @@ __global__ void __launch_bounds__(kPlaneThreads, kBlocks)
         const int h = d.h.input(at.residue_h, kIn * (at.first_m + n) + e);
         const bool inside = 0 <= h && h < d.h.in && kIn * n + e < Taps::window(at.rows);
         float value[kWindow];
-        load_window(value, from + h * d.pitch, inside, d.dense, d.w.unit);
+        load_window(value, from + h * d.pitch, inside, dense, d.w.unit);
 #pragma unroll
         for (int lag = 0; lag < kTaps; ++lag) {
           if (kKernel > 3 && (n < lag || n - lag >= at.rows)) continue;  // not this strip's

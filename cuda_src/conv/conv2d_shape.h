@@ -33,7 +33,8 @@ struct Conv2dParams {
   // The kernels that a result is for. Sizes alone decide, as they decide the workspace; the launchers may find that the
   // device lacks a kernel, or that a tensor is missing, and then use the direct kernels, which need none.
   //   patches        stride and kernel are the same: x is rearranged into a matrix of patches, and the rest is a
-  //                  product. With 32 channels or more, the implicit GEMM reads x as it is
+  //                  product. With 32 channels or more, the implicit GEMM reads x as it is; a 1 x 1 kernel on NHWC
+  //                  is a product of x
   //   few_channels   up to 8 channels on tensor cores (conv2d_few_channels.cuh, conv2d_few_dx.cuh)
   //   implicit_gemm  other calls without groups
   //   depthwise      a group for each channel (conv2d_depthwise.h)
@@ -258,6 +259,7 @@ struct Conv2dParams {
     Depthwise d;
     if (depthwise_call(s, dtype, pass, &d)) return depthwise;
     if (groups != 1 || s.channels < 1 || s.out_channels < 1 || s.pixels() < 1) return direct;
+    if (x_is_patches(s, dtype)) return patches;
     if (are_patches(s, dtype)) return few && before_patches ? few_channels : patches;
     if (few) return few_channels;
     return dtype == DType::float64 ? direct : implicit_gemm;
@@ -267,6 +269,10 @@ struct Conv2dParams {
   Plan plan(const Conv2dShape &s, DType dtype, Plan p) const {
     // elements in a vector of 16 bytes; a workspace of float64 has as many elements as its tensors
     const int64_t vector = 16 / itemsize(dtype), size = std::min<int64_t>(itemsize(dtype), 4);
+    if (p.any(patches) && x_is_patches(s, dtype)) {
+      p.channels = s.channels, p.library = library_workspace(s.pixels() * s.out_channels, s.channels);
+      return p;
+    }
     if (p.any(patches)) {
       p.packed = true, p.channels = round_up(s.channels * s.kernel(), vector);
       p.x = words(s.pixels() * p.channels, size);
@@ -322,6 +328,12 @@ struct Conv2dParams {
     return std::max({f(DType::float16), f(DType::float32), f(DType::float64)});
   }
 
+  // A 1 x 1 kernel on NHWC whose lines are whole vectors: x is the matrix.
+  bool x_is_patches(const Conv2dShape &s, DType dtype) const {
+    const int64_t vector = 16 / itemsize(dtype);
+    return nhwc() && s.kernel() == 1 && stride.value[0] == 1 && stride.value[1] == 1 && !padding.value[0] &&
+           !padding.value[1] && s.channels % vector == 0 && s.out_channels % vector == 0;
+  }
   bool are_patches(const Conv2dShape &s, DType dtype) const {
     const int64_t sizes[] = {s.kernel_h, s.kernel_w};
     for (int i = 0; i < 2; ++i)

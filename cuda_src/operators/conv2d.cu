@@ -427,9 +427,10 @@ class PatchesCall {
   PatchesCall(const char *op, const Conv2dParams &params, const Conv2dShape &s, const Conv2dParams::Plan &plan,
               DType dtype, const Tensor &workspace, cudaStream_t stream)
       : op_(op), call_(params, s), plan_(plan), launch_(op, stream), stream_(stream) {
-    supported_ = plan_.any(params.patches) && workspace && aligned(workspace.data);
+    const bool has_workspace = workspace && aligned(workspace.data);
+    supported_ = plan_.any(params.patches) && (has_workspace || !(plan_.library || plan_.x));
     if (!supported_) return;
-    auto *next = workspace.as<Accumulate<T>>();
+    auto *next = has_workspace ? workspace.as<Accumulate<T>>() : nullptr;
     auto take = [&](int64_t words) { return std::exchange(next, next + words); };
     g_.dtype = g_.c_dtype = dtype, g_.allow_tf32 = params.allow_tf32;
     if (plan_.library) g_.workspace = take(plan_.library), g_.workspace_bytes = plan_.library * sizeof(*next);
@@ -439,10 +440,11 @@ class PatchesCall {
   bool supports() const { return supported_; }
 
   Status y(const T *x, const T *weight, const T *bias, T *y) {
-    AOT_TRY(to_patches(op_, call_, x, depth(), patches_, stream_));
+    const T *patches;
+    AOT_TRY(patches_of(x, &patches));
     AOT_TRY(pad_weight(&weight));
     g_.bias = bias;
-    AOT_TRY(run_gemm(call_.pixels, outputs(), depth(), {patches_, depth()}, {data(weight), depth(), true},
+    AOT_TRY(run_gemm(call_.pixels, outputs(), depth(), {data(patches), depth()}, {data(weight), depth(), true},
                      {call_.nhwc ? y : y_, outputs()}));
     return call_.nhwc ? kOk : unpack(false, y_, outputs(), y_planes(), y, launch_);
   }
@@ -453,10 +455,11 @@ class PatchesCall {
       dy = y_;
     }
     if (dweight) {
-      AOT_TRY(to_patches(op_, call_, x, depth(), patches_, stream_));
+      const T *patches;
+      AOT_TRY(patches_of(x, &patches));
       T *to = plan_.weight ? weight_ : dweight;
-      AOT_TRY(
-          run_gemm(outputs(), depth(), call_.pixels, {data(dy), outputs(), true}, {patches_, depth()}, {to, depth()}));
+      AOT_TRY(run_gemm(outputs(), depth(), call_.pixels, {data(dy), outputs(), true}, {data(patches), depth()},
+                       {to, depth()}));
       if (plan_.weight) {
         launch_.wait_for_all();
         AOT_TRY(copy_padded<T>({to, dweight, outputs(), terms(), depth(), outputs(), terms()}, launch_));
@@ -465,9 +468,10 @@ class PatchesCall {
     }
     if (!dx) return kOk;
     AOT_TRY(pad_weight(&weight));
-    AOT_TRY(run_gemm(call_.pixels, depth(), outputs(), {data(dy), outputs()}, {data(weight), depth()},
-                     {patches_, depth()}));
-    return from_patches(op_, call_, patches_, depth(), dx, stream_);
+    T *patches = plan_.x ? patches_ : dx;
+    AOT_TRY(
+        run_gemm(call_.pixels, depth(), outputs(), {data(dy), outputs()}, {data(weight), depth()}, {patches, depth()}));
+    return patches == dx ? kOk : from_patches(op_, call_, patches_, depth(), dx, stream_);
   }
 
  private:
@@ -476,6 +480,11 @@ class PatchesCall {
   int64_t terms() const { return call_.s.channels * call_.s.kernel(); }
   int64_t depth() const { return plan_.channels; }  // terms, padded
   Planes y_planes() const { return {call_.s.batch, outputs(), call_.s.out_h * call_.s.out_w}; }
+  // The patches of x, which x itself may be.
+  Status patches_of(const T *x, const T **patches) {
+    *patches = plan_.x ? patches_ : x;
+    return plan_.x ? to_patches(op_, call_, x, depth(), patches_, stream_) : kOk;
+  }
   Status pad_weight(const T **weight) {
     if (!plan_.weight) return kOk;
     launch_.wait_for_all();
