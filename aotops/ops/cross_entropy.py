@@ -53,6 +53,11 @@ def _rows(m, x, target, ignore_index):
     return log_p, target != ignore_index, target[..., None] == m.arange(log_p.shape[-1], target)
 
 
+def _may_have_more_classes(call):
+    """Smoothing spreads probability over all classes, and a target that is moved must not become ignore_index."""
+    return keeps_slope(call.reduction) and not call.label_smoothing and call.ignore_index < call.x[-1]
+
+
 def _nan_unless_in_range(m, hit, x):
     """``x``, (...), where the target is one of the classes."""
     return m.where(m.any(hit, -1), x, m.zeros(x) + float("nan"))
@@ -80,8 +85,7 @@ def _nan_unless_in_range(m, hit, x):
         float("-inf"),
         results=("slope",),
         indices=("target",),
-        # smoothing spreads probability over all classes; a target that is moved must not become ignore_index
-        holds=lambda call: keeps_slope(call.reduction) and not call.label_smoothing and call.ignore_index < call.x[-1],
+        holds=_may_have_more_classes,
     ),
     autocast=Autocast.WIDE_LOSS,
     backward={

@@ -90,7 +90,7 @@ def test_a_mistake_in_the_command_line_is_one_line(arguments, words):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["bench", "nope"], "aotops: there is no operator 'nope'; there are add,"),
+        (["bench", "nothing"], "aotops: there is no operator 'nothing'; there are add,"),
         (["bench", "--impls", "nope"], "aotops: bench: --impls has 'nope', expected some of aotops, naive,"),
         (["bench", "--dtypes", "int8"], "aotops: bench: --dtypes has 'int8', expected some of float16, bfloat16,"),
         (["bench", "add", "--shapes", "1x2x3", "--device", "cpu"], "aotops: bench: add: no case has these shapes,"),
