@@ -273,6 +273,14 @@ def inferred(op: Op, attrs, specs):
         return None, f"{type(error).__name__}: {error}"
 
 
+def _takes(op, attrs, specs):
+    try:
+        infer(op, attrs, specs)
+    except ValueError:
+        return False
+    return True
+
+
 @st.composite
 def good_calls(draw):
     """An operator or its backward, its attributes and the specs of inputs that it takes."""
@@ -286,12 +294,14 @@ def good_calls(draw):
     inputs, attrs = op.bind(**specs, **case.attrs)
     may_be_none = {name for name, kind in op.attrs.items() if kind.endswith("?") and name in op.public_attrs}
     named = zip(op.attrs, attrs, strict=True)
-    attrs = op.canonical([None if name in may_be_none and draw(st.booleans()) else value for name, value in named])
+    fewer = op.canonical([None if name in may_be_none and draw(st.booleans()) else value for name, value in named])
+    attrs = fewer if _takes(op, fewer, inputs) else op.canonical(attrs)  # rope's shapes may need a rotary_dim
     if op.backward is None or not op.backward.has_kernel or draw(st.booleans()):
         return op, attrs, list(inputs)
     known = dict(zip(op.inputs, inputs, strict=True)) | infer(op, attrs, inputs)
     known |= {f"d{y}": known[y] for y in op.outputs}
-    absent = {slot for slot in op.backward.inputs if slot in op.backward.optional and draw(st.booleans())}
+    optional = op.backward.optional - {*op.saved_for}  # without which some gradients cannot be computed
+    absent = {slot for slot in op.backward.inputs if slot in optional and draw(st.booleans())}
     return op.backward, attrs, [None if slot in absent else known[slot] for slot in op.backward.inputs]
 
 
