@@ -85,9 +85,15 @@ FUNCTIONS |= {
 }
 
 
-_ROWS = jnp.arange(4.0)
-_TABLES = jnp.outer(_ROWS, jnp.ones(3)), jnp.outer(1 + _ROWS, jnp.arange(3.0))
-_POSITIONS = jnp.asarray([2, 0, 0, 3])
+_TABLES = jnp.outer(jnp.arange(4.0), jnp.ones(3)), jnp.outer(jnp.arange(1.0, 5.0), jnp.arange(3.0))
+
+
+def _table(x, w):
+    return jnp.outer(jax.lax.iota(jnp.float64, x.shape[0]), w)
+
+
+def _positions(x):
+    return jax.lax.iota(jnp.int32, x.shape[0]) * 2 % 4
 
 
 def _rope(x, cos, sin):
@@ -102,12 +108,12 @@ def _interleaved_rope(x, cos, sin):
 
 FUNCTIONS |= {
     "rope": (
-        lambda x, w, b: ours.rope(x[:, None], jnp.outer(_ROWS, w[:3]), jnp.outer(_ROWS, b[3:]))[:, 0],
-        lambda x, w, b: _rope(x, jnp.outer(_ROWS, w[:3]), jnp.outer(_ROWS, b[3:])),
+        lambda x, w, b: ours.rope(x[:, None], _table(x, w[:3]), _table(x, b[3:]))[:, 0],
+        lambda x, w, b: _rope(x, _table(x, w[:3]), _table(x, b[3:])),
     ),
     "rope_of_x": (
-        lambda x, w, b: ours.rope((x * w + b)[None], *_TABLES, True, _POSITIONS, "BHSD")[0],
-        lambda x, w, b: _interleaved_rope(x * w + b, *(t[_POSITIONS] for t in _TABLES)),
+        lambda x, w, b: ours.rope((x * w + b)[None], *_TABLES, True, _positions(x), "BHSD")[0],
+        lambda x, w, b: _interleaved_rope(x * w + b, *(t[_positions(x)] for t in _TABLES)),
     ),
 }
 
