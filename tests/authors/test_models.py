@@ -8,7 +8,7 @@ import pytest
 from aotops.bench.sources import of_kernel
 from aotops.testing.frameworks import requested
 from benchmarks.models import report
-from benchmarks.models.spec import IMPLS, OPERATORS, SIZES, Spec
+from benchmarks.models.spec import IMPLS, OPERATORS, Spec
 
 LOSSES = [5.35485, 5.33801, 5.35546, 5.35077]
 """Losses of the first steps of the tiny model, in float32."""
@@ -29,19 +29,6 @@ def test_losses_are_the_same_in_every_framework(name, impl):
     assert row["losses"] == pytest.approx(LOSSES, abs=1e-4)
     assert row["loss"] == pytest.approx(5.352438, abs=1e-4)
     assert min(row[key] for key in ("ms", "wall_ms", "host_ms", "tokens_per_s")) > 0
-
-
-@pytest.mark.skipif("torch" not in requested(), reason="torch is not requested")
-@pytest.mark.parametrize("model", [name for name in SIZES if name != "gpt2"])
-def test_losses_are_those_of_torchs_operators(model):
-    train = import_module("benchmarks.models.torch_train")
-    expected, found = (train.measure(Spec(model, impl, "float32", timed=2, tiny=True)) for impl in ("torch", "aotops"))
-    assert len(set(found["losses"])) == len(found["losses"]), "no step trained"
-    # batch norm divides a tiny batch by its own spread, and AdamW a gradient by its size: torch's losses on two CPUs
-    # differ by 1e-3 after a step and by 0.1 after three
-    exact = 1 if model == "resnet" else len(found["losses"])
-    assert found["losses"][:exact] == pytest.approx(expected["losses"][:exact], abs=1e-4)
-    assert found["losses"] == pytest.approx(expected["losses"], rel=0.15)
 
 
 def row(impl, losses, framework="torch", **more):
