@@ -1,5 +1,7 @@
 #include "conv2d_wgmma.cuh"
 
+#include <climits>
+
 namespace aot {
 inline namespace AOT_ISA {
 namespace {
@@ -13,11 +15,11 @@ using WideTile = WgmmaTile<3, 2, 3, 1, 5, 1>;
 using TallTile = WgmmaTile<4, 2, 2, 1, 4, 1>;
 using QuadTile = WgmmaTile<2, 4, 2, 1, 4, 1>;
 // dweight, whose columns are kernel elements x channels:
-using DweightPair = WgmmaTile<1, 2, 1, 1, 4, 2>;        // an even number of column boxes
-using DweightSmall = WgmmaTile<1, 1, 1, 1, 6, 1>;       // few boxes
-using DweightTriple = WgmmaTile<1, 3, 1, 1, 6, 1>;      // otherwise, up to 64 output channels
-using DweightTripleRows = WgmmaTile<1, 3, 1, 1, 3, 2>;  // otherwise, more output channels
-using DweightSquare = WgmmaTile<2, 3, 2, 1, 5, 1>;      // the same, of less than a wave of these and no split of sums
+using DweightPair = WgmmaTile<1, 2, 1, 1, 4, 2>;
+using DweightSmall = WgmmaTile<1, 1, 1, 1, 6, 1>;   // few boxes
+using DweightTriple = WgmmaTile<1, 3, 1, 1, 6, 1>;  // up to 64 output channels
+using DweightTripleRows = WgmmaTile<1, 3, 1, 1, 3, 2>;
+using DweightNine = WgmmaTile<3, 3, 3, 1, 4, 1>;
 
 template <class Tile>
 int64_t count_tiles(Conv2dGemm::Pass pass, const Conv2dWgmma &p) {
@@ -39,37 +41,51 @@ int count_slices(const Conv2dWgmma &p, int most) {
 
 // Nanoseconds on an H200 whose multiprocessors all work: of a block's step where each multiprocessor has all blocks of
 // which it is capable, divided by their number; of the rest of a tile; of a step of a block that has a multiprocessor
-// to itself. Fits of 60 measured times of y and dx of 64 to 1280 channels and 8 to 128 images, with a median error of 7
-// % (docs/lab_notes.md).
+// to itself. Fits of 60 measured times of y and dx, and of 41 of dweight, of 64 to 1280 channels and 8 to 128 images,
+// with a mean error of 8 % (docs/lab_notes.md).
 struct TileTimes {
   int step, tile, alone;
 };
-template <class Tile>
+template <class Tile, bool kDweight>
 constexpr TileTimes kTimes = {};
 template <>
-constexpr TileTimes kTimes<OneColumnTile> = {290, 1000, 540};
+constexpr TileTimes kTimes<OneColumnTile, false> = {290, 1000, 540};
 template <>
-constexpr TileTimes kTimes<LongTile> = {250, 830, 500};
+constexpr TileTimes kTimes<LongTile, false> = {250, 830, 500};
 template <>
-constexpr TileTimes kTimes<SquareTile> = {410, 2000, 600};
+constexpr TileTimes kTimes<SquareTile, false> = {410, 2000, 600};
 template <>
-constexpr TileTimes kTimes<WideTile> = {690, 3630, 690};
+constexpr TileTimes kTimes<WideTile, false> = {690, 3630, 690};
 template <>
-constexpr TileTimes kTimes<TallTile> = {700, 6400, 700};
+constexpr TileTimes kTimes<TallTile, false> = {700, 6400, 700};
 template <>
-constexpr TileTimes kTimes<QuadTile> = {620, 7280, 620};
+constexpr TileTimes kTimes<QuadTile, false> = {620, 7280, 620};
+template <>
+constexpr TileTimes kTimes<DweightPair, true> = {221, 1595, 441};
+template <>
+constexpr TileTimes kTimes<DweightTripleRows, true> = {329, 920, 670};
+template <>
+constexpr TileTimes kTimes<DweightNine, true> = {770, 4610, 770};
+template <>
+constexpr TileTimes kTimes<QuadTile, true> = {650, 5900, 650};
 
-// An estimate of a kernel's time in nanoseconds, but for what it has with any tile. y and dx.
+// An estimate of a kernel's time in nanoseconds, but for what it has with any tile, and of the sum of its slices.
 template <class Tile, Conv2dGemm::Pass kPass>
 int64_t estimate(const Conv2dWgmma &p) {
-  constexpr TileTimes kTime = kTimes<Tile>;
-  constexpr int kAddSlices = 3000;
-  const int64_t tiles = count_tiles<Tile>(kPass, p), slices = std::max(count_slices<Tile, kPass>(p, kMaxCluster), 1);
+  constexpr bool kDweight = kPass == Conv2dGemm::dweight;
+  constexpr TileTimes kTime = kTimes<Tile, kDweight>;
+  static_assert(kTime.step > 0, "no times of this tile");
+  const int most = kDweight ? INT_MAX : kMaxCluster;
+  const int64_t slices = std::max(count_slices<Tile, kPass>(p, most), 1);
+  const int64_t blocks = count_tiles<Tile>(kPass, p) * slices;
   // Each multiprocessor computes kBlocks tiles at once, and at last `rest`.
-  const int64_t full = tiles / (kMultiprocessors * Tile::kBlocks) * Tile::kBlocks;
-  const int64_t rest = ceil_div(tiles, kMultiprocessors) - full;
+  const int64_t full = blocks / (kMultiprocessors * Tile::kBlocks) * Tile::kBlocks;
+  const int64_t rest = ceil_div(blocks, kMultiprocessors) - full;
   const int64_t step = full * kTime.step + (rest > 0 ? std::max<int64_t>(kTime.alone, rest * kTime.step) : 0);
-  return step * ceil_div(p.steps, slices) + (full + rest) * kTime.tile + (slices > 1 ? kAddSlices : 0);
+  const int64_t all = step * ceil_div(p.steps, slices) + (full + rest) * kTime.tile;
+  if (slices == 1) return all;
+  const int64_t elements = int64_t{p.rows} * p.kernel * p.columns;  // of a dweight
+  return all + (kDweight ? 3450 + slices * elements * 16 / 10000 : 3000);
 }
 
 // f(Type<Tile>()) for the tile of the least estimate.
@@ -90,13 +106,9 @@ auto with_tile(const Conv2dWgmma &p, F f) {
   const int64_t rows = ceil_div(p.rows, kBox), cols = col_boxes(kPass, p);
   if constexpr (kPass == Conv2dGemm::dweight) {
     if (cols % 3 != 0 && cols * rows <= 8) return f(Type<DweightSmall>());
-    if (cols % 3 != 0 && cols % 2 == 0) return f(Type<DweightPair>());
-    if (rows == 1) return f(Type<DweightTriple>());
-    // Two blocks of DweightTripleRows on some multiprocessors, and one on others, take as long as two on all.
-    const int64_t triples = count_tiles<DweightTripleRows>(kPass, p);
-    const bool square = kMultiprocessors < triples && triples <= kMultiprocessors * 2 &&
-                        count_tiles<DweightSquare>(kPass, p) <= kMultiprocessors;
-    return square ? f(Type<DweightSquare>()) : f(Type<DweightTripleRows>());
+    if (rows == 1 && cols % 3 == 0) return f(Type<DweightTriple>());
+    return with_fastest<kPass>(p, f, Type<DweightTripleRows>(), Type<DweightPair>(), Type<QuadTile>(),
+                               Type<DweightNine>());
   } else {
     if (p.steps <= 2 && cols > 1) return f(Type<ShortTile>());
     return with_fastest<kPass>(p, f, Type<LongTile>(), Type<OneColumnTile>(), Type<SquareTile>(), Type<WideTile>(),
