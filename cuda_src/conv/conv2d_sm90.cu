@@ -1,37 +1,103 @@
 #include "conv2d_wgmma.cuh"
 
+#include <climits>
+
 namespace aot {
 inline namespace AOT_ISA {
 namespace {
 
 // RowBoxes, ColBoxes, RowGroups, ColGroups, Stages, Blocks: the fastest on an H200 (docs/lab_notes.md). y and dx:
-using OneColumnTile = WgmmaTile<2, 1, 2, 1, 3, 3>;  // up to 64 columns
-using ShortTile = WgmmaTile<1, 2, 1, 1, 2, 4>;      // more columns, sums of one or two steps
-using LongTile = WgmmaTile<1, 2, 1, 1, 3, 3>;       // more columns, longer sums
-using SplitKTile = WgmmaTile<2, 4, 2, 1, 4, 1>;     // less than a wave of tiles
-using WideTile = WgmmaTile<3, 2, 3, 1, 5, 1>;       // small images, by `clocks`
+using OneColumnTile = WgmmaTile<2, 1, 2, 1, 3, 3>;
+using ShortTile = WgmmaTile<1, 2, 1, 1, 2, 4>;  // sums of one or two steps
+using LongTile = WgmmaTile<1, 2, 1, 1, 3, 3>;
+using SquareTile = WgmmaTile<2, 2, 2, 1, 3, 2>;
+using WideTile = WgmmaTile<3, 2, 3, 1, 5, 1>;
+using TallTile = WgmmaTile<4, 2, 2, 1, 4, 1>;
+using QuadTile = WgmmaTile<2, 4, 2, 1, 4, 1>;
 // dweight, whose columns are kernel elements x channels:
-using DweightPair = WgmmaTile<1, 2, 1, 1, 4, 2>;        // an even number of column boxes
-using DweightSmall = WgmmaTile<1, 1, 1, 1, 6, 1>;       // few boxes
-using DweightTriple = WgmmaTile<1, 3, 1, 1, 6, 1>;      // otherwise, up to 64 output channels
-using DweightTripleRows = WgmmaTile<1, 3, 1, 1, 3, 2>;  // otherwise, more output channels
-using DweightSquare = WgmmaTile<2, 3, 2, 1, 5, 1>;      // the same, of less than a wave of these and no split of sums
+using DweightPair = WgmmaTile<1, 2, 1, 1, 4, 2>;
+using DweightSmall = WgmmaTile<1, 1, 1, 1, 6, 1>;   // few boxes
+using DweightTriple = WgmmaTile<1, 3, 1, 1, 6, 1>;  // up to 64 output channels
+using DweightTripleRows = WgmmaTile<1, 3, 1, 1, 3, 2>;
+using DweightNine = WgmmaTile<3, 3, 3, 1, 4, 1>;
 
 template <class Tile>
 int64_t count_tiles(Conv2dGemm::Pass pass, const Conv2dWgmma &p) {
   return ceil_div(ceil_div(p.rows, kBox), Tile::kRowBoxes) * ceil_div(col_boxes(pass, p), Tile::kColBoxes);
 }
 
-// An estimate of a kernel's time without a split of its sums, for choosing between tiles: of an H200, whose
-// multiprocessor multiplies two boxes in 128 clocks, and loads one in 195 while all others load too. These are the
-// times of LongTile at 28 x 28 and of DweightTripleRows at 7 x 7, less 6 us for the rest of a kernel.
-template <class Tile>
-int64_t clocks(Conv2dGemm::Pass pass, const Conv2dWgmma &p) {
-  constexpr int kMultiply = 128, kLoad = 195, kStore = Tile::kBlocks > 1 ? 0 : 2000;  // others multiply meanwhile
-  constexpr int kStep =
-      std::max(Tile::kRowBoxes * Tile::kColBoxes * kMultiply, (Tile::kRowBoxes + Tile::kColBoxes) * kLoad);
-  const int64_t tiles = ceil_div(count_tiles<Tile>(pass, p), kMultiprocessors);  // of a multiprocessor
-  return tiles * (int64_t{p.steps} * kStep + kStore);
+// Slices of the sum: at most `most`.
+template <class Tile, Conv2dGemm::Pass kPass>
+int count_slices(const Conv2dWgmma &p, int most) {
+  constexpr bool kDweight = kPass == Conv2dGemm::dweight;
+  const int64_t tiles = count_tiles<Tile>(kPass, p);
+  const int64_t wanted = kDweight || Tile::kClusterSplitK ? kMultiprocessors * Tile::kBlocks / tiles : 0;
+  const auto slices = static_cast<int>(std::min<int64_t>({most, wanted, ceil_div(p.steps, 4)}));
+  if (kDweight) return slices;
+  constexpr int kTriplesAtOnce = 36;  // of 40 clusters of three, some wait for others
+  if (slices == 3 && tiles > kTriplesAtOnce) return 2;
+  return slices < 4 ? slices : slices / 4 * 4;  // clusters of five to seven fit the device worse
+}
+
+// Nanoseconds on an H200 whose multiprocessors all work: of a block's step where each multiprocessor has all blocks of
+// which it is capable, divided by their number; of the rest of a tile; of a step of a block that has a multiprocessor
+// to itself. Fits of 60 measured times of y and dx, and of 41 of dweight, of 64 to 1280 channels and 8 to 128 images,
+// with a mean error of 8 % (docs/lab_notes.md).
+struct TileTimes {
+  int step, tile, alone;
+};
+template <class Tile, bool kDweight>
+constexpr TileTimes kTimes = {};
+template <>
+constexpr TileTimes kTimes<OneColumnTile, false> = {290, 1000, 540};
+template <>
+constexpr TileTimes kTimes<LongTile, false> = {250, 830, 500};
+template <>
+constexpr TileTimes kTimes<SquareTile, false> = {410, 2000, 600};
+template <>
+constexpr TileTimes kTimes<WideTile, false> = {690, 3630, 690};
+template <>
+constexpr TileTimes kTimes<TallTile, false> = {700, 6400, 700};
+template <>
+constexpr TileTimes kTimes<QuadTile, false> = {620, 7280, 620};
+template <>
+constexpr TileTimes kTimes<DweightPair, true> = {221, 1595, 441};
+template <>
+constexpr TileTimes kTimes<DweightTripleRows, true> = {329, 920, 670};
+template <>
+constexpr TileTimes kTimes<DweightNine, true> = {770, 4610, 770};
+template <>
+constexpr TileTimes kTimes<QuadTile, true> = {650, 5900, 650};
+
+// An estimate of a kernel's time in nanoseconds, but for what it has with any tile, and of the sum of its slices.
+template <class Tile, Conv2dGemm::Pass kPass>
+int64_t estimate(const Conv2dWgmma &p) {
+  constexpr bool kDweight = kPass == Conv2dGemm::dweight;
+  constexpr TileTimes kTime = kTimes<Tile, kDweight>;
+  static_assert(kTime.step > 0, "no times of this tile");
+  const int most = kDweight ? INT_MAX : kMaxCluster;
+  const int64_t slices = std::max(count_slices<Tile, kPass>(p, most), 1);
+  const int64_t blocks = count_tiles<Tile>(kPass, p) * slices;
+  // Each multiprocessor computes kBlocks tiles at once, and at last `rest`.
+  const int64_t full = blocks / (kMultiprocessors * Tile::kBlocks) * Tile::kBlocks;
+  const int64_t rest = ceil_div(blocks, kMultiprocessors) - full;
+  const int64_t step = full * kTime.step + (rest > 0 ? std::max<int64_t>(kTime.alone, rest * kTime.step) : 0);
+  const int64_t all = step * ceil_div(p.steps, slices) + (full + rest) * kTime.tile;
+  if (slices == 1) return all;
+  const int64_t elements = int64_t{p.rows} * p.kernel * p.columns;  // of a dweight
+  return all + (kDweight ? 3450 + slices * elements * 16 / 10000 : 3000);
+}
+
+// f(Type<Tile>()) for the tile of the least estimate.
+template <Conv2dGemm::Pass kPass, class F, class First, class... Rest>
+auto with_fastest(const Conv2dWgmma &p, F f, Type<First> first, Type<Rest>... rest) {
+  const int64_t least = estimate<First, kPass>(p);
+  if constexpr (sizeof...(Rest) == 0) {
+    return f(first);
+  } else {
+    if (least <= std::min({estimate<Rest, kPass>(p)...})) return f(first);
+    return with_fastest<kPass>(p, f, rest...);
+  }
 }
 
 // f(Type<Tile>()) for the tile to use.
@@ -40,38 +106,20 @@ auto with_tile(const Conv2dWgmma &p, F f) {
   const int64_t rows = ceil_div(p.rows, kBox), cols = col_boxes(kPass, p);
   if constexpr (kPass == Conv2dGemm::dweight) {
     if (cols % 3 != 0 && cols * rows <= 8) return f(Type<DweightSmall>());
-    if (cols % 3 != 0 && cols % 2 == 0) return f(Type<DweightPair>());
-    if (rows == 1) return f(Type<DweightTriple>());
-    // Two blocks of DweightTripleRows on some multiprocessors, and one on others, take as long as two on all.
-    const int64_t triples = count_tiles<DweightTripleRows>(kPass, p);
-    const bool square = kMultiprocessors < triples && triples <= kMultiprocessors * 2 &&
-                        count_tiles<DweightSquare>(kPass, p) <= kMultiprocessors;
-    return square ? f(Type<DweightSquare>()) : f(Type<DweightTripleRows>());
+    if (rows == 1 && cols % 3 == 0) return f(Type<DweightTriple>());
+    return with_fastest<kPass>(p, f, Type<DweightTripleRows>(), Type<DweightPair>(), Type<QuadTile>(),
+                               Type<DweightNine>());
   } else {
-    if (rows * ceil_div(cols, 2) < kMultiprocessors && p.steps >= 16) return f(Type<SplitKTile>());
-    if (cols == 1) return f(Type<OneColumnTile>());
-    if (p.steps <= 2) return f(Type<ShortTile>());
-    constexpr int kSmallImage = 64;  // pixels; for larger images, LongTile is the fastest that was measured
-    if (p.map_h * p.map_w <= kSmallImage) {
-      const int64_t wide = clocks<WideTile>(kPass, p), split = clocks<SplitKTile>(kPass, p);
-      if (std::min(wide, split) < clocks<LongTile>(kPass, p))
-        return wide < split ? f(Type<WideTile>()) : f(Type<SplitKTile>());
-    }
-    return f(Type<LongTile>());
+    if (p.steps <= 2 && cols > 1) return f(Type<ShortTile>());
+    return with_fastest<kPass>(p, f, Type<LongTile>(), Type<OneColumnTile>(), Type<SquareTile>(), Type<WideTile>(),
+                               Type<TallTile>(), Type<QuadTile>());
   }
 }
 
-// Slices of the sum: at most `most`.
+// Slices of the sum, at most `most`, with the tile to use.
 template <Conv2dGemm::Pass kPass>
 int count_slices(const Conv2dWgmma &p, int most) {
-  return with_tile<kPass>(p, [&](auto type) {
-    using Tile = typename decltype(type)::type;
-    constexpr bool kDweight = kPass == Conv2dGemm::dweight;
-    const int64_t wanted =
-        kDweight || Tile::kClusterSplitK ? kMultiprocessors * Tile::kBlocks / count_tiles<Tile>(kPass, p) : 0;
-    const auto slices = static_cast<int>(std::min<int64_t>({most, wanted, ceil_div(p.steps, 4)}));
-    return kDweight || slices < 4 ? slices : slices / 4 * 4;  // clusters of five to seven fit the device worse
-  });
+  return with_tile<kPass>(p, [&](auto type) { return count_slices<typename decltype(type)::type, kPass>(p, most); });
 }
 
 // f(an integral_constant of the pass).

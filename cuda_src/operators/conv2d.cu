@@ -165,8 +165,8 @@ __global__ void __launch_bounds__(kDirectBlock)
     if (channel + e < c.s.channels) to[(channel + e) * c.weight.channel] = narrow<T>(each[e]);
 }
 
-// The sum of few slices, which large weights have. A warp has 32 channels of an output channel for kSumTaps kernel
-// elements, and transposes them in shared memory, so that its stores are contiguous in either layout.
+// The sum of few slices, which large weights have, in another layout. A warp has 32 channels of an output channel for
+// kSumTaps kernel elements, and transposes them in shared memory, so that its stores are contiguous in either layout.
 constexpr int kSumTaps = 16;
 
 template <typename T>
@@ -199,6 +199,25 @@ __global__ void __launch_bounds__(kDirectBlock)
   }
 }
 
+// The sum of few slices that have the weight's layout. A thread has a vector of it.
+template <typename T>
+__global__ void __launch_bounds__(kDirectBlock)
+    sum_dweight_flat_kernel(const float *partial, int slices, int64_t slice, T *dweight) {
+  const int64_t i = (int64_t{blockIdx.x} * kDirectBlock + threadIdx.x) * kVectorSize<T>;
+  static_assert(kVectorSize<T> % 4 == 0, "loads of float4");
+  Widened<T> sum = {};
+  wait_for_kernel_before();
+  if (i >= slice) return;
+#pragma unroll 4
+  for (int s = 0; s < slices; ++s)
+#pragma unroll
+    for (int j = 0; j < kVectorSize<T>; j += 4) {
+      const float4 v = *reinterpret_cast<const float4 *>(partial + s * slice + i + j);
+      sum[j] += v.x, sum[j + 1] += v.y, sum[j + 2] += v.z, sum[j + 3] += v.w;
+    }
+  store(dweight + i, narrow(sum));
+}
+
 template <typename T>
 Status sum_dweight(const Conv2dCall &c, const float *partial, int slices, int64_t slice, int64_t channels, T *dweight,
                    LaunchSequence &launch) {
@@ -208,8 +227,15 @@ Status sum_dweight(const Conv2dCall &c, const float *partial, int slices, int64_
     return launch(kernel, grid_size(blocks), kDirectBlock, 0, 1, c, partial, slices, slice,
                   static_cast<unsigned>(channels), dweight);
   };
-  return slices > 4 ? with(sum_dweight_kernel<T>, ceil_div(fours, 32))
-                    : with(sum_dweight_transposed_kernel<T>, ceil_div(items, kDirectBlock / 32));
+  if (slices > 4) return with(sum_dweight_kernel<T>, ceil_div(fours, 32));
+  const int64_t kernel = c.s.kernel();
+  const bool flat = c.weight.channel == 1 && (kernel == 1 || c.weight.tap == channels) && c.s.channels == channels &&
+                    c.weight.image == kernel * channels && slice == c.s.out_channels * kernel * channels;
+  if (flat && slice % kVectorSize<T> == 0 && aligned(partial, dweight)) {
+    const unsigned blocks = grid_size(ceil_div(slice / kVectorSize<T>, kDirectBlock));
+    return launch(sum_dweight_flat_kernel<T>, blocks, kDirectBlock, 0, 1, partial, slices, slice, dweight);
+  }
+  return with(sum_dweight_transposed_kernel<T>, ceil_div(items, kDirectBlock / 32));
 }
 
 template <typename T>
