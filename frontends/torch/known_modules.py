@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.nn import functional as F
 
 Names = Mapping[str, str]
-"""What the names in capitals of a reference stand for."""
+"""The names that the names in capitals of a reference stand for."""
 
 _KINDS_OF_CODE = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS | inspect.CO_GENERATOR | inspect.CO_COROUTINE
 
@@ -35,8 +35,8 @@ class Form(NamedTuple):
 
 
 def named(function: Any, reference: Any, but: Collection[str] = ()) -> Names | None:
-    """What the reference's names in capitals stand for in a function that has its instructions; else None. ``but``:
-    global names whose meaning is not compared."""
+    """The names that the reference's names in capitals stand for in a function that has its instructions; else None.
+    ``but``: global names whose meaning is not compared."""
     if not isinstance(function, FunctionType) or function.__closure__ or not _same_arguments(function, reference):
         return None
     names: dict[str, str] = {}

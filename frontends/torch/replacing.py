@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from .replaced_losses import LOSSES, loss_for
 _ORIGINAL = "_aotops_original"
 """The attribute of a made class with the class that it was made of."""
 _LOSS = "loss_function"
+"""The property of transformers' models with the function that they call."""
 _OF_ITS_OWN = ("__init_subclass__", "__reduce__", "__reduce_ex__")
 
 
@@ -36,7 +37,8 @@ class Row(NamedTuple):
 
 
 class Replacement:
-    """What ``replace`` did. It prints as a table, in which modules whose names differ by a number share a line.
+    """A record of what ``replace`` did. It prints as a table, in which modules whose names differ by a number share a
+    line.
 
     Attributes:
         rows: a ``Row`` of each module without children, and of each other one that has, or seems to have, an operator.
@@ -53,6 +55,7 @@ class Replacement:
                 changed.
         """
         _restore(self._modules)
+        self._modules = []
 
     def __enter__(self) -> Replacement:
         return self
@@ -103,11 +106,12 @@ def replace(model: nn.Module, *, only: Iterable[str] | None = None, without: Ite
     if not isinstance(model, nn.Module):
         raise TypeError(f"replace: model has type {type(model).__name__}, expected torch.nn.Module")
     kinds = _kinds("only", KINDS if only is None else only) - _kinds("without", without)
-    found = [(row, module) for name, module in list(model.named_modules()) for row in _rows(name, module, kinds)]
-    changed = [module for row, module in found if row.operator]
-    for change in [_change(row, module) for row, module in found if row.operator]:  # all are judged as they were
-        change()
-    return Replacement([row for row, _ in found], changed)
+    found = [(module, *row) for name, module in list(model.named_modules()) for row in _rows(name, module, kinds)]
+    changes = [(module, attribute) for module, row, attribute in found if row.operator]
+    values = [_value(*change) for change in changes]  # of all, before one is changed
+    for (module, attribute), value in zip(changes, values, strict=True):
+        setattr(module, attribute, value)
+    return Replacement([row for _, row, _ in found], [module for module, _ in changes])
 
 
 def restore(model: nn.Module) -> None:
@@ -135,7 +139,8 @@ def _restore(modules: list[nn.Module]) -> None:
                 "remove the parametrization, or the wrapper, first"
             )
     for module in modules:
-        module.__class__ = getattr(type(module), _ORIGINAL, type(module))
+        if hasattr(type(module), _ORIGINAL):
+            module.__class__ = getattr(type(module), _ORIGINAL)
         if vars(module).get("_loss_function") in LOSSES:
             del module._loss_function
 
@@ -143,14 +148,17 @@ def _restore(modules: list[nn.Module]) -> None:
 # ----------------------------------------------------------------------------------------------------------- judgement
 
 
-def _rows(name: str, module: nn.Module, kinds: Collection[str]) -> Iterator[Row]:
+def _rows(name: str, module: nn.Module, kinds: Collection[str]) -> Iterator[tuple[Row, str]]:
+    """The rows of a module, with the attribute that a replacement sets."""
     kind, reason = _judged(module, kinds)
     if kind or reason or not any(module.children()):
         reason = reason or ("" if kind else "no operator has its forward")
-        yield Row(name, type(module).__name__, None if reason else kind, reason)
-    loss = _loss_row(f"{name}.{_LOSS}".lstrip("."), module, kinds)
-    if loss is not None:
-        yield loss
+        yield Row(name, type(module).__name__, None if reason else kind, reason), "__class__"
+    function, ours = loss_for(module)
+    if function is not None:
+        reason = _loss_reason(function, ours, kinds)
+        operator = None if reason else "cross_entropy"
+        yield Row(f"{name}.{_LOSS}".lstrip("."), function.__name__, operator, reason), _LOSS
 
 
 def _judged(module: nn.Module, kinds: Collection[str]) -> tuple[str | None, str]:
@@ -173,25 +181,19 @@ def _judged(module: nn.Module, kinds: Collection[str]) -> tuple[str | None, str]
     return form.kind, "" if form.kind in kinds else "not selected"
 
 
-def _loss_row(name: str, module: nn.Module, kinds: Collection[str]) -> Row | None:
-    """transformers' models call a function, which one may set."""
-    function, ours = loss_for(module)
-    if function is None:
-        return None
-    selected = "cross_entropy" in kinds
-    reason = "" if ours and selected else "not selected" if ours else "its loss is not a known one"
+def _loss_reason(function: Any, ours: Any, kinds: Collection[str]) -> str:
     if function in LOSSES:
-        reason = "replaced already"
-    return Row(name, function.__name__, None if reason else "cross_entropy", reason)
+        return "replaced already"
+    if ours is None:
+        return "its loss is not a known one"
+    return "" if "cross_entropy" in kinds else "not selected"
 
 
 # -------------------------------------------------------------------------------------------------------------- change
 
 
-def _change(row: Row, module: Any) -> Callable[[], None]:
-    if row.name.endswith(_LOSS):
-        return functools.partial(setattr, module, _LOSS, loss_for(module)[1])
-    return functools.partial(setattr, module, "__class__", _class_for(type(module)))
+def _value(module: nn.Module, attribute: str) -> Any:
+    return loss_for(module)[1] if attribute == _LOSS else _class_for(type(module))
 
 
 def _class_for(original: type[nn.Module]) -> type[nn.Module]:
