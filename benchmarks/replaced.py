@@ -1,19 +1,17 @@
-"""A training step of transformers' models on a GPU: as they are, with ``replace``, and with Liger's kernels if they are
-installed; each eager and compiled.
+"""Training steps of transformers' models: as they are, with ``replace``, and with Liger's kernels if those are there.
 
-A step is forward, backward and torch's fused AdamW, in bfloat16. Every row runs in a process of its own, because Liger
-changes transformers for the whole process, and prints the median of its steps, the peak of memory, and the loss of the
-last step, which the same batch gives in each row up to rounding. No weights are downloaded.
+A step is forward, backward and torch's fused AdamW, in bfloat16, with weights at random. A row has the median of the
+steps, the peak of memory, and the first and the last loss, which are those of the other rows up to rounding. Each model
+has a process of its own, in which Liger is last, because it changes transformers for the process.
 
-    python -m benchmarks.replaced llama --json FILE
+    python -m benchmarks.replaced llama gpt2 --json FILE
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
+import gc
 import json
-import statistics
 import subprocess
 import sys
 import time
@@ -21,11 +19,13 @@ from importlib import import_module, util
 from pathlib import Path
 from typing import Any, NamedTuple
 
-WARM_UP = 5
+IMPLS = ("transformers", "aotops", "liger")
+WARM_UP = 4
 
 
 class Model(NamedTuple):
-    classes: str
+    family: str
+    head: str
     batch: int
     tokens: int
     size: dict[str, Any]
@@ -34,129 +34,143 @@ class Model(NamedTuple):
 _DECODER = {
     "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 12, "num_attention_heads": 16,
     "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 32000, "max_position_embeddings": 2048,
+    "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
 }  # fmt: skip
+_TINY = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 97,
+    "num_key_value_heads": 1, "head_dim": 16, "n_embd": 32, "n_layer": 2, "n_head": 2,
+}  # fmt: skip
+_GPT2 = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
+_BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 MODELS = {
-    "llama": Model("Llama ForCausalLM", 8, 2048, _DECODER),
-    "qwen": Model("Qwen3 ForCausalLM", 8, 1024, _DECODER | {"vocab_size": 151936, "hidden_size": 1024}),
-    "gpt2": Model("GPT2 LMHeadModel", 16, 1024, dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)),
-    "bert": Model(
-        "Bert ForMaskedLM", 64, 512, dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
-    ),
+    "llama": Model("Llama", "ForCausalLM", 8, 2048, _DECODER),
+    "qwen": Model("Qwen3", "ForCausalLM", 8, 2048, _DECODER | {"hidden_size": 1024, "vocab_size": 151936}),
+    "gpt2": Model("GPT2", "LMHeadModel", 16, 1024, _GPT2),  # 124M, as its configuration is
+    "bert": Model("Bert", "ForMaskedLM", 64, 512, _BERT),  # BERT-base
 }
-"""The sizes of GPT-2 124M and BERT-base are the defaults of their configurations."""
-IMPLS = ("transformers", "aotops", "liger")
 
 
-def model_of(name: str, impl: str) -> Any:
+def rows(name: str, impls: list[str], compiled: bool, steps: int, tiny: bool) -> list[dict[str, Any]]:
+    """Measured in this process."""
+    import torch
+
+    found = []
+    for impl in sorted(impls, key=IMPLS.index):
+        model = build(name, impl, tiny)
+        if model is None:
+            print(f"{name}: {impl} has no kernels for it", flush=True)
+            continue
+        row = {"model": name, "impl": impl, "compiled": compiled} | measure(model, name, compiled, steps, tiny)
+        losses = " to ".join(map(str, row["losses"]))
+        print(
+            f"{name:6} {impl:12} {'compiled' if compiled else 'eager':8} {row['ms']:9.2f} ms "
+            f"{row['peak_gib'] or 0:7.2f} GiB  first {row['first_step_s']:5.1f} s  loss {losses}",
+            flush=True,
+        )
+        found.append(row)
+        del model
+        gc.collect()
+        torch._dynamo.reset()
+        torch.cuda.empty_cache()
+    return found
+
+
+def build(name: str, impl: str, tiny: bool) -> Any:
+    """The model; None if Liger has no kernels for it."""
     import torch
     import transformers
 
-    family, head = MODELS[name].classes.split()
-    config = getattr(transformers, f"{family}Config")(**MODELS[name].size, attn_implementation="sdpa")
-    config.use_cache = False
+    from aotops.frontends import torch as F
+
+    family, head, _, _, size = MODELS[name]
+    config = getattr(transformers, f"{family}Config")(**size | (_TINY if tiny else {}))
     torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
-        model = getattr(transformers, family + head)(config)
-    torch.set_default_dtype(torch.float32)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = getattr(transformers, family + head)(config).bfloat16()
+    model.config.use_cache = False
     if impl == "aotops":
-        from aotops.frontends import torch as F
-
-        print(F.replace(model), file=sys.stderr)
-    elif impl == "liger":
-        patch = import_module("liger_kernel.transformers.monkey_patch")
-        if model.config.model_type not in patch.MODEL_TYPE_TO_APPLY_LIGER_FN:
-            raise SystemExit(f"liger: no kernels for {model.config.model_type}")
-        patch._apply_liger_kernel_to_instance(model)
-    return model.train()
+        F.replace(model)
+    if impl == "liger":
+        patches = import_module("liger_kernel.transformers.monkey_patch")
+        if config.model_type not in patches.MODEL_TYPE_TO_APPLY_LIGER_FN:
+            return None
+        patches._apply_liger_kernel_to_instance(model)
+    return model
 
 
-def measure(name: str, impl: str, compiled: bool, steps: int) -> dict[str, Any]:
+def measure(model: Any, name: str, compiled: bool, steps: int, tiny: bool) -> dict[str, Any]:
     import torch
 
-    batch, tokens = MODELS[name].batch, MODELS[name].tokens
-    model = model_of(name, impl)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
-    text = torch.randint(0, model.config.vocab_size, (batch, tokens), device="cuda")
-    call = torch.compile(model) if compiled else model
+    from .models.torch_train import Clock, device
 
-    def step() -> Any:
+    batch, tokens = (2, 16) if tiny else (MODELS[name].batch, MODELS[name].tokens)
+    clock = Clock(model.device.type)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
+    text = torch.randint(0, model.config.vocab_size, (batch, tokens), device=model.device)
+    call = torch.compile(model) if compiled else model
+    losses = []
+
+    def step(text: Any) -> None:
         loss = call(input_ids=text, labels=text).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return loss.detach()
+        losses.append(loss.detach())
 
     began = time.perf_counter()
-    first = float(step())
-    first_s = time.perf_counter() - began
+    step(text)
+    clock.synchronize()
+    first = time.perf_counter() - began
     for _ in range(WARM_UP):
-        step()
-    torch.cuda.reset_peak_memory_stats()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        loss = step()
-        mark.record()
-    torch.cuda.synchronize()
-    ms = statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(marks))
+        step(text)
+    clock.synchronize()
+    clock.reset_peak()
+    times = clock.times(step, [text] * steps)
     return {
-        "model": name,
-        "impl": impl,
-        "compiled": compiled,
-        "ms": round(ms, 2),
-        "tokens_per_s": round(batch * tokens / ms * 1e3),
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
-        "first_step_s": round(first_s, 1),
-        "first_loss": round(first, 4),
-        "loss": round(float(loss), 4),
-        "device": torch.cuda.get_device_name(),
+        **times,
+        "tokens_per_s": round(batch * tokens / times["ms"] * 1e3),
+        "peak_gib": clock.peak_gib(),
+        "first_step_s": round(first, 1),
+        "losses": [round(float(loss), 4) for loss in (losses[0], losses[-1])],
+        "device": device(),
+        "versions": {module.__name__: module.__version__ for module in map(import_module, ("torch", "transformers"))},
     }
 
 
-def main() -> None:
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", metavar="model", help=f"of {', '.join(MODELS)}; default: all")
-    parser.add_argument("--impls", default=",".join(IMPLS), help="default: %(default)s")
-    parser.add_argument("--eager", action="store_true", help="without the compiled rows")
+    parser.add_argument("--impls", help="default: all that are installed")
+    parser.add_argument("--compiled", action="store_true", help="under torch.compile")
     parser.add_argument("--steps", type=int, default=10, help="timed steps; default: %(default)s")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows to this file")
-    parser.add_argument("--row", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    models, impls = args.models or [*MODELS], args.impls.split(",")
-    if unknown := [name for name in models if name not in MODELS]:
-        parser.error(f"{unknown[0]!r} is none of {', '.join(MODELS)}")
-    if unknown := [name for name in impls if name not in IMPLS]:
-        parser.error(f"{unknown[0]!r} is none of {', '.join(IMPLS)}")
-    if args.row:
-        print(json.dumps(measure(models[0], impls[0], not args.eager, args.steps)))
-        return
-    if not util.find_spec("liger_kernel"):
-        impls = [impl for impl in impls if impl != "liger"]
-    rows = []
-    for name in models:
-        for options in ["--eager"], *([] if args.eager else [[]]):
-            for impl in impls:
-                rows += row_of(name, impl, [*options, "--steps", str(args.steps)])
-                if args.json:
-                    args.json.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
+    parser.add_argument("--tiny", action="store_true", help="tiny models, to try this program, on a CPU too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="adds the rows to this file")
+    args = parser.parse_args(argv)
+    args.models = args.models or [*MODELS]
+    installed = [impl for impl in IMPLS if impl != "liger" or util.find_spec("liger_kernel")]
+    args.impls = args.impls.split(",") if args.impls else installed
+    for given, allowed in ((args.models, MODELS), (args.impls, IMPLS)):
+        if unknown := [name for name in given if name not in allowed]:
+            parser.error(f"{unknown[0]!r} is none of {', '.join(allowed)}")
+    return args
 
 
-def row_of(name: str, impl: str, options: list[str]) -> list[dict[str, Any]]:
-    """The row, printed; none, and the end of what went wrong, if its process failed."""
-    command = [sys.executable, "-m", "benchmarks.replaced", name, "--row", "--impls", impl, *options]
-    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
-    if done.returncode:
-        print(f"{name} {impl}: failed\n{done.stderr[-1500:]}", flush=True)
-        return []
-    row = json.loads(done.stdout.splitlines()[-1])
-    kind = "compiled" if row["compiled"] else "eager"
-    print(
-        f"{name:6} {impl:12} {kind:8} {row['ms']:8.2f} ms {row['peak_gib']:7.2f} GiB  "
-        f"first {row['first_step_s']:5.1f} s  loss {row['first_loss']} to {row['loss']}",
-        flush=True,
-    )
-    return [row]
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
+    if len(args.models) > 1:
+        given = [word for word in (sys.argv[1:] if argv is None else argv) if word not in args.models]
+        root = Path(__file__).parents[1]
+        failed = [
+            name
+            for name in args.models
+            if subprocess.run([sys.executable, "-m", "benchmarks.replaced", name, *given], cwd=root).returncode
+        ]
+        sys.exit(f"replaced: {', '.join(failed)} failed" if failed else 0)
+    (name,) = args.models
+    found = rows(name, args.impls, args.compiled, args.steps, args.tiny)
+    if args.json:
+        before = json.loads(args.json.read_text()) if args.json.exists() else []
+        args.json.write_text("[\n" + ",\n".join(map(json.dumps, before + found)) + "\n]\n")
 
 
 if __name__ == "__main__":

@@ -70,15 +70,28 @@ def _same_arguments(function: Any, reference: Any) -> bool:
 def _steps(function: Any) -> Iterator[tuple[str, Any]]:
     """The instructions: opcode, and its argument. A local variable is a number, in the order of their use."""
     known: dict[str, int] = {}
-    for step in dis.get_instructions(function):
+    steps, places = _called_alike(function)
+    for step in steps:
         value = step.argval
-        if step.opname == "PUSH_NULL":  # how a method is called depends on where its object's name was imported
-            continue
         if "FAST" in step.opname:  # two variables, in some instructions of Python 3.13
             value = tuple(known.setdefault(n, len(known)) for n in (value if isinstance(value, tuple) else (value,)))
         elif step.opcode in dis.hasconst:
             value = repr(value)  # 1 is not 1.0, and code is no other code
+        elif step.opcode in dis.hasjrel or step.opcode in dis.hasjabs:
+            value = places[value]
         yield step.opname.replace("LOAD_METHOD", "LOAD_ATTR"), value
+
+
+def _called_alike(function: Any) -> tuple[list[dis.Instruction], dict[int, int]]:
+    """The instructions, and their numbers by their offsets, without PUSH_NULL: whether there is one, and LOAD_ATTR
+    instead of LOAD_METHOD, depends on where the name of a method's object was imported."""
+    steps: list[dis.Instruction] = []
+    places = {}
+    for step in dis.get_instructions(function):
+        places[step.offset] = len(steps)
+        if step.opname != "PUSH_NULL":
+            steps.append(step)
+    return steps, places
 
 
 def _global(function: Any, name: str) -> Any:

@@ -3,6 +3,7 @@ bits are not copied to float32, and their gradient takes their memory."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -41,12 +42,15 @@ LOSSES = (causal_lm_loss, masked_lm_loss)
 
 
 def loss_for(module: nn.Module) -> tuple[Any, Callable[..., Any] | None]:
-    """The loss function of a transformers' model, and ours for it; None where there is none."""
-    if not isinstance(getattr(type(module), "loss_function", None), property):
+    """The loss function of a transformers' model that calls one, and ours for it; None where there is none."""
+    if not isinstance(getattr(type(module), "loss_function", None), property) or not _calls_it(module):
         return None, None
-    own = vars(module).get("_loss_function")
-    if own is None and not getattr(module, "loss_type", None) and not hasattr(module, "lm_head"):  # it has no loss
-        return None, None
-    function = own or module.loss_function
+    function = module.loss_function
     pairs = ((known.causal_lm_loss, causal_lm_loss), (known.masked_lm_loss, masked_lm_loss))
     return function, next((ours for reference, ours in pairs if known.is_loss(function, reference)), None)
+
+
+def _calls_it(module: nn.Module) -> bool:
+    """Whether its forward names the function. Models without a head do not, and some with one make a loss of torch."""
+    forward = inspect.unwrap(type(module).forward)
+    return "loss_function" in getattr(getattr(forward, "__code__", None), "co_names", ())

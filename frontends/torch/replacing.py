@@ -72,15 +72,19 @@ class Replacement:
     def __repr__(self) -> str:
         alike: dict[tuple[str, ...], list[str]] = {}
         for row in sorted(self.rows, key=lambda row: row.operator is None):
-            name = re.sub(r"(?<![^.])\d+(?![^.])", "*", row.name) or "(model)"
-            place = name if row.operator else ""  # those that are left are told apart by class and reason alone
-            alike.setdefault((row.operator or "-", place, row.module, row.reason), []).append(name)
+            place = _pattern(row.name) if row.operator else ""  # class and reason tell those apart that are left
+            alike.setdefault((row.operator or "-", place, row.module, row.reason), []).append(row.name)
         lines = [("operator", "count", "module", "class", "left because")]
         for (operator, _, module, reason), names in alike.items():
-            others = "" if len({*names}) == 1 else ", ..."
-            lines.append((operator, str(len(names)), names[0] + others, module, reason))
+            shown = names[0] or "(model)" if len(names) == 1 else _pattern(names[0])
+            others = "" if len({*map(_pattern, names)}) == 1 else ", ..."
+            lines.append((operator, str(len(names)), shown + others, module, reason))
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 def replace(model: nn.Module, *, only: Iterable[str] | None = None, without: Iterable[str] = ()) -> Replacement:
