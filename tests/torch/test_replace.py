@@ -520,3 +520,62 @@ def test_on_a_gpu_in_16_bits(build, autocast):
     ours.replace(model)
     for mine, its in zip(error(found(), exact), error(before, exact), strict=True):
         assert mine <= 1.5 * its + TOLERANCE[torch.bfloat16]
+
+
+SHARDED = """
+import torch
+from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from aotops.frontends import torch as F
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)
+
+    def forward(self, x):
+        x = self.fc1(x)
+        x = self.act(x)
+        x = self.fc2(x)
+        return x
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.LayerNorm(8), Mlp())
+
+
+def gradients(model):
+    model(x).square().sum().backward()
+    return [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
+
+
+def shard(model):
+    for layer in (model[1].fc1, *model, model):
+        fully_shard(layer, mesh=mesh)
+
+
+distributed.init_process_group("gloo", rank=0, world_size=1, store=distributed.HashStore())
+mesh = distributed.init_device_mesh("cpu", (1,))
+x = torch.randn(4, 8)
+expected = gradients(model())
+replaced = model()
+F.replace(replaced)
+before, after = model(), model()
+assert [row.operator for row in F.replace(before)] == ["layer_norm", "linear", None, "gelu", None]
+shard(before)
+shard(after)
+assert [row.operator for row in F.replace(after)][:2] == ["layer_norm", None], "a sharded fc1 has hooks"
+for mine in (DistributedDataParallel(replaced), before, after):
+    for a, b in zip(gradients(mine), expected, strict=True):
+        torch.testing.assert_close(a, b)
+"""
+
+
+def test_data_parallel_and_sharded_models(python):
+    if not torch.distributed.is_available():
+        pytest.skip("torch has no distributed")
+    python(SHARDED)
