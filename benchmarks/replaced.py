@@ -50,17 +50,21 @@ MODELS = {
 }
 
 
-def rows(name: str, impls: list[str], compiled: bool, steps: int, tiny: bool) -> list[dict[str, Any]]:
+def rows(
+    name: str, impls: list[str], compiled: bool, steps: int, tiny: bool, without: tuple[str, ...] = ()
+) -> list[dict[str, Any]]:
     """Measured in this process."""
     import torch
 
     found = []
     for impl in sorted(impls, key=IMPLS.index):
-        model = build(name, impl, tiny)
+        model = build(name, impl, tiny, without)
         if model is None:
             print(f"{name}: {impl} has no kernels for it", flush=True)
             continue
-        row = {"model": name, "impl": impl, "compiled": compiled} | measure(model, name, compiled, steps, tiny)
+        row = {"model": name, "impl": impl, "compiled": compiled, "without": without} | measure(
+            model, name, compiled, steps, tiny
+        )
         losses = " to ".join(map(str, row["losses"]))
         print(
             f"{name:6} {impl:12} {'compiled' if compiled else 'eager':8} {row['ms']:9.2f} ms "
@@ -75,7 +79,7 @@ def rows(name: str, impls: list[str], compiled: bool, steps: int, tiny: bool) ->
     return found
 
 
-def build(name: str, impl: str, tiny: bool) -> Any:
+def build(name: str, impl: str, tiny: bool, without: tuple[str, ...]) -> Any:
     """The model; None if Liger has no kernels for it."""
     import torch
     import transformers
@@ -89,7 +93,7 @@ def build(name: str, impl: str, tiny: bool) -> Any:
         model = getattr(transformers, family + head)(config).bfloat16()
     model.config.use_cache = False
     if impl == "aotops":
-        F.replace(model)
+        F.replace(model, without=without)
     if impl == "liger":
         patches = import_module("liger_kernel.transformers.monkey_patch")
         if config.model_type not in patches.MODEL_TYPE_TO_APPLY_LIGER_FN:
@@ -144,6 +148,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--compiled", action="store_true", help="under torch.compile")
     parser.add_argument("--steps", type=int, default=10, help="timed steps; default: %(default)s")
     parser.add_argument("--tiny", action="store_true", help="tiny models, to try this program, on a CPU too")
+    parser.add_argument("--without", action="append", default=[], metavar="KIND", help="of replace")
     parser.add_argument("--json", type=Path, metavar="FILE", help="adds the rows to this file")
     args = parser.parse_args(argv)
     args.models = args.models or [*MODELS]
@@ -167,7 +172,7 @@ def main(argv: list[str] | None = None) -> None:
         ]
         sys.exit(f"replaced: {', '.join(failed)} failed" if failed else 0)
     (name,) = args.models
-    found = rows(name, args.impls, args.compiled, args.steps, args.tiny)
+    found = rows(name, args.impls, args.compiled, args.steps, args.tiny, tuple(args.without))
     if args.json:
         before = json.loads(args.json.read_text()) if args.json.exists() else []
         args.json.write_text("[\n" + ",\n".join(map(json.dumps, before + found)) + "\n]\n")

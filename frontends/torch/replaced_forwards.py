@@ -102,10 +102,14 @@ def _rms_norm_of(eps: str, offset=0.0, weighted=True, like_weight=False, switch=
 
 
 def _norm_refusal(module: Any, form: Form, names: Names) -> str:
-    weight = getattr(module, "weight", None)
-    if "torchs" in form.options or weight is None or (weight.dim() == 1 and weight.numel() > 1):
+    if form.options.get("torchs") or form.kind == "layer_norm":
         return ""
-    return f"its weight has shape {tuple(weight.shape)}, expected one axis"
+    eps, weight = getattr(module, names["EPS"]), getattr(module, "weight", None)
+    if not isinstance(eps, float):
+        return f"its {names['EPS']} is a {type(eps).__name__}, expected a float"
+    if weight is not None and (weight.dim() != 1 or weight.numel() == 1):
+        return f"its weight has shape {tuple(weight.shape)}, expected one axis"
+    return ""
 
 
 # ---------------------------------------------------------------------------------------------------------- activations

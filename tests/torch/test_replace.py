@@ -333,6 +333,11 @@ def test_what_is_left_and_why():
     module = nn.LayerNorm(4)
     module.forward = lambda x: x
     assert reasons(module) == {"LayerNorm": "its forward is the instance's own"}
+    module = norm_class(llama_forward)()
+    module.weight = nn.Parameter(torch.ones(1))  # broadcast
+    assert reasons(module) == {"LlamaRMSNorm": "its weight has shape (1,), expected one axis"}
+    module.variance_epsilon = nn.Parameter(torch.ones(8))
+    assert reasons(module) == {"LlamaRMSNorm": "its variance_epsilon is a Parameter, expected a float"}
     assert reasons(nn.LayerNorm(4), without="layer_norm") == {"LayerNorm": "not selected"}
     assert reasons(nn.Sequential(nn.GELU(), nn.LayerNorm(4)), only=["gelu"]) == {"LayerNorm": "not selected"}
     assert reasons(nn.Linear(4, 4)) == {"Linear": "a product alone: torch's uses cuBLASLt too"}
