@@ -9,8 +9,9 @@ A call takes one of two paths:
   with ``create_graph=True``. If there is no gate (before torch 2.10), these are all calls.
 
 The modules import one way: private < tensors < registered < gradients < autograd < dispatcher < eager < public <
-functional < modules. optim, beside them, has the optimizer. autocast, call, compositions, flops, gate, inductor,
-mathematics, out, overwrite and sharding serve one of them each.
+functional < modules. optim, beside them, has the optimizer, and replacing what changes a model that exists: it imports
+known_modules, replaced_forwards and replaced_losses. autocast, call, compositions, flops, gate, inductor, mathematics,
+out, overwrite and sharding serve one of them each.
 """
 
 from aotops.ops import OPS
@@ -19,9 +20,10 @@ from .functional import *  # noqa: F403
 from .modules import GELU, LLTM, Conv2d, CrossEntropyLoss, LayerNorm, Linear, RMSNorm, Softmax
 from .optim import AdamW
 from .public import functions, of
+from .replacing import Replacement, replace, restore
 from .tensors import KEEP_RESIDUALS_FROM
 
 __all__ = [
     *OPS, "AdamW", "GELU", "KEEP_RESIDUALS_FROM", "LLTM", "Conv2d", "CrossEntropyLoss", "LayerNorm", "Linear",
-    "RMSNorm", "Softmax", "functions", "of",
+    "RMSNorm", "Replacement", "Softmax", "functions", "of", "replace", "restore",
 ]  # fmt: skip

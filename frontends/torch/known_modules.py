@@ -1,0 +1,392 @@
+"""Modules of others that compute what an operator here computes, known by the bytecode of their forward.
+
+A name or a base class does not say what a module computes: a subclass may clip, or scale by a head. So a class is known
+only if its forward, compiled by the same interpreter, has the instructions of one of the references below. Names of
+local variables may differ. A name in capitals stands for any other, the same at each place; other names of attributes,
+constants, and what the global names mean must be the same. Nothing of a module is imported or run for that.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn import functional as F
+
+Names = Mapping[str, str]
+"""The names that the names in capitals of a reference stand for."""
+
+_KINDS_OF_CODE = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS | inspect.CO_GENERATOR | inspect.CO_COROUTINE
+
+
+class Form(NamedTuple):
+    """``methods``: the references, by the names of the methods. ``options``: of the replacement of this kind."""
+
+    kind: str
+    methods: Mapping[str, Any]
+    options: Mapping[str, Any]
+
+
+def named(function: Any, reference: Any, but: Collection[str] = ()) -> Names | None:
+    """The names that the reference's names in capitals stand for in a function that has its instructions; else None.
+    ``but``: global names whose meaning is not compared."""
+    if not isinstance(function, FunctionType) or function.__closure__ or not _same_arguments(function, reference):
+        return None
+    names: dict[str, str] = {}
+    mine, its = list(_steps(reference)), list(_steps(function))
+    if len(mine) != len(its):
+        return None
+    for (opname, value), (its_opname, its_value) in zip(mine, its, strict=True):
+        if opname != its_opname:
+            return None
+        if _is_placeholder(value):
+            fits = names.setdefault(value, its_value) == its_value
+        else:
+            fits = value == its_value
+            if opname == "LOAD_GLOBAL" and value not in but:
+                fits = fits and _global(function, value) is _global(reference, value)
+        if not fits:
+            return None
+    return names if len(set(names.values())) == len(names) else None
+
+
+def _is_placeholder(value: Any) -> bool:
+    return isinstance(value, str) and len(value) > 1 and value.isupper()  # a constant is quoted, and F is a module
+
+
+def _same_arguments(function: Any, reference: Any) -> bool:
+    codes = function.__code__, reference.__code__
+    kinds = [(c.co_argcount, c.co_kwonlyargcount, c.co_flags & _KINDS_OF_CODE) for c in codes]
+    return kinds[0] == kinds[1] and function.__defaults__ == reference.__defaults__
+
+
+def _steps(function: Any) -> Iterator[tuple[str, Any]]:
+    """The instructions: opcode, and its argument. A local variable is a number, in the order of their use."""
+    known: dict[str, int] = {}
+    steps, places = _called_alike(function)
+    for step in steps:
+        value = step.argval
+        if "FAST" in step.opname:  # two variables, in some instructions of Python 3.13
+            value = tuple(known.setdefault(n, len(known)) for n in (value if isinstance(value, tuple) else (value,)))
+        elif step.opcode in dis.hasconst:
+            value = repr(value)  # 1 is not 1.0, and code is no other code
+        elif step.opcode in dis.hasjrel or step.opcode in dis.hasjabs:
+            value = places[value]
+        yield step.opname.replace("LOAD_METHOD", "LOAD_ATTR"), value
+
+
+def _called_alike(function: Any) -> tuple[list[dis.Instruction], dict[int, int]]:
+    """The instructions, and their numbers by their offsets, without PUSH_NULL: whether there is one, and LOAD_ATTR
+    instead of LOAD_METHOD, depends on where the name of a method's object was imported."""
+    steps: list[dis.Instruction] = []
+    places = {}
+    for step in dis.get_instructions(function):
+        places[step.offset] = len(steps)
+        if step.opname != "PUSH_NULL":
+            steps.append(step)
+    return steps, places
+
+
+def _global(function: Any, name: str) -> Any:
+    return function.__globals__.get(name, function.__builtins__.get(name))
+
+
+FORMS: list[Form] = []
+
+
+def _form(kind: str, *also: Any, **options: Any) -> Callable[[Any], Any]:
+    """Notes a reference of a forward. ``also``: references of methods that it calls."""
+
+    def note(forward: Any) -> Any:
+        methods = {"forward": forward} | {f.__name__.partition("__")[0]: f for f in also}
+        FORMS.append(Form(kind, methods, options))
+        return forward
+
+    return note
+
+
+# --------------------------------------------------------------------------------------------------------------- norms
+# ``like_weight``: the result is promoted to the weight's dtype. Else it has that of x.
+
+
+@_form("rms_norm", like_weight=True)
+def _llama_rms_norm(self, x):
+    input_dtype = x.dtype
+    x = x.to(torch.float32)
+    variance = x.pow(2).mean(-1, keepdim=True)
+    x = x * torch.rsqrt(variance + self.EPS)
+    return self.weight * x.to(input_dtype)
+
+
+@_form("rms_norm")
+def _olmo_rms_norm(self, x):
+    input_dtype = x.dtype
+    x = x.to(torch.float32)
+    variance = x.pow(2).mean(-1, keepdim=True)
+    x = x * torch.rsqrt(variance + self.EPS)
+    return (self.weight * x).to(input_dtype)
+
+
+@_form("rms_norm")
+def _helium_rms_norm(self, x):
+    input_dtype = x.dtype
+    x = x.to(torch.float32)
+    variance = x.pow(2).mean(-1, keepdim=True)
+    x = x * torch.rsqrt(variance + self.EPS)
+    return (self.weight.to(torch.float32) * x).to(input_dtype)
+
+
+@_form("rms_norm", like_weight=True)
+def _t5_rms_norm(self, x):
+    variance = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
+    x = x * torch.rsqrt(variance + self.EPS)
+    if self.weight.dtype in [torch.float16, torch.bfloat16]:
+        x = x.to(self.weight.dtype)
+    return self.weight * x
+
+
+def _norm(self, x):
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.EPS)
+
+
+def _norm__by_pow(self, x):
+    mean_squared = x.pow(2).mean(-1, keepdim=True) + self.EPS
+    return x * torch.pow(mean_squared, -0.5)
+
+
+@_form("rms_norm", _norm, offset=1.0)
+def _gemma_rms_norm(self, x):
+    output = self._norm(x.float())
+    output = output * (1.0 + self.weight.float())
+    return output.type_as(x)
+
+
+@_form("rms_norm", _norm)
+def _moshi_rms_norm(self, x):
+    output = self._norm(x.float())
+    output = output * self.weight.float()
+    return output.type_as(x)
+
+
+@_form("rms_norm", _norm, like_weight=True)
+def _llama4_rms_norm(self, x):
+    output = self._norm(x.float()).type_as(x)
+    return output * self.weight
+
+
+@_form("rms_norm", _norm__by_pow, switch="with_scale")
+def _gemma4_rms_norm(self, x):
+    normed = self._norm(x.float())
+    if self.with_scale:
+        normed = normed * self.weight.float()
+    return normed.type_as(x)
+
+
+@_form("rms_norm", _norm, weighted=False)
+def _weightless_rms_norm(self, x):
+    return self._norm(x.float()).type_as(x)
+
+
+@_form("layer_norm", switch="_fast_norm")
+def _timm_layer_norm(self, x):
+    if self._fast_norm:
+        x = FAST_LAYER_NORM(x, self.normalized_shape, self.weight, self.bias, self.eps)  # type: ignore[name-defined] # noqa: F821
+    else:
+        x = F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+    return x
+
+
+# --------------------------------------------------------------------------------------------------------- activations
+# ``widened``: autocast on CUDA computes it in float32, because of pow.
+
+
+@_form("gelu", activation="gelu_tanh", widened=True)
+def _new_gelu(self, x):
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+@_form("gelu", activation="gelu_tanh")
+def _fast_gelu(self, x):
+    return 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x)))
+
+
+@_form("gelu", activation="gelu")
+def _functional_gelu(self, x):
+    return F.gelu(x)
+
+
+@_form("gelu", activation="gelu_tanh")
+def _functional_gelu_tanh(self, x):
+    return F.gelu(x, approximate="tanh")
+
+
+@_form("silu", activation="silu")
+def _functional_silu(self, x):
+    return nn.functional.silu(x)
+
+
+@_form("gelu")
+def _gelu_that_it_holds(self, x):
+    return self.FUNCTION(x)
+
+
+# ------------------------------------------------------------------------------------------------------------ networks
+
+
+@_form("conv1d")
+def _conv1d(self, x):
+    size_out = x.size()[:-1] + (self.nf,)  # noqa: RUF005
+    x = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
+    x = x.view(size_out)
+    return x
+
+
+@_form("swiglu")
+def _gated(self, x):
+    down = self.DOWN(self.ACT(self.GATE(x)) * self.UP(x))
+    return down
+
+
+@_form("swiglu")
+def _gated_at_once(self, x):
+    return self.DOWN(self.ACT(self.GATE(x)) * self.UP(x))
+
+
+@_form("swiglu", packed=True)
+def _gated_and_packed(self, x):
+    up = self.UP(x)
+    gate, up = up.chunk(2, dim=-1)
+    up = up * self.ACT(gate)
+    return self.DOWN(up)
+
+
+@_form("linear")
+def _linear_and_activation(self, x):
+    x = self.FIRST(x)
+    x = self.ACT(x)
+    return x
+
+
+@_form("linear", then=("SECOND",))
+def _mlp(self, x):
+    x = self.FIRST(x)
+    x = self.ACT(x)
+    x = self.SECOND(x)
+    return x
+
+
+@_form("linear", then=("SECOND",))
+def _mlp_at_once(self, x):
+    return self.SECOND(self.ACT(self.FIRST(x)))
+
+
+@_form("linear", then=("SECOND", "DROPOUT"))
+def _gpt2_mlp(self, x):
+    x = self.FIRST(x)
+    x = self.ACT(x)
+    x = self.SECOND(x)
+    x = self.DROPOUT(x)
+    return x
+
+
+@_form("linear", then=("DROPOUT", "NORM", "SECOND", "DROPOUT_2"))
+def _timm_mlp(self, x):
+    x = self.FIRST(x)
+    x = self.ACT(x)
+    x = self.DROPOUT(x)
+    x = self.NORM(x)
+    x = self.SECOND(x)
+    x = self.DROPOUT_2(x)
+    return x
+
+
+# -------------------------------------------------------------------------------------------------------------- losses
+
+
+def fixed_cross_entropy(source, target, num_items_in_batch=None, ignore_index=-100, **kwargs):
+    """The loss of transformers, to which the two below pass on logits in float32."""
+    reduction = "sum" if num_items_in_batch is not None else "mean"
+    loss = nn.functional.cross_entropy(source, target, ignore_index=ignore_index, reduction=reduction)
+    if reduction == "sum":
+        if torch.is_tensor(num_items_in_batch):
+            num_items_in_batch = num_items_in_batch.to(loss.device)
+        loss = loss / num_items_in_batch
+    return loss
+
+
+def causal_lm_loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **kwargs):
+    logits = logits.float()
+    if shift_labels is None:
+        labels = nn.functional.pad(labels, (0, 1), value=ignore_index)
+        shift_labels = labels[..., 1:].contiguous()
+    logits = logits.view(-1, vocab_size)
+    shift_labels = shift_labels.view(-1)
+    shift_labels = shift_labels.to(logits.device)
+    loss = fixed_cross_entropy(logits, shift_labels, num_items_in_batch, ignore_index, **kwargs)
+    return loss
+
+
+def masked_lm_loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, **kwargs):
+    logits = logits.float()
+    logits = logits.view(-1, vocab_size)
+    labels = labels.view(-1)
+    labels = labels.to(logits.device)
+    loss = fixed_cross_entropy(logits, labels, num_items_in_batch, ignore_index, **kwargs)
+    return loss
+
+
+def is_loss(function: Any, reference: Any) -> bool:
+    """Whether a function is a reference of a loss, with the names of its parameters, and calls the one above."""
+    if named(function, reference, but=("fixed_cross_entropy",)) != {}:
+        return False
+    codes = function.__code__, reference.__code__
+    same = len({code.co_varnames[: code.co_argcount] for code in codes}) == 1
+    return same and named(_global(function, "fixed_cross_entropy"), fixed_cross_entropy) == {}
+
+
+TORCHS: dict[type[nn.Module], str] = {
+    nn.LayerNorm: "layer_norm",
+    nn.GELU: "gelu",
+    nn.Softmax: "softmax",
+    nn.CrossEntropyLoss: "cross_entropy",
+    nn.Conv2d: "conv2d",
+    nn.Linear: "matrix",
+    nn.SiLU: "silu",
+    nn.ReLU: "relu",
+}
+if hasattr(nn, "RMSNorm"):
+    TORCHS[nn.RMSNorm] = "rms_norm"
+"""torch's own modules: a subclass is known if it has its forward."""
+_CALLED = {nn.Conv2d: ("_conv_forward",)}
+"""Other methods that a forward calls."""
+
+
+def form_of(kind: type) -> tuple[Form, Names] | None:
+    """The form of a class of modules, and what its names in capitals stand for."""
+    for base, name in TORCHS.items():
+        methods = ("forward", *_CALLED.get(base, ()))
+        if issubclass(kind, base) and all(getattr(kind, m) is getattr(base, m) for m in methods):
+            return Form(name, {}, {"torchs": base}), {}
+    for form in FORMS:
+        found = [named(getattr(kind, method, None), reference) for method, reference in form.methods.items()]
+        if all(names is not None for names in found):
+            merged = {key: value for names in found if names for key, value in names.items()}
+            return form, merged
+    return None
+
+
+def gelu_of(function: Any) -> str | None:
+    """Which GELU a callable is that a module holds."""
+    if function is functional.gelu:
+        return "gelu"
+    if getattr(function, "func", None) is not functional.gelu or function.args:
+        return None
+    options = function.keywords
+    return {"none": "gelu", "tanh": "gelu_tanh"}.get(options["approximate"]) if [*options] == ["approximate"] else None

@@ -1,0 +1,313 @@
+"""The forwards of replaced modules: ``serve`` functions, which return NotImplemented for a call that is the original
+forward's.
+
+They ask what may have changed since ``replace``: dtypes, autocast, children that were exchanged or got hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as hooks
+
+from . import functional as F
+from .known_modules import Form, Names, form_of, gelu_of
+from .tensors import is_compiling
+
+Serve = Callable[..., Any]
+
+MADE_FOR: dict[type, type] = {}
+"""The class that each made class was made of."""
+_FORMS: dict[type, tuple[Form, Names] | None] = {}
+"""A dictionary, because a compiled function can read it."""
+
+
+def learn(cls: type) -> tuple[Form, Names] | None:
+    """``form_of`` the class, or of the one that it was made of, noted."""
+    if cls not in _FORMS:
+        _FORMS[cls] = form_of(MADE_FOR.get(cls, cls))
+    return _FORMS[cls]
+
+
+def _form(module: nn.Module) -> tuple[Form, Names] | None:
+    return _FORMS.get(type(module)) if is_compiling() else learn(type(module))
+
+
+def serve_of(form: Form, names: Names) -> Serve:
+    return _SERVES[form.kind](names, **form.options)
+
+
+def refusal(module: nn.Module, form: Form, names: Names) -> str | None:
+    """Why a module of this form is left; "" if it is not, None if it computes something else."""
+    check = _CHECKS.get(form.kind)
+    return check(module, form, names) if check else ""
+
+
+# --------------------------------------------------------------------------------------------------------------- dtypes
+
+
+def _autocasts(x: Tensor) -> bool:
+    return x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type)
+
+
+def _as_it_is(x: Tensor, *parameters: Tensor | None) -> bool:
+    """Whether torch's operators compute in x's dtype. Autocast computes some of 16 bits in float32."""
+    if x.element_size() == 2 and _autocasts(x):
+        return False
+    return all(p is None or p.dtype is x.dtype for p in parameters)
+
+
+def _product_dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
+    """The dtype of a product; None for a call that torch refuses."""
+    if _autocasts(x):
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype if x.dtype is weight.dtype else None
+
+
+# ---------------------------------------------------------------------------------------------------------------- norms
+
+
+def _layer_norm(names: Names, switch: str = "", **_: Any) -> Serve:
+    def serve(self, x):
+        if not _as_it_is(x, self.weight, self.bias) or (switch and getattr(self, switch)):
+            return NotImplemented
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+    return serve
+
+
+def _rms_norm(names: Names, torchs: Any = None, **options: Any) -> Serve:
+    return _torchs_rms_norm if torchs else _rms_norm_of(names["EPS"], **options)
+
+
+def _torchs_rms_norm(self, x):
+    if not _as_it_is(x, self.weight) or (self.eps is None and x.element_size() == 2):  # torch's epsilon is x's
+        return NotImplemented
+    return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+
+
+def _rms_norm_of(eps: str, offset=0.0, weighted=True, like_weight=False, switch="") -> Serve:
+    def serve(self, x):
+        weight = self.weight if weighted and (not switch or getattr(self, switch)) else None
+        if weight is not None and weight.dtype is not x.dtype:
+            wide = weight.dtype is torch.float32 and x.element_size() == 2
+            if like_weight or not wide:
+                return NotImplemented
+        return F.rms_norm(x, x.shape[-1:], weight, getattr(self, eps), 0.0 if weight is None else offset)
+
+    return serve
+
+
+def _norm_refusal(module: Any, form: Form, names: Names) -> str:
+    if form.options.get("torchs") or form.kind == "layer_norm":
+        return ""
+    eps, weight = getattr(module, names["EPS"]), getattr(module, "weight", None)
+    if not isinstance(eps, float):
+        return f"its {names['EPS']} is a {type(eps).__name__}, expected a float"
+    if weight is not None and (weight.dim() != 1 or weight.numel() == 1):
+        return f"its weight has shape {tuple(weight.shape)}, expected one axis"
+    return ""
+
+
+# ---------------------------------------------------------------------------------------------------------- activations
+
+
+def _gelu(names: Names, widened: bool = False, **options: Any) -> Serve:
+    def serve(self, x):
+        activation = _which(self, names, **options)
+        if activation is None or (widened and not _as_it_is(x)):
+            return NotImplemented
+        return F.gelu(x, "tanh" if activation == "gelu_tanh" else "none")
+
+    return serve
+
+
+def _which(module: Any, names: Names, activation: str | None = None, torchs: Any = None, **_: Any) -> str | None:
+    """The activation of a module of that form."""
+    if torchs is nn.GELU:
+        return {"none": "gelu", "tanh": "gelu_tanh"}.get(module.approximate)
+    if torchs is not None:
+        return {nn.SiLU: "silu", nn.ReLU: "relu"}.get(torchs)
+    return gelu_of(getattr(module, names["FUNCTION"])) if "FUNCTION" in names else activation
+
+
+def _gelu_refusal(module: Any, form: Form, names: Names) -> str | None:
+    return None if _which(module, names, **form.options) is None else ""
+
+
+# ------------------------------------------------------------------------------------------------------------- networks
+
+
+def _is_bare(module: nn.Module) -> bool:
+    """Whether a call of the module is its class's forward, and nothing more."""
+    return not (
+        "forward" in module.__dict__
+        or module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or hooks._global_forward_hooks
+        or hooks._global_forward_pre_hooks
+        or hooks._global_backward_hooks
+        or hooks._global_backward_pre_hooks
+    )
+
+
+def _activation(module: nn.Module) -> str | None:
+    """The activation that a call of a module is; None if it is another thing, or has hooks."""
+    found = _form(module)
+    if found is None or found[0].kind not in ("gelu", "silu", "relu") or not _is_bare(module):
+        return None
+    form, names = found
+    return _which(module, names, **form.options)
+
+
+def _matrix(module: Any) -> Tensor | None:
+    """The weight, as linear's, of a module whose call is a product and no more."""
+    if not _is_product(module) or not _is_bare(module):
+        return None
+    form, _ = _form(module)  # type: ignore[misc]
+    return module.weight if form.kind == "matrix" else module.weight.t()
+
+
+def _swiglu(names: Names, packed: bool = False) -> Serve:
+    act, up, down, before = names["ACT"], names["UP"], names["DOWN"], names.get("GATE")
+
+    def serve(self, x):
+        if _activation(getattr(self, act)) != "silu":
+            return NotImplemented
+        if before is None:
+            gate, raised = getattr(self, up)(x).chunk(2, dim=-1)
+        else:
+            gate, raised = getattr(self, before)(x), getattr(self, up)(x)
+        if gate.dtype is not raised.dtype or gate.shape != raised.shape:
+            return getattr(self, down)(getattr(self, act)(gate) * raised)
+        return getattr(self, down)(F.swiglu(gate, raised))
+
+    return serve
+
+
+def _swiglu_refusal(module: Any, form: Form, names: Names) -> str | None:
+    act = getattr(module, names["ACT"])
+    if not isinstance(act, nn.Module):
+        return None
+    return "" if _activation(act) == "silu" else f"its activation is {type(act).__name__}, or has hooks: expected SiLU"
+
+
+def _linear(names: Names, then: tuple[str, ...] = ()) -> Serve:
+    first, act, then = names["FIRST"], names["ACT"], tuple(names[name] for name in then)
+
+    def serve(self, x):
+        product, activation = getattr(self, first), _activation(getattr(self, act))
+        weight = _matrix(product)
+        if activation is None or weight is None or not _pays(x, weight):
+            return NotImplemented
+        if _autocasts(x) and _is_widened(getattr(self, act)) and not any(_is_product(getattr(self, n)) for n in then):
+            return NotImplemented
+        y = F.linear(x, weight, product.bias, activation)
+        for name in then:
+            y = getattr(self, name)(y)
+        return y
+
+    return serve
+
+
+def _is_widened(act: nn.Module) -> bool:
+    """Whether autocast on a GPU computes it in float32. A product after it casts its results."""
+    found = _form(act)
+    return found is not None and bool(found[0].options.get("widened"))
+
+
+def _is_product(module: nn.Module) -> bool:
+    found = _form(module)
+    return found is not None and found[0].kind in ("matrix", "conv1d")
+
+
+def _pays(x: Tensor, weight: Tensor) -> bool:
+    """Whether a product and its activation in one kernel take less time: on a GPU in 16 bits (docs/performance.md). In
+    float32 torch's cuBLASLt is faster than the library's kernel, which takes an activation, saves."""
+    dtype = _product_dtype(x, weight)
+    if dtype is None:
+        return False
+    return dtype.itemsize == 2 if x.is_cuda else dtype.itemsize > 2
+
+
+def _linear_refusal(module: Any, form: Form, names: Names) -> str | None:
+    first, act = getattr(module, names["FIRST"]), getattr(module, names["ACT"])
+    if not isinstance(first, nn.Module) or not _is_product(first) or not isinstance(act, nn.Module):
+        return None
+    if _activation(act) is None:
+        return f"its activation is {type(act).__name__}, or has hooks: expected GELU, SiLU or ReLU"
+    return "" if _is_bare(first) else f"its {names['FIRST']} has hooks, or a forward of its own"
+
+
+# --------------------------------------------------------------------------------------------------------------- others
+
+
+def _conv2d(names: Names, **_: Any) -> Serve:
+    def serve(self, x):
+        dtype = _product_dtype(x, self.weight)
+        tf32 = torch.backends.cudnn.allow_tf32
+        if dtype is None or not x.is_cuda or x.dim() != 4 or not (dtype.itemsize == 2 or tf32):
+            return NotImplemented
+        options = self.stride, self.padding, self.dilation, self.groups
+        return F.conv2d(x, self.weight, self.bias, *options, allow_tf32=tf32)
+
+    return serve
+
+
+def _conv2d_refusal(module: Any, form: Form, names: Names) -> str:
+    """cuDNN takes 5 times as long for the 3 channels of a ResNet's images (CHANGELOG.md), and for others 0.8 to 1.1
+    times (docs/performance.md)."""
+    if module.padding_mode == "zeros" and module.groups == 1 and module.in_channels <= 8:
+        return ""
+    return "torch's is as fast: expected up to 8 input channels, no groups, padding with zeros"
+
+
+def _softmax(names: Names, **_: Any) -> Serve:
+    def serve(self, x):
+        return NotImplemented if self.dim is None or not x.is_floating_point() else F.softmax(x, self.dim)
+
+    return serve
+
+
+def _cross_entropy(names: Names, **_: Any) -> Serve:
+    def serve(self, x, target):
+        weight = {} if self.weight is None else {"weight": self.weight}
+        return F.cross_entropy(x, target, self.ignore_index, self.reduction, self.label_smoothing, **weight)
+
+    return serve
+
+
+_SERVES: dict[str, Callable[..., Serve]] = {
+    "layer_norm": _layer_norm,
+    "rms_norm": _rms_norm,
+    "gelu": _gelu,
+    "swiglu": _swiglu,
+    "linear": _linear,
+    "softmax": _softmax,
+    "cross_entropy": _cross_entropy,
+    "conv2d": _conv2d,
+}
+KINDS = tuple(_SERVES)
+
+
+def _says(reason: str) -> Callable[..., str]:
+    return lambda module, form, names: reason
+
+
+_CHECKS: dict[str, Callable[[Any, Form, Names], str | None]] = {
+    "layer_norm": _norm_refusal,
+    "rms_norm": _norm_refusal,
+    "gelu": _gelu_refusal,
+    "swiglu": _swiglu_refusal,
+    "linear": _linear_refusal,
+    "conv2d": _conv2d_refusal,
+    "silu": _says("no operator computes it alone"),
+    "relu": _says("no operator computes it alone"),
+    "matrix": _says("a product alone: torch's uses cuBLASLt too"),
+    "conv1d": _says("a product alone: torch's uses cuBLASLt too"),
+}

@@ -1,0 +1,610 @@
+"""replace: modules of models that exist, on the library's kernels, and back."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib.util
+import io
+import types
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from aotops.frontends import torch as ours  # noqa: E402
+from aotops.frontends.torch import known_modules as known  # noqa: E402
+from benchmarks import replaced  # noqa: E402
+
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 8e-3}
+
+
+@functools.cache
+def package(name):
+    """One that imports torchvision. That may be built for another torch, which then lacks the operators that it
+    declares at import; nothing here calls them."""
+    for operator in ("nms", "qnms"):
+        if importlib.util.find_spec("torchvision") and not hasattr(torch.ops.torchvision, operator):
+            LIBRARY.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return pytest.importorskip(name)
+
+
+LIBRARY = torch.library.Library("torchvision", "FRAGMENT")
+
+
+def transformers():
+    return package("transformers")
+
+
+def timm():
+    return package("timm")
+
+
+# -------------------------------------------------------------------------------------------------------------- models
+
+SIZE = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+GROUPED = SIZE | {"num_key_value_heads": 1, "head_dim": 16, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+
+
+def gpt2():
+    t = transformers()
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    size = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0}
+    return t.GPT2LMHeadModel(t.GPT2Config(vocab_size=97, **size, **dropout))
+
+
+def llama():
+    t = transformers()
+    return t.LlamaForCausalLM(t.LlamaConfig(**GROUPED))
+
+
+def qwen():
+    t = transformers()
+    return t.Qwen3ForCausalLM(t.Qwen3Config(**GROUPED))
+
+
+def bert():
+    t = transformers()
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return t.BertForMaskedLM(t.BertConfig(**SIZE, **dropout))
+
+
+def vit():
+    t = transformers()
+    size = {k: v for k, v in SIZE.items() if k != "vocab_size"} | {"image_size": 16, "patch_size": 4, "num_labels": 7}
+    return t.ViTForImageClassification(t.ViTConfig(**size))
+
+
+def timm_vit():
+    size = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 7}
+    return timm().create_model("vit_tiny_patch16_224", pretrained=False, **size)
+
+
+def timm_resnet():
+    return timm().create_model("resnet18", pretrained=False, num_classes=7)
+
+
+MODELS = {
+    gpt2: {"layer_norm": 5, "linear": 2, "gelu": 2, "cross_entropy": 1},
+    llama: {"rms_norm": 5, "swiglu": 2, "cross_entropy": 1},
+    qwen: {"rms_norm": 9, "swiglu": 2, "cross_entropy": 1},
+    bert: {"layer_norm": 6, "linear": 3, "gelu": 3},
+    vit: {"layer_norm": 5, "linear": 2, "gelu": 2, "conv2d": 1},
+    timm_vit: {"layer_norm": 5, "linear": 2, "gelu": 2, "conv2d": 1},
+    timm_resnet: {"conv2d": 1},
+}
+
+
+def made(build):
+    torch.manual_seed(0)
+    return build()
+
+
+def loss_of(model, build):
+    generator, parameter = torch.Generator().manual_seed(1), next(model.parameters())
+    if build in (vit, timm_vit, timm_resnet):
+        side = 64 if build is timm_resnet else 16
+        result = model(torch.randn(3, 3, side, side, generator=generator).to(parameter))
+        logits = result.logits if build is vit else result
+        return nn.functional.cross_entropy(logits.float(), torch.tensor([1, 0, 5], device=parameter.device))
+    tokens = torch.randint(0, 97, (2, 11), generator=generator)
+    labels = tokens.masked_fill(torch.rand(2, 11, generator=generator) < 0.2, -100)
+    return model(input_ids=tokens.to(parameter.device), labels=labels.to(parameter.device)).loss
+
+
+def trained(model, build):
+    """The loss and all gradients, as one vector in float64."""
+    model.zero_grad()
+    loss = loss_of(model, build)
+    loss.backward()
+    gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    return loss.detach().double(), torch.cat(gradients).double()
+
+
+def error(found, expected):
+    return [((a - b).norm() / b.norm()).item() for a, b in zip(found, expected, strict=True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("build", MODELS)
+def test_losses_and_gradients_are_within_the_errors_of_the_model_as_it_was(build, dtype):
+    model = made(build).to(dtype)
+    exact = trained(copy.deepcopy(model).double(), build)
+    before = trained(model, build)
+    record = ours.replace(model)
+    counts = {}
+    for row in record:
+        if row.operator:
+            counts[row.operator] = counts.get(row.operator, 0) + 1
+    assert counts == MODELS[build]
+    after = trained(model, build)
+    for mine, its in zip(error(after, exact), error(before, exact), strict=True):
+        assert mine <= 1.5 * its + TOLERANCE[dtype]
+    record.restore()
+    assert all(torch.equal(a, b) for a, b in zip(trained(model, build), before, strict=True))
+
+
+def blocks():
+    """A norm and a network of each model that has them."""
+    block, layer, encoder = made(gpt2).transformer.h[0], made(llama).model.layers[0], made(bert).bert.encoder.layer[0]
+    yield block.ln_1, block.mlp, {"layer_norm", "linear"}
+    yield layer.input_layernorm, layer.mlp, {"rms_norm", "swiglu"}
+    yield encoder.attention.output.LayerNorm, encoder.intermediate, {"layer_norm", "linear"}
+
+
+def test_replaced_modules_are_traced_as_operators():
+    for norm, network, operators in blocks():
+        model, x, seen = nn.Sequential(norm, network), torch.randn(2, 5, 32), set()
+        before = model(x)
+        ours.replace(model)
+
+        def backend(graph, _, seen=seen):
+            seen.update(str(node.target) for node in graph.graph.nodes)
+            return graph.forward
+
+        torch.testing.assert_close(torch.compile(model, fullgraph=True, backend=backend)(x), before)
+        assert {f"aotops.{name}.default" for name in operators} <= seen
+
+
+def test_a_replaced_model_is_compiled():
+    model = made(llama)
+    del model.model.layers[1:]
+    before = trained(model, llama)
+    ours.replace(model)
+    after = trained(torch.compile(model, fullgraph=True), llama)
+    assert max(error(after, before)) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_the_benchmark_runs(name):
+    transformers()
+    theirs, mine = replaced.rows(name, ["aotops", "transformers"], compiled=False, steps=1, tiny=True)
+    assert (theirs["impl"], mine["impl"]) == ("transformers", "aotops")
+    assert mine["losses"] == pytest.approx(theirs["losses"], rel=0.01)
+
+
+# --------------------------------------------------------------------------------------------------------------- forms
+
+
+class Held(nn.Module):
+    """A module of a form: the attributes of all, by the names that the references have."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width))
+        self.bias = nn.Parameter(torch.randn(width))
+        self.EPS = self.eps = 0.1
+        self.normalized_shape = (width,)
+        self.with_scale, self._fast_norm = True, False
+        self.FUNCTION = functools.partial(nn.functional.gelu, approximate="tanh")
+
+
+def of_form(form):
+    return type("Held", (Held,), dict(form.methods))()
+
+
+SINGLE = [f for f in known.FORMS if f.kind in ("rms_norm", "layer_norm", "gelu")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("wide_weight", [False, True])
+@pytest.mark.parametrize("form", SINGLE, ids=lambda form: form.methods["forward"].__name__)
+def test_a_form_computes_what_its_reference_computes(form, wide_weight, dtype):
+    if form.kind == "layer_norm" and wide_weight and dtype is torch.float16:
+        pytest.skip("torch has no such mixture")
+    torch.manual_seed(0)
+    module = of_form(form)
+    module = module if wide_weight else module.to(dtype)
+    x = torch.randn(3, 4, 8).to(dtype).requires_grad_()
+    given = [x, *(p for p in module.parameters())]
+
+    def results():
+        try:
+            y = module(x)
+        except RuntimeError as error:
+            return str(error)
+        return [y.detach(), *torch.autograd.grad(y.double().square().sum(), given, allow_unused=True)]
+
+    before = results()
+    record = ours.replace(module)
+    assert [row.operator for row in record] == [form.kind]
+    after = results()
+    if isinstance(before, str):
+        assert after == before
+        return
+    tolerance = {"rtol": 5e-2, "atol": 0.25} if dtype.itemsize == 2 else {"rtol": 1e-4, "atol": 1e-4}
+    for a, b in zip(after, before, strict=True):
+        if b is not None:  # dtypes too
+            torch.testing.assert_close(a, b, **tolerance)
+
+
+def llama_forward(self, hidden):
+    """A docstring, types and other names of variables make no other form."""
+    its_dtype: torch.dtype = hidden.dtype
+    hidden = hidden.to(torch.float32)
+    variance = hidden.pow(2).mean(-1, keepdim=True)
+    hidden = hidden * torch.rsqrt(variance + self.variance_epsilon)
+    return self.weight * hidden.to(its_dtype)
+
+
+def another_constant(self, x):
+    input_dtype = x.dtype
+    x = x.to(torch.float32)
+    variance = x.pow(2).mean(-2, keepdim=True)
+    x = x * torch.rsqrt(variance + self.variance_epsilon)
+    return self.weight * x.to(input_dtype)
+
+
+def another_function(self, x):
+    input_dtype = x.dtype
+    x = x.to(torch.float32)
+    variance = x.pow(2).mean(-1, keepdim=True)
+    x = x * torch.sqrt(variance + self.variance_epsilon)
+    return self.weight * x.to(input_dtype)
+
+
+def one_more(self, x, scale=1):
+    input_dtype = x.dtype
+    x = x.to(torch.float32)
+    variance = x.pow(2).mean(-1, keepdim=True)
+    x = x * torch.rsqrt(variance + self.variance_epsilon)
+    return self.weight * x.to(input_dtype)
+
+
+def norm_class(forward):
+    def init(self):
+        nn.Module.__init__(self)
+        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(8)), 1e-6
+
+    return type("LlamaRMSNorm", (nn.Module,), {"__init__": init, "forward": forward})
+
+
+def elsewhere(function):
+    """The function where ``torch`` means something else."""
+    fake = types.SimpleNamespace(float32=torch.float32, rsqrt=torch.sqrt)
+    return types.FunctionType(function.__code__, {"torch": fake})
+
+
+def test_a_name_makes_no_form():
+    assert ours.replace(norm_class(llama_forward)()).rows[0].operator == "rms_norm"
+    for forward in (another_constant, another_function, one_more, elsewhere(llama_forward)):
+        module = norm_class(forward)()
+        cls = type(module)
+        assert ours.replace(module).rows == [("", "LlamaRMSNorm", None, "no operator has its forward")]
+        assert type(module) is cls
+
+
+class Doubled(nn.LayerNorm):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Clipped(nn.Conv2d):
+    def _conv_forward(self, x, weight, bias):
+        return super()._conv_forward(x, weight, bias).clamp(-1, 1)
+
+
+class Renamed(nn.GELU):
+    pass
+
+
+def test_a_subclass_is_known_by_its_forward():
+    model = nn.Sequential(Doubled(8), Clipped(3, 4, 1), Renamed())
+    assert [row.operator for row in ours.replace(model)] == [None, None, "gelu"]
+    assert isinstance(model[2], Renamed)
+    assert type(model[0]) is Doubled
+
+
+# --------------------------------------------------------------------------------------------------------- what is left
+
+
+def reasons(model, **options):
+    return {row.module: row.reason for row in ours.replace(model, **options) if row.operator is None}
+
+
+def test_what_is_left_and_why():
+    transformers()
+    clip = transformers().CLIPTextModel(
+        transformers().CLIPTextConfig(**SIZE, hidden_act="quick_gelu", bos_token_id=0, eos_token_id=0, pad_token_id=0)
+    )
+    assert "QuickGELUActivation, or has hooks: expected GELU, SiLU or ReLU" in reasons(clip)["CLIPMLP"]
+    module = nn.LayerNorm(4)
+    module.forward = lambda x: x
+    assert reasons(module) == {"LayerNorm": "its forward is the instance's own"}
+    module = norm_class(llama_forward)()
+    module.weight = nn.Parameter(torch.ones(1))  # broadcast
+    assert reasons(module) == {"LlamaRMSNorm": "its weight has shape (1,), expected one axis"}
+    module.variance_epsilon = nn.Parameter(torch.ones(8))
+    assert reasons(module) == {"LlamaRMSNorm": "its variance_epsilon is a Parameter, expected a float"}
+    assert reasons(nn.LayerNorm(4), without="layer_norm") == {"LayerNorm": "not selected"}
+    assert reasons(nn.Sequential(nn.GELU(), nn.LayerNorm(4)), only=["gelu"]) == {"LayerNorm": "not selected"}
+    assert reasons(nn.Linear(4, 4)) == {"Linear": "a product alone: torch's uses cuBLASLt too"}
+    assert "expected up to 8 input channels" in reasons(nn.Conv2d(16, 8, 3))["Conv2d"]
+    assert reasons(nn.Conv2d(3, 8, 3, padding=1, padding_mode="circular"))["Conv2d"]
+
+    class Counted(nn.LayerNorm):
+        def __init_subclass__(cls):
+            raise AssertionError
+
+    assert "in a way of its own" in reasons(Counted(4))["Counted"]
+
+
+def test_arguments():
+    with pytest.raises(TypeError, match=r"replace: model has type list, expected torch\.nn\.Module"):
+        ours.replace([])
+    with pytest.raises(ValueError, match="replace: only has 'norms', expected layer_norm, rms_norm"):
+        ours.replace(nn.GELU(), only=["norms"])
+    with pytest.raises(ValueError, match="replace: without has 'gelus'"):
+        ours.replace(nn.GELU(), without="gelus")
+
+
+# ----------------------------------------------------------------------------------------- what stays, and the way back
+
+
+def test_state_names_hooks_and_classes_stay():
+    model = made(gpt2)
+    before = {name: id(p) for name, p in model.named_parameters()}
+    state, text, classes = [*model.state_dict()], repr(model), [type(m) for m in model.modules()]
+    calls = []
+    norm, mlp = model.transformer.h[0].ln_1, model.transformer.h[0].mlp
+    norm.register_forward_hook(lambda *_: calls.append("norm"))
+    with ours.replace(model) as record:
+        assert (before, state, text) == (
+            {name: id(p) for name, p in model.named_parameters()},
+            [*model.state_dict()],
+            repr(model),
+        )
+        assert all(isinstance(m, cls) for m, cls in zip(model.modules(), classes, strict=True))
+        assert type(mlp) is not classes[0]
+        loss_of(model, gpt2)
+        assert calls == ["norm"]
+        handles = [m.register_forward_hook(lambda *_: calls.append("inner")) for m in (mlp.c_fc, mlp.act)]
+        loss_of(model, gpt2)
+        assert calls == ["norm", "norm", "inner", "inner"]
+        for handle in handles:
+            handle.remove()
+        handle = nn.modules.module.register_module_forward_hook(
+            lambda m, *_: calls.append("any") if m is mlp.c_fc else None
+        )
+        loss_of(model, gpt2)
+        handle.remove()
+        assert calls[4:] == ["norm", "any"]
+        table = [line.split() for line in str(record).split("\n")]
+        assert ["layer_norm", "2", "transformer.h.*.ln_1", "LayerNorm"] in table
+    assert [type(m) for m in model.modules()] == classes
+    assert "_loss_function" not in vars(model)
+    record.restore()
+    assert [type(m) for m in model.modules()] == classes
+
+
+def test_a_child_that_is_exchanged_is_called():
+    model = made(llama)
+    ours.replace(model)
+    mlp = model.model.layers[0].mlp
+    x = torch.randn(2, 32)
+    mlp.act_fn = nn.Tanh()
+    expected = mlp.down_proj(torch.tanh(mlp.gate_proj(x)) * mlp.up_proj(x))
+    torch.testing.assert_close(mlp(x), expected)
+    other = made(gpt2)
+    ours.replace(other)
+    mlp = other.transformer.h[0].mlp
+    mlp.c_fc = nn.Sequential(nn.Linear(32, 128), nn.Tanh())
+    torch.testing.assert_close(mlp(x), mlp.c_proj(mlp.act(mlp.c_fc(x))))
+
+
+def test_dtypes_may_change_and_autocast_computes_in_the_dtypes_of_the_model():
+    for build in (llama, bert, gpt2):
+        model = made(build)
+        with torch.autocast("cpu", torch.bfloat16):
+            before = loss_of(model, build)
+        ours.replace(model)
+        with torch.autocast("cpu", torch.bfloat16):
+            after = loss_of(model, build)
+        assert after.dtype == before.dtype
+        torch.testing.assert_close(after, before, rtol=0.02, atol=0.02)
+        for dtype in (torch.float64, torch.bfloat16):
+            assert abs(loss_of(model.to(dtype), build).item() - before.item()) < 0.05
+
+
+def test_norms_have_the_dtypes_of_the_original_in_mixed_precision():
+    """The weight of LlamaRMSNorm promotes, and torch's layer_norm takes float32 under autocast on a GPU."""
+    module = norm_class(llama_forward)()
+    ours.replace(module)
+    assert module(torch.randn(3, 8, dtype=torch.bfloat16)).dtype == torch.float32
+    assert module.bfloat16()(torch.randn(3, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_copies_and_files():
+    model = made(llama)
+    ours.replace(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert [type(m) for m in other.modules()] == [type(m) for m in model.modules()]
+        assert other.model.norm is not model.model.norm
+        torch.testing.assert_close(loss_of(other, llama), loss_of(model, llama))
+        ours.restore(other)
+        assert type(other.model.norm) is type(model.model.norm).__mro__[1]
+        assert "_loss_function" not in vars(other)
+    assert type(model.model.norm).__name__ == "LlamaRMSNorm"
+
+
+def test_twice():
+    model = nn.Sequential(nn.LayerNorm(4), nn.GELU())
+    first = ours.replace(model, only="gelu")
+    second = ours.replace(model)
+    assert [row.operator for row in second] == ["layer_norm", None]
+    assert second.rows[1].reason == "replaced already"
+    second.restore()
+    assert type(model[0]) is nn.LayerNorm
+    assert type(model[1]) is not nn.GELU
+    first.restore()
+    assert type(model[1]) is nn.GELU
+    ours.replace(model)
+    first.restore()  # of its own replacement, which is over
+    assert type(model[1]) is not nn.GELU
+
+
+class Halved(nn.Module):
+    def forward(self, weight):
+        return weight / 2
+
+
+def test_parametrizations():
+    """Before and after: torch makes a subclass too, whose attribute is the weight."""
+    x = torch.randn(3, 4)
+    for before in (True, False):
+        module = nn.LayerNorm(4)
+        record = None if before else ours.replace(module)
+        nn.utils.parametrize.register_parametrization(module, "weight", Halved())
+        record = record or ours.replace(module)
+        torch.testing.assert_close(module(x), nn.functional.layer_norm(x, (4,)) / 2)
+        if not before:
+            with pytest.raises(RuntimeError, match="ParametrizedLayerNorm, made of the replaced one"):
+                record.restore()
+            nn.utils.parametrize.remove_parametrizations(module, "weight")
+        record.restore()
+        assert type(module).__name__ == ("ParametrizedLayerNorm" if before else "LayerNorm")
+
+
+def test_other_modules_of_torch():
+    torch.manual_seed(0)
+    x, target = torch.randn(6, 5), torch.tensor([0, 1, 2, 3, 4, 0])
+    weight = torch.rand(5)
+    for module, given in (
+        (nn.Softmax(-1), (x,)),
+        (nn.RMSNorm(5), (x,)),
+        (nn.RMSNorm(5).bfloat16(), (x.bfloat16(),)),
+        (nn.CrossEntropyLoss(), (x, target)),
+        (nn.CrossEntropyLoss(weight, ignore_index=2, label_smoothing=0.1), (x, target)),
+    ):
+        expected = module(*given)
+        assert ours.replace(module).rows[0].operator
+        torch.testing.assert_close(module(*given), expected)
+
+
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")]
+
+
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=gpu)])
+def test_autocast_gives_the_dtypes_of_the_original(where):
+    def dtypes(module):
+        found = []
+        for dtype in (torch.float32, torch.bfloat16):
+            try:
+                with torch.autocast(where, torch.bfloat16):
+                    found.append(module(torch.randn(2, 32, device=where, dtype=dtype)).dtype)
+            except RuntimeError as error:
+                found.append(str(error))
+        return found
+
+    half = made(bert).bert.encoder.layer[0].intermediate
+    half.intermediate_act_fn = made(gpt2).transformer.h[0].mlp.act
+    modules = [half, nn.LayerNorm(32), nn.RMSNorm(32), nn.Softmax(-1), nn.GELU()]
+    for module in (*modules, *(module for block in blocks() for module in block[:2])):
+        before = dtypes(module.to(where))
+        ours.replace(module)
+        assert dtypes(module) == before
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("build", MODELS)
+def test_on_a_gpu_in_16_bits(build, autocast):
+    """Convolutions, and products with their activations, of 16 bits are replaced there alone."""
+    model = made(build).cuda()
+    model = model if autocast else model.bfloat16()
+    exact = trained(copy.deepcopy(model).cpu().double(), build)
+
+    def found():
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            loss, gradients = trained(model, build)
+        return loss.cpu(), gradients.cpu()
+
+    before = found()
+    ours.replace(model)
+    for mine, its in zip(error(found(), exact), error(before, exact), strict=True):
+        assert mine <= 2 * its + TOLERANCE[torch.bfloat16]
+
+
+SHARDED = """
+import torch
+from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from aotops.frontends import torch as F
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)
+
+    def forward(self, x):
+        x = self.fc1(x)
+        x = self.act(x)
+        x = self.fc2(x)
+        return x
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.LayerNorm(8), Mlp())
+
+
+def gradients(model):
+    model(x).square().sum().backward()
+    return [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
+
+
+def shard(model):
+    for layer in (model[1].fc1, *model, model):
+        fully_shard(layer, mesh=mesh)
+
+
+distributed.init_process_group("gloo", rank=0, world_size=1, store=distributed.HashStore())
+mesh = distributed.init_device_mesh("cpu", (1,))
+x = torch.randn(4, 8)
+expected = gradients(model())
+replaced = model()
+F.replace(replaced)
+before, after = model(), model()
+assert [row.operator for row in F.replace(before)] == ["layer_norm", "linear", None, "gelu", None]
+shard(before)
+shard(after)
+assert [row.operator for row in F.replace(after)][:2] == ["layer_norm", None], "a sharded fc1 has hooks"
+for mine in (DistributedDataParallel(replaced), before, after):
+    for a, b in zip(gradients(mine), expected, strict=True):
+        torch.testing.assert_close(a, b)
+"""
+
+
+def test_data_parallel_and_sharded_models(python):
+    if not torch.distributed.is_available():
+        pytest.skip("torch has no distributed")
+    python(SHARDED)
