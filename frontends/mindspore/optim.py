@@ -79,7 +79,7 @@ class AdamW(nn.Optimizer):
     def construct(self, gradients):
         lr = self.get_lr()
         before = self.global_step.reshape(()).astype(ms.float32)
-        results = ()
+        results: tuple[Any, ...] = ()
         for i in range(len(self._steps)):
             rate = lr[i] if self.is_group_lr else lr
             p = self._updated[i]

@@ -106,6 +106,7 @@ ROW = Row(
         _qkv((0, 3), 2, 6),
         _qkv((2, 0), 2, 6, rows=2),
         # no rotation
+        _qkv((1, 1), 1, 1, rotates=False),
         _qkv((2, 3), 4, 5, rotates=False),
         _qkv((2, 3), 4, 5, kv_heads=1, layout="BHSD", rotates=False),
         _qkv((2, 3), 4, 6, kv_heads=2, grouped=True, layout="BHSD", rotates=False),
