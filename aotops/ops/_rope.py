@@ -13,8 +13,8 @@ def sequence_axis(layout):
 
 
 def table_dims(call, leading, seq):
-    """Of tables and positions, and the names of the sequence and of the last leading axes of what is rotated: leading
-    axes are independent, and so is the sequence where each of its rows has a row of the tables, or a position.
+    """The axes of tables and positions, and the names of the sequence and of the last leading axes of what is rotated:
+    leading axes are independent, and so is the sequence where each of its rows has a row of the tables, or a position.
 
     Args:
         leading: the leading axes of what is rotated.

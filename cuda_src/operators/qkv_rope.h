@@ -73,7 +73,7 @@ struct QkvRopeAttrs : RopeAttrs {
 
   PackedHeads order() const { return {heads, kv_heads == kHeads ? heads : kv_heads, grouped}; }
 
-  // Of qkv or dqkv; tables and positions have passed check.
+  // qkv is qkv or dqkv; tables and positions have passed check.
   RopeSizes sizes(const Spec &qkv, const Spec &cos, const Spec &positions) const {
     RopeSizes z = RopeAttrs::sizes(packed_heads("qkv", qkv), cos, positions);
     z.batch = qkv.product(0, qkv.ndim - 2), z.heads = order().count();

@@ -271,7 +271,7 @@ def test_built_in_operators_hold_on_a_gpu():
 
 
 def words(profile):
-    """Those of the names of the kernels that ran."""
+    """The words in the names of the kernels that ran."""
     return {word for event in profile.events() for word in re.findall(r"\w+", event.name)}
 
 

@@ -81,9 +81,9 @@ def _bad(given, attrs, error, *words) -> Bad:
 
 
 def _in_torch(torch, qkv, cos, sin, heads, kv_heads=None, **attrs):
-    """As models write it."""
+    """As models write it. Views of qkv are not multiplied: torch would save them for the backward."""
     grouped, layout = attrs.pop("grouped", False), attrs.pop("layout", "BSHD")
-    q, k, v = _split(torch, qkv, heads, kv_heads, grouped)
+    q, k, v = (x.clone() for x in _split(torch, qkv, heads, kv_heads, grouped))
     if cos is not None:
         q, k = (of_rope.ROW.torch(torch, x, cos, sin, **attrs) for x in (q, k))
     parts = (x.transpose(-3, -2) if layout == "BHSD" else x for x in (q, k, v))

@@ -67,7 +67,7 @@ def close(found, expected, tolerance):
     ids=str,
 )
 def test_steps_are_the_formulas(mode, kind, given, tolerance):
-    """Of "gamma" nothing decays."""
+    """The parameter "gamma" does not decay."""
     ms.set_context(mode=mode)
     params = parameters(kind)
     optimizer = AdamW(params, 0.01, weight_decay=0.3, **given)
