@@ -74,6 +74,7 @@ class Mathematics(Protocol):
         """The transpose of ``take``: (n, m), the sums of the rows of x, (k, m), that have an index."""
 
     def reshape(self, x: Array, shape: tuple[int, ...]) -> Array: ...
+    def swapaxes(self, x: Array, a: int, b: int) -> Array: ...
 
     def matrix(self, x: Array) -> Array:
         """(..., n) as (rows, n)."""

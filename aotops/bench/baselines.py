@@ -204,8 +204,18 @@ def _torch_functions() -> dict[str, Make]:
 
         return interleaved if variant else halves
 
+    def qkv_rope(shape: Shape, variant: str) -> Callable[..., Any]:
+        _, _, heads, kv_heads, dim = shape
+
+        def split(p, cos, sin):
+            q, k, v = p.unflatten(-1, (-1, dim)).split([heads, kv_heads, kv_heads], -2)
+            return rope(shape, "")(q, cos, sin), rope(shape, "")(k, cos, sin), v.contiguous()
+
+        return split
+
     return {
         "rope": rope,
+        "qkv_rope": qkv_rope,
         "add": lambda shape, variant: torch.add,
         "gelu": lambda shape, variant: lambda x: F.gelu(x, approximate=variant),
         "swiglu": lambda shape, variant: lambda gate, up: F.silu(gate) * up,

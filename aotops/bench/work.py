@@ -208,6 +208,27 @@ class Rotations(Work):
         return {"x": shape, "c": (shape[1], shape[3] // 2)}
 
 
+class Projections(Work):
+    """p is the packed product of a projection, q and k what it is taken apart into, with a row of c, one of the tables,
+    for each row of the sequence."""
+
+    AXES = ("batch", "sequence", "heads", "kv_heads", "head_dim")
+    # of Llama, of GPT-2's size, and a decoder's step
+    SHAPES = ((8, 2048, 32, 8, 128), (16, 1024, 12, 12, 64), (64, 1, 32, 8, 128))
+    FEW = ((1, 1, 32, 8, 128), (1, 1024, 12, 12, 64))
+    CONSTANTS = "c"
+    SMALL = 64 * 32 * 8 * 128
+
+    def tensors(self, shape):
+        batch, seq, heads, kv_heads, dim = shape
+        return {
+            "p": (batch, seq, (heads + 2 * kv_heads) * dim),
+            "c": (seq, dim // 2),
+            "q": (batch, seq, heads, dim),
+            "k": (batch, seq, kv_heads, dim),
+        }
+
+
 class Cell(Work):
     """A recurrent cell: i is its input, h a state, old or new, g what its three gates are before they are applied, w
     the weights of state and input, and b the bias."""

@@ -35,58 +35,79 @@ struct RopeAttrs {
 
   // x is x or dy; tables and positions have passed check.
   RopeSizes sizes(const Spec &x, const Spec &cos, const Spec &positions) const {
-    RopeSizes z;
+    const Heads of = heads_of("", x);
+    RopeSizes z = sizes(of, cos, positions);
+    z.batch = x.product(0, of.leading), z.heads = x.shape[x.ndim - (layout == 1 ? 3 : 2)];
+    return z;
+  }
+
+ protected:
+  // A tensor whose heads are rotated, named by its slot: the number of its leading axes, its sequence and head_dim.
+  struct Heads {
+    const char *slot;
+    const Spec &x;
+    int leading;
+    int64_t seq, dim;
+  };
+
+  // All sizes but batch and heads.
+  RopeSizes sizes(const Heads &of, const Spec &cos, const Spec &positions) const {
+    RopeSizes z{};
     z.heads_first = layout == 1;
-    z.batch = x.product(0, x.ndim - 3), z.dim = x.shape[x.ndim - 1];
-    z.seq = x.shape[seq_axis(x)], z.heads = x.shape[x.ndim - (z.heads_first ? 3 : 2)];
-    z.half = rotated(x) / 2;
+    z.seq = of.seq, z.dim = of.dim, z.lines = 1;
+    if (!cos) return z;
+    z.half = rotated(of) / 2;
     z.width = cos.shape[cos.ndim - 1], z.rows = cos.product(0, cos.ndim - 1);
     z.lines = positions ? positions.product(0, positions.ndim - 1) : cos.product(0, cos.ndim - 2);
     return z;
   }
 
- protected:
-  Status check(const char *op, const char *slot, const Spec &x, const Spec &cos, const Spec &sin,
-               const Spec &positions) const {
+  Heads heads_of(const char *slot, const Spec &x) const {
+    if (!x.rank_known()) return {slot, x, 0, kUnknownDim, kUnknownDim};
+    return {slot, x, x.ndim - 3, x.shape[x.ndim - (layout == 1 ? 2 : 3)], x.shape[x.ndim - 1]};
+  }
+
+  Status check_heads(const char *op, const char *slot, const Spec &x) const {
     AOT_TRY(check_floating(op, slot, x));
-    if (x.rank_known() && x.ndim < 3)
-      return fail(kInvalidArgument, "%s: %s has shape %s, expected (..., %s, head_dim)", op, slot, ShapeText(x).text,
-                  layout == 1 ? "heads, sequence" : "sequence, heads");
-    AOT_TRY(check_rotary_dim(op, slot, x));
-    AOT_TRY(check_table(op, "cos", cos, slot, x, positions));
-    AOT_TRY(check_wider(op, "sin", sin, x.dtype));
+    if (!x.rank_known() || x.ndim >= 3) return kOk;
+    return fail(kInvalidArgument, "%s: %s has shape %s, expected (..., %s, head_dim)", op, slot, ShapeText(x).text,
+                layout == 1 ? "heads, sequence" : "sequence, heads");
+  }
+
+  Status check_tables(const char *op, const Heads &of, const Spec &cos, const Spec &sin, const Spec &positions) const {
+    AOT_TRY(check_rotary_dim(op, of));
+    AOT_TRY(check_table(op, "cos", cos, of, positions));
+    AOT_TRY(check_wider(op, "sin", sin, of.x.dtype));
     AOT_TRY(check_dtype(op, "sin", sin, cos.dtype));
     AOT_TRY(check_shape(op, "sin", sin, "cos", cos));
-    return check_positions(op, slot, x, positions);
+    return check_positions(op, of, positions);
   }
 
  private:
-  int seq_axis(const Spec &x) const { return x.ndim - (layout == 1 ? 2 : 3); }
-  int64_t rotated(const Spec &x) const { return rotary_dim == kHeadDim ? x.shape[x.ndim - 1] : rotary_dim; }
+  int64_t rotated(const Heads &of) const { return rotary_dim == kHeadDim ? of.dim : rotary_dim; }
 
-  Status check_rotary_dim(const char *op, const char *slot, const Spec &x) const {
-    const int64_t dim = x.rank_known() ? x.shape[x.ndim - 1] : kUnknownDim, asked = rotary_dim;
+  Status check_rotary_dim(const char *op, const Heads &of) const {
+    const int64_t dim = of.dim, asked = rotary_dim;
     if (asked == kHeadDim) {
       if (dim < 0 || dim % 2 == 0) return kOk;
-      return fail(kInvalidArgument, "%s: %s has shape %s, expected an even head_dim, or a rotary_dim", op, slot,
-                  ShapeText(x).text);
+      return fail(kInvalidArgument, "%s: %s has shape %s, expected an even head_dim, or a rotary_dim", op, of.slot,
+                  ShapeText(of.x).text);
     }
     if (asked >= 0 && asked % 2 == 0 && (dim < 0 || asked <= dim)) return kOk;
     if (dim < 0)
       return fail(kInvalidArgument, "%s: rotary_dim is %lld, expected an even number", op,
                   static_cast<long long>(asked));
     return fail(kInvalidArgument, "%s: rotary_dim is %lld, expected an even number from 0 to %lld, the head_dim of %s",
-                op, static_cast<long long>(asked), static_cast<long long>(dim), slot);
+                op, static_cast<long long>(asked), static_cast<long long>(dim), of.slot);
   }
 
-  Status check_table(const char *op, const char *table, const Spec &cos, const char *slot, const Spec &x,
-                     const Spec &positions) const {
-    AOT_TRY(check_wider(op, table, cos, x.dtype));
-    if (!cos.rank_known() || !x.rank_known()) return kOk;
+  Status check_table(const char *op, const char *table, const Spec &cos, const Heads &of, const Spec &positions) const {
+    AOT_TRY(check_wider(op, table, cos, of.x.dtype));
+    if (!cos.rank_known() || !of.x.rank_known()) return kOk;
     if (cos.ndim < 2 || (positions && cos.ndim > 2))
       return fail(kInvalidArgument, "%s: %s has shape %s, expected (positions, rotary_dim / 2)", op, table,
                   ShapeText(cos).text);
-    const int64_t all = rotated(x), width = cos.shape[cos.ndim - 1], rows = cos.shape[cos.ndim - 2];
+    const int64_t all = rotated(of), width = cos.shape[cos.ndim - 1], rows = cos.shape[cos.ndim - 2];
     if (all >= 0 && !same_dim(width, all / 2) && (interleaved || !same_dim(width, all))) {
       char wider[64] = "";
       if (!interleaved) std::snprintf(wider, sizeof wider, " or %lld", static_cast<long long>(all));
@@ -94,39 +115,35 @@ struct RopeAttrs {
                   op, table, ShapeText(cos).text, static_cast<long long>(all / 2), wider, static_cast<long long>(all));
     }
     if (positions) return kOk;
-    const int64_t seq = x.shape[seq_axis(x)];
-    const bool fits = cos.ndim > 2 ? same_dim(rows, seq) : rows < 0 || seq < 0 || rows >= seq;
+    const bool fits = cos.ndim > 2 ? same_dim(rows, of.seq) : rows < 0 || of.seq < 0 || rows >= of.seq;
     if (!fits)
       return fail(kInvalidArgument, "%s: %s has shape %s, expected %s%lld rows, for the sequence of %s, of shape %s",
-                  op, table, ShapeText(cos).text, cos.ndim > 2 ? "" : "at least ", static_cast<long long>(seq), slot,
-                  ShapeText(x).text);
-    return check_lines(op, table, cos, cos.ndim - 2, slot, x);
+                  op, table, ShapeText(cos).text, cos.ndim > 2 ? "" : "at least ", static_cast<long long>(of.seq),
+                  of.slot, ShapeText(of.x).text);
+    return check_lines(op, table, cos, cos.ndim - 2, of);
   }
 
-  Status check_positions(const char *op, const char *slot, const Spec &x, const Spec &positions) const {
+  Status check_positions(const char *op, const Heads &of, const Spec &positions) const {
     if (!positions) return kOk;
     AOT_TRY(check_integer(op, "positions", positions));
-    if (!positions.rank_known() || !x.rank_known()) return kOk;
-    const int64_t seq = x.shape[seq_axis(x)];
-    if (positions.ndim < 1 || !same_dim(positions.shape[positions.ndim - 1], seq))
+    if (!positions.rank_known() || !of.x.rank_known()) return kOk;
+    if (positions.ndim < 1 || !same_dim(positions.shape[positions.ndim - 1], of.seq))
       return fail(kInvalidArgument,
                   "%s: positions has shape %s, expected (..., %lld), for the sequence of %s, of shape %s", op,
-                  ShapeText(positions).text, static_cast<long long>(seq), slot, ShapeText(x).text);
-    return check_lines(op, "positions", positions, positions.ndim - 1, slot, x);
+                  ShapeText(positions).text, static_cast<long long>(of.seq), of.slot, ShapeText(of.x).text);
+    return check_lines(op, "positions", positions, positions.ndim - 1, of);
   }
 
-  // The first `axes` axes of a tensor are the last of x's leading ones, or all 1.
-  static Status check_lines(const char *op, const char *name, const Spec &s, int axes, const char *slot,
-                            const Spec &x) {
-    const int leading = x.ndim - 3;
-    bool ones = true, same = axes <= leading;
-    for (int i = 1; i <= axes && axes <= leading; ++i) {
+  // The first `axes` axes of a tensor are the last leading ones of x, or all 1.
+  static Status check_lines(const char *op, const char *name, const Spec &s, int axes, const Heads &of) {
+    bool ones = true, same = axes <= of.leading;
+    for (int i = 1; i <= axes && axes <= of.leading; ++i) {
       const int64_t n = s.shape[axes - i];
-      ones &= same_dim(n, 1), same &= same_dim(n, x.shape[leading - i]);
+      ones &= same_dim(n, 1), same &= same_dim(n, of.x.shape[of.leading - i]);
     }
-    if (axes <= leading && (ones || same)) return kOk;
+    if (axes <= of.leading && (ones || same)) return kOk;
     return fail(kInvalidArgument, "%s: %s has shape %s, expected leading axes of %s, which has shape %s, or 1", op,
-                name, ShapeText(s).text, slot, ShapeText(x).text);
+                name, ShapeText(s).text, of.slot, ShapeText(of.x).text);
   }
 
   static Status check_wider(const char *op, const char *slot, const Spec &s, DType model) {
@@ -145,7 +162,8 @@ struct Rope : RopeAttrs {
   static constexpr Slot outputs[] = {{"y"}};
 
   Status infer(const Tensor *in, Spec *out) const {
-    AOT_TRY(check(name, "x", in[kX], in[kCos], in[kSin], in[kPositions]));
+    AOT_TRY(check_heads(name, "x", in[kX]));
+    AOT_TRY(check_tables(name, heads_of("x", in[kX]), in[kCos], in[kSin], in[kPositions]));
     out[0] = in[kX];
     return kOk;
   }
@@ -159,13 +177,14 @@ struct RopeBackward : RopeAttrs {
   static constexpr Slot outputs[] = {{"dx", optional}, {"dcos", optional}, {"dsin", optional}};
 
   Status infer(const Tensor *in, Spec *out) const {
-    AOT_TRY(check(name, "dy", in[kDy], in[kCos], in[kSin], in[kPositions]));
+    AOT_TRY(check_heads(name, "dy", in[kDy]));
+    AOT_TRY(check_tables(name, heads_of("dy", in[kDy]), in[kCos], in[kSin], in[kPositions]));
     if (in[kX]) AOT_TRY(check_like(name, "x", in[kX], "dy", in[kDy]));
     out[kDx] = in[kDy], out[kDcos] = in[kCos], out[kDsin] = in[kSin];
     return kOk;
   }
 
-  // x is needed for the gradients of the tables alone.
+  // The gradients of the tables alone need x.
   static Status check_x(const Tensor *in, const Tensor *out) {
     if (in[kX] || !(out[kDcos] || out[kDsin])) return kOk;
     return fail(kInvalidArgument, "%s: x is missing, expected it for dcos and dsin", name);

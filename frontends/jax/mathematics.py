@@ -39,6 +39,7 @@ class Mathematics:
     where = staticmethod(jnp.where)
     zeros = staticmethod(jnp.zeros_like)
     reshape = staticmethod(jnp.reshape)
+    swapaxes = staticmethod(jnp.swapaxes)
 
     def arange(self, n, model):
         return jnp.arange(n, dtype=model.dtype)

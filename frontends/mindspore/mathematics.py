@@ -210,6 +210,12 @@ class Mathematics:
     def reshape(self, x: Placeholder, shape: Sequence[int]) -> Placeholder:
         return self._apply(ops.reshape, x, f", {tuple(shape)}", shape)
 
+    def swapaxes(self, x: Placeholder, a: int, b: int) -> Placeholder:
+        shape = list(x.shape)
+        shape[a], shape[b] = shape[b], shape[a]
+        self._writer.reshapes = True
+        return self._apply(ops.swapaxes, x, f", {a}, {b}", shape)
+
     def matrix(self, x: Placeholder) -> Placeholder:
         return self.reshape(x, (math.prod(x.shape[:-1]), x.shape[-1]))
 

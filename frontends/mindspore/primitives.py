@@ -106,6 +106,11 @@ class _Choose(Constant):
         return differentiable(op, tuple(given), facts)
 
 
+def primitive_of(op: Op, attrs: tuple[Attr, ...], specs: tuple[TensorSpec | None, ...]) -> ops.Custom:
+    """The primitive for inputs of these specs, None for absent ones: a function of those that are given."""
+    return _Choose(op).evaluate(attrs, specs)
+
+
 def _needs_shapes(op: Op) -> bool:
     """Whether MindSpore must be told the shapes of results, of a hosted operator or its backward."""
     own = op.foreign is not None and not op.foreign.by_shapes_alone(op)

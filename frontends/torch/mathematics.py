@@ -23,7 +23,8 @@ class Mathematics:
     """``aotops.formula.Products`` of torch."""
 
     exp, expm1, tanh, sigmoid, rsqrt = torch.exp, torch.expm1, torch.tanh, torch.sigmoid, torch.rsqrt
-    erfc, where, zeros, reshape = torch.special.erfc, torch.where, torch.zeros_like, torch.reshape
+    erfc, where, zeros = torch.special.erfc, torch.where, torch.zeros_like
+    reshape, swapaxes = torch.reshape, torch.swapaxes
     log_softmax, linear = staticmethod(torch.log_softmax), staticmethod(torch.nn.functional.linear)
 
     def __init__(self, ops: Any, narrow: bool = False) -> None:

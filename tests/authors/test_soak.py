@@ -270,9 +270,14 @@ def test_built_in_operators_hold_on_a_gpu():
     assert record.ok, record.render()
 
 
+def words(profile):
+    """The words in the names of the kernels that ran."""
+    return {word for event in profile.events() for word in re.findall(r"\w+", event.name)}
+
+
 @pytest.mark.gpu
 def test_every_kernel_of_the_library_is_run():
-    """By the calls of the soak."""
+    """By the calls of the soak and its steps of models, which the optimizer's kernels are in."""
     if toolchain.gpu_archs() != ("90",) or toolchain.nvcc() is None:
         pytest.skip("there is no GPU of compute capability 9.0, or no nvcc")
     torch = pytest.importorskip("torch")
@@ -286,7 +291,11 @@ def test_every_kernel_of_the_library_is_run():
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             for one in repeated(soaking._of(op, None, None, None, 0), "cuda"):
                 stream.quiet(one)
-        ran |= {word for event in profile.events() for word in re.findall(r"\w+", event.name)}
+        ran |= words(profile)
     stream.close()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for make in steps.MODELS.values():
+            steps._hashes(make, "float32", "cuda", 1, 0, synchronize=False)
+    ran |= words(profile)
     missing = sorted(expected - ran)
     assert not missing, f"never run: {' '.join(missing)}"

@@ -37,6 +37,7 @@ MATHEMATICS = SimpleNamespace(
     take=lambda x, rows: x[rows],
     scatter_sum=lambda x, rows, n: _scatter_sum(x, rows, n),
     reshape=np.reshape,
+    swapaxes=np.swapaxes,
     matrix=lambda x: x.reshape(math.prod(x.shape[:-1]), x.shape[-1]),
 )
 

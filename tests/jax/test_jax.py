@@ -118,6 +118,20 @@ FUNCTIONS |= {
 }
 
 
+def _qkv_rope(x, w, b):
+    y, tables = x * w + b, (_table(x, w[:3]), _table(x, b[3:]))
+    return jnp.sin(_rope(y, *tables)) + 2 * _rope(2 * y, *tables) - 3 * y
+
+
+def _ours_qkv_rope(x, w, b):
+    y = x * w + b
+    q, k, v = ours.qkv_rope(jnp.concatenate([y, 2 * y, 3 * y], -1), _table(x, w[:3]), _table(x, b[3:]), 1)
+    return (jnp.sin(q) + 2 * k - v)[:, 0]
+
+
+FUNCTIONS |= {"qkv_rope": (_ours_qkv_rope, _qkv_rope)}
+
+
 def _lltm(input, weights, bias, old_h, old_cell):
     i, o, c = jnp.split(jnp.concatenate([old_h, input], -1) @ weights.T + bias.reshape(-1), 3, -1)
     new_cell = old_cell + jax.nn.elu(c) * jax.nn.sigmoid(i)

@@ -815,7 +815,7 @@ for _low in (torch.bfloat16, torch.float16):
     context(_title, **_options)(_cast)
     context(f"{_title}, gradients", **_options)(_cast_gradients)
     # beside a residual in float32, theirs has the dtype of the sum, and beside tables that of the product
-    _sums = tuple(name for name in OPERATORS if name.startswith(("add_", "rope")))
+    _sums = tuple(name for name in OPERATORS if name.startswith(("add_", "rope", "qkv_rope")))
     context(f"{_title}, a first tensor of that dtype", refused=True, without=_sums, **_options)(_cast_low_first)
     context(f"{_title}, float64", dtype=torch.float32, works=torch.float32)(_cast_double)
     context(f"{_title}, switched off within", **_options)(_cast_off)

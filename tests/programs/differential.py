@@ -11,6 +11,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -45,7 +47,10 @@ class Call:
 
 def drawn(draw: Draw, name: str) -> Call:
     case = CASES[name].draw(cases.Draw(draw))
-    functions = (of_tensors(f, list(case.given)) for f in (getattr(ours, name), CASES[name].in_torch(torch, name)))
+    required = [key for key, known in signature(OPS[name].bind).parameters.items() if known.default is known.empty]
+    none = {slot: None for slot in required if slot in case.shapes and slot not in case.given}
+    functions = (partial(f, **none) for f in (getattr(ours, name), CASES[name].in_torch(torch, name)))
+    functions = (of_tensors(f, list(case.given)) for f in functions)
     return Call(*functions, list(case.given.values()), case.attrs, next(iter(case.classes.values()), 0))
 
 

@@ -67,6 +67,11 @@ def _rope(x: tuple[int, ...], table: tuple[int, ...], positions: tuple[int, ...]
     return Case(shapes, attrs, classes={"positions": table[0]} if positions else {})
 
 
+def _qkv(qkv: tuple[int, ...], table: Any, positions: tuple[int, ...] | None = None, **attrs: Any) -> Case:
+    shapes = {"qkv": qkv, "cos": table, "sin": table, "positions": positions}
+    return Case(shapes, {"heads": 2, "kv_heads": 1, **attrs}, classes={"positions": table[0]} if positions else {})
+
+
 CASES: dict[str, list[Case]] = {
     "add": [
         Case({"a": (8, 6), "b": (8, 6)}, {"alpha": -0.5}),
@@ -80,6 +85,11 @@ CASES: dict[str, list[Case]] = {
         _rope((4, 8, 6, 6), (9, 2), layout="BHSD", rotary_dim=4),
         _rope((4, 6, 8, 4), (9, 2), (4, 6), interleaved=True),
         _rope((4, 6, 8, 4), (4, 6, 4)),
+    ],
+    "qkv_rope": [
+        _qkv((4, 6, 16), (6, 2)),
+        _qkv((4, 6, 24), (9, 2), (4, 6), layout="BHSD", rotary_dim=4, grouped=True),
+        _qkv((4, 6, 16), None, layout="BHSD"),
     ],
     "softmax": [Case({"x": (8, 6)}), Case({"x": (4, 6, 5)}, {"dim": 1})],
     "layer_norm": [

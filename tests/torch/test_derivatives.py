@@ -27,6 +27,13 @@ CALLS = {
         lambda x, cos, sin: ours.rope(x, cos, sin, positions=INTEGERS[None], layout="BHSD", rotary_dim=2),
         *((2, 2, 3, 3), (4, 2), (4, 2)),
     ),
+    "qkv_rope": (lambda x, c, s: ours.qkv_rope(x, c, s, 2, 1, True, layout="BHSD"), (2, 3, 16), (3, 2), (3, 2)),
+    "qkv_rope in groups": (
+        lambda x, c, s: ours.qkv_rope(x, c, s, 4, 2, positions=INTEGERS[None], rotary_dim=2, grouped=True),
+        *((2, 3, 24), (4, 2), (4, 2)),
+    ),
+    "qkv_rope without tables": (lambda x: ours.qkv_rope(x, None, None, 2), (3, 18)),
+    "qkv_rope whose keys alone are read": (lambda x, c: ours.qkv_rope(x, c, c, 2, grouped=True)[1], (3, 12), (3, 1)),
     "softmax": (lambda x: ours.softmax(x, 0), (3, 4)),
     "layer_norm": (lambda x, w, b: ours.layer_norm(x, (4,), w, b), (3, 4), (4,), (4,)),
     "layer_norm of two axes": (lambda x: ours.layer_norm(x, (2, 4)), (3, 2, 4)),

@@ -108,6 +108,8 @@ def _hashes(make: Any, dtype: str, device: str, steps: int, seed: int, synchroni
     """(steps, gradients), at least one step: the loss counts as a gradient."""
     import torch
 
+    from aotops.frontends.torch import AdamW
+
     sizes = LARGE if device == "cuda" else SMALL
     with _making:  # the numbers are drawn from torch's generator, which the threads share
         torch.manual_seed(seed)
@@ -123,7 +125,7 @@ def _hashes(make: Any, dtype: str, device: str, steps: int, seed: int, synchroni
             for parameter in model.parameters():
                 parameter.register_post_accumulate_grad_hook(lambda _: torch.cuda.synchronize())
         parameters = list(model.parameters())
-        optimizer = torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
+        optimizer = AdamW(parameters, lr=1e-3)
         hashes = torch.zeros(steps, len(parameters) + 1, dtype=torch.int64, device=device)
         done = 0
         while done < steps and (done == 0 or time.monotonic() < ends):
