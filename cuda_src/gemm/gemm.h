@@ -15,6 +15,7 @@ struct GemmParams {
   Operand a, b, c;
   int64_t count = 1, a_step = 0, b_step = 0, c_step = 0;  // steps: elements from one matrix to the next
   bool allow_tf32 = false;
+  bool adds = false;  // c += a b; c_dtype is the accumulate dtype, and there is no epilogue
 
   // Epilogue: c = activation(a b + bias), for count = 1 and contiguous c. If pre_activation is not null, a b + bias is
   // stored there as well, with c's strides.
