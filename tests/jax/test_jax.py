@@ -118,15 +118,16 @@ FUNCTIONS |= {
 }
 
 
+# The tables grow with the rows: the sine of large angles would magnify the rounding of these.
 def _qkv_rope(x, w, b):
     y, tables = x * w + b, (_table(x, w[:3]), _table(x, b[3:]))
-    return jnp.sin(_rope(y, *tables)) + 2 * _rope(2 * y, *tables) - 3 * y
+    return jnp.sin(_rope(y, *tables) / 64) + 2 * _rope(2 * y, *tables) - 3 * y
 
 
 def _ours_qkv_rope(x, w, b):
     y = x * w + b
     q, k, v = ours.qkv_rope(jnp.concatenate([y, 2 * y, 3 * y], -1), _table(x, w[:3]), _table(x, b[3:]), 1)
-    return (jnp.sin(q) + 2 * k - v)[:, 0]
+    return (jnp.sin(q / 64) + 2 * k - v)[:, 0]
 
 
 FUNCTIONS |= {"qkv_rope": (_ours_qkv_rope, _qkv_rope)}
