@@ -58,8 +58,10 @@ def _conv2d(channels: int, bias: bool = False, layout: str = "NCHW", groups: int
     return Case(shapes, {"layout": layout, "groups": groups, **attrs})
 
 
-def _cross_entropy(reduction: str, **attrs: Any) -> Case:
-    return Case({"x": (10, 7), "target": (10,)}, {"reduction": reduction, **attrs}, classes={"target": 7})
+def _cross_entropy(reduction: str, weight: bool = False, **attrs: Any) -> Case:
+    shapes = {"x": (10, 7), "target": (10,), "weight": (7,) if weight else None}
+    constants = ("weight",) if weight else ()
+    return Case(shapes, {"reduction": reduction, **attrs}, classes={"target": 7}, constants=constants)
 
 
 def _rope(x: tuple[int, ...], table: tuple[int, ...], positions: tuple[int, ...] | None = None, **attrs: Any) -> Case:
@@ -123,7 +125,14 @@ CASES: dict[str, list[Case]] = {
         _cross_entropy("mean", label_smoothing=0.2, ignore_index=3),
         _cross_entropy("sum", ignore_index=3),
         _cross_entropy("none", label_smoothing=0.2),
+        _cross_entropy("mean", True, label_smoothing=0.2, ignore_index=3, z_loss=0.1, softcap=2.0),
+        _cross_entropy("none", True, z_loss=0.1),
         Case({"x": (7,), "target": ()}, classes={"target": 7}),
+    ],
+    "cross_entropy_lse": [
+        _cross_entropy("mean", ignore_index=3),
+        _cross_entropy("mean", True, softcap=2.0),
+        _cross_entropy("sum", z_loss=0.1),
     ],
     "lltm": [Case({"input": (8, 5), "weights": (12, 9), "bias": (1, 12), "old_h": (8, 4), "old_cell": (8, 4)})],
 }
