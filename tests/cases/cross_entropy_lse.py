@@ -14,9 +14,12 @@ def cross_entropy_lse(x, target, ignore_index=-100, *args, softcap=0.0, **kwargs
     return y, of_loss.logsumexp(of_loss.capped(x, softcap)), x.argmax(-1).astype(target.dtype)
 
 
-def _in_torch(torch, x, target, *args, **kwargs):
-    y = torch.nn.functional.cross_entropy(x, target, *args, **kwargs)
-    return y, torch.logsumexp(x, -1), x.argmax(-1)
+def _in_torch(torch, x, target, *args, softcap=0.0, **kwargs):
+    rows = x.to(torch.promote_types(x.dtype, torch.float32))
+    rows = softcap * torch.tanh(rows / softcap) if softcap else rows
+    top = rows.amax(-1, keepdim=True).detach()
+    lse = (torch.exp(rows - top).sum(-1, keepdim=True).log() + top)[..., 0]  # its result is not saved for the gradient
+    return of_loss.in_torch(torch, x, target, *args, softcap=softcap, **kwargs), lse, x.argmax(-1)
 
 
 ROW = Row(
@@ -45,7 +48,7 @@ ROW = Row(
         Bad({"x": X, "target": ((3,), I64)}, {}, ValueError, "target has shape (3,)", "expected (2,)"),
         Bad({"x": X, "target": ((2,), I64)}, {"reduction": "max"}, ValueError, "reduction is 'max'", "expected"),
         Bad({"x": X, "target": None}, {}, TypeError, "target is None", "expected"),
-        *(bad if not bad.served_by else Bad(bad.arrays, bad.attrs, bad.error, *bad.words) for bad in BAD),
+        *BAD,
     ),
     torch=_in_torch,
     samples={"": case_of((4, 6))},
