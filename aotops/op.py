@@ -332,6 +332,13 @@ class Op:
         gradients = {f"d{y}" for y in self.outputs}
         return tuple(s for s in self.backward.inputs if s not in gradients)
 
+    @cached_property
+    def constants(self) -> frozenset[str]:
+        """The inputs that the backward has no gradient for."""
+        if self.backward is None:
+            return frozenset()
+        return frozenset(x for x in self.inputs if f"d{x}" not in self.backward.outputs)
+
     def left_out(self, wanted: Iterable[str]) -> frozenset[str]:
         """The inputs that are not kept where the gradients of these inputs are wanted (``saved_for``)."""
         named = frozenset(wanted)
@@ -339,8 +346,12 @@ class Op:
 
     @cached_property
     def unread(self) -> frozenset[str]:
-        """The outputs that may be left unread: the backward takes none for their gradient, and reads no zeros."""
-        return frozenset(y for y in self.outputs if self.backward is not None and f"d{y}" in self.backward.optional)
+        """The outputs that may be left unread: the backward takes none for their gradient, and reads no zeros; or they
+        have no gradient."""
+        backward = self.backward
+        if backward is None:
+            return frozenset()
+        return frozenset(y for y in self.outputs if f"d{y}" in backward.optional or f"d{y}" not in backward.inputs)
 
     @cached_property
     def has_kernel(self) -> bool:

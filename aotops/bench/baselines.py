@@ -231,6 +231,7 @@ def _torch_functions() -> dict[str, Make]:
         "add_rms_norm": lambda shape, variant: lambda x, r, w: (F.rms_norm(h := x + r, shape[-1:], w, RMS_EPS), h),
         "softmax": lambda shape, variant: lambda x: F.softmax(x, -1),
         "cross_entropy": lambda shape, variant: _loss_and_dx(F.cross_entropy) if variant else F.cross_entropy,
+        "cross_entropy_lse": lambda shape, variant: lambda x, t: (F.cross_entropy(x, t), x.logsumexp(-1), x.argmax(-1)),
     }
 
 

@@ -7,6 +7,7 @@ builtin has refused come here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -90,51 +91,100 @@ def cross_entropy(
     label_smoothing=0.0,
     dtype: torch.dtype | str | None = None,
     weight: Tensor | None = None,
+    z_loss=0.0,
+    softcap=0.0,
     **former: bool | None,
 ) -> Any:
-    """Class weights, (C); targets that are probabilities, of x's shape; (N, C, d...) with targets of (N, d...); targets
-    of uint8; a ``dtype`` of torch's; and torch's former names of the reductions, ``size_average`` and ``reduce``."""
+    """Class weights that require a gradient, or of another dtype; targets that are probabilities, of x's shape;
+    (N, C, d...) with targets of (N, d...); targets of uint8; a ``dtype`` of torch's; and torch's former names of the
+    reductions, ``size_average`` and ``reduce``."""
     if not former.keys() <= {"size_average", "reduce"}:
         return NotImplemented
+    accepted, named = _accepted_weight(x, weight), _name(dtype)
     is_byte = isinstance(target, Tensor) and target.dtype == torch.uint8
-    if former or is_byte:
+    if former or is_byte or accepted is not weight or named is not dtype:
         if any(value is not None for value in former.values()):  # warns, as torch does
             reduction = legacy_get_string(former.get("size_average"), former.get("reduce"))
         target = target.long() if is_byte else target
-        options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
-        return function(x, target, **options, dtype=dtype, weight=weight)
+        return function(x, target, ignore_index, reduction, label_smoothing, named, accepted, z_loss, softcap)
     if not (isinstance(x, Tensor) and isinstance(target, Tensor)) or x.dim() == 0:
         return NotImplemented
-    named = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
-    options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
-    if weight is None and x.dim() <= 2 and not target.is_floating_point():
-        return NotImplemented if named is dtype else function(x, target, **options, dtype=named)
+    learns = _learns(weight)
+    if not learns and x.dim() <= 2 and not target.is_floating_point():
+        return NotImplemented
     if reduction not in ("none", "sum", "mean"):
         raise ValueError(f"cross_entropy: reduction is {reduction!r}, expected 'none', 'sum' or 'mean'")
+    for name, value in (("z_loss", z_loss), ("softcap", softcap)):
+        if not 0 <= value < math.inf:
+            raise ValueError(f"cross_entropy: {name} is {value}, expected a finite number, 0 or more")
     axis = min(1, x.dim() - 1)
     _check_shapes(x, target, weight, axis)
     rows, classes = x.movedim(axis, -1), x.shape[axis]
+    if not learns and not target.is_floating_point():
+        flat = rows.reshape(-1, classes), target.reshape(-1)
+        losses = function(*flat, ignore_index, reduction, label_smoothing, dtype, weight, z_loss, softcap)
+        return losses.reshape(target.shape) if reduction == "none" else losses
+    result, wide = _result_dtype(x, dtype), wide_dtype(x.dtype)
+    logits = softcap * torch.tanh(rows.to(wide) / softcap) if softcap else rows
+    more = z_loss * torch.logsumexp(logits.to(wide), -1) ** 2 if z_loss else 0
     if target.is_floating_point():
         if ignore_index >= 0:
             raise ValueError(f"cross_entropy: ignore_index is {ignore_index}, expected none: target has probabilities")
         aims = target.movedim(axis, -1) * (1 - label_smoothing) + label_smoothing / classes
-        losses = -_sum_of_logarithms(rows, aims if weight is None else aims * weight)
-        return _reduced(losses, reduction, losses.numel()).to(_result_dtype(x, named))
-    if weight is None:
-        losses = function(rows.reshape(-1, classes), target.reshape(-1), **options, dtype=named)
-        return losses.reshape(target.shape) if reduction == "none" else losses
-    result, wide = _result_dtype(x, named), wide_dtype(x.dtype)
-    weight = weight.to(wide_dtype(weight.dtype))
-    rows = rows.to(wide) if label_smoothing else rows  # the two parts of its gradient are then added before rounding
+        losses = more - _sum_of_logarithms(logits, aims if weight is None else aims * weight)
+        return _reduced(losses, reduction, losses.numel()).to(result)
+    assert weight is not None  # it is learned
+    weight = weight.to(wide)
     counts = target != ignore_index
     factors = torch.where(counts, weight[target.clamp(0, classes - 1)], 0)
-    flat = rows.reshape(-1, classes), target.reshape(-1)
-    options = {"ignore_index": ignore_index, "reduction": "none", "dtype": str(wide).removeprefix("torch.")}
-    losses = function(*flat, **options).reshape(target.shape) * factors
+    logits = logits.to(wide)  # the parts of its gradient are then added before rounding
+    options = {"ignore_index": ignore_index, "reduction": "none"}
+    losses = function(logits.reshape(-1, classes), target.reshape(-1), **options).reshape(target.shape) * factors
     if label_smoothing:
-        smooth = torch.where(counts, -_sum_of_logarithms(rows, weight), 0)
+        smooth = torch.where(counts, -_sum_of_logarithms(logits, weight), 0)
         losses = (1 - label_smoothing) * losses + label_smoothing / classes * smooth
+    losses = losses + torch.where(counts, more, 0) if z_loss else losses
     return _reduced(losses, reduction, factors.sum()).to(result)
+
+
+def cross_entropy_lse(
+    function,
+    x,
+    target,
+    ignore_index=-100,
+    reduction="mean",
+    label_smoothing=0.0,
+    dtype: torch.dtype | str | None = None,
+    weight: Tensor | None = None,
+    z_loss=0.0,
+    softcap=0.0,
+) -> Any:
+    """Class weights that require a gradient, or of another dtype; a ``dtype`` of torch's."""
+    accepted, named = _accepted_weight(x, weight), _name(dtype)
+    if accepted is not weight or named is not dtype:
+        return function(x, target, ignore_index, reduction, label_smoothing, named, accepted, z_loss, softcap)
+    if not isinstance(x, Tensor) or not _learns(weight):
+        return NotImplemented
+    of_loss = lambda *args, **kwargs: function(*args, **kwargs)[0]  # noqa: E731
+    y = cross_entropy(of_loss, x, target, ignore_index, reduction, label_smoothing, dtype, weight, z_loss, softcap)
+    return y, *function(x, target, ignore_index, softcap=softcap)[1:]
+
+
+def _accepted_weight(x: Any, weight: Any) -> Any:
+    """A weight of a dtype that the kernel takes."""
+    if not (isinstance(x, Tensor) and isinstance(weight, Tensor) and weight.is_floating_point()):
+        return weight
+    wide = wide_dtype(x.dtype)
+    return weight if weight.dtype in (x.dtype, wide) else weight.to(wide)
+
+
+def _learns(weight: Any) -> bool:
+    """Whether the gradient of a weight is recorded."""
+    return isinstance(weight, Tensor) and weight.requires_grad and torch.is_grad_enabled()
+
+
+def _name(dtype: Any) -> Any:
+    return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
 
 
 def _check_shapes(x: Tensor, target: Tensor, weight: Tensor | None, axis: int) -> None:
@@ -166,7 +216,10 @@ def _result_dtype(x: Tensor, dtype: str | None) -> torch.dtype:
         if found not in expected:
             raise TypeError(f"cross_entropy: dtype is {dtype}, expected None or {' or '.join(map(str, expected))}")
         return found
-    return wide_dtype(x.dtype) if torch.is_autocast_enabled(x.device.type) else x.dtype
+    is_wide = not x.is_meta and torch.is_autocast_enabled(x.device.type)
+    return wide_dtype(x.dtype) if is_wide else x.dtype
 
 
-COMPOSED: dict[str, Callable[..., Any]] = {f.__name__: f for f in (add, matmul, softmax, conv2d, cross_entropy)}
+COMPOSED: dict[str, Callable[..., Any]] = {
+    f.__name__: f for f in (add, matmul, softmax, conv2d, cross_entropy, cross_entropy_lse)
+}

@@ -38,7 +38,7 @@ def test_calls_at_random(tmp_path):
     command = [built, library.path(), "5000", "7"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("5000 calls of 25 entries")
+    assert done.stdout.startswith("5000 calls of 27 entries")
 
 
 def test_a_backward_without_its_workspace_writes_neither_gradient():
@@ -193,8 +193,15 @@ def test_a_string_of_a_host_ends_where_the_host_says(tmp_path):
 SPECS = {
     "gelu": ([((3,), F32)], {}),
     "cross_entropy": (
-        [((3, 4), F32), ((3,), "int64")],
-        {"ignore_index": -100, "reduction": "mean", "label_smoothing": 0, "dtype": None},
+        [((3, 4), F32), ((3,), "int64"), None],
+        {
+            "ignore_index": -100,
+            "reduction": "mean",
+            "label_smoothing": 0,
+            "dtype": None,
+            "z_loss": 0,
+            "softcap": 0,
+        },
     ),
     "linear": ([((3, 4), F32), ((5, 4), F32), None], {"activation": None, "allow_tf32": False}),
     "conv2d": (

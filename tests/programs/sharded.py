@@ -58,8 +58,10 @@ def _conv2d(channels: int, bias: bool = False, layout: str = "NCHW", groups: int
     return Case(shapes, {"layout": layout, "groups": groups, **attrs})
 
 
-def _cross_entropy(reduction: str, **attrs: Any) -> Case:
-    return Case({"x": (10, 7), "target": (10,)}, {"reduction": reduction, **attrs}, classes={"target": 7})
+def _cross_entropy(reduction: str, weight: bool = False, **attrs: Any) -> Case:
+    shapes = {"x": (10, 7), "target": (10,), "weight": (7,) if weight else None}
+    constants = ("weight",) if weight else ()
+    return Case(shapes, {"reduction": reduction, **attrs}, classes={"target": 7}, constants=constants)
 
 
 def _rope(x: tuple[int, ...], table: tuple[int, ...], positions: tuple[int, ...] | None = None, **attrs: Any) -> Case:
@@ -123,7 +125,14 @@ CASES: dict[str, list[Case]] = {
         _cross_entropy("mean", label_smoothing=0.2, ignore_index=3),
         _cross_entropy("sum", ignore_index=3),
         _cross_entropy("none", label_smoothing=0.2),
+        _cross_entropy("mean", True, label_smoothing=0.2, ignore_index=3, z_loss=0.1, softcap=2.0),
+        _cross_entropy("none", True, z_loss=0.1),
         Case({"x": (7,), "target": ()}, classes={"target": 7}),
+    ],
+    "cross_entropy_lse": [
+        _cross_entropy("mean", ignore_index=3),
+        _cross_entropy("mean", True, softcap=2.0),
+        _cross_entropy("sum", z_loss=0.1),
     ],
     "lltm": [Case({"input": (8, 5), "weights": (12, 9), "bias": (1, 12), "old_h": (8, 4), "old_cell": (8, 4)})],
 }
@@ -168,9 +177,13 @@ class Call:
         self.results, self.gradients = self.run(self.tensors, None)
 
     def run(self, tensors: Mapping[str, Any], mesh: DeviceMesh | None) -> tuple[list[Any], dict[str, Any]]:
-        leaves = {slot: t.detach().requires_grad_(t.is_floating_point()) for slot, t in tensors.items()}
+        leaves = self.leaves(tensors)
         results = self.forward(leaves)
         return results, self.backward(leaves, results, mesh)
+
+    def leaves(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        fixed = self.op.constants
+        return {s: t.detach().requires_grad_(t.is_floating_point() and s not in fixed) for s, t in tensors.items()}
 
     def forward(self, leaves: Mapping[str, Any]) -> list[Any]:
         absent = {slot: None for slot in self.case.shapes if slot not in leaves}
@@ -179,6 +192,7 @@ class Call:
 
     def backward(self, leaves: Mapping[str, Any], results: list[Any], mesh: DeviceMesh | None) -> dict[str, Any]:
         wanted = {slot: t for slot, t in leaves.items() if t.requires_grad}
+        results = [y for y in results if y.requires_grad]
         found = torch.autograd.grad(results, list(wanted.values()), [self.dy(y, mesh) for y in results])
         return dict(zip(wanted, found, strict=True))
 
@@ -224,7 +238,7 @@ class Call:
         return {slot: [placement(slot, axis) for axis in axes] for slot in self.tensors}
 
 
-COMMUNICATES = {"cross_entropy"}
+COMMUNICATES = {"cross_entropy", "cross_entropy_lse"}
 """Their rules reduce over the mesh."""
 
 
@@ -232,13 +246,14 @@ def without_communication(call: Call, mesh: DeviceMesh, layout: Layout) -> None:
     """The forward and the backward, of tensors that are split as the operator states, communicate nothing."""
     from torch.distributed.tensor.debug import CommDebugMode
 
-    leaves = {slot: t.requires_grad_(t.is_floating_point()) for slot, t in call.sharded(mesh, layout).items()}
+    leaves = call.leaves(call.sharded(mesh, layout))
     with CommDebugMode() as forward:
         results = call.forward(leaves)
-    dys = [call.dy(y, mesh) for y in results]
+    recorded = [y for y in results if y.requires_grad]
+    dys = [call.dy(y, mesh) for y in recorded]
     wanted = {slot: t for slot, t in leaves.items() if t.requires_grad}
     with CommDebugMode() as backward:
-        gradients = torch.autograd.grad(results, list(wanted.values()), dys)
+        gradients = torch.autograd.grad(recorded, list(wanted.values()), dys)
     for mode in (forward, backward):
         assert not mode.get_total_counts(), f"{call.name} {call.case} of {layout}: {dict(mode.get_comm_counts())}"
     call.assert_same(results, dict(zip(wanted, gradients, strict=True)), layout)
@@ -382,7 +397,7 @@ def second_order_is_that_of_whole_tensors() -> None:
         for case in cases[:2]:
             call = Call(name, case)
             layouts = [call.layout(axis) for axis in call.axes if axis.size >= WORLD][:1]
-            if name == "cross_entropy":
+            if name in COMMUNICATES:
                 layouts = [{"x": [Shard(0)], "target": [Shard(0)]}, {"x": [Shard(1)]}]
             expected = _second_order(call, call.tensors)
             for layout in layouts:
@@ -392,7 +407,7 @@ def second_order_is_that_of_whole_tensors() -> None:
 
 def _second_order(call: Call, tensors: Mapping[str, Any]) -> dict[str, Any]:
     """The gradient of the sum of squares of the gradients of the sum of squares of the results."""
-    leaves = {slot: t.detach().requires_grad_(t.is_floating_point()) for slot, t in tensors.items()}
+    leaves = call.leaves(tensors)
     wanted = {slot: t for slot, t in leaves.items() if t.requires_grad}
     first = torch.autograd.grad(_squares(call.forward(leaves)), list(wanted.values()), create_graph=True)
     second = torch.autograd.grad(_squares(first), list(wanted.values()))
@@ -400,7 +415,7 @@ def _second_order(call: Call, tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _squares(values: Iterable[Any]) -> Any:
-    return sum(value.square().sum() for value in values)
+    return sum(value.square().sum() for value in values if value.requires_grad)
 
 
 @check

@@ -94,8 +94,10 @@ def _conv2d(channels: int, groups: int = 1, **attrs: Any) -> Case:
     return Case(shapes, {"groups": groups, **attrs})
 
 
-def _cross_entropy(reduction: str, **attrs: Any) -> Case:
-    return Case({"x": (12, 8), "target": (12,)}, {"reduction": reduction, **attrs}, classes={"target": 8})
+def _cross_entropy(reduction: str, weight: bool = False, **attrs: Any) -> Case:
+    shapes = {"x": (12, 8), "target": (12,), "weight": (8,) if weight else None}
+    constants = ("weight",) if weight else ()
+    return Case(shapes, {"reduction": reduction, **attrs}, classes={"target": 8}, constants=constants)
 
 
 def _rope(x: tuple[int, ...], table: tuple[int, ...], positions: tuple[int, ...] | None = None, **attrs: Any) -> Case:
@@ -129,8 +131,10 @@ CASES: dict[str, list[Case]] = {
         _cross_entropy("mean", label_smoothing=0.2, ignore_index=3),
         _cross_entropy("sum", ignore_index=3),
         _cross_entropy("none", label_smoothing=0.2),
+        _cross_entropy("mean", True, label_smoothing=0.2, ignore_index=3, z_loss=0.1, softcap=2.0),
         Case({"x": (8,), "target": ()}, classes={"target": 8}),
     ],
+    "cross_entropy_lse": [_cross_entropy("mean", True, ignore_index=3, softcap=2.0), _cross_entropy("none")],
     "lltm": [Case({"input": (8, 5), "weights": (12, 9), "bias": (1, 12), "old_h": (8, 4), "old_cell": (8, 4)})],
 }  # fmt: skip
 
@@ -139,15 +143,19 @@ def results_and_gradients(name: str, case: Case) -> tuple[Callable, dict[str, np
     """A function of the call's arrays, and the arrays."""
     arrays = {slot: x for slot, x in case.random(np.random.default_rng(7)).items() if x is not None}
     absent = {slot: None for slot in case.shapes if slot not in arrays}
-    floating = [slot for slot, x in arrays.items() if x.dtype.kind == "f"]
+    floating = [slot for slot, x in arrays.items() if x.dtype.kind == "f" and slot not in case.constants]
 
     def function(given: Mapping[str, Any]):
         def call(*values):
             return getattr(ours, name)(**{**given, **dict(zip(floating, values, strict=True))}, **absent, **case.attrs)
 
         results, pull = jax.vjp(call, *(given[slot] for slot in floating))
-        slopes = jax.tree.map(lambda y: jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape), results)
-        return results, pull(slopes)
+        return results, pull(jax.tree.map(slope, results))
+
+    def slope(y):
+        if not jnp.issubdtype(y.dtype, jnp.floating):
+            return np.zeros(y.shape, jax.dtypes.float0)
+        return jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape)
 
     return function, arrays
 
