@@ -122,7 +122,8 @@ Status gemm_simt(const char *op, const GemmParams &g, cudaStream_t stream) {
 bool cutlass_supports(const GemmParams &g) {
   constexpr int64_t kLimit = 0x7fffffff;
   const bool half = g.dtype == DType::bfloat16 || g.dtype == DType::float16;
-  return half && g.c_dtype == g.dtype && g.k && g.m <= kLimit && g.n <= kLimit && g.k <= kLimit;
+  const bool c = g.adds ? g.a.transposed && !g.b.transposed && has_vectors(g) : g.c_dtype == g.dtype;
+  return half && c && g.k && g.m <= kLimit && g.n <= kLimit && g.k <= kLimit;
 }
 
 // CUTLASS's kernels for Hopper. pre_activation only with K-major operands, as linear's are.
@@ -133,7 +134,9 @@ Status gemm_on_hopper(const char *op, const GemmParams &gemm, cudaStream_t strea
   AOT_TRY(device_limits(op, &limits));
   if (limits.major != 9 || gemm.count > 0x7fffffff || !cutlass_supports(gemm) || !has_vectors(gemm)) return kOk;
   if (gemm.pre_activation && (gemm.a.transposed || !gemm.b.transposed)) return kOk;
-  auto *run = gemm.dtype == DType::bfloat16 ? gemm_sm90<__nv_bfloat16> : gemm_sm90<__half>;
+  auto *run = gemm.adds                       ? gemm_accumulate_sm90
+              : gemm.dtype == DType::bfloat16 ? gemm_sm90<__nv_bfloat16>
+                                              : gemm_sm90<__half>;
   // Small tiles if large ones do not fill half of the device, or not all of it and sums are short.
   const int64_t tiles = count_tiles(gemm), all = limits.multiprocessors;
   AOT_TRY(bind_device(op));  // for the driver, which encodes tensor maps
@@ -150,6 +153,7 @@ Status gemm_on_ampere(const char *op, const GemmParams &gemm, cudaStream_t strea
   DeviceLimits limits;
   AOT_TRY(device_limits(op, &limits));
   if (limits.major < 8 || gemm.count > kMaxBatch || !cutlass_supports(gemm)) return kOk;
+  if (gemm.adds) return gemm_accumulate_sm80(op, gemm, stream, done);
   if (gemm.pre_activation && (gemm.a.transposed || !gemm.b.transposed)) return kOk;
   auto *run = gemm.dtype == DType::bfloat16 ? gemm_sm80<__nv_bfloat16> : gemm_sm80<__half>;
   return run(op, gemm, has_vectors(gemm), stream, done);
@@ -236,7 +240,7 @@ Status run_matmul(const char *op, const MatmulProblem &problem, bool allow_tf32,
   auto run = [&](const MatmulProblem &p, DType c_dtype) {
     return run_gemms(op, p, c_dtype, allow_tf32, library_scratch, library_bytes, stream);
   };
-  if (!problem.reduces()) return run(problem, problem.adds ? accumulate_dtype(problem.dtype) : problem.dtype);
+  if (!problem.reduces()) return run(problem, problem.c_dtype());
   if (!scratch) return fail(kConventionMisused, "%s: workspace is missing", op);
   char *products = scratch.as<char>() + first * size;
   AOT_TRY(run(problem.unreduced(products), accumulate_dtype(problem.dtype)));
