@@ -45,7 +45,7 @@ Status gemm_sm80(const char *op, const GemmParams &gemm, bool vectors, cudaStrea
 template <typename T>
 Status gemm_sm90(const char *op, const GemmParams &gemm, int rows, int multiprocessors, cudaStream_t stream,
                  bool *done);
-// The same for GemmParams::adds, with a transposed, b not, and vectors; for float16 and bfloat16.
+// CUTLASS's for GemmParams::adds, of float16 and bfloat16, with vectors, a transposed and b not.
 Status gemm_accumulate_sm80(const char *op, const GemmParams &gemm, cudaStream_t stream, bool *done);
 Status gemm_accumulate_sm90(const char *op, const GemmParams &gemm, int rows, int multiprocessors, cudaStream_t stream,
                             bool *done);

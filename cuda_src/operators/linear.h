@@ -101,15 +101,18 @@ struct LinearBackward : LinearAttrs {
   int64_t grad_elements(const Spec &dy) const { return activation() ? workspace_elements(dy.size(), dy.dtype) : 0; }
 };
 
-// The backward that adds the gradient of weight to dweight, which has the accumulate dtype.
+// The backward that adds the gradient of weight to dweight, which has the accumulate dtype. The workspace is a required
+// output with an element at least: without an output that has elements no kernel is launched (aot.h), and dx and dbias
+// may be unwanted.
 struct LinearAccumulate : LinearBackward {
   static constexpr const char *name = "linear_accumulate";
   static constexpr Slot inputs[] = {{"dy"},     {"x"}, {"weight"}, {"bias", optional}, {"pre_activation", optional},
                                     {"dweight"}};
-  static constexpr Slot outputs[] = {{"dx", optional}, {"dbias", optional}, {"workspace", workspace}};
+  static constexpr Slot outputs[] = {{"dx", optional}, {"dbias", optional}, {"workspace"}};
 
   Status infer(const Tensor *in, Spec *out) const {
     AOT_TRY(LinearBackward::infer(name, in, &out[0], &out[1], &out[2]));
+    if (out[2].shape[0] == 0) out[2].shape[0] = 1;
     AOT_TRY(check_dtype(name, "dweight", in[5], accumulate_dtype(in[1].dtype)));
     return check_shape(name, "dweight", in[5], "weight", in[2]);
   }

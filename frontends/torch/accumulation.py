@@ -7,13 +7,11 @@ without meaning, so that the hook runs: zeros if ``zero_out_wgrad`` is set. Else
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from aotops.ops import BUILTIN, OPS
 from aotops.ops._linear_accumulate import linear_accumulate
@@ -118,23 +116,25 @@ def _dummy(weight: Any) -> Tensor | None:
 # ------------------------------------------------------------------------------------------------------------- streams
 # autograd orders what it adds to a leaf's gradient, and lets the caller wait for it. It knows nothing of main_grad.
 
-_STREAMS: MutableMapping[Tensor, torch.cuda.Stream] = WeakIdKeyDictionary()
-"""While a backward runs, the stream that has last added to a weight's main_grad."""
+_STREAMS: dict[int, dict[int, torch.cuda.Stream]] = {}
+"""For each backward that runs, by the id of each weight, the stream that has last added to its main_grad."""
 
 
 def _wait_for_others(weight: Tensor) -> None:
     """Lets this stream wait for what the running backward has added on another, and its caller's for this one."""
-    stream = torch.cuda.current_stream(weight.device)
-    last = _STREAMS.get(weight)
-    if last is None:
-        private.queue_callback(partial(_wait_in_caller, weight))
-    elif last != stream:
-        stream.wait_stream(last)
-    _STREAMS[weight] = stream
-
-
-def _wait_in_caller(weight: Tensor) -> None:
-    """Called at the end of a backward, on the streams of its caller."""
-    stream, last = torch.cuda.current_stream(weight.device), _STREAMS.pop(weight)
+    task, stream = private.graph_task(), torch.cuda.current_stream(weight.device)
+    if task not in _STREAMS:
+        _STREAMS[task] = {}
+        private.queue_callback(partial(_wait_in_caller, task))
+    last = _STREAMS[task].get(id(weight), stream)
     if last != stream:
         stream.wait_stream(last)
+    _STREAMS[task][id(weight)] = stream
+
+
+def _wait_in_caller(task: int) -> None:
+    """Called at the end of a backward, on the streams of its caller."""
+    for last in _STREAMS.pop(task).values():
+        stream = torch.cuda.current_stream(last.device)
+        if last != stream:
+            stream.wait_stream(last)

@@ -29,9 +29,6 @@ class _Offset:
         if self.weight_offset and self.weight is not None:  # type: ignore[attr-defined]
             torch.nn.init.constant_(self.weight, 1 - self.weight_offset)  # type: ignore[attr-defined]
 
-    def _offset(self) -> float:
-        return self.weight_offset if self.weight is not None else 0.0  # type: ignore[attr-defined]
-
     def extra_repr(self) -> str:
         offset = f", weight_offset={self.weight_offset}" if self.weight_offset else ""
         return super().extra_repr() + offset  # type: ignore[misc]
@@ -43,7 +40,7 @@ class LayerNorm(_Offset, torch.nn.LayerNorm):
     serve inputs of 16 bits."""
 
     def forward(self, input: Tensor) -> Tensor:
-        affine = self.weight, self.bias, self.eps, self._offset()
+        affine = self.weight, self.bias, self.eps, self.weight_offset
         return F.layer_norm(input, self.normalized_shape, *affine)
 
 
@@ -53,7 +50,7 @@ class RMSNorm(_Offset, torch.nn.RMSNorm):
     serve inputs of 16 bits."""
 
     def forward(self, input: Tensor) -> Tensor:
-        affine = self.weight, self.eps, self._offset()
+        affine = self.weight, self.eps, self.weight_offset
         return F.rms_norm(input, self.normalized_shape, *affine)
 
 

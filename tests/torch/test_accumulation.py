@@ -63,6 +63,14 @@ def test_microbatches_are_summed_in_the_accumulate_dtype(dtype, shape):
     torch.testing.assert_close(found, expected, rtol=0, atol=200 * wide * (1 + rows**0.5))
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_no_other_gradient_need_be_wanted(activation):
+    module = layer(6, 5, bias=False, activation=activation)
+    x, dy = batch(module, 4)
+    module(x).backward(dy)
+    torch.testing.assert_close(module.weight.main_grad.double(), gradient(module, (x, dy)), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_other_gradients_are_as_without_it(activation, bias):
@@ -344,3 +352,45 @@ def test_the_operator_states_what_it_writes():
         function(dy, x, weight, None, None, torch.zeros(6, 5), None, False)
     with pytest.raises(TypeError, match=r"linear_accumulate: dweight has dtype float64, expected float32"):
         function(dy, x, weight, None, None, torch.zeros(5, 6, dtype=torch.float64), None, False)
+
+
+class Stream:
+    """Notes whom it waits for."""
+
+    device = "cuda:0"
+
+    def __init__(self, name, waits):
+        self.name, self.waits = name, waits
+
+    def wait_stream(self, other):
+        self.waits.append((self.name, other.name))
+
+
+def test_streams_wait_for_each_other_and_the_caller_for_all(monkeypatch):
+    """A GPU's are stood for: the node of each product runs on the stream of its forward."""
+    waits = []
+    a, b, caller = (Stream(name, waits) for name in ("a", "b", "caller"))
+    current = [caller]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[0])
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight, stream):
+            ctx.weight, ctx.stream = weight, stream
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            current[0] = ctx.stream
+            ours.accumulation._wait_for_others(ctx.weight)
+            current[0] = caller
+            return dy, None, None
+
+    first, second = (torch.zeros(1, requires_grad=True) for _ in range(2))
+    for _ in range(2):  # nothing is left over from a backward
+        x = torch.ones((), requires_grad=True)
+        y = Product.apply(Product.apply(Product.apply(x, first, a), second, caller), first, b)
+        y.backward()
+        assert waits == [("a", "b"), ("caller", "a")]
+        waits.clear()
+        assert not ours.accumulation._STREAMS
