@@ -68,12 +68,13 @@ def layer_norm_gradients(m, dy, x, weight, normalized_shape, eps, offset):
 
 
 def rms_norm_gradients(m, dy, x, weight, normalized_shape, eps, offset):
-    """dx, dweight."""
+    """dx, dweight, dbias."""
     n = len(normalized_shape)
     normed, rstd = rms_normalized(m, x, n, eps)
     g = scaled(m, dy, weight, offset)
     dx = rstd * (g - normed * m.mean(g * normed, _last(n)))
-    return dx, m.sum(dy * normed, _rows(x, weight, n))
+    axes = _rows(x, weight, n)
+    return dx, m.sum(dy * normed, axes), m.sum(dy, axes)
 
 
 def _rows(x, weight, n):

@@ -6,10 +6,10 @@ from ..op import Autocast, operator
 from ._norm import affine, axes, dims, rms_norm_gradients, rms_normalized, scaled, statistics
 
 
-def _formula(m, x, residual, weight, normalized_shape, eps, weight_offset):
+def _formula(m, x, residual, weight, bias, normalized_shape, eps, weight_offset):
     h = m.like(m.wide(x) + m.wide(residual), residual)
     normed, _ = rms_normalized(m, m.wide(h), len(normalized_shape), eps)
-    return scaled(m, normed, weight, weight_offset), h
+    return scaled(m, normed, weight, weight_offset, bias), h
 
 
 def _backward_formula(m, dy, dh, h, weight, normalized_shape, eps, weight_offset):
@@ -19,49 +19,51 @@ def _backward_formula(m, dy, dh, h, weight, normalized_shape, eps, weight_offset
 
 
 @operator(
-    inputs=("x", "residual", "weight"),
+    inputs=("x", "residual", "weight", "bias"),
     outputs=("y", "h"),
     residuals=("rstd",),
     shapes={"rstd": statistics(1)},
-    optional=("weight",),
+    optional=("weight", "bias"),
     attrs={"normalized_shape": "int[]", "eps": "float?", "weight_offset": "float"},
     same_spec_as={"y": "x", "h": "residual"},
-    dims=dims(("x", "residual", "y", "h"), ("weight",), "rstd"),
+    dims=dims(("x", "residual", "y", "h"), ("weight", "bias"), "rstd"),
     formula=_formula,
     vmappable=("x", "residual", "y", "h", "rstd"),
     autocast=Autocast.IF_REFUSED,
     backward={
         "inputs": ("dy", "dh", "h", "weight", "rstd"),
-        "outputs": ("dx", "dresidual", "dweight"),
+        "outputs": ("dx", "dresidual", "dweight", "dbias"),
         "workspace": ("workspace",),
-        "shapes": {"dweight": affine},
-        "optional": ("dh", "weight", "rstd", "dx", "dresidual", "dweight"),
+        "shapes": {"dweight": affine, "dbias": affine},
+        "optional": ("dh", "weight", "rstd", "dx", "dresidual", "dweight", "dbias"),
         "same_spec_as": {"dx": "dy", "dresidual": "h"},
         "formula": _backward_formula,
         "duplicates": {"dresidual": "dx"},
-        "dims": dims(("dy", "dh", "h", "dx", "dresidual"), ("weight", "dweight"), "rstd"),
+        "dims": dims(("dy", "dh", "h", "dx", "dresidual"), ("weight", "dweight", "dbias"), "rstd"),
         "vmappable": ("dy", "dh", "h", "rstd", "dx", "dresidual"),
     },
 )
-def add_rms_norm(x, residual, normalized_shape, weight=None, eps=None, weight_offset=0.0):
-    """``h = x + residual`` and ``rms_norm(h, normalized_shape, weight, eps, weight_offset)``.
+def add_rms_norm(x, residual, normalized_shape, weight=None, eps=None, weight_offset=0.0, bias=None):
+    """``h = x + residual`` and ``rms_norm(h, normalized_shape, weight, eps, weight_offset, bias)``.
 
     Args:
         x: (..., *normalized_shape); float16, bfloat16, float32 or float64.
         residual: the same shape; of x's dtype, or float32 where x has 16 bits.
         normalized_shape: the trailing axes to normalize over; an int stands for one axis.
-        weight: normalized_shape, or with more of the trailing axes of x, as (H, D) for a weight of each head; of x's
-            dtype, or float32 where x has 16 bits. Or None.
+        weight, bias: normalized_shape, or both with more of the trailing axes of x, as (H, D) for a weight of each
+            head; of x's dtype, or both float32 where x has 16 bits. Either may be None; without a weight, bias is
+            normalized_shape and of x's dtype.
         eps: added to the mean; None for the machine epsilon of float32, of float64 where x is.
-        weight_offset: added to the weight: the rows are scaled by weight + weight_offset. 0 where weight is None.
+        weight_offset: added to the weight: the rows are scaled by weight + weight_offset. Without a weight it has no
+            effect.
 
     Returns:
         The norm, like x, and h, like residual. What is normalized is h as it is returned, rounded to its dtype.
 
     Raises:
-        TypeError: a dtype that is not floating, or a residual or weight of another dtype than those above.
-        ValueError: shapes that do not fit; a weight_offset without a weight; tensors on different devices.
+        TypeError: a dtype that is not floating, or a residual, weight or bias of another dtype than those above.
+        ValueError: shapes that do not fit; tensors on different devices.
 
     Source: Zhang and Sennrich, arXiv:1910.07467.
     """
-    return (x, residual, weight), (axes(normalized_shape), eps, weight_offset)
+    return (x, residual, weight, bias), (axes(normalized_shape), eps, weight_offset)

@@ -51,14 +51,15 @@ def layer_norm(x, normalized_shape, weight=None, bias=None, eps=1e-5, weight_off
             head; of x's dtype, or both float32 where x has 16 bits. Either may be None; without a weight, bias is
             normalized_shape and of x's dtype.
         eps: added to the variance.
-        weight_offset: added to the weight: the rows are scaled by weight + weight_offset. 0 where weight is None.
+        weight_offset: added to the weight: the rows are scaled by weight + weight_offset. Without a weight it has no
+            effect.
 
     Returns:
         A tensor like x. Statistics are taken in float32 (float64 for float64).
 
     Raises:
         TypeError: a dtype that is not floating, or a weight or bias of another dtype than those above.
-        ValueError: shapes that do not fit; a weight_offset without a weight; tensors on different devices.
+        ValueError: shapes that do not fit; tensors on different devices.
 
     Source: Ba, Kiros and Hinton, arXiv:1607.06450.
     """

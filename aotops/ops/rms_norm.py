@@ -6,9 +6,9 @@ from ..op import Autocast, operator
 from ._norm import affine, axes, dims, rms_norm_gradients, rms_normalized, scaled, statistics
 
 
-def _formula(m, x, weight, normalized_shape, eps, weight_offset):
+def _formula(m, x, weight, bias, normalized_shape, eps, weight_offset):
     normed, _ = rms_normalized(m, m.wide(x), len(normalized_shape), eps)
-    return scaled(m, normed, weight, weight_offset)
+    return scaled(m, normed, weight, weight_offset, bias)
 
 
 def _backward_formula(m, dy, x, weight, normalized_shape, eps, weight_offset):
@@ -16,48 +16,50 @@ def _backward_formula(m, dy, x, weight, normalized_shape, eps, weight_offset):
 
 
 @operator(
-    inputs=("x", "weight"),
+    inputs=("x", "weight", "bias"),
     outputs=("y",),
     residuals=("rstd",),
     shapes={"rstd": statistics(1)},
-    optional=("weight",),
+    optional=("weight", "bias"),
     attrs={"normalized_shape": "int[]", "eps": "float?", "weight_offset": "float"},
     same_spec_as={"y": "x"},
-    dims=dims(("x", "y"), ("weight",), "rstd"),
+    dims=dims(("x", "y"), ("weight", "bias"), "rstd"),
     formula=_formula,
     vmappable=("x", "y", "rstd"),
     autocast=Autocast.IF_REFUSED,
     backward={
         "inputs": ("dy", "x", "weight", "rstd"),
-        "outputs": ("dx", "dweight"),
+        "outputs": ("dx", "dweight", "dbias"),
         "workspace": ("workspace",),
-        "shapes": {"dweight": affine},
-        "optional": ("weight", "rstd", "dx", "dweight"),
+        "shapes": {"dweight": affine, "dbias": affine},
+        "optional": ("weight", "rstd", "dx", "dweight", "dbias"),
         "same_spec_as": {"dx": "x"},
-        "dims": dims(("dy", "x", "dx"), ("weight", "dweight"), "rstd"),
+        "dims": dims(("dy", "x", "dx"), ("weight", "dweight", "dbias"), "rstd"),
         "formula": _backward_formula,
         "vmappable": ("dy", "x", "rstd", "dx"),
     },
 )
-def rms_norm(x, normalized_shape, weight=None, eps=None, weight_offset=0.0):
+def rms_norm(x, normalized_shape, weight=None, eps=None, weight_offset=0.0, bias=None):
     """Root mean square normalization, as ``torch.nn.functional.rms_norm``: ``x / sqrt(mean(x**2) + eps) *
-    (weight + weight_offset)``, the mean taken over the trailing axes.
+    (weight + weight_offset) + bias``, the mean taken over the trailing axes.
 
     Args:
         x: (..., *normalized_shape); float16, bfloat16, float32 or float64.
         normalized_shape: the trailing axes to normalize over; an int stands for one axis.
-        weight: normalized_shape, or with more of the trailing axes of x, as (H, D) for a weight of each head; of x's
-            dtype, or float32 where x has 16 bits. Or None.
+        weight, bias: normalized_shape, or both with more of the trailing axes of x, as (H, D) for a weight of each
+            head; of x's dtype, or both float32 where x has 16 bits. Either may be None; without a weight, bias is
+            normalized_shape and of x's dtype.
         eps: added to the mean; None for the machine epsilon of float32, of float64 where x is.
-        weight_offset: added to the weight: the rows are scaled by weight + weight_offset. 0 where weight is None.
+        weight_offset: added to the weight: the rows are scaled by weight + weight_offset. Without a weight it has no
+            effect.
 
     Returns:
         A tensor like x. The mean is taken in float32 (float64 for float64).
 
     Raises:
-        TypeError: a dtype that is not floating, or a weight of another dtype than those above.
-        ValueError: shapes that do not fit; a weight_offset without a weight; tensors on different devices.
+        TypeError: a dtype that is not floating, or a weight or bias of another dtype than those above.
+        ValueError: shapes that do not fit; tensors on different devices.
 
     Source: Zhang and Sennrich, arXiv:1910.07467.
     """
-    return (x, weight), (axes(normalized_shape), eps, weight_offset)
+    return (x, weight, bias), (axes(normalized_shape), eps, weight_offset)

@@ -45,6 +45,10 @@ Status gemm_sm80(const char *op, const GemmParams &gemm, bool vectors, cudaStrea
 template <typename T>
 Status gemm_sm90(const char *op, const GemmParams &gemm, int rows, int multiprocessors, cudaStream_t stream,
                  bool *done);
+// CUTLASS's for GemmParams::adds, of float16 and bfloat16, with vectors, a transposed and b not.
+Status gemm_accumulate_sm80(const char *op, const GemmParams &gemm, cudaStream_t stream, bool *done);
+Status gemm_accumulate_sm90(const char *op, const GemmParams &gemm, int rows, int multiprocessors, cudaStream_t stream,
+                            bool *done);
 
 // Runs all products of the problem, and sums them as it says. scratch, in elements of the accumulate dtype: from
 // `first` on for unreduced products; from `reserved` on cuBLASLt's.

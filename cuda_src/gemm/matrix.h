@@ -26,7 +26,9 @@ struct MatmulProblem {
   Operand a, b, c;
   int naxes = 0;
   Axis axes[kMaxNdim] = {};  // outermost first
-  bool adds = false;         // c += a b, with c of the accumulate dtype
+  bool adds = false;         // c += a b, with c of the accumulate dtype; no axis is summed
+
+  DType c_dtype() const { return adds ? accumulate_dtype(dtype) : dtype; }
 
   // Adds an innermost axis; merges it with the one around it if both are one range of memory.
   void add(Axis axis) {

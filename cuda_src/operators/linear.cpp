@@ -75,10 +75,10 @@ Status linear_cpu(const Linear &op, const Tensor *in, const Tensor *out, void *)
   });
 }
 
-Status linear_backward_cpu(const LinearBackward &op, const Tensor *in, const Tensor *out, void *) {
+Status backward(const LinearBackward &op, const char *name, const Tensor *in, const Tensor &dx, const Tensor &dweight,
+                bool adds, const Tensor &dbias, const Tensor &scratch) {
   const Tensor &dy = in[0], &x = in[1], &weight = in[2], &bias = in[3], &pre_activation = in[4];
-  const Tensor &dx = out[0], &dweight = out[1], &dbias = out[2], &scratch = out[3];
-  if (op.activation() && !scratch) return fail(kConventionMisused, "%s: workspace is missing", op.name);
+  if (op.activation() && !scratch) return fail(kConventionMisused, "%s: workspace is missing", name);
   return dispatch_floating(x.dtype, [&](auto zero) -> Status {
     using T = decltype(zero);
     const LinearMatmuls matmuls(x, weight);
@@ -92,11 +92,19 @@ Status linear_backward_cpu(const LinearBackward &op, const Tensor *in, const Ten
         return activation_gradient<T>(load(from + i, part), load(z + i, part), activation);
       });
     }
-    if (dx) AOT_TRY(run_matmul(op.name, matmuls.dx(dz, weight, dx), scratch));
-    if (dweight) AOT_TRY(run_matmul(op.name, matmuls.dweight(dz, x, dweight), scratch));
+    if (dx) AOT_TRY(run_matmul(name, matmuls.dx(dz, weight, dx), scratch));
+    if (dweight) AOT_TRY(run_matmul(name, matmuls.dweight(dz, x, dweight, adds), scratch));
     if (dbias) sum_columns(dz, matmuls.rows, matmuls.out, dbias.as<T>());
     return kOk;
   });
+}
+
+Status linear_backward_cpu(const LinearBackward &op, const Tensor *in, const Tensor *out, void *) {
+  return backward(op, op.name, in, out[0], out[1], false, out[2], out[3]);
+}
+
+Status linear_accumulate_cpu(const LinearAccumulate &op, const Tensor *in, const Tensor *out, void *) {
+  return backward(op, op.name, in, out[0], in[5], true, out[1], out[2]);
 }
 
 }  // namespace
@@ -107,3 +115,4 @@ Status linear_backward_cpu(const LinearBackward &op, const Tensor *in, const Ten
 
 AOT_CPU_ENTRY(aot::Linear, aot_linear_cpu, aot::linear_cpu)
 AOT_CPU_ENTRY(aot::LinearBackward, aot_linear_backward_cpu, aot::linear_backward_cpu)
+AOT_CPU_ENTRY(aot::LinearAccumulate, aot_linear_accumulate_cpu, aot::linear_accumulate_cpu)

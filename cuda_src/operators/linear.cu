@@ -38,8 +38,9 @@ Status activation_backward(const char *op, const T *dy, const T *pre_activation,
 }
 
 GemmParams gemm_params(const MatmulProblem &p, bool allow_tf32, char *workspace, int64_t workspace_bytes) {
-  GemmParams g = {p.dtype, p.dtype, p.m, p.n, p.k, p.a, p.b, p.c};
-  g.allow_tf32 = allow_tf32, g.workspace = workspace, g.workspace_bytes = workspace ? workspace_bytes : 0;
+  GemmParams g = {p.dtype, p.c_dtype(), p.m, p.n, p.k, p.a, p.b, p.c};
+  g.adds = p.adds, g.allow_tf32 = allow_tf32, g.workspace = workspace,
+  g.workspace_bytes = workspace ? workspace_bytes : 0;
   return g;
 }
 
@@ -53,12 +54,12 @@ Status linear_cuda(const Linear &op, const Tensor *in, const Tensor *out, void *
   return gemm(op.name, g, static_cast<cudaStream_t>(stream));
 }
 
-Status linear_backward_cuda(const LinearBackward &op, const Tensor *in, const Tensor *out, void *stream_) {
+Status backward(const LinearBackward &op, const char *name, const Tensor *in, const Tensor &dx, const Tensor &dweight,
+                bool adds, const Tensor &dbias, const Tensor &scratch, void *stream_) {
   const Tensor &dy = in[0], &x = in[1], &weight = in[2], &bias = in[3], &pre_activation = in[4];
-  const Tensor &dx = out[0], &dweight = out[1], &dbias = out[2], &scratch = out[3];
   auto *stream = static_cast<cudaStream_t>(stream_);
   const LinearMatmuls matmuls(x, weight);
-  if ((op.activation() || dbias) && !scratch) return fail(kConventionMisused, "%s: workspace is missing", op.name);
+  if ((op.activation() || dbias) && !scratch) return fail(kConventionMisused, "%s: workspace is missing", name);
   return dispatch(x.dtype, [&](auto type) -> Status {
     using T = typename decltype(type)::type;
     using A = Accumulate<T>;
@@ -71,7 +72,7 @@ Status linear_backward_cuda(const LinearBackward &op, const Tensor *in, const Te
       GemmParams g = gemm_params(
           p, op.allow_tf32, library_bytes > 0 ? reinterpret_cast<char *>(library_scratch) : nullptr, library_bytes);
       g.bias = with_bias;
-      return gemm(op.name, g, stream);
+      return gemm(name, g, stream);
     };
     T *dz = dy.as<T>();  // the gradient of the pre-activation
     const T *z = nullptr;
@@ -80,12 +81,20 @@ Status linear_backward_cuda(const LinearBackward &op, const Tensor *in, const Te
       if (!pre_activation) AOT_TRY(run(matmuls.forward(x, weight, dz), bias.data));
     }
     if (z || dbias)
-      AOT_TRY(activation_backward(op.name, dy.as<T>(), z, dz, dbias.as<T>(), partials, matmuls.rows, matmuls.out,
+      AOT_TRY(activation_backward(name, dy.as<T>(), z, dz, dbias.as<T>(), partials, matmuls.rows, matmuls.out,
                                   op.activation(), stream));
     if (dx) AOT_TRY(run(matmuls.dx(dz, weight, dx), nullptr));
-    if (dweight) AOT_TRY(run(matmuls.dweight(dz, x, dweight), nullptr));
+    if (dweight) AOT_TRY(run(matmuls.dweight(dz, x, dweight, adds), nullptr));
     return kOk;
   });
+}
+
+Status linear_backward_cuda(const LinearBackward &op, const Tensor *in, const Tensor *out, void *stream) {
+  return backward(op, op.name, in, out[0], out[1], false, out[2], out[3], stream);
+}
+
+Status linear_accumulate_cuda(const LinearAccumulate &op, const Tensor *in, const Tensor *out, void *stream) {
+  return backward(op, op.name, in, out[0], in[5], true, out[1], out[2], stream);
 }
 
 }  // namespace
@@ -98,3 +107,4 @@ using namespace aot;
 
 AOT_ENTRY(Linear, aot_linear_cuda, linear_cuda)
 AOT_ENTRY(LinearBackward, aot_linear_backward_cuda, linear_backward_cuda)
+AOT_ENTRY(LinearAccumulate, aot_linear_accumulate_cuda, linear_accumulate_cuda)

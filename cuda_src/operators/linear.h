@@ -79,22 +79,43 @@ struct LinearBackward : LinearAttrs {
   static int64_t partial_elements(int64_t n) { return kIsCuda ? (parts(n) * n + 63) / 64 * 64 : 0; }
 
   Status infer(const Tensor *in, Spec *out) const {
+    out[1] = in[2];
+    return infer(name, in, &out[0], &out[2], &out[3]);
+  }
+  Status infer(const char *op, const Tensor *in, Spec *dx, Spec *dbias, Spec *scratch) const {
     const Spec &dy = in[0], &x = in[1], &weight = in[2];
     Spec y;
-    AOT_TRY(check(name, x, weight, in[3], &y));
-    AOT_TRY(check_like(name, "dy", dy, "y", y));
-    if (in[4]) AOT_TRY(check_like(name, "pre_activation", in[4], "the input of the activation", pre_activation(y)));
-    out[0] = x, out[1] = weight, out[2] = bias_spec(x, weight);
+    AOT_TRY(check(op, x, weight, in[3], &y));
+    AOT_TRY(check_like(op, "dy", dy, "y", y));
+    if (in[4]) AOT_TRY(check_like(op, "pre_activation", in[4], "the input of the activation", pre_activation(y)));
+    *dx = x, *dbias = bias_spec(x, weight);
     int64_t work = kUnknownDim;
     if (x.known() && y.known())
-      work = grad_elements(y) + partial_elements(out[2].shape[0]) + library_workspace(y.size(), x.shape[x.ndim - 1]);
-    out[3] = Spec::vector(accumulate_dtype(x.dtype), work);
+      work = grad_elements(y) + partial_elements(dbias->shape[0]) + library_workspace(y.size(), x.shape[x.ndim - 1]);
+    *scratch = Spec::vector(accumulate_dtype(x.dtype), work);
     return kOk;
   }
 
   // Scratch for the gradient of the pre-activation, of dy's dtype. Behind it are the partial sums of dbias, and
   // cuBLASLt's scratch.
   int64_t grad_elements(const Spec &dy) const { return activation() ? workspace_elements(dy.size(), dy.dtype) : 0; }
+};
+
+// The backward that adds the gradient of weight to dweight, which has the accumulate dtype. The workspace is a required
+// output with an element at least: without an output that has elements no kernel is launched (aot.h), and dx and dbias
+// may be unwanted.
+struct LinearAccumulate : LinearBackward {
+  static constexpr const char *name = "linear_accumulate";
+  static constexpr Slot inputs[] = {{"dy"},     {"x"}, {"weight"}, {"bias", optional}, {"pre_activation", optional},
+                                    {"dweight"}};
+  static constexpr Slot outputs[] = {{"dx", optional}, {"dbias", optional}, {"workspace"}};
+
+  Status infer(const Tensor *in, Spec *out) const {
+    AOT_TRY(LinearBackward::infer(name, in, &out[0], &out[1], &out[2]));
+    if (out[2].shape[0] == 0) out[2].shape[0] = 1;
+    AOT_TRY(check_dtype(name, "dweight", in[5], accumulate_dtype(in[1].dtype)));
+    return check_shape(name, "dweight", in[5], "weight", in[2]);
+  }
 };
 
 // The products, in which x and dy are matrices of all their rows.
@@ -111,8 +132,9 @@ struct LinearMatmuls {
   MatmulProblem dx(void *dy, const Tensor &weight, const Tensor &dx) const {
     return {dtype, rows, in, out, {dy, out}, {weight.data, in}, {dx.data, in}};
   }
-  MatmulProblem dweight(void *dy, const Tensor &x, const Tensor &dweight) const {
-    return {dtype, out, in, rows, {dy, out, true}, {x.data, in}, {dweight.data, in}};
+  MatmulProblem dweight(void *dy, const Tensor &x, const Tensor &dweight, bool adds) const {
+    MatmulProblem p = {dtype, out, in, rows, {dy, out, true}, {x.data, in}, {dweight.data, in}};
+    return p.adds = adds, p;
   }
 };
 

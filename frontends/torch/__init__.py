@@ -9,9 +9,9 @@ A call takes one of two paths:
   with ``create_graph=True``. If there is no gate (before torch 2.10), these are all calls.
 
 The modules import one way: private < tensors < registered < gradients < autograd < dispatcher < eager < public <
-functional < modules. optim, beside them, has the optimizer, and replacing what changes a model that exists: it imports
-known_modules, replaced_forwards and replaced_losses. autocast, call, compositions, flops, gate, inductor, mathematics,
-out, overwrite and sharding serve one of them each.
+functional < accumulation < modules. optim, beside them, has the optimizer, and replacing what changes a model that
+exists: it imports known_modules, replaced_forwards and replaced_losses. autocast, call, compositions, flops, gate,
+inductor, mathematics, out, overwrite and sharding serve one of them each.
 """
 
 from aotops.ops import OPS

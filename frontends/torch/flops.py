@@ -40,4 +40,4 @@ def _flops(op: Op, forward: Op, *args: Any, **kwargs: Any) -> int:
     shapes = [named.get(slot) for slot in forward.inputs]
     if op is forward:
         return flops(op, attrs, shapes)
-    return backward_flops(forward, attrs, shapes, wanted)
+    return backward_flops(forward, attrs, shapes, (*wanted, *op.mutates))

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import accumulation
 from . import functional as F
 
 
@@ -28,9 +29,6 @@ class _Offset:
         if self.weight_offset and self.weight is not None:  # type: ignore[attr-defined]
             torch.nn.init.constant_(self.weight, 1 - self.weight_offset)  # type: ignore[attr-defined]
 
-    def _offset(self) -> float:
-        return self.weight_offset if self.weight is not None else 0.0  # type: ignore[attr-defined]
-
     def extra_repr(self) -> str:
         offset = f", weight_offset={self.weight_offset}" if self.weight_offset else ""
         return super().extra_repr() + offset  # type: ignore[misc]
@@ -42,7 +40,7 @@ class LayerNorm(_Offset, torch.nn.LayerNorm):
     serve inputs of 16 bits."""
 
     def forward(self, input: Tensor) -> Tensor:
-        affine = self.weight, self.bias, self.eps, self._offset()
+        affine = self.weight, self.bias, self.eps, self.weight_offset
         return F.layer_norm(input, self.normalized_shape, *affine)
 
 
@@ -52,23 +50,41 @@ class RMSNorm(_Offset, torch.nn.RMSNorm):
     serve inputs of 16 bits."""
 
     def forward(self, input: Tensor) -> Tensor:
-        affine = self.weight, self.eps, self._offset()
+        affine = self.weight, self.eps, self.weight_offset
         return F.rms_norm(input, self.normalized_shape, *affine)
 
 
 class Linear(torch.nn.Linear):
     """``torch.nn.Linear`` on the library's kernel: the same arguments, parameters and state, and an activation that is
-    applied in the same kernel: None, "relu", "gelu", "gelu_tanh" or "silu"."""
+    applied in the same kernel: None, "relu", "gelu", "gelu_tanh" or "silu". With ``accumulate_into_main_grad``, a
+    backward adds the gradient of a weight that has a ``main_grad`` to it, in float32, inside the product."""
 
-    def __init__(self, in_features, out_features, bias=True, device=None, dtype=None, activation=None):
+    accumulate_into_main_grad = False
+
+    def __init__(
+        self,
+        in_features,
+        out_features,
+        bias=True,
+        device=None,
+        dtype=None,
+        activation=None,
+        accumulate_into_main_grad=False,
+    ):
         super().__init__(in_features, out_features, bias, device, dtype)
         self.activation = activation
+        if accumulate_into_main_grad:
+            self.accumulate_into_main_grad = True
 
     def forward(self, input: Tensor) -> Tensor:
+        if self.accumulate_into_main_grad and torch.is_grad_enabled() and accumulation.has_main_grad(self.weight):
+            return accumulation.linear(input, self.weight, self.bias, self.activation)
         return F.linear(input, self.weight, self.bias, self.activation)
 
     def extra_repr(self) -> str:
-        return super().extra_repr() + (f", activation={self.activation!r}" if self.activation else "")
+        activation = f", activation={self.activation!r}" if self.activation else ""
+        accumulates = ", accumulate_into_main_grad=True" if self.accumulate_into_main_grad else ""
+        return super().extra_repr() + activation + accumulates
 
 
 class GELU(torch.nn.GELU):

@@ -87,6 +87,12 @@ _optional("autograd.graph.increment_version", _NOT_OVER)
 saved_tensor_hooks = _optional("_C._autograd._top_saved_tensors_default_hooks", "no residual stands for an input")
 CAN_OVERWRITE = _NOT_OVER not in LACKS.values()
 
+# ------------------------------------------------------------------------------------------------------------ backwards
+
+will_run = _required("_C._will_engine_execute_node")
+disable_dynamo = _required("_disable_dynamo")  # it imports Dynamo at the first call
+queue_callback = _required("autograd.Variable._execution_engine.queue_callback")
+
 # ------------------------------------------------------------------------------- modules that are imported when needed
 
 LOWERING, DECOMPOSITION, IR = "torch._inductor.lowering", "torch._inductor.decomposition", "torch._inductor.ir"

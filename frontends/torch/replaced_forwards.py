@@ -96,7 +96,7 @@ def _rms_norm_of(eps: str, offset=0.0, weighted=True, like_weight=False, switch=
             wide = weight.dtype is torch.float32 and x.element_size() == 2
             if like_weight or not wide:
                 return NotImplemented
-        return F.rms_norm(x, x.shape[-1:], weight, getattr(self, eps), 0.0 if weight is None else offset)
+        return F.rms_norm(x, x.shape[-1:], weight, getattr(self, eps), offset)
 
     return serve
 

@@ -6,7 +6,7 @@ from aotops.bench.work import RMS_EPS, Rows
 from aotops.testing import Bad, Case, Row, X
 
 from .layer_norm import draw_norm, norm_case
-from .rms_norm import rms_eps, rms_norm
+from .rms_norm import in_torch, rms_eps, rms_norm
 
 
 def add_rms_norm(x, residual, *args, **kwargs):
@@ -20,13 +20,14 @@ _FINE = 1 / 4096
 
 
 def _in_torch(torch, x, residual, *args, **kwargs):
-    y = torch.nn.functional.rms_norm(x + residual, *args, **kwargs)
+    y = in_torch(torch, x + residual, *args, **kwargs)
     # y has x's dtype beside a wider residual; h is a sum of its own, so that a hook of h sees no gradient of y
     return y if x.dtype == residual.dtype else y.to(x.dtype), x + residual
 
 
-def _add_rms_norm(x, normalized_shape, weight=True, eps=(), **kwargs) -> Case:
-    return norm_case({"x": x, "residual": x}, normalized_shape, {"weight": weight}, eps, **_GRID | kwargs)
+def _add_rms_norm(x, normalized_shape, weight=True, eps=(), bias=False, **kwargs) -> Case:
+    rows = {"x": x, "residual": x}
+    return norm_case(rows, normalized_shape, {"weight": weight, "bias": bias}, eps, **_GRID | kwargs)
 
 
 ROW = Row(
@@ -55,8 +56,19 @@ ROW = Row(
         _add_rms_norm((4, 6), 6, grid=_FINE, wide=("residual", "h")),
         _add_rms_norm((3, 4, 6), 6, lines=(4,), offset=1.0, grid=_FINE, wide=("residual", "h", "weight")),
         _add_rms_norm((60, 3, 700), 700, lines=(3,), wide=("weight",)),
+        # a bias, which has kernels of its own
+        _add_rms_norm((4, 6), 6, bias=True),
+        _add_rms_norm((4, 6), (6,), weight=False, bias=True),
+        _add_rms_norm((33, 1025), 1025, bias=True),
+        _add_rms_norm((3, 8192), (8192,), bias=True),
+        _add_rms_norm((2, 40000), 40000, bias=True),
+        _add_rms_norm((1500, 24), 24, bias=True),
+        _add_rms_norm((3, 4, 16), 16, bias=True, grid=_FINE, wide=("residual", "h")),
+        _add_rms_norm(
+            (3, 4, 6), 6, lines=(4,), offset=1.0, grid=_FINE, wide=("residual", "h", "weight", "bias"), bias=True
+        ),
     ),
-    draw=lambda draw: draw_norm(draw, _GRID, ("weight",), ("x", "residual")),
+    draw=lambda draw: draw_norm(draw, _GRID, ("weight", "bias"), ("x", "residual")),
     bad=(
         Bad(
             {"x": X, "residual": ((2, 3), "float16")},
@@ -75,7 +87,7 @@ ROW = Row(
         ),
     ),
     torch=_in_torch,
-    samples={"": _add_rms_norm((4, 6), (6,))},
+    samples={"": _add_rms_norm((4, 6), (6,)), "bias": _add_rms_norm((4, 6), (6,), bias=True)},
     opcheck=(
         _add_rms_norm((4, 6), (6,), weight=False, eps=0.1),
         _add_rms_norm((4, 6), (4, 6), weight=False, eps=0.1),

@@ -12,15 +12,23 @@ from aotops.testing import F32, F64, Bad, Case, Row, X
 from .layer_norm import draw_norm, norm_case
 
 
-def rms_norm(x, normalized_shape, weight=None, eps=None, weight_offset=0.0):
+def rms_norm(x, normalized_shape, weight=None, eps=None, weight_offset=0.0, bias=None):
     if x.size == 0:
         return x
     axes = tuple(range(-len(np.atleast_1d(normalized_shape)), 0))
-    return x / np.sqrt((x**2).mean(axes, keepdims=True) + eps) * (1 if weight is None else weight + weight_offset)
+    y = x / np.sqrt((x**2).mean(axes, keepdims=True) + eps) * (1 if weight is None else weight + weight_offset)
+    return y + (0 if bias is None else bias)
 
 
-def _rms_norm(x, normalized_shape, weight=True, eps=(), **kwargs) -> Case:
-    return norm_case({"x": x}, normalized_shape, {"weight": weight}, eps, **kwargs)
+def _rms_norm(x, normalized_shape, weight=True, eps=(), bias=False, **kwargs) -> Case:
+    return norm_case({"x": x}, normalized_shape, {"weight": weight, "bias": bias}, eps, **kwargs)
+
+
+def in_torch(torch, x, normalized_shape, weight=None, eps=None, weight_offset=0.0, bias=None):
+    if weight is not None and weight_offset:
+        weight = weight + weight_offset
+    y = torch.nn.functional.rms_norm(x, normalized_shape, weight, eps)
+    return y if bias is None else (y + bias).to(y.dtype)
 
 
 def rms_eps(dtype: str) -> dict[str, Any]:
@@ -58,8 +66,21 @@ ROW = Row(
         _rms_norm((4, 6), 6, wide=("weight",)),
         _rms_norm((3, 4, 6), 6, lines=(4,), offset=1.0, wide=("weight",)),
         _rms_norm((60, 3, 700), 700, lines=(3,)),
+        # a bias, which has kernels of its own
+        _rms_norm((4, 6), 6, bias=True),
+        _rms_norm((4, 6), (6,), weight=False, bias=True),
+        _rms_norm((0, 6), 6, bias=True),
+        _rms_norm((3, 0), 0, bias=True),
+        _rms_norm((33, 1025), 1025, bias=True),
+        _rms_norm((3, 8192), (8192,), bias=True),
+        _rms_norm((2, 40000), 40000, bias=True),
+        _rms_norm((1500, 24), 24, bias=True),
+        _rms_norm((3, 4, 6), 6, lines=(4,), offset=1.0, wide=("weight", "bias"), bias=True),
+        _rms_norm((60, 3, 704), 704, lines=(3,), bias=True),
+        _rms_norm((4, 6), 6, weight=False, offset=1.0),  # without a weight there is nothing to add to
+        _rms_norm((4, 16), 16, weight=False, offset=1.0, bias=True),
     ),
-    draw=lambda draw: draw_norm(draw, {}, ("weight",)),
+    draw=lambda draw: draw_norm(draw, {}, ("weight", "bias")),
     bad=(
         Bad({"x": X}, {"normalized_shape": 4}, ValueError, "x has shape (2, 3)", "(4,)"),
         Bad(
@@ -84,15 +105,23 @@ ROW = Row(
             "expected (3,), the shape of normalized_shape, or more of the trailing axes of (4, 2, 3)",
         ),
         Bad(
-            {"x": X},
-            {"normalized_shape": 3, "weight_offset": 1.0},
+            {"x": X, "weight": ((3,), F32), "bias": ((2,), F32)},
+            {"normalized_shape": 3},
             ValueError,
-            "weight_offset is 1",
-            "expected 0 without a weight",
+            "bias has shape (2,)",
+            "expected (3,), the shape of weight",
+        ),
+        Bad(
+            {"x": ((2, 3), "float16"), "bias": ((3,), F32)},
+            {"normalized_shape": 3},
+            TypeError,
+            "bias has dtype float32",
+            "expected float16",
         ),
         Bad({"x": X}, {"normalized_shape": 3, "eps": "a"}, TypeError, "eps is 'a'", "expected"),
     ),
-    samples={"": _rms_norm((4, 6), (6,))},
+    torch=in_torch,
+    samples={"": _rms_norm((4, 6), (6,)), "bias": _rms_norm((4, 6), (6,), bias=True)},
     opcheck=(_rms_norm((4, 6), (6,), weight=False, eps=0.1), _rms_norm((4, 6), (4, 6), weight=False, eps=0.1)),
     bench=(Rows("xw", "x", ("xxw", "xw"), call=lambda f, shape: lambda x, w: f.rms_norm(x, shape[-1:], w, RMS_EPS)),),
     defaults=rms_eps,

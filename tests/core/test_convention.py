@@ -272,7 +272,7 @@ from aotops.ops import OPS
 from aotops.spec import TensorSpec
 x, y = (ctypes.c_double * 2)(1, -1), (ctypes.c_double * 2)()
 spec = TensorSpec((2,), "float64")
-run = call.addresses(OPS["rms_norm"], ((2,), 0.5625, 0.0), "cpu", (spec, None, spec, None))
+run = call.addresses(OPS["rms_norm"], ((2,), 0.5625, 0.0), "cpu", (spec, None, None, spec, None))
 run(0, 0, ctypes.addressof(x), ctypes.addressof(y))
 print(*y)
 """

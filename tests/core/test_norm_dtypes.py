@@ -95,7 +95,7 @@ def test_a_gradient_that_two_inputs_share_is_written_once():
 
     for low in (torch.float32, torch.bfloat16):
         inputs = arguments("add_rms_norm", low)
-        x, residual, _ = inputs.values()
+        x, residual, *_ = inputs.values()
         dx, dresidual = torch.autograd.grad(called("add_rms_norm", inputs)[0].sum(), (x, residual))
         assert (dx.data_ptr() == dresidual.data_ptr()) == (low == torch.float32)
 
@@ -256,12 +256,14 @@ def test_mindspore_modules_leave_their_parameters_wide(mode):
 @pytest.mark.parametrize(
     ("name", "dtypes", "words"),
     [
-        ("rms_norm", ("float32", "bfloat16"), "rms_norm: weight has dtype bfloat16, expected float32"),
-        ("rms_norm", ("bfloat16", "float16"), "rms_norm: weight has dtype float16, expected bfloat16 or float32"),
+        ("rms_norm", ("float32", "bfloat16", None), "rms_norm: weight has dtype bfloat16, expected float32"),
+        ("rms_norm", ("bfloat16", "float16", None), "rms_norm: weight has dtype float16, expected bfloat16 or float32"),
         ("layer_norm", ("float16", "float32", "float16"), "layer_norm: bias has dtype float16, expected float32"),
         ("layer_norm", ("float16", None, "float32"), "has dtype float32, expected float16 where there is no weight"),
-        ("add_rms_norm", ("float32", "float16", None), "residual has dtype float16, expected float32"),
-        ("add_rms_norm", ("float16", "float64", None), "residual has dtype float64, expected float16 or float32"),
+        ("rms_norm", ("bfloat16", "float32", "bfloat16"), "rms_norm: bias has dtype bfloat16, expected float32"),
+        ("rms_norm", ("float16", None, "float32"), "has dtype float32, expected float16 where there is no weight"),
+        ("add_rms_norm", ("float32", "float16", None, None), "residual has dtype float16, expected float32"),
+        ("add_rms_norm", ("float16", "float64", None, None), "residual has dtype float64, expected float16 or float32"),
     ],
 )  # fmt: skip
 def test_dtypes_that_are_refused(name, dtypes, words):

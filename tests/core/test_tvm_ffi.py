@@ -64,7 +64,7 @@ CALLS = {
     "add": [X, X, 2.0, None],
     "add_layer_norm": [X, X, 6, None, [6], 1e-3, 0.0],
     "add_layer_norm_backward": [X, X, X, 6, None, [6], 1e-3, 0.0],
-    "add_rms_norm": [X, X, 6, [6], None, 1.0],
+    "add_rms_norm": [X, X, 6, None, [6], None, 1.0],
     "add_rms_norm_backward": [X, X, X, 6, None, [6], None, 1.0],
     "conv2d": [IMAGE, (4, 3, 3, 3), 4, [2, 1], [1, 1], [1, 1], 1, "NCHW", False],
     "conv2d_backward": [(2, 4, 3, 5), IMAGE, (4, 3, 3, 3), [2, 1], [1, 1], [1, 1], 1, "NCHW", False],
@@ -98,7 +98,7 @@ CALLS = {
         6,
         True,
     ],
-    "rms_norm": [X, None, [6], None, 0.0],
+    "rms_norm": [X, 6, 6, [6], None, 0.0],
     "rms_norm_backward": [X, X, 6, None, [6], None, 0.0],
     "rope": [HEADS, (4, 3), (4, 3), None, True, "BSHD", 6],
     "rope_backward": [HEADS, HEADS, (4, 3), (4, 3), None, False, "BHSD", 6],
@@ -181,7 +181,7 @@ def test_jaxs_arrays_are_taken(module):
 def test_what_is_absent_at_the_end_has_its_default(module):
     x = np.linspace(-2, 2, 24, dtype=np.float32).reshape(4, 6)
     assert np.array_equal(array(module.layer_norm(x, None, None, 6)), ours.layer_norm(x, 6))
-    assert np.array_equal(array(module.rms_norm(x, None, [6])), ours.rms_norm(x, 6))
+    assert np.array_equal(array(module.rms_norm(x, None, None, [6])), ours.rms_norm(x, 6))
     assert np.array_equal(array(module.gelu(x)), ours.gelu(x))
     assert np.array_equal(array(module.add(x, x)), ours.add(x, x))
     target = np.array([0, 1, 2, 3])
@@ -309,7 +309,7 @@ def test_arguments_and_results_are_freed(module):
     import torch
 
     x = torch.ones(2, 3)
-    y, h = module.add_rms_norm(x, x, None, 3)
+    y, h = module.add_rms_norm(x, x, None, None, 3)
     assert y._use_count() == h._use_count() == 1
     with pytest.raises(TypeError):
         module.gelu(x.long())

@@ -62,6 +62,7 @@ def _both(results):
 
 FUNCTIONS |= {
     "rms_norm": (lambda x, w, b: ours.rms_norm(x + b, 6, w, 0.1), lambda x, w, b: _rms_norm(x + b, w, 0.1)),
+    "rms_norm_bias": (lambda x, w, b: ours.rms_norm(x, 6, w, bias=b), lambda x, w, b: _rms_norm(x, w) + b),
     "rms_norm_plain": (lambda x, w, b: ours.rms_norm(x, (6,)), lambda x, w, b: _rms_norm(x)),
     "add_layer_norm": (
         lambda x, w, b: _both(ours.add_layer_norm(x, x * b, 6, w, b)),
@@ -70,6 +71,10 @@ FUNCTIONS |= {
     "add_rms_norm": (
         lambda x, w, b: _both(ours.add_rms_norm(x, x * b, 6, w)),
         lambda x, w, b: _both((_rms_norm(x + x * b, w), x + x * b)),
+    ),
+    "add_rms_norm_bias": (
+        lambda x, w, b: _both(ours.add_rms_norm(x, x * b, 6, w, bias=b)),
+        lambda x, w, b: _both((_rms_norm(x + x * b, w) + b, x + x * b)),
     ),
     "add_rms_norm_y": (
         lambda x, w, b: ours.add_rms_norm(x, x * b, 6)[0],

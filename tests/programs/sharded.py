@@ -100,9 +100,12 @@ CASES: dict[str, list[Case]] = {
         _norm((8, 2, 3), 2, "bias"),
         _norm((6, 4), 1),
     ],
-    "rms_norm": [_norm((4, 8, 6), 1, "weight"), _norm((6, 4), 1, eps=0.1)],
+    "rms_norm": [_norm((4, 8, 6), 1, "weight", "bias"), _norm((6, 4), 1, "weight"), _norm((6, 4), 1, eps=0.1)],
     "add_layer_norm": [_norm((4, 8, 6), 1, "weight", "bias", rows=("x", "residual"))],
-    "add_rms_norm": [_norm((4, 8, 6), 1, "weight", rows=("x", "residual"))],
+    "add_rms_norm": [
+        _norm((4, 8, 6), 1, "weight", rows=("x", "residual")),
+        _norm((6, 4), 1, "weight", "bias", rows=("x", "residual")),
+    ],
     "linear": [
         _linear((4, 6, 8), 12),
         _linear((8, 6), 12, True),

@@ -118,9 +118,9 @@ CASES: dict[str, list[Case]] = {
     "qkv_rope": [_qkv((4, 8, 16), (8, 2)), _qkv((4, 8, 16), (9, 2), (4, 8), layout="BHSD"), _qkv((4, 8, 16), None)],
     "softmax": [Case({"x": (4, 6, 8)}, {"dim": 1})],
     "layer_norm": [_norm((4, 8, 6), 1, "weight", "bias"), _norm((8, 2, 3), 2, "bias")],
-    "rms_norm": [_norm((8, 6), 1, "weight"), _norm((8, 4), 1, eps=0.1)],
+    "rms_norm": [_norm((8, 6), 1, "weight", "bias"), _norm((8, 4), 1, eps=0.1)],
     "add_layer_norm": [_norm((4, 6), 1, "weight", "bias", rows=("x", "residual"))],
-    "add_rms_norm": [_norm((4, 6), 1, "weight", rows=("x", "residual"))],
+    "add_rms_norm": [_norm((4, 6), 1, "weight", "bias", rows=("x", "residual"))],
     "linear": [_linear((4, 6, 8), 12), _linear((8, 4), 12, True), _linear((8, 6), 12, True, activation="gelu")],
     "matmul": [
         Case({"a": (8, 4), "b": (4, 12)}),

@@ -162,20 +162,26 @@ constexpr int kAnyThreads = 1024;
 template <class N, class Op>
 NormParameters<N> norm_parameters(const Op &op, const Tensor &weight, const Tensor &bias) {
   const bool wide = NormParameters<N>::kMayBeWide && weight.dtype == DType::float32;
-  return {weight.data, bias.data, static_cast<typename N::A>(op.weight_offset()),
+  return {weight.data, bias.data, static_cast<typename N::A>(op.weight_offset(weight)),
           std::max<int64_t>(1, op.weight_rows(weight)), wide};
 }
 
-// Calls f(NormTypes) for y of dtype t and rows of dtype r.
+// Calls f(NormTypes) for y of dtype t and rows of dtype r. `bias`: or dbias.
 template <class Op, class F>
-Status dispatch_norm(const Op &op, DType t, DType r, const Tensor &weight, F f) {
+Status dispatch_norm(const Op &op, DType t, DType r, const Tensor &weight, const Tensor &bias, F f) {
   constexpr bool kCentred = Op::kCentred, kAdd = Op::kAdd;
   return dispatch(t, [&](auto type) -> Status {
     using T = typename decltype(type)::type;
+    if constexpr (!kCentred)
+      if (bias) {
+        if constexpr (kAdd && sizeof(T) == 2)
+          if (r == DType::float32) return f(Type<NormTypes<kCentred, kAdd, T, float, false, true>>());
+        return f(Type<NormTypes<kCentred, kAdd, T, T, false, true>>());
+      }
     if constexpr (kAdd && sizeof(T) == 2)
       if (r == DType::float32) return f(Type<NormTypes<kCentred, kAdd, T, float, false>>());
     if constexpr (sizeof(T) == 2)
-      if (weight.dtype != DType::float32 && op.weight_rows(weight) == 1 && op.weight_offset() == 0)
+      if (weight.dtype != DType::float32 && op.weight_rows(weight) == 1 && op.weight_offset(weight) == 0)
         return f(Type<NormTypes<kCentred, kAdd, T, T, true>>());
     return f(Type<NormTypes<kCentred, kAdd, T, T, false>>());
   });

@@ -2,7 +2,7 @@
 // elements.
 //   layer_norm  xhat = (x - mean) * rstd,   rstd = 1 / sqrt(mean((x - mean)^2) + eps),   stats = (mean, rstd)
 //   rms_norm    xhat = x * rstd,            rstd = 1 / sqrt(mean(x^2) + eps),            stats = (rstd)
-//               y = xhat * w + bias,        w = weight + weight_offset
+//               y = xhat * w + bias,        w = weight + weight_offset, or 1 without a weight
 //   gradient    g = dy * w
 //               dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), without mean(g) for rms_norm
 //               dweight = sum over rows of dy * xhat,   dbias = sum over rows of dy
@@ -36,7 +36,6 @@ template <bool kCentred_, bool kAdd_>
 struct NormAttrs {
   static constexpr bool kCentred = kCentred_, kAdd = kAdd_;
   static constexpr int kStats = kCentred ? 2 : 1;  // numbers of a row's statistics: (mean,) rstd
-  static constexpr int kSums = kCentred ? 2 : 1;   // sums over the rows: dweight(, dbias)
   Ints normalized_shape;
 
   Status init(const Attrs &attrs) {
@@ -45,8 +44,7 @@ struct NormAttrs {
     return attrs.get("weight_offset", &weight_offset_);
   }
 
-  // Added to the weight; 0 if there is none.
-  double weight_offset() const { return weight_offset_; }
+  double weight_offset(const Spec &weight) const { return weight ? weight_offset_ : 0; }
 
   // The default of rms_norm is the machine epsilon of the dtype that it computes in, as in torch.
   double eps(DType dtype) const {
@@ -92,8 +90,6 @@ struct NormAttrs {
       AOT_TRY(check_lines(op, weight, x));
       return bias ? check_like(op, "bias", bias, "weight", weight) : kOk;
     }
-    if (weight_offset_ != 0)
-      return fail(kInvalidArgument, "%s: weight_offset is %g, expected 0 without a weight", op, weight_offset_);
     if (!bias) return kOk;
     // The backward is not given the bias: its gradient has the dtype and the lines of the weight.
     if (is_wider(bias.dtype, x.dtype))
@@ -173,7 +169,7 @@ const Tensor &slot(const Tensor *tensors) {
 // A norm derives from this and adds its name and slots: x, residual, weight, bias; y, h, stats. h is like residual.
 template <class Op, bool kCentred, bool kAdd>
 struct Norm : NormAttrs<kCentred, kAdd> {
-  static constexpr int kX = 0, kResidual = kAdd ? 1 : -1, kWeight = 1 + kAdd, kBias = kCentred ? 2 + kAdd : -1;
+  static constexpr int kX = 0, kResidual = kAdd ? 1 : -1, kWeight = 1 + kAdd, kBias = 2 + kAdd;
   static constexpr int kY = 0, kH = kAdd ? 1 : -1, kStatsOut = 1 + kAdd;
 
   Status infer(const Tensor *in, Spec *out) const {
@@ -183,7 +179,7 @@ struct Norm : NormAttrs<kCentred, kAdd> {
       AOT_TRY(this->check_wider(Op::name, "residual", residual, x.dtype));
       AOT_TRY(check_shape(Op::name, "residual", residual, "x", x));
     }
-    AOT_TRY(this->check_affine(Op::name, in[kWeight], slot<kBias>(in), x));
+    AOT_TRY(this->check_affine(Op::name, in[kWeight], in[kBias], x));
     out[kY] = x;
     if constexpr (kAdd) out[kH] = residual;
     out[kStatsOut] = this->stats(x);
@@ -193,12 +189,11 @@ struct Norm : NormAttrs<kCentred, kAdd> {
 
 // The slots of a backward: dy, dh, x (h of an add_ norm), weight, stats; dx, dresidual, dweight, dbias, workspace.
 // Absent stats are recomputed, and an absent dh is zeros. dresidual may be absent beside a dx of its dtype, which then
-// stands for both. The workspace has (partial_rows, kSums, P * N) partial sums, then, on CUDA, the recomputed stats.
+// stands for both. The workspace has (partial_rows, 2, P * N) partial sums, then, on CUDA, the recomputed stats.
 template <class Op, bool kCentred, bool kAdd>
 struct NormBackward : NormAttrs<kCentred, kAdd> {
   static constexpr int kDy = 0, kDh = kAdd ? 1 : -1, kX = 1 + kAdd, kWeight = 2 + kAdd, kStatsIn = 3 + kAdd;
-  static constexpr int kDx = 0, kDresidual = kAdd ? 1 : -1, kDweight = 1 + kAdd, kDbias = kCentred ? 2 + kAdd : -1,
-                       kWork = kDweight + 1 + kCentred;
+  static constexpr int kDx = 0, kDresidual = kAdd ? 1 : -1, kDweight = 1 + kAdd, kDbias = 2 + kAdd, kWork = 3 + kAdd;
 
   Status infer(const Tensor *in, Spec *out) const {
     Spec x = in[kX];  // h of an add_ norm
@@ -227,7 +222,7 @@ struct NormBackward : NormAttrs<kCentred, kAdd> {
     int64_t n = kUnknownDim;
     if (x.known() && weight.known()) {
       const int64_t cols = this->weight_rows(weight) * this->cols(), rows = this->rows_per_line(x, weight);
-      n = this->kSums * partial_rows(rows, cols) * cols + (kIsCuda && with_stats ? this->kStats * this->rows(x) : 0);
+      n = 2 * partial_rows(rows, cols) * cols + (kIsCuda && with_stats ? this->kStats * this->rows(x) : 0);
     }
     return Spec::vector(accumulate_dtype(x.dtype), n);
   }
@@ -249,17 +244,18 @@ struct LayerNormBackward : NormBackward<LayerNormBackward, true, false> {
       {"dx", optional}, {"dweight", optional}, {"dbias", optional}, {"workspace", workspace}};
 };
 
-// The arguments are torch.nn.functional.rms_norm's.
+// The arguments are torch.nn.functional.rms_norm's, and a bias.
 struct RmsNorm : Norm<RmsNorm, false, false> {
   static constexpr const char *name = "rms_norm";
-  static constexpr Slot inputs[] = {{"x"}, {"weight", optional}};
+  static constexpr Slot inputs[] = {{"x"}, {"weight", optional}, {"bias", optional}};
   static constexpr Slot outputs[] = {{"y"}, {"rstd", optional}};
 };
 
 struct RmsNormBackward : NormBackward<RmsNormBackward, false, false> {
   static constexpr const char *name = "rms_norm_backward";
   static constexpr Slot inputs[] = {{"dy"}, {"x"}, {"weight", optional}, {"rstd", optional}};
-  static constexpr Slot outputs[] = {{"dx", optional}, {"dweight", optional}, {"workspace", workspace}};
+  static constexpr Slot outputs[] = {
+      {"dx", optional}, {"dweight", optional}, {"dbias", optional}, {"workspace", workspace}};
 };
 
 struct AddLayerNorm : Norm<AddLayerNorm, true, true> {
@@ -277,7 +273,7 @@ struct AddLayerNormBackward : NormBackward<AddLayerNormBackward, true, true> {
 
 struct AddRmsNorm : Norm<AddRmsNorm, false, true> {
   static constexpr const char *name = "add_rms_norm";
-  static constexpr Slot inputs[] = {{"x"}, {"residual"}, {"weight", optional}};
+  static constexpr Slot inputs[] = {{"x"}, {"residual"}, {"weight", optional}, {"bias", optional}};
   static constexpr Slot outputs[] = {{"y"}, {"h"}, {"rstd", optional}};
 };
 
@@ -285,7 +281,7 @@ struct AddRmsNormBackward : NormBackward<AddRmsNormBackward, false, true> {
   static constexpr const char *name = "add_rms_norm_backward";
   static constexpr Slot inputs[] = {{"dy"}, {"dh", optional}, {"h"}, {"weight", optional}, {"rstd", optional}};
   static constexpr Slot outputs[] = {
-      {"dx", optional}, {"dresidual", optional}, {"dweight", optional}, {"workspace", workspace}};
+      {"dx", optional}, {"dresidual", optional}, {"dweight", optional}, {"dbias", optional}, {"workspace", workspace}};
 };
 
 }  // namespace AOT_ISA

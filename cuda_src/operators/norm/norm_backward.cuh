@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
   weight.keep(pipeline, 0, p.wide, p.offset);
   auto stat = [&](int64_t row, int which) { return row < a.rows ? a.stats[kStats * row + which] : A(0); };
   A next_mean = N::kCentred ? stat(part.first_row(), 0) : A(0), next_rstd = stat(part.first_row(), kStats - 1);
-  RowExchange<Shape, Sums<kSums, A>> exchange(row_warps);
+  RowExchange<Shape, Sums<kStats, A>> exchange(row_warps);
 
   A columns[kSums][Shape::kVectors][Shape::kSize] = {};  // each column's sums of dy * xhat and of dy
   A one_over_cols = A(1) / static_cast<A>(a.cols);
@@ -128,14 +128,15 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
     };
 
     wait_copies<kStages - 1>();
-    Sums<kSums, A> sums = {};  // the row's, of g * xhat and of g
+    Sums<kStats, A> sums = {};  // the row's, of g * xhat and of g
 #pragma unroll
     for (int i = 0; i < Shape::kVectors; ++i)
       if (part.holds(i))
         each(i, [&](int k, A x, A d, A g) {
           A xhat = x * rstd;
           sums.value[0] += g * xhat, columns[0][i][k] += d * xhat;
-          if constexpr (N::kCentred) sums.value[1] += g, columns[1][i][k] += d;
+          if constexpr (N::kCentred) sums.value[1] += g;
+          if constexpr (N::kBias) columns[1][i][k] += d;
         });
     if constexpr (Shape::kSpan == Span::warp) sums = sum_lanes<Shape::kLanes>(sums);
     else sums = sum_row(sums, exchange);
@@ -249,7 +250,7 @@ __global__ void __launch_bounds__(kAnyThreads) norm_partials_any_kernel(NormBack
       }
       A *to = a.partials + kSums * sum * a.cols + c;
       to[0] = dweight;
-      if constexpr (N::kCentred) to[a.cols] = dbias;
+      if constexpr (N::kBias) to[a.cols] = dbias;
     }
 }
 
@@ -296,8 +297,9 @@ Status norm_backward_rows(const char *op, const NormBackwardTensors<N> &a, const
   RowPlan plan;
   if (a.cols % kVectorSize<R> == 0 && p.can_divide(a.rows, p.lines) &&
       aligned(a.dy, a.dh, a.x, static_cast<const char *>(p.weight), a.dx, a.dresidual, a.partials)) {
-    plan = plan_within_warp(vectors, 1);
-    if (plan.lanes == 0)
+    if constexpr (N::kRare) plan = first_that_holds(vectors, {{32, 2, 16}}, kBytes, device);
+    else plan = plan_within_warp(vectors, 1);
+    if (!N::kRare && plan.lanes == 0)
       plan = kCrowded && vectors > 64 && vectors <= 96
                  ? RowPlan{32, 3}  // no idle lanes
                  : first_that_holds(vectors, {{32, 1, kOneVectorWarps}, {32, 2, 16}, {32, 4, 16}}, kBytes, device);
@@ -314,13 +316,17 @@ Status norm_backward_rows(const char *op, const NormBackwardTensors<N> &a, const
     return norm_backward_shape<decltype(shape), decltype(threads)>(op, a, plan, device, sums, stream);
   };
   if (plan.cluster > 1) return run(LongShape(), Threads<512, 512>());
-  if constexpr (kCrowded)
-    if (plan.vectors == 3) return run(RowShape<R, 32, 3, Span::warp>(), Threads<256, 512>());
-  if (plan.warps == 1)
-    return dispatch_within_warp<R, 1>(plan, [&](auto shape) { return run(shape, Threads<256, 1024>()); });
-  if (plan.vectors == 1) return run(RowShape<R, 32, 1, Span::block>(), Threads<512, 1024>());
-  if (plan.vectors == 2) return run(RowShape<R, 32, 2, Span::block>(), Threads<512, 512>());
-  return run(RowShape<R, 32, 4, Span::block>(), Threads<512, 512>());
+  if constexpr (N::kRare) {
+    return run(RowShape<R, 32, 2, Span::block>(), Threads<512, 512>());
+  } else {
+    if constexpr (kCrowded)
+      if (plan.vectors == 3) return run(RowShape<R, 32, 3, Span::warp>(), Threads<256, 512>());
+    if (plan.warps == 1)
+      return dispatch_within_warp<R, 1>(plan, [&](auto shape) { return run(shape, Threads<256, 1024>()); });
+    if (plan.vectors == 1) return run(RowShape<R, 32, 1, Span::block>(), Threads<512, 1024>());
+    if (plan.vectors == 2) return run(RowShape<R, 32, 2, Span::block>(), Threads<512, 512>());
+    return run(RowShape<R, 32, 4, Span::block>(), Threads<512, 512>());
+  }
 }
 
 // dweight and dbias of `sums` lines of partial sums.
@@ -342,8 +348,8 @@ Status norm_backward_cuda(const Op &op, const Tensor *in, const Tensor *out, voi
   DeviceLimits device;
   AOT_TRY(device_limits(Op::name, &device));
   const Tensor &x = in[Op::kX], &dy = in[Op::kDy], &weight = in[Op::kWeight], &work = out[Op::kWork];
-  const Tensor &dweight = out[Op::kDweight], &dbias = slot<Op::kDbias>(out), &dresidual = slot<Op::kDresidual>(out);
-  return dispatch_norm(op, dy.dtype, x.dtype, weight, [&](auto types) {
+  const Tensor &dweight = out[Op::kDweight], &dbias = out[Op::kDbias], &dresidual = slot<Op::kDresidual>(out);
+  return dispatch_norm(op, dy.dtype, x.dtype, weight, dbias, [&](auto types) {
     using N = typename decltype(types)::type;
     using R = typename N::R;
     using A = typename N::A;
@@ -353,7 +359,7 @@ Status norm_backward_cuda(const Op &op, const Tensor *in, const Tensor *out, voi
     A *stats = in[Op::kStatsIn].template as<A>();
     if ((wants_sums || !stats) && !work) return fail(kConventionMisused, "%s: workspace is missing", Op::name);
     if (!stats && rows > 0 && cols > 0) {  // in the workspace, after the partial sums
-      stats = work.as<A>() + Op::kSums * sums * cols;
+      stats = work.as<A>() + 2 * sums * cols;
       AOT_TRY(norm_stats<N::kCentred>(Op::name, x, stats, rows, cols, op.eps(x.dtype), stream));
     }
     // dx and dresidual are equal if they have one dtype.

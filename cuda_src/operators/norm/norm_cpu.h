@@ -126,7 +126,7 @@ struct Forward {
       if constexpr (kCentred) v = (v - m.mean) * m.rstd - m.mean_error * m.rstd;
       else v *= m.rstd;
       v = v * affine.scale(j, part);
-      if constexpr (kCentred) v += affine.shift(j, part);
+      if (kCentred || affine.bias) v += affine.shift(j, part);
       store(y + j, v, part);
     };
     stream ? sweep_stream(y, n, step) : sweep<T>(n, step);
@@ -204,7 +204,7 @@ struct Backward {
           g1[r] += d * w, g2[r] += d * w * xhat;
         }
         if (dweight) store(dweight + j, load(dweight + j, part) + sum2, part);
-        if (kCentred && dbias) store(dbias + j, load(dbias + j, part) + sum1, part);
+        if (dbias) store(dbias + j, load(dbias + j, part) + sum1, part);
       });
       for (int r = 0; r < K; ++r) c1[r] += kCentred ? sum<A>(g1[r]) : A(0), c2[r] += sum<A>(g2[r]);
     });
@@ -238,30 +238,32 @@ struct Backward {
   }
 };
 
-// Adds up the workspace's partial sums, (chunks, kSums, n), in order.
-template <int kSums, typename W, typename A = Accumulate<W>>
+// Adds up the workspace's partial sums, (chunks, 2, n), in order.
+template <typename W, typename A = Accumulate<W>>
 void sum_partials(const A *partial, int64_t chunks, int64_t n, W *dweight, W *dbias) {
   parallel_pieces(n, kGrain / 16, [=](int64_t begin, int64_t end) {
     auto step = [=](const A *p, W *sums, int64_t j, auto part) {
       Vec<W> s{};
-      for (int64_t c = 0; c < chunks; ++c) s += load(p + c * kSums * n + j, part);
+      for (int64_t c = 0; c < chunks; ++c) s += load(p + c * 2 * n + j, part);
       store(sums + j, s, part);
     };
     sweep<W>(end - begin, [=](int64_t j, auto part) {
       if (dweight) step(partial, dweight, begin + j, part);
-      if (kSums > 1 && dbias) step(partial + n, dbias, begin + j, part);
+      if (dbias) step(partial + n, dbias, begin + j, part);
     });
   });
 }
 
-// A chunk of the rows of each line. dweight and dbias are summed over runs of kRun rows first, which limits rounding
-// errors.
+// A chunk of the rows of each line. dweight and, with_dbias, dbias, of n elements each, are summed over runs of kRun
+// rows first, which limits rounding errors.
 template <bool kCentred, bool kAdd, typename T, typename R, typename W, typename A = Accumulate<T>>
-void chunk_in_runs(const Backward<kCentred, kAdd, T, R, W> &b, int64_t begin, int64_t end, A *sums, int64_t n_sums) {
+void chunk_in_runs(const Backward<kCentred, kAdd, T, R, W> &b, int64_t begin, int64_t end, A *sums, int64_t n,
+                   bool with_dbias) {
   constexpr int64_t kRun = 256;
+  const int64_t n_sums = with_dbias ? 2 * n : n;
   auto chunk = [&](int64_t begin, int64_t end, A *to) {
     if (to) std::memset(to, 0, n_sums * sizeof(A));
-    b.chunk(begin, end, to, to && kCentred ? to + n_sums / 2 : nullptr);
+    b.chunk(begin, end, to, to && with_dbias ? to + n : nullptr);
   };
   A *run = sums && end - begin > kRun ? static_cast<A *>(thread_scratch(n_sums * sizeof(A))) : nullptr;
   if (!run) return chunk(begin, end, sums);  // a single run, or out of memory: a larger rounding error
@@ -275,16 +277,15 @@ void chunk_in_runs(const Backward<kCentred, kAdd, T, R, W> &b, int64_t begin, in
 // `rows`: of each line.
 template <bool kCentred, bool kAdd, typename T, typename R, typename W, typename A = Accumulate<T>>
 void norm_backward_loop(const Backward<kCentred, kAdd, T, R, W> &b, W *dweight, W *dbias, A *partial, int64_t rows) {
-  constexpr int kSums = kCentred ? 2 : 1;
   const int64_t n = b.affine.lines * b.n;
   const int64_t max_chunks = partial_rows(rows, n);  // each has a row of partial sums in the workspace
   int64_t chunks = ceil_div(rows * n, kGrain);
   chunks = chunks > max_chunks ? max_chunks : chunks;
   parallel(chunks, [=](int64_t c) {
     const int64_t begin = rows * c / chunks, end = rows * (c + 1) / chunks;
-    chunk_in_runs(b, begin, end, partial ? partial + c * kSums * n : nullptr, kSums * n);
+    chunk_in_runs(b, begin, end, partial ? partial + c * 2 * n : nullptr, n, kCentred || dbias);
   });
-  if (dweight || dbias) sum_partials<kSums>(partial, chunks, n, dweight, dbias);
+  if (dweight || dbias) sum_partials(partial, chunks, n, dweight, dbias);
 }
 
 // -------------------------------------------------------------------------------------------------------- launchers
@@ -306,8 +307,8 @@ Status norm_cpu(const Op &op, const Tensor *in, const Tensor *out, void *) {
     using R = decltype(of_residual);
     using W = decltype(of_weight);
     const int64_t rows = op.rows(x), n = op.cols();
-    const Affine<W> affine{weight.as<W>(), slot<Op::kBias>(in).template as<W>(),
-                           static_cast<Accumulate<W>>(op.weight_offset()), op.weight_rows(weight)};
+    const Affine<W> affine{weight.as<W>(), in[Op::kBias].template as<W>(),
+                           static_cast<Accumulate<W>>(op.weight_offset(weight)), op.weight_rows(weight)};
     const bool aligned = !h || (sizeof(T) == sizeof(R) && same_alignment(y.data, h.data));
     Forward<Op::kCentred, Op::kAdd, T, R, W> f{{x.as<T>(), residual.as<R>()},
                                                affine,
@@ -332,7 +333,7 @@ Status norm_cpu(const Op &op, const Tensor *in, const Tensor *out, void *) {
 template <class Op>
 Status norm_backward_cpu(const Op &op, const Tensor *in, const Tensor *out, void *) {
   const Tensor &dy = in[Op::kDy], &x = in[Op::kX], &weight = in[Op::kWeight];
-  const Tensor &dweight = out[Op::kDweight], &dbias = slot<Op::kDbias>(out), &work = out[Op::kWork];
+  const Tensor &dweight = out[Op::kDweight], &dbias = out[Op::kDbias], &work = out[Op::kWork];
   const bool sums = dweight || dbias;
   if (sums && !work) return fail(kConventionMisused, "%s: workspace is missing", Op::name);
   const auto run = [&](auto of_dy, auto of_x, auto of_weight) {
@@ -341,7 +342,7 @@ Status norm_backward_cpu(const Op &op, const Tensor *in, const Tensor *out, void
     using W = decltype(of_weight);
     using A = Accumulate<T>;
     const Tensor &dx = out[Op::kDx], &dresidual = slot<Op::kDresidual>(out);
-    const Affine<W> affine{weight.as<W>(), nullptr, static_cast<Accumulate<W>>(op.weight_offset()),
+    const Affine<W> affine{weight.as<W>(), nullptr, static_cast<Accumulate<W>>(op.weight_offset(weight)),
                            op.weight_rows(weight)};
     Backward<Op::kCentred, Op::kAdd, T, R, W> b{dy.as<T>(),
                                                 slot<Op::kDh>(in).template as<R>(),

@@ -23,8 +23,8 @@ struct NormForward {
 // loaded after it, for kParameterVectors vectors at once: registers limit both. Where they may be float, which takes
 // twice as many, half as many are loaded at once.
 constexpr int kEarlyVectors = 2;
-template <int kVectors, bool kCentred, bool kMayBeWide>
-constexpr int kParameterVectors = std::max(1, (!kCentred       ? 4
+template <int kVectors, bool kBias, bool kMayBeWide>
+constexpr int kParameterVectors = std::max(1, (!kBias          ? 4
                                                : kVectors <= 4 ? 2
                                                                : 1) /
                                                   (kMayBeWide ? 2 : 1));
@@ -46,6 +46,7 @@ __device__ inline VectorBeside<typename N::T, R> scaled(const Vector<R> &v, A me
 #pragma unroll
   for (int k = 0; k < kVectorSize<R>; ++k)
     if constexpr (N::kCentred) y[k] = (y[k] - mean) * rstd * weight[k] + bias[k];
+    else if constexpr (N::kBias) y[k] = y[k] * rstd * weight[k] + bias[k];
     else y[k] = y[k] * rstd * weight[k];
   return narrow_to<typename N::T>(y);
 }
@@ -65,7 +66,7 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
   using Parameter = ParameterVector<N>;
   constexpr int kVectors = Shape::kVectors;
   constexpr bool kEarly = kVectors <= kEarlyVectors;
-  constexpr int kTogether = kEarly ? kVectors : kParameterVectors<kVectors, N::kCentred, Parameter::kMayBeWide>;
+  constexpr int kTogether = kEarly ? kVectors : kParameterVectors<kVectors, N::kBias, Parameter::kMayBeWide>;
   RowPart<Shape> part(a.cols, Shape::kSpan == Span::warp ? 1 : blockDim.x / 32);
   int64_t row = part.first_row();
   bool present = row < a.rows;
@@ -89,7 +90,7 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
 #pragma unroll
     for (int i = first; i < first + count && i < kVectors; ++i) {
       weight[i] = Parameter::load(p.address(p.weight, part.offset(i)), wide, has_weight && part.holds(i), 1);
-      if constexpr (N::kCentred)
+      if constexpr (N::kBias)
         bias[i] = Parameter::load(p.address(p.bias, part.offset(i)), wide, has_bias && part.holds(i), 0);
     }
   };
@@ -129,7 +130,7 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
 #pragma unroll
           for (int k = 0; k < Shape::kSize; ++k) scale[k] += p.offset;
         Widened<R> shift;
-        if constexpr (N::kCentred) shift = bias[i].widened(kWide);
+        if constexpr (N::kBias) shift = bias[i].widened(kWide);
         store(a.y + at + part.offset(i), scaled<N>(v[i], mean, rstd, scale, shift));
       }
     }
@@ -146,7 +147,7 @@ constexpr int kLongStages = 3;
 template <class Shape, class N>
 using LongPipeline = std::conditional_t<
     N::kAdd, SmemPipeline<Shape, kLongStages, 0, typename N::X, typename N::R>,
-    SmemPipeline<Shape, kLongStages, (N::kCentred ? 2 : 1) * NormParameters<N>::kKeptBytes, typename N::X>>;
+    SmemPipeline<Shape, kLongStages, (N::kBias ? 2 : 1) * NormParameters<N>::kKeptBytes, typename N::X>>;
 
 template <class Shape, class Threads, class N>
 __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads::kBlock)
@@ -171,11 +172,11 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
   };
   KeptParameter<N, Shape> weight, bias;
   if constexpr (!N::kAdd) weight.load(p, p.weight, has_weight, 1, part);
-  if constexpr (!N::kAdd && N::kCentred) bias.load(p, p.bias, has_bias, 0, part);
+  if constexpr (!N::kAdd && N::kBias) bias.load(p, p.bias, has_bias, 0, part);
 #pragma unroll
   for (int s = 0; s < kLongStages; ++s) load_row(s, part.base() + s * part.step());
   if constexpr (!N::kAdd) weight.keep(pipeline, kWeight, p.wide, p.offset);
-  if constexpr (!N::kAdd && N::kCentred) bias.keep(pipeline, kBias, p.wide, A(0));
+  if constexpr (!N::kAdd && N::kBias) bias.keep(pipeline, kBias, p.wide, A(0));
   auto row_vector = [&](int stage, int i) {
     if constexpr (N::kAdd) return add_vectors(pipeline.read(kX, stage, i), pipeline.read(kResidual, stage, i));
     else return pipeline.read(kX, stage, i);
@@ -215,7 +216,7 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
       if (has_y && part.holds(i))
         store(a.y + row * a.cols + part.offset(i),
               scaled<N>(row_vector(stage, i), mean, rstd, parameter(kWeight, p.weight, has_weight, 1, p.offset, i),
-                        N::kCentred ? parameter(kBias, p.bias, has_bias, 0, A(0), i) : Widened<R>{}));
+                        N::kBias ? parameter(kBias, p.bias, has_bias, 0, A(0), i) : Widened<R>{}));
     load_row(stage, row + kLongStages * part.step());
     stage = next;
   }
@@ -288,7 +289,7 @@ Status norm_long(const char *op, const NormForward<N> &a, const RowPlan &plan, c
 template <class N>
 Status norm_rows(const char *op, const NormForward<N> &a, const DeviceLimits &device, void *stream) {
   using R = typename N::R;
-  constexpr bool kCrowded = N::kAdd || (N::kCentred && sizeof(R) == 2);
+  constexpr bool kCrowded = N::kAdd || N::kRare || (N::kCentred && sizeof(R) == 2);
   constexpr int kVectors = 4, kMost = kCrowded ? 4 : 8;
   using LongShape = RowShape<R, 32, kMost, Span::cluster>;
   const NormParameters<N> &p = a.parameters;
@@ -297,7 +298,7 @@ Status norm_rows(const char *op, const NormForward<N> &a, const DeviceLimits &de
   RowPlan plan;
   if (a.cols > 0 && a.cols % kVectorSize<R> == 0 && p.can_divide(a.rows, p.lines) &&
       aligned(a.x, a.residual, static_cast<const char *>(p.weight), static_cast<const char *>(p.bias), a.y, a.h)) {
-    plan = plan_within_warp(vectors, kVectors);
+    if constexpr (!N::kRare) plan = plan_within_warp(vectors, kVectors);
     if (plan.lanes == 0) plan = first_that_holds(vectors, {{32, kVectors, 16}, {32, kMost, 16}}, 0, device);
     if (plan.lanes == 0 && p.lines == 1)
       plan = first_that_holds(vectors,
@@ -312,7 +313,8 @@ Status norm_rows(const char *op, const NormForward<N> &a, const DeviceLimits &de
   if (plan.lanes == 0) return norm_any(op, a, stream);
   if (plan.cluster > 1) return norm_long<LongShape>(op, a, plan, device, stream);
   auto run = [&](auto shape) { return norm_short<decltype(shape)>(op, a, plan, stream); };
-  if (plan.warps == 1) return dispatch_within_warp<R, kVectors>(plan, run);
+  if constexpr (!N::kRare)
+    if (plan.warps == 1) return dispatch_within_warp<R, kVectors>(plan, run);
   if (plan.vectors == kVectors) return run(RowShape<R, 32, kVectors, Span::block>());
   return run(RowShape<R, 32, kMost, Span::block>());
 }
@@ -336,11 +338,11 @@ Status norm_cuda(const Op &op, const Tensor *in, const Tensor *out, void *stream
   DeviceLimits device;
   AOT_TRY(device_limits(Op::name, &device));
   const Tensor &x = in[Op::kX], &residual = slot<Op::kResidual>(in);
-  return dispatch_norm(op, x.dtype, residual.dtype, in[Op::kWeight], [&](auto types) {
+  return dispatch_norm(op, x.dtype, residual.dtype, in[Op::kWeight], in[Op::kBias], [&](auto types) {
     using N = typename decltype(types)::type;
     NormForward<N> a{x.as<const typename N::X>(),
                      residual.as<const typename N::R>(),
-                     norm_parameters<N>(op, in[Op::kWeight], slot<Op::kBias>(in)),
+                     norm_parameters<N>(op, in[Op::kWeight], in[Op::kBias]),
                      out[Op::kY].template as<typename N::T>(),
                      slot<Op::kH>(out).template as<typename N::R>(),
                      out[Op::kStatsOut].template as<typename N::A>(),

@@ -9,12 +9,14 @@ inline namespace AOT_ISA {
 // The dtypes of a norm. R: of the rows that are normalized, x or the h of an add_ norm, and so of residual, dh and
 // dresidual. T: of y, dy and an add_ norm's x and dx; R, or one of 16 bits where R is float. kPlain: all are of T, with
 // 16 bits, and weight and bias are a line to which nothing is added. This has kernels of its own, since the others need
-// more registers and instructions.
-template <bool kCentred_, bool kAdd_, typename T_, typename R_, bool kPlain_>
+// more registers and instructions. kBias: there may be a bias; kRare: of a norm without a mean, which has fewer
+// kernels.
+template <bool kCentred_, bool kAdd_, typename T_, typename R_, bool kPlain_, bool kBias_ = kCentred_>
 struct NormTypes {
   static constexpr bool kCentred = kCentred_, kAdd = kAdd_, kMixed = !std::is_same_v<T_, R_>, kPlain = kPlain_;
+  static constexpr bool kBias = kBias_, kRare = kBias && !kCentred;
   static_assert(!kPlain || (sizeof(T_) == 2 && !kMixed));
-  static constexpr int kStats = kCentred ? 2 : 1, kSums = kCentred ? 2 : 1;
+  static constexpr int kStats = kCentred ? 2 : 1, kSums = kBias ? 2 : 1;
   using T = T_;
   using R = R_;
   using A = Accumulate<R>;
