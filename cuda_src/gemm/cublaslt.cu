@@ -246,7 +246,7 @@ struct CublasLtCall {
     const double one64 = 1, zero64 = 0;
     const bool wide = gemm.dtype == DType::float64;
     const void *alpha = wide ? static_cast<const void *>(&one64) : &one;
-    const void *beta = wide ? static_cast<const void *>(&zero64) : &zero;
+    const void *beta = gemm.adds ? alpha : wide ? static_cast<const void *>(&zero64) : &zero;
     return lib.matmul(handle, desc.object, alpha, gemm.b.data, a.object, gemm.a.data, b.object, beta, gemm.c.data,
                       c.object, gemm.c.data, c.object, &algorithm, gemm.workspace, gemm.workspace_bytes, stream);
   }

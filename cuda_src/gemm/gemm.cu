@@ -32,8 +32,8 @@ __device__ inline void begin_lines(TileLoader<T, Shape, kWidth, kKMajor, kSize> 
 template <typename T, typename C>
 constexpr bool kActivates = sizeof(T) == 2 && std::is_same_v<T, C>;
 
-// kKMajorA: a is not transposed; kKMajorB: b is. The summed axis is then contiguous.
-template <typename T, typename C, class Shape, int kSize, bool kKMajorA, bool kKMajorB>
+// kKMajorA: a is not transposed; kKMajorB: b is. The summed axis is then contiguous. kAdds: GemmParams::adds.
+template <typename T, typename C, class Shape, int kSize, bool kAdds, bool kKMajorA, bool kKMajorB>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) gemm_kernel(GemmParams g) {
   using A = Accumulate<T>;
   __shared__ TileStages<Shape, A> memory;
@@ -57,15 +57,18 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) gemm_kernel(G
         const int64_t n = j0 + first_column<Shape>() + j / 4 * Shape::kPartN + j % 4;
         const int64_t at = z * g.c_step + m * g.c.stride + n;
         if (m >= g.m || n >= g.n) continue;
+        C *c = static_cast<C *>(g.c.data) + at;
         Packet<C, kCount> v, pre_activation;
+        if constexpr (kAdds) v = *reinterpret_cast<const Packet<C, kCount> *>(c);
 #pragma unroll
         for (int l = 0; l < kCount; ++l) {
           A value = sum.value[i][j + l] + (bias ? widen(bias[n + l]) : A(0));
+          if constexpr (kAdds) value += v.value[l];
           if constexpr (kActivates<T, C>)
             pre_activation.value[l] = narrow<C>(value), value = activate<C>(value, g.activation);
           v.value[l] = narrow<C>(value);
         }
-        store_packet(static_cast<C *>(g.c.data) + at, v);
+        store_packet(c, v);
         if (kActivates<T, C> && g.pre_activation) store_packet(static_cast<C *>(g.pre_activation) + at, pre_activation);
       }
     __syncthreads();
@@ -87,15 +90,17 @@ bool has_vectors(const GemmParams &g) {
   return aligned(bytes(g.a.data), bytes(g.b.data), bytes(g.c.data), bytes(g.bias), bytes(g.pre_activation));
 }
 
-template <typename T, typename C, class Shape, int kSize>
+template <typename T, typename C, class Shape, int kSize, bool kAdds = false>
 Status launch_tiles(const char *op, const GemmParams &g, cudaStream_t stream) {
+  if constexpr (!kAdds && std::is_same_v<C, Accumulate<T>>)
+    if (g.adds) return launch_tiles<T, C, Shape, kSize, true>(op, g, stream);
   const int64_t tiles = ceil_div(g.m, Shape::kM) * ceil_div(g.n, Shape::kN);
   if (tiles > 0x7fffffff) return fail(kInvalidArgument, "%s: a product has more elements than a kernel takes", op);
   const dim3 grid(static_cast<unsigned>(tiles), static_cast<unsigned>(std::min<int64_t>(g.count, 65535)));
-  auto *kernel = g.a.transposed ? (g.b.transposed ? gemm_kernel<T, C, Shape, kSize, false, true>
-                                                  : gemm_kernel<T, C, Shape, kSize, false, false>)
-                                : (g.b.transposed ? gemm_kernel<T, C, Shape, kSize, true, true>
-                                                  : gemm_kernel<T, C, Shape, kSize, true, false>);
+  auto *kernel = g.a.transposed ? (g.b.transposed ? gemm_kernel<T, C, Shape, kSize, kAdds, false, true>
+                                                  : gemm_kernel<T, C, Shape, kSize, kAdds, false, false>)
+                                : (g.b.transposed ? gemm_kernel<T, C, Shape, kSize, kAdds, true, true>
+                                                  : gemm_kernel<T, C, Shape, kSize, kAdds, true, false>);
   kernel<<<grid, Shape::kThreads, 0, stream>>>(g);
   return check_launch(op);
 }
@@ -176,7 +181,7 @@ Status gemm_and_activation(const char *op, const GemmParams &g, cudaStream_t str
 // 16 bits with AOTOPS_GEMM=cublaslt, where a kernel for the activation follows; relu commutes with rounding, and may
 // follow it.
 Status gemm(const char *op, const GemmParams &gemm, cudaStream_t stream) {
-  if (gemm.m == 0 || gemm.n == 0 || gemm.count == 0) return kOk;
+  if (gemm.m == 0 || gemm.n == 0 || gemm.count == 0 || (gemm.adds && gemm.k == 0)) return kOk;
   AOT_TRY(check_cublaslt(op));
   const bool half = itemsize(gemm.dtype) == 2, library_first = prefers_cublaslt(gemm);
   if (half && gemm.activation && library_first) return gemm_and_activation(op, gemm, stream);
@@ -208,7 +213,7 @@ Status run_gemms(const char *op, const MatmulProblem &p, DType c_dtype, bool all
     auto at = [](Operand x, int64_t bytes) { return x.data = static_cast<char *>(x.data) + bytes, x; };
     GemmParams g = {p.dtype, c_dtype, p.m, p.n, p.k, at(p.a, a * size), at(p.b, b * size), at(p.c, c * c_size)};
     g.count = inner.length, g.a_step = inner.a, g.b_step = inner.b, g.c_step = inner.c;
-    g.allow_tf32 = allow_tf32, g.workspace = workspace, g.workspace_bytes = workspace_bytes;
+    g.adds = p.adds, g.allow_tf32 = allow_tf32, g.workspace = workspace, g.workspace_bytes = workspace_bytes;
     AOT_TRY(gemm(op, g, stream));
   }
   return kOk;
@@ -231,7 +236,7 @@ Status run_matmul(const char *op, const MatmulProblem &problem, bool allow_tf32,
   auto run = [&](const MatmulProblem &p, DType c_dtype) {
     return run_gemms(op, p, c_dtype, allow_tf32, library_scratch, library_bytes, stream);
   };
-  if (!problem.reduces()) return run(problem, problem.dtype);
+  if (!problem.reduces()) return run(problem, problem.adds ? accumulate_dtype(problem.dtype) : problem.dtype);
   if (!scratch) return fail(kConventionMisused, "%s: workspace is missing", op);
   char *products = scratch.as<char>() + first * size;
   AOT_TRY(run(problem.unreduced(products), accumulate_dtype(problem.dtype)));

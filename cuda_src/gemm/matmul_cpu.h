@@ -18,7 +18,7 @@ Status gemm_all(const MatmulProblem &p) {
     int64_t a, b, c;
     p.at(index, &a, &b, &c);
     C *to = static_cast<C *>(p.c.data) + c;
-    return CpuGemm<T, C>{p.m, p.n, p.k, matrix<T>(p.a, a), matrix<T>(p.b, b), to, p.c.stride};
+    return CpuGemm<T, C>{p.m, p.n, p.k, matrix<T>(p.a, a), matrix<T>(p.b, b), to, p.c.stride, p.adds};
   });
 }
 
@@ -37,6 +37,7 @@ inline Status run_matmul(const char *op, const MatmulProblem &p, const Tensor &s
   return dispatch_floating(p.dtype, [&](auto zero) -> Status {
     using T = decltype(zero);
     if (!p.elements()) return kOk;
+    if (p.adds) return gemm_all<T, Accumulate<T>>(p);
     if (!p.reduces()) return gemm_all<T, T>(p);
     if (!scratch) return fail(kConventionMisused, "%s: workspace is missing", op);
     AOT_TRY((gemm_all<T, Accumulate<T>>(p.unreduced(scratch.data))));

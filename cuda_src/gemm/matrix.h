@@ -26,7 +26,7 @@ struct MatmulProblem {
   Operand a, b, c;
   int naxes = 0;
   Axis axes[kMaxNdim] = {};  // outermost first
-  bool adds = false;         // c += a b, with c of the accumulate dtype
+  bool adds = false;         // c += a b, with c of the accumulate dtype; no axis is summed
 
   // Adds an innermost axis; merges it with the one around it if both are one range of memory.
   void add(Axis axis) {
