@@ -54,10 +54,13 @@ struct CrossEntropyAttrs {
   }
   Status check(const char *op, const Spec &x, const Spec &target) const {
     AOT_TRY(check_floating(op, "x", x));
-    AOT_TRY(check_integer(op, "target", target));
-    AOT_TRY(check_result(op, x));
     if (x.rank_known() && x.ndim != 1 && x.ndim != 2)
       return fail(kInvalidArgument, "%s: x has shape %s, expected (N, C) or (C,)", op, ShapeText(x).text);
+    return check_target(op, x, target);
+  }
+  Status check_target(const char *op, const Spec &x, const Spec &target) const {
+    AOT_TRY(check_integer(op, "target", target));
+    AOT_TRY(check_result(op, x));
     return check_shape(op, "target", target, "x without its last axis", rows_of(x, target.dtype));
   }
   Spec rows_of(const Spec &x, DType dtype) const {

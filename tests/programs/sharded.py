@@ -62,6 +62,11 @@ def _cross_entropy(reduction: str, **attrs: Any) -> Case:
     return Case({"x": (10, 7), "target": (10,)}, {"reduction": reduction, **attrs}, classes={"target": 7})
 
 
+def _head(x: tuple[int, ...], out: int, reduction: str, bias: bool = False, **attrs: Any) -> Case:
+    shapes: dict[str, Any] = {"x": x, "weight": (out, x[-1]), "bias": (out,) if bias else None, "target": x[:-1]}
+    return Case(shapes, {"reduction": reduction, **attrs}, classes={"target": out})
+
+
 def _rope(x: tuple[int, ...], table: tuple[int, ...], positions: tuple[int, ...] | None = None, **attrs: Any) -> Case:
     shapes = {"x": x, "cos": table, "sin": table, "positions": positions}
     return Case(shapes, attrs, classes={"positions": table[0]} if positions else {})
@@ -123,6 +128,11 @@ CASES: dict[str, list[Case]] = {
         _cross_entropy("mean", label_smoothing=0.2, ignore_index=3),
         _cross_entropy("sum", ignore_index=3),
         _cross_entropy("none", label_smoothing=0.2),
+    ],
+    "linear_cross_entropy": [
+        _head((4, 6, 8), 12, "mean", True, label_smoothing=0.2, ignore_index=3),
+        _head((8, 6), 12, "sum", True),
+        _head((8, 6), 12, "none"),
         Case({"x": (7,), "target": ()}, classes={"target": 7}),
     ],
     "lltm": [Case({"input": (8, 5), "weights": (12, 9), "bias": (1, 12), "old_h": (8, 4), "old_cell": (8, 4)})],
