@@ -35,7 +35,7 @@ def _draw(draw):
 def _in_torch(torch, x, weight, target, bias=None, reduction="mean", **attrs):
     functional = torch.nn.functional
     logits = functional.linear(x, weight, bias)
-    flat = logits.reshape(target.numel(), logits.shape[-1]), target.reshape(-1)
+    flat = logits.reshape(target.numel(), logits.shape[-1]), target.reshape(target.numel())
     y = functional.cross_entropy(*flat, reduction=reduction, **attrs)
     return y.reshape(target.shape) if reduction == "none" else y
 
