@@ -333,6 +333,13 @@ class Op:
         gradients = {f"d{y}" for y in self.outputs}
         return tuple(s for s in self.backward.inputs if s not in gradients)
 
+    @cached_property
+    def constants(self) -> frozenset[str]:
+        """The inputs that the backward has no gradient for."""
+        if self.backward is None:
+            return frozenset()
+        return frozenset(x for x in self.inputs if f"d{x}" not in self.backward.outputs)
+
     def left_out(self, wanted: Iterable[str]) -> frozenset[str]:
         """The slots that are not kept where the gradients of these inputs are wanted (``saved_for``)."""
         named = frozenset(wanted)

@@ -8,7 +8,7 @@ from typing import Any
 
 from aotops.op import ATTRIBUTE_TYPES, Op
 
-EXTRA = {"softmax": ("dtype", "torch.dtype"), "cross_entropy": ("weight", "Tensor")}
+EXTRA = {"softmax": ("dtype", "torch.dtype")}
 """The keyword that only torch's function has, None by default, and its type: torch/compositions.py serves it."""
 
 

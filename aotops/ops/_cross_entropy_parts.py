@@ -1,18 +1,14 @@
-"""cross_entropy of parts of its rows and classes, which are split over devices, on ``PartMathematics``.
+"""cross_entropy and cross_entropy_lse of parts of rows and classes, which are split over devices, on
+``PartMathematics``.
 
-The entry takes all classes, and all rows for a mean. Here the parts reduce numerator and count over the rows, and over
-the classes the largest elements, then the sums.
+The entry takes all classes, and all rows for a mean. Here the parts reduce numerator and divisor over the rows, and
+over the classes, where there are no weights, z-loss and cap, the largest elements, then the sums.
 """
 
 from __future__ import annotations
 
 from ..spec import dtype_name
-
-
-def keeps_slope(reduction):
-    """Whether there is a ``slope``. The losses of the rows have gradients that are seldom 1: without it the backward
-    computes dx from x, and rounds it once."""
-    return reduction != "none"
+from ._cross_entropy import keeps_slope
 
 
 def divides_slope(reduction, dtype):
@@ -21,7 +17,7 @@ def divides_slope(reduction, dtype):
     return reduction == "mean" and dtype != "float16"
 
 
-def forward(m, x, target, ignore_index, reduction, label_smoothing, dtype):
+def forward(m, x, target, weight, ignore_index, reduction, label_smoothing, dtype):
     """The loss, a partial sum where reduction is "sum", and this part of the slope."""
     counted = target != ignore_index
     if m.is_split("c"):
@@ -35,28 +31,63 @@ def forward(m, x, target, ignore_index, reduction, label_smoothing, dtype):
     if reduction != "none":
         losses = m.sum(losses, tuple(range(len(losses.shape))))
     if reduction == "mean":
-        both = m.concatenate([m.reshape(n, (1,)) for n in (losses, m.count(counted, losses))])
-        both = m.reduce(both, "sum", "n")
-        losses, count = both[0] / both[1], both[1]
+        losses, count = _mean(m, losses, counted, target, weight)
         if divides_slope(reduction, dtype_name(x.dtype)):
             slope = m.wide(slope) / count
             slope = m.where(counted[..., None], slope, m.zeros(slope))  # the count may be 0
     return losses if dtype else m.like(losses, x), m.like(slope, x)
 
 
-def backward(m, dy, x, target, slope, ignore_index, reduction, label_smoothing, dtype):
+def backward(m, dy, x, target, weight, slope, ignore_index, reduction, label_smoothing, dtype):
     counted, is_kept = target != ignore_index, slope is not None and keeps_slope(reduction)
     divide = reduction == "mean" and not (is_kept and divides_slope(reduction, dtype_name(x.dtype)))
     if is_kept and not divide and not m.is_split("c"):
         return m.run()
+    if not is_kept and not m.is_split("c"):
+        return backward_of_rows(m, dy, target, weight, ignore_index)
     if not is_kept:
         _, slope = _over_classes(m, x, target, counted, label_smoothing)
     factor = m.wide(dy)
     if divide:
-        factor = factor / m.reduce(m.count(counted, factor), "sum", "n")
+        factor = factor / _divisor(m, factor, counted, target, weight)
     factor = factor + m.like(m.zeros(target), factor)  # one for each row
     # 0 for an ignored row, also if dy is not finite or the count is 0
     return m.like(m.wide(slope) * m.where(counted, factor, m.zeros(factor))[..., None], x)
+
+
+def forward_of_rows(m, x, target, weight, ignore_index, dtype):
+    """The results of cross_entropy_lse of a part of the rows of a mean."""
+    losses, *rest = m.run(reduction="sum", dtype=dtype_name(m.wide(x).dtype))
+    losses, _ = _mean(m, losses, target != ignore_index, target, weight)
+    return losses if dtype else m.like(losses, x), *rest
+
+
+def backward_of_rows(m, dy, target, weight, ignore_index):
+    """The gradient, from x, of a part of the rows of a mean."""
+    dy = m.wide(dy)
+    dy = dy / _divisor(m, dy, target != ignore_index, target, weight)
+    return m.run(dy=dy, reduction="sum", dtype=dtype_name(dy.dtype))
+
+
+def _mean(m, total, counted, target, weight):
+    """The mean of all rows from the sum of the losses of this part, and what it is divided by."""
+    both = m.concatenate([m.reshape(n, (1,)) for n in (total, divisor_of_part(m, total, counted, target, weight))])
+    both = m.reduce(both, "sum", "n")
+    return both[0] / both[1], both[1]
+
+
+def _divisor(m, model, counted, target, weight):
+    return m.reduce(divisor_of_part(m, model, counted, target, weight), "sum", "n")
+
+
+def divisor_of_part(m, model, counted, target, weight):
+    """The number of rows that count, or the sum of the weights of their classes: wide, as ``model``."""
+    if weight is None:
+        return m.count(counted, model)
+    in_range = counted & (target >= 0) & (target < weight.shape[0])
+    classes = m.where(in_range, target, m.zeros(target))
+    weights = m.take(m.wide(weight)[..., None], classes)[..., 0]
+    return m.sum(m.where(in_range, weights, m.zeros(weights)), (0,))
 
 
 def _over_classes(m, x, target, counted, label_smoothing):

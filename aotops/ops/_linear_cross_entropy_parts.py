@@ -5,8 +5,11 @@ The entry counts the rows that it is given: for a mean it sums, and the count is
 
 from __future__ import annotations
 
+from math import prod
+
 from ..spec import dtype_name
-from ._cross_entropy_parts import divides_slope, keeps_slope
+from ._cross_entropy import keeps_slope
+from ._cross_entropy_parts import divides_slope, divisor_of_part
 
 
 def row_axes(shape):
@@ -23,34 +26,37 @@ def axes(call, rows):
         "weight": "O I",
         "target": rows,
         "bias": "O",
+        "class_weight": "O",
         "x_slope": f"{rows} {'I' if kept else '0'}",
         "weight_slope": f"O {'I' if kept else '0'}",
         "bias_slope": "O" if kept and call.bias is not None else "0",
     }
 
 
-def forward(m, x, weight, target, bias, ignore_index, reduction, label_smoothing, dtype, allow_tf32):
+def forward(m, x, weight, target, bias, class_weight, ignore_index, reduction, dtype):
     """The loss, and these rows' part of the slopes. Only a mean is composed."""
     loss, *slopes = m.run(reduction="sum", dtype=dtype_name(m.wide(x).dtype))
-    count = m.count(target != ignore_index, loss)
-    both = m.concatenate([m.reshape(each, (1,)) for each in (loss, count)])
+    divisor = _of_this_part(m, loss, x, target, class_weight, ignore_index)
+    both = m.concatenate([m.reshape(each, (1,)) for each in (loss, divisor)])
     both = _over_rows(m, both, x)
-    loss, count = both[0] / both[1], both[1]
+    loss, divisor = both[0] / both[1], both[1]
     if divides_slope(reduction, dtype_name(x.dtype)):
-        count = m.where(count == 0, count + 1, count)  # slopes are 0 then
-        slopes = [None if each is None else m.like(m.wide(each) / count, each) for each in slopes]
+        divisor = m.where(divisor == 0, divisor + 1, divisor)  # slopes are 0 then
+        slopes = [None if each is None else m.like(m.wide(each) / divisor, each) for each in slopes]
     return loss if dtype else m.like(loss, x), *slopes
 
 
-def backward(
-    m, dy, x, weight, target, bias, x_slope, weight_slope, bias_slope,
-    ignore_index, reduction, label_smoothing, dtype, allow_tf32,
-):  # fmt: skip
+def backward(m, dy, x, target, class_weight, x_slope, weight_slope, bias_slope, ignore_index, reduction):
     """The gradients, dx of these rows. Only a mean's are composed."""
     dy, kept = m.wide(dy), any(slope is not None for slope in (x_slope, weight_slope, bias_slope))
     if not (kept and divides_slope(reduction, dtype_name(x.dtype))):
-        dy = dy / _over_rows(m, m.count(target != ignore_index, dy), x)
+        dy = dy / _over_rows(m, _of_this_part(m, dy, x, target, class_weight, ignore_index), x)
     return m.run(dy=dy, reduction="sum", dtype=dtype_name(dy.dtype))
+
+
+def _of_this_part(m, model, x, target, class_weight, ignore_index):
+    target = m.reshape(target, (prod(x.shape[:-1]),))
+    return divisor_of_part(m, model, target != ignore_index, target, class_weight)
 
 
 def _over_rows(m, sums, x):

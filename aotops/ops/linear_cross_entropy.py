@@ -5,9 +5,8 @@ from __future__ import annotations
 from math import prod
 
 from ..op import Autocast, Parts, Product, operator
-from ._cross_entropy_parts import keeps_slope
+from ._cross_entropy import ATTRS, gradient, keeps_slope, loss
 from ._linear_cross_entropy_parts import axes, backward, forward, row_axes
-from .cross_entropy import cross_entropy
 
 
 def _padded(call):
@@ -50,14 +49,20 @@ def _same(rows):
     return " ".join(f"({axis})" for axis in rows.split())
 
 
-def _formula(m, x, weight, target, bias, ignore_index, reduction, label_smoothing, dtype, allow_tf32):
+def _formula(
+    m, x, weight, target, bias, class_weight, ignore_index, reduction, label_smoothing, z_loss, softcap, allow_tf32
+):
     logits = m.ops.linear(x, weight, bias, None, allow_tf32)
-    return cross_entropy.formula(m, logits, target, ignore_index, reduction, label_smoothing, dtype)
+    return loss(m, logits, target, class_weight, ignore_index, reduction, label_smoothing, z_loss, softcap)[0]
 
 
-def _backward_formula(m, dy, x, weight, target, bias, ignore_index, reduction, label_smoothing, dtype, allow_tf32):
+def _backward_formula(
+    m, dy, x, weight, target, bias, class_weight,
+    ignore_index, reduction, label_smoothing, z_loss, softcap, allow_tf32,
+):  # fmt: skip
     logits = m.ops.linear(x, weight, bias, None, allow_tf32)
-    slope = cross_entropy.backward.formula(m, dy, logits, target, ignore_index, reduction, label_smoothing, dtype)
+    options = ignore_index, reduction, label_smoothing, z_loss, softcap
+    slope = gradient(m, dy, None, logits, target, class_weight, *options)
     rows = m.matrix(m.like(slope, x))  # read by three, and so rounded once
     dx = m.ops.matmul(rows, weight, False, False, allow_tf32)
     dweight = m.ops.matmul(rows, m.matrix(x), True, False, allow_tf32)
@@ -65,7 +70,7 @@ def _backward_formula(m, dy, x, weight, target, bias, ignore_index, reduction, l
 
 
 @operator(
-    inputs=("x", "weight", "target", "bias"),
+    inputs=("x", "weight", "target", "bias", "class_weight"),
     outputs=("y",),
     residuals=("x_slope", "weight_slope", "bias_slope"),
     workspace=("workspace",),
@@ -75,14 +80,8 @@ def _backward_formula(m, dy, x, weight, target, bias, ignore_index, reduction, l
         "weight_slope": lambda call: (_padded(call), call.weight[1] if keeps_slope(call.reduction) else 0),
         "bias_slope": lambda call: (_padded(call) if keeps_slope(call.reduction) and call.bias is not None else 0,),
     },
-    optional=("bias",),
-    attrs={
-        "ignore_index": "int",
-        "reduction": "str",
-        "label_smoothing": "float",
-        "dtype": "str?",
-        "allow_tf32": "bool",
-    },
+    optional=("bias", "class_weight"),
+    attrs=ATTRS | {"allow_tf32": "bool"},
     dims=lambda call: _dims(call, _split(call)),
     parts=Parts(_part_dims, forward),
     keeps=lambda call: keeps_slope(call.reduction),
@@ -92,10 +91,10 @@ def _backward_formula(m, dy, x, weight, target, bias, ignore_index, reduction, l
     product=Product(factors=("x", "weight"), flops=lambda call: 2 * prod(call.x) * call.weight[0], bilinear=False),
     autocast=Autocast.LOWER_WIDE_LOSS,
     backward={
-        "inputs": ("dy", "x", "weight", "target", "bias", "x_slope", "weight_slope", "bias_slope"),
+        "inputs": ("dy", "x", "weight", "target", "bias", "class_weight", "x_slope", "weight_slope", "bias_slope"),
         "outputs": ("dx", "dweight", "dbias"),
         "workspace": ("workspace",),
-        "optional": ("bias", "x_slope", "weight_slope", "bias_slope", "dx", "dweight", "dbias"),
+        "optional": ("bias", "class_weight", "x_slope", "weight_slope", "bias_slope", "dx", "dweight", "dbias"),
         "same_spec_as": {"dx": "x", "dweight": "weight"},
         "shapes": {"dbias": lambda call: call.weight[:1]},
         "overwrites": {"dx": "x_slope"},
@@ -113,6 +112,9 @@ def linear_cross_entropy(
     reduction="mean",
     label_smoothing=0.0,
     dtype=None,
+    class_weight=None,
+    z_loss=0.0,
+    softcap=0.0,
     allow_tf32=False,
 ):
     """``cross_entropy(linear(x, weight, bias), target)``, the loss of a model's head, without the logits: they are
@@ -129,6 +131,8 @@ def linear_cross_entropy(
         reduction: "none", the losses of the rows; "sum"; or "mean", the sum over the number of rows not ignored.
         label_smoothing: from 0 to 1: how much of the probability of the class is spread over all classes.
         dtype: of the loss: None, for x's, or "float32" for an x of 16 bits.
+        class_weight, z_loss, softcap: see ``cross_entropy``, whose ``weight`` class_weight is. It is a constant: its
+            gradient is not computed, but in JAX by a composition.
         allow_tf32: float32 may be multiplied in TF32 on a GPU, with 10 bits of each factor.
 
     Returns:
@@ -139,8 +143,9 @@ def linear_cross_entropy(
 
     Raises:
         TypeError: a dtype that is not floating, or two dtypes; a target that is not int32 or int64; another dtype.
-        ValueError: shapes that do not fit; no class; another reduction; a label_smoothing that is not from 0 to 1;
-            tensors on different devices; on the CPU, a class that there is not. On a GPU such a row's loss and gradient
-            are NaN.
+        ValueError: shapes that do not fit; no class; another reduction; a label_smoothing that is not from 0 to 1; a
+            z_loss or softcap that is negative or not finite; tensors on different devices; on the CPU, a class that
+            there is not. On a GPU such a row's loss and gradient are NaN, and weight's gradient.
     """
-    return (x, weight, target, bias), (ignore_index, reduction, label_smoothing, dtype, allow_tf32)
+    inputs = x, weight, target, bias, class_weight
+    return inputs, (ignore_index, reduction, label_smoothing, dtype, z_loss, softcap, allow_tf32)

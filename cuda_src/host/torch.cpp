@@ -78,6 +78,7 @@ struct Public {
   char kinds[2 * kMaxSlots];      // by attribute: the first letter of its type in Op.attrs; "l" for a list of integers;
                                   // "x" for one that Python binds
   bool has_autocast;
+  uint64_t constants;       // bit i: the backward has no gradient for input i
   int most_bound;           // limit of entries in `bound`
   uint64_t clock;           // number of calls
   void *bind;               // takes the attributes; returns a capsule of the Differentiable, or None: the fallback runs
@@ -311,7 +312,9 @@ Ref run_plain_backward(const Backward &b, void *needed, void *saved, void *const
   int gradient[kMaxSlots];
   uint64_t wanted = 0;
   for (int i = 0; i < b.n_inputs; ++i) {
-    gradient[i] = PyObject_IsTrue(PyTuple_GetItem(needed, i)) == 1 ? b.gradient[i] : -1;
+    const bool is_needed = PyObject_IsTrue(PyTuple_GetItem(needed, i)) == 1;
+    if (is_needed && b.gradient[i] < 0) return nullptr;
+    gradient[i] = is_needed ? b.gradient[i] : -1;
     if (gradient[i] >= 0) wanted |= uint64_t{1} << gradient[i];
   }
   if (has_kernel && wanted) {
@@ -472,15 +475,19 @@ Ref bind_attributes(Public &p, void *const *attrs) {
   return bound;
 }
 
-// Whether a gradient is recorded: 1 or 0; -1: Python's error is set.
+// Whether a gradient is recorded: 1 or 0; -1: Python's error is set, or, where it is not, the fallback must run.
 int wants_gradient(const Public &p, void *const *inputs) {
   static void *requires_grad = PyUnicode_InternFromString("requires_grad");
   if (!gate.records_gradients()) return 0;
+  int found = 0;
   for (int i = 0; i < p.n_inputs; ++i) {
-    if (inputs[i] == python.none) continue;
-    if (int wants = is_true(PyObject_GetAttr(inputs[i], requires_grad))) return wants;
+    const bool is_constant = p.constants >> i & 1;
+    if (inputs[i] == python.none || (found && !is_constant)) continue;
+    const int wants = is_true(PyObject_GetAttr(inputs[i], requires_grad));
+    if (wants < 0 || (wants && is_constant)) return -1;
+    found |= wants;
   }
-  return 0;
+  return found;
 }
 
 // `autocast`: whether it may be on.
@@ -559,7 +566,7 @@ AOT_API void aot_torch_install_vectorcall(void *function, void *capsule) {
 // The structs that frontends/torch/call.py mirrors. A change of one of them raises the version here and there.
 AOT_API const char *aot_torch_structs() {
   static const std::string text =
-      "version 6" +
+      "version 7" +
       AOT_DESCRIBE(GateFacts, tensor_keys, autocast_keys, inference, impl_offset, key_offset, forward_ad, level,
                    no_level) +
       AOT_DESCRIBE(Torch, exchange, types, size_type, empty_like, gate) +
@@ -569,7 +576,7 @@ AOT_API const char *aot_torch_structs() {
                    over_from, may_overwrite, drop_inputs) +
       AOT_DESCRIBE(Differentiable, function, apply, last_use) +
       AOT_DESCRIBE(Public, n_inputs, n_attrs, n_parameters, position, names, defaults, n_transposable, transposable,
-                   transposes, kinds, has_autocast, most_bound, clock, bind, bound, last_attrs, last, fallback);
+                   transposes, kinds, has_autocast, constants, most_bound, clock, bind, bound, last_attrs, last, fallback);
   return text.c_str();
 }
 

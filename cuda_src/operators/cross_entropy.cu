@@ -7,37 +7,19 @@ namespace {
 // ------------------------------------------------------------------------------------------------------- launchers
 
 Status cross_entropy_cuda(const CrossEntropy &op, const Tensor *in, const Tensor *out, void *stream) {
-  const Tensor &x = in[op.kX], &loss = out[op.kY], &slope = out[op.kSlope], &work = out[op.kWork];
-  if (op.reduces() && !work) return fail(kConventionMisused, "%s: workspace is missing", op.name);
+  const Tensor &x = in[op.kX], &slope = out[op.kSlope];
   return dispatch(x.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    using A = Accumulate<T>;
-    const int64_t rows = op.rows(x);
-    Targets targets(in[op.kTarget], op.ignore_index);
-    A *count = op.keeps(slope) && op.divides_slope(x) ? work.as<A>() : nullptr;
-    A *losses = op.reduces() ? work.as<A>() + op.kLosses : nullptr;
-    if (count && rows) AOT_TRY(cross_entropy_count(op.name, targets, count, rows, stream));
-    Results<T, A> results = {op.reduces() ? Loss<T>() : Loss<T>(loss), losses,
-                             op.keeps(slope) ? slope.as<T>() : nullptr};
-    AOT_TRY((cross_entropy_rows<T>(op.name, op, x, targets, results, Scale<T, A>{{}, false, count}, stream)));
-    if (!op.reduces()) return kOk;
-    return cross_entropy_loss(op, losses, Loss<T>(loss), rows, stream);
+    T *kept = op.keeps(slope) ? slope.as<T>() : nullptr;
+    const Extras<T> extras(op, in[op.kWeight]);
+    return cross_entropy_forward(op, in, out[op.kY], out[op.kWork], kept, extras, stream);
   });
 }
 
 Status cross_entropy_backward_cuda(const CrossEntropyBackward &op, const Tensor *in, const Tensor *out, void *stream) {
-  const Tensor &dy = in[op.kDy], &x = in[op.kX], &slope = in[op.kSlope], &dx = out[op.kDx], &work = out[op.kWork];
-  const bool keeps = op.keeps(slope), divide = op.mean() && !(keeps && op.divides_slope(x));
-  if (divide && !work) return fail(kConventionMisused, "%s: workspace is missing", op.name);
-  return dispatch(x.dtype, [&](auto type) {
-    using T = typename decltype(type)::type;
-    using A = Accumulate<T>;
-    Targets targets(in[op.kTarget], op.ignore_index);
-    A *count = divide ? work.as<A>() : nullptr;
-    if (divide) AOT_TRY(cross_entropy_count(op.name, targets, count, op.rows(x), stream));
-    Scale<T, A> scale = {Loss<T>(dy), !op.reduces(), count};
-    if (keeps) return cross_entropy_scale(op.name, op, slope, dx.as<T>(), targets, scale, stream);
-    return cross_entropy_rows(op.name, op, x, targets, Results<T, A>{{}, nullptr, dx.as<T>()}, scale, stream);
+  return dispatch(in[op.kX].dtype, [&](auto type) {
+    const Extras<typename decltype(type)::type> extras(op, in[op.kWeight]);
+    return cross_entropy_backward(op, in, in[op.kSlope], out[op.kDx], out[op.kWork], extras, stream);
   });
 }
 

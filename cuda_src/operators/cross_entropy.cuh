@@ -1,4 +1,4 @@
-// The rows of cross entropy on a GPU, for cross_entropy and linear_cross_entropy.
+// The rows of cross entropy on a GPU, for cross_entropy, cross_entropy_lse and linear_cross_entropy.
 #pragma once
 #include "cross_entropy.h"
 #include "cuda/overlap.cuh"
@@ -55,7 +55,7 @@ __device__ inline A row_loss(const Exponentials<A> &row, A at_target, const Clas
   return (1 - smoothing.total) * loss + smoothing.total * (log_sum - row.shifted_sum * smoothing.one_over_cols);
 }
 
-// The loss, or dy: of T, or of float32, in which T is summed.
+// The loss, dy, or the weights of the classes: of T, or of float32, in which T is summed.
 template <typename T, typename A = Accumulate<T>>
 struct Loss {
   void *data = nullptr;
@@ -69,6 +69,10 @@ struct Loss {
   __device__ void write(int64_t i, A value) const {
     if (wide) static_cast<A *>(data)[i] = value;
     else static_cast<T *>(data)[i] = narrow<T>(value);
+  }
+  // Goes on to the n-th element.
+  void pass(int64_t n) {
+    if (data) data = static_cast<char *>(data) + n * (wide ? sizeof(A) : sizeof(T));
   }
 };
 
@@ -85,15 +89,215 @@ struct Scale {
   }
 };
 
+// ---------------------------------------------------------------------------------------------------------- extras
+
+// Class indices that are written.
+struct Indices {
+  void *data = nullptr;
+  bool wide = false;  // int64, not int32
+
+  Indices() = default;
+  explicit Indices(const Tensor &t) : data(t.data), wide(t.dtype == DType::int64) {}
+  __device__ void write(int64_t i, int value) const {
+    if (wide) static_cast<int64_t *>(data)[i] = value;
+    else static_cast<int32_t *>(data)[i] = value;
+  }
+};
+
+// What few calls ask for, each unless it is null or 0. It has kernels of its own, which have registers for it.
+template <typename T, typename A = Accumulate<T>>
+struct Extras {
+  Loss<T> weight;  // of each class
+  A z_loss, softcap;
+  A *lse = nullptr;     // of each row
+  Indices predictions;  // of each row
+  const A *dlse = nullptr;
+
+  Extras(const CrossEntropyAttrs &attrs, const Tensor &weight)
+      : weight(weight ? Loss<T>(weight) : Loss<T>()), z_loss(attrs.z_loss), softcap(attrs.softcap) {}
+  bool any() const { return weight.data || z_loss != 0 || softcap != 0 || lse || predictions.data || dlse; }
+
+  // The weight of the class of a row.
+  __device__ A weight_of(const Class &c) const { return weight.data && c.in_range ? weight.read(c.target) : A(1); }
+};
+
+// exp() for numbers that have more than 16 bits, as capped logits do, for results of T.
+template <typename T>
+using CappedAs = std::conditional_t<sizeof(T) == 2, __half, T>;
+
+// softcap * tanh(x / softcap), or x for a softcap of 0. In 16 bits it errs by 2e-7 softcap: an exponential of it, by as
+// much of itself.
+template <typename T, typename A>
+class Softcap {
+ public:
+  __device__ explicit Softcap(A cap) : cap_(cap), inverse_(cap == 0 ? A(0) : 1 / cap) {}
+  __device__ A operator()(A x) const { return cap_ == 0 ? x : cap_ * hyperbolic_tangent(x * inverse_); }
+  // The derivative, from the value.
+  __device__ A slope(A capped) const {
+    if (cap_ == 0) return 1;
+    const A t = capped * inverse_;
+    return (1 - t) * (1 + t);
+  }
+
+ private:
+  __device__ static A hyperbolic_tangent(A x) {
+    if constexpr (sizeof(T) == 2) return 1 - 2 * fast_reciprocal(1 + fast_exp2(x * static_cast<float>(2 * kLog2E)));
+    else if constexpr (sizeof(T) == 4) return tanhf(x);
+    else return tanh(x);
+  }
+  A cap_, inverse_;
+};
+
+// The greatest of some numbers, or a NaN, and the first column that has it.
+template <typename A>
+struct Best {
+  static constexpr int kNone = 0x7fffffff;
+  A value = kMinusInfinity;
+  int column = kNone;
+
+  __device__ void add(const Best &other) {
+    const bool is_nan = value != value, other_is_nan = other.value != other.value;
+    const bool same = value == other.value || (is_nan && other_is_nan);
+    const bool greater = other_is_nan ? !is_nan : other.value > value;
+    if (greater || (same && other.column < column)) *this = other;
+  }
+  template <int kLanes>
+  __device__ void add_lanes() {
+#pragma unroll
+    for (int offset = kLanes / 2; offset > 0; offset /= 2)
+      add({__shfl_xor_sync(~0u, value, offset), __shfl_xor_sync(~0u, column, offset)});
+  }
+  // Of what each warp of a row has published.
+  __device__ static Best of_warps(const Best *all, int warps) {
+    Best best;
+#pragma unroll 1
+    for (int w = lane_index(); w < warps; w += 32) best.add(all[w]);
+    best.template add_lanes<32>();
+    return best;
+  }
+};
+
+// Of the row in v, as it was loaded from x.
+template <class Row, typename T, int kVectors, typename A = Accumulate<T>>
+__device__ inline int best_column(const Vector<T> (&v)[kVectors], const Row &part, const T *x, int64_t cols) {
+  using Shape = typename Row::Shape;
+  int head = 0;  // columns before the first vector
+  Best<A> best;
+  if constexpr (Row::kEnds) {
+    head = static_cast<int>(min(misaligned_elements(x + part.row() * cols, sizeof(T)), cols));
+    const int first = part.column(0) / Shape::kSize, tail = static_cast<int>(cols - head) % Shape::kSize;
+    if (part.has_end())
+      best = {part.end(), first < head ? first : static_cast<int>(cols) - tail + first - Shape::kSize};
+  }
+#pragma unroll
+  for (int i = 0; i < Shape::kVectors; ++i) {
+    if (!part.holds(i)) continue;
+    auto a = widen(v[i]);
+#pragma unroll
+    for (int k = 0; k < Shape::kSize; ++k) best.add({a[k], head + part.column(i) + k});
+  }
+  best.template add_lanes<Shape::kLanes>();
+  if constexpr (Shape::kSpan != Span::warp) {
+    RowExchange<Shape, Best<A>> exchange;
+    best = Best<A>::of_warps(exchange.all(best), exchange.warps());
+  }
+  return best.column;
+}
+
+// Adds one element to a thread's sums, of which shifted_sum and count are weighted.
+template <typename E, typename A>
+__device__ inline void add_weighted(Exponentials<A> &s, A x, A weight) {
+  if (x > s.max) {
+    s.sum *= ShiftedExp<E, A>(x).rescale(s.max);
+    if (s.max != A(kMinusInfinity)) s.shifted_sum += s.count * (s.max - x);
+    s.max = x;
+  }
+  s.sum += ShiftedExp<E, A>(s.base())(x);
+  s.shifted_sum += weight * (x - s.base());
+  s.count += weight;
+}
+
+// row_exponentials() of the capped elements, which leaves v as it is.
+template <class Row, class Exchange, typename T, int kVectors, typename A = Accumulate<T>>
+__device__ inline Exponentials<A> capped_exponentials(Vector<T> (&v)[kVectors], const Row &part, Exchange &exchange,
+                                                      const Softcap<T, A> &cap) {
+  using Shape = typename Row::Shape;
+  using E = CappedAs<T>;
+  Exponentials<A> mine = Exponentials<A>::none();
+  A largest = max_element(v);
+  if constexpr (Row::kEnds) largest = max(largest, part.end());
+  mine.max = cap(max_lanes<Shape::kLanes>(largest));
+  const A base = mine.base();
+  ShiftedExp<E, A> exponential(base);
+#pragma unroll
+  for (int i = 0; i < Shape::kVectors; ++i) {
+    auto x = widen(v[i]);
+    A sum = 0, shifted_sum = 0;
+#pragma unroll
+    for (int k = 0; k < Shape::kSize; ++k) {
+      const A capped = cap(x[k]);
+      sum += exponential(capped);
+      shifted_sum += capped - base;
+    }
+    if (part.holds(i)) mine.sum += sum, mine.shifted_sum += shifted_sum;
+    if constexpr (sizeof(T) == 2) keep_packed(v[i], part.opaque_zero());
+  }
+  if constexpr (Row::kEnds) {
+    const A capped = cap(part.end());
+    if (part.has_end()) mine.sum += exponential(capped), mine.shifted_sum += capped - base;
+  }
+  mine.sum = sum_lanes<Shape::kLanes>(mine.sum);
+  mine.shifted_sum = sum_lanes<Shape::kLanes>(mine.shifted_sum);
+  if constexpr (Shape::kSpan == Span::warp) return mine;
+  else {
+    mine.count = part.share(exchange.warp());
+    return combine_warps<E, true>(exchange.all(mine), exchange.warps());
+  }
+}
+
+// The loss of a row and the coefficients of its derivative: of_p * p - off_target * w - on_target * onehot.
+template <typename A>
+struct RowWithExtras {
+  A lse, loss, of_p, off_target, on_target;
+  bool zero;  // the derivative, also where p is NaN
+
+  // row: with the sum of w * (x - max), and in `count` that of w. factor: of the derivative. dlse: 0 if there is none.
+  __device__ RowWithExtras(const Exponentials<A> &row, A at_target, const Class &c, const Smoothing<A> &smoothing,
+                           A weight, A z_loss, A factor, bool has_dlse, A dlse) {
+    const A log_sum = logarithm(row.sum), on = (1 - smoothing.total) * weight;
+    lse = row.max + log_sum;
+    loss = A(-0.);  // as row_loss()
+    of_p = dlse, off_target = 0, on_target = 0;
+    zero = c.ignored && !has_dlse;
+    if (c.ignored) return;
+    loss = on * (log_sum - (at_target - row.max));
+    if (smoothing.total != 0) loss += smoothing.per_class * (row.count * log_sum - row.shifted_sum);
+    if (z_loss != 0) loss += z_loss * lse * lse;
+    if (!c.in_range) loss = factor = nan<A>();
+    of_p += factor * (on + smoothing.per_class * row.count + 2 * z_loss * lse);
+    off_target = factor * smoothing.per_class, on_target = factor * on;
+  }
+};
+
 // --------------------------------------------------------------------------------------------------------- kernels
 
 // The outputs of a rows kernel, each unless it is null.
 template <typename T, typename A>
 struct Results {
-  Loss<T> loss;  // of each row: reduction = "none"
-  A *losses;     // the same for the reduction
-  T *slope;      // times the scale; it may be x
+  Loss<T> loss;     // of each row: reduction = "none"
+  A *losses;        // the same for the reduction
+  T *slope;         // times the scale; it may be x
+  int padding = 0;  // elements behind each row of x and of slope, where it is 0 then
 
+  // Lets both begin so that element `row * cols` is the row's first.
+  __device__ void skip_padding(int64_t row, const T *&x) {
+    x += row * padding;
+    if (slope) slope += row * padding;
+  }
+  // thread: of those of the row
+  __device__ void clear_padding(int64_t row, bool present, int thread, int64_t cols) const {
+    if (present && thread < padding) slope[(row + 1) * cols + thread] = narrow<T>(0);
+  }
   __device__ void write_loss(int64_t row, A value) const {
     if (loss.data) loss.write(row, value + A(0));  // + 0: not -0
     if (losses) losses[row] = value;
@@ -108,6 +312,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     cross_entropy_kernel(const T *x, Targets targets, Results<T, A> results, Scale<T, A> scale, int64_t rows,
                          int64_t cols, Smoothing<A> smoothing) {
   launch_next();
+  results.skip_padding(RegisterRow<Shape>(cols).row(), x);
   Row part = row_of<Row>(x, cols);
   bool present = part.present(rows);
   Vector<T> v[Shape::kVectors];
@@ -125,6 +330,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   auto [row, to_row] = row_exponentials<kSmoothing>(v, part, exchange);
   if (mine) results.write_loss(part.row(), row_loss(row, at_target, c, smoothing));
   if (!kSlope || !results.slope) return;
+  results.clear_padding(part.row(), present, part.column(0) / Shape::kSize, cols);
 
   if (c.ignored) {
     if constexpr (Row::kEnds) part.store_end(results.slope, present, 0);
@@ -141,6 +347,55 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   if (mine) results.slope[part.row() * cols + c.column()] = narrow<T>(p.of(at_target) - off_target - on_target);
 }
 
+// The same with extras, but not with weights and label smoothing. Row: an UnalignedRow.
+template <class Row, class Shape = typename Row::Shape, typename T = typename Row::T, typename A = Accumulate<T>>
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
+    cross_entropy_extra_kernel(const T *x, Targets targets, Results<T, A> results, Scale<T, A> scale,
+                               Extras<T, A> extras, int64_t rows, int64_t cols, Smoothing<A> smoothing) {
+  launch_next();
+  results.skip_padding(RegisterRow<Shape>(cols).row(), x);
+  Row part = row_of<Row>(x, cols);
+  bool present = part.present(rows);
+  Vector<T> v[Shape::kVectors];
+  part.load(x, present, kMinusInfinity, v);
+  Class c(present ? targets[part.row()] : targets.ignore_index, targets.ignore_index, cols);
+  bool mine = present && part.has(c.column());
+  const Softcap<T, A> cap(extras.softcap);
+  A at_target = mine ? cap(widen(x[part.row() * cols + c.column()])) : A(0);
+
+  A factor = 1;
+  if (results.slope) {
+    wait_for_kernel_before();
+    factor = scale.of(part.row(), present);
+  }
+  if (extras.predictions.data) {
+    const int best = best_column(v, part, x, cols);
+    if (mine) extras.predictions.write(part.row(), best == Best<A>::kNone ? 0 : best);
+  }
+  RowExchange<Shape, Exponentials<A>> exchange;
+  Exponentials<A> row = capped_exponentials(v, part, exchange, cap);
+  row.count = cols;
+  const bool has_dlse = extras.dlse;
+  const RowWithExtras<A> with(row, at_target, c, smoothing, extras.weight_of(c), extras.z_loss, factor, has_dlse,
+                              has_dlse && present ? extras.dlse[part.row()] : A(0));
+  if (mine) {
+    results.write_loss(part.row(), with.loss);
+    if (extras.lse) extras.lse[part.row()] = with.lse;
+  }
+  if (!results.slope) return;
+  results.clear_padding(part.row(), present, part.column(0) / Shape::kSize, cols);
+
+  if (with.zero) {
+    if constexpr (Row::kEnds) part.store_end(results.slope, present, 0);
+    return part.store(results.slope, present, [&](int, int) { return A(0); });
+  }
+  Probability<CappedAs<T>, A> p(row, 1, with.of_p);
+  auto slope = [&](A capped, A on_target) { return (p.of(capped) - with.off_target - on_target) * cap.slope(capped); };
+  part.store(results.slope, present, [&](int i, int k) { return slope(cap(widen(v[i])[k]), 0); });
+  if constexpr (Row::kEnds) part.store_end(results.slope, present, slope(cap(part.end()), 0));
+  if (mine) results.slope[part.row() * cols + c.column()] = narrow<T>(slope(at_target, with.on_target));
+}
+
 // The loss alone of long rows: a block for each.
 constexpr int kStreamThreads = 256, kStreamBlocks = 5;  // per multiprocessor
 
@@ -151,6 +406,7 @@ __global__ void __launch_bounds__(kStreamThreads, kStreamBlocks)
   launch_next();
   Exchange<Span::block, Exponentials<A>> exchange;
   int64_t row = blockIdx.x;
+  results.skip_padding(row, x);
   auto s = streamed_exponentials<false>(x + row * cols, cols, exchange);
   if (threadIdx.x != 0) return;
   Class c(targets[row], targets.ignore_index, cols);
@@ -233,18 +489,65 @@ __global__ void __launch_bounds__(kAnyRowThreads)
                              int64_t cols, Smoothing<A> smoothing) {
   Exchange<Span::block, Exponentials<A>> exchange;
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-    const T *from = x + row * cols;
+    const T *from = x + row * (cols + results.padding);
+    T *slope = results.slope ? results.slope + row * (cols + results.padding) : nullptr;
     Class c(targets[row], targets.ignore_index, cols);
     A at_target = threadIdx.x == 0 && cols > 0 ? widen(from[c.column()]) : A(0);  // slope may be x: it is read first
     Exponentials<A> s = any_row_exponentials(from, cols, exchange);
     if (threadIdx.x == 0) results.write_loss(row, row_loss(s, at_target, c, smoothing));
-    if (!results.slope) continue;
+    if (!slope) continue;
+    if (threadIdx.x < results.padding) slope[cols + threadIdx.x] = narrow<T>(0);
     Probability<T, A> probability(s);
     A factor = scale.of(row, true);
     if (!c.in_range) factor = nan<A>();
-    map_row(from, results.slope + row * cols, cols, [&](int64_t col, A x) {
+    map_row(from, slope, cols, [&](int64_t col, A x) {
       A p = probability.of(x) - smoothing.per_class - (col == c.target ? 1 - smoothing.total : A(0));
       return c.ignored ? A(0) : p * factor;
+    });
+  }
+}
+
+// The same with extras.
+template <typename T, typename A>
+__global__ void __launch_bounds__(kAnyRowThreads)
+    cross_entropy_any_extra_kernel(const T *x, Targets targets, Results<T, A> results, Scale<T, A> scale,
+                                   Extras<T, A> extras, int64_t rows, int64_t cols, Smoothing<A> smoothing) {
+  using E = CappedAs<T>;
+  Exchange<Span::block, Exponentials<A>> exchange;
+  Exchange<Span::block, Best<A>> best_exchange;
+  const Softcap<T, A> cap(extras.softcap);
+  const bool weighs_all = extras.weight.data && smoothing.total != 0, has_dlse = extras.dlse;
+  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+    const T *from = x + row * (cols + results.padding);
+    T *slope = results.slope ? results.slope + row * (cols + results.padding) : nullptr;
+    Class c(targets[row], targets.ignore_index, cols);
+    A at_target = threadIdx.x == 0 && cols > 0 ? cap(widen(from[c.column()])) : A(0);
+    Exponentials<A> s = Exponentials<A>::none();
+    Best<A> best;
+    for_each_in_row(from, cols, [&](int64_t col, A x) {
+      if (extras.predictions.data) best.add({x, static_cast<int>(col)});
+      add_weighted<E>(s, cap(x), weighs_all ? extras.weight.read(col) : A(1));
+    });
+    s = combine_warps<E, true>(exchange.all(combine_lanes<E, true>(s)), exchange.warps());
+    if (extras.predictions.data) {
+      best.template add_lanes<32>();
+      best = Best<A>::of_warps(best_exchange.all(best), best_exchange.warps());
+    }
+    const A factor = slope ? scale.of(row, true) : A(1);
+    const RowWithExtras<A> with(s, at_target, c, smoothing, extras.weight_of(c), extras.z_loss, factor, has_dlse,
+                                has_dlse ? extras.dlse[row] : A(0));
+    if (threadIdx.x == 0) {
+      results.write_loss(row, with.loss);
+      if (extras.lse) extras.lse[row] = with.lse;
+      if (extras.predictions.data) extras.predictions.write(row, best.column == Best<A>::kNone ? 0 : best.column);
+    }
+    if (!slope) continue;
+    if (threadIdx.x < results.padding) slope[cols + threadIdx.x] = narrow<T>(0);
+    Probability<E, A> probability(s, 1, with.of_p);
+    map_row(from, slope, cols, [&](int64_t col, A x) {
+      const A capped = cap(x), off = with.off_target * (weighs_all ? extras.weight.read(col) : A(1));
+      const A of_capped = probability.of(capped) - off - (col == c.target ? with.on_target : A(0));
+      return with.zero ? A(0) : of_capped * cap.slope(capped);
     });
   }
 }
@@ -278,13 +581,30 @@ __global__ void __launch_bounds__(kSumThreads) cross_entropy_count_kernel(Target
   if (first == 0) *count = static_cast<A>(all.value[0]);
 }
 
-// The sum or the mean of the rows' losses. The loss of an ignored row, and of no other, is -0.
+// Adds up the weights of the classes of the rows that are not ignored.
+template <Span kSpan, typename T, typename A>
+__global__ void __launch_bounds__(kSumThreads)
+    cross_entropy_weight_kernel(Targets targets, Loss<T, A> weight, A *sum, int64_t rows, int64_t cols) {
+  launch_next();
+  int64_t first = blockIdx.x * kSumThreads + threadIdx.x, step = gridDim.x * kSumThreads;
+  Exchange<kSpan, Sums<1, A>> exchange;
+  Sums<1, A> all = {};
+  for (int64_t row = first; row < rows; row += step) {
+    const Class c(targets[row], targets.ignore_index, cols);
+    if (c.in_range && !c.ignored) all.value[0] += weight.read(c.target);
+  }
+  all = sum_row(all, exchange);
+  if (first == 0) *sum = all.value[0];
+}
+
+// The sum of the rows' losses, or their mean: divided by *weights, or, if that is null, by the number of those that are
+// not ignored. The loss of an ignored row is -0; without weights that of no other is.
 __device__ inline bool is_ignored(float loss) { return __float_as_uint(loss) == 0x80000000u; }
 __device__ inline bool is_ignored(double loss) { return __double_as_longlong(loss) == (1ll << 63); }
 
 template <Span kSpan, typename T, typename A>
 __global__ void __launch_bounds__(kSumThreads)
-    cross_entropy_loss_kernel(const A *losses, Loss<T> loss, int64_t rows, bool mean) {
+    cross_entropy_loss_kernel(const A *losses, Loss<T> loss, int64_t rows, bool mean, const A *weights) {
   int64_t first = blockIdx.x * kSumThreads + threadIdx.x, step = gridDim.x * kSumThreads;
   Exchange<kSpan, Sums<2, A>> exchange;
   wait_for_kernel_before();
@@ -309,7 +629,7 @@ __global__ void __launch_bounds__(kSumThreads)
   }
   for (int64_t row = vectors * kVectorSize<A> + first; row < rows; row += step) add(losses[row]);
   all = sum_row(all, exchange);
-  if (first == 0) loss.write(0, mean ? all.value[0] / all.value[1] : all.value[0]);
+  if (first == 0) loss.write(0, mean ? all.value[0] / (weights ? *weights : all.value[1]) : all.value[0]);
 }
 
 // ------------------------------------------------------------------------------------------------------- launchers
@@ -365,15 +685,32 @@ using ScaleShapes = RegisterRowShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRo
 template <typename T>
 using UnalignedScaleShapes = RegisterRowShapes<WarpRow<T, 16, 2>, WarpRow<T, 32, 4>, BlockRow<T, 4>, ClusterRow<T, 8>>;
 
+// scale.count is what cross_entropy_count() has written, or null. after_count: in the launch before.
 template <typename T, typename A = Accumulate<T>>
 Status cross_entropy_rows(const char *op, const CrossEntropyAttrs &attrs, const Tensor &x, const Targets &targets,
-                          const Results<T, A> &results, const Scale<T, A> &scale, void *stream) {
+                          const Results<T, A> &results, const Scale<T, A> &scale, const Extras<T, A> &extras,
+                          void *stream, bool after_count = true) {
   DeviceLimits device;
   AOT_TRY(device_limits(op, &device));
   int64_t rows = attrs.rows(x), cols = attrs.cols(x);
   if (rows == 0) return kOk;
   const T *from = x.as<const T>();
   Smoothing<A> smoothing = {A(attrs.label_smoothing), A(attrs.label_smoothing / cols), A(1. / cols)};
+  const int64_t most = unaligned_row_vectors<T>(cols, from, results.slope ? results.slope : from);
+  if (extras.any()) {
+    auto any = [&] {
+      return launch_rows(op, cross_entropy_any_extra_kernel<T, A>, rows, cols, stream, from, targets, results, scale,
+                         extras, rows, cols, smoothing);
+    };
+    if (cols == 0 || (extras.weight.data && attrs.label_smoothing != 0)) return any();
+    auto launch = [&](auto shape, RegisterRowPlan plan) {
+      using Row = UnalignedRow<decltype(shape)>;
+      plan.overlap = after_count && scale.count;
+      return launch_register_rows<decltype(shape)>(op, plan, rows, cross_entropy_extra_kernel<Row>, stream, from,
+                                                   targets, results, scale, extras, rows, cols, smoothing);
+    };
+    return dispatch_register_rows(unaligned_shapes<T>(), most, device, launch, any);
+  }
   auto any = [&] {
     return launch_rows(op, cross_entropy_any_kernel<T, A>, rows, cols, stream, from, targets, results, scale, rows,
                        cols, smoothing);
@@ -386,7 +723,7 @@ Status cross_entropy_rows(const char *op, const CrossEntropyAttrs &attrs, const 
   auto launch = [&](auto kind, auto smooth, auto slope) {
     return [=](auto shape, RegisterRowPlan plan) {
       using Row = typename decltype(kind)::template Row<decltype(shape)>;
-      plan.overlap = scale.count != nullptr;  // the kernel that counts is the one before
+      plan.overlap = after_count && scale.count;  // the kernel that counts is the one before
       return launch_register_rows<decltype(shape)>(op, plan, rows, cross_entropy_kernel<Row, smooth, slope>, stream,
                                                    from, targets, results, scale, rows, cols, smoothing);
     };
@@ -399,7 +736,6 @@ Status cross_entropy_rows(const char *op, const CrossEntropyAttrs &attrs, const 
   auto dispatch_rows = [&](auto smooth) {
     if (cols % kVectorSize<T> == 0 && aligned(from, results.slope))
       return dispatch_register_rows(slope_shapes<T>(), vectors, device, launch(Aligned(), smooth, kYes), any);
-    const int64_t most = unaligned_row_vectors<T>(cols, from, results.slope ? results.slope : from);
     return dispatch_register_rows(unaligned_shapes<T>(), most, device, launch(Unaligned(), smooth, kYes), any);
   };
   return attrs.label_smoothing == 0 ? dispatch_rows(kNo) : dispatch_rows(kYes);
@@ -443,26 +779,68 @@ inline LaunchShape sum_shape(const DeviceLimits &device, int64_t rows) {
   return {cluster, kSumThreads, 0, cluster};
 }
 
-template <typename A>
-Status cross_entropy_count(const char *op, const Targets &targets, A *count, int64_t rows, void *stream) {
+// What a mean over x's rows is divided by: their count, or, given the weights of the classes, the sum of these.
+template <typename T, typename A = Accumulate<T>>
+Status cross_entropy_count(const char *op, const Targets &targets, const Loss<T> &weight, A *count, int64_t rows,
+                           int64_t cols, void *stream) {
   DeviceLimits device;
   AOT_TRY(device_limits(op, &device));
   const LaunchShape shape = sum_shape(device, rows);
+  if (weight.data) {
+    auto *kernel = shape.cluster.x > 1 ? cross_entropy_weight_kernel<Span::cluster, T, A>
+                                       : cross_entropy_weight_kernel<Span::block, T, A>;
+    return launch_kernel(op, kernel, shape, stream, targets, weight, count, rows, cols);
+  }
   auto *kernel =
       shape.cluster.x > 1 ? cross_entropy_count_kernel<Span::cluster, A> : cross_entropy_count_kernel<Span::block, A>;
   return launch_kernel(op, kernel, shape, stream, targets, count, rows);
 }
 
-// This kernel overlaps the end of the rows kernel (overlap.cuh).
+// The sum of the rows' losses, or their mean: divided by *weights unless that is null. This kernel overlaps the end of
+// the rows kernel (overlap.cuh).
 template <typename T, typename A = Accumulate<T>>
-Status cross_entropy_loss(const CrossEntropy &op, const A *losses, const Loss<T> &loss, int64_t rows, void *stream) {
+Status cross_entropy_loss(const char *op, const A *losses, const Loss<T> &loss, int64_t rows, bool mean,
+                          const A *weights, void *stream) {
   DeviceLimits device;
-  AOT_TRY(device_limits(op.name, &device));
+  AOT_TRY(device_limits(op, &device));
   LaunchShape shape = sum_shape(device, rows);
   shape.overlap = true;
   auto *kernel = shape.cluster.x > 1 ? cross_entropy_loss_kernel<Span::cluster, T, A>
                                      : cross_entropy_loss_kernel<Span::block, T, A>;
-  return launch_kernel(op.name, kernel, shape, stream, losses, loss, rows, op.mean());
+  return launch_kernel(op, kernel, shape, stream, losses, loss, rows, mean, weights);
+}
+
+// A forward. slope: null for none. extras: with what else is written.
+template <class Op, typename T, typename A>
+Status cross_entropy_forward(const Op &op, const Tensor *in, const Tensor &y, const Tensor &work, T *slope,
+                             const Extras<T, A> &extras, void *stream) {
+  const Tensor &x = in[op.kX];
+  const int64_t rows = op.rows(x);
+  const Targets targets(in[op.kTarget], op.ignore_index);
+  if (op.reduces() && !work) return fail(kConventionMisused, "%s: workspace is missing", op.name);
+  const bool divides = slope && op.divides_slope(x), weighs = op.mean() && extras.weight.data;
+  A *count = divides || weighs ? work.as<A>() : nullptr, *losses = op.reduces() ? work.as<A>() + op.kLosses : nullptr;
+  if (count) AOT_TRY(cross_entropy_count(op.name, targets, extras.weight, count, rows, op.cols(x), stream));
+  const Results<T, A> results = {op.reduces() ? Loss<T>() : Loss<T>(y), losses, slope};
+  const Scale<T, A> scale = {{}, false, divides ? count : nullptr};
+  AOT_TRY(cross_entropy_rows(op.name, op, x, targets, results, scale, extras, stream));
+  if (!op.reduces()) return kOk;
+  return cross_entropy_loss(op.name, losses, Loss<T>(y), rows, op.mean(), weighs ? count : nullptr, stream);
+}
+
+// A backward. slope: absent for none.
+template <class Op, typename T, typename A>
+Status cross_entropy_backward(const Op &op, const Tensor *in, const Tensor &slope, const Tensor &dx, const Tensor &work,
+                              const Extras<T, A> &extras, void *stream) {
+  const Tensor &dy = in[op.kDy], &x = in[op.kX];
+  const bool keeps = op.keeps(slope), divides = op.mean() && !(keeps && op.divides_slope(x));
+  const Targets targets(in[op.kTarget], op.ignore_index);
+  if (divides && !work) return fail(kConventionMisused, "%s: workspace is missing", op.name);
+  A *count = divides ? work.as<A>() : nullptr;
+  if (divides) AOT_TRY(cross_entropy_count(op.name, targets, extras.weight, count, op.rows(x), op.cols(x), stream));
+  const Scale<T, A> scale = {Loss<T>(dy), !op.reduces(), count};
+  if (keeps) return cross_entropy_scale(op.name, op, slope, dx.as<T>(), targets, scale, stream);
+  return cross_entropy_rows(op.name, op, x, targets, Results<T, A>{{}, nullptr, dx.as<T>()}, scale, extras, stream);
 }
 
 }  // namespace

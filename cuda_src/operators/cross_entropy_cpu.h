@@ -1,4 +1,4 @@
-// The rows of cross entropy on the CPU, for cross_entropy and linear_cross_entropy.
+// The rows of cross entropy on the CPU, for cross_entropy, cross_entropy_lse and linear_cross_entropy.
 #pragma once
 #include "cpu/entry.h"
 #include "cpu/rows.h"
@@ -31,22 +31,25 @@ struct Targets {
     }
     return kOk;
   }
-  // Rows that are not ignored.
-  int64_t count(int64_t rows) const {
-    int64_t n = 0;
-    for (int64_t i = 0; i < rows; ++i) n += !ignored(i);
+  // What a mean is divided by: the sum of weight_of(class) over the rows that are not ignored.
+  template <class WeightOf>
+  double sum(int64_t rows, WeightOf weight_of) const {
+    double n = 0;
+    for (int64_t i = 0; i < rows; ++i)
+      if (!ignored(i)) n += weight_of((*this)[i]);
     return n;
   }
 };
 
 // ---------------------------------------------------------------------------------------------------------- loops
 
-// The loss, or dy: of T, or of float32, in which T is summed.
+// The loss, dy, or the weights of the classes: of T, or of float32, in which T is summed.
 template <typename T>
 struct Loss {
-  void *data;
-  bool wide;
+  void *data = nullptr;
+  bool wide = false;
 
+  Loss() = default;
   explicit Loss(const Tensor &t) : data(t.data), wide(itemsize(t.dtype) > static_cast<int64_t>(sizeof(T))) {}
   Accumulate<T> read(int64_t i) const {
     return wide ? static_cast<const Accumulate<T> *>(data)[i] : load_one(static_cast<const T *>(data) + i);
@@ -101,12 +104,137 @@ struct CrossEntropyRow {
   }
 };
 
+// ----------------------------------------------------------------------------------------------------------- extras
+
+// What few calls ask for, each unless it is null or 0.
+template <typename T>
+struct Extras {
+  using A = Accumulate<T>;
+  Loss<T> weight;  // of each class
+  double z_loss, softcap;
+  A *lse = nullptr;  // of each row
+  Tensor predictions;
+  const A *dlse = nullptr;
+
+  Extras(const CrossEntropyAttrs &attrs, const Tensor &weight)
+      : weight(weight ? Loss<T>(weight) : Loss<T>()), z_loss(attrs.z_loss), softcap(attrs.softcap) {}
+  bool any() const { return weight.data || z_loss != 0 || softcap != 0 || lse || predictions || dlse; }
+
+  A weight_of(int64_t target) const { return weight.data ? weight.read(target) : A(1); }
+  template <class Part>
+  Vec<T> weights(int64_t j, Part part) const {
+    if (!weight.data) return Vec<T>{} + 1;
+    return weight.wide ? load(static_cast<const A *>(weight.data) + j, part)
+                       : load(static_cast<const T *>(weight.data) + j, part);
+  }
+  Vec<T> capped(Vec<T> x) const {
+    const A cap = static_cast<A>(softcap);
+    return cap == 0 ? x : cap * tanh<A>(x * (1 / cap));
+  }
+  // d capped(x) / dx, from capped(x)
+  Vec<T> slope(Vec<T> capped) const {
+    const Vec<T> t = capped * (1 / static_cast<A>(softcap));
+    return softcap == 0 ? Vec<T>{} + 1 : (1 - t) * (1 + t);
+  }
+};
+
+// The first column of the greatest number of a row, or of a NaN in it.
+template <typename T>
+int64_t best_column(const T *x, int64_t n) {
+  int64_t best = 0;
+  Accumulate<T> top = n > 0 ? load_one(x) : 0;
+  for (int64_t j = 1; j < n && top == top; ++j)
+    if (const Accumulate<T> value = load_one(x + j); !(value <= top)) best = j, top = value;
+  return best;
+}
+
+// A row with extras.
+template <typename T>
+struct CrossEntropyExtraRow {
+  using A = Accumulate<T>;
+  const Extras<T> &extras;
+  int64_t n;
+  A smoothing;
+  bool stream;
+
+  // Returns the loss of row i, x, and writes its slope, unless that is null, and what else the extras ask for.
+  double run(const T *x, int64_t i, int64_t target, bool ignored, A scale, T *slope) const {
+    const bool in_range = target >= 0 && target < n;  // unless the caller changed it since the check
+    const double at_target = in_range ? extras.capped(Vec<T>{} + load_one(x + target))[0] : __builtin_nan("");
+    const A weight = in_range ? extras.weight_of(target) : A(1);
+    const bool smooth = smoothing != 0;
+    if (extras.predictions) write_prediction(i, best_column(x, n));
+
+    const A top = extras.capped(Vec<T>{} + largest(x, n))[0],
+            base = top == -static_cast<A>(__builtin_inf()) ? A(0) : top;
+    double sum = 0, shifted_sum = 0, weights = 0;  // of exp(s - base), of w (s - base), of w
+    for_blocks(n, [&](int64_t begin, int64_t size) {
+      Vec<T> sums[4] = {}, shifted_sums[4] = {}, all[4] = {};
+      sweep_sums<T>(size, [&](int64_t k, auto part, int lane) {
+        const Vec<T> d = extras.capped(load(x + begin + k, part)) - base;
+        sums[lane] += keep<T>(exp_in_units<A>(d), part);
+        if (!smooth) return;
+        const Vec<T> w = extras.weights(begin + k, part);
+        shifted_sums[lane] += keep<T>(w * d, part), all[lane] += keep<T>(w, part);
+      });
+      sum += sum_of_4<T>(sums), shifted_sum += sum_of_4<T>(shifted_sums), weights += sum_of_4<T>(all);
+    });
+    const double log_sum = __builtin_log(sum / Constants<A>::kUnit), lse = log_sum + base;
+    if (extras.lse) extras.lse[i] = static_cast<A>(lse);
+
+    const double on_target = (1 - smoothing) * weight, off_target = static_cast<double>(smoothing) / n;
+    double of_p = extras.dlse ? extras.dlse[i] : 0;
+    if (!ignored) of_p += scale * (on_target + off_target * weights + 2 * extras.z_loss * lse);
+    if (ignored && !extras.dlse) clear_row(slope);
+    else if (slope)
+      write(slope, x, ignored ? -1 : target, base, of_p / sum, ignored ? 0 : off_target * scale, on_target * scale);
+    if (ignored) return 0;
+    const double loss = on_target * (log_sum - (at_target - base));
+    const double smoothed = smooth ? off_target * (weights * log_sum - shifted_sum) : 0;
+    return loss + smoothed + (extras.z_loss != 0 ? extras.z_loss * lse * lse : 0);
+  }
+
+ private:
+  // slope = (of_p exp(s - base) - off_target w - on_target onehot(target)) ds/dx
+  void write(T *slope, const T *x, int64_t target, A base, A of_p, A off_target, A on_target) const {
+    auto step = [=, this](int64_t j, auto part) {
+      const Vec<T> capped = extras.capped(load(x + j, part));
+      Vec<T> v = exp_in_units<A>(capped - base) * of_p;
+      if (smoothing != 0) v -= off_target * extras.weights(j, part);
+      if (static_cast<uint64_t>(target - j) < kLanes<T>) v[target - j] -= on_target;
+      store(slope + j, v * extras.slope(capped), part);
+    };
+    stream ? sweep_stream(slope, n, step) : sweep<T>(n, step);
+  }
+  void clear_row(T *slope) const {
+    if (slope) CrossEntropyRow<T>{n, smoothing, stream}.clear(slope);
+  }
+  void write_prediction(int64_t i, int64_t column) const {
+    const Tensor &t = extras.predictions;
+    t.dtype == DType::int64 ? void(t.as<int64_t>()[i] = column)
+                            : void(t.as<int32_t>()[i] = static_cast<int32_t>(column));
+  }
+};
+
+// ------------------------------------------------------------------------------------------------------------ rows
+
 // Calls write_loss(row, loss) for each row, and writes its slope times scale(row) unless `slope` is null.
 template <typename T, class WriteLoss, class Scale>
-void cross_entropy_loop(const T *x, Targets targets, T *slope, int64_t rows, int64_t n, double smoothing,
-                        WriteLoss write_loss, Scale scale) {
+void cross_entropy_loop(const T *x, Targets targets, const Extras<T> &extras, T *slope, int64_t rows, int64_t n,
+                        double smoothing, WriteLoss write_loss, Scale scale) {
   using A = Accumulate<T>;
   const bool stream = slope && worth_streaming(rows * n * sizeof(T));
+  if (extras.any()) {
+    const CrossEntropyExtraRow<T> row{extras, n, static_cast<A>(smoothing), stream};
+    return parallel_pieces(rows, rows_per_task(n), [=](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const bool ignored = targets.ignored(i);
+        write_loss(
+            i, row.run(x + i * n, i, targets[i], ignored, ignored ? A(0) : scale(i), slope ? slope + i * n : nullptr));
+      }
+      if (stream) end_stream();
+    });
+  }
   const CrossEntropyRow<T> row{n, static_cast<A>(smoothing), stream};
   parallel_pieces(rows, rows_per_task(n), [=](int64_t begin, int64_t end) {
     A *buffer = slope ? row_buffer<T>(n) : nullptr;
@@ -139,6 +267,54 @@ void scale_loop(const T *slope, T *dx, int64_t rows, int64_t n, Scale scale) {
     }
     if (stream) end_stream();
   });
+}
+
+// ----------------------------------------------------------------------------------------------------- launchers
+
+// A forward. slope: null for none. extras: with what else is written.
+template <class Op, typename T>
+Status cross_entropy_forward(const Op &op, const Tensor *in, const Tensor &y, const Tensor &work, T *slope,
+                             const Extras<T> &extras) {
+  using A = Accumulate<T>;
+  const Tensor &x = in[op.kX];
+  const int64_t rows = op.rows(x), cols = op.cols(x);
+  const Targets targets{in[op.kTarget], op.ignore_index};
+  if (op.reduces() && !work) return fail(kConventionMisused, "%s: workspace is missing", op.name);
+  AOT_TRY(targets.check(op.name, rows, cols));
+  const Loss<T> result(y);
+  A *losses = op.reduces() ? work.as<A>() + op.kLosses : nullptr;
+  auto write_loss = [=](int64_t i, double value) {
+    losses ? void(losses[i] = static_cast<A>(value)) : result.write(i, static_cast<A>(value));
+  };
+  const auto count = static_cast<A>(op.mean() ? targets.sum(rows, [&](int64_t t) { return extras.weight_of(t); }) : 1);
+  const A scale = op.divides_slope(x) ? 1 / count : A(1);
+  cross_entropy_loop(x.as<const T>(), targets, extras, slope, rows, cols, op.label_smoothing, write_loss,
+                     [=](int64_t) { return scale; });
+  if (!op.reduces()) return kOk;
+  double sum = 0;
+  for (int64_t i = 0; i < rows; ++i) sum += losses[i];
+  result.write(0, static_cast<A>(sum / count));
+  return kOk;
+}
+
+// A backward. slope: absent for none.
+template <class Op, typename T>
+Status cross_entropy_backward(const Op &op, const Tensor *in, const Tensor &slope, T *dx, const Extras<T> &extras) {
+  using A = Accumulate<T>;
+  const Tensor &x = in[op.kX];
+  const int64_t rows = op.rows(x), cols = op.cols(x);
+  const Targets targets{in[op.kTarget], op.ignore_index};
+  AOT_TRY(targets.check(op.name, rows, cols));
+  const bool keeps = op.keeps(slope), divide = op.mean() && !(keeps && op.divides_slope(x));
+  const bool each_row = !op.reduces();
+  const auto count = static_cast<A>(divide ? targets.sum(rows, [&](int64_t t) { return extras.weight_of(t); }) : 1);
+  auto scale = [=, from = Loss<T>(in[op.kDy])](int64_t i) { return from.read(each_row ? i : 0) / count; };
+  // 0 for an ignored row, also if dy is not finite or the count is 0
+  auto factor = [=](int64_t i) { return targets.ignored(i) ? A(0) : scale(i); };
+  if (keeps) return scale_loop(slope.as<const T>(), dx, rows, cols, factor), kOk;
+  cross_entropy_loop(
+      x.as<const T>(), targets, extras, dx, rows, cols, op.label_smoothing, [](int64_t, double) {}, scale);
+  return kOk;
 }
 
 }  // namespace

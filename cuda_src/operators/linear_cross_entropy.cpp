@@ -54,10 +54,15 @@ struct ChunkGradients {
   explicit operator bool() const { return dx || dweight || dbias; }
 };
 
+template <typename T>
+double sum_of_weights(const Targets &targets, int64_t rows, const Extras<T> &extras) {
+  return targets.sum(rows, [&](int64_t target) { return extras.weight_of(target); });
+}
+
 // Calls write_loss(row, loss) for each row. Gradients are those of the losses times scale(row).
 template <typename T, class WriteLoss, class Scale>
-Status each_chunk(const LogitChunks &c, const Tensor *in, const CrossEntropyAttrs &attrs, T *logits,
-                  const ChunkGradients<T> &gradients, WriteLoss write_loss, Scale scale) {
+Status each_chunk(const LogitChunks &c, const Tensor *in, const CrossEntropyAttrs &attrs, const Extras<T> &extras,
+                  T *logits, const ChunkGradients<T> &gradients, WriteLoss write_loss, Scale scale) {
   using Op = LinearCrossEntropy;
   const T *x = in[0].as<const T>(), *weight = in[1].as<const T>();
   const BiasEpilogue<T> epilogue{in[Op::kBias].as<const T>()};
@@ -69,8 +74,9 @@ Status each_chunk(const LogitChunks &c, const Tensor *in, const CrossEntropyAttr
     Tensor target = in[Op::kTarget];
     target.data = target.as<char>() + first * itemsize(target.dtype);
     cross_entropy_loop(
-        logits, Targets{target, attrs.ignore_index}, gradients ? logits : nullptr, rows, c.out, attrs.label_smoothing,
-        [=](int64_t i, double loss) { write_loss(first + i, loss); }, [=](int64_t i) { return scale(first + i); });
+        logits, Targets{target, attrs.ignore_index}, extras, gradients ? logits : nullptr, rows, c.out,
+        attrs.label_smoothing, [=](int64_t i, double loss) { write_loss(first + i, loss); },
+        [=](int64_t i) { return scale(first + i); });
     if (gradients.dx)
       AOT_TRY(gemm(rows, c.in, c.out, Matrix<T>{logits, c.out}, of_weight, gradients.dx + first * c.in, c.in));
     if (gradients.dweight)
@@ -102,9 +108,10 @@ Status linear_cross_entropy_cpu(const LinearCrossEntropy &op, const Tensor *in, 
     const int64_t padding = LogitChunks::padded(c.out) - c.out;
     if (slopes.dweight) std::fill_n(slopes.dweight + c.out * c.in, padding * c.in, A(0));
     if (slopes.dbias) std::fill_n(slopes.dbias + c.out, padding, A(0));
-    const auto count = static_cast<A>(op.mean() ? targets.count(c.rows) : 1);
+    const Extras<T> extras(op, in[op.kClassWeight]);
+    const auto count = static_cast<A>(op.mean() ? sum_of_weights(targets, c.rows, extras) : 1);
     const A scale = op.divides_slope(x) ? 1 / count : A(1);
-    AOT_TRY(each_chunk<T>(c, in, op, reinterpret_cast<T *>(work.as<A>() + parts.logits), slopes, write_loss,
+    AOT_TRY(each_chunk<T>(c, in, op, extras, reinterpret_cast<T *>(work.as<A>() + parts.logits), slopes, write_loss,
                           [=](int64_t) { return scale; }));
     if (!op.reduces()) return kOk;
     double sum = 0;
@@ -128,7 +135,8 @@ Status linear_cross_entropy_backward_cpu(const LinearCrossEntropyBackward &op, c
     using T = decltype(zero);
     using A = Accumulate<T>;
     const bool divide = op.mean() && !(has_slopes && op.divides_slope(x)), each_row = !op.reduces();
-    const A count = divide ? static_cast<A>(targets.count(c.rows)) : A(1);
+    const Extras<T> extras(op, in[op.kClassWeight]);
+    const auto count = static_cast<A>(divide ? sum_of_weights(targets, c.rows, extras) : 1);
     auto scale = [=, from = Loss<T>(dy)](int64_t i) { return from.read(each_row ? i : 0) / count; };
     if (has_slopes) {
       if (dx) scale_slope(in[op.kXSlope].as<const T>(), dx.as<T>(), dx.size(), scale(0));
@@ -142,7 +150,7 @@ Status linear_cross_entropy_backward_cpu(const LinearCrossEntropyBackward &op, c
                                       dbias ? sums + parts.bias_sums : nullptr};
     const Tensor *const given = in + op.kX;  // as the forward's
     AOT_TRY(each_chunk<T>(
-        c, given, op, reinterpret_cast<T *>(sums + parts.logits), gradients, [](int64_t, double) {}, scale));
+        c, given, op, extras, reinterpret_cast<T *>(sums + parts.logits), gradients, [](int64_t, double) {}, scale));
     if (dweight) scale_slope(gradients.dweight, dweight.as<T>(), dweight.size(), A(1));
     if (dbias) scale_slope(gradients.dbias, dbias.as<T>(), dbias.size(), A(1));
     return kOk;

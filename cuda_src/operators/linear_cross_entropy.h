@@ -51,11 +51,12 @@ struct LinearCrossEntropyAttrs : CrossEntropyAttrs {
  protected:
   // Checks the inputs and infers the logits.
   Status check(const char *op, const Spec &x, const Spec &weight, const Spec &target, const Spec &bias,
-               Spec *logits) const {
+               const Spec &class_weight, Spec *logits) const {
     AOT_TRY(LinearAttrs().check(op, x, weight, bias, logits));
     if (weight.rank_known() && weight.shape[0] == 0)
       return fail(kInvalidArgument, "%s: weight has shape %s, expected one class at least", op, ShapeText(weight).text);
-    return check_target(op, *logits, target);
+    AOT_TRY(check_target(op, *logits, target));
+    return class_weight ? check_weight(op, "class_weight", *logits, class_weight) : kOk;
   }
   // The slopes, by the order of their slots.
   void slopes(const Spec &x, const Spec &weight, const Spec &bias, Spec *slope) const {
@@ -95,16 +96,17 @@ struct ChunkWorkspace {
 
 struct LinearCrossEntropy : LinearCrossEntropyAttrs {
   static constexpr const char *name = "linear_cross_entropy";
-  static constexpr Slot inputs[] = {{"x"}, {"weight"}, {"target", required, kIntegers}, {"bias", optional}};
+  static constexpr Slot inputs[] = {
+      {"x"}, {"weight"}, {"target", required, kIntegers}, {"bias", optional}, {"class_weight", optional}};
   static constexpr Slot outputs[] = {
       {"y"}, {"x_slope", optional}, {"weight_slope", optional}, {"bias_slope", optional}, {"workspace", workspace}};
-  enum Input { kX, kWeight, kTarget, kBias };
+  enum Input { kX, kWeight, kTarget, kBias, kClassWeight };
   enum Output { kY, kXSlope, kWeightSlope, kBiasSlope, kWork };
 
   Status infer(const Tensor *in, Spec *out) const {
     const Spec &x = in[kX], &weight = in[kWeight];
     Spec logits;
-    AOT_TRY(check(name, x, weight, in[kTarget], in[kBias], &logits));
+    AOT_TRY(check(name, x, weight, in[kTarget], in[kBias], in[kClassWeight], &logits));
     out[kY] = loss(logits);
     slopes(x, weight, in[kBias], out + kXSlope);
     const bool known = x.known() && weight.known();
@@ -123,18 +125,19 @@ struct LinearCrossEntropyBackward : LinearCrossEntropyAttrs {
                                     {"weight"},
                                     {"target", required, kIntegers},
                                     {"bias", optional},
+                                    {"class_weight", optional},
                                     {"x_slope", optional},
                                     {"weight_slope", optional},
                                     {"bias_slope", optional}};
   static constexpr Slot outputs[] = {
       {"dx", optional}, {"dweight", optional}, {"dbias", optional}, {"workspace", workspace}};
-  enum Input { kDy, kX, kWeight, kTarget, kBias, kXSlope, kWeightSlope, kBiasSlope };
+  enum Input { kDy, kX, kWeight, kTarget, kBias, kClassWeight, kXSlope, kWeightSlope, kBiasSlope };
   enum Output { kDx, kDWeight, kDBias, kWork };
 
   Status infer(const Tensor *in, Spec *out) const {
     const Spec &x = in[kX], &weight = in[kWeight];
     Spec logits, slope[3];
-    AOT_TRY(check(name, x, weight, in[kTarget], in[kBias], &logits));
+    AOT_TRY(check(name, x, weight, in[kTarget], in[kBias], in[kClassWeight], &logits));
     AOT_TRY(check_like(name, "dy", in[kDy], "the loss", loss(logits)));
     slopes(x, weight, in[kBias], slope);
     for (int i = 0; i < 3; ++i)

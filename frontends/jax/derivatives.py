@@ -67,7 +67,7 @@ def _tangents(call: OperatorCall, outputs: Names, given: Mapping[str, Array], ta
         return [reduce(plus, (_times(t, factors.get(f"d{slot}", 1)) for slot, t in tangents.items()))]
     if call.forward is not None and is_bilinear(call.forward, attrs):
         kind, saved = _TangentOfBackward, op.inputs
-    elif op.has_gradient:
+    elif op.has_gradient and op.constants.isdisjoint(tangents):
         kind, saved = _TangentOfProduct if is_bilinear(op, attrs) else _Tangent, op.saved
     else:
         return _tangents_of_formula(op, attrs, outputs, given, tangents)
@@ -82,7 +82,7 @@ def _times(x: Array, factor: float) -> Array:
 
 
 def _tangents_of_formula(op, attrs, wanted, given, moving):
-    """For an operator without a gradient of its own, such as a backward."""
+    """For an operator without a gradient of its own, such as a backward, or without one for these inputs."""
     if op.formula is None:
         why = "" if op.foreign else ": derivatives of a higher order are not supported"
         raise NotImplementedError(f"{op.name} has no gradient{why}")

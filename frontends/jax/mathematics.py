@@ -36,6 +36,8 @@ class Mathematics:
     sigmoid = staticmethod(jax.nn.sigmoid)
     rsqrt = staticmethod(jax.lax.rsqrt)
     log_softmax = staticmethod(jax.nn.log_softmax)
+    logsumexp = staticmethod(jax.nn.logsumexp)
+    argmax = staticmethod(jnp.argmax)
     where = staticmethod(jnp.where)
     zeros = staticmethod(jnp.zeros_like)
     reshape = staticmethod(jnp.reshape)

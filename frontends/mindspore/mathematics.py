@@ -167,11 +167,23 @@ class Mathematics:
         return 2.0**-52 if x.dtype == "float64" else 2.0**-23
 
     def log_softmax(self, x: Placeholder, axis: int) -> Placeholder:
+        less, _, log = self._exponentials(x, axis)
+        return less - log
+
+    def logsumexp(self, x: Placeholder, axis: int) -> Placeholder:
+        _, most, log = self._exponentials(x, axis)
+        return self.reshape(most + log, _reduced(x, (axis,), keepdims=False))
+
+    def _exponentials(self, x: Placeholder, axis: int) -> tuple[Placeholder, Placeholder, Placeholder]:
+        """x less its maximum, that maximum, and the logarithm of the sum of their exponentials."""
         shape = _reduced(x, (axis,), keepdims=True)
-        most = self._apply(ops.amax, x, f", {axis}, True", shape)
-        less = x - self._apply(ops.stop_gradient, most, "", shape)
+        most = self._apply(ops.stop_gradient, self._apply(ops.amax, x, f", {axis}, True", shape), "", shape)
+        less = x - most
         total = self.sum(self.exp(less), (axis,), keepdims=True)
-        return less - self._apply(ops.log, total, "", shape)
+        return less, most, self._apply(ops.log, total, "", shape)
+
+    def argmax(self, x: Placeholder, axis: int) -> Placeholder:
+        return self._apply(ops.argmax, x, f", {axis}", _reduced(x, (axis,), keepdims=False), "int64")
 
     def where(self, condition: Placeholder, x: Placeholder, y: Placeholder) -> Placeholder:
         return self._apply(ops.where, condition, f", {x.name}, {y.name}", x.shape, x.dtype)

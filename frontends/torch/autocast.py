@@ -59,7 +59,10 @@ def cast_inputs(op: Op, attrs: tuple[Any, ...], device: str, inputs: Tensors):
         back = _widest([t for slot, t in zip(op.inputs, inputs, strict=True) if slot in op.vmappable])
         back = None if back == dtype else back
     casts = {id(t) for t in floating if t.dtype not in (dtype, torch.float64)}
-    inputs = [cast(t, dtype) if id(t) in casts else t for t in inputs]
+    kept = op.constants if op.autocast is Autocast.LOWER_WIDE_LOSS else ()
+    inputs = [
+        cast(t, dtype) if id(t) in casts and slot not in kept else t for slot, t in zip(op.inputs, inputs, strict=True)
+    ]
     if op.autocast is Autocast.LOWER_WIDE_LOSS:
         attrs = _with_wide_loss(op, attrs, inputs[0].dtype)
     return inputs, attrs, back

@@ -82,7 +82,7 @@ class _Public(Structure):
         ("n_inputs", c_int), ("n_attrs", c_int), ("n_parameters", c_int), ("position", c_int * _Parameters),
         ("names", c_void_p * _Parameters), ("defaults", c_void_p * _Parameters), ("n_transposable", c_int),
         ("transposable", _Slots), ("transposes", _Slots), ("kinds", c_char * _Parameters), ("has_autocast", c_bool),
-        ("most_bound", c_int), ("clock", c_uint64), ("bind", c_void_p), ("bound", c_void_p), ("last_attrs", c_void_p),
+        ("constants", c_uint64), ("most_bound", c_int), ("clock", c_uint64), ("bind", c_void_p), ("bound", c_void_p), ("last_attrs", c_void_p),
         ("last", c_void_p), ("fallback", c_void_p),
     ]  # fmt: skip
 
@@ -90,7 +90,7 @@ class _Public(Structure):
 @cache
 def lib() -> ctypes.CDLL:
     """The library, with its structs compared with those above. Raises LibraryError if they differ."""
-    call.check_structs("aot_torch_structs", 6, (GateFacts, _Torch, _Function, _Backward, _Differentiable, _Public))
+    call.check_structs("aot_torch_structs", 7, (GateFacts, _Torch, _Function, _Backward, _Differentiable, _Public))
     return call.lib()
 
 
@@ -247,6 +247,7 @@ def public(op: Op, bind: Callable[..., Any], fallback: Callable[..., Any]) -> Ca
         n_attrs=len(op.public_attrs),
         n_parameters=len(names),
         has_autocast=casts,
+        constants=sum(1 << i for i, slot in enumerate(op.inputs) if slot in op.constants),
         most_bound=call.MOST_BOUND,
     )
     for i, (name, default) in enumerate(zip(names, defaults, strict=True)):

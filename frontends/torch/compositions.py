@@ -90,50 +90,60 @@ def cross_entropy(
     label_smoothing=0.0,
     dtype: torch.dtype | str | None = None,
     weight: Tensor | None = None,
+    z_loss=0.0,
+    softcap=0.0,
     **former: bool | None,
 ) -> Any:
-    """Class weights, (C); targets that are probabilities, of x's shape; (N, C, d...) with targets of (N, d...); targets
-    of uint8; a ``dtype`` of torch's; and torch's former names of the reductions, ``size_average`` and ``reduce``."""
+    """Class weights that require a gradient, or of another dtype; targets that are probabilities, of x's shape;
+    (N, C, d...) with targets of (N, d...); targets of uint8; a ``dtype`` of torch's; and torch's former names of the
+    reductions, ``size_average`` and ``reduce``."""
     if not former.keys() <= {"size_average", "reduce"}:
         return NotImplemented
     is_byte = isinstance(target, Tensor) and target.dtype == torch.uint8
-    if former or is_byte:
+    is_weight = isinstance(weight, Tensor) and weight.is_floating_point() and isinstance(x, Tensor)
+    is_other = is_weight and weight.dtype not in (x.dtype, wide_dtype(x.dtype))
+    if former or is_byte or is_other:
         if any(value is not None for value in former.values()):  # warns, as torch does
             reduction = legacy_get_string(former.get("size_average"), former.get("reduce"))
         target = target.long() if is_byte else target
-        options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
-        return function(x, target, **options, dtype=dtype, weight=weight)
+        weight = weight.to(wide_dtype(x.dtype)) if is_other else weight
+        return function(x, target, ignore_index, reduction, label_smoothing, dtype, weight, z_loss, softcap)
     if not (isinstance(x, Tensor) and isinstance(target, Tensor)) or x.dim() == 0:
         return NotImplemented
     named = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
-    options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
-    if weight is None and x.dim() <= 2 and not target.is_floating_point():
-        return NotImplemented if named is dtype else function(x, target, **options, dtype=named)
+    learns = is_weight and weight.requires_grad and torch.is_grad_enabled()
+    if not learns and x.dim() <= 2 and not target.is_floating_point():
+        if named is dtype:
+            return NotImplemented
+        return function(x, target, ignore_index, reduction, label_smoothing, named, weight, z_loss, softcap)
     if reduction not in ("none", "sum", "mean"):
         raise ValueError(f"cross_entropy: reduction is {reduction!r}, expected 'none', 'sum' or 'mean'")
     axis = min(1, x.dim() - 1)
     _check_shapes(x, target, weight, axis)
     rows, classes = x.movedim(axis, -1), x.shape[axis]
+    if not learns and not target.is_floating_point():
+        flat = rows.reshape(-1, classes), target.reshape(-1)
+        losses = function(*flat, ignore_index, reduction, label_smoothing, named, weight, z_loss, softcap)
+        return losses.reshape(target.shape) if reduction == "none" else losses
+    result, wide = _result_dtype(x, named), wide_dtype(x.dtype)
+    logits = softcap * torch.tanh(rows.to(wide) / softcap) if softcap else rows
+    more = z_loss * torch.logsumexp(logits.to(wide), -1) ** 2 if z_loss else 0
     if target.is_floating_point():
         if ignore_index >= 0:
             raise ValueError(f"cross_entropy: ignore_index is {ignore_index}, expected none: target has probabilities")
         aims = target.movedim(axis, -1) * (1 - label_smoothing) + label_smoothing / classes
-        losses = -_sum_of_logarithms(rows, aims if weight is None else aims * weight)
-        return _reduced(losses, reduction, losses.numel()).to(_result_dtype(x, named))
-    if weight is None:
-        losses = function(rows.reshape(-1, classes), target.reshape(-1), **options, dtype=named)
-        return losses.reshape(target.shape) if reduction == "none" else losses
-    result, wide = _result_dtype(x, named), wide_dtype(x.dtype)
-    weight = weight.to(wide_dtype(weight.dtype))
-    rows = rows.to(wide) if label_smoothing else rows  # the two parts of its gradient are then added before rounding
+        losses = more - _sum_of_logarithms(logits, aims if weight is None else aims * weight)
+        return _reduced(losses, reduction, losses.numel()).to(result)
+    weight = weight.to(wide)
     counts = target != ignore_index
     factors = torch.where(counts, weight[target.clamp(0, classes - 1)], 0)
-    flat = rows.reshape(-1, classes), target.reshape(-1)
-    options = {"ignore_index": ignore_index, "reduction": "none", "dtype": str(wide).removeprefix("torch.")}
-    losses = function(*flat, **options).reshape(target.shape) * factors
+    logits = logits.to(wide)  # the parts of its gradient are then added before rounding
+    options = {"ignore_index": ignore_index, "reduction": "none"}
+    losses = function(logits.reshape(-1, classes), target.reshape(-1), **options).reshape(target.shape) * factors
     if label_smoothing:
-        smooth = torch.where(counts, -_sum_of_logarithms(rows, weight), 0)
+        smooth = torch.where(counts, -_sum_of_logarithms(logits, weight), 0)
         losses = (1 - label_smoothing) * losses + label_smoothing / classes * smooth
+    losses = losses + torch.where(counts, more, 0) if z_loss else losses
     return _reduced(losses, reduction, factors.sum()).to(result)
 
 

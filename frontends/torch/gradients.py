@@ -49,6 +49,9 @@ def run_backward(op: Op, attrs: tuple[Attr, ...], saved: Tensors, grads: Tensors
     given |= {y: given[other] for y, other in merged.items()}
     given = backward.with_aliases(given)
     given |= {y: given[y] * factor for y, factor in backward.factors(attrs).items()}
+    for x, need in zip(op.inputs, needed, strict=True):
+        if need and f"d{x}" not in given:
+            raise NotImplementedError(f"{op.name}: {x} requires a gradient, expected a constant: it has no derivative")
     return tuple(given.get(f"d{x}") if need else None for x, need in zip(op.inputs, needed, strict=True))
 
 

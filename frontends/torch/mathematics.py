@@ -24,8 +24,9 @@ class Mathematics:
 
     exp, expm1, tanh, sigmoid, rsqrt = torch.exp, torch.expm1, torch.tanh, torch.sigmoid, torch.rsqrt
     erfc, where, zeros = torch.special.erfc, torch.where, torch.zeros_like
-    reshape, swapaxes = torch.reshape, torch.swapaxes
-    log_softmax, linear = staticmethod(torch.log_softmax), staticmethod(torch.nn.functional.linear)
+    reshape, swapaxes, argmax = torch.reshape, torch.swapaxes, torch.argmax
+    log_softmax, logsumexp = staticmethod(torch.log_softmax), staticmethod(torch.logsumexp)
+    linear = staticmethod(torch.nn.functional.linear)
 
     def __init__(self, ops: Any, narrow: bool = False) -> None:
         self.ops, self.narrow = ops, narrow

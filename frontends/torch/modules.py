@@ -92,8 +92,7 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         options = self.ignore_index, self.reduction, self.label_smoothing
-        weight = {} if self.weight is None else {"weight": self.weight}
-        return F.cross_entropy(input, target, *options, **weight)
+        return F.cross_entropy(input, target, *options, weight=self.weight)
 
 
 class LLTM(torch.nn.Module):

@@ -276,8 +276,8 @@ def _softmax(names: Names, **_: Any) -> Serve:
 
 def _cross_entropy(names: Names, **_: Any) -> Serve:
     def serve(self, x, target):
-        weight = {} if self.weight is None else {"weight": self.weight}
-        return F.cross_entropy(x, target, self.ignore_index, self.reduction, self.label_smoothing, **weight)
+        options = self.ignore_index, self.reduction, self.label_smoothing
+        return F.cross_entropy(x, target, *options, weight=self.weight)
 
     return serve
 

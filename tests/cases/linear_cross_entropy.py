@@ -10,13 +10,14 @@ from aotops.testing import F32, I64, Bad, Case, Row, X
 from . import cross_entropy as rows
 
 
-def linear_cross_entropy(x, weight, target, bias=None, **attrs):
+def linear_cross_entropy(x, weight, target, bias=None, class_weight=None, **attrs):
     logits = np.inner(x, weight) + (0 if bias is None else bias)
-    return rows.cross_entropy(logits, target, **attrs)
+    return rows.cross_entropy(logits, target, weight=class_weight, **attrs)
 
 
-def _head(x, out, bias=True, scale=0.5, **attrs) -> Case:
+def _head(x, out, bias=True, scale=0.5, weights=False, **attrs) -> Case:
     shapes = {"x": x, "weight": (out, x[-1]), "bias": (out,) if bias else None, "target": x[:-1]}
+    shapes |= {"class_weight": (out,)} if weights else {}
     # the gradients are products of a rounded factor, and have its rounding in each of their terms
     return Case(shapes, attrs, scale=scale, classes={"target": out}, dtype_roundings=8)
 

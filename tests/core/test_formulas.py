@@ -26,6 +26,10 @@ MATHEMATICS = SimpleNamespace(
     sigmoid=lambda x: np.exp(-np.logaddexp(0, -x)),
     rsqrt=lambda x: 1 / np.sqrt(x),
     log_softmax=lambda x, axis: x - x.max(axis, keepdims=True) - _log_sum_exp(x - x.max(axis, keepdims=True), axis),
+    logsumexp=lambda x, axis: (x.max(axis, keepdims=True) + _log_sum_exp(x - x.max(axis, keepdims=True), axis)).squeeze(
+        axis
+    ),
+    argmax=np.argmax,
     where=np.where,
     zeros=np.zeros_like,
     arange=lambda n, model: np.arange(n, dtype=model.dtype),
