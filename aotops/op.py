@@ -347,8 +347,12 @@ class Op:
 
     @cached_property
     def unread(self) -> frozenset[str]:
-        """The outputs that may be left unread: the backward takes none for their gradient, and reads no zeros."""
-        return frozenset(y for y in self.outputs if self.backward is not None and f"d{y}" in self.backward.optional)
+        """The outputs that may be left unread: the backward takes none for their gradient, and reads no zeros; or they
+        have no gradient."""
+        backward = self.backward
+        if backward is None:
+            return frozenset()
+        return frozenset(y for y in self.outputs if f"d{y}" in backward.optional or f"d{y}" not in backward.inputs)
 
     @cached_property
     def has_kernel(self) -> bool:

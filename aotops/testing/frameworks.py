@@ -217,8 +217,9 @@ class Torch(Framework):
         return tensor.detach().to("cpu", self.torch.float64 if floating else tensor.dtype).numpy()
 
     def gradients(self, name, inputs, attrs, dys):
+        constants = self.ops[name].constants
         leaves = {
-            slot: None if t is None else t.clone().requires_grad_(self.is_differentiable(t))
+            slot: None if t is None else t.clone().requires_grad_(self.is_differentiable(t) and slot not in constants)
             for slot, t in inputs.items()
         }
         pairs = zip(self.results(name, leaves, attrs), dys, strict=True)
@@ -257,6 +258,7 @@ class Jax(Framework):
 
         floating, inexact = self.jax.numpy.floating, self.jax.numpy.inexact
         given = {s: x for s, x in inputs.items() if x is not None and is_a(x, floating) and x.dtype.itemsize > 1}
+        given = {slot: x for slot, x in given.items() if slot not in self.ops[name].constants}
         results, derivative = self.jax.vjp(function, given)
         none = self.jax.dtypes.float0  # that of the gradient of integers and bools
         pairs = zip(results, dys, strict=True)
@@ -300,7 +302,7 @@ class MindSpore(Framework):
         function, tensors = self._function(name, inputs, attrs)
         sens = self._sens(function, tensors, dys)
         grads = self.ms.ops.GradOperation(get_all=True, sens_param=True)(function)(*tensors, _one_or_all(sens))
-        return self._of_floating(inputs, grads)
+        return self._of_floating(name, inputs, grads)
 
     def _sens(self, function, tensors, dys):
         """The gradients to start from: MindSpore wants zeros for a result of integers or bools."""
@@ -310,10 +312,11 @@ class MindSpore(Framework):
         results = results if isinstance(results, tuple) else (results,)
         return tuple(self.ms.ops.zeros_like(y) if dy is None else dy for y, dy in zip(results, dys, strict=True))
 
-    def _of_floating(self, inputs, grads):
-        """The gradients by input. Those of integers are zeros, and left out."""
+    def _of_floating(self, name, inputs, grads):
+        """The gradients by input. Those of integers and constants are zeros, and left out."""
         found = dict(zip([slot for slot, t in inputs.items() if t is not None], grads, strict=True))
-        return {s: found[s] if t is not None and "Float" in str(t.dtype) else None for s, t in inputs.items()}
+        none = {s for s, t in inputs.items() if t is None or "Float" not in str(t.dtype)} | self.ops[name].constants
+        return {slot: None if slot in none else found[slot] for slot in inputs}
 
     def _enter(self):
         self.ms.set_context(mode=self.ms.GRAPH_MODE if self.graph else self.ms.PYNATIVE_MODE)
@@ -338,7 +341,7 @@ class MindSporeGraph(MindSpore):
         function, tensors = self._function(name, inputs, attrs)
         sens = self._sens(function, tensors, dys)
         results, grads = _mindspore_cells().Differentiated(function)(_one_or_all(sens), *tensors)
-        return results if isinstance(results, tuple) else (results,), self._of_floating(inputs, grads)
+        return results if isinstance(results, tuple) else (results,), self._of_floating(name, inputs, grads)
 
 
 @cache

@@ -42,6 +42,8 @@ class Case:
     and above -100 where they have a sign; complex numbers and those of 8 bits are normally distributed."""
     wide: tuple[str, ...] = ()
     """Inputs and results that are float32 where a dtype of 16 bits is tried."""
+    constants: tuple[str, ...] = ()
+    """Inputs that have no gradient, such as weights of classes. They are positive, so that no divisor is near 0."""
     magnified: float = 1.0
     """By how much the formula itself magnifies a rounding error of its inputs: the condition number."""
     grad_condition: float = 1.0
@@ -69,6 +71,7 @@ class Case:
                 arrays[slot] = self._own(random, slot, shape)
             else:
                 values = random.normal(0.0 if arrays else self.mean, self.scale, shape)
+                values = abs(values) if slot in self.constants else values
                 arrays[slot] = np.round(values / self.grid) * self.grid if self.grid else values
         return arrays
 

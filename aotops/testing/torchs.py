@@ -63,7 +63,7 @@ def _torch_runs(subject: Subject) -> Iterator[tuple[Torch, str]]:
 
 
 def _opcheck(subject: Subject, adapter: Torch, device: str, trial: Trial) -> None:
-    make = _leaves if subject.op.has_gradient else made
+    make = partial(_leaves, subject) if subject.op.has_gradient else made
     torch = import_module("torch")
     op = subject.op
     getattr(adapter.module, op.name)  # which registers it
@@ -74,7 +74,7 @@ def _opcheck(subject: Subject, adapter: Torch, device: str, trial: Trial) -> Non
 
 
 def _gradcheck(subject: Subject, adapter: Torch, device: str, trial: Trial) -> None:
-    op, tensors = subject.op, _leaves(adapter, device, trial)
+    op, tensors = subject.op, _leaves(subject, adapter, device, trial)
     given = {slot: t for slot, t in tensors.items() if t is not None}
 
     def function(*args: Any) -> Any:
@@ -156,9 +156,13 @@ class _Derivatives:
         return f"the formula of {op.name}, {getattr(op.formula, '__name__', 'formula')}{where}"
 
 
-def _leaves(adapter: Torch, device: str, trial: Trial) -> dict[str, Any]:
+def _leaves(subject: Subject, adapter: Torch, device: str, trial: Trial) -> dict[str, Any]:
     tensors = made(adapter, device, trial)
-    return {slot: None if t is None else t.requires_grad_(adapter.is_differentiable(t)) for slot, t in tensors.items()}
+    constants, is_leaf = subject.op.constants, adapter.is_differentiable
+    return {
+        slot: None if t is None else t.requires_grad_(is_leaf(t) and slot not in constants)
+        for slot, t in tensors.items()
+    }
 
 
 def _capture(subject: Subject, adapter: Torch, trial: Trial) -> None:

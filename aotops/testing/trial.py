@@ -76,7 +76,7 @@ class Trial:
         return {
             slot: [(d, self._along(slot, d)) for d in _directions(x.shape, generator(f"{self.seed} {slot}"))]
             for slot, x in self.inputs.items()
-            if x is not None and x.size and is_floating(x)
+            if x is not None and x.size and self._has_gradient(slot)
         }
 
     def _along(self, slot: str, direction: np.ndarray) -> float:
@@ -126,7 +126,7 @@ class Trial:
     def assert_gradients(self, got: dict[str, np.ndarray | None]) -> None:
         """``got``: by input; None, or nothing, where the input is None or has no gradient."""
         for slot, x in self.inputs.items():
-            if x is None or not is_floating(x):
+            if x is None or not self._has_gradient(slot):
                 assert got.get(slot) is None, f"{slot} is None or of {x is not None and x.dtype} and has a gradient"
                 continue
             gradient = got[slot]
@@ -135,6 +135,10 @@ class Trial:
             assert np.isfinite(gradient).all(), f"d{slot} is not finite"
             for direction, derivative in self.probes.get(slot, ()):
                 self._assert_derivative(slot, gradient, direction, derivative)
+
+    def _has_gradient(self, slot: str) -> bool:
+        x = self.inputs[slot]
+        return x is not None and is_floating(x) and slot not in self.case.constants
 
     def _assert_derivative(self, slot: str, gradient: np.ndarray, direction: np.ndarray, derivative: float) -> None:
         # the errors of the elements are independent: they add up as the root of the sum of their squares

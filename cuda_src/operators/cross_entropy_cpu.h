@@ -11,6 +11,18 @@ namespace {
 
 // ------------------------------------------------------------------------------------------------------- targets
 
+// The sum of term(i), in parts, which loses few digits of a double.
+template <class Term>
+double sum_of(int64_t n, Term term) {
+  double sum = 0;
+  for (int64_t i = 0; i < n;) {
+    double part = 0;
+    for (const int64_t end = i + 256 < n ? i + 256 : n; i < end; ++i) part += term(i);
+    sum += part;
+  }
+  return sum;
+}
+
 struct Targets {
   const Tensor &tensor;
   int64_t ignore_index;
@@ -34,10 +46,7 @@ struct Targets {
   // What a mean is divided by: the sum of weight_of(class) over the rows that are not ignored.
   template <class WeightOf>
   double sum(int64_t rows, WeightOf weight_of) const {
-    double n = 0;
-    for (int64_t i = 0; i < rows; ++i)
-      if (!ignored(i)) n += weight_of((*this)[i]);
-    return n;
+    return sum_of(rows, [&](int64_t i) { return ignored(i) ? 0. : weight_of((*this)[i]); });
   }
 };
 
@@ -291,8 +300,7 @@ Status cross_entropy_forward(const Op &op, const Tensor *in, const Tensor &y, co
   cross_entropy_loop(x.as<const T>(), targets, extras, slope, rows, cols, op.label_smoothing, write_loss,
                      [=](int64_t) { return scale; });
   if (!op.reduces()) return kOk;
-  double sum = 0;
-  for (int64_t i = 0; i < rows; ++i) sum += losses[i];
+  const double sum = sum_of(rows, [=](int64_t i) { return losses[i]; });
   result.write(0, static_cast<A>(sum / count));
   return kOk;
 }

@@ -82,8 +82,8 @@ class _Public(Structure):
         ("n_inputs", c_int), ("n_attrs", c_int), ("n_parameters", c_int), ("position", c_int * _Parameters),
         ("names", c_void_p * _Parameters), ("defaults", c_void_p * _Parameters), ("n_transposable", c_int),
         ("transposable", _Slots), ("transposes", _Slots), ("kinds", c_char * _Parameters), ("has_autocast", c_bool),
-        ("constants", c_uint64), ("most_bound", c_int), ("clock", c_uint64), ("bind", c_void_p), ("bound", c_void_p), ("last_attrs", c_void_p),
-        ("last", c_void_p), ("fallback", c_void_p),
+        ("constants", c_uint64), ("most_bound", c_int), ("clock", c_uint64), ("bind", c_void_p), ("bound", c_void_p),
+        ("last_attrs", c_void_p), ("last", c_void_p), ("fallback", c_void_p),
     ]  # fmt: skip
 
 

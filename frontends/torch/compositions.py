@@ -147,6 +147,32 @@ def cross_entropy(
     return _reduced(losses, reduction, factors.sum()).to(result)
 
 
+def cross_entropy_lse(
+    function,
+    x,
+    target,
+    ignore_index=-100,
+    reduction="mean",
+    label_smoothing=0.0,
+    dtype: torch.dtype | str | None = None,
+    weight: Tensor | None = None,
+    z_loss=0.0,
+    softcap=0.0,
+) -> Any:
+    """Class weights that require a gradient, or of another dtype; a ``dtype`` of torch's."""
+    is_weight = isinstance(weight, Tensor) and isinstance(x, Tensor)
+    if not is_weight or not (weight.requires_grad and torch.is_grad_enabled()):
+        given = x, target, ignore_index, reduction, label_smoothing
+        named = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+        is_other = is_weight and weight.is_floating_point() and weight.dtype not in (x.dtype, wide_dtype(x.dtype))
+        if named is dtype and not is_other:
+            return NotImplemented
+        return function(*given, named, weight.to(wide_dtype(x.dtype)) if is_other else weight, z_loss, softcap)
+    of_loss = lambda *args, **kwargs: function(*args, **kwargs)[0]  # noqa: E731
+    y = cross_entropy(of_loss, x, target, ignore_index, reduction, label_smoothing, dtype, weight, z_loss, softcap)
+    return y, *function(x, target, ignore_index, softcap=softcap)[1:]
+
+
 def _check_shapes(x: Tensor, target: Tensor, weight: Tensor | None, axis: int) -> None:
     expected = x.shape if target.is_floating_point() else (*x.shape[:axis], *x.shape[axis + 1 :])
     if tuple(target.shape) != tuple(expected):
@@ -176,7 +202,10 @@ def _result_dtype(x: Tensor, dtype: str | None) -> torch.dtype:
         if found not in expected:
             raise TypeError(f"cross_entropy: dtype is {dtype}, expected None or {' or '.join(map(str, expected))}")
         return found
-    return wide_dtype(x.dtype) if torch.is_autocast_enabled(x.device.type) else x.dtype
+    is_wide = not x.is_meta and torch.is_autocast_enabled(x.device.type)
+    return wide_dtype(x.dtype) if is_wide else x.dtype
 
 
-COMPOSED: dict[str, Callable[..., Any]] = {f.__name__: f for f in (add, matmul, softmax, conv2d, cross_entropy)}
+COMPOSED: dict[str, Callable[..., Any]] = {
+    f.__name__: f for f in (add, matmul, softmax, conv2d, cross_entropy, cross_entropy_lse)
+}

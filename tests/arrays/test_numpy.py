@@ -182,7 +182,7 @@ def _call(name, is_backward):
     arrays = {s: x.astype(cases.dtype_of(x, "float32")) for s, x in cases.inputs(name, i, "float32").items()}
     attrs = cases.CASES[name].cases[i].attrs
     if is_backward:
-        dys = tuple(dy.astype(np.float32) for dy in cases.output_gradients(name, i, "float32"))
+        dys = tuple(dy if dy is None else dy.astype(np.float32) for dy in cases.output_gradients(name, i, "float32"))
         arrays["dy"] = dys if len(dys) > 1 else dys[0]
     function = getattr(ours, f"{name}_backward" if is_backward else name)
 

@@ -21,13 +21,13 @@ import numpy as np
 from aotops.ops import OPS
 from aotops.spec import accumulate_dtype
 from aotops.testing import FLOATING, Arrays, Case, Draw, Row
-from aotops.testing.dtypes import ml_dtypes, numpy_dtype
+from aotops.testing.dtypes import is_floating, ml_dtypes, numpy_dtype
 from aotops.testing.tolerances import allowed, apart, assert_close
 from aotops.testing.trial import DTYPES, Trial, dtype_of, rounded, rounded_inputs
 
 __all__ = [
     "CASES", "DTYPES", "FLOATING", "Arrays", "Case", "Draw", "Row", "allowed", "apart", "assert_close", "dtype_of",
-    "ml_dtypes", "numpy_dtype", "rounded", "rounded_inputs",
+    "is_floating", "ml_dtypes", "numpy_dtype", "rounded", "rounded_inputs",
 ]  # fmt: skip
 
 CASES: dict[str, Row] = {
@@ -70,8 +70,8 @@ def dtypes(name: str, index: int, dtype: str) -> dict[str, str]:
     return {slot: accumulate_dtype(dtype) if slot in CASES[name].cases[index].wide else dtype for slot in slots}
 
 
-def output_gradients(name: str, index: int, dtype: str) -> tuple[np.ndarray, ...]:
-    """A gradient of each result to start from."""
+def output_gradients(name: str, index: int, dtype: str) -> tuple[np.ndarray | None, ...]:
+    """A gradient of each result to start from; None for one of integers."""
     return trial(name, index, dtype).output_gradients
 
 

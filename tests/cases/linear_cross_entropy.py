@@ -15,11 +15,13 @@ def linear_cross_entropy(x, weight, target, bias=None, class_weight=None, **attr
     return rows.cross_entropy(logits, target, weight=class_weight, **attrs)
 
 
-def _head(x, out, bias=True, scale=0.5, weights=False, **attrs) -> Case:
-    shapes = {"x": x, "weight": (out, x[-1]), "bias": (out,) if bias else None, "target": x[:-1]}
-    shapes |= {"class_weight": (out,)} if weights else {}
+def _head(x, out, bias=True, scale=0.5, weights="", **attrs) -> Case:
+    """``weights``: of the classes: "" for none, "own" for x's dtype, or "wide"."""
+    shapes = {"x": x, "weight": (out, x[-1]), "bias": (out,) if bias else None}
+    shapes |= {"class_weight": (out,) if weights else None, "target": x[:-1]}
+    constants, wide = ("class_weight",) if weights else (), ("class_weight",) if weights == "wide" else ()
     # the gradients are products of a rounded factor, and have its rounding in each of their terms
-    return Case(shapes, attrs, scale=scale, classes={"target": out}, dtype_roundings=8)
+    return Case(shapes, attrs, scale, classes={"target": out}, wide=wide, constants=constants, dtype_roundings=8)
 
 
 def _draw(draw):
@@ -30,17 +32,20 @@ def _draw(draw):
         ignore_index=draw.choice(-100, 1),
         reduction=draw.choice("none", "sum", "mean"),
         label_smoothing=draw.choice(0.0, 0.2, 1.0),
+        weights=draw.choice("", "", "own"),
+        z_loss=draw.choice(0.0, 0.0, 0.01),
+        softcap=draw.choice(0.0, 0.0, 2.0),
     )
 
 
-def _in_torch(torch, x, weight, target, bias=None, reduction="mean", **attrs):
-    functional = torch.nn.functional
-    logits = functional.linear(x, weight, bias)
+def _in_torch(torch, x, weight, target, bias=None, class_weight=None, allow_tf32=False, reduction="mean", **attrs):
+    logits = torch.nn.functional.linear(x, weight, bias)
     flat = logits.reshape(target.numel(), logits.shape[-1]), target.reshape(target.numel())
-    y = functional.cross_entropy(*flat, reduction=reduction, **attrs)
+    y = rows.in_torch(torch, *flat, reduction=reduction, weight=class_weight, **attrs)
     return y.reshape(target.shape) if reduction == "none" else y
 
 
+_EXTRAS = {"z_loss": 0.02, "softcap": 3.0}
 _SHAPES = {"x": X, "weight": ((4, 3), F32), "target": ((2,), I64)}
 
 ROW = Row(
@@ -61,6 +66,12 @@ ROW = Row(
         _head((0, 3), 2, reduction="sum"),
         _head((0, 3), 2, reduction="none"),
         _head((3, 0), 2),  # nothing but the bias
+        # each extra alone, and all
+        _head((4, 6), 5, weights="own", reduction="none"),
+        _head((4, 6), 5, bias=False, weights="wide"),
+        _head((4, 6), 5, z_loss=0.1),
+        _head((4, 6), 5, softcap=1.5, reduction="sum"),
+        _head((5, 3), 4, weights="wide", label_smoothing=0.2, ignore_index=1, **_EXTRAS),
         # chunks of the rows on the CPU, the last of them shorter
         _head((1030, 33), 2051, scale=0.1),
         _head((1030, 4), 2051, bias=False, scale=0.2, reduction="none"),
@@ -86,6 +97,10 @@ ROW = Row(
         Bad(_SHAPES | {"target": None}, {}, TypeError, "target is None", "expected"),
         Bad(_SHAPES, {"reduction": "max"}, ValueError, "reduction is 'max'", "expected"),
         Bad(_SHAPES, {"label_smoothing": 1.5}, ValueError, "label_smoothing is 1.5", "expected 0 to 1"),
+        Bad(_SHAPES, {"z_loss": -1.0}, ValueError, "z_loss is -1", "expected a finite number"),
+        Bad(_SHAPES, {"softcap": -1.0}, ValueError, "softcap is -1", "0 or more"),
+        Bad(_SHAPES | {"class_weight": ((2,), F32)}, {}, ValueError, "class_weight has shape (2,)", "expected (4,)"),
+        Bad(_SHAPES | {"class_weight": ((4,), I64)}, {}, TypeError, "class_weight has dtype int64", "float32"),
         Bad(_SHAPES, {"dtype": "float16"}, TypeError, "dtype is float16", "expected None or float32"),
     ),
     torch=_in_torch,
@@ -93,6 +108,7 @@ ROW = Row(
     opcheck=(
         _head((4, 6), 8, bias=False, reduction="sum"),
         _head((4, 6), 4, label_smoothing=0.1, ignore_index=2),
+        _head((4, 6), 5, weights="own", **_EXTRAS),
     ),
     bench=(
         Head("awt", "s"),

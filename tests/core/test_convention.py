@@ -193,8 +193,15 @@ def test_a_string_of_a_host_ends_where_the_host_says(tmp_path):
 SPECS = {
     "gelu": ([((3,), F32)], {}),
     "cross_entropy": (
-        [((3, 4), F32), ((3,), "int64")],
-        {"ignore_index": -100, "reduction": "mean", "label_smoothing": 0, "dtype": None},
+        [((3, 4), F32), ((3,), "int64"), None],
+        {
+            "ignore_index": -100,
+            "reduction": "mean",
+            "label_smoothing": 0,
+            "dtype": None,
+            "z_loss": 0,
+            "softcap": 0,
+        },
     ),
     "linear": ([((3, 4), F32), ((5, 4), F32), None], {"activation": None, "allow_tf32": False}),
     "conv2d": (

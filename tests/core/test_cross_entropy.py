@@ -103,8 +103,8 @@ def test_results_over_inputs_are_those_beside_them(where, shape, dtype):
     x, target = draw(*shape)
     like_x, classes = TensorSpec(shape, dtype), TensorSpec(shape[:1], "int64")
     for offset in (0, ITEMSIZE[dtype]):
-        for reduction in ("sum", "mean"):
-            attrs = FORWARD.canonical((-100, reduction, 0.1, None))
+        for reduction, z_loss, softcap in (("sum", 0, 0), ("mean", 0, 0), ("mean", 0.1, 2.0)):
+            attrs = FORWARD.canonical((-100, reduction, 0.1, None, z_loss, softcap))
             arrays, specs = {"x": x, "target": target}, {"x": like_x, "target": classes}
             beside = run(where, FORWARD, attrs, arrays, specs, offset)
             over = run(where, FORWARD, attrs, arrays, specs, offset, {"slope": "x"})

@@ -68,15 +68,17 @@ CALLS = {
     "add_rms_norm_backward": [X, X, X, 6, None, [6], None, 1.0],
     "conv2d": [IMAGE, (4, 3, 3, 3), 4, [2, 1], [1, 1], [1, 1], 1, "NCHW", False],
     "conv2d_backward": [(2, 4, 3, 5), IMAGE, (4, 3, 3, 3), [2, 1], [1, 1], [1, 1], 1, "NCHW", False],
-    "cross_entropy": [X, "classes", -100, "mean", 0.1, None],
-    "cross_entropy_backward": [(), X, "classes", None, -100, "mean", 0.1, None],
+    "cross_entropy": [X, "classes", None, -100, "mean", 0.1, None, 0.0, 0.0],
+    "cross_entropy_backward": [(), X, "classes", 6, None, -100, "mean", 0.1, None, 0.1, 2.0],
+    "cross_entropy_lse": [X, "classes", 6, -100, "sum", 0.1, None, 0.1, 2.0],
+    "cross_entropy_lse_backward": [(), 4, X, "classes", None, -100, "mean", 0.1, None, 0.0, 0.0],
     "gelu": [X, "tanh"],
     "gelu_backward": [X, X, "none"],
     "layer_norm": [X, 6, 6, [6], 1e-5, 0.0],
     "layer_norm_backward": [X, X, 6, None, [6], 1e-5, 0.0],
     "linear": [X, WEIGHT, 5, "gelu", False],
     "linear_backward": [(4, 5), X, WEIGHT, 5, None, "gelu", False],
-    "linear_cross_entropy": [X, (7, 6), "classes", 7, -100, "mean", 0.1, None, False],
+    "linear_cross_entropy": [X, (7, 6), "classes", 7, None, -100, "mean", 0.1, None, 0.0, 0.0, False],
     "linear_cross_entropy_backward": [
         (),
         X,
@@ -86,10 +88,13 @@ CALLS = {
         None,
         None,
         None,
+        None,
         -100,
         "mean",
         0.1,
         None,
+        0.0,
+        0.0,
         False,
     ],
     "lltm": [(4, 3), (9, 6), 9, (4, 3), (4, 3)],
@@ -161,7 +166,7 @@ def test_torchs_tensors_give_the_results_of_the_dispatcher(module, op):
     assert all(isinstance(y, torch.Tensor) for y in found)
     for y, other in zip(found, wanted, strict=True):
         assert torch.equal(y, other)
-    outputs = [y if y is None else torch.full_like(y, float("nan")) for y in expected]
+    outputs = [y if y is None else torch.full_like(y, float("nan") if y.is_floating_point() else -1) for y in expected]
     assert getattr(module, op.name)(*args, *outputs) is None
     for y, other in zip(outputs, expected, strict=True):
         assert y is other or torch.equal(y, other)
@@ -174,7 +179,8 @@ def test_numpys_arrays_are_taken(module, op):
     found = getattr(module, op.name)(*args)
     found = [array(y) for y in ([found] if isinstance(found, tvm_ffi.Tensor) else found)]
     outputs = dict.fromkeys(op.results)
-    outputs |= {op.results[i]: np.full_like(y, np.nan) for i, y in zip(returned(op), found, strict=True)}
+    pairs = zip(returned(op), found, strict=True)
+    outputs |= {op.results[i]: np.full_like(y, np.nan if y.dtype.kind == "f" else -1) for i, y in pairs}
     assert getattr(module, op.name)(*args, *outputs.values()) is None
     for y, other in zip(filter(lambda y: y is not None, outputs.values()), found, strict=True):
         assert np.isfinite(y).all()

@@ -70,8 +70,10 @@ const std::vector<Op> kOps = {
     {"add_layer_norm_backward", "dy dh h weight? stats?", "dx? dresidual? dweight? dbias? workspace*"},
     {"add_rms_norm", "x residual weight?", "y h rstd?"},
     {"add_rms_norm_backward", "dy dh h weight? rstd?", "dx? dresidual? dweight? workspace*"},
-    {"cross_entropy", "x target", "y slope? workspace*"},
-    {"cross_entropy_backward", "dy x target slope?", "dx workspace*"},
+    {"cross_entropy", "x target weight?", "y slope? workspace*"},
+    {"cross_entropy_backward", "dy x target weight? slope?", "dx workspace*"},
+    {"cross_entropy_lse", "x target weight?", "y lse predictions workspace*"},
+    {"cross_entropy_lse_backward", "dy dlse? x target weight?", "dx workspace*"},
     {"linear", "x weight bias?", "y pre_activation? workspace*"},
     {"linear_backward", "dy x weight bias? pre_activation?", "dx? dweight? dbias? workspace*"},
     {"lltm", "input weights bias old_h old_cell", "new_h new_cell gates? workspace*"},
@@ -124,8 +126,10 @@ Problem cross_entropy_problem() {
   p.shapes["x"] = rows + Shape{p.classes};
   p.shapes["slope"] = rows + Shape{reduction == "none" ? 0 : p.classes};
   p.shapes["target"] = rows, p.shapes["dy"] = reduction == "none" ? rows : Shape{};
+  p.shapes["weight"] = {p.classes}, p.shapes["dlse"] = rows;
   p.attrs = "reduction=" + reduction + "\nlabel_smoothing=" + any<std::string>({"0.0", "0.1", "1.0"}) +
-            "\nignore_index=" + std::to_string(p.ignored);
+            "\nignore_index=" + std::to_string(p.ignored) + "\nz_loss=" + any<std::string>({"0.0", "0.1"}) +
+            "\nsoftcap=" + any<std::string>({"0.0", "2.0"});
   return p;
 }
 
@@ -206,7 +210,7 @@ Problem elementwise_problem(const std::string &family) {
 Problem problem_of(const Op &op) {
   const std::string family = op.name.substr(0, op.name.find("_backward"));
   if (family.find("norm") != std::string::npos) return norm_problem(flip());
-  if (family == "cross_entropy") return cross_entropy_problem();
+  if (family == "cross_entropy" || family == "cross_entropy_lse") return cross_entropy_problem();
   if (family == "linear") return linear_problem();
   if (family == "lltm") return lltm_problem();
   if (family == "matmul") return matmul_problem();

@@ -58,13 +58,19 @@ def _conv2d(channels: int, bias: bool = False, layout: str = "NCHW", groups: int
     return Case(shapes, {"layout": layout, "groups": groups, **attrs})
 
 
-def _cross_entropy(reduction: str, **attrs: Any) -> Case:
-    return Case({"x": (10, 7), "target": (10,)}, {"reduction": reduction, **attrs}, classes={"target": 7})
+def _cross_entropy(reduction: str, weight: bool = False, **attrs: Any) -> Case:
+    shapes = {"x": (10, 7), "target": (10,), "weight": (7,) if weight else None}
+    constants = ("weight",) if weight else ()
+    return Case(shapes, {"reduction": reduction, **attrs}, classes={"target": 7}, constants=constants)
 
 
-def _head(x: tuple[int, ...], out: int, reduction: str, bias: bool = False, **attrs: Any) -> Case:
+def _head(
+    x: tuple[int, ...], out: int, reduction: str, bias: bool = False, weights: bool = False, **attrs: Any
+) -> Case:
     shapes: dict[str, Any] = {"x": x, "weight": (out, x[-1]), "bias": (out,) if bias else None, "target": x[:-1]}
-    return Case(shapes, {"reduction": reduction, **attrs}, classes={"target": out})
+    shapes |= {"class_weight": (out,)} if weights else {}
+    constants = ("class_weight",) if weights else ()
+    return Case(shapes, {"reduction": reduction, **attrs}, classes={"target": out}, constants=constants)
 
 
 def _rope(x: tuple[int, ...], table: tuple[int, ...], positions: tuple[int, ...] | None = None, **attrs: Any) -> Case:
@@ -128,12 +134,20 @@ CASES: dict[str, list[Case]] = {
         _cross_entropy("mean", label_smoothing=0.2, ignore_index=3),
         _cross_entropy("sum", ignore_index=3),
         _cross_entropy("none", label_smoothing=0.2),
+        _cross_entropy("mean", True, label_smoothing=0.2, ignore_index=3, z_loss=0.1, softcap=2.0),
+        _cross_entropy("none", True, z_loss=0.1),
+        Case({"x": (7,), "target": ()}, classes={"target": 7}),
     ],
     "linear_cross_entropy": [
         _head((4, 6, 8), 12, "mean", True, label_smoothing=0.2, ignore_index=3),
-        _head((8, 6), 12, "sum", True),
+        _head((4, 6, 8), 12, "mean", weights=True, softcap=2.0),
+        _head((8, 6), 12, "sum", True, z_loss=0.1),
         _head((8, 6), 12, "none"),
-        Case({"x": (7,), "target": ()}, classes={"target": 7}),
+    ],
+    "cross_entropy_lse": [
+        _cross_entropy("mean", ignore_index=3),
+        _cross_entropy("mean", True, softcap=2.0),
+        _cross_entropy("sum", z_loss=0.1),
     ],
     "lltm": [Case({"input": (8, 5), "weights": (12, 9), "bias": (1, 12), "old_h": (8, 4), "old_cell": (8, 4)})],
 }

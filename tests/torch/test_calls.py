@@ -277,11 +277,12 @@ def test_a_call_leaves_nothing_behind(name):
     """Neither references to its arguments nor memory, forward and backward, and also where it is refused."""
     operator = OPERATORS[name]
     args = leaves(operator.tensors())
-    dys = tuple(map(torch.ones_like, results(operator.ours(*args))))
+    recorded = lambda: tuple(y for y in results(operator.ours(*args)) if y.requires_grad)  # noqa: E731
+    dys = tuple(map(torch.ones_like, recorded()))
     kept = *args, *dys
 
     def step():
-        torch.autograd.grad(results(operator.ours(*args)), args[0], dys, allow_unused=True)
+        torch.autograd.grad(recorded(), args[0], dys, allow_unused=True)
         with torch.no_grad():
             operator.ours(*args)
         with pytest.raises((TypeError, ValueError)):

@@ -13,6 +13,7 @@ from aotops.frontends import torch as ours  # noqa: E402
 from aotops.frontends.torch.mathematics import Mathematics  # noqa: E402
 
 INTEGERS = torch.tensor([1, 0, 2])
+WEIGHT = torch.tensor([0.5, 1.5, 1.0, 2.0], dtype=torch.float64)
 
 # By name: the function, and the shapes of its tensors.
 CALLS = {
@@ -46,6 +47,16 @@ CALLS = {
     "cross_entropy": (lambda x: ours.cross_entropy(x, INTEGERS), (3, 4)),
     "cross_entropy of rows": (
         lambda x: ours.cross_entropy(x, INTEGERS, reduction="none", label_smoothing=0.2, ignore_index=0),
+        (3, 4),
+    ),
+    "cross_entropy with extras": (
+        lambda x: ours.cross_entropy(x, INTEGERS, -100, "mean", 0.2, None, WEIGHT, z_loss=0.1, softcap=2.0),
+        (3, 4),
+    ),
+    "cross_entropy of a learned weight": (lambda x, w: ours.cross_entropy(x, INTEGERS, weight=w**2 + 1), (3, 4), (4,)),
+    "cross_entropy_lse": (lambda x: ours.cross_entropy_lse(x, INTEGERS, ignore_index=0)[:2], (3, 4)),
+    "cross_entropy_lse with extras": (
+        lambda x: ours.cross_entropy_lse(x, INTEGERS, -100, "none", 0.2, None, WEIGHT, 0.1, 2.0)[:2],
         (3, 4),
     ),
     "matmul": (ours.matmul, (2, 3, 4), (4, 2)),

@@ -162,7 +162,7 @@ def call_of(name: str, case, device: str):
     given = {
         slot: None if x is None
         else torch.tensor(x, device=device) if slot in case.classes or slot in case.dtypes
-        else torch.tensor(x, dtype=torch.float32, device=device).requires_grad_()
+        else torch.tensor(x, dtype=torch.float32, device=device).requires_grad_(slot not in case.constants)
         for slot, x in arrays.items()
     }  # fmt: skip
     op = OPS[name]
@@ -194,6 +194,11 @@ def as_tuple(y):
     return y if isinstance(y, tuple) else (y,)
 
 
+def recorded(y):
+    """The results that have a gradient."""
+    return [t for t in as_tuple(y) if t.requires_grad]
+
+
 # -------------------------------------------------------------------------------------------------------------- tests
 
 DIFFERENTIABLE = sorted(name for name, op in OPS.items() if op.backward is not None)
@@ -218,11 +223,11 @@ def test_a_call_has_the_memory_that_is_stated(name, where):
     for case in cases_with_a_kernel(name):
         call, leaves, inputs, attrs = call_of(name, case, where)
         say = stated(OPS[name], attrs, inputs, where)
-        dys = [torch.randn_like(y) for y in as_tuple(call())]
+        dys = [torch.randn_like(y) for y in recorded(call())]
         # a profiler takes calls past the bindings that C holds, to eager, which forgets values that C still has
         ours.eager.eager.cache_clear()
         for path in (call, partial(ours.eager.eager(OPS[name], attrs), *inputs)):
-            torch.autograd.grad(as_tuple(path()), leaves, dys)  # what is cached for these shapes
+            torch.autograd.grad(recorded(path()), leaves, dys)  # what is cached for these shapes
         with torch.no_grad():
             y, kept, peak = measured(where, call)
         assert kept == say.results, f"{case}: result alone"
@@ -232,7 +237,7 @@ def test_a_call_has_the_memory_that_is_stated(name, where):
         assert kept == say.results + say.residuals, f"{case}: result and graph"
         assert peak <= kept + say.scratch, f"{case}: peak of the forward"
         for keep in (True, False):
-            step = partial(torch.autograd.grad, as_tuple(y), leaves, dys, retain_graph=keep)
+            step = partial(torch.autograd.grad, recorded(y), leaves, dys, retain_graph=keep)
             found, kept, peak = measured(where, step)
             freed = 0 if keep else say.residuals
             assert kept == say.gradients - freed, f"{case}: retain_graph={keep}, the result is kept"
@@ -249,14 +254,14 @@ def test_a_result_that_is_kept_keeps_nothing_else(name):
     call, leaves, inputs, attrs = call_of(name, case, "cpu")
     say, times, kept = stated(OPS[name], attrs, inputs, "cpu"), 8, []
     copies = [t.detach().clone().requires_grad_() for t in leaves]
-    dys = [torch.randn_like(y) for y in as_tuple(call())]
+    dys = [torch.randn_like(y) for y in recorded(call())]
 
     def step():
         """The inputs are of the step, as logits are: nothing but the step has them."""
         own = dict(zip(map(id, leaves), (t * 1 for t in copies), strict=True))
         named = {slot: own.get(id(t), t) for slot, t in zip(OPS[name].inputs, inputs, strict=True)}
         y = as_tuple(getattr(ours, name)(**named, **case.attrs))
-        torch.autograd.grad(y, copies, dys)
+        torch.autograd.grad(recorded(y), copies, dys)
         return y
 
     for _ in range(3):

@@ -38,8 +38,8 @@ def samples(name, where):
         arrays = case.random(np.random.default_rng(0))
         inputs = {slot: None if x is None else torch.as_tensor(x, device=where) for slot, x in arrays.items()}
         if name == op.name:
-            for t in inputs.values():
-                if t is not None and t.is_floating_point():
+            for slot, t in inputs.items():
+                if t is not None and t.is_floating_point() and slot not in op.constants:
                     t.requires_grad_()
         given, attrs = op.bind(**inputs, **case.attrs)
         attrs = [list(value) if isinstance(value, tuple) else value for value in op.canonical(attrs)]
@@ -49,7 +49,7 @@ def samples(name, where):
         results = getattr(torch.ops.aotops, op.name)(*given, *attrs)
         results = results if isinstance(results, (tuple, list)) else (results,)
         known = op.with_aliases(dict(zip((*op.inputs, *op.results), (*given, *results), strict=True)))
-        known |= {f"d{y}": torch.randn_like(known[y]) for y in op.outputs}
+        known |= {f"d{y}": torch.randn_like(known[y]) for y in op.outputs if known[y].is_floating_point()}
         for absent in ((), op.residuals) if op.residuals else ((),):
             yield *(None if slot in absent else known[slot] for slot in op.backward.inputs), *attrs
     if name != op.name and (some := maskable(op.backward)):
