@@ -74,7 +74,7 @@ def rows(ops: Iterable[Op]) -> Iterator[tuple[str, str, bool]]:
 
 def maskable(op: Op) -> tuple[str, ...]:
     """The results that ``wanted`` is about: the optional ones, of an operator that is itself not differentiated by its
-    definition, such as a backward, and the residuals for the gradients of some inputs alone (``Op.saved_for``). The only
+    definition, such as a backward, and residuals for the gradients of some inputs alone (``Op.saved_for``). The only
     result is always wanted."""
     if op.has_gradient:
         return tuple(y for y in op.residuals if y in op.saved_for)

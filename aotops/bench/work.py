@@ -160,8 +160,8 @@ class Product(Work):
 
 
 class Head(Work):
-    """The loss of a model's head: a is (M, K), w has a row of K for each of N classes, t the class of each row, and s is
-    a scalar. With a variant, the loss and its gradients."""
+    """The loss of a model's head: a is (M, K), w has a row of K for each of N classes, t the class of each row, and s
+    is a scalar. With a variant, the loss and its gradients."""
 
     AXES = ("M", "N", "K")
     # GPT-2 with its vocabulary padded, and as it is; a model of 8 billion parameters

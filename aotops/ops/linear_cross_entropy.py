@@ -137,9 +137,9 @@ def linear_cross_entropy(
 
     Returns:
         The loss: (), or target's shape where reduction is "none". The logits and their gradients are rounded to x's
-        dtype, as those of the two operators are. Of a sum or a mean the forward makes the gradients for a dy of 1, where
-        they are wanted: three products, and none in the backward. Where reduction is "none", the backward computes the
-        logits again.
+        dtype, as those of the two operators are. Of a sum or a mean the forward makes the gradients for a dy of 1,
+        where they are wanted: three products, and none in the backward. Where reduction is "none", the backward
+        computes the logits again.
 
     Raises:
         TypeError: a dtype that is not floating, or two dtypes; a target that is not int32 or int64; another dtype.
