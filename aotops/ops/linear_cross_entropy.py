@@ -132,7 +132,7 @@ def linear_cross_entropy(
         label_smoothing: from 0 to 1: how much of the probability of the class is spread over all classes.
         dtype: of the loss: None, for x's, or "float32" for an x of 16 bits.
         class_weight, z_loss, softcap: see ``cross_entropy``, whose ``weight`` class_weight is. It is a constant: its
-            gradient is not computed, but in JAX by a composition.
+            gradient is not computed, but in PyTorch and JAX by a composition, which makes the logits.
         allow_tf32: float32 may be multiplied in TF32 on a GPU, with 10 bits of each factor.
 
     Returns:

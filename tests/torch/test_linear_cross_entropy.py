@@ -232,12 +232,23 @@ def test_second_order(where, reduction):
     assert torch.autograd.gradgradcheck(lambda x, w, b: f(x, w, bias=b), (x, weight, bias))
 
 
-def test_class_weights_are_constants():
-    x, weight, target, _ = head()
-    with pytest.raises(NotImplementedError, match="linear_cross_entropy: class_weight requires a gradient"):
-        ours.linear_cross_entropy(
-            x, weight, target, class_weight=torch.ones(5, dtype=x.dtype).requires_grad_()
-        ).backward()
+@ON
+def test_class_weights_may_have_a_gradient(where):
+    """By a composition, which makes the logits."""
+    x, weight, target, bias = head(where=where)
+    class_weight = (torch.rand(5, dtype=x.dtype, device=where) + 0.5).requires_grad_()
+    found = gradients(lambda *t: ours.linear_cross_entropy(t[0], t[1], target, t[2], class_weight=t[3]),
+                      (x, weight, bias, class_weight))  # fmt: skip
+    logits = F.linear(x, weight, bias)
+    losses = -torch.log_softmax(logits, -1)[torch.arange(6, device=where), target] * class_weight[target]
+    y = losses.sum() / class_weight[target].sum()
+    close(found, (y, torch.autograd.grad(y, [x, weight, bias, class_weight])))
+
+
+def test_torchs_dtype_of_the_loss():
+    inputs = [t if t is None else t.detach() for t in head(dtype=torch.float32)]
+    y = ours.linear_cross_entropy(inputs[0].half(), inputs[1].half(), inputs[2], dtype=torch.float32)
+    assert y.dtype == torch.float32
 
 
 # -------------------------------------------------------------------------------------------------------------- module
