@@ -240,6 +240,7 @@ def _torch_functions() -> dict[str, Make]:
         "softmax": lambda shape, variant: lambda x: F.softmax(x, -1),
         "cross_entropy": lambda shape, variant: _loss_and_gradients(F.cross_entropy) if variant else F.cross_entropy,
         "linear_cross_entropy": lambda shape, variant: _loss_and_gradients(head) if variant else head,
+        "cross_entropy_lse": lambda shape, variant: lambda x, t: (F.cross_entropy(x, t), x.logsumexp(-1), x.argmax(-1)),
     }
 
 

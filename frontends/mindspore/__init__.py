@@ -7,7 +7,8 @@ The functions work eagerly, in ``nn.Cell.construct`` and under ``ms.jit``, with 
   definitions state (second_order.py). In graph mode they need known dimensions. PyNative mode has no third order,
   except of elementwise operators and of products. A backward of a hosted operator is not differentiable. Each of these
   raises NotImplementedError.
-- A backward computes the gradients of all inputs that are present, wanted or not.
+- A backward computes the gradients of all inputs that are present, wanted or not. That of class weights is zeros: they
+  are constants.
 - vmap calls the kernel once per example.
 - In graph mode, attributes and the axes normalized over are constants; every other dimension may be unknown.
   MindSpore itself rounds some numbers to float32 when it compiles: 1e300 becomes infinity, and 16777217.0 becomes

@@ -88,14 +88,21 @@ class Softmax(nn.Softmax):
 
 
 class CrossEntropyLoss(nn.CrossEntropyLoss):
-    """``mindspore.nn.CrossEntropyLoss`` on the library's kernel: the same arguments and defaults. With class
-    weights, with labels that are probabilities, and with more axes than (N, C) it calls MindSpore's own."""
+    """``mindspore.nn.CrossEntropyLoss`` on the library's kernel: the same arguments and defaults; weight, a tensor, is
+    a constant. With a weight that is a Parameter, with labels that are probabilities, and with more axes than (N, C) it
+    calls MindSpore's own."""
+
+    def __init__(self, weight=None, *args, **kwargs):
+        super().__init__(weight, *args, **kwargs)
+        self.learns = isinstance(weight, ms.Parameter)
 
     def construct(self, logits, labels):
-        if self.weight is not None or logits.ndim > 2 or labels.dtype not in (ms.int32, ms.int64):
+        if self.learns or logits.ndim > 2 or labels.dtype not in (ms.int32, ms.int64):
             return super().construct(logits, labels)
+        wide = ms.float64 if logits.dtype == ms.float64 else ms.float32
+        weight = None if self.weight is None else self.weight.astype(wide)
         options = self.ignore_index, self.reduction, self.label_smoothing
-        return _ops.cross_entropy(logits, labels, *options)
+        return _ops.cross_entropy(logits, labels, *options, None, weight)
 
 
 class LinearCrossEntropyLoss(nn.Dense):

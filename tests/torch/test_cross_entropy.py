@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 
 from aotops.frontends import torch as ours  # noqa: E402
+from aotops.testing.cases.cross_entropy import in_torch  # noqa: E402
 
 CUDA = torch.cuda.is_available()
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="torch finds no GPU")]
@@ -43,6 +44,129 @@ def test_cross_entropy_as_torch(kind, integer, where):
     close(y, expected)
     dy = torch.randn(y.shape, dtype=y.dtype, device=where)
     close(torch.autograd.grad(y, x, dy), torch.autograd.grad(expected, x, dy))
+
+
+EXTRAS = [{"weight": True}, {"z_loss": 0.01}, {"softcap": 2.0}, {"weight": True, "z_loss": 0.01, "softcap": 2.0}]
+
+
+def composed(x, target, weight=None, z_loss=0.0, softcap=0.0, reduction="mean", ignore_index=-100, **options):
+    """The loss, in float64, and the logarithms of sums."""
+    x = softcap * torch.tanh(x.double() / softcap) if softcap else x.double()
+    weight = None if weight is None else weight.double()
+    options |= {"ignore_index": ignore_index}
+    lse, counts = torch.logsumexp(x, -1), target != ignore_index
+    losses = F.cross_entropy(x, target, weight, reduction="none", **options) + z_loss * lse**2 * counts
+    if reduction == "none":
+        return losses, lse
+    divisor = counts.sum() if weight is None else weight[target[counts]].sum()
+    return losses.sum() / (divisor if reduction == "mean" else 1), lse
+
+
+def weighed(extras, where, classes=6, dtype=torch.float64):
+    weight = torch.linspace(0.5, 2, classes, dtype=dtype, device=where)
+    return {key: weight if key == "weight" else value for key, value in extras.items()}
+
+
+@ON
+@pytest.mark.parametrize("extras", EXTRAS, ids=lambda extras: "-".join(extras))
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_extras_beside_their_formula(kind, extras, where):
+    x, target = scores(where)
+    kind = kind | weighed(extras, where)
+    y, (expected, lse) = ours.cross_entropy(x, target, **kind), composed(x, target, **kind)
+    close(y, expected)
+    dy, dlse = torch.randn_like(y), torch.randn_like(lse)
+    close(torch.autograd.grad(y, x, dy)[0], torch.autograd.grad(expected, x, dy, retain_graph=True)[0])
+    *results, predictions = ours.cross_entropy_lse(x, target, **kind)
+    close(results, [expected, lse])
+    assert torch.equal(predictions, x.argmax(-1))
+    close(torch.autograd.grad(results, x, (dy, dlse)), torch.autograd.grad((expected, lse), x, (dy, dlse)))
+
+
+@ON
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("extras", EXTRAS, ids=lambda extras: "-".join(extras))
+@pytest.mark.parametrize("classes", [6, 33, 1000, 4097, 20001, 50257, 70000, 140001])
+def test_extras_of_rows_of_any_length(classes, extras, dtype, where):
+    """One for each kernel that the length chooses, of rows that begin at a boundary and of others."""
+    if where == "cpu" and classes > 20001:
+        pytest.skip("the CPU has one loop")
+    x, target = scores(where, dtype, rows=3, classes=classes)
+    target[1] = -100
+    for smoothing in (0.0, 0.1):
+        kind = weighed(extras, where, classes, torch.float32) | {"label_smoothing": smoothing}
+        expected, lse = composed(x, target, **kind)
+        y, own, predictions = ours.cross_entropy_lse(x, target, dtype=torch.float32, **kind)
+        torch.testing.assert_close(y.double(), expected, rtol=3e-5, atol=1e-6)
+        torch.testing.assert_close(own.double(), lse, rtol=3e-6, atol=1e-5)
+        assert torch.equal(predictions, x.argmax(-1))
+        grads = torch.tensor([0.5]).to(y), torch.tensor([0.25, -0.5, 1.0], device=where)
+        exact = torch.autograd.grad((expected, lse), x, (grads[0][0].double(), grads[1].double()))[0]
+        (dx,) = torch.autograd.grad((y, own), x, (grads[0][0], grads[1]))
+        near = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-6 * exact.abs().max().item() + 1e-7}
+        torch.testing.assert_close(dx, exact, **near)
+        expected, _ = composed(x, target, **kind)
+        exact, dx = (torch.autograd.grad(loss, x)[0] for loss in (expected, ours.cross_entropy(x, target, **kind)))
+        torch.testing.assert_close(dx, exact, **near)
+
+
+@ON
+def test_predictions_as_argmax(where):
+    """The first of equal numbers; NaN before all; a row of -inf alone."""
+    inf, nan = float("inf"), float("nan")
+    rows = [[1, 3, 3, 2], [nan, 5, nan, 1], [0, 5, nan, nan], [-inf] * 4, [-inf, -inf, -1, -inf], [inf, 1, inf, 0]]
+    for columns in (4, 9, 1001, 20000):
+        x = torch.full((len(rows), columns), -inf)
+        x[:, -4:] = torch.tensor(rows)
+        x[3] = -inf
+        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            given, target = x.to(where, dtype), torch.zeros(len(rows), dtype=torch.int32, device=where)
+            predictions = ours.cross_entropy_lse(given, target)[2]
+            assert predictions.dtype == torch.int32
+            assert torch.equal(predictions.long(), given.argmax(-1))
+
+
+@ON
+def test_lse_of_ignored_rows_has_a_gradient(where):
+    x, target = scores(where)
+    target[:4] = -100
+    y, lse, _ = ours.cross_entropy_lse(x, target, z_loss=0.1)
+    close(torch.autograd.grad(lse.sum(), x, retain_graph=True)[0], torch.softmax(x, -1))
+    assert not torch.autograd.grad(y, x)[0][:4].any()
+
+
+@ON
+@pytest.mark.parametrize("name", ["cross_entropy", "cross_entropy_lse"])
+def test_weights_that_are_learned_and_of_any_dtype(name, where):
+    x, target = scores(where)
+    weight = torch.linspace(0.5, 2, 6, dtype=torch.float64, device=where).requires_grad_()
+    results = getattr(ours, name)(x, target, weight=weight, label_smoothing=0.1, z_loss=0.1, softcap=2.0)
+    y = results[0] if name == "cross_entropy_lse" else results
+    expected = in_torch(torch, x, target, weight=weight, label_smoothing=0.1, z_loss=0.1, softcap=2.0)
+    close(y, expected)
+    close(torch.autograd.grad(y, (x, weight)), torch.autograd.grad(expected, (x, weight)))
+    half = getattr(ours, name)(x.float(), target, weight=weight.detach().half())
+    y = half[0] if name == "cross_entropy_lse" else half
+    torch.testing.assert_close(y, F.cross_entropy(x.float(), target, weight.detach().half().float()))
+
+
+def test_a_weight_that_requires_a_gradient_is_refused_by_the_kernel():
+    x, target = scores()
+    y = torch.ops.aotops.cross_entropy(x, target, torch.ones(6).double().requires_grad_(), -100, "mean", 0, None, 0, 0)
+    with pytest.raises(NotImplementedError, match="cross_entropy: weight requires a gradient, expected a constant"):
+        y[0].backward()
+
+
+def test_extras_of_other_targets():
+    """Probabilities, and logits of shape (N, C, d)."""
+    x = torch.randn(3, 6, 4, dtype=torch.float64, requires_grad=True)
+    flat = x.movedim(1, -1).reshape(-1, 6)
+    target = torch.randint(6, (3, 4))
+    extras = weighed({"weight": True, "z_loss": 0.1, "softcap": 2.0}, "cpu")
+    close(ours.cross_entropy(x, target, **extras), composed(flat, target.flatten(), **extras)[0])
+    shares = F.one_hot(target, 6).movedim(-1, 1).double()
+    expected = composed(flat, target.flatten(), reduction="sum", **extras)[0] / 12
+    close(ours.cross_entropy(x, shares, **extras), expected)
 
 
 @ON

@@ -71,6 +71,8 @@ def stated(op, attrs, inputs: Sequence[Any], device: str) -> Stated:
         absent = {f"d{slot}" for slot in op.inputs if known[slot] is None} | set(backward.merged(dtypes))
         gradients = total(written, [y for y in backward.results if y not in absent])
         backward_scratch = total(written, backward.workspace)
+        # autograd's zeros
+        backward_scratch += total(specs, [y for y in op.outputs if f"d{y}" not in backward.inputs])
     factors = backward.factors(attrs)
     gradients += total(known, [backward.alias[y] for y in factors])  # products of torch's, with a number as two tensors
     backward_scratch += 12 * len(factors)
