@@ -193,8 +193,8 @@ def linear_cross_entropy(
 ) -> Any:
     """Class weights that require a gradient, for which the logits are made; and a ``dtype`` of torch's."""
     named = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
-    given = x, weight, target, bias, ignore_index, reduction, label_smoothing, named
-    given = *given, class_weight, z_loss, softcap, allow_tf32
+    loss = ignore_index, reduction, label_smoothing, named, class_weight, z_loss, softcap
+    given = x, weight, target, bias, *loss, allow_tf32
     if not (isinstance(class_weight, Tensor) and class_weight.requires_grad and torch.is_grad_enabled()):
         return NotImplemented if named is dtype else function(*given)
     op, ops = BUILTIN.ops["linear_cross_entropy"], namespaces[BUILTIN]
@@ -204,7 +204,7 @@ def linear_cross_entropy(
         specs_of(op, attrs, inputs)  # raises for what does not fit
     logits = ops.linear(x, weight, bias, None, allow_tf32)
     flat = logits.reshape(target.numel(), logits.shape[-1]), target.reshape(target.numel())
-    y = ops.cross_entropy(*flat, ignore_index, reduction, label_smoothing, named, class_weight, z_loss, softcap)
+    y = ops.cross_entropy(*flat, *loss)
     return y.reshape(target.shape) if reduction == "none" else y
 
 
