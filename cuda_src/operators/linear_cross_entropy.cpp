@@ -104,7 +104,8 @@ Status linear_cross_entropy_cpu(const LinearCrossEntropy &op, const Tensor *in, 
       losses ? void(losses[i] = static_cast<A>(value)) : result.write(i, static_cast<A>(value));
     };
     auto kept = [&](int slot, auto type) { return op.keeps(out[slot]) ? out[slot].as<decltype(type)>() : nullptr; };
-    const ChunkGradients<T> slopes{kept(op.kXSlope, zero), kept(op.kWeightSlope, A()), kept(op.kBiasSlope, A())};
+    const ChunkGradients<T> slopes{kept(op.kXSlope, zero), kept(op.kWeightSlope, A()),
+                                   in[op.kBias] ? kept(op.kBiasSlope, A()) : nullptr};
     const int64_t padding = LogitChunks::padded(c.out) - c.out;
     if (slopes.dweight) std::fill_n(slopes.dweight + c.out * c.in, padding * c.in, A(0));
     if (slopes.dbias) std::fill_n(slopes.dbias + c.out, padding, A(0));
