@@ -136,6 +136,7 @@ class Autocast(Enum):
     )
     IF_REFUSED = "inputs are cast as those of FLOAT32_ON_CUDA are on a CPU, if the operator refuses them as they are"
     WIDE_LOSS = 'where x has 16 bits, the attribute dtype is "float32" unless it is given'
+    LOWER_WIDE_LOSS = "as LOWER; then as WIDE_LOSS"
 
 
 @dataclass(frozen=True)
@@ -254,8 +255,8 @@ class Op:
     """Whether residuals are kept with these attributes, the members of its argument. Where they are not, they have no
     elements, and ``instead`` and ``overwrites`` do not hold for them. Without it they always are."""
     saved_for: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Inputs that the backward, for which they are optional, takes for the gradients of these inputs alone. Where none
-    of those is wanted, they are not kept."""
+    """Inputs and residuals that the backward, for which they are optional, takes for the gradients of these inputs
+    alone. Where none of those is wanted, the inputs are not kept and the residuals not computed."""
     fuses: frozenset[str] = frozenset()
     """Results for which a compiler may evaluate ``formula``, because it fuses that into one pass. Where others are
     wanted, the entry is called. Those of an elementwise operator are all."""
@@ -340,7 +341,7 @@ class Op:
         return frozenset(x for x in self.inputs if f"d{x}" not in self.backward.outputs)
 
     def left_out(self, wanted: Iterable[str]) -> frozenset[str]:
-        """The inputs that are not kept where the gradients of these inputs are wanted (``saved_for``)."""
+        """The slots that are not kept where the gradients of these inputs are wanted (``saved_for``)."""
         named = frozenset(wanted)
         return frozenset(slot for slot, others in self.saved_for.items() if named.isdisjoint(others))
 

@@ -21,10 +21,12 @@ def schema(op: Op) -> str:
     """The schema of an operator that returns every output and residual.
 
     Its last argument, if it has optional results, is ``wanted``: a bool for each of ``maskable(op)``, by default all
-    True. A result that is not wanted is not computed: it is an undefined tensor, which is None in Python.
+    True. Of residuals none is wanted by default, which is None, because jit.trace refuses a list of bools. A result
+    that is not wanted is not computed: it is an undefined tensor, which is None in Python.
     """
     some = len(maskable(op))
     mask = [f"bool[{some}] wanted=[{', '.join(['True'] * some)}]"] if some else []
+    mask = [f"bool[{some}]? wanted=None"] if mask and op.has_gradient else mask
     return _text(op, op.name, op.inputs, op.mutates, op.optional, mask, len(op.results))
 
 
@@ -72,16 +74,19 @@ def rows(ops: Iterable[Op]) -> Iterator[tuple[str, str, bool]]:
 
 def maskable(op: Op) -> tuple[str, ...]:
     """The results that ``wanted`` is about: the optional ones, of an operator that is itself not differentiated by its
-    definition, such as a backward. The only result is always wanted."""
-    if op.has_gradient or len(op.results) == 1:
+    definition, such as a backward, and residuals for the gradients of some inputs alone (``Op.saved_for``). The only
+    result is always wanted."""
+    if op.has_gradient:
+        return tuple(y for y in op.residuals if y in op.saved_for)
+    if len(op.results) == 1:
         return ()
     return tuple(y for y in op.results if y in op.optional)
 
 
 def mask(op: Op, wanted: Container[str]) -> tuple[list[bool], ...]:
-    """The arguments after the attributes in a call for these results: none if they are all."""
+    """The arguments after the attributes in a call for these results: none where the default says the same."""
     flags = [y in wanted for y in maskable(op)]
-    return () if all(flags) else (flags,)
+    return () if flags == [not op.has_gradient] * len(flags) else (flags,)
 
 
 def splitter(op: Op) -> Callable[[Sequence[Any]], tuple[Sequence[Any], tuple[Any, ...], tuple[str, ...]]]:
@@ -94,9 +99,9 @@ def splitter(op: Op) -> Callable[[Sequence[Any]], tuple[Sequence[Any], tuple[Any
     n, end, some = len(op.inputs), len(op.inputs) + len(op.attrs), maskable(op)
 
     def wanted(mask: Sequence[Sequence[bool]]) -> tuple[str, ...]:
-        if not mask:
-            return op.results
-        (flags,) = mask
+        (flags,) = mask or (None,)
+        if flags is None:
+            flags = [not op.has_gradient] * len(some)
         if len(flags) != len(some):
             raise ValueError(f"{op.name}: wanted has {len(flags)} values, expected {len(some)}, for {', '.join(some)}")
         left_out = {y for y, flag in zip(some, flags, strict=True) if not flag}

@@ -83,7 +83,12 @@ def _aotops(operators: Sequence[str]) -> Impl:
     f = import_module(f"aotops.frontends.{framework}")
 
     # the loss with its gradient is not one operator
-    losses = {"cross_entropy": lambda shape, variant: _own_loss_and_dx(f) if variant else f.cross_entropy}
+    losses = {
+        "cross_entropy": lambda shape, variant: _own_loss_and_dx(f) if variant else f.cross_entropy,
+        "linear_cross_entropy": lambda shape, variant: (
+            _loss_and_gradients(f.linear_cross_entropy) if variant else f.linear_cross_entropy
+        ),
+    }
     modules = {name: f if name in OPS else _namespace(f, registry.get(name).library) for name in operators}
     return Impl("aotops", framework, losses, modules)
 
@@ -129,7 +134,7 @@ def _own_loss_and_dx(f: Any) -> Callable[..., Any]:
         raise Unavailable("another frontend than torch's has no call that gives both")
     import torch
 
-    full = _loss_and_dx(f.cross_entropy)
+    full = _loss_and_gradients(f.cross_entropy)
 
     def run(x, target):
         if not x.is_cuda or x.numel() <= f.KEEP_RESIDUALS_FROM:
@@ -140,19 +145,19 @@ def _own_loss_and_dx(f: Any) -> Callable[..., Any]:
     return run
 
 
-def _loss_and_dx(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """The loss and its gradient, as a training step needs them."""
+def _loss_and_gradients(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """The loss and its gradients, as a training step needs them."""
     import torch
 
     ones: dict[Any, Any] = {}  # so that autograd does not create one
 
-    def run(x, target):
+    def run(*inputs):
         with torch.enable_grad():
-            value = loss(x, target)
+            value = loss(*inputs)
             one = ones.get(value.dtype)
             if one is None:
                 one = ones[value.dtype] = torch.ones_like(value)
-            return torch.autograd.grad(value, x, one)
+            return torch.autograd.grad(value, [t for t in inputs if t.requires_grad], one)
 
     return run
 
@@ -190,6 +195,9 @@ def _torch_functions() -> dict[str, Make]:
         i, o, candidate = gates.chunk(3, 1)
         new_cell = old_cell + F.elu(candidate) * torch.sigmoid(i)
         return torch.tanh(new_cell) * torch.sigmoid(o), new_cell
+
+    def head(x, w, target):
+        return F.cross_entropy(F.linear(x, w), target)
 
     def rope(shape: Shape, variant: str) -> Callable[..., Any]:
         def halves(x, cos, sin):
@@ -230,7 +238,8 @@ def _torch_functions() -> dict[str, Make]:
         ),
         "add_rms_norm": lambda shape, variant: lambda x, r, w: (F.rms_norm(h := x + r, shape[-1:], w, RMS_EPS), h),
         "softmax": lambda shape, variant: lambda x: F.softmax(x, -1),
-        "cross_entropy": lambda shape, variant: _loss_and_dx(F.cross_entropy) if variant else F.cross_entropy,
+        "cross_entropy": lambda shape, variant: _loss_and_gradients(F.cross_entropy) if variant else F.cross_entropy,
+        "linear_cross_entropy": lambda shape, variant: _loss_and_gradients(head) if variant else head,
         "cross_entropy_lse": lambda shape, variant: lambda x, t: (F.cross_entropy(x, t), x.logsumexp(-1), x.argmax(-1)),
     }
 
@@ -256,8 +265,11 @@ def _torch_compile(operators: Sequence[str]) -> Impl:
         return function
 
     functions = {op: compiled(make) for op, make in _torch_functions().items()}
-    loss = functions["cross_entropy"]
-    functions["cross_entropy"] = lambda shape, variant: _loss_and_dx(loss(shape, "")) if variant else loss(shape, "")
+
+    def with_gradients(loss: Make) -> Make:
+        return lambda shape, variant: _loss_and_gradients(loss(shape, "")) if variant else loss(shape, "")
+
+    functions |= {op: with_gradients(functions[op]) for op in ("cross_entropy", "linear_cross_entropy")}
     return Impl("torch.compile", "torch", functions, adapt=_channels_last)
 
 
@@ -331,6 +343,10 @@ def _liger(operators: Sequence[str]) -> Impl:
         with torch.enable_grad():
             return cross_entropy(x, target)
 
+    def head(x, w, target):
+        x, w = (x, w) if torch.is_grad_enabled() else (x.detach(), w.detach())
+        return ops.LigerFusedLinearCrossEntropyFunction.apply(x, w, target)[0]
+
     return Impl("liger", "torch", {
         "swiglu": lambda shape, variant: ops.LigerSiLUMulFunction.apply,
         "layer_norm": lambda shape, variant: lambda x, w, b: layer_norm(x, w, b, LN_EPS),
@@ -338,7 +354,8 @@ def _liger(operators: Sequence[str]) -> Impl:
         "add_rms_norm": lambda shape, variant: lambda x, r, w: add_rms_norm(x, r, w, RMS_EPS),
         "softmax": lambda shape, variant: ops.LigerSoftmaxFunction.apply,
         "cross_entropy": lambda shape, variant: loss_and_dx if variant else cross_entropy,
-    }, adapt=_own_copies, synchronizes=frozenset({"cross_entropy"}),
+        "linear_cross_entropy": lambda shape, variant: _loss_and_gradients(head) if variant else head,
+    }, adapt=_own_copies, synchronizes=frozenset({"cross_entropy", "linear_cross_entropy"}),
        forward_only=frozenset({"cross_entropy"}))  # fmt: skip
 
 
@@ -372,17 +389,21 @@ def _numpy(operators: Sequence[str]) -> Impl:
             raise Unavailable("NumPy has no erf")
         return lambda x: x / 2 * (1 + np.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
 
-    def no_dx(shape: Shape, variant: str) -> Callable[..., Any]:
-        if variant:
-            raise Unavailable("NumPy has no gradients")
-        return cross_entropy
+    def without_gradients(loss: Callable[..., Any]) -> Make:
+        def function(shape: Shape, variant: str) -> Callable[..., Any]:
+            if variant:
+                raise Unavailable("NumPy has no gradients")
+            return loss
+
+        return function
 
     functions: dict[str, Make] = {
         "add": lambda shape, variant: np.add,
         "gelu": gelu,
         "matmul": lambda shape, variant: np.matmul,
         "linear": linear,
-        "cross_entropy": no_dx,
+        "cross_entropy": without_gradients(cross_entropy),
+        "linear_cross_entropy": without_gradients(lambda x, w, target: cross_entropy(x @ w.T, target)),
     }
     modules = {name: _reference(name) for name in operators if name != "conv2d"}
     return Impl("numpy", "numpy", functions, modules, dtypes=("float16", "float32", "float64"))

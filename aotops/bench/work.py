@@ -159,6 +159,27 @@ class Product(Work):
         return {"a": (m, k), "b": (k, n), "w": (n, k), "y": (m, n), "v": (n,)}
 
 
+class Head(Work):
+    """The loss of a model's head: a is (M, K), w has a row of K for each of N classes, t the class of each row, and s
+    is a scalar. With a variant, the loss and its gradients."""
+
+    AXES = ("M", "N", "K")
+    # GPT-2 with its vocabulary padded, and as it is; a model of 8 billion parameters
+    SHAPES = ((16384, 50304, 768), (16384, 50257, 768), (8192, 131072, 4096))
+    FEW = ((512, 2048, 256),)
+    LIBRARY = "cuBLAS"
+
+    def tensors(self, shape):
+        m, n, k = shape
+        return {"a": (m, k), "w": (n, k), "t": (m,), "s": ()}
+
+    def n_classes(self, shape):
+        return shape[1]
+
+    def flops(self, pass_, shape):
+        return super().flops(pass_, shape) * (3 if self.variant else 1)
+
+
 class Convolution(Work):
     """x has square images, w square filters, and y the results. Half of a filter's size is the padding; patches, whose
     stride is that size, have none. The variant names the layout: nchw or nhwc."""

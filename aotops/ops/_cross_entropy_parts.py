@@ -71,16 +71,16 @@ def backward_of_rows(m, dy, target, weight, ignore_index):
 
 def _mean(m, total, counted, target, weight):
     """The mean of all rows from the sum of the losses of this part, and what it is divided by."""
-    both = m.concatenate([m.reshape(n, (1,)) for n in (total, _of_this_part(m, total, counted, target, weight))])
+    both = m.concatenate([m.reshape(n, (1,)) for n in (total, divisor_of_part(m, total, counted, target, weight))])
     both = m.reduce(both, "sum", "n")
     return both[0] / both[1], both[1]
 
 
 def _divisor(m, model, counted, target, weight):
-    return m.reduce(_of_this_part(m, model, counted, target, weight), "sum", "n")
+    return m.reduce(divisor_of_part(m, model, counted, target, weight), "sum", "n")
 
 
-def _of_this_part(m, model, counted, target, weight):
+def divisor_of_part(m, model, counted, target, weight):
     """The number of rows that count, or the sum of the weights of their classes: wide, as ``model``."""
     if weight is None:
         return m.count(counted, model)

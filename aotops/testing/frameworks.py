@@ -314,7 +314,8 @@ class MindSpore(Framework):
 
     def _of_floating(self, name, inputs, grads):
         """The gradients by input. Those of integers and constants are zeros, and left out."""
-        found = dict(zip([slot for slot, t in inputs.items() if t is not None], grads, strict=True))
+        given = [slot for slot in signature(self.ops[name].bind).parameters if inputs.get(slot) is not None]
+        found = dict(zip(given, grads, strict=True))
         none = {s for s, t in inputs.items() if t is None or "Float" not in str(t.dtype)} | self.ops[name].constants
         return {slot: None if slot in none else found[slot] for slot in inputs}
 

@@ -42,6 +42,10 @@ class Torch:
 
     cross_entropy = staticmethod(functional.cross_entropy)
 
+    @classmethod
+    def head_loss(cls, x: Tensor, layer: nn.Linear, targets: Tensor) -> Tensor:
+        return cls.cross_entropy(cls.linear(x, layer).flatten(0, -2), targets.flatten())
+
 
 class Aotops:
     @staticmethod
@@ -66,6 +70,10 @@ class Aotops:
 
     swiglu = staticmethod(aotops.swiglu)
     cross_entropy = staticmethod(aotops.cross_entropy)
+
+    @staticmethod
+    def head_loss(x: Tensor, layer: nn.Linear, targets: Tensor) -> Tensor:
+        return aotops.linear_cross_entropy(x, layer.weight, targets, layer.bias)
 
 
 FLAVOURS: dict[str, Any] = {"torch": Torch, "aotops": Aotops}

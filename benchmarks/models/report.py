@@ -27,7 +27,9 @@ SECTION = re.compile(r"(<!-- models: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 NAMES = {
     "gpt2": "GPT-2 124M",
+    "gpt2_head": "GPT-2 124M, head and loss in one",
     "llama": "Llama-like",
+    "llama_head": "Llama-like, head and loss in one",
     "llama_packed": "Llama-like, packed",
     "bert": "BERT-base",
     "vit": "ViT-L/16, 12 layers",

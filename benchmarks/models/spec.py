@@ -29,7 +29,9 @@ class Size:
 
 SIZES: dict[str, tuple[Size, Size]] = {
     "gpt2": (Size(12, 768, 12, 3072, 50304, 16, 1024), Size(2, 32, 2, 128, 211, 2, 16)),
+    "gpt2_head": (Size(12, 768, 12, 3072, 50304, 16, 1024), Size(2, 32, 2, 128, 211, 2, 16)),
     "llama": (Size(8, 2048, 16, 5632, 32000, 4, 2048), Size(2, 32, 2, 96, 224, 2, 16)),
+    "llama_head": (Size(8, 2048, 16, 5632, 32000, 4, 2048), Size(2, 32, 2, 96, 224, 2, 16)),
     "llama_packed": (Size(8, 2048, 16, 5632, 32000, 4, 2048), Size(2, 32, 2, 96, 224, 2, 16)),
     "bert": (Size(12, 768, 12, 3072, 30522, 32, 512), Size(2, 32, 2, 128, 218, 2, 16)),
     "vit": (Size(12, 1024, 16, 4096, 1000, 64, 197, 224, 16), Size(2, 32, 2, 128, 10, 2, 5, 8, 4)),
@@ -40,7 +42,9 @@ in training. A vision transformer's tokens are its patches and one more; an imag
 
 OPERATORS: dict[str, tuple[str, ...]] = {
     "gpt2": ("linear", "layer_norm", "add_layer_norm", "cross_entropy"),
+    "gpt2_head": ("linear", "layer_norm", "add_layer_norm", "linear_cross_entropy"),
     "llama": ("linear", "rms_norm", "add_rms_norm", "swiglu", "cross_entropy"),
+    "llama_head": ("linear", "rms_norm", "add_rms_norm", "swiglu", "linear_cross_entropy"),
     "llama_packed": ("linear", "rms_norm", "add_rms_norm", "swiglu", "cross_entropy"),
     "bert": ("linear", "layer_norm", "add_layer_norm", "cross_entropy"),
     "vit": ("conv2d", "linear", "layer_norm", "add_layer_norm", "cross_entropy"),

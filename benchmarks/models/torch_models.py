@@ -66,7 +66,7 @@ class GPT2(nn.Module):
         self.head = nn.Linear(size.width, size.vocabulary, bias=False)
         self.head.weight = self.tokens.weight
 
-    def logits(self, tokens: Tensor) -> Tensor:
+    def hidden(self, tokens: Tensor) -> Tensor:
         h = self.tokens(tokens) + self.places.weight
         y = self.ops.norm(h, self.blocks[0].norm1)
         norms = [*(block.norm1 for block in list(self.blocks)[1:]), self.norm]
@@ -74,7 +74,10 @@ class GPT2(nn.Module):
             y, h = self.ops.add_norm(block.attention(y), h, block.norm2)
             y = self.ops.linear(self.ops.linear(y, block.up, "gelu_tanh"), block.down)
             y, h = self.ops.add_norm(y, h, norm)
-        return self.ops.linear(y, self.head)
+        return y
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        return self.ops.linear(self.hidden(tokens), self.head)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         return self.ops.cross_entropy(self.logits(tokens).flatten(0, -2), targets.flatten())
@@ -104,7 +107,7 @@ class Llama(nn.Module):
         self.head = nn.Linear(size.width, size.vocabulary, bias=False)
         self.register_buffer("rotation", rotation(size.tokens, size.width // size.heads), persistent=False)
 
-    def logits(self, tokens: Tensor) -> Tensor:
+    def hidden(self, tokens: Tensor) -> Tensor:
         h = self.tokens(tokens)
         y = self.ops.norm(h, self.blocks[0].norm1)
         norms = [*(block.norm1 for block in list(self.blocks)[1:]), self.norm]
@@ -112,10 +115,27 @@ class Llama(nn.Module):
             y, h = self.ops.add_norm(block.attention(y, self.rotation), h, block.norm2)
             y = self.ops.swiglu(*block.gate_and_up(y))
             y, h = self.ops.add_norm(self.ops.linear(y, block.down), h, norm)
-        return self.ops.linear(y, self.head)
+        return y
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        return self.ops.linear(self.hidden(tokens), self.head)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         return self.ops.cross_entropy(self.logits(tokens).flatten(0, -2), targets.flatten())
+
+
+class HeadGPT2(GPT2):
+    """GPT-2 whose head and loss are one operator, where there is one."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return self.ops.head_loss(self.hidden(tokens), self.head, targets)
+
+
+class HeadLlama(Llama):
+    """The same of Llama."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return self.ops.head_loss(self.hidden(tokens), self.head, targets)
 
 
 class PackedLlama(Llama):
@@ -259,7 +279,9 @@ class ResNet(nn.Module):
 
 MODELS: dict[str, type[nn.Module]] = {
     "gpt2": GPT2,
+    "gpt2_head": HeadGPT2,
     "llama": Llama,
+    "llama_head": HeadLlama,
     "llama_packed": PackedLlama,
     "bert": Bert,
     "vit": ViT,

@@ -5,7 +5,7 @@
 
 namespace aot {
 
-constexpr int kMaxOptional = 8;
+constexpr int kMaxOptional = 9;
 
 struct Call {
   std::string op, attrs;

@@ -139,14 +139,14 @@ struct Slots {
   int over_input;
   alignas(64) char scratch[1 << 15];
 
-  // Runs the entry on the inputs, which are in their slots, and writes the slots of `wanted`, and for a backward the
-  // residuals that are worth it. Returns a status.
-  int run(const Function &f, uint64_t wanted, bool for_backward) {
+  // Runs the entry on the inputs, which are in their slots, and writes the slots of `wanted`, and of `residuals` where
+  // they are worth it. Returns a status.
+  int run(const Function &f, uint64_t wanted, uint64_t residuals) {
     Call &call = *f.call;
     Arguments a;
     AOT_TRY(a.read(call.slots, objects, 0, call.n_in));
     const bool may_keep = a.device == kCuda || f.keep_from < 0;
-    if (for_backward && may_keep && a.first_elements > f.keep_from) wanted |= f.residuals;
+    if (may_keep && a.first_elements > f.keep_from) wanted |= residuals;
     Ref made;
     if (f.has_prototypes && !(made = prototypes(f, a, objects))) return kConventionMisused;
     for (int i = call.n_in; i < call.n_slots; ++i) {
@@ -243,13 +243,28 @@ bool save(const Function &f, void *context, void *const *objects) {
   return tensors && !PyObject_SetAttr(context, to_save, tensors);
 }
 
+// As bits, the residuals that a backward takes. -1: Python's error is set.
+int64_t residuals_for(const Function &f, void *context) {
+  uint64_t found = f.residuals;
+  for (int i = 0; i < f.n_saved; ++i) {
+    const uint64_t residual = f.residuals & uint64_t{1} << f.saved[i];
+    if (!residual || !f.saved_for[i]) continue;
+    const int64_t needed = needed_inputs(context, f.call->n_in);
+    if (needed < 0) return -1;
+    if (!(f.saved_for[i] & needed)) found &= ~residual;
+  }
+  return found;
+}
+
 // `context`: of the autograd.Function; null: nothing is saved for a backward. Returns the output, or a tuple of them.
 void *run_function(const Function &f, void *context, void *const *inputs, intptr_t count) {
   const Call &call = *f.call;
   if (count != call.n_in) return finish(call.wrong_count(count, call.n_in));
   Slots slots;
   std::copy(inputs, inputs + count, slots.objects);
-  if (int status = slots.run(f, f.always, context)) return finish(status);
+  const int64_t residuals = context ? residuals_for(f, context) : 0;
+  if (residuals < 0) return nullptr;
+  if (int status = slots.run(f, f.always, residuals)) return finish(status);
   if (context && f.n_saved && !save(f, context, slots.objects)) return nullptr;
   if (f.n_returned == 1) return Py_IncRef(slots.objects[call.n_in]), slots.objects[call.n_in];
   return tuple_of(slots.objects + call.n_in, f.n_returned).release();
@@ -306,7 +321,7 @@ Ref run_plain_backward(const Backward &b, void *needed, void *saved, void *const
     const int overwritten = overwrites(b, wanted, slots, saved);
     if (overwritten < 0) return nullptr;
     if (overwritten) slots.over_output = b.over_output, slots.over_input = b.over_input;
-    if (int status = slots.run(f, wanted | f.always, false)) return finish(status), nullptr;
+    if (int status = slots.run(f, wanted | f.always, 0)) return finish(status), nullptr;
   }
   return tuple_of(slots.objects, b.n_inputs, gradient);
 }

@@ -113,7 +113,12 @@ class Invocation {
   void take_wanted(const Value *argument) {
     wanted_ = all_results();
     if (!op_.maskable) return;
-    void *list = reinterpret_cast<void *>(*argument);
+    bool given = true;
+    void *list = reinterpret_cast<void *>(op_.may_want_none ? take_optional(*argument, &given) : *argument);
+    if (!given) {
+      wanted_ &= ~op_.maskable, n_wanted_ = __builtin_popcountll(op_.maskable);
+      return;
+    }
     stable.torch_list_size(list, &n_wanted_);
     size_t k = 0;
     for (int i = 0; i < op_.n_results; ++i) {

@@ -30,6 +30,7 @@ struct DispatchedOperator {
   std::string inputs[kMaxSlots], written[kMaxSlots];  // results, then workspaces
   uint64_t optional = 0;                              // bit i: input i may be absent
   uint64_t maskable = 0;                              // bit i: the argument `wanted` has a value for result i
+  bool may_want_none = false;                         // `wanted` may be None, for none of them
   bool elementwise = false;
   std::vector<Attribute> attributes;
   // The entries that it was bound to, which are kept for good; n_bound counts them.
@@ -66,7 +67,10 @@ struct DispatchedOperator {
     while (!rest.empty()) {
       const std::string_view one = rest.substr(0, rest.find(", "));
       std::string_view type = one.substr(0, one.find(' '));
-      if (type.substr(0, 5) == "bool[") break;  // `wanted`, the last one
+      if (type.substr(0, 5) == "bool[") {  // `wanted`, the last one
+        may_want_none = type.back() == '?';
+        break;
+      }
       AOT_TRY(read_argument(type, std::string(one.substr(type.size() + 1))));
       rest.remove_prefix(std::min(one.size() + 2, rest.size()));
     }

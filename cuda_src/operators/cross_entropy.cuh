@@ -70,6 +70,10 @@ struct Loss {
     if (wide) static_cast<A *>(data)[i] = value;
     else static_cast<T *>(data)[i] = narrow<T>(value);
   }
+  // Goes on to the n-th element.
+  void pass(int64_t n) {
+    if (data) data = static_cast<char *>(data) + n * (wide ? sizeof(A) : sizeof(T));
+  }
 };
 
 // The factor of a row's slope: dy, or 1 if there is none, divided by *count unless that is null.
@@ -280,10 +284,20 @@ struct RowWithExtras {
 // The outputs of a rows kernel, each unless it is null.
 template <typename T, typename A>
 struct Results {
-  Loss<T> loss;  // of each row: reduction = "none"
-  A *losses;     // the same for the reduction
-  T *slope;      // times the scale; it may be x
+  Loss<T> loss;     // of each row: reduction = "none"
+  A *losses;        // the same for the reduction
+  T *slope;         // times the scale; it may be x
+  int padding = 0;  // elements behind each row of x and of slope, where it is 0 then
 
+  // Lets both begin so that element `row * cols` is the row's first.
+  __device__ void skip_padding(int64_t row, const T *&x) {
+    x += row * padding;
+    if (slope) slope += row * padding;
+  }
+  // thread: of those of the row
+  __device__ void clear_padding(int64_t row, bool present, int thread, int64_t cols) const {
+    if (present && thread < padding) slope[(row + 1) * cols + thread] = narrow<T>(0);
+  }
   __device__ void write_loss(int64_t row, A value) const {
     if (loss.data) loss.write(row, value + A(0));  // + 0: not -0
     if (losses) losses[row] = value;
@@ -298,6 +312,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     cross_entropy_kernel(const T *x, Targets targets, Results<T, A> results, Scale<T, A> scale, int64_t rows,
                          int64_t cols, Smoothing<A> smoothing) {
   launch_next();
+  results.skip_padding(RegisterRow<Shape>(cols).row(), x);
   Row part = row_of<Row>(x, cols);
   bool present = part.present(rows);
   Vector<T> v[Shape::kVectors];
@@ -315,6 +330,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   auto [row, to_row] = row_exponentials<kSmoothing>(v, part, exchange);
   if (mine) results.write_loss(part.row(), row_loss(row, at_target, c, smoothing));
   if (!kSlope || !results.slope) return;
+  results.clear_padding(part.row(), present, part.column(0) / Shape::kSize, cols);
 
   if (c.ignored) {
     if constexpr (Row::kEnds) part.store_end(results.slope, present, 0);
@@ -337,6 +353,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     cross_entropy_extra_kernel(const T *x, Targets targets, Results<T, A> results, Scale<T, A> scale,
                                Extras<T, A> extras, int64_t rows, int64_t cols, Smoothing<A> smoothing) {
   launch_next();
+  results.skip_padding(RegisterRow<Shape>(cols).row(), x);
   Row part = row_of<Row>(x, cols);
   bool present = part.present(rows);
   Vector<T> v[Shape::kVectors];
@@ -366,6 +383,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     if (extras.lse) extras.lse[part.row()] = with.lse;
   }
   if (!results.slope) return;
+  results.clear_padding(part.row(), present, part.column(0) / Shape::kSize, cols);
 
   if (with.zero) {
     if constexpr (Row::kEnds) part.store_end(results.slope, present, 0);
@@ -388,6 +406,7 @@ __global__ void __launch_bounds__(kStreamThreads, kStreamBlocks)
   launch_next();
   Exchange<Span::block, Exponentials<A>> exchange;
   int64_t row = blockIdx.x;
+  results.skip_padding(row, x);
   auto s = streamed_exponentials<false>(x + row * cols, cols, exchange);
   if (threadIdx.x != 0) return;
   Class c(targets[row], targets.ignore_index, cols);
@@ -470,16 +489,18 @@ __global__ void __launch_bounds__(kAnyRowThreads)
                              int64_t cols, Smoothing<A> smoothing) {
   Exchange<Span::block, Exponentials<A>> exchange;
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-    const T *from = x + row * cols;
+    const T *from = x + row * (cols + results.padding);
+    T *slope = results.slope ? results.slope + row * (cols + results.padding) : nullptr;
     Class c(targets[row], targets.ignore_index, cols);
     A at_target = threadIdx.x == 0 && cols > 0 ? widen(from[c.column()]) : A(0);  // slope may be x: it is read first
     Exponentials<A> s = any_row_exponentials(from, cols, exchange);
     if (threadIdx.x == 0) results.write_loss(row, row_loss(s, at_target, c, smoothing));
-    if (!results.slope) continue;
+    if (!slope) continue;
+    if (threadIdx.x < results.padding) slope[cols + threadIdx.x] = narrow<T>(0);
     Probability<T, A> probability(s);
     A factor = scale.of(row, true);
     if (!c.in_range) factor = nan<A>();
-    map_row(from, results.slope + row * cols, cols, [&](int64_t col, A x) {
+    map_row(from, slope, cols, [&](int64_t col, A x) {
       A p = probability.of(x) - smoothing.per_class - (col == c.target ? 1 - smoothing.total : A(0));
       return c.ignored ? A(0) : p * factor;
     });
@@ -497,7 +518,8 @@ __global__ void __launch_bounds__(kAnyRowThreads)
   const Softcap<T, A> cap(extras.softcap);
   const bool weighs_all = extras.weight.data && smoothing.total != 0, has_dlse = extras.dlse;
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-    const T *from = x + row * cols;
+    const T *from = x + row * (cols + results.padding);
+    T *slope = results.slope ? results.slope + row * (cols + results.padding) : nullptr;
     Class c(targets[row], targets.ignore_index, cols);
     A at_target = threadIdx.x == 0 && cols > 0 ? cap(widen(from[c.column()])) : A(0);
     Exponentials<A> s = Exponentials<A>::none();
@@ -511,7 +533,7 @@ __global__ void __launch_bounds__(kAnyRowThreads)
       best.template add_lanes<32>();
       best = Best<A>::of_warps(best_exchange.all(best), best_exchange.warps());
     }
-    const A factor = results.slope ? scale.of(row, true) : A(1);
+    const A factor = slope ? scale.of(row, true) : A(1);
     const RowWithExtras<A> with(s, at_target, c, smoothing, extras.weight_of(c), extras.z_loss, factor, has_dlse,
                                 has_dlse ? extras.dlse[row] : A(0));
     if (threadIdx.x == 0) {
@@ -519,12 +541,13 @@ __global__ void __launch_bounds__(kAnyRowThreads)
       if (extras.lse) extras.lse[row] = with.lse;
       if (extras.predictions.data) extras.predictions.write(row, best.column == Best<A>::kNone ? 0 : best.column);
     }
-    if (!results.slope) continue;
+    if (!slope) continue;
+    if (threadIdx.x < results.padding) slope[cols + threadIdx.x] = narrow<T>(0);
     Probability<E, A> probability(s, 1, with.of_p);
-    map_row(from, results.slope + row * cols, cols, [&](int64_t col, A x) {
+    map_row(from, slope, cols, [&](int64_t col, A x) {
       const A capped = cap(x), off = with.off_target * (weighs_all ? extras.weight.read(col) : A(1));
-      const A slope = probability.of(capped) - off - (col == c.target ? with.on_target : A(0));
-      return with.zero ? A(0) : slope * cap.slope(capped);
+      const A of_capped = probability.of(capped) - off - (col == c.target ? with.on_target : A(0));
+      return with.zero ? A(0) : of_capped * cap.slope(capped);
     });
   }
 }
@@ -667,11 +690,12 @@ Smoothing<A> smoothing_of(const CrossEntropyAttrs &attrs, int64_t cols) {
   return {A(attrs.label_smoothing), A(attrs.label_smoothing / cols), A(1. / cols)};
 }
 
-// cross_entropy_rows() with extras.
+// cross_entropy_rows() with extras. scale.count is what cross_entropy_count() has written, or null. after_count: in the
+// launch before.
 template <typename T, typename A = Accumulate<T>>
 Status cross_entropy_extra_rows(const char *op, const CrossEntropyAttrs &attrs, const Tensor &x, const Targets &targets,
                                 const Results<T, A> &results, const Scale<T, A> &scale, const Extras<T, A> &extras,
-                                void *stream) {
+                                void *stream, bool after_count = true) {
   DeviceLimits device;
   AOT_TRY(device_limits(op, &device));
   int64_t rows = attrs.rows(x), cols = attrs.cols(x);
@@ -685,7 +709,7 @@ Status cross_entropy_extra_rows(const char *op, const CrossEntropyAttrs &attrs, 
   if (cols == 0 || (extras.weight.data && attrs.label_smoothing != 0)) return any();
   auto launch = [&](auto shape, RegisterRowPlan plan) {
     using Row = UnalignedRow<decltype(shape)>;
-    plan.overlap = scale.count != nullptr;
+    plan.overlap = after_count && scale.count;
     return launch_register_rows<decltype(shape)>(op, plan, rows, cross_entropy_extra_kernel<Row>, stream, from, targets,
                                                  results, scale, extras, rows, cols, smoothing);
   };
@@ -693,12 +717,12 @@ Status cross_entropy_extra_rows(const char *op, const CrossEntropyAttrs &attrs, 
   return dispatch_register_rows(unaligned_shapes<T>(), vectors, device, launch, any);
 }
 
-// scale.count is what cross_entropy_count() has written in the launch before, or null.
 template <typename T, typename A = Accumulate<T>>
 Status cross_entropy_rows(const char *op, const CrossEntropyAttrs &attrs, const Tensor &x, const Targets &targets,
                           const Results<T, A> &results, const Scale<T, A> &scale, const Extras<T, A> &extras,
-                          void *stream) {
-  if (extras.any()) return cross_entropy_extra_rows(op, attrs, x, targets, results, scale, extras, stream);
+                          void *stream, bool after_count = true) {
+  if (extras.any())
+    return cross_entropy_extra_rows(op, attrs, x, targets, results, scale, extras, stream, after_count);
   DeviceLimits device;
   AOT_TRY(device_limits(op, &device));
   int64_t rows = attrs.rows(x), cols = attrs.cols(x);
@@ -717,7 +741,7 @@ Status cross_entropy_rows(const char *op, const CrossEntropyAttrs &attrs, const 
   auto launch = [&](auto kind, auto smooth, auto slope) {
     return [=](auto shape, RegisterRowPlan plan) {
       using Row = typename decltype(kind)::template Row<decltype(shape)>;
-      plan.overlap = scale.count != nullptr;  // the kernel that counts is the one before
+      plan.overlap = after_count && scale.count;  // the kernel that counts is the one before
       return launch_register_rows<decltype(shape)>(op, plan, rows, cross_entropy_kernel<Row, smooth, slope>, stream,
                                                    from, targets, results, scale, rows, cols, smoothing);
     };

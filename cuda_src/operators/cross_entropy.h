@@ -64,12 +64,28 @@ struct CrossEntropyAttrs {
   }
   Status check(const char *op, const Spec &x, const Spec &target, const Spec &weight) const {
     AOT_TRY(check_floating(op, "x", x));
-    AOT_TRY(check_integer(op, "target", target));
-    AOT_TRY(check_result(op, x));
     if (x.rank_known() && x.ndim != 1 && x.ndim != 2)
       return fail(kInvalidArgument, "%s: x has shape %s, expected (N, C) or (C,)", op, ShapeText(x).text);
-    AOT_TRY(check_shape(op, "target", target, "x without its last axis", rows_of(x, target.dtype)));
-    return weight ? check_weight(op, x, weight) : kOk;
+    AOT_TRY(check_target(op, x, target));
+    return weight ? check_weight(op, "weight", x, weight) : kOk;
+  }
+  Status check_target(const char *op, const Spec &x, const Spec &target) const {
+    AOT_TRY(check_integer(op, "target", target));
+    AOT_TRY(check_result(op, x));
+    return check_shape(op, "target", target, "x without its last axis", rows_of(x, target.dtype));
+  }
+  // x: the logits.
+  static Status check_weight(const char *op, const char *slot, const Spec &x, const Spec &weight) {
+    const bool narrow = itemsize(x.dtype) == 2;
+    if (x.dtype == DType::unknown) AOT_TRY(check_floating(op, slot, weight));
+    else if (!same_dtype(weight.dtype, x.dtype) && !(narrow && weight.dtype == DType::float32))
+      return fail(kUnsupportedDtype, "%s: %s has dtype %s, expected %s%s", op, slot, dtype_name(weight.dtype),
+                  dtype_name(x.dtype), narrow ? " or float32" : "");
+    if (!x.rank_known() || !weight.rank_known()) return kOk;
+    const int64_t classes = x.shape[x.ndim - 1];
+    if (weight.ndim == 1 && same_dim(weight.shape[0], classes)) return kOk;
+    return fail(kInvalidArgument, "%s: %s has shape %s, expected %s, a number for each class", op, slot,
+                ShapeText(weight).text, ShapeText(&classes, 1).text);
   }
   Spec rows_of(const Spec &x, DType dtype) const {
     Spec s = x;
@@ -92,18 +108,6 @@ struct CrossEntropyAttrs {
   static Status check_finite(const char *op, const char *attr, double value) {
     if (value >= 0 && value < __builtin_inf()) return kOk;
     return fail(kInvalidArgument, "%s: %s is %g, expected a finite number, 0 or more", op, attr, value);
-  }
-  static Status check_weight(const char *op, const Spec &x, const Spec &weight) {
-    const bool narrow = itemsize(x.dtype) == 2;
-    if (x.dtype == DType::unknown) AOT_TRY(check_floating(op, "weight", weight));
-    else if (!same_dtype(weight.dtype, x.dtype) && !(narrow && weight.dtype == DType::float32))
-      return fail(kUnsupportedDtype, "%s: weight has dtype %s, expected %s%s", op, dtype_name(weight.dtype),
-                  dtype_name(x.dtype), narrow ? " or float32" : "");
-    if (!x.rank_known() || !weight.rank_known()) return kOk;
-    const int64_t classes = x.shape[x.ndim - 1];
-    if (weight.ndim == 1 && same_dim(weight.shape[0], classes)) return kOk;
-    return fail(kInvalidArgument, "%s: weight has shape %s, expected %s, a number for each class", op,
-                ShapeText(weight).text, ShapeText(&classes, 1).text);
   }
   DType result() const { return static_cast<DType>(static_cast<int>(DType::float16) + dtype); }
   Status check_result(const char *op, const Spec &x) const {

@@ -39,7 +39,8 @@ def _jvp(leaves, moved, *, call, tree, program):
     tangents = {slot: t for slot, t in tangents.items() if not (t is None or type(t) is ad.Zero)}
     written = call.wanted
     if call.forward is None and op.has_gradient:
-        written = tuple(s for s in op.entry_outputs if s in call.wanted or s in op.saved)
+        left_out = op.left_out(tangents)
+        written = tuple(s for s in op.entry_outputs if s in call.wanted or (s in op.saved and s not in left_out))
     inputs = tuple(given.values())
     results = apply(op, attrs, written, *inputs, forward=call.forward)
     if call.forward is None:  # named for the policies of jax.checkpoint
@@ -72,7 +73,7 @@ def _tangents(call: OperatorCall, outputs: Names, given: Mapping[str, Array], ta
         return _tangents_of_formula(op, attrs, outputs, given, tangents)
     types = tuple(tangent_type(given[s]) for s in outputs)
     left_out = op.left_out(tangents)
-    residuals = {s: given[s] for s in saved if given[s] is not None and s not in left_out}
+    residuals = {s: given[s] for s in saved if s not in left_out and given[s] is not None}
     return tangent_map(kind(op, call.forward, attrs, outputs, types), residuals, tangents, types)
 
 

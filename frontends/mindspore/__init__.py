@@ -24,14 +24,24 @@ from __future__ import annotations
 
 from aotops.ops import BUILTIN, OPS
 
-from .modules import GELU, LLTM, Conv2d, CrossEntropyLoss, LayerNorm, Linear, RMSNorm, Softmax
+from .modules import (
+    GELU,
+    LLTM,
+    Conv2d,
+    CrossEntropyLoss,
+    LayerNorm,
+    Linear,
+    LinearCrossEntropyLoss,
+    RMSNorm,
+    Softmax,
+)
 from .optim import AdamW
 from .primitives import functions, of
 from .registration import registered
 
 __all__ = [
-    *OPS, "GELU", "LLTM", "AdamW", "Conv2d", "CrossEntropyLoss", "LayerNorm", "Linear", "RMSNorm", "Softmax",
-    "functions", "of", "registered",
+    *OPS, "GELU", "LLTM", "AdamW", "Conv2d", "CrossEntropyLoss", "LayerNorm", "Linear", "LinearCrossEntropyLoss",
+    "RMSNorm", "Softmax", "functions", "of", "registered",
 ]  # fmt: skip
 
 globals().update(functions(BUILTIN))

@@ -105,6 +105,31 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         return _ops.cross_entropy(logits, labels, *options, None, weight)
 
 
+class LinearCrossEntropyLoss(nn.Dense):
+    """The head of a model and its loss without the logits (``linear_cross_entropy``): the arguments, parameters and
+    state of ``mindspore.nn.Dense``, and the options of the loss. ``construct(x, target)`` returns the loss."""
+
+    def __init__(
+        self,
+        *args,
+        ignore_index=-100,
+        reduction="mean",
+        label_smoothing=0.0,
+        class_weight=None,
+        z_loss=0.0,
+        softcap=0.0,
+        **kwargs,
+    ):
+        super().__init__(*args, **kwargs)
+        self.options = ignore_index, reduction, label_smoothing, None
+        self.class_weight, self.more = class_weight, (z_loss, softcap)
+
+    def construct(self, x, target):
+        bias = self.bias.astype(x.dtype) if self.has_bias else None
+        weight = self.weight.astype(x.dtype)
+        return _ops.linear_cross_entropy(x, weight, target, bias, *self.options, self.class_weight, *self.more)
+
+
 class LLTM(nn.Cell):
     """The cell of PyTorch's tutorial "Custom C++ and CUDA Extensions", its arguments, parameters and initial values.
     ``construct(input, (old_h, old_cell))`` returns new_h and new_cell.
@@ -171,4 +196,4 @@ def _leave_unrewritten(modules: Sequence[type]) -> None:
         kept.extend(modules)
 
 
-_leave_unrewritten((Conv2d, CrossEntropyLoss, GELU, LLTM, LayerNorm, Linear, RMSNorm, Softmax))
+_leave_unrewritten((Conv2d, CrossEntropyLoss, GELU, LLTM, LayerNorm, Linear, LinearCrossEntropyLoss, RMSNorm, Softmax))

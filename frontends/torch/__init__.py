@@ -17,7 +17,17 @@ inductor, mathematics, out, overwrite and sharding serve one of them each.
 from aotops.ops import OPS
 
 from .functional import *  # noqa: F403
-from .modules import GELU, LLTM, Conv2d, CrossEntropyLoss, LayerNorm, Linear, RMSNorm, Softmax
+from .modules import (
+    GELU,
+    LLTM,
+    Conv2d,
+    CrossEntropyLoss,
+    LayerNorm,
+    Linear,
+    LinearCrossEntropyLoss,
+    RMSNorm,
+    Softmax,
+)
 from .optim import AdamW
 from .public import functions, of
 from .replacing import Replacement, replace, restore
@@ -25,5 +35,5 @@ from .tensors import KEEP_RESIDUALS_FROM
 
 __all__ = [
     *OPS, "AdamW", "GELU", "KEEP_RESIDUALS_FROM", "LLTM", "Conv2d", "CrossEntropyLoss", "LayerNorm", "Linear",
-    "RMSNorm", "Replacement", "Softmax", "functions", "of", "replace", "restore",
+    "LinearCrossEntropyLoss", "RMSNorm", "Replacement", "Softmax", "functions", "of", "replace", "restore",
 ]  # fmt: skip

@@ -44,16 +44,14 @@ def autocast_kernel(op: Op, dispatched: Callable[..., Any], device: str) -> Call
 def cast_inputs(op: Op, attrs: tuple[Any, ...], device: str, inputs: Tensors):
     """The inputs as autocast casts them, the attributes, and the dtype to cast the results to, or None."""
     if op.autocast is Autocast.WIDE_LOSS:
-        given = dict(zip(op.attrs, attrs, strict=True))
-        if given["dtype"] is None and inputs[0].is_floating_point() and inputs[0].element_size() == 2:
-            given["dtype"] = "float32"
-        return inputs, tuple(given.values()), None
+        return inputs, _with_wide_loss(op, attrs, inputs[0].dtype), None
     if op.autocast is Autocast.IF_REFUSED:
         with contextlib.suppress(TypeError):
             specs_of(op, attrs, inputs)
             return inputs, attrs, None
     floating = [t for t in inputs if t is not None and t.is_floating_point()]
-    dtype, back = torch.get_autocast_dtype(device) if op.autocast is Autocast.LOWER else None, None
+    lowers = op.autocast in (Autocast.LOWER, Autocast.LOWER_WIDE_LOSS)
+    dtype, back = torch.get_autocast_dtype(device) if lowers else None, None
     if op.autocast is Autocast.FLOAT32_ON_CUDA and device == "cuda":
         dtype = torch.float32
     if dtype is None:
@@ -61,7 +59,21 @@ def cast_inputs(op: Op, attrs: tuple[Any, ...], device: str, inputs: Tensors):
         back = _widest([t for slot, t in zip(op.inputs, inputs, strict=True) if slot in op.vmappable])
         back = None if back == dtype else back
     casts = {id(t) for t in floating if t.dtype not in (dtype, torch.float64)}
-    return [cast(t, dtype) if id(t) in casts else t for t in inputs], attrs, back
+    kept = op.constants if op.autocast is Autocast.LOWER_WIDE_LOSS else ()
+    inputs = [
+        cast(t, dtype) if id(t) in casts and slot not in kept else t for slot, t in zip(op.inputs, inputs, strict=True)
+    ]
+    if op.autocast is Autocast.LOWER_WIDE_LOSS:
+        attrs = _with_wide_loss(op, attrs, inputs[0].dtype)
+    return inputs, attrs, back
+
+
+def _with_wide_loss(op: Op, attrs: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
+    """The attributes for an x of this dtype."""
+    given = dict(zip(op.attrs, attrs, strict=True))
+    if given["dtype"] is None and dtype.is_floating_point and dtype.itemsize == 2:
+        given["dtype"] = "float32"
+    return tuple(given.values())
 
 
 def _widest(tensors: Sequence[Tensor]) -> torch.dtype:

@@ -38,21 +38,23 @@ def autograd_kernel(op: Op, forward: Op, dispatched: Any) -> Callable[..., Any]:
             return dispatched.redispatch(keyset & private.after_autograd, *args)
 
     def run(ctx, keyset, attrs, names, *inputs):
+        needed = (slot for slot, need in zip(op.inputs, ctx.needs_input_grad[3:], strict=True) if need)
+        left_out = op.left_out(needed)
+        residuals = (y for y in op.residuals if y not in left_out)
         with other_levels():
-            results = below(keyset, (*inputs, *attrs, *mask(op, names)))
+            results = below(keyset, (*inputs, *attrs, *mask(op, {*names, *residuals})))
         named = dict(zip((*op.inputs, *op.results), (*inputs, *results_of(results)), strict=True))
         ctx.attrs, ctx.wanted = attrs, names
-        needed = (slot for slot, need in zip(op.inputs, ctx.needs_input_grad[3:], strict=True) if need)
-        kept = kept_instead(ctx, op, attrs, named) | dict.fromkeys(op.left_out(needed))
+        kept = kept_instead(ctx, op, attrs, named) | dict.fromkeys(left_out)
         ctx.save_for_backward(*(kept.get(slot, named[slot]) for slot in (op.saved if op.has_gradient else op.inputs)))
         if private.forward_level() >= 0:  # for ``tangents``
             ctx.save_for_forward(*inputs)
-            ctx.shapes = {y: t.shape for y, t in zip(op.results, results_of(results), strict=True) if y in names}
-        ctx.mark_non_differentiable(*(named[slot] for slot in op.residuals))
+            ctx.shapes = {y: named[y].shape for y in names}
+        ctx.mark_non_differentiable(*(named[slot] for slot in op.residuals if slot in names))
         if not op.has_gradient or op.unread:
             ctx.set_materialize_grads(False)
             ctx.outputs = [(named[y].shape, named[y].dtype) for y in op.outputs] if op.has_gradient else []
-        return results
+        return packed([named[y] if y in names else None for y in op.results])
 
     def differentiate(ctx, *grads):
         needed = ctx.needs_input_grad[3:]
@@ -92,7 +94,7 @@ def autograd_kernel(op: Op, forward: Op, dispatched: Any) -> Callable[..., Any]:
         by_formula = moved or (op is not forward and not all_tensors(inputs))
         if by_formula and not formula.is_bilinear(forward, attrs):
             if op.formula is not None:
-                results = dict(zip(op.results, composed(op, attrs, inputs), strict=True))
+                results = dict(zip(op.results, composed(op, attrs, inputs, names), strict=True))
                 return packed([results[y] if y in names else None for y in op.results])
             if moved:
                 raise NotImplementedError(f"{op.name}: forward-mode differentiation is not supported")

@@ -14,10 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aotops.ops import BUILTIN
 from aotops.spec import DTYPES
 
 from .mathematics import wide_dtype
 from .private import legacy_get_string
+from .registered import namespaces
+from .tensors import check_tensors, is_compiling, specs_of
 
 _FLOATING = [getattr(torch, name) for name in DTYPES if name.startswith(("float", "bfloat")) and hasattr(torch, name)]
 
@@ -170,6 +173,38 @@ def cross_entropy_lse(
     return y, *function(x, target, ignore_index, softcap=softcap)[1:]
 
 
+def linear_cross_entropy(
+    function,
+    x,
+    weight,
+    target,
+    bias=None,
+    ignore_index=-100,
+    reduction="mean",
+    label_smoothing=0.0,
+    dtype: torch.dtype | str | None = None,
+    class_weight: Tensor | None = None,
+    z_loss=0.0,
+    softcap=0.0,
+    allow_tf32=False,
+) -> Any:
+    """Class weights that require a gradient, for which the logits are made; and a ``dtype`` of torch's."""
+    named = _name(dtype)
+    loss = ignore_index, reduction, label_smoothing, named, class_weight, z_loss, softcap
+    given = x, weight, target, bias, *loss, allow_tf32
+    if not _learns(class_weight):
+        return NotImplemented if named is dtype else function(*given)
+    op, ops = BUILTIN.ops["linear_cross_entropy"], namespaces[BUILTIN]
+    inputs, attrs = op.bind(*given)
+    if not is_compiling():
+        check_tensors(op, inputs)
+        specs_of(op, attrs, inputs)  # raises for what does not fit
+    logits = ops.linear(x, weight, bias, None, allow_tf32)
+    flat = logits.reshape(target.numel(), logits.shape[-1]), target.reshape(target.numel())
+    y = ops.cross_entropy(*flat, *loss)
+    return y.reshape(target.shape) if reduction == "none" else y
+
+
 def _accepted_weight(x: Any, weight: Any) -> Any:
     """A weight of a dtype that the kernel takes."""
     if not (isinstance(x, Tensor) and isinstance(weight, Tensor) and weight.is_floating_point()):
@@ -221,5 +256,5 @@ def _result_dtype(x: Tensor, dtype: str | None) -> torch.dtype:
 
 
 COMPOSED: dict[str, Callable[..., Any]] = {
-    f.__name__: f for f in (add, matmul, softmax, conv2d, cross_entropy, cross_entropy_lse)
+    f.__name__: f for f in (add, matmul, softmax, conv2d, cross_entropy, cross_entropy_lse, linear_cross_entropy)
 }

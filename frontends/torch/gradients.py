@@ -90,16 +90,20 @@ def _replaced(op: Op, ctx: Any) -> dict[str, Tensor]:
     return replaced
 
 
-def composed(op: Op, attrs: tuple[Attr, ...], inputs: Tensors, narrow: bool = False) -> list[Tensor]:
+def composed(
+    op: Op, attrs: tuple[Attr, ...], inputs: Tensors, wanted: Container[str], narrow: bool = False
+) -> list[Tensor]:
     """The results by the operator's formula, which torch differentiates, except with ``narrow``
-    (``aotops.formula.Mathematics``); residuals, which have no derivative, by the operator itself."""
+    (``aotops.formula.Mathematics``); residuals, which have no derivative, by the operator itself, where they are
+    ``wanted``."""
     check_devices(op.name, op.inputs, inputs)
     specs = specs_of(op, attrs, inputs)
     values = formula.compose(Mathematics(namespaces[op.library], narrow), op, attrs, inputs)
     found = {y: value.to(DTYPES[specs[y].dtype]) for y, value in zip(op.composed, values, strict=True)}
     if op.residuals:
         constants = [t if t is None else forward_ad.unpack_dual(t).primal.detach() for t in inputs]
-        found = dict(zip(op.results, results_of(dispatched[op](*constants, *attrs)), strict=True)) | found
+        results = results_of(dispatched[op](*constants, *attrs, *mask(op, wanted)))
+        found = dict(zip(op.results, results, strict=True)) | found
     return [found[y] for y in op.results]
 
 
@@ -150,7 +154,7 @@ def _gradients_of_formula(
 
     def of_wanted(*tensors: Tensor) -> tuple[Tensor, ...]:
         inputs = {**named, **dict(zip(wanted, tensors, strict=True))}
-        results = composed(op, attrs, tuple(inputs.get(slot) for slot in op.inputs))
+        results = composed(op, attrs, tuple(inputs.get(slot) for slot in op.inputs), given)
         found = dict(zip(op.results, results, strict=True))
         return tuple(found[y] for y in given)
 

@@ -111,6 +111,48 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         return F.cross_entropy(input, target, *options, weight=self.weight)
 
 
+class LinearCrossEntropyLoss(torch.nn.Linear):
+    """The head of a model and its loss, ``CrossEntropyLoss(...)(Linear(in_features, num_classes)(input), target)``,
+    without the logits (``linear_cross_entropy``): the parameters and state of ``torch.nn.Linear``, and the arguments of
+    CrossEntropyLoss, z_loss and softcap. ``weight`` is that of the head; the argument, of the classes, is the buffer
+    ``class_weight``, which the state does not have."""
+
+    class_weight: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        bias: bool = True,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        softcap: float = 0.0,
+        device=None,
+        dtype=None,
+    ) -> None:
+        super().__init__(in_features, num_classes, bias, device, dtype)
+        moved = weight if weight is None else weight.detach().to(self.weight.device)
+        self.register_buffer("class_weight", moved, persistent=False)
+        self.ignore_index, self.reduction, self.label_smoothing = ignore_index, reduction, label_smoothing
+        self.z_loss, self.softcap = z_loss, softcap
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
+        options = self.ignore_index, self.reduction, self.label_smoothing
+        more = {"class_weight": self.class_weight, "z_loss": self.z_loss, "softcap": self.softcap}
+        return F.linear_cross_entropy(input, self.weight, target, self.bias, *options, **more)
+
+    def logits(self, input: Tensor) -> Tensor:
+        """What the loss is of, for generation; without ``softcap``."""
+        return F.linear(input, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        names = ("ignore_index", "reduction", "label_smoothing", "z_loss", "softcap")
+        return f"{super().extra_repr()}, {', '.join(f'{name}={getattr(self, name)}' for name in names)}"
+
+
 class LLTM(torch.nn.Module):
     """The cell of PyTorch's tutorial "Custom C++ and CUDA Extensions" on the library's kernel: the same arguments and
     parameters, and device and dtype. ``forward(input, (old_h, old_cell))`` returns new_h and new_cell.

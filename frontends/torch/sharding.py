@@ -178,7 +178,7 @@ def _of_parts(op: Op, forward: Op, overload: Any, args: Sequence[Any], kwargs: A
         else:
             results = results_of(run())
         found = [
-            DTensor.from_local(
+            part if part is None else DTensor.from_local(
                 part.to(whole.dtype).contiguous(), mesh, [_placement(y, axis) for axis in axes],
                 run_check=False, shape=whole.shape, stride=whole.stride(),
             )

@@ -18,7 +18,7 @@ from aotops.bench import baselines, report
 from aotops.bench.cases import Case, cases, find, rows, use, works
 from aotops.bench.measure import Cpu, Cuda, samples, spread, wait_asleep
 from aotops.bench.tensors import FRAMEWORKS
-from aotops.bench.work import Cell, Convolution, Elements, Product, Projections, Rotations, Rows
+from aotops.bench.work import Cell, Convolution, Elements, Head, Product, Projections, Rotations, Rows
 from aotops.cli import main as command
 from aotops.library import LibraryError
 from aotops.ops import OPS
@@ -28,6 +28,7 @@ TINY = {
     Rows: (4, 6),
     Elements: (24,),
     Product: (4, 6, 5),
+    Head: (4, 6, 5),
     Convolution: (2, 3, 5, 4, 3, 2),
     Cell: (3, 4, 5),
     Rotations: (2, 3, 2, 4),

@@ -31,6 +31,15 @@ def test_losses_are_the_same_in_every_framework(name, impl):
     assert min(row[key] for key in ("ms", "wall_ms", "host_ms", "tokens_per_s")) > 0
 
 
+@pytest.mark.skipif("torch" not in requested(), reason="torch is not under test")
+@pytest.mark.parametrize("impl", ["torch", "aotops"])
+def test_a_head_in_one_operator_has_the_same_losses(impl):
+    row = import_module("benchmarks.models.torch_train").measure(
+        Spec("gpt2_head", impl, "float32", timed=2, tiny=True, framework="torch")
+    )
+    assert row["losses"] == pytest.approx(LOSSES, abs=1e-4)
+
+
 def row(impl, losses, framework="torch", **more):
     default = {"model": "gpt2", "precision": "bfloat16", "deterministic": False, "tiny": False}
     times = {"ms": 30.0, "tokens_per_s": 500_000, "peak_gib": 7.0, "loss": losses[-1]}

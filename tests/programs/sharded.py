@@ -64,6 +64,15 @@ def _cross_entropy(reduction: str, weight: bool = False, **attrs: Any) -> Case:
     return Case(shapes, {"reduction": reduction, **attrs}, classes={"target": 7}, constants=constants)
 
 
+def _head(
+    x: tuple[int, ...], out: int, reduction: str, bias: bool = False, weights: bool = False, **attrs: Any
+) -> Case:
+    shapes: dict[str, Any] = {"x": x, "weight": (out, x[-1]), "bias": (out,) if bias else None, "target": x[:-1]}
+    shapes |= {"class_weight": (out,)} if weights else {}
+    constants = ("class_weight",) if weights else ()
+    return Case(shapes, {"reduction": reduction, **attrs}, classes={"target": out}, constants=constants)
+
+
 def _rope(x: tuple[int, ...], table: tuple[int, ...], positions: tuple[int, ...] | None = None, **attrs: Any) -> Case:
     shapes = {"x": x, "cos": table, "sin": table, "positions": positions}
     return Case(shapes, attrs, classes={"positions": table[0]} if positions else {})
@@ -131,6 +140,12 @@ CASES: dict[str, list[Case]] = {
         _cross_entropy("mean", True, label_smoothing=0.2, ignore_index=3, z_loss=0.1, softcap=2.0),
         _cross_entropy("none", True, z_loss=0.1),
         Case({"x": (7,), "target": ()}, classes={"target": 7}),
+    ],
+    "linear_cross_entropy": [
+        _head((4, 6, 8), 12, "mean", True, label_smoothing=0.2, ignore_index=3),
+        _head((4, 6, 8), 12, "mean", weights=True, softcap=2.0),
+        _head((8, 6), 12, "sum", True, z_loss=0.1),
+        _head((8, 6), 12, "none"),
     ],
     "cross_entropy_lse": [
         _cross_entropy("mean", ignore_index=3),

@@ -100,6 +100,15 @@ def _cross_entropy(reduction: str, weight: bool = False, **attrs: Any) -> Case:
     return Case(shapes, {"reduction": reduction, **attrs}, classes={"target": 8}, constants=constants)
 
 
+def _head(
+    x: tuple[int, ...], out: int, reduction: str, bias: bool = False, weights: bool = False, **attrs: Any
+) -> Case:
+    shapes: dict[str, Any] = {"x": x, "weight": (out, x[-1]), "bias": (out,) if bias else None, "target": x[:-1]}
+    shapes |= {"class_weight": (out,)} if weights else {}
+    constants = ("class_weight",) if weights else ()
+    return Case(shapes, {"reduction": reduction, **attrs}, classes={"target": out}, constants=constants)
+
+
 def _rope(x: tuple[int, ...], table: tuple[int, ...], positions: tuple[int, ...] | None = None, **attrs: Any) -> Case:
     shapes = {"x": x, "cos": table, "sin": table, "positions": positions}
     return Case(shapes, attrs, classes={"positions": table[0]} if positions else {})
@@ -133,6 +142,12 @@ CASES: dict[str, list[Case]] = {
         _cross_entropy("none", label_smoothing=0.2),
         _cross_entropy("mean", True, label_smoothing=0.2, ignore_index=3, z_loss=0.1, softcap=2.0),
         Case({"x": (8,), "target": ()}, classes={"target": 8}),
+    ],
+    "linear_cross_entropy": [
+        _head((4, 8, 6), 12, "mean", True, label_smoothing=0.2, ignore_index=3),
+        _head((4, 8, 6), 12, "mean", weights=True, softcap=2.0),
+        _head((8, 6), 12, "sum", True, z_loss=0.1),
+        _head((8, 6), 12, "none"),
     ],
     "cross_entropy_lse": [_cross_entropy("mean", True, ignore_index=3, softcap=2.0), _cross_entropy("none")],
     "lltm": [Case({"input": (8, 5), "weights": (12, 9), "bias": (1, 12), "old_h": (8, 4), "old_cell": (8, 4)})],

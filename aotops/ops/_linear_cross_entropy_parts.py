@@ -1,0 +1,65 @@
+"""linear_cross_entropy of parts of its rows, which are split over devices, on ``PartMathematics``.
+
+The entry counts the rows that it is given: for a mean it sums, and the count is reduced here.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from ..spec import dtype_name
+from ._cross_entropy import keeps_slope
+from ._cross_entropy_parts import divides_slope, divisor_of_part
+
+
+def row_axes(shape):
+    """The names of x's axes but the last."""
+    before = len(shape) - 2
+    return [*(f"m{i}" for i in range(before)), *(["n"] if before >= 0 else [])]
+
+
+def axes(call, rows):
+    """The axes of the slots that forward and backward have, with these of the rows."""
+    kept = keeps_slope(call.reduction)
+    return {
+        "x": f"{rows} I",
+        "weight": "O I",
+        "target": rows,
+        "bias": "O",
+        "class_weight": "O",
+        "x_slope": f"{rows} {'I' if kept else '0'}",
+        "weight_slope": f"O {'I' if kept else '0'}",
+        "bias_slope": "O" if kept and call.bias is not None else "0",
+    }
+
+
+def forward(m, x, weight, target, bias, class_weight, ignore_index, reduction, dtype):
+    """The loss, and these rows' part of the slopes. Only a mean is composed."""
+    loss, *slopes = m.run(reduction="sum", dtype=dtype_name(m.wide(x).dtype))
+    divisor = _of_this_part(m, loss, x, target, class_weight, ignore_index)
+    both = m.concatenate([m.reshape(each, (1,)) for each in (loss, divisor)])
+    both = _over_rows(m, both, x)
+    loss, divisor = both[0] / both[1], both[1]
+    if divides_slope(reduction, dtype_name(x.dtype)):
+        divisor = m.where(divisor == 0, divisor + 1, divisor)  # slopes are 0 then
+        slopes = [None if each is None else m.like(m.wide(each) / divisor, each) for each in slopes]
+    return loss if dtype else m.like(loss, x), *slopes
+
+
+def backward(m, dy, x, target, class_weight, x_slope, weight_slope, bias_slope, ignore_index, reduction):
+    """The gradients, dx of these rows. Only a mean's are composed."""
+    dy, kept = m.wide(dy), any(slope is not None for slope in (x_slope, weight_slope, bias_slope))
+    if not (kept and divides_slope(reduction, dtype_name(x.dtype))):
+        dy = dy / _over_rows(m, _of_this_part(m, dy, x, target, class_weight, ignore_index), x)
+    return m.run(dy=dy, reduction="sum", dtype=dtype_name(dy.dtype))
+
+
+def _of_this_part(m, model, x, target, class_weight, ignore_index):
+    target = m.reshape(target, (prod(x.shape[:-1]),))
+    return divisor_of_part(m, model, target != ignore_index, target, class_weight)
+
+
+def _over_rows(m, sums, x):
+    for axis in row_axes(x.shape):
+        sums = m.reduce(sums, "sum", axis)
+    return sums

@@ -1,0 +1,169 @@
+#include "linear_cross_entropy.h"
+
+#include "cross_entropy_cpu.h"
+#include "gemm/gemm_cpu.h"
+
+namespace aot {
+inline namespace AOT_ISA {
+namespace {
+
+// --------------------------------------------------------------------------------------------------------- loops
+
+template <typename T>
+struct BiasEpilogue {
+  const T *bias;
+
+  template <class P>
+  Vec<T> operator()(Vec<T> sum, int64_t, int64_t j, P part) const {
+    return bias ? sum + load(bias + j, part) : sum;
+  }
+};
+
+// sum[j] = the sum of column j of x (rows, n); with `adds` it is added.
+template <typename T>
+void sum_columns(const T *x, int64_t rows, int64_t n, Accumulate<T> *sum, bool adds) {
+  const int64_t columns = ceil_div(kGrain, (rows + 1) * kLanes<T>) * kLanes<T>;
+  parallel_pieces(n, columns, [=](int64_t begin, int64_t end) {
+    sweep<T>(end - begin, [=](int64_t j, auto part) {
+      typename VectorOf<double, kLanes<T>>::type all{};
+      for (int64_t i = 0; i < rows; ++i)
+        all += __builtin_convertvector(load(x + i * n + begin + j, part), decltype(all));
+      const Vec<T> total = __builtin_convertvector(all, Vec<T>);
+      Accumulate<T> *to = sum + begin + j;
+      store(to, adds ? load(to, part) + total : total, part);
+    });
+  });
+}
+
+// gradient = slope * factor, but 0 where slope is.
+template <typename T, typename S>
+void scale_slope(const S *slope, T *gradient, int64_t n, Accumulate<T> factor) {
+  if (factor == 1 && static_cast<const void *>(slope) == gradient) return;
+  map(gradient, n, [=](int64_t i, auto part) {
+    const Vec<T> v = load(slope + i, part);
+    return v == 0 ? v : v * factor;
+  });
+}
+
+// What the chunks are summed to, each unless it is null.
+template <typename T>
+struct ChunkGradients {
+  T *dx;
+  Accumulate<T> *dweight, *dbias;
+
+  explicit operator bool() const { return dx || dweight || dbias; }
+};
+
+template <typename T>
+double sum_of_weights(const Targets &targets, int64_t rows, const Extras<T> &extras) {
+  return targets.sum(rows, [&](int64_t target) { return extras.weight_of(target); });
+}
+
+// Calls write_loss(row, loss) for each row. Gradients are those of the losses times scale(row).
+template <typename T, class WriteLoss, class Scale>
+Status each_chunk(const LogitChunks &c, const Tensor *in, const CrossEntropyAttrs &attrs, const Extras<T> &extras,
+                  T *logits, const ChunkGradients<T> &gradients, WriteLoss write_loss, Scale scale) {
+  using Op = LinearCrossEntropy;
+  const T *x = in[0].as<const T>(), *weight = in[1].as<const T>();
+  const BiasEpilogue<T> epilogue{in[Op::kBias].as<const T>()};
+  for (int64_t first = 0, chunk = 0; chunk < c.count(); ++chunk, first += c.chunk) {
+    const int64_t rows = std::min(c.chunk, c.rows - first);
+    const bool adds = first > 0;
+    const Matrix<T> part{x + first * c.in, c.in}, of_weight{weight, c.in};
+    AOT_TRY(gemm(rows, c.out, c.in, part, Matrix<T>{weight, c.in, true}, logits, c.out, false, epilogue));
+    Tensor target = in[Op::kTarget];
+    target.data = target.as<char>() + first * itemsize(target.dtype);
+    cross_entropy_loop(
+        logits, Targets{target, attrs.ignore_index}, extras, gradients ? logits : nullptr, rows, c.out,
+        attrs.label_smoothing, [=](int64_t i, double loss) { write_loss(first + i, loss); },
+        [=](int64_t i) { return scale(first + i); });
+    if (gradients.dx)
+      AOT_TRY(gemm(rows, c.in, c.out, Matrix<T>{logits, c.out}, of_weight, gradients.dx + first * c.in, c.in));
+    if (gradients.dweight)
+      AOT_TRY(gemm(c.out, c.in, rows, Matrix<T>{logits, c.out, true}, part, gradients.dweight, c.in, adds));
+    if (gradients.dbias) sum_columns(logits, rows, c.out, gradients.dbias, adds);
+  }
+  return kOk;
+}
+
+// ----------------------------------------------------------------------------------------------------- launchers
+
+Status linear_cross_entropy_cpu(const LinearCrossEntropy &op, const Tensor *in, const Tensor *out, void *) {
+  const Tensor &x = in[op.kX], &work = out[op.kWork];
+  if (!work) return fail(kConventionMisused, "%s: workspace is missing", op.name);
+  const LogitChunks c(x, in[op.kWeight]);
+  const ChunkWorkspace parts = op.parts(in);
+  const Targets targets{in[op.kTarget], op.ignore_index};
+  AOT_TRY(targets.check(op.name, c.rows, c.out));
+  return dispatch_floating(x.dtype, [&](auto zero) -> Status {
+    using T = decltype(zero);
+    using A = Accumulate<T>;
+    const Loss<T> result(out[op.kY]);
+    A *losses = op.reduces() ? work.as<A>() + parts.losses : nullptr;
+    auto write_loss = [=](int64_t i, double value) {
+      losses ? void(losses[i] = static_cast<A>(value)) : result.write(i, static_cast<A>(value));
+    };
+    auto kept = [&](int slot, auto type) { return op.keeps(out[slot]) ? out[slot].as<decltype(type)>() : nullptr; };
+    const ChunkGradients<T> slopes{kept(op.kXSlope, zero), kept(op.kWeightSlope, A()),
+                                   in[op.kBias] ? kept(op.kBiasSlope, A()) : nullptr};
+    const int64_t padding = LogitChunks::padded(c.out) - c.out;
+    if (slopes.dweight) std::fill_n(slopes.dweight + c.out * c.in, padding * c.in, A(0));
+    if (slopes.dbias) std::fill_n(slopes.dbias + c.out, padding, A(0));
+    const Extras<T> extras(op, in[op.kClassWeight]);
+    const auto count = static_cast<A>(op.mean() ? sum_of_weights(targets, c.rows, extras) : 1);
+    const A scale = op.divides_slope(x) ? 1 / count : A(1);
+    AOT_TRY(each_chunk<T>(c, in, op, extras, reinterpret_cast<T *>(work.as<A>() + parts.logits), slopes, write_loss,
+                          [=](int64_t) { return scale; }));
+    if (!op.reduces()) return kOk;
+    double sum = 0;
+    for (int64_t i = 0; i < c.rows; ++i) sum += losses[i];
+    result.write(0, static_cast<A>(sum / count));
+    return kOk;
+  });
+}
+
+Status linear_cross_entropy_backward_cpu(const LinearCrossEntropyBackward &op, const Tensor *in, const Tensor *out,
+                                         void *) {
+  const Tensor &dy = in[op.kDy], &x = in[op.kX], &work = out[op.kWork];
+  const Tensor &dx = out[op.kDx], &dweight = out[op.kDWeight], &dbias = out[op.kDBias];
+  const LogitChunks c(x, in[op.kWeight]);
+  const Targets targets{in[op.kTarget], op.ignore_index};
+  AOT_TRY(targets.check(op.name, c.rows, c.out));
+  const bool has_slopes = op.has_slopes(in);
+  if (has_slopes) AOT_TRY(op.check_wanted(in, out));
+  else if (!work) return fail(kConventionMisused, "%s: workspace is missing", op.name);
+  return dispatch_floating(x.dtype, [&](auto zero) -> Status {
+    using T = decltype(zero);
+    using A = Accumulate<T>;
+    const bool divide = op.mean() && !(has_slopes && op.divides_slope(x)), each_row = !op.reduces();
+    const Extras<T> extras(op, in[op.kClassWeight]);
+    const auto count = static_cast<A>(divide ? sum_of_weights(targets, c.rows, extras) : 1);
+    auto scale = [=, from = Loss<T>(dy)](int64_t i) { return from.read(each_row ? i : 0) / count; };
+    if (has_slopes) {
+      if (dx) scale_slope(in[op.kXSlope].as<const T>(), dx.as<T>(), dx.size(), scale(0));
+      if (dweight) scale_slope(in[op.kWeightSlope].as<const A>(), dweight.as<T>(), dweight.size(), scale(0));
+      if (dbias) scale_slope(in[op.kBiasSlope].as<const A>(), dbias.as<T>(), dbias.size(), scale(0));
+      return kOk;
+    }
+    const ChunkWorkspace parts = op.parts(in);
+    A *sums = work.as<A>();
+    const ChunkGradients<T> gradients{dx ? dx.as<T>() : nullptr, dweight ? sums + parts.weight_sums : nullptr,
+                                      dbias ? sums + parts.bias_sums : nullptr};
+    const Tensor *const given = in + op.kX;  // as the forward's
+    AOT_TRY(each_chunk<T>(
+        c, given, op, extras, reinterpret_cast<T *>(sums + parts.logits), gradients, [](int64_t, double) {}, scale));
+    if (dweight) scale_slope(gradients.dweight, dweight.as<T>(), dweight.size(), A(1));
+    if (dbias) scale_slope(gradients.dbias, dbias.as<T>(), dbias.size(), A(1));
+    return kOk;
+  });
+}
+
+}  // namespace
+}  // namespace AOT_ISA
+}  // namespace aot
+
+// ------------------------------------------------------------------------------------------------------- entries
+
+AOT_CPU_ENTRY(aot::LinearCrossEntropy, aot_linear_cross_entropy_cpu, aot::linear_cross_entropy_cpu)
+AOT_CPU_ENTRY(aot::LinearCrossEntropyBackward, aot_linear_cross_entropy_backward_cpu,
+              aot::linear_cross_entropy_backward_cpu)

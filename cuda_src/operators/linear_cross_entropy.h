@@ -1,0 +1,170 @@
+// linear_cross_entropy: cross_entropy of the logits x weight^T + bias, for the rows of x. The logits never exist whole:
+// those of some rows at a time are in the workspace, where their slope is written over them.
+//          x_slope, weight_slope, bias_slope: the derivatives of y, made in the forward from the same logits, so that
+//          no product is computed twice. weight's and bias's are summed over all rows, and kept, in the accumulate
+//          dtype. As cross_entropy's slope they are divided by the count for "mean", but not in float16, and have no
+//          elements for "none".
+// gradient dx = dy * x_slope, and likewise; from x again without slopes. An element of 0, as those of ignored rows are,
+//          stays 0 whatever dy is.
+// dx may be written over x_slope. Where dy is 1, and nothing is left to divide, it is then neither read nor written.
+#pragma once
+#include <algorithm>
+
+#include "cross_entropy.h"
+#include "linear.h"
+
+namespace aot {
+inline namespace AOT_ISA {
+
+// How the rows are taken.
+struct LogitChunks {
+  int64_t rows, in, out;
+  // Elements from a row of logits to the next. On CUDA whole vectors, however many classes there are: products of 50257
+  // columns run at half the rate of those of 50264. weight, and bias, are then copied with zeros behind them.
+  int64_t line;
+  int64_t chunk;  // the most rows at a time
+
+  static int64_t padded(int64_t out) { return out < 0 ? kUnknownDim : (out + 7) / 8 * 8; }
+
+  LogitChunks(const Spec &x, const Spec &weight)
+      : rows(x.product(0, x.ndim - 1)), in(weight.shape[1]), out(weight.shape[0]), line(kIsCuda ? padded(out) : out) {
+    // On CUDA a chunk's products must fill the device, and each adds to all of weight's sums in memory: many rows, but
+    // logits of at most kBytes, or of weight's own size. On the CPU logits should stay in the caches.
+    constexpr int64_t kBytes = kIsCuda ? 576 << 20 : 4 << 20, kStep = kIsCuda ? 128 : 1;
+    const int64_t bytes = std::max<int64_t>(line * itemsize(x.dtype), 1);
+    const int64_t most = std::max<int64_t>(kBytes / bytes, kIsCuda ? std::max<int64_t>(in, 128) : 512) / kStep * kStep;
+    const int64_t chunks = std::max<int64_t>((rows + most - 1) / most, 1);
+    chunk = std::min(((rows + chunks - 1) / chunks + kStep - 1) / kStep * kStep, rows);
+  }
+  bool pads() const { return line != out; }
+  int64_t count() const { return chunk ? (rows + chunk - 1) / chunk : 1; }
+};
+
+struct LinearCrossEntropyAttrs : CrossEntropyAttrs {
+  bool allow_tf32 = false;
+
+  Status init(const Attrs &attrs) {
+    AOT_TRY(CrossEntropyAttrs::init(attrs));
+    return attrs.get("allow_tf32", &allow_tf32);
+  }
+
+ protected:
+  // Checks the inputs and infers the logits.
+  Status check(const char *op, const Spec &x, const Spec &weight, const Spec &target, const Spec &bias,
+               const Spec &class_weight, Spec *logits) const {
+    AOT_TRY(LinearAttrs().check(op, x, weight, bias, logits));
+    if (weight.rank_known() && weight.shape[0] == 0)
+      return fail(kInvalidArgument, "%s: weight has shape %s, expected one class at least", op, ShapeText(weight).text);
+    AOT_TRY(check_target(op, *logits, target));
+    return class_weight ? check_weight(op, "class_weight", *logits, class_weight) : kOk;
+  }
+  // The slopes, by the order of their slots.
+  void slopes(const Spec &x, const Spec &weight, const Spec &bias, Spec *slope) const {
+    const DType sum = accumulate_dtype(x.dtype);
+    const int64_t out = LogitChunks::padded(weight.rank_known() ? weight.shape[0] : kUnknownDim);
+    slope[0] = this->slope(x);
+    slope[1] = this->slope(weight), slope[1].dtype = sum;
+    if (weight.rank_known()) slope[1].shape[0] = out;
+    slope[2] = Spec::vector(sum, reduces() && bias ? out : 0);
+  }
+};
+
+// The parts of a workspace, as elements of the accumulate dtype from its beginning.
+struct ChunkWorkspace {
+  int64_t count = 0, losses, logits, weight, bias, partials, weight_sums, bias_sums, library, size;
+
+  // sums: whether it has those of the gradients of weight and bias
+  ChunkWorkspace(const LogitChunks &c, DType dtype, bool reduces, bool has_bias, bool sums) {
+    int64_t at = 64;
+    auto take = [&](int64_t elements, DType of) {
+      const int64_t begin = at;
+      return at += workspace_elements(elements, of), begin;
+    };
+    const DType wide = accumulate_dtype(dtype);
+    const bool copies = c.pads();
+    losses = take(reduces ? c.rows : 0, wide);
+    logits = take(c.chunk * c.line, dtype);
+    weight = take(copies ? c.line * c.in : 0, dtype);
+    bias = take(copies && has_bias ? c.line : 0, dtype);
+    partials = take(kIsCuda && has_bias ? c.count() * LinearBackward::parts(c.line) * c.line : 0, wide);
+    weight_sums = take(sums ? c.line * c.in : 0, wide);
+    bias_sums = take(sums && has_bias ? c.line : 0, wide);
+    library = take(library_workspace(c.chunk * c.line, c.in), wide);
+    size = at;
+  }
+};
+
+struct LinearCrossEntropy : LinearCrossEntropyAttrs {
+  static constexpr const char *name = "linear_cross_entropy";
+  static constexpr Slot inputs[] = {
+      {"x"}, {"weight"}, {"target", required, kIntegers}, {"bias", optional}, {"class_weight", optional}};
+  static constexpr Slot outputs[] = {
+      {"y"}, {"x_slope", optional}, {"weight_slope", optional}, {"bias_slope", optional}, {"workspace", workspace}};
+  enum Input { kX, kWeight, kTarget, kBias, kClassWeight };
+  enum Output { kY, kXSlope, kWeightSlope, kBiasSlope, kWork };
+
+  Status infer(const Tensor *in, Spec *out) const {
+    const Spec &x = in[kX], &weight = in[kWeight];
+    Spec logits;
+    AOT_TRY(check(name, x, weight, in[kTarget], in[kBias], in[kClassWeight], &logits));
+    out[kY] = loss(logits);
+    slopes(x, weight, in[kBias], out + kXSlope);
+    const bool known = x.known() && weight.known();
+    out[kWork] = Spec::vector(accumulate_dtype(x.dtype), known ? parts(in).size : kUnknownDim);
+    return kOk;
+  }
+  ChunkWorkspace parts(const Tensor *in) const {
+    return {LogitChunks(in[kX], in[kWeight]), in[kX].dtype, reduces(), static_cast<bool>(in[kBias]), false};
+  }
+};
+
+struct LinearCrossEntropyBackward : LinearCrossEntropyAttrs {
+  static constexpr const char *name = "linear_cross_entropy_backward";
+  static constexpr Slot inputs[] = {{"dy"},
+                                    {"x"},
+                                    {"weight"},
+                                    {"target", required, kIntegers},
+                                    {"bias", optional},
+                                    {"class_weight", optional},
+                                    {"x_slope", optional},
+                                    {"weight_slope", optional},
+                                    {"bias_slope", optional}};
+  static constexpr Slot outputs[] = {
+      {"dx", optional}, {"dweight", optional}, {"dbias", optional}, {"workspace", workspace}};
+  enum Input { kDy, kX, kWeight, kTarget, kBias, kClassWeight, kXSlope, kWeightSlope, kBiasSlope };
+  enum Output { kDx, kDWeight, kDBias, kWork };
+
+  Status infer(const Tensor *in, Spec *out) const {
+    const Spec &x = in[kX], &weight = in[kWeight];
+    Spec logits, slope[3];
+    AOT_TRY(check(name, x, weight, in[kTarget], in[kBias], in[kClassWeight], &logits));
+    AOT_TRY(check_like(name, "dy", in[kDy], "the loss", loss(logits)));
+    slopes(x, weight, in[kBias], slope);
+    for (int i = 0; i < 3; ++i)
+      if (in[kXSlope + i])
+        AOT_TRY(check_like(name, inputs[kXSlope + i].name, in[kXSlope + i], "the forward's result", slope[i]));
+    out[kDx] = x, out[kDWeight] = weight;
+    out[kDBias] = LinearAttrs::bias_spec(x, weight);
+    const bool known = x.known() && weight.known();
+    const int64_t size = has_slopes(in) ? 1 : known ? parts(in).size : kUnknownDim;  // 1: the count
+    out[kWork] = Spec::vector(accumulate_dtype(x.dtype), size);
+    return kOk;
+  }
+  ChunkWorkspace parts(const Tensor *in) const {
+    return {LogitChunks(in[kX], in[kWeight]), in[kX].dtype, false, static_cast<bool>(in[kBias]), true};
+  }
+  // Whether gradients are products of slopes. Those that are absent are then not wanted.
+  bool has_slopes(const Tensor *in) const {
+    return keeps(in[kXSlope]) || keeps(in[kWeightSlope]) || keeps(in[kBiasSlope]);
+  }
+  Status check_wanted(const Tensor *in, const Tensor *out) const {
+    for (int i = 0; i < 3; ++i)
+      if (out[i] && !keeps(in[kXSlope + i]))
+        return fail(kConventionMisused, "%s: %s is wanted, and %s is missing", name, outputs[i].name,
+                    inputs[kXSlope + i].name);
+    return kOk;
+  }
+};
+
+}  // namespace AOT_ISA
+}  // namespace aot
