@@ -206,8 +206,8 @@ class GradientBlock {
     for (int64_t i = 0; i < z.group() && key < within; ++i)
       for (int64_t query = queries.begin / kBlockQueries * kBlockQueries; query < queries.end; query += kBlockQueries)
         AOT_TRY(add(b, h * z.group() + i, query, key, within, g_.dk, g_.dv, dq));
-    store_rows(x_.of_keys(g_.dk, b, h, z.dim), key, end, dk_, z.dim);
-    store_rows(x_.of_keys(g_.dv, b, h, z.v_dim), key, end, dv_, z.v_dim);
+    if (g_.dk) store_rows(x_.of_keys(g_.dk, b, h, z.dim), key, end, dk_, z.dim);
+    if (g_.dv) store_rows(x_.of_keys(g_.dv, b, h, z.v_dim), key, end, dv_, z.v_dim);
     return kOk;
   }
 
@@ -241,8 +241,7 @@ class GradientBlock {
     sweep<T>(n, [=](int64_t j, auto part) { store(to + j, load(from + j, part), part); });
   }
   static void store_rows(HeadRows<T> to, int64_t begin, int64_t end, const A *from, int64_t dim) {
-    if (to.data)
-      for (int64_t i = begin; i < end; ++i) convert(from + (i - begin) * dim, to[i], dim);
+    for (int64_t i = begin; i < end; ++i) convert(from + (i - begin) * dim, to[i], dim);
   }
 
   Status add(int64_t b, int64_t h, int64_t query, int64_t key, int64_t end, bool dk, bool dv, bool dq) const {

@@ -16,7 +16,9 @@ def attention(q, k, v, lengths=None, causal=False, scale=None, window=None, soft
     scores = (q @ np.swapaxes(k, -2, -1)) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap:
         scores = softcap * np.tanh(scores / softcap)
-    seen = np.broadcast_to(_seen(np, q, k, lengths, causal, window), scores.shape)
+    queries, keys = scores.shape[-2:]
+    query, key = np.arange(keys - queries, keys)[:, None], np.arange(keys)
+    seen = np.broadcast_to(_seen(query, key, lengths, causal, window), scores.shape)
     most = np.max(scores.real, axis=-1, keepdims=True, initial=-np.inf, where=seen)
     e = np.where(seen, np.exp(np.where(seen, scores - np.where(seen.any(-1, keepdims=True), most, 0), 0)), 0)
     total = e.sum(-1, keepdims=True)
@@ -24,12 +26,9 @@ def attention(q, k, v, lengths=None, causal=False, scale=None, window=None, soft
     return np.swapaxes(y, -3, -2) if layout == "BSHD" else y
 
 
-def _seen(module, q, k, lengths, causal, window):
-    """Which keys a query sees, of (..., heads, sequence, head_dim)."""
-    queries, keys = q.shape[-2], k.shape[-2]
-    key = module.arange(keys)
-    after = key[None, :] - module.arange(queries)[:, None] - (keys - queries)
-    left, right = window or (-1, -1)
+def _seen(query, key, lengths, causal, window):
+    """Which keys a query sees. query: (queries, 1), from how many keys there are more; key: (keys,)."""
+    after, (left, right) = key - query, window or (-1, -1)
     seen = after == after
     if causal or right >= 0:
         seen = seen & (after <= (0 if causal else right))
@@ -69,23 +68,20 @@ def _bad(given, attrs, error, *words) -> Bad:
 
 
 def _in_torch(torch, q, k, v, lengths=None, causal=False, scale=None, window=None, softcap=0.0, layout="BSHD"):
-    """Written out where torch's function has no such argument."""
+    """Written out: torch's own function has no window, lengths or softcap, and its kernels no second derivative."""
     if layout == "BSHD":
         q, k, v = (x.transpose(-3, -2) for x in (q, k, v))
     group = q.shape[-3] // k.shape[-3]
-    seen = None
-    if causal or window or lengths is not None:
-        seen = _seen(torch, q, k, lengths if lengths is None else lengths.cpu(), causal, window).to(q.device)
+    k, v = (x.repeat_interleave(group, -3) for x in (k, v))
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap:
-        k, v = (x.repeat_interleave(group, -3) for x in (k, v))
-        scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
         scores = softcap * torch.tanh(scores / softcap)
-        if seen is not None:
-            scores = scores.masked_fill(~seen, float("-inf"))
-        y = torch.softmax(scores, -1) @ v
-    else:
-        function = torch.nn.functional.scaled_dot_product_attention
-        y = function(q, k, v, attn_mask=seen, scale=scale, enable_gqa=group > 1)
+    if causal or window or lengths is not None:
+        queries, keys = scores.shape[-2:]
+        query = torch.arange(keys - queries, keys, device=q.device)[:, None]
+        seen = _seen(query, torch.arange(keys, device=q.device), lengths, causal, window)
+        scores = scores.masked_fill(~seen, float("-inf"))
+    y = torch.softmax(scores, -1) @ v
     return (y.transpose(-3, -2) if layout == "BSHD" else y).contiguous()
 
 

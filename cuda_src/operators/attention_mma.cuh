@@ -1,0 +1,548 @@
+// attention in 16 bits on tensor cores, by mma.sync, from compute capability 8.0 on.
+//
+// A block has rows of a result, 16 kM for each warp, with their operands in shared memory; it goes through tiles of
+// others, which pass through two stages. Scores of rows and others are products of rows. The weights that follow from
+// them stay in registers, where they are the left factor of the next product: of y, p v; of dq, ds k; and, where rows
+// are keys, of dv, p^T dy, and of dk, ds^T q. So nothing is summed by two blocks, and the order of sums is fixed; dq
+// computes the scores once more for it. Exponentials are powers of 2.
+#pragma once
+#include "attention.cuh"
+#include "cuda/mma.cuh"
+
+namespace aot {
+inline namespace AOT_ISA {
+
+// kDim: head_dim, padded with zeros; a block has 16 kM kWarps rows.
+template <int kDim_, int kM_, int kWarps_, int kOthers_>
+struct MmaShape {
+  static constexpr int kDim = kDim_, kM = kM_, kWarps = kWarps_, kOthers = kOthers_;
+  static constexpr int kWarpRows = 16 * kM, kRows = kWarpRows * kWarps, kThreads = 32 * kWarps;
+  static constexpr int kRowTile = kRows * kDim, kOtherTile = kOthers * kDim;  // elements
+};
+
+// 96 KB of shared memory or less, which every GPU grants, and no more registers than there are.
+template <int kDim>
+struct MmaShapes;
+template <>
+struct MmaShapes<64> {
+  using Y = MmaShape<64, 2, 4, 64>;
+  using Dq = MmaShape<64, 2, 4, 32>;
+  using Dkv = MmaShape<64, 2, 4, 32>;
+};
+template <>
+struct MmaShapes<96> {
+  using Y = MmaShape<96, 2, 4, 64>;
+  using Dq = MmaShape<96, 2, 4, 32>;
+  using Dkv = MmaShape<96, 1, 8, 32>;
+};
+template <>
+struct MmaShapes<128> {
+  using Y = MmaShape<128, 2, 4, 64>;
+  using Dq = MmaShape<128, 2, 4, 32>;
+  using Dkv = MmaShape<128, 1, 8, 32>;
+};
+template <>
+struct MmaShapes<256> {
+  using Y = MmaShape<256, 1, 4, 32>;
+  using Dq = MmaShape<256, 1, 4, 16>;
+  using Dkv = MmaShape<256, 1, 4, 16>;
+};
+
+// -------------------------------------------------------------------------------------------------- shared memory
+
+// The address of 8 elements of a tile. Those at one place of 8 adjacent rows are in different banks.
+template <int kDim>
+__device__ inline uint32_t piece_address(uint32_t tile, int row, int piece) {
+  const int mixed = kDim % 64 == 0 ? piece ^ row % 8 : piece ^ row / 2 % 4;
+  return tile + (row * kDim + mixed * 8) * 2;
+}
+
+// Starts to copy rows [begin, begin + kCount) of a head, of `dim` elements; zeros from row `end` on.
+template <int kDim, int kCount, int kThreads, typename T>
+__device__ inline void copy_rows(uint32_t tile, HeadRows<const T> from, int64_t begin, int64_t end, int dim) {
+  constexpr int kPieces = kDim / 8;
+#pragma unroll
+  for (int i = threadIdx.x; i < kCount * kPieces; i += kThreads) {
+    const int row = i / kPieces, piece = i % kPieces;
+    const bool present = begin + row < end && piece * 8 < dim;
+    copy_async(piece_address<kDim>(tile, row, piece), present ? from[begin + row] + piece * 8 : from.data, present);
+  }
+}
+
+// ------------------------------------------------------------------------------------------------------- products
+
+// A part of a result that a warp has: (16 kM, kN).
+template <int kM, int kN>
+using MmaSums = float[kM][kN / 8][4];
+// The same rounded, as a left factor.
+template <int kM, int kN>
+using MmaFactor = uint32_t[kM][kN / 16][4];
+
+// sums += the products of this warp's rows of a, from `row` on, and rows of b.
+template <int kDim, int kM, int kN, typename T>
+__device__ inline void multiply_rows(MmaSums<kM, kN> &sums, uint32_t a, int row, uint32_t b, T zero) {
+  const int lane = lane_index(), eighth = lane % 8, low = lane / 8 % 2, high = lane / 16;
+#pragma unroll
+  for (int k = 0; k < kDim / 16; ++k) {
+    uint32_t left[kM][4];
+#pragma unroll
+    for (int i = 0; i < kM; ++i)
+      load_matrices(left[i], piece_address<kDim>(a, row + 16 * i + 8 * low + eighth, 2 * k + high));
+#pragma unroll
+    for (int n = 0; n < kN / 16; ++n) {
+      uint32_t right[4];
+      load_matrices(right, piece_address<kDim>(b, 16 * n + 8 * high + eighth, 2 * k + low));
+#pragma unroll
+      for (int i = 0; i < kM; ++i) {
+        multiply_add(sums[i][2 * n], left[i], right[0], right[1], zero);
+        multiply_add(sums[i][2 * n + 1], left[i], right[2], right[3], zero);
+      }
+    }
+  }
+}
+
+// sums += weights b, for as many rows of b as there are columns of weights.
+template <int kDim, int kM, int kN, typename T>
+__device__ inline void multiply_weights(MmaSums<kM, kDim> &sums, const MmaFactor<kM, kN> &weights, uint32_t b, T zero) {
+  const int lane = lane_index(), eighth = lane % 8, low = lane / 8 % 2, high = lane / 16;
+#pragma unroll
+  for (int k = 0; k < kN / 16; ++k)
+#pragma unroll
+    for (int d = 0; d < kDim / 16; ++d) {
+      uint32_t right[4];
+      load_transposed_matrices(right, piece_address<kDim>(b, 16 * k + 8 * low + eighth, 2 * d + high));
+#pragma unroll
+      for (int i = 0; i < kM; ++i) {
+        multiply_add(sums[i][2 * d], weights[i][k], right[0], right[1], zero);
+        multiply_add(sums[i][2 * d + 1], weights[i][k], right[2], right[3], zero);
+      }
+    }
+}
+
+template <int kM, int kN, typename T>
+__device__ inline void round_weights(MmaFactor<kM, kN> &to, const MmaSums<kM, kN> &from, T zero) {
+#pragma unroll
+  for (int i = 0; i < kM; ++i)
+#pragma unroll
+    for (int n = 0; n < kN / 8; ++n)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        to[i][n / 2][n % 2 * 2 + half] = narrow_word(from[i][n][2 * half], from[i][n][2 * half + 1], zero);
+}
+
+// f(i, half, n, e, row, column) for each number of sums: rows are counted from the warp's first, 8 half of 16 i.
+template <int kM, int kN, class F>
+__device__ inline void each_sum(F f) {
+  const int row = lane_index() / 4, column = lane_index() % 4 * 2;
+#pragma unroll
+  for (int i = 0; i < kM; ++i)
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int n = 0; n < kN / 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) f(i, half, n, e, 16 * i + 8 * half + row, 8 * n + column + e);
+}
+
+// Stores columns below dim of the rows that exist, times a number.
+template <int kM, int kDim, typename T, class Times>
+__device__ inline void store_sums(const MmaSums<kM, kDim> &sums, HeadRows<T> to, int64_t begin, int64_t end, int dim,
+                                  Times times) {
+#pragma unroll
+  for (int i = 0; i < kM; ++i)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int64_t row = begin + 16 * i + 8 * half + lane_index() / 4;
+      const float factor = times(i, half);
+      if (row >= end) continue;
+      T *const at = to[row] + lane_index() % 4 * 2;
+#pragma unroll
+      for (int n = 0; n < kDim / 8; ++n)
+        if (8 * n < dim)
+          *reinterpret_cast<uint32_t *>(at + 8 * n) =
+              narrow_word(sums[i][n][2 * half] * factor, sums[i][n][2 * half + 1] * factor, T());
+    }
+}
+
+// --------------------------------------------------------------------------------------------------------- scores
+
+// A range of a row's others as numbers from `from` on, of which there are n.
+__device__ inline int2 within(Range range, int64_t from, int n) {
+  const int64_t begin = range.begin - from, end = range.end - from;
+  return {static_cast<int>(begin < 0 ? 0 : begin < n ? begin : n), static_cast<int>(end < 0 ? 0 : end < n ? end : n)};
+}
+
+// Scores in units of log(2).
+struct MmaScores {
+  float scale, cap, inner;  // inner: of the tangent's argument, 0 without a cap
+
+  __device__ explicit MmaScores(const AttentionSizes &z)
+      : scale(static_cast<float>(z.scale * kLog2E)),
+        cap(static_cast<float>(z.softcap * kLog2E)),
+        inner(z.softcap == 0 ? 0.0f : static_cast<float>(z.scale / z.softcap)) {}
+
+  __device__ static float tangent(float x) {
+    return 1 - 2 * fast_reciprocal(1 + fast_exp2(x * static_cast<float>(2 * kLog2E)));
+  }
+  // *slope: the derivative over scale.
+  __device__ float operator()(float product, float *slope) const {
+    *slope = 1;
+    if (inner == 0) return product * scale;
+    const float t = tangent(product * inner);
+    return *slope = 1 - t * t, cap * t;
+  }
+};
+
+constexpr float kInfinity = __builtin_huge_valf();
+
+// ---------------------------------------------------------------------------------------------------------------- y
+
+// blockIdx.x: a tile of queries of a head of an example. Of those of a head the last ones, which see most, are first.
+template <typename T, class Shape>
+__global__ void __launch_bounds__(Shape::kThreads) attention_y_kernel(AttentionInputs<T> x, T *y, float *lse) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  constexpr int kDim = Shape::kDim, kM = Shape::kM, kKeys = Shape::kOthers;
+  extern __shared__ uint4 attention_shared[];
+  const AttentionSizes &z = x.z;
+  const int64_t tiles = ceil_div(z.queries, Shape::kRows), head = blockIdx.x / tiles, b = head / z.heads;
+  const int64_t h = head % z.heads, begin = (tiles - 1 - blockIdx.x % tiles) * Shape::kRows;
+  const int64_t end = begin + Shape::kRows < z.queries ? begin + Shape::kRows : z.queries;
+  const auto length = x.length(b);
+  const HeadRows<const T> k = x.of_keys(x.k, b, h / z.group(), z.dim), v = x.of_keys(x.v, b, h / z.group(), z.v_dim);
+  const int dim = static_cast<int>(z.dim), v_dim = static_cast<int>(z.v_dim);
+
+  const Range seen = z.seen_by(begin, end, length.value);
+  const int64_t first = seen.begin / kKeys * kKeys;
+  const int steps = seen.end > first ? static_cast<int>(ceil_div(seen.end - first, kKeys)) : 0;
+  const uint32_t q_tile = shared_address(attention_shared), stages = q_tile + 2 * Shape::kRowTile;
+  const auto stage = [=](int step) { return stages + step % 2 * (4 * Shape::kOtherTile); };
+  const auto fetch = [=](int step) {
+    const int64_t key = first + int64_t{step} * kKeys;
+    copy_rows<kDim, kKeys, Shape::kThreads>(stage(step), k, key, length.value, dim);
+    copy_rows<kDim, kKeys, Shape::kThreads>(stage(step) + 2 * Shape::kOtherTile, v, key, length.value, v_dim);
+  };
+  copy_rows<kDim, Shape::kRows, Shape::kThreads>(q_tile, x.of_queries(x.q, b, h, z.dim), begin, end, dim);
+  if (steps) fetch(0);
+  commit_copies();
+
+  const MmaScores scores(z);
+  const int warp_row = warp_index() * Shape::kWarpRows;
+  MmaSums<kM, kDim> sums = {};
+  float most[kM][2], total[kM][2] = {};
+#pragma unroll
+  for (auto &pair : most) pair[0] = pair[1] = -kInfinity;
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    wait_copies<0>();
+    __syncthreads();
+    if (step + 1 < steps) fetch(step + 1);
+    commit_copies();
+    MmaSums<kM, kKeys> s = {};
+    multiply_rows<kDim, kM, kKeys>(s, q_tile, warp_row, stage(step), T());
+    const int64_t key = first + int64_t{step} * kKeys;
+    const bool whole = key >= z.seen_by(end - 1, end, length.value).begin &&
+                       key + kKeys <= z.seen_by(begin, begin + 1, length.value).end;
+    each_sum<kM, kKeys>([&](int i, int half, int n, int e, int, int) {
+      float &score = s[i][n][2 * half + e], slope;
+      score = scores(score, &slope);
+    });
+    if (!whole) {
+#pragma unroll
+      for (int i = 0; i < kM; ++i)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int64_t query = begin + warp_row + 16 * i + 8 * half + lane_index() / 4;
+          const int2 range = within(z.seen_by(query, query + 1, length.value), key, kKeys);
+#pragma unroll
+          for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+              const int column = 8 * n + lane_index() % 4 * 2 + e;
+              if (column < range.x || column >= range.y) s[i][n][2 * half + e] = -kInfinity;
+            }
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < kM; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float block = -kInfinity, sum = 0;
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n) block = fmaxf(block, fmaxf(s[i][n][2 * half], s[i][n][2 * half + 1]));
+        block = fmaxf(block, __shfl_xor_sync(~0u, block, 1));
+        block = fmaxf(block, __shfl_xor_sync(~0u, block, 2));
+        const float before = most[i][half], now = fmaxf(before, block), base = now == -kInfinity ? 0 : now;
+        const float shrink = fast_exp2(before - base);
+        most[i][half] = now;
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+          for (int e = 0; e < 2; ++e) sum += s[i][n][2 * half + e] = fast_exp2(s[i][n][2 * half + e] - base);
+        total[i][half] = total[i][half] * shrink + sum;
+#pragma unroll
+        for (int n = 0; n < kDim / 8; ++n) sums[i][n][2 * half] *= shrink, sums[i][n][2 * half + 1] *= shrink;
+      }
+    MmaFactor<kM, kKeys> p;
+    round_weights<kM, kKeys>(p, s, T());
+    multiply_weights<kDim, kM, kKeys>(sums, p, stage(step) + 2 * Shape::kOtherTile, T());
+  }
+
+#pragma unroll
+  for (int i = 0; i < kM; ++i)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      total[i][half] = sum_lanes<4>(total[i][half]);
+      const int64_t query = begin + warp_row + 16 * i + 8 * half + lane_index() / 4;
+      if (lse && query < end && lane_index() % 4 == 0)
+        lse[x.row(b, h, query)] = (most[i][half] + log2f(total[i][half])) * static_cast<float>(1 / kLog2E);
+    }
+  if (y)
+    store_sums<kM, kDim>(sums, x.of_queries(y, b, h, z.v_dim), begin + warp_row, end, v_dim, [&](int i, int half) {
+      return total[i][half] == 0 ? 0 * length.times : length.times / total[i][half];
+    });
+#endif
+}
+
+// --------------------------------------------------------------------------------------------------------------- dq
+
+template <typename T, class Shape>
+__global__ void __launch_bounds__(Shape::kThreads) attention_dq_kernel(AttentionInputs<T> x, T *dq) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  constexpr int kDim = Shape::kDim, kM = Shape::kM, kKeys = Shape::kOthers;
+  extern __shared__ uint4 attention_shared[];
+  const AttentionSizes &z = x.z;
+  const int64_t tiles = ceil_div(z.queries, Shape::kRows), head = blockIdx.x / tiles, b = head / z.heads;
+  const int64_t h = head % z.heads, begin = (tiles - 1 - blockIdx.x % tiles) * Shape::kRows;
+  const int64_t end = begin + Shape::kRows < z.queries ? begin + Shape::kRows : z.queries;
+  const auto length = x.length(b);
+  const HeadRows<const T> k = x.of_keys(x.k, b, h / z.group(), z.dim), v = x.of_keys(x.v, b, h / z.group(), z.v_dim);
+  const int dim = static_cast<int>(z.dim), v_dim = static_cast<int>(z.v_dim);
+
+  const Range seen = z.seen_by(begin, end, length.value);
+  const int64_t first = seen.begin / kKeys * kKeys;
+  const int steps = seen.end > first ? static_cast<int>(ceil_div(seen.end - first, kKeys)) : 0;
+  const uint32_t q_tile = shared_address(attention_shared), dy_tile = q_tile + 2 * Shape::kRowTile;
+  const uint32_t stages = dy_tile + 2 * Shape::kRowTile;
+  const auto stage = [=](int step) { return stages + step % 2 * (4 * Shape::kOtherTile); };
+  const auto fetch = [=](int step) {
+    const int64_t key = first + int64_t{step} * kKeys;
+    copy_rows<kDim, kKeys, Shape::kThreads>(stage(step), k, key, length.value, dim);
+    copy_rows<kDim, kKeys, Shape::kThreads>(stage(step) + 2 * Shape::kOtherTile, v, key, length.value, v_dim);
+  };
+  copy_rows<kDim, Shape::kRows, Shape::kThreads>(q_tile, x.of_queries(x.q, b, h, z.dim), begin, end, dim);
+  copy_rows<kDim, Shape::kRows, Shape::kThreads>(dy_tile, x.of_queries(x.dy, b, h, z.v_dim), begin, end, v_dim);
+  if (steps) fetch(0);
+  commit_copies();
+
+  const MmaScores scores(z);
+  const int warp_row = warp_index() * Shape::kWarpRows;
+  MmaSums<kM, kDim> sums = {};
+  float lse[kM][2], delta[kM][2];
+#pragma unroll
+  for (int i = 0; i < kM; ++i)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int64_t query = begin + warp_row + 16 * i + 8 * half + lane_index() / 4;
+      lse[i][half] = query < end ? x.lse[x.row(b, h, query)] * static_cast<float>(kLog2E) : kInfinity;
+      delta[i][half] = query < end ? x.delta[x.row(b, h, query)] : 0;
+    }
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    wait_copies<0>();
+    __syncthreads();
+    if (step + 1 < steps) fetch(step + 1);
+    commit_copies();
+    MmaSums<kM, kKeys> s = {}, dp = {};
+    multiply_rows<kDim, kM, kKeys>(s, q_tile, warp_row, stage(step), T());
+    multiply_rows<kDim, kM, kKeys>(dp, dy_tile, warp_row, stage(step) + 2 * Shape::kOtherTile, T());
+    const int64_t key = first + int64_t{step} * kKeys;
+    const bool whole = key >= z.seen_by(end - 1, end, length.value).begin &&
+                       key + kKeys <= z.seen_by(begin, begin + 1, length.value).end;
+#pragma unroll
+    for (int i = 0; i < kM; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        int2 range = {0, kKeys};
+        if (!whole) {
+          const int64_t query = begin + warp_row + 16 * i + 8 * half + lane_index() / 4;
+          range = within(z.seen_by(query, query + 1, length.value), key, kKeys);
+        }
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const int column = 8 * n + lane_index() % 4 * 2 + e;
+            float slope, &score = s[i][n][2 * half + e];
+            const float p = fast_exp2(scores(score, &slope) - lse[i][half]);
+            score = column < range.x || column >= range.y ? 0 : p * (dp[i][n][2 * half + e] - delta[i][half]) * slope;
+          }
+      }
+    MmaFactor<kM, kKeys> ds;
+    round_weights<kM, kKeys>(ds, s, T());
+    multiply_weights<kDim, kM, kKeys>(sums, ds, stage(step), T());
+  }
+  const float times = static_cast<float>(z.scale) * length.times;
+  store_sums<kM, kDim>(sums, x.of_queries(dq, b, h, z.dim), begin + warp_row, end, dim,
+                       [=](int, int) { return times; });
+#endif
+}
+
+// ------------------------------------------------------------------------------------------------------- dk and dv
+
+// dk, dv: null if not wanted. One of them alone needs half as many registers: kDk and kDv.
+template <typename T, class Shape, bool kDk, bool kDv>
+__global__ void __launch_bounds__(Shape::kThreads) attention_dkv_kernel(AttentionInputs<T> x, T *dk, T *dv) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  constexpr int kDim = Shape::kDim, kM = Shape::kM, kQueries = Shape::kOthers;
+  extern __shared__ uint4 attention_shared[];
+  __shared__ float row_lse[2][kQueries], row_delta[2][kQueries];
+  const AttentionSizes &z = x.z;
+  const int64_t tiles = ceil_div(z.keys, Shape::kRows), head = blockIdx.x / tiles, b = head / z.kv_heads;
+  const int64_t kv = head % z.kv_heads, begin = blockIdx.x % tiles * Shape::kRows;
+  const int64_t end = begin + Shape::kRows < z.keys ? begin + Shape::kRows : z.keys;
+  const auto length = x.length(b);
+  const int64_t last = end < length.value ? end : length.value;
+  const int dim = static_cast<int>(z.dim), v_dim = static_cast<int>(z.v_dim);
+
+  const Range seeing = z.seeing(begin, last);
+  const int64_t first = seeing.begin / kQueries * kQueries;
+  const bool any = begin < last && first < seeing.end;
+  const int of_head = any ? static_cast<int>(ceil_div(seeing.end - first, kQueries)) : 0;
+  const int64_t steps = of_head * z.group();
+  const uint32_t k_tile = shared_address(attention_shared), v_tile = k_tile + 2 * Shape::kRowTile;
+  const uint32_t stages = v_tile + 2 * Shape::kRowTile;
+  const auto stage = [=](int64_t step) { return stages + static_cast<int>(step % 2) * (4 * Shape::kOtherTile); };
+  const auto fetch = [&](int64_t step) {
+    const int64_t h = kv * z.group() + step / of_head, query = first + step % of_head * kQueries;
+    copy_rows<kDim, kQueries, Shape::kThreads>(stage(step), x.of_queries(x.q, b, h, z.dim), query, z.queries, dim);
+    copy_rows<kDim, kQueries, Shape::kThreads>(stage(step) + 2 * Shape::kOtherTile, x.of_queries(x.dy, b, h, z.v_dim),
+                                               query, z.queries, v_dim);
+    if (threadIdx.x < kQueries) {
+      const int64_t i = query + threadIdx.x;
+      const bool present = i < z.queries;
+      row_lse[step % 2][threadIdx.x] = present ? x.lse[x.row(b, h, i)] * static_cast<float>(kLog2E) : kInfinity;
+      row_delta[step % 2][threadIdx.x] = present ? x.delta[x.row(b, h, i)] : 0;
+    }
+  };
+  copy_rows<kDim, Shape::kRows, Shape::kThreads>(k_tile, x.of_keys(x.k, b, kv, z.dim), begin, last, dim);
+  copy_rows<kDim, Shape::kRows, Shape::kThreads>(v_tile, x.of_keys(x.v, b, kv, z.v_dim), begin, last, v_dim);
+  if (steps) fetch(0);
+  commit_copies();
+
+  const MmaScores scores(z);
+  const int warp_row = warp_index() * Shape::kWarpRows;
+  MmaSums<kM, kDim> dk_sums = {}, dv_sums = {};
+#pragma unroll 1
+  for (int64_t step = 0; step < steps; ++step) {
+    wait_copies<0>();
+    __syncthreads();
+    if (step + 1 < steps) fetch(step + 1);
+    commit_copies();
+    const uint32_t q_tile = stage(step), dy_tile = q_tile + 2 * Shape::kOtherTile;
+    const int64_t query = first + step % of_head * kQueries;
+    const Range by_last = z.seeing(end - 1, end), by_first = z.seeing(begin, begin + 1);
+    const bool whole = last == begin + Shape::kRows && query >= by_last.begin && query + kQueries <= by_first.end;
+    MmaSums<kM, kQueries> s = {}, dp = {};
+    multiply_rows<kDim, kM, kQueries>(s, k_tile, warp_row, q_tile, T());
+    if constexpr (kDk) multiply_rows<kDim, kM, kQueries>(dp, v_tile, warp_row, dy_tile, T());
+#pragma unroll
+    for (int i = 0; i < kM; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        int2 range = {0, kQueries};
+        if (!whole) {
+          const int64_t key = begin + warp_row + 16 * i + 8 * half + lane_index() / 4;
+          range = within(z.seeing(key, key + 1), query, kQueries);
+          if (key >= last) range = {kQueries, kQueries};
+        }
+#pragma unroll
+        for (int n = 0; n < kQueries / 8; ++n)
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const int column = 8 * n + lane_index() % 4 * 2 + e;
+            float slope, &score = s[i][n][2 * half + e], &of_p = dp[i][n][2 * half + e];
+            const float p = fast_exp2(scores(score, &slope) - row_lse[step % 2][column]);
+            score = column < range.x || column >= range.y ? 0 : p;
+            if constexpr (kDk) of_p = score == 0 ? 0 : score * (of_p - row_delta[step % 2][column]) * slope;
+          }
+      }
+    MmaFactor<kM, kQueries> weights;
+    if constexpr (kDv) {
+      round_weights<kM, kQueries>(weights, s, T());
+      multiply_weights<kDim, kM, kQueries>(dv_sums, weights, dy_tile, T());
+    }
+    if constexpr (kDk) {
+      round_weights<kM, kQueries>(weights, dp, T());
+      multiply_weights<kDim, kM, kQueries>(dk_sums, weights, q_tile, T());
+    }
+  }
+  const int64_t row = begin + warp_row;
+  const float times = length.times, scale = static_cast<float>(z.scale) * times;
+  if (kDk && dk)
+    store_sums<kM, kDim>(dk_sums, x.of_keys(dk, b, kv, z.dim), row, end, dim, [=](int, int) { return scale; });
+  if (kDv && dv)
+    store_sums<kM, kDim>(dv_sums, x.of_keys(dv, b, kv, z.v_dim), row, end, v_dim, [=](int, int) { return times; });
+#endif
+}
+
+// ------------------------------------------------------------------------------------------------------- launchers
+
+// Whether these kernels take a call whose tensors are aligned.
+inline bool mma_takes(const AttentionSizes &z) {
+  return z.dim % 8 == 0 && z.v_dim % 8 == 0 && z.v_dim > 0 && z.dim <= 256 && z.v_dim <= 256;
+}
+
+// f(MmaShapes<kDim>()) with the head_dim that q, k and v are padded to.
+template <class F>
+Status dispatch_mma(const AttentionSizes &z, F f) {
+  const int64_t dim = std::max(z.dim, z.v_dim);
+  return dim <= 64    ? f(MmaShapes<64>())
+         : dim <= 96  ? f(MmaShapes<96>())
+         : dim <= 128 ? f(MmaShapes<128>())
+                      : f(MmaShapes<256>());
+}
+
+// row_tiles: how many tiles of the rows' operands are in shared memory.
+template <class Shape, typename... Parameters, typename... Arguments>
+Status launch_mma(const char *op, void (*kernel)(Parameters...), int64_t heads, int64_t rows, int row_tiles,
+                  void *stream, const Arguments &...arguments) {
+  const int64_t blocks = heads * ceil_div(rows, Shape::kRows);
+  if (!blocks) return kOk;
+  if (blocks > INT32_MAX)
+    return fail(kNotImplemented, "%s: %lld tiles are more than a grid has", op, static_cast<long long>(blocks));
+  const int shared = 2 * (row_tiles * Shape::kRowTile + 4 * Shape::kOtherTile);
+  static_assert(2 * (2 * Shape::kRowTile + 4 * Shape::kOtherTile) <= 98304 || Shape::kRows * Shape::kDim <= 128 * 128);
+  return launch_kernel(op, kernel, {static_cast<unsigned>(blocks), Shape::kThreads, shared}, stream, arguments...);
+}
+
+template <typename T>
+Status run_mma_forward(const char *op, const AttentionInputs<T> &x, T *y, float *lse, void *stream) {
+  return dispatch_mma(x.z, [&](auto shapes) {
+    using Shape = typename decltype(shapes)::Y;
+    return launch_mma<Shape>(op, attention_y_kernel<T, Shape>, x.z.batch * x.z.heads, x.z.queries, 1, stream, x, y,
+                             lse);
+  });
+}
+
+template <typename T>
+Status run_mma_backward(const char *op, const AttentionInputs<T> &x, T *dq, T *dk, T *dv, void *stream) {
+  const AttentionSizes &z = x.z;
+  return dispatch_mma(z, [&](auto shapes) -> Status {
+    using Shapes = decltype(shapes);
+    using Dq = typename Shapes::Dq;
+    using Dkv = typename Shapes::Dkv;
+    if (dq) AOT_TRY(launch_mma<Dq>(op, attention_dq_kernel<T, Dq>, z.batch * z.heads, z.queries, 2, stream, x, dq));
+    const auto run = [&](auto kernel) {
+      return launch_mma<Dkv>(op, kernel, z.batch * z.kv_heads, z.keys, 2, stream, x, dk, dv);
+    };
+    if constexpr (Dkv::kDim <= 128) {
+      return dk || dv ? run(attention_dkv_kernel<T, Dkv, true, true>) : kOk;
+    } else {
+      if (dk) AOT_TRY(run(attention_dkv_kernel<T, Dkv, true, false>));
+      return dv ? run(attention_dkv_kernel<T, Dkv, false, true>) : kOk;
+    }
+  });
+}
+
+}  // namespace AOT_ISA
+}  // namespace aot
