@@ -43,7 +43,7 @@ def _stated(call, of_lse=""):
     head_dim of v, along which the gradient of a score is a sum. ``of_lse``: what follows its axes."""
     heads, seq = _axes(call)
     q_heads, kv_heads = ("h", "h") if call.q[heads] == call.k[heads] else ("H", "K")
-    s = "S" if call.causal or call.window is not None else "s"
+    s = "S" if call.causal or max(call.window) >= 0 else "s"
     lines = () if call.lengths is None else call.lengths
     leading = call.q[:-3]
     own = lines == leading[len(leading) - len(lines) :]
@@ -88,7 +88,7 @@ class _Call:
         self.kv_heads = k.shape[-3 if layout == "BHSD" else -2]
         self.q, self.k, self.v = self.groups(q), self.shared(k), self.shared(v)
         self.scale = q.shape[-1] ** -0.5 if scale is None else scale
-        self.left, self.right = (-1, -1) if window is None else window
+        self.left, self.right = window
         if causal:
             self.right = 0
 
@@ -157,7 +157,7 @@ class _Call:
     outputs=("y",),
     residuals=("lse",),
     optional=("lengths",),
-    attrs={"causal": "bool", "scale": "float?", "window": "int[]?", "softcap": "float", "layout": "str"},
+    attrs={"causal": "bool", "scale": "float?", "window": "int[]", "softcap": "float", "layout": "str"},
     shapes={"y": lambda call: (*call.q[:-1], call.v[-1]), "lse": _lse_shape},
     dims=_dims,
     formula=_formula,
@@ -197,7 +197,7 @@ def attention(q, k, v, lengths=None, causal=False, scale=None, window=None, soft
         causal: a query sees no key after the one that it stands beside. (torch's ``is_causal`` places the first query
             beside the first key; the two agree where there are as many.)
         scale: None for ``head_dim ** -0.5``.
-        window: (left, right): a query sees so many keys before and after the one that it stands beside; -1 for all.
+        window: (left, right): a query sees so many keys before and after the one that it stands beside; -1 for all of them.
         softcap: if not 0, scores are ``softcap * tanh(scores / softcap)``.
         layout: of q, k, v and the result: "BSHD", as above, or "BHSD" for (..., heads, queries, head_dim).
 
@@ -213,4 +213,4 @@ def attention(q, k, v, lengths=None, causal=False, scale=None, window=None, soft
 
     Source: Dao, arXiv:2307.08691.
     """
-    return (q, k, v, lengths), (causal, scale, window, softcap, layout)
+    return (q, k, v, lengths), (causal, scale, (-1, -1) if window is None else window, softcap, layout)

@@ -12,45 +12,54 @@
 namespace aot {
 inline namespace AOT_ISA {
 
-// kDim: head_dim, padded with zeros; a block has 16 kM kWarps rows.
-template <int kDim_, int kM_, int kWarps_, int kOthers_>
+// kDim: head_dim, padded with zeros; a block has 16 kM kWarps rows; kBlocks: blocks for which a multiprocessor must
+// have registers.
+template <int kDim_, int kM_, int kWarps_, int kOthers_, int kBlocks_>
 struct MmaShape {
-  static constexpr int kDim = kDim_, kM = kM_, kWarps = kWarps_, kOthers = kOthers_;
+  static constexpr int kDim = kDim_, kM = kM_, kWarps = kWarps_, kOthers = kOthers_, kBlocks = kBlocks_;
   static constexpr int kWarpRows = 16 * kM, kRows = kWarpRows * kWarps, kThreads = 32 * kWarps;
-  static constexpr int kRowTile = kRows * kDim, kOtherTile = kOthers * kDim;  // elements
+  static constexpr int kRowBytes = 2 * kDim, kTile = kRows * kRowBytes, kOtherTile = kOthers * kRowBytes;  // bytes
+  static constexpr int kNumbers = 4 * 4 * kOthers;  // bytes of lse and delta of both stages
+
+  // Bytes of shared memory with so many tiles of rows, and two stages of two tiles of others.
+  AOT_BOTH_SIDES static constexpr int shared(int tiles, bool numbers) {
+    return tiles * kTile + 4 * kOtherTile + (numbers ? kNumbers : 0);
+  }
 };
 
-// 96 KB of shared memory or less, which every GPU grants, and no more registers than there are.
+constexpr int kMmaShared = 99 << 10;  // bytes that a block may have on every GPU from compute capability 8.0 on
+
 template <int kDim>
 struct MmaShapes;
 template <>
 struct MmaShapes<64> {
-  using Y = MmaShape<64, 2, 4, 64>;
-  using Dq = MmaShape<64, 2, 4, 32>;
-  using Dkv = MmaShape<64, 2, 4, 32>;
+  using Y = MmaShape<64, 2, 4, 64, 3>;
+  using Dq = MmaShape<64, 2, 4, 32, 3>;
+  using Dkv = MmaShape<64, 2, 4, 32, 2>;
 };
 template <>
 struct MmaShapes<96> {
-  using Y = MmaShape<96, 2, 4, 64>;
-  using Dq = MmaShape<96, 2, 4, 32>;
-  using Dkv = MmaShape<96, 1, 8, 32>;
+  using Y = MmaShape<96, 2, 4, 64, 2>;
+  using Dq = MmaShape<96, 2, 4, 32, 2>;
+  using Dkv = MmaShape<96, 1, 8, 32, 1>;
 };
 template <>
 struct MmaShapes<128> {
-  using Y = MmaShape<128, 2, 4, 64>;
-  using Dq = MmaShape<128, 2, 4, 32>;
-  using Dkv = MmaShape<128, 1, 8, 32>;
+  using Y = MmaShape<128, 2, 4, 64, 2>;
+  using Dq = MmaShape<128, 2, 4, 32, 2>;
+  using Dkv = MmaShape<128, 1, 8, 32, 1>;
 };
 template <>
 struct MmaShapes<256> {
-  using Y = MmaShape<256, 1, 4, 32>;
-  using Dq = MmaShape<256, 1, 4, 16>;
-  using Dkv = MmaShape<256, 1, 4, 16>;
+  using Y = MmaShape<256, 1, 4, 32, 2>;
+  using Dq = MmaShape<256, 1, 4, 16, 2>;
+  using Dkv = MmaShape<256, 1, 4, 16, 2>;
 };
 
 // -------------------------------------------------------------------------------------------------- shared memory
 
-// The address of 8 elements of a tile. Those at one place of 8 adjacent rows are in different banks.
+// Rows of a tile have pieces of 16 bytes. Those at one place of 8 adjacent rows are in different banks. A tile begins
+// at a multiple of 1024.
 template <int kDim>
 __device__ inline uint32_t piece_address(uint32_t tile, int row, int piece) {
   const int mixed = kDim % 64 == 0 ? piece ^ row % 8 : piece ^ row / 2 % 4;
@@ -58,16 +67,38 @@ __device__ inline uint32_t piece_address(uint32_t tile, int row, int piece) {
 }
 
 // Starts to copy rows [begin, begin + kCount) of a head, of `dim` elements; zeros from row `end` on.
-template <int kDim, int kCount, int kThreads, typename T>
+template <class Shape, int kCount, typename T>
 __device__ inline void copy_rows(uint32_t tile, HeadRows<const T> from, int64_t begin, int64_t end, int dim) {
-  constexpr int kPieces = kDim / 8;
+  constexpr int kDim = Shape::kDim, kPieces = kDim / 8, kAlong = kPieces % 8 == 0 ? kPieces : 4;
+  constexpr int kStep = Shape::kThreads / kAlong;  // rows at once
+  const int row = threadIdx.x / kAlong, along = threadIdx.x % kAlong;
+  const int left = end - begin < kCount ? static_cast<int>(end - begin) : kCount;
+  const T *at = from[begin + row] + along * 8;
 #pragma unroll
-  for (int i = threadIdx.x; i < kCount * kPieces; i += kThreads) {
-    const int row = i / kPieces, piece = i % kPieces;
-    const bool present = begin + row < end && piece * 8 < dim;
-    copy_async(piece_address<kDim>(tile, row, piece), present ? from[begin + row] + piece * 8 : from.data, present);
+  for (int i = 0; i < kCount; i += kStep, at += kStep * from.stride) {
+    if (kCount % kStep && i + row >= kCount) continue;
+#pragma unroll
+    for (int j = 0; j < kPieces; j += kAlong) {
+      const bool present = i + row < left && (along + j) * 8 < dim;
+      copy_async(piece_address<kDim>(tile, i + row, along + j), present ? at + j * 8 : from.data, present);
+    }
   }
 }
+
+// The addresses of a lane for ldmatrix, from the first row of a tile: piece 2 k + `piece` of a row of 16.
+template <int kDim>
+class LaneRows {
+ public:
+  __device__ LaneRows(uint32_t tile, int row, int piece)
+      : even_(piece_address<kDim>(tile, row, piece)), odd_(piece_address<kDim>(tile, row, 2 + piece)) {}
+
+  __device__ uint32_t operator()(int k) const {
+    return kDim % 64 == 0 ? even_ ^ 32 * k : (k % 2 ? odd_ : even_) + k / 2 * 64;
+  }
+
+ private:
+  uint32_t even_, odd_;
+};
 
 // ------------------------------------------------------------------------------------------------------- products
 
@@ -78,20 +109,20 @@ using MmaSums = float[kM][kN / 8][4];
 template <int kM, int kN>
 using MmaFactor = uint32_t[kM][kN / 16][4];
 
-// sums += the products of this warp's rows of a, from `row` on, and rows of b.
+// sums += the products of this warp's rows of a, from `row` on, a multiple of 16, and rows of b.
 template <int kDim, int kM, int kN, typename T>
 __device__ inline void multiply_rows(MmaSums<kM, kN> &sums, uint32_t a, int row, uint32_t b, T zero) {
   const int lane = lane_index(), eighth = lane % 8, low = lane / 8 % 2, high = lane / 16;
+  const LaneRows<kDim> of_a(a + row * kDim * 2, 8 * low + eighth, high), of_b(b, 8 * high + eighth, low);
 #pragma unroll
   for (int k = 0; k < kDim / 16; ++k) {
     uint32_t left[kM][4];
 #pragma unroll
-    for (int i = 0; i < kM; ++i)
-      load_matrices(left[i], piece_address<kDim>(a, row + 16 * i + 8 * low + eighth, 2 * k + high));
+    for (int i = 0; i < kM; ++i) load_matrices(left[i], of_a(k) + i * 16 * kDim * 2);
 #pragma unroll
     for (int n = 0; n < kN / 16; ++n) {
       uint32_t right[4];
-      load_matrices(right, piece_address<kDim>(b, 16 * n + 8 * high + eighth, 2 * k + low));
+      load_matrices(right, of_b(k) + n * 16 * kDim * 2);
 #pragma unroll
       for (int i = 0; i < kM; ++i) {
         multiply_add(sums[i][2 * n], left[i], right[0], right[1], zero);
@@ -105,12 +136,13 @@ __device__ inline void multiply_rows(MmaSums<kM, kN> &sums, uint32_t a, int row,
 template <int kDim, int kM, int kN, typename T>
 __device__ inline void multiply_weights(MmaSums<kM, kDim> &sums, const MmaFactor<kM, kN> &weights, uint32_t b, T zero) {
   const int lane = lane_index(), eighth = lane % 8, low = lane / 8 % 2, high = lane / 16;
+  const LaneRows<kDim> of_b(b, 8 * low + eighth, high);
 #pragma unroll
   for (int k = 0; k < kN / 16; ++k)
 #pragma unroll
     for (int d = 0; d < kDim / 16; ++d) {
       uint32_t right[4];
-      load_transposed_matrices(right, piece_address<kDim>(b, 16 * k + 8 * low + eighth, 2 * d + high));
+      load_transposed_matrices(right, of_b(d) + k * 16 * kDim * 2);
 #pragma unroll
       for (int i = 0; i < kM; ++i) {
         multiply_add(sums[i][2 * d], weights[i][k], right[0], right[1], zero);
@@ -128,20 +160,6 @@ __device__ inline void round_weights(MmaFactor<kM, kN> &to, const MmaSums<kM, kN
 #pragma unroll
       for (int half = 0; half < 2; ++half)
         to[i][n / 2][n % 2 * 2 + half] = narrow_word(from[i][n][2 * half], from[i][n][2 * half + 1], zero);
-}
-
-// f(i, half, n, e, row, column) for each number of sums: rows are counted from the warp's first, 8 half of 16 i.
-template <int kM, int kN, class F>
-__device__ inline void each_sum(F f) {
-  const int row = lane_index() / 4, column = lane_index() % 4 * 2;
-#pragma unroll
-  for (int i = 0; i < kM; ++i)
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-#pragma unroll
-      for (int n = 0; n < kN / 8; ++n)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) f(i, half, n, e, 16 * i + 8 * half + row, 8 * n + column + e);
 }
 
 // Stores columns below dim of the rows that exist, times a number.
@@ -199,10 +217,11 @@ constexpr float kInfinity = __builtin_huge_valf();
 
 // blockIdx.x: a tile of queries of a head of an example. Of those of a head the last ones, which see most, are first.
 template <typename T, class Shape>
-__global__ void __launch_bounds__(Shape::kThreads) attention_y_kernel(AttentionInputs<T> x, T *y, float *lse) {
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
+    attention_y_kernel(AttentionInputs<T> x, T *y, float *lse) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   constexpr int kDim = Shape::kDim, kM = Shape::kM, kKeys = Shape::kOthers;
-  extern __shared__ uint4 attention_shared[];
+  extern __shared__ __align__(1024) uint4 attention_shared[];
   const AttentionSizes &z = x.z;
   const int64_t tiles = ceil_div(z.queries, Shape::kRows), head = blockIdx.x / tiles, b = head / z.heads;
   const int64_t h = head % z.heads, begin = (tiles - 1 - blockIdx.x % tiles) * Shape::kRows;
@@ -214,21 +233,23 @@ __global__ void __launch_bounds__(Shape::kThreads) attention_y_kernel(AttentionI
   const Range seen = z.seen_by(begin, end, length.value);
   const int64_t first = seen.begin / kKeys * kKeys;
   const int steps = seen.end > first ? static_cast<int>(ceil_div(seen.end - first, kKeys)) : 0;
-  const uint32_t q_tile = shared_address(attention_shared), stages = q_tile + 2 * Shape::kRowTile;
-  const auto stage = [=](int step) { return stages + step % 2 * (4 * Shape::kOtherTile); };
+  const uint32_t q_tile = shared_address(attention_shared), stages = q_tile + Shape::kTile;
+  const auto stage = [=](int step) { return stages + step % 2 * (2 * Shape::kOtherTile); };
   const auto fetch = [=](int step) {
     const int64_t key = first + int64_t{step} * kKeys;
-    copy_rows<kDim, kKeys, Shape::kThreads>(stage(step), k, key, length.value, dim);
-    copy_rows<kDim, kKeys, Shape::kThreads>(stage(step) + 2 * Shape::kOtherTile, v, key, length.value, v_dim);
+    copy_rows<Shape, kKeys>(stage(step), k, key, length.value, dim);
+    copy_rows<Shape, kKeys>(stage(step) + Shape::kOtherTile, v, key, length.value, v_dim);
   };
-  copy_rows<kDim, Shape::kRows, Shape::kThreads>(q_tile, x.of_queries(x.q, b, h, z.dim), begin, end, dim);
+  copy_rows<Shape, Shape::kRows>(q_tile, x.of_queries(x.q, b, h, z.dim), begin, end, dim);
   if (steps) fetch(0);
   commit_copies();
 
   const MmaScores scores(z);
+  const bool fused = scores.inner == 0 && scores.scale > 0;  // the largest product is then the largest score's
+  const float scale = fused ? scores.scale : 1;
   const int warp_row = warp_index() * Shape::kWarpRows;
   MmaSums<kM, kDim> sums = {};
-  float most[kM][2], total[kM][2] = {};
+  float slope, most[kM][2], total[kM][2] = {};
 #pragma unroll
   for (auto &pair : most) pair[0] = pair[1] = -kInfinity;
 #pragma unroll 1
@@ -242,10 +263,14 @@ __global__ void __launch_bounds__(Shape::kThreads) attention_y_kernel(AttentionI
     const int64_t key = first + int64_t{step} * kKeys;
     const bool whole = key >= z.seen_by(end - 1, end, length.value).begin &&
                        key + kKeys <= z.seen_by(begin, begin + 1, length.value).end;
-    each_sum<kM, kKeys>([&](int i, int half, int n, int e, int, int) {
-      float &score = s[i][n][2 * half + e], slope;
-      score = scores(score, &slope);
-    });
+    if (!fused) {
+#pragma unroll
+      for (auto &row : s)
+#pragma unroll
+        for (auto &four : row)
+#pragma unroll
+          for (float &score : four) score = scores(score, &slope);
+    }
     if (!whole) {
 #pragma unroll
       for (int i = 0; i < kM; ++i)
@@ -271,20 +296,20 @@ __global__ void __launch_bounds__(Shape::kThreads) attention_y_kernel(AttentionI
         for (int n = 0; n < kKeys / 8; ++n) block = fmaxf(block, fmaxf(s[i][n][2 * half], s[i][n][2 * half + 1]));
         block = fmaxf(block, __shfl_xor_sync(~0u, block, 1));
         block = fmaxf(block, __shfl_xor_sync(~0u, block, 2));
-        const float before = most[i][half], now = fmaxf(before, block), base = now == -kInfinity ? 0 : now;
+        const float before = most[i][half], now = fmaxf(before, scale * block), base = now == -kInfinity ? 0 : now;
         const float shrink = fast_exp2(before - base);
         most[i][half] = now;
 #pragma unroll
         for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
-          for (int e = 0; e < 2; ++e) sum += s[i][n][2 * half + e] = fast_exp2(s[i][n][2 * half + e] - base);
+          for (int e = 0; e < 2; ++e) sum += s[i][n][2 * half + e] = fast_exp2(s[i][n][2 * half + e] * scale - base);
         total[i][half] = total[i][half] * shrink + sum;
 #pragma unroll
         for (int n = 0; n < kDim / 8; ++n) sums[i][n][2 * half] *= shrink, sums[i][n][2 * half + 1] *= shrink;
       }
     MmaFactor<kM, kKeys> p;
     round_weights<kM, kKeys>(p, s, T());
-    multiply_weights<kDim, kM, kKeys>(sums, p, stage(step) + 2 * Shape::kOtherTile, T());
+    multiply_weights<kDim, kM, kKeys>(sums, p, stage(step) + Shape::kOtherTile, T());
   }
 
 #pragma unroll
@@ -306,10 +331,10 @@ __global__ void __launch_bounds__(Shape::kThreads) attention_y_kernel(AttentionI
 // --------------------------------------------------------------------------------------------------------------- dq
 
 template <typename T, class Shape>
-__global__ void __launch_bounds__(Shape::kThreads) attention_dq_kernel(AttentionInputs<T> x, T *dq) {
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_dq_kernel(AttentionInputs<T> x, T *dq) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   constexpr int kDim = Shape::kDim, kM = Shape::kM, kKeys = Shape::kOthers;
-  extern __shared__ uint4 attention_shared[];
+  extern __shared__ __align__(1024) uint4 attention_shared[];
   const AttentionSizes &z = x.z;
   const int64_t tiles = ceil_div(z.queries, Shape::kRows), head = blockIdx.x / tiles, b = head / z.heads;
   const int64_t h = head % z.heads, begin = (tiles - 1 - blockIdx.x % tiles) * Shape::kRows;
@@ -321,16 +346,16 @@ __global__ void __launch_bounds__(Shape::kThreads) attention_dq_kernel(Attention
   const Range seen = z.seen_by(begin, end, length.value);
   const int64_t first = seen.begin / kKeys * kKeys;
   const int steps = seen.end > first ? static_cast<int>(ceil_div(seen.end - first, kKeys)) : 0;
-  const uint32_t q_tile = shared_address(attention_shared), dy_tile = q_tile + 2 * Shape::kRowTile;
-  const uint32_t stages = dy_tile + 2 * Shape::kRowTile;
-  const auto stage = [=](int step) { return stages + step % 2 * (4 * Shape::kOtherTile); };
+  const uint32_t q_tile = shared_address(attention_shared), dy_tile = q_tile + Shape::kTile;
+  const uint32_t stages = dy_tile + Shape::kTile;
+  const auto stage = [=](int step) { return stages + step % 2 * (2 * Shape::kOtherTile); };
   const auto fetch = [=](int step) {
     const int64_t key = first + int64_t{step} * kKeys;
-    copy_rows<kDim, kKeys, Shape::kThreads>(stage(step), k, key, length.value, dim);
-    copy_rows<kDim, kKeys, Shape::kThreads>(stage(step) + 2 * Shape::kOtherTile, v, key, length.value, v_dim);
+    copy_rows<Shape, kKeys>(stage(step), k, key, length.value, dim);
+    copy_rows<Shape, kKeys>(stage(step) + Shape::kOtherTile, v, key, length.value, v_dim);
   };
-  copy_rows<kDim, Shape::kRows, Shape::kThreads>(q_tile, x.of_queries(x.q, b, h, z.dim), begin, end, dim);
-  copy_rows<kDim, Shape::kRows, Shape::kThreads>(dy_tile, x.of_queries(x.dy, b, h, z.v_dim), begin, end, v_dim);
+  copy_rows<Shape, Shape::kRows>(q_tile, x.of_queries(x.q, b, h, z.dim), begin, end, dim);
+  copy_rows<Shape, Shape::kRows>(dy_tile, x.of_queries(x.dy, b, h, z.v_dim), begin, end, v_dim);
   if (steps) fetch(0);
   commit_copies();
 
@@ -354,7 +379,7 @@ __global__ void __launch_bounds__(Shape::kThreads) attention_dq_kernel(Attention
     commit_copies();
     MmaSums<kM, kKeys> s = {}, dp = {};
     multiply_rows<kDim, kM, kKeys>(s, q_tile, warp_row, stage(step), T());
-    multiply_rows<kDim, kM, kKeys>(dp, dy_tile, warp_row, stage(step) + 2 * Shape::kOtherTile, T());
+    multiply_rows<kDim, kM, kKeys>(dp, dy_tile, warp_row, stage(step) + Shape::kOtherTile, T());
     const int64_t key = first + int64_t{step} * kKeys;
     const bool whole = key >= z.seen_by(end - 1, end, length.value).begin &&
                        key + kKeys <= z.seen_by(begin, begin + 1, length.value).end;
@@ -389,13 +414,22 @@ __global__ void __launch_bounds__(Shape::kThreads) attention_dq_kernel(Attention
 
 // ------------------------------------------------------------------------------------------------------- dk and dv
 
+// Where a block of keys is among the heads that share its own, and the tiles of their queries.
+struct MmaStep {
+  int head = 0, tile = 0, parity = 0;
+
+  __device__ MmaStep next(int tiles) const {
+    return tile + 1 == tiles ? MmaStep{head + 1, 0, 1 - parity} : MmaStep{head, tile + 1, 1 - parity};
+  }
+};
+
 // dk, dv: null if not wanted. One of them alone needs half as many registers: kDk and kDv.
 template <typename T, class Shape, bool kDk, bool kDv>
-__global__ void __launch_bounds__(Shape::kThreads) attention_dkv_kernel(AttentionInputs<T> x, T *dk, T *dv) {
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
+    attention_dkv_kernel(AttentionInputs<T> x, T *dk, T *dv) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   constexpr int kDim = Shape::kDim, kM = Shape::kM, kQueries = Shape::kOthers;
-  extern __shared__ uint4 attention_shared[];
-  __shared__ float row_lse[2][kQueries], row_delta[2][kQueries];
+  extern __shared__ __align__(1024) uint4 attention_shared[];
   const AttentionSizes &z = x.z;
   const int64_t tiles = ceil_div(z.keys, Shape::kRows), head = blockIdx.x / tiles, b = head / z.kv_heads;
   const int64_t kv = head % z.kv_heads, begin = blockIdx.x % tiles * Shape::kRows;
@@ -408,38 +442,40 @@ __global__ void __launch_bounds__(Shape::kThreads) attention_dkv_kernel(Attentio
   const int64_t first = seeing.begin / kQueries * kQueries;
   const bool any = begin < last && first < seeing.end;
   const int of_head = any ? static_cast<int>(ceil_div(seeing.end - first, kQueries)) : 0;
-  const int64_t steps = of_head * z.group();
-  const uint32_t k_tile = shared_address(attention_shared), v_tile = k_tile + 2 * Shape::kRowTile;
-  const uint32_t stages = v_tile + 2 * Shape::kRowTile;
-  const auto stage = [=](int64_t step) { return stages + static_cast<int>(step % 2) * (4 * Shape::kOtherTile); };
-  const auto fetch = [&](int64_t step) {
-    const int64_t h = kv * z.group() + step / of_head, query = first + step % of_head * kQueries;
-    copy_rows<kDim, kQueries, Shape::kThreads>(stage(step), x.of_queries(x.q, b, h, z.dim), query, z.queries, dim);
-    copy_rows<kDim, kQueries, Shape::kThreads>(stage(step) + 2 * Shape::kOtherTile, x.of_queries(x.dy, b, h, z.v_dim),
-                                               query, z.queries, v_dim);
+  const uint32_t k_tile = shared_address(attention_shared), v_tile = k_tile + Shape::kTile;
+  const uint32_t stages = v_tile + Shape::kTile;
+  const auto stage = [=](int parity) { return stages + parity * (2 * Shape::kOtherTile); };
+  float (*const numbers)[2][kQueries] =
+      reinterpret_cast<float (*)[2][kQueries]>(reinterpret_cast<char *>(attention_shared) + Shape::shared(2, false));
+  const auto fetch = [&](MmaStep next) {
+    const int64_t h = kv * z.group() + next.head, query = first + int64_t{next.tile} * kQueries;
+    copy_rows<Shape, kQueries>(stage(next.parity), x.of_queries(x.q, b, h, z.dim), query, z.queries, dim);
+    copy_rows<Shape, kQueries>(stage(next.parity) + Shape::kOtherTile, x.of_queries(x.dy, b, h, z.v_dim), query,
+                               z.queries, v_dim);
     if (threadIdx.x < kQueries) {
-      const int64_t i = query + threadIdx.x;
-      const bool present = i < z.queries;
-      row_lse[step % 2][threadIdx.x] = present ? x.lse[x.row(b, h, i)] * static_cast<float>(kLog2E) : kInfinity;
-      row_delta[step % 2][threadIdx.x] = present ? x.delta[x.row(b, h, i)] : 0;
+      const int64_t i = query + threadIdx.x, at = x.row(b, h, i);
+      numbers[next.parity][0][threadIdx.x] = i < z.queries ? x.lse[at] * static_cast<float>(kLog2E) : kInfinity;
+      numbers[next.parity][1][threadIdx.x] = i < z.queries ? x.delta[at] : 0;
     }
   };
-  copy_rows<kDim, Shape::kRows, Shape::kThreads>(k_tile, x.of_keys(x.k, b, kv, z.dim), begin, last, dim);
-  copy_rows<kDim, Shape::kRows, Shape::kThreads>(v_tile, x.of_keys(x.v, b, kv, z.v_dim), begin, last, v_dim);
-  if (steps) fetch(0);
+  copy_rows<Shape, Shape::kRows>(k_tile, x.of_keys(x.k, b, kv, z.dim), begin, last, dim);
+  copy_rows<Shape, Shape::kRows>(v_tile, x.of_keys(x.v, b, kv, z.v_dim), begin, last, v_dim);
+  MmaStep step;
+  if (of_head) fetch(step);
   commit_copies();
 
   const MmaScores scores(z);
   const int warp_row = warp_index() * Shape::kWarpRows;
   MmaSums<kM, kDim> dk_sums = {}, dv_sums = {};
 #pragma unroll 1
-  for (int64_t step = 0; step < steps; ++step) {
+  for (; of_head && step.head < z.group(); step = step.next(of_head)) {
     wait_copies<0>();
     __syncthreads();
-    if (step + 1 < steps) fetch(step + 1);
+    if (const MmaStep next = step.next(of_head); next.head < z.group()) fetch(next);
     commit_copies();
-    const uint32_t q_tile = stage(step), dy_tile = q_tile + 2 * Shape::kOtherTile;
-    const int64_t query = first + step % of_head * kQueries;
+    const uint32_t q_tile = stage(step.parity), dy_tile = q_tile + Shape::kOtherTile;
+    const float *const lse = numbers[step.parity][0], *const delta = numbers[step.parity][1];
+    const int64_t query = first + int64_t{step.tile} * kQueries;
     const Range by_last = z.seeing(end - 1, end), by_first = z.seeing(begin, begin + 1);
     const bool whole = last == begin + Shape::kRows && query >= by_last.begin && query + kQueries <= by_first.end;
     MmaSums<kM, kQueries> s = {}, dp = {};
@@ -461,9 +497,9 @@ __global__ void __launch_bounds__(Shape::kThreads) attention_dkv_kernel(Attentio
           for (int e = 0; e < 2; ++e) {
             const int column = 8 * n + lane_index() % 4 * 2 + e;
             float slope, &score = s[i][n][2 * half + e], &of_p = dp[i][n][2 * half + e];
-            const float p = fast_exp2(scores(score, &slope) - row_lse[step % 2][column]);
+            const float p = fast_exp2(scores(score, &slope) - lse[column]);
             score = column < range.x || column >= range.y ? 0 : p;
-            if constexpr (kDk) of_p = score == 0 ? 0 : score * (of_p - row_delta[step % 2][column]) * slope;
+            if constexpr (kDk) of_p = score == 0 ? 0 : score * (of_p - delta[column]) * slope;
           }
       }
     MmaFactor<kM, kQueries> weights;
@@ -502,16 +538,14 @@ Status dispatch_mma(const AttentionSizes &z, F f) {
                       : f(MmaShapes<256>());
 }
 
-// row_tiles: how many tiles of the rows' operands are in shared memory.
+// A block for each tile of rows of each head.
 template <class Shape, typename... Parameters, typename... Arguments>
-Status launch_mma(const char *op, void (*kernel)(Parameters...), int64_t heads, int64_t rows, int row_tiles,
-                  void *stream, const Arguments &...arguments) {
+Status launch_mma(const char *op, void (*kernel)(Parameters...), int64_t heads, int64_t rows, int shared, void *stream,
+                  const Arguments &...arguments) {
   const int64_t blocks = heads * ceil_div(rows, Shape::kRows);
   if (!blocks) return kOk;
   if (blocks > INT32_MAX)
     return fail(kNotImplemented, "%s: %lld tiles are more than a grid has", op, static_cast<long long>(blocks));
-  const int shared = 2 * (row_tiles * Shape::kRowTile + 4 * Shape::kOtherTile);
-  static_assert(2 * (2 * Shape::kRowTile + 4 * Shape::kOtherTile) <= 98304 || Shape::kRows * Shape::kDim <= 128 * 128);
   return launch_kernel(op, kernel, {static_cast<unsigned>(blocks), Shape::kThreads, shared}, stream, arguments...);
 }
 
@@ -519,8 +553,10 @@ template <typename T>
 Status run_mma_forward(const char *op, const AttentionInputs<T> &x, T *y, float *lse, void *stream) {
   return dispatch_mma(x.z, [&](auto shapes) {
     using Shape = typename decltype(shapes)::Y;
-    return launch_mma<Shape>(op, attention_y_kernel<T, Shape>, x.z.batch * x.z.heads, x.z.queries, 1, stream, x, y,
-                             lse);
+    constexpr int kShared = Shape::shared(1, false);
+    static_assert(kShared <= kMmaShared);
+    return launch_mma<Shape>(op, attention_y_kernel<T, Shape>, x.z.batch * x.z.heads, x.z.queries, kShared, stream, x,
+                             y, lse);
   });
 }
 
@@ -531,9 +567,11 @@ Status run_mma_backward(const char *op, const AttentionInputs<T> &x, T *dq, T *d
     using Shapes = decltype(shapes);
     using Dq = typename Shapes::Dq;
     using Dkv = typename Shapes::Dkv;
-    if (dq) AOT_TRY(launch_mma<Dq>(op, attention_dq_kernel<T, Dq>, z.batch * z.heads, z.queries, 2, stream, x, dq));
+    constexpr int kOfDq = Dq::shared(2, false), kOfDkv = Dkv::shared(2, true);
+    static_assert(kOfDq <= kMmaShared && kOfDkv <= kMmaShared);
+    if (dq) AOT_TRY(launch_mma<Dq>(op, attention_dq_kernel<T, Dq>, z.batch * z.heads, z.queries, kOfDq, stream, x, dq));
     const auto run = [&](auto kernel) {
-      return launch_mma<Dkv>(op, kernel, z.batch * z.kv_heads, z.keys, 2, stream, x, dk, dv);
+      return launch_mma<Dkv>(op, kernel, z.batch * z.kv_heads, z.keys, kOfDkv, stream, x, dk, dv);
     };
     if constexpr (Dkv::kDim <= 128) {
       return dk || dv ? run(attention_dkv_kernel<T, Dkv, true, true>) : kOk;

@@ -80,8 +80,10 @@ def _in_torch(torch, q, k, v, lengths=None, causal=False, scale=None, window=Non
         queries, keys = scores.shape[-2:]
         query = torch.arange(keys - queries, keys, device=q.device)[:, None]
         seen = _seen(query, torch.arange(keys, device=q.device), lengths, causal, window)
-        scores = scores.masked_fill(~seen, float("-inf"))
-    y = torch.softmax(scores, -1) @ v
+        p = torch.softmax(scores.masked_fill(~seen, torch.finfo(scores.dtype).min), -1) * seen
+    else:
+        p = torch.softmax(scores, -1)
+    y = p @ v
     return (y.transpose(-3, -2) if layout == "BSHD" else y).contiguous()
 
 

@@ -77,7 +77,7 @@ CALLS = {
         None,
         False,
         0.5,
-        None,
+        [-1, 2],
         1.5,
         "BSHD",
     ],
