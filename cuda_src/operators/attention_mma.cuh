@@ -13,10 +13,12 @@ namespace aot {
 inline namespace AOT_ISA {
 
 // kDim: head_dim, padded with zeros; a block has 16 kM kWarps rows; kBlocks: blocks for which a multiprocessor must
-// have registers.
-template <int kDim_, int kM_, int kWarps_, int kOthers_, int kBlocks_>
+// kDim: head_dim, padded with zeros; a block has 16 kM kWarps rows; kBlocks: blocks for which a multiprocessor must
+// have registers; kUnroll: steps of a product of rows that are unrolled.
+template <int kDim_, int kM_, int kWarps_, int kOthers_, int kBlocks_, int kUnroll_>
 struct MmaShape {
-  static constexpr int kDim = kDim_, kM = kM_, kWarps = kWarps_, kOthers = kOthers_, kBlocks = kBlocks_;
+  static constexpr int kDim = kDim_, kM = kM_, kWarps = kWarps_, kOthers = kOthers_;
+  static constexpr int kBlocks = kBlocks_, kUnroll = kUnroll_;
   static constexpr int kWarpRows = 16 * kM, kRows = kWarpRows * kWarps, kThreads = 32 * kWarps;
   static constexpr int kRowBytes = 2 * kDim, kTile = kRows * kRowBytes, kOtherTile = kOthers * kRowBytes;  // bytes
   static constexpr int kNumbers = 4 * 4 * kOthers;  // bytes of lse and delta of both stages
@@ -33,27 +35,27 @@ template <int kDim>
 struct MmaShapes;
 template <>
 struct MmaShapes<64> {
-  using Y = MmaShape<64, 2, 4, 64, 3>;
-  using Dq = MmaShape<64, 2, 4, 32, 3>;
-  using Dkv = MmaShape<64, 2, 4, 32, 2>;
+  using Y = MmaShape<64, 2, 4, 64, 2, 4>;
+  using Dq = MmaShape<64, 2, 4, 32, 2, 2>;
+  using Dkv = MmaShape<64, 2, 4, 32, 2, 2>;
 };
 template <>
 struct MmaShapes<96> {
-  using Y = MmaShape<96, 2, 4, 64, 2>;
-  using Dq = MmaShape<96, 2, 4, 32, 2>;
-  using Dkv = MmaShape<96, 1, 8, 32, 1>;
+  using Y = MmaShape<96, 2, 4, 32, 2, 2>;
+  using Dq = MmaShape<96, 2, 4, 32, 2, 2>;
+  using Dkv = MmaShape<96, 1, 8, 32, 1, 2>;
 };
 template <>
 struct MmaShapes<128> {
-  using Y = MmaShape<128, 2, 4, 64, 2>;
-  using Dq = MmaShape<128, 2, 4, 32, 2>;
-  using Dkv = MmaShape<128, 1, 8, 32, 1>;
+  using Y = MmaShape<128, 2, 4, 64, 2, 1>;
+  using Dq = MmaShape<128, 2, 4, 32, 2, 1>;
+  using Dkv = MmaShape<128, 1, 8, 32, 1, 2>;
 };
 template <>
 struct MmaShapes<256> {
-  using Y = MmaShape<256, 1, 4, 32, 2>;
-  using Dq = MmaShape<256, 1, 4, 16, 2>;
-  using Dkv = MmaShape<256, 1, 4, 16, 2>;
+  using Y = MmaShape<256, 1, 4, 32, 2, 2>;
+  using Dq = MmaShape<256, 1, 4, 16, 2, 2>;
+  using Dkv = MmaShape<256, 1, 4, 16, 2, 2>;
 };
 
 // -------------------------------------------------------------------------------------------------- shared memory
@@ -110,11 +112,11 @@ template <int kM, int kN>
 using MmaFactor = uint32_t[kM][kN / 16][4];
 
 // sums += the products of this warp's rows of a, from `row` on, a multiple of 16, and rows of b.
-template <int kDim, int kM, int kN, typename T>
+template <int kDim, int kM, int kN, int kUnroll, typename T>
 __device__ inline void multiply_rows(MmaSums<kM, kN> &sums, uint32_t a, int row, uint32_t b, T zero) {
   const int lane = lane_index(), eighth = lane % 8, low = lane / 8 % 2, high = lane / 16;
   const LaneRows<kDim> of_a(a + row * kDim * 2, 8 * low + eighth, high), of_b(b, 8 * high + eighth, low);
-#pragma unroll
+#pragma unroll kUnroll
   for (int k = 0; k < kDim / 16; ++k) {
     uint32_t left[kM][4];
 #pragma unroll
@@ -213,38 +215,77 @@ struct MmaScores {
 
 constexpr float kInfinity = __builtin_huge_valf();
 
+// -------------------------------------------------------------------------------------------------------- queries
+
+// A tile of queries of a head of an example, and the tiles of keys that it goes through. Of a head's tiles the last
+// ones, which see most if the call is causal, are first.
+template <typename T, class Shape>
+struct QueryTile {
+  static constexpr int kKeys = Shape::kOthers;
+  const AttentionInputs<T> &x;
+  int64_t b, h;
+  int begin, end, length, first, steps, whole_begin, whole_end;  // keys from whole_begin to whole_end: all see those
+  float times;
+  HeadRows<const T> k, v;
+
+  __device__ explicit QueryTile(const AttentionInputs<T> &inputs) : x(inputs) {
+    const AttentionSizes &z = x.z;
+    const int queries = static_cast<int>(z.queries), tiles = (queries - 1) / Shape::kRows + 1;
+    const int head = static_cast<int>(blockIdx.x) / tiles;
+    b = head / z.heads, h = head % z.heads;
+    begin = (tiles - 1 - static_cast<int>(blockIdx.x) % tiles) * Shape::kRows;
+    end = queries - begin < Shape::kRows ? queries : begin + Shape::kRows;
+    const auto found = x.length(b);
+    length = static_cast<int>(found.value), times = found.times;
+    const Range seen = z.seen_by(begin, end, length);
+    first = seen.end > seen.begin ? static_cast<int>(seen.begin) / kKeys * kKeys : 0;
+    steps = seen.end > first ? (static_cast<int>(seen.end) - first - 1) / kKeys + 1 : 0;
+    whole_begin = clamped(z.seen_by(end - 1, end, length).begin),
+    whole_end = clamped(z.seen_by(begin, begin + 1, length).end);
+    k = x.of_keys(x.k, b, h / z.group(), z.dim), v = x.of_keys(x.v, b, h / z.group(), z.v_dim);
+  }
+
+  // What is between 0 and length is as it is.
+  __device__ int clamped(int64_t key) const { return key < 0 ? 0 : key > length ? length : static_cast<int>(key); }
+
+  __device__ int key(int step) const { return first + step * kKeys; }
+  __device__ bool whole(int step) const { return key(step) >= whole_begin && key(step) + kKeys <= whole_end; }
+  // The keys of a step that a query sees, of kKeys.
+  __device__ int2 seen(int query, int step) const {
+    return within(x.z.seen_by(query, query + 1, length), key(step), kKeys);
+  }
+  // The number of the query that is row 16 i + 8 half of this lane.
+  __device__ int query(int i, int half) const {
+    return begin + warp_index() * Shape::kWarpRows + 16 * i + 8 * half + lane_index() / 4;
+  }
+  __device__ int64_t row(int query) const { return x.row(b, h, query); }
+
+  __device__ void copy(uint32_t tile, const T *from, int64_t dim) const {
+    copy_rows<Shape, Shape::kRows>(tile, x.of_queries(from, b, h, dim), begin, end, static_cast<int>(dim));
+  }
+  // k and v of a step.
+  __device__ void fetch(uint32_t stage, int step) const {
+    copy_rows<Shape, kKeys>(stage, k, key(step), length, static_cast<int>(x.z.dim));
+    copy_rows<Shape, kKeys>(stage + Shape::kOtherTile, v, key(step), length, static_cast<int>(x.z.v_dim));
+  }
+};
+
 // ---------------------------------------------------------------------------------------------------------------- y
 
-// blockIdx.x: a tile of queries of a head of an example. Of those of a head the last ones, which see most, are first.
 template <typename T, class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     attention_y_kernel(AttentionInputs<T> x, T *y, float *lse) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   constexpr int kDim = Shape::kDim, kM = Shape::kM, kKeys = Shape::kOthers;
   extern __shared__ __align__(1024) uint4 attention_shared[];
-  const AttentionSizes &z = x.z;
-  const int64_t tiles = ceil_div(z.queries, Shape::kRows), head = blockIdx.x / tiles, b = head / z.heads;
-  const int64_t h = head % z.heads, begin = (tiles - 1 - blockIdx.x % tiles) * Shape::kRows;
-  const int64_t end = begin + Shape::kRows < z.queries ? begin + Shape::kRows : z.queries;
-  const auto length = x.length(b);
-  const HeadRows<const T> k = x.of_keys(x.k, b, h / z.group(), z.dim), v = x.of_keys(x.v, b, h / z.group(), z.v_dim);
-  const int dim = static_cast<int>(z.dim), v_dim = static_cast<int>(z.v_dim);
-
-  const Range seen = z.seen_by(begin, end, length.value);
-  const int64_t first = seen.begin / kKeys * kKeys;
-  const int steps = seen.end > first ? static_cast<int>(ceil_div(seen.end - first, kKeys)) : 0;
   const uint32_t q_tile = shared_address(attention_shared), stages = q_tile + Shape::kTile;
   const auto stage = [=](int step) { return stages + step % 2 * (2 * Shape::kOtherTile); };
-  const auto fetch = [=](int step) {
-    const int64_t key = first + int64_t{step} * kKeys;
-    copy_rows<Shape, kKeys>(stage(step), k, key, length.value, dim);
-    copy_rows<Shape, kKeys>(stage(step) + Shape::kOtherTile, v, key, length.value, v_dim);
-  };
-  copy_rows<Shape, Shape::kRows>(q_tile, x.of_queries(x.q, b, h, z.dim), begin, end, dim);
-  if (steps) fetch(0);
+  const QueryTile<T, Shape> tile(x);
+  tile.copy(q_tile, x.q, x.z.dim);
+  if (tile.steps) tile.fetch(stage(0), 0);
   commit_copies();
 
-  const MmaScores scores(z);
+  const MmaScores scores(x.z);
   const bool fused = scores.inner == 0 && scores.scale > 0;  // the largest product is then the largest score's
   const float scale = fused ? scores.scale : 1;
   const int warp_row = warp_index() * Shape::kWarpRows;
@@ -253,16 +294,13 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
 #pragma unroll
   for (auto &pair : most) pair[0] = pair[1] = -kInfinity;
 #pragma unroll 1
-  for (int step = 0; step < steps; ++step) {
+  for (int step = 0; step < tile.steps; ++step) {
     wait_copies<0>();
     __syncthreads();
-    if (step + 1 < steps) fetch(step + 1);
+    if (step + 1 < tile.steps) tile.fetch(stage(step + 1), step + 1);
     commit_copies();
     MmaSums<kM, kKeys> s = {};
-    multiply_rows<kDim, kM, kKeys>(s, q_tile, warp_row, stage(step), T());
-    const int64_t key = first + int64_t{step} * kKeys;
-    const bool whole = key >= z.seen_by(end - 1, end, length.value).begin &&
-                       key + kKeys <= z.seen_by(begin, begin + 1, length.value).end;
+    multiply_rows<kDim, kM, kKeys, Shape::kUnroll>(s, q_tile, warp_row, stage(step), T());
     if (!fused) {
 #pragma unroll
       for (auto &row : s)
@@ -271,13 +309,12 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
 #pragma unroll
           for (float &score : four) score = scores(score, &slope);
     }
-    if (!whole) {
+    if (!tile.whole(step)) {
 #pragma unroll
       for (int i = 0; i < kM; ++i)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int64_t query = begin + warp_row + 16 * i + 8 * half + lane_index() / 4;
-          const int2 range = within(z.seen_by(query, query + 1, length.value), key, kKeys);
+          const int2 range = tile.seen(tile.query(i, half), step);
 #pragma unroll
           for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
@@ -317,14 +354,14 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       total[i][half] = sum_lanes<4>(total[i][half]);
-      const int64_t query = begin + warp_row + 16 * i + 8 * half + lane_index() / 4;
-      if (lse && query < end && lane_index() % 4 == 0)
-        lse[x.row(b, h, query)] = (most[i][half] + log2f(total[i][half])) * static_cast<float>(1 / kLog2E);
+      const int query = tile.query(i, half);
+      if (lse && query < tile.end && lane_index() % 4 == 0)
+        lse[tile.row(query)] = (most[i][half] + log2f(total[i][half])) * static_cast<float>(1 / kLog2E);
     }
   if (y)
-    store_sums<kM, kDim>(sums, x.of_queries(y, b, h, z.v_dim), begin + warp_row, end, v_dim, [&](int i, int half) {
-      return total[i][half] == 0 ? 0 * length.times : length.times / total[i][half];
-    });
+    store_sums<kM, kDim>(
+        sums, x.of_queries(y, tile.b, tile.h, x.z.v_dim), tile.begin + warp_row, tile.end, static_cast<int>(x.z.v_dim),
+        [&](int i, int half) { return total[i][half] == 0 ? 0 * tile.times : tile.times / total[i][half]; });
 #endif
 }
 
@@ -335,31 +372,15 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_dq_
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   constexpr int kDim = Shape::kDim, kM = Shape::kM, kKeys = Shape::kOthers;
   extern __shared__ __align__(1024) uint4 attention_shared[];
-  const AttentionSizes &z = x.z;
-  const int64_t tiles = ceil_div(z.queries, Shape::kRows), head = blockIdx.x / tiles, b = head / z.heads;
-  const int64_t h = head % z.heads, begin = (tiles - 1 - blockIdx.x % tiles) * Shape::kRows;
-  const int64_t end = begin + Shape::kRows < z.queries ? begin + Shape::kRows : z.queries;
-  const auto length = x.length(b);
-  const HeadRows<const T> k = x.of_keys(x.k, b, h / z.group(), z.dim), v = x.of_keys(x.v, b, h / z.group(), z.v_dim);
-  const int dim = static_cast<int>(z.dim), v_dim = static_cast<int>(z.v_dim);
-
-  const Range seen = z.seen_by(begin, end, length.value);
-  const int64_t first = seen.begin / kKeys * kKeys;
-  const int steps = seen.end > first ? static_cast<int>(ceil_div(seen.end - first, kKeys)) : 0;
   const uint32_t q_tile = shared_address(attention_shared), dy_tile = q_tile + Shape::kTile;
   const uint32_t stages = dy_tile + Shape::kTile;
   const auto stage = [=](int step) { return stages + step % 2 * (2 * Shape::kOtherTile); };
-  const auto fetch = [=](int step) {
-    const int64_t key = first + int64_t{step} * kKeys;
-    copy_rows<Shape, kKeys>(stage(step), k, key, length.value, dim);
-    copy_rows<Shape, kKeys>(stage(step) + Shape::kOtherTile, v, key, length.value, v_dim);
-  };
-  copy_rows<Shape, Shape::kRows>(q_tile, x.of_queries(x.q, b, h, z.dim), begin, end, dim);
-  copy_rows<Shape, Shape::kRows>(dy_tile, x.of_queries(x.dy, b, h, z.v_dim), begin, end, v_dim);
-  if (steps) fetch(0);
+  const QueryTile<T, Shape> tile(x);
+  tile.copy(q_tile, x.q, x.z.dim), tile.copy(dy_tile, x.dy, x.z.v_dim);
+  if (tile.steps) tile.fetch(stage(0), 0);
   commit_copies();
 
-  const MmaScores scores(z);
+  const MmaScores scores(x.z);
   const int warp_row = warp_index() * Shape::kWarpRows;
   MmaSums<kM, kDim> sums = {};
   float lse[kM][2], delta[kM][2];
@@ -367,31 +388,27 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_dq_
   for (int i = 0; i < kM; ++i)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int64_t query = begin + warp_row + 16 * i + 8 * half + lane_index() / 4;
-      lse[i][half] = query < end ? x.lse[x.row(b, h, query)] * static_cast<float>(kLog2E) : kInfinity;
-      delta[i][half] = query < end ? x.delta[x.row(b, h, query)] : 0;
+      const int query = tile.query(i, half);
+      const bool present = query < tile.end;
+      lse[i][half] = present ? x.lse[tile.row(query)] * static_cast<float>(kLog2E) : kInfinity;
+      delta[i][half] = present ? x.delta[tile.row(query)] : 0;
     }
 #pragma unroll 1
-  for (int step = 0; step < steps; ++step) {
+  for (int step = 0; step < tile.steps; ++step) {
     wait_copies<0>();
     __syncthreads();
-    if (step + 1 < steps) fetch(step + 1);
+    if (step + 1 < tile.steps) tile.fetch(stage(step + 1), step + 1);
     commit_copies();
     MmaSums<kM, kKeys> s = {}, dp = {};
-    multiply_rows<kDim, kM, kKeys>(s, q_tile, warp_row, stage(step), T());
-    multiply_rows<kDim, kM, kKeys>(dp, dy_tile, warp_row, stage(step) + Shape::kOtherTile, T());
-    const int64_t key = first + int64_t{step} * kKeys;
-    const bool whole = key >= z.seen_by(end - 1, end, length.value).begin &&
-                       key + kKeys <= z.seen_by(begin, begin + 1, length.value).end;
+    multiply_rows<kDim, kM, kKeys, Shape::kUnroll>(s, q_tile, warp_row, stage(step), T());
+    multiply_rows<kDim, kM, kKeys, Shape::kUnroll>(dp, dy_tile, warp_row, stage(step) + Shape::kOtherTile, T());
+    const bool whole = tile.whole(step);
 #pragma unroll
     for (int i = 0; i < kM; ++i)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         int2 range = {0, kKeys};
-        if (!whole) {
-          const int64_t query = begin + warp_row + 16 * i + 8 * half + lane_index() / 4;
-          range = within(z.seen_by(query, query + 1, length.value), key, kKeys);
-        }
+        if (!whole) range = tile.seen(tile.query(i, half), step);
 #pragma unroll
         for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
@@ -406,9 +423,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_dq_
     round_weights<kM, kKeys>(ds, s, T());
     multiply_weights<kDim, kM, kKeys>(sums, ds, stage(step), T());
   }
-  const float times = static_cast<float>(z.scale) * length.times;
-  store_sums<kM, kDim>(sums, x.of_queries(dq, b, h, z.dim), begin + warp_row, end, dim,
-                       [=](int, int) { return times; });
+  const float times = static_cast<float>(x.z.scale) * tile.times;
+  store_sums<kM, kDim>(sums, x.of_queries(dq, tile.b, tile.h, x.z.dim), tile.begin + warp_row, tile.end,
+                       static_cast<int>(x.z.dim), [=](int, int) { return times; });
 #endif
 }
 
@@ -479,8 +496,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     const Range by_last = z.seeing(end - 1, end), by_first = z.seeing(begin, begin + 1);
     const bool whole = last == begin + Shape::kRows && query >= by_last.begin && query + kQueries <= by_first.end;
     MmaSums<kM, kQueries> s = {}, dp = {};
-    multiply_rows<kDim, kM, kQueries>(s, k_tile, warp_row, q_tile, T());
-    if constexpr (kDk) multiply_rows<kDim, kM, kQueries>(dp, v_tile, warp_row, dy_tile, T());
+    multiply_rows<kDim, kM, kQueries, Shape::kUnroll>(s, k_tile, warp_row, q_tile, T());
+    if constexpr (kDk) multiply_rows<kDim, kM, kQueries, Shape::kUnroll>(dp, v_tile, warp_row, dy_tile, T());
 #pragma unroll
     for (int i = 0; i < kM; ++i)
 #pragma unroll
@@ -525,7 +542,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
 
 // Whether these kernels take a call whose tensors are aligned.
 inline bool mma_takes(const AttentionSizes &z) {
-  return z.dim % 8 == 0 && z.v_dim % 8 == 0 && z.v_dim > 0 && z.dim <= 256 && z.v_dim <= 256;
+  const bool fits = z.dim <= 256 && z.v_dim <= 256 && std::max(z.queries, z.keys) <= 1 << 30;
+  return fits && z.dim % 8 == 0 && z.v_dim % 8 == 0 && z.v_dim > 0;
 }
 
 // f(MmaShapes<kDim>()) with the head_dim that q, k and v are padded to.
