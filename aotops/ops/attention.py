@@ -41,7 +41,7 @@ def _backward_dims(call):
 def _stated(call, of_lse=""):
     """Leading axes are independent; heads where each of k has one of q; queries where all see the same keys; and the
     head_dim of v, along which the gradient of a score is a sum. ``of_lse``: what follows its axes."""
-    heads, seq = _axes(call)
+    heads, _ = _axes(call)
     q_heads, kv_heads = ("h", "h") if call.q[heads] == call.k[heads] else ("H", "K")
     s = "S" if call.causal or max(call.window) >= 0 else "s"
     lines = () if call.lengths is None else call.lengths
@@ -81,7 +81,7 @@ def _backward_formula(m, dy, q, k, v, lengths, causal, scale, window, softcap, l
 
 
 class _Call:
-    """q as (..., kv_heads, heads / kv_heads, queries, head_dim), wide; k and v as (..., kv_heads, 1, keys, head_dim)."""
+    """q as (..., kv_heads, heads / kv_heads, queries, head_dim), wide; k and v as (..., kv_heads, 1, keys, dim)."""
 
     def __init__(self, m, q, k, v, lengths, causal, scale, window, softcap, layout):
         self.m, self.layout, self.softcap, self.lengths = m, layout, softcap, lengths
@@ -197,7 +197,7 @@ def attention(q, k, v, lengths=None, causal=False, scale=None, window=None, soft
         causal: a query sees no key after the one that it stands beside. (torch's ``is_causal`` places the first query
             beside the first key; the two agree where there are as many.)
         scale: None for ``head_dim ** -0.5``.
-        window: (left, right): a query sees so many keys before and after the one that it stands beside; -1 for all of them.
+        window: (left, right): a query sees so many keys before and after the one that it stands beside; -1 for all.
         softcap: if not 0, scores are ``softcap * tanh(scores / softcap)``.
         layout: of q, k, v and the result: "BSHD", as above, or "BHSD" for (..., heads, queries, head_dim).
 

@@ -219,8 +219,12 @@ struct AttentionBackward : AttentionAttrs {
     return kOk;
   }
 
-  // The workspace: delta and lse, each with an element for each row, then what a CPU sums dq of 16 bits in.
-  static int64_t sums(const Spec &q) { return kIsCuda || q.dtype == accumulate_dtype(q.dtype) ? 0 : q.size(); }
+  // The workspace: delta and lse, each with an element for each row, then what a CPU sums dq of 16 bits in. It is there
+  // too where the dtype is unknown.
+  static int64_t sums(const Spec &q) {
+    const bool wide = q.dtype == DType::float32 || q.dtype == DType::float64;
+    return kIsCuda || wide ? 0 : q.size();
+  }
 };
 
 }  // namespace AOT_ISA
