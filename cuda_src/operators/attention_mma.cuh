@@ -238,8 +238,9 @@ struct QueryTile {
     const auto found = x.length(b);
     length = static_cast<int>(found.value), times = found.times;
     const Range seen = z.seen_by(begin, end, length);
-    first = seen.end > seen.begin ? static_cast<int>(seen.begin) / kKeys * kKeys : 0;
-    steps = seen.end > first ? (static_cast<int>(seen.end) - first - 1) / kKeys + 1 : 0;
+    const bool any = seen.end > seen.begin;
+    first = any ? static_cast<int>(seen.begin) / kKeys * kKeys : 0;
+    steps = any ? (static_cast<int>(seen.end) - first - 1) / kKeys + 1 : 0;
     whole_begin = clamped(z.seen_by(end - 1, end, length).begin),
     whole_end = clamped(z.seen_by(begin, begin + 1, length).end);
     k = x.of_keys(x.k, b, h / z.group(), z.dim), v = x.of_keys(x.v, b, h / z.group(), z.v_dim);

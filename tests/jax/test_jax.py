@@ -133,8 +133,8 @@ FUNCTIONS |= {"qkv_rope": (_ours_qkv_rope, _qkv_rope)}
 
 
 def _attention(x, w, b):
-    s = jnp.tril(x @ (x * w + b).T * 6**-0.5, 0) + jnp.triu(jnp.full((4, 4), -jnp.inf), 1)
-    return jax.nn.softmax(s, -1) @ (x * b - w)
+    s = x @ (x * w + b).T * 6**-0.5
+    return jax.nn.softmax(jnp.where(jnp.tril(jnp.ones_like(s)), s, -jnp.inf), -1) @ (x * b - w)
 
 
 FUNCTIONS |= {
