@@ -221,9 +221,20 @@ def _torch_functions() -> dict[str, Make]:
 
         return split
 
+    def attention(shape: Shape, variant: str) -> Callable[..., Any]:
+        _, _, heads, kv_heads, _ = shape
+        attrs = {"is_causal": variant == "causal", "enable_gqa": heads != kv_heads}
+
+        def attend(q, k, v):
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            return F.scaled_dot_product_attention(q, k, v, **attrs).transpose(1, 2)
+
+        return attend
+
     return {
         "rope": rope,
         "qkv_rope": qkv_rope,
+        "attention": attention,
         "add": lambda shape, variant: torch.add,
         "gelu": lambda shape, variant: lambda x: F.gelu(x, approximate=variant),
         "swiglu": lambda shape, variant: lambda gate, up: F.silu(gate) * up,

@@ -250,6 +250,21 @@ class Projections(Work):
         }
 
 
+class Attention(Work):
+    """q has the queries' heads, k those of the keys, and of the values. The variant may be causal: its FLOPs count what
+    no query sees too."""
+
+    AXES = ("batch", "sequence", "heads", "kv_heads", "head_dim")
+    # of GPT-2's size, of Llama, and heads of 256
+    SHAPES = ((16, 1024, 12, 12, 64), (4, 2048, 32, 8, 128), (1, 8192, 32, 8, 128), (4, 2048, 16, 16, 256))
+    FEW = ((1, 128, 12, 12, 64), (1, 1024, 12, 12, 64))
+    SMALL = 128 * 12 * 12 * 64
+
+    def tensors(self, shape):
+        batch, seq, heads, kv_heads, dim = shape
+        return {"q": (batch, seq, heads, dim), "k": (batch, seq, kv_heads, dim)}
+
+
 class Cell(Work):
     """A recurrent cell: i is its input, h a state, old or new, g what its three gates are before they are applied, w
     the weights of state and input, and b the bias."""

@@ -48,6 +48,8 @@ class Case:
     """By how much the formula itself magnifies a rounding error of its inputs: the condition number."""
     grad_condition: float = 1.0
     """The condition number of the gradient, relative to that of the formula."""
+    inner_roundings: int = 0
+    """Roundings of the dtype itself that a result may have besides its own: those of the factors of a product."""
     dtype_roundings: int = 0
     """Roundings of the dtype itself that a gradient may have: one for each of the terms that a framework sums over a
     broadcast axis, as it does for its own operators; or those of a result that the gradient is computed from."""

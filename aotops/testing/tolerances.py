@@ -48,7 +48,8 @@ def allowed(expected: np.ndarray, dtype: str, case: Case) -> np.ndarray:
     """How far each element of a result may lie from ``expected``."""
     precision = PRECISION[dtype]
     largest = max(1.0, float(np.abs(expected).max(initial=0.0)))
-    return precision.result * np.abs(expected) + STEPS * case.magnified * precision.work * largest
+    inner = case.inner_roundings * precision.result + STEPS * case.magnified * precision.work
+    return precision.result * np.abs(expected) + inner * largest
 
 
 def allowed_gradient(expected: np.ndarray, dtype: str, case: Case) -> np.ndarray:

@@ -138,6 +138,25 @@ def _ours_qkv_rope(x, w, b):
 FUNCTIONS |= {"qkv_rope": (_ours_qkv_rope, _qkv_rope)}
 
 
+def _attention(x, w, b):
+    s = x @ (x * w + b).T * 6**-0.5
+    return jax.nn.softmax(jnp.where(jnp.tril(jnp.ones_like(s)), s, -jnp.inf), -1) @ (x * b - w)
+
+
+FUNCTIONS |= {
+    "attention": (
+        lambda x, w, b: ours.attention(x[:, None], (x * w + b)[:, None], (x * b - w)[:, None], causal=True)[:, 0],
+        _attention,
+    ),
+    "attention_of_two_heads": (
+        lambda x, w, b: ours.attention(
+            jnp.stack([x, x], -2), (x * w + b)[:, None], (x * b - w)[:, None], causal=True, layout="BSHD"
+        ).mean(-2),
+        _attention,
+    ),
+}
+
+
 def _lltm(input, weights, bias, old_h, old_cell):
     i, o, c = jnp.split(jnp.concatenate([old_h, input], -1) @ weights.T + bias.reshape(-1), 3, -1)
     new_cell = old_cell + jax.nn.elu(c) * jax.nn.sigmoid(i)

@@ -83,6 +83,11 @@ def _qkv(qkv: tuple[int, ...], table: Any, positions: tuple[int, ...] | None = N
     return Case(shapes, {"heads": 2, "kv_heads": 1, **attrs}, classes={"positions": table[0]} if positions else {})
 
 
+def _attention(lead: tuple[int, ...], kv_heads: int, lengths: tuple[int, ...] | None = None, **attrs: Any) -> Case:
+    shapes = {slot: (*lead, seq, n, 6) for slot, seq, n in (("q", 8, 4), ("k", 5, kv_heads), ("v", 5, kv_heads))}
+    return Case(shapes | {"lengths": lengths}, attrs, classes={"lengths": 6} if lengths else {})
+
+
 CASES: dict[str, list[Case]] = {
     "add": [
         Case({"a": (8, 6), "b": (8, 6)}, {"alpha": -0.5}),
@@ -101,6 +106,11 @@ CASES: dict[str, list[Case]] = {
         _qkv((4, 6, 16), (6, 2)),
         _qkv((4, 6, 24), (9, 2), (4, 6), layout="BHSD", rotary_dim=4, grouped=True),
         _qkv((4, 6, 16), None, layout="BHSD"),
+    ],
+    "attention": [
+        _attention((4,), 4),
+        _attention((4,), 2, (4,), causal=True),
+        _attention((2, 4), 4, (4,), window=(2, 1), softcap=2.0),
     ],
     "softmax": [Case({"x": (8, 6)}), Case({"x": (4, 6, 5)}, {"dim": 1})],
     "layer_norm": [

@@ -119,12 +119,22 @@ def _qkv(qkv: tuple[int, ...], table: Any, positions: tuple[int, ...] | None = N
     return Case(shapes, {"heads": 2, "kv_heads": 1, **attrs}, classes={"positions": table[0]} if positions else {})
 
 
+def _attention(lead: tuple[int, ...], kv_heads: int, lengths: tuple[int, ...] | None = None, **attrs: Any) -> Case:
+    shapes = {slot: (*lead, seq, n, 6) for slot, seq, n in (("q", 8, 4), ("k", 5, kv_heads), ("v", 5, kv_heads))}
+    return Case(shapes | {"lengths": lengths}, attrs, classes={"lengths": 6} if lengths else {})
+
+
 CASES: dict[str, list[Case]] = {
     "add": [Case({"a": (8, 6), "b": (8, 6)}, {"alpha": -0.5}), Case({"a": (8, 6), "b": (6,)})],
     "gelu": [Case({"x": (8, 6)}, {"approximate": "tanh"})],
     "swiglu": [Case({"gate": (8, 6), "up": (8, 6)})],
     "rope": [_rope((4, 8, 8, 4), (8, 2)), _rope((4, 8, 8, 4), (9, 2), (4, 8), layout="BHSD")],
     "qkv_rope": [_qkv((4, 8, 16), (8, 2)), _qkv((4, 8, 16), (9, 2), (4, 8), layout="BHSD"), _qkv((4, 8, 16), None)],
+    "attention": [
+        _attention((4,), 4),
+        _attention((4,), 2, (4,), causal=True),
+        _attention((2, 4), 4, (4,), window=(2, 1), softcap=2.0),
+    ],
     "softmax": [Case({"x": (4, 6, 8)}, {"dim": 1})],
     "layer_norm": [_norm((4, 8, 6), 1, "weight", "bias"), _norm((8, 2, 3), 2, "bias")],
     "rms_norm": [_norm((8, 6), 1, "weight", "bias"), _norm((8, 4), 1, eps=0.1)],

@@ -35,6 +35,15 @@ CALLS = {
     ),
     "qkv_rope without tables": (lambda x: ours.qkv_rope(x, None, None, 2), (3, 18)),
     "qkv_rope whose keys alone are read": (lambda x, c: ours.qkv_rope(x, c, c, 2, grouped=True)[1], (3, 12), (3, 1)),
+    "attention": (
+        lambda q, k, v: ours.attention(q, k, v, causal=True, softcap=2.0),
+        *((2, 3, 2, 3), (2, 4, 1, 3), (2, 4, 1, 2)),
+    ),
+    "attention of lengths": (
+        lambda q, k, v: ours.attention(q, k, v, INTEGERS, window=(1, 2), scale=0.7, layout="BHSD"),
+        *((3, 2, 4, 2), (3, 2, 3, 2), (3, 2, 3, 1)),
+    ),
+    "attention of one tensor": (lambda x: ours.attention(x, x, x, window=(0, 1)), (3, 2, 2)),
     "softmax": (lambda x: ours.softmax(x, 0), (3, 4)),
     "layer_norm": (lambda x, w, b: ours.layer_norm(x, (4,), w, b), (3, 4), (4,), (4,)),
     "layer_norm of two axes": (lambda x: ours.layer_norm(x, (2, 4)), (3, 2, 4)),

@@ -1,0 +1,359 @@
+#include "attention.h"
+
+#include "cpu/entry.h"
+#include "cpu/math.h"
+#include "cpu/rows.h"
+#include "cpu/softmax.h"
+#include "gemm/gemm_cpu.h"
+
+namespace aot {
+inline namespace AOT_ISA {
+namespace {
+
+// A block of scores and what is computed from it fit a second-level cache.
+constexpr int64_t kBlockQueries = 128, kBlockKeys = 256;
+
+int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// ---------------------------------------------------------------------------------------------------------- scores
+
+template <typename T>
+struct Heads {
+  using A = Accumulate<T>;
+  const T *q, *k, *v;
+  Tensor lengths;
+  AttentionSizes z;
+
+  // Of example b.
+  int64_t length(int64_t b) const {
+    if (!lengths) return z.keys;
+    const int64_t i = b % z.lines;
+    return lengths.dtype == DType::int32 ? lengths.as<const int32_t>()[i] : lengths.as<const int64_t>()[i];
+  }
+  Status check_lengths(const char *op) const {
+    for (int64_t i = 0; lengths && i < z.lines; ++i)
+      if (length(i) < 0 || length(i) > z.keys)
+        return fail(kInvalidArgument, "%s: lengths[%lld] is %lld, expected 0 to %lld, the number of keys", op,
+                    static_cast<long long>(i), static_cast<long long>(length(i)), static_cast<long long>(z.keys));
+    return kOk;
+  }
+
+  template <typename X>
+  HeadRows<X> of_queries(X *x, int64_t b, int64_t h, int64_t dim) const {
+    return head_rows(x, z, b, h, z.heads, z.queries, dim);
+  }
+  // h: a head of k and v.
+  template <typename X>
+  HeadRows<X> of_keys(X *x, int64_t b, int64_t h, int64_t dim) const {
+    return head_rows(x, z, b, h, z.kv_heads, z.keys, dim);
+  }
+
+  // Rows of q's tensor by rows of k's: scores of `rows` queries from `query` on and n keys from `key` on.
+  Status scores(HeadRows<const T> q, HeadRows<const T> k, int64_t query, int64_t key, int64_t rows, int64_t n,
+                A *s) const {
+    const auto product = [&](auto epilogue) {
+      return gemm<T, A, decltype(epilogue)>(rows, n, z.dim, {q[query], q.stride}, {k[key], k.stride, true}, s,
+                                            kBlockKeys, false, epilogue);
+    };
+    const A scale = static_cast<A>(z.scale), cap = static_cast<A>(z.softcap);
+    if (!z.softcap) return product([=](Vec<T> s, int64_t, int64_t, auto) { return s * scale; });
+    const A inner = static_cast<A>(z.scale / z.softcap);
+    return product([=](Vec<T> s, int64_t, int64_t, auto) { return tanh<A>(s * inner) * cap; });
+  }
+
+  // The keys that a query sees, of the n from `key` on: numbers from 0 to n.
+  Range seen(int64_t query, int64_t key, int64_t n, int64_t length) const {
+    const Range all = z.seen_by(query, query + 1, length);
+    const auto within = [=](int64_t j) { return j < key ? 0 : smaller(j - key, n); };
+    return {within(all.begin), within(all.end)};
+  }
+};
+
+// Zeros outside of a range of n elements.
+template <typename T>
+void clear_outside(T *x, Range range, int64_t n) {
+  if (range.end <= range.begin) range = {n, n};
+  std::memset(x, 0, range.begin * sizeof(T));
+  std::memset(x + range.end, 0, (n - range.end) * sizeof(T));
+}
+
+// ---------------------------------------------------------------------------------------------------------- forward
+
+// The softmax of rows whose scores come in blocks: each row's largest score so far, and the sum of exponentials of
+// what the scores are below it.
+template <typename T, typename A = Accumulate<T>>
+struct RunningSoftmax {
+  A most = -static_cast<A>(__builtin_inf()), total = 0;
+
+  // Exponentials of n scores, p; what has been summed before is to be multiplied by the result.
+  A add(const A *s, T *p, int64_t n) {
+    const A block = largest(s, n), before = most;
+    most = block > most ? block : most;
+    const A shrink = before == most ? 1 : std::exp(before - most);
+    const Unit<T> unit(VecInt<T>{});
+    Vec<T> sums[4] = {};
+    sweep_sums<T>(n, [&](int64_t j, auto part, int k) {
+      const Vec<T> e = keep<T>(exp_nonpositive<T>(unit, load(s + j, part) - most), part);
+      sums[k] += e;
+      store(p + j, e, part);
+    });
+    total = total * shrink + static_cast<A>(sum_of_4<T>(sums));
+    return shrink;
+  }
+};
+
+// Queries [begin, end) of a head. y may be null.
+template <typename T, typename A = Accumulate<T>>
+Status attend(const Heads<T> &x, int64_t b, int64_t h, int64_t begin, int64_t end, T *y, A *lse) {
+  const AttentionSizes &z = x.z;
+  const int64_t rows = end - begin, length = x.length(b), dim = z.v_dim;
+  const HeadRows<const T> q = x.of_queries(x.q, b, h, z.dim), k = x.of_keys(x.k, b, h / z.group(), z.dim),
+                          v = x.of_keys(x.v, b, h / z.group(), dim);
+  const Buffer<A> s(rows * kBlockKeys), sums(rows * dim);
+  const Buffer<T> narrow(sizeof(T) < sizeof(A) ? rows * kBlockKeys : 0);
+  if (!s || !sums || !narrow) return out_of_memory(Attention::name);
+  T *const p = sizeof(T) < sizeof(A) ? narrow : reinterpret_cast<T *>(static_cast<A *>(s));
+  RunningSoftmax<T> state[kBlockQueries];
+  std::memset(sums, 0, rows * dim * sizeof(A));
+  const Range all = z.seen_by(begin, end, length);
+  for (int64_t key = all.begin / kBlockKeys * kBlockKeys; key < all.end; key += kBlockKeys) {
+    const int64_t n = smaller(kBlockKeys, all.end - key);
+    AOT_TRY(x.scores(q, k, begin, key, rows, n, s));
+    for (int64_t i = 0; i < rows; ++i) {
+      const Range seen = x.seen(begin + i, key, n, length);
+      const int64_t at = i * kBlockKeys + seen.begin;
+      A *const sum = sums + i * dim;
+      if (seen.begin < seen.end) {
+        const A shrink = state[i].add(s + at, p + at, seen.end - seen.begin);
+        if (shrink != 1)
+          sweep<T>(dim, [=](int64_t j, auto part) { store(sum + j, load(sum + j, part) * shrink, part); });
+      }
+      clear_outside(p + i * kBlockKeys, seen, n);
+    }
+    if (y) AOT_TRY((gemm<T, A>(rows, dim, n, {p, kBlockKeys}, {v[key], v.stride}, sums, dim, true)));
+  }
+  const HeadRows<T> to = x.of_queries(y, b, h, dim);
+  for (int64_t i = 0; i < rows; ++i) {
+    const RunningSoftmax<T> &row = state[i];
+    const A *const sum = sums + i * dim, times = row.total == 0 ? 0 : 1 / row.total;
+    if (lse) lse[(b * z.heads + h) * z.queries + begin + i] = row.most + std::log(row.total);
+    if (y)
+      sweep<T>(dim,
+               [=, at = to[begin + i]](int64_t j, auto part) { store(at + j, load(sum + j, part) * times, part); });
+  }
+  return kOk;
+}
+
+template <typename T, typename A = Accumulate<T>>
+Status attend_all(const Heads<T> &x, T *y, A *lse) {
+  const AttentionSizes &z = x.z;
+  const int64_t blocks = ceil_div(z.queries, kBlockQueries);
+  return try_parallel(z.batch * z.heads * blocks, [&](int64_t index) {
+    const int64_t head = index / blocks, begin = (blocks - 1 - index % blocks) * kBlockQueries;  // long rows first
+    return attend(x, head / z.heads, head % z.heads, begin, smaller(begin + kBlockQueries, z.queries), y, lse);
+  });
+}
+
+// --------------------------------------------------------------------------------------------------------- backward
+
+// delta of each row of a head.
+template <typename T, typename A = Accumulate<T>>
+void sum_products(const Heads<T> &x, const T *dy, const T *y, A *delta) {
+  const AttentionSizes &z = x.z;
+  each_row(z.rows(), z.v_dim, [=](int64_t i) {
+    const int64_t head = i / z.queries, b = head / z.heads, h = head % z.heads, row = i % z.queries;
+    const T *const a = x.of_queries(dy, b, h, z.v_dim)[row], *const c = x.of_queries(y, b, h, z.v_dim)[row];
+    delta[i] = static_cast<A>(
+        sum_row<T>(z.v_dim, [=](int64_t j, auto part) { return load(a + j, part) * load(c + j, part); }));
+  });
+}
+
+// What the gradients are computed from, and where they go: null if not wanted. sums: dq, with q's layout; it is dq
+// itself but in 16 bits.
+template <typename T, typename A = Accumulate<T>>
+struct Gradients {
+  const T *dy;
+  const A *lse, *delta;
+  T *dq, *dk, *dv;
+  A *sums;
+};
+
+// The gradients of a block of queries and a block of keys.
+template <typename T, typename A = Accumulate<T>>
+class GradientBlock {
+ public:
+  GradientBlock(const Heads<T> &x, const Gradients<T> &g)
+      : x_(x),
+        g_(g),
+        s_(kBlockQueries * kBlockKeys),
+        dp_(kBlockQueries * kBlockKeys),
+        narrow_(sizeof(T) < sizeof(A) ? 2 * kBlockQueries * kBlockKeys : 0),
+        dk_(kBlockKeys * x.z.dim),
+        dv_(kBlockKeys * x.z.v_dim),
+        p_(sizeof(T) < sizeof(A) ? narrow_ : reinterpret_cast<T *>(static_cast<A *>(s_))),
+        ds_(sizeof(T) < sizeof(A) ? narrow_ + kBlockQueries * kBlockKeys
+                                  : reinterpret_cast<T *>(static_cast<A *>(dp_))) {}
+
+  bool allocated() const { return s_ && dp_ && narrow_ && dk_ && dv_; }
+
+  // dk and dv of the block of keys from `key` on, of the head h of k; with dq: adds what these keys give to the sums.
+  Status keys(int64_t b, int64_t h, int64_t key, bool dq) const {
+    const AttentionSizes &z = x_.z;
+    const int64_t end = smaller(key + kBlockKeys, z.keys), length = x_.length(b), within = smaller(end, length);
+    std::memset(dk_, 0, kBlockKeys * z.dim * sizeof(A));
+    std::memset(dv_, 0, kBlockKeys * z.v_dim * sizeof(A));
+    const Range queries = z.seeing(key, within);
+    for (int64_t i = 0; i < z.group() && key < within; ++i)
+      for (int64_t query = queries.begin / kBlockQueries * kBlockQueries; query < queries.end; query += kBlockQueries)
+        AOT_TRY(add(b, h * z.group() + i, query, key, within, g_.dk, g_.dv, dq));
+    if (g_.dk) store_rows(x_.of_keys(g_.dk, b, h, z.dim), key, end, dk_, z.dim);
+    if (g_.dv) store_rows(x_.of_keys(g_.dv, b, h, z.v_dim), key, end, dv_, z.v_dim);
+    return kOk;
+  }
+
+  // dq of the block of queries from `query` on.
+  Status queries(int64_t b, int64_t h, int64_t query) const {
+    const AttentionSizes &z = x_.z;
+    const int64_t length = x_.length(b), end = smaller(query + kBlockQueries, z.queries);
+    clear(b, h, query, end);
+    const Range keys = z.seen_by(query, end, length);
+    for (int64_t key = keys.begin / kBlockKeys * kBlockKeys; key < keys.end; key += kBlockKeys)
+      AOT_TRY(add(b, h, query, key, smaller(key + kBlockKeys, length), false, false, true));
+    finish(b, h, query, end);
+    return kOk;
+  }
+
+  // Before and after the sums of dq of queries [begin, end).
+  void clear(int64_t b, int64_t h, int64_t begin, int64_t end) const {
+    const HeadRows<A> sums = x_.of_queries(g_.sums, b, h, x_.z.dim);
+    for (int64_t i = begin; i < end; ++i) std::memset(sums[i], 0, x_.z.dim * sizeof(A));
+  }
+  void finish(int64_t b, int64_t h, int64_t begin, int64_t end) const {
+    if constexpr (sizeof(T) < sizeof(A)) {
+      const HeadRows<A> sums = x_.of_queries(g_.sums, b, h, x_.z.dim);
+      const HeadRows<T> dq = x_.of_queries(g_.dq, b, h, x_.z.dim);
+      for (int64_t i = begin; i < end; ++i) convert(sums[i], dq[i], x_.z.dim);
+    }
+  }
+
+ private:
+  static void convert(const A *from, T *to, int64_t n) {
+    sweep<T>(n, [=](int64_t j, auto part) { store(to + j, load(from + j, part), part); });
+  }
+  static void store_rows(HeadRows<T> to, int64_t begin, int64_t end, const A *from, int64_t dim) {
+    for (int64_t i = begin; i < end; ++i) convert(from + (i - begin) * dim, to[i], dim);
+  }
+
+  Status add(int64_t b, int64_t h, int64_t query, int64_t key, int64_t end, bool dk, bool dv, bool dq) const {
+    const AttentionSizes &z = x_.z;
+    const int64_t n = end - key, rows = smaller(kBlockQueries, z.queries - query), length = x_.length(b);
+    const HeadRows<const T> q = x_.of_queries(x_.q, b, h, z.dim), k = x_.of_keys(x_.k, b, h / z.group(), z.dim),
+                            v = x_.of_keys(x_.v, b, h / z.group(), z.v_dim), dy = x_.of_queries(g_.dy, b, h, z.v_dim);
+    AOT_TRY(x_.scores(q, k, query, key, rows, n, s_));
+    AOT_TRY((gemm<T, A>(rows, n, z.v_dim, {dy[query], dy.stride}, {v[key], v.stride, true}, dp_, kBlockKeys)));
+    for (int64_t i = 0; i < rows; ++i) {
+      const int64_t row = (b * z.heads + h) * z.queries + query + i, at = i * kBlockKeys;
+      const Range seen = x_.seen(query + i, key, n, length);
+      slopes(at + seen.begin, seen.end - seen.begin, g_.lse[row], g_.delta[row]);
+      clear_outside(p_ + at, seen, n), clear_outside(ds_ + at, seen, n);
+    }
+    if (dv) AOT_TRY((gemm<T, A>(n, z.v_dim, rows, {p_, kBlockKeys, true}, {dy[query], dy.stride}, dv_, z.v_dim, true)));
+    if (dk) AOT_TRY((gemm<T, A>(n, z.dim, rows, {ds_, kBlockKeys, true}, {q[query], q.stride}, dk_, z.dim, true)));
+    if (!dq) return kOk;
+    const HeadRows<A> to = x_.of_queries(g_.sums, b, h, z.dim);
+    return gemm<T, A>(rows, z.dim, n, {ds_, kBlockKeys}, {k[key], k.stride}, to[query], to.stride, true);
+  }
+
+  // p and ds of n scores.
+  void slopes(int64_t at, int64_t n, A lse, A delta) const {
+    const A *const s = s_ + at, *const dp = dp_ + at, scale = static_cast<A>(x_.z.scale);
+    const A inverse = x_.z.softcap ? static_cast<A>(1 / x_.z.softcap) : 0;
+    const Unit<T> unit(VecInt<T>{});
+    sweep<T>(n, [&](int64_t j, auto part) {
+      const Vec<T> score = load(s + j, part), tangent = score * inverse, of_p = load(dp + j, part) - delta;
+      const Vec<T> p = exp_nonpositive<T>(unit, score - lse);
+      store(p_ + at + j, p, part);
+      store(ds_ + at + j, p * of_p * (scale - scale * tangent * tangent), part);
+    });
+  }
+
+  const Heads<T> &x_;
+  const Gradients<T> &g_;
+  const Buffer<A> s_, dp_;
+  const Buffer<T> narrow_;
+  const Buffer<A> dk_, dv_;
+  T *const p_, *const ds_;
+};
+
+// The scores are computed once where each thread has a head of k with all its queries, else once more for dq: for
+// fewer heads than threads. The order of sums is the same.
+template <typename T>
+Status gradients(const Heads<T> &x, const Gradients<T> &g) {
+  const AttentionSizes &z = x.z;
+  const int64_t heads = z.batch * z.kv_heads, blocks = ceil_div(z.keys, kBlockKeys);
+  const auto run = [&](int64_t count, auto f) {
+    return try_parallel(count, [&](int64_t index) {
+      const GradientBlock<T> block(x, g);
+      return block.allocated() ? f(block, index) : out_of_memory(AttentionBackward::name);
+    });
+  };
+  if (heads >= threads())
+    return run(heads, [&](const GradientBlock<T> &block, int64_t head) -> Status {
+      const int64_t b = head / z.kv_heads, h = head % z.kv_heads, first = h * z.group(), end = first + z.group();
+      for (int64_t i = first; i < end && g.dq; ++i) block.clear(b, i, 0, z.queries);
+      for (int64_t key = 0; key < z.keys; key += kBlockKeys) AOT_TRY(block.keys(b, h, key, g.dq));
+      for (int64_t i = first; i < end && g.dq; ++i) block.finish(b, i, 0, z.queries);
+      return kOk;
+    });
+  if (g.dk || g.dv)
+    AOT_TRY(run(heads * blocks, [&](const GradientBlock<T> &block, int64_t index) {
+      const int64_t head = index / blocks;
+      return block.keys(head / z.kv_heads, head % z.kv_heads, index % blocks * kBlockKeys, false);
+    }));
+  if (!g.dq) return kOk;
+  const int64_t parts = ceil_div(z.queries, kBlockQueries);
+  return run(z.batch * z.heads * parts, [&](const GradientBlock<T> &block, int64_t index) {
+    const int64_t head = index / parts, part = parts - 1 - index % parts;
+    return block.queries(head / z.heads, head % z.heads, part * kBlockQueries);
+  });
+}
+
+// ----------------------------------------------------------------------------------------------------- launchers
+
+Status attention_cpu(const Attention &op, const Tensor *in, const Tensor *out, void *) {
+  const Tensor &q = in[op.kQ], &k = in[op.kK], &v = in[op.kV], &lengths = in[op.kLengths];
+  return dispatch_floating(q.dtype, [&](auto zero) -> Status {
+    using T = decltype(zero);
+    const Heads<T> x{q.as<T>(), k.as<T>(), v.as<T>(), lengths, op.sizes(q, k, v, lengths)};
+    AOT_TRY(x.check_lengths(op.name));
+    return attend_all(x, out[op.kY].as<T>(), out[op.kLse].as<Accumulate<T>>());
+  });
+}
+
+Status attention_backward_cpu(const AttentionBackward &op, const Tensor *in, const Tensor *out, void *) {
+  const Tensor &q = in[op.kQ], &k = in[op.kK], &v = in[op.kV], &lengths = in[op.kLengths], &work = out[op.kWork];
+  if (!work) return fail(kConventionMisused, "%s: workspace is missing", op.name);
+  return dispatch_floating(q.dtype, [&](auto zero) -> Status {
+    using T = decltype(zero);
+    using A = Accumulate<T>;
+    const Heads<T> x{q.as<T>(), k.as<T>(), v.as<T>(), lengths, op.sizes(q, k, v, lengths)};
+    AOT_TRY(x.check_lengths(op.name));
+    A *const delta = work.as<A>(), *const recomputed = delta + x.z.rows();
+    const T *const dy = in[op.kDy].as<T>();
+    T *const dq = out[op.kDq].as<T>();
+    A *const lse = in[op.kLse] ? in[op.kLse].as<A>() : recomputed;
+    if (!in[op.kLse]) AOT_TRY(attend_all<T>(x, nullptr, recomputed));
+    sum_products(x, dy, in[op.kY].as<const T>(), delta);
+    A *const sums = sizeof(T) < sizeof(A) ? recomputed + x.z.rows() : reinterpret_cast<A *>(dq);
+    return gradients(x, Gradients<T>{dy, lse, delta, dq, out[op.kDk].as<T>(), out[op.kDv].as<T>(), sums});
+  });
+}
+
+}  // namespace
+}  // namespace AOT_ISA
+}  // namespace aot
+
+// ------------------------------------------------------------------------------------------------------- entries
+
+AOT_CPU_ENTRY(aot::Attention, aot_attention_cpu, aot::attention_cpu)
+AOT_CPU_ENTRY(aot::AttentionBackward, aot_attention_backward_cpu, aot::attention_backward_cpu)

@@ -1,0 +1,293 @@
+// attention on ordinary cores, in every dtype and for every head_dim; and what its other kernels share with it.
+//
+// All of it is one kernel. A block sums kSide rows of a result and kSide of their columns, a product of weights, (rows,
+// others), with rows of another tensor: of p with v, of ds with k, of ds^T with q, of p^T with dy. It goes through the
+// others in tiles, computes the scores of a tile, and the weights of these.
+#pragma once
+#include "attention.h"
+#include "cuda/launch.cuh"
+#include "cuda/math.cuh"
+#include "cuda/reduce.cuh"
+
+namespace aot {
+inline namespace AOT_ISA {
+
+// The inputs of a call; dy, lse and delta of a backward.
+template <typename T>
+struct AttentionInputs {
+  using A = Accumulate<T>;
+  const T *q, *k, *v, *dy;
+  const A *lse, *delta;
+  const void *lengths;
+  bool wide_lengths;  // int64
+  AttentionSizes z;
+
+  // The length of an example, and what its results are times: NaN where there is no such length.
+  struct Length {
+    int64_t value;
+    float times;
+  };
+  __device__ Length length(int64_t b) const {
+    if (!lengths) return {z.keys, 1};
+    const int64_t i = b % z.lines;
+    const int64_t n =
+        wide_lengths ? static_cast<const int64_t *>(lengths)[i] : static_cast<const int32_t *>(lengths)[i];
+    if (n >= 0 && n <= z.keys) return {n, 1};
+    return {0, __int_as_float(0x7fffffff)};
+  }
+  __device__ int64_t row(int64_t b, int64_t h, int64_t query) const { return (b * z.heads + h) * z.queries + query; }
+
+  template <typename X>
+  __device__ HeadRows<X> of_queries(X *x, int64_t b, int64_t h, int64_t dim) const {
+    return head_rows(x, z, b, h, z.heads, z.queries, dim);
+  }
+  // h: a head of k and v.
+  template <typename X>
+  __device__ HeadRows<X> of_keys(X *x, int64_t b, int64_t h, int64_t dim) const {
+    return head_rows(x, z, b, h, z.kv_heads, z.keys, dim);
+  }
+};
+
+// ------------------------------------------------------------------------------------------------------------ delta
+
+constexpr int kDeltaBlock = 256;
+
+// One warp for each row.
+template <typename T>
+__global__ void __launch_bounds__(kDeltaBlock)
+    attention_delta_kernel(AttentionInputs<T> x, const T *y, Accumulate<T> *delta) {
+  const AttentionSizes &z = x.z;
+  const int64_t stride = int64_t{gridDim.x} * (kDeltaBlock / 32);
+  for (int64_t i = int64_t{blockIdx.x} * (kDeltaBlock / 32) + warp_index(); i < z.rows(); i += stride) {
+    const int64_t head = i / z.queries, query = i % z.queries, b = head / z.heads, h = head % z.heads;
+    const T *const dy_row = x.of_queries(x.dy, b, h, z.v_dim)[query], *const y_row =
+                                                                          x.of_queries(y, b, h, z.v_dim)[query];
+    Accumulate<T> sum = 0;
+    for (int64_t j = lane_index(); j < z.v_dim; j += 32) sum += widen(dy_row[j]) * widen(y_row[j]);
+    sum = sum_lanes<32>(sum);
+    if (lane_index() == 0) delta[i] = sum;
+  }
+}
+
+// ----------------------------------------------------------------------------------------------------- one kernel
+
+enum class AttentionResult { y, dq, dk, dv };
+
+constexpr int kAttentionBlock = 256;
+
+template <typename A>
+struct AttentionTiles {
+  static constexpr int kSide = sizeof(A) == 8 ? 32 : 64, kEach = kSide / 16, kDepth = 32;
+  A left[kSide][kDepth + 1], right[kSide][kDepth + 1];  // of a product of rows; the sum's factor is in their place
+  A weights[kSide][kSide + 1];
+
+  using Factor = A[kSide][kSide + 1];
+  __device__ Factor &factor() { return *reinterpret_cast<Factor *>(left); }
+  static_assert(sizeof(Factor) <= 2 * sizeof(left));
+};
+
+// Thread (ty, tx) of 16 x 16 has rows ty + 16 i and columns tx + 16 j of a tile.
+template <typename T, AttentionResult kResult>
+class AttentionTile {
+ public:
+  using A = Accumulate<T>;
+  using Tiles = AttentionTiles<A>;
+  using Sums = A[Tiles::kEach][Tiles::kEach];
+  static constexpr int kSide = Tiles::kSide, kEach = Tiles::kEach;
+  static constexpr bool kOfKeys = kResult == AttentionResult::dk || kResult == AttentionResult::dv;
+  static constexpr bool kOfScores = kResult == AttentionResult::dq || kResult == AttentionResult::dk;  // ds, not p
+
+  __device__ AttentionTile(const AttentionInputs<T> &x, Tiles &tiles) : x_(x), z_(x.z), tiles_(tiles) {
+#pragma unroll
+    for (A &most : most_) most = -static_cast<A>(__int_as_float(0x7f800000));
+  }
+
+  __device__ void run(T *to, A *lse) {
+    const int64_t heads = kOfKeys ? z_.kv_heads : z_.heads, all = kOfKeys ? z_.keys : z_.queries;
+    const int64_t tiles = ceil_div(all, kSide), head = blockIdx.x / tiles, begin = blockIdx.x % tiles * kSide;
+    const int64_t b = head / heads, h = head % heads, end = begin + kSide < all ? begin + kSide : all;
+    const int64_t dim = kOfScores ? z_.dim : z_.v_dim;
+    const auto length = x_.length(b);
+    length_ = length.value, column_ = int64_t{blockIdx.y} * kSide;
+    if constexpr (kOfKeys) {
+      const int64_t within = end < length_ ? end : length_;
+      const Range seeing = z_.seeing(begin, within);
+      for (int64_t i = 0; i < z_.group() && begin < within; ++i)
+        for (int64_t other = seeing.begin / kSide * kSide; other < seeing.end; other += kSide)
+          step(b, h * z_.group() + i, h, begin, end, other, dim);
+    } else {
+      const Range seen = z_.seen_by(begin, end, length_);
+      for (int64_t other = seen.begin / kSide * kSide; other < seen.end; other += kSide)
+        step(b, h, h / z_.group(), begin, end, other, dim);
+    }
+    const HeadRows<T> rows = kOfKeys ? x_.of_keys(to, b, h, dim) : x_.of_queries(to, b, h, dim);
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int64_t row = begin + ty() + 16 * i;
+      if (row >= end) continue;
+      A times = length.times;
+      if constexpr (kResult == AttentionResult::y) {
+        times = total_[i] == 0 ? times * 0 : times / total_[i];
+        if (lse && tx() == 0 && blockIdx.y == 0) lse[x_.row(b, h, row)] = most_[i] + log(total_[i]);
+      }
+#pragma unroll
+      for (int j = 0; j < kEach; ++j)
+        if (to && column_ + tx() + 16 * j < dim) rows[row][column_ + tx() + 16 * j] = narrow<T>(sum_[i][j] * times);
+    }
+  }
+
+ private:
+  __device__ static int ty() { return threadIdx.x / 16; }
+  __device__ static int tx() { return threadIdx.x % 16; }
+
+  // What a tile of others, from `other` on, gives to rows [begin, end). h: of q; kv: of k.
+  __device__ void step(int64_t b, int64_t h, int64_t kv, int64_t begin, int64_t end, int64_t other, int64_t dim) {
+    const HeadRows<const T> q = x_.of_queries(x_.q, b, h, z_.dim), k = x_.of_keys(x_.k, b, kv, z_.dim),
+                            v = x_.of_keys(x_.v, b, kv, z_.v_dim);
+    const int64_t others = kOfKeys ? z_.queries : length_;
+    Sums s = {};
+    multiply(s, kOfKeys ? k : q, begin, end, kOfKeys ? q : k, other, others, z_.dim);
+    if constexpr (kResult == AttentionResult::y) {
+      weigh(s, begin, other);
+      __syncthreads();
+      add(v, other, others, dim);
+    } else {
+      const HeadRows<const T> dy = x_.of_queries(x_.dy, b, h, z_.v_dim);
+      Sums dp = {};
+      if constexpr (kOfScores) multiply(dp, kOfKeys ? v : dy, begin, end, kOfKeys ? dy : v, other, others, z_.v_dim);
+      slopes(s, dp, b, h, begin, end, other);
+      __syncthreads();
+      add(kResult == AttentionResult::dq ? k : kOfScores ? q : dy, other, others, dim);
+    }
+  }
+
+  // sums += products of rows of a and of b
+  __device__ void multiply(Sums &sums, HeadRows<const T> a, int64_t a_begin, int64_t a_end, HeadRows<const T> b,
+                           int64_t b_begin, int64_t b_end, int64_t dim) {
+    for (int64_t d = 0; d < dim; d += Tiles::kDepth) {
+      __syncthreads();
+      for (int i = threadIdx.x; i < kSide * Tiles::kDepth; i += kAttentionBlock) {
+        const int row = i / Tiles::kDepth, column = i % Tiles::kDepth;
+        const bool within = d + column < dim;
+        tiles_.left[row][column] = within && a_begin + row < a_end ? widen(a[a_begin + row][d + column]) : A(0);
+        tiles_.right[row][column] = within && b_begin + row < b_end ? widen(b[b_begin + row][d + column]) : A(0);
+      }
+      __syncthreads();
+#pragma unroll 8
+      for (int p = 0; p < Tiles::kDepth; ++p) {
+        A left[kEach], right[kEach];
+#pragma unroll
+        for (int i = 0; i < kEach; ++i)
+          left[i] = tiles_.left[ty() + 16 * i][p], right[i] = tiles_.right[tx() + 16 * i][p];
+#pragma unroll
+        for (int i = 0; i < kEach; ++i)
+#pragma unroll
+          for (int j = 0; j < kEach; ++j) sums[i][j] += left[i] * right[j];
+      }
+    }
+    __syncthreads();
+  }
+
+  // sum_ += weights times these columns of rows of `from`
+  __device__ void add(HeadRows<const T> from, int64_t begin, int64_t end, int64_t dim) {
+    auto &factor = tiles_.factor();
+    for (int i = threadIdx.x; i < kSide * kSide; i += kAttentionBlock) {
+      const int row = i / kSide, column = i % kSide;
+      const bool present = begin + row < end && column_ + column < dim;
+      factor[row][column] = present ? widen(from[begin + row][column_ + column]) : A(0);
+    }
+    __syncthreads();
+#pragma unroll 8
+    for (int p = 0; p < kSide; ++p) {
+      A left[kEach], right[kEach];
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) left[i] = tiles_.weights[ty() + 16 * i][p], right[i] = factor[p][tx() + 16 * i];
+#pragma unroll
+      for (int i = 0; i < kEach; ++i)
+#pragma unroll
+        for (int j = 0; j < kEach; ++j) sum_[i][j] += left[i] * right[j];
+    }
+  }
+
+  // The score of a product; *slope: its derivative.
+  __device__ A score(A product, A *slope) const {
+    const A scale = static_cast<A>(z_.scale), cap = static_cast<A>(z_.softcap), s = product * scale;
+    *slope = scale;
+    if (cap == 0) return s;
+    const A t = tanh(s / cap);
+    *slope = scale - scale * t * t;
+    return cap * t;
+  }
+
+  // The weights of y: exponentials of scores below the largest of each row so far.
+  __device__ void weigh(Sums &s, int64_t begin, int64_t other) {
+    const A lowest = -static_cast<A>(__int_as_float(0x7f800000));
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int64_t row = begin + ty() + 16 * i;
+      const Range seen = z_.seen_by(row, row + 1, length_);
+      A most = lowest, slope;
+#pragma unroll
+      for (int j = 0; j < kEach; ++j) {
+        const int64_t key = other + tx() + 16 * j;
+        s[i][j] = key >= seen.begin && key < seen.end ? score(s[i][j], &slope) : lowest;
+        most = s[i][j] > most || s[i][j] != s[i][j] ? s[i][j] : most;
+      }
+#pragma unroll
+      for (int offset = 8; offset > 0; offset /= 2) {
+        const A theirs = __shfl_xor_sync(~0u, most, offset);
+        most = theirs > most || theirs != theirs ? theirs : most;
+      }
+      const A before = most_[i];
+      most_[i] = most > before || most != most ? most : before;
+      const A shrink = before == most_[i] ? A(1) : exponential<T>(before - most_[i]);
+      A total = 0;
+#pragma unroll
+      for (int j = 0; j < kEach; ++j) {
+        const int64_t key = other + tx() + 16 * j;
+        const A e = key >= seen.begin && key < seen.end ? exponential<T>(s[i][j] - most_[i]) : A(0);
+        total += e, sum_[i][j] *= shrink;
+        tiles_.weights[ty() + 16 * i][tx() + 16 * j] = e;
+      }
+      total_[i] = total_[i] * shrink + sum_lanes<16>(total);
+    }
+  }
+
+  // The weights of a gradient: p, or ds.
+  __device__ void slopes(const Sums &s, const Sums &dp, int64_t b, int64_t h, int64_t begin, int64_t end,
+                         int64_t other) {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i)
+#pragma unroll
+      for (int j = 0; j < kEach; ++j) {
+        const int64_t row = begin + ty() + 16 * i, column = other + tx() + 16 * j;
+        const int64_t query = kOfKeys ? column : row, key = kOfKeys ? row : column;
+        const Range seen = z_.seen_by(query, query + 1, length_);
+        A weight = 0;
+        if (query < z_.queries && key >= seen.begin && key < seen.end) {
+          A slope;
+          const int64_t at = x_.row(b, h, query);
+          weight = exponential<T>(score(s[i][j], &slope) - x_.lse[at]);
+          if (kOfScores) weight *= (dp[i][j] - x_.delta[at]) * slope;
+        }
+        tiles_.weights[ty() + 16 * i][tx() + 16 * j] = weight;
+      }
+  }
+
+  const AttentionInputs<T> &x_;
+  const AttentionSizes &z_;
+  Tiles &tiles_;
+  int64_t length_, column_;
+  Sums sum_ = {};
+  A most_[kEach], total_[kEach] = {};  // of scores of a row so far, and of their exponentials
+};
+
+// blockIdx.x: a tile of a head of an example; blockIdx.y: columns.
+template <typename T, AttentionResult kResult>
+__global__ void __launch_bounds__(kAttentionBlock) attention_kernel(AttentionInputs<T> x, T *to, Accumulate<T> *lse) {
+  __shared__ AttentionTiles<Accumulate<T>> tiles;
+  AttentionTile<T, kResult>(x, tiles).run(to, lse);
+}
+
+}  // namespace AOT_ISA
+}  // namespace aot

@@ -1,0 +1,165 @@
+"""attention: all that is tried on it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from aotops.bench.work import Attention
+from aotops.testing import F32, F64, I64, Bad, Case, Row
+
+
+def attention(q, k, v, lengths=None, causal=False, scale=None, window=None, softcap=0.0, layout="BSHD"):
+    if layout == "BSHD":
+        q, k, v = (np.swapaxes(x, -3, -2) for x in (q, k, v))
+    group = q.shape[-3] // max(k.shape[-3], 1)
+    k, v = (np.repeat(x, group, -3) for x in (k, v))
+    scores = (q @ np.swapaxes(k, -2, -1)) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap:
+        scores = softcap * np.tanh(scores / softcap)
+    queries, keys = scores.shape[-2:]
+    query, key = np.arange(keys - queries, keys)[:, None], np.arange(keys)
+    seen = np.broadcast_to(_seen(query, key, lengths, causal, window), scores.shape)
+    most = np.max(scores.real, axis=-1, keepdims=True, initial=-np.inf, where=seen)
+    e = np.where(seen, np.exp(np.where(seen, scores - np.where(seen.any(-1, keepdims=True), most, 0), 0)), 0)
+    total = e.sum(-1, keepdims=True)
+    y = e @ v / np.where(total == 0, 1, total)
+    return np.swapaxes(y, -3, -2) if layout == "BSHD" else y
+
+
+def _seen(query, key, lengths, causal, window):
+    """Which keys a query sees. query: (queries, 1), from how many keys there are more; key: (keys,)."""
+    after, (left, right) = key - query, window or (-1, -1)
+    seen = after == after
+    if causal or right >= 0:
+        seen = seen & (after <= (0 if causal else right))
+    if left >= 0:
+        seen = seen & (after >= -left)
+    return seen if lengths is None else seen & (key < lengths[..., None, None, None])
+
+
+def _attention(lead, queries, keys, heads, dim, kv_heads=None, v_dim=None, lengths=None, **attrs):
+    """``lengths``: their shape."""
+    kv_heads, v_dim = heads if kv_heads is None else kv_heads, dim if v_dim is None else v_dim
+
+    def shape(seq, heads, dim):
+        return (*lead, heads, seq, dim) if attrs.get("layout") == "BHSD" else (*lead, seq, heads, dim)
+
+    shapes = {"q": shape(queries, heads, dim), "k": shape(keys, kv_heads, dim), "v": shape(keys, kv_heads, v_dim)}
+    classes = {} if lengths is None else {"lengths": keys + 1}
+    # in 16 bits the probabilities are rounded, and so is what the gradients are products of
+    return Case(shapes | {"lengths": lengths}, attrs, classes=classes, inner_roundings=2, dtype_roundings=8)
+
+
+def _draw(draw):
+    kv_heads, lead = draw.integer(1, 3), draw.shape(2)
+    lengths = lead[draw.integer(0, len(lead)) :] if draw.flag() else None
+    attrs = {"causal": draw.flag(), "layout": draw.choice("BSHD", "BHSD"), "softcap": draw.choice(0.0, 1.5)}
+    attrs |= {"window": draw.choice(None, (draw.integer(-1, 4), draw.integer(-1, 4)))}
+    attrs |= {"scale": draw.choice(None, 0.5)}
+    sizes = draw.size(), draw.size(), kv_heads * draw.integer(1, 3), draw.integer(1, 5)
+    return _attention(lead, *sizes, kv_heads=kv_heads, v_dim=draw.size(), lengths=lengths, **attrs)
+
+
+_GIVEN = {"q": ((2, 3, 4, 6), F32), "k": ((2, 5, 2, 6), F32), "v": ((2, 5, 2, 7), F32), "lengths": None}
+
+
+def _bad(given, attrs, error, *words) -> Bad:
+    return Bad(_GIVEN | given, attrs, error, *words)
+
+
+def _in_torch(torch, q, k, v, lengths=None, causal=False, scale=None, window=None, softcap=0.0, layout="BSHD"):
+    """Written out: torch's own function has no window, lengths or softcap, and its kernels no second derivative."""
+    if layout == "BSHD":
+        q, k, v = (x.transpose(-3, -2) for x in (q, k, v))
+    group = q.shape[-3] // k.shape[-3]
+    k, v = (x.repeat_interleave(group, -3) for x in (k, v))
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if causal or window or lengths is not None:
+        queries, keys = scores.shape[-2:]
+        query = torch.arange(keys - queries, keys, device=q.device)[:, None]
+        seen = _seen(query, torch.arange(keys, device=q.device), lengths, causal, window)
+        p = torch.softmax(scores.masked_fill(~seen, torch.finfo(scores.dtype).min), -1) * seen
+    else:
+        p = torch.softmax(scores, -1)
+    y = p @ v
+    return (y.transpose(-3, -2) if layout == "BSHD" else y).contiguous()
+
+
+ROW = Row(
+    attention,
+    cases=(
+        _attention((2,), 3, 5, 4, 6),
+        _attention((2,), 3, 5, 4, 6, causal=True),
+        _attention((2,), 5, 3, 4, 6, causal=True),  # the first queries see nothing
+        _attention((2,), 3, 5, 4, 6, 2, layout="BHSD", causal=True, scale=0.3),
+        _attention((2,), 3, 5, 3, 6, 1, 7, lengths=(2,)),
+        _attention((2, 3), 3, 5, 2, 6, lengths=(3,), layout="BHSD"),  # two leading axes
+        _attention((2, 3), 3, 5, 2, 6, 1, lengths=(2, 3)),
+        _attention((), 3, 5, 2, 6),  # none
+        _attention((), 3, 5, 2, 6, lengths=()),
+        _attention((2,), 4, 6, 2, 5, window=(1, 2)),
+        _attention((2,), 4, 6, 2, 5, window=(2, -1), causal=True, lengths=(2,)),
+        _attention((2,), 6, 6, 2, 5, window=(-1, 0), layout="BHSD"),
+        _attention((2,), 4, 6, 2, 5, softcap=1.5),
+        _attention((2,), 4, 6, 4, 5, 2, softcap=0.7, causal=True, scale=2.0),
+        _attention((1,), 1, 1, 1, 1),
+        _attention((1,), 1, 1, 1, 1, scale=-1.0),
+        _attention((2,), 0, 3, 2, 4),
+        _attention((2,), 3, 0, 2, 4),
+        _attention((0,), 3, 3, 2, 4, lengths=(0,)),
+        _attention((2,), 3, 3, 0, 4),
+        _attention((2,), 3, 4, 2, 4, v_dim=0),
+        # one for each path of a kernel: blocks of queries and keys, and their ends, head sizes, one query
+        _attention((2,), 131, 261, 2, 64, 1, causal=True),
+        _attention((1,), 300, 270, 2, 64, layout="BHSD"),
+        _attention((2,), 150, 530, 1, 32, lengths=(2,), window=(200, 40)),
+        _attention((1,), 140, 140, 4, 96, 2, 128, causal=True),
+        _attention((1,), 70, 130, 2, 128, v_dim=40, lengths=(1,), layout="BHSD"),
+        _attention((1,), 65, 97, 1, 256, softcap=5.0),
+        _attention((1,), 40, 300, 3, 80, window=(-1, 3)),
+        _attention((1,), 9, 300, 1, 300),
+        _attention((3,), 1, 700, 8, 64, 2, lengths=(3,)),
+        _attention((1,), 64, 64, 16, 64, causal=True),
+    ),
+    draw=_draw,
+    bad=(
+        _bad({"q": ((4, 6), F32)}, {}, ValueError, "q has shape (4, 6)", "(..., sequence, heads, head_dim)"),
+        _bad({"v": ((5, 7), F32)}, {}, ValueError, "v has shape (5, 7)", "(..., sequence, heads, head_dim)"),
+        _bad({"q": ((2, 3, 4, 6), I64)}, {}, TypeError, "q has dtype int64", "expected float16"),
+        _bad({"k": ((2, 5, 2, 6), F64)}, {}, TypeError, "k has dtype float64", "expected float32"),
+        _bad({"v": ((2, 5, 2, 7), F64)}, {}, TypeError, "v has dtype float64", "expected float32"),
+        _bad({"k": ((2, 5, 2, 5), F32)}, {}, ValueError, "k has shape (2, 5, 2, 5)", "head_dim of q", "(2, 3, 4, 6)"),
+        _bad({"k": ((3, 5, 2, 6), F32)}, {}, ValueError, "k has shape (3, 5, 2, 6)", "leading axes"),
+        _bad({"k": ((2, 5, 3, 6), F32)}, {}, ValueError, "of 3 heads", "a divisor of q's 4 heads"),
+        _bad({"v": ((2, 4, 2, 7), F32)}, {}, ValueError, "v has shape (2, 4, 2, 7)", "that of k", "(2, 5, 2, 6)"),
+        _bad({"q": ((2, 3, 4, 0), F32)}, {}, ValueError, "q has shape (2, 3, 4, 0)", "head_dim of at least 1"),
+        _bad({"lengths": ((3,), I64)}, {}, ValueError, "lengths has shape (3,)", "leading axes of q"),
+        _bad({"lengths": ((2,), F32)}, {}, TypeError, "lengths has dtype float32", "int32 or int64"),
+        _bad({"v": None}, {}, TypeError, "v is None", "expected"),
+        _bad({}, {"window": (1,)}, ValueError, "window is (1,)", "(left, right)"),
+        _bad({}, {"window": (1, -2)}, ValueError, "window is (1, -2)", "-1 for all"),
+        _bad({}, {"scale": float("inf")}, ValueError, "scale is inf", "finite"),
+        _bad({}, {"softcap": -1.0}, ValueError, "softcap is -1", "at least 0"),
+        _bad({}, {"causal": 1}, TypeError, "causal is 1", "True or False"),
+        _bad({}, {"layout": "SBHD"}, ValueError, "layout is 'SBHD'", "'BSHD' or 'BHSD'"),
+    ),
+    torch=_in_torch,
+    samples={
+        "": _attention((2,), 3, 4, 2, 4, 1),
+        "causal": _attention((2,), 3, 5, 4, 4, 2, causal=True, layout="BHSD"),
+    },
+    opcheck=(_attention((2,), 3, 5, 2, 4, lengths=(2,), window=(2, 1), softcap=2.0, scale=0.4),),
+    bench=(
+        Attention("qkk", "q", ("qqqkk", "qkk"), call=lambda f, shape: lambda q, k, v: f.attention(q, k, v)),
+        Attention(
+            "qkk",
+            "q",
+            ("qqqkk", "qkk"),
+            "causal",
+            call=lambda f, shape: lambda q, k, v: f.attention(q, k, v, causal=True),
+        ),
+    ),
+    complex=True,
+)

@@ -1,0 +1,154 @@
+"""attention beside torch's own, what it reads and keeps, and the order of its sums."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+
+torch = pytest.importorskip("torch")
+ours = pytest.importorskip("aotops.frontends.torch")
+
+from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
+from torch.nn.attention.bias import causal_lower_right  # noqa: E402
+
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")]
+PLACES = pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+
+
+def _heads(*shape, dtype=torch.float64, device="cpu", seed=0):
+    x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return x.to(device, dtype).requires_grad_()
+
+
+def _theirs(*inputs, **attrs):
+    with sdpa_kernel(SDPBackend.MATH):
+        return torch.nn.functional.scaled_dot_product_attention(*inputs, **attrs)
+
+
+def _gradients(y, inputs):
+    return torch.autograd.grad((y * y.detach().sin()).sum(), inputs)
+
+
+def _same(inputs, found, expected):
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(_gradients(found, inputs), _gradients(expected, inputs))
+
+
+@PLACES
+def test_beside_torch(place):
+    q, k, v = (_heads(2, 4, n, 16, seed=n, device=place) for n in (33, 70, 70))
+    _same((q, k, v), ours.attention(q, k, v, layout="BHSD"), _theirs(q, k, v))
+    _same((q, k, v), ours.attention(q, k, v, scale=0.7, layout="BHSD"), _theirs(q, k, v, scale=0.7))
+    _same((q, k, v), ours.attention(q, k, v, causal=True, layout="BHSD"), _theirs(q, k, v, causal_lower_right(33, 70)))
+    _same(
+        (q, k),
+        ours.attention(q, q, k[:, :, :33], causal=True, layout="BHSD"),
+        _theirs(q, q, k[:, :, :33], is_causal=True),
+    )
+
+
+@PLACES
+def test_heads_are_shared_as_torch_shares_them(place):
+    q, k, v = (_heads(2, 21, n, 8, seed=n, device=place) for n in (6, 2, 2))
+    swapped = (x.transpose(1, 2) for x in (q, k, v))
+    _same((q, k, v), ours.attention(q, k, v), _theirs(*swapped, enable_gqa=True).transpose(1, 2))
+
+
+@PLACES
+def test_a_window_and_lengths_are_a_mask(place):
+    q, k, v = (_heads(3, 2, n, 8, seed=n, device=place) for n in (40, 50, 50))
+    lengths = torch.tensor([50, 31, 12], device=place)
+    after = torch.arange(50)[None] - torch.arange(40)[:, None] - 10
+    mask = ((after >= -7) & (after <= 3)).to(place) & (torch.arange(50, device=place) < lengths[:, None, None, None])
+    found = ours.attention(q, k, v, lengths, window=(7, 3), layout="BHSD")
+    sees = mask.any(-1, keepdim=True).expand_as(found)
+    assert not sees.all()
+    assert (found[~sees] == 0).all()
+    _same((q, k, v), found, torch.where(sees, _theirs(q, k, v, mask), 0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@PLACES
+def test_keys_after_the_lengths_are_not_read(place, dtype):
+    q, k, v = (_heads(2, n, 2, 32, seed=n, device=place, dtype=dtype) for n in (20, 90, 90))
+    lengths = torch.tensor([37, 0], dtype=torch.int32, device=place)
+    cut = [x.detach().clone().requires_grad_() for x in (k, v)]
+    with torch.no_grad():
+        for x in (k, v):
+            for i, n in enumerate((37, 0)):
+                x[i, n:] = float("nan")
+    found, expected = ours.attention(q, k, v, lengths), ours.attention(q, *cut, lengths)
+    assert torch.equal(found, expected)
+    assert (found[1] == 0).all()
+    for got, right in zip(_gradients(found, (q, k, v)), _gradients(expected, (q, *cut)), strict=True):
+        assert torch.equal(got, right)
+        assert (got[1] == 0).all()
+
+
+@pytest.mark.parametrize("length", [-1, 6])
+def test_a_length_that_there_is_not(length):
+    x = _heads(2, 5, 1, 4)
+    with pytest.raises(ValueError, match=rf"attention: lengths\[1\] is {length}, expected 0 to 5, the number of keys"):
+        ours.attention(x, x, x, torch.tensor([5, length]))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_on_a_gpu_its_results_are_nan(dtype):
+    q, k, v = (_heads(3, 5, 1, 8, device="cuda", dtype=dtype, seed=i) for i in range(3))
+    y = ours.attention(q, k, v, torch.tensor([5, 6, -1], device="cuda"))
+    assert y[1:].isnan().all()
+    assert y[0].isfinite().all()
+    for gradient in torch.autograd.grad(y, (q, k, v), torch.ones_like(y)):
+        assert gradient[1:].isnan().all()
+        assert gradient[0].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_the_bits_do_not_depend_on_the_threads(dtype):
+    """With one thread a task has a head, with more threads than heads a block."""
+    q, k, v = (_heads(1, n, heads, 24, dtype=dtype, seed=n) for n, heads in ((300, 4), (520, 2), (520, 2)))
+    threads, found = torch.get_num_threads(), []
+    try:
+        for n in (1, 2, 8):
+            torch.set_num_threads(n)
+            y = ours.attention(q, k, v, torch.tensor([511]), causal=True)
+            found.append((y, *_gradients(y, (q, k, v))))
+    finally:
+        torch.set_num_threads(threads)
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)])
+def test_gradients_that_are_not_wanted_are_not_computed(wanted):
+    q, k, v = (_heads(2, n, 2, 8, seed=n) for n in (9, 13, 13))
+    y, inputs = ours.attention(q, k, v), [(q, k, v)[i] for i in wanted]
+    every = _gradients(ours.attention(q, k, v), (q, k, v))
+    for got, i in zip(_gradients(y, inputs), wanted, strict=True):
+        assert torch.equal(got, every[i])
+
+
+def test_what_is_kept_is_linear_in_the_lengths():
+    """q, k, v, the result, and a number for each query of a head."""
+    q, k, v = (_heads(1, 300, 2, 8, dtype=torch.float32, seed=i) for i in range(3))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+        ours.attention(q, k, v)
+    assert sorted(map(tuple, kept)) == [(1, 2, 300), *[(1, 300, 2, 8)] * 4]
+
+
+def test_a_result_that_is_dropped_drops_what_was_kept():
+    q = _heads(1, 30, 2, 8)
+    k = q * 2
+    seen = weakref.ref(k)
+    y = ours.attention(q, k, k)
+    del k
+    gc.collect()
+    assert seen() is not None
+    del y
+    gc.collect()
+    assert seen() is None
