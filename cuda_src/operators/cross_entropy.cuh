@@ -721,8 +721,7 @@ template <typename T, typename A = Accumulate<T>>
 Status cross_entropy_rows(const char *op, const CrossEntropyAttrs &attrs, const Tensor &x, const Targets &targets,
                           const Results<T, A> &results, const Scale<T, A> &scale, const Extras<T, A> &extras,
                           void *stream, bool after_count = true) {
-  if (extras.any())
-    return cross_entropy_extra_rows(op, attrs, x, targets, results, scale, extras, stream, after_count);
+  if (extras.any()) return cross_entropy_extra_rows(op, attrs, x, targets, results, scale, extras, stream, after_count);
   DeviceLimits device;
   AOT_TRY(device_limits(op, &device));
   int64_t rows = attrs.rows(x), cols = attrs.cols(x);
@@ -854,7 +853,7 @@ Status cross_entropy_forward(const Op &op, const Tensor *in, const Tensor &y, co
   if (count) AOT_TRY(cross_entropy_count(op.name, targets, extras.weight, count, n, op.cols(x), stream));
   const Results<T, A> results = {op.reduces() ? Loss<T>() : Loss<T>(y), losses, slope};
   const Scale<T, A> scale = {{}, false, divides ? count : nullptr};
-  AOT_TRY(rows(op.name, op, x, targets, results, scale, extras, stream));
+  AOT_TRY(rows(op.name, op, x, targets, results, scale, extras, stream, true));
   if (!op.reduces()) return kOk;
   return cross_entropy_loss(op.name, losses, Loss<T>(y), n, op.mean(), weighs ? count : nullptr, stream);
 }
@@ -867,7 +866,7 @@ Status cross_entropy_backward(const Op &op, const Tensor *in, T *dx, const Tenso
   const Targets targets(in[op.kTarget], op.ignore_index);
   Scale<T, A> scale;
   AOT_TRY(backward_scale(op, in, work, op.mean(), extras, &scale, stream));
-  return rows(op.name, op, x, targets, Results<T, A>{{}, nullptr, dx}, scale, extras, stream);
+  return rows(op.name, op, x, targets, Results<T, A>{{}, nullptr, dx}, scale, extras, stream, true);
 }
 
 }  // namespace
