@@ -748,7 +748,8 @@ Status cross_entropy_rows(const char *op, const CrossEntropyAttrs &attrs, const 
   constexpr std::true_type kYes;
   constexpr std::false_type kNo;
   int64_t vectors = row_vectors<T>(cols, from, results.slope);
-  if (attrs.label_smoothing == 0 && !results.slope)
+  // Padded rows have one kernel, with a slope or without: the sums of another could differ in the last bit.
+  if (attrs.label_smoothing == 0 && !results.slope && !results.padding)
     return dispatch_register_rows(LossShapes<T>(), vectors, device, launch(Aligned(), kNo, kNo), stream_rows);
   auto dispatch_rows = [&](auto smooth) {
     if (cols % kVectorSize<T> == 0 && aligned(from, results.slope))
