@@ -671,7 +671,7 @@ Smoothing<A> smoothing_of(const CrossEntropyAttrs &attrs, int64_t cols) {
 template <typename T, typename A = Accumulate<T>>
 Status cross_entropy_extra_rows(const char *op, const CrossEntropyAttrs &attrs, const Tensor &x, const Targets &targets,
                                 const Results<T, A> &results, const Scale<T, A> &scale, const Extras<T, A> &extras,
-                                void *stream) {
+                                void *stream, bool after_count = true) {
   DeviceLimits device;
   AOT_TRY(device_limits(op, &device));
   int64_t rows = attrs.rows(x), cols = attrs.cols(x);
@@ -685,7 +685,7 @@ Status cross_entropy_extra_rows(const char *op, const CrossEntropyAttrs &attrs, 
   if (cols == 0 || (extras.weight.data && attrs.label_smoothing != 0)) return any();
   auto launch = [&](auto shape, RegisterRowPlan plan) {
     using Row = UnalignedRow<decltype(shape)>;
-    plan.overlap = scale.count != nullptr;
+    plan.overlap = after_count && scale.count;
     return launch_register_rows<decltype(shape)>(op, plan, rows, cross_entropy_extra_kernel<Row>, stream, from, targets,
                                                  results, scale, extras, rows, cols, smoothing);
   };
@@ -693,12 +693,12 @@ Status cross_entropy_extra_rows(const char *op, const CrossEntropyAttrs &attrs, 
   return dispatch_register_rows(unaligned_shapes<T>(), vectors, device, launch, any);
 }
 
-// scale.count is what cross_entropy_count() has written in the launch before, or null.
+// scale.count is what cross_entropy_count() has written, or null. after_count: in the launch before.
 template <typename T, typename A = Accumulate<T>>
 Status cross_entropy_rows(const char *op, const CrossEntropyAttrs &attrs, const Tensor &x, const Targets &targets,
                           const Results<T, A> &results, const Scale<T, A> &scale, const Extras<T, A> &extras,
-                          void *stream) {
-  if (extras.any()) return cross_entropy_extra_rows(op, attrs, x, targets, results, scale, extras, stream);
+                          void *stream, bool after_count = true) {
+  if (extras.any()) return cross_entropy_extra_rows(op, attrs, x, targets, results, scale, extras, stream, after_count);
   DeviceLimits device;
   AOT_TRY(device_limits(op, &device));
   int64_t rows = attrs.rows(x), cols = attrs.cols(x);
@@ -717,7 +717,7 @@ Status cross_entropy_rows(const char *op, const CrossEntropyAttrs &attrs, const 
   auto launch = [&](auto kind, auto smooth, auto slope) {
     return [=](auto shape, RegisterRowPlan plan) {
       using Row = typename decltype(kind)::template Row<decltype(shape)>;
-      plan.overlap = scale.count != nullptr;  // the kernel that counts is the one before
+      plan.overlap = after_count && scale.count;  // the kernel that counts is the one before
       return launch_register_rows<decltype(shape)>(op, plan, rows, cross_entropy_kernel<Row, smooth, slope>, stream,
                                                    from, targets, results, scale, rows, cols, smoothing);
     };
@@ -830,7 +830,7 @@ Status cross_entropy_forward(const Op &op, const Tensor *in, const Tensor &y, co
   if (count) AOT_TRY(cross_entropy_count(op.name, targets, extras.weight, count, n, op.cols(x), stream));
   const Results<T, A> results = {op.reduces() ? Loss<T>() : Loss<T>(y), losses, slope};
   const Scale<T, A> scale = {{}, false, divides ? count : nullptr};
-  AOT_TRY(rows(op.name, op, x, targets, results, scale, extras, stream));
+  AOT_TRY(rows(op.name, op, x, targets, results, scale, extras, stream, true));
   if (!op.reduces()) return kOk;
   return cross_entropy_loss(op.name, losses, Loss<T>(y), n, op.mean(), weighs ? count : nullptr, stream);
 }
@@ -843,7 +843,7 @@ Status cross_entropy_backward(const Op &op, const Tensor *in, T *dx, const Tenso
   const Targets targets(in[op.kTarget], op.ignore_index);
   Scale<T, A> scale;
   AOT_TRY(backward_scale(op, in, work, op.mean(), extras, &scale, stream));
-  return rows(op.name, op, x, targets, Results<T, A>{{}, nullptr, dx}, scale, extras, stream);
+  return rows(op.name, op, x, targets, Results<T, A>{{}, nullptr, dx}, scale, extras, stream, true);
 }
 
 }  // namespace
