@@ -151,7 +151,8 @@ struct LinearCrossEntropyBackward : LinearCrossEntropyAttrs {
     return kOk;
   }
   ChunkWorkspace parts(const Tensor *in) const {
-    return {LogitChunks(in[kX], in[kWeight]), in[kX].dtype, false, static_cast<bool>(in[kBias]), true};
+    // The sums of a bias too where there is none: its gradient may be wanted nevertheless.
+    return {LogitChunks(in[kX], in[kWeight]), in[kX].dtype, false, true, true};
   }
   // Whether gradients are products of slopes. Those that are absent are then not wanted.
   bool has_slopes(const Tensor *in) const {
