@@ -284,10 +284,15 @@ struct RowWithExtras {
 // The outputs of a rows kernel, each unless it is null.
 template <typename T, typename A>
 struct Results {
-  Loss<T> loss;     // of each row: reduction = "none"
-  A *losses;        // the same for the reduction
-  T *slope;         // times the scale; it may be x
-  int padding = 0;  // elements behind each row of x and of slope, where it is 0 then
+  Loss<T> loss;  // of each row: reduction = "none"
+  A *losses;     // the same for the reduction
+  T *slope;      // times the scale; it may be x
+  // Elements behind each row of x and of slope, where it is 0 then. A number that is not constant costs registers.
+#ifdef AOT_PADDED_ROWS
+  int padding = 0;
+#else
+  static constexpr int padding = 0;
+#endif
 
   // Lets both begin so that element `row * cols` is the row's first.
   __device__ void skip_padding(int64_t row, const T *&x) {

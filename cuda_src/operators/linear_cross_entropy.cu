@@ -1,5 +1,6 @@
 #include "linear_cross_entropy.h"
 
+#define AOT_PADDED_ROWS
 #include "cross_entropy.cuh"
 #include "gemm/activation_backward.cuh"
 #include "gemm/gemm.h"
