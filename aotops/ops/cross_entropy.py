@@ -18,15 +18,13 @@ def _axes(call, n, c, like_loss, like_x=()):
 
 
 def _part_dims(call):
-    if has_extras(call):
-        return _axes(call, "n", "C", ("y",)) | {"y": _loss_of_rows(call)}
     whole = {"none": "n (c)", "sum": "(c)"}.get(call.reduction, "(n) (c)")
-    return _axes(call, "n", "c", ("y",)) | {"y": whole if len(call.x) > 1 else "(c)"}
+    return _axes(call, "n", _classes(call), ("y",)) | {"y": whole if len(call.x) > 1 else "(c)"}
 
 
-def _loss_of_rows(call):
-    """The axes of the loss where those of the classes are whole."""
-    return {"none": "n", "sum": ""}.get(call.reduction, "(n)") if len(call.x) > 1 else ""
+def _classes(call):
+    """The axis of the classes, which are whole for extras."""
+    return "C" if has_extras(call) else "c"
 
 
 def _formula(m, x, target, weight, ignore_index, reduction, label_smoothing, z_loss, softcap):
@@ -76,7 +74,7 @@ def _may_have_more_classes(call):
         "workspace": ("workspace",),
         "optional": ("weight", "slope"),
         "dims": lambda call: _dims(call, "dy", like_x=("dx",)),
-        "parts": Parts(lambda call: _axes(call, "n", "C" if has_extras(call) else "c", ("dy",), ("dx",)), backward),
+        "parts": Parts(lambda call: _axes(call, "n", _classes(call), ("dy",), ("dx",)), backward),
         "same_spec_as": {"dx": "x"},
         "overwrites": {"dx": "slope"},
         "formula": _backward_formula,

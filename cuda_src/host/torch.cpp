@@ -576,7 +576,8 @@ AOT_API const char *aot_torch_structs() {
                    over_from, may_overwrite, drop_inputs) +
       AOT_DESCRIBE(Differentiable, function, apply, last_use) +
       AOT_DESCRIBE(Public, n_inputs, n_attrs, n_parameters, position, names, defaults, n_transposable, transposable,
-                   transposes, kinds, has_autocast, constants, most_bound, clock, bind, bound, last_attrs, last, fallback);
+                   transposes, kinds, has_autocast, constants, most_bound, clock, bind, bound, last_attrs, last,
+                   fallback);
   return text.c_str();
 }
 

@@ -12,14 +12,21 @@ Status cross_entropy_cuda(const CrossEntropy &op, const Tensor *in, const Tensor
     using T = typename decltype(type)::type;
     T *kept = op.keeps(slope) ? slope.as<T>() : nullptr;
     const Extras<T> extras(op, in[op.kWeight]);
-    return cross_entropy_forward(op, in, out[op.kY], out[op.kWork], kept, extras, stream);
+    return cross_entropy_forward(op, in, out[op.kY], out[op.kWork], kept, extras, cross_entropy_rows<T>, stream);
   });
 }
 
 Status cross_entropy_backward_cuda(const CrossEntropyBackward &op, const Tensor *in, const Tensor *out, void *stream) {
-  return dispatch(in[op.kX].dtype, [&](auto type) {
-    const Extras<typename decltype(type)::type> extras(op, in[op.kWeight]);
-    return cross_entropy_backward(op, in, in[op.kSlope], out[op.kDx], out[op.kWork], extras, stream);
+  const Tensor &x = in[op.kX], &slope = in[op.kSlope], &dx = out[op.kDx], &work = out[op.kWork];
+  return dispatch(x.dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    const Extras<T> extras(op, in[op.kWeight]);
+    if (!op.keeps(slope))
+      return cross_entropy_backward(op, in, dx.as<T>(), work, extras, cross_entropy_rows<T>, stream);
+    Scale<T, Accumulate<T>> scale;
+    AOT_TRY(backward_scale(op, in, work, op.mean() && !op.divides_slope(x), extras, &scale, stream));
+    const Targets targets(in[op.kTarget], op.ignore_index);
+    return cross_entropy_scale(op.name, op, slope, dx.as<T>(), targets, scale, stream);
   });
 }
 

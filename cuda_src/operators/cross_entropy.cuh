@@ -685,32 +685,49 @@ using ScaleShapes = RegisterRowShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRo
 template <typename T>
 using UnalignedScaleShapes = RegisterRowShapes<WarpRow<T, 16, 2>, WarpRow<T, 32, 4>, BlockRow<T, 4>, ClusterRow<T, 8>>;
 
-// scale.count is what cross_entropy_count() has written, or null. after_count: in the launch before.
 template <typename T, typename A = Accumulate<T>>
-Status cross_entropy_rows(const char *op, const CrossEntropyAttrs &attrs, const Tensor &x, const Targets &targets,
-                          const Results<T, A> &results, const Scale<T, A> &scale, const Extras<T, A> &extras,
-                          void *stream, bool after_count = true) {
+Smoothing<A> smoothing_of(const CrossEntropyAttrs &attrs, int64_t cols) {
+  return {A(attrs.label_smoothing), A(attrs.label_smoothing / cols), A(1. / cols)};
+}
+
+// cross_entropy_rows() with extras.
+template <typename T, typename A = Accumulate<T>>
+Status cross_entropy_extra_rows(const char *op, const CrossEntropyAttrs &attrs, const Tensor &x, const Targets &targets,
+                                const Results<T, A> &results, const Scale<T, A> &scale, const Extras<T, A> &extras,
+                                void *stream, bool after_count = true) {
   DeviceLimits device;
   AOT_TRY(device_limits(op, &device));
   int64_t rows = attrs.rows(x), cols = attrs.cols(x);
   if (rows == 0) return kOk;
   const T *from = x.as<const T>();
-  Smoothing<A> smoothing = {A(attrs.label_smoothing), A(attrs.label_smoothing / cols), A(1. / cols)};
-  const int64_t most = unaligned_row_vectors<T>(cols, from, results.slope ? results.slope : from);
-  if (extras.any()) {
-    auto any = [&] {
-      return launch_rows(op, cross_entropy_any_extra_kernel<T, A>, rows, cols, stream, from, targets, results, scale,
-                         extras, rows, cols, smoothing);
-    };
-    if (cols == 0 || (extras.weight.data && attrs.label_smoothing != 0)) return any();
-    auto launch = [&](auto shape, RegisterRowPlan plan) {
-      using Row = UnalignedRow<decltype(shape)>;
-      plan.overlap = after_count && scale.count;
-      return launch_register_rows<decltype(shape)>(op, plan, rows, cross_entropy_extra_kernel<Row>, stream, from,
-                                                   targets, results, scale, extras, rows, cols, smoothing);
-    };
-    return dispatch_register_rows(unaligned_shapes<T>(), most, device, launch, any);
-  }
+  const Smoothing<A> smoothing = smoothing_of<T>(attrs, cols);
+  auto any = [&] {
+    return launch_rows(op, cross_entropy_any_extra_kernel<T, A>, rows, cols, stream, from, targets, results, scale,
+                       extras, rows, cols, smoothing);
+  };
+  if (cols == 0 || (extras.weight.data && attrs.label_smoothing != 0)) return any();
+  auto launch = [&](auto shape, RegisterRowPlan plan) {
+    using Row = UnalignedRow<decltype(shape)>;
+    plan.overlap = after_count && scale.count;
+    return launch_register_rows<decltype(shape)>(op, plan, rows, cross_entropy_extra_kernel<Row>, stream, from, targets,
+                                                 results, scale, extras, rows, cols, smoothing);
+  };
+  const int64_t vectors = unaligned_row_vectors<T>(cols, from, results.slope ? results.slope : from);
+  return dispatch_register_rows(unaligned_shapes<T>(), vectors, device, launch, any);
+}
+
+// scale.count is what cross_entropy_count() has written, or null. after_count: in the launch before.
+template <typename T, typename A = Accumulate<T>>
+Status cross_entropy_rows(const char *op, const CrossEntropyAttrs &attrs, const Tensor &x, const Targets &targets,
+                          const Results<T, A> &results, const Scale<T, A> &scale, const Extras<T, A> &extras,
+                          void *stream, bool after_count = true) {
+  if (extras.any()) return cross_entropy_extra_rows(op, attrs, x, targets, results, scale, extras, stream, after_count);
+  DeviceLimits device;
+  AOT_TRY(device_limits(op, &device));
+  int64_t rows = attrs.rows(x), cols = attrs.cols(x);
+  if (rows == 0) return kOk;
+  const T *from = x.as<const T>();
+  Smoothing<A> smoothing = smoothing_of<T>(attrs, cols);
   auto any = [&] {
     return launch_rows(op, cross_entropy_any_kernel<T, A>, rows, cols, stream, from, targets, results, scale, rows,
                        cols, smoothing);
@@ -736,6 +753,7 @@ Status cross_entropy_rows(const char *op, const CrossEntropyAttrs &attrs, const 
   auto dispatch_rows = [&](auto smooth) {
     if (cols % kVectorSize<T> == 0 && aligned(from, results.slope))
       return dispatch_register_rows(slope_shapes<T>(), vectors, device, launch(Aligned(), smooth, kYes), any);
+    const int64_t most = unaligned_row_vectors<T>(cols, from, results.slope ? results.slope : from);
     return dispatch_register_rows(unaligned_shapes<T>(), most, device, launch(Unaligned(), smooth, kYes), any);
   };
   return attrs.label_smoothing == 0 ? dispatch_rows(kNo) : dispatch_rows(kYes);
@@ -810,37 +828,45 @@ Status cross_entropy_loss(const char *op, const A *losses, const Loss<T> &loss, 
   return launch_kernel(op, kernel, shape, stream, losses, loss, rows, mean, weights);
 }
 
-// A forward. slope: null for none. extras: with what else is written.
+// The factor of a backward's rows. divides: by what cross_entropy_count() writes to the workspace.
 template <class Op, typename T, typename A>
-Status cross_entropy_forward(const Op &op, const Tensor *in, const Tensor &y, const Tensor &work, T *slope,
-                             const Extras<T, A> &extras, void *stream) {
+Status backward_scale(const Op &op, const Tensor *in, const Tensor &work, bool divides, const Extras<T, A> &extras,
+                      Scale<T, A> *scale, void *stream) {
   const Tensor &x = in[op.kX];
-  const int64_t rows = op.rows(x);
+  if (divides && !work) return fail(kConventionMisused, "%s: workspace is missing", op.name);
+  *scale = {Loss<T>(in[op.kDy]), !op.reduces(), divides ? work.as<A>() : nullptr};
+  if (!divides) return kOk;
   const Targets targets(in[op.kTarget], op.ignore_index);
+  return cross_entropy_count(op.name, targets, extras.weight, work.as<A>(), op.rows(x), op.cols(x), stream);
+}
+
+// A forward. slope: null for none. rows: cross_entropy_rows, or cross_entropy_extra_rows.
+template <class Op, typename T, typename A, class Rows>
+Status cross_entropy_forward(const Op &op, const Tensor *in, const Tensor &y, const Tensor &work, T *slope,
+                             const Extras<T, A> &extras, Rows rows, void *stream) {
+  const Tensor &x = in[op.kX];
+  const int64_t n = op.rows(x);
   if (op.reduces() && !work) return fail(kConventionMisused, "%s: workspace is missing", op.name);
   const bool divides = slope && op.divides_slope(x), weighs = op.mean() && extras.weight.data;
   A *count = divides || weighs ? work.as<A>() : nullptr, *losses = op.reduces() ? work.as<A>() + op.kLosses : nullptr;
-  if (count) AOT_TRY(cross_entropy_count(op.name, targets, extras.weight, count, rows, op.cols(x), stream));
+  const Targets targets(in[op.kTarget], op.ignore_index);
+  if (count) AOT_TRY(cross_entropy_count(op.name, targets, extras.weight, count, n, op.cols(x), stream));
   const Results<T, A> results = {op.reduces() ? Loss<T>() : Loss<T>(y), losses, slope};
   const Scale<T, A> scale = {{}, false, divides ? count : nullptr};
-  AOT_TRY(cross_entropy_rows(op.name, op, x, targets, results, scale, extras, stream));
+  AOT_TRY(rows(op.name, op, x, targets, results, scale, extras, stream, true));
   if (!op.reduces()) return kOk;
-  return cross_entropy_loss(op.name, losses, Loss<T>(y), rows, op.mean(), weighs ? count : nullptr, stream);
+  return cross_entropy_loss(op.name, losses, Loss<T>(y), n, op.mean(), weighs ? count : nullptr, stream);
 }
 
-// A backward. slope: absent for none.
-template <class Op, typename T, typename A>
-Status cross_entropy_backward(const Op &op, const Tensor *in, const Tensor &slope, const Tensor &dx, const Tensor &work,
-                              const Extras<T, A> &extras, void *stream) {
-  const Tensor &dy = in[op.kDy], &x = in[op.kX];
-  const bool keeps = op.keeps(slope), divides = op.mean() && !(keeps && op.divides_slope(x));
+// A backward that computes dx from x.
+template <class Op, typename T, typename A, class Rows>
+Status cross_entropy_backward(const Op &op, const Tensor *in, T *dx, const Tensor &work, const Extras<T, A> &extras,
+                              Rows rows, void *stream) {
+  const Tensor &x = in[op.kX];
   const Targets targets(in[op.kTarget], op.ignore_index);
-  if (divides && !work) return fail(kConventionMisused, "%s: workspace is missing", op.name);
-  A *count = divides ? work.as<A>() : nullptr;
-  if (divides) AOT_TRY(cross_entropy_count(op.name, targets, extras.weight, count, op.rows(x), op.cols(x), stream));
-  const Scale<T, A> scale = {Loss<T>(dy), !op.reduces(), count};
-  if (keeps) return cross_entropy_scale(op.name, op, slope, dx.as<T>(), targets, scale, stream);
-  return cross_entropy_rows(op.name, op, x, targets, Results<T, A>{{}, nullptr, dx.as<T>()}, scale, extras, stream);
+  Scale<T, A> scale;
+  AOT_TRY(backward_scale(op, in, work, op.mean(), extras, &scale, stream));
+  return rows(op.name, op, x, targets, Results<T, A>{{}, nullptr, dx}, scale, extras, stream, true);
 }
 
 }  // namespace

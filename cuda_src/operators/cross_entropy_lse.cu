@@ -12,7 +12,9 @@ Status cross_entropy_lse_cuda(const CrossEntropyLse &op, const Tensor *in, const
     using T = typename decltype(type)::type;
     Extras<T> extras(op, in[op.kWeight]);
     extras.lse = out[op.kLse].template as<Accumulate<T>>(), extras.predictions = Indices(out[op.kPredictions]);
-    return cross_entropy_forward(op, in, out[op.kY], out[op.kWork], static_cast<T *>(nullptr), extras, stream);
+    T *const no_slope = nullptr;
+    return cross_entropy_forward(op, in, out[op.kY], out[op.kWork], no_slope, extras, cross_entropy_extra_rows<T>,
+                                 stream);
   });
 }
 
@@ -22,7 +24,8 @@ Status cross_entropy_lse_backward_cuda(const CrossEntropyLseBackward &op, const 
     using T = typename decltype(type)::type;
     Extras<T> extras(op, in[op.kWeight]);
     extras.dlse = in[op.kDlse].template as<const Accumulate<T>>();
-    return cross_entropy_backward(op, in, Tensor(), out[op.kDx], out[op.kWork], extras, stream);
+    return cross_entropy_backward(op, in, out[op.kDx].template as<T>(), out[op.kWork], extras,
+                                  cross_entropy_extra_rows<T>, stream);
   });
 }
 

@@ -21,7 +21,7 @@ struct CrossEntropyLse : CrossEntropyAttrs {
     const Spec &x = in[kX];
     AOT_TRY(check(name, x, in[kTarget], in[kWeight]));
     out[kY] = loss(x), out[kWork] = scratch(x);
-    out[kLse] = rows_of(x, accumulate_dtype(x.dtype)), out[kPredictions] = rows_of(x, in[kTarget].dtype);
+    out[kLse] = rows_of(x, accumulate_dtype(x.dtype)), out[kPredictions] = in[kTarget];
     return kOk;
   }
 };

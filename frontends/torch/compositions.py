@@ -7,6 +7,7 @@ builtin has refused come here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -102,33 +103,31 @@ def cross_entropy(
     reductions, ``size_average`` and ``reduce``."""
     if not former.keys() <= {"size_average", "reduce"}:
         return NotImplemented
+    accepted, named = _accepted_weight(x, weight), _name(dtype)
     is_byte = isinstance(target, Tensor) and target.dtype == torch.uint8
-    is_weight = isinstance(weight, Tensor) and weight.is_floating_point() and isinstance(x, Tensor)
-    is_other = is_weight and weight.dtype not in (x.dtype, wide_dtype(x.dtype))
-    if former or is_byte or is_other:
+    if former or is_byte or accepted is not weight or named is not dtype:
         if any(value is not None for value in former.values()):  # warns, as torch does
             reduction = legacy_get_string(former.get("size_average"), former.get("reduce"))
         target = target.long() if is_byte else target
-        weight = weight.to(wide_dtype(x.dtype)) if is_other else weight
-        return function(x, target, ignore_index, reduction, label_smoothing, dtype, weight, z_loss, softcap)
+        return function(x, target, ignore_index, reduction, label_smoothing, named, accepted, z_loss, softcap)
     if not (isinstance(x, Tensor) and isinstance(target, Tensor)) or x.dim() == 0:
         return NotImplemented
-    named = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
-    learns = is_weight and weight.requires_grad and torch.is_grad_enabled()
+    learns = _learns(weight)
     if not learns and x.dim() <= 2 and not target.is_floating_point():
-        if named is dtype:
-            return NotImplemented
-        return function(x, target, ignore_index, reduction, label_smoothing, named, weight, z_loss, softcap)
+        return NotImplemented
     if reduction not in ("none", "sum", "mean"):
         raise ValueError(f"cross_entropy: reduction is {reduction!r}, expected 'none', 'sum' or 'mean'")
+    for name, value in (("z_loss", z_loss), ("softcap", softcap)):
+        if not 0 <= value < math.inf:
+            raise ValueError(f"cross_entropy: {name} is {value}, expected a finite number, 0 or more")
     axis = min(1, x.dim() - 1)
     _check_shapes(x, target, weight, axis)
     rows, classes = x.movedim(axis, -1), x.shape[axis]
     if not learns and not target.is_floating_point():
         flat = rows.reshape(-1, classes), target.reshape(-1)
-        losses = function(*flat, ignore_index, reduction, label_smoothing, named, weight, z_loss, softcap)
+        losses = function(*flat, ignore_index, reduction, label_smoothing, dtype, weight, z_loss, softcap)
         return losses.reshape(target.shape) if reduction == "none" else losses
-    result, wide = _result_dtype(x, named), wide_dtype(x.dtype)
+    result, wide = _result_dtype(x, dtype), wide_dtype(x.dtype)
     logits = softcap * torch.tanh(rows.to(wide) / softcap) if softcap else rows
     more = z_loss * torch.logsumexp(logits.to(wide), -1) ** 2 if z_loss else 0
     if target.is_floating_point():
@@ -137,6 +136,7 @@ def cross_entropy(
         aims = target.movedim(axis, -1) * (1 - label_smoothing) + label_smoothing / classes
         losses = more - _sum_of_logarithms(logits, aims if weight is None else aims * weight)
         return _reduced(losses, reduction, losses.numel()).to(result)
+    assert weight is not None  # it is learned
     weight = weight.to(wide)
     counts = target != ignore_index
     factors = torch.where(counts, weight[target.clamp(0, classes - 1)], 0)
@@ -163,14 +163,11 @@ def cross_entropy_lse(
     softcap=0.0,
 ) -> Any:
     """Class weights that require a gradient, or of another dtype; a ``dtype`` of torch's."""
-    is_weight = isinstance(weight, Tensor) and isinstance(x, Tensor)
-    if not is_weight or not (weight.requires_grad and torch.is_grad_enabled()):
-        given = x, target, ignore_index, reduction, label_smoothing
-        named = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
-        is_other = is_weight and weight.is_floating_point() and weight.dtype not in (x.dtype, wide_dtype(x.dtype))
-        if named is dtype and not is_other:
-            return NotImplemented
-        return function(*given, named, weight.to(wide_dtype(x.dtype)) if is_other else weight, z_loss, softcap)
+    accepted, named = _accepted_weight(x, weight), _name(dtype)
+    if accepted is not weight or named is not dtype:
+        return function(x, target, ignore_index, reduction, label_smoothing, named, accepted, z_loss, softcap)
+    if not isinstance(x, Tensor) or not _learns(weight):
+        return NotImplemented
     of_loss = lambda *args, **kwargs: function(*args, **kwargs)[0]  # noqa: E731
     y = cross_entropy(of_loss, x, target, ignore_index, reduction, label_smoothing, dtype, weight, z_loss, softcap)
     return y, *function(x, target, ignore_index, softcap=softcap)[1:]
@@ -192,10 +189,10 @@ def linear_cross_entropy(
     allow_tf32=False,
 ) -> Any:
     """Class weights that require a gradient, for which the logits are made; and a ``dtype`` of torch's."""
-    named = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+    named = _name(dtype)
     loss = ignore_index, reduction, label_smoothing, named, class_weight, z_loss, softcap
     given = x, weight, target, bias, *loss, allow_tf32
-    if not (isinstance(class_weight, Tensor) and class_weight.requires_grad and torch.is_grad_enabled()):
+    if not _learns(class_weight):
         return NotImplemented if named is dtype else function(*given)
     op, ops = BUILTIN.ops["linear_cross_entropy"], namespaces[BUILTIN]
     inputs, attrs = op.bind(*given)
@@ -206,6 +203,23 @@ def linear_cross_entropy(
     flat = logits.reshape(target.numel(), logits.shape[-1]), target.reshape(target.numel())
     y = ops.cross_entropy(*flat, *loss)
     return y.reshape(target.shape) if reduction == "none" else y
+
+
+def _accepted_weight(x: Any, weight: Any) -> Any:
+    """A weight of a dtype that the kernel takes."""
+    if not (isinstance(x, Tensor) and isinstance(weight, Tensor) and weight.is_floating_point()):
+        return weight
+    wide = wide_dtype(x.dtype)
+    return weight if weight.dtype in (x.dtype, wide) else weight.to(wide)
+
+
+def _learns(weight: Any) -> bool:
+    """Whether the gradient of a weight is recorded."""
+    return isinstance(weight, Tensor) and weight.requires_grad and torch.is_grad_enabled()
+
+
+def _name(dtype: Any) -> Any:
+    return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
 
 
 def _check_shapes(x: Tensor, target: Tensor, weight: Tensor | None, axis: int) -> None:

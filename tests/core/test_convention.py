@@ -38,7 +38,7 @@ def test_calls_at_random(tmp_path):
     command = [built, library.path(), "5000", "7"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("5000 calls of 25 entries")
+    assert done.stdout.startswith("5000 calls of 27 entries")
 
 
 def test_a_backward_without_its_workspace_writes_neither_gradient():

@@ -87,9 +87,9 @@ const std::vector<Op> kOps = {
 
 struct Problem {
   std::string attrs;
-  std::map<std::string, Shape> shapes;                                                // by input
-  std::vector<std::string> wide = {"stats", "rstd", "gates"}, integers = {"target"};  // not of the common dtype
-  std::vector<std::string> always;                                                    // optional inputs that are given
+  std::map<std::string, Shape> shapes;                                                        // by input
+  std::vector<std::string> wide = {"stats", "rstd", "gates", "dlse"}, integers = {"target"};  // not of the common dtype
+  std::vector<std::string> always;  // optional inputs that are given
   int64_t classes = 0, ignored = -100;
 };
 

@@ -192,9 +192,13 @@ class Call:
         self.results, self.gradients = self.run(self.tensors, None)
 
     def run(self, tensors: Mapping[str, Any], mesh: DeviceMesh | None) -> tuple[list[Any], dict[str, Any]]:
-        leaves = {slot: t.detach().requires_grad_(t.is_floating_point()) for slot, t in tensors.items()}
+        leaves = self.leaves(tensors)
         results = self.forward(leaves)
         return results, self.backward(leaves, results, mesh)
+
+    def leaves(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        fixed = self.op.constants
+        return {s: t.detach().requires_grad_(t.is_floating_point() and s not in fixed) for s, t in tensors.items()}
 
     def forward(self, leaves: Mapping[str, Any]) -> list[Any]:
         absent = {slot: None for slot in self.case.shapes if slot not in leaves}
@@ -203,6 +207,7 @@ class Call:
 
     def backward(self, leaves: Mapping[str, Any], results: list[Any], mesh: DeviceMesh | None) -> dict[str, Any]:
         wanted = {slot: t for slot, t in leaves.items() if t.requires_grad}
+        results = [y for y in results if y.requires_grad]
         found = torch.autograd.grad(results, list(wanted.values()), [self.dy(y, mesh) for y in results])
         return dict(zip(wanted, found, strict=True))
 
@@ -248,7 +253,7 @@ class Call:
         return {slot: [placement(slot, axis) for axis in axes] for slot in self.tensors}
 
 
-COMMUNICATES = {"cross_entropy"}
+COMMUNICATES = {"cross_entropy", "cross_entropy_lse"}
 """Their rules reduce over the mesh."""
 
 
@@ -256,13 +261,14 @@ def without_communication(call: Call, mesh: DeviceMesh, layout: Layout) -> None:
     """The forward and the backward, of tensors that are split as the operator states, communicate nothing."""
     from torch.distributed.tensor.debug import CommDebugMode
 
-    leaves = {slot: t.requires_grad_(t.is_floating_point()) for slot, t in call.sharded(mesh, layout).items()}
+    leaves = call.leaves(call.sharded(mesh, layout))
     with CommDebugMode() as forward:
         results = call.forward(leaves)
-    dys = [call.dy(y, mesh) for y in results]
+    recorded = [y for y in results if y.requires_grad]
+    dys = [call.dy(y, mesh) for y in recorded]
     wanted = {slot: t for slot, t in leaves.items() if t.requires_grad}
     with CommDebugMode() as backward:
-        gradients = torch.autograd.grad(results, list(wanted.values()), dys)
+        gradients = torch.autograd.grad(recorded, list(wanted.values()), dys)
     for mode in (forward, backward):
         assert not mode.get_total_counts(), f"{call.name} {call.case} of {layout}: {dict(mode.get_comm_counts())}"
     call.assert_same(results, dict(zip(wanted, gradients, strict=True)), layout)
@@ -406,7 +412,7 @@ def second_order_is_that_of_whole_tensors() -> None:
         for case in cases[:2]:
             call = Call(name, case)
             layouts = [call.layout(axis) for axis in call.axes if axis.size >= WORLD][:1]
-            if name == "cross_entropy":
+            if name in COMMUNICATES:
                 layouts = [{"x": [Shard(0)], "target": [Shard(0)]}, {"x": [Shard(1)]}]
             expected = _second_order(call, call.tensors)
             for layout in layouts:
@@ -416,7 +422,7 @@ def second_order_is_that_of_whole_tensors() -> None:
 
 def _second_order(call: Call, tensors: Mapping[str, Any]) -> dict[str, Any]:
     """The gradient of the sum of squares of the gradients of the sum of squares of the results."""
-    leaves = {slot: t.detach().requires_grad_(t.is_floating_point()) for slot, t in tensors.items()}
+    leaves = call.leaves(tensors)
     wanted = {slot: t for slot, t in leaves.items() if t.requires_grad}
     first = torch.autograd.grad(_squares(call.forward(leaves)), list(wanted.values()), create_graph=True)
     second = torch.autograd.grad(_squares(first), list(wanted.values()))
@@ -424,7 +430,7 @@ def _second_order(call: Call, tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _squares(values: Iterable[Any]) -> Any:
-    return sum(value.square().sum() for value in values)
+    return sum(value.square().sum() for value in values if value.requires_grad)
 
 
 @check

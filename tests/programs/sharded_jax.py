@@ -158,15 +158,19 @@ def results_and_gradients(name: str, case: Case) -> tuple[Callable, dict[str, np
     """A function of the call's arrays, and the arrays."""
     arrays = {slot: x for slot, x in case.random(np.random.default_rng(7)).items() if x is not None}
     absent = {slot: None for slot in case.shapes if slot not in arrays}
-    floating = [slot for slot, x in arrays.items() if x.dtype.kind == "f"]
+    floating = [slot for slot, x in arrays.items() if x.dtype.kind == "f" and slot not in case.constants]
 
     def function(given: Mapping[str, Any]):
         def call(*values):
             return getattr(ours, name)(**{**given, **dict(zip(floating, values, strict=True))}, **absent, **case.attrs)
 
         results, pull = jax.vjp(call, *(given[slot] for slot in floating))
-        slopes = jax.tree.map(lambda y: jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape), results)
-        return results, pull(slopes)
+        return results, pull(jax.tree.map(slope, results))
+
+    def slope(y):
+        if not jnp.issubdtype(y.dtype, jnp.floating):
+            return np.zeros(y.shape, jax.dtypes.float0)
+        return jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape)
 
     return function, arrays
 

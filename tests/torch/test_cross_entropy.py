@@ -167,6 +167,9 @@ def test_extras_of_other_targets():
     shares = F.one_hot(target, 6).movedim(-1, 1).double()
     expected = composed(flat, target.flatten(), reduction="sum", **extras)[0] / 12
     close(ours.cross_entropy(x, shares, **extras), expected)
+    for name in ("z_loss", "softcap"):
+        with pytest.raises(ValueError, match=f"cross_entropy: {name} is -1.0, expected a finite number"):
+            ours.cross_entropy(x, shares, **{name: -1.0})
 
 
 @ON
