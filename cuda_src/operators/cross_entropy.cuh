@@ -284,15 +284,10 @@ struct RowWithExtras {
 // The outputs of a rows kernel, each unless it is null.
 template <typename T, typename A>
 struct Results {
-  Loss<T> loss;  // of each row: reduction = "none"
-  A *losses;     // the same for the reduction
-  T *slope;      // times the scale; it may be x
-  // Elements behind each row of x and of slope, where it is 0 then. A number that is not constant costs registers.
-#ifdef AOT_PADDED_ROWS
-  int padding = 0;
-#else
-  static constexpr int padding = 0;
-#endif
+  Loss<T> loss;     // of each row: reduction = "none"
+  A *losses;        // the same for the reduction
+  T *slope;         // times the scale; it may be x
+  int padding = 0;  // with kPadded: elements behind each row of x and of slope, where it is 0 then
 
   // Lets both begin so that element `row * cols` is the row's first.
   __device__ void skip_padding(int64_t row, const T *&x) {
@@ -311,13 +306,13 @@ struct Results {
 
 // Row: a RegisterRow or an UnalignedRow. kSmoothing: with label smoothing; kSlope: results.slope may be given. It
 // overlaps the end of the kernel that counts, if there is one.
-template <class Row, bool kSmoothing, bool kSlope, class Shape = typename Row::Shape, typename T = typename Row::T,
-          typename A = Accumulate<T>>
+template <class Row, bool kSmoothing, bool kSlope, bool kPadded, class Shape = typename Row::Shape,
+          typename T = typename Row::T, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     cross_entropy_kernel(const T *x, Targets targets, Results<T, A> results, Scale<T, A> scale, int64_t rows,
                          int64_t cols, Smoothing<A> smoothing) {
   launch_next();
-  results.skip_padding(RegisterRow<Shape>(cols).row(), x);
+  if constexpr (kPadded) results.skip_padding(RegisterRow<Shape>(cols).row(), x);
   Row part = row_of<Row>(x, cols);
   bool present = part.present(rows);
   Vector<T> v[Shape::kVectors];
@@ -335,7 +330,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   auto [row, to_row] = row_exponentials<kSmoothing>(v, part, exchange);
   if (mine) results.write_loss(part.row(), row_loss(row, at_target, c, smoothing));
   if (!kSlope || !results.slope) return;
-  results.clear_padding(part.row(), present, part.column(0) / Shape::kSize, cols);
+  if constexpr (kPadded) results.clear_padding(part.row(), present, part.column(0) / Shape::kSize, cols);
 
   if (c.ignored) {
     if constexpr (Row::kEnds) part.store_end(results.slope, present, 0);
@@ -353,12 +348,13 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
 }
 
 // The same with extras, but not with weights and label smoothing. Row: an UnalignedRow.
-template <class Row, class Shape = typename Row::Shape, typename T = typename Row::T, typename A = Accumulate<T>>
+template <class Row, bool kPadded, class Shape = typename Row::Shape, typename T = typename Row::T,
+          typename A = Accumulate<T>>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     cross_entropy_extra_kernel(const T *x, Targets targets, Results<T, A> results, Scale<T, A> scale,
                                Extras<T, A> extras, int64_t rows, int64_t cols, Smoothing<A> smoothing) {
   launch_next();
-  results.skip_padding(RegisterRow<Shape>(cols).row(), x);
+  if constexpr (kPadded) results.skip_padding(RegisterRow<Shape>(cols).row(), x);
   Row part = row_of<Row>(x, cols);
   bool present = part.present(rows);
   Vector<T> v[Shape::kVectors];
@@ -388,7 +384,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     if (extras.lse) extras.lse[part.row()] = with.lse;
   }
   if (!results.slope) return;
-  results.clear_padding(part.row(), present, part.column(0) / Shape::kSize, cols);
+  if constexpr (kPadded) results.clear_padding(part.row(), present, part.column(0) / Shape::kSize, cols);
 
   if (with.zero) {
     if constexpr (Row::kEnds) part.store_end(results.slope, present, 0);
@@ -404,14 +400,14 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
 // The loss alone of long rows: a block for each.
 constexpr int kStreamThreads = 256, kStreamBlocks = 5;  // per multiprocessor
 
-template <typename T, typename A = Accumulate<T>>
+template <typename T, bool kPadded, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(kStreamThreads, kStreamBlocks)
     cross_entropy_stream_kernel(const T *x, Targets targets, Results<T, A> results, int64_t rows, int64_t cols,
                                 Smoothing<A> smoothing) {
   launch_next();
   Exchange<Span::block, Exponentials<A>> exchange;
   int64_t row = blockIdx.x;
-  results.skip_padding(row, x);
+  if constexpr (kPadded) results.skip_padding(row, x);
   auto s = streamed_exponentials<false>(x + row * cols, cols, exchange);
   if (threadIdx.x != 0) return;
   Class c(targets[row], targets.ignore_index, cols);
@@ -488,24 +484,24 @@ __global__ void __launch_bounds__(kInPlaceThreads, kInPlaceBlocks)
 }
 
 // Rows of any size and alignment: a block for each.
-template <typename T, typename A>
+template <typename T, typename A, bool kPadded>
 __global__ void __launch_bounds__(kAnyRowThreads)
     cross_entropy_any_kernel(const T *x, Targets targets, Results<T, A> results, Scale<T, A> scale, int64_t rows,
                              int64_t cols, Smoothing<A> smoothing) {
   Exchange<Span::block, Exponentials<A>> exchange;
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-    const T *from = x + row * (cols + results.padding);
-    T *slope = results.slope ? results.slope + row * (cols + results.padding) : nullptr;
+    const int64_t begin = row * (kPadded ? cols + results.padding : cols);
+    const T *from = x + begin;
     Class c(targets[row], targets.ignore_index, cols);
     A at_target = threadIdx.x == 0 && cols > 0 ? widen(from[c.column()]) : A(0);  // slope may be x: it is read first
     Exponentials<A> s = any_row_exponentials(from, cols, exchange);
     if (threadIdx.x == 0) results.write_loss(row, row_loss(s, at_target, c, smoothing));
-    if (!slope) continue;
-    if (threadIdx.x < results.padding) slope[cols + threadIdx.x] = narrow<T>(0);
+    if (!results.slope) continue;
+    if (kPadded && threadIdx.x < results.padding) results.slope[begin + cols + threadIdx.x] = narrow<T>(0);
     Probability<T, A> probability(s);
     A factor = scale.of(row, true);
     if (!c.in_range) factor = nan<A>();
-    map_row(from, slope, cols, [&](int64_t col, A x) {
+    map_row(from, results.slope + begin, cols, [&](int64_t col, A x) {
       A p = probability.of(x) - smoothing.per_class - (col == c.target ? 1 - smoothing.total : A(0));
       return c.ignored ? A(0) : p * factor;
     });
@@ -513,7 +509,7 @@ __global__ void __launch_bounds__(kAnyRowThreads)
 }
 
 // The same with extras.
-template <typename T, typename A>
+template <typename T, typename A, bool kPadded>
 __global__ void __launch_bounds__(kAnyRowThreads)
     cross_entropy_any_extra_kernel(const T *x, Targets targets, Results<T, A> results, Scale<T, A> scale,
                                    Extras<T, A> extras, int64_t rows, int64_t cols, Smoothing<A> smoothing) {
@@ -523,8 +519,8 @@ __global__ void __launch_bounds__(kAnyRowThreads)
   const Softcap<T, A> cap(extras.softcap);
   const bool weighs_all = extras.weight.data && smoothing.total != 0, has_dlse = extras.dlse;
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-    const T *from = x + row * (cols + results.padding);
-    T *slope = results.slope ? results.slope + row * (cols + results.padding) : nullptr;
+    const int64_t begin = row * (kPadded ? cols + results.padding : cols);
+    const T *from = x + begin;
     Class c(targets[row], targets.ignore_index, cols);
     A at_target = threadIdx.x == 0 && cols > 0 ? cap(widen(from[c.column()])) : A(0);
     Exponentials<A> s = Exponentials<A>::none();
@@ -538,7 +534,7 @@ __global__ void __launch_bounds__(kAnyRowThreads)
       best.template add_lanes<32>();
       best = Best<A>::of_warps(best_exchange.all(best), best_exchange.warps());
     }
-    const A factor = slope ? scale.of(row, true) : A(1);
+    const A factor = results.slope ? scale.of(row, true) : A(1);
     const RowWithExtras<A> with(s, at_target, c, smoothing, extras.weight_of(c), extras.z_loss, factor, has_dlse,
                                 has_dlse ? extras.dlse[row] : A(0));
     if (threadIdx.x == 0) {
@@ -546,13 +542,13 @@ __global__ void __launch_bounds__(kAnyRowThreads)
       if (extras.lse) extras.lse[row] = with.lse;
       if (extras.predictions.data) extras.predictions.write(row, best.column == Best<A>::kNone ? 0 : best.column);
     }
-    if (!slope) continue;
-    if (threadIdx.x < results.padding) slope[cols + threadIdx.x] = narrow<T>(0);
+    if (!results.slope) continue;
+    if (kPadded && threadIdx.x < results.padding) results.slope[begin + cols + threadIdx.x] = narrow<T>(0);
     Probability<E, A> probability(s, 1, with.of_p);
-    map_row(from, slope, cols, [&](int64_t col, A x) {
+    map_row(from, results.slope + begin, cols, [&](int64_t col, A x) {
       const A capped = cap(x), off = with.off_target * (weighs_all ? extras.weight.read(col) : A(1));
-      const A of_capped = probability.of(capped) - off - (col == c.target ? with.on_target : A(0));
-      return with.zero ? A(0) : of_capped * cap.slope(capped);
+      const A slope = probability.of(capped) - off - (col == c.target ? with.on_target : A(0));
+      return with.zero ? A(0) : slope * cap.slope(capped);
     });
   }
 }
@@ -695,9 +691,8 @@ Smoothing<A> smoothing_of(const CrossEntropyAttrs &attrs, int64_t cols) {
   return {A(attrs.label_smoothing), A(attrs.label_smoothing / cols), A(1. / cols)};
 }
 
-// cross_entropy_rows() with extras. scale.count is what cross_entropy_count() has written, or null. after_count: in the
-// launch before.
-template <typename T, typename A = Accumulate<T>>
+// cross_entropy_rows() with extras.
+template <typename T, typename A = Accumulate<T>, bool kPadded = false>
 Status cross_entropy_extra_rows(const char *op, const CrossEntropyAttrs &attrs, const Tensor &x, const Targets &targets,
                                 const Results<T, A> &results, const Scale<T, A> &scale, const Extras<T, A> &extras,
                                 void *stream, bool after_count = true) {
@@ -708,25 +703,28 @@ Status cross_entropy_extra_rows(const char *op, const CrossEntropyAttrs &attrs, 
   const T *from = x.as<const T>();
   const Smoothing<A> smoothing = smoothing_of<T>(attrs, cols);
   auto any = [&] {
-    return launch_rows(op, cross_entropy_any_extra_kernel<T, A>, rows, cols, stream, from, targets, results, scale,
-                       extras, rows, cols, smoothing);
+    return launch_rows(op, cross_entropy_any_extra_kernel<T, A, kPadded>, rows, cols, stream, from, targets, results,
+                       scale, extras, rows, cols, smoothing);
   };
   if (cols == 0 || (extras.weight.data && attrs.label_smoothing != 0)) return any();
   auto launch = [&](auto shape, RegisterRowPlan plan) {
     using Row = UnalignedRow<decltype(shape)>;
     plan.overlap = after_count && scale.count;
-    return launch_register_rows<decltype(shape)>(op, plan, rows, cross_entropy_extra_kernel<Row>, stream, from, targets,
-                                                 results, scale, extras, rows, cols, smoothing);
+    return launch_register_rows<decltype(shape)>(op, plan, rows, cross_entropy_extra_kernel<Row, kPadded>, stream, from,
+                                                 targets, results, scale, extras, rows, cols, smoothing);
   };
   const int64_t vectors = unaligned_row_vectors<T>(cols, from, results.slope ? results.slope : from);
   return dispatch_register_rows(unaligned_shapes<T>(), vectors, device, launch, any);
 }
 
-template <typename T, typename A = Accumulate<T>>
+// scale.count is what cross_entropy_count() has written, or null. after_count: in the launch before. kPadded: whether
+// there is padding between rows.
+template <typename T, typename A = Accumulate<T>, bool kPadded = false>
 Status cross_entropy_rows(const char *op, const CrossEntropyAttrs &attrs, const Tensor &x, const Targets &targets,
                           const Results<T, A> &results, const Scale<T, A> &scale, const Extras<T, A> &extras,
                           void *stream, bool after_count = true) {
-  if (extras.any()) return cross_entropy_extra_rows(op, attrs, x, targets, results, scale, extras, stream, after_count);
+  if (extras.any())
+    return cross_entropy_extra_rows<T, A, kPadded>(op, attrs, x, targets, results, scale, extras, stream, after_count);
   DeviceLimits device;
   AOT_TRY(device_limits(op, &device));
   int64_t rows = attrs.rows(x), cols = attrs.cols(x);
@@ -734,27 +732,27 @@ Status cross_entropy_rows(const char *op, const CrossEntropyAttrs &attrs, const 
   const T *from = x.as<const T>();
   Smoothing<A> smoothing = smoothing_of<T>(attrs, cols);
   auto any = [&] {
-    return launch_rows(op, cross_entropy_any_kernel<T, A>, rows, cols, stream, from, targets, results, scale, rows,
-                       cols, smoothing);
+    return launch_rows(op, cross_entropy_any_kernel<T, A, kPadded>, rows, cols, stream, from, targets, results, scale,
+                       rows, cols, smoothing);
   };
   auto stream_rows = [&] {
     if (cols < kStreamThreads * kVectorSize<T>) return any();
-    return launch_kernel(op, cross_entropy_stream_kernel<T>, {grid_size(rows), kStreamThreads}, stream, from, targets,
-                         results, rows, cols, smoothing);
+    return launch_kernel(op, cross_entropy_stream_kernel<T, kPadded>, {grid_size(rows), kStreamThreads}, stream, from,
+                         targets, results, rows, cols, smoothing);
   };
   auto launch = [&](auto kind, auto smooth, auto slope) {
     return [=](auto shape, RegisterRowPlan plan) {
       using Row = typename decltype(kind)::template Row<decltype(shape)>;
       plan.overlap = after_count && scale.count;  // the kernel that counts is the one before
-      return launch_register_rows<decltype(shape)>(op, plan, rows, cross_entropy_kernel<Row, smooth, slope>, stream,
-                                                   from, targets, results, scale, rows, cols, smoothing);
+      return launch_register_rows<decltype(shape)>(op, plan, rows, cross_entropy_kernel<Row, smooth, slope, kPadded>,
+                                                   stream, from, targets, results, scale, rows, cols, smoothing);
     };
   };
   constexpr std::true_type kYes;
   constexpr std::false_type kNo;
   int64_t vectors = row_vectors<T>(cols, from, results.slope);
   // Padded rows have one kernel, with a slope or without: the sums of another could differ in the last bit.
-  if (attrs.label_smoothing == 0 && !results.slope && !results.padding)
+  if (attrs.label_smoothing == 0 && !results.slope && !(kPadded && results.padding))
     return dispatch_register_rows(LossShapes<T>(), vectors, device, launch(Aligned(), kNo, kNo), stream_rows);
   auto dispatch_rows = [&](auto smooth) {
     if (cols % kVectorSize<T> == 0 && aligned(from, results.slope))

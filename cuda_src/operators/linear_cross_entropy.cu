@@ -1,6 +1,5 @@
 #include "linear_cross_entropy.h"
 
-#define AOT_PADDED_ROWS
 #include "cross_entropy.cuh"
 #include "gemm/activation_backward.cuh"
 #include "gemm/gemm.h"
@@ -114,8 +113,8 @@ class Chunks {
       AOT_TRY(product({dtype, dtype, rows, c_.line, c_.in, {x, c_.in}, {weight_, c_.in, true}, {logits_, c_.line}},
                       false, bias_));
       logits.shape[0] = rows;
-      AOT_TRY(cross_entropy_rows(op_, attrs_, logits, Targets(target, attrs_.ignore_index), results, scale, extras,
-                                 stream_, false));
+      AOT_TRY((cross_entropy_rows<T, A, true>(op_, attrs_, logits, Targets(target, attrs_.ignore_index), results, scale,
+                                              extras, stream_, false)));
       if (gradients.dx)
         AOT_TRY(product({dtype,
                          dtype,

@@ -20,7 +20,7 @@ def _head(x, out, bias=True, scale=0.5, weights="", **attrs) -> Case:
     shapes = {"x": x, "weight": (out, x[-1]), "bias": (out,) if bias else None}
     shapes |= {"class_weight": (out,) if weights else None, "target": x[:-1]}
     constants, wide = ("class_weight",) if weights else (), ("class_weight",) if weights == "wide" else ()
-    # logits are rounded too; the gradients are products of a rounded factor, with its rounding in each of their terms
+    # logits are rounded too; the gradients are products of a rounded factor, whose rounding is in each of their terms
     rounds = {"magnified": 4, "dtype_roundings": 8}
     return Case(shapes, attrs, scale, classes={"target": out}, wide=wide, constants=constants, **rounds)
 
