@@ -10,8 +10,8 @@ A call takes one of two paths:
 
 The modules import one way: private < tensors < registered < gradients < autograd < dispatcher < eager < public <
 functional < accumulation < modules. optim, beside them, has the optimizer, and replacing what changes a model that
-exists: it imports known_modules, replaced_forwards and replaced_losses. autocast, call, compositions, flops, gate,
-inductor, mathematics, out, overwrite and sharding serve one of them each.
+exists: it imports bytecode, known_modules, replaced_dtypes, replaced_forwards, known_losses and replaced_losses.
+autocast, call, compositions, flops, gate, inductor, mathematics, out, overwrite and sharding serve one of them each.
 """
 
 from aotops.ops import OPS

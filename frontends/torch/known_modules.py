@@ -8,95 +8,16 @@ constants, and what the global names mean must be the same. Nothing of a module 
 
 from __future__ import annotations
 
-import dis
-import inspect
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
-from types import FunctionType
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.nn import functional as F
 
-Names = Mapping[str, str]
-"""The names that the names in capitals of a reference stand for."""
-
-_KINDS_OF_CODE = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS | inspect.CO_GENERATOR | inspect.CO_COROUTINE
-
-
-class Form(NamedTuple):
-    """``methods``: the references, by the names of the methods. ``options``: of the replacement of this kind."""
-
-    kind: str
-    methods: Mapping[str, Any]
-    options: Mapping[str, Any]
-
-
-def named(function: Any, reference: Any, but: Collection[str] = ()) -> Names | None:
-    """The names that the reference's names in capitals stand for in a function that has its instructions; else None.
-    ``but``: global names whose meaning is not compared."""
-    if not isinstance(function, FunctionType) or function.__closure__ or not _same_arguments(function, reference):
-        return None
-    names: dict[str, str] = {}
-    mine, its = list(_steps(reference)), list(_steps(function))
-    if len(mine) != len(its):
-        return None
-    for (opname, value), (its_opname, its_value) in zip(mine, its, strict=True):
-        if opname != its_opname:
-            return None
-        if _is_placeholder(value):
-            fits = names.setdefault(value, its_value) == its_value
-        else:
-            fits = value == its_value
-            if opname == "LOAD_GLOBAL" and value not in but:
-                fits = fits and _global(function, value) is _global(reference, value)
-        if not fits:
-            return None
-    return names if len(set(names.values())) == len(names) else None
-
-
-def _is_placeholder(value: Any) -> bool:
-    return isinstance(value, str) and len(value) > 1 and value.isupper()  # a constant is quoted, and F is a module
-
-
-def _same_arguments(function: Any, reference: Any) -> bool:
-    codes = function.__code__, reference.__code__
-    kinds = [(c.co_argcount, c.co_kwonlyargcount, c.co_flags & _KINDS_OF_CODE) for c in codes]
-    return kinds[0] == kinds[1] and function.__defaults__ == reference.__defaults__
-
-
-def _steps(function: Any) -> Iterator[tuple[str, Any]]:
-    """The instructions: opcode, and its argument. A local variable is a number, in the order of their use."""
-    known: dict[str, int] = {}
-    steps, places = _called_alike(function)
-    for step in steps:
-        value = step.argval
-        if "FAST" in step.opname:  # two variables, in some instructions of Python 3.13
-            value = tuple(known.setdefault(n, len(known)) for n in (value if isinstance(value, tuple) else (value,)))
-        elif step.opcode in dis.hasconst:
-            value = repr(value)  # 1 is not 1.0, and code is no other code
-        elif step.opcode in dis.hasjrel or step.opcode in dis.hasjabs:
-            value = places[value]
-        yield step.opname.replace("LOAD_METHOD", "LOAD_ATTR"), value
-
-
-def _called_alike(function: Any) -> tuple[list[dis.Instruction], dict[int, int]]:
-    """The instructions, and their numbers by their offsets, without PUSH_NULL: whether there is one, and LOAD_ATTR
-    instead of LOAD_METHOD, depends on where the name of a method's object was imported."""
-    steps: list[dis.Instruction] = []
-    places = {}
-    for step in dis.get_instructions(function):
-        places[step.offset] = len(steps)
-        if step.opname != "PUSH_NULL":
-            steps.append(step)
-    return steps, places
-
-
-def _global(function: Any, name: str) -> Any:
-    return function.__globals__.get(name, function.__builtins__.get(name))
-
+from .bytecode import Form, Names, named
 
 FORMS: list[Form] = []
 
@@ -307,49 +228,7 @@ def _timm_mlp(self, x):
     return x
 
 
-# -------------------------------------------------------------------------------------------------------------- losses
-
-
-def fixed_cross_entropy(source, target, num_items_in_batch=None, ignore_index=-100, **kwargs):
-    """The loss of transformers, to which the two below pass on logits in float32."""
-    reduction = "sum" if num_items_in_batch is not None else "mean"
-    loss = nn.functional.cross_entropy(source, target, ignore_index=ignore_index, reduction=reduction)
-    if reduction == "sum":
-        if torch.is_tensor(num_items_in_batch):
-            num_items_in_batch = num_items_in_batch.to(loss.device)
-        loss = loss / num_items_in_batch
-    return loss
-
-
-def causal_lm_loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **kwargs):
-    logits = logits.float()
-    if shift_labels is None:
-        labels = nn.functional.pad(labels, (0, 1), value=ignore_index)
-        shift_labels = labels[..., 1:].contiguous()
-    logits = logits.view(-1, vocab_size)
-    shift_labels = shift_labels.view(-1)
-    shift_labels = shift_labels.to(logits.device)
-    loss = fixed_cross_entropy(logits, shift_labels, num_items_in_batch, ignore_index, **kwargs)
-    return loss
-
-
-def masked_lm_loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, **kwargs):
-    logits = logits.float()
-    logits = logits.view(-1, vocab_size)
-    labels = labels.view(-1)
-    labels = labels.to(logits.device)
-    loss = fixed_cross_entropy(logits, labels, num_items_in_batch, ignore_index, **kwargs)
-    return loss
-
-
-def is_loss(function: Any, reference: Any) -> bool:
-    """Whether a function is a reference of a loss, with the names of its parameters, and calls the one above."""
-    if named(function, reference, but=("fixed_cross_entropy",)) != {}:
-        return False
-    codes = function.__code__, reference.__code__
-    same = len({code.co_varnames[: code.co_argcount] for code in codes}) == 1
-    return same and named(_global(function, "fixed_cross_entropy"), fixed_cross_entropy) == {}
-
+# -------------------------------------------------------------------------------------------------------------- classes
 
 TORCHS: dict[type[nn.Module], str] = {
     nn.LayerNorm: "layer_norm",

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
 from . import functional as F
-from .known_modules import Form, Names, form_of, gelu_of
+from .bytecode import Form, Names
+from .known_modules import form_of, gelu_of
+from .replaced_dtypes import as_it_is, autocasts, product_dtype
 from .tensors import is_compiling
 
 Serve = Callable[..., Any]
@@ -46,33 +48,12 @@ def refusal(module: nn.Module, form: Form, names: Names) -> str | None:
     return check(module, form, names) if check else ""
 
 
-# --------------------------------------------------------------------------------------------------------------- dtypes
-
-
-def _autocasts(x: Tensor) -> bool:
-    return x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type)
-
-
-def _as_it_is(x: Tensor, *parameters: Tensor | None) -> bool:
-    """Whether torch's operators compute in x's dtype. Autocast computes some of 16 bits in float32."""
-    if x.element_size() == 2 and _autocasts(x):
-        return False
-    return all(p is None or p.dtype is x.dtype for p in parameters)
-
-
-def _product_dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
-    """The dtype of a product; None for a call that torch refuses."""
-    if _autocasts(x):
-        return torch.get_autocast_dtype(x.device.type)
-    return x.dtype if x.dtype is weight.dtype else None
-
-
 # ---------------------------------------------------------------------------------------------------------------- norms
 
 
 def _layer_norm(names: Names, switch: str = "", **_: Any) -> Serve:
     def serve(self, x):
-        if not _as_it_is(x, self.weight, self.bias) or (switch and getattr(self, switch)):
+        if not as_it_is(x, self.weight, self.bias) or (switch and getattr(self, switch)):
             return NotImplemented
         return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
 
@@ -84,7 +65,7 @@ def _rms_norm(names: Names, torchs: Any = None, **options: Any) -> Serve:
 
 
 def _torchs_rms_norm(self, x):
-    if not _as_it_is(x, self.weight) or (self.eps is None and x.element_size() == 2):  # torch's epsilon is x's
+    if not as_it_is(x, self.weight) or (self.eps is None and x.element_size() == 2):  # torch's epsilon is x's
         return NotImplemented
     return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
 
@@ -118,7 +99,7 @@ def _norm_refusal(module: Any, form: Form, names: Names) -> str:
 def _gelu(names: Names, widened: bool = False, **options: Any) -> Serve:
     def serve(self, x):
         activation = _which(self, names, **options)
-        if activation is None or (widened and not _as_it_is(x)):
+        if activation is None or (widened and not as_it_is(x)):
             return NotImplemented
         return F.gelu(x, "tanh" if activation == "gelu_tanh" else "none")
 
@@ -205,7 +186,7 @@ def _linear(names: Names, then: tuple[str, ...] = ()) -> Serve:
         weight = _matrix(product)
         if activation is None or weight is None or not _pays(x, weight):
             return NotImplemented
-        if _autocasts(x) and _is_widened(getattr(self, act)) and not any(_is_product(getattr(self, n)) for n in then):
+        if autocasts(x) and _is_widened(getattr(self, act)) and not any(_is_product(getattr(self, n)) for n in then):
             return NotImplemented
         y = F.linear(x, weight, product.bias, activation)
         for name in then:
@@ -229,7 +210,7 @@ def _is_product(module: nn.Module) -> bool:
 def _pays(x: Tensor, weight: Tensor) -> bool:
     """Whether a product and its activation in one kernel take less time: on a GPU in 16 bits (docs/performance.md). In
     float32 torch's cuBLASLt is faster than the library's kernel, which takes an activation, saves."""
-    dtype = _product_dtype(x, weight)
+    dtype = product_dtype(x, weight)
     if dtype is None:
         return False
     return dtype.itemsize == 2 if x.is_cuda else dtype.itemsize > 2
@@ -249,7 +230,7 @@ def _linear_refusal(module: Any, form: Form, names: Names) -> str | None:
 
 def _conv2d(names: Names, **_: Any) -> Serve:
     def serve(self, x):
-        dtype = _product_dtype(x, self.weight)
+        dtype = product_dtype(x, self.weight)
         tf32 = torch.backends.cudnn.allow_tf32
         if dtype is None or not x.is_cuda or x.dim() != 4 or not (dtype.itemsize == 2 or tf32):
             return NotImplemented

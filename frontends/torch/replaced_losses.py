@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from . import functional as F
-from . import known_modules as known
+from . import known_losses as known
 
 
 def _cross_entropy(logits, labels, vocab_size, num_items_in_batch, ignore_index):

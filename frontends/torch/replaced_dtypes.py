@@ -1,0 +1,24 @@
+"""The dtypes in which torch's operators compute a call, under autocast and without."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def autocasts(x: Tensor) -> bool:
+    return x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type)
+
+
+def as_it_is(x: Tensor, *parameters: Tensor | None) -> bool:
+    """Whether torch's operators compute in x's dtype. Autocast computes some of 16 bits in float32."""
+    if x.element_size() == 2 and autocasts(x):
+        return False
+    return all(p is None or p.dtype is x.dtype for p in parameters)
+
+
+def product_dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
+    """The dtype of a product; None for a call that torch refuses."""
+    if autocasts(x):
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype if x.dtype is weight.dtype else None
