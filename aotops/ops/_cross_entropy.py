@@ -1,4 +1,4 @@
-"""What the definitions of cross_entropy and cross_entropy_lse share: attributes, formulas and axes."""
+"""The parts of a definition that cross_entropy and cross_entropy_lse share: attributes, formulas and axes."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _rows(m, x, target, ignore_index):
 
 
 def _divisor(m, counts, hit, weight, log_p):
-    """What a mean is divided by."""
+    """The divisor of a mean."""
     if weight is None:
         return m.count(counts, log_p)
     of_target = m.sum(m.where(hit, m.zeros(log_p) + m.wide(weight), m.zeros(log_p)), (-1,))

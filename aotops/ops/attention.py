@@ -20,7 +20,7 @@ def _lse_shape(call):
 
 
 def _flops(call):
-    """Of all pairs of a query and a key, seen or not."""
+    """The operations of all pairs of a query and a key, seen or not."""
     heads, seq = _axes(call)
     pairs = prod(call.q[:-3]) * call.q[heads] * call.q[seq] * call.k[seq]
     return 2 * pairs * (call.q[-1] + call.v[-1])
@@ -119,7 +119,7 @@ class _Call:
         return self.m.ops.matmul(a, b, transpose_a, transpose_b)
 
     def probabilities(self):
-        """Of each key for each query, 0 where it is not seen; and the slope of what is exponentiated."""
+        """The probability of each key for each query, 0 where it is not seen; and the slope of the exponent."""
         m = self.m
         scores, slope = self.matmul(self.q, self.k, transpose_b=True) * self.scale, self.scale
         if self.softcap:

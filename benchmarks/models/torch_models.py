@@ -132,7 +132,7 @@ class HeadGPT2(GPT2):
 
 
 class HeadLlama(Llama):
-    """The same of Llama."""
+    """A Llama whose head and loss are one operator."""
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         return self.ops.head_loss(self.hidden(tokens), self.head, targets)

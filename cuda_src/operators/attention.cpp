@@ -24,7 +24,7 @@ struct Heads {
   Tensor lengths;
   AttentionSizes z;
 
-  // Of example b.
+  // The keys of example b.
   int64_t length(int64_t b) const {
     if (!lengths) return z.keys;
     const int64_t i = b % z.lines;
@@ -168,7 +168,7 @@ void sum_products(const Heads<T> &x, const T *dy, const T *y, A *delta) {
   });
 }
 
-// What the gradients are computed from, and where they go: null if not wanted. sums: dq, with q's layout; it is dq
+// The inputs of the gradients, and their addresses: null if not wanted. sums: dq, with q's layout; it is dq
 // itself but in 16 bits.
 template <typename T, typename A = Accumulate<T>>
 struct Gradients {

@@ -140,7 +140,7 @@ class AttentionTile {
   __device__ static int ty() { return threadIdx.x / 16; }
   __device__ static int tx() { return threadIdx.x % 16; }
 
-  // What a tile of others, from `other` on, gives to rows [begin, end). h: of q; kv: of k.
+  // Adds the share of a tile of others, from `other` on, to rows [begin, end). h: of q; kv: of k.
   __device__ void step(int64_t b, int64_t h, int64_t kv, int64_t begin, int64_t end, int64_t other, int64_t dim) {
     const HeadRows<const T> q = x_.of_queries(x_.q, b, h, z_.dim), k = x_.of_keys(x_.k, b, kv, z_.dim),
                             v = x_.of_keys(x_.v, b, kv, z_.v_dim);

@@ -57,7 +57,7 @@ struct HeadRows {
   AOT_BOTH_SIDES T *operator[](int64_t i) const { return data + i * stride; }
 };
 
-// Of a tensor (batch, seq, heads, dim), or (batch, heads, seq, dim) with heads_first.
+// The rows of a head of a tensor (batch, seq, heads, dim), or (batch, heads, seq, dim) with heads_first.
 template <typename T>
 AOT_BOTH_SIDES HeadRows<T> head_rows(T *data, const AttentionSizes &z, int64_t b, int64_t h, int64_t heads, int64_t seq,
                                      int64_t dim) {

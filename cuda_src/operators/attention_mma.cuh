@@ -107,7 +107,7 @@ class LaneRows {
 // A part of a result that a warp has: (16 kM, kN).
 template <int kM, int kN>
 using MmaSums = float[kM][kN / 8][4];
-// The same rounded, as a left factor.
+// Such a part rounded, as a left factor.
 template <int kM, int kN>
 using MmaFactor = uint32_t[kM][kN / 16][4];
 

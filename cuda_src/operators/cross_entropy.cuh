@@ -104,7 +104,7 @@ struct Indices {
   }
 };
 
-// What few calls ask for, each unless it is null or 0. It has kernels of its own, which have registers for it.
+// Extras are for few calls, each unless it is null or 0. They have kernels of its own, which have registers for them.
 template <typename T, typename A = Accumulate<T>>
 struct Extras {
   Loss<T> weight;  // of each class
@@ -167,7 +167,7 @@ struct Best {
     for (int offset = kLanes / 2; offset > 0; offset /= 2)
       add({__shfl_xor_sync(~0u, value, offset), __shfl_xor_sync(~0u, column, offset)});
   }
-  // Of what each warp of a row has published.
+  // The best of those that the warps of a row have published.
   __device__ static Best of_warps(const Best *all, int warps) {
     Best best;
 #pragma unroll 1
@@ -177,7 +177,7 @@ struct Best {
   }
 };
 
-// Of the row in v, as it was loaded from x.
+// The best column of the row in v, as it was loaded from x.
 template <class Row, typename T, int kVectors, typename A = Accumulate<T>>
 __device__ inline int best_column(const Vector<T> (&v)[kVectors], const Row &part, const T *x, int64_t cols) {
   using Shape = typename Row::Shape;
@@ -347,7 +347,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   if (mine) results.slope[part.row() * cols + c.column()] = narrow<T>(p.of(at_target) - off_target - on_target);
 }
 
-// The same with extras, but not with weights and label smoothing. Row: an UnalignedRow.
+// cross_entropy_kernel with extras, but not with weights and label smoothing. Row: an UnalignedRow.
 template <class Row, bool kPadded, class Shape = typename Row::Shape, typename T = typename Row::T,
           typename A = Accumulate<T>>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
@@ -508,7 +508,7 @@ __global__ void __launch_bounds__(kAnyRowThreads)
   }
 }
 
-// The same with extras.
+// cross_entropy_any_kernel with extras.
 template <typename T, typename A, bool kPadded>
 __global__ void __launch_bounds__(kAnyRowThreads)
     cross_entropy_any_extra_kernel(const T *x, Targets targets, Results<T, A> results, Scale<T, A> scale,
@@ -801,7 +801,7 @@ inline LaunchShape sum_shape(const DeviceLimits &device, int64_t rows) {
   return {cluster, kSumThreads, 0, cluster};
 }
 
-// What a mean over x's rows is divided by: their count, or, given the weights of the classes, the sum of these.
+// Writes the divisor of a mean over x's rows: their count, or, given the weights of the classes, the sum of these.
 template <typename T, typename A = Accumulate<T>>
 Status cross_entropy_count(const char *op, const Targets &targets, const Loss<T> &weight, A *count, int64_t rows,
                            int64_t cols, void *stream) {

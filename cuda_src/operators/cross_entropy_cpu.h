@@ -43,7 +43,7 @@ struct Targets {
     }
     return kOk;
   }
-  // What a mean is divided by: the sum of weight_of(class) over the rows that are not ignored.
+  // The divisor of a mean: the sum of weight_of(class) over the rows that are not ignored.
   template <class WeightOf>
   double sum(int64_t rows, WeightOf weight_of) const {
     return sum_of(rows, [&](int64_t i) { return ignored(i) ? 0. : weight_of((*this)[i]); });
@@ -115,7 +115,7 @@ struct CrossEntropyRow {
 
 // ----------------------------------------------------------------------------------------------------------- extras
 
-// What few calls ask for, each unless it is null or 0.
+// Extras are for few calls, each unless it is null or 0.
 template <typename T>
 struct Extras {
   using A = Accumulate<T>;

@@ -45,7 +45,7 @@ void scale_slope(const S *slope, T *gradient, int64_t n, Accumulate<T> factor) {
   });
 }
 
-// What the chunks are summed to, each unless it is null.
+// The sums over the chunks, each unless it is null.
 template <typename T>
 struct ChunkGradients {
   T *dx;

@@ -66,7 +66,7 @@ Status scale_slope(const char *op, const S *slope, const Tensor &gradient, const
   return launch_kernel(op, kernel, {grid_size(std::min(blocks, most)), kScaleThreads}, stream, slope, to, n, dy, count);
 }
 
-// What the chunks are summed to, each unless it is null: weight's and bias's of c.line rows and elements.
+// The sums over the chunks, each unless it is null: weight's and bias's of c.line rows and elements.
 template <typename T>
 struct ChunkGradients {
   T *dx;
@@ -167,7 +167,7 @@ class Chunks {
     return gemm(op_, g, stream_);
   }
 
-  // Of the logits. *sums: of how many parts of rows there are sums; theirs follow.
+  // Sums columns of the logits. *sums: of how many parts of rows there are sums; theirs follow.
   Status sum_columns(int64_t rows, int *sums) const {
     DeviceLimits limits;
     AOT_TRY(device_limits(op_, &limits));

@@ -145,7 +145,7 @@ class LinearCrossEntropyLoss(torch.nn.Linear):
         return F.linear_cross_entropy(input, self.weight, target, self.bias, *options, **more)
 
     def logits(self, input: Tensor) -> Tensor:
-        """What the loss is of, for generation; without ``softcap``."""
+        """The logits, without ``softcap``, for generation."""
         return F.linear(input, self.weight, self.bias)
 
     def extra_repr(self) -> str:

@@ -31,7 +31,7 @@ random = np.random.default_rng(0)
 def array(*shape):
     return make(random.normal(size=shape))
 def show(name, *results):
-    print(name, *(t.shape if t is None else digest(to_numpy(t)) for t in results))
+    print(name, *(digest(to_numpy(t)) for t in results))
 def digest(a):
     return f"{{zlib.crc32(np.ascontiguousarray(a).tobytes()):08x}}"
 """
@@ -50,10 +50,13 @@ for dtype in ("float16", "float32", "float64"):
             w, b = array(*shape[-1:]), array(*shape[-1:])
             show("layer_norm", frontend.layer_norm(x, shape[-1:], w, b), frontend.layer_norm(x, shape[-1:], None, b))
             show("backward", *frontend.layer_norm_backward(dy, x, shape[-1:], w, b))
-            show("rms_norm", frontend.rms_norm(x, shape[-1:], w), *frontend.rms_norm_backward(dy, x, shape[-1:], w))
-            for name, affine in (("add_layer_norm", (w, b)), ("add_rms_norm", (w,))):
-                show(name, *getattr(frontend, name)(x, dy, shape[-1:], *affine))
-                show(name, *getattr(frontend, name + "_backward")((dy, x), x, dy, shape[-1:], *affine))
+            affine = {"weight": w, "bias": b}
+            for name in ("rms_norm", "add_layer_norm", "add_rms_norm"):
+                more = (dy,) if name.startswith("add") else ()
+                result = getattr(frontend, name)(x, *more, shape[-1:], **affine)
+                show(name, *(result if more else (result,)))
+                dys = (dy, x) if more else dy
+                show(name, *getattr(frontend, name + "_backward")(dys, x, *more, shape[-1:], **affine))
             target = random.integers(0, shape[-1], shape[:1])
             show("swiglu", frontend.swiglu(x, dy), *frontend.swiglu_backward(dy, x, dy))
             show("softmax", frontend.softmax(x, 0), frontend.softmax_backward(dy, x))
@@ -159,7 +162,7 @@ for dtype in ("float16", "float32", "float64"):
         results += [frontend.add(x, dy), frontend.layer_norm(x, shape[-1], w, b)]
         results += frontend.layer_norm_backward(dy, x, shape[-1], w, b)
         results += [frontend.rms_norm(x, shape[-1], w), *frontend.add_layer_norm(x, dy, shape[-1], w, b)]
-        results += frontend.rms_norm_backward(dy, x, shape[-1], w)
+        results += frontend.rms_norm_backward(dy, x, shape[-1], w, bias=b)
         results += [*frontend.add_rms_norm(x, dy, shape[-1], w), frontend.swiglu(x, dy), frontend.softmax(x)]
         results += frontend.swiglu_backward(dy, x, dy)
         for approximate in ("none", "tanh"):

@@ -69,7 +69,7 @@ def made(framework, device, dtype, name, i):
 
 
 def made_gradients(name, i, dtype, make):
-    """What ``make`` makes of the gradients of the results and their dtypes; None of one that has none."""
+    """The gradients of the results, made by ``make`` of values and dtypes; None of a result that has none."""
     dtypes, dys = cases.dtypes(name, i, dtype), cases.output_gradients(name, i, dtype)
     return tuple(None if dy is None else make(dy, dtypes[y]) for y, dy in zip(OPS[name].outputs, dys, strict=True))
 

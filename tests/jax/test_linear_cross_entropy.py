@@ -26,7 +26,7 @@ def theirs(x, weight, target, bias):
 
 
 def results_of(jaxpr) -> list[tuple[str, ...]]:
-    """What the operator's calls in a program are asked for, in its order."""
+    """The results that the operator's calls in a program are asked for, in its order."""
     found = []
     for equation in jaxpr.eqns:
         if equation.primitive.name == "aotops":
