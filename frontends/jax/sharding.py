@@ -285,4 +285,7 @@ class _Part(Mathematics):
         op = self._call.op
         given = dict(zip((*op.inputs, *op.attrs), (*self._inputs, *self._call.attrs), strict=True)) | named
         inputs, attrs = ([given[name] for name in names] for names in (op.inputs, op.attrs))
-        return self._call.launch(op, tuple(attrs), op.results, *inputs)
+        absent = {f"d{slot}" for slot in op.inputs if given[slot] is None}  # nobody wants their gradients
+        wanted = tuple(slot for slot in op.results if slot not in absent)
+        found = dict(zip(wanted, self._call.launch(op, tuple(attrs), wanted, *inputs), strict=True))
+        return tuple(found.get(slot) for slot in op.results)
