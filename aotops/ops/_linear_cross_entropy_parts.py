@@ -34,7 +34,9 @@ def axes(call, rows):
 
 
 def forward(m, x, weight, target, bias, class_weight, ignore_index, reduction, dtype):
-    """The loss, and these rows' part of the slopes. Only a mean is composed."""
+    """The loss, and these rows' part of the slopes."""
+    if reduction != "mean":
+        return m.run()
     loss, *slopes = m.run(reduction="sum", dtype=dtype_name(m.wide(x).dtype))
     divisor = _of_this_part(m, loss, x, target, class_weight, ignore_index)
     both = m.concatenate([m.reshape(each, (1,)) for each in (loss, divisor)])
@@ -47,7 +49,9 @@ def forward(m, x, weight, target, bias, class_weight, ignore_index, reduction, d
 
 
 def backward(m, dy, x, target, class_weight, x_slope, weight_slope, bias_slope, ignore_index, reduction):
-    """The gradients, dx of these rows. Only a mean's are composed."""
+    """The gradients, dx of these rows."""
+    if reduction != "mean":
+        return m.run()
     dy, kept = m.wide(dy), any(slope is not None for slope in (x_slope, weight_slope, bias_slope))
     if not (kept and divides_slope(reduction, dtype_name(x.dtype))):
         dy = dy / _over_rows(m, _of_this_part(m, dy, x, target, class_weight, ignore_index), x)

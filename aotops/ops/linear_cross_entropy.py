@@ -15,9 +15,10 @@ def _padded(call):
 
 
 def _split(call):
-    """The axes of the rows. A part of them has another mean: they are whole for it."""
+    """The axes of the rows. They are whole where slopes are kept: a part of the rows has another mean, and the backward
+    takes the slopes of weight and bias, which are sums over all rows."""
     rows = " ".join(row_axes(call.x))
-    return rows.upper() if call.reduction == "mean" else rows
+    return rows.upper() if keeps_slope(call.reduction) else rows
 
 
 def _composed(call):

@@ -143,7 +143,7 @@ class _Part(Mathematics):
 
 
 def _of_parts(op: Op, forward: Op, overload: Any, args: Sequence[Any], kwargs: Any) -> Any:
-    """The results of a call whose axes may be split as the tensor with most elements is."""
+    """The results of a call whose axes may be split as the largest tensor is, of those that are split."""
     from torch.distributed.tensor import DTensor, Shard
 
     tensors, attrs, _ = splitter(op)(args)
@@ -154,8 +154,11 @@ def _of_parts(op: Op, forward: Op, overload: Any, args: Sequence[Any], kwargs: A
     assert stated is not None
     replaced = {} if op is forward else forward.replaced(attrs)
     replaced = {slot: other for slot, other in replaced.items() if inputs[other] is not None}
-    lead = max((slot for slot in inputs if inputs[slot] is not None and slot not in replaced),
-               key=lambda slot: inputs[slot].numel())  # fmt: skip
+
+    def size(slot: str) -> tuple[bool, int]:
+        return any(type(p) is Shard for p in inputs[slot].placements), inputs[slot].numel()
+
+    lead = max((slot for slot in inputs if inputs[slot] is not None and slot not in replaced), key=size)
     mesh, placements = inputs[lead].device_mesh, inputs[lead].placements
     axes = [stated.axis(lead, p.dim % inputs[lead].dim()) if type(p) is Shard else None for p in placements]
 
