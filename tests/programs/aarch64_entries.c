@@ -200,10 +200,10 @@ static void test_cross_entropy(void) {
   }
   tensor t = make(target, "int64", 1, kRows, 0, 0), y = make(&loss, "float32", 0, 0, 0, 0),
          scale = make(&dy, "float32", 0, 0, 0, 0);
-  succeed("cross_entropy", CALL("aot_cross_entropy_cpu", "reduction=mean\nignore_index=-100\nlabel_smoothing=0",
+  succeed("cross_entropy", CALL("aot_cross_entropy_cpu", "reduction=mean\nignore_index=-100\nlabel_smoothing=0\ninputs=3",
                                 F32(x, kRows, kCols), t, y, F32(slope, kRows, kCols), F32(work, 4 + kRows)));
   compare("cross_entropy", &loss, &wanted, 1);
-  succeed("cross_entropy_backward", CALL("aot_cross_entropy_backward_cpu", "reduction=mean\noutputs=1", scale,
+  succeed("cross_entropy_backward", CALL("aot_cross_entropy_backward_cpu", "reduction=mean\ninputs=23\noutputs=1", scale,
                                          F32(x, kRows, kCols), t, F32(slope, kRows, kCols), F32(dx, kRows, kCols)));
   compare("cross_entropy_backward", dx, gradient, kSize);
 }
@@ -225,7 +225,7 @@ static void test_errors(void) {
   refuse(CALL("aot_gelu_cpu", "approximate=cubic", F32(x, 6), F32(y, 6)), 1, "gelu: ");
   refuse(CALL("aot_softmax_cpu", "dim=2", F32(x, 2, 3), F32(y, 2, 3)), 1, "softmax: dim is 2, expected an axis of x");
   refuse(CALL("aot_gelu_cpu", "", F32(x, 6)), 5, "gelu: ");
-  refuse(CALL("aot_cross_entropy_cpu", "reduction=none\noutputs=1", F32(x, 1, 3), target, F32(y, 1)), 1,
+  refuse(CALL("aot_cross_entropy_cpu", "reduction=none\ninputs=3\noutputs=1", F32(x, 1, 3), target, F32(y, 1)), 1,
          "cross_entropy: ");
 }
 

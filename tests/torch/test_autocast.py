@@ -185,7 +185,7 @@ def test_the_loss_of_16_bits_is_in_float32_without_a_cast(dtype):
     wide = dtype.itemsize == 2
 
     def by_name(x, target):
-        return torch.ops.aotops.cross_entropy(x, target, -100, "mean", 0.0, None)[0]
+        return torch.ops.aotops.cross_entropy(x, target, None, -100, "mean", 0.0, None, 0.0, 0.0)[0]
 
     def watched(x, target):
         with Casts() as casts:

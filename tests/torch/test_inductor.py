@@ -648,7 +648,7 @@ def test_what_is_written_in_place_refuses_a_graph_that_is_kept():
         @staticmethod
         def backward(ctx, dy):
             operator = torch.ops.aotops.cross_entropy_backward.overwriting
-            operator(dy, torch.zeros(2, dtype=torch.int64), slope, -100, "mean", 0.0, None)
+            operator(dy, torch.zeros(2, dtype=torch.int64), None, slope, -100, "mean", 0.0, None, 0.0, 0.0)
             return slope
 
     slope = torch.ones(2, 3)
