@@ -208,7 +208,9 @@ def _roundings(name, x, sizes, dtype, where):
         value, gradient = ((n * info.eps + approximations) / torch.finfo(dtype).eps for n in (value, gradient))
     if where == "cpu":
         if _FLUSHES and name.startswith("linear") and dtype == torch.bfloat16:  # dz is a factor of a product
-            gradient = gradient + np.where(sizes[1] <= torch.finfo(dtype).tiny, _in_ulp(sizes[1], 0, sizes[1], dtype), 0)
+            gradient = gradient + np.where(
+                sizes[1] <= torch.finfo(dtype).tiny, _in_ulp(sizes[1], 0, sizes[1], dtype), 0
+            )
         return value, gradient
     lost = _lost(name, np.abs(x), sizes, dtype)
     value, gradient = (n + _in_ulp(lost[i], 0, sizes[i], dtype) for i, n in enumerate((value, gradient)))
