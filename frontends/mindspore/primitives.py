@@ -18,7 +18,7 @@ from mindspore import Tensor, ops
 from aotops.hosting import Namespace, written_out
 from aotops.infer import infer
 from aotops.library import Library
-from aotops.op import Attr, Op
+from aotops.op import ATTRIBUTE_TYPES, Attr, Op
 from aotops.spec import TensorSpec
 
 from .entries import Facts, facts_of_backward, primitive
@@ -85,7 +85,10 @@ class _Choose(Constant):
     def evaluate(self, attrs, specs):
         for (name, kind), value in zip(self.op.attrs.items(), attrs, strict=True):
             if (value is None and not kind.endswith("?")) or (isinstance(value, tuple) and None in value):
-                raise TypeError(f"{self.op.name}: {name} is unknown while the graph is compiled, expected a constant")
+                raise TypeError(
+                    f"{self.op.name}: {name} is {value}, or unknown while the graph is compiled, expected a constant, "
+                    f"{ATTRIBUTE_TYPES[kind.rstrip('?')].expected}"
+                )
         op, attrs, on = self.op, self.op.canonical(attrs), device()
         given = {slot: spec for slot, spec in zip(op.inputs, specs, strict=True) if spec is not None}
         known = given | infer(op, attrs, tuple(specs), on)
