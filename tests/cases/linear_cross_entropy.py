@@ -63,6 +63,8 @@ ROW = Row(
         _head((7,), 3, bias=False, reduction="none"),
         _head((2, 3, 4), 5, reduction="sum"),
         _head((2, 3, 4), 5, bias=False, reduction="none"),
+        _head((2, 3, 4), 5),
+        _head((2, 3, 4), 5, reduction="none"),
         _head((1, 1), 1),
         _head((0, 3), 2, reduction="sum"),
         _head((0, 3), 2, reduction="none"),
