@@ -21,7 +21,7 @@ def _head(x, out, bias=True, scale=0.5, weights="", **attrs) -> Case:
     shapes |= {"class_weight": (out,) if weights else None, "target": x[:-1]}
     constants, wide = ("class_weight",) if weights else (), ("class_weight",) if weights == "wide" else ()
     # logits are rounded too; the gradients are products of a rounded factor, whose rounding is in each of their terms
-    rounds = {"magnified": 4, "dtype_roundings": 8}
+    rounds = {"inner_roundings": 1, "magnified": 4, "dtype_roundings": 8}
     return Case(shapes, attrs, scale, classes={"target": out}, wide=wide, constants=constants, **rounds)
 
 
