@@ -1,0 +1,854 @@
+// attention in 16 bits on Hopper: products by wgmma, of operands that one warp brings by TMA.
+//
+// A block has tiles of rows of a result, 64 for each warpgroup of consumers, and goes through tiles of others, which
+// pass through kStages. As in attention_mma.cuh, weights stay in registers, where they are the left factor of the next
+// product, and nothing is summed by two blocks:
+//            rows      others    products of rows              of weights
+//   y        queries   keys      s = q k^T                     y  += p v
+//   dq       queries   keys      s = q k^T,  dp = dy v^T       dq += ds k
+//   dk, dv   keys      queries   s = k q^T,  dp = v dy^T       dv += p dy,  dk += ds q
+// Blocks are persistent: the warp that loads is a tile ahead.
+#pragma once
+#include "attention_mma.cuh"
+#include "cuda/tma.cuh"
+#include "cuda/wgmma.cuh"
+
+namespace aot {
+inline namespace AOT_ISA {
+
+// kDim: head_dim, padded with zeros; kOthers: of a step; kTurns: whether warpgroups issue their products in turns, so
+// that one has exponentials beside the products of another.
+template <int kDim_, int kGroups_, int kOthers_, int kStages_, bool kTurns_>
+struct WgmmaShape {
+  static constexpr int kDim = kDim_, kGroups = kGroups_, kOthers = kOthers_, kStages = kStages_;
+  static constexpr bool kTurns = kTurns_;
+  static constexpr int kRows = 64 * kGroups, kThreads = 128 * (kGroups + 1), kBoxes = kDim / 64;
+  static constexpr int kTile = kRows * kDim * 2, kOtherTile = kOthers * kDim * 2;  // bytes
+  static constexpr int kNumbers = 2 * 4 * kOthers;  // bytes of lse and delta of a stage
+
+  // Bytes of shared memory; tiles are aligned to 1024. Of dq, lse and delta of two tiles; of dk and dv, of each stage.
+  static constexpr int kOfY = 1024 + kTile + kStages * 2 * kOtherTile;
+  static constexpr int kOfDq = kOfY + kTile + 2 * 2 * 4 * kRows, kOfDkv = kOfY + kTile + kStages * kNumbers;
+};
+
+template <int kDim>
+struct WgmmaShapes;
+template <>
+struct WgmmaShapes<64> {
+  using Y = WgmmaShape<64, 3, 128, 2, true>;
+  using Dq = WgmmaShape<64, 3, 64, 3, false>;
+  using Dkv = WgmmaShape<64, 3, 64, 3, false>;
+};
+template <>
+struct WgmmaShapes<128> {
+  using Y = WgmmaShape<128, 2, 128, 2, true>;
+  using Dq = WgmmaShape<128, 2, 64, 2, false>;
+  using Dkv = WgmmaShape<128, 2, 64, 2, false>;
+};
+
+template <typename T>
+struct AttentionWgmma {
+  CUtensorMap q, k, v, dy;
+  AttentionInputs<T> x;
+  int left, right, shift;  // as in AttentionSizes, -1 without a bound; query i is beside key i + shift
+  int queries, keys, group, heads_of_rows, all_heads, row_tiles;  // heads of rows in an example, and in all
+  T *y, *dq, *dk, *dv;
+  float *lse;
+  const T *of_delta;  // y, for the kernel of dq to compute delta from
+  float *delta;
+};
+
+#ifdef CUTE_ARCH_MMA_SM90A_ENABLED
+
+// -------------------------------------------------------------------------------------------------------- products
+
+// Descriptors of a tile of `rows` rows: to go along its rows, from `row` on; and across them. The next 16 elements, or
+// rows, are so many units of 16 bytes on.
+__device__ inline uint64_t along_rows(uint32_t tile, int row) { return wgmma_descriptor(tile + row * 128, 16); }
+__device__ inline uint64_t across_rows(uint32_t tile, int rows) { return wgmma_descriptor(tile, rows * 128); }
+AOT_BOTH_SIDES constexpr int units_along(int rows, int k) { return (k / 4 * rows * 128 + k % 4 * 32) / 16; }
+AOT_BOTH_SIDES constexpr int units_across(int k) { return k * 16 * 128 / 16; }
+
+// s = the products of 64 rows of a, from `row` on, and the rows of b.
+template <class Shape, typename T>
+__device__ inline void start_rows(float (&s)[Shape::kOthers / 2], uint32_t a, int row, uint32_t b, T) {
+  const uint64_t of_a = along_rows(a, row), of_b = along_rows(b, 0);
+  fence_registers(s);
+  wgmma_begin();
+#pragma unroll
+  for (int k = 0; k < Shape::kDim / 16; ++k)
+    Wgmma<T, Shape::kOthers, false, false>::run(of_a + units_along(Shape::kRows, k),
+                                                of_b + units_along(Shape::kOthers, k), s, k > 0);
+  wgmma_end();
+}
+
+// sums += weights b, or sums = weights b.
+template <class Shape, typename T>
+__device__ inline void start_weights(float (&sums)[Shape::kDim / 2], uint32_t (&weights)[Shape::kOthers / 16][4],
+                                     uint32_t b, bool add, T) {
+  const uint64_t of_b = across_rows(b, Shape::kOthers);
+  fence_registers(sums), fence_registers(weights);
+  wgmma_begin();
+#pragma unroll
+  for (int k = 0; k < Shape::kOthers / 16; ++k)
+    Wgmma<T, Shape::kDim, false, true>::run(weights[k], of_b + units_across(k), sums, add || k > 0);
+  wgmma_end();
+}
+
+template <int n, typename T>
+__device__ inline void round_to_factor(uint32_t (&to)[n][4], const float (&from)[8 * n], T zero) {
+#pragma unroll
+  for (int k = 0; k < n; ++k)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) to[k][i] = narrow_word(from[8 * k + 2 * i], from[8 * k + 2 * i + 1], zero);
+}
+
+// Stores 64 rows, times a number for each of a thread's two: pairs of lanes exchange words, so that each has 8 bytes.
+template <int kDim, typename T>
+__device__ inline void store_rows(const float (&sums)[kDim / 2], HeadRows<T> to, int begin, int end, int dim,
+                                  const float (&times)[2]) {
+  const int lane = lane_index(), at = lane % 2 ? 8 + lane % 4 * 2 - 2 : lane % 4 * 2;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = begin + warp_index() % 4 * 16 + lane / 4 + 8 * half;
+    T *const of_row = to[row] + at;
+#pragma unroll
+    for (int j = 0; j < kDim / 16; ++j) {
+      const float *const v = &sums[8 * j + 2 * half];
+      const uint32_t w0 = narrow_word(v[0] * times[half], v[1] * times[half], T());
+      const uint32_t w1 = narrow_word(v[4] * times[half], v[5] * times[half], T());
+      const uint32_t other = __shfl_xor_sync(~0u, lane % 2 ? w0 : w1, 1);
+      if (row < end && 16 * j + at < dim)
+        *reinterpret_cast<uint2 *>(of_row + 16 * j) = lane % 2 ? uint2{other, w1} : uint2{w0, other};
+    }
+  }
+}
+
+// -------------------------------------------------------------------------------------------------------- barriers
+
+__device__ inline void wait_named(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ inline void arrive_named(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// A ring of stages. `full` counts the warps that fill a stage, and bytes; `empty` the warps that have read it. A use i
+// is counted from the block's first on.
+template <int kStages>
+struct Ring {
+  uint64_t full[kStages], empty[kStages];
+
+  __device__ void init(int groups, int fillers = 1) {
+    for (int i = 0; i < kStages; ++i) mbarrier_init(&full[i], fillers), mbarrier_init(&empty[i], 4 * groups);
+  }
+  __device__ void wait_empty(int i) { mbarrier_wait(&empty[i % kStages], i / kStages % 2 ^ 1); }
+  __device__ uint64_t *fill(int i, int bytes) {
+    wait_empty(i);
+    mbarrier_expect(&full[i % kStages], bytes);
+    return &full[i % kStages];
+  }
+  // By all threads of a warp, as release and wait.
+  __device__ void filled(int i) {
+    __syncwarp();
+    if (lane_index() == 0) mbarrier_arrive(&full[i % kStages]);
+  }
+  __device__ void wait(int i) { mbarrier_wait(&full[i % kStages], i / kStages % 2); }
+  __device__ void release(int i) {
+    __syncwarp();
+    if (lane_index() == 0) mbarrier_arrive(&empty[i % kStages]);
+  }
+};
+
+// ----------------------------------------------------------------------------------------------------------- tiles
+
+// f(row tile, head) for the tiles of this block. With `sorted`, the heaviest row tiles of all heads are first, and a
+// block has some of each weight; else row tiles of a head are beside each other.
+template <typename T, class F>
+__device__ inline void each_attention_tile(const AttentionWgmma<T> &c, bool sorted, bool last_first, F f) {
+  const int row_tiles = c.row_tiles, heads = c.all_heads, tiles = row_tiles * heads;
+  const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
+  for (int round = 0; round * blocks < tiles; ++round) {
+    const int tile = round * blocks + (round % 2 ? blocks - 1 - block : block);
+    if (tile >= tiles) continue;
+    const int rank = sorted ? tile / heads : tile % row_tiles;
+    f(last_first ? row_tiles - 1 - rank : rank, sorted ? tile % heads : tile / row_tiles);
+  }
+}
+
+// Loads rows of a head into a tile.
+template <int kDim>
+__device__ inline void load_tile(const CUtensorMap &map, uint32_t tile, uint64_t *full, int rows, int begin, int h,
+                                 int b) {
+#pragma unroll
+  for (int i = 0; i < kDim / 64; ++i) tma_load(map, tile + i * rows * 128, full, i * 64, begin, h, b);
+}
+
+// Sets rows of a tile from `first` on to zero, before products of this warpgroup read them.
+template <class Shape>
+__device__ inline void clear_rows(uint32_t tile, int first, int group) {
+  const int pieces = (Shape::kOthers - first) * 8;
+  for (int i = threadIdx.x % 128; i < pieces * Shape::kBoxes; i += 128) {
+    const uint32_t at = tile + i / pieces * Shape::kOthers * 128 + first * 128 + i % pieces * 16;
+    asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
+  }
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  wait_named(8 + group, 128);
+}
+
+// Sets the elements of a thread's row to `hidden` that are before others, and from others on.
+template <int kOthers>
+__device__ inline void hide_before(float (&s)[kOthers / 2], int half, int first, float hidden) {
+#pragma unroll
+  for (int n = 0; n < kOthers / 8; ++n)
+#pragma unroll
+    for (int e = 0; e < 2; ++e)
+      if (8 * n + e < first) s[4 * n + 2 * half + e] = hidden;
+}
+template <int kOthers>
+__device__ inline void hide_from(float (&s)[kOthers / 2], int half, int end, float hidden) {
+#pragma unroll
+  for (int n = 0; n < kOthers / 8; ++n)
+#pragma unroll
+    for (int e = 0; e < 2; ++e)
+      if (8 * n + e >= end) s[4 * n + 2 * half + e] = hidden;
+}
+
+// A tile of queries, as QueryTile is: the keys that it goes through.
+template <class Shape>
+struct WgmmaQueries {
+  static constexpr int kKeys = Shape::kOthers;
+  int b, h, kv, begin, end, length, first, steps, whole_begin, whole_end;
+  float times;
+
+  template <typename T>
+  __device__ WgmmaQueries(const AttentionWgmma<T> &c, int tile, int head) {
+    b = head / c.heads_of_rows, h = head - b * c.heads_of_rows, kv = c.group == 1 ? h : h / c.group;
+    begin = tile * Shape::kRows, end = min(c.queries, begin + Shape::kRows);
+    const auto found = c.x.length(b);
+    length = static_cast<int>(found.value), times = found.times;
+    const int seen_begin = first_key(c, begin), seen_end = last_key(c, end - 1);
+    const bool any = seen_end > seen_begin;
+    first = any ? seen_begin / kKeys * kKeys : 0, steps = any ? (seen_end - first - 1) / kKeys + 1 : 0;
+    whole_begin = first_key(c, end - 1), whole_end = last_key(c, begin);
+  }
+  // The keys from first_key on, and before last_key, are those that a query sees.
+  template <typename T>
+  __device__ static int first_key(const AttentionWgmma<T> &c, int query) {
+    return c.left < 0 ? 0 : max(0, query + c.shift - c.left);
+  }
+  template <typename T>
+  __device__ int last_key(const AttentionWgmma<T> &c, int query) const {
+    return c.right < 0 ? length : min(length, query + c.shift + c.right + 1);
+  }
+
+  __device__ int key(int step) const { return first + step * kKeys; }
+  __device__ bool whole(int step) const { return key(step) >= whole_begin && key(step) + kKeys <= whole_end; }
+  // The query that is row 8 half of this lane.
+  __device__ int query(int half) const {
+    return begin + static_cast<int>(threadIdx.x) / 32 * 16 + lane_index() / 4 + 8 * half;
+  }
+  // Sets the elements of s to `hidden` whose keys their queries do not see.
+  template <typename T>
+  __device__ void hide(const AttentionWgmma<T> &c, int step, float (&s)[kKeys / 2], float hidden) const {
+    if (whole(step)) return;
+    const int from = key(step) + lane_index() % 4 * 2;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      hide_from<kKeys>(s, half, last_key(c, query(half)) - from, hidden);
+      if (c.left >= 0) hide_before<kKeys>(s, half, first_key(c, query(half)) - from, hidden);
+    }
+  }
+};
+
+// --------------------------------------------------------------------------------------------------------------- y
+
+template <typename T, class Shape>
+struct WgmmaY {
+  static constexpr int kDim = Shape::kDim, kKeys = Shape::kOthers, kGroups = Shape::kGroups;
+  struct Barriers {
+    Ring<1> q;
+    Ring<Shape::kStages> k, v;
+  };
+  const AttentionWgmma<T> &c;
+  Barriers &barriers;
+  uint32_t q_tile;
+
+  __device__ uint32_t k_tile(int i) const {
+    return q_tile + Shape::kTile + i % Shape::kStages * 2 * Shape::kOtherTile;
+  }
+  __device__ uint32_t v_tile(int i) const { return k_tile(i) + Shape::kOtherTile; }
+
+  template <class F>
+  __device__ void each_tile(F f) const {
+    each_attention_tile(c, c.right >= 0, c.right >= 0,
+                        [&](int tile, int head) { f(WgmmaQueries<Shape>(c, tile, head)); });
+  }
+
+  __device__ void load() const {
+    int tiles = 0, steps = 0;
+    each_tile([&](const WgmmaQueries<Shape> &tile) {
+      load_tile<kDim>(c.q, q_tile, barriers.q.fill(tiles++, Shape::kTile), Shape::kRows, tile.begin, tile.h, tile.b);
+      for (int i = 0; i < tile.steps; ++i, ++steps) {
+        load_tile<kDim>(c.k, k_tile(steps), barriers.k.fill(steps, Shape::kOtherTile), kKeys, tile.key(i), tile.kv,
+                        tile.b);
+        load_tile<kDim>(c.v, v_tile(steps), barriers.v.fill(steps, Shape::kOtherTile), kKeys, tile.key(i), tile.kv,
+                        tile.b);
+      }
+    });
+  }
+
+  __device__ void take_turn(int group) const {
+    if (Shape::kTurns) wait_named(1 + group, 256);
+  }
+  __device__ void pass_turn(int group) const {
+    if (Shape::kTurns) arrive_named(1 + (group + 1) % kGroups, 256);
+  }
+
+  __device__ void compute(int group) const {
+    const float scale = static_cast<float>(c.x.z.scale * kLog2E);
+    int tiles = 0, steps = 0;
+    if (group == kGroups - 1) pass_turn(group);
+    each_tile([&](const WgmmaQueries<Shape> &tile) {
+      float sums[kDim / 2], s[kKeys / 2], most[2] = {-kInfinity, -kInfinity}, total[2] = {}, shrink[2];
+      uint32_t p[kKeys / 16][4];
+      barriers.q.wait(tiles);
+      if (tile.steps) {
+        barriers.k.wait(steps);
+        start_rows<Shape>(s, q_tile, 64 * group, k_tile(steps), T());
+        wgmma_wait<0>();
+        fence_registers(s);
+        barriers.k.release(steps);
+        tile.hide(c, 0, s, -kInfinity);
+        weigh(s, scale, most, total, shrink);
+        round_to_factor(p, s, T());
+      } else {
+#pragma unroll
+        for (float &sum : sums) sum = 0;
+      }
+#pragma unroll 1
+      for (int i = 1; i < tile.steps; ++i, ++steps) {
+        barriers.k.wait(steps + 1);
+        take_turn(group);
+        start_rows<Shape>(s, q_tile, 64 * group, k_tile(steps + 1), T());
+        barriers.v.wait(steps);
+        start_weights<Shape>(sums, p, v_tile(steps), i > 1, T());
+        pass_turn(group);
+        wgmma_wait<1>();
+        fence_registers(s);
+        barriers.k.release(steps + 1);
+        tile.hide(c, i, s, -kInfinity);
+        weigh(s, scale, most, total, shrink);
+        wgmma_wait<0>();
+        fence_registers(sums), fence_registers(p);
+        barriers.v.release(steps);
+        round_to_factor(p, s, T());
+#pragma unroll
+        for (int n = 0; n < kDim / 2; ++n) sums[n] *= shrink[n / 2 % 2];
+      }
+      barriers.q.release(tiles++);
+      if (tile.steps) {
+        barriers.v.wait(steps);
+        const int last = tile.key(tile.steps - 1);
+        if (last + kKeys > tile.length && tile.length < c.keys)
+          clear_rows<Shape>(v_tile(steps), tile.length - last, group);
+        start_weights<Shape>(sums, p, v_tile(steps), tile.steps > 1, T());
+        wgmma_wait<0>();
+        fence_registers(sums);
+        barriers.v.release(steps++);
+      }
+      store(tile, group, sums, most, total);
+    });
+  }
+
+  // Scores become probabilities times 2^-most; what was summed before is to be multiplied by shrink.
+  __device__ static void weigh(float (&s)[kKeys / 2], float scale, float (&most)[2], float (&total)[2],
+                               float (&shrink)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float block = -kInfinity, sum = 0;
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n) block = fmaxf(block, fmaxf(s[4 * n + 2 * half], s[4 * n + 2 * half + 1]));
+      block = fmaxf(block, __shfl_xor_sync(~0u, block, 1));
+      block = fmaxf(block, __shfl_xor_sync(~0u, block, 2));
+      const float now = fmaxf(most[half], scale * block), base = now == -kInfinity ? 0 : now;
+      shrink[half] = fast_exp2(most[half] - base);
+      most[half] = now;
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float &score = s[4 * n + 2 * half + e];
+          sum += score = fast_exp2(fmaf(score, scale, -base));
+        }
+      total[half] = total[half] * shrink[half] + sum;
+    }
+  }
+
+  __device__ void store(const WgmmaQueries<Shape> &tile, int group, const float (&sums)[kDim / 2],
+                        const float (&most)[2], float (&total)[2]) const {
+    float times[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      total[half] = sum_lanes<4>(total[half]);
+      times[half] = total[half] == 0 ? 0 * tile.times : tile.times / total[half];
+      const int query = tile.query(half);
+      if (c.lse && query < tile.end && lane_index() % 4 == 0)
+        c.lse[c.x.row(tile.b, tile.h, query)] = (most[half] + log2f(total[half])) * static_cast<float>(1 / kLog2E);
+    }
+    const int dim = static_cast<int>(c.x.z.v_dim);
+    if (c.y)
+      store_rows<kDim>(sums, c.x.of_queries(c.y, tile.b, tile.h, dim), tile.begin + 64 * group, tile.end, dim, times);
+  }
+};
+
+// --------------------------------------------------------------------------------------------------------------- dq
+
+template <typename T, class Shape>
+struct WgmmaDq {
+  static constexpr int kDim = Shape::kDim, kKeys = Shape::kOthers, kGroups = Shape::kGroups;
+  struct Barriers {
+    Ring<1> rows;
+    Ring<Shape::kStages> others;
+    Ring<2> numbers;
+  };
+  const AttentionWgmma<T> &c;
+  Barriers &barriers;
+  uint32_t q_tile;
+
+  __device__ uint32_t dy_tile() const { return q_tile + Shape::kTile; }
+  __device__ uint32_t k_tile(int i) const {
+    return q_tile + 2 * Shape::kTile + i % Shape::kStages * 2 * Shape::kOtherTile;
+  }
+  __device__ uint32_t v_tile(int i) const { return k_tile(i) + Shape::kOtherTile; }
+  // lse, in units of log(2), and delta of a tile's queries.
+  __device__ float2 *numbers(int i) const {
+    const uint32_t at = q_tile + 2 * Shape::kTile + Shape::kStages * 2 * Shape::kOtherTile + i % 2 * Shape::kRows * 8;
+    return static_cast<float2 *>(__cvta_shared_to_generic(at));
+  }
+
+  template <class F>
+  __device__ void each_tile(F f) const {
+    each_attention_tile(c, c.right >= 0, c.right >= 0,
+                        [&](int tile, int head) { f(WgmmaQueries<Shape>(c, tile, head)); });
+  }
+
+  __device__ void load() const {
+    int tiles = 0, steps = 0;
+    each_tile([&](const WgmmaQueries<Shape> &tile) {
+      uint64_t *const rows = barriers.rows.fill(tiles++, 2 * Shape::kTile);
+      load_tile<kDim>(c.q, q_tile, rows, Shape::kRows, tile.begin, tile.h, tile.b);
+      load_tile<kDim>(c.dy, dy_tile(), rows, Shape::kRows, tile.begin, tile.h, tile.b);
+      for (int i = 0; i < tile.steps; ++i, ++steps) {
+        uint64_t *const full = barriers.others.fill(steps, 2 * Shape::kOtherTile);
+        load_tile<kDim>(c.k, k_tile(steps), full, kKeys, tile.key(i), tile.kv, tile.b);
+        load_tile<kDim>(c.v, v_tile(steps), full, kKeys, tile.key(i), tile.kv, tile.b);
+      }
+    });
+  }
+
+  // Computes numbers of the next tile beside products of this one: 8 rows of a warp at once.
+  __device__ void prepare(int warp, int warps) const {
+    int tiles = 0;
+    each_tile([&](const WgmmaQueries<Shape> &tile) {
+      barriers.numbers.wait_empty(tiles);
+#pragma unroll 1
+      for (int i = warp; i < Shape::kRows / 8; i += warps) {
+        const int row = 8 * i + lane_index() / 4, query = tile.begin + row;
+        const bool present = query < tile.end, first = lane_index() % 4 == 0;
+        const int64_t at = c.x.row(tile.b, tile.h, query);
+        const float lse = present && first ? c.x.lse[at] * static_cast<float>(kLog2E) : kInfinity;
+        const float delta = sum_lanes<4>(present ? partial_delta(tile, query) : 0);
+        if (first) numbers(tiles)[row] = {lse, delta};
+        if (first && present) c.delta[at] = delta;
+      }
+      barriers.numbers.filled(tiles++);
+    });
+  }
+  // The share of a lane, one of four, in sum(dy y) of a query.
+  __device__ float partial_delta(const WgmmaQueries<Shape> &tile, int query) const {
+    const int dim = static_cast<int>(c.x.z.v_dim), from = lane_index() % 4 * 8;
+    const T *const dy = c.x.of_queries(c.x.dy, tile.b, tile.h, dim)[query] + from;
+    const T *const y = c.x.of_queries(c.of_delta, tile.b, tile.h, dim)[query] + from;
+    uint4 a[2], b[2];
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < kDim; i += 64) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const bool there = i + 32 * j + from < dim;
+        a[j] = there ? *reinterpret_cast<const uint4 *>(dy + i + 32 * j) : uint4{};
+        b[j] = there ? *reinterpret_cast<const uint4 *>(y + i + 32 * j) : uint4{};
+      }
+#pragma unroll
+      for (int j = 0; j < 2; ++j)
+#pragma unroll
+        for (int e = 0; e < 8; ++e)
+          sum += widen(reinterpret_cast<const T *>(&a[j])[e]) * widen(reinterpret_cast<const T *>(&b[j])[e]);
+    }
+    return sum;
+  }
+
+  __device__ void compute(int group) const {
+    const float scale = static_cast<float>(c.x.z.scale * kLog2E);
+    int tiles = 0, steps = 0;
+    each_tile([&](const WgmmaQueries<Shape> &tile) {
+      float sums[kDim / 2];
+#pragma unroll
+      for (int n = 0; n < kDim / 2; ++n) sums[n] = 0;
+      barriers.numbers.wait(tiles);
+      const float2 *const of_row = numbers(tiles) + tile.query(0) - tile.begin;
+      const float2 rows[] = {of_row[0], of_row[8]};
+      barriers.numbers.release(tiles);
+      uint32_t ds[kKeys / 16][4];
+      barriers.rows.wait(tiles);
+#pragma unroll 1
+      for (int i = 0; i < tile.steps; ++i, ++steps) {
+        float s[kKeys / 2], dp[kKeys / 2];
+        barriers.others.wait(steps);
+        if (tile.key(i) + kKeys > tile.length && tile.length < c.keys)
+          clear_rows<Shape>(k_tile(steps), tile.length - tile.key(i), group);
+        start_rows<Shape>(s, q_tile, 64 * group, k_tile(steps), T());
+        start_rows<Shape>(dp, dy_tile(), 64 * group, v_tile(steps), T());
+        wgmma_wait<1>();
+        fence_registers(s), fence_registers(sums), fence_registers(ds);
+        if (i) barriers.others.release(steps - 1);
+#pragma unroll
+        for (int n = 0; n < kKeys / 2; ++n) s[n] = fast_exp2(fmaf(s[n], scale, -rows[n / 2 % 2].x));
+        tile.hide(c, i, s, 0);
+        wgmma_wait<0>();
+        fence_registers(dp);
+#pragma unroll
+        for (int n = 0; n < kKeys / 2; ++n) s[n] = s[n] == 0 ? 0 : s[n] * (dp[n] - rows[n / 2 % 2].y);
+        round_to_factor(ds, s, T());
+        start_weights<Shape>(sums, ds, k_tile(steps), true, T());
+      }
+      wgmma_wait<0>();
+      fence_registers(sums);
+      barriers.rows.release(tiles++);
+      if (tile.steps) barriers.others.release(steps - 1);
+      const float times = static_cast<float>(c.x.z.scale) * tile.times, both[] = {times, times};
+      const int dim = static_cast<int>(c.x.z.dim);
+      store_rows<kDim>(sums, c.x.of_queries(c.dq, tile.b, tile.h, dim), tile.begin + 64 * group, tile.end, dim, both);
+    });
+  }
+};
+
+// ------------------------------------------------------------------------------------------------------- dk and dv
+
+// A tile of keys, and the queries that it goes through in each head that shares its own.
+template <class Shape>
+struct WgmmaKeys {
+  static constexpr int kQueries = Shape::kOthers;
+  int b, kv, begin, end, last, first, of_head, steps, whole_begin, whole_end;  // last: of the keys that there are
+  float times;
+
+  template <typename T>
+  __device__ WgmmaKeys(const AttentionWgmma<T> &c, int tile, int head) {
+    b = head / c.heads_of_rows, kv = head - b * c.heads_of_rows;
+    begin = tile * Shape::kRows, end = min(c.keys, begin + Shape::kRows);
+    const auto found = c.x.length(b);
+    last = min(end, static_cast<int>(found.value)), times = found.times;
+    first = first_query(c, begin) / kQueries * kQueries;
+    const int seeing_end = last_query(c, last - 1);
+    const bool any = begin < last && first < seeing_end;
+    of_head = any ? (seeing_end - first - 1) / kQueries + 1 : 0, steps = of_head * c.group;
+    whole_begin = last == begin + Shape::kRows ? first_query(c, end - 1) : INT32_MAX;
+    whole_end = last_query(c, begin);
+  }
+  // The queries from first_query on, and before last_query, are those that see a key.
+  template <typename T>
+  __device__ static int first_query(const AttentionWgmma<T> &c, int key) {
+    return c.right < 0 ? 0 : max(0, key - c.shift - c.right);
+  }
+  template <typename T>
+  __device__ static int last_query(const AttentionWgmma<T> &c, int key) {
+    return c.left < 0 ? c.queries : min(c.queries, key - c.shift + c.left + 1);
+  }
+
+  // The step after one of these, of a head of the group.
+  struct At {
+    int of_group, tile;
+  };
+  __device__ void go_on(At &at) const {
+    if (++at.tile == of_head) at = {at.of_group + 1, 0};
+  }
+  __device__ int query(At at) const { return first + at.tile * kQueries; }
+  __device__ bool whole(At at) const { return query(at) >= whole_begin && query(at) + kQueries <= whole_end; }
+  template <typename T>
+  __device__ void hide(const AttentionWgmma<T> &c, At step, float (&s)[kQueries / 2], float hidden) const {
+    if (whole(step)) return;
+    const int from = query(step) + lane_index() % 4 * 2;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int key = begin + static_cast<int>(threadIdx.x) / 32 * 16 + lane_index() / 4 + 8 * half;
+      hide_before<kQueries>(s, half, key >= last ? kQueries : first_query(c, key) - from, hidden);
+      if (c.left >= 0) hide_from<kQueries>(s, half, last_query(c, key) - from, hidden);
+    }
+  }
+};
+
+template <typename T, class Shape>
+struct WgmmaDkv {
+  static constexpr int kDim = Shape::kDim, kQueries = Shape::kOthers, kGroups = Shape::kGroups;
+  struct Barriers {
+    Ring<1> rows;
+    Ring<Shape::kStages> others;
+  };
+  const AttentionWgmma<T> &c;
+  Barriers &barriers;
+  uint32_t k_tile;
+
+  __device__ uint32_t v_tile() const { return k_tile + Shape::kTile; }
+  __device__ uint32_t q_tile(int i) const {
+    return k_tile + 2 * Shape::kTile + i % Shape::kStages * 2 * Shape::kOtherTile;
+  }
+  __device__ uint32_t dy_tile(int i) const { return q_tile(i) + Shape::kOtherTile; }
+  // lse, in units of log(2), and delta of a step's queries.
+  __device__ float2 *numbers(int i) const {
+    const uint32_t at =
+        k_tile + 2 * Shape::kTile + Shape::kStages * 2 * Shape::kOtherTile + i % Shape::kStages * Shape::kNumbers;
+    return static_cast<float2 *>(__cvta_shared_to_generic(at));
+  }
+
+  template <class F>
+  __device__ void each_tile(F f) const {
+    each_attention_tile(c, c.right >= 0, false, [&](int tile, int head) { f(WgmmaKeys<Shape>(c, tile, head)); });
+  }
+
+  __device__ void load() const {
+    int tiles = 0, steps = 0;
+    each_tile([&](const WgmmaKeys<Shape> &tile) {
+      uint64_t *const rows = barriers.rows.fill(tiles++, 2 * Shape::kTile);
+      load_tile<kDim>(c.k, k_tile, rows, Shape::kRows, tile.begin, tile.kv, tile.b);
+      load_tile<kDim>(c.v, v_tile(), rows, Shape::kRows, tile.begin, tile.kv, tile.b);
+      typename WgmmaKeys<Shape>::At at = {};
+      for (int i = 0; i < tile.steps; ++i, ++steps, tile.go_on(at)) {
+        const int h = tile.kv * c.group + at.of_group, query = tile.query(at);
+        uint64_t *const full = barriers.others.fill(steps, 2 * Shape::kOtherTile);
+        load_tile<kDim>(c.q, q_tile(steps), full, kQueries, query, h, tile.b);
+        load_tile<kDim>(c.dy, dy_tile(steps), full, kQueries, query, h, tile.b);
+      }
+    });
+  }
+
+  // By one warp. Numbers are on their way to registers while their stage is not yet empty.
+  __device__ void prepare(int, int) const {
+    constexpr int kEach = kQueries / 32;
+    const int lane = lane_index();
+    int steps = 0;
+    each_tile([&](const WgmmaKeys<Shape> &tile) {
+      typename WgmmaKeys<Shape>::At at = {};
+      for (int i = 0; i < tile.steps; ++i, ++steps, tile.go_on(at)) {
+        const int query = tile.query(at) + lane;
+        const int row = ((tile.b * c.heads_of_rows + tile.kv) * c.group + at.of_group) * c.queries + query;
+        float lse[kEach], delta[kEach];
+#pragma unroll
+        for (int j = 0; j < kEach; ++j) {
+          const bool present = query + 32 * j < c.queries;
+          lse[j] = present ? c.x.lse[row + 32 * j] : kInfinity;
+          delta[j] = present ? c.x.delta[row + 32 * j] : 0;
+        }
+        barriers.others.wait_empty(steps);
+        float *const to = reinterpret_cast<float *>(numbers(steps)) + lane;
+#pragma unroll
+        for (int j = 0; j < kEach; ++j)
+          to[32 * j] = lse[j] * static_cast<float>(kLog2E), to[kQueries + 32 * j] = delta[j];
+        barriers.others.filled(steps);
+      }
+    });
+  }
+
+  __device__ void compute(int group) const {
+    const float scale = static_cast<float>(c.x.z.scale * kLog2E);
+    int tiles = 0, steps = 0;
+    each_tile([&](const WgmmaKeys<Shape> &tile) {
+      float dk[kDim / 2], dv[kDim / 2];
+#pragma unroll
+      for (int n = 0; n < kDim / 2; ++n) dk[n] = dv[n] = 0;
+      uint32_t p[kQueries / 16][4], ds[kQueries / 16][4];
+      typename WgmmaKeys<Shape>::At at = {};
+      barriers.rows.wait(tiles);
+#pragma unroll 1
+      for (int i = 0; i < tile.steps; ++i, ++steps, tile.go_on(at)) {
+        float s[kQueries / 2], dp[kQueries / 2];
+        barriers.others.wait(steps);
+        start_rows<Shape>(s, k_tile, 64 * group, q_tile(steps), T());
+        start_rows<Shape>(dp, v_tile(), 64 * group, dy_tile(steps), T());
+        const float2 *const lse = numbers(steps) + lane_index() % 4, *const delta = lse + kQueries / 2;
+        wgmma_wait<1>();
+        fence_registers(s), fence_registers(dk), fence_registers(ds);
+        if (i) barriers.others.release(steps - 1);
+#pragma unroll
+        for (int n = 0; n < kQueries / 8; ++n) {
+          const float2 base = lse[4 * n];
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            float *const pair = &s[4 * n + 2 * half];
+            pair[0] = fast_exp2(fmaf(pair[0], scale, -base.x)), pair[1] = fast_exp2(fmaf(pair[1], scale, -base.y));
+          }
+        }
+        tile.hide(c, at, s, 0);
+        round_to_factor(p, s, T());
+        start_weights<Shape>(dv, p, dy_tile(steps), true, T());
+        wgmma_wait<1>();
+        fence_registers(dp);
+#pragma unroll
+        for (int n = 0; n < kQueries / 8; ++n) {
+          const float2 less = delta[4 * n];
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            float *const pair = &s[4 * n + 2 * half], *const of_p = &dp[4 * n + 2 * half];
+            pair[0] = pair[0] == 0 ? 0 : pair[0] * (of_p[0] - less.x);
+            pair[1] = pair[1] == 0 ? 0 : pair[1] * (of_p[1] - less.y);
+          }
+        }
+        round_to_factor(ds, s, T());
+        start_weights<Shape>(dk, ds, q_tile(steps), true, T());
+        wgmma_wait<1>();
+        fence_registers(dv), fence_registers(p);  // whose registers are free from here on
+      }
+      wgmma_wait<0>();
+      fence_registers(dk), fence_registers(dv);
+      barriers.rows.release(tiles++);
+      if (tile.steps) barriers.others.release(steps - 1);
+      const float of_dk[] = {static_cast<float>(c.x.z.scale) * tile.times, static_cast<float>(c.x.z.scale) * tile.times};
+      const float of_dv[] = {tile.times, tile.times};
+      const int row = tile.begin + 64 * group, dim = static_cast<int>(c.x.z.dim), v_dim = static_cast<int>(c.x.z.v_dim);
+      if (c.dk) store_rows<kDim>(dk, c.x.of_keys(c.dk, tile.b, tile.kv, dim), row, tile.end, dim, of_dk);
+      if (c.dv) store_rows<kDim>(dv, c.x.of_keys(c.dv, tile.b, tile.kv, v_dim), row, tile.end, v_dim, of_dv);
+    });
+  }
+};
+
+#endif
+
+// --------------------------------------------------------------------------------------------------------- kernels
+
+enum class WgmmaResult { y, dq, dkv };
+
+// Registers of a thread that computes, and of one that loads or prepares numbers. A multiprocessor has 65536.
+template <WgmmaResult kResult, int kGroups>
+struct WgmmaRegisters {
+  static constexpr bool kPrepares = kResult == WgmmaResult::dq;
+  static constexpr int kMany = kGroups == 2 ? (kPrepares ? 224 : 240) : (kPrepares ? 152 : 160);
+  static constexpr int kFew = kGroups == 2 ? (kPrepares ? 64 : 24) : (kPrepares ? 56 : 32);
+  static_assert(128 * (kGroups * kMany + kFew) <= 65536);
+};
+
+template <typename T, class Shape, WgmmaResult kResult>
+__global__ void __launch_bounds__(Shape::kThreads, 1)
+    attention_wgmma_kernel(const __grid_constant__ AttentionWgmma<T> c) {
+#ifdef CUTE_ARCH_MMA_SM90A_ENABLED
+  using Block = std::conditional_t<kResult == WgmmaResult::y, WgmmaY<T, Shape>,
+                                   std::conditional_t<kResult == WgmmaResult::dq, WgmmaDq<T, Shape>, WgmmaDkv<T, Shape>>>;
+  using Registers = WgmmaRegisters<kResult, Shape::kGroups>;
+  constexpr int kGroups = Shape::kGroups;
+  constexpr int kPreparing = kResult == WgmmaResult::y ? 0 : kResult == WgmmaResult::dq ? 3 : 1;  // warps
+  extern __shared__ __align__(1024) uint4 attention_shared[];
+  __shared__ typename Block::Barriers barriers;
+  const Block block{c, barriers, (shared_address(attention_shared) + 1023) & ~1023u};
+  if (threadIdx.x == 0) {
+    if constexpr (kResult == WgmmaResult::y) {
+      barriers.q.init(kGroups), barriers.k.init(kGroups), barriers.v.init(kGroups);
+    } else {
+      barriers.rows.init(kGroups), barriers.others.init(kGroups, kResult == WgmmaResult::dkv ? 2 : 1);
+      if constexpr (kResult == WgmmaResult::dq) barriers.numbers.init(kGroups, kPreparing);
+    }
+    mbarrier_init_fence();
+  }
+  __syncthreads();
+  const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);  // the same in a warp, for the compiler
+  if (group < kGroups) {
+    take_registers<Registers::kMany>();
+    block.compute(group);
+  } else {
+    give_registers<Registers::kFew>();
+    const int warp = static_cast<int>(threadIdx.x) / 32 % 4;
+    if (warp == 0 && lane_index() == 0) block.load();
+    if constexpr (kPreparing > 0)
+      if (warp > 0 && warp <= kPreparing) block.prepare(warp - 1, kPreparing);
+  }
+#else
+  __trap();  // compiled for other architectures, never launched there
+#endif
+}
+
+// ------------------------------------------------------------------------------------------------------- launchers
+
+constexpr int kMostRows = 1 << 28;  // differences of indices and bounds are then within int
+
+// Whether these kernels take a call that mma_takes.
+inline bool wgmma_takes(const AttentionSizes &z) {
+  return std::max({z.queries, z.keys, z.rows() / 8}) <= kMostRows && z.dim <= 128 && z.v_dim <= 128 && z.softcap == 0 && z.scale > 0 && z.keys > 0 && z.rows() > 0 &&
+         TensorMaps::get().tiled;
+}
+
+// A tensor of heads, loaded in boxes of `rows` rows of 64 columns.
+template <typename T>
+bool map_heads(CUtensorMap *map, const AttentionSizes &z, const T *data, int64_t heads, int64_t seq, int64_t dim,
+               int rows) {
+  const DType dtype = std::is_same_v<T, __half> ? DType::float16 : DType::bfloat16;
+  const int64_t row = z.heads_first ? dim : heads * dim, head = z.heads_first ? seq * dim : dim;
+  return map_tiled<4>(map, dtype, data, {uint64_t(dim), uint64_t(seq), uint64_t(heads), uint64_t(z.batch)},
+                      {row, head, heads * seq * dim}, {64, uint32_t(rows), 1, 1});
+}
+
+template <typename T, class Shape, WgmmaResult kResult>
+Status launch_attention_wgmma(const char *op, AttentionWgmma<T> c, void *stream) {
+  constexpr bool kOfKeys = kResult == WgmmaResult::dkv;
+  constexpr int kShared = kResult == WgmmaResult::y    ? Shape::kOfY
+                          : kResult == WgmmaResult::dq ? Shape::kOfDq
+                                                       : Shape::kOfDkv;
+  static_assert(kShared <= 227 << 10);
+  const AttentionSizes &z = c.x.z;
+  const int of_q = kOfKeys ? Shape::kOthers : Shape::kRows, of_k = kOfKeys ? Shape::kRows : Shape::kOthers;
+  const bool mapped = map_heads(&c.q, z, c.x.q, z.heads, z.queries, z.dim, of_q) &&
+                      map_heads(&c.k, z, c.x.k, z.kv_heads, z.keys, z.dim, of_k) &&
+                      map_heads(&c.v, z, c.x.v, z.kv_heads, z.keys, z.v_dim, of_k) &&
+                      (kResult == WgmmaResult::y || map_heads(&c.dy, z, c.x.dy, z.heads, z.queries, z.v_dim, of_q));
+  if (!mapped) return fail(kNotImplemented, "%s: the driver refuses a tensor map of these sizes", op);
+  DeviceLimits limits;
+  AOT_TRY(device_limits(op, &limits));
+  const int64_t heads = kOfKeys ? z.kv_heads : z.heads, row_tiles = ceil_div(kOfKeys ? z.keys : z.queries, Shape::kRows);
+  const int64_t tiles = z.batch * heads * row_tiles;
+  if (tiles > INT32_MAX / 2)
+    return fail(kNotImplemented, "%s: %lld tiles are too many", op, static_cast<long long>(tiles));
+  const auto grid = static_cast<unsigned>(std::min<int64_t>(tiles, limits.multiprocessors));
+  const auto bound = [](int64_t n) { return static_cast<int>(std::min<int64_t>(n, kMostRows)); };
+  c.left = bound(z.left), c.right = bound(z.right), c.shift = static_cast<int>(z.keys - z.queries);
+  c.queries = static_cast<int>(z.queries), c.keys = static_cast<int>(z.keys), c.group = static_cast<int>(z.group());
+  c.heads_of_rows = static_cast<int>(heads), c.all_heads = static_cast<int>(z.batch * heads);
+  c.row_tiles = static_cast<int>(row_tiles);
+  return launch_kernel(op, attention_wgmma_kernel<T, Shape, kResult>, {grid, Shape::kThreads, kShared}, stream, c);
+}
+
+// f(WgmmaShapes<kDim>()) with the head_dim that q, k and v are padded to.
+template <class F>
+Status dispatch_wgmma(const AttentionSizes &z, F f) {
+  return std::max(z.dim, z.v_dim) <= 64 ? f(WgmmaShapes<64>()) : f(WgmmaShapes<128>());
+}
+
+template <typename T>
+Status run_wgmma_forward(const char *op, const AttentionInputs<T> &x, T *y, float *lse, void *stream) {
+  return dispatch_wgmma(x.z, [&](auto shapes) {
+    AttentionWgmma<T> c = {};
+    c.x = x, c.y = y, c.lse = lse;
+    return launch_attention_wgmma<T, typename decltype(shapes)::Y, WgmmaResult::y>(op, c, stream);
+  });
+}
+
+template <typename T>
+Status run_wgmma_backward(const char *op, const AttentionInputs<T> &x, T *dq, T *dk, T *dv, void *stream) {
+  return dispatch_wgmma(x.z, [&](auto shapes) -> Status {
+    using Shapes = decltype(shapes);
+    AttentionWgmma<T> c = {};
+    c.x = x, c.dq = dq, c.dk = dk, c.dv = dv;
+    if (dq) AOT_TRY((launch_attention_wgmma<T, typename Shapes::Dq, WgmmaResult::dq>(op, c, stream)));
+    if (!dk && !dv) return kOk;
+    return launch_attention_wgmma<T, typename Shapes::Dkv, WgmmaResult::dkv>(op, c, stream);
+  });
+}
+
+}  // namespace AOT_ISA
+}  // namespace aot
