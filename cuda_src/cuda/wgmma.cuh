@@ -67,14 +67,14 @@ struct Wgmma {
   }
 #undef AOT_WGMMA
 
-#define AOT_WGMMA(n)                                                                                            \
-  if constexpr (kCols == n) {                                                                                   \
-    if constexpr (std::is_same_v<T, __half>)                                                                    \
-      cute::SM90::GMMA::MMA_64x##n##x16_F32F16F16_RS<major_a, major_b>::fma(a[0], a[1], a[2], a[3], b,          \
-                                                                            sum[i]..., scale);                  \
-    else                                                                                                        \
-      cute::SM90::GMMA::MMA_64x##n##x16_F32BF16BF16_RS<major_a, major_b>::fma(a[0], a[1], a[2], a[3], b,        \
-                                                                              sum[i]..., scale);                \
+#define AOT_WGMMA(n)                                                                                                \
+  if constexpr (kCols == n) {                                                                                       \
+    if constexpr (std::is_same_v<T, __half>)                                                                        \
+      cute::SM90::GMMA::MMA_64x##n##x16_F32F16F16_RS<major_a, major_b>::fma(a[0], a[1], a[2], a[3], b, sum[i]...,   \
+                                                                            scale);                                 \
+    else                                                                                                            \
+      cute::SM90::GMMA::MMA_64x##n##x16_F32BF16BF16_RS<major_a, major_b>::fma(a[0], a[1], a[2], a[3], b, sum[i]..., \
+                                                                              scale);                               \
   }
   template <size_t... i>
   static __device__ void a_in_registers(const uint32_t (&a)[4], uint64_t b, float (&sum)[kCols / 2],

@@ -1,5 +1,8 @@
 #include "attention.h"
 
+#include <cstdlib>
+#include <cstring>
+
 #include "attention_mma.cuh"
 
 namespace aot {
@@ -41,32 +44,64 @@ Status run_any(const char *op, const AttentionInputs<T> &x, T *to, Accumulate<T>
   return launch_kernel(op, attention_kernel<T, kResult>, {grid, kAttentionBlock}, stream, x, to, lse);
 }
 
-// Whether the kernels of attention_mma.cuh take a call; tensors that are absent are null.
+// The kernels of attention.cuh, attention_mma.cuh and attention_wgmma.cuh.
+enum class AttentionKernels { any, mma, wgmma };
+
+// Whether AOTOPS_ATTENTION=general leaves Hopper's kernels out.
+bool general_alone() {
+  static const bool general = [] {
+    const char *const value = std::getenv("AOTOPS_ATTENTION");
+    return value && !std::strcmp(value, "general");
+  }();
+  return general;
+}
+
+// The kernels that take a call; tensors that are absent are null.
 template <typename T, typename... Tensors>
-Status choose(const char *op, const AttentionInputs<T> &x, bool *mma, const Tensors *...tensors) {
-  *mma = sizeof(T) == 2 && x.plain() && mma_takes(x.z) && aligned(tensors...);
-  if (!*mma) return kOk;
+Status choose(const char *op, const AttentionInputs<T> &x, AttentionKernels *kernels, const Tensors *...tensors) {
+  *kernels = AttentionKernels::any;
+  if (sizeof(T) != 2 || !x.plain() || !mma_takes(x.z) || !aligned(tensors...)) return kOk;
   DeviceLimits limits;
   AOT_TRY(device_limits(op, &limits));
-  *mma = limits.major >= 8;
+  if (limits.major >= 8) *kernels = AttentionKernels::mma;
+#ifdef AOT_HAVE_SM90
+  if (limits.major == 9 && !general_alone()) {
+    bool wgmma;
+    AOT_TRY(attention_sm90_takes(op, x.z, &wgmma));
+    if (wgmma) *kernels = AttentionKernels::wgmma;
+  }
+#endif
   return kOk;
 }
 
 template <typename T>
 Status run_forward(const char *op, const AttentionInputs<T> &x, T *y, Accumulate<T> *lse, void *stream) {
-  bool mma;
-  AOT_TRY(choose<T>(op, x, &mma, x.q, x.k, x.v, y));
-  if constexpr (sizeof(T) == 2)
-    if (mma) return run_mma_forward(op, x, y, lse, stream);
+  AttentionKernels kernels;
+  AOT_TRY(choose<T>(op, x, &kernels, x.q, x.k, x.v, y));
+  if constexpr (sizeof(T) == 2) {
+#ifdef AOT_HAVE_SM90
+    if (kernels == AttentionKernels::wgmma) return attention_sm90<T>(op, x, y, lse, stream);
+#endif
+    if (kernels == AttentionKernels::mma) return run_mma_forward(op, x, y, lse, stream);
+  }
   return run_any<AttentionResult::y>(op, x, y, lse, stream);
 }
 
+// Writes delta too.
 template <typename T>
-Status run_backward(const char *op, const AttentionInputs<T> &x, T *dq, T *dk, T *dv, void *stream) {
-  bool mma;
-  AOT_TRY(choose<T>(op, x, &mma, x.q, x.k, x.v, x.dy, dq, dk, dv));
-  if constexpr (sizeof(T) == 2)
-    if (mma) return run_mma_backward(op, x, dq, dk, dv, stream);
+Status run_backward(const char *op, const AttentionInputs<T> &x, const T *y, Accumulate<T> *delta, T *dq, T *dk, T *dv,
+                    void *stream) {
+  AttentionKernels kernels;
+  AOT_TRY(choose<T>(op, x, &kernels, x.q, x.k, x.v, x.dy, y, dq, dk, dv));
+  if (const int64_t rows = x.z.rows(); rows && (kernels != AttentionKernels::wgmma || !dq))
+    AOT_TRY(launch_kernel(op, attention_delta_kernel<T>, {grid_size(ceil_div(rows, kDeltaBlock / 32)), kDeltaBlock},
+                          stream, x, y, delta));
+  if constexpr (sizeof(T) == 2) {
+#ifdef AOT_HAVE_SM90
+    if (kernels == AttentionKernels::wgmma) return attention_backward_sm90<T>(op, x, y, delta, dq, dk, dv, stream);
+#endif
+    if (kernels == AttentionKernels::mma) return run_mma_backward(op, x, dq, dk, dv, stream);
+  }
   if (dq) AOT_TRY(run_any<AttentionResult::dq>(op, x, dq, nullptr, stream));
   if (dk) AOT_TRY(run_any<AttentionResult::dk>(op, x, dk, nullptr, stream));
   return dv ? run_any<AttentionResult::dv>(op, x, dv, nullptr, stream) : kOk;
@@ -108,15 +143,13 @@ Status attention_backward_cuda(const AttentionBackward &op, const Tensor *in, co
     A *const delta = work.as<A>(), *const lse = in[op.kLse] ? in[op.kLse].as<A>() : delta + rows;
     if (!in[op.kLse]) AOT_TRY(run_forward<T>(op.name, x, nullptr, lse, stream));
     x.dy = in[op.kDy].as<const T>(), x.lse = lse, x.delta = delta;
-    if (rows)
-      AOT_TRY(launch_kernel(op.name, attention_delta_kernel<T>,
-                            {grid_size(ceil_div(rows, kDeltaBlock / 32)), kDeltaBlock}, stream, x,
-                            in[op.kY].as<const T>(), delta));
+    AOT_TRY(run_backward(op.name, x, in[op.kY].as<const T>(), delta, out[op.kDq].as<T>(), out[op.kDk].as<T>(),
+                         out[op.kDv].as<T>(), stream));
     if (out[op.kDbias] && x.extra.bias) AOT_TRY(run_bias(op.name, x, out[op.kDbias].data, stream));
     if (out[op.kDsinks] && x.extra.sinks && x.z.heads)
       AOT_TRY(launch_kernel(op.name, attention_dsinks_kernel<T>, {static_cast<unsigned>(x.z.heads), kDeltaBlock},
                             stream, x, out[op.kDsinks].data));
-    return run_backward(op.name, x, out[op.kDq].as<T>(), out[op.kDk].as<T>(), out[op.kDv].as<T>(), stream);
+    return kOk;
   });
 }
 

@@ -427,5 +427,17 @@ __global__ void __launch_bounds__(kAttentionBlock) attention_dbias_kernel(Attent
   AttentionTile<T, AttentionResult::dbias>(x, tiles).run_bias(to);
 }
 
+// -------------------------------------------------------------------------------------------------------- on Hopper
+
+// attention_sm90.cu: the kernels of attention_wgmma.cuh, for __half and __nv_bfloat16. *takes: whether they take a call
+// whose tensors are aligned.
+Status attention_sm90_takes(const char *op, const AttentionSizes &z, bool *takes);
+template <typename T>
+Status attention_sm90(const char *op, const AttentionInputs<T> &x, T *y, float *lse, void *stream);
+// delta: computed from y beside dq if that is wanted; else x has it.
+template <typename T>
+Status attention_backward_sm90(const char *op, const AttentionInputs<T> &x, const T *y, float *delta, T *dq, T *dk,
+                               T *dv, void *stream);
+
 }  // namespace AOT_ISA
 }  // namespace aot

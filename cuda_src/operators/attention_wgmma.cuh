@@ -24,7 +24,7 @@ struct WgmmaShape {
   static constexpr bool kTurns = kTurns_;
   static constexpr int kRows = 64 * kGroups, kThreads = 128 * (kGroups + 1), kBoxes = kDim / 64;
   static constexpr int kTile = kRows * kDim * 2, kOtherTile = kOthers * kDim * 2;  // bytes
-  static constexpr int kNumbers = 2 * 4 * kOthers;  // bytes of lse and delta of a stage
+  static constexpr int kNumbers = 2 * 4 * kOthers;                                 // bytes of lse and delta of a stage
 
   // Bytes of shared memory; tiles are aligned to 1024. Of dq, lse and delta of two tiles; of dk and dv, of each stage.
   static constexpr int kOfY = 1024 + kTile + kStages * 2 * kOtherTile;
@@ -274,9 +274,7 @@ struct WgmmaY {
   Barriers &barriers;
   uint32_t q_tile;
 
-  __device__ uint32_t k_tile(int i) const {
-    return q_tile + Shape::kTile + i % Shape::kStages * 2 * Shape::kOtherTile;
-  }
+  __device__ uint32_t k_tile(int i) const { return q_tile + Shape::kTile + i % Shape::kStages * 2 * Shape::kOtherTile; }
   __device__ uint32_t v_tile(int i) const { return k_tile(i) + Shape::kOtherTile; }
 
   template <class F>
@@ -712,7 +710,8 @@ struct WgmmaDkv {
       fence_registers(dk), fence_registers(dv);
       barriers.rows.release(tiles++);
       if (tile.steps) barriers.others.release(steps - 1);
-      const float of_dk[] = {static_cast<float>(c.x.z.scale) * tile.times, static_cast<float>(c.x.z.scale) * tile.times};
+      const float of_dk[] = {static_cast<float>(c.x.z.scale) * tile.times,
+                             static_cast<float>(c.x.z.scale) * tile.times};
       const float of_dv[] = {tile.times, tile.times};
       const int row = tile.begin + 64 * group, dim = static_cast<int>(c.x.z.dim), v_dim = static_cast<int>(c.x.z.v_dim);
       if (c.dk) store_rows<kDim>(dk, c.x.of_keys(c.dk, tile.b, tile.kv, dim), row, tile.end, dim, of_dk);
@@ -727,21 +726,23 @@ struct WgmmaDkv {
 
 enum class WgmmaResult { y, dq, dkv };
 
-// Registers of a thread that computes, and of one that loads or prepares numbers. A multiprocessor has 65536.
+// Registers of a thread that computes, and of one that loads or prepares numbers: as many as the block starts with.
 template <WgmmaResult kResult, int kGroups>
 struct WgmmaRegisters {
   static constexpr bool kPrepares = kResult == WgmmaResult::dq;
   static constexpr int kMany = kGroups == 2 ? (kPrepares ? 224 : 240) : (kPrepares ? 152 : 160);
-  static constexpr int kFew = kGroups == 2 ? (kPrepares ? 64 : 24) : (kPrepares ? 56 : 32);
-  static_assert(128 * (kGroups * kMany + kFew) <= 65536);
+  static constexpr int kFew = kGroups == 2 ? (kPrepares ? 56 : 24) : (kPrepares ? 56 : 32);
+  static constexpr int kAtStart = 65536 / 128 / (kGroups + 1) / 8 * 8;
+  static_assert(kGroups * kMany + kFew <= (kGroups + 1) * kAtStart);  // else setmaxnreg waits for ever
 };
 
 template <typename T, class Shape, WgmmaResult kResult>
 __global__ void __launch_bounds__(Shape::kThreads, 1)
     attention_wgmma_kernel(const __grid_constant__ AttentionWgmma<T> c) {
 #ifdef CUTE_ARCH_MMA_SM90A_ENABLED
-  using Block = std::conditional_t<kResult == WgmmaResult::y, WgmmaY<T, Shape>,
-                                   std::conditional_t<kResult == WgmmaResult::dq, WgmmaDq<T, Shape>, WgmmaDkv<T, Shape>>>;
+  using Block =
+      std::conditional_t<kResult == WgmmaResult::y, WgmmaY<T, Shape>,
+                         std::conditional_t<kResult == WgmmaResult::dq, WgmmaDq<T, Shape>, WgmmaDkv<T, Shape>>>;
   using Registers = WgmmaRegisters<kResult, Shape::kGroups>;
   constexpr int kGroups = Shape::kGroups;
   constexpr int kPreparing = kResult == WgmmaResult::y ? 0 : kResult == WgmmaResult::dq ? 3 : 1;  // warps
@@ -780,8 +781,8 @@ constexpr int kMostRows = 1 << 28;  // differences of indices and bounds are the
 
 // Whether these kernels take a call that mma_takes.
 inline bool wgmma_takes(const AttentionSizes &z) {
-  return std::max({z.queries, z.keys, z.rows() / 8}) <= kMostRows && z.dim <= 128 && z.v_dim <= 128 && z.softcap == 0 && z.scale > 0 && z.keys > 0 && z.rows() > 0 &&
-         TensorMaps::get().tiled;
+  const bool fits = std::max({z.queries, z.keys, z.rows() / 8}) <= kMostRows && z.dim <= 128 && z.v_dim <= 128;
+  return fits && z.softcap == 0 && z.scale > 0 && z.keys > 0 && z.rows() > 0 && TensorMaps::get().tiled;
 }
 
 // A tensor of heads, loaded in boxes of `rows` rows of 64 columns.
@@ -810,7 +811,8 @@ Status launch_attention_wgmma(const char *op, AttentionWgmma<T> c, void *stream)
   if (!mapped) return fail(kNotImplemented, "%s: the driver refuses a tensor map of these sizes", op);
   DeviceLimits limits;
   AOT_TRY(device_limits(op, &limits));
-  const int64_t heads = kOfKeys ? z.kv_heads : z.heads, row_tiles = ceil_div(kOfKeys ? z.keys : z.queries, Shape::kRows);
+  const int64_t heads = kOfKeys ? z.kv_heads : z.heads,
+                row_tiles = ceil_div(kOfKeys ? z.keys : z.queries, Shape::kRows);
   const int64_t tiles = z.batch * heads * row_tiles;
   if (tiles > INT32_MAX / 2)
     return fail(kNotImplemented, "%s: %lld tiles are too many", op, static_cast<long long>(tiles));
@@ -827,27 +829,6 @@ Status launch_attention_wgmma(const char *op, AttentionWgmma<T> c, void *stream)
 template <class F>
 Status dispatch_wgmma(const AttentionSizes &z, F f) {
   return std::max(z.dim, z.v_dim) <= 64 ? f(WgmmaShapes<64>()) : f(WgmmaShapes<128>());
-}
-
-template <typename T>
-Status run_wgmma_forward(const char *op, const AttentionInputs<T> &x, T *y, float *lse, void *stream) {
-  return dispatch_wgmma(x.z, [&](auto shapes) {
-    AttentionWgmma<T> c = {};
-    c.x = x, c.y = y, c.lse = lse;
-    return launch_attention_wgmma<T, typename decltype(shapes)::Y, WgmmaResult::y>(op, c, stream);
-  });
-}
-
-template <typename T>
-Status run_wgmma_backward(const char *op, const AttentionInputs<T> &x, T *dq, T *dk, T *dv, void *stream) {
-  return dispatch_wgmma(x.z, [&](auto shapes) -> Status {
-    using Shapes = decltype(shapes);
-    AttentionWgmma<T> c = {};
-    c.x = x, c.dq = dq, c.dk = dk, c.dv = dv;
-    if (dq) AOT_TRY((launch_attention_wgmma<T, typename Shapes::Dq, WgmmaResult::dq>(op, c, stream)));
-    if (!dk && !dv) return kOk;
-    return launch_attention_wgmma<T, typename Shapes::Dkv, WgmmaResult::dkv>(op, c, stream);
-  });
 }
 
 }  // namespace AOT_ISA

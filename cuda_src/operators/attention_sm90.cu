@@ -1,0 +1,42 @@
+#include "attention_wgmma.cuh"
+
+namespace aot {
+inline namespace AOT_ISA {
+
+Status attention_sm90_takes(const char *op, const AttentionSizes &z, bool *takes) {
+  AOT_TRY(bind_device(op));  // for the driver, which encodes tensor maps
+  return *takes = wgmma_takes(z), kOk;
+}
+
+template <typename T>
+Status attention_sm90(const char *op, const AttentionInputs<T> &x, T *y, float *lse, void *stream) {
+  AttentionWgmma<T> c = {};
+  c.x = x, c.y = y, c.lse = lse;
+  return dispatch_wgmma(x.z, [&](auto shapes) {
+    return launch_attention_wgmma<T, typename decltype(shapes)::Y, WgmmaResult::y>(op, c, stream);
+  });
+}
+
+template <typename T>
+Status attention_backward_sm90(const char *op, const AttentionInputs<T> &x, const T *y, float *delta, T *dq, T *dk,
+                               T *dv, void *stream) {
+  AttentionWgmma<T> c = {};
+  c.x = x, c.dq = dq, c.dk = dk, c.dv = dv, c.of_delta = y, c.delta = delta;
+  return dispatch_wgmma(x.z, [&](auto shapes) -> Status {
+    using Shapes = decltype(shapes);
+    if (dq) AOT_TRY((launch_attention_wgmma<T, typename Shapes::Dq, WgmmaResult::dq>(op, c, stream)));
+    if (!dk && !dv) return kOk;
+    return launch_attention_wgmma<T, typename Shapes::Dkv, WgmmaResult::dkv>(op, c, stream);
+  });
+}
+
+#define AOT_ATTENTION(T)                                                                                               \
+  template Status attention_sm90(const char *, const AttentionInputs<T> &, T *, float *, void *);                      \
+  template Status attention_backward_sm90(const char *, const AttentionInputs<T> &, const T *, float *, T *, T *, T *, \
+                                          void *);
+AOT_ATTENTION(__half)
+AOT_ATTENTION(__nv_bfloat16)
+#undef AOT_ATTENTION
+
+}  // namespace AOT_ISA
+}  // namespace aot
