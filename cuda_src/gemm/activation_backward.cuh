@@ -79,12 +79,13 @@ __device__ __forceinline__ void activation_gradients(A (&d)[kSize], const A (&z)
 template <typename T, class Shape>
 constexpr int kColumnSumBlocks = sizeof(T) == 8 ? (Shape::kBlocks + 1) / 2 : Shape::kBlocks;
 
-// partials: (parts, n), or null; dz is not written without a slope. A block has a warp's vectors of columns, and the
-// rows of a part.
+// partials: (parts, n), or null. dz is not written without a slope, unless it is a copy of dy with longer lines, which
+// only matrices that are no vectors have: z_line and dz_line are the strides of pre_activation and dz. A block has a
+// warp's vectors of columns, and the rows of a part.
 template <typename T, bool kVectors, class Shape>
 __global__ void __launch_bounds__(32 * Shape::kWarps, kColumnSumBlocks<T, Shape>)
     column_sums_kernel(const T *dy, const T *pre_activation, T *dz, Accumulate<T> *partials, int64_t rows, int64_t n,
-                       Activation activation) {
+                       Activation activation, int64_t z_line, int64_t dz_line) {
   using A = Accumulate<T>;
   using Of = Columns<T, kVectors>;
   constexpr int kSize = Of::kSize, kWarps = Shape::kWarps, kLoads = Shape::kLoads, kTerms = kTermsOfSum<T>;
@@ -98,18 +99,23 @@ __global__ void __launch_bounds__(32 * Shape::kWarps, kColumnSumBlocks<T, Shape>
 #pragma unroll
   for (int j = 0; j < kSize; ++j) total(j) = 0;
 
-  const int64_t step = kWarps * n;  // between two rows of a thread
-  int64_t at = (first + threadIdx.y) * n + col;
-  for (int64_t row = first + threadIdx.y; row < last; row += kTerms * kWarps) {
+  // A thread's row, and the distance to its next one, in dy, pre_activation and dz.
+  constexpr bool kLonger = !kVectors;
+  const int64_t step = kWarps * n, z_step = kLonger ? kWarps * z_line : step,
+                dz_step = kLonger ? kWarps * dz_line : step;
+  const int64_t begin = first + threadIdx.y;
+  int64_t at = begin * n + col, at_z = begin * z_line + col, at_dz = begin * dz_line + col;
+  for (int64_t row = begin; row < last; row += kTerms * kWarps) {
     A sum[kSize] = {};
 #pragma unroll 1
     for (int left = static_cast<int>(last - row < kTerms * kWarps ? last - row : kTerms * kWarps); left > 0;
          left -= kLoads * kWarps, at += kLoads * step) {
+      if (!kLonger) at_z = at_dz = at;
       Of of_dy[kLoads], of_z[kLoads];
 #pragma unroll
       for (int k = 0; k < kLoads; ++k) {
         of_dy[k].read(dy + (at + k * step), k * kWarps < left);
-        if constexpr (Shape::kHasSlope) of_z[k].read(pre_activation + (at + k * step), k * kWarps < left);
+        if constexpr (Shape::kHasSlope) of_z[k].read(pre_activation + (at_z + k * z_step), k * kWarps < left);
       }
 #pragma unroll
       for (int k = 0; k < kLoads; ++k) {
@@ -119,11 +125,13 @@ __global__ void __launch_bounds__(32 * Shape::kWarps, kColumnSumBlocks<T, Shape>
           A z[kSize];
           of_z[k].widened(z);
           activation_gradients<T>(d, z, activation);
-          if (k * kWarps < left) Of::write(dz + (at + k * step), d);
         }
+        if constexpr (Shape::kHasSlope || kLonger)
+          if (dz && k * kWarps < left) Of::write(dz + (at_dz + k * dz_step), d);
 #pragma unroll
         for (int j = 0; j < kSize; ++j) sum[j] += d[j];
       }
+      at_z += kLoads * z_step, at_dz += kLoads * dz_step;
     }
 #pragma unroll
     for (int j = 0; j < kSize; ++j) total(j) += sum[j];

@@ -1,0 +1,120 @@
+// Copies of 16-bit matrices with lines that begin at multiples of 16 bytes, at the speed of memory: a thread loads the
+// aligned vectors that hold its eight elements, which lie anywhere in them, and stores an aligned vector.
+#pragma once
+#include "cuda/launch.cuh"
+#include "cuda/vector.cuh"
+
+namespace aot {
+inline namespace AOT_ISA {
+
+struct CopiedLines {
+  const uint16_t *from;
+  uint16_t *to;
+  int64_t rows, cols, from_stride, to_stride;  // to_stride: a multiple of 8, of which those beyond cols become zeros
+};
+
+constexpr int kCopyWarps = 8, kCopyRows = 4;  // rows of a warp: loads in flight
+
+class LineCopy {
+ public:
+  using Vec = Vector<__half>;  // of any 16 bits
+  __device__ explicit LineCopy(const CopiedLines &x)
+      : x_(x), end_(x.from + ((x.rows - 1) * x.from_stride + x.cols)), vector_(blockIdx.x * 32 + threadIdx.x) {}
+
+  __device__ void run() const {
+    constexpr int kOfBlock = kCopyWarps * kCopyRows;
+    for (int64_t row = int64_t{blockIdx.y} * kOfBlock + threadIdx.y; row < x_.rows; row += gridDim.y * kOfBlock) {
+      Vec first[kCopyRows], behind[kCopyRows];
+#pragma unroll
+      for (int i = 0; i < kCopyRows; ++i) load(row + i * kCopyWarps, &first[i], &behind[i]);
+#pragma unroll
+      for (int i = 0; i < kCopyRows; ++i) store(row + i * kCopyWarps, first[i], behind[i]);
+    }
+  }
+
+ private:
+  static constexpr int kSize = 8;  // elements of a vector
+
+  // How many elements of a row's first aligned vector are before it.
+  __device__ int before(int64_t row) const {
+    return static_cast<int>(reinterpret_cast<uintptr_t>(x_.from + row * x_.from_stride) % 16 / 2);
+  }
+
+  // The thread's aligned vector, and in the warp's last lane the one behind it.
+  __device__ void load(int64_t row, Vec *first, Vec *behind) const {
+    *first = *behind = {};
+    if (row >= x_.rows) return;
+    const int skipped = before(row);
+    const int64_t at = vector_ * kSize, size = x_.cols + skipped;
+    const uint16_t *from = x_.from + row * x_.from_stride - skipped + at;
+    if (at < size) *first = load_inside(from);
+    if (threadIdx.x == 31 && at + kSize < size) *behind = load_inside(from + kSize);
+  }
+
+  // A vector, of which nothing is read that is not between the matrix's first element and its last.
+  __device__ Vec load_inside(const uint16_t *from) const {
+    if (from >= x_.from && from + kSize <= end_) return load_once(reinterpret_cast<const __half *>(from));
+    Vec v = {};
+#pragma unroll
+    for (int i = 0; i < kSize; ++i)
+      if (from + i >= x_.from && from + i < end_) v.word[i / 2] |= uint32_t{from[i]} << i % 2 * 16;
+    return v;
+  }
+
+  __device__ void store(int64_t row, const Vec &first, Vec behind) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t of_next = __shfl_down_sync(~0u, first.word[i], 1);
+      if (threadIdx.x < 31) behind.word[i] = of_next;
+    }
+    const int64_t at = vector_ * kSize;
+    if (row >= x_.rows || at >= x_.to_stride) return;
+    Vec v = shifted(first, behind, before(row));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (at + 2 * i >= x_.cols) v.word[i] = 0;
+      else if (at + 2 * i + 1 >= x_.cols) v.word[i] &= 0xffffu;
+    }
+    aot::store(reinterpret_cast<__half *>(x_.to + row * x_.to_stride + at), v);
+  }
+
+  // The eight elements from `skipped` on, which is the same in all lanes.
+  static __device__ Vec shifted(const Vec &first, const Vec &behind, int skipped) {
+    switch (skipped / 2) {
+      case 0:
+        return of_words<0>(first, behind, skipped);
+      case 1:
+        return of_words<1>(first, behind, skipped);
+      case 2:
+        return of_words<2>(first, behind, skipped);
+      default:
+        return of_words<3>(first, behind, skipped);
+    }
+  }
+  template <int kWords>
+  static __device__ Vec of_words(const Vec &first, const Vec &behind, int skipped) {
+    auto word = [&](int i) { return i < 4 ? first.word[i] : behind.word[i - 4]; };
+    Vec v;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) v.word[i] = __funnelshift_r(word(i + kWords), word(i + kWords + 1), skipped % 2 * 16);
+    return v;
+  }
+
+  const CopiedLines &x_;
+  const uint16_t *end_;
+  int64_t vector_;  // the thread's
+};
+
+static __global__ void __launch_bounds__(32 * kCopyWarps) copy_lines_kernel(const __grid_constant__ CopiedLines x) {
+  LineCopy(x).run();
+}
+
+inline Status copy_lines(const char *op, const CopiedLines &x, cudaStream_t stream) {
+  if (!x.rows || !x.cols) return kOk;
+  const dim3 grid(grid_size(ceil_div(x.to_stride, 32 * 8)),
+                  static_cast<unsigned>(std::min<int64_t>(ceil_div(x.rows, kCopyWarps * kCopyRows), 65535)));
+  return launch_kernel(op, copy_lines_kernel, {grid, dim3(32, kCopyWarps)}, stream, x);
+}
+
+}  // namespace AOT_ISA
+}  // namespace aot
