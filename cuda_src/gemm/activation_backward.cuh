@@ -79,9 +79,28 @@ __device__ __forceinline__ void activation_gradients(A (&d)[kSize], const A (&z)
 template <typename T, class Shape>
 constexpr int kColumnSumBlocks = sizeof(T) == 8 ? (Shape::kBlocks + 1) / 2 : Shape::kBlocks;
 
-// partials: (parts, n), or null. dz is not written without a slope, unless it is a copy of dy with longer lines, which
-// only matrices that are no vectors have: z_line and dz_line are the strides of pre_activation and dz. A block has a
-// warp's vectors of columns, and the rows of a part.
+// In which the threads of a warp read 32 adjacent columns without conflicts.
+template <int kSize>
+constexpr int kSumStride = 32 + 32 / kSize;
+
+// Adds the sums of a block's warps, of kSize columns a thread, and stores them in the row of its part of the rows.
+template <typename A, int kWarps, int kSize, int kStride>
+__device__ void store_partials(const A (&shared)[kWarps][kSize][kStride], A *partials, int64_t n) {
+  __syncthreads();
+  const int64_t left = n - int64_t{blockIdx.x} * 32 * kSize;
+#pragma unroll
+  for (int k = 0; k < (kSize + kWarps - 1) / kWarps; ++k) {
+    const int at = (k * kWarps + threadIdx.y) * 32 + threadIdx.x;  // a column of the block
+    if (at >= 32 * kSize || at >= left) break;
+    A all = 0;
+#pragma unroll
+    for (int i = 0; i < kWarps; ++i) all += shared[i][at % kSize][at / kSize];
+    partials[blockIdx.y * n + (n - left) + at] = all;
+  }
+}
+
+// partials: (parts, n), or null; dz is not written without a slope. z_line, dz_line: the strides of pre_activation and
+// dz, which are n where there are vectors. A block has a warp's vectors of columns, and the rows of a part.
 template <typename T, bool kVectors, class Shape>
 __global__ void __launch_bounds__(32 * Shape::kWarps, kColumnSumBlocks<T, Shape>)
     column_sums_kernel(const T *dy, const T *pre_activation, T *dz, Accumulate<T> *partials, int64_t rows, int64_t n,
@@ -93,8 +112,7 @@ __global__ void __launch_bounds__(32 * Shape::kWarps, kColumnSumBlocks<T, Shape>
   launch_next();
   const int64_t col = (int64_t{blockIdx.x} * 32 + threadIdx.x) * kSize;
   const int64_t first = rows * blockIdx.y / gridDim.y, last = col < n ? rows * (blockIdx.y + 1) / gridDim.y : 0;
-  constexpr int kStride = 32 + 32 / kSize;  // in which the threads of a warp read 32 adjacent columns without conflicts
-  __shared__ A shared[kWarps][kSize][kStride];
+  __shared__ A shared[kWarps][kSize][kSumStride<kSize>];
   auto total = [&](int j) -> A & { return shared[threadIdx.y][j][threadIdx.x]; };
 #pragma unroll
   for (int j = 0; j < kSize; ++j) total(j) = 0;
@@ -125,9 +143,8 @@ __global__ void __launch_bounds__(32 * Shape::kWarps, kColumnSumBlocks<T, Shape>
           A z[kSize];
           of_z[k].widened(z);
           activation_gradients<T>(d, z, activation);
+          if (k * kWarps < left) Of::write(dz + (at_dz + k * dz_step), d);
         }
-        if constexpr (Shape::kHasSlope || kLonger)
-          if (dz && k * kWarps < left) Of::write(dz + (at_dz + k * dz_step), d);
 #pragma unroll
         for (int j = 0; j < kSize; ++j) sum[j] += d[j];
       }
@@ -136,18 +153,7 @@ __global__ void __launch_bounds__(32 * Shape::kWarps, kColumnSumBlocks<T, Shape>
 #pragma unroll
     for (int j = 0; j < kSize; ++j) total(j) += sum[j];
   }
-  if (!partials) return;
-  __syncthreads();
-  const int64_t left = n - int64_t{blockIdx.x} * 32 * kSize;
-#pragma unroll
-  for (int k = 0; k < (kSize + kWarps - 1) / kWarps; ++k) {
-    const int at = (k * kWarps + threadIdx.y) * 32 + threadIdx.x;  // a column of the block
-    if (at >= 32 * kSize || at >= left) break;
-    A all = 0;
-#pragma unroll
-    for (int i = 0; i < kWarps; ++i) all += shared[i][at % kSize][at / kSize];
-    partials[blockIdx.y * n + (n - left) + at] = all;
-  }
+  if (partials) store_partials(shared, partials, n);
 }
 
 // The second kernel: sum = the sum of the parts, in an order that depends on nothing but their number. A block has

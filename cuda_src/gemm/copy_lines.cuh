@@ -1,8 +1,8 @@
 // Copies of 16-bit matrices with lines that begin at multiples of 16 bytes, at the speed of memory: a thread loads the
 // aligned vectors that hold its eight elements, which lie anywhere in them, and stores an aligned vector.
 #pragma once
+#include "activation_backward.cuh"
 #include "cuda/launch.cuh"
-#include "cuda/vector.cuh"
 
 namespace aot {
 inline namespace AOT_ISA {
@@ -13,7 +13,8 @@ struct CopiedLines {
   int64_t rows, cols, from_stride, to_stride;  // to_stride: a multiple of 8, of which those beyond cols become zeros
 };
 
-constexpr int kCopyWarps = 8, kCopyRows = 4;  // rows of a warp: loads in flight
+constexpr int kCopyWarps = 8, kCopyRows = 4;  // of a block; rows of a warp, whose loads are in flight together
+constexpr int kCopyColumns = 32 * 8, kCopyBlocks = 3;
 
 class LineCopy {
  public:
@@ -21,14 +22,21 @@ class LineCopy {
   __device__ explicit LineCopy(const CopiedLines &x)
       : x_(x), end_(x.from + ((x.rows - 1) * x.from_stride + x.cols)), vector_(blockIdx.x * 32 + threadIdx.x) {}
 
-  __device__ void run() const {
-    constexpr int kOfBlock = kCopyWarps * kCopyRows;
-    for (int64_t row = int64_t{blockIdx.y} * kOfBlock + threadIdx.y; row < x_.rows; row += gridDim.y * kOfBlock) {
-      Vec first[kCopyRows], behind[kCopyRows];
+  // The block's columns of a part of the rows. see(v): of every vector.
+  template <class F>
+  __device__ void run(int64_t first, int64_t last, F see) const {
+    for (int64_t row = first + threadIdx.y; row < last; row += kCopyWarps * kCopyRows) {
+      Vec vectors[kCopyRows], behind[kCopyRows];
 #pragma unroll
-      for (int i = 0; i < kCopyRows; ++i) load(row + i * kCopyWarps, &first[i], &behind[i]);
+      for (int i = 0; i < kCopyRows; ++i)
+        load(row + i * kCopyWarps, row + i * kCopyWarps < last, &vectors[i], &behind[i]);
 #pragma unroll
-      for (int i = 0; i < kCopyRows; ++i) store(row + i * kCopyWarps, first[i], behind[i]);
+      for (int i = 0; i < kCopyRows; ++i) {
+        const Vec v = copied(row + i * kCopyWarps, vectors[i], behind[i]);
+        if (row + i * kCopyWarps < last && vector_ * kSize < x_.to_stride)
+          store(reinterpret_cast<__half *>(x_.to + (row + i * kCopyWarps) * x_.to_stride + vector_ * kSize), v);
+        see(v);
+      }
     }
   }
 
@@ -41,9 +49,9 @@ class LineCopy {
   }
 
   // The thread's aligned vector, and in the warp's last lane the one behind it.
-  __device__ void load(int64_t row, Vec *first, Vec *behind) const {
+  __device__ void load(int64_t row, bool present, Vec *first, Vec *behind) const {
     *first = *behind = {};
-    if (row >= x_.rows) return;
+    if (!present) return;
     const int skipped = before(row);
     const int64_t at = vector_ * kSize, size = x_.cols + skipped;
     const uint16_t *from = x_.from + row * x_.from_stride - skipped + at;
@@ -61,21 +69,18 @@ class LineCopy {
     return v;
   }
 
-  __device__ void store(int64_t row, const Vec &first, Vec behind) const {
+  // The thread's eight elements of a row, of which those beyond it are zeros.
+  __device__ Vec copied(int64_t row, const Vec &first, Vec behind) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const uint32_t of_next = __shfl_down_sync(~0u, first.word[i], 1);
       if (threadIdx.x < 31) behind.word[i] = of_next;
     }
-    const int64_t at = vector_ * kSize;
-    if (row >= x_.rows || at >= x_.to_stride) return;
     Vec v = shifted(first, behind, before(row));
+    const int64_t left = x_.cols - vector_ * kSize;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (at + 2 * i >= x_.cols) v.word[i] = 0;
-      else if (at + 2 * i + 1 >= x_.cols) v.word[i] &= 0xffffu;
-    }
-    aot::store(reinterpret_cast<__half *>(x_.to + row * x_.to_stride + at), v);
+    for (int i = 0; i < 4; ++i) v.word[i] &= 2 * i + 1 < left ? ~0u : 2 * i < left ? 0xffffu : 0u;
+    return v;
   }
 
   // The eight elements from `skipped` on, which is the same in all lanes.
@@ -105,15 +110,53 @@ class LineCopy {
   int64_t vector_;  // the thread's
 };
 
-static __global__ void __launch_bounds__(32 * kCopyWarps) copy_lines_kernel(const __grid_constant__ CopiedLines x) {
-  LineCopy(x).run();
+static __global__ void __launch_bounds__(32 * kCopyWarps, kCopyBlocks)
+    copy_lines_kernel(const __grid_constant__ CopiedLines x) {
+  LineCopy(x).run(x.rows * blockIdx.y / gridDim.y, x.rows * (blockIdx.y + 1) / gridDim.y, [](auto) {});
+}
+
+// With the sums of the columns, as column_sums_kernel has them (activation_backward.cuh).
+template <typename T>
+__global__ void __launch_bounds__(32 * kCopyWarps, kCopyBlocks)
+    copy_and_sum_lines_kernel(const __grid_constant__ CopiedLines x, float *partials) {
+  constexpr int kSize = kVectorSize<T>;
+  __shared__ float shared[kCopyWarps][kSize][kSumStride<kSize>];
+  launch_next();
+  float sum[kSize] = {}, total[kSize] = {};
+  int terms = 0;
+  auto end_sum = [&] {
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) total[j] += sum[j], sum[j] = 0;
+  };
+  LineCopy(x).run(x.rows * blockIdx.y / gridDim.y, x.rows * (blockIdx.y + 1) / gridDim.y, [&](const auto &v) {
+    const Widened<T> wide = widen(reinterpret_cast<const Vector<T> &>(v));
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) sum[j] += wide[j];
+    if (++terms % kTermsOfSum<T> == 0) end_sum();
+  });
+  end_sum();
+#pragma unroll
+  for (int j = 0; j < kSize; ++j) shared[threadIdx.y][j][threadIdx.x] = total[j];
+  store_partials(shared, partials, x.cols);
 }
 
 inline Status copy_lines(const char *op, const CopiedLines &x, cudaStream_t stream) {
   if (!x.rows || !x.cols) return kOk;
-  const dim3 grid(grid_size(ceil_div(x.to_stride, 32 * 8)),
+  const dim3 grid(grid_size(ceil_div(x.to_stride, kCopyColumns)),
                   static_cast<unsigned>(std::min<int64_t>(ceil_div(x.rows, kCopyWarps * kCopyRows), 65535)));
   return launch_kernel(op, copy_lines_kernel, {grid, dim3(32, kCopyWarps)}, stream, x);
+}
+
+// partials: (parts, cols). *parts: at most, and then those that there are.
+template <typename T>
+Status copy_and_sum_lines(const char *op, const CopiedLines &x, float *partials, int *parts, cudaStream_t stream) {
+  DeviceLimits limits;
+  AOT_TRY(device_limits(op, &limits));
+  const int64_t columns = ceil_div(x.to_stride, kCopyColumns), useful = ceil_div(x.rows, kCopyWarps * kCopyRows);
+  const int64_t at_once = int64_t{limits.multiprocessors} * kCopyBlocks / columns;
+  *parts = static_cast<int>(std::clamp<int64_t>(std::min(at_once, useful), 1, *parts));
+  const dim3 grid(grid_size(columns), *parts);
+  return launch_kernel(op, copy_and_sum_lines_kernel<T>, {grid, dim3(32, kCopyWarps)}, stream, x, partials);
 }
 
 }  // namespace AOT_ISA

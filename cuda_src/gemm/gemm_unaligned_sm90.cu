@@ -27,7 +27,7 @@ template <typename T>
 class RowStores {
  public:
   using Row = cute::Stride<int64_t, cute::_1, int64_t>;
-  // What CUTLASS asks of an epilogue.
+  // These CUTLASS asks of an epilogue.
   using DispatchPolicy = cutlass::epilogue::NoSmemWarpSpecialized;
   using ThreadEpilogueOp = cutlass::epilogue::thread::LinearCombination<T, 1, float, float>;
   using ElementAccumulator = float;

@@ -15,32 +15,48 @@ struct Rows {
   int64_t line;  // the stride
 };
 
-// dz, if pre_activation is not null, and the sum of its rows, if `sum` is not null. Without a pre_activation, dz is
-// null, or a copy of dy with longer lines.
+// dz, if pre_activation is not null, and the sums of parts of its rows, if partials are not. *parts: how many.
 template <typename T>
-Status activation_backward(const char *op, const T *dy, Rows<const T> pre_activation, Rows<T> dz, T *sum,
-                           Accumulate<T> *partials, int64_t rows, int64_t n, Activation activation,
-                           cudaStream_t stream) {
-  if (n == 0) return kOk;
+Status sum_rows(const char *op, const T *dy, Rows<const T> pre_activation, Rows<T> dz, Accumulate<T> *partials,
+                int *parts, int64_t rows, int64_t n, Activation activation, cudaStream_t stream) {
   DeviceLimits limits;
   AOT_TRY(device_limits(op, &limits));
-  int parts = 1;
   auto first = [&](auto vectors, auto shape) {
     using Shape = decltype(shape);
     constexpr bool kVectors = decltype(vectors)::value;
     const int64_t columns = ceil_div(n, 32 * (kVectors ? kVectorSize<T> : 1));
     const int64_t useful = ceil_div(rows, Shape::kWarps * Shape::kLoads);
     const int64_t at_once = int64_t{limits.multiprocessors} * kColumnSumBlocks<T, Shape> / columns;
-    parts = static_cast<int>(std::clamp<int64_t>(std::min(at_once, useful), 1, LinearBackward::parts(n)));
-    const dim3 grid(grid_size(columns), parts), block(32, Shape::kWarps);
+    *parts = static_cast<int>(std::clamp<int64_t>(std::min(at_once, useful), 1, LinearBackward::parts(n)));
+    const dim3 grid(grid_size(columns), *parts), block(32, Shape::kWarps);
     return launch_kernel(op, column_sums_kernel<T, kVectors, Shape>, {grid, block}, stream, dy, pre_activation.data,
-                         dz.data, sum ? partials : nullptr, rows, n, activation, pre_activation.line, dz.line);
+                         dz.data, partials, rows, n, activation, pre_activation.line, dz.line);
   };
   auto of_shape = [&](auto shape) {
     const bool vectors = n % kVectorSize<T> == 0 && aligned(dy, pre_activation.data, dz.data);
     return vectors ? first(std::true_type(), shape) : first(std::false_type(), shape);
   };
-  AOT_TRY(pre_activation.data ? of_shape(SlopeShape()) : of_shape(SumShape()));
+  return pre_activation.data ? of_shape(SlopeShape()) : of_shape(SumShape());
+}
+
+// dz, and the sum of its rows, if `sum` is not null. Without a pre_activation dz is dy, and then null, or a copy with
+// longer lines.
+template <typename T>
+Status activation_backward(const char *op, const T *dy, Rows<const T> pre_activation, Rows<T> dz, T *sum,
+                           Accumulate<T> *partials, int64_t rows, int64_t n, Activation activation,
+                           cudaStream_t stream) {
+  if (n == 0) return kOk;
+  int parts = static_cast<int>(LinearBackward::parts(n));
+  const bool copies = sizeof(T) == 2 && !pre_activation.data && dz.data;
+  if (!sum) partials = nullptr;
+  if constexpr (sizeof(T) == 2)
+    if (copies) {
+      const CopiedLines lines = {
+          reinterpret_cast<const uint16_t *>(dy), reinterpret_cast<uint16_t *>(dz.data), rows, n, n, dz.line};
+      AOT_TRY(sum ? copy_and_sum_lines<T>(op, lines, partials, &parts, stream) : copy_lines(op, lines, stream));
+    }
+  if (!copies && (pre_activation.data || sum))
+    AOT_TRY(sum_rows(op, dy, pre_activation, dz, partials, &parts, rows, n, activation, stream));
   if (!sum) return kOk;
   const dim3 grid(grid_size(ceil_div(n, 32))), block(32, kPartWarps);
   return launch_kernel(op, sum_parts_kernel<T>, {grid, block, 0, 1, true}, stream, partials, parts, sum, n);
@@ -53,21 +69,30 @@ GemmParams gemm_params(const MatmulProblem &p, bool allow_tf32, char *workspace,
   return g;
 }
 
-// x and weight of the products become copies, behind which the workspace goes on.
+// What is copied of a call's matrices: nothing without a workspace, which vectors are written to.
+LinearLines lines_of(const Tensor &x, const Tensor &weight, int products, const Tensor &scratch) {
+  LinearLines lines(x, weight, products);
+  if (!scratch || !aligned(scratch.as<char>())) lines.copies_out = lines.copies_in = false;
+  return lines;
+}
+
+// x and weight of the products become copies, those that are wanted, behind which the workspace goes on.
 template <typename A>
-Status copy_inputs(const char *op, const LinearLines &lines, LinearMatmuls *matmuls, A **workspace,
+Status copy_inputs(const char *op, const LinearLines &lines, bool x, bool weight, LinearMatmuls *matmuls, A **workspace,
                    cudaStream_t stream) {
   if (!lines.copies_in) return kOk;
-  auto copy = [&](Operand &x, int64_t rows, int64_t elements) {
+  auto copy = [&](bool wanted, Operand &x, int64_t rows, int64_t elements) {
     const Operand from = x;
-    x = {*workspace, lines.in_line()}, *workspace += elements;
-    return copy_lines(op,
-                      {static_cast<const uint16_t *>(from.data), static_cast<uint16_t *>(x.data), rows, lines.in,
-                       from.stride, x.stride},
-                      stream);
+    if (wanted) x = {*workspace, lines.in_line()};
+    *workspace += elements;
+    return !wanted ? kOk
+                   : copy_lines(op,
+                                {static_cast<const uint16_t *>(from.data), static_cast<uint16_t *>(x.data), rows,
+                                 lines.in, from.stride, x.stride},
+                                stream);
   };
-  AOT_TRY(copy(matmuls->x, lines.rows, lines.x_elements()));
-  return copy(matmuls->weight, lines.out, lines.weight_elements());
+  AOT_TRY(copy(x, matmuls->x, lines.rows, lines.x_elements()));
+  return copy(weight, matmuls->weight, lines.out, lines.weight_elements());
 }
 
 Status linear_cuda(const Linear &op, const Tensor *in, const Tensor *out, void *stream_) {
@@ -77,7 +102,7 @@ Status linear_cuda(const Linear &op, const Tensor *in, const Tensor *out, void *
   auto *begin = scratch.as<char>(), *end = begin + scratch.size() * itemsize(accumulate_dtype(x.dtype));
   if (scratch) {
     auto *words = reinterpret_cast<float *>(begin);
-    AOT_TRY(copy_inputs(op.name, LinearLines(x, weight, 1), &matmuls, &words, stream));
+    AOT_TRY(copy_inputs(op.name, lines_of(x, weight, 1, scratch), true, true, &matmuls, &words, stream));
     begin = reinterpret_cast<char *>(words);
   }
   GemmParams g = gemm_params(matmuls.forward(y.data), op.allow_tf32, begin, end - begin);
@@ -92,14 +117,14 @@ Status backward(const LinearBackward &op, const char *name, const Tensor *in, co
   auto *stream = static_cast<cudaStream_t>(stream_);
   LinearMatmuls matmuls(x, weight);
   if ((op.activation() || dbias) && !scratch) return fail(kConventionMisused, "%s: workspace is missing", name);
-  LinearLines lines(x, weight, 2);
-  if (!scratch) lines.copies_out = lines.copies_in = false;
+  const LinearLines lines = lines_of(x, weight, 2, scratch);
   return dispatch(x.dtype, [&](auto type) -> Status {
     using T = typename decltype(type)::type;
     using A = Accumulate<T>;
     A *partials = scratch.as<A>() + (scratch ? op.grad_elements(dy, lines) : 0),
       *library_scratch = partials + op.partial_elements(matmuls.out);
-    AOT_TRY(copy_inputs(name, lines, &matmuls, &library_scratch, stream));
+    const bool recomputes = op.activation() && !pre_activation;
+    AOT_TRY(copy_inputs(name, lines, dweight || recomputes, dx || recomputes, &matmuls, &library_scratch, stream));
     const int64_t library_bytes =
         scratch ? (scratch.as<A>() + scratch.size() - library_scratch) * int64_t(sizeof(A)) : 0;
     auto run = [&](const MatmulProblem &p, const void *with_bias) {
@@ -117,16 +142,10 @@ Status backward(const LinearBackward &op, const char *name, const Tensor *in, co
     if (op.activation()) {
       if (pre_activation) z.data = pre_activation.as<T>();
       else z = {dz.data, dz.line};
-      if (!pre_activation) AOT_TRY(run(matmuls.forward(dz.data), bias.data));
+      if (recomputes) AOT_TRY(run(matmuls.forward(dz.data), bias.data));
     }
-    if (z.data || dbias)
-      AOT_TRY(activation_backward<T>(name, dy.as<T>(), z, {makes_dz ? dz.data : nullptr, dz.line}, dbias.as<T>(),
-                                     partials, matmuls.rows, matmuls.out, op.activation(), stream));
-    else if (lines.copies_out)
-      AOT_TRY(copy_lines(
-          name,
-          {dy.as<const uint16_t>(), reinterpret_cast<uint16_t *>(dz.data), lines.rows, lines.out, lines.out, dz.line},
-          stream));
+    AOT_TRY(activation_backward<T>(name, dy.as<T>(), z, {makes_dz ? dz.data : nullptr, dz.line}, dbias.as<T>(),
+                                   partials, matmuls.rows, matmuls.out, op.activation(), stream));
     if (dx) AOT_TRY(run(matmuls.dx(dz.data, dx), nullptr));
     if (dweight) AOT_TRY(run(matmuls.dweight(dz.data, dweight, adds), nullptr));
     return kOk;

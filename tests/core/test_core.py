@@ -341,7 +341,7 @@ def test_a_workspace_is_as_large_as_its_device_needs():
 
 @pytest.mark.skipif("cuda" not in DEVICES, reason="the library has no CUDA entries")
 def test_a_workspace_has_copies_of_matrices_whose_lines_are_not_aligned():
-    """x and weight where `in` is no multiple of 8, dy where `out` is not, in 16 bits, if the products are long enough."""
+    """x and weight where `in` is no multiple of 8, dy where `out` is not, in 16 bits, for long products."""
 
     def words(rows, out, in_, dtype="bfloat16", device="cuda"):
         x, weight, dy = (TensorSpec(s, dtype) for s in ((rows, in_), (out, in_), (rows, out)))
