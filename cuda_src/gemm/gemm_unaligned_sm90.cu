@@ -39,8 +39,9 @@ class RowStores {
   using GmemTiledCopyC = void;
   using GmemTiledCopyD = void;
 
+  // The operands' tiles follow, which are swizzled in units of 1024 bytes.
   struct SharedStorage {
-    alignas(128) uint32_t words[4][16][kUnalignedTile / 2];  // of each warp, row and pair of columns
+    alignas(1024) uint32_t words[4][16][kUnalignedTile / 2];  // of each warp, row and pair of columns
   };
   struct Arguments {
     T *c, *pre_activation;
