@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks/results/cpu.json"
 THREADS = (1, 2, 8, 16)
 SECONDS = 0.3
-"""Of a case, for both implementations, after which three turns are enough: four counts take some 4 minutes."""
+"""A case ends after so many, if each implementation has had three turns: four counts take some 4 minutes."""
 ALLOWED = 1.05
 
 Row = dict[str, Any]
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def measured(threads: Sequence[int], seconds: float) -> dict[str, Any]:
-    """What `aotops bench` writes of the last count, with the rows of all, which say of how many threads they are."""
+    """The result of `aotops bench` with the last count, and the rows of all, which say of how many threads they are."""
     record: dict[str, Any] = {}
     rows: list[Row] = []
     for count in threads:

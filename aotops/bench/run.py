@@ -41,7 +41,7 @@ class Options:
     passes: list[str] | None = None
     quick: bool = False
     seconds: float | None = None
-    """Of a case on the CPU, after which three turns of each implementation are enough."""
+    """A case on the CPU ends after so many, if each implementation has had three turns."""
     jobs: int | None = None
     json: Path | None = None
     plots: Path | None = None
