@@ -210,10 +210,10 @@ class Cpu(_Machine):
     COPIED = 1 << 28
     figure = staticmethod(lambda times: min(times))
 
-    def __init__(self, quick: bool) -> None:
+    def __init__(self, quick: bool, seconds: float | None = None) -> None:
         n = _threads()
         name = f"{processor()}, {n} thread{'s' if n != 1 else ''}"
-        super().__init__(name, _cache_size(), 51, 11 if quick else 31, 2.0 if quick else 10.0)
+        super().__init__(name, _cache_size(), 51, 11 if quick else 31, seconds or (2.0 if quick else 10.0))
 
     def turn(self, calls: Sequence[Call], small: bool = False, records: bool = True) -> Turn:
         """An untimed call, which also wakes the threads of this contender, and a timed one on the next inputs."""

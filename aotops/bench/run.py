@@ -40,6 +40,8 @@ class Options:
     shapes: list[Shape] | None = None
     passes: list[str] | None = None
     quick: bool = False
+    seconds: float | None = None
+    """A case on the CPU ends after so many, if each implementation has had three turns."""
     jobs: int | None = None
     json: Path | None = None
     plots: Path | None = None
@@ -97,7 +99,7 @@ def _measured(options: Options, operators: Sequence[str], earlier: Result | None
         raise ValueError(f"bench: {', '.join(operators)}: no case has these shapes, dtypes and passes")
     impls = baselines.available(device, options.impls, operators)
     precompile.precompile(todo, impls, device, options.jobs)
-    machine = Cuda(quick) if device == "cuda" else Cpu(quick)
+    machine = Cuda(quick) if device == "cuda" else Cpu(quick, options.seconds)
     bench = Bench(machine, impls, device)
     head: Result = {
         "device": machine.name,

@@ -79,56 +79,13 @@ __device__ __forceinline__ void activation_gradients(A (&d)[kSize], const A (&z)
 template <typename T, class Shape>
 constexpr int kColumnSumBlocks = sizeof(T) == 8 ? (Shape::kBlocks + 1) / 2 : Shape::kBlocks;
 
-// partials: (parts, n), or null; dz is not written without a slope. A block has a warp's vectors of columns, and the
-// rows of a part.
-template <typename T, bool kVectors, class Shape>
-__global__ void __launch_bounds__(32 * Shape::kWarps, kColumnSumBlocks<T, Shape>)
-    column_sums_kernel(const T *dy, const T *pre_activation, T *dz, Accumulate<T> *partials, int64_t rows, int64_t n,
-                       Activation activation) {
-  using A = Accumulate<T>;
-  using Of = Columns<T, kVectors>;
-  constexpr int kSize = Of::kSize, kWarps = Shape::kWarps, kLoads = Shape::kLoads, kTerms = kTermsOfSum<T>;
-  static_assert(kTerms % kLoads == 0, "a sum is of whole steps");
-  launch_next();
-  const int64_t col = (int64_t{blockIdx.x} * 32 + threadIdx.x) * kSize;
-  const int64_t first = rows * blockIdx.y / gridDim.y, last = col < n ? rows * (blockIdx.y + 1) / gridDim.y : 0;
-  constexpr int kStride = 32 + 32 / kSize;  // in which the threads of a warp read 32 adjacent columns without conflicts
-  __shared__ A shared[kWarps][kSize][kStride];
-  auto total = [&](int j) -> A & { return shared[threadIdx.y][j][threadIdx.x]; };
-#pragma unroll
-  for (int j = 0; j < kSize; ++j) total(j) = 0;
+// In which the threads of a warp read 32 adjacent columns without conflicts.
+template <int kSize>
+constexpr int kSumStride = 32 + 32 / kSize;
 
-  const int64_t step = kWarps * n;  // between two rows of a thread
-  int64_t at = (first + threadIdx.y) * n + col;
-  for (int64_t row = first + threadIdx.y; row < last; row += kTerms * kWarps) {
-    A sum[kSize] = {};
-#pragma unroll 1
-    for (int left = static_cast<int>(last - row < kTerms * kWarps ? last - row : kTerms * kWarps); left > 0;
-         left -= kLoads * kWarps, at += kLoads * step) {
-      Of of_dy[kLoads], of_z[kLoads];
-#pragma unroll
-      for (int k = 0; k < kLoads; ++k) {
-        of_dy[k].read(dy + (at + k * step), k * kWarps < left);
-        if constexpr (Shape::kHasSlope) of_z[k].read(pre_activation + (at + k * step), k * kWarps < left);
-      }
-#pragma unroll
-      for (int k = 0; k < kLoads; ++k) {
-        A d[kSize];
-        of_dy[k].widened(d);
-        if constexpr (Shape::kHasSlope) {
-          A z[kSize];
-          of_z[k].widened(z);
-          activation_gradients<T>(d, z, activation);
-          if (k * kWarps < left) Of::write(dz + (at + k * step), d);
-        }
-#pragma unroll
-        for (int j = 0; j < kSize; ++j) sum[j] += d[j];
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < kSize; ++j) total(j) += sum[j];
-  }
-  if (!partials) return;
+// Adds the sums of a block's warps, of kSize columns a thread, and stores them in the row of its part of the rows.
+template <typename A, int kWarps, int kSize, int kStride>
+__device__ void store_partials(const A (&shared)[kWarps][kSize][kStride], A *partials, int64_t n) {
   __syncthreads();
   const int64_t left = n - int64_t{blockIdx.x} * 32 * kSize;
 #pragma unroll
@@ -140,6 +97,63 @@ __global__ void __launch_bounds__(32 * Shape::kWarps, kColumnSumBlocks<T, Shape>
     for (int i = 0; i < kWarps; ++i) all += shared[i][at % kSize][at / kSize];
     partials[blockIdx.y * n + (n - left) + at] = all;
   }
+}
+
+// partials: (parts, n), or null; dz is not written without a slope. z_line, dz_line: the strides of pre_activation and
+// dz, which are n where there are vectors. A block has a warp's vectors of columns, and the rows of a part.
+template <typename T, bool kVectors, class Shape>
+__global__ void __launch_bounds__(32 * Shape::kWarps, kColumnSumBlocks<T, Shape>)
+    column_sums_kernel(const T *dy, const T *pre_activation, T *dz, Accumulate<T> *partials, int64_t rows, int64_t n,
+                       Activation activation, int64_t z_line, int64_t dz_line) {
+  using A = Accumulate<T>;
+  using Of = Columns<T, kVectors>;
+  constexpr int kSize = Of::kSize, kWarps = Shape::kWarps, kLoads = Shape::kLoads, kTerms = kTermsOfSum<T>;
+  static_assert(kTerms % kLoads == 0, "a sum is of whole steps");
+  launch_next();
+  const int64_t col = (int64_t{blockIdx.x} * 32 + threadIdx.x) * kSize;
+  const int64_t first = rows * blockIdx.y / gridDim.y, last = col < n ? rows * (blockIdx.y + 1) / gridDim.y : 0;
+  __shared__ A shared[kWarps][kSize][kSumStride<kSize>];
+  auto total = [&](int j) -> A & { return shared[threadIdx.y][j][threadIdx.x]; };
+#pragma unroll
+  for (int j = 0; j < kSize; ++j) total(j) = 0;
+
+  // A thread's row, and the distance to its next one, in dy, pre_activation and dz.
+  constexpr bool kLonger = !kVectors;
+  const int64_t step = kWarps * n, z_step = kLonger ? kWarps * z_line : step,
+                dz_step = kLonger ? kWarps * dz_line : step;
+  const int64_t begin = first + threadIdx.y;
+  int64_t at = begin * n + col, at_z = begin * z_line + col, at_dz = begin * dz_line + col;
+  for (int64_t row = begin; row < last; row += kTerms * kWarps) {
+    A sum[kSize] = {};
+#pragma unroll 1
+    for (int left = static_cast<int>(last - row < kTerms * kWarps ? last - row : kTerms * kWarps); left > 0;
+         left -= kLoads * kWarps, at += kLoads * step) {
+      if (!kLonger) at_z = at_dz = at;
+      Of of_dy[kLoads], of_z[kLoads];
+#pragma unroll
+      for (int k = 0; k < kLoads; ++k) {
+        of_dy[k].read(dy + (at + k * step), k * kWarps < left);
+        if constexpr (Shape::kHasSlope) of_z[k].read(pre_activation + (at_z + k * z_step), k * kWarps < left);
+      }
+#pragma unroll
+      for (int k = 0; k < kLoads; ++k) {
+        A d[kSize];
+        of_dy[k].widened(d);
+        if constexpr (Shape::kHasSlope) {
+          A z[kSize];
+          of_z[k].widened(z);
+          activation_gradients<T>(d, z, activation);
+          if (k * kWarps < left) Of::write(dz + (at_dz + k * dz_step), d);
+        }
+#pragma unroll
+        for (int j = 0; j < kSize; ++j) sum[j] += d[j];
+      }
+      at_z += kLoads * z_step, at_dz += kLoads * dz_step;
+    }
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) total(j) += sum[j];
+  }
+  if (partials) store_partials(shared, partials, n);
 }
 
 // The second kernel: sum = the sum of the parts, in an order that depends on nothing but their number. A block has

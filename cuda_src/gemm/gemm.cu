@@ -4,6 +4,7 @@
 #include "activation.cuh"
 #include "cuda/elementwise.cuh"
 #include "cuda/sum_slices.cuh"
+#include "gemm_unaligned.h"
 #include "tile.cuh"
 
 namespace aot {
@@ -90,6 +91,11 @@ bool has_vectors(const GemmParams &g) {
   return aligned(bytes(g.a.data), bytes(g.b.data), bytes(g.c.data), bytes(g.bias), bytes(g.pre_activation));
 }
 
+// Whether the lines of 16-bit operands begin at multiples of 16 bytes.
+bool has_lines(const GemmParams &g) {
+  return (g.a.stride | g.b.stride | g.a_step | g.b_step) % 8 == 0 && aligned(g.a.data, g.b.data);
+}
+
 template <typename T, typename C, class Shape, int kSize, bool kAdds = false>
 Status launch_tiles(const char *op, const GemmParams &g, cudaStream_t stream) {
   if constexpr (!kAdds && std::is_same_v<C, Accumulate<T>>)
@@ -147,6 +153,27 @@ Status gemm_on_hopper(const char *op, const GemmParams &gemm, cudaStream_t strea
 #endif
 }
 
+// Whether cuBLASLt runs products with an activation, too: $AOTOPS_GEMM names it.
+bool requires_cublaslt(GemmParams g) { return g.activation = kActivationRelu, prefers_cublaslt(g); }
+
+// CUTLASS's mainloop for Hopper, where c's lines are not aligned, or sizes are no whole vectors. cuBLASLt's kernels for
+// such have half the rate, but it splits sums where tiles are few.
+Status gemm_unaligned_on_hopper(const char *op, const GemmParams &gemm, cudaStream_t stream, bool *done) {
+  *done = false;
+  const bool unaligned = cutlass_supports(gemm) && !gemm.adds && has_lines(gemm) && !has_vectors(gemm);
+  if (!unaligned || requires_cublaslt(gemm) || gemm.count > 0x7fffffff) return kOk;
+#ifdef AOT_HAVE_SM90
+  DeviceLimits limits;
+  AOT_TRY(device_limits(op, &limits));
+  if (limits.major != 9 || (prefers_cublaslt(gemm) && 2 * count_tiles(gemm) <= limits.multiprocessors)) return kOk;
+  AOT_TRY(bind_device(op));  // for the driver, which encodes tensor maps
+  *done = true;
+  return gemm_unaligned_sm90(op, gemm, limits.multiprocessors, stream);
+#else
+  return kOk;
+#endif
+}
+
 Status gemm_on_ampere(const char *op, const GemmParams &gemm, cudaStream_t stream, bool *done) {
   constexpr int64_t kMaxBatch = 65535;  // of a grid
   *done = false;
@@ -190,8 +217,8 @@ Status gemm(const char *op, const GemmParams &gemm, cudaStream_t stream) {
   const bool half = itemsize(gemm.dtype) == 2, library_first = prefers_cublaslt(gemm);
   if (half && gemm.activation && library_first) return gemm_and_activation(op, gemm, stream);
   using Kernel = Status (*)(const char *, const GemmParams &, cudaStream_t, bool *);
-  const Kernel order[2][3] = {{gemm_on_hopper, gemm_on_ampere, gemm_cublaslt},
-                              {gemm_cublaslt, gemm_on_hopper, gemm_on_ampere}};
+  const Kernel order[2][4] = {{gemm_unaligned_on_hopper, gemm_on_hopper, gemm_on_ampere, gemm_cublaslt},
+                              {gemm_unaligned_on_hopper, gemm_cublaslt, gemm_on_hopper, gemm_on_ampere}};
   for (Kernel kernel : order[library_first]) {
     bool done = false;
     AOT_TRY(kernel(op, gemm, stream, &done));

@@ -69,7 +69,7 @@ Status linear_cpu(const Linear &op, const Tensor *in, const Tensor *out, void *)
   const Tensor &x = in[0], &weight = in[1], &bias = in[2], &y = out[0], &pre_activation = out[1];
   return dispatch_floating(x.dtype, [&](auto zero) {
     using T = decltype(zero);
-    const MatmulProblem p = LinearMatmuls(x, weight).forward(x, weight, y.data);
+    const MatmulProblem p = LinearMatmuls(x, weight).forward(y.data);
     T *kept = op.activation() ? pre_activation.as<T>() : nullptr;
     return forward_rows<T>(p, {bias.as<T>(), kept, p.n, op.activation()});
   });
@@ -86,14 +86,14 @@ Status backward(const LinearBackward &op, const char *name, const Tensor *in, co
     if (op.activation()) {
       dz = static_cast<T *>(scratch.data);
       if (!pre_activation)
-        AOT_TRY(forward_rows<T>(matmuls.forward(x, weight, dz), {bias.as<T>(), nullptr, matmuls.out, kActivationNone}));
+        AOT_TRY(forward_rows<T>(matmuls.forward(dz), {bias.as<T>(), nullptr, matmuls.out, kActivationNone}));
       const T *from = dy.as<T>(), *z = pre_activation ? pre_activation.as<T>() : dz;
       map(dz, dy.size(), [=, activation = op.activation()](int64_t i, auto part) {
         return activation_gradient<T>(load(from + i, part), load(z + i, part), activation);
       });
     }
-    if (dx) AOT_TRY(run_matmul(name, matmuls.dx(dz, weight, dx), scratch));
-    if (dweight) AOT_TRY(run_matmul(name, matmuls.dweight(dz, x, dweight, adds), scratch));
+    if (dx) AOT_TRY(run_matmul(name, matmuls.dx(dz, dx), scratch));
+    if (dweight) AOT_TRY(run_matmul(name, matmuls.dweight(dz, dweight, adds), scratch));
     if (dbias) sum_columns(dz, matmuls.rows, matmuls.out, dbias.as<T>());
     return kOk;
   });

@@ -1,37 +1,62 @@
 #include "linear.h"
 
 #include "gemm/activation_backward.cuh"
+#include "gemm/copy_lines.cuh"
 #include "gemm/gemm.h"
 
 namespace aot {
 inline namespace AOT_ISA {
 namespace {
 
-// dz, if pre_activation is not null, and the sum of its rows, if `sum` is not null.
+// A matrix with rows of n elements.
 template <typename T>
-Status activation_backward(const char *op, const T *dy, const T *pre_activation, T *dz, T *sum, Accumulate<T> *partials,
-                           int64_t rows, int64_t n, Activation activation, cudaStream_t stream) {
-  if (n == 0) return kOk;
+struct Rows {
+  T *data;
+  int64_t line;  // the stride
+};
+
+// dz, if pre_activation is not null, and the sums of parts of its rows, if partials are not. *parts: how many.
+template <typename T>
+Status sum_rows(const char *op, const T *dy, Rows<const T> pre_activation, Rows<T> dz, Accumulate<T> *partials,
+                int *parts, int64_t rows, int64_t n, Activation activation, cudaStream_t stream) {
   DeviceLimits limits;
   AOT_TRY(device_limits(op, &limits));
-  int parts = 1;
   auto first = [&](auto vectors, auto shape) {
     using Shape = decltype(shape);
     constexpr bool kVectors = decltype(vectors)::value;
     const int64_t columns = ceil_div(n, 32 * (kVectors ? kVectorSize<T> : 1));
     const int64_t useful = ceil_div(rows, Shape::kWarps * Shape::kLoads);
     const int64_t at_once = int64_t{limits.multiprocessors} * kColumnSumBlocks<T, Shape> / columns;
-    parts = static_cast<int>(std::clamp<int64_t>(std::min(at_once, useful), 1, LinearBackward::parts(n)));
-    const dim3 grid(grid_size(columns), parts), block(32, Shape::kWarps);
-    return launch_kernel(op, column_sums_kernel<T, kVectors, Shape>, {grid, block}, stream, dy, pre_activation, dz,
-                         sum ? partials : nullptr, rows, n, activation);
+    *parts = static_cast<int>(std::clamp<int64_t>(std::min(at_once, useful), 1, LinearBackward::parts(n)));
+    const dim3 grid(grid_size(columns), *parts), block(32, Shape::kWarps);
+    return launch_kernel(op, column_sums_kernel<T, kVectors, Shape>, {grid, block}, stream, dy, pre_activation.data,
+                         dz.data, partials, rows, n, activation, pre_activation.line, dz.line);
   };
   auto of_shape = [&](auto shape) {
-    const bool vectors =
-        n % kVectorSize<T> == 0 && aligned(dy) && (!pre_activation || (aligned(pre_activation) && aligned(dz)));
+    const bool vectors = n % kVectorSize<T> == 0 && aligned(dy, pre_activation.data, dz.data);
     return vectors ? first(std::true_type(), shape) : first(std::false_type(), shape);
   };
-  AOT_TRY(pre_activation ? of_shape(SlopeShape()) : of_shape(SumShape()));
+  return pre_activation.data ? of_shape(SlopeShape()) : of_shape(SumShape());
+}
+
+// dz, and the sum of its rows, if `sum` is not null. Without a pre_activation dz is dy, and then null, or a copy with
+// longer lines.
+template <typename T>
+Status activation_backward(const char *op, const T *dy, Rows<const T> pre_activation, Rows<T> dz, T *sum,
+                           Accumulate<T> *partials, int64_t rows, int64_t n, Activation activation,
+                           cudaStream_t stream) {
+  if (n == 0) return kOk;
+  int parts = static_cast<int>(LinearBackward::parts(n));
+  const bool copies = sizeof(T) == 2 && !pre_activation.data && dz.data;
+  if (!sum) partials = nullptr;
+  if constexpr (sizeof(T) == 2)
+    if (copies) {
+      const CopiedLines lines = {
+          reinterpret_cast<const uint16_t *>(dy), reinterpret_cast<uint16_t *>(dz.data), rows, n, n, dz.line};
+      AOT_TRY(sum ? copy_and_sum_lines<T>(op, lines, partials, &parts, stream) : copy_lines(op, lines, stream));
+    }
+  if (!copies && (pre_activation.data || sum))
+    AOT_TRY(sum_rows(op, dy, pre_activation, dz, partials, &parts, rows, n, activation, stream));
   if (!sum) return kOk;
   const dim3 grid(grid_size(ceil_div(n, 32))), block(32, kPartWarps);
   return launch_kernel(op, sum_parts_kernel<T>, {grid, block, 0, 1, true}, stream, partials, parts, sum, n);
@@ -44,27 +69,62 @@ GemmParams gemm_params(const MatmulProblem &p, bool allow_tf32, char *workspace,
   return g;
 }
 
-Status linear_cuda(const Linear &op, const Tensor *in, const Tensor *out, void *stream) {
+// What is copied of a call's matrices: nothing without a workspace, which vectors are written to.
+LinearLines lines_of(const Tensor &x, const Tensor &weight, int products, const Tensor &scratch) {
+  LinearLines lines(x, weight, products);
+  if (!scratch || !aligned(scratch.as<char>())) lines.copies_out = lines.copies_in = false;
+  return lines;
+}
+
+// x and weight of the products become copies, those that are wanted, behind which the workspace goes on.
+template <typename A>
+Status copy_inputs(const char *op, const LinearLines &lines, bool x, bool weight, LinearMatmuls *matmuls, A **workspace,
+                   cudaStream_t stream) {
+  if (!lines.copies_in) return kOk;
+  auto copy = [&](bool wanted, Operand &x, int64_t rows, int64_t elements) {
+    const Operand from = x;
+    if (wanted) x = {*workspace, lines.in_line()};
+    *workspace += elements;
+    return !wanted ? kOk
+                   : copy_lines(op,
+                                {static_cast<const uint16_t *>(from.data), static_cast<uint16_t *>(x.data), rows,
+                                 lines.in, from.stride, x.stride},
+                                stream);
+  };
+  AOT_TRY(copy(x, matmuls->x, lines.rows, lines.x_elements()));
+  return copy(weight, matmuls->weight, lines.out, lines.weight_elements());
+}
+
+Status linear_cuda(const Linear &op, const Tensor *in, const Tensor *out, void *stream_) {
   const Tensor &x = in[0], &weight = in[1], &bias = in[2], &y = out[0], &pre_activation = out[1], &scratch = out[2];
-  const int64_t size = itemsize(accumulate_dtype(x.dtype));
-  GemmParams g = gemm_params(LinearMatmuls(x, weight).forward(x, weight, y.data), op.allow_tf32, scratch.as<char>(),
-                             scratch ? scratch.size() * size : 0);
+  auto *stream = static_cast<cudaStream_t>(stream_);
+  LinearMatmuls matmuls(x, weight);
+  auto *begin = scratch.as<char>(), *end = begin + scratch.size() * itemsize(accumulate_dtype(x.dtype));
+  if (scratch) {
+    auto *words = reinterpret_cast<float *>(begin);
+    AOT_TRY(copy_inputs(op.name, lines_of(x, weight, 1, scratch), true, true, &matmuls, &words, stream));
+    begin = reinterpret_cast<char *>(words);
+  }
+  GemmParams g = gemm_params(matmuls.forward(y.data), op.allow_tf32, begin, end - begin);
   g.bias = bias.data, g.activation = op.activation(),
   g.pre_activation = op.activation() ? pre_activation.data : nullptr;
-  return gemm(op.name, g, static_cast<cudaStream_t>(stream));
+  return gemm(op.name, g, stream);
 }
 
 Status backward(const LinearBackward &op, const char *name, const Tensor *in, const Tensor &dx, const Tensor &dweight,
                 bool adds, const Tensor &dbias, const Tensor &scratch, void *stream_) {
   const Tensor &dy = in[0], &x = in[1], &weight = in[2], &bias = in[3], &pre_activation = in[4];
   auto *stream = static_cast<cudaStream_t>(stream_);
-  const LinearMatmuls matmuls(x, weight);
+  LinearMatmuls matmuls(x, weight);
   if ((op.activation() || dbias) && !scratch) return fail(kConventionMisused, "%s: workspace is missing", name);
+  const LinearLines lines = lines_of(x, weight, 2, scratch);
   return dispatch(x.dtype, [&](auto type) -> Status {
     using T = typename decltype(type)::type;
     using A = Accumulate<T>;
-    A *partials = scratch.as<A>() + (scratch ? op.grad_elements(dy) : 0),
+    A *partials = scratch.as<A>() + (scratch ? op.grad_elements(dy, lines) : 0),
       *library_scratch = partials + op.partial_elements(matmuls.out);
+    const bool recomputes = op.activation() && !pre_activation;
+    AOT_TRY(copy_inputs(name, lines, dweight || recomputes, dx || recomputes, &matmuls, &library_scratch, stream));
     const int64_t library_bytes =
         scratch ? (scratch.as<A>() + scratch.size() - library_scratch) * int64_t(sizeof(A)) : 0;
     auto run = [&](const MatmulProblem &p, const void *with_bias) {
@@ -74,17 +134,20 @@ Status backward(const LinearBackward &op, const char *name, const Tensor *in, co
       g.bias = with_bias;
       return gemm(name, g, stream);
     };
-    T *dz = dy.as<T>();  // the gradient of the pre-activation
-    const T *z = nullptr;
+    Rows<T> dz = {dy.as<T>(), matmuls.out};  // the gradient of the pre-activation
+    Rows<const T> z = {nullptr, matmuls.out};
+    const bool makes_dz = op.activation() || lines.copies_out;
+    if (makes_dz) dz = {scratch.as<T>(), lines.out_line()};
+    matmuls.out_line = dz.line;
     if (op.activation()) {
-      dz = scratch.as<T>(), z = pre_activation ? pre_activation.as<T>() : dz;
-      if (!pre_activation) AOT_TRY(run(matmuls.forward(x, weight, dz), bias.data));
+      if (pre_activation) z.data = pre_activation.as<T>();
+      else z = {dz.data, dz.line};
+      if (recomputes) AOT_TRY(run(matmuls.forward(dz.data), bias.data));
     }
-    if (z || dbias)
-      AOT_TRY(activation_backward(name, dy.as<T>(), z, dz, dbias.as<T>(), partials, matmuls.rows, matmuls.out,
-                                  op.activation(), stream));
-    if (dx) AOT_TRY(run(matmuls.dx(dz, weight, dx), nullptr));
-    if (dweight) AOT_TRY(run(matmuls.dweight(dz, x, dweight, adds), nullptr));
+    AOT_TRY(activation_backward<T>(name, dy.as<T>(), z, {makes_dz ? dz.data : nullptr, dz.line}, dbias.as<T>(),
+                                   partials, matmuls.rows, matmuls.out, op.activation(), stream));
+    if (dx) AOT_TRY(run(matmuls.dx(dz.data, dx), nullptr));
+    if (dweight) AOT_TRY(run(matmuls.dweight(dz.data, dweight, adds), nullptr));
     return kOk;
   });
 }

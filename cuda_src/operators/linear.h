@@ -8,6 +8,44 @@
 namespace aot {
 inline namespace AOT_ISA {
 
+// The lines of matrices in CUDA's products. Tensor cores are fed with 16-bit matrices whose lines begin at multiples of
+// 16 bytes; products of others run at half the rate and less. Where that costs more, such matrices are copied to longer
+// lines in the workspace. At 4 TB/s and 700 TFLOP/s an element's copy takes as long as 350 of the products: copies are
+// made where they take half of the time of all products at most, if these are long beside a launch. Sizes alone decide,
+// because shape inference states the workspace.
+struct LinearLines {
+  int64_t rows, out, in;
+  DType dtype;
+  bool copies_out = false, copies_in = false;  // dy or its product with a slope; x and weight
+
+  // products: 1 in the forward, 2 in the backward
+  LinearLines(const Spec &x, const Spec &weight, int products)
+      : rows(x.product(0, x.ndim - 1)), out(weight.shape[0]), in(x.shape[x.ndim - 1]), dtype(x.dtype) {
+    constexpr int64_t kFewest = int64_t{1} << 31, kOfCopy = 350;
+    if (!kIsCuda || itemsize(dtype) != 2) return;
+    const bool odd_out = products > 1 && out % kVector, odd_in = in % kVector;
+    const int64_t size = bounded_product(bounded_product(rows, out), in);
+    const int64_t copied = (odd_out ? bounded_product(rows, out) : 0) +
+                           (odd_in ? bounded_product(rows, in) + bounded_product(out, in) : 0);
+    const bool pays = size >= kFewest && copied <= size / (2 * kOfCopy) * products;
+    copies_out = pays && odd_out, copies_in = pays && odd_in;
+  }
+
+  int64_t out_line() const { return copies_out ? whole(out) : out; }
+  int64_t in_line() const { return copies_in ? whole(in) : in; }
+  // Elements of the workspace for the copies.
+  int64_t dy_elements() const { return copies_out ? elements(rows, out_line()) : 0; }
+  int64_t x_elements() const { return copies_in ? elements(rows, in_line()) : 0; }
+  int64_t weight_elements() const { return copies_in ? elements(out, in_line()) : 0; }
+
+ private:
+  static constexpr int64_t kVector = 8;
+  static int64_t whole(int64_t n) { return (n + kVector - 1) / kVector * kVector; }
+  int64_t elements(int64_t lines, int64_t line) const {
+    return workspace_elements(bounded_product(lines, line), dtype);
+  }
+};
+
 struct LinearAttrs {
   static constexpr const char *kActivations[] = {nullptr, "relu", "gelu_tanh", "gelu", "silu"};  // as Activation
   int which = 0;
@@ -62,8 +100,12 @@ struct Linear : LinearAttrs {
     AOT_TRY(check(name, x, in[1], in[2], &out[0]));
     out[1] = pre_activation(out[0]);
     const bool all = x.known() && out[0].known();
-    out[2] = Spec::vector(accumulate_dtype(x.dtype),
-                          all ? library_workspace(out[0].size(), x.shape[x.ndim - 1]) : kUnknownDim);
+    int64_t work = kUnknownDim;
+    if (all) {
+      const LinearLines lines(x, in[1], 1);
+      work = lines.x_elements() + lines.weight_elements() + library_workspace(out[0].size(), x.shape[x.ndim - 1]);
+    }
+    out[2] = Spec::vector(accumulate_dtype(x.dtype), work);
     return kOk;
   }
 };
@@ -90,15 +132,21 @@ struct LinearBackward : LinearAttrs {
     if (in[4]) AOT_TRY(check_like(op, "pre_activation", in[4], "the input of the activation", pre_activation(y)));
     *dx = x, *dbias = bias_spec(x, weight);
     int64_t work = kUnknownDim;
-    if (x.known() && y.known())
-      work = grad_elements(y) + partial_elements(dbias->shape[0]) + library_workspace(y.size(), x.shape[x.ndim - 1]);
+    if (x.known() && y.known()) {
+      const LinearLines lines(x, weight, 2);
+      work = grad_elements(y, lines) + partial_elements(dbias->shape[0]) + lines.x_elements() +
+             lines.weight_elements() + library_workspace(y.size(), x.shape[x.ndim - 1]);
+    }
     *scratch = Spec::vector(accumulate_dtype(x.dtype), work);
     return kOk;
   }
 
-  // Scratch for the gradient of the pre-activation, of dy's dtype. Behind it are the partial sums of dbias, and
-  // cuBLASLt's scratch.
-  int64_t grad_elements(const Spec &dy) const { return activation() ? workspace_elements(dy.size(), dy.dtype) : 0; }
+  // Scratch for the gradient of the pre-activation, of dy's dtype, or for dy's copy. Behind it are the partial sums of
+  // dbias, the copies of x and weight, and cuBLASLt's scratch.
+  int64_t grad_elements(const Spec &dy, const LinearLines &lines) const {
+    if (lines.copies_out) return lines.dy_elements();
+    return activation() ? workspace_elements(dy.size(), dy.dtype) : 0;
+  }
 };
 
 // The backward that adds the gradient of weight to dweight, which has the accumulate dtype. The workspace is a required
@@ -122,18 +170,24 @@ struct LinearAccumulate : LinearBackward {
 struct LinearMatmuls {
   int64_t rows, out, in;
   DType dtype;
+  Operand x, weight;  // or their copies
+  int64_t out_line;   // the stride of y and dy
 
   LinearMatmuls(const Tensor &x, const Tensor &weight)
-      : rows(x.product(0, x.ndim - 1)), out(weight.shape[0]), in(weight.shape[1]), dtype(x.dtype) {}
+      : rows(x.product(0, x.ndim - 1)),
+        out(weight.shape[0]),
+        in(weight.shape[1]),
+        dtype(x.dtype),
+        x{x.data, in},
+        weight{weight.data, in},
+        out_line(out) {}
 
-  MatmulProblem forward(const Tensor &x, const Tensor &weight, void *y) const {
-    return {dtype, rows, out, in, {x.data, in}, {weight.data, in, true}, {y, out}};
+  MatmulProblem forward(void *y) const { return {dtype, rows, out, in, x, weight.transpose(), {y, out_line}}; }
+  MatmulProblem dx(void *dy, const Tensor &dx) const {
+    return {dtype, rows, in, out, {dy, out_line}, weight, {dx.data, in}};
   }
-  MatmulProblem dx(void *dy, const Tensor &weight, const Tensor &dx) const {
-    return {dtype, rows, in, out, {dy, out}, {weight.data, in}, {dx.data, in}};
-  }
-  MatmulProblem dweight(void *dy, const Tensor &x, const Tensor &dweight, bool adds) const {
-    MatmulProblem p = {dtype, out, in, rows, {dy, out, true}, {x.data, in}, {dweight.data, in}};
+  MatmulProblem dweight(void *dy, const Tensor &dweight, bool adds) const {
+    MatmulProblem p = {dtype, out, in, rows, {dy, out_line, true}, x, {dweight.data, in}};
     return p.adds = adds, p;
   }
 };

@@ -182,7 +182,7 @@ class Chunks {
       A *to = partials_ + *sums * n;
       *sums += parts;
       return launch_kernel(op_, column_sums_kernel<T, kVectors, SumShape>, {grid, block}, stream_, logits_, nullptr,
-                           nullptr, to, rows, n, kActivationNone);
+                           nullptr, to, rows, n, kActivationNone, n, n);
     };
     return n % kVectorSize<T> == 0 && aligned(logits_) ? launch(std::true_type()) : launch(std::false_type());
   }

@@ -76,6 +76,8 @@ ROW = Row(
         _linear((300, 72), 504, activation="gelu", scale=0.5),
         _linear((2, 130, 72), 128, activation="gelu_tanh", scale=0.5),
         _linear((500, 128), 96),
+        _linear((1040, 72), 1029),  # lines of y that are not aligned
+        _linear((261, 72), 131, activation="silu", scale=0.5),
     ),
     draw=_draw,
     bad=(

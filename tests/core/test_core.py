@@ -339,6 +339,36 @@ def test_a_workspace_is_as_large_as_its_device_needs():
         assert infer(OPS["matmul"], (False, False, False), (a, a), device)["workspace"].shape == sizes[device]
 
 
+@pytest.mark.skipif("cuda" not in DEVICES, reason="the library has no CUDA entries")
+def test_a_workspace_has_copies_of_matrices_whose_lines_are_not_aligned():
+    """x and weight where `in` is no multiple of 8, dy where `out` is not, in 16 bits, for long products."""
+
+    def words(rows, out, in_, dtype="bfloat16", device="cuda"):
+        x, weight, dy = (TensorSpec(s, dtype) for s in ((rows, in_), (out, in_), (rows, out)))
+        op = OPS["linear"]
+        forward = infer(op, (None, False), (x, weight, None), device)["workspace"].shape[0]
+        backward = infer(op.backward, (None, False), (dy, x, weight, None, None), device)["workspace"].shape[0]
+        return forward, backward
+
+    def copy(rows, line):
+        return -(-rows * line // 2 // 64) * 64
+
+    library = 1 << 23
+
+    def partials(out):
+        parts = min(max((1 << 18) // out, 1), 256)
+        return -(-parts * out // 64) * 64
+
+    assert words(8192, 30522, 768) == (library, library + copy(8192, 30528) + partials(30522))
+    inputs = copy(4097, 4104) + copy(4099, 4104)
+    assert words(4097, 4099, 4098) == (library + inputs, library + inputs + copy(4097, 4104) + partials(4099))
+    assert words(8192, 30528, 768) == (library, library + partials(30528))
+    assert words(8192, 30522, 768, "float32") == (library, library + partials(30522))
+    assert words(8192, 30522, 64) == (library, library + partials(30522))  # a copy takes as long as the products
+    assert words(1023, 1023, 1023) == (library, library + partials(1023))  # the products are short
+    assert words(8192, 30522, 768, device="cpu") == (0, 0)
+
+
 def test_inference_is_plain_c_and_refuses_hostile_arguments():
     """Inference refuses as the entry does: a count that is wrong, too many dimensions, null."""
     lib, entry = library.load(), "aot_gelu_cpu"

@@ -126,3 +126,41 @@ def test_dbias_of_many_rows_is_as_exact_as_its_type(dtype):
     (dbias,) = torch.autograd.grad(ours.linear(x, weight, bias.requires_grad_()), bias, dy)
     exact = dy.double().sum(0)
     assert ((dbias.double() - exact).abs() <= (torch.finfo(dtype).eps / 2 + 2**-15) * exact).all()
+
+
+@pytest.mark.parametrize(("ta", "tb"), [(False, True), (False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [(1288, 1025, 136), (1160, 1090, 64), (1168, 1284, 72)], ids=str)
+def test_lines_of_the_result_that_are_not_aligned(size, dtype, ta, tb):
+    """Sums of small integers, which float32 holds: only the result is rounded. Beside the operands are NaNs."""
+    m, n, k = size
+    n = n if tb else n // 8 * 8  # whose lines are of n elements
+    a, b = (among_nans(*s, dtype=dtype) for s in ((k, m) if ta else (m, k), (n, k) if tb else (k, n)))
+    exact = (a.double().mT if ta else a.double()) @ (b.double().mT if tb else b.double())
+    assert torch.equal(ours.matmul(a, b, ta, tb), exact.to(dtype))
+
+
+@pytest.mark.parametrize("activation", [None, "relu"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "size", [(2309, 3002, 776), (2304, 2309, 776), (1816, 1824, 1289), (1817, 1811, 1290)], ids=str
+)
+def test_a_linear_layer_whose_sizes_are_no_multiples_of_8(size, dtype, activation):
+    """Its sizes are those for which lines are copied (cuda_src/operators/linear.h)."""
+    rows, out, inner = size
+    x, weight, bias, dy = (among_nans(*s, dtype=dtype) for s in ((rows, inner), (out, inner), (out,), (rows, out)))
+    for given in ((x, weight, bias), (x, weight)):
+        wide = [t.double().requires_grad_() for t in given]
+        y = torch.nn.functional.linear(*wide)
+        y = y.relu() if activation else y
+        exact = [y, *torch.autograd.grad(y, wide, dy.double())]
+        leaves = [t.detach().requires_grad_() for t in given]
+        y = ours.linear(*leaves, activation=activation)
+        for found, right in zip((y, *torch.autograd.grad(y, leaves, dy)), exact, strict=True):
+            assert torch.equal(found, right.to(dtype))
+
+
+def among_nans(*shape, dtype):
+    count = torch.Size(shape).numel()
+    memory = torch.full((count + 256,), torch.nan, device="cuda", dtype=dtype)
+    return memory[128 : 128 + count].copy_(torch.randint(-3, 4, (count,), device="cuda")).view(shape)

@@ -1,0 +1,242 @@
+// Products of 16-bit matrices of any sizes on Hopper's tensor cores, with a c whose lines are not aligned, such as
+// logits of 30522 classes. TMA reads the operands, whose lines are aligned, and fills what lies beyond their sizes with
+// zeros: CUTLASS's mainloop of ping-pong warpgroups, as in gemm_sm90.cuh. TMA cannot write c, so the epilogue is our
+// own. It adds the bias, stores the pre-activation if wanted, and applies the activation, while the other warpgroup
+// multiplies.
+#include <cutlass/cutlass.h>
+#include <cutlass/epilogue/thread/linear_combination.h>
+#include <cutlass/gemm/device/gemm_universal_adapter.h>
+#include <cutlass/epilogue/collective/default_epilogue.hpp>
+#include <cutlass/epilogue/collective/detail.hpp>
+#include <cutlass/gemm/collective/collective_builder.hpp>
+#include <cutlass/gemm/kernel/gemm_universal.hpp>
+
+#include "activation.cuh"
+#include "cuda/launch.cuh"
+#include "gemm_unaligned.h"
+
+namespace aot {
+inline namespace AOT_ISA {
+namespace {
+
+constexpr int kUnalignedTile = 128;  // rows and columns of a tile
+
+// A warp has 16 rows of each half of a tile. It puts them in order in shared memory, and stores row by row: words of 4
+// bytes that are aligned in c, neighbouring lanes neighbouring words, so that a row of 256 bytes takes 2 instructions.
+template <typename T>
+class RowStores {
+ public:
+  using Row = cute::Stride<int64_t, cute::_1, int64_t>;
+  // These CUTLASS asks of an epilogue.
+  using DispatchPolicy = cutlass::epilogue::NoSmemWarpSpecialized;
+  using ThreadEpilogueOp = cutlass::epilogue::thread::LinearCombination<T, 1, float, float>;
+  using ElementAccumulator = float;
+  using ElementCompute = float;
+  using ElementC = T;
+  using ElementD = T;
+  using StrideC = Row;
+  using StrideD = Row;
+  using GmemTiledCopyC = void;
+  using GmemTiledCopyD = void;
+
+  // The operands' tiles follow, which are swizzled in units of 1024 bytes.
+  struct SharedStorage {
+    alignas(1024) uint32_t words[4][16][kUnalignedTile / 2];  // of each warp, row and pair of columns
+  };
+  struct Arguments {
+    T *c, *pre_activation;
+    const T *bias;
+    int64_t stride, step;  // of rows, and of the matrices of a batch
+    Activation activation;
+  };
+  using Params = Arguments;
+
+  template <class Problem>
+  static constexpr Params to_underlying_arguments(const Problem &, const Arguments &arguments, void *) {
+    return arguments;
+  }
+  template <class Problem>
+  static size_t get_workspace_size(const Problem &, const Arguments &) {
+    return 0;
+  }
+  template <class Problem>
+  static cutlass::Status initialize_workspace(const Problem &, const Arguments &, void *, cudaStream_t,
+                                              cutlass::CudaHostAdapter * = nullptr) {
+    return cutlass::Status::kSuccess;
+  }
+  template <class Problem>
+  static bool can_implement(const Problem &, const Arguments &) {
+    return true;
+  }
+
+  CUTLASS_HOST_DEVICE explicit RowStores(const Params &params) : p_(params) {}
+
+  // sums: of a thread, ((2 columns, 2 rows, 16 times 8 columns), 2 halves of the tile).
+  template <class Problem, class Shape, class Coordinates, class Engine, class Layout, class Mma, class Left>
+  CUTLASS_DEVICE void operator()(const Problem &, const Shape &, const Coordinates &at,
+                                 const cute::Tensor<Engine, Layout> &sums, const Mma &, const Left &left, int thread,
+                                 char *shared) const {
+    static_assert(decltype(cute::size(sums))::value == 2 * kSums, "two products of 64 x 128 a warpgroup");
+    const int rows = cute::get<0>(left), columns = cute::get<1>(left), warp = thread / 32;
+    auto &words = reinterpret_cast<SharedStorage *>(shared)->words[warp];
+    const int64_t column = int64_t{cute::get<1>(at)} * kUnalignedTile;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = half * 64 + warp * 16;  // the warp's first
+      const int64_t first =
+          cute::get<3>(at) * p_.step + (int64_t{cute::get<0>(at)} * kUnalignedTile + row) * p_.stride + column;
+      float v[kSums];
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) v[i] = sums(half * kSums + i);
+      if (p_.bias) add_bias(v, p_.bias + column, columns);
+      if (p_.pre_activation) store(v, words, p_.pre_activation + first, rows - row, columns);
+      activate_all(v);
+      store(v, words, p_.c + first, rows - row, columns);
+    }
+  }
+
+ private:
+  static constexpr int kSums = 64;
+  using Words = uint32_t[16][kUnalignedTile / 2];
+
+  // The first of the two neighbouring columns that sums 4 j to 4 j + 3 have, in two rows.
+  static CUTLASS_DEVICE int column_of(int j) { return j * 8 + threadIdx.x % 4 * 2; }
+
+  static CUTLASS_DEVICE void add_bias(float (&v)[kSums], const T *bias, int columns) {
+#pragma unroll
+    for (int j = 0; j < kSums / 4; ++j)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float b = column_of(j) + i < columns ? widen(bias[column_of(j) + i]) : 0.0f;
+        v[4 * j + i] += b, v[4 * j + 2 + i] += b;
+      }
+  }
+
+  CUTLASS_DEVICE void activate_all(float (&v)[kSums]) const {
+    switch (p_.activation) {  // once for all
+      case kActivationRelu:
+        return each<kActivationRelu>(v);
+      case kActivationGelu:
+        return each<kActivationGelu>(v);
+      case kActivationGeluTanh:
+        return each<kActivationGeluTanh>(v);
+      case kActivationSilu:
+        return each<kActivationSilu>(v);
+      default:
+        return;
+    }
+  }
+  template <Activation activation>
+  static CUTLASS_DEVICE void each(float (&v)[kSums]) {
+#pragma unroll
+    for (float &x : v) x = activate<__half>(x, activation);
+  }
+
+  // Vectors of 4 words are exchanged, so that neither the sums, in 8 rows at once, nor the words of a row meet in a
+  // bank.
+  static CUTLASS_DEVICE uint32_t &word(Words &words, int row, int at) { return words[row][at ^ row % 8 * 4]; }
+
+  CUTLASS_DEVICE void store(const float (&v)[kSums], Words &words, T *to, int rows, int columns) const {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int j = 0; j < kSums / 4; ++j)
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        word(words, lane / 4 + 8 * i, column_of(j) / 2) = narrow_word(v[4 * j + 2 * i], v[4 * j + 2 * i + 1], T());
+    __syncwarp();
+    store_rows(words, to, rows, columns);
+    __syncwarp();
+  }
+
+  // rows, columns: those of c from `to` on, of which some may be beyond the tile.
+  CUTLASS_DEVICE void store_rows(Words &words, T *to, int rows, int columns) const {
+    const int lane = threadIdx.x % 32;
+#pragma unroll 4
+    for (int i = 0; i < 16; ++i) {
+      const uint32_t left = word(words, i, lane), right = word(words, i, lane + 32);
+      store_row(reinterpret_cast<uint16_t *>(to + i * p_.stride), left, right, i < rows ? columns : 0);
+    }
+  }
+
+  // A row, of which a lane has two words. If it begins in the middle of an aligned word, the words in memory are made
+  // of those of two lanes, and it ends with an element.
+  static CUTLASS_DEVICE void store_row(uint16_t *row, uint32_t left, uint32_t right, int columns) {
+    const int lane = threadIdx.x % 32;
+    if (reinterpret_cast<uintptr_t>(row) % 4 == 0) {
+      store_word(row, 2 * lane, left, columns);
+      store_word(row, 2 * lane + 64, right, columns);
+      return;
+    }
+    const uint32_t before_left = __shfl_up_sync(~0u, left, 1), before_right = __shfl_up_sync(~0u, right, 1);
+    const uint32_t middle = __shfl_sync(~0u, left, 31);
+    store_word(row, 2 * lane - 1, __byte_perm(before_left, left, 0x5432), columns);
+    store_word(row, 2 * lane + 63, __byte_perm(lane ? before_right : middle, right, 0x5432), columns);
+    if (lane == 31 && kUnalignedTile <= columns) row[kUnalignedTile - 1] = static_cast<uint16_t>(right >> 16);
+  }
+
+  // Elements `at` and at + 1 of a row, if it has them. Their address is aligned.
+  static CUTLASS_DEVICE void store_word(uint16_t *row, int at, uint32_t word, int columns) {
+    if (at >= 0 && at + 1 < columns) *reinterpret_cast<uint32_t *>(row + at) = word;
+    else if (at >= 0 && at < columns) row[at] = static_cast<uint16_t>(word);
+    else if (at < 0 && columns > 0) row[0] = static_cast<uint16_t>(word >> 16);
+  }
+
+  Params p_;
+};
+
+// Tiles of 128 x 128 by ping-pong warpgroups, in clusters of two blocks that share columns of b.
+template <typename T, bool kTransposedA, bool kTransposedB>
+struct UnalignedKernel {
+  using E = std::conditional_t<std::is_same_v<T, __half>, cutlass::half_t, cutlass::bfloat16_t>;
+  static constexpr int kAligned = 16 / sizeof(T);
+  using Row = cutlass::layout::RowMajor;
+  using Column = cutlass::layout::ColumnMajor;
+  using Tile = cute::Shape<cute::Int<kUnalignedTile>, cute::Int<kUnalignedTile>, cute::_64>;
+  using Cluster = cute::Shape<cute::_2, cute::_1, cute::_1>;
+  using Epilogue = cutlass::epilogue::collective::detail::Sm90TmaWarpSpecializedAdapter<RowStores<T>>;
+  using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
+      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, E, std::conditional_t<kTransposedA, Column, Row>, kAligned,
+      E, std::conditional_t<kTransposedB, Column, Row>, kAligned, float, Tile, Cluster,
+      cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename RowStores<T>::SharedStorage))>,
+      cutlass::gemm::KernelTmaWarpSpecializedPingpong>::CollectiveOp;
+  using Kernel = cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop, Epilogue>;
+  using Device = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
+
+  // can_implement is not asked: it wants the sizes along lines to be multiples of 8, not only the strides.
+  static Status run(const char *op, const GemmParams &g, int multiprocessors, cudaStream_t stream) {
+    typename Kernel::StrideA a_stride;
+    typename Kernel::StrideB b_stride;
+    cute::get<kTransposedA ? 1 : 0>(a_stride) = g.a.stride, cute::get<2>(a_stride) = g.a_step;
+    cute::get<kTransposedB ? 0 : 1>(b_stride) = g.b.stride, cute::get<2>(b_stride) = g.b_step;
+    typename Device::Arguments arguments{
+        cutlass::gemm::GemmUniversalMode::kGemm,
+        {static_cast<int>(g.m), static_cast<int>(g.n), static_cast<int>(g.k), static_cast<int>(g.count)},
+        {static_cast<const E *>(g.a.data), a_stride, static_cast<const E *>(g.b.data), b_stride},
+        {static_cast<T *>(g.c.data), static_cast<T *>(g.pre_activation), static_cast<const T *>(g.bias), g.c.stride,
+         g.c_step, g.activation}};
+    arguments.hw_info.sm_count = multiprocessors;
+    Device device;
+    if (device.initialize(arguments, nullptr, stream) != cutlass::Status::kSuccess ||
+        device.run(stream) != cutlass::Status::kSuccess)
+      return check_cuda(op, cudaGetLastError());
+    return check_launch(op);
+  }
+};
+
+template <typename T>
+Status run_layout(const char *op, const GemmParams &g, int multiprocessors, cudaStream_t stream) {
+  auto *run = g.a.transposed
+                  ? (g.b.transposed ? UnalignedKernel<T, true, true>::run : UnalignedKernel<T, true, false>::run)
+                  : (g.b.transposed ? UnalignedKernel<T, false, true>::run : UnalignedKernel<T, false, false>::run);
+  return run(op, g, multiprocessors, stream);
+}
+
+}  // namespace
+
+Status gemm_unaligned_sm90(const char *op, const GemmParams &g, int multiprocessors, cudaStream_t stream) {
+  auto *run = g.dtype == DType::bfloat16 ? run_layout<__nv_bfloat16> : run_layout<__half>;
+  return run(op, g, multiprocessors, stream);
+}
+
+}  // namespace AOT_ISA
+}  // namespace aot
