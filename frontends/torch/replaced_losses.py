@@ -60,7 +60,7 @@ def causal_lm_head_loss(
     shift_labels=None,
     **kwargs,
 ):
-    """The loss of the next token with the head in it. ``logits``: the rows that the head would take, under the name that
+    """The loss of the next token with the head in it. ``logits``: the rows that the head would take, by the name that
     models call the loss with."""
     target = _of_the_next(labels, shift_labels, ignore_index).to(logits.device)
     options = {"softcap": softcap, "allow_tf32": torch.backends.cuda.matmul.allow_tf32}
