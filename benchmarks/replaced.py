@@ -4,7 +4,7 @@ A step is forward, backward and torch's fused AdamW, in bfloat16, with weights a
 steps, the peak of memory, and the first and the last loss, which are those of the other rows up to rounding. Each model
 has a process of its own, in which Liger is last, because it changes transformers for the process.
 
-    python -m benchmarks.replaced llama gpt2 --json FILE
+    python -m benchmarks.replaced llama gpt2 --also linear_cross_entropy --json FILE
 """
 
 from __future__ import annotations
@@ -51,18 +51,24 @@ MODELS = {
 
 
 def rows(
-    name: str, impls: list[str], compiled: bool, steps: int, tiny: bool, without: tuple[str, ...] = ()
+    name: str,
+    impls: list[str],
+    compiled: bool,
+    steps: int,
+    tiny: bool,
+    without: tuple[str, ...] = (),
+    also: tuple[str, ...] = (),
 ) -> list[dict[str, Any]]:
     """Measured in this process."""
     import torch
 
     found = []
     for impl in sorted(impls, key=IMPLS.index):
-        model = build(name, impl, tiny, without)
+        model = build(name, impl, tiny, without, also)
         if model is None:
             print(f"{name}: {impl} has no kernels for it", flush=True)
             continue
-        row = {"model": name, "impl": impl, "compiled": compiled, "without": without} | measure(
+        row = {"model": name, "impl": impl, "compiled": compiled, "without": without, "also": also} | measure(
             model, name, compiled, steps, tiny
         )
         losses = " to ".join(map(str, row["losses"]))
@@ -79,7 +85,7 @@ def rows(
     return found
 
 
-def build(name: str, impl: str, tiny: bool, without: tuple[str, ...]) -> Any:
+def build(name: str, impl: str, tiny: bool, without: tuple[str, ...], also: tuple[str, ...]) -> Any:
     """The model; None if Liger has no kernels for it."""
     import torch
     import transformers
@@ -93,7 +99,7 @@ def build(name: str, impl: str, tiny: bool, without: tuple[str, ...]) -> Any:
         model = getattr(transformers, family + head)(config).bfloat16()
     model.config.use_cache = False
     if impl == "aotops":
-        F.replace(model, without=without)
+        F.replace(model, without=without, also=also)
     if impl == "liger":
         patches = import_module("liger_kernel.transformers.monkey_patch")
         if config.model_type not in patches.MODEL_TYPE_TO_APPLY_LIGER_FN:
@@ -149,6 +155,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10, help="timed steps; default: %(default)s")
     parser.add_argument("--tiny", action="store_true", help="tiny models, to try this program, on a CPU too")
     parser.add_argument("--without", action="append", default=[], metavar="KIND", help="of replace")
+    parser.add_argument("--also", action="append", default=[], metavar="KIND", help="of replace")
     parser.add_argument("--json", type=Path, metavar="FILE", help="adds the rows to this file")
     args = parser.parse_args(argv)
     args.models = args.models or [*MODELS]
@@ -172,7 +179,7 @@ def main(argv: list[str] | None = None) -> None:
         ]
         sys.exit(f"replaced: {', '.join(failed)} failed" if failed else 0)
     (name,) = args.models
-    found = rows(name, args.impls, args.compiled, args.steps, args.tiny, tuple(args.without))
+    found = rows(name, args.impls, args.compiled, args.steps, args.tiny, tuple(args.without), tuple(args.also))
     if args.json:
         before = json.loads(args.json.read_text()) if args.json.exists() else []
         args.json.write_text("[\n" + ",\n".join(map(json.dumps, before + found)) + "\n]\n")

@@ -70,14 +70,25 @@ def backward_of_rows(m, dy, target, weight, ignore_index):
 
 
 def _mean(m, total, counted, target, weight):
-    """The mean of all rows from the sum of the losses of this part, and what it is divided by."""
-    both = m.concatenate([m.reshape(n, (1,)) for n in (total, divisor_of_part(m, total, counted, target, weight))])
-    both = m.reduce(both, "sum", "n")
+    return mean_of_parts(m, total, divisor_of_part(m, total, counted, target, weight), ("n",))
+
+
+def mean_of_parts(m, total, divisor, axes):
+    """The mean of all rows from the sum of the losses of this part and its divisor, and what it is divided by."""
+    both = m.concatenate([m.reshape(each, (1,)) for each in (total, divisor)])
+    both = over_rows(m, both, axes)
     return both[0] / both[1], both[1]
 
 
+def over_rows(m, sums, axes):
+    """The sums over all parts. ``axes``: the names of the axes of the rows."""
+    for axis in axes:
+        sums = m.reduce(sums, "sum", axis)
+    return sums
+
+
 def _divisor(m, model, counted, target, weight):
-    return m.reduce(divisor_of_part(m, model, counted, target, weight), "sum", "n")
+    return over_rows(m, divisor_of_part(m, model, counted, target, weight), ("n",))
 
 
 def divisor_of_part(m, model, counted, target, weight):

@@ -9,7 +9,7 @@ from math import prod
 
 from ..spec import dtype_name
 from ._cross_entropy import keeps_slope
-from ._cross_entropy_parts import divides_slope, divisor_of_part
+from ._cross_entropy_parts import divides_slope, divisor_of_part, mean_of_parts, over_rows
 
 
 def row_axes(shape):
@@ -39,9 +39,7 @@ def forward(m, x, weight, target, bias, class_weight, ignore_index, reduction, d
         return m.run()
     loss, *slopes = m.run(reduction="sum", dtype=dtype_name(m.wide(x).dtype))
     divisor = _of_this_part(m, loss, x, target, class_weight, ignore_index)
-    both = m.concatenate([m.reshape(each, (1,)) for each in (loss, divisor)])
-    both = _over_rows(m, both, x)
-    loss, divisor = both[0] / both[1], both[1]
+    loss, divisor = mean_of_parts(m, loss, divisor, row_axes(x.shape))
     if divides_slope(reduction, dtype_name(x.dtype)):
         divisor = m.where(divisor == 0, divisor + 1, divisor)  # slopes are 0 then
         slopes = [None if each is None else m.like(m.wide(each) / divisor, each) for each in slopes]
@@ -54,16 +52,10 @@ def backward(m, dy, x, target, class_weight, x_slope, weight_slope, bias_slope, 
         return m.run()
     dy, kept = m.wide(dy), any(slope is not None for slope in (x_slope, weight_slope, bias_slope))
     if not (kept and divides_slope(reduction, dtype_name(x.dtype))):
-        dy = dy / _over_rows(m, _of_this_part(m, dy, x, target, class_weight, ignore_index), x)
+        dy = dy / over_rows(m, _of_this_part(m, dy, x, target, class_weight, ignore_index), row_axes(x.shape))
     return m.run(dy=dy, reduction="sum", dtype=dtype_name(dy.dtype))
 
 
 def _of_this_part(m, model, x, target, class_weight, ignore_index):
     target = m.reshape(target, (prod(x.shape[:-1]),))
     return divisor_of_part(m, model, target != ignore_index, target, class_weight)
-
-
-def _over_rows(m, sums, x):
-    for axis in row_axes(x.shape):
-        sums = m.reduce(sums, "sum", axis)
-    return sums

@@ -271,7 +271,9 @@ struct RowWithExtras {
     zero = c.ignored && !has_dlse;
     if (c.ignored) return;
     loss = on * (log_sum - (at_target - row.max));
-    if (smoothing.total != 0) loss += smoothing.per_class * (row.count * log_sum - row.shifted_sum);
+    // No term of the sum of -w log(p) is negative: an infinite weight makes it infinite. Its differences are NaN then.
+    const A terms = row.count - row.count == 0 ? row.count * log_sum - row.shifted_sum : row.count;
+    if (smoothing.total != 0) loss += smoothing.per_class * terms;
     if (z_loss != 0) loss += z_loss * lse * lse;
     if (!c.in_range) loss = factor = nan<A>();
     of_p += factor * (on + smoothing.per_class * row.count + 2 * z_loss * lse);

@@ -199,7 +199,9 @@ struct CrossEntropyExtraRow {
       write(slope, x, ignored ? -1 : target, base, of_p / sum, ignored ? 0 : off_target * scale, on_target * scale);
     if (ignored) return 0;
     const double loss = on_target * (log_sum - (at_target - base));
-    const double smoothed = smooth ? off_target * (weights * log_sum - shifted_sum) : 0;
+    // No term of the sum of -w log(p) is negative: an infinite weight makes it infinite. Its differences are NaN then.
+    const double terms = weights - weights == 0 ? weights * log_sum - shifted_sum : weights;
+    const double smoothed = smooth ? off_target * terms : 0;
     return loss + smoothed + (extras.z_loss != 0 ? extras.z_loss * lse * lse : 0);
   }
 

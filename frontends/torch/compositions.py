@@ -150,59 +150,41 @@ def cross_entropy(
     return _reduced(losses, reduction, factors.sum()).to(result)
 
 
-def cross_entropy_lse(
-    function,
-    x,
-    target,
-    ignore_index=-100,
-    reduction="mean",
-    label_smoothing=0.0,
-    dtype: torch.dtype | str | None = None,
-    weight: Tensor | None = None,
-    z_loss=0.0,
-    softcap=0.0,
-) -> Any:
+def cross_entropy_lse(function, *args: Any, **kwargs: Any) -> Any:
     """Class weights that require a gradient, or of another dtype; a ``dtype`` of torch's."""
-    accepted, named = _accepted_weight(x, weight), _name(dtype)
-    if accepted is not weight or named is not dtype:
-        return function(x, target, ignore_index, reduction, label_smoothing, named, accepted, z_loss, softcap)
+    (x, target, weight), attrs = BUILTIN.ops["cross_entropy_lse"].bind(*args, **kwargs)
+    accepted, loss = _accepted_weight(x, weight), _loss(attrs)
+    given = x, target, *loss[:4], accepted, *loss[4:]
+    if accepted is not weight or loss is not attrs:
+        return function(*given)
     if not isinstance(x, Tensor) or not _learns(weight):
         return NotImplemented
-    of_loss = lambda *args, **kwargs: function(*args, **kwargs)[0]  # noqa: E731
-    y = cross_entropy(of_loss, x, target, ignore_index, reduction, label_smoothing, dtype, weight, z_loss, softcap)
+    y = cross_entropy(lambda *args, **kwargs: function(*args, **kwargs)[0], *given)
+    ignore_index, softcap = loss[0], loss[-1]
     return y, *function(x, target, ignore_index, softcap=softcap)[1:]
 
 
-def linear_cross_entropy(
-    function,
-    x,
-    weight,
-    target,
-    bias=None,
-    ignore_index=-100,
-    reduction="mean",
-    label_smoothing=0.0,
-    dtype: torch.dtype | str | None = None,
-    class_weight: Tensor | None = None,
-    z_loss=0.0,
-    softcap=0.0,
-    allow_tf32=False,
-) -> Any:
+def linear_cross_entropy(function, *args: Any, **kwargs: Any) -> Any:
     """Class weights that require a gradient, for which the logits are made; and a ``dtype`` of torch's."""
-    named = _name(dtype)
-    loss = ignore_index, reduction, label_smoothing, named, class_weight, z_loss, softcap
-    given = x, weight, target, bias, *loss, allow_tf32
-    if not _learns(class_weight):
-        return NotImplemented if named is dtype else function(*given)
     op, ops = BUILTIN.ops["linear_cross_entropy"], namespaces[BUILTIN]
-    inputs, attrs = op.bind(*given)
+    inputs, attrs = op.bind(*args, **kwargs)
+    (x, weight, target, bias, class_weight), (*loss, allow_tf32) = inputs, _loss(attrs)
+    if not _learns(class_weight):
+        given = x, weight, target, bias, *loss[:4], class_weight, *loss[4:], allow_tf32
+        return NotImplemented if loss[3] is attrs[3] else function(*given)
     if not is_compiling():
         check_tensors(op, inputs)
-        specs_of(op, attrs, inputs)  # raises for what does not fit
+        specs_of(op, (*loss, allow_tf32), inputs)  # raises for what does not fit
     logits = ops.linear(x, weight, bias, None, allow_tf32)
     flat = logits.reshape(target.numel(), logits.shape[-1]), target.reshape(target.numel())
-    y = ops.cross_entropy(*flat, *loss)
-    return y.reshape(target.shape) if reduction == "none" else y
+    y = ops.cross_entropy(*flat, *loss[:4], class_weight, *loss[4:])
+    return y.reshape(target.shape) if loss[1] == "none" else y
+
+
+def _loss(attrs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The attributes of an operator of losses, of which the fourth is ``dtype``, with its name; attrs if it has one."""
+    named = _name(attrs[3])
+    return attrs if named is attrs[3] else (*attrs[:3], named, *attrs[4:])
 
 
 def _accepted_weight(x: Any, weight: Any) -> Any:

@@ -18,6 +18,7 @@ from torch.nn import functional
 from torch.nn import functional as F
 
 from .bytecode import Form, Names, named
+from .known_heads import head_of
 
 FORMS: list[Form] = []
 
@@ -258,7 +259,7 @@ def form_of(kind: type) -> tuple[Form, Names] | None:
         if all(names is not None for names in found):
             merged = {key: value for names in found if names for key, value in names.items()}
             return form, merged
-    return None
+    return head_of(kind)
 
 
 def gelu_of(function: Any) -> str | None:

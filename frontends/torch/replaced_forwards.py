@@ -7,6 +7,7 @@ They ask what may have changed since ``replace``: dtypes, autocast, children tha
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
 from . import functional as F
+from . import replaced_heads
 from .bytecode import Form, Names
 from .known_modules import form_of, gelu_of
 from .replaced_dtypes import as_it_is, autocasts, product_dtype
@@ -272,8 +274,11 @@ _SERVES: dict[str, Callable[..., Serve]] = {
     "softmax": _softmax,
     "cross_entropy": _cross_entropy,
     "conv2d": _conv2d,
+    "linear_cross_entropy": partial(replaced_heads.causal_lm, _matrix),
 }
-KINDS = tuple(_SERVES)
+
+
+SERVED = tuple(_SERVES)
 
 
 def _says(reason: str) -> Callable[..., str]:
@@ -287,6 +292,7 @@ _CHECKS: dict[str, Callable[[Any, Form, Names], str | None]] = {
     "swiglu": _swiglu_refusal,
     "linear": _linear_refusal,
     "conv2d": _conv2d_refusal,
+    "linear_cross_entropy": replaced_heads.refusal,
     "silu": _says("no operator computes it alone"),
     "relu": _says("no operator computes it alone"),
     "matrix": _says("a product alone: torch's uses cuBLASLt too"),

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from . import functional as F
@@ -16,21 +17,57 @@ from . import known_losses as known
 def _cross_entropy(logits, labels, vocab_size, num_items_in_batch, ignore_index):
     if logits.element_size() != 2:
         logits = logits.float()
-    reduction = "mean" if num_items_in_batch is None else "sum"
     target = labels.view(-1).to(logits.device)
+    reduction = _reduction(num_items_in_batch)
     loss = F.cross_entropy(logits.view(-1, vocab_size), target, ignore_index, reduction, dtype="float32")
+    return _shared(loss, num_items_in_batch)
+
+
+def _reduction(num_items_in_batch):
+    return "mean" if num_items_in_batch is None else "sum"
+
+
+def _shared(loss, num_items_in_batch):
+    """A sum as a mean over the items of all batches of a step."""
     if hasattr(num_items_in_batch, "to"):
         num_items_in_batch = num_items_in_batch.to(loss.device)
     return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+def _of_the_next(labels, shift_labels, ignore_index):
+    if shift_labels is not None:
+        return shift_labels
+    return nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
 
 
 def causal_lm_loss(
     logits, labels, vocab_size: int, num_items_in_batch=None, ignore_index: int = -100, shift_labels=None, **kwargs
 ):
     """The loss of the next token."""
-    if shift_labels is None:
-        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
-    return _cross_entropy(logits, shift_labels, vocab_size, num_items_in_batch, ignore_index)
+    target = _of_the_next(labels, shift_labels, ignore_index)
+    return _cross_entropy(logits, target, vocab_size, num_items_in_batch, ignore_index)
+
+
+def causal_lm_head_loss(
+    weight,
+    bias,
+    softcap,
+    logits,
+    labels,
+    vocab_size: int,
+    num_items_in_batch=None,
+    ignore_index: int = -100,
+    shift_labels=None,
+    **kwargs,
+):
+    """The loss of the next token with the head in it. ``logits``: the rows that the head would take, by the name that
+    models call the loss with."""
+    target = _of_the_next(labels, shift_labels, ignore_index).to(logits.device)
+    options = {"softcap": softcap, "allow_tf32": torch.backends.cuda.matmul.allow_tf32}
+    dtype = "float32" if logits.element_size() == 2 else None
+    reduction = _reduction(num_items_in_batch)
+    loss = F.linear_cross_entropy(logits, weight, target, bias, ignore_index, reduction, dtype=dtype, **options)
+    return _shared(loss.float(), num_items_in_batch)
 
 
 def masked_lm_loss(logits, labels, vocab_size: int, num_items_in_batch=None, ignore_index: int = -100, **kwargs):

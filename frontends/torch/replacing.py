@@ -10,21 +10,27 @@ after ``replace``, or one with hooks that it would pass by.
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
-from .replaced_forwards import KINDS, MADE_FOR, learn, refusal, serve_of
+from .known_rotations import without_halves
+from .replaced_classes import ORIGINAL, class_for
+from .replaced_forwards import SERVED, learn, refusal
+from .replaced_globals import CALLED, kinds_of
 from .replaced_losses import LOSSES, loss_for
 
-_ORIGINAL = "_aotops_original"
-"""The attribute of a made class with the class that it was made of."""
+OPTIONAL = ("linear_cross_entropy", "attention")
+"""The kinds that are replaced only where they are asked for: one changes what a model returns, and the other is not
+faster everywhere."""
+KINDS = tuple(kind for kind in (*SERVED, *CALLED) if kind not in OPTIONAL)
 _LOSS = "loss_function"
 """The property of transformers' models with the function that they call."""
 _OF_ITS_OWN = ("__init_subclass__", "__reduce__", "__reduce_ex__")
+_HARMLESS = ("transformers.modeling_utils", "PreTrainedModel")
+"""A class whose ``__init_subclass__`` notes the class of the configuration, and no more."""
 
 
 class Row(NamedTuple):
@@ -87,7 +93,9 @@ def _pattern(name: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
-def replace(model: nn.Module, *, only: Iterable[str] | None = None, without: Iterable[str] = ()) -> Replacement:
+def replace(
+    model: nn.Module, *, only: Iterable[str] | None = None, without: Iterable[str] = (), also: Iterable[str] = ()
+) -> Replacement:
     """Lets the modules of a model that exists compute by the library's kernels, in place.
 
     Parameters, buffers, hooks, names, ``state_dict`` and ``repr`` stay as they are, and results up to rounding. A
@@ -96,8 +104,11 @@ def replace(model: nn.Module, *, only: Iterable[str] | None = None, without: Ite
     Args:
         model: on any device, in any dtype, training or not.
         only: the kinds to replace: "layer_norm", "rms_norm", "gelu", "swiglu", "linear" (with the activation after it),
-            "softmax", "cross_entropy" and "conv2d". Default: all.
+            "softmax", "cross_entropy", "conv2d" and "rope". Default: all.
         without: kinds to leave.
+        also: kinds that are replaced only where they are asked for. "linear_cross_entropy": the head of a model for
+            language and its loss, where the model is called in training with ``labels=``: its result then has no
+            ``logits``, as with Liger. "attention": torch's attention in transformers' models.
 
     Returns:
         A record, whose rows say what was replaced, what was left, and why. ``restore()`` takes it back, as does the end
@@ -109,13 +120,14 @@ def replace(model: nn.Module, *, only: Iterable[str] | None = None, without: Ite
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"replace: model has type {type(model).__name__}, expected torch.nn.Module")
-    kinds = _kinds("only", KINDS if only is None else only) - _kinds("without", without)
-    found = [(module, *row) for name, module in list(model.named_modules()) for row in _rows(name, module, kinds)]
-    changes = [(module, attribute) for module, row, attribute in found if row.operator]
-    values = [_value(*change) for change in changes]  # of all, before one is changed
-    for (module, attribute), value in zip(changes, values, strict=True):
-        setattr(module, attribute, value)
-    return Replacement([row for _, row, _ in found], [module for module, _ in changes])
+    kinds = (_kinds("only", KINDS if only is None else only) | _kinds("also", also)) - _kinds("without", without)
+    uneven = without_halves(model) if "rope" in kinds else ""
+    found = [each for name, module in list(model.named_modules()) for each in _found(name, module, kinds, uneven)]
+    changes = [each for each in found if each.kinds()]
+    values = [each.value() for each in changes]  # of all, before one is changed
+    for each, value in zip(changes, values, strict=True):
+        setattr(each.module, each.attribute, value)
+    return Replacement([row for each in found for row in each.rows], [each.module for each in changes])
 
 
 def restore(model: nn.Module) -> None:
@@ -130,21 +142,21 @@ def restore(model: nn.Module) -> None:
 
 def _kinds(argument: str, given: Iterable[str]) -> set[str]:
     found = {given} if isinstance(given, str) else set(given)
-    if unknown := sorted(found.difference(KINDS)):
-        raise ValueError(f"replace: {argument} has {unknown[0]!r}, expected {', '.join(KINDS)}")
+    if unknown := sorted(found.difference(KINDS, OPTIONAL)):
+        raise ValueError(f"replace: {argument} has {unknown[0]!r}, expected {', '.join((*KINDS, *OPTIONAL))}")
     return found
 
 
 def _restore(modules: list[nn.Module]) -> None:
     for module in modules:
-        if hasattr(type(module), _ORIGINAL) and _ORIGINAL not in vars(type(module)):
+        if hasattr(type(module), ORIGINAL) and ORIGINAL not in vars(type(module)):
             raise RuntimeError(
                 f"restore: a module has class {type(module).__name__}, made of the replaced one, expected that one: "
                 "remove the parametrization, or the wrapper, first"
             )
     for module in modules:
-        if hasattr(type(module), _ORIGINAL):
-            module.__class__ = getattr(type(module), _ORIGINAL)
+        if hasattr(type(module), ORIGINAL):
+            module.__class__ = getattr(type(module), ORIGINAL)
         if vars(module).get("_loss_function") in LOSSES:
             del module._loss_function
 
@@ -152,23 +164,41 @@ def _restore(modules: list[nn.Module]) -> None:
 # ----------------------------------------------------------------------------------------------------------- judgement
 
 
-def _rows(name: str, module: nn.Module, kinds: Collection[str]) -> Iterator[tuple[Row, str]]:
-    """The rows of a module, with the attribute that a replacement sets."""
-    kind, reason = _judged(module, kinds)
-    if kind or reason or not any(module.children()):
-        reason = reason or ("" if kind else "no operator has its forward")
-        yield Row(name, type(module).__name__, None if reason else kind, reason), "__class__"
+class _Found(NamedTuple):
+    """An attribute of a module that a replacement would set, and the rows about it."""
+
+    module: nn.Module
+    attribute: str
+    rows: list[Row]
+
+    def kinds(self) -> tuple[str, ...]:
+        return tuple(row.operator for row in self.rows if row.operator)
+
+    def value(self) -> Any:
+        """The attribute's new value."""
+        return loss_for(self.module)[1] if self.attribute == _LOSS else class_for(type(self.module), self.kinds())
+
+
+def _found(name: str, module: nn.Module, kinds: Collection[str], uneven: str) -> Iterator[_Found]:
+    """``uneven``: why the rotations of the model are left."""
+    judged = [*_calls(module, kinds, uneven)] or [_judged(module, kinds)]
+    rows = []
+    for kind, reason in judged:
+        if kind or reason or not any(module.children()):
+            reason = reason or ("" if kind else "no operator has its forward")
+            rows.append(Row(name, type(module).__name__, None if reason else kind, reason))
+    yield _Found(module, "__class__", rows)
     function, ours = loss_for(module)
     if function is not None:
         reason = _loss_reason(function, ours, kinds)
         operator = None if reason else "cross_entropy"
-        yield Row(f"{name}.{_LOSS}".lstrip("."), function.__name__, operator, reason), _LOSS
+        yield _Found(module, _LOSS, [Row(f"{name}.{_LOSS}".lstrip("."), function.__name__, operator, reason)])
 
 
 def _judged(module: nn.Module, kinds: Collection[str]) -> tuple[str | None, str]:
     """The operator for a module, and why it is left nevertheless."""
     cls = type(module)
-    if hasattr(cls, _ORIGINAL):
+    if hasattr(cls, ORIGINAL):
         return None, "replaced already"
     found = learn(cls)
     if found is None:
@@ -177,12 +207,35 @@ def _judged(module: nn.Module, kinds: Collection[str]) -> tuple[str | None, str]
     refused = refusal(module, form, names)
     if refused is None or refused:
         return None, refused or ""
-    own = [method for method in ("forward", *form.methods) if method in vars(module)]
+    reason = _own_ways(module, form.methods) or _unselected(form.kind, kinds)
+    if not reason and form.kind == "linear_cross_entropy" and "cross_entropy" not in kinds:
+        reason = "" if loss_for(module)[0] in LOSSES else "its loss is not selected"
+    return form.kind, reason
+
+
+def _calls(module: nn.Module, kinds: Collection[str], uneven: str) -> Iterator[tuple[str | None, str]]:
+    """The operators for the functions that the forward of a module calls, and why they are left nevertheless."""
+    for kind in () if hasattr(type(module), ORIGINAL) else kinds_of(type(module)):
+        reason = _unselected(kind, kinds) or (uneven if kind == "rope" else "") or _own_ways(module, ())
+        yield kind, f"{kind}: {reason}" if reason else ""
+
+
+def _own_ways(module: nn.Module, methods: Iterable[str]) -> str:
+    """Why the class of a module cannot be exchanged, or "". ``methods``: those that its forward calls."""
+    cls = type(module)
+    own = [method for method in ("forward", *methods) if method in vars(module)]
     if own:
-        return form.kind, f"its {own[0]} is the instance's own"
-    if type(cls) is not type or any(name in vars(base) for base in cls.__mro__[:-1] for name in _OF_ITS_OWN):
-        return form.kind, "its class is made, subclassed or pickled in a way of its own"
-    return form.kind, "" if form.kind in kinds else "not selected"
+        return f"its {own[0]} is the instance's own"
+    bases = [base for base in cls.__mro__[:-1] if (base.__module__, base.__qualname__) != _HARMLESS]
+    if type(cls) is not type or any(name in vars(base) for base in bases for name in _OF_ITS_OWN):
+        return "its class is made, subclassed or pickled in a way of its own"
+    return ""
+
+
+def _unselected(kind: str, kinds: Collection[str]) -> str:
+    if kind in kinds:
+        return ""
+    return f"also={kind!r} replaces it" if kind in OPTIONAL else "not selected"
 
 
 def _loss_reason(function: Any, ours: Any, kinds: Collection[str]) -> str:
@@ -191,56 +244,3 @@ def _loss_reason(function: Any, ours: Any, kinds: Collection[str]) -> str:
     if ours is None:
         return "its loss is not a known one"
     return "" if "cross_entropy" in kinds else "not selected"
-
-
-# -------------------------------------------------------------------------------------------------------------- change
-
-
-def _value(module: nn.Module, attribute: str) -> Any:
-    return loss_for(module)[1] if attribute == _LOSS else _class_for(type(module))
-
-
-def _class_for(original: type[nn.Module]) -> type[nn.Module]:
-    """The subclass that calls the library."""
-    if original not in _MADE:
-        _MADE[original] = _made(original)
-    return _MADE[original]
-
-
-_MADE: dict[type[nn.Module], type[nn.Module]] = {}
-
-
-def _made(original: type[nn.Module]) -> type[nn.Module]:
-    """It has the name of the original, by which others know a module."""
-    form, names = learn(original)  # type: ignore[misc]
-    serve, theirs = serve_of(form, names), original.forward
-
-    @functools.wraps(theirs)
-    def forward(self, *args, **kwargs):
-        if args and not kwargs and isinstance(args[0], Tensor):  # torch.fx traces the original
-            result = serve(self, *args)
-            if result is not NotImplemented:
-                return result
-        return theirs(self, *args, **kwargs)
-
-    own: dict[str, Any] = {"forward": forward, "__reduce_ex__": _reduced, _ORIGINAL: original}
-    own |= {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
-    made = type(original.__name__, (original,), own)
-    MADE_FOR[made] = original
-    learn(made)
-    return made
-
-
-def _reduced(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
-    """A made class has no name by which pickle finds it: it is made again."""
-    reduced: Any = object.__reduce_ex__(self, max(int(protocol), 2))
-    make, arguments, *state = reduced
-    if _ORIGINAL in vars(type(self)):
-        make, arguments = _made_again, (getattr(type(self), _ORIGINAL), *arguments[1:])
-    return make, arguments, *state
-
-
-def _made_again(original: type[nn.Module], *arguments: Any) -> nn.Module:
-    """Where the original's forward is not a known one, as in another version, the original."""
-    cls = _class_for(original) if learn(original) else original
-    return cls.__new__(cls, *arguments)

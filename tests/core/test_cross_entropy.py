@@ -46,6 +46,25 @@ def test_a_loss_in_float32_of_16_bits(framework, device, reduction):
     np.testing.assert_allclose(dx, gradient, 0, 2 * PRECISION["float16"].result)
 
 
+@pytest.mark.parametrize("reduction", ["none", "sum"])
+def test_an_infinite_weight_makes_an_infinite_loss_with_smoothing(framework, device, reduction):
+    """Each class has a part in each loss then, and none of these parts is negative."""
+    random = np.random.default_rng(0)
+    x, head, target = random.standard_normal((4, 6)), random.standard_normal((5, 6)), np.arange(4)
+    weights = np.array([1.0, 1.0, np.inf, 1.0, 1.0])
+    kind = {"reduction": reduction, "label_smoothing": 0.2}
+
+    def of(operator, **arrays):
+        inputs = {name: framework.make(array, "float32", device) for name, array in arrays.items()}
+        inputs["target"] = framework.make(target, target.dtype.name, device)
+        return framework.numpy(framework.results(operator, inputs, kind)[0])
+
+    expected = np.full((4,) if reduction == "none" else (), np.inf)
+    np.testing.assert_array_equal(of("cross_entropy", x=x @ head.T, weight=weights), expected)
+    np.testing.assert_array_equal(of("cross_entropy_lse", x=x @ head.T, weight=weights), expected)
+    np.testing.assert_array_equal(of("linear_cross_entropy", x=x, weight=head, class_weight=weights), expected)
+
+
 # -------------------------------------------------------------------------------------------------- written over inputs
 
 SHAPES = [(5, 7), (6, 50), (3, 1025)]

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from sharded_cases import attention, head, linear, norm, qkv, rope
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -41,15 +42,6 @@ def check(function: Callable[[], None]) -> Callable[[], None]:
 # ----------------------------------------------------------------------------------------------------- every operator
 
 
-def _norm(shape: tuple[int, ...], n: int, *parameters: str, rows: Sequence[str] = ("x",), **attrs: Any) -> Case:
-    shapes: dict[str, Any] = dict.fromkeys(rows, shape) | dict.fromkeys(parameters, shape[-n:])
-    return Case(shapes, {"normalized_shape": shape[-n:], **attrs})
-
-
-def _linear(x: tuple[int, ...], out: int, bias: bool = False, **attrs: Any) -> Case:
-    return Case({"x": x, "weight": (out, x[-1]), "bias": (out,) if bias else None}, attrs)
-
-
 def _conv2d(channels: int, bias: bool = False, layout: str = "NCHW", groups: int = 1, x: int = 4, **attrs: Any) -> Case:
     images, weight = (x, channels, 5, 6), (8, channels // groups, 3, 3)
     if layout == "NHWC":
@@ -64,30 +56,6 @@ def _cross_entropy(reduction: str, weight: bool = False, **attrs: Any) -> Case:
     return Case(shapes, {"reduction": reduction, **attrs}, classes={"target": 7}, constants=constants)
 
 
-def _head(
-    x: tuple[int, ...], out: int, reduction: str, bias: bool = False, weights: bool = False, **attrs: Any
-) -> Case:
-    shapes: dict[str, Any] = {"x": x, "weight": (out, x[-1]), "bias": (out,) if bias else None, "target": x[:-1]}
-    shapes |= {"class_weight": (out,)} if weights else {}
-    constants = ("class_weight",) if weights else ()
-    return Case(shapes, {"reduction": reduction, **attrs}, classes={"target": out}, constants=constants)
-
-
-def _rope(x: tuple[int, ...], table: tuple[int, ...], positions: tuple[int, ...] | None = None, **attrs: Any) -> Case:
-    shapes = {"x": x, "cos": table, "sin": table, "positions": positions}
-    return Case(shapes, attrs, classes={"positions": table[0]} if positions else {})
-
-
-def _qkv(qkv: tuple[int, ...], table: Any, positions: tuple[int, ...] | None = None, **attrs: Any) -> Case:
-    shapes = {"qkv": qkv, "cos": table, "sin": table, "positions": positions}
-    return Case(shapes, {"heads": 2, "kv_heads": 1, **attrs}, classes={"positions": table[0]} if positions else {})
-
-
-def _attention(lead: tuple[int, ...], kv_heads: int, lengths: tuple[int, ...] | None = None, **attrs: Any) -> Case:
-    shapes = {slot: (*lead, seq, n, 6) for slot, seq, n in (("q", 8, 4), ("k", 5, kv_heads), ("v", 5, kv_heads))}
-    return Case(shapes | {"lengths": lengths}, attrs, classes={"lengths": 6} if lengths else {})
-
-
 CASES: dict[str, list[Case]] = {
     "add": [
         Case({"a": (8, 6), "b": (8, 6)}, {"alpha": -0.5}),
@@ -97,39 +65,39 @@ CASES: dict[str, list[Case]] = {
     "gelu": [Case({"x": (8, 6)}, {"approximate": "tanh"})],
     "swiglu": [Case({"gate": (8, 6), "up": (8, 6)})],
     "rope": [
-        _rope((4, 6, 8, 4), (6, 2)),
-        _rope((4, 8, 6, 6), (9, 2), layout="BHSD", rotary_dim=4),
-        _rope((4, 6, 8, 4), (9, 2), (4, 6), interleaved=True),
-        _rope((4, 6, 8, 4), (4, 6, 4)),
+        rope((4, 6, 8, 4), (6, 2)),
+        rope((4, 8, 6, 6), (9, 2), layout="BHSD", rotary_dim=4),
+        rope((4, 6, 8, 4), (9, 2), (4, 6), interleaved=True),
+        rope((4, 6, 8, 4), (4, 6, 4)),
     ],
     "qkv_rope": [
-        _qkv((4, 6, 16), (6, 2)),
-        _qkv((4, 6, 24), (9, 2), (4, 6), layout="BHSD", rotary_dim=4, grouped=True),
-        _qkv((4, 6, 16), None, layout="BHSD"),
+        qkv((4, 6, 16), (6, 2)),
+        qkv((4, 6, 24), (9, 2), (4, 6), layout="BHSD", rotary_dim=4, grouped=True),
+        qkv((4, 6, 16), None, layout="BHSD"),
     ],
     "attention": [
-        _attention((4,), 4),
-        _attention((4,), 2, (4,), causal=True),
-        _attention((2, 4), 4, (4,), window=(2, 1), softcap=2.0),
+        attention((4,), 4),
+        attention((4,), 2, (4,), causal=True),
+        attention((2, 4), 4, (4,), window=(2, 1), softcap=2.0),
     ],
     "softmax": [Case({"x": (8, 6)}), Case({"x": (4, 6, 5)}, {"dim": 1})],
     "layer_norm": [
-        _norm((4, 8, 6), 1, "weight", "bias"),
-        _norm((8, 2, 3), 2, "weight"),
-        _norm((8, 2, 3), 2, "bias"),
-        _norm((6, 4), 1),
+        norm((4, 8, 6), 1, "weight", "bias"),
+        norm((8, 2, 3), 2, "weight"),
+        norm((8, 2, 3), 2, "bias"),
+        norm((6, 4), 1),
     ],
-    "rms_norm": [_norm((4, 8, 6), 1, "weight", "bias"), _norm((6, 4), 1, "weight"), _norm((6, 4), 1, eps=0.1)],
-    "add_layer_norm": [_norm((4, 8, 6), 1, "weight", "bias", rows=("x", "residual"))],
+    "rms_norm": [norm((4, 8, 6), 1, "weight", "bias"), norm((6, 4), 1, "weight"), norm((6, 4), 1, eps=0.1)],
+    "add_layer_norm": [norm((4, 8, 6), 1, "weight", "bias", rows=("x", "residual"))],
     "add_rms_norm": [
-        _norm((4, 8, 6), 1, "weight", rows=("x", "residual")),
-        _norm((6, 4), 1, "weight", "bias", rows=("x", "residual")),
+        norm((4, 8, 6), 1, "weight", rows=("x", "residual")),
+        norm((6, 4), 1, "weight", "bias", rows=("x", "residual")),
     ],
     "linear": [
-        _linear((4, 6, 8), 12),
-        _linear((8, 6), 12, True),
-        _linear((8, 6), 12, True, activation="relu"),
-        _linear((8, 6), 12, activation="gelu"),
+        linear((4, 6, 8), 12),
+        linear((8, 6), 12, True),
+        linear((8, 6), 12, True, activation="relu"),
+        linear((8, 6), 12, activation="gelu"),
     ],
     "matmul": [
         Case({"a": (8, 6), "b": (6, 10)}),
@@ -152,10 +120,10 @@ CASES: dict[str, list[Case]] = {
         Case({"x": (7,), "target": ()}, classes={"target": 7}),
     ],
     "linear_cross_entropy": [
-        _head((4, 6, 8), 12, "mean", True, label_smoothing=0.2, ignore_index=3),
-        _head((4, 6, 8), 12, "mean", weights=True, softcap=2.0),
-        _head((8, 6), 12, "sum", True, z_loss=0.1),
-        _head((8, 6), 12, "none"),
+        head((4, 6, 8), 12, "mean", True, label_smoothing=0.2, ignore_index=3),
+        head((4, 6, 8), 12, "mean", weights=True, softcap=2.0),
+        head((8, 6), 12, "sum", True, z_loss=0.1),
+        head((8, 6), 12, "none"),
     ],
     "cross_entropy_lse": [
         _cross_entropy("mean", ignore_index=3),
@@ -452,7 +420,7 @@ def gradients_of_some_inputs() -> None:
     from torch.distributed.tensor import Shard
 
     mesh = init_device_mesh("cpu", (WORLD,))
-    for name, case in (("linear", _linear((8, 12), 4, True)), ("conv2d", _conv2d(8, True, padding=1))):
+    for name, case in (("linear", linear((8, 12), 4, True)), ("conv2d", _conv2d(8, True, padding=1))):
         call = Call(name, case)
         for constants in (["x"], ["weight"], ["x", "weight"], ["x", "bias"]):
             leaves = call.sharded(mesh, {"x": [Shard(0)]})
@@ -468,7 +436,7 @@ def row_parallel_linear_gathers_nothing() -> None:
     from torch.distributed.tensor.debug import CommDebugMode
 
     mesh = init_device_mesh("cpu", (WORLD,))
-    for name, case, dim in (("linear", _linear((8, 12), 5, True), 1), ("conv2d", _conv2d(8, True, padding=1), 1)):
+    for name, case, dim in (("linear", linear((8, 12), 5, True), 1), ("conv2d", _conv2d(8, True, padding=1), 1)):
         call = Call(name, case)
         layout = {"x": [Shard(dim)], "weight": [Shard(dim)], "bias": [Replicate()]}
         with CommDebugMode() as mode:
@@ -485,7 +453,7 @@ def attributes_and_absent_inputs_decide() -> None:
 
     mesh = init_device_mesh("cpu", (WORLD,))
     layout = {"x": [Shard(1)], "weight": [Shard(1)]}
-    calls = [Call("linear", _linear((8, 12), 8, activation=activation)) for activation in (None, "relu", "silu", None)]
+    calls = [Call("linear", linear((8, 12), 8, activation=activation)) for activation in (None, "relu", "silu", None)]
     placements = [call.forward(call.sharded(mesh, layout))[0].placements for call in calls]
     assert placements[0] == placements[3] == (Partial(),)
     assert placements[1] == placements[2] != (Partial(),)
@@ -496,7 +464,7 @@ def attributes_and_absent_inputs_decide() -> None:
         Call("softmax", case).compare(mesh, {"x": [Shard(dim)]})
         Call("softmax", case).compare(mesh, {"x": [Shard(1)]})
     for parameters in (("weight",), ("bias",), ("weight", "bias"), ()):
-        call = Call("layer_norm", _norm((8, 4), 1, *parameters))
+        call = Call("layer_norm", norm((8, 4), 1, *parameters))
         call.compare(mesh, {"x": [Shard(0)], "weight": [Replicate()], "bias": [Replicate()]})
 
 

@@ -26,6 +26,7 @@ import numpy as np
 from jax import export
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from sharded_cases import attention, head, linear, norm, qkv, rope
 
 from aotops.frontends import jax as ours
 from aotops.frontends.jax.public import function_of
@@ -80,15 +81,6 @@ def reduced(program: str) -> list[tuple[int, ...]]:
 # ----------------------------------------------------------------------------------------------------- every operator
 
 
-def _norm(shape: tuple[int, ...], n: int, *parameters: str, rows: Sequence[str] = ("x",), **attrs: Any) -> Case:
-    shapes: dict[str, Any] = dict.fromkeys(rows, shape) | dict.fromkeys(parameters, shape[-n:])
-    return Case(shapes, {"normalized_shape": shape[-n:], **attrs})
-
-
-def _linear(x: tuple[int, ...], out: int, bias: bool = False, **attrs: Any) -> Case:
-    return Case({"x": x, "weight": (out, x[-1]), "bias": (out,) if bias else None}, attrs)
-
-
 def _conv2d(channels: int, groups: int = 1, **attrs: Any) -> Case:
     shapes = {"x": (4, channels, 5, 6), "weight": (8, channels // groups, 3, 3), "bias": (8,)}
     return Case(shapes, {"groups": groups, **attrs})
@@ -100,47 +92,23 @@ def _cross_entropy(reduction: str, weight: bool = False, **attrs: Any) -> Case:
     return Case(shapes, {"reduction": reduction, **attrs}, classes={"target": 8}, constants=constants)
 
 
-def _head(
-    x: tuple[int, ...], out: int, reduction: str, bias: bool = False, weights: bool = False, **attrs: Any
-) -> Case:
-    shapes: dict[str, Any] = {"x": x, "weight": (out, x[-1]), "bias": (out,) if bias else None, "target": x[:-1]}
-    shapes |= {"class_weight": (out,)} if weights else {}
-    constants = ("class_weight",) if weights else ()
-    return Case(shapes, {"reduction": reduction, **attrs}, classes={"target": out}, constants=constants)
-
-
-def _rope(x: tuple[int, ...], table: tuple[int, ...], positions: tuple[int, ...] | None = None, **attrs: Any) -> Case:
-    shapes = {"x": x, "cos": table, "sin": table, "positions": positions}
-    return Case(shapes, attrs, classes={"positions": table[0]} if positions else {})
-
-
-def _qkv(qkv: tuple[int, ...], table: Any, positions: tuple[int, ...] | None = None, **attrs: Any) -> Case:
-    shapes = {"qkv": qkv, "cos": table, "sin": table, "positions": positions}
-    return Case(shapes, {"heads": 2, "kv_heads": 1, **attrs}, classes={"positions": table[0]} if positions else {})
-
-
-def _attention(lead: tuple[int, ...], kv_heads: int, lengths: tuple[int, ...] | None = None, **attrs: Any) -> Case:
-    shapes = {slot: (*lead, seq, n, 6) for slot, seq, n in (("q", 8, 4), ("k", 5, kv_heads), ("v", 5, kv_heads))}
-    return Case(shapes | {"lengths": lengths}, attrs, classes={"lengths": 6} if lengths else {})
-
-
 CASES: dict[str, list[Case]] = {
     "add": [Case({"a": (8, 6), "b": (8, 6)}, {"alpha": -0.5}), Case({"a": (8, 6), "b": (6,)})],
     "gelu": [Case({"x": (8, 6)}, {"approximate": "tanh"})],
     "swiglu": [Case({"gate": (8, 6), "up": (8, 6)})],
-    "rope": [_rope((4, 8, 8, 4), (8, 2)), _rope((4, 8, 8, 4), (9, 2), (4, 8), layout="BHSD")],
-    "qkv_rope": [_qkv((4, 8, 16), (8, 2)), _qkv((4, 8, 16), (9, 2), (4, 8), layout="BHSD"), _qkv((4, 8, 16), None)],
+    "rope": [rope((4, 8, 8, 4), (8, 2)), rope((4, 8, 8, 4), (9, 2), (4, 8), layout="BHSD")],
+    "qkv_rope": [qkv((4, 8, 16), (8, 2)), qkv((4, 8, 16), (9, 2), (4, 8), layout="BHSD"), qkv((4, 8, 16), None)],
     "attention": [
-        _attention((4,), 4),
-        _attention((4,), 2, (4,), causal=True),
-        _attention((2, 4), 4, (4,), window=(2, 1), softcap=2.0),
+        attention((4,), 4),
+        attention((4,), 2, (4,), causal=True),
+        attention((2, 4), 4, (4,), window=(2, 1), softcap=2.0),
     ],
     "softmax": [Case({"x": (4, 6, 8)}, {"dim": 1})],
-    "layer_norm": [_norm((4, 8, 6), 1, "weight", "bias"), _norm((8, 2, 3), 2, "bias")],
-    "rms_norm": [_norm((8, 6), 1, "weight", "bias"), _norm((8, 4), 1, eps=0.1)],
-    "add_layer_norm": [_norm((4, 6), 1, "weight", "bias", rows=("x", "residual"))],
-    "add_rms_norm": [_norm((4, 6), 1, "weight", "bias", rows=("x", "residual"))],
-    "linear": [_linear((4, 6, 8), 12), _linear((8, 4), 12, True), _linear((8, 6), 12, True, activation="gelu")],
+    "layer_norm": [norm((4, 8, 6), 1, "weight", "bias"), norm((8, 2, 3), 2, "bias")],
+    "rms_norm": [norm((8, 6), 1, "weight", "bias"), norm((8, 4), 1, eps=0.1)],
+    "add_layer_norm": [norm((4, 6), 1, "weight", "bias", rows=("x", "residual"))],
+    "add_rms_norm": [norm((4, 6), 1, "weight", "bias", rows=("x", "residual"))],
+    "linear": [linear((4, 6, 8), 12), linear((8, 4), 12, True), linear((8, 6), 12, True, activation="gelu")],
     "matmul": [
         Case({"a": (8, 4), "b": (4, 12)}),
         Case({"a": (4, 1, 8, 6), "b": (4, 8, 4)}, {"transpose_a": True}),
@@ -154,10 +122,10 @@ CASES: dict[str, list[Case]] = {
         Case({"x": (8,), "target": ()}, classes={"target": 8}),
     ],
     "linear_cross_entropy": [
-        _head((4, 8, 6), 12, "mean", True, label_smoothing=0.2, ignore_index=3),
-        _head((4, 8, 6), 12, "mean", weights=True, softcap=2.0),
-        _head((8, 6), 12, "sum", True, z_loss=0.1),
-        _head((8, 6), 12, "none"),
+        head((4, 8, 6), 12, "mean", True, label_smoothing=0.2, ignore_index=3),
+        head((4, 8, 6), 12, "mean", weights=True, softcap=2.0),
+        head((8, 6), 12, "sum", True, z_loss=0.1),
+        head((8, 6), 12, "none"),
     ],
     "cross_entropy_lse": [_cross_entropy("mean", True, ignore_index=3, softcap=2.0), _cross_entropy("none")],
     "lltm": [Case({"input": (8, 5), "weights": (12, 9), "bias": (1, 12), "old_h": (8, 4), "old_cell": (8, 4)})],

@@ -69,6 +69,17 @@ def qwen():
     return t.Qwen3ForCausalLM(t.Qwen3Config(**GROUPED))
 
 
+def gemma2():
+    t = transformers()
+    return t.Gemma2ForCausalLM(t.Gemma2Config(**GROUPED, final_logit_softcapping=0.5, query_pre_attn_scalar=16))
+
+
+def gpt_neox():
+    """Its heads are rotated in part."""
+    t = transformers()
+    return t.GPTNeoXForCausalLM(t.GPTNeoXConfig(**SIZE, bos_token_id=0, eos_token_id=0, pad_token_id=0))
+
+
 def bert():
     t = transformers()
     dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -92,8 +103,10 @@ def timm_resnet():
 
 MODELS = {
     gpt2: {"layer_norm": 5, "linear": 2, "gelu": 2, "cross_entropy": 1},
-    llama: {"rms_norm": 5, "swiglu": 2, "cross_entropy": 1},
-    qwen: {"rms_norm": 9, "swiglu": 2, "cross_entropy": 1},
+    llama: {"rms_norm": 5, "swiglu": 2, "cross_entropy": 1, "rope": 2},
+    qwen: {"rms_norm": 9, "swiglu": 2, "cross_entropy": 1, "rope": 2},
+    gemma2: {"rms_norm": 9, "gelu": 2, "cross_entropy": 1, "rope": 2},
+    gpt_neox: {"layer_norm": 5, "linear": 2, "gelu": 2, "cross_entropy": 1, "rope": 2},
     bert: {"layer_norm": 6, "linear": 3, "gelu": 3},
     vit: {"layer_norm": 5, "linear": 2, "gelu": 2, "conv2d": 1},
     timm_vit: {"layer_norm": 5, "linear": 2, "gelu": 2, "conv2d": 1},
@@ -106,7 +119,7 @@ def made(build):
     return build()
 
 
-def loss_of(model, build):
+def loss_of(model, build, **options):
     generator, parameter = torch.Generator().manual_seed(1), next(model.parameters())
     if build in (vit, timm_vit, timm_resnet):
         side = 64 if build is timm_resnet else 16
@@ -115,13 +128,13 @@ def loss_of(model, build):
         return nn.functional.cross_entropy(logits.float(), torch.tensor([1, 0, 5], device=parameter.device))
     tokens = torch.randint(0, 97, (2, 11), generator=generator)
     labels = tokens.masked_fill(torch.rand(2, 11, generator=generator) < 0.2, -100)
-    return model(input_ids=tokens.to(parameter.device), labels=labels.to(parameter.device)).loss
+    return model(input_ids=tokens.to(parameter.device), labels=labels.to(parameter.device), **options).loss
 
 
-def trained(model, build):
+def trained(model, build, **options):
     """The loss and all gradients, as one vector in float64."""
     model.zero_grad()
-    loss = loss_of(model, build)
+    loss = loss_of(model, build, **options)
     loss.backward()
     gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
     return loss.detach().double(), torch.cat(gradients).double()
@@ -148,6 +161,111 @@ def test_losses_and_gradients_are_within_the_errors_of_the_model_as_it_was(build
         assert mine <= 1.5 * its + TOLERANCE[dtype]
     record.restore()
     assert all(torch.equal(a, b) for a, b in zip(trained(model, build), before, strict=True))
+
+
+# ------------------------------------------------------------------------------------------- the head, and attention
+
+ALSO = ("linear_cross_entropy", "attention")
+WITH_A_HEAD = {llama: 2, qwen: 2, gemma2: 2, gpt2: 2}
+"""Models whose head is known, and the number of their attentions."""
+
+
+@pytest.mark.parametrize("items", [None, 7, torch.tensor(7)], ids=["mean", "number", "tensor"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("build", WITH_A_HEAD)
+def test_a_head_without_logits(build, dtype, items):
+    options = {} if items is None else {"num_items_in_batch": items}
+    model = made(build).to(dtype).train()
+    exact = trained(copy.deepcopy(model).double(), build, **options)
+    before = trained(model, build, **options)
+    record = ours.replace(model, also=ALSO)
+    operators = [row.operator for row in record]
+    assert [operators.count(kind) for kind in ALSO] == [1, WITH_A_HEAD[build]]
+    after = trained(model, build, **options)
+    for mine, its in zip(error(after, exact), error(before, exact), strict=True):
+        assert mine <= 1.5 * its + TOLERANCE.get(dtype, 1e-6)
+    assert loss_of(model, build, **options).dtype is torch.float32
+    record.restore()
+    assert all(torch.equal(a, b) for a, b in zip(trained(model, build, **options), before, strict=True))
+
+
+def test_logits_are_left_out_in_training_with_labels_alone():
+    model, tokens = made(llama), torch.arange(8).view(1, 8)
+    expected = model(input_ids=tokens, labels=tokens)
+    ours.replace(model, also="linear_cross_entropy")
+
+    def check(has_logits, **options):
+        result = model(**{"input_ids": tokens, "labels": tokens} | options)
+        found = result if isinstance(result, tuple) else result.to_tuple()
+        assert any(t.shape == (1, 8, 97) for t in found if isinstance(t, torch.Tensor)) == has_logits
+        if options.get("labels", tokens) is not None:
+            torch.testing.assert_close(found[0], expected.loss)
+
+    model.train()
+    check(False)
+    check(False, shift_labels=torch.cat([tokens[:, 1:], torch.full((1, 1), -100)], 1))
+    check(False, output_hidden_states=True)
+    check(True, labels=None)
+    check(True, return_dict=False)
+    handle = model.lm_head.register_forward_hook(lambda *_: None)
+    check(True)
+    handle.remove()
+    check(False)
+    model.eval()
+    check(True)
+    assert model.generate(tokens, max_new_tokens=2).shape == (1, 10)
+
+
+def test_what_is_asked_for():
+    rows = {row.operator or row.reason for row in ours.replace(made(llama))}
+    assert {"also='linear_cross_entropy' replaces it", "attention: also='attention' replaces it"} <= rows
+    rows = ours.replace(made(llama), also="linear_cross_entropy", without="cross_entropy")
+    assert rows.rows[0].reason == "its loss is not selected"
+    assert [row.operator for row in ours.replace(made(llama), only="attention") if row.operator] == ["attention"] * 2
+    model = made(gpt2)
+    model.lm_head = nn.Sequential(model.lm_head)
+    rows = ours.replace(model, also="linear_cross_entropy")
+    assert rows.rows[0].reason == "its head is a Sequential, expected Linear"
+
+
+def test_a_rotation_whose_cosines_are_not_known_is_left():
+    layer = made(llama).model.layers[0]
+    found = [row.reason for row in ours.replace(layer) if row.module == "LlamaAttention"]
+    assert "rope: no rotary embedding that is known makes its cosines and sines" in found
+    model = made(llama)
+
+    class Rotary(type(model.model.rotary_emb)):
+        def forward(self, x, position_ids):
+            return tuple(t.clamp(-0.5, 0.5) for t in super().forward(x, position_ids))
+
+    model.model.rotary_emb.__class__ = Rotary
+    found = [row.reason for row in ours.replace(model) if row.module == "LlamaAttention"]
+    assert "rope: the cosines and sines of Rotary may be others" in found
+
+
+def test_rotations_of_all_calls():
+    """Layouts, dtypes that are promoted, and calls that the original function serves."""
+    transformers()
+    module = importlib.import_module("transformers.models.llama.modeling_llama")
+    theirs = module.apply_rotary_pos_emb
+    mine = importlib.import_module("aotops.frontends.torch.replaced_globals").CALLED["rope"].ours(theirs)
+    torch.manual_seed(0)
+    angles = torch.randn(2, 5, 4).repeat(1, 1, 2)
+    cos, sin = angles.cos(), angles.sin()
+    for dtypes in ((torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)):
+        q, k = torch.randn(2, 5, 3, 8).to(dtypes[0]), torch.randn(2, 5, 1, 8).to(dtypes[0])
+        table = cos.to(dtypes[1]), sin.to(dtypes[1])
+        for given in (
+            (q, k, *table, 2),
+            (q.transpose(1, 2), k.transpose(1, 2), *table),
+            (q.transpose(1, 2).contiguous(), k.transpose(1, 2), *(t[:1] for t in table), 1),
+            (q, k, *(t[:1] for t in table), 2),
+            (q[:, :, 0], k[:, :, 0], *(t[0] for t in table), 0),
+            (q, k, *(t.requires_grad_() for t in table), 2),
+        ):
+            for a, b in zip(mine(*given), theirs(*given), strict=True):
+                torch.testing.assert_close(a, b)
+                assert a.stride() == b.stride()
 
 
 def blocks():
@@ -181,10 +299,19 @@ def test_a_replaced_model_is_compiled():
     assert max(error(after, before)) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["llama", "bert"])
-def test_the_benchmark_runs(name):
+def test_a_model_whose_head_is_replaced_is_compiled():
+    model = made(qwen).train()
+    del model.model.layers[1:]
+    before = trained(model, qwen)
+    ours.replace(model, also=ALSO)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert max(error(trained(compiled, qwen), before)) < 1e-5
+
+
+@pytest.mark.parametrize(("name", "also"), [("llama", ALSO), ("bert", ())])
+def test_the_benchmark_runs(name, also):
     transformers()
-    theirs, mine = replaced.rows(name, ["aotops", "transformers"], compiled=False, steps=1, tiny=True)
+    theirs, mine = replaced.rows(name, ["aotops", "transformers"], compiled=False, steps=1, tiny=True, also=also)
     assert (theirs["impl"], mine["impl"]) == ("transformers", "aotops")
     assert mine["losses"] == pytest.approx(theirs["losses"], rel=0.01)
 
@@ -418,12 +545,13 @@ def test_a_child_that_is_exchanged_is_called():
     torch.testing.assert_close(mlp(x), mlp.c_proj(mlp.act(mlp.c_fc(x))))
 
 
-def test_dtypes_may_change_and_autocast_computes_in_the_dtypes_of_the_model():
+@pytest.mark.parametrize("also", [(), ALSO])
+def test_dtypes_may_change_and_autocast_computes_in_the_dtypes_of_the_model(also):
     for build in (llama, bert, gpt2):
-        model = made(build)
+        model = made(build).train()
         with torch.autocast("cpu", torch.bfloat16):
             before = loss_of(model, build)
-        ours.replace(model)
+        ours.replace(model, also=also)
         with torch.autocast("cpu", torch.bfloat16):
             after = loss_of(model, build)
         assert after.dtype == before.dtype
@@ -440,9 +568,10 @@ def test_norms_have_the_dtypes_of_the_original_in_mixed_precision():
     assert module.bfloat16()(torch.randn(3, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
-def test_copies_and_files():
-    model = made(llama)
-    ours.replace(model)
+@pytest.mark.parametrize("also", [(), ALSO])
+def test_copies_and_files(also):
+    model = made(llama).train()
+    ours.replace(model, also=also)
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)

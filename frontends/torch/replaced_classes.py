@@ -1,0 +1,81 @@
+"""The classes of replaced modules: subclasses of theirs, made once, with a forward that calls the library."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import Tensor, nn
+
+from . import replaced_globals
+from .replaced_forwards import MADE_FOR, learn, serve_of
+
+ORIGINAL = "_aotops_original"
+"""The attribute of a made class with the class that it was made of."""
+_KINDS = "_aotops_kinds"
+"""The attribute with the kinds of its operators."""
+_MADE: dict[tuple[type, tuple[str, ...]], type[nn.Module]] = {}
+
+
+def class_for(original: type[nn.Module], kinds: tuple[str, ...]) -> type[nn.Module]:
+    """The subclass that calls the library's operators of these kinds."""
+    if (original, kinds) not in _MADE:
+        _MADE[original, kinds] = _made(original, kinds)
+    return _MADE[original, kinds]
+
+
+def _made(original: type[nn.Module], kinds: tuple[str, ...]) -> type[nn.Module]:
+    """It has the name of the original, by which others know a module."""
+    own: dict[str, Any] = {"forward": _forward(original, kinds), "__reduce_ex__": _reduced, ORIGINAL: original}
+    own |= {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")} | {_KINDS: kinds}
+    made = type(original.__name__, (original,), own)
+    MADE_FOR[made] = original
+    learn(made)
+    return made
+
+
+def _forward(original: type[nn.Module], kinds: tuple[str, ...]) -> Any:
+    theirs = original.forward
+    if kinds[0] in replaced_globals.CALLED:
+        return replaced_globals.exchanged(theirs, kinds)
+    serve = serve_of(*learn(original))  # type: ignore[misc]
+    return _of_a_model(serve, theirs) if kinds[0] == "linear_cross_entropy" else _of_a_layer(serve, theirs)
+
+
+def _of_a_layer(serve, theirs):
+    @functools.wraps(theirs)
+    def forward(self, *args, **kwargs):
+        if args and not kwargs and isinstance(args[0], Tensor):  # torch.fx traces the original
+            result = serve(self, *args)
+            if result is not NotImplemented:
+                return result
+        return theirs(self, *args, **kwargs)
+
+    return forward
+
+
+def _of_a_model(serve, theirs):
+    @functools.wraps(theirs)
+    def forward(self, *args, **kwargs):
+        result = serve(self, theirs, args, kwargs)
+        return theirs(self, *args, **kwargs) if result is NotImplemented else result
+
+    return forward
+
+
+def _reduced(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
+    """A made class has no name by which pickle finds it: it is made again."""
+    reduced: Any = object.__reduce_ex__(self, max(int(protocol), 2))
+    make, arguments, *state = reduced
+    cls: Any = type(self)
+    if ORIGINAL in vars(cls):
+        make, arguments = _made_again, (getattr(cls, ORIGINAL), getattr(cls, _KINDS), *arguments[1:])
+    return make, arguments, *state
+
+
+def _made_again(original: type[nn.Module], kinds: tuple[str, ...], *arguments: Any) -> nn.Module:
+    """Where the original's forward is not a known one, as in another version, the original."""
+    found = learn(original)
+    known = {found[0].kind} if found else set(replaced_globals.kinds_of(original))
+    cls = class_for(original, kinds) if known.issuperset(kinds) else original
+    return cls.__new__(cls, *arguments)

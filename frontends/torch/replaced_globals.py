@@ -1,0 +1,137 @@
+"""Functions that the forward of an attention module calls by a global name: the rotation of queries and keys, and
+transformers' table of attentions.
+
+The replaced module's forward has the code of the original one, and globals in which that name is another function's.
+They are copied when the class is made: a name that is assigned to later in transformers' file is not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import functional as F
+from .bytecode import global_of
+from .known_rotations import is_partial, is_rotation
+
+
+class Called(NamedTuple):
+    """A global name of a forward, and the function that makes ours of what it means."""
+
+    name: str
+    is_known: Callable[[Any], bool]
+    ours: Callable[[Any], Any]
+
+
+def kinds_of(cls: type) -> tuple[str, ...]:
+    """The kinds of operators whose functions a class's forward calls."""
+    forward = getattr(cls, "forward", None)
+    if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
+        return ()
+    found = []
+    for kind, called in CALLED.items():
+        is_global = called.name in forward.__code__.co_names and called.name in forward.__globals__
+        if is_global and called.is_known(global_of(forward, called.name)):
+            found.append(kind)
+    return tuple(found)
+
+
+def exchanged(forward: FunctionType, kinds: tuple[str, ...]) -> FunctionType:
+    """Torch's compiler takes a global of a function without ``__name__`` from the function, not from the module of that
+    name."""
+    own = {CALLED[kind].name: CALLED[kind].ours(global_of(forward, CALLED[kind].name)) for kind in kinds}
+    others = {name: value for name, value in forward.__globals__.items() if name != "__name__"}
+    made = FunctionType(forward.__code__, others | own, forward.__name__, forward.__defaults__, forward.__closure__)
+    for name in ("__kwdefaults__", "__annotations__", "__doc__", "__module__", "__qualname__"):
+        setattr(made, name, getattr(forward, name))
+    return made
+
+
+# ------------------------------------------------------------------------------------------------------------ rotations
+
+
+def _rotation(theirs: Any) -> Callable[..., Any]:
+    partial = is_partial(theirs)
+
+    def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
+        if not all(_rotates(x, cos, sin, unsqueeze_dim, partial) for x in (q, k)):
+            return theirs(q, k, cos, sin, unsqueeze_dim)
+        return _rotated(q, cos, sin, unsqueeze_dim), _rotated(k, cos, sin, unsqueeze_dim)
+
+    return apply_rotary_pos_emb
+
+
+def _rotates(x: Tensor, cos: Tensor, sin: Tensor, heads: int, partial: bool) -> bool:
+    """Whether the operator takes the call. ``heads``: the axis of the heads of x, which has four. The cosines are of
+    (batch or 1, rows, elements that are rotated), and not learned."""
+    if heads not in (1, 2) or x.dim() != 4 or cos.dim() != 3 or cos.shape != sin.shape or cos.dtype != sin.dtype:
+        return False
+    rotated = cos.shape[2] == x.shape[3] or (partial and cos.shape[2] < x.shape[3])
+    learned = cos.requires_grad or sin.requires_grad
+    return rotated and not learned and cos.shape[0] in (1, x.shape[0]) and cos.shape[1] == x.shape[3 - heads]
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
+    """x rotated, in the dtype that torch promotes the product to."""
+    dtype = torch.promote_types(x.dtype, cos.dtype)
+    x, cos, sin = x.to(dtype), cos.to(dtype), sin.to(dtype)
+    if heads == 1 and not x.is_contiguous():  # a view of (batch, rows, heads, head_dim)
+        return _rotated(x.transpose(1, 2), cos, sin, 2).transpose(1, 2)
+    return F.rope(x, cos, sin, False, None, "BHSD" if heads == 1 else "BSHD", cos.shape[-1])
+
+
+# ------------------------------------------------------------------------------------------------------------ attention
+
+
+def _is_table(value: Any) -> bool:
+    cls = type(value)
+    return (cls.__module__, cls.__name__) == ("transformers.modeling_utils", "AttentionInterface")
+
+
+class _Attentions:
+    """Transformers' table of attentions, with the operator in place of torch's."""
+
+    def __init__(self, theirs: Any) -> None:
+        self.theirs = theirs
+
+    def get_interface(self, implementation: str, default: Any) -> Any:
+        theirs = self.theirs.get_interface(implementation, default)
+        return _attention if theirs is _SDPA.get("function") else theirs
+
+
+_SDPA: dict[str, Any] = {}
+"""Transformers' function that calls torch's attention: this package imports nothing of transformers by itself."""
+
+
+def _attentions(theirs: Any) -> _Attentions:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    _SDPA["function"] = sdpa_attention_forward
+    return _Attentions(theirs)
+
+
+def _attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, **kwargs):
+    others = (attention_mask, kwargs.get("position_bias"), kwargs.get("cache"), kwargs.get("softcap"))
+    if any(other is not None for other in others) or dropout or not _fits(query, key, value):
+        theirs = _SDPA["function"]
+        options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
+        return theirs(module, query, key, value, attention_mask, **options, **kwargs)
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    return F.attention(q, k, v, causal=bool(is_causal), scale=scaling), None
+
+
+def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether the operator takes the call: as many queries as keys, where torch's causal attention is its own."""
+    alike = query.dtype is key.dtype is value.dtype and query.dim() == 4
+    return alike and 1 < query.shape[2] == key.shape[2] and query.shape[1] % key.shape[1] == 0
+
+
+CALLED = {
+    "rope": Called("apply_rotary_pos_emb", is_rotation, _rotation),
+    "attention": Called("ALL_ATTENTION_FUNCTIONS", _is_table, _attentions),
+}

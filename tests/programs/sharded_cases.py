@@ -1,0 +1,39 @@
+"""Cases of calls that sharded.py and sharded_jax.py split, by shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from aotops.testing import Case
+
+
+def norm(shape: tuple[int, ...], n: int, *parameters: str, rows: Sequence[str] = ("x",), **attrs: Any) -> Case:
+    shapes: dict[str, Any] = dict.fromkeys(rows, shape) | dict.fromkeys(parameters, shape[-n:])
+    return Case(shapes, {"normalized_shape": shape[-n:], **attrs})
+
+
+def linear(x: tuple[int, ...], out: int, bias: bool = False, **attrs: Any) -> Case:
+    return Case({"x": x, "weight": (out, x[-1]), "bias": (out,) if bias else None}, attrs)
+
+
+def head(x: tuple[int, ...], out: int, reduction: str, bias: bool = False, weights: bool = False, **attrs: Any) -> Case:
+    shapes: dict[str, Any] = {"x": x, "weight": (out, x[-1]), "bias": (out,) if bias else None, "target": x[:-1]}
+    shapes |= {"class_weight": (out,)} if weights else {}
+    constants = ("class_weight",) if weights else ()
+    return Case(shapes, {"reduction": reduction, **attrs}, classes={"target": out}, constants=constants)
+
+
+def rope(x: tuple[int, ...], table: tuple[int, ...], positions: tuple[int, ...] | None = None, **attrs: Any) -> Case:
+    shapes = {"x": x, "cos": table, "sin": table, "positions": positions}
+    return Case(shapes, attrs, classes={"positions": table[0]} if positions else {})
+
+
+def qkv(qkv: tuple[int, ...], table: Any, positions: tuple[int, ...] | None = None, **attrs: Any) -> Case:
+    shapes = {"qkv": qkv, "cos": table, "sin": table, "positions": positions}
+    return Case(shapes, {"heads": 2, "kv_heads": 1, **attrs}, classes={"positions": table[0]} if positions else {})
+
+
+def attention(lead: tuple[int, ...], kv_heads: int, lengths: tuple[int, ...] | None = None, **attrs: Any) -> Case:
+    shapes = {slot: (*lead, seq, n, 6) for slot, seq, n in (("q", 8, 4), ("k", 5, kv_heads), ("v", 5, kv_heads))}
+    return Case(shapes | {"lengths": lengths}, attrs, classes={"lengths": 6} if lengths else {})
