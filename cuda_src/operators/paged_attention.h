@@ -63,7 +63,8 @@ struct PagedSizes {
 // Multiples of 64 keys, which a step of the kernels takes. Blocks of threads have at most 64 rows of a head.
 inline void choose_chunks(PagedSizes &z) {
   constexpr int64_t kTasks = kIsCuda ? 2112 : 64, kFewest = kIsCuda ? 256 : 512, kStep = 64;
-  const int64_t tasks = std::max<int64_t>(bounded_product(bounded_product(z.batch, z.kv_heads), (z.rows() + 63) / 64), 1);
+  const int64_t tasks =
+      std::max<int64_t>(bounded_product(bounded_product(z.batch, z.kv_heads), (z.rows() + 63) / 64), 1);
   const int64_t most = std::max<int64_t>((kTasks + tasks - 1) / tasks, 1), keys = std::max<int64_t>(z.max_keys(), 1);
   const int64_t chunk = std::max((keys + most - 1) / most, kFewest);
   z.chunk = (chunk + kStep - 1) / kStep * kStep, z.chunks = (keys + z.chunk - 1) / z.chunk;
