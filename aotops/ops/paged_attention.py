@@ -20,14 +20,14 @@ def _flops(call):
 def _dims(call):
     """Examples are independent; heads where each of the keys has one of the queries; and the head_dim of v."""
     q_heads, kv_heads = ("h", "h") if call.q[2] == call.k_cache[2] else ("H", "K")
-    lead = "b T" if call.block_table is None else "N T"
+    lead = "n T" if call.block_table is None else "P T"
     return {
-        "q": f"b Q {q_heads} D",
+        "q": f"n Q {q_heads} D",
         "k_cache": f"{lead} {kv_heads} D",
         "v_cache": f"{lead} {kv_heads} e",
-        "lengths": "b",
-        "block_table": "b t",
-        "y": f"b Q {q_heads} e",
+        "lengths": "n",
+        "block_table": "n M",
+        "y": f"n Q {q_heads} e",
     }
 
 

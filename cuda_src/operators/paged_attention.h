@@ -27,7 +27,8 @@ struct KeyRange {
   int64_t begin, end;
 };
 
-// The sizes of a call, as both devices take them. Without a table an example is one block. window: -1 without a bound.
+// The sizes of a call, as both devices take them. Without a table an example is one block. window: no less than the
+// keys where there is none.
 struct PagedSizes {
   int64_t batch, queries, heads, kv_heads, dim, v_dim, blocks, block_size, max_blocks, window, chunk, chunks;
   double scale, softcap;
@@ -46,7 +47,7 @@ struct PagedSizes {
   // The keys that a query sees, of an example with `length` keys.
   AOT_PAGED_BOTH KeyRange seen(int64_t query, int64_t length) const {
     const int64_t at = length - queries + query, first = at - window;
-    return {window < 0 || first < 0 ? 0 : first, at + 1};
+    return {first < 0 ? 0 : first, at + 1};
   }
   // Those of a chunk that any query sees.
   AOT_PAGED_BOTH KeyRange seen_of_chunk(int64_t c, int64_t length) const {
@@ -78,7 +79,7 @@ struct PagedAttention {
       {"q"}, {"k_cache"}, {"v_cache"}, {"lengths", required, kIntegers}, {"block_table", optional, kIntegers}};
   static constexpr Slot outputs[] = {{"y"}, {"workspace", workspace}};
   Number scale;
-  int64_t window = kNoWindow;
+  int64_t window = kMostElements;  // keys before a query's own
   double softcap = 0;
 
   Status init(const Attrs &attrs) {
@@ -123,15 +124,13 @@ struct PagedAttention {
   }
 
  private:
-  static constexpr int64_t kNoWindow = -1;
-
   // Elements: for each row of each chunk, the largest score, the sum of exponentials, and their sum of values.
   static int64_t partial_results(const PagedSizes &z) {
     return bounded_product(bounded_product(z.chunks, z.all_rows()), z.v_dim + 2);
   }
 
   Status check_attributes() const {
-    if (window < kNoWindow)
+    if (window < 0)
       return fail(kInvalidArgument, "%s: window is %lld, expected a number of keys, or None for all", name,
                   static_cast<long long>(window));
     if (scale.given && !std::isfinite(scale.value))
