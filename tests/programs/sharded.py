@@ -88,6 +88,16 @@ def _attention(lead: tuple[int, ...], kv_heads: int, lengths: tuple[int, ...] | 
     return Case(shapes | {"lengths": lengths}, attrs, classes={"lengths": 6} if lengths else {})
 
 
+def _decoding(keys: int, kv_heads: int, block_size: int | None = None, **attrs: Any) -> Case:
+    lead, table = ((8, keys), None) if block_size is None else ((12, block_size), (8, keys // block_size))
+    shapes = {"q": (8, 2, 4, 6), "k_cache": (*lead, kv_heads, 6), "v_cache": (*lead, kv_heads, 8)}
+    return Case(
+        shapes | {"lengths": (8,), "block_table": table},
+        attrs,
+        classes={"lengths": keys + 1} | ({"block_table": 12} if block_size else {}),
+    )
+
+
 CASES: dict[str, list[Case]] = {
     "add": [
         Case({"a": (8, 6), "b": (8, 6)}, {"alpha": -0.5}),
@@ -112,6 +122,7 @@ CASES: dict[str, list[Case]] = {
         _attention((4,), 2, (4,), causal=True),
         _attention((2, 4), 4, (4,), window=(2, 1), softcap=2.0),
     ],
+    "paged_attention": [_decoding(9, 4), _decoding(8, 2, 4, window=5, softcap=2.0)],
     "softmax": [Case({"x": (8, 6)}), Case({"x": (4, 6, 5)}, {"dim": 1})],
     "layer_norm": [
         _norm((4, 8, 6), 1, "weight", "bias"),
@@ -211,7 +222,10 @@ class Call:
 
     def leaves(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         fixed = self.op.constants
-        return {s: t.detach().requires_grad_(t.is_floating_point() and s not in fixed) for s, t in tensors.items()}
+        given = self.op.has_gradient
+        return {
+            s: t.detach().requires_grad_(given and t.is_floating_point() and s not in fixed) for s, t in tensors.items()
+        }
 
     def forward(self, leaves: Mapping[str, Any]) -> list[Any]:
         absent = {slot: None for slot in self.case.shapes if slot not in leaves}
@@ -221,6 +235,8 @@ class Call:
     def backward(self, leaves: Mapping[str, Any], results: list[Any], mesh: DeviceMesh | None) -> dict[str, Any]:
         wanted = {slot: t for slot, t in leaves.items() if t.requires_grad}
         results = [y for y in results if y.requires_grad]
+        if not results:
+            return {}
         found = torch.autograd.grad(results, list(wanted.values()), [self.dy(y, mesh) for y in results])
         return dict(zip(wanted, found, strict=True))
 
@@ -281,7 +297,7 @@ def without_communication(call: Call, mesh: DeviceMesh, layout: Layout) -> None:
     dys = [call.dy(y, mesh) for y in recorded]
     wanted = {slot: t for slot, t in leaves.items() if t.requires_grad}
     with CommDebugMode() as backward:
-        gradients = torch.autograd.grad(recorded, list(wanted.values()), dys)
+        gradients = torch.autograd.grad(recorded, list(wanted.values()), dys) if recorded else ()
     for mode in (forward, backward):
         assert not mode.get_total_counts(), f"{call.name} {call.case} of {layout}: {dict(mode.get_comm_counts())}"
     call.assert_same(results, dict(zip(wanted, gradients, strict=True)), layout)

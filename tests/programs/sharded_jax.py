@@ -124,6 +124,16 @@ def _attention(lead: tuple[int, ...], kv_heads: int, lengths: tuple[int, ...] | 
     return Case(shapes | {"lengths": lengths}, attrs, classes={"lengths": 6} if lengths else {})
 
 
+def _decoding(keys: int, kv_heads: int, block_size: int | None = None, **attrs: Any) -> Case:
+    lead, table = ((8, keys), None) if block_size is None else ((12, block_size), (8, keys // block_size))
+    shapes = {"q": (8, 2, 4, 6), "k_cache": (*lead, kv_heads, 6), "v_cache": (*lead, kv_heads, 8)}
+    return Case(
+        shapes | {"lengths": (8,), "block_table": table},
+        attrs,
+        classes={"lengths": keys + 1} | ({"block_table": 12} if block_size else {}),
+    )
+
+
 CASES: dict[str, list[Case]] = {
     "add": [Case({"a": (8, 6), "b": (8, 6)}, {"alpha": -0.5}), Case({"a": (8, 6), "b": (6,)})],
     "gelu": [Case({"x": (8, 6)}, {"approximate": "tanh"})],
@@ -135,6 +145,7 @@ CASES: dict[str, list[Case]] = {
         _attention((4,), 2, (4,), causal=True),
         _attention((2, 4), 4, (4,), window=(2, 1), softcap=2.0),
     ],
+    "paged_attention": [_decoding(9, 4), _decoding(8, 2, 4, window=5, softcap=2.0)],
     "softmax": [Case({"x": (4, 6, 8)}, {"dim": 1})],
     "layer_norm": [_norm((4, 8, 6), 1, "weight", "bias"), _norm((8, 2, 3), 2, "bias")],
     "rms_norm": [_norm((8, 6), 1, "weight", "bias"), _norm((8, 4), 1, eps=0.1)],
@@ -170,6 +181,9 @@ def results_and_gradients(name: str, case: Case) -> tuple[Callable, dict[str, np
     absent = {slot: None for slot in case.shapes if slot not in arrays}
     floating = [slot for slot, x in arrays.items() if x.dtype.kind == "f" and slot not in case.constants]
 
+    def values(given: Mapping[str, Any]):
+        return getattr(ours, name)(**given, **absent, **case.attrs), ()
+
     def function(given: Mapping[str, Any]):
         def call(*values):
             return getattr(ours, name)(**{**given, **dict(zip(floating, values, strict=True))}, **absent, **case.attrs)
@@ -182,7 +196,7 @@ def results_and_gradients(name: str, case: Case) -> tuple[Callable, dict[str, np
             return np.zeros(y.shape, jax.dtypes.float0)
         return jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape)
 
-    return function, arrays
+    return function if OPS[name].has_gradient else values, arrays
 
 
 def _operator_check(name: str) -> Callable[[], None]:
