@@ -49,12 +49,12 @@ struct PagedSizes {
     const int64_t at = length - queries + query, first = at - window;
     return {first < 0 ? 0 : first, at + 1};
   }
-  // Those of a chunk that any query sees.
+  // The keys of a chunk that any query sees.
   AOT_PAGED_BOTH KeyRange seen_of_chunk(int64_t c, int64_t length) const {
     const int64_t first = seen(0, length).begin, begin = c * chunk, end = begin + chunk;
     return {first > begin ? first : begin, length < end ? length : end};
   }
-  // The chunks that have such keys.
+  // The chunks that have keys of these.
   AOT_PAGED_BOTH KeyRange seen_chunks(int64_t length) const {
     return {seen(0, length).begin / chunk, (length + chunk - 1) / chunk};
   }
