@@ -73,7 +73,7 @@ def paged_attention(q, k_cache, v_cache, lengths, block_table=None, scale=None, 
         ValueError: shapes that do not fit; a scale or softcap that is not finite, a softcap or window below 0; tensors
             on different devices; on the CPU, a length or a block that there is not. On a GPU the results of such an
             example are NaN.
-        NotImplementedError: a gradient is asked for.
+        NotImplementedError: a gradient is asked for (in MindSpore RuntimeError, and not of this text).
 
     Source: Kwon et al., arXiv:2309.06180; the split: Dao et al., https://pytorch.org/blog/flash-decoding.
     """

@@ -46,7 +46,7 @@ class PagedKeys {
   // Starts to copy this warp's part of the next step, and to read the blocks of the one after it.
   __device__ void fetch(uint32_t part) {
     const int row = this->row(), lane = lane_index();
-    const int64_t k_stride = z_.kv_heads * z_.dim, v_stride = z_.kv_heads * z_.v_dim;
+    const int k_stride = static_cast<int>(z_.kv_heads * z_.dim), v_stride = static_cast<int>(z_.kv_heads * z_.v_dim);
     const int piece = lane % kPieces;
     const bool of_k = piece * 8 < z_.dim, of_v = piece * 8 < z_.v_dim;
     key_ += Shape::kStep;
@@ -55,10 +55,10 @@ class PagedKeys {
     for (int i = 0; i < Shape::kKeys; i += kAtOnce) {
       const int j = i + lane / kPieces, from = __shfl_sync(~0u, row, j);
       const bool present = from >= 0;
-      copy_async(piece_address<Shape::kDim>(part, j, piece), present && of_k ? k_ + from * k_stride : x_.k,
+      copy_async(piece_address<Shape::kDim>(part, j, piece), present && of_k ? k_ + int64_t{from} * k_stride : x_.k,
                  present && of_k);
       copy_async(piece_address<Shape::kDim>(part + Shape::kTile, j, piece),
-                 present && of_v ? v_ + from * v_stride : x_.v, present && of_v);
+                 present && of_v ? v_ + int64_t{from} * v_stride : x_.v, present && of_v);
     }
   }
 
@@ -70,22 +70,20 @@ class PagedKeys {
 
   __device__ void look_up() {
     block_ = example_;
-    if (z_.table && within()) {
-      const int64_t found = x_.table[blocks_ + key_ / static_cast<int>(z_.block_size)];
-      block_ = found >= 0 && found < z_.blocks ? static_cast<int>(found) : -1;
-    }
+    if (z_.table && within()) block_ = x_.table[blocks_ + key_ / static_cast<int>(z_.block_size)];
   }
   // -1 where there is none.
   __device__ int row() {
     if (!within()) return -1;
-    if (block_ < 0) return missed_ = true, -1;
+    if (block_ < 0 || block_ >= z_.blocks) return missed_ = true, -1;
     const int size = static_cast<int>(z_.block_size);
-    return block_ * size + (z_.table ? key_ % size : key_);
+    return static_cast<int>(block_) * size + (z_.table ? key_ % size : key_);
   }
 
   const PagedInputs<T> &x_;
   const PagedSizes &z_;
-  int begin_, end_, key_, block_;
+  int begin_, end_, key_;
+  int64_t block_;  // as it was read: a comparison would wait for it
   const T *k_, *v_;
   int64_t blocks_;
   int example_;
@@ -325,7 +323,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 2) paged_attention_mma_kernel
 // Whether the kernel takes a call whose tensors are aligned.
 inline bool paged_mma_takes(const PagedSizes &z) {
   const bool fits = z.dim <= 256 && z.v_dim <= 256 && z.max_keys() <= 1 << 30 &&
-                    bounded_product(z.blocks, z.block_size) <= INT32_MAX && z.batch <= INT32_MAX;
+                    bounded_product(z.blocks, z.block_size) <= INT32_MAX && z.batch <= INT32_MAX &&
+                    z.kv_heads <= INT32_MAX / 256;
   return fits && z.dim % 8 == 0 && z.v_dim % 8 == 0;
 }
 
