@@ -231,10 +231,15 @@ def _torch_functions() -> dict[str, Make]:
 
         return attend
 
+    def paged_attention(shape: Shape, variant: str) -> Callable[..., Any]:
+        attend = attention(shape, variant)
+        return lambda q, k, v, n: attend(q, k, v)
+
     return {
         "rope": rope,
         "qkv_rope": qkv_rope,
         "attention": attention,
+        "paged_attention": paged_attention,
         "add": lambda shape, variant: torch.add,
         "gelu": lambda shape, variant: lambda x: F.gelu(x, approximate=variant),
         "swiglu": lambda shape, variant: lambda gate, up: F.silu(gate) * up,

@@ -25,6 +25,8 @@ class Framework:
     def _input(self, case: Case, letter: str, shape: Shape) -> Any:
         if letter == "t":
             return self.classes(shape, case.work.n_classes(case.shape))
+        if letter == "n":
+            return self.classes(shape, 1) + case.work.n_classes(case.shape)
         tensor = self.normal(shape, case.dtype, _deviation(letter, shape))
         return self.constant(tensor) if letter in case.work.CONSTANTS else tensor
 

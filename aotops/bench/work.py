@@ -27,8 +27,8 @@ LN_EPS, RMS_EPS = 1e-5, 1e-6
 @dataclass(frozen=True)
 class Work:
     """A tensor is a letter. A subclass, a kind of operator, defines the shape of a case and the shapes of the letters
-    have then. w is always the weight. Bytes are the fewest that can be moved: what is read is read once, what is
-    written is written once; statistics and scratch are not counted."""
+    have then. w is always the weight, and n the most that ``n_classes`` says. Bytes are the fewest that can be moved:
+    what is read is read once, what is written is written once; statistics and scratch are not counted."""
 
     reads: str
     """The operator's inputs, in order."""
@@ -80,7 +80,7 @@ class Work:
         raise NotImplementedError
 
     def n_classes(self, shape: Shape) -> int:
-        """The number of classes of t."""
+        """The number of classes of t, or n."""
         return shape[-1]
 
     def shapes(self, device: str, given: Sequence[Shape] | None, quick: bool) -> Sequence[Shape]:
@@ -106,7 +106,7 @@ class Work:
     def bytes(self, pass_: str, shape: Shape, dtype: str) -> int:
         reads, writes = (self.reads, self.writes) if pass_ == "forward" or not self.backward else self.backward
         tensors = self.tensors(shape)
-        return sum(math.prod(tensors[letter]) * (8 if letter == "t" else ITEMSIZE[dtype]) for letter in reads + writes)
+        return sum(math.prod(tensors[letter]) * (8 if letter in "tn" else ITEMSIZE[dtype]) for letter in reads + writes)
 
 
 class Rows(Work):
@@ -263,6 +263,23 @@ class Attention(Work):
     def tensors(self, shape):
         batch, seq, heads, kv_heads, dim = shape
         return {"q": (batch, seq, heads, dim), "k": (batch, seq, kv_heads, dim)}
+
+
+class Decoding(Work):
+    """q has the last query of each example, k all of its keys, and its values; n is how many there are."""
+
+    AXES = ("batch", "keys", "heads", "kv_heads", "head_dim")
+    # of Llama's sizes, and of one without shared heads
+    SHAPES = ((8, 32768, 32, 8, 128), (1, 131072, 64, 8, 128), (64, 4096, 32, 8, 128), (16, 1024, 12, 12, 64))
+    FEW = ((1, 1024, 12, 12, 64), (1, 4096, 32, 8, 128))
+    CONSTANTS = "n"
+
+    def tensors(self, shape):
+        batch, keys, heads, kv_heads, dim = shape
+        return {"q": (batch, 1, heads, dim), "k": (batch, keys, kv_heads, dim), "n": (batch,)}
+
+    def n_classes(self, shape):
+        return shape[1]
 
 
 class Cell(Work):

@@ -160,6 +160,8 @@ class _Arrays(Framework):
         return self.xp.tile(tensor, times)
 
     def gradients(self, name, inputs, attrs, dys):
+        if not self.ops[name].has_gradient:
+            return {}
         results = getattr(self.module, f"{name}_backward")(_one_or_all(dys), **inputs, **attrs)
         backward = self.ops[name].backward
         slots = [slot for slot in self.ops[name].inputs if backward is None or f"d{slot}" in backward.outputs]
@@ -217,6 +219,8 @@ class Torch(Framework):
         return tensor.detach().to("cpu", self.torch.float64 if floating else tensor.dtype).numpy()
 
     def gradients(self, name, inputs, attrs, dys):
+        if not self.ops[name].has_gradient:
+            return {}
         constants = self.ops[name].constants
         leaves = {
             slot: None if t is None else t.clone().requires_grad_(self.is_differentiable(t) and slot not in constants)
@@ -250,6 +254,8 @@ class Jax(Framework):
         return _widest(np.asarray(tensor))
 
     def gradients(self, name, inputs, attrs, dys):
+        if not self.ops[name].has_gradient:
+            return {}
         def function(given):
             return self.results(name, inputs | given, attrs)
 
@@ -298,6 +304,8 @@ class MindSpore(Framework):
         return function(*tensors)
 
     def gradients(self, name, inputs, attrs, dys):
+        if not self.ops[name].has_gradient:
+            return {}
         self._enter()
         function, tensors = self._function(name, inputs, attrs)
         sens = self._sens(function, tensors, dys)

@@ -194,6 +194,8 @@ class Row:
     limit."""
     defaults: Callable[[str], dict[str, Any]] = _no_defaults
     """By dtype, the arguments for which None, or nothing, stands for something that depends on it."""
+    gradient: bool = True
+    """Whether the operator has a gradient."""
     complex: bool = False
     """The reference takes complex numbers: its derivative is then the imaginary part of a tiny imaginary step. For what
     has kinks, about which finite differences are wrong, or costs much, since one step is enough."""

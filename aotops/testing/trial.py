@@ -138,7 +138,7 @@ class Trial:
 
     def _has_gradient(self, slot: str) -> bool:
         x = self.inputs[slot]
-        return x is not None and is_floating(x) and slot not in self.case.constants
+        return self.row.gradient and x is not None and is_floating(x) and slot not in self.case.constants
 
     def _assert_derivative(self, slot: str, gradient: np.ndarray, direction: np.ndarray, derivative: float) -> None:
         # the errors of the elements are independent: they add up as the root of the sum of their squares

@@ -18,7 +18,18 @@ from aotops.bench import baselines, report
 from aotops.bench.cases import Case, cases, find, rows, use, works
 from aotops.bench.measure import Cpu, Cuda, samples, spread, wait_asleep
 from aotops.bench.tensors import FRAMEWORKS
-from aotops.bench.work import Attention, Cell, Convolution, Elements, Head, Product, Projections, Rotations, Rows
+from aotops.bench.work import (
+    Attention,
+    Cell,
+    Convolution,
+    Decoding,
+    Elements,
+    Head,
+    Product,
+    Projections,
+    Rotations,
+    Rows,
+)
 from aotops.cli import main as command
 from aotops.library import LibraryError
 from aotops.ops import OPS
@@ -34,6 +45,7 @@ TINY = {
     Rotations: (2, 3, 2, 4),
     Projections: (2, 3, 2, 1, 4),
     Attention: (2, 3, 2, 1, 4),
+    Decoding: (2, 3, 2, 1, 4),
 }
 ROW = {"op", "variant", "pass", "shape", "dtype", "impl", "us", "gbs", "of_copy", "host_us", "date"}
 X, N = 1024 * 4096, 4096

@@ -136,6 +136,7 @@ CALLS = {
         6,
         True,
     ],
+    "paged_attention": [HEADS, (2, 5, 1, 7), (2, 5, 1, 6), np.array([5, 2]), None, None, 4, 1.5],
     "rms_norm": [X, 6, 6, [6], None, 0.0],
     "rms_norm_backward": [X, X, 6, None, [6], None, 0.0],
     "rope": [HEADS, (4, 3), (4, 3), None, True, "BSHD", 6],
@@ -148,10 +149,12 @@ CALLS = {
 
 
 def arguments(op, of=lambda numbers: numbers):
-    """A call's arguments; where one is a tensor, CALLS has its shape."""
+    """A call's arguments; where one is a tensor, CALLS has its shape, or the array."""
     draw = np.random.default_rng(0)
 
     def made(slot, given):
+        if isinstance(given, np.ndarray):
+            return of(given)
         if given == "classes":
             return of(draw.integers(0, 6, 4))
         if slot not in op.inputs or given is None:

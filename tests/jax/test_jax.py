@@ -313,7 +313,7 @@ def test_a_program_of_a_tangent_alone():
     assert not jax.jit(jax.hessian(lambda a: ours.matmul(a, b).sum()))(a).any()
 
 
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", [name for name, op in OPS.items() if op.has_gradient])
 def test_second_order_of_an_operator(name):
     """By finite differences, for each floating input, in each combination of modes."""
     index = first_case(name)

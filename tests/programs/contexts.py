@@ -39,6 +39,10 @@ Function = Callable[..., Any]
 # ------------------------------------------------------------------------------------------------------------ operators
 
 
+DIFFERENTIABLE = [name for name, row in CASES.items() if row.gradient]
+"""The operators to try: a context compares gradients."""
+
+
 @dataclass(frozen=True)
 class Operator:
     """One of ours, as torch has it: both functions take the same tensors."""
@@ -84,7 +88,7 @@ def _operator(name: str, case: cases.Case) -> Operator:
 
 
 def _samples() -> Iterator[tuple[str, Operator]]:
-    for name in CASES:
+    for name in DIFFERENTIABLE:
         for suffix, case in cases.row_samples(name).items():
             yield f"{name}_{suffix}" if suffix else name, _operator(name, case)
 
@@ -95,7 +99,8 @@ def _variants() -> Iterator[tuple[str, Operator]]:
     def kind(case: cases.Case) -> tuple[Any, ...]:
         return *case.given, name in ("add", "matmul") and len(set(map(len, case.given.values()))) > 1
 
-    for name, row in CASES.items():
+    for name in DIFFERENTIABLE:
+        row = CASES[name]
         seen = {kind(case) for case in cases.row_samples(name).values()}
         for case in row.cases:
             if kind(case) not in seen:

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_cases import attention, head, linear, norm, qkv, rope
+from sharded_cases import attention, decoding, head, linear, norm, qkv, rope
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -80,6 +80,7 @@ CASES: dict[str, list[Case]] = {
         attention((4,), 2, (4,), causal=True),
         attention((2, 4), 4, (4,), window=(2, 1), softcap=2.0),
     ],
+    "paged_attention": [decoding(9, 4), decoding(8, 2, 4, window=5, softcap=2.0)],
     "softmax": [Case({"x": (8, 6)}), Case({"x": (4, 6, 5)}, {"dim": 1})],
     "layer_norm": [
         norm((4, 8, 6), 1, "weight", "bias"),
@@ -179,7 +180,10 @@ class Call:
 
     def leaves(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         fixed = self.op.constants
-        return {s: t.detach().requires_grad_(t.is_floating_point() and s not in fixed) for s, t in tensors.items()}
+        given = self.op.has_gradient
+        return {
+            s: t.detach().requires_grad_(given and t.is_floating_point() and s not in fixed) for s, t in tensors.items()
+        }
 
     def forward(self, leaves: Mapping[str, Any]) -> list[Any]:
         absent = {slot: None for slot in self.case.shapes if slot not in leaves}
@@ -189,6 +193,8 @@ class Call:
     def backward(self, leaves: Mapping[str, Any], results: list[Any], mesh: DeviceMesh | None) -> dict[str, Any]:
         wanted = {slot: t for slot, t in leaves.items() if t.requires_grad}
         results = [y for y in results if y.requires_grad]
+        if not results:
+            return {}
         found = torch.autograd.grad(results, list(wanted.values()), [self.dy(y, mesh) for y in results])
         return dict(zip(wanted, found, strict=True))
 
@@ -249,7 +255,7 @@ def without_communication(call: Call, mesh: DeviceMesh, layout: Layout) -> None:
     dys = [call.dy(y, mesh) for y in recorded]
     wanted = {slot: t for slot, t in leaves.items() if t.requires_grad}
     with CommDebugMode() as backward:
-        gradients = torch.autograd.grad(recorded, list(wanted.values()), dys)
+        gradients = torch.autograd.grad(recorded, list(wanted.values()), dys) if recorded else ()
     for mode in (forward, backward):
         assert not mode.get_total_counts(), f"{call.name} {call.case} of {layout}: {dict(mode.get_comm_counts())}"
     call.assert_same(results, dict(zip(wanted, gradients, strict=True)), layout)

@@ -37,3 +37,13 @@ def qkv(qkv: tuple[int, ...], table: Any, positions: tuple[int, ...] | None = No
 def attention(lead: tuple[int, ...], kv_heads: int, lengths: tuple[int, ...] | None = None, **attrs: Any) -> Case:
     shapes = {slot: (*lead, seq, n, 6) for slot, seq, n in (("q", 8, 4), ("k", 5, kv_heads), ("v", 5, kv_heads))}
     return Case(shapes | {"lengths": lengths}, attrs, classes={"lengths": 6} if lengths else {})
+
+
+def decoding(keys: int, kv_heads: int, block_size: int | None = None, **attrs: Any) -> Case:
+    lead, table = ((8, keys), None) if block_size is None else ((12, block_size), (8, keys // block_size))
+    shapes = {"q": (8, 2, 4, 6), "k_cache": (*lead, kv_heads, 6), "v_cache": (*lead, kv_heads, 8)}
+    return Case(
+        shapes | {"lengths": (8,), "block_table": table},
+        attrs,
+        classes={"lengths": keys + 1} | ({"block_table": 12} if block_size else {}),
+    )

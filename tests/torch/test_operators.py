@@ -39,7 +39,7 @@ def samples(name, where):
         inputs = {slot: None if x is None else torch.as_tensor(x, device=where) for slot, x in arrays.items()}
         if name == op.name:
             for slot, t in inputs.items():
-                if t is not None and t.is_floating_point() and slot not in op.constants:
+                if op.has_gradient and t is not None and t.is_floating_point() and slot not in op.constants:
                     t.requires_grad_()
         given, attrs = op.bind(**inputs, **case.attrs)
         attrs = [list(value) if isinstance(value, tuple) else value for value in op.canonical(attrs)]

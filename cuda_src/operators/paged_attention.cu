@@ -1,0 +1,71 @@
+#include "paged_attention.h"
+
+#include "paged_attention_mma.cuh"
+
+namespace aot {
+inline namespace AOT_ISA {
+namespace {
+
+// A block for each tile of rows of each chunk of each head of k.
+template <typename T>
+Status launch_chunks(const char *op, void (*kernel)(PagedInputs<T>), int rows, int threads, int shared, int64_t columns,
+                     const PagedInputs<T> &x, void *stream) {
+  const PagedSizes &z = x.z;
+  const int64_t heads = bounded_product(bounded_product(z.batch, z.kv_heads), z.chunks);
+  const int64_t blocks = bounded_product(heads, ceil_div(z.rows(), rows));
+  if (blocks > INT32_MAX || columns > UINT16_MAX)
+    return fail(kNotImplemented, "%s: %lld tiles of %lld columns are more than a grid has", op,
+                static_cast<long long>(blocks), static_cast<long long>(columns));
+  const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(columns));
+  return launch_kernel(op, kernel, {grid, static_cast<unsigned>(threads), shared}, stream, x);
+}
+
+template <typename T>
+Status run_chunks(const char *op, const PagedInputs<T> &x, void *stream) {
+  if constexpr (sizeof(T) == 2) {
+    DeviceLimits limits;
+    AOT_TRY(device_limits(op, &limits));
+    if (paged_mma_takes(x.z) && aligned(x.q, x.k, x.v, x.sums) && limits.major >= 8)
+      return dispatch_paged(x.z, [&](auto shape) {
+        using Shape = decltype(shape);
+        static_assert(Shape::kBytes <= kMmaShared, "a block's shared memory");
+        return launch_chunks(op, paged_attention_mma_kernel<T, Shape>, Shape::kRows, Shape::kThreads, Shape::kBytes, 1,
+                             x, stream);
+      });
+  }
+  return launch_chunks(op, paged_attention_kernel<T>, kPagedRows, kPagedBlock, 0, ceil_div(x.z.v_dim, kPagedBlock), x,
+                       stream);
+}
+
+Status paged_attention_cuda(const PagedAttention &op, const Tensor *in, const Tensor *out, void *stream) {
+  const Tensor &q = in[op.kQ], &k = in[op.kK], &v = in[op.kV], &lengths = in[op.kLengths], &table = in[op.kTable];
+  if (!out[op.kWork]) return fail(kConventionMisused, "%s: workspace is missing", op.name);
+  return dispatch(q.dtype, [&](auto type) -> Status {
+    using T = typename decltype(type)::type;
+    using A = Accumulate<T>;
+    const PagedSizes z = op.sizes(q, k, v, table);
+    const int64_t rows = z.chunks * z.all_rows();
+    A *const sums = out[op.kWork].as<A>(), *const most = sums + rows * z.v_dim;
+    const PagedInputs<T> x{
+        q.as<const T>(), k.as<const T>(), v.as<const T>(), Integers(lengths), Integers(table), z, sums, most,
+        most + rows};
+    AOT_TRY(run_chunks(op.name, x, stream));
+    const int64_t columns = ceil_div(z.v_dim, kCombineColumns);
+    if (z.all_rows() > INT32_MAX || columns > UINT16_MAX)
+      return fail(kNotImplemented, "%s: %lld rows of %lld are more than a grid has", op.name,
+                  static_cast<long long>(z.all_rows()), static_cast<long long>(z.v_dim));
+    const dim3 grid(static_cast<unsigned>(z.all_rows()), static_cast<unsigned>(columns));
+    return launch_kernel(op.name, paged_attention_combine_kernel<T>, {grid, 32 * kCombineWarps, 0, 1, true}, stream, x,
+                         out[op.kY].as<T>());
+  });
+}
+
+}  // namespace
+}  // namespace AOT_ISA
+}  // namespace aot
+
+// --------------------------------------------------------------------------------------------------------- entries
+
+using namespace aot;
+
+AOT_ENTRY(PagedAttention, aot_paged_attention_cuda, paged_attention_cuda)

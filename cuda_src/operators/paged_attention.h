@@ -1,0 +1,185 @@
+// paged_attention: attention of the last few queries of each example to a cache of keys and values. For query i of a
+//          head of example b, with at = length - queries + i and s[j] = scale sum(q[i] k[j]), or
+//          softcap tanh(scale sum(q[i] k[j]) / softcap):
+//          y[i] = sum(exp(s[j]) v[j]) / sum(exp(s[j])) over the keys j of [max(0, at - window), at]
+//          A query that sees none has y = 0. With a block_table, key j of example b is row j % block_size of block
+//          block_table[b, j / block_size] of the cache.
+// The keys of an example are split into chunks, whose results are combined in their order: the sizes of the tensors
+// alone determine the chunks. Sums are in float32 (float64 for float64). In 16 bits exp(s[j]) is rounded before it is a
+// factor.
+#pragma once
+#include <algorithm>
+#include <cmath>
+
+#include "aot.h"
+
+#ifdef __CUDACC__
+#define AOT_PAGED_BOTH __host__ __device__
+#else
+#define AOT_PAGED_BOTH
+#endif
+
+namespace aot {
+inline namespace AOT_ISA {
+
+// Keys; none if end <= begin.
+struct KeyRange {
+  int64_t begin, end;
+};
+
+// The sizes of a call, as both devices take them. Without a table an example is one block. window: no less than the
+// keys where there is none.
+struct PagedSizes {
+  int64_t batch, queries, heads, kv_heads, dim, v_dim, blocks, block_size, max_blocks, window, chunk, chunks;
+  double scale, softcap;
+  bool table;
+
+  AOT_PAGED_BOTH int64_t group() const { return kv_heads ? heads / kv_heads : 0; }
+  AOT_PAGED_BOTH int64_t max_keys() const { return max_blocks * block_size; }
+  // Rows of a head of k: the queries of the heads that share it. Those of y, and of all partial results.
+  AOT_PAGED_BOTH int64_t rows() const { return queries * group(); }
+  AOT_PAGED_BOTH int64_t all_rows() const { return batch * queries * heads; }
+  // The row of y of row r of head h of k.
+  AOT_PAGED_BOTH int64_t row_of(int64_t b, int64_t h, int64_t r) const {
+    return (b * queries + r / group()) * heads + h * group() + r % group();
+  }
+
+  // The keys that a query sees, of an example with `length` keys.
+  AOT_PAGED_BOTH KeyRange seen(int64_t query, int64_t length) const {
+    const int64_t at = length - queries + query, first = at - window;
+    return {first < 0 ? 0 : first, at + 1};
+  }
+  // The keys of a chunk that any query sees.
+  AOT_PAGED_BOTH KeyRange seen_of_chunk(int64_t c, int64_t length) const {
+    const int64_t first = seen(0, length).begin, begin = c * chunk, end = begin + chunk;
+    return {first > begin ? first : begin, length < end ? length : end};
+  }
+  // The chunks that have keys of these.
+  AOT_PAGED_BOTH KeyRange seen_chunks(int64_t length) const {
+    return {seen(0, length).begin / chunk, (length + chunk - 1) / chunk};
+  }
+};
+
+// The chunks of a call: as many as give a device enough to do, and no smaller than what pays for a partial result.
+// Multiples of 64 keys, which a step of the kernels takes. Blocks of threads have at most 64 rows of a head.
+inline void choose_chunks(PagedSizes &z) {
+  constexpr int64_t kTasks = kIsCuda ? 2112 : 64, kFewest = kIsCuda ? 256 : 512, kStep = 64;
+  const int64_t tasks =
+      std::max<int64_t>(bounded_product(bounded_product(z.batch, z.kv_heads), (z.rows() + 63) / 64), 1);
+  const int64_t most = std::max<int64_t>((kTasks + tasks - 1) / tasks, 1), keys = std::max<int64_t>(z.max_keys(), 1);
+  const int64_t chunk = std::max((keys + most - 1) / most, kFewest);
+  z.chunk = (chunk + kStep - 1) / kStep * kStep, z.chunks = (keys + z.chunk - 1) / z.chunk;
+}
+
+struct PagedAttention {
+  static constexpr const char *name = "paged_attention";
+  enum { kQ, kK, kV, kLengths, kTable };
+  enum { kY, kWork };
+  static constexpr Slot inputs[] = {
+      {"q"}, {"k_cache"}, {"v_cache"}, {"lengths", required, kIntegers}, {"block_table", optional, kIntegers}};
+  static constexpr Slot outputs[] = {{"y"}, {"workspace", workspace}};
+  Number scale;
+  int64_t window = kMostElements;  // keys before a query's own
+  double softcap = 0;
+
+  Status init(const Attrs &attrs) {
+    AOT_TRY(attrs.get("scale", &scale));
+    AOT_TRY(attrs.get("window", &window));
+    return attrs.get("softcap", &softcap);
+  }
+
+  Status infer(const Tensor *in, Spec *out) const {
+    const Spec &q = in[kQ], &k = in[kK], &v = in[kV];
+    AOT_TRY(check_attributes());
+    AOT_TRY(check_heads("q", q, q.dtype, "(batch, queries, heads, head_dim)"));
+    const char *const form = in[kTable] ? "(blocks, block_size, kv_heads, head_dim), with a block_table"
+                                        : "(batch, keys, kv_heads, head_dim), without a block_table";
+    AOT_TRY(check_heads("k_cache", k, q.dtype, form));
+    AOT_TRY(check_heads("v_cache", v, q.dtype, form));
+    AOT_TRY(check_keys(q, k, static_cast<bool>(in[kTable])));
+    AOT_TRY(check_values(k, v));
+    AOT_TRY(check_integers("lengths", in[kLengths], 1, q, "(batch,)"));
+    if (in[kTable]) AOT_TRY(check_integers("block_table", in[kTable], 2, q, "(batch, blocks of an example)"));
+    out[kY] = q;
+    if (q.rank_known()) out[kY].shape[3] = v.rank_known() ? v.shape[3] : kUnknownDim;
+    AOT_TRY(check_size(name, "the result", out[kY]));
+    out[kWork] = Spec::vector(accumulate_dtype(q.dtype), kUnknownDim);
+    if (q.known() && k.known() && v.known() && (!in[kTable] || in[kTable].known()))
+      out[kWork].shape[0] = partial_results(sizes(q, k, v, in[kTable]));
+    return kOk;
+  }
+
+  // The inputs have passed infer.
+  PagedSizes sizes(const Spec &q, const Spec &k, const Spec &v, const Spec &table) const {
+    PagedSizes z{};
+    z.table = static_cast<bool>(table);
+    z.batch = q.shape[0], z.queries = q.shape[1], z.heads = q.shape[2], z.kv_heads = k.shape[2];
+    z.dim = q.shape[3], z.v_dim = v.shape[3];
+    z.blocks = k.shape[0], z.block_size = k.shape[1], z.max_blocks = table ? table.shape[1] : 1;
+    z.window = std::min(window, kMostElements);
+    z.scale = scale.given ? scale.value : 1 / std::sqrt(static_cast<double>(z.dim));
+    z.softcap = softcap;
+    choose_chunks(z);
+    return z;
+  }
+
+ private:
+  // Elements: for each row of each chunk, the largest score, the sum of exponentials, and their sum of values.
+  static int64_t partial_results(const PagedSizes &z) {
+    return bounded_product(bounded_product(z.chunks, z.all_rows()), z.v_dim + 2);
+  }
+
+  Status check_attributes() const {
+    if (window < 0)
+      return fail(kInvalidArgument, "%s: window is %lld, expected a number of keys, or None for all", name,
+                  static_cast<long long>(window));
+    if (scale.given && !std::isfinite(scale.value))
+      return fail(kInvalidArgument, "%s: scale is %g, expected a finite number", name, scale.value);
+    if (std::isfinite(softcap) && softcap >= 0) return kOk;
+    return fail(kInvalidArgument, "%s: softcap is %g, expected a finite number of at least 0", name, softcap);
+  }
+
+  static Status check_heads(const char *slot, const Spec &x, DType dtype, const char *form) {
+    AOT_TRY(check_floating(name, slot, x));
+    AOT_TRY(check_dtype(name, slot, x, dtype));
+    if (!x.rank_known() || (x.ndim == 4 && x.shape[3] != 0)) return kOk;
+    if (x.ndim == 4)
+      return fail(kInvalidArgument, "%s: %s has shape %s, expected a head_dim of at least 1", name, slot,
+                  ShapeText(x).text);
+    return fail(kInvalidArgument, "%s: %s has shape %s, expected %s", name, slot, ShapeText(x).text, form);
+  }
+
+  static Status check_keys(const Spec &q, const Spec &k, bool table) {
+    if (!q.rank_known() || !k.rank_known()) return kOk;
+    if (!table && !same_dim(q.shape[0], k.shape[0]))
+      return fail(kInvalidArgument, "%s: k_cache has shape %s, expected the batch of q, which has shape %s", name,
+                  ShapeText(k).text, ShapeText(q).text);
+    if (!same_dim(q.shape[3], k.shape[3]))
+      return fail(kInvalidArgument, "%s: k_cache has shape %s, expected the head_dim of q, which has shape %s", name,
+                  ShapeText(k).text, ShapeText(q).text);
+    const int64_t of_q = q.shape[2], of_k = k.shape[2];
+    if (of_q < 0 || of_k < 0 || (of_k ? of_q % of_k == 0 : of_q == 0)) return kOk;
+    return fail(kInvalidArgument, "%s: k_cache has shape %s, of %lld heads, expected a divisor of q's %lld heads", name,
+                ShapeText(k).text, static_cast<long long>(of_k), static_cast<long long>(of_q));
+  }
+
+  static Status check_values(const Spec &k, const Spec &v) {
+    if (!k.rank_known() || !v.rank_known()) return kOk;
+    bool same = true;
+    for (int i = 0; i < 3; ++i) same = same && same_dim(k.shape[i], v.shape[i]);
+    if (same) return kOk;
+    return fail(kInvalidArgument, "%s: v_cache has shape %s, expected that of k_cache but for head_dim, which is %s",
+                name, ShapeText(v).text, ShapeText(k).text);
+  }
+
+  static Status check_integers(const char *slot, const Spec &x, int ndim, const Spec &q, const char *form) {
+    AOT_TRY(check_integer(name, slot, x));
+    if (!x.rank_known()) return kOk;
+    if (x.ndim == ndim && (!q.rank_known() || same_dim(x.shape[0], q.shape[0]))) return kOk;
+    return fail(kInvalidArgument, "%s: %s has shape %s, expected %s, with the batch of q, which has shape %s", name,
+                slot, ShapeText(x).text, form, ShapeText(q).text);
+  }
+};
+
+}  // namespace AOT_ISA
+}  // namespace aot
