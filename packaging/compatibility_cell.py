@@ -90,10 +90,13 @@ def values(framework: Any, name: str, dtype: str) -> None:
 
 
 def gradients(framework: Any, name: str, dtype: str) -> None:
+    from aotops.ops import OPS
     from aotops.testing import cases
 
     i, inputs, attrs = arguments(framework, name, dtype)
-    dys = tuple(framework.make(dy, dtype, "cpu") for dy in cases.output_gradients(name, i, dtype))
+    dtypes = cases.dtypes(name, i, dtype)
+    given = zip(OPS[name].outputs, cases.output_gradients(name, i, dtype), strict=True)
+    dys = tuple(None if dy is None else framework.make(dy, dtypes[y], "cpu") for y, dy in given)
     found = framework.gradients(name, inputs, attrs, dys)
     numbers = {slot: framework.numpy(g) for slot, g in found.items() if g is not None}
     cases.assert_gradients(numbers, name, i, dtype)
@@ -103,8 +106,8 @@ def arguments(framework: Any, name: str, dtype: str) -> tuple[int, dict[str, Any
     from aotops.testing import cases
 
     i = cases.first_case(name)
-    arrays = cases.inputs(name, i, dtype)
-    inputs = {s: framework.make(x, cases.dtype_of(x, dtype), "cpu") for s, x in arrays.items() if x is not None}
+    arrays, dtypes = cases.inputs(name, i, dtype), cases.dtypes(name, i, dtype)
+    inputs = {s: framework.make(x, cases.dtype_of(x, dtypes[s]), "cpu") for s, x in arrays.items() if x is not None}
     return i, inputs, cases.CASES[name].cases[i].attrs
 
 

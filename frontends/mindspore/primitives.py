@@ -24,7 +24,7 @@ from aotops.spec import TensorSpec
 from .entries import Facts, facts_of_backward, primitive
 from .rules import bprop_of_rule, refusal
 from .second_order import gradient_of_backward, has_second_order
-from .specs import Constant, aligner, device, spec_of
+from .specs import Constant, aligner, device, spec_of, zeros_like
 
 
 def functions(library: Library, module: str = __package__) -> dict[str, Callable[..., Any]]:
@@ -164,7 +164,7 @@ def _gradient(op: Op, backward: Op, given: tuple[str, ...], facts: Facts) -> Cal
         if kernel is not None:
             grads = kernel(*[tensors[i] for i in arguments])
             tensors = (*tensors, grads) if one_gradient else (*tensors, *grads)
-        found = [ops.zeros_like(x) if i is None else tensors[i] for i, x in zip(places, inputs)]  # noqa: B905
+        found = [zeros_like(x) if i is None else tensors[i] for i, x in zip(places, inputs)]  # noqa: B905
         return tuple([x if scale is None else times(x, scale) for x, scale in zip(found, scales)])  # noqa: B905
 
     def times(x, scale):

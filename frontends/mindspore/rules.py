@@ -12,6 +12,8 @@ from mindspore import ops
 from aotops.hosting import written_out
 from aotops.op import Attr, Op, Rule
 
+from .specs import zeros_like
+
 
 def bprop_of_rule(op: Op, rule: Rule, attrs: Sequence[Attr], functions: Any) -> Callable[..., Any]:
     """The bprop that a rule is. ``functions``: those of the library's operators."""
@@ -30,7 +32,7 @@ def bprop_of_rule(op: Op, rule: Rule, attrs: Sequence[Attr], functions: Any) -> 
         gradients = found if isinstance(found, (tuple, list)) else (found,)
         if len(gradients) != expected:
             raise TypeError(f"{name}: its backward returned another number of gradients than there are inputs")
-        return tuple([ops.zeros_like(x) if g is None else g for g, x in zip(gradients, inputs)])  # noqa: B905
+        return tuple([zeros_like(x) if g is None else g for g, x in zip(gradients, inputs)])  # noqa: B905
 
     return written_out("bprop", f"({inputs}out, dout)", body, fill=fill, rule=function, functions=functions, **known)
 

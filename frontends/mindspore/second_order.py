@@ -20,6 +20,7 @@ from aotops.op import Attr, Op
 from aotops.spec import FLOATING, TensorSpec
 
 from .mathematics import Call, Mathematics, Placeholder, Writer, dtype_of
+from .specs import zeros_like
 
 
 def has_second_order(op: Op, attrs: Sequence[Attr]) -> bool:
@@ -92,7 +93,7 @@ def _of_formula(
         copy=_CopyOfSecondOrder(backward) if eager and writer.reshapes else _copy,
         differentiate=ops.GradOperation(get_all=True, sens_param=True),
         mutable=ms.mutable,
-        zeros_like=ops.zeros_like,
+        zeros_like=zeros_like,
     )
 
 
@@ -117,7 +118,7 @@ def _of_products(
 
     found = backward_cotangents(Mathematics(writer), run, op, arrays, cotangents, given)
     results = [found[slot].name if slot in found else f"zeros_like({slot})" for slot in given]
-    writer.names["zeros_like"] = ops.zeros_like
+    writer.names["zeros_like"] = zeros_like
     return writer.function("gradient_of_backward", (*given, "dout"), ", ".join(results) + ",")
 
 

@@ -48,6 +48,13 @@ def dtype_name(dtype: Any) -> str:
     return str(dtype).lower().replace("float8e", "float8_e")
 
 
+def zeros_like(x):
+    """MindSpore 2.7 has no kernel for it on the CPU in bfloat16."""
+    if isinstance(x, Tensor) and x.dtype == ms.bfloat16:
+        return ops.zeros_like(x.astype(ms.float32)).astype(ms.bfloat16)
+    return ops.zeros_like(x)
+
+
 class Constant(ops.PrimitiveWithInfer):
     """A function of the specs of tensors. PyNative calls it; graph mode evaluates it during compilation, where tensors
     have no values and an exception is an error of the compilation."""
