@@ -47,30 +47,41 @@ Status run_any(const char *op, const AttentionInputs<T> &x, T *to, Accumulate<T>
 // The kernels of attention.cuh, attention_mma.cuh and attention_wgmma.cuh.
 enum class AttentionKernels { any, mma, wgmma };
 
-// Whether AOTOPS_ATTENTION=general leaves Hopper's kernels out.
-bool general_alone() {
-  static const bool general = [] {
-    const char *const value = std::getenv("AOTOPS_ATTENTION");
-    return value && !std::strcmp(value, "general");
+// The values of $AOTOPS_ATTENTION (docs/building.md).
+enum class AttentionMode { automatic, general, unknown };
+
+AttentionMode attention_mode() {
+  static const AttentionMode mode = [] {
+    const char *const text = std::getenv("AOTOPS_ATTENTION");
+    if (!text || !*text || !std::strcmp(text, "auto")) return AttentionMode::automatic;
+    return std::strcmp(text, "general") ? AttentionMode::unknown : AttentionMode::general;
   }();
-  return general;
+  return mode;
+}
+
+Status check_mode(const char *op) {
+  if (attention_mode() != AttentionMode::unknown) return kOk;
+  return fail(kDeviceError, "%s: AOTOPS_ATTENTION is '%s', expected 'auto' or 'general'", op,
+              std::getenv("AOTOPS_ATTENTION"));
 }
 
 // The kernels that take a call; tensors that are absent are null.
 template <typename T, typename... Tensors>
 Status choose(const char *op, const AttentionInputs<T> &x, AttentionKernels *kernels, const Tensors *...tensors) {
+  AOT_TRY(check_mode(op));
   *kernels = AttentionKernels::any;
-  if (sizeof(T) != 2 || !x.plain() || !mma_takes(x.z) || !aligned(tensors...)) return kOk;
-  DeviceLimits limits;
-  AOT_TRY(device_limits(op, &limits));
-  if (limits.major >= 8) *kernels = AttentionKernels::mma;
+  if constexpr (sizeof(T) == 2) {
+    if (!x.plain() || !mma_takes(x.z) || !aligned(tensors...)) return kOk;
+    DeviceLimits limits;
+    AOT_TRY(device_limits(op, &limits));
+    if (limits.major >= 8) *kernels = AttentionKernels::mma;
 #ifdef AOT_HAVE_SM90
-  if (limits.major == 9 && !general_alone()) {
+    if (limits.major != 9 || attention_mode() == AttentionMode::general) return kOk;
     bool wgmma;
     AOT_TRY(attention_sm90_takes(op, x.z, &wgmma));
     if (wgmma) *kernels = AttentionKernels::wgmma;
-  }
 #endif
+  }
   return kOk;
 }
 

@@ -1,0 +1,106 @@
+"""attention in 16 bits on a GPU, by each choice of the kernels (AOTOPS_ATTENTION)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")]
+
+MODES = """
+import torch
+
+from aotops.frontends import torch as ours
+
+torch.manual_seed(0)
+
+
+def heads_first(x, layout):
+    return x.double() if layout == "BHSD" else x.double().transpose(1, 2)
+
+
+def exact(q, k, v, lengths, causal, window, layout):
+    q, k, v = (heads_first(x, layout) for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    n, m = q.shape[2], k.shape[2]
+    distance = torch.arange(m, device="cuda") - (torch.arange(n, device="cuda")[:, None] + m - n)
+    left, right = window or (-1, -1)
+    seen = torch.ones(n, m, dtype=torch.bool, device="cuda")
+    if left >= 0:
+        seen &= distance >= -left
+    if causal or right >= 0:
+        seen &= distance <= (0 if causal else right)
+    if lengths is not None:
+        seen = seen & (torch.arange(m, device="cuda") < lengths[:, None, None, None])
+    scores = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).masked_fill(~seen, -1e30)
+    y = (torch.softmax(scores, -1) * seen) @ v
+    return y if layout == "BHSD" else y.transpose(1, 2)
+
+
+# batch, heads, kv_heads, queries, keys, head_dim, that of v, causal, window, layout, lengths
+CALLS = [
+    (1, 1, 1, 64, 64, 64, 64, False, None, "BSHD", None),
+    (2, 3, 3, 200, 200, 64, 64, False, None, "BSHD", None),
+    (2, 4, 2, 333, 517, 128, 128, True, None, "BSHD", None),
+    (1, 4, 1, 1000, 1000, 128, 128, True, None, "BSHD", None),
+    (2, 2, 2, 512, 512, 64, 64, False, None, "BHSD", [100, 512]),
+    (2, 2, 1, 300, 700, 96, 80, False, (50, 20), "BSHD", [700, 333]),
+    (2, 2, 2, 700, 300, 40, 64, True, None, "BHSD", None),
+    (1, 2, 2, 513, 1025, 128, 64, True, (128, 0), "BSHD", None),
+    (2, 8, 2, 130, 130, 72, 128, False, None, "BSHD", [0, 65]),
+    (3, 5, 5, 1, 900, 64, 64, True, None, "BSHD", [1, 450, 900]),
+    (2, 70, 70, 300, 300, 64, 64, True, None, "BSHD", None),  # more tiles than multiprocessors
+    (3, 50, 25, 260, 390, 128, 128, False, None, "BHSD", None),
+    (1, 2, 2, 4096, 4096, 64, 64, True, (700, 0), "BSHD", None),
+]
+for dtype in (torch.float16, torch.bfloat16):
+    for b, h, kv, n, m, d, e, causal, window, layout, lengths in CALLS:
+        sizes = [(b, n, h, d), (b, m, kv, d), (b, m, kv, e), (b, n, h, e)]
+        if layout == "BHSD":
+            sizes = [(b, heads, seq, dim) for b, seq, heads, dim in sizes]
+        q, k, v, dy = (torch.randn(size, device="cuda").to(dtype) for size in sizes)
+        wide = [x.double().requires_grad_() for x in (q, k, v)]
+        lengths = None if lengths is None else torch.tensor(lengths, device="cuda")
+        right = exact(*wide, lengths, causal, window, layout)
+        right = [right.detach(), *torch.autograd.grad(right, wide, dy.double())]
+        if lengths is not None:  # what is not there is not read
+            for i, length in enumerate(lengths.tolist()):
+                for x in (k, v):
+                    (x[i, :, length:] if layout == "BHSD" else x[i, length:]).fill_(float("nan"))
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        results = []
+        for _ in range(2):
+            y = ours.attention(*leaves, lengths, causal=causal, window=window, layout=layout)
+            results.append([y.detach(), *torch.autograd.grad(y, leaves, dy)])
+        for one, other, of in zip(*results, right):
+            assert torch.equal(one, other)
+            # p and ds are rounded to 16 bits, and the results
+            error = (one.double() - of).norm() / (of.norm() + 1e-30)
+            assert error <= 2 * torch.finfo(dtype).eps, (dtype, b, h, kv, n, m, d, e, causal, window, float(error))
+        only = torch.autograd.grad(ours.attention(*leaves, lengths, causal=causal, window=window, layout=layout),
+                                   leaves[1:], dy)  # without dq
+        assert all(torch.equal(one, other) for one, other in zip(only, results[0][2:]))
+"""
+
+
+def run(mode: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "AOTOPS_ATTENTION": mode}
+    return subprocess.run(
+        [sys.executable, "-c", MODES], env=env, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+@pytest.mark.parametrize("mode", ["auto", "general"])
+def test_the_choice_of_the_kernels(mode):
+    """Values and gradients beside float64, and the same bits again."""
+    result = run(mode)
+    assert result.returncode == 0, result.stderr[-2000:]
+
+
+def test_an_unknown_choice_is_named():
+    assert "attention: AOTOPS_ATTENTION is 'fast', expected 'auto' or 'general'" in run("fast").stderr
