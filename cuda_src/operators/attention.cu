@@ -44,7 +44,7 @@ Status run_any(const char *op, const AttentionInputs<T> &x, T *to, Accumulate<T>
 // Whether the kernels of attention_mma.cuh take a call; tensors that are absent are null.
 template <typename T, typename... Tensors>
 Status choose(const char *op, const AttentionInputs<T> &x, bool *mma, const Tensors *...tensors) {
-  *mma = sizeof(T) == 2 && x.plain() && mma_takes(x.z) && aligned(tensors...);
+  *mma = sizeof(T) == 2 && mma_takes(x.z) && (x.plain() || mma_takes_extra(x.z)) && aligned(tensors...);
   if (!*mma) return kOk;
   DeviceLimits limits;
   AOT_TRY(device_limits(op, &limits));
@@ -74,15 +74,14 @@ Status run_backward(const char *op, const AttentionInputs<T> &x, T *dq, T *dk, T
 
 template <typename T>
 Status run_bias(const char *op, const AttentionInputs<T> &x, void *dbias, void *stream) {
+  bool mma;
+  AOT_TRY(choose<T>(op, x, &mma, x.q, x.k, x.v, x.dy));
+  if constexpr (sizeof(T) == 2)
+    if (mma) return run_mma_bias(op, x, dbias, stream);
   constexpr int kSide = AttentionTile<T, AttentionResult::dbias>::kSide;
-  const ScoreSteps &steps = x.extra.of_bias;
-  const int64_t rows = steps.query ? ceil_div(x.z.queries, kSide) : 1,
-                columns = steps.key ? ceil_div(x.z.keys, kSide) : 1;
-  const int64_t blocks = steps.planes * rows * columns;
+  int64_t blocks;
+  AOT_TRY(count_bias_tiles(op, x, kSide, kSide, &blocks));
   if (!blocks) return kOk;
-  if (blocks > INT32_MAX)
-    return fail(kNotImplemented, "%s: %lld tiles of the bias are more than a grid has", op,
-                static_cast<long long>(blocks));
   return launch_kernel(op, attention_dbias_kernel<T>, {static_cast<unsigned>(blocks), kAttentionBlock}, stream, x,
                        dbias);
 }
