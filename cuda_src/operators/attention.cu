@@ -71,12 +71,12 @@ Status choose(const char *op, const AttentionInputs<T> &x, AttentionKernels *ker
   AOT_TRY(check_mode(op));
   *kernels = AttentionKernels::any;
   if constexpr (sizeof(T) == 2) {
-    if (!x.plain() || !mma_takes(x.z) || !aligned(tensors...)) return kOk;
+    if (!mma_takes(x.z) || (!x.plain() && !mma_takes_extra(x.z)) || !aligned(tensors...)) return kOk;
     DeviceLimits limits;
     AOT_TRY(device_limits(op, &limits));
     if (limits.major >= 8) *kernels = AttentionKernels::mma;
 #ifdef AOT_HAVE_SM90
-    if (limits.major != 9 || attention_mode() == AttentionMode::general) return kOk;
+    if (limits.major != 9 || !x.plain() || attention_mode() == AttentionMode::general) return kOk;
     bool wgmma;
     AOT_TRY(attention_sm90_takes(op, x.z, &wgmma));
     if (wgmma) *kernels = AttentionKernels::wgmma;
@@ -120,15 +120,14 @@ Status run_backward(const char *op, const AttentionInputs<T> &x, const T *y, Acc
 
 template <typename T>
 Status run_bias(const char *op, const AttentionInputs<T> &x, void *dbias, void *stream) {
+  bool mma;
+  AOT_TRY(choose<T>(op, x, &mma, x.q, x.k, x.v, x.dy));
+  if constexpr (sizeof(T) == 2)
+    if (mma) return run_mma_bias(op, x, dbias, stream);
   constexpr int kSide = AttentionTile<T, AttentionResult::dbias>::kSide;
-  const ScoreSteps &steps = x.extra.of_bias;
-  const int64_t rows = steps.query ? ceil_div(x.z.queries, kSide) : 1,
-                columns = steps.key ? ceil_div(x.z.keys, kSide) : 1;
-  const int64_t blocks = steps.planes * rows * columns;
+  int64_t blocks;
+  AOT_TRY(count_bias_tiles(op, x, kSide, kSide, &blocks));
   if (!blocks) return kOk;
-  if (blocks > INT32_MAX)
-    return fail(kNotImplemented, "%s: %lld tiles of the bias are more than a grid has", op,
-                static_cast<long long>(blocks));
   return launch_kernel(op, attention_dbias_kernel<T>, {static_cast<unsigned>(blocks), kAttentionBlock}, stream, x,
                        dbias);
 }
