@@ -242,6 +242,12 @@ struct WgmmaQueries {
     return c.right < 0 ? length : min(length, query + c.shift + c.right + 1);
   }
 
+  // The steps up to the last key that a row of a warpgroup sees: at least one of those that there are.
+  template <typename T>
+  __device__ int steps_of(const AttentionWgmma<T> &c, int group) const {
+    const int seen = last_key(c, min(end, begin + 64 * (group + 1)) - 1) - first;
+    return min(steps, max(1, (seen + kKeys - 1) / kKeys));
+  }
   __device__ int key(int step) const { return first + step * kKeys; }
   __device__ bool whole(int step) const { return key(step) >= whole_begin && key(step) + kKeys <= whole_end; }
   // The query that is row 8 half of this lane.
@@ -310,6 +316,7 @@ struct WgmmaY {
     each_tile([&](const WgmmaQueries<Shape> &tile) {
       float sums[kDim / 2], s[kKeys / 2], most[2] = {-kInfinity, -kInfinity}, total[2] = {}, shrink[2];
       uint32_t p[kKeys / 16][4];
+      const int own = tile.steps_of(c, group);
       barriers.q.wait(tiles);
       if (tile.steps) {
         barriers.k.wait(steps);
@@ -325,7 +332,7 @@ struct WgmmaY {
         for (float &sum : sums) sum = 0;
       }
 #pragma unroll 1
-      for (int i = 1; i < tile.steps; ++i, ++steps) {
+      for (int i = 1; i < own; ++i, ++steps) {
         barriers.k.wait(steps + 1);
         take_turn(group);
         start_rows<Shape>(s, q_tile, 64 * group, k_tile(steps + 1), T());
@@ -347,13 +354,19 @@ struct WgmmaY {
       barriers.q.release(tiles++);
       if (tile.steps) {
         barriers.v.wait(steps);
-        const int last = tile.key(tile.steps - 1);
+        const int last = tile.key(own - 1);
         if (last + kKeys > tile.length && tile.length < c.keys)
           clear_rows<Shape>(v_tile(steps), tile.length - last, group);
-        start_weights<Shape>(sums, p, v_tile(steps), tile.steps > 1, T());
+        start_weights<Shape>(sums, p, v_tile(steps), own > 1, T());
         wgmma_wait<0>();
         fence_registers(sums);
         barriers.v.release(steps++);
+      }
+      for (int i = own; i < tile.steps; ++i, ++steps) {
+        take_turn(group);
+        pass_turn(group);
+        barriers.k.wait(steps), barriers.k.release(steps);
+        barriers.v.wait(steps), barriers.v.release(steps);
       }
       store(tile, group, sums, most, total);
     });
@@ -499,9 +512,10 @@ struct WgmmaDq {
       const float2 rows[] = {of_row[0], of_row[8]};
       barriers.numbers.release(tiles);
       uint32_t ds[kKeys / 16][4];
+      const int own = tile.steps_of(c, group);
       barriers.rows.wait(tiles);
 #pragma unroll 1
-      for (int i = 0; i < tile.steps; ++i, ++steps) {
+      for (int i = 0; i < own; ++i, ++steps) {
         float s[kKeys / 2], dp[kKeys / 2];
         barriers.others.wait(steps);
         if (tile.key(i) + kKeys > tile.length && tile.length < c.keys)
@@ -524,7 +538,8 @@ struct WgmmaDq {
       wgmma_wait<0>();
       fence_registers(sums);
       barriers.rows.release(tiles++);
-      if (tile.steps) barriers.others.release(steps - 1);
+      if (own) barriers.others.release(steps - 1);
+      for (int i = own; i < tile.steps; ++i, ++steps) barriers.others.wait(steps), barriers.others.release(steps);
       const float times = static_cast<float>(c.x.z.scale) * tile.times, both[] = {times, times};
       const int dim = static_cast<int>(c.x.z.dim);
       store_rows<kDim>(sums, c.x.of_queries(c.dq, tile.b, tile.h, dim), tile.begin + 64 * group, tile.end, dim, both);
@@ -666,9 +681,18 @@ struct WgmmaDkv {
       for (int n = 0; n < kDim / 2; ++n) dk[n] = dv[n] = 0;
       uint32_t p[kQueries / 16][4], ds[kQueries / 16][4];
       typename WgmmaKeys<Shape>::At at = {};
+      const int first = WgmmaKeys<Shape>::first_query(c, tile.begin + 64 * group);  // that sees a row of this group
+      int reading = -1;  // the step whose operands are still read
       barriers.rows.wait(tiles);
 #pragma unroll 1
       for (int i = 0; i < tile.steps; ++i, ++steps, tile.go_on(at)) {
+        if (tile.query(at) + kQueries <= first) {
+          wgmma_wait<0>();
+          if (reading >= 0) barriers.others.release(reading);
+          reading = -1;
+          barriers.others.wait(steps), barriers.others.release(steps);
+          continue;
+        }
         float s[kQueries / 2], dp[kQueries / 2];
         barriers.others.wait(steps);
         start_rows<Shape>(s, k_tile, 64 * group, q_tile(steps), T());
@@ -676,7 +700,8 @@ struct WgmmaDkv {
         const float2 *const lse = numbers(steps) + lane_index() % 4, *const delta = lse + kQueries / 2;
         wgmma_wait<1>();
         fence_registers(s), fence_registers(dk), fence_registers(ds);
-        if (i) barriers.others.release(steps - 1);
+        if (reading >= 0) barriers.others.release(reading);
+        reading = steps;
 #pragma unroll
         for (int n = 0; n < kQueries / 8; ++n) {
           const float2 base = lse[4 * n];
@@ -709,7 +734,7 @@ struct WgmmaDkv {
       wgmma_wait<0>();
       fence_registers(dk), fence_registers(dv);
       barriers.rows.release(tiles++);
-      if (tile.steps) barriers.others.release(steps - 1);
+      if (reading >= 0) barriers.others.release(reading);
       const float of_dk[] = {static_cast<float>(c.x.z.scale) * tile.times,
                              static_cast<float>(c.x.z.scale) * tile.times};
       const float of_dv[] = {tile.times, tile.times};
