@@ -36,13 +36,13 @@ struct WgmmaShapes;
 template <>
 struct WgmmaShapes<64> {
   using Y = WgmmaShape<64, 3, 128, 2, true>;
-  using Dq = WgmmaShape<64, 3, 64, 3, false>;
-  using Dkv = WgmmaShape<64, 3, 64, 3, false>;
+  using Dq = WgmmaShape<64, 3, 64, 4, false>;
+  using Dkv = WgmmaShape<64, 2, 64, 3, false>;
 };
 template <>
 struct WgmmaShapes<128> {
   using Y = WgmmaShape<128, 2, 128, 2, true>;
-  using Dq = WgmmaShape<128, 2, 64, 2, false>;
+  using Dq = WgmmaShape<128, 2, 96, 3, false>;
   using Dkv = WgmmaShape<128, 2, 64, 2, false>;
 };
 
