@@ -175,7 +175,7 @@ def handle_of(op: Op, attrs: tuple[Attr, ...]) -> Any:
     if not handle:
         raise NotImplementedError(
             f"{op.name} has {n} tensors, {sum(map(op.is_optional, op.slots))} of them optional, expected at most "
-            f"{MOST_SLOTS} and 9"
+            f"{MOST_SLOTS} and 13"
         )
     return _capsule(handle, "aot_call_capsule_delete")
 

@@ -19,6 +19,16 @@ def _lse_shape(call):
     return (*call.q[:-3], call.q[heads], call.q[seq])
 
 
+def _added_shape(slot):
+    """Of the gradient of an input that may be absent."""
+
+    def shape(call):
+        added = getattr(call, slot)
+        return (0,) if added is None else added
+
+    return shape
+
+
 def _flops(call):
     """The operations of all pairs of a query and a key, seen or not."""
     heads, seq = _axes(call)
@@ -35,58 +45,83 @@ def _dims(call):
 
 def _backward_dims(call):
     stated = _stated(call)
-    return stated | {f"d{slot}": stated[slot] for slot in ("q", "k", "v", "y")}
+    added = {f"d{slot}": "0" if getattr(call, slot) is None else stated[slot] for slot in ("bias", "sinks")}
+    return stated | {f"d{slot}": stated[slot] for slot in ("q", "k", "v", "y")} | added
 
 
 def _stated(call, of_lse=""):
-    """Leading axes are independent; heads where each of k has one of q; queries where all see the same keys; and the
-    head_dim of v, along which the gradient of a score is a sum. ``of_lse``: what follows its axes."""
-    heads, _ = _axes(call)
+    """Leading axes are independent; heads where each of k has one of q; queries where all see the same keys but for a
+    mask; and the head_dim of v, along which the gradient of a score is a sum. ``of_lse``: what follows its axes."""
+    heads, seq = _axes(call)
     q_heads, kv_heads = ("h", "h") if call.q[heads] == call.k[heads] else ("H", "K")
-    s = "S" if call.causal or max(call.window) >= 0 else "s"
-    lines = () if call.lengths is None else call.lengths
+    s = "S" if call.causal or max(call.window) >= 0 or call.cu_seqlens is not None else "s"
     leading = call.q[:-3]
-    own = lines == leading[len(leading) - len(lines) :]
-    lead = " ".join(["...", *(f"b{i}" for i in range(len(lines)) if own)])
+    scores = (*leading, call.q[heads], call.q[seq], call.k[seq])
+    shared = {"lengths": leading, "mask": scores, "bias": scores}
+    given = {slot: getattr(call, slot) for slot in shared if getattr(call, slot) is not None}
+    named = max((len(given[slot]) - len(shared[slot]) + len(leading) for slot in given), default=0)
+    names = [f"b{i}" for i in range(named, 0, -1)]
+    lead = " ".join(["...", *names])
 
     def rows(h, s, d):
         return f"{lead} {h} {s} {d}" if call.layout == "BHSD" else f"{lead} {s} {h} {d}"
 
+    def broadcast(slot, names):
+        """The axes of an input that is broadcast to axes of these names."""
+        found, to = given.get(slot, ()), shared[slot]
+        last = zip(found, names[len(names) - len(found) :], to[len(to) - len(found) :], strict=True)
+        return " ".join(name if n == of else f"{name.upper()}1" for n, name, of in last)
+
     query, key, value = rows(q_heads, s, "D"), rows(kv_heads, "T", "D"), rows(kv_heads, "T", "e")
+    axes = [*names, q_heads, s, "T"]
     return {
         **{"q": query, "k": key, "v": value, "y": rows(q_heads, s, "e"), "lse": f"{lead} {q_heads} {s}{of_lse}"},
-        "lengths": " ".join(f"{'b' if own else 'B'}{i}" for i in range(len(lines))),
+        **{"lengths": broadcast("lengths", names), "mask": broadcast("mask", axes), "bias": broadcast("bias", axes)},
+        **{"sinks": q_heads, "cu_seqlens": "N"},
     }
 
 
 # ------------------------------------------------------------------------------------------------------------ formulas
 
+_INFINITY = float("inf")
 
-def _formula(m, q, k, v, lengths, causal, scale, window, softcap, layout):
-    call = _Call(m, q, k, v, lengths, causal, scale, window, softcap, layout)
-    p, _ = call.probabilities()
+
+def _formula(m, q, k, v, lengths, mask, bias, sinks, cu_seqlens, causal, scale, window, softcap, layout):
+    call = _Call(m, q, k, v, lengths, mask, bias, sinks, cu_seqlens, causal, scale, window, softcap, layout)
+    p, _, _ = call.probabilities()
     return call.joined(call.matmul(p, call.v))
 
 
-def _backward_formula(m, dy, q, k, v, lengths, causal, scale, window, softcap, layout):
-    """y and lse are functions of q, k and v, and not read: the derivatives of these are whole without them."""
-    call = _Call(m, q, k, v, lengths, causal, scale, window, softcap, layout)
-    p, slope = call.probabilities()
+def _backward_formula(
+    m, dy, q, k, v, lengths, mask, bias, sinks, cu_seqlens, causal, scale, window, softcap, layout
+):  # fmt: skip
+    """y and lse are functions of the inputs, and not read: the derivatives of these are whole without them."""
+    call = _Call(m, q, k, v, lengths, mask, bias, sinks, cu_seqlens, causal, scale, window, softcap, layout)
+    p, slope, of_sink = call.probabilities()
     dy = call.groups(dy)
     dp = call.matmul(dy, call.v, transpose_b=True)
-    ds = p * (dp - m.sum(p * dp, (-1,), keepdims=True)) * slope
+    delta = m.sum(p * dp, (-1,), keepdims=True)
+    dt = p * (dp - delta)
+    ds = dt * slope
     dq = call.joined(call.matmul(ds, call.k))
     dk, dv = (call.of_keys(call.matmul(a, b, transpose_a=True)) for a, b in ((ds, call.q), (p, dy)))
-    return dq, dk, dv
+    nothing = m.reshape(dq, (-1,))[:0]
+    dbias = nothing if bias is None else call.of_scores(dt, bias.shape)
+    dsinks = nothing if sinks is None else call.of_heads(m.zeros(delta) - of_sink * delta)
+    return dq, dk, dv, dbias, dsinks
 
 
 class _Call:
     """q as (..., kv_heads, heads / kv_heads, queries, head_dim), wide; k and v as (..., kv_heads, 1, keys, dim)."""
 
-    def __init__(self, m, q, k, v, lengths, causal, scale, window, softcap, layout):
-        self.m, self.layout, self.softcap, self.lengths = m, layout, softcap, lengths
+    def __init__(
+        self, m, q, k, v, lengths, mask, bias, sinks, cu_seqlens, causal, scale, window, softcap, layout
+    ):  # fmt: skip
+        self.m, self.layout, self.softcap, self.lengths, self.cu_seqlens = m, layout, softcap, lengths, cu_seqlens
         self.kv_heads = k.shape[-3 if layout == "BHSD" else -2]
         self.q, self.k, self.v = self.groups(q), self.shared(k), self.shared(v)
+        self.mask, self.bias = (x if x is None else self.grouped(x) for x in (mask, bias))
+        self.sinks = None if sinks is None else m.reshape(m.wide(sinks), (self.kv_heads, -1, 1, 1))
         self.scale = q.shape[-1] ** -0.5 if scale is None else scale
         self.left, self.right = window
         if causal:
@@ -104,6 +139,24 @@ class _Call:
         *lead, heads, seq, dim = (x := self.heads_first(x)).shape
         return self.m.reshape(x, (*lead, heads, 1, seq, dim))
 
+    def grouped(self, x):
+        """What is broadcast to (..., heads, queries, keys), with two axes of heads and as many axes as the scores."""
+        shape = (*(1,) * (self.q.ndim - 1 - x.ndim), *x.shape)
+        *lead, heads, queries, keys = shape
+        two = (1, 1) if heads == 1 else (self.kv_heads, heads // self.kv_heads)
+        return self.m.reshape(x, (*lead, *two, queries, keys))
+
+    def of_scores(self, x, shape):
+        """``grouped`` undone, of a gradient: summed to a shape."""
+        found = tuple(self.bias.shape)
+        axes = tuple(i - x.ndim for i, n in enumerate(found) if n == 1 and x.shape[i] != 1)
+        return self.m.reshape(self.m.sum(x, axes, keepdims=True), tuple(shape))
+
+    def of_heads(self, x):
+        """The sums of each head, of numbers of queries: (heads,)."""
+        axes = (*range(-x.ndim, -4), -2, -1)
+        return self.m.reshape(self.m.sum(x, axes), (-1,))
+
     def joined(self, x):
         """``groups`` undone."""
         *lead, kv_heads, shared, seq, dim = x.shape
@@ -119,17 +172,26 @@ class _Call:
         return self.m.ops.matmul(a, b, transpose_a, transpose_b)
 
     def probabilities(self):
-        """The probability of each key for each query, 0 where it is not seen; and the slope of the exponent."""
+        """The probability of each key for each query, 0 where it is not seen; the slope of the exponent; and the
+        probability of the sink."""
         m = self.m
         scores, slope = self.matmul(self.q, self.k, transpose_b=True) * self.scale, self.scale
         if self.softcap:
             t = m.tanh(scores / self.softcap)
             scores, slope = t * self.softcap, (1 - t * t) * self.scale
-        if not scores.shape[-1]:
-            return scores, slope
-        unseen = m.zeros(scores) - 1e30
-        p = m.exp(m.log_softmax(self._where_seen(scores, unseen), -1))
-        return self._where_seen(p, m.zeros(p)), slope
+        if self.bias is not None:
+            bias = m.wide(self.bias)
+            scores = scores + m.where(bias > -_INFINITY, bias, m.zeros(bias))
+        if not scores.shape[-1] and self.sinks is None:
+            return scores, slope, None
+        seen = self._where_seen(scores, m.zeros(scores) - 1e30)
+        if self.sinks is None:
+            p = m.exp(m.log_softmax(seen, -1))
+            return self._where_seen(p, m.zeros(p)), slope, None
+        column = m.zeros(m.sum(scores, (-1,), keepdims=True)) + self.sinks
+        every = m.exp(m.log_softmax(m.concatenate((seen, column)), -1))
+        p = every[..., :-1]
+        return self._where_seen(p, m.zeros(p)), slope, every[..., -1:]
 
     def _where_seen(self, x, other):
         m, lengths = self.m, self.lengths
@@ -146,17 +208,31 @@ class _Call:
             within = m.arange(keys, lengths) < lengths[..., None]
             ones = (1,) * (len(lead) - 2 - len(lengths.shape))
             x = m.where(m.reshape(within, (*ones, *lengths.shape, 1, 1, 1, keys)), x, other)
-        return x
+        if self.mask is not None:
+            x = m.where(self.mask, x, other)
+        if self.bias is not None:
+            x = m.where(m.wide(self.bias) > -_INFINITY, x, other)
+        return x if self.cu_seqlens is None else self._of_sequence(x, other)
+
+    def _of_sequence(self, x, other):
+        """x where query and key are in one sequence."""
+        m, ends, tokens, ones = self.m, self.cu_seqlens, x.shape[-1], (1,) * (x.ndim - 2)
+        begun = ends[:, None] <= m.reshape(m.arange(tokens, ends), (1, tokens))  # by each row
+        zero = m.zeros(begun * ends[:, None])
+        number = m.sum(m.where(begun, zero + 1, zero), (0,))  # of the sequence, from 1
+        row, column = (m.reshape(number, (*ones, *shape)) for shape in ((tokens, 1), (1, tokens)))
+        x = m.where(row == column, x, other)
+        return m.where(column > 0, m.where(column < ends.shape[0], x, other), other)
 
 
 # ---------------------------------------------------------------------------------------------------------- definition
 
 
 @operator(
-    inputs=("q", "k", "v", "lengths"),
+    inputs=("q", "k", "v", "lengths", "mask", "bias", "sinks", "cu_seqlens"),
     outputs=("y",),
     residuals=("lse",),
-    optional=("lengths",),
+    optional=("lengths", "mask", "bias", "sinks", "cu_seqlens"),
     attrs={"causal": "bool", "scale": "float?", "window": "int[]", "softcap": "float", "layout": "str"},
     shapes={"y": lambda call: (*call.q[:-1], call.v[-1]), "lse": _lse_shape},
     dims=_dims,
@@ -167,24 +243,42 @@ class _Call:
     always_save_residuals=True,
     autocast=Autocast.LOWER,
     backward={
-        "inputs": ("dy", "q", "k", "v", "lengths", "y", "lse"),
-        "outputs": ("dq", "dk", "dv"),
+        "inputs": ("dy", "q", "k", "v", "lengths", "mask", "bias", "sinks", "cu_seqlens", "y", "lse"),
+        "outputs": ("dq", "dk", "dv", "dbias", "dsinks"),
         "workspace": ("workspace",),
-        "optional": ("lengths", "lse", "dq", "dk", "dv"),
+        "optional": (
+            *("lengths", "mask", "bias", "sinks", "cu_seqlens", "lse"),
+            *("dq", "dk", "dv", "dbias", "dsinks"),
+        ),
         "same_spec_as": {"dq": "q", "dk": "k", "dv": "v"},
+        "shapes": {"dbias": _added_shape("bias"), "dsinks": _added_shape("sinks")},
         "dims": _backward_dims,
         "formula": _backward_formula,
         "vmappable": ("dy", "q", "k", "v", "y", "lse", "dq", "dk", "dv"),
         "min_rank": 2,
     },
 )
-def attention(q, k, v, lengths=None, causal=False, scale=None, window=None, softcap=0.0, layout="BSHD"):
-    """Scaled dot-product attention: ``softmax(scale * q @ k.T) @ v`` of each head, over the keys that a query sees. The
-    matrix of scores is never stored: memory is linear in the lengths.
+def attention(
+    q,
+    k,
+    v,
+    lengths=None,
+    mask=None,
+    bias=None,
+    sinks=None,
+    cu_seqlens=None,
+    causal=False,
+    scale=None,
+    window=None,
+    softcap=0.0,
+    layout="BSHD",
+):
+    """Scaled dot-product attention: ``softmax(scale * q @ k.T + bias) @ v`` of each head, over the keys that a query
+    sees. The matrix of scores is never stored: memory is linear in the lengths.
 
-    A query sees the keys that every one of ``lengths``, ``causal`` and ``window`` lets it see. The last query stands
-    beside the last key: query i beside key ``i + keys - queries``. One that sees none has a result of 0, and no part in
-    the gradients.
+    A query sees the keys that every one of ``lengths``, ``mask``, ``cu_seqlens``, ``causal`` and ``window`` lets it
+    see. The last query stands beside the last key: query i beside key ``i + keys - queries``. One that sees none has a
+    result of 0, and no part in the gradients but for that of its sink.
 
     Args:
         q: (..., queries, heads, head_dim); float16, bfloat16, float32 or float64.
@@ -194,6 +288,15 @@ def attention(q, k, v, lengths=None, causal=False, scale=None, window=None, soft
         lengths: the number of keys, from the first on, that there are; int32 or int64, of the shape of the leading axes
             of q, or of the last of them. Those after them are not read. They do not move what causal and window count
             from.
+        mask: bool, of a shape that broadcasts to (..., heads, queries, keys) in either layout: whether a query sees a
+            key. What it hides is multiplied by 0, and so is to be finite.
+        bias: added to the scores, after the softcap; of q's dtype, or float32 where that has 16 bits. It broadcasts as
+            mask does, and its gradient is summed as it is broadcast. A key whose bias is -inf is not seen.
+        sinks: (heads,), of the dtypes that bias may have: a logit of each head that has a share in its softmax, and no
+            value. (Source: Xiao et al., arXiv:2309.17453; learned, as in gpt-oss.)
+        cu_seqlens: (sequences + 1,), int32 or int64, ascending from 0 up to queries: where each of the sequences that
+            are packed along the axis begins, and where the last one ends. A query sees keys of its own sequence; one
+            after the last end sees none. It is for each of the leading axes. There are as many queries as keys.
         causal: a query sees no key after the one that it stands beside. (torch's ``is_causal`` places the first query
             beside the first key; the two agree where there are as many.)
         scale: None for ``head_dim ** -0.5``.
@@ -206,11 +309,15 @@ def attention(q, k, v, lengths=None, causal=False, scale=None, window=None, soft
         the probabilities are rounded before they are multiplied, as torch's are.
 
     Raises:
-        TypeError: a dtype that is not floating, or two dtypes; lengths that are not int32 or int64.
+        TypeError: a dtype that is not floating, or two dtypes; lengths or cu_seqlens that are not int32 or int64; a
+            mask that is not bool.
         ValueError: shapes that do not fit; a scale or softcap that is not finite, a softcap below 0, another layout or
-            window; tensors on different devices; on the CPU, a length that is not from 0 to keys. On a GPU the results
-            of such an example are NaN.
+            window; tensors on different devices; on the CPU, a length that is not from 0 to keys, and cu_seqlens that
+            do not ascend from 0 to queries. On a GPU the results of such an example, or call, are NaN.
+        NotImplementedError: a mask or bias that is broadcast along more than two leading axes of q with others between
+            them.
 
     Source: Dao, arXiv:2307.08691.
     """
-    return (q, k, v, lengths), (causal, scale, (-1, -1) if window is None else window, softcap, layout)
+    inputs = (q, k, v, lengths, mask, bias, sinks, cu_seqlens)
+    return inputs, (causal, scale, (-1, -1) if window is None else window, softcap, layout)

@@ -37,6 +37,8 @@ class Case:
     """They are multiples of this, where it is not 0: sums of such are exact in every dtype."""
     classes: dict[str, int] = field(default_factory=dict)
     """Inputs that are integers, from 0 up to this."""
+    ascending: tuple[str, ...] = ()
+    """Those of them that are sorted."""
     dtypes: dict[str, str] = field(default_factory=dict)
     """Inputs with a dtype of their own (int64 for ``classes`` without it). Integers without ``classes`` are below 100,
     and above -100 where they have a sign; complex numbers and those of 8 bits are normally distributed."""
@@ -82,7 +84,8 @@ class Case:
         dtype = numpy_dtype(self.array_dtype(slot))
         if slot in self.classes:
             most = self.classes[slot] or (0 in shape)  # nothing is drawn then
-            return np.asarray(random.integers(0, most, shape)).astype(dtype)
+            drawn = np.asarray(random.integers(0, most, shape)).astype(dtype)
+            return np.sort(drawn) if slot in self.ascending else drawn
         if dtype.kind in "biu":
             low, high = (0, 2) if dtype.kind == "b" else (-99 if dtype.kind == "i" else 0, 100)
             return np.asarray(random.integers(low, high, shape)).astype(dtype)

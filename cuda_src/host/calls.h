@@ -5,7 +5,7 @@
 
 namespace aot {
 
-constexpr int kMaxOptional = 9;
+constexpr int kMaxOptional = 13;
 
 struct Call {
   std::string op, attrs;
@@ -13,13 +13,16 @@ struct Call {
   int n_in, n_slots = 0;
   int n_optional = 0;
   EntryFunctions functions[2];  // by Device
-  // The results of Init, by Device and by the set of optional slots that are given.
-  std::atomic<void *> extras[2][1 << kMaxOptional] = {};
+  using Extras = std::atomic<void *>;
+  // The results of Init, by Device, from its first call on, and by the set of optional slots that are given.
+  std::atomic<Extras *> extras[2] = {};
 
   ~Call() {
-    for (auto &device : extras)
-      for (auto &extra : device)
-        if (extra) extra_delete(extra);
+    for (Extras *device : extras) {
+      for (int i = 0; device && i < 1 << n_optional; ++i)
+        if (device[i]) extra_delete(device[i]);
+      delete[] device;
+    }
   }
 
   // False: there are too many slots, or too many that may be absent.
@@ -31,16 +34,28 @@ struct Call {
 
   // `given`: bit i for slot i.
   Status extra(Device device, uint64_t given, void **result) {
+    *result = nullptr;
     AOT_TRY(check_entry(device));
     unsigned variant = 0;
     for (int i = 0; n_optional && i < n_slots; ++i)
       if (slots[i].optional_bit >= 0 && given >> i & 1) variant |= 1u << slots[i].optional_bit;
-    std::atomic<void *> &cached = extras[device][variant];
+    Extras *const extras = extras_of(device);
+    if (!extras) return fail(kOutOfMemory, "%s: out of memory", op.c_str());
+    Extras &cached = extras[variant];
     if ((*result = cached.load(std::memory_order_acquire))) return kOk;
     AOT_TRY(new_extra(device, given, result));
     void *expected = nullptr;
     if (!cached.compare_exchange_strong(expected, *result)) extra_delete(*result), *result = expected;
     return kOk;
+  }
+
+  // Null without memory.
+  Extras *extras_of(Device device) {
+    Extras *found = extras[device].load(std::memory_order_acquire);
+    if (found) return found;
+    auto *made = new (std::nothrow) Extras[size_t{1} << n_optional]();
+    if (!made || extras[device].compare_exchange_strong(found, made)) return made;
+    return delete[] made, found;
   }
 
   Status wrong_count(intptr_t count, int expected) const {

@@ -17,12 +17,29 @@ int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // ---------------------------------------------------------------------------------------------------------- scores
 
+// n elements from `at` on of what has q's dtype or, wide, that of its sums.
+template <typename T, typename A = Accumulate<T>>
+void widen_numbers(const void *from, bool wide, int64_t at, int64_t n, A *to) {
+  if (wide) std::memcpy(to, static_cast<const A *>(from) + at, n * sizeof(A));
+  else
+    sweep<T>(n, [=, x = static_cast<const T *>(from) + at](int64_t j, auto part) {
+      store(to + j, load(x + j, part), part);
+    });
+}
+template <typename T, typename A = Accumulate<T>>
+void narrow_numbers(const A *from, int64_t n, void *to, bool wide, int64_t at) {
+  if (wide) std::memcpy(static_cast<A *>(to) + at, from, n * sizeof(A));
+  else
+    sweep<T>(n, [=, y = static_cast<T *>(to) + at](int64_t j, auto part) { store(y + j, load(from + j, part), part); });
+}
+
 template <typename T>
 struct Heads {
   using A = Accumulate<T>;
   const T *q, *k, *v;
   Tensor lengths;
   AttentionSizes z;
+  AttentionExtras extra;
 
   // The keys of example b.
   int64_t length(int64_t b) const {
@@ -35,6 +52,11 @@ struct Heads {
       if (length(i) < 0 || length(i) > z.keys)
         return fail(kInvalidArgument, "%s: lengths[%lld] is %lld, expected 0 to %lld, the number of keys", op,
                     static_cast<long long>(i), static_cast<long long>(length(i)), static_cast<long long>(z.keys));
+    for (int64_t i = 0, before = 0; extra.offsets && i <= extra.sequences; before = extra.offset(i++))
+      if (extra.offset(i) < before || extra.offset(i) > z.keys)
+        return fail(kInvalidArgument,
+                    "%s: cu_seqlens[%lld] is %lld, expected ascending numbers from 0 to %lld, the number of keys", op,
+                    static_cast<long long>(i), static_cast<long long>(extra.offset(i)), static_cast<long long>(z.keys));
     return kOk;
   }
 
@@ -61,11 +83,37 @@ struct Heads {
     return product([=](Vec<T> s, int64_t, int64_t, auto) { return tanh<A>(s * inner) * cap; });
   }
 
-  // The keys that a query sees, of the n from `key` on: numbers from 0 to n.
+  // The keys of which one of queries [begin, end) sees some, and the queries that see some of keys [begin, end).
+  Range seen_by(int64_t begin, int64_t end, int64_t length) const {
+    return extra.own(z.seen_by(begin, end, length), begin, end);
+  }
+  Range seeing(int64_t begin, int64_t end) const { return extra.own(z.seeing(begin, end), begin, end); }
+
+  // The keys that a query sees but for a mask, of the n from `key` on: numbers from 0 to n.
   Range seen(int64_t query, int64_t key, int64_t n, int64_t length) const {
-    const Range all = z.seen_by(query, query + 1, length);
+    const Range all = seen_by(query, query + 1, length);
     const auto within = [=](int64_t j) { return j < key ? 0 : smaller(j - key, n); };
     return {within(all.begin), within(all.end)};
+  }
+
+  A sink(int64_t h) const {
+    A sink;
+    return widen_numbers<T>(extra.sinks, extra.wide_sinks, h, 1, &sink), sink;
+  }
+
+  bool adds() const { return extra.mask || extra.bias; }
+  // What is added to the scores of a query and n keys from `key` on: the bias, and -inf where the mask hides a key.
+  void addends(int64_t b, int64_t h, int64_t query, int64_t key, int64_t n, A *to) const {
+    const ScoreSteps &of_bias = extra.of_bias, &of_mask = extra.of_mask;
+    std::fill(to, to + n, A(0));
+    if (extra.bias) {
+      const int64_t at = of_bias.at(b, h) + query * of_bias.query + key * of_bias.key;
+      widen_numbers<T>(extra.bias, extra.wide_bias, at, of_bias.key ? n : 1, to);
+      if (!of_bias.key) std::fill(to + 1, to + n, *to);
+    }
+    if (!extra.mask) return;
+    const bool *const mask = extra.mask + of_mask.at(b, h) + query * of_mask.query + key * of_mask.key;
+    for (int64_t j = 0; j < n; ++j) to[j] = mask[j * of_mask.key] ? to[j] : -static_cast<A>(__builtin_inf());
   }
 };
 
@@ -85,21 +133,28 @@ template <typename T, typename A = Accumulate<T>>
 struct RunningSoftmax {
   A most = -static_cast<A>(__builtin_inf()), total = 0;
 
-  // Exponentials of n scores, p; what has been summed before is to be multiplied by the result.
-  A add(const A *s, T *p, int64_t n) {
+  // Begins with a logit that has no value.
+  void begin(A sink) { most = sink, total = sink == most_of_none() ? 0 : 1; }
+
+  // Exponentials of n scores, p; what has been summed before is to be multiplied by the result. hidden: scores of -inf
+  // are of keys that are not seen.
+  A add(const A *s, T *p, int64_t n, bool hidden) {
     const A block = largest(s, n), before = most;
     most = block > most ? block : most;
-    const A shrink = before == most ? 1 : std::exp(before - most);
+    const A shrink = before == most ? 1 : std::exp(before - most), base = hidden && most == most_of_none() ? 0 : most;
     const Unit<T> unit(VecInt<T>{});
     Vec<T> sums[4] = {};
     sweep_sums<T>(n, [&](int64_t j, auto part, int k) {
-      const Vec<T> e = keep<T>(exp_nonpositive<T>(unit, load(s + j, part) - most), part);
+      const Vec<T> e = keep<T>(exp_nonpositive<T>(unit, load(s + j, part) - base), part);
       sums[k] += e;
       store(p + j, e, part);
     });
     total = total * shrink + static_cast<A>(sum_of_4<T>(sums));
     return shrink;
   }
+
+ private:
+  static A most_of_none() { return -static_cast<A>(__builtin_inf()); }
 };
 
 // Queries [begin, end) of a head. y may be null.
@@ -114,8 +169,10 @@ Status attend(const Heads<T> &x, int64_t b, int64_t h, int64_t begin, int64_t en
   if (!s || !sums || !narrow) return out_of_memory(Attention::name);
   T *const p = sizeof(T) < sizeof(A) ? narrow : reinterpret_cast<T *>(static_cast<A *>(s));
   RunningSoftmax<T> state[kBlockQueries];
+  A addends[kBlockKeys];
+  for (int64_t i = 0; i < rows && x.extra.sinks; ++i) state[i].begin(x.sink(h));
   std::memset(sums, 0, rows * dim * sizeof(A));
-  const Range all = z.seen_by(begin, end, length);
+  const Range all = x.seen_by(begin, end, length);
   for (int64_t key = all.begin / kBlockKeys * kBlockKeys; key < all.end; key += kBlockKeys) {
     const int64_t n = smaller(kBlockKeys, all.end - key);
     AOT_TRY(x.scores(q, k, begin, key, rows, n, s));
@@ -124,7 +181,14 @@ Status attend(const Heads<T> &x, int64_t b, int64_t h, int64_t begin, int64_t en
       const int64_t at = i * kBlockKeys + seen.begin;
       A *const sum = sums + i * dim;
       if (seen.begin < seen.end) {
-        const A shrink = state[i].add(s + at, p + at, seen.end - seen.begin);
+        const int64_t some = seen.end - seen.begin;
+        if (x.adds()) {
+          x.addends(b, h, begin + i, key + seen.begin, some, addends);
+          sweep<T>(some, [&](int64_t j, auto part) {
+            store(s + at + j, load(s + at + j, part) + load(addends + j, part), part);
+          });
+        }
+        const A shrink = state[i].add(s + at, p + at, some, x.adds());
         if (shrink != 1)
           sweep<T>(dim, [=](int64_t j, auto part) { store(sum + j, load(sum + j, part) * shrink, part); });
       }
@@ -169,13 +233,14 @@ void sum_products(const Heads<T> &x, const T *dy, const T *y, A *delta) {
 }
 
 // The inputs of the gradients, and their addresses: null if not wanted. sums: dq, with q's layout; it is dq
-// itself but in 16 bits.
+// itself but in 16 bits. dbias and dsinks have the dtypes of bias and sinks.
 template <typename T, typename A = Accumulate<T>>
 struct Gradients {
   const T *dy;
   const A *lse, *delta;
   T *dq, *dk, *dv;
   A *sums;
+  void *dbias, *dsinks;
 };
 
 // The gradients of a block of queries and a block of keys.
@@ -202,7 +267,7 @@ class GradientBlock {
     const int64_t end = smaller(key + kBlockKeys, z.keys), length = x_.length(b), within = smaller(end, length);
     std::memset(dk_, 0, kBlockKeys * z.dim * sizeof(A));
     std::memset(dv_, 0, kBlockKeys * z.v_dim * sizeof(A));
-    const Range queries = z.seeing(key, within);
+    const Range queries = key < within ? x_.seeing(key, within) : Range{0, 0};
     for (int64_t i = 0; i < z.group() && key < within; ++i)
       for (int64_t query = queries.begin / kBlockQueries * kBlockQueries; query < queries.end; query += kBlockQueries)
         AOT_TRY(add(b, h * z.group() + i, query, key, within, g_.dk, g_.dv, dq));
@@ -216,10 +281,35 @@ class GradientBlock {
     const AttentionSizes &z = x_.z;
     const int64_t length = x_.length(b), end = smaller(query + kBlockQueries, z.queries);
     clear(b, h, query, end);
-    const Range keys = z.seen_by(query, end, length);
+    const Range keys = x_.seen_by(query, end, length);
     for (int64_t key = keys.begin / kBlockKeys * kBlockKeys; key < keys.end; key += kBlockKeys)
       AOT_TRY(add(b, h, query, key, smaller(key + kBlockKeys, length), false, false, true));
     finish(b, h, query, end);
+    return kOk;
+  }
+
+  // dbias of a plane: of a block of queries and a block of keys, or of all where the bias is broadcast along them.
+  Status bias(int64_t plane, int64_t query, int64_t key) const {
+    const AttentionSizes &z = x_.z;
+    const ScoreSteps &steps = x_.extra.of_bias;
+    const Buffer<A> sums(kBlockQueries * kBlockKeys);
+    if (!sums) return out_of_memory(AttentionBackward::name);
+    std::memset(sums, 0, kBlockQueries * kBlockKeys * sizeof(A));
+    for (int64_t member = 0; member < steps.members; ++member) {
+      const int64_t head = steps.sharer(plane, member, z.heads), b = head / z.heads, length = x_.length(b);
+      const int64_t last = steps.query ? smaller(query + kBlockQueries, z.queries) : z.queries;
+      for (int64_t i = query; i < last; i += kBlockQueries) {
+        const Range seen = x_.seen_by(i, smaller(i + kBlockQueries, z.queries), length);
+        const int64_t end = steps.key ? smaller(key + kBlockKeys, seen.end) : seen.end;
+        for (int64_t j = steps.key ? key : seen.begin / kBlockKeys * kBlockKeys; j < end; j += kBlockKeys)
+          AOT_TRY(add(b, head % z.heads, i, j, smaller(j + kBlockKeys, end), false, false, false, sums));
+      }
+    }
+    const int64_t rows = steps.query ? smaller(kBlockQueries, z.queries - query) : 1;
+    const int64_t columns = steps.key ? smaller(kBlockKeys, z.keys - key) : 1;
+    const int64_t to = plane * (steps.query ? z.queries : 1) * (steps.key ? z.keys : 1) + query * steps.query + key;
+    for (int64_t i = 0; i < rows; ++i)
+      narrow_numbers<T>(sums + i * kBlockKeys, columns, g_.dbias, x_.extra.wide_bias, to + i * steps.query);
     return kOk;
   }
 
@@ -244,7 +334,9 @@ class GradientBlock {
     for (int64_t i = begin; i < end; ++i) convert(from + (i - begin) * dim, to[i], dim);
   }
 
-  Status add(int64_t b, int64_t h, int64_t query, int64_t key, int64_t end, bool dk, bool dv, bool dq) const {
+  // bias: null, or where dt is added, a matrix or what that is broadcast from.
+  Status add(int64_t b, int64_t h, int64_t query, int64_t key, int64_t end, bool dk, bool dv, bool dq,
+             A *bias = nullptr) const {
     const AttentionSizes &z = x_.z;
     const int64_t n = end - key, rows = smaller(kBlockQueries, z.queries - query), length = x_.length(b);
     const HeadRows<const T> q = x_.of_queries(x_.q, b, h, z.dim), k = x_.of_keys(x_.k, b, h / z.group(), z.dim),
@@ -254,7 +346,10 @@ class GradientBlock {
     for (int64_t i = 0; i < rows; ++i) {
       const int64_t row = (b * z.heads + h) * z.queries + query + i, at = i * kBlockKeys;
       const Range seen = x_.seen(query + i, key, n, length);
-      slopes(at + seen.begin, seen.end - seen.begin, g_.lse[row], g_.delta[row]);
+      if (bias || x_.adds())
+        slopes_of_sums(b, h, query + i, key, at, seen, g_.lse[row], g_.delta[row],
+                       bias ? bias + (x_.extra.of_bias.query ? at : 0) : nullptr);
+      else slopes(at + seen.begin, seen.end - seen.begin, g_.lse[row], g_.delta[row]);
       clear_outside(p_ + at, seen, n), clear_outside(ds_ + at, seen, n);
     }
     if (dv) AOT_TRY((gemm<T, A>(n, z.v_dim, rows, {p_, kBlockKeys, true}, {dy[query], dy.stride}, dv_, z.v_dim, true)));
@@ -277,6 +372,28 @@ class GradientBlock {
     });
   }
 
+  // p and ds of a row's scores, with what is added to them; and dt, added to its sums.
+  void slopes_of_sums(int64_t b, int64_t h, int64_t query, int64_t key, int64_t at, Range seen, A lse, A delta,
+                      A *bias) const {
+    const int64_t n = seen.end - seen.begin, step = x_.extra.of_bias.key;
+    if (n <= 0) return;
+    const A *const s = s_ + at + seen.begin, *const dp = dp_ + at + seen.begin, scale = static_cast<A>(x_.z.scale);
+    const A inverse = x_.z.softcap ? static_cast<A>(1 / x_.z.softcap) : 0;
+    const A base = lse == -static_cast<A>(__builtin_inf()) ? 0 : lse;  // of a row that sees none
+    const Unit<T> unit(VecInt<T>{});
+    A addends[kBlockKeys], dt[kBlockKeys];
+    x_.addends(b, h, query, key + seen.begin, n, addends);
+    sweep<T>(n, [&](int64_t j, auto part) {
+      const Vec<T> score = load(s + j, part), tangent = score * inverse;
+      const Vec<T> p = exp_nonpositive<T>(unit, score + load(addends + j, part) - base);
+      const Vec<T> slope = p * (load(dp + j, part) - delta);
+      store(p_ + at + seen.begin + j, p, part);
+      store(dt + j, slope, part);
+      store(ds_ + at + seen.begin + j, slope * (scale - scale * tangent * tangent), part);
+    });
+    for (int64_t j = 0; j < n && bias; ++j) bias[(seen.begin + j) * step] += dt[j];
+  }
+
   const Heads<T> &x_;
   const Gradients<T> &g_;
   const Buffer<A> s_, dp_;
@@ -285,12 +402,43 @@ class GradientBlock {
   T *const p_, *const ds_;
 };
 
+// A task for each block of the bias: no sum is made by two.
+template <typename T>
+Status bias_gradient(const Heads<T> &x, const Gradients<T> &g) {
+  const ScoreSteps &steps = x.extra.of_bias;
+  const int64_t rows = steps.query ? ceil_div(x.z.queries, kBlockQueries) : 1;
+  const int64_t columns = steps.key ? ceil_div(x.z.keys, kBlockKeys) : 1;
+  return try_parallel(steps.planes * rows * columns, [&](int64_t index) {
+    const GradientBlock<T> block(x, g);
+    if (!block.allocated()) return out_of_memory(AttentionBackward::name);
+    const int64_t plane = index / columns / rows;
+    return block.bias(plane, index / columns % rows * kBlockQueries, index % columns * kBlockKeys);
+  });
+}
+
+template <typename T, typename A = Accumulate<T>>
+void sink_gradients(const Heads<T> &x, const Gradients<T> &g) {
+  const AttentionSizes &z = x.z;
+  for (int64_t h = 0; h < z.heads; ++h) {
+    const A sink = x.sink(h);
+    double sum = 0;
+    for (int64_t b = 0; b < z.batch; ++b)
+      for (int64_t i = (b * z.heads + h) * z.queries, end = i + z.queries; i < end; ++i)
+        if (sink > -static_cast<A>(__builtin_inf()) || sink != sink) sum -= std::exp(sink - g.lse[i]) * g.delta[i];
+    const A rounded = static_cast<A>(sum);
+    narrow_numbers<T>(&rounded, 1, g.dsinks, x.extra.wide_sinks, h);
+  }
+}
+
 // The scores are computed once where each thread has a head of k with all its queries, else once more for dq: for
 // fewer heads than threads. The order of sums is the same.
 template <typename T>
 Status gradients(const Heads<T> &x, const Gradients<T> &g) {
   const AttentionSizes &z = x.z;
   const int64_t heads = z.batch * z.kv_heads, blocks = ceil_div(z.keys, kBlockKeys);
+  if (g.dbias && x.extra.bias) AOT_TRY(bias_gradient(x, g));
+  if (g.dsinks && x.extra.sinks) sink_gradients(x, g);
+  if (!g.dq && !g.dk && !g.dv) return kOk;
   const auto run = [&](int64_t count, auto f) {
     return try_parallel(count, [&](int64_t index) {
       const GradientBlock<T> block(x, g);
@@ -324,7 +472,8 @@ Status attention_cpu(const Attention &op, const Tensor *in, const Tensor *out, v
   const Tensor &q = in[op.kQ], &k = in[op.kK], &v = in[op.kV], &lengths = in[op.kLengths];
   return dispatch_floating(q.dtype, [&](auto zero) -> Status {
     using T = decltype(zero);
-    const Heads<T> x{q.as<T>(), k.as<T>(), v.as<T>(), lengths, op.sizes(q, k, v, lengths)};
+    Heads<T> x{q.as<T>(), k.as<T>(), v.as<T>(), lengths, op.sizes(q, k, v, lengths), {}};
+    AOT_TRY(op.extras(op.name, x.z, q, in[op.kMask], in[op.kBias], in[op.kSinks], in[op.kOffsets], &x.extra));
     AOT_TRY(x.check_lengths(op.name));
     return attend_all(x, out[op.kY].as<T>(), out[op.kLse].as<Accumulate<T>>());
   });
@@ -336,7 +485,8 @@ Status attention_backward_cpu(const AttentionBackward &op, const Tensor *in, con
   return dispatch_floating(q.dtype, [&](auto zero) -> Status {
     using T = decltype(zero);
     using A = Accumulate<T>;
-    const Heads<T> x{q.as<T>(), k.as<T>(), v.as<T>(), lengths, op.sizes(q, k, v, lengths)};
+    Heads<T> x{q.as<T>(), k.as<T>(), v.as<T>(), lengths, op.sizes(q, k, v, lengths), {}};
+    AOT_TRY(op.extras(op.name, x.z, q, in[op.kMask], in[op.kBias], in[op.kSinks], in[op.kOffsets], &x.extra));
     AOT_TRY(x.check_lengths(op.name));
     A *const delta = work.as<A>(), *const recomputed = delta + x.z.rows();
     const T *const dy = in[op.kDy].as<T>();
@@ -345,7 +495,8 @@ Status attention_backward_cpu(const AttentionBackward &op, const Tensor *in, con
     if (!in[op.kLse]) AOT_TRY(attend_all<T>(x, nullptr, recomputed));
     sum_products(x, dy, in[op.kY].as<const T>(), delta);
     A *const sums = sizeof(T) < sizeof(A) ? recomputed + x.z.rows() : reinterpret_cast<A *>(dq);
-    return gradients(x, Gradients<T>{dy, lse, delta, dq, out[op.kDk].as<T>(), out[op.kDv].as<T>(), sums});
+    return gradients(x, Gradients<T>{dy, lse, delta, dq, out[op.kDk].as<T>(), out[op.kDv].as<T>(), sums,
+                                     out[op.kDbias].data, out[op.kDsinks].data});
   });
 }
 

@@ -8,18 +8,21 @@ namespace {
 
 // ------------------------------------------------------------------------------------------------------- launchers
 
-template <typename T>
-AttentionInputs<T> attention_inputs(const AttentionSizes &z, const Tensor &q, const Tensor &k, const Tensor &v,
-                                    const Tensor &lengths) {
-  return {q.as<const T>(),
-          k.as<const T>(),
-          v.as<const T>(),
-          nullptr,
-          nullptr,
-          nullptr,
-          lengths.data,
-          lengths.dtype == DType::int64,
-          z};
+// lengths and extra are optional tensors of an Attention or of its backward.
+template <typename T, class Op>
+Status attention_inputs(const Op &op, const Tensor *in, AttentionInputs<T> *x) {
+  const Tensor &q = in[op.kQ], &k = in[op.kK], &v = in[op.kV], &lengths = in[op.kLengths];
+  *x = {q.as<const T>(),
+        k.as<const T>(),
+        v.as<const T>(),
+        nullptr,
+        nullptr,
+        nullptr,
+        lengths.data,
+        lengths.dtype == DType::int64,
+        op.sizes(q, k, v, lengths),
+        {}};
+  return op.extras(op.name, x->z, q, in[op.kMask], in[op.kBias], in[op.kSinks], in[op.kOffsets], &x->extra);
 }
 
 // One result. lse: of y, or null.
@@ -40,8 +43,8 @@ Status run_any(const char *op, const AttentionInputs<T> &x, T *to, Accumulate<T>
 
 // Whether the kernels of attention_mma.cuh take a call; tensors that are absent are null.
 template <typename T, typename... Tensors>
-Status choose(const char *op, const AttentionSizes &z, bool *mma, const Tensors *...tensors) {
-  *mma = sizeof(T) == 2 && mma_takes(z) && aligned(tensors...);
+Status choose(const char *op, const AttentionInputs<T> &x, bool *mma, const Tensors *...tensors) {
+  *mma = sizeof(T) == 2 && mma_takes(x.z) && (x.plain() || mma_takes_extra(x.z)) && aligned(tensors...);
   if (!*mma) return kOk;
   DeviceLimits limits;
   AOT_TRY(device_limits(op, &limits));
@@ -52,7 +55,7 @@ Status choose(const char *op, const AttentionSizes &z, bool *mma, const Tensors 
 template <typename T>
 Status run_forward(const char *op, const AttentionInputs<T> &x, T *y, Accumulate<T> *lse, void *stream) {
   bool mma;
-  AOT_TRY(choose<T>(op, x.z, &mma, x.q, x.k, x.v, y));
+  AOT_TRY(choose<T>(op, x, &mma, x.q, x.k, x.v, y));
   if constexpr (sizeof(T) == 2)
     if (mma) return run_mma_forward(op, x, y, lse, stream);
   return run_any<AttentionResult::y>(op, x, y, lse, stream);
@@ -61,7 +64,7 @@ Status run_forward(const char *op, const AttentionInputs<T> &x, T *y, Accumulate
 template <typename T>
 Status run_backward(const char *op, const AttentionInputs<T> &x, T *dq, T *dk, T *dv, void *stream) {
   bool mma;
-  AOT_TRY(choose<T>(op, x.z, &mma, x.q, x.k, x.v, x.dy, dq, dk, dv));
+  AOT_TRY(choose<T>(op, x, &mma, x.q, x.k, x.v, x.dy, dq, dk, dv));
   if constexpr (sizeof(T) == 2)
     if (mma) return run_mma_backward(op, x, dq, dk, dv, stream);
   if (dq) AOT_TRY(run_any<AttentionResult::dq>(op, x, dq, nullptr, stream));
@@ -69,22 +72,37 @@ Status run_backward(const char *op, const AttentionInputs<T> &x, T *dq, T *dk, T
   return dv ? run_any<AttentionResult::dv>(op, x, dv, nullptr, stream) : kOk;
 }
 
+template <typename T>
+Status run_bias(const char *op, const AttentionInputs<T> &x, void *dbias, void *stream) {
+  bool mma;
+  AOT_TRY(choose<T>(op, x, &mma, x.q, x.k, x.v, x.dy));
+  if constexpr (sizeof(T) == 2)
+    if (mma) return run_mma_bias(op, x, dbias, stream);
+  constexpr int kSide = AttentionTile<T, AttentionResult::dbias>::kSide;
+  int64_t blocks;
+  AOT_TRY(count_bias_tiles(op, x, kSide, kSide, &blocks));
+  if (!blocks) return kOk;
+  return launch_kernel(op, attention_dbias_kernel<T>, {static_cast<unsigned>(blocks), kAttentionBlock}, stream, x,
+                       dbias);
+}
+
 Status attention_cuda(const Attention &op, const Tensor *in, const Tensor *out, void *stream) {
-  const Tensor &q = in[op.kQ], &k = in[op.kK], &v = in[op.kV], &lengths = in[op.kLengths];
-  return dispatch(q.dtype, [&](auto type) {
+  return dispatch(in[op.kQ].dtype, [&](auto type) -> Status {
     using T = typename decltype(type)::type;
-    const auto x = attention_inputs<T>(op.sizes(q, k, v, lengths), q, k, v, lengths);
+    AttentionInputs<T> x;
+    AOT_TRY(attention_inputs(op, in, &x));
     return run_forward(op.name, x, out[op.kY].as<T>(), out[op.kLse].as<Accumulate<T>>(), stream);
   });
 }
 
 Status attention_backward_cuda(const AttentionBackward &op, const Tensor *in, const Tensor *out, void *stream) {
-  const Tensor &q = in[op.kQ], &k = in[op.kK], &v = in[op.kV], &lengths = in[op.kLengths], &work = out[op.kWork];
+  const Tensor &work = out[op.kWork];
   if (!work) return fail(kConventionMisused, "%s: workspace is missing", op.name);
-  return dispatch(q.dtype, [&](auto type) -> Status {
+  return dispatch(in[op.kQ].dtype, [&](auto type) -> Status {
     using T = typename decltype(type)::type;
     using A = Accumulate<T>;
-    auto x = attention_inputs<T>(op.sizes(q, k, v, lengths), q, k, v, lengths);
+    AttentionInputs<T> x;
+    AOT_TRY(attention_inputs(op, in, &x));
     const int64_t rows = x.z.rows();
     A *const delta = work.as<A>(), *const lse = in[op.kLse] ? in[op.kLse].as<A>() : delta + rows;
     if (!in[op.kLse]) AOT_TRY(run_forward<T>(op.name, x, nullptr, lse, stream));
@@ -93,6 +111,10 @@ Status attention_backward_cuda(const AttentionBackward &op, const Tensor *in, co
       AOT_TRY(launch_kernel(op.name, attention_delta_kernel<T>,
                             {grid_size(ceil_div(rows, kDeltaBlock / 32)), kDeltaBlock}, stream, x,
                             in[op.kY].as<const T>(), delta));
+    if (out[op.kDbias] && x.extra.bias) AOT_TRY(run_bias(op.name, x, out[op.kDbias].data, stream));
+    if (out[op.kDsinks] && x.extra.sinks && x.z.heads)
+      AOT_TRY(launch_kernel(op.name, attention_dsinks_kernel<T>, {static_cast<unsigned>(x.z.heads), kDeltaBlock},
+                            stream, x, out[op.kDsinks].data));
     return run_backward(op.name, x, out[op.kDq].as<T>(), out[op.kDk].as<T>(), out[op.kDv].as<T>(), stream);
   });
 }

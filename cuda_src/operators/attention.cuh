@@ -2,7 +2,7 @@
 //
 // All of it is one kernel. A block sums kSide rows of a result and kSide of their columns, a product of weights, (rows,
 // others), with rows of another tensor: of p with v, of ds with k, of ds^T with q, of p^T with dy. It goes through the
-// others in tiles, computes the scores of a tile, and the weights of these.
+// others in tiles, computes the scores of a tile, and the weights of these. The gradient of a bias is sums of weights.
 #pragma once
 #include "attention.h"
 #include "cuda/launch.cuh"
@@ -21,6 +21,10 @@ struct AttentionInputs {
   const void *lengths;
   bool wide_lengths;  // int64
   AttentionSizes z;
+  AttentionExtras extra;
+
+  // Whether a call has none of what `extra` has.
+  __host__ __device__ bool plain() const { return extra.none(); }
 
   // The length of an example, and what its results are times: NaN where there is no such length.
   struct Length {
@@ -34,6 +38,24 @@ struct AttentionInputs {
         wide_lengths ? static_cast<const int64_t *>(lengths)[i] : static_cast<const int32_t *>(lengths)[i];
     if (n >= 0 && n <= z.keys) return {n, 1};
     return {0, __int_as_float(0x7fffffff)};
+  }
+  // The same, for all threads of a block: NaN too where cu_seqlens do not ascend from 0 to keys.
+  __device__ Length block_length(int64_t b) const {
+    if (!extra.offsets) return length(b);
+    bool wrong = false;
+    for (int64_t i = threadIdx.x; i <= extra.sequences; i += blockDim.x)
+      wrong |= extra.offset(i) < (i ? extra.offset(i - 1) : 0) || extra.offset(i) > z.keys;
+    if (__syncthreads_or(wrong)) return {0, __int_as_float(0x7fffffff)};
+    return length(b);
+  }
+  // An element of what has q's dtype or, wide, that of its sums.
+  __device__ static A number(const void *from, bool wide, int64_t i) {
+    return wide ? static_cast<const A *>(from)[i] : widen(static_cast<const T *>(from)[i]);
+  }
+  __device__ A sink(int64_t h) const { return number(extra.sinks, extra.wide_sinks, h); }
+  __device__ static void store(A value, void *to, bool wide, int64_t i) {
+    if (wide) static_cast<A *>(to)[i] = value;
+    else static_cast<T *>(to)[i] = narrow<T>(value);
   }
   __device__ int64_t row(int64_t b, int64_t h, int64_t query) const { return (b * z.heads + h) * z.queries + query; }
 
@@ -69,9 +91,30 @@ __global__ void __launch_bounds__(kDeltaBlock)
   }
 }
 
+// A block for each head.
+template <typename T>
+__global__ void __launch_bounds__(kDeltaBlock) attention_dsinks_kernel(AttentionInputs<T> x, void *dsinks) {
+  using A = Accumulate<T>;
+  __shared__ A sums[kDeltaBlock / 32];
+  const AttentionSizes &z = x.z;
+  const int64_t h = blockIdx.x;
+  const A sink = x.sink(h);
+  A sum = 0;
+  for (int64_t i = threadIdx.x; i < z.batch * z.queries; i += kDeltaBlock) {
+    const int64_t at = x.row(i / z.queries, h, i % z.queries);
+    if (sink != -static_cast<A>(__int_as_float(0x7f800000))) sum -= exponential<T>(sink - x.lse[at]) * x.delta[at];
+  }
+  sum = sum_lanes<32>(sum);
+  if (lane_index() == 0) sums[warp_index()] = sum;
+  __syncthreads();
+  if (threadIdx.x) return;
+  for (int i = 1; i < kDeltaBlock / 32; ++i) sum += sums[i];
+  x.store(sum, dsinks, x.extra.wide_sinks, h);
+}
+
 // ----------------------------------------------------------------------------------------------------- one kernel
 
-enum class AttentionResult { y, dq, dk, dv };
+enum class AttentionResult { y, dq, dk, dv, dbias };
 
 constexpr int kAttentionBlock = 256;
 
@@ -80,6 +123,7 @@ struct AttentionTiles {
   static constexpr int kSide = sizeof(A) == 8 ? 32 : 64, kEach = kSide / 16, kDepth = 32;
   A left[kSide][kDepth + 1], right[kSide][kDepth + 1];  // of a product of rows; the sum's factor is in their place
   A weights[kSide][kSide + 1];
+  Range own[kSide];  // of each row: the others of its sequence
 
   using Factor = A[kSide][kSide + 1];
   __device__ Factor &factor() { return *reinterpret_cast<Factor *>(left); }
@@ -95,7 +139,7 @@ class AttentionTile {
   using Sums = A[Tiles::kEach][Tiles::kEach];
   static constexpr int kSide = Tiles::kSide, kEach = Tiles::kEach;
   static constexpr bool kOfKeys = kResult == AttentionResult::dk || kResult == AttentionResult::dv;
-  static constexpr bool kOfScores = kResult == AttentionResult::dq || kResult == AttentionResult::dk;  // ds, not p
+  static constexpr bool kOfScores = kResult != AttentionResult::y && kResult != AttentionResult::dv;  // ds, not p
 
   __device__ AttentionTile(const AttentionInputs<T> &x, Tiles &tiles) : x_(x), z_(x.z), tiles_(tiles) {
 #pragma unroll
@@ -107,16 +151,18 @@ class AttentionTile {
     const int64_t tiles = ceil_div(all, kSide), head = blockIdx.x / tiles, begin = blockIdx.x % tiles * kSide;
     const int64_t b = head / heads, h = head % heads, end = begin + kSide < all ? begin + kSide : all;
     const int64_t dim = kOfScores ? z_.dim : z_.v_dim;
-    const auto length = x_.length(b);
+    const auto length = x_.block_length(b);
     length_ = length.value, column_ = int64_t{blockIdx.y} * kSide;
+    find_sequences(begin);
+    if (kResult == AttentionResult::y && x_.extra.sinks) begin_with(x_.sink(h));
     if constexpr (kOfKeys) {
       const int64_t within = end < length_ ? end : length_;
-      const Range seeing = z_.seeing(begin, within);
+      const Range seeing = x_.extra.own(z_.seeing(begin, within), begin, within);
       for (int64_t i = 0; i < z_.group() && begin < within; ++i)
         for (int64_t other = seeing.begin / kSide * kSide; other < seeing.end; other += kSide)
           step(b, h * z_.group() + i, h, begin, end, other, dim);
     } else {
-      const Range seen = z_.seen_by(begin, end, length_);
+      const Range seen = x_.extra.own(z_.seen_by(begin, end, length_), begin, end);
       for (int64_t other = seen.begin / kSide * kSide; other < seen.end; other += kSide)
         step(b, h, h / z_.group(), begin, end, other, dim);
     }
@@ -136,15 +182,79 @@ class AttentionTile {
     }
   }
 
+  // dbias of a tile of a plane: of the members of it, and of all queries or keys where the bias is broadcast along
+  // them.
+  __device__ void run_bias(void *to) {
+    const ScoreSteps &steps = x_.extra.of_bias;
+    const int64_t rows = steps.query ? ceil_div(z_.queries, kSide) : 1,
+                  columns = steps.key ? ceil_div(z_.keys, kSide) : 1;
+    const int64_t plane = blockIdx.x / columns / rows, query = blockIdx.x / columns % rows * kSide;
+    const int64_t key = blockIdx.x % columns * kSide, last = steps.query ? query + kSide : z_.queries;
+    A times = 1;
+    for (int64_t member = 0; member < steps.members; ++member) {
+      const int64_t head = steps.sharer(plane, member, z_.heads), b = head / z_.heads, h = head % z_.heads;
+      const auto length = x_.block_length(b);
+      length_ = length.value, times *= length.times;
+      for (int64_t i = query; i < last && i < z_.queries; i += kSide) {
+        const int64_t past = i + kSide < z_.queries ? i + kSide : z_.queries;
+        const Range seen = x_.extra.own(z_.seen_by(i, past, length_), i, past);
+        const int64_t end = steps.key && key + kSide < seen.end ? key + kSide : seen.end;
+        __syncthreads();
+        find_sequences(i);
+        for (int64_t j = steps.key ? key : seen.begin / kSide * kSide; j < end; j += kSide)
+          step(b, h, h / z_.group(), i, past, j, 0);
+      }
+    }
+    store_bias(to, plane, query, key, times);
+  }
+
  private:
   __device__ static int ty() { return threadIdx.x / 16; }
   __device__ static int tx() { return threadIdx.x % 16; }
+
+  // The sequences of the rows from `begin` on. A barrier follows before they are read.
+  __device__ void find_sequences(int64_t begin) {
+    if (x_.extra.offsets && threadIdx.x < kSide) tiles_.own[threadIdx.x] = x_.extra.sequence(begin + threadIdx.x);
+  }
+
+  __device__ void begin_with(A sink) {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) most_[i] = sink, total_[i] = sink == lowest() ? 0 : 1;
+  }
+
+  __device__ static A lowest() { return -static_cast<A>(__int_as_float(0x7f800000)); }
+
+  // Sums of dt over what the bias is broadcast along, from `query` and `key` on.
+  __device__ void store_bias(void *to, int64_t plane, int64_t query, int64_t key, A times) {
+    const ScoreSteps &steps = x_.extra.of_bias;
+    auto &sums = tiles_.weights;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kEach; ++i)
+#pragma unroll
+      for (int j = 0; j < kEach; ++j) sums[ty() + 16 * i][tx() + 16 * j] = sum_[i][j] * times;
+    __syncthreads();
+    if (!steps.query && threadIdx.x < kSide)
+      for (int i = 1; i < kSide; ++i) sums[0][threadIdx.x] += sums[i][threadIdx.x];
+    __syncthreads();
+    if (!steps.key && threadIdx.x < (steps.query ? kSide : 1))
+      for (int j = 1; j < kSide; ++j) sums[threadIdx.x][0] += sums[threadIdx.x][j];
+    __syncthreads();
+    const int64_t rows = steps.query ? z_.queries : 1, columns = steps.key ? z_.keys : 1;
+    for (int i = threadIdx.x; i < kSide * kSide; i += kAttentionBlock) {
+      const int64_t row = query + i / kSide, column = key + i % kSide;
+      if (row < rows && column < columns)
+        x_.store(sums[i / kSide][i % kSide], to, x_.extra.wide_bias, (plane * rows + row) * columns + column);
+    }
+  }
 
   // Adds the share of a tile of others, from `other` on, to rows [begin, end). h: of q; kv: of k.
   __device__ void step(int64_t b, int64_t h, int64_t kv, int64_t begin, int64_t end, int64_t other, int64_t dim) {
     const HeadRows<const T> q = x_.of_queries(x_.q, b, h, z_.dim), k = x_.of_keys(x_.k, b, kv, z_.dim),
                             v = x_.of_keys(x_.v, b, kv, z_.v_dim);
     const int64_t others = kOfKeys ? z_.queries : length_;
+    mask_ = x_.extra.mask ? x_.extra.mask + x_.extra.of_mask.at(b, h) : nullptr;
+    bias_ = x_.extra.bias ? x_.extra.of_bias.at(b, h) : 0;
     Sums s = {};
     multiply(s, kOfKeys ? k : q, begin, end, kOfKeys ? q : k, other, others, z_.dim);
     if constexpr (kResult == AttentionResult::y) {
@@ -156,6 +266,7 @@ class AttentionTile {
       Sums dp = {};
       if constexpr (kOfScores) multiply(dp, kOfKeys ? v : dy, begin, end, kOfKeys ? dy : v, other, others, z_.v_dim);
       slopes(s, dp, b, h, begin, end, other);
+      if constexpr (kResult == AttentionResult::dbias) return;
       __syncthreads();
       add(kResult == AttentionResult::dq ? k : kOfScores ? q : dy, other, others, dim);
     }
@@ -219,18 +330,33 @@ class AttentionTile {
     return cap * t;
   }
 
+  // Whether a query sees a key but for its range, and what is added to the score. row: of the tile; other: the query or
+  // the key that is not this row.
+  __device__ bool meets(int row, int64_t other, int64_t query, int64_t key, A *bias) const {
+    const AttentionExtras &extra = x_.extra;
+    *bias = 0;
+    if (extra.none()) return true;
+    if (query >= z_.queries) return false;
+    if (extra.offsets && !(other >= tiles_.own[row].begin && other < tiles_.own[row].end)) return false;
+    if (mask_ && !mask_[query * extra.of_mask.query + key * extra.of_mask.key]) return false;
+    if (!extra.bias) return true;
+    *bias = x_.number(extra.bias, extra.wide_bias, bias_ + query * extra.of_bias.query + key * extra.of_bias.key);
+    return *bias != lowest();
+  }
+
   // The weights of y: exponentials of scores below the largest of each row so far.
   __device__ void weigh(Sums &s, int64_t begin, int64_t other) {
-    const A lowest = -static_cast<A>(__int_as_float(0x7f800000));
+    const bool plain = x_.extra.none();
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       const int64_t row = begin + ty() + 16 * i;
       const Range seen = z_.seen_by(row, row + 1, length_);
-      A most = lowest, slope;
+      A most = lowest(), slope, bias;
 #pragma unroll
       for (int j = 0; j < kEach; ++j) {
         const int64_t key = other + tx() + 16 * j;
-        s[i][j] = key >= seen.begin && key < seen.end ? score(s[i][j], &slope) : lowest;
+        const bool sees = key >= seen.begin && key < seen.end && meets(ty() + 16 * i, key, row, key, &bias);
+        s[i][j] = sees ? score(s[i][j], &slope) + bias : lowest();
         most = s[i][j] > most || s[i][j] != s[i][j] ? s[i][j] : most;
       }
 #pragma unroll
@@ -245,7 +371,8 @@ class AttentionTile {
 #pragma unroll
       for (int j = 0; j < kEach; ++j) {
         const int64_t key = other + tx() + 16 * j;
-        const A e = key >= seen.begin && key < seen.end ? exponential<T>(s[i][j] - most_[i]) : A(0);
+        const bool sees = key >= seen.begin && key < seen.end && (plain || s[i][j] != lowest());
+        const A e = sees ? exponential<T>(s[i][j] - most_[i]) : A(0);
         total += e, sum_[i][j] *= shrink;
         tiles_.weights[ty() + 16 * i][tx() + 16 * j] = e;
       }
@@ -253,7 +380,7 @@ class AttentionTile {
     }
   }
 
-  // The weights of a gradient: p, or ds.
+  // The weights of a gradient: p, or ds; or adds dt to the sums.
   __device__ void slopes(const Sums &s, const Sums &dp, int64_t b, int64_t h, int64_t begin, int64_t end,
                          int64_t other) {
 #pragma unroll
@@ -264,13 +391,15 @@ class AttentionTile {
         const int64_t query = kOfKeys ? column : row, key = kOfKeys ? row : column;
         const Range seen = z_.seen_by(query, query + 1, length_);
         A weight = 0;
-        if (query < z_.queries && key >= seen.begin && key < seen.end) {
-          A slope;
+        A slope, bias;
+        if (query < z_.queries && key >= seen.begin && key < seen.end &&
+            meets(ty() + 16 * i, column, query, key, &bias)) {
           const int64_t at = x_.row(b, h, query);
-          weight = exponential<T>(score(s[i][j], &slope) - x_.lse[at]);
-          if (kOfScores) weight *= (dp[i][j] - x_.delta[at]) * slope;
+          weight = exponential<T>(score(s[i][j], &slope) + bias - x_.lse[at]);
+          if (kOfScores) weight *= (dp[i][j] - x_.delta[at]) * (kResult == AttentionResult::dbias ? A(1) : slope);
         }
-        tiles_.weights[ty() + 16 * i][tx() + 16 * j] = weight;
+        if constexpr (kResult == AttentionResult::dbias) sum_[i][j] += weight;
+        else tiles_.weights[ty() + 16 * i][tx() + 16 * j] = weight;
       }
   }
 
@@ -278,6 +407,8 @@ class AttentionTile {
   const AttentionSizes &z_;
   Tiles &tiles_;
   int64_t length_, column_;
+  const bool *mask_;  // of a head
+  int64_t bias_;      // where that of a head begins
   Sums sum_ = {};
   A most_[kEach], total_[kEach] = {};  // of scores of a row so far, and of their exponentials
 };
@@ -287,6 +418,13 @@ template <typename T, AttentionResult kResult>
 __global__ void __launch_bounds__(kAttentionBlock) attention_kernel(AttentionInputs<T> x, T *to, Accumulate<T> *lse) {
   __shared__ AttentionTiles<Accumulate<T>> tiles;
   AttentionTile<T, kResult>(x, tiles).run(to, lse);
+}
+
+// blockIdx.x: a tile of a plane of the bias.
+template <typename T>
+__global__ void __launch_bounds__(kAttentionBlock) attention_dbias_kernel(AttentionInputs<T> x, void *to) {
+  __shared__ AttentionTiles<Accumulate<T>> tiles;
+  AttentionTile<T, AttentionResult::dbias>(x, tiles).run_bias(to);
 }
 
 }  // namespace AOT_ISA

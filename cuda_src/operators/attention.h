@@ -1,15 +1,19 @@
 // attention: for query i of a head, with s[j] = scale sum(q[i] k[j]), or softcap tanh(scale sum(q[i] k[j]) / softcap),
-//          lse[i] = log(sum(exp(s[j]))),  y[i] = sum(exp(s[j] - lse[i]) v[j]) over the keys j that it sees
-//          those of [max(0, at - left), min(length, at + right + 1)), where at = i + keys - queries; causal: right = 0
-//          A query that sees none has y = 0 and lse = -inf.
-// gradient p[i, j] = exp(s[j] - lse[i]),  delta[i] = sum(dy[i] y[i]),  slope = scale (1 - (s / softcap)^2)
-//          ds[i, j] = p[i, j] (sum(dy[i] v[j]) - delta[i]) slope
+//          and with the bias t[j] = s[j] + bias[i, j],
+//          lse[i] = log(sum(exp(t[j])) + exp(sink)),  y[i] = sum(exp(t[j] - lse[i]) v[j]) over the keys j that it sees
+//          those of [max(0, at - left), min(length, at + right + 1)), where at = i + keys - queries; causal: right = 0;
+//          of these, those of its own sequence, that mask lets it see, and whose bias is not -inf
+//          A query that sees none has y = 0 and lse = -inf, or the sink.
+// gradient p[i, j] = exp(t[j] - lse[i]),  delta[i] = sum(dy[i] y[i]),  slope = scale (1 - (s / softcap)^2)
+//          dt[i, j] = p[i, j] (sum(dy[i] v[j]) - delta[i]),  ds[i, j] = dt[i, j] slope
+//          dbias: the sums of dt that share an element of the bias,  dsink = -sum(exp(sink - lse[i]) delta[i])
 //          dq[i] = sum(ds[i, j] k[j]) over j,  dk[j] = sum(ds[i, j] q[i]),  dv[j] = sum(p[i, j] dy[i]) over i and the
 //          heads of q that share the head of k
 // Sums are in float32 (float64 for float64). In 16 bits p and ds are rounded before they are factors.
 #pragma once
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "aot.h"
 
@@ -45,6 +49,66 @@ struct AttentionSizes {
   AOT_BOTH_SIDES Range seeing(int64_t begin, int64_t end) const {
     const int64_t first = begin - (keys - queries) - right, last = end - (keys - queries) + left;
     return {right < 0 || first < 0 ? 0 : first, left < 0 || last > queries ? queries : last};
+  }
+};
+
+// How a tensor that is broadcast to (batch, heads, queries, keys) lies in memory: the steps between its elements along
+// each axis, 0 where it is broadcast. It has planes, each a matrix of scores or a broadcast one. The scores of
+// `members` heads, of which there are batch * heads, share a plane.
+struct ScoreSteps {
+  static constexpr int kMostRuns = 4;
+  int runs;  // of q's leading axes, from the last: adjacent ones are joined
+  int64_t sizes[kMostRuns], steps[kMostRuns];
+  int64_t head, query, key, planes, members;
+
+  AOT_BOTH_SIDES int64_t at(int64_t b, int64_t h) const {
+    int64_t at = h * head;
+    for (int i = 0; i < runs; ++i) at += b % sizes[i] * steps[i], b /= sizes[i];
+    return at;
+  }
+  // One of the heads whose scores share a plane: example * heads + head.
+  AOT_BOTH_SIDES int64_t sharer(int64_t plane, int64_t member, int64_t heads) const {
+    int64_t found = digit(head, heads, &plane, &member), times = heads;
+    for (int i = 0; i < runs; times *= sizes[i++]) found += digit(steps[i], sizes[i], &plane, &member) * times;
+    return found;
+  }
+
+ private:
+  AOT_BOTH_SIDES static int64_t digit(int64_t step, int64_t size, int64_t *plane, int64_t *member) {
+    int64_t *const number = step ? plane : member, found = *number % size;
+    return *number /= size, found;
+  }
+};
+
+// What a call may have besides, as both devices take it; null where it has not. wide: of 64 bits, or of the dtype of
+// sums instead of q's.
+struct AttentionExtras {
+  const bool *mask;
+  const void *bias, *sinks, *offsets;  // offsets: cu_seqlens
+  int64_t sequences;
+  bool wide_bias, wide_sinks, wide_offsets;
+  ScoreSteps of_mask, of_bias;
+
+  AOT_BOTH_SIDES bool none() const { return !mask && !bias && !sinks && !offsets; }
+  AOT_BOTH_SIDES int64_t offset(int64_t i) const {
+    return wide_offsets ? static_cast<const int64_t *>(offsets)[i] : static_cast<const int32_t *>(offsets)[i];
+  }
+  // The rows of the sequence that row i is in, empty if it is in none. Neither end falls from a row to the next.
+  AOT_BOTH_SIDES Range sequence(int64_t i) const {
+    int64_t low = 0, high = sequences + 1;  // how many offsets are at most i
+    while (low < high) {
+      const int64_t middle = (low + high) / 2;
+      if (offset(middle) <= i) low = middle + 1;
+      else high = middle;
+    }
+    if (low == 0) return {0, 0};
+    return {offset(low - 1), offset(low <= sequences ? low : sequences)};
+  }
+  // Rows or keys of a range that lie in a sequence of rows [begin, end).
+  AOT_BOTH_SIDES Range own(Range range, int64_t begin, int64_t end) const {
+    if (!offsets) return range;
+    const int64_t first = sequence(begin).begin, last = sequence(end - 1).end;
+    return {range.begin > first ? range.begin : first, range.end < last ? range.end : last};
   }
 };
 
@@ -96,12 +160,24 @@ struct AttentionAttrs {
     return z;
   }
 
+  // The inputs have passed check_extras.
+  Status extras(const char *op, const AttentionSizes &z, const Spec &q, const Tensor &mask, const Tensor &bias,
+                const Tensor &sinks, const Tensor &offsets, AttentionExtras *x) const {
+    *x = {};
+    x->mask = mask.as<const bool>(), x->bias = bias.data, x->sinks = sinks.data, x->offsets = offsets.data;
+    x->wide_bias = bias.dtype != q.dtype, x->wide_sinks = sinks.dtype != q.dtype;
+    x->wide_offsets = offsets.dtype == DType::int64, x->sequences = offsets ? offsets.size() - 1 : 0;
+    if (mask) AOT_TRY(score_steps(op, "mask", z, q, mask, &x->of_mask));
+    if (bias) AOT_TRY(score_steps(op, "bias", z, q, bias, &x->of_bias));
+    return kOk;
+  }
+
  protected:
   int64_t heads(const Spec &x) const { return x.shape[x.ndim - (layout == 1 ? 3 : 2)]; }
   int64_t seq(const Spec &x) const { return x.shape[x.ndim - (layout == 1 ? 2 : 3)]; }
   static int64_t dim(const Spec &x) { return x.shape[x.ndim - 1]; }
 
-  // Checks the inputs and infers y and lse.
+  // Checks the inputs of queries, keys and values, and infers y and lse.
   Status check(const char *op, const Spec &q, const Spec &k, const Spec &v, const Spec &lengths, Spec *y,
                Spec *lse) const {
     AOT_TRY(check_attributes(op));
@@ -118,6 +194,18 @@ struct AttentionAttrs {
     for (int i = 0; i < q.ndim - 3; ++i) lse->shape[i] = q.shape[i];
     lse->shape[q.ndim - 3] = heads(q), lse->shape[q.ndim - 2] = seq(q);
     return check_size(op, "the result", *y);
+  }
+
+  // Checks the others, of inputs that have passed check.
+  Status check_extras(const char *op, const Spec &q, const Spec &k, const Spec &mask, const Spec &bias,
+                      const Spec &sinks, const Spec &offsets) const {
+    if (mask) AOT_TRY(check_dtype(op, "mask", mask, DType::boolean));
+    if (mask) AOT_TRY(check_broadcast(op, "mask", q, k, mask));
+    if (bias) AOT_TRY(check_added(op, "bias", q, bias));
+    if (bias) AOT_TRY(check_broadcast(op, "bias", q, k, bias));
+    if (sinks) AOT_TRY(check_added(op, "sinks", q, sinks));
+    if (sinks) AOT_TRY(check_sinks(op, q, sinks));
+    return offsets ? check_offsets(op, q, k, offsets) : kOk;
   }
 
  private:
@@ -185,35 +273,127 @@ struct AttentionAttrs {
                 "last of them",
                 op, ShapeText(lengths).text, ShapeText(q).text);
   }
+
+  // What is added to scores: of q's dtype, or of that of its sums.
+  static Status check_added(const char *op, const char *slot, const Spec &q, const Spec &x) {
+    AOT_TRY(check_floating(op, slot, x));
+    const DType wide = accumulate_dtype(q.dtype);
+    if (same_dtype(x.dtype, q.dtype) || x.dtype == wide) return kOk;
+    return fail(kUnsupportedDtype, "%s: %s has dtype %s, expected %s%s%s", op, slot, dtype_name(x.dtype),
+                dtype_name(q.dtype), wide == q.dtype ? "" : " or ", wide == q.dtype ? "" : dtype_name(wide));
+  }
+
+  // x broadcasts to the scores, (..., heads, queries, keys).
+  Status check_broadcast(const char *op, const char *slot, const Spec &q, const Spec &k, const Spec &x) const {
+    if (!q.rank_known() || !x.rank_known()) return kOk;
+    Spec scores = q;
+    scores.shape[q.ndim - 3] = heads(q), scores.shape[q.ndim - 2] = seq(q);
+    scores.shape[q.ndim - 1] = k.rank_known() ? seq(k) : kUnknownDim;
+    bool fits = x.ndim <= q.ndim;
+    for (int i = 1; i <= x.ndim && fits; ++i) {
+      const int64_t n = x.shape[x.ndim - i];
+      fits = n == 1 || same_dim(n, scores.shape[q.ndim - i]);
+    }
+    if (fits) return kOk;
+    return fail(kInvalidArgument,
+                "%s: %s has shape %s, expected one that broadcasts to (..., heads, queries, keys), %s", op, slot,
+                ShapeText(x).text, ShapeText(scores).text);
+  }
+
+  Status check_sinks(const char *op, const Spec &q, const Spec &sinks) const {
+    if (!q.rank_known() || !sinks.rank_known()) return kOk;
+    if (sinks.ndim == 1 && same_dim(sinks.shape[0], heads(q))) return kOk;
+    return fail(kInvalidArgument, "%s: sinks has shape %s, expected (%lld,), one for each head of q", op,
+                ShapeText(sinks).text, static_cast<long long>(heads(q)));
+  }
+
+  Status check_offsets(const char *op, const Spec &q, const Spec &k, const Spec &offsets) const {
+    AOT_TRY(check_integer(op, "cu_seqlens", offsets));
+    if (offsets.rank_known() && (offsets.ndim != 1 || offsets.shape[0] == 0))
+      return fail(kInvalidArgument, "%s: cu_seqlens has shape %s, expected (sequences + 1,)", op,
+                  ShapeText(offsets).text);
+    if (!q.rank_known() || !k.rank_known() || same_dim(seq(q), seq(k))) return kOk;
+    return fail(kInvalidArgument, "%s: k has shape %s, expected as many keys as q has queries, %lld, with cu_seqlens",
+                op, ShapeText(k).text, static_cast<long long>(seq(q)));
+  }
+
+  // x has passed check_broadcast.
+  static Status score_steps(const char *op, const char *slot, const AttentionSizes &z, const Spec &q, const Spec &x,
+                            ScoreSteps *to) {
+    const auto dim_of = [&](int i) { return i < x.ndim ? x.shape[x.ndim - 1 - i] : 1; };  // from the last one
+    int64_t step = 1;
+    const auto step_of = [&](int64_t n) { return n == 1 ? 0 : std::exchange(step, step * n); };
+    to->key = step_of(dim_of(0)), to->query = step_of(dim_of(1));
+    const int64_t plane = step;
+    to->head = step_of(dim_of(2));
+    for (int i = 3; i < q.ndim; ++i) {
+      const int64_t n = q.shape[q.ndim - 1 - i], of_axis = step_of(dim_of(i));
+      if (n == 1) continue;
+      const int last = to->runs - 1;
+      if (last >= 0 && !to->steps[last] == !of_axis) {
+        to->sizes[last] *= n;
+        continue;
+      }
+      if (to->runs == ScoreSteps::kMostRuns)
+        return fail(kNotImplemented,
+                    "%s: %s has shape %s, which is broadcast along too many leading axes that are not adjacent", op,
+                    slot, ShapeText(x).text);
+      to->sizes[to->runs] = n, to->steps[to->runs++] = of_axis;
+    }
+    to->planes = plane ? step / plane : 0, to->members = to->planes ? z.batch * z.heads / to->planes : 0;
+    return kOk;
+  }
 };
 
 struct Attention : AttentionAttrs {
   static constexpr const char *name = "attention";
-  enum { kQ, kK, kV, kLengths };
+  enum { kQ, kK, kV, kLengths, kMask, kBias, kSinks, kOffsets };
   enum { kY, kLse };
-  static constexpr Slot inputs[] = {{"q"}, {"k"}, {"v"}, {"lengths", optional, kIntegers}};
+  static constexpr Slot inputs[] = {{"q"},
+                                    {"k"},
+                                    {"v"},
+                                    {"lengths", optional, kIntegers},
+                                    {"mask", optional, "bool"},
+                                    {"bias", optional},
+                                    {"sinks", optional},
+                                    {"cu_seqlens", optional, kIntegers}};
   static constexpr Slot outputs[] = {{"y"}, {"lse", optional}};
 
   Status infer(const Tensor *in, Spec *out) const {
-    return check(name, in[kQ], in[kK], in[kV], in[kLengths], &out[kY], &out[kLse]);
+    AOT_TRY(check(name, in[kQ], in[kK], in[kV], in[kLengths], &out[kY], &out[kLse]));
+    return check_extras(name, in[kQ], in[kK], in[kMask], in[kBias], in[kSinks], in[kOffsets]);
   }
 };
 
 struct AttentionBackward : AttentionAttrs {
   static constexpr const char *name = "attention_backward";
-  enum { kDy, kQ, kK, kV, kLengths, kY, kLse };
-  enum { kDq, kDk, kDv, kWork };
-  static constexpr Slot inputs[] = {{"dy"},           {"q"}, {"k"}, {"v"}, {"lengths", optional, kIntegers}, {"y"},
+  enum { kDy, kQ, kK, kV, kLengths, kMask, kBias, kSinks, kOffsets, kY, kLse };
+  enum { kDq, kDk, kDv, kDbias, kDsinks, kWork };
+  static constexpr Slot inputs[] = {{"dy"},
+                                    {"q"},
+                                    {"k"},
+                                    {"v"},
+                                    {"lengths", optional, kIntegers},
+                                    {"mask", optional, "bool"},
+                                    {"bias", optional},
+                                    {"sinks", optional},
+                                    {"cu_seqlens", optional, kIntegers},
+                                    {"y"},
                                     {"lse", optional}};
-  static constexpr Slot outputs[] = {{"dq", optional}, {"dk", optional}, {"dv", optional}, {"workspace", workspace}};
+  static constexpr Slot outputs[] = {{"dq", optional},    {"dk", optional},     {"dv", optional},
+                                     {"dbias", optional}, {"dsinks", optional}, {"workspace", workspace}};
 
   Status infer(const Tensor *in, Spec *out) const {
     Spec y, lse;
     AOT_TRY(check(name, in[kQ], in[kK], in[kV], in[kLengths], &y, &lse));
+    AOT_TRY(check_extras(name, in[kQ], in[kK], in[kMask], in[kBias], in[kSinks], in[kOffsets]));
     AOT_TRY(check_like(name, "dy", in[kDy], "y", y));
     AOT_TRY(check_like(name, "y", in[kY], "the result", y));
     if (in[kLse]) AOT_TRY(check_like(name, "lse", in[kLse], "the logarithms of sums", lse));
     out[kDq] = in[kQ], out[kDk] = in[kK], out[kDv] = in[kV];
+    out[kDbias] = out[kDsinks] = Spec::vector(in[kQ].dtype, 0);
+    if (in[kBias]) out[kDbias] = in[kBias];
+    if (in[kSinks]) out[kDsinks] = in[kSinks];
     out[kWork] = Spec::vector(lse.dtype, kUnknownDim);
     if (lse.known() && in[kQ].known()) out[kWork].shape[0] = 2 * lse.size() + sums(in[kQ]);
     return kOk;

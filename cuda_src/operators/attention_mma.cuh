@@ -5,6 +5,9 @@
 // them stay in registers, where they are the left factor of the next product: of y, p v; of dq, ds k; and, where rows
 // are keys, of dv, p^T dy, and of dk, ds^T q. So nothing is summed by two blocks, and the order of sums is fixed; dq
 // computes the scores once more for it. Exponentials are powers of 2.
+//
+// kExtra: the call may have what AttentionExtras has. Such kernels are instances of their own, of fewer rows, since
+// what is added to a score takes registers.
 #pragma once
 #include "attention.cuh"
 #include "cuda/mma.cuh"
@@ -12,7 +15,6 @@
 namespace aot {
 inline namespace AOT_ISA {
 
-// kDim: head_dim, padded with zeros; a block has 16 kM kWarps rows; kBlocks: blocks for which a multiprocessor must
 // kDim: head_dim, padded with zeros; a block has 16 kM kWarps rows; kBlocks: blocks for which a multiprocessor must
 // have registers; kUnroll: steps of a product of rows that are unrolled.
 template <int kDim_, int kM_, int kWarps_, int kOthers_, int kBlocks_, int kUnroll_>
@@ -23,9 +25,10 @@ struct MmaShape {
   static constexpr int kRowBytes = 2 * kDim, kTile = kRows * kRowBytes, kOtherTile = kOthers * kRowBytes;  // bytes
   static constexpr int kNumbers = 4 * 4 * kOthers;  // bytes of lse and delta of both stages
 
-  // Bytes of shared memory with so many tiles of rows, and two stages of two tiles of others.
-  AOT_BOTH_SIDES static constexpr int shared(int tiles, bool numbers) {
-    return tiles * kTile + 4 * kOtherTile + (numbers ? kNumbers : 0);
+  // Bytes of shared memory with so many tiles of rows, and two stages of two tiles of others; and with the ranges of
+  // rows that kernels with kExtra have.
+  AOT_BOTH_SIDES static constexpr int shared(int tiles, bool numbers, bool extra = false) {
+    return tiles * kTile + 4 * kOtherTile + (numbers ? kNumbers : 0) + (extra ? kRows * 8 : 0);
   }
 };
 
@@ -56,6 +59,23 @@ struct MmaShapes<256> {
   using Y = MmaShape<256, 1, 4, 32, 2, 2>;
   using Dq = MmaShape<256, 1, 4, 16, 2, 2>;
   using Dkv = MmaShape<256, 1, 4, 16, 2, 2>;
+};
+
+template <int kDim>
+struct MmaExtraShapes;
+template <>
+struct MmaExtraShapes<64> {
+  using Y = MmaShape<64, 1, 4, 64, 3, 2>;
+  using Dq = MmaShape<64, 1, 4, 32, 3, 2>;
+  using Dkv = MmaShape<64, 1, 4, 32, 3, 2>;
+  using Dbias = MmaShape<64, 1, 4, 64, 2, 2>;
+};
+template <>
+struct MmaExtraShapes<128> {
+  using Y = MmaShape<128, 1, 4, 64, 2, 1>;
+  using Dq = MmaShape<128, 1, 4, 32, 2, 1>;
+  using Dkv = MmaShape<128, 1, 4, 16, 2, 2>;
+  using Dbias = MmaShape<128, 1, 4, 64, 2, 1>;
 };
 
 // -------------------------------------------------------------------------------------------------- shared memory
@@ -215,11 +235,48 @@ struct MmaScores {
 
 constexpr float kInfinity = __builtin_huge_valf();
 
+// What is added to the scores of a head, in units of log(2): -inf for a key that the mask hides.
+template <typename T>
+class MmaAddends {
+ public:
+  __device__ MmaAddends(const AttentionInputs<T> &x, int64_t b, int64_t h)
+      : x_(x),
+        mask_(x.extra.mask ? x.extra.mask + x.extra.of_mask.at(b, h) : nullptr),
+        bias_(x.extra.bias ? x.extra.of_bias.at(b, h) : 0) {}
+
+  __device__ float operator()(int64_t query, int64_t key) const {
+    const AttentionExtras &extra = x_.extra;
+    if (mask_ && !mask_[query * extra.of_mask.query + key * extra.of_mask.key]) return -kInfinity;
+    if (!extra.bias) return 0;
+    const int64_t at = bias_ + query * extra.of_bias.query + key * extra.of_bias.key;
+    return x_.number(extra.bias, extra.wide_bias, at) * static_cast<float>(kLog2E);
+  }
+
+ private:
+  const AttentionInputs<T> &x_;
+  const bool *mask_;
+  int64_t bias_;
+};
+
+// Writes the range of others of each row from `begin` on: that of its sequence, as numbers of 32 bits.
+template <class Shape, typename T>
+__device__ inline void find_sequences(int2 *to, const AttentionInputs<T> &x, int64_t begin) {
+  for (int i = threadIdx.x; i < Shape::kRows; i += Shape::kThreads) {
+    const Range own = x.extra.offsets ? x.extra.sequence(begin + i) : Range{0, INT32_MAX};
+    to[i] = {static_cast<int>(own.begin), static_cast<int>(own.end)};
+  }
+}
+// The part of a range of others from `from` on, of which there are n, that is in a sequence.
+__device__ inline int2 within_sequence(int2 range, int2 own, int64_t from) {
+  const int64_t begin = own.x - from, end = own.y - from;
+  return {begin > range.x ? static_cast<int>(begin) : range.x, end < range.y ? static_cast<int>(end) : range.y};
+}
+
 // -------------------------------------------------------------------------------------------------------- queries
 
 // A tile of queries of a head of an example, and the tiles of keys that it goes through. Of a head's tiles the last
 // ones, which see most if the call is causal, are first.
-template <typename T, class Shape>
+template <typename T, class Shape, bool kExtra = false>
 struct QueryTile {
   static constexpr int kKeys = Shape::kOthers;
   const AttentionInputs<T> &x;
@@ -235,17 +292,21 @@ struct QueryTile {
     b = head / z.heads, h = head % z.heads;
     begin = (tiles - 1 - static_cast<int>(blockIdx.x) % tiles) * Shape::kRows;
     end = queries - begin < Shape::kRows ? queries : begin + Shape::kRows;
-    const auto found = x.length(b);
+    const auto found = kExtra ? x.block_length(b) : x.length(b);
     length = static_cast<int>(found.value), times = found.times;
-    const Range seen = z.seen_by(begin, end, length);
+    const Range seen = seen_by(begin, end);
     const bool any = seen.end > seen.begin;
     first = any ? static_cast<int>(seen.begin) / kKeys * kKeys : 0;
     steps = any ? (static_cast<int>(seen.end) - first - 1) / kKeys + 1 : 0;
-    whole_begin = clamped(z.seen_by(end - 1, end, length).begin),
-    whole_end = clamped(z.seen_by(begin, begin + 1, length).end);
+    whole_begin = clamped(seen_by(end - 1, end).begin), whole_end = clamped(seen_by(begin, begin + 1).end);
     k = x.of_keys(x.k, b, h / z.group(), z.dim), v = x.of_keys(x.v, b, h / z.group(), z.v_dim);
   }
 
+  __device__ Range seen_by(int64_t first, int64_t last) const {
+    const Range seen = x.z.seen_by(first, last, length);
+    if constexpr (kExtra) return x.extra.own(seen, first, last);
+    return seen;
+  }
   // What is between 0 and length is as it is.
   __device__ int clamped(int64_t key) const { return key < 0 ? 0 : key > length ? length : static_cast<int>(key); }
 
@@ -255,7 +316,10 @@ struct QueryTile {
   __device__ int2 seen(int query, int step) const {
     return within(x.z.seen_by(query, query + 1, length), key(step), kKeys);
   }
-  // The number of the query that is row 16 i + 8 half of this lane.
+  // The row 16 i + 8 half of this lane, and the number of the query that it is.
+  __device__ static int local(int i, int half) {
+    return warp_index() * Shape::kWarpRows + 16 * i + 8 * half + lane_index() / 4;
+  }
   __device__ int query(int i, int half) const {
     return begin + warp_index() * Shape::kWarpRows + 16 * i + 8 * half + lane_index() / 4;
   }
@@ -273,7 +337,7 @@ struct QueryTile {
 
 // ---------------------------------------------------------------------------------------------------------------- y
 
-template <typename T, class Shape>
+template <typename T, class Shape, bool kExtra>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     attention_y_kernel(AttentionInputs<T> x, T *y, float *lse) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
@@ -281,19 +345,30 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   extern __shared__ __align__(1024) uint4 attention_shared[];
   const uint32_t q_tile = shared_address(attention_shared), stages = q_tile + Shape::kTile;
   const auto stage = [=](int step) { return stages + step % 2 * (2 * Shape::kOtherTile); };
-  const QueryTile<T, Shape> tile(x);
+  const QueryTile<T, Shape, kExtra> tile(x);
   tile.copy(q_tile, x.q, x.z.dim);
   if (tile.steps) tile.fetch(stage(0), 0);
   commit_copies();
+  int2 *const own = reinterpret_cast<int2 *>(reinterpret_cast<char *>(attention_shared) + Shape::shared(1, false));
+  if constexpr (kExtra) find_sequences<Shape>(own, x, tile.begin);
 
   const MmaScores scores(x.z);
-  const bool fused = scores.inner == 0 && scores.scale > 0;  // the largest product is then the largest score's
+  const bool fused =
+      !kExtra && scores.inner == 0 && scores.scale > 0;  // the largest product is then the largest score's
   const float scale = fused ? scores.scale : 1;
   const int warp_row = warp_index() * Shape::kWarpRows;
   MmaSums<kM, kDim> sums = {};
   float slope, most[kM][2], total[kM][2] = {};
 #pragma unroll
   for (auto &pair : most) pair[0] = pair[1] = -kInfinity;
+  if (kExtra && x.extra.sinks) {
+    const float sink = x.sink(tile.h) * static_cast<float>(kLog2E);
+#pragma unroll
+    for (int i = 0; i < kM; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        most[i][half] = sink, total[i][half] = lane_index() % 4 == 0 && sink != -kInfinity ? 1 : 0;
+  }
 #pragma unroll 1
   for (int step = 0; step < tile.steps; ++step) {
     wait_copies<0>();
@@ -310,18 +385,22 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
 #pragma unroll
           for (float &score : four) score = scores(score, &slope);
     }
-    if (!tile.whole(step)) {
+    if (kExtra || !tile.whole(step)) {
+      const MmaAddends<T> addends(x, tile.b, tile.h);
 #pragma unroll
       for (int i = 0; i < kM; ++i)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int2 range = tile.seen(tile.query(i, half), step);
+          int2 range = tile.seen(tile.query(i, half), step);
+          if (kExtra) range = within_sequence(range, own[tile.local(i, half)], tile.key(step));
 #pragma unroll
           for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
               const int column = 8 * n + lane_index() % 4 * 2 + e;
               if (column < range.x || column >= range.y) s[i][n][2 * half + e] = -kInfinity;
+              else if (kExtra && tile.query(i, half) < tile.end)
+                s[i][n][2 * half + e] += addends(tile.query(i, half), tile.key(step) + column);
             }
         }
     }
@@ -368,7 +447,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
 
 // --------------------------------------------------------------------------------------------------------------- dq
 
-template <typename T, class Shape>
+template <typename T, class Shape, bool kExtra>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_dq_kernel(AttentionInputs<T> x, T *dq) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   constexpr int kDim = Shape::kDim, kM = Shape::kM, kKeys = Shape::kOthers;
@@ -376,10 +455,13 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_dq_
   const uint32_t q_tile = shared_address(attention_shared), dy_tile = q_tile + Shape::kTile;
   const uint32_t stages = dy_tile + Shape::kTile;
   const auto stage = [=](int step) { return stages + step % 2 * (2 * Shape::kOtherTile); };
-  const QueryTile<T, Shape> tile(x);
+  const QueryTile<T, Shape, kExtra> tile(x);
   tile.copy(q_tile, x.q, x.z.dim), tile.copy(dy_tile, x.dy, x.z.v_dim);
   if (tile.steps) tile.fetch(stage(0), 0);
   commit_copies();
+  int2 *const own = reinterpret_cast<int2 *>(reinterpret_cast<char *>(attention_shared) + Shape::shared(2, false));
+  if constexpr (kExtra) find_sequences<Shape>(own, x, tile.begin);
+  const MmaAddends<T> addends(x, tile.b, tile.h);
 
   const MmaScores scores(x.z);
   const int warp_row = warp_index() * Shape::kWarpRows;
@@ -393,6 +475,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_dq_
       const bool present = query < tile.end;
       lse[i][half] = present ? x.lse[tile.row(query)] * static_cast<float>(kLog2E) : kInfinity;
       delta[i][half] = present ? x.delta[tile.row(query)] : 0;
+      if (kExtra && lse[i][half] == -kInfinity) lse[i][half] = kInfinity;
     }
 #pragma unroll 1
   for (int step = 0; step < tile.steps; ++step) {
@@ -409,15 +492,23 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_dq_
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         int2 range = {0, kKeys};
-        if (!whole) range = tile.seen(tile.query(i, half), step);
+        if (kExtra || !whole) range = tile.seen(tile.query(i, half), step);
+        if (kExtra) range = within_sequence(range, own[tile.local(i, half)], tile.key(step));
 #pragma unroll
         for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             const int column = 8 * n + lane_index() % 4 * 2 + e;
             float slope, &score = s[i][n][2 * half + e];
-            const float p = fast_exp2(scores(score, &slope) - lse[i][half]);
-            score = column < range.x || column >= range.y ? 0 : p * (dp[i][n][2 * half + e] - delta[i][half]) * slope;
+            if constexpr (kExtra) {
+              const bool present = column >= range.x && column < range.y && tile.query(i, half) < tile.end;
+              const float more = present ? addends(tile.query(i, half), tile.key(step) + column) : -kInfinity;
+              const float p = fast_exp2(scores(score, &slope) + more - lse[i][half]);
+              score = more == -kInfinity ? 0 : p * (dp[i][n][2 * half + e] - delta[i][half]) * slope;
+            } else {
+              const float p = fast_exp2(scores(score, &slope) - lse[i][half]);
+              score = column < range.x || column >= range.y ? 0 : p * (dp[i][n][2 * half + e] - delta[i][half]) * slope;
+            }
           }
       }
     MmaFactor<kM, kKeys> ds;
@@ -442,7 +533,7 @@ struct MmaStep {
 };
 
 // dk, dv: null if not wanted. One of them alone needs half as many registers: kDk and kDv.
-template <typename T, class Shape, bool kDk, bool kDv>
+template <typename T, class Shape, bool kDk, bool kDv, bool kExtra>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     attention_dkv_kernel(AttentionInputs<T> x, T *dk, T *dv) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
@@ -452,11 +543,12 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   const int64_t tiles = ceil_div(z.keys, Shape::kRows), head = blockIdx.x / tiles, b = head / z.kv_heads;
   const int64_t kv = head % z.kv_heads, begin = blockIdx.x % tiles * Shape::kRows;
   const int64_t end = begin + Shape::kRows < z.keys ? begin + Shape::kRows : z.keys;
-  const auto length = x.length(b);
+  const auto length = kExtra ? x.block_length(b) : x.length(b);
   const int64_t last = end < length.value ? end : length.value;
   const int dim = static_cast<int>(z.dim), v_dim = static_cast<int>(z.v_dim);
 
-  const Range seeing = z.seeing(begin, last);
+  Range seeing = z.seeing(begin, last);
+  if constexpr (kExtra) seeing = begin < last ? x.extra.own(seeing, begin, last) : Range{0, 0};
   const int64_t first = seeing.begin / kQueries * kQueries;
   const bool any = begin < last && first < seeing.end;
   const int of_head = any ? static_cast<int>(ceil_div(seeing.end - first, kQueries)) : 0;
@@ -474,8 +566,12 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
       const int64_t i = query + threadIdx.x, at = x.row(b, h, i);
       numbers[next.parity][0][threadIdx.x] = i < z.queries ? x.lse[at] * static_cast<float>(kLog2E) : kInfinity;
       numbers[next.parity][1][threadIdx.x] = i < z.queries ? x.delta[at] : 0;
+      if (kExtra && numbers[next.parity][0][threadIdx.x] == -kInfinity)
+        numbers[next.parity][0][threadIdx.x] = kInfinity;
     }
   };
+  int2 *const own = reinterpret_cast<int2 *>(reinterpret_cast<char *>(attention_shared) + Shape::shared(2, true));
+  if constexpr (kExtra) find_sequences<Shape>(own, x, begin);
   copy_rows<Shape, Shape::kRows>(k_tile, x.of_keys(x.k, b, kv, z.dim), begin, last, dim);
   copy_rows<Shape, Shape::kRows>(v_tile, x.of_keys(x.v, b, kv, z.v_dim), begin, last, v_dim);
   MmaStep step;
@@ -495,6 +591,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     const float *const lse = numbers[step.parity][0], *const delta = numbers[step.parity][1];
     const int64_t query = first + int64_t{step.tile} * kQueries;
     const Range by_last = z.seeing(end - 1, end), by_first = z.seeing(begin, begin + 1);
+    const MmaAddends<T> addends(x, b, kv * z.group() + step.head);
     const bool whole = last == begin + Shape::kRows && query >= by_last.begin && query + kQueries <= by_first.end;
     MmaSums<kM, kQueries> s = {}, dp = {};
     multiply_rows<kDim, kM, kQueries, Shape::kUnroll>(s, k_tile, warp_row, q_tile, T());
@@ -504,9 +601,10 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         int2 range = {0, kQueries};
-        if (!whole) {
-          const int64_t key = begin + warp_row + 16 * i + 8 * half + lane_index() / 4;
+        const int64_t key = begin + warp_row + 16 * i + 8 * half + lane_index() / 4;
+        if (kExtra || !whole) {
           range = within(z.seeing(key, key + 1), query, kQueries);
+          if (kExtra) range = within_sequence(range, own[key - begin], query);
           if (key >= last) range = {kQueries, kQueries};
         }
 #pragma unroll
@@ -515,8 +613,15 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
           for (int e = 0; e < 2; ++e) {
             const int column = 8 * n + lane_index() % 4 * 2 + e;
             float slope, &score = s[i][n][2 * half + e], &of_p = dp[i][n][2 * half + e];
-            const float p = fast_exp2(scores(score, &slope) - lse[column]);
-            score = column < range.x || column >= range.y ? 0 : p;
+            if constexpr (kExtra) {
+              const bool present = column >= range.x && column < range.y;
+              const float more = present ? addends(query + column, key) : -kInfinity;
+              const float p = fast_exp2(scores(score, &slope) + more - lse[column]);
+              score = more == -kInfinity ? 0 : p;
+            } else {
+              const float p = fast_exp2(scores(score, &slope) - lse[column]);
+              score = column < range.x || column >= range.y ? 0 : p;
+            }
             if constexpr (kDk) of_p = score == 0 ? 0 : score * (of_p - delta[column]) * slope;
           }
       }
@@ -539,6 +644,137 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
 #endif
 }
 
+// ------------------------------------------------------------------------------------------------------------ dbias
+
+// A tile of a plane of a bias: what its members add to dbias, queries and keys along which it is broadcast included.
+template <typename T, class Shape>
+class BiasTile {
+ public:
+  static constexpr int kDim = Shape::kDim, kRows = Shape::kRows, kKeys = Shape::kOthers;
+  using Sums = MmaSums<1, kKeys>;
+  static constexpr int kTiles = 2 * Shape::kTile + 2 * Shape::kOtherTile, kShared = kTiles + kRows * 8;
+  static_assert(Shape::kM == 1 && kRows * (kKeys + 1) * 4 <= kTiles);
+
+  __device__ BiasTile(const AttentionInputs<T> &x, uint4 *shared)
+      : x_(x),
+        z_(x.z),
+        steps_(x.extra.of_bias),
+        shared_(reinterpret_cast<char *>(shared)),
+        own_(reinterpret_cast<int2 *>(shared_ + kTiles)) {
+    const int64_t rows = steps_.query ? ceil_div(z_.queries, kRows) : 1,
+                  columns = steps_.key ? ceil_div(z_.keys, kKeys) : 1;
+    plane_ = blockIdx.x / columns / rows;
+    query_ = blockIdx.x / columns % rows * kRows, key_ = blockIdx.x % columns * kKeys;
+  }
+
+  __device__ void run(void *to) {
+    for (int64_t member = 0; member < steps_.members; ++member) {
+      const int64_t head = steps_.sharer(plane_, member, z_.heads);
+      b_ = head / z_.heads, h_ = head % z_.heads;
+      const auto length = x_.block_length(b_);
+      length_ = length.value, times_ *= length.times;
+      const int64_t last = steps_.query && query_ + kRows < z_.queries ? query_ + kRows : z_.queries;
+      for (int64_t query = query_; query < last; query += kRows) add_queries(query);
+    }
+    store(static_cast<float *>(static_cast<void *>(shared_)), to);
+  }
+
+ private:
+  __device__ static int local(int half) { return warp_index() * 16 + 8 * half + lane_index() / 4; }
+  __device__ static int column(int n, int e) { return 8 * n + lane_index() % 4 * 2 + e; }
+
+  __device__ void add_queries(int64_t query) {
+    const int64_t past = query + kRows < z_.queries ? query + kRows : z_.queries;
+    const Range seen = x_.extra.own(z_.seen_by(query, past, length_), query, past);
+    const int64_t end = steps_.key && key_ + kKeys < seen.end ? key_ + kKeys : seen.end;
+    __syncthreads();
+    find_sequences<Shape>(own_, x_, query);
+    for (int64_t key = steps_.key ? key_ : seen.begin / kKeys * kKeys; key < end; key += kKeys) add(query, past, key);
+  }
+
+  __device__ void add(int64_t query, int64_t past, int64_t key) {
+    const uint32_t q = shared_address(shared_), dy = q + Shape::kTile, k = dy + Shape::kTile, v = k + Shape::kOtherTile;
+    const int dim = static_cast<int>(z_.dim), v_dim = static_cast<int>(z_.v_dim);
+    const int64_t kv = h_ / z_.group();
+    __syncthreads();
+    copy_rows<Shape, kRows>(q, x_.of_queries(x_.q, b_, h_, dim), query, past, dim);
+    copy_rows<Shape, kRows>(dy, x_.of_queries(x_.dy, b_, h_, v_dim), query, past, v_dim);
+    copy_rows<Shape, kKeys>(k, x_.of_keys(x_.k, b_, kv, dim), key, length_, dim);
+    copy_rows<Shape, kKeys>(v, x_.of_keys(x_.v, b_, kv, v_dim), key, length_, v_dim);
+    commit_copies();
+    wait_copies<0>();
+    __syncthreads();
+    Sums s = {}, dp = {};
+    multiply_rows<kDim, 1, kKeys, Shape::kUnroll>(s, q, warp_index() * 16, k, T());
+    multiply_rows<kDim, 1, kKeys, Shape::kUnroll>(dp, dy, warp_index() * 16, v, T());
+    const MmaAddends<T> addends(x_, b_, h_);
+    const MmaScores scores(z_);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int64_t i = query + local(half);
+      if (i >= past) continue;
+      const int64_t at = x_.row(b_, h_, i);
+      const float lse = x_.lse[at] * static_cast<float>(kLog2E), delta = x_.delta[at];
+      const int2 all = within(z_.seen_by(i, i + 1, length_), key, kKeys),
+                 range = within_sequence(all, own_[local(half)], key);
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          if (column(n, e) < range.x || column(n, e) >= range.y) continue;
+          const float more = addends(i, key + column(n, e));
+          float slope;
+          const float p = fast_exp2(scores(s[0][n][2 * half + e], &slope) + more - lse);
+          if (more != -kInfinity) sums_[0][n][2 * half + e] += p * (dp[0][n][2 * half + e] - delta);
+        }
+    }
+  }
+
+  // sums: (kRows, kKeys + 1).
+  __device__ void store(float *sums, void *to) const {
+    constexpr int kLine = kKeys + 1;
+    __syncthreads();
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) sums[local(half) * kLine + column(n, e)] = sums_[0][n][2 * half + e] * times_;
+    __syncthreads();
+    if (!steps_.query && threadIdx.x < kKeys)
+      for (int i = 1; i < kRows; ++i) sums[threadIdx.x] += sums[i * kLine + threadIdx.x];
+    __syncthreads();
+    if (!steps_.key && threadIdx.x < (steps_.query ? kRows : 1))
+      for (int j = 1; j < kKeys; ++j) sums[threadIdx.x * kLine] += sums[threadIdx.x * kLine + j];
+    __syncthreads();
+    const int64_t rows = steps_.query ? z_.queries : 1, columns = steps_.key ? z_.keys : 1;
+    for (int i = threadIdx.x; i < kRows * kKeys; i += Shape::kThreads) {
+      const int64_t row = query_ + i / kKeys, column = key_ + i % kKeys;
+      if (row < rows && column < columns)
+        x_.store(sums[i / kKeys * kLine + i % kKeys], to, x_.extra.wide_bias, (plane_ * rows + row) * columns + column);
+    }
+  }
+
+  const AttentionInputs<T> &x_;
+  const AttentionSizes &z_;
+  const ScoreSteps &steps_;
+  char *shared_;
+  int2 *own_;
+  int64_t plane_, query_, key_, b_, h_, length_;
+  float times_ = 1;
+  Sums sums_ = {};
+};
+
+// blockIdx.x: a tile of a plane of the bias.
+template <typename T, class Shape>
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
+    attention_mma_dbias_kernel(AttentionInputs<T> x, void *dbias) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  extern __shared__ __align__(1024) uint4 attention_shared[];
+  BiasTile<T, Shape>(x, attention_shared).run(dbias);
+#endif
+}
+
 // ------------------------------------------------------------------------------------------------------- launchers
 
 // Whether these kernels take a call whose tensors are aligned.
@@ -556,6 +792,12 @@ Status dispatch_mma(const AttentionSizes &z, F f) {
          : dim <= 128 ? f(MmaShapes<128>())
                       : f(MmaShapes<256>());
 }
+// The same of kernels with kExtra.
+inline bool mma_takes_extra(const AttentionSizes &z) { return z.dim <= 128 && z.v_dim <= 128; }
+template <class F>
+Status dispatch_mma_extra(const AttentionSizes &z, F f) {
+  return std::max(z.dim, z.v_dim) <= 64 ? f(MmaExtraShapes<64>()) : f(MmaExtraShapes<128>());
+}
 
 // A block for each tile of rows of each head.
 template <class Shape, typename... Parameters, typename... Arguments>
@@ -568,37 +810,75 @@ Status launch_mma(const char *op, void (*kernel)(Parameters...), int64_t heads, 
   return launch_kernel(op, kernel, {static_cast<unsigned>(blocks), Shape::kThreads, shared}, stream, arguments...);
 }
 
+template <bool kExtra, class Shapes, typename T>
+Status run_mma_forward_of(Shapes, const char *op, const AttentionInputs<T> &x, T *y, float *lse, void *stream) {
+  using Shape = typename Shapes::Y;
+  constexpr int kShared = Shape::shared(1, false, kExtra);
+  static_assert(kShared <= kMmaShared);
+  return launch_mma<Shape>(op, attention_y_kernel<T, Shape, kExtra>, x.z.batch * x.z.heads, x.z.queries, kShared,
+                           stream, x, y, lse);
+}
+
+template <bool kExtra, class Shapes, typename T>
+Status run_mma_backward_of(Shapes, const char *op, const AttentionInputs<T> &x, T *dq, T *dk, T *dv, void *stream) {
+  const AttentionSizes &z = x.z;
+  using Dq = typename Shapes::Dq;
+  using Dkv = typename Shapes::Dkv;
+  constexpr int kOfDq = Dq::shared(2, false, kExtra), kOfDkv = Dkv::shared(2, true, kExtra);
+  static_assert(kOfDq <= kMmaShared && kOfDkv <= kMmaShared);
+  if (dq)
+    AOT_TRY(launch_mma<Dq>(op, attention_dq_kernel<T, Dq, kExtra>, z.batch * z.heads, z.queries, kOfDq, stream, x, dq));
+  const auto run = [&](auto kernel) {
+    return launch_mma<Dkv>(op, kernel, z.batch * z.kv_heads, z.keys, kOfDkv, stream, x, dk, dv);
+  };
+  if constexpr (Dkv::kDim <= 128) {
+    return dk || dv ? run(attention_dkv_kernel<T, Dkv, true, true, kExtra>) : kOk;
+  } else {
+    if (dk) AOT_TRY(run(attention_dkv_kernel<T, Dkv, true, false, kExtra>));
+    return dv ? run(attention_dkv_kernel<T, Dkv, false, true, kExtra>) : kOk;
+  }
+}
+
+// How many tiles of so many queries and keys the planes of a bias have.
+template <typename T>
+Status count_bias_tiles(const char *op, const AttentionInputs<T> &x, int rows, int columns, int64_t *blocks) {
+  const ScoreSteps &steps = x.extra.of_bias;
+  *blocks =
+      steps.planes * (steps.query ? ceil_div(x.z.queries, rows) : 1) * (steps.key ? ceil_div(x.z.keys, columns) : 1);
+  if (*blocks <= INT32_MAX) return kOk;
+  return fail(kNotImplemented, "%s: %lld tiles of the bias are more than a grid has", op,
+              static_cast<long long>(*blocks));
+}
+
+template <typename T>
+Status run_mma_bias(const char *op, const AttentionInputs<T> &x, void *dbias, void *stream) {
+  return dispatch_mma_extra(x.z, [&](auto shapes) -> Status {
+    using Shape = typename decltype(shapes)::Dbias;
+    constexpr int kShared = BiasTile<T, Shape>::kShared;
+    static_assert(kShared <= kMmaShared);
+    int64_t blocks;
+    AOT_TRY(count_bias_tiles(op, x, Shape::kRows, Shape::kOthers, &blocks));
+    if (!blocks) return kOk;
+    return launch_kernel(op, attention_mma_dbias_kernel<T, Shape>,
+                         {static_cast<unsigned>(blocks), Shape::kThreads, kShared}, stream, x, dbias);
+  });
+}
+
+// Calls with what is in `extra` have shapes of their own.
 template <typename T>
 Status run_mma_forward(const char *op, const AttentionInputs<T> &x, T *y, float *lse, void *stream) {
-  return dispatch_mma(x.z, [&](auto shapes) {
-    using Shape = typename decltype(shapes)::Y;
-    constexpr int kShared = Shape::shared(1, false);
-    static_assert(kShared <= kMmaShared);
-    return launch_mma<Shape>(op, attention_y_kernel<T, Shape>, x.z.batch * x.z.heads, x.z.queries, kShared, stream, x,
-                             y, lse);
-  });
+  if (!x.plain())
+    return dispatch_mma_extra(x.z,
+                              [&](auto shapes) { return run_mma_forward_of<true>(shapes, op, x, y, lse, stream); });
+  return dispatch_mma(x.z, [&](auto shapes) { return run_mma_forward_of<false>(shapes, op, x, y, lse, stream); });
 }
 
 template <typename T>
 Status run_mma_backward(const char *op, const AttentionInputs<T> &x, T *dq, T *dk, T *dv, void *stream) {
-  const AttentionSizes &z = x.z;
-  return dispatch_mma(z, [&](auto shapes) -> Status {
-    using Shapes = decltype(shapes);
-    using Dq = typename Shapes::Dq;
-    using Dkv = typename Shapes::Dkv;
-    constexpr int kOfDq = Dq::shared(2, false), kOfDkv = Dkv::shared(2, true);
-    static_assert(kOfDq <= kMmaShared && kOfDkv <= kMmaShared);
-    if (dq) AOT_TRY(launch_mma<Dq>(op, attention_dq_kernel<T, Dq>, z.batch * z.heads, z.queries, kOfDq, stream, x, dq));
-    const auto run = [&](auto kernel) {
-      return launch_mma<Dkv>(op, kernel, z.batch * z.kv_heads, z.keys, kOfDkv, stream, x, dk, dv);
-    };
-    if constexpr (Dkv::kDim <= 128) {
-      return dk || dv ? run(attention_dkv_kernel<T, Dkv, true, true>) : kOk;
-    } else {
-      if (dk) AOT_TRY(run(attention_dkv_kernel<T, Dkv, true, false>));
-      return dv ? run(attention_dkv_kernel<T, Dkv, false, true>) : kOk;
-    }
-  });
+  if (!x.plain())
+    return dispatch_mma_extra(
+        x.z, [&](auto shapes) { return run_mma_backward_of<true>(shapes, op, x, dq, dk, dv, stream); });
+  return dispatch_mma(x.z, [&](auto shapes) { return run_mma_backward_of<false>(shapes, op, x, dq, dk, dv, stream); });
 }
 
 }  // namespace AOT_ISA

@@ -8,7 +8,21 @@ from aotops.bench.work import Attention
 from aotops.testing import F32, F64, I64, Bad, Case, Row
 
 
-def attention(q, k, v, lengths=None, causal=False, scale=None, window=None, softcap=0.0, layout="BSHD"):
+def attention(
+    q,
+    k,
+    v,
+    lengths=None,
+    mask=None,
+    bias=None,
+    sinks=None,
+    cu_seqlens=None,
+    causal=False,
+    scale=None,
+    window=None,
+    softcap=0.0,
+    layout="BSHD",
+):
     if layout == "BSHD":
         q, k, v = (np.swapaxes(x, -3, -2) for x in (q, k, v))
     group = q.shape[-3] // max(k.shape[-3], 1)
@@ -16,9 +30,19 @@ def attention(q, k, v, lengths=None, causal=False, scale=None, window=None, soft
     scores = (q @ np.swapaxes(k, -2, -1)) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap:
         scores = softcap * np.tanh(scores / softcap)
+    scores = scores if bias is None else scores + bias
     queries, keys = scores.shape[-2:]
     query, key = np.arange(keys - queries, keys)[:, None], np.arange(keys)
-    seen = np.broadcast_to(_seen(query, key, lengths, causal, window), scores.shape)
+    seen = _seen(query, key, lengths, causal, window)
+    if cu_seqlens is not None:
+        sequence = (cu_seqlens[:, None] <= key).sum(0)
+        seen = seen & (sequence[:, None] == sequence) & (sequence > 0) & (sequence < len(cu_seqlens))
+    seen = np.broadcast_to(seen if mask is None else seen & mask, scores.shape)
+    if sinks is not None:  # a key of the value 0
+        more = (*scores.shape[:-1], 1)
+        scores = np.concatenate([scores, np.broadcast_to(sinks[:, None, None], more)], -1)
+        seen = np.concatenate([seen, np.ones(more, bool)], -1)
+        v = np.concatenate([v, np.zeros((*v.shape[:-2], 1, v.shape[-1]))], -2)
     most = np.max(scores.real, axis=-1, keepdims=True, initial=-np.inf, where=seen)
     e = np.where(seen, np.exp(np.where(seen, scores - np.where(seen.any(-1, keepdims=True), most, 0), 0)), 0)
     total = e.sum(-1, keepdims=True)
@@ -37,17 +61,33 @@ def _seen(query, key, lengths, causal, window):
     return seen if lengths is None else seen & (key < lengths[..., None, None, None])
 
 
-def _attention(lead, queries, keys, heads, dim, kv_heads=None, v_dim=None, lengths=None, **attrs):
-    """``lengths``: their shape."""
+def _attention(lead, queries, keys, heads, dim, kv_heads=None, v_dim=None, **given):
+    """``lengths``, ``mask``, ``bias``: their shapes; ``sinks``: whether there are; ``sequences``: how many are packed;
+    ``wide``: what is float32 beside 16 bits; else attributes."""
     kv_heads, v_dim = heads if kv_heads is None else kv_heads, dim if v_dim is None else v_dim
 
     def shape(seq, heads, dim):
-        return (*lead, heads, seq, dim) if attrs.get("layout") == "BHSD" else (*lead, seq, heads, dim)
+        return (*lead, heads, seq, dim) if given.get("layout") == "BHSD" else (*lead, seq, heads, dim)
 
     shapes = {"q": shape(queries, heads, dim), "k": shape(keys, kv_heads, dim), "v": shape(keys, kv_heads, v_dim)}
-    classes = {} if lengths is None else {"lengths": keys + 1}
+    shapes |= {slot: given.pop(slot, None) for slot in ("lengths", "mask", "bias")}
+    shapes["sinks"] = (heads,) if given.pop("sinks", False) else None
+    sequences, wide = given.pop("sequences", None), given.pop("wide", ())
+    shapes["cu_seqlens"] = None if sequences is None else (sequences + 1,)
+    classes = {slot: keys + 1 for slot in ("lengths", "cu_seqlens") if shapes[slot] is not None}
+    ascending = ("cu_seqlens",) if "cu_seqlens" in classes else ()
+    dtypes = {} if shapes["mask"] is None else {"mask": "bool"}
     # in 16 bits the probabilities are rounded, and so is what the gradients are products of
-    return Case(shapes | {"lengths": lengths}, attrs, classes=classes, inner_roundings=2, dtype_roundings=8)
+    return Case(
+        shapes,
+        given,
+        classes=classes,
+        ascending=ascending,
+        dtypes=dtypes,
+        wide=wide,
+        inner_roundings=2,
+        dtype_roundings=8,
+    )
 
 
 def _draw(draw):
@@ -56,19 +96,46 @@ def _draw(draw):
     attrs = {"causal": draw.flag(), "layout": draw.choice("BSHD", "BHSD"), "softcap": draw.choice(0.0, 1.5)}
     attrs |= {"window": draw.choice(None, (draw.integer(-1, 4), draw.integer(-1, 4)))}
     attrs |= {"scale": draw.choice(None, 0.5)}
-    sizes = draw.size(), draw.size(), kv_heads * draw.integer(1, 3), draw.integer(1, 5)
-    return _attention(lead, *sizes, kv_heads=kv_heads, v_dim=draw.size(), lengths=lengths, **attrs)
+    queries, keys, heads = draw.size(), draw.size(), kv_heads * draw.integer(1, 3)
+    if draw.flag():
+        attrs["sequences"], queries = draw.integer(0, 3), keys
+
+    def broadcast():
+        scores = (*lead, heads, queries, keys)
+        return tuple(draw.choice(n, 1) for n in scores[draw.integer(0, len(scores)) :]) if draw.flag() else None
+
+    given = {"lengths": lengths, "mask": broadcast(), "bias": broadcast(), "sinks": draw.flag()}
+    given["wide"] = ("bias", "sinks") if draw.flag() else ()
+    sizes = queries, keys, heads, draw.integer(1, 5)
+    return _attention(lead, *sizes, kv_heads=kv_heads, v_dim=draw.size(), **given, **attrs)
 
 
 _GIVEN = {"q": ((2, 3, 4, 6), F32), "k": ((2, 5, 2, 6), F32), "v": ((2, 5, 2, 7), F32), "lengths": None}
+_GIVEN |= dict.fromkeys(("mask", "bias", "sinks", "cu_seqlens"))
 
 
 def _bad(given, attrs, error, *words) -> Bad:
     return Bad(_GIVEN | given, attrs, error, *words)
 
 
-def _in_torch(torch, q, k, v, lengths=None, causal=False, scale=None, window=None, softcap=0.0, layout="BSHD"):
-    """Written out: torch's own function has no window, lengths or softcap, and its kernels no second derivative."""
+def _in_torch(
+    torch,
+    q,
+    k,
+    v,
+    lengths=None,
+    mask=None,
+    bias=None,
+    sinks=None,
+    cu_seqlens=None,
+    causal=False,
+    scale=None,
+    window=None,
+    softcap=0.0,
+    layout="BSHD",
+):
+    """Written out: torch's own function has no window, lengths, sequences or softcap, and its kernels no second
+    derivative."""
     if layout == "BSHD":
         q, k, v = (x.transpose(-3, -2) for x in (q, k, v))
     group = q.shape[-3] // k.shape[-3]
@@ -76,14 +143,23 @@ def _in_torch(torch, q, k, v, lengths=None, causal=False, scale=None, window=Non
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    if causal or window or lengths is not None:
-        queries, keys = scores.shape[-2:]
+    scores = scores if bias is None else scores + bias.to(scores.dtype)
+    queries, keys = scores.shape[-2:]
+    seen = None
+    if causal or window or lengths is not None or cu_seqlens is not None:
         query = torch.arange(keys - queries, keys, device=q.device)[:, None]
         seen = _seen(query, torch.arange(keys, device=q.device), lengths, causal, window)
-        p = torch.softmax(scores.masked_fill(~seen, torch.finfo(scores.dtype).min), -1) * seen
-    else:
-        p = torch.softmax(scores, -1)
-    y = p @ v
+    if cu_seqlens is not None:
+        sequence = (cu_seqlens[:, None] <= torch.arange(keys, device=q.device)).sum(0)
+        seen = seen & (sequence[:, None] == sequence) & (sequence > 0) & (sequence < len(cu_seqlens))
+    if mask is not None:
+        seen = mask if seen is None else seen & mask
+    if seen is not None:
+        scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)], -1)
+    p = torch.softmax(scores, -1)[..., :keys]
+    y = (p if seen is None else p * seen) @ v
     return (y.transpose(-3, -2) if layout == "BSHD" else y).contiguous()
 
 
@@ -122,6 +198,30 @@ ROW = Row(
         _attention((1,), 9, 300, 1, 300),
         _attention((3,), 1, 700, 8, 64, 2, lengths=(3,)),
         _attention((1,), 64, 64, 16, 64, causal=True),
+        # masks, biases, sinks and packed sequences: each alone, broadcast along each axis, and together
+        _attention((2,), 3, 5, 4, 6, mask=(2, 1, 3, 5)),
+        _attention((2,), 3, 5, 4, 6, 2, mask=(3, 5), causal=True, layout="BHSD"),
+        _attention((2,), 3, 5, 4, 6, bias=(2, 4, 3, 5)),
+        _attention((2,), 3, 5, 4, 6, 2, bias=(4, 3, 5), softcap=1.5, wide=("bias",)),
+        _attention((2,), 3, 5, 2, 6, bias=(2, 1, 1, 5), layout="BHSD"),
+        _attention((2,), 3, 5, 2, 6, bias=(3, 1), causal=True),
+        _attention((2, 3), 3, 5, 2, 6, bias=(3, 1, 3, 5), mask=(2, 1, 2, 1, 1)),
+        _attention((2, 2), 3, 5, 2, 6, bias=(2, 1, 1, 1, 5)),
+        _attention((), 3, 5, 2, 6, bias=(), mask=(5,)),
+        _attention((2,), 3, 5, 4, 6, 2, sinks=True),
+        _attention((2,), 5, 3, 4, 6, sinks=True, causal=True, lengths=(2,), wide=("sinks",)),
+        _attention((2,), 3, 0, 2, 4, sinks=True, bias=(2, 1, 3, 1)),
+        _attention((), 9, 9, 2, 6, 1, sequences=3),
+        _attention((2,), 9, 9, 2, 6, sequences=2, causal=True, layout="BHSD"),
+        _attention((), 9, 9, 2, 6, sequences=2, window=(2, 1), sinks=True, mask=(9, 9), bias=(2, 1, 9), softcap=2.0),
+        _attention((), 3, 3, 2, 6, sequences=0),  # none
+        _attention((2,), 4, 4, 2, 3, 1, lengths=(2,), mask=(2, 1, 4, 4), bias=(2, 4, 4), sinks=True, sequences=2),
+        _attention((2,), 140, 270, 4, 64, 2, mask=(2, 1, 140, 270), causal=True),
+        _attention((2,), 140, 270, 2, 64, bias=(1, 2, 140, 270), wide=("bias",), layout="BHSD"),
+        _attention((2,), 140, 270, 2, 96, bias=(2, 1, 1, 270), mask=(140, 1), sinks=True, v_dim=128),
+        _attention((1,), 65, 97, 2, 256, bias=(2, 65, 1), window=(20, 7), softcap=5.0),
+        _attention((), 600, 600, 2, 64, 1, sequences=6, causal=True, sinks=True),
+        _attention((), 300, 300, 2, 128, sequences=5, window=(40, 9), bias=(300, 300)),
     ),
     draw=_draw,
     bad=(
@@ -138,6 +238,17 @@ ROW = Row(
         _bad({"lengths": ((3,), I64)}, {}, ValueError, "lengths has shape (3,)", "leading axes of q"),
         _bad({"lengths": ((2,), F32)}, {}, TypeError, "lengths has dtype float32", "int32 or int64"),
         _bad({"v": None}, {}, TypeError, "v is None", "expected"),
+        _bad({"mask": ((3, 5), F32)}, {}, TypeError, "mask has dtype float32", "expected bool"),
+        _bad({"mask": ((3, 4), "bool")}, {}, ValueError, "mask has shape (3, 4)", "broadcasts to", "(2, 4, 3, 5)"),
+        _bad({"bias": ((3, 5), I64)}, {}, TypeError, "bias has dtype int64", "expected float16"),
+        _bad({"bias": ((3, 5), F64)}, {}, TypeError, "bias has dtype float64", "expected float32"),
+        _bad({"bias": ((2, 3, 3, 5), F32)}, {}, ValueError, "bias has shape (2, 3, 3, 5)", "(2, 4, 3, 5)"),
+        _bad({"bias": ((1, 2, 4, 3, 5), F32)}, {}, ValueError, "bias has shape (1, 2, 4, 3, 5)", "broadcasts to"),
+        _bad({"sinks": ((2,), F32)}, {}, ValueError, "sinks has shape (2,)", "expected (4,)", "each head of q"),
+        _bad({"sinks": ((4,), F64)}, {}, TypeError, "sinks has dtype float64", "expected float32"),
+        _bad({"cu_seqlens": ((2,), F32)}, {}, TypeError, "cu_seqlens has dtype float32", "int32 or int64"),
+        _bad({"cu_seqlens": ((0,), I64)}, {}, ValueError, "cu_seqlens has shape (0,)", "(sequences + 1,)"),
+        _bad({"cu_seqlens": ((2,), I64)}, {}, ValueError, "k has shape (2, 5, 2, 6)", "as many keys", "3"),
         _bad({}, {"window": (1,)}, ValueError, "window is (1,)", "(left, right)"),
         _bad({}, {"window": (1, -2)}, ValueError, "window is (1, -2)", "-1 for all"),
         _bad({}, {"scale": float("inf")}, ValueError, "scale is inf", "finite"),
@@ -149,8 +260,13 @@ ROW = Row(
     samples={
         "": _attention((2,), 3, 4, 2, 4, 1),
         "causal": _attention((2,), 3, 5, 4, 4, 2, causal=True, layout="BHSD"),
+        "biased": _attention((2,), 3, 4, 2, 4, 1, bias=(2, 3, 4), sinks=True),
     },
-    opcheck=(_attention((2,), 3, 5, 2, 4, lengths=(2,), window=(2, 1), softcap=2.0, scale=0.4),),
+    opcheck=(
+        _attention((2,), 3, 5, 2, 4, lengths=(2,), window=(2, 1), softcap=2.0, scale=0.4),
+        _attention((2,), 3, 5, 2, 4, mask=(2, 1, 3, 5), bias=(2, 1, 5)),
+        _attention((), 5, 5, 2, 4, sequences=2, sinks=True, causal=True),
+    ),
     bench=(
         Attention("qkk", "q", ("qqqkk", "qkk"), call=lambda f, shape: lambda q, k, v: f.attention(q, k, v)),
         Attention(

@@ -43,6 +43,14 @@ CALLS = {
         lambda q, k, v: ours.attention(q, k, v, INTEGERS, window=(1, 2), scale=0.7, layout="BHSD"),
         *((3, 2, 4, 2), (3, 2, 3, 2), (3, 2, 3, 1)),
     ),
+    "attention of a bias and sinks": (
+        lambda q, k, v, b, s: ours.attention(q, k, v, None, INTEGERS > 0, b, s, causal=True, softcap=2.0),
+        *((2, 2, 2, 2), (2, 3, 1, 2), (2, 3, 1, 2), (2, 1, 3), (2,)),
+    ),
+    "attention of sequences": (
+        lambda q, k, v, b: ours.attention(q, k, v, bias=b, cu_seqlens=INTEGERS.sort()[0]),
+        *((3, 2, 2), (3, 1, 2), (3, 1, 2), (2, 3, 1)),
+    ),
     "attention of one tensor": (lambda x: ours.attention(x, x, x, window=(0, 1)), (3, 2, 2)),
     "softmax": (lambda x: ours.softmax(x, 0), (3, 4)),
     "layer_norm": (lambda x, w, b: ours.layer_norm(x, (4,), w, b), (3, 4), (4,), (4,)),
