@@ -165,14 +165,14 @@ class ChunkOfKeys {
 template <typename T, typename A = Accumulate<T>>
 Status combine(const Cache<T> &x, const Partial<A> &from, int64_t row, T *y) {
   const PagedSizes &z = x.z;
-  const KeyRange chunks = z.seen_chunks(x.length(row / z.heads / z.queries));
+  const int64_t chunks = z.seen_chunks(x.length(row / z.heads / z.queries));
   const Buffer<A> sums(z.v_dim);
   if (!sums) return out_of_memory(PagedAttention::name);
   A *const sum = sums, most = -static_cast<A>(__builtin_inf()), total = 0;
   std::memset(sum, 0, z.v_dim * sizeof(A));
   const auto at = [&](int64_t c) { return c * z.all_rows() + row; };
-  for (int64_t c = chunks.begin; c < chunks.end; ++c) most = std::max(most, from.most[at(c)]);
-  for (int64_t c = chunks.begin; c < chunks.end; ++c) {
+  for (int64_t c = 0; c < chunks; ++c) most = std::max(most, from.most[at(c)]);
+  for (int64_t c = 0; c < chunks; ++c) {
     if (from.total[at(c)] == 0) continue;
     const A times = std::exp(from.most[at(c)] - most), *const part_sum = from.sums + at(c) * z.v_dim;
     total += times * from.total[at(c)];

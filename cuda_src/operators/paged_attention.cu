@@ -55,7 +55,8 @@ Status paged_attention_cuda(const PagedAttention &op, const Tensor *in, const Te
       return fail(kNotImplemented, "%s: %lld rows of %lld are more than a grid has", op.name,
                   static_cast<long long>(z.all_rows()), static_cast<long long>(z.v_dim));
     const dim3 grid(static_cast<unsigned>(z.all_rows()), static_cast<unsigned>(columns));
-    return launch_kernel(op.name, paged_attention_combine_kernel<T>, {grid, 32 * kCombineWarps, 0, 1, true}, stream, x,
+    const unsigned threads = 32 * combine_warps(z.chunks);
+    return launch_kernel(op.name, paged_attention_combine_kernel<T>, {grid, threads, 0, 1, true}, stream, x,
                          out[op.kY].as<T>());
   });
 }

@@ -70,7 +70,9 @@ struct PagedTile {
 
 constexpr int kPagedBlock = 256, kPagedRows = 8, kPagedKeys = 32, kPagedDepth = 32;
 
-// A warp has a row's scores, a lane one of a step of 32 keys. Then a thread has a column of all rows' sums.
+// A warp has a row's scores, a lane one of a step of 32 keys. Then a thread has a column of all rows' sums. Nothing is
+// copied ahead, and ten barriers are in a step for a head_dim of 128: the latency of memory is what a step takes, not
+// its rate (in float32, an H200 reads at a seventh of that).
 template <typename T>
 __global__ void __launch_bounds__(kPagedBlock) paged_attention_kernel(PagedInputs<T> x) {
   using A = Accumulate<T>;
@@ -145,20 +147,26 @@ __global__ void __launch_bounds__(kPagedBlock) paged_attention_kernel(PagedInput
 
 // ------------------------------------------------------------------------------------------------------ the result
 
-constexpr int kCombineWarps = 8, kCombineEach = 4, kCombineColumns = 32 * kCombineEach;
+constexpr int kCombineWarps = 16, kCombineEach = 4, kCombineColumns = 32 * kCombineEach, kCombineAtOnce = 4;
 
-// blockIdx.x: a row of y; blockIdx.y: columns. A warp sums every eighth chunk, and then the sums of warps are summed.
+// The warps of a block that combines chunks: each of them has as many as it reads at once.
+inline int combine_warps(int64_t chunks) {
+  return static_cast<int>(std::min<int64_t>(ceil_div(chunks, kCombineAtOnce), kCombineWarps));
+}
+
+// blockIdx.x: a row of y; blockIdx.y: columns. A warp sums every so many chunks, and then the sums of warps are summed.
 template <typename T>
 __global__ void __launch_bounds__(32 * kCombineWarps) paged_attention_combine_kernel(PagedInputs<T> x, T *y) {
   using A = Accumulate<T>;
   __shared__ A sums[kCombineWarps][kCombineColumns], totals[kCombineWarps];
-  wait_for_kernel_before();
   const PagedSizes &z = x.z;
   const int64_t row = blockIdx.x, length = x.length(row / z.heads / z.queries);
   const int64_t first = int64_t{blockIdx.y} * kCombineColumns + lane_index();
-  const KeyRange chunks = length < 0 ? KeyRange{0, 0} : z.seen_chunks(length);
+  const int64_t chunks = length < 0 ? 0 : z.seen_chunks(length);
+  const int warps = static_cast<int>(blockDim.x) / 32;
+  wait_for_kernel_before();
   A most = minus_infinity<A>();
-  for (int64_t c = chunks.begin + lane_index(); c < chunks.end; c += 32) {
+  for (int64_t c = lane_index(); c < chunks; c += 32) {
     const A theirs = x.most[c * z.all_rows() + row];
     most = theirs > most || theirs != theirs ? theirs : most;
   }
@@ -168,8 +176,8 @@ __global__ void __launch_bounds__(32 * kCombineWarps) paged_attention_combine_ke
     most = theirs > most || theirs != theirs ? theirs : most;
   }
   A sum[kCombineEach] = {}, total = 0;
-#pragma unroll 4
-  for (int64_t c = chunks.begin + warp_index(); c < chunks.end; c += kCombineWarps) {
+#pragma unroll kCombineAtOnce
+  for (int64_t c = warp_index(); c < chunks; c += warps) {
     const int64_t at = c * z.all_rows() + row;
     const A part = x.total[at], times = part == 0 ? A(0) : exponential<T>(x.most[at] - most);
     total += part * times;
@@ -181,13 +189,14 @@ __global__ void __launch_bounds__(32 * kCombineWarps) paged_attention_combine_ke
   for (int i = 0; i < kCombineEach; ++i) sums[warp_index()][lane_index() + 32 * i] = sum[i];
   if (lane_index() == 0) totals[warp_index()] = total;
   __syncthreads();
-  const int64_t column = int64_t{blockIdx.y} * kCombineColumns + threadIdx.x;
-  if (threadIdx.x >= kCombineColumns || column >= z.v_dim) return;
-  A result = 0, all = 0;
-#pragma unroll
-  for (int w = 0; w < kCombineWarps; ++w) result += sums[w][threadIdx.x], all += totals[w];
-  if (length < 0) result = all = not_a_number<A>();
-  y[row * z.v_dim + column] = narrow<T>(all == 0 ? A(0) : result / all);
+  for (int i = threadIdx.x; i < kCombineColumns; i += blockDim.x) {
+    const int64_t column = int64_t{blockIdx.y} * kCombineColumns + i;
+    if (column >= z.v_dim) return;
+    A result = 0, all = 0;
+    for (int w = 0; w < warps; ++w) result += sums[w][i], all += totals[w];
+    if (length < 0) result = all = not_a_number<A>();
+    y[row * z.v_dim + column] = narrow<T>(all == 0 ? A(0) : result / all);
+  }
 }
 
 }  // namespace AOT_ISA

@@ -4,9 +4,9 @@
 //          y[i] = sum(exp(s[j]) v[j]) / sum(exp(s[j])) over the keys j of [max(0, at - window), at]
 //          A query that sees none has y = 0. With a block_table, key j of example b is row j % block_size of block
 //          block_table[b, j / block_size] of the cache.
-// The keys of an example are split into chunks, whose results are combined in their order: the sizes of the tensors
-// alone determine the chunks. Sums are in float32 (float64 for float64). In 16 bits exp(s[j]) is rounded before it is a
-// factor.
+// The keys that the queries of an example see are split evenly into chunks, whose results are combined in their order.
+// The sizes of the tensors determine how many chunks there are at most, and the length of an example its own. Sums are
+// in float32 (float64 for float64). In 16 bits exp(s[j]) is rounded before it is a factor.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -30,7 +30,10 @@ struct KeyRange {
 // The sizes of a call, as both devices take them. Without a table an example is one block. window: no less than the
 // keys where there is none.
 struct PagedSizes {
-  int64_t batch, queries, heads, kv_heads, dim, v_dim, blocks, block_size, max_blocks, window, chunk, chunks;
+  // Of a chunk: what pays for a partial result, and what a step of the kernels takes.
+  static constexpr int64_t kFewestKeys = kIsCuda ? 256 : 512, kChunkStep = 64;
+
+  int64_t batch, queries, heads, kv_heads, dim, v_dim, blocks, block_size, max_blocks, window, chunks;
   double scale, softcap;
   bool table;
 
@@ -49,26 +52,50 @@ struct PagedSizes {
     const int64_t at = length - queries + query, first = at - window;
     return {first < 0 ? 0 : first, at + 1};
   }
-  // The keys of a chunk that any query sees.
+  // The keys of chunk c that any query sees.
   AOT_PAGED_BOTH KeyRange seen_of_chunk(int64_t c, int64_t length) const {
-    const int64_t first = seen(0, length).begin, begin = c * chunk, end = begin + chunk;
+    const int64_t first = seen(0, length).begin, size = chunk_size(first, length);
+    const int64_t begin = first / kChunkStep * kChunkStep + c * size, end = begin + size;
     return {first > begin ? first : begin, length < end ? length : end};
   }
-  // The chunks that have keys of these.
-  AOT_PAGED_BOTH KeyRange seen_chunks(int64_t length) const {
-    return {seen(0, length).begin / chunk, (length + chunk - 1) / chunk};
+  // The number of chunks, the first ones, that have keys.
+  AOT_PAGED_BOTH int64_t seen_chunks(int64_t length) const {
+    const int64_t first = seen(0, length).begin, size = chunk_size(first, length);
+    return (length - first / kChunkStep * kChunkStep + size - 1) / size;
+  }
+
+ private:
+  AOT_PAGED_BOTH int64_t chunk_size(int64_t first, int64_t length) const {
+    const int64_t keys = length - first / kChunkStep * kChunkStep, even = (keys + chunks - 1) / chunks;
+    return ((even > kFewestKeys ? even : kFewestKeys) + kChunkStep - 1) / kChunkStep * kChunkStep;
   }
 };
 
-// The chunks of a call: as many as give a device enough to do, and no smaller than what pays for a partial result.
-// Multiples of 64 keys, which a step of the kernels takes. Blocks of threads have at most 64 rows of a head.
+// Blocks of threads of the tensor cores' kernel on a multiprocessor.
+constexpr int kPagedResident = 3;
+
+// The chunks of an example, of `heads` heads of k and of so many keys, on a GPU. The blocks of all are to be whole
+// waves of those that an H200 holds, on any device: another one is not to have other results. A block's start and end
+// cost what kOverhead keys do: by the time of 2,048 and of 1,088 blocks for the same keys, 5 us of each block's place.
+inline int64_t chunks_in_waves(int64_t heads, int64_t keys) {
+  constexpr int64_t kResident = 132 * kPagedResident, kFewestWaves = 1, kMostWaves = 8, kOverhead = 192;
+  int64_t best = 1, least = INT64_MAX;
+  for (int64_t waves = kFewestWaves; waves <= kMostWaves; ++waves) {
+    const int64_t chunks = std::max<int64_t>(waves * kResident / heads, 1);
+    const int64_t needed = (bounded_product(heads, chunks) + kResident - 1) / kResident;
+    const int64_t cost = bounded_product(needed, (keys + chunks - 1) / chunks + kOverhead);
+    if (cost < least) least = cost, best = chunks;
+  }
+  return best;
+}
+
+// Blocks of threads have at most 64 rows of a head.
 inline void choose_chunks(PagedSizes &z) {
-  constexpr int64_t kTasks = kIsCuda ? 2112 : 64, kFewest = kIsCuda ? 256 : 512, kStep = 64;
-  const int64_t tasks =
-      std::max<int64_t>(bounded_product(bounded_product(z.batch, z.kv_heads), (z.rows() + 63) / 64), 1);
-  const int64_t most = std::max<int64_t>((kTasks + tasks - 1) / tasks, 1), keys = std::max<int64_t>(z.max_keys(), 1);
-  const int64_t chunk = std::max((keys + most - 1) / most, kFewest);
-  z.chunk = (chunk + kStep - 1) / kStep * kStep, z.chunks = (keys + z.chunk - 1) / z.chunk;
+  constexpr int64_t kTasks = 64;  // on a CPU
+  const int64_t tiles = bounded_product(bounded_product(z.batch, z.kv_heads), (z.rows() + 63) / 64);
+  const int64_t heads = std::max<int64_t>(tiles, 1), seen = std::min(z.max_keys(), z.window + z.queries);
+  const int64_t keys = std::max<int64_t>(seen, 1), most = (keys + z.kFewestKeys - 1) / z.kFewestKeys;
+  z.chunks = std::min(kIsCuda ? chunks_in_waves(heads, keys) : (kTasks + heads - 1) / heads, most);
 }
 
 struct PagedAttention {

@@ -3,8 +3,10 @@
 // The rows of a head of k, its queries by the heads that share it, are packed as rows of a product. Up to 16 of them,
 // each warp of a block goes through keys of its own, which pass through stages that no other warp reads: no barrier is
 // in the loop. More rows are spread over the warps, which then read one another's keys. Memory is to be busy all the
-// time: at 4.8 TB/s an H200 brings 21 bytes in a cycle to a multiprocessor, so that 128 KiB in flight are those of
-// 6,000 cycles, and the products of 8 KiB take a warp about 700.
+// time: at 4.8 TB/s an H200 brings 21 bytes in a cycle to a multiprocessor, so that 96 KiB in flight are those of
+// 4,500 cycles, and the products of 8 KiB take a warp about 700 if it need not wait for its own instructions. More than
+// 16 rows are bound by that: each of four warps multiplies all keys of a block, so that a multiprocessor takes in 24
+// KiB in the time of one warp's products, which do wait, and 64 rows take twice the time of 16.
 #pragma once
 #include "attention_mma.cuh"
 #include "paged_attention.cuh"
@@ -16,7 +18,7 @@ inline namespace AOT_ISA {
 // another's keys, and have rows of their own.
 template <int kDim_, int kWarps_, int kKeys_, bool kShared_>
 struct PagedShape {
-  static constexpr int kDim = kDim_, kWarps = kWarps_, kKeys = kKeys_, kStages = 3, kThreads = 32 * kWarps;
+  static constexpr int kDim = kDim_, kWarps = kWarps_, kKeys = kKeys_, kStages = 2, kThreads = 32 * kWarps;
   static constexpr bool kShared = kShared_;
   static constexpr int kRows = kShared ? 16 * kWarps : 16, kStep = kWarps * kKeys;  // of a block; keys of a stage
   static constexpr int kTile = kKeys * kDim * 2, kPart = 2 * kTile;                 // bytes: k's or v's, and both
@@ -263,7 +265,7 @@ __device__ inline void store_of_rows(const PagedInputs<T> &x, const PagedTile &t
 }
 
 template <typename T, class Shape>
-__global__ void __launch_bounds__(Shape::kThreads, 2) paged_attention_mma_kernel(PagedInputs<T> x) {
+__global__ void __launch_bounds__(Shape::kThreads, kPagedResident) paged_attention_mma_kernel(PagedInputs<T> x) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   constexpr int kStages = Shape::kStages, kWarps = Shape::kWarps;
   extern __shared__ __align__(1024) uint4 paged_shared[];

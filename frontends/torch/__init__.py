@@ -9,13 +9,15 @@ A call takes one of two paths:
   with ``create_graph=True``. If there is no gate (before torch 2.10), these are all calls.
 
 The modules import one way: private < tensors < registered < gradients < autograd < dispatcher < eager < public <
-functional < accumulation < modules. optim, beside them, has the optimizer, and replacing what changes a model that
-exists: it imports bytecode, known_modules, replaced_dtypes, replaced_forwards, known_losses and replaced_losses.
-autocast, call, compositions, flops, gate, inductor, mathematics, out, overwrite and sharding serve one of them each.
+functional < accumulation < modules. optim, beside them, has the optimizer, attention torch's own interfaces of that
+operator, and replacing what changes a model that exists: it imports bytecode, known_modules, replaced_dtypes,
+replaced_forwards, known_losses and replaced_losses. autocast, call, compositions, flops, gate, inductor, mathematics,
+out, overwrite and sharding serve one of them each.
 """
 
 from aotops.ops import OPS
 
+from .attention import MultiheadAttention, scaled_dot_product_attention
 from .functional import *  # noqa: F403
 from .modules import (
     GELU,
@@ -35,5 +37,6 @@ from .tensors import KEEP_RESIDUALS_FROM
 
 __all__ = [
     *OPS, "AdamW", "GELU", "KEEP_RESIDUALS_FROM", "LLTM", "Conv2d", "CrossEntropyLoss", "LayerNorm", "Linear",
-    "LinearCrossEntropyLoss", "RMSNorm", "Replacement", "Softmax", "functions", "of", "replace", "restore",
+    "LinearCrossEntropyLoss", "MultiheadAttention", "RMSNorm", "Replacement", "Softmax", "functions", "of", "replace",
+    "restore", "scaled_dot_product_attention",
 ]  # fmt: skip
