@@ -83,9 +83,11 @@ def _qkv(qkv: tuple[int, ...], table: Any, positions: tuple[int, ...] | None = N
     return Case(shapes, {"heads": 2, "kv_heads": 1, **attrs}, classes={"positions": table[0]} if positions else {})
 
 
-def _attention(lead: tuple[int, ...], kv_heads: int, lengths: tuple[int, ...] | None = None, **attrs: Any) -> Case:
+def _attention(lead: tuple[int, ...], kv_heads: int, lengths: tuple[int, ...] | None = None, **given: Any) -> Case:
+    """``bias``, ``sinks``: their shapes; else attributes."""
     shapes = {slot: (*lead, seq, n, 6) for slot, seq, n in (("q", 8, 4), ("k", 5, kv_heads), ("v", 5, kv_heads))}
-    return Case(shapes | {"lengths": lengths}, attrs, classes={"lengths": 6} if lengths else {})
+    shapes |= {"lengths": lengths, **{slot: given.pop(slot, None) for slot in ("bias", "sinks")}}
+    return Case(shapes, given, classes={"lengths": 6} if lengths else {})
 
 
 CASES: dict[str, list[Case]] = {
@@ -111,6 +113,8 @@ CASES: dict[str, list[Case]] = {
         _attention((4,), 4),
         _attention((4,), 2, (4,), causal=True),
         _attention((2, 4), 4, (4,), window=(2, 1), softcap=2.0),
+        _attention((4,), 4, bias=(4, 8, 5), sinks=(4,)),
+        _attention((4,), 4, bias=(4, 1, 1, 5), causal=True),
     ],
     "softmax": [Case({"x": (8, 6)}), Case({"x": (4, 6, 5)}, {"dim": 1})],
     "layer_norm": [
