@@ -20,7 +20,7 @@ def _lse_shape(call):
 
 
 def _added_shape(slot):
-    """Of the gradient of an input that may be absent."""
+    """The shape of the gradient of an input that may be absent."""
 
     def shape(call):
         added = getattr(call, slot)
@@ -105,7 +105,7 @@ def _backward_formula(
     ds = dt * slope
     dq = call.joined(call.matmul(ds, call.k))
     dk, dv = (call.of_keys(call.matmul(a, b, transpose_a=True)) for a, b in ((ds, call.q), (p, dy)))
-    nothing = m.reshape(dq, (-1,))[:0]
+    nothing = m.reshape(dq[..., :0], (0,))
     dbias = nothing if bias is None else call.of_scores(dt, bias.shape)
     dsinks = nothing if sinks is None else call.of_heads(m.zeros(delta) - of_sink * delta)
     return dq, dk, dv, dbias, dsinks
@@ -121,7 +121,7 @@ class _Call:
         self.kv_heads = k.shape[-3 if layout == "BHSD" else -2]
         self.q, self.k, self.v = self.groups(q), self.shared(k), self.shared(v)
         self.mask, self.bias = (x if x is None else self.grouped(x) for x in (mask, bias))
-        self.sinks = None if sinks is None else m.reshape(m.wide(sinks), (self.kv_heads, -1, 1, 1))
+        self.sinks = None if sinks is None else m.reshape(m.wide(sinks), (*self.two_axes(sinks.shape[0]), 1, 1))
         self.scale = q.shape[-1] ** -0.5 if scale is None else scale
         self.left, self.right = window
         if causal:
@@ -143,8 +143,11 @@ class _Call:
         """What is broadcast to (..., heads, queries, keys), with two axes of heads and as many axes as the scores."""
         shape = (*(1,) * (self.q.ndim - 1 - x.ndim), *x.shape)
         *lead, heads, queries, keys = shape
-        two = (1, 1) if heads == 1 else (self.kv_heads, heads // self.kv_heads)
+        two = (1, 1) if heads == 1 else self.two_axes(heads)
         return self.m.reshape(x, (*lead, *two, queries, keys))
+
+    def two_axes(self, heads):
+        return self.kv_heads, heads // max(self.kv_heads, 1)
 
     def of_scores(self, x, shape):
         """``grouped`` undone, of a gradient: summed to a shape."""
@@ -155,7 +158,7 @@ class _Call:
     def of_heads(self, x):
         """The sums of each head, of numbers of queries: (heads,)."""
         axes = (*range(-x.ndim, -4), -2, -1)
-        return self.m.reshape(self.m.sum(x, axes), (-1,))
+        return self.m.reshape(self.m.sum(x, axes), (x.shape[-4] * x.shape[-3],))
 
     def joined(self, x):
         """``groups`` undone."""
@@ -217,9 +220,9 @@ class _Call:
     def _of_sequence(self, x, other):
         """x where query and key are in one sequence."""
         m, ends, tokens, ones = self.m, self.cu_seqlens, x.shape[-1], (1,) * (x.ndim - 2)
-        begun = ends[:, None] <= m.reshape(m.arange(tokens, ends), (1, tokens))  # by each row
-        zero = m.zeros(begun * ends[:, None])
-        number = m.sum(m.where(begun, zero + 1, zero), (0,))  # of the sequence, from 1
+        passed = m.reshape(m.arange(tokens, ends), (1, tokens)) - m.reshape(ends, (ends.shape[0], 1))
+        zero = m.zeros(passed)
+        number = m.sum(m.where(passed >= 0, zero + 1, zero), (0,))  # of the sequence, from 1
         row, column = (m.reshape(number, (*ones, *shape)) for shape in ((tokens, 1), (1, tokens)))
         x = m.where(row == column, x, other)
         return m.where(column > 0, m.where(column < ends.shape[0], x, other), other)

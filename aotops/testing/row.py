@@ -38,7 +38,7 @@ class Case:
     classes: dict[str, int] = field(default_factory=dict)
     """Inputs that are integers, from 0 up to this."""
     ascending: tuple[str, ...] = ()
-    """Those of them that are sorted."""
+    """Inputs of these that are sorted."""
     dtypes: dict[str, str] = field(default_factory=dict)
     """Inputs with a dtype of their own (int64 for ``classes`` without it). Integers without ``classes`` are below 100,
     and above -100 where they have a sign; complex numbers and those of 8 bits are normally distributed."""

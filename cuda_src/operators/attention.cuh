@@ -39,7 +39,7 @@ struct AttentionInputs {
     if (n >= 0 && n <= z.keys) return {n, 1};
     return {0, __int_as_float(0x7fffffff)};
   }
-  // The same, for all threads of a block: NaN too where cu_seqlens do not ascend from 0 to keys.
+  // A block's threads all call this. NaN too where cu_seqlens do not ascend from 0 to keys.
   __device__ Length block_length(int64_t b) const {
     if (!extra.offsets) return length(b);
     bool wrong = false;

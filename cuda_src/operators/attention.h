@@ -80,7 +80,7 @@ struct ScoreSteps {
   }
 };
 
-// What a call may have besides, as both devices take it; null where it has not. wide: of 64 bits, or of the dtype of
+// A call may have these besides, as both devices take them; null where it has not. wide: of 64 bits, or of the dtype of
 // sums instead of q's.
 struct AttentionExtras {
   const bool *mask;

@@ -792,7 +792,7 @@ Status dispatch_mma(const AttentionSizes &z, F f) {
          : dim <= 128 ? f(MmaShapes<128>())
                       : f(MmaShapes<256>());
 }
-// The same of kernels with kExtra.
+// Kernels with kExtra: whether they take a call that the others take, and their shapes.
 inline bool mma_takes_extra(const AttentionSizes &z) { return z.dim <= 128 && z.v_dim <= 128; }
 template <class F>
 Status dispatch_mma_extra(const AttentionSizes &z, F f) {

@@ -212,7 +212,8 @@ ROW = Row(
         _attention((2,), 5, 3, 4, 6, sinks=True, causal=True, lengths=(2,), wide=("sinks",)),
         _attention((2,), 3, 0, 2, 4, sinks=True, bias=(2, 1, 3, 1)),
         _attention((), 9, 9, 2, 6, 1, sequences=3),
-        _attention((2,), 9, 9, 2, 6, sequences=2, causal=True, layout="BHSD"),
+        _attention((2,), 9, 9, 2, 6, sequences=2, causal=True, layout="BHSD", sinks=True),
+        _attention((), 9, 9, 2, 6, sequences=2, bias=(9, 9)),
         _attention((), 9, 9, 2, 6, sequences=2, window=(2, 1), sinks=True, mask=(9, 9), bias=(2, 1, 9), softcap=2.0),
         _attention((), 3, 3, 2, 6, sequences=0),  # none
         _attention((2,), 4, 4, 2, 3, 1, lengths=(2,), mask=(2, 1, 4, 4), bias=(2, 4, 4), sinks=True, sequences=2),

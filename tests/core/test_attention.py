@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -85,6 +88,92 @@ def test_keys_after_the_lengths_are_not_read(place, dtype):
     for got, right in zip(_gradients(found, (q, k, v)), _gradients(expected, (q, *cut)), strict=True):
         assert torch.equal(got, right)
         assert (got[1] == 0).all()
+
+
+def _pictures():
+    """The pictures of the documentation: the arguments of a call, and which keys a query sees."""
+    text = (Path(__file__).parents[2] / "docs" / "index.md").read_text().split("### attention\n")[1].split("\n### ")[0]
+    for block in re.findall(r"```\n(.*?)```", text, re.DOTALL):
+        calls, *rows = (re.split(r" {2,}", line.strip()) for line in block.splitlines())
+        for i, call in enumerate(calls):
+            if "=" in call:
+                yield call, [[cell == "x" for cell in row[i].split()] for row in rows]
+
+
+@pytest.mark.parametrize(("call", "seen"), [pytest.param(*picture, id=picture[0]) for picture in _pictures()])
+def test_pictures_of_what_a_query_sees(call, seen):
+    attrs = eval(f"dict({call})")
+    attrs |= {name: torch.tensor(attrs[name]) for name in ("lengths", "cu_seqlens") if name in attrs}
+    queries, keys = len(seen), len(seen[0])
+    y = ours.attention(torch.zeros(queries, 1, 1), torch.zeros(keys, 1, 1), torch.eye(keys)[:, None], **attrs)
+    assert (y[:, 0] > 0).tolist() == seen
+
+
+@PLACES
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_a_bias_of_minus_infinity_is_a_mask(place, dtype):
+    q, k, v = (_heads(2, n, 2, 16, seed=n, device=place, dtype=dtype) for n in (20, 90, 90))
+    mask = torch.rand(2, 1, 20, 90, generator=torch.Generator().manual_seed(0)).to(place) > 0.5
+    mask[0, :, 3] = False
+    bias = torch.zeros(mask.shape, dtype=dtype, device=place).masked_fill(~mask, -torch.inf).requires_grad_()
+    found, expected = ours.attention(q, k, v, bias=bias), ours.attention(q, k, v, mask=mask)
+    assert torch.equal(found, expected)
+    assert (found[0, 3] == 0).all()
+    *same, dbias = _gradients(found, (q, k, v, bias))
+    assert all(map(torch.equal, same, _gradients(expected, (q, k, v))))
+    assert (dbias[~mask] == 0).all()
+    assert dbias.isfinite().all()
+
+
+@PLACES
+def test_masks_and_biases_are_torchs(place):
+    q, k, v = (_heads(2, 4, n, 16, seed=n, device=place) for n in (33, 70, 70))
+    bias = _heads(4, 1, 70, seed=1, device=place)
+    _same((q, k, v, bias), ours.attention(q, k, v, bias=bias, layout="BHSD"), _theirs(q, k, v, bias.expand(4, 33, 70)))
+    mask = bias.detach() > -1
+    _same((q, k, v), ours.attention(q, k, v, mask=mask, layout="BHSD"), _theirs(q, k, v, mask.expand(4, 33, 70)))
+
+
+@PLACES
+@pytest.mark.parametrize("attrs", [{}, {"causal": True}, {"window": (9, 4)}], ids=str)
+def test_packed_sequences_are_calls_of_their_own(place, attrs):
+    q, k, v = (_heads(150, n, 16, seed=n, device=place) for n in (4, 2, 3))
+    k, v = k.expand(150, 2, 16), v[:, :2]
+    ends = [0, 40, 40, 41, 130]
+    found = ours.attention(q, k, v, cu_seqlens=torch.tensor(ends, device=place), **attrs)
+    parts = [ours.attention(q[a:b], k[a:b], v[a:b], **attrs) for a, b in pairwise(ends)]
+    expected = torch.cat([*parts, torch.zeros_like(q[ends[-1] :])])
+    _same((q, k, v), found, expected)
+
+
+@pytest.mark.parametrize("ends", [[0, 3, 2, 5], [0, 6], [-1, 5]])
+def test_sequences_that_there_are_not(ends):
+    x = _heads(5, 1, 4)
+    with pytest.raises(
+        ValueError, match=r"attention: cu_seqlens\[\d\] is -?\d, expected ascending numbers from 0 to 5"
+    ):
+        ours.attention(x, x, x, cu_seqlens=torch.tensor(ends))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")
+@pytest.mark.parametrize("ends", [[0, 3, 2, 5], [0, 6], [-1, 5]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_on_a_gpu_their_results_are_nan(ends, dtype):
+    x = _heads(5, 1, 8, dtype=dtype, device="cuda")
+    y = ours.attention(x, x, x, cu_seqlens=torch.tensor(ends, device="cuda"))
+    assert y.isnan().all()
+    assert torch.autograd.grad(y.sum(), x)[0].isnan().all()
+
+
+def test_sinks_are_a_key_without_a_value():
+    q, k, v = (_heads(3, 2, 5, 8, seed=i) for i in range(3))
+    sinks = torch.tensor([0.5, -torch.inf], dtype=torch.float64)
+    scores = (q @ k.mT * 8**-0.5).masked_fill(~torch.ones(5, 5, dtype=bool).tril(), -torch.inf)
+    share = torch.sigmoid(scores.logsumexp(-1) - sinks[:, None])
+    found, plain = (ours.attention(q, k, v, sinks=s, layout="BHSD", causal=True) for s in (sinks, None))
+    torch.testing.assert_close(found, plain * share[..., None])
+    assert torch.equal(found[:, 1], plain[:, 1])
 
 
 @pytest.mark.parametrize("length", [-1, 6])

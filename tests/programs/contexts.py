@@ -18,7 +18,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import combinations
 from typing import Any
@@ -51,8 +51,8 @@ class Operator:
     ours: Function
     theirs: Function
     shapes: tuple[tuple[int, ...], ...]
-    classes: int = 0
-    """The last tensor is integers, from 0 up to this."""
+    case: cases.Case = field(default_factory=lambda: cases.Case({}))
+    """Which of the tensors have a dtype of their own."""
     scalars: bool = False
     """Takes tensors without axes."""
 
@@ -62,11 +62,18 @@ class Operator:
 
     def tensors(self, dtype: torch.dtype = torch.float64, device: str = "cpu") -> tuple[Tensor, ...]:
         generator = torch.Generator().manual_seed(1)
-        shapes = self.shapes[:-1] if self.classes else self.shapes
-        made = [torch.randn(s, generator=generator, dtype=torch.float64).to(device, dtype) for s in shapes]
-        if self.classes:
-            made.append(torch.randint(self.classes, self.shapes[-1], generator=generator).to(device))
-        return tuple(made)
+        return tuple(tensor(self.case, i, s, dtype, generator).to(device) for i, s in enumerate(self.shapes))
+
+
+def tensor(case: cases.Case, i: int, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """The tensor of an input that is given: integers, bools, or of this dtype."""
+    slot = list(case.given)[i]
+    if case.classes.get(slot):
+        t = torch.randint(case.classes[slot], shape, generator=generator)
+        return t.sort()[0] if slot in case.ascending else t
+    if case.dtypes.get(slot) == "bool":
+        return torch.rand(shape, generator=generator) < 0.5
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
 def of_tensors(function: Function, slots: list[str], attrs: dict[str, Any] | None = None) -> Function:
@@ -84,7 +91,7 @@ def _operator(name: str, case: cases.Case) -> Operator:
     attrs = {key: (value,) if key == "normalized_shape" and value == 6 else value for key, value in case.attrs.items()}
     functions = (of_tensors(f, slots, attrs) for f in (getattr(ours, name), CASES[name].in_torch(torch, name)))
     scalars = any(not any(case.given.values()) for case in CASES[name].cases)
-    return Operator(name, *functions, shapes, next(iter(case.classes.values()), 0), scalars)
+    return Operator(name, *functions, shapes, case, scalars)
 
 
 def _samples() -> Iterator[tuple[str, Operator]]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from contexts import CONTEXTS, LAYOUTS, Context, Operator, attempt, judge, of_tensors
+from contexts import CONTEXTS, LAYOUTS, Context, Operator, attempt, judge, of_tensors, tensor
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -41,8 +41,8 @@ class Call:
     theirs: Callable[..., Any]
     shapes: list[Shape]
     attrs: dict[str, Any]
-    classes: int
-    """The last tensor is integers, from 0 up to this."""
+    case: cases.Case
+    """Which of the tensors have a dtype of their own."""
 
 
 def drawn(draw: Draw, name: str) -> Call:
@@ -51,7 +51,7 @@ def drawn(draw: Draw, name: str) -> Call:
     none = {slot: None for slot in required if slot in case.shapes and slot not in case.given}
     functions = (partial(f, **none) for f in (getattr(ours, name), CASES[name].in_torch(torch, name)))
     functions = (of_tensors(f, list(case.given)) for f in functions)
-    return Call(*functions, list(case.given.values()), case.attrs, next(iter(case.classes.values()), 0))
+    return Call(*functions, list(case.given.values()), case.attrs, case)
 
 
 TORCHS_OWN = "not implemented for", "INTERNAL ASSERT FAILED"
@@ -101,7 +101,7 @@ def check(draw: Draw, name: str) -> None:
     i = draw(st.integers(0, len(tensors) - 1))
     if odd == "dtype":
         dtypes = (
-            ODD_DTYPES.filter(lambda d: d != torch.int32) if call.classes else ODD_DTYPES
+            ODD_DTYPES.filter(lambda d: d != torch.int32) if call.case.classes else ODD_DTYPES
         )  # ours takes such classes
         tensors[i] = tensors[i].to(draw(dtypes))
     if odd == "device":
@@ -117,10 +117,7 @@ def made(draw: Draw, call: Call, dtype: torch.dtype, device: str) -> list[Tensor
     generator = torch.Generator().manual_seed(draw(st.integers(0, 9), label="seed"))
     found = []
     for i, shape in enumerate(call.shapes):
-        if call.classes and i == len(call.shapes) - 1:
-            t = torch.randint(call.classes, shape, generator=generator)
-        else:
-            t = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+        t = tensor(call.case, i, shape, dtype, generator)
         lay = draw(st.sampled_from(layouts(t)), label="layout")
         found.append(LAYOUTS.get(lay, Tensor.contiguous)(t).to(device))
     return found

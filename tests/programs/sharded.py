@@ -79,6 +79,8 @@ CASES: dict[str, list[Case]] = {
         attention((4,), 4),
         attention((4,), 2, (4,), causal=True),
         attention((2, 4), 4, (4,), window=(2, 1), softcap=2.0),
+        attention((4,), 4, bias=(4, 8, 5), sinks=(4,)),
+        attention((4,), 4, bias=(4, 1, 1, 5), causal=True),
     ],
     "paged_attention": [decoding(9, 4), decoding(8, 2, 4, window=5, softcap=2.0)],
     "softmax": [Case({"x": (8, 6)}), Case({"x": (4, 6, 5)}, {"dim": 1})],

@@ -34,9 +34,11 @@ def qkv(qkv: tuple[int, ...], table: Any, positions: tuple[int, ...] | None = No
     return Case(shapes, {"heads": 2, "kv_heads": 1, **attrs}, classes={"positions": table[0]} if positions else {})
 
 
-def attention(lead: tuple[int, ...], kv_heads: int, lengths: tuple[int, ...] | None = None, **attrs: Any) -> Case:
+def attention(lead: tuple[int, ...], kv_heads: int, lengths: tuple[int, ...] | None = None, **given: Any) -> Case:
+    """``bias``, ``sinks``: their shapes; else attributes."""
     shapes = {slot: (*lead, seq, n, 6) for slot, seq, n in (("q", 8, 4), ("k", 5, kv_heads), ("v", 5, kv_heads))}
-    return Case(shapes | {"lengths": lengths}, attrs, classes={"lengths": 6} if lengths else {})
+    shapes |= {"lengths": lengths, **{slot: given.pop(slot, None) for slot in ("bias", "sinks")}}
+    return Case(shapes, given, classes={"lengths": 6} if lengths else {})
 
 
 def decoding(keys: int, kv_heads: int, block_size: int | None = None, **attrs: Any) -> Case:

@@ -302,7 +302,7 @@ def test_a_call_leaves_nothing_behind(name):
 @ON
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize(
-    "name", [name for name, operator in OPERATORS.items() if len(operator.shapes[0]) == 2 and not operator.classes]
+    "name", [name for name, operator in OPERATORS.items() if len(operator.shapes[0]) == 2 and not operator.case.classes]
 )
 def test_odd_numbers_as_torch(name, dtype, where):
     """Infinities, NaNs, the largest and the smallest numbers go where torch's own operator lets them go: the first
