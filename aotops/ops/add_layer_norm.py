@@ -48,7 +48,8 @@ def add_layer_norm(x, residual, normalized_shape, weight=None, bias=None, eps=1e
 
     Args:
         x: (..., *normalized_shape); float16, bfloat16, float32 or float64.
-        residual: the same shape; of x's dtype, or float32 where x has 16 bits.
+        residual: the same shape; of x's dtype, or float32 where x has 16 bits. A stream that begins
+            with a float32 one keeps that dtype, because h is like residual.
         normalized_shape: the trailing axes to normalize over; an int stands for one axis.
         weight, bias: normalized_shape, or both with more of the trailing axes of x, as (H, D) for a weight of each
             head; of x's dtype, or both float32 where x has 16 bits. Either may be None; without a weight, bias is
