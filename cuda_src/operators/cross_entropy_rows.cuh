@@ -128,7 +128,7 @@ template <typename T>
 Status cross_entropy_rows(const char *op, const CrossEntropyAttrs &attrs, const Tensor &x, const Targets &targets,
                           const Results<T> &results, const Scale<T> &scale, const Extras<T> &extras, void *stream,
                           bool after_count);
-// The same by the kernels with extras, whether there are any or not.
+// cross_entropy_rows() by the kernels with extras, whether there are any or not.
 template <typename T>
 Status cross_entropy_extra_rows(const char *op, const CrossEntropyAttrs &attrs, const Tensor &x, const Targets &targets,
                                 const Results<T> &results, const Scale<T> &scale, const Extras<T> &extras, void *stream,
