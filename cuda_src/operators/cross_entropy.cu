@@ -2,9 +2,186 @@
 
 namespace aot {
 inline namespace AOT_ISA {
+
+// ------------------------------------------------------------------------------- launchers of the three operators
+
 namespace {
 
+// For kernels with kSlope. No ClusterRow for float64: blocks of a cluster exchange at most 16 bytes, too few for
+// Exponentials<double>.
+template <typename T>
+constexpr auto slope_shapes() {
+  if constexpr (sizeof(T) == 2)
+    return RegisterRowShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 8, 4, 1536>, WarpRow<T, 16, 4, 1536>,
+                             WarpRow<T, 32, 3, 1536>, WarpRow<T, 32, 4, 1536>, BlockRow<T, 4, 512, 1536>,
+                             BlockRow<T, 8>, ClusterRow<T, 13, 256, 768, 2>, ClusterRow<T, 8, 256>, ClusterRow<T, 8>>();
+  else if constexpr (sizeof(T) == 4)
+    return RegisterRowShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 8, 4>, WarpRow<T, 16, 4>, WarpRow<T, 32, 4>,
+                             WarpRow<T, 32, 6>, BlockRow<T, 4>, BlockRow<T, 8, 1024>, ClusterRow<T, 8, 256>,
+                             ClusterRow<T, 16, 256, 512>>();
+  else
+    return RegisterRowShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 8, 4>, WarpRow<T, 16, 4>, WarpRow<T, 32, 4>,
+                             BlockRow<T, 4>, BlockRow<T, 8, 512, 512>>();
+}
+
+struct Aligned {
+  template <class Shape>
+  using Row = RegisterRow<Shape>;
+};
+struct Unaligned {
+  template <class Shape>
+  using Row = UnalignedRow<Shape>;
+};
+
+// For the loss alone. Longer rows are streamed.
+template <typename T>
+using LossShapes =
+    RegisterRowShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 8, 4, 1536>, WarpRow<T, 16, 4, 2048>,
+                      WarpRow<T, 32, 4, 2048>, WarpRow<T, 32, 8, sizeof(T) == 4 ? 1280 : 1024>, BlockRow<T, 8>>;
+
+// For slope * scale. In a ClusterRow each block has a part of the row; they exchange nothing.
+template <typename T>
+using ScaleShapes = RegisterRowShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 8, 4>, WarpRow<T, 16, 4>,
+                                      WarpRow<T, 32, 4>, BlockRow<T, 4>, ClusterRow<T, 4>, ClusterRow<T, 8>>;
+template <typename T>
+using UnalignedScaleShapes = RegisterRowShapes<WarpRow<T, 16, 2>, WarpRow<T, 32, 4>, BlockRow<T, 4>, ClusterRow<T, 8>>;
+
+// The launch of a sum over rows.
+inline LaunchShape sum_shape(const DeviceLimits &device, int64_t rows) {
+  const unsigned cluster = device.clusters && rows > 16 * kSumThreads ? kMaxCluster : 1;
+  return {cluster, kSumThreads, 0, cluster};
+}
+
+}  // namespace
+
+template <typename T>
+Status cross_entropy_extra_rows(const char *op, const CrossEntropyAttrs &attrs, const Tensor &x, const Targets &targets,
+                                const Results<T> &results, const Scale<T> &scale, const Extras<T> &extras, void *stream,
+                                bool after_count) {
+  return extra_rows<false>(op, attrs, x, targets, results, scale, extras, stream, after_count);
+}
+
+template <typename T>
+Status cross_entropy_rows(const char *op, const CrossEntropyAttrs &attrs, const Tensor &x, const Targets &targets,
+                          const Results<T> &results, const Scale<T> &scale, const Extras<T> &extras, void *stream,
+                          bool after_count) {
+  using A = Accumulate<T>;
+  if (extras.any()) return extra_rows<false>(op, attrs, x, targets, results, scale, extras, stream, after_count);
+  const int64_t rows = attrs.rows(x), cols = attrs.cols(x);
+  const T *from = x.as<const T>();
+  const bool loss_alone = attrs.label_smoothing == 0 && !results.slope;
+  if (!loss_alone && !(cols % kVectorSize<T> == 0 && aligned(from, results.slope)))
+    return unaligned_rows<false>(op, attrs, x, targets, results, scale, stream, after_count);
+  DeviceLimits device;
+  AOT_TRY(device_limits(op, &device));
+  if (rows == 0) return kOk;
+  const Smoothing<A> smoothing = smoothing_of<T>(attrs, cols);
+  auto any = [&] {
+    return launch_rows(op, cross_entropy_any_kernel<T, A, false>, rows, cols, stream, from, targets, results, scale,
+                       rows, cols, smoothing);
+  };
+  auto stream_rows = [&] {
+    if (cols < kStreamThreads * kVectorSize<T>) return any();
+    return launch_kernel(op, cross_entropy_stream_kernel<T>, {grid_size(rows), kStreamThreads}, stream, from, targets,
+                         results, rows, cols, smoothing);
+  };
+  auto launch = [&](auto smooth, auto slope) {
+    return [=](auto shape, RegisterRowPlan plan) {
+      using Row = RegisterRow<decltype(shape)>;
+      plan.overlap = after_count && scale.count;  // the kernel that counts is the one before
+      return launch_register_rows<decltype(shape)>(op, plan, rows, cross_entropy_kernel<Row, smooth, slope, false>,
+                                                   stream, from, targets, results, scale, rows, cols, smoothing);
+    };
+  };
+  constexpr std::true_type kYes;
+  constexpr std::false_type kNo;
+  const int64_t vectors = row_vectors<T>(cols, from, results.slope);
+  if (loss_alone) return dispatch_register_rows(LossShapes<T>(), vectors, device, launch(kNo, kNo), stream_rows);
+  if (attrs.label_smoothing == 0)
+    return dispatch_register_rows(slope_shapes<T>(), vectors, device, launch(kNo, kYes), any);
+  return dispatch_register_rows(slope_shapes<T>(), vectors, device, launch(kYes, kYes), any);
+}
+
+template <typename T>
+Status cross_entropy_count(const char *op, const Targets &targets, const Loss<T> &weight, Accumulate<T> *count,
+                           int64_t rows, int64_t cols, void *stream) {
+  using A = Accumulate<T>;
+  DeviceLimits device;
+  AOT_TRY(device_limits(op, &device));
+  const LaunchShape shape = sum_shape(device, rows);
+  if (weight.data) {
+    auto *kernel = shape.cluster.x > 1 ? cross_entropy_weight_kernel<Span::cluster, T, A>
+                                       : cross_entropy_weight_kernel<Span::block, T, A>;
+    return launch_kernel(op, kernel, shape, stream, targets, weight, count, rows, cols);
+  }
+  auto *kernel =
+      shape.cluster.x > 1 ? cross_entropy_count_kernel<Span::cluster, A> : cross_entropy_count_kernel<Span::block, A>;
+  return launch_kernel(op, kernel, shape, stream, targets, count, rows);
+}
+
+template <typename T>
+Status cross_entropy_loss(const char *op, const Accumulate<T> *losses, const Loss<T> &loss, int64_t rows, bool mean,
+                          const Accumulate<T> *weights, void *stream) {
+  using A = Accumulate<T>;
+  DeviceLimits device;
+  AOT_TRY(device_limits(op, &device));
+  LaunchShape shape = sum_shape(device, rows);
+  shape.overlap = true;
+  auto *kernel = shape.cluster.x > 1 ? cross_entropy_loss_kernel<Span::cluster, T, A>
+                                     : cross_entropy_loss_kernel<Span::block, T, A>;
+  return launch_kernel(op, kernel, shape, stream, losses, loss, rows, mean, weights);
+}
+
+#define AOT_CROSS_ENTROPY(T)                                                                                         \
+  template Status cross_entropy_rows(const char *, const CrossEntropyAttrs &, const Tensor &, const Targets &,       \
+                                     const Results<T> &, const Scale<T> &, const Extras<T> &, void *, bool);         \
+  template Status cross_entropy_extra_rows(const char *, const CrossEntropyAttrs &, const Tensor &, const Targets &, \
+                                           const Results<T> &, const Scale<T> &, const Extras<T> &, void *, bool);   \
+  template Status cross_entropy_count(const char *, const Targets &, const Loss<T> &, Accumulate<T> *, int64_t,      \
+                                      int64_t, void *);                                                              \
+  template Status cross_entropy_loss(const char *, const Accumulate<T> *, const Loss<T> &, int64_t, bool,            \
+                                     const Accumulate<T> *, void *);
+AOT_CROSS_ENTROPY(__half)
+AOT_CROSS_ENTROPY(__nv_bfloat16)
+AOT_CROSS_ENTROPY(float)
+AOT_CROSS_ENTROPY(double)
+#undef AOT_CROSS_ENTROPY
+
 // ------------------------------------------------------------------------------------------------------- launchers
+
+namespace {
+
+template <typename T, typename A = Accumulate<T>>
+Status cross_entropy_scale(const char *op, const CrossEntropyAttrs &attrs, const Tensor &slope, T *dx,
+                           const Targets &targets, const Scale<T, A> &scale, void *stream) {
+  DeviceLimits device;
+  AOT_TRY(device_limits(op, &device));
+  int64_t rows = attrs.rows(slope), cols = attrs.cols(slope);
+  const T *from = slope.as<const T>();
+  if (from == dx) {
+    const int64_t size = rows * cols, most = kInPlaceWaves * kInPlaceBlocks * device.multiprocessors;
+    if (size == 0) return kOk;
+    const int64_t blocks = std::min(ceil_div(size, kInPlacePiece<T>), most);
+    cross_entropy_scale_in_place_kernel<<<grid_size(blocks), kInPlaceThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+        dx, targets, scale, size, cols);
+    return check_launch(op);
+  }
+  auto launch = [&](auto kind) {
+    return [=](auto shape, const RegisterRowPlan &plan) {
+      using Row = typename decltype(kind)::template Row<decltype(shape)>;
+      return launch_register_rows<decltype(shape)>(op, plan, rows, cross_entropy_scale_kernel<Row>, stream, from, dx,
+                                                   targets, scale, rows, cols);
+    };
+  };
+  auto any = [&] {
+    return launch_rows(op, cross_entropy_scale_any_kernel<T, A>, rows, cols, stream, from, dx, targets, scale, rows,
+                       cols);
+  };
+  if (cols % kVectorSize<T> == 0 && aligned(from, dx))
+    return dispatch_register_rows(ScaleShapes<T>(), row_vectors<T>(cols, from, dx), device, launch(Aligned()), any);
+  return dispatch_register_rows(UnalignedScaleShapes<T>(), unaligned_row_vectors<T>(cols, from, dx), device,
+                                launch(Unaligned()), any);
+}
 
 Status cross_entropy_cuda(const CrossEntropy &op, const Tensor *in, const Tensor *out, void *stream) {
   const Tensor &x = in[op.kX], &slope = out[op.kSlope];

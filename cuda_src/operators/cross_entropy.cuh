@@ -1,6 +1,6 @@
-// The rows of cross entropy on a GPU, for cross_entropy, cross_entropy_lse and linear_cross_entropy.
+// The kernels of cross_entropy.cu, of which linear_cross_entropy.cu compiles those of padded rows for itself.
 #pragma once
-#include "cross_entropy.h"
+#include "cross_entropy_rows.cuh"
 #include "cuda/overlap.cuh"
 #include "cuda/rows.cuh"
 #include "cuda/softmax.cuh"
@@ -10,29 +10,6 @@ inline namespace AOT_ISA {
 namespace {
 
 // --------------------------------------------------------------------------------------------------------- formula
-
-struct Targets {
-  const void *data;
-  bool wide;  // int64, not int32
-  int64_t ignore_index;
-
-  Targets(const Tensor &t, int64_t ignore_index)
-      : data(t.data), wide(t.dtype == DType::int64), ignore_index(ignore_index) {}
-  __device__ int64_t operator[](int64_t row) const {
-    return wide ? static_cast<const int64_t *>(data)[row] : static_cast<const int32_t *>(data)[row];
-  }
-};
-
-// The class index of one row.
-struct Class {
-  int64_t target;
-  bool ignored, in_range;
-
-  __device__ Class(int64_t target, int64_t ignore_index, int64_t cols)
-      : target(target), ignored(target == ignore_index), in_range(target >= 0 && target < cols) {}
-  // The column of its logit; an out-of-range index must not be read, and gives column 0.
-  __device__ int64_t column() const { return in_range ? target : 0; }
-};
 
 template <typename A>
 struct Smoothing {
@@ -55,71 +32,7 @@ __device__ inline A row_loss(const Exponentials<A> &row, A at_target, const Clas
   return (1 - smoothing.total) * loss + smoothing.total * (log_sum - row.shifted_sum * smoothing.one_over_cols);
 }
 
-// The loss, dy, or the weights of the classes: of T, or of float32, in which T is summed.
-template <typename T, typename A = Accumulate<T>>
-struct Loss {
-  void *data = nullptr;
-  bool wide = false;
-
-  Loss() = default;
-  explicit Loss(const Tensor &t) : data(t.data), wide(itemsize(t.dtype) > static_cast<int64_t>(sizeof(T))) {}
-  __device__ A read(int64_t i) const {
-    return wide ? static_cast<const A *>(data)[i] : widen(static_cast<const T *>(data)[i]);
-  }
-  __device__ void write(int64_t i, A value) const {
-    if (wide) static_cast<A *>(data)[i] = value;
-    else static_cast<T *>(data)[i] = narrow<T>(value);
-  }
-  // Goes on to the n-th element.
-  void pass(int64_t n) {
-    if (data) data = static_cast<char *>(data) + n * (wide ? sizeof(A) : sizeof(T));
-  }
-};
-
-// The factor of a row's slope: dy, or 1 if there is none, divided by *count unless that is null.
-template <typename T, typename A>
-struct Scale {
-  Loss<T> dy;
-  bool each_row;
-  const A *count;
-
-  __device__ A of(int64_t row, bool present) const {
-    A scale = dy.data && present ? dy.read(each_row ? row : 0) : A(1);
-    return count ? scale / *count : scale;
-  }
-};
-
 // ---------------------------------------------------------------------------------------------------------- extras
-
-// Class indices that are written.
-struct Indices {
-  void *data = nullptr;
-  bool wide = false;  // int64, not int32
-
-  Indices() = default;
-  explicit Indices(const Tensor &t) : data(t.data), wide(t.dtype == DType::int64) {}
-  __device__ void write(int64_t i, int value) const {
-    if (wide) static_cast<int64_t *>(data)[i] = value;
-    else static_cast<int32_t *>(data)[i] = value;
-  }
-};
-
-// Extras are for few calls, each unless it is null or 0. They have kernels of its own, which have registers for them.
-template <typename T, typename A = Accumulate<T>>
-struct Extras {
-  Loss<T> weight;  // of each class
-  A z_loss, softcap;
-  A *lse = nullptr;     // of each row
-  Indices predictions;  // of each row
-  const A *dlse = nullptr;
-
-  Extras(const CrossEntropyAttrs &attrs, const Tensor &weight)
-      : weight(weight ? Loss<T>(weight) : Loss<T>()), z_loss(attrs.z_loss), softcap(attrs.softcap) {}
-  bool any() const { return weight.data || z_loss != 0 || softcap != 0 || lse || predictions.data || dlse; }
-
-  // The weight of the class of a row.
-  __device__ A weight_of(const Class &c) const { return weight.data && c.in_range ? weight.read(c.target) : A(1); }
-};
 
 // exp() for numbers that have more than 16 bits, as capped logits do, for results of T.
 template <typename T>
@@ -283,29 +196,6 @@ struct RowWithExtras {
 
 // --------------------------------------------------------------------------------------------------------- kernels
 
-// The outputs of a rows kernel, each unless it is null.
-template <typename T, typename A>
-struct Results {
-  Loss<T> loss;     // of each row: reduction = "none"
-  A *losses;        // the same for the reduction
-  T *slope;         // times the scale; it may be x
-  int padding = 0;  // with kPadded: elements behind each row of x and of slope, where it is 0 then
-
-  // Lets both begin so that element `row * cols` is the row's first.
-  __device__ void skip_padding(int64_t row, const T *&x) {
-    x += row * padding;
-    if (slope) slope += row * padding;
-  }
-  // thread: of those of the row
-  __device__ void clear_padding(int64_t row, bool present, int thread, int64_t cols) const {
-    if (present && thread < padding) slope[(row + 1) * cols + thread] = narrow<T>(0);
-  }
-  __device__ void write_loss(int64_t row, A value) const {
-    if (loss.data) loss.write(row, value + A(0));  // + 0: not -0
-    if (losses) losses[row] = value;
-  }
-};
-
 // Row: a RegisterRow or an UnalignedRow. kSmoothing: with label smoothing; kSlope: results.slope may be given. It
 // overlaps the end of the kernel that counts, if there is one.
 template <class Row, bool kSmoothing, bool kSlope, bool kPadded, class Shape = typename Row::Shape,
@@ -402,14 +292,13 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
 // The loss alone of long rows: a block for each.
 constexpr int kStreamThreads = 256, kStreamBlocks = 5;  // per multiprocessor
 
-template <typename T, bool kPadded, typename A = Accumulate<T>>
+template <typename T, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(kStreamThreads, kStreamBlocks)
     cross_entropy_stream_kernel(const T *x, Targets targets, Results<T, A> results, int64_t rows, int64_t cols,
                                 Smoothing<A> smoothing) {
   launch_next();
   Exchange<Span::block, Exponentials<A>> exchange;
   int64_t row = blockIdx.x;
-  if constexpr (kPadded) results.skip_padding(row, x);
   auto s = streamed_exponentials<false>(x + row * cols, cols, exchange);
   if (threadIdx.x != 0) return;
   Class c(targets[row], targets.ignore_index, cols);
@@ -637,23 +526,6 @@ __global__ void __launch_bounds__(kSumThreads)
 
 // ------------------------------------------------------------------------------------------------------- launchers
 
-// For kernels with kSlope. No ClusterRow for float64: blocks of a cluster exchange at most 16 bytes, too few for
-// Exponentials<double>.
-template <typename T>
-constexpr auto slope_shapes() {
-  if constexpr (sizeof(T) == 2)
-    return RegisterRowShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 8, 4, 1536>, WarpRow<T, 16, 4, 1536>,
-                             WarpRow<T, 32, 3, 1536>, WarpRow<T, 32, 4, 1536>, BlockRow<T, 4, 512, 1536>,
-                             BlockRow<T, 8>, ClusterRow<T, 13, 256, 768, 2>, ClusterRow<T, 8, 256>, ClusterRow<T, 8>>();
-  else if constexpr (sizeof(T) == 4)
-    return RegisterRowShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 8, 4>, WarpRow<T, 16, 4>, WarpRow<T, 32, 4>,
-                             WarpRow<T, 32, 6>, BlockRow<T, 4>, BlockRow<T, 8, 1024>, ClusterRow<T, 8, 256>,
-                             ClusterRow<T, 16, 256, 512>>();
-  else
-    return RegisterRowShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 8, 4>, WarpRow<T, 16, 4>, WarpRow<T, 32, 4>,
-                             BlockRow<T, 4>, BlockRow<T, 8, 512, 512>>();
-}
-
 // An UnalignedRow.
 template <typename T>
 constexpr auto unaligned_shapes() {
@@ -666,38 +538,16 @@ constexpr auto unaligned_shapes() {
   else return RegisterRowShapes<WarpRow<T, 32, 4>, BlockRow<T, 8, 512, 512>>();
 }
 
-struct Aligned {
-  template <class Shape>
-  using Row = RegisterRow<Shape>;
-};
-struct Unaligned {
-  template <class Shape>
-  using Row = UnalignedRow<Shape>;
-};
-
-// For the loss alone. Longer rows are streamed.
-template <typename T>
-using LossShapes =
-    RegisterRowShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 8, 4, 1536>, WarpRow<T, 16, 4, 2048>,
-                      WarpRow<T, 32, 4, 2048>, WarpRow<T, 32, 8, sizeof(T) == 4 ? 1280 : 1024>, BlockRow<T, 8>>;
-
-// For slope * scale. In a ClusterRow each block has a part of the row; they exchange nothing.
-template <typename T>
-using ScaleShapes = RegisterRowShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 8, 4>, WarpRow<T, 16, 4>,
-                                      WarpRow<T, 32, 4>, BlockRow<T, 4>, ClusterRow<T, 4>, ClusterRow<T, 8>>;
-template <typename T>
-using UnalignedScaleShapes = RegisterRowShapes<WarpRow<T, 16, 2>, WarpRow<T, 32, 4>, BlockRow<T, 4>, ClusterRow<T, 8>>;
-
 template <typename T, typename A = Accumulate<T>>
 Smoothing<A> smoothing_of(const CrossEntropyAttrs &attrs, int64_t cols) {
   return {A(attrs.label_smoothing), A(attrs.label_smoothing / cols), A(1. / cols)};
 }
 
-// cross_entropy_rows() with extras.
-template <typename T, typename A = Accumulate<T>, bool kPadded = false>
-Status cross_entropy_extra_rows(const char *op, const CrossEntropyAttrs &attrs, const Tensor &x, const Targets &targets,
-                                const Results<T, A> &results, const Scale<T, A> &scale, const Extras<T, A> &extras,
-                                void *stream, bool after_count = true) {
+// cross_entropy_rows() with extras. kPadded: whether there is padding between rows.
+template <bool kPadded, typename T, typename A = Accumulate<T>>
+Status extra_rows(const char *op, const CrossEntropyAttrs &attrs, const Tensor &x, const Targets &targets,
+                  const Results<T> &results, const Scale<T> &scale, const Extras<T> &extras, void *stream,
+                  bool after_count) {
   DeviceLimits device;
   AOT_TRY(device_limits(op, &device));
   int64_t rows = attrs.rows(x), cols = attrs.cols(x);
@@ -719,160 +569,32 @@ Status cross_entropy_extra_rows(const char *op, const CrossEntropyAttrs &attrs, 
   return dispatch_register_rows(unaligned_shapes<T>(), vectors, device, launch, any);
 }
 
-// scale.count is what cross_entropy_count() has written, or null. after_count: in the launch before. kPadded: whether
-// there is padding between rows.
-template <typename T, typename A = Accumulate<T>, bool kPadded = false>
-Status cross_entropy_rows(const char *op, const CrossEntropyAttrs &attrs, const Tensor &x, const Targets &targets,
-                          const Results<T, A> &results, const Scale<T, A> &scale, const Extras<T, A> &extras,
-                          void *stream, bool after_count = true) {
-  if (extras.any())
-    return cross_entropy_extra_rows<T, A, kPadded>(op, attrs, x, targets, results, scale, extras, stream, after_count);
+// cross_entropy_rows() of any alignment, without extras.
+template <bool kPadded, typename T, typename A = Accumulate<T>>
+Status unaligned_rows(const char *op, const CrossEntropyAttrs &attrs, const Tensor &x, const Targets &targets,
+                      const Results<T> &results, const Scale<T> &scale, void *stream, bool after_count) {
   DeviceLimits device;
   AOT_TRY(device_limits(op, &device));
   int64_t rows = attrs.rows(x), cols = attrs.cols(x);
   if (rows == 0) return kOk;
   const T *from = x.as<const T>();
-  Smoothing<A> smoothing = smoothing_of<T>(attrs, cols);
+  const Smoothing<A> smoothing = smoothing_of<T>(attrs, cols);
   auto any = [&] {
     return launch_rows(op, cross_entropy_any_kernel<T, A, kPadded>, rows, cols, stream, from, targets, results, scale,
                        rows, cols, smoothing);
   };
-  auto stream_rows = [&] {
-    if (cols < kStreamThreads * kVectorSize<T>) return any();
-    return launch_kernel(op, cross_entropy_stream_kernel<T, kPadded>, {grid_size(rows), kStreamThreads}, stream, from,
-                         targets, results, rows, cols, smoothing);
-  };
-  auto launch = [&](auto kind, auto smooth, auto slope) {
+  auto launch = [&](auto smooth) {
     return [=](auto shape, RegisterRowPlan plan) {
-      using Row = typename decltype(kind)::template Row<decltype(shape)>;
+      using Row = UnalignedRow<decltype(shape)>;
       plan.overlap = after_count && scale.count;  // the kernel that counts is the one before
-      return launch_register_rows<decltype(shape)>(op, plan, rows, cross_entropy_kernel<Row, smooth, slope, kPadded>,
+      return launch_register_rows<decltype(shape)>(op, plan, rows, cross_entropy_kernel<Row, smooth, true, kPadded>,
                                                    stream, from, targets, results, scale, rows, cols, smoothing);
     };
   };
-  constexpr std::true_type kYes;
-  constexpr std::false_type kNo;
-  int64_t vectors = row_vectors<T>(cols, from, results.slope);
-  // Padded rows have one kernel, with a slope or without: the sums of another could differ in the last bit.
-  if (attrs.label_smoothing == 0 && !results.slope && !(kPadded && results.padding))
-    return dispatch_register_rows(LossShapes<T>(), vectors, device, launch(Aligned(), kNo, kNo), stream_rows);
-  auto dispatch_rows = [&](auto smooth) {
-    if (cols % kVectorSize<T> == 0 && aligned(from, results.slope))
-      return dispatch_register_rows(slope_shapes<T>(), vectors, device, launch(Aligned(), smooth, kYes), any);
-    const int64_t most = unaligned_row_vectors<T>(cols, from, results.slope ? results.slope : from);
-    return dispatch_register_rows(unaligned_shapes<T>(), most, device, launch(Unaligned(), smooth, kYes), any);
-  };
-  return attrs.label_smoothing == 0 ? dispatch_rows(kNo) : dispatch_rows(kYes);
-}
-
-template <typename T, typename A = Accumulate<T>>
-Status cross_entropy_scale(const char *op, const CrossEntropyAttrs &attrs, const Tensor &slope, T *dx,
-                           const Targets &targets, const Scale<T, A> &scale, void *stream) {
-  DeviceLimits device;
-  AOT_TRY(device_limits(op, &device));
-  int64_t rows = attrs.rows(slope), cols = attrs.cols(slope);
-  const T *from = slope.as<const T>();
-  if (from == dx) {
-    const int64_t size = rows * cols, most = kInPlaceWaves * kInPlaceBlocks * device.multiprocessors;
-    if (size == 0) return kOk;
-    const int64_t blocks = std::min(ceil_div(size, kInPlacePiece<T>), most);
-    cross_entropy_scale_in_place_kernel<<<grid_size(blocks), kInPlaceThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-        dx, targets, scale, size, cols);
-    return check_launch(op);
-  }
-  auto launch = [&](auto kind) {
-    return [=](auto shape, const RegisterRowPlan &plan) {
-      using Row = typename decltype(kind)::template Row<decltype(shape)>;
-      return launch_register_rows<decltype(shape)>(op, plan, rows, cross_entropy_scale_kernel<Row>, stream, from, dx,
-                                                   targets, scale, rows, cols);
-    };
-  };
-  auto any = [&] {
-    return launch_rows(op, cross_entropy_scale_any_kernel<T, A>, rows, cols, stream, from, dx, targets, scale, rows,
-                       cols);
-  };
-  if (cols % kVectorSize<T> == 0 && aligned(from, dx))
-    return dispatch_register_rows(ScaleShapes<T>(), row_vectors<T>(cols, from, dx), device, launch(Aligned()), any);
-  return dispatch_register_rows(UnalignedScaleShapes<T>(), unaligned_row_vectors<T>(cols, from, dx), device,
-                                launch(Unaligned()), any);
-}
-
-// The launch of a sum over rows.
-inline LaunchShape sum_shape(const DeviceLimits &device, int64_t rows) {
-  const unsigned cluster = device.clusters && rows > 16 * kSumThreads ? kMaxCluster : 1;
-  return {cluster, kSumThreads, 0, cluster};
-}
-
-// Writes the divisor of a mean over x's rows: their count, or, given the weights of the classes, the sum of these.
-template <typename T, typename A = Accumulate<T>>
-Status cross_entropy_count(const char *op, const Targets &targets, const Loss<T> &weight, A *count, int64_t rows,
-                           int64_t cols, void *stream) {
-  DeviceLimits device;
-  AOT_TRY(device_limits(op, &device));
-  const LaunchShape shape = sum_shape(device, rows);
-  if (weight.data) {
-    auto *kernel = shape.cluster.x > 1 ? cross_entropy_weight_kernel<Span::cluster, T, A>
-                                       : cross_entropy_weight_kernel<Span::block, T, A>;
-    return launch_kernel(op, kernel, shape, stream, targets, weight, count, rows, cols);
-  }
-  auto *kernel =
-      shape.cluster.x > 1 ? cross_entropy_count_kernel<Span::cluster, A> : cross_entropy_count_kernel<Span::block, A>;
-  return launch_kernel(op, kernel, shape, stream, targets, count, rows);
-}
-
-// The sum of the rows' losses, or their mean: divided by *weights unless that is null. This kernel overlaps the end of
-// the rows kernel (overlap.cuh).
-template <typename T, typename A = Accumulate<T>>
-Status cross_entropy_loss(const char *op, const A *losses, const Loss<T> &loss, int64_t rows, bool mean,
-                          const A *weights, void *stream) {
-  DeviceLimits device;
-  AOT_TRY(device_limits(op, &device));
-  LaunchShape shape = sum_shape(device, rows);
-  shape.overlap = true;
-  auto *kernel = shape.cluster.x > 1 ? cross_entropy_loss_kernel<Span::cluster, T, A>
-                                     : cross_entropy_loss_kernel<Span::block, T, A>;
-  return launch_kernel(op, kernel, shape, stream, losses, loss, rows, mean, weights);
-}
-
-// The factor of a backward's rows. divides: by what cross_entropy_count() writes to the workspace.
-template <class Op, typename T, typename A>
-Status backward_scale(const Op &op, const Tensor *in, const Tensor &work, bool divides, const Extras<T, A> &extras,
-                      Scale<T, A> *scale, void *stream) {
-  const Tensor &x = in[op.kX];
-  if (divides && !work) return fail(kConventionMisused, "%s: workspace is missing", op.name);
-  *scale = {Loss<T>(in[op.kDy]), !op.reduces(), divides ? work.as<A>() : nullptr};
-  if (!divides) return kOk;
-  const Targets targets(in[op.kTarget], op.ignore_index);
-  return cross_entropy_count(op.name, targets, extras.weight, work.as<A>(), op.rows(x), op.cols(x), stream);
-}
-
-// A forward. slope: null for none. rows: cross_entropy_rows, or cross_entropy_extra_rows.
-template <class Op, typename T, typename A, class Rows>
-Status cross_entropy_forward(const Op &op, const Tensor *in, const Tensor &y, const Tensor &work, T *slope,
-                             const Extras<T, A> &extras, Rows rows, void *stream) {
-  const Tensor &x = in[op.kX];
-  const int64_t n = op.rows(x);
-  if (op.reduces() && !work) return fail(kConventionMisused, "%s: workspace is missing", op.name);
-  const bool divides = slope && op.divides_slope(x), weighs = op.mean() && extras.weight.data;
-  A *count = divides || weighs ? work.as<A>() : nullptr, *losses = op.reduces() ? work.as<A>() + op.kLosses : nullptr;
-  const Targets targets(in[op.kTarget], op.ignore_index);
-  if (count) AOT_TRY(cross_entropy_count(op.name, targets, extras.weight, count, n, op.cols(x), stream));
-  const Results<T, A> results = {op.reduces() ? Loss<T>() : Loss<T>(y), losses, slope};
-  const Scale<T, A> scale = {{}, false, divides ? count : nullptr};
-  AOT_TRY(rows(op.name, op, x, targets, results, scale, extras, stream, true));
-  if (!op.reduces()) return kOk;
-  return cross_entropy_loss(op.name, losses, Loss<T>(y), n, op.mean(), weighs ? count : nullptr, stream);
-}
-
-// A backward that computes dx from x.
-template <class Op, typename T, typename A, class Rows>
-Status cross_entropy_backward(const Op &op, const Tensor *in, T *dx, const Tensor &work, const Extras<T, A> &extras,
-                              Rows rows, void *stream) {
-  const Tensor &x = in[op.kX];
-  const Targets targets(in[op.kTarget], op.ignore_index);
-  Scale<T, A> scale;
-  AOT_TRY(backward_scale(op, in, work, op.mean(), extras, &scale, stream));
-  return rows(op.name, op, x, targets, Results<T, A>{{}, nullptr, dx}, scale, extras, stream, true);
+  const int64_t vectors = unaligned_row_vectors<T>(cols, from, results.slope ? results.slope : from);
+  if (attrs.label_smoothing == 0)
+    return dispatch_register_rows(unaligned_shapes<T>(), vectors, device, launch(std::false_type()), any);
+  return dispatch_register_rows(unaligned_shapes<T>(), vectors, device, launch(std::true_type()), any);
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
-#include "cross_entropy.cuh"
 #include "cross_entropy_lse.h"
+
+#include "cross_entropy_rows.cuh"
 
 namespace aot {
 inline namespace AOT_ISA {

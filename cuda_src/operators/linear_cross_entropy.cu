@@ -66,6 +66,16 @@ Status scale_slope(const char *op, const S *slope, const Tensor &gradient, const
   return launch_kernel(op, kernel, {grid_size(std::min(blocks, most)), kScaleThreads}, stream, slope, to, n, dy, count);
 }
 
+// cross_entropy_rows() of padded rows. They have one kernel, with a slope or without, and whether they are aligned or
+// not: the sums of another could differ in the last bit.
+template <typename T>
+Status padded_rows(const char *op, const CrossEntropyAttrs &attrs, const Tensor &x, const Targets &targets,
+                   const Results<T> &results, const Scale<T> &scale, const Extras<T> &extras, void *stream,
+                   bool after_count) {
+  if (extras.any()) return extra_rows<true>(op, attrs, x, targets, results, scale, extras, stream, after_count);
+  return unaligned_rows<true>(op, attrs, x, targets, results, scale, stream, after_count);
+}
+
 // The sums over the chunks, each unless it is null: weight's and bias's of c.line rows and elements.
 template <typename T>
 struct ChunkGradients {
@@ -105,6 +115,7 @@ class Chunks {
     const Extras<T, A> extras(attrs_, in_[LinearCrossEntropy::kClassWeight]);
     Tensor target = in_[LinearCrossEntropy::kTarget], logits;
     logits.dtype = in_[LinearCrossEntropy::kX].dtype, logits.ndim = 2, logits.shape[1] = c_.out, logits.data = logits_;
+    auto *const losses = c_.pads() ? padded_rows<T> : cross_entropy_rows<T>;
     int sums = 0;  // partial sums of the bias
     for (int64_t first = 0, chunk = 0; chunk < c_.count(); ++chunk, first += c_.chunk) {
       const int64_t rows = std::min(c_.chunk, c_.rows - first);
@@ -113,8 +124,8 @@ class Chunks {
       AOT_TRY(product({dtype, dtype, rows, c_.line, c_.in, {x, c_.in}, {weight_, c_.in, true}, {logits_, c_.line}},
                       false, bias_));
       logits.shape[0] = rows;
-      AOT_TRY((cross_entropy_rows<T, A, true>(op_, attrs_, logits, Targets(target, attrs_.ignore_index), results, scale,
-                                              extras, stream_, false)));
+      AOT_TRY(
+          losses(op_, attrs_, logits, Targets(target, attrs_.ignore_index), results, scale, extras, stream_, false));
       if (gradients.dx)
         AOT_TRY(product({dtype,
                          dtype,
