@@ -120,10 +120,10 @@ Status run_backward(const char *op, const AttentionInputs<T> &x, const T *y, Acc
 
 template <typename T>
 Status run_bias(const char *op, const AttentionInputs<T> &x, void *dbias, void *stream) {
-  bool mma;
-  AOT_TRY(choose<T>(op, x, &mma, x.q, x.k, x.v, x.dy));
+  AttentionKernels kernels;
+  AOT_TRY(choose<T>(op, x, &kernels, x.q, x.k, x.v, x.dy));
   if constexpr (sizeof(T) == 2)
-    if (mma) return run_mma_bias(op, x, dbias, stream);
+    if (kernels == AttentionKernels::mma) return run_mma_bias(op, x, dbias, stream);
   constexpr int kSide = AttentionTile<T, AttentionResult::dbias>::kSide;
   int64_t blocks;
   AOT_TRY(count_bias_tiles(op, x, kSide, kSide, &blocks));
