@@ -106,7 +106,7 @@ def _backward_formula(
     dq = call.joined(call.matmul(ds, call.k))
     dk, dv = (call.of_keys(call.matmul(a, b, transpose_a=True)) for a, b in ((ds, call.q), (p, dy)))
     nothing = m.reshape(dq[..., :0], (0,))
-    dbias = nothing if bias is None else call.of_scores(dt, bias.shape)
+    dbias = nothing if bias is None else call.of_scores(dt, bias)
     dsinks = nothing if sinks is None else call.of_heads(m.zeros(delta) - of_sink * delta)
     return dq, dk, dv, dbias, dsinks
 
@@ -149,11 +149,11 @@ class _Call:
     def two_axes(self, heads):
         return self.kv_heads, heads // max(self.kv_heads, 1)
 
-    def of_scores(self, x, shape):
-        """``grouped`` undone, of a gradient: summed to a shape."""
-        found = tuple(self.bias.shape)
+    def of_scores(self, x, bias):
+        """``grouped`` undone, of the gradient of a bias: what it is broadcast to is summed."""
+        found = self.grouped(bias).shape
         axes = tuple(i - x.ndim for i, n in enumerate(found) if n == 1 and x.shape[i] != 1)
-        return self.m.reshape(self.m.sum(x, axes, keepdims=True), tuple(shape))
+        return self.m.reshape(self.m.sum(x, axes, keepdims=True), tuple(bias.shape))
 
     def of_heads(self, x):
         """The sums of each head, of numbers of queries: (heads,)."""

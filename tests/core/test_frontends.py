@@ -182,7 +182,7 @@ def test_numpy_bytes_that_are_not_aligned_or_swapped(dtype, name):
             return change(numpy, "cpu", cases.dtype_of(array, dtype), array)
 
         inputs = {slot: changed(x) for slot, x in cases.inputs(name, i, dtype).items()}
-        assert change is swapped or not any(x.flags.aligned for x in inputs.values())
+        assert change is swapped or not any(x.flags.aligned for x in inputs.values() if x.itemsize > 1)
         cases.assert_values(to_numpy(numpy, numpy.results(name, inputs, attrs)), name, i, dtype)
         grads = numpy.gradients(name, inputs, attrs, made_gradients(name, i, dtype, changed))
         cases.assert_gradients(to_numpy(numpy, grads), name, i, dtype)
