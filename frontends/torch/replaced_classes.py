@@ -36,7 +36,7 @@ def _made(original: type[nn.Module], kinds: tuple[str, ...]) -> type[nn.Module]:
 
 def _forward(original: type[nn.Module], kinds: tuple[str, ...]) -> Any:
     theirs = original.forward
-    if kinds[0] in replaced_globals.CALLED:
+    if replaced_globals.kinds_of(original):
         return replaced_globals.exchanged(theirs, kinds)
     serve = serve_of(*learn(original))  # type: ignore[misc]
     return _of_a_model(serve, theirs) if kinds[0] == "linear_cross_entropy" else _of_a_layer(serve, theirs)
@@ -75,7 +75,17 @@ def _reduced(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
 
 def _made_again(original: type[nn.Module], kinds: tuple[str, ...], *arguments: Any) -> nn.Module:
     """Where the original's forward is not a known one, as in another version, the original."""
-    found = learn(original)
-    known = {found[0].kind} if found else set(replaced_globals.kinds_of(original))
+    found, called = learn(original), replaced_globals.kinds_of(original)
+    known = set(called) if called or not found else {found[0].kind}
     cls = class_for(original, kinds) if known.issuperset(kinds) else original
     return cls.__new__(cls, *arguments)
+
+
+def _loss(theirs: type[nn.Module]) -> type[nn.Module]:
+    """The class of a loss that a forward makes at each call."""
+    return class_for(theirs, ("cross_entropy",))
+
+
+replaced_globals.CALLED["cross_entropy"] = replaced_globals.Called(
+    "CrossEntropyLoss", lambda value: value is nn.CrossEntropyLoss, _loss
+)

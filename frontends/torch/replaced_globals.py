@@ -1,5 +1,5 @@
-"""Functions that the forward of an attention module calls by a global name: the rotation of queries and keys, and
-transformers' table of attentions.
+"""Functions that the forward of a module calls by a global name: the rotation of queries and keys, and transformers'
+table of attentions. The class of torch's loss, which is made as a module's is, joins them in replaced_classes.py.
 
 The replaced module's forward has the code of the original one, and globals in which that name is another function's.
 They are copied when the class is made: a name that is assigned to later in transformers' file is not seen.
@@ -8,7 +8,7 @@ They are copied when the class is made: a name that is assigned to later in tran
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import FunctionType
+from types import CellType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -29,8 +29,8 @@ class Called(NamedTuple):
 
 def kinds_of(cls: type) -> tuple[str, ...]:
     """The kinds of operators whose functions a class's forward calls."""
-    forward = getattr(cls, "forward", None)
-    if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
+    forward = _undecorated(getattr(cls, "forward", None))
+    if forward is None:
         return ()
     found = []
     for kind, called in CALLED.items():
@@ -40,14 +40,37 @@ def kinds_of(cls: type) -> tuple[str, ...]:
     return tuple(found)
 
 
-def exchanged(forward: FunctionType, kinds: tuple[str, ...]) -> FunctionType:
+def _undecorated(function: Any) -> FunctionType | None:
+    """The function below decorators, each of which holds the next one in its closure; else None."""
+    while isinstance(function, FunctionType) and hasattr(function, "__wrapped__"):
+        inner = function.__wrapped__
+        function = inner if any(_holds(cell, inner) for cell in function.__closure__ or ()) else None
+    return function if isinstance(function, FunctionType) else None
+
+
+def _holds(cell: CellType, value: Any) -> bool:
+    try:
+        return cell.cell_contents is value
+    except ValueError:  # it is empty
+        return False
+
+
+def exchanged(forward: Any, kinds: tuple[str, ...]) -> FunctionType:
     """Torch's compiler takes a global of a function without ``__name__`` from the function, not from the module of that
     name."""
-    own = {CALLED[kind].name: CALLED[kind].ours(global_of(forward, CALLED[kind].name)) for kind in kinds}
-    others = {name: value for name, value in forward.__globals__.items() if name != "__name__"}
-    made = FunctionType(forward.__code__, others | own, forward.__name__, forward.__defaults__, forward.__closure__)
+    others, closure = forward.__globals__, forward.__closure__
+    inner = getattr(forward, "__wrapped__", None)
+    if inner is None:
+        own = {CALLED[kind].name: CALLED[kind].ours(global_of(forward, CALLED[kind].name)) for kind in kinds}
+        others = {name: value for name, value in others.items() if name != "__name__"} | own
+    else:
+        made_inner = exchanged(inner, kinds)
+        closure = tuple(CellType(made_inner) if _holds(cell, inner) else cell for cell in closure)
+    made = FunctionType(forward.__code__, others, forward.__name__, forward.__defaults__, closure)
     for name in ("__kwdefaults__", "__annotations__", "__doc__", "__module__", "__qualname__"):
         setattr(made, name, getattr(forward, name))
+    if inner is not None:
+        made.__wrapped__ = made_inner  # type: ignore[attr-defined]
     return made
 
 

@@ -25,7 +25,7 @@ from .replaced_losses import LOSSES, loss_for
 OPTIONAL = ("linear_cross_entropy", "attention")
 """The kinds that are replaced only where they are asked for: one changes what a model returns, and the other is not
 faster everywhere."""
-KINDS = tuple(kind for kind in (*SERVED, *CALLED) if kind not in OPTIONAL)
+KINDS = tuple(kind for kind in dict.fromkeys((*SERVED, *CALLED)) if kind not in OPTIONAL)
 _LOSS = "loss_function"
 """The property of transformers' models with the function that they call."""
 _OF_ITS_OWN = ("__init_subclass__", "__reduce__", "__reduce_ex__")

@@ -107,7 +107,7 @@ MODELS = {
     qwen: {"rms_norm": 9, "swiglu": 2, "cross_entropy": 1, "rope": 2},
     gemma2: {"rms_norm": 9, "gelu": 2, "cross_entropy": 1, "rope": 2},
     gpt_neox: {"layer_norm": 5, "linear": 2, "gelu": 2, "cross_entropy": 1, "rope": 2},
-    bert: {"layer_norm": 6, "linear": 3, "gelu": 3},
+    bert: {"layer_norm": 6, "linear": 3, "gelu": 3, "cross_entropy": 1},
     vit: {"layer_norm": 5, "linear": 2, "gelu": 2, "conv2d": 1},
     timm_vit: {"layer_norm": 5, "linear": 2, "gelu": 2, "conv2d": 1},
     timm_resnet: {"conv2d": 1},
@@ -299,13 +299,41 @@ def test_a_replaced_model_is_compiled():
     assert max(error(after, before)) < 1e-5
 
 
-def test_a_model_whose_head_is_replaced_is_compiled():
-    model = made(qwen).train()
-    del model.model.layers[1:]
-    before = trained(model, qwen)
+@pytest.mark.parametrize("build", [qwen, gpt2, bert])
+def test_a_model_whose_forward_is_replaced_is_compiled(build):
+    """The head and attention of qwen and gpt2, and the loss that bert makes at each call."""
+    model = made(build).train()
+    before = trained(model, build)
     ours.replace(model, also=ALSO)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    assert max(error(trained(compiled, qwen), before)) < 1e-5
+    assert max(error(trained(compiled, build), before)) < 1e-5
+
+
+def decorated(function):
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        return 2 * function(*args, **kwargs)
+
+    return wrapper
+
+
+def test_a_loss_that_a_forward_makes():
+    """Decorators stay. One that holds what it wraps elsewhere is not known."""
+
+    def forward(self, x, target):
+        return CrossEntropyLoss(label_smoothing=self.smoothing)(x, target)  # noqa: F821
+
+    forward = types.FunctionType(forward.__code__, {"CrossEntropyLoss": nn.CrossEntropyLoss}, "forward")
+    x, target = torch.randn(4, 5), torch.tensor([0, 1, 2, -100])
+    for wrapped, operator in ((decorated(decorated(forward)), "cross_entropy"), (functools.partial(forward), None)):
+        model = type("Model", (nn.Module,), {"forward": wrapped})()
+        model.smoothing = 0.1
+        record = ours.replace(model)
+        assert record.rows[0].operator == operator
+        if operator:
+            expected = 4 * nn.functional.cross_entropy(x, target, label_smoothing=0.1)
+            torch.testing.assert_close(model(x, target), expected)
+    assert ours.replace(made(bert), without="cross_entropy").rows[0].reason == "cross_entropy: not selected"
 
 
 @pytest.mark.parametrize(("name", "also"), [("llama", ALSO), ("bert", ())])
