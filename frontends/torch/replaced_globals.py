@@ -29,15 +29,19 @@ class Called(NamedTuple):
 
 def kinds_of(cls: type) -> tuple[str, ...]:
     """The kinds of operators whose functions a class's forward calls."""
+    return tuple(kind for kind, known in called_by(cls).items() if known)
+
+
+def called_by(cls: type) -> dict[str, bool]:
+    """The kinds whose names a class's forward has, and whether the name means what it is known to mean."""
     forward = _undecorated(getattr(cls, "forward", None))
     if forward is None:
-        return ()
-    found = []
-    for kind, called in CALLED.items():
-        is_global = called.name in forward.__code__.co_names and called.name in forward.__globals__
-        if is_global and called.is_known(global_of(forward, called.name)):
-            found.append(kind)
-    return tuple(found)
+        return {}
+    return {
+        kind: bool(called.is_known(global_of(forward, called.name)))
+        for kind, called in CALLED.items()
+        if called.name in forward.__code__.co_names and called.name in forward.__globals__
+    }
 
 
 def _undecorated(function: Any) -> FunctionType | None:

@@ -19,7 +19,7 @@ from torch import nn
 from .known_rotations import without_halves
 from .replaced_classes import ORIGINAL, class_for
 from .replaced_forwards import SERVED, learn, refusal
-from .replaced_globals import CALLED, kinds_of
+from .replaced_globals import CALLED, called_by
 from .replaced_losses import LOSSES, loss_for
 
 OPTIONAL = ("linear_cross_entropy", "attention")
@@ -215,8 +215,11 @@ def _judged(module: nn.Module, kinds: Collection[str]) -> tuple[str | None, str]
 
 def _calls(module: nn.Module, kinds: Collection[str], uneven: str) -> Iterator[tuple[str | None, str]]:
     """The operators for the functions that the forward of a module calls, and why they are left nevertheless."""
-    for kind in () if hasattr(type(module), ORIGINAL) else kinds_of(type(module)):
-        reason = _unselected(kind, kinds) or (uneven if kind == "rope" else "") or _own_ways(module, ())
+    if hasattr(type(module), ORIGINAL):
+        return
+    for kind, known in called_by(type(module)).items():
+        reason = _unselected(kind, kinds) or ("" if known else f"its {CALLED[kind].name} is not a known one")
+        reason = reason or (uneven if kind == "rope" else "") or _own_ways(module, ())
         yield kind, f"{kind}: {reason}" if reason else ""
 
 

@@ -243,6 +243,16 @@ def test_a_rotation_whose_cosines_are_not_known_is_left():
     assert "rope: the cosines and sines of Rotary may be others" in found
 
 
+def test_a_rotation_that_is_not_known_is_left():
+    layer = made(llama).model.layers[0].self_attn
+    forward = type(layer).forward
+    patched = types.FunctionType(
+        forward.__code__, forward.__globals__ | {"apply_rotary_pos_emb": lambda *args: args[:2]}, "forward"
+    )
+    layer.__class__ = type("Patched", (type(layer),), {"forward": patched})
+    assert "rope: its apply_rotary_pos_emb is not a known one" in [row.reason for row in ours.replace(layer)]
+
+
 def test_rotations_of_all_calls():
     """Layouts, dtypes that are promoted, and calls that the original function serves."""
     transformers()
