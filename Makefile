@@ -439,7 +439,8 @@ wheel: $(PACKAGING)/ready
 	  AOTOPS_PRODUCTS="$(abspath ./$(PRODUCTS))" python -m build --wheel --no-isolation \
 	    --config-setting=--build-option=--plat-name=linux_$(TARGET) --outdir $(BUILD)/wheel . >$(BUILD)/wheel.log 2>&1 && \
 	  $(AUDITWHEEL) repair --plat $(WHEEL:dist/aotops-$(VERSION)-py3-none-%.whl=%) --only-plat --strip --wheel-dir dist \
-	    $(BUILD)/wheel/*.whl >>$(BUILD)/wheel.log 2>&1 || { tail $(BUILD)/wheel.log; exit 1; }
+	    $(BUILD)/wheel/*.whl >>$(BUILD)/wheel.log 2>&1 && \
+	  python packaging/compress_wheel.py $(WHEEL) || { tail $(BUILD)/wheel.log; exit 1; }
 	@$(if $(OWN_NVCC),rm -rf $(BUILD)/audited && $(PYTHON) -m zipfile -e $(WHEEL) $(BUILD)/audited && \
 	  $(call audit,$(BUILD)/audited/aotops/libaotops.so,$(WHEEL_GPUS)) || { mv $(WHEEL) $(BUILD)/refused.whl; exit 1; })
 	@ls -l $(WHEEL)
