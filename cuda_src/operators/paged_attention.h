@@ -30,7 +30,7 @@ struct KeyRange {
 // The sizes of a call, as both devices take them. Without a table an example is one block. window: no less than the
 // keys where there is none.
 struct PagedSizes {
-  // Of a chunk: what pays for a partial result, and what a step of the kernels takes.
+  // A chunk has as many keys as pay for a partial result, in multiples of what a step of the kernels takes.
   static constexpr int64_t kFewestKeys = kIsCuda ? 256 : 512, kChunkStep = 64;
 
   int64_t batch, queries, heads, kv_heads, dim, v_dim, blocks, block_size, max_blocks, window, chunks;

@@ -55,8 +55,8 @@ def scaled_dot_product_attention(
             *tensors, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     if query.ndim == 2:
-        return _attend(*(x[None] for x in tensors), attn_mask, is_causal, scale)[0]
-    return _attend(*tensors, attn_mask, is_causal, scale)
+        return _attend(query[None], key[None], value[None], attn_mask, is_causal, scale)[0]
+    return _attend(query, key, value, attn_mask, is_causal, scale)
 
 
 def _attend(
