@@ -256,6 +256,7 @@ class Jax(Framework):
     def gradients(self, name, inputs, attrs, dys):
         if not self.ops[name].has_gradient:
             return {}
+
         def function(given):
             return self.results(name, inputs | given, attrs)
 

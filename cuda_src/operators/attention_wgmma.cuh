@@ -31,19 +31,20 @@ struct WgmmaShape {
   static constexpr int kOfDq = kOfY + kTile + 2 * 2 * 4 * kRows, kOfDkv = kOfY + kTile + kStages * kNumbers;
 };
 
+// The fastest of those tried on an H200, of 512 to 16384 queries.
 template <int kDim>
 struct WgmmaShapes;
 template <>
 struct WgmmaShapes<64> {
   using Y = WgmmaShape<64, 3, 128, 2, true>;
-  using Dq = WgmmaShape<64, 3, 64, 4, false>;
-  using Dkv = WgmmaShape<64, 2, 64, 3, false>;
+  using Dq = WgmmaShape<64, 2, 128, 3, false>;
+  using Dkv = WgmmaShape<64, 2, 96, 3, false>;
 };
 template <>
 struct WgmmaShapes<128> {
   using Y = WgmmaShape<128, 2, 128, 2, true>;
   using Dq = WgmmaShape<128, 2, 96, 3, false>;
-  using Dkv = WgmmaShape<128, 2, 64, 2, false>;
+  using Dkv = WgmmaShape<128, 2, 64, 3, false>;
 };
 
 template <typename T>
