@@ -58,7 +58,26 @@ template <typename T>
 Status cross_entropy_extra_rows(const char *op, const CrossEntropyAttrs &attrs, const Tensor &x, const Targets &targets,
                                 const Results<T> &results, const Scale<T> &scale, const Extras<T> &extras, void *stream,
                                 bool after_count) {
-  return extra_rows<false>(op, attrs, x, targets, results, scale, extras, stream, after_count);
+  using A = Accumulate<T>;
+  DeviceLimits device;
+  AOT_TRY(device_limits(op, &device));
+  int64_t rows = attrs.rows(x), cols = attrs.cols(x);
+  if (rows == 0) return kOk;
+  const T *from = x.as<const T>();
+  const Smoothing<A> smoothing = smoothing_of<T>(attrs, cols);
+  auto any = [&] {
+    return launch_rows(op, cross_entropy_any_extra_kernel<T, A>, rows, cols, stream, from, targets, results, scale,
+                       extras, rows, cols, smoothing);
+  };
+  if (cols == 0 || (extras.weight.data && attrs.label_smoothing != 0)) return any();
+  auto launch = [&](auto shape, RegisterRowPlan plan) {
+    using Row = UnalignedRow<decltype(shape)>;
+    plan.overlap = after_count && scale.count;
+    return launch_register_rows<decltype(shape)>(op, plan, rows, cross_entropy_extra_kernel<Row>, stream, from, targets,
+                                                 results, scale, extras, rows, cols, smoothing);
+  };
+  const int64_t vectors = unaligned_row_vectors<T>(cols, from, results.slope ? results.slope : from);
+  return dispatch_register_rows(unaligned_shapes<T>(), vectors, device, launch, any);
 }
 
 template <typename T>
@@ -66,7 +85,7 @@ Status cross_entropy_rows(const char *op, const CrossEntropyAttrs &attrs, const 
                           const Results<T> &results, const Scale<T> &scale, const Extras<T> &extras, void *stream,
                           bool after_count) {
   using A = Accumulate<T>;
-  if (extras.any()) return extra_rows<false>(op, attrs, x, targets, results, scale, extras, stream, after_count);
+  if (extras.any()) return cross_entropy_extra_rows(op, attrs, x, targets, results, scale, extras, stream, after_count);
   const int64_t rows = attrs.rows(x), cols = attrs.cols(x);
   const T *from = x.as<const T>();
   const bool loss_alone = attrs.label_smoothing == 0 && !results.slope;

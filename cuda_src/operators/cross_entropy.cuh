@@ -239,14 +239,14 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   if (mine) results.slope[part.row() * cols + c.column()] = narrow<T>(p.of(at_target) - off_target - on_target);
 }
 
-// cross_entropy_kernel with extras, but not with weights and label smoothing. Row: an UnalignedRow.
-template <class Row, bool kPadded, class Shape = typename Row::Shape, typename T = typename Row::T,
-          typename A = Accumulate<T>>
+// cross_entropy_kernel with extras, but not with weights and label smoothing. Row: an UnalignedRow, which may have
+// padding.
+template <class Row, class Shape = typename Row::Shape, typename T = typename Row::T, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     cross_entropy_extra_kernel(const T *x, Targets targets, Results<T, A> results, Scale<T, A> scale,
                                Extras<T, A> extras, int64_t rows, int64_t cols, Smoothing<A> smoothing) {
   launch_next();
-  if constexpr (kPadded) results.skip_padding(RegisterRow<Shape>(cols).row(), x);
+  results.skip_padding(RegisterRow<Shape>(cols).row(), x);
   Row part = row_of<Row>(x, cols);
   bool present = part.present(rows);
   Vector<T> v[Shape::kVectors];
@@ -276,7 +276,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     if (extras.lse) extras.lse[part.row()] = with.lse;
   }
   if (!results.slope) return;
-  if constexpr (kPadded) results.clear_padding(part.row(), present, part.column(0) / Shape::kSize, cols);
+  results.clear_padding(part.row(), present, part.column(0) / Shape::kSize, cols);
 
   if (with.zero) {
     if constexpr (Row::kEnds) part.store_end(results.slope, present, 0);
@@ -400,7 +400,7 @@ __global__ void __launch_bounds__(kAnyRowThreads)
 }
 
 // cross_entropy_any_kernel with extras.
-template <typename T, typename A, bool kPadded>
+template <typename T, typename A>
 __global__ void __launch_bounds__(kAnyRowThreads)
     cross_entropy_any_extra_kernel(const T *x, Targets targets, Results<T, A> results, Scale<T, A> scale,
                                    Extras<T, A> extras, int64_t rows, int64_t cols, Smoothing<A> smoothing) {
@@ -410,7 +410,7 @@ __global__ void __launch_bounds__(kAnyRowThreads)
   const Softcap<T, A> cap(extras.softcap);
   const bool weighs_all = extras.weight.data && smoothing.total != 0, has_dlse = extras.dlse;
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-    const int64_t begin = row * (kPadded ? cols + results.padding : cols);
+    const int64_t begin = row * (cols + results.padding);
     const T *from = x + begin;
     Class c(targets[row], targets.ignore_index, cols);
     A at_target = threadIdx.x == 0 && cols > 0 ? cap(widen(from[c.column()])) : A(0);
@@ -434,7 +434,7 @@ __global__ void __launch_bounds__(kAnyRowThreads)
       if (extras.predictions.data) extras.predictions.write(row, best.column == Best<A>::kNone ? 0 : best.column);
     }
     if (!results.slope) continue;
-    if (kPadded && threadIdx.x < results.padding) results.slope[begin + cols + threadIdx.x] = narrow<T>(0);
+    if (threadIdx.x < results.padding) results.slope[begin + cols + threadIdx.x] = narrow<T>(0);
     Probability<E, A> probability(s, 1, with.of_p);
     map_row(from, results.slope + begin, cols, [&](int64_t col, A x) {
       const A capped = cap(x), off = with.off_target * (weighs_all ? extras.weight.read(col) : A(1));
@@ -543,33 +543,7 @@ Smoothing<A> smoothing_of(const CrossEntropyAttrs &attrs, int64_t cols) {
   return {A(attrs.label_smoothing), A(attrs.label_smoothing / cols), A(1. / cols)};
 }
 
-// cross_entropy_rows() with extras. kPadded: whether there is padding between rows.
-template <bool kPadded, typename T, typename A = Accumulate<T>>
-Status extra_rows(const char *op, const CrossEntropyAttrs &attrs, const Tensor &x, const Targets &targets,
-                  const Results<T> &results, const Scale<T> &scale, const Extras<T> &extras, void *stream,
-                  bool after_count) {
-  DeviceLimits device;
-  AOT_TRY(device_limits(op, &device));
-  int64_t rows = attrs.rows(x), cols = attrs.cols(x);
-  if (rows == 0) return kOk;
-  const T *from = x.as<const T>();
-  const Smoothing<A> smoothing = smoothing_of<T>(attrs, cols);
-  auto any = [&] {
-    return launch_rows(op, cross_entropy_any_extra_kernel<T, A, kPadded>, rows, cols, stream, from, targets, results,
-                       scale, extras, rows, cols, smoothing);
-  };
-  if (cols == 0 || (extras.weight.data && attrs.label_smoothing != 0)) return any();
-  auto launch = [&](auto shape, RegisterRowPlan plan) {
-    using Row = UnalignedRow<decltype(shape)>;
-    plan.overlap = after_count && scale.count;
-    return launch_register_rows<decltype(shape)>(op, plan, rows, cross_entropy_extra_kernel<Row, kPadded>, stream, from,
-                                                 targets, results, scale, extras, rows, cols, smoothing);
-  };
-  const int64_t vectors = unaligned_row_vectors<T>(cols, from, results.slope ? results.slope : from);
-  return dispatch_register_rows(unaligned_shapes<T>(), vectors, device, launch, any);
-}
-
-// cross_entropy_rows() of any alignment, without extras.
+// cross_entropy_rows() of any alignment, without extras. kPadded: whether there is padding between rows.
 template <bool kPadded, typename T, typename A = Accumulate<T>>
 Status unaligned_rows(const char *op, const CrossEntropyAttrs &attrs, const Tensor &x, const Targets &targets,
                       const Results<T> &results, const Scale<T> &scale, void *stream, bool after_count) {

@@ -128,7 +128,8 @@ template <typename T>
 Status cross_entropy_rows(const char *op, const CrossEntropyAttrs &attrs, const Tensor &x, const Targets &targets,
                           const Results<T> &results, const Scale<T> &scale, const Extras<T> &extras, void *stream,
                           bool after_count);
-// cross_entropy_rows() by the kernels with extras, whether there are any or not.
+// cross_entropy_rows() by the kernels with extras, whether there are any or not, of rows with padding too: a copy of
+// these kernels for rows without would add 2.5 MB to the wheel.
 template <typename T>
 Status cross_entropy_extra_rows(const char *op, const CrossEntropyAttrs &attrs, const Tensor &x, const Targets &targets,
                                 const Results<T> &results, const Scale<T> &scale, const Extras<T> &extras, void *stream,

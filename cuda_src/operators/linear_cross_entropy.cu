@@ -72,7 +72,7 @@ template <typename T>
 Status padded_rows(const char *op, const CrossEntropyAttrs &attrs, const Tensor &x, const Targets &targets,
                    const Results<T> &results, const Scale<T> &scale, const Extras<T> &extras, void *stream,
                    bool after_count) {
-  if (extras.any()) return extra_rows<true>(op, attrs, x, targets, results, scale, extras, stream, after_count);
+  if (extras.any()) return cross_entropy_extra_rows(op, attrs, x, targets, results, scale, extras, stream, after_count);
   return unaligned_rows<true>(op, attrs, x, targets, results, scale, stream, after_count);
 }
 
