@@ -134,8 +134,8 @@ __device__ inline void arrive_named(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// A ring of stages. `full` counts the warps that fill a stage, and bytes; `empty` the warps that have read it. A use i
-// is counted from the block's first on.
+// A ring of stages. `full` counts the threads that fill a stage, and bytes; `empty` the warps that have read it. A use
+// i is counted from the block's first on.
 template <int kStages>
 struct Ring {
   uint64_t full[kStages], empty[kStages];
@@ -149,11 +149,8 @@ struct Ring {
     mbarrier_expect(&full[i % kStages], bytes);
     return &full[i % kStages];
   }
-  // By all threads of a warp, as release and wait.
-  __device__ void filled(int i) {
-    __syncwarp();
-    if (lane_index() == 0) mbarrier_arrive(&full[i % kStages]);
-  }
+  // By each thread that wrote to the stage.
+  __device__ void filled(int i) { mbarrier_arrive(&full[i % kStages]); }
   __device__ void wait(int i) { mbarrier_wait(&full[i % kStages], i / kStages % 2); }
   __device__ void release(int i) {
     __syncwarp();
@@ -779,8 +776,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     if constexpr (kResult == WgmmaResult::y) {
       barriers.q.init(kGroups), barriers.k.init(kGroups), barriers.v.init(kGroups);
     } else {
-      barriers.rows.init(kGroups), barriers.others.init(kGroups, kResult == WgmmaResult::dkv ? 2 : 1);
-      if constexpr (kResult == WgmmaResult::dq) barriers.numbers.init(kGroups, kPreparing);
+      barriers.rows.init(kGroups), barriers.others.init(kGroups, kResult == WgmmaResult::dkv ? 1 + 32 * kPreparing : 1);
+      if constexpr (kResult == WgmmaResult::dq) barriers.numbers.init(kGroups, 32 * kPreparing);
     }
     mbarrier_init_fence();
   }
