@@ -104,6 +104,7 @@ class Exchange {
     if constexpr (kSpan == Span::cluster)
       mbarrier_wait_cluster(&barriers_[collected_ % kSets], collected_ / kSets % 2);  // one phase for each use of a set
     else if (row_warps_ == blockDim.x / 32) __syncthreads();
+    else if (row_warps_ == 1) __syncwarp();  // of such teams a block may have 16, and there are named barriers 1 to 15
     else asm volatile("bar.sync %0, %1;" ::"r"(1 + team_), "r"(32 * row_warps_) : "memory");
     ++collected_;
     return slots;

@@ -140,8 +140,8 @@ template <int kStages>
 struct Ring {
   uint64_t full[kStages], empty[kStages];
 
-  __device__ void init(int groups, int fillers = 1) {
-    for (int i = 0; i < kStages; ++i) mbarrier_init(&full[i], fillers), mbarrier_init(&empty[i], 4 * groups);
+  __device__ void init(int readers, int fillers = 1) {
+    for (int i = 0; i < kStages; ++i) mbarrier_init(&full[i], fillers), mbarrier_init(&empty[i], readers);
   }
   __device__ void wait_empty(int i) { mbarrier_wait(&empty[i % kStages], i / kStages % 2 ^ 1); }
   __device__ uint64_t *fill(int i, int bytes) {
@@ -152,10 +152,12 @@ struct Ring {
   // By each thread that wrote to the stage.
   __device__ void filled(int i) { mbarrier_arrive(&full[i % kStages]); }
   __device__ void wait(int i) { mbarrier_wait(&full[i % kStages], i / kStages % 2); }
+  // By a warp whose products have read the stage; and by a thread that has loaded from it.
   __device__ void release(int i) {
     __syncwarp();
     if (lane_index() == 0) mbarrier_arrive(&empty[i % kStages]);
   }
+  __device__ void loaded(int i) { mbarrier_arrive(&empty[i % kStages]); }
 };
 
 // ----------------------------------------------------------------------------------------------------------- tiles
@@ -508,7 +510,7 @@ struct WgmmaDq {
       barriers.numbers.wait(tiles);
       const float2 *const of_row = numbers(tiles) + tile.query(0) - tile.begin;
       const float2 rows[] = {of_row[0], of_row[8]};
-      barriers.numbers.release(tiles);
+      barriers.numbers.loaded(tiles);
       uint32_t ds[kKeys / 16][4];
       const int own = tile.steps_of(c, group);
       barriers.rows.wait(tiles);
@@ -686,9 +688,9 @@ struct WgmmaDkv {
       for (int i = 0; i < tile.steps; ++i, ++steps, tile.go_on(at)) {
         if (tile.query(at) + kQueries <= first) {
           wgmma_wait<0>();
-          if (reading >= 0) barriers.others.release(reading);
+          if (reading >= 0) barriers.others.loaded(reading);
           reading = -1;
-          barriers.others.wait(steps), barriers.others.release(steps);
+          barriers.others.wait(steps), barriers.others.loaded(steps);
           continue;
         }
         float s[kQueries / 2], dp[kQueries / 2];
@@ -698,7 +700,7 @@ struct WgmmaDkv {
         const float2 *const lse = numbers(steps) + lane_index() % 4, *const delta = lse + kQueries / 2;
         wgmma_wait<1>();
         fence_registers(s), fence_registers(dk), fence_registers(ds);
-        if (reading >= 0) barriers.others.release(reading);
+        if (reading >= 0) barriers.others.loaded(reading);
         reading = steps;
 #pragma unroll
         for (int n = 0; n < kQueries / 8; ++n) {
@@ -732,7 +734,7 @@ struct WgmmaDkv {
       wgmma_wait<0>();
       fence_registers(dk), fence_registers(dv);
       barriers.rows.release(tiles++);
-      if (reading >= 0) barriers.others.release(reading);
+      if (reading >= 0) barriers.others.loaded(reading);
       const float of_dk[] = {static_cast<float>(c.x.z.scale) * tile.times,
                              static_cast<float>(c.x.z.scale) * tile.times};
       const float of_dv[] = {tile.times, tile.times};
@@ -767,17 +769,18 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
       std::conditional_t<kResult == WgmmaResult::y, WgmmaY<T, Shape>,
                          std::conditional_t<kResult == WgmmaResult::dq, WgmmaDq<T, Shape>, WgmmaDkv<T, Shape>>>;
   using Registers = WgmmaRegisters<kResult, Shape::kGroups>;
-  constexpr int kGroups = Shape::kGroups;
+  constexpr int kGroups = Shape::kGroups, kWarps = 4 * kGroups;
   constexpr int kPreparing = kResult == WgmmaResult::y ? 0 : kResult == WgmmaResult::dq ? 3 : 1;  // warps
   extern __shared__ __align__(1024) uint4 attention_shared[];
   __shared__ typename Block::Barriers barriers;
   const Block block{c, barriers, (shared_address(attention_shared) + 1023) & ~1023u};
   if (threadIdx.x == 0) {
     if constexpr (kResult == WgmmaResult::y) {
-      barriers.q.init(kGroups), barriers.k.init(kGroups), barriers.v.init(kGroups);
+      barriers.q.init(kWarps), barriers.k.init(kWarps), barriers.v.init(kWarps);
+    } else if constexpr (kResult == WgmmaResult::dq) {
+      barriers.rows.init(kWarps), barriers.others.init(kWarps), barriers.numbers.init(32 * kWarps, 32 * kPreparing);
     } else {
-      barriers.rows.init(kGroups), barriers.others.init(kGroups, kResult == WgmmaResult::dkv ? 1 + 32 * kPreparing : 1);
-      if constexpr (kResult == WgmmaResult::dq) barriers.numbers.init(kGroups, 32 * kPreparing);
+      barriers.rows.init(kWarps), barriers.others.init(32 * kWarps, 1 + 32 * kPreparing);
     }
     mbarrier_init_fence();
   }
