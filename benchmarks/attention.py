@@ -44,7 +44,7 @@ def main() -> None:
         "rows": found,
     }
     options.json.write_text(json.dumps(record, indent=1) + "\n")
-    draw(found, options.json.with_suffix(".svg"), record["device"])
+    draw(found, options.json.with_suffix(".png"), record["device"])
 
 
 def rows(lengths: list[int], seconds: float) -> Iterator[Row]:
@@ -61,7 +61,7 @@ def rows(lengths: list[int], seconds: float) -> Iterator[Row]:
 IMPLEMENTATIONS = ("aotops", "cudnn", "flash")
 
 
-def measured(batch: int, length: int, dim: int, causal: bool, seconds: float) -> dict[str, tuple[float, float]]:
+def measured(batch: int, length: int, dim: int, causal: bool, seconds: float) -> dict[str, tuple[int, int]]:
     """TFLOP/s forward and backward of each implementation."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -99,7 +99,7 @@ def measured(batch: int, length: int, dim: int, causal: bool, seconds: float) ->
             for step, into in zip(pair, times[name], strict=True):
                 into.append(milliseconds(step, seconds))
     work = 4 * batch * HEADS * length**2 * dim / (2 if causal else 1) / 1e9
-    return {name: (work / median(a), 2.5 * work / median(b)) for name, (a, b) in times.items()}
+    return {name: (round(work / median(a)), round(2.5 * work / median(b))) for name, (a, b) in times.items()}
 
 
 def milliseconds(step: Callable[[], Any], seconds: float) -> float:
@@ -134,7 +134,7 @@ def draw(found: list[Row], to: Path, device: str) -> None:
     axes[0][0].set_ylim(bottom=0)
     figure.supylabel("TFLOP/s")
     figure.supxlabel(f"length, bfloat16, 16 heads, 16384 tokens, {device}")
-    figure.savefig(to)
+    figure.savefig(to, dpi=100)
 
 
 if __name__ == "__main__":
