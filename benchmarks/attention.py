@@ -103,7 +103,7 @@ def measured(batch: int, length: int, dim: int, causal: bool, seconds: float) ->
 
 
 def milliseconds(step: Callable[[], Any], seconds: float) -> float:
-    """Of a step, between events, after enough steps to know how many take as long."""
+    """The time of a step, between events: of as many as take so long."""
     from torch.cuda import Event
 
     def timed(n: int) -> float:
