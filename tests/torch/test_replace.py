@@ -257,6 +257,14 @@ def test_rotary_embeddings_and_heads_of_other_versions_are_known():
         assert heads.head_of(type("Model", (nn.Module,), {"forward": clipped})) is None
 
 
+def test_a_table_of_attentions_that_is_read_by_its_keys():
+    """As transformers before 5.0 does."""
+    transformers()
+    theirs = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
+    calls = importlib.import_module("aotops.frontends.torch.replaced_globals")
+    assert calls.CALLED["attention"].ours(theirs)["sdpa"] is calls._attention
+
+
 def test_rotary_embeddings_of_other_versions_make_equal_halves():
     rotary = types.SimpleNamespace(inv_freq=torch.tensor([1.0, 0.1, 0.01]), attention_scaling=0.5)
     x, positions = torch.zeros(2, 7, 6, dtype=torch.bfloat16), torch.arange(7).expand(2, 7)
