@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from . import known_older_heads as older
 from .bytecode import Form, Names, named
 
 _GLOBALS = (
@@ -191,6 +192,13 @@ HEADS = [
         (_deepseek, {}),
         (_gpt2, {}),
         (_gemma2, {"softcap": "final_logit_softcapping"}),
+        (older.llama, {}),
+        (older.llama_cached, {}),
+        (older.deepseek, {}),
+        (older.deepseek_cached, {}),
+        (older.gpt2, {}),
+        (older.gemma2, {"softcap": "final_logit_softcapping"}),
+        (older.gemma2_cached, {"softcap": "final_logit_softcapping"}),
     )
 ]
 

@@ -58,6 +58,50 @@ def _cosines_and_sines(self, x, position_ids):
     return cos.to(dtype=x.dtype), sin.to(dtype=x.dtype)
 
 
+# Transformers before 5.23 multiplies matrices outside autocast, by torch's context before 5.0 and by its own since.
+
+
+def _by_torchs_autocast(self, x, position_ids):
+    inv_freq_expanded = self.inv_freq[None, :, None].float().expand(position_ids.shape[0], -1, 1).to(x.device)
+    position_ids_expanded = position_ids[:, None, :].float()
+    device_type = x.device.type if isinstance(x.device.type, str) and x.device.type != "mps" else "cpu"
+    with torch.autocast(device_type=device_type, enabled=False):
+        freqs = (inv_freq_expanded.float() @ position_ids_expanded.float()).transpose(1, 2)
+        emb = torch.cat((freqs, freqs), dim=-1)
+        cos = emb.cos() * self.attention_scaling
+        sin = emb.sin() * self.attention_scaling
+    return cos.to(dtype=x.dtype), sin.to(dtype=x.dtype)
+
+
+def _by_autocast(self, x, position_ids):
+    inv_freq_expanded = self.inv_freq[None, :, None].float().expand(position_ids.shape[0], -1, 1).to(x.device)
+    position_ids_expanded = position_ids[:, None, :].float()
+    device_type = x.device.type if isinstance(x.device.type, str) and x.device.type != "mps" else "cpu"
+    with maybe_autocast(device_type=device_type, enabled=False):  # noqa: F821
+        freqs = (inv_freq_expanded.float() @ position_ids_expanded.float()).transpose(1, 2)
+        emb = torch.cat((freqs, freqs), dim=-1)
+        cos = emb.cos() * self.attention_scaling
+        sin = emb.sin() * self.attention_scaling
+    return cos.to(dtype=x.dtype), sin.to(dtype=x.dtype)
+
+
+def _by_autocast_of_floats(self, x, position_ids):
+    inv_freq_expanded = (
+        self.inv_freq[None, :, None].expand(position_ids.shape[0], -1, 1).to(dtype=torch.float, device=x.device)
+    )
+    position_ids_expanded = position_ids[:, None, :].float()
+    device_type = x.device.type if isinstance(x.device.type, str) and x.device.type != "mps" else "cpu"
+    with maybe_autocast(device_type=device_type, enabled=False):  # noqa: F821
+        freqs = (inv_freq_expanded @ position_ids_expanded).transpose(1, 2)
+        emb = torch.cat((freqs, freqs), dim=-1)
+        cos = emb.cos() * self.attention_scaling
+        sin = emb.sin() * self.attention_scaling
+    return cos.to(dtype=x.dtype), sin.to(dtype=x.dtype)
+
+
+_MAKERS = (_cosines_and_sines, _by_torchs_autocast, _by_autocast, _by_autocast_of_floats)
+
+
 def without_halves(model: nn.Module) -> str:
     """Why a model's cosines and sines may have halves that differ, or "". Its rotary embeddings have such a name."""
     found = {type(module) for module in model.modules() if "rotary" in type(module).__name__.lower()}
@@ -68,4 +112,5 @@ def without_halves(model: nn.Module) -> str:
 
 
 def _has_halves(kind: type[nn.Module]) -> bool:
-    return named(inspect.unwrap(kind.forward), _cosines_and_sines) == {}
+    forward: Any = inspect.unwrap(kind.forward)
+    return any(named(forward, maker, but=("maybe_autocast",)) == {} for maker in _MAKERS)

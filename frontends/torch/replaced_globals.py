@@ -127,11 +127,19 @@ class _Attentions:
 
     def get_interface(self, implementation: str, default: Any) -> Any:
         theirs = self.theirs.get_interface(implementation, default)
-        return _attention if theirs is _SDPA.get("function") else theirs
+        return _ours(theirs)
+
+    def __getitem__(self, implementation: str) -> Any:
+        """Transformers before 5.0 reads the table so."""
+        return _ours(self.theirs[implementation])
 
 
 _SDPA: dict[str, Any] = {}
 """Transformers' function that calls torch's attention: this package imports nothing of transformers by itself."""
+
+
+def _ours(theirs: Any) -> Any:
+    return _attention if theirs is _SDPA.get("function") else theirs
 
 
 def _attentions(theirs: Any) -> _Attentions:

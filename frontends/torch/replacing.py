@@ -120,14 +120,16 @@ def replace(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"replace: model has type {type(model).__name__}, expected torch.nn.Module")
-    kinds = (_kinds("only", KINDS if only is None else only) | _kinds("also", also)) - _kinds("without", without)
+    asked, left = _kinds("also", also), _kinds("without", without)
+    kinds = (_kinds("only", KINDS if only is None else only) | asked) - left
     uneven = without_halves(model) if "rope" in kinds else ""
     found = [each for name, module in list(model.named_modules()) for each in _found(name, module, kinds, uneven)]
     changes = [each for each in found if each.kinds()]
     values = [each.value() for each in changes]  # of all, before one is changed
     for each, value in zip(changes, values, strict=True):
         setattr(each.module, each.attribute, value)
-    return Replacement([row for each in found for row in each.rows], [each.module for each in changes])
+    rows = [row for each in found for row in each.rows]
+    return Replacement([*rows, *_missed(model, rows, asked - left)], [each.module for each in changes])
 
 
 def restore(model: nn.Module) -> None:
@@ -206,11 +208,16 @@ def _judged(module: nn.Module, kinds: Collection[str]) -> tuple[str | None, str]
     form, names = found
     refused = refusal(module, form, names)
     if refused is None or refused:
-        return None, refused or ""
+        return None, _about(form.kind, refused or "")
     reason = _own_ways(module, form.methods) or _unselected(form.kind, kinds)
     if not reason and form.kind == "linear_cross_entropy" and "cross_entropy" not in kinds:
         reason = "" if loss_for(module)[0] in LOSSES else "its loss is not selected"
-    return form.kind, reason
+    return form.kind, _about(form.kind, reason)
+
+
+def _about(kind: str, reason: str) -> str:
+    """The reason, which names the kind where it is one that is asked for."""
+    return f"{kind}: {reason}" if reason and kind in OPTIONAL else reason
 
 
 def _calls(module: nn.Module, kinds: Collection[str], uneven: str) -> Iterator[tuple[str | None, str]]:
@@ -233,6 +240,16 @@ def _own_ways(module: nn.Module, methods: Iterable[str]) -> str:
     if type(cls) is not type or any(name in vars(base) for base in bases for name in _OF_ITS_OWN):
         return "its class is made, subclassed or pickled in a way of its own"
     return ""
+
+
+def _missed(model: nn.Module, rows: list[Row], asked: Collection[str]) -> Iterator[Row]:
+    """The rows of kinds that were asked for, and that no other row is about."""
+    again = any(row.reason == "replaced already" for row in rows)
+    for kind in sorted(asked):
+        if not again and not any(row.operator == kind or row.reason.startswith(f"{kind}: ") for row in rows):
+            yield Row(
+                "", type(model).__name__, None, f"{kind}: asked for, and no module's forward is known to compute it"
+            )
 
 
 def _unselected(kind: str, kinds: Collection[str]) -> str:

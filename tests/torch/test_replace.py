@@ -15,7 +15,9 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from aotops.frontends import torch as ours  # noqa: E402
+from aotops.frontends.torch import known_heads as heads  # noqa: E402
 from aotops.frontends.torch import known_modules as known  # noqa: E402
+from aotops.frontends.torch import known_rotations as rotations  # noqa: E402
 from benchmarks import replaced  # noqa: E402
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 8e-3}
@@ -218,14 +220,66 @@ def test_logits_are_left_out_in_training_with_labels_alone():
 
 def test_what_is_asked_for():
     rows = {row.operator or row.reason for row in ours.replace(made(llama))}
-    assert {"also='linear_cross_entropy' replaces it", "attention: also='attention' replaces it"} <= rows
+    assert {
+        "linear_cross_entropy: also='linear_cross_entropy' replaces it",
+        "attention: also='attention' replaces it",
+    } <= rows
     rows = ours.replace(made(llama), also="linear_cross_entropy", without="cross_entropy")
-    assert rows.rows[0].reason == "its loss is not selected"
+    assert rows.rows[0].reason == "linear_cross_entropy: its loss is not selected"
     assert [row.operator for row in ours.replace(made(llama), only="attention") if row.operator] == ["attention"] * 2
     model = made(gpt2)
     model.lm_head = nn.Sequential(model.lm_head)
     rows = ours.replace(model, also="linear_cross_entropy")
-    assert rows.rows[0].reason == "its head is a Sequential, expected Linear"
+    assert rows.rows[0].reason == "linear_cross_entropy: its head is a Sequential, expected Linear"
+
+
+def test_what_is_asked_for_and_not_found_has_a_row():
+    rows = ours.replace(nn.Linear(4, 4), also=("attention", "linear_cross_entropy"))
+    why = "asked for, and no module's forward is known to compute it"
+    assert [row.reason for row in rows][1:] == [f"attention: {why}", f"linear_cross_entropy: {why}"]
+    assert len(ours.replace(nn.Linear(4, 4), also="attention", without="attention")) == 1
+    model = made(llama)
+    ours.replace(model, also="attention")
+    assert not [row for row in ours.replace(model, also="attention") if "asked for" in row.reason]
+
+
+def test_rotary_embeddings_and_heads_of_other_versions_are_known():
+    """Each reference, as a method of a class, with a name for the one in capitals."""
+    for maker in rotations._MAKERS:
+        rotary = type("Rotary", (nn.Module,), {"forward": torch.no_grad()(renamed(maker))})
+        assert rotations.without_halves(rotary()) == ""
+    for form in heads.HEADS:
+        forward = renamed(form.methods["forward"], MODEL="model", HEAD="lm_head")
+        found, names = heads.head_of(type("Model", (nn.Module,), {"forward": forward}))
+        assert found.options == form.options
+        assert dict(names) == {"MODEL": "model", "HEAD": "lm_head"}
+        clipped = renamed(forward, hidden_states="attentions")
+        assert heads.head_of(type("Model", (nn.Module,), {"forward": clipped})) is None
+
+
+def test_a_table_of_attentions_that_is_read_by_its_keys():
+    """As transformers before 5.0 does."""
+    transformers()
+    theirs = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
+    calls = importlib.import_module("aotops.frontends.torch.replaced_globals")
+    assert calls.CALLED["attention"].ours(theirs)["sdpa"] is calls._attention
+
+
+def test_rotary_embeddings_of_other_versions_make_equal_halves():
+    rotary = types.SimpleNamespace(inv_freq=torch.tensor([1.0, 0.1, 0.01]), attention_scaling=0.5)
+    x, positions = torch.zeros(2, 7, 6, dtype=torch.bfloat16), torch.arange(7).expand(2, 7)
+    expected = rotations._cosines_and_sines(rotary, x, positions)
+    for maker in rotations._MAKERS:
+        forward = types.FunctionType(maker.__code__, maker.__globals__ | {"maybe_autocast": torch.autocast})
+        for a, b in zip(forward(rotary, x, positions), expected, strict=True):
+            torch.testing.assert_close(a, b)
+            assert torch.equal(a[..., :3], a[..., 3:])
+
+
+def renamed(function, **names):
+    """A function with other names of attributes."""
+    code = function.__code__.replace(co_names=tuple(names.get(n, n) for n in function.__code__.co_names))
+    return types.FunctionType(code, function.__globals__, "forward", function.__defaults__)
 
 
 def test_a_rotation_whose_cosines_are_not_known_is_left():
