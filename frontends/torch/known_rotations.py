@@ -77,7 +77,7 @@ def _by_autocast(self, x, position_ids):
     inv_freq_expanded = self.inv_freq[None, :, None].float().expand(position_ids.shape[0], -1, 1).to(x.device)
     position_ids_expanded = position_ids[:, None, :].float()
     device_type = x.device.type if isinstance(x.device.type, str) and x.device.type != "mps" else "cpu"
-    with maybe_autocast(device_type=device_type, enabled=False):  # noqa: F821
+    with maybe_autocast(device_type=device_type, enabled=False):  # type: ignore[name-defined]  # noqa: F821
         freqs = (inv_freq_expanded.float() @ position_ids_expanded.float()).transpose(1, 2)
         emb = torch.cat((freqs, freqs), dim=-1)
         cos = emb.cos() * self.attention_scaling
@@ -91,7 +91,7 @@ def _by_autocast_of_floats(self, x, position_ids):
     )
     position_ids_expanded = position_ids[:, None, :].float()
     device_type = x.device.type if isinstance(x.device.type, str) and x.device.type != "mps" else "cpu"
-    with maybe_autocast(device_type=device_type, enabled=False):  # noqa: F821
+    with maybe_autocast(device_type=device_type, enabled=False):  # type: ignore[name-defined]  # noqa: F821
         freqs = (inv_freq_expanded @ position_ids_expanded).transpose(1, 2)
         emb = torch.cat((freqs, freqs), dim=-1)
         cos = emb.cos() * self.attention_scaling
