@@ -7,11 +7,11 @@ other devices, and every call that is wrong, so that the errors are torch's.
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias
 
 from . import functional as F
 
@@ -115,8 +115,14 @@ def _dtypes_are_taken(*tensors: Tensor) -> bool:
     return torch.is_autocast_enabled(device.type) and all(x.dtype != torch.float64 for x in tensors)
 
 
+def _is_causal_bias(mask: Tensor) -> bool:
+    """The module of its class imports torch.distributed, and nothing else has imported it if there is such a mask."""
+    module = sys.modules.get("torch.nn.attention.bias")
+    return module is not None and isinstance(mask, module.CausalBias)
+
+
 def _mask_is_taken(attn_mask: Tensor, query: Tensor, scores: tuple[int, ...]) -> bool:
-    if not isinstance(attn_mask, Tensor) or isinstance(attn_mask, CausalBias) or attn_mask.is_nested:
+    if not isinstance(attn_mask, Tensor) or _is_causal_bias(attn_mask) or attn_mask.is_nested:
         return False
     if attn_mask.device != query.device or not 2 <= attn_mask.ndim <= len(scores) or len(scores) > 5:
         return False

@@ -85,6 +85,7 @@ def _attention(lead, queries, keys, heads, dim, kv_heads=None, v_dim=None, **giv
         ascending=ascending,
         dtypes=dtypes,
         wide=wide,
+        magnified=4.0 if keys > 100 else 1.0,  # an exponential magnifies a rounding of its argument by the argument
         inner_roundings=2,
         dtype_roundings=8,
     )
@@ -208,6 +209,7 @@ ROW = Row(
         _attention((2, 3), 3, 5, 2, 6, bias=(3, 1, 3, 5), mask=(2, 1, 2, 1, 1)),
         _attention((2, 2), 3, 5, 2, 6, bias=(2, 1, 1, 1, 5)),
         _attention((), 3, 5, 2, 6, bias=(), mask=(5,)),
+        _attention((2,), 4, 5, 2, 6, bias=(2, 1, 1, 5), mask=(4, 1), sinks=True, v_dim=3),
         _attention((2,), 3, 5, 4, 6, 2, sinks=True),
         _attention((2,), 5, 3, 4, 6, sinks=True, causal=True, lengths=(2,), wide=("sinks",)),
         _attention((2,), 3, 0, 2, 4, sinks=True, bias=(2, 1, 3, 1)),

@@ -195,7 +195,7 @@ def test_definitions_are_whole():
 
 # ----------------------------------------------------------------------------------------------------------- inference
 
-TYPE_IDS = {"int32": 34, "int64": 35, "float16": 42, "float32": 43, "float64": 44, "bfloat16": 45}
+TYPE_IDS = {"bool": 30, "int32": 34, "int64": 35, "float16": 42, "float32": 43, "float64": 44, "bfloat16": 45}
 ROOM = 4096
 
 
@@ -290,7 +290,10 @@ def good_calls(draw):
     shapes = dict(case.shapes)
     if op.broadcast:  # by the frontend
         shapes = dict.fromkeys(shapes, np.broadcast_shapes(*shapes.values()))
-    dtypes = {slot: draw(st.sampled_from(INTEGERS)) if slot in case.classes else dtype for slot in shapes}
+    dtypes = {
+        slot: draw(st.sampled_from(INTEGERS)) if slot in case.classes else case.dtypes.get(slot, dtype)
+        for slot in shapes
+    }
     specs = {slot: None if shape is None else TensorSpec(shape, dtypes[slot]) for slot, shape in shapes.items()}
     inputs, attrs = op.bind(**specs, **case.attrs)
     may_be_none = {name for name, kind in op.attrs.items() if kind.endswith("?") and name in op.public_attrs}

@@ -398,6 +398,8 @@ def second_order_is_that_of_whole_tensors() -> None:
 
     mesh = init_device_mesh("cpu", (WORLD,))
     for name, cases in CASES.items():
+        if OPS[name].backward is None:
+            continue
         for case in cases[:2]:
             call = Call(name, case)
             layouts = [call.layout(axis) for axis in call.axes if axis.size >= WORLD][:1]

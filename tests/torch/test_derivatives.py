@@ -11,6 +11,7 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck  # noqa: E402
 from aotops import formula  # noqa: E402
 from aotops.frontends import torch as ours  # noqa: E402
 from aotops.frontends.torch.mathematics import Mathematics  # noqa: E402
+from aotops.ops import OPS  # noqa: E402
 
 INTEGERS = torch.tensor([1, 0, 2])
 WEIGHT = torch.tensor([0.5, 1.5, 1.0, 2.0], dtype=torch.float64)
@@ -115,7 +116,8 @@ def call(request):
 
 
 def test_every_operator_is_called():
-    assert {name.split()[0] for name in CALLS} == set(ours.OPS)
+    differentiable = {name for name, op in OPS.items() if op.backward is not None}
+    assert {name.split()[0] for name in CALLS} == differentiable
 
 
 def test_first_order(call):
