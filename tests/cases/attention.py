@@ -218,7 +218,7 @@ ROW = Row(
         _attention((), 9, 9, 2, 6, sequences=2, bias=(9, 9)),
         _attention((), 9, 9, 2, 6, sequences=2, window=(2, 1), sinks=True, mask=(9, 9), bias=(2, 1, 9), softcap=2.0),
         _attention((), 3, 3, 2, 6, sequences=0),  # none
-        _attention((2,), 4, 4, 2, 3, 1, lengths=(2,), mask=(2, 1, 4, 4), bias=(2, 4, 4), sinks=True, sequences=2),
+        _attention((2,), 4, 4, 6, 5, 1, lengths=(2,), mask=(2, 1, 4, 4), bias=(6, 4, 4), sinks=True, sequences=2),
         _attention((2,), 140, 270, 4, 64, 2, mask=(2, 1, 140, 270), causal=True),
         _attention((2,), 140, 270, 2, 64, bias=(1, 2, 140, 270), wide=("bias",), layout="BHSD"),
         _attention((2,), 140, 270, 2, 96, bias=(2, 1, 1, 270), mask=(140, 1), sinks=True, v_dim=128),
