@@ -347,6 +347,8 @@ class MindSporeGraph(MindSpore):
 
     def results_and_gradients(self, name, inputs, attrs, dys):
         """``results`` and ``gradients`` of one graph."""
+        if not self.ops[name].has_gradient:
+            return self.results(name, inputs, attrs), {}
         self._enter()
         function, tensors = self._function(name, inputs, attrs)
         sens = self._sens(function, tensors, dys)

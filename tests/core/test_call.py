@@ -314,7 +314,7 @@ def test_public_functions_are_pickled_by_name(frontend):
     if frontend not in requested():
         pytest.skip(f"{frontend} is not under test")
     module = import_module(f"aotops.frontends.{frontend}")
-    with_backward = [name for name, op in OPS.items() if op.backward is not None]
+    with_backward = [name for name, op in OPS.items() if op.has_gradient]
     functions = [*OPS, *(f"{name}_backward" for name in with_backward if frontend == "numpy")]
     for name in functions:
         function = getattr(module, name)
