@@ -115,6 +115,13 @@ struct Heads {
     const bool *const mask = extra.mask + of_mask.at(b, h) + query * of_mask.query + key * of_mask.key;
     for (int64_t j = 0; j < n; ++j) to[j] = mask[j * of_mask.key] ? to[j] : -static_cast<A>(__builtin_inf());
   }
+  // Scores with their addends. A hidden key's is -inf, whatever it was.
+  static void add(const A *scores, const A *addends, int64_t n, A *to) {
+    for (int64_t j = 0; j < n; ++j) {
+      const A more = addends[j];
+      to[j] = more == -static_cast<A>(__builtin_inf()) ? more : scores[j] + more;
+    }
+  }
 };
 
 // Zeros outside of a range of n elements.
@@ -184,9 +191,7 @@ Status attend(const Heads<T> &x, int64_t b, int64_t h, int64_t begin, int64_t en
         const int64_t some = seen.end - seen.begin;
         if (x.adds()) {
           x.addends(b, h, begin + i, key + seen.begin, some, addends);
-          sweep<T>(some, [&](int64_t j, auto part) {
-            store(s + at + j, load(s + at + j, part) + load(addends + j, part), part);
-          });
+          x.add(s + at, addends, some, s + at);
         }
         const A shrink = state[i].add(s + at, p + at, some, x.adds());
         if (shrink != 1)
@@ -381,11 +386,12 @@ class GradientBlock {
     const A inverse = x_.z.softcap ? static_cast<A>(1 / x_.z.softcap) : 0;
     const A base = lse == -static_cast<A>(__builtin_inf()) ? 0 : lse;  // of a row that sees none
     const Unit<T> unit(VecInt<T>{});
-    A addends[kBlockKeys], dt[kBlockKeys];
-    x_.addends(b, h, query, key + seen.begin, n, addends);
+    A sums[kBlockKeys], dt[kBlockKeys];
+    x_.addends(b, h, query, key + seen.begin, n, sums);
+    x_.add(s, sums, n, sums);
     sweep<T>(n, [&](int64_t j, auto part) {
       const Vec<T> score = load(s + j, part), tangent = score * inverse;
-      const Vec<T> p = exp_nonpositive<T>(unit, score + load(addends + j, part) - base);
+      const Vec<T> p = exp_nonpositive<T>(unit, load(sums + j, part) - base);
       const Vec<T> slope = p * (load(dp + j, part) - delta);
       store(p_ + at + seen.begin + j, p, part);
       store(dt + j, slope, part);

@@ -398,9 +398,13 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
               const int column = 8 * n + lane_index() % 4 * 2 + e;
-              if (column < range.x || column >= range.y) s[i][n][2 * half + e] = -kInfinity;
-              else if (kExtra && tile.query(i, half) < tile.end)
-                s[i][n][2 * half + e] += addends(tile.query(i, half), tile.key(step) + column);
+              float &score = s[i][n][2 * half + e];
+              if (column < range.x || column >= range.y) {
+                score = -kInfinity;
+              } else if (kExtra && tile.query(i, half) < tile.end) {
+                const float more = addends(tile.query(i, half), tile.key(step) + column);
+                score = more == -kInfinity ? more : score + more;  // whatever the score of a hidden key is
+              }
             }
         }
     }
