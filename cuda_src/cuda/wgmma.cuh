@@ -5,7 +5,6 @@
 // and column 8 j + 2 (lane % 4) + e.
 #pragma once
 #include <cute/arch/mma_sm90_gmma.hpp>
-#include <cute/arch/mma_sm90_gmma_ext.hpp>
 
 #include <type_traits>
 #include <utility>
@@ -54,14 +53,10 @@ struct Wgmma {
   template <size_t... i>
   static __device__ void both_shared(uint64_t a, uint64_t b, float (&sum)[kCols / 2], cute::SM90::GMMA::ScaleOut scale,
                                      std::index_sequence<i...>) {
-    static_assert(kCols % 64 == 0 || kCols == 80 || kCols == 96 || kCols == 112 || kCols == 160 || kCols == 176);
+    static_assert(kCols == 96 || (kCols % 64 == 0 && kCols <= 256));
     AOT_WGMMA(64)
-    AOT_WGMMA(80)
     AOT_WGMMA(96)
-    AOT_WGMMA(112)
     AOT_WGMMA(128)
-    AOT_WGMMA(160)
-    AOT_WGMMA(176)
     AOT_WGMMA(192)
     AOT_WGMMA(256)
   }
@@ -79,10 +74,9 @@ struct Wgmma {
   template <size_t... i>
   static __device__ void a_in_registers(const uint32_t (&a)[4], uint64_t b, float (&sum)[kCols / 2],
                                         cute::SM90::GMMA::ScaleOut scale, std::index_sequence<i...>) {
-    static_assert(kCols == 64 || kCols == 128 || kCols == 256);
+    static_assert(kCols == 64 || kCols == 128);
     AOT_WGMMA(64)
     AOT_WGMMA(128)
-    AOT_WGMMA(256)
   }
 #undef AOT_WGMMA
 };

@@ -267,6 +267,13 @@ struct WgmmaQueries {
   }
 };
 
+// f(WgmmaQueries) for the tiles of this block; of a causal call those that see most keys are first.
+template <class Shape, typename T, class F>
+__device__ inline void each_query_tile(const AttentionWgmma<T> &c, F f) {
+  each_attention_tile(c, c.right >= 0, c.right >= 0,
+                      [&](int tile, int head) { f(WgmmaQueries<Shape>(c, tile, head)); });
+}
+
 // --------------------------------------------------------------------------------------------------------------- y
 
 template <typename T, class Shape>
@@ -283,15 +290,9 @@ struct WgmmaY {
   __device__ uint32_t k_tile(int i) const { return q_tile + Shape::kTile + i % Shape::kStages * 2 * Shape::kOtherTile; }
   __device__ uint32_t v_tile(int i) const { return k_tile(i) + Shape::kOtherTile; }
 
-  template <class F>
-  __device__ void each_tile(F f) const {
-    each_attention_tile(c, c.right >= 0, c.right >= 0,
-                        [&](int tile, int head) { f(WgmmaQueries<Shape>(c, tile, head)); });
-  }
-
   __device__ void load() const {
     int tiles = 0, steps = 0;
-    each_tile([&](const WgmmaQueries<Shape> &tile) {
+    each_query_tile<Shape>(c, [&](const WgmmaQueries<Shape> &tile) {
       load_tile<kDim>(c.q, q_tile, barriers.q.fill(tiles++, Shape::kTile), Shape::kRows, tile.begin, tile.h, tile.b);
       for (int i = 0; i < tile.steps; ++i, ++steps) {
         load_tile<kDim>(c.k, k_tile(steps), barriers.k.fill(steps, Shape::kOtherTile), kKeys, tile.key(i), tile.kv,
@@ -313,7 +314,7 @@ struct WgmmaY {
     const float scale = static_cast<float>(c.x.z.scale * kLog2E);
     int tiles = 0, steps = 0;
     if (group == kGroups - 1) pass_turn(group);
-    each_tile([&](const WgmmaQueries<Shape> &tile) {
+    each_query_tile<Shape>(c, [&](const WgmmaQueries<Shape> &tile) {
       float sums[kDim / 2], s[kKeys / 2], most[2] = {-kInfinity, -kInfinity}, total[2] = {}, shrink[2];
       uint32_t p[kKeys / 16][4];
       const int own = tile.steps_of(c, group);
@@ -438,15 +439,9 @@ struct WgmmaDq {
     return static_cast<float2 *>(__cvta_shared_to_generic(at));
   }
 
-  template <class F>
-  __device__ void each_tile(F f) const {
-    each_attention_tile(c, c.right >= 0, c.right >= 0,
-                        [&](int tile, int head) { f(WgmmaQueries<Shape>(c, tile, head)); });
-  }
-
   __device__ void load() const {
     int tiles = 0, steps = 0;
-    each_tile([&](const WgmmaQueries<Shape> &tile) {
+    each_query_tile<Shape>(c, [&](const WgmmaQueries<Shape> &tile) {
       uint64_t *const rows = barriers.rows.fill(tiles++, 2 * Shape::kTile);
       load_tile<kDim>(c.q, q_tile, rows, Shape::kRows, tile.begin, tile.h, tile.b);
       load_tile<kDim>(c.dy, dy_tile(), rows, Shape::kRows, tile.begin, tile.h, tile.b);
@@ -461,7 +456,7 @@ struct WgmmaDq {
   // Computes numbers of the next tile beside products of this one: 8 rows of a warp at once.
   __device__ void prepare(int warp, int warps) const {
     int tiles = 0;
-    each_tile([&](const WgmmaQueries<Shape> &tile) {
+    each_query_tile<Shape>(c, [&](const WgmmaQueries<Shape> &tile) {
       barriers.numbers.wait_empty(tiles);
 #pragma unroll 1
       for (int i = warp; i < Shape::kRows / 8; i += warps) {
@@ -503,7 +498,7 @@ struct WgmmaDq {
   __device__ void compute(int group) const {
     const float scale = static_cast<float>(c.x.z.scale * kLog2E);
     int tiles = 0, steps = 0;
-    each_tile([&](const WgmmaQueries<Shape> &tile) {
+    each_query_tile<Shape>(c, [&](const WgmmaQueries<Shape> &tile) {
       float sums[kDim / 2];
 #pragma unroll
       for (int n = 0; n < kDim / 2; ++n) sums[n] = 0;
