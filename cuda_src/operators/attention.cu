@@ -71,7 +71,7 @@ Status choose(const char *op, const AttentionInputs<T> &x, AttentionKernels *ker
   AOT_TRY(check_mode(op));
   *kernels = AttentionKernels::any;
   if constexpr (sizeof(T) == 2) {
-    if (!mma_takes(x.z) || (!x.plain() && !mma_takes_extra(x.z)) || !aligned(tensors...)) return kOk;
+    if (!mma_takes(x.z) || !mma_takes_extra(x) || !aligned(tensors...)) return kOk;
     DeviceLimits limits;
     AOT_TRY(device_limits(op, &limits));
     if (limits.major >= 8) *kernels = AttentionKernels::mma;

@@ -93,16 +93,21 @@ struct AttentionExtras {
   AOT_BOTH_SIDES int64_t offset(int64_t i) const {
     return wide_offsets ? static_cast<const int64_t *>(offsets)[i] : static_cast<const int32_t *>(offsets)[i];
   }
-  // The rows of the sequence that row i is in, empty if it is in none. Neither end falls from a row to the next.
-  AOT_BOTH_SIDES Range sequence(int64_t i) const {
-    int64_t low = 0, high = sequences + 1;  // how many offsets are at most i
+  // The rows of the sequence that row i is in, empty if it is in none. Neither end falls from a row to the next. Low and
+  // high: between which numbers that of the offsets that are at most i is.
+  AOT_BOTH_SIDES Range sequence(int64_t i, int64_t low, int64_t high) const {
     while (low < high) {
       const int64_t middle = (low + high) / 2;
       if (offset(middle) <= i) low = middle + 1;
       else high = middle;
     }
-    if (low == 0) return {0, 0};
-    return {offset(low - 1), offset(low <= sequences ? low : sequences)};
+    return sequence_of(low);
+  }
+  AOT_BOTH_SIDES Range sequence(int64_t i) const { return sequence(i, 0, sequences + 1); }
+  // The same, of a row that so many offsets are at most.
+  AOT_BOTH_SIDES Range sequence_of(int64_t n) const {
+    if (n == 0) return {0, 0};
+    return {offset(n - 1), offset(n <= sequences ? n : sequences)};
   }
   // Rows or keys of a range that lie in a sequence of rows [begin, end).
   AOT_BOTH_SIDES Range own(Range range, int64_t begin, int64_t end) const {
@@ -395,7 +400,8 @@ struct AttentionBackward : AttentionAttrs {
     if (in[kBias]) out[kDbias] = in[kBias];
     if (in[kSinks]) out[kDsinks] = in[kSinks];
     out[kWork] = Spec::vector(lse.dtype, kUnknownDim);
-    if (lse.known() && in[kQ].known()) out[kWork].shape[0] = 2 * lse.size() + sums(in[kQ]);
+    if (lse.known() && in[kQ].known() && in[kV].known())
+      out[kWork].shape[0] = 2 * lse.size() + sums(in[kQ]) + pass_space(in[kQ], in[kV]);
     return kOk;
   }
 
@@ -404,6 +410,16 @@ struct AttentionBackward : AttentionAttrs {
   static int64_t sums(const Spec &q) {
     const bool wide = q.dtype == DType::float32 || q.dtype == DType::float64;
     return kIsCuda || wide ? 0 : q.size();
+  }
+
+  // What a GPU may need besides for one pass over 16 bits (attention_wgmma_backward.cuh): for each query, in whole
+  // tiles of 128, a row of dq, two numbers and less than one turn; a counter; and alignment.
+  int64_t pass_space(const Spec &q, const Spec &v) const {
+    const bool wide = q.dtype == DType::float32 || q.dtype == DType::float64;
+    const int64_t columns = std::max(dim(q), dim(v));
+    if (!kIsCuda || wide || columns > 128) return 0;
+    const int64_t rows = q.product(0, q.ndim - 3) * heads(q) * ((seq(q) + 127) / 128 * 128);
+    return rows * ((columns <= 64 ? 64 : 128) + 3) + 64;
   }
 };
 

@@ -27,8 +27,8 @@ struct MmaShape {
 
   // Bytes of shared memory with so many tiles of rows, and two stages of two tiles of others; and with the ranges of
   // rows that kernels with kExtra have.
-  AOT_BOTH_SIDES static constexpr int shared(int tiles, bool numbers, bool extra = false) {
-    return tiles * kTile + 4 * kOtherTile + (numbers ? kNumbers : 0) + (extra ? kRows * 8 : 0);
+  AOT_BOTH_SIDES static constexpr int shared(int tiles, bool numbers, bool ranges = false) {
+    return tiles * kTile + 4 * kOtherTile + (numbers ? kNumbers : 0) + (ranges ? kRows * 8 : 0);
   }
 };
 
@@ -65,15 +65,15 @@ template <int kDim>
 struct MmaExtraShapes;
 template <>
 struct MmaExtraShapes<64> {
-  using Y = MmaShape<64, 1, 4, 64, 3, 2>;
-  using Dq = MmaShape<64, 1, 4, 32, 3, 2>;
+  using Y = MmaShape<64, 2, 4, 64, 2, 4>;
+  using Dq = MmaShape<64, 2, 4, 32, 2, 2>;
   using Dkv = MmaShape<64, 1, 4, 32, 3, 2>;
   using Dbias = MmaShape<64, 1, 4, 64, 2, 2>;
 };
 template <>
 struct MmaExtraShapes<128> {
-  using Y = MmaShape<128, 1, 4, 64, 2, 1>;
-  using Dq = MmaShape<128, 1, 4, 32, 2, 1>;
+  using Y = MmaShape<128, 2, 4, 32, 2, 1>;
+  using Dq = MmaShape<128, 2, 4, 32, 2, 1>;
   using Dkv = MmaShape<128, 1, 4, 16, 2, 2>;
   using Dbias = MmaShape<128, 1, 4, 64, 2, 1>;
 };
@@ -88,21 +88,33 @@ __device__ inline uint32_t piece_address(uint32_t tile, int row, int piece) {
   return tile + (row * kDim + mixed * 8) * 2;
 }
 
-// Starts to copy rows [begin, begin + kCount) of a head, of `dim` elements; zeros from row `end` on.
-template <class Shape, int kCount, typename T>
+// The place of row r of a tile of kCount others among them. Of the columns of a product, a lane has 2 of each 8: it has
+// adjacent others then.
+template <int kCount>
+__device__ constexpr int spread(int r) {
+  return r / 2 % 4 * (kCount / 4) + r / 8 * 2 + r % 2;
+}
+
+// Starts to copy rows [begin, begin + kCount) of a head, of `dim` elements; zeros from row `end` on. kSpread: row r of
+// the tile is row spread(r).
+template <class Shape, int kCount, bool kSpread = false, typename T>
 __device__ inline void copy_rows(uint32_t tile, HeadRows<const T> from, int64_t begin, int64_t end, int dim) {
   constexpr int kDim = Shape::kDim, kPieces = kDim / 8, kAlong = kPieces % 8 == 0 ? kPieces : 4;
   constexpr int kStep = Shape::kThreads / kAlong;  // rows at once
+  static_assert(!kSpread || (kStep & (kStep - 1)) == 0);  // rows `row` and i are then bits of their own of row + i
   const int row = threadIdx.x / kAlong, along = threadIdx.x % kAlong;
   const int left = end - begin < kCount ? static_cast<int>(end - begin) : kCount;
-  const T *at = from[begin + row] + along * 8;
+  const int first = kSpread ? spread<kCount>(row) : row;
+  const T *const at = from[begin + first] + along * 8;
 #pragma unroll
-  for (int i = 0; i < kCount; i += kStep, at += kStep * from.stride) {
+  for (int i = 0; i < kCount; i += kStep) {
     if (kCount % kStep && i + row >= kCount) continue;
+    const int more = kSpread ? spread<kCount>(i) : i;
 #pragma unroll
     for (int j = 0; j < kPieces; j += kAlong) {
-      const bool present = i + row < left && (along + j) * 8 < dim;
-      copy_async(piece_address<kDim>(tile, i + row, along + j), present ? at + j * 8 : from.data, present);
+      const bool present = first + more < left && (along + j) * 8 < dim;
+      copy_async(piece_address<kDim>(tile, i + row, along + j), present ? at + more * from.stride + j * 8 : from.data,
+                 present);
     }
   }
 }
@@ -171,6 +183,16 @@ __device__ inline void multiply_weights(MmaSums<kM, kDim> &sums, const MmaFactor
         multiply_add(sums[i][2 * d + 1], weights[i][k], right[2], right[3], zero);
       }
     }
+}
+
+template <int kM, int kN>
+__device__ inline void clear_sums(float (&sums)[kM][kN][4]) {
+#pragma unroll
+  for (auto &row : sums)
+#pragma unroll
+    for (auto &four : row)
+#pragma unroll
+      for (float &x : four) x = 0;
 }
 
 template <int kM, int kN, typename T>
@@ -258,11 +280,36 @@ class MmaAddends {
   int64_t bias_;
 };
 
-// Writes the range of others of each row from `begin` on: that of its sequence, as numbers of 32 bits.
-template <class Shape, typename T>
-__device__ inline void find_sequences(int2 *to, const AttentionInputs<T> &x, int64_t begin) {
+// -------------------------------------------------------------------------------------------------------- packed
+
+// The sequences that two rows are in, and how many offsets are at most each.
+struct RowSequences {
+  Range first, last;
+  int64_t of_first, of_last;
+  bool wrong;  // the offsets do not ascend from 0 to keys
+};
+
+// A block's threads all call this. The offsets are read once, all at the same time.
+__device__ inline RowSequences find_ends(const AttentionExtras &extra, int64_t keys, int64_t first, int64_t last) {
+  RowSequences found = {};
+  bool wrong = false;
+  for (int64_t from = 0; from <= extra.sequences; from += blockDim.x) {
+    const int64_t i = from + threadIdx.x;
+    const bool present = i <= extra.sequences;
+    const int64_t at = present ? extra.offset(i) : 0, before = present && i ? extra.offset(i - 1) : 0;
+    wrong |= at < before || at > keys;
+    found.of_first += __syncthreads_count(present && at <= first);
+    found.of_last += __syncthreads_count(present && at <= last);
+  }
+  wrong = __syncthreads_or(wrong);
+  return {extra.sequence_of(found.of_first), extra.sequence_of(found.of_last), found.of_first, found.of_last, wrong};
+}
+
+// Writes the range of others of each row of a tile from `begin` on: that of its sequence, as numbers of 32 bits.
+template <class Shape>
+__device__ inline void find_sequences(int2 *to, const AttentionExtras &extra, int64_t begin, int64_t low, int64_t high) {
   for (int i = threadIdx.x; i < Shape::kRows; i += Shape::kThreads) {
-    const Range own = x.extra.offsets ? x.extra.sequence(begin + i) : Range{0, INT32_MAX};
+    const Range own = extra.sequence(begin + i, low, high);
     to[i] = {static_cast<int>(own.begin), static_cast<int>(own.end)};
   }
 }
@@ -274,55 +321,100 @@ __device__ inline int2 within_sequence(int2 range, int2 own, int64_t from) {
 
 // -------------------------------------------------------------------------------------------------------- queries
 
+// The columns of a lane that are in a range of a tile of kCount others: bit 2 n + e is that of columns[n][e], which is
+// the other spread(8 n + 2 (lane % 4) + e).
+template <int kCount>
+__device__ inline uint32_t lane_bits(int2 range) {
+  constexpr int kEach = kCount / 4;
+  const int from = lane_index() % 4 * kEach;
+  const auto below = [=](int at) { return (1u << (at < from ? 0 : at < from + kEach ? at - from : kEach)) - 1; };
+  return below(range.y) & ~below(range.x);
+}
+
 // A tile of queries of a head of an example, and the tiles of keys that it goes through. Of a head's tiles the last
 // ones, which see most if the call is causal, are first.
-template <typename T, class Shape, bool kExtra = false>
+template <typename T, class Shape>
 struct QueryTile {
-  static constexpr int kKeys = Shape::kOthers;
+  static constexpr int kKeys = Shape::kOthers, kM = Shape::kM;
+  // Bits of the columns of a lane: those of row (i, half) from bit 16 half of word i on.
+  using Bits = uint32_t[kM];
+  static constexpr uint32_t kAllBits = ((1u << kKeys / 4) - 1) * 0x10001u;
+  static_assert(kKeys <= 64);
+
   const AttentionInputs<T> &x;
   int64_t b, h;
   int begin, end, length, first, steps, whole_begin, whole_end;  // keys from whole_begin to whole_end: all see those
+  const int2 *own;  // of a packed call: the sequence of each row, in shared memory
   float times;
   HeadRows<const T> k, v;
 
-  __device__ explicit QueryTile(const AttentionInputs<T> &inputs) : x(inputs) {
+  // sequences: for kRows ranges, which may be read after a barrier.
+  __device__ explicit QueryTile(const AttentionInputs<T> &inputs, int2 *sequences) : x(inputs), own(sequences) {
     const AttentionSizes &z = x.z;
     const int queries = static_cast<int>(z.queries), tiles = (queries - 1) / Shape::kRows + 1;
     const int head = static_cast<int>(blockIdx.x) / tiles;
     b = head / z.heads, h = head % z.heads;
     begin = (tiles - 1 - static_cast<int>(blockIdx.x) % tiles) * Shape::kRows;
     end = queries - begin < Shape::kRows ? queries : begin + Shape::kRows;
-    const auto found = kExtra ? x.block_length(b) : x.length(b);
+    const auto found = x.length(b);
     length = static_cast<int>(found.value), times = found.times;
-    const Range seen = seen_by(begin, end);
+    Range seen = z.seen_by(begin, end, length), by_all = {z.seen_by(end - 1, end, length).begin,
+                                                          z.seen_by(begin, begin + 1, length).end};
+    if (x.extra.offsets) {
+      const RowSequences ends = find_ends(x.extra, z.keys, begin, end - 1);
+      if (ends.wrong) length = 0, times = __int_as_float(0x7fffffff);
+      find_sequences<Shape>(sequences, x.extra, begin, ends.of_first, ends.of_last);
+      seen = intersection(seen, {ends.first.begin, ends.wrong ? 0 : ends.last.end});
+      by_all = intersection(by_all, {ends.last.begin, ends.first.end});
+    }
     const bool any = seen.end > seen.begin;
     first = any ? static_cast<int>(seen.begin) / kKeys * kKeys : 0;
     steps = any ? (static_cast<int>(seen.end) - first - 1) / kKeys + 1 : 0;
-    whole_begin = clamped(seen_by(end - 1, end).begin), whole_end = clamped(seen_by(begin, begin + 1).end);
+    whole_begin = clamped(by_all.begin), whole_end = clamped(by_all.end);
     k = x.of_keys(x.k, b, h / z.group(), z.dim), v = x.of_keys(x.v, b, h / z.group(), z.v_dim);
   }
 
-  __device__ Range seen_by(int64_t first, int64_t last) const {
-    const Range seen = x.z.seen_by(first, last, length);
-    if constexpr (kExtra) return x.extra.own(seen, first, last);
-    return seen;
+  __device__ static Range intersection(Range a, Range b) {
+    return {a.begin > b.begin ? a.begin : b.begin, a.end < b.end ? a.end : b.end};
   }
   // What is between 0 and length is as it is.
   __device__ int clamped(int64_t key) const { return key < 0 ? 0 : key > length ? length : static_cast<int>(key); }
 
   __device__ int key(int step) const { return first + step * kKeys; }
   __device__ bool whole(int step) const { return key(step) >= whole_begin && key(step) + kKeys <= whole_end; }
-  // The keys of a step that a query sees, of kKeys.
-  __device__ int2 seen(int query, int step) const {
-    return within(x.z.seen_by(query, query + 1, length), key(step), kKeys);
+  // Those of the keys of a step that the rows of this lane see.
+  __device__ void find(Bits &bits, int step) const {
+#pragma unroll
+    for (int i = 0; i < kM; ++i) {
+      bits[i] = 0;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        int2 seen = within(x.z.seen_by(query(i, half), query(i, half) + 1, length), key(step), kKeys);
+        if (x.extra.offsets) seen = within_sequence(seen, own[local(i, half)], key(step));
+        bits[i] |= lane_bits<kKeys>(seen) << 16 * half;
+      }
+    }
+  }
+  // Whether there are some that they do not see; the bits are set in any case.
+  __device__ bool find_partial(Bits &bits, int step) const {
+    if (!whole(step)) return find(bits, step), true;
+#pragma unroll
+    for (uint32_t &word : bits) word = kAllBits;
+    return false;
+  }
+  // Whether a warp sees any key of these; *partial: whether it does not see them all.
+  __device__ static bool any(const Bits &bits, bool *partial) {
+    uint32_t any = 0, all = kAllBits;
+#pragma unroll
+    for (const uint32_t word : bits) any |= word, all &= word;
+    *partial = __any_sync(~0u, all != kAllBits);
+    return __any_sync(~0u, any);
   }
   // The row 16 i + 8 half of this lane, and the number of the query that it is.
   __device__ static int local(int i, int half) {
     return warp_index() * Shape::kWarpRows + 16 * i + 8 * half + lane_index() / 4;
   }
-  __device__ int query(int i, int half) const {
-    return begin + warp_index() * Shape::kWarpRows + 16 * i + 8 * half + lane_index() / 4;
-  }
+  __device__ int query(int i, int half) const { return begin + local(i, half); }
   __device__ int64_t row(int query) const { return x.row(b, h, query); }
 
   __device__ void copy(uint32_t tile, const T *from, int64_t dim) const {
@@ -330,14 +422,171 @@ struct QueryTile {
   }
   // k and v of a step.
   __device__ void fetch(uint32_t stage, int step) const {
-    copy_rows<Shape, kKeys>(stage, k, key(step), length, static_cast<int>(x.z.dim));
-    copy_rows<Shape, kKeys>(stage + Shape::kOtherTile, v, key(step), length, static_cast<int>(x.z.v_dim));
+    copy_rows<Shape, kKeys, true>(stage, k, key(step), length, static_cast<int>(x.z.dim));
+    copy_rows<Shape, kKeys, true>(stage + Shape::kOtherTile, v, key(step), length, static_cast<int>(x.z.v_dim));
   }
+};
+
+// Calls f(i, n, half, e, bit) for each element of a warp's part of a tile of scores, with the bit of its column.
+template <int kM, int kN, class F>
+__device__ inline void for_scores(F f) {
+#pragma unroll
+  for (int i = 0; i < kM; ++i)
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int n = 0; n < kN / 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) f(i, n, half, e, 1u << (16 * half + 2 * n + e));
+}
+
+// What is added to the scores of a tile of queries, and which the mask hides. A lane has adjacent keys, in as few loads
+// as they take, which begin a step ahead where what is added allows it: its keys adjacent, the rows aligned, and, of a
+// bias, a scale that can be divided by. A bias is then where the sum of a product begins.
+template <typename T, class Shape>
+class AddedRows {
+ public:
+  using Tile = QueryTile<T, Shape>;
+  static constexpr int kM = Shape::kM, kKeys = Shape::kOthers, kEach = kKeys / 4;
+  using Sums = MmaSums<kM, kKeys>;
+
+  __device__ AddedRows(const Tile &tile, bool fused) : tile_(tile), extra_(tile.x.extra) {
+    mask_ = extra_.mask ? extra_.mask + extra_.of_mask.at(tile.b, tile.h) : nullptr;
+    bias_at_ = extra_.bias ? extra_.of_bias.at(tile.b, tile.h) : 0;
+    const int bytes = extra_.wide_bias ? 4 : 2;
+    fast_mask_ = mask_ && extra_.of_mask.key == 1 && aligned(mask_, extra_.of_mask.query, 1, kEach);
+    fast_bias_ = fused && extra_.bias && extra_.of_bias.key == 1 &&
+                 aligned(static_cast<const char *>(extra_.bias) + bias_at_ * bytes, extra_.of_bias.query, bytes, 16);
+    slow_mask_ = mask_ && !fast_mask_, slow_bias_ = extra_.bias && !fast_bias_;
+    over_ = static_cast<float>(1 / tile.x.z.scale);
+  }
+
+  // Begins to load what a step needs.
+  __device__ void load(int step) {
+    const int key = tile_.key(step) + lane_index() % 4 * kEach;
+    if (fast_mask_) {
+#pragma unroll
+      for (int i = 0; i < 2 * kM; ++i)
+        load_words<kEach / 4>(masks_[i], reinterpret_cast<const char *>(mask_), row(i) * extra_.of_mask.query, key, 1);
+    }
+    if (fast_bias_ && extra_.wide_bias) {
+#pragma unroll
+      for (int i = 0; i < 2 * kM; ++i)
+        load_words<kEach>(bias_[i], static_cast<const char *>(extra_.bias), bias_at_ + row(i) * extra_.of_bias.query, key,
+                          4);
+    } else if (fast_bias_) {
+#pragma unroll
+      for (int i = 0; i < 2 * kM; ++i)
+        load_words<kEach / 2>(bias_[i], static_cast<const char *>(extra_.bias), bias_at_ + row(i) * extra_.of_bias.query,
+                              key, 2);
+    }
+  }
+
+  // Clears the bits of what is hidden, and begins the sums.
+  __device__ void begin(Sums &s, uint32_t (&bits)[kM], int step) const {
+    if (fast_mask_) {
+#pragma unroll
+      for (int i = 0; i < kM; ++i) bits[i] &= mask_bits(masks_[2 * i]) | mask_bits(masks_[2 * i + 1]) << 16;
+    }
+    if (slow_mask_)
+      for_scores<kM, kKeys>([&](int i, int n, int half, int e, uint32_t bit) {
+        if (bits[i] & bit && !mask_[row(2 * i + half) * extra_.of_mask.query + key(step, n, e) * extra_.of_mask.key])
+          bits[i] &= ~bit;
+      });
+    if (!fast_bias_) return for_scores<kM, kKeys>([&](int i, int n, int half, int e, uint32_t) { s[i][n][2 * half + e] = 0; });
+    float least = 0;
+    if (extra_.wide_bias) {
+      for_scores<kM, kKeys>([&](int i, int n, int half, int e, uint32_t) {
+        s[i][n][2 * half + e] = __uint_as_float(bias_[2 * i + half][2 * n + e]) * over_;
+      });
+    } else {
+      for_scores<kM, kKeys>([&](int i, int n, int half, int e, uint32_t) {
+        const uint32_t word = bias_[2 * i + half][n];
+        s[i][n][2 * half + e] = widen(reinterpret_cast<const T(&)[2]>(word)[e]) * over_;
+      });
+    }
+    for_scores<kM, kKeys>([&](int i, int n, int half, int e, uint32_t) { least = fminf(least, s[i][n][2 * half + e]); });
+    if (!__any_sync(~0u, least == -kInfinity)) return;
+    for_scores<kM, kKeys>([&](int i, int n, int half, int e, uint32_t bit) {
+      if (s[i][n][2 * half + e] == -kInfinity) bits[i] &= ~bit;
+    });
+  }
+
+  // Adds a bias that begin has not to scores.
+  __device__ void add(Sums &s, uint32_t (&bits)[kM], int step) const {
+    for_scores<kM, kKeys>([&](int i, int n, int half, int e, uint32_t bit) {
+      if (!(bits[i] & bit)) return;
+      const int64_t at = bias_at_ + row(2 * i + half) * extra_.of_bias.query + key(step, n, e) * extra_.of_bias.key;
+      const float more = tile_.x.number(extra_.bias, extra_.wide_bias, at) * static_cast<float>(kLog2E);
+      s[i][n][2 * half + e] += more;
+      if (more == -kInfinity) bits[i] &= ~bit;
+    });
+  }
+
+  __device__ bool adds_later() const { return slow_bias_; }
+
+ private:
+  // Whether rows begin at multiples, and the keys end at one.
+  __device__ bool aligned(const void *p, int64_t row, int bytes, int to) const {
+    return (reinterpret_cast<uintptr_t>(p) | static_cast<uintptr_t>((row | tile_.x.z.keys) * bytes)) % to == 0;
+  }
+  // Row i of this lane that exists.
+  __device__ int64_t row(int i) const {
+    const int query = tile_.query(i / 2, i % 2);
+    return query < tile_.end ? query : tile_.end - 1;
+  }
+  __device__ int64_t key(int step, int n, int e) const {
+    return tile_.key(step) + lane_index() % 4 * kEach + 2 * n + e;
+  }
+  // kWords from element `at` + key on, of so many bytes each, of those keys that exist.
+  template <int kWords, int kRoom>
+  __device__ void load_words(uint32_t (&to)[kRoom], const char *from, int64_t at, int key, int bytes) const {
+    constexpr int kAtOnce = kWords < 4 ? kWords : 4;
+    using Words = std::conditional_t<kAtOnce == 4, uint4, uint2>;
+#pragma unroll
+    for (int j = 0; j < kWords; j += kAtOnce) {
+      Words words = {};
+      const int first = key + j * 4 / bytes;
+      if (first < tile_.x.z.keys) words = *reinterpret_cast<const Words *>(from + (at + first) * bytes);
+      to[j] = words.x, to[j + 1] = words.y;
+      if constexpr (kAtOnce == 4) to[j + 2] = words.z, to[j + 3] = words.w;
+    }
+  }
+  // A bit for each byte, whether it is 0.
+  __device__ static uint32_t mask_bits(const uint32_t (&bytes)[kEach / 4]) {
+    uint32_t bits = 0;
+#pragma unroll
+    for (int j = 0; j < kEach / 4; ++j) bits |= (__vsetne4(bytes[j], 0) * 0x01020408u >> 24 & 15u) << 4 * j;
+    return bits;
+  }
+
+  const Tile &tile_;
+  const AttentionExtras &extra_;
+  const bool *mask_;  // of the head
+  int64_t bias_at_;   // where that of the head begins
+  float over_;
+  bool fast_mask_, fast_bias_, slow_mask_, slow_bias_;
+  alignas(16) uint32_t masks_[2 * kM][kEach / 4], bias_[2 * kM][kEach];
+};
+
+// Of calls without a mask and a bias.
+struct NothingAdded {
+  template <class Tile>
+  __device__ NothingAdded(const Tile &, bool) {}
+  __device__ void load(int) const {}
+  template <class Sums, class Bits>
+  __device__ void begin(Sums &s, Bits &, int) const {
+    clear_sums(s);
+  }
+  template <class Sums, class Bits>
+  __device__ void add(Sums &, Bits &, int) const {}
+  __device__ bool adds_later() const { return false; }
 };
 
 // ---------------------------------------------------------------------------------------------------------------- y
 
-template <typename T, class Shape, bool kExtra>
+// kAdded: the call may have a mask or a bias.
+template <typename T, class Shape, bool kAdded>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     attention_y_kernel(AttentionInputs<T> x, T *y, float *lse) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
@@ -345,23 +594,24 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   extern __shared__ __align__(1024) uint4 attention_shared[];
   const uint32_t q_tile = shared_address(attention_shared), stages = q_tile + Shape::kTile;
   const auto stage = [=](int step) { return stages + step % 2 * (2 * Shape::kOtherTile); };
-  const QueryTile<T, Shape, kExtra> tile(x);
+  using Tile = QueryTile<T, Shape>;
+  const Tile tile(x, reinterpret_cast<int2 *>(reinterpret_cast<char *>(attention_shared) + Shape::shared(1, false)));
   tile.copy(q_tile, x.q, x.z.dim);
   if (tile.steps) tile.fetch(stage(0), 0);
   commit_copies();
-  int2 *const own = reinterpret_cast<int2 *>(reinterpret_cast<char *>(attention_shared) + Shape::shared(1, false));
-  if constexpr (kExtra) find_sequences<Shape>(own, x, tile.begin);
 
   const MmaScores scores(x.z);
-  const bool fused =
-      !kExtra && scores.inner == 0 && scores.scale > 0;  // the largest product is then the largest score's
+  const bool fused = scores.inner == 0 && scores.scale > 0;  // the largest product is then the largest score's
   const float scale = fused ? scores.scale : 1;
+  std::conditional_t<kAdded, AddedRows<T, Shape>, NothingAdded> added(tile, fused);
+  if (tile.steps) added.load(0);
+
   const int warp_row = warp_index() * Shape::kWarpRows;
   MmaSums<kM, kDim> sums = {};
   float slope, most[kM][2], total[kM][2] = {};
 #pragma unroll
   for (auto &pair : most) pair[0] = pair[1] = -kInfinity;
-  if (kExtra && x.extra.sinks) {
+  if (x.extra.sinks) {
     const float sink = x.sink(tile.h) * static_cast<float>(kLog2E);
 #pragma unroll
     for (int i = 0; i < kM; ++i)
@@ -375,39 +625,26 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     __syncthreads();
     if (step + 1 < tile.steps) tile.fetch(stage(step + 1), step + 1);
     commit_copies();
-    MmaSums<kM, kKeys> s = {};
+    MmaSums<kM, kKeys> s;
+    typename Tile::Bits bits;
+    bool partial = tile.find_partial(bits, step);
+    added.begin(s, bits, step);
+    if ((kAdded || partial) && !tile.any(bits, &partial)) {
+      if (step + 1 < tile.steps) added.load(step + 1);
+      continue;
+    }
     multiply_rows<kDim, kM, kKeys, Shape::kUnroll>(s, q_tile, warp_row, stage(step), T());
     if (!fused) {
-#pragma unroll
-      for (auto &row : s)
-#pragma unroll
-        for (auto &four : row)
-#pragma unroll
-          for (float &score : four) score = scores(score, &slope);
+      for_scores<kM, kKeys>([&](int i, int n, int half, int e, uint32_t) {
+        float &score = s[i][n][2 * half + e];
+        score = scores(score, &slope);
+      });
     }
-    if (kExtra || !tile.whole(step)) {
-      const MmaAddends<T> addends(x, tile.b, tile.h);
-#pragma unroll
-      for (int i = 0; i < kM; ++i)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          int2 range = tile.seen(tile.query(i, half), step);
-          if (kExtra) range = within_sequence(range, own[tile.local(i, half)], tile.key(step));
-#pragma unroll
-          for (int n = 0; n < kKeys / 8; ++n)
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-              const int column = 8 * n + lane_index() % 4 * 2 + e;
-              float &score = s[i][n][2 * half + e];
-              if (column < range.x || column >= range.y) {
-                score = -kInfinity;
-              } else if (kExtra && tile.query(i, half) < tile.end) {
-                const float more = addends(tile.query(i, half), tile.key(step) + column);
-                score = more == -kInfinity ? more : score + more;  // whatever the score of a hidden key is
-              }
-            }
-        }
-    }
+    if (added.adds_later()) added.add(s, bits, step), partial = true;
+    if (partial)  // whatever the score of a hidden key is
+      for_scores<kM, kKeys>([&](int i, int n, int half, int e, uint32_t bit) {
+        if (!(bits[i] & bit)) s[i][n][2 * half + e] = -kInfinity;
+      });
 #pragma unroll
     for (int i = 0; i < kM; ++i)
 #pragma unroll
@@ -430,6 +667,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
       }
     MmaFactor<kM, kKeys> p;
     round_weights<kM, kKeys>(p, s, T());
+    if (step + 1 < tile.steps) added.load(step + 1);
     multiply_weights<kDim, kM, kKeys>(sums, p, stage(step) + Shape::kOtherTile, T());
   }
 
@@ -451,7 +689,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
 
 // --------------------------------------------------------------------------------------------------------------- dq
 
-template <typename T, class Shape, bool kExtra>
+template <typename T, class Shape, bool kAdded>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_dq_kernel(AttentionInputs<T> x, T *dq) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   constexpr int kDim = Shape::kDim, kM = Shape::kM, kKeys = Shape::kOthers;
@@ -459,15 +697,17 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_dq_
   const uint32_t q_tile = shared_address(attention_shared), dy_tile = q_tile + Shape::kTile;
   const uint32_t stages = dy_tile + Shape::kTile;
   const auto stage = [=](int step) { return stages + step % 2 * (2 * Shape::kOtherTile); };
-  const QueryTile<T, Shape, kExtra> tile(x);
+  using Tile = QueryTile<T, Shape>;
+  const Tile tile(x, reinterpret_cast<int2 *>(reinterpret_cast<char *>(attention_shared) + Shape::shared(2, false)));
   tile.copy(q_tile, x.q, x.z.dim), tile.copy(dy_tile, x.dy, x.z.v_dim);
   if (tile.steps) tile.fetch(stage(0), 0);
   commit_copies();
-  int2 *const own = reinterpret_cast<int2 *>(reinterpret_cast<char *>(attention_shared) + Shape::shared(2, false));
-  if constexpr (kExtra) find_sequences<Shape>(own, x, tile.begin);
-  const MmaAddends<T> addends(x, tile.b, tile.h);
 
   const MmaScores scores(x.z);
+  const bool fused = scores.inner == 0 && scores.scale > 0;
+  const float scale = fused ? scores.scale : 1;
+  std::conditional_t<kAdded, AddedRows<T, Shape>, NothingAdded> added(tile, fused);
+  if (tile.steps) added.load(0);
   const int warp_row = warp_index() * Shape::kWarpRows;
   MmaSums<kM, kDim> sums = {};
   float lse[kM][2], delta[kM][2];
@@ -479,7 +719,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_dq_
       const bool present = query < tile.end;
       lse[i][half] = present ? x.lse[tile.row(query)] * static_cast<float>(kLog2E) : kInfinity;
       delta[i][half] = present ? x.delta[tile.row(query)] : 0;
-      if (kExtra && lse[i][half] == -kInfinity) lse[i][half] = kInfinity;
+      if (lse[i][half] == -kInfinity) lse[i][half] = kInfinity;
     }
 #pragma unroll 1
   for (int step = 0; step < tile.steps; ++step) {
@@ -487,36 +727,34 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_dq_
     __syncthreads();
     if (step + 1 < tile.steps) tile.fetch(stage(step + 1), step + 1);
     commit_copies();
-    MmaSums<kM, kKeys> s = {}, dp = {};
+    MmaSums<kM, kKeys> s, dp = {};
+    typename Tile::Bits bits;
+    bool partial = tile.find_partial(bits, step);
+    added.begin(s, bits, step);
+    if ((kAdded || partial) && !tile.any(bits, &partial)) {
+      if (step + 1 < tile.steps) added.load(step + 1);
+      continue;
+    }
     multiply_rows<kDim, kM, kKeys, Shape::kUnroll>(s, q_tile, warp_row, stage(step), T());
     multiply_rows<kDim, kM, kKeys, Shape::kUnroll>(dp, dy_tile, warp_row, stage(step) + Shape::kOtherTile, T());
-    const bool whole = tile.whole(step);
-#pragma unroll
-    for (int i = 0; i < kM; ++i)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        int2 range = {0, kKeys};
-        if (kExtra || !whole) range = tile.seen(tile.query(i, half), step);
-        if (kExtra) range = within_sequence(range, own[tile.local(i, half)], tile.key(step));
-#pragma unroll
-        for (int n = 0; n < kKeys / 8; ++n)
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const int column = 8 * n + lane_index() % 4 * 2 + e;
-            float slope, &score = s[i][n][2 * half + e];
-            if constexpr (kExtra) {
-              const bool present = column >= range.x && column < range.y && tile.query(i, half) < tile.end;
-              const float more = present ? addends(tile.query(i, half), tile.key(step) + column) : -kInfinity;
-              const float p = fast_exp2(scores(score, &slope) + more - lse[i][half]);
-              score = more == -kInfinity ? 0 : p * (dp[i][n][2 * half + e] - delta[i][half]) * slope;
-            } else {
-              const float p = fast_exp2(scores(score, &slope) - lse[i][half]);
-              score = column < range.x || column >= range.y ? 0 : p * (dp[i][n][2 * half + e] - delta[i][half]) * slope;
-            }
-          }
-      }
+    if (!fused)
+      for_scores<kM, kKeys>([&](int i, int n, int half, int e, uint32_t) {
+        float slope, &score = s[i][n][2 * half + e], &of_p = dp[i][n][2 * half + e];
+        score = scores(score, &slope);
+        of_p = of_p * slope + delta[i][half] * (1 - slope);
+      });
+    if (added.adds_later()) added.add(s, bits, step), partial = true;
+    for_scores<kM, kKeys>([&](int i, int n, int half, int e, uint32_t) {
+      float &score = s[i][n][2 * half + e];
+      score = fast_exp2(score * scale - lse[i][half]) * (dp[i][n][2 * half + e] - delta[i][half]);
+    });
+    if (partial)
+      for_scores<kM, kKeys>([&](int i, int n, int half, int e, uint32_t bit) {
+        if (!(bits[i] & bit)) s[i][n][2 * half + e] = 0;
+      });
     MmaFactor<kM, kKeys> ds;
     round_weights<kM, kKeys>(ds, s, T());
+    if (step + 1 < tile.steps) added.load(step + 1);
     multiply_weights<kDim, kM, kKeys>(sums, ds, stage(step), T());
   }
   const float times = static_cast<float>(x.z.scale) * tile.times;
@@ -575,7 +813,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     }
   };
   int2 *const own = reinterpret_cast<int2 *>(reinterpret_cast<char *>(attention_shared) + Shape::shared(2, true));
-  if constexpr (kExtra) find_sequences<Shape>(own, x, begin);
+  if (kExtra && x.extra.offsets) find_sequences<Shape>(own, x.extra, begin, 0, x.extra.sequences + 1);
   copy_rows<Shape, Shape::kRows>(k_tile, x.of_keys(x.k, b, kv, z.dim), begin, last, dim);
   copy_rows<Shape, Shape::kRows>(v_tile, x.of_keys(x.v, b, kv, z.v_dim), begin, last, v_dim);
   MmaStep step;
@@ -608,7 +846,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
         const int64_t key = begin + warp_row + 16 * i + 8 * half + lane_index() / 4;
         if (kExtra || !whole) {
           range = within(z.seeing(key, key + 1), query, kQueries);
-          if (kExtra) range = within_sequence(range, own[key - begin], query);
+          if (kExtra && x.extra.offsets) range = within_sequence(range, own[key - begin], query);
           if (key >= last) range = {kQueries, kQueries};
         }
 #pragma unroll
@@ -692,7 +930,7 @@ class BiasTile {
     const Range seen = x_.extra.own(z_.seen_by(query, past, length_), query, past);
     const int64_t end = steps_.key && key_ + kKeys < seen.end ? key_ + kKeys : seen.end;
     __syncthreads();
-    find_sequences<Shape>(own_, x_, query);
+    if (x_.extra.offsets) find_sequences<Shape>(own_, x_.extra, query, 0, x_.extra.sequences + 1);
     for (int64_t key = steps_.key ? key_ : seen.begin / kKeys * kKeys; key < end; key += kKeys) add(query, past, key);
   }
 
@@ -720,7 +958,7 @@ class BiasTile {
       const int64_t at = x_.row(b_, h_, i);
       const float lse = x_.lse[at] * static_cast<float>(kLog2E), delta = x_.delta[at];
       const int2 all = within(z_.seen_by(i, i + 1, length_), key, kKeys),
-                 range = within_sequence(all, own_[local(half)], key);
+                 range = x_.extra.offsets ? within_sequence(all, own_[local(half)], key) : all;
 #pragma unroll
       for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
@@ -797,7 +1035,10 @@ Status dispatch_mma(const AttentionSizes &z, F f) {
                       : f(MmaShapes<256>());
 }
 // Kernels with kExtra: whether they take a call that the others take, and their shapes.
-inline bool mma_takes_extra(const AttentionSizes &z) { return z.dim <= 128 && z.v_dim <= 128; }
+template <typename T>
+bool mma_takes_extra(const AttentionInputs<T> &x) {
+  return (!x.extra.mask && !x.extra.bias && !x.extra.offsets) || (x.z.dim <= 128 && x.z.v_dim <= 128);
+}
 template <class F>
 Status dispatch_mma_extra(const AttentionSizes &z, F f) {
   return std::max(z.dim, z.v_dim) <= 64 ? f(MmaExtraShapes<64>()) : f(MmaExtraShapes<128>());
@@ -817,7 +1058,7 @@ Status launch_mma(const char *op, void (*kernel)(Parameters...), int64_t heads, 
 template <bool kExtra, class Shapes, typename T>
 Status run_mma_forward_of(Shapes, const char *op, const AttentionInputs<T> &x, T *y, float *lse, void *stream) {
   using Shape = typename Shapes::Y;
-  constexpr int kShared = Shape::shared(1, false, kExtra);
+  constexpr int kShared = Shape::shared(1, false, true);
   static_assert(kShared <= kMmaShared);
   return launch_mma<Shape>(op, attention_y_kernel<T, Shape, kExtra>, x.z.batch * x.z.heads, x.z.queries, kShared,
                            stream, x, y, lse);
@@ -828,7 +1069,7 @@ Status run_mma_backward_of(Shapes, const char *op, const AttentionInputs<T> &x, 
   const AttentionSizes &z = x.z;
   using Dq = typename Shapes::Dq;
   using Dkv = typename Shapes::Dkv;
-  constexpr int kOfDq = Dq::shared(2, false, kExtra), kOfDkv = Dkv::shared(2, true, kExtra);
+  constexpr int kOfDq = Dq::shared(2, false, true), kOfDkv = Dkv::shared(2, true, kExtra);
   static_assert(kOfDq <= kMmaShared && kOfDkv <= kMmaShared);
   if (dq)
     AOT_TRY(launch_mma<Dq>(op, attention_dq_kernel<T, Dq, kExtra>, z.batch * z.heads, z.queries, kOfDq, stream, x, dq));
@@ -871,7 +1112,7 @@ Status run_mma_bias(const char *op, const AttentionInputs<T> &x, void *dbias, vo
 // Calls with what is in `extra` have shapes of their own.
 template <typename T>
 Status run_mma_forward(const char *op, const AttentionInputs<T> &x, T *y, float *lse, void *stream) {
-  if (!x.plain())
+  if (x.extra.mask || x.extra.bias)
     return dispatch_mma_extra(x.z,
                               [&](auto shapes) { return run_mma_forward_of<true>(shapes, op, x, y, lse, stream); });
   return dispatch_mma(x.z, [&](auto shapes) { return run_mma_forward_of<false>(shapes, op, x, y, lse, stream); });
