@@ -3,7 +3,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "attention_mma.cuh"
+#include "attention_mma_backward.cuh"
 
 namespace aot {
 inline namespace AOT_ISA {
@@ -104,6 +104,12 @@ Status run_backward(const char *op, const AttentionInputs<T> &x, const T *y, Acc
                     void *stream) {
   AttentionKernels kernels;
   AOT_TRY(choose<T>(op, x, &kernels, x.q, x.k, x.v, x.dy, y, dq, dk, dv));
+  if constexpr (sizeof(T) == 2) {
+    DeviceLimits limits;
+    AOT_TRY(device_limits(op, &limits));
+    if (kernels == AttentionKernels::mma && mma_pass_takes(x, limits.shared_memory))
+      return run_mma_pass(op, x, y, delta, dq, dk, dv, delta + 2 * x.z.rows(), stream);
+  }
   if (const int64_t rows = x.z.rows(); rows && (kernels != AttentionKernels::wgmma || !dq))
     AOT_TRY(launch_kernel(op, attention_delta_kernel<T>, {grid_size(ceil_div(rows, kDeltaBlock / 32)), kDeltaBlock},
                           stream, x, y, delta));

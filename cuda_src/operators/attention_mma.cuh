@@ -282,27 +282,22 @@ class MmaAddends {
 
 // -------------------------------------------------------------------------------------------------------- packed
 
-// The sequences that two rows are in, and how many offsets are at most each.
-struct RowSequences {
-  Range first, last;
-  int64_t of_first, of_last;
-  bool wrong;  // the offsets do not ascend from 0 to keys
-};
-
-// A block's threads all call this. The offsets are read once, all at the same time.
-__device__ inline RowSequences find_ends(const AttentionExtras &extra, int64_t keys, int64_t first, int64_t last) {
-  RowSequences found = {};
+// counts: how many offsets are at most each of these rows. Whether the offsets do not ascend from 0 to keys. A block's
+// threads all call this. The offsets are read once, all at the same time.
+template <int kRows>
+__device__ inline bool count_offsets(const AttentionExtras &extra, int64_t keys, const int64_t (&rows)[kRows],
+                                     int (&counts)[kRows]) {
   bool wrong = false;
+  for (int &count : counts) count = 0;
   for (int64_t from = 0; from <= extra.sequences; from += blockDim.x) {
     const int64_t i = from + threadIdx.x;
     const bool present = i <= extra.sequences;
     const int64_t at = present ? extra.offset(i) : 0, before = present && i ? extra.offset(i - 1) : 0;
     wrong |= at < before || at > keys;
-    found.of_first += __syncthreads_count(present && at <= first);
-    found.of_last += __syncthreads_count(present && at <= last);
+#pragma unroll
+    for (int j = 0; j < kRows; ++j) counts[j] += __syncthreads_count(present && at <= rows[j]);
   }
-  wrong = __syncthreads_or(wrong);
-  return {extra.sequence_of(found.of_first), extra.sequence_of(found.of_last), found.of_first, found.of_last, wrong};
+  return __syncthreads_or(wrong);
 }
 
 // Writes the range of others of each row of a tile from `begin` on: that of its sequence, as numbers of 32 bits.
@@ -361,11 +356,13 @@ struct QueryTile {
     Range seen = z.seen_by(begin, end, length), by_all = {z.seen_by(end - 1, end, length).begin,
                                                           z.seen_by(begin, begin + 1, length).end};
     if (x.extra.offsets) {
-      const RowSequences ends = find_ends(x.extra, z.keys, begin, end - 1);
-      if (ends.wrong) length = 0, times = __int_as_float(0x7fffffff);
-      find_sequences<Shape>(sequences, x.extra, begin, ends.of_first, ends.of_last);
-      seen = intersection(seen, {ends.first.begin, ends.wrong ? 0 : ends.last.end});
-      by_all = intersection(by_all, {ends.last.begin, ends.first.end});
+      int counts[2];
+      const bool wrong = count_offsets(x.extra, z.keys, {begin, end - 1}, counts);
+      if (wrong) length = 0, times = __int_as_float(0x7fffffff);
+      find_sequences<Shape>(sequences, x.extra, begin, counts[0], counts[1]);
+      const Range of_first = x.extra.sequence_of(counts[0]), of_last = x.extra.sequence_of(counts[1]);
+      seen = intersection(seen, {of_first.begin, wrong ? 0 : of_last.end});
+      by_all = intersection(by_all, {of_last.begin, of_first.end});
     }
     const bool any = seen.end > seen.begin;
     first = any ? static_cast<int>(seen.begin) / kKeys * kKeys : 0;

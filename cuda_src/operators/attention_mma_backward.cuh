@@ -1,0 +1,442 @@
+// attention's gradients in 16 bits by mma.sync, in one pass: dq, dk and dv of head_dims up to 128.
+//
+// A block has rows of keys, 16 kM for each warp, and goes through tiles of queries, as the kernel of dk and dv in
+// attention_mma.cuh. ds goes through shared memory besides, and each warp has a part of dq of the tile, the product of
+// ds and the block's keys. The blocks that see a tile add their parts in float32, in a workspace, one after another, the
+// one with the highest keys first: so the bits are the same again. Blocks are started from the highest keys on, and
+// wait only for blocks that were started before them. If the call is causal they do not wait at all as long as they are
+// equally fast: each begins at the tile of its own rows, where the ones with higher keys have not been.
+#pragma once
+#include "attention_mma.cuh"
+
+namespace aot {
+inline namespace AOT_ISA {
+
+template <int kDim>
+struct MmaPassShapes;
+template <>
+struct MmaPassShapes<64> {
+  using Shape = MmaShape<64, 2, 4, 32, 2, 2>;
+};
+template <>
+struct MmaPassShapes<128> {
+  using Shape = MmaShape<128, 1, 8, 32, 1, 2>;
+};
+
+// The inputs and results of a pass. dq, dk, dv: null if not wanted.
+template <typename T>
+struct MmaPass {
+  AttentionInputs<T> x;
+  T *dq, *dk, *dv;
+  float *sums;  // of dq: for each warp's part of a tile as its lanes have it
+  int *turns;   // of each part: 1 + the block of keys that was the last to add to it
+};
+
+// --------------------------------------------------------------------------------------------------------- clearing
+
+// delta, turns of 0, and dq of queries that see no tile of keys: all is written if `all_seen` is not known.
+template <typename T>
+__global__ void __launch_bounds__(kDeltaBlock)
+    attention_pass_begin_kernel(MmaPass<T> pass, const T *y, float *delta, int64_t turns, bool all_seen) {
+  constexpr int kAtOnce = 8;
+  const AttentionInputs<T> &x = pass.x;
+  const AttentionSizes &z = x.z;
+  const int64_t threads = int64_t{gridDim.x} * kDeltaBlock, thread = int64_t{blockIdx.x} * kDeltaBlock + threadIdx.x;
+  for (int64_t i = thread; i < turns; i += threads) pass.turns[i] = 0;
+  // 8 lanes for a row
+  for (int64_t i = thread / 8; i < ceil_div(z.rows(), 4) * 4; i += threads / 8) {
+    const bool present = i < z.rows();
+    const int64_t head = (present ? i : 0) / z.queries, query = (present ? i : 0) % z.queries;
+    const int64_t b = head / z.heads, h = head % z.heads;
+    const T *const dy_row = x.of_queries(x.dy, b, h, z.v_dim)[query], *const y_row =
+                                                                          x.of_queries(y, b, h, z.v_dim)[query];
+    float sum = 0;
+    for (int64_t j = lane_index() % 8 * kAtOnce; j < z.v_dim; j += 8 * kAtOnce) {
+      const uint4 one = *reinterpret_cast<const uint4 *>(dy_row + j), other = *reinterpret_cast<const uint4 *>(y_row + j);
+      const T(&a)[kAtOnce] = reinterpret_cast<const T(&)[kAtOnce]>(one);
+      const T(&c)[kAtOnce] = reinterpret_cast<const T(&)[kAtOnce]>(other);
+#pragma unroll
+      for (int e = 0; e < kAtOnce; ++e) sum += widen(a[e]) * widen(c[e]);
+    }
+    sum = sum_lanes<8>(sum);
+    if (present && lane_index() % 8 == 0) delta[i] = sum;
+  }
+  if (all_seen || !pass.dq) return;
+  bool wrong = false;
+  for (int64_t i = threadIdx.x; x.extra.offsets && i <= x.extra.sequences; i += kDeltaBlock)
+    wrong |= x.extra.offset(i) < (i ? x.extra.offset(i - 1) : 0) || x.extra.offset(i) > z.keys;
+  wrong = __syncthreads_or(wrong);
+  for (int64_t i = thread / 8; i < z.rows(); i += threads / 8) {
+    const int64_t head = i / z.queries, b = head / z.heads, h = head % z.heads;
+    T *const row = x.of_queries(pass.dq, b, h, z.dim)[i % z.queries];
+    const uint32_t word = wrong || x.length(b).times != 1 ? 0x7fff7fffu : 0;  // NaN
+    for (int64_t j = lane_index() % 8 * kAtOnce; j < z.dim; j += 8 * kAtOnce)
+      *reinterpret_cast<uint4 *>(row + j) = {word, word, word, word};
+  }
+}
+
+// ------------------------------------------------------------------------------------------------------------- keys
+
+// Tiles of queries [begin, end) that a block of keys meets.
+struct MetTiles {
+  int begin, end;
+  __device__ bool has(int tile) const { return tile >= begin && tile < end; }
+};
+
+// A block's keys, and the queries that see them.
+template <typename T, class Shape>
+struct KeyTile {
+  static constexpr int kQueries = Shape::kOthers, kM = Shape::kM, kRows = Shape::kRows;
+  using Bits = uint32_t[kM];
+  static constexpr uint32_t kAllBits = ((1u << kQueries / 4) - 1) * 0x10001u;
+  static_assert(kQueries <= 64);
+
+  const AttentionInputs<T> &x;
+  int64_t b, kv;
+  int number, begin, end, last, whole_begin, whole_end;  // queries from whole_begin to whole_end see all keys
+  MetTiles met, of_next, of_before;
+  const int2 *own;  // of a packed call: the sequence of each row, in shared memory
+  float times;
+
+  __device__ KeyTile(const AttentionInputs<T> &inputs, int2 *sequences) : x(inputs), own(sequences) {
+    const AttentionSizes &z = x.z;
+    const int keys = static_cast<int>(z.keys), tiles = (keys - 1) / kRows + 1;
+    const int head = static_cast<int>(blockIdx.x) / tiles;
+    b = head / z.kv_heads, kv = head % z.kv_heads;
+    number = tiles - 1 - static_cast<int>(blockIdx.x) % tiles, begin = number * kRows;
+    end = keys - begin < kRows ? keys : begin + kRows;
+    auto length = x.length(b);
+    Range by_all = {z.seeing(end - 1, end).begin, z.seeing(begin, begin + 1).end};
+    Range spans[3] = {};  // of the sequences of the block before, this one and the next
+    if (x.extra.offsets) {
+      int counts[6];
+      const int64_t before = number ? begin - kRows : 0, after = end - 1 + kRows < keys ? end - 1 + kRows : keys - 1;
+      const int64_t next = end < keys ? end : keys - 1;
+      if (count_offsets(x.extra, z.keys, {before, begin - 1, begin, end - 1, next, after}, counts))
+        length = {0, __int_as_float(0x7fffffff)};
+      find_sequences<Shape>(sequences, x.extra, begin, counts[2], counts[3]);
+#pragma unroll
+      for (int i = 0; i < 3; ++i)
+        spans[i] = {x.extra.sequence_of(counts[2 * i]).begin, x.extra.sequence_of(counts[2 * i + 1]).end};
+      by_all = {max(by_all.begin, x.extra.sequence_of(counts[3]).begin),
+                min(by_all.end, x.extra.sequence_of(counts[2]).end)};
+    }
+    times = length.times, last = end < length.value ? end : static_cast<int>(length.value);
+    if (last < end) by_all.end = 0;
+    whole_begin = static_cast<int>(max(by_all.begin, int64_t{0})), whole_end = static_cast<int>(max(by_all.end, int64_t{0}));
+    met = tiles_of(begin, length.value, spans[1]);
+    of_next = number + 1 < tiles ? tiles_of(begin + kRows, length.value, spans[2]) : MetTiles{};
+    of_before = number ? tiles_of(begin - kRows, length.value, spans[0]) : MetTiles{};
+  }
+
+  // Tiles of queries that a block of keys from `from` on meets. Of two blocks neither end is lower in the higher one.
+  __device__ MetTiles tiles_of(int64_t from, int64_t length, Range span) const {
+    const int64_t to = min(from + kRows, min(x.z.keys, length));
+    if (from >= to) return {};
+    Range seeing = x.z.seeing(from, to);
+    if (x.extra.offsets) seeing = {max(seeing.begin, span.begin), min(seeing.end, span.end)};
+    if (seeing.begin >= seeing.end) return {};
+    return {static_cast<int>(seeing.begin / kQueries), static_cast<int>((seeing.end - 1) / kQueries) + 1};
+  }
+
+  __device__ static int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
+  __device__ static int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+
+  __device__ static int local(int i, int half) {
+    return warp_index() * Shape::kWarpRows + 16 * i + 8 * half + lane_index() / 4;
+  }
+  // Whether there are queries of a tile and keys that do not meet; the bits of those that do.
+  __device__ bool find_partial(Bits &bits, int tile) const {
+    const int query = tile * kQueries;
+    if (query >= whole_begin && query + kQueries <= whole_end) {
+#pragma unroll
+      for (uint32_t &word : bits) word = kAllBits;
+      return false;
+    }
+#pragma unroll
+    for (int i = 0; i < kM; ++i) {
+      bits[i] = 0;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = local(i, half), key = begin + row;
+        int2 range = within(x.z.seeing(key, key + 1), query, kQueries);
+        if (x.extra.offsets) range = within_sequence(range, own[row], query);
+        if (key < last) bits[i] |= lane_bits<kQueries>(range) << 16 * half;
+      }
+    }
+    return true;
+  }
+  __device__ static bool any(const Bits &bits, bool *partial) {
+    uint32_t any = 0, all = kAllBits;
+#pragma unroll
+    for (const uint32_t word : bits) any |= word, all &= word;
+    *partial = __any_sync(~0u, all != kAllBits);
+    return __any_sync(~0u, any);
+  }
+};
+
+// ---------------------------------------------------------------------------------------------------------- dq
+
+// A warp's part of dq of a tile of queries: columns [16 warp, ..) of all of them, or of half of them if there are more
+// warps than columns.
+template <class Shape>
+struct DqPart {
+  static constexpr int kAcross = Shape::kDim / Shape::kWarps;  // columns of a warp
+  static constexpr int kM = Shape::kOthers / 16, kWords = kM * kAcross / 2;  // numbers of a lane
+  static_assert(kAcross % 16 == 0 && kWords % 4 == 0);
+  using Sums = MmaSums<kM, kAcross>;
+
+  // sums = ds^T keys; ds: (keys, queries).
+  template <typename T>
+  __device__ static void multiply(Sums &sums, uint32_t ds, uint32_t keys, T zero) {
+    constexpr int kQueries = Shape::kOthers, kDim = Shape::kDim;
+    const int lane = lane_index(), eighth = lane % 8, low = lane / 8 % 2, high = lane / 16;
+    const LaneRows<kQueries> of_a(ds, 8 * high + eighth, low);
+    const LaneRows<kDim> of_b(keys, 8 * low + eighth, high);
+#pragma unroll 4
+    for (int k = 0; k < Shape::kRows / 16; ++k) {
+      uint32_t left[kM][4];
+#pragma unroll
+      for (int i = 0; i < kM; ++i) load_transposed_matrices(left[i], of_a(i) + k * 16 * kQueries * 2);
+#pragma unroll
+      for (int n = 0; n < kAcross / 16; ++n) {
+        uint32_t right[4];
+        load_transposed_matrices(right, of_b(warp_index() * (kAcross / 16) + n) + k * 16 * kDim * 2);
+#pragma unroll
+        for (int i = 0; i < kM; ++i) {
+          multiply_add(sums[i][2 * n], left[i], right[0], right[1], zero);
+          multiply_add(sums[i][2 * n + 1], left[i], right[2], right[3], zero);
+        }
+      }
+    }
+  }
+};
+
+__device__ inline void add_in_memory(float *to, const float (&x)[4]) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]),
+               "f"(x[3])
+               : "memory");
+#else
+#pragma unroll
+  for (int i = 0; i < 4; ++i) atomicAdd(to + i, x[i]);
+#endif
+}
+
+// ------------------------------------------------------------------------------------------------------- the pass
+
+// Turns of a warp's parts of dq. What is added to a tile is known to be there a step later, when its turn is passed on.
+class Turns {
+ public:
+  __device__ void wait(const int *turn, int expected) {
+    if (expected && lane_index() == 0)
+      while (load(turn) != expected) __nanosleep(20);
+    __syncwarp();
+  }
+  // Of the part before, if there is one; what follows is after what others did before their turns.
+  __device__ void pass_on(int number) {
+    __syncwarp();
+    __threadfence();
+    if (before_ && lane_index() == 0) asm volatile("st.relaxed.gpu.global.s32 [%0], %1;" ::"l"(before_), "r"(number + 1) : "memory");
+    before_ = nullptr;
+  }
+  __device__ void done(int *turn) { before_ = turn; }
+
+ private:
+  __device__ static int load(const int *turn) {
+    int found;
+    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(found) : "l"(turn) : "memory");
+    return found;
+  }
+  int *before_ = nullptr;
+};
+
+template <typename T, class Shape>
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pass_kernel(MmaPass<T> pass) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  constexpr int kDim = Shape::kDim, kM = Shape::kM, kQueries = Shape::kOthers;
+  using Part = DqPart<Shape>;
+  extern __shared__ __align__(1024) uint4 attention_shared[];
+  char *const shared = reinterpret_cast<char *>(attention_shared);
+  const AttentionInputs<T> &x = pass.x;
+  const AttentionSizes &z = x.z;
+  const uint32_t k_tile = shared_address(attention_shared), v_tile = k_tile + Shape::kTile;
+  const uint32_t stages = v_tile + Shape::kTile, ds_tile = stages + 4 * Shape::kOtherTile;
+  const auto stage = [=](int parity) { return stages + parity * (2 * Shape::kOtherTile); };
+  constexpr int kDsBytes = Shape::kRows * kQueries * 2;
+  float (*const numbers)[2][kQueries] =
+      reinterpret_cast<float (*)[2][kQueries]>(shared + Shape::shared(2, false) + kDsBytes);
+  const KeyTile<T, Shape> tile(x, reinterpret_cast<int2 *>(shared + Shape::shared(2, true) + kDsBytes));
+  const int dim = static_cast<int>(z.dim), v_dim = static_cast<int>(z.v_dim), begin = tile.begin;
+  const int of_head = tile.met.end - tile.met.begin;
+  const int query_tiles = (static_cast<int>(z.queries) - 1) / kQueries + 1;
+
+  const auto fetch = [&](MmaStep next) {
+    const int64_t h = tile.kv * z.group() + next.head;
+    const int query = (tile.met.begin + next.tile) * kQueries;
+    copy_rows<Shape, kQueries, true>(stage(next.parity), x.of_queries(x.q, tile.b, h, z.dim), query, z.queries, dim);
+    copy_rows<Shape, kQueries, true>(stage(next.parity) + Shape::kOtherTile, x.of_queries(x.dy, tile.b, h, z.v_dim),
+                                     query, z.queries, v_dim);
+    if (threadIdx.x < kQueries) {
+      const int64_t i = query + spread<kQueries>(threadIdx.x), at = x.row(tile.b, h, i);
+      const float lse = i < z.queries ? x.lse[at] * static_cast<float>(kLog2E) : kInfinity;
+      numbers[next.parity][0][threadIdx.x] = lse == -kInfinity ? kInfinity : lse;
+      numbers[next.parity][1][threadIdx.x] = i < z.queries ? x.delta[at] : 0;
+    }
+  };
+  copy_rows<Shape, Shape::kRows>(k_tile, x.of_keys(x.k, tile.b, tile.kv, z.dim), begin, tile.last, dim);
+  copy_rows<Shape, Shape::kRows>(v_tile, x.of_keys(x.v, tile.b, tile.kv, z.v_dim), begin, tile.last, v_dim);
+  MmaStep step;
+  if (of_head) fetch(step);
+  commit_copies();
+
+  const MmaScores scores(z);
+  const bool fused = scores.inner == 0;
+  const float scale = fused ? scores.scale : 1, q_scale = static_cast<float>(z.scale) * tile.times;
+  const int warp_row = warp_index() * Shape::kWarpRows;
+  MmaSums<kM, kDim> dk_sums = {}, dv_sums = {};
+  Turns turns;
+#pragma unroll 1
+  for (; of_head && step.head < z.group(); step = step.next(of_head)) {
+    wait_copies<0>();
+    __syncthreads();
+    if (const MmaStep next = step.next(of_head); next.head < z.group()) fetch(next);
+    commit_copies();
+    const uint32_t q_tile = stage(step.parity), dy_tile = q_tile + Shape::kOtherTile;
+    const float *const lse = numbers[step.parity][0], *const delta = numbers[step.parity][1];
+    const int query_tile = tile.met.begin + step.tile;
+    typename KeyTile<T, Shape>::Bits bits;
+    bool partial = tile.find_partial(bits, query_tile);
+    MmaFactor<kM, kQueries> weights = {};
+    if (!partial || tile.any(bits, &partial)) {
+      MmaSums<kM, kQueries> s = {}, dp = {};
+      multiply_rows<kDim, kM, kQueries, Shape::kUnroll>(s, k_tile, warp_row, q_tile, T());
+      multiply_rows<kDim, kM, kQueries, Shape::kUnroll>(dp, v_tile, warp_row, dy_tile, T());
+      const auto column = [](int n, int e) { return 8 * n + lane_index() % 4 * 2 + e; };
+      if (!fused)
+        for_scores<kM, kQueries>([&](int i, int n, int half, int e, uint32_t) {
+          float slope, &score = s[i][n][2 * half + e], &of_p = dp[i][n][2 * half + e];
+          score = scores(score, &slope);
+          of_p = of_p * slope + delta[column(n, e)] * (1 - slope);
+        });
+      for_scores<kM, kQueries>([&](int i, int n, int half, int e, uint32_t) {
+        float &score = s[i][n][2 * half + e], &of_p = dp[i][n][2 * half + e];
+        score = fast_exp2(score * scale - lse[column(n, e)]);
+        of_p = score * (of_p - delta[column(n, e)]);
+      });
+      if (partial)
+        for_scores<kM, kQueries>([&](int i, int n, int half, int e, uint32_t bit) {
+          if (!(bits[i] & bit)) s[i][n][2 * half + e] = dp[i][n][2 * half + e] = 0;
+        });
+      round_weights<kM, kQueries>(weights, s, T());
+      multiply_weights<kDim, kM, kQueries>(dv_sums, weights, dy_tile, T());
+      round_weights<kM, kQueries>(weights, dp, T());
+    }
+    if (pass.dq) {
+#pragma unroll
+      for (int i = 0; i < kM; ++i)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+          for (int n = 0; n < kQueries / 8; ++n) {
+            const uint32_t at = piece_address<kQueries>(ds_tile, tile.local(i, half), n) + lane_index() % 4 * 4;
+            asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(weights[i][n / 2][n % 2 * 2 + half]) : "memory");
+          }
+    }
+    multiply_weights<kDim, kM, kQueries>(dk_sums, weights, q_tile, T());
+    if (!pass.dq) continue;
+    __syncthreads();
+    typename Part::Sums sums = {};
+    Part::multiply(sums, ds_tile, k_tile, T());
+    const int64_t head = tile.b * z.heads + tile.kv * z.group() + step.head;
+    const int64_t part = (head * query_tiles + query_tile) * Shape::kWarps + warp_index();
+    const bool first = !tile.of_next.has(query_tile), final = !tile.of_before.has(query_tile);
+    int *const turn = pass.turns + part;
+    float *const at = pass.sums + part * (32 * Part::kWords) + lane_index() * 4;
+    turns.wait(turn, first ? 0 : tile.number + 2);
+    turns.pass_on(tile.number);
+    if (!final) {
+#pragma unroll
+      for (int i = 0; i < Part::kWords / 4; ++i) {
+        const float (&four)[4] = sums[i / (Part::kAcross / 8)][i % (Part::kAcross / 8)];
+        if (first) __stcg(reinterpret_cast<float4 *>(at + i * 128), make_float4(four[0], four[1], four[2], four[3]));
+        else add_in_memory(at + i * 128, four);
+      }
+      turns.done(turn);
+      continue;
+    }
+    if (!first) {
+#pragma unroll
+      for (int i = 0; i < Part::kWords / 4; ++i) {
+        const float4 more = __ldcg(reinterpret_cast<const float4 *>(at + i * 128));
+        float (&four)[4] = sums[i / (Part::kAcross / 8)][i % (Part::kAcross / 8)];
+        four[0] += more.x, four[1] += more.y, four[2] += more.z, four[3] += more.w;
+      }
+    }
+    const HeadRows<T> to = x.of_queries(pass.dq, tile.b, head % z.heads, z.dim);
+#pragma unroll
+    for (int i = 0; i < Part::kM; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int query = query_tile * kQueries + spread<kQueries>(16 * i + 8 * half + lane_index() / 4);
+        if (query >= z.queries) continue;
+        T *const row = to[query] + warp_index() * Part::kAcross + lane_index() % 4 * 2;
+#pragma unroll
+        for (int n = 0; n < Part::kAcross / 8; ++n)
+          if (warp_index() * Part::kAcross + 8 * n < dim)
+            *reinterpret_cast<uint32_t *>(row + 8 * n) =
+                narrow_word(sums[i][n][2 * half] * q_scale, sums[i][n][2 * half + 1] * q_scale, T());
+      }
+  }
+  if (pass.dq) turns.pass_on(tile.number);
+  const int row = begin + warp_row;
+  const float times = tile.times;
+  if (pass.dk)
+    store_sums<kM, kDim>(dk_sums, x.of_keys(pass.dk, tile.b, tile.kv, z.dim), row, tile.end, dim,
+                         [=](int, int) { return q_scale; });
+  if (pass.dv)
+    store_sums<kM, kDim>(dv_sums, x.of_keys(pass.dv, tile.b, tile.kv, z.v_dim), row, tile.end, v_dim,
+                         [=](int, int) { return times; });
+#endif
+}
+
+// ------------------------------------------------------------------------------------------------------- launchers
+
+// Whether every query is in a tile that a block of keys meets.
+inline bool every_query_meets(const AttentionSizes &z, bool lengths, bool packed) {
+  return !lengths && !packed && z.left < 0 && (z.right < 0 || z.keys >= z.queries) && z.keys > 0;
+}
+
+template <class Shape, typename T>
+Status run_mma_pass_of(const char *op, const AttentionInputs<T> &x, const T *y, float *delta, T *dq, T *dk, T *dv,
+                       float *space, void *stream) {
+  using Part = DqPart<Shape>;
+  constexpr int kShared = Shape::shared(2, true, true) + Shape::kRows * Shape::kOthers * 2;
+  const AttentionSizes &z = x.z;
+  const int64_t parts = z.batch * z.heads * ceil_div(z.queries, Shape::kOthers) * Shape::kWarps;
+  float *const sums = reinterpret_cast<float *>((reinterpret_cast<uintptr_t>(space) + 15) / 16 * 16);
+  const MmaPass<T> pass = {x, dq, dk, dv, sums, reinterpret_cast<int *>(sums + parts * 32 * Part::kWords)};
+  if (z.rows())
+    AOT_TRY(launch_kernel(op, attention_pass_begin_kernel<T>,
+                          {grid_size(ceil_div(z.rows(), kDeltaBlock / 8)), kDeltaBlock}, stream, pass, y, delta, parts,
+                          every_query_meets(z, x.lengths != nullptr, x.extra.offsets != nullptr)));
+  return launch_mma<Shape>(op, attention_pass_kernel<T, Shape>, z.batch * z.kv_heads, z.keys, kShared, stream, pass);
+}
+
+// Whether one pass takes a call that the kernels of attention_mma.cuh take.
+template <typename T>
+bool mma_pass_takes(const AttentionInputs<T> &x, int shared_memory) {
+  const int64_t dim = std::max(x.z.dim, x.z.v_dim);
+  return dim <= 128 && !x.extra.mask && !x.extra.bias && shared_memory >= (dim <= 64 ? 64 << 10 : 112 << 10);
+}
+
+template <typename T>
+Status run_mma_pass(const char *op, const AttentionInputs<T> &x, const T *y, float *delta, T *dq, T *dk, T *dv,
+                    float *space, void *stream) {
+  if (std::max(x.z.dim, x.z.v_dim) <= 64)
+    return run_mma_pass_of<MmaPassShapes<64>::Shape>(op, x, y, delta, dq, dk, dv, space, stream);
+  return run_mma_pass_of<MmaPassShapes<128>::Shape>(op, x, y, delta, dq, dk, dv, space, stream);
+}
+
+}  // namespace AOT_ISA
+}  // namespace aot
