@@ -88,28 +88,35 @@ __device__ inline uint32_t piece_address(uint32_t tile, int row, int piece) {
   return tile + (row * kDim + mixed * 8) * 2;
 }
 
-// The place of row r of a tile of kCount others among them. Of the columns of a product, a lane has 2 of each 8: it has
-// adjacent others then.
+// In which order a tile in shared memory has rows of global memory: at(r), of row r, is the sum of that of r's bits.
+struct InOrder {
+  __device__ static constexpr int at(int r) { return r; }
+};
+// Of others: of the columns of a product, a lane has 2 of each 8. It has kCount / 4 adjacent others then.
 template <int kCount>
-__device__ constexpr int spread(int r) {
-  return r / 2 % 4 * (kCount / 4) + r / 8 * 2 + r % 2;
-}
+struct Spread {
+  __device__ static constexpr int at(int r) { return r / 2 % 4 * (kCount / 4) + r / 8 * 2 + r % 2; }
+};
+// Of the 16 kM rows of a warp, of which a lane has 2 of each 16: it has 2 kM adjacent ones then.
+template <int kM>
+struct Adjacent {
+  __device__ static constexpr int at(int r) { return r / (16 * kM) * (16 * kM) + r % 8 * (2 * kM) + r / 16 % kM * 2 + r / 8 % 2; }
+};
 
-// Starts to copy rows [begin, begin + kCount) of a head, of `dim` elements; zeros from row `end` on. kSpread: row r of
-// the tile is row spread(r).
-template <class Shape, int kCount, bool kSpread = false, typename T>
+// Starts to copy rows [begin, begin + kCount) of a head, of `dim` elements; zeros from row `end` on.
+template <class Shape, int kCount, class Order = InOrder, typename T>
 __device__ inline void copy_rows(uint32_t tile, HeadRows<const T> from, int64_t begin, int64_t end, int dim) {
   constexpr int kDim = Shape::kDim, kPieces = kDim / 8, kAlong = kPieces % 8 == 0 ? kPieces : 4;
   constexpr int kStep = Shape::kThreads / kAlong;  // rows at once
-  static_assert(!kSpread || (kStep & (kStep - 1)) == 0);  // rows `row` and i are then bits of their own of row + i
+  static_assert((kStep & (kStep - 1)) == 0);  // row and i have bits of their own then
   const int row = threadIdx.x / kAlong, along = threadIdx.x % kAlong;
   const int left = end - begin < kCount ? static_cast<int>(end - begin) : kCount;
-  const int first = kSpread ? spread<kCount>(row) : row;
+  const int first = Order::at(row);
   const T *const at = from[begin + first] + along * 8;
 #pragma unroll
   for (int i = 0; i < kCount; i += kStep) {
     if (kCount % kStep && i + row >= kCount) continue;
-    const int more = kSpread ? spread<kCount>(i) : i;
+    const int more = Order::at(i);
 #pragma unroll
     for (int j = 0; j < kPieces; j += kAlong) {
       const bool present = first + more < left && (along + j) * 8 < dim;
@@ -207,14 +214,14 @@ __device__ inline void round_weights(MmaFactor<kM, kN> &to, const MmaSums<kM, kN
 }
 
 // Stores columns below dim of the rows that exist, times a number.
-template <int kM, int kDim, typename T, class Times>
+template <int kM, int kDim, class Order = InOrder, typename T, class Times>
 __device__ inline void store_sums(const MmaSums<kM, kDim> &sums, HeadRows<T> to, int64_t begin, int64_t end, int dim,
                                   Times times) {
 #pragma unroll
   for (int i = 0; i < kM; ++i)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int64_t row = begin + 16 * i + 8 * half + lane_index() / 4;
+      const int64_t row = begin + Order::at(16 * i + 8 * half + lane_index() / 4);
       const float factor = times(i, half);
       if (row >= end) continue;
       T *const at = to[row] + lane_index() % 4 * 2;
@@ -282,18 +289,18 @@ class MmaAddends {
 
 // -------------------------------------------------------------------------------------------------------- packed
 
-// counts: how many offsets are at most each of these rows. Whether the offsets do not ascend from 0 to keys. A block's
-// threads all call this. The offsets are read once, all at the same time.
-template <int kRows>
-__device__ inline bool count_offsets(const AttentionExtras &extra, int64_t keys, const int64_t (&rows)[kRows],
+// counts: how many offsets, of keys or of queries, are at most each of these rows. Whether offsets do not ascend from 0
+// to what there are. A block's threads all call this. The offsets are read once, all at the same time.
+template <int kRows, typename T>
+__device__ inline bool count_offsets(const AttentionInputs<T> &x, bool of_keys, const int64_t (&rows)[kRows],
                                      int (&counts)[kRows]) {
   bool wrong = false;
   for (int &count : counts) count = 0;
-  for (int64_t from = 0; from <= extra.sequences; from += blockDim.x) {
+  for (int64_t from = 0; from <= x.extra.sequences; from += blockDim.x) {
     const int64_t i = from + threadIdx.x;
-    const bool present = i <= extra.sequences;
-    const int64_t at = present ? extra.offset(i) : 0, before = present && i ? extra.offset(i - 1) : 0;
-    wrong |= at < before || at > keys;
+    const bool present = i <= x.extra.sequences;
+    const int64_t at = present ? x.extra.offset(i, of_keys) : 0;
+    wrong |= present && x.misplaced(i);
 #pragma unroll
     for (int j = 0; j < kRows; ++j) counts[j] += __syncthreads_count(present && at <= rows[j]);
   }
@@ -302,9 +309,10 @@ __device__ inline bool count_offsets(const AttentionExtras &extra, int64_t keys,
 
 // Writes the range of others of each row of a tile from `begin` on: that of its sequence, as numbers of 32 bits.
 template <class Shape>
-__device__ inline void find_sequences(int2 *to, const AttentionExtras &extra, int64_t begin, int64_t low, int64_t high) {
+__device__ inline void find_sequences(int2 *to, const AttentionExtras &extra, int64_t begin, bool of_keys, int64_t low,
+                                      int64_t high) {
   for (int i = threadIdx.x; i < Shape::kRows; i += Shape::kThreads) {
-    const Range own = extra.sequence(begin + i, low, high);
+    const Range own = extra.sequence(begin + i, of_keys, low, high);
     to[i] = {static_cast<int>(own.begin), static_cast<int>(own.end)};
   }
 }
@@ -317,7 +325,7 @@ __device__ inline int2 within_sequence(int2 range, int2 own, int64_t from) {
 // -------------------------------------------------------------------------------------------------------- queries
 
 // The columns of a lane that are in a range of a tile of kCount others: bit 2 n + e is that of columns[n][e], which is
-// the other spread(8 n + 2 (lane % 4) + e).
+// the other Spread::at(8 n + 2 (lane % 4) + e).
 template <int kCount>
 __device__ inline uint32_t lane_bits(int2 range) {
   constexpr int kEach = kCount / 4;
@@ -357,10 +365,11 @@ struct QueryTile {
                                                           z.seen_by(begin, begin + 1, length).end};
     if (x.extra.offsets) {
       int counts[2];
-      const bool wrong = count_offsets(x.extra, z.keys, {begin, end - 1}, counts);
+      const bool wrong = count_offsets(x, false, {begin, end - 1}, counts);
       if (wrong) length = 0, times = __int_as_float(0x7fffffff);
-      find_sequences<Shape>(sequences, x.extra, begin, counts[0], counts[1]);
-      const Range of_first = x.extra.sequence_of(counts[0]), of_last = x.extra.sequence_of(counts[1]);
+      find_sequences<Shape>(sequences, x.extra, begin, false, counts[0], counts[1]);
+      const Range of_first = x.extra.sequence_of(begin, counts[0], false),
+                  of_last = x.extra.sequence_of(end - 1, counts[1], false);
       seen = intersection(seen, {of_first.begin, wrong ? 0 : of_last.end});
       by_all = intersection(by_all, {of_last.begin, of_first.end});
     }
@@ -419,8 +428,8 @@ struct QueryTile {
   }
   // k and v of a step.
   __device__ void fetch(uint32_t stage, int step) const {
-    copy_rows<Shape, kKeys, true>(stage, k, key(step), length, static_cast<int>(x.z.dim));
-    copy_rows<Shape, kKeys, true>(stage + Shape::kOtherTile, v, key(step), length, static_cast<int>(x.z.v_dim));
+    copy_rows<Shape, kKeys, Spread<kKeys>>(stage, k, key(step), length, static_cast<int>(x.z.dim));
+    copy_rows<Shape, kKeys, Spread<kKeys>>(stage + Shape::kOtherTile, v, key(step), length, static_cast<int>(x.z.v_dim));
   }
 };
 
@@ -570,13 +579,14 @@ class AddedRows {
 struct NothingAdded {
   template <class Tile>
   __device__ NothingAdded(const Tile &, bool) {}
-  __device__ void load(int) const {}
-  template <class Sums, class Bits>
-  __device__ void begin(Sums &s, Bits &, int) const {
+  template <class... Place>
+  __device__ void load(Place...) const {}
+  template <class Sums, class Bits, class... Place>
+  __device__ void begin(Sums &s, Bits &, Place...) const {
     clear_sums(s);
   }
-  template <class Sums, class Bits>
-  __device__ void add(Sums &, Bits &, int) const {}
+  template <class Sums, class Bits, class... Place>
+  __device__ void add(Sums &, Bits &, Place...) const {}
   __device__ bool adds_later() const { return false; }
 };
 
@@ -598,9 +608,10 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   commit_copies();
 
   const MmaScores scores(x.z);
-  const bool fused = scores.inner == 0 && scores.scale > 0;  // the largest product is then the largest score's
+  const bool scaled = scores.inner == 0 && scores.scale > 0;  // the largest product is then the largest score's
+  std::conditional_t<kAdded, AddedRows<T, Shape>, NothingAdded> added(tile, scaled);
+  const bool fused = scaled && !added.adds_later();
   const float scale = fused ? scores.scale : 1;
-  std::conditional_t<kAdded, AddedRows<T, Shape>, NothingAdded> added(tile, fused);
   if (tile.steps) added.load(0);
 
   const int warp_row = warp_index() * Shape::kWarpRows;
@@ -701,9 +712,10 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_dq_
   commit_copies();
 
   const MmaScores scores(x.z);
-  const bool fused = scores.inner == 0 && scores.scale > 0;
+  const bool scaled = scores.inner == 0 && scores.scale > 0;
+  std::conditional_t<kAdded, AddedRows<T, Shape>, NothingAdded> added(tile, scaled);
+  const bool fused = scaled && !added.adds_later();
   const float scale = fused ? scores.scale : 1;
-  std::conditional_t<kAdded, AddedRows<T, Shape>, NothingAdded> added(tile, fused);
   if (tile.steps) added.load(0);
   const int warp_row = warp_index() * Shape::kWarpRows;
   MmaSums<kM, kDim> sums = {};
@@ -787,7 +799,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   const int dim = static_cast<int>(z.dim), v_dim = static_cast<int>(z.v_dim);
 
   Range seeing = z.seeing(begin, last);
-  if constexpr (kExtra) seeing = begin < last ? x.extra.own(seeing, begin, last) : Range{0, 0};
+  if constexpr (kExtra) seeing = begin < last ? x.extra.own(seeing, begin, last, true) : Range{0, 0};
   const int64_t first = seeing.begin / kQueries * kQueries;
   const bool any = begin < last && first < seeing.end;
   const int of_head = any ? static_cast<int>(ceil_div(seeing.end - first, kQueries)) : 0;
@@ -810,7 +822,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     }
   };
   int2 *const own = reinterpret_cast<int2 *>(reinterpret_cast<char *>(attention_shared) + Shape::shared(2, true));
-  if (kExtra && x.extra.offsets) find_sequences<Shape>(own, x.extra, begin, 0, x.extra.sequences + 1);
+  if (kExtra && x.extra.offsets) find_sequences<Shape>(own, x.extra, begin, true, 0, x.extra.sequences + 1);
   copy_rows<Shape, Shape::kRows>(k_tile, x.of_keys(x.k, b, kv, z.dim), begin, last, dim);
   copy_rows<Shape, Shape::kRows>(v_tile, x.of_keys(x.v, b, kv, z.v_dim), begin, last, v_dim);
   MmaStep step;
@@ -927,7 +939,7 @@ class BiasTile {
     const Range seen = x_.extra.own(z_.seen_by(query, past, length_), query, past);
     const int64_t end = steps_.key && key_ + kKeys < seen.end ? key_ + kKeys : seen.end;
     __syncthreads();
-    if (x_.extra.offsets) find_sequences<Shape>(own_, x_.extra, query, 0, x_.extra.sequences + 1);
+    if (x_.extra.offsets) find_sequences<Shape>(own_, x_.extra, query, false, 0, x_.extra.sequences + 1);
     for (int64_t key = steps_.key ? key_ : seen.begin / kKeys * kKeys; key < end; key += kKeys) add(query, past, key);
   }
 
@@ -1117,7 +1129,7 @@ Status run_mma_forward(const char *op, const AttentionInputs<T> &x, T *y, float 
 
 template <typename T>
 Status run_mma_backward(const char *op, const AttentionInputs<T> &x, T *dq, T *dk, T *dv, void *stream) {
-  if (!x.plain())
+  if (x.extra.mask || x.extra.bias || x.extra.offsets)
     return dispatch_mma_extra(
         x.z, [&](auto shapes) { return run_mma_backward_of<true>(shapes, op, x, dq, dk, dv, stream); });
   return dispatch_mma(x.z, [&](auto shapes) { return run_mma_backward_of<false>(shapes, op, x, dq, dk, dv, stream); });

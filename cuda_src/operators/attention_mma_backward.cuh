@@ -14,15 +14,23 @@
 namespace aot {
 inline namespace AOT_ISA {
 
+// kDown: of DqPart. Added: of calls with a mask or a bias.
+template <class Shape_, int kDown_>
+struct MmaPassShape {
+  using Shape = Shape_;
+  static constexpr int kDown = kDown_;
+};
 template <int kDim>
 struct MmaPassShapes;
 template <>
 struct MmaPassShapes<64> {
-  using Shape = MmaShape<64, 2, 4, 32, 2, 2>;
+  using Plain = MmaPassShape<MmaShape<64, 2, 4, 32, 2, 4>, 1>;
+  using Added = MmaPassShape<MmaShape<64, 1, 4, 32, 3, 2>, 1>;
 };
 template <>
 struct MmaPassShapes<128> {
-  using Shape = MmaShape<128, 1, 8, 32, 1, 2>;
+  using Plain = MmaPassShape<MmaShape<128, 1, 8, 64, 1, 2>, 2>;
+  using Added = MmaPassShape<MmaShape<128, 1, 8, 32, 1, 2>, 2>;
 };
 
 // The inputs and results of a pass. dq, dk, dv: null if not wanted.
@@ -66,7 +74,7 @@ __global__ void __launch_bounds__(kDeltaBlock)
   if (all_seen || !pass.dq) return;
   bool wrong = false;
   for (int64_t i = threadIdx.x; x.extra.offsets && i <= x.extra.sequences; i += kDeltaBlock)
-    wrong |= x.extra.offset(i) < (i ? x.extra.offset(i - 1) : 0) || x.extra.offset(i) > z.keys;
+    wrong |= x.misplaced(i);
   wrong = __syncthreads_or(wrong);
   for (int64_t i = thread / 8; i < z.rows(); i += threads / 8) {
     const int64_t head = i / z.queries, b = head / z.heads, h = head % z.heads;
@@ -85,8 +93,8 @@ struct MetTiles {
   __device__ bool has(int tile) const { return tile >= begin && tile < end; }
 };
 
-// A block's keys, and the queries that see them.
-template <typename T, class Shape>
+// A block's keys, and the queries that see them. Order: of its rows.
+template <typename T, class Shape, class Order>
 struct KeyTile {
   static constexpr int kQueries = Shape::kOthers, kM = Shape::kM, kRows = Shape::kRows;
   using Bits = uint32_t[kM];
@@ -114,14 +122,13 @@ struct KeyTile {
       int counts[6];
       const int64_t before = number ? begin - kRows : 0, after = end - 1 + kRows < keys ? end - 1 + kRows : keys - 1;
       const int64_t next = end < keys ? end : keys - 1;
-      if (count_offsets(x.extra, z.keys, {before, begin - 1, begin, end - 1, next, after}, counts))
-        length = {0, __int_as_float(0x7fffffff)};
-      find_sequences<Shape>(sequences, x.extra, begin, counts[2], counts[3]);
+      const int64_t rows[6] = {before, begin - 1, begin, end - 1, next, after};
+      if (count_offsets(x, true, rows, counts)) length = {0, __int_as_float(0x7fffffff)};
+      find_sequences<Shape>(sequences, x.extra, begin, true, counts[2], counts[3]);
+      const auto seeing = [&](int i) { return x.extra.sequence_of(rows[i], counts[i], true); };
 #pragma unroll
-      for (int i = 0; i < 3; ++i)
-        spans[i] = {x.extra.sequence_of(counts[2 * i]).begin, x.extra.sequence_of(counts[2 * i + 1]).end};
-      by_all = {max(by_all.begin, x.extra.sequence_of(counts[3]).begin),
-                min(by_all.end, x.extra.sequence_of(counts[2]).end)};
+      for (int i = 0; i < 3; ++i) spans[i] = {seeing(2 * i).begin, seeing(2 * i + 1).end};
+      by_all = {max(by_all.begin, seeing(3).begin), min(by_all.end, seeing(2).end)};
     }
     times = length.times, last = end < length.value ? end : static_cast<int>(length.value);
     if (last < end) by_all.end = 0;
@@ -131,14 +138,15 @@ struct KeyTile {
     of_before = number ? tiles_of(begin - kRows, length.value, spans[0]) : MetTiles{};
   }
 
-  // Tiles of queries that a block of keys from `from` on meets. Of two blocks neither end is lower in the higher one.
+  // Tiles of queries that a block of keys from `from` on meets. Of two blocks neither end is lower in the higher one, so
+  // those that meet a tile are adjacent. A block that no query sees may be one of them, where its ends are in a tile.
   __device__ MetTiles tiles_of(int64_t from, int64_t length, Range span) const {
     const int64_t to = min(from + kRows, min(x.z.keys, length));
     if (from >= to) return {};
     Range seeing = x.z.seeing(from, to);
     if (x.extra.offsets) seeing = {max(seeing.begin, span.begin), min(seeing.end, span.end)};
-    if (seeing.begin >= seeing.end) return {};
-    return {static_cast<int>(seeing.begin / kQueries), static_cast<int>((seeing.end - 1) / kQueries) + 1};
+    const int first = static_cast<int>(seeing.begin / kQueries), past = static_cast<int>(ceil_div(max(seeing.end, 0), kQueries));
+    return {first, first < past ? past : first};
   }
 
   __device__ static int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -160,7 +168,7 @@ struct KeyTile {
       bits[i] = 0;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = local(i, half), key = begin + row;
+        const int row = Order::at(local(i, half)), key = begin + row;
         int2 range = within(x.z.seeing(key, key + 1), query, kQueries);
         if (x.extra.offsets) range = within_sequence(range, own[row], query);
         if (key < last) bits[i] |= lane_bits<kQueries>(range) << 16 * half;
@@ -177,15 +185,139 @@ struct KeyTile {
   }
 };
 
+// What is added to the scores of a block of keys, and which the mask hides, as AddedRows has it of a tile of queries. A
+// lane has 2 kM adjacent keys, of the queries that its columns are.
+template <typename T, class Shape>
+class AddedColumns {
+ public:
+  using Tile = KeyTile<T, Shape, Adjacent<Shape::kM>>;
+  static constexpr int kM = Shape::kM, kQueries = Shape::kOthers, kEach = kQueries / 4, kKeys = 2 * kM;
+  using Sums = MmaSums<kM, kQueries>;
+  static_assert(kEach == 8);  // a bit of a byte for each
+
+  __device__ AddedColumns(const Tile &tile, bool fused) : tile_(tile), extra_(tile.x.extra) {
+    mask_at_ = extra_.mask ? extra_.of_mask.at(tile.b, 0) : 0, bias_at_ = extra_.bias ? extra_.of_bias.at(tile.b, 0) : 0;
+    const int bytes = extra_.wide_bias ? 4 : 2;
+    fast_mask_ = extra_.mask && aligned(extra_.mask, mask_at_, extra_.of_mask, 1);
+    fast_bias_ = fused && extra_.bias && aligned(extra_.bias, bias_at_, extra_.of_bias, bytes);
+    over_ = static_cast<float>(1 / tile.x.z.scale);
+    first_ = tile.begin + warp_index() * Shape::kWarpRows + lane_index() / 4 * kKeys;
+  }
+
+  // Begins to load what a tile of queries of a head of q needs.
+  __device__ void load(int64_t h, int query_tile) {
+    if (first_ >= tile_.end) return;
+    if (fast_mask_) {
+      const bool *const from = extra_.mask + mask_at_ + h * extra_.of_mask.head + first_;
+#pragma unroll
+      for (int j = 0; j < kEach; ++j) masks_[j] = *at<MaskWord>(from + query(query_tile, j) * extra_.of_mask.query);
+    }
+    if (!fast_bias_) return;
+    const int64_t from = bias_at_ + h * extra_.of_bias.head + first_;
+    if (extra_.wide_bias) {
+#pragma unroll
+      for (int j = 0; j < kEach; ++j)
+        load_words(bias_[j], *at<WideWord>(static_cast<const float *>(extra_.bias) + from +
+                                           query(query_tile, j) * extra_.of_bias.query));
+    } else {
+#pragma unroll
+      for (int j = 0; j < kEach; ++j)
+        load_words(bias_[j], *at<Word>(static_cast<const T *>(extra_.bias) + from +
+                                       query(query_tile, j) * extra_.of_bias.query));
+    }
+  }
+
+  // Clears the bits of what is hidden, and begins the sums.
+  __device__ void begin(Sums &s, uint32_t (&bits)[kM], int64_t h, int query_tile) const {
+    if (fast_mask_) {
+      uint32_t all = 0;  // byte k: of key k
+#pragma unroll
+      for (int j = 0; j < kEach; ++j) all |= __vsetne4(masks_[j], 0) << j;
+#pragma unroll
+      for (int i = 0; i < kM; ++i) bits[i] &= (all >> 16 * i & 0xff) | (all >> 16 * i & 0xff00) << 8;
+    } else if (extra_.mask) {
+      for_scores<kM, kQueries>([&](int i, int n, int half, int e, uint32_t bit) {
+        const ScoreSteps &steps = extra_.of_mask;
+        if (bits[i] & bit && !extra_.mask[mask_at_ + place(steps, h, query_tile, 2 * n + e, 2 * i + half)]) bits[i] &= ~bit;
+      });
+    }
+    if (!fast_bias_) return clear_sums(s);
+    for_scores<kM, kQueries>([&](int i, int n, int half, int e, uint32_t) {
+      const uint32_t(&words)[kKeys] = bias_[2 * n + e];
+      const float more = extra_.wide_bias ? __uint_as_float(words[2 * i + half])
+                                          : widen(reinterpret_cast<const T(&)[2]>(words[i])[half]);
+      s[i][n][2 * half + e] = more * over_;
+    });
+    float least = 0;
+    for_scores<kM, kQueries>([&](int i, int n, int half, int e, uint32_t) { least = fminf(least, s[i][n][2 * half + e]); });
+    if (!__any_sync(~0u, least == -kInfinity)) return;
+    for_scores<kM, kQueries>([&](int i, int n, int half, int e, uint32_t bit) {
+      if (s[i][n][2 * half + e] == -kInfinity) bits[i] &= ~bit;
+    });
+  }
+
+  __device__ bool adds_later() const { return extra_.bias && !fast_bias_; }
+  // Adds a bias that begin has not to scores.
+  __device__ void add(Sums &s, uint32_t (&bits)[kM], int64_t h, int query_tile) const {
+    for_scores<kM, kQueries>([&](int i, int n, int half, int e, uint32_t bit) {
+      if (!(bits[i] & bit)) return;
+      const int64_t at = bias_at_ + place(extra_.of_bias, h, query_tile, 2 * n + e, 2 * i + half);
+      const float more = tile_.x.number(extra_.bias, extra_.wide_bias, at) * static_cast<float>(kLog2E);
+      s[i][n][2 * half + e] += more;
+      if (more == -kInfinity) bits[i] &= ~bit;
+    });
+  }
+
+ private:
+  using MaskWord = std::conditional_t<kM == 1, uint16_t, uint32_t>;
+  using Word = std::conditional_t<kM == 1, uint32_t, uint2>;
+  using WideWord = std::conditional_t<kM == 1, uint2, uint4>;
+  static_assert(kM <= 2);
+
+  template <typename W>
+  __device__ static const W *at(const void *p) {
+    return static_cast<const W *>(p);
+  }
+  __device__ static void load_words(uint32_t (&to)[kKeys], uint32_t x) { to[0] = x; }
+  __device__ static void load_words(uint32_t (&to)[kKeys], uint2 x) { to[0] = x.x, to[1] = x.y; }
+  __device__ static void load_words(uint32_t (&to)[kKeys], uint4 x) {
+    to[0] = x.x, to[1] = x.y;
+    if constexpr (kM == 2) to[2] = x.z, to[3] = x.w;
+  }
+  // Whether keys are adjacent, and those of a lane in one word.
+  __device__ bool aligned(const void *p, int64_t begin, const ScoreSteps &steps, int bytes) const {
+    const uintptr_t all = reinterpret_cast<uintptr_t>(p) |
+                          static_cast<uintptr_t>((begin | steps.query | steps.head | tile_.x.z.keys) * bytes);
+    return steps.key == 1 && all % (kKeys * bytes) == 0;
+  }
+  // The query of column j of this lane, or one that exists.
+  __device__ int64_t query(int query_tile, int j) const {
+    const int64_t query = query_tile * kQueries + lane_index() % 4 * kEach + j;
+    return query < tile_.x.z.queries ? query : tile_.x.z.queries - 1;
+  }
+  __device__ int64_t place(const ScoreSteps &steps, int64_t h, int query_tile, int j, int key) const {
+    return h * steps.head + query(query_tile, j) * steps.query + (first_ + key) * steps.key;
+  }
+
+  const Tile &tile_;
+  const AttentionExtras &extra_;
+  int64_t mask_at_, bias_at_;  // where those of the example begin
+  float over_;
+  int first_;
+  bool fast_mask_, fast_bias_;
+  uint32_t masks_[kEach] = {}, bias_[kEach][kKeys] = {};
+};
+
 // ---------------------------------------------------------------------------------------------------------- dq
 
-// A warp's part of dq of a tile of queries: columns [16 warp, ..) of all of them, or of half of them if there are more
-// warps than columns.
-template <class Shape>
+// A warp's part of dq of a tile of queries. kDown: warps that share the columns of such a part, each of some queries.
+template <class Shape, int kDown>
 struct DqPart {
-  static constexpr int kAcross = Shape::kDim / Shape::kWarps;  // columns of a warp
-  static constexpr int kM = Shape::kOthers / 16, kWords = kM * kAcross / 2;  // numbers of a lane
-  static_assert(kAcross % 16 == 0 && kWords % 4 == 0);
+  static constexpr int kWarpsAcross = Shape::kWarps / kDown, kAcross = Shape::kDim / kWarpsAcross;  // columns of a warp
+  static constexpr int kM = Shape::kOthers / 16 / kDown, kWords = kM * kAcross / 2;                 // numbers of a lane
+  static_assert(kAcross % 16 == 0 && kM > 0 && kWords % 4 == 0);
+  __device__ static int row() { return warp_index() / kWarpsAcross * 16 * kM; }
+  __device__ static int column() { return warp_index() % kWarpsAcross * kAcross; }
   using Sums = MmaSums<kM, kAcross>;
 
   // sums = ds^T keys; ds: (keys, queries).
@@ -199,11 +331,11 @@ struct DqPart {
     for (int k = 0; k < Shape::kRows / 16; ++k) {
       uint32_t left[kM][4];
 #pragma unroll
-      for (int i = 0; i < kM; ++i) load_transposed_matrices(left[i], of_a(i) + k * 16 * kQueries * 2);
+      for (int i = 0; i < kM; ++i) load_transposed_matrices(left[i], of_a(row() / 16 + i) + k * 16 * kQueries * 2);
 #pragma unroll
       for (int n = 0; n < kAcross / 16; ++n) {
         uint32_t right[4];
-        load_transposed_matrices(right, of_b(warp_index() * (kAcross / 16) + n) + k * 16 * kDim * 2);
+        load_transposed_matrices(right, of_b(column() / 16 + n) + k * 16 * kDim * 2);
 #pragma unroll
         for (int i = 0; i < kM; ++i) {
           multiply_add(sums[i][2 * n], left[i], right[0], right[1], zero);
@@ -227,37 +359,41 @@ __device__ inline void add_in_memory(float *to, const float (&x)[4]) {
 
 // ------------------------------------------------------------------------------------------------------- the pass
 
-// Turns of a warp's parts of dq. What is added to a tile is known to be there a step later, when its turn is passed on.
+// Turns of a warp's parts of dq. A step passes on the turn of the one before, whose additions are then likely done.
 class Turns {
  public:
+  // Reads a turn, in time for wait.
+  __device__ void look(const int *turn) {
+    if (lane_index() == 0) found_ = load(turn);
+  }
   __device__ void wait(const int *turn, int expected) {
     if (expected && lane_index() == 0)
-      while (load(turn) != expected) __nanosleep(20);
+      for (; found_ != expected; found_ = load(turn)) __nanosleep(20);
     __syncwarp();
-  }
-  // Of the part before, if there is one; what follows is after what others did before their turns.
-  __device__ void pass_on(int number) {
-    __syncwarp();
-    __threadfence();
-    if (before_ && lane_index() == 0) asm volatile("st.relaxed.gpu.global.s32 [%0], %1;" ::"l"(before_), "r"(number + 1) : "memory");
-    before_ = nullptr;
   }
   __device__ void done(int *turn) { before_ = turn; }
+  __device__ void pass_on(int number) {
+    __syncwarp();
+    if (before_ && lane_index() == 0)
+      asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(before_), "r"(number + 1) : "memory");
+    before_ = nullptr;
+  }
 
  private:
   __device__ static int load(const int *turn) {
     int found;
-    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(found) : "l"(turn) : "memory");
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(found) : "l"(turn) : "memory");
     return found;
   }
   int *before_ = nullptr;
+  int found_ = 0;
 };
 
-template <typename T, class Shape>
+template <typename T, class Shape, int kDown, bool kAdded>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pass_kernel(MmaPass<T> pass) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   constexpr int kDim = Shape::kDim, kM = Shape::kM, kQueries = Shape::kOthers;
-  using Part = DqPart<Shape>;
+  using Part = DqPart<Shape, kDown>;
   extern __shared__ __align__(1024) uint4 attention_shared[];
   char *const shared = reinterpret_cast<char *>(attention_shared);
   const AttentionInputs<T> &x = pass.x;
@@ -268,7 +404,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pas
   constexpr int kDsBytes = Shape::kRows * kQueries * 2;
   float (*const numbers)[2][kQueries] =
       reinterpret_cast<float (*)[2][kQueries]>(shared + Shape::shared(2, false) + kDsBytes);
-  const KeyTile<T, Shape> tile(x, reinterpret_cast<int2 *>(shared + Shape::shared(2, true) + kDsBytes));
+  using Order = std::conditional_t<kAdded, Adjacent<kM>, InOrder>;
+  using Tile = KeyTile<T, Shape, Order>;
+  const Tile tile(x, reinterpret_cast<int2 *>(shared + Shape::shared(2, true) + kDsBytes));
   const int dim = static_cast<int>(z.dim), v_dim = static_cast<int>(z.v_dim), begin = tile.begin;
   const int of_head = tile.met.end - tile.met.begin;
   const int query_tiles = (static_cast<int>(z.queries) - 1) / kQueries + 1;
@@ -276,42 +414,50 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pas
   const auto fetch = [&](MmaStep next) {
     const int64_t h = tile.kv * z.group() + next.head;
     const int query = (tile.met.begin + next.tile) * kQueries;
-    copy_rows<Shape, kQueries, true>(stage(next.parity), x.of_queries(x.q, tile.b, h, z.dim), query, z.queries, dim);
-    copy_rows<Shape, kQueries, true>(stage(next.parity) + Shape::kOtherTile, x.of_queries(x.dy, tile.b, h, z.v_dim),
+    copy_rows<Shape, kQueries, Spread<kQueries>>(stage(next.parity), x.of_queries(x.q, tile.b, h, z.dim), query, z.queries, dim);
+    copy_rows<Shape, kQueries, Spread<kQueries>>(stage(next.parity) + Shape::kOtherTile, x.of_queries(x.dy, tile.b, h, z.v_dim),
                                      query, z.queries, v_dim);
     if (threadIdx.x < kQueries) {
-      const int64_t i = query + spread<kQueries>(threadIdx.x), at = x.row(tile.b, h, i);
+      const int64_t i = query + Spread<kQueries>::at(threadIdx.x), at = x.row(tile.b, h, i);
       const float lse = i < z.queries ? x.lse[at] * static_cast<float>(kLog2E) : kInfinity;
       numbers[next.parity][0][threadIdx.x] = lse == -kInfinity ? kInfinity : lse;
       numbers[next.parity][1][threadIdx.x] = i < z.queries ? x.delta[at] : 0;
     }
   };
-  copy_rows<Shape, Shape::kRows>(k_tile, x.of_keys(x.k, tile.b, tile.kv, z.dim), begin, tile.last, dim);
-  copy_rows<Shape, Shape::kRows>(v_tile, x.of_keys(x.v, tile.b, tile.kv, z.v_dim), begin, tile.last, v_dim);
+  copy_rows<Shape, Shape::kRows, Order>(k_tile, x.of_keys(x.k, tile.b, tile.kv, z.dim), begin, tile.last, dim);
+  copy_rows<Shape, Shape::kRows, Order>(v_tile, x.of_keys(x.v, tile.b, tile.kv, z.v_dim), begin, tile.last, v_dim);
   MmaStep step;
   if (of_head) fetch(step);
   commit_copies();
 
   const MmaScores scores(z);
-  const bool fused = scores.inner == 0;
-  const float scale = fused ? scores.scale : 1, q_scale = static_cast<float>(z.scale) * tile.times;
+  const bool scaled = scores.inner == 0 && scores.scale > 0;
+  const float q_scale = static_cast<float>(z.scale) * tile.times;
   const int warp_row = warp_index() * Shape::kWarpRows;
   MmaSums<kM, kDim> dk_sums = {}, dv_sums = {};
+  std::conditional_t<kAdded, AddedColumns<T, Shape>, NothingAdded> added(tile, scaled);
+  const bool fused = scaled && !added.adds_later();
+  const float scale = fused ? scores.scale : 1;
+  const auto prepare = [&](MmaStep next) { added.load(tile.kv * z.group() + next.head, tile.met.begin + next.tile); };
+  if (of_head) prepare(step);
   Turns turns;
 #pragma unroll 1
   for (; of_head && step.head < z.group(); step = step.next(of_head)) {
     wait_copies<0>();
     __syncthreads();
-    if (const MmaStep next = step.next(of_head); next.head < z.group()) fetch(next);
+    const MmaStep next = step.next(of_head);
+    if (next.head < z.group()) fetch(next);
     commit_copies();
     const uint32_t q_tile = stage(step.parity), dy_tile = q_tile + Shape::kOtherTile;
     const float *const lse = numbers[step.parity][0], *const delta = numbers[step.parity][1];
     const int query_tile = tile.met.begin + step.tile;
-    typename KeyTile<T, Shape>::Bits bits;
+    typename Tile::Bits bits;
     bool partial = tile.find_partial(bits, query_tile);
     MmaFactor<kM, kQueries> weights = {};
-    if (!partial || tile.any(bits, &partial)) {
-      MmaSums<kM, kQueries> s = {}, dp = {};
+    MmaSums<kM, kQueries> s, dp = {};
+    const int64_t h = tile.kv * z.group() + step.head;
+    added.begin(s, bits, h, query_tile);
+    if (!(kAdded || partial) || tile.any(bits, &partial)) {
       multiply_rows<kDim, kM, kQueries, Shape::kUnroll>(s, k_tile, warp_row, q_tile, T());
       multiply_rows<kDim, kM, kQueries, Shape::kUnroll>(dp, v_tile, warp_row, dy_tile, T());
       const auto column = [](int n, int e) { return 8 * n + lane_index() % 4 * 2 + e; };
@@ -321,6 +467,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pas
           score = scores(score, &slope);
           of_p = of_p * slope + delta[column(n, e)] * (1 - slope);
         });
+      if (added.adds_later()) added.add(s, bits, h, query_tile), partial = true;
       for_scores<kM, kQueries>([&](int i, int n, int half, int e, uint32_t) {
         float &score = s[i][n][2 * half + e], &of_p = dp[i][n][2 * half + e];
         score = fast_exp2(score * scale - lse[column(n, e)]);
@@ -345,18 +492,21 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pas
             asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(weights[i][n / 2][n % 2 * 2 + half]) : "memory");
           }
     }
+    const int64_t part = ((tile.b * z.heads + h) * query_tiles + query_tile) * Shape::kWarps + warp_index();
+    int *const turn = pass.turns + part;
+    const bool first = !tile.of_next.has(query_tile), final = !tile.of_before.has(query_tile);
+    if (pass.dq) {
+      turns.pass_on(tile.number);
+      if (!first) turns.look(turn);
+    }
     multiply_weights<kDim, kM, kQueries>(dk_sums, weights, q_tile, T());
+    if (next.head < z.group()) prepare(next);
     if (!pass.dq) continue;
     __syncthreads();
     typename Part::Sums sums = {};
     Part::multiply(sums, ds_tile, k_tile, T());
-    const int64_t head = tile.b * z.heads + tile.kv * z.group() + step.head;
-    const int64_t part = (head * query_tiles + query_tile) * Shape::kWarps + warp_index();
-    const bool first = !tile.of_next.has(query_tile), final = !tile.of_before.has(query_tile);
-    int *const turn = pass.turns + part;
     float *const at = pass.sums + part * (32 * Part::kWords) + lane_index() * 4;
     turns.wait(turn, first ? 0 : tile.number + 2);
-    turns.pass_on(tile.number);
     if (!final) {
 #pragma unroll
       for (int i = 0; i < Part::kWords / 4; ++i) {
@@ -375,17 +525,17 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pas
         four[0] += more.x, four[1] += more.y, four[2] += more.z, four[3] += more.w;
       }
     }
-    const HeadRows<T> to = x.of_queries(pass.dq, tile.b, head % z.heads, z.dim);
+    const HeadRows<T> to = x.of_queries(pass.dq, tile.b, h, z.dim);
 #pragma unroll
     for (int i = 0; i < Part::kM; ++i)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int query = query_tile * kQueries + spread<kQueries>(16 * i + 8 * half + lane_index() / 4);
+        const int query = query_tile * kQueries + Spread<kQueries>::at(Part::row() + 16 * i + 8 * half + lane_index() / 4);
         if (query >= z.queries) continue;
-        T *const row = to[query] + warp_index() * Part::kAcross + lane_index() % 4 * 2;
+        T *const row = to[query] + Part::column() + lane_index() % 4 * 2;
 #pragma unroll
         for (int n = 0; n < Part::kAcross / 8; ++n)
-          if (warp_index() * Part::kAcross + 8 * n < dim)
+          if (Part::column() + 8 * n < dim)
             *reinterpret_cast<uint32_t *>(row + 8 * n) =
                 narrow_word(sums[i][n][2 * half] * q_scale, sums[i][n][2 * half + 1] * q_scale, T());
       }
@@ -394,10 +544,10 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pas
   const int row = begin + warp_row;
   const float times = tile.times;
   if (pass.dk)
-    store_sums<kM, kDim>(dk_sums, x.of_keys(pass.dk, tile.b, tile.kv, z.dim), row, tile.end, dim,
+    store_sums<kM, kDim, Order>(dk_sums, x.of_keys(pass.dk, tile.b, tile.kv, z.dim), row, tile.end, dim,
                          [=](int, int) { return q_scale; });
   if (pass.dv)
-    store_sums<kM, kDim>(dv_sums, x.of_keys(pass.dv, tile.b, tile.kv, z.v_dim), row, tile.end, v_dim,
+    store_sums<kM, kDim, Order>(dv_sums, x.of_keys(pass.dv, tile.b, tile.kv, z.v_dim), row, tile.end, v_dim,
                          [=](int, int) { return times; });
 #endif
 }
@@ -409,11 +559,13 @@ inline bool every_query_meets(const AttentionSizes &z, bool lengths, bool packed
   return !lengths && !packed && z.left < 0 && (z.right < 0 || z.keys >= z.queries) && z.keys > 0;
 }
 
-template <class Shape, typename T>
+template <class Shape>
+constexpr int kPassShared = Shape::shared(2, true, true) + Shape::kRows * Shape::kOthers * 2;
+
+template <class Shape, int kDown, bool kAdded, typename T>
 Status run_mma_pass_of(const char *op, const AttentionInputs<T> &x, const T *y, float *delta, T *dq, T *dk, T *dv,
                        float *space, void *stream) {
-  using Part = DqPart<Shape>;
-  constexpr int kShared = Shape::shared(2, true, true) + Shape::kRows * Shape::kOthers * 2;
+  using Part = DqPart<Shape, kDown>;
   const AttentionSizes &z = x.z;
   const int64_t parts = z.batch * z.heads * ceil_div(z.queries, Shape::kOthers) * Shape::kWarps;
   float *const sums = reinterpret_cast<float *>((reinterpret_cast<uintptr_t>(space) + 15) / 16 * 16);
@@ -422,31 +574,45 @@ Status run_mma_pass_of(const char *op, const AttentionInputs<T> &x, const T *y, 
     AOT_TRY(launch_kernel(op, attention_pass_begin_kernel<T>,
                           {grid_size(ceil_div(z.rows(), kDeltaBlock / 8)), kDeltaBlock}, stream, pass, y, delta, parts,
                           every_query_meets(z, x.lengths != nullptr, x.extra.offsets != nullptr)));
-  return launch_mma<Shape>(op, attention_pass_kernel<T, Shape>, z.batch * z.kv_heads, z.keys, kShared, stream, pass);
+  return launch_mma<Shape>(op, attention_pass_kernel<T, Shape, kDown, kAdded>, z.batch * z.kv_heads, z.keys,
+                           kPassShared<Shape>, stream, pass);
+}
+
+// f(shape, added) with the MmaPassShape of a call whose head_dims are up to 128, and whether it has a mask or a bias.
+template <typename T, class F>
+auto dispatch_pass(const AttentionInputs<T> &x, F f) {
+  using Of64 = MmaPassShapes<64>;
+  using Of128 = MmaPassShapes<128>;
+  const bool added = x.extra.mask || x.extra.bias;
+  const char *const v = std::getenv("MMA_VARIANT");  // TRIAL
+  const int variant = v ? std::atoi(v) : 0;
+  if (std::max(x.z.dim, x.z.v_dim) <= 64) {
+    if (!added && variant == 1) return f(MmaPassShape<MmaShape<64, 1, 8, 64, 1, 4>, 2>(), std::false_type());
+    if (!added && variant == 2) return f(MmaPassShape<MmaShape<64, 2, 8, 32, 1, 4>, 2>(), std::false_type());
+    if (!added && variant == 3) return f(MmaPassShape<MmaShape<64, 1, 4, 64, 3, 2>, 1>(), std::false_type());
+    return added ? f(Of64::Added(), std::true_type()) : f(Of64::Plain(), std::false_type());
+  }
+  if (!added && variant == 1) return f(MmaPassShape<MmaShape<128, 1, 8, 64, 1, 2>, 1>(), std::false_type());
+  return added ? f(Of128::Added(), std::true_type()) : f(Of128::Plain(), std::false_type());
 }
 
 // Whether one pass takes a call that the kernels of attention_mma.cuh take.
 template <typename T>
 bool mma_pass_takes(const AttentionInputs<T> &x, int shared_memory) {
-  const int64_t dim = std::max(x.z.dim, x.z.v_dim);
   const char *const v = std::getenv("MMA_VARIANT");  // TRIAL
-  return (!v || std::atoi(v) >= 0) && dim <= 128 && !x.extra.mask && !x.extra.bias && shared_memory >= (dim <= 64 ? 64 << 10 : 112 << 10);
+  if (v && std::atoi(v) < 0) return false;
+  if (std::max(x.z.dim, x.z.v_dim) > 128) return false;
+  return dispatch_pass(x, [&](auto of, auto) { return kPassShared<typename decltype(of)::Shape> <= shared_memory; });
 }
 
 template <typename T>
 Status run_mma_pass(const char *op, const AttentionInputs<T> &x, const T *y, float *delta, T *dq, T *dk, T *dv,
                     float *space, void *stream) {
-  const char *const v = std::getenv("MMA_VARIANT");  // TRIAL
-  const int variant = v ? std::atoi(v) : 0;
-  if (std::max(x.z.dim, x.z.v_dim) <= 64 && variant == 1)
-    return run_mma_pass_of<MmaShape<64, 2, 4, 32, 2, 4>>(op, x, y, delta, dq, dk, dv, space, stream);
-  if (std::max(x.z.dim, x.z.v_dim) > 64 && variant == 1)
-    return run_mma_pass_of<MmaShape<128, 1, 8, 64, 1, 2>>(op, x, y, delta, dq, dk, dv, space, stream);
-  if (std::max(x.z.dim, x.z.v_dim) > 64 && variant == 2)
-    return run_mma_pass_of<MmaShape<128, 1, 8, 32, 1, 4>>(op, x, y, delta, dq, dk, dv, space, stream);
-  if (std::max(x.z.dim, x.z.v_dim) <= 64)
-    return run_mma_pass_of<MmaPassShapes<64>::Shape>(op, x, y, delta, dq, dk, dv, space, stream);
-  return run_mma_pass_of<MmaPassShapes<128>::Shape>(op, x, y, delta, dq, dk, dv, space, stream);
+  return dispatch_pass(x, [&](auto of, auto added) {
+    using Of = decltype(of);
+    return run_mma_pass_of<typename Of::Shape, Of::kDown, decltype(added)::value>(op, x, y, delta, dq, dk, dv, space,
+                                                                                  stream);
+  });
 }
 
 }  // namespace AOT_ISA

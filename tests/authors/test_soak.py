@@ -216,6 +216,13 @@ def test_only_what_has_the_same_spec_is_written_over(op):
     assert any(one.shared for one in calls) == any(one.overwrites for one in (op, op.backward) if one)
 
 
+def test_there_is_room_for_every_tensor_of_a_call():
+    """attention's backward has 18."""
+    most = max(len(x.inputs) + len(x.outputs) for op in BUILTIN.ops.values() for x in (op, op.backward) if x)
+    assert f"kSlots = {cuda.SLOTS}," in Path(cuda.__file__).with_name("kernels.cu").read_text()
+    assert most <= cuda.SLOTS
+
+
 def test_a_late_write_is_found(host, racing, monkeypatch):
     """One that comes after the kernel that follows the call."""
     one = next(repeated(soaking._of(racing.ops["own_scratch"], scaled, ROWS, ["float32"], 0), "cpu"))
