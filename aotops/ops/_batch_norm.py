@@ -44,7 +44,7 @@ def _mean(m, x, axis):
 
 def _spread(m, of_channels, x, axis):
     """Numbers of channels, with axes of length 1 after them."""
-    return m.reshape(of_channels, (-1, *(1,) * (len(x.shape) - 1 - axis % len(x.shape))))
+    return m.reshape(of_channels, (x.shape[axis], *(1,) * (len(x.shape) - 1 - axis % len(x.shape))))
 
 
 def normalized(m, x, weight, bias, eps, axis):
@@ -55,7 +55,7 @@ def normalized(m, x, weight, bias, eps, axis):
     y = centred * m.rsqrt(var + eps)
     y = y if weight is None else y * _spread(m, m.wide(weight), x, axis)
     y = y if bias is None else y + _spread(m, m.wide(bias), x, axis)
-    return y, m.reshape(mean, (-1,)), m.reshape(var, (-1,))
+    return y, m.reshape(mean, (x.shape[axis],)), m.reshape(var, (x.shape[axis],))
 
 
 def gradients(m, g, dmean, dvar, x, weight, eps, axis):

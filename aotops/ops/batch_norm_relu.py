@@ -36,7 +36,9 @@ def _backward_formula(m, dy, dmean, dvar, x, weight, y, eps, axis):
         "shapes": {"dweight": channels, "dbias": channels},
         "optional": ("dmean", "dvar", "weight", "dx", "dweight", "dbias", "dresidual"),
         "same_spec_as": {"dx": "x", "dresidual": "x"},
-        "dims": dims(("dy", "x", "y", "dx", "dresidual"), ("dmean", "dvar", "weight", "mean", "var", "dweight", "dbias")),
+        "dims": dims(
+            ("dy", "x", "y", "dx", "dresidual"), ("dmean", "dvar", "weight", "mean", "var", "dweight", "dbias")
+        ),
         "formula": _backward_formula,
     },
 )

@@ -20,7 +20,8 @@ def batch_norm_relu(x, weight=None, bias=None, residual=None, eps=1e-5, axis=1):
 def _in_torch(torch, x, weight=None, bias=None, residual=None, eps=1e-5, axis=1):
     y, mean, var = of_norm.in_torch(torch, x, weight, bias, eps, axis)
     y = y if residual is None else y + residual
-    return torch.relu(y).to(x.dtype), mean, var
+    dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)  # under autocast
+    return torch.relu(y).to(dtype), mean, var
 
 
 ROW = Row(

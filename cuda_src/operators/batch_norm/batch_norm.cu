@@ -4,8 +4,8 @@
 //   apply       x, residual      y
 //   sums        dy, x, y         each slice's sums of g and g (x - mean); dresidual = g
 //   gradients   g or dy, x, y    dx
-// A block has some channels, and a slice of their elements: all of a thread's are of the same channels. Slices are taken
-// backwards in the second pass, which then finds the last ones in the L2 cache.
+// A block has some channels, and a slice of their elements: all of a thread's are of the same channels. Slices are
+// taken backwards in the second pass, which then finds the last ones in the L2 cache.
 #include "batch_norm.cuh"
 #include "cuda/vector.cuh"
 
@@ -208,22 +208,21 @@ __global__ void __launch_bounds__(kNormThreads)
   combine_rows<W>(numbers, W::kLast ? s.lanes : 1, [](auto &mine, auto &other) {
     constexpr int n = W::kChannels;
 #pragma unroll
-    for (int c = 0; c < n; ++c)
-      merge_moments(mine[2 * n], mine[c], mine[n + c], other[2 * n], other[c], other[n + c]);
+    for (int c = 0; c < n; ++c) merge_moments(mine[2 * n], mine[c], mine[n + c], other[2 * n], other[c], other[n + c]);
     mine[2 * n] += other[2 * n];
   });
   if (walk.row || !walk.present) return;
   A *const to = work + walk.slice * s.shape.channels + walk.channel;
 #pragma unroll
-  for (int c = 0; c < W::kChannels; ++c) to[c] = numbers[c], to[s.slices * s.shape.channels + c] = numbers[W::kChannels + c];
+  for (int c = 0; c < W::kChannels; ++c)
+    to[c] = numbers[c], to[s.slices * s.shape.channels + c] = numbers[W::kChannels + c];
 }
 
 // Eight channels a block, each by 32 threads.
 constexpr int kFinishChannels = 8;
 
 template <typename A>
-__global__ void __launch_bounds__(kNormThreads)
-    finish_moments_kernel(ChannelSlices s, const A *work, A *mean, A *var) {
+__global__ void __launch_bounds__(kNormThreads) finish_moments_kernel(ChannelSlices s, const A *work, A *mean, A *var) {
   const int64_t channels = s.shape.channels;
   const int64_t channel = int64_t{blockIdx.x} * kFinishChannels + threadIdx.x % kFinishChannels;
   A numbers[3] = {};
@@ -371,7 +370,8 @@ __global__ void __launch_bounds__(kNormThreads)
   if (walk.row || !walk.present) return;
   A *const to = work + walk.slice * s.shape.channels + walk.channel;
 #pragma unroll
-  for (int c = 0; c < W::kChannels; ++c) to[c] = numbers[c], to[s.slices * s.shape.channels + c] = numbers[W::kChannels + c];
+  for (int c = 0; c < W::kChannels; ++c)
+    to[c] = numbers[c], to[s.slices * s.shape.channels + c] = numbers[W::kChannels + c];
 }
 
 template <typename T>
@@ -405,9 +405,8 @@ __global__ void __launch_bounds__(kNormThreads)
       const A *const of = work + slice * channels + channel;
       numbers[0] += of[0], numbers[1] += of[s.slices * channels];
     }
-  combine_rows<void>(numbers, kFinishChannels, [](auto &mine, auto &other) {
-    mine[0] += other[0], mine[1] += other[1];
-  });
+  combine_rows<void>(numbers, kFinishChannels,
+                     [](auto &mine, auto &other) { mine[0] += other[0], mine[1] += other[1]; });
   if (threadIdx.x >= kFinishChannels || channel >= channels) return;
   const A rstd = rsqrt(f.var[channel] + f.eps);
   const A scale = parameter<T>(f.weight, f.wide, channel, A(1)) * rstd;
@@ -520,8 +519,16 @@ Status batch_norm(const BatchNormCall &call) {
     AOT_TRY(check_launch(call.op));
     finish_moments_kernel<A><<<finish_blocks(s.shape), kNormThreads, 0, call.stream>>>(s, work, mean, var);
     AOT_TRY(check_launch(call.op));
-    const BatchNormApply<T> f{x,    static_cast<const T *>(call.residual), call.weight, call.bias, mean, var,
-                              static_cast<T *>(call.y), static_cast<A>(call.eps), call.relu, call.wide};
+    const BatchNormApply<T> f{x,
+                              static_cast<const T *>(call.residual),
+                              call.weight,
+                              call.bias,
+                              mean,
+                              var,
+                              static_cast<T *>(call.y),
+                              static_cast<A>(call.eps),
+                              call.relu,
+                              call.wide};
     apply_kernel<W><<<grid, kNormThreads, 0, call.stream>>>(s, f);
     return check_launch(call.op);
   });

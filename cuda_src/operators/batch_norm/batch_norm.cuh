@@ -42,10 +42,9 @@ Status batch_norm_cuda(const Op &op, const Tensor *in, const Tensor *out, void *
   if (!work) return fail(kConventionMisused, "%s: workspace is missing", Op::name);
   const void *residual = nullptr;
   if constexpr (Op::kRelu) residual = in[Op::kResidual].data;
-  return run_batch_norm(x.dtype,
-                        {Op::name, op.shape(x), op.eps, Op::kRelu, has_wide_parameters(x, weight), x.data, weight.data,
-                         in[Op::kBias].data, residual, out[Op::kY].data, out[Op::kMean].data, out[Op::kVar].data,
-                         work.data, static_cast<cudaStream_t>(stream)});
+  return run_batch_norm(x.dtype, {Op::name, op.shape(x), op.eps, Op::kRelu, has_wide_parameters(x, weight), x.data,
+                                  weight.data, in[Op::kBias].data, residual, out[Op::kY].data, out[Op::kMean].data,
+                                  out[Op::kVar].data, work.data, static_cast<cudaStream_t>(stream)});
 }
 
 template <class Op>

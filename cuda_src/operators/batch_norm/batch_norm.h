@@ -22,8 +22,9 @@ struct ChannelShape {
   int64_t terms() const { return outer && inner ? outer * inner : 1; }
 };
 
-// Sums of a channel are taken in slices: on a CPU of kSliceRows rows where channels are the last axis, else of one index
-// of the axes before. On a GPU this is the most that there may be, for about 8 blocks on each of 132 multiprocessors.
+// Sums of a channel are taken in slices: on a CPU of kSliceRows rows where channels are the last axis, else of one
+// index of the axes before. On a GPU this is the most that there may be, for about 8 blocks on each of 132
+// multiprocessors.
 constexpr int64_t kSliceRows = 256, kMostBlocks = 1056;
 inline int64_t channel_slices(const ChannelShape &s) {
   if (kIsCuda) return s.channels <= 256 ? kMostBlocks : (kMostBlocks * 256 + s.channels - 1) / s.channels;
@@ -149,16 +150,16 @@ struct BatchNormGradient : BatchNormAttrs {
 
 struct BatchNormBackward : BatchNormGradient<BatchNormBackward, false> {
   static constexpr const char *name = "batch_norm_backward";
-  static constexpr Slot inputs[] = {{"dy"},   {"dmean", optional}, {"dvar", optional}, {"x"}, {"weight", optional},
-                                    {"mean"}, {"var"}};
+  static constexpr Slot inputs[] = {
+      {"dy"}, {"dmean", optional}, {"dvar", optional}, {"x"}, {"weight", optional}, {"mean"}, {"var"}};
   static constexpr Slot outputs[] = {
       {"dx", optional}, {"dweight", optional}, {"dbias", optional}, {"workspace", workspace}};
 };
 
 struct BatchNormReluBackward : BatchNormGradient<BatchNormReluBackward, true> {
   static constexpr const char *name = "batch_norm_relu_backward";
-  static constexpr Slot inputs[] = {{"dy"},   {"dmean", optional}, {"dvar", optional}, {"x"}, {"weight", optional},
-                                    {"mean"}, {"var"},             {"y"}};
+  static constexpr Slot inputs[] = {
+      {"dy"}, {"dmean", optional}, {"dvar", optional}, {"x"}, {"weight", optional}, {"mean"}, {"var"}, {"y"}};
   static constexpr Slot outputs[] = {
       {"dx", optional}, {"dweight", optional}, {"dbias", optional}, {"dresidual", optional}, {"workspace", workspace}};
 };

@@ -1,5 +1,5 @@
-// batch_norm and batch_norm_relu on the CPU (batch_norm.h). Sums of a slice are taken in Accumulate<T>, slices are added
-// up in double.
+// batch_norm and batch_norm_relu on the CPU (batch_norm.h). Sums of a slice are taken in Accumulate<T>, slices are
+// added up in double.
 #pragma once
 #include <cmath>
 
@@ -169,8 +169,7 @@ void batch_norm_backward_loop(const ChannelShape &s, double eps, const BatchNorm
     if (b.dresidual) store(b.dresidual + i, g, part);
     if (b.dx)
       store(b.dx + i,
-            g * scales.at(c, part) + (load(b.x + i, part) - means.at(c, part)) * slopes.at(c, part) +
-                rests.at(c, part),
+            g * scales.at(c, part) + (load(b.x + i, part) - means.at(c, part)) * slopes.at(c, part) + rests.at(c, part),
             part);
   });
 }
