@@ -43,7 +43,7 @@ def _backward_formula(m, dy, dmean, dvar, x, weight, y, eps, axis):
     },
 )
 def batch_norm_relu(x, weight=None, bias=None, residual=None, eps=1e-5, axis=1):
-    """``relu(batch_norm(x, weight, bias, eps, axis) + residual)`` in one pass over what ``batch_norm`` reads and writes.
+    """``relu(batch_norm(x, weight, bias, eps, axis) + residual)`` in the passes of ``batch_norm``.
 
     Args:
         x, weight, bias, eps, axis: see ``batch_norm``.

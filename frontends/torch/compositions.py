@@ -256,5 +256,16 @@ def _result_dtype(x: Tensor, dtype: str | None) -> torch.dtype:
 
 
 COMPOSED: dict[str, Callable[..., Any]] = {
-    f.__name__: f for f in (add, matmul, softmax, conv2d, cross_entropy, cross_entropy_lse, linear_cross_entropy)
+    f.__name__: f
+    for f in (
+        add,
+        batch_norm,
+        batch_norm_relu,
+        conv2d,
+        cross_entropy,
+        cross_entropy_lse,
+        linear_cross_entropy,
+        matmul,
+        softmax,
+    )
 }
