@@ -66,7 +66,10 @@ CALLS = {
     "add_layer_norm_backward": [X, X, X, 6, None, [6], 1e-3, 0.0],
     "add_rms_norm": [X, X, 6, None, [6], None, 1.0],
     "add_rms_norm_backward": [X, X, X, 6, None, [6], None, 1.0],
-    "attention": [HEADS, (2, 5, 1, 7), (2, 5, 1, 6), None, None, (4, 5), 3, None, True, None, [2, 0], 0.0, "BSHD"],
+    "attention": [
+        *(HEADS, (2, 5, 1, 7), (2, 5, 1, 6), None, None, (4, 5), 3, None, None),
+        *(True, None, [2, 0], 0.0, "BSHD"),
+    ],
     "attention_backward": [
         (2, 4, 3, 6),
         HEADS,
@@ -76,6 +79,7 @@ CALLS = {
         None,
         (3, 1, 5),
         3,
+        None,
         None,
         (2, 4, 3, 6),
         None,
