@@ -99,8 +99,8 @@ struct AttentionExtras {
     return wide_offsets ? static_cast<const int64_t *>(from)[i] : static_cast<const int32_t *>(from)[i];
   }
   // The keys of the sequence that query i is in, or with of_key the queries of that which key i is in; none if it is in
-  // none. Of them those that left and right leave. Neither end falls from a row to the next. Low and high: between which
-  // numbers that of the offsets that are at most i is.
+  // none. Of them those that left and right leave. Neither end falls from a row to the next. Low and high: between
+  // which numbers that of the offsets that are at most i is.
   AOT_BOTH_SIDES Range sequence(int64_t i, bool of_key, int64_t low, int64_t high) const {
     while (low < high) {
       const int64_t middle = (low + high) / 2;
@@ -109,10 +109,8 @@ struct AttentionExtras {
     }
     return sequence_of(i, low, of_key);
   }
-  AOT_BOTH_SIDES Range sequence(int64_t i, bool of_key = false) const {
-    return sequence(i, of_key, 0, sequences + 1);
-  }
-  // The same, of a row that n offsets are at most.
+  AOT_BOTH_SIDES Range sequence(int64_t i, bool of_key = false) const { return sequence(i, of_key, 0, sequences + 1); }
+  // This is the same of a row, if n offsets are at most its number.
   AOT_BOTH_SIDES Range sequence_of(int64_t i, int64_t n, bool of_key) const {
     if (n == 0) return {0, 0};
     const int64_t last = n <= sequences ? n : sequences, before = of_key ? right : left, after = of_key ? left : right;
@@ -449,8 +447,8 @@ struct AttentionBackward : AttentionAttrs {
     return kIsCuda || wide ? 0 : q.size();
   }
 
-  // What a GPU may need besides for one pass over 16 bits (attention_wgmma_backward.cuh): for each query, in whole
-  // tiles of 128, a row of dq, two numbers and less than one turn; a counter; and alignment.
+  // A pass of 16 bits on a GPU (attention_mma_backward.cuh) needs besides, for each query in whole tiles of 128, a row of
+  // dq, two numbers and less than one turn; a counter; and alignment.
   int64_t pass_space(const Spec &q, const Spec &v) const {
     const bool wide = q.dtype == DType::float32 || q.dtype == DType::float64;
     const int64_t columns = std::max(dim(q), dim(v));

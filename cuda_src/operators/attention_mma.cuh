@@ -4,7 +4,9 @@
 // others, which pass through two stages. Scores of rows and others are products of rows. The weights that follow from
 // them stay in registers, where they are the left factor of the next product: of y, p v; of dq, ds k; and, where rows
 // are keys, of dv, p^T dy, and of dk, ds^T q. So nothing is summed by two blocks, and the order of sums is fixed; dq
-// computes the scores once more for it. Exponentials are powers of 2.
+// computes the scores once more for it. Exponentials are powers of 2. Most gradients are of one pass instead
+// (attention_mma_backward.cuh): those here are for head_dims above 128, and above 64 on GPUs where a block may have no
+// more than 99 KiB of shared memory.
 //
 // kExtra: the call may have what AttentionExtras has. Such kernels are instances of their own, of fewer rows, since
 // what is added to a score takes registers.
@@ -39,8 +41,6 @@ struct MmaShapes;
 template <>
 struct MmaShapes<64> {
   using Y = MmaShape<64, 2, 4, 64, 2, 4>;
-  using Dq = MmaShape<64, 2, 4, 32, 2, 2>;
-  using Dkv = MmaShape<64, 2, 4, 32, 2, 2>;
 };
 template <>
 struct MmaShapes<96> {
@@ -66,8 +66,6 @@ struct MmaExtraShapes;
 template <>
 struct MmaExtraShapes<64> {
   using Y = MmaShape<64, 2, 4, 64, 2, 4>;
-  using Dq = MmaShape<64, 2, 4, 32, 2, 2>;
-  using Dkv = MmaShape<64, 1, 4, 32, 3, 2>;
   using Dbias = MmaShape<64, 1, 4, 64, 2, 2>;
 };
 template <>
@@ -92,15 +90,17 @@ __device__ inline uint32_t piece_address(uint32_t tile, int row, int piece) {
 struct InOrder {
   __device__ static constexpr int at(int r) { return r; }
 };
-// Of others: of the columns of a product, a lane has 2 of each 8. It has kCount / 4 adjacent others then.
+// This is for others: a lane has 2 of each 8 columns of a product. It has kCount / 4 adjacent others then.
 template <int kCount>
 struct Spread {
   __device__ static constexpr int at(int r) { return r / 2 % 4 * (kCount / 4) + r / 8 * 2 + r % 2; }
 };
-// Of the 16 kM rows of a warp, of which a lane has 2 of each 16: it has 2 kM adjacent ones then.
+// This is for the 16 kM rows of a warp, of which a lane has 2 of each 16: it has 2 kM adjacent ones then.
 template <int kM>
 struct Adjacent {
-  __device__ static constexpr int at(int r) { return r / (16 * kM) * (16 * kM) + r % 8 * (2 * kM) + r / 16 % kM * 2 + r / 8 % 2; }
+  __device__ static constexpr int at(int r) {
+    return r / (16 * kM) * (16 * kM) + r % 8 * (2 * kM) + r / 16 % kM * 2 + r / 8 % 2;
+  }
 };
 
 // Starts to copy rows [begin, begin + kCount) of a head, of `dim` elements; zeros from row `end` on.
@@ -108,7 +108,7 @@ template <class Shape, int kCount, class Order = InOrder, typename T>
 __device__ inline void copy_rows(uint32_t tile, HeadRows<const T> from, int64_t begin, int64_t end, int dim) {
   constexpr int kDim = Shape::kDim, kPieces = kDim / 8, kAlong = kPieces % 8 == 0 ? kPieces : 4;
   constexpr int kStep = Shape::kThreads / kAlong;  // rows at once
-  static_assert((kStep & (kStep - 1)) == 0);  // row and i have bits of their own then
+  static_assert((kStep & (kStep - 1)) == 0);       // row and i have bits of their own then
   const int row = threadIdx.x / kAlong, along = threadIdx.x % kAlong;
   const int left = end - begin < kCount ? static_cast<int>(end - begin) : kCount;
   const int first = Order::at(row);
@@ -361,8 +361,8 @@ struct QueryTile {
     end = queries - begin < Shape::kRows ? queries : begin + Shape::kRows;
     const auto found = x.length(b);
     length = static_cast<int>(found.value), times = found.times;
-    Range seen = z.seen_by(begin, end, length), by_all = {z.seen_by(end - 1, end, length).begin,
-                                                          z.seen_by(begin, begin + 1, length).end};
+    Range seen = z.seen_by(begin, end, length),
+          by_all = {z.seen_by(end - 1, end, length).begin, z.seen_by(begin, begin + 1, length).end};
     if (x.extra.offsets) {
       int counts[2];
       const bool wrong = count_offsets(x, false, {begin, end - 1}, counts);
@@ -388,7 +388,7 @@ struct QueryTile {
 
   __device__ int key(int step) const { return first + step * kKeys; }
   __device__ bool whole(int step) const { return key(step) >= whole_begin && key(step) + kKeys <= whole_end; }
-  // Those of the keys of a step that the rows of this lane see.
+  // The bits are those of the keys of a step that the rows of this lane see.
   __device__ void find(Bits &bits, int step) const {
 #pragma unroll
     for (int i = 0; i < kM; ++i) {
@@ -429,7 +429,8 @@ struct QueryTile {
   // k and v of a step.
   __device__ void fetch(uint32_t stage, int step) const {
     copy_rows<Shape, kKeys, Spread<kKeys>>(stage, k, key(step), length, static_cast<int>(x.z.dim));
-    copy_rows<Shape, kKeys, Spread<kKeys>>(stage + Shape::kOtherTile, v, key(step), length, static_cast<int>(x.z.v_dim));
+    copy_rows<Shape, kKeys, Spread<kKeys>>(stage + Shape::kOtherTile, v, key(step), length,
+                                           static_cast<int>(x.z.v_dim));
   }
 };
 
@@ -478,13 +479,13 @@ class AddedRows {
     if (fast_bias_ && extra_.wide_bias) {
 #pragma unroll
       for (int i = 0; i < 2 * kM; ++i)
-        load_words<kEach>(bias_[i], static_cast<const char *>(extra_.bias), bias_at_ + row(i) * extra_.of_bias.query, key,
-                          4);
+        load_words<kEach>(bias_[i], static_cast<const char *>(extra_.bias), bias_at_ + row(i) * extra_.of_bias.query,
+                          key, 4);
     } else if (fast_bias_) {
 #pragma unroll
       for (int i = 0; i < 2 * kM; ++i)
-        load_words<kEach / 2>(bias_[i], static_cast<const char *>(extra_.bias), bias_at_ + row(i) * extra_.of_bias.query,
-                              key, 2);
+        load_words<kEach / 2>(bias_[i], static_cast<const char *>(extra_.bias),
+                              bias_at_ + row(i) * extra_.of_bias.query, key, 2);
     }
   }
 
@@ -499,7 +500,8 @@ class AddedRows {
         if (bits[i] & bit && !mask_[row(2 * i + half) * extra_.of_mask.query + key(step, n, e) * extra_.of_mask.key])
           bits[i] &= ~bit;
       });
-    if (!fast_bias_) return for_scores<kM, kKeys>([&](int i, int n, int half, int e, uint32_t) { s[i][n][2 * half + e] = 0; });
+    if (!fast_bias_)
+      return for_scores<kM, kKeys>([&](int i, int n, int half, int e, uint32_t) { s[i][n][2 * half + e] = 0; });
     float least = 0;
     if (extra_.wide_bias) {
       for_scores<kM, kKeys>([&](int i, int n, int half, int e, uint32_t) {
@@ -511,7 +513,8 @@ class AddedRows {
         s[i][n][2 * half + e] = widen(reinterpret_cast<const T(&)[2]>(word)[e]) * over_;
       });
     }
-    for_scores<kM, kKeys>([&](int i, int n, int half, int e, uint32_t) { least = fminf(least, s[i][n][2 * half + e]); });
+    for_scores<kM, kKeys>(
+        [&](int i, int n, int half, int e, uint32_t) { least = fminf(least, s[i][n][2 * half + e]); });
     if (!__any_sync(~0u, least == -kInfinity)) return;
     for_scores<kM, kKeys>([&](int i, int n, int half, int e, uint32_t bit) {
       if (s[i][n][2 * half + e] == -kInfinity) bits[i] &= ~bit;
@@ -575,7 +578,7 @@ class AddedRows {
   alignas(16) uint32_t masks_[2 * kM][kEach / 4], bias_[2 * kM][kEach];
 };
 
-// Of calls without a mask and a bias.
+// Calls without a mask and a bias have this.
 struct NothingAdded {
   template <class Tile>
   __device__ NothingAdded(const Tile &, bool) {}
@@ -1034,14 +1037,16 @@ inline bool mma_takes(const AttentionSizes &z) {
   return fits && z.dim % 8 == 0 && z.v_dim % 8 == 0 && z.v_dim > 0;
 }
 
-// f(MmaShapes<kDim>()) with the head_dim that q, k and v are padded to.
+// f(MmaShapes<kDim>()) with the head_dim that q, k and v are padded to; of a backward that the pass does not take, one
+// above 64.
+template <class F>
+Status dispatch_mma_backward(const AttentionSizes &z, F f) {
+  const int64_t dim = std::max(z.dim, z.v_dim);
+  return dim <= 96 ? f(MmaShapes<96>()) : dim <= 128 ? f(MmaShapes<128>()) : f(MmaShapes<256>());
+}
 template <class F>
 Status dispatch_mma(const AttentionSizes &z, F f) {
-  const int64_t dim = std::max(z.dim, z.v_dim);
-  return dim <= 64    ? f(MmaShapes<64>())
-         : dim <= 96  ? f(MmaShapes<96>())
-         : dim <= 128 ? f(MmaShapes<128>())
-                      : f(MmaShapes<256>());
+  return std::max(z.dim, z.v_dim) <= 64 ? f(MmaShapes<64>()) : dispatch_mma_backward(z, f);
 }
 // Kernels with kExtra: whether they take a call that the others take, and their shapes.
 template <typename T>
@@ -1130,9 +1135,9 @@ Status run_mma_forward(const char *op, const AttentionInputs<T> &x, T *y, float 
 template <typename T>
 Status run_mma_backward(const char *op, const AttentionInputs<T> &x, T *dq, T *dk, T *dv, void *stream) {
   if (x.extra.mask || x.extra.bias || x.extra.offsets)
-    return dispatch_mma_extra(
-        x.z, [&](auto shapes) { return run_mma_backward_of<true>(shapes, op, x, dq, dk, dv, stream); });
-  return dispatch_mma(x.z, [&](auto shapes) { return run_mma_backward_of<false>(shapes, op, x, dq, dk, dv, stream); });
+    return run_mma_backward_of<true>(MmaExtraShapes<128>(), op, x, dq, dk, dv, stream);
+  return dispatch_mma_backward(
+      x.z, [&](auto shapes) { return run_mma_backward_of<false>(shapes, op, x, dq, dk, dv, stream); });
 }
 
 }  // namespace AOT_ISA

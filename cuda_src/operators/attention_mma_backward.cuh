@@ -2,13 +2,11 @@
 //
 // A block has rows of keys, 16 kM for each warp, and goes through tiles of queries, as the kernel of dk and dv in
 // attention_mma.cuh. ds goes through shared memory besides, and each warp has a part of dq of the tile, the product of
-// ds and the block's keys. The blocks that see a tile add their parts in float32, in a workspace, one after another, the
-// one with the highest keys first: so the bits are the same again. Blocks are started from the highest keys on, and
+// ds and the block's keys. The blocks that see a tile add their parts in float32, in a workspace, one after another,
+// the one with the highest keys first: so the bits are the same again. Blocks are started from the highest keys on, and
 // wait only for blocks that were started before them. If the call is causal they do not wait at all as long as they are
 // equally fast: each begins at the tile of its own rows, where the ones with higher keys have not been.
 #pragma once
-#include <cstdlib>
-
 #include "attention_mma.cuh"
 
 namespace aot {
@@ -62,7 +60,8 @@ __global__ void __launch_bounds__(kDeltaBlock)
                                                                           x.of_queries(y, b, h, z.v_dim)[query];
     float sum = 0;
     for (int64_t j = lane_index() % 8 * kAtOnce; j < z.v_dim; j += 8 * kAtOnce) {
-      const uint4 one = *reinterpret_cast<const uint4 *>(dy_row + j), other = *reinterpret_cast<const uint4 *>(y_row + j);
+      const uint4 one = *reinterpret_cast<const uint4 *>(dy_row + j),
+                  other = *reinterpret_cast<const uint4 *>(y_row + j);
       const T(&a)[kAtOnce] = reinterpret_cast<const T(&)[kAtOnce]>(one);
       const T(&c)[kAtOnce] = reinterpret_cast<const T(&)[kAtOnce]>(other);
 #pragma unroll
@@ -73,8 +72,7 @@ __global__ void __launch_bounds__(kDeltaBlock)
   }
   if (all_seen || !pass.dq) return;
   bool wrong = false;
-  for (int64_t i = threadIdx.x; x.extra.offsets && i <= x.extra.sequences; i += kDeltaBlock)
-    wrong |= x.misplaced(i);
+  for (int64_t i = threadIdx.x; x.extra.offsets && i <= x.extra.sequences; i += kDeltaBlock) wrong |= x.misplaced(i);
   wrong = __syncthreads_or(wrong);
   for (int64_t i = thread / 8; i < z.rows(); i += threads / 8) {
     const int64_t head = i / z.queries, b = head / z.heads, h = head % z.heads;
@@ -131,21 +129,24 @@ struct KeyTile {
       by_all = {max(by_all.begin, seeing(3).begin), min(by_all.end, seeing(2).end)};
     }
     times = length.times, last = end < length.value ? end : static_cast<int>(length.value);
-    if (last < end) by_all.end = 0;
-    whole_begin = static_cast<int>(max(by_all.begin, int64_t{0})), whole_end = static_cast<int>(max(by_all.end, int64_t{0}));
+    if (last < begin + kRows) by_all.end = 0;  // rows that are no keys see none: there is no bias for them
+    whole_begin = static_cast<int>(max(by_all.begin, int64_t{0})),
+    whole_end = static_cast<int>(max(by_all.end, int64_t{0}));
     met = tiles_of(begin, length.value, spans[1]);
     of_next = number + 1 < tiles ? tiles_of(begin + kRows, length.value, spans[2]) : MetTiles{};
     of_before = number ? tiles_of(begin - kRows, length.value, spans[0]) : MetTiles{};
   }
 
-  // Tiles of queries that a block of keys from `from` on meets. Of two blocks neither end is lower in the higher one, so
-  // those that meet a tile are adjacent. A block that no query sees may be one of them, where its ends are in a tile.
+  // Tiles of queries that a block of keys from `from` on meets. Of two blocks neither end is lower in the higher one,
+  // so those that meet a tile are adjacent. A block that no query sees may be one of them, where its ends are in a
+  // tile.
   __device__ MetTiles tiles_of(int64_t from, int64_t length, Range span) const {
     const int64_t to = min(from + kRows, min(x.z.keys, length));
     if (from >= to) return {};
     Range seeing = x.z.seeing(from, to);
     if (x.extra.offsets) seeing = {max(seeing.begin, span.begin), min(seeing.end, span.end)};
-    const int first = static_cast<int>(seeing.begin / kQueries), past = static_cast<int>(ceil_div(max(seeing.end, 0), kQueries));
+    const int first = static_cast<int>(seeing.begin / kQueries),
+              past = static_cast<int>(ceil_div(max(seeing.end, 0), kQueries));
     return {first, first < past ? past : first};
   }
 
@@ -196,7 +197,8 @@ class AddedColumns {
   static_assert(kEach == 8);  // a bit of a byte for each
 
   __device__ AddedColumns(const Tile &tile, bool fused) : tile_(tile), extra_(tile.x.extra) {
-    mask_at_ = extra_.mask ? extra_.of_mask.at(tile.b, 0) : 0, bias_at_ = extra_.bias ? extra_.of_bias.at(tile.b, 0) : 0;
+    mask_at_ = extra_.mask ? extra_.of_mask.at(tile.b, 0) : 0,
+    bias_at_ = extra_.bias ? extra_.of_bias.at(tile.b, 0) : 0;
     const int bytes = extra_.wide_bias ? 4 : 2;
     fast_mask_ = extra_.mask && aligned(extra_.mask, mask_at_, extra_.of_mask, 1);
     fast_bias_ = fused && extra_.bias && aligned(extra_.bias, bias_at_, extra_.of_bias, bytes);
@@ -222,8 +224,8 @@ class AddedColumns {
     } else {
 #pragma unroll
       for (int j = 0; j < kEach; ++j)
-        load_words(bias_[j], *at<Word>(static_cast<const T *>(extra_.bias) + from +
-                                       query(query_tile, j) * extra_.of_bias.query));
+        load_words(bias_[j],
+                   *at<Word>(static_cast<const T *>(extra_.bias) + from + query(query_tile, j) * extra_.of_bias.query));
     }
   }
 
@@ -238,18 +240,20 @@ class AddedColumns {
     } else if (extra_.mask) {
       for_scores<kM, kQueries>([&](int i, int n, int half, int e, uint32_t bit) {
         const ScoreSteps &steps = extra_.of_mask;
-        if (bits[i] & bit && !extra_.mask[mask_at_ + place(steps, h, query_tile, 2 * n + e, 2 * i + half)]) bits[i] &= ~bit;
+        if (bits[i] & bit && !extra_.mask[mask_at_ + place(steps, h, query_tile, 2 * n + e, 2 * i + half)])
+          bits[i] &= ~bit;
       });
     }
     if (!fast_bias_) return clear_sums(s);
     for_scores<kM, kQueries>([&](int i, int n, int half, int e, uint32_t) {
-      const uint32_t(&words)[kKeys] = bias_[2 * n + e];
+      const uint32_t (&words)[kKeys] = bias_[2 * n + e];
       const float more = extra_.wide_bias ? __uint_as_float(words[2 * i + half])
                                           : widen(reinterpret_cast<const T(&)[2]>(words[i])[half]);
       s[i][n][2 * half + e] = more * over_;
     });
     float least = 0;
-    for_scores<kM, kQueries>([&](int i, int n, int half, int e, uint32_t) { least = fminf(least, s[i][n][2 * half + e]); });
+    for_scores<kM, kQueries>(
+        [&](int i, int n, int half, int e, uint32_t) { least = fminf(least, s[i][n][2 * half + e]); });
     if (!__any_sync(~0u, least == -kInfinity)) return;
     for_scores<kM, kQueries>([&](int i, int n, int half, int e, uint32_t bit) {
       if (s[i][n][2 * half + e] == -kInfinity) bits[i] &= ~bit;
@@ -414,9 +418,10 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pas
   const auto fetch = [&](MmaStep next) {
     const int64_t h = tile.kv * z.group() + next.head;
     const int query = (tile.met.begin + next.tile) * kQueries;
-    copy_rows<Shape, kQueries, Spread<kQueries>>(stage(next.parity), x.of_queries(x.q, tile.b, h, z.dim), query, z.queries, dim);
-    copy_rows<Shape, kQueries, Spread<kQueries>>(stage(next.parity) + Shape::kOtherTile, x.of_queries(x.dy, tile.b, h, z.v_dim),
-                                     query, z.queries, v_dim);
+    copy_rows<Shape, kQueries, Spread<kQueries>>(stage(next.parity), x.of_queries(x.q, tile.b, h, z.dim), query,
+                                                 z.queries, dim);
+    copy_rows<Shape, kQueries, Spread<kQueries>>(stage(next.parity) + Shape::kOtherTile,
+                                                 x.of_queries(x.dy, tile.b, h, z.v_dim), query, z.queries, v_dim);
     if (threadIdx.x < kQueries) {
       const int64_t i = query + Spread<kQueries>::at(threadIdx.x), at = x.row(tile.b, h, i);
       const float lse = i < z.queries ? x.lse[at] * static_cast<float>(kLog2E) : kInfinity;
@@ -530,7 +535,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pas
     for (int i = 0; i < Part::kM; ++i)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int query = query_tile * kQueries + Spread<kQueries>::at(Part::row() + 16 * i + 8 * half + lane_index() / 4);
+        const int query =
+            query_tile * kQueries + Spread<kQueries>::at(Part::row() + 16 * i + 8 * half + lane_index() / 4);
         if (query >= z.queries) continue;
         T *const row = to[query] + Part::column() + lane_index() % 4 * 2;
 #pragma unroll
@@ -545,10 +551,10 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pas
   const float times = tile.times;
   if (pass.dk)
     store_sums<kM, kDim, Order>(dk_sums, x.of_keys(pass.dk, tile.b, tile.kv, z.dim), row, tile.end, dim,
-                         [=](int, int) { return q_scale; });
+                                [=](int, int) { return q_scale; });
   if (pass.dv)
     store_sums<kM, kDim, Order>(dv_sums, x.of_keys(pass.dv, tile.b, tile.kv, z.v_dim), row, tile.end, v_dim,
-                         [=](int, int) { return times; });
+                                [=](int, int) { return times; });
 #endif
 }
 
@@ -584,23 +590,15 @@ auto dispatch_pass(const AttentionInputs<T> &x, F f) {
   using Of64 = MmaPassShapes<64>;
   using Of128 = MmaPassShapes<128>;
   const bool added = x.extra.mask || x.extra.bias;
-  const char *const v = std::getenv("MMA_VARIANT");  // TRIAL
-  const int variant = v ? std::atoi(v) : 0;
-  if (std::max(x.z.dim, x.z.v_dim) <= 64) {
-    if (!added && variant == 1) return f(MmaPassShape<MmaShape<64, 1, 8, 64, 1, 4>, 2>(), std::false_type());
-    if (!added && variant == 2) return f(MmaPassShape<MmaShape<64, 2, 8, 32, 1, 4>, 2>(), std::false_type());
-    if (!added && variant == 3) return f(MmaPassShape<MmaShape<64, 1, 4, 64, 3, 2>, 1>(), std::false_type());
+  if (std::max(x.z.dim, x.z.v_dim) <= 64)
     return added ? f(Of64::Added(), std::true_type()) : f(Of64::Plain(), std::false_type());
-  }
-  if (!added && variant == 1) return f(MmaPassShape<MmaShape<128, 1, 8, 64, 1, 2>, 1>(), std::false_type());
   return added ? f(Of128::Added(), std::true_type()) : f(Of128::Plain(), std::false_type());
 }
 
-// Whether one pass takes a call that the kernels of attention_mma.cuh take.
+// Whether one pass takes a call that the kernels of attention_mma.cuh take: all of head_dims up to 64, and up to 128
+// where a block may have more shared memory than 99 KiB.
 template <typename T>
 bool mma_pass_takes(const AttentionInputs<T> &x, int shared_memory) {
-  const char *const v = std::getenv("MMA_VARIANT");  // TRIAL
-  if (v && std::atoi(v) < 0) return false;
   if (std::max(x.z.dim, x.z.v_dim) > 128) return false;
   return dispatch_pass(x, [&](auto of, auto) { return kPassShared<typename decltype(of)::Shape> <= shared_memory; });
 }

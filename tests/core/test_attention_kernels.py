@@ -85,6 +85,22 @@ for dtype in (torch.float16, torch.bfloat16):
         only = torch.autograd.grad(ours.attention(*leaves, lengths, causal=causal, window=window, layout=layout),
                                    leaves[1:], dy)  # without dq
         assert all(torch.equal(one, other) for one, other in zip(only, results[0][2:]))
+
+    # Scores of -200, and keys that end within a tile: of what is behind them, a row of zeros, exp(0 - lse) is infinite.
+    q, k, v, dy = (torch.randn(1, n, 2, 64, device="cuda").to(dtype) for n in (77, 333, 333, 77))
+    q[..., 0], k[..., 0] = 40, -40
+    wide = [x.double().requires_grad_() for x in (q, k, v)]
+    right = exact(*wide, None, False, None, "BSHD")
+    right = [right.detach(), *torch.autograd.grad(right, wide, dy.double())]
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    for bias in (None, torch.zeros(2, 1, 333, device="cuda", dtype=dtype)):
+        y = ours.attention(*leaves, bias=bias)
+        for name, one, of in zip("yqkv", [y.detach(), *torch.autograd.grad(y, leaves, dy)], right):
+            if name == "q":  # ds has a sum of 0, so 40 times ds has only what rounding leaves
+                assert one.isfinite().all(), (dtype, bias is None)
+                one, of = one[..., 1:], of[..., 1:]
+            error = (one.double() - of).norm() / of.norm()
+            assert error <= 2 * torch.finfo(dtype).eps, (dtype, bias is None, name, float(error))
 """
 
 

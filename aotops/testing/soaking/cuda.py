@@ -180,8 +180,7 @@ class Stream:
 
     def _planned(self, one: Repeated, known: Quiet) -> tuple[_Plan, tuple[int, ...]]:
         places, size = self._places(one, known.before)
-        if len(places) > SLOTS:
-            raise AssertionError(f"{one} has {len(places)} tensors, more than the {SLOTS} that kernels.cu has room for")
+        assert len(places) <= SLOTS, f"{one.call.op.name}: {len(places)} tensors, expected at most {SLOTS}"
         self._reserve(3 * size)
         plan = _Plan(n=len(places), found=self._found, first=self._found + _Found.first.offset)
         compared = set(known.after)
