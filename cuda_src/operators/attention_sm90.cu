@@ -1,4 +1,4 @@
-#include "attention_wgmma.cuh"
+#include "attention_wgmma_backward.cuh"
 
 namespace aot {
 inline namespace AOT_ISA {
