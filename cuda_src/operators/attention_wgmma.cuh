@@ -59,6 +59,12 @@ struct AttentionWgmma {
   float *delta;
 };
 
+enum class WgmmaResult { y, dq, dkv };
+
+// What the blocks of a kernel do. Those of the backward are in attention_wgmma_backward.cuh.
+template <typename T, class Shape, WgmmaResult kResult>
+struct WgmmaBlock;
+
 #ifdef CUTE_ARCH_MMA_SM90A_ENABLED
 
 // -------------------------------------------------------------------------------------------------------- products
@@ -275,12 +281,6 @@ __device__ inline void each_query_tile(const AttentionWgmma<T> &c, F f) {
 }
 
 // --------------------------------------------------------------------------------------------------------------- y
-
-enum class WgmmaResult { y, dq, dkv };
-
-// What the blocks of a kernel do. Those of the backward are in attention_wgmma_backward.cuh.
-template <typename T, class Shape, WgmmaResult kResult>
-struct WgmmaBlock;
 
 template <typename T, class Shape>
 struct WgmmaY {
