@@ -1,3 +1,5 @@
+#include <cstdlib>
+
 #include "attention_wgmma_backward.cuh"
 
 namespace aot {
@@ -19,9 +21,21 @@ Status attention_sm90(const char *op, const AttentionInputs<T> &x, T *y, float *
 
 template <typename T>
 Status attention_backward_sm90(const char *op, const AttentionInputs<T> &x, const T *y, float *delta, T *dq, T *dk,
-                               T *dv, void *stream) {
+                               T *dv, float *space, void *stream) {
   AttentionWgmma<T> c = {};
   c.x = x, c.dq = dq, c.dk = dk, c.dv = dv, c.of_delta = y, c.delta = delta;
+  const auto number = [](const char *name, int64_t other) {
+    const char *const text = std::getenv(name);
+    return text ? std::atoll(text) : other;
+  };
+  const int64_t variant = number("AOT_BWD", 1), cached = number("AOT_BWD_L2", 16) << 20;
+  if (variant && dq && dk && dv) {
+    if (std::max(x.z.dim, x.z.v_dim) <= 64)
+      return variant == 1 ? launch_one_pass<T, OnePassShape<64, 128, 2, 2>>(op, c, space, cached, stream)
+                          : launch_one_pass<T, OnePassShape<64, 128, 3, 1>>(op, c, space, cached, stream);
+    return variant == 1 ? launch_one_pass<T, OnePassShape<128, 64, 2, 2>>(op, c, space, cached, stream)
+                        : launch_one_pass<T, OnePassShape<128, 64, 3, 1>>(op, c, space, cached, stream);
+  }
   return dispatch_wgmma(x.z, [&](auto shapes) -> Status {
     using Shapes = decltype(shapes);
     if (dq) AOT_TRY((launch_attention_wgmma<T, typename Shapes::Dq, WgmmaResult::dq>(op, c, stream)));
@@ -33,7 +47,7 @@ Status attention_backward_sm90(const char *op, const AttentionInputs<T> &x, cons
 #define AOT_ATTENTION(T)                                                                                               \
   template Status attention_sm90(const char *, const AttentionInputs<T> &, T *, float *, void *);                      \
   template Status attention_backward_sm90(const char *, const AttentionInputs<T> &, const T *, float *, T *, T *, T *, \
-                                          void *);
+                                          float *, void *);
 AOT_ATTENTION(__half)
 AOT_ATTENTION(__nv_bfloat16)
 #undef AOT_ATTENTION
