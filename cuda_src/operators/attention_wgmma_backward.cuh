@@ -1,5 +1,7 @@
 // The backward of attention in 16 bits on Hopper (attention_wgmma.cuh): dq, and dk with dv.
 #pragma once
+#include <cstdlib>
+
 #include "attention_wgmma.cuh"
 #include "cuda/overlap.cuh"
 
@@ -372,6 +374,7 @@ struct OnePassShape : WgmmaShape<kDim_, 2, kQueries_, kStages_, false> {
 struct OnePassSpace {
   float *numbers, *sums;
   int *turns, *next;
+  int trial;
   int query_tiles, tiles, heads_at_once;  // tiles: of keys, of all heads
 };
 
@@ -525,9 +528,9 @@ struct WgmmaOnePass {
         const KeyTiles all = key_tiles<Shape>(c, tile.query(at), tile.length);
         const int *const turn = &space.turns[query_tile(tile, at)];
         barriers.turns.wait_empty(steps);
-        while (load_acquire(turn) != own - all.first) {
+        while (!(space.trial & 1) && load_acquire(turn) != own - all.first) {
         }
-        barriers.place[steps % kTurns] = {(own == all.first ? kIsFirst : 0) | (own == all.last ? kIsLast : 0),
+        barriers.place[steps % kTurns] = {(space.trial & 2 ? 8 : own == all.first ? kIsFirst : 0) | (own == all.last ? kIsLast : 0),
                                           query_tile(tile, at), tile.query(at), tile.kv * c.group + at.of_group};
         barriers.turns.filled(steps);
       }
@@ -614,7 +617,8 @@ struct WgmmaOnePass {
     const Place &place = barriers.place[i % kTurns];
     float *const sums = space.sums + int64_t{place.query_tile} * (kQueries * kDim) + group * 4096 +
                         static_cast<int>(threadIdx.x) % 128 * 4;
-    if (place.which == 0) {
+    if (place.which & 8) {
+    } else if (place.which == 0) {
 #pragma unroll
       for (int n = 0; n < 8; ++n)
         add_to_memory(sums + 512 * n, {dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]});
@@ -830,6 +834,7 @@ Status launch_one_pass(const char *op, AttentionWgmma<T> c, float *memory, int64
   c.heads_of_rows = static_cast<int>(z.kv_heads), c.all_heads = static_cast<int>(heads);
   c.row_tiles = static_cast<int>(row_tiles), space.tiles = static_cast<int>(tiles);
   const int64_t of_head = (z.queries * z.group() * 8 + z.keys * 4) * Shape::kDim;  // bytes of q, dy, sums; k, v
+  space.trial = std::getenv("AOT_BWD_TRIAL") ? std::atoi(std::getenv("AOT_BWD_TRIAL")) : 0;
   space.heads_at_once = static_cast<int>(std::clamp<int64_t>(cached / of_head, 1, heads));
   const int64_t row_blocks = ceil_div(rows, kNumbersBlock / (Shape::kDim / 8));
   AOT_TRY(
