@@ -30,11 +30,14 @@ Status attention_backward_sm90(const char *op, const AttentionInputs<T> &x, cons
   };
   const int64_t variant = number("AOT_BWD", 1), cached = number("AOT_BWD_L2", 16) << 20;
   if (variant && dq && dk && dv) {
-    if (std::max(x.z.dim, x.z.v_dim) <= 64)
-      return variant == 1 ? launch_one_pass<T, OnePassShape<64, 128, 2, 2>>(op, c, space, cached, stream)
-                          : launch_one_pass<T, OnePassShape<64, 128, 3, 1>>(op, c, space, cached, stream);
-    return variant == 1 ? launch_one_pass<T, OnePassShape<128, 64, 2, 2>>(op, c, space, cached, stream)
-                        : launch_one_pass<T, OnePassShape<128, 64, 3, 1>>(op, c, space, cached, stream);
+    const auto pass = [&](auto shape) { return launch_one_pass<T, decltype(shape)>(op, c, space, cached, stream); };
+    if (std::max(x.z.dim, x.z.v_dim) <= 64) {
+      if (variant == 2) return pass(OnePassShape<64, 128, 2, 2, 2, false>());
+      return pass(OnePassShape<64, 128, 3, 1, 2, false>());
+    }
+    if (variant == 2) return pass(OnePassShape<128, 64, 3, 1, 1, true>());
+    if (variant == 3) return pass(OnePassShape<128, 64, 2, 1, 2, true>());
+    return pass(OnePassShape<128, 64, 3, 1, 1, false>());
   }
   return dispatch_wgmma(x.z, [&](auto shapes) -> Status {
     using Shapes = decltype(shapes);

@@ -359,12 +359,17 @@ struct WgmmaBlock<T, Shape, WgmmaResult::dkv> {
 // tiles of keys: `turns` counts for each tile of queries how many have added. The first one stores, and the last one
 // rounds. Blocks take tiles by a counter, and wait for tiles taken before their own alone, so they cannot block each
 // other; of a causal call the heaviest are first. As many heads as the L2 cache holds are in work at once.
-template <int kDim_, int kQueries_, int kStages_, int kRowStages_>
+template <int kDim_, int kQueries_, int kStages_, int kRowStages_, int kSums_, bool kAhead_>
 struct OnePassShape : WgmmaShape<kDim_, 2, kQueries_, kStages_, false> {
   using Base = WgmmaShape<kDim_, 2, kQueries_, kStages_, false>;
   static constexpr int kRowStages = kRowStages_, kWeights = Base::kRows * kQueries_ * 2;  // bytes of ds
-  static constexpr int kOfAll =
-      1024 + kRowStages * 2 * Base::kTile + kStages_ * 2 * Base::kOtherTile + 2 * kWeights + kStages_ * Base::kNumbers;
+  // Steps whose part of dq may be on its way from shared memory: in tiles of its own, or, of 128 queries, in those of
+  // ds, of which each warpgroup alone reads the half that its part takes.
+  static constexpr int kSums = kSums_, kSumsTile = 4 * kQueries_ * kDim_;
+  static constexpr bool kOwnSums = kQueries_ == 64, kAhead = kAhead_;
+  static constexpr int kOfAll = kRowStages * 2 * Base::kTile + kStages_ * 2 * Base::kOtherTile + 2 * kWeights +
+                                (kOwnSums ? kSums * kSumsTile : 0) + kStages_ * Base::kNumbers;
+  static_assert(kOwnSums || (kSums == 2 && kSumsTile == kWeights));
   static_assert(kDim_ * kQueries_ == 8192);  // a warpgroup's share of dq is 64 x 64
   static constexpr int kParts = kQueries_ / 64;
   using Part = WgmmaShape<kDim_, 2, 64, kStages_, false>;
@@ -388,11 +393,21 @@ __device__ inline int load_acquire(const int *from) {
 __device__ inline void store_release(int *to, int value) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
-__device__ inline void add_to_memory(float *to, float4 x) {
-  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x.x), "f"(x.y), "f"(x.z),
-               "f"(x.w)
+__device__ inline void fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+// Stores `bytes` of shared memory, or adds them in float32; both addresses are aligned to 16.
+__device__ inline void bulk_store(float *to, uint32_t from, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
                : "memory");
 }
+__device__ inline void bulk_add(float *to, uint32_t from, int bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from),
+               "r"(bytes)
+               : "memory");
+}
+__device__ inline void bulk_end() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Waits until this thread's stores are read from shared memory; and until they are in memory.
+__device__ inline void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ inline void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 // Loads `bytes` into shared memory; both addresses are aligned to 16.
 __device__ inline void bulk_load(uint32_t to, const void *from, int bytes, uint64_t *barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
@@ -417,19 +432,20 @@ struct WgmmaOnePass {
   static constexpr int kDim = Shape::kDim, kQueries = Shape::kOthers, kTurns = 4;
   static constexpr int kPart = 64 * 128;  // bytes of 64 queries in a box; there is one box where there are parts
   using Part = typename Shape::Part;
-  enum { kIsFirst = 1, kIsLast = 2 };
-  // Of what a step adds to dq: whether it is the first or the last, and where.
+  // Where a step's part of dq goes to that is the last of these queries.
   struct Place {
-    int which, query_tile, query, h;
+    int is_first, query_tile, query, h;
   };
   struct Barriers {
     Ring<2> tiles;
     Ring<Shape::kRowStages> rows;
     Ring<Shape::kStages> others;
-    Ring<kTurns> turns, added;
+    Ring<kTurns> turns;  // of steps that are the last
+    Ring<Shape::kSums> sums;
     uint64_t weights[2];
     WgmmaKeys<Shape> tile[2];
     int step[Shape::kStages];  // its first query, or ~ that where all of its queries see all keys
+    int is_last[Shape::kStages];
     Place place[kTurns];
   };
   using Keys = WgmmaKeys<Shape>;
@@ -442,7 +458,7 @@ struct WgmmaOnePass {
 
   __device__ void init() const {
     barriers.tiles.init(8 + 2), barriers.rows.init(8), barriers.others.init(8);
-    barriers.turns.init(8), barriers.added.init(1, 8);
+    barriers.turns.init(8), barriers.sums.init(1, 8);
     mbarrier_init(&barriers.weights[0], 256), mbarrier_init(&barriers.weights[1], 256);
   }
 
@@ -456,9 +472,14 @@ struct WgmmaOnePass {
     return shared + Shape::kRowStages * 2 * Shape::kTile + Shape::kStages * 2 * Shape::kOtherTile +
            i % 2 * Shape::kWeights;
   }
+  __device__ uint32_t sums_tile(int i) const {
+    return Shape::kOwnSums ? weights_tile(0) + 2 * Shape::kWeights + i % Shape::kSums * Shape::kSumsTile
+                           : weights_tile(i);
+  }
   __device__ uint32_t numbers_at(int i) const {
     return shared + Shape::kRowStages * 2 * Shape::kTile + Shape::kStages * 2 * Shape::kOtherTile +
-           2 * Shape::kWeights + i % Shape::kStages * Shape::kNumbers;
+           2 * Shape::kWeights + (Shape::kOwnSums ? Shape::kSums * Shape::kSumsTile : 0) +
+           i % Shape::kStages * Shape::kNumbers;
   }
   __device__ const float2 *numbers(int i) const {
     return static_cast<const float2 *>(__cvta_shared_to_generic(numbers_at(i)));
@@ -509,6 +530,8 @@ struct WgmmaOnePass {
         const int h = tile.kv * c.group + at.of_group, query = tile.query(at);
         barriers.others.wait_empty(steps);
         barriers.step[steps % Shape::kStages] = tile.whole(at) ? ~query : query;
+        barriers.is_last[steps % Shape::kStages] =
+            key_tiles<Shape>(c, query, tile.length).last == tile.begin / Shape::kRows;
         uint64_t *const full = barriers.others.fill(steps, 2 * Shape::kOtherTile + Shape::kNumbers);
         load_tile<kDim>(c.q, q_tile(steps), full, kQueries, query, h, tile.b);
         bulk_load(numbers_at(steps), space.numbers + int64_t{query_tile(tile, at)} * 2 * kQueries, Shape::kNumbers,
@@ -518,38 +541,50 @@ struct WgmmaOnePass {
     }
   }
 
-  // By one thread: waits for this block's turn to add to dq of each step.
-  __device__ void await_turns() const {
-    int steps = 0;
+  // By two threads, for even and odd steps: waits for this block's turn to add to dq, adds, and passes the turn on.
+  // Warpgroups themselves have the last turn of a tile of queries.
+  __device__ void take_turns(int odd) const {
+    int steps = 0, lasts = 0;
     each_tile<false>([&](const Keys &tile, int) {
       At at = start(tile);
       const int own = tile.begin / Shape::kRows;
       for (int i = 0; i < tile.steps; ++i, ++steps, go_on(tile, at)) {
         const KeyTiles all = key_tiles<Shape>(c, tile.query(at), tile.length);
-        const int *const turn = &space.turns[query_tile(tile, at)];
-        barriers.turns.wait_empty(steps);
-        while (!(space.trial & 1) && load_acquire(turn) != own - all.first) {
+        const bool is_last = own == all.last;
+        if (steps % 2 == odd) {
+          const int to = query_tile(tile, at);
+          if (is_last) {
+            barriers.turns.wait_empty(lasts);
+            await_turn(to, own - all.first);
+            barriers.place[lasts % kTurns] = {own == all.first, to, tile.query(at), tile.kv * c.group + at.of_group};
+            barriers.turns.filled(lasts);
+            barriers.sums.wait(steps), barriers.sums.loaded(steps);
+          } else {
+            await_turn(to, own - all.first);
+            barriers.sums.wait(steps);
+            add_sums(to, own == all.first, steps);
+            store_release(&space.turns[to], own - all.first + 1);
+          }
         }
-        barriers.place[steps % kTurns] = {(space.trial & 2 ? 8 : own == all.first ? kIsFirst : 0) | (own == all.last ? kIsLast : 0),
-                                          query_tile(tile, at), tile.query(at), tile.kv * c.group + at.of_group};
-        barriers.turns.filled(steps);
+        lasts += is_last;
       }
     });
   }
-
-  // By one thread: passes the turn on.
-  __device__ void pass_turns() const {
-    int steps = 0;
-    each_tile<false>([&](const Keys &tile, int) {
-      At at = start(tile);
-      const int own = tile.begin / Shape::kRows;
-      for (int i = 0; i < tile.steps; ++i, ++steps, go_on(tile, at)) {
-        const KeyTiles all = key_tiles<Shape>(c, tile.query(at), tile.length);
-        barriers.added.wait(steps);
-        if (own != all.last) store_release(&space.turns[query_tile(tile, at)], own - all.first + 1);
-        barriers.added.loaded(steps);
-      }
-    });
+  __device__ void await_turn(int query_tile, int turn) const {
+    while (!(space.trial & 1) && load_acquire(&space.turns[query_tile]) != turn) {
+    }
+    fence_async();
+  }
+  __device__ void add_sums(int query_tile, bool is_first, int i) const {
+    float *const to = space.sums + int64_t{query_tile} * (kQueries * kDim);
+    if (space.trial & 2) {
+    } else if (is_first) bulk_store(to, sums_tile(i), Shape::kSumsTile);
+    else bulk_add(to, sums_tile(i), Shape::kSumsTile);
+    bulk_end();
+    bulk_wait_read();
+    barriers.sums.loaded(i);
+    bulk_wait();
+    fence_async();
   }
 
   // Scores of a part of a step become probabilities.
@@ -612,40 +647,41 @@ struct WgmmaOnePass {
     wgmma_end();
   }
 
-  __device__ void add(float (&dq)[32], const Keys &tile, int group, int i) const {
-    barriers.turns.wait(i);
-    const Place &place = barriers.place[i % kTurns];
-    float *const sums = space.sums + int64_t{place.query_tile} * (kQueries * kDim) + group * 4096 +
-                        static_cast<int>(threadIdx.x) % 128 * 4;
-    if (place.which & 8) {
-    } else if (place.which == 0) {
+  // Sends this warpgroup's part of dq on its way to memory, or has the last turn.
+  __device__ void add(float (&dq)[32], const Keys &tile, int group, int i, bool is_last, int &lasts) const {
+    if (Shape::kOwnSums) barriers.sums.wait_empty(i);
+    else wait_named(1 + group, 128);  // for products of the other warps, which have read this part of ds
+    if (!is_last) {
+      const uint32_t to = sums_tile(i) + group * 16384 + static_cast<int>(threadIdx.x) % 128 * 16;
 #pragma unroll
       for (int n = 0; n < 8; ++n)
-        add_to_memory(sums + 512 * n, {dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]});
-    } else if (place.which == kIsFirst) {
-#pragma unroll
-      for (int n = 0; n < 8; ++n)
-        *reinterpret_cast<float4 *>(sums + 512 * n) = {dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]};
-    } else {
-      if (!(place.which & kIsFirst)) {
-#pragma unroll
-        for (int n = 0; n < 8; ++n) {
-          const float4 before = __ldcg(reinterpret_cast<const float4 *>(sums + 512 * n));
-          dq[4 * n] += before.x, dq[4 * n + 1] += before.y, dq[4 * n + 2] += before.z, dq[4 * n + 3] += before.w;
-        }
-      }
-      const float times = static_cast<float>(c.x.z.scale) * tile.times, both[] = {times, times};
-      const int dim = static_cast<int>(c.x.z.dim), column = kQueries == 128 ? 0 : 64 * group;
-      HeadRows<T> to = c.x.of_queries(c.dq, tile.b, place.h, dim);
-      to.data += column;
-      store_rows<64>(dq, to, place.query + (kQueries == 128 ? 64 * group : 0), c.queries, dim - column, both);
+        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to + 2048 * n), "f"(dq[4 * n]),
+                     "f"(dq[4 * n + 1]), "f"(dq[4 * n + 2]), "f"(dq[4 * n + 3])
+                     : "memory");
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     }
     __syncwarp();
-    if (lane_index() == 0) {
-      mbarrier_arrive(&barriers.turns.empty[i % kTurns]);
-      barriers.added.wait_empty(i);
-      barriers.added.filled(i);
+    if (lane_index() == 0) barriers.sums.filled(i);
+    if (is_last) finish(dq, tile, group, lasts++);
+  }
+  __device__ void finish(float (&dq)[32], const Keys &tile, int group, int i) const {
+    barriers.turns.wait(i);
+    const Place &place = barriers.place[i % kTurns];
+    const float *const sums = space.sums + int64_t{place.query_tile} * (kQueries * kDim) + group * 4096 +
+                              static_cast<int>(threadIdx.x) % 128 * 4;
+    if (!place.is_first) {
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        const float4 before = __ldcg(reinterpret_cast<const float4 *>(sums + 512 * n));
+        dq[4 * n] += before.x, dq[4 * n + 1] += before.y, dq[4 * n + 2] += before.z, dq[4 * n + 3] += before.w;
+      }
     }
+    const float times = static_cast<float>(c.x.z.scale) * tile.times, both[] = {times, times};
+    const int dim = static_cast<int>(c.x.z.dim), column = kQueries == 128 ? 0 : 64 * group;
+    HeadRows<T> to = c.x.of_queries(c.dq, tile.b, place.h, dim);
+    to.data += column;
+    store_rows<64>(dq, to, place.query + (kQueries == 128 ? 64 * group : 0), c.queries, dim - column, both);
+    barriers.turns.release(i);
   }
 
   // Sets rows of a tile of keys to zero that are not there: ds is zero, but they may hold no numbers.
@@ -661,7 +697,7 @@ struct WgmmaOnePass {
 
   __device__ void compute(int group) const {
     const float scale = static_cast<float>(c.x.z.scale * kLog2E);
-    int steps = 0;
+    int steps = 0, lasts = 0;
     each_tile<true>([&](const Keys &tile, int tiles) {
       float dk[kDim / 2], dv[kDim / 2];
 #pragma unroll
@@ -672,6 +708,53 @@ struct WgmmaOnePass {
         float dq[32];
         uint32_t ds[4][4];
         const int begin = steps, end = steps + tile.steps;
+if constexpr (Shape::kAhead) {
+          float s[32];
+          barriers.others.wait(steps);
+          start_rows<Part>(s, k_tile(tiles), 64 * group, q_tile(steps), T());
+          wgmma_wait<0>();
+          fence_registers(s);
+#pragma unroll 1
+          for (; steps < end; ++steps) {
+#pragma unroll
+            for (int part = 0; part < Shape::kParts; ++part) {
+              float dp[32];
+              uint32_t p[4][4];
+              const uint32_t q = q_tile(steps) + part * kPart, dy = dy_tile(steps) + part * kPart;
+              if (part) {
+                start_rows<Part>(s, k_tile(tiles), 64 * group, q, T());
+                wgmma_wait<0>();
+                fence_registers(s), fence_registers(dk), fence_registers(ds);
+              }
+              start_rows<Part>(dp, v_tile(tiles), 64 * group, dy, T());
+              weigh(tile, s, steps, part, scale);
+              round_to_factor(p, s, T());
+              start_weights<Part>(dv, p, dy, true, T());
+              wgmma_wait<1>();
+              fence_registers(dp);
+              slope(s, dp, steps, part);
+              round_to_factor(ds, s, T());
+              if (!Shape::kOwnSums && part == 0) barriers.sums.wait_empty(steps);
+              store_weights(ds, group, steps, part);
+              start_weights<Part>(dk, ds, q, true, T());
+              wgmma_wait<1>();
+              fence_registers(dv), fence_registers(p);
+            }
+            start_queries(dq, group, steps, tiles);
+            const bool is_last = barriers.is_last[steps % Shape::kStages];
+            const int next = min(steps + 1, end - 1);
+            barriers.others.wait(next);
+            start_rows<Part>(s, k_tile(tiles), 64 * group, q_tile(next), T());
+            wgmma_wait<1>();
+            fence_registers(dq), fence_registers(dk), fence_registers(ds);
+            add(dq, tile, group, steps, is_last, lasts);
+            if (next > steps) barriers.others.release(steps);
+            wgmma_wait<0>();
+            fence_registers(s);
+          }
+          barriers.others.release(steps - 1);
+          barriers.rows.release(tiles);
+        } else {
 #pragma unroll 1
         for (; steps < end; ++steps) {
           barriers.others.wait(steps);
@@ -686,8 +769,9 @@ struct WgmmaOnePass {
             if (part == 0) {
               fence_registers(dq);
               if (steps > begin) {
+                const bool is_last = barriers.is_last[(steps - 1) % Shape::kStages];
                 barriers.others.release(steps - 1);
-                add(dq, tile, group, steps - 1);
+                add(dq, tile, group, steps - 1, is_last, lasts);
               }
             }
             start_rows<Part>(dp, v_tile(tiles), 64 * group, dy, T());
@@ -698,6 +782,7 @@ struct WgmmaOnePass {
             fence_registers(dp);
             slope(s, dp, steps, part);
             round_to_factor(ds, s, T());
+            if (!Shape::kOwnSums && part == 0) barriers.sums.wait_empty(steps);
             store_weights(ds, group, steps, part);
             start_weights<Part>(dk, ds, q, true, T());
             wgmma_wait<1>();
@@ -707,9 +792,11 @@ struct WgmmaOnePass {
         }
         wgmma_wait<0>();
         fence_registers(dk), fence_registers(dq), fence_registers(ds);
+        const bool is_last = barriers.is_last[(steps - 1) % Shape::kStages];
         barriers.others.release(steps - 1);
         barriers.rows.release(tiles);
-        add(dq, tile, group, steps - 1);
+        add(dq, tile, group, steps - 1, is_last, lasts);
+        }
       } else {
         barriers.rows.release(tiles);
       }
@@ -731,7 +818,9 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   using Block = WgmmaOnePass<T, Shape>;
   extern __shared__ __align__(1024) uint4 attention_shared[];
   __shared__ typename Block::Barriers barriers;
-  const Block block{c, space, barriers, (shared_address(attention_shared) + 1023) & ~1023u};
+  static_assert(sizeof(barriers) <= 1024);
+  const Block block{c, space, barriers, shared_address(attention_shared)};
+  if (block.shared % 1024) __trap();
   if (threadIdx.x == 0) block.init(), mbarrier_init_fence();
   wait_for_kernel_before();
   __syncthreads();
@@ -744,8 +833,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     const int warp = static_cast<int>(threadIdx.x) / 32 % 4;
     if (lane_index() == 0) {
       if (warp == 0) block.load();
-      if (warp == 1) block.await_turns();
-      if (warp == 2) block.pass_turns();
+      if (warp == 1 || warp == 2) block.take_turns(warp - 1);
     }
   }
 #else
