@@ -32,7 +32,8 @@ Status attention_backward_sm90(const char *op, const AttentionInputs<T> &x, cons
   if (variant && dq && dk && dv) {
     const auto pass = [&](auto shape) { return launch_one_pass<T, decltype(shape)>(op, c, space, cached, stream); };
     if (std::max(x.z.dim, x.z.v_dim) <= 64) {
-      if (variant == 2) return pass(OnePassShape<64, 128, 2, 2, 2, false>());
+      if (variant == 2) return pass(OnePassShape<64, 128, 3, 1, 2, true>());
+      if (variant == 3) return pass(OnePassShape<64, 128, 2, 2, 2, true>());
       return pass(OnePassShape<64, 128, 3, 1, 2, false>());
     }
     if (variant == 2) return pass(OnePassShape<128, 64, 3, 1, 1, true>());

@@ -587,6 +587,17 @@ struct WgmmaOnePass {
     fence_async();
   }
 
+  // Whether no key of this warpgroup is seen by a query of a part of a step.
+  __device__ bool hides(const Keys &tile, int group, int i, int part) const {
+    const int query = barriers.step[i % Shape::kStages];
+    const int key = tile.begin + 64 * group;
+    return query >= 0 && (key >= tile.last || query + 64 * part + 64 <= Keys::first_query(c, key));
+  }
+  __device__ static void clear(uint32_t (&ds)[4][4]) {
+#pragma unroll
+    for (auto &four : ds) four[0] = four[1] = four[2] = four[3] = 0;
+  }
+
   // Scores of a part of a step become probabilities.
   __device__ void weigh(const Keys &tile, float (&s)[32], int i, int part, float scale) const {
     const float2 *const lse = numbers(i) + part * 32 + lane_index() % 4;
@@ -709,7 +720,8 @@ struct WgmmaOnePass {
         uint32_t ds[4][4];
         const int begin = steps, end = steps + tile.steps;
 if constexpr (Shape::kAhead) {
-          float s[32];
+          float s0[32];
+auto &s = s0;
           barriers.others.wait(steps);
           start_rows<Part>(s, k_tile(tiles), 64 * group, q_tile(steps), T());
           wgmma_wait<0>();
@@ -718,13 +730,20 @@ if constexpr (Shape::kAhead) {
           for (; steps < end; ++steps) {
 #pragma unroll
             for (int part = 0; part < Shape::kParts; ++part) {
-              float dp[32];
+              float dp[32], other[32];
+float (&s)[32] = part ? other : s0;
               uint32_t p[4][4];
               const uint32_t q = q_tile(steps) + part * kPart, dy = dy_tile(steps) + part * kPart;
               if (part) {
                 start_rows<Part>(s, k_tile(tiles), 64 * group, q, T());
                 wgmma_wait<0>();
                 fence_registers(s), fence_registers(dk), fence_registers(ds);
+              }
+              if (hides(tile, group, steps, part)) {
+                clear(ds);
+                if (!Shape::kOwnSums && part == 0) barriers.sums.wait_empty(steps);
+                store_weights(ds, group, steps, part);
+                continue;
               }
               start_rows<Part>(dp, v_tile(tiles), 64 * group, dy, T());
               weigh(tile, s, steps, part, scale);
@@ -773,6 +792,12 @@ if constexpr (Shape::kAhead) {
                 barriers.others.release(steps - 1);
                 add(dq, tile, group, steps - 1, is_last, lasts);
               }
+            }
+            if (hides(tile, group, steps, part)) {
+              clear(ds);
+              if (!Shape::kOwnSums && part == 0) barriers.sums.wait_empty(steps);
+              store_weights(ds, group, steps, part);
+              continue;
             }
             start_rows<Part>(dp, v_tile(tiles), 64 * group, dy, T());
             weigh(tile, s, steps, part, scale);
