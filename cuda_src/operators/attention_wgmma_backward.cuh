@@ -734,18 +734,16 @@ auto &s = s0;
 float (&s)[32] = part ? other : s0;
               uint32_t p[4][4];
               const uint32_t q = q_tile(steps) + part * kPart, dy = dy_tile(steps) + part * kPart;
-              if (part) {
-                start_rows<Part>(s, k_tile(tiles), 64 * group, q, T());
-                wgmma_wait<0>();
-                fence_registers(s), fence_registers(dk), fence_registers(ds);
-              }
               if (hides(tile, group, steps, part)) {
+                if (part) wgmma_wait<0>(), fence_registers(dk), fence_registers(ds);
                 clear(ds);
                 if (!Shape::kOwnSums && part == 0) barriers.sums.wait_empty(steps);
                 store_weights(ds, group, steps, part);
                 continue;
               }
+              if (part) start_rows<Part>(s, k_tile(tiles), 64 * group, q, T());
               start_rows<Part>(dp, v_tile(tiles), 64 * group, dy, T());
+              if (part) wgmma_wait<1>(), fence_registers(s), fence_registers(ds);
               weigh(tile, s, steps, part, scale);
               round_to_factor(p, s, T());
               start_weights<Part>(dv, p, dy, true, T());
