@@ -1,5 +1,3 @@
-#include <cstdlib>
-
 #include "attention_wgmma_backward.cuh"
 
 namespace aot {
@@ -24,21 +22,10 @@ Status attention_backward_sm90(const char *op, const AttentionInputs<T> &x, cons
                                T *dv, float *space, void *stream) {
   AttentionWgmma<T> c = {};
   c.x = x, c.dq = dq, c.dk = dk, c.dv = dv, c.of_delta = y, c.delta = delta;
-  const auto number = [](const char *name, int64_t other) {
-    const char *const text = std::getenv(name);
-    return text ? std::atoll(text) : other;
-  };
-  const int64_t variant = number("AOT_BWD", 1), cached = number("AOT_BWD_L2", 16) << 20;
-  if (variant && dq && dk && dv) {
-    const auto pass = [&](auto shape) { return launch_one_pass<T, decltype(shape)>(op, c, space, cached, stream); };
-    if (std::max(x.z.dim, x.z.v_dim) <= 64) {
-      if (variant == 2) return pass(OnePassShape<64, 128, 3, 1, 2, true>());
-      if (variant == 3) return pass(OnePassShape<64, 128, 2, 2, 2, true>());
-      return pass(OnePassShape<64, 128, 3, 1, 2, false>());
-    }
-    if (variant == 2) return pass(OnePassShape<128, 64, 3, 1, 1, true>());
-    if (variant == 3) return pass(OnePassShape<128, 64, 2, 1, 2, true>());
-    return pass(OnePassShape<128, 64, 3, 1, 1, false>());
+  if (dq && dk && dv) {
+    if (std::max(x.z.dim, x.z.v_dim) <= 64)
+      return launch_one_pass<T, OnePassShape<64, 128, 3, 1>>(op, c, space, stream);
+    return launch_one_pass<T, OnePassShape<128, 64, 2, 2>>(op, c, space, stream);
   }
   return dispatch_wgmma(x.z, [&](auto shapes) -> Status {
     using Shapes = decltype(shapes);
