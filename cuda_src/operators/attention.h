@@ -407,7 +407,7 @@ struct AttentionBackward : AttentionAttrs {
     return kIsCuda || wide ? 0 : q.size();
   }
 
-  // What a GPU may need besides for one pass over 16 bits (attention_wgmma_backward.cuh): for each query, in whole
+  // The floats that a GPU needs for one pass over 16 bits (attention_wgmma_backward.cuh): for each query, in whole
   // tiles of 128, a row of dq, two numbers and less than one turn; a counter; and alignment.
   int64_t pass_space(const Spec &q, const Spec &v) const {
     const bool wide = q.dtype == DType::float32 || q.dtype == DType::float64;

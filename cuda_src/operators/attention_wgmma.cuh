@@ -61,7 +61,7 @@ struct AttentionWgmma {
 
 enum class WgmmaResult { y, dq, dkv };
 
-// What the blocks of a kernel do. Those of the backward are in attention_wgmma_backward.cuh.
+// The work of a kernel's blocks. Those of the backward are in attention_wgmma_backward.cuh.
 template <typename T, class Shape, WgmmaResult kResult>
 struct WgmmaBlock;
 

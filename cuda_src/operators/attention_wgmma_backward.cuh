@@ -415,7 +415,7 @@ struct WgmmaOnePass {
   static constexpr int kPart = 64 * 128;  // bytes of 64 queries in a box; there is one box where there are parts
   using Part = typename Shape::Part;
   enum { kIsFirst = 1, kIsLast = 2 };
-  // Of what a step adds to dq: whether it is the first or the last, and where.
+  // The place where a step adds to dq, and whether it is the first or the last to add.
   struct Place {
     int which, query_tile, query, h;
   };
