@@ -110,7 +110,8 @@ Status run_backward(const char *op, const AttentionInputs<T> &x, const T *y, Acc
                           stream, x, y, delta));
   if constexpr (sizeof(T) == 2) {
 #ifdef AOT_HAVE_SM90
-    if (kernels == AttentionKernels::wgmma) return attention_backward_sm90<T>(op, x, y, delta, dq, dk, dv, stream);
+    if (kernels == AttentionKernels::wgmma)
+      return attention_backward_sm90<T>(op, x, y, delta, dq, dk, dv, delta + 2 * x.z.rows(), stream);
 #endif
     if (kernels == AttentionKernels::mma) return run_mma_backward(op, x, dq, dk, dv, stream);
   }

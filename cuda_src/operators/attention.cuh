@@ -448,7 +448,7 @@ Status attention_sm90(const char *op, const AttentionInputs<T> &x, T *y, float *
 // delta: computed from y beside dq if that is wanted; else x has it.
 template <typename T>
 Status attention_backward_sm90(const char *op, const AttentionInputs<T> &x, const T *y, float *delta, T *dq, T *dk,
-                               T *dv, void *stream);
+                               T *dv, float *space, void *stream);
 
 }  // namespace AOT_ISA
 }  // namespace aot

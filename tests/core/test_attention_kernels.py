@@ -57,6 +57,12 @@ CALLS = [
     (2, 70, 70, 300, 300, 64, 64, True, None, "BSHD", None),  # more tiles than multiprocessors
     (3, 50, 25, 260, 390, 128, 128, False, None, "BHSD", None),
     (1, 2, 2, 4096, 4096, 64, 64, True, (700, 0), "BSHD", None),
+    # dq is summed over many tiles of keys, in turns, and by more blocks than there are multiprocessors
+    (1, 20, 20, 2048, 2048, 128, 128, False, None, "BSHD", None),
+    (2, 20, 5, 1030, 2100, 64, 64, True, None, "BHSD", [2100, 1400]),
+    (1, 12, 4, 2048, 2048, 128, 128, True, (256, 0), "BSHD", None),
+    (2, 4, 4, 1030, 515, 80, 128, False, (300, -1), "BSHD", None),  # the last queries see no key
+    (3, 2, 2, 900, 700, 128, 128, True, None, "BSHD", [466, 0, 700]),
 ]
 for dtype in (torch.float16, torch.bfloat16):
     for b, h, kv, n, m, d, e, causal, window, layout, lengths in CALLS:
@@ -77,14 +83,14 @@ for dtype in (torch.float16, torch.bfloat16):
         for _ in range(2):
             y = ours.attention(*leaves, lengths, causal=causal, window=window, layout=layout)
             results.append([y.detach(), *torch.autograd.grad(y, leaves, dy)])
-        for one, other, of in zip(*results, right):
+        for one, other in zip(*results):
             assert torch.equal(one, other)
+        only = torch.autograd.grad(ours.attention(*leaves, lengths, causal=causal, window=window, layout=layout),
+                                   leaves[1:], dy)  # without dq, by another kernel on Hopper
+        for one, of in [*zip(results[0], right), *zip(only, right[2:])]:
             # p and ds are rounded to 16 bits, and the results
             error = (one.double() - of).norm() / (of.norm() + 1e-30)
             assert error <= 2 * torch.finfo(dtype).eps, (dtype, b, h, kv, n, m, d, e, causal, window, float(error))
-        only = torch.autograd.grad(ours.attention(*leaves, lengths, causal=causal, window=window, layout=layout),
-                                   leaves[1:], dy)  # without dq
-        assert all(torch.equal(one, other) for one, other in zip(only, results[0][2:]))
 """
 
 
