@@ -203,7 +203,10 @@ $(BUILD)/host/device.cpp.o: cuda_src/host/device.cpp
 	@$(NVCC) $(CCBIN) -std=c++17 -O3 -Icuda_src -MMD -MP -Xcompiler -fPIC,-fvisibility=hidden,-Wall -DAOT_HAVE_CUDA -c $< -o $@
 endif
 
-$(BUILD)/%.cu.o: cuda_src/%.cu $(BUILD)/targets $(OWN_NVCC)
+# The toolchain has each kernel's code of both kinds from this text, in this order.
+ARRANGE_PTX := $(if $(OWN_NVCC),packaging/arrange_ptx.py)
+$(BUILD)/%.cu.o: export PTX_FILTER = $(addprefix $(PYTHON) ,$(ARRANGE_PTX))
+$(BUILD)/%.cu.o: cuda_src/%.cu $(BUILD)/targets $(OWN_NVCC) $(ARRANGE_PTX)
 	@mkdir -p $(@D)
 	@echo "nvcc $<  (sm $(ARCHS))"
 	@$(NVCC) $(NVCCFLAGS) $(GENCODE) -c $< -o $@
