@@ -449,7 +449,8 @@ wheel: $(PACKAGING)/ready
 	@ls -l $(WHEEL)
 
 # The wheel in a clean environment of each of PYTHONS with NumPy alone, and of WITH_TORCH with torch too.
-PYTHONS    ?= $(shell for v in 10 11 12 13 14; do command -v python3.$$v || \
+# pyenv has a command for each version of Python, which fails unless that version is chosen.
+PYTHONS    ?= $(shell for v in 10 11 12 13 14; do python3.$$v -c '' 2>/dev/null && command -v python3.$$v || \
   ls -d $(HOME)/.pyenv/versions/3.$$v.*/bin/python 2>/dev/null | tail -1; done)
 WITH_TORCH ?= $(PYTHON)
 wheel-test:
