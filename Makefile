@@ -454,7 +454,7 @@ PYTHONS    ?= $(shell for v in 10 11 12 13 14; do python3.$$v -c '' 2>/dev/null 
   ls -d $(HOME)/.pyenv/versions/3.$$v.*/bin/python 2>/dev/null | tail -1; done)
 WITH_TORCH ?= $(PYTHON)
 wheel-test:
-	$(PYTHON) packaging/try_wheel.py $(WHEEL) $(PYTHONS) --torch $(WITH_TORCH)
+	$(PYTHON) packaging/try_wheel.py $(WHEEL) $(PYTHONS) $(addprefix --torch ,$(WITH_TORCH))
 
 # The wheel beside each version of each framework, and docs/compatibility.md of what came of it. ONLY="torch 2.4 3.11"
 # selects. Free-threaded interpreters are named by PYTHONS=/path/python3.14t.
