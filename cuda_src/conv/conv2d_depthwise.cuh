@@ -119,8 +119,7 @@ __global__ void __launch_bounds__(kDepthwiseThreads, kBlocks)
   DepthwiseRow<kWindow> next[kIn];
   auto load = [&](int n) {
 #pragma unroll
-    for (int e = 0; e < kIn; ++e)
-      next[e].load(from, d, columns, d.h.input(at.residue_h, kIn * (at.first_m + n) + e));
+    for (int e = 0; e < kIn; ++e) next[e].load(from, d, columns, d.h.input(at.residue_h, kIn * (at.first_m + n) + e));
   };
   float sum[kTaps][kOut][kColumns][kOut][V] = {};  // of the position n - lag, for the row n
   load(0);
@@ -223,8 +222,7 @@ __global__ void __launch_bounds__(kDepthwiseThreads, kBlocks)
     uint32_t next_dy[kColumns];
     auto load = [&](int n) {
 #pragma unroll
-      for (int e = 0; e < kIn; ++e)
-        next[e].load(from, d, window, d.h.input(at.residue_h, kIn * (at.first_m + n) + e));
+      for (int e = 0; e < kIn; ++e) next[e].load(from, d, window, d.h.input(at.residue_h, kIn * (at.first_m + n) + e));
       const T *p = by + (int64_t{d.h.output(at.residue_h, at.first_m + n, 0)} * d.w.out + q0) * d.channels;
 #pragma unroll
       for (int m = 0; m < kColumns; ++m, p += dy_step)

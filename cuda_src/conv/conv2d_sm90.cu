@@ -1,7 +1,6 @@
 #include "conv2d_wgmma.cuh"
 
 #include <climits>
-#include <cstdlib>
 
 namespace aot {
 inline namespace AOT_ISA {
@@ -150,14 +149,11 @@ int64_t estimate_phases(const Conv2dPhases &p) {
 }
 template <class F>
 auto with_fastest_of_phases(const Conv2dPhases &p, F f) {
-  const int64_t times[] = {estimate_phases<LongTile>(p), estimate_phases<OneColumnTile>(p),
-                           estimate_phases<SquareTile>(p), estimate_phases<TallTile>(p)};
-  const int64_t *least = std::min_element(times, times + 4);
-  if (const char *e = getenv("AOT_CONV_PHASE_TILE")) least = times + atoi(e);
-  if (least == times) return f(Type<LongTile>());
-  if (least == times + 1) return f(Type<OneColumnTile>());
-  if (least == times + 2) return f(Type<SquareTile>());
-  return f(Type<TallTile>());
+  const int64_t of_long = estimate_phases<LongTile>(p), of_column = estimate_phases<OneColumnTile>(p),
+                of_square = estimate_phases<SquareTile>(p);
+  if (of_long <= std::min(of_column, of_square)) return f(Type<LongTile>());
+  if (of_column <= of_square) return f(Type<OneColumnTile>());
+  return f(Type<SquareTile>());
 }
 
 }  // namespace
@@ -168,11 +164,11 @@ bool conv2d_sm90_takes(const char *op, Conv2dGemm *p, int max_slices, bool unspl
   if (!TensorMaps::get().tiled || !TensorMaps::get().im2col) return false;
   const bool dx = p->pass == Conv2dGemm::dx, dweight = p->pass == Conv2dGemm::dweight;
   if (p->dtype == DType::float32 && (!p->tf32 || dweight)) return false;
-  // A strided dx is one GEMM per stride phase. For float32, CUTLASS's single kernel is faster.
+  // A strided dx is one GEMM per stride phase.
   auto one_is_1 = [](int stride, int dilation) { return stride == 1 || dilation == 1; };
   if (dx && (!one_is_1(p->stride_h, p->dilation_h) || !one_is_1(p->stride_w, p->dilation_w))) return false;
   const int phases = dx && !clears(*p) ? p->stride_h * p->stride_w : 1;
-  if (phases > (p->dtype == DType::float32 && !getenv("AOT_CONV_TF32") ? 1 : Conv2dPhases::kMost)) return false;
+  if (phases > Conv2dPhases::kMost) return false;
   // limits of TMA's im2col mode: 8-bit corners and offsets, strides of up to 8
   const int reach_h = p->dilation_h * (p->kernel_h - 1), reach_w = p->dilation_w * (p->kernel_w - 1);
   const bool fits = std::max(reach_h, p->padding_h) < 120 && std::max(reach_w, p->padding_w) < 120;
@@ -198,23 +194,9 @@ Status run_one(LaunchSequence &launch, Conv2dWgmma p) {
     p.slices = slices > 1 ? slices : 0;
   }
   if constexpr (sizeof(T) == 4 && kPass == Conv2dGemm::dweight) return kOk;  // not supported
-  else {
-    if constexpr (kPass != Conv2dGemm::dweight && std::is_same_v<T, __nv_bfloat16>)
-      if (const char *e = getenv("AOT_CONV_TILE")) {
-        p.slices = 0;
-        switch (atoi(e)) {
-          case 2: return launch_wgmma<T, kPass, WgmmaTile<2, 2, 2, 1, 6, 1>>(launch, p);
-          case 3: return launch_wgmma<T, kPass, WgmmaTile<2, 2, 1, 1, 3, 2>>(launch, p);
-          case 4: return launch_wgmma<T, kPass, WgmmaTile<4, 2, 4, 1, 4, 1>>(launch, p);
-          case 5: return launch_wgmma<T, kPass, SquareTile>(launch, p);
-          case 6: return launch_wgmma<T, kPass, TallTile>(launch, p);
-          case 7: return launch_wgmma<T, kPass, QuadTile>(launch, p);
-          case 8: return launch_wgmma<T, kPass, WideTile>(launch, p);
-        }
-      }
+  else
     return with_tile<kPass>(
         p, [&](auto type) { return launch_wgmma<T, kPass, typename decltype(type)::type>(launch, p); });
-  }
 }
 
 Status refused(const char *op) { return fail(kDeviceError, "%s: the driver refuses a tensor map", op); }

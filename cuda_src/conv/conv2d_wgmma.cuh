@@ -34,9 +34,7 @@ template <int kRowBoxes_, int kColBoxes_, int kRowGroups_, int kColGroups_, int 
 struct WgmmaTile {
   static constexpr int kRowBoxes = kRowBoxes_, kColBoxes = kColBoxes_, kRowGroups = kRowGroups_;
   static constexpr int kColGroups = kColGroups_, kStages = kStages_, kBlocks = kBlocks_;
-  static constexpr int kGroups = kRowGroups * kColGroups;
-  static constexpr bool kMovesRegisters = kGroups == 3 && kRowBoxes * kColBoxes / kGroups == 4;
-  static constexpr int kThreads = kGroups * 128 + (kMovesRegisters ? 128 : 32);
+  static constexpr int kGroups = kRowGroups * kColGroups, kThreads = kGroups * 128 + 32;
   static constexpr int kStageBytes = (kRowBoxes + kColBoxes) * kBoxBytes;
   static constexpr int kShared = kStages * kStageBytes + 1024;  // boxes are aligned to 1024
   // Split-K within a cluster, which adds up its partial sums through distributed shared memory: for blocks that have a
@@ -56,7 +54,7 @@ struct Conv2dWgmma {
   int map_h, map_w;       // pixels of the im2col operand
   int stride_h, stride_w, first_h, first_w, dilation_h, dilation_w;
   int row_tiles, col_tiles;
-  int clear_h, clear_w;      // dx: the strides, if no other phase of them meets a kernel element; else 0
+  int clear_h, clear_w;             // dx: the strides, if no other phase of them meets a kernel element; else 0
   int64_t clear_row, clear_column;  // and the elements from one of dx's rows and columns to the next
   int height, width;                // of dx
   int slices;          // split-K: dweight's partial sums go to memory; for y and dx the slices are a cluster
@@ -401,11 +399,8 @@ __device__ inline void compute_block(const Conv2dWgmma &p, int first_block) {
   __syncthreads();
   const int group = threadIdx.x / 128;
   if (group < Tile::kGroups) {
-    if constexpr (Tile::kMovesRegisters) take_registers<160>();
     block.compute_tiles(group % Tile::kRowGroups, group / Tile::kRowGroups);
-  } else {
-    if constexpr (Tile::kMovesRegisters) give_registers<32>();
-    if (threadIdx.x != Tile::kGroups * 128) return;
+  } else if (threadIdx.x % 32 == 0) {
     if (!p.independent) wait_for_kernel_before();
     // The next kernel may be `independent` of this one and read what earlier kernels wrote, without waiting: it may
     // start only when those have ended.
