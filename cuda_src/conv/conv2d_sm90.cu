@@ -135,7 +135,7 @@ bool clears(const Conv2dGemm &c) {
   return c.kernel() == 1 && c.padding_h % c.stride_h == 0 && c.padding_w % c.stride_w == 0 && c.whole_vectors;
 }
 
-// Of phases that one kernel computes, in blocks of their own.
+// estimate() for phases that one kernel computes, each tile in a block of its own.
 template <class Tile>
 int64_t estimate_phases(const Conv2dPhases &p) {
   constexpr TileTimes kTime = kTimes<Tile, false>;
