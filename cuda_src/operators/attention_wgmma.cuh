@@ -18,9 +18,11 @@ inline namespace AOT_ISA {
 
 // kDim: head_dim, padded with zeros; kOthers: of a step; kTurns: whether warpgroups issue their products in turns, so
 // that one has exponentials beside the products of another.
-template <int kDim_, int kGroups_, int kOthers_, int kStages_, bool kTurns_>
+// kByFma: of y, one in so many powers of 2 is computed by FMAs, which have time beside what the other powers take; or
+// 0.
+template <int kDim_, int kGroups_, int kOthers_, int kStages_, bool kTurns_, int kByFma_ = 0>
 struct WgmmaShape {
-  static constexpr int kDim = kDim_, kGroups = kGroups_, kOthers = kOthers_, kStages = kStages_;
+  static constexpr int kDim = kDim_, kGroups = kGroups_, kOthers = kOthers_, kStages = kStages_, kByFma = kByFma_;
   static constexpr bool kTurns = kTurns_;
   static constexpr int kRows = 64 * kGroups, kThreads = 128 * (kGroups + 1), kBoxes = kDim / 64;
   static constexpr int kTile = kRows * kDim * 2, kOtherTile = kOthers * kDim * 2;  // bytes
@@ -53,6 +55,7 @@ struct AttentionWgmma {
   AttentionInputs<T> x;
   int left, right, shift;  // as in AttentionSizes, -1 without a bound; query i is beside key i + shift
   int queries, keys, group, heads_of_rows, all_heads, row_tiles;  // heads of rows in an example, and in all
+  int rounds, sections, section_rounds, section_heads;            // of y: WgmmaTiles
   T *y, *dq, *dk, *dv;
   float *lse;
   const T *of_delta;  // y, for the kernel of dq to compute delta from
@@ -276,12 +279,64 @@ __device__ inline void each_query_tile(const AttentionWgmma<T> &c, F f) {
 
 // --------------------------------------------------------------------------------------------------------------- y
 
+// The tiles of queries of a block. Where the first keys are seen by most queries, and tiles differ in work, they are in
+// sections of heads, and the heaviest tiles of a section are first; else row tiles of a head are beside each other.
+template <class Shape, typename T>
+class WgmmaTiles {
+ public:
+  __device__ explicit WgmmaTiles(const AttentionWgmma<T> &c) : c_(c) {}
+
+  // Whether there is one more, which tile() then is.
+  __device__ bool next() {
+    const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
+    while (++round_ < c_.rounds) {
+      const int section = min(round_ / c_.section_rounds, c_.sections - 1);
+      const int before = section * c_.section_heads, round = round_ - section * c_.section_rounds;
+      const int heads = section == c_.sections - 1 ? c_.all_heads - before : c_.section_heads;
+      const int i = round * blocks + (round % 2 ? blocks - 1 - block : block);
+      if (i >= heads * c_.row_tiles) continue;
+      if (c_.right >= 0 && c_.left < 0) tile_ = c_.row_tiles - 1 - i / heads, head_ = before + i % heads;
+      else tile_ = i % c_.row_tiles, head_ = i / c_.row_tiles;
+      return true;
+    }
+    return false;
+  }
+  __device__ WgmmaQueries<Shape> tile() const { return {c_, tile_, head_}; }
+
+ private:
+  const AttentionWgmma<T> &c_;
+  int round_ = -1, tile_ = 0, head_ = 0;
+};
+
+// 2^x for x <= 127, within 4e-6 of it, and 0 from -127 on, by FMAs: the power of a rounded x, times a polynomial.
+__device__ inline float exp2_by_fma(float x) {
+  constexpr float kRound = 3 << 22;  // a sum with it is rounded to a whole number, the last bits of which are its own
+  x = fmaxf(x, -127.0f);
+  const float whole = x + kRound, rest = x - (whole - kRound);
+  float y = fmaf(0.0095828532f, rest, 0.055906425f);
+  y = fmaf(y, rest, 0.24024099f), y = fmaf(y, rest, 0.69312419f), y = fmaf(y, rest, 1.0f);
+  return __int_as_float(__float_as_int(y) + (__float_as_int(whole) << 23));
+}
+// The greater one, or NaN if one is NaN.
+__device__ inline float max_or_nan(float a, float b) {
+  float most;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(a), "f"(b));
+  return most;
+}
+
+// A warpgroup's products go on across tiles: the first scores of the next tile are computed beside the last product of
+// one, and beside its store.
 template <typename T, class Shape>
 struct WgmmaY {
   static constexpr int kDim = Shape::kDim, kKeys = Shape::kOthers, kGroups = Shape::kGroups;
+  using Tile = WgmmaQueries<Shape>;
   struct Barriers {
-    Ring<1> q;
+    Ring<1> q[kGroups];
     Ring<Shape::kStages> k, v;
+  };
+  // What a thread knows of its two rows: the largest score and the sum of the weights, 2^(score - most).
+  struct Rows {
+    float most[2], total[2], shrink[2];
   };
   const AttentionWgmma<T> &c;
   Barriers &barriers;
@@ -291,16 +346,24 @@ struct WgmmaY {
   __device__ uint32_t v_tile(int i) const { return k_tile(i) + Shape::kOtherTile; }
 
   __device__ void load() const {
-    int tiles = 0, steps = 0;
-    each_query_tile<Shape>(c, [&](const WgmmaQueries<Shape> &tile) {
-      load_tile<kDim>(c.q, q_tile, barriers.q.fill(tiles++, Shape::kTile), Shape::kRows, tile.begin, tile.h, tile.b);
-      for (int i = 0; i < tile.steps; ++i, ++steps) {
-        load_tile<kDim>(c.k, k_tile(steps), barriers.k.fill(steps, Shape::kOtherTile), kKeys, tile.key(i), tile.kv,
-                        tile.b);
-        load_tile<kDim>(c.v, v_tile(steps), barriers.v.fill(steps, Shape::kOtherTile), kKeys, tile.key(i), tile.kv,
-                        tile.b);
+    WgmmaTiles<Shape, T> tiles(c);
+    for (int n = 0, steps = 0; tiles.next(); ++n) {
+      const Tile tile = tiles.tile();
+      for (int i = 0; i < max(1, tile.steps); ++i) {
+        if (i < tile.steps) load_keys(c.k, k_tile(steps), barriers.k.fill(steps, Shape::kOtherTile), tile, i);
+        if (i == 0) load_queries(tile, n);
+        if (i < tile.steps) load_keys(c.v, v_tile(steps), barriers.v.fill(steps, Shape::kOtherTile), tile, i), ++steps;
       }
-    });
+    }
+  }
+  __device__ void load_keys(const CUtensorMap &map, uint32_t to, uint64_t *full, const Tile &tile, int step) const {
+    load_tile<kDim>(map, to, full, kKeys, tile.key(step), tile.kv, tile.b);
+  }
+  __device__ void load_queries(const Tile &tile, int n) const {
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g)
+      load_tile<kDim>(c.q, q_tile + g * 64 * 128, barriers.q[g].fill(n, Shape::kTile / kGroups), Shape::kRows,
+                      tile.begin + 64 * g, tile.h, tile.b);
   }
 
   __device__ void take_turn(int group) const {
@@ -310,103 +373,158 @@ struct WgmmaY {
     if (Shape::kTurns) arrive_named(1 + (group + 1) % kGroups, 256);
   }
 
+  using Sums = float[kDim / 2];
+  using Scores = float[kKeys / 2];
+  using Weights = uint32_t[kKeys / 16][4];
+
   __device__ void compute(int group) const {
     const float scale = static_cast<float>(c.x.z.scale * kLog2E);
-    int tiles = 0, steps = 0;
+    Sums sums;
+    Scores s;
+    Weights p = {};
+    Rows rows;
+    WgmmaTiles<Shape, T> tiles(c);
+    if (!tiles.next()) return;
+    Tile tile = tiles.tile();
     if (group == kGroups - 1) pass_turn(group);
-    each_query_tile<Shape>(c, [&](const WgmmaQueries<Shape> &tile) {
-      float sums[kDim / 2], s[kKeys / 2], most[2] = {-kInfinity, -kInfinity}, total[2] = {}, shrink[2];
-      uint32_t p[kKeys / 16][4];
-      const int own = tile.steps_of(c, group);
-      barriers.q.wait(tiles);
-      if (tile.steps) {
-        barriers.k.wait(steps);
-        start_rows<Shape>(s, q_tile, 64 * group, k_tile(steps), T());
-        wgmma_wait<0>();
-        fence_registers(s);
+    int steps = 0, own;  // steps: of this block, before those of the tile; own: those that this warpgroup computes
+    wait_first(tile, group, 0, 0);
+    start_rows<Shape>(s, q_tile, 64 * group, k_tile(0), T());
+#pragma unroll 1
+    for (int n = 0;; ++n) {
+      own = own_steps(tile, group);
+      rows = {{-kInfinity, -kInfinity}, {}, {}};
+      wgmma_wait<0>();
+      fence_registers(s);
+      if (own <= 1) barriers.q[group].release(n);
+      if (own) {
         barriers.k.release(steps);
         tile.hide(c, 0, s, -kInfinity);
-        weigh(s, scale, most, total, shrink);
+        weigh(s, scale, rows);
         round_to_factor(p, s, T());
-      } else {
-#pragma unroll
-        for (float &sum : sums) sum = 0;
       }
 #pragma unroll 1
-      for (int i = 1; i < own; ++i, ++steps) {
-        barriers.k.wait(steps + 1);
+      for (int i = 1; i < own; ++i) {
+        const int step = steps + i;
+        barriers.k.wait(step);
         take_turn(group);
-        start_rows<Shape>(s, q_tile, 64 * group, k_tile(steps + 1), T());
-        barriers.v.wait(steps);
-        start_weights<Shape>(sums, p, v_tile(steps), i > 1, T());
+        start_rows<Shape>(s, q_tile, 64 * group, k_tile(step), T());
+        barriers.v.wait(step - 1);
+        start_weights<Shape>(sums, p, v_tile(step - 1), i > 1, T());
         pass_turn(group);
         wgmma_wait<1>();
         fence_registers(s);
-        barriers.k.release(steps + 1);
+        barriers.k.release(step);
+        if (i == own - 1) barriers.q[group].release(n);
         tile.hide(c, i, s, -kInfinity);
-        weigh(s, scale, most, total, shrink);
+        weigh(s, scale, rows);
         wgmma_wait<0>();
         fence_registers(sums), fence_registers(p);
-        barriers.v.release(steps);
+        barriers.v.release(step - 1);
         round_to_factor(p, s, T());
-#pragma unroll
-        for (int n = 0; n < kDim / 2; ++n) sums[n] *= shrink[n / 2 % 2];
+        shrink(sums, rows);
       }
-      barriers.q.release(tiles++);
-      if (tile.steps) {
-        barriers.v.wait(steps);
-        const int last = tile.key(own - 1);
-        if (last + kKeys > tile.length && tile.length < c.keys)
-          clear_rows<Shape>(v_tile(steps), tile.length - last, group);
-        start_weights<Shape>(sums, p, v_tile(steps), own > 1, T());
-        wgmma_wait<0>();
-        fence_registers(sums);
-        barriers.v.release(steps++);
-      }
-      for (int i = own; i < tile.steps; ++i, ++steps) {
-        take_turn(group);
-        pass_turn(group);
-        barriers.k.wait(steps), barriers.k.release(steps);
-        barriers.v.wait(steps), barriers.v.release(steps);
-      }
-      store(tile, group, sums, most, total);
-    });
+      skip(group, own, steps, tile.steps);
+      const int last = steps + max(0, own - 1);
+      steps += tile.steps;
+      if (!tiles.next()) break;
+      const Tile next = tiles.tile();
+      if (own) wait_last(tile, group, own, last);
+      wait_first(next, group, n + 1, steps);
+      take_turn(group);
+      start_weights<Shape>(sums, p, v_tile(last), own > 1, T());
+      start_rows<Shape>(s, q_tile, 64 * group, k_tile(steps), T());
+      pass_turn(group);
+      wgmma_wait<1>();
+      fence_registers(sums);
+      if (own) barriers.v.release(last);
+      store(tile, group, own, sums, rows);
+      tile = next;
+    }
+    const int last = steps - tile.steps + max(0, own - 1);
+    if (own) wait_last(tile, group, own, last);
+    take_turn(group);
+    start_weights<Shape>(sums, p, v_tile(last), own > 1, T());
+    pass_turn(group);
+    wgmma_wait<0>();
+    fence_registers(sums);
+    store(tile, group, own, sums, rows);
   }
 
-  // Scores become probabilities times 2^-most; what was summed before is to be multiplied by shrink.
-  __device__ static void weigh(float (&s)[kKeys / 2], float scale, float (&most)[2], float (&total)[2],
-                               float (&shrink)[2]) {
+  // The steps that a warpgroup computes: none without rows, and else so many that the others that it has to pass fit
+  // into the stages beside its last one.
+  __device__ int own_steps(const Tile &tile, int group) const {
+    if (tile.begin + 64 * group >= tile.end) return 0;
+    return max(tile.steps_of(c, group), tile.steps - (Shape::kStages - 1));
+  }
+  __device__ void skip(int group, int own, int steps, int all) const {
+#pragma unroll 1
+    for (int i = own; i < all; ++i) {
+      if (i > 0) take_turn(group), pass_turn(group);
+      barriers.k.wait(steps + i), barriers.k.release(steps + i);
+      barriers.v.wait(steps + i), barriers.v.release(steps + i);
+    }
+  }
+  // Waits for what the first product of a tile reads, and the last one.
+  __device__ void wait_first(const Tile &tile, int group, int n, int step) const {
+    barriers.q[group].wait(n);
+    if (tile.steps) barriers.k.wait(step);
+  }
+  __device__ void wait_last(const Tile &tile, int group, int own, int step) const {
+    barriers.v.wait(step);
+    const int last = tile.key(own - 1);
+    if (last + kKeys > tile.length && tile.length < c.keys) clear_rows<Shape>(v_tile(step), tile.length - last, group);
+  }
+
+  // Scores become weights. `most` follows the largest score where that is more than kSlack above it, and what was
+  // summed before is then to be multiplied by shrink: weights of up to 2^kSlack are as exact. All weights of a row that
+  // has a NaN, or infinity, are NaN.
+  __device__ static void weigh(Scores &s, float scale, Rows &rows) {
+    constexpr float kSlack = 8;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float block = -kInfinity, sum = 0;
 #pragma unroll
-      for (int n = 0; n < kKeys / 8; ++n) block = fmaxf(block, fmaxf(s[4 * n + 2 * half], s[4 * n + 2 * half + 1]));
-      block = fmaxf(block, __shfl_xor_sync(~0u, block, 1));
-      block = fmaxf(block, __shfl_xor_sync(~0u, block, 2));
-      const float now = fmaxf(most[half], scale * block), base = now == -kInfinity ? 0 : now;
-      shrink[half] = fast_exp2(most[half] - base);
-      most[half] = now;
+      for (int n = 0; n < kKeys / 8; ++n)
+        block = max_or_nan(block, max_or_nan(s[4 * n + 2 * half], s[4 * n + 2 * half + 1]));
+      block = max_or_nan(block, __shfl_xor_sync(~0u, block, 1));
+      block = max_or_nan(block, __shfl_xor_sync(~0u, block, 2));
+      float &most = rows.most[half];
+      const float before = most, found = scale * block;
+      if (!(found <= before + kSlack)) most = found;
+      const float base = most == -kInfinity ? 0 : most == kInfinity ? __int_as_float(0x7fffffff) : most;
+      rows.shrink[half] = most == before ? 1 : fast_exp2(before - base);
 #pragma unroll
       for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           float &score = s[4 * n + 2 * half + e];
-          sum += score = fast_exp2(fmaf(score, scale, -base));
+          const float x = fmaf(score, scale, -base);
+          const bool by_fma = Shape::kByFma > 0 && n % (Shape::kByFma > 0 ? Shape::kByFma : 1) == 0;
+          sum += score = by_fma ? exp2_by_fma(x) : fast_exp2(x);
         }
-      total[half] = total[half] * shrink[half] + sum;
+      rows.total[half] = rows.total[half] * rows.shrink[half] + sum;
     }
   }
+  __device__ static void shrink(Sums &sums, const Rows &rows) {
+    if (!__any_sync(~0u, rows.shrink[0] != 1 || rows.shrink[1] != 1)) return;
+#pragma unroll
+    for (int n = 0; n < kDim / 2; ++n) sums[n] *= rows.shrink[n / 2 % 2];
+  }
 
-  __device__ void store(const WgmmaQueries<Shape> &tile, int group, const float (&sums)[kDim / 2],
-                        const float (&most)[2], float (&total)[2]) const {
+  __device__ void store(const Tile &tile, int group, int own, Sums &sums, const Rows &rows) const {
     float times[2];
+    if (!own) {
+#pragma unroll
+      for (float &sum : sums) sum = 0;
+    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      total[half] = sum_lanes<4>(total[half]);
-      times[half] = total[half] == 0 ? 0 * tile.times : tile.times / total[half];
+      const float total = sum_lanes<4>(rows.total[half]);
+      times[half] = total == 0 ? 0 * tile.times : tile.times / total;
       const int query = tile.query(half);
       if (c.lse && query < tile.end && lane_index() % 4 == 0)
-        c.lse[c.x.row(tile.b, tile.h, query)] = (most[half] + log2f(total[half])) * static_cast<float>(1 / kLog2E);
+        c.lse[c.x.row(tile.b, tile.h, query)] = (rows.most[half] + log2f(total)) * static_cast<float>(1 / kLog2E);
     }
     const int dim = static_cast<int>(c.x.z.v_dim);
     if (c.y)
@@ -771,7 +889,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   const Block block{c, barriers, (shared_address(attention_shared) + 1023) & ~1023u};
   if (threadIdx.x == 0) {
     if constexpr (kResult == WgmmaResult::y) {
-      barriers.q.init(kWarps), barriers.k.init(kWarps), barriers.v.init(kWarps);
+      for (auto &q : barriers.q) q.init(4);
+      barriers.k.init(kWarps), barriers.v.init(kWarps);
     } else if constexpr (kResult == WgmmaResult::dq) {
       barriers.rows.init(kWarps), barriers.others.init(kWarps), barriers.numbers.init(32 * kWarps, 32 * kPreparing);
     } else {
@@ -798,6 +917,9 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
 
 // ------------------------------------------------------------------------------------------------------- launchers
 
+#ifndef AOT_SECTION_ROUNDS
+#define AOT_SECTION_ROUNDS 4  // even
+#endif
 constexpr int kMostRows = 1 << 28;  // differences of indices and bounds are then within int
 
 // Whether these kernels take a call that mma_takes.
@@ -816,6 +938,18 @@ bool map_heads(CUtensorMap *map, const AttentionSizes &z, const T *data, int64_t
                       {row, head, heads * seq * dim}, {64, uint32_t(rows), 1, 1});
 }
 
+// Sections as WgmmaTiles goes through them: where tiles of a head differ in work, of four rounds, so that a block has
+// one of each weight, and the keys of a section's heads stay in the L2 cache.
+template <typename T>
+void order_tiles(AttentionWgmma<T> *c, int blocks) {
+  const int of_section = c->right >= 0 && c->left < 0 ? AOT_SECTION_ROUNDS * blocks / c->row_tiles : 0;
+  c->section_heads = of_section > 0 ? std::min(of_section, c->all_heads) : c->all_heads;
+  c->sections = c->all_heads / c->section_heads;
+  c->section_rounds = static_cast<int>(ceil_div(int64_t{c->section_heads} * c->row_tiles, blocks));
+  const int64_t last = c->all_heads - int64_t{c->sections - 1} * c->section_heads;
+  c->rounds = (c->sections - 1) * c->section_rounds + static_cast<int>(ceil_div(last * c->row_tiles, blocks));
+}
+
 template <typename T, class Shape, WgmmaResult kResult>
 Status launch_attention_wgmma(const char *op, AttentionWgmma<T> c, void *stream) {
   constexpr bool kOfKeys = kResult == WgmmaResult::dkv;
@@ -824,7 +958,10 @@ Status launch_attention_wgmma(const char *op, AttentionWgmma<T> c, void *stream)
                                                        : Shape::kOfDkv;
   static_assert(kShared <= 227 << 10);
   const AttentionSizes &z = c.x.z;
-  const int of_q = kOfKeys ? Shape::kOthers : Shape::kRows, of_k = kOfKeys ? Shape::kRows : Shape::kOthers;
+  const int of_q = kOfKeys                     ? Shape::kOthers
+                   : kResult == WgmmaResult::y ? 64
+                                               : Shape::kRows,
+            of_k = kOfKeys ? Shape::kRows : Shape::kOthers;
   const bool mapped = map_heads(&c.q, z, c.x.q, z.heads, z.queries, z.dim, of_q) &&
                       map_heads(&c.k, z, c.x.k, z.kv_heads, z.keys, z.dim, of_k) &&
                       map_heads(&c.v, z, c.x.v, z.kv_heads, z.keys, z.v_dim, of_k) &&
@@ -843,6 +980,7 @@ Status launch_attention_wgmma(const char *op, AttentionWgmma<T> c, void *stream)
   c.queries = static_cast<int>(z.queries), c.keys = static_cast<int>(z.keys), c.group = static_cast<int>(z.group());
   c.heads_of_rows = static_cast<int>(heads), c.all_heads = static_cast<int>(z.batch * heads);
   c.row_tiles = static_cast<int>(row_tiles);
+  if (kResult == WgmmaResult::y) order_tiles(&c, static_cast<int>(grid));
   return launch_kernel(op, attention_wgmma_kernel<T, Shape, kResult>, {grid, Shape::kThreads, kShared}, stream, c);
 }
 
