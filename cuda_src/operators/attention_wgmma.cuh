@@ -20,10 +20,11 @@ inline namespace AOT_ISA {
 // that one has exponentials beside the products of another.
 // kByFma: of y, one in so many powers of 2 is computed by FMAs, which have time beside what the other powers take; or
 // 0.
-template <int kDim_, int kGroups_, int kOthers_, int kStages_, bool kTurns_, int kByFma_ = 0>
+// kExtra: of y, the call may have cu_seqlens or a softcap.
+template <int kDim_, int kGroups_, int kOthers_, int kStages_, bool kTurns_, int kByFma_ = 0, bool kExtra_ = false>
 struct WgmmaShape {
   static constexpr int kDim = kDim_, kGroups = kGroups_, kOthers = kOthers_, kStages = kStages_, kByFma = kByFma_;
-  static constexpr bool kTurns = kTurns_;
+  static constexpr bool kTurns = kTurns_, kExtra = kExtra_;
   static constexpr int kRows = 64 * kGroups, kThreads = 128 * (kGroups + 1), kBoxes = kDim / 64;
   static constexpr int kTile = kRows * kDim * 2, kOtherTile = kOthers * kDim * 2;  // bytes
   static constexpr int kNumbers = 2 * 4 * kOthers;                                 // bytes of lse and delta of a stage
@@ -39,12 +40,14 @@ struct WgmmaShapes;
 template <>
 struct WgmmaShapes<64> {
   using Y = WgmmaShape<64, 3, 128, 2, true>;
+  using YExtra = WgmmaShape<64, 2, 128, 3, true, 0, true>;
   using Dq = WgmmaShape<64, 2, 128, 3, false>;
   using Dkv = WgmmaShape<64, 2, 96, 3, false>;
 };
 template <>
 struct WgmmaShapes<128> {
   using Y = WgmmaShape<128, 2, 128, 2, true>;
+  using YExtra = WgmmaShape<128, 2, 128, 2, true, 0, true>;
   using Dq = WgmmaShape<128, 2, 96, 3, false>;
   using Dkv = WgmmaShape<128, 2, 64, 3, false>;
 };
@@ -56,6 +59,7 @@ struct AttentionWgmma {
   int left, right, shift;  // as in AttentionSizes, -1 without a bound; query i is beside key i + shift
   int queries, keys, group, heads_of_rows, all_heads, row_tiles;  // heads of rows in an example, and in all
   int rounds, sections, section_rounds, section_heads;            // of y: WgmmaTiles
+  bool across_heads;
   T *y, *dq, *dk, *dv;
   float *lse;
   const T *of_delta;  // y, for the kernel of dq to compute delta from
@@ -223,17 +227,39 @@ struct WgmmaQueries {
   static constexpr int kKeys = Shape::kOthers;
   int b, h, kv, begin, end, length, first, steps, whole_begin, whole_end;
   float times;
+  int2 own[Shape::kExtra ? 4 : 1];  // the sequences of this lane's rows, then those of the first and last row
 
+  // wrong: cu_seqlens that are not ascending.
   template <typename T>
-  __device__ WgmmaQueries(const AttentionWgmma<T> &c, int tile, int head) {
+  __device__ WgmmaQueries(const AttentionWgmma<T> &c, int tile, int head, bool wrong = false) {
     b = head / c.heads_of_rows, h = head - b * c.heads_of_rows, kv = c.group == 1 ? h : h / c.group;
     begin = tile * Shape::kRows, end = min(c.queries, begin + Shape::kRows);
     const auto found = c.x.length(b);
-    length = static_cast<int>(found.value), times = found.times;
-    const int seen_begin = first_key(c, begin), seen_end = last_key(c, end - 1);
+    length = wrong ? 0 : static_cast<int>(found.value), times = wrong ? __int_as_float(0x7fffffff) : found.times;
+    int seen_begin = first_key(c, begin), seen_end = last_key(c, end - 1);
+    whole_begin = first_key(c, end - 1), whole_end = last_key(c, begin);
+    if constexpr (Shape::kExtra) {
+      own[2] = find_sequence(c, begin), own[3] = find_sequence(c, end - 1);
+      seen_begin = max(seen_begin, own[2].x), seen_end = min(seen_end, own[3].y);
+      whole_begin = max(whole_begin, own[3].x), whole_end = min(whole_end, own[2].y);
+    }
     const bool any = seen_end > seen_begin;
     first = any ? seen_begin / kKeys * kKeys : 0, steps = any ? (seen_end - first - 1) / kKeys + 1 : 0;
-    whole_begin = first_key(c, end - 1), whole_end = last_key(c, begin);
+  }
+  template <typename T>
+  __device__ static int2 find_sequence(const AttentionWgmma<T> &c, int query) {
+    if (!c.x.extra.offsets) return {0, INT32_MAX};
+    const Range found = c.x.extra.sequence(query);
+    return {static_cast<int>(found.begin), static_cast<int>(found.end)};
+  }
+  template <typename T>
+  __device__ int2 sequence(const AttentionWgmma<T> &c, int query) const {
+    return own[2].x == own[3].x && own[2].y == own[3].y ? own[2] : find_sequence(c, query);
+  }
+  // Before hide, by each lane.
+  template <typename T>
+  __device__ void find_own(const AttentionWgmma<T> &c) {
+    if constexpr (Shape::kExtra) own[0] = sequence(c, query(0)), own[1] = sequence(c, query(1));
   }
   // The keys from first_key on, and before last_key, are those that a query sees.
   template <typename T>
@@ -248,7 +274,9 @@ struct WgmmaQueries {
   // The steps up to the last key that a row of a warpgroup sees: at least one of those that there are.
   template <typename T>
   __device__ int steps_of(const AttentionWgmma<T> &c, int group) const {
-    const int seen = last_key(c, min(end, begin + 64 * (group + 1)) - 1) - first;
+    const int row = min(end, begin + 64 * (group + 1)) - 1;
+    int seen = last_key(c, row) - first;
+    if constexpr (Shape::kExtra) seen = min(seen, sequence(c, row).y - first);
     return min(steps, max(1, (seen + kKeys - 1) / kKeys));
   }
   __device__ int key(int step) const { return first + step * kKeys; }
@@ -264,8 +292,10 @@ struct WgmmaQueries {
     const int from = key(step) + lane_index() % 4 * 2;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      hide_from<kKeys>(s, half, last_key(c, query(half)) - from, hidden);
-      if (c.left >= 0) hide_before<kKeys>(s, half, first_key(c, query(half)) - from, hidden);
+      int seen_begin = first_key(c, query(half)), seen_end = last_key(c, query(half));
+      if constexpr (Shape::kExtra) seen_begin = max(seen_begin, own[half].x), seen_end = min(seen_end, own[half].y);
+      hide_from<kKeys>(s, half, seen_end - from, hidden);
+      if (Shape::kExtra || c.left >= 0) hide_before<kKeys>(s, half, seen_begin - from, hidden);
     }
   }
 };
@@ -284,7 +314,7 @@ __device__ inline void each_query_tile(const AttentionWgmma<T> &c, F f) {
 template <class Shape, typename T>
 class WgmmaTiles {
  public:
-  __device__ explicit WgmmaTiles(const AttentionWgmma<T> &c) : c_(c) {}
+  __device__ WgmmaTiles(const AttentionWgmma<T> &c, bool wrong) : c_(c), wrong_(wrong) {}
 
   // Whether there is one more, which tile() then is.
   __device__ bool next() {
@@ -295,16 +325,17 @@ class WgmmaTiles {
       const int heads = section == c_.sections - 1 ? c_.all_heads - before : c_.section_heads;
       const int i = round * blocks + (round % 2 ? blocks - 1 - block : block);
       if (i >= heads * c_.row_tiles) continue;
-      if (c_.right >= 0 && c_.left < 0) tile_ = c_.row_tiles - 1 - i / heads, head_ = before + i % heads;
+      if (c_.across_heads) tile_ = c_.row_tiles - 1 - i / heads, head_ = before + i % heads;
       else tile_ = i % c_.row_tiles, head_ = i / c_.row_tiles;
       return true;
     }
     return false;
   }
-  __device__ WgmmaQueries<Shape> tile() const { return {c_, tile_, head_}; }
+  __device__ WgmmaQueries<Shape> tile() const { return {c_, tile_, head_, wrong_}; }
 
  private:
   const AttentionWgmma<T> &c_;
+  bool wrong_;
   int round_ = -1, tile_ = 0, head_ = 0;
 };
 
@@ -341,12 +372,13 @@ struct WgmmaY {
   const AttentionWgmma<T> &c;
   Barriers &barriers;
   uint32_t q_tile;
+  bool wrong = false;  // cu_seqlens
 
   __device__ uint32_t k_tile(int i) const { return q_tile + Shape::kTile + i % Shape::kStages * 2 * Shape::kOtherTile; }
   __device__ uint32_t v_tile(int i) const { return k_tile(i) + Shape::kOtherTile; }
 
   __device__ void load() const {
-    WgmmaTiles<Shape, T> tiles(c);
+    WgmmaTiles<Shape, T> tiles(c, wrong);
     for (int n = 0, steps = 0; tiles.next(); ++n) {
       const Tile tile = tiles.tile();
       for (int i = 0; i < max(1, tile.steps); ++i) {
@@ -378,12 +410,13 @@ struct WgmmaY {
   using Weights = uint32_t[kKeys / 16][4];
 
   __device__ void compute(int group) const {
-    const float scale = static_cast<float>(c.x.z.scale * kLog2E);
+    const MmaScores scores(c.x.z);
+    const float scale = Shape::kExtra && scores.inner != 0 ? 1 : scores.scale;
     Sums sums;
     Scores s;
     Weights p = {};
     Rows rows;
-    WgmmaTiles<Shape, T> tiles(c);
+    WgmmaTiles<Shape, T> tiles(c, wrong);
     if (!tiles.next()) return;
     Tile tile = tiles.tile();
     if (group == kGroups - 1) pass_turn(group);
@@ -392,6 +425,7 @@ struct WgmmaY {
     start_rows<Shape>(s, q_tile, 64 * group, k_tile(0), T());
 #pragma unroll 1
     for (int n = 0;; ++n) {
+      tile.find_own(c);
       own = own_steps(tile, group);
       rows = {{-kInfinity, -kInfinity}, {}, {}};
       wgmma_wait<0>();
@@ -399,6 +433,7 @@ struct WgmmaY {
       if (own <= 1) barriers.q[group].release(n);
       if (own) {
         barriers.k.release(steps);
+        cap(s, scores);
         tile.hide(c, 0, s, -kInfinity);
         weigh(s, scale, rows);
         round_to_factor(p, s, T());
@@ -416,6 +451,7 @@ struct WgmmaY {
         fence_registers(s);
         barriers.k.release(step);
         if (i == own - 1) barriers.q[group].release(n);
+        cap(s, scores);
         tile.hide(c, i, s, -kInfinity);
         weigh(s, scale, rows);
         wgmma_wait<0>();
@@ -474,6 +510,15 @@ struct WgmmaY {
     barriers.v.wait(step);
     const int last = tile.key(own - 1);
     if (last + kKeys > tile.length && tile.length < c.keys) clear_rows<Shape>(v_tile(step), tile.length - last, group);
+  }
+
+  __device__ static void cap(Scores &s, const MmaScores &scores) {
+    if constexpr (Shape::kExtra) {
+      if (scores.inner == 0) return;
+      float slope;
+#pragma unroll
+      for (int n = 0; n < kKeys / 2; ++n) s[n] = scores(s[n], &slope);
+    }
   }
 
   // Scores become weights. `most` follows the largest score where that is more than kSlack above it, and what was
@@ -865,11 +910,11 @@ struct WgmmaDkv {
 enum class WgmmaResult { y, dq, dkv };
 
 // Registers of a thread that computes, and of one that loads or prepares numbers: as many as the block starts with.
-template <WgmmaResult kResult, int kGroups>
+template <WgmmaResult kResult, int kGroups, bool kExtra = false>
 struct WgmmaRegisters {
   static constexpr bool kPrepares = kResult == WgmmaResult::dq;
-  static constexpr int kMany = kGroups == 2 ? (kPrepares ? 224 : 240) : (kPrepares ? 152 : 160);
-  static constexpr int kFew = kGroups == 2 ? (kPrepares ? 56 : 24) : (kPrepares ? 56 : 32);
+  static constexpr int kMany = kGroups == 2 ? (kPrepares ? 224 : kExtra ? 232 : 240) : (kPrepares ? 152 : 160);
+  static constexpr int kFew = kGroups == 2 ? (kPrepares ? 56 : kExtra ? 40 : 24) : (kPrepares ? 56 : 32);
   static constexpr int kAtStart = 65536 / 128 / (kGroups + 1) / 8 * 8;
   static_assert(kGroups * kMany + kFew <= (kGroups + 1) * kAtStart);  // else setmaxnreg waits for ever
 };
@@ -881,12 +926,13 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   using Block =
       std::conditional_t<kResult == WgmmaResult::y, WgmmaY<T, Shape>,
                          std::conditional_t<kResult == WgmmaResult::dq, WgmmaDq<T, Shape>, WgmmaDkv<T, Shape>>>;
-  using Registers = WgmmaRegisters<kResult, Shape::kGroups>;
+  using Registers = WgmmaRegisters<kResult, Shape::kGroups, Shape::kExtra>;
   constexpr int kGroups = Shape::kGroups, kWarps = 4 * kGroups;
   constexpr int kPreparing = kResult == WgmmaResult::y ? 0 : kResult == WgmmaResult::dq ? 3 : 1;  // warps
   extern __shared__ __align__(1024) uint4 attention_shared[];
   __shared__ typename Block::Barriers barriers;
-  const Block block{c, barriers, (shared_address(attention_shared) + 1023) & ~1023u};
+  Block block{c, barriers, (shared_address(attention_shared) + 1023) & ~1023u};
+  if constexpr (Shape::kExtra) block.wrong = c.x.wrong_offsets();
   if (threadIdx.x == 0) {
     if constexpr (kResult == WgmmaResult::y) {
       for (auto &q : barriers.q) q.init(4);
@@ -922,10 +968,15 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
 #endif
 constexpr int kMostRows = 1 << 28;  // differences of indices and bounds are then within int
 
-// Whether these kernels take a call that mma_takes.
-inline bool wgmma_takes(const AttentionSizes &z) {
+// Whether these kernels take a call that mma_takes: with cu_seqlens or a softcap the forward alone, and no other
+// extras.
+template <typename T>
+bool wgmma_takes(const AttentionInputs<T> &x, bool forward) {
+  const AttentionSizes &z = x.z;
+  const bool extra = x.extra.mask || x.extra.bias || x.extra.sinks;
+  if (extra || (!forward && (!x.plain() || z.softcap != 0))) return false;
   const bool fits = std::max({z.queries, z.keys, z.rows() / 8}) <= kMostRows && z.dim <= 128 && z.v_dim <= 128;
-  return fits && z.softcap == 0 && z.scale > 0 && z.keys > 0 && z.rows() > 0 && TensorMaps::get().tiled;
+  return fits && z.scale > 0 && z.keys > 0 && z.rows() > 0 && TensorMaps::get().tiled;
 }
 
 // A tensor of heads, loaded in boxes of `rows` rows of 64 columns.
@@ -942,7 +993,9 @@ bool map_heads(CUtensorMap *map, const AttentionSizes &z, const T *data, int64_t
 // one of each weight, and the keys of a section's heads stay in the L2 cache.
 template <typename T>
 void order_tiles(AttentionWgmma<T> *c, int blocks) {
-  const int of_section = c->right >= 0 && c->left < 0 ? AOT_SECTION_ROUNDS * blocks / c->row_tiles : 0;
+  const bool packed = c->x.extra.offsets;
+  c->across_heads = packed || (c->right >= 0 && c->left < 0);
+  const int of_section = c->across_heads && !packed ? AOT_SECTION_ROUNDS * blocks / c->row_tiles : 0;
   c->section_heads = of_section > 0 ? std::min(of_section, c->all_heads) : c->all_heads;
   c->sections = c->all_heads / c->section_heads;
   c->section_rounds = static_cast<int>(ceil_div(int64_t{c->section_heads} * c->row_tiles, blocks));
