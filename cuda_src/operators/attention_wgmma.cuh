@@ -52,6 +52,8 @@ struct WgmmaShapes<128> {
   using Dkv = WgmmaShape<128, 2, 64, 3, false>;
 };
 
+constexpr int kMostSorted = 2048;  // row tiles, of a call with cu_seqlens
+
 template <typename T>
 struct AttentionWgmma {
   CUtensorMap q, k, v, dy;
@@ -59,7 +61,7 @@ struct AttentionWgmma {
   int left, right, shift;  // as in AttentionSizes, -1 without a bound; query i is beside key i + shift
   int queries, keys, group, heads_of_rows, all_heads, row_tiles;  // heads of rows in an example, and in all
   int rounds, sections, section_rounds, section_heads;            // of y: WgmmaTiles
-  bool across_heads;
+  bool across_heads, sorted;
   T *y, *dq, *dk, *dv;
   float *lse;
   const T *of_delta;  // y, for the kernel of dq to compute delta from
@@ -280,6 +282,8 @@ struct WgmmaQueries {
     return min(steps, max(1, (seen + kKeys - 1) / kKeys));
   }
   __device__ int key(int step) const { return first + step * kKeys; }
+  // The keys from here on no row sees, and they may not be there.
+  __device__ int present() const { return Shape::kExtra ? min(length, own[Shape::kExtra ? 3 : 0].y) : length; }
   __device__ bool whole(int step) const { return key(step) >= whole_begin && key(step) + kKeys <= whole_end; }
   // The query that is row 8 half of this lane.
   __device__ int query(int half) const {
@@ -309,12 +313,31 @@ __device__ inline void each_query_tile(const AttentionWgmma<T> &c, F f) {
 
 // --------------------------------------------------------------------------------------------------------------- y
 
+// The row tiles of a call with cu_seqlens, the heaviest first. Each block finds the same order.
+struct WgmmaOrder {
+  uint16_t steps[kMostSorted], tiles[kMostSorted];
+
+  // By all threads of a block, which then waits for itself.
+  template <class Shape, typename T>
+  __device__ void find(const AttentionWgmma<T> &c) {
+    const int threads = static_cast<int>(blockDim.x);
+    for (int i = threadIdx.x; i < c.row_tiles; i += threads) steps[i] = min(WgmmaQueries<Shape>(c, i, 0).steps, 65535);
+    __syncthreads();
+    for (int i = threadIdx.x; i < c.row_tiles; i += threads) {
+      int rank = 0;
+      for (int j = 0; j < c.row_tiles; ++j) rank += steps[j] > steps[i] || (steps[j] == steps[i] && j > i);
+      tiles[rank] = static_cast<uint16_t>(i);
+    }
+  }
+};
+
 // The tiles of queries of a block. Where the first keys are seen by most queries, and tiles differ in work, they are in
 // sections of heads, and the heaviest tiles of a section are first; else row tiles of a head are beside each other.
 template <class Shape, typename T>
 class WgmmaTiles {
  public:
-  __device__ WgmmaTiles(const AttentionWgmma<T> &c, bool wrong) : c_(c), wrong_(wrong) {}
+  __device__ WgmmaTiles(const AttentionWgmma<T> &c, const WgmmaOrder *order, bool wrong)
+      : c_(c), order_(order), wrong_(wrong) {}
 
   // Whether there is one more, which tile() then is.
   __device__ bool next() {
@@ -325,7 +348,7 @@ class WgmmaTiles {
       const int heads = section == c_.sections - 1 ? c_.all_heads - before : c_.section_heads;
       const int i = round * blocks + (round % 2 ? blocks - 1 - block : block);
       if (i >= heads * c_.row_tiles) continue;
-      if (c_.across_heads) tile_ = c_.row_tiles - 1 - i / heads, head_ = before + i % heads;
+      if (c_.across_heads) tile_ = of_rank(i / heads), head_ = before + i % heads;
       else tile_ = i % c_.row_tiles, head_ = i / c_.row_tiles;
       return true;
     }
@@ -334,7 +357,14 @@ class WgmmaTiles {
   __device__ WgmmaQueries<Shape> tile() const { return {c_, tile_, head_, wrong_}; }
 
  private:
+  __device__ int of_rank(int rank) const {
+    if constexpr (Shape::kExtra)
+      if (c_.sorted) return order_->tiles[rank];
+    return c_.row_tiles - 1 - rank;
+  }
+
   const AttentionWgmma<T> &c_;
+  const WgmmaOrder *order_;
   bool wrong_;
   int round_ = -1, tile_ = 0, head_ = 0;
 };
@@ -372,13 +402,14 @@ struct WgmmaY {
   const AttentionWgmma<T> &c;
   Barriers &barriers;
   uint32_t q_tile;
+  const WgmmaOrder *order = nullptr;
   bool wrong = false;  // cu_seqlens
 
   __device__ uint32_t k_tile(int i) const { return q_tile + Shape::kTile + i % Shape::kStages * 2 * Shape::kOtherTile; }
   __device__ uint32_t v_tile(int i) const { return k_tile(i) + Shape::kOtherTile; }
 
   __device__ void load() const {
-    WgmmaTiles<Shape, T> tiles(c, wrong);
+    WgmmaTiles<Shape, T> tiles(c, order, wrong);
     for (int n = 0, steps = 0; tiles.next(); ++n) {
       const Tile tile = tiles.tile();
       for (int i = 0; i < max(1, tile.steps); ++i) {
@@ -416,7 +447,7 @@ struct WgmmaY {
     Scores s;
     Weights p = {};
     Rows rows;
-    WgmmaTiles<Shape, T> tiles(c, wrong);
+    WgmmaTiles<Shape, T> tiles(c, order, wrong);
     if (!tiles.next()) return;
     Tile tile = tiles.tile();
     if (group == kGroups - 1) pass_turn(group);
@@ -508,8 +539,8 @@ struct WgmmaY {
   }
   __device__ void wait_last(const Tile &tile, int group, int own, int step) const {
     barriers.v.wait(step);
-    const int last = tile.key(own - 1);
-    if (last + kKeys > tile.length && tile.length < c.keys) clear_rows<Shape>(v_tile(step), tile.length - last, group);
+    const int last = tile.key(own - 1), length = tile.present();
+    if (last + kKeys > length && length < c.keys) clear_rows<Shape>(v_tile(step), length - last, group);
   }
 
   __device__ static void cap(Scores &s, const MmaScores &scores) {
@@ -932,7 +963,11 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   extern __shared__ __align__(1024) uint4 attention_shared[];
   __shared__ typename Block::Barriers barriers;
   Block block{c, barriers, (shared_address(attention_shared) + 1023) & ~1023u};
-  if constexpr (Shape::kExtra) block.wrong = c.x.wrong_offsets();
+  if constexpr (Shape::kExtra) {
+    __shared__ WgmmaOrder order;
+    block.order = &order, block.wrong = c.x.wrong_offsets();
+    if (c.sorted) order.find<Shape>(c);
+  }
   if (threadIdx.x == 0) {
     if constexpr (kResult == WgmmaResult::y) {
       for (auto &q : barriers.q) q.init(4);
@@ -995,7 +1030,8 @@ template <typename T>
 void order_tiles(AttentionWgmma<T> *c, int blocks) {
   const bool packed = c->x.extra.offsets;
   c->across_heads = packed || (c->right >= 0 && c->left < 0);
-  const int of_section = c->across_heads && !packed ? AOT_SECTION_ROUNDS * blocks / c->row_tiles : 0;
+  c->sorted = packed && c->row_tiles <= kMostSorted;
+  const int of_section = c->across_heads && (c->sorted || !packed) ? AOT_SECTION_ROUNDS * blocks / c->row_tiles : 0;
   c->section_heads = of_section > 0 ? std::min(of_section, c->all_heads) : c->all_heads;
   c->sections = c->all_heads / c->section_heads;
   c->section_rounds = static_cast<int>(ceil_div(int64_t{c->section_heads} * c->row_tiles, blocks));
