@@ -18,12 +18,10 @@ inline namespace AOT_ISA {
 
 // kDim: head_dim, padded with zeros; kOthers: of a step; kTurns: whether warpgroups issue their products in turns, so
 // that one has exponentials beside the products of another.
-// kByFma: of y, one in so many powers of 2 is computed by FMAs, which have time beside what the other powers take; or
-// 0.
 // kExtra: of y, the call may have cu_seqlens or a softcap.
-template <int kDim_, int kGroups_, int kOthers_, int kStages_, bool kTurns_, int kByFma_ = 0, bool kExtra_ = false>
+template <int kDim_, int kGroups_, int kOthers_, int kStages_, bool kTurns_, bool kExtra_ = false>
 struct WgmmaShape {
-  static constexpr int kDim = kDim_, kGroups = kGroups_, kOthers = kOthers_, kStages = kStages_, kByFma = kByFma_;
+  static constexpr int kDim = kDim_, kGroups = kGroups_, kOthers = kOthers_, kStages = kStages_;
   static constexpr bool kTurns = kTurns_, kExtra = kExtra_;
   static constexpr int kRows = 64 * kGroups, kThreads = 128 * (kGroups + 1), kBoxes = kDim / 64;
   static constexpr int kTile = kRows * kDim * 2, kOtherTile = kOthers * kDim * 2;  // bytes
@@ -40,14 +38,14 @@ struct WgmmaShapes;
 template <>
 struct WgmmaShapes<64> {
   using Y = WgmmaShape<64, 3, 128, 2, true>;
-  using YExtra = WgmmaShape<64, 2, 128, 3, true, 0, true>;
+  using YExtra = WgmmaShape<64, 2, 128, 3, true, true>;
   using Dq = WgmmaShape<64, 2, 128, 3, false>;
   using Dkv = WgmmaShape<64, 2, 96, 3, false>;
 };
 template <>
 struct WgmmaShapes<128> {
   using Y = WgmmaShape<128, 2, 128, 2, true>;
-  using YExtra = WgmmaShape<128, 2, 128, 2, true, 0, true>;
+  using YExtra = WgmmaShape<128, 2, 128, 2, true, true>;
   using Dq = WgmmaShape<128, 2, 96, 3, false>;
   using Dkv = WgmmaShape<128, 2, 64, 3, false>;
 };
@@ -369,15 +367,6 @@ class WgmmaTiles {
   int round_ = -1, tile_ = 0, head_ = 0;
 };
 
-// 2^x for x <= 127, within 4e-6 of it, and 0 from -127 on, by FMAs: the power of a rounded x, times a polynomial.
-__device__ inline float exp2_by_fma(float x) {
-  constexpr float kRound = 3 << 22;  // a sum with it is rounded to a whole number, the last bits of which are its own
-  x = fmaxf(x, -127.0f);
-  const float whole = x + kRound, rest = x - (whole - kRound);
-  float y = fmaf(0.0095828532f, rest, 0.055906425f);
-  y = fmaf(y, rest, 0.24024099f), y = fmaf(y, rest, 0.69312419f), y = fmaf(y, rest, 1.0f);
-  return __int_as_float(__float_as_int(y) + (__float_as_int(whole) << 23));
-}
 // The greater one, or NaN if one is NaN.
 __device__ inline float max_or_nan(float a, float b) {
   float most;
@@ -554,7 +543,7 @@ struct WgmmaY {
 
   // Scores become weights. `most` follows the largest score where that is more than kSlack above it, and what was
   // summed before is then to be multiplied by shrink: weights of up to 2^kSlack are as exact. All weights of a row that
-  // has a NaN, or infinity, are NaN.
+  // has a NaN, or infinity, are NaN, and so is lse, for the backward to make them so too.
   __device__ static void weigh(Scores &s, float scale, Rows &rows) {
     constexpr float kSlack = 8;
 #pragma unroll
@@ -575,9 +564,7 @@ struct WgmmaY {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           float &score = s[4 * n + 2 * half + e];
-          const float x = fmaf(score, scale, -base);
-          const bool by_fma = Shape::kByFma > 0 && n % (Shape::kByFma > 0 ? Shape::kByFma : 1) == 0;
-          sum += score = by_fma ? exp2_by_fma(x) : fast_exp2(x);
+          sum += score = fast_exp2(fmaf(score, scale, -base));
         }
       rows.total[half] = rows.total[half] * rows.shrink[half] + sum;
     }
@@ -998,17 +985,15 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
 
 // ------------------------------------------------------------------------------------------------------- launchers
 
-#ifndef AOT_SECTION_ROUNDS
-#define AOT_SECTION_ROUNDS 4  // even
-#endif
+constexpr int kSectionRounds = 4;   // even, so that a block has a heavy tile for each light one
 constexpr int kMostRows = 1 << 28;  // differences of indices and bounds are then within int
 
 // Whether these kernels take a call that mma_takes: with cu_seqlens or a softcap the forward alone, and no other
-// extras.
+// extras. A warpgroup goes through keys up to where its last query stands: keys have no sequences of their own.
 template <typename T>
 bool wgmma_takes(const AttentionInputs<T> &x, bool forward) {
   const AttentionSizes &z = x.z;
-  const bool extra = x.extra.mask || x.extra.bias || x.extra.sinks;
+  const bool extra = x.extra.mask || x.extra.bias || x.extra.sinks || x.extra.crossed();
   if (extra || (!forward && (!x.plain() || z.softcap != 0))) return false;
   const bool fits = std::max({z.queries, z.keys, z.rows() / 8}) <= kMostRows && z.dim <= 128 && z.v_dim <= 128;
   return fits && z.scale > 0 && z.keys > 0 && z.rows() > 0 && TensorMaps::get().tiled;
@@ -1024,14 +1009,14 @@ bool map_heads(CUtensorMap *map, const AttentionSizes &z, const T *data, int64_t
                       {row, head, heads * seq * dim}, {64, uint32_t(rows), 1, 1});
 }
 
-// Sections as WgmmaTiles goes through them: where tiles of a head differ in work, of four rounds, so that a block has
+// Sections as WgmmaTiles goes through them: where tiles of a head differ in work, of so many rounds that a block has
 // one of each weight, and the keys of a section's heads stay in the L2 cache.
 template <typename T>
 void order_tiles(AttentionWgmma<T> *c, int blocks) {
   const bool packed = c->x.extra.offsets;
   c->across_heads = packed || (c->right >= 0 && c->left < 0);
   c->sorted = packed && c->row_tiles <= kMostSorted;
-  const int of_section = c->across_heads && (c->sorted || !packed) ? AOT_SECTION_ROUNDS * blocks / c->row_tiles : 0;
+  const int of_section = c->across_heads && (c->sorted || !packed) ? kSectionRounds * blocks / c->row_tiles : 0;
   c->section_heads = of_section > 0 ? std::min(of_section, c->all_heads) : c->all_heads;
   c->sections = c->all_heads / c->section_heads;
   c->section_rounds = static_cast<int>(ceil_div(int64_t{c->section_heads} * c->row_tiles, blocks));
