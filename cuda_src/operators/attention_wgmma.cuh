@@ -384,7 +384,7 @@ struct WgmmaY {
     Ring<1> q[kGroups];
     Ring<Shape::kStages> k, v;
   };
-  // What a thread knows of its two rows: the largest score and the sum of the weights, 2^(score - most).
+  // A thread keeps of its two rows the largest score and the sum of the weights, 2^(score - most).
   struct Rows {
     float most[2], total[2], shrink[2];
   };
