@@ -7,13 +7,13 @@
 //   gemm_each(products);                           products of any sizes
 //
 // a is Matrix<T>{data, stride}, or Matrix<T>{data, stride, true} if it is stored transposed, (k, m); b likewise. A and
-// B are of the same T: float16, bfloat16, float or double. Of CpuGemm a may also be a Gathered<Accumulate<T>>, and b
-// then a PackedMatrix<Accumulate<T>>, which products with several A or tiles need not pack again. C is of
-// T or of Accumulate<T>; sums are computed in Accumulate<T> and rounded to C's type once. The epilogue takes a vector
-// of sums, Vec<T>, with the row and column of its first element, and returns what to store; it runs while the tile is
-// in a cache. An epilogue with kStores has a function store(row, column, rows, cols, sums, stride), which stores a tile
-// by itself. k = 0 gives sums of zero. All functions may be called inside a parallel loop, and then run on the calling
-// thread.
+// B are of the same T: float16, bfloat16, float or double. Of CpuGemm a may also be a Gathered<Accumulate<T>> or an
+// InPlace<Accumulate<T>>, and b then a PackedMatrix<Accumulate<T>>, which products with several A or tiles need not
+// pack again. C is of T or of Accumulate<T>; sums are computed in Accumulate<T> and rounded to C's type once. The
+// epilogue takes a vector of sums, Vec<T>, with the row and column of its first element, and returns what to store; it
+// runs while the tile is in a cache. An epilogue with kStores has a function store(row, column, rows, cols, sums,
+// stride), which stores a tile by itself. k = 0 gives sums of zero. All functions may be called inside a parallel loop,
+// and then run on the calling thread.
 //
 // C is divided into tiles, which threads take one by one. The order in which the terms of a sum are added depends on m
 // and k only, so the result is the same on any number of threads. For a tile, panels of A and B are packed and widened
@@ -47,6 +47,15 @@ struct Gathered {
   const int64_t *rows, *terms;
 
   Gathered at(int64_t i, int64_t p) const { return {data, rows + i, terms + p}; }
+};
+
+// Element (i, p) is data[i * stride + p]. It is read where it lies, which pays if few columns share a packed panel.
+template <typename A>
+struct InPlace {
+  const A *data;
+  int64_t stride;
+
+  InPlace at(int64_t i, int64_t p) const { return {data + i * stride + p, stride}; }
 };
 
 template <typename A>
@@ -175,6 +184,25 @@ struct GatheredA {
   A operator()(int i) const { return rows[i][*term]; }
   void next() { ++term; }
 };
+// Three rows share a pointer, since an address may have one or two strides added.
+template <typename A, int n>
+struct InPlaceA {
+  static constexpr int kPointers = ceil_div(n, 3);
+  const A *rows[kPointers];
+  int64_t stride;
+
+  explicit InPlaceA(InPlace<A> a) : stride(a.stride) {
+    for (int i = 0; i < kPointers; ++i) rows[i] = a.data + 3 * i * a.stride;
+  }
+  A operator()(int i) const { return rows[i / 3][i % 3 * stride]; }
+  void next() {
+    for (auto &row : rows) ++row;
+  }
+};
+template <int n, typename A>
+InPlaceA<A, n> rows_of(InPlace<A> a) {
+  return InPlaceA<A, n>(a);
+}
 template <int n, typename A>
 PackedA<A> rows_of(const A *packed) {
   return {packed};
@@ -339,8 +367,8 @@ class TileKernel {
   }
 
   // The block of sums at (i, j), of at most kSide rows, the first of which begins at a.
-  void multiply(const TileRegisters &registers, Matrix<bfloat16> a, int64_t n, int64_t i, int64_t j, const float *packed_a,
-                const float *packed_b, bool add, float *sums, int64_t ld) const {
+  void multiply(const TileRegisters &registers, Matrix<bfloat16> a, int64_t n, int64_t i, int64_t j,
+                const float *packed_a, const float *packed_b, bool add, float *sums, int64_t ld) const {
     const bool here = in_place(a, n);
     const void *const left = here ? static_cast<const void *>(a.data) : packed_a + i / kSide * rows(depth_);
     const int64_t bytes = here ? a.stride * sizeof(bfloat16) : pitch() * sizeof(float), steps = depth_ / kPairs;

@@ -16,8 +16,8 @@
 namespace aot {
 inline namespace AOT_ISA {
 
-// While an object lives, the calling thread's tile registers are configured for products; then they are as before, since
-// another library may have configured them.
+// While an object lives, the calling thread's tile registers are configured for products; then they are as before,
+// since another library may have configured them.
 class TileRegisters {
  public:
   static constexpr int kSide = 32;   // rows and columns of a block of sums
@@ -63,8 +63,8 @@ class TileRegisters {
         : "memory");
   }
 
-  // Whether the processor has them, the kernel lets this process use them, and a product is right. AOTOPS_CPU_ISA=avx512
-  // turns them off.
+  // Whether the processor has them, the kernel lets this process use them, and a product is right.
+  // AOTOPS_CPU_ISA=avx512 turns them off.
   static bool available() {
     static const bool are = [] {
       const char *asked = std::getenv("AOTOPS_CPU_ISA");

@@ -169,6 +169,18 @@ struct Heads {
   }
 };
 
+// Adds to sums (rows, dim) the product of numbers of all scores, x, with rows of a head's tensor. x is not packed
+// unless it is in 16 bits: few columns would share that.
+template <typename T, typename A = Accumulate<T>>
+Status add_product(int64_t rows, int64_t dim, int64_t n, const T *x, const T *of_keys, int64_t stride, A *sums,
+                   int64_t ld) {
+  if constexpr (std::is_same_v<T, A>)
+    return gemm_batch(1, [=](int64_t) {
+      return CpuGemm<T, A, NoEpilogue, InPlace<A>>{rows, dim, n, {x, kBlockKeys}, {of_keys, stride}, sums, ld, true};
+    });
+  else return gemm<T, A>(rows, dim, n, {x, kBlockKeys}, {of_keys, stride}, sums, ld, true);
+}
+
 // Zeros outside of a range of n elements.
 template <typename T>
 void clear_outside(T *x, Range range, int64_t n) {
@@ -245,7 +257,7 @@ Status attend(const Heads<T> &x, int64_t b, int64_t h, int64_t begin, int64_t en
       }
       clear_outside(p + i * kBlockKeys, seen, n);
     }
-    if (y) AOT_TRY((gemm<T, A>(rows, dim, n, {p, kBlockKeys}, {v[key], v.stride}, sums, dim, true)));
+    if (y) AOT_TRY(add_product<T>(rows, dim, n, p, v[key], v.stride, sums, dim));
   }
   const HeadRows<T> to = x.of_queries(y, b, h, dim);
   for (int64_t i = 0; i < rows; ++i) {
@@ -409,7 +421,7 @@ class GradientBlock {
     if (dk) AOT_TRY((gemm<T, A>(n, z.dim, rows, {ds_, kBlockKeys, true}, {q[query], q.stride}, dk_, z.dim, true)));
     if (!dq) return kOk;
     const HeadRows<A> to = x_.of_queries(g_.sums, b, h, z.dim);
-    return gemm<T, A>(rows, z.dim, n, {ds_, kBlockKeys}, {k[key], k.stride}, to[query], to.stride, true);
+    return add_product<T>(rows, z.dim, n, ds_, k[key], k.stride, to[query], to.stride);
   }
 
   // p and ds of n scores.
