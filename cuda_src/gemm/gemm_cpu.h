@@ -129,7 +129,7 @@ struct BFloat16Pairs {
   }
 };
 
-// The same pairs, for the tile registers.
+// The tile registers take the same pairs.
 struct BFloat16Tiles : BFloat16Pairs {
   static bool available() { return TileRegisters::available(); }
 };

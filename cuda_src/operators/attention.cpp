@@ -110,7 +110,7 @@ struct Heads {
     return head_rows(x, z, b, h, z.kv_heads, z.keys, dim);
   }
 
-  // What scores are to be multiplied by: the scale, if a largest score stays the largest and nothing comes between.
+  // Scores are to be multiplied by it: the scale, if a largest score stays the largest and nothing comes between.
   A times() const { return z.scale > 0 && !z.softcap && !adds() ? static_cast<A>(z.scale) : 1; }
 
   // Rows of q's tensor by rows of k's: scores of `rows` queries from `query` on and n keys from `key` on, but for
