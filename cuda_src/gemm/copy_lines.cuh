@@ -110,8 +110,14 @@ class LineCopy {
   int64_t vector_;  // the thread's
 };
 
+struct TwoCopies {
+  CopiedLines of[2];
+};
+
+// blockIdx.z: of which.
 static __global__ void __launch_bounds__(32 * kCopyWarps, kCopyBlocks)
-    copy_lines_kernel(const __grid_constant__ CopiedLines x) {
+    copy_lines_kernel(const __grid_constant__ TwoCopies copies) {
+  const CopiedLines &x = copies.of[blockIdx.z];
   LineCopy(x).run(x.rows * blockIdx.y / gridDim.y, x.rows * (blockIdx.y + 1) / gridDim.y, [](auto) {});
 }
 
@@ -140,11 +146,20 @@ __global__ void __launch_bounds__(32 * kCopyWarps, kCopyBlocks)
   store_partials(shared, partials, x.cols);
 }
 
-inline Status copy_lines(const char *op, const CopiedLines &x, cudaStream_t stream) {
-  if (!x.rows || !x.cols) return kOk;
-  const dim3 grid(grid_size(ceil_div(x.to_stride, kCopyColumns)),
-                  static_cast<unsigned>(std::min<int64_t>(ceil_div(x.rows, kCopyWarps * kCopyRows), 65535)));
-  return launch_kernel(op, copy_lines_kernel, {grid, dim3(32, kCopyWarps)}, stream, x);
+// One launch for all that have elements; count: 2 at most. Matrices of as many columns make the fewest idle blocks.
+inline Status copy_lines(const char *op, const CopiedLines *x, int count, cudaStream_t stream) {
+  TwoCopies copies = {};
+  int64_t columns = 0, rows = 0;
+  unsigned present = 0;
+  for (int i = 0; i < count; ++i) {
+    if (!x[i].rows || !x[i].cols) continue;
+    copies.of[present++] = x[i];
+    columns = std::max(columns, ceil_div(x[i].to_stride, kCopyColumns));
+    rows = std::max(rows, ceil_div(x[i].rows, kCopyWarps * kCopyRows));
+  }
+  if (!present) return kOk;
+  const dim3 grid(grid_size(columns), static_cast<unsigned>(std::min<int64_t>(rows, 65535)), present);
+  return launch_kernel(op, copy_lines_kernel, {grid, dim3(32, kCopyWarps)}, stream, copies);
 }
 
 // partials: (parts, cols). *parts: at most, and then those that there are.
