@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,8 @@ from aotops.bench import cases
 from aotops.bench.run import Options, run
 
 cases.use(Path(sys.argv[1]))
-run(Options(device="cpu", impls=["aotops", "torch"], quick=True, seconds=float(sys.argv[3]), json=Path(sys.argv[2])))
+run(Options(device="cpu", impls=["aotops", "torch"], dtypes=["float32", "bfloat16"], quick=True,
+            seconds=float(sys.argv[3]), json=Path(sys.argv[2])))
 """
 
 
@@ -46,15 +47,17 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=SECONDS, help="Of a case, after which three turns are enough")
     parser.add_argument("--json", type=Path, default=RESULT, help="Default: %(default)s")
     options = parser.parse_args()
-    record = measured(options.threads, options.seconds)
-    record["command"] = shlex.join(["python", "-m", "benchmarks.cpu", *sys.argv[1:]])
-    options.json.write_text(json.dumps(record, indent=1) + "\n")
+    command = shlex.join(["python", "-m", "benchmarks.cpu", *sys.argv[1:]])
+    record: dict[str, Any] = {}
+    for record in measured(options.threads, options.seconds):  # written after each count, for a run that is cut off
+        options.json.write_text(json.dumps(record | {"command": command}, indent=1) + "\n")
     for line in summary(record["rows"]):
         print(line)
 
 
-def measured(threads: Sequence[int], seconds: float) -> dict[str, Any]:
-    """The result of `aotops bench` with the last count, and the rows of all, which say of how many threads they are."""
+def measured(threads: Sequence[int], seconds: float) -> Iterator[dict[str, Any]]:
+    """After each count the result of `aotops bench` with it, and the rows so far, which say of how many threads they
+    are."""
     record: dict[str, Any] = {}
     rows: list[Row] = []
     for count in threads:
@@ -64,9 +67,9 @@ def measured(threads: Sequence[int], seconds: float) -> dict[str, Any]:
         rows += [{"threads": count} | row for row in found["rows"]]
         device = found["device"].rpartition(", ")[0]
         record = {**found, "device": device, "cores": len(os.sched_getaffinity(0)), "copy_gbs": copies, "rows": rows}
+        record.pop("copies", None)
         print(f"{count} threads: {len(found['rows'])} rows, {time.perf_counter() - began:.0f} s", flush=True)
-    record.pop("copies", None)
-    return record
+        yield record
 
 
 def _of_process(threads: int, seconds: float) -> dict[str, Any]:
