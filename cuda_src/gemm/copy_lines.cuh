@@ -13,8 +13,9 @@ struct CopiedLines {
   int64_t rows, cols, from_stride, to_stride;  // to_stride: a multiple of 8, of which those beyond cols become zeros
 };
 
-constexpr int kCopyWarps = 8, kCopyRows = 4;  // of a block; rows of a warp, whose loads are in flight together
-constexpr int kCopyColumns = 32 * 8, kCopyBlocks = 3;
+constexpr int kCopyWarps = 8, kCopyRows = 4;           // of a block; rows of a warp, whose loads are in flight together
+constexpr int kCopyColumns = 32 * 8, kCopyBlocks = 4;  // of a multiprocessor
+constexpr int kSumBlocks = 3;                          // with the columns' sums, which take more registers
 
 class LineCopy {
  public:
@@ -123,7 +124,7 @@ static __global__ void __launch_bounds__(32 * kCopyWarps, kCopyBlocks)
 
 // With the sums of the columns, as column_sums_kernel has them (activation_backward.cuh).
 template <typename T>
-__global__ void __launch_bounds__(32 * kCopyWarps, kCopyBlocks)
+__global__ void __launch_bounds__(32 * kCopyWarps, kSumBlocks)
     copy_and_sum_lines_kernel(const __grid_constant__ CopiedLines x, float *partials) {
   constexpr int kSize = kVectorSize<T>;
   __shared__ float shared[kCopyWarps][kSize][kSumStride<kSize>];
@@ -155,9 +156,10 @@ inline Status copy_lines(const char *op, const CopiedLines *x, int count, cudaSt
     if (!x[i].rows || !x[i].cols) continue;
     copies.of[present++] = x[i];
     columns = std::max(columns, ceil_div(x[i].to_stride, kCopyColumns));
-    rows = std::max(rows, ceil_div(x[i].rows, kCopyWarps * kCopyRows));
+    rows = std::max(rows, x[i].rows);
   }
   if (!present) return kOk;
+  rows = ceil_div(rows, kCopyWarps * kCopyRows);
   const dim3 grid(grid_size(columns), static_cast<unsigned>(std::min<int64_t>(rows, 65535)), present);
   return launch_kernel(op, copy_lines_kernel, {grid, dim3(32, kCopyWarps)}, stream, copies);
 }
@@ -168,7 +170,7 @@ Status copy_and_sum_lines(const char *op, const CopiedLines &x, float *partials,
   DeviceLimits limits;
   AOT_TRY(device_limits(op, &limits));
   const int64_t columns = ceil_div(x.to_stride, kCopyColumns), useful = ceil_div(x.rows, kCopyWarps * kCopyRows);
-  const int64_t at_once = int64_t{limits.multiprocessors} * kCopyBlocks / columns;
+  const int64_t at_once = int64_t{limits.multiprocessors} * kSumBlocks / columns;
   *parts = static_cast<int>(std::clamp<int64_t>(std::min(at_once, useful), 1, *parts));
   const dim3 grid(grid_size(columns), *parts);
   return launch_kernel(op, copy_and_sum_lines_kernel<T>, {grid, dim3(32, kCopyWarps)}, stream, x, partials);
