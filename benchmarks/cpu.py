@@ -46,11 +46,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=THREADS)
     parser.add_argument("--seconds", type=float, default=SECONDS, help="Of a case, after which three turns are enough")
     parser.add_argument("--json", type=Path, default=RESULT, help="Default: %(default)s")
+    parser.add_argument("--merge", action="store_true", help="Keep the other counts of that file")
     options = parser.parse_args()
     command = shlex.join(["python", "-m", "benchmarks.cpu", *sys.argv[1:]])
+    earlier = json.loads(options.json.read_text()) if options.merge and options.json.exists() else None
     record: dict[str, Any] = {}
-    for record in measured(options.threads, options.seconds):  # written after each count, for a run that is cut off
-        options.json.write_text(json.dumps(record | {"command": command}, indent=1) + "\n")
+    for found in measured(options.threads, options.seconds):  # written after each count, for a run that is cut off
+        record = merged(earlier, found | {"command": command})
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
     for line in summary(record["rows"]):
         print(line)
 
@@ -70,6 +73,23 @@ def measured(threads: Sequence[int], seconds: float) -> Iterator[dict[str, Any]]
         record.pop("copies", None)
         print(f"{count} threads: {len(found['rows'])} rows, {time.perf_counter() - began:.0f} s", flush=True)
         yield record
+
+
+def merged(earlier: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
+    """The new record, with the rows and the commands of an earlier one that is of other counts of threads.
+
+    Raises:
+        ValueError: the two are of different processors.
+    """
+    if earlier is None:
+        return new
+    if earlier["device"] != new["device"]:
+        raise ValueError(f"cpu: these are of two devices: {earlier['device']} and {new['device']}")
+    again = {row["threads"] for row in new["rows"]}
+    kept = [row for row in earlier["rows"] if row["threads"] not in again]
+    commands = dict.fromkeys([*earlier["command"].split("; "), new["command"]])
+    copies = earlier["copy_gbs"] | new["copy_gbs"]
+    return new | {"command": "; ".join(commands), "copy_gbs": copies, "rows": kept + new["rows"]}
 
 
 def _of_process(threads: int, seconds: float) -> dict[str, Any]:
