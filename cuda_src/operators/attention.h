@@ -430,7 +430,8 @@ struct AttentionBackward : AttentionAttrs {
     if (in[kBias]) out[kDbias] = in[kBias];
     if (in[kSinks]) out[kDsinks] = in[kSinks];
     out[kWork] = Spec::vector(lse.dtype, kUnknownDim);
-    if (lse.known() && in[kQ].known()) out[kWork].shape[0] = 2 * lse.size() + sums(in[kQ]);
+    if (lse.known() && in[kQ].known() && in[kV].known())
+      out[kWork].shape[0] = 2 * lse.size() + sums(in[kQ]) + pass_space(in[kQ], in[kV]);
     return kOk;
   }
 
@@ -439,6 +440,16 @@ struct AttentionBackward : AttentionAttrs {
   static int64_t sums(const Spec &q) {
     const bool wide = q.dtype == DType::float32 || q.dtype == DType::float64;
     return kIsCuda || wide ? 0 : q.size();
+  }
+
+  // The floats that a GPU needs for one pass over 16 bits (attention_wgmma_backward.cuh): for each query, in whole
+  // tiles of 128, a row of dq, two numbers and less than one turn; a counter; and alignment.
+  int64_t pass_space(const Spec &q, const Spec &v) const {
+    const bool wide = q.dtype == DType::float32 || q.dtype == DType::float64;
+    const int64_t columns = std::max(dim(q), dim(v));
+    if (!kIsCuda || wide || columns > 128) return 0;
+    const int64_t rows = q.product(0, q.ndim - 3) * heads(q) * ((seq(q) + 127) / 128 * 128);
+    return rows * ((columns <= 64 ? 64 : 128) + 3) + 64;
   }
 };
 
