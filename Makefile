@@ -203,7 +203,10 @@ $(BUILD)/host/device.cpp.o: cuda_src/host/device.cpp
 	@$(NVCC) $(CCBIN) -std=c++17 -O3 -Icuda_src -MMD -MP -Xcompiler -fPIC,-fvisibility=hidden,-Wall -DAOT_HAVE_CUDA -c $< -o $@
 endif
 
-$(BUILD)/%.cu.o: cuda_src/%.cu $(BUILD)/targets $(OWN_NVCC)
+# The toolchain has each kernel's code of both kinds from this text, in this order.
+ARRANGE_PTX := $(if $(OWN_NVCC),packaging/arrange_ptx.py)
+$(BUILD)/%.cu.o: export PTX_FILTER = $(addprefix $(PYTHON) ,$(ARRANGE_PTX))
+$(BUILD)/%.cu.o: cuda_src/%.cu $(BUILD)/targets $(OWN_NVCC) $(ARRANGE_PTX)
 	@mkdir -p $(@D)
 	@echo "nvcc $<  (sm $(ARCHS))"
 	@$(NVCC) $(NVCCFLAGS) $(GENCODE) -c $< -o $@
@@ -446,11 +449,12 @@ wheel: $(PACKAGING)/ready
 	@ls -l $(WHEEL)
 
 # The wheel in a clean environment of each of PYTHONS with NumPy alone, and of WITH_TORCH with torch too.
-PYTHONS    ?= $(shell for v in 10 11 12 13 14; do command -v python3.$$v || \
+# pyenv has a command for each version of Python, which fails unless that version is chosen.
+PYTHONS    ?= $(shell for v in 10 11 12 13 14; do python3.$$v -c '' 2>/dev/null && command -v python3.$$v || \
   ls -d $(HOME)/.pyenv/versions/3.$$v.*/bin/python 2>/dev/null | tail -1; done)
 WITH_TORCH ?= $(PYTHON)
 wheel-test:
-	$(PYTHON) packaging/try_wheel.py $(WHEEL) $(PYTHONS) --torch $(WITH_TORCH)
+	$(PYTHON) packaging/try_wheel.py $(WHEEL) $(PYTHONS) $(addprefix --torch ,$(WITH_TORCH))
 
 # The wheel beside each version of each framework, and docs/compatibility.md of what came of it. ONLY="torch 2.4 3.11"
 # selects. Free-threaded interpreters are named by PYTHONS=/path/python3.14t.

@@ -29,7 +29,7 @@ HOSTS = {"aarch64": Path(__file__).with_name("cuda12_aarch64.txt")}
 """By another host than x86-64, the packages of its runtime."""
 RUNTIME = 12090
 """The version of the runtime that a library has, as cudaRuntimeGetVersion says it."""
-_RECIPE = 1
+_RECIPE = 2
 """A change makes the toolchain again."""
 
 _RUNTIME = "nvidia_cuda_runtime_cu12"
@@ -63,10 +63,13 @@ LIBRARIES        =+ $(_SPACE_) "-L$(TOP)/lib"
 _CICC = """\
 #!/bin/sh
 # PTX of cicc 13.0 says that it is of ISA 9.0. CUDA 12.9 knows 8.8: its ptxas refuses an instruction of 9.0 by itself.
+# PTX_FILTER is a command that changes such a file before ptxas has it.
 "$(dirname "$0")/cicc-13.0" "$@" || exit
 for argument in "$@"; do
   case $argument in
-  *.ptx) [ ! -f "$argument" ] || sed -i '0,/^\\.version 9\\.[0-9]*/s//.version 8.8/' "$argument" ;;
+  *.ptx)
+    [ -f "$argument" ] || continue
+    sed -i '0,/^\\.version 9\\.[0-9]*/s//.version 8.8/' "$argument" && ${PTX_FILTER:-:} "$argument" || exit ;;
   esac
 done
 """

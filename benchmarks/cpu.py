@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,8 @@ from aotops.bench import cases
 from aotops.bench.run import Options, run
 
 cases.use(Path(sys.argv[1]))
-run(Options(device="cpu", impls=["aotops", "torch"], quick=True, seconds=float(sys.argv[3]), json=Path(sys.argv[2])))
+run(Options(device="cpu", impls=["aotops", "torch"], dtypes=["float32", "bfloat16"], quick=True,
+            seconds=float(sys.argv[3]), json=Path(sys.argv[2])))
 """
 
 
@@ -45,16 +46,21 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=THREADS)
     parser.add_argument("--seconds", type=float, default=SECONDS, help="Of a case, after which three turns are enough")
     parser.add_argument("--json", type=Path, default=RESULT, help="Default: %(default)s")
+    parser.add_argument("--merge", action="store_true", help="Keep the other counts of that file")
     options = parser.parse_args()
-    record = measured(options.threads, options.seconds)
-    record["command"] = shlex.join(["python", "-m", "benchmarks.cpu", *sys.argv[1:]])
-    options.json.write_text(json.dumps(record, indent=1) + "\n")
+    command = shlex.join(["python", "-m", "benchmarks.cpu", *sys.argv[1:]])
+    earlier = json.loads(options.json.read_text()) if options.merge and options.json.exists() else None
+    record: dict[str, Any] = {}
+    for found in measured(options.threads, options.seconds):  # written after each count, for a run that is cut off
+        record = merged(earlier, found | {"command": command})
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
     for line in summary(record["rows"]):
         print(line)
 
 
-def measured(threads: Sequence[int], seconds: float) -> dict[str, Any]:
-    """The result of `aotops bench` with the last count, and the rows of all, which say of how many threads they are."""
+def measured(threads: Sequence[int], seconds: float) -> Iterator[dict[str, Any]]:
+    """After each count the result of `aotops bench` with it, and the rows so far, which say of how many threads they
+    are."""
     record: dict[str, Any] = {}
     rows: list[Row] = []
     for count in threads:
@@ -64,9 +70,26 @@ def measured(threads: Sequence[int], seconds: float) -> dict[str, Any]:
         rows += [{"threads": count} | row for row in found["rows"]]
         device = found["device"].rpartition(", ")[0]
         record = {**found, "device": device, "cores": len(os.sched_getaffinity(0)), "copy_gbs": copies, "rows": rows}
+        record.pop("copies", None)
         print(f"{count} threads: {len(found['rows'])} rows, {time.perf_counter() - began:.0f} s", flush=True)
-    record.pop("copies", None)
-    return record
+        yield record
+
+
+def merged(earlier: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
+    """The new record, with the rows and the commands of an earlier one that is of other counts of threads.
+
+    Raises:
+        ValueError: the two are of different processors.
+    """
+    if earlier is None:
+        return new
+    if earlier["device"] != new["device"]:
+        raise ValueError(f"cpu: these are of two devices: {earlier['device']} and {new['device']}")
+    again = {row["threads"] for row in new["rows"]}
+    kept = [row for row in earlier["rows"] if row["threads"] not in again]
+    commands = dict.fromkeys([*earlier["command"].split("; "), new["command"]])
+    copies = earlier["copy_gbs"] | new["copy_gbs"]
+    return new | {"command": "; ".join(commands), "copy_gbs": copies, "rows": kept + new["rows"]}
 
 
 def _of_process(threads: int, seconds: float) -> dict[str, Any]:

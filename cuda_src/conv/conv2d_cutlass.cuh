@@ -11,6 +11,7 @@
 
 #include "conv2d_gemm.h"
 #include "cuda/launch.cuh"
+#include "gemm/from_sm80.cuh"
 
 namespace aot {
 inline namespace AOT_ISA {
@@ -56,7 +57,7 @@ struct CutlassConv2d {
     else return Type<typename AOT_CUTLASS_CONV2D(DefaultConv2dWgrad)>();
   }
 #undef AOT_CUTLASS_CONV2D
-  using Kernel = typename decltype(kernel())::type;
+  using Kernel = FromSm80<typename decltype(kernel())::type>;
 };
 
 template <class Conv>

@@ -44,6 +44,23 @@ struct DepthwisePlace {
   }
 };
 
+// The columns of a thread's window that the image has, as bits, and the elements from one to the next.
+template <int kWindow>
+struct DepthwiseColumns {
+  int first;
+  uint32_t inside = 0;
+  int64_t step;
+
+  __device__ DepthwiseColumns(const Depthwise &d, int first_column)
+      : first(first_column), step(int64_t{d.w.unit} * d.channels) {
+#pragma unroll
+    for (int u = 0; u < kWindow; ++u) {
+      const int column = first_column + u * d.w.unit;
+      inside |= static_cast<uint32_t>(0 <= column && column < d.w.in) << u;
+    }
+  }
+};
+
 // A row of the window of a thread, as words; zeros outside of the image.
 template <int kWindow>
 struct DepthwiseRow {
@@ -51,17 +68,12 @@ struct DepthwiseRow {
 
   // from: the image's first element of the thread's channels
   template <typename T>
-  __device__ void load(const T *from, const DepthwiseAxis &h, const DepthwiseAxis &w, int row, int first_column,
-                       int channels) {
-    const bool inside = 0 <= row && row < h.in;
-    const T *p = from + (int64_t{row} * w.in + first_column) * channels;
+  __device__ void load(const T *from, const Depthwise &d, const DepthwiseColumns<kWindow> &columns, int row) {
+    const uint32_t inside = static_cast<uint32_t>(row) < static_cast<uint32_t>(d.h.in) ? columns.inside : 0;
+    const T *p = from + (int64_t{row} * d.w.in + columns.first) * d.channels;
 #pragma unroll
-    for (int u = 0; u < kWindow; ++u) {
-      const int column = first_column + u * w.unit;
-      word[u] = inside && 0 <= column && column < w.in
-                    ? *reinterpret_cast<const uint32_t *>(p + int64_t{u} * w.unit * channels)
-                    : 0;
-    }
+    for (int u = 0; u < kWindow; ++u, p += columns.step)
+      word[u] = inside >> u & 1 ? *reinterpret_cast<const uint32_t *>(p) : 0;
   }
 };
 
@@ -102,13 +114,12 @@ __global__ void __launch_bounds__(kDepthwiseThreads, kBlocks)
     for (int v = 0; v < V; ++v) b[v] = widen(bias[channel + v]);
   const T *from = x + int64_t{at.image} * d.h.in * d.w.in * d.channels + channel;
   T *to = y + int64_t{at.image} * d.h.out * d.w.out * d.channels + channel;
-  const int column = d.w.input(at.residue_w, kIn * at.first_column);
+  const DepthwiseColumns<kWindow> columns(d, d.w.input(at.residue_w, kIn * at.first_column));
 
   DepthwiseRow<kWindow> next[kIn];
   auto load = [&](int n) {
 #pragma unroll
-    for (int e = 0; e < kIn; ++e)
-      next[e].load(from, d.h, d.w, d.h.input(at.residue_h, kIn * (at.first_m + n) + e), column, d.channels);
+    for (int e = 0; e < kIn; ++e) next[e].load(from, d, columns, d.h.input(at.residue_h, kIn * (at.first_m + n) + e));
   };
   float sum[kTaps][kOut][kColumns][kOut][V] = {};  // of the position n - lag, for the row n
   load(0);
@@ -194,13 +205,14 @@ __global__ void __launch_bounds__(kDepthwiseThreads, kBlocks)
   const int first = blockIdx.x * d.lanes * V, channel = first + lane * V;
   const int64_t items = channel < d.channels ? d.items : 0;
   float sum[kKernel][kKernel][V] = {};
+  const int64_t dy_step = int64_t{d.w.out_step} * d.channels;
   launch_next();
 #pragma unroll 1
   for (int64_t item = int64_t{blockIdx.y} * groups + threadIdx.x / d.lanes; item < items; item += gridDim.y * groups) {
     const DepthwisePlace at = DepthwisePlace::at<kColumns>(d, item);
     const T *from = x + int64_t{at.image} * d.h.in * d.w.in * d.channels + channel;
     const T *by = dy + int64_t{at.image} * d.h.out * d.w.out * d.channels + channel;
-    const int column = d.w.input(at.residue_w, kIn * at.first_column);
+    const DepthwiseColumns<kWindow> window(d, d.w.input(at.residue_w, kIn * at.first_column));
     const int q0 = d.w.output(at.residue_w, at.first_column, 0);
     // of this tile that y has
     const int columns = d.w.positions_from(q0);
@@ -210,14 +222,11 @@ __global__ void __launch_bounds__(kDepthwiseThreads, kBlocks)
     uint32_t next_dy[kColumns];
     auto load = [&](int n) {
 #pragma unroll
-      for (int e = 0; e < kIn; ++e)
-        next[e].load(from, d.h, d.w, d.h.input(at.residue_h, kIn * (at.first_m + n) + e), column, d.channels);
+      for (int e = 0; e < kIn; ++e) next[e].load(from, d, window, d.h.input(at.residue_h, kIn * (at.first_m + n) + e));
       const T *p = by + (int64_t{d.h.output(at.residue_h, at.first_m + n, 0)} * d.w.out + q0) * d.channels;
 #pragma unroll
-      for (int m = 0; m < kColumns; ++m)
-        next_dy[m] = n < rows && m < columns
-                         ? *reinterpret_cast<const uint32_t *>(p + int64_t{m} * d.w.out_step * d.channels)
-                         : 0;
+      for (int m = 0; m < kColumns; ++m, p += dy_step)
+        next_dy[m] = m < (n < rows ? columns : 0) ? *reinterpret_cast<const uint32_t *>(p) : 0;
     };
     uint32_t rows_of_dy[kTaps][kColumns] = {};  // lag rows before this one
     load(0);
@@ -231,28 +240,34 @@ __global__ void __launch_bounds__(kDepthwiseThreads, kBlocks)
 #pragma unroll
         for (int m = 0; m < kColumns; ++m) rows_of_dy[lag][m] = lag ? rows_of_dy[lag ? lag - 1 : 0][m] : next_dy[m];
       if (n + 1 < rows + kTaps - 1) load(n + 1);
+      // is_whole: all the positions are of dy. If not, the others are left out: x that no element of dy meets may be
+      // infinite.
+      auto add = [&](auto is_whole) {
+        constexpr bool whole = decltype(is_whole)::value;
 #pragma unroll
-      for (int e = 0; e < kIn; ++e) {
-        float value[kWindow][V];
+        for (int e = 0; e < kIn; ++e) {
+          float value[kWindow][V];
 #pragma unroll
-        for (int u = 0; u < kWindow; ++u) widen_channels<T>(row[e].word[u], value[u]);
+          for (int u = 0; u < kWindow; ++u) widen_channels<T>(row[e].word[u], value[u]);
 #pragma unroll
-        for (int lag = 0; lag < kTaps; ++lag) {
-          const int r = Taps::at(lag, e, 0);
-          // x that no element of dy meets may be infinite
-          if (r >= kKernel || n < lag || n - lag >= rows) continue;
+          for (int lag = 0; lag < kTaps; ++lag) {
+            const int r = Taps::at(lag, e, 0);
+            if (r >= kKernel || (!whole && (n < lag || n - lag >= rows))) continue;
 #pragma unroll
-          for (int m = 0; m < kColumns; ++m) {
-            float of_dy[V];
-            widen_channels<T>(rows_of_dy[lag][m], of_dy);
-            if (m < columns)
+            for (int m = 0; m < kColumns; ++m) {
+              float of_dy[V];
+              widen_channels<T>(rows_of_dy[lag][m], of_dy);
+              if (whole || m < columns)
 #pragma unroll
-              for (int s = 0; s < kKernel; ++s)
+                for (int s = 0; s < kKernel; ++s)
 #pragma unroll
-                for (int v = 0; v < V; ++v) sum[r][s][v] += of_dy[v] * value[kIn * m + s][v];
+                  for (int v = 0; v < V; ++v) sum[r][s][v] += of_dy[v] * value[kIn * m + s][v];
+            }
           }
         }
-      }
+      };
+      if (columns >= kColumns && n >= kTaps - 1 && n < rows) add(std::true_type());
+      else add(std::false_type());
     }
   }
 

@@ -130,6 +130,32 @@ auto with_pass(Conv2dGemm::Pass pass, F f) {
   return f(std::integral_constant<Conv2dGemm::Pass, Conv2dGemm::dweight>());
 }
 
+// Whether the first phase of a strided dx alone meets kernel elements: its kernel then writes the zeros of the others.
+bool clears(const Conv2dGemm &c) {
+  return c.kernel() == 1 && c.padding_h % c.stride_h == 0 && c.padding_w % c.stride_w == 0 && c.whole_vectors;
+}
+
+// estimate() for phases that one kernel computes, each tile in a block of its own.
+template <class Tile>
+int64_t estimate_phases(const Conv2dPhases &p) {
+  constexpr TileTimes kTime = kTimes<Tile, false>;
+  int64_t tiles = 0, steps = 0;
+  for (int i = 0; i < p.count; ++i) {
+    const int64_t n = count_tiles<Tile>(Conv2dGemm::dx, p.phase[i]);
+    tiles += n, steps += n * p.phase[i].steps;
+  }
+  return std::max(ceil_div(steps, kMultiprocessors) * kTime.step, int64_t{p.phase[0].steps} * kTime.alone) +
+         ceil_div(tiles, kMultiprocessors) * kTime.tile;
+}
+template <class F>
+auto with_fastest_of_phases(const Conv2dPhases &p, F f) {
+  const int64_t of_long = estimate_phases<LongTile>(p), of_column = estimate_phases<OneColumnTile>(p),
+                of_square = estimate_phases<SquareTile>(p);
+  if (of_long <= std::min(of_column, of_square)) return f(Type<LongTile>());
+  if (of_column <= of_square) return f(Type<OneColumnTile>());
+  return f(Type<SquareTile>());
+}
+
 }  // namespace
 
 bool conv2d_sm90_takes(const char *op, Conv2dGemm *p, int max_slices, bool unsplit) {
@@ -138,11 +164,11 @@ bool conv2d_sm90_takes(const char *op, Conv2dGemm *p, int max_slices, bool unspl
   if (!TensorMaps::get().tiled || !TensorMaps::get().im2col) return false;
   const bool dx = p->pass == Conv2dGemm::dx, dweight = p->pass == Conv2dGemm::dweight;
   if (p->dtype == DType::float32 && (!p->tf32 || dweight)) return false;
-  // A strided dx is one GEMM per stride phase. For float32, CUTLASS's single kernel is faster.
+  // A strided dx is one GEMM per stride phase.
   auto one_is_1 = [](int stride, int dilation) { return stride == 1 || dilation == 1; };
   if (dx && (!one_is_1(p->stride_h, p->dilation_h) || !one_is_1(p->stride_w, p->dilation_w))) return false;
-  const int phases = p->stride_h * p->stride_w;
-  if (dx && phases > (p->dtype == DType::float32 ? 1 : 4)) return false;
+  const int phases = dx && !clears(*p) ? p->stride_h * p->stride_w : 1;
+  if (phases > Conv2dPhases::kMost) return false;
   // limits of TMA's im2col mode: 8-bit corners and offsets, strides of up to 8
   const int reach_h = p->dilation_h * (p->kernel_h - 1), reach_w = p->dilation_w * (p->kernel_w - 1);
   const bool fits = std::max(reach_h, p->padding_h) < 120 && std::max(reach_w, p->padding_w) < 120;
@@ -161,28 +187,44 @@ bool conv2d_sm90_takes(const char *op, Conv2dGemm *p, int max_slices, bool unspl
 
 namespace {
 
+template <Conv2dGemm::Pass kPass, typename T>
+Status run_one(LaunchSequence &launch, Conv2dWgmma p) {
+  if constexpr (kPass != Conv2dGemm::dweight) {
+    const int slices = count_slices<kPass>(p, kMaxCluster);
+    p.slices = slices > 1 ? slices : 0;
+  }
+  if constexpr (sizeof(T) == 4 && kPass == Conv2dGemm::dweight) return kOk;  // not supported
+  else
+    return with_tile<kPass>(
+        p, [&](auto type) { return launch_wgmma<T, kPass, typename decltype(type)::type>(launch, p); });
+}
+
+Status refused(const char *op) { return fail(kDeviceError, "%s: the driver refuses a tensor map", op); }
+
+// All phases in one kernel. Their blocks start in the order of their sums' lengths, so that the short ones fill what
+// the long ones leave.
+template <typename T>
+Status run_phases(LaunchSequence &launch, const Conv2dGemm &c) {
+  Conv2dPhases all = {};
+  for (int h = 0; h < std::min(c.stride_h, c.height); ++h)
+    for (int w = 0; w < std::min(c.stride_w, c.width); ++w) all.phase[all.count++] = wgmma_params(c, h, w);
+  std::stable_sort(all.phase, all.phase + all.count,
+                   [](const Conv2dWgmma &a, const Conv2dWgmma &b) { return a.steps > b.steps; });
+  for (int i = 0; i < all.count; ++i)
+    if (!map_operands(c, &all.phase[i])) return refused(launch.op());
+  return with_fastest_of_phases(
+      all, [&](auto type) { return launch_phases<T, typename decltype(type)::type>(launch, all); });
+}
+
 template <typename T>
 Status run(LaunchSequence &launch, const Conv2dGemm &c) {
-  const bool dx = c.pass == Conv2dGemm::dx;
-  bool independent = c.independent;
   AOT_TRY(bind_device(launch.op()));
-  for (int h = 0; h < (dx ? std::min(c.stride_h, c.height) : 1); ++h)
-    for (int w = 0; w < (dx ? std::min(c.stride_w, c.width) : 1); ++w) {
-      Conv2dWgmma p = wgmma_params(c, h, w);
-      p.independent = independent, independent = true;
-      if (!map_operands(c, &p)) return fail(kDeviceError, "%s: the driver refuses a tensor map", launch.op());
-      AOT_TRY(with_pass(c.pass, [&](auto pass) -> Status {
-        if constexpr (pass.value != Conv2dGemm::dweight) {
-          const int slices = count_slices<pass.value>(p, kMaxCluster);
-          p.slices = slices > 1 ? slices : 0;
-        }
-        if constexpr (sizeof(T) == 4 && pass.value == Conv2dGemm::dweight) return kOk;  // not supported
-        else
-          return with_tile<pass.value>(
-              p, [&](auto type) { return launch_wgmma<T, pass.value, typename decltype(type)::type>(launch, p); });
-      }));
-    }
-  return kOk;
+  Conv2dWgmma p = wgmma_params(c);
+  const bool strided = c.pass == Conv2dGemm::dx && (c.stride_h > 1 || c.stride_w > 1);
+  if (strided && !clears(c)) return run_phases<T>(launch, c);
+  if (strided) p.clear_h = c.stride_h, p.clear_w = c.stride_w;
+  if (!map_operands(c, &p)) return refused(launch.op());
+  return with_pass(c.pass, [&](auto pass) { return run_one<pass.value, T>(launch, p); });
 }
 
 }  // namespace

@@ -54,12 +54,23 @@ struct Conv2dWgmma {
   int map_h, map_w;       // pixels of the im2col operand
   int stride_h, stride_w, first_h, first_w, dilation_h, dilation_w;
   int row_tiles, col_tiles;
+  int clear_h, clear_w;             // dx: the strides, if no other phase of them meets a kernel element; else 0
+  int64_t clear_row, clear_column;  // and the elements from one of dx's rows and columns to the next
+  int height, width;                // of dx
   int slices;          // split-K: dweight's partial sums go to memory; for y and dx the slices are a cluster
   bool pairs;          // neighbouring columns are contiguous and in whole vectors
   bool independent;    // reads nothing that the kernel launched before it writes
   Strides to_strides;  // y, dx
   const void *bias;
   void *to;
+};
+
+// The phases of a strided dx, of which those with the longest sums start first.
+struct Conv2dPhases {
+  static constexpr int kMost = 4;
+  Conv2dWgmma phase[kMost];
+  int first_block[kMost];
+  int count;
 };
 
 // ------------------------------------------------------------------------------------------------------- instructions
@@ -98,6 +109,7 @@ struct WgmmaBlock {
   using Sums = float[kRowsOfGroup][kColsOfGroup / 2];
 
   const Conv2dWgmma &p;
+  int first_block;
   uint32_t boxes;
   uint64_t *full, *empty;
 
@@ -113,7 +125,7 @@ struct WgmmaBlock {
   }
   template <class F>
   __device__ void each_tile(F f) const {
-    for (int tile = blockIdx.x; tile < p.row_tiles * p.col_tiles; tile += gridDim.x) f(work_tile(tile));
+    for (int tile = blockIdx.x - first_block; tile < p.row_tiles * p.col_tiles; tile += gridDim.x) f(work_tile(tile));
   }
 
   __device__ uint32_t a_box(int stage, int i) const { return boxes + stage * Tile::kStageBytes + i * kBoxBytes; }
@@ -189,6 +201,8 @@ struct WgmmaBlock {
   __device__ void compute_tiles(int row_group, int col_group) const {
     int iteration = 0;
     each_tile([&](const WorkTile &at) {
+      if constexpr (kPass == Conv2dGemm::dx)
+        if (p.clear_h) clear_around(at, row_group, col_group);
       Sums sum = {};
       mainloop(at.last_step - at.first_step, row_group, col_group, iteration, sum);
       wait_for_kernel_before();
@@ -224,6 +238,24 @@ struct WgmmaBlock {
     wgmma_wait<0>();
     fence_registers(sum);
     if (steps > 0) release(iteration - 1);
+  }
+
+  // Zeros in the pixels of dx between those of this tile.
+  __device__ void clear_around(const WorkTile &at, int row_group, int col_group) const {
+    constexpr int kVector = kVectorSize<T>, kVectors = kColsOfGroup / kVector;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    wait_for_kernel_before();
+    for (int v = lane; v < kRowsOfGroup * 16 * kVectors; v += 32) {
+      const int box = at.row_box + row_group * kRowsOfGroup + v / kVectors / 16;
+      const int row = box * kBox + warp * 16 + v / kVectors % 16;
+      const int col = at.col_box * kBox + col_group * kColsOfGroup + v % kVectors * kVector;
+      if (row >= p.rows || col >= p.columns) continue;
+      const int h = row / p.map_w % p.map_h * p.clear_h, w = row % p.map_w * p.clear_w;
+      T *to = static_cast<T *>(p.to) + row_at(row) + col;
+      for (int i = 0; i < p.clear_h && h + i < p.height; ++i)
+        for (int j = i ? 0 : 1; j < p.clear_w && w + j < p.width; ++j)
+          *reinterpret_cast<uint4 *>(to + i * p.clear_row + j * p.clear_column) = {};
+    }
   }
 
   // --------------------------------------------------------------------------------------------------------- epilogue
@@ -351,13 +383,12 @@ struct WgmmaBlock {
 #endif
 };
 
-template <typename T, Conv2dGemm::Pass kPass, class Tile>
-__global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
-    conv2d_wgmma_kernel(const __grid_constant__ Conv2dWgmma p) {
 #ifdef CUTE_ARCH_MMA_SM90A_ENABLED
+template <typename T, Conv2dGemm::Pass kPass, class Tile>
+__device__ inline void compute_block(const Conv2dWgmma &p, int first_block) {
   extern __shared__ uint8_t dynamic[];
   __shared__ uint64_t full[Tile::kStages], empty[Tile::kStages];
-  const WgmmaBlock<T, kPass, Tile> block{p, (shared_address(dynamic) + 1023) & ~1023u, full, empty};
+  const WgmmaBlock<T, kPass, Tile> block{p, first_block, (shared_address(dynamic) + 1023) & ~1023u, full, empty};
   if (threadIdx.x == 0) {
     for (int i = 0; i < Tile::kStages; ++i) {
       mbarrier_init(&full[i], 1);
@@ -376,8 +407,29 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     launch_next();
     block.load_tiles();
   }
+}
+#endif
+
+template <typename T, Conv2dGemm::Pass kPass, class Tile>
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
+    conv2d_wgmma_kernel(const __grid_constant__ Conv2dWgmma p) {
+#ifdef CUTE_ARCH_MMA_SM90A_ENABLED
+  compute_block<T, kPass, Tile>(p, 0);
 #else
   __trap();  // compiled for other architectures, never launched there
+#endif
+}
+
+// A block has a tile of one phase.
+template <typename T, class Tile>
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
+    conv2d_wgmma_phases_kernel(const __grid_constant__ Conv2dPhases p) {
+#ifdef CUTE_ARCH_MMA_SM90A_ENABLED
+  int i = 0;
+  while (i + 1 < p.count && static_cast<int>(blockIdx.x) >= p.first_block[i + 1]) ++i;
+  compute_block<T, Conv2dGemm::dx, Tile>(p.phase[i], p.first_block[i]);
+#else
+  __trap();
 #endif
 }
 
@@ -427,6 +479,7 @@ inline Conv2dWgmma wgmma_params(const Conv2dGemm &c, int phase_h = 0, int phase_
     p.kernel = h.count * w.count, p.kernel_w = w.count, p.first_h = h.first, p.first_w = w.first;
     p.tap = h.last * c.kernel_w + w.last, p.tap_h = -c.stride_h * c.kernel_w, p.tap_w = -c.stride_w;
     p.map_h = boxes(c.height - phase_h, c.stride_h), p.map_w = boxes(c.width - phase_w, c.stride_w);
+    p.clear_row = p.to_strides.row, p.clear_column = p.to_strides.column, p.height = c.height, p.width = c.width;
     p.to_strides.row *= c.stride_h, p.to_strides.column *= c.stride_w;
   }
   p.rows = dweight ? c.out_channels : c.batch * p.map_h * p.map_w;
@@ -473,6 +526,18 @@ Status launch_wgmma(LaunchSequence &launch, Conv2dWgmma p) {
   const bool persistent = slices == 1 && !kDweight;
   const dim3 grid(persistent ? std::min(tiles, kMultiprocessors * Tile::kBlocks) : tiles, 1, slices);
   return launch(conv2d_wgmma_kernel<T, kPass, Tile>, grid, Tile::kThreads, Tile::kShared, kDweight ? 1 : slices, p);
+}
+
+template <typename T, class Tile>
+Status launch_phases(LaunchSequence &launch, Conv2dPhases p) {
+  int blocks = 0;
+  for (int i = 0; i < p.count; ++i) {
+    Conv2dWgmma &phase = p.phase[i];
+    phase.row_tiles = static_cast<int>(ceil_div(ceil_div(phase.rows, kBox), Tile::kRowBoxes));
+    phase.col_tiles = static_cast<int>(ceil_div(ceil_div(phase.columns, kBox), Tile::kColBoxes));
+    p.first_block[i] = blocks, blocks += phase.row_tiles * phase.col_tiles;
+  }
+  return launch(conv2d_wgmma_phases_kernel<T, Tile>, blocks, Tile::kThreads, Tile::kShared, 1, p);
 }
 
 }  // namespace AOT_ISA

@@ -15,27 +15,31 @@ struct Exponentials {
   A scale;             // of what f gets, to probabilities
 };
 
+// The largest of all lanes, none of which is NaN.
+template <typename A, int lanes>
+A largest_lane(typename VectorOf<A, lanes>::type v) {
+  if constexpr (lanes == 2) {
+    return v[0] > v[1] ? v[0] : v[1];
+  } else {
+    typename VectorOf<A, lanes / 2>::type half[2];
+    std::memcpy(half, &v, sizeof v);
+    return largest_lane<A, lanes / 2>(half[0] > half[1] ? half[0] : half[1]);
+  }
+}
+
 template <typename T>
 Accumulate<T> largest(const T *x, int64_t n) {
   using A = Accumulate<T>;
   const Vec<T> lowest = Vec<T>{} - static_cast<A>(__builtin_inf());
   Vec<T> top[4] = {lowest, lowest, lowest, lowest};
   int64_t j = 0;
-  auto take = [&](int64_t j, int k) {
-    Vec<T> v = load(x + j);
-    top[k] = v > top[k] ? v : top[k];
-  };
+  auto take = [&](Vec<T> v, int k) { top[k] = v > top[k] ? v : top[k]; };
   for (; j + 4 * kLanes<T> <= n; j += 4 * kLanes<T>)
-    for (int k = 0; k < 4; ++k) take(j + k * kLanes<T>, k);
-  for (; j + kLanes<T> <= n; j += kLanes<T>) take(j, 0);
-  A most = lowest[0];
-  for (const Vec<T> &v : top)
-    for (int i = 0; i < kLanes<T>; ++i) most = v[i] > most ? v[i] : most;
-  if (j < n) {
-    Vec<T> v = load(x + j, Part{n - j});
-    for (int i = 0; i < n - j; ++i) most = v[i] > most ? v[i] : most;
-  }
-  return most;
+    for (int k = 0; k < 4; ++k) take(load(x + j + k * kLanes<T>), k);
+  for (; j + kLanes<T> <= n; j += kLanes<T>) take(load(x + j), 0);
+  if (j < n) take(load(x + j, Part{n - j}) + (keep<T>(lowest, Part{n - j}) == 0 ? lowest : Vec<T>{}), 1);
+  for (int k = 1; k < 4; ++k) take(top[k], 0);
+  return largest_lane<A, kLanes<T>>(top[0]);
 }
 
 // Calls f(j, e, part) with the exponentials e = exp(x - max), in units of 1 / kUnit so that probabilities that are

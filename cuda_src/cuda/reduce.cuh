@@ -30,11 +30,14 @@ __device__ inline A sum_lanes(A value) {
 
 // ---------------------------------------------------------------------------------------------------------- cluster
 
-// Clusters need compute capability 9.0; on older devices launchers use none.
+// Clusters need compute capability 9.0; on older devices launchers use none. A kernel with them is compiled to a trap
+// there, which takes no space.
 __device__ inline int cluster_rank() {
   unsigned rank = 0;
 #if __CUDA_ARCH__ >= 900
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+#else
+  __trap();
 #endif
   return static_cast<int>(rank);
 }
@@ -42,12 +45,16 @@ __device__ inline int cluster_size() {
   unsigned size = 1;
 #if __CUDA_ARCH__ >= 900
   asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+#else
+  __trap();
 #endif
   return static_cast<int>(size);
 }
 __device__ inline void cluster_barrier() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#else
+  __trap();
 #endif
 }
 

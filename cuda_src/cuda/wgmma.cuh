@@ -95,7 +95,7 @@ __device__ inline void wgmma_wait() {
 template <int n>
 __device__ inline void fence_registers(float (&sum)[n]) {
 #pragma unroll
-  for (float &v : sum) asm volatile("" : "+f"(v)::"memory");
+  for (int i = 0; i < n; ++i) asm volatile("" : "+f"(sum[i])::"memory");
 }
 template <int n, int m>
 __device__ inline void fence_registers(float (&sum)[n][m]) {

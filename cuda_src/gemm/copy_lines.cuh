@@ -13,8 +13,9 @@ struct CopiedLines {
   int64_t rows, cols, from_stride, to_stride;  // to_stride: a multiple of 8, of which those beyond cols become zeros
 };
 
-constexpr int kCopyWarps = 8, kCopyRows = 4;  // of a block; rows of a warp, whose loads are in flight together
-constexpr int kCopyColumns = 32 * 8, kCopyBlocks = 3;
+constexpr int kCopyWarps = 8, kCopyRows = 4;           // of a block; rows of a warp, whose loads are in flight together
+constexpr int kCopyColumns = 32 * 8, kCopyBlocks = 4;  // of a multiprocessor
+constexpr int kSumBlocks = 3;                          // with the columns' sums, which take more registers
 
 class LineCopy {
  public:
@@ -110,14 +111,20 @@ class LineCopy {
   int64_t vector_;  // the thread's
 };
 
+struct TwoCopies {
+  CopiedLines of[2];
+};
+
+// blockIdx.z: of which.
 static __global__ void __launch_bounds__(32 * kCopyWarps, kCopyBlocks)
-    copy_lines_kernel(const __grid_constant__ CopiedLines x) {
+    copy_lines_kernel(const __grid_constant__ TwoCopies copies) {
+  const CopiedLines &x = copies.of[blockIdx.z];
   LineCopy(x).run(x.rows * blockIdx.y / gridDim.y, x.rows * (blockIdx.y + 1) / gridDim.y, [](auto) {});
 }
 
 // With the sums of the columns, as column_sums_kernel has them (activation_backward.cuh).
 template <typename T>
-__global__ void __launch_bounds__(32 * kCopyWarps, kCopyBlocks)
+__global__ void __launch_bounds__(32 * kCopyWarps, kSumBlocks)
     copy_and_sum_lines_kernel(const __grid_constant__ CopiedLines x, float *partials) {
   constexpr int kSize = kVectorSize<T>;
   __shared__ float shared[kCopyWarps][kSize][kSumStride<kSize>];
@@ -140,11 +147,21 @@ __global__ void __launch_bounds__(32 * kCopyWarps, kCopyBlocks)
   store_partials(shared, partials, x.cols);
 }
 
-inline Status copy_lines(const char *op, const CopiedLines &x, cudaStream_t stream) {
-  if (!x.rows || !x.cols) return kOk;
-  const dim3 grid(grid_size(ceil_div(x.to_stride, kCopyColumns)),
-                  static_cast<unsigned>(std::min<int64_t>(ceil_div(x.rows, kCopyWarps * kCopyRows), 65535)));
-  return launch_kernel(op, copy_lines_kernel, {grid, dim3(32, kCopyWarps)}, stream, x);
+// One launch for all that have elements; count: 2 at most. Matrices of as many columns make the fewest idle blocks.
+inline Status copy_lines(const char *op, const CopiedLines *x, int count, cudaStream_t stream) {
+  TwoCopies copies = {};
+  int64_t columns = 0, rows = 0;
+  unsigned present = 0;
+  for (int i = 0; i < count; ++i) {
+    if (!x[i].rows || !x[i].cols) continue;
+    copies.of[present++] = x[i];
+    columns = std::max(columns, ceil_div(x[i].to_stride, kCopyColumns));
+    rows = std::max(rows, x[i].rows);
+  }
+  if (!present) return kOk;
+  rows = ceil_div(rows, kCopyWarps * kCopyRows);
+  const dim3 grid(grid_size(columns), static_cast<unsigned>(std::min<int64_t>(rows, 65535)), present);
+  return launch_kernel(op, copy_lines_kernel, {grid, dim3(32, kCopyWarps)}, stream, copies);
 }
 
 // partials: (parts, cols). *parts: at most, and then those that there are.
@@ -153,7 +170,7 @@ Status copy_and_sum_lines(const char *op, const CopiedLines &x, float *partials,
   DeviceLimits limits;
   AOT_TRY(device_limits(op, &limits));
   const int64_t columns = ceil_div(x.to_stride, kCopyColumns), useful = ceil_div(x.rows, kCopyWarps * kCopyRows);
-  const int64_t at_once = int64_t{limits.multiprocessors} * kCopyBlocks / columns;
+  const int64_t at_once = int64_t{limits.multiprocessors} * kSumBlocks / columns;
   *parts = static_cast<int>(std::clamp<int64_t>(std::min(at_once, useful), 1, *parts));
   const dim3 grid(grid_size(columns), *parts);
   return launch_kernel(op, copy_and_sum_lines_kernel<T>, {grid, dim3(32, kCopyWarps)}, stream, x, partials);

@@ -157,7 +157,7 @@ Status gemm_on_hopper(const char *op, const GemmParams &gemm, cudaStream_t strea
 bool requires_cublaslt(GemmParams g) { return g.activation = kActivationRelu, prefers_cublaslt(g); }
 
 // CUTLASS's mainloop for Hopper, where c's lines are not aligned, or sizes are no whole vectors. cuBLASLt's kernels for
-// such have half the rate, but it splits sums where tiles are few.
+// such have a quarter of the rate, but it splits sums where tiles are few.
 Status gemm_unaligned_on_hopper(const char *op, const GemmParams &gemm, cudaStream_t stream, bool *done) {
   *done = false;
   const bool unaligned = cutlass_supports(gemm) && !gemm.adds && has_lines(gemm) && !has_vectors(gemm);
@@ -165,7 +165,7 @@ Status gemm_unaligned_on_hopper(const char *op, const GemmParams &gemm, cudaStre
 #ifdef AOT_HAVE_SM90
   DeviceLimits limits;
   AOT_TRY(device_limits(op, &limits));
-  if (limits.major != 9 || (prefers_cublaslt(gemm) && 2 * count_tiles(gemm) <= limits.multiprocessors)) return kOk;
+  if (limits.major != 9 || (prefers_cublaslt(gemm) && 4 * count_tiles(gemm) <= limits.multiprocessors)) return kOk;
   AOT_TRY(bind_device(op));  // for the driver, which encodes tensor maps
   *done = true;
   return gemm_unaligned_sm90(op, gemm, limits.multiprocessors, stream);

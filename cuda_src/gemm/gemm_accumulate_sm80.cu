@@ -5,6 +5,7 @@
 #include <cutlass/gemm/device/gemm_universal.h>
 
 #include "cuda/launch.cuh"
+#include "from_sm80.cuh"
 #include "gemm.h"
 
 namespace aot {
@@ -16,11 +17,12 @@ Status run(const char *op, const GemmParams &g, cudaStream_t stream, bool *done)
   using cutlass::gemm::GemmShape;
   using Row = cutlass::layout::RowMajor;
   constexpr int kAligned = 16 / sizeof(T), kStages = 4;
-  using Device = cutlass::gemm::device::GemmUniversal<
+  using Gemm = cutlass::gemm::device::GemmUniversal<
       T, cutlass::layout::ColumnMajor, T, Row, float, Row, float, cutlass::arch::OpClassTensorOp, cutlass::arch::Sm80,
       GemmShape<128, 128, 32>, GemmShape<64, 64, 32>, GemmShape<16, 8, 16>,
       cutlass::epilogue::thread::LinearCombination<float, 16 / sizeof(float), float, float>,
       cutlass::gemm::threadblock::GemmIdentityThreadblockSwizzle<8>, kStages, kAligned, kAligned>;
+  using Device = cutlass::gemm::device::GemmUniversalBase<FromSm80<typename Gemm::GemmKernel>>;
   const typename Device::Arguments arguments(cutlass::gemm::GemmUniversalMode::kBatched, {int(g.m), int(g.n), int(g.k)},
                                              int(g.count), {1.0f, 1.0f}, g.a.data, g.b.data, g.c.data, g.c.data,
                                              g.a_step, g.b_step, g.c_step, g.c_step, g.a.stride, g.b.stride, g.c.stride,

@@ -9,6 +9,7 @@
 
 #include "activation.cuh"
 #include "cuda/launch.cuh"
+#include "from_sm80.cuh"
 #include "gemm.h"
 
 namespace aot {
@@ -114,8 +115,9 @@ using Sm80Swizzle = cutlass::gemm::threadblock::GemmIdentityThreadblockSwizzle<8
 template <int kAligned>
 constexpr int kSm80Stages = kAligned == 1 ? 2 : 4;
 
-template <class Device>
-static Status run_device(const char *op, const typename Device::Arguments &arguments, cudaStream_t stream, bool *done) {
+template <class Gemm>
+static Status run_device(const char *op, const typename Gemm::Arguments &arguments, cudaStream_t stream, bool *done) {
+  using Device = cutlass::gemm::device::GemmUniversalBase<FromSm80<typename Gemm::GemmKernel>>;
   if (Device::can_implement(arguments) != cutlass::Status::kSuccess || Device::get_workspace_size(arguments))
     return kOk;
   Device device;

@@ -21,8 +21,9 @@ namespace {
 
 constexpr int kUnalignedTile = 128;  // rows and columns of a tile
 
-// A warp has 16 rows of each half of a tile. It puts them in order in shared memory, and stores row by row: words of 4
-// bytes that are aligned in c, neighbouring lanes neighbouring words, so that a row of 256 bytes takes 2 instructions.
+// A warp has 16 rows of each half of a tile. It puts them in order in shared memory, each as far from a multiple of 16
+// bytes as it is in c, and stores them from there: the whole vectors of two rows at once, then what is left at the ends
+// of all rows, in words of 2, 4 and 8 bytes.
 template <typename T>
 class RowStores {
  public:
@@ -39,9 +40,11 @@ class RowStores {
   using GmemTiledCopyC = void;
   using GmemTiledCopyD = void;
 
+  static constexpr int kVector = 8, kLine = (kUnalignedTile + kVector) / 2;  // elements; words
+
   // The operands' tiles follow, which are swizzled in units of 1024 bytes.
   struct SharedStorage {
-    alignas(1024) uint32_t words[4][16][kUnalignedTile / 2];  // of each warp, row and pair of columns
+    alignas(1024) uint32_t words[4][16][kLine];  // of each warp and row
   };
   struct Arguments {
     T *c, *pre_activation;
@@ -80,6 +83,8 @@ class RowStores {
     const int rows = cute::get<0>(left), columns = cute::get<1>(left), warp = thread / 32;
     auto &words = reinterpret_cast<SharedStorage *>(shared)->words[warp];
     const int64_t column = int64_t{cute::get<1>(at)} * kUnalignedTile;
+    uint32_t bias[kSums / 4] = {};
+    if (p_.bias) load_bias(bias, p_.bias + column, columns);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = half * 64 + warp * 16;  // the warp's first
@@ -88,7 +93,7 @@ class RowStores {
       float v[kSums];
 #pragma unroll
       for (int i = 0; i < kSums; ++i) v[i] = sums(half * kSums + i);
-      if (p_.bias) add_bias(v, p_.bias + column, columns);
+      if (p_.bias) add_bias(v, bias);
       if (p_.pre_activation) store(v, words, p_.pre_activation + first, rows - row, columns);
       activate_all(v);
       store(v, words, p_.c + first, rows - row, columns);
@@ -97,17 +102,25 @@ class RowStores {
 
  private:
   static constexpr int kSums = 64;
-  using Words = uint32_t[16][kUnalignedTile / 2];
+  using Words = uint32_t[16][kLine];
 
   // The first of the two neighbouring columns that sums 4 j to 4 j + 3 have, in two rows.
   static CUTLASS_DEVICE int column_of(int j) { return j * 8 + threadIdx.x % 4 * 2; }
 
-  static CUTLASS_DEVICE void add_bias(float (&v)[kSums], const T *bias, int columns) {
+  // Pairs. Columns beyond c read the last one: a condition for each load would make them wait for one another.
+  static CUTLASS_DEVICE void load_bias(uint32_t (&pairs)[kSums / 4], const T *bias, int columns) {
+    const auto *from = reinterpret_cast<const uint16_t *>(bias);
+    auto at = [&](int column) { return uint32_t{from[min(column, columns - 1)]}; };
+#pragma unroll
+    for (int j = 0; j < kSums / 4; ++j) pairs[j] = at(column_of(j)) | at(column_of(j) + 1) << 16;
+  }
+
+  static CUTLASS_DEVICE void add_bias(float (&v)[kSums], const uint32_t (&pairs)[kSums / 4]) {
 #pragma unroll
     for (int j = 0; j < kSums / 4; ++j)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float b = column_of(j) + i < columns ? widen(bias[column_of(j) + i]) : 0.0f;
+        const float b = widen(reinterpret_cast<const T(&)[2]>(pairs[j])[i]);
         v[4 * j + i] += b, v[4 * j + 2 + i] += b;
       }
   }
@@ -132,53 +145,81 @@ class RowStores {
     for (float &x : v) x = activate<__half>(x, activation);
   }
 
-  // Vectors of 4 words are exchanged, so that neither the sums, in 8 rows at once, nor the words of a row meet in a
-  // bank.
-  static CUTLASS_DEVICE uint32_t &word(Words &words, int row, int at) { return words[row][at ^ row % 8 * 4]; }
-
-  CUTLASS_DEVICE void store(const float (&v)[kSums], Words &words, T *to, int rows, int columns) const {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int j = 0; j < kSums / 4; ++j)
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-        word(words, lane / 4 + 8 * i, column_of(j) / 2) = narrow_word(v[4 * j + 2 * i], v[4 * j + 2 * i + 1], T());
-    __syncwarp();
-    store_rows(words, to, rows, columns);
-    __syncwarp();
-  }
-
   // rows, columns: those of c from `to` on, of which some may be beyond the tile.
-  CUTLASS_DEVICE void store_rows(Words &words, T *to, int rows, int columns) const {
-    const int lane = threadIdx.x % 32;
-#pragma unroll 4
-    for (int i = 0; i < 16; ++i) {
-      const uint32_t left = word(words, i, lane), right = word(words, i, lane + 32);
-      store_row(reinterpret_cast<uint16_t *>(to + i * p_.stride), left, right, i < rows ? columns : 0);
-    }
+  CUTLASS_DEVICE void store(const float (&v)[kSums], Words &words, T *to, int rows, int columns) const {
+    columns = min(columns, kUnalignedTile);
+    put(v, words, to);
+    __syncwarp();
+    store_vectors(words, to, rows, columns);
+    store_ends(words, to, rows, columns);
+    __syncwarp();
   }
 
-  // A row, of which a lane has two words. If it begins in the middle of an aligned word, the words in memory are made
-  // of those of two lanes, and it ends with an element.
-  static CUTLASS_DEVICE void store_row(uint16_t *row, uint32_t left, uint32_t right, int columns) {
-    const int lane = threadIdx.x % 32;
-    if (reinterpret_cast<uintptr_t>(row) % 4 == 0) {
-      store_word(row, 2 * lane, left, columns);
-      store_word(row, 2 * lane + 64, right, columns);
+  // How many elements are between a row's first and the aligned vector's in which it lies.
+  static CUTLASS_DEVICE int skipped(const T *row) {
+    return static_cast<int>(reinterpret_cast<uintptr_t>(row) / sizeof(T) % kVector);
+  }
+
+  // A thread's two rows are 8 apart, so that as many elements are skipped in both.
+  CUTLASS_DEVICE void put(const float (&v)[kSums], Words &words, const T *to) const {
+    const int lane = threadIdx.x % 32, skips = skipped(to + lane / 4 * p_.stride);
+    auto pair = [&](int j, int i) { return narrow_word(v[4 * j + 2 * i], v[4 * j + 2 * i + 1], T()); };
+    uint32_t *at = &words[lane / 4][lane % 4 + skips / 2];
+    if ((p_.stride | skipped(to)) % 2 == 0) {
+#pragma unroll
+      for (int j = 0; j < kSums / 4; ++j)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) at[8 * i * kLine + 4 * j] = pair(j, i);
       return;
     }
-    const uint32_t before_left = __shfl_up_sync(~0u, left, 1), before_right = __shfl_up_sync(~0u, right, 1);
-    const uint32_t middle = __shfl_sync(~0u, left, 31);
-    store_word(row, 2 * lane - 1, __byte_perm(before_left, left, 0x5432), columns);
-    store_word(row, 2 * lane + 63, __byte_perm(lane ? before_right : middle, right, 0x5432), columns);
-    if (lane == 31 && kUnalignedTile <= columns) row[kUnalignedTile - 1] = static_cast<uint16_t>(right >> 16);
+    // In an odd row a word has the second element of the pair before, which another lane has, and the pair's first.
+    const int from = lane / 4 * 4 + (lane + 3) % 4;
+    const uint32_t order = skips % 2 ? 0x5432 : 0x7654;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      uint32_t last = 0;
+#pragma unroll
+      for (int j = 0; j < kSums / 4; ++j) {
+        const uint32_t own = pair(j, i), before = __shfl_sync(~0u, lane % 4 == 3 ? last : own, from);
+        at[8 * i * kLine + 4 * j] = __byte_perm(before, own, order);
+        last = own;
+      }
+      const uint32_t before = __shfl_sync(~0u, last, from);
+      if (lane % 4 == 0) at[8 * i * kLine + kUnalignedTile / 2] = before >> 16;
+    }
   }
 
-  // Elements `at` and at + 1 of a row, if it has them. Their address is aligned.
-  static CUTLASS_DEVICE void store_word(uint16_t *row, int at, uint32_t word, int columns) {
-    if (at >= 0 && at + 1 < columns) *reinterpret_cast<uint32_t *>(row + at) = word;
-    else if (at >= 0 && at < columns) row[at] = static_cast<uint16_t>(word);
-    else if (at < 0 && columns > 0) row[0] = static_cast<uint16_t>(word >> 16);
+  CUTLASS_DEVICE void store_vectors(const Words &words, T *to, int rows, int columns) const {
+    const int lane = threadIdx.x % 32, second = lane / 16;
+    T *row = to + second * p_.stride;
+#pragma unroll
+    for (int i = 0; i < 16; i += 2, row += 2 * p_.stride) {
+      const int skips = skipped(row), vector = lane % 16 + (skips > 0);
+      const uint4 v = *reinterpret_cast<const uint4 *>(&words[i + second][4 * vector]);
+      if (i + second < rows && kVector * (vector + 1) <= skips + columns)
+        *reinterpret_cast<uint4 *>(row - skips + kVector * vector) = v;
+    }
+  }
+
+  // What is no whole vector: a lane has a row's first elements or its last.
+  CUTLASS_DEVICE void store_ends(const Words &words, T *to, int rows, int columns) const {
+    const int lane = threadIdx.x % 32, row = lane % 16, skips = skipped(to + row * p_.stride), end = skips + columns;
+    if (row >= rows) return;
+    auto *line = reinterpret_cast<uint16_t *>(to + row * p_.stride) - skips;
+    const auto *from = reinterpret_cast<const uint16_t *>(words[row]);
+    auto copy = [&](int at, auto word) {
+      using Word = decltype(word);
+      *reinterpret_cast<Word *>(line + at) = *reinterpret_cast<const Word *>(from + at);
+    };
+    const bool first = lane < 16;
+    if (end < kVector) {
+      for (int at = skips; first && at < end; ++at) copy(at, uint16_t());
+      return;
+    }
+    const int count = first ? -skips & 7 : end & 7, begin = first ? skips : end - count;
+    if (count & 1) copy(first ? begin : begin + (count & 6), uint16_t());
+    if (count & 2) copy(first ? begin + (count & 1) : begin + (count & 4), uint32_t());
+    if (count & 4) copy(first ? begin + (count & 3) : begin, uint2());
   }
 
   Params p_;

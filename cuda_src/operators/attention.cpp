@@ -15,6 +15,42 @@ constexpr int64_t kBlockQueries = 128, kBlockKeys = 256;
 
 int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
+// Memory that each thread keeps for the next block and the next call, aligned to cache lines: the system would take
+// fresh pages of this size back after each, and clear them again. take() gives arrays one after another.
+class Kept {
+ public:
+  // Room for arrays of `bytes` in all.
+  explicit Kept(int64_t bytes) : next_(memory(bytes + kArrays * kLine)) {}
+  explicit operator bool() const { return next_; }
+
+  template <typename X>
+  X *take(int64_t n) {
+    char *const here = next_;
+    next_ += ceil_div(n * sizeof(X), kLine) * kLine;
+    return reinterpret_cast<X *>(here);
+  }
+
+ private:
+  static constexpr int64_t kLine = 64, kArrays = 8;
+  struct Memory {
+    char *data = nullptr;
+    int64_t bytes = 0;
+    ~Memory() { std::free(data); }
+  };
+
+  static char *memory(int64_t bytes) {
+    static thread_local Memory kept;
+    if (bytes > kept.bytes) {
+      std::free(kept.data);
+      kept.data = static_cast<char *>(std::aligned_alloc(kLine, ceil_div(bytes, kLine) * kLine));
+      kept.bytes = kept.data ? bytes : 0;
+    }
+    return kept.data;
+  }
+
+  char *next_;
+};
+
 // ---------------------------------------------------------------------------------------------------------- scores
 
 // n elements from `at` on of what has q's dtype or, wide, that of its sums.
@@ -74,7 +110,11 @@ struct Heads {
     return head_rows(x, z, b, h, z.kv_heads, z.keys, dim);
   }
 
-  // Rows of q's tensor by rows of k's: scores of `rows` queries from `query` on and n keys from `key` on.
+  // Scores are to be multiplied by it: the scale, if a largest score stays the largest and nothing comes between.
+  A times() const { return z.scale > 0 && !z.softcap && !adds() ? static_cast<A>(z.scale) : 1; }
+
+  // Rows of q's tensor by rows of k's: scores of `rows` queries from `query` on and n keys from `key` on, but for
+  // times().
   Status scores(HeadRows<const T> q, HeadRows<const T> k, int64_t query, int64_t key, int64_t rows, int64_t n,
                 A *s) const {
     const auto product = [&](auto epilogue) {
@@ -82,6 +122,7 @@ struct Heads {
                                             kBlockKeys, false, epilogue);
     };
     const A scale = static_cast<A>(z.scale), cap = static_cast<A>(z.softcap);
+    if (times() != 1) return product(NoEpilogue());
     if (!z.softcap) return product([=](Vec<T> s, int64_t, int64_t, auto) { return s * scale; });
     const A inner = static_cast<A>(z.scale / z.softcap);
     return product([=](Vec<T> s, int64_t, int64_t, auto) { return tanh<A>(s * inner) * cap; });
@@ -128,6 +169,18 @@ struct Heads {
   }
 };
 
+// Adds to sums (rows, dim) the product of numbers of all scores, x, with rows of a head's tensor. x is not packed
+// unless it is in 16 bits: few columns would share that.
+template <typename T, typename A = Accumulate<T>>
+Status add_product(int64_t rows, int64_t dim, int64_t n, const T *x, const T *of_keys, int64_t stride, A *sums,
+                   int64_t ld) {
+  if constexpr (std::is_same_v<T, A>)
+    return gemm_batch(1, [=](int64_t) {
+      return CpuGemm<T, A, NoEpilogue, InPlace<A>>{rows, dim, n, {x, kBlockKeys}, {of_keys, stride}, sums, ld, true};
+    });
+  else return gemm<T, A>(rows, dim, n, {x, kBlockKeys}, {of_keys, stride}, sums, ld, true);
+}
+
 // Zeros outside of a range of n elements.
 template <typename T>
 void clear_outside(T *x, Range range, int64_t n) {
@@ -148,15 +201,15 @@ struct RunningSoftmax {
   void begin(A sink) { most = sink, total = sink == most_of_none() ? 0 : 1; }
 
   // Exponentials of n scores, p; what has been summed before is to be multiplied by the result. hidden: scores of -inf
-  // are of keys that are not seen.
-  A add(const A *s, T *p, int64_t n, bool hidden) {
-    const A block = largest(s, n), before = most;
+  // are of keys that are not seen. times: of the scores.
+  A add(const A *s, T *p, int64_t n, bool hidden, A times) {
+    const A block = largest(s, n) * times, before = most;
     most = block > most ? block : most;
     const A shrink = before == most ? 1 : std::exp(before - most), base = hidden && most == most_of_none() ? 0 : most;
     const Unit<T> unit(VecInt<T>{});
     Vec<T> sums[4] = {};
     sweep_sums<T>(n, [&](int64_t j, auto part, int k) {
-      const Vec<T> e = keep<T>(exp_nonpositive<T>(unit, load(s + j, part) - base), part);
+      const Vec<T> e = keep<T>(exp_nonpositive<T>(unit, load(s + j, part) * times - base), part);
       sums[k] += e;
       store(p + j, e, part);
     });
@@ -175,10 +228,11 @@ Status attend(const Heads<T> &x, int64_t b, int64_t h, int64_t begin, int64_t en
   const int64_t rows = end - begin, length = x.length(b), dim = z.v_dim;
   const HeadRows<const T> q = x.of_queries(x.q, b, h, z.dim), k = x.of_keys(x.k, b, h / z.group(), z.dim),
                           v = x.of_keys(x.v, b, h / z.group(), dim);
-  const Buffer<A> s(rows * kBlockKeys), sums(rows * dim);
-  const Buffer<T> narrow(sizeof(T) < sizeof(A) ? rows * kBlockKeys : 0);
-  if (!s || !sums || !narrow) return out_of_memory(Attention::name);
-  T *const p = sizeof(T) < sizeof(A) ? narrow : reinterpret_cast<T *>(static_cast<A *>(s));
+  constexpr bool kNarrow = sizeof(T) < sizeof(A);
+  Kept kept(rows * (kBlockKeys * (sizeof(A) + kNarrow * sizeof(T)) + dim * sizeof(A)));
+  if (!kept) return out_of_memory(Attention::name);
+  A *const s = kept.take<A>(rows * kBlockKeys), *const sums = kept.take<A>(rows * dim), times = x.times();
+  T *const p = kNarrow ? kept.take<T>(rows * kBlockKeys) : reinterpret_cast<T *>(s);
   RunningSoftmax<T> state[kBlockQueries];
   A addends[kBlockKeys];
   for (int64_t i = 0; i < rows && x.extra.sinks; ++i) state[i].begin(x.sink(h));
@@ -197,13 +251,13 @@ Status attend(const Heads<T> &x, int64_t b, int64_t h, int64_t begin, int64_t en
           x.addends(b, h, begin + i, key + seen.begin, some, addends);
           x.add(s + at, addends, some, s + at);
         }
-        const A shrink = state[i].add(s + at, p + at, some, x.adds());
+        const A shrink = state[i].add(s + at, p + at, some, x.adds(), times);
         if (shrink != 1)
           sweep<T>(dim, [=](int64_t j, auto part) { store(sum + j, load(sum + j, part) * shrink, part); });
       }
       clear_outside(p + i * kBlockKeys, seen, n);
     }
-    if (y) AOT_TRY((gemm<T, A>(rows, dim, n, {p, kBlockKeys}, {v[key], v.stride}, sums, dim, true)));
+    if (y) AOT_TRY(add_product<T>(rows, dim, n, p, v[key], v.stride, sums, dim));
   }
   const HeadRows<T> to = x.of_queries(y, b, h, dim);
   for (int64_t i = 0; i < rows; ++i) {
@@ -259,16 +313,15 @@ class GradientBlock {
   GradientBlock(const Heads<T> &x, const Gradients<T> &g)
       : x_(x),
         g_(g),
-        s_(kBlockQueries * kBlockKeys),
-        dp_(kBlockQueries * kBlockKeys),
-        narrow_(sizeof(T) < sizeof(A) ? 2 * kBlockQueries * kBlockKeys : 0),
-        dk_(kBlockKeys * x.z.dim),
-        dv_(kBlockKeys * x.z.v_dim),
-        p_(sizeof(T) < sizeof(A) ? narrow_ : reinterpret_cast<T *>(static_cast<A *>(s_))),
-        ds_(sizeof(T) < sizeof(A) ? narrow_ + kBlockQueries * kBlockKeys
-                                  : reinterpret_cast<T *>(static_cast<A *>(dp_))) {}
+        kept_((kBlockKeys * (x.z.dim + x.z.v_dim) + 2 * kScores) * sizeof(A) + kNarrow * 2 * kScores * sizeof(T)) {
+    if (!kept_) return;
+    s_ = kept_.take<A>(kScores), dp_ = kept_.take<A>(kScores);
+    dk_ = kept_.take<A>(kBlockKeys * x.z.dim), dv_ = kept_.take<A>(kBlockKeys * x.z.v_dim);
+    p_ = kNarrow ? kept_.take<T>(kScores) : reinterpret_cast<T *>(s_);
+    ds_ = kNarrow ? kept_.take<T>(kScores) : reinterpret_cast<T *>(dp_);
+  }
 
-  bool allocated() const { return s_ && dp_ && narrow_ && dk_ && dv_; }
+  bool allocated() const { return static_cast<bool>(kept_); }
 
   // dk and dv of the block of keys from `key` on, of the head h of k; with dq: adds what these keys give to the sums.
   Status keys(int64_t b, int64_t h, int64_t key, bool dq) const {
@@ -336,6 +389,9 @@ class GradientBlock {
   }
 
  private:
+  static constexpr int64_t kScores = kBlockQueries * kBlockKeys;
+  static constexpr bool kNarrow = sizeof(T) < sizeof(A);
+
   static void convert(const A *from, T *to, int64_t n) {
     sweep<T>(n, [=](int64_t j, auto part) { store(to + j, load(from + j, part), part); });
   }
@@ -365,16 +421,16 @@ class GradientBlock {
     if (dk) AOT_TRY((gemm<T, A>(n, z.dim, rows, {ds_, kBlockKeys, true}, {q[query], q.stride}, dk_, z.dim, true)));
     if (!dq) return kOk;
     const HeadRows<A> to = x_.of_queries(g_.sums, b, h, z.dim);
-    return gemm<T, A>(rows, z.dim, n, {ds_, kBlockKeys}, {k[key], k.stride}, to[query], to.stride, true);
+    return add_product<T>(rows, z.dim, n, ds_, k[key], k.stride, to[query], to.stride);
   }
 
   // p and ds of n scores.
   void slopes(int64_t at, int64_t n, A lse, A delta) const {
-    const A *const s = s_ + at, *const dp = dp_ + at, scale = static_cast<A>(x_.z.scale);
+    const A *const s = s_ + at, *const dp = dp_ + at, scale = static_cast<A>(x_.z.scale), times = x_.times();
     const A inverse = x_.z.softcap ? static_cast<A>(1 / x_.z.softcap) : 0;
     const Unit<T> unit(VecInt<T>{});
     sweep<T>(n, [&](int64_t j, auto part) {
-      const Vec<T> score = load(s + j, part), tangent = score * inverse, of_p = load(dp + j, part) - delta;
+      const Vec<T> score = load(s + j, part) * times, tangent = score * inverse, of_p = load(dp + j, part) - delta;
       const Vec<T> p = exp_nonpositive<T>(unit, score - lse);
       store(p_ + at + j, p, part);
       store(ds_ + at + j, p * of_p * (scale - scale * tangent * tangent), part);
@@ -406,10 +462,9 @@ class GradientBlock {
 
   const Heads<T> &x_;
   const Gradients<T> &g_;
-  const Buffer<A> s_, dp_;
-  const Buffer<T> narrow_;
-  const Buffer<A> dk_, dv_;
-  T *const p_, *const ds_;
+  Kept kept_;
+  A *s_ = nullptr, *dp_ = nullptr, *dk_ = nullptr, *dv_ = nullptr;
+  T *p_ = nullptr, *ds_ = nullptr;
 };
 
 // A task for each block of the bias: no sum is made by two.

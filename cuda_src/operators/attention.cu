@@ -66,9 +66,10 @@ Status check_mode(const char *op) {
               std::getenv("AOTOPS_ATTENTION"));
 }
 
-// The kernels that take a call; tensors that are absent are null.
+// The kernels that take a forward or backward; tensors that are absent are null.
 template <typename T, typename... Tensors>
-Status choose(const char *op, const AttentionInputs<T> &x, AttentionKernels *kernels, const Tensors *...tensors) {
+Status choose(const char *op, const AttentionInputs<T> &x, bool forward, AttentionKernels *kernels,
+              const Tensors *...tensors) {
   AOT_TRY(check_mode(op));
   *kernels = AttentionKernels::any;
   if constexpr (sizeof(T) == 2) {
@@ -77,9 +78,9 @@ Status choose(const char *op, const AttentionInputs<T> &x, AttentionKernels *ker
     AOT_TRY(device_limits(op, &limits));
     if (limits.major >= 8) *kernels = AttentionKernels::mma;
 #ifdef AOT_HAVE_SM90
-    if (limits.major != 9 || !x.plain() || attention_mode() == AttentionMode::general) return kOk;
+    if (limits.major != 9 || attention_mode() == AttentionMode::general) return kOk;
     bool wgmma;
-    AOT_TRY(attention_sm90_takes(op, x.z, &wgmma));
+    AOT_TRY(attention_sm90_takes(op, x, forward, &wgmma));
     if (wgmma) *kernels = AttentionKernels::wgmma;
 #endif
   }
@@ -89,7 +90,7 @@ Status choose(const char *op, const AttentionInputs<T> &x, AttentionKernels *ker
 template <typename T>
 Status run_forward(const char *op, const AttentionInputs<T> &x, T *y, Accumulate<T> *lse, void *stream) {
   AttentionKernels kernels;
-  AOT_TRY(choose<T>(op, x, &kernels, x.q, x.k, x.v, y));
+  AOT_TRY(choose<T>(op, x, true, &kernels, x.q, x.k, x.v, y));
   if constexpr (sizeof(T) == 2) {
 #ifdef AOT_HAVE_SM90
     if (kernels == AttentionKernels::wgmma) return attention_sm90<T>(op, x, y, lse, stream);
@@ -104,7 +105,7 @@ template <typename T>
 Status run_backward(const char *op, const AttentionInputs<T> &x, const T *y, Accumulate<T> *delta, T *dq, T *dk, T *dv,
                     void *stream) {
   AttentionKernels kernels;
-  AOT_TRY(choose<T>(op, x, &kernels, x.q, x.k, x.v, x.dy, y, dq, dk, dv));
+  AOT_TRY(choose<T>(op, x, false, &kernels, x.q, x.k, x.v, x.dy, y, dq, dk, dv));
   if constexpr (sizeof(T) == 2) {
     DeviceLimits limits;
     AOT_TRY(device_limits(op, &limits));
@@ -116,7 +117,8 @@ Status run_backward(const char *op, const AttentionInputs<T> &x, const T *y, Acc
                           stream, x, y, delta));
   if constexpr (sizeof(T) == 2) {
 #ifdef AOT_HAVE_SM90
-    if (kernels == AttentionKernels::wgmma) return attention_backward_sm90<T>(op, x, y, delta, dq, dk, dv, stream);
+    if (kernels == AttentionKernels::wgmma)
+      return attention_backward_sm90<T>(op, x, y, delta, dq, dk, dv, delta + 2 * x.z.rows(), stream);
 #endif
     if (kernels == AttentionKernels::mma) return run_mma_backward(op, x, dq, dk, dv, stream);
   }
@@ -128,7 +130,7 @@ Status run_backward(const char *op, const AttentionInputs<T> &x, const T *y, Acc
 template <typename T>
 Status run_bias(const char *op, const AttentionInputs<T> &x, void *dbias, void *stream) {
   AttentionKernels kernels;
-  AOT_TRY(choose<T>(op, x, &kernels, x.q, x.k, x.v, x.dy));
+  AOT_TRY(choose<T>(op, x, false, &kernels, x.q, x.k, x.v, x.dy));
   if constexpr (sizeof(T) == 2)
     if (kernels == AttentionKernels::mma) return run_mma_bias(op, x, dbias, stream);
   constexpr int kSide = AttentionTile<T, AttentionResult::dbias>::kSide;

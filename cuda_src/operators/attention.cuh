@@ -39,13 +39,17 @@ struct AttentionInputs {
     if (n >= 0 && n <= z.keys) return {n, 1};
     return {0, __int_as_float(0x7fffffff)};
   }
-  // A block's threads all call this. NaN too where cu_seqlens or cu_seqlens_k do not ascend from 0 to queries or keys.
-  __device__ Length block_length(int64_t b) const {
-    if (!extra.offsets) return length(b);
+  // Whether there are cu_seqlens or cu_seqlens_k that do not ascend from 0 to queries or keys. A block's threads all
+  // call this.
+  __device__ bool wrong_offsets() const {
+    if (!extra.offsets) return false;
     bool wrong = false;
-    for (int64_t i = threadIdx.x; i <= extra.sequences; i += blockDim.x)
-      wrong |= misplaced(i);
-    if (__syncthreads_or(wrong)) return {0, __int_as_float(0x7fffffff)};
+    for (int64_t i = threadIdx.x; i <= extra.sequences; i += blockDim.x) wrong |= misplaced(i);
+    return __syncthreads_or(wrong);
+  }
+  // A block's threads all call this. NaN too where cu_seqlens or cu_seqlens_k are wrong.
+  __device__ Length block_length(int64_t b) const {
+    if (wrong_offsets()) return {0, __int_as_float(0x7fffffff)};
     return length(b);
   }
   // Whether offset i of queries or of keys is not between the one before and their number.
@@ -446,13 +450,14 @@ __global__ void __launch_bounds__(kAttentionBlock) attention_dbias_kernel(Attent
 
 // attention_sm90.cu: the kernels of attention_wgmma.cuh, for __half and __nv_bfloat16. *takes: whether they take a call
 // whose tensors are aligned.
-Status attention_sm90_takes(const char *op, const AttentionSizes &z, bool *takes);
+template <typename T>
+Status attention_sm90_takes(const char *op, const AttentionInputs<T> &x, bool forward, bool *takes);
 template <typename T>
 Status attention_sm90(const char *op, const AttentionInputs<T> &x, T *y, float *lse, void *stream);
 // delta: computed from y beside dq if that is wanted; else x has it.
 template <typename T>
 Status attention_backward_sm90(const char *op, const AttentionInputs<T> &x, const T *y, float *delta, T *dq, T *dk,
-                               T *dv, void *stream);
+                               T *dv, float *space, void *stream);
 
 }  // namespace AOT_ISA
 }  // namespace aot

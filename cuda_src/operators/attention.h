@@ -447,8 +447,8 @@ struct AttentionBackward : AttentionAttrs {
     return kIsCuda || wide ? 0 : q.size();
   }
 
-  // A pass of 16 bits on a GPU (attention_mma_backward.cuh) needs besides, for each query in whole tiles of 128, a row
-  // of dq, two numbers and less than one turn; a counter; and alignment.
+  // The floats that a GPU needs for one pass over 16 bits (attention_wgmma_backward.cuh, attention_mma_backward.cuh):
+  // for each query, in whole tiles of 128, a row of dq, two numbers and less than one turn; a counter; and alignment.
   int64_t pass_space(const Spec &q, const Spec &v) const {
     const bool wide = q.dtype == DType::float32 || q.dtype == DType::float64;
     const int64_t columns = std::max(dim(q), dim(v));

@@ -1,27 +1,36 @@
-#include "attention_wgmma.cuh"
+#include "attention_wgmma_backward.cuh"
 
 namespace aot {
 inline namespace AOT_ISA {
 
-Status attention_sm90_takes(const char *op, const AttentionSizes &z, bool *takes) {
+template <typename T>
+Status attention_sm90_takes(const char *op, const AttentionInputs<T> &x, bool forward, bool *takes) {
   AOT_TRY(bind_device(op));  // for the driver, which encodes tensor maps
-  return *takes = wgmma_takes(z), kOk;
+  return *takes = wgmma_takes(x, forward), kOk;
 }
 
 template <typename T>
 Status attention_sm90(const char *op, const AttentionInputs<T> &x, T *y, float *lse, void *stream) {
   AttentionWgmma<T> c = {};
   c.x = x, c.y = y, c.lse = lse;
-  return dispatch_wgmma(x.z, [&](auto shapes) {
-    return launch_attention_wgmma<T, typename decltype(shapes)::Y, WgmmaResult::y>(op, c, stream);
+  return dispatch_wgmma(x.z, [&](auto shapes) -> Status {
+    using Shapes = decltype(shapes);
+    if (x.extra.offsets || x.z.softcap != 0)
+      return launch_attention_wgmma<T, typename Shapes::YExtra, WgmmaResult::y>(op, c, stream);
+    return launch_attention_wgmma<T, typename Shapes::Y, WgmmaResult::y>(op, c, stream);
   });
 }
 
 template <typename T>
 Status attention_backward_sm90(const char *op, const AttentionInputs<T> &x, const T *y, float *delta, T *dq, T *dk,
-                               T *dv, void *stream) {
+                               T *dv, float *space, void *stream) {
   AttentionWgmma<T> c = {};
   c.x = x, c.dq = dq, c.dk = dk, c.dv = dv, c.of_delta = y, c.delta = delta;
+  if (dq && dk && dv) {
+    if (std::max(x.z.dim, x.z.v_dim) <= 64)
+      return launch_one_pass<T, OnePassShape<64, 128, 3, 1>>(op, c, space, stream);
+    return launch_one_pass<T, OnePassShape<128, 64, 2, 2>>(op, c, space, stream);
+  }
   return dispatch_wgmma(x.z, [&](auto shapes) -> Status {
     using Shapes = decltype(shapes);
     if (dq) AOT_TRY((launch_attention_wgmma<T, typename Shapes::Dq, WgmmaResult::dq>(op, c, stream)));
@@ -31,9 +40,10 @@ Status attention_backward_sm90(const char *op, const AttentionInputs<T> &x, cons
 }
 
 #define AOT_ATTENTION(T)                                                                                               \
+  template Status attention_sm90_takes(const char *, const AttentionInputs<T> &, bool, bool *);                        \
   template Status attention_sm90(const char *, const AttentionInputs<T> &, T *, float *, void *);                      \
   template Status attention_backward_sm90(const char *, const AttentionInputs<T> &, const T *, float *, T *, T *, T *, \
-                                          void *);
+                                          float *, void *);
 AOT_ATTENTION(__half)
 AOT_ATTENTION(__nv_bfloat16)
 #undef AOT_ATTENTION

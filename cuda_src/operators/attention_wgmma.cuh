@@ -18,10 +18,11 @@ inline namespace AOT_ISA {
 
 // kDim: head_dim, padded with zeros; kOthers: of a step; kTurns: whether warpgroups issue their products in turns, so
 // that one has exponentials beside the products of another.
-template <int kDim_, int kGroups_, int kOthers_, int kStages_, bool kTurns_>
+// kExtra: of y, the call may have cu_seqlens or a softcap.
+template <int kDim_, int kGroups_, int kOthers_, int kStages_, bool kTurns_, bool kExtra_ = false>
 struct WgmmaShape {
   static constexpr int kDim = kDim_, kGroups = kGroups_, kOthers = kOthers_, kStages = kStages_;
-  static constexpr bool kTurns = kTurns_;
+  static constexpr bool kTurns = kTurns_, kExtra = kExtra_;
   static constexpr int kRows = 64 * kGroups, kThreads = 128 * (kGroups + 1), kBoxes = kDim / 64;
   static constexpr int kTile = kRows * kDim * 2, kOtherTile = kOthers * kDim * 2;  // bytes
   static constexpr int kNumbers = 2 * 4 * kOthers;                                 // bytes of lse and delta of a stage
@@ -37,15 +38,19 @@ struct WgmmaShapes;
 template <>
 struct WgmmaShapes<64> {
   using Y = WgmmaShape<64, 3, 128, 2, true>;
+  using YExtra = WgmmaShape<64, 2, 128, 3, true, true>;
   using Dq = WgmmaShape<64, 2, 128, 3, false>;
   using Dkv = WgmmaShape<64, 2, 96, 3, false>;
 };
 template <>
 struct WgmmaShapes<128> {
   using Y = WgmmaShape<128, 2, 128, 2, true>;
+  using YExtra = WgmmaShape<128, 2, 128, 2, true, true>;
   using Dq = WgmmaShape<128, 2, 96, 3, false>;
   using Dkv = WgmmaShape<128, 2, 64, 3, false>;
 };
+
+constexpr int kMostSorted = 2048;  // row tiles, of a call with cu_seqlens
 
 template <typename T>
 struct AttentionWgmma {
@@ -53,11 +58,19 @@ struct AttentionWgmma {
   AttentionInputs<T> x;
   int left, right, shift;  // as in AttentionSizes, -1 without a bound; query i is beside key i + shift
   int queries, keys, group, heads_of_rows, all_heads, row_tiles;  // heads of rows in an example, and in all
+  int rounds, sections, section_rounds, section_heads;            // of y: WgmmaTiles
+  bool across_heads, sorted;
   T *y, *dq, *dk, *dv;
   float *lse;
   const T *of_delta;  // y, for the kernel of dq to compute delta from
   float *delta;
 };
+
+enum class WgmmaResult { y, dq, dkv };
+
+// The work of a kernel's blocks. Those of the backward are in attention_wgmma_backward.cuh.
+template <typename T, class Shape, WgmmaResult kResult>
+struct WgmmaBlock;
 
 #ifdef CUTE_ARCH_MMA_SM90A_ENABLED
 
@@ -220,17 +233,39 @@ struct WgmmaQueries {
   static constexpr int kKeys = Shape::kOthers;
   int b, h, kv, begin, end, length, first, steps, whole_begin, whole_end;
   float times;
+  int2 own[Shape::kExtra ? 4 : 1];  // the sequences of this lane's rows, then those of the first and last row
 
+  // wrong: cu_seqlens that are not ascending.
   template <typename T>
-  __device__ WgmmaQueries(const AttentionWgmma<T> &c, int tile, int head) {
+  __device__ WgmmaQueries(const AttentionWgmma<T> &c, int tile, int head, bool wrong = false) {
     b = head / c.heads_of_rows, h = head - b * c.heads_of_rows, kv = c.group == 1 ? h : h / c.group;
     begin = tile * Shape::kRows, end = min(c.queries, begin + Shape::kRows);
     const auto found = c.x.length(b);
-    length = static_cast<int>(found.value), times = found.times;
-    const int seen_begin = first_key(c, begin), seen_end = last_key(c, end - 1);
+    length = wrong ? 0 : static_cast<int>(found.value), times = wrong ? __int_as_float(0x7fffffff) : found.times;
+    int seen_begin = first_key(c, begin), seen_end = last_key(c, end - 1);
+    whole_begin = first_key(c, end - 1), whole_end = last_key(c, begin);
+    if constexpr (Shape::kExtra) {
+      own[2] = find_sequence(c, begin), own[3] = find_sequence(c, end - 1);
+      seen_begin = max(seen_begin, own[2].x), seen_end = min(seen_end, own[3].y);
+      whole_begin = max(whole_begin, own[3].x), whole_end = min(whole_end, own[2].y);
+    }
     const bool any = seen_end > seen_begin;
     first = any ? seen_begin / kKeys * kKeys : 0, steps = any ? (seen_end - first - 1) / kKeys + 1 : 0;
-    whole_begin = first_key(c, end - 1), whole_end = last_key(c, begin);
+  }
+  template <typename T>
+  __device__ static int2 find_sequence(const AttentionWgmma<T> &c, int query) {
+    if (!c.x.extra.offsets) return {0, INT32_MAX};
+    const Range found = c.x.extra.sequence(query);
+    return {static_cast<int>(found.begin), static_cast<int>(found.end)};
+  }
+  template <typename T>
+  __device__ int2 sequence(const AttentionWgmma<T> &c, int query) const {
+    return own[2].x == own[3].x && own[2].y == own[3].y ? own[2] : find_sequence(c, query);
+  }
+  // Before hide, by each lane.
+  template <typename T>
+  __device__ void find_own(const AttentionWgmma<T> &c) {
+    if constexpr (Shape::kExtra) own[0] = sequence(c, query(0)), own[1] = sequence(c, query(1));
   }
   // The keys from first_key on, and before last_key, are those that a query sees.
   template <typename T>
@@ -245,10 +280,14 @@ struct WgmmaQueries {
   // The steps up to the last key that a row of a warpgroup sees: at least one of those that there are.
   template <typename T>
   __device__ int steps_of(const AttentionWgmma<T> &c, int group) const {
-    const int seen = last_key(c, min(end, begin + 64 * (group + 1)) - 1) - first;
+    const int row = min(end, begin + 64 * (group + 1)) - 1;
+    int seen = last_key(c, row) - first;
+    if constexpr (Shape::kExtra) seen = min(seen, sequence(c, row).y - first);
     return min(steps, max(1, (seen + kKeys - 1) / kKeys));
   }
   __device__ int key(int step) const { return first + step * kKeys; }
+  // The keys from here on no row sees, and they may not be there.
+  __device__ int present() const { return Shape::kExtra ? min(length, own[Shape::kExtra ? 3 : 0].y) : length; }
   __device__ bool whole(int step) const { return key(step) >= whole_begin && key(step) + kKeys <= whole_end; }
   // The query that is row 8 half of this lane.
   __device__ int query(int half) const {
@@ -261,8 +300,10 @@ struct WgmmaQueries {
     const int from = key(step) + lane_index() % 4 * 2;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      hide_from<kKeys>(s, half, last_key(c, query(half)) - from, hidden);
-      if (c.left >= 0) hide_before<kKeys>(s, half, first_key(c, query(half)) - from, hidden);
+      int seen_begin = first_key(c, query(half)), seen_end = last_key(c, query(half));
+      if constexpr (Shape::kExtra) seen_begin = max(seen_begin, own[half].x), seen_end = min(seen_end, own[half].y);
+      hide_from<kKeys>(s, half, seen_end - from, hidden);
+      if (Shape::kExtra || c.left >= 0) hide_before<kKeys>(s, half, seen_begin - from, hidden);
     }
   }
 };
@@ -276,31 +317,111 @@ __device__ inline void each_query_tile(const AttentionWgmma<T> &c, F f) {
 
 // --------------------------------------------------------------------------------------------------------------- y
 
+// The row tiles of a call with cu_seqlens, the heaviest first. Each block finds the same order.
+struct WgmmaOrder {
+  uint16_t steps[kMostSorted], tiles[kMostSorted];
+
+  // By all threads of a block, which then waits for itself.
+  template <class Shape, typename T>
+  __device__ void find(const AttentionWgmma<T> &c) {
+    const int threads = static_cast<int>(blockDim.x);
+    for (int i = threadIdx.x; i < c.row_tiles; i += threads) steps[i] = min(WgmmaQueries<Shape>(c, i, 0).steps, 65535);
+    __syncthreads();
+    for (int i = threadIdx.x; i < c.row_tiles; i += threads) {
+      int rank = 0;
+      for (int j = 0; j < c.row_tiles; ++j) rank += steps[j] > steps[i] || (steps[j] == steps[i] && j > i);
+      tiles[rank] = static_cast<uint16_t>(i);
+    }
+  }
+};
+
+// The tiles of queries of a block. Where the first keys are seen by most queries, and tiles differ in work, they are in
+// sections of heads, and the heaviest tiles of a section are first; else row tiles of a head are beside each other.
+template <class Shape, typename T>
+class WgmmaTiles {
+ public:
+  __device__ WgmmaTiles(const AttentionWgmma<T> &c, const WgmmaOrder *order, bool wrong)
+      : c_(c), order_(order), wrong_(wrong) {}
+
+  // Whether there is one more, which tile() then is.
+  __device__ bool next() {
+    const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
+    while (++round_ < c_.rounds) {
+      const int section = min(round_ / c_.section_rounds, c_.sections - 1);
+      const int before = section * c_.section_heads, round = round_ - section * c_.section_rounds;
+      const int heads = section == c_.sections - 1 ? c_.all_heads - before : c_.section_heads;
+      const int i = round * blocks + (round % 2 ? blocks - 1 - block : block);
+      if (i >= heads * c_.row_tiles) continue;
+      if (c_.across_heads) tile_ = of_rank(i / heads), head_ = before + i % heads;
+      else tile_ = i % c_.row_tiles, head_ = i / c_.row_tiles;
+      return true;
+    }
+    return false;
+  }
+  __device__ WgmmaQueries<Shape> tile() const { return {c_, tile_, head_, wrong_}; }
+
+ private:
+  __device__ int of_rank(int rank) const {
+    if constexpr (Shape::kExtra)
+      if (c_.sorted) return order_->tiles[rank];
+    return c_.row_tiles - 1 - rank;
+  }
+
+  const AttentionWgmma<T> &c_;
+  const WgmmaOrder *order_;
+  bool wrong_;
+  int round_ = -1, tile_ = 0, head_ = 0;
+};
+
+// The greater one, or NaN if one is NaN.
+__device__ inline float max_or_nan(float a, float b) {
+  float most;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(a), "f"(b));
+  return most;
+}
+
+// A warpgroup's products go on across tiles: the first scores of the next tile are computed beside the last product of
+// one, and beside its store.
 template <typename T, class Shape>
 struct WgmmaY {
   static constexpr int kDim = Shape::kDim, kKeys = Shape::kOthers, kGroups = Shape::kGroups;
+  using Tile = WgmmaQueries<Shape>;
   struct Barriers {
-    Ring<1> q;
+    Ring<1> q[kGroups];
     Ring<Shape::kStages> k, v;
+  };
+  // A thread keeps of its two rows the largest score and the sum of the weights, 2^(score - most).
+  struct Rows {
+    float most[2], total[2], shrink[2];
   };
   const AttentionWgmma<T> &c;
   Barriers &barriers;
   uint32_t q_tile;
+  const WgmmaOrder *order = nullptr;
+  bool wrong = false;  // cu_seqlens
 
   __device__ uint32_t k_tile(int i) const { return q_tile + Shape::kTile + i % Shape::kStages * 2 * Shape::kOtherTile; }
   __device__ uint32_t v_tile(int i) const { return k_tile(i) + Shape::kOtherTile; }
 
   __device__ void load() const {
-    int tiles = 0, steps = 0;
-    each_query_tile<Shape>(c, [&](const WgmmaQueries<Shape> &tile) {
-      load_tile<kDim>(c.q, q_tile, barriers.q.fill(tiles++, Shape::kTile), Shape::kRows, tile.begin, tile.h, tile.b);
-      for (int i = 0; i < tile.steps; ++i, ++steps) {
-        load_tile<kDim>(c.k, k_tile(steps), barriers.k.fill(steps, Shape::kOtherTile), kKeys, tile.key(i), tile.kv,
-                        tile.b);
-        load_tile<kDim>(c.v, v_tile(steps), barriers.v.fill(steps, Shape::kOtherTile), kKeys, tile.key(i), tile.kv,
-                        tile.b);
+    WgmmaTiles<Shape, T> tiles(c, order, wrong);
+    for (int n = 0, steps = 0; tiles.next(); ++n) {
+      const Tile tile = tiles.tile();
+      for (int i = 0; i < max(1, tile.steps); ++i) {
+        if (i < tile.steps) load_keys(c.k, k_tile(steps), barriers.k.fill(steps, Shape::kOtherTile), tile, i);
+        if (i == 0) load_queries(tile, n);
+        if (i < tile.steps) load_keys(c.v, v_tile(steps), barriers.v.fill(steps, Shape::kOtherTile), tile, i), ++steps;
       }
-    });
+    }
+  }
+  __device__ void load_keys(const CUtensorMap &map, uint32_t to, uint64_t *full, const Tile &tile, int step) const {
+    load_tile<kDim>(map, to, full, kKeys, tile.key(step), tile.kv, tile.b);
+  }
+  __device__ void load_queries(const Tile &tile, int n) const {
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g)
+      load_tile<kDim>(c.q, q_tile + g * 64 * 128, barriers.q[g].fill(n, Shape::kTile / kGroups), Shape::kRows,
+                      tile.begin + 64 * g, tile.h, tile.b);
   }
 
   __device__ void take_turn(int group) const {
@@ -310,82 +431,140 @@ struct WgmmaY {
     if (Shape::kTurns) arrive_named(1 + (group + 1) % kGroups, 256);
   }
 
+  using Sums = float[kDim / 2];
+  using Scores = float[kKeys / 2];
+  using Weights = uint32_t[kKeys / 16][4];
+
   __device__ void compute(int group) const {
-    const float scale = static_cast<float>(c.x.z.scale * kLog2E);
-    int tiles = 0, steps = 0;
+    const MmaScores scores(c.x.z);
+    const float scale = Shape::kExtra && scores.inner != 0 ? 1 : scores.scale;
+    Sums sums;
+    Scores s;
+    Weights p = {};
+    Rows rows;
+    WgmmaTiles<Shape, T> tiles(c, order, wrong);
+    if (!tiles.next()) return;
+    Tile tile = tiles.tile();
     if (group == kGroups - 1) pass_turn(group);
-    each_query_tile<Shape>(c, [&](const WgmmaQueries<Shape> &tile) {
-      float sums[kDim / 2], s[kKeys / 2], most[2] = {-kInfinity, -kInfinity}, total[2] = {}, shrink[2];
-      uint32_t p[kKeys / 16][4];
-      const int own = tile.steps_of(c, group);
-      barriers.q.wait(tiles);
-      if (tile.steps) {
-        barriers.k.wait(steps);
-        start_rows<Shape>(s, q_tile, 64 * group, k_tile(steps), T());
-        wgmma_wait<0>();
-        fence_registers(s);
+    int steps = 0, own;  // steps: of this block, before those of the tile; own: those that this warpgroup computes
+    wait_first(tile, group, 0, 0);
+    start_rows<Shape>(s, q_tile, 64 * group, k_tile(0), T());
+#pragma unroll 1
+    for (int n = 0;; ++n) {
+      tile.find_own(c);
+      own = own_steps(tile, group);
+      rows = {{-kInfinity, -kInfinity}, {}, {}};
+      wgmma_wait<0>();
+      fence_registers(s);
+      if (own <= 1) barriers.q[group].release(n);
+      if (own) {
         barriers.k.release(steps);
+        cap(s, scores);
         tile.hide(c, 0, s, -kInfinity);
-        weigh(s, scale, most, total, shrink);
+        weigh(s, scale, rows);
         round_to_factor(p, s, T());
-      } else {
-#pragma unroll
-        for (float &sum : sums) sum = 0;
       }
 #pragma unroll 1
-      for (int i = 1; i < own; ++i, ++steps) {
-        barriers.k.wait(steps + 1);
+      for (int i = 1; i < own; ++i) {
+        const int step = steps + i;
+        barriers.k.wait(step);
         take_turn(group);
-        start_rows<Shape>(s, q_tile, 64 * group, k_tile(steps + 1), T());
-        barriers.v.wait(steps);
-        start_weights<Shape>(sums, p, v_tile(steps), i > 1, T());
+        start_rows<Shape>(s, q_tile, 64 * group, k_tile(step), T());
+        barriers.v.wait(step - 1);
+        start_weights<Shape>(sums, p, v_tile(step - 1), i > 1, T());
         pass_turn(group);
         wgmma_wait<1>();
         fence_registers(s);
-        barriers.k.release(steps + 1);
+        barriers.k.release(step);
+        if (i == own - 1) barriers.q[group].release(n);
+        cap(s, scores);
         tile.hide(c, i, s, -kInfinity);
-        weigh(s, scale, most, total, shrink);
+        weigh(s, scale, rows);
         wgmma_wait<0>();
         fence_registers(sums), fence_registers(p);
-        barriers.v.release(steps);
+        barriers.v.release(step - 1);
         round_to_factor(p, s, T());
-#pragma unroll
-        for (int n = 0; n < kDim / 2; ++n) sums[n] *= shrink[n / 2 % 2];
+        shrink(sums, rows);
       }
-      barriers.q.release(tiles++);
-      if (tile.steps) {
-        barriers.v.wait(steps);
-        const int last = tile.key(own - 1);
-        if (last + kKeys > tile.length && tile.length < c.keys)
-          clear_rows<Shape>(v_tile(steps), tile.length - last, group);
-        start_weights<Shape>(sums, p, v_tile(steps), own > 1, T());
-        wgmma_wait<0>();
-        fence_registers(sums);
-        barriers.v.release(steps++);
-      }
-      for (int i = own; i < tile.steps; ++i, ++steps) {
-        take_turn(group);
-        pass_turn(group);
-        barriers.k.wait(steps), barriers.k.release(steps);
-        barriers.v.wait(steps), barriers.v.release(steps);
-      }
-      store(tile, group, sums, most, total);
-    });
+      skip(group, own, steps, tile.steps);
+      const int last = steps + max(0, own - 1);
+      steps += tile.steps;
+      if (!tiles.next()) break;
+      const Tile next = tiles.tile();
+      if (own) wait_last(tile, group, own, last);
+      wait_first(next, group, n + 1, steps);
+      take_turn(group);
+      start_weights<Shape>(sums, p, v_tile(last), own > 1, T());
+      start_rows<Shape>(s, q_tile, 64 * group, k_tile(steps), T());
+      pass_turn(group);
+      wgmma_wait<1>();
+      fence_registers(sums);
+      if (own) barriers.v.release(last);
+      store(tile, group, own, sums, rows);
+      tile = next;
+    }
+    const int last = steps - tile.steps + max(0, own - 1);
+    if (own) wait_last(tile, group, own, last);
+    take_turn(group);
+    start_weights<Shape>(sums, p, v_tile(last), own > 1, T());
+    pass_turn(group);
+    wgmma_wait<0>();
+    fence_registers(sums);
+    store(tile, group, own, sums, rows);
   }
 
-  // Scores become probabilities times 2^-most; what was summed before is to be multiplied by shrink.
-  __device__ static void weigh(float (&s)[kKeys / 2], float scale, float (&most)[2], float (&total)[2],
-                               float (&shrink)[2]) {
+  // The steps that a warpgroup computes: none without rows, and else so many that the others that it has to pass fit
+  // into the stages beside its last one.
+  __device__ int own_steps(const Tile &tile, int group) const {
+    if (tile.begin + 64 * group >= tile.end) return 0;
+    return max(tile.steps_of(c, group), tile.steps - (Shape::kStages - 1));
+  }
+  __device__ void skip(int group, int own, int steps, int all) const {
+#pragma unroll 1
+    for (int i = own; i < all; ++i) {
+      if (i > 0) take_turn(group), pass_turn(group);
+      barriers.k.wait(steps + i), barriers.k.release(steps + i);
+      barriers.v.wait(steps + i), barriers.v.release(steps + i);
+    }
+  }
+  // Waits for what the first product of a tile reads, and the last one.
+  __device__ void wait_first(const Tile &tile, int group, int n, int step) const {
+    barriers.q[group].wait(n);
+    if (tile.steps) barriers.k.wait(step);
+  }
+  __device__ void wait_last(const Tile &tile, int group, int own, int step) const {
+    barriers.v.wait(step);
+    const int last = tile.key(own - 1), length = tile.present();
+    if (last + kKeys > length && length < c.keys) clear_rows<Shape>(v_tile(step), length - last, group);
+  }
+
+  __device__ static void cap(Scores &s, const MmaScores &scores) {
+    if constexpr (Shape::kExtra) {
+      if (scores.inner == 0) return;
+      float slope;
+#pragma unroll
+      for (int n = 0; n < kKeys / 2; ++n) s[n] = scores(s[n], &slope);
+    }
+  }
+
+  // Scores become weights. `most` follows the largest score where that is more than kSlack above it, and what was
+  // summed before is then to be multiplied by shrink: weights of up to 2^kSlack are as exact. All weights of a row that
+  // has a NaN, or infinity, are NaN, and so is lse, for the backward to make them so too.
+  __device__ static void weigh(Scores &s, float scale, Rows &rows) {
+    constexpr float kSlack = 8;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float block = -kInfinity, sum = 0;
 #pragma unroll
-      for (int n = 0; n < kKeys / 8; ++n) block = fmaxf(block, fmaxf(s[4 * n + 2 * half], s[4 * n + 2 * half + 1]));
-      block = fmaxf(block, __shfl_xor_sync(~0u, block, 1));
-      block = fmaxf(block, __shfl_xor_sync(~0u, block, 2));
-      const float now = fmaxf(most[half], scale * block), base = now == -kInfinity ? 0 : now;
-      shrink[half] = fast_exp2(most[half] - base);
-      most[half] = now;
+      for (int n = 0; n < kKeys / 8; ++n)
+        block = max_or_nan(block, max_or_nan(s[4 * n + 2 * half], s[4 * n + 2 * half + 1]));
+      block = max_or_nan(block, __shfl_xor_sync(~0u, block, 1));
+      block = max_or_nan(block, __shfl_xor_sync(~0u, block, 2));
+      float &most = rows.most[half];
+      const float before = most, found = scale * block;
+      if (!(found <= before + kSlack)) most = found;
+      const float base = most == -kInfinity ? 0 : most == kInfinity ? __int_as_float(0x7fffffff) : most;
+      rows.shrink[half] = most == before ? 1 : fast_exp2(before - base);
 #pragma unroll
       for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
@@ -393,20 +572,28 @@ struct WgmmaY {
           float &score = s[4 * n + 2 * half + e];
           sum += score = fast_exp2(fmaf(score, scale, -base));
         }
-      total[half] = total[half] * shrink[half] + sum;
+      rows.total[half] = rows.total[half] * rows.shrink[half] + sum;
     }
   }
+  __device__ static void shrink(Sums &sums, const Rows &rows) {
+    if (!__any_sync(~0u, rows.shrink[0] != 1 || rows.shrink[1] != 1)) return;
+#pragma unroll
+    for (int n = 0; n < kDim / 2; ++n) sums[n] *= rows.shrink[n / 2 % 2];
+  }
 
-  __device__ void store(const WgmmaQueries<Shape> &tile, int group, const float (&sums)[kDim / 2],
-                        const float (&most)[2], float (&total)[2]) const {
+  __device__ void store(const Tile &tile, int group, int own, Sums &sums, const Rows &rows) const {
     float times[2];
+    if (!own) {
+#pragma unroll
+      for (float &sum : sums) sum = 0;
+    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      total[half] = sum_lanes<4>(total[half]);
-      times[half] = total[half] == 0 ? 0 * tile.times : tile.times / total[half];
+      const float total = sum_lanes<4>(rows.total[half]);
+      times[half] = total == 0 ? 0 * tile.times : tile.times / total;
       const int query = tile.query(half);
       if (c.lse && query < tile.end && lane_index() % 4 == 0)
-        c.lse[c.x.row(tile.b, tile.h, query)] = (most[half] + log2f(total[half])) * static_cast<float>(1 / kLog2E);
+        c.lse[c.x.row(tile.b, tile.h, query)] = (rows.most[half] + log2f(total)) * static_cast<float>(1 / kLog2E);
     }
     const int dim = static_cast<int>(c.x.z.v_dim);
     if (c.y)
@@ -414,344 +601,21 @@ struct WgmmaY {
   }
 };
 
-// --------------------------------------------------------------------------------------------------------------- dq
-
 template <typename T, class Shape>
-struct WgmmaDq {
-  static constexpr int kDim = Shape::kDim, kKeys = Shape::kOthers, kGroups = Shape::kGroups;
-  struct Barriers {
-    Ring<1> rows;
-    Ring<Shape::kStages> others;
-    Ring<2> numbers;
-  };
-  const AttentionWgmma<T> &c;
-  Barriers &barriers;
-  uint32_t q_tile;
-
-  __device__ uint32_t dy_tile() const { return q_tile + Shape::kTile; }
-  __device__ uint32_t k_tile(int i) const {
-    return q_tile + 2 * Shape::kTile + i % Shape::kStages * 2 * Shape::kOtherTile;
-  }
-  __device__ uint32_t v_tile(int i) const { return k_tile(i) + Shape::kOtherTile; }
-  // lse, in units of log(2), and delta of a tile's queries.
-  __device__ float2 *numbers(int i) const {
-    const uint32_t at = q_tile + 2 * Shape::kTile + Shape::kStages * 2 * Shape::kOtherTile + i % 2 * Shape::kRows * 8;
-    return static_cast<float2 *>(__cvta_shared_to_generic(at));
-  }
-
-  __device__ void load() const {
-    int tiles = 0, steps = 0;
-    each_query_tile<Shape>(c, [&](const WgmmaQueries<Shape> &tile) {
-      uint64_t *const rows = barriers.rows.fill(tiles++, 2 * Shape::kTile);
-      load_tile<kDim>(c.q, q_tile, rows, Shape::kRows, tile.begin, tile.h, tile.b);
-      load_tile<kDim>(c.dy, dy_tile(), rows, Shape::kRows, tile.begin, tile.h, tile.b);
-      for (int i = 0; i < tile.steps; ++i, ++steps) {
-        uint64_t *const full = barriers.others.fill(steps, 2 * Shape::kOtherTile);
-        load_tile<kDim>(c.k, k_tile(steps), full, kKeys, tile.key(i), tile.kv, tile.b);
-        load_tile<kDim>(c.v, v_tile(steps), full, kKeys, tile.key(i), tile.kv, tile.b);
-      }
-    });
-  }
-
-  // Computes numbers of the next tile beside products of this one: 8 rows of a warp at once.
-  __device__ void prepare(int warp, int warps) const {
-    int tiles = 0;
-    each_query_tile<Shape>(c, [&](const WgmmaQueries<Shape> &tile) {
-      barriers.numbers.wait_empty(tiles);
-#pragma unroll 1
-      for (int i = warp; i < Shape::kRows / 8; i += warps) {
-        const int row = 8 * i + lane_index() / 4, query = tile.begin + row;
-        const bool present = query < tile.end, first = lane_index() % 4 == 0;
-        const int64_t at = c.x.row(tile.b, tile.h, query);
-        const float lse = present && first ? c.x.lse[at] * static_cast<float>(kLog2E) : kInfinity;
-        const float delta = sum_lanes<4>(present ? partial_delta(tile, query) : 0);
-        if (first) numbers(tiles)[row] = {lse, delta};
-        if (first && present) c.delta[at] = delta;
-      }
-      barriers.numbers.filled(tiles++);
-    });
-  }
-  // The share of a lane, one of four, in sum(dy y) of a query.
-  __device__ float partial_delta(const WgmmaQueries<Shape> &tile, int query) const {
-    const int dim = static_cast<int>(c.x.z.v_dim), from = lane_index() % 4 * 8;
-    const T *const dy = c.x.of_queries(c.x.dy, tile.b, tile.h, dim)[query] + from;
-    const T *const y = c.x.of_queries(c.of_delta, tile.b, tile.h, dim)[query] + from;
-    uint4 a[2], b[2];
-    float sum = 0;
-#pragma unroll
-    for (int i = 0; i < kDim; i += 64) {
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const bool there = i + 32 * j + from < dim;
-        a[j] = there ? *reinterpret_cast<const uint4 *>(dy + i + 32 * j) : uint4{};
-        b[j] = there ? *reinterpret_cast<const uint4 *>(y + i + 32 * j) : uint4{};
-      }
-#pragma unroll
-      for (int j = 0; j < 2; ++j)
-#pragma unroll
-        for (int e = 0; e < 8; ++e)
-          sum += widen(reinterpret_cast<const T *>(&a[j])[e]) * widen(reinterpret_cast<const T *>(&b[j])[e]);
-    }
-    return sum;
-  }
-
-  __device__ void compute(int group) const {
-    const float scale = static_cast<float>(c.x.z.scale * kLog2E);
-    int tiles = 0, steps = 0;
-    each_query_tile<Shape>(c, [&](const WgmmaQueries<Shape> &tile) {
-      float sums[kDim / 2];
-#pragma unroll
-      for (int n = 0; n < kDim / 2; ++n) sums[n] = 0;
-      barriers.numbers.wait(tiles);
-      const float2 *const of_row = numbers(tiles) + tile.query(0) - tile.begin;
-      const float2 rows[] = {of_row[0], of_row[8]};
-      barriers.numbers.loaded(tiles);
-      uint32_t ds[kKeys / 16][4];
-      const int own = tile.steps_of(c, group);
-      barriers.rows.wait(tiles);
-#pragma unroll 1
-      for (int i = 0; i < own; ++i, ++steps) {
-        float s[kKeys / 2], dp[kKeys / 2];
-        barriers.others.wait(steps);
-        if (tile.key(i) + kKeys > tile.length && tile.length < c.keys)
-          clear_rows<Shape>(k_tile(steps), tile.length - tile.key(i), group);
-        start_rows<Shape>(s, q_tile, 64 * group, k_tile(steps), T());
-        start_rows<Shape>(dp, dy_tile(), 64 * group, v_tile(steps), T());
-        wgmma_wait<1>();
-        fence_registers(s), fence_registers(sums), fence_registers(ds);
-        if (i) barriers.others.release(steps - 1);
-#pragma unroll
-        for (int n = 0; n < kKeys / 2; ++n) s[n] = fast_exp2(fmaf(s[n], scale, -rows[n / 2 % 2].x));
-        tile.hide(c, i, s, 0);
-        wgmma_wait<0>();
-        fence_registers(dp);
-#pragma unroll
-        for (int n = 0; n < kKeys / 2; ++n) s[n] = s[n] == 0 ? 0 : s[n] * (dp[n] - rows[n / 2 % 2].y);
-        round_to_factor(ds, s, T());
-        start_weights<Shape>(sums, ds, k_tile(steps), true, T());
-      }
-      wgmma_wait<0>();
-      fence_registers(sums);
-      barriers.rows.release(tiles++);
-      if (own) barriers.others.release(steps - 1);
-      for (int i = own; i < tile.steps; ++i, ++steps) barriers.others.wait(steps), barriers.others.release(steps);
-      const float times = static_cast<float>(c.x.z.scale) * tile.times, both[] = {times, times};
-      const int dim = static_cast<int>(c.x.z.dim);
-      store_rows<kDim>(sums, c.x.of_queries(c.dq, tile.b, tile.h, dim), tile.begin + 64 * group, tile.end, dim, both);
-    });
-  }
-};
-
-// ------------------------------------------------------------------------------------------------------- dk and dv
-
-// A tile of keys, and the queries that it goes through in each head that shares its own.
-template <class Shape>
-struct WgmmaKeys {
-  static constexpr int kQueries = Shape::kOthers;
-  int b, kv, begin, end, last, first, of_head, steps, whole_begin, whole_end;  // last: of the keys that there are
-  float times;
-
-  template <typename T>
-  __device__ WgmmaKeys(const AttentionWgmma<T> &c, int tile, int head) {
-    b = head / c.heads_of_rows, kv = head - b * c.heads_of_rows;
-    begin = tile * Shape::kRows, end = min(c.keys, begin + Shape::kRows);
-    const auto found = c.x.length(b);
-    last = min(end, static_cast<int>(found.value)), times = found.times;
-    first = first_query(c, begin) / kQueries * kQueries;
-    const int seeing_end = last_query(c, last - 1);
-    const bool any = begin < last && first < seeing_end;
-    of_head = any ? (seeing_end - first - 1) / kQueries + 1 : 0, steps = of_head * c.group;
-    whole_begin = last == begin + Shape::kRows ? first_query(c, end - 1) : INT32_MAX;
-    whole_end = last_query(c, begin);
-  }
-  // The queries from first_query on, and before last_query, are those that see a key.
-  template <typename T>
-  __device__ static int first_query(const AttentionWgmma<T> &c, int key) {
-    return c.right < 0 ? 0 : max(0, key - c.shift - c.right);
-  }
-  template <typename T>
-  __device__ static int last_query(const AttentionWgmma<T> &c, int key) {
-    return c.left < 0 ? c.queries : min(c.queries, key - c.shift + c.left + 1);
-  }
-
-  // The step after one of these, of a head of the group.
-  struct At {
-    int of_group, tile;
-  };
-  __device__ void go_on(At &at) const {
-    if (++at.tile == of_head) at = {at.of_group + 1, 0};
-  }
-  __device__ int query(At at) const { return first + at.tile * kQueries; }
-  __device__ bool whole(At at) const { return query(at) >= whole_begin && query(at) + kQueries <= whole_end; }
-  template <typename T>
-  __device__ void hide(const AttentionWgmma<T> &c, At step, float (&s)[kQueries / 2], float hidden) const {
-    if (whole(step)) return;
-    const int from = query(step) + lane_index() % 4 * 2;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int key = begin + static_cast<int>(threadIdx.x) / 32 * 16 + lane_index() / 4 + 8 * half;
-      hide_before<kQueries>(s, half, key >= last ? kQueries : first_query(c, key) - from, hidden);
-      if (c.left >= 0) hide_from<kQueries>(s, half, last_query(c, key) - from, hidden);
-    }
-  }
-};
-
-template <typename T, class Shape>
-struct WgmmaDkv {
-  static constexpr int kDim = Shape::kDim, kQueries = Shape::kOthers, kGroups = Shape::kGroups;
-  struct Barriers {
-    Ring<1> rows;
-    Ring<Shape::kStages> others;
-  };
-  const AttentionWgmma<T> &c;
-  Barriers &barriers;
-  uint32_t k_tile;
-
-  __device__ uint32_t v_tile() const { return k_tile + Shape::kTile; }
-  __device__ uint32_t q_tile(int i) const {
-    return k_tile + 2 * Shape::kTile + i % Shape::kStages * 2 * Shape::kOtherTile;
-  }
-  __device__ uint32_t dy_tile(int i) const { return q_tile(i) + Shape::kOtherTile; }
-  // lse, in units of log(2), and delta of a step's queries.
-  __device__ float2 *numbers(int i) const {
-    const uint32_t at =
-        k_tile + 2 * Shape::kTile + Shape::kStages * 2 * Shape::kOtherTile + i % Shape::kStages * Shape::kNumbers;
-    return static_cast<float2 *>(__cvta_shared_to_generic(at));
-  }
-
-  template <class F>
-  __device__ void each_tile(F f) const {
-    each_attention_tile(c, c.right >= 0, false, [&](int tile, int head) { f(WgmmaKeys<Shape>(c, tile, head)); });
-  }
-
-  __device__ void load() const {
-    int tiles = 0, steps = 0;
-    each_tile([&](const WgmmaKeys<Shape> &tile) {
-      uint64_t *const rows = barriers.rows.fill(tiles++, 2 * Shape::kTile);
-      load_tile<kDim>(c.k, k_tile, rows, Shape::kRows, tile.begin, tile.kv, tile.b);
-      load_tile<kDim>(c.v, v_tile(), rows, Shape::kRows, tile.begin, tile.kv, tile.b);
-      typename WgmmaKeys<Shape>::At at = {};
-      for (int i = 0; i < tile.steps; ++i, ++steps, tile.go_on(at)) {
-        const int h = tile.kv * c.group + at.of_group, query = tile.query(at);
-        uint64_t *const full = barriers.others.fill(steps, 2 * Shape::kOtherTile);
-        load_tile<kDim>(c.q, q_tile(steps), full, kQueries, query, h, tile.b);
-        load_tile<kDim>(c.dy, dy_tile(steps), full, kQueries, query, h, tile.b);
-      }
-    });
-  }
-
-  // By one warp. Numbers are on their way to registers while their stage is not yet empty.
-  __device__ void prepare(int, int) const {
-    constexpr int kEach = kQueries / 32;
-    const int lane = lane_index();
-    int steps = 0;
-    each_tile([&](const WgmmaKeys<Shape> &tile) {
-      typename WgmmaKeys<Shape>::At at = {};
-      for (int i = 0; i < tile.steps; ++i, ++steps, tile.go_on(at)) {
-        const int query = tile.query(at) + lane;
-        const int row = ((tile.b * c.heads_of_rows + tile.kv) * c.group + at.of_group) * c.queries + query;
-        float lse[kEach], delta[kEach];
-#pragma unroll
-        for (int j = 0; j < kEach; ++j) {
-          const bool present = query + 32 * j < c.queries;
-          lse[j] = present ? c.x.lse[row + 32 * j] : kInfinity;
-          delta[j] = present ? c.x.delta[row + 32 * j] : 0;
-        }
-        barriers.others.wait_empty(steps);
-        float *const to = reinterpret_cast<float *>(numbers(steps)) + lane;
-#pragma unroll
-        for (int j = 0; j < kEach; ++j)
-          to[32 * j] = lse[j] * static_cast<float>(kLog2E), to[kQueries + 32 * j] = delta[j];
-        barriers.others.filled(steps);
-      }
-    });
-  }
-
-  __device__ void compute(int group) const {
-    const float scale = static_cast<float>(c.x.z.scale * kLog2E);
-    int tiles = 0, steps = 0;
-    each_tile([&](const WgmmaKeys<Shape> &tile) {
-      float dk[kDim / 2], dv[kDim / 2];
-#pragma unroll
-      for (int n = 0; n < kDim / 2; ++n) dk[n] = dv[n] = 0;
-      uint32_t p[kQueries / 16][4], ds[kQueries / 16][4];
-      typename WgmmaKeys<Shape>::At at = {};
-      const int first = WgmmaKeys<Shape>::first_query(c, tile.begin + 64 * group);  // that sees a row of this group
-      int reading = -1;  // the step whose operands are still read
-      barriers.rows.wait(tiles);
-#pragma unroll 1
-      for (int i = 0; i < tile.steps; ++i, ++steps, tile.go_on(at)) {
-        if (tile.query(at) + kQueries <= first) {
-          wgmma_wait<0>();
-          if (reading >= 0) barriers.others.loaded(reading);
-          reading = -1;
-          barriers.others.wait(steps), barriers.others.loaded(steps);
-          continue;
-        }
-        float s[kQueries / 2], dp[kQueries / 2];
-        barriers.others.wait(steps);
-        start_rows<Shape>(s, k_tile, 64 * group, q_tile(steps), T());
-        start_rows<Shape>(dp, v_tile(), 64 * group, dy_tile(steps), T());
-        const float2 *const lse = numbers(steps) + lane_index() % 4, *const delta = lse + kQueries / 2;
-        wgmma_wait<1>();
-        fence_registers(s), fence_registers(dk), fence_registers(ds);
-        if (reading >= 0) barriers.others.loaded(reading);
-        reading = steps;
-#pragma unroll
-        for (int n = 0; n < kQueries / 8; ++n) {
-          const float2 base = lse[4 * n];
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            float *const pair = &s[4 * n + 2 * half];
-            pair[0] = fast_exp2(fmaf(pair[0], scale, -base.x)), pair[1] = fast_exp2(fmaf(pair[1], scale, -base.y));
-          }
-        }
-        tile.hide(c, at, s, 0);
-        round_to_factor(p, s, T());
-        start_weights<Shape>(dv, p, dy_tile(steps), true, T());
-        wgmma_wait<1>();
-        fence_registers(dp);
-#pragma unroll
-        for (int n = 0; n < kQueries / 8; ++n) {
-          const float2 less = delta[4 * n];
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            float *const pair = &s[4 * n + 2 * half], *const of_p = &dp[4 * n + 2 * half];
-            pair[0] = pair[0] == 0 ? 0 : pair[0] * (of_p[0] - less.x);
-            pair[1] = pair[1] == 0 ? 0 : pair[1] * (of_p[1] - less.y);
-          }
-        }
-        round_to_factor(ds, s, T());
-        start_weights<Shape>(dk, ds, q_tile(steps), true, T());
-        wgmma_wait<1>();
-        fence_registers(dv), fence_registers(p);  // whose registers are free from here on
-      }
-      wgmma_wait<0>();
-      fence_registers(dk), fence_registers(dv);
-      barriers.rows.release(tiles++);
-      if (reading >= 0) barriers.others.loaded(reading);
-      const float of_dk[] = {static_cast<float>(c.x.z.scale) * tile.times,
-                             static_cast<float>(c.x.z.scale) * tile.times};
-      const float of_dv[] = {tile.times, tile.times};
-      const int row = tile.begin + 64 * group, dim = static_cast<int>(c.x.z.dim), v_dim = static_cast<int>(c.x.z.v_dim);
-      if (c.dk) store_rows<kDim>(dk, c.x.of_keys(c.dk, tile.b, tile.kv, dim), row, tile.end, dim, of_dk);
-      if (c.dv) store_rows<kDim>(dv, c.x.of_keys(c.dv, tile.b, tile.kv, v_dim), row, tile.end, v_dim, of_dv);
-    });
-  }
+struct WgmmaBlock<T, Shape, WgmmaResult::y> {
+  using type = WgmmaY<T, Shape>;
 };
 
 #endif
 
 // --------------------------------------------------------------------------------------------------------- kernels
 
-enum class WgmmaResult { y, dq, dkv };
-
 // Registers of a thread that computes, and of one that loads or prepares numbers: as many as the block starts with.
-template <WgmmaResult kResult, int kGroups>
+template <WgmmaResult kResult, int kGroups, bool kExtra = false>
 struct WgmmaRegisters {
   static constexpr bool kPrepares = kResult == WgmmaResult::dq;
-  static constexpr int kMany = kGroups == 2 ? (kPrepares ? 224 : 240) : (kPrepares ? 152 : 160);
-  static constexpr int kFew = kGroups == 2 ? (kPrepares ? 56 : 24) : (kPrepares ? 56 : 32);
+  static constexpr int kMany = kGroups == 2 ? (kPrepares ? 224 : kExtra ? 232 : 240) : (kPrepares ? 152 : 160);
+  static constexpr int kFew = kGroups == 2 ? (kPrepares ? 56 : kExtra ? 40 : 24) : (kPrepares ? 56 : 32);
   static constexpr int kAtStart = 65536 / 128 / (kGroups + 1) / 8 * 8;
   static_assert(kGroups * kMany + kFew <= (kGroups + 1) * kAtStart);  // else setmaxnreg waits for ever
 };
@@ -760,18 +624,22 @@ template <typename T, class Shape, WgmmaResult kResult>
 __global__ void __launch_bounds__(Shape::kThreads, 1)
     attention_wgmma_kernel(const __grid_constant__ AttentionWgmma<T> c) {
 #ifdef CUTE_ARCH_MMA_SM90A_ENABLED
-  using Block =
-      std::conditional_t<kResult == WgmmaResult::y, WgmmaY<T, Shape>,
-                         std::conditional_t<kResult == WgmmaResult::dq, WgmmaDq<T, Shape>, WgmmaDkv<T, Shape>>>;
-  using Registers = WgmmaRegisters<kResult, Shape::kGroups>;
+  using Block = typename WgmmaBlock<T, Shape, kResult>::type;
+  using Registers = WgmmaRegisters<kResult, Shape::kGroups, Shape::kExtra>;
   constexpr int kGroups = Shape::kGroups, kWarps = 4 * kGroups;
   constexpr int kPreparing = kResult == WgmmaResult::y ? 0 : kResult == WgmmaResult::dq ? 3 : 1;  // warps
   extern __shared__ __align__(1024) uint4 attention_shared[];
   __shared__ typename Block::Barriers barriers;
-  const Block block{c, barriers, (shared_address(attention_shared) + 1023) & ~1023u};
+  Block block{c, barriers, (shared_address(attention_shared) + 1023) & ~1023u};
+  if constexpr (Shape::kExtra) {
+    __shared__ WgmmaOrder order;
+    block.order = &order, block.wrong = c.x.wrong_offsets();
+    if (c.sorted) order.find<Shape>(c);
+  }
   if (threadIdx.x == 0) {
     if constexpr (kResult == WgmmaResult::y) {
-      barriers.q.init(kWarps), barriers.k.init(kWarps), barriers.v.init(kWarps);
+      for (auto &q : barriers.q) q.init(4);
+      barriers.k.init(kWarps), barriers.v.init(kWarps);
     } else if constexpr (kResult == WgmmaResult::dq) {
       barriers.rows.init(kWarps), barriers.others.init(kWarps), barriers.numbers.init(32 * kWarps, 32 * kPreparing);
     } else {
@@ -798,12 +666,18 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
 
 // ------------------------------------------------------------------------------------------------------- launchers
 
+constexpr int kSectionRounds = 4;   // even, so that a block has a heavy tile for each light one
 constexpr int kMostRows = 1 << 28;  // differences of indices and bounds are then within int
 
-// Whether these kernels take a call that mma_takes.
-inline bool wgmma_takes(const AttentionSizes &z) {
+// Whether these kernels take a call that mma_takes: with cu_seqlens or a softcap the forward alone, and no other
+// extras. A warpgroup goes through keys up to where its last query stands: keys have no sequences of their own.
+template <typename T>
+bool wgmma_takes(const AttentionInputs<T> &x, bool forward) {
+  const AttentionSizes &z = x.z;
+  const bool extra = x.extra.mask || x.extra.bias || x.extra.sinks || x.extra.crossed();
+  if (extra || (!forward && (!x.plain() || z.softcap != 0))) return false;
   const bool fits = std::max({z.queries, z.keys, z.rows() / 8}) <= kMostRows && z.dim <= 128 && z.v_dim <= 128;
-  return fits && z.softcap == 0 && z.scale > 0 && z.keys > 0 && z.rows() > 0 && TensorMaps::get().tiled;
+  return fits && z.scale > 0 && z.keys > 0 && z.rows() > 0 && TensorMaps::get().tiled;
 }
 
 // A tensor of heads, loaded in boxes of `rows` rows of 64 columns.
@@ -816,6 +690,21 @@ bool map_heads(CUtensorMap *map, const AttentionSizes &z, const T *data, int64_t
                       {row, head, heads * seq * dim}, {64, uint32_t(rows), 1, 1});
 }
 
+// Sections as WgmmaTiles goes through them: where tiles of a head differ in work, of so many rounds that a block has
+// one of each weight, and the keys of a section's heads stay in the L2 cache.
+template <typename T>
+void order_tiles(AttentionWgmma<T> *c, int blocks) {
+  const bool packed = c->x.extra.offsets;
+  c->across_heads = packed || (c->right >= 0 && c->left < 0);
+  c->sorted = packed && c->row_tiles <= kMostSorted;
+  const int of_section = c->across_heads && (c->sorted || !packed) ? kSectionRounds * blocks / c->row_tiles : 0;
+  c->section_heads = of_section > 0 ? std::min(of_section, c->all_heads) : c->all_heads;
+  c->sections = c->all_heads / c->section_heads;
+  c->section_rounds = static_cast<int>(ceil_div(int64_t{c->section_heads} * c->row_tiles, blocks));
+  const int64_t last = c->all_heads - int64_t{c->sections - 1} * c->section_heads;
+  c->rounds = (c->sections - 1) * c->section_rounds + static_cast<int>(ceil_div(last * c->row_tiles, blocks));
+}
+
 template <typename T, class Shape, WgmmaResult kResult>
 Status launch_attention_wgmma(const char *op, AttentionWgmma<T> c, void *stream) {
   constexpr bool kOfKeys = kResult == WgmmaResult::dkv;
@@ -824,7 +713,10 @@ Status launch_attention_wgmma(const char *op, AttentionWgmma<T> c, void *stream)
                                                        : Shape::kOfDkv;
   static_assert(kShared <= 227 << 10);
   const AttentionSizes &z = c.x.z;
-  const int of_q = kOfKeys ? Shape::kOthers : Shape::kRows, of_k = kOfKeys ? Shape::kRows : Shape::kOthers;
+  const int of_q = kOfKeys                     ? Shape::kOthers
+                   : kResult == WgmmaResult::y ? 64
+                                               : Shape::kRows,
+            of_k = kOfKeys ? Shape::kRows : Shape::kOthers;
   const bool mapped = map_heads(&c.q, z, c.x.q, z.heads, z.queries, z.dim, of_q) &&
                       map_heads(&c.k, z, c.x.k, z.kv_heads, z.keys, z.dim, of_k) &&
                       map_heads(&c.v, z, c.x.v, z.kv_heads, z.keys, z.v_dim, of_k) &&
@@ -843,6 +735,7 @@ Status launch_attention_wgmma(const char *op, AttentionWgmma<T> c, void *stream)
   c.queries = static_cast<int>(z.queries), c.keys = static_cast<int>(z.keys), c.group = static_cast<int>(z.group());
   c.heads_of_rows = static_cast<int>(heads), c.all_heads = static_cast<int>(z.batch * heads);
   c.row_tiles = static_cast<int>(row_tiles);
+  if (kResult == WgmmaResult::y) order_tiles(&c, static_cast<int>(grid));
   return launch_kernel(op, attention_wgmma_kernel<T, Shape, kResult>, {grid, Shape::kThreads, kShared}, stream, c);
 }
 

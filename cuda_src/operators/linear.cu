@@ -53,7 +53,7 @@ Status activation_backward(const char *op, const T *dy, Rows<const T> pre_activa
     if (copies) {
       const CopiedLines lines = {
           reinterpret_cast<const uint16_t *>(dy), reinterpret_cast<uint16_t *>(dz.data), rows, n, n, dz.line};
-      AOT_TRY(sum ? copy_and_sum_lines<T>(op, lines, partials, &parts, stream) : copy_lines(op, lines, stream));
+      AOT_TRY(sum ? copy_and_sum_lines<T>(op, lines, partials, &parts, stream) : copy_lines(op, &lines, 1, stream));
     }
   if (!copies && (pre_activation.data || sum))
     AOT_TRY(sum_rows(op, dy, pre_activation, dz, partials, &parts, rows, n, activation, stream));
@@ -81,18 +81,24 @@ template <typename A>
 Status copy_inputs(const char *op, const LinearLines &lines, bool x, bool weight, LinearMatmuls *matmuls, A **workspace,
                    cudaStream_t stream) {
   if (!lines.copies_in) return kOk;
+  CopiedLines copies[2];
+  int count = 0;
   auto copy = [&](bool wanted, Operand &x, int64_t rows, int64_t elements) {
     const Operand from = x;
-    if (wanted) x = {*workspace, lines.in_line()};
+    if (wanted) {
+      x = {*workspace, lines.in_line()};
+      copies[count++] = {static_cast<const uint16_t *>(from.data),
+                         static_cast<uint16_t *>(x.data),
+                         rows,
+                         lines.in,
+                         from.stride,
+                         x.stride};
+    }
     *workspace += elements;
-    return !wanted ? kOk
-                   : copy_lines(op,
-                                {static_cast<const uint16_t *>(from.data), static_cast<uint16_t *>(x.data), rows,
-                                 lines.in, from.stride, x.stride},
-                                stream);
   };
-  AOT_TRY(copy(x, matmuls->x, lines.rows, lines.x_elements()));
-  return copy(weight, matmuls->weight, lines.out, lines.weight_elements());
+  copy(x, matmuls->x, lines.rows, lines.x_elements());
+  copy(weight, matmuls->weight, lines.out, lines.weight_elements());
+  return copy_lines(op, copies, count, stream);
 }
 
 Status linear_cuda(const Linear &op, const Tensor *in, const Tensor *out, void *stream_) {

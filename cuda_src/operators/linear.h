@@ -10,9 +10,9 @@ inline namespace AOT_ISA {
 
 // The lines of matrices in CUDA's products. Tensor cores are fed with 16-bit matrices whose lines begin at multiples of
 // 16 bytes; products of others run at half the rate and less. Where that costs more, such matrices are copied to longer
-// lines in the workspace. At 4 TB/s and 700 TFLOP/s an element's copy takes as long as 350 of the products: copies are
-// made where they take half of the time of all products at most, if these are long beside a launch. Sizes alone decide,
-// because shape inference states the workspace.
+// lines in the workspace. At 4 TB/s and 700 TFLOP/s an element's copy takes as long as 350 of the products, and saves
+// more than one of these: copies are made where they take 0.7 of the time of all products at most, if these are long
+// beside a launch. Sizes alone decide, because shape inference states the workspace.
 struct LinearLines {
   int64_t rows, out, in;
   DType dtype;
@@ -21,13 +21,13 @@ struct LinearLines {
   // products: 1 in the forward, 2 in the backward
   LinearLines(const Spec &x, const Spec &weight, int products)
       : rows(x.product(0, x.ndim - 1)), out(weight.shape[0]), in(x.shape[x.ndim - 1]), dtype(x.dtype) {
-    constexpr int64_t kFewest = int64_t{1} << 31, kOfCopy = 350;
+    constexpr int64_t kFewest = int64_t{1} << 30, kOfCopy = 500;
     if (!kIsCuda || itemsize(dtype) != 2) return;
     const bool odd_out = products > 1 && out % kVector, odd_in = in % kVector;
     const int64_t size = bounded_product(bounded_product(rows, out), in);
     const int64_t copied = (odd_out ? bounded_product(rows, out) : 0) +
                            (odd_in ? bounded_product(rows, in) + bounded_product(out, in) : 0);
-    const bool pays = size >= kFewest && copied <= size / (2 * kOfCopy) * products;
+    const bool pays = size >= kFewest && copied <= size / kOfCopy * products;
     copies_out = pays && odd_out, copies_in = pays && odd_in;
   }
 
@@ -39,8 +39,12 @@ struct LinearLines {
   int64_t weight_elements() const { return copies_in ? elements(out, in_line()) : 0; }
 
  private:
-  static constexpr int64_t kVector = 8;
-  static int64_t whole(int64_t n) { return (n + kVector - 1) / kVector * kVector; }
+  static constexpr int64_t kVector = 8, kCacheLine = 64;
+  // Long lines begin at multiples of 128 bytes, as the parts do that TMA loads: each would be in two cache lines.
+  static int64_t whole(int64_t n) {
+    const int64_t unit = n < 16 * kCacheLine ? kVector : kCacheLine;
+    return (n + unit - 1) / unit * unit;
+  }
   int64_t elements(int64_t lines, int64_t line) const {
     return workspace_elements(bounded_product(lines, line), dtype);
   }

@@ -48,7 +48,7 @@ NOT_RUN = {
     "it makes the wheel that the tests of the documents install": 1,
     "CI runs these commands, or a test of the packaging": 1,
     "From zero to a wheel runs these commands": 1,
-    "it needs two devices": 1,
+    "it needs two devices": 2,
     "it needs transformers": 2,
     "it needs a GPU and transformers": 1,
     "test_cpp.py runs it": 2,

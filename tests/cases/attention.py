@@ -164,11 +164,11 @@ def _in_torch(
     seen = None
     if causal or window or lengths is not None or cu_seqlens is not None:
         query, key = torch.arange(keys - queries, keys, device=q.device), torch.arange(keys, device=q.device)
-        within = True
         if cu_seqlens is not None:
             own, other, query = _sequences(query + queries - keys, key, query, cu_seqlens, cu_seqlens_k)
-            within = (own[:, None] == other) & (other > 0) & (other < len(cu_seqlens))
-        seen = _seen(query[:, None], key, lengths, causal, window) & within
+        seen = _seen(query[:, None], key, lengths, causal, window)
+        if cu_seqlens is not None:
+            seen = seen & (own[:, None] == other) & (other > 0) & (other < len(cu_seqlens))
     if mask is not None:
         seen = mask if seen is None else seen & mask
     if seen is not None:

@@ -93,6 +93,8 @@ CONVOLUTIONS = [
     ((4, 64, 28, 27), 128, (3, 3), {"stride": 2, "padding": 1}),
     ((4, 40, 29, 30), 72, (5, 3), {"stride": (1, 2), "padding": (0, 3)}),
     ((4, 128, 28, 27), 128, (1, 1), {"stride": 2}),  # dx has pixels that no product is for
+    ((4, 128, 29, 28), 96, (1, 1), {"stride": 3, "padding": (3, 0)}),
+    ((8, 64, 28, 28), 128, (1, 1), {"stride": 2, "padding": 1}),  # dx: the first phase meets no kernel element
     ((4, 64, 30, 30), 64, (3, 3), {"dilation": 3, "padding": 2}),
     ((4, 64, 30, 30), 80, (3, 2), {"dilation": 2, "stride": 2, "padding": 9}),
     ((4, 35, 40, 30), 51, (3, 3), {"padding": 4}),  # channels that are no whole vectors
@@ -163,6 +165,22 @@ def test_infinite_dy_stays_in_its_window(channels, stride, kernel, format):
     window[max(top, 0) : top + kernel, max(left, 0) : left + kernel] = True
     assert torch.equal(dx[0].isinf(), window.expand(channels, -1, -1))
     assert not dx.isnan().any()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="torch finds no GPU")
+@pytest.mark.parametrize(("stride", "padding"), [(1, 1), (2, 0)])
+def test_infinite_x_stays_in_its_sums(stride, padding):
+    """A thread of a depthwise dweight has more pixels than those that elements of dy meet."""
+    x = torch.randint(-3, 4, (2, 64, 14, 14), device="cuda").double().to(memory_format=torch.channels_last)
+    x[:, :32, 13, 13] = x[0, 33, 0, 0] = x[0, 3, 3, 3] = float("inf")
+    weight = torch.ones(64, 1, 3, 3, device="cuda", dtype=torch.float64)
+    options = {"stride": stride, "padding": padding, "groups": 64}
+    dy = torch.randint(-3, 4, F.conv2d(x, weight, **options).shape, device="cuda").double()
+    bias = torch.zeros(64, device="cuda", dtype=torch.float64)
+    *_, exact, _ = convolved(F.conv2d, x, weight, bias, dy, **options)
+    *_, dweight, _ = convolved(ours.conv2d, x.bfloat16(), weight.bfloat16(), bias.bfloat16(), dy.bfloat16(), **options)
+    torch.testing.assert_close(dweight, exact.bfloat16(), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.gpu

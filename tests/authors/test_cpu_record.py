@@ -1,0 +1,64 @@
+"""benchmarks.cpu: the committed record is whole for each count of threads that it has; other counts are added."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks import cpu
+
+RECORD = json.loads(cpu.RESULT.read_text())
+
+
+@pytest.mark.parametrize("threads", map(int, RECORD["copy_gbs"]))
+def test_a_count_of_threads_has_each_case_beside_torch(threads):
+    rows = [row for row in RECORD["rows"] if row["threads"] == threads]
+    found = {impl: {case(row) for row in rows if row["impl"] == impl} for impl in ("aotops", "torch")}
+    assert found["aotops"] == found["torch"]
+    assert len(found["aotops"]) > 170
+    assert {row["dtype"] for row in rows} == {"float32", "bfloat16"}
+    assert {row["pass"] for row in rows} == {"forward", "backward"}
+
+
+def case(row):
+    return row["op"], row["variant"], row["pass"], tuple(row["shape"]), row["dtype"]
+
+
+def test_rows_say_what_they_measured():
+    assert {row["threads"] for row in RECORD["rows"]} == set(map(int, RECORD["copy_gbs"])) <= set(cpu.THREADS)
+    for row in RECORD["rows"]:
+        assert row["us"] > 0
+        assert row["impl"] != "aotops" or (row["version"] and len(row["kernel"]) == 12)
+
+
+def row(threads, impl="aotops", us=1.0):
+    return {
+        "threads": threads, "op": "add", "variant": "", "pass": "forward", "shape": [8], "dtype": "float32",
+        "impl": impl, "us": us,
+    }  # fmt: skip
+
+
+def record(*rows, command="one", device="a"):
+    copies = {str(row["threads"]): 1.0 for row in rows}
+    return {"device": device, "command": command, "copy_gbs": copies, "rows": list(rows)}
+
+
+def test_counts_are_added_and_replaced():
+    earlier, new = record(row(16), row(8)), record(row(8, us=2.0), row(2), command="two")
+    found = cpu.merged(earlier, new)
+    assert found["rows"] == [row(16), row(8, us=2.0), row(2)]
+    assert found["command"] == "one; two"
+    assert set(found["copy_gbs"]) == {"16", "8", "2"}
+    assert cpu.merged(None, new) is new
+    with pytest.raises(ValueError, match="of two devices: a and b"):
+        cpu.merged(earlier, record(row(2), device="b"))
+
+
+def test_the_summary_has_the_cases_in_which_torch_is_ahead():
+    behind = cpu.summary([row(2), row(2, "torch", us=0.5), row(1), row(1, "torch", us=0.96)])
+    assert behind == [
+        "2 threads: torch is more than 5 % ahead in 1 of 1 cases",
+        "  0.50  add forward 8 float32: 1.0 us, torch 0.5",
+        "1 threads: torch is more than 5 % ahead in 0 of 1 cases",
+    ]
