@@ -9,6 +9,7 @@
 // dx may be written over x_slope. Where dy is 1, and nothing is left to divide, it is then neither read nor written.
 #pragma once
 #include <algorithm>
+#include <cstdlib>
 
 #include "cross_entropy.h"
 #include "linear.h"
@@ -32,7 +33,8 @@ struct LogitChunks {
     // logits of at most kBytes, or of weight's own size. On the CPU logits should stay in the caches.
     constexpr int64_t kBytes = kIsCuda ? 576 << 20 : 4 << 20, kStep = kIsCuda ? 128 : 1;
     const int64_t bytes = std::max<int64_t>(line * itemsize(x.dtype), 1);
-    const int64_t most = std::max<int64_t>(kBytes / bytes, kIsCuda ? std::max<int64_t>(in, 128) : 512) / kStep * kStep;
+    int64_t most = std::max<int64_t>(kBytes / bytes, kIsCuda ? std::max<int64_t>(in, 128) : 512) / kStep * kStep;
+    if (const char *v = getenv("STEP_CHUNK")) most = atoll(v);
     const int64_t chunks = std::max<int64_t>((rows + most - 1) / most, 1);
     chunk = std::min(((rows + chunks - 1) / chunks + kStep - 1) / kStep * kStep, rows);
   }

@@ -1,3 +1,4 @@
+#include <cstdlib>
 #include "qkv_rope.h"
 
 #include "rope.cuh"
@@ -16,11 +17,13 @@ template <typename T, typename W, int n, bool interleaved, int kHeads>
 __global__ void __launch_bounds__(kRopeBlock)
     qkv_rope_kernel(HeadAddresses<T> heads, const W *cos, const W *sin, TableRows table, bool packs) {
   const RopeSizes &z = table.z;
-  const int64_t groups = ceil_div(z.heads, kHeads), rows = z.batch * z.seq * groups, places = head_places(z, n);
+  const int64_t groups = ceil_div(z.heads, kHeads), rows = z.batch * z.seq * groups;
+  const int places = static_cast<int>(head_places(z, n));
   for (int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y; row < rows;
        row += int64_t{gridDim.x} * blockDim.y) {
     const Quotient first = divide(row, groups), second = divide(first.quotient, z.seq);
     const int64_t b = second.quotient, s = second.rest, group = first.rest;
+    const RowHeads<T> given = heads.row(b, s);
     const T *from[kHeads];
     T *to[kHeads];
     bool turns[kHeads];
@@ -29,12 +32,12 @@ __global__ void __launch_bounds__(kRopeBlock)
       const int64_t i = group + k * groups;
       if (i >= z.heads) continue;
       const PackedHeads::Place place = heads.order[i];
-      T *const packed = heads.in_packed(b, s, i), *const separate = heads.in_separate(b, s, place);
+      T *const packed = given.in_packed(i), *const separate = given.in_separate(place);
       from[k] = packs ? separate : packed, to[k] = packs ? packed : separate;
       turns[k] = place.tensor < 2;
     }
-    for (int64_t place = threadIdx.x; place < places; place += blockDim.x) {
-      const PiecePlaces at = piece_places<n, interleaved>(place * n, z.half);
+    for (int place = threadIdx.x; place < places; place += blockDim.x) {
+      const PiecePlaces at = piece_places<n, interleaved>(place, z);
       const bool both = at.other < z.dim;
       Piece<T, n> p[kHeads][2];
 #pragma unroll
@@ -44,8 +47,8 @@ __global__ void __launch_bounds__(kRopeBlock)
         if (both) p[k][1].load(from[k] + at.other);
       }
       if (at.rotates) {
-        Angles<T, W, n> angles;
-        angles.load(cos, sin, table(b, s), z.width, place * n, static_cast<Accumulate<T>>(packs ? -1 : 1));
+        Angles<interleaved, T, W, n> angles;
+        angles.load(cos, sin, table(b, s), z, place, static_cast<Accumulate<T>>(packs ? -1 : 1));
 #pragma unroll
         for (int k = 0; k < kHeads; ++k)
           if (group + k * groups < z.heads && turns[k]) rotate<interleaved>(p[k], angles);
@@ -65,9 +68,11 @@ template <typename T>
 struct QkvHeads {
   HeadAddresses<T> given;
 
-  __device__ HeadPair<T> operator()(int64_t b, int64_t s, int64_t i) const {
-    const PackedHeads::Place place = given.order[i];
-    return {place.tensor == 2 ? nullptr : given.in_separate(b, s, place), given.in_packed(b, s, i)};
+  __device__ auto operator()(int64_t b, int64_t s) const {
+    return [order = given.order, row = given.row(b, s)](int64_t i) -> HeadPair<T> {
+      const PackedHeads::Place place = order[i];
+      return {place.tensor == 2 ? nullptr : row.in_separate(place), row.in_packed(i)};
+    };
   }
 };
 
@@ -90,8 +95,12 @@ Status run_qkv(const char *op, const HeadAddresses<T> &heads, const W *cos, cons
   constexpr int n = kVectorSize<T>;
   const RopeSizes &z = table.z;
   const bool whole = z.half % n == 0 && z.dim % n == 0 && z.width % n == 0;
-  if (whole && aligned(heads.packed, heads.separate[0], heads.separate[1], heads.separate[2], cos, sin))
+  if (whole && aligned(heads.packed, heads.separate[0], heads.separate[1], heads.separate[2], cos, sin)) {
+    const char *v = getenv("STEP_QKV");
+    if (v && *v == '1') return launch_qkv<T, W, n, interleaved, 1>(op, heads, cos, sin, table, packs, stream);
+    if (v && *v == '2') return launch_qkv<T, W, n, interleaved, 2>(op, heads, cos, sin, table, packs, stream);
     return launch_qkv<T, W, n, interleaved, kHeadsOfThread>(op, heads, cos, sin, table, packs, stream);
+  }
   return launch_qkv<T, W, 1, interleaved, 1>(op, heads, cos, sin, table, packs, stream);
 }
 
