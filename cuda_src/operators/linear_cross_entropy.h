@@ -42,7 +42,13 @@ struct LogitChunks {
   int64_t count() const { return chunk ? (rows + chunk - 1) / chunk : 1; }
 };
 
+struct ChunkWorkspace;
+
 struct LinearCrossEntropyAttrs : CrossEntropyAttrs {
+  // What forward and backward take, in order, of which the slopes are the backward's; the slopes are a forward's
+  // results in that order, and the gradients a backward's, each with a workspace behind them.
+  enum Input { kX, kWeight, kTarget, kBias, kClassWeight, kXSlope, kWeightSlope, kBiasSlope };
+  enum Result { kOfX, kOfWeight, kOfBias, kWork };
   bool allow_tf32 = false;
 
   Status init(const Attrs &attrs) {
@@ -50,7 +56,20 @@ struct LinearCrossEntropyAttrs : CrossEntropyAttrs {
     return attrs.get("allow_tf32", &allow_tf32);
   }
 
+  ChunkWorkspace forward_parts(const Tensor *in) const;
+  ChunkWorkspace backward_parts(const Tensor *in) const;
+
+  // Whether gradients are products of slopes. Those that are absent are then not wanted.
+  bool has_slopes(const Tensor *in) const {
+    return keeps(in[kXSlope]) || keeps(in[kWeightSlope]) || keeps(in[kBiasSlope]);
+  }
+
  protected:
+  // y; slopes: and the workspace; logits.
+  Status infer_forward(const char *op, const Tensor *in, Spec *y, Spec *slopes, Spec *logits) const;
+  // out: the gradients and the workspace. dlse may be absent.
+  Status infer_backward(const char *op, const Tensor &dy, const Tensor &dlse, const Tensor *in, Spec *out) const;
+
   // Checks the inputs and infers the logits.
   Status check(const char *op, const Spec &x, const Spec &weight, const Spec &target, const Spec &bias,
                const Spec &class_weight, Spec *logits) const {
@@ -96,27 +115,54 @@ struct ChunkWorkspace {
   }
 };
 
+inline ChunkWorkspace LinearCrossEntropyAttrs::forward_parts(const Tensor *in) const {
+  return {LogitChunks(in[kX], in[kWeight]), in[kX].dtype, reduces(), static_cast<bool>(in[kBias]), false};
+}
+
+// The sums of a bias too where there is none: its gradient may be wanted nevertheless.
+inline ChunkWorkspace LinearCrossEntropyAttrs::backward_parts(const Tensor *in) const {
+  return {LogitChunks(in[kX], in[kWeight]), in[kX].dtype, false, true, true};
+}
+
+inline Status LinearCrossEntropyAttrs::infer_forward(const char *op, const Tensor *in, Spec *y, Spec *slopes,
+                                                     Spec *logits) const {
+  const Spec &x = in[kX], &weight = in[kWeight];
+  AOT_TRY(check(op, x, weight, in[kTarget], in[kBias], in[kClassWeight], logits));
+  *y = loss(*logits);
+  this->slopes(x, weight, in[kBias], slopes);
+  const bool known = x.known() && weight.known();
+  slopes[kWork] = Spec::vector(accumulate_dtype(x.dtype), known ? forward_parts(in).size : kUnknownDim);
+  return kOk;
+}
+
+inline Status LinearCrossEntropyAttrs::infer_backward(const char *op, const Tensor &dy, const Tensor &dlse,
+                                                      const Tensor *in, Spec *out) const {
+  static constexpr const char *kSlopes[] = {"x_slope", "weight_slope", "bias_slope"};
+  const Spec &x = in[kX], &weight = in[kWeight];
+  Spec logits, slope[3];
+  AOT_TRY(check(op, x, weight, in[kTarget], in[kBias], in[kClassWeight], &logits));
+  AOT_TRY(check_like(op, "dy", dy, "the loss", loss(logits)));
+  if (dlse) AOT_TRY(check_like(op, "dlse", dlse, "lse", rows_of(logits, accumulate_dtype(x.dtype))));
+  slopes(x, weight, in[kBias], slope);
+  for (int i = 0; i < 3; ++i)
+    if (in[kXSlope + i]) AOT_TRY(check_like(op, kSlopes[i], in[kXSlope + i], "the forward's result", slope[i]));
+  out[kOfX] = x, out[kOfWeight] = weight, out[kOfBias] = LinearAttrs::bias_spec(x, weight);
+  const bool known = x.known() && weight.known(), counts = has_slopes(in) && !dlse;  // alone
+  const int64_t size = counts ? 1 : known ? backward_parts(in).size : kUnknownDim;
+  out[kWork] = Spec::vector(accumulate_dtype(x.dtype), size);
+  return kOk;
+}
+
 struct LinearCrossEntropy : LinearCrossEntropyAttrs {
   static constexpr const char *name = "linear_cross_entropy";
   static constexpr Slot inputs[] = {
       {"x"}, {"weight"}, {"target", required, kIntegers}, {"bias", optional}, {"class_weight", optional}};
   static constexpr Slot outputs[] = {
       {"y"}, {"x_slope", optional}, {"weight_slope", optional}, {"bias_slope", optional}, {"workspace", workspace}};
-  enum Input { kX, kWeight, kTarget, kBias, kClassWeight };
-  enum Output { kY, kXSlope, kWeightSlope, kBiasSlope, kWork };
 
   Status infer(const Tensor *in, Spec *out) const {
-    const Spec &x = in[kX], &weight = in[kWeight];
     Spec logits;
-    AOT_TRY(check(name, x, weight, in[kTarget], in[kBias], in[kClassWeight], &logits));
-    out[kY] = loss(logits);
-    slopes(x, weight, in[kBias], out + kXSlope);
-    const bool known = x.known() && weight.known();
-    out[kWork] = Spec::vector(accumulate_dtype(x.dtype), known ? parts(in).size : kUnknownDim);
-    return kOk;
-  }
-  ChunkWorkspace parts(const Tensor *in) const {
-    return {LogitChunks(in[kX], in[kWeight]), in[kX].dtype, reduces(), static_cast<bool>(in[kBias]), false};
+    return infer_forward(name, in, out, out + 1, &logits);
   }
 };
 
@@ -133,41 +179,40 @@ struct LinearCrossEntropyBackward : LinearCrossEntropyAttrs {
                                     {"bias_slope", optional}};
   static constexpr Slot outputs[] = {
       {"dx", optional}, {"dweight", optional}, {"dbias", optional}, {"workspace", workspace}};
-  enum Input { kDy, kX, kWeight, kTarget, kBias, kClassWeight, kXSlope, kWeightSlope, kBiasSlope };
-  enum Output { kDx, kDWeight, kDBias, kWork };
 
-  Status infer(const Tensor *in, Spec *out) const {
-    const Spec &x = in[kX], &weight = in[kWeight];
-    Spec logits, slope[3];
-    AOT_TRY(check(name, x, weight, in[kTarget], in[kBias], in[kClassWeight], &logits));
-    AOT_TRY(check_like(name, "dy", in[kDy], "the loss", loss(logits)));
-    slopes(x, weight, in[kBias], slope);
-    for (int i = 0; i < 3; ++i)
-      if (in[kXSlope + i])
-        AOT_TRY(check_like(name, inputs[kXSlope + i].name, in[kXSlope + i], "the forward's result", slope[i]));
-    out[kDx] = x, out[kDWeight] = weight;
-    out[kDBias] = LinearAttrs::bias_spec(x, weight);
-    const bool known = x.known() && weight.known();
-    const int64_t size = has_slopes(in) ? 1 : known ? parts(in).size : kUnknownDim;  // 1: the count
-    out[kWork] = Spec::vector(accumulate_dtype(x.dtype), size);
-    return kOk;
-  }
-  ChunkWorkspace parts(const Tensor *in) const {
-    // The sums of a bias too where there is none: its gradient may be wanted nevertheless.
-    return {LogitChunks(in[kX], in[kWeight]), in[kX].dtype, false, true, true};
-  }
-  // Whether gradients are products of slopes. Those that are absent are then not wanted.
-  bool has_slopes(const Tensor *in) const {
-    return keeps(in[kXSlope]) || keeps(in[kWeightSlope]) || keeps(in[kBiasSlope]);
-  }
-  Status check_wanted(const Tensor *in, const Tensor *out) const {
-    for (int i = 0; i < 3; ++i)
-      if (out[i] && !keeps(in[kXSlope + i]))
-        return fail(kConventionMisused, "%s: %s is wanted, and %s is missing", name, outputs[i].name,
-                    inputs[kXSlope + i].name);
-    return kOk;
+  Status infer(const Tensor *in, Spec *out) const { return infer_backward(name, in[0], Tensor(), in + 1, out); }
+};
+
+// ---------------------------------------------------------------------------------------------------------- entries
+
+// What linear_cross_entropy_lse has beside. Each may be absent.
+struct LseTensors {
+  Tensor lse, dlse;
+
+  // Those of the rows from `first` on.
+  LseTensors from(int64_t first) const {
+    LseTensors rest = *this;
+    for (Tensor *t : {&rest.lse, &rest.dlse})
+      if (t->data) t->data = t->as<char>() + first * itemsize(t->dtype);
+    return rest;
   }
 };
+
+// The two operators' kernels. in: by Input, results: by Result.
+Status linear_cross_entropy_forward(const char *name, const LinearCrossEntropyAttrs &op, const Tensor *in,
+                                    const Tensor &y, const Tensor *results, const LseTensors &rows, void *stream);
+Status linear_cross_entropy_gradients(const char *name, const LinearCrossEntropyAttrs &op, const Tensor &dy,
+                                      const Tensor *in, const Tensor *results, const LseTensors &rows, void *stream);
+
+// Whether the gradients that are wanted are those that have slopes.
+inline Status check_wanted(const char *name, const LinearCrossEntropyAttrs &op, const Tensor *in,
+                           const Tensor *results) {
+  static constexpr const char *kNames[][2] = {{"dx", "x_slope"}, {"dweight", "weight_slope"}, {"dbias", "bias_slope"}};
+  for (int i = 0; i < 3; ++i)
+    if (results[i] && !op.keeps(in[op.kXSlope + i]))
+      return fail(kConventionMisused, "%s: %s is wanted, and %s is missing", name, kNames[i][0], kNames[i][1]);
+  return kOk;
+}
 
 }  // namespace AOT_ISA
 }  // namespace aot
