@@ -2,8 +2,9 @@
 
 A step is forward, backward and torch's fused AdamW, in bfloat16, with weights at random, in eager mode and under
 torch.compile. A row has the median of the steps, the peak of memory, and the loss of each step, which are those of the
-other rows up to rounding. aotops_head replaces the head and its loss by linear_cross_entropy too, as Liger does. Each
-model has a process of its own, in which Liger is last, because it changes transformers for the process.
+other rows up to rounding. aotops_head replaces the head and its loss by linear_cross_entropy too, as Liger does, and
+aotops_all attention as well. Each model has a process of its own, in which Liger is last, because it changes
+transformers for the process.
 
     python -m benchmarks.replaced                                          # all, into results/replaced_h200.json
     python -m benchmarks.replaced llama gpt2 --modes eager --impls transformers,aotops --json -
@@ -24,7 +25,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-IMPLS = ("transformers", "aotops", "aotops_head", "liger")
+IMPLS = ("transformers", "aotops", "aotops_head", "aotops_all", "liger")
+ALSO = {"aotops_head": ("linear_cross_entropy",), "aotops_all": ("linear_cross_entropy", "attention")}
 MODES = ("eager", "compiled")
 WARM_UP = 4
 STEPS = 10
@@ -104,7 +106,7 @@ def build(name: str, impl: str, tiny: bool) -> Any:
     if tokens:
         model.config.use_cache = False
     if impl.startswith("aotops"):
-        F.replace(model, also="linear_cross_entropy" if impl == "aotops_head" else ())
+        F.replace(model, also=ALSO.get(impl, ()))
     if impl == "liger":
         patches = import_module("liger_kernel.transformers.monkey_patch")
         if config.model_type not in patches.MODEL_TYPE_TO_APPLY_LIGER_FN:

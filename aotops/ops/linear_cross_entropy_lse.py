@@ -62,7 +62,7 @@ def _backward_formula(
         "optional": ("dlse", "bias", "class_weight", *RESIDUALS, "dx", "dweight", "dbias"),
         "same_spec_as": {"dx": "x", "dweight": "weight"},
         "shapes": {"dbias": lambda call: call.weight[:1]},
-        "overwrites": {"dx": "x_slope"},
+        "overwrites": {"dweight": "weight_slope"},
         "dims": lambda call: backward_dims(call, split(call), _FROM_ROWS),
         "parts": Parts(lambda call: backward_dims(call, composed(call), _FROM_ROWS), backward_with_lse),
         "formula": _backward_formula,

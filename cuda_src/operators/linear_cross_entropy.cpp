@@ -115,7 +115,9 @@ Status linear_cross_entropy_forward(const char *name, const LinearCrossEntropyAt
       losses ? void(losses[i] = static_cast<A>(value)) : result.write(i, static_cast<A>(value));
     };
     auto kept = [&](int i, auto type) { return op.keeps(results[i]) ? results[i].as<decltype(type)>() : nullptr; };
-    const ChunkGradients<T> slopes{kept(op.kOfX, zero), kept(op.kOfWeight, A()),
+    const bool rounds = kept(op.kOfWeight, zero) && c.sums_apart(x.dtype);
+    A *sums = work.as<A>() + parts.weight_sums;
+    const ChunkGradients<T> slopes{kept(op.kOfX, zero), rounds ? sums : kept(op.kOfWeight, A()),
                                    in[op.kBias] ? kept(op.kOfBias, A()) : nullptr};
     const int64_t padding = LogitChunks::padded(c.out) - c.out;
     if (slopes.dweight) std::fill_n(slopes.dweight + c.out * c.in, padding * c.in, A(0));
@@ -125,6 +127,7 @@ Status linear_cross_entropy_forward(const char *name, const LinearCrossEntropyAt
     const A scale = op.divides_slope(x) ? 1 / count : A(1);
     AOT_TRY(each_chunk<T>(c, in, op, rows, reinterpret_cast<T *>(work.as<A>() + parts.logits), slopes, write_loss,
                           [=](int64_t) { return scale; }));
+    if (rounds) scale_slope(sums, results[op.kOfWeight].as<T>(), results[op.kOfWeight].size(), A(1));
     if (!op.reduces()) return kOk;
     double sum = 0;
     for (int64_t i = 0; i < c.rows; ++i) sum += losses[i];
@@ -151,7 +154,10 @@ Status linear_cross_entropy_gradients(const char *name, const LinearCrossEntropy
     auto scale = [=, from = Loss<T>(dy)](int64_t i) { return from.read(each_row ? i : 0) / count; };
     if (by_slopes) {
       if (dx) scale_slope(in[op.kXSlope].as<const T>(), dx.as<T>(), dx.size(), scale(0));
-      if (dweight) scale_slope(in[op.kWeightSlope].as<const A>(), dweight.as<T>(), dweight.size(), scale(0));
+      const Tensor &slope = in[op.kWeightSlope];
+      if (dweight && slope.dtype == x.dtype)
+        scale_slope(slope.as<const T>(), dweight.as<T>(), dweight.size(), scale(0));
+      else if (dweight) scale_slope(slope.as<const A>(), dweight.as<T>(), dweight.size(), scale(0));
       if (dbias) scale_slope(in[op.kBiasSlope].as<const A>(), dbias.as<T>(), dbias.size(), scale(0));
       return kOk;
     }

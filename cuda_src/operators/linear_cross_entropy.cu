@@ -76,11 +76,14 @@ Status padded_rows(const char *op, const CrossEntropyAttrs &attrs, const Tensor 
   return unaligned_rows<true>(op, attrs, x, targets, results, scale, stream, after_count);
 }
 
-// The sums over the chunks, each unless it is null: weight's and bias's of c.line rows and elements.
+// The sums over the chunks, each unless it is null: weight's and bias's of c.line rows and elements. Weight's are in
+// the accumulate dtype, or of one chunk in T.
 template <typename T>
 struct ChunkGradients {
   T *dx;
-  Accumulate<T> *dweight, *dbias;
+  void *dweight;
+  DType of_weight;
+  Accumulate<T> *dbias;
 
   explicit operator bool() const { return dx || dweight || dbias; }
 };
@@ -138,7 +141,7 @@ class Chunks {
                          {gradients.dx + first * c_.in, c_.in}}));
       if (gradients.dweight)
         AOT_TRY(product({dtype,
-                         accumulate_dtype(dtype),
+                         gradients.of_weight,
                          c_.line,
                          c_.in,
                          rows,
@@ -232,7 +235,12 @@ Status linear_cross_entropy_forward(const char *name, const LinearCrossEntropyAt
     Chunks<T> chunks(name, op, in, rows, work, parts, stream);
     const LogitChunks &c = chunks.shape();
     auto kept = [&](int i) { return op.keeps(results[i]) ? results[i].data : nullptr; };
-    const ChunkGradients<T> slopes = {static_cast<T *>(kept(op.kOfX)), static_cast<A *>(kept(op.kOfWeight)),
+    const Tensor &of_weight = results[op.kOfWeight];
+    const DType sum = accumulate_dtype(x.dtype);
+    const bool rounds = kept(op.kOfWeight) && c.sums_apart(x.dtype);
+    A *sums = work.as<A>() + parts.weight_sums;
+    const ChunkGradients<T> slopes = {static_cast<T *>(kept(op.kOfX)), rounds ? sums : kept(op.kOfWeight),
+                                      rounds ? sum : LogitChunks::slope_dtype(x.dtype),
                                       in[op.kBias] ? static_cast<A *>(kept(op.kOfBias)) : nullptr};
     const Loss<T> weight = in[op.kClassWeight] ? Loss<T>(in[op.kClassWeight]) : Loss<T>(), loss(y);
     const bool divides = slopes && op.divides_slope(x), weighs = op.mean() && weight.data;
@@ -242,6 +250,7 @@ Status linear_cross_entropy_forward(const char *name, const LinearCrossEntropyAt
     if (count) AOT_TRY(cross_entropy_count(name, targets, weight, count, c.rows, c.out, stream));
     AOT_TRY(
         chunks.run({op.reduces() ? Loss<T>() : loss, losses, nullptr}, {{}, false, divides ? count : nullptr}, slopes));
+    if (rounds) AOT_TRY((scale_slope<A, T, A>(name, sums, of_weight, Loss<T>(), nullptr, stream)));
     if (!op.reduces()) return kOk;
     return cross_entropy_loss(name, losses, loss, c.rows, op.mean(), weighs ? count : nullptr, stream);
   });
@@ -262,20 +271,28 @@ Status linear_cross_entropy_gradients(const char *name, const LinearCrossEntropy
     A *count = divides ? work.as<A>() : nullptr;
     const Targets targets(in[op.kTarget], op.ignore_index);
     if (count) AOT_TRY(cross_entropy_count(name, targets, weight, count, c.rows, c.out, stream));
-    auto scale = [&](const T *x_slope, const A *weight_slope, const A *bias_slope, const Loss<T> &dy, const A *count) {
-      if (dx && x_slope) AOT_TRY(scale_slope(name, x_slope, dx, dy, count, stream));
-      if (dweight) AOT_TRY(scale_slope(name, weight_slope, dweight, dy, count, stream));
-      return dbias ? scale_slope(name, bias_slope, dbias, dy, count, stream) : kOk;
-    };
-    if (by_slopes)
-      return scale(in[op.kXSlope].as<const T>(), in[op.kWeightSlope].as<const A>(), in[op.kBiasSlope].as<const A>(),
-                   of_loss, count);
+    if (by_slopes) {
+      auto scale = [&](const auto *slope, const Tensor &gradient) {
+        return gradient ? scale_slope(name, slope, gradient, of_loss, count, stream) : kOk;
+      };
+      const Tensor &weight_slope = in[op.kWeightSlope];
+      AOT_TRY(scale(in[op.kXSlope].as<const T>(), dx));
+      AOT_TRY(scale(in[op.kBiasSlope].as<const A>(), dbias));
+      return weight_slope.dtype == x.dtype ? scale(weight_slope.as<const T>(), dweight)
+                                           : scale(weight_slope.as<const A>(), dweight);
+    }
     const ChunkWorkspace parts = op.backward_parts(in);
-    const ChunkGradients<T> sums = {dx.as<T>(), dweight ? work.as<A>() + parts.weight_sums : nullptr,
-                                    dbias ? work.as<A>() + parts.bias_sums : nullptr};
+    const bool rounds = !c.rounds_at_once();
+    A *weight_sums = work.as<A>() + parts.weight_sums, *bias_sums = work.as<A>() + parts.bias_sums;
+    const ChunkGradients<T> sums = {dx.as<T>(), dweight && rounds ? weight_sums : dweight.data,
+                                    rounds ? accumulate_dtype(x.dtype) : x.dtype, dbias ? bias_sums : nullptr};
     Chunks<T> chunks(name, op, in, rows, work, parts, stream);
     AOT_TRY(chunks.run({{}, nullptr, nullptr}, {of_loss, !op.reduces(), count}, sums));
-    return scale(nullptr, sums.dweight, sums.dbias, Loss<T>(), nullptr);
+    auto round = [&](const A *sums, const Tensor &gradient) {
+      return scale_slope<A, T, A>(name, sums, gradient, Loss<T>(), nullptr, stream);
+    };
+    if (dweight && rounds) AOT_TRY(round(weight_sums, dweight));
+    return dbias ? round(bias_sums, dbias) : kOk;
   });
 }
 

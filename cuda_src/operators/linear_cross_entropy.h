@@ -1,15 +1,16 @@
 // linear_cross_entropy: cross_entropy of the logits x weight^T + bias, for the rows of x. The logits never exist whole:
 // those of some rows at a time are in the workspace, where their slope is written over them.
 //          x_slope, weight_slope, bias_slope: the derivatives of y, made in the forward from the same logits, so that
-//          no product is computed twice. weight's and bias's are summed over all rows, and kept, in the accumulate
-//          dtype. As cross_entropy's slope they are divided by the count for "mean", but not in float16, and have no
-//          elements for "none".
+//          no product is computed twice. weight's and bias's are summed over all rows in the accumulate dtype, and kept
+//          in it, but weight's of bfloat16 in bfloat16: it is as large as weight, and has float32's range. As
+//          cross_entropy's slope they are divided by the count for "mean", but not in float16, and have no elements for
+//          "none".
 // gradient dx = dy * x_slope, and likewise; from x again without slopes. An element of 0, as those of ignored rows are,
 //          stays 0 whatever dy is.
-// dx may be written over x_slope. Where dy is 1, and nothing is left to divide, it is then neither read nor written.
+// dweight may be written over weight_slope where that has its dtype and shape. Where dy is 1, and nothing is left to
+// divide, it is then neither read nor written.
 #pragma once
 #include <algorithm>
-#include <cstdlib>
 
 #include "cross_entropy.h"
 #include "linear.h"
@@ -34,10 +35,22 @@ struct LogitChunks {
     constexpr int64_t kBytes = kIsCuda ? 576 << 20 : 4 << 20, kStep = kIsCuda ? 128 : 1;
     const int64_t bytes = std::max<int64_t>(line * itemsize(x.dtype), 1);
     int64_t most = std::max<int64_t>(kBytes / bytes, kIsCuda ? std::max<int64_t>(in, 128) : 512) / kStep * kStep;
-    if (const char *v = getenv("STEP_CHUNK")) most = atoll(v);
+    // All rows at once need no sums beside weight's slope: they are, where the other logits take no more memory.
+    if (kIsCuda && rows <= most + in * wide_bytes(x.dtype) / itemsize(x.dtype)) most = std::max(most, rows);
     const int64_t chunks = std::max<int64_t>((rows + most - 1) / most, 1);
     chunk = std::min(((rows + chunks - 1) / chunks + kStep - 1) / kStep * kStep, rows);
   }
+  // Bytes of an element of the sums that weight's slope is rounded from: 0 where it is the sums.
+  static int64_t wide_bytes(DType dtype) {
+    return dtype == slope_dtype(dtype) && dtype != accumulate_dtype(dtype) ? itemsize(accumulate_dtype(dtype)) : 0;
+  }
+  // Of weight's slope.
+  static DType slope_dtype(DType dtype) { return dtype == DType::bfloat16 ? dtype : accumulate_dtype(dtype); }
+
+  // Whether the gradient of weight in a backward is one product, which rounds its own sums.
+  bool rounds_at_once() const { return kIsCuda && count() == 1 && !pads(); }
+  // Whether a forward has sums beside weight's slope. On CUDA one product rounds its own.
+  bool sums_apart(DType dtype) const { return wide_bytes(dtype) && !(kIsCuda && count() == 1); }
   bool pads() const { return line != out; }
   int64_t count() const { return chunk ? (rows + chunk - 1) / chunk : 1; }
 };
@@ -84,7 +97,7 @@ struct LinearCrossEntropyAttrs : CrossEntropyAttrs {
     const DType sum = accumulate_dtype(x.dtype);
     const int64_t out = LogitChunks::padded(weight.rank_known() ? weight.shape[0] : kUnknownDim);
     slope[0] = this->slope(x);
-    slope[1] = this->slope(weight), slope[1].dtype = sum;
+    slope[1] = this->slope(weight), slope[1].dtype = LogitChunks::slope_dtype(x.dtype);
     if (weight.rank_known()) slope[1].shape[0] = out;
     slope[2] = Spec::vector(sum, reduces() && bias ? out : 0);
   }
@@ -94,8 +107,8 @@ struct LinearCrossEntropyAttrs : CrossEntropyAttrs {
 struct ChunkWorkspace {
   int64_t count = 0, losses, logits, weight, bias, partials, weight_sums, bias_sums, library, size;
 
-  // sums: whether it has those of the gradients of weight and bias
-  ChunkWorkspace(const LogitChunks &c, DType dtype, bool reduces, bool has_bias, bool sums) {
+  // sums, of_bias: whether it has those of the gradients of weight and bias
+  ChunkWorkspace(const LogitChunks &c, DType dtype, bool reduces, bool has_bias, bool sums, bool of_bias) {
     int64_t at = 64;
     auto take = [&](int64_t elements, DType of) {
       const int64_t begin = at;
@@ -108,20 +121,22 @@ struct ChunkWorkspace {
     weight = take(copies ? c.line * c.in : 0, dtype);
     bias = take(copies && has_bias ? c.line : 0, dtype);
     partials = take(kIsCuda && has_bias ? c.count() * LinearBackward::parts(c.line) * c.line : 0, wide);
-    weight_sums = take(sums ? c.line * c.in : 0, wide);
-    bias_sums = take(sums && has_bias ? c.line : 0, wide);
+    weight_sums = take(sums ? LogitChunks::padded(c.out) * c.in : 0, wide);
+    bias_sums = take(of_bias ? c.line : 0, wide);
     library = take(library_workspace(c.chunk * c.line, c.in), wide);
     size = at;
   }
 };
 
 inline ChunkWorkspace LinearCrossEntropyAttrs::forward_parts(const Tensor *in) const {
-  return {LogitChunks(in[kX], in[kWeight]), in[kX].dtype, reduces(), static_cast<bool>(in[kBias]), false};
+  const LogitChunks c(in[kX], in[kWeight]);
+  return {c, in[kX].dtype, reduces(), static_cast<bool>(in[kBias]), reduces() && c.sums_apart(in[kX].dtype), false};
 }
 
 // The sums of a bias too where there is none: its gradient may be wanted nevertheless.
 inline ChunkWorkspace LinearCrossEntropyAttrs::backward_parts(const Tensor *in) const {
-  return {LogitChunks(in[kX], in[kWeight]), in[kX].dtype, false, true, true};
+  const LogitChunks c(in[kX], in[kWeight]);
+  return {c, in[kX].dtype, false, true, !c.rounds_at_once(), true};
 }
 
 inline Status LinearCrossEntropyAttrs::infer_forward(const char *op, const Tensor *in, Spec *y, Spec *slopes,

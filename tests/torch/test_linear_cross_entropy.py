@@ -126,7 +126,7 @@ def test_the_workspace_is_a_fraction_of_the_logits(kind, rows, width, classes):
     attrs = OP.canonical(OP.bind(*specs[:4])[1])
     found = infer(OP, attrs, tuple(specs), kind)
     (scratch,) = found["workspace"].shape
-    assert 4 * scratch < (800 << 20 if kind == "cuda" else 120 << 20)
+    assert 4 * scratch < (900 << 20 if kind == "cuda" else 280 << 20)
     whole = [TensorSpec((), "bfloat16"), *specs, *(found[y] for y in OP.residuals)]
     backward = infer(OP.backward, attrs, tuple(whole), kind)
     assert backward["workspace"].shape == (1,)
