@@ -77,7 +77,7 @@ def _stated(call, of_lse=""):
     return {
         **{"q": query, "k": key, "v": value, "y": rows(q_heads, s, "e"), "lse": f"{lead} {q_heads} {s}{of_lse}"},
         **{"lengths": broadcast("lengths", names), "mask": broadcast("mask", axes), "bias": broadcast("bias", axes)},
-        **{"sinks": q_heads, "cu_seqlens": "N"},
+        **{"sinks": q_heads, "cu_seqlens": "N", "cu_seqlens_k": "N"},
     }
 
 
@@ -86,17 +86,21 @@ def _stated(call, of_lse=""):
 _INFINITY = float("inf")
 
 
-def _formula(m, q, k, v, lengths, mask, bias, sinks, cu_seqlens, causal, scale, window, softcap, layout):
-    call = _Call(m, q, k, v, lengths, mask, bias, sinks, cu_seqlens, causal, scale, window, softcap, layout)
+def _formula(
+    m, q, k, v, lengths, mask, bias, sinks, cu_seqlens, cu_seqlens_k, causal, scale, window, softcap, layout
+):  # fmt: skip
+    offsets = cu_seqlens, cu_seqlens_k
+    call = _Call(m, q, k, v, lengths, mask, bias, sinks, offsets, causal, scale, window, softcap, layout)
     p, _, _ = call.probabilities()
     return call.joined(call.matmul(p, call.v))
 
 
 def _backward_formula(
-    m, dy, q, k, v, lengths, mask, bias, sinks, cu_seqlens, causal, scale, window, softcap, layout
+    m, dy, q, k, v, lengths, mask, bias, sinks, cu_seqlens, cu_seqlens_k, causal, scale, window, softcap, layout
 ):  # fmt: skip
     """y and lse are functions of the inputs, and not read: the derivatives of these are whole without them."""
-    call = _Call(m, q, k, v, lengths, mask, bias, sinks, cu_seqlens, causal, scale, window, softcap, layout)
+    offsets = cu_seqlens, cu_seqlens_k
+    call = _Call(m, q, k, v, lengths, mask, bias, sinks, offsets, causal, scale, window, softcap, layout)
     p, slope, of_sink = call.probabilities()
     dy = call.groups(dy)
     dp = call.matmul(dy, call.v, transpose_b=True)
@@ -115,9 +119,10 @@ class _Call:
     """q as (..., kv_heads, heads / kv_heads, queries, head_dim), wide; k and v as (..., kv_heads, 1, keys, dim)."""
 
     def __init__(
-        self, m, q, k, v, lengths, mask, bias, sinks, cu_seqlens, causal, scale, window, softcap, layout
+        self, m, q, k, v, lengths, mask, bias, sinks, offsets, causal, scale, window, softcap, layout
     ):  # fmt: skip
-        self.m, self.layout, self.softcap, self.lengths, self.cu_seqlens = m, layout, softcap, lengths, cu_seqlens
+        self.m, self.layout, self.softcap, self.lengths = m, layout, softcap, lengths
+        self.offsets, self.key_offsets = offsets
         self.kv_heads = k.shape[-3 if layout == "BHSD" else -2]
         self.q, self.k, self.v = self.groups(q), self.shared(k), self.shared(v)
         self.mask, self.bias = (x if x is None else self.grouped(x) for x in (mask, bias))
@@ -199,14 +204,10 @@ class _Call:
     def _where_seen(self, x, other):
         m, lengths = self.m, self.lengths
         *lead, queries, keys = x.shape
-        if self.left >= 0 or self.right >= 0:
+        if self.key_offsets is None and (self.left >= 0 or self.right >= 0):
             ones = (1,) * len(lead)
             row = m.reshape(m.arange(queries, x), (*ones, queries, 1)) + (keys - queries)
-            distance = m.reshape(m.arange(keys, x), (*ones, 1, keys)) - row
-            if self.left >= 0:
-                x = m.where(distance >= -self.left, x, other)
-            if self.right >= 0:
-                x = m.where(distance <= self.right, x, other)
+            x = self._within(x, other, m.reshape(m.arange(keys, x), (*ones, 1, keys)) - row)
         if lengths is not None:
             within = m.arange(keys, lengths) < lengths[..., None]
             ones = (1,) * (len(lead) - 2 - len(lengths.shape))
@@ -215,27 +216,52 @@ class _Call:
             x = m.where(self.mask, x, other)
         if self.bias is not None:
             x = m.where(m.wide(self.bias) > -_INFINITY, x, other)
-        return x if self.cu_seqlens is None else self._of_sequence(x, other)
+        return x if self.offsets is None else self._of_sequence(x, other)
+
+    def _within(self, x, other, distance):
+        """x where a key is so far behind the place that a query stands beside, in keys, as the window lets it be."""
+        m = self.m
+        if self.left >= 0:
+            x = m.where(distance >= -self.left, x, other)
+        return m.where(distance <= self.right, x, other) if self.right >= 0 else x
 
     def _of_sequence(self, x, other):
         """x where query and key are in one sequence."""
-        m, ends, tokens, ones = self.m, self.cu_seqlens, x.shape[-1], (1,) * (x.ndim - 2)
-        passed = m.reshape(m.arange(tokens, ends), (1, tokens)) - m.reshape(ends, (ends.shape[0], 1))
-        zero = m.zeros(passed)
-        number = m.sum(m.where(passed >= 0, zero + 1, zero), (0,))  # of the sequence, from 1
-        row, column = (m.reshape(number, (*ones, *shape)) for shape in ((tokens, 1), (1, tokens)))
+        m, (queries, keys), ones = self.m, x.shape[-2:], (1,) * (x.ndim - 2)
+        number = self._numbers(self.offsets, queries)
+        row, column = (m.reshape(number, (*ones, queries, 1)), m.reshape(number, (*ones, 1, queries)))
+        if self.key_offsets is not None:
+            column = m.reshape(m.like(self._numbers(self.key_offsets, keys), number), (*ones, 1, keys))
+            if self.left >= 0 or self.right >= 0:
+                at = m.arange(queries, number) + self._shifts(number)
+                x = self._within(x, other, m.arange(keys, number) - m.reshape(at, (*ones, queries, 1)))
         x = m.where(row == column, x, other)
-        return m.where(column > 0, m.where(column < ends.shape[0], x, other), other)
+        return m.where(column > 0, m.where(column < self.offsets.shape[0], x, other), other)
+
+    def _numbers(self, offsets, tokens):
+        """The number of each token's sequence, from 1."""
+        m = self.m
+        passed = m.reshape(m.arange(tokens, offsets), (1, tokens)) - m.reshape(offsets, (offsets.shape[0], 1))
+        zero = m.zeros(passed)
+        return m.sum(m.where(passed >= 0, zero + 1, zero), (0,))
+
+    def _shifts(self, number):
+        """The keys by which each query's sequence ends further than among the queries."""
+        m, ends, tokens = self.m, self.offsets, number.shape[0]
+        shifts = m.like(self.key_offsets, ends) - ends
+        away = m.reshape(number, (tokens, 1)) - m.reshape(m.arange(ends.shape[0], ends), (1, ends.shape[0]))
+        zero = m.zeros(away)
+        return m.sum(m.where(away == 0, zero + m.reshape(shifts, (1, ends.shape[0])), zero), (1,))
 
 
 # ---------------------------------------------------------------------------------------------------------- definition
 
 
 @operator(
-    inputs=("q", "k", "v", "lengths", "mask", "bias", "sinks", "cu_seqlens"),
+    inputs=("q", "k", "v", "lengths", "mask", "bias", "sinks", "cu_seqlens", "cu_seqlens_k"),
     outputs=("y",),
     residuals=("lse",),
-    optional=("lengths", "mask", "bias", "sinks", "cu_seqlens"),
+    optional=("lengths", "mask", "bias", "sinks", "cu_seqlens", "cu_seqlens_k"),
     attrs={"causal": "bool", "scale": "float?", "window": "int[]", "softcap": "float", "layout": "str"},
     shapes={"y": lambda call: (*call.q[:-1], call.v[-1]), "lse": _lse_shape},
     dims=_dims,
@@ -246,11 +272,11 @@ class _Call:
     always_save_residuals=True,
     autocast=Autocast.LOWER,
     backward={
-        "inputs": ("dy", "q", "k", "v", "lengths", "mask", "bias", "sinks", "cu_seqlens", "y", "lse"),
+        "inputs": ("dy", "q", "k", "v", "lengths", "mask", "bias", "sinks", "cu_seqlens", "cu_seqlens_k", "y", "lse"),
         "outputs": ("dq", "dk", "dv", "dbias", "dsinks"),
         "workspace": ("workspace",),
         "optional": (
-            *("lengths", "mask", "bias", "sinks", "cu_seqlens", "lse"),
+            *("lengths", "mask", "bias", "sinks", "cu_seqlens", "cu_seqlens_k", "lse"),
             *("dq", "dk", "dv", "dbias", "dsinks"),
         ),
         "same_spec_as": {"dq": "q", "dk": "k", "dv": "v"},
@@ -270,6 +296,7 @@ def attention(
     bias=None,
     sinks=None,
     cu_seqlens=None,
+    cu_seqlens_k=None,
     causal=False,
     scale=None,
     window=None,
@@ -299,7 +326,11 @@ def attention(
             value. (Source: Xiao et al., arXiv:2309.17453; learned, as in gpt-oss.)
         cu_seqlens: (sequences + 1,), int32 or int64, ascending from 0 up to queries: where each of the sequences that
             are packed along the axis begins, and where the last one ends. A query sees keys of its own sequence; one
-            after the last end sees none. It is for each of the leading axes. There are as many queries as keys.
+            after the last end sees none. It is for each of the leading axes. Without cu_seqlens_k there are as many
+            queries as keys.
+        cu_seqlens_k: likewise of keys, of cu_seqlens' dtype and shape, ascending from 0 up to keys: sequence i of the
+            queries sees keys of sequence i of these. Then causal and window count from the ends of the two, and not
+            from those of the axes.
         causal: a query sees no key after the one that it stands beside. (torch's ``is_causal`` places the first query
             beside the first key; the two agree where there are as many.)
         scale: None for ``head_dim ** -0.5``.
@@ -312,15 +343,16 @@ def attention(
         the probabilities are rounded before they are multiplied, as torch's are.
 
     Raises:
-        TypeError: a dtype that is not floating, or two dtypes; lengths or cu_seqlens that are not int32 or int64; a
-            mask that is not bool.
+        TypeError: a dtype that is not floating, or two dtypes; lengths, cu_seqlens or cu_seqlens_k that are not
+            int32 or int64; a mask that is not bool.
         ValueError: shapes that do not fit; a scale or softcap that is not finite, a softcap below 0, another layout or
-            window; tensors on different devices; on the CPU, a length that is not from 0 to keys, and cu_seqlens that
-            do not ascend from 0 to queries. On a GPU the results of such an example, or call, are NaN.
+            window; cu_seqlens_k without cu_seqlens; tensors on different devices; on the CPU, a length that is not from
+            0 to keys, and offsets of sequences that do not ascend as said. On a GPU the results of such an example, or
+            call, are NaN.
         NotImplementedError: a mask or bias that is broadcast along more than two leading axes of q with others between
             them.
 
     Source: Dao, arXiv:2307.08691.
     """
-    inputs = (q, k, v, lengths, mask, bias, sinks, cu_seqlens)
+    inputs = (q, k, v, lengths, mask, bias, sinks, cu_seqlens, cu_seqlens_k)
     return inputs, (causal, scale, (-1, -1) if window is None else window, softcap, layout)

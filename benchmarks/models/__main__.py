@@ -87,8 +87,9 @@ def merged_rounds(spec: Spec, rounds: list[Row]) -> Row:
         row["same_bits"] = len({r["bits"] for r in rounds}) == 1
         row["losses_again"] = rounds[1]["losses"]
     row["bits"] = [r["bits"] for r in rounds]
-    if spec.flavour == "aotops":
-        row["sources"] = {op: of_kernel(op) for op in OPERATORS[spec.model]}
+    if spec.flavour.startswith("aotops"):
+        operators = OPERATORS[spec.model] + ("attention",) * spec.flavour.endswith(".attention")
+        row["sources"] = {op: of_kernel(op) for op in operators}
     return row | {key: r[key] for r in rounds for key in ("kernels",) if key in r}
 
 

@@ -1,6 +1,7 @@
 """GPT-2 in JAX, over two flavours of the same functions: jax.numpy's, as its user writes them, and this library's.
 
-Parameters are a dictionary of arrays (parameters.py), x is (batch, tokens, width). Attention is JAX's in both flavours.
+Parameters are a dictionary of arrays (parameters.py), x is (batch, tokens, width). Attention is JAX's in both flavours,
+and the library's in a third, "aotops.attention".
 """
 
 from __future__ import annotations
@@ -19,8 +20,16 @@ Parameters = dict[str, Array]
 NORM_EPS = 1e-5
 
 
+def attention(q: Array, k: Array, v: Array) -> Array:
+    """Causal, of (batch, tokens, heads, head_dim); by cuDNN's flash attention where JAX has it: 16 bits, on a GPU."""
+    flash = jax.default_backend() == "gpu" and q.dtype.itemsize == 2
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn" if flash else "xla")
+
+
 class Jax:
     """Norms and the loss are computed in float32, sums of products by XLA."""
+
+    attention = staticmethod(attention)
 
     @staticmethod
     def linear(x: Array, weight: Array, bias: Array | None = None, activation: str | None = None) -> Array:
@@ -48,6 +57,8 @@ class Jax:
 
 
 class Aotops:
+    attention = staticmethod(attention)
+
     @staticmethod
     def linear(x: Array, weight: Array, bias: Array | None = None, activation: str | None = None) -> Array:
         return aotops.linear(x, weight, bias, activation and "gelu_tanh")
@@ -66,7 +77,13 @@ class Aotops:
         return aotops.cross_entropy(logits, targets, dtype=wide)
 
 
-FLAVOURS: dict[str, Any] = {"jax": Jax, "aotops": Aotops}
+class AotopsAttention(Aotops):
+    @staticmethod
+    def attention(q: Array, k: Array, v: Array) -> Array:
+        return aotops.attention(q, k, v, causal=True)
+
+
+FLAVOURS: dict[str, Any] = {"jax": Jax, "aotops": Aotops, "aotops.attention": AotopsAttention}
 
 
 def logits(ops: Any, size: Size, p: Parameters, tokens: Array) -> Array:
@@ -80,20 +97,17 @@ def logits(ops: Any, size: Size, p: Parameters, tokens: Array) -> Array:
     y = ops.norm(h, p["blocks.0.norm1.weight"], p["blocks.0.norm1.bias"])
     for i in range(size.layers):
         block = f"blocks.{i}"
-        y = attention(linear(y, f"{block}.attention.qkv"), size.heads)
+        q, k, v = heads(linear(y, f"{block}.attention.qkv"), size.heads)
+        y = ops.attention(q, k, v).reshape(*tokens.shape, -1)
         y, h = add_norm(linear(y, f"{block}.attention.out"), h, f"{block}.norm2")
         y = linear(linear(y, f"{block}.up", "gelu_tanh"), f"{block}.down")
         y, h = add_norm(y, h, f"blocks.{i + 1}.norm1" if i + 1 < size.layers else "norm")
     return ops.linear(y, p["tokens.weight"])
 
 
-def attention(qkv: Array, heads: int) -> Array:
-    """Causal, by cuDNN's flash attention where JAX has it: for 16 bits on a GPU."""
-    batch, tokens, width = qkv.shape
-    q, k, v = (part.reshape(batch, tokens, heads, -1) for part in jnp.split(qkv, 3, axis=-1))
-    flash = jax.default_backend() == "gpu" and qkv.dtype.itemsize == 2
-    y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn" if flash else "xla")
-    return y.reshape(batch, tokens, width // 3)
+def heads(qkv: Array, n: int) -> list[Array]:
+    """q, k and v, each (batch, tokens, n, head_dim)."""
+    return [part.reshape(*part.shape[:-1], n, -1) for part in jnp.split(qkv, 3, axis=-1)]
 
 
 def loss(ops: Any, size: Size, p: Parameters, tokens: Array, targets: Array) -> Array:

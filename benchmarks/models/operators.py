@@ -26,6 +26,15 @@ class Torch:
         return functional.conv2d(x, layer.weight, layer.bias, layer.stride, layer.padding)
 
     @staticmethod
+    def batch_norm(channels: int, relu: bool) -> nn.Module:
+        return nn.BatchNorm2d(channels)
+
+    @staticmethod
+    def batch_normed(x: Tensor, layer: nn.Module, relu: bool, residual: Tensor | None = None) -> Tensor:
+        y = layer(x) if residual is None else layer(x) + residual
+        return functional.relu(y) if relu else y
+
+    @staticmethod
     def norm(x: Tensor, layer: Any) -> Tensor:
         if isinstance(layer, nn.LayerNorm):
             return functional.layer_norm(x, layer.normalized_shape, layer.weight, layer.bias, layer.eps)
@@ -55,6 +64,14 @@ class Aotops:
     @staticmethod
     def conv(x: Tensor, layer: nn.Conv2d) -> Tensor:
         return aotops.conv2d(x, layer.weight, layer.bias, layer.stride, layer.padding)
+
+    @staticmethod
+    def batch_norm(channels: int, relu: bool) -> nn.Module:
+        return aotops.BatchNorm2d(channels, activation="relu" if relu else None)
+
+    @staticmethod
+    def batch_normed(x: Tensor, layer: nn.Module, relu: bool, residual: Tensor | None = None) -> Tensor:
+        return layer(x, residual)
 
     @staticmethod
     def norm(x: Tensor, layer: Any) -> Tensor:

@@ -36,7 +36,8 @@ NAMES = {
     "resnet": "ResNet-50",
 }
 IMPL_ORDER = tuple(dict.fromkeys(impl for impls in IMPLS.values() for impl in impls))
-COLORS = {impl: color for impl, (color, _) in STYLE.items()} | {"aotops.compile": "#862e9c", "jax": "#f08c00"}
+COLORS = {impl: color for impl, (color, _) in STYLE.items()}
+COLORS |= {"aotops.compile": "#862e9c", "aotops.attention": "#5f3dc4", "jax": "#f08c00"}
 
 Row = dict[str, Any]
 Result = dict[str, Any]

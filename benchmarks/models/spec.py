@@ -55,7 +55,7 @@ OPERATORS: dict[str, tuple[str, ...]] = {
 MODELS: dict[str, tuple[str, ...]] = {"torch": tuple(SIZES), "jax": ("gpt2",), "mindspore": ("gpt2",)}
 IMPLS: dict[str, tuple[str, ...]] = {
     "torch": ("torch", "aotops", "torch.compile", "aotops.compile"),
-    "jax": ("jax", "aotops"),
+    "jax": ("jax", "aotops", "aotops.attention"),
     "mindspore": ("mindspore", "aotops"),
 }
 PRECISIONS: dict[str, tuple[str, ...]] = {

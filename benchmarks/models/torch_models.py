@@ -231,16 +231,16 @@ class ResNet(nn.Module):
     channels_last = True
 
     class Convolution(nn.Module):
-        """A convolution and its batch norm."""
+        """A convolution, its batch norm, and perhaps a residual and a ReLU."""
 
-        def __init__(self, ops: Any, inputs: int, outputs: int, kernel: int, stride: int = 1) -> None:
+        def __init__(self, ops: Any, inputs: int, outputs: int, kernel: int, stride: int = 1, relu: bool = True):
             super().__init__()
-            self.ops = ops
+            self.ops, self.relu = ops, relu
             self.convolution = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False)
-            self.norm = nn.BatchNorm2d(outputs)
+            self.norm = ops.batch_norm(outputs, relu)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.norm(self.ops.conv(x, self.convolution))
+        def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+            return self.ops.batch_normed(self.ops.conv(x, self.convolution), self.norm, self.relu, residual)
 
     class Block(nn.Module):
         def __init__(self, ops: Any, inputs: int, width: int, stride: int) -> None:
@@ -249,11 +249,10 @@ class ResNet(nn.Module):
             self.reduce, self.spread = convolution(inputs, width, 1), convolution(width, width, 3, stride)
             self.expand, self.residual = convolution(width, 4 * width, 1), None
             if stride != 1 or inputs != 4 * width:
-                self.residual = convolution(inputs, 4 * width, 1, stride)
+                self.residual = convolution(inputs, 4 * width, 1, stride, relu=False)
 
         def forward(self, x: Tensor) -> Tensor:
-            y = self.expand(functional.relu(self.spread(functional.relu(self.reduce(x)))))
-            return functional.relu(y + (x if self.residual is None else self.residual(x)))
+            return self.expand(self.spread(self.reduce(x)), x if self.residual is None else self.residual(x))
 
     def __init__(self, ops: Any, size: Size) -> None:
         super().__init__()
@@ -268,7 +267,7 @@ class ResNet(nn.Module):
         self.blocks, self.head = nn.ModuleList(blocks), nn.Linear(inputs, size.vocabulary)
 
     def logits(self, images: Tensor) -> Tensor:
-        y = functional.max_pool2d(functional.relu(self.stem(images)), 3, 2, 1)
+        y = functional.max_pool2d(self.stem(images), 3, 2, 1)
         for block in self.blocks:
             y = block(y)
         return self.ops.linear(y.mean((2, 3)), self.head)

@@ -52,11 +52,15 @@ struct Heads {
       if (length(i) < 0 || length(i) > z.keys)
         return fail(kInvalidArgument, "%s: lengths[%lld] is %lld, expected 0 to %lld, the number of keys", op,
                     static_cast<long long>(i), static_cast<long long>(length(i)), static_cast<long long>(z.keys));
-    for (int64_t i = 0, before = 0; extra.offsets && i <= extra.sequences; before = extra.offset(i++))
-      if (extra.offset(i) < before || extra.offset(i) > z.keys)
+    if (extra.offsets) AOT_TRY(check_offsets(op, "cu_seqlens", "queries", z.queries, false));
+    return extra.crossed() ? check_offsets(op, "cu_seqlens_k", "keys", z.keys, true) : kOk;
+  }
+  Status check_offsets(const char *op, const char *slot, const char *rows, int64_t most, bool of_keys) const {
+    for (int64_t i = 0, before = 0; i <= extra.sequences; before = extra.offset(i++, of_keys))
+      if (const int64_t at = extra.offset(i, of_keys); at < before || at > most)
         return fail(kInvalidArgument,
-                    "%s: cu_seqlens[%lld] is %lld, expected ascending numbers from 0 to %lld, the number of keys", op,
-                    static_cast<long long>(i), static_cast<long long>(extra.offset(i)), static_cast<long long>(z.keys));
+                    "%s: %s[%lld] is %lld, expected ascending numbers from 0 to %lld, the number of %s", op, slot,
+                    static_cast<long long>(i), static_cast<long long>(at), static_cast<long long>(most), rows);
     return kOk;
   }
 
@@ -87,7 +91,7 @@ struct Heads {
   Range seen_by(int64_t begin, int64_t end, int64_t length) const {
     return extra.own(z.seen_by(begin, end, length), begin, end);
   }
-  Range seeing(int64_t begin, int64_t end) const { return extra.own(z.seeing(begin, end), begin, end); }
+  Range seeing(int64_t begin, int64_t end) const { return extra.own(z.seeing(begin, end), begin, end, true); }
 
   // The keys that a query sees but for a mask, of the n from `key` on: numbers from 0 to n.
   Range seen(int64_t query, int64_t key, int64_t n, int64_t length) const {
@@ -479,7 +483,8 @@ Status attention_cpu(const Attention &op, const Tensor *in, const Tensor *out, v
   return dispatch_floating(q.dtype, [&](auto zero) -> Status {
     using T = decltype(zero);
     Heads<T> x{q.as<T>(), k.as<T>(), v.as<T>(), lengths, op.sizes(q, k, v, lengths), {}};
-    AOT_TRY(op.extras(op.name, x.z, q, in[op.kMask], in[op.kBias], in[op.kSinks], in[op.kOffsets], &x.extra));
+    AOT_TRY(op.extras(op.name, x.z, q, in[op.kMask], in[op.kBias], in[op.kSinks], in[op.kOffsets], in[op.kKeyOffsets],
+                      &x.extra));
     AOT_TRY(x.check_lengths(op.name));
     return attend_all(x, out[op.kY].as<T>(), out[op.kLse].as<Accumulate<T>>());
   });
@@ -492,7 +497,8 @@ Status attention_backward_cpu(const AttentionBackward &op, const Tensor *in, con
     using T = decltype(zero);
     using A = Accumulate<T>;
     Heads<T> x{q.as<T>(), k.as<T>(), v.as<T>(), lengths, op.sizes(q, k, v, lengths), {}};
-    AOT_TRY(op.extras(op.name, x.z, q, in[op.kMask], in[op.kBias], in[op.kSinks], in[op.kOffsets], &x.extra));
+    AOT_TRY(op.extras(op.name, x.z, q, in[op.kMask], in[op.kBias], in[op.kSinks], in[op.kOffsets], in[op.kKeyOffsets],
+                      &x.extra));
     AOT_TRY(x.check_lengths(op.name));
     A *const delta = work.as<A>(), *const recomputed = delta + x.z.rows();
     const T *const dy = in[op.kDy].as<T>();

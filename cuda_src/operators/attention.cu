@@ -25,7 +25,8 @@ Status attention_inputs(const Op &op, const Tensor *in, AttentionInputs<T> *x) {
         lengths.dtype == DType::int64,
         op.sizes(q, k, v, lengths),
         {}};
-  return op.extras(op.name, x->z, q, in[op.kMask], in[op.kBias], in[op.kSinks], in[op.kOffsets], &x->extra);
+  return op.extras(op.name, x->z, q, in[op.kMask], in[op.kBias], in[op.kSinks], in[op.kOffsets], in[op.kKeyOffsets],
+                   &x->extra);
 }
 
 // One result. lse: of y, or null.

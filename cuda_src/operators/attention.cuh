@@ -39,14 +39,18 @@ struct AttentionInputs {
     if (n >= 0 && n <= z.keys) return {n, 1};
     return {0, __int_as_float(0x7fffffff)};
   }
-  // A block's threads all call this. NaN too where cu_seqlens do not ascend from 0 to keys.
+  // A block's threads all call this. NaN too where cu_seqlens or cu_seqlens_k do not ascend from 0 to queries or keys.
   __device__ Length block_length(int64_t b) const {
     if (!extra.offsets) return length(b);
     bool wrong = false;
     for (int64_t i = threadIdx.x; i <= extra.sequences; i += blockDim.x)
-      wrong |= extra.offset(i) < (i ? extra.offset(i - 1) : 0) || extra.offset(i) > z.keys;
+      wrong |= misplaced(i, z.queries, false) || (extra.crossed() && misplaced(i, z.keys, true));
     if (__syncthreads_or(wrong)) return {0, __int_as_float(0x7fffffff)};
     return length(b);
+  }
+  __device__ bool misplaced(int64_t i, int64_t most, bool of_keys) const {
+    const int64_t at = extra.offset(i, of_keys);
+    return at < (i ? extra.offset(i - 1, of_keys) : 0) || at > most;
   }
   // An element of what has q's dtype or, wide, that of its sums.
   __device__ static A number(const void *from, bool wide, int64_t i) {
@@ -157,12 +161,12 @@ class AttentionTile {
     if (kResult == AttentionResult::y && x_.extra.sinks) begin_with(x_.sink(h));
     if constexpr (kOfKeys) {
       const int64_t within = end < length_ ? end : length_;
-      const Range seeing = x_.extra.own(z_.seeing(begin, within), begin, within);
+      const Range seeing = own(z_.seeing(begin, within), within - begin);
       for (int64_t i = 0; i < z_.group() && begin < within; ++i)
         for (int64_t other = seeing.begin / kSide * kSide; other < seeing.end; other += kSide)
           step(b, h * z_.group() + i, h, begin, end, other, dim);
     } else {
-      const Range seen = x_.extra.own(z_.seen_by(begin, end, length_), begin, end);
+      const Range seen = own(z_.seen_by(begin, end, length_), end - begin);
       for (int64_t other = seen.begin / kSide * kSide; other < seen.end; other += kSide)
         step(b, h, h / z_.group(), begin, end, other, dim);
     }
@@ -197,10 +201,10 @@ class AttentionTile {
       length_ = length.value, times *= length.times;
       for (int64_t i = query; i < last && i < z_.queries; i += kSide) {
         const int64_t past = i + kSide < z_.queries ? i + kSide : z_.queries;
-        const Range seen = x_.extra.own(z_.seen_by(i, past, length_), i, past);
-        const int64_t end = steps.key && key + kSide < seen.end ? key + kSide : seen.end;
         __syncthreads();
         find_sequences(i);
+        const Range seen = own(z_.seen_by(i, past, length_), past - i);
+        const int64_t end = steps.key && key + kSide < seen.end ? key + kSide : seen.end;
         for (int64_t j = steps.key ? key : seen.begin / kSide * kSide; j < end; j += kSide)
           step(b, h, h / z_.group(), i, past, j, 0);
       }
@@ -212,9 +216,16 @@ class AttentionTile {
   __device__ static int ty() { return threadIdx.x / 16; }
   __device__ static int tx() { return threadIdx.x % 16; }
 
-  // The sequences of the rows from `begin` on. A barrier follows before they are read.
+  // The sequences of the rows from `begin` on.
   __device__ void find_sequences(int64_t begin) {
-    if (x_.extra.offsets && threadIdx.x < kSide) tiles_.own[threadIdx.x] = x_.extra.sequence(begin + threadIdx.x);
+    if (!x_.extra.offsets) return;
+    if (threadIdx.x < kSide) tiles_.own[threadIdx.x] = x_.extra.sequence(begin + threadIdx.x, kOfKeys);
+    __syncthreads();
+  }
+  // The part of a range that is in the sequences of these rows, of which there are n.
+  __device__ Range own(Range range, int64_t n) const {
+    if (!x_.extra.offsets || n <= 0) return range;
+    return AttentionExtras::both(range, tiles_.own[0], tiles_.own[n - 1]);
   }
 
   __device__ void begin_with(A sink) {

@@ -2,7 +2,8 @@
 //          and with the bias t[j] = s[j] + bias[i, j],
 //          lse[i] = log(sum(exp(t[j])) + exp(sink)),  y[i] = sum(exp(t[j] - lse[i]) v[j]) over the keys j that it sees
 //          those of [max(0, at - left), min(length, at + right + 1)), where at = i + keys - queries; causal: right = 0;
-//          of these, those of its own sequence, that mask lets it see, and whose bias is not -inf
+//          of these, those of its own sequence, that mask lets it see, and whose bias is not -inf. With sequences of
+//          queries and others of keys, at = i + where its keys end - where its queries end.
 //          A query that sees none has y = 0 and lse = -inf, or the sink.
 // gradient p[i, j] = exp(t[j] - lse[i]),  delta[i] = sum(dy[i] y[i]),  slope = scale (1 - (s / softcap)^2)
 //          dt[i, j] = p[i, j] (sum(dy[i] v[j]) - delta[i]),  ds[i, j] = dt[i, j] slope
@@ -84,31 +85,44 @@ struct ScoreSteps {
 // sums instead of q's.
 struct AttentionExtras {
   const bool *mask;
-  const void *bias, *sinks, *offsets;  // offsets: cu_seqlens
-  int64_t sequences;
+  const void *bias, *sinks, *offsets, *key_offsets;  // cu_seqlens; cu_seqlens_k, or cu_seqlens again
+  int64_t sequences, left, right;  // left, right: of a call with cu_seqlens_k, whose sizes then have none
   bool wide_bias, wide_sinks, wide_offsets;
   ScoreSteps of_mask, of_bias;
 
   AOT_BOTH_SIDES bool none() const { return !mask && !bias && !sinks && !offsets; }
-  AOT_BOTH_SIDES int64_t offset(int64_t i) const {
-    return wide_offsets ? static_cast<const int64_t *>(offsets)[i] : static_cast<const int32_t *>(offsets)[i];
+  // Whether keys have sequences of their own.
+  AOT_BOTH_SIDES bool crossed() const { return key_offsets != offsets; }
+  // Where sequence i of queries begins, or of keys.
+  AOT_BOTH_SIDES int64_t offset(int64_t i, bool of_keys = false) const {
+    const void *const from = of_keys ? key_offsets : offsets;
+    return wide_offsets ? static_cast<const int64_t *>(from)[i] : static_cast<const int32_t *>(from)[i];
   }
-  // The rows of the sequence that row i is in, empty if it is in none. Neither end falls from a row to the next.
-  AOT_BOTH_SIDES Range sequence(int64_t i) const {
+  // The keys of the sequence that query i is in, or with of_key the queries of that which key i is in; none if it is in
+  // none. Of them those that left and right leave. Neither end falls from a row to the next.
+  AOT_BOTH_SIDES Range sequence(int64_t i, bool of_key = false) const {
     int64_t low = 0, high = sequences + 1;  // how many offsets are at most i
     while (low < high) {
       const int64_t middle = (low + high) / 2;
-      if (offset(middle) <= i) low = middle + 1;
+      if (offset(middle, of_key) <= i) low = middle + 1;
       else high = middle;
     }
     if (low == 0) return {0, 0};
-    return {offset(low - 1), offset(low <= sequences ? low : sequences)};
+    const int64_t last = low <= sequences ? low : sequences, before = of_key ? right : left,
+                  after = of_key ? left : right;
+    const Range all = {offset(low - 1, !of_key), offset(last, !of_key)};
+    const int64_t at = i + all.end - offset(last, of_key);  // what row i stands beside
+    const auto within = [=](int64_t i) { return i < all.begin ? all.begin : i < all.end ? i : all.end; };
+    return {before < 0 ? all.begin : within(at - before), after < 0 ? all.end : within(at + after + 1)};
   }
-  // Rows or keys of a range that lie in a sequence of rows [begin, end).
-  AOT_BOTH_SIDES Range own(Range range, int64_t begin, int64_t end) const {
+  // Rows or keys of a range that lie in a sequence of rows [begin, end), which are keys with of_keys.
+  AOT_BOTH_SIDES Range own(Range range, int64_t begin, int64_t end, bool of_keys = false) const {
     if (!offsets) return range;
-    const int64_t first = sequence(begin).begin, last = sequence(end - 1).end;
-    return {range.begin > first ? range.begin : first, range.end < last ? range.end : last};
+    return both(range, sequence(begin, of_keys), sequence(end - 1, of_keys));
+  }
+  // The part of a range that is in the sequences of rows: those of the first row and of the last.
+  AOT_BOTH_SIDES static Range both(Range range, Range first, Range last) {
+    return {range.begin > first.begin ? range.begin : first.begin, range.end < last.end ? range.end : last.end};
   }
 };
 
@@ -160,13 +174,15 @@ struct AttentionAttrs {
     return z;
   }
 
-  // The inputs have passed check_extras.
-  Status extras(const char *op, const AttentionSizes &z, const Spec &q, const Tensor &mask, const Tensor &bias,
-                const Tensor &sinks, const Tensor &offsets, AttentionExtras *x) const {
+  // The inputs have passed check_extras. Moves what z has of a window to x if its keys have sequences of their own.
+  Status extras(const char *op, AttentionSizes &z, const Spec &q, const Tensor &mask, const Tensor &bias,
+                const Tensor &sinks, const Tensor &offsets, const Tensor &key_offsets, AttentionExtras *x) const {
     *x = {};
     x->mask = mask.as<const bool>(), x->bias = bias.data, x->sinks = sinks.data, x->offsets = offsets.data;
     x->wide_bias = bias.dtype != q.dtype, x->wide_sinks = sinks.dtype != q.dtype;
     x->wide_offsets = offsets.dtype == DType::int64, x->sequences = offsets ? offsets.size() - 1 : 0;
+    x->key_offsets = key_offsets ? key_offsets.data : offsets.data, x->left = x->right = -1;
+    if (key_offsets) std::swap(x->left, z.left), std::swap(x->right, z.right);
     if (mask) AOT_TRY(score_steps(op, "mask", z, q, mask, &x->of_mask));
     if (bias) AOT_TRY(score_steps(op, "bias", z, q, bias, &x->of_bias));
     return kOk;
@@ -198,13 +214,14 @@ struct AttentionAttrs {
 
   // Checks the others, of inputs that have passed check.
   Status check_extras(const char *op, const Spec &q, const Spec &k, const Spec &mask, const Spec &bias,
-                      const Spec &sinks, const Spec &offsets) const {
+                      const Spec &sinks, const Spec &offsets, const Spec &key_offsets) const {
     if (mask) AOT_TRY(check_dtype(op, "mask", mask, DType::boolean));
     if (mask) AOT_TRY(check_broadcast(op, "mask", q, k, mask));
     if (bias) AOT_TRY(check_added(op, "bias", q, bias));
     if (bias) AOT_TRY(check_broadcast(op, "bias", q, k, bias));
     if (sinks) AOT_TRY(check_added(op, "sinks", q, sinks));
     if (sinks) AOT_TRY(check_sinks(op, q, sinks));
+    if (key_offsets) return check_key_offsets(op, offsets, key_offsets);
     return offsets ? check_offsets(op, q, k, offsets) : kOk;
   }
 
@@ -307,14 +324,30 @@ struct AttentionAttrs {
                 ShapeText(sinks).text, static_cast<long long>(heads(q)));
   }
 
+  static Status check_numbers(const char *op, const char *slot, const Spec &offsets) {
+    AOT_TRY(check_integer(op, slot, offsets));
+    if (!offsets.rank_known() || (offsets.ndim == 1 && offsets.shape[0] != 0)) return kOk;
+    return fail(kInvalidArgument, "%s: %s has shape %s, expected (sequences + 1,)", op, slot, ShapeText(offsets).text);
+  }
+
   Status check_offsets(const char *op, const Spec &q, const Spec &k, const Spec &offsets) const {
-    AOT_TRY(check_integer(op, "cu_seqlens", offsets));
-    if (offsets.rank_known() && (offsets.ndim != 1 || offsets.shape[0] == 0))
-      return fail(kInvalidArgument, "%s: cu_seqlens has shape %s, expected (sequences + 1,)", op,
-                  ShapeText(offsets).text);
+    AOT_TRY(check_numbers(op, "cu_seqlens", offsets));
     if (!q.rank_known() || !k.rank_known() || same_dim(seq(q), seq(k))) return kOk;
-    return fail(kInvalidArgument, "%s: k has shape %s, expected as many keys as q has queries, %lld, with cu_seqlens",
+    return fail(kInvalidArgument,
+                "%s: k has shape %s, expected as many keys as q has queries, %lld, with cu_seqlens and without "
+                "cu_seqlens_k",
                 op, ShapeText(k).text, static_cast<long long>(seq(q)));
+  }
+
+  static Status check_key_offsets(const char *op, const Spec &offsets, const Spec &key_offsets) {
+    if (!offsets) return fail(kInvalidArgument, "%s: cu_seqlens is absent, expected it with cu_seqlens_k", op);
+    AOT_TRY(check_numbers(op, "cu_seqlens", offsets));
+    AOT_TRY(check_numbers(op, "cu_seqlens_k", key_offsets));
+    AOT_TRY(check_dtype(op, "cu_seqlens_k", key_offsets, offsets.dtype));
+    if (!offsets.rank_known() || !key_offsets.rank_known() || same_dim(offsets.shape[0], key_offsets.shape[0]))
+      return kOk;
+    return fail(kInvalidArgument, "%s: cu_seqlens_k has shape %s, expected that of cu_seqlens, %s", op,
+                ShapeText(key_offsets).text, ShapeText(offsets).text);
   }
 
   // x has passed check_broadcast.
@@ -347,7 +380,7 @@ struct AttentionAttrs {
 
 struct Attention : AttentionAttrs {
   static constexpr const char *name = "attention";
-  enum { kQ, kK, kV, kLengths, kMask, kBias, kSinks, kOffsets };
+  enum { kQ, kK, kV, kLengths, kMask, kBias, kSinks, kOffsets, kKeyOffsets };
   enum { kY, kLse };
   static constexpr Slot inputs[] = {{"q"},
                                     {"k"},
@@ -356,18 +389,19 @@ struct Attention : AttentionAttrs {
                                     {"mask", optional, "bool"},
                                     {"bias", optional},
                                     {"sinks", optional},
-                                    {"cu_seqlens", optional, kIntegers}};
+                                    {"cu_seqlens", optional, kIntegers},
+                                    {"cu_seqlens_k", optional, kIntegers}};
   static constexpr Slot outputs[] = {{"y"}, {"lse", optional}};
 
   Status infer(const Tensor *in, Spec *out) const {
     AOT_TRY(check(name, in[kQ], in[kK], in[kV], in[kLengths], &out[kY], &out[kLse]));
-    return check_extras(name, in[kQ], in[kK], in[kMask], in[kBias], in[kSinks], in[kOffsets]);
+    return check_extras(name, in[kQ], in[kK], in[kMask], in[kBias], in[kSinks], in[kOffsets], in[kKeyOffsets]);
   }
 };
 
 struct AttentionBackward : AttentionAttrs {
   static constexpr const char *name = "attention_backward";
-  enum { kDy, kQ, kK, kV, kLengths, kMask, kBias, kSinks, kOffsets, kY, kLse };
+  enum { kDy, kQ, kK, kV, kLengths, kMask, kBias, kSinks, kOffsets, kKeyOffsets, kY, kLse };
   enum { kDq, kDk, kDv, kDbias, kDsinks, kWork };
   static constexpr Slot inputs[] = {{"dy"},
                                     {"q"},
@@ -378,6 +412,7 @@ struct AttentionBackward : AttentionAttrs {
                                     {"bias", optional},
                                     {"sinks", optional},
                                     {"cu_seqlens", optional, kIntegers},
+                                    {"cu_seqlens_k", optional, kIntegers},
                                     {"y"},
                                     {"lse", optional}};
   static constexpr Slot outputs[] = {{"dq", optional},    {"dk", optional},     {"dv", optional},
@@ -386,7 +421,7 @@ struct AttentionBackward : AttentionAttrs {
   Status infer(const Tensor *in, Spec *out) const {
     Spec y, lse;
     AOT_TRY(check(name, in[kQ], in[kK], in[kV], in[kLengths], &y, &lse));
-    AOT_TRY(check_extras(name, in[kQ], in[kK], in[kMask], in[kBias], in[kSinks], in[kOffsets]));
+    AOT_TRY(check_extras(name, in[kQ], in[kK], in[kMask], in[kBias], in[kSinks], in[kOffsets], in[kKeyOffsets]));
     AOT_TRY(check_like(name, "dy", in[kDy], "y", y));
     AOT_TRY(check_like(name, "y", in[kY], "the result", y));
     if (in[kLse]) AOT_TRY(check_like(name, "lse", in[kLse], "the logarithms of sums", lse));

@@ -260,9 +260,9 @@ class MmaAddends {
 
 // Writes the range of others of each row from `begin` on: that of its sequence, as numbers of 32 bits.
 template <class Shape, typename T>
-__device__ inline void find_sequences(int2 *to, const AttentionInputs<T> &x, int64_t begin) {
+__device__ inline void find_sequences(int2 *to, const AttentionInputs<T> &x, int64_t begin, bool of_keys = false) {
   for (int i = threadIdx.x; i < Shape::kRows; i += Shape::kThreads) {
-    const Range own = x.extra.offsets ? x.extra.sequence(begin + i) : Range{0, INT32_MAX};
+    const Range own = x.extra.offsets ? x.extra.sequence(begin + i, of_keys) : Range{0, INT32_MAX};
     to[i] = {static_cast<int>(own.begin), static_cast<int>(own.end)};
   }
 }
@@ -552,7 +552,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   const int dim = static_cast<int>(z.dim), v_dim = static_cast<int>(z.v_dim);
 
   Range seeing = z.seeing(begin, last);
-  if constexpr (kExtra) seeing = begin < last ? x.extra.own(seeing, begin, last) : Range{0, 0};
+  if constexpr (kExtra) seeing = begin < last ? x.extra.own(seeing, begin, last, true) : Range{0, 0};
   const int64_t first = seeing.begin / kQueries * kQueries;
   const bool any = begin < last && first < seeing.end;
   const int of_head = any ? static_cast<int>(ceil_div(seeing.end - first, kQueries)) : 0;
@@ -575,7 +575,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     }
   };
   int2 *const own = reinterpret_cast<int2 *>(reinterpret_cast<char *>(attention_shared) + Shape::shared(2, true));
-  if constexpr (kExtra) find_sequences<Shape>(own, x, begin);
+  if constexpr (kExtra) find_sequences<Shape>(own, x, begin, true);
   copy_rows<Shape, Shape::kRows>(k_tile, x.of_keys(x.k, b, kv, z.dim), begin, last, dim);
   copy_rows<Shape, Shape::kRows>(v_tile, x.of_keys(x.v, b, kv, z.v_dim), begin, last, v_dim);
   MmaStep step;

@@ -22,6 +22,9 @@ from .functional import *  # noqa: F403
 from .modules import (
     GELU,
     LLTM,
+    BatchNorm1d,
+    BatchNorm2d,
+    BatchNorm3d,
     Conv2d,
     CrossEntropyLoss,
     LayerNorm,
@@ -36,7 +39,7 @@ from .replacing import Replacement, replace, restore
 from .tensors import KEEP_RESIDUALS_FROM
 
 __all__ = [
-    *OPS, "AdamW", "GELU", "KEEP_RESIDUALS_FROM", "LLTM", "Conv2d", "CrossEntropyLoss", "LayerNorm", "Linear",
-    "LinearCrossEntropyLoss", "MultiheadAttention", "RMSNorm", "Replacement", "Softmax", "functions", "of", "replace",
-    "restore", "scaled_dot_product_attention",
+    *OPS, "AdamW", "BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "GELU", "KEEP_RESIDUALS_FROM", "LLTM", "Conv2d",
+    "CrossEntropyLoss", "LayerNorm", "Linear", "LinearCrossEntropyLoss", "MultiheadAttention", "RMSNorm", "Replacement",
+    "Softmax", "functions", "of", "replace", "restore", "scaled_dot_product_attention",
 ]  # fmt: skip

@@ -56,7 +56,8 @@ def cast_inputs(op: Op, attrs: tuple[Any, ...], device: str, inputs: Tensors):
         dtype = torch.float32
     if dtype is None:
         dtype = _widest(floating)
-        back = _widest([t for slot, t in zip(op.inputs, inputs, strict=True) if slot in op.vmappable])
+        rows = [t for slot, t in zip(op.inputs, inputs, strict=True) if slot in op.vmappable]
+        back = _widest(rows) if rows else dtype
         back = None if back == dtype else back
     casts = {id(t) for t in floating if t.dtype not in (dtype, torch.float64)}
     kept = op.constants if op.autocast is Autocast.LOWER_WIDE_LOSS else ()

@@ -79,7 +79,25 @@ def conv2d(
 
 def _is_channels_last(t: Tensor) -> bool:
     # is_contiguous(memory_format=...) fails inside vmap
-    return not t.is_contiguous() and t.movedim(1, 3).is_contiguous()
+    return not t.is_contiguous() and t.movedim(1, -1).is_contiguous()
+
+
+def batch_norm(function, x, weight=None, bias=None, eps=1e-5, axis=1) -> Any:
+    """channels_last tensors, as views whose channels are last."""
+    if axis != 1 or not (isinstance(x, Tensor) and x.dim() >= 4 and _is_channels_last(x)):
+        return NotImplemented
+    y, mean, var = function(x.movedim(1, -1), weight, bias, eps, -1)
+    return y.movedim(-1, 1), mean, var
+
+
+def batch_norm_relu(function, x, weight=None, bias=None, residual=None, eps=1e-5, axis=1) -> Any:
+    """As ``batch_norm``; the residual is brought into x's memory format."""
+    tensors = all(isinstance(t, Tensor) and t.dim() >= 4 for t in (x, x if residual is None else residual))
+    if axis != 1 or not tensors or not _is_channels_last(x):
+        return NotImplemented
+    moved = None if residual is None else residual.movedim(1, -1)
+    y, mean, var = function(x.movedim(1, -1), weight, bias, moved, eps, -1)
+    return y.movedim(-1, 1), mean, var
 
 
 # ------------------------------------------------------------------------------------------------------- cross entropy
@@ -238,5 +256,16 @@ def _result_dtype(x: Tensor, dtype: str | None) -> torch.dtype:
 
 
 COMPOSED: dict[str, Callable[..., Any]] = {
-    f.__name__: f for f in (add, matmul, softmax, conv2d, cross_entropy, cross_entropy_lse, linear_cross_entropy)
+    f.__name__: f
+    for f in (
+        add,
+        batch_norm,
+        batch_norm_relu,
+        conv2d,
+        cross_entropy,
+        cross_entropy_lse,
+        linear_cross_entropy,
+        matmul,
+        softmax,
+    )
 }

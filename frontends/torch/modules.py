@@ -197,3 +197,60 @@ class Conv2d(torch.nn.Conv2d):
             return super().forward(input)
         options = self.stride, self.padding, self.dilation, self.groups
         return F.conv2d(input, self.weight, self.bias, *options, allow_tf32=torch.backends.cudnn.allow_tf32)
+
+
+class _BatchNorm:
+    """A module of torch.nn's batch norms on the library's kernel."""
+
+    def __init__(self, *args: Any, activation: str | None = None, **kwargs: Any) -> None:
+        if activation not in (None, "relu"):
+            raise ValueError(f"{type(self).__name__}: activation is {activation!r}, expected None or 'relu'")
+        super().__init__(*args, **kwargs)
+        self.activation = activation
+
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        self._check_input_dim(input)  # type: ignore[attr-defined]
+        if not self.training and self.running_mean is not None:  # type: ignore[attr-defined]
+            y = super().forward(input)  # type: ignore[misc]
+            y = y if residual is None else y + residual
+            return torch.relu(y) if self.activation else y
+        terms = input.numel() // max(1, input.shape[1])
+        if terms == 1:
+            shape = tuple(input.shape)
+            raise ValueError(f"batch_norm: x has shape {shape}, expected more than one element for each channel")
+        affine, eps = (self.weight, self.bias), self.eps  # type: ignore[attr-defined]
+        if self.activation:
+            y, mean, var = F.batch_norm_relu(input, *affine, residual, eps)
+        else:
+            y, mean, var = F.batch_norm(input, *affine, eps)
+            y = y if residual is None else y + residual
+        if self.training and self.running_mean is not None:  # type: ignore[attr-defined]
+            self._track(mean.detach(), var.detach(), terms)
+        return y
+
+    def _track(self, mean: Tensor, var: Tensor, terms: int) -> None:
+        """Running statistics as torch's: of the unbiased variance."""
+        running_mean, running_var = self.running_mean, self.running_var  # type: ignore[attr-defined]
+        self.num_batches_tracked.add_(1)  # type: ignore[attr-defined, operator]
+        momentum = self.momentum  # type: ignore[attr-defined]
+        share = 1 / float(self.num_batches_tracked) if momentum is None else momentum  # type: ignore[attr-defined]
+        running_mean.lerp_(mean.to(running_mean.dtype), share)
+        running_var.mul_(1 - share).add_(var, alpha=share * terms / (terms - 1))
+
+    def extra_repr(self) -> str:
+        activation = f", activation={self.activation!r}" if self.activation else ""
+        return super().extra_repr() + activation  # type: ignore[misc]
+
+
+class BatchNorm1d(_BatchNorm, torch.nn.BatchNorm1d):
+    """``torch.nn.BatchNorm1d`` on the library's kernel: see ``BatchNorm2d``."""
+
+
+class BatchNorm2d(_BatchNorm, torch.nn.BatchNorm2d):
+    """``torch.nn.BatchNorm2d`` on the library's kernel: the same arguments, parameters and state; channels_last tensors
+    stay so. ``forward(input, residual=None)`` adds a residual, and ``activation="relu"`` applies a ReLU, in the same
+    kernel. With running statistics (after ``eval()``) it calls torch's own."""
+
+
+class BatchNorm3d(_BatchNorm, torch.nn.BatchNorm3d):
+    """``torch.nn.BatchNorm3d`` on the library's kernel: see ``BatchNorm2d``."""

@@ -18,7 +18,7 @@ TRIED = [
     for name in IMPLS
     if name in requested()
     for impl in IMPLS[name]
-    if impl in ("torch", "jax", "aotops")  # MindSpore takes ten seconds to compile its own
+    if impl in ("torch", "jax", "aotops", "aotops.attention")  # MindSpore takes ten seconds to compile its own
 ]
 
 

@@ -17,6 +17,7 @@ def attention(
     bias=None,
     sinks=None,
     cu_seqlens=None,
+    cu_seqlens_k=None,
     causal=False,
     scale=None,
     window=None,
@@ -32,11 +33,12 @@ def attention(
         scores = softcap * np.tanh(scores / softcap)
     scores = scores if bias is None else scores + bias
     queries, keys = scores.shape[-2:]
-    query, key = np.arange(keys - queries, keys)[:, None], np.arange(keys)
-    seen = _seen(query, key, lengths, causal, window)
+    query, key = np.arange(keys - queries, keys), np.arange(keys)
+    within = True
     if cu_seqlens is not None:
-        sequence = (cu_seqlens[:, None] <= key).sum(0)
-        seen = seen & (sequence[:, None] == sequence) & (sequence > 0) & (sequence < len(cu_seqlens))
+        own, other, query = _sequences(query + queries - keys, key, query, cu_seqlens, cu_seqlens_k)
+        within = (own[:, None] == other) & (other > 0) & (other < len(cu_seqlens))
+    seen = _seen(query[:, None], key, lengths, causal, window) & within
     seen = np.broadcast_to(seen if mask is None else seen & mask, scores.shape)
     if sinks is not None:  # a key of the value 0
         more = (*scores.shape[:-1], 1)
@@ -48,6 +50,15 @@ def attention(
     total = e.sum(-1, keepdims=True)
     y = e @ v / np.where(total == 0, 1, total)
     return np.swapaxes(y, -3, -2) if layout == "BSHD" else y
+
+
+def _sequences(i, key, query, cu_seqlens, cu_seqlens_k):
+    """The number of the sequence, from 1, of queries i and of keys; and the key that each query stands beside."""
+    own = (cu_seqlens[:, None] <= i).sum(0)
+    if cu_seqlens_k is None:
+        return own, own, query
+    end = own.clip(0, len(cu_seqlens) - 1)
+    return own, (cu_seqlens_k[:, None] <= key).sum(0), i + (cu_seqlens_k - cu_seqlens)[end]
 
 
 def _seen(query, key, lengths, causal, window):
@@ -63,7 +74,7 @@ def _seen(query, key, lengths, causal, window):
 
 def _attention(lead, queries, keys, heads, dim, kv_heads=None, v_dim=None, **given):
     """``lengths``, ``mask``, ``bias``: their shapes; ``sinks``: whether there are; ``sequences``: how many are packed;
-    ``wide``: what is float32 beside 16 bits; else attributes."""
+    ``of_keys``: whether keys are packed otherwise; ``wide``: what is float32 beside 16 bits; else attributes."""
     kv_heads, v_dim = heads if kv_heads is None else kv_heads, dim if v_dim is None else v_dim
 
     def shape(seq, heads, dim):
@@ -74,8 +85,10 @@ def _attention(lead, queries, keys, heads, dim, kv_heads=None, v_dim=None, **giv
     shapes["sinks"] = (heads,) if given.pop("sinks", False) else None
     sequences, wide = given.pop("sequences", None), given.pop("wide", ())
     shapes["cu_seqlens"] = None if sequences is None else (sequences + 1,)
-    classes = {slot: keys + 1 for slot in ("lengths", "cu_seqlens") if shapes[slot] is not None}
-    ascending = ("cu_seqlens",) if "cu_seqlens" in classes else ()
+    shapes["cu_seqlens_k"] = shapes["cu_seqlens"] if given.pop("of_keys", False) else None
+    classes = {"lengths": keys + 1, "cu_seqlens": queries + 1, "cu_seqlens_k": keys + 1}
+    classes = {slot: n for slot, n in classes.items() if shapes[slot] is not None}
+    ascending = tuple(slot for slot in classes if slot != "lengths")
     dtypes = {} if shapes["mask"] is None else {"mask": "bool"}
     # in 16 bits the probabilities are rounded, and so is what the gradients are products of
     return Case(
@@ -99,7 +112,8 @@ def _draw(draw):
     attrs |= {"scale": draw.choice(None, 0.5)}
     queries, keys, heads = draw.size(), draw.size(), kv_heads * draw.integer(1, 3)
     if draw.flag():
-        attrs["sequences"], queries = draw.integer(0, 3), keys
+        attrs |= {"sequences": draw.integer(0, 3), "of_keys": draw.flag()}
+        queries = queries if attrs["of_keys"] else keys
 
     def broadcast():
         scores = (*lead, heads, queries, keys)
@@ -112,7 +126,7 @@ def _draw(draw):
 
 
 _GIVEN = {"q": ((2, 3, 4, 6), F32), "k": ((2, 5, 2, 6), F32), "v": ((2, 5, 2, 7), F32), "lengths": None}
-_GIVEN |= dict.fromkeys(("mask", "bias", "sinks", "cu_seqlens"))
+_GIVEN |= dict.fromkeys(("mask", "bias", "sinks", "cu_seqlens", "cu_seqlens_k"))
 
 
 def _bad(given, attrs, error, *words) -> Bad:
@@ -129,6 +143,7 @@ def _in_torch(
     bias=None,
     sinks=None,
     cu_seqlens=None,
+    cu_seqlens_k=None,
     causal=False,
     scale=None,
     window=None,
@@ -148,11 +163,12 @@ def _in_torch(
     queries, keys = scores.shape[-2:]
     seen = None
     if causal or window or lengths is not None or cu_seqlens is not None:
-        query = torch.arange(keys - queries, keys, device=q.device)[:, None]
-        seen = _seen(query, torch.arange(keys, device=q.device), lengths, causal, window)
-    if cu_seqlens is not None:
-        sequence = (cu_seqlens[:, None] <= torch.arange(keys, device=q.device)).sum(0)
-        seen = seen & (sequence[:, None] == sequence) & (sequence > 0) & (sequence < len(cu_seqlens))
+        query, key = torch.arange(keys - queries, keys, device=q.device), torch.arange(keys, device=q.device)
+        within = True
+        if cu_seqlens is not None:
+            own, other, query = _sequences(query + queries - keys, key, query, cu_seqlens, cu_seqlens_k)
+            within = (own[:, None] == other) & (other > 0) & (other < len(cu_seqlens))
+        seen = _seen(query[:, None], key, lengths, causal, window) & within
     if mask is not None:
         seen = mask if seen is None else seen & mask
     if seen is not None:
@@ -218,13 +234,31 @@ ROW = Row(
         _attention((), 9, 9, 2, 6, sequences=2, bias=(9, 9)),
         _attention((), 9, 9, 2, 6, sequences=2, window=(2, 1), sinks=True, mask=(9, 9), bias=(2, 1, 9), softcap=2.0),
         _attention((), 3, 3, 2, 6, sequences=0),  # none
-        _attention((2,), 4, 4, 6, 5, 1, lengths=(2,), mask=(2, 1, 4, 4), bias=(6, 4, 4), sinks=True, sequences=2),
+        _attention(
+            *((2,), 4, 5, 6, 5, 1),
+            **{
+                "lengths": (2,),
+                "mask": (2, 1, 4, 5),
+                "bias": (6, 4, 5),
+                "sinks": True,
+                "sequences": 2,
+                "of_keys": True,
+            },
+        ),
         _attention((2,), 140, 270, 4, 64, 2, mask=(2, 1, 140, 270), causal=True),
         _attention((2,), 140, 270, 2, 64, bias=(1, 2, 140, 270), wide=("bias",), layout="BHSD"),
         _attention((2,), 140, 270, 2, 96, bias=(2, 1, 1, 270), mask=(140, 1), sinks=True, v_dim=128),
         _attention((1,), 65, 97, 2, 256, bias=(2, 65, 1), window=(20, 7), softcap=5.0),
         _attention((), 600, 600, 2, 64, 1, sequences=6, causal=True, sinks=True),
         _attention((), 300, 300, 2, 128, sequences=5, window=(40, 9), bias=(300, 300)),
+        # sequences of keys of their own
+        _attention((), 7, 12, 4, 6, 2, sequences=3, of_keys=True),
+        _attention((2,), 12, 7, 2, 6, sequences=2, of_keys=True, causal=True, layout="BHSD", sinks=True),
+        _attention((), 9, 9, 2, 6, sequences=3, of_keys=True, window=(2, 1), mask=(9, 9), bias=(2, 1, 9)),
+        _attention((2,), 5, 8, 2, 6, lengths=(2,), sequences=2, of_keys=True, window=(-1, 1), softcap=2.0),
+        _attention((), 3, 5, 2, 6, sequences=0, of_keys=True),
+        _attention((), 200, 500, 4, 64, 2, sequences=5, of_keys=True, causal=True),
+        _attention((), 500, 200, 2, 128, sequences=5, of_keys=True, window=(60, 30), bias=(2, 1, 200)),
     ),
     draw=_draw,
     bad=(
@@ -252,6 +286,28 @@ ROW = Row(
         _bad({"cu_seqlens": ((2,), F32)}, {}, TypeError, "cu_seqlens has dtype float32", "int32 or int64"),
         _bad({"cu_seqlens": ((0,), I64)}, {}, ValueError, "cu_seqlens has shape (0,)", "(sequences + 1,)"),
         _bad({"cu_seqlens": ((2,), I64)}, {}, ValueError, "k has shape (2, 5, 2, 6)", "as many keys", "3"),
+        _bad({"cu_seqlens_k": ((2,), I64)}, {}, ValueError, "cu_seqlens is absent", "with cu_seqlens_k"),
+        _bad(
+            {"cu_seqlens": ((2,), I64), "cu_seqlens_k": ((2,), F32)},
+            {},
+            TypeError,
+            "cu_seqlens_k has dtype float32",
+            "int32 or int64",
+        ),
+        _bad(
+            {"cu_seqlens": ((2,), I64), "cu_seqlens_k": ((2,), "int32")},
+            {},
+            TypeError,
+            "cu_seqlens_k has dtype int32",
+            "expected int64",
+        ),
+        _bad(
+            {"cu_seqlens": ((2,), I64), "cu_seqlens_k": ((3,), I64)},
+            {},
+            ValueError,
+            "cu_seqlens_k has shape (3,)",
+            "that of cu_seqlens, (2,)",
+        ),
         _bad({}, {"window": (1,)}, ValueError, "window is (1,)", "(left, right)"),
         _bad({}, {"window": (1, -2)}, ValueError, "window is (1, -2)", "-1 for all"),
         _bad({}, {"scale": float("inf")}, ValueError, "scale is inf", "finite"),
@@ -269,6 +325,7 @@ ROW = Row(
         _attention((2,), 3, 5, 2, 4, lengths=(2,), window=(2, 1), softcap=2.0, scale=0.4),
         _attention((2,), 3, 5, 2, 4, mask=(2, 1, 3, 5), bias=(2, 1, 5)),
         _attention((), 5, 5, 2, 4, sequences=2, sinks=True, causal=True),
+        _attention((), 5, 8, 2, 4, sequences=2, of_keys=True, causal=True),
     ),
     bench=(
         Attention("qkk", "q", ("qqqkk", "qkk"), call=lambda f, shape: lambda q, k, v: f.attention(q, k, v)),

@@ -103,7 +103,7 @@ def _pictures():
 @pytest.mark.parametrize(("call", "seen"), [pytest.param(*picture, id=picture[0]) for picture in _pictures()])
 def test_pictures_of_what_a_query_sees(call, seen):
     attrs = eval(f"dict({call})")
-    attrs |= {name: torch.tensor(attrs[name]) for name in ("lengths", "cu_seqlens") if name in attrs}
+    attrs |= {name: torch.tensor(attrs[name]) for name in ("lengths", "cu_seqlens", "cu_seqlens_k") if name in attrs}
     queries, keys = len(seen), len(seen[0])
     y = ours.attention(torch.zeros(queries, 1, 1), torch.zeros(keys, 1, 1), torch.eye(keys)[:, None], **attrs)
     assert (y[:, 0] > 0).tolist() == seen
@@ -146,6 +146,46 @@ def test_packed_sequences_are_calls_of_their_own(place, attrs):
     _same((q, k, v), found, expected)
 
 
+@PLACES
+@pytest.mark.parametrize("attrs", [{}, {"causal": True}, {"window": (9, 4)}, {"window": (-1, 30)}], ids=str)
+def test_sequences_of_queries_and_of_keys(place, attrs):
+    q, k, v = (_heads(n, heads, 16, seed=n, device=place) for n, heads in ((150, 4), (230, 2), (231, 2)))
+    v = v[:230]
+    ends, key_ends = [0, 40, 40, 41, 130], [3, 30, 60, 200, 210]
+    found = ours.attention(
+        q, k, v, cu_seqlens=torch.tensor(ends, device=place), cu_seqlens_k=torch.tensor(key_ends, device=place), **attrs
+    )
+    parts = [
+        ours.attention(q[a:b], k[c:d], v[c:d], **attrs)
+        for (a, b), (c, d) in zip(pairwise(ends), pairwise(key_ends), strict=True)
+    ]
+    _same((q, k, v), found, torch.cat([*parts, torch.zeros_like(q[ends[-1] :])]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+@PLACES
+def test_sequences_of_keys_in_16_bits(place, dtype, causal):
+    wide = [_heads(n, heads, 64, seed=n, device=place) for n, heads in ((300, 4), (500, 2), (501, 2))]
+    wide[2] = wide[2][:500].detach().requires_grad_()
+    narrow = [x.detach().to(dtype).requires_grad_() for x in wide]
+    ends, key_ends = [torch.tensor(x, device=place) for x in ([0, 128, 131, 300], [0, 200, 333, 500])]
+    y, expected = (ours.attention(*x, cu_seqlens=ends, cu_seqlens_k=key_ends, causal=causal) for x in (narrow, wide))
+    dy = torch.ones_like(expected).cumsum(0).sin()
+    results = [y, *torch.autograd.grad(y, narrow, dy.to(dtype))]
+    for found, right in zip(results, [expected, *torch.autograd.grad(expected, wide, dy)], strict=True):
+        assert (found.double() - right).norm() <= 4 * torch.finfo(dtype).eps * right.norm()
+
+
+@pytest.mark.parametrize("ends", [[0, 3, 2, 7], [0, 8, 8, 8], [-1, 5, 6, 7]])
+def test_sequences_of_keys_that_there_are_not(ends):
+    x, y = _heads(5, 1, 4), _heads(7, 1, 4)
+    with pytest.raises(
+        ValueError, match=r"attention: cu_seqlens_k\[\d\] is -?\d, expected ascending numbers from 0 to 7, .* of keys"
+    ):
+        ours.attention(x, y, y, cu_seqlens=torch.tensor([0, 1, 2, 5]), cu_seqlens_k=torch.tensor(ends))
+
+
 @pytest.mark.parametrize("ends", [[0, 3, 2, 5], [0, 6], [-1, 5]])
 def test_sequences_that_there_are_not(ends):
     x = _heads(5, 1, 4)
@@ -157,11 +197,14 @@ def test_sequences_that_there_are_not(ends):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")
+@pytest.mark.parametrize("of_keys", [False, True])
 @pytest.mark.parametrize("ends", [[0, 3, 2, 5], [0, 6], [-1, 5]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_on_a_gpu_their_results_are_nan(ends, dtype):
-    x = _heads(5, 1, 8, dtype=dtype, device="cuda")
-    y = ours.attention(x, x, x, cu_seqlens=torch.tensor(ends, device="cuda"))
+def test_on_a_gpu_their_results_are_nan(ends, dtype, of_keys):
+    x, ends = _heads(5, 1, 8, dtype=dtype, device="cuda"), torch.tensor(ends, device="cuda")
+    right = torch.arange(len(ends), device="cuda")
+    of_keys = {"cu_seqlens": right, "cu_seqlens_k": ends} if of_keys else {"cu_seqlens": ends}
+    y = ours.attention(x, x, x, **of_keys)
     assert y.isnan().all()
     assert torch.autograd.grad(y.sum(), x)[0].isnan().all()
 

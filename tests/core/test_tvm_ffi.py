@@ -66,7 +66,10 @@ CALLS = {
     "add_layer_norm_backward": [X, X, X, 6, None, [6], 1e-3, 0.0],
     "add_rms_norm": [X, X, 6, None, [6], None, 1.0],
     "add_rms_norm_backward": [X, X, X, 6, None, [6], None, 1.0],
-    "attention": [HEADS, (2, 5, 1, 7), (2, 5, 1, 6), None, None, (4, 5), 3, None, True, None, [2, 0], 0.0, "BSHD"],
+    "attention": [
+        *(HEADS, (2, 5, 1, 7), (2, 5, 1, 6), None, None, (4, 5), 3, None, None),
+        *(True, None, [2, 0], 0.0, "BSHD"),
+    ],
     "attention_backward": [
         (2, 4, 3, 6),
         HEADS,
@@ -76,6 +79,7 @@ CALLS = {
         None,
         (3, 1, 5),
         3,
+        None,
         None,
         (2, 4, 3, 6),
         None,
@@ -97,6 +101,10 @@ CALLS = {
     "layer_norm_backward": [X, X, 6, None, [6], 1e-5, 0.0],
     "linear": [X, WEIGHT, 5, "gelu", False],
     "linear_backward": [(4, 5), X, WEIGHT, 5, None, "gelu", False],
+    "batch_norm": [X, 6, 6, 1e-5, 1],
+    "batch_norm_backward": [X, None, 6, X, 6, 6, 6, 1e-5, -1],
+    "batch_norm_relu": [X, 6, None, X, 1e-5, 1],
+    "batch_norm_relu_backward": [X, 6, None, X, None, 6, 6, X, 1e-5, 1],
     "linear_cross_entropy": [X, (7, 6), "classes", 7, None, -100, "mean", 0.1, None, 0.0, 0.0, False],
     "linear_cross_entropy_backward": [
         (),

@@ -575,6 +575,20 @@ def test_export_of_second_order():
         close(exported(x, w), theirs(x, w))
 
 
+def test_export_of_attention_of_any_batch_and_lengths():
+    def call(q, k, v, bias):
+        return ours.attention(q, k, v, bias=bias, causal=True, softcap=3.0)
+
+    gradients = jax.grad(lambda *args: jnp.sin(call(*args)).sum(), (0, 1, 2, 3))
+    shapes = ("b, n, 4, 8", "b, m, 2, 8", "b, m, 2, 6", "4, 1, m")
+    exported = [_exported(f, shapes) for f in (call, gradients)]
+    for batch, queries, keys in ((1, 1, 1), (2, 5, 7), (3, 140, 131)):
+        random = np.random.default_rng(batch)
+        sizes = ((batch, queries, 4, 8), (batch, keys, 2, 8), (batch, keys, 2, 6), (4, 1, keys))
+        args = [random.normal(size=shape) for shape in sizes]
+        jax.tree.map(close, [f(*args) for f in exported], [f(*args) for f in (call, gradients)])
+
+
 def test_export_of_a_product_whose_gradient_needs_a_workspace():
     """b is broadcast over the batch, and its gradient summed over it."""
 

@@ -52,3 +52,18 @@ def test_the_example_trains_as_one_device(devices, steps, splits):
     assert [split for _, split, *_ in rows] == splits
     moves = r"nothing" if devices == "1" else r"\d+ all-reduce"
     assert all(float(distance) < 1e-5 and re.fullmatch(moves, moved) for *_, distance, moved in rows), rows
+
+
+@pytest.mark.parametrize("devices", ["2", "4"])
+def test_attention_over_a_split_sequence(devices):
+    flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    program = EXAMPLE.with_name("sequence_jax.py")
+    done = subprocess.run(
+        [sys.executable, program, "--tokens", "150"],
+        **{"capture_output": True, "text": True, "timeout": 300},
+        env=os.environ | flags,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = re.findall(r"^(\w+) +(\d+) tokens in (\d) parts: y .*, dq .*, dk .*, dv .*; (.*)$", done.stdout, re.M)
+    length = str(150 * int(devices))
+    assert rows == [(kind, length, devices, "all-gather, reduce-scatter") for kind in ("full", "causal")]

@@ -83,6 +83,11 @@ CASES: dict[str, list[Case]] = {
         attention((4,), 4, bias=(4, 1, 1, 5), causal=True),
     ],
     "paged_attention": [decoding(9, 4), decoding(8, 2, 4, window=5, softcap=2.0)],
+    "batch_norm": [
+        Case({"x": (4, 8, 6), "weight": (8,), "bias": (8,)}),
+        Case({"x": (4, 6, 8), "weight": None, "bias": None}, {"axis": -1}),
+    ],
+    "batch_norm_relu": [Case({"x": (4, 8, 6), "weight": (8,), "bias": (8,), "residual": (4, 8, 6)})],
     "softmax": [Case({"x": (8, 6)}), Case({"x": (4, 6, 5)}, {"dim": 1})],
     "layer_norm": [
         norm((4, 8, 6), 1, "weight", "bias"),

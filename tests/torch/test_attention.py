@@ -312,3 +312,85 @@ def test_a_wrong_call_of_a_module_raises_as_torchs(options):
         mine(x, x, x, need_weights=False, **options)
     with pytest.raises((AssertionError, RuntimeError)):
         mine(x[..., :7], x, x, need_weights=False)
+
+
+# --------------------------------------------------------------------------------------- attention in torch's programs
+
+
+class Layer(torch.nn.Module):
+    def forward(self, q, k, v, bias):
+        return ours.attention(q, k, v, bias=bias, causal=True).sin()
+
+
+def layer_inputs(batch, queries, keys):
+    shapes = ((batch, queries, 4, 8), (batch, keys, 2, 8), (batch, keys, 2, 6), (4, 1, keys))
+    return drawn(*shapes, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_selective_checkpoints_keep_attention_by_its_name(kept):
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    seen, name = [], torch.ops.aotops.attention.default
+    policies = (
+        CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE,
+        CheckpointPolicy.PREFER_RECOMPUTE,
+    )
+
+    def contexts():
+        return create_selective_checkpoint_contexts(lambda _, operator, *args, **kwargs: policies[operator is not name])
+
+    tensors = layer_inputs(2, 5, 7)
+    y = checkpoint(Layer(), *tensors, use_reentrant=False, context_fn=contexts)
+    with Calls():
+        found = torch.autograd.grad(y.sum(), tensors)
+    assert (name in seen) != kept
+    assert torch.ops.aotops.attention_backward.default in seen
+    assert all(map(torch.equal, found, torch.autograd.grad(Layer()(*tensors).sum(), tensors)))
+
+
+def test_one_graph_of_any_batch_and_lengths():
+    torch._dynamo.reset()
+    compiled = torch.compile(Layer(), fullgraph=True, dynamic=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for sizes in ((3, 5, 7), (7, 9, 3), (10, 130, 131)):
+            tensors = layer_inputs(*sizes)
+            for a, b in zip(*(gradients(f, tensors) for f in (compiled, Layer())), strict=True):
+                torch.testing.assert_close(a, b)
+
+
+def test_exported_and_compiled_ahead_of_time(tmp_path):
+    from torch.export import Dim, export
+
+    batch, queries, keys = Dim("batch", min=2), Dim("queries", min=2), Dim("keys", min=2)
+    tensors = [x.detach() for x in layer_inputs(2, 5, 7)]
+    shapes = ({0: batch, 1: queries}, {0: batch, 1: keys}, {0: batch, 1: keys}, {2: keys})
+    program = export(Layer(), tuple(tensors), dynamic_shapes=shapes)
+    file = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "attention.pt2"))
+    run = torch._inductor.aoti_load_package(file)
+    for sizes in ((2, 5, 7), (3, 9, 4)):
+        given = [x.detach() for x in layer_inputs(*sizes)]
+        expected = Layer()(*given)
+        assert torch.equal(program.module()(*given), expected)
+        torch.testing.assert_close(run(*given), expected)
+
+
+def test_vmap_over_the_batch_and_heads():
+    tensors = drawn((3, 5, 4, 8), (3, 7, 4, 8), (3, 7, 4, 6))
+
+    def whole(q, k, v):
+        return ours.attention(q, k, v, causal=True)
+
+    def head(q, k, v):
+        return whole(*(x.unsqueeze(-2) for x in (q, k, v))).squeeze(-2)
+
+    expected = gradients(whole, tensors)
+    for mapped in (torch.vmap(whole), torch.vmap(head, -2, -2), torch.vmap(torch.vmap(head, -2, -2))):
+        for a, b in zip(gradients(mapped, tensors), expected, strict=True):
+            torch.testing.assert_close(a, b)

@@ -52,6 +52,12 @@ CALLS = {
         lambda q, k, v, b: ours.attention(q, k, v, bias=b, cu_seqlens=INTEGERS.sort()[0]),
         *((3, 2, 2), (3, 1, 2), (3, 1, 2), (2, 3, 1)),
     ),
+    "attention of two packings": (
+        lambda q, k, v, b: ours.attention(
+            q, k, v, bias=b, cu_seqlens=torch.tensor([0, 1, 3]), cu_seqlens_k=torch.tensor([0, 2, 5]), causal=True
+        ),
+        *((3, 2, 2), (5, 1, 2), (5, 1, 2), (2, 3, 5)),
+    ),
     "attention of one tensor": (lambda x: ours.attention(x, x, x, window=(0, 1)), (3, 2, 2)),
     "softmax": (lambda x: ours.softmax(x, 0), (3, 4)),
     "layer_norm": (lambda x, w, b: ours.layer_norm(x, (4,), w, b), (3, 4), (4,), (4,)),

@@ -77,6 +77,17 @@ def test_the_example_trains_as_one_process():
     assert all(float(distance) < 1e-5 for *_, distance in rows)
 
 
+def test_attention_over_a_split_sequence():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    program = EXAMPLE.with_name("sequence_torch.py")
+    done = subprocess.run(
+        [*command, program, "--tokens", "150", "--device", "cpu"], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = re.findall(r"^(\w+) +(\w+) +300 tokens in 2 parts: y .*, dq .*, dk .*, dv .*$", done.stdout, re.M)
+    assert rows == [(way, kind) for way in ("ring", "gather") for kind in ("full", "causal")]
+
+
 def test_an_operator_that_states_nothing_is_whole():
     from torch.distributed.tensor import Replicate
 

@@ -20,7 +20,7 @@ from ..calls import POISON, EntryCall, filled
 from ..subject import Subject
 from .calls import Quiet, Repeated, beside, quiet, repeated
 
-SLOTS = 16
+SLOTS = 32
 PIECE = 16
 ALIGNMENT = 256
 WAITS = (0, 2_000, 8_000, 20_000)
@@ -180,6 +180,7 @@ class Stream:
 
     def _planned(self, one: Repeated, known: Quiet) -> tuple[_Plan, tuple[int, ...]]:
         places, size = self._places(one, known.before)
+        assert len(places) <= SLOTS, f"{one.call.op.name}: {len(places)} tensors, expected at most {SLOTS}"
         self._reserve(3 * size)
         plan = _Plan(n=len(places), found=self._found, first=self._found + _Found.first.offset)
         compared = set(known.after)

@@ -19,7 +19,7 @@
 
 namespace {
 
-constexpr int kSlots = 16, kThreads = 256, kLoadThreads = 1024;
+constexpr int kSlots = 32, kThreads = 256, kLoadThreads = 1024;
 // Few enough that a kernel which starts too early finds room beside them.
 constexpr int64_t kWriters = 48, kFollowers = 128;
 

@@ -1,0 +1,70 @@
+"""Shared by the batch normalizations: axes, formulas."""
+
+from __future__ import annotations
+
+
+def channels(call):
+    """(C,)"""
+    return (call.x[call.axis],)
+
+
+def dims(rows, of_channels):
+    """``Op.dims``: ``rows`` have every axis of x. The channels are independent; the other axes are whole."""
+
+    def stated(call):
+        n = len(call.x)
+        names = [f"N{i}" for i in range(n)]
+        names[call.axis % n] = "c"
+        return dict.fromkeys(rows, " ".join(names)) | dict.fromkeys(of_channels, "c")
+
+    return stated
+
+
+# ------------------------------------------------------------------------------------------------------------ formulas
+# x, dy and what is returned are wide.
+
+
+def _others(x, axis):
+    n = len(x.shape)
+    return tuple(i for i in range(n) if i != axis % n)
+
+
+def _terms(x, axis):
+    """The elements of a channel; 1 where there are none, whose sums are 0."""
+    terms = 1
+    for i in _others(x, axis):
+        terms = terms * x.shape[i]
+    return 1 if isinstance(terms, int) and terms == 0 else terms
+
+
+def _mean(m, x, axis):
+    """Keeps the axes, with length 1."""
+    return m.sum(x, _others(x, axis), keepdims=True) / _terms(x, axis)
+
+
+def _spread(m, of_channels, x, axis):
+    """Numbers of channels, with axes of length 1 after them."""
+    return m.reshape(of_channels, (x.shape[axis], *(1,) * (len(x.shape) - 1 - axis % len(x.shape))))
+
+
+def normalized(m, x, weight, bias, eps, axis):
+    """y, mean, var."""
+    mean = _mean(m, x, axis)
+    centred = x - mean
+    var = _mean(m, centred * centred, axis)
+    y = centred * m.rsqrt(var + eps)
+    y = y if weight is None else y * _spread(m, m.wide(weight), x, axis)
+    y = y if bias is None else y + _spread(m, m.wide(bias), x, axis)
+    return y, m.reshape(mean, (x.shape[axis],)), m.reshape(var, (x.shape[axis],))
+
+
+def gradients(m, g, dmean, dvar, x, weight, eps, axis):
+    """dx, dweight, dbias."""
+    centred = x - _mean(m, x, axis)
+    rstd = m.rsqrt(_mean(m, centred * centred, axis) + eps)
+    normed = centred * rstd
+    scale = rstd if weight is None else rstd * _spread(m, m.wide(weight), x, axis)
+    dx = scale * (g - _mean(m, g, axis) - normed * _mean(m, g * normed, axis))
+    dx = dx if dmean is None else dx + _spread(m, dmean, x, axis) / _terms(x, axis)
+    dx = dx if dvar is None else dx + _spread(m, dvar, x, axis) * centred * 2 / _terms(x, axis)
+    return dx, m.sum(g * normed, _others(x, axis)), m.sum(g, _others(x, axis))

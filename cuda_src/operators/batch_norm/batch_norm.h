@@ -1,0 +1,168 @@
+// Batch normalization with the statistics of x itself, over all axes but one, of C channels; M elements of each.
+//   batch_norm       y = xhat * weight + bias,  xhat = (x - mean) * rstd,  rstd = 1 / sqrt(var + eps)
+//                    mean = the mean of x,  var = the mean of (x - mean)^2
+//   batch_norm_relu  y = relu(xhat * weight + bias + residual)
+//   gradient         g = dy, where y > 0 or NaN in batch_norm_relu, else 0;  dresidual = g
+//                    dbias = sum(g),  dweight = sum(g * xhat)
+//                    dx = weight * rstd * (g - dbias / M - xhat * dweight / M) + dmean / M + dvar * 2 (x - mean) / M
+// Ioffe and Szegedy, arXiv:1502.03167.
+//
+// Dtypes: where x has 16 bits, weight and bias may be float32. residual, y and the gradients of x and residual have x's
+// dtype, dweight and dbias the weight's. mean and var are float32 (float64 for float64), in which all is computed.
+#pragma once
+#include "aot.h"
+
+namespace aot {
+inline namespace AOT_ISA {
+
+// x as (outer, channels, inner).
+struct ChannelShape {
+  int64_t outer, channels, inner;
+  // M; 1 where there are no elements, whose sums are 0.
+  int64_t terms() const { return outer && inner ? outer * inner : 1; }
+};
+
+// Sums of a channel are taken in slices: on a CPU of kSliceRows rows where channels are the last axis, else of one
+// index of the axes before. On a GPU this is the most that there may be, for about 8 blocks on each of 132
+// multiprocessors.
+constexpr int64_t kSliceRows = 256, kMostBlocks = 1056;
+inline int64_t channel_slices(const ChannelShape &s) {
+  if (kIsCuda) return s.channels <= 256 ? kMostBlocks : (kMostBlocks * 256 + s.channels - 1) / s.channels;
+  return s.inner == 1 ? (s.outer + kSliceRows - 1) / kSliceRows : s.outer;
+}
+
+struct BatchNormAttrs {
+  double eps = 1e-5;
+  int64_t axis = 1;
+
+  Status init(const Attrs &attrs) {
+    AOT_TRY(attrs.get("eps", &eps));
+    return attrs.get("axis", &axis);
+  }
+
+  int position(const Spec &x) const { return static_cast<int>(axis < 0 ? axis + x.ndim : axis); }
+  ChannelShape shape(const Spec &x) const {
+    const int at = position(x);
+    return {x.product(0, at), x.shape[at], x.product(at + 1, x.ndim)};
+  }
+
+ protected:
+  Status check_axis(const char *op, const Spec &x) const {
+    AOT_TRY(check_floating(op, "x", x));
+    if (!x.rank_known() || (axis >= -x.ndim && axis < x.ndim)) return kOk;
+    return fail(kInvalidArgument, "%s: axis is %lld, expected an axis of x, which has shape %s", op,
+                static_cast<long long>(axis), ShapeText(x).text);
+  }
+  // One number for each channel.
+  Spec of_channels(const Spec &x, DType dtype) const {
+    return Spec::vector(dtype, x.rank_known() ? x.shape[position(x)] : kUnknownDim);
+  }
+  Status check_affine(const char *op, const Spec &weight, const Spec &bias, const Spec &x) const {
+    const Spec channels = of_channels(x, x.dtype);
+    if (weight) {
+      if (!(weight.dtype == DType::float32 && (x.dtype == DType::float16 || x.dtype == DType::bfloat16)))
+        AOT_TRY(check_wider(op, weight, x.dtype));
+      AOT_TRY(check_shape(op, "weight", weight, "the channels of x", channels));
+      return bias ? check_like(op, "bias", bias, "weight", weight) : kOk;
+    }
+    // The gradient of the bias has the dtype of the weight, or x's.
+    return bias ? check_like(op, "bias", bias, "the channels of x", channels) : kOk;
+  }
+  Status check_statistics(const char *op, const char *slot, const Spec &s, const Spec &x) const {
+    return s ? check_like(op, slot, s, "the channels of x", of_channels(x, accumulate_dtype(x.dtype))) : kOk;
+  }
+  // Two sums of each slice, and three factors.
+  Spec workspace_of(const Spec &x) const {
+    int64_t n = kUnknownDim;
+    if (x.known() && x.rank_known()) {
+      const ChannelShape s = shape(x);
+      n = bounded_product(2 * channel_slices(s) + 3, s.channels);
+    }
+    return Spec::vector(accumulate_dtype(x.dtype), n);
+  }
+
+ private:
+  static Status check_wider(const char *op, const Spec &weight, DType model) {
+    AOT_TRY(check_floating(op, "weight", weight));
+    if (same_dtype(weight.dtype, model)) return kOk;
+    const bool is_narrow = model == DType::float16 || model == DType::bfloat16;
+    return fail(kUnsupportedDtype, "%s: weight has dtype %s, expected %s%s", op, dtype_name(weight.dtype),
+                dtype_name(model), is_narrow ? " or float32" : "");
+  }
+};
+
+// ------------------------------------------------------------------------------------------------------ operators
+
+// kRelu: a ReLU follows, of the sum with a residual if there is one.
+template <class Op, bool kRelu_>
+struct BatchNormForward : BatchNormAttrs {
+  static constexpr bool kRelu = kRelu_;
+  enum Input { kX, kWeight, kBias, kResidual };
+  enum Output { kY, kMean, kVar, kWork };
+
+  Status infer(const Tensor *in, Spec *out) const {
+    const Spec &x = in[kX];
+    AOT_TRY(check_axis(Op::name, x));
+    AOT_TRY(check_affine(Op::name, in[kWeight], in[kBias], x));
+    if (kRelu && in[kResidual]) AOT_TRY(check_like(Op::name, "residual", in[kResidual], "x", x));
+    out[kY] = x, out[kWork] = workspace_of(x);
+    out[kMean] = out[kVar] = of_channels(x, accumulate_dtype(x.dtype));
+    return kOk;
+  }
+};
+
+struct BatchNorm : BatchNormForward<BatchNorm, false> {
+  static constexpr const char *name = "batch_norm";
+  static constexpr Slot inputs[] = {{"x"}, {"weight", optional}, {"bias", optional}};
+  static constexpr Slot outputs[] = {{"y"}, {"mean"}, {"var"}, {"workspace", workspace}};
+};
+
+struct BatchNormRelu : BatchNormForward<BatchNormRelu, true> {
+  static constexpr const char *name = "batch_norm_relu";
+  static constexpr Slot inputs[] = {{"x"}, {"weight", optional}, {"bias", optional}, {"residual", optional}};
+  static constexpr Slot outputs[] = {{"y"}, {"mean"}, {"var"}, {"workspace", workspace}};
+};
+
+// The slots of the backwards. An absent dmean or dvar is zeros.
+template <class Op, bool kRelu_>
+struct BatchNormGradient : BatchNormAttrs {
+  static constexpr bool kRelu = kRelu_;
+  enum Input { kDy, kDmean, kDvar, kX, kWeight, kMean, kVar, kY };
+  enum Output { kDx, kDweight, kDbias, kDresidual, kWork = kRelu ? 4 : 3 };
+
+  Status infer(const Tensor *in, Spec *out) const {
+    const Spec &x = in[kX], &weight = in[kWeight];
+    AOT_TRY(check_axis(Op::name, x));
+    AOT_TRY(check_affine(Op::name, weight, Spec(), x));
+    AOT_TRY(check_like(Op::name, "dy", in[kDy], "x", x));
+    if (kRelu) AOT_TRY(check_like(Op::name, "y", in[kY], "x", x));
+    AOT_TRY(check_statistics(Op::name, "dmean", in[kDmean], x));
+    AOT_TRY(check_statistics(Op::name, "dvar", in[kDvar], x));
+    AOT_TRY(check_statistics(Op::name, "mean", in[kMean], x));
+    AOT_TRY(check_statistics(Op::name, "var", in[kVar], x));
+    out[kDx] = x;
+    out[kDweight] = out[kDbias] = weight ? static_cast<const Spec &>(weight) : of_channels(x, x.dtype);
+    if (kRelu) out[kDresidual] = x;
+    out[kWork] = workspace_of(x);
+    return kOk;
+  }
+};
+
+struct BatchNormBackward : BatchNormGradient<BatchNormBackward, false> {
+  static constexpr const char *name = "batch_norm_backward";
+  static constexpr Slot inputs[] = {
+      {"dy"}, {"dmean", optional}, {"dvar", optional}, {"x"}, {"weight", optional}, {"mean"}, {"var"}};
+  static constexpr Slot outputs[] = {
+      {"dx", optional}, {"dweight", optional}, {"dbias", optional}, {"workspace", workspace}};
+};
+
+struct BatchNormReluBackward : BatchNormGradient<BatchNormReluBackward, true> {
+  static constexpr const char *name = "batch_norm_relu_backward";
+  static constexpr Slot inputs[] = {
+      {"dy"}, {"dmean", optional}, {"dvar", optional}, {"x"}, {"weight", optional}, {"mean"}, {"var"}, {"y"}};
+  static constexpr Slot outputs[] = {
+      {"dx", optional}, {"dweight", optional}, {"dbias", optional}, {"dresidual", optional}, {"workspace", workspace}};
+};
+
+}  // namespace AOT_ISA
+}  // namespace aot

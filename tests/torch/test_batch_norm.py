@@ -1,0 +1,89 @@
+"""The modules of batch normalization beside torch's own."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from aotops.frontends import torch as aotops
+
+PAIRS = [
+    (torch.nn.BatchNorm1d, aotops.BatchNorm1d, (6, 5)),
+    (torch.nn.BatchNorm1d, aotops.BatchNorm1d, (6, 5, 7)),
+    (torch.nn.BatchNorm2d, aotops.BatchNorm2d, (4, 5, 6, 7)),
+    (torch.nn.BatchNorm3d, aotops.BatchNorm3d, (2, 5, 3, 4, 6)),
+]
+OPTIONS = [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}, {"eps": 0.1, "momentum": 0.3}]
+
+
+def pair(theirs, ours, options, activation=None):
+    """Two modules with one state."""
+    one = theirs(5, dtype=torch.float64, **options)
+    for parameter in one.parameters():
+        torch.nn.init.normal_(parameter)
+    other = ours(5, dtype=torch.float64, activation=activation, **options)
+    other.load_state_dict(copy.deepcopy(one.state_dict()))
+    return one, other
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(("theirs", "ours", "shape"), PAIRS)
+@pytest.mark.parametrize("last", [False, True])
+def test_a_module_is_as_torchs(theirs, ours, shape, options, last):
+    """Results, gradients and running statistics of three calls in training, and one after."""
+    one, other = pair(theirs, ours, options)
+    for step in range(4):
+        if step == 3:
+            one.eval(), other.eval()
+        x = torch.randn(shape, dtype=torch.float64)
+        x = x.movedim(1, -1).contiguous().movedim(-1, 1) if last else x
+        leaves = [[v.clone().requires_grad_(), *m.parameters()] for v, m in ((x, one), (x, other))]
+        y, got = one(leaves[0][0]), other(leaves[1][0])
+        torch.testing.assert_close(got, y)
+        assert got.stride() == x.stride() or x.dim() < 4 or not other.training
+        dy = torch.randn_like(y)
+        for a, b in zip(torch.autograd.grad(got, leaves[1], dy), torch.autograd.grad(y, leaves[0], dy), strict=True):
+            torch.testing.assert_close(a, b)
+    for name, value in one.state_dict().items():
+        torch.testing.assert_close(other.state_dict()[name], value)
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("activation", [None, "relu"])
+def test_a_residual_and_a_relu(activation, training, last):
+    one, other = pair(torch.nn.BatchNorm2d, aotops.BatchNorm2d, {}, activation)
+    one.train(training), other.train(training)
+    x, residual = torch.randn(2, 4, 5, 6, 7, dtype=torch.float64)
+    if last:
+        x, residual = (t.contiguous(memory_format=torch.channels_last) for t in (x, residual))
+    pairs = [[t.clone().requires_grad_() for t in (x, residual)] for _ in range(2)]
+    y = one(pairs[0][0]) + pairs[0][1]
+    y = torch.relu(y) if activation else y
+    got = other(*pairs[1])
+    torch.testing.assert_close(got, y)
+    assert got.stride() == x.stride() or not training
+    dy = torch.randn_like(x)
+    for a, b in zip(torch.autograd.grad(got, pairs[1], dy), torch.autograd.grad(y, pairs[0], dy), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_what_is_refused():
+    with pytest.raises(ValueError, match="activation is 'gelu', expected None or 'relu'"):
+        aotops.BatchNorm2d(5, activation="gelu")
+    with pytest.raises(ValueError, match="more than one element for each channel"):
+        aotops.BatchNorm1d(5)(torch.randn(1, 5))
+    with pytest.raises(ValueError, match="4D"):
+        aotops.BatchNorm2d(5)(torch.randn(2, 5))
+
+
+def test_parameters_in_float32_beside_16_bits():
+    x = torch.randn(8, 5, 3, 3).bfloat16()
+    norm = aotops.BatchNorm2d(5)
+    y = norm(x)
+    assert y.dtype == torch.bfloat16
+    wide = torch.nn.BatchNorm2d(5)
+    torch.testing.assert_close(y.float(), wide(x.float()), rtol=2**-7, atol=2**-7)
+    torch.testing.assert_close(norm.running_var, wide.running_var)
