@@ -1,4 +1,4 @@
-"""Cross entropy of a linear layer's results, which never exist whole."""
+"""Cross entropy of a linear layer's results, which are made for some rows at a time."""
 
 from __future__ import annotations
 
@@ -80,8 +80,9 @@ def linear_cross_entropy(
     allow_tf32=False,
 ):
     """``cross_entropy(linear(x, weight, bias), target)``, the loss of a model's head, without the logits: they are
-    computed for some rows at a time, and so are the gradients, in the forward. The gradient of weight is summed over
-    the rows in float32 (float64 for float64). ``linear_cross_entropy_lse`` returns the logarithms of sums too.
+    computed for some rows at a time (for all, where they are few), and so are the gradients, in the forward. The
+    gradient of weight is summed over the rows in float32 (float64 for float64). ``linear_cross_entropy_lse`` returns
+    the logarithms of sums too.
 
     Args:
         x: (..., in); float16, bfloat16, float32 or float64.

@@ -1,5 +1,5 @@
-// linear_cross_entropy: cross_entropy of the logits x weight^T + bias, for the rows of x. The logits never exist whole:
-// those of some rows at a time are in the workspace, where their slope is written over them.
+// linear_cross_entropy: cross_entropy of the logits x weight^T + bias, for the rows of x. Those of some rows at a time
+// are in the workspace, where their slope is written over them.
 //          x_slope, weight_slope, bias_slope: the derivatives of y, made in the forward from the same logits, so that
 //          no product is computed twice. weight's and bias's are summed over all rows in the accumulate dtype, and kept
 //          in it, but weight's of bfloat16 in bfloat16: it is as large as weight, and has float32's range. As
@@ -44,7 +44,7 @@ struct LogitChunks {
   static int64_t wide_bytes(DType dtype) {
     return dtype == slope_dtype(dtype) && dtype != accumulate_dtype(dtype) ? itemsize(accumulate_dtype(dtype)) : 0;
   }
-  // Of weight's slope.
+  // The dtype of weight's slope.
   static DType slope_dtype(DType dtype) { return dtype == DType::bfloat16 ? dtype : accumulate_dtype(dtype); }
 
   // Whether the gradient of weight in a backward is one product, which rounds its own sums.
@@ -58,7 +58,7 @@ struct LogitChunks {
 struct ChunkWorkspace;
 
 struct LinearCrossEntropyAttrs : CrossEntropyAttrs {
-  // What forward and backward take, in order, of which the slopes are the backward's; the slopes are a forward's
+  // Forward and backward take these, in order, of which the slopes are the backward's; the slopes are a forward's
   // results in that order, and the gradients a backward's, each with a workspace behind them.
   enum Input { kX, kWeight, kTarget, kBias, kClassWeight, kXSlope, kWeightSlope, kBiasSlope };
   enum Result { kOfX, kOfWeight, kOfBias, kWork };
@@ -200,11 +200,11 @@ struct LinearCrossEntropyBackward : LinearCrossEntropyAttrs {
 
 // ---------------------------------------------------------------------------------------------------------- entries
 
-// What linear_cross_entropy_lse has beside. Each may be absent.
+// linear_cross_entropy_lse has these beside. Each may be absent.
 struct LseTensors {
   Tensor lse, dlse;
 
-  // Those of the rows from `first` on.
+  // The tensors of the rows from `first` on.
   LseTensors from(int64_t first) const {
     LseTensors rest = *this;
     for (Tensor *t : {&rest.lse, &rest.dlse})
