@@ -1,26 +1,38 @@
 """Training steps of transformers' models: as they are, with ``replace``, and with Liger's kernels if those are there.
 
-A step is forward, backward and torch's fused AdamW, in bfloat16, with weights at random. A row has the median of the
-steps, the peak of memory, and the first and the last loss, which are those of the other rows up to rounding. Each model
-has a process of its own, in which Liger is last, because it changes transformers for the process.
+A step is forward, backward and torch's fused AdamW, in bfloat16, with weights at random, in eager mode and under
+torch.compile. A row has the median of the steps, the peak of memory, and the loss of each step, which are those of the
+other rows up to rounding. aotops_head replaces the head and its loss by linear_cross_entropy too, as Liger does, and
+aotops_all attention as well. Each model has a process of its own, in which Liger is last, because it changes
+transformers for the process.
 
-    python -m benchmarks.replaced llama gpt2 --also linear_cross_entropy --json FILE
+    python -m benchmarks.replaced                                          # all, into results/replaced_h200.json
+    python -m benchmarks.replaced llama gpt2 --modes eager --impls transformers,aotops --json -
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import gc
 import json
 import subprocess
 import sys
 import time
-from importlib import import_module, util
+from collections.abc import Iterable
+from importlib import import_module, metadata, util
+from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-IMPLS = ("transformers", "aotops", "liger")
+IMPLS = ("transformers", "aotops", "aotops_head", "aotops_all", "liger")
+ALSO = {"aotops_head": ("linear_cross_entropy",), "aotops_all": ("linear_cross_entropy", "attention")}
+MODES = ("eager", "compiled")
 WARM_UP = 4
+STEPS = 10
+RESULTS = Path(__file__).parent / "results" / "replaced_h200.json"
+
+Row = dict[str, Any]
 
 
 class Model(NamedTuple):
@@ -28,6 +40,7 @@ class Model(NamedTuple):
     head: str
     batch: int
     tokens: int
+    """0: images."""
     size: dict[str, Any]
 
 
@@ -39,6 +52,7 @@ _DECODER = {
 _TINY = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 97,
     "num_key_value_heads": 1, "head_dim": 16, "n_embd": 32, "n_layer": 2, "n_head": 2,
+    "image_size": 32, "patch_size": 16,
 }  # fmt: skip
 _GPT2 = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
 _BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -47,59 +61,52 @@ MODELS = {
     "qwen": Model("Qwen3", "ForCausalLM", 8, 2048, _DECODER | {"hidden_size": 1024, "vocab_size": 151936}),
     "gpt2": Model("GPT2", "LMHeadModel", 16, 1024, _GPT2),  # 124M, as its configuration is
     "bert": Model("Bert", "ForMaskedLM", 64, 512, _BERT),  # BERT-base
+    "vit": Model("ViT", "ForImageClassification", 128, 0, {"num_labels": 1000}),  # ViT-B/16
 }
 
 
-def rows(
-    name: str,
-    impls: list[str],
-    compiled: bool,
-    steps: int,
-    tiny: bool,
-    without: tuple[str, ...] = (),
-    also: tuple[str, ...] = (),
-) -> list[dict[str, Any]]:
+# -------------------------------------------------------------------------------------------------------- measurements
+
+
+def rows(name: str, impls: Iterable[str], modes: Iterable[str], steps: int, tiny: bool) -> list[Row]:
     """Measured in this process."""
     import torch
 
     found = []
     for impl in sorted(impls, key=IMPLS.index):
-        model = build(name, impl, tiny, without, also)
-        if model is None:
-            print(f"{name}: {impl} has no kernels for it", flush=True)
-            continue
-        row = {"model": name, "impl": impl, "compiled": compiled, "without": without, "also": also} | measure(
-            model, name, compiled, steps, tiny
-        )
-        losses = " to ".join(map(str, row["losses"]))
-        print(
-            f"{name:6} {impl:12} {'compiled' if compiled else 'eager':8} {row['ms']:9.2f} ms "
-            f"{row['peak_gib'] or 0:7.2f} GiB  first {row['first_step_s']:5.1f} s  loss {losses}",
-            flush=True,
-        )
-        found.append(row)
-        del model
-        gc.collect()
-        torch._dynamo.reset()
-        torch.cuda.empty_cache()
+        for mode in sorted(modes, key=MODES.index):
+            model = build(name, impl, tiny)
+            if model is None:
+                print(f"{name}: {impl} has no kernels for it", flush=True)
+                break
+            row = {"model": name, "impl": impl, "mode": mode} | measure(model, name, mode, steps, tiny)
+            print(line(row), flush=True)
+            found.append(row)
+            del model
+            gc.collect()
+            torch._dynamo.reset()
+            torch.cuda.empty_cache()
     return found
 
 
-def build(name: str, impl: str, tiny: bool, without: tuple[str, ...], also: tuple[str, ...]) -> Any:
-    """The model; None if Liger has no kernels for it."""
+def build(name: str, impl: str, tiny: bool) -> Any:
+    """The model; None if the implementation has no kernels for it."""
     import torch
     import transformers
 
     from aotops.frontends import torch as F
 
-    family, head, _, _, size = MODELS[name]
+    family, head, _, tokens, size = MODELS[name]
+    if impl == "aotops_head" and not head.endswith(("CausalLM", "LMHeadModel")):
+        return None
     config = getattr(transformers, f"{family}Config")(**size | (_TINY if tiny else {}))
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = getattr(transformers, family + head)(config).bfloat16()
-    model.config.use_cache = False
-    if impl == "aotops":
-        F.replace(model, without=without, also=also)
+        model = getattr(transformers, family + head)(config).bfloat16().train()
+    if tokens:
+        model.config.use_cache = False
+    if impl.startswith("aotops"):
+        F.replace(model, also=ALSO.get(impl, ()))
     if impl == "liger":
         patches = import_module("liger_kernel.transformers.monkey_patch")
         if config.model_type not in patches.MODEL_TYPE_TO_APPLY_LIGER_FN:
@@ -108,69 +115,134 @@ def build(name: str, impl: str, tiny: bool, without: tuple[str, ...], also: tupl
     return model
 
 
-def measure(model: Any, name: str, compiled: bool, steps: int, tiny: bool) -> dict[str, Any]:
+def measure(model: Any, name: str, mode: str, steps: int, tiny: bool) -> Row:
     import torch
 
-    from .models.torch_train import Clock, device
+    from .models.torch_train import Clock
 
-    batch, tokens = (2, 16) if tiny else (MODELS[name].batch, MODELS[name].tokens)
+    inputs = batch_of(model, name, tiny)
     clock = Clock(model.device.type)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
-    text = torch.randint(0, model.config.vocab_size, (batch, tokens), device=model.device)
-    call = torch.compile(model) if compiled else model
+    call = torch.compile(model) if mode == "compiled" else model
     losses = []
 
-    def step(text: Any) -> None:
-        loss = call(input_ids=text, labels=text).loss
+    def step(inputs: dict[str, Any]) -> None:
+        loss = call(**inputs).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
 
     began = time.perf_counter()
-    step(text)
+    step(inputs)
     clock.synchronize()
     first = time.perf_counter() - began
     for _ in range(WARM_UP):
-        step(text)
+        step(inputs)
     clock.synchronize()
     clock.reset_peak()
-    times = clock.times(step, [text] * steps)
     return {
-        **times,
-        "tokens_per_s": round(batch * tokens / times["ms"] * 1e3),
+        **clock.times(step, [inputs] * steps),
         "peak_gib": clock.peak_gib(),
         "first_step_s": round(first, 1),
-        "losses": [round(float(loss), 4) for loss in (losses[0], losses[-1])],
-        "device": device(),
-        "versions": {module.__name__: module.__version__ for module in map(import_module, ("torch", "transformers"))},
+        "losses": [round(float(loss), 4) for loss in losses],
     }
+
+
+def batch_of(model: Any, name: str, tiny: bool) -> dict[str, Any]:
+    import torch
+
+    _, _, batch, tokens, _ = MODELS[name]
+    batch, tokens = (2, min(tokens, 16)) if tiny else (batch, tokens)
+    config, on = model.config, {"device": model.device}
+    if tokens:
+        text = torch.randint(0, config.vocab_size, (batch, tokens), **on)
+        return {"input_ids": text, "labels": text}
+    size = batch, config.num_channels, config.image_size, config.image_size
+    return {
+        "pixel_values": torch.randn(size, dtype=torch.bfloat16, **on),
+        "labels": torch.randint(0, config.num_labels, (batch,), **on),
+    }
+
+
+# --------------------------------------------------------------------------------------------------------- what it says
+
+
+def line(row: Row) -> str:
+    losses = row["losses"]
+    return (
+        f"{row['model']:6} {row['impl']:12} {row['mode']:8} {row['ms']:9.2f} ms {row['peak_gib'] or 0:7.2f} GiB  "
+        f"first {row['first_step_s']:5.1f} s  loss {losses[0]} to {losses[-1]}"
+    )
+
+
+def differences(found: list[Row]) -> list[tuple[Row, float | None, float | None, float | None]]:
+    """Each row; its time over that of the model as it is, in the same mode; the largest difference of its losses from
+    those of the model in eager mode; and that between two runs of the model as it is, eager and compiled."""
+    own = {(row["model"], row["mode"]): row for row in found if row["impl"] == "transformers"}
+    results = []
+    for row in found:
+        same, eager = own.get((row["model"], row["mode"])), own.get((row["model"], "eager"))
+        runs = [each["losses"] for (model, _), each in own.items() if model == row["model"]]
+        spread = max((_apart(a, b) for a, b in combinations(runs, 2)), default=None)
+        ratio = round(row["ms"] / same["ms"], 3) if same else None
+        results.append((row, ratio, _apart(row["losses"], eager["losses"]) if eager else None, spread))
+    return results
+
+
+def _apart(a: list[float], b: list[float]) -> float:
+    return round(max(abs(x - y) for x, y in zip(a, b, strict=True)), 4)
+
+
+def environment(command: str) -> dict[str, Any]:
+    import torch
+
+    from .models.torch_train import device
+
+    packages = "torch", "transformers", "triton", "liger_kernel"
+    return {
+        "command": command,
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "device": device(),
+        "cuda": torch.version.cuda,
+        "versions": {name: metadata.version(name) for name in packages if util.find_spec(name)},
+    }
+
+
+def add(file: Path, command: str, found: list[Row]) -> None:
+    """Writes the rows, in place of those of the same models, implementations and modes."""
+    before = json.loads(file.read_text())["rows"] if file.exists() else []
+    key = lambda row: (row["model"], row["impl"], row["mode"])  # noqa: E731
+    all_rows = {key(row): row for row in before + found}
+    places = {name: i for i, name in enumerate((*MODELS, *IMPLS, *MODES))}
+    ordered = sorted(all_rows.values(), key=lambda row: [places[name] for name in key(row)])
+    head = json.dumps(environment(command), indent=1)[:-2]
+    file.write_text(head + ',\n "rows": [\n  ' + ",\n  ".join(map(json.dumps, ordered)) + "\n ]\n}\n")
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", metavar="model", help=f"of {', '.join(MODELS)}; default: all")
-    parser.add_argument("--impls", help="default: all that are installed")
-    parser.add_argument("--compiled", action="store_true", help="under torch.compile")
-    parser.add_argument("--steps", type=int, default=10, help="timed steps; default: %(default)s")
+    parser.add_argument("--impls", help=f"of {', '.join(IMPLS)}, with commas; default: all that are installed")
+    parser.add_argument("--modes", default=",".join(MODES), help="default: %(default)s")
+    parser.add_argument("--steps", type=int, default=STEPS, help="timed steps; default: %(default)s")
     parser.add_argument("--tiny", action="store_true", help="tiny models, to try this program, on a CPU too")
-    parser.add_argument("--without", action="append", default=[], metavar="KIND", help="of replace")
-    parser.add_argument("--also", action="append", default=[], metavar="KIND", help="of replace")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="adds the rows to this file")
+    parser.add_argument("--json", default=str(RESULTS), metavar="FILE", help="adds the rows to it; - for none")
     args = parser.parse_args(argv)
     args.models = args.models or [*MODELS]
     installed = [impl for impl in IMPLS if impl != "liger" or util.find_spec("liger_kernel")]
-    args.impls = args.impls.split(",") if args.impls else installed
-    for given, allowed in ((args.models, MODELS), (args.impls, IMPLS)):
+    args.impls, args.modes = args.impls.split(",") if args.impls else installed, args.modes.split(",")
+    for given, allowed in ((args.models, MODELS), (args.impls, IMPLS), (args.modes, MODES)):
         if unknown := [name for name in given if name not in allowed]:
             parser.error(f"{unknown[0]!r} is none of {', '.join(allowed)}")
     return args
 
 
 def main(argv: list[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
     args = parse(argv)
     if len(args.models) > 1:
-        given = [word for word in (sys.argv[1:] if argv is None else argv) if word not in args.models]
+        given = [word for word in argv if word not in args.models]
         root = Path(__file__).parents[1]
         failed = [
             name
@@ -178,11 +250,12 @@ def main(argv: list[str] | None = None) -> None:
             if subprocess.run([sys.executable, "-m", "benchmarks.replaced", name, *given], cwd=root).returncode
         ]
         sys.exit(f"replaced: {', '.join(failed)} failed" if failed else 0)
-    (name,) = args.models
-    found = rows(name, args.impls, args.compiled, args.steps, args.tiny, tuple(args.without), tuple(args.also))
-    if args.json:
-        before = json.loads(args.json.read_text()) if args.json.exists() else []
-        args.json.write_text("[\n" + ",\n".join(map(json.dumps, before + found)) + "\n]\n")
+    found = rows(args.models[0], args.impls, args.modes, args.steps, args.tiny)
+    for row, ratio, apart, spread in differences(found):
+        what = f"{row['model']:6} {row['impl']:12} {row['mode']:8}"
+        print(f"{what} {ratio} of its time; losses {apart} apart, spread {spread}")
+    if args.json != "-":
+        add(Path(args.json), "python -m benchmarks.replaced", found)
 
 
 if __name__ == "__main__":

@@ -199,6 +199,10 @@ def _torch_functions() -> dict[str, Make]:
     def head(x, w, target):
         return F.cross_entropy(F.linear(x, w), target)
 
+    def head_lse(x, w, target):
+        logits = F.linear(x, w)
+        return F.cross_entropy(logits, target), logits.logsumexp(-1)
+
     def rope(shape: Shape, variant: str) -> Callable[..., Any]:
         def halves(x, cos, sin):
             a, b = x.chunk(2, -1)
@@ -256,6 +260,7 @@ def _torch_functions() -> dict[str, Make]:
         "softmax": lambda shape, variant: lambda x: F.softmax(x, -1),
         "cross_entropy": lambda shape, variant: _loss_and_gradients(F.cross_entropy) if variant else F.cross_entropy,
         "linear_cross_entropy": lambda shape, variant: _loss_and_gradients(head) if variant else head,
+        "linear_cross_entropy_lse": lambda shape, variant: head_lse,
         "cross_entropy_lse": lambda shape, variant: lambda x, t: (F.cross_entropy(x, t), x.logsumexp(-1), x.argmax(-1)),
     }
 

@@ -34,23 +34,35 @@ def axes(call, rows):
 
 
 def forward(m, x, weight, target, bias, class_weight, ignore_index, reduction, dtype):
-    """The loss, and these rows' part of the slopes."""
+    """The loss, for linear_cross_entropy_lse lse of these rows, and these rows' part of the slopes."""
     if reduction != "mean":
         return m.run()
-    loss, *slopes = m.run(reduction="sum", dtype=dtype_name(m.wide(x).dtype))
+    loss, *lse, x_slope, weight_slope, bias_slope = m.run(reduction="sum", dtype=dtype_name(m.wide(x).dtype))
+    slopes = [x_slope, weight_slope, bias_slope]
     divisor = _of_this_part(m, loss, x, target, class_weight, ignore_index)
     loss, divisor = mean_of_parts(m, loss, divisor, row_axes(x.shape))
     if divides_slope(reduction, dtype_name(x.dtype)):
         divisor = m.where(divisor == 0, divisor + 1, divisor)  # slopes are 0 then
         slopes = [None if each is None else m.like(m.wide(each) / divisor, each) for each in slopes]
-    return loss if dtype else m.like(loss, x), *slopes
+    return loss if dtype else m.like(loss, x), *lse, *slopes
 
 
 def backward(m, dy, x, target, class_weight, x_slope, weight_slope, bias_slope, ignore_index, reduction):
     """The gradients, dx of these rows."""
+    slopes = x_slope, weight_slope, bias_slope
+    return _backward(m, dy, None, x, target, class_weight, slopes, ignore_index, reduction)
+
+
+def backward_with_lse(m, dy, dlse, x, target, class_weight, x_slope, weight_slope, bias_slope, ignore_index, reduction):
+    """Likewise, with the gradients of lse of these rows."""
+    slopes = x_slope, weight_slope, bias_slope
+    return _backward(m, dy, dlse, x, target, class_weight, slopes, ignore_index, reduction)
+
+
+def _backward(m, dy, dlse, x, target, class_weight, slopes, ignore_index, reduction):
     if reduction != "mean":
         return m.run()
-    dy, kept = m.wide(dy), any(slope is not None for slope in (x_slope, weight_slope, bias_slope))
+    dy, kept = m.wide(dy), dlse is None and any(slope is not None for slope in slopes)
     if not (kept and divides_slope(reduction, dtype_name(x.dtype))):
         dy = dy / over_rows(m, _of_this_part(m, dy, x, target, class_weight, ignore_index), row_axes(x.shape))
     return m.run(dy=dy, reduction="sum", dtype=dtype_name(dy.dtype))

@@ -1,106 +1,67 @@
-"""Cross entropy of a linear layer's results, which never exist whole."""
+"""Cross entropy of a linear layer's results, which are made for some rows at a time."""
 
 from __future__ import annotations
 
-from math import prod
-
-from ..op import Autocast, Parts, Product, operator
-from ._cross_entropy import ATTRS, gradient, keeps_slope, loss
-from ._linear_cross_entropy_parts import axes, backward, forward, row_axes
-
-
-def _padded(call):
-    """The rows of weight's slope, and the elements of bias's: on a GPU, products are of whole vectors of classes."""
-    return (call.weight[0] + 7) // 8 * 8
-
-
-def _split(call):
-    """The axes of the rows. They are whole where slopes are kept: a part of the rows has another mean, and the backward
-    takes the slopes of weight and bias, which are sums over all rows."""
-    rows = " ".join(row_axes(call.x))
-    return rows.upper() if keeps_slope(call.reduction) else rows
-
-
-def _composed(call):
-    return " ".join(row_axes(call.x))
-
-
-def _loss(call, rows):
-    return rows if call.reduction == "none" else ""
-
-
-def _dims(call, rows):
-    return axes(call, rows) | {"y": _loss(call, rows)}
-
-
-def _part_dims(call):
-    rows = _composed(call)
-    return _dims(call, rows) | ({"y": _same(rows)} if call.reduction == "mean" else {})
-
-
-def _backward_dims(call, rows):
-    """A gradient that is a product of a slope, which is a sum over all rows, does not depend on them."""
-    kept = any(shape is not None for shape in (call.x_slope, call.weight_slope, call.bias_slope))
-    same = _same(rows.lower()) if keeps_slope(call.reduction) and kept else ""
-    gradients = {"dy": _loss(call, rows), "dx": f"{rows} I", "dweight": f"O I {same}", "dbias": f"O {same}"}
-    return axes(call, rows) | gradients
-
-
-def _same(rows):
-    return " ".join(f"({axis})" for axis in rows.split())
+from ..op import Autocast, Parts, operator
+from ._linear_cross_entropy import (
+    ATTRS,
+    PRODUCT,
+    RESIDUALS,
+    SAVED_FOR,
+    SHAPES,
+    backward_dims,
+    composed,
+    dims,
+    gradients,
+    keeps_slope,
+    loss,
+    part_dims,
+    split,
+)
+from ._linear_cross_entropy_parts import backward, forward
 
 
 def _formula(
     m, x, weight, target, bias, class_weight, ignore_index, reduction, label_smoothing, z_loss, softcap, allow_tf32
 ):
-    logits = m.ops.linear(x, weight, bias, None, allow_tf32)
-    return loss(m, logits, target, class_weight, ignore_index, reduction, label_smoothing, z_loss, softcap)[0]
+    options = ignore_index, reduction, label_smoothing, z_loss, softcap, allow_tf32
+    return loss(m, x, weight, target, bias, class_weight, *options)[0]
 
 
 def _backward_formula(
     m, dy, x, weight, target, bias, class_weight,
     ignore_index, reduction, label_smoothing, z_loss, softcap, allow_tf32,
 ):  # fmt: skip
-    logits = m.ops.linear(x, weight, bias, None, allow_tf32)
-    options = ignore_index, reduction, label_smoothing, z_loss, softcap
-    slope = gradient(m, dy, None, logits, target, class_weight, *options)
-    rows = m.matrix(m.like(slope, x))  # read by three, and so rounded once
-    dx = m.ops.matmul(rows, weight, False, False, allow_tf32)
-    dweight = m.ops.matmul(rows, m.matrix(x), True, False, allow_tf32)
-    return m.reshape(dx, x.shape), dweight, m.sum(rows, (0,))
+    options = ignore_index, reduction, label_smoothing, z_loss, softcap, allow_tf32
+    return gradients(m, dy, None, x, weight, target, bias, class_weight, *options)
 
 
 @operator(
     inputs=("x", "weight", "target", "bias", "class_weight"),
     outputs=("y",),
-    residuals=("x_slope", "weight_slope", "bias_slope"),
+    residuals=RESIDUALS,
     workspace=("workspace",),
-    shapes={
-        "y": lambda call: call.x[:-1] if call.reduction == "none" else (),
-        "x_slope": lambda call: (*call.x[:-1], call.x[-1] if keeps_slope(call.reduction) else 0),
-        "weight_slope": lambda call: (_padded(call), call.weight[1] if keeps_slope(call.reduction) else 0),
-        "bias_slope": lambda call: (_padded(call) if keeps_slope(call.reduction) and call.bias is not None else 0,),
-    },
+    shapes=SHAPES,
     optional=("bias", "class_weight"),
-    attrs=ATTRS | {"allow_tf32": "bool"},
-    dims=lambda call: _dims(call, _split(call)),
-    parts=Parts(_part_dims, forward),
+    attrs=ATTRS,
+    dims=lambda call: dims(call, split(call)),
+    parts=Parts(part_dims, forward),
     keeps=lambda call: keeps_slope(call.reduction),
-    saved_for={"x_slope": ("x",), "weight_slope": ("weight",), "bias_slope": ("bias",)},
+    saved_for=SAVED_FOR,
     always_save_residuals=True,
     formula=_formula,
-    product=Product(factors=("x", "weight"), flops=lambda call: 2 * prod(call.x) * call.weight[0], bilinear=False),
+    product=PRODUCT,
     autocast=Autocast.LOWER_WIDE_LOSS,
     backward={
-        "inputs": ("dy", "x", "weight", "target", "bias", "class_weight", "x_slope", "weight_slope", "bias_slope"),
+        "inputs": ("dy", "x", "weight", "target", "bias", "class_weight", *RESIDUALS),
         "outputs": ("dx", "dweight", "dbias"),
         "workspace": ("workspace",),
-        "optional": ("bias", "class_weight", "x_slope", "weight_slope", "bias_slope", "dx", "dweight", "dbias"),
+        "optional": ("bias", "class_weight", *RESIDUALS, "dx", "dweight", "dbias"),
         "same_spec_as": {"dx": "x", "dweight": "weight"},
         "shapes": {"dbias": lambda call: call.weight[:1]},
-        "overwrites": {"dx": "x_slope"},
-        "dims": lambda call: _backward_dims(call, _split(call)),
-        "parts": Parts(lambda call: _backward_dims(call, _composed(call)), backward),
+        "overwrites": {"dweight": "weight_slope"},
+        "dims": lambda call: backward_dims(call, split(call)),
+        "parts": Parts(lambda call: backward_dims(call, composed(call)), backward),
         "formula": _backward_formula,
     },
 )
@@ -119,8 +80,9 @@ def linear_cross_entropy(
     allow_tf32=False,
 ):
     """``cross_entropy(linear(x, weight, bias), target)``, the loss of a model's head, without the logits: they are
-    computed for some rows at a time, and so are the gradients, in the forward. The gradient of weight is summed over
-    the rows in float32 (float64 for float64).
+    computed for some rows at a time (for all, where they are few), and so are the gradients, in the forward. The
+    gradient of weight is summed over the rows in float32 (float64 for float64). ``linear_cross_entropy_lse`` returns
+    the logarithms of sums too.
 
     Args:
         x: (..., in); float16, bfloat16, float32 or float64.

@@ -39,6 +39,7 @@ struct Function {
   int saved[kMaxSlots];      // the slot of each,
   int instead[kMaxSlots];    // and the residual that is saved in its place if it is written; -1: none
   uint64_t saved_for[kMaxSlots];  // and, as bits, the inputs for whose gradients alone it is saved; 0: always
+  bool none_for_unread;   // the gradient of an output that nobody has read is None, which autograd else makes zeros of
   void *hooks;            // takes False; returns None unless a hook packs what is saved: then nothing is replaced
   void *make_prototypes;  // takes the inputs; returns None for those that the operator refuses, whose error is then
                           // this library's, else a tuple with one for each slot written, None where an input is
@@ -256,6 +257,13 @@ int64_t residuals_for(const Function &f, void *context) {
   return found;
 }
 
+// As set_materialize_grads(False). False: Python's error is set.
+bool keeps_none(void *context) {
+  static void *const materialize_grads = PyUnicode_InternFromString("materialize_grads"), *const no =
+                                                                                              PyBool_FromLong(0);
+  return !PyObject_SetAttr(context, materialize_grads, no);
+}
+
 // `context`: of the autograd.Function; null: nothing is saved for a backward. Returns the output, or a tuple of them.
 void *run_function(const Function &f, void *context, void *const *inputs, intptr_t count) {
   const Call &call = *f.call;
@@ -266,6 +274,7 @@ void *run_function(const Function &f, void *context, void *const *inputs, intptr
   if (residuals < 0) return nullptr;
   if (int status = slots.run(f, f.always, residuals)) return finish(status);
   if (context && f.n_saved && !save(f, context, slots.objects)) return nullptr;
+  if (context && f.none_for_unread && !keeps_none(context)) return nullptr;
   if (f.n_returned == 1) return Py_IncRef(slots.objects[call.n_in]), slots.objects[call.n_in];
   return tuple_of(slots.objects + call.n_in, f.n_returned).release();
 }
@@ -280,11 +289,19 @@ bool is_accepted(const CallSlot &slot, void *object) {
   return layout.contiguous || layout.as_scalar(slot.accepts_scalar);
 }
 
+// Whether two tensors have one dtype and shape.
+bool same_spec(const DLTensor &a, const DLTensor &b) {
+  return a.code == b.code && a.bits == b.bits && a.ndim == b.ndim && std::equal(a.shape, a.shape + a.ndim, b.shape);
+}
+
 // Whether the gradient in slot over_output is written over its input. -1: Python's error is set.
 int overwrites(const Backward &b, uint64_t wanted, const Slots &slots, void *saved) {
   if (b.over_output < 0 || !(wanted >> b.over_output & 1) || slots.objects[b.over_input] == python.none) return 0;
-  DLTensor t;
+  DLTensor t, like;
   if (torch.exchange->read(slots.objects[b.over_input], &t)) return PyErr_Clear(), 0;
+  const int prototype = b.function->prototype[b.over_output];
+  if (prototype >= 0 && (torch.exchange->read(slots.objects[prototype], &like) || !same_spec(t, like)))
+    return PyErr_Clear(), 0;
   int64_t bytes = t.bits / 8;
   for (int k = 0; k < t.ndim; ++k) bytes *= t.shape[k];
   if (bytes < b.over_from || !Layout(t).contiguous) return 0;
@@ -304,8 +321,9 @@ Ref run_plain_backward(const Backward &b, void *needed, void *saved, void *const
     const int source = b.source[i];
     void *&tensor = slots.objects[i];
     tensor = source < b.n_grads ? grads[source] : PyTuple_GetItem(saved, source - b.n_grads);
-    if (tensor != python.none && !is_plain(tensor)) return nullptr;
-    if (has_kernel && source < b.n_grads && !is_accepted(f.call->slots[i], tensor))
+    const bool given = tensor != python.none;
+    if (given ? !is_plain(tensor) : source < b.n_grads && f.call->slots[i].optional_bit < 0) return nullptr;
+    if (given && has_kernel && source < b.n_grads && !is_accepted(f.call->slots[i], tensor))
       tensor = copies.keep(PyObject_VectorcallMethod(contiguous, &tensor, 1, nullptr));
     if (!tensor) return nullptr;
   }
@@ -566,12 +584,12 @@ AOT_API void aot_torch_install_vectorcall(void *function, void *capsule) {
 // The structs that frontends/torch/call.py mirrors. A change of one of them raises the version here and there.
 AOT_API const char *aot_torch_structs() {
   static const std::string text =
-      "version 7" +
+      "version 8" +
       AOT_DESCRIBE(GateFacts, tensor_keys, autocast_keys, inference, impl_offset, key_offset, forward_ad, level,
                    no_level) +
       AOT_DESCRIBE(Torch, exchange, types, size_type, empty_like, gate) +
       AOT_DESCRIBE(Function, call, prototype, has_prototypes, equal, always, residuals, scratch, keep_from, n_returned,
-                   n_saved, saved, instead, saved_for, hooks, make_prototypes, prototypes) +
+                   n_saved, saved, instead, saved_for, none_for_unread, hooks, make_prototypes, prototypes) +
       AOT_DESCRIBE(Backward, function, n_grads, n_inputs, source, gradient, fallback, over_output, over_input,
                    over_from, may_overwrite, drop_inputs) +
       AOT_DESCRIBE(Differentiable, function, apply, last_use) +

@@ -76,11 +76,14 @@ Status padded_rows(const char *op, const CrossEntropyAttrs &attrs, const Tensor 
   return unaligned_rows<true>(op, attrs, x, targets, results, scale, stream, after_count);
 }
 
-// The sums over the chunks, each unless it is null: weight's and bias's of c.line rows and elements.
+// The sums over the chunks, each unless it is null: weight's and bias's of c.line rows and elements. Weight's are in
+// the accumulate dtype, or of one chunk in T.
 template <typename T>
 struct ChunkGradients {
   T *dx;
-  Accumulate<T> *dweight, *dbias;
+  void *dweight;
+  DType of_weight;
+  Accumulate<T> *dbias;
 
   explicit operator bool() const { return dx || dweight || dbias; }
 };
@@ -92,16 +95,17 @@ class Chunks {
   using A = Accumulate<T>;
 
   // in: the inputs, as the forward has them
-  Chunks(const char *op, const LinearCrossEntropyAttrs &attrs, const Tensor *in, const Tensor &work,
-         const ChunkWorkspace &parts, void *stream)
+  Chunks(const char *op, const LinearCrossEntropyAttrs &attrs, const Tensor *in, const LseTensors &rows,
+         const Tensor &work, const ChunkWorkspace &parts, void *stream)
       : op_(op),
         attrs_(attrs),
         in_(in),
-        c_(in[LinearCrossEntropy::kX], in[LinearCrossEntropy::kWeight]),
+        rows_(rows),
+        c_(in[LinearCrossEntropyAttrs::kX], in[LinearCrossEntropyAttrs::kWeight]),
         stream_(static_cast<cudaStream_t>(stream)),
-        x_(in[LinearCrossEntropy::kX].as<T>()),
-        weight_(in[LinearCrossEntropy::kWeight].as<T>()),
-        bias_(in[LinearCrossEntropy::kBias].as<T>()) {
+        x_(in[LinearCrossEntropyAttrs::kX].as<T>()),
+        weight_(in[LinearCrossEntropyAttrs::kWeight].as<T>()),
+        bias_(in[LinearCrossEntropyAttrs::kBias].as<T>()) {
     A *begin = work.as<A>();
     logits_ = reinterpret_cast<T *>(begin + parts.logits), partials_ = begin + parts.partials;
     copies_[0] = reinterpret_cast<T *>(begin + parts.weight), copies_[1] = reinterpret_cast<T *>(begin + parts.bias);
@@ -112,9 +116,9 @@ class Chunks {
   Status run(Results<T, A> results, Scale<T, A> scale, const ChunkGradients<T> &gradients) {
     AOT_TRY(copy_padded());
     results.slope = gradients ? logits_ : nullptr, results.padding = static_cast<int>(c_.line - c_.out);
-    const Extras<T, A> extras(attrs_, in_[LinearCrossEntropy::kClassWeight]);
-    Tensor target = in_[LinearCrossEntropy::kTarget], logits;
-    logits.dtype = in_[LinearCrossEntropy::kX].dtype, logits.ndim = 2, logits.shape[1] = c_.out, logits.data = logits_;
+    Tensor target = in_[LinearCrossEntropyAttrs::kTarget], logits;
+    logits.dtype = in_[LinearCrossEntropyAttrs::kX].dtype, logits.ndim = 2, logits.shape[1] = c_.out,
+    logits.data = logits_;
     auto *const losses = c_.pads() ? padded_rows<T> : cross_entropy_rows<T>;
     int sums = 0;  // partial sums of the bias
     for (int64_t first = 0, chunk = 0; chunk < c_.count(); ++chunk, first += c_.chunk) {
@@ -124,8 +128,8 @@ class Chunks {
       AOT_TRY(product({dtype, dtype, rows, c_.line, c_.in, {x, c_.in}, {weight_, c_.in, true}, {logits_, c_.line}},
                       false, bias_));
       logits.shape[0] = rows;
-      AOT_TRY(
-          losses(op_, attrs_, logits, Targets(target, attrs_.ignore_index), results, scale, extras, stream_, false));
+      AOT_TRY(losses(op_, attrs_, logits, Targets(target, attrs_.ignore_index), results, scale, extras(first), stream_,
+                     false));
       if (gradients.dx)
         AOT_TRY(product({dtype,
                          dtype,
@@ -137,7 +141,7 @@ class Chunks {
                          {gradients.dx + first * c_.in, c_.in}}));
       if (gradients.dweight)
         AOT_TRY(product({dtype,
-                         accumulate_dtype(dtype),
+                         gradients.of_weight,
                          c_.line,
                          c_.in,
                          rows,
@@ -159,6 +163,14 @@ class Chunks {
   const LogitChunks &shape() const { return c_; }
 
  private:
+  // From row `first` on.
+  Extras<T, A> extras(int64_t first) const {
+    const LseTensors rows = rows_.from(first);
+    Extras<T, A> of(attrs_, in_[LinearCrossEntropyAttrs::kClassWeight]);
+    of.lse = rows.lse.template as<A>(), of.dlse = rows.dlse.template as<const A>();
+    return of;
+  }
+
   // weight and bias with zeros behind them, up to whole vectors of classes, which the products take.
   Status copy_padded() {
     if (!c_.pads()) return kOk;
@@ -201,6 +213,7 @@ class Chunks {
   const char *op_;
   const LinearCrossEntropyAttrs &attrs_;
   const Tensor *in_;
+  const LseTensors &rows_;
   LogitChunks c_;
   cudaStream_t stream_;
   T *x_, *weight_, *bias_, *logits_, *copies_[2];
@@ -209,61 +222,89 @@ class Chunks {
   int64_t library_bytes_;
 };
 
-Status linear_cross_entropy_cuda(const LinearCrossEntropy &op, const Tensor *in, const Tensor *out, void *stream) {
-  const Tensor &x = in[op.kX], &work = out[op.kWork];
-  if (!work) return fail(kConventionMisused, "%s: workspace is missing", op.name);
+}  // namespace
+
+Status linear_cross_entropy_forward(const char *name, const LinearCrossEntropyAttrs &op, const Tensor *in,
+                                    const Tensor &y, const Tensor *results, const LseTensors &rows, void *stream) {
+  const Tensor &x = in[op.kX], &work = results[op.kWork];
+  if (!work) return fail(kConventionMisused, "%s: workspace is missing", name);
   return dispatch(x.dtype, [&](auto type) -> Status {
     using T = typename decltype(type)::type;
     using A = Accumulate<T>;
-    const ChunkWorkspace parts = op.parts(in);
-    Chunks<T> chunks(op.name, op, in, work, parts, stream);
+    const ChunkWorkspace parts = op.forward_parts(in);
+    Chunks<T> chunks(name, op, in, rows, work, parts, stream);
     const LogitChunks &c = chunks.shape();
-    auto kept = [&](int slot) { return op.keeps(out[slot]) ? out[slot].data : nullptr; };
-    const ChunkGradients<T> slopes = {static_cast<T *>(kept(op.kXSlope)), static_cast<A *>(kept(op.kWeightSlope)),
-                                      in[op.kBias] ? static_cast<A *>(kept(op.kBiasSlope)) : nullptr};
-    const Loss<T> weight = in[op.kClassWeight] ? Loss<T>(in[op.kClassWeight]) : Loss<T>(), loss(out[op.kY]);
+    auto kept = [&](int i) { return op.keeps(results[i]) ? results[i].data : nullptr; };
+    const Tensor &of_weight = results[op.kOfWeight];
+    const DType sum = accumulate_dtype(x.dtype);
+    const bool rounds = kept(op.kOfWeight) && c.sums_apart(x.dtype);
+    A *sums = work.as<A>() + parts.weight_sums;
+    const ChunkGradients<T> slopes = {static_cast<T *>(kept(op.kOfX)), rounds ? sums : kept(op.kOfWeight),
+                                      rounds ? sum : LogitChunks::slope_dtype(x.dtype),
+                                      in[op.kBias] ? static_cast<A *>(kept(op.kOfBias)) : nullptr};
+    const Loss<T> weight = in[op.kClassWeight] ? Loss<T>(in[op.kClassWeight]) : Loss<T>(), loss(y);
     const bool divides = slopes && op.divides_slope(x), weighs = op.mean() && weight.data;
     A *count = divides || weighs ? work.as<A>() + parts.count : nullptr;
     A *losses = op.reduces() ? work.as<A>() + parts.losses : nullptr;
     const Targets targets(in[op.kTarget], op.ignore_index);
-    if (count) AOT_TRY(cross_entropy_count(op.name, targets, weight, count, c.rows, c.out, stream));
+    if (count) AOT_TRY(cross_entropy_count(name, targets, weight, count, c.rows, c.out, stream));
     AOT_TRY(
         chunks.run({op.reduces() ? Loss<T>() : loss, losses, nullptr}, {{}, false, divides ? count : nullptr}, slopes));
+    if (rounds) AOT_TRY((scale_slope<A, T, A>(name, sums, of_weight, Loss<T>(), nullptr, stream)));
     if (!op.reduces()) return kOk;
-    return cross_entropy_loss(op.name, losses, loss, c.rows, op.mean(), weighs ? count : nullptr, stream);
+    return cross_entropy_loss(name, losses, loss, c.rows, op.mean(), weighs ? count : nullptr, stream);
   });
 }
 
-Status linear_cross_entropy_backward_cuda(const LinearCrossEntropyBackward &op, const Tensor *in, const Tensor *out,
-                                          void *stream) {
-  const Tensor &x = in[op.kX], &work = out[op.kWork], &dx = out[op.kDx], &dweight = out[op.kDWeight],
-               &dbias = out[op.kDBias];
-  const bool has_slopes = op.has_slopes(in), divides = op.mean() && !(has_slopes && op.divides_slope(x));
-  if (has_slopes) AOT_TRY(op.check_wanted(in, out));
-  if (!work && (!has_slopes || divides)) return fail(kConventionMisused, "%s: workspace is missing", op.name);
+Status linear_cross_entropy_gradients(const char *name, const LinearCrossEntropyAttrs &op, const Tensor &dy,
+                                      const Tensor *in, const Tensor *results, const LseTensors &rows, void *stream) {
+  const Tensor &x = in[op.kX], &work = results[op.kWork], &dx = results[op.kOfX], &dweight = results[op.kOfWeight],
+               &dbias = results[op.kOfBias];
+  const bool by_slopes = op.has_slopes(in) && !rows.dlse, divides = op.mean() && !(by_slopes && op.divides_slope(x));
+  if (by_slopes) AOT_TRY(check_wanted(name, op, in, results));
+  if (!work && (!by_slopes || divides)) return fail(kConventionMisused, "%s: workspace is missing", name);
   return dispatch(x.dtype, [&](auto type) -> Status {
     using T = typename decltype(type)::type;
     using A = Accumulate<T>;
     const LogitChunks c(x, in[op.kWeight]);
-    const Loss<T> weight = in[op.kClassWeight] ? Loss<T>(in[op.kClassWeight]) : Loss<T>(), dy(in[op.kDy]);
+    const Loss<T> weight = in[op.kClassWeight] ? Loss<T>(in[op.kClassWeight]) : Loss<T>(), of_loss(dy);
     A *count = divides ? work.as<A>() : nullptr;
     const Targets targets(in[op.kTarget], op.ignore_index);
-    if (count) AOT_TRY(cross_entropy_count(op.name, targets, weight, count, c.rows, c.out, stream));
-    auto scale = [&](const T *x_slope, const A *weight_slope, const A *bias_slope, const Loss<T> &dy, const A *count) {
-      if (dx && x_slope) AOT_TRY(scale_slope(op.name, x_slope, dx, dy, count, stream));
-      if (dweight) AOT_TRY(scale_slope(op.name, weight_slope, dweight, dy, count, stream));
-      return dbias ? scale_slope(op.name, bias_slope, dbias, dy, count, stream) : kOk;
+    if (count) AOT_TRY(cross_entropy_count(name, targets, weight, count, c.rows, c.out, stream));
+    if (by_slopes) {
+      auto scale = [&](const auto *slope, const Tensor &gradient) {
+        return gradient ? scale_slope(name, slope, gradient, of_loss, count, stream) : kOk;
+      };
+      const Tensor &weight_slope = in[op.kWeightSlope];
+      AOT_TRY(scale(in[op.kXSlope].as<const T>(), dx));
+      AOT_TRY(scale(in[op.kBiasSlope].as<const A>(), dbias));
+      return weight_slope.dtype == x.dtype ? scale(weight_slope.as<const T>(), dweight)
+                                           : scale(weight_slope.as<const A>(), dweight);
+    }
+    const ChunkWorkspace parts = op.backward_parts(in);
+    const bool rounds = !c.rounds_at_once();
+    A *weight_sums = work.as<A>() + parts.weight_sums, *bias_sums = work.as<A>() + parts.bias_sums;
+    const ChunkGradients<T> sums = {dx.as<T>(), dweight && rounds ? weight_sums : dweight.data,
+                                    rounds ? accumulate_dtype(x.dtype) : x.dtype, dbias ? bias_sums : nullptr};
+    Chunks<T> chunks(name, op, in, rows, work, parts, stream);
+    AOT_TRY(chunks.run({{}, nullptr, nullptr}, {of_loss, !op.reduces(), count}, sums));
+    auto round = [&](const A *sums, const Tensor &gradient) {
+      return scale_slope<A, T, A>(name, sums, gradient, Loss<T>(), nullptr, stream);
     };
-    if (has_slopes)
-      return scale(in[op.kXSlope].as<const T>(), in[op.kWeightSlope].as<const A>(), in[op.kBiasSlope].as<const A>(), dy,
-                   count);
-    const ChunkWorkspace parts = op.parts(in);
-    const ChunkGradients<T> sums = {dx.as<T>(), dweight ? work.as<A>() + parts.weight_sums : nullptr,
-                                    dbias ? work.as<A>() + parts.bias_sums : nullptr};
-    Chunks<T> chunks(op.name, op, in + op.kX, work, parts, stream);
-    AOT_TRY(chunks.run({{}, nullptr, nullptr}, {dy, !op.reduces(), count}, sums));
-    return scale(nullptr, sums.dweight, sums.dbias, Loss<T>(), nullptr);
+    if (dweight && rounds) AOT_TRY(round(weight_sums, dweight));
+    return dbias ? round(bias_sums, dbias) : kOk;
   });
+}
+
+namespace {
+
+Status linear_cross_entropy_cuda(const LinearCrossEntropy &op, const Tensor *in, const Tensor *out, void *stream) {
+  return linear_cross_entropy_forward(op.name, op, in, out[0], out + 1, {}, stream);
+}
+
+Status linear_cross_entropy_backward_cuda(const LinearCrossEntropyBackward &op, const Tensor *in, const Tensor *out,
+                                          void *stream) {
+  return linear_cross_entropy_gradients(op.name, op, in[0], in + 1, out, {}, stream);
 }
 
 }  // namespace

@@ -16,7 +16,8 @@ void move_heads(const HeadAddresses<T> &heads, const W *cos, const W *sin, const
   int64_t i = begin % z.heads, s = begin / z.heads % z.seq, b = begin / z.heads / z.seq;
   for (int64_t n = begin; n < end; ++n) {
     const PackedHeads::Place place = heads.order[i];
-    T *const packed = heads.in_packed(b, s, i), *const separate = heads.in_separate(b, s, place);
+    const RowHeads<T> row = heads.row(b, s);
+    T *const packed = row.in_packed(i), *const separate = row.in_separate(place);
     const T *const from = packs ? separate : packed;
     T *const to = packs ? packed : separate;
     const int64_t at = z.half ? table(b, s) * z.width : 0, half = place.tensor == 2 ? 0 : z.half;
@@ -68,8 +69,8 @@ Status qkv_rope_backward_cpu(const QkvRopeBackward &op, const Tensor *in, const 
       const HeadAddresses<T> given = op.addresses<T>(table.z, qkv, in);
       const auto pair = [=](int64_t b, int64_t s, int64_t i) {
         const PackedHeads::Place place = given.order[i];
-        const T *const d = place.tensor == 2 ? nullptr : given.in_separate(b, s, place);
-        return std::pair<const T *, const T *>(d, given.in_packed(b, s, i));
+        const RowHeads<T> row = given.row(b, s);
+        return std::pair<const T *, const T *>(place.tensor == 2 ? nullptr : row.in_separate(place), row.in_packed(i));
       };
       rope_sums_loop<turns.value, T>(pair, dcos.as<W>(), dsin.as<W>(), table);
     }

@@ -18,7 +18,7 @@ inline namespace AOT_ISA {
 // The heads of a packed row, in order.
 struct PackedHeads {
   int64_t heads, kv_heads;
-  bool grouped;
+  uint32_t shared;  // by how many heads of q one of k is shared, where they are grouped; 0: they are not
 
   // tensor: 0, 1, 2 for q, k, v.
   struct Place {
@@ -29,15 +29,28 @@ struct PackedHeads {
   AOT_BOTH_SIDES int64_t count() const { return heads + 2 * kv_heads; }
   AOT_BOTH_SIDES int64_t of_tensor(int tensor) const { return tensor == 0 ? heads : kv_heads; }
   AOT_BOTH_SIDES Place operator[](int64_t i) const {
-    if (!grouped) {
+    if (!shared) {
       if (i < heads) return {0, i};
       return i < heads + kv_heads ? Place{1, i - heads} : Place{2, i - heads - kv_heads};
     }
     // in 32 bits, which hold kMostHeads: on a GPU a division in 64 bits takes several times as long
-    const auto shared = static_cast<uint32_t>(heads) / static_cast<uint32_t>(kv_heads), size = shared + 2;
-    const uint32_t group = static_cast<uint32_t>(i) / size, member = static_cast<uint32_t>(i) - group * size;
+    const uint32_t size = shared + 2, group = static_cast<uint32_t>(i) / size,
+                   member = static_cast<uint32_t>(i) - group * size;
     if (member < shared) return {0, int64_t{group} * shared + member};
     return {member == shared ? 1 : 2, group};
+  }
+};
+
+// Where the heads of one row of the sequence lie.
+template <typename T>
+struct RowHeads {
+  T *packed, *separate[3];
+  int64_t dim, step;  // from a head to the next: in the packed row, and in q, k and v
+
+  AOT_BOTH_SIDES T *in_packed(int64_t i) const { return packed + i * dim; }
+  AOT_BOTH_SIDES T *in_separate(PackedHeads::Place at) const {
+    T *const first = at.tensor == 0 ? separate[0] : at.tensor == 1 ? separate[1] : separate[2];
+    return first + at.head * step;
   }
 };
 
@@ -49,13 +62,15 @@ struct HeadAddresses {
   int64_t seq, dim;
   bool heads_first;
 
-  AOT_BOTH_SIDES T *in_packed(int64_t b, int64_t s, int64_t i) const {
-    return packed + ((b * seq + s) * order.count() + i) * dim;
-  }
-  AOT_BOTH_SIDES T *in_separate(int64_t b, int64_t s, PackedHeads::Place at) const {
-    T *const to = at.tensor == 0 ? separate[0] : at.tensor == 1 ? separate[1] : separate[2];
-    const int64_t n = order.of_tensor(at.tensor);
-    return to + dim * (heads_first ? (b * n + at.head) * seq + s : (b * seq + s) * n + at.head);
+  // Row s of example b.
+  AOT_BOTH_SIDES RowHeads<T> row(int64_t b, int64_t s) const {
+    const int64_t line = b * seq + s;
+    const auto begin = [=](int64_t heads) { return (heads_first ? b * heads * seq + s : line * heads) * dim; };
+    const int64_t of_kv = begin(order.kv_heads);
+    return {packed + line * order.count() * dim,
+            {separate[0] + begin(order.heads), separate[1] + of_kv, separate[2] + of_kv},
+            dim,
+            heads_first ? seq * dim : dim};
   }
 };
 
@@ -71,7 +86,10 @@ struct QkvRopeAttrs : RopeAttrs {
     return attrs.get("grouped", &grouped);
   }
 
-  PackedHeads order() const { return {heads, kv_heads == kHeads ? heads : kv_heads, grouped}; }
+  PackedHeads order() const {
+    const int64_t of_kv = kv_heads == kHeads ? heads : kv_heads;
+    return {heads, of_kv, grouped && of_kv > 0 ? static_cast<uint32_t>(heads / of_kv) : 0};
+  }
 
   // qkv is qkv or dqkv; tables and positions have passed check.
   RopeSizes sizes(const Spec &qkv, const Spec &cos, const Spec &positions) const {

@@ -16,16 +16,15 @@ __global__ void __launch_bounds__(kRopeBlock)
   const int64_t groups = ceil_div(z.heads, kHeads), rows = z.batch * z.seq * groups;
   const int64_t inner = z.heads_first ? z.seq : groups, outer = z.heads_first ? groups : z.seq;
   const int64_t head_step = z.heads_first ? z.seq * z.dim : z.dim, row_step = z.heads_first ? z.dim : z.heads * z.dim;
-  const int64_t places = head_places(z, n);
+  const int places = static_cast<int>(head_places(z, n));
   for (int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y; row < rows;
        row += int64_t{gridDim.x} * blockDim.y) {
     const Quotient first = divide(row, inner), second = divide(first.quotient, outer);
     const int64_t b = second.quotient, s = z.heads_first ? first.rest : second.rest;
     const int64_t group = z.heads_first ? second.rest : first.rest;
     const int64_t base = b * z.seq * z.heads * z.dim + s * row_step + group * head_step, step = groups * head_step;
-    for (int64_t place = threadIdx.x; place < places; place += blockDim.x) {
-      const int64_t j = place * n;
-      const PiecePlaces at = piece_places<n, interleaved>(j, z.half);
+    for (int place = threadIdx.x; place < places; place += blockDim.x) {
+      const PiecePlaces at = piece_places<n, interleaved>(place, z);
       const bool both = at.other < z.dim;
       Piece<T, n> p[kHeads][2];
 #pragma unroll
@@ -35,8 +34,8 @@ __global__ void __launch_bounds__(kRopeBlock)
         if (both) p[k][1].load(x + base + k * step + at.other);
       }
       if (at.rotates) {
-        Angles<T, W, n> angles;
-        angles.load(cos, sin, table(b, s), z.width, j, sign);
+        Angles<interleaved, T, W, n> angles;
+        angles.load(cos, sin, table(b, s), z, place, sign);
 #pragma unroll
         for (int k = 0; k < kHeads; ++k)
           if (group + k * groups < z.heads) rotate<interleaved>(p[k], angles);
@@ -57,9 +56,11 @@ struct RopeHeads {
   const T *dy, *x;
   RopeSizes z;
 
-  __device__ HeadPair<T> operator()(int64_t b, int64_t s, int64_t h) const {
-    const int64_t i = z.dim * (z.heads_first ? (b * z.heads + h) * z.seq + s : (b * z.seq + s) * z.heads + h);
-    return {dy + i, x + i};
+  __device__ auto operator()(int64_t b, int64_t s) const {
+    return [=, *this](int64_t h) -> HeadPair<T> {
+      const int64_t i = z.dim * (z.heads_first ? (b * z.heads + h) * z.seq + s : (b * z.seq + s) * z.heads + h);
+      return {dy + i, x + i};
+    };
   }
 };
 

@@ -116,6 +116,9 @@ class _LinearMap:
     moved: Names
     types: tuple[Any, ...]
 
+    def takes_none(self, i: int) -> bool:
+        return False
+
     def _product(self, op: Op, inputs: Mapping[str, Array], names: Container[str]) -> dict[str, Array]:
         """These outputs of a product, or of its backward."""
         forward = None if op.backward else self.forward or self.op
@@ -132,6 +135,9 @@ class _LinearMap:
 class _Tangent(_LinearMap):
     """The transpose is the operator's backward. In forward mode it is the derivative of the operator's formula, or the
     transpose of the backward's where an input of that formula is not saved, so as to save no more."""
+
+    def takes_none(self, i: int) -> bool:
+        return self.op.rule is None and self._backward.is_optional(f"d{self.moved[i]}")
 
     def transpose(self, residuals, cotangents, names):
         given = self._given(residuals, dict(zip(self.moved, cotangents, strict=True)))

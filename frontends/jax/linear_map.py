@@ -33,6 +33,9 @@ class LinearMap(Protocol):
     def transpose(self, residuals: Named, cotangents: Sequence[Array], names: Sequence[str]) -> dict[str, Array]:
         """The cotangents of the tangents of these names, except those that are zero."""
 
+    def takes_none(self, i: int) -> bool:
+        """Whether ``transpose`` takes None for cotangent ``i`` where it is zero, and then has less to do."""
+
 
 def tangent_map(map: LinearMap, residuals: Named, tangents: Named, types: Sequence[Any]) -> tuple[Array, ...]:
     """The map of the tangents. ``types``: of the results, as JAX's abstract values."""
@@ -71,7 +74,11 @@ def _transpose(cotangents, *operands, map, tree, types):
     is_linear = [ad.is_undefined_primal(x) for x in operands]
     residuals, tangents = tree_unflatten(tree, operands)
     names = [name for name, x in tangents.items() if ad.is_undefined_primal(x)]
-    found = map.transpose(residuals, [ad.instantiate_zeros(ct) for ct in cotangents], names)
+    whole = [
+        None if type(ct) is ad.Zero and map.takes_none(i) else ad.instantiate_zeros(ct)
+        for i, ct in enumerate(cotangents)
+    ]
+    found = map.transpose(residuals, whole, names)
     places = tree_unflatten(tree, range(len(operands)))[1]
     results: list[Any] = [ad.Zero(x.aval) if linear else None for x, linear in zip(operands, is_linear, strict=True)]
     for name, ct in found.items():
@@ -110,6 +117,9 @@ class _Batched:
         return {
             name: ct.sum(0) if axes[name] is None else jnp.moveaxis(ct, 0, axes[name]) for name, ct in found.items()
         }
+
+    def takes_none(self, i: int) -> bool:
+        return self.map.takes_none(i)
 
     def _each(self, function, axes):
         return jax.vmap(function, axes, axis_size=self.size)

@@ -60,8 +60,7 @@ class _Function(Structure):
         ("call", c_void_p), ("prototype", _Slots), ("has_prototypes", c_bool), ("equal", _Slots), ("always", c_uint64),
         ("residuals", c_uint64), ("scratch", c_uint64), ("keep_from", c_int64), ("n_returned", c_int),
         ("n_saved", c_int), ("saved", _Slots), ("instead", _Slots), ("saved_for", c_uint64 * call.MOST_SLOTS),
-        ("hooks", c_void_p), ("make_prototypes", c_void_p),
-        ("prototypes", c_void_p),
+        ("none_for_unread", c_bool), ("hooks", c_void_p), ("make_prototypes", c_void_p), ("prototypes", c_void_p),
     ]  # fmt: skip
 
 
@@ -90,7 +89,7 @@ class _Public(Structure):
 @cache
 def lib() -> ctypes.CDLL:
     """The library, with its structs compared with those above. Raises LibraryError if they differ."""
-    call.check_structs("aot_torch_structs", 7, (GateFacts, _Torch, _Function, _Backward, _Differentiable, _Public))
+    call.check_structs("aot_torch_structs", 8, (GateFacts, _Torch, _Function, _Backward, _Differentiable, _Public))
     return call.lib()
 
 
@@ -215,11 +214,18 @@ def _function_handle(
         saved=_Slots(*(slots[slot] for slot in op.saved)),
         instead=_Slots(*(slots.get(replaced.get(slot, ""), -1) for slot in op.saved)),
         saved_for=(c_uint64 * call.MOST_SLOTS)(*(bits(op.saved_for.get(slot, ())) for slot in op.saved)),
+        none_for_unread=none_for_unread(op),
         hooks=None if hooks is None else id(hooks),
         make_prototypes=id(make_prototypes),
         prototypes=id(made_prototypes),
     )
     return struct_capsule(made, handle, hooks, make_prototypes, made_prototypes)
+
+
+def none_for_unread(op: Op) -> bool:
+    """Whether the backward is given None for the gradients of outputs that nobody has read. Where it needs zeros in the
+    place of one of them, their specs are inferred from the inputs, which must be saved."""
+    return bool(op.unread) and set(op.inputs) <= set(op.saved)
 
 
 def differentiable(function: Function, apply: Callable[..., Any]) -> Any:

@@ -184,7 +184,16 @@ def cross_entropy_lse(function, *args: Any, **kwargs: Any) -> Any:
 
 def linear_cross_entropy(function, *args: Any, **kwargs: Any) -> Any:
     """Class weights that require a gradient, for which the logits are made; and a ``dtype`` of torch's."""
-    op, ops = BUILTIN.ops["linear_cross_entropy"], namespaces[BUILTIN]
+    return _loss_of_head("linear_cross_entropy", function, *args, **kwargs)
+
+
+def linear_cross_entropy_lse(function, *args: Any, **kwargs: Any) -> Any:
+    """As ``linear_cross_entropy``."""
+    return _loss_of_head("linear_cross_entropy_lse", function, *args, **kwargs)
+
+
+def _loss_of_head(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    op, ops = BUILTIN.ops[name], namespaces[BUILTIN]
     inputs, attrs = op.bind(*args, **kwargs)
     (x, weight, target, bias, class_weight), (*loss, allow_tf32) = inputs, _loss(attrs)
     if not _learns(class_weight):
@@ -196,7 +205,11 @@ def linear_cross_entropy(function, *args: Any, **kwargs: Any) -> Any:
     logits = ops.linear(x, weight, bias, None, allow_tf32)
     flat = logits.reshape(target.numel(), logits.shape[-1]), target.reshape(target.numel())
     y = ops.cross_entropy(*flat, *loss[:4], class_weight, *loss[4:])
-    return y.reshape(target.shape) if loss[1] == "none" else y
+    y = y.reshape(target.shape) if loss[1] == "none" else y
+    if "lse" not in op.outputs:
+        return y
+    lse = ops.cross_entropy_lse(*flat, loss[0], softcap=loss[-1])[1]
+    return y, lse.reshape(target.shape)
 
 
 def _loss(attrs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -265,6 +278,7 @@ COMPOSED: dict[str, Callable[..., Any]] = {
         cross_entropy,
         cross_entropy_lse,
         linear_cross_entropy,
+        linear_cross_entropy_lse,
         matmul,
         softmax,
     )

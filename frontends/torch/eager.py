@@ -17,9 +17,10 @@ from aotops.spec import check_devices
 
 from . import call, private
 from .autocast import cast_inputs
-from .gradients import run_backward
+from .gradients import run_backward, with_zeros
 from .registered import in_c
 from .tensors import (
+    DTYPES,
     KEEP_RESIDUALS_FROM,
     Tensors,
     all_given,
@@ -28,6 +29,7 @@ from .tensors import (
     public_outputs,
     results_of,
     spec_of,
+    specs_of,
 )
 
 
@@ -36,7 +38,7 @@ class Eager:
     call that it refuses."""
 
     def __init__(self, op: Op, attrs: tuple[Attr, ...]) -> None:
-        fallback = functools.partial(run_backward, op, attrs)
+        fallback = functools.partial(_run_backward, op, attrs)
         builtins = call.function(op, attrs, prototypes, KEEP_RESIDUALS_FROM, fallback)
         members = {"forward": staticmethod(builtins.forward), "backward": staticmethod(builtins.backward)}
         function = type(op.name.title().replace("_", ""), (torch.autograd.Function,), members)
@@ -47,6 +49,14 @@ class Eager:
     def __call__(self, *inputs: Tensor | None):
         recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
         return self.apply(*inputs) if recorded else self.run(*inputs)
+
+
+def _run_backward(op: Op, attrs: tuple[Attr, ...], saved: Tensors, grads: Tensors, needed: Any, ctx: Any):
+    if call.none_for_unread(op) and not all_given(grads):
+        inputs = [saved[op.saved.index(slot)] for slot in op.inputs]
+        specs = specs_of(op, attrs, inputs)
+        grads = with_zeros(op, [(specs[y].shape, DTYPES[specs[y].dtype]) for y in op.outputs], saved, grads)
+    return run_backward(op, attrs, saved, grads, needed, ctx)
 
 
 def _apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:

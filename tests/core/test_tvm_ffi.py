@@ -124,6 +124,11 @@ CALLS = {
         0.0,
         False,
     ],
+    "linear_cross_entropy_lse": [X, (7, 6), "classes", 7, None, -100, "mean", 0.1, None, 0.0, 0.0, False],
+    "linear_cross_entropy_lse_backward": [
+        *((), 4, X, (7, 6), "classes", 7, None, None, None, None),
+        *(-100, "mean", 0.1, None, 0.0, 0.0, False),
+    ],
     "lltm": [(4, 3), (9, 6), 9, (4, 3), (4, 3)],
     "lltm_backward": [(4, 3), (4, 3), (4, 3), (9, 6), 9, (4, 3), (4, 3), None],
     "matmul": [X, (6, 3), False, False, False],

@@ -133,6 +133,11 @@ CASES: dict[str, list[Case]] = {
         head((8, 6), 12, "sum", True, z_loss=0.1),
         head((8, 6), 12, "none"),
     ],
+    "linear_cross_entropy_lse": [
+        head((4, 6, 8), 12, "mean", True, ignore_index=3, softcap=2.0),
+        head((8, 6), 12, "sum", True, z_loss=0.1),
+        head((8, 6), 12, "none"),
+    ],
     "cross_entropy_lse": [
         _cross_entropy("mean", ignore_index=3),
         _cross_entropy("mean", True, softcap=2.0),

@@ -135,6 +135,11 @@ CASES: dict[str, list[Case]] = {
         head((8, 6), 12, "sum", True, z_loss=0.1),
         head((8, 6), 12, "none"),
     ],
+    "linear_cross_entropy_lse": [
+        head((4, 8, 6), 12, "mean", True, ignore_index=3, softcap=2.0),
+        head((8, 6), 12, "sum", True, z_loss=0.1),
+        head((8, 6), 12, "none"),
+    ],
     "cross_entropy_lse": [_cross_entropy("mean", True, ignore_index=3, softcap=2.0), _cross_entropy("none")],
     "lltm": [Case({"input": (8, 5), "weights": (12, 9), "bias": (1, 12), "old_h": (8, 4), "old_cell": (8, 4)})],
 }  # fmt: skip

@@ -99,6 +99,18 @@ CALLS = {
         lambda x, w: ours.linear_cross_entropy(x, w, INTEGERS, None, 0, "none", class_weight=WEIGHT),
         *((3, 2), (4, 2)),
     ),
+    "linear_cross_entropy_lse": (
+        lambda x, w, b: ours.linear_cross_entropy_lse(x, w, INTEGERS, b, label_smoothing=0.2, z_loss=0.1, softcap=2.0),
+        *((3, 2), (4, 2), (4,)),
+    ),
+    "linear_cross_entropy_lse whose lse is unread": (
+        lambda x, w: ours.linear_cross_entropy_lse(x, w, INTEGERS)[0],
+        *((3, 2), (4, 2)),
+    ),
+    "linear_cross_entropy_lse whose loss is unread": (
+        lambda x, w: ours.linear_cross_entropy_lse(x, w, INTEGERS, None, 0, "none", class_weight=WEIGHT)[1],
+        *((3, 2), (4, 2)),
+    ),
     "matmul": (ours.matmul, (2, 3, 4), (4, 2)),
     "matmul transposed": (lambda a, b: ours.matmul(a, b, transpose_b=True), (2, 3, 4), (2, 2, 4)),
     "linear": (ours.linear, (2, 3, 4), (5, 4), (5,)),

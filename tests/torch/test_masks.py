@@ -71,8 +71,9 @@ def backward_call():
 def test_backwards_with_several_gradients_have_a_mask():
     assert set(MASKED) == {
         "add_layer_norm_backward", "add_rms_norm_backward", "attention_backward", "conv2d_backward",
-        "layer_norm_backward", "linear_backward", "linear_cross_entropy_backward", "lltm_backward", "matmul_backward",
-        "qkv_rope_backward", "rms_norm_backward", "rope_backward",
+        "layer_norm_backward", "linear_backward", "linear_cross_entropy_backward",
+        "linear_cross_entropy_lse_backward", "lltm_backward", "matmul_backward", "qkv_rope_backward",
+        "rms_norm_backward", "rope_backward",
     }  # fmt: skip
     assert "bool[2] wanted=[True, True]) -> (Tensor, Tensor)" in schema(OPS["matmul"].backward)
     assert "wanted" not in schema(OPS["swiglu"].backward)  # one loop computes both
