@@ -25,18 +25,24 @@ struct LogitChunks {
   // columns run at half the rate of those of 50264. weight, and bias, are then copied with zeros behind them.
   int64_t line;
   int64_t chunk;  // the most rows at a time
+  bool sized;     // whether the dtype is known. MindSpore infers shapes without it: then for the largest workspace
 
   static int64_t padded(int64_t out) { return out < 0 ? kUnknownDim : (out + 7) / 8 * 8; }
 
   LogitChunks(const Spec &x, const Spec &weight)
-      : rows(x.product(0, x.ndim - 1)), in(weight.shape[1]), out(weight.shape[0]), line(kIsCuda ? padded(out) : out) {
+      : rows(x.product(0, x.ndim - 1)),
+        in(weight.shape[1]),
+        out(weight.shape[0]),
+        line(kIsCuda ? padded(out) : out),
+        sized(x.dtype != DType::unknown) {
     // On CUDA a chunk's products must fill the device, and each adds to all of weight's sums in memory: many rows, but
     // logits of at most kBytes, or of weight's own size. On the CPU logits should stay in the caches.
     constexpr int64_t kBytes = kIsCuda ? 576 << 20 : 4 << 20, kStep = kIsCuda ? 128 : 1;
     const int64_t bytes = std::max<int64_t>(line * itemsize(x.dtype), 1);
     int64_t most = std::max<int64_t>(kBytes / bytes, kIsCuda ? std::max<int64_t>(in, 128) : 512) / kStep * kStep;
     // All rows at once need no sums beside weight's slope: they are, where the other logits take no more memory.
-    if (kIsCuda && rows <= most + in * wide_bytes(x.dtype) / itemsize(x.dtype)) most = std::max(most, rows);
+    const int64_t sums = sized ? in * wide_bytes(x.dtype) / itemsize(x.dtype) : 0;  // as rows of logits
+    if (kIsCuda && rows <= most + sums) most = std::max(most, rows);
     const int64_t chunks = std::max<int64_t>((rows + most - 1) / most, 1);
     chunk = std::min(((rows + chunks - 1) / chunks + kStep - 1) / kStep * kStep, rows);
   }
@@ -48,9 +54,9 @@ struct LogitChunks {
   static DType slope_dtype(DType dtype) { return dtype == DType::bfloat16 ? dtype : accumulate_dtype(dtype); }
 
   // Whether the gradient of weight in a backward is one product, which rounds its own sums.
-  bool rounds_at_once() const { return kIsCuda && count() == 1 && !pads(); }
+  bool rounds_at_once() const { return sized && kIsCuda && count() == 1 && !pads(); }
   // Whether a forward has sums beside weight's slope. On CUDA one product rounds its own.
-  bool sums_apart(DType dtype) const { return wide_bytes(dtype) && !(kIsCuda && count() == 1); }
+  bool sums_apart(DType dtype) const { return !sized || (wide_bytes(dtype) && !(kIsCuda && count() == 1)); }
   bool pads() const { return line != out; }
   int64_t count() const { return chunk ? (rows + chunk - 1) / chunk : 1; }
 };
