@@ -160,7 +160,7 @@ path. "No wheel": pip finds none of that version for that interpreter. "Not run"
 has not yet. An environment of PyTorch has 7 GB, so that its older versions are for one interpreter alone.
 
 [The wheel for aarch64](building.md#wheels-for-arm) runs the same for NumPy under qemu (`make aarch64`). Its CUDA code
-has not run.
+is linked and audited, and has not run.
 
 This page is written by `packaging/compatibility.py`.
 """
