@@ -19,7 +19,8 @@ def head(x, out, bias=True, scale=0.5, weights="", **attrs) -> Case:
     """``weights``: of the classes: "" for none, "own" for x's dtype, or "wide"."""
     shapes = {"x": x, "weight": (out, x[-1]), "bias": (out,) if bias else None}
     shapes |= {"class_weight": (out,) if weights else None, "target": x[:-1]}
-    constants, wide = ("class_weight",) if weights else (), ("class_weight",) if weights == "wide" else ()
+    constants = ("class_weight",) if weights else ()
+    wide = ("lse", "class_weight") if weights == "wide" else ("lse",)
     # logits are rounded too; the gradients are products of a rounded factor, whose rounding is in each of their terms
     rounds = {"inner_roundings": 1, "magnified": 4, "dtype_roundings": 8}
     return Case(shapes, attrs, scale, classes={"target": out}, wide=wide, constants=constants, **rounds)
