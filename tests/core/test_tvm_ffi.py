@@ -60,6 +60,7 @@ def test_the_arguments_are_those_of_the_definition(op):
 # -------------------------------------------------------------------------------------------------------------- values
 
 X, WEIGHT, IMAGE, HEADS = (4, 6), (5, 6), (2, 3, 5, 5), (2, 4, 3, 7)
+VARIANCE = np.linspace(0.5, 1.5, 6, dtype=np.float32)
 CALLS = {
     "add": [X, X, 2.0, None],
     "add_layer_norm": [X, X, 6, None, [6], 1e-3, 0.0],
@@ -102,9 +103,9 @@ CALLS = {
     "linear": [X, WEIGHT, 5, "gelu", False],
     "linear_backward": [(4, 5), X, WEIGHT, 5, None, "gelu", False],
     "batch_norm": [X, 6, 6, 1e-5, 1],
-    "batch_norm_backward": [X, None, 6, X, 6, 6, 6, 1e-5, -1],
+    "batch_norm_backward": [X, None, 6, X, 6, 6, VARIANCE, 1e-5, -1],
     "batch_norm_relu": [X, 6, None, X, 1e-5, 1],
-    "batch_norm_relu_backward": [X, 6, None, X, None, 6, 6, X, 1e-5, 1],
+    "batch_norm_relu_backward": [X, 6, None, X, None, 6, VARIANCE, X, 1e-5, 1],
     "linear_cross_entropy": [X, (7, 6), "classes", 7, None, -100, "mean", 0.1, None, 0.0, 0.0, False],
     "linear_cross_entropy_backward": [
         (),

@@ -324,7 +324,7 @@ def test_odd_numbers_as_torch(name, dtype, where):
         "atol": 64 * max(info.eps / 64, 2.0**-24 if dtype != torch.float64 else info.eps),
     }
     for got, expected in zip(results(operator.ours(*args)), results(operator.theirs(*wide)), strict=True):
-        got, expected = got.cpu(), expected.to(dtype)
+        got, expected = got.cpu(), expected.to(got.dtype)
         # squares and sums of info.max overflow, in one way or another
         if got.shape[:1] == (len(odd),) and ("norm" in name or "lltm" in name):
             rest = [i for i, v in enumerate(odd) if abs(v) != info.max]

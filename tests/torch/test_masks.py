@@ -25,6 +25,7 @@ TERNARY = {
     "linear gelu": (lambda x, w, b: ours.linear(x, w, b, "gelu"), (3, 4), (2, 4), (2,)),
     "layer_norm": (lambda x, w, b: ours.layer_norm(x, 4, w, b), (3, 4), (4,), (4,)),
     "add_rms_norm": (lambda x, r, w: ours.add_rms_norm(x, r, 4, w), (3, 4), (3, 4), (4,)),
+    "batch_norm": (ours.batch_norm, (3, 4), (4,), (4,)),
     "conv2d": (ours.conv2d, (1, 2, 3, 3), (2, 2, 2, 2), (2,)),
 }
 
@@ -70,7 +71,8 @@ def backward_call():
 
 def test_backwards_with_several_gradients_have_a_mask():
     assert set(MASKED) == {
-        "add_layer_norm_backward", "add_rms_norm_backward", "attention_backward", "conv2d_backward",
+        "add_layer_norm_backward", "add_rms_norm_backward", "attention_backward", "batch_norm_backward",
+        "batch_norm_relu_backward", "conv2d_backward",
         "layer_norm_backward", "linear_backward", "linear_cross_entropy_backward",
         "linear_cross_entropy_lse_backward", "lltm_backward", "matmul_backward", "qkv_rope_backward",
         "rms_norm_backward", "rope_backward",
