@@ -48,7 +48,7 @@ OPERATORS: dict[str, tuple[str, ...]] = {
     "llama_packed": ("linear", "rms_norm", "add_rms_norm", "swiglu", "cross_entropy"),
     "bert": ("linear", "layer_norm", "add_layer_norm", "cross_entropy"),
     "vit": ("conv2d", "linear", "layer_norm", "add_layer_norm", "cross_entropy"),
-    "resnet": ("conv2d", "linear", "cross_entropy"),
+    "resnet": ("conv2d", "batch_norm", "batch_norm_relu", "linear", "cross_entropy"),
 }
 """The operators whose kernels a model's time depends on."""
 
