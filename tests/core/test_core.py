@@ -290,10 +290,8 @@ def good_calls(draw):
     shapes = dict(case.shapes)
     if op.broadcast:  # by the frontend
         shapes = dict.fromkeys(shapes, np.broadcast_shapes(*shapes.values()))
-    dtypes = {
-        slot: draw(st.sampled_from(INTEGERS)) if slot in case.classes else case.dtypes.get(slot, dtype)
-        for slot in shapes
-    }
+    integers = draw(st.sampled_from(INTEGERS))  # one, since some come in pairs
+    dtypes = {slot: integers if slot in case.classes else case.dtypes.get(slot, dtype) for slot in shapes}
     specs = {slot: None if shape is None else TensorSpec(shape, dtypes[slot]) for slot, shape in shapes.items()}
     inputs, attrs = op.bind(**specs, **case.attrs)
     may_be_none = {name for name, kind in op.attrs.items() if kind.endswith("?") and name in op.public_attrs}
@@ -363,8 +361,8 @@ def test_a_workspace_has_copies_of_matrices_whose_lines_are_not_aligned():
         return -(-parts * out // 64) * 64
 
     assert words(8192, 30522, 768) == (library, library + copy(8192, 30528) + partials(30522))
-    inputs = copy(4097, 4104) + copy(4099, 4104)
-    assert words(4097, 4099, 4098) == (library + inputs, library + inputs + copy(4097, 4104) + partials(4099))
+    inputs = copy(4097, 4160) + copy(4099, 4160)  # lines of whole 128 bytes
+    assert words(4097, 4099, 4098) == (library + inputs, library + inputs + copy(4097, 4160) + partials(4099))
     assert words(8192, 30528, 768) == (library, library + partials(30528))
     assert words(8192, 30522, 768, "float32") == (library, library + partials(30522))
     assert words(8192, 30522, 64) == (library, library + partials(30522))  # a copy takes as long as the products

@@ -134,7 +134,8 @@ def compare(name: str, call: Call, context: Context, tensors: list[Tensor], odd:
         return
     if odd == "attribute" and isinstance(expected, TypeError) and not isinstance(got, Exception):
         # ours takes what stands for a number, and an int for one axis
-        attrs = {key: canonical(value) for key, value in call.attrs.items()}
+        kinds = OPS[name].attrs
+        attrs = {key: canonical(value, kinds.get(key, "")) for key, value in call.attrs.items()}
         expected = attempt(context.apply, lambda *args: call.theirs(*args, **attrs), tensors)
     rule = Context(context.name, context.apply, context.refused or bool(odd), works or torch.float64)
     judge(rule, operator, expected, got, magnified=magnitude(tensors))
@@ -142,10 +143,12 @@ def compare(name: str, call: Call, context: Context, tensors: list[Tensor], odd:
         lies_as_torchs(name, operator, tensors)
 
 
-def canonical(value: Any) -> Any:
+def canonical(value: Any, kind: str) -> Any:
     if isinstance(value, (bool, str, tuple, type(None))):
         return value
-    return (int(value),) if hasattr(value, "__index__") else float(value) if hasattr(value, "__float__") else value
+    if hasattr(value, "__index__"):
+        return int(value) if kind == "int" else (int(value),)
+    return float(value) if hasattr(value, "__float__") else value
 
 
 def magnitude(tensors: list[Tensor]) -> float:
