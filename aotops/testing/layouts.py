@@ -25,12 +25,16 @@ def transposed(framework: Framework, device: str, dtype: str, array: np.ndarray)
 
 def stepped(framework: Framework, device: str, dtype: str, array: np.ndarray) -> Any:
     """Every second element of a wider one."""
+    if not array.ndim:
+        return framework.make(array, dtype, device)
     wide = np.repeat(array, 2, axis=-1)
     return framework.make(wide, dtype, device)[..., ::2]
 
 
 def backwards(framework: Framework, device: str, dtype: str, array: np.ndarray) -> Any:
     """Read backwards."""
+    if not array.ndim:
+        return framework.make(array, dtype, device)
     return framework.make(array[..., ::-1].copy(), dtype, device)[..., ::-1]
 
 
