@@ -25,7 +25,7 @@ struct ChannelShape {
 // Sums of a channel are taken in slices: on a CPU of kSliceRows rows where channels are the last axis, else of one
 // index of the axes before. On a GPU this is the most that there may be, for about 8 blocks on each of 132
 // multiprocessors.
-constexpr int64_t kSliceRows = 256, kMostBlocks = 1056;
+constexpr int64_t kSliceRows = 128, kMostBlocks = 1056;
 inline int64_t channel_slices(const ChannelShape &s) {
   if (kIsCuda) return s.channels <= 256 ? kMostBlocks : (kMostBlocks * 256 + s.channels - 1) / s.channels;
   return s.inner == 1 ? (s.outer + kSliceRows - 1) / kSliceRows : s.outer;

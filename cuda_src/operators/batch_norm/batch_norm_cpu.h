@@ -18,6 +18,7 @@ inline namespace AOT_ISA {
 template <typename T, class F>
 void channel_sums(const ChannelShape &s, Accumulate<T> *partial, Accumulate<T> *sums, F term) {
   using A = Accumulate<T>;
+  constexpr int64_t kPiece = 512;  // elements of a channel that are added up in A
   const int64_t slices = channel_slices(s), channels = s.channels, plane = slices * channels;
   if (s.inner == 1) {
     const int64_t of_slice = kSliceRows * channels;
@@ -38,7 +39,8 @@ void channel_sums(const ChannelShape &s, Accumulate<T> *partial, Accumulate<T> *
   } else {
     each_row(plane, s.inner, [=](int64_t line) {
       double total[2] = {};
-      for_blocks(s.inner, [&](int64_t begin, int64_t size) {
+      for (int64_t begin = 0; begin < s.inner; begin += kPiece) {
+        const int64_t size = s.inner - begin < kPiece ? s.inner - begin : kPiece;
         Vec<T> first[4] = {}, second[4] = {};
         sweep_sums<T>(size, [&](int64_t j, auto part, int k) {
           Vec<T> pair[2];
@@ -46,7 +48,7 @@ void channel_sums(const ChannelShape &s, Accumulate<T> *partial, Accumulate<T> *
           first[k] += keep<T>(pair[0], part), second[k] += keep<T>(pair[1], part);
         });
         total[0] += sum_of_4<T>(first), total[1] += sum_of_4<T>(second);
-      });
+      }
       partial[line] = static_cast<A>(total[0]), partial[plane + line] = static_cast<A>(total[1]);
     });
   }
