@@ -1,4 +1,4 @@
-#include "attention.h"
+#include "qkv_attention.h"
 
 #include <cstdlib>
 #include <cstring>
@@ -141,7 +141,10 @@ Status run_bias(const char *op, const AttentionInputs<T> &x, void *dbias, void *
                        dbias);
 }
 
-Status attention_cuda(const Attention &op, const Tensor *in, const Tensor *out, void *stream) {
+}  // namespace
+
+template <class Op>
+Status attention_launcher(const Op &op, const Tensor *in, const Tensor *out, void *stream) {
   return dispatch(in[op.kQ].dtype, [&](auto type) -> Status {
     using T = typename decltype(type)::type;
     AttentionInputs<T> x;
@@ -150,7 +153,8 @@ Status attention_cuda(const Attention &op, const Tensor *in, const Tensor *out, 
   });
 }
 
-Status attention_backward_cuda(const AttentionBackward &op, const Tensor *in, const Tensor *out, void *stream) {
+template <class Op>
+Status attention_backward_launcher(const Op &op, const Tensor *in, const Tensor *out, void *stream) {
   const Tensor &work = out[op.kWork];
   if (!work) return fail(kConventionMisused, "%s: workspace is missing", op.name);
   return dispatch(in[op.kQ].dtype, [&](auto type) -> Status {
@@ -172,7 +176,9 @@ Status attention_backward_cuda(const AttentionBackward &op, const Tensor *in, co
   });
 }
 
-}  // namespace
+template Status attention_launcher(const PartsAttention &, const Tensor *, const Tensor *, void *);
+template Status attention_backward_launcher(const PartsAttentionBackward &, const Tensor *, const Tensor *, void *);
+
 }  // namespace AOT_ISA
 }  // namespace aot
 
@@ -180,5 +186,5 @@ Status attention_backward_cuda(const AttentionBackward &op, const Tensor *in, co
 
 using namespace aot;
 
-AOT_ENTRY(Attention, aot_attention_cuda, attention_cuda)
-AOT_ENTRY(AttentionBackward, aot_attention_backward_cuda, attention_backward_cuda)
+AOT_ENTRY(Attention, aot_attention_cuda, attention_launcher)
+AOT_ENTRY(AttentionBackward, aot_attention_backward_cuda, attention_backward_launcher)
