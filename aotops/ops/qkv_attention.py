@@ -32,17 +32,13 @@ def _flops(call):
 # ------------------------------------------------------------------------------------------------------------ sharding
 
 
-def _dims(call):
-    return _stated(call, "(Y)")
-
-
 def _backward_dims(call):
-    stated = _stated(call)
+    stated = _dims(call)
     return stated | {"dy": stated["y"], "dqkv": stated["qkv"]}
 
 
-def _stated(call, of_lse=""):
-    """Leading axes are independent; rows and their heads are taken whole. ``of_lse``: what follows its axes."""
+def _dims(call):
+    """Leading axes are independent; rows and their heads are taken whole."""
     lead = " ".join(["...", *(f"b{i}" for i in range(len(call.lengths or ()), 0, -1))])
     lengths = "" if call.lengths is None else lead.removeprefix("... ").removeprefix("...")
     return {"qkv": f"{lead} S R", "y": f"{lead} S Y", "lse": f"{lead} H S", "lengths": lengths}

@@ -550,7 +550,7 @@ Status attention_launcher(const Op &op, const Tensor *in, const Tensor *out, voi
     AOT_TRY(op.extras(op.name, x.z, q, in[op.kMask], in[op.kBias], in[op.kSinks], in[op.kOffsets], in[op.kKeyOffsets],
                       &x.extra));
     AOT_TRY(x.check_lengths(op.name));
-    return attend_all(x, out[op.kY].as<T>(), out[op.kLse].as<Accumulate<T>>());
+    return attend_all(x, out[op.kY].template as<T>(), out[op.kLse].template as<Accumulate<T>>());
   });
 }
 
@@ -566,14 +566,14 @@ Status attention_backward_launcher(const Op &op, const Tensor *in, const Tensor 
                       &x.extra));
     AOT_TRY(x.check_lengths(op.name));
     A *const delta = work.as<A>(), *const recomputed = delta + x.z.rows();
-    const T *const dy = in[op.kDy].as<T>();
-    T *const dq = out[op.kDq].as<T>();
-    A *const lse = in[op.kLse] ? in[op.kLse].as<A>() : recomputed;
+    const T *const dy = in[op.kDy].template as<T>();
+    T *const dq = out[op.kDq].template as<T>();
+    A *const lse = in[op.kLse] ? in[op.kLse].template as<A>() : recomputed;
     if (!in[op.kLse]) AOT_TRY(attend_all<T>(x, nullptr, recomputed));
-    sum_products(x, dy, in[op.kY].as<const T>(), delta);
+    sum_products(x, dy, in[op.kY].template as<const T>(), delta);
     A *const sums = sizeof(T) < sizeof(A) ? recomputed + x.z.rows() : reinterpret_cast<A *>(dq);
-    return gradients(x, Gradients<T>{dy, lse, delta, dq, out[op.kDk].as<T>(), out[op.kDv].as<T>(), sums,
-                                     out[op.kDbias].data, out[op.kDsinks].data});
+    return gradients(x, Gradients<T>{dy, lse, delta, dq, out[op.kDk].template as<T>(), out[op.kDv].template as<T>(),
+                                     sums, out[op.kDbias].data, out[op.kDsinks].data});
   });
 }
 

@@ -149,7 +149,7 @@ Status attention_launcher(const Op &op, const Tensor *in, const Tensor *out, voi
     using T = typename decltype(type)::type;
     AttentionInputs<T> x;
     AOT_TRY(attention_inputs(op, in, &x));
-    return run_forward(op.name, x, out[op.kY].as<T>(), out[op.kLse].as<Accumulate<T>>(), stream);
+    return run_forward(op.name, x, out[op.kY].template as<T>(), out[op.kLse].template as<Accumulate<T>>(), stream);
   });
 }
 
@@ -163,11 +163,11 @@ Status attention_backward_launcher(const Op &op, const Tensor *in, const Tensor 
     AttentionInputs<T> x;
     AOT_TRY(attention_inputs(op, in, &x));
     const int64_t rows = x.z.rows();
-    A *const delta = work.as<A>(), *const lse = in[op.kLse] ? in[op.kLse].as<A>() : delta + rows;
+    A *const delta = work.as<A>(), *const lse = in[op.kLse] ? in[op.kLse].template as<A>() : delta + rows;
     if (!in[op.kLse]) AOT_TRY(run_forward<T>(op.name, x, nullptr, lse, stream));
-    x.dy = in[op.kDy].as<const T>(), x.lse = lse, x.delta = delta;
-    AOT_TRY(run_backward(op.name, x, in[op.kY].as<const T>(), delta, out[op.kDq].as<T>(), out[op.kDk].as<T>(),
-                         out[op.kDv].as<T>(), stream));
+    x.dy = in[op.kDy].template as<const T>(), x.lse = lse, x.delta = delta;
+    AOT_TRY(run_backward(op.name, x, in[op.kY].template as<const T>(), delta, out[op.kDq].template as<T>(),
+                         out[op.kDk].template as<T>(), out[op.kDv].template as<T>(), stream));
     if (out[op.kDbias] && x.extra.bias) AOT_TRY(run_bias(op.name, x, out[op.kDbias].data, stream));
     if (out[op.kDsinks] && x.extra.sinks && x.z.heads)
       AOT_TRY(launch_kernel(op.name, attention_dsinks_kernel<T>, {static_cast<unsigned>(x.z.heads), kDeltaBlock},
