@@ -49,7 +49,7 @@ def _dims(call):
 
 def _formula(m, qkv, lengths, heads, kv_heads, causal, scale, window, softcap):
     q, k, v = split(m, qkv, head_counts(heads, kv_heads), False)
-    y = attention_formula(m, q, k, v, lengths, *[None] * 5, causal, scale, window, softcap, "BSHD")
+    y = attention_formula(m, q, k, v, lengths, None, None, None, None, None, causal, scale, window, softcap, "BSHD")
     return m.reshape(y, (*qkv.shape[:-1], heads * q.shape[-1]))
 
 
@@ -57,8 +57,9 @@ def _backward_formula(m, dy, qkv, lengths, heads, kv_heads, causal, scale, windo
     of = head_counts(heads, kv_heads)
     q, k, v = split(m, qkv, of, False)
     dy = m.reshape(dy, q.shape)
-    options = causal, scale, window, softcap, "BSHD"
-    found = attention_backward_formula(m, dy, q, k, v, lengths, *[None] * 5, *options)
+    found = attention_backward_formula(
+        m, dy, q, k, v, lengths, None, None, None, None, None, causal, scale, window, softcap, "BSHD"
+    )
     return joined(m, found[:3], of, False)
 
 

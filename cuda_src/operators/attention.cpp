@@ -103,7 +103,7 @@ struct Heads {
   // q, or dq.
   template <typename X>
   HeadRows<X> of_queries(X *x, int64_t b, int64_t h, int64_t dim) const {
-    return head_rows(x, z, b, h, z.row_heads ? z.row_heads : z.heads, z.queries, dim);
+    return head_rows(x, z, b, h, z.row_heads, z.queries, dim);
   }
   // y, or dy.
   template <typename X>
@@ -113,7 +113,7 @@ struct Heads {
   // k, v, dk or dv, of which h is a head.
   template <typename X>
   HeadRows<X> of_keys(X *x, int64_t b, int64_t h, int64_t dim) const {
-    return head_rows(x, z, b, h, z.row_heads ? z.row_heads : z.kv_heads, z.keys, dim);
+    return head_rows(x, z, b, h, z.kv_row_heads, z.keys, dim);
   }
 
   // Scores are to be multiplied by it: the scale, if a largest score stays the largest and nothing comes between.

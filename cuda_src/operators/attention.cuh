@@ -74,7 +74,7 @@ struct AttentionInputs {
   // q, or dq.
   template <typename X>
   __device__ HeadRows<X> of_queries(X *x, int64_t b, int64_t h, int64_t dim) const {
-    return head_rows(x, z, b, h, z.row_heads ? z.row_heads : z.heads, z.queries, dim);
+    return head_rows(x, z, b, h, z.row_heads, z.queries, dim);
   }
   // y, or dy.
   template <typename X>
@@ -84,7 +84,7 @@ struct AttentionInputs {
   // k, v, dk or dv, of which h is a head.
   template <typename X>
   __device__ HeadRows<X> of_keys(X *x, int64_t b, int64_t h, int64_t dim) const {
-    return head_rows(x, z, b, h, z.row_heads ? z.row_heads : z.kv_heads, z.keys, dim);
+    return head_rows(x, z, b, h, z.kv_row_heads, z.keys, dim);
   }
 };
 

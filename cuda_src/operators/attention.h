@@ -35,7 +35,7 @@ struct Range {
 // The sizes of a call, as both devices take them. left, right: -1 without a bound.
 struct AttentionSizes {
   int64_t batch, heads, kv_heads, queries, keys, dim, v_dim, lines, left, right;
-  int64_t row_heads;  // of q, k and v, or of their gradients, where they are parts of the rows of one tensor; else 0
+  int64_t row_heads, kv_row_heads;  // the heads of a row that q is a part of, and of those that k and v are parts of
   double scale, softcap;
   bool heads_first;
 
@@ -156,7 +156,7 @@ struct AttentionAttrs {
   Ints window;
   double softcap = 0;
   int layout = 0;
-  int64_t row_heads = 0;  // as in AttentionSizes; no attribute
+  int64_t row_heads = 0;  // of the rows that q, k and v are all parts of, if not 0; no attribute
 
   Status init(const Attrs &attrs) {
     static constexpr const char *kLayouts[] = {"BSHD", "BHSD"};
@@ -170,8 +170,9 @@ struct AttentionAttrs {
   // The inputs have passed check.
   AttentionSizes sizes(const Spec &q, const Spec &k, const Spec &v, const Spec &lengths) const {
     AttentionSizes z{};
-    z.heads_first = layout == 1, z.row_heads = row_heads;
+    z.heads_first = layout == 1;
     z.batch = q.product(0, q.ndim - 3), z.heads = heads(q), z.kv_heads = heads(k);
+    z.row_heads = row_heads ? row_heads : z.heads, z.kv_row_heads = row_heads ? row_heads : z.kv_heads;
     z.queries = seq(q), z.keys = seq(k), z.dim = dim(q), z.v_dim = dim(v);
     z.lines = lengths ? lengths.size() : 1;
     z.left = window.n ? std::min(window.value[0], kMostElements) : -1;

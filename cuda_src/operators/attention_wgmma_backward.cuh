@@ -817,9 +817,9 @@ Status launch_one_pass(const char *op, AttentionWgmma<T> c, float *memory, void 
   static_assert(Shape::kOfAll + 1024 <= 227 << 10);
   const AttentionSizes &z = c.x.z;
   const bool mapped = map_heads(&c.q, z, c.x.q, z.heads, z.queries, z.dim, Shape::kOthers, z.row_heads) &&
-                      map_heads(&c.k, z, c.x.k, z.kv_heads, z.keys, z.dim, Shape::kRows, z.row_heads) &&
-                      map_heads(&c.v, z, c.x.v, z.kv_heads, z.keys, z.v_dim, Shape::kRows, z.row_heads) &&
-                      map_heads(&c.dy, z, c.x.dy, z.heads, z.queries, z.v_dim, Shape::kOthers, 0);
+                      map_heads(&c.k, z, c.x.k, z.kv_heads, z.keys, z.dim, Shape::kRows, z.kv_row_heads) &&
+                      map_heads(&c.v, z, c.x.v, z.kv_heads, z.keys, z.v_dim, Shape::kRows, z.kv_row_heads) &&
+                      map_heads(&c.dy, z, c.x.dy, z.heads, z.queries, z.v_dim, Shape::kOthers, z.heads);
   if (!mapped) return fail(kNotImplemented, "%s: the driver refuses a tensor map of these sizes", op);
   DeviceLimits limits;
   AOT_TRY(device_limits(op, &limits));
