@@ -1,24 +1,29 @@
 #include "conv2d_wgmma.cuh"
 
 #include <climits>
+#include <cstdlib>
 
 namespace aot {
 inline namespace AOT_ISA {
 namespace {
 
-// RowBoxes, ColBoxes, RowGroups, ColGroups, Stages, Blocks: the fastest on an H200 (docs/lab_notes.md). y and dx:
+// RowBoxes, ColBoxes, RowGroups, ColGroups, Stages, Blocks, OutBoxes: the fastest on an H200 (docs/lab_notes.md). y and
+// dx:
 using OneColumnTile = WgmmaTile<2, 1, 2, 1, 3, 3>;
 using ShortTile = WgmmaTile<1, 2, 1, 1, 2, 4>;  // sums of one or two steps
 using LongTile = WgmmaTile<1, 2, 1, 1, 3, 3>;
 using SquareTile = WgmmaTile<2, 2, 2, 1, 3, 2>;
 using WideTile = WgmmaTile<3, 2, 3, 1, 5, 1>;
-using TallTile = WgmmaTile<4, 2, 2, 1, 4, 1>;
-using QuadTile = WgmmaTile<2, 4, 2, 1, 4, 1>;
+using ColumnTile = WgmmaTile<4, 1, 2, 1, 4, 1, 2>;
+using TallTile = WgmmaTile<4, 2, 2, 1, 3, 1, 4>;
+using QuadTile = WgmmaTile<2, 4, 2, 1, 4, 1, 2>;
+using LargeTile = WgmmaTile<3, 4, 3, 1, 3, 1, 2>;
 // dweight, whose columns are kernel elements x channels:
 using DweightPair = WgmmaTile<1, 2, 1, 1, 4, 2>;
 using DweightSmall = WgmmaTile<1, 1, 1, 1, 6, 1>;   // few boxes
 using DweightTriple = WgmmaTile<1, 3, 1, 1, 6, 1>;  // up to 64 output channels
 using DweightTripleRows = WgmmaTile<1, 3, 1, 1, 3, 2>;
+using DweightSix = WgmmaTile<2, 3, 2, 1, 5, 1>;
 using DweightNine = WgmmaTile<3, 3, 3, 1, 4, 1>;
 
 template <class Tile>
@@ -35,7 +40,9 @@ int count_slices(const Conv2dWgmma &p, int most) {
   const auto slices = static_cast<int>(std::min<int64_t>({most, wanted, ceil_div(p.steps, 4)}));
   if (kDweight) return slices;
   constexpr int kTriplesAtOnce = 36;  // of 40 clusters of three, some wait for others
+  constexpr int kQuadsAtOnce = 32;
   if (slices == 3 && tiles > kTriplesAtOnce) return 2;
+  if (slices == 4 && tiles > kQuadsAtOnce) return 3;
   return slices < 4 ? slices : slices / 4 * 4;  // clusters of five to seven fit the device worse
 }
 
@@ -45,6 +52,7 @@ int count_slices(const Conv2dWgmma &p, int most) {
 // with a mean error of 8 % (docs/lab_notes.md).
 struct TileTimes {
   int step, tile, alone;
+  int boxes = tile;  // instead of `tile`, where TMA stores the result
 };
 template <class Tile, bool kDweight>
 constexpr TileTimes kTimes = {};
@@ -57,13 +65,19 @@ constexpr TileTimes kTimes<SquareTile, false> = {410, 2000, 600};
 template <>
 constexpr TileTimes kTimes<WideTile, false> = {690, 3630, 690};
 template <>
-constexpr TileTimes kTimes<TallTile, false> = {700, 6400, 700};
+constexpr TileTimes kTimes<ColumnTile, false> = {505, 3500, 505, 500};
 template <>
-constexpr TileTimes kTimes<QuadTile, false> = {620, 7280, 620};
+constexpr TileTimes kTimes<TallTile, false> = {700, 6400, 700, 900};
+template <>
+constexpr TileTimes kTimes<QuadTile, false> = {620, 7280, 620, 900};
+template <>
+constexpr TileTimes kTimes<LargeTile, false> = {930, 9000, 930, 2000};
 template <>
 constexpr TileTimes kTimes<DweightPair, true> = {221, 1595, 441};
 template <>
 constexpr TileTimes kTimes<DweightTripleRows, true> = {329, 920, 670};
+template <>
+constexpr TileTimes kTimes<DweightSix, true> = {505, 4500, 505};
 template <>
 constexpr TileTimes kTimes<DweightNine, true> = {770, 4610, 770};
 template <>
@@ -82,7 +96,8 @@ int64_t estimate(const Conv2dWgmma &p) {
   const int64_t full = blocks / (kMultiprocessors * Tile::kBlocks) * Tile::kBlocks;
   const int64_t rest = ceil_div(blocks, kMultiprocessors) - full;
   const int64_t step = full * kTime.step + (rest > 0 ? std::max<int64_t>(kTime.alone, rest * kTime.step) : 0);
-  const int64_t all = step * ceil_div(p.steps, slices) + (full + rest) * kTime.tile;
+  const int tile = p.by_boxes && slices == 1 ? kTime.boxes : kTime.tile;
+  const int64_t all = step * ceil_div(p.steps, slices) + (full + rest) * tile;
   if (slices == 1) return all;
   const int64_t elements = int64_t{p.rows} * p.kernel * p.columns;  // of a dweight
   return all + (kDweight ? 3450 + slices * elements * 16 / 10000 : 3000);
@@ -101,18 +116,57 @@ auto with_fastest(const Conv2dWgmma &p, F f, Type<First> first, Type<Rest>... re
 }
 
 // f(Type<Tile>()) for the tile to use.
+inline int forced(const char *name) {
+  const char *value = std::getenv(name);
+  return value ? std::atoi(value) : -1;
+}
 template <Conv2dGemm::Pass kPass, class F>
 auto with_tile(const Conv2dWgmma &p, F f) {
   const int64_t rows = ceil_div(p.rows, kBox), cols = col_boxes(kPass, p);
   if constexpr (kPass == Conv2dGemm::dweight) {
     if (cols % 3 != 0 && cols * rows <= 8) return f(Type<DweightSmall>());
     if (rows == 1 && cols % 3 == 0) return f(Type<DweightTriple>());
-    return with_fastest<kPass>(p, f, Type<DweightTripleRows>(), Type<DweightPair>(), Type<QuadTile>(),
-                               Type<DweightNine>());
+    switch (forced("AOT_CONV_DW")) {
+      case 0:
+        return f(Type<DweightTripleRows>());
+      case 1:
+        return f(Type<DweightPair>());
+      case 2:
+        return f(Type<QuadTile>());
+      case 3:
+        return f(Type<DweightNine>());
+      case 4:
+        return f(Type<DweightSix>());
+      default:
+        return with_fastest<kPass>(p, f, Type<DweightTripleRows>(), Type<DweightPair>(), Type<QuadTile>(),
+                                   Type<DweightNine>(), Type<DweightSix>());
+    }
   } else {
+    switch (forced("AOT_CONV_TILE")) {
+      case 0:
+        return f(Type<ShortTile>());
+      case 1:
+        return f(Type<LongTile>());
+      case 2:
+        return f(Type<OneColumnTile>());
+      case 3:
+        return f(Type<SquareTile>());
+      case 4:
+        return f(Type<WideTile>());
+      case 5:
+        return f(Type<ColumnTile>());
+      case 6:
+        return f(Type<TallTile>());
+      case 7:
+        return f(Type<QuadTile>());
+      case 8:
+        return f(Type<LargeTile>());
+      default:
+        break;
+    }
     if (p.steps <= 2 && cols > 1) return f(Type<ShortTile>());
     return with_fastest<kPass>(p, f, Type<LongTile>(), Type<OneColumnTile>(), Type<SquareTile>(), Type<WideTile>(),
-                               Type<TallTile>(), Type<QuadTile>());
+                               Type<ColumnTile>(), Type<TallTile>(), Type<QuadTile>(), Type<LargeTile>());
   }
 }
 
@@ -135,7 +189,7 @@ bool clears(const Conv2dGemm &c) {
   return c.kernel() == 1 && c.padding_h % c.stride_h == 0 && c.padding_w % c.stride_w == 0 && c.whole_vectors;
 }
 
-// estimate() for phases that one kernel computes, each tile in a block of its own.
+// estimate() for phases that one kernel computes.
 template <class Tile>
 int64_t estimate_phases(const Conv2dPhases &p) {
   constexpr TileTimes kTime = kTimes<Tile, false>;
@@ -145,12 +199,25 @@ int64_t estimate_phases(const Conv2dPhases &p) {
     tiles += n, steps += n * p.phase[i].steps;
   }
   return std::max(ceil_div(steps, kMultiprocessors) * kTime.step, int64_t{p.phase[0].steps} * kTime.alone) +
-         ceil_div(tiles, kMultiprocessors) * kTime.tile;
+         ceil_div(tiles, kMultiprocessors) * (p.phase[0].by_boxes ? kTime.boxes : kTime.tile);
 }
 template <class F>
 auto with_fastest_of_phases(const Conv2dPhases &p, F f) {
   const int64_t of_long = estimate_phases<LongTile>(p), of_column = estimate_phases<OneColumnTile>(p),
-                of_square = estimate_phases<SquareTile>(p);
+                of_square = estimate_phases<SquareTile>(p), of_tall = estimate_phases<TallTile>(p);
+  switch (forced("AOT_CONV_PHASE_TILE")) {
+    case 1:
+      return f(Type<LongTile>());
+    case 2:
+      return f(Type<OneColumnTile>());
+    case 3:
+      return f(Type<SquareTile>());
+    case 6:
+      return f(Type<TallTile>());
+    default:
+      break;
+  }
+  if (of_tall <= std::min({of_long, of_column, of_square})) return f(Type<TallTile>());
   if (of_long <= std::min(of_column, of_square)) return f(Type<LongTile>());
   if (of_column <= of_square) return f(Type<OneColumnTile>());
   return f(Type<SquareTile>());
