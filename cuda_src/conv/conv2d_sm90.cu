@@ -15,6 +15,8 @@ using LongTile = WgmmaTile<1, 2, 1, 1, 3, 3>;
 using SquareTile = WgmmaTile<2, 2, 2, 1, 3, 2>;
 using WideTile = WgmmaTile<3, 2, 3, 1, 5, 1>;
 using ColumnTile = WgmmaTile<4, 1, 2, 1, 4, 1, 2>;
+using LineTile = WgmmaTile<4, 1, 1, 1, 2, 2, 2, true>;
+using LinesTile = WgmmaTile<4, 2, 1, 2, 3, 1, 4, true>;
 using TallTile = WgmmaTile<4, 2, 2, 1, 3, 1, 4>;
 using QuadTile = WgmmaTile<2, 4, 2, 1, 4, 1, 2>;
 using LargeTile = WgmmaTile<3, 4, 3, 1, 3, 1, 2>;
@@ -67,6 +69,10 @@ constexpr TileTimes kTimes<WideTile, false> = {690, 3630, 690};
 template <>
 constexpr TileTimes kTimes<ColumnTile, false> = {505, 3500, 505, 500};
 template <>
+constexpr TileTimes kTimes<LineTile, false> = {390, 0, 650, 600};
+template <>
+constexpr TileTimes kTimes<LinesTile, false> = {625, 0, 625, 900};
+template <>
 constexpr TileTimes kTimes<TallTile, false> = {700, 6400, 700, 900};
 template <>
 constexpr TileTimes kTimes<QuadTile, false> = {620, 7280, 620, 900};
@@ -89,6 +95,7 @@ int64_t estimate(const Conv2dWgmma &p) {
   constexpr bool kDweight = kPass == Conv2dGemm::dweight;
   constexpr TileTimes kTime = kTimes<Tile, kDweight>;
   static_assert(kTime.step > 0, "no times of this tile");
+  if (Tile::kSwapped && !p.by_boxes) return INT64_MAX;
   const int most = kDweight ? INT_MAX : kMaxCluster;
   const int64_t slices = std::max(count_slices<Tile, kPass>(p, most), 1);
   const int64_t blocks = count_tiles<Tile>(kPass, p) * slices;
@@ -161,12 +168,19 @@ auto with_tile(const Conv2dWgmma &p, F f) {
         return f(Type<QuadTile>());
       case 8:
         return f(Type<LargeTile>());
+      case 9:
+        if (p.by_boxes) return f(Type<LineTile>());
+        break;
+      case 10:
+        if (p.by_boxes) return f(Type<LinesTile>());
+        break;
       default:
         break;
     }
     if (p.steps <= 2 && cols > 1) return f(Type<ShortTile>());
     return with_fastest<kPass>(p, f, Type<LongTile>(), Type<OneColumnTile>(), Type<SquareTile>(), Type<WideTile>(),
-                               Type<ColumnTile>(), Type<TallTile>(), Type<QuadTile>(), Type<LargeTile>());
+                               Type<ColumnTile>(), Type<TallTile>(), Type<QuadTile>(), Type<LargeTile>(),
+                               Type<LineTile>(), Type<LinesTile>());
   }
 }
 
@@ -193,6 +207,7 @@ bool clears(const Conv2dGemm &c) {
 template <class Tile>
 int64_t estimate_phases(const Conv2dPhases &p) {
   constexpr TileTimes kTime = kTimes<Tile, false>;
+  if (Tile::kSwapped && !p.phase[0].by_boxes) return INT64_MAX;
   int64_t tiles = 0, steps = 0;
   for (int i = 0; i < p.count; ++i) {
     const int64_t n = count_tiles<Tile>(Conv2dGemm::dx, p.phase[i]);
@@ -204,7 +219,8 @@ int64_t estimate_phases(const Conv2dPhases &p) {
 template <class F>
 auto with_fastest_of_phases(const Conv2dPhases &p, F f) {
   const int64_t of_long = estimate_phases<LongTile>(p), of_column = estimate_phases<OneColumnTile>(p),
-                of_square = estimate_phases<SquareTile>(p), of_tall = estimate_phases<TallTile>(p);
+                of_square = estimate_phases<SquareTile>(p), of_tall = estimate_phases<TallTile>(p),
+                of_lines = estimate_phases<LinesTile>(p);
   switch (forced("AOT_CONV_PHASE_TILE")) {
     case 1:
       return f(Type<LongTile>());
@@ -214,9 +230,12 @@ auto with_fastest_of_phases(const Conv2dPhases &p, F f) {
       return f(Type<SquareTile>());
     case 6:
       return f(Type<TallTile>());
+    case 10:
+      return f(Type<LinesTile>());
     default:
       break;
   }
+  if (of_lines <= std::min({of_long, of_column, of_square, of_tall})) return f(Type<LinesTile>());
   if (of_tall <= std::min({of_long, of_column, of_square})) return f(Type<TallTile>());
   if (of_long <= std::min(of_column, of_square)) return f(Type<LongTile>());
   if (of_column <= of_square) return f(Type<OneColumnTile>());
@@ -279,6 +298,8 @@ Status run_phases(LaunchSequence &launch, const Conv2dGemm &c) {
                    [](const Conv2dWgmma &a, const Conv2dWgmma &b) { return a.steps > b.steps; });
   for (int i = 0; i < all.count; ++i)
     if (!map_operands(c, &all.phase[i])) return refused(launch.op());
+  const bool by_boxes = std::all_of(all.phase, all.phase + all.count, [](const Conv2dWgmma &p) { return p.by_boxes; });
+  for (Conv2dWgmma &phase : all.phase) phase.by_boxes = by_boxes;
   return with_fastest_of_phases(
       all, [&](auto type) { return launch_phases<T, typename decltype(type)::type>(launch, all); });
 }

@@ -30,13 +30,16 @@ constexpr int kBoxDepth = kBoxRow / static_cast<int>(sizeof(T));  // elements of
 // A block computes kRowBoxes x kColBoxes boxes of the result with kRowGroups x kColGroups consumer warpgroups and one
 // producer warp, in a pipeline of kStages; a multiprocessor has room for kBlocks blocks. Clusters that share their
 // loads by multicast were slower. With kOutBoxes, a warpgroup has room for as many boxes of its result, from which TMA
-// stores them while the next tile is computed.
+// stores them while the next tile is computed. wgmma reads both operands for each 64 rows of its first one, and is
+// faster with the longer side of a tile as its second one: `kSwapped` tiles have their channels first, and only TMA
+// stores them.
 template <int kRowBoxes_, int kColBoxes_, int kRowGroups_, int kColGroups_, int kStages_, int kBlocks_,
-          int kOutBoxes_ = 0>
+          int kOutBoxes_ = 0, bool kSwapped_ = false>
 struct WgmmaTile {
   static constexpr int kRowBoxes = kRowBoxes_, kColBoxes = kColBoxes_, kRowGroups = kRowGroups_;
   static constexpr int kColGroups = kColGroups_, kStages = kStages_, kBlocks = kBlocks_;
   static constexpr int kGroups = kRowGroups * kColGroups, kOutBoxes = kOutBoxes_;
+  static constexpr bool kSwapped = kSwapped_;
   // Three warpgroups of 128 sums a thread need more registers than are left beside a producer's: it gives them its own.
   static constexpr bool kTakesRegisters = kGroups == 3 && kRowBoxes * kColBoxes * kBox * kBox / (kGroups * 128) >= 128;
   static constexpr int kThreads = kGroups * 128 + (kTakesRegisters ? 128 : 32);
@@ -46,7 +49,7 @@ struct WgmmaTile {
   // Split-K within a cluster, which adds up its partial sums through distributed shared memory: for blocks that have a
   // multiprocessor to themselves, and whose boxes have room for the partial sums.
   static constexpr bool kClusterSplitK =
-      kBlocks == 1 && kBoxesBytes >= kRowBoxes * kColBoxes * kBox * kBox * static_cast<int>(sizeof(float));
+      !kSwapped && kBlocks == 1 && kBoxesBytes >= kRowBoxes * kColBoxes * kBox * kBox * static_cast<int>(sizeof(float));
 };
 
 struct Conv2dWgmma {
@@ -113,10 +116,13 @@ struct WgmmaBlock {
   static constexpr int kDepth = kBoxDepth<T>;                                     // elements of a step
   static constexpr int kRowsOfGroup = Tile::kRowBoxes / Tile::kRowGroups;         // in boxes
   static constexpr int kColsOfGroup = Tile::kColBoxes / Tile::kColGroups * kBox;  // in elements
+  // 64 rows of wgmma's first operand, and elements of its second one
+  static constexpr int kFirst = Tile::kSwapped ? kColsOfGroup / kBox : kRowsOfGroup;
+  static constexpr int kSecond = Tile::kSwapped ? kRowsOfGroup * kBox : kColsOfGroup;
   static constexpr bool kByBoxes = Tile::kOutBoxes > 0 && !kDweight && !kTf32;
 
 #ifdef CUTE_ARCH_MMA_SM90A_ENABLED
-  using Sums = float[kRowsOfGroup][kColsOfGroup / 2];
+  using Sums = float[kFirst][kSecond / 2];
 
   const Conv2dWgmma &p;
   int first;  // the block's first tile
@@ -223,26 +229,29 @@ struct WgmmaBlock {
     // the next 16 terms (8 of TF32) are 16 rows on in an MN-major box, 32 bytes on in a K-major one
     constexpr bool kAcrossA = kDweight, kAcrossB = kDweight || kTransposedB;
     constexpr int kStepA = kAcrossA ? 16 * kBoxRow : 32, kStepB = kAcrossB ? 16 * kBoxRow : 32;
+    constexpr int kStepFirst = Tile::kSwapped ? kStepB : kStepA, kStepSecond = Tile::kSwapped ? kStepA : kStepB;
     // An instruction may not have more registers than the kernel starts with.
-    constexpr int kCols = Tile::kTakesRegisters ? 128 : kColsOfGroup;
-    using Mma = Wgmma<T, kCols, kAcrossA, kAcrossB>;
+    constexpr int kCols = Tile::kTakesRegisters ? 128 : kSecond;
+    using Mma =
+        std::conditional_t<Tile::kSwapped, Wgmma<T, kCols, kAcrossB, kAcrossA>, Wgmma<T, kCols, kAcrossA, kAcrossB>>;
     auto release = [&](int iteration) {
       if (threadIdx.x % 128 == 0) mbarrier_arrive(&empty[iteration % Tile::kStages]);
     };
     for (int step = 0; step < steps; ++step, ++iteration) {
       const int stage = iteration % Tile::kStages;
       mbarrier_wait(&full[stage], iteration / Tile::kStages % 2);
-      const uint32_t b = b_box(stage, col_group * (kColsOfGroup / kBox));
+      const uint32_t a = a_box(stage, row_group * kRowsOfGroup), b = b_box(stage, col_group * (kColsOfGroup / kBox));
+      const uint32_t first = Tile::kSwapped ? b : a, second = Tile::kSwapped ? a : b;
       fence_registers(sum);
       wgmma_begin();
 #pragma unroll
       for (int k = 0; k < 4; ++k)
 #pragma unroll
-        for (int i = 0; i < kRowsOfGroup; ++i)
+        for (int i = 0; i < kFirst; ++i)
 #pragma unroll
-          for (int j = 0; j < kColsOfGroup / kCols; ++j)
-            Mma::run(box_descriptor(a_box(stage, row_group * kRowsOfGroup + i) + k * kStepA),
-                     box_descriptor(b + j * (kCols / kBox) * kBoxBytes + k * kStepB),
+          for (int j = 0; j < kSecond / kCols; ++j)
+            Mma::run(box_descriptor(first + i * kBoxBytes + k * kStepFirst),
+                     box_descriptor(second + j * (kCols / kBox) * kBoxBytes + k * kStepSecond),
                      reinterpret_cast<float (&)[kCols / 2]>(sum[i][j * kCols / 2]), step + k > 0);
       wgmma_end();
       fence_registers(sum);
@@ -275,7 +284,9 @@ struct WgmmaBlock {
   // --------------------------------------------------------------------------------------------------------- epilogue
 
   __device__ void store(const WorkTile &at, int row_group, int col_group, Sums &sum) const {
-    if (!kDweight && Tile::kClusterSplitK && p.slices > 1) {
+    if constexpr (Tile::kSwapped) {
+      store_boxes(at, row_group, col_group, sum);
+    } else if (!kDweight && Tile::kClusterSplitK && p.slices > 1) {
       publish_partials(sum);
       store_rows<true>(at, row_group, col_group, sum);
       cluster_barrier();  // all blocks have read these partial sums
@@ -286,32 +297,69 @@ struct WgmmaBlock {
     }
   }
 
-  // The warpgroup puts its sums in order in shared memory, box by box, and a thread has TMA store the boxes. A word's
-  // vector of 16 bytes is swizzled as TMA expects it, so that the words of a warp are in different banks.
+  // The warpgroup puts its sums in order in shared memory, box by box, and a thread has TMA store the boxes.
   __device__ void store_boxes(const WorkTile &at, int row_group, int col_group, const Sums &sum) const {
     constexpr int kColBoxes = kColsOfGroup / kBox, kRing = Tile::kOutBoxes > 0 ? Tile::kOutBoxes : 1;
-    const int lane = threadIdx.x % 32, group = threadIdx.x / 128, row = threadIdx.x % 128 / 32 * 16 + lane / 4;
+    const int group = threadIdx.x / 128;
     const bool stores = threadIdx.x % 128 == 0;
     const uint32_t ring = boxes + Tile::kOut + group * kRing * kBoxBytes;
     auto synchronize = [&] { asm volatile("bar.sync %0, 128;" ::"r"(2 + group) : "memory"); };
 #pragma unroll
     for (int box = 0; box < kRowsOfGroup * kColBoxes; ++box) {
-      const int i = box / kColBoxes, j = box % kColBoxes, col_box = at.col_box + col_group * kColBoxes + j;
+      const int i = box / kColBoxes, j = box % kColBoxes, col = (at.col_box + col_group * kColBoxes + j) * kBox;
       const uint32_t to = ring + box % kRing * kBoxBytes;
       if (stores) wait_for_reads<kRing - 1>();
       synchronize();
-#pragma unroll
-      for (int vector = 0; vector < 8; ++vector) {
-        const float *v = &sum[i][(j * 8 + vector) * 4];
-        float2 pairs[] = {{v[0], v[1]}, {v[2], v[3]}};
-        add_bias(pairs, col_box * kBox + vector * 8 + lane % 4 * 2);
-        const uint32_t word = to + row * kBoxRow + ((vector ^ row % 8) * 16 | lane % 4 * 4);
-        put_word(word, pairs[0]), put_word(word + 8 * kBoxRow, pairs[1]);
-      }
+      if constexpr (Tile::kSwapped) put_transposed(&sum[j][i * kBox / 2], to, col);
+      else put(&sum[i][j * kBox / 2], to, col);
       show_to_tma();
       synchronize();
-      if (stores) store_box(to, col_box * kBox, (at.row_box + row_group * kRowsOfGroup + i) * kBox);
+      if (stores) store_box(to, col, (at.row_box + row_group * kRowsOfGroup + i) * kBox);
     }
+  }
+
+  // Sums of pixels' pairs of channels, with channel `col` first. A pixel's vectors of 16 bytes are swizzled as TMA
+  // expects them, so that the words of a warp are in different banks.
+  __device__ void put(const float *sums, uint32_t box, int col) const {
+    const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane / 4;
+#pragma unroll
+    for (int vector = 0; vector < 8; ++vector) {
+      const float *v = &sums[vector * 4];
+      const int channel = col + vector * 8 + lane % 4 * 2;
+      const float bias[] = {bias_of(channel), bias_of(channel + 1)};
+      const uint32_t word = box + row * kBoxRow + ((vector ^ row % 8) * 16 | lane % 4 * 4);
+      const uint32_t words[] = {word_of(v[0] + bias[0], v[1] + bias[1]), word_of(v[2] + bias[0], v[3] + bias[1])};
+      asm volatile("st.shared.b32 [%0], %1;" ::"r"(word), "r"(words[0]) : "memory");
+      asm volatile("st.shared.b32 [%0], %1;" ::"r"(word + 8 * kBoxRow), "r"(words[1]) : "memory");
+    }
+  }
+  // Sums of channels' pairs of pixels: a thread's are of two channels.
+  __device__ void put_transposed(const float *sums, uint32_t box, int col) const {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32, row = lane % 8, channel = warp * 16 + lane / 4;
+    const float bias[] = {bias_of(col + channel), bias_of(col + channel + 8)};
+    // A lane's vector of eight channels: of one of four matrices of 8 x 8, which are 16 pixels' of 16 channels.
+    const uint32_t vector = box + (lane / 16 * 8 + row) * kBoxRow + ((warp * 2 + lane / 8 % 2) ^ row) * 16;
+#pragma unroll
+    for (int pixel = 0; pixel < kBox; pixel += 16) {
+      uint32_t words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float *v = &sums[(pixel / 8 + i / 2) * 4 + i % 2 * 2];
+        words[i] = word_of(v[0] + bias[i % 2], v[1] + bias[i % 2]);
+      }
+      asm volatile(
+          "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(vector + pixel * kBoxRow),
+          "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+          : "memory");
+    }
+  }
+  __device__ float bias_of(int channel) const {
+    if (kPass != Conv2dGemm::y || !p.bias || channel >= p.columns) return 0;
+    return widen(static_cast<const T *>(p.bias)[channel]);
+  }
+  static __device__ uint32_t word_of(float first, float second) {
+    if constexpr (kTf32) return 0;  // TMA stores 16-bit results alone
+    else return narrow_word(first, second, T());
   }
   __device__ void store_box(uint32_t box, int col, int row) const {
     if (row < p.rows && col < p.columns) {
@@ -321,18 +369,6 @@ struct WgmmaBlock {
     }
     end_stores();
   }
-  // To both rows.
-  __device__ void add_bias(float2 (&pairs)[2], int col) const {
-    if (kPass != Conv2dGemm::y || !p.bias || col >= p.columns) return;
-    const T *bias = static_cast<const T *>(p.bias) + col;
-    const float first = widen(bias[0]), second = widen(bias[1]);
-    for (float2 &pair : pairs) pair.x += first, pair.y += second;
-  }
-  static __device__ void put_word(uint32_t address, float2 v) {
-    if constexpr (!kTf32)
-      asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(narrow_word(v.x, v.y, T())) : "memory");
-  }
-
   // A thread's accumulators are pairs of neighbouring columns, in rows 8 apart. The pairs of a row that are 8 columns
   // apart are stored together.
   template <bool kCluster>
