@@ -11,6 +11,7 @@ namespace {
 // dx:
 using OneColumnTile = WgmmaTile<2, 1, 2, 1, 3, 3>;
 using ShortTile = WgmmaTile<1, 2, 1, 1, 2, 4>;  // sums of one or two steps
+using BriefTile = WgmmaTile<1, 2, 1, 1, 2, 3, 2>;
 using LongTile = WgmmaTile<1, 2, 1, 1, 3, 3>;
 using SquareTile = WgmmaTile<2, 2, 2, 1, 3, 2>;
 using WideTile = WgmmaTile<3, 2, 3, 1, 5, 1>;
@@ -168,6 +169,8 @@ auto with_tile(const Conv2dWgmma &p, F f) {
         return f(Type<QuadTile>());
       case 8:
         return f(Type<LargeTile>());
+      case 11:
+        return f(Type<BriefTile>());
       case 9:
         if (p.by_boxes) return f(Type<LineTile>());
         break;
@@ -279,10 +282,11 @@ Status run_one(LaunchSequence &launch, Conv2dWgmma p) {
     const int slices = count_slices<kPass>(p, kMaxCluster);
     p.slices = slices > 1 ? slices : 0;
   }
-  if constexpr (sizeof(T) == 4 && kPass == Conv2dGemm::dweight) return kOk;  // not supported
-  else
-    return with_tile<kPass>(
-        p, [&](auto type) { return launch_wgmma<T, kPass, typename decltype(type)::type>(launch, p); });
+  return with_tile<kPass>(p, [&](auto type) {
+    using Tile = typename decltype(type)::type;
+    if constexpr (sizeof(T) == 4 && (kPass == Conv2dGemm::dweight || Tile::kSwapped)) return kOk;  // not supported
+    else return launch_wgmma<T, kPass, Tile>(launch, p);
+  });
 }
 
 Status refused(const char *op) { return fail(kDeviceError, "%s: the driver refuses a tensor map", op); }
@@ -300,8 +304,11 @@ Status run_phases(LaunchSequence &launch, const Conv2dGemm &c) {
     if (!map_operands(c, &all.phase[i])) return refused(launch.op());
   const bool by_boxes = std::all_of(all.phase, all.phase + all.count, [](const Conv2dWgmma &p) { return p.by_boxes; });
   for (Conv2dWgmma &phase : all.phase) phase.by_boxes = by_boxes;
-  return with_fastest_of_phases(
-      all, [&](auto type) { return launch_phases<T, typename decltype(type)::type>(launch, all); });
+  return with_fastest_of_phases(all, [&](auto type) {
+    using Tile = typename decltype(type)::type;
+    if constexpr (sizeof(T) == 4 && Tile::kSwapped) return kOk;  // not supported
+    else return launch_phases<T, Tile>(launch, all);
+  });
 }
 
 template <typename T>
