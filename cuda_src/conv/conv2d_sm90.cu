@@ -17,6 +17,7 @@ using SquareTile = WgmmaTile<2, 2, 2, 1, 3, 2>;
 using WideTile = WgmmaTile<3, 2, 3, 1, 5, 1>;
 using ColumnTile = WgmmaTile<4, 1, 2, 1, 4, 1, 2>;
 using LineTile = WgmmaTile<4, 1, 1, 1, 2, 2, 2, true>;
+using DeepTile = WgmmaTile<4, 1, 1, 1, 5, 1, 2, true>;
 using LinesTile = WgmmaTile<4, 2, 1, 2, 3, 1, 4, true>;
 using TallTile = WgmmaTile<4, 2, 2, 1, 3, 1, 4>;
 using QuadTile = WgmmaTile<2, 4, 2, 1, 4, 1, 2>;
@@ -176,6 +177,9 @@ auto with_tile(const Conv2dWgmma &p, F f) {
         break;
       case 10:
         if (p.by_boxes) return f(Type<LinesTile>());
+        break;
+      case 12:
+        if (p.by_boxes) return f(Type<DeepTile>());
         break;
       default:
         break;
