@@ -1,33 +1,27 @@
 #include "conv2d_wgmma.cuh"
 
 #include <climits>
-#include <cstdlib>
 
 namespace aot {
 inline namespace AOT_ISA {
 namespace {
 
-// RowBoxes, ColBoxes, RowGroups, ColGroups, Stages, Blocks, OutBoxes: the fastest on an H200 (docs/lab_notes.md). y and
-// dx:
+// RowBoxes, ColBoxes, RowGroups, ColGroups, Stages, Blocks, OutBoxes, Swapped: the fastest on an H200
+// (docs/lab_notes.md). y and dx:
 using OneColumnTile = WgmmaTile<2, 1, 2, 1, 3, 3>;
 using ShortTile = WgmmaTile<1, 2, 1, 1, 2, 4>;  // sums of one or two steps
-using BriefTile = WgmmaTile<1, 2, 1, 1, 2, 3, 2>;
 using LongTile = WgmmaTile<1, 2, 1, 1, 3, 3>;
-using SquareTile = WgmmaTile<2, 2, 2, 1, 3, 2>;
+using SquareTile = WgmmaTile<2, 2, 2, 1, 3, 2>;  // phases
 using WideTile = WgmmaTile<3, 2, 3, 1, 5, 1>;
-using ColumnTile = WgmmaTile<4, 1, 2, 1, 4, 1, 2>;
-using LineTile = WgmmaTile<4, 1, 1, 1, 2, 2, 2, true>;
 using DeepTile = WgmmaTile<4, 1, 1, 1, 5, 1, 2, true>;
 using LinesTile = WgmmaTile<4, 2, 1, 2, 3, 1, 4, true>;
-using TallTile = WgmmaTile<4, 2, 2, 1, 3, 1, 4>;
-using QuadTile = WgmmaTile<2, 4, 2, 1, 4, 1, 2>;
-using LargeTile = WgmmaTile<3, 4, 3, 1, 3, 1, 2>;
 // dweight, whose columns are kernel elements x channels:
 using DweightPair = WgmmaTile<1, 2, 1, 1, 4, 2>;
 using DweightSmall = WgmmaTile<1, 1, 1, 1, 6, 1>;   // few boxes
 using DweightTriple = WgmmaTile<1, 3, 1, 1, 6, 1>;  // up to 64 output channels
 using DweightTripleRows = WgmmaTile<1, 3, 1, 1, 3, 2>;
 using DweightSix = WgmmaTile<2, 3, 2, 1, 5, 1>;
+using DweightQuad = WgmmaTile<2, 4, 2, 1, 4, 1>;
 using DweightNine = WgmmaTile<3, 3, 3, 1, 4, 1>;
 
 template <class Tile>
@@ -52,11 +46,10 @@ int count_slices(const Conv2dWgmma &p, int most) {
 
 // Nanoseconds on an H200 whose multiprocessors all work: of a block's step where each multiprocessor has all blocks of
 // which it is capable, divided by their number; of the rest of a tile; of a step of a block that has a multiprocessor
-// to itself. Fits of 60 measured times of y and dx, and of 41 of dweight, of 64 to 1280 channels and 8 to 128 images,
-// with a mean error of 8 % (docs/lab_notes.md).
+// to itself. Fits of measured times of y and dx, and of 41 of dweight, of 64 to 1280 channels and 8 to 128 images
+// (docs/lab_notes.md).
 struct TileTimes {
   int step, tile, alone;
-  int boxes = tile;  // instead of `tile`, where TMA stores the result
 };
 template <class Tile, bool kDweight>
 constexpr TileTimes kTimes = {};
@@ -67,19 +60,11 @@ constexpr TileTimes kTimes<LongTile, false> = {250, 830, 500};
 template <>
 constexpr TileTimes kTimes<SquareTile, false> = {410, 2000, 600};
 template <>
-constexpr TileTimes kTimes<WideTile, false> = {690, 3630, 690};
+constexpr TileTimes kTimes<WideTile, false> = {467, 2800, 467};
 template <>
-constexpr TileTimes kTimes<ColumnTile, false> = {505, 3500, 505, 500};
+constexpr TileTimes kTimes<DeepTile, false> = {320, 2500, 320};
 template <>
-constexpr TileTimes kTimes<LineTile, false> = {390, 0, 650, 600};
-template <>
-constexpr TileTimes kTimes<LinesTile, false> = {625, 0, 625, 900};
-template <>
-constexpr TileTimes kTimes<TallTile, false> = {700, 6400, 700, 900};
-template <>
-constexpr TileTimes kTimes<QuadTile, false> = {620, 7280, 620, 900};
-template <>
-constexpr TileTimes kTimes<LargeTile, false> = {930, 9000, 930, 2000};
+constexpr TileTimes kTimes<LinesTile, false> = {610, 3000, 610};
 template <>
 constexpr TileTimes kTimes<DweightPair, true> = {221, 1595, 441};
 template <>
@@ -89,7 +74,7 @@ constexpr TileTimes kTimes<DweightSix, true> = {505, 4500, 505};
 template <>
 constexpr TileTimes kTimes<DweightNine, true> = {770, 4610, 770};
 template <>
-constexpr TileTimes kTimes<QuadTile, true> = {650, 5900, 650};
+constexpr TileTimes kTimes<DweightQuad, true> = {650, 5900, 650};
 
 // An estimate of a kernel's time in nanoseconds, but for what it has with any tile, and of the sum of its slices.
 template <class Tile, Conv2dGemm::Pass kPass>
@@ -105,8 +90,7 @@ int64_t estimate(const Conv2dWgmma &p) {
   const int64_t full = blocks / (kMultiprocessors * Tile::kBlocks) * Tile::kBlocks;
   const int64_t rest = ceil_div(blocks, kMultiprocessors) - full;
   const int64_t step = full * kTime.step + (rest > 0 ? std::max<int64_t>(kTime.alone, rest * kTime.step) : 0);
-  const int tile = p.by_boxes && slices == 1 ? kTime.boxes : kTime.tile;
-  const int64_t all = step * ceil_div(p.steps, slices) + (full + rest) * tile;
+  const int64_t all = step * ceil_div(p.steps, slices) + (full + rest) * kTime.tile;
   if (slices == 1) return all;
   const int64_t elements = int64_t{p.rows} * p.kernel * p.columns;  // of a dweight
   return all + (kDweight ? 3450 + slices * elements * 16 / 10000 : 3000);
@@ -125,69 +109,18 @@ auto with_fastest(const Conv2dWgmma &p, F f, Type<First> first, Type<Rest>... re
 }
 
 // f(Type<Tile>()) for the tile to use.
-inline int forced(const char *name) {
-  const char *value = std::getenv(name);
-  return value ? std::atoi(value) : -1;
-}
 template <Conv2dGemm::Pass kPass, class F>
 auto with_tile(const Conv2dWgmma &p, F f) {
   const int64_t rows = ceil_div(p.rows, kBox), cols = col_boxes(kPass, p);
   if constexpr (kPass == Conv2dGemm::dweight) {
     if (cols % 3 != 0 && cols * rows <= 8) return f(Type<DweightSmall>());
     if (rows == 1 && cols % 3 == 0) return f(Type<DweightTriple>());
-    switch (forced("AOT_CONV_DW")) {
-      case 0:
-        return f(Type<DweightTripleRows>());
-      case 1:
-        return f(Type<DweightPair>());
-      case 2:
-        return f(Type<QuadTile>());
-      case 3:
-        return f(Type<DweightNine>());
-      case 4:
-        return f(Type<DweightSix>());
-      default:
-        return with_fastest<kPass>(p, f, Type<DweightTripleRows>(), Type<DweightPair>(), Type<QuadTile>(),
-                                   Type<DweightNine>(), Type<DweightSix>());
-    }
+    return with_fastest<kPass>(p, f, Type<DweightTripleRows>(), Type<DweightPair>(), Type<DweightQuad>(),
+                               Type<DweightNine>(), Type<DweightSix>());
   } else {
-    switch (forced("AOT_CONV_TILE")) {
-      case 0:
-        return f(Type<ShortTile>());
-      case 1:
-        return f(Type<LongTile>());
-      case 2:
-        return f(Type<OneColumnTile>());
-      case 3:
-        return f(Type<SquareTile>());
-      case 4:
-        return f(Type<WideTile>());
-      case 5:
-        return f(Type<ColumnTile>());
-      case 6:
-        return f(Type<TallTile>());
-      case 7:
-        return f(Type<QuadTile>());
-      case 8:
-        return f(Type<LargeTile>());
-      case 11:
-        return f(Type<BriefTile>());
-      case 9:
-        if (p.by_boxes) return f(Type<LineTile>());
-        break;
-      case 10:
-        if (p.by_boxes) return f(Type<LinesTile>());
-        break;
-      case 12:
-        if (p.by_boxes) return f(Type<DeepTile>());
-        break;
-      default:
-        break;
-    }
     if (p.steps <= 2 && cols > 1) return f(Type<ShortTile>());
-    return with_fastest<kPass>(p, f, Type<LongTile>(), Type<OneColumnTile>(), Type<SquareTile>(), Type<WideTile>(),
-                               Type<ColumnTile>(), Type<TallTile>(), Type<QuadTile>(), Type<LargeTile>(),
-                               Type<LineTile>(), Type<LinesTile>());
+    return with_fastest<kPass>(p, f, Type<LongTile>(), Type<OneColumnTile>(), Type<WideTile>(), Type<DeepTile>(),
+                               Type<LinesTile>());
   }
 }
 
@@ -215,35 +148,21 @@ template <class Tile>
 int64_t estimate_phases(const Conv2dPhases &p) {
   constexpr TileTimes kTime = kTimes<Tile, false>;
   if (Tile::kSwapped && !p.phase[0].by_boxes) return INT64_MAX;
-  int64_t tiles = 0, steps = 0;
+  int64_t tiles = 0, steps = 0, of_first = 0;  // of the first block, if blocks go on to other tiles
   for (int i = 0; i < p.count; ++i) {
-    const int64_t n = count_tiles<Tile>(Conv2dGemm::dx, p.phase[i]);
+    const int64_t n = count_tiles<Tile>(Conv2dGemm::dx, p.phase[i]), before = tiles;
     tiles += n, steps += n * p.phase[i].steps;
+    of_first += (ceil_div(tiles, kMultiprocessors) - ceil_div(before, kMultiprocessors)) * p.phase[i].steps;
   }
-  return std::max(ceil_div(steps, kMultiprocessors) * kTime.step, int64_t{p.phase[0].steps} * kTime.alone) +
-         ceil_div(tiles, kMultiprocessors) * (p.phase[0].by_boxes ? kTime.boxes : kTime.tile);
+  const int64_t each = Tile::kOutBoxes > 0 ? of_first : ceil_div(steps, kMultiprocessors);
+  return std::max(each * kTime.step, int64_t{p.phase[0].steps} * kTime.alone) +
+         ceil_div(tiles, kMultiprocessors) * kTime.tile;
 }
 template <class F>
 auto with_fastest_of_phases(const Conv2dPhases &p, F f) {
   const int64_t of_long = estimate_phases<LongTile>(p), of_column = estimate_phases<OneColumnTile>(p),
-                of_square = estimate_phases<SquareTile>(p), of_tall = estimate_phases<TallTile>(p),
-                of_lines = estimate_phases<LinesTile>(p);
-  switch (forced("AOT_CONV_PHASE_TILE")) {
-    case 1:
-      return f(Type<LongTile>());
-    case 2:
-      return f(Type<OneColumnTile>());
-    case 3:
-      return f(Type<SquareTile>());
-    case 6:
-      return f(Type<TallTile>());
-    case 10:
-      return f(Type<LinesTile>());
-    default:
-      break;
-  }
-  if (of_lines <= std::min({of_long, of_column, of_square, of_tall})) return f(Type<LinesTile>());
-  if (of_tall <= std::min({of_long, of_column, of_square})) return f(Type<TallTile>());
+                of_square = estimate_phases<SquareTile>(p), of_lines = estimate_phases<LinesTile>(p);
+  if (of_lines < std::min({of_long, of_column, of_square})) return f(Type<LinesTile>());
   if (of_long <= std::min(of_column, of_square)) return f(Type<LongTile>());
   if (of_column <= of_square) return f(Type<OneColumnTile>());
   return f(Type<SquareTile>());

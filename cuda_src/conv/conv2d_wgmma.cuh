@@ -29,10 +29,9 @@ constexpr int kBoxDepth = kBoxRow / static_cast<int>(sizeof(T));  // elements of
 
 // A block computes kRowBoxes x kColBoxes boxes of the result with kRowGroups x kColGroups consumer warpgroups and one
 // producer warp, in a pipeline of kStages; a multiprocessor has room for kBlocks blocks. Clusters that share their
-// loads by multicast were slower. With kOutBoxes, a warpgroup has room for as many boxes of its result, from which TMA
-// stores them while the next tile is computed. wgmma reads both operands for each 64 rows of its first one, and is
-// faster with the longer side of a tile as its second one: `kSwapped` tiles have their channels first, and only TMA
-// stores them.
+// loads by multicast were slower. wgmma reads both operands for each 64 rows of its first one, and is faster with the
+// longer side of a tile as its second one: `kSwapped` tiles have their channels first. A warpgroup then has room for
+// kOutBoxes boxes of its result, from which TMA stores them while the next tile is computed.
 template <int kRowBoxes_, int kColBoxes_, int kRowGroups_, int kColGroups_, int kStages_, int kBlocks_,
           int kOutBoxes_ = 0, bool kSwapped_ = false>
 struct WgmmaTile {
@@ -40,9 +39,7 @@ struct WgmmaTile {
   static constexpr int kColGroups = kColGroups_, kStages = kStages_, kBlocks = kBlocks_;
   static constexpr int kGroups = kRowGroups * kColGroups, kOutBoxes = kOutBoxes_;
   static constexpr bool kSwapped = kSwapped_;
-  // Three warpgroups of 128 sums a thread need more registers than are left beside a producer's: it gives them its own.
-  static constexpr bool kTakesRegisters = kGroups == 3 && kRowBoxes * kColBoxes * kBox * kBox / (kGroups * 128) >= 128;
-  static constexpr int kThreads = kGroups * 128 + (kTakesRegisters ? 128 : 32);
+  static constexpr int kThreads = kGroups * 128 + 32;
   static constexpr int kStageBytes = (kRowBoxes + kColBoxes) * kBoxBytes, kOut = kStages * kStageBytes;
   static constexpr int kBoxesBytes = kOut + kGroups * kOutBoxes * kBoxBytes;
   static constexpr int kShared = kBoxesBytes + 1024;  // boxes are aligned to 1024
@@ -119,7 +116,6 @@ struct WgmmaBlock {
   // 64 rows of wgmma's first operand, and elements of its second one
   static constexpr int kFirst = Tile::kSwapped ? kColsOfGroup / kBox : kRowsOfGroup;
   static constexpr int kSecond = Tile::kSwapped ? kRowsOfGroup * kBox : kColsOfGroup;
-  static constexpr bool kByBoxes = Tile::kOutBoxes > 0 && !kDweight && !kTf32;
 
 #ifdef CUTE_ARCH_MMA_SM90A_ENABLED
   using Sums = float[kFirst][kSecond / 2];
@@ -230,10 +226,8 @@ struct WgmmaBlock {
     constexpr bool kAcrossA = kDweight, kAcrossB = kDweight || kTransposedB;
     constexpr int kStepA = kAcrossA ? 16 * kBoxRow : 32, kStepB = kAcrossB ? 16 * kBoxRow : 32;
     constexpr int kStepFirst = Tile::kSwapped ? kStepB : kStepA, kStepSecond = Tile::kSwapped ? kStepA : kStepB;
-    // An instruction may not have more registers than the kernel starts with.
-    constexpr int kCols = Tile::kTakesRegisters ? 128 : kSecond;
-    using Mma =
-        std::conditional_t<Tile::kSwapped, Wgmma<T, kCols, kAcrossB, kAcrossA>, Wgmma<T, kCols, kAcrossA, kAcrossB>>;
+    using Mma = std::conditional_t<Tile::kSwapped, Wgmma<T, kSecond, kAcrossB, kAcrossA>,
+                                   Wgmma<T, kSecond, kAcrossA, kAcrossB>>;
     auto release = [&](int iteration) {
       if (threadIdx.x % 128 == 0) mbarrier_arrive(&empty[iteration % Tile::kStages]);
     };
@@ -248,11 +242,8 @@ struct WgmmaBlock {
       for (int k = 0; k < 4; ++k)
 #pragma unroll
         for (int i = 0; i < kFirst; ++i)
-#pragma unroll
-          for (int j = 0; j < kSecond / kCols; ++j)
-            Mma::run(box_descriptor(first + i * kBoxBytes + k * kStepFirst),
-                     box_descriptor(second + j * (kCols / kBox) * kBoxBytes + k * kStepSecond),
-                     reinterpret_cast<float (&)[kCols / 2]>(sum[i][j * kCols / 2]), step + k > 0);
+          Mma::run(box_descriptor(first + i * kBoxBytes + k * kStepFirst), box_descriptor(second + k * kStepSecond),
+                   sum[i], step + k > 0);
       wgmma_end();
       fence_registers(sum);
       wgmma_wait<1>();
@@ -290,8 +281,6 @@ struct WgmmaBlock {
       publish_partials(sum);
       store_rows<true>(at, row_group, col_group, sum);
       cluster_barrier();  // all blocks have read these partial sums
-    } else if (kByBoxes && p.by_boxes) {
-      store_boxes(at, row_group, col_group, sum);
     } else {
       store_rows<false>(at, row_group, col_group, sum);
     }
@@ -299,7 +288,7 @@ struct WgmmaBlock {
 
   // The warpgroup puts its sums in order in shared memory, box by box, and a thread has TMA store the boxes.
   __device__ void store_boxes(const WorkTile &at, int row_group, int col_group, const Sums &sum) const {
-    constexpr int kColBoxes = kColsOfGroup / kBox, kRing = Tile::kOutBoxes > 0 ? Tile::kOutBoxes : 1;
+    constexpr int kColBoxes = kColsOfGroup / kBox, kRing = Tile::kOutBoxes;
     const int group = threadIdx.x / 128;
     const bool stores = threadIdx.x % 128 == 0;
     const uint32_t ring = boxes + Tile::kOut + group * kRing * kBoxBytes;
@@ -310,31 +299,16 @@ struct WgmmaBlock {
       const uint32_t to = ring + box % kRing * kBoxBytes;
       if (stores) wait_for_reads<kRing - 1>();
       synchronize();
-      if constexpr (Tile::kSwapped) put_transposed(&sum[j][i * kBox / 2], to, col);
-      else put(&sum[i][j * kBox / 2], to, col);
+      put(&sum[j][i * kBox / 2], to, col);
       show_to_tma();
       synchronize();
       if (stores) store_box(to, col, (at.row_box + row_group * kRowsOfGroup + i) * kBox);
     }
   }
 
-  // Sums of pixels' pairs of channels, with channel `col` first. A pixel's vectors of 16 bytes are swizzled as TMA
-  // expects them, so that the words of a warp are in different banks.
+  // Sums of channels' pairs of pixels, with channel `col` first: a thread's are of two channels. A pixel's vectors of
+  // 16 bytes are swizzled as TMA expects them.
   __device__ void put(const float *sums, uint32_t box, int col) const {
-    const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane / 4;
-#pragma unroll
-    for (int vector = 0; vector < 8; ++vector) {
-      const float *v = &sums[vector * 4];
-      const int channel = col + vector * 8 + lane % 4 * 2;
-      const float bias[] = {bias_of(channel), bias_of(channel + 1)};
-      const uint32_t word = box + row * kBoxRow + ((vector ^ row % 8) * 16 | lane % 4 * 4);
-      const uint32_t words[] = {word_of(v[0] + bias[0], v[1] + bias[1]), word_of(v[2] + bias[0], v[3] + bias[1])};
-      asm volatile("st.shared.b32 [%0], %1;" ::"r"(word), "r"(words[0]) : "memory");
-      asm volatile("st.shared.b32 [%0], %1;" ::"r"(word + 8 * kBoxRow), "r"(words[1]) : "memory");
-    }
-  }
-  // Sums of channels' pairs of pixels: a thread's are of two channels.
-  __device__ void put_transposed(const float *sums, uint32_t box, int col) const {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32, row = lane % 8, channel = warp * 16 + lane / 4;
     const float bias[] = {bias_of(col + channel), bias_of(col + channel + 8)};
     // A lane's vector of eight channels: of one of four matrices of 8 x 8, which are 16 pixels' of 16 channels.
@@ -345,7 +319,7 @@ struct WgmmaBlock {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float *v = &sums[(pixel / 8 + i / 2) * 4 + i % 2 * 2];
-        words[i] = word_of(v[0] + bias[i % 2], v[1] + bias[i % 2]);
+        words[i] = narrow_word(v[0] + bias[i % 2], v[1] + bias[i % 2], T());
       }
       asm volatile(
           "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(vector + pixel * kBoxRow),
@@ -356,10 +330,6 @@ struct WgmmaBlock {
   __device__ float bias_of(int channel) const {
     if (kPass != Conv2dGemm::y || !p.bias || channel >= p.columns) return 0;
     return widen(static_cast<const T *>(p.bias)[channel]);
-  }
-  static __device__ uint32_t word_of(float first, float second) {
-    if constexpr (kTf32) return 0;  // TMA stores 16-bit results alone
-    else return narrow_word(first, second, T());
   }
   __device__ void store_box(uint32_t box, int col, int row) const {
     if (row < p.rows && col < p.columns) {
@@ -513,13 +483,11 @@ __device__ inline void compute_block(bool independent, Each each) {
   const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);  // the same in a warp, for the compiler
   int iteration = 0;
   if (group < Tile::kGroups) {
-    if constexpr (Tile::kTakesRegisters) take_registers<160>();
     each([&](const Conv2dWgmma &p, int first) {
       Block{p, first, boxes, full, empty}.compute_tiles(group % Tile::kRowGroups, group / Tile::kRowGroups, iteration);
     });
-    if constexpr (Block::kByBoxes) wait_for_stores();  // of this thread, of which most have none
+    if constexpr (Tile::kSwapped) wait_for_stores();  // of this thread, of which most have none
   } else {
-    if constexpr (Tile::kTakesRegisters) give_registers<32>();
     if (threadIdx.x != Tile::kGroups * 128) return;
     if (!independent) wait_for_kernel_before();
     // The next kernel may be `independent` of this one and read what earlier kernels wrote, without waiting: it may
