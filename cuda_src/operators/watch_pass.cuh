@@ -1,0 +1,738 @@
+#pragma once
+#include <cstdio>
+__device__ int aot_hangs[1 + 64 * 5];
+__device__ inline void aot_hang(int what, int a, int b) {
+  const int n = atomicAdd(&aot_hangs[0], 1);
+  if (n < 64) {
+    int *const to = aot_hangs + 1 + 5 * n;
+    to[0] = what, to[1] = blockIdx.x, to[2] = threadIdx.x, to[3] = a, to[4] = b;
+  }
+}
+__device__ inline void aot_watched(uint64_t *barrier, uint32_t parity) {
+  const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(barrier)), since = clock();
+  for (;;) {
+    int done;
+    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.s32 %0, 1, 0, p;\n}" : "=r"(done) : "r"(at), "r"(parity) : "memory");
+    if (done) return;
+    if (clock() - since > 1000000000u || *(volatile int *)aot_hangs > 8) { if (*(volatile int *)aot_hangs < 64) aot_hang(1, at, parity); return; }
+  }
+}
+#undef AOT_WATCH_START
+#undef AOT_WATCH
+#define AOT_WATCH_START const unsigned since = clock();
+#define AOT_WATCH(name, a, b) if (clock() - since > 1000000000u || *(volatile int *)aot_hangs > 8) { if (*(volatile int *)aot_hangs < 64) aot_hang(2, a, b); break; }
+__global__ inline void aot_print_hangs() {
+  if (aot_hangs[0]) printf("HANGS %d\n", aot_hangs[0]);
+  for (int n = 0; n < 64 && n < aot_hangs[0]; ++n) {
+    const int *const to = aot_hangs + 1 + 5 * n;
+    printf("%s block %d thread %d at %d value %d\n", to[0] == 1 ? "barrier" : "turn", to[1], to[2], to[3], to[4]);
+  }
+  aot_hangs[0] = 0;
+}
+namespace aot {
+inline namespace AOT_ISA {
+#ifdef CUTE_ARCH_MMA_SM90A_ENABLED
+// A ring of stages. `full` counts the threads that fill a stage, and bytes; `empty` the warps that have read it. A use
+// i is counted from the block's first on.
+template <int kStages>
+struct WatchRing {
+  uint64_t full[kStages], empty[kStages];
+
+  __device__ void init(int readers, int fillers = 1) {
+    for (int i = 0; i < kStages; ++i) mbarrier_init(&full[i], fillers), mbarrier_init(&empty[i], readers);
+  }
+  __device__ void wait_empty(int i) { aot_watched(&empty[i % kStages], i / kStages % 2 ^ 1); }
+  __device__ uint64_t *fill(int i, int bytes) {
+    wait_empty(i);
+    mbarrier_expect(&full[i % kStages], bytes);
+    return &full[i % kStages];
+  }
+  // By each thread that wrote to the stage.
+  __device__ void filled(int i) { mbarrier_arrive(&full[i % kStages]); }
+  __device__ void wait(int i) { aot_watched(&full[i % kStages], i / kStages % 2); }
+  // By a warp whose products have read the stage; and by a thread that has loaded from it.
+  __device__ void release(int i) {
+    __syncwarp();
+    if (lane_index() == 0) mbarrier_arrive(&empty[i % kStages]);
+  }
+  __device__ void loaded(int i) { mbarrier_arrive(&empty[i % kStages]); }
+};
+
+#endif
+// The backward in one pass: s and dp once for dk, dv and dq. A block has a tile of keys, whose dk and dv stay in
+// registers, and goes through the queries that see them, the last first. ds goes to shared memory too, where both
+// warpgroups read it for their half of what the keys add to dq. That goes through shared memory, and one thread adds it
+// in float32 to memory, in the order of tiles of keys: `turns` counts for each tile of queries how many have added. The
+// first one stores, and the last one rounds. Blocks take tiles by a counter, and wait for tiles taken before their own
+// alone, so they cannot block each other; of a causal call the heaviest are first. As many heads as the L2 cache holds
+// are in work at once.
+// kSums: steps whose part of dq may be on its way to memory; kHeld: whether fragments of k and v stay in registers.
+template <int kDim_, int kQueries_, int kStages_, int kRowStages_, int kSums_, bool kHeld_ = false, bool kEarly_ = kQueries_ == 128, bool kSpread_ = true>
+struct WatchOnePassShape : WgmmaShape<kDim_, 2, kQueries_, kStages_, false> {
+  using Base = WgmmaShape<kDim_, 2, kQueries_, kStages_, false>;
+  static constexpr int kRowStages = kRowStages_, kSums = kSums_, kWeights = Base::kRows * kQueries_ * 2, kSumsTile = 4 * kQueries_ * kDim_;
+  static constexpr bool kHeld = kHeld_, kEarly = kEarly_, kSpread = kSpread_;
+  // Bytes of shared memory: k and v; stages of q and dy; ds twice; sums of dq; stages of lse and delta.
+  static constexpr int kAtStages = kRowStages * 2 * Base::kTile, kAtWeights = kAtStages + kStages_ * 2 * Base::kOtherTile;
+  static constexpr int kAtSums = kAtWeights + 2 * kWeights, kAtNumbers = kAtSums + kSums * kSumsTile;
+  static constexpr int kOfAll = kAtNumbers + kStages_ * Base::kNumbers;
+  static_assert(kDim_ * kQueries_ == 8192);  // a warpgroup's share of dq is 64 x 64
+  static constexpr int kParts = kQueries_ / 64;
+  using Part = WgmmaShape<kDim_, 2, 64, kStages_, false>;
+};
+
+// Memory of a pass: lse, in units of log(2), and delta of each tile of queries; sums of dq; turns; the counter.
+struct WatchOnePassSpace {
+  float *numbers, *sums;
+  int *turns, *next;
+  int trial;
+  float scale;  // in units of log(2)
+  bool rises;   // whether the light tiles of keys are first
+  int query_tiles, tiles, heads_at_once;  // tiles: of keys, of all heads
+};
+
+
+#ifdef CUTE_ARCH_MMA_SM90A_ENABLED
+
+__device__ inline int Watchload_acquire(const int *from) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
+__device__ inline void Watchstore_release(int *to, int value) {
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+}
+// Orders accesses of threads and those of copies in bulk.
+__device__ inline void Watchfence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+__device__ inline void Watchfence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Stores `bytes` of shared memory, or adds them in float32; both addresses are aligned to 16.
+__device__ inline void Watchbulk_store(float *to, uint32_t from, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
+               : "memory");
+}
+__device__ inline void Watchbulk_add(float *to, uint32_t from, int bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from),
+               "r"(bytes)
+               : "memory");
+}
+__device__ inline void Watchbulk_end() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Waits until this thread's stores are read from shared memory; and until they are in memory.
+__device__ inline void Watchbulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ inline void Watchbulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+// Loads `bytes` into shared memory; both addresses are aligned to 16.
+__device__ inline void Watchbulk_load(uint32_t to, const void *from, int bytes, uint64_t *barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
+}
+
+// The tiles of keys that the queries of a tile, from `query` on, see. None if last < first.
+struct WatchKeyTiles {
+  int first, last;
+};
+template <class Shape, typename T>
+__device__ inline WatchKeyTiles Watchkey_tiles(const AttentionWgmma<T> &c, int query, int length) {
+  const int first = c.left < 0 ? 0 : max(0, query + c.shift - c.left);
+  const int end = c.right < 0 ? length : min(length, query + Shape::kOthers + c.shift + c.right);
+  if (end <= first) return {0, -1};
+  return {first / Shape::kRows, (end - 1) / Shape::kRows};
+}
+
+template <typename T, class Shape>
+struct WatchWgmmaOnePass {
+  static constexpr int kDim = Shape::kDim, kQueries = Shape::kOthers, kTurns = 4, kParts = Shape::kParts;
+  static constexpr int kPart = 64 * 128;  // bytes of 64 queries in a box; there is one box where there are parts
+  using Part = typename Shape::Part;
+  // A tile of keys. Where the light ones are first (rises), queries rise, and the last keys add to dq first; else
+  // queries fall, and the first keys add first.
+  struct Keys : WgmmaKeys<Shape> {
+    bool rises;
+
+    // How many tiles of keys add to dq of the queries of a step before this one, and whether none do after it.
+    __device__ int turn(WatchKeyTiles all) const {
+      const int own = this->begin / Shape::kRows;
+      return rises ? all.last - own : own - all.first;
+    }
+    __device__ bool is_last(WatchKeyTiles all) const { return turn(all) == all.last - all.first; }
+  };
+  // Where a step's part of dq goes to that is the last of these queries.
+  struct Place {
+    int is_first, query, h;
+  };
+  struct Barriers {
+    WatchRing<2> tiles;
+    WatchRing<Shape::kRowStages> rows;
+    WatchRing<Shape::kStages> others;
+    WatchRing<kTurns> turns;  // of steps that are the last
+    WatchRing<Shape::kSums> sums;
+    WatchRing<kTurns> ready, added;  // the turns of steps, and what is added
+    Keys tile[2];
+    int step[Shape::kStages];  // its first query, or ~ that where all of its queries see all keys
+    int last[Shape::kStages];  // its number among those of the block that are the last to add, or -1
+    bool ends[Shape::kStages];  // whether it is the last of its tile
+    Place place[kTurns];
+  };
+  using At = typename Keys::At;
+
+  const AttentionWgmma<T> &c;
+  const WatchOnePassSpace &space;
+  Barriers &barriers;
+  uint32_t shared;
+
+  __device__ void init() const {
+    barriers.tiles.init(8 + (Shape::kSpread ? 3 : 1)), barriers.rows.init(8), barriers.others.init(8);
+    barriers.turns.init(8), barriers.sums.init(8 + 1, 8);
+    barriers.ready.init(1), barriers.added.init(1);
+  }
+
+  __device__ uint32_t k_tile(int i) const { return shared + i % Shape::kRowStages * 2 * Shape::kTile; }
+  __device__ uint32_t v_tile(int i) const { return k_tile(i) + Shape::kTile; }
+  __device__ uint32_t q_tile(int i) const {
+    return shared + Shape::kAtStages + i % Shape::kStages * 2 * Shape::kOtherTile;
+  }
+  __device__ uint32_t dy_tile(int i) const { return q_tile(i) + Shape::kOtherTile; }
+  __device__ uint32_t weights_tile(int i) const { return shared + Shape::kAtWeights + i % 2 * Shape::kWeights; }
+  __device__ uint32_t sums_tile(int i) const { return shared + Shape::kAtSums + i % Shape::kSums * Shape::kSumsTile; }
+  __device__ uint32_t numbers_at(int i) const {
+    return shared + Shape::kAtNumbers + i % Shape::kStages * Shape::kNumbers;
+  }
+  __device__ const float2 *numbers(int i) const {
+    return static_cast<const float2 *>(__cvta_shared_to_generic(numbers_at(i)));
+  }
+
+  __device__ Keys tile_of(int id) const {
+    const int chunk = id / (space.heads_at_once * c.row_tiles), rest = id - chunk * space.heads_at_once * c.row_tiles;
+    const int heads = min(space.heads_at_once, c.all_heads - chunk * space.heads_at_once), rank = rest / heads;
+    const bool rises = space.rises && (chunk + 1) * space.heads_at_once < c.all_heads;
+    const int head = chunk * space.heads_at_once + rest - rank * heads;
+    return {WgmmaKeys<Shape>(c, rises ? c.row_tiles - 1 - rank : rank, head), rises};
+  }
+  // f(a tile of keys, its number among those of the block), by whole warps or by single threads.
+  template <bool kByWarp, class F>
+  __device__ void each_tile(F f) const {
+    for (int tiles = 0;; ++tiles) {
+      barriers.tiles.wait(tiles);
+      const Keys &tile = barriers.tile[tiles % 2];
+      if (tile.b < 0) return;
+      f(tile, tiles);
+      if (kByWarp) barriers.tiles.release(tiles);
+      else barriers.tiles.loaded(tiles);
+    }
+  }
+  __device__ static At start(const Keys &tile) { return {0, tile.rises ? 0 : tile.of_head - 1}; }
+  __device__ static void go_on(const Keys &tile, At &at) {
+    if (tile.rises) tile.go_on(at);
+    else if (--at.tile < 0) at = {at.of_group + 1, tile.of_head - 1};
+  }
+  __device__ int query_tile(const Keys &tile, At at) const {
+    return (tile.b * c.heads_of_rows * c.group + tile.kv * c.group + at.of_group) * space.query_tiles +
+           tile.query(at) / kQueries;
+  }
+
+  __device__ void load() const {
+    int steps = 0, lasts = 0;
+    for (int tiles = 0;; ++tiles) {
+      barriers.tiles.wait_empty(tiles);
+      const int id = atomicAdd(space.next, 1);
+      Keys &tile = barriers.tile[tiles % 2];
+      if (id < space.tiles) tile = tile_of(id);
+      else tile.b = -1;
+      barriers.tiles.filled(tiles);
+      if (id >= space.tiles) return;
+      uint64_t *const rows = barriers.rows.fill(tiles, 2 * Shape::kTile);
+      load_tile<kDim>(c.k, k_tile(tiles), rows, Shape::kRows, tile.begin, tile.kv, tile.b);
+      load_tile<kDim>(c.v, v_tile(tiles), rows, Shape::kRows, tile.begin, tile.kv, tile.b);
+      At at = start(tile);
+      for (int i = 0; i < tile.steps; ++i, ++steps, go_on(tile, at)) {
+        const int h = tile.kv * c.group + at.of_group, query = tile.query(at);
+        barriers.others.wait_empty(steps);
+        barriers.step[steps % Shape::kStages] = tile.whole(at) ? ~query : query;
+        const bool is_last = tile.is_last(Watchkey_tiles<Shape>(c, query, tile.length));
+        barriers.last[steps % Shape::kStages] = is_last ? lasts++ : -1;
+        barriers.ends[steps % Shape::kStages] = i == tile.steps - 1;
+        uint64_t *const full = barriers.others.fill(steps, 2 * Shape::kOtherTile + Shape::kNumbers);
+        load_tile<kDim>(c.q, q_tile(steps), full, kQueries, query, h, tile.b);
+        Watchbulk_load(numbers_at(steps), space.numbers + int64_t{query_tile(tile, at)} * 2 * kQueries, Shape::kNumbers,
+                  full);
+        load_tile<kDim>(c.dy, dy_tile(steps), full, kQueries, query, h, tile.b);
+      }
+    }
+  }
+
+  // By one thread: waits for this block's turn to add to dq of each step, adds, and passes the turn on. Warpgroups
+  // themselves have the last turn of a tile of queries.
+  __device__ void take_turns() const {
+    int steps = 0, lasts = 0;
+    each_tile<false>([&](const Keys &tile, int) {
+      At at = start(tile);
+      for (int i = 0; i < tile.steps; ++i, ++steps, go_on(tile, at)) {
+        const WatchKeyTiles all = Watchkey_tiles<Shape>(c, tile.query(at), tile.length);
+        const int to = query_tile(tile, at), turn = tile.turn(all);
+        if (tile.is_last(all)) barriers.turns.wait_empty(lasts), barriers.sums.wait_empty(steps);
+        if constexpr (Shape::kSpread) barriers.ready.wait(steps), Watchfence_async(), barriers.ready.loaded(steps);
+        else await_turn(to, turn);
+        if (tile.is_last(all)) {
+          barriers.place[lasts % kTurns] = {turn == 0, tile.query(at), tile.kv * c.group + at.of_group};
+          bring_sums(to, turn == 0, steps, lasts++);
+          barriers.sums.wait(steps), barriers.sums.loaded(steps);
+        } else {
+          barriers.sums.wait(steps);
+          add_sums(to, turn == 0, steps);
+          if constexpr (!Shape::kSpread) Watchstore_release(&space.turns[to], turn + 1);
+        }
+        if constexpr (Shape::kSpread) barriers.added.wait_empty(steps), barriers.added.filled(steps);
+      }
+    });
+  }
+  __device__ void await_turns() const {
+    int steps = 0;
+    each_tile<false>([&](const Keys &tile, int) {
+      At at = start(tile);
+      for (int i = 0; i < tile.steps; ++i, ++steps, go_on(tile, at)) {
+        const WatchKeyTiles all = Watchkey_tiles<Shape>(c, tile.query(at), tile.length);
+        barriers.ready.wait_empty(steps);
+        await_turn(query_tile(tile, at), tile.turn(all));
+        barriers.ready.filled(steps);
+      }
+    });
+  }
+  __device__ void pass_turns() const {
+    int steps = 0;
+    each_tile<false>([&](const Keys &tile, int) {
+      At at = start(tile);
+      for (int i = 0; i < tile.steps; ++i, ++steps, go_on(tile, at)) {
+        const WatchKeyTiles all = Watchkey_tiles<Shape>(c, tile.query(at), tile.length);
+        barriers.added.wait(steps);
+        if (!tile.is_last(all)) Watchstore_release(&space.turns[query_tile(tile, at)], tile.turn(all) + 1);
+        barriers.added.loaded(steps);
+      }
+    });
+  }
+  __device__ void await_turn(int query_tile, int turn) const {
+    AOT_WATCH_START
+    while (!(space.trial & 1) && Watchload_acquire(&space.turns[query_tile]) != turn) {
+      AOT_WATCH("turn", query_tile, turn)
+    }
+    Watchfence_async();
+  }
+  __device__ void add_sums(int query_tile, bool is_first, int i) const {
+    for (int half = 0; half < 2; ++half) {
+      float *const to = sums(query_tile) + half * 4096;
+      const uint32_t from = sums_tile(i) + half * 16384;
+      if (space.trial & 2) {
+      } else if (is_first) Watchbulk_store(to, from, 16384);
+      else Watchbulk_add(to, from, 16384);
+    }
+    Watchbulk_end();
+    Watchbulk_wait_read();
+    barriers.sums.loaded(i);
+    Watchbulk_wait();
+    Watchfence_async();
+  }
+  __device__ void bring_sums(int query_tile, bool is_first, int i, int last) const {
+    if (is_first) return barriers.turns.filled(last);
+    uint64_t *const full = barriers.turns.fill(last, Shape::kSumsTile);
+    for (int half = 0; half < 2; ++half)
+      Watchbulk_load(sums_tile(i) + half * 16384, sums(query_tile) + half * 4096, 16384, full);
+  }
+  __device__ float *sums(int query_tile) const { return space.sums + int64_t{query_tile} * (kQueries * kDim); }
+
+  // Whether no key of this warpgroup is seen by a query of a part of a step; the same in a warp, for the compiler.
+  __device__ bool hides(const Keys &tile, int group, int i, int part) const {
+    const int query = barriers.step[i % Shape::kStages], key = tile.begin + 64 * group;
+    const bool hidden = query >= 0 && (key >= tile.last || query + 64 * part + 64 <= WgmmaKeys<Shape>::first_query(c, key));
+    return __shfl_sync(~0u, hidden, 0);
+  }
+  __device__ static void clear(uint32_t (&ds)[4][4]) {
+#pragma unroll
+    for (auto &four : ds) four[0] = four[1] = four[2] = four[3] = 0;
+  }
+
+  // Scores of a part of a step become probabilities.
+  __device__ void weigh(const Keys &tile, float (&s)[32], int i, int part) const {
+    const float scale = space.scale;
+    const float2 *const lse = numbers(i) + part * 32 + lane_index() % 4;
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      const float2 base = lse[4 * n];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float *const pair = &s[4 * n + 2 * half];
+        pair[0] = fast_exp2(fmaf(pair[0], scale, -base.x)), pair[1] = fast_exp2(fmaf(pair[1], scale, -base.y));
+      }
+    }
+    const int query = barriers.step[i % Shape::kStages];
+    if (query >= 0) tile.hide(c, query + 64 * part, s, 0);
+  }
+  // And these become ds.
+  __device__ void slope(float (&s)[32], const float (&dp)[32], int i, int part) const {
+    const float2 *const delta = numbers(i) + kQueries / 2 + part * 32 + lane_index() % 4;
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      const float2 less = delta[4 * n];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float *const pair = &s[4 * n + 2 * half];
+        const float *const of_p = &dp[4 * n + 2 * half];
+        pair[0] *= of_p[0] - less.x, pair[1] *= of_p[1] - less.y;
+      }
+    }
+  }
+
+  // ds, keys by queries, in boxes of 64 queries.
+  __device__ void store_weights(const uint32_t (&ds)[4][4], int group, int i, int part) const {
+    const int lane = lane_index(), row = 64 * group + warp_index() % 4 * 16 + lane % 16;
+    const uint32_t to = weights_tile(i) + part * Shape::kRows * 128 + row * 128;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const uint32_t at = to + ((2 * k + lane / 16) ^ lane % 8) * 16;
+      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(ds[k][0]),
+                   "r"(ds[k][1]), "r"(ds[k][2]), "r"(ds[k][3])
+                   : "memory");
+    }
+    if (part < kParts - 1) return;
+    Watchfence_async_shared();
+    arrive_named(1 + i % 2 * 2 + group, 256);  // for the other warpgroup
+  }
+
+  // This warpgroup's 64 x 64 of ds^T k: half of the columns, or of the queries.
+  __device__ void start_queries(float (&dq)[32], int group, int i, uint32_t k) const {
+    const uint32_t part = group * Shape::kRows * 128;
+    const uint64_t of_a = across_rows(weights_tile(i) + (kParts == 2 ? part : 0), Shape::kRows);
+    const uint64_t of_b = across_rows(k + (kParts == 2 ? 0 : part), Shape::kRows);
+    wait_named(1 + i % 2 * 2 + (group ^ 1), 256);
+    fence_registers(dq);
+    wgmma_begin();
+#pragma unroll
+    for (int n = 0; n < Shape::kRows / 16; ++n)
+      Wgmma<T, 64, true, true>::run(of_a + units_across(n), of_b + units_across(n), dq, n > 0);
+    wgmma_end();
+  }
+
+  // Sends this warpgroup's part of dq on its way to memory, or has the last turn.
+  __device__ void add(float (&dq)[32], const Keys &tile, int group, int i) const {
+    const int last = __shfl_sync(~0u, barriers.last[i % Shape::kStages], 0);  // the same in a warp, for the compiler
+    const uint32_t to = sums_tile(i) + group * 16384 + static_cast<int>(threadIdx.x) % 128 * 16;
+    barriers.sums.wait_empty(i);
+    if (last < 0) {
+#pragma unroll
+      for (int n = 0; n < 8; ++n)
+        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to + 2048 * n), "f"(dq[4 * n]),
+                     "f"(dq[4 * n + 1]), "f"(dq[4 * n + 2]), "f"(dq[4 * n + 3])
+                     : "memory");
+      Watchfence_async_shared();
+    }
+    __syncwarp();
+    if (lane_index() == 0) barriers.sums.filled(i);
+    if (last >= 0) finish(dq, tile, group, to, last);
+    barriers.sums.release(i);
+  }
+  __device__ void finish(float (&dq)[32], const Keys &tile, int group, uint32_t sums, int i) const {
+    barriers.turns.wait(i);
+    const Place place = barriers.place[i % kTurns];
+    if (!place.is_first) {
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        float4 sum;
+        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(sum.x), "=f"(sum.y), "=f"(sum.z), "=f"(sum.w)
+                     : "r"(sums + 2048 * n)
+                     : "memory");
+        dq[4 * n] += sum.x, dq[4 * n + 1] += sum.y, dq[4 * n + 2] += sum.z, dq[4 * n + 3] += sum.w;
+      }
+    }
+    const float times = static_cast<float>(c.x.z.scale) * tile.times, both[] = {times, times};
+    const int dim = static_cast<int>(c.x.z.dim), column = kParts == 2 ? 0 : 64 * group;
+    HeadRows<T> to = c.x.of_queries(c.dq, tile.b, place.h, dim);
+    to.data += column;
+    store_rows<64>(dq, to, place.query + (kParts == 2 ? 64 * group : 0), c.queries, dim - column, both);
+    barriers.turns.release(i);
+  }
+
+  // The left factors of products of this warpgroup's rows.
+  struct Factor {
+    uint32_t tile, held[Shape::kHeld ? kDim / 16 : 1][4];
+  };
+  __device__ static void hold(Factor &a, int group) {
+    if constexpr (Shape::kHeld) {
+      const int lane = lane_index(), row = 64 * group + warp_index() % 4 * 16 + lane % 16;
+#pragma unroll
+      for (int k = 0; k < kDim / 16; ++k) {
+        const uint32_t at = a.tile + k / 4 * Shape::kRows * 128 + row * 128 + ((k % 4 * 2 + lane / 16) ^ lane % 8) * 16;
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(a.held[k][0]), "=r"(a.held[k][1]), "=r"(a.held[k][2]), "=r"(a.held[k][3])
+                     : "r"(at)
+                     : "memory");
+      }
+    }
+  }
+  __device__ static void start_products(float (&s)[32], Factor &a, int group, uint32_t b) {
+    if constexpr (Shape::kHeld) {
+      const uint64_t of_b = along_rows(b, 0);
+      fence_registers(s), fence_registers(a.held);
+      wgmma_begin();
+#pragma unroll
+      for (int k = 0; k < kDim / 16; ++k)
+        Wgmma<T, 64, false, false>::run(a.held[k], of_b + units_along(64, k), s, k > 0);
+      wgmma_end();
+    } else {
+      start_rows<Part>(s, a.tile, 64 * group, b, T());
+    }
+  }
+
+  // Sets rows of k and v to zero that are not there: p and ds are zero, but they may hold no numbers.
+  __device__ void clear_keys(uint32_t k, int first) const {
+    const int pieces = (Shape::kRows - first) * 8;
+    for (int i = threadIdx.x; i < pieces * 2 * Shape::kBoxes; i += 256) {
+      const uint32_t at = k + i / pieces * Shape::kRows * 128 + first * 128 + i % pieces * 16;
+      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
+    }
+    Watchfence_async_shared();
+    wait_named(8, 256);
+  }
+
+  __device__ void compute(int group) const {
+    int steps = 0;
+    each_tile<true>([&](const Keys &tile, int tiles) {
+      float dk[kDim / 2], dv[kDim / 2];
+#pragma unroll
+      for (int n = 0; n < kDim / 2; ++n) dk[n] = dv[n] = 0;
+      barriers.rows.wait(tiles);
+      if (tile.steps) {
+        if (tile.last < tile.begin + Shape::kRows) clear_keys(k_tile(tiles), tile.last - tile.begin);
+        Factor k, v;
+        k.tile = k_tile(tiles), v.tile = v_tile(tiles);
+        hold(k, group), hold(v, group);
+        float s[32], dq[32];
+        uint32_t ds[4][4];
+        barriers.others.wait(steps);
+        start_products(s, k, group, q_tile(steps));
+        wgmma_wait<0>();
+        fence_registers(s);
+#pragma unroll 1
+        for (bool ends = false; !ends; ++steps) {
+          const uint32_t q = q_tile(steps), dy = dy_tile(steps);
+          float other[32];  // scores of the second part
+          if (hides(tile, group, steps, 0)) {
+            clear(ds);
+            store_weights(ds, group, steps, 0);
+            if constexpr (Shape::kEarly) {
+              start_products(other, k, group, q + kPart);
+              wgmma_wait<0>();
+              fence_registers(other);
+            }
+          } else {
+            float dp[32];
+            uint32_t p[4][4];
+            start_products(dp, v, group, dy);
+            if constexpr (Shape::kEarly) start_products(other, k, group, q + kPart);
+            weigh(tile, s, steps, 0);
+            round_to_factor(p, s, T());
+            start_weights<Part>(dv, p, dy, true, T());
+            wgmma_wait<Shape::kEarly ? 2 : 1>();
+            fence_registers(dp);
+            slope(s, dp, steps, 0);
+            round_to_factor(ds, s, T());
+            store_weights(ds, group, steps, 0);
+            start_weights<Part>(dk, ds, q, true, T());
+            wgmma_wait<1>();
+            fence_registers(dv), fence_registers(p);
+            if constexpr (Shape::kEarly) fence_registers(other);
+          }
+          if constexpr (kParts == 2) {
+            if (hides(tile, group, steps, 1)) {
+              wgmma_wait<0>();
+              fence_registers(dk), fence_registers(ds);
+              clear(ds);
+              store_weights(ds, group, steps, 1);
+            } else {
+              float dp[32];
+              uint32_t p[4][4];
+              if constexpr (!Shape::kEarly) start_products(other, k, group, q + kPart);
+              start_products(dp, v, group, dy + kPart);
+              if constexpr (!Shape::kEarly) {
+                wgmma_wait<1>();
+                fence_registers(other), fence_registers(dk), fence_registers(ds);
+              }
+              weigh(tile, other, steps, 1);
+              round_to_factor(p, other, T());
+              start_weights<Part>(dv, p, dy + kPart, true, T());
+              wgmma_wait<1>();
+              fence_registers(dp), fence_registers(dk), fence_registers(ds);
+              slope(other, dp, steps, 1);
+              round_to_factor(ds, other, T());
+              store_weights(ds, group, steps, 1);
+              start_weights<Part>(dk, ds, q + kPart, true, T());
+              wgmma_wait<1>();
+              fence_registers(dv), fence_registers(p);
+            }
+          }
+          start_queries(dq, group, steps, k.tile);
+          ends = __shfl_sync(~0u, barriers.ends[steps % Shape::kStages], 0);
+          const int next = ends ? steps : steps + 1;
+          barriers.others.wait(next);
+          start_products(s, k, group, q_tile(next));
+          wgmma_wait<1>();
+          fence_registers(dq), fence_registers(dk), fence_registers(ds);
+          add(dq, tile, group, steps);
+          if (!ends) barriers.others.release(steps);
+          wgmma_wait<0>();
+          fence_registers(s);
+        }
+        barriers.others.release(steps - 1);
+      }
+      barriers.rows.release(tiles);
+      const float of_dk = static_cast<float>(c.x.z.scale) * tile.times, both_dk[] = {of_dk, of_dk};
+      const float both_dv[] = {tile.times, tile.times};
+      const int row = tile.begin + 64 * group, dim = static_cast<int>(c.x.z.dim), v_dim = static_cast<int>(c.x.z.v_dim);
+      store_rows<kDim>(dk, c.x.of_keys(c.dk, tile.b, tile.kv, dim), row, tile.end, dim, both_dk);
+      store_rows<kDim>(dv, c.x.of_keys(c.dv, tile.b, tile.kv, v_dim), row, tile.end, v_dim, both_dv);
+    });
+  }
+};
+
+#endif
+
+template <typename T, class Shape>
+__global__ void __launch_bounds__(Shape::kThreads, 1)
+    Watchattention_one_pass_kernel(const __grid_constant__ AttentionWgmma<T> c, const __grid_constant__ WatchOnePassSpace space) {
+#ifdef CUTE_ARCH_MMA_SM90A_ENABLED
+  using Block = WatchWgmmaOnePass<T, Shape>;
+  extern __shared__ __align__(1024) uint4 attention_shared[];
+  __shared__ typename Block::Barriers barriers;
+  static_assert(sizeof(barriers) <= 1024);
+  const Block block{c, space, barriers, shared_address(attention_shared)};
+  if (block.shared % 1024) __trap();
+  if (threadIdx.x == 0) block.init(), mbarrier_init_fence();
+  wait_for_kernel_before();
+  __syncthreads();
+  const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);  // the same in a warp, for the compiler
+  if (group < 2) {
+    take_registers<240>();
+    block.compute(group);
+  } else {
+    give_registers<24>();
+    const int warp = static_cast<int>(threadIdx.x) / 32 % 4;
+    if (lane_index() == 0) {
+      if (warp == 0) block.load();
+      if (warp == 1) block.take_turns();
+      if constexpr (Shape::kSpread) {
+        if (warp == 2) block.await_turns();
+        if (warp == 3) block.pass_turns();
+      }
+    }
+  }
+#else
+  __trap();  // compiled for other architectures, never launched there
+#endif
+}
+
+constexpr int WatchkNumbersBlock = 256, WatchkNumbersEach = 4;  // threads; rows of each
+
+// Prepares a pass: its numbers, turns and counter, and dq of the queries that no tile of keys sees. A block has a tile
+// of queries, with kDim / 8 threads for each row. The first tiles, where the pass begins, are the last, so that L2 holds
+// their dy.
+template <typename T, class Shape>
+__global__ void __launch_bounds__(WatchkNumbersBlock)
+    Watchattention_numbers_kernel(const __grid_constant__ AttentionWgmma<T> c, const WatchOnePassSpace space) {
+#ifdef CUTE_ARCH_MMA_SM90A_ENABLED
+  constexpr int kLanes = Shape::kDim / 8, kQueries = Shape::kOthers, kRows = WatchkNumbersBlock / kLanes;
+  static_assert(kQueries == kRows * WatchkNumbersEach);
+  const int column = static_cast<int>(threadIdx.x) % kLanes * 8, first = static_cast<int>(threadIdx.x) / kLanes;
+  const int dim = static_cast<int>(c.x.z.dim), v_dim = static_cast<int>(c.x.z.v_dim);
+  const int heads = static_cast<int>(c.x.z.heads), tile = static_cast<int>(gridDim.x - 1 - blockIdx.x);
+  const int head = tile / space.query_tiles, begin = (tile - head * space.query_tiles) * kQueries;
+  const int b = head / heads, h = head - b * heads;
+  launch_next();
+  const auto of_dy = c.x.of_queries(c.x.dy, b, h, v_dim), of_y = c.x.of_queries(c.of_delta, b, h, v_dim);
+  uint4 dy[WatchkNumbersEach], y[WatchkNumbersEach];
+  float lse[WatchkNumbersEach];
+#pragma unroll
+  for (int j = 0; j < WatchkNumbersEach; ++j) {
+    const int query = begin + first + j * kRows;
+    dy[j] = y[j] = {}, lse[j] = kInfinity;
+    if (query < c.queries && column < v_dim) {
+      dy[j] = *reinterpret_cast<const uint4 *>(of_dy[query] + column);
+      y[j] = *reinterpret_cast<const uint4 *>(of_y[query] + column);
+    }
+    if (query < c.queries && column == 0) lse[j] = c.x.lse[c.x.row(b, h, query)] * static_cast<float>(kLog2E);
+  }
+  float *const to = space.numbers + int64_t{tile} * 2 * kQueries + first;
+#pragma unroll
+  for (int j = 0; j < WatchkNumbersEach; ++j) {
+    float delta = 0;
+#pragma unroll
+    for (int e = 0; e < 8; ++e)
+      delta += widen(reinterpret_cast<const T *>(&dy[j])[e]) * widen(reinterpret_cast<const T *>(&y[j])[e]);
+    delta = sum_lanes<kLanes>(delta);
+    if (column == 0) to[j * kRows] = lse[j], to[j * kRows + kQueries] = delta;
+  }
+  if (threadIdx.x == 0) space.turns[tile] = 0;
+  if (threadIdx.x == 0 && blockIdx.x == 0) *space.next = 0;
+  const auto length = c.x.length(b);
+  const WatchKeyTiles seen = Watchkey_tiles<Shape>(c, begin, static_cast<int>(length.value));
+  if (seen.last >= seen.first || column >= dim) return;
+  const uint32_t word = narrow_word(0 * length.times, 0 * length.times, T());
+  const auto of_dq = c.x.of_queries(c.dq, b, h, dim);
+  for (int query = begin + first; query < min(begin + kQueries, c.queries); query += kRows)
+    *reinterpret_cast<uint4 *>(of_dq[query] + column) = {word, word, word, word};
+#else
+  __trap();  // compiled for other architectures, never launched there
+#endif
+}
+
+// ------------------------------------------------------------------------------------------------------- launchers
+
+// Lays out `space`, which AttentionBackward::pass_space counts.
+template <class Shape>
+WatchOnePassSpace Watchone_pass_space(const AttentionSizes &z, float *space) {
+  const int64_t query_tiles = ceil_div(z.queries, Shape::kOthers), all = z.batch * z.heads * query_tiles;
+  WatchOnePassSpace to{};
+  to.numbers = reinterpret_cast<float *>((reinterpret_cast<uintptr_t>(space) + 127) & ~uintptr_t{127});
+  to.sums = to.numbers + all * 2 * Shape::kOthers;
+  to.turns = reinterpret_cast<int *>(to.sums + all * Shape::kOthers * Shape::kDim), to.next = to.turns + all;
+  to.query_tiles = static_cast<int>(query_tiles);
+  return to;
+}
+
+// Bytes of the heads in work at once: less than the 50 MB of L2. With 16 MB a head_dim of 128 has 0.75 to 0.95 of the
+// rate.
+constexpr int64_t WatchkCached = 32 << 20;
+
+template <typename T, class Shape>
+Status Watchlaunch_one_pass(const char *op, AttentionWgmma<T> c, float *memory, void *stream) {
+  static_assert(Shape::kOfAll + 1024 <= 227 << 10);  // barriers have less than 1024
+  const AttentionSizes &z = c.x.z;
+  const bool mapped = map_heads(&c.q, z, c.x.q, z.heads, z.queries, z.dim, Shape::kOthers) &&
+                      map_heads(&c.k, z, c.x.k, z.kv_heads, z.keys, z.dim, Shape::kRows) &&
+                      map_heads(&c.v, z, c.x.v, z.kv_heads, z.keys, z.v_dim, Shape::kRows) &&
+                      map_heads(&c.dy, z, c.x.dy, z.heads, z.queries, z.v_dim, Shape::kOthers);
+  if (!mapped) return fail(kNotImplemented, "%s: the driver refuses a tensor map of these sizes", op);
+  DeviceLimits limits;
+  AOT_TRY(device_limits(op, &limits));
+  WatchOnePassSpace space = Watchone_pass_space<Shape>(z, memory);
+  const int64_t heads = z.batch * z.kv_heads, row_tiles = ceil_div(z.keys, Shape::kRows), tiles = heads * row_tiles;
+  const int64_t query_tiles = z.batch * z.heads * space.query_tiles;
+  if (std::max(tiles, query_tiles) > INT32_MAX / 2)
+    return fail(kNotImplemented, "%s: %lld tiles are too many", op, static_cast<long long>(tiles));
+  const auto bound = [](int64_t n) { return static_cast<int>(std::min<int64_t>(n, kMostRows)); };
+  c.left = bound(z.left), c.right = bound(z.right), c.shift = static_cast<int>(z.keys - z.queries);
+  c.queries = static_cast<int>(z.queries), c.keys = static_cast<int>(z.keys), c.group = static_cast<int>(z.group());
+  c.heads_of_rows = static_cast<int>(z.kv_heads), c.all_heads = static_cast<int>(heads);
+  c.row_tiles = static_cast<int>(row_tiles), space.tiles = static_cast<int>(tiles);
+  const int64_t of_head = (z.queries * z.group() * 8 + z.keys * 4) * Shape::kDim;  // bytes of q, dy, sums; k, v
+  space.scale = static_cast<float>(z.scale * kLog2E);
+  space.rises = z.right >= 0 && !(std::getenv("AOT_BWD_UP") && *std::getenv("AOT_BWD_UP") == '0');
+  space.trial = std::getenv("AOT_BWD_TRIAL") ? std::atoi(std::getenv("AOT_BWD_TRIAL")) : 0;
+  const int64_t cached = std::getenv("AOT_BWD_L2") ? int64_t{std::atoi(std::getenv("AOT_BWD_L2"))} << 20 : WatchkCached;
+  space.heads_at_once = static_cast<int>(std::clamp<int64_t>(cached / of_head, 1, heads));
+  AOT_TRY(launch_kernel(op, Watchattention_numbers_kernel<T, Shape>, {static_cast<unsigned>(query_tiles), WatchkNumbersBlock},
+                        stream, c, space));
+  LaunchShape shape{static_cast<unsigned>(std::min<int64_t>(tiles, limits.multiprocessors)), Shape::kThreads,
+                    Shape::kOfAll};
+  shape.overlap = true;
+  return launch_kernel(op, Watchattention_one_pass_kernel<T, Shape>, shape, stream, c, space);
+}
+
+}
+}
