@@ -1,7 +1,4 @@
-#include <cstdlib>
 #include "attention_wgmma_backward.cuh"
-#include "old_pass.cuh"
-#include "watch_pass.cuh"
 
 namespace aot {
 inline namespace AOT_ISA {
@@ -29,35 +26,10 @@ Status attention_backward_sm90(const char *op, const AttentionInputs<T> &x, cons
                                T *dv, float *space, void *stream) {
   AttentionWgmma<T> c = {};
   c.x = x, c.dq = dq, c.dk = dk, c.dv = dv, c.of_delta = y, c.delta = delta;
-  const int variant = std::getenv("AOT_BWD") ? std::atoi(std::getenv("AOT_BWD")) : 1;
-  if (dq && dk && dv && variant >= 0) {
-    const auto pass = [&](auto shape) -> Status {
-      AOT_TRY((launch_one_pass<T, decltype(shape)>(op, c, space, stream)));
-      return kOk;
-    };
-    const auto watch = [&](auto shape) -> Status {
-      AOT_TRY((Watchlaunch_one_pass<T, decltype(shape)>(op, c, space, stream)));
-      aot_print_hangs<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>();
-      return kOk;
-    };
-    const bool narrow = std::max(x.z.dim, x.z.v_dim) <= 64;
-    if (variant == 0 && narrow) return Oldlaunch_one_pass<T, OldOnePassShape<64, 128, 3, 1>>(op, c, space, stream);
-    if (variant == 0) return Oldlaunch_one_pass<T, OldOnePassShape<128, 64, 2, 2>>(op, c, space, stream);
-    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-      if (narrow) {
-        if (variant == 11) return watch(WatchOnePassShape<64, 128, 2, 1, 2>());
-        if (variant == 13) return watch(WatchOnePassShape<64, 128, 2, 1, 2, true, false>());
-        if (variant == 5) return pass(OnePassShape<64, 128, 2, 1, 2, false, true, false>());
-        if (variant == 2) return pass(OnePassShape<64, 128, 2, 2, 1>());
-        if (variant == 3) return pass(OnePassShape<64, 128, 2, 1, 2, true, false>());
-        if (variant == 4) return pass(OnePassShape<64, 128, 2, 2, 1, true, false>());
-      }
-      if (!narrow && variant > 10) return watch(WatchOnePassShape<128, 64, 2, 1, 2>());
-      if (!narrow && variant == 5) return pass(OnePassShape<128, 64, 2, 1, 2, false, false, false>());
-      if (!narrow && variant == 2) return pass(OnePassShape<128, 64, 3, 1, 1>());
-    }
-    if (narrow) return pass(OnePassShape<64, 128, 2, 1, 2>());
-    return pass(OnePassShape<128, 64, 2, 1, 2>());
+  if (dq && dk && dv) {
+    if (std::max(x.z.dim, x.z.v_dim) <= 64)
+      return launch_one_pass<T, OnePassShape<64, 128, 2, 2, 1, true>>(op, c, space, stream);
+    return launch_one_pass<T, OnePassShape<128, 64, 2, 1, 2, false>>(op, c, space, stream);
   }
   return dispatch_wgmma(x.z, [&](auto shapes) -> Status {
     using Shapes = decltype(shapes);

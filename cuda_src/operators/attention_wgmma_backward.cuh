@@ -1,7 +1,5 @@
 // The backward of attention in 16 bits on Hopper (attention_wgmma.cuh): dq, dk with dv, and all in one pass.
 #pragma once
-#include <cstdlib>
-
 #include "attention_wgmma.cuh"
 #include "cuda/overlap.cuh"
 
@@ -70,8 +68,8 @@ struct WgmmaDq {
   // The share of a lane, one of four, in sum(dy y) of a query.
   __device__ float partial_delta(const WgmmaQueries<Shape> &tile, int query) const {
     const int dim = static_cast<int>(c.x.z.v_dim), from = lane_index() % 4 * 8;
-    const T *const dy = c.x.of_queries(c.x.dy, tile.b, tile.h, dim)[query] + from;
-    const T *const y = c.x.of_queries(c.of_delta, tile.b, tile.h, dim)[query] + from;
+    const T *const dy = c.x.of_results(c.x.dy, tile.b, tile.h)[query] + from;
+    const T *const y = c.x.of_results(c.of_delta, tile.b, tile.h)[query] + from;
     uint4 a[2], b[2];
     float sum = 0;
 #pragma unroll
@@ -361,16 +359,19 @@ struct WgmmaBlock<T, Shape, WgmmaResult::dkv> {
 // alone, so they cannot block each other; of a causal call the heaviest are first. As many heads as the L2 cache holds
 // are in work at once.
 // kSums: steps whose part of dq may be on its way to memory; kHeld: whether fragments of k and v stay in registers.
-template <int kDim_, int kQueries_, int kStages_, int kRowStages_, int kSums_, bool kHeld_ = false, bool kEarly_ = kQueries_ == 128, bool kSpread_ = true>
+template <int kDim_, int kQueries_, int kStages_, int kRowStages_, int kSums_, bool kHeld_>
 struct OnePassShape : WgmmaShape<kDim_, 2, kQueries_, kStages_, false> {
   using Base = WgmmaShape<kDim_, 2, kQueries_, kStages_, false>;
-  static constexpr int kRowStages = kRowStages_, kSums = kSums_, kWeights = Base::kRows * kQueries_ * 2, kSumsTile = 4 * kQueries_ * kDim_;
-  static constexpr bool kHeld = kHeld_, kEarly = kEarly_, kSpread = kSpread_;
+  static constexpr int kRowStages = kRowStages_, kSums = kSums_, kWeights = Base::kRows * kQueries_ * 2,
+                       kSumsTile = 4 * kQueries_ * kDim_;
+  static constexpr bool kHeld = kHeld_;
   // Bytes of shared memory: k and v; stages of q and dy; ds twice; sums of dq; stages of lse and delta.
-  static constexpr int kAtStages = kRowStages * 2 * Base::kTile, kAtWeights = kAtStages + kStages_ * 2 * Base::kOtherTile;
+  static constexpr int kAtStages = kRowStages * 2 * Base::kTile,
+                       kAtWeights = kAtStages + kStages_ * 2 * Base::kOtherTile;
   static constexpr int kAtSums = kAtWeights + 2 * kWeights, kAtNumbers = kAtSums + kSums * kSumsTile;
   static constexpr int kOfAll = kAtNumbers + kStages_ * Base::kNumbers;
-  static_assert(kDim_ * kQueries_ == 8192);  // a warpgroup's share of dq is 64 x 64
+  static constexpr int kRegisters = kHeld ? 232 : 240;  // of a computing thread; the others have what 504 leave
+  static_assert(kDim_ * kQueries_ == 8192);             // a warpgroup's share of dq is 64 x 64
   static constexpr int kParts = kQueries_ / 64;
   using Part = WgmmaShape<kDim_, 2, 64, kStages_, false>;
 };
@@ -379,16 +380,10 @@ struct OnePassShape : WgmmaShape<kDim_, 2, kQueries_, kStages_, false> {
 struct OnePassSpace {
   float *numbers, *sums;
   int *turns, *next;
-  int trial;
-  float scale;  // in units of log(2)
-  bool rises;   // whether the light tiles of keys are first
+  float scale;                            // in units of log(2)
+  bool rises;                             // whether the light tiles of keys are first
   int query_tiles, tiles, heads_at_once;  // tiles: of keys, of all heads
 };
-
-#ifndef AOT_WATCH
-#define AOT_WATCH_START
-#define AOT_WATCH(...)
-#endif
 
 #ifdef CUTE_ARCH_MMA_SM90A_ENABLED
 
@@ -467,7 +462,7 @@ struct WgmmaOnePass {
     Keys tile[2];
     int step[Shape::kStages];  // its first query, or ~ that where all of its queries see all keys
     int last[Shape::kStages];  // its number among those of the block that are the last to add, or -1
-    bool ends[Shape::kStages];  // whether it is the last of its tile
+    int ends[Shape::kStages];  // whether it is the last of its tile
     Place place[kTurns];
   };
   using At = typename Keys::At;
@@ -478,8 +473,8 @@ struct WgmmaOnePass {
   uint32_t shared;
 
   __device__ void init() const {
-    barriers.tiles.init(8 + (Shape::kSpread ? 3 : 1)), barriers.rows.init(8), barriers.others.init(8);
-    barriers.turns.init(8), barriers.sums.init(8 + 1, 8);
+    barriers.tiles.init(256 + 3), barriers.rows.init(8), barriers.others.init(8);
+    barriers.turns.init(256), barriers.sums.init(8 + 1, 8);
     barriers.ready.init(1), barriers.added.init(1);
   }
 
@@ -505,16 +500,15 @@ struct WgmmaOnePass {
     const int head = chunk * space.heads_at_once + rest - rank * heads;
     return {WgmmaKeys<Shape>(c, rises ? c.row_tiles - 1 - rank : rank, head), rises};
   }
-  // f(a tile of keys, its number among those of the block), by whole warps or by single threads.
-  template <bool kByWarp, class F>
+  // f(a tile of keys, its number among those of the block), by each thread that reads tiles.
+  template <class F>
   __device__ void each_tile(F f) const {
     for (int tiles = 0;; ++tiles) {
       barriers.tiles.wait(tiles);
       const Keys &tile = barriers.tile[tiles % 2];
       if (tile.b < 0) return;
       f(tile, tiles);
-      if (kByWarp) barriers.tiles.release(tiles);
-      else barriers.tiles.loaded(tiles);
+      barriers.tiles.loaded(tiles);
     }
   }
   __device__ static At start(const Keys &tile) { return {0, tile.rises ? 0 : tile.of_head - 1}; }
@@ -557,18 +551,17 @@ struct WgmmaOnePass {
     }
   }
 
-  // By one thread: waits for this block's turn to add to dq of each step, adds, and passes the turn on. Warpgroups
-  // themselves have the last turn of a tile of queries.
+  // By one thread: adds to dq of each step when it is this block's turn. Two more threads await turns ahead of it and
+  // pass them on behind it. Warpgroups themselves have the last turn of a tile of queries, and are brought the sums.
   __device__ void take_turns() const {
     int steps = 0, lasts = 0;
-    each_tile<false>([&](const Keys &tile, int) {
+    each_tile([&](const Keys &tile, int) {
       At at = start(tile);
       for (int i = 0; i < tile.steps; ++i, ++steps, go_on(tile, at)) {
         const KeyTiles all = key_tiles<Shape>(c, tile.query(at), tile.length);
         const int to = query_tile(tile, at), turn = tile.turn(all);
         if (tile.is_last(all)) barriers.turns.wait_empty(lasts), barriers.sums.wait_empty(steps);
-        if constexpr (Shape::kSpread) barriers.ready.wait(steps), fence_async(), barriers.ready.loaded(steps);
-        else await_turn(to, turn);
+        barriers.ready.wait(steps), fence_async(), barriers.ready.loaded(steps);
         if (tile.is_last(all)) {
           barriers.place[lasts % kTurns] = {turn == 0, tile.query(at), tile.kv * c.group + at.of_group};
           bring_sums(to, turn == 0, steps, lasts++);
@@ -576,15 +569,14 @@ struct WgmmaOnePass {
         } else {
           barriers.sums.wait(steps);
           add_sums(to, turn == 0, steps);
-          if constexpr (!Shape::kSpread) store_release(&space.turns[to], turn + 1);
         }
-        if constexpr (Shape::kSpread) barriers.added.wait_empty(steps), barriers.added.filled(steps);
+        barriers.added.wait_empty(steps), barriers.added.filled(steps);
       }
     });
   }
   __device__ void await_turns() const {
     int steps = 0;
-    each_tile<false>([&](const Keys &tile, int) {
+    each_tile([&](const Keys &tile, int) {
       At at = start(tile);
       for (int i = 0; i < tile.steps; ++i, ++steps, go_on(tile, at)) {
         const KeyTiles all = key_tiles<Shape>(c, tile.query(at), tile.length);
@@ -596,7 +588,7 @@ struct WgmmaOnePass {
   }
   __device__ void pass_turns() const {
     int steps = 0;
-    each_tile<false>([&](const Keys &tile, int) {
+    each_tile([&](const Keys &tile, int) {
       At at = start(tile);
       for (int i = 0; i < tile.steps; ++i, ++steps, go_on(tile, at)) {
         const KeyTiles all = key_tiles<Shape>(c, tile.query(at), tile.length);
@@ -607,9 +599,7 @@ struct WgmmaOnePass {
     });
   }
   __device__ void await_turn(int query_tile, int turn) const {
-    AOT_WATCH_START
-    while (!(space.trial & 1) && load_acquire(&space.turns[query_tile]) != turn) {
-      AOT_WATCH("turn", query_tile, turn)
+    while (load_acquire(&space.turns[query_tile]) != turn) {
     }
     fence_async();
   }
@@ -617,8 +607,7 @@ struct WgmmaOnePass {
     for (int half = 0; half < 2; ++half) {
       float *const to = sums(query_tile) + half * 4096;
       const uint32_t from = sums_tile(i) + half * 16384;
-      if (space.trial & 2) {
-      } else if (is_first) bulk_store(to, from, 16384);
+      if (is_first) bulk_store(to, from, 16384);
       else bulk_add(to, from, 16384);
     }
     bulk_end();
@@ -637,9 +626,17 @@ struct WgmmaOnePass {
 
   // Whether no key of this warpgroup is seen by a query of a part of a step; the same in a warp, for the compiler.
   __device__ bool hides(const Keys &tile, int group, int i, int part) const {
-    const int query = barriers.step[i % Shape::kStages], key = tile.begin + 64 * group;
-    const bool hidden = query >= 0 && (key >= tile.last || query + 64 * part + 64 <= WgmmaKeys<Shape>::first_query(c, key));
+    const int query = flag(barriers.step[i % Shape::kStages]), key = tile.begin + 64 * group;
+    const bool hidden =
+        query >= 0 && (key >= tile.last || query + 64 * part + 64 <= WgmmaKeys<Shape>::first_query(c, key));
     return __shfl_sync(~0u, hidden, 0);
+  }
+  // A number that the loader has left for a step. The lane that later arrives for its warp reads it.
+  template <typename I>
+  __device__ static I flag(const I &from) {
+    I value = 0;
+    if (lane_index() == 0) value = from;
+    return __shfl_sync(~0u, value, 0);
   }
   __device__ static void clear(uint32_t (&ds)[4][4]) {
 #pragma unroll
@@ -659,7 +656,7 @@ struct WgmmaOnePass {
         pair[0] = fast_exp2(fmaf(pair[0], scale, -base.x)), pair[1] = fast_exp2(fmaf(pair[1], scale, -base.y));
       }
     }
-    const int query = barriers.step[i % Shape::kStages];
+    const int query = flag(barriers.step[i % Shape::kStages]);
     if (query >= 0) tile.hide(c, query + 64 * part, s, 0);
   }
   // And these become ds.
@@ -709,7 +706,7 @@ struct WgmmaOnePass {
 
   // Sends this warpgroup's part of dq on its way to memory, or has the last turn.
   __device__ void add(float (&dq)[32], const Keys &tile, int group, int i) const {
-    const int last = __shfl_sync(~0u, barriers.last[i % Shape::kStages], 0);  // the same in a warp, for the compiler
+    const int last = flag(barriers.last[i % Shape::kStages]);
     const uint32_t to = sums_tile(i) + group * 16384 + static_cast<int>(threadIdx.x) % 128 * 16;
     barriers.sums.wait_empty(i);
     if (last < 0) {
@@ -744,7 +741,7 @@ struct WgmmaOnePass {
     HeadRows<T> to = c.x.of_queries(c.dq, tile.b, place.h, dim);
     to.data += column;
     store_rows<64>(dq, to, place.query + (kParts == 2 ? 64 * group : 0), c.queries, dim - column, both);
-    barriers.turns.release(i);
+    barriers.turns.loaded(i);
   }
 
   // The left factors of products of this warpgroup's rows.
@@ -791,7 +788,7 @@ struct WgmmaOnePass {
 
   __device__ void compute(int group) const {
     int steps = 0;
-    each_tile<true>([&](const Keys &tile, int tiles) {
+    each_tile([&](const Keys &tile, int tiles) {
       float dk[kDim / 2], dv[kDim / 2];
 #pragma unroll
       for (int n = 0; n < kDim / 2; ++n) dk[n] = dv[n] = 0;
@@ -814,20 +811,14 @@ struct WgmmaOnePass {
           if (hides(tile, group, steps, 0)) {
             clear(ds);
             store_weights(ds, group, steps, 0);
-            if constexpr (Shape::kEarly) {
-              start_products(other, k, group, q + kPart);
-              wgmma_wait<0>();
-              fence_registers(other);
-            }
           } else {
             float dp[32];
             uint32_t p[4][4];
             start_products(dp, v, group, dy);
-            if constexpr (Shape::kEarly) start_products(other, k, group, q + kPart);
             weigh(tile, s, steps, 0);
             round_to_factor(p, s, T());
             start_weights<Part>(dv, p, dy, true, T());
-            wgmma_wait<Shape::kEarly ? 2 : 1>();
+            wgmma_wait<1>();
             fence_registers(dp);
             slope(s, dp, steps, 0);
             round_to_factor(ds, s, T());
@@ -835,7 +826,6 @@ struct WgmmaOnePass {
             start_weights<Part>(dk, ds, q, true, T());
             wgmma_wait<1>();
             fence_registers(dv), fence_registers(p);
-            if constexpr (Shape::kEarly) fence_registers(other);
           }
           if constexpr (kParts == 2) {
             if (hides(tile, group, steps, 1)) {
@@ -846,12 +836,10 @@ struct WgmmaOnePass {
             } else {
               float dp[32];
               uint32_t p[4][4];
-              if constexpr (!Shape::kEarly) start_products(other, k, group, q + kPart);
+              start_products(other, k, group, q + kPart);
               start_products(dp, v, group, dy + kPart);
-              if constexpr (!Shape::kEarly) {
-                wgmma_wait<1>();
-                fence_registers(other), fence_registers(dk), fence_registers(ds);
-              }
+              wgmma_wait<1>();
+              fence_registers(other), fence_registers(dk), fence_registers(ds);
               weigh(tile, other, steps, 1);
               round_to_factor(p, other, T());
               start_weights<Part>(dv, p, dy + kPart, true, T());
@@ -866,7 +854,7 @@ struct WgmmaOnePass {
             }
           }
           start_queries(dq, group, steps, k.tile);
-          ends = __shfl_sync(~0u, barriers.ends[steps % Shape::kStages], 0);
+          ends = flag(barriers.ends[steps % Shape::kStages]);
           const int next = ends ? steps : steps + 1;
           barriers.others.wait(next);
           start_products(s, k, group, q_tile(next));
@@ -906,18 +894,16 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   __syncthreads();
   const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);  // the same in a warp, for the compiler
   if (group < 2) {
-    take_registers<240>();
+    take_registers<Shape::kRegisters>();
     block.compute(group);
   } else {
-    give_registers<24>();
+    give_registers<504 - 2 * Shape::kRegisters>();
     const int warp = static_cast<int>(threadIdx.x) / 32 % 4;
     if (lane_index() == 0) {
       if (warp == 0) block.load();
       if (warp == 1) block.take_turns();
-      if constexpr (Shape::kSpread) {
-        if (warp == 2) block.await_turns();
-        if (warp == 3) block.pass_turns();
-      }
+      if (warp == 2) block.await_turns();
+      if (warp == 3) block.pass_turns();
     }
   }
 #else
@@ -928,8 +914,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
 constexpr int kNumbersBlock = 256, kNumbersEach = 4;  // threads; rows of each
 
 // Prepares a pass: its numbers, turns and counter, and dq of the queries that no tile of keys sees. A block has a tile
-// of queries, with kDim / 8 threads for each row. The first tiles, where the pass begins, are the last, so that L2 holds
-// their dy.
+// of queries, with kDim / 8 threads for each row. The first tiles, where the pass begins, are the last, so that L2
+// holds their dy.
 template <typename T, class Shape>
 __global__ void __launch_bounds__(kNumbersBlock)
     attention_numbers_kernel(const __grid_constant__ AttentionWgmma<T> c, const OnePassSpace space) {
@@ -942,7 +928,7 @@ __global__ void __launch_bounds__(kNumbersBlock)
   const int head = tile / space.query_tiles, begin = (tile - head * space.query_tiles) * kQueries;
   const int b = head / heads, h = head - b * heads;
   launch_next();
-  const auto of_dy = c.x.of_queries(c.x.dy, b, h, v_dim), of_y = c.x.of_queries(c.of_delta, b, h, v_dim);
+  const auto of_dy = c.x.of_results(c.x.dy, b, h), of_y = c.x.of_results(c.of_delta, b, h);
   uint4 dy[kNumbersEach], y[kNumbersEach];
   float lse[kNumbersEach];
 #pragma unroll
@@ -1001,10 +987,10 @@ template <typename T, class Shape>
 Status launch_one_pass(const char *op, AttentionWgmma<T> c, float *memory, void *stream) {
   static_assert(Shape::kOfAll + 1024 <= 227 << 10);  // barriers have less than 1024
   const AttentionSizes &z = c.x.z;
-  const bool mapped = map_heads(&c.q, z, c.x.q, z.heads, z.queries, z.dim, Shape::kOthers) &&
-                      map_heads(&c.k, z, c.x.k, z.kv_heads, z.keys, z.dim, Shape::kRows) &&
-                      map_heads(&c.v, z, c.x.v, z.kv_heads, z.keys, z.v_dim, Shape::kRows) &&
-                      map_heads(&c.dy, z, c.x.dy, z.heads, z.queries, z.v_dim, Shape::kOthers);
+  const bool mapped = map_heads(&c.q, z, c.x.q, z.heads, z.queries, z.dim, Shape::kOthers, z.row_heads) &&
+                      map_heads(&c.k, z, c.x.k, z.kv_heads, z.keys, z.dim, Shape::kRows, z.kv_row_heads) &&
+                      map_heads(&c.v, z, c.x.v, z.kv_heads, z.keys, z.v_dim, Shape::kRows, z.kv_row_heads) &&
+                      map_heads(&c.dy, z, c.x.dy, z.heads, z.queries, z.v_dim, Shape::kOthers, z.heads);
   if (!mapped) return fail(kNotImplemented, "%s: the driver refuses a tensor map of these sizes", op);
   DeviceLimits limits;
   AOT_TRY(device_limits(op, &limits));
@@ -1020,10 +1006,8 @@ Status launch_one_pass(const char *op, AttentionWgmma<T> c, float *memory, void 
   c.row_tiles = static_cast<int>(row_tiles), space.tiles = static_cast<int>(tiles);
   const int64_t of_head = (z.queries * z.group() * 8 + z.keys * 4) * Shape::kDim;  // bytes of q, dy, sums; k, v
   space.scale = static_cast<float>(z.scale * kLog2E);
-  space.rises = z.right >= 0 && !(std::getenv("AOT_BWD_UP") && *std::getenv("AOT_BWD_UP") == '0');
-  space.trial = std::getenv("AOT_BWD_TRIAL") ? std::atoi(std::getenv("AOT_BWD_TRIAL")) : 0;
-  const int64_t cached = std::getenv("AOT_BWD_L2") ? int64_t{std::atoi(std::getenv("AOT_BWD_L2"))} << 20 : kCached;
-  space.heads_at_once = static_cast<int>(std::clamp<int64_t>(cached / of_head, 1, heads));
+  space.rises = z.right >= 0;
+  space.heads_at_once = static_cast<int>(std::clamp<int64_t>(kCached / of_head, 1, heads));
   AOT_TRY(launch_kernel(op, attention_numbers_kernel<T, Shape>, {static_cast<unsigned>(query_tiles), kNumbersBlock},
                         stream, c, space));
   LaunchShape shape{static_cast<unsigned>(std::min<int64_t>(tiles, limits.multiprocessors)), Shape::kThreads,
