@@ -352,13 +352,14 @@ struct WgmmaBlock<T, Shape, WgmmaResult::dkv> {
 #endif
 
 // The backward in one pass: s and dp once for dk, dv and dq. A block has a tile of keys, whose dk and dv stay in
-// registers, and goes through the queries that see them, the last first. ds goes to shared memory too, where both
-// warpgroups read it for their half of what the keys add to dq. That goes through shared memory, and one thread adds it
-// in float32 to memory, in the order of tiles of keys: `turns` counts for each tile of queries how many have added. The
-// first one stores, and the last one rounds. Blocks take tiles by a counter, and wait for tiles taken before their own
-// alone, so they cannot block each other; of a causal call the heaviest are first. As many heads as the L2 cache holds
-// are in work at once.
-// kSums: steps whose part of dq may be on its way to memory; kHeld: whether fragments of k and v stay in registers.
+// registers, and goes through the queries that see them. ds goes to shared memory too, where both warpgroups read it
+// for their half of what the keys add to dq. That goes through shared memory, and one thread adds it in float32 to
+// memory, in the order of tiles of keys: `turns` counts for each tile of queries how many have added. The first one
+// stores, and the last one rounds. Blocks take tiles by a counter, and wait for tiles taken before their own alone, so
+// they cannot block each other. Of a causal call the lightest tiles are first, the last keys: each begins at queries of
+// its own, so that no turn is awaited at the start. The last heads have the heaviest first, so that blocks end
+// together. As many heads as the L2 cache holds are in work at once. kSums: steps whose part of dq may be on its way to
+// memory; kHeld: whether fragments of k and v stay in registers.
 template <int kDim_, int kQueries_, int kStages_, int kRowStages_, int kSums_, bool kHeld_>
 struct OnePassShape : WgmmaShape<kDim_, 2, kQueries_, kStages_, false> {
   using Base = WgmmaShape<kDim_, 2, kQueries_, kStages_, false>;
@@ -370,8 +371,10 @@ struct OnePassShape : WgmmaShape<kDim_, 2, kQueries_, kStages_, false> {
                        kAtWeights = kAtStages + kStages_ * 2 * Base::kOtherTile;
   static constexpr int kAtSums = kAtWeights + 2 * kWeights, kAtNumbers = kAtSums + kSums * kSumsTile;
   static constexpr int kOfAll = kAtNumbers + kStages_ * Base::kNumbers;
-  static constexpr int kRegisters = kHeld ? 232 : 240;  // of a computing thread; the others have what 504 leave
-  static_assert(kDim_ * kQueries_ == 8192);             // a warpgroup's share of dq is 64 x 64
+  // Registers of a computing thread. The others have what 504 leave: 24 make the loader spill 4 bytes for each tile,
+  // and with 232 products of a head_dim of 128 would wait for each other.
+  static constexpr int kRegisters = kHeld ? 232 : 240;
+  static_assert(kDim_ * kQueries_ == 8192);  // a warpgroup's share of dq is 64 x 64
   static constexpr int kParts = kQueries_ / 64;
   using Part = WgmmaShape<kDim_, 2, 64, kStages_, false>;
 };
@@ -717,6 +720,9 @@ struct WgmmaOnePass {
                      : "memory");
       fence_async_shared();
     }
+    // One lane arrives for its warp, here and with `release`: what the others have stored and fenced, or read, is
+    // ordered before that by __syncwarp, and copies in bulk alone come after it. 256 arrivals would be atomics on one
+    // word.
     __syncwarp();
     if (lane_index() == 0) barriers.sums.filled(i);
     if (last >= 0) finish(dq, tile, group, to, last);
@@ -901,9 +907,9 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     const int warp = static_cast<int>(threadIdx.x) / 32 % 4;
     if (lane_index() == 0) {
       if (warp == 0) block.load();
-      if (warp == 1) block.take_turns();
-      if (warp == 2) block.await_turns();
-      if (warp == 3) block.pass_turns();
+      else if (warp == 1) block.take_turns();
+      else if (warp == 2) block.await_turns();
+      else block.pass_turns();
     }
   }
 #else
