@@ -28,8 +28,8 @@ Status attention_backward_sm90(const char *op, const AttentionInputs<T> &x, cons
   c.x = x, c.dq = dq, c.dk = dk, c.dv = dv, c.of_delta = y, c.delta = delta;
   if (dq && dk && dv) {
     if (std::max(x.z.dim, x.z.v_dim) <= 64)
-      return launch_one_pass<T, OnePassShape<64, 128, 3, 1>>(op, c, space, stream);
-    return launch_one_pass<T, OnePassShape<128, 64, 2, 2>>(op, c, space, stream);
+      return launch_one_pass<T, OnePassShape<64, 128, 2, 2, 1, true>>(op, c, space, stream);
+    return launch_one_pass<T, OnePassShape<128, 64, 2, 1, 2, false>>(op, c, space, stream);
   }
   return dispatch_wgmma(x.z, [&](auto shapes) -> Status {
     using Shapes = decltype(shapes);
