@@ -1,4 +1,4 @@
-#include "attention.h"
+#include "qkv_attention.h"
 
 #include "cpu/entry.h"
 #include "cpu/math.h"
@@ -100,14 +100,20 @@ struct Heads {
     return kOk;
   }
 
+  // q, or dq.
   template <typename X>
   HeadRows<X> of_queries(X *x, int64_t b, int64_t h, int64_t dim) const {
-    return head_rows(x, z, b, h, z.heads, z.queries, dim);
+    return head_rows(x, z, b, h, z.row_heads, z.queries, dim);
   }
-  // h: a head of k and v.
+  // y, or dy.
+  template <typename X>
+  HeadRows<X> of_results(X *x, int64_t b, int64_t h) const {
+    return head_rows(x, z, b, h, z.heads, z.queries, z.v_dim);
+  }
+  // k, v, dk or dv, of which h is a head.
   template <typename X>
   HeadRows<X> of_keys(X *x, int64_t b, int64_t h, int64_t dim) const {
-    return head_rows(x, z, b, h, z.kv_heads, z.keys, dim);
+    return head_rows(x, z, b, h, z.kv_row_heads, z.keys, dim);
   }
 
   // Scores are to be multiplied by it: the scale, if a largest score stays the largest and nothing comes between.
@@ -259,7 +265,7 @@ Status attend(const Heads<T> &x, int64_t b, int64_t h, int64_t begin, int64_t en
     }
     if (y) AOT_TRY(add_product<T>(rows, dim, n, p, v[key], v.stride, sums, dim));
   }
-  const HeadRows<T> to = x.of_queries(y, b, h, dim);
+  const HeadRows<T> to = x.of_results(y, b, h);
   for (int64_t i = 0; i < rows; ++i) {
     const RunningSoftmax<T> &row = state[i];
     const A *const sum = sums + i * dim, times = row.total == 0 ? 0 : 1 / row.total;
@@ -289,7 +295,7 @@ void sum_products(const Heads<T> &x, const T *dy, const T *y, A *delta) {
   const AttentionSizes &z = x.z;
   each_row(z.rows(), z.v_dim, [=](int64_t i) {
     const int64_t head = i / z.queries, b = head / z.heads, h = head % z.heads, row = i % z.queries;
-    const T *const a = x.of_queries(dy, b, h, z.v_dim)[row], *const c = x.of_queries(y, b, h, z.v_dim)[row];
+    const T *const a = x.of_results(dy, b, h)[row], *const c = x.of_results(y, b, h)[row];
     delta[i] = static_cast<A>(
         sum_row<T>(z.v_dim, [=](int64_t j, auto part) { return load(a + j, part) * load(c + j, part); }));
   });
@@ -405,7 +411,7 @@ class GradientBlock {
     const AttentionSizes &z = x_.z;
     const int64_t n = end - key, rows = smaller(kBlockQueries, z.queries - query), length = x_.length(b);
     const HeadRows<const T> q = x_.of_queries(x_.q, b, h, z.dim), k = x_.of_keys(x_.k, b, h / z.group(), z.dim),
-                            v = x_.of_keys(x_.v, b, h / z.group(), z.v_dim), dy = x_.of_queries(g_.dy, b, h, z.v_dim);
+                            v = x_.of_keys(x_.v, b, h / z.group(), z.v_dim), dy = x_.of_results(g_.dy, b, h);
     AOT_TRY(x_.scores(q, k, query, key, rows, n, s_));
     AOT_TRY((gemm<T, A>(rows, n, z.v_dim, {dy[query], dy.stride}, {v[key], v.stride, true}, dp_, kBlockKeys)));
     for (int64_t i = 0; i < rows; ++i) {
@@ -531,9 +537,12 @@ Status gradients(const Heads<T> &x, const Gradients<T> &g) {
   });
 }
 
+}  // namespace
+
 // ----------------------------------------------------------------------------------------------------- launchers
 
-Status attention_cpu(const Attention &op, const Tensor *in, const Tensor *out, void *) {
+template <class Op>
+Status attention_launcher(const Op &op, const Tensor *in, const Tensor *out, void *) {
   const Tensor &q = in[op.kQ], &k = in[op.kK], &v = in[op.kV], &lengths = in[op.kLengths];
   return dispatch_floating(q.dtype, [&](auto zero) -> Status {
     using T = decltype(zero);
@@ -541,11 +550,12 @@ Status attention_cpu(const Attention &op, const Tensor *in, const Tensor *out, v
     AOT_TRY(op.extras(op.name, x.z, q, in[op.kMask], in[op.kBias], in[op.kSinks], in[op.kOffsets], in[op.kKeyOffsets],
                       &x.extra));
     AOT_TRY(x.check_lengths(op.name));
-    return attend_all(x, out[op.kY].as<T>(), out[op.kLse].as<Accumulate<T>>());
+    return attend_all(x, out[op.kY].template as<T>(), out[op.kLse].template as<Accumulate<T>>());
   });
 }
 
-Status attention_backward_cpu(const AttentionBackward &op, const Tensor *in, const Tensor *out, void *) {
+template <class Op>
+Status attention_backward_launcher(const Op &op, const Tensor *in, const Tensor *out, void *) {
   const Tensor &q = in[op.kQ], &k = in[op.kK], &v = in[op.kV], &lengths = in[op.kLengths], &work = out[op.kWork];
   if (!work) return fail(kConventionMisused, "%s: workspace is missing", op.name);
   return dispatch_floating(q.dtype, [&](auto zero) -> Status {
@@ -556,22 +566,24 @@ Status attention_backward_cpu(const AttentionBackward &op, const Tensor *in, con
                       &x.extra));
     AOT_TRY(x.check_lengths(op.name));
     A *const delta = work.as<A>(), *const recomputed = delta + x.z.rows();
-    const T *const dy = in[op.kDy].as<T>();
-    T *const dq = out[op.kDq].as<T>();
-    A *const lse = in[op.kLse] ? in[op.kLse].as<A>() : recomputed;
+    const T *const dy = in[op.kDy].template as<T>();
+    T *const dq = out[op.kDq].template as<T>();
+    A *const lse = in[op.kLse] ? in[op.kLse].template as<A>() : recomputed;
     if (!in[op.kLse]) AOT_TRY(attend_all<T>(x, nullptr, recomputed));
-    sum_products(x, dy, in[op.kY].as<const T>(), delta);
+    sum_products(x, dy, in[op.kY].template as<const T>(), delta);
     A *const sums = sizeof(T) < sizeof(A) ? recomputed + x.z.rows() : reinterpret_cast<A *>(dq);
-    return gradients(x, Gradients<T>{dy, lse, delta, dq, out[op.kDk].as<T>(), out[op.kDv].as<T>(), sums,
-                                     out[op.kDbias].data, out[op.kDsinks].data});
+    return gradients(x, Gradients<T>{dy, lse, delta, dq, out[op.kDk].template as<T>(), out[op.kDv].template as<T>(),
+                                     sums, out[op.kDbias].data, out[op.kDsinks].data});
   });
 }
 
-}  // namespace
+template Status attention_launcher(const PartsAttention &, const Tensor *, const Tensor *, void *);
+template Status attention_backward_launcher(const PartsAttentionBackward &, const Tensor *, const Tensor *, void *);
+
 }  // namespace AOT_ISA
 }  // namespace aot
 
 // ------------------------------------------------------------------------------------------------------- entries
 
-AOT_CPU_ENTRY(aot::Attention, aot_attention_cpu, aot::attention_cpu)
-AOT_CPU_ENTRY(aot::AttentionBackward, aot_attention_backward_cpu, aot::attention_backward_cpu)
+AOT_CPU_ENTRY(aot::Attention, aot_attention_cpu, aot::attention_launcher)
+AOT_CPU_ENTRY(aot::AttentionBackward, aot_attention_backward_cpu, aot::attention_backward_launcher)

@@ -17,9 +17,8 @@ Status attention_sm90(const char *op, const AttentionInputs<T> &x, T *y, float *
     return dispatch_wgmma(x.z, [&](auto shapes) -> Status {
       return launch_attention_wgmma<T, typename decltype(shapes)::YExtra, WgmmaResult::y>(op, c, stream);
     });
-  return dispatch_wgmma_forward(x.z, [&](auto shapes) -> Status {
-    using Shapes = decltype(shapes);
-    return launch_attention_wgmma<T, typename Shapes::Y, WgmmaResult::y>(op, c, stream);
+  return dispatch_wgmma_y(x.z, [&](auto shape) -> Status {
+    return launch_attention_wgmma<T, decltype(shape), WgmmaResult::y>(op, c, stream);
   });
 }
 

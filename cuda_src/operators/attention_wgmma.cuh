@@ -19,12 +19,12 @@ inline namespace AOT_ISA {
 // kDim: head_dim, padded with zeros, and kVDim that of v; kOthers: of a step; kTurns: whether warpgroups issue their
 // products in turns, so that one has exponentials beside the products of another.
 // kExtra: of y, the call may have cu_seqlens, a softcap or sinks.
-template <int kDim_, int kGroups_, int kOthers_, int kStages_, bool kTurns_, bool kExtra_ = false, int kVDim_ = kDim_, bool kGuesses_ = false>
+template <int kDim_, int kGroups_, int kOthers_, int kStages_, bool kTurns_, bool kExtra_ = false, int kVDim_ = kDim_>
 struct WgmmaShape {
   static constexpr int kDim = kDim_, kGroups = kGroups_, kOthers = kOthers_, kStages = kStages_, kVDim = kVDim_;
-  static constexpr bool kTurns = kTurns_, kExtra = kExtra_, kGuesses = kGuesses_;
+  static constexpr bool kTurns = kTurns_, kExtra = kExtra_;
   static constexpr int kRows = 64 * kGroups, kThreads = 128 * (kGroups + 1);
-  static constexpr int kBoxes = (kDim + 63) / 64, kVBoxes = (kVDim + 63) / 64;  // of 128 bytes of a row
+  static constexpr int kBoxes = (kDim + 63) / 64, kVBoxes = (kVDim + 63) / 64;             // of 128 bytes of a row
   static constexpr int kTile = kRows * kBoxes * 128, kOtherTile = kOthers * kBoxes * 128;  // bytes
   static constexpr int kVTile = kOthers * kVBoxes * 128;
   static constexpr int kNumbers = 2 * 4 * kOthers;  // bytes of lse and delta of a stage
@@ -36,12 +36,14 @@ struct WgmmaShape {
   static constexpr int kOfDq = kOnce + kTile + 2 * 2 * 4 * kRows, kOfDkv = kOnce + kTile + kStages * kNumbers;
 };
 
-// The fastest of those tried on an H200, of 512 to 16384 queries.
+// The fastest of those tried on an H200, of 512 to 16384 queries. Y of 64 has four warpgroups, whose exponentials fill
+// what short tiles leave, and YLong three, whose steps of 128 keys cost fewer barriers (docs/lab_notes.md).
 template <int kDim>
 struct WgmmaShapes;
 template <>
 struct WgmmaShapes<64> {
-  using Y = WgmmaShape<64, 3, 128, 2, true>;
+  using Y = WgmmaShape<64, 4, 64, 4, true>;
+  using YLong = WgmmaShape<64, 3, 128, 2, true>;
   using YExtra = WgmmaShape<64, 2, 128, 3, true, true>;
   using Dq = WgmmaShape<64, 2, 128, 3, false>;
   using Dkv = WgmmaShape<64, 2, 96, 3, false>;
@@ -173,7 +175,9 @@ struct Ring {
     for (int i = 0; i < kStages; ++i) mbarrier_init(&full[i], fillers), mbarrier_init(&empty[i], readers);
   }
   template <typename Index>
-  __device__ void wait_empty(Index i) { mbarrier_wait(&empty[i % kStages], i / kStages % 2 ^ 1); }
+  __device__ void wait_empty(Index i) {
+    mbarrier_wait(&empty[i % kStages], i / kStages % 2 ^ 1);
+  }
   template <typename Index>
   __device__ uint64_t *fill(Index i, int bytes) {
     wait_empty(i);
@@ -182,9 +186,13 @@ struct Ring {
   }
   // By each thread that wrote to the stage.
   template <typename Index>
-  __device__ void filled(Index i) { mbarrier_arrive(&full[i % kStages]); }
+  __device__ void filled(Index i) {
+    mbarrier_arrive(&full[i % kStages]);
+  }
   template <typename Index>
-  __device__ void wait(Index i) { mbarrier_wait(&full[i % kStages], i / kStages % 2); }
+  __device__ void wait(Index i) {
+    mbarrier_wait(&full[i % kStages], i / kStages % 2);
+  }
   // By a warp whose products have read the stage; and by a thread that has loaded from it.
   template <typename Index>
   __device__ void release(Index i) {
@@ -192,7 +200,9 @@ struct Ring {
     if (lane_index() == 0) mbarrier_arrive(&empty[i % kStages]);
   }
   template <typename Index>
-  __device__ void loaded(Index i) { mbarrier_arrive(&empty[i % kStages]); }
+  __device__ void loaded(Index i) {
+    mbarrier_arrive(&empty[i % kStages]);
+  }
 };
 
 // ----------------------------------------------------------------------------------------------------------- tiles
@@ -300,8 +310,8 @@ struct WgmmaQueries {
     return c.right < 0 ? length : min(length, query + c.shift + c.right + 1);
   }
 
-  // The steps up to the last key that a row of a warpgroup sees: at least one of those that there are. sequences: of the
-  // tile's rows, with kExtra.
+  // The steps up to the last key that a row of a warpgroup sees: at least one of those that there are. sequences: of
+  // the tile's rows, with kExtra.
   template <typename T>
   __device__ int steps_of(const AttentionWgmma<T> &c, int group, const int2 *sequences = nullptr) const {
     const int row = min(end, begin + 64 * (group + 1)) - 1;
@@ -309,7 +319,7 @@ struct WgmmaQueries {
     if constexpr (Shape::kExtra) seen = min(seen, sequences[row - begin].y - first);
     return min(steps, max(1, (seen + kKeys - 1) / kKeys));
   }
-  // What a warpgroup has to do. It computes no step without rows, and else so many that the others that it has to pass
+  // The steps of a warpgroup. It computes none without rows, and else so many that the others that it has to pass
   // fit into the stages beside its last one.
   template <typename T>
   __device__ WgmmaPart part(const AttentionWgmma<T> &c, int group, const int2 *sequences) const {
@@ -495,7 +505,8 @@ struct WgmmaY {
       for (int i = 0; i < max(1, tile.steps); ++i) {
         if (i < tile.steps) load_keys<kDim>(c.k, k_tile(steps), barriers.k.fill(steps, Shape::kOtherTile), tile, i);
         if (i == 0) load_queries(tile, n);
-        if (i < tile.steps) load_keys<kVDim>(c.v, v_tile(steps), barriers.v.fill(steps, Shape::kVTile), tile, i), ++steps;
+        if (i < tile.steps)
+          load_keys<kVDim>(c.v, v_tile(steps), barriers.v.fill(steps, Shape::kVTile), tile, i), ++steps;
       }
     }
   }
@@ -526,7 +537,7 @@ struct WgmmaY {
     const float scale = Shape::kExtra && scores.inner != 0 ? 1 : scores.scale;
     Sums sums;
     Scores s;
-    Weights p = {}, guessed;
+    Weights p = {};
     Rows rows;
     unsigned steps = 0;  // of this block, before those of the tile
     WgmmaPart part = planned(0, group);
@@ -548,13 +559,14 @@ struct WgmmaY {
         weigh(s, scale, rows);
         round_to_factor(p, s, T());
       }
-      const auto go = [&](int i, Weights &from, Weights &to) {
+#pragma unroll 1
+      for (int i = 1; i < own; ++i) {
         const unsigned step = steps + i;
         barriers.k.wait(step);
         take_turn(group);
         start_rows<Shape>(s, q_tile(n), 64 * group, k_tile(step), T());
         barriers.v.wait(step - 1);
-        start_weights<Shape>(sums, from, v_tile(step - 1), i > 1, T());
+        start_weights<Shape>(sums, p, v_tile(step - 1), i > 1, T());
         pass_turn(group);
         wgmma_wait<1>();
         fence_registers(s);
@@ -562,42 +574,12 @@ struct WgmmaY {
         if (i == own - 1) barriers.q[group].release(n);
         cap(s, scores);
         hide(n, part, i, s);
-        bool shrinks = false;
-        if constexpr (Shape::kGuesses) {
-          if (!guess(s, scale, rows, to)) {
-            shrinks = weigh(s, scale, rows);
-            round_to_factor(to, s, T());
-          }
-          fence_registers(to);
-        } else {
-          shrinks = weigh(s, scale, rows);
-#ifdef FORCE
-          asm volatile("{\n.reg .pred p;\nsetp.lt.f32 p, %0, 0f00000000;\n@p trap;\n}" ::"f"(rows.total[0] + rows.total[1]) : "memory");
-#endif
-        }
+        const bool shrinks = weigh(s, scale, rows);
         wgmma_wait<0>();
-        fence_registers(sums), fence_registers(from);
+        fence_registers(sums), fence_registers(p);
         barriers.v.release(step - 1);
-        if constexpr (!Shape::kGuesses) round_to_factor(to, s, T());
+        round_to_factor(p, s, T());
         if (shrinks) shrink(sums, rows);
-      };
-      if constexpr (Shape::kGuesses) {
-#pragma unroll 1
-        for (int i = 1; i < own;) {
-          go(i, p, guessed);
-          if (++i >= own) {
-#pragma unroll
-            for (int k = 0; k < kKeys / 16; ++k)
-#pragma unroll
-              for (int j = 0; j < 4; ++j) p[k][j] = guessed[k][j];
-            break;
-          }
-          go(i, guessed, p);
-          ++i;
-        }
-      } else {
-#pragma unroll 1
-        for (int i = 1; i < own; ++i) go(i, p, p);
       }
       skip(group, own, steps, part.steps);
       const unsigned last = steps + max(0, own - 1);
@@ -667,33 +649,6 @@ struct WgmmaY {
     }
   }
 
-  __device__ static bool guess(const Scores &s, float scale, Rows &rows, Weights &weights) {
-    constexpr float kSlack = 8;
-    float found[2] = {-kInfinity, -kInfinity}, sum[2] = {}, base[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) base[half] = rows.most[half] == -kInfinity ? 0 : rows.most[half];
-#pragma unroll
-    for (int k = 0; k < kKeys / 16; ++k)
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int half = j % 2;
-        const float a = s[8 * k + 2 * j], b = s[8 * k + 2 * j + 1];
-        const float of_a = fast_exp2(fmaf(a, scale, -base[half])), of_b = fast_exp2(fmaf(b, scale, -base[half]));
-        sum[half] += of_a, sum[half] += of_b;
-        weights[k][j] = narrow_word(of_a, of_b, T());
-        found[half] = max_or_nan(found[half], max_or_nan(a, b));
-      }
-#pragma unroll
-    for (int lanes = 1; lanes < 4; lanes *= 2)
-#pragma unroll
-      for (float &most : found) most = max_or_nan(most, __shfl_xor_sync(~0u, most, lanes));
-    found[0] *= scale, found[1] *= scale;
-    const bool rises = !(found[0] <= rows.most[0] + kSlack && found[1] <= rows.most[1] + kSlack);
-    if (__any_sync(~0u, rises)) return false;
-    rows.total[0] += sum[0], rows.total[1] += sum[1];
-    return true;
-  }
-
   // Scores become weights. `most` follows the largest score where that is more than kSlack above it, and what was
   // summed before is then to be multiplied by shrink, if weigh says so: weights of up to 2^kSlack are as exact. All
   // weights of a row that has a NaN, or infinity, are NaN, and so is lse, for the backward to make them so too.
@@ -759,7 +714,7 @@ struct WgmmaY {
     }
     const int dim = static_cast<int>(c.x.z.v_dim);
     if (c.y)
-      store_rows<kVDim>(sums, c.x.of_queries(c.y, tile.b, tile.h, dim), tile.begin + 64 * group, tile.end, dim, times);
+      store_rows<kVDim>(sums, c.x.of_results(c.y, tile.b, tile.h), tile.begin + 64 * group, tile.end, dim, times);
   }
 };
 
@@ -844,14 +799,14 @@ bool wgmma_takes(const AttentionInputs<T> &x, bool forward) {
   return fits && z.scale > 0 && z.keys > 0 && z.rows() > 0 && TensorMaps::get().tiled;
 }
 
-// A tensor of heads, loaded in boxes of `rows` rows of 64 columns.
+// A tensor of heads, loaded in boxes of `rows` rows of 64 columns. row_heads: as in AttentionSizes.
 template <typename T>
 bool map_heads(CUtensorMap *map, const AttentionSizes &z, const T *data, int64_t heads, int64_t seq, int64_t dim,
-               int rows) {
+               int rows, int64_t row_heads) {
   const DType dtype = std::is_same_v<T, __half> ? DType::float16 : DType::bfloat16;
-  const int64_t row = z.heads_first ? dim : heads * dim, head = z.heads_first ? seq * dim : dim;
+  const int64_t row = z.heads_first ? dim : row_heads * dim, head = z.heads_first ? seq * dim : dim;
   return map_tiled<4>(map, dtype, data, {uint64_t(dim), uint64_t(seq), uint64_t(heads), uint64_t(z.batch)},
-                      {row, head, heads * seq * dim}, {64, uint32_t(rows), 1, 1});
+                      {row, head, row_heads * seq * dim}, {64, uint32_t(rows), 1, 1});
 }
 
 // Sections as WgmmaTiles goes through them: where tiles of a head differ in work, of so many rounds that a block has
@@ -881,10 +836,11 @@ Status launch_attention_wgmma(const char *op, AttentionWgmma<T> c, void *stream)
                    : kResult == WgmmaResult::y ? 64
                                                : Shape::kRows,
             of_k = kOfKeys ? Shape::kRows : Shape::kOthers;
-  const bool mapped = map_heads(&c.q, z, c.x.q, z.heads, z.queries, z.dim, of_q) &&
-                      map_heads(&c.k, z, c.x.k, z.kv_heads, z.keys, z.dim, of_k) &&
-                      map_heads(&c.v, z, c.x.v, z.kv_heads, z.keys, z.v_dim, of_k) &&
-                      (kResult == WgmmaResult::y || map_heads(&c.dy, z, c.x.dy, z.heads, z.queries, z.v_dim, of_q));
+  const bool mapped =
+      map_heads(&c.q, z, c.x.q, z.heads, z.queries, z.dim, of_q, z.row_heads) &&
+      map_heads(&c.k, z, c.x.k, z.kv_heads, z.keys, z.dim, of_k, z.kv_row_heads) &&
+      map_heads(&c.v, z, c.x.v, z.kv_heads, z.keys, z.v_dim, of_k, z.kv_row_heads) &&
+      (kResult == WgmmaResult::y || map_heads(&c.dy, z, c.x.dy, z.heads, z.queries, z.v_dim, of_q, z.heads));
   if (!mapped) return fail(kNotImplemented, "%s: the driver refuses a tensor map of these sizes", op);
   DeviceLimits limits;
   AOT_TRY(device_limits(op, &limits));
@@ -903,17 +859,29 @@ Status launch_attention_wgmma(const char *op, AttentionWgmma<T> c, void *stream)
   return launch_kernel(op, attention_wgmma_kernel<T, Shape, kResult>, {grid, Shape::kThreads, kShared}, stream, c);
 }
 
-// f(WgmmaShapes<kDim>()) with the head_dim that q, k and v are padded to: 64 or 128, or, of a plain forward, others.
+// f(WgmmaShapes<kDim>()) with the head_dim that q, k and v are padded to: 64 or 128.
 template <class F>
 Status dispatch_wgmma(const AttentionSizes &z, F f) {
   return std::max(z.dim, z.v_dim) <= 64 ? f(WgmmaShapes<64>()) : f(WgmmaShapes<128>());
 }
+
+// About as many keys as a query sees on average, and as many as YLong needs: with 16384 tokens of 16 heads YLong is
+// 1.6 % faster at 2048 (causal, 4096 keys) and 2.7 % at 8192, and at 1024 Y is 1.3 % (causal) to 10 % faster.
+constexpr int64_t kLongKeys = 2048;
+inline int64_t mean_keys(const AttentionSizes &z) {
+  const int64_t before = z.right < 0 ? z.keys : z.keys - z.queries / 2;
+  return z.left < 0 ? before : std::min(before, z.left);
+}
+
+// f(shape) with the shape of a plain forward.
 template <class F>
-Status dispatch_wgmma_forward(const AttentionSizes &z, F f) {
+Status dispatch_wgmma_y(const AttentionSizes &z, F f) {
+  using Of64 = WgmmaShapes<64>;
   const int64_t dim = std::max(z.dim, z.v_dim);
-  if (dim <= 64 || (dim > 96 && dim <= 128)) return dispatch_wgmma(z, f);
-  if (dim <= 96) return f(WgmmaShapes<96>());
-  return dim <= 192 && z.v_dim <= 128 ? f(WgmmaShapes<192>()) : f(WgmmaShapes<256>());
+  if (dim <= 64) return mean_keys(z) < kLongKeys ? f(Of64::Y()) : f(Of64::YLong());
+  if (dim <= 96) return f(WgmmaShapes<96>::Y());
+  if (dim <= 128) return f(WgmmaShapes<128>::Y());
+  return dim <= 192 && z.v_dim <= 128 ? f(WgmmaShapes<192>::Y()) : f(WgmmaShapes<256>::Y());
 }
 
 }  // namespace AOT_ISA

@@ -213,6 +213,7 @@ ROW = Row(
         _attention((1,), 65, 97, 1, 256, softcap=5.0),
         _attention((2,), 140, 150, 2, 192, 1, 128, causal=True),
         _attention((2,), 70, 200, 1, 256, lengths=(2,)),
+        _attention((1,), 20, 2100, 1, 64),  # Hopper's kernel for many keys
         _attention((1,), 40, 300, 3, 80, window=(-1, 3)),
         _attention((1,), 9, 300, 1, 300),
         _attention((3,), 1, 700, 8, 64, 2, lengths=(3,)),

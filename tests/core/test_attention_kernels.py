@@ -83,6 +83,9 @@ CALLS = [
     (2, 35, 5, 200, 450, 136, 72, False, (100, 30), "BSHD", [450, 77]),
     (2, 40, 20, 390, 390, 256, 256, True, None, "BSHD", [390, 333]),
     (1, 2, 1, 100, 333, 160, 200, False, None, "BHSD", None),
+    # a head_dim of 64 and many keys
+    (2, 2, 1, 300, 2300, 64, 64, False, None, "BSHD", [2300, 2055]),
+    (1, 3, 3, 450, 2500, 64, 40, True, None, "BHSD", None),
 ]
 for dtype in (torch.float16, torch.bfloat16):
     for b, h, kv, n, m, d, e, causal, window, layout, lengths, *more in CALLS:

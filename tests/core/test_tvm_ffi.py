@@ -134,6 +134,8 @@ CALLS = {
     "lltm_backward": [(4, 3), (4, 3), (4, 3), (9, 6), 9, (4, 3), (4, 3), None],
     "matmul": [X, (6, 3), False, False, False],
     "matmul_backward": [(4, 3), X, (6, 3), False, False, False],
+    "qkv_attention": [(2, 3, 48), np.array([3, 2]), 4, 2, True, None, [-1, -1], 0.0],
+    "qkv_attention_backward": [(2, 3, 24), (2, 3, 48), None, (2, 3, 24), None, 4, 2, False, 0.5, [2, 1], 1.5],
     "qkv_rope": [(2, 3, 48), (4, 3), (4, 3), None, 4, 2, True, "BSHD", None, False],
     "qkv_rope_backward": [
         (2, 4, 3, 6),
