@@ -13,11 +13,12 @@ template <typename T>
 Status attention_sm90(const char *op, const AttentionInputs<T> &x, T *y, float *lse, void *stream) {
   AttentionWgmma<T> c = {};
   c.x = x, c.y = y, c.lse = lse;
-  return dispatch_wgmma(x.z, [&](auto shapes) -> Status {
-    using Shapes = decltype(shapes);
-    if (x.extra.offsets || x.z.softcap != 0)
-      return launch_attention_wgmma<T, typename Shapes::YExtra, WgmmaResult::y>(op, c, stream);
-    return launch_attention_wgmma<T, typename Shapes::Y, WgmmaResult::y>(op, c, stream);
+  if (!x.plain() || x.z.softcap != 0)
+    return dispatch_wgmma(x.z, [&](auto shapes) -> Status {
+      return launch_attention_wgmma<T, typename decltype(shapes)::YExtra, WgmmaResult::y>(op, c, stream);
+    });
+  return dispatch_wgmma_y(x.z, [&](auto shape) -> Status {
+    return launch_attention_wgmma<T, decltype(shape), WgmmaResult::y>(op, c, stream);
   });
 }
 
