@@ -23,6 +23,7 @@
 #include <type_traits>
 
 #include "cpu/parallel.h"
+#include "tiles_cpu.h"
 
 namespace aot {
 inline namespace AOT_ISA {
@@ -100,11 +101,13 @@ struct WidenedTerms {
 struct BFloat16Pairs {
   static constexpr int kTerms = 2;
 
-  // Not every processor with AVX-512 has the instruction. AOTOPS_CPU_ISA=avx512 turns it off.
+  // Not every processor with AVX-512 has the instruction, and Intel's have it at a quarter of AMD's rate: slower than
+  // two multiply-adds of float. AOTOPS_CPU_ISA=avx512 turns it off.
   static bool available() {
     static const bool is = [] {
       const char *asked = std::getenv("AOTOPS_CPU_ISA");
-      return __builtin_cpu_supports("avx512bf16") && !(asked && !std::strcmp(asked, "avx512"));
+      return __builtin_cpu_supports("avx512bf16") && !__builtin_cpu_is("intel") &&
+             !(asked && !std::strcmp(asked, "avx512"));
     }();
     return is;
   }
@@ -125,6 +128,20 @@ struct BFloat16Pairs {
     return sum;
   }
 };
+
+// The tile registers take the same pairs.
+struct BFloat16Tiles : BFloat16Pairs {
+  static bool available() { return TileRegisters::available(); }
+};
+template <class Terms>
+constexpr bool kTiles = std::is_same_v<Terms, BFloat16Tiles>;
+template <class Terms>
+using RegistersOf = std::conditional_t<kTiles<Terms>, TileRegisters, NoEpilogue>;
+#else
+template <class Terms>
+constexpr bool kTiles = false;
+template <class Terms>
+using RegistersOf = NoEpilogue;
 #endif
 
 // ---------------------------------------------------------------------------------------------------------- kernel
@@ -275,11 +292,11 @@ constexpr int64_t strip(int64_t depth) {
 }
 
 // Packs `width` lines of m in strips of kWidth, padded with zeros. Term p of line i is m(i, p): lines are rows of A, or
-// columns of B, whose transpose m then is.
+// columns of B, whose transpose m then is. A strip is `depth` vectors' elements deep: by default, as its terms are.
 template <class Terms, int kWidth, typename T, typename A = Accumulate<T>>
-void pack(Matrix<T> m, int64_t width, int64_t terms, A *panel) {
+void pack(Matrix<T> m, int64_t width, int64_t terms, A *panel, int64_t depth = 0) {
   constexpr int lanes = kLanes<T>, step = lanes * Terms::kTerms;
-  const int64_t stride = strip<kWidth, A>(ceil_div(terms, Terms::kTerms));
+  const int64_t stride = strip<kWidth, A>(depth ? depth : ceil_div(terms, Terms::kTerms));
   // f(line, n, to) for as many lines as a vector has lanes, the first n of which exist
   auto each_strip = [=](auto f) {
     for (int64_t i = 0; i < width; i += kWidth)
@@ -317,6 +334,81 @@ void pack(Matrix<T> m, int64_t width, int64_t terms, A *panel) {
     }
   });
 }
+
+#if defined(__AVX512F__)
+// Products of bfloat16 panels of `terms` terms in tile registers. Terms are padded with zeros to whole registers.
+class TileKernel {
+ public:
+  static constexpr int kSide = TileRegisters::kSide, kPairs = TileRegisters::kPairs;
+
+  explicit TileKernel(int64_t terms) : terms_(terms), depth_(ceil_div(terms, 2 * kPairs) * kPairs) {}
+
+  // Elements of kSide packed rows of `depth` pairs. The additional pairs keep rows from the same sets of a cache.
+  static constexpr int64_t rows(int64_t depth) { return kSide * (depth + kPairs); }
+
+  // Packs the rows that `multiply` does not read where they lie.
+  void pack_rows(Matrix<bfloat16> a, int64_t m, float *panel) const {
+    for (int64_t i = 0; i < m; i += kSide)
+      if (!in_place(a, m - i))
+        for (int64_t first = 0; first < kSide; first += kPairs)
+          for (int64_t p = 0; p < depth_; p += kPairs) {
+            Vec<float> v[kPairs] = {};
+            if (m - i > first) read(a.at(i + first, 2 * p), m - i - first, terms_ - 2 * p, v);
+            float *const to = panel + i / kSide * rows(depth_) + first * pitch() + p;
+            for (int64_t l = 0; l < kPairs; ++l) store(to + l * pitch(), v[l]);
+          }
+  }
+  void pack_columns(Matrix<bfloat16> columns, int64_t n, float *panel) const {
+    pack<BFloat16Pairs, kSide>(columns, n, terms_, panel, depth_);
+    const int64_t pairs = ceil_div(terms_, 2);
+    for (int64_t j = 0; j < n; j += kSide)
+      std::memset(panel + j / kSide * strip<kSide, float>(depth_) + pairs * kSide, 0,
+                  (depth_ - pairs) * kSide * sizeof(float));
+  }
+
+  // The block of sums at (i, j), of at most kSide rows, the first of which begins at a.
+  void multiply(const TileRegisters &registers, Matrix<bfloat16> a, int64_t n, int64_t i, int64_t j,
+                const float *packed_a, const float *packed_b, bool add, float *sums, int64_t ld) const {
+    const bool here = in_place(a, n);
+    const void *const left = here ? static_cast<const void *>(a.data) : packed_a + i / kSide * rows(depth_);
+    const int64_t bytes = here ? a.stride * sizeof(bfloat16) : pitch() * sizeof(float), steps = depth_ / kPairs;
+    const float *const right = packed_b + j / kSide * strip<kSide, float>(depth_);
+    if (n == kSide && !add) return registers.multiply(left, bytes, right, steps, sums, ld);
+    alignas(64) float found[kSide * kSide];
+    registers.multiply(left, bytes, right, steps, found, kSide);
+    for (int64_t r = 0; r < n; ++r)
+      sweep<float>(kSide, [=, more = found + r * kSide, to = sums + r * ld](int64_t l, auto part) {
+        store(to + l, add ? load(to + l, part) + load(more + l, part) : load(more + l, part), part);
+      });
+  }
+
+ private:
+  // Whether whole registers can be read from a, of which `n` rows are left.
+  bool in_place(Matrix<bfloat16> a, int64_t n) const {
+    return !a.transposed && n >= kSide && terms_ % (2 * kPairs) == 0;
+  }
+  int64_t pitch() const { return depth_ + kPairs; }
+
+  // v[i] = the pairs of row i, of which n are left with `left` terms.
+  static void read(Matrix<bfloat16> a, int64_t n, int64_t left, Vec<float> (&v)[kPairs]) {
+    if (!a.transposed) {
+      for (int64_t l = 0; l < n && l < kPairs; ++l) {
+        const bfloat16 *const row = a.at(l, 0).data;
+        v[l] = left >= 2 * kPairs ? BFloat16Pairs::along(row, Full()) : BFloat16Pairs::along(row, Part{left});
+      }
+      return;
+    }
+    for (int64_t p = 0; p < kPairs && 2 * p < left; ++p) {
+      const bfloat16 *const at = a.at(0, 2 * p).data;
+      v[p] = n >= kPairs ? BFloat16Pairs::across(at, a.stride, left - 2 * p, Full())
+                         : BFloat16Pairs::across(at, a.stride, left - 2 * p, Part{n});
+    }
+    transpose<kPairs / 2>(v);
+  }
+
+  int64_t terms_, depth_;  // depth_: in pairs
+};
+#endif
 
 // The whole of a B (k, n), packed in strips of kCols columns: `size` elements.
 template <typename A>
@@ -415,7 +507,13 @@ inline Status out_of_memory(const char *op) { return fail(kOutOfMemory, "%s: out
 template <typename A>
 struct Panels {
   using B = Block<A>;
-  static constexpr int64_t kA = ceil_div(B::kPanelRows, B::kRows) * strip<B::kRows, A>(B::kDepth);
+  static constexpr int64_t kVectorA = ceil_div(B::kPanelRows, B::kRows) * strip<B::kRows, A>(B::kDepth);
+#if defined(__AVX512F__)
+  static constexpr int64_t kTileA = ceil_div(B::kPanelRows, TileKernel::kSide) * TileKernel::rows(B::kDepth);
+  static constexpr int64_t kA = std::is_same_v<A, float> && kTileA > kVectorA ? kTileA : kVectorA;
+#else
+  static constexpr int64_t kA = kVectorA;
+#endif
   static constexpr int64_t kB = ceil_div(B::kPanelCols, B::kCols) * strip<B::kCols, A>(B::kDepth);
   static constexpr int64_t kC = B::kPanelRows * ceil_div(B::kPanelCols, B::kCols) * B::kCols;
   A *a, *b, *c, *total;  // total: of the partial sums so far, for long sums
@@ -461,8 +559,10 @@ struct GemmTile {
   // all_rows: of C. They decide how sums are computed, not the tile's rows: the bits must not depend on the tiling.
   Status compute(int64_t all_rows) const {
 #if defined(__AVX512F__)
-    if constexpr (std::is_same_v<T, bfloat16> && !kGathers)
+    if constexpr (std::is_same_v<T, bfloat16> && !kGathers) {
+      if (all_rows > kDotRows && BFloat16Tiles::available()) return compute_as<BFloat16Tiles>(all_rows);
       if (BFloat16Pairs::available()) return compute_as<BFloat16Pairs>(all_rows);
+    }
 #endif
     return compute_as<WidenedTerms<T>>(all_rows);
   }
@@ -473,7 +573,7 @@ struct GemmTile {
     if constexpr (!kGathers)
       if (all_rows <= kDotRows && !a.transposed && b.transposed) return compute_by_dots<Terms>(), kOk;
     bool unpacked = false;
-    if constexpr (!kPacked) unpacked = all_rows <= kFewRows && !b.transposed;
+    if constexpr (!kPacked) unpacked = !kTiles<Terms> && all_rows <= kFewRows && !b.transposed;
     return compute_by_panels<Terms>(unpacked) ? kOk : out_of_memory("a matrix product");
   }
 
@@ -486,23 +586,24 @@ struct GemmTile {
   // for the last columns, which are not a whole block.
   template <class Terms>
   bool compute_by_panels(bool unpacked_b) const {
-    constexpr int64_t kDepth = B::kDepth * Terms::kTerms;
+    constexpr int64_t kDepth = B::kDepth * Terms::kTerms, kBlockRows = kTiles<Terms> ? 32 : B::kRows;
     const bool long_sum = k > kPartialTerms;
     const Panels<A> panels(long_sum);
     if (!panels.a) return false;
     const bool one_panel = k <= kDepth;
     const int64_t stride = one_panel && !kStores ? B::kCols : ceil_div(n, B::kCols) * B::kCols;
     const int64_t unpacked_cols = unpacked_b ? n / B::kCols * B::kCols : 0;
+    [[maybe_unused]] const RegistersOf<Terms> registers;
     int64_t p = 0;
     do {
       const int64_t terms = k - p < kDepth ? k - p : kDepth, depth = ceil_div(terms, Terms::kTerms);
       const bool begins = p % kPartialTerms == 0, all = p + terms == k, ends = all || (p + terms) % kPartialTerms == 0;
-      if constexpr (!kGathers) pack<Terms, B::kRows>(a.at(0, p), m, terms, panels.a);
-      if constexpr (!kPacked) {
-        const Matrix<T> columns{b.data, b.stride, !b.transposed};
-        pack<Terms, B::kCols>(columns.at(unpacked_cols, p), n - unpacked_cols, terms, panels.b);
-      }
-      auto accumulate = [=](int64_t i, int64_t j, int64_t rows, bool added, A *sums, int64_t ld) {
+      pack_panels<Terms>(p, terms, unpacked_cols, panels);
+      auto accumulate = [=, &registers](int64_t i, int64_t j, int64_t rows, bool added, A *sums, int64_t ld) {
+#if defined(__AVX512F__)
+        if constexpr (kTiles<Terms>)
+          return TileKernel(terms).multiply(registers, a.at(i, p), rows, i, j, panels.a, panels.b, added, sums, ld);
+#endif
         const auto left = [=] {
           if constexpr (kGathers) return a.at(i, p);
           else return static_cast<const A *>(panels.a + i / B::kRows * strip<B::kRows, A>(depth));
@@ -517,8 +618,8 @@ struct GemmTile {
         }
       };
       for (int64_t j = 0; j < n; j += B::kCols)
-        for (int64_t i = 0; i < m; i += B::kRows) {
-          const int64_t rows = m - i < B::kRows ? m - i : B::kRows, cols = n - j < B::kCols ? n - j : B::kCols;
+        for (int64_t i = 0; i < m; i += kBlockRows) {
+          const int64_t rows = m - i < kBlockRows ? m - i : kBlockRows, cols = n - j < B::kCols ? n - j : B::kCols;
           if constexpr (std::is_same_v<Epilogue, NoEpilogue> && std::is_same_v<C, A>)
             if (cols == B::kCols && !long_sum) {
               accumulate(i, j, rows, add || p, c + i * ldc + j, ldc);
@@ -540,6 +641,21 @@ struct GemmTile {
     } while (p < k);
     if constexpr (kStores) epilogue.store(row, column, m, n, panels.c, stride);
     return true;
+  }
+
+  // Terms [p, p + terms) of A's rows, and of B's columns from `column` on.
+  template <class Terms>
+  void pack_panels(int64_t p, int64_t terms, int64_t column, const Panels<A> &panels) const {
+#if defined(__AVX512F__)
+    if constexpr (kTiles<Terms>) {
+      const TileKernel tiles(terms);
+      tiles.pack_rows(a.at(0, p), m, panels.a);
+      return tiles.pack_columns(Matrix<T>{b.data, b.stride, !b.transposed}.at(0, p), n, panels.b);
+    }
+#endif
+    if constexpr (!kGathers) pack<Terms, B::kRows>(a.at(0, p), m, terms, panels.a);
+    if constexpr (!kPacked)
+      pack<Terms, B::kCols>(Matrix<T>{b.data, b.stride, !b.transposed}.at(column, p), n - column, terms, panels.b);
   }
 
   // At most kDotRows rows, and B stored transposed: the terms of both operands are contiguous.
