@@ -20,6 +20,7 @@
 // to the thread's own memory, and a block of C stays in registers while a panel passes; few rows are multiplied without
 // packing B.
 #pragma once
+#include <optional>
 #include <type_traits>
 
 #include "cpu/parallel.h"
@@ -73,6 +74,10 @@ template <class Epilogue, class = void>
 constexpr bool kStoresTiles = false;
 template <class Epilogue>
 constexpr bool kStoresTiles<Epilogue, std::enable_if_t<Epilogue::kStores>> = true;
+
+// Up to kDotRows rows of C are computed as dot products if B is stored transposed. Up to kFewRows rows, B is not packed
+// otherwise: packing would cost more than it saves.
+constexpr int64_t kDotRows = 32, kFewRows = 64;
 
 // ----------------------------------------------------------------------------------------------------------- terms
 
@@ -129,12 +134,13 @@ struct BFloat16Pairs {
   }
 };
 
-// The tile registers take the same pairs.
-struct BFloat16Tiles : BFloat16Pairs {
-  static bool available() { return TileRegisters::available(); }
-};
+// The tile registers take pairs of bfloat16 terms, and of the three bfloat16 numbers whose sum a float is.
+template <typename T>
+struct TileTerms : WidenedTerms<T> {};
+template <>
+struct TileTerms<bfloat16> : BFloat16Pairs {};
 template <class Terms>
-constexpr bool kTiles = std::is_same_v<Terms, BFloat16Tiles>;
+constexpr bool kTiles = std::is_same_v<Terms, TileTerms<bfloat16>> || std::is_same_v<Terms, TileTerms<float>>;
 template <class Terms>
 using RegistersOf = std::conditional_t<kTiles<Terms>, TileRegisters, NoEpilogue>;
 #else
@@ -142,6 +148,36 @@ template <class Terms>
 constexpr bool kTiles = false;
 template <class Terms>
 using RegistersOf = NoEpilogue;
+#endif
+
+// Whether a product of this size uses the tile registers. Few rows are multiplied without packing B; a float costs more
+// to pack.
+template <typename T>
+bool in_tiles(int64_t m, int64_t n, int64_t k) {
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<T, bfloat16>) return m > kDotRows && TileRegisters::available();
+  if constexpr (std::is_same_v<T, float>) return m >= 64 && n >= 32 && k >= 32 && TileRegisters::multiplies_floats();
+#endif
+  return (void)m, (void)n, (void)k, false;
+}
+
+// While it lives, products of T with `rows` rows of A on the calling thread need not configure what they use.
+#if defined(__AVX512F__)
+template <typename T>
+class Prepared {
+ public:
+  explicit Prepared(int64_t rows) {
+    if (in_tiles<T>(rows, rows, rows)) registers_.emplace();
+  }
+
+ private:
+  std::optional<TileRegisters> registers_;
+};
+#else
+template <typename T>
+struct Prepared {
+  explicit Prepared(int64_t) {}
+};
 #endif
 
 // ---------------------------------------------------------------------------------------------------------- kernel
@@ -292,11 +328,11 @@ constexpr int64_t strip(int64_t depth) {
 }
 
 // Packs `width` lines of m in strips of kWidth, padded with zeros. Term p of line i is m(i, p): lines are rows of A, or
-// columns of B, whose transpose m then is. A strip is `depth` vectors' elements deep: by default, as its terms are.
+// columns of B, whose transpose m then is.
 template <class Terms, int kWidth, typename T, typename A = Accumulate<T>>
-void pack(Matrix<T> m, int64_t width, int64_t terms, A *panel, int64_t depth = 0) {
+void pack(Matrix<T> m, int64_t width, int64_t terms, A *panel) {
   constexpr int lanes = kLanes<T>, step = lanes * Terms::kTerms;
-  const int64_t stride = strip<kWidth, A>(depth ? depth : ceil_div(terms, Terms::kTerms));
+  const int64_t stride = strip<kWidth, A>(ceil_div(terms, Terms::kTerms));
   // f(line, n, to) for as many lines as a vector has lanes, the first n of which exist
   auto each_strip = [=](auto f) {
     for (int64_t i = 0; i < width; i += kWidth)
@@ -336,74 +372,191 @@ void pack(Matrix<T> m, int64_t width, int64_t terms, A *panel, int64_t depth = 0
 }
 
 #if defined(__AVX512F__)
-// Products of bfloat16 panels of `terms` terms in tile registers. Terms are padded with zeros to whole registers.
+// The pairs of bfloat16 terms of 16 adjacent lines by 32 terms: of bfloat16 terms 2r and 2r + 1, of float r and r + 16,
+// of each of the parts whose sum a float is. A vector is of a line or of pairs; n lines are left, with `left` terms.
+template <typename T>
+struct TilePairs;
+
+template <>
+struct TilePairs<bfloat16> {
+  static constexpr int kParts = 1, kPairs = TileRegisters::kPairs;
+  Vec<float> v[kParts][kPairs];
+
+  bool read_lines(Matrix<bfloat16> m, int64_t n, int64_t left) {
+    for (int64_t l = 0; l < kPairs; ++l) {
+      const bfloat16 *const line = m.at(l, 0).data;
+      v[0][l] = l >= n               ? Vec<float>{}
+                : left >= 2 * kPairs ? BFloat16Pairs::along(line, Full())
+                                     : BFloat16Pairs::along(line, Part{left});
+    }
+    return true;
+  }
+  bool read_pairs(Matrix<bfloat16> m, int64_t n, int64_t left) {
+    for (int64_t r = 0; r < kPairs; ++r) {
+      const bfloat16 *const at = m.at(0, 2 * r).data;
+      v[0][r] = 2 * r >= left ? Vec<float>{}
+                : n >= kPairs ? BFloat16Pairs::across(at, m.stride, left - 2 * r, Full())
+                              : BFloat16Pairs::across(at, m.stride, left - 2 * r, Part{n});
+    }
+    return true;
+  }
+};
+
+template <>
+struct TilePairs<float> {
+  static constexpr int kParts = 3, kPairs = TileRegisters::kPairs;
+  Vec<float> v[kParts][kPairs];
+
+  // False: a number is not the sum of three of bfloat16, since it is not finite, or nearly so.
+  bool read_lines(Matrix<float> m, int64_t n, int64_t left) {
+    VecBits most{};
+    const auto read = [=](int64_t l, int64_t p) {
+      return l >= n || p >= left  ? Vec<float>{}
+             : left - p >= kPairs ? load(m.at(l, p).data)
+                                  : load(m.at(l, p).data, Part{left - p});
+    };
+    for (int64_t l = 0; l < kPairs; ++l) split(l, read(l, 0), read(l, kPairs), most);
+    return sums(most);
+  }
+  bool read_pairs(Matrix<float> m, int64_t n, int64_t left) {
+    VecBits most{};
+    const auto read = [=](int64_t p) {
+      return p >= left ? Vec<float>{} : n >= kPairs ? load(m.at(0, p).data) : load(m.at(0, p).data, Part{n});
+    };
+    for (int64_t r = 0; r < kPairs; ++r) split(r, read(r), read(r + kPairs), most);
+    return sums(most);
+  }
+
+ private:
+  static constexpr uint32_t kUpper = 0xffff0000, kHalf = 0x8000, kMost = 0x7e800000;  // kMost: 2^126
+
+  // Each part is what remains, rounded to bfloat16. The last is exact.
+  AOT_INLINE void split(int64_t i, Vec<float> first, Vec<float> second, VecBits &most) {
+    const VecBits a = (VecBits)first << 1, b = (VecBits)second << 1;  // without signs
+    most = a > most ? a : most;
+    most = b > most ? b : most;
+#pragma GCC unroll 3
+    for (int part = 0; part < kParts; ++part) {
+      const VecBits low = ((VecBits)first + kHalf) & kUpper, high = ((VecBits)second + kHalf) & kUpper;
+      v[part][i] = (Vec<float>)(high | low >> 16);
+      first -= (Vec<float>)low, second -= (Vec<float>)high;
+    }
+  }
+  static bool sums(VecBits most) {
+    uint32_t all = 0;
+    for (int i = 0; i < kPairs; ++i) all = most[i] > all ? most[i] : all;
+    return all < kMost << 1;
+  }
+};
+
+// Products of panels of `terms` terms in tile registers. Terms are padded with zeros to whole registers.
+template <typename T>
 class TileKernel {
  public:
-  static constexpr int kSide = TileRegisters::kSide, kPairs = TileRegisters::kPairs;
+  static constexpr int kSide = TileRegisters::kSide, kPairs = TileRegisters::kPairs, kParts = TilePairs<T>::kParts;
+  // Rows of a tile of C: of packed rows, and of those that are read where they lie, of which more share a panel of B.
+  static constexpr int64_t kPanelRows = 256, kTallRows = 512;
+  static constexpr int64_t kPanelCols = kParts == 1 ? Block<float>::kPanelCols : 256;
+  static constexpr int64_t kDepth = Block<float>::kDepth * 2 / (kParts == 1 ? 1 : 2);  // terms
+
+  // Which blocks of kSide lines of a panel are no sums of bfloat16 numbers.
+  struct Odd {
+    bool rows[kPanelRows / kSide], columns[Block<float>::kPanelCols / kSide];
+  };
 
   explicit TileKernel(int64_t terms) : terms_(terms), depth_(ceil_div(terms, 2 * kPairs) * kPairs) {}
 
-  // Elements of kSide packed rows of `depth` pairs. The additional pairs keep rows from the same sets of a cache.
+  // Elements of kSide packed rows, and of a panel of them. The additional pairs keep rows from the same sets of a
+  // cache.
   static constexpr int64_t rows(int64_t depth) { return kSide * (depth + kPairs); }
+  static constexpr int64_t kRowPanel = kPanelRows / kSide * kParts * rows(kDepth / 2);
+  static constexpr int64_t kColumnPanel = kPanelCols / kSide * kParts * strip<kSide, float>(kDepth / 2);
+
+  // Whether no more is packed of A than the rows that are not a whole register, so that any number of rows may be used.
+  static bool in_place(Matrix<T> a, int64_t terms) { return kParts == 1 && !a.transposed && terms % (2 * kPairs) == 0; }
 
   // Packs the rows that `multiply` does not read where they lie.
-  void pack_rows(Matrix<bfloat16> a, int64_t m, float *panel) const {
-    for (int64_t i = 0; i < m; i += kSide)
-      if (!in_place(a, m - i))
-        for (int64_t first = 0; first < kSide; first += kPairs)
-          for (int64_t p = 0; p < depth_; p += kPairs) {
-            Vec<float> v[kPairs] = {};
-            if (m - i > first) read(a.at(i + first, 2 * p), m - i - first, terms_ - 2 * p, v);
-            float *const to = panel + i / kSide * rows(depth_) + first * pitch() + p;
-            for (int64_t l = 0; l < kPairs; ++l) store(to + l * pitch(), v[l]);
-          }
+  void pack_rows(Matrix<T> a, int64_t m, float *panel, Odd &odd) const {
+    std::memset(odd.rows, 0, sizeof odd.rows);
+    const int64_t first = in_place(a, terms_) ? m / kSide * kSide : 0, pitch = depth_ + kPairs;
+    each_chunk(a, first, m, [=, &odd](int64_t i, int64_t p) {
+      TilePairs<T> pairs;
+      if (!read(a, m, i, p, true, pairs)) odd.rows[i / kSide] = true;
+      for (int part = 0; part < kParts; ++part)
+        for (int64_t l = 0; l < kPairs; ++l)
+          store(panel + place(a, i) + part * rows(depth_) + (i % kSide + l) * pitch + p, pairs.v[part][l]);
+    });
   }
-  void pack_columns(Matrix<bfloat16> columns, int64_t n, float *panel) const {
-    pack<BFloat16Pairs, kSide>(columns, n, terms_, panel, depth_);
-    const int64_t pairs = ceil_div(terms_, 2);
-    for (int64_t j = 0; j < n; j += kSide)
-      std::memset(panel + j / kSide * strip<kSide, float>(depth_) + pairs * kSide, 0,
-                  (depth_ - pairs) * kSide * sizeof(float));
+  // columns: the transpose of B
+  void pack_columns(Matrix<T> columns, int64_t n, float *panel, Odd &odd) const {
+    std::memset(odd.columns, 0, sizeof odd.columns);
+    each_chunk(columns, 0, n, [=, &odd](int64_t j, int64_t p) {
+      TilePairs<T> pairs;
+      if (!read(columns, n, j, p, false, pairs)) odd.columns[j / kSide] = true;
+      for (int part = 0; part < kParts; ++part)
+        for (int64_t r = 0; r < kPairs; ++r)
+          store(panel + (j / kSide * kParts + part) * strip<kSide, float>(depth_) + (p + r) * kSide + j % kSide,
+                pairs.v[part][r]);
+    });
   }
 
-  // The block of sums at (i, j), of at most kSide rows, the first of which begins at a.
-  void multiply(const TileRegisters &registers, Matrix<bfloat16> a, int64_t n, int64_t i, int64_t j,
-                const float *packed_a, const float *packed_b, bool add, float *sums, int64_t ld) const {
-    const bool here = in_place(a, n);
-    const void *const left = here ? static_cast<const void *>(a.data) : packed_a + i / kSide * rows(depth_);
-    const int64_t bytes = here ? a.stride * sizeof(bfloat16) : pitch() * sizeof(float), steps = depth_ / kPairs;
-    const float *const right = packed_b + j / kSide * strip<kSide, float>(depth_);
-    if (n == kSide && !add) return registers.multiply(left, bytes, right, steps, sums, ld);
+  // The block of sums at (i, j), of n rows, at most kSide, the first of which begins at a.
+  void multiply(const TileRegisters &registers, Matrix<T> a, int64_t n, int64_t i, int64_t j, const float *packed_a,
+                const float *packed_b, bool add, float *sums, int64_t ld) const {
+    const bool here = in_place(a, terms_) && n == kSide, whole = n == kSide && !add;
+    TileOperand left{packed_a + (here ? 0 : place(a, i)), (depth_ + kPairs) * int64_t{sizeof(float)}, rows(depth_)};
+    if (here) left.data = a.data, left.row_bytes = a.stride * sizeof(T);
+    const TileOperand right{packed_b + j / kSide * kParts * strip<kSide, float>(depth_), kSide * sizeof(float),
+                            strip<kSide, float>(depth_)};
     alignas(64) float found[kSide * kSide];
-    registers.multiply(left, bytes, right, steps, found, kSide);
-    for (int64_t r = 0; r < n; ++r)
+    registers.multiply<kParts>(left, right, depth_ / kPairs, whole ? sums : found, whole ? ld : kSide);
+    for (int64_t r = 0; r < n && !whole; ++r)
       sweep<float>(kSide, [=, more = found + r * kSide, to = sums + r * ld](int64_t l, auto part) {
         store(to + l, add ? load(to + l, part) + load(more + l, part) : load(more + l, part), part);
       });
   }
 
- private:
-  // Whether whole registers can be read from a, of which `n` rows are left.
-  bool in_place(Matrix<bfloat16> a, int64_t n) const {
-    return !a.transposed && n >= kSide && terms_ % (2 * kPairs) == 0;
+  // The same by multiply-adds. b: begins at (p, j), and has `columns` left.
+  void multiply_odd(Matrix<T> a, int64_t n, Matrix<T> b, int64_t columns, bool add, float *sums, int64_t ld) const {
+    if constexpr (kParts > 1) {
+      using Terms = WidenedTerms<T>;
+      constexpr int kRows = Block<float>::kRows;
+      static_assert(Block<float>::kCols == kSide);
+      alignas(64) float left[ceil_div(kSide, kRows) * strip<kRows, float>(kDepth)], right[strip<kSide, float>(kDepth)];
+      pack<Terms, kRows>(a, n, terms_, left);
+      const Matrix<T> lines{b.data, b.stride, !b.transposed};
+      pack<Terms, kSide>(lines, columns < kSide ? columns : kSide, terms_, right);
+      for (int64_t i = 0; i < n; i += kRows)
+        run_micro_kernel<Terms>(n - i < kRows ? n - i : kRows, terms_,
+                                static_cast<const float *>(left + i / kRows * strip<kRows, float>(terms_)),
+                                PackedB<float>{right}, add, sums + i * ld, ld);
+    }
   }
-  int64_t pitch() const { return depth_ + kPairs; }
 
-  // v[i] = the pairs of row i, of which n are left with `left` terms.
-  static void read(Matrix<bfloat16> a, int64_t n, int64_t left, Vec<float> (&v)[kPairs]) {
-    if (!a.transposed) {
-      for (int64_t l = 0; l < n && l < kPairs; ++l) {
-        const bfloat16 *const row = a.at(l, 0).data;
-        v[l] = left >= 2 * kPairs ? BFloat16Pairs::along(row, Full()) : BFloat16Pairs::along(row, Part{left});
-      }
-      return;
-    }
-    for (int64_t p = 0; p < kPairs && 2 * p < left; ++p) {
-      const bfloat16 *const at = a.at(0, 2 * p).data;
-      v[p] = n >= kPairs ? BFloat16Pairs::across(at, a.stride, left - 2 * p, Full())
-                         : BFloat16Pairs::across(at, a.stride, left - 2 * p, Part{n});
-    }
-    transpose<kPairs / 2>(v);
+ private:
+  // Where the packed rows from i on begin.
+  int64_t place(Matrix<T> a, int64_t i) const { return in_place(a, terms_) ? 0 : i / kSide * kParts * rows(depth_); }
+
+  // f(i, p) for every kPairs lines from `first` on and kPairs pairs of terms, in the order in which memory has them.
+  template <class F>
+  void each_chunk(Matrix<T> m, int64_t first, int64_t lines, F f) const {
+    const int64_t end = ceil_div(lines, kSide) * kSide;
+    if (m.transposed)
+      for (int64_t p = 0; p < depth_; p += kPairs)
+        for (int64_t i = first; i < end; i += kPairs) f(i, p);
+    else
+      for (int64_t i = first; i < end; i += kPairs)
+        for (int64_t p = 0; p < depth_; p += kPairs) f(i, p);
+  }
+
+  // Vectors of lines, or of pairs.
+  bool read(Matrix<T> m, int64_t lines, int64_t i, int64_t p, bool of_lines, TilePairs<T> &pairs) const {
+    const Matrix<T> from = m.at(i, 2 * p);
+    const int64_t n = lines > i ? lines - i : 0, left = terms_ - 2 * p;
+    const bool good = m.transposed ? pairs.read_pairs(from, n, left) : pairs.read_lines(from, n, left);
+    if (m.transposed == of_lines)
+      for (auto &v : pairs.v) transpose<kPairs / 2>(v);
+    return good;
   }
 
   int64_t terms_, depth_;  // depth_: in pairs
@@ -507,15 +660,20 @@ inline Status out_of_memory(const char *op) { return fail(kOutOfMemory, "%s: out
 template <typename A>
 struct Panels {
   using B = Block<A>;
+  static constexpr int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
   static constexpr int64_t kVectorA = ceil_div(B::kPanelRows, B::kRows) * strip<B::kRows, A>(B::kDepth);
+  static constexpr int64_t kVectorB = ceil_div(B::kPanelCols, B::kCols) * strip<B::kCols, A>(B::kDepth);
+  static constexpr int64_t kVectorC = B::kPanelRows * ceil_div(B::kPanelCols, B::kCols) * B::kCols;
 #if defined(__AVX512F__)
-  static constexpr int64_t kTileA = ceil_div(B::kPanelRows, TileKernel::kSide) * TileKernel::rows(B::kDepth);
-  static constexpr int64_t kA = std::is_same_v<A, float> && kTileA > kVectorA ? kTileA : kVectorA;
+  using Narrow = TileKernel<bfloat16>;
+  using Wide = TileKernel<float>;
+  static constexpr bool kFloat = std::is_same_v<A, float>;
+  static constexpr int64_t kA = kFloat ? larger(kVectorA, larger(Narrow::kRowPanel, Wide::kRowPanel)) : kVectorA;
+  static constexpr int64_t kB = kFloat ? larger(kVectorB, larger(Narrow::kColumnPanel, Wide::kColumnPanel)) : kVectorB;
+  static constexpr int64_t kC = kFloat ? larger(kVectorC, Narrow::kPanelRows *Narrow::kPanelCols) : kVectorC;
 #else
-  static constexpr int64_t kA = kVectorA;
+  static constexpr int64_t kA = kVectorA, kB = kVectorB, kC = kVectorC;
 #endif
-  static constexpr int64_t kB = ceil_div(B::kPanelCols, B::kCols) * strip<B::kCols, A>(B::kDepth);
-  static constexpr int64_t kC = B::kPanelRows * ceil_div(B::kPanelCols, B::kCols) * B::kCols;
   A *a, *b, *c, *total;  // total: of the partial sums so far, for long sums
 
   explicit Panels(bool long_sums)
@@ -525,9 +683,18 @@ struct Panels {
         total(c + kC) {}
 };
 
-// Up to kDotRows rows of C are computed as dot products if B is stored transposed. Up to kFewRows rows, B is not packed
-// otherwise: packing would cost more than it saves.
-constexpr int64_t kDotRows = 32, kFewRows = 64;
+// Whether products of these operands may use the tile registers, and what they know of a panel.
+template <typename T, class Left, class Right>
+constexpr bool kMayUseTiles =
+    (std::is_same_v<T, bfloat16> || std::is_same_v<T, float>) &&
+    (std::is_same_v<Left, Matrix<T>> || std::is_same_v<Left, InPlace<T>>) && std::is_same_v<Right, Matrix<T>>;
+#if defined(__AVX512F__)
+template <class Terms>
+using OddOf = typename TileKernel<std::conditional_t<Terms::kTerms == 2, bfloat16, float>>::Odd;
+#else
+template <class Terms>
+using OddOf = NoEpilogue;
+#endif
 
 // A tile of C on the calling thread.
 template <typename T, typename C, class Epilogue = NoEpilogue, class Left = Matrix<T>, class Right = Matrix<T>>
@@ -556,13 +723,14 @@ struct GemmTile {
       });
   }
 
-  // all_rows: of C. They decide how sums are computed, not the tile's rows: the bits must not depend on the tiling.
-  Status compute(int64_t all_rows) const {
+  // all_rows: of C. They decide how sums are computed, not the tile's rows: the bits must not depend on the tiling. So
+  // does in_tiles.
+  Status compute(int64_t all_rows, [[maybe_unused]] bool tiled) const {
 #if defined(__AVX512F__)
-    if constexpr (std::is_same_v<T, bfloat16> && !kGathers) {
-      if (all_rows > kDotRows && BFloat16Tiles::available()) return compute_as<BFloat16Tiles>(all_rows);
+    if constexpr (kMayUseTiles<T, Left, Right>)
+      if (tiled) return compute_as<TileTerms<T>>(all_rows);
+    if constexpr (std::is_same_v<T, bfloat16> && !kGathers)
       if (BFloat16Pairs::available()) return compute_as<BFloat16Pairs>(all_rows);
-    }
 #endif
     return compute_as<WidenedTerms<T>>(all_rows);
   }
@@ -586,7 +754,7 @@ struct GemmTile {
   // for the last columns, which are not a whole block.
   template <class Terms>
   bool compute_by_panels(bool unpacked_b) const {
-    constexpr int64_t kDepth = B::kDepth * Terms::kTerms, kBlockRows = kTiles<Terms> ? 32 : B::kRows;
+    constexpr int64_t kDepth = B::kDepth * Terms::kTerms, kBlockRows = kTiles<Terms> ? B::kCols : B::kRows;
     const bool long_sum = k > kPartialTerms;
     const Panels<A> panels(long_sum);
     if (!panels.a) return false;
@@ -594,15 +762,16 @@ struct GemmTile {
     const int64_t stride = one_panel && !kStores ? B::kCols : ceil_div(n, B::kCols) * B::kCols;
     const int64_t unpacked_cols = unpacked_b ? n / B::kCols * B::kCols : 0;
     [[maybe_unused]] const RegistersOf<Terms> registers;
+    [[maybe_unused]] OddOf<Terms> odd;
     int64_t p = 0;
     do {
       const int64_t terms = k - p < kDepth ? k - p : kDepth, depth = ceil_div(terms, Terms::kTerms);
       const bool begins = p % kPartialTerms == 0, all = p + terms == k, ends = all || (p + terms) % kPartialTerms == 0;
-      pack_panels<Terms>(p, terms, unpacked_cols, panels);
-      auto accumulate = [=, &registers](int64_t i, int64_t j, int64_t rows, bool added, A *sums, int64_t ld) {
+      pack_panels<Terms>(p, terms, unpacked_cols, panels, odd);
+      auto accumulate = [=, &registers, &odd](int64_t i, int64_t j, int64_t rows, bool added, A *sums, int64_t ld) {
 #if defined(__AVX512F__)
         if constexpr (kTiles<Terms>)
-          return TileKernel(terms).multiply(registers, a.at(i, p), rows, i, j, panels.a, panels.b, added, sums, ld);
+          return multiply_block<Terms>(registers, odd, p, terms, panels, i, j, rows, added, sums, ld);
 #endif
         const auto left = [=] {
           if constexpr (kGathers) return a.at(i, p);
@@ -645,18 +814,37 @@ struct GemmTile {
 
   // Terms [p, p + terms) of A's rows, and of B's columns from `column` on.
   template <class Terms>
-  void pack_panels(int64_t p, int64_t terms, int64_t column, const Panels<A> &panels) const {
+  void pack_panels(int64_t p, int64_t terms, int64_t column, const Panels<A> &panels,
+                   [[maybe_unused]] OddOf<Terms> &odd) const {
 #if defined(__AVX512F__)
     if constexpr (kTiles<Terms>) {
-      const TileKernel tiles(terms);
-      tiles.pack_rows(a.at(0, p), m, panels.a);
-      return tiles.pack_columns(Matrix<T>{b.data, b.stride, !b.transposed}.at(0, p), n, panels.b);
+      const TileKernel<T> tiles(terms);
+      tiles.pack_rows(rows_from(0, p), m, panels.a, odd);
+      return tiles.pack_columns(Matrix<T>{b.data, b.stride, !b.transposed}.at(0, p), n, panels.b, odd);
     }
 #endif
     if constexpr (!kGathers) pack<Terms, B::kRows>(a.at(0, p), m, terms, panels.a);
     if constexpr (!kPacked)
       pack<Terms, B::kCols>(Matrix<T>{b.data, b.stride, !b.transposed}.at(column, p), n - column, terms, panels.b);
   }
+
+#if defined(__AVX512F__)
+  Matrix<T> rows_from(int64_t i, int64_t p) const {
+    const auto at = a.at(i, p);
+    if constexpr (kGathers) return {at.data, at.stride};
+    else return at;
+  }
+
+  template <class Terms>
+  void multiply_block(const TileRegisters &registers, const OddOf<Terms> &odd, int64_t p, int64_t terms,
+                      const Panels<A> &panels, int64_t i, int64_t j, int64_t rows, bool added, A *sums,
+                      int64_t ld) const {
+    using K = TileKernel<T>;
+    const bool multiply_adds = K::kParts > 1 && (odd.rows[i / K::kSide] || odd.columns[j / K::kSide]);
+    if (multiply_adds) K(terms).multiply_odd(rows_from(i, p), rows, b.at(p, j), n - j, added, sums, ld);
+    else K(terms).multiply(registers, rows_from(i, p), rows, i, j, panels.a, panels.b, added, sums, ld);
+  }
+#endif
 
   // At most kDotRows rows, and B stored transposed: the terms of both operands are contiguous.
   template <class Terms>
@@ -682,27 +870,31 @@ struct GemmTile {
   }
 };
 
+// What a tile of C may be: at most rows x cols, of multiples of units; worth multiplications pay for waking a thread.
+struct TileLimits {
+  int64_t rows, cols, row_unit, col_unit, worth;
+  bool tall;  // columns are divided first: those of B are packed for each tile, and A is not packed
+};
+
 // How C is divided into tiles, all of one size but the last of each row and column.
 struct Tiling {
   int64_t m, n, rows, cols, across, count;
 
   // Enough tiles for all threads, counting those of `products` products, as long as a tile is worth waking a thread
-  // for. They have at most panel_rows rows.
-  template <typename A>
-  static Tiling of(int64_t m, int64_t n, int64_t k, int64_t products, int64_t panel_rows) {
-    using B = Block<A>;
-    constexpr double kMinWork = 1 << 18;  // multiplications of a tile
+  // for.
+  static Tiling of(int64_t m, int64_t n, int64_t k, int64_t products, const TileLimits &limits) {
     const int64_t enough = threads() > 1 ? 2 * threads() : 1;
     auto piece = [](int64_t total, int64_t pieces, int64_t unit) {
       return ceil_div(ceil_div(total, pieces), unit) * unit;
     };
     if (m == 0 || n == 0) return {};
-    for (int64_t down = ceil_div(m, panel_rows), across = ceil_div(n, B::kPanelCols);;) {
-      Tiling t{m, n, piece(m, down, B::kRows), piece(n, across, B::kCols), 0, 0};
+    for (int64_t down = ceil_div(m, limits.rows), across = ceil_div(n, limits.cols);;) {
+      Tiling t{m, n, piece(m, down, limits.row_unit), piece(n, across, limits.col_unit), 0, 0};
       t.across = ceil_div(n, t.cols), t.count = ceil_div(m, t.rows) * t.across;
-      const bool flat = t.rows == B::kRows, narrow = t.cols == B::kCols;
-      if (t.count * products >= enough || (flat && narrow) || double(m) * n * k < 2 * kMinWork * t.count) return t;
-      narrow || (t.rows > t.cols && !flat) ? down *= 2 : across *= 2;
+      const bool flat = t.rows == limits.row_unit, narrow = t.cols == limits.col_unit;
+      const bool worth = double(m) * n * k >= 2.0 * limits.worth * t.count;
+      if (t.count * products >= enough || (flat && narrow) || !worth) return t;
+      narrow || (!limits.tall && t.rows > t.cols && !flat) ? down *= 2 : across *= 2;
     }
   }
 
@@ -726,23 +918,43 @@ struct CpuGemm {
   bool add = false;
   Epilogue epilogue = {};
 
-  Tiling tiles(int64_t products) const {
+  Tiling tiles(int64_t products) const { return Tiling::of(m, n, k, products, limits()); }
+
+  Status compute(const Tiling &tiles, int64_t index) const {
+    return tiles.at(index, [this](int64_t i, int64_t j, int64_t rows, int64_t cols) {
+      const GemmTile<T, C, Epilogue, Left, Right> tile{rows, cols, k, a.at(i, 0), b.at(0, j), c + i * ldc + j,
+                                                       ldc,  add,  i, j,          epilogue};
+      return tile.compute(m, uses_tiles());
+    });
+  }
+
+ private:
+  bool uses_tiles() const {
+    if constexpr (kMayUseTiles<T, Left, Right>) return in_tiles<T>(m, n, k);
+    return false;
+  }
+  TileLimits limits() const {
     using B = Block<Accumulate<T>>;
+#if defined(__AVX512F__)
+    if constexpr (kMayUseTiles<T, Left, Right>)
+      if (uses_tiles()) {
+        using K = TileKernel<T>;
+        constexpr int64_t kWorth = 1 << 20;
+        bool in_place = false;
+        if constexpr (std::is_same_v<Left, Matrix<T>>) in_place = K::in_place(a, k);
+        if (!in_place) return {K::kPanelRows, K::kPanelCols, K::kSide, K::kSide, kWorth, false};
+        const int64_t rows = ceil_div(m < K::kTallRows ? m : K::kTallRows, K::kSide) * K::kSide;
+        const int64_t cols = Panels<float>::kC / rows / K::kSide * K::kSide;
+        return {rows, cols < K::kPanelCols ? cols : K::kPanelCols, K::kSide, K::kSide, kWorth, true};
+      }
+#endif
     // The panel of B is packed for each tile, unless all of B is. Without a panel of A, more rows share it.
     constexpr bool kOneSize = std::is_same_v<Left, Matrix<T>> || !std::is_same_v<Right, Matrix<T>>;
     const int64_t most = B::kPanelRows * B::kPanelCols / (ceil_div(n, B::kCols) * B::kCols + 1);
     const int64_t rows = kOneSize || most < B::kPanelRows ? +B::kPanelRows
                          : most < 4 * B::kPanelRows       ? most / B::kRows * B::kRows
                                                           : 4 * B::kPanelRows;
-    return Tiling::of<Accumulate<T>>(m, n, k, products, rows);
-  }
-
-  Status compute(const Tiling &tiles, int64_t index) const {
-    return tiles.at(index, [this](int64_t i, int64_t j, int64_t rows, int64_t cols) {
-      const GemmTile<T, C, Epilogue, Left, Right> tile{rows, cols, k, a.at(i, 0), b.at(0, j), c + i * ldc + j,
-                                                       ldc,  add,  i, j,          epilogue};
-      return tile.compute(m);
-    });
+    return {rows, B::kPanelCols, B::kRows, B::kCols, 1 << 18, false};
   }
 };
 

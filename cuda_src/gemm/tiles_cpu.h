@@ -16,6 +16,32 @@
 namespace aot {
 inline namespace AOT_ISA {
 
+// Packed pairs: each row's begin row_bytes after those of the one before it, and a part's part_floats after the one's
+// before it.
+struct TileOperand {
+  const void *data;
+  int64_t row_bytes, part_floats;
+
+  const char *at(int part) const {
+    return reinterpret_cast<const char *>(static_cast<const float *>(data) + part * part_floats);
+  }
+};
+
+// What ldtilecfg loads.
+struct alignas(64) TileConfiguration {
+  uint8_t palette = 0, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+
+  // All eight registers, whole.
+  static constexpr TileConfiguration whole() {
+    TileConfiguration c;
+    c.palette = 1;
+    for (int i = 0; i < 8; ++i) c.row_bytes[i] = 64, c.rows[i] = 16;
+    return c;
+  }
+};
+
 // While an object lives, the calling thread's tile registers are configured for products; then they are as before,
 // since another library may have configured them.
 class TileRegisters {
@@ -24,42 +50,41 @@ class TileRegisters {
   static constexpr int kPairs = 16;  // pairs of terms of a step
 
   TileRegisters() {
+    static constexpr TileConfiguration kMine = TileConfiguration::whole();
     asm volatile("sttilecfg %0" : "=m"(before_));
-    const Configuration mine = all_rows();
-    asm volatile("ldtilecfg %0" ::"m"(mine));
+    same_ = !std::memcmp(&before_, &kMine, sizeof kMine);
+    if (!same_) asm volatile("ldtilecfg %0" ::"m"(kMine));
   }
   ~TileRegisters() {
+    if (same_) return;
     if (before_.palette) asm volatile("ldtilecfg %0" ::"m"(before_));
     else asm volatile("tilerelease");
   }
   TileRegisters(const TileRegisters &) = delete;
 
-  // sums[i * ld + j] of kSide x kSide = the sum over `steps` * kPairs pairs p of terms of a(i, p) * b(p, j), where a's
-  // rows are `a_bytes` apart, and b's kSide pairs.
-  void multiply(const void *a, int64_t a_bytes, const float *b, int64_t steps, float *sums, int64_t ld) const {
-    const char *upper = static_cast<const char *>(a), *lower = upper + kSide / 2 * a_bytes;
-    const char *left = reinterpret_cast<const char *>(b), *right = left + 64;
-    const int64_t b_bytes = kSide * sizeof(float), ld_bytes = ld * sizeof(float);
+  // sums[i * ld + j] of kSide x kSide = the sum over `steps` * kPairs pairs p of terms of a(i, p) * b(p, j). With three
+  // parts, whose sums the factors are: the products of the largest parts are added last, for they are rounded the most,
+  // and those of less than 2^-24 of them are left out.
+  template <int parts>
+  void multiply(TileOperand a, TileOperand b, int64_t steps, float *sums, int64_t ld) const {
     asm volatile("tilezero %%tmm0\n\ttilezero %%tmm1\n\ttilezero %%tmm2\n\ttilezero %%tmm3" ::: "memory");
-    for (int64_t i = 0; i < steps; ++i, upper += 64, lower += 64, left += kPairs * b_bytes, right += kPairs * b_bytes)
-      asm volatile(
-          "tileloadd (%2,%5,1), %%tmm6\n\t"
-          "tileloadd (%0,%4,1), %%tmm4\n\t"
-          "tileloadd (%3,%5,1), %%tmm7\n\t"
-          "tdpbf16ps %%tmm6, %%tmm4, %%tmm0\n\t"
-          "tileloadd (%1,%4,1), %%tmm5\n\t"
-          "tdpbf16ps %%tmm7, %%tmm4, %%tmm1\n\t"
-          "tdpbf16ps %%tmm6, %%tmm5, %%tmm2\n\t"
-          "tdpbf16ps %%tmm7, %%tmm5, %%tmm3" ::"r"(upper),
-          "r"(lower), "r"(left), "r"(right), "r"(a_bytes), "r"(b_bytes)
-          : "memory");
+    for (int64_t i = 0; i < steps && parts > 1; ++i) {
+      const auto left = [&](int part) { load_left(a, part, i); };
+      const auto right = [&](int part) { load_right(b, part, i); };
+      left(0), right(2), add();
+      right(1), add();
+      left(1), add();
+      right(0), add();
+      left(2), add();
+    }
+    for (int64_t i = 0; i < steps; ++i) load_left(a, 0, i), load_right(b, 0, i), add();
     float *const below = sums + kSide / 2 * ld;
     asm volatile(
         "tilestored %%tmm0, (%0,%4,1)\n\t"
         "tilestored %%tmm1, (%1,%4,1)\n\t"
         "tilestored %%tmm2, (%2,%4,1)\n\t"
         "tilestored %%tmm3, (%3,%4,1)" ::"r"(sums),
-        "r"(sums + kSide / 2), "r"(below), "r"(below + kSide / 2), "r"(ld_bytes)
+        "r"(sums + kSide / 2), "r"(below), "r"(below + kSide / 2), "r"(ld * int64_t{sizeof(float)})
         : "memory");
   }
 
@@ -73,18 +98,36 @@ class TileRegisters {
     return are;
   }
 
- private:
-  struct alignas(64) Configuration {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t row_bytes[16];
-    uint8_t rows[16];
-  };
+  // AOTOPS_TILES_FLOAT
+  static bool multiplies_floats() {
+    static const bool are = [] {
+      const char *asked = std::getenv("AOTOPS_TILES_FLOAT");
+      return !(asked && !std::strcmp(asked, "0")) && available();
+    }();
+    return are;
+  }
 
-  static Configuration all_rows() {
-    Configuration c{};
-    c.palette = 1;
-    for (int i = 0; i < 8; ++i) c.row_bytes[i] = 64, c.rows[i] = 16;
-    return c;
+ private:
+  // 32 rows of a step, and of b 16 rows of 32 pairs.
+  static void load_left(TileOperand a, int part, int64_t step) {
+    const char *const upper = a.at(part) + step * 64;
+    asm volatile("tileloadd (%0,%2,1), %%tmm4\n\ttileloadd (%1,%2,1), %%tmm5" ::"r"(upper),
+                 "r"(upper + kSide / 2 * a.row_bytes), "r"(a.row_bytes)
+                 : "memory");
+  }
+  static void load_right(TileOperand b, int part, int64_t step) {
+    const char *const left = b.at(part) + step * kPairs * b.row_bytes;
+    asm volatile("tileloadd (%0,%2,1), %%tmm6\n\ttileloadd (%1,%2,1), %%tmm7" ::"r"(left), "r"(left + 64),
+                 "r"(b.row_bytes)
+                 : "memory");
+  }
+  static void add() {
+    asm volatile(
+        "tdpbf16ps %%tmm6, %%tmm4, %%tmm0\n\t"
+        "tdpbf16ps %%tmm7, %%tmm4, %%tmm1\n\t"
+        "tdpbf16ps %%tmm6, %%tmm5, %%tmm2\n\t"
+        "tdpbf16ps %%tmm7, %%tmm5, %%tmm3" ::
+            : "memory");
   }
 
   static bool present() {
@@ -108,7 +151,7 @@ class TileRegisters {
     for (int i = 0; i < kSide; ++i)
       for (int p = 0; p < 2 * kPairs; ++p)
         a[i][p] = bfloat16_of(of(i, p)), b[p / 2][i][p % 2] = bfloat16_of(of(p, 2 * i + 1));
-    TileRegisters().multiply(a, sizeof a[0], reinterpret_cast<const float *>(b), 1, sums[0], kSide);
+    TileRegisters().multiply<1>({a, sizeof a[0], 0}, {b, sizeof b[0], 0}, 1, sums[0], kSide);
     for (int i = 0; i < kSide; ++i)
       for (int j = 0; j < kSide; ++j) {
         int sum = 0;
@@ -118,7 +161,8 @@ class TileRegisters {
     return true;
   }
 
-  Configuration before_;
+  TileConfiguration before_;
+  bool same_;
 };
 
 }  // namespace AOT_ISA
