@@ -134,13 +134,10 @@ struct BFloat16Pairs {
   }
 };
 
-// The tile registers take pairs of bfloat16 terms, and of the three bfloat16 numbers whose sum a float is.
-template <typename T>
-struct TileTerms : WidenedTerms<T> {};
-template <>
-struct TileTerms<bfloat16> : BFloat16Pairs {};
+// Pairs for the tile registers.
+struct TileTerms : BFloat16Pairs {};
 template <class Terms>
-constexpr bool kTiles = std::is_same_v<Terms, TileTerms<bfloat16>> || std::is_same_v<Terms, TileTerms<float>>;
+constexpr bool kTiles = std::is_same_v<Terms, TileTerms>;
 template <class Terms>
 using RegistersOf = std::conditional_t<kTiles<Terms>, TileRegisters, NoEpilogue>;
 #else
@@ -150,15 +147,13 @@ template <class Terms>
 using RegistersOf = NoEpilogue;
 #endif
 
-// Whether a product of this size uses the tile registers. Few rows are multiplied without packing B; a float costs more
-// to pack.
+// Whether a product with m rows of A uses the tile registers. Few rows are multiplied without packing B.
 template <typename T>
-bool in_tiles(int64_t m, int64_t n, int64_t k) {
+bool in_tiles([[maybe_unused]] int64_t m) {
 #if defined(__AVX512F__)
   if constexpr (std::is_same_v<T, bfloat16>) return m > kDotRows && TileRegisters::available();
-  if constexpr (std::is_same_v<T, float>) return m >= 64 && n >= 32 && k >= 32 && TileRegisters::multiplies_floats();
 #endif
-  return (void)m, (void)n, (void)k, false;
+  return false;
 }
 
 // While it lives, products of T with `rows` rows of A on the calling thread need not configure what they use.
@@ -167,7 +162,7 @@ template <typename T>
 class Prepared {
  public:
   explicit Prepared(int64_t rows) {
-    if (in_tiles<T>(rows, rows, rows)) registers_.emplace();
+    if (in_tiles<T>(rows)) registers_.emplace();
   }
 
  private:
@@ -372,174 +367,69 @@ void pack(Matrix<T> m, int64_t width, int64_t terms, A *panel) {
 }
 
 #if defined(__AVX512F__)
-// The pairs of bfloat16 terms of 16 adjacent lines by 32 terms: of bfloat16 terms 2r and 2r + 1, of float r and r + 16,
-// of each of the parts whose sum a float is. A vector is of a line or of pairs; n lines are left, with `left` terms.
-template <typename T>
-struct TilePairs;
-
-template <>
-struct TilePairs<bfloat16> {
-  static constexpr int kParts = 1, kPairs = TileRegisters::kPairs;
-  Vec<float> v[kParts][kPairs];
-
-  bool read_lines(Matrix<bfloat16> m, int64_t n, int64_t left) {
-    for (int64_t l = 0; l < kPairs; ++l) {
-      const bfloat16 *const line = m.at(l, 0).data;
-      v[0][l] = l >= n               ? Vec<float>{}
-                : left >= 2 * kPairs ? BFloat16Pairs::along(line, Full())
-                                     : BFloat16Pairs::along(line, Part{left});
-    }
-    return true;
-  }
-  bool read_pairs(Matrix<bfloat16> m, int64_t n, int64_t left) {
-    for (int64_t r = 0; r < kPairs; ++r) {
-      const bfloat16 *const at = m.at(0, 2 * r).data;
-      v[0][r] = 2 * r >= left ? Vec<float>{}
-                : n >= kPairs ? BFloat16Pairs::across(at, m.stride, left - 2 * r, Full())
-                              : BFloat16Pairs::across(at, m.stride, left - 2 * r, Part{n});
-    }
-    return true;
-  }
-};
-
-template <>
-struct TilePairs<float> {
-  static constexpr int kParts = 3, kPairs = TileRegisters::kPairs;
-  Vec<float> v[kParts][kPairs];
-
-  // False: a number is not the sum of three of bfloat16, since it is not finite, or nearly so.
-  bool read_lines(Matrix<float> m, int64_t n, int64_t left) {
-    VecBits most{};
-    const auto read = [=](int64_t l, int64_t p) {
-      return l >= n || p >= left  ? Vec<float>{}
-             : left - p >= kPairs ? load(m.at(l, p).data)
-                                  : load(m.at(l, p).data, Part{left - p});
-    };
-    for (int64_t l = 0; l < kPairs; ++l) split(l, read(l, 0), read(l, kPairs), most);
-    return sums(most);
-  }
-  bool read_pairs(Matrix<float> m, int64_t n, int64_t left) {
-    VecBits most{};
-    const auto read = [=](int64_t p) {
-      return p >= left ? Vec<float>{} : n >= kPairs ? load(m.at(0, p).data) : load(m.at(0, p).data, Part{n});
-    };
-    for (int64_t r = 0; r < kPairs; ++r) split(r, read(r), read(r + kPairs), most);
-    return sums(most);
-  }
-
- private:
-  static constexpr uint32_t kUpper = 0xffff0000, kHalf = 0x8000, kMost = 0x7e800000;  // kMost: 2^126
-
-  // Each part is what remains, rounded to bfloat16. The last is exact.
-  AOT_INLINE void split(int64_t i, Vec<float> first, Vec<float> second, VecBits &most) {
-    const VecBits a = (VecBits)first << 1, b = (VecBits)second << 1;  // without signs
-    most = a > most ? a : most;
-    most = b > most ? b : most;
-#pragma GCC unroll 3
-    for (int part = 0; part < kParts; ++part) {
-      const VecBits low = ((VecBits)first + kHalf) & kUpper, high = ((VecBits)second + kHalf) & kUpper;
-      v[part][i] = (Vec<float>)(high | low >> 16);
-      first -= (Vec<float>)low, second -= (Vec<float>)high;
-    }
-  }
-  static bool sums(VecBits most) {
-    uint32_t all = 0;
-    for (int i = 0; i < kPairs; ++i) all = most[i] > all ? most[i] : all;
-    return all < kMost << 1;
-  }
-};
-
-// Products of panels of `terms` terms in tile registers. Terms are padded with zeros to whole registers.
-template <typename T>
+// Products of bfloat16 panels of `terms` terms in tile registers. Terms are padded with zeros to whole registers.
 class TileKernel {
  public:
-  static constexpr int kSide = TileRegisters::kSide, kPairs = TileRegisters::kPairs, kParts = TilePairs<T>::kParts;
+  static constexpr int kSide = TileRegisters::kSide, kPairs = TileRegisters::kPairs;
   // Rows of a tile of C: of packed rows, and of those that are read where they lie, of which more share a panel of B.
-  static constexpr int64_t kPanelRows = 256, kTallRows = 512;
-  static constexpr int64_t kPanelCols = kParts == 1 ? Block<float>::kPanelCols : 256;
-  static constexpr int64_t kDepth = Block<float>::kDepth * 2 / (kParts == 1 ? 1 : 2);  // terms
-
-  // Which blocks of kSide lines of a panel are no sums of bfloat16 numbers.
-  struct Odd {
-    bool rows[kPanelRows / kSide], columns[Block<float>::kPanelCols / kSide];
-  };
+  static constexpr int64_t kPanelRows = 256, kTallRows = 512, kPanelCols = Block<float>::kPanelCols;
+  static constexpr int64_t kDepth = Block<float>::kDepth;  // pairs
 
   explicit TileKernel(int64_t terms) : terms_(terms), depth_(ceil_div(terms, 2 * kPairs) * kPairs) {}
 
-  // Elements of kSide packed rows, and of a panel of them. The additional pairs keep rows from the same sets of a
-  // cache.
-  static constexpr int64_t rows(int64_t depth) { return kSide * (depth + kPairs); }
-  static constexpr int64_t kRowPanel = kPanelRows / kSide * kParts * rows(kDepth / 2);
-  static constexpr int64_t kColumnPanel = kPanelCols / kSide * kParts * strip<kSide, float>(kDepth / 2);
+  // Elements of packed panels.
+  static constexpr int64_t kRowPanel = kPanelRows * (kDepth + kPairs);
+  static constexpr int64_t kColumnPanel = kPanelCols / kSide * strip<kSide, float>(kDepth);
 
   // Whether no more is packed of A than the rows that are not a whole register, so that any number of rows may be used.
-  static bool in_place(Matrix<T> a, int64_t terms) { return kParts == 1 && !a.transposed && terms % (2 * kPairs) == 0; }
+  static bool in_place(Matrix<bfloat16> a, int64_t terms) { return !a.transposed && terms % (2 * kPairs) == 0; }
 
   // Packs the rows that `multiply` does not read where they lie.
-  void pack_rows(Matrix<T> a, int64_t m, float *panel, Odd &odd) const {
-    std::memset(odd.rows, 0, sizeof odd.rows);
-    const int64_t first = in_place(a, terms_) ? m / kSide * kSide : 0, pitch = depth_ + kPairs;
-    each_chunk(a, first, m, [=, &odd](int64_t i, int64_t p) {
-      TilePairs<T> pairs;
-      if (!read(a, m, i, p, true, pairs)) odd.rows[i / kSide] = true;
-      for (int part = 0; part < kParts; ++part)
-        for (int64_t l = 0; l < kPairs; ++l)
-          store(panel + place(a, i) + part * rows(depth_) + (i % kSide + l) * pitch + p, pairs.v[part][l]);
+  void pack_rows(Matrix<bfloat16> a, int64_t m, float *panel) const {
+    const int64_t first = in_place(a, terms_) ? m / kSide * kSide : 0, pitch = row_pitch();
+    each_chunk(a, first, m, [=](int64_t i, int64_t p) {
+      Vec<float> lines[kPairs];
+      read(a, m, i, p, true, lines);
+      float *const to = panel + place(a, i) + i % kSide * pitch + p;
+      for (int64_t l = 0; l < kPairs; ++l) store(to + l * pitch, lines[l]);
     });
   }
   // columns: the transpose of B
-  void pack_columns(Matrix<T> columns, int64_t n, float *panel, Odd &odd) const {
-    std::memset(odd.columns, 0, sizeof odd.columns);
-    each_chunk(columns, 0, n, [=, &odd](int64_t j, int64_t p) {
-      TilePairs<T> pairs;
-      if (!read(columns, n, j, p, false, pairs)) odd.columns[j / kSide] = true;
-      for (int part = 0; part < kParts; ++part)
-        for (int64_t r = 0; r < kPairs; ++r)
-          store(panel + (j / kSide * kParts + part) * strip<kSide, float>(depth_) + (p + r) * kSide + j % kSide,
-                pairs.v[part][r]);
+  void pack_columns(Matrix<bfloat16> columns, int64_t n, float *panel) const {
+    each_chunk(columns, 0, n, [=](int64_t j, int64_t p) {
+      Vec<float> pairs[kPairs];
+      read(columns, n, j, p, false, pairs);
+      float *const to = panel + j / kSide * strip<kSide, float>(depth_) + p * kSide + j % kSide;
+      for (int64_t r = 0; r < kPairs; ++r) store(to + r * kSide, pairs[r]);
     });
   }
 
   // The block of sums at (i, j), of n rows, at most kSide, the first of which begins at a.
-  void multiply(const TileRegisters &registers, Matrix<T> a, int64_t n, int64_t i, int64_t j, const float *packed_a,
-                const float *packed_b, bool add, float *sums, int64_t ld) const {
+  void multiply(const TileRegisters &registers, Matrix<bfloat16> a, int64_t n, int64_t i, int64_t j,
+                const float *packed_a, const float *packed_b, bool add, float *sums, int64_t ld) const {
     const bool here = in_place(a, terms_) && n == kSide, whole = n == kSide && !add;
-    TileOperand left{packed_a + (here ? 0 : place(a, i)), (depth_ + kPairs) * int64_t{sizeof(float)}, rows(depth_)};
-    if (here) left.data = a.data, left.row_bytes = a.stride * sizeof(T);
-    const TileOperand right{packed_b + j / kSide * kParts * strip<kSide, float>(depth_), kSide * sizeof(float),
-                            strip<kSide, float>(depth_)};
+    TileOperand left{packed_a + (here ? 0 : place(a, i)), row_pitch() * int64_t{sizeof(float)}};
+    if (here) left = {a.data, a.stride * int64_t{sizeof(bfloat16)}};
+    const TileOperand right{packed_b + j / kSide * strip<kSide, float>(depth_), kSide * sizeof(float)};
     alignas(64) float found[kSide * kSide];
-    registers.multiply<kParts>(left, right, depth_ / kPairs, whole ? sums : found, whole ? ld : kSide);
+    registers.multiply(left, right, depth_ / kPairs, whole ? sums : found, whole ? ld : kSide);
     for (int64_t r = 0; r < n && !whole; ++r)
       sweep<float>(kSide, [=, more = found + r * kSide, to = sums + r * ld](int64_t l, auto part) {
         store(to + l, add ? load(to + l, part) + load(more + l, part) : load(more + l, part), part);
       });
   }
 
-  // The same by multiply-adds. b: begins at (p, j), and has `columns` left.
-  void multiply_odd(Matrix<T> a, int64_t n, Matrix<T> b, int64_t columns, bool add, float *sums, int64_t ld) const {
-    if constexpr (kParts > 1) {
-      using Terms = WidenedTerms<T>;
-      constexpr int kRows = Block<float>::kRows;
-      static_assert(Block<float>::kCols == kSide);
-      alignas(64) float left[ceil_div(kSide, kRows) * strip<kRows, float>(kDepth)], right[strip<kSide, float>(kDepth)];
-      pack<Terms, kRows>(a, n, terms_, left);
-      const Matrix<T> lines{b.data, b.stride, !b.transposed};
-      pack<Terms, kSide>(lines, columns < kSide ? columns : kSide, terms_, right);
-      for (int64_t i = 0; i < n; i += kRows)
-        run_micro_kernel<Terms>(n - i < kRows ? n - i : kRows, terms_,
-                                static_cast<const float *>(left + i / kRows * strip<kRows, float>(terms_)),
-                                PackedB<float>{right}, add, sums + i * ld, ld);
-    }
-  }
-
  private:
+  // The additional pairs keep packed rows from the same sets of a cache.
+  int64_t row_pitch() const { return depth_ + kPairs; }
   // Where the packed rows from i on begin.
-  int64_t place(Matrix<T> a, int64_t i) const { return in_place(a, terms_) ? 0 : i / kSide * kParts * rows(depth_); }
+  int64_t place(Matrix<bfloat16> a, int64_t i) const {
+    return in_place(a, terms_) ? 0 : i / kSide * kSide * row_pitch();
+  }
 
   // f(i, p) for every kPairs lines from `first` on and kPairs pairs of terms, in the order in which memory has them.
   template <class F>
-  void each_chunk(Matrix<T> m, int64_t first, int64_t lines, F f) const {
+  void each_chunk(Matrix<bfloat16> m, int64_t first, int64_t lines, F f) const {
     const int64_t end = ceil_div(lines, kSide) * kSide;
     if (m.transposed)
       for (int64_t p = 0; p < depth_; p += kPairs)
@@ -549,14 +439,28 @@ class TileKernel {
         for (int64_t p = 0; p < depth_; p += kPairs) f(i, p);
   }
 
-  // Vectors of lines, or of pairs.
-  bool read(Matrix<T> m, int64_t lines, int64_t i, int64_t p, bool of_lines, TilePairs<T> &pairs) const {
-    const Matrix<T> from = m.at(i, 2 * p);
+  // kPairs lines from i on by kPairs pairs from p on: a vector is of a line, or of pairs.
+  void read(Matrix<bfloat16> m, int64_t lines, int64_t i, int64_t p, bool of_lines, Vec<float> (&v)[kPairs]) const {
+    const Matrix<bfloat16> from = m.at(i, 2 * p);
     const int64_t n = lines > i ? lines - i : 0, left = terms_ - 2 * p;
-    const bool good = m.transposed ? pairs.read_pairs(from, n, left) : pairs.read_lines(from, n, left);
-    if (m.transposed == of_lines)
-      for (auto &v : pairs.v) transpose<kPairs / 2>(v);
-    return good;
+    m.transposed ? read_pairs(from, n, left, v) : read_lines(from, n, left, v);
+    if (m.transposed == of_lines) transpose<kPairs / 2>(v);
+  }
+  static void read_lines(Matrix<bfloat16> m, int64_t n, int64_t left, Vec<float> (&v)[kPairs]) {
+    for (int64_t l = 0; l < kPairs; ++l) {
+      const bfloat16 *const line = m.at(l, 0).data;
+      v[l] = l >= n               ? Vec<float>{}
+             : left >= 2 * kPairs ? BFloat16Pairs::along(line, Full())
+                                  : BFloat16Pairs::along(line, Part{left});
+    }
+  }
+  static void read_pairs(Matrix<bfloat16> m, int64_t n, int64_t left, Vec<float> (&v)[kPairs]) {
+    for (int64_t r = 0; r < kPairs; ++r) {
+      const bfloat16 *const at = m.at(0, 2 * r).data;
+      v[r] = 2 * r >= left ? Vec<float>{}
+             : n >= kPairs ? BFloat16Pairs::across(at, m.stride, left - 2 * r, Full())
+                           : BFloat16Pairs::across(at, m.stride, left - 2 * r, Part{n});
+    }
   }
 
   int64_t terms_, depth_;  // depth_: in pairs
@@ -665,12 +569,10 @@ struct Panels {
   static constexpr int64_t kVectorB = ceil_div(B::kPanelCols, B::kCols) * strip<B::kCols, A>(B::kDepth);
   static constexpr int64_t kVectorC = B::kPanelRows * ceil_div(B::kPanelCols, B::kCols) * B::kCols;
 #if defined(__AVX512F__)
-  using Narrow = TileKernel<bfloat16>;
-  using Wide = TileKernel<float>;
   static constexpr bool kFloat = std::is_same_v<A, float>;
-  static constexpr int64_t kA = kFloat ? larger(kVectorA, larger(Narrow::kRowPanel, Wide::kRowPanel)) : kVectorA;
-  static constexpr int64_t kB = kFloat ? larger(kVectorB, larger(Narrow::kColumnPanel, Wide::kColumnPanel)) : kVectorB;
-  static constexpr int64_t kC = kFloat ? larger(kVectorC, Narrow::kPanelRows *Narrow::kPanelCols) : kVectorC;
+  static constexpr int64_t kA = kFloat ? larger(kVectorA, TileKernel::kRowPanel) : kVectorA;
+  static constexpr int64_t kB = kFloat ? larger(kVectorB, TileKernel::kColumnPanel) : kVectorB;
+  static constexpr int64_t kC = kFloat ? larger(kVectorC, TileKernel::kPanelRows *TileKernel::kPanelCols) : kVectorC;
 #else
   static constexpr int64_t kA = kVectorA, kB = kVectorB, kC = kVectorC;
 #endif
@@ -683,18 +585,10 @@ struct Panels {
         total(c + kC) {}
 };
 
-// Whether products of these operands may use the tile registers, and what they know of a panel.
+// Whether products of these operands may use the tile registers.
 template <typename T, class Left, class Right>
-constexpr bool kMayUseTiles =
-    (std::is_same_v<T, bfloat16> || std::is_same_v<T, float>) &&
-    (std::is_same_v<Left, Matrix<T>> || std::is_same_v<Left, InPlace<T>>) && std::is_same_v<Right, Matrix<T>>;
-#if defined(__AVX512F__)
-template <class Terms>
-using OddOf = typename TileKernel<std::conditional_t<Terms::kTerms == 2, bfloat16, float>>::Odd;
-#else
-template <class Terms>
-using OddOf = NoEpilogue;
-#endif
+constexpr bool kMayUseTiles = std::is_same_v<T, bfloat16> && std::is_same_v<Right, Matrix<T>> &&
+                              (std::is_same_v<Left, Matrix<T>> || std::is_same_v<Left, InPlace<T>>);
 
 // A tile of C on the calling thread.
 template <typename T, typename C, class Epilogue = NoEpilogue, class Left = Matrix<T>, class Right = Matrix<T>>
@@ -728,7 +622,7 @@ struct GemmTile {
   Status compute(int64_t all_rows, [[maybe_unused]] bool tiled) const {
 #if defined(__AVX512F__)
     if constexpr (kMayUseTiles<T, Left, Right>)
-      if (tiled) return compute_as<TileTerms<T>>(all_rows);
+      if (tiled) return compute_as<TileTerms>(all_rows);
     if constexpr (std::is_same_v<T, bfloat16> && !kGathers)
       if (BFloat16Pairs::available()) return compute_as<BFloat16Pairs>(all_rows);
 #endif
@@ -762,16 +656,16 @@ struct GemmTile {
     const int64_t stride = one_panel && !kStores ? B::kCols : ceil_div(n, B::kCols) * B::kCols;
     const int64_t unpacked_cols = unpacked_b ? n / B::kCols * B::kCols : 0;
     [[maybe_unused]] const RegistersOf<Terms> registers;
-    [[maybe_unused]] OddOf<Terms> odd;
     int64_t p = 0;
     do {
       const int64_t terms = k - p < kDepth ? k - p : kDepth, depth = ceil_div(terms, Terms::kTerms);
       const bool begins = p % kPartialTerms == 0, all = p + terms == k, ends = all || (p + terms) % kPartialTerms == 0;
-      pack_panels<Terms>(p, terms, unpacked_cols, panels, odd);
-      auto accumulate = [=, &registers, &odd](int64_t i, int64_t j, int64_t rows, bool added, A *sums, int64_t ld) {
+      pack_panels<Terms>(p, terms, unpacked_cols, panels);
+      auto accumulate = [=, &registers](int64_t i, int64_t j, int64_t rows, bool added, A *sums, int64_t ld) {
 #if defined(__AVX512F__)
         if constexpr (kTiles<Terms>)
-          return multiply_block<Terms>(registers, odd, p, terms, panels, i, j, rows, added, sums, ld);
+          return TileKernel(terms).multiply(registers, rows_from(i, p), rows, i, j, panels.a, panels.b, added, sums,
+                                            ld);
 #endif
         const auto left = [=] {
           if constexpr (kGathers) return a.at(i, p);
@@ -814,13 +708,12 @@ struct GemmTile {
 
   // Terms [p, p + terms) of A's rows, and of B's columns from `column` on.
   template <class Terms>
-  void pack_panels(int64_t p, int64_t terms, int64_t column, const Panels<A> &panels,
-                   [[maybe_unused]] OddOf<Terms> &odd) const {
+  void pack_panels(int64_t p, int64_t terms, int64_t column, const Panels<A> &panels) const {
 #if defined(__AVX512F__)
     if constexpr (kTiles<Terms>) {
-      const TileKernel<T> tiles(terms);
-      tiles.pack_rows(rows_from(0, p), m, panels.a, odd);
-      return tiles.pack_columns(Matrix<T>{b.data, b.stride, !b.transposed}.at(0, p), n, panels.b, odd);
+      const TileKernel tiles(terms);
+      tiles.pack_rows(rows_from(0, p), m, panels.a);
+      return tiles.pack_columns(Matrix<T>{b.data, b.stride, !b.transposed}.at(0, p), n, panels.b);
     }
 #endif
     if constexpr (!kGathers) pack<Terms, B::kRows>(a.at(0, p), m, terms, panels.a);
@@ -833,16 +726,6 @@ struct GemmTile {
     const auto at = a.at(i, p);
     if constexpr (kGathers) return {at.data, at.stride};
     else return at;
-  }
-
-  template <class Terms>
-  void multiply_block(const TileRegisters &registers, const OddOf<Terms> &odd, int64_t p, int64_t terms,
-                      const Panels<A> &panels, int64_t i, int64_t j, int64_t rows, bool added, A *sums,
-                      int64_t ld) const {
-    using K = TileKernel<T>;
-    const bool multiply_adds = K::kParts > 1 && (odd.rows[i / K::kSide] || odd.columns[j / K::kSide]);
-    if (multiply_adds) K(terms).multiply_odd(rows_from(i, p), rows, b.at(p, j), n - j, added, sums, ld);
-    else K(terms).multiply(registers, rows_from(i, p), rows, i, j, panels.a, panels.b, added, sums, ld);
   }
 #endif
 
@@ -930,7 +813,7 @@ struct CpuGemm {
 
  private:
   bool uses_tiles() const {
-    if constexpr (kMayUseTiles<T, Left, Right>) return in_tiles<T>(m, n, k);
+    if constexpr (kMayUseTiles<T, Left, Right>) return in_tiles<T>(m);
     return false;
   }
   TileLimits limits() const {
@@ -938,7 +821,7 @@ struct CpuGemm {
 #if defined(__AVX512F__)
     if constexpr (kMayUseTiles<T, Left, Right>)
       if (uses_tiles()) {
-        using K = TileKernel<T>;
+        using K = TileKernel;
         constexpr int64_t kWorth = 1 << 20;
         bool in_place = false;
         if constexpr (std::is_same_v<Left, Matrix<T>>) in_place = K::in_place(a, k);

@@ -16,15 +16,10 @@
 namespace aot {
 inline namespace AOT_ISA {
 
-// Packed pairs: each row's begin row_bytes after those of the one before it, and a part's part_floats after the one's
-// before it.
+// Packed pairs: each row's begin row_bytes after those of the one before it.
 struct TileOperand {
   const void *data;
-  int64_t row_bytes, part_floats;
-
-  const char *at(int part) const {
-    return reinterpret_cast<const char *>(static_cast<const float *>(data) + part * part_floats);
-  }
+  int64_t row_bytes;
 };
 
 // What ldtilecfg loads.
@@ -62,22 +57,10 @@ class TileRegisters {
   }
   TileRegisters(const TileRegisters &) = delete;
 
-  // sums[i * ld + j] of kSide x kSide = the sum over `steps` * kPairs pairs p of terms of a(i, p) * b(p, j). With three
-  // parts, whose sums the factors are: the products of the largest parts are added last, for they are rounded the most,
-  // and those of less than 2^-24 of them are left out.
-  template <int parts>
+  // sums[i * ld + j] of kSide x kSide = the sum over `steps` * kPairs pairs p of terms of a(i, p) * b(p, j).
   void multiply(TileOperand a, TileOperand b, int64_t steps, float *sums, int64_t ld) const {
     asm volatile("tilezero %%tmm0\n\ttilezero %%tmm1\n\ttilezero %%tmm2\n\ttilezero %%tmm3" ::: "memory");
-    for (int64_t i = 0; i < steps && parts > 1; ++i) {
-      const auto left = [&](int part) { load_left(a, part, i); };
-      const auto right = [&](int part) { load_right(b, part, i); };
-      left(0), right(2), add();
-      right(1), add();
-      left(1), add();
-      right(0), add();
-      left(2), add();
-    }
-    for (int64_t i = 0; i < steps; ++i) load_left(a, 0, i), load_right(b, 0, i), add();
+    for (int64_t i = 0; i < steps; ++i) load_left(a, i), load_right(b, i), add();
     float *const below = sums + kSide / 2 * ld;
     asm volatile(
         "tilestored %%tmm0, (%0,%4,1)\n\t"
@@ -98,25 +81,16 @@ class TileRegisters {
     return are;
   }
 
-  // AOTOPS_TILES_FLOAT
-  static bool multiplies_floats() {
-    static const bool are = [] {
-      const char *asked = std::getenv("AOTOPS_TILES_FLOAT");
-      return !(asked && !std::strcmp(asked, "0")) && available();
-    }();
-    return are;
-  }
-
  private:
   // 32 rows of a step, and of b 16 rows of 32 pairs.
-  static void load_left(TileOperand a, int part, int64_t step) {
-    const char *const upper = a.at(part) + step * 64;
+  static void load_left(TileOperand a, int64_t step) {
+    const char *const upper = static_cast<const char *>(a.data) + step * 64;
     asm volatile("tileloadd (%0,%2,1), %%tmm4\n\ttileloadd (%1,%2,1), %%tmm5" ::"r"(upper),
                  "r"(upper + kSide / 2 * a.row_bytes), "r"(a.row_bytes)
                  : "memory");
   }
-  static void load_right(TileOperand b, int part, int64_t step) {
-    const char *const left = b.at(part) + step * kPairs * b.row_bytes;
+  static void load_right(TileOperand b, int64_t step) {
+    const char *const left = static_cast<const char *>(b.data) + step * kPairs * b.row_bytes;
     asm volatile("tileloadd (%0,%2,1), %%tmm6\n\ttileloadd (%1,%2,1), %%tmm7" ::"r"(left), "r"(left + 64),
                  "r"(b.row_bytes)
                  : "memory");
@@ -151,7 +125,7 @@ class TileRegisters {
     for (int i = 0; i < kSide; ++i)
       for (int p = 0; p < 2 * kPairs; ++p)
         a[i][p] = bfloat16_of(of(i, p)), b[p / 2][i][p % 2] = bfloat16_of(of(p, 2 * i + 1));
-    TileRegisters().multiply<1>({a, sizeof a[0], 0}, {b, sizeof b[0], 0}, 1, sums[0], kSide);
+    TileRegisters().multiply({a, sizeof a[0]}, {b, sizeof b[0]}, 1, sums[0], kSide);
     for (int i = 0; i < kSide; ++i)
       for (int j = 0; j < kSide; ++j) {
         int sum = 0;
