@@ -753,7 +753,7 @@ struct GemmTile {
   }
 };
 
-// What a tile of C may be: at most rows x cols, of multiples of units; worth multiplications pay for waking a thread.
+// A tile of C has at most rows x cols, multiples of units; `worth` multiplications pay for waking a thread.
 struct TileLimits {
   int64_t rows, cols, row_unit, col_unit, worth;
   bool tall;  // columns are divided first: those of B are packed for each tile, and A is not packed

@@ -22,7 +22,7 @@ struct TileOperand {
   int64_t row_bytes;
 };
 
-// What ldtilecfg loads.
+// ldtilecfg loads it.
 struct alignas(64) TileConfiguration {
   uint8_t palette = 0, start_row = 0, reserved[14] = {};
   uint16_t row_bytes[16] = {};
