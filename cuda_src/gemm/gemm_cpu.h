@@ -587,8 +587,8 @@ struct Panels {
 
 // Whether products of these operands may use the tile registers.
 template <typename T, class Left, class Right>
-constexpr bool kMayUseTiles = std::is_same_v<T, bfloat16> && std::is_same_v<Right, Matrix<T>> &&
-                              (std::is_same_v<Left, Matrix<T>> || std::is_same_v<Left, InPlace<T>>);
+constexpr bool kMayUseTiles =
+    std::is_same_v<T, bfloat16> && std::is_same_v<Left, Matrix<T>> && std::is_same_v<Right, Matrix<T>>;
 
 // A tile of C on the calling thread.
 template <typename T, typename C, class Epilogue = NoEpilogue, class Left = Matrix<T>, class Right = Matrix<T>>
@@ -664,8 +664,7 @@ struct GemmTile {
       auto accumulate = [=, &registers](int64_t i, int64_t j, int64_t rows, bool added, A *sums, int64_t ld) {
 #if defined(__AVX512F__)
         if constexpr (kTiles<Terms>)
-          return TileKernel(terms).multiply(registers, rows_from(i, p), rows, i, j, panels.a, panels.b, added, sums,
-                                            ld);
+          return TileKernel(terms).multiply(registers, a.at(i, p), rows, i, j, panels.a, panels.b, added, sums, ld);
 #endif
         const auto left = [=] {
           if constexpr (kGathers) return a.at(i, p);
@@ -712,7 +711,7 @@ struct GemmTile {
 #if defined(__AVX512F__)
     if constexpr (kTiles<Terms>) {
       const TileKernel tiles(terms);
-      tiles.pack_rows(rows_from(0, p), m, panels.a);
+      tiles.pack_rows(a.at(0, p), m, panels.a);
       return tiles.pack_columns(Matrix<T>{b.data, b.stride, !b.transposed}.at(0, p), n, panels.b);
     }
 #endif
@@ -720,14 +719,6 @@ struct GemmTile {
     if constexpr (!kPacked)
       pack<Terms, B::kCols>(Matrix<T>{b.data, b.stride, !b.transposed}.at(column, p), n - column, terms, panels.b);
   }
-
-#if defined(__AVX512F__)
-  Matrix<T> rows_from(int64_t i, int64_t p) const {
-    const auto at = a.at(i, p);
-    if constexpr (kGathers) return {at.data, at.stride};
-    else return at;
-  }
-#endif
 
   // At most kDotRows rows, and B stored transposed: the terms of both operands are contiguous.
   template <class Terms>
@@ -823,9 +814,7 @@ struct CpuGemm {
       if (uses_tiles()) {
         using K = TileKernel;
         constexpr int64_t kWorth = 1 << 20;
-        bool in_place = false;
-        if constexpr (std::is_same_v<Left, Matrix<T>>) in_place = K::in_place(a, k);
-        if (!in_place) return {K::kPanelRows, K::kPanelCols, K::kSide, K::kSide, kWorth, false};
+        if (!K::in_place(a, k)) return {K::kPanelRows, K::kPanelCols, K::kSide, K::kSide, kWorth, false};
         const int64_t rows = ceil_div(m < K::kTallRows ? m : K::kTallRows, K::kSide) * K::kSide;
         const int64_t cols = Panels<float>::kC / rows / K::kSide * K::kSide;
         return {rows, cols < K::kPanelCols ? cols : K::kPanelCols, K::kSide, K::kSide, kWorth, true};
