@@ -18,8 +18,9 @@ _TOKEN = re.compile(r'("(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])\')|//[^\n]*|/\*.*
 @cache
 def of_kernel(op: str, root: Path = _CHECKOUT) -> str | None:
     """A hash of the sources of a built-in operator's CUDA kernels: its ``.cu``, the headers that it includes, and the
-    engines of which it includes a header, without comments and white space. None if there are no sources, as in a
-    wheel, or the operator has no ``.cu``.
+    engines of which it includes a header, without comments and white space. Where there is no kernel among them, those
+    of the operators whose headers it includes. None if there are no sources, as in a wheel, or the operator has no
+    ``.cu``.
 
     The calling convention (``aot.h`` and the other files beside it) is left out: it is the host's, and no part of the
     time on the device.
@@ -27,7 +28,10 @@ def of_kernel(op: str, root: Path = _CHECKOUT) -> str | None:
     own = [*root.glob(f"operators/**/{op}.cu")]
     if not own:
         return None
-    texts = sorted(_code(file) for file in _reached(own, root))
+    files = _reached(own, root)
+    if not any("__global__" in file.read_text() for file in files):
+        files = _reached([*files, *(file.with_suffix(".cu") for file in files)], root)
+    texts = sorted(map(_code, files))
     return sha256("\n".join(texts).encode()).hexdigest()[:12]
 
 

@@ -82,7 +82,7 @@ def test_a_hash_is_that_of_the_code(tree):
         ("operators/gelu.cu", {"gelu"}),
         ("operators/gelu.h", {"gelu"}),
         ("operators/norm/norm.cuh", {"layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"}),
-        ("cuda/softmax.cuh", {"softmax", "cross_entropy", "linear_cross_entropy"}),
+        ("cuda/softmax.cuh", {"softmax", "cross_entropy", "cross_entropy_lse", "linear_cross_entropy"}),
         (
             "gemm/gemm_bfloat16_sm90.cu",
             {"linear", "linear_cross_entropy", "linear_cross_entropy_lse", "matmul", "lltm", "conv2d"},
