@@ -145,7 +145,7 @@ class Aotops:
 
 
 class WithTorchAttention(Aotops):
-    """As it pays on GPUs that have no kernels of the library's attention of their own."""
+    """The library's operators, with torch's attention."""
 
     padding = staticmethod(Torch.padding)
     attention = staticmethod(Torch.attention)

@@ -20,6 +20,9 @@ from torch.nn import functional as F
 from .bytecode import Form, Names, named
 from .known_heads import head_of
 
+ORIGINAL = "_aotops_original"
+"""The attribute of a class that serves a known one, with the class that it was made of."""
+
 FORMS: list[Form] = []
 
 

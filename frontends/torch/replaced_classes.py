@@ -8,10 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from . import replaced_globals
+from .known_modules import ORIGINAL
 from .replaced_forwards import MADE_FOR, learn, operator_of, serve_of
 
-ORIGINAL = "_aotops_original"
-"""The attribute of a made class with the class that it was made of."""
 _KINDS = "_aotops_kinds"
 """The attribute with the kinds of its operators."""
 _MADE: dict[tuple[type, tuple[str, ...]], type[nn.Module]] = {}

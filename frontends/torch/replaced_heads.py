@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .bytecode import Form, Names
+from .known_modules import ORIGINAL
 from .replaced_losses import causal_lm_head_loss, causal_lm_loss, loss_for
 
 
@@ -60,5 +61,5 @@ def refusal(module: nn.Module, form: Form, names: Names) -> str:
     if function is not causal_lm_loss and ours is not causal_lm_loss:
         return "its loss is not that of the next token"
     head = getattr(module, names["HEAD"])
-    cls = getattr(type(head), "_aotops_original", type(head))  # of one that is replaced
+    cls = getattr(type(head), ORIGINAL, type(head))
     return "" if cls is nn.Linear else f"its head is a {type(head).__name__}, expected Linear"

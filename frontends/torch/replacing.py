@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from .known_modules import ORIGINAL
 from .known_rotations import without_halves
-from .replaced_classes import ORIGINAL, class_for
+from .replaced_classes import class_for
 from .replaced_forwards import SERVED, learn, operator_of, refusal
 from .replaced_globals import CALLED, called_by
 from .replaced_losses import LOSSES, loss_for
