@@ -273,6 +273,7 @@ ROW = Row(
                 "sinks": True,
                 "sequences": 2,
                 "of_keys": True,
+                "dropout": 0.2,
             },
         ),
         _attention((2,), 140, 270, 4, 64, 2, mask=(2, 1, 140, 270), causal=True),
