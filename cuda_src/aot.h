@@ -270,6 +270,16 @@ inline Status check_floating(const char *op, const char *slot, const Spec &s) {
               dtype_name(s.dtype));
 }
 
+// The dtype is `model`, or float32 where that has 16 bits.
+inline bool is_16_bits(DType d) { return d == DType::float16 || d == DType::bfloat16; }
+inline bool is_wider(DType d, DType model) { return d == DType::float32 && is_16_bits(model); }
+inline Status check_wider(const char *op, const char *slot, const Spec &s, DType model) {
+  if (model == DType::unknown) return check_floating(op, slot, s);
+  if (same_dtype(s.dtype, model) || is_wider(s.dtype, model)) return kOk;
+  return fail(kUnsupportedDtype, "%s: %s has dtype %s, expected %s%s", op, slot, dtype_name(s.dtype), dtype_name(model),
+              is_16_bits(model) ? " or float32" : "");
+}
+
 inline Status check_integer(const char *op, const char *slot, const Spec &s) {
   if (s.dtype == DType::unknown || is_integer(s.dtype)) return kOk;
   return fail(kUnsupportedDtype, "%s: %s has dtype %s, expected int32 or int64", op, slot, dtype_name(s.dtype));

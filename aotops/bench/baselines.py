@@ -235,6 +235,15 @@ def _torch_functions() -> dict[str, Make]:
 
         return attend
 
+    def qkv_attention(shape: Shape, variant: str) -> Callable[..., Any]:
+        _, _, heads, kv_heads, dim = shape
+
+        def attend(p):
+            parts = p.unflatten(-1, (-1, dim)).split([heads, kv_heads, kv_heads], -2)
+            return attention(shape, variant)(*parts).flatten(-2)
+
+        return attend
+
     def paged_attention(shape: Shape, variant: str) -> Callable[..., Any]:
         attend = attention(shape, variant)
         return lambda q, k, v, n: attend(q, k, v)
@@ -243,6 +252,7 @@ def _torch_functions() -> dict[str, Make]:
         "rope": rope,
         "qkv_rope": qkv_rope,
         "attention": attention,
+        "qkv_attention": qkv_attention,
         "paged_attention": paged_attention,
         "add": lambda shape, variant: torch.add,
         "gelu": lambda shape, variant: lambda x: F.gelu(x, approximate=variant),

@@ -61,9 +61,9 @@ def _stated(call, of_lse=""):
     shared = {"lengths": leading, "mask": scores, "bias": scores}
     given = {slot: getattr(call, slot) for slot in shared if getattr(call, slot) is not None}
     named = max((len(given[slot]) - len(shared[slot]) + len(leading) for slot in given), default=0)
-    named, lead = (len(leading), []) if call.dropout else (named, ["..."])
+    named = len(leading) if call.dropout else named
     names = [f"{'B' if call.dropout else 'b'}{i}" for i in range(named, 0, -1)]
-    lead = " ".join([*lead, *names])
+    lead = " ".join(names if call.dropout else ["...", *names])
 
     def rows(h, s, d):
         return f"{lead} {h} {s} {d}" if call.layout == "BHSD" else f"{lead} {s} {h} {d}"
@@ -280,7 +280,7 @@ _HALF = 1 << 16
 
 
 def _numbers(m, seed, heads, queries, eights):
-    """Those of adjacent keys that cuda_src/operators/attention_dropout.h states: eight arrays, each
+    """The numbers of adjacent keys that cuda_src/operators/attention_dropout.h states: eight arrays, each
     (heads, queries, eights)."""
     seed = m.unsigned(seed)
     keys = [_halves(m.reshape(seed[..., i : i + 1], (1, 1, 1))) for i in range(2)]

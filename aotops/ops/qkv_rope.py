@@ -6,7 +6,7 @@ from ..op import Autocast, operator
 from ._rope import gradient_dims, rotated_heads, sequence_axis, table_dims, table_gradients
 
 
-def _counts(heads, kv_heads):
+def head_counts(heads, kv_heads):
     """The heads of q, k and v."""
     return heads, *(2 * [heads if kv_heads is None else kv_heads])
 
@@ -18,7 +18,7 @@ def _shape(tensor):
     """The shape of q, k or v. ``tensor``: its number."""
 
     def shape(call):
-        counts = _counts(call.heads, call.kv_heads)
+        counts = head_counts(call.heads, call.kv_heads)
         *lead, seq, row = call.qkv
         n, dim = counts[tensor], row // sum(counts)
         return (*lead, n, seq, dim) if call.layout == "BHSD" else (*lead, seq, n, dim)
@@ -27,7 +27,7 @@ def _shape(tensor):
 
 
 def _packed_shape(call):
-    seq, row = call.dq[sequence_axis(call.layout)], sum(_counts(call.heads, call.kv_heads)) * call.dq[-1]
+    seq, row = call.dq[sequence_axis(call.layout)], sum(head_counts(call.heads, call.kv_heads)) * call.dq[-1]
     return (*call.dq[:-3], seq, row)
 
 
@@ -62,7 +62,7 @@ def _backward_dims(call):
 
 
 def _formula(m, qkv, cos, sin, positions, heads, kv_heads, interleaved, layout, rotary_dim, grouped):
-    q, k, v = _split(m, qkv, _counts(heads, kv_heads), grouped)
+    q, k, v = split(m, qkv, head_counts(heads, kv_heads), grouped)
     if cos is not None:
         q, k = (rotated_heads(m, x, cos, sin, positions, interleaved, "BSHD", rotary_dim) for x in (q, k))
     return tuple(_laid_out(m, x, layout) for x in (q, k, v))
@@ -71,20 +71,20 @@ def _formula(m, qkv, cos, sin, positions, heads, kv_heads, interleaved, layout, 
 def _backward_formula(
     m, dq, dk, dv, qkv, cos, sin, positions, heads, kv_heads, interleaved, layout, rotary_dim, grouped
 ):
-    counts = _counts(heads, kv_heads)
+    counts = head_counts(heads, kv_heads)
     given = [_laid_out(m, m.wide(d), layout) for d in (dq, dk, dv)]
     if cos is None:
-        dqkv = _joined(m, given, counts, grouped)
+        dqkv = joined(m, given, counts, grouped)
         nothing = m.reshape(dqkv[..., :0], (0,))
         return dqkv, nothing, nothing
     rotation = interleaved, "BSHD", rotary_dim
     turned = [rotated_heads(m, d, cos, sin, positions, *rotation, back=True) for d in given[:2]]
-    dqkv = _joined(m, [*turned, given[2]], counts, grouped)
+    dqkv = joined(m, [*turned, given[2]], counts, grouped)
     if qkv is None:  # nobody wants these
         return dqkv, m.zeros(cos), m.zeros(sin)
     of_q, of_k = (
         table_gradients(m, d, x, cos, positions, *rotation)
-        for d, x in zip(given[:2], _split(m, qkv, counts, grouped)[:2], strict=True)
+        for d, x in zip(given[:2], split(m, qkv, counts, grouped)[:2], strict=True)
     )
     return dqkv, of_q[0] + of_k[0], of_q[1] + of_k[1]
 
@@ -94,7 +94,7 @@ def _laid_out(m, x, layout):
     return m.swapaxes(x, x.ndim - 3, x.ndim - 2) if layout == "BHSD" else x
 
 
-def _split(m, qkv, counts, grouped):
+def split(m, qkv, counts, grouped):
     """q, k and v: (..., sequence, heads, head_dim)."""
     heads, kv_heads, _ = counts
     *lead, row = qkv.shape
@@ -107,7 +107,7 @@ def _split(m, qkv, counts, grouped):
     return tuple(m.reshape(x, (*lead, n, dim)) for x, n in zip(parts, counts, strict=True))
 
 
-def _joined(m, parts, counts, grouped):
+def joined(m, parts, counts, grouped):
     """dqkv of its parts, (..., sequence, heads, head_dim)."""
     *lead, _, dim = parts[0].shape
     _, kv_heads, _ = counts

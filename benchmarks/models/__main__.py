@@ -26,7 +26,7 @@ from typing import Any
 import aotops
 from aotops.bench.sources import of_kernel
 
-from .spec import IMPLS, MODELS, OPERATORS, PRECISIONS, Spec
+from .spec import ASKED_FOR, IMPLS, MODELS, PRECISIONS, Spec
 
 KEY = ("framework", "model", "impl", "precision", "deterministic", "tiny")
 ROOT = Path(__file__).parents[2]
@@ -87,9 +87,8 @@ def merged_rounds(spec: Spec, rounds: list[Row]) -> Row:
         row["same_bits"] = len({r["bits"] for r in rounds}) == 1
         row["losses_again"] = rounds[1]["losses"]
     row["bits"] = [r["bits"] for r in rounds]
-    if spec.flavour.startswith("aotops"):
-        operators = OPERATORS[spec.model] + ("attention",) * spec.flavour.endswith(".attention")
-        row["sources"] = {op: of_kernel(op) for op in operators}
+    if spec.operators:
+        row["sources"] = {op: of_kernel(op) for op in spec.operators}
     return row | {key: r[key] for r in rounds for key in ("kernels",) if key in r}
 
 
@@ -160,7 +159,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("models", nargs="*", metavar="model", help="default: all of the framework")
     parser.add_argument("--framework", choices=IMPLS, default="torch", help="default: %(default)s")
-    parser.add_argument("--impls", help="default: all of the framework")
+    parser.add_argument("--impls", help="default: all of the framework but aotops.sdpa")
     parser.add_argument("--precision", help="default: bfloat16; of MindSpore float32")
     parser.add_argument("--steps", type=int, default=20, help="timed steps; default: %(default)s")
     parser.add_argument("--rounds", type=int, default=1, help="default: %(default)s")
@@ -174,7 +173,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     known = {"models": MODELS, "impls": IMPLS, "precision": PRECISIONS}
     args.models = args.models or list(MODELS[args.framework])
-    args.impls = args.impls.split(",") if args.impls else list(IMPLS[args.framework])
+    args.impls = (
+        args.impls.split(",") if args.impls else [name for name in IMPLS[args.framework] if name not in ASKED_FOR]
+    )
     args.precision = args.precision.split(",") if args.precision else [PRECISIONS[args.framework][0]]
     for key, of_framework in known.items():
         given, allowed = getattr(args, key), of_framework[args.framework]

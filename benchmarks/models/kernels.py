@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 CLASSES = {
-    "attention": r"flash|fmha|attention|sdpa",
+    "attention": r"flash|fmha|attention|sdpa|dot_do_o|convert_dq",  # the last two are helpers of cuDNN's
     "optimizer": r"multi_tensor_apply|adam",
     "triton": r"^triton_",
     "products": r"gemm|nvjet|cutlass|cublas|split_?k",

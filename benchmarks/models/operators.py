@@ -1,19 +1,45 @@
-"""The operators that the models are built of, in two flavours of the same functions: torch's and this library's.
+"""What the models are built of, in flavours of the same functions: torch's operators and optimizer, and this library's;
+and this library's with torch's attention.
 
 Each flavour calls its operators as its user would write them. Parameters are those of torch's own modules.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from aotops.frontends import torch as aotops
 
+from .spec import BETA1, BETA2, EPS, LEARNING_RATE, WEIGHT_DECAY
+
+ADAMW = {"lr": LEARNING_RATE, "betas": (BETA1, BETA2), "eps": EPS, "weight_decay": WEIGHT_DECAY}
+
 
 class Torch:
+    @staticmethod
+    def optimizer(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, **ADAMW, fused=True)
+
+    @staticmethod
+    def padding(mask: Tensor) -> Tensor:
+        """What ``attention`` takes for a mask (batch, 1, 1, tokens), true where there is a token: from the first on."""
+        return mask
+
+    @staticmethod
+    def attention(qkv: Tensor, heads: int, causal: bool, rotation: Tensor | None, padding: Tensor | None) -> Tensor:
+        """Of rows (batch, tokens, 3 width). ``rotation``: (2, tokens, width of a head), of q and k."""
+        parts = qkv.unflatten(-1, (3, heads, -1)).unbind(2)
+        q, k, v = (t.transpose(1, 2) for t in parts)  # (batch, heads, tokens, width of a head)
+        if rotation is not None:
+            q, k = rotated(q, rotation), rotated(k, rotation)
+        y = functional.scaled_dot_product_attention(q, k, v, attn_mask=padding, is_causal=causal)
+        return y.transpose(1, 2).flatten(2)
+
     @staticmethod
     def linear(x: Tensor, layer: nn.Linear, activation: str | None = None) -> Tensor:
         y = functional.linear(x, layer.weight, layer.bias)
@@ -56,7 +82,31 @@ class Torch:
         return cls.cross_entropy(cls.linear(x, layer).flatten(0, -2), targets.flatten())
 
 
+def rotated(x: Tensor, rotation: Tensor) -> Tensor:
+    """Rotary embedding (Su et al., arXiv:2104.09864), in halves, as Llama's."""
+    cos, sin = rotation.to(x.dtype)
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin
+
+
 class Aotops:
+    @staticmethod
+    def optimizer(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+        return aotops.AdamW(parameters, **ADAMW)
+
+    @staticmethod
+    def padding(mask: Tensor) -> Tensor:
+        """The number of tokens of each example."""
+        return mask.sum((1, 2, 3))
+
+    @staticmethod
+    def attention(qkv: Tensor, heads: int, causal: bool, rotation: Tensor | None, padding: Tensor | None) -> Tensor:
+        if rotation is None:
+            return aotops.qkv_attention(qkv, heads, lengths=padding, causal=causal)
+        cos, sin = rotation.to(qkv.dtype).chunk(2, -1)[0]
+        q, k, v = aotops.qkv_rope(qkv, cos, sin, heads)
+        return aotops.attention(q, k, v, padding, causal=causal).flatten(2)
+
     @staticmethod
     def linear(x: Tensor, layer: nn.Linear, activation: str | None = None) -> Tensor:
         return aotops.linear(x, layer.weight, layer.bias, activation)
@@ -93,4 +143,11 @@ class Aotops:
         return aotops.linear_cross_entropy(x, layer.weight, targets, layer.bias)
 
 
-FLAVOURS: dict[str, Any] = {"torch": Torch, "aotops": Aotops}
+class WithTorchAttention(Aotops):
+    """As it pays on GPUs that have no kernels of the library's attention of their own."""
+
+    padding = staticmethod(Torch.padding)
+    attention = staticmethod(Torch.attention)
+
+
+FLAVOURS: dict[str, Any] = {"torch": Torch, "aotops": Aotops, "aotops.sdpa": WithTorchAttention}

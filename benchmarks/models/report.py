@@ -37,7 +37,13 @@ NAMES = {
 }
 IMPL_ORDER = tuple(dict.fromkeys(impl for impls in IMPLS.values() for impl in impls))
 COLORS = {impl: color for impl, (color, _) in STYLE.items()}
-COLORS |= {"aotops.compile": "#862e9c", "aotops.attention": "#5f3dc4", "jax": "#f08c00"}
+COLORS |= {
+    "aotops.compile": "#862e9c",
+    "aotops.attention": "#5f3dc4",
+    "aotops.sdpa": "#74b816",
+    "aotops.sdpa.compile": "#2b8a3e",
+    "jax": "#f08c00",
+}
 
 Row = dict[str, Any]
 Result = dict[str, Any]

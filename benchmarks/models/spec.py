@@ -41,20 +41,22 @@ SIZES: dict[str, tuple[Size, Size]] = {
 in training. A vision transformer's tokens are its patches and one more; an image of ResNet counts as one."""
 
 OPERATORS: dict[str, tuple[str, ...]] = {
-    "gpt2": ("linear", "layer_norm", "add_layer_norm", "cross_entropy"),
-    "gpt2_head": ("linear", "layer_norm", "add_layer_norm", "linear_cross_entropy"),
-    "llama": ("linear", "rms_norm", "add_rms_norm", "swiglu", "cross_entropy"),
-    "llama_head": ("linear", "rms_norm", "add_rms_norm", "swiglu", "linear_cross_entropy"),
-    "llama_packed": ("linear", "rms_norm", "add_rms_norm", "swiglu", "cross_entropy"),
-    "bert": ("linear", "layer_norm", "add_layer_norm", "cross_entropy"),
-    "vit": ("conv2d", "linear", "layer_norm", "add_layer_norm", "cross_entropy"),
+    "gpt2": ("linear", "qkv_attention", "attention", "layer_norm", "add_layer_norm", "cross_entropy"),
+    "gpt2_head": ("linear", "qkv_attention", "attention", "layer_norm", "add_layer_norm", "linear_cross_entropy"),
+    "llama": ("linear", "qkv_rope", "attention", "rms_norm", "add_rms_norm", "swiglu", "cross_entropy"),
+    "llama_head": ("linear", "qkv_rope", "attention", "rms_norm", "add_rms_norm", "swiglu", "linear_cross_entropy"),
+    "llama_packed": ("linear", "qkv_rope", "attention", "rms_norm", "add_rms_norm", "swiglu", "cross_entropy"),
+    "bert": ("linear", "qkv_attention", "attention", "layer_norm", "add_layer_norm", "cross_entropy"),
+    "vit": ("conv2d", "linear", "qkv_attention", "attention", "layer_norm", "add_layer_norm", "cross_entropy"),
     "resnet": ("conv2d", "batch_norm", "batch_norm_relu", "linear", "cross_entropy"),
 }
 """The operators whose kernels a model's time depends on."""
+_ATTENTION = ("qkv_attention", "qkv_rope", "attention")
+"""Those of them that an implementation with the framework's attention does not have."""
 
 MODELS: dict[str, tuple[str, ...]] = {"torch": tuple(SIZES), "jax": ("gpt2",), "mindspore": ("gpt2",)}
 IMPLS: dict[str, tuple[str, ...]] = {
-    "torch": ("torch", "aotops", "torch.compile", "aotops.compile"),
+    "torch": ("torch", "aotops", "torch.compile", "aotops.compile", "aotops.sdpa", "aotops.sdpa.compile"),
     "jax": ("jax", "aotops", "aotops.attention"),
     "mindspore": ("mindspore", "aotops"),
 }
@@ -64,6 +66,9 @@ PRECISIONS: dict[str, tuple[str, ...]] = {
     "mindspore": ("float32",),
 }
 """By framework, the first implementation being the framework's own operators."""
+
+ASKED_FOR = ("aotops.sdpa", "aotops.sdpa.compile")
+"""Implementations that are measured where they are named: aotops' with torch's attention."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,18 @@ class Spec:
     def compiled(self) -> bool:
         """Whether torch.compile compiles it, whose code is cached from process to process."""
         return self.impl.endswith("compile")
+
+    @property
+    def operators(self) -> tuple[str, ...]:
+        """The operators of the library whose kernels its time depends on."""
+        if not self.impl.startswith("aotops"):
+            return ()
+        if self.flavour == "aotops" and self.framework == "torch":
+            return (*OPERATORS[self.model], "adamw")
+        others = tuple(op for op in OPERATORS[self.model] if op not in _ATTENTION)
+        if self.framework == "torch":
+            return (*others, "adamw")
+        return others + ("attention",) * self.flavour.endswith(".attention")
 
     @property
     def trained(self) -> int:

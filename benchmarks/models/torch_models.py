@@ -1,7 +1,7 @@
 """The models in torch. Each is written once, over a flavour of operators (``operators.py``).
 
 ``model(*batch)`` is the loss of a batch and ``model.logits(*batch[:-1])`` what it is the loss of; the last tensor of a
-batch is the targets. Attention and embeddings are torch's in every flavour. There is no dropout.
+batch is the targets. Embeddings are torch's in every flavour. There is no dropout.
 """
 
 from __future__ import annotations
@@ -24,20 +24,10 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(size.width, 3 * size.width, bias)
         self.out = nn.Linear(size.width, size.width, bias)
 
-    def forward(self, x: Tensor, rotation: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        qkv = self.ops.linear(x, self.qkv).unflatten(-1, (3, self.heads, -1))
-        q, k, v = (t.transpose(1, 2) for t in qkv.unbind(2))  # (batch, heads, tokens, width of a head)
-        if rotation is not None:
-            q, k = rotated(q, rotation), rotated(k, rotation)
-        y = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=self.causal)
-        return self.ops.linear(y.transpose(1, 2).flatten(2), self.out)
-
-
-def rotated(x: Tensor, rotation: Tensor) -> Tensor:
-    """Rotary embedding (Su et al., arXiv:2104.09864), in halves, as Llama's."""
-    cos, sin = rotation.to(x.dtype)
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat((-second, first), -1) * sin
+    def forward(self, x: Tensor, rotation: Tensor | None = None, padding: Tensor | None = None) -> Tensor:
+        """``padding``: what ``ops.padding`` made of a mask."""
+        qkv = self.ops.linear(x, self.qkv)
+        return self.ops.linear(self.ops.attention(qkv, self.heads, self.causal, rotation, padding), self.out)
 
 
 def rotation(tokens: int, width: int, base: float = 10000.0) -> Tensor:
@@ -177,8 +167,9 @@ class Bert(nn.Module):
     def logits(self, tokens: Tensor, mask: Tensor) -> Tensor:
         """``mask``: (batch, 1, 1, tokens), true where there is a token."""
         y = self.ops.norm(self.tokens(tokens) + self.places.weight, self.norm)
+        padding = self.ops.padding(mask)
         for block in self.blocks:
-            y, _ = self.ops.add_norm(block.attention(y, mask=mask), y, block.norm1)
+            y, _ = self.ops.add_norm(block.attention(y, padding=padding), y, block.norm1)
             hidden = self.ops.linear(y, block.up, "gelu")
             y, _ = self.ops.add_norm(self.ops.linear(hidden, block.down), y, block.norm2)
         y = self.ops.norm(self.ops.linear(y, self.transform, "gelu"), self.transform_norm)

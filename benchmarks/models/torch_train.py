@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from . import data, kernels, timing
 from .operators import FLAVOURS
-from .spec import BETA1, BETA2, EPS, IGNORED, LEARNING_RATE, WEIGHT_DECAY, Spec
+from .spec import IGNORED, Spec
 from .torch_models import build
 
 VERSION = torch.__version__
@@ -31,7 +31,7 @@ def measure(spec: Spec) -> dict[str, Any]:
     torch.use_deterministic_algorithms(spec.deterministic)
     clock = Clock(device)
     model = build_model(spec, device)
-    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, (BETA1, BETA2), EPS, WEIGHT_DECAY, fused=True)
+    optimizer = FLAVOURS[spec.flavour].optimizer(model.parameters())
     loss_of = torch.compile(model) if spec.compiled else model
     steps = 2 if spec.compile_only else spec.trained
     on_host = data.batches(spec.model, spec.size, steps + PROFILED * spec.profile)

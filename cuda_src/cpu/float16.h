@@ -35,6 +35,14 @@ Status dispatch_floating(DType dtype, F f) {
   }
 }
 
+// Returns f(a zero of the dtype), which is T, or float beside 16 bits. An absent tensor counts as one of T.
+template <typename T, class F>
+Status dispatch_wider(DType dtype, F f) {
+  if constexpr (sizeof(T) == 2)
+    if (dtype == DType::float32) return f(float());
+  return f(T());
+}
+
 // ---------------------------------------------------------------------------------------------------- vector types
 
 // The size of a register of this instruction set. GCC's vector types work on every architecture.

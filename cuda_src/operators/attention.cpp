@@ -1,4 +1,4 @@
-#include "attention.h"
+#include "qkv_attention.h"
 
 #include "cpu/entry.h"
 #include "cpu/math.h"
@@ -100,14 +100,20 @@ struct Heads {
     return kOk;
   }
 
+  // q, or dq.
   template <typename X>
   HeadRows<X> of_queries(X *x, int64_t b, int64_t h, int64_t dim) const {
-    return head_rows(x, z, b, h, z.heads, z.queries, dim);
+    return head_rows(x, z, b, h, z.row_heads, z.queries, dim);
   }
-  // h: a head of k and v.
+  // y, or dy.
+  template <typename X>
+  HeadRows<X> of_results(X *x, int64_t b, int64_t h) const {
+    return head_rows(x, z, b, h, z.heads, z.queries, z.v_dim);
+  }
+  // k, v, dk or dv, of which h is a head.
   template <typename X>
   HeadRows<X> of_keys(X *x, int64_t b, int64_t h, int64_t dim) const {
-    return head_rows(x, z, b, h, z.kv_heads, z.keys, dim);
+    return head_rows(x, z, b, h, z.kv_row_heads, z.keys, dim);
   }
 
   // Scores are to be multiplied by it: the scale, if a largest score stays the largest and nothing comes between.
@@ -160,7 +166,7 @@ struct Heads {
     const bool *const mask = extra.mask + of_mask.at(b, h) + query * of_mask.query + key * of_mask.key;
     for (int64_t j = 0; j < n; ++j) to[j] = mask[j * of_mask.key] ? to[j] : -static_cast<A>(__builtin_inf());
   }
-  // What probabilities that are kept are multiplied by.
+  // The factor of probabilities that are kept.
   A times_kept() const { return extra.dropout ? static_cast<A>(extra.dropout.times) : 1; }
   // 1 for each of n keys from `key` on that a query keeps under dropout, else 0.
   void kept(int64_t b, int64_t h, int64_t query, int64_t key, int64_t n, A *to) const {
@@ -296,7 +302,7 @@ Status attend(const Heads<T> &x, int64_t b, int64_t h, int64_t begin, int64_t en
     }
     if (y) AOT_TRY(add_product<T>(rows, dim, n, p, v[key], v.stride, sums, dim));
   }
-  const HeadRows<T> to = x.of_queries(y, b, h, dim);
+  const HeadRows<T> to = x.of_results(y, b, h);
   for (int64_t i = 0; i < rows; ++i) {
     const RunningSoftmax<T> &row = state[i];
     const A *const sum = sums + i * dim, times = row.total == 0 ? 0 : x.times_kept() / row.total;
@@ -326,7 +332,7 @@ void sum_products(const Heads<T> &x, const T *dy, const T *y, A *delta) {
   const AttentionSizes &z = x.z;
   each_row(z.rows(), z.v_dim, [=](int64_t i) {
     const int64_t head = i / z.queries, b = head / z.heads, h = head % z.heads, row = i % z.queries;
-    const T *const a = x.of_queries(dy, b, h, z.v_dim)[row], *const c = x.of_queries(y, b, h, z.v_dim)[row];
+    const T *const a = x.of_results(dy, b, h)[row], *const c = x.of_results(y, b, h)[row];
     delta[i] = static_cast<A>(
         sum_row<T>(z.v_dim, [=](int64_t j, auto part) { return load(a + j, part) * load(c + j, part); }));
   });
@@ -443,7 +449,7 @@ class GradientBlock {
     const AttentionSizes &z = x_.z;
     const int64_t n = end - key, rows = smaller(kBlockQueries, z.queries - query), length = x_.length(b);
     const HeadRows<const T> q = x_.of_queries(x_.q, b, h, z.dim), k = x_.of_keys(x_.k, b, h / z.group(), z.dim),
-                            v = x_.of_keys(x_.v, b, h / z.group(), z.v_dim), dy = x_.of_queries(g_.dy, b, h, z.v_dim);
+                            v = x_.of_keys(x_.v, b, h / z.group(), z.v_dim), dy = x_.of_results(g_.dy, b, h);
     A factors[kBlockKeys];  // of what dropout keeps
     AOT_TRY(x_.scores(q, k, query, key, rows, n, s_));
     AOT_TRY((gemm<T, A>(rows, n, z.v_dim, {dy[query], dy.stride}, {v[key], v.stride, true}, dp_, kBlockKeys)));
@@ -578,9 +584,12 @@ Status gradients(const Heads<T> &x, const Gradients<T> &g) {
   });
 }
 
+}  // namespace
+
 // ----------------------------------------------------------------------------------------------------- launchers
 
-Status attention_cpu(const Attention &op, const Tensor *in, const Tensor *out, void *) {
+template <class Op>
+Status attention_launcher(const Op &op, const Tensor *in, const Tensor *out, void *) {
   const Tensor &q = in[op.kQ], &k = in[op.kK], &v = in[op.kV], &lengths = in[op.kLengths];
   return dispatch_floating(q.dtype, [&](auto zero) -> Status {
     using T = decltype(zero);
@@ -588,11 +597,12 @@ Status attention_cpu(const Attention &op, const Tensor *in, const Tensor *out, v
     AOT_TRY(op.extras(op.name, x.z, q, in[op.kMask], in[op.kBias], in[op.kSinks], in[op.kOffsets], in[op.kKeyOffsets],
                       in[op.kSeed], &x.extra));
     AOT_TRY(x.check_lengths(op.name));
-    return attend_all(x, out[op.kY].as<T>(), out[op.kLse].as<Accumulate<T>>());
+    return attend_all(x, out[op.kY].template as<T>(), out[op.kLse].template as<Accumulate<T>>());
   });
 }
 
-Status attention_backward_cpu(const AttentionBackward &op, const Tensor *in, const Tensor *out, void *) {
+template <class Op>
+Status attention_backward_launcher(const Op &op, const Tensor *in, const Tensor *out, void *) {
   const Tensor &q = in[op.kQ], &k = in[op.kK], &v = in[op.kV], &lengths = in[op.kLengths], &work = out[op.kWork];
   if (!work) return fail(kConventionMisused, "%s: workspace is missing", op.name);
   return dispatch_floating(q.dtype, [&](auto zero) -> Status {
@@ -603,22 +613,24 @@ Status attention_backward_cpu(const AttentionBackward &op, const Tensor *in, con
                       in[op.kSeed], &x.extra));
     AOT_TRY(x.check_lengths(op.name));
     A *const delta = work.as<A>(), *const recomputed = delta + x.z.rows();
-    const T *const dy = in[op.kDy].as<T>();
-    T *const dq = out[op.kDq].as<T>();
-    A *const lse = in[op.kLse] ? in[op.kLse].as<A>() : recomputed;
+    const T *const dy = in[op.kDy].template as<T>();
+    T *const dq = out[op.kDq].template as<T>();
+    A *const lse = in[op.kLse] ? in[op.kLse].template as<A>() : recomputed;
     if (!in[op.kLse]) AOT_TRY(attend_all<T>(x, nullptr, recomputed));
-    sum_products(x, dy, in[op.kY].as<const T>(), delta);
+    sum_products(x, dy, in[op.kY].template as<const T>(), delta);
     A *const sums = sizeof(T) < sizeof(A) ? recomputed + x.z.rows() : reinterpret_cast<A *>(dq);
-    return gradients(x, Gradients<T>{dy, lse, delta, dq, out[op.kDk].as<T>(), out[op.kDv].as<T>(), sums,
-                                     out[op.kDbias].data, out[op.kDsinks].data});
+    return gradients(x, Gradients<T>{dy, lse, delta, dq, out[op.kDk].template as<T>(), out[op.kDv].template as<T>(),
+                                     sums, out[op.kDbias].data, out[op.kDsinks].data});
   });
 }
 
-}  // namespace
+template Status attention_launcher(const PartsAttention &, const Tensor *, const Tensor *, void *);
+template Status attention_backward_launcher(const PartsAttentionBackward &, const Tensor *, const Tensor *, void *);
+
 }  // namespace AOT_ISA
 }  // namespace aot
 
 // ------------------------------------------------------------------------------------------------------- entries
 
-AOT_CPU_ENTRY(aot::Attention, aot_attention_cpu, aot::attention_cpu)
-AOT_CPU_ENTRY(aot::AttentionBackward, aot_attention_backward_cpu, aot::attention_backward_cpu)
+AOT_CPU_ENTRY(aot::Attention, aot_attention_cpu, aot::attention_launcher)
+AOT_CPU_ENTRY(aot::AttentionBackward, aot_attention_backward_cpu, aot::attention_backward_launcher)

@@ -1,4 +1,4 @@
-#include "attention.h"
+#include "qkv_attention.h"
 
 #include <cstdlib>
 #include <cstring>
@@ -142,16 +142,20 @@ Status run_bias(const char *op, const AttentionInputs<T> &x, void *dbias, void *
                        dbias);
 }
 
-Status attention_cuda(const Attention &op, const Tensor *in, const Tensor *out, void *stream) {
+}  // namespace
+
+template <class Op>
+Status attention_launcher(const Op &op, const Tensor *in, const Tensor *out, void *stream) {
   return dispatch(in[op.kQ].dtype, [&](auto type) -> Status {
     using T = typename decltype(type)::type;
     AttentionInputs<T> x;
     AOT_TRY(attention_inputs(op, in, &x));
-    return run_forward(op.name, x, out[op.kY].as<T>(), out[op.kLse].as<Accumulate<T>>(), stream);
+    return run_forward(op.name, x, out[op.kY].template as<T>(), out[op.kLse].template as<Accumulate<T>>(), stream);
   });
 }
 
-Status attention_backward_cuda(const AttentionBackward &op, const Tensor *in, const Tensor *out, void *stream) {
+template <class Op>
+Status attention_backward_launcher(const Op &op, const Tensor *in, const Tensor *out, void *stream) {
   const Tensor &work = out[op.kWork];
   if (!work) return fail(kConventionMisused, "%s: workspace is missing", op.name);
   return dispatch(in[op.kQ].dtype, [&](auto type) -> Status {
@@ -160,11 +164,11 @@ Status attention_backward_cuda(const AttentionBackward &op, const Tensor *in, co
     AttentionInputs<T> x;
     AOT_TRY(attention_inputs(op, in, &x));
     const int64_t rows = x.z.rows();
-    A *const delta = work.as<A>(), *const lse = in[op.kLse] ? in[op.kLse].as<A>() : delta + rows;
+    A *const delta = work.as<A>(), *const lse = in[op.kLse] ? in[op.kLse].template as<A>() : delta + rows;
     if (!in[op.kLse]) AOT_TRY(run_forward<T>(op.name, x, nullptr, lse, stream));
-    x.dy = in[op.kDy].as<const T>(), x.lse = lse, x.delta = delta;
-    AOT_TRY(run_backward(op.name, x, in[op.kY].as<const T>(), delta, out[op.kDq].as<T>(), out[op.kDk].as<T>(),
-                         out[op.kDv].as<T>(), stream));
+    x.dy = in[op.kDy].template as<const T>(), x.lse = lse, x.delta = delta;
+    AOT_TRY(run_backward(op.name, x, in[op.kY].template as<const T>(), delta, out[op.kDq].template as<T>(),
+                         out[op.kDk].template as<T>(), out[op.kDv].template as<T>(), stream));
     if (out[op.kDbias] && x.extra.bias) AOT_TRY(run_bias(op.name, x, out[op.kDbias].data, stream));
     if (out[op.kDsinks] && x.extra.sinks && x.z.heads)
       AOT_TRY(launch_kernel(op.name, attention_dsinks_kernel<T>, {static_cast<unsigned>(x.z.heads), kDeltaBlock},
@@ -173,7 +177,9 @@ Status attention_backward_cuda(const AttentionBackward &op, const Tensor *in, co
   });
 }
 
-}  // namespace
+template Status attention_launcher(const PartsAttention &, const Tensor *, const Tensor *, void *);
+template Status attention_backward_launcher(const PartsAttentionBackward &, const Tensor *, const Tensor *, void *);
+
 }  // namespace AOT_ISA
 }  // namespace aot
 
@@ -181,5 +187,5 @@ Status attention_backward_cuda(const AttentionBackward &op, const Tensor *in, co
 
 using namespace aot;
 
-AOT_ENTRY(Attention, aot_attention_cuda, attention_cuda)
-AOT_ENTRY(AttentionBackward, aot_attention_backward_cuda, attention_backward_cuda)
+AOT_ENTRY(Attention, aot_attention_cuda, attention_launcher)
+AOT_ENTRY(AttentionBackward, aot_attention_backward_cuda, attention_backward_launcher)

@@ -71,14 +71,20 @@ struct AttentionInputs {
   }
   __device__ int64_t row(int64_t b, int64_t h, int64_t query) const { return (b * z.heads + h) * z.queries + query; }
 
+  // q, or dq.
   template <typename X>
   __device__ HeadRows<X> of_queries(X *x, int64_t b, int64_t h, int64_t dim) const {
-    return head_rows(x, z, b, h, z.heads, z.queries, dim);
+    return head_rows(x, z, b, h, z.row_heads, z.queries, dim);
   }
-  // h: a head of k and v.
+  // y, or dy.
+  template <typename X>
+  __device__ HeadRows<X> of_results(X *x, int64_t b, int64_t h) const {
+    return head_rows(x, z, b, h, z.heads, z.queries, z.v_dim);
+  }
+  // k, v, dk or dv, of which h is a head.
   template <typename X>
   __device__ HeadRows<X> of_keys(X *x, int64_t b, int64_t h, int64_t dim) const {
-    return head_rows(x, z, b, h, z.kv_heads, z.keys, dim);
+    return head_rows(x, z, b, h, z.kv_row_heads, z.keys, dim);
   }
 };
 
@@ -94,8 +100,7 @@ __global__ void __launch_bounds__(kDeltaBlock)
   const int64_t stride = int64_t{gridDim.x} * (kDeltaBlock / 32);
   for (int64_t i = int64_t{blockIdx.x} * (kDeltaBlock / 32) + warp_index(); i < z.rows(); i += stride) {
     const int64_t head = i / z.queries, query = i % z.queries, b = head / z.heads, h = head % z.heads;
-    const T *const dy_row = x.of_queries(x.dy, b, h, z.v_dim)[query], *const y_row =
-                                                                          x.of_queries(y, b, h, z.v_dim)[query];
+    const T *const dy_row = x.of_results(x.dy, b, h)[query], *const y_row = x.of_results(y, b, h)[query];
     Accumulate<T> sum = 0;
     for (int64_t j = lane_index(); j < z.v_dim; j += 32) sum += widen(dy_row[j]) * widen(y_row[j]);
     sum = sum_lanes<32>(sum);
@@ -179,7 +184,9 @@ class AttentionTile {
       for (int64_t other = seen.begin / kSide * kSide; other < seen.end; other += kSide)
         step(b, h, h / z_.group(), begin, end, other, dim);
     }
-    const HeadRows<T> rows = kOfKeys ? x_.of_keys(to, b, h, dim) : x_.of_queries(to, b, h, dim);
+    const HeadRows<T> rows = kOfKeys                         ? x_.of_keys(to, b, h, dim)
+                             : kResult == AttentionResult::y ? x_.of_results(to, b, h)
+                                                             : x_.of_queries(to, b, h, dim);
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       const int64_t row = begin + ty() + 16 * i;
@@ -284,7 +291,7 @@ class AttentionTile {
       __syncthreads();
       add(v, other, others, dim);
     } else {
-      const HeadRows<const T> dy = x_.of_queries(x_.dy, b, h, z_.v_dim);
+      const HeadRows<const T> dy = x_.of_results(x_.dy, b, h);
       Sums dp = {};
       if constexpr (kOfScores) multiply(dp, kOfKeys ? v : dy, begin, end, kOfKeys ? dy : v, other, others, z_.v_dim);
       slopes(s, dp, b, h, begin, end, other);

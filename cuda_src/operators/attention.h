@@ -32,6 +32,7 @@ struct Range {
 // The sizes of a call, as both devices take them. left, right: -1 without a bound.
 struct AttentionSizes {
   int64_t batch, heads, kv_heads, queries, keys, dim, v_dim, lines, left, right;
+  int64_t row_heads, kv_row_heads;  // the heads of a row that q is a part of, and of those that k and v are parts of
   double scale, softcap;
   bool heads_first;
 
@@ -139,7 +140,8 @@ struct HeadRows {
   AOT_BOTH_SIDES T *operator[](int64_t i) const { return data + i * stride; }
 };
 
-// The rows of a head of a tensor (batch, seq, heads, dim), or (batch, heads, seq, dim) with heads_first.
+// The rows of a head of a tensor (batch, seq, heads, dim), or (batch, heads, seq, dim) with heads_first. heads: all of
+// a row.
 template <typename T>
 AOT_BOTH_SIDES HeadRows<T> head_rows(T *data, const AttentionSizes &z, int64_t b, int64_t h, int64_t heads, int64_t seq,
                                      int64_t dim) {
@@ -153,6 +155,7 @@ struct AttentionAttrs {
   Ints window;
   double softcap = 0, dropout = 0;
   int layout = 0;
+  int64_t row_heads = 0;  // of the rows that q, k and v are all parts of, if not 0; no attribute
 
   Status init(const Attrs &attrs) {
     static constexpr const char *kLayouts[] = {"BSHD", "BHSD"};
@@ -169,6 +172,7 @@ struct AttentionAttrs {
     AttentionSizes z{};
     z.heads_first = layout == 1;
     z.batch = q.product(0, q.ndim - 3), z.heads = heads(q), z.kv_heads = heads(k);
+    z.row_heads = row_heads ? row_heads : z.heads, z.kv_row_heads = row_heads ? row_heads : z.kv_heads;
     z.queries = seq(q), z.keys = seq(k), z.dim = dim(q), z.v_dim = dim(v);
     z.lines = lengths ? lengths.size() : 1;
     z.left = window.n ? std::min(window.value[0], kMostElements) : -1;

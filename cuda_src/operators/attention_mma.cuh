@@ -438,8 +438,11 @@ struct QueryTile {
   __device__ int query(int i, int half) const { return begin + local(i, half); }
   __device__ int64_t row(int query) const { return x.row(b, h, query); }
 
-  __device__ void copy(uint32_t tile, const T *from, int64_t dim) const {
-    copy_rows<Shape, Shape::kRows>(tile, x.of_queries(from, b, h, dim), begin, end, static_cast<int>(dim));
+  __device__ void copy_queries(uint32_t tile) const {
+    copy_rows<Shape, Shape::kRows>(tile, x.of_queries(x.q, b, h, x.z.dim), begin, end, static_cast<int>(x.z.dim));
+  }
+  __device__ void copy_slopes(uint32_t tile) const {
+    copy_rows<Shape, Shape::kRows>(tile, x.of_results(x.dy, b, h), begin, end, static_cast<int>(x.z.v_dim));
   }
   // k and v of a step.
   __device__ void fetch(uint32_t stage, int step) const {
@@ -621,7 +624,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   const auto stage = [=](int step) { return stages + step % 2 * (2 * Shape::kOtherTile); };
   using Tile = QueryTile<T, Shape>;
   const Tile tile(x, reinterpret_cast<int2 *>(reinterpret_cast<char *>(attention_shared) + Shape::shared(1, false)));
-  tile.copy(q_tile, x.q, x.z.dim);
+  tile.copy_queries(q_tile);
   if (tile.steps) tile.fetch(stage(0), 0);
   commit_copies();
 
@@ -715,7 +718,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     }
   const float times = kDrops && x.extra.dropout ? tile.times * static_cast<float>(x.extra.dropout.times) : tile.times;
   if (y)
-    store_sums<kM, kDim>(sums, x.of_queries(y, tile.b, tile.h, x.z.v_dim), tile.begin + warp_row, tile.end,
+    store_sums<kM, kDim>(sums, x.of_results(y, tile.b, tile.h), tile.begin + warp_row, tile.end,
                          static_cast<int>(x.z.v_dim),
                          [&](int i, int half) { return total[i][half] == 0 ? 0 * times : times / total[i][half]; });
 #endif
@@ -733,7 +736,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_dq_
   const auto stage = [=](int step) { return stages + step % 2 * (2 * Shape::kOtherTile); };
   using Tile = QueryTile<T, Shape>;
   const Tile tile(x, reinterpret_cast<int2 *>(reinterpret_cast<char *>(attention_shared) + Shape::shared(2, false)));
-  tile.copy(q_tile, x.q, x.z.dim), tile.copy(dy_tile, x.dy, x.z.v_dim);
+  tile.copy_queries(q_tile), tile.copy_slopes(dy_tile);
   if (tile.steps) tile.fetch(stage(0), 0);
   commit_copies();
 
@@ -837,8 +840,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   const auto fetch = [&](MmaStep next) {
     const int64_t h = kv * z.group() + next.head, query = first + int64_t{next.tile} * kQueries;
     copy_rows<Shape, kQueries>(stage(next.parity), x.of_queries(x.q, b, h, z.dim), query, z.queries, dim);
-    copy_rows<Shape, kQueries>(stage(next.parity) + Shape::kOtherTile, x.of_queries(x.dy, b, h, z.v_dim), query,
-                               z.queries, v_dim);
+    copy_rows<Shape, kQueries>(stage(next.parity) + Shape::kOtherTile, x.of_results(x.dy, b, h), query, z.queries,
+                               v_dim);
     if (threadIdx.x < kQueries) {
       const int64_t i = query + threadIdx.x, at = x.row(b, h, i);
       numbers[next.parity][0][threadIdx.x] = i < z.queries ? x.lse[at] * static_cast<float>(kLog2E) : kInfinity;
@@ -975,7 +978,7 @@ class BiasTile {
     const int64_t kv = h_ / z_.group();
     __syncthreads();
     copy_rows<Shape, kRows>(q, x_.of_queries(x_.q, b_, h_, dim), query, past, dim);
-    copy_rows<Shape, kRows>(dy, x_.of_queries(x_.dy, b_, h_, v_dim), query, past, v_dim);
+    copy_rows<Shape, kRows>(dy, x_.of_results(x_.dy, b_, h_), query, past, v_dim);
     copy_rows<Shape, kKeys>(k, x_.of_keys(x_.k, b_, kv, dim), key, length_, dim);
     copy_rows<Shape, kKeys>(v, x_.of_keys(x_.v, b_, kv, v_dim), key, length_, v_dim);
     commit_copies();

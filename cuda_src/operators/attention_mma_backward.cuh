@@ -56,8 +56,7 @@ __global__ void __launch_bounds__(kDeltaBlock)
     const bool present = i < z.rows();
     const int64_t head = (present ? i : 0) / z.queries, query = (present ? i : 0) % z.queries;
     const int64_t b = head / z.heads, h = head % z.heads;
-    const T *const dy_row = x.of_queries(x.dy, b, h, z.v_dim)[query], *const y_row =
-                                                                          x.of_queries(y, b, h, z.v_dim)[query];
+    const T *const dy_row = x.of_results(x.dy, b, h)[query], *const y_row = x.of_results(y, b, h)[query];
     float sum = 0;
     for (int64_t j = lane_index() % 8 * kAtOnce; j < z.v_dim; j += 8 * kAtOnce) {
       const uint4 one = *reinterpret_cast<const uint4 *>(dy_row + j),
@@ -437,8 +436,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pas
     const int query = (tile.met.begin + next.tile) * kQueries;
     copy_rows<Shape, kQueries, Spread<kQueries>>(stage(next.parity), x.of_queries(x.q, tile.b, h, z.dim), query,
                                                  z.queries, dim);
-    copy_rows<Shape, kQueries, Spread<kQueries>>(stage(next.parity) + Shape::kOtherTile,
-                                                 x.of_queries(x.dy, tile.b, h, z.v_dim), query, z.queries, v_dim);
+    copy_rows<Shape, kQueries, Spread<kQueries>>(stage(next.parity) + Shape::kOtherTile, x.of_results(x.dy, tile.b, h),
+                                                 query, z.queries, v_dim);
     if (threadIdx.x < kQueries) {
       const int64_t i = query + Spread<kQueries>::at(threadIdx.x), at = x.row(tile.b, h, i);
       const float lse = i < z.queries ? x.lse[at] * static_cast<float>(kLog2E) : kInfinity;

@@ -596,8 +596,7 @@ struct WgmmaY {
         c.lse[c.x.row(tile.b, tile.h, query)] = (rows.most[half] + log2f(total)) * static_cast<float>(1 / kLog2E);
     }
     const int dim = static_cast<int>(c.x.z.v_dim);
-    if (c.y)
-      store_rows<kDim>(sums, c.x.of_queries(c.y, tile.b, tile.h, dim), tile.begin + 64 * group, tile.end, dim, times);
+    if (c.y) store_rows<kDim>(sums, c.x.of_results(c.y, tile.b, tile.h), tile.begin + 64 * group, tile.end, dim, times);
   }
 };
 
@@ -680,14 +679,14 @@ bool wgmma_takes(const AttentionInputs<T> &x, bool forward) {
   return fits && z.scale > 0 && z.keys > 0 && z.rows() > 0 && TensorMaps::get().tiled;
 }
 
-// A tensor of heads, loaded in boxes of `rows` rows of 64 columns.
+// A tensor of heads, loaded in boxes of `rows` rows of 64 columns. row_heads: as in AttentionSizes.
 template <typename T>
 bool map_heads(CUtensorMap *map, const AttentionSizes &z, const T *data, int64_t heads, int64_t seq, int64_t dim,
-               int rows) {
+               int rows, int64_t row_heads) {
   const DType dtype = std::is_same_v<T, __half> ? DType::float16 : DType::bfloat16;
-  const int64_t row = z.heads_first ? dim : heads * dim, head = z.heads_first ? seq * dim : dim;
+  const int64_t row = z.heads_first ? dim : row_heads * dim, head = z.heads_first ? seq * dim : dim;
   return map_tiled<4>(map, dtype, data, {uint64_t(dim), uint64_t(seq), uint64_t(heads), uint64_t(z.batch)},
-                      {row, head, heads * seq * dim}, {64, uint32_t(rows), 1, 1});
+                      {row, head, row_heads * seq * dim}, {64, uint32_t(rows), 1, 1});
 }
 
 // Sections as WgmmaTiles goes through them: where tiles of a head differ in work, of so many rounds that a block has
@@ -717,10 +716,11 @@ Status launch_attention_wgmma(const char *op, AttentionWgmma<T> c, void *stream)
                    : kResult == WgmmaResult::y ? 64
                                                : Shape::kRows,
             of_k = kOfKeys ? Shape::kRows : Shape::kOthers;
-  const bool mapped = map_heads(&c.q, z, c.x.q, z.heads, z.queries, z.dim, of_q) &&
-                      map_heads(&c.k, z, c.x.k, z.kv_heads, z.keys, z.dim, of_k) &&
-                      map_heads(&c.v, z, c.x.v, z.kv_heads, z.keys, z.v_dim, of_k) &&
-                      (kResult == WgmmaResult::y || map_heads(&c.dy, z, c.x.dy, z.heads, z.queries, z.v_dim, of_q));
+  const bool mapped =
+      map_heads(&c.q, z, c.x.q, z.heads, z.queries, z.dim, of_q, z.row_heads) &&
+      map_heads(&c.k, z, c.x.k, z.kv_heads, z.keys, z.dim, of_k, z.kv_row_heads) &&
+      map_heads(&c.v, z, c.x.v, z.kv_heads, z.keys, z.v_dim, of_k, z.kv_row_heads) &&
+      (kResult == WgmmaResult::y || map_heads(&c.dy, z, c.x.dy, z.heads, z.queries, z.v_dim, of_q, z.heads));
   if (!mapped) return fail(kNotImplemented, "%s: the driver refuses a tensor map of these sizes", op);
   DeviceLimits limits;
   AOT_TRY(device_limits(op, &limits));

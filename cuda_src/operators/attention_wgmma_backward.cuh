@@ -68,8 +68,8 @@ struct WgmmaDq {
   // The share of a lane, one of four, in sum(dy y) of a query.
   __device__ float partial_delta(const WgmmaQueries<Shape> &tile, int query) const {
     const int dim = static_cast<int>(c.x.z.v_dim), from = lane_index() % 4 * 8;
-    const T *const dy = c.x.of_queries(c.x.dy, tile.b, tile.h, dim)[query] + from;
-    const T *const y = c.x.of_queries(c.of_delta, tile.b, tile.h, dim)[query] + from;
+    const T *const dy = c.x.of_results(c.x.dy, tile.b, tile.h)[query] + from;
+    const T *const y = c.x.of_results(c.of_delta, tile.b, tile.h)[query] + from;
     uint4 a[2], b[2];
     float sum = 0;
 #pragma unroll
@@ -768,8 +768,8 @@ __global__ void __launch_bounds__(kNumbersBlock)
   const bool there = b < c.x.z.batch && query < c.queries;
   float lse = kInfinity, delta = 0;
   if (there && column < v_dim) {
-    const uint4 dy = *reinterpret_cast<const uint4 *>(c.x.of_queries(c.x.dy, b, h, v_dim)[query] + column);
-    const uint4 y = *reinterpret_cast<const uint4 *>(c.x.of_queries(c.of_delta, b, h, v_dim)[query] + column);
+    const uint4 dy = *reinterpret_cast<const uint4 *>(c.x.of_results(c.x.dy, b, h)[query] + column);
+    const uint4 y = *reinterpret_cast<const uint4 *>(c.x.of_results(c.of_delta, b, h)[query] + column);
 #pragma unroll
     for (int e = 0; e < 8; ++e)
       delta += widen(reinterpret_cast<const T *>(&dy)[e]) * widen(reinterpret_cast<const T *>(&y)[e]);
@@ -816,10 +816,10 @@ template <typename T, class Shape>
 Status launch_one_pass(const char *op, AttentionWgmma<T> c, float *memory, void *stream) {
   static_assert(Shape::kOfAll + 1024 <= 227 << 10);
   const AttentionSizes &z = c.x.z;
-  const bool mapped = map_heads(&c.q, z, c.x.q, z.heads, z.queries, z.dim, Shape::kOthers) &&
-                      map_heads(&c.k, z, c.x.k, z.kv_heads, z.keys, z.dim, Shape::kRows) &&
-                      map_heads(&c.v, z, c.x.v, z.kv_heads, z.keys, z.v_dim, Shape::kRows) &&
-                      map_heads(&c.dy, z, c.x.dy, z.heads, z.queries, z.v_dim, Shape::kOthers);
+  const bool mapped = map_heads(&c.q, z, c.x.q, z.heads, z.queries, z.dim, Shape::kOthers, z.row_heads) &&
+                      map_heads(&c.k, z, c.x.k, z.kv_heads, z.keys, z.dim, Shape::kRows, z.kv_row_heads) &&
+                      map_heads(&c.v, z, c.x.v, z.kv_heads, z.keys, z.v_dim, Shape::kRows, z.kv_row_heads) &&
+                      map_heads(&c.dy, z, c.x.dy, z.heads, z.queries, z.v_dim, Shape::kOthers, z.heads);
   if (!mapped) return fail(kNotImplemented, "%s: the driver refuses a tensor map of these sizes", op);
   DeviceLimits limits;
   AOT_TRY(device_limits(op, &limits));

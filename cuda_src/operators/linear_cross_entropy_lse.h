@@ -48,5 +48,17 @@ struct LinearCrossEntropyLseBackward : LinearCrossEntropyAttrs {
   Status infer(const Tensor *in, Spec *out) const { return infer_backward(name, in[kDy], in[kDlse], in + kGiven, out); }
 };
 
+inline Status linear_cross_entropy_lse(const LinearCrossEntropyLse &op, const Tensor *in, const Tensor *out,
+                                       void *stream) {
+  const LseTensors rows = {out[op.kLse], Tensor()};
+  return linear_cross_entropy_forward(op.name, op, in, out[op.kY], out + op.kSlopes, rows, stream);
+}
+
+inline Status linear_cross_entropy_lse_backward(const LinearCrossEntropyLseBackward &op, const Tensor *in,
+                                                const Tensor *out, void *stream) {
+  const LseTensors rows = {Tensor(), in[op.kDlse]};
+  return linear_cross_entropy_gradients(op.name, op, in[op.kDy], in + op.kGiven, out, rows, stream);
+}
+
 }  // namespace AOT_ISA
 }  // namespace aot

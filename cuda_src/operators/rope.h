@@ -145,14 +145,6 @@ struct RopeAttrs {
     return fail(kInvalidArgument, "%s: %s has shape %s, expected leading axes of %s, which has shape %s, or 1", op,
                 name, ShapeText(s).text, of.slot, ShapeText(of.x).text);
   }
-
-  static Status check_wider(const char *op, const char *slot, const Spec &s, DType model) {
-    if (model == DType::unknown) return check_floating(op, slot, s);
-    const bool narrow = model == DType::float16 || model == DType::bfloat16;
-    if (same_dtype(s.dtype, model) || (narrow && s.dtype == DType::float32)) return kOk;
-    return fail(kUnsupportedDtype, "%s: %s has dtype %s, expected %s%s", op, slot, dtype_name(s.dtype),
-                dtype_name(model), narrow ? " or float32" : "");
-  }
 };
 
 struct Rope : RopeAttrs {

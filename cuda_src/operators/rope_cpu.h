@@ -160,19 +160,11 @@ void rope_sums_loop(OfHeads heads, W *dcos, W *dsin, const TableRows &table) {
 
 // ------------------------------------------------------------------------------------------------------- dispatch
 
-// f(a zero of the tables' dtype), which is T, or float beside 16 bits.
-template <typename T, class F>
-Status dispatch_table(DType dtype, F f) {
-  if constexpr (sizeof(T) == 2)
-    if (dtype == DType::float32) return f(float());
-  return f(T());
-}
-
 // f(a zero of x's dtype, one of the tables', whether pairs are interleaved)
 template <class F>
 Status dispatch_rope(DType x, DType table, bool interleaved, F f) {
   return dispatch_floating(x, [&](auto zero) {
-    return dispatch_table<decltype(zero)>(table, [&](auto of_table) {
+    return dispatch_wider<decltype(zero)>(table, [&](auto of_table) {
       return interleaved ? f(zero, of_table, std::true_type()) : f(zero, of_table, std::false_type());
     });
   });

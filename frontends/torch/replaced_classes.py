@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from . import replaced_globals
-from .replaced_forwards import MADE_FOR, learn, serve_of
+from .replaced_forwards import MADE_FOR, learn, operator_of, serve_of
 
 ORIGINAL = "_aotops_original"
 """The attribute of a made class with the class that it was made of."""
@@ -76,7 +76,7 @@ def _reduced(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
 def _made_again(original: type[nn.Module], kinds: tuple[str, ...], *arguments: Any) -> nn.Module:
     """Where the original's forward is not a known one, as in another version, the original."""
     found, called = learn(original), replaced_globals.kinds_of(original)
-    known = set(called) if called or not found else {found[0].kind}
+    known = set(called) if called or not found else {operator_of(found[0])}
     cls = class_for(original, kinds) if known.issuperset(kinds) else original
     return cls.__new__(cls, *arguments)
 

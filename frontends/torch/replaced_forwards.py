@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
 from . import functional as F
-from . import replaced_heads
+from . import replaced_heads, replaced_products
 from .bytecode import Form, Names
 from .known_modules import form_of, gelu_of
 from .replaced_dtypes import as_it_is, autocasts, product_dtype
@@ -50,12 +50,18 @@ def refusal(module: nn.Module, form: Form, names: Names) -> str | None:
     return check(module, form, names) if check else ""
 
 
+def _is_fused(x: Tensor) -> bool:
+    """Whether torch's compiler makes one kernel of what the original computes and of what stands around it, as a sum or
+    a conversion: on a GPU that is as fast as the library's kernel is alone."""
+    return x.is_cuda and is_compiling()
+
+
 # ---------------------------------------------------------------------------------------------------------------- norms
 
 
 def _layer_norm(names: Names, switch: str = "", **_: Any) -> Serve:
     def serve(self, x):
-        if not as_it_is(x, self.weight, self.bias) or (switch and getattr(self, switch)):
+        if _is_fused(x) or not as_it_is(x, self.weight, self.bias) or (switch and getattr(self, switch)):
             return NotImplemented
         return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
 
@@ -67,13 +73,15 @@ def _rms_norm(names: Names, torchs: Any = None, **options: Any) -> Serve:
 
 
 def _torchs_rms_norm(self, x):
-    if not as_it_is(x, self.weight) or (self.eps is None and x.element_size() == 2):  # torch's epsilon is x's
-        return NotImplemented
+    if _is_fused(x) or not as_it_is(x, self.weight) or (self.eps is None and x.element_size() == 2):
+        return NotImplemented  # torch's epsilon is x's
     return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
 
 
 def _rms_norm_of(eps: str, offset=0.0, weighted=True, like_weight=False, switch="") -> Serve:
     def serve(self, x):
+        if _is_fused(x):
+            return NotImplemented
         weight = self.weight if weighted and (not switch or getattr(self, switch)) else None
         if weight is not None and weight.dtype is not x.dtype:
             wide = weight.dtype is torch.float32 and x.element_size() == 2
@@ -230,29 +238,11 @@ def _linear_refusal(module: Any, form: Form, names: Names) -> str | None:
 # --------------------------------------------------------------------------------------------------------------- others
 
 
-def _conv2d(names: Names, **_: Any) -> Serve:
-    def serve(self, x):
-        dtype = product_dtype(x, self.weight)
-        tf32 = torch.backends.cudnn.allow_tf32
-        if dtype is None or not x.is_cuda or x.dim() != 4 or not (dtype.itemsize == 2 or tf32):
-            return NotImplemented
-        options = self.stride, self.padding, self.dilation, self.groups
-        return F.conv2d(x, self.weight, self.bias, *options, allow_tf32=tf32)
-
-    return serve
-
-
-def _conv2d_refusal(module: Any, form: Form, names: Names) -> str:
-    """cuDNN takes 5 times as long for the 3 channels of a ResNet's images (CHANGELOG.md), and for others 0.8 to 1.1
-    times (docs/performance.md)."""
-    if module.padding_mode == "zeros" and module.groups == 1 and module.in_channels <= 8:
-        return ""
-    return "torch's is as fast: expected up to 8 input channels, no groups, padding with zeros"
-
-
 def _softmax(names: Names, **_: Any) -> Serve:
     def serve(self, x):
-        return NotImplemented if self.dim is None or not x.is_floating_point() else F.softmax(x, self.dim)
+        if _is_fused(x) or self.dim is None or not x.is_floating_point():
+            return NotImplemented
+        return F.softmax(x, self.dim)
 
     return serve
 
@@ -271,14 +261,20 @@ _SERVES: dict[str, Callable[..., Serve]] = {
     "gelu": _gelu,
     "swiglu": _swiglu,
     "linear": _linear,
+    "matrix": replaced_products.uneven,
     "softmax": _softmax,
     "cross_entropy": _cross_entropy,
-    "conv2d": _conv2d,
+    "conv2d": replaced_products.conv2d,
     "linear_cross_entropy": partial(replaced_heads.causal_lm, _matrix),
 }
 
 
-SERVED = tuple(_SERVES)
+def operator_of(form: Form) -> str:
+    """The kind that a form is replaced as."""
+    return "linear" if form.kind == "matrix" else form.kind
+
+
+SERVED = tuple(kind for kind in _SERVES if kind != "matrix")
 
 
 def _says(reason: str) -> Callable[..., str]:
@@ -291,10 +287,10 @@ _CHECKS: dict[str, Callable[[Any, Form, Names], str | None]] = {
     "gelu": _gelu_refusal,
     "swiglu": _swiglu_refusal,
     "linear": _linear_refusal,
-    "conv2d": _conv2d_refusal,
+    "conv2d": replaced_products.conv2d_refusal,
     "linear_cross_entropy": replaced_heads.refusal,
     "silu": _says("no operator computes it alone"),
     "relu": _says("no operator computes it alone"),
-    "matrix": _says("a product alone: torch's uses cuBLASLt too"),
-    "conv1d": _says("a product alone: torch's uses cuBLASLt too"),
+    "matrix": replaced_products.uneven_refusal,
+    "conv1d": _says(replaced_products.ALIKE),
 }

@@ -60,4 +60,5 @@ def refusal(module: nn.Module, form: Form, names: Names) -> str:
     if function is not causal_lm_loss and ours is not causal_lm_loss:
         return "its loss is not that of the next token"
     head = getattr(module, names["HEAD"])
-    return "" if type(head) is nn.Linear else f"its head is a {type(head).__name__}, expected Linear"
+    cls = getattr(type(head), "_aotops_original", type(head))  # of one that is replaced
+    return "" if cls is nn.Linear else f"its head is a {type(head).__name__}, expected Linear"

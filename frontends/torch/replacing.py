@@ -18,7 +18,7 @@ from torch import nn
 
 from .known_rotations import without_halves
 from .replaced_classes import ORIGINAL, class_for
-from .replaced_forwards import SERVED, learn, refusal
+from .replaced_forwards import SERVED, learn, operator_of, refusal
 from .replaced_globals import CALLED, called_by
 from .replaced_losses import LOSSES, loss_for
 
@@ -207,12 +207,13 @@ def _judged(module: nn.Module, kinds: Collection[str]) -> tuple[str | None, str]
         return None, ""
     form, names = found
     refused = refusal(module, form, names)
+    kind = operator_of(form)
     if refused is None or refused:
-        return None, _about(form.kind, refused or "")
-    reason = _own_ways(module, form.methods) or _unselected(form.kind, kinds)
-    if not reason and form.kind == "linear_cross_entropy" and "cross_entropy" not in kinds:
+        return None, _about(kind, refused or "")
+    reason = _own_ways(module, form.methods) or _unselected(kind, kinds)
+    if not reason and kind == "linear_cross_entropy" and "cross_entropy" not in kinds:
         reason = "" if loss_for(module)[0] in LOSSES else "its loss is not selected"
-    return form.kind, _about(form.kind, reason)
+    return kind, _about(kind, reason)
 
 
 def _about(kind: str, reason: str) -> str:

@@ -53,25 +53,27 @@ def attention(
     e = np.where(seen, np.exp(np.where(seen, scores - np.where(seen.any(-1, keepdims=True), most, 0), 0)), 0)
     total = e.sum(-1, keepdims=True)
     if dropout:
-        kept = _kept(seed, (*e.shape[:-1], keys), dropout)
+        kept = _kept(np, seed.astype(np.int64), (*e.shape[:-1], keys), dropout) / (1 - dropout)
         e = np.concatenate([e[..., :keys] * kept, e[..., keys:]], -1)
     y = e @ v / np.where(total == 0, 1, total)
     return np.swapaxes(y, -3, -2) if layout == "BSHD" else y
 
 
-def _kept(seed, shape, dropout):
-    """By what dropout multiplies each probability (cuda_src/operators/attention_dropout.h)."""
-    head, query, key = np.indices((prod(shape[:-2]), *shape[-2:]), np.uint64)
-    a, b, c, d = key // np.uint64(8), query, head, np.zeros_like(key)
-    low, high = (int(number) % 2**32 for number in seed)
+def _kept(m, seed, shape, dropout, **place):
+    """Which probabilities dropout keeps (cuda_src/operators/attention_dropout.h). m: numpy, or torch, whose products of
+    int64 have their lower 64 bits too. seed: int64. place: what ``arange`` needs beside."""
+    word = 2**32 - 1
+    head, query, key = (m.arange(n, **place) for n in (prod(shape[:-2]), *shape[-2:]))
+    a, b, c, d = key // 8, query[:, None], head[:, None, None], 0 * key
+    low, high = seed[0], seed[1]
     for _ in range(10):
-        left, right = a * np.uint64(0xD2511F53), c * np.uint64(0xCD9E8D57)
-        a, b = right >> np.uint64(32) ^ b ^ np.uint64(low), right % np.uint64(2**32)
-        c, d = left >> np.uint64(32) ^ d ^ np.uint64(high), left % np.uint64(2**32)
-        low, high = (low + 0x9E3779B9) % 2**32, (high + 0xBB67AE85) % 2**32
-    place = (key % np.uint64(8)).astype(np.int64)
-    numbers = np.choose(place // 2, (a, b, c, d)) >> np.where(place % 2, 16, 0).astype(np.uint64)
-    return (numbers % np.uint64(2**16) >= int(dropout * 2**16)).reshape(shape) / (1 - dropout)
+        left, right = a * 0xD2511F53, c * 0xCD9E8D57
+        a, b = (right >> 32 ^ b ^ low) & word, right & word
+        c, d = (left >> 32 ^ d ^ high) & word, left & word
+        low, high = low + 0x9E3779B9, high + 0xBB67AE85
+    lane = key % 8
+    pair = m.where(lane < 4, m.where(lane < 2, a, b), m.where(lane < 6, c, d))
+    return ((pair >> 16 * (lane % 2)) % 2**16 >= int(dropout * 2**16)).reshape(shape)
 
 
 def _sequences(i, key, query, cu_seqlens, cu_seqlens_k):
@@ -123,7 +125,9 @@ def _attention(lead, queries, keys, heads, dim, kv_heads=None, v_dim=None, **giv
         ascending=ascending,
         dtypes=dtypes,
         wide=wide,
-        magnified=4.0 if keys > 100 else 1.0,  # an exponential magnifies a rounding of its argument by the argument
+        # an exponential magnifies a rounding of its argument by the argument, and dropout by its factor that of a
+        # result, and again that of a gradient
+        magnified=(4.0 if keys > 100 else 1.0) / (1 - given.get("dropout", 0.0)) ** 2,
         inner_roundings=2,
         dtype_roundings=8,
     )
@@ -205,7 +209,7 @@ def _in_torch(
     p = torch.softmax(scores, -1)[..., :keys]
     p = p if seen is None else p * seen
     if dropout:
-        p = p * torch.as_tensor(_kept(seed.tolist(), p.shape, dropout)).to(p)
+        p = p * _kept(torch, seed.long(), p.shape, dropout, device=p.device) / (1 - dropout)
     y = p @ v
     return (y.transpose(-3, -2) if layout == "BSHD" else y).contiguous()
 
@@ -301,7 +305,7 @@ ROW = Row(
         _attention(
             (2,), 4, 6, 2, 5, lengths=(2,), mask=(2, 1, 4, 6), bias=(4, 6), sinks=True, softcap=1.5, dropout=0.2
         ),
-        _attention((), 9, 9, 2, 6, 1, sequences=3, window=(3, -1), dropout=0.9),
+        _attention((), 9, 9, 2, 6, 1, sequences=3, window=(3, -1), dropout=0.7),
         _attention((2,), 3, 0, 2, 4, dropout=0.5),
         _attention((2,), 0, 3, 2, 4, dropout=0.5),
         _attention((2,), 140, 270, 4, 64, 2, causal=True, dropout=0.1),

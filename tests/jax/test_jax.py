@@ -157,6 +157,14 @@ FUNCTIONS |= {
 }
 
 
+def _qkv_attention(x, w, b):
+    parts = jnp.concatenate([x, x * w + b, x * b - w], -1)
+    return ours.qkv_attention(parts, 1, causal=True)
+
+
+FUNCTIONS |= {"qkv_attention": (_qkv_attention, _attention)}
+
+
 def _lltm(input, weights, bias, old_h, old_cell):
     i, o, c = jnp.split(jnp.concatenate([old_h, input], -1) @ weights.T + bias.reshape(-1), 3, -1)
     new_cell = old_cell + jax.nn.elu(c) * jax.nn.sigmoid(i)

@@ -105,6 +105,10 @@ CASES: dict[str, list[Case]] = {
         attention((4,), 4, bias=(4, 8, 5), sinks=(4,)),
         attention((4,), 4, bias=(4, 1, 1, 5), causal=True),
     ],
+    "qkv_attention": [
+        Case({"qkv": (4, 8, 16), "lengths": None}, {"heads": 2, "kv_heads": 1, "causal": True}),
+        Case({"qkv": (2, 4, 8, 24), "lengths": (4,)}, {"heads": 2}, classes={"lengths": 9}),
+    ],
     "paged_attention": [decoding(9, 4), decoding(8, 2, 4, window=5, softcap=2.0)],
     "batch_norm": [
         Case({"x": (4, 8, 6), "weight": (8,), "bias": (8,)}),

@@ -63,6 +63,8 @@ CALLS = {
         *((2, 3, 2, 3), (2, 4, 1, 3), (2, 4, 1, 2), (3, 4)),
     ),
     "attention of one tensor": (lambda x: ours.attention(x, x, x, window=(0, 1)), (3, 2, 2)),
+    "qkv_attention": (lambda x: ours.qkv_attention(x, 2, 1, causal=True, softcap=2.0), (2, 3, 8)),
+    "qkv_attention of lengths": (lambda x: ours.qkv_attention(x, 1, lengths=INTEGERS, window=(1, 0)), (3, 3, 6)),
     "softmax": (lambda x: ours.softmax(x, 0), (3, 4)),
     "layer_norm": (lambda x, w, b: ours.layer_norm(x, (4,), w, b), (3, 4), (4,), (4,)),
     "layer_norm of two axes": (lambda x: ours.layer_norm(x, (2, 4)), (3, 2, 4)),

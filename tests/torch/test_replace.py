@@ -355,6 +355,65 @@ def test_replaced_modules_are_traced_as_operators():
         assert {f"aotops.{name}.default" for name in operators} <= seen
 
 
+def computed_by(module, *shape, device="cuda", dtype=torch.bfloat16):
+    """The operators of the library that a call of a replaced module runs, without running it."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with torch.device("meta"):
+        module = module().to(dtype)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        module.to_empty(device=device)
+        ours.replace(module)
+        graph = make_fx(lambda x: module(x))(torch.empty(shape, device=device, dtype=dtype)).graph
+    return [node.target.name() for node in graph.nodes if "aotops" in str(node.target)]
+
+
+def test_products_of_uneven_sizes():
+    def linear(inputs, outputs):
+        return lambda: nn.Linear(inputs, outputs)
+
+    assert computed_by(linear(768, 2001), 2, 64, 768) == ["aotops::linear"]
+    assert computed_by(linear(1023, 2048), 64, 1023) == ["aotops::linear"]
+    assert computed_by(linear(768, 2000), 128, 768) == []
+    assert computed_by(linear(768, 1001), 128, 768) == []  # a small one
+    assert computed_by(linear(768, 2001), 63, 768) == []
+    assert computed_by(linear(768, 2001), 128, 768, dtype=torch.float32) == []
+    assert computed_by(linear(768, 2001), 128, 768, device="cpu") == []
+    (row,) = ours.replace(nn.Linear(768, 2001))
+    assert row.operator == "linear"
+    assert ours.replace(nn.Linear(768, 2001), without="linear").rows[0].reason == "not selected"
+
+
+def test_a_head_of_uneven_sizes_that_is_replaced():
+    """It is known as a head, copied and restored."""
+    model = made(llama).train()
+    model.lm_head = nn.Linear(32, 40_001)
+    model.config.vocab_size = 40_001
+    with ours.replace(model) as record:
+        assert ("lm_head", "linear") in [(row.name, row.operator) for row in record]
+        tokens = torch.arange(8).view(1, 8)
+        before = model(input_ids=tokens, labels=tokens)
+        again = copy.deepcopy(model)
+        ours.replace(again, also="linear_cross_entropy")
+        after = again(input_ids=tokens, labels=tokens)
+        torch.testing.assert_close(after.loss, before.loss)
+        assert before.logits is not None
+        assert after.logits is None
+    assert type(model.lm_head) is nn.Linear
+
+
+def test_the_compiler_fuses_norms_on_a_gpu(monkeypatch):
+    """It is left what it makes one kernel of with the sums around it."""
+    forwards = importlib.import_module("aotops.frontends.torch.replaced_forwards")
+    for module in (lambda: nn.LayerNorm(8), lambda: nn.RMSNorm(8, eps=1e-5), lambda: nn.Softmax(-1)):
+        assert len(computed_by(module, 2, 8)) == 1
+        with monkeypatch.context() as patch:
+            patch.setattr(forwards, "is_compiling", lambda: True)
+            assert computed_by(module, 2, 8) == []
+            assert len(computed_by(module, 2, 8, device="cpu")) == 1
+
+
 def test_a_replaced_model_is_compiled():
     model = made(llama)
     del model.model.layers[1:]

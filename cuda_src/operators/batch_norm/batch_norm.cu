@@ -140,11 +140,12 @@ __device__ inline Accumulate<T> parameter(const void *of, bool wide, int64_t cha
 
 // --------------------------------------------------------------------------------------------------------- moments
 
-// Terms, their mean, and the sum of squares about it (Chan, Golub and LeVeque, 1979).
+// Terms, their mean, and the sum of squares about it (Chan, Golub and LeVeque, 1979). An infinity among the terms is
+// their mean: a difference from it is infinite as well.
 template <typename A>
 __device__ inline void merge_moments(A count, A &mean, A &squares, A other_count, A other_mean, A other_squares) {
   const A total = count + other_count, share = total > 0 ? other_count / total : A(0), delta = other_mean - mean;
-  mean += delta * share, squares += other_squares + delta * delta * count * share;
+  mean += isfinite(delta) ? delta * share : other_mean, squares += other_squares + delta * delta * count * share;
 }
 
 template <int kTerms, typename A>

@@ -60,8 +60,7 @@ struct BatchNormAttrs {
   Status check_affine(const char *op, const Spec &weight, const Spec &bias, const Spec &x) const {
     const Spec channels = of_channels(x, x.dtype);
     if (weight) {
-      if (!(weight.dtype == DType::float32 && (x.dtype == DType::float16 || x.dtype == DType::bfloat16)))
-        AOT_TRY(check_wider(op, weight, x.dtype));
+      AOT_TRY(check_wider(op, "weight", weight, x.dtype));
       AOT_TRY(check_shape(op, "weight", weight, "the channels of x", channels));
       return bias ? check_like(op, "bias", bias, "weight", weight) : kOk;
     }
@@ -79,15 +78,6 @@ struct BatchNormAttrs {
       n = bounded_product(2 * channel_slices(s) + 3, s.channels);
     }
     return Spec::vector(accumulate_dtype(x.dtype), n);
-  }
-
- private:
-  static Status check_wider(const char *op, const Spec &weight, DType model) {
-    AOT_TRY(check_floating(op, "weight", weight));
-    if (same_dtype(weight.dtype, model)) return kOk;
-    const bool is_narrow = model == DType::float16 || model == DType::bfloat16;
-    return fail(kUnsupportedDtype, "%s: weight has dtype %s, expected %s%s", op, dtype_name(weight.dtype),
-                dtype_name(model), is_narrow ? " or float32" : "");
   }
 };
 

@@ -1,6 +1,7 @@
 // batch_norm and batch_norm_relu on the CPU (batch_norm.h). Sums of a slice are taken in Accumulate<T>, slices are
 // added up in double.
 #pragma once
+#include <algorithm>
 #include <cmath>
 
 #include "batch_norm.h"
@@ -12,10 +13,10 @@ inline namespace AOT_ISA {
 
 // ----------------------------------------------------------------------------------------------------------- sums
 
-// sums[c] and sums[channels + c] = the two sums over channel c of what term(i, c, part, pair) gives for the elements
-// from i on: numbers of one channel, or of neighbouring ones where they are the last axis. `partial`: (2, slices,
+// sums[k * channels + c] = the sum over channel c of what term(i, c, part, terms) puts into terms[k] for the elements
+// from i on: numbers of one channel, or of neighbouring ones where they are the last axis. `partial`: (kSums, slices,
 // channels).
-template <typename T, class F>
+template <int kSums, typename T, class F>
 void channel_sums(const ChannelShape &s, Accumulate<T> *partial, Accumulate<T> *sums, F term) {
   using A = Accumulate<T>;
   constexpr int64_t kPiece = 512;  // elements of a channel that are added up in A
@@ -25,34 +26,33 @@ void channel_sums(const ChannelShape &s, Accumulate<T> *partial, Accumulate<T> *
     parallel_pieces(slices, of_slice < kGrain ? kGrain / (of_slice + 1) : 1, [=](int64_t begin, int64_t end) {
       for (int64_t slice = begin; slice < end; ++slice) {
         A *const to = partial + slice * channels;
-        for (int64_t c = 0; c < channels; ++c) to[c] = to[plane + c] = 0;
+        for (int i = 0; i < kSums; ++i) std::fill_n(to + i * plane, channels, A(0));
         const int64_t last = slice * kSliceRows + kSliceRows < s.outer ? slice * kSliceRows + kSliceRows : s.outer;
         for (int64_t row = slice * kSliceRows; row < last; ++row)
           sweep<A>(channels, [=](int64_t c, auto part) {
-            Vec<T> pair[2];
-            term(row * channels + c, c, part, pair);
-            store(to + c, load(to + c, part) + pair[0], part);
-            store(to + plane + c, load(to + plane + c, part) + pair[1], part);
+            Vec<T> of_row[kSums];
+            term(row * channels + c, c, part, of_row);
+            for (int i = 0; i < kSums; ++i) store(to + i * plane + c, load(to + i * plane + c, part) + of_row[i], part);
           });
       }
     });
   } else {
     each_row(plane, s.inner, [=](int64_t line) {
-      double total[2] = {};
+      double total[kSums] = {};
       for (int64_t begin = 0; begin < s.inner; begin += kPiece) {
         const int64_t size = s.inner - begin < kPiece ? s.inner - begin : kPiece;
-        Vec<T> first[4] = {}, second[4] = {};
+        Vec<T> piece[kSums][4] = {};
         sweep_sums<T>(size, [&](int64_t j, auto part, int k) {
-          Vec<T> pair[2];
-          term(line * s.inner + begin + j, line % channels, part, pair);
-          first[k] += keep<T>(pair[0], part), second[k] += keep<T>(pair[1], part);
+          Vec<T> v[kSums];
+          term(line * s.inner + begin + j, line % channels, part, v);
+          for (int i = 0; i < kSums; ++i) piece[i][k] += keep<T>(v[i], part);
         });
-        total[0] += sum_of_4<T>(first), total[1] += sum_of_4<T>(second);
+        for (int i = 0; i < kSums; ++i) total[i] += sum_of_4<T>(piece[i]);
       }
-      partial[line] = static_cast<A>(total[0]), partial[plane + line] = static_cast<A>(total[1]);
+      for (int i = 0; i < kSums; ++i) partial[i * plane + line] = static_cast<A>(total[i]);
     });
   }
-  for (int i = 0; i < 2; ++i) sum_columns(partial + i * plane, slices, channels, sums + i * channels);
+  for (int i = 0; i < kSums; ++i) sum_columns(partial + i * plane, slices, channels, sums + i * channels);
 }
 
 // f(i, c, part) for all elements, as term above.
@@ -94,14 +94,13 @@ void batch_norm_loop(const ChannelShape &s, double eps, const T *x, const W *wei
   A *const sums = work + 2 * channel_slices(s) * s.channels;
   const auto terms = static_cast<double>(s.terms());
   const bool last = s.inner == 1;
-  channel_sums<T>(s, work, sums, [=](int64_t i, int64_t, auto part, Vec<T>(&pair)[2]) {
-    pair[0] = load(x + i, part), pair[1] = Vec<T>{};
-  });
+  channel_sums<1, T>(s, work, sums,
+                     [=](int64_t i, int64_t, auto part, Vec<T>(&of_x)[1]) { of_x[0] = load(x + i, part); });
   for (int64_t c = 0; c < s.channels; ++c) mean[c] = static_cast<A>(sums[c] / terms);
   const PerChannel<T> means{mean, last};
-  channel_sums<T>(s, work, sums, [=](int64_t i, int64_t c, auto part, Vec<T>(&pair)[2]) {
+  channel_sums<1, T>(s, work, sums, [=](int64_t i, int64_t c, auto part, Vec<T>(&square)[1]) {
     const Vec<T> centred = load(x + i, part) - means.at(c, part);
-    pair[0] = centred * centred, pair[1] = Vec<T>{};
+    square[0] = centred * centred;
   });
   A *const scale = sums, *const shift = sums + s.channels;
   for (int64_t c = 0; c < s.channels; ++c) {
@@ -151,7 +150,7 @@ void batch_norm_backward_loop(const ChannelShape &s, double eps, const BatchNorm
   A *const of_dy = work + 2 * channel_slices(s) * s.channels, *const of_x = of_dy + s.channels;
   A *const rest = of_x + s.channels;
   if (b.dx || b.dweight || b.dbias)
-    channel_sums<T>(s, work, of_dy, [=](int64_t i, int64_t c, auto part, Vec<T>(&pair)[2]) {
+    channel_sums<2, T>(s, work, of_dy, [=](int64_t i, int64_t c, auto part, Vec<T>(&pair)[2]) {
       pair[0] = gradient(i, part), pair[1] = pair[0] * (load(b.x + i, part) - means.at(c, part));
     });
   const auto terms = static_cast<double>(s.terms());
@@ -182,10 +181,7 @@ void batch_norm_backward_loop(const ChannelShape &s, double eps, const BatchNorm
 template <class F>
 Status dispatch_batch_norm(const Tensor &x, const Tensor &parameter, F f) {
   return dispatch_floating(x.dtype, [&](auto of_x) {
-    using T = decltype(of_x);
-    if constexpr (sizeof(T) == 2)
-      if (parameter.dtype == DType::float32) return f(of_x, float());
-    return f(of_x, of_x);
+    return dispatch_wider<decltype(of_x)>(parameter.dtype, [&](auto of_parameter) { return f(of_x, of_parameter); });
   });
 }
 

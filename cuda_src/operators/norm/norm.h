@@ -97,13 +97,6 @@ struct NormAttrs {
                   dtype_name(bias.dtype), dtype_name(x.dtype));
     return check_like(op, "bias", bias, "normalized_shape", affine(x.dtype));
   }
-  // The dtype is `model`, or float32 where that has 16 bits.
-  static Status check_wider(const char *op, const char *slot, const Spec &s, DType model) {
-    if (model == DType::unknown) return check_floating(op, slot, s);
-    if (same_dtype(s.dtype, model) || is_wider(s.dtype, model)) return kOk;
-    return fail(kUnsupportedDtype, "%s: %s has dtype %s, expected %s%s", op, slot, dtype_name(s.dtype),
-                dtype_name(model), is_16_bits(model) ? " or float32" : "");
-  }
   // The dtype is `model`, or one of 16 bits where that is float32.
   static Status check_narrower(const char *op, const char *slot, const Spec &s, DType model) {
     if (model == DType::unknown) return check_floating(op, slot, s);
@@ -133,8 +126,6 @@ struct NormAttrs {
   }
 
  private:
-  static bool is_16_bits(DType d) { return d == DType::float16 || d == DType::bfloat16; }
-  static bool is_wider(DType d, DType model) { return d == DType::float32 && is_16_bits(model); }
   // Whether the shape is normalized_shape, or has more of x's trailing axes.
   Status check_lines(const char *op, const Spec &weight, const Spec &x) const {
     if (!weight.rank_known()) return kOk;
@@ -176,7 +167,7 @@ struct Norm : NormAttrs<kCentred, kAdd> {
     const Spec &x = in[kX], &residual = slot<kResidual>(in);
     AOT_TRY(this->check_rows(Op::name, "x", x));
     if constexpr (kAdd) {
-      AOT_TRY(this->check_wider(Op::name, "residual", residual, x.dtype));
+      AOT_TRY(check_wider(Op::name, "residual", residual, x.dtype));
       AOT_TRY(check_shape(Op::name, "residual", residual, "x", x));
     }
     AOT_TRY(this->check_affine(Op::name, in[kWeight], in[kBias], x));

@@ -290,14 +290,6 @@ void norm_backward_loop(const Backward<kCentred, kAdd, T, R, W> &b, W *dweight, 
 
 // -------------------------------------------------------------------------------------------------------- launchers
 
-// f(a zero of the dtype), which is T, or float beside 16 bits. An absent tensor counts as one of T.
-template <typename T, class F>
-Status dispatch_wider(DType dtype, F f) {
-  if constexpr (sizeof(T) == 2)
-    if (dtype == DType::float32) return f(float());
-  return f(T());
-}
-
 template <class Op>
 Status norm_cpu(const Op &op, const Tensor *in, const Tensor *out, void *) {
   const Tensor &x = in[Op::kX], &residual = slot<Op::kResidual>(in), &weight = in[Op::kWeight];

@@ -1,0 +1,56 @@
+"""The forwards of modules that are a product alone, as those of replaced_forwards.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import functional as F
+from .bytecode import Form, Names
+from .replaced_dtypes import product_dtype
+from .tensors import is_compiling
+
+ALIKE = "a product alone: torch's uses cuBLASLt too"
+LARGE_WEIGHT, MANY_ROWS = 1 << 20, 64
+
+
+def uneven(names: Names, **_: Any) -> Callable[..., Any]:
+    """A product alone, of sizes that are no multiples of 8. torch.compile pads those by itself."""
+
+    def serve(self, x):
+        dtype, rows = product_dtype(x, self.weight), x.numel() // max(self.in_features, 1)
+        if dtype is None or dtype.itemsize != 2 or not x.is_cuda or is_compiling() or rows < MANY_ROWS:
+            return NotImplemented
+        return F.linear(x, self.weight, self.bias)
+
+    return serve
+
+
+def uneven_refusal(module: Any, form: Form, names: Names) -> str:
+    """cuBLAS needs up to 4 times as long as for the next multiples of 8 (docs/lab_notes.md)."""
+    weight = module.weight
+    if weight.numel() >= LARGE_WEIGHT and any(n % 8 for n in weight.shape):
+        return ""
+    return ALIKE
+
+
+def conv2d(names: Names, **_: Any) -> Callable[..., Any]:
+    def serve(self, x):
+        dtype = product_dtype(x, self.weight)
+        tf32 = torch.backends.cudnn.allow_tf32
+        if dtype is None or not x.is_cuda or x.dim() != 4 or not (dtype.itemsize == 2 or tf32):
+            return NotImplemented
+        options = self.stride, self.padding, self.dilation, self.groups
+        return F.conv2d(x, self.weight, self.bias, *options, allow_tf32=tf32)
+
+    return serve
+
+
+def conv2d_refusal(module: Any, form: Form, names: Names) -> str:
+    """cuDNN takes 5 times as long for the 3 channels of a ResNet's images (CHANGELOG.md), and for others 0.8 to 1.1
+    times (docs/performance.md)."""
+    if module.padding_mode == "zeros" and module.groups == 1 and module.in_channels <= 8:
+        return ""
+    return "torch's is as fast: expected up to 8 input channels, no groups, padding with zeros"
