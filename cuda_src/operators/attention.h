@@ -163,8 +163,8 @@ struct AttentionAttrs {
     AOT_TRY(attrs.get("scale", &scale));
     AOT_TRY(attrs.get("window", &window));
     AOT_TRY(attrs.get("softcap", &softcap));
-    AOT_TRY(attrs.get("dropout", &dropout));
-    return attrs.get("layout", kLayouts, &layout);
+    AOT_TRY(attrs.get("layout", kLayouts, &layout));
+    return attrs.get("dropout", &dropout);
   }
 
   // The inputs have passed check.

@@ -184,13 +184,13 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         else:
             is_causal = False
         joined = self._joined_mask(query, key_padding_mask, attn_mask)
-        is_packed = query is key and key is value and self._qkv_same_embed_dim
+        dropped = self.dropout if self.training else 0.0
+        is_packed = query is key and key is value and self._qkv_same_embed_dim and not dropped
         if is_packed and joined is None and (query.ndim == 2 or self.batch_first):
             qkv = F.linear(query, self.in_proj_weight, self.in_proj_bias)
             y = F.qkv_attention(qkv, self.num_heads, causal=is_causal)
             return F.linear(y, self.out_proj.weight, self.out_proj.bias), None
         q, k, v = self._projected(query, key, value)
-        dropped = self.dropout if self.training else 0.0
         if query.ndim == 2 or self.batch_first:  # (N, L, heads, head_dim), or without N
             q, k, v = (x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(-3, -2) for x in (q, k, v))
             y = _attend(q, k, v, joined, is_causal, None, dropped).transpose(-3, -2).flatten(-2)
