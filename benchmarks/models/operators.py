@@ -1,5 +1,5 @@
-"""What the models are built of, in flavours of the same functions: torch's operators and optimizer, and this library's;
-and this library's with torch's attention.
+"""The operators and optimizers of the models, in flavours of the same functions: torch's, this library's, and this
+library's with torch's attention.
 
 Each flavour calls its operators as its user would write them. Parameters are those of torch's own modules.
 """
@@ -27,12 +27,13 @@ class Torch:
 
     @staticmethod
     def padding(mask: Tensor) -> Tensor:
-        """What ``attention`` takes for a mask (batch, 1, 1, tokens), true where there is a token: from the first on."""
+        """The padding as ``attention`` takes it, of a mask (batch, 1, 1, tokens): true where there is a token, from the
+        first on."""
         return mask
 
     @staticmethod
     def attention(qkv: Tensor, heads: int, causal: bool, rotation: Tensor | None, padding: Tensor | None) -> Tensor:
-        """Of rows (batch, tokens, 3 width). ``rotation``: (2, tokens, width of a head), of q and k."""
+        """Attention of rows (batch, tokens, 3 width). ``rotation``: (2, tokens, width of a head), of q and k."""
         parts = qkv.unflatten(-1, (3, heads, -1)).unbind(2)
         q, k, v = (t.transpose(1, 2) for t in parts)  # (batch, heads, tokens, width of a head)
         if rotation is not None:

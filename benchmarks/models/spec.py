@@ -52,7 +52,7 @@ OPERATORS: dict[str, tuple[str, ...]] = {
 }
 """The operators whose kernels a model's time depends on."""
 _ATTENTION = ("qkv_attention", "qkv_rope", "attention")
-"""Those of them that an implementation with the framework's attention does not have."""
+"""Operators that an implementation with the framework's attention does not have."""
 
 MODELS: dict[str, tuple[str, ...]] = {"torch": tuple(SIZES), "jax": ("gpt2",), "mindspore": ("gpt2",)}
 IMPLS: dict[str, tuple[str, ...]] = {

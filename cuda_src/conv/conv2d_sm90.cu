@@ -6,19 +6,22 @@ namespace aot {
 inline namespace AOT_ISA {
 namespace {
 
-// RowBoxes, ColBoxes, RowGroups, ColGroups, Stages, Blocks: the fastest on an H200 (docs/lab_notes.md). y and dx:
+// RowBoxes, ColBoxes, RowGroups, ColGroups, Stages, Blocks, OutBoxes, Swapped: the fastest on an H200
+// (docs/lab_notes.md). y and dx:
 using OneColumnTile = WgmmaTile<2, 1, 2, 1, 3, 3>;
 using ShortTile = WgmmaTile<1, 2, 1, 1, 2, 4>;  // sums of one or two steps
 using LongTile = WgmmaTile<1, 2, 1, 1, 3, 3>;
-using SquareTile = WgmmaTile<2, 2, 2, 1, 3, 2>;
+using SquareTile = WgmmaTile<2, 2, 2, 1, 3, 2>;  // phases
 using WideTile = WgmmaTile<3, 2, 3, 1, 5, 1>;
-using TallTile = WgmmaTile<4, 2, 2, 1, 4, 1>;
-using QuadTile = WgmmaTile<2, 4, 2, 1, 4, 1>;
+using DeepTile = WgmmaTile<4, 1, 1, 1, 5, 1, 2, true>;
+using LinesTile = WgmmaTile<4, 2, 1, 2, 3, 1, 4, true>;
 // dweight, whose columns are kernel elements x channels:
 using DweightPair = WgmmaTile<1, 2, 1, 1, 4, 2>;
 using DweightSmall = WgmmaTile<1, 1, 1, 1, 6, 1>;   // few boxes
 using DweightTriple = WgmmaTile<1, 3, 1, 1, 6, 1>;  // up to 64 output channels
 using DweightTripleRows = WgmmaTile<1, 3, 1, 1, 3, 2>;
+using DweightSix = WgmmaTile<2, 3, 2, 1, 5, 1>;
+using DweightQuad = WgmmaTile<2, 4, 2, 1, 4, 1>;
 using DweightNine = WgmmaTile<3, 3, 3, 1, 4, 1>;
 
 template <class Tile>
@@ -35,14 +38,16 @@ int count_slices(const Conv2dWgmma &p, int most) {
   const auto slices = static_cast<int>(std::min<int64_t>({most, wanted, ceil_div(p.steps, 4)}));
   if (kDweight) return slices;
   constexpr int kTriplesAtOnce = 36;  // of 40 clusters of three, some wait for others
+  constexpr int kQuadsAtOnce = 32;
   if (slices == 3 && tiles > kTriplesAtOnce) return 2;
+  if (slices == 4 && tiles > kQuadsAtOnce) return 3;
   return slices < 4 ? slices : slices / 4 * 4;  // clusters of five to seven fit the device worse
 }
 
 // Nanoseconds on an H200 whose multiprocessors all work: of a block's step where each multiprocessor has all blocks of
 // which it is capable, divided by their number; of the rest of a tile; of a step of a block that has a multiprocessor
-// to itself. Fits of 60 measured times of y and dx, and of 41 of dweight, of 64 to 1280 channels and 8 to 128 images,
-// with a mean error of 8 % (docs/lab_notes.md).
+// to itself. Fits of measured times of y and dx, and of 41 of dweight, of 64 to 1280 channels and 8 to 128 images
+// (docs/lab_notes.md).
 struct TileTimes {
   int step, tile, alone;
 };
@@ -55,19 +60,21 @@ constexpr TileTimes kTimes<LongTile, false> = {250, 830, 500};
 template <>
 constexpr TileTimes kTimes<SquareTile, false> = {410, 2000, 600};
 template <>
-constexpr TileTimes kTimes<WideTile, false> = {690, 3630, 690};
+constexpr TileTimes kTimes<WideTile, false> = {467, 2800, 467};
 template <>
-constexpr TileTimes kTimes<TallTile, false> = {700, 6400, 700};
+constexpr TileTimes kTimes<DeepTile, false> = {320, 2500, 320};
 template <>
-constexpr TileTimes kTimes<QuadTile, false> = {620, 7280, 620};
+constexpr TileTimes kTimes<LinesTile, false> = {610, 3000, 610};
 template <>
 constexpr TileTimes kTimes<DweightPair, true> = {221, 1595, 441};
 template <>
 constexpr TileTimes kTimes<DweightTripleRows, true> = {329, 920, 670};
 template <>
+constexpr TileTimes kTimes<DweightSix, true> = {505, 4500, 505};
+template <>
 constexpr TileTimes kTimes<DweightNine, true> = {770, 4610, 770};
 template <>
-constexpr TileTimes kTimes<QuadTile, true> = {650, 5900, 650};
+constexpr TileTimes kTimes<DweightQuad, true> = {650, 5900, 650};
 
 // An estimate of a kernel's time in nanoseconds, but for what it has with any tile, and of the sum of its slices.
 template <class Tile, Conv2dGemm::Pass kPass>
@@ -75,6 +82,7 @@ int64_t estimate(const Conv2dWgmma &p) {
   constexpr bool kDweight = kPass == Conv2dGemm::dweight;
   constexpr TileTimes kTime = kTimes<Tile, kDweight>;
   static_assert(kTime.step > 0, "no times of this tile");
+  if (Tile::kSwapped && !p.by_boxes) return INT64_MAX;
   const int most = kDweight ? INT_MAX : kMaxCluster;
   const int64_t slices = std::max(count_slices<Tile, kPass>(p, most), 1);
   const int64_t blocks = count_tiles<Tile>(kPass, p) * slices;
@@ -107,12 +115,12 @@ auto with_tile(const Conv2dWgmma &p, F f) {
   if constexpr (kPass == Conv2dGemm::dweight) {
     if (cols % 3 != 0 && cols * rows <= 8) return f(Type<DweightSmall>());
     if (rows == 1 && cols % 3 == 0) return f(Type<DweightTriple>());
-    return with_fastest<kPass>(p, f, Type<DweightTripleRows>(), Type<DweightPair>(), Type<QuadTile>(),
-                               Type<DweightNine>());
+    return with_fastest<kPass>(p, f, Type<DweightTripleRows>(), Type<DweightPair>(), Type<DweightQuad>(),
+                               Type<DweightNine>(), Type<DweightSix>());
   } else {
     if (p.steps <= 2 && cols > 1) return f(Type<ShortTile>());
-    return with_fastest<kPass>(p, f, Type<LongTile>(), Type<OneColumnTile>(), Type<SquareTile>(), Type<WideTile>(),
-                               Type<TallTile>(), Type<QuadTile>());
+    return with_fastest<kPass>(p, f, Type<LongTile>(), Type<OneColumnTile>(), Type<WideTile>(), Type<DeepTile>(),
+                               Type<LinesTile>());
   }
 }
 
@@ -135,22 +143,26 @@ bool clears(const Conv2dGemm &c) {
   return c.kernel() == 1 && c.padding_h % c.stride_h == 0 && c.padding_w % c.stride_w == 0 && c.whole_vectors;
 }
 
-// estimate() for phases that one kernel computes, each tile in a block of its own.
+// estimate() for phases that one kernel computes.
 template <class Tile>
 int64_t estimate_phases(const Conv2dPhases &p) {
   constexpr TileTimes kTime = kTimes<Tile, false>;
-  int64_t tiles = 0, steps = 0;
+  if (Tile::kSwapped && !p.phase[0].by_boxes) return INT64_MAX;
+  int64_t tiles = 0, steps = 0, of_first = 0;  // of the first block, if blocks go on to other tiles
   for (int i = 0; i < p.count; ++i) {
-    const int64_t n = count_tiles<Tile>(Conv2dGemm::dx, p.phase[i]);
+    const int64_t n = count_tiles<Tile>(Conv2dGemm::dx, p.phase[i]), before = tiles;
     tiles += n, steps += n * p.phase[i].steps;
+    of_first += (ceil_div(tiles, kMultiprocessors) - ceil_div(before, kMultiprocessors)) * p.phase[i].steps;
   }
-  return std::max(ceil_div(steps, kMultiprocessors) * kTime.step, int64_t{p.phase[0].steps} * kTime.alone) +
+  const int64_t each = Tile::kOutBoxes > 0 ? of_first : ceil_div(steps, kMultiprocessors);
+  return std::max(each * kTime.step, int64_t{p.phase[0].steps} * kTime.alone) +
          ceil_div(tiles, kMultiprocessors) * kTime.tile;
 }
 template <class F>
 auto with_fastest_of_phases(const Conv2dPhases &p, F f) {
   const int64_t of_long = estimate_phases<LongTile>(p), of_column = estimate_phases<OneColumnTile>(p),
-                of_square = estimate_phases<SquareTile>(p);
+                of_square = estimate_phases<SquareTile>(p), of_lines = estimate_phases<LinesTile>(p);
+  if (of_lines < std::min({of_long, of_column, of_square})) return f(Type<LinesTile>());
   if (of_long <= std::min(of_column, of_square)) return f(Type<LongTile>());
   if (of_column <= of_square) return f(Type<OneColumnTile>());
   return f(Type<SquareTile>());
@@ -193,10 +205,11 @@ Status run_one(LaunchSequence &launch, Conv2dWgmma p) {
     const int slices = count_slices<kPass>(p, kMaxCluster);
     p.slices = slices > 1 ? slices : 0;
   }
-  if constexpr (sizeof(T) == 4 && kPass == Conv2dGemm::dweight) return kOk;  // not supported
-  else
-    return with_tile<kPass>(
-        p, [&](auto type) { return launch_wgmma<T, kPass, typename decltype(type)::type>(launch, p); });
+  return with_tile<kPass>(p, [&](auto type) {
+    using Tile = typename decltype(type)::type;
+    if constexpr (sizeof(T) == 4 && (kPass == Conv2dGemm::dweight || Tile::kSwapped)) return kOk;  // not supported
+    else return launch_wgmma<T, kPass, Tile>(launch, p);
+  });
 }
 
 Status refused(const char *op) { return fail(kDeviceError, "%s: the driver refuses a tensor map", op); }
@@ -212,8 +225,13 @@ Status run_phases(LaunchSequence &launch, const Conv2dGemm &c) {
                    [](const Conv2dWgmma &a, const Conv2dWgmma &b) { return a.steps > b.steps; });
   for (int i = 0; i < all.count; ++i)
     if (!map_operands(c, &all.phase[i])) return refused(launch.op());
-  return with_fastest_of_phases(
-      all, [&](auto type) { return launch_phases<T, typename decltype(type)::type>(launch, all); });
+  const bool by_boxes = std::all_of(all.phase, all.phase + all.count, [](const Conv2dWgmma &p) { return p.by_boxes; });
+  for (Conv2dWgmma &phase : all.phase) phase.by_boxes = by_boxes;
+  return with_fastest_of_phases(all, [&](auto type) {
+    using Tile = typename decltype(type)::type;
+    if constexpr (sizeof(T) == 4 && Tile::kSwapped) return kOk;  // not supported
+    else return launch_phases<T, Tile>(launch, all);
+  });
 }
 
 template <typename T>

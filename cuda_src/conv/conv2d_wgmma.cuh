@@ -14,7 +14,7 @@
 #pragma once
 #include "conv2d_gemm.h"
 #include "cuda/overlap.cuh"
-#include "cuda/tma.cuh"
+#include "cuda/tma_store.cuh"
 #include "cuda/wgmma.cuh"
 
 namespace aot {
@@ -29,26 +29,33 @@ constexpr int kBoxDepth = kBoxRow / static_cast<int>(sizeof(T));  // elements of
 
 // A block computes kRowBoxes x kColBoxes boxes of the result with kRowGroups x kColGroups consumer warpgroups and one
 // producer warp, in a pipeline of kStages; a multiprocessor has room for kBlocks blocks. Clusters that share their
-// loads by multicast were slower.
-template <int kRowBoxes_, int kColBoxes_, int kRowGroups_, int kColGroups_, int kStages_, int kBlocks_>
+// loads by multicast were slower. wgmma reads both operands for each 64 rows of its first one, and is faster with the
+// longer side of a tile as its second one: `kSwapped` tiles have their channels first. A warpgroup then has room for
+// kOutBoxes boxes of its result, from which TMA stores them while the next tile is computed.
+template <int kRowBoxes_, int kColBoxes_, int kRowGroups_, int kColGroups_, int kStages_, int kBlocks_,
+          int kOutBoxes_ = 0, bool kSwapped_ = false>
 struct WgmmaTile {
   static constexpr int kRowBoxes = kRowBoxes_, kColBoxes = kColBoxes_, kRowGroups = kRowGroups_;
   static constexpr int kColGroups = kColGroups_, kStages = kStages_, kBlocks = kBlocks_;
-  static constexpr int kGroups = kRowGroups * kColGroups, kThreads = kGroups * 128 + 32;
-  static constexpr int kStageBytes = (kRowBoxes + kColBoxes) * kBoxBytes;
-  static constexpr int kShared = kStages * kStageBytes + 1024;  // boxes are aligned to 1024
+  static constexpr int kGroups = kRowGroups * kColGroups, kOutBoxes = kOutBoxes_;
+  static constexpr bool kSwapped = kSwapped_;
+  static constexpr int kThreads = kGroups * 128 + 32;
+  static constexpr int kStageBytes = (kRowBoxes + kColBoxes) * kBoxBytes, kOut = kStages * kStageBytes;
+  static constexpr int kBoxesBytes = kOut + kGroups * kOutBoxes * kBoxBytes;
+  static constexpr int kShared = kBoxesBytes + 1024;  // boxes are aligned to 1024
   // Split-K within a cluster, which adds up its partial sums through distributed shared memory: for blocks that have a
-  // multiprocessor to themselves, and whose stages have room for the partial sums.
+  // multiprocessor to themselves, and whose boxes have room for the partial sums.
   static constexpr bool kClusterSplitK =
-      kBlocks == 1 && kStages * kStageBytes >= kRowBoxes * kColBoxes * kBox * kBox * static_cast<int>(sizeof(float));
+      !kSwapped && kBlocks == 1 && kBoxesBytes >= kRowBoxes * kColBoxes * kBox * kBox * static_cast<int>(sizeof(float));
 };
 
 struct Conv2dWgmma {
   CUtensorMap a, b;
-  int rows;     // of the result
-  int columns;  // y, dx: of the result; dweight: of one kernel element, which is channels
-  int steps;    // of the mainloop: boxes along the sum
-  int depth;    // y, dx: boxes along the channels of a kernel element's sum; dweight: boxes along channels
+  CUtensorMap result;  // y, dx: if `by_boxes`
+  int rows;            // of the result
+  int columns;         // y, dx: of the result; dweight: of one kernel element, which is channels
+  int steps;           // of the mainloop: boxes along the sum
+  int depth;           // y, dx: boxes along the channels of a kernel element's sum; dweight: boxes along channels
   int kernel, kernel_w;
   int tap, tap_h, tap_w;  // dx: weight's kernel element for dy's first one, and from one of dy's rows and columns on
   int map_h, map_w;       // pixels of the im2col operand
@@ -58,6 +65,8 @@ struct Conv2dWgmma {
   int64_t clear_row, clear_column;  // and the elements from one of dx's rows and columns to the next
   int height, width;                // of dx
   int slices;          // split-K: dweight's partial sums go to memory; for y and dx the slices are a cluster
+  bool by_boxes;       // whether TMA stores the result: a matrix of pixels and channels
+  bool apart;          // dx: whether a phase's pixels are not such a matrix, so that `result` is of im2col mode
   bool pairs;          // neighbouring columns are contiguous and in whole vectors
   bool independent;    // reads nothing that the kernel launched before it writes
   Strides to_strides;  // y, dx
@@ -65,11 +74,11 @@ struct Conv2dWgmma {
   void *to;
 };
 
-// The phases of a strided dx, of which those with the longest sums start first.
+// The phases of a strided dx, of which those with the longest sums start first. Their tiles are counted on.
 struct Conv2dPhases {
   static constexpr int kMost = 4;
   Conv2dWgmma phase[kMost];
-  int first_block[kMost];
+  int first_tile[kMost];
   int count;
 };
 
@@ -104,12 +113,15 @@ struct WgmmaBlock {
   static constexpr int kDepth = kBoxDepth<T>;                                     // elements of a step
   static constexpr int kRowsOfGroup = Tile::kRowBoxes / Tile::kRowGroups;         // in boxes
   static constexpr int kColsOfGroup = Tile::kColBoxes / Tile::kColGroups * kBox;  // in elements
+  // 64 rows of wgmma's first operand, and elements of its second one
+  static constexpr int kFirst = Tile::kSwapped ? kColsOfGroup / kBox : kRowsOfGroup;
+  static constexpr int kSecond = Tile::kSwapped ? kRowsOfGroup * kBox : kColsOfGroup;
 
 #ifdef CUTE_ARCH_MMA_SM90A_ENABLED
-  using Sums = float[kRowsOfGroup][kColsOfGroup / 2];
+  using Sums = float[kFirst][kSecond / 2];
 
   const Conv2dWgmma &p;
-  int first_block;
+  int first;  // the block's first tile
   uint32_t boxes;
   uint64_t *full, *empty;
 
@@ -125,7 +137,7 @@ struct WgmmaBlock {
   }
   template <class F>
   __device__ void each_tile(F f) const {
-    for (int tile = blockIdx.x - first_block; tile < p.row_tiles * p.col_tiles; tile += gridDim.x) f(work_tile(tile));
+    for (int tile = first; tile < p.row_tiles * p.col_tiles; tile += gridDim.x) f(work_tile(tile));
   }
 
   __device__ uint32_t a_box(int stage, int i) const { return boxes + stage * Tile::kStageBytes + i * kBoxBytes; }
@@ -138,8 +150,8 @@ struct WgmmaBlock {
 
   // ---------------------------------------------------------------------------------------------------- producer warp
 
-  __device__ void load_tiles() const {
-    int iteration = 0;
+  // iteration: of the pipeline, which goes on from phase to phase.
+  __device__ void load_tiles(int &iteration) const {
     each_tile([&](const WorkTile &at) {
       auto next = [&] {
         const int stage = iteration % Tile::kStages;
@@ -198,8 +210,7 @@ struct WgmmaBlock {
 
   // ----------------------------------------------------------------------------------------------- consumer warpgroups
 
-  __device__ void compute_tiles(int row_group, int col_group) const {
-    int iteration = 0;
+  __device__ void compute_tiles(int row_group, int col_group, int &iteration) const {
     each_tile([&](const WorkTile &at) {
       if constexpr (kPass == Conv2dGemm::dx)
         if (p.clear_h) clear_around(at, row_group, col_group);
@@ -214,22 +225,25 @@ struct WgmmaBlock {
     // the next 16 terms (8 of TF32) are 16 rows on in an MN-major box, 32 bytes on in a K-major one
     constexpr bool kAcrossA = kDweight, kAcrossB = kDweight || kTransposedB;
     constexpr int kStepA = kAcrossA ? 16 * kBoxRow : 32, kStepB = kAcrossB ? 16 * kBoxRow : 32;
-    using Mma = Wgmma<T, kColsOfGroup, kAcrossA, kAcrossB>;
+    constexpr int kStepFirst = Tile::kSwapped ? kStepB : kStepA, kStepSecond = Tile::kSwapped ? kStepA : kStepB;
+    using Mma = std::conditional_t<Tile::kSwapped, Wgmma<T, kSecond, kAcrossB, kAcrossA>,
+                                   Wgmma<T, kSecond, kAcrossA, kAcrossB>>;
     auto release = [&](int iteration) {
       if (threadIdx.x % 128 == 0) mbarrier_arrive(&empty[iteration % Tile::kStages]);
     };
     for (int step = 0; step < steps; ++step, ++iteration) {
       const int stage = iteration % Tile::kStages;
       mbarrier_wait(&full[stage], iteration / Tile::kStages % 2);
-      const uint32_t b = b_box(stage, col_group * (kColsOfGroup / kBox));
+      const uint32_t a = a_box(stage, row_group * kRowsOfGroup), b = b_box(stage, col_group * (kColsOfGroup / kBox));
+      const uint32_t first = Tile::kSwapped ? b : a, second = Tile::kSwapped ? a : b;
       fence_registers(sum);
       wgmma_begin();
 #pragma unroll
       for (int k = 0; k < 4; ++k)
 #pragma unroll
-        for (int i = 0; i < kRowsOfGroup; ++i)
-          Mma::run(box_descriptor(a_box(stage, row_group * kRowsOfGroup + i) + k * kStepA),
-                   box_descriptor(b + k * kStepB), sum[i], step + k > 0);
+        for (int i = 0; i < kFirst; ++i)
+          Mma::run(box_descriptor(first + i * kBoxBytes + k * kStepFirst), box_descriptor(second + k * kStepSecond),
+                   sum[i], step + k > 0);
       wgmma_end();
       fence_registers(sum);
       wgmma_wait<1>();
@@ -260,29 +274,96 @@ struct WgmmaBlock {
 
   // --------------------------------------------------------------------------------------------------------- epilogue
 
+  __device__ void store(const WorkTile &at, int row_group, int col_group, Sums &sum) const {
+    if constexpr (Tile::kSwapped) {
+      store_boxes(at, row_group, col_group, sum);
+    } else if (!kDweight && Tile::kClusterSplitK && p.slices > 1) {
+      publish_partials(sum);
+      store_rows<true>(at, row_group, col_group, sum);
+      cluster_barrier();  // all blocks have read these partial sums
+    } else {
+      store_rows<false>(at, row_group, col_group, sum);
+    }
+  }
+
+  // The warpgroup puts its sums in order in shared memory, box by box, and a thread has TMA store the boxes.
+  __device__ void store_boxes(const WorkTile &at, int row_group, int col_group, const Sums &sum) const {
+    constexpr int kColBoxes = kColsOfGroup / kBox, kRing = Tile::kOutBoxes;
+    const int group = threadIdx.x / 128;
+    const bool stores = threadIdx.x % 128 == 0;
+    const uint32_t ring = boxes + Tile::kOut + group * kRing * kBoxBytes;
+    auto synchronize = [&] { asm volatile("bar.sync %0, 128;" ::"r"(2 + group) : "memory"); };
+#pragma unroll
+    for (int box = 0; box < kRowsOfGroup * kColBoxes; ++box) {
+      const int i = box / kColBoxes, j = box % kColBoxes, col = (at.col_box + col_group * kColBoxes + j) * kBox;
+      const uint32_t to = ring + box % kRing * kBoxBytes;
+      if (stores) wait_for_reads<kRing - 1>();
+      synchronize();
+      put(&sum[j][i * kBox / 2], to, col);
+      show_to_tma();
+      synchronize();
+      if (stores) store_box(to, col, (at.row_box + row_group * kRowsOfGroup + i) * kBox);
+    }
+  }
+
+  // Sums of channels' pairs of pixels, with channel `col` first: a thread's are of two channels. A pixel's vectors of
+  // 16 bytes are swizzled as TMA expects them.
+  __device__ void put(const float *sums, uint32_t box, int col) const {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32, row = lane % 8, channel = warp * 16 + lane / 4;
+    const float bias[] = {bias_of(col + channel), bias_of(col + channel + 8)};
+    // A lane's vector of eight channels: of one of four matrices of 8 x 8, which are 16 pixels' of 16 channels.
+    const uint32_t vector = box + (lane / 16 * 8 + row) * kBoxRow + ((warp * 2 + lane / 8 % 2) ^ row) * 16;
+#pragma unroll
+    for (int pixel = 0; pixel < kBox; pixel += 16) {
+      uint32_t words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float *v = &sums[(pixel / 8 + i / 2) * 4 + i % 2 * 2];
+        words[i] = narrow_word(v[0] + bias[i % 2], v[1] + bias[i % 2], T());
+      }
+      asm volatile(
+          "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(vector + pixel * kBoxRow),
+          "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+          : "memory");
+    }
+  }
+  __device__ float bias_of(int channel) const {
+    if (kPass != Conv2dGemm::y || !p.bias || channel >= p.columns) return 0;
+    return widen(static_cast<const T *>(p.bias)[channel]);
+  }
+  __device__ void store_box(uint32_t box, int col, int row) const {
+    if (row < p.rows && col < p.columns) {
+      if (kPass == Conv2dGemm::dx && p.apart)
+        tma_store_pixels(p.result, box, col, row % p.map_w, row / p.map_w % p.map_h, row / p.map_w / p.map_h);
+      else tma_store(p.result, box, col, row);
+    }
+    end_stores();
+  }
   // A thread's accumulators are pairs of neighbouring columns, in rows 8 apart. The pairs of a row that are 8 columns
   // apart are stored together.
-  __device__ void store(const WorkTile &at, int row_group, int col_group, Sums &sum) const {
+  template <bool kCluster>
+  __device__ void store_rows(const WorkTile &at, int row_group, int col_group, const Sums &sum) const {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-    const bool cluster = !kDweight && Tile::kClusterSplitK && p.slices > 1;
-    if (cluster) publish_partials(sum);
 #pragma unroll
     for (int i = 0; i < kRowsOfGroup; ++i) {
       const int row = (at.row_box + row_group * kRowsOfGroup + i) * kBox + warp * 16 + lane / 4;
       const int64_t rows[] = {row_at(row), row_at(row + 8)};
 #pragma unroll
       for (int j = 0; j < kColsOfGroup / 8; j += 2) {
-        if (cluster && j / 2 % p.slices != blockIdx.z) continue;
+        if (kCluster && j / 2 % p.slices != blockIdx.z) continue;
         const Columns columns = columns_of(at.col_box + col_group * (kColsOfGroup / kBox) + j * 8 / kBox);
         const int quad = i * kColsOfGroup / 8 + j, col = j * 8 % kBox;
-        const float *v = &sum[i][j * 4];
-        float4 pairs[] = {{v[0], v[1], v[2], v[3]}, {v[4], v[5], v[6], v[7]}};
-        if (cluster) collect_partials(quad, pairs);
+        float4 pairs[2];
+        if constexpr (kCluster) {
+          collect_partials(quad, pairs);
+        } else {
+          const float *v = &sum[i][j * 4];
+          pairs[0] = {v[0], v[1], v[2], v[3]}, pairs[1] = {v[4], v[5], v[6], v[7]};
+        }
         write(rows[0], columns, col, {pairs[0].x, pairs[0].y}, {pairs[1].x, pairs[1].y});
         write(rows[1], columns, col, {pairs[0].z, pairs[0].w}, {pairs[1].z, pairs[1].w});
       }
     }
-    if (cluster) cluster_barrier();  // all blocks have read these partial sums
   }
 
   // Split-K in a cluster: each block publishes the partial sums of its slice in shared memory, over its stages, four of
@@ -384,11 +465,13 @@ struct WgmmaBlock {
 };
 
 #ifdef CUTE_ARCH_MMA_SM90A_ENABLED
-template <typename T, Conv2dGemm::Pass kPass, class Tile>
-__device__ inline void compute_block(const Conv2dWgmma &p, int first_block) {
+// each(f) calls f(p, first) for each phase p, of which `first` is this block's first tile.
+template <typename T, Conv2dGemm::Pass kPass, class Tile, class Each>
+__device__ inline void compute_block(bool independent, Each each) {
+  using Block = WgmmaBlock<T, kPass, Tile>;
   extern __shared__ uint8_t dynamic[];
   __shared__ uint64_t full[Tile::kStages], empty[Tile::kStages];
-  const WgmmaBlock<T, kPass, Tile> block{p, first_block, (shared_address(dynamic) + 1023) & ~1023u, full, empty};
+  const uint32_t boxes = (shared_address(dynamic) + 1023) & ~1023u;
   if (threadIdx.x == 0) {
     for (int i = 0; i < Tile::kStages; ++i) {
       mbarrier_init(&full[i], 1);
@@ -397,15 +480,20 @@ __device__ inline void compute_block(const Conv2dWgmma &p, int first_block) {
     mbarrier_init_fence();
   }
   __syncthreads();
-  const int group = threadIdx.x / 128;
+  const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);  // the same in a warp, for the compiler
+  int iteration = 0;
   if (group < Tile::kGroups) {
-    block.compute_tiles(group % Tile::kRowGroups, group / Tile::kRowGroups);
-  } else if (threadIdx.x % 32 == 0) {
-    if (!p.independent) wait_for_kernel_before();
+    each([&](const Conv2dWgmma &p, int first) {
+      Block{p, first, boxes, full, empty}.compute_tiles(group % Tile::kRowGroups, group / Tile::kRowGroups, iteration);
+    });
+    if constexpr (Tile::kSwapped) wait_for_stores();  // of this thread, of which most have none
+  } else {
+    if (threadIdx.x != Tile::kGroups * 128) return;
+    if (!independent) wait_for_kernel_before();
     // The next kernel may be `independent` of this one and read what earlier kernels wrote, without waiting: it may
     // start only when those have ended.
     launch_next();
-    block.load_tiles();
+    each([&](const Conv2dWgmma &p, int first) { Block{p, first, boxes, full, empty}.load_tiles(iteration); });
   }
 }
 #endif
@@ -414,20 +502,24 @@ template <typename T, Conv2dGemm::Pass kPass, class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     conv2d_wgmma_kernel(const __grid_constant__ Conv2dWgmma p) {
 #ifdef CUTE_ARCH_MMA_SM90A_ENABLED
-  compute_block<T, kPass, Tile>(p, 0);
+  compute_block<T, kPass, Tile>(p.independent, [&](auto f) { f(p, static_cast<int>(blockIdx.x)); });
 #else
   __trap();  // compiled for other architectures, never launched there
 #endif
 }
 
-// A block has a tile of one phase.
+// Block i computes tiles i, i + gridDim.x and so on, of all phases.
 template <typename T, class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     conv2d_wgmma_phases_kernel(const __grid_constant__ Conv2dPhases p) {
 #ifdef CUTE_ARCH_MMA_SM90A_ENABLED
-  int i = 0;
-  while (i + 1 < p.count && static_cast<int>(blockIdx.x) >= p.first_block[i + 1]) ++i;
-  compute_block<T, Conv2dGemm::dx, Tile>(p.phase[i], p.first_block[i]);
+  const int blocks = gridDim.x, block = blockIdx.x;
+  compute_block<T, Conv2dGemm::dx, Tile>(p.phase[0].independent, [&](auto f) {
+    for (int i = 0; i < p.count; ++i) {
+      const int skipped = p.first_tile[i] % blocks;
+      f(p.phase[i], block < skipped ? block - skipped + blocks : block - skipped);
+    }
+  });
 #else
   __trap();
 #endif
@@ -444,6 +536,18 @@ inline bool map_im2col(CUtensorMap *map, DType dtype, const void *data, int n, i
   const int upper[] = {(p.map_w - 1) * p.stride_w + 1 + p.first_w - w, (p.map_h - 1) * p.stride_h + 1 + p.first_h - h};
   const uint32_t steps[] = {1, uint32_t(p.stride_w), uint32_t(p.stride_h), 1};
   return TensorMaps::get().im2col(map, map_type(dtype), 4, const_cast<void *>(data), size, stride, lower, upper,
+                                  static_cast<uint32_t>(kBoxRow / bytes), kBox, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                  CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+// Pixels of a result in im2col mode: (w, h, n) of them, `step` elements apart.
+inline bool map_pixels(CUtensorMap *map, DType dtype, const void *data, const uint64_t (&size)[4],
+                       const int64_t (&step)[3]) {
+  const uint64_t bytes = itemsize(dtype), stride[] = {step[0] * bytes, step[1] * bytes, step[2] * bytes};
+  const int corner[] = {0, 0};
+  const uint32_t steps[] = {1, 1, 1, 1};
+  return TensorMaps::get().im2col(map, map_type(dtype), 4, const_cast<void *>(data), size, stride, corner, corner,
                                   static_cast<uint32_t>(kBoxRow / bytes), kBox, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
                                   CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
                                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
@@ -497,6 +601,20 @@ inline int64_t col_boxes(Conv2dGemm::Pass pass, const Conv2dWgmma &p) {
   return pass == Conv2dGemm::dweight ? int64_t{p.kernel} * p.depth : ceil_div(p.columns, kBox);
 }
 
+// Sets `by_boxes`, and encodes the result's tensor map, where TMA can store it: vectors of 16 bytes, of 16-bit
+// elements.
+inline void map_result(const Conv2dGemm &c, Conv2dWgmma *p) {
+  const Strides &to = p->to_strides;
+  if (c.pass == Conv2dGemm::dweight || itemsize(c.dtype) != 2 || !c.whole_vectors || to.channel != 1) return;
+  const uint64_t channels = c.to_channels;
+  p->apart = p->map_h * to.row != to.image || p->map_w * to.column != to.row;
+  p->by_boxes =
+      p->apart ? map_pixels(&p->result, c.dtype, p->to,
+                            {channels, uint64_t(p->map_w), uint64_t(p->map_h), uint64_t(c.batch)},
+                            {to.column, to.row, to.image})
+               : map_tiled<2>(&p->result, c.dtype, p->to, {channels, uint64_t(p->rows)}, {to.column}, {kBox, kBox});
+}
+
 // Encodes the tensor maps; false if the driver refuses.
 inline bool map_operands(const Conv2dGemm &c, Conv2dWgmma *p) {
   const auto box_depth = static_cast<uint32_t>(kBoxRow / itemsize(c.dtype));
@@ -505,6 +623,7 @@ inline bool map_operands(const Conv2dGemm &c, Conv2dWgmma *p) {
     return map_tiled<2>(&p->a, c.dtype, c.a, {out_channels, uint64_t(c.pixels())}, {c.out_channels},
                         {box_depth, kBox}) &&
            map_im2col(&p->b, c.dtype, c.b, c.batch, c.height, c.width, c.channels, *p);
+  map_result(c, p);
   const bool dx = c.pass == Conv2dGemm::dx;
   if (!(dx ? map_im2col(&p->a, c.dtype, c.a, c.batch, c.out_h, c.out_w, c.out_channels, *p)
            : map_im2col(&p->a, c.dtype, c.a, c.batch, c.height, c.width, c.channels, *p)))
@@ -530,13 +649,15 @@ Status launch_wgmma(LaunchSequence &launch, Conv2dWgmma p) {
 
 template <typename T, class Tile>
 Status launch_phases(LaunchSequence &launch, Conv2dPhases p) {
-  int blocks = 0;
+  int tiles = 0;
   for (int i = 0; i < p.count; ++i) {
     Conv2dWgmma &phase = p.phase[i];
     phase.row_tiles = static_cast<int>(ceil_div(ceil_div(phase.rows, kBox), Tile::kRowBoxes));
     phase.col_tiles = static_cast<int>(ceil_div(ceil_div(phase.columns, kBox), Tile::kColBoxes));
-    p.first_block[i] = blocks, blocks += phase.row_tiles * phase.col_tiles;
+    p.first_tile[i] = tiles, tiles += phase.row_tiles * phase.col_tiles;
   }
+  // Blocks that go on to other tiles do not start in the order in which multiprocessors are free.
+  const int blocks = Tile::kOutBoxes > 0 ? std::min(tiles, kMultiprocessors * Tile::kBlocks) : tiles;
   return launch(conv2d_wgmma_phases_kernel<T, Tile>, blocks, Tile::kThreads, Tile::kShared, 1, p);
 }
 

@@ -20,9 +20,11 @@
 // to the thread's own memory, and a block of C stays in registers while a panel passes; few rows are multiplied without
 // packing B.
 #pragma once
+#include <optional>
 #include <type_traits>
 
 #include "cpu/parallel.h"
+#include "tiles_cpu.h"
 
 namespace aot {
 inline namespace AOT_ISA {
@@ -73,6 +75,10 @@ constexpr bool kStoresTiles = false;
 template <class Epilogue>
 constexpr bool kStoresTiles<Epilogue, std::enable_if_t<Epilogue::kStores>> = true;
 
+// Up to kDotRows rows of C are computed as dot products if B is stored transposed. Up to kFewRows rows, B is not packed
+// otherwise: packing would cost more than it saves.
+constexpr int64_t kDotRows = 32, kFewRows = 64;
+
 // ----------------------------------------------------------------------------------------------------------- terms
 
 // Panels and dot products consist of vectors, each of whose elements has kTerms terms of a sum. `along` reads them
@@ -100,11 +106,13 @@ struct WidenedTerms {
 struct BFloat16Pairs {
   static constexpr int kTerms = 2;
 
-  // Not every processor with AVX-512 has the instruction. AOTOPS_CPU_ISA=avx512 turns it off.
+  // Not every processor with AVX-512 has the instruction, and Intel's have it at a quarter of AMD's rate: slower than
+  // two multiply-adds of float. AOTOPS_CPU_ISA=avx512 turns it off.
   static bool available() {
     static const bool is = [] {
       const char *asked = std::getenv("AOTOPS_CPU_ISA");
-      return __builtin_cpu_supports("avx512bf16") && !(asked && !std::strcmp(asked, "avx512"));
+      return __builtin_cpu_supports("avx512bf16") && !__builtin_cpu_is("intel") &&
+             !(asked && !std::strcmp(asked, "avx512"));
     }();
     return is;
   }
@@ -124,6 +132,46 @@ struct BFloat16Pairs {
     asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
     return sum;
   }
+};
+
+// Pairs for the tile registers.
+struct TileTerms : BFloat16Pairs {};
+template <class Terms>
+constexpr bool kTiles = std::is_same_v<Terms, TileTerms>;
+template <class Terms>
+using RegistersOf = std::conditional_t<kTiles<Terms>, TileRegisters, NoEpilogue>;
+#else
+template <class Terms>
+constexpr bool kTiles = false;
+template <class Terms>
+using RegistersOf = NoEpilogue;
+#endif
+
+// Whether a product with m rows of A uses the tile registers. Few rows are multiplied without packing B.
+template <typename T>
+bool in_tiles([[maybe_unused]] int64_t m) {
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<T, bfloat16>) return m > kDotRows && TileRegisters::available();
+#endif
+  return false;
+}
+
+// While it lives, products of T with `rows` rows of A on the calling thread need not configure what they use.
+#if defined(__AVX512F__)
+template <typename T>
+class Prepared {
+ public:
+  explicit Prepared(int64_t rows) {
+    if (in_tiles<T>(rows)) registers_.emplace();
+  }
+
+ private:
+  std::optional<TileRegisters> registers_;
+};
+#else
+template <typename T>
+struct Prepared {
+  explicit Prepared(int64_t) {}
 };
 #endif
 
@@ -318,6 +366,107 @@ void pack(Matrix<T> m, int64_t width, int64_t terms, A *panel) {
   });
 }
 
+#if defined(__AVX512F__)
+// Products of bfloat16 panels of `terms` terms in tile registers. Terms are padded with zeros to whole registers.
+class TileKernel {
+ public:
+  static constexpr int kSide = TileRegisters::kSide, kPairs = TileRegisters::kPairs;
+  // Rows of a tile of C: of packed rows, and of those that are read where they lie, of which more share a panel of B.
+  static constexpr int64_t kPanelRows = 256, kTallRows = 512, kPanelCols = Block<float>::kPanelCols;
+  static constexpr int64_t kDepth = Block<float>::kDepth;  // pairs
+
+  explicit TileKernel(int64_t terms) : terms_(terms), depth_(ceil_div(terms, 2 * kPairs) * kPairs) {}
+
+  // Elements of packed panels.
+  static constexpr int64_t kRowPanel = kPanelRows * (kDepth + kPairs);
+  static constexpr int64_t kColumnPanel = kPanelCols / kSide * strip<kSide, float>(kDepth);
+
+  // Whether no more is packed of A than the rows that are not a whole register, so that any number of rows may be used.
+  static bool in_place(Matrix<bfloat16> a, int64_t terms) { return !a.transposed && terms % (2 * kPairs) == 0; }
+
+  // Packs the rows that `multiply` does not read where they lie.
+  void pack_rows(Matrix<bfloat16> a, int64_t m, float *panel) const {
+    const int64_t first = in_place(a, terms_) ? m / kSide * kSide : 0, pitch = row_pitch();
+    each_chunk(a, first, m, [=](int64_t i, int64_t p) {
+      Vec<float> lines[kPairs];
+      read(a, m, i, p, true, lines);
+      float *const to = panel + place(a, i) + i % kSide * pitch + p;
+      for (int64_t l = 0; l < kPairs; ++l) store(to + l * pitch, lines[l]);
+    });
+  }
+  // columns: the transpose of B
+  void pack_columns(Matrix<bfloat16> columns, int64_t n, float *panel) const {
+    each_chunk(columns, 0, n, [=](int64_t j, int64_t p) {
+      Vec<float> pairs[kPairs];
+      read(columns, n, j, p, false, pairs);
+      float *const to = panel + j / kSide * strip<kSide, float>(depth_) + p * kSide + j % kSide;
+      for (int64_t r = 0; r < kPairs; ++r) store(to + r * kSide, pairs[r]);
+    });
+  }
+
+  // The block of sums at (i, j), of n rows, at most kSide, the first of which begins at a.
+  void multiply(const TileRegisters &registers, Matrix<bfloat16> a, int64_t n, int64_t i, int64_t j,
+                const float *packed_a, const float *packed_b, bool add, float *sums, int64_t ld) const {
+    const bool here = in_place(a, terms_) && n == kSide, whole = n == kSide && !add;
+    TileOperand left{packed_a + (here ? 0 : place(a, i)), row_pitch() * int64_t{sizeof(float)}};
+    if (here) left = {a.data, a.stride * int64_t{sizeof(bfloat16)}};
+    const TileOperand right{packed_b + j / kSide * strip<kSide, float>(depth_), kSide * sizeof(float)};
+    alignas(64) float found[kSide * kSide];
+    registers.multiply(left, right, depth_ / kPairs, whole ? sums : found, whole ? ld : kSide);
+    for (int64_t r = 0; r < n && !whole; ++r)
+      sweep<float>(kSide, [=, more = found + r * kSide, to = sums + r * ld](int64_t l, auto part) {
+        store(to + l, add ? load(to + l, part) + load(more + l, part) : load(more + l, part), part);
+      });
+  }
+
+ private:
+  // The additional pairs keep packed rows from the same sets of a cache.
+  int64_t row_pitch() const { return depth_ + kPairs; }
+  // Where the packed rows from i on begin.
+  int64_t place(Matrix<bfloat16> a, int64_t i) const {
+    return in_place(a, terms_) ? 0 : i / kSide * kSide * row_pitch();
+  }
+
+  // f(i, p) for every kPairs lines from `first` on and kPairs pairs of terms, in the order in which memory has them.
+  template <class F>
+  void each_chunk(Matrix<bfloat16> m, int64_t first, int64_t lines, F f) const {
+    const int64_t end = ceil_div(lines, kSide) * kSide;
+    if (m.transposed)
+      for (int64_t p = 0; p < depth_; p += kPairs)
+        for (int64_t i = first; i < end; i += kPairs) f(i, p);
+    else
+      for (int64_t i = first; i < end; i += kPairs)
+        for (int64_t p = 0; p < depth_; p += kPairs) f(i, p);
+  }
+
+  // kPairs lines from i on by kPairs pairs from p on: a vector is of a line, or of pairs.
+  void read(Matrix<bfloat16> m, int64_t lines, int64_t i, int64_t p, bool of_lines, Vec<float> (&v)[kPairs]) const {
+    const Matrix<bfloat16> from = m.at(i, 2 * p);
+    const int64_t n = lines > i ? lines - i : 0, left = terms_ - 2 * p;
+    m.transposed ? read_pairs(from, n, left, v) : read_lines(from, n, left, v);
+    if (m.transposed == of_lines) transpose<kPairs / 2>(v);
+  }
+  static void read_lines(Matrix<bfloat16> m, int64_t n, int64_t left, Vec<float> (&v)[kPairs]) {
+    for (int64_t l = 0; l < kPairs; ++l) {
+      const bfloat16 *const line = m.at(l, 0).data;
+      v[l] = l >= n               ? Vec<float>{}
+             : left >= 2 * kPairs ? BFloat16Pairs::along(line, Full())
+                                  : BFloat16Pairs::along(line, Part{left});
+    }
+  }
+  static void read_pairs(Matrix<bfloat16> m, int64_t n, int64_t left, Vec<float> (&v)[kPairs]) {
+    for (int64_t r = 0; r < kPairs; ++r) {
+      const bfloat16 *const at = m.at(0, 2 * r).data;
+      v[r] = 2 * r >= left ? Vec<float>{}
+             : n >= kPairs ? BFloat16Pairs::across(at, m.stride, left - 2 * r, Full())
+                           : BFloat16Pairs::across(at, m.stride, left - 2 * r, Part{n});
+    }
+  }
+
+  int64_t terms_, depth_;  // depth_: in pairs
+};
+#endif
+
 // The whole of a B (k, n), packed in strips of kCols columns: `size` elements.
 template <typename A>
 struct PackedMatrix {
@@ -415,9 +564,18 @@ inline Status out_of_memory(const char *op) { return fail(kOutOfMemory, "%s: out
 template <typename A>
 struct Panels {
   using B = Block<A>;
-  static constexpr int64_t kA = ceil_div(B::kPanelRows, B::kRows) * strip<B::kRows, A>(B::kDepth);
-  static constexpr int64_t kB = ceil_div(B::kPanelCols, B::kCols) * strip<B::kCols, A>(B::kDepth);
-  static constexpr int64_t kC = B::kPanelRows * ceil_div(B::kPanelCols, B::kCols) * B::kCols;
+  static constexpr int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+  static constexpr int64_t kVectorA = ceil_div(B::kPanelRows, B::kRows) * strip<B::kRows, A>(B::kDepth);
+  static constexpr int64_t kVectorB = ceil_div(B::kPanelCols, B::kCols) * strip<B::kCols, A>(B::kDepth);
+  static constexpr int64_t kVectorC = B::kPanelRows * ceil_div(B::kPanelCols, B::kCols) * B::kCols;
+#if defined(__AVX512F__)
+  static constexpr bool kFloat = std::is_same_v<A, float>;
+  static constexpr int64_t kA = kFloat ? larger(kVectorA, TileKernel::kRowPanel) : kVectorA;
+  static constexpr int64_t kB = kFloat ? larger(kVectorB, TileKernel::kColumnPanel) : kVectorB;
+  static constexpr int64_t kC = kFloat ? larger(kVectorC, TileKernel::kPanelRows *TileKernel::kPanelCols) : kVectorC;
+#else
+  static constexpr int64_t kA = kVectorA, kB = kVectorB, kC = kVectorC;
+#endif
   A *a, *b, *c, *total;  // total: of the partial sums so far, for long sums
 
   explicit Panels(bool long_sums)
@@ -427,9 +585,10 @@ struct Panels {
         total(c + kC) {}
 };
 
-// Up to kDotRows rows of C are computed as dot products if B is stored transposed. Up to kFewRows rows, B is not packed
-// otherwise: packing would cost more than it saves.
-constexpr int64_t kDotRows = 32, kFewRows = 64;
+// Whether products of these operands may use the tile registers.
+template <typename T, class Left, class Right>
+constexpr bool kMayUseTiles =
+    std::is_same_v<T, bfloat16> && std::is_same_v<Left, Matrix<T>> && std::is_same_v<Right, Matrix<T>>;
 
 // A tile of C on the calling thread.
 template <typename T, typename C, class Epilogue = NoEpilogue, class Left = Matrix<T>, class Right = Matrix<T>>
@@ -458,9 +617,12 @@ struct GemmTile {
       });
   }
 
-  // all_rows: of C. They decide how sums are computed, not the tile's rows: the bits must not depend on the tiling.
-  Status compute(int64_t all_rows) const {
+  // all_rows: of C. They decide how sums are computed, not the tile's rows: the bits must not depend on the tiling. So
+  // does in_tiles.
+  Status compute(int64_t all_rows, [[maybe_unused]] bool tiled) const {
 #if defined(__AVX512F__)
+    if constexpr (kMayUseTiles<T, Left, Right>)
+      if (tiled) return compute_as<TileTerms>(all_rows);
     if constexpr (std::is_same_v<T, bfloat16> && !kGathers)
       if (BFloat16Pairs::available()) return compute_as<BFloat16Pairs>(all_rows);
 #endif
@@ -473,7 +635,7 @@ struct GemmTile {
     if constexpr (!kGathers)
       if (all_rows <= kDotRows && !a.transposed && b.transposed) return compute_by_dots<Terms>(), kOk;
     bool unpacked = false;
-    if constexpr (!kPacked) unpacked = all_rows <= kFewRows && !b.transposed;
+    if constexpr (!kPacked) unpacked = !kTiles<Terms> && all_rows <= kFewRows && !b.transposed;
     return compute_by_panels<Terms>(unpacked) ? kOk : out_of_memory("a matrix product");
   }
 
@@ -486,23 +648,24 @@ struct GemmTile {
   // for the last columns, which are not a whole block.
   template <class Terms>
   bool compute_by_panels(bool unpacked_b) const {
-    constexpr int64_t kDepth = B::kDepth * Terms::kTerms;
+    constexpr int64_t kDepth = B::kDepth * Terms::kTerms, kBlockRows = kTiles<Terms> ? B::kCols : B::kRows;
     const bool long_sum = k > kPartialTerms;
     const Panels<A> panels(long_sum);
     if (!panels.a) return false;
     const bool one_panel = k <= kDepth;
     const int64_t stride = one_panel && !kStores ? B::kCols : ceil_div(n, B::kCols) * B::kCols;
     const int64_t unpacked_cols = unpacked_b ? n / B::kCols * B::kCols : 0;
+    [[maybe_unused]] const RegistersOf<Terms> registers;
     int64_t p = 0;
     do {
       const int64_t terms = k - p < kDepth ? k - p : kDepth, depth = ceil_div(terms, Terms::kTerms);
       const bool begins = p % kPartialTerms == 0, all = p + terms == k, ends = all || (p + terms) % kPartialTerms == 0;
-      if constexpr (!kGathers) pack<Terms, B::kRows>(a.at(0, p), m, terms, panels.a);
-      if constexpr (!kPacked) {
-        const Matrix<T> columns{b.data, b.stride, !b.transposed};
-        pack<Terms, B::kCols>(columns.at(unpacked_cols, p), n - unpacked_cols, terms, panels.b);
-      }
-      auto accumulate = [=](int64_t i, int64_t j, int64_t rows, bool added, A *sums, int64_t ld) {
+      pack_panels<Terms>(p, terms, unpacked_cols, panels);
+      auto accumulate = [=, &registers](int64_t i, int64_t j, int64_t rows, bool added, A *sums, int64_t ld) {
+#if defined(__AVX512F__)
+        if constexpr (kTiles<Terms>)
+          return TileKernel(terms).multiply(registers, a.at(i, p), rows, i, j, panels.a, panels.b, added, sums, ld);
+#endif
         const auto left = [=] {
           if constexpr (kGathers) return a.at(i, p);
           else return static_cast<const A *>(panels.a + i / B::kRows * strip<B::kRows, A>(depth));
@@ -517,8 +680,8 @@ struct GemmTile {
         }
       };
       for (int64_t j = 0; j < n; j += B::kCols)
-        for (int64_t i = 0; i < m; i += B::kRows) {
-          const int64_t rows = m - i < B::kRows ? m - i : B::kRows, cols = n - j < B::kCols ? n - j : B::kCols;
+        for (int64_t i = 0; i < m; i += kBlockRows) {
+          const int64_t rows = m - i < kBlockRows ? m - i : kBlockRows, cols = n - j < B::kCols ? n - j : B::kCols;
           if constexpr (std::is_same_v<Epilogue, NoEpilogue> && std::is_same_v<C, A>)
             if (cols == B::kCols && !long_sum) {
               accumulate(i, j, rows, add || p, c + i * ldc + j, ldc);
@@ -540,6 +703,21 @@ struct GemmTile {
     } while (p < k);
     if constexpr (kStores) epilogue.store(row, column, m, n, panels.c, stride);
     return true;
+  }
+
+  // Terms [p, p + terms) of A's rows, and of B's columns from `column` on.
+  template <class Terms>
+  void pack_panels(int64_t p, int64_t terms, int64_t column, const Panels<A> &panels) const {
+#if defined(__AVX512F__)
+    if constexpr (kTiles<Terms>) {
+      const TileKernel tiles(terms);
+      tiles.pack_rows(a.at(0, p), m, panels.a);
+      return tiles.pack_columns(Matrix<T>{b.data, b.stride, !b.transposed}.at(0, p), n, panels.b);
+    }
+#endif
+    if constexpr (!kGathers) pack<Terms, B::kRows>(a.at(0, p), m, terms, panels.a);
+    if constexpr (!kPacked)
+      pack<Terms, B::kCols>(Matrix<T>{b.data, b.stride, !b.transposed}.at(column, p), n - column, terms, panels.b);
   }
 
   // At most kDotRows rows, and B stored transposed: the terms of both operands are contiguous.
@@ -566,27 +744,31 @@ struct GemmTile {
   }
 };
 
+// A tile of C has at most rows x cols, multiples of units; `worth` multiplications pay for waking a thread.
+struct TileLimits {
+  int64_t rows, cols, row_unit, col_unit, worth;
+  bool tall;  // columns are divided first: those of B are packed for each tile, and A is not packed
+};
+
 // How C is divided into tiles, all of one size but the last of each row and column.
 struct Tiling {
   int64_t m, n, rows, cols, across, count;
 
   // Enough tiles for all threads, counting those of `products` products, as long as a tile is worth waking a thread
-  // for. They have at most panel_rows rows.
-  template <typename A>
-  static Tiling of(int64_t m, int64_t n, int64_t k, int64_t products, int64_t panel_rows) {
-    using B = Block<A>;
-    constexpr double kMinWork = 1 << 18;  // multiplications of a tile
+  // for.
+  static Tiling of(int64_t m, int64_t n, int64_t k, int64_t products, const TileLimits &limits) {
     const int64_t enough = threads() > 1 ? 2 * threads() : 1;
     auto piece = [](int64_t total, int64_t pieces, int64_t unit) {
       return ceil_div(ceil_div(total, pieces), unit) * unit;
     };
     if (m == 0 || n == 0) return {};
-    for (int64_t down = ceil_div(m, panel_rows), across = ceil_div(n, B::kPanelCols);;) {
-      Tiling t{m, n, piece(m, down, B::kRows), piece(n, across, B::kCols), 0, 0};
+    for (int64_t down = ceil_div(m, limits.rows), across = ceil_div(n, limits.cols);;) {
+      Tiling t{m, n, piece(m, down, limits.row_unit), piece(n, across, limits.col_unit), 0, 0};
       t.across = ceil_div(n, t.cols), t.count = ceil_div(m, t.rows) * t.across;
-      const bool flat = t.rows == B::kRows, narrow = t.cols == B::kCols;
-      if (t.count * products >= enough || (flat && narrow) || double(m) * n * k < 2 * kMinWork * t.count) return t;
-      narrow || (t.rows > t.cols && !flat) ? down *= 2 : across *= 2;
+      const bool flat = t.rows == limits.row_unit, narrow = t.cols == limits.col_unit;
+      const bool worth = double(m) * n * k >= 2.0 * limits.worth * t.count;
+      if (t.count * products >= enough || (flat && narrow) || !worth) return t;
+      narrow || (!limits.tall && t.rows > t.cols && !flat) ? down *= 2 : across *= 2;
     }
   }
 
@@ -610,23 +792,41 @@ struct CpuGemm {
   bool add = false;
   Epilogue epilogue = {};
 
-  Tiling tiles(int64_t products) const {
+  Tiling tiles(int64_t products) const { return Tiling::of(m, n, k, products, limits()); }
+
+  Status compute(const Tiling &tiles, int64_t index) const {
+    return tiles.at(index, [this](int64_t i, int64_t j, int64_t rows, int64_t cols) {
+      const GemmTile<T, C, Epilogue, Left, Right> tile{rows, cols, k, a.at(i, 0), b.at(0, j), c + i * ldc + j,
+                                                       ldc,  add,  i, j,          epilogue};
+      return tile.compute(m, uses_tiles());
+    });
+  }
+
+ private:
+  bool uses_tiles() const {
+    if constexpr (kMayUseTiles<T, Left, Right>) return in_tiles<T>(m);
+    return false;
+  }
+  TileLimits limits() const {
     using B = Block<Accumulate<T>>;
+#if defined(__AVX512F__)
+    if constexpr (kMayUseTiles<T, Left, Right>)
+      if (uses_tiles()) {
+        using K = TileKernel;
+        constexpr int64_t kWorth = 1 << 20;
+        if (!K::in_place(a, k)) return {K::kPanelRows, K::kPanelCols, K::kSide, K::kSide, kWorth, false};
+        const int64_t rows = ceil_div(m < K::kTallRows ? m : K::kTallRows, K::kSide) * K::kSide;
+        const int64_t cols = Panels<float>::kC / rows / K::kSide * K::kSide;
+        return {rows, cols < K::kPanelCols ? cols : K::kPanelCols, K::kSide, K::kSide, kWorth, true};
+      }
+#endif
     // The panel of B is packed for each tile, unless all of B is. Without a panel of A, more rows share it.
     constexpr bool kOneSize = std::is_same_v<Left, Matrix<T>> || !std::is_same_v<Right, Matrix<T>>;
     const int64_t most = B::kPanelRows * B::kPanelCols / (ceil_div(n, B::kCols) * B::kCols + 1);
     const int64_t rows = kOneSize || most < B::kPanelRows ? +B::kPanelRows
                          : most < 4 * B::kPanelRows       ? most / B::kRows * B::kRows
                                                           : 4 * B::kPanelRows;
-    return Tiling::of<Accumulate<T>>(m, n, k, products, rows);
-  }
-
-  Status compute(const Tiling &tiles, int64_t index) const {
-    return tiles.at(index, [this](int64_t i, int64_t j, int64_t rows, int64_t cols) {
-      const GemmTile<T, C, Epilogue, Left, Right> tile{rows, cols, k, a.at(i, 0), b.at(0, j), c + i * ldc + j,
-                                                       ldc,  add,  i, j,          epilogue};
-      return tile.compute(m);
-    });
+    return {rows, B::kPanelCols, B::kRows, B::kCols, 1 << 18, false};
   }
 };
 

@@ -12,6 +12,8 @@ namespace {
 
 // A block of scores and what is computed from it fit a second-level cache.
 constexpr int64_t kBlockQueries = 128, kBlockKeys = 256;
+// A forward's blocks may have more queries, which share what is packed of the keys.
+constexpr int64_t kMostQueries = 256;
 
 int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -272,11 +274,12 @@ Status attend(const Heads<T> &x, int64_t b, int64_t h, int64_t begin, int64_t en
   if (!kept) return out_of_memory(Attention::name);
   A *const s = kept.take<A>(rows * kBlockKeys), *const sums = kept.take<A>(rows * dim), times = x.times();
   T *const p = kNarrow ? kept.take<T>(rows * kBlockKeys) : reinterpret_cast<T *>(s);
-  RunningSoftmax<T> state[kBlockQueries];
+  RunningSoftmax<T> state[kMostQueries];
   A addends[kBlockKeys];  // and what is kept
   for (int64_t i = 0; i < rows && x.extra.sinks; ++i) state[i].begin(x.sink(h));
   std::memset(sums, 0, rows * dim * sizeof(A));
   const Range all = x.seen_by(begin, end, length);
+  const Prepared<T> prepared(rows);
   for (int64_t key = all.begin / kBlockKeys * kBlockKeys; key < all.end; key += kBlockKeys) {
     const int64_t n = smaller(kBlockKeys, all.end - key);
     AOT_TRY(x.scores(q, k, begin, key, rows, n, s));
@@ -317,10 +320,14 @@ Status attend(const Heads<T> &x, int64_t b, int64_t h, int64_t begin, int64_t en
 template <typename T, typename A = Accumulate<T>>
 Status attend_all(const Heads<T> &x, T *y, A *lse) {
   const AttentionSizes &z = x.z;
-  const int64_t blocks = ceil_div(z.queries, kBlockQueries);
-  return try_parallel(z.batch * z.heads * blocks, [&](int64_t index) {
-    const int64_t head = index / blocks, begin = (blocks - 1 - index % blocks) * kBlockQueries;  // long rows first
-    return attend(x, head / z.heads, head % z.heads, begin, smaller(begin + kBlockQueries, z.queries), y, lse);
+  // Large blocks compute more that is not seen, and are fewer, for any number of threads.
+  const int64_t heads = z.batch * z.heads, large = ceil_div(z.queries, kMostQueries);
+  const bool all_seen = z.seen_by(0, 1, z.keys).end == z.keys && z.seen_by(z.queries - 1, z.queries, z.keys).begin == 0;
+  const int64_t size = all_seen && heads * large >= 64 ? kMostQueries : kBlockQueries;
+  const int64_t blocks = ceil_div(z.queries, size);
+  return try_parallel(heads * blocks, [&](int64_t index) {
+    const int64_t head = index / blocks, begin = (blocks - 1 - index % blocks) * size;  // long rows first
+    return attend(x, head / z.heads, head % z.heads, begin, smaller(begin + size, z.queries), y, lse);
   });
 }
 
@@ -516,6 +523,7 @@ class GradientBlock {
   const Heads<T> &x_;
   const Gradients<T> &g_;
   Kept kept_;
+  Prepared<T> prepared_{kBlockQueries};
   A *s_ = nullptr, *dp_ = nullptr, *dk_ = nullptr, *dv_ = nullptr;
   T *p_ = nullptr, *ds_ = nullptr;
 };

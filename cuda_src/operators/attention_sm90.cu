@@ -13,11 +13,12 @@ template <typename T>
 Status attention_sm90(const char *op, const AttentionInputs<T> &x, T *y, float *lse, void *stream) {
   AttentionWgmma<T> c = {};
   c.x = x, c.y = y, c.lse = lse;
-  return dispatch_wgmma(x.z, [&](auto shapes) -> Status {
-    using Shapes = decltype(shapes);
-    if (x.extra.offsets || x.z.softcap != 0)
-      return launch_attention_wgmma<T, typename Shapes::YExtra, WgmmaResult::y>(op, c, stream);
-    return launch_attention_wgmma<T, typename Shapes::Y, WgmmaResult::y>(op, c, stream);
+  if (!x.plain() || x.z.softcap != 0)
+    return dispatch_wgmma(x.z, [&](auto shapes) -> Status {
+      return launch_attention_wgmma<T, typename decltype(shapes)::YExtra, WgmmaResult::y>(op, c, stream);
+    });
+  return dispatch_wgmma_y(x.z, [&](auto shape) -> Status {
+    return launch_attention_wgmma<T, decltype(shape), WgmmaResult::y>(op, c, stream);
   });
 }
 
@@ -28,8 +29,8 @@ Status attention_backward_sm90(const char *op, const AttentionInputs<T> &x, cons
   c.x = x, c.dq = dq, c.dk = dk, c.dv = dv, c.of_delta = y, c.delta = delta;
   if (dq && dk && dv) {
     if (std::max(x.z.dim, x.z.v_dim) <= 64)
-      return launch_one_pass<T, OnePassShape<64, 128, 3, 1>>(op, c, space, stream);
-    return launch_one_pass<T, OnePassShape<128, 64, 2, 2>>(op, c, space, stream);
+      return launch_one_pass<T, OnePassShape<64, 128, 2, 2, 1, true>>(op, c, space, stream);
+    return launch_one_pass<T, OnePassShape<128, 64, 2, 1, 2, false>>(op, c, space, stream);
   }
   return dispatch_wgmma(x.z, [&](auto shapes) -> Status {
     using Shapes = decltype(shapes);

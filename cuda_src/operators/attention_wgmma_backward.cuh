@@ -352,17 +352,28 @@ struct WgmmaBlock<T, Shape, WgmmaResult::dkv> {
 #endif
 
 // The backward in one pass: s and dp once for dk, dv and dq. A block has a tile of keys, whose dk and dv stay in
-// registers, and goes through the queries that see them, the last first. ds goes to shared memory too, where both
-// warpgroups read it for their half of what the keys add to dq. That is added in float32, in memory, in the order of
-// tiles of keys: `turns` counts for each tile of queries how many have added. The first one stores, and the last one
-// rounds. Blocks take tiles by a counter, and wait for tiles taken before their own alone, so they cannot block each
-// other; of a causal call the heaviest are first. As many heads as the L2 cache holds are in work at once.
-template <int kDim_, int kQueries_, int kStages_, int kRowStages_>
+// registers, and goes through the queries that see them. ds goes to shared memory too, where both warpgroups read it
+// for their half of what the keys add to dq. That goes through shared memory, and one thread adds it in float32 to
+// memory, in the order of tiles of keys: `turns` counts for each tile of queries how many have added. The first one
+// stores, and the last one rounds. Blocks take tiles by a counter, and wait for tiles taken before their own alone, so
+// they cannot block each other. Of a causal call the lightest tiles are first, the last keys: each begins at queries of
+// its own, so that no turn is awaited at the start. The last heads have the heaviest first, so that blocks end
+// together. As many heads as the L2 cache holds are in work at once. kSums: steps whose part of dq may be on its way to
+// memory; kHeld: whether fragments of k and v stay in registers.
+template <int kDim_, int kQueries_, int kStages_, int kRowStages_, int kSums_, bool kHeld_>
 struct OnePassShape : WgmmaShape<kDim_, 2, kQueries_, kStages_, false> {
   using Base = WgmmaShape<kDim_, 2, kQueries_, kStages_, false>;
-  static constexpr int kRowStages = kRowStages_, kWeights = Base::kRows * kQueries_ * 2;  // bytes of ds
-  static constexpr int kOfAll =
-      1024 + kRowStages * 2 * Base::kTile + kStages_ * 2 * Base::kOtherTile + 2 * kWeights + kStages_ * Base::kNumbers;
+  static constexpr int kRowStages = kRowStages_, kSums = kSums_, kWeights = Base::kRows * kQueries_ * 2,
+                       kSumsTile = 4 * kQueries_ * kDim_;
+  static constexpr bool kHeld = kHeld_;
+  // Bytes of shared memory: k and v; stages of q and dy; ds twice; sums of dq; stages of lse and delta.
+  static constexpr int kAtStages = kRowStages * 2 * Base::kTile,
+                       kAtWeights = kAtStages + kStages_ * 2 * Base::kOtherTile;
+  static constexpr int kAtSums = kAtWeights + 2 * kWeights, kAtNumbers = kAtSums + kSums * kSumsTile;
+  static constexpr int kOfAll = kAtNumbers + kStages_ * Base::kNumbers;
+  // Registers of a computing thread. The others have what 504 leave: 24 make the loader spill 4 bytes for each tile,
+  // and with 232 products of a head_dim of 128 would wait for each other.
+  static constexpr int kRegisters = kHeld ? 232 : 240;
   static_assert(kDim_ * kQueries_ == 8192);  // a warpgroup's share of dq is 64 x 64
   static constexpr int kParts = kQueries_ / 64;
   using Part = WgmmaShape<kDim_, 2, 64, kStages_, false>;
@@ -372,6 +383,8 @@ struct OnePassShape : WgmmaShape<kDim_, 2, kQueries_, kStages_, false> {
 struct OnePassSpace {
   float *numbers, *sums;
   int *turns, *next;
+  float scale;                            // in units of log(2)
+  bool rises;                             // whether the light tiles of keys are first
   int query_tiles, tiles, heads_at_once;  // tiles: of keys, of all heads
 };
 
@@ -385,11 +398,23 @@ __device__ inline int load_acquire(const int *from) {
 __device__ inline void store_release(int *to, int value) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
-__device__ inline void add_to_memory(float *to, float4 x) {
-  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x.x), "f"(x.y), "f"(x.z),
-               "f"(x.w)
+// Orders accesses of threads and those of copies in bulk.
+__device__ inline void fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+__device__ inline void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Stores `bytes` of shared memory, or adds them in float32; both addresses are aligned to 16.
+__device__ inline void bulk_store(float *to, uint32_t from, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
                : "memory");
 }
+__device__ inline void bulk_add(float *to, uint32_t from, int bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from),
+               "r"(bytes)
+               : "memory");
+}
+__device__ inline void bulk_end() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Waits until this thread's stores are read from shared memory; and until they are in memory.
+__device__ inline void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ inline void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 // Loads `bytes` into shared memory; both addresses are aligned to 16.
 __device__ inline void bulk_load(uint32_t to, const void *from, int bytes, uint64_t *barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
@@ -411,25 +436,38 @@ __device__ inline KeyTiles key_tiles(const AttentionWgmma<T> &c, int query, int 
 
 template <typename T, class Shape>
 struct WgmmaOnePass {
-  static constexpr int kDim = Shape::kDim, kQueries = Shape::kOthers, kTurns = 4;
+  static constexpr int kDim = Shape::kDim, kQueries = Shape::kOthers, kTurns = 4, kParts = Shape::kParts;
   static constexpr int kPart = 64 * 128;  // bytes of 64 queries in a box; there is one box where there are parts
   using Part = typename Shape::Part;
-  enum { kIsFirst = 1, kIsLast = 2 };
-  // The place where a step adds to dq, and whether it is the first or the last to add.
+  // A tile of keys. Where the light ones are first (rises), queries rise, and the last keys add to dq first; else
+  // queries fall, and the first keys add first.
+  struct Keys : WgmmaKeys<Shape> {
+    bool rises;
+
+    // How many tiles of keys add to dq of the queries of a step before this one, and whether none do after it.
+    __device__ int turn(KeyTiles all) const {
+      const int own = this->begin / Shape::kRows;
+      return rises ? all.last - own : own - all.first;
+    }
+    __device__ bool is_last(KeyTiles all) const { return turn(all) == all.last - all.first; }
+  };
+  // Where a step's part of dq goes to that is the last of these queries.
   struct Place {
-    int which, query_tile, query, h;
+    int is_first, query, h;
   };
   struct Barriers {
     Ring<2> tiles;
     Ring<Shape::kRowStages> rows;
     Ring<Shape::kStages> others;
-    Ring<kTurns> turns, added;
-    uint64_t weights[2];
-    WgmmaKeys<Shape> tile[2];
+    Ring<kTurns> turns;  // of steps that are the last
+    Ring<Shape::kSums> sums;
+    Ring<kTurns> ready, added;  // the turns of steps, and what is added
+    Keys tile[2];
     int step[Shape::kStages];  // its first query, or ~ that where all of its queries see all keys
+    int last[Shape::kStages];  // its number among those of the block that are the last to add, or -1
+    int ends[Shape::kStages];  // whether it is the last of its tile
     Place place[kTurns];
   };
-  using Keys = WgmmaKeys<Shape>;
   using At = typename Keys::At;
 
   const AttentionWgmma<T> &c;
@@ -438,24 +476,21 @@ struct WgmmaOnePass {
   uint32_t shared;
 
   __device__ void init() const {
-    barriers.tiles.init(8 + 2), barriers.rows.init(8), barriers.others.init(8);
-    barriers.turns.init(8), barriers.added.init(1, 8);
-    mbarrier_init(&barriers.weights[0], 256), mbarrier_init(&barriers.weights[1], 256);
+    barriers.tiles.init(256 + 3), barriers.rows.init(8), barriers.others.init(8);
+    barriers.turns.init(256), barriers.sums.init(8 + 1, 8);
+    barriers.ready.init(1), barriers.added.init(1);
   }
 
   __device__ uint32_t k_tile(int i) const { return shared + i % Shape::kRowStages * 2 * Shape::kTile; }
   __device__ uint32_t v_tile(int i) const { return k_tile(i) + Shape::kTile; }
   __device__ uint32_t q_tile(int i) const {
-    return shared + Shape::kRowStages * 2 * Shape::kTile + i % Shape::kStages * 2 * Shape::kOtherTile;
+    return shared + Shape::kAtStages + i % Shape::kStages * 2 * Shape::kOtherTile;
   }
   __device__ uint32_t dy_tile(int i) const { return q_tile(i) + Shape::kOtherTile; }
-  __device__ uint32_t weights_tile(int i) const {
-    return shared + Shape::kRowStages * 2 * Shape::kTile + Shape::kStages * 2 * Shape::kOtherTile +
-           i % 2 * Shape::kWeights;
-  }
+  __device__ uint32_t weights_tile(int i) const { return shared + Shape::kAtWeights + i % 2 * Shape::kWeights; }
+  __device__ uint32_t sums_tile(int i) const { return shared + Shape::kAtSums + i % Shape::kSums * Shape::kSumsTile; }
   __device__ uint32_t numbers_at(int i) const {
-    return shared + Shape::kRowStages * 2 * Shape::kTile + Shape::kStages * 2 * Shape::kOtherTile +
-           2 * Shape::kWeights + i % Shape::kStages * Shape::kNumbers;
+    return shared + Shape::kAtNumbers + i % Shape::kStages * Shape::kNumbers;
   }
   __device__ const float2 *numbers(int i) const {
     return static_cast<const float2 *>(__cvta_shared_to_generic(numbers_at(i)));
@@ -464,24 +499,25 @@ struct WgmmaOnePass {
   __device__ Keys tile_of(int id) const {
     const int chunk = id / (space.heads_at_once * c.row_tiles), rest = id - chunk * space.heads_at_once * c.row_tiles;
     const int heads = min(space.heads_at_once, c.all_heads - chunk * space.heads_at_once), rank = rest / heads;
-    return Keys(c, rank, chunk * space.heads_at_once + rest - rank * heads);
+    const bool rises = space.rises && (chunk + 1) * space.heads_at_once < c.all_heads;
+    const int head = chunk * space.heads_at_once + rest - rank * heads;
+    return {WgmmaKeys<Shape>(c, rises ? c.row_tiles - 1 - rank : rank, head), rises};
   }
-  // f(a tile of keys, its number among those of the block), by whole warps or by single threads.
-  template <bool kByWarp, class F>
+  // f(a tile of keys, its number among those of the block), by each thread that reads tiles.
+  template <class F>
   __device__ void each_tile(F f) const {
     for (int tiles = 0;; ++tiles) {
       barriers.tiles.wait(tiles);
       const Keys &tile = barriers.tile[tiles % 2];
       if (tile.b < 0) return;
       f(tile, tiles);
-      if (kByWarp) barriers.tiles.release(tiles);
-      else barriers.tiles.loaded(tiles);
+      barriers.tiles.loaded(tiles);
     }
   }
-  // Queries are gone through backwards.
-  __device__ static At start(const Keys &tile) { return {0, tile.of_head - 1}; }
+  __device__ static At start(const Keys &tile) { return {0, tile.rises ? 0 : tile.of_head - 1}; }
   __device__ static void go_on(const Keys &tile, At &at) {
-    if (--at.tile < 0) at = {at.of_group + 1, tile.of_head - 1};
+    if (tile.rises) tile.go_on(at);
+    else if (--at.tile < 0) at = {at.of_group + 1, tile.of_head - 1};
   }
   __device__ int query_tile(const Keys &tile, At at) const {
     return (tile.b * c.heads_of_rows * c.group + tile.kv * c.group + at.of_group) * space.query_tiles +
@@ -489,7 +525,7 @@ struct WgmmaOnePass {
   }
 
   __device__ void load() const {
-    int steps = 0;
+    int steps = 0, lasts = 0;
     for (int tiles = 0;; ++tiles) {
       barriers.tiles.wait_empty(tiles);
       const int id = atomicAdd(space.next, 1);
@@ -506,6 +542,9 @@ struct WgmmaOnePass {
         const int h = tile.kv * c.group + at.of_group, query = tile.query(at);
         barriers.others.wait_empty(steps);
         barriers.step[steps % Shape::kStages] = tile.whole(at) ? ~query : query;
+        const bool is_last = tile.is_last(key_tiles<Shape>(c, query, tile.length));
+        barriers.last[steps % Shape::kStages] = is_last ? lasts++ : -1;
+        barriers.ends[steps % Shape::kStages] = i == tile.steps - 1;
         uint64_t *const full = barriers.others.fill(steps, 2 * Shape::kOtherTile + Shape::kNumbers);
         load_tile<kDim>(c.q, q_tile(steps), full, kQueries, query, h, tile.b);
         bulk_load(numbers_at(steps), space.numbers + int64_t{query_tile(tile, at)} * 2 * kQueries, Shape::kNumbers,
@@ -515,42 +554,101 @@ struct WgmmaOnePass {
     }
   }
 
-  // By one thread: waits for this block's turn to add to dq of each step.
-  __device__ void await_turns() const {
-    int steps = 0;
-    each_tile<false>([&](const Keys &tile, int) {
+  // By one thread: adds to dq of each step when it is this block's turn. Two more threads await turns ahead of it and
+  // pass them on behind it. Warpgroups themselves have the last turn of a tile of queries, and are brought the sums.
+  __device__ void take_turns() const {
+    int steps = 0, lasts = 0;
+    each_tile([&](const Keys &tile, int) {
       At at = start(tile);
-      const int own = tile.begin / Shape::kRows;
       for (int i = 0; i < tile.steps; ++i, ++steps, go_on(tile, at)) {
         const KeyTiles all = key_tiles<Shape>(c, tile.query(at), tile.length);
-        const int *const turn = &space.turns[query_tile(tile, at)];
-        barriers.turns.wait_empty(steps);
-        while (load_acquire(turn) != own - all.first) {
+        const int to = query_tile(tile, at), turn = tile.turn(all);
+        if (tile.is_last(all)) barriers.turns.wait_empty(lasts), barriers.sums.wait_empty(steps);
+        barriers.ready.wait(steps), fence_async(), barriers.ready.loaded(steps);
+        if (tile.is_last(all)) {
+          barriers.place[lasts % kTurns] = {turn == 0, tile.query(at), tile.kv * c.group + at.of_group};
+          bring_sums(to, turn == 0, steps, lasts++);
+          barriers.sums.wait(steps), barriers.sums.loaded(steps);
+        } else {
+          barriers.sums.wait(steps);
+          add_sums(to, turn == 0, steps);
         }
-        barriers.place[steps % kTurns] = {(own == all.first ? kIsFirst : 0) | (own == all.last ? kIsLast : 0),
-                                          query_tile(tile, at), tile.query(at), tile.kv * c.group + at.of_group};
-        barriers.turns.filled(steps);
+        barriers.added.wait_empty(steps), barriers.added.filled(steps);
       }
     });
   }
-
-  // By one thread: passes the turn on.
+  __device__ void await_turns() const {
+    int steps = 0;
+    each_tile([&](const Keys &tile, int) {
+      At at = start(tile);
+      for (int i = 0; i < tile.steps; ++i, ++steps, go_on(tile, at)) {
+        const KeyTiles all = key_tiles<Shape>(c, tile.query(at), tile.length);
+        barriers.ready.wait_empty(steps);
+        await_turn(query_tile(tile, at), tile.turn(all));
+        barriers.ready.filled(steps);
+      }
+    });
+  }
   __device__ void pass_turns() const {
     int steps = 0;
-    each_tile<false>([&](const Keys &tile, int) {
+    each_tile([&](const Keys &tile, int) {
       At at = start(tile);
-      const int own = tile.begin / Shape::kRows;
       for (int i = 0; i < tile.steps; ++i, ++steps, go_on(tile, at)) {
         const KeyTiles all = key_tiles<Shape>(c, tile.query(at), tile.length);
         barriers.added.wait(steps);
-        if (own != all.last) store_release(&space.turns[query_tile(tile, at)], own - all.first + 1);
+        if (!tile.is_last(all)) store_release(&space.turns[query_tile(tile, at)], tile.turn(all) + 1);
         barriers.added.loaded(steps);
       }
     });
   }
+  __device__ void await_turn(int query_tile, int turn) const {
+    while (load_acquire(&space.turns[query_tile]) != turn) {
+    }
+    fence_async();
+  }
+  __device__ void add_sums(int query_tile, bool is_first, int i) const {
+    for (int half = 0; half < 2; ++half) {
+      float *const to = sums(query_tile) + half * 4096;
+      const uint32_t from = sums_tile(i) + half * 16384;
+      if (is_first) bulk_store(to, from, 16384);
+      else bulk_add(to, from, 16384);
+    }
+    bulk_end();
+    bulk_wait_read();
+    barriers.sums.loaded(i);
+    bulk_wait();
+    fence_async();
+  }
+  __device__ void bring_sums(int query_tile, bool is_first, int i, int last) const {
+    if (is_first) return barriers.turns.filled(last);
+    uint64_t *const full = barriers.turns.fill(last, Shape::kSumsTile);
+    for (int half = 0; half < 2; ++half)
+      bulk_load(sums_tile(i) + half * 16384, sums(query_tile) + half * 4096, 16384, full);
+  }
+  __device__ float *sums(int query_tile) const { return space.sums + int64_t{query_tile} * (kQueries * kDim); }
+
+  // Whether no key of this warpgroup is seen by a query of a part of a step; the same in a warp, for the compiler.
+  __device__ bool hides(const Keys &tile, int group, int i, int part) const {
+    const int query = flag(barriers.step[i % Shape::kStages]), key = tile.begin + 64 * group;
+    const bool hidden =
+        query >= 0 && (key >= tile.last || query + 64 * part + 64 <= WgmmaKeys<Shape>::first_query(c, key));
+    return __shfl_sync(~0u, hidden, 0);
+  }
+  // A number that the loader has left for a step. The lane that later arrives for its warp reads it.
+  template <typename I>
+  __device__ static I flag(const I &from) {
+    I value = 0;
+    if (lane_index() == 0) value = from;
+    return __shfl_sync(~0u, value, 0);
+  }
+  __device__ static void clear(uint32_t (&ds)[4][4]) {
+#pragma unroll
+    for (auto &four : ds) four[0] = four[1] = four[2] = four[3] = 0;
+  }
 
   // Scores of a part of a step become probabilities.
-  __device__ void weigh(const Keys &tile, float (&s)[32], int i, int part, float scale) const {
+  __device__ void weigh(const Keys &tile, float (&s)[32], int i, int part) const {
+    const float scale = space.scale;
     const float2 *const lse = numbers(i) + part * 32 + lane_index() % 4;
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
@@ -561,7 +659,7 @@ struct WgmmaOnePass {
         pair[0] = fast_exp2(fmaf(pair[0], scale, -base.x)), pair[1] = fast_exp2(fmaf(pair[1], scale, -base.y));
       }
     }
-    const int query = barriers.step[i % Shape::kStages];
+    const int query = flag(barriers.step[i % Shape::kStages]);
     if (query >= 0) tile.hide(c, query + 64 * part, s, 0);
   }
   // And these become ds.
@@ -574,8 +672,7 @@ struct WgmmaOnePass {
       for (int half = 0; half < 2; ++half) {
         float *const pair = &s[4 * n + 2 * half];
         const float *const of_p = &dp[4 * n + 2 * half];
-        pair[0] = pair[0] == 0 ? 0 : pair[0] * (of_p[0] - less.x);
-        pair[1] = pair[1] == 0 ? 0 : pair[1] * (of_p[1] - less.y);
+        pair[0] *= of_p[0] - less.x, pair[1] *= of_p[1] - less.y;
       }
     }
   }
@@ -591,124 +688,192 @@ struct WgmmaOnePass {
                    "r"(ds[k][1]), "r"(ds[k][2]), "r"(ds[k][3])
                    : "memory");
     }
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    if (part == Shape::kParts - 1) mbarrier_arrive(&barriers.weights[i % 2]);
+    if (part < kParts - 1) return;
+    fence_async_shared();
+    arrive_named(1 + i % 2 * 2 + group, 256);  // for the other warpgroup
   }
 
   // This warpgroup's 64 x 64 of ds^T k: half of the columns, or of the queries.
-  __device__ void start_queries(float (&dq)[32], int group, int i, int tiles) const {
+  __device__ void start_queries(float (&dq)[32], int group, int i, uint32_t k) const {
     const uint32_t part = group * Shape::kRows * 128;
-    const uint64_t of_a = across_rows(weights_tile(i) + (kQueries == 128 ? part : 0), Shape::kRows);
-    const uint64_t of_b = across_rows(k_tile(tiles) + (kQueries == 128 ? 0 : part), Shape::kRows);
-    mbarrier_wait(&barriers.weights[i % 2], i / 2 % 2);
+    const uint64_t of_a = across_rows(weights_tile(i) + (kParts == 2 ? part : 0), Shape::kRows);
+    const uint64_t of_b = across_rows(k + (kParts == 2 ? 0 : part), Shape::kRows);
+    wait_named(1 + i % 2 * 2 + (group ^ 1), 256);
     fence_registers(dq);
     wgmma_begin();
 #pragma unroll
-    for (int k = 0; k < Shape::kRows / 16; ++k)
-      Wgmma<T, 64, true, true>::run(of_a + units_across(k), of_b + units_across(k), dq, k > 0);
+    for (int n = 0; n < Shape::kRows / 16; ++n)
+      Wgmma<T, 64, true, true>::run(of_a + units_across(n), of_b + units_across(n), dq, n > 0);
     wgmma_end();
   }
 
+  // Sends this warpgroup's part of dq on its way to memory, or has the last turn.
   __device__ void add(float (&dq)[32], const Keys &tile, int group, int i) const {
-    barriers.turns.wait(i);
-    const Place &place = barriers.place[i % kTurns];
-    float *const sums = space.sums + int64_t{place.query_tile} * (kQueries * kDim) + group * 4096 +
-                        static_cast<int>(threadIdx.x) % 128 * 4;
-    if (place.which == 0) {
+    const int last = flag(barriers.last[i % Shape::kStages]);
+    const uint32_t to = sums_tile(i) + group * 16384 + static_cast<int>(threadIdx.x) % 128 * 16;
+    barriers.sums.wait_empty(i);
+    if (last < 0) {
 #pragma unroll
       for (int n = 0; n < 8; ++n)
-        add_to_memory(sums + 512 * n, {dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]});
-    } else if (place.which == kIsFirst) {
-#pragma unroll
-      for (int n = 0; n < 8; ++n)
-        *reinterpret_cast<float4 *>(sums + 512 * n) = {dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]};
-    } else {
-      if (!(place.which & kIsFirst)) {
-#pragma unroll
-        for (int n = 0; n < 8; ++n) {
-          const float4 before = __ldcg(reinterpret_cast<const float4 *>(sums + 512 * n));
-          dq[4 * n] += before.x, dq[4 * n + 1] += before.y, dq[4 * n + 2] += before.z, dq[4 * n + 3] += before.w;
-        }
-      }
-      const float times = static_cast<float>(c.x.z.scale) * tile.times, both[] = {times, times};
-      const int dim = static_cast<int>(c.x.z.dim), column = kQueries == 128 ? 0 : 64 * group;
-      HeadRows<T> to = c.x.of_queries(c.dq, tile.b, place.h, dim);
-      to.data += column;
-      store_rows<64>(dq, to, place.query + (kQueries == 128 ? 64 * group : 0), c.queries, dim - column, both);
+        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to + 2048 * n), "f"(dq[4 * n]),
+                     "f"(dq[4 * n + 1]), "f"(dq[4 * n + 2]), "f"(dq[4 * n + 3])
+                     : "memory");
+      fence_async_shared();
     }
+    // One lane arrives for its warp, here and with `release`: what the others have stored and fenced, or read, is
+    // ordered before that by __syncwarp, and copies in bulk alone come after it. 256 arrivals would be atomics on one
+    // word.
     __syncwarp();
-    if (lane_index() == 0) {
-      mbarrier_arrive(&barriers.turns.empty[i % kTurns]);
-      barriers.added.wait_empty(i);
-      barriers.added.filled(i);
+    if (lane_index() == 0) barriers.sums.filled(i);
+    if (last >= 0) finish(dq, tile, group, to, last);
+    barriers.sums.release(i);
+  }
+  __device__ void finish(float (&dq)[32], const Keys &tile, int group, uint32_t sums, int i) const {
+    barriers.turns.wait(i);
+    const Place place = barriers.place[i % kTurns];
+    if (!place.is_first) {
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        float4 sum;
+        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(sum.x), "=f"(sum.y), "=f"(sum.z), "=f"(sum.w)
+                     : "r"(sums + 2048 * n)
+                     : "memory");
+        dq[4 * n] += sum.x, dq[4 * n + 1] += sum.y, dq[4 * n + 2] += sum.z, dq[4 * n + 3] += sum.w;
+      }
+    }
+    const float times = static_cast<float>(c.x.z.scale) * tile.times, both[] = {times, times};
+    const int dim = static_cast<int>(c.x.z.dim), column = kParts == 2 ? 0 : 64 * group;
+    HeadRows<T> to = c.x.of_queries(c.dq, tile.b, place.h, dim);
+    to.data += column;
+    store_rows<64>(dq, to, place.query + (kParts == 2 ? 64 * group : 0), c.queries, dim - column, both);
+    barriers.turns.loaded(i);
+  }
+
+  // The left factors of products of this warpgroup's rows.
+  struct Factor {
+    uint32_t tile, held[Shape::kHeld ? kDim / 16 : 1][4];
+  };
+  __device__ static void hold(Factor &a, int group) {
+    if constexpr (Shape::kHeld) {
+      const int lane = lane_index(), row = 64 * group + warp_index() % 4 * 16 + lane % 16;
+#pragma unroll
+      for (int k = 0; k < kDim / 16; ++k) {
+        const uint32_t at = a.tile + k / 4 * Shape::kRows * 128 + row * 128 + ((k % 4 * 2 + lane / 16) ^ lane % 8) * 16;
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(a.held[k][0]), "=r"(a.held[k][1]), "=r"(a.held[k][2]), "=r"(a.held[k][3])
+                     : "r"(at)
+                     : "memory");
+      }
+    }
+  }
+  __device__ static void start_products(float (&s)[32], Factor &a, int group, uint32_t b) {
+    if constexpr (Shape::kHeld) {
+      const uint64_t of_b = along_rows(b, 0);
+      fence_registers(s), fence_registers(a.held);
+      wgmma_begin();
+#pragma unroll
+      for (int k = 0; k < kDim / 16; ++k)
+        Wgmma<T, 64, false, false>::run(a.held[k], of_b + units_along(64, k), s, k > 0);
+      wgmma_end();
+    } else {
+      start_rows<Part>(s, a.tile, 64 * group, b, T());
     }
   }
 
-  // Sets rows of a tile of keys to zero that are not there: ds is zero, but they may hold no numbers.
-  __device__ void clear_keys(uint32_t tile, int first) const {
+  // Sets rows of k and v to zero that are not there: p and ds are zero, but they may hold no numbers.
+  __device__ void clear_keys(uint32_t k, int first) const {
     const int pieces = (Shape::kRows - first) * 8;
-    for (int i = threadIdx.x; i < pieces * Shape::kBoxes; i += 256) {
-      const uint32_t at = tile + i / pieces * Shape::kRows * 128 + first * 128 + i % pieces * 16;
+    for (int i = threadIdx.x; i < pieces * 2 * Shape::kBoxes; i += 256) {
+      const uint32_t at = k + i / pieces * Shape::kRows * 128 + first * 128 + i % pieces * 16;
       asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
     }
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    fence_async_shared();
     wait_named(8, 256);
   }
 
   __device__ void compute(int group) const {
-    const float scale = static_cast<float>(c.x.z.scale * kLog2E);
     int steps = 0;
-    each_tile<true>([&](const Keys &tile, int tiles) {
+    each_tile([&](const Keys &tile, int tiles) {
       float dk[kDim / 2], dv[kDim / 2];
 #pragma unroll
       for (int n = 0; n < kDim / 2; ++n) dk[n] = dv[n] = 0;
       barriers.rows.wait(tiles);
       if (tile.steps) {
         if (tile.last < tile.begin + Shape::kRows) clear_keys(k_tile(tiles), tile.last - tile.begin);
-        float dq[32];
+        Factor k, v;
+        k.tile = k_tile(tiles), v.tile = v_tile(tiles);
+        hold(k, group), hold(v, group);
+        float s[32], dq[32];
         uint32_t ds[4][4];
-        const int begin = steps, end = steps + tile.steps;
+        barriers.others.wait(steps);
+        start_products(s, k, group, q_tile(steps));
+        wgmma_wait<0>();
+        fence_registers(s);
 #pragma unroll 1
-        for (; steps < end; ++steps) {
-          barriers.others.wait(steps);
-#pragma unroll
-          for (int part = 0; part < Shape::kParts; ++part) {
-            float s[32], dp[32];
+        for (bool ends = false; !ends; ++steps) {
+          const uint32_t q = q_tile(steps), dy = dy_tile(steps);
+          float other[32];  // scores of the second part
+          if (hides(tile, group, steps, 0)) {
+            clear(ds);
+            store_weights(ds, group, steps, 0);
+          } else {
+            float dp[32];
             uint32_t p[4][4];
-            const uint32_t q = q_tile(steps) + part * kPart, dy = dy_tile(steps) + part * kPart;
-            start_rows<Part>(s, k_tile(tiles), 64 * group, q, T());
-            wgmma_wait<0>();
-            fence_registers(s), fence_registers(dk), fence_registers(ds);
-            if (part == 0) {
-              fence_registers(dq);
-              if (steps > begin) {
-                barriers.others.release(steps - 1);
-                add(dq, tile, group, steps - 1);
-              }
-            }
-            start_rows<Part>(dp, v_tile(tiles), 64 * group, dy, T());
-            weigh(tile, s, steps, part, scale);
+            start_products(dp, v, group, dy);
+            weigh(tile, s, steps, 0);
             round_to_factor(p, s, T());
             start_weights<Part>(dv, p, dy, true, T());
             wgmma_wait<1>();
             fence_registers(dp);
-            slope(s, dp, steps, part);
+            slope(s, dp, steps, 0);
             round_to_factor(ds, s, T());
-            store_weights(ds, group, steps, part);
+            store_weights(ds, group, steps, 0);
             start_weights<Part>(dk, ds, q, true, T());
             wgmma_wait<1>();
             fence_registers(dv), fence_registers(p);
           }
-          start_queries(dq, group, steps, tiles);
+          if constexpr (kParts == 2) {
+            if (hides(tile, group, steps, 1)) {
+              wgmma_wait<0>();
+              fence_registers(dk), fence_registers(ds);
+              clear(ds);
+              store_weights(ds, group, steps, 1);
+            } else {
+              float dp[32];
+              uint32_t p[4][4];
+              start_products(other, k, group, q + kPart);
+              start_products(dp, v, group, dy + kPart);
+              wgmma_wait<1>();
+              fence_registers(other), fence_registers(dk), fence_registers(ds);
+              weigh(tile, other, steps, 1);
+              round_to_factor(p, other, T());
+              start_weights<Part>(dv, p, dy + kPart, true, T());
+              wgmma_wait<1>();
+              fence_registers(dp), fence_registers(dk), fence_registers(ds);
+              slope(other, dp, steps, 1);
+              round_to_factor(ds, other, T());
+              store_weights(ds, group, steps, 1);
+              start_weights<Part>(dk, ds, q + kPart, true, T());
+              wgmma_wait<1>();
+              fence_registers(dv), fence_registers(p);
+            }
+          }
+          start_queries(dq, group, steps, k.tile);
+          ends = flag(barriers.ends[steps % Shape::kStages]);
+          const int next = ends ? steps : steps + 1;
+          barriers.others.wait(next);
+          start_products(s, k, group, q_tile(next));
+          wgmma_wait<1>();
+          fence_registers(dq), fence_registers(dk), fence_registers(ds);
+          add(dq, tile, group, steps);
+          if (!ends) barriers.others.release(steps);
+          wgmma_wait<0>();
+          fence_registers(s);
         }
-        wgmma_wait<0>();
-        fence_registers(dk), fence_registers(dq), fence_registers(ds);
         barriers.others.release(steps - 1);
-        barriers.rows.release(tiles);
-        add(dq, tile, group, steps - 1);
-      } else {
-        barriers.rows.release(tiles);
       }
+      barriers.rows.release(tiles);
       const float of_dk = static_cast<float>(c.x.z.scale) * tile.times, both_dk[] = {of_dk, of_dk};
       const float both_dv[] = {tile.times, tile.times};
       const int row = tile.begin + 64 * group, dim = static_cast<int>(c.x.z.dim), v_dim = static_cast<int>(c.x.z.v_dim);
@@ -727,21 +892,24 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   using Block = WgmmaOnePass<T, Shape>;
   extern __shared__ __align__(1024) uint4 attention_shared[];
   __shared__ typename Block::Barriers barriers;
-  const Block block{c, space, barriers, (shared_address(attention_shared) + 1023) & ~1023u};
+  static_assert(sizeof(barriers) <= 1024);
+  const Block block{c, space, barriers, shared_address(attention_shared)};
+  if (block.shared % 1024) __trap();
   if (threadIdx.x == 0) block.init(), mbarrier_init_fence();
   wait_for_kernel_before();
   __syncthreads();
   const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);  // the same in a warp, for the compiler
   if (group < 2) {
-    take_registers<240>();
+    take_registers<Shape::kRegisters>();
     block.compute(group);
   } else {
-    give_registers<24>();
+    give_registers<504 - 2 * Shape::kRegisters>();
     const int warp = static_cast<int>(threadIdx.x) / 32 % 4;
     if (lane_index() == 0) {
       if (warp == 0) block.load();
-      if (warp == 1) block.await_turns();
-      if (warp == 2) block.pass_turns();
+      else if (warp == 1) block.take_turns();
+      else if (warp == 2) block.await_turns();
+      else block.pass_turns();
     }
   }
 #else
@@ -749,46 +917,55 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
 #endif
 }
 
-constexpr int kNumbersBlock = 256;
+constexpr int kNumbersBlock = 256, kNumbersEach = 4;  // threads; rows of each
 
-// Prepares a pass: its numbers, turns and counter, and dq of the queries that no tile of keys sees. kDim / 8 threads
-// for each row of the tiles of queries.
+// Prepares a pass: its numbers, turns and counter, and dq of the queries that no tile of keys sees. A block has a tile
+// of queries, with kDim / 8 threads for each row. The first tiles, where the pass begins, are the last, so that L2
+// holds their dy.
 template <typename T, class Shape>
 __global__ void __launch_bounds__(kNumbersBlock)
     attention_numbers_kernel(const __grid_constant__ AttentionWgmma<T> c, const OnePassSpace space) {
 #ifdef CUTE_ARCH_MMA_SM90A_ENABLED
-  constexpr int kLanes = Shape::kDim / 8, kQueries = Shape::kOthers;
-  const int64_t i = int64_t{blockIdx.x} * (kNumbersBlock / kLanes) + threadIdx.x / kLanes;
-  const int64_t tile = i / kQueries, head = tile / space.query_tiles, heads = c.x.z.heads;
-  const int at = static_cast<int>(i % kQueries), query = static_cast<int>(tile % space.query_tiles) * kQueries + at;
-  const int64_t b = head / heads, h = head % heads;
-  const int column = static_cast<int>(threadIdx.x) % kLanes * 8, dim = static_cast<int>(c.x.z.dim),
-            v_dim = static_cast<int>(c.x.z.v_dim);
+  constexpr int kLanes = Shape::kDim / 8, kQueries = Shape::kOthers, kRows = kNumbersBlock / kLanes;
+  static_assert(kQueries == kRows * kNumbersEach);
+  const int column = static_cast<int>(threadIdx.x) % kLanes * 8, first = static_cast<int>(threadIdx.x) / kLanes;
+  const int dim = static_cast<int>(c.x.z.dim), v_dim = static_cast<int>(c.x.z.v_dim);
+  const int heads = static_cast<int>(c.x.z.heads), tile = static_cast<int>(gridDim.x - 1 - blockIdx.x);
+  const int head = tile / space.query_tiles, begin = (tile - head * space.query_tiles) * kQueries;
+  const int b = head / heads, h = head - b * heads;
   launch_next();
-  const bool there = b < c.x.z.batch && query < c.queries;
-  float lse = kInfinity, delta = 0;
-  if (there && column < v_dim) {
-    const uint4 dy = *reinterpret_cast<const uint4 *>(c.x.of_results(c.x.dy, b, h)[query] + column);
-    const uint4 y = *reinterpret_cast<const uint4 *>(c.x.of_results(c.of_delta, b, h)[query] + column);
+  const auto of_dy = c.x.of_results(c.x.dy, b, h), of_y = c.x.of_results(c.of_delta, b, h);
+  uint4 dy[kNumbersEach], y[kNumbersEach];
+  float lse[kNumbersEach];
+#pragma unroll
+  for (int j = 0; j < kNumbersEach; ++j) {
+    const int query = begin + first + j * kRows;
+    dy[j] = y[j] = {}, lse[j] = kInfinity;
+    if (query < c.queries && column < v_dim) {
+      dy[j] = *reinterpret_cast<const uint4 *>(of_dy[query] + column);
+      y[j] = *reinterpret_cast<const uint4 *>(of_y[query] + column);
+    }
+    if (query < c.queries && column == 0) lse[j] = c.x.lse[c.x.row(b, h, query)] * static_cast<float>(kLog2E);
+  }
+  float *const to = space.numbers + int64_t{tile} * 2 * kQueries + first;
+#pragma unroll
+  for (int j = 0; j < kNumbersEach; ++j) {
+    float delta = 0;
 #pragma unroll
     for (int e = 0; e < 8; ++e)
-      delta += widen(reinterpret_cast<const T *>(&dy)[e]) * widen(reinterpret_cast<const T *>(&y)[e]);
+      delta += widen(reinterpret_cast<const T *>(&dy[j])[e]) * widen(reinterpret_cast<const T *>(&y[j])[e]);
+    delta = sum_lanes<kLanes>(delta);
+    if (column == 0) to[j * kRows] = lse[j], to[j * kRows + kQueries] = delta;
   }
-  if (there && column == 0) lse = c.x.lse[c.x.row(b, h, query)] * static_cast<float>(kLog2E);
-  delta = sum_lanes<kLanes>(delta);
-  if (i == 0 && column == 0) *space.next = 0;
-  if (b >= c.x.z.batch) return;
-  if (column == 0) {
-    float *const to = space.numbers + tile * 2 * kQueries + at;
-    to[0] = lse, to[kQueries] = delta;
-    if (at == 0) space.turns[tile] = 0;
-  }
+  if (threadIdx.x == 0) space.turns[tile] = 0;
+  if (threadIdx.x == 0 && blockIdx.x == 0) *space.next = 0;
   const auto length = c.x.length(b);
-  const KeyTiles seen = key_tiles<Shape>(c, query - at, static_cast<int>(length.value));
-  if (there && seen.last < seen.first && column < dim) {
-    const uint32_t word = narrow_word(0 * length.times, 0 * length.times, T());
-    *reinterpret_cast<uint4 *>(c.x.of_queries(c.dq, b, h, dim)[query] + column) = {word, word, word, word};
-  }
+  const KeyTiles seen = key_tiles<Shape>(c, begin, static_cast<int>(length.value));
+  if (seen.last >= seen.first || column >= dim) return;
+  const uint32_t word = narrow_word(0 * length.times, 0 * length.times, T());
+  const auto of_dq = c.x.of_queries(c.dq, b, h, dim);
+  for (int query = begin + first; query < min(begin + kQueries, c.queries); query += kRows)
+    *reinterpret_cast<uint4 *>(of_dq[query] + column) = {word, word, word, word};
 #else
   __trap();  // compiled for other architectures, never launched there
 #endif
@@ -814,7 +991,7 @@ constexpr int64_t kCached = 32 << 20;
 
 template <typename T, class Shape>
 Status launch_one_pass(const char *op, AttentionWgmma<T> c, float *memory, void *stream) {
-  static_assert(Shape::kOfAll + 1024 <= 227 << 10);
+  static_assert(Shape::kOfAll + 1024 <= 227 << 10);  // barriers have less than 1024
   const AttentionSizes &z = c.x.z;
   const bool mapped = map_heads(&c.q, z, c.x.q, z.heads, z.queries, z.dim, Shape::kOthers, z.row_heads) &&
                       map_heads(&c.k, z, c.x.k, z.kv_heads, z.keys, z.dim, Shape::kRows, z.kv_row_heads) &&
@@ -825,8 +1002,8 @@ Status launch_one_pass(const char *op, AttentionWgmma<T> c, float *memory, void 
   AOT_TRY(device_limits(op, &limits));
   OnePassSpace space = one_pass_space<Shape>(z, memory);
   const int64_t heads = z.batch * z.kv_heads, row_tiles = ceil_div(z.keys, Shape::kRows), tiles = heads * row_tiles;
-  const int64_t rows = z.batch * z.heads * space.query_tiles * Shape::kOthers;
-  if (std::max(tiles, rows / Shape::kOthers) > INT32_MAX / 2)
+  const int64_t query_tiles = z.batch * z.heads * space.query_tiles;
+  if (std::max(tiles, query_tiles) > INT32_MAX / 2)
     return fail(kNotImplemented, "%s: %lld tiles are too many", op, static_cast<long long>(tiles));
   const auto bound = [](int64_t n) { return static_cast<int>(std::min<int64_t>(n, kMostRows)); };
   c.left = bound(z.left), c.right = bound(z.right), c.shift = static_cast<int>(z.keys - z.queries);
@@ -834,10 +1011,11 @@ Status launch_one_pass(const char *op, AttentionWgmma<T> c, float *memory, void 
   c.heads_of_rows = static_cast<int>(z.kv_heads), c.all_heads = static_cast<int>(heads);
   c.row_tiles = static_cast<int>(row_tiles), space.tiles = static_cast<int>(tiles);
   const int64_t of_head = (z.queries * z.group() * 8 + z.keys * 4) * Shape::kDim;  // bytes of q, dy, sums; k, v
+  space.scale = static_cast<float>(z.scale * kLog2E);
+  space.rises = z.right >= 0;
   space.heads_at_once = static_cast<int>(std::clamp<int64_t>(kCached / of_head, 1, heads));
-  const int64_t row_blocks = ceil_div(rows, kNumbersBlock / (Shape::kDim / 8));
-  AOT_TRY(
-      launch_kernel(op, attention_numbers_kernel<T, Shape>, {grid_size(row_blocks), kNumbersBlock}, stream, c, space));
+  AOT_TRY(launch_kernel(op, attention_numbers_kernel<T, Shape>, {static_cast<unsigned>(query_tiles), kNumbersBlock},
+                        stream, c, space));
   LaunchShape shape{static_cast<unsigned>(std::min<int64_t>(tiles, limits.multiprocessors)), Shape::kThreads,
                     Shape::kOfAll};
   shape.overlap = true;

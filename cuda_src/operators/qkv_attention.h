@@ -104,7 +104,7 @@ struct QkvAttentionAttrs : AttentionAttrs {
                 ShapeText(qkv).text, static_cast<long long>(of_row()));
   }
 
-  // Of the last leading axes of qkv.
+  // Lengths have the last leading axes of qkv.
   static Status check_lengths(const char *op, const Spec &qkv, const Spec &lengths) {
     AOT_TRY(check_integer(op, "lengths", lengths));
     if (!lengths.rank_known() || !qkv.rank_known()) return kOk;

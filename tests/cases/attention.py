@@ -245,6 +245,9 @@ ROW = Row(
         _attention((1,), 140, 140, 4, 96, 2, 128, causal=True),
         _attention((1,), 70, 130, 2, 128, v_dim=40, lengths=(1,), layout="BHSD"),
         _attention((1,), 65, 97, 1, 256, softcap=5.0),
+        _attention((2,), 140, 150, 2, 192, 1, 128, causal=True),
+        _attention((2,), 70, 200, 1, 256, lengths=(2,)),
+        _attention((1,), 20, 2100, 1, 64),  # Hopper's kernel for many keys
         _attention((1,), 40, 300, 3, 80, window=(-1, 3)),
         _attention((1,), 9, 300, 1, 300),
         _attention((3,), 1, 700, 8, 64, 2, lengths=(3,)),
@@ -289,6 +292,8 @@ ROW = Row(
         _attention((2,), 77, 301, 4, 40, 2, 64, mask=(2, 1, 77, 1), bias=(4, 1, 301)),
         _attention((2,), 77, 301, 4, 128, 2, bias=(4, 1, 301), wide=("bias",), causal=True),
         _attention((1,), 130, 130, 2, 160, sinks=True),
+        _attention((2,), 150, 140, 4, 64, 2, sinks=True, causal=True, lengths=(2,)),
+        _attention((1,), 70, 200, 2, 128, 1, sinks=True, window=(30, 5)),
         _attention((), 600, 600, 2, 64, 1, sequences=6, causal=True, sinks=True),
         _attention((), 300, 300, 2, 128, sequences=5, window=(40, 9), bias=(300, 300)),
         # sequences of keys of their own

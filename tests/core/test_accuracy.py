@@ -168,8 +168,8 @@ _RANGES = {
 
 
 def _flushes() -> bool:
-    """Whether the processor's instruction for products of bfloat16, vdpbf16ps, is used: it takes subnormal factors for
-    zeros."""
+    """Whether the processor's instructions for products of bfloat16, vdpbf16ps and tdpbf16ps, may be used: they take
+    subnormal factors for zeros."""
     flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     return "avx512_bf16" in flags and os.environ.get("AOTOPS_CPU_ISA", "") == ""
 

@@ -76,6 +76,16 @@ CALLS = [
     (1, 8, 8, 700, 700, 64, 64, False, None, "BHSD", None, 0, [3, 129, 700]),
     (1, 2, 1, 1000, 1000, 72, 96, True, (200, 0), "BSHD", None, 4.0, [0, 500, 1000]),
     (3, 40, 40, 520, 520, 64, 64, True, None, "BSHD", [520, 0, 200], 0, [0, 128, 256, 520]),  # sections of heads
+    # head sizes that have kernels of their own in a forward
+    (2, 4, 2, 333, 517, 96, 96, True, None, "BSHD", [517, 200]),
+    (1, 70, 70, 300, 300, 80, 96, True, None, "BHSD", None),
+    (1, 6, 3, 700, 700, 192, 128, True, None, "BHSD", None),
+    (2, 35, 5, 200, 450, 136, 72, False, (100, 30), "BSHD", [450, 77]),
+    (2, 40, 20, 390, 390, 256, 256, True, None, "BSHD", [390, 333]),
+    (1, 2, 1, 100, 333, 160, 200, False, None, "BHSD", None),
+    # a head_dim of 64 and many keys
+    (2, 2, 1, 300, 2300, 64, 64, False, None, "BSHD", [2300, 2055]),
+    (1, 3, 3, 450, 2500, 64, 40, True, None, "BHSD", None),
 ]
 for dtype in (torch.float16, torch.bfloat16):
     for b, h, kv, n, m, d, e, causal, window, layout, lengths, *more in CALLS:
