@@ -32,6 +32,12 @@ class Mathematics(Protocol):
     def like(self, x: Array, model: Array) -> Array:
         """x in the dtype of model."""
 
+    def unsigned(self, x: Array) -> Array:
+        """The lower 32 bits of integers as a number from 0 on, in a dtype that has room for these. Such arrays have //,
+        % and ``xor`` too, with operands below 2**16 that are Python's numbers."""
+
+    def xor(self, x: Array, y: Array) -> Array: ...
+
     def epsilon(self, x: Array) -> float:
         """The machine epsilon of x's dtype, which is wide."""
 

@@ -240,6 +240,9 @@ class Op:
     """How more axes than those of ``dims`` are split."""
     vmappable: frozenset[str] = frozenset()
     """Slots that may have additional leading axes, over which results are independent: vmap adds one."""
+    seeds: frozenset[str] = frozenset()
+    """Inputs of random numbers that belong to places in a whole call. Where one is given, vmap adds no axis: examples
+    with one seed have the same numbers."""
     vmap_same_rank: bool = False
     """vmap adds an axis only if all inputs have the same rank, because the kernel itself broadcasts leading axes."""
     min_rank: int = 0
@@ -374,6 +377,7 @@ class Op:
         return (
             self.vmappable.issuperset(slots)
             and all(n >= self.min_rank for slot, n in ranks.items() if slot in self.vmappable)
+            and self.seeds.isdisjoint(ranks)
             and not (self.vmap_same_rank and len(given) > 1)
         )
 
@@ -481,7 +485,9 @@ def operator(**definition: Any) -> Callable[[Callable[..., Any]], Op]:
 
 
 def _defined(name: str, bind: Callable[..., Any], fields: Mapping[str, Any]) -> Op:
-    sets = {key: frozenset(fields.get(key, ())) for key in ("optional", "accepts_scalar", "vmappable", "fuses")}
+    sets = {
+        key: frozenset(fields.get(key, ())) for key in ("optional", "accepts_scalar", "vmappable", "seeds", "fuses")
+    }
     op = Op(name=name, bind=bind, **{**fields, **sets})
     if op.mutates and op.has_gradient:
         raise NotImplementedError(f"{name}: an operator that writes to {', '.join(op.mutates)} has no gradient")

@@ -51,17 +51,19 @@ def _backward_dims(call):
 
 def _stated(call, of_lse=""):
     """Leading axes are independent; heads where each of k has one of q; queries where all see the same keys but for a
-    mask; and the head_dim of v, along which the gradient of a score is a sum. ``of_lse``: what follows its axes."""
+    mask; and the head_dim of v, along which the gradient of a score is a sum. With dropout, which depends on the place
+    in the whole call, the head_dim of v alone. ``of_lse``: what follows its axes."""
     heads, seq = _axes(call)
-    q_heads, kv_heads = ("h", "h") if call.q[heads] == call.k[heads] else ("H", "K")
-    s = "S" if call.causal or max(call.window) >= 0 or call.cu_seqlens is not None else "s"
+    q_heads, kv_heads = ("h", "h") if call.q[heads] == call.k[heads] and not call.dropout else ("H", "K")
+    s = "S" if call.dropout or call.causal or max(call.window) >= 0 or call.cu_seqlens is not None else "s"
     leading = call.q[:-3]
     scores = (*leading, call.q[heads], call.q[seq], call.k[seq])
     shared = {"lengths": leading, "mask": scores, "bias": scores}
     given = {slot: getattr(call, slot) for slot in shared if getattr(call, slot) is not None}
     named = max((len(given[slot]) - len(shared[slot]) + len(leading) for slot in given), default=0)
-    names = [f"b{i}" for i in range(named, 0, -1)]
-    lead = " ".join(["...", *names])
+    named = len(leading) if call.dropout else named
+    names = [f"{'B' if call.dropout else 'b'}{i}" for i in range(named, 0, -1)]
+    lead = " ".join(names if call.dropout else ["...", *names])
 
     def rows(h, s, d):
         return f"{lead} {h} {s} {d}" if call.layout == "BHSD" else f"{lead} {s} {h} {d}"
@@ -77,7 +79,7 @@ def _stated(call, of_lse=""):
     return {
         **{"q": query, "k": key, "v": value, "y": rows(q_heads, s, "e"), "lse": f"{lead} {q_heads} {s}{of_lse}"},
         **{"lengths": broadcast("lengths", names), "mask": broadcast("mask", axes), "bias": broadcast("bias", axes)},
-        **{"sinks": q_heads, "cu_seqlens": "N", "cu_seqlens_k": "N"},
+        **{"sinks": q_heads, "cu_seqlens": "N", "cu_seqlens_k": "N", "seed": "R"},
     }
 
 
@@ -87,28 +89,34 @@ _INFINITY = float("inf")
 
 
 def _formula(
-    m, q, k, v, lengths, mask, bias, sinks, cu_seqlens, cu_seqlens_k, causal, scale, window, softcap, layout
+    m, q, k, v, lengths, mask, bias, sinks, cu_seqlens, cu_seqlens_k, seed, causal, scale, window, softcap, layout,
+    dropout,
 ):  # fmt: skip
     offsets = cu_seqlens, cu_seqlens_k
     call = _Call(m, q, k, v, lengths, mask, bias, sinks, offsets, causal, scale, window, softcap, layout)
     p, _, _ = call.probabilities()
-    return call.joined(call.matmul(p, call.v))
+    kept = call.kept(p, seed, dropout)
+    return call.joined(call.matmul(p if kept is None else p * kept, call.v))
 
 
 def _backward_formula(
-    m, dy, q, k, v, lengths, mask, bias, sinks, cu_seqlens, cu_seqlens_k, causal, scale, window, softcap, layout
+    m, dy, q, k, v, lengths, mask, bias, sinks, cu_seqlens, cu_seqlens_k, seed, causal, scale, window, softcap, layout,
+    dropout,
 ):  # fmt: skip
     """y and lse are functions of the inputs, and not read: the derivatives of these are whole without them."""
     offsets = cu_seqlens, cu_seqlens_k
     call = _Call(m, q, k, v, lengths, mask, bias, sinks, offsets, causal, scale, window, softcap, layout)
     p, slope, of_sink = call.probabilities()
+    kept = call.kept(p, seed, dropout)
     dy = call.groups(dy)
     dp = call.matmul(dy, call.v, transpose_b=True)
+    dp = dp if kept is None else dp * kept
     delta = m.sum(p * dp, (-1,), keepdims=True)
     dt = p * (dp - delta)
     ds = dt * slope
     dq = call.joined(call.matmul(ds, call.k))
-    dk, dv = (call.of_keys(call.matmul(a, b, transpose_a=True)) for a, b in ((ds, call.q), (p, dy)))
+    dropped = p if kept is None else p * kept
+    dk, dv = (call.of_keys(call.matmul(a, b, transpose_a=True)) for a, b in ((ds, call.q), (dropped, dy)))
     nothing = m.reshape(dq[..., :0], (0,))
     dbias = nothing if bias is None else call.of_scores(dt, bias)
     dsinks = nothing if sinks is None else call.of_heads(m.zeros(delta) - of_sink * delta)
@@ -201,6 +209,17 @@ class _Call:
         p = every[..., :-1]
         return self._where_seen(p, m.zeros(p)), slope, every[..., -1:]
 
+    def kept(self, p, seed, dropout):
+        """By what dropout multiplies each probability; None without it."""
+        if not dropout:
+            return None
+        m, (*heads, queries, keys) = self.m, p.shape
+        numbers = _numbers(m, seed, prod(heads), queries, (keys + 7) // 8)
+        each = m.concatenate([number[..., None] for number in numbers])  # of adjacent keys
+        each = m.reshape(m.reshape(each, (*each.shape[:-2], each.shape[-2] * 8))[..., :keys], p.shape)
+        zeros = m.zeros(p)
+        return m.where(each >= int(dropout * 2**16), zeros + 1 / (1 - dropout), zeros)
+
     def _where_seen(self, x, other):
         m, lengths = self.m, self.lengths
         *lead, queries, keys = x.shape
@@ -254,29 +273,82 @@ class _Call:
         return m.sum(m.where(away == 0, zero + m.reshape(shifts, (1, ends.shape[0])), zero), (1,))
 
 
+# ------------------------------------------------------------------------------------------------------ random numbers
+# A number of 32 bits is two halves, (upper, lower), so that no product and no sum of theirs has more.
+
+_HALF = 1 << 16
+
+
+def _numbers(m, seed, heads, queries, eights):
+    """The numbers of adjacent keys that cuda_src/operators/attention_dropout.h states: eight arrays, each
+    (heads, queries, eights)."""
+    seed = m.unsigned(seed)
+    keys = [_halves(m.reshape(seed[..., i : i + 1], (1, 1, 1))) for i in range(2)]
+    axes = (eights, (1, 1, eights)), (queries, (1, queries, 1)), (heads, (heads, 1, 1))
+    a, b, c = (_halves(m.reshape(m.arange(n, seed), shape)) for n, shape in axes)
+    d = tuple(m.zeros(x) for x in keys[0])
+    for i in range(10):
+        low, high = (_sum(key, i * step % 2**32) for key, step in zip(keys, (0x9E3779B9, 0xBB67AE85), strict=True))
+        (left, of_a), (right, of_c) = _product(a, 0xD2511F53), _product(c, 0xCD9E8D57)
+        a, b, c, d = _xor(m, right, b, low), of_c, _xor(m, left, d, high), of_a
+    whole = m.zeros(a[0] + b[0] + c[0] + d[0])
+    return [whole + half for upper, lower in (a, b, c, d) for half in (lower, upper)]
+
+
+def _halves(x):
+    return x // _HALF, x % _HALF
+
+
+def _sum(x, number):
+    """Modulo 2**32."""
+    lower = x[1] + number % _HALF
+    return (x[0] + number // _HALF + lower // _HALF) % _HALF, lower % _HALF
+
+
+def _product(x, number):
+    """The upper and the lower 32 bits."""
+    (upper, lower), more, less = x, number // _HALF, number % _HALF
+    last = lower * less
+    middle = upper * less + last // _HALF
+    other = lower * more + middle % _HALF
+    whole = upper * more + middle // _HALF + other // _HALF
+    return _halves(whole), (other % _HALF, last % _HALF)
+
+
+def _xor(m, *numbers):
+    return tuple(m.xor(m.xor(x, y), z) for x, y, z in zip(*numbers, strict=True))
+
+
 # ---------------------------------------------------------------------------------------------------------- definition
 
 
 @operator(
-    inputs=("q", "k", "v", "lengths", "mask", "bias", "sinks", "cu_seqlens", "cu_seqlens_k"),
+    inputs=("q", "k", "v", "lengths", "mask", "bias", "sinks", "cu_seqlens", "cu_seqlens_k", "seed"),
     outputs=("y",),
     residuals=("lse",),
-    optional=("lengths", "mask", "bias", "sinks", "cu_seqlens", "cu_seqlens_k"),
-    attrs={"causal": "bool", "scale": "float?", "window": "int[]", "softcap": "float", "layout": "str"},
+    optional=("lengths", "mask", "bias", "sinks", "cu_seqlens", "cu_seqlens_k", "seed"),
+    attrs={
+        **{"causal": "bool", "scale": "float?", "window": "int[]", "softcap": "float", "layout": "str"},
+        "dropout": "float",
+    },
     shapes={"y": lambda call: (*call.q[:-1], call.v[-1]), "lse": _lse_shape},
     dims=_dims,
     formula=_formula,
     product=Product(factors=(("q", "k"), "v"), flops=_flops, bilinear=False),
     vmappable=("q", "k", "v", "y", "lse"),
+    seeds=("seed",),
     min_rank=3,
     always_save_residuals=True,
     autocast=Autocast.LOWER,
     backward={
-        "inputs": ("dy", "q", "k", "v", "lengths", "mask", "bias", "sinks", "cu_seqlens", "cu_seqlens_k", "y", "lse"),
+        "inputs": (
+            *("dy", "q", "k", "v", "lengths", "mask", "bias", "sinks", "cu_seqlens", "cu_seqlens_k", "seed"),
+            *("y", "lse"),
+        ),
         "outputs": ("dq", "dk", "dv", "dbias", "dsinks"),
         "workspace": ("workspace",),
         "optional": (
-            *("lengths", "mask", "bias", "sinks", "cu_seqlens", "cu_seqlens_k", "lse"),
+            *("lengths", "mask", "bias", "sinks", "cu_seqlens", "cu_seqlens_k", "seed", "lse"),
             *("dq", "dk", "dv", "dbias", "dsinks"),
         ),
         "same_spec_as": {"dq": "q", "dk": "k", "dv": "v"},
@@ -284,6 +356,7 @@ class _Call:
         "dims": _backward_dims,
         "formula": _backward_formula,
         "vmappable": ("dy", "q", "k", "v", "y", "lse", "dq", "dk", "dv"),
+        "seeds": ("seed",),
         "min_rank": 2,
     },
 )
@@ -302,6 +375,8 @@ def attention(
     window=None,
     softcap=0.0,
     layout="BSHD",
+    seed=None,
+    dropout=0.0,
 ):
     """Scaled dot-product attention: ``softmax(scale * q @ k.T + bias) @ v`` of each head, over the keys that a query
     sees. The matrix of scores is never stored: memory is linear in the lengths.
@@ -337,16 +412,22 @@ def attention(
         window: (left, right): a query sees so many keys before and after the one that it stands beside; -1 for all.
         softcap: if not 0, scores are ``softcap * tanh(scores / softcap)``.
         layout: of q, k, v and the result: "BSHD", as above, or "BHSD" for (..., heads, queries, head_dim).
+        seed: (2,), int32 or int64: two random numbers, of which the lower 32 bits count, which the caller draws for
+            each call. With the place of a probability in (..., heads, queries, keys) they say whether dropout keeps it,
+            on every device and in the backward.
+        dropout: the part of the probabilities that are replaced by 0, after the softmax; the others are divided by
+            ``1 - dropout``. In steps of 2**-16. Where it is not 0, there is to be a seed.
 
     Returns:
         (..., queries, heads, head_dim of v), of q's dtype. Sums are taken in float32 (float64 for float64). In 16 bits
         the probabilities are rounded before they are multiplied, as torch's are.
 
     Raises:
-        TypeError: a dtype that is not floating, or two dtypes; lengths, cu_seqlens or cu_seqlens_k that are not
+        TypeError: a dtype that is not floating, or two dtypes; lengths, cu_seqlens, cu_seqlens_k or a seed that are not
             int32 or int64; a mask that is not bool.
         ValueError: shapes that do not fit; a scale or softcap that is not finite, a softcap below 0, another layout or
-            window; cu_seqlens_k without cu_seqlens; tensors on different devices; on the CPU, a length that is not from
+            window; a dropout that is not from 0 on and below 1, or without a seed; cu_seqlens_k without cu_seqlens;
+            tensors on different devices; on the CPU, a length that is not from
             0 to keys, and offsets of sequences that do not ascend as said. On a GPU the results of such an example, or
             call, are NaN.
         NotImplementedError: a mask or bias that is broadcast along more than two leading axes of q with others between
@@ -354,5 +435,5 @@ def attention(
 
     Source: Dao, arXiv:2307.08691.
     """
-    inputs = (q, k, v, lengths, mask, bias, sinks, cu_seqlens, cu_seqlens_k)
-    return inputs, (causal, scale, (-1, -1) if window is None else window, softcap, layout)
+    inputs = (q, k, v, lengths, mask, bias, sinks, cu_seqlens, cu_seqlens_k, seed)
+    return inputs, (causal, scale, (-1, -1) if window is None else window, softcap, layout, dropout)

@@ -49,7 +49,8 @@ def _dims(call):
 
 def _formula(m, qkv, lengths, heads, kv_heads, causal, scale, window, softcap):
     q, k, v = split(m, qkv, head_counts(heads, kv_heads), False)
-    y = attention_formula(m, q, k, v, lengths, None, None, None, None, None, causal, scale, window, softcap, "BSHD")
+    options = causal, scale, window, softcap, "BSHD", 0.0
+    y = attention_formula(m, q, k, v, lengths, *(None,) * 6, *options)
     return m.reshape(y, (*qkv.shape[:-1], heads * q.shape[-1]))
 
 
@@ -57,9 +58,8 @@ def _backward_formula(m, dy, qkv, lengths, heads, kv_heads, causal, scale, windo
     of = head_counts(heads, kv_heads)
     q, k, v = split(m, qkv, of, False)
     dy = m.reshape(dy, q.shape)
-    found = attention_backward_formula(
-        m, dy, q, k, v, lengths, None, None, None, None, None, causal, scale, window, softcap, "BSHD"
-    )
+    options = causal, scale, window, softcap, "BSHD", 0.0
+    found = attention_backward_formula(m, dy, q, k, v, lengths, *(None,) * 6, *options)
     return joined(m, found[:3], of, False)
 
 

@@ -5,7 +5,7 @@
 
 namespace aot {
 
-constexpr int kMaxOptional = 13;
+constexpr int kMaxOptional = 14;
 
 struct Call {
   std::string op, attrs;

@@ -168,6 +168,39 @@ struct Heads {
     const bool *const mask = extra.mask + of_mask.at(b, h) + query * of_mask.query + key * of_mask.key;
     for (int64_t j = 0; j < n; ++j) to[j] = mask[j * of_mask.key] ? to[j] : -static_cast<A>(__builtin_inf());
   }
+  // The factor of probabilities that are kept.
+  A times_kept() const { return extra.dropout ? static_cast<A>(extra.dropout.times) : 1; }
+  // 1 for each of n keys from `key` on that a query keeps under dropout, else 0.
+  void kept(int64_t b, int64_t h, int64_t query, int64_t key, int64_t n, A *to) const {
+    constexpr int64_t kEights = 16;
+    const KeptKeys of_head = extra.dropout.of(b * z.heads + h);
+    for (int64_t eight = key / 8; 8 * eight < key + n; eight += kEights) {
+      uint32_t words[4][kEights];
+      philox(of_head, static_cast<uint32_t>(query), static_cast<uint32_t>(eight), words);
+      const int64_t from = std::max(key - 8 * eight, int64_t{0}), end = smaller(key + n - 8 * eight, 8 * kEights);
+      for (int64_t j = from; j < end; ++j)
+        to[8 * eight + j - key] = (words[j / 2 % 4][j / 8] >> j % 2 * 16 & 0xffff) >= of_head.least;
+    }
+  }
+  // The words of kEights adjacent eights of keys.
+  template <size_t kEights>
+  static void philox(const KeptKeys &x, uint32_t query, uint32_t eight, uint32_t (&words)[4][kEights]) {
+    for (uint32_t i = 0; i < kEights; ++i)
+      words[0][i] = eight + i, words[1][i] = query, words[2][i] = x.head, words[3][i] = 0;
+    for (uint32_t n = 0; n < Philox::kRounds; ++n)
+      for (uint32_t i = 0; i < kEights; ++i) {
+        Philox state = {words[0][i], words[1][i], words[2][i], words[3][i]};
+        state.round(x.low + n * Philox::kLowStep, x.high + n * Philox::kHighStep);
+        words[0][i] = state.a, words[1][i] = state.b, words[2][i] = state.c, words[3][i] = state.d;
+      }
+  }
+  // Zeros where factors are 0.
+  template <typename X>
+  static void drop(const A *factors, int64_t n, X *to) {
+    for (int64_t j = 0; j < n; ++j)
+      if (factors[j] == 0) to[j] = X{};
+  }
+
   // Scores with their addends. A hidden key's is -inf, whatever it was.
   static void add(const A *scores, const A *addends, int64_t n, A *to) {
     for (int64_t j = 0; j < n; ++j) {
@@ -242,7 +275,7 @@ Status attend(const Heads<T> &x, int64_t b, int64_t h, int64_t begin, int64_t en
   A *const s = kept.take<A>(rows * kBlockKeys), *const sums = kept.take<A>(rows * dim), times = x.times();
   T *const p = kNarrow ? kept.take<T>(rows * kBlockKeys) : reinterpret_cast<T *>(s);
   RunningSoftmax<T> state[kMostQueries];
-  A addends[kBlockKeys];
+  A addends[kBlockKeys];  // and what is kept
   for (int64_t i = 0; i < rows && x.extra.sinks; ++i) state[i].begin(x.sink(h));
   std::memset(sums, 0, rows * dim * sizeof(A));
   const Range all = x.seen_by(begin, end, length);
@@ -263,6 +296,10 @@ Status attend(const Heads<T> &x, int64_t b, int64_t h, int64_t begin, int64_t en
         const A shrink = state[i].add(s + at, p + at, some, x.adds(), times);
         if (shrink != 1)
           sweep<T>(dim, [=](int64_t j, auto part) { store(sum + j, load(sum + j, part) * shrink, part); });
+        if (x.extra.dropout) {
+          x.kept(b, h, begin + i, key + seen.begin, some, addends);
+          x.drop(addends, some, p + at);
+        }
       }
       clear_outside(p + i * kBlockKeys, seen, n);
     }
@@ -271,7 +308,7 @@ Status attend(const Heads<T> &x, int64_t b, int64_t h, int64_t begin, int64_t en
   const HeadRows<T> to = x.of_results(y, b, h);
   for (int64_t i = 0; i < rows; ++i) {
     const RunningSoftmax<T> &row = state[i];
-    const A *const sum = sums + i * dim, times = row.total == 0 ? 0 : 1 / row.total;
+    const A *const sum = sums + i * dim, times = row.total == 0 ? 0 : x.times_kept() / row.total;
     if (lse) lse[(b * z.heads + h) * z.queries + begin + i] = row.most + std::log(row.total);
     if (y)
       sweep<T>(dim,
@@ -347,6 +384,7 @@ class GradientBlock {
       for (int64_t query = queries.begin / kBlockQueries * kBlockQueries; query < queries.end; query += kBlockQueries)
         AOT_TRY(add(b, h * z.group() + i, query, key, within, g_.dk, g_.dv, dq));
     if (g_.dk) store_rows(x_.of_keys(g_.dk, b, h, z.dim), key, end, dk_, z.dim);
+    for (int64_t i = 0; i < (end - key) * z.v_dim && x_.extra.dropout; ++i) dv_[i] *= x_.times_kept();
     if (g_.dv) store_rows(x_.of_keys(g_.dv, b, h, z.v_dim), key, end, dv_, z.v_dim);
     return kOk;
   }
@@ -419,15 +457,24 @@ class GradientBlock {
     const int64_t n = end - key, rows = smaller(kBlockQueries, z.queries - query), length = x_.length(b);
     const HeadRows<const T> q = x_.of_queries(x_.q, b, h, z.dim), k = x_.of_keys(x_.k, b, h / z.group(), z.dim),
                             v = x_.of_keys(x_.v, b, h / z.group(), z.v_dim), dy = x_.of_results(g_.dy, b, h);
+    A factors[kBlockKeys];  // of what dropout keeps
     AOT_TRY(x_.scores(q, k, query, key, rows, n, s_));
     AOT_TRY((gemm<T, A>(rows, n, z.v_dim, {dy[query], dy.stride}, {v[key], v.stride, true}, dp_, kBlockKeys)));
     for (int64_t i = 0; i < rows; ++i) {
       const int64_t row = (b * z.heads + h) * z.queries + query + i, at = i * kBlockKeys;
       const Range seen = x_.seen(query + i, key, n, length);
+      const int64_t some = seen.end - seen.begin;
+      const bool drops = x_.extra.dropout && some > 0;
+      if (drops) {
+        x_.kept(b, h, query + i, key + seen.begin, some, factors);
+        for (int64_t j = 0; j < some; ++j) dp_[at + seen.begin + j] *= x_.times_kept();
+        x_.drop(factors, some, dp_ + at + seen.begin);
+      }
       if (bias || x_.adds())
         slopes_of_sums(b, h, query + i, key, at, seen, g_.lse[row], g_.delta[row],
                        bias ? bias + (x_.extra.of_bias.query ? at : 0) : nullptr);
-      else slopes(at + seen.begin, seen.end - seen.begin, g_.lse[row], g_.delta[row]);
+      else slopes(at + seen.begin, some, g_.lse[row], g_.delta[row]);
+      if (drops) x_.drop(factors, some, p_ + at + seen.begin);
       clear_outside(p_ + at, seen, n), clear_outside(ds_ + at, seen, n);
     }
     if (dv) AOT_TRY((gemm<T, A>(n, z.v_dim, rows, {p_, kBlockKeys, true}, {dy[query], dy.stride}, dv_, z.v_dim, true)));
@@ -556,7 +603,7 @@ Status attention_launcher(const Op &op, const Tensor *in, const Tensor *out, voi
     using T = decltype(zero);
     Heads<T> x{q.as<T>(), k.as<T>(), v.as<T>(), lengths, op.sizes(q, k, v, lengths), {}};
     AOT_TRY(op.extras(op.name, x.z, q, in[op.kMask], in[op.kBias], in[op.kSinks], in[op.kOffsets], in[op.kKeyOffsets],
-                      &x.extra));
+                      in[op.kSeed], &x.extra));
     AOT_TRY(x.check_lengths(op.name));
     return attend_all(x, out[op.kY].template as<T>(), out[op.kLse].template as<Accumulate<T>>());
   });
@@ -571,7 +618,7 @@ Status attention_backward_launcher(const Op &op, const Tensor *in, const Tensor 
     using A = Accumulate<T>;
     Heads<T> x{q.as<T>(), k.as<T>(), v.as<T>(), lengths, op.sizes(q, k, v, lengths), {}};
     AOT_TRY(op.extras(op.name, x.z, q, in[op.kMask], in[op.kBias], in[op.kSinks], in[op.kOffsets], in[op.kKeyOffsets],
-                      &x.extra));
+                      in[op.kSeed], &x.extra));
     AOT_TRY(x.check_lengths(op.name));
     A *const delta = work.as<A>(), *const recomputed = delta + x.z.rows();
     const T *const dy = in[op.kDy].template as<T>();

@@ -26,7 +26,7 @@ Status attention_inputs(const Op &op, const Tensor *in, AttentionInputs<T> *x) {
         op.sizes(q, k, v, lengths),
         {}};
   return op.extras(op.name, x->z, q, in[op.kMask], in[op.kBias], in[op.kSinks], in[op.kOffsets], in[op.kKeyOffsets],
-                   &x->extra);
+                   in[op.kSeed], &x->extra);
 }
 
 // One result. lse: of y, or null.
@@ -78,7 +78,7 @@ Status choose(const char *op, const AttentionInputs<T> &x, bool forward, Attenti
     AOT_TRY(device_limits(op, &limits));
     if (limits.major >= 8) *kernels = AttentionKernels::mma;
 #ifdef AOT_HAVE_SM90
-    if (limits.major != 9 || attention_mode() == AttentionMode::general) return kOk;
+    if (limits.major != 9 || attention_mode() == AttentionMode::general || x.extra.dropout) return kOk;
     bool wgmma;
     AOT_TRY(attention_sm90_takes(op, x, forward, &wgmma));
     if (wgmma) *kernels = AttentionKernels::wgmma;
@@ -111,6 +111,7 @@ Status run_backward(const char *op, const AttentionInputs<T> &x, const T *y, Acc
     AOT_TRY(device_limits(op, &limits));
     if (kernels == AttentionKernels::mma && mma_pass_takes(x, limits.shared_memory))
       return run_mma_pass(op, x, y, delta, dq, dk, dv, delta + 2 * x.z.rows(), stream);
+    if (x.extra.dropout) kernels = AttentionKernels::any;
   }
   if (const int64_t rows = x.z.rows(); rows && (kernels != AttentionKernels::wgmma || !dq))
     AOT_TRY(launch_kernel(op, attention_delta_kernel<T>, {grid_size(ceil_div(rows, kDeltaBlock / 32)), kDeltaBlock},

@@ -159,6 +159,7 @@ class AttentionTile {
   static constexpr bool kOfScores = kResult != AttentionResult::y && kResult != AttentionResult::dv;  // ds, not p
 
   __device__ AttentionTile(const AttentionInputs<T> &x, Tiles &tiles) : x_(x), z_(x.z), tiles_(tiles) {
+    kept_ = x.extra.dropout ? static_cast<A>(x.extra.dropout.times) : A(1);
 #pragma unroll
     for (A &most : most_) most = -static_cast<A>(__int_as_float(0x7f800000));
   }
@@ -191,6 +192,7 @@ class AttentionTile {
       const int64_t row = begin + ty() + 16 * i;
       if (row >= end) continue;
       A times = length.times;
+      if (!kOfScores) times *= kept_;
       if constexpr (kResult == AttentionResult::y) {
         times = total_[i] == 0 ? times * 0 : times / total_[i];
         if (lse && tx() == 0 && blockIdx.y == 0) lse[x_.row(b, h, row)] = most_[i] + log(total_[i]);
@@ -282,6 +284,7 @@ class AttentionTile {
     mask_ = x_.extra.mask ? x_.extra.mask + x_.extra.of_mask.at(b, h) : nullptr;
     bias_ = x_.extra.bias ? x_.extra.of_bias.at(b, h) : 0;
     Sums s = {};
+    if (x_.extra.dropout) find_kept(x_.extra.dropout.of(b * z_.heads + h), begin, other);
     multiply(s, kOfKeys ? k : q, begin, end, kOfKeys ? q : k, other, others, z_.dim);
     if constexpr (kResult == AttentionResult::y) {
       weigh(s, begin, other);
@@ -296,6 +299,25 @@ class AttentionTile {
       __syncthreads();
       add(kResult == AttentionResult::dq ? k : kOfScores ? q : dy, other, others, dim);
     }
+  }
+
+  // Weights are, until these of a tile are written, 1 for what dropout keeps, and else 0: who reads them has passed a
+  // barrier of multiply.
+  __device__ void find_kept(const KeptKeys &kept, int64_t begin, int64_t other) {
+    const int64_t query = kOfKeys ? other : begin, key = kOfKeys ? begin : other;
+    __syncthreads();
+#pragma unroll 1
+    for (int i = threadIdx.x; i < kSide * kSide / 8; i += kAttentionBlock) {
+      const int row = i / (kSide / 8), eight = i % (kSide / 8);
+      const uint32_t bits = kept(static_cast<uint32_t>(query + row), static_cast<uint32_t>(key / 8 + eight));
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+        (kOfKeys ? tiles_.weights[8 * eight + j][row] : tiles_.weights[row][8 * eight + j]) = bits >> j & 1;
+    }
+  }
+  // Whether element (i, j) of this thread is kept.
+  __device__ bool is_kept(int i, int j) const {
+    return !x_.extra.dropout || tiles_.weights[ty() + 16 * i][tx() + 16 * j] != 0;
   }
 
   // sums += products of rows of a and of b
@@ -400,7 +422,7 @@ class AttentionTile {
         const bool sees = key >= seen.begin && key < seen.end && (plain || s[i][j] != lowest());
         const A e = sees ? exponential<T>(s[i][j] - most_[i]) : A(0);
         total += e, sum_[i][j] *= shrink;
-        tiles_.weights[ty() + 16 * i][tx() + 16 * j] = e;
+        tiles_.weights[ty() + 16 * i][tx() + 16 * j] = is_kept(i, j) ? e : A(0);
       }
       total_[i] = total_[i] * shrink + sum_lanes<16>(total);
     }
@@ -422,7 +444,11 @@ class AttentionTile {
             meets(ty() + 16 * i, column, query, key, &bias)) {
           const int64_t at = x_.row(b, h, query);
           weight = exponential<T>(score(s[i][j], &slope) + bias - x_.lse[at]);
-          if (kOfScores) weight *= (dp[i][j] - x_.delta[at]) * (kResult == AttentionResult::dbias ? A(1) : slope);
+          const bool kept = is_kept(i, j);
+          if (kOfScores)
+            weight *=
+                ((kept ? dp[i][j] * kept_ : A(0)) - x_.delta[at]) * (kResult == AttentionResult::dbias ? A(1) : slope);
+          else if (!kept) weight = 0;
         }
         if constexpr (kResult == AttentionResult::dbias) sum_[i][j] += weight;
         else tiles_.weights[ty() + 16 * i][tx() + 16 * j] = weight;
@@ -435,6 +461,7 @@ class AttentionTile {
   int64_t length_, column_;
   const bool *mask_;  // of a head
   int64_t bias_;      // where that of a head begins
+  A kept_;            // what dropout multiplies by what it keeps
   Sums sum_ = {};
   A most_[kEach], total_[kEach] = {};  // of scores of a row so far, and of their exponentials
 };

@@ -5,11 +5,13 @@
 //          of these, those of its own sequence, that mask lets it see, and whose bias is not -inf. With sequences of
 //          queries and others of keys, at = i + where its keys end - where its queries end.
 //          A query that sees none has y = 0 and lse = -inf, or the sink.
+//          With dropout y[i] = sum(r[i, j] exp(t[j] - lse[i]) v[j]), where r is 1 / (1 - dropout) of what is kept, else
+//          0.
 // gradient p[i, j] = exp(t[j] - lse[i]),  delta[i] = sum(dy[i] y[i]),  slope = scale (1 - (s / softcap)^2)
-//          dt[i, j] = p[i, j] (sum(dy[i] v[j]) - delta[i]),  ds[i, j] = dt[i, j] slope
+//          dt[i, j] = p[i, j] (r[i, j] sum(dy[i] v[j]) - delta[i]),  ds[i, j] = dt[i, j] slope
 //          dbias: the sums of dt that share an element of the bias,  dsink = -sum(exp(sink - lse[i]) delta[i])
-//          dq[i] = sum(ds[i, j] k[j]) over j,  dk[j] = sum(ds[i, j] q[i]),  dv[j] = sum(p[i, j] dy[i]) over i and the
-//          heads of q that share the head of k
+//          dq[i] = sum(ds[i, j] k[j]) over j,  dk[j] = sum(ds[i, j] q[i]),  dv[j] = sum(r[i, j] p[i, j] dy[i]) over i
+//          and the heads of q that share the head of k
 // Sums are in float32 (float64 for float64). In 16 bits p and ds are rounded before they are factors.
 #pragma once
 #include <algorithm>
@@ -17,12 +19,7 @@
 #include <utility>
 
 #include "aot.h"
-
-#ifdef __CUDACC__
-#define AOT_BOTH_SIDES __host__ __device__
-#else
-#define AOT_BOTH_SIDES
-#endif
+#include "attention_dropout.h"
 
 namespace aot {
 inline namespace AOT_ISA {
@@ -90,7 +87,9 @@ struct AttentionExtras {
   int64_t sequences, left, right;  // left, right: of a call with cu_seqlens_k, whose sizes then have none
   bool wide_bias, wide_sinks, wide_offsets;
   ScoreSteps of_mask, of_bias;
+  AttentionDropout dropout;
 
+  // Whether there is nothing but dropout.
   AOT_BOTH_SIDES bool none() const { return !mask && !bias && !sinks && !offsets; }
   // Whether keys have sequences of their own.
   AOT_BOTH_SIDES bool crossed() const { return key_offsets != offsets; }
@@ -154,7 +153,7 @@ struct AttentionAttrs {
   bool causal = false;
   Number scale;
   Ints window;
-  double softcap = 0;
+  double softcap = 0, dropout = 0;
   int layout = 0;
   int64_t row_heads = 0;  // of the rows that q, k and v are all parts of, if not 0; no attribute
 
@@ -164,7 +163,8 @@ struct AttentionAttrs {
     AOT_TRY(attrs.get("scale", &scale));
     AOT_TRY(attrs.get("window", &window));
     AOT_TRY(attrs.get("softcap", &softcap));
-    return attrs.get("layout", kLayouts, &layout);
+    AOT_TRY(attrs.get("layout", kLayouts, &layout));
+    return attrs.get("dropout", &dropout);
   }
 
   // The inputs have passed check.
@@ -185,8 +185,12 @@ struct AttentionAttrs {
 
   // The inputs have passed check_extras. Moves what z has of a window to x if its keys have sequences of their own.
   Status extras(const char *op, AttentionSizes &z, const Spec &q, const Tensor &mask, const Tensor &bias,
-                const Tensor &sinks, const Tensor &offsets, const Tensor &key_offsets, AttentionExtras *x) const {
+                const Tensor &sinks, const Tensor &offsets, const Tensor &key_offsets, const Tensor &seed,
+                AttentionExtras *x) const {
     *x = {};
+    if (dropout > 0)
+      x->dropout = {seed.data, seed.dtype == DType::int64, static_cast<uint32_t>(dropout * (1 << 16)),
+                    1 / (1 - dropout)};
     x->mask = mask.as<const bool>(), x->bias = bias.data, x->sinks = sinks.data, x->offsets = offsets.data;
     x->wide_bias = bias.dtype != q.dtype, x->wide_sinks = sinks.dtype != q.dtype;
     x->wide_offsets = offsets.dtype == DType::int64, x->sequences = offsets ? offsets.size() - 1 : 0;
@@ -223,13 +227,14 @@ struct AttentionAttrs {
 
   // Checks the others, of inputs that have passed check.
   Status check_extras(const char *op, const Spec &q, const Spec &k, const Spec &mask, const Spec &bias,
-                      const Spec &sinks, const Spec &offsets, const Spec &key_offsets) const {
+                      const Spec &sinks, const Spec &offsets, const Spec &key_offsets, const Spec &seed) const {
     if (mask) AOT_TRY(check_dtype(op, "mask", mask, DType::boolean));
     if (mask) AOT_TRY(check_broadcast(op, "mask", q, k, mask));
     if (bias) AOT_TRY(check_added(op, "bias", q, bias));
     if (bias) AOT_TRY(check_broadcast(op, "bias", q, k, bias));
     if (sinks) AOT_TRY(check_added(op, "sinks", q, sinks));
     if (sinks) AOT_TRY(check_sinks(op, q, sinks));
+    AOT_TRY(check_seed(op, seed));
     if (key_offsets) return check_key_offsets(op, offsets, key_offsets);
     return offsets ? check_offsets(op, q, k, offsets) : kOk;
   }
@@ -242,8 +247,18 @@ struct AttentionAttrs {
                   op, ShapeText(window.value, window.n).text);
     if (scale.given && !std::isfinite(scale.value))
       return fail(kInvalidArgument, "%s: scale is %g, expected a finite number", op, scale.value);
-    if (std::isfinite(softcap) && softcap >= 0) return kOk;
-    return fail(kInvalidArgument, "%s: softcap is %g, expected a finite number of at least 0", op, softcap);
+    if (!std::isfinite(softcap) || softcap < 0)
+      return fail(kInvalidArgument, "%s: softcap is %g, expected a finite number of at least 0", op, softcap);
+    if (dropout >= 0 && dropout < 1) return kOk;
+    return fail(kInvalidArgument, "%s: dropout is %g, expected a number from 0 on and below 1", op, dropout);
+  }
+
+  Status check_seed(const char *op, const Spec &seed) const {
+    if (!seed && dropout == 0) return kOk;
+    if (!seed) return fail(kInvalidArgument, "%s: seed is absent, expected it with dropout", op);
+    AOT_TRY(check_integer(op, "seed", seed));
+    if (!seed.rank_known() || (seed.ndim == 1 && same_dim(seed.shape[0], 2))) return kOk;
+    return fail(kInvalidArgument, "%s: seed has shape %s, expected (2,)", op, ShapeText(seed).text);
   }
 
   Status check_heads(const char *op, const char *slot, const Spec &x, DType dtype) const {
@@ -389,7 +404,7 @@ struct AttentionAttrs {
 
 struct Attention : AttentionAttrs {
   static constexpr const char *name = "attention";
-  enum { kQ, kK, kV, kLengths, kMask, kBias, kSinks, kOffsets, kKeyOffsets };
+  enum { kQ, kK, kV, kLengths, kMask, kBias, kSinks, kOffsets, kKeyOffsets, kSeed };
   enum { kY, kLse };
   static constexpr Slot inputs[] = {{"q"},
                                     {"k"},
@@ -399,18 +414,20 @@ struct Attention : AttentionAttrs {
                                     {"bias", optional},
                                     {"sinks", optional},
                                     {"cu_seqlens", optional, kIntegers},
-                                    {"cu_seqlens_k", optional, kIntegers}};
+                                    {"cu_seqlens_k", optional, kIntegers},
+                                    {"seed", optional, kIntegers}};
   static constexpr Slot outputs[] = {{"y"}, {"lse", optional}};
 
   Status infer(const Tensor *in, Spec *out) const {
     AOT_TRY(check(name, in[kQ], in[kK], in[kV], in[kLengths], &out[kY], &out[kLse]));
-    return check_extras(name, in[kQ], in[kK], in[kMask], in[kBias], in[kSinks], in[kOffsets], in[kKeyOffsets]);
+    return check_extras(name, in[kQ], in[kK], in[kMask], in[kBias], in[kSinks], in[kOffsets], in[kKeyOffsets],
+                        in[kSeed]);
   }
 };
 
 struct AttentionBackward : AttentionAttrs {
   static constexpr const char *name = "attention_backward";
-  enum { kDy, kQ, kK, kV, kLengths, kMask, kBias, kSinks, kOffsets, kKeyOffsets, kY, kLse };
+  enum { kDy, kQ, kK, kV, kLengths, kMask, kBias, kSinks, kOffsets, kKeyOffsets, kSeed, kY, kLse };
   enum { kDq, kDk, kDv, kDbias, kDsinks, kWork };
   static constexpr Slot inputs[] = {{"dy"},
                                     {"q"},
@@ -422,6 +439,7 @@ struct AttentionBackward : AttentionAttrs {
                                     {"sinks", optional},
                                     {"cu_seqlens", optional, kIntegers},
                                     {"cu_seqlens_k", optional, kIntegers},
+                                    {"seed", optional, kIntegers},
                                     {"y"},
                                     {"lse", optional}};
   static constexpr Slot outputs[] = {{"dq", optional},    {"dk", optional},     {"dv", optional},
@@ -430,7 +448,8 @@ struct AttentionBackward : AttentionAttrs {
   Status infer(const Tensor *in, Spec *out) const {
     Spec y, lse;
     AOT_TRY(check(name, in[kQ], in[kK], in[kV], in[kLengths], &y, &lse));
-    AOT_TRY(check_extras(name, in[kQ], in[kK], in[kMask], in[kBias], in[kSinks], in[kOffsets], in[kKeyOffsets]));
+    AOT_TRY(
+        check_extras(name, in[kQ], in[kK], in[kMask], in[kBias], in[kSinks], in[kOffsets], in[kKeyOffsets], in[kSeed]));
     AOT_TRY(check_like(name, "dy", in[kDy], "y", y));
     AOT_TRY(check_like(name, "y", in[kY], "the result", y));
     if (in[kLse]) AOT_TRY(check_like(name, "lse", in[kLse], "the logarithms of sums", lse));

@@ -66,6 +66,7 @@ struct MmaExtraShapes;
 template <>
 struct MmaExtraShapes<64> {
   using Y = MmaShape<64, 2, 4, 64, 2, 4>;
+  using Dropped = MmaShape<64, 2, 4, 32, 2, 4>;  // with dropout, of half the code
   using Dbias = MmaShape<64, 1, 4, 64, 2, 2>;
 };
 template <>
@@ -408,6 +409,20 @@ struct QueryTile {
     for (uint32_t &word : bits) word = kAllBits;
     return false;
   }
+  // The bits of the keys of a step that dropout keeps.
+  __device__ void find_kept(Bits &bits, int step) const {
+    const KeptKeys kept = x.extra.dropout.of(b * x.z.heads + h);
+    const uint32_t eight = (key(step) + lane_index() % 4 * (kKeys / 4)) / 8;
+#pragma unroll
+    for (int i = 0; i < kM; ++i) {
+      bits[i] = 0;
+#pragma unroll 2
+      for (int j = 0; j < kKeys / 16; ++j) {
+        const int half = j / (kKeys / 32), n = j % (kKeys / 32);
+        bits[i] |= kept(query(i, half), eight + n) << (16 * half + 8 * n);
+      }
+    }
+  }
   // Whether a warp sees any key of these; *partial: whether it does not see them all.
   __device__ static bool any(const Bits &bits, bool *partial) {
     uint32_t any = 0, all = kAllBits;
@@ -598,8 +613,8 @@ struct NothingAdded {
 
 // ---------------------------------------------------------------------------------------------------------------- y
 
-// kAdded: the call may have a mask or a bias.
-template <typename T, class Shape, bool kAdded>
+// kAdded: the call may have a mask or a bias. kDrops: and dropout besides.
+template <typename T, class Shape, bool kAdded, bool kDrops>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     attention_y_kernel(AttentionInputs<T> x, T *y, float *lse) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
@@ -679,6 +694,13 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
 #pragma unroll
         for (int n = 0; n < kDim / 8; ++n) sums[i][n][2 * half] *= shrink, sums[i][n][2 * half + 1] *= shrink;
       }
+    if (kDrops && x.extra.dropout) {
+      typename Tile::Bits kept;
+      tile.find_kept(kept, step);
+      for_scores<kM, kKeys>([&](int i, int n, int half, int e, uint32_t bit) {
+        if (!(kept[i] & bit)) s[i][n][2 * half + e] = 0;
+      });
+    }
     MmaFactor<kM, kKeys> p;
     round_weights<kM, kKeys>(p, s, T());
     if (step + 1 < tile.steps) added.load(step + 1);
@@ -694,10 +716,11 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
       if (lse && query < tile.end && lane_index() % 4 == 0)
         lse[tile.row(query)] = (most[i][half] + log2f(total[i][half])) * static_cast<float>(1 / kLog2E);
     }
+  const float times = kDrops && x.extra.dropout ? tile.times * static_cast<float>(x.extra.dropout.times) : tile.times;
   if (y)
-    store_sums<kM, kDim>(
-        sums, x.of_results(y, tile.b, tile.h), tile.begin + warp_row, tile.end, static_cast<int>(x.z.v_dim),
-        [&](int i, int half) { return total[i][half] == 0 ? 0 * tile.times : tile.times / total[i][half]; });
+    store_sums<kM, kDim>(sums, x.of_results(y, tile.b, tile.h), tile.begin + warp_row, tile.end,
+                         static_cast<int>(x.z.v_dim),
+                         [&](int i, int half) { return total[i][half] == 0 ? 0 * times : times / total[i][half]; });
 #endif
 }
 
@@ -966,6 +989,8 @@ class BiasTile {
     multiply_rows<kDim, 1, kKeys, Shape::kUnroll>(dp, dy, warp_index() * 16, v, T());
     const MmaAddends<T> addends(x_, b_, h_);
     const MmaScores scores(z_);
+    const uint32_t kept = x_.extra.dropout ? find_kept(query, key) : ~0u;
+    const float times = x_.extra.dropout ? static_cast<float>(x_.extra.dropout.times) : 1;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int64_t i = query + local(half);
@@ -982,9 +1007,24 @@ class BiasTile {
           const float more = addends(i, key + column(n, e));
           float slope;
           const float p = fast_exp2(scores(s[0][n][2 * half + e], &slope) + more - lse);
-          if (more != -kInfinity) sums_[0][n][2 * half + e] += p * (dp[0][n][2 * half + e] - delta);
+          const float of_p = kept >> (16 * half + 2 * n + e) & 1 ? dp[0][n][2 * half + e] * times : 0;
+          if (more != -kInfinity) sums_[0][n][2 * half + e] += p * (of_p - delta);
         }
     }
+  }
+
+  // Bit 16 half + 2 n + e: whether dropout keeps column (n, e) of row `half`.
+  __device__ uint32_t find_kept(int64_t query, int64_t key) const {
+    static_assert(kKeys <= 64);
+    const KeptKeys kept = x_.extra.dropout.of(b_ * z_.heads + h_);
+    uint32_t bits = 0;
+#pragma unroll 2
+    for (int j = 0; j < kKeys / 4; ++j) {
+      const int half = j / (kKeys / 8), n = j % (kKeys / 8);
+      const uint32_t eight = kept(static_cast<uint32_t>(query + local(half)), static_cast<uint32_t>(key / 8 + n));
+      bits |= (eight >> lane_index() % 4 * 2 & 3) << (16 * half + 2 * n);
+    }
+    return bits;
   }
 
   // sums: (kRows, kKeys + 1).
@@ -1054,7 +1094,8 @@ Status dispatch_mma(const AttentionSizes &z, F f) {
 // Kernels with kExtra: whether they take a call that the others take, and their shapes.
 template <typename T>
 bool mma_takes_extra(const AttentionInputs<T> &x) {
-  return (!x.extra.mask && !x.extra.bias && !x.extra.offsets) || (x.z.dim <= 128 && x.z.v_dim <= 128);
+  return (!x.extra.mask && !x.extra.bias && !x.extra.offsets && !x.extra.dropout) ||
+         (x.z.dim <= 128 && x.z.v_dim <= 128);
 }
 template <class F>
 Status dispatch_mma_extra(const AttentionSizes &z, F f) {
@@ -1072,13 +1113,12 @@ Status launch_mma(const char *op, void (*kernel)(Parameters...), int64_t heads, 
   return launch_kernel(op, kernel, {static_cast<unsigned>(blocks), Shape::kThreads, shared}, stream, arguments...);
 }
 
-template <bool kExtra, class Shapes, typename T>
-Status run_mma_forward_of(Shapes, const char *op, const AttentionInputs<T> &x, T *y, float *lse, void *stream) {
-  using Shape = typename Shapes::Y;
+template <class Shape, bool kExtra, bool kDrops, typename T>
+Status run_mma_forward_of(const char *op, const AttentionInputs<T> &x, T *y, float *lse, void *stream) {
   constexpr int kShared = Shape::shared(1, false, true);
   static_assert(kShared <= kMmaShared);
-  return launch_mma<Shape>(op, attention_y_kernel<T, Shape, kExtra>, x.z.batch * x.z.heads, x.z.queries, kShared,
-                           stream, x, y, lse);
+  return launch_mma<Shape>(op, attention_y_kernel<T, Shape, kExtra, kDrops>, x.z.batch * x.z.heads, x.z.queries,
+                           kShared, stream, x, y, lse);
 }
 
 template <bool kExtra, class Shapes, typename T>
@@ -1129,10 +1169,16 @@ Status run_mma_bias(const char *op, const AttentionInputs<T> &x, void *dbias, vo
 // Calls with what is in `extra` have shapes of their own.
 template <typename T>
 Status run_mma_forward(const char *op, const AttentionInputs<T> &x, T *y, float *lse, void *stream) {
-  if (x.extra.mask || x.extra.bias)
-    return dispatch_mma_extra(x.z,
-                              [&](auto shapes) { return run_mma_forward_of<true>(shapes, op, x, y, lse, stream); });
-  return dispatch_mma(x.z, [&](auto shapes) { return run_mma_forward_of<false>(shapes, op, x, y, lse, stream); });
+  using Extra = MmaExtraShapes<64>;
+  if (x.extra.mask || x.extra.bias || x.extra.dropout) {
+    if (std::max(x.z.dim, x.z.v_dim) > 64)
+      return run_mma_forward_of<MmaExtraShapes<128>::Y, true, true>(op, x, y, lse, stream);
+    if (x.extra.dropout) return run_mma_forward_of<Extra::Dropped, true, true>(op, x, y, lse, stream);
+    return run_mma_forward_of<Extra::Y, true, false>(op, x, y, lse, stream);
+  }
+  return dispatch_mma(x.z, [&](auto shapes) {
+    return run_mma_forward_of<typename decltype(shapes)::Y, false, false>(op, x, y, lse, stream);
+  });
 }
 
 template <typename T>

@@ -12,7 +12,7 @@
 namespace aot {
 inline namespace AOT_ISA {
 
-// kDown: of DqPart. Added: of calls with a mask or a bias.
+// kDown: of DqPart. Added: of calls with a mask, a bias or dropout.
 template <class Shape_, int kDown_>
 struct MmaPassShape {
   using Shape = Shape_;
@@ -175,6 +175,23 @@ struct KeyTile {
       }
     }
     return true;
+  }
+  // The bits of the queries of a tile of a head of q that keep a key under dropout. Eight adjacent keys, whose bits
+  // come at once, are those of four lanes: each finds them for two of the queries.
+  __device__ void find_kept(Bits &bits, int64_t h, int tile) const {
+    static_assert(kM == 1 && kQueries == 32 && std::is_same_v<Order, Adjacent<1>>);
+    const KeptKeys kept = x.extra.dropout.of(b * x.z.heads + h);
+    const int among = lane_index() / 4 % 4, first = tile * kQueries + lane_index() % 4 * 8;
+    const uint32_t eight = (begin + Order::at(local(0, 0))) / 8;
+    const uint32_t two = kept(first + 2 * among, eight) | kept(first + 2 * among + 1, eight) << 8;
+    const uint32_t others = __shfl_xor_sync(~0u, two, 4), four = among % 2 ? others | two << 16 : two | others << 16;
+    const uint32_t more = __shfl_xor_sync(~0u, four, 8), words[2] = {among < 2 ? four : more, among < 2 ? more : four};
+    bits[0] = 0;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const uint32_t own = words[j / 4] >> (8 * (j % 4) + 2 * among);
+      bits[0] |= (own & 1) << j | (own >> 1 & 1) << (16 + j);
+    }
   }
   __device__ static bool any(const Bits &bits, bool *partial) {
     uint32_t any = 0, all = kAllBits;
@@ -392,7 +409,7 @@ class Turns {
   int found_ = 0;
 };
 
-template <typename T, class Shape, int kDown, bool kAdded>
+template <typename T, class Shape, int kDown, bool kAdded, bool kDrops>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pass_kernel(MmaPass<T> pass) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   constexpr int kDim = Shape::kDim, kM = Shape::kM, kQueries = Shape::kOthers;
@@ -442,6 +459,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pas
   std::conditional_t<kAdded, AddedColumns<T, Shape>, NothingAdded> added(tile, scaled);
   const bool fused = scaled && !added.adds_later();
   const float scale = fused ? scores.scale : 1;
+  const float kept_times = kDrops ? static_cast<float>(x.extra.dropout.times) : 1;
   const auto prepare = [&](MmaStep next) { added.load(tile.kv * z.group() + next.head, tile.met.begin + next.tile); };
   if (of_head) prepare(step);
   Turns turns;
@@ -455,7 +473,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pas
     const uint32_t q_tile = stage(step.parity), dy_tile = q_tile + Shape::kOtherTile;
     const float *const lse = numbers[step.parity][0], *const delta = numbers[step.parity][1];
     const int query_tile = tile.met.begin + step.tile;
-    typename Tile::Bits bits;
+    typename Tile::Bits bits, kept;
     bool partial = tile.find_partial(bits, query_tile);
     MmaFactor<kM, kQueries> weights = {};
     MmaSums<kM, kQueries> s, dp = {};
@@ -464,6 +482,13 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pas
     if (!(kAdded || partial) || tile.any(bits, &partial)) {
       multiply_rows<kDim, kM, kQueries, Shape::kUnroll>(s, k_tile, warp_row, q_tile, T());
       multiply_rows<kDim, kM, kQueries, Shape::kUnroll>(dp, v_tile, warp_row, dy_tile, T());
+      if constexpr (kDrops) {
+        tile.find_kept(kept, h, query_tile);
+        for_scores<kM, kQueries>([&](int i, int n, int half, int e, uint32_t bit) {
+          float &of_p = dp[i][n][2 * half + e];
+          of_p = kept[i] & bit ? of_p * kept_times : 0;
+        });
+      }
       const auto column = [](int n, int e) { return 8 * n + lane_index() % 4 * 2 + e; };
       if (!fused)
         for_scores<kM, kQueries>([&](int i, int n, int half, int e, uint32_t) {
@@ -480,6 +505,10 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pas
       if (partial)
         for_scores<kM, kQueries>([&](int i, int n, int half, int e, uint32_t bit) {
           if (!(bits[i] & bit)) s[i][n][2 * half + e] = dp[i][n][2 * half + e] = 0;
+        });
+      if constexpr (kDrops)
+        for_scores<kM, kQueries>([&](int i, int n, int half, int e, uint32_t bit) {
+          if (!(kept[i] & bit)) s[i][n][2 * half + e] = 0;
         });
       round_weights<kM, kQueries>(weights, s, T());
       multiply_weights<kDim, kM, kQueries>(dv_sums, weights, dy_tile, T());
@@ -547,7 +576,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pas
   }
   if (pass.dq) turns.pass_on(tile.number);
   const int row = begin + warp_row;
-  const float times = tile.times;
+  const float times = tile.times * kept_times;
   if (pass.dk)
     store_sums<kM, kDim, Order>(dk_sums, x.of_keys(pass.dk, tile.b, tile.kv, z.dim), row, tile.end, dim,
                                 [=](int, int) { return q_scale; });
@@ -567,7 +596,7 @@ inline bool every_query_meets(const AttentionSizes &z, bool lengths, bool packed
 template <class Shape>
 constexpr int kPassShared = Shape::shared(2, true, true) + Shape::kRows * Shape::kOthers * 2;
 
-template <class Shape, int kDown, bool kAdded, typename T>
+template <class Shape, int kDown, bool kAdded, bool kDrops, typename T>
 Status run_mma_pass_of(const char *op, const AttentionInputs<T> &x, const T *y, float *delta, T *dq, T *dk, T *dv,
                        float *space, void *stream) {
   using Part = DqPart<Shape, kDown>;
@@ -579,19 +608,22 @@ Status run_mma_pass_of(const char *op, const AttentionInputs<T> &x, const T *y, 
     AOT_TRY(launch_kernel(op, attention_pass_begin_kernel<T>,
                           {grid_size(ceil_div(z.rows(), kDeltaBlock / 8)), kDeltaBlock}, stream, pass, y, delta, parts,
                           every_query_meets(z, x.lengths != nullptr, x.extra.offsets != nullptr)));
-  return launch_mma<Shape>(op, attention_pass_kernel<T, Shape, kDown, kAdded>, z.batch * z.kv_heads, z.keys,
+  return launch_mma<Shape>(op, attention_pass_kernel<T, Shape, kDown, kAdded, kDrops>, z.batch * z.kv_heads, z.keys,
                            kPassShared<Shape>, stream, pass);
 }
 
-// f(shape, added) with the MmaPassShape of a call whose head_dims are up to 128, and whether it has a mask or a bias.
+// f(shape, added, drops) with the MmaPassShape of a call whose head_dims are up to 128, and whether it has a mask or a
+// bias, or dropout, which is of the same kernel.
+template <class Of, typename T, class F>
+auto dispatch_pass_of(const AttentionInputs<T> &x, F f) {
+  if (x.extra.dropout) return f(typename Of::Added(), std::true_type(), std::true_type());
+  if (x.extra.mask || x.extra.bias) return f(typename Of::Added(), std::true_type(), std::false_type());
+  return f(typename Of::Plain(), std::false_type(), std::false_type());
+}
 template <typename T, class F>
 auto dispatch_pass(const AttentionInputs<T> &x, F f) {
-  using Of64 = MmaPassShapes<64>;
-  using Of128 = MmaPassShapes<128>;
-  const bool added = x.extra.mask || x.extra.bias;
-  if (std::max(x.z.dim, x.z.v_dim) <= 64)
-    return added ? f(Of64::Added(), std::true_type()) : f(Of64::Plain(), std::false_type());
-  return added ? f(Of128::Added(), std::true_type()) : f(Of128::Plain(), std::false_type());
+  return std::max(x.z.dim, x.z.v_dim) <= 64 ? dispatch_pass_of<MmaPassShapes<64>>(x, f)
+                                            : dispatch_pass_of<MmaPassShapes<128>>(x, f);
 }
 
 // Whether one pass takes a call that the kernels of attention_mma.cuh take: all of head_dims up to 64, and up to 128
@@ -599,16 +631,17 @@ auto dispatch_pass(const AttentionInputs<T> &x, F f) {
 template <typename T>
 bool mma_pass_takes(const AttentionInputs<T> &x, int shared_memory) {
   if (std::max(x.z.dim, x.z.v_dim) > 128) return false;
-  return dispatch_pass(x, [&](auto of, auto) { return kPassShared<typename decltype(of)::Shape> <= shared_memory; });
+  return dispatch_pass(x,
+                       [&](auto of, auto, auto) { return kPassShared<typename decltype(of)::Shape> <= shared_memory; });
 }
 
 template <typename T>
 Status run_mma_pass(const char *op, const AttentionInputs<T> &x, const T *y, float *delta, T *dq, T *dk, T *dv,
                     float *space, void *stream) {
-  return dispatch_pass(x, [&](auto of, auto added) {
+  return dispatch_pass(x, [&](auto of, auto added, auto drops) {
     using Of = decltype(of);
-    return run_mma_pass_of<typename Of::Shape, Of::kDown, decltype(added)::value>(op, x, y, delta, dq, dk, dv, space,
-                                                                                  stream);
+    return run_mma_pass_of<typename Of::Shape, Of::kDown, decltype(added)::value, decltype(drops)::value>(
+        op, x, y, delta, dq, dk, dv, space, stream);
   });
 }
 

@@ -26,6 +26,9 @@ class Mathematics:
     def like(self, x, model):
         return x.astype(model.dtype)
 
+    def unsigned(self, x):
+        return x.astype(jnp.uint32)
+
     def epsilon(self, x):
         return float(jnp.finfo(x.dtype).eps)
 
@@ -39,6 +42,7 @@ class Mathematics:
     logsumexp = staticmethod(jax.nn.logsumexp)
     argmax = staticmethod(jnp.argmax)
     where = staticmethod(jnp.where)
+    xor = staticmethod(jnp.bitwise_xor)
     zeros = staticmethod(jnp.zeros_like)
     reshape = staticmethod(jnp.reshape)
     swapaxes = staticmethod(jnp.swapaxes)

@@ -100,6 +100,7 @@ class Placeholder:
     __mul__ = __rmul__ = _binary("{0} * {1}")
     __sub__, __rsub__ = _binary("{0} - {1}"), _binary("{1} - {0}")
     __truediv__, __rtruediv__ = _binary("{0} / {1}"), _binary("{1} / {0}")
+    __floordiv__, __mod__ = _binary("{0} // {1}"), _binary("{0} % {1}")
     __gt__, __lt__ = _binary("{0} > {1}", "bool"), _binary("{0} < {1}", "bool")
     __ge__, __le__ = _binary("{0} >= {1}", "bool"), _binary("{0} <= {1}", "bool")
     __eq__, __ne__ = _binary("{0} == {1}", "bool"), _binary("{0} != {1}", "bool")
@@ -162,6 +163,13 @@ class Mathematics:
 
     def like(self, x: Placeholder, model: Placeholder) -> Placeholder:
         return self._as(x, model.dtype)
+
+    def unsigned(self, x: Placeholder) -> Placeholder:
+        return self._as(x, "int64") % 2**32
+
+    def xor(self, x: Placeholder, y: Placeholder) -> Placeholder:
+        shape = np.broadcast_shapes(x.shape, y.shape)
+        return self._apply(ops.bitwise_xor, x, f", {y.name}", shape)
 
     def epsilon(self, x: Placeholder) -> float:
         return 2.0**-52 if x.dtype == "float64" else 2.0**-23

@@ -1,7 +1,7 @@
 """torch's interfaces of attention on the library's kernel: ``scaled_dot_product_attention`` and ``MultiheadAttention``.
 
-What the kernel does not take is torch's own call: dropout, weights as a result, nested tensors, axes that broadcast,
-other devices, and every call that is wrong, so that the errors are torch's.
+What the kernel does not take is torch's own call: weights as a result, nested tensors, axes that broadcast, other
+devices, DTensors with dropout, and every call that is wrong, so that the errors are torch's.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ def scaled_dot_product_attention(
         value: (..., heads, S, any size), likewise.
         attn_mask: of a shape that broadcasts to (..., heads, L, S): bool, whether a query sees a key; or of query's
             dtype, or float32 where that has 16 bits, added to the scores. The latter has a gradient.
-        dropout_p: if not 0, torch's own function is called, with or without training.
+        dropout_p: the part of the probabilities that is dropped, with or without training. Two numbers of torch's
+            generator, that of query's device, say which: others than torch's own kernels drop, each of which differs
+            too. With ``torch.manual_seed``, in a checkpoint and under ``torch.compile`` they are the same again. Where
+            it is 1, torch's own function is called.
         is_causal: query i sees the keys up to key i, of whatever lengths L and S are.
         scale: None for ``E ** -0.5``.
         enable_gqa: key and value may have fewer heads, each of which is shared by adjacent ones of query.
@@ -50,19 +53,25 @@ def scaled_dot_product_attention(
         RuntimeError, ValueError, TypeError: those of torch's function, which is what such a call is given to.
     """
     tensors = query, key, value
-    if dropout_p != 0 or not _is_taken(*tensors, attn_mask, is_causal, scale, enable_gqa):
+    if not (_is_taken(*tensors, attn_mask, is_causal, scale, enable_gqa) and _drop_is_taken(query, dropout_p)):
         return torch.nn.functional.scaled_dot_product_attention(
             *tensors, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     if query.ndim == 2:
-        return _attend(query[None], key[None], value[None], attn_mask, is_causal, scale)[0]
-    return _attend(query, key, value, attn_mask, is_causal, scale)
+        return _attend(query[None], key[None], value[None], attn_mask, is_causal, scale, dropout_p)[0]
+    return _attend(query, key, value, attn_mask, is_causal, scale, dropout_p)
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    dropout_p: float,
 ) -> Tensor:
-    options: dict[str, Any] = {"scale": scale, "layout": "BHSD", **_masking(attn_mask)}
+    options: dict[str, Any] = {"scale": scale, "layout": "BHSD", **_masking(attn_mask), **_dropping(query, dropout_p)}
     if is_causal:
         queries = query.shape[-2]
         if key.shape[-2] > queries:  # no query sees a later key
@@ -80,6 +89,20 @@ def _masking(attn_mask: Tensor | None) -> dict[str, Any]:
     return {"mask" if attn_mask.dtype == torch.bool else "bias": attn_mask}
 
 
+def _dropping(query: Tensor, dropout_p: float) -> dict[str, Any]:
+    if dropout_p == 0:
+        return {}
+    seed = torch.randint(-(2**31), 2**31, (2,), dtype=torch.int32, device=query.device)
+    return {"seed": seed, "dropout": dropout_p}
+
+
+def _drop_is_taken(query: Tensor, dropout_p: float) -> bool:
+    """A DTensor's seed would be a plain tensor."""
+    if not isinstance(dropout_p, int | float) or not 0 <= dropout_p < 1:
+        return False
+    return dropout_p == 0 or not _is_of("torch.distributed.tensor", "DTensor", query)
+
+
 def _is_taken(
     query: Tensor,
     key: Tensor,
@@ -89,7 +112,7 @@ def _is_taken(
     scale: float | None,
     enable_gqa: bool,
 ) -> bool:
-    """Whether a call without dropout is a right one that the operator takes."""
+    """Whether a call is a right one that the operator takes, but for its dropout."""
     tensors = (query, key, value)
     if any(not isinstance(x, Tensor) or x.is_nested or x.ndim < 2 or x.ndim != query.ndim for x in tensors):
         return False
@@ -115,14 +138,18 @@ def _dtypes_are_taken(*tensors: Tensor) -> bool:
     return torch.is_autocast_enabled(device.type) and all(x.dtype != torch.float64 for x in tensors)
 
 
-def _is_causal_bias(mask: Tensor) -> bool:
-    """The module of its class imports torch.distributed, and nothing else has imported it if there is such a mask."""
-    module = sys.modules.get("torch.nn.attention.bias")
-    return module is not None and isinstance(mask, module.CausalBias)
+def _is_of(module: str, name: str, x: Tensor) -> bool:
+    """Whether x is of a class of a module that imports torch.distributed, and that such an x has imported."""
+    found = sys.modules.get(module)
+    return found is not None and isinstance(x, getattr(found, name))
 
 
 def _mask_is_taken(attn_mask: Tensor, query: Tensor, scores: tuple[int, ...]) -> bool:
-    if not isinstance(attn_mask, Tensor) or _is_causal_bias(attn_mask) or attn_mask.is_nested:
+    if (
+        not isinstance(attn_mask, Tensor)
+        or _is_of("torch.nn.attention.bias", "CausalBias", attn_mask)
+        or attn_mask.is_nested
+    ):
         return False
     if attn_mask.device != query.device or not 2 <= attn_mask.ndim <= len(scores) or len(scores) > 5:
         return False
@@ -136,7 +163,7 @@ def _mask_is_taken(attn_mask: Tensor, query: Tensor, scores: tuple[int, ...]) ->
 class MultiheadAttention(torch.nn.MultiheadAttention):
     """``torch.nn.MultiheadAttention`` on the library's kernels: the same arguments, parameters and state. A call with
     ``need_weights=False`` runs the products and ``attention`` of the library. One that asks for the weights, as torch's
-    default does, is torch's own, as are dropout in training, ``add_bias_kv`` and ``add_zero_attn``."""
+    default does, is torch's own, as are ``add_bias_kv`` and ``add_zero_attn``."""
 
     def forward(
         self,
@@ -157,7 +184,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         else:
             is_causal = False
         joined = self._joined_mask(query, key_padding_mask, attn_mask)
-        is_packed = query is key and key is value and self._qkv_same_embed_dim
+        dropped = self.dropout if self.training else 0.0
+        is_packed = query is key and key is value and self._qkv_same_embed_dim and not dropped
         if is_packed and joined is None and (query.ndim == 2 or self.batch_first):
             qkv = F.linear(query, self.in_proj_weight, self.in_proj_bias)
             y = F.qkv_attention(qkv, self.num_heads, causal=is_causal)
@@ -165,10 +193,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         q, k, v = self._projected(query, key, value)
         if query.ndim == 2 or self.batch_first:  # (N, L, heads, head_dim), or without N
             q, k, v = (x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(-3, -2) for x in (q, k, v))
-            y = _attend(q, k, v, joined, is_causal, None).transpose(-3, -2).flatten(-2)
+            y = _attend(q, k, v, joined, is_causal, None, dropped).transpose(-3, -2).flatten(-2)
         else:  # (L, N * heads, head_dim): nothing is copied
             q, k, v = (x.reshape(x.shape[0], -1, self.head_dim).transpose(0, 1) for x in (q, k, v))
-            y = _attend(q, k, v, joined, is_causal, None).transpose(0, 1).reshape(query.shape)
+            y = _attend(q, k, v, joined, is_causal, None, dropped).transpose(0, 1).reshape(query.shape)
         return F.linear(y, self.out_proj.weight, self.out_proj.bias), None
 
     def _takes(
@@ -182,7 +210,9 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     ) -> bool:
         if self.bias_k is not None or self.bias_v is not None or self.add_zero_attn:
             return False
-        if (self.dropout > 0 and self.training) or (is_causal and attn_mask is None):  # torch refuses the latter
+        if is_causal and attn_mask is None:  # torch refuses it
+            return False
+        if self.training and not _drop_is_taken(query, self.dropout):
             return False
         if any(not isinstance(x, Tensor) or x.is_nested or x.ndim != query.ndim for x in (query, key, value)):
             return False

@@ -24,7 +24,7 @@ class Mathematics:
 
     exp, expm1, tanh, sigmoid, rsqrt = torch.exp, torch.expm1, torch.tanh, torch.sigmoid, torch.rsqrt
     erfc, where, zeros = torch.special.erfc, torch.where, torch.zeros_like
-    reshape, swapaxes, argmax = torch.reshape, torch.swapaxes, torch.argmax
+    reshape, swapaxes, argmax, xor = torch.reshape, torch.swapaxes, torch.argmax, torch.bitwise_xor
     log_softmax, logsumexp = staticmethod(torch.log_softmax), staticmethod(torch.logsumexp)
     linear = staticmethod(torch.nn.functional.linear)
 
@@ -38,6 +38,10 @@ class Mathematics:
     @staticmethod
     def like(x: Tensor, model: Tensor) -> Tensor:
         return x.to(model.dtype)
+
+    @staticmethod
+    def unsigned(x: Tensor) -> Tensor:
+        return x.to(torch.int64) % 2**32
 
     @staticmethod
     def epsilon(x: Tensor) -> float:

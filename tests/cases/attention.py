@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import numpy as np
 
 from aotops.bench.work import Attention
@@ -23,6 +25,8 @@ def attention(
     window=None,
     softcap=0.0,
     layout="BSHD",
+    seed=None,
+    dropout=0.0,
 ):
     if layout == "BSHD":
         q, k, v = (np.swapaxes(x, -3, -2) for x in (q, k, v))
@@ -48,8 +52,28 @@ def attention(
     most = np.max(scores.real, axis=-1, keepdims=True, initial=-np.inf, where=seen)
     e = np.where(seen, np.exp(np.where(seen, scores - np.where(seen.any(-1, keepdims=True), most, 0), 0)), 0)
     total = e.sum(-1, keepdims=True)
+    if dropout:
+        kept = _kept(np, seed.astype(np.int64), (*e.shape[:-1], keys), dropout) / (1 - dropout)
+        e = np.concatenate([e[..., :keys] * kept, e[..., keys:]], -1)
     y = e @ v / np.where(total == 0, 1, total)
     return np.swapaxes(y, -3, -2) if layout == "BSHD" else y
+
+
+def _kept(m, seed, shape, dropout, **place):
+    """Which probabilities dropout keeps (cuda_src/operators/attention_dropout.h). m: numpy, or torch, whose products of
+    int64 have their lower 64 bits too. seed: int64. place: what ``arange`` needs beside."""
+    word = 2**32 - 1
+    head, query, key = (m.arange(n, **place) for n in (prod(shape[:-2]), *shape[-2:]))
+    a, b, c, d = key // 8, query[:, None], head[:, None, None], 0 * key
+    low, high = seed[0], seed[1]
+    for _ in range(10):
+        left, right = a * 0xD2511F53, c * 0xCD9E8D57
+        a, b = (right >> 32 ^ b ^ low) & word, right & word
+        c, d = (left >> 32 ^ d ^ high) & word, left & word
+        low, high = low + 0x9E3779B9, high + 0xBB67AE85
+    lane = key % 8
+    pair = m.where(lane < 4, m.where(lane < 2, a, b), m.where(lane < 6, c, d))
+    return ((pair >> 16 * (lane % 2)) % 2**16 >= int(dropout * 2**16)).reshape(shape)
 
 
 def _sequences(i, key, query, cu_seqlens, cu_seqlens_k):
@@ -74,7 +98,8 @@ def _seen(query, key, lengths, causal, window):
 
 def _attention(lead, queries, keys, heads, dim, kv_heads=None, v_dim=None, **given):
     """``lengths``, ``mask``, ``bias``: their shapes; ``sinks``: whether there are; ``sequences``: how many are packed;
-    ``of_keys``: whether keys are packed otherwise; ``wide``: what is float32 beside 16 bits; else attributes."""
+    ``of_keys``: whether keys are packed otherwise; ``wide``: what is float32 beside 16 bits; ``seed``: the dtype of
+    dropout's; else attributes."""
     kv_heads, v_dim = heads if kv_heads is None else kv_heads, dim if v_dim is None else v_dim
 
     def shape(seq, heads, dim):
@@ -86,10 +111,12 @@ def _attention(lead, queries, keys, heads, dim, kv_heads=None, v_dim=None, **giv
     sequences, wide = given.pop("sequences", None), given.pop("wide", ())
     shapes["cu_seqlens"] = None if sequences is None else (sequences + 1,)
     shapes["cu_seqlens_k"] = shapes["cu_seqlens"] if given.pop("of_keys", False) else None
-    classes = {"lengths": keys + 1, "cu_seqlens": queries + 1, "cu_seqlens_k": keys + 1}
+    shapes["seed"], seed = (2,) if given.get("dropout") else None, given.pop("seed", "int64")
+    classes = {"seed": 2**31, "lengths": keys + 1, "cu_seqlens": queries + 1, "cu_seqlens_k": keys + 1}
     classes = {slot: n for slot, n in classes.items() if shapes[slot] is not None}
-    ascending = tuple(slot for slot in classes if slot != "lengths")
-    dtypes = {} if shapes["mask"] is None else {"mask": "bool"}
+    ascending = tuple(slot for slot in classes if slot.startswith("cu_seqlens"))
+    dtypes = {"mask": "bool", "seed": seed}
+    dtypes = {slot: dtype for slot, dtype in dtypes.items() if shapes[slot] is not None}
     # in 16 bits the probabilities are rounded, and so is what the gradients are products of
     return Case(
         shapes,
@@ -98,7 +125,9 @@ def _attention(lead, queries, keys, heads, dim, kv_heads=None, v_dim=None, **giv
         ascending=ascending,
         dtypes=dtypes,
         wide=wide,
-        magnified=4.0 if keys > 100 else 1.0,  # an exponential magnifies a rounding of its argument by the argument
+        # an exponential magnifies a rounding of its argument by the argument, and dropout by its factor that of a
+        # result, and again that of a gradient
+        magnified=(4.0 if keys > 100 else 1.0) / (1 - given.get("dropout", 0.0)) ** 2,
         inner_roundings=2,
         dtype_roundings=8,
     )
@@ -109,7 +138,7 @@ def _draw(draw):
     lengths = lead[draw.integer(0, len(lead)) :] if draw.flag() else None
     attrs = {"causal": draw.flag(), "layout": draw.choice("BSHD", "BHSD"), "softcap": draw.choice(0.0, 1.5)}
     attrs |= {"window": draw.choice(None, (draw.integer(-1, 4), draw.integer(-1, 4)))}
-    attrs |= {"scale": draw.choice(None, 0.5)}
+    attrs |= {"scale": draw.choice(None, 0.5), "dropout": draw.choice(0.0, 0.4)}
     queries, keys, heads = draw.size(), draw.size(), kv_heads * draw.integer(1, 3)
     if draw.flag():
         attrs |= {"sequences": draw.integer(0, 3), "of_keys": draw.flag()}
@@ -126,7 +155,7 @@ def _draw(draw):
 
 
 _GIVEN = {"q": ((2, 3, 4, 6), F32), "k": ((2, 5, 2, 6), F32), "v": ((2, 5, 2, 7), F32), "lengths": None}
-_GIVEN |= dict.fromkeys(("mask", "bias", "sinks", "cu_seqlens", "cu_seqlens_k"))
+_GIVEN |= dict.fromkeys(("mask", "bias", "sinks", "cu_seqlens", "cu_seqlens_k", "seed"))
 
 
 def _bad(given, attrs, error, *words) -> Bad:
@@ -149,6 +178,8 @@ def _in_torch(
     window=None,
     softcap=0.0,
     layout="BSHD",
+    seed=None,
+    dropout=0.0,
 ):
     """Written out: torch's own function has no window, lengths, sequences or softcap, and its kernels no second
     derivative."""
@@ -176,7 +207,10 @@ def _in_torch(
     if sinks is not None:
         scores = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)], -1)
     p = torch.softmax(scores, -1)[..., :keys]
-    y = (p if seen is None else p * seen) @ v
+    p = p if seen is None else p * seen
+    if dropout:
+        p = p * _kept(torch, seed.long(), p.shape, dropout, device=p.device) / (1 - dropout)
+    y = p @ v
     return (y.transpose(-3, -2) if layout == "BSHD" else y).contiguous()
 
 
@@ -246,6 +280,7 @@ ROW = Row(
                 "sinks": True,
                 "sequences": 2,
                 "of_keys": True,
+                "dropout": 0.2,
             },
         ),
         _attention((2,), 140, 270, 4, 64, 2, mask=(2, 1, 140, 270), causal=True),
@@ -269,6 +304,21 @@ ROW = Row(
         _attention((), 3, 5, 2, 6, sequences=0, of_keys=True),
         _attention((), 200, 500, 4, 64, 2, sequences=5, of_keys=True, causal=True),
         _attention((), 500, 200, 2, 128, sequences=5, of_keys=True, window=(60, 30), bias=(2, 1, 200)),
+        # dropout
+        _attention((2,), 3, 5, 4, 6, 2, dropout=0.3),
+        _attention((2, 3), 5, 7, 2, 4, layout="BHSD", causal=True, dropout=0.5, seed="int32"),
+        _attention(
+            (2,), 4, 6, 2, 5, lengths=(2,), mask=(2, 1, 4, 6), bias=(4, 6), sinks=True, softcap=1.5, dropout=0.2
+        ),
+        _attention((), 9, 9, 2, 6, 1, sequences=3, window=(3, -1), dropout=0.7),
+        _attention((2,), 3, 0, 2, 4, dropout=0.5),
+        _attention((2,), 0, 3, 2, 4, dropout=0.5),
+        _attention((2,), 140, 270, 4, 64, 2, causal=True, dropout=0.1),
+        _attention((2,), 150, 330, 2, 128, 1, lengths=(2,), window=(200, 40), layout="BHSD", dropout=0.2),
+        _attention((2,), 77, 301, 4, 40, 2, 64, bias=(4, 1, 301), mask=(2, 1, 77, 1), sinks=True, dropout=0.3),
+        _attention((2,), 70, 130, 2, 104, bias=(70, 130), softcap=5.0, dropout=0.5, seed="int32"),
+        _attention((1,), 65, 97, 1, 256, dropout=0.4),
+        _attention((), 300, 300, 2, 64, sequences=4, causal=True, dropout=0.1),
     ),
     draw=_draw,
     bad=(
@@ -318,6 +368,11 @@ ROW = Row(
             "cu_seqlens_k has shape (3,)",
             "that of cu_seqlens, (2,)",
         ),
+        _bad({"seed": ((2,), F32)}, {"dropout": 0.5}, TypeError, "seed has dtype float32", "int32 or int64"),
+        _bad({"seed": ((3,), I64)}, {"dropout": 0.5}, ValueError, "seed has shape (3,)", "expected (2,)"),
+        _bad({}, {"dropout": 0.5}, ValueError, "seed is absent", "with dropout"),
+        _bad({"seed": ((2,), I64)}, {"dropout": 1.0}, ValueError, "dropout is 1", "from 0 on and below 1"),
+        _bad({"seed": ((2,), I64)}, {"dropout": -0.5}, ValueError, "dropout is -0.5", "from 0 on and below 1"),
         _bad({}, {"window": (1,)}, ValueError, "window is (1,)", "(left, right)"),
         _bad({}, {"window": (1, -2)}, ValueError, "window is (1, -2)", "-1 for all"),
         _bad({}, {"scale": float("inf")}, ValueError, "scale is inf", "finite"),
@@ -336,6 +391,7 @@ ROW = Row(
         _attention((2,), 3, 5, 2, 4, mask=(2, 1, 3, 5), bias=(2, 1, 5)),
         _attention((), 5, 5, 2, 4, sequences=2, sinks=True, causal=True),
         _attention((), 5, 8, 2, 4, sequences=2, of_keys=True, causal=True),
+        _attention((2,), 3, 5, 2, 4, 1, dropout=0.5),
     ),
     bench=(
         Attention("qkk", "q", ("qqqkk", "qkk"), call=lambda f, shape: lambda q, k, v: f.attention(q, k, v)),

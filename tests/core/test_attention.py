@@ -16,6 +16,9 @@ ours = pytest.importorskip("aotops.frontends.torch")
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch.nn.attention.bias import causal_lower_right  # noqa: E402
 
+from aotops.frontends.torch.mathematics import Mathematics  # noqa: E402
+from aotops.ops.attention import _numbers  # noqa: E402
+
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")]
 PLACES = pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=ON_GPU)])
 
@@ -284,3 +287,30 @@ def test_a_result_that_is_dropped_drops_what_was_kept():
     del y
     gc.collect()
     assert seen() is None
+
+
+def test_the_numbers_of_dropout_are_philoxs():
+    """Random123's first known answer of Philox4x32-10: a counter and a key of zeros."""
+    numbers = [int(x) for x in _numbers(Mathematics(None), torch.zeros(2, dtype=torch.int64), 1, 1, 1)]
+    assert [low + 2**16 * high for low, high in zip(numbers[::2], numbers[1::2], strict=True)] == [
+        *(0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
+    ]
+
+
+@PLACES
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dim", [8, 64, 128, 136])
+def test_what_dropout_keeps_is_the_same_in_every_kernel(place, dtype, dim):
+    """Forward and backward, for a seed of more than 32 bits and with a sign. Without scores the probabilities are
+    1 / 200, and the result those of the first keys."""
+    seed = torch.tensor([-5, 2**40 + 7])
+    numbers = torch.stack(_numbers(Mathematics(None), seed, 8, 70, 25), -1).flatten(-2)
+    kept = (numbers >= 2**14).view(2, 4, 70, 200)
+    q, k, v = torch.zeros(2, 70, 4, dim), torch.zeros(2, 200, 2, dim), torch.zeros(2, 200, 2, dim)
+    v[:, :dim] = torch.eye(dim)[:, None]
+    q, k, v = (x.to(place, dtype).requires_grad_() for x in (q, k, v))
+    y = ours.attention(q, k, v, seed=seed.to(place), dropout=0.25)
+    assert torch.equal((y != 0).cpu(), kept[..., :dim].transpose(1, 2))
+    (dv,) = torch.autograd.grad(y.sum(), v)
+    sums = kept.view(2, 2, 2, 70, 200).sum((2, 3)).transpose(1, 2) / 150
+    torch.testing.assert_close(dv[..., 0].float().cpu(), sums, rtol=2e-2 if dtype.itemsize == 2 else 1e-5, atol=0)

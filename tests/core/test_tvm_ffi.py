@@ -68,8 +68,8 @@ CALLS = {
     "add_rms_norm": [X, X, 6, None, [6], None, 1.0],
     "add_rms_norm_backward": [X, X, X, 6, None, [6], None, 1.0],
     "attention": [
-        *(HEADS, (2, 5, 1, 7), (2, 5, 1, 6), None, None, (4, 5), 3, None, None),
-        *(True, None, [2, 0], 0.0, "BSHD"),
+        *(HEADS, (2, 5, 1, 7), (2, 5, 1, 6), None, None, (4, 5), 3, None, None, np.array([7, -5])),
+        *(True, None, [2, 0], 0.0, "BSHD", 0.5),
     ],
     "attention_backward": [
         (2, 4, 3, 6),
@@ -82,6 +82,7 @@ CALLS = {
         3,
         None,
         None,
+        None,
         (2, 4, 3, 6),
         None,
         False,
@@ -89,6 +90,7 @@ CALLS = {
         [-1, 2],
         1.5,
         "BSHD",
+        0.0,
     ],
     "conv2d": [IMAGE, (4, 3, 3, 3), 4, [2, 1], [1, 1], [1, 1], 1, "NCHW", False],
     "conv2d_backward": [(2, 4, 3, 5), IMAGE, (4, 3, 3, 3), [2, 1], [1, 1], [1, 1], 1, "NCHW", False],

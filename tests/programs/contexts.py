@@ -1578,7 +1578,7 @@ def check(context: Context, name: str, device: str = "cpu") -> str:
             expected = attempt(context.apply, operator.theirs, operator.tensors(context.dtype, device))
             _is_reference = False
         got = attempt(context.apply, operator.ours, operator.tensors(context.dtype, device))
-    return judge(context, operator, expected, got)
+    return judge(context, operator, expected, got, operator.case.magnified)
 
 
 # ------------------------------------------------------------------------------------------------------------ the table

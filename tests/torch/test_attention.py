@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -10,6 +11,7 @@ torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
 from torch.nn.attention.bias import causal_lower_right  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from aotops.frontends import torch as ours  # noqa: E402
 
@@ -138,11 +140,7 @@ def test_autocast(only_ours):
 
 def test_torchs_own_where_ours_takes_it_not():
     function, tensors = ours.scaled_dot_product_attention, inputs(6, 6)
-    results = []
-    for call in (function, theirs):
-        torch.manual_seed(1)
-        results.append(call(*tensors, dropout_p=0.5))
-    assert torch.equal(*results)
+    assert (function(*tensors, dropout_p=1.0) == 0).all()
     q, k, v = tensors
     for given, options in (
         ((q, k[:1], v[:1]), {}),
@@ -153,6 +151,85 @@ def test_torchs_own_where_ours_takes_it_not():
         assert torch.equal(function(*given, **options), theirs(*given, **options))
     nested = [torch.nested.nested_tensor([x[0].detach(), x[1, :, :3].detach()]) for x in tensors]
     assert function(*nested).is_nested
+
+
+def identity(queries, keys):
+    """q, k of zeros, and v of which each row is a key's: the result is the probabilities."""
+    q, k = torch.zeros(2, 4, queries, 8), torch.zeros(2, 4, keys, 8)
+    return q, k, torch.eye(keys).expand(2, 4, keys, keys)
+
+
+def test_dropout_of_torchs_generator(only_ours):
+    """Its rate, its factor, and its numbers: another call has others, the same seed the same."""
+    call = functools.partial(ours.scaled_dot_product_attention, *identity(300, 400), dropout_p=0.3)
+    torch.manual_seed(3)
+    first, second = call() * 400, call() * 400
+    torch.manual_seed(3)
+    assert torch.equal(call() * 400, first)
+    assert not torch.equal(first, second)
+    for y in (first, second):
+        torch.testing.assert_close(y[y != 0], torch.full_like(y[y != 0], 1 / 0.7))
+        kept = (y != 0).double()
+        assert abs(kept.mean() - 0.7) < 4 * (0.21 / kept.numel()) ** 0.5
+        for axes in ((0, 1, 2), (0, 1, 3), (2, 3)):  # of each key, query and head
+            n = kept.numel() / kept.mean(axes).numel()
+            assert ((kept.mean(axes) - 0.7).abs() < 5 * (0.21 / n) ** 0.5).all()
+    both = ((first != 0) == (second != 0)).double().mean()
+    assert abs(both - 0.58) < 0.005  # as of independent ones: 0.7 * 0.7 + 0.3 * 0.3
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"attn_mask": torch.rand(5, 7) > 0.3}], ids=str)
+def test_gradients_with_dropout(only_ours, options):
+    """gradcheck calls the function again and again."""
+
+    def call(*tensors):
+        torch.manual_seed(5)
+        return ours.scaled_dot_product_attention(*tensors, dropout_p=0.4, **options)
+
+    tensors = inputs(5, 7)
+    assert not torch.equal(call(*tensors), theirs(*tensors, **options))
+    torch.autograd.gradcheck(call, tensors)
+    torch.autograd.gradgradcheck(call, tensors)
+
+
+def test_dropout_in_a_checkpoint_and_compiled(only_ours):
+    tensors = inputs(6, 9)
+
+    def call(q, k, v):
+        return ours.scaled_dot_product_attention(q, k, v, dropout_p=0.5).sin()
+
+    def checkpointed(q, k, v):
+        return checkpoint(call, q, k, v, use_reentrant=False)
+
+    results = []
+    for function in (call, checkpointed, torch.compile(call, backend="aot_eager", fullgraph=True)):
+        torch.manual_seed(2)
+        results.append(gradients(function, tensors))
+    for found in results[1:]:
+        for a, b in zip(found, results[0], strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_dropout_under_vmap(only_ours):
+    """vmap's ``randomness`` decides, as of torch's random functions."""
+    tensors = [x.detach().expand(3, *x.shape) for x in identity(5, 40)]
+    call = functools.partial(ours.scaled_dot_product_attention, dropout_p=0.5)
+    same = torch.vmap(call, randomness="same")(*tensors)
+    assert torch.equal(same[0], same[1])
+    different = torch.vmap(call, randomness="different")(*tensors)
+    assert not torch.equal(different[0], different[1])
+    with pytest.raises(RuntimeError, match="randomness"):
+        torch.vmap(call)(*tensors)
+
+
+def test_a_modules_dropout(only_our_module):
+    _, mine = modules(8, 2, batch_first=True, dropout=0.5)
+    x = rows(True, 3, 4, 8)
+    first, second = (mine(x, x, x, need_weights=False)[0] for _ in range(2))
+    assert not torch.equal(first, second)
+    mine.eval()
+    first, second = (mine(x, x, x, need_weights=False)[0] for _ in range(2))
+    assert torch.equal(first, second)
 
 
 WRONG = [
@@ -257,7 +334,7 @@ def test_a_modules_masks_are_torchs(only_our_module, batch, batch_first, added):
 
 def test_a_module_is_torchs_own_where_ours_takes_it_not():
     x = rows(True, 3, 4, 8)
-    for options in ({}, {"add_bias_kv": True}, {"add_zero_attn": True}, {"dropout": 0.5}):
+    for options in ({}, {"add_bias_kv": True}, {"add_zero_attn": True}, {"dropout": 1.0}):
         its, mine = modules(8, 2, batch_first=True, **options)
         for more in ({}, {"average_attn_weights": False}, {"need_weights": False}):
             results = []

@@ -58,6 +58,10 @@ CALLS = {
         ),
         *((3, 2, 2), (5, 1, 2), (5, 1, 2), (2, 3, 5)),
     ),
+    "attention with dropout": (
+        lambda q, k, v, b: ours.attention(q, k, v, bias=b, seed=INTEGERS[:2], dropout=0.4, softcap=2.0),
+        *((2, 3, 2, 3), (2, 4, 1, 3), (2, 4, 1, 2), (3, 4)),
+    ),
     "attention of one tensor": (lambda x: ours.attention(x, x, x, window=(0, 1)), (3, 2, 2)),
     "qkv_attention": (lambda x: ours.qkv_attention(x, 2, 1, causal=True, softcap=2.0), (2, 3, 8)),
     "qkv_attention of lengths": (lambda x: ours.qkv_attention(x, 1, lengths=INTEGERS, window=(1, 0)), (3, 3, 6)),
