@@ -10,6 +10,7 @@
 // Blocks are persistent: the warp that loads is a tile ahead.
 #pragma once
 #include "attention_mma.cuh"
+#include "cuda/overlap.cuh"
 #include "cuda/tma.cuh"
 #include "cuda/wgmma.cuh"
 
@@ -77,7 +78,8 @@ struct AttentionWgmma {
   int left, right, shift;  // as in AttentionSizes, -1 without a bound; query i is beside key i + shift
   int queries, keys, group, heads_of_rows, all_heads, row_tiles;  // heads of rows in an example, and in all
   int rounds, sections, section_rounds, section_heads;            // of y: WgmmaTiles
-  bool across_heads, sorted;
+  bool across_heads, sorted, rising;                              // rising: light tiles of a section first
+  int lead;
   T *y, *dq, *dk, *dv;
   float *lse;
   const T *of_delta;  // y, for the kernel of dq to compute delta from
@@ -260,9 +262,9 @@ __device__ inline void hide_from(float (&s)[kOthers / 2], int half, int end, flo
 }
 
 // Steps of a tile: those that a warpgroup computes, of which from whole_begin to whole_end all its rows see all keys;
-// and all of the tile.
+// and all of the tile. `idle`: turns that it passes on after its steps.
 struct WgmmaPart {
-  int own, whole_begin, whole_end, steps;
+  int own, whole_begin, whole_end, steps, idle;
 };
 
 // A tile of queries, as QueryTile is: the keys that it goes through.
@@ -324,39 +326,31 @@ struct WgmmaQueries {
   template <typename T>
   __device__ WgmmaPart part(const AttentionWgmma<T> &c, int group, const int2 *sequences) const {
     const int low = begin + 64 * group, high = min(end, low + 64) - 1;
-    if (low >= end) return {0, 0, 0, steps};
+    if (low >= end) return {0, 0, 0, steps, 0};
     int from = first_key(c, high), to = last_key(c, low);
     if constexpr (Shape::kExtra) from = max(from, sequences[high - begin].x), to = min(to, sequences[low - begin].y);
     from = max(0, from - first), to = max(0, to - first);
-    return {max(steps_of(c, group, sequences), steps - (Shape::kStages - 1)), (from + kKeys - 1) / kKeys, to / kKeys,
-            steps};
+    const int least = steps - (Shape::kStages - 1 - c.lead);
+    return {max(steps_of(c, group, sequences), least), (from + kKeys - 1) / kKeys, to / kKeys, steps, 0};
   }
   __device__ int key(int step) const { return first + step * kKeys; }
   // The keys from here on no row sees, and they may not be there.
   __device__ int present() const { return Shape::kExtra ? min(length, of_last.y) : length; }
   __device__ bool whole(int step) const { return key(step) >= whole_begin && key(step) + kKeys <= whole_end; }
-  // The query that is row 8 half of this lane.
-  __device__ int query(int half) const {
-    return begin + static_cast<int>(threadIdx.x) / 32 * 16 + lane_index() / 4 + 8 * half;
+  // The query that is row 8 half of this lane, in the 64 rows of a warpgroup.
+  __device__ int query(int half) const { return query(half, static_cast<int>(threadIdx.x) / 128); }
+  __device__ int query(int half, int rows) const {
+    return begin + 64 * rows + warp_index() % 4 * 16 + lane_index() / 4 + 8 * half;
   }
   // Sets the elements of s to `hidden` whose keys their queries do not see.
   template <typename T>
   __device__ void hide(const AttentionWgmma<T> &c, int step, float (&s)[kKeys / 2], float hidden) const {
-    if (!whole(step)) hide(c, step, s, hidden, nullptr);
-  }
-  template <typename T>
-  __device__ void hide(const AttentionWgmma<T> &c, int step, float (&s)[kKeys / 2], float hidden,
-                       const int2 *sequences) const {
+    if (whole(step)) return;
     const int from = key(step) + lane_index() % 4 * 2;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      int seen_begin = first_key(c, query(half)), seen_end = last_key(c, query(half));
-      if constexpr (Shape::kExtra) {
-        const int2 own = sequences[query(half) - begin];
-        seen_begin = max(seen_begin, own.x), seen_end = min(seen_end, own.y);
-      }
-      hide_from<kKeys>(s, half, seen_end - from, hidden);
-      if (Shape::kExtra || c.left >= 0) hide_before<kKeys>(s, half, seen_begin - from, hidden);
+      hide_from<kKeys>(s, half, last_key(c, query(half)) - from, hidden);
+      if (c.left >= 0) hide_before<kKeys>(s, half, first_key(c, query(half)) - from, hidden);
     }
   }
 };
@@ -416,8 +410,8 @@ class WgmmaTiles {
  private:
   __device__ int of_rank(int rank) const {
     if constexpr (Shape::kExtra)
-      if (c_.sorted) return order_->tiles[rank];
-    return c_.row_tiles - 1 - rank;
+      if (c_.sorted) return order_->tiles[c_.rising ? c_.row_tiles - 1 - rank : rank];
+    return c_.rising ? rank : c_.row_tiles - 1 - rank;
   }
 
   const AttentionWgmma<T> &c_;
@@ -471,26 +465,43 @@ struct WgmmaY {
   }
   __device__ uint32_t v_tile(unsigned i) const { return k_tile(i) + Shape::kOtherTile; }
 
+  // The 64 rows of a tile that a warpgroup has: those with most steps are another's in the next tile.
+  __device__ int rows_of(unsigned n, int group) const { return c.lead && n % 2 ? kGroups - 1 - group : group; }
+
   // By a warp.
   __device__ void plan() const {
+    if (c.x.lengths || Shape::kExtra) wait_for_kernel_before();
     WgmmaTiles<Shape, T> tiles(c, order, wrong);
     const int lane = lane_index();
+    int turns = 0;  // of group `lane`, so far
     bool any = true;
     for (unsigned n = 0; any; ++n) {
       any = tiles.next();
       barriers.plan.wait_empty(n);
-      if (any) plan(n % kPlanned, tiles.tile(), lane);
-      else if (lane < kGroups) barriers.parts[n % kPlanned][lane].steps = kNone;
+      WgmmaPart part = {0, 0, 0, kNone, 0};
+      if (any) part = plan(n, tiles.tile(), lane);
+      set_idle(part, turns, lane);
+      if (lane < kGroups) barriers.parts[n % kPlanned][lane] = part;
       barriers.plan.filled(n);
     }
   }
-  __device__ void plan(unsigned slot, const Tile &tile, int lane) const {
-    int2 *const sequences = barriers.sequences[slot];
+  __device__ WgmmaPart plan(unsigned n, const Tile &tile, int lane) const {
+    int2 *const sequences = barriers.sequences[n % kPlanned];
     if constexpr (Shape::kExtra)
       for (int i = lane; i < Shape::kRows; i += 32) sequences[i] = tile.sequence(c, min(tile.begin + i, tile.end - 1));
     __syncwarp();
-    if (lane == 0) barriers.tiles[slot] = tile;
-    if (lane < kGroups) barriers.parts[slot][lane] = tile.part(c, lane, sequences);
+    if (lane == 0) barriers.tiles[n % kPlanned] = tile;
+    return tile.part(c, rows_of(n, min(lane, kGroups - 1)), sequences);
+  }
+  // A warpgroup may be `lead` turns ahead of the others at the end of a tile, where each of them has more steps of its
+  // own than that. Else, and behind the last tile, it passes turns on until all have had as many.
+  __device__ void set_idle(WgmmaPart &part, int &turns, int lane) const {
+    const bool end = part.steps == kNone;
+    if (!end) turns += max(1, part.own);
+    const int least = __reduce_min_sync(~0u, lane < kGroups ? part.own : INT32_MAX);
+    const int most = __reduce_max_sync(~0u, lane < kGroups ? turns : INT32_MIN);
+    part.idle = max(0, most - (least > c.lead ? c.lead : 0) - turns);
+    turns += part.idle;
   }
   __device__ WgmmaPart planned(unsigned n, int group) const {
     barriers.plan.wait(n);
@@ -499,6 +510,7 @@ struct WgmmaY {
   __device__ const Tile &tile(unsigned n) const { return barriers.tiles[n % kPlanned]; }
 
   __device__ void load() const {
+    wait_for_kernel_before();
     for (unsigned n = 0, steps = 0; planned(n, 0).steps != kNone; ++n) {
       const Tile tile = this->tile(n);
       barriers.plan.loaded(n);
@@ -517,8 +529,8 @@ struct WgmmaY {
   __device__ void load_queries(const Tile &tile, unsigned n) const {
 #pragma unroll
     for (int g = 0; g < kGroups; ++g)
-      load_tile<kDim>(c.q, q_tile(n) + g * 64 * 128, barriers.q[g].fill(n, Shape::kTile / kGroups), Shape::kRows,
-                      tile.begin + 64 * g, tile.h, tile.b);
+      load_tile<kDim>(c.q, q_tile(n) + rows_of(n, g) * 64 * 128, barriers.q[g].fill(n, Shape::kTile / kGroups),
+                      Shape::kRows, tile.begin + 64 * rows_of(n, g), tile.h, tile.b);
   }
 
   __device__ void take_turn(int group) const {
@@ -533,6 +545,7 @@ struct WgmmaY {
   using Weights = uint32_t[kKeys / 16][4];
 
   __device__ void compute(int group) const {
+    wait_for_kernel_before();  // which may read where this one writes
     const MmaScores scores(c.x.z);
     const float scale = Shape::kExtra && scores.inner != 0 ? 1 : scores.scale;
     Sums sums;
@@ -544,10 +557,10 @@ struct WgmmaY {
     if (part.steps == kNone) return;
     if (group == kGroups - 1) pass_turn(group);
     wait_first(part, group, 0, 0);
-    start_rows<Shape>(s, q_tile(0), 64 * group, k_tile(0), T());
+    start_rows<Shape>(s, q_tile(0), 64 * rows_of(0, group), k_tile(0), T());
 #pragma unroll 1
     for (unsigned n = 0;; ++n) {
-      const int own = part.own;
+      const int own = part.own, row = rows_of(n, group);
       rows = begin(n);
       wgmma_wait<0>();
       fence_registers(s);
@@ -555,7 +568,7 @@ struct WgmmaY {
       if (own) {
         barriers.k.release(steps);
         cap(s, scores);
-        hide(n, part, 0, s);
+        hide(n, row, part, 0, s);
         weigh(s, scale, rows);
         round_to_factor(p, s, T());
       }
@@ -564,7 +577,7 @@ struct WgmmaY {
         const unsigned step = steps + i;
         barriers.k.wait(step);
         take_turn(group);
-        start_rows<Shape>(s, q_tile(n), 64 * group, k_tile(step), T());
+        start_rows<Shape>(s, q_tile(n), 64 * row, k_tile(step), T());
         barriers.v.wait(step - 1);
         start_weights<Shape>(sums, p, v_tile(step - 1), i > 1, T());
         pass_turn(group);
@@ -573,7 +586,7 @@ struct WgmmaY {
         barriers.k.release(step);
         if (i == own - 1) barriers.q[group].release(n);
         cap(s, scores);
-        hide(n, part, i, s);
+        hide(n, row, part, i, s);
         const bool shrinks = weigh(s, scale, rows);
         wgmma_wait<0>();
         fence_registers(sums), fence_registers(p);
@@ -581,7 +594,7 @@ struct WgmmaY {
         round_to_factor(p, s, T());
         if (shrinks) shrink(sums, rows);
       }
-      skip(group, own, steps, part.steps);
+      skip(group, own, steps, part.steps, part.idle);
       const unsigned last = steps + max(0, own - 1);
       steps += part.steps;
       const WgmmaPart next = planned(n + 1, group);
@@ -591,28 +604,51 @@ struct WgmmaY {
       take_turn(group);
       start_weights<Shape>(sums, p, v_tile(last), own > 1, T());
       // After the last tile these are scores of what lies there, which nothing reads.
-      start_rows<Shape>(s, q_tile(n + 1), 64 * group, k_tile(steps), T());
+      start_rows<Shape>(s, q_tile(n + 1), 64 * rows_of(n + 1, group), k_tile(steps), T());
       pass_turn(group);
       wgmma_wait<1>();
       fence_registers(sums);
       if (own) barriers.v.release(last);
-      store(n, group, own, sums, rows);
-      if (!more) break;
+      store(n, row, own, sums, rows);
+      if (!more) {
+        skip(group, 0, steps, 0, next.idle);
+        break;
+      }
       barriers.plan.loaded(n);
       part = next;
     }
     wgmma_wait<0>();
     fence_registers(s);
   }
-  __device__ void hide(unsigned n, const WgmmaPart &part, int step, Scores &s) const {
-    if (step < part.whole_begin || step >= part.whole_end)
-      tile(n).hide(c, step, s, -kInfinity, barriers.sequences[n % kPlanned]);
+  // Sets scores to -infinity whose keys their queries do not see.
+  __device__ void hide(unsigned n, int row, const WgmmaPart &part, int step, Scores &s) const {
+    const Tile &tile = this->tile(n);
+    const int from = tile.key(step) + lane_index() % 4 * 2;
+    if (step >= part.whole_end) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) hide_from<kKeys>(s, half, seen(n, tile.query(half, row)).y - from, -kInfinity);
+    }
+    if (step < part.whole_begin) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        hide_before<kKeys>(s, half, seen(n, tile.query(half, row)).x - from, -kInfinity);
+    }
+  }
+  __device__ int2 seen(unsigned n, int query) const {
+    const Tile &tile = this->tile(n);
+    int2 keys = {tile.first_key(c, query), tile.last_key(c, query)};
+    if constexpr (Shape::kExtra) {
+      const int2 own = barriers.sequences[n % kPlanned][query - tile.begin];
+      keys = {max(keys.x, own.x), min(keys.y, own.y)};
+    }
+    return keys;
   }
 
-  __device__ void skip(int group, int own, unsigned steps, int all) const {
+  __device__ void skip(int group, int own, unsigned steps, int all, int idle) const {
 #pragma unroll 1
-    for (int i = own; i < all; ++i) {
-      if (i > 0) take_turn(group), pass_turn(group);
+    for (int i = own; i < all || idle > 0; ++i) {
+      if (idle-- > 0) take_turn(group), pass_turn(group);
+      if (i >= all) continue;
       barriers.k.wait(steps + i), barriers.k.release(steps + i);
       barriers.v.wait(steps + i), barriers.v.release(steps + i);
     }
@@ -697,7 +733,7 @@ struct WgmmaY {
     for (int n = 0; n < kVDim / 2; ++n) sums[n] *= rows.shrink[n / 2 % 2];
   }
 
-  __device__ void store(unsigned n, int group, int own, Sums &sums, const Rows &rows) const {
+  __device__ void store(unsigned n, int row, int own, Sums &sums, const Rows &rows) const {
     const Tile &tile = this->tile(n);
     float times[2];
     if (!own) {
@@ -708,13 +744,13 @@ struct WgmmaY {
     for (int half = 0; half < 2; ++half) {
       const float total = sum_lanes<4>(rows.total[half]);
       times[half] = total == 0 ? 0 * tile.times : tile.times / total;
-      const int query = tile.query(half);
+      const int query = tile.query(half, row);
       if (c.lse && query < tile.end && lane_index() % 4 == 0)
         c.lse[c.x.row(tile.b, tile.h, query)] = (rows.most[half] + log2f(total)) * static_cast<float>(1 / kLog2E);
     }
     const int dim = static_cast<int>(c.x.z.v_dim);
     if (c.y)
-      store_rows<kVDim>(sums, c.x.of_results(c.y, tile.b, tile.h), tile.begin + 64 * group, tile.end, dim, times);
+      store_rows<kVDim>(sums, c.x.of_results(c.y, tile.b, tile.h), tile.begin + 64 * row, tile.end, dim, times);
   }
 };
 
@@ -748,8 +784,10 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   extern __shared__ __align__(1024) uint4 attention_shared[];
   __shared__ typename Block::Barriers barriers;
   Block block{c, barriers, (shared_address(attention_shared) + 1023) & ~1023u};
+  if constexpr (kResult == WgmmaResult::y) launch_next();
   if constexpr (Shape::kExtra) {
     __shared__ WgmmaOrder order;
+    wait_for_kernel_before();
     block.order = &order, block.wrong = c.x.wrong_offsets();
     if (c.sorted) order.find<Shape>(c);
   }
