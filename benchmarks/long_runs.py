@@ -1,4 +1,4 @@
-"""What shows only in long runs: attention's bits behind a kernel that still writes what it reads, and 10^3 steps.
+"""Long runs: attention's bits behind a kernel that still writes what it reads, and 10^3 steps of a model.
 
 Bits: a repetition fills the memory of a packed projection with NaN, computes the projection into it, runs attention's
 forward, does the same with the gradient of the result, and runs the backward. Results that differ in a bit from those
