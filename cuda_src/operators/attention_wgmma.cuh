@@ -45,7 +45,7 @@ template <>
 struct WgmmaShapes<64> {
   using Y = WgmmaShape<64, 4, 64, 4, true>;
   using YLong = WgmmaShape<64, 3, 128, 2, true>;
-  using YExtra = WgmmaShape<64, 2, 128, 3, true, true>;
+  using YExtra = WgmmaShape<64, 4, 64, 8, true, true>;
   using Dq = WgmmaShape<64, 2, 128, 3, false>;
   using Dkv = WgmmaShape<64, 2, 96, 3, false>;
 };
@@ -78,8 +78,7 @@ struct AttentionWgmma {
   int left, right, shift;  // as in AttentionSizes, -1 without a bound; query i is beside key i + shift
   int queries, keys, group, heads_of_rows, all_heads, row_tiles;  // heads of rows in an example, and in all
   int rounds, sections, section_rounds, section_heads;            // of y: WgmmaTiles
-  bool across_heads, sorted, rising;                              // rising: light tiles of a section first
-  int lead;
+  bool across_heads, sorted;
   T *y, *dq, *dk, *dv;
   float *lse;
   const T *of_delta;  // y, for the kernel of dq to compute delta from
@@ -262,7 +261,7 @@ __device__ inline void hide_from(float (&s)[kOthers / 2], int half, int end, flo
 }
 
 // Steps of a tile: those that a warpgroup computes, of which from whole_begin to whole_end all its rows see all keys;
-// and all of the tile. `idle`: turns that it passes on after its steps.
+// and all of the tile. `idle`: turns that it passes on after its steps, until all warpgroups have had as many.
 struct WgmmaPart {
   int own, whole_begin, whole_end, steps, idle;
 };
@@ -330,17 +329,16 @@ struct WgmmaQueries {
     int from = first_key(c, high), to = last_key(c, low);
     if constexpr (Shape::kExtra) from = max(from, sequences[high - begin].x), to = min(to, sequences[low - begin].y);
     from = max(0, from - first), to = max(0, to - first);
-    const int least = steps - (Shape::kStages - 1 - c.lead);
+    const int least = steps - (Shape::kStages - 1);
     return {max(steps_of(c, group, sequences), least), (from + kKeys - 1) / kKeys, to / kKeys, steps, 0};
   }
   __device__ int key(int step) const { return first + step * kKeys; }
   // The keys from here on no row sees, and they may not be there.
   __device__ int present() const { return Shape::kExtra ? min(length, of_last.y) : length; }
   __device__ bool whole(int step) const { return key(step) >= whole_begin && key(step) + kKeys <= whole_end; }
-  // The query that is row 8 half of this lane, in the 64 rows of a warpgroup.
-  __device__ int query(int half) const { return query(half, static_cast<int>(threadIdx.x) / 128); }
-  __device__ int query(int half, int rows) const {
-    return begin + 64 * rows + warp_index() % 4 * 16 + lane_index() / 4 + 8 * half;
+  // The query that is row 8 half of this lane.
+  __device__ int query(int half) const {
+    return begin + static_cast<int>(threadIdx.x) / 32 * 16 + lane_index() / 4 + 8 * half;
   }
   // Sets the elements of s to `hidden` whose keys their queries do not see.
   template <typename T>
@@ -410,8 +408,8 @@ class WgmmaTiles {
  private:
   __device__ int of_rank(int rank) const {
     if constexpr (Shape::kExtra)
-      if (c_.sorted) return order_->tiles[c_.rising ? c_.row_tiles - 1 - rank : rank];
-    return c_.rising ? rank : c_.row_tiles - 1 - rank;
+      if (c_.sorted) return order_->tiles[rank];
+    return c_.row_tiles - 1 - rank;
   }
 
   const AttentionWgmma<T> &c_;
@@ -430,6 +428,8 @@ __device__ inline float max_or_nan(float a, float b) {
 // A warpgroup's products go on across tiles: the first scores of the next tile are computed beside the last product of
 // one, and beside its store. One warp finds the tiles, whose divisions and searches take as long as a step or two, for
 // the others to read; the one that loads is a tile ahead.
+// The kernel starts while the one before it ends (cuda/overlap.cuh): each thread waits for that one before it reads or
+// writes global memory.
 template <typename T, class Shape>
 struct WgmmaY {
   static constexpr int kDim = Shape::kDim, kVDim = Shape::kVDim, kKeys = Shape::kOthers, kGroups = Shape::kGroups;
@@ -465,43 +465,30 @@ struct WgmmaY {
   }
   __device__ uint32_t v_tile(unsigned i) const { return k_tile(i) + Shape::kOtherTile; }
 
-  // The 64 rows of a tile that a warpgroup has: those with most steps are another's in the next tile.
-  __device__ int rows_of(unsigned n, int group) const { return c.lead && n % 2 ? kGroups - 1 - group : group; }
-
   // By a warp.
   __device__ void plan() const {
     if (c.x.lengths || Shape::kExtra) wait_for_kernel_before();
     WgmmaTiles<Shape, T> tiles(c, order, wrong);
     const int lane = lane_index();
-    int turns = 0;  // of group `lane`, so far
     bool any = true;
     for (unsigned n = 0; any; ++n) {
       any = tiles.next();
       barriers.plan.wait_empty(n);
-      WgmmaPart part = {0, 0, 0, kNone, 0};
-      if (any) part = plan(n, tiles.tile(), lane);
-      set_idle(part, turns, lane);
-      if (lane < kGroups) barriers.parts[n % kPlanned][lane] = part;
+      if (any) plan(n % kPlanned, tiles.tile(), lane);
+      else if (lane < kGroups) barriers.parts[n % kPlanned][lane].steps = kNone;
       barriers.plan.filled(n);
     }
   }
-  __device__ WgmmaPart plan(unsigned n, const Tile &tile, int lane) const {
-    int2 *const sequences = barriers.sequences[n % kPlanned];
+  __device__ void plan(unsigned slot, const Tile &tile, int lane) const {
+    int2 *const sequences = barriers.sequences[slot];
     if constexpr (Shape::kExtra)
       for (int i = lane; i < Shape::kRows; i += 32) sequences[i] = tile.sequence(c, min(tile.begin + i, tile.end - 1));
     __syncwarp();
-    if (lane == 0) barriers.tiles[n % kPlanned] = tile;
-    return tile.part(c, rows_of(n, min(lane, kGroups - 1)), sequences);
-  }
-  // A warpgroup may be `lead` turns ahead of the others at the end of a tile, where each of them has more steps of its
-  // own than that. Else, and behind the last tile, it passes turns on until all have had as many.
-  __device__ void set_idle(WgmmaPart &part, int &turns, int lane) const {
-    const bool end = part.steps == kNone;
-    if (!end) turns += max(1, part.own);
-    const int least = __reduce_min_sync(~0u, lane < kGroups ? part.own : INT32_MAX);
-    const int most = __reduce_max_sync(~0u, lane < kGroups ? turns : INT32_MIN);
-    part.idle = max(0, most - (least > c.lead ? c.lead : 0) - turns);
-    turns += part.idle;
+    if (lane == 0) barriers.tiles[slot] = tile;
+    WgmmaPart part = tile.part(c, min(lane, kGroups - 1), sequences);
+    const int turns = max(1, part.own);
+    part.idle = __reduce_max_sync(~0u, turns) - turns;
+    if (lane < kGroups) barriers.parts[slot][lane] = part;
   }
   __device__ WgmmaPart planned(unsigned n, int group) const {
     barriers.plan.wait(n);
@@ -529,8 +516,8 @@ struct WgmmaY {
   __device__ void load_queries(const Tile &tile, unsigned n) const {
 #pragma unroll
     for (int g = 0; g < kGroups; ++g)
-      load_tile<kDim>(c.q, q_tile(n) + rows_of(n, g) * 64 * 128, barriers.q[g].fill(n, Shape::kTile / kGroups),
-                      Shape::kRows, tile.begin + 64 * rows_of(n, g), tile.h, tile.b);
+      load_tile<kDim>(c.q, q_tile(n) + g * 64 * 128, barriers.q[g].fill(n, Shape::kTile / kGroups), Shape::kRows,
+                      tile.begin + 64 * g, tile.h, tile.b);
   }
 
   __device__ void take_turn(int group) const {
@@ -557,10 +544,10 @@ struct WgmmaY {
     if (part.steps == kNone) return;
     if (group == kGroups - 1) pass_turn(group);
     wait_first(part, group, 0, 0);
-    start_rows<Shape>(s, q_tile(0), 64 * rows_of(0, group), k_tile(0), T());
+    start_rows<Shape>(s, q_tile(0), 64 * group, k_tile(0), T());
 #pragma unroll 1
     for (unsigned n = 0;; ++n) {
-      const int own = part.own, row = rows_of(n, group);
+      const int own = part.own;
       rows = begin(n);
       wgmma_wait<0>();
       fence_registers(s);
@@ -568,7 +555,7 @@ struct WgmmaY {
       if (own) {
         barriers.k.release(steps);
         cap(s, scores);
-        hide(n, row, part, 0, s);
+        hide(n, part, 0, s);
         weigh(s, scale, rows);
         round_to_factor(p, s, T());
       }
@@ -577,7 +564,7 @@ struct WgmmaY {
         const unsigned step = steps + i;
         barriers.k.wait(step);
         take_turn(group);
-        start_rows<Shape>(s, q_tile(n), 64 * row, k_tile(step), T());
+        start_rows<Shape>(s, q_tile(n), 64 * group, k_tile(step), T());
         barriers.v.wait(step - 1);
         start_weights<Shape>(sums, p, v_tile(step - 1), i > 1, T());
         pass_turn(group);
@@ -586,7 +573,7 @@ struct WgmmaY {
         barriers.k.release(step);
         if (i == own - 1) barriers.q[group].release(n);
         cap(s, scores);
-        hide(n, row, part, i, s);
+        hide(n, part, i, s);
         const bool shrinks = weigh(s, scale, rows);
         wgmma_wait<0>();
         fence_registers(sums), fence_registers(p);
@@ -604,16 +591,13 @@ struct WgmmaY {
       take_turn(group);
       start_weights<Shape>(sums, p, v_tile(last), own > 1, T());
       // After the last tile these are scores of what lies there, which nothing reads.
-      start_rows<Shape>(s, q_tile(n + 1), 64 * rows_of(n + 1, group), k_tile(steps), T());
+      start_rows<Shape>(s, q_tile(n + 1), 64 * group, k_tile(steps), T());
       pass_turn(group);
       wgmma_wait<1>();
       fence_registers(sums);
       if (own) barriers.v.release(last);
-      store(n, row, own, sums, rows);
-      if (!more) {
-        skip(group, 0, steps, 0, next.idle);
-        break;
-      }
+      store(n, group, own, sums, rows);
+      if (!more) break;
       barriers.plan.loaded(n);
       part = next;
     }
@@ -621,17 +605,16 @@ struct WgmmaY {
     fence_registers(s);
   }
   // Sets scores to -infinity whose keys their queries do not see.
-  __device__ void hide(unsigned n, int row, const WgmmaPart &part, int step, Scores &s) const {
+  __device__ void hide(unsigned n, const WgmmaPart &part, int step, Scores &s) const {
     const Tile &tile = this->tile(n);
     const int from = tile.key(step) + lane_index() % 4 * 2;
     if (step >= part.whole_end) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) hide_from<kKeys>(s, half, seen(n, tile.query(half, row)).y - from, -kInfinity);
+      for (int half = 0; half < 2; ++half) hide_from<kKeys>(s, half, seen(n, tile.query(half)).y - from, -kInfinity);
     }
     if (step < part.whole_begin) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half)
-        hide_before<kKeys>(s, half, seen(n, tile.query(half, row)).x - from, -kInfinity);
+      for (int half = 0; half < 2; ++half) hide_before<kKeys>(s, half, seen(n, tile.query(half)).x - from, -kInfinity);
     }
   }
   __device__ int2 seen(unsigned n, int query) const {
@@ -733,7 +716,7 @@ struct WgmmaY {
     for (int n = 0; n < kVDim / 2; ++n) sums[n] *= rows.shrink[n / 2 % 2];
   }
 
-  __device__ void store(unsigned n, int row, int own, Sums &sums, const Rows &rows) const {
+  __device__ void store(unsigned n, int group, int own, Sums &sums, const Rows &rows) const {
     const Tile &tile = this->tile(n);
     float times[2];
     if (!own) {
@@ -744,13 +727,13 @@ struct WgmmaY {
     for (int half = 0; half < 2; ++half) {
       const float total = sum_lanes<4>(rows.total[half]);
       times[half] = total == 0 ? 0 * tile.times : tile.times / total;
-      const int query = tile.query(half, row);
+      const int query = tile.query(half);
       if (c.lse && query < tile.end && lane_index() % 4 == 0)
         c.lse[c.x.row(tile.b, tile.h, query)] = (rows.most[half] + log2f(total)) * static_cast<float>(1 / kLog2E);
     }
     const int dim = static_cast<int>(c.x.z.v_dim);
     if (c.y)
-      store_rows<kVDim>(sums, c.x.of_results(c.y, tile.b, tile.h), tile.begin + 64 * row, tile.end, dim, times);
+      store_rows<kVDim>(sums, c.x.of_results(c.y, tile.b, tile.h), tile.begin + 64 * group, tile.end, dim, times);
   }
 };
 
@@ -822,7 +805,6 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
 
 // ------------------------------------------------------------------------------------------------------- launchers
 
-constexpr int kSectionRounds = 4;   // even, so that a block has a heavy tile for each light one
 constexpr int kMostRows = 1 << 28;  // differences of indices and bounds are then within int
 
 // Whether these kernels take a call that mma_takes: with cu_seqlens, a softcap or sinks the forward alone, and no other
@@ -847,6 +829,21 @@ bool map_heads(CUtensorMap *map, const AttentionSizes &z, const T *data, int64_t
                       {row, head, row_heads * seq * dim}, {64, uint32_t(rows), 1, 1});
 }
 
+// About as many keys as a query sees on average.
+inline int64_t mean_keys(const AttentionSizes &z) {
+  const int64_t before = z.right < 0 ? z.keys : z.keys - z.queries / 2;
+  return z.left < 0 ? before : std::min(before, z.left);
+}
+
+// The rounds of tiles that a section has: an even number, so that a block has a heavy tile for each light one. A short
+// tile waits for its keys, which L2 keeps where sections are small. A long one has products meanwhile, and of large
+// sections the heads fill the rounds better. With cu_seqlens, a few tiles may be far heavier than the others
+// (docs/lab_notes.md).
+inline int section_rounds(const AttentionSizes &z, bool packed) {
+  constexpr int64_t kShortKeys = 512;
+  return packed ? 8 : mean_keys(z) <= kShortKeys ? 2 : 4;
+}
+
 // Sections as WgmmaTiles goes through them: where tiles of a head differ in work, of so many rounds that a block has
 // one of each weight, and the keys of a section's heads stay in the L2 cache.
 template <typename T>
@@ -854,7 +851,8 @@ void order_tiles(AttentionWgmma<T> *c, int blocks) {
   const bool packed = c->x.extra.offsets;
   c->across_heads = packed || (c->right >= 0 && c->left < 0);
   c->sorted = packed && c->row_tiles <= kMostSorted;
-  const int of_section = c->across_heads && (c->sorted || !packed) ? kSectionRounds * blocks / c->row_tiles : 0;
+  const int rounds = section_rounds(c->x.z, packed);
+  const int of_section = c->across_heads && (c->sorted || !packed) ? rounds * blocks / c->row_tiles : 0;
   c->section_heads = of_section > 0 ? std::min(of_section, c->all_heads) : c->all_heads;
   c->sections = c->all_heads / c->section_heads;
   c->section_rounds = static_cast<int>(ceil_div(int64_t{c->section_heads} * c->row_tiles, blocks));
@@ -894,7 +892,9 @@ Status launch_attention_wgmma(const char *op, AttentionWgmma<T> c, void *stream)
   c.heads_of_rows = static_cast<int>(heads), c.all_heads = static_cast<int>(z.batch * heads);
   c.row_tiles = static_cast<int>(row_tiles);
   if (kResult == WgmmaResult::y) order_tiles(&c, static_cast<int>(grid));
-  return launch_kernel(op, attention_wgmma_kernel<T, Shape, kResult>, {grid, Shape::kThreads, kShared}, stream, c);
+  LaunchShape shape{grid, Shape::kThreads, kShared};
+  shape.overlap = kResult == WgmmaResult::y;
+  return launch_kernel(op, attention_wgmma_kernel<T, Shape, kResult>, shape, stream, c);
 }
 
 // f(WgmmaShapes<kDim>()) with the head_dim that q, k and v are padded to: 64 or 128.
@@ -903,13 +903,9 @@ Status dispatch_wgmma(const AttentionSizes &z, F f) {
   return std::max(z.dim, z.v_dim) <= 64 ? f(WgmmaShapes<64>()) : f(WgmmaShapes<128>());
 }
 
-// About as many keys as a query sees on average, and as many as YLong needs: with 16384 tokens of 16 heads YLong is
-// 1.6 % faster at 2048 (causal, 4096 keys) and 2.7 % at 8192, and at 1024 Y is 1.3 % (causal) to 10 % faster.
+// As many mean_keys as YLong needs: with 16384 tokens of 16 heads YLong is 1.6 % faster at 2048 (causal, 4096 keys) and
+// 2.7 % at 8192, and at 1024 Y is 1.3 % (causal) to 10 % faster.
 constexpr int64_t kLongKeys = 2048;
-inline int64_t mean_keys(const AttentionSizes &z) {
-  const int64_t before = z.right < 0 ? z.keys : z.keys - z.queries / 2;
-  return z.left < 0 ? before : std::min(before, z.left);
-}
 
 // f(shape) with the shape of a plain forward.
 template <class F>
