@@ -30,7 +30,8 @@ constexpr bool kFusedGelu = false;
 #endif
 
 // |x| * tail of the normal distribution as Normal has it, in units of 1 / kUnit, by fewer operations: the square is
-// exact within a fused multiply-add, and |x| ends where the product rounds to 0, so that no exponent is too low.
+// exact within a fused multiply-add, and no exponent is too low, since t ends at kFar, where that of the density is 0.
+// -inf gives NaN.
 template <typename T>
 struct FusedTail {
   using C = Constants<T>;
@@ -41,12 +42,14 @@ struct FusedTail {
   };
 
   static Vec<T> product(Vec<T> x) {
-    const Vec<T> t = lesser<T>(Vec<T>{} + 14.5f, abs<T>(x)), s = t / (t + C::kTailPole);
-    const Vec<T> density = exponential(t);
-    return (density - density * s) * (s * in_pairs(s, kTail) + 0.5f) * t;
+    const Vec<T> far = Vec<T>{} + kFar, size = abs<T>(lesser<T>(far, x)), t = lesser<T>(far, size);
+    const Vec<T> density = exponential(t), s = t / (t + C::kTailPole);
+    return (density - density * s) * (s * in_pairs(s, kTail) + 0.5f) * size;
   }
 
  private:
+  static constexpr float kFar = 16.27f;  // kFar^2 / 2 is 190.95 log(2)
+
   // exp(-t^2 / 2) * kUnit, of r = t^2 - 2 n log(2).
   AOT_INLINE static Vec<T> exponential(Vec<T> t) {
     constexpr float kRound = C::kRound + 127 + 64;  // the integer's last bits are the exponent's
@@ -105,8 +108,7 @@ struct ExactGelu {
   explicit ExactGelu(Vec<T> x) : normal(x) {}
   // max(x, -0) - |x| * tail: a zero result has the sign of x, and |x| is finite where the tail is 0.
   Vec<T> value(Vec<T> x) const {
-    if constexpr (kFusedGelu<T>)
-      return larger<T>(-Vec<T>{}, x) - FusedTail<T>::product(x) * (1 / Constants<T>::kUnit);
+    if constexpr (kFusedGelu<T>) return larger<T>(-Vec<T>{}, x) - FusedTail<T>::product(x) * (1 / Constants<T>::kUnit);
     return (-Vec<T>{} > x ? -Vec<T>{} : x) - abs<T>(clamp_far<T>(x)) * normal.tail * normal.unit.down;
   }
   Vec<T> gradient(Vec<T> dy, Vec<T> x) const {

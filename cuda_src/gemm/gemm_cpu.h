@@ -12,9 +12,9 @@
 // pack again. C is of T or of Accumulate<T>; sums are computed in Accumulate<T> and rounded to C's type once. The
 // epilogue takes a vector of sums, Vec<T>, with the row and column of its first element, and returns what to store; it
 // runs while the tile is in a cache. An epilogue with kStores has a function store(row, column, rows, cols, sums,
-// stride), which stores a tile by itself; one with kBlocks has store_block(row, column, rows, cols, sums, stride, c, ldc),
-// which stores the block of it that registers held, to c, and adds to nothing. k = 0 gives sums of zero. All functions may be called inside a parallel loop,
-// and then run on the calling thread.
+// stride), which stores a tile by itself; one with kBlocks has store_block(row, column, rows, cols, sums, stride, c,
+// ldc), which stores the block of it that registers held, to c, and adds to nothing. k = 0 gives sums of zero. All
+// functions may be called inside a parallel loop, and then run on the calling thread.
 //
 // C is divided into tiles, which threads take one by one. The order in which the terms of a sum are added depends on m
 // and k only, so the result is the same on any number of threads. For a tile, panels of A and B are packed and widened

@@ -145,8 +145,8 @@ struct Heads {
   Status scores(HeadRows<const T> q, HeadRows<const T> k, int64_t query, int64_t key, int64_t rows, int64_t n,
                 A *s) const {
     const auto product = [&](auto epilogue) {
-      return gemm<T, A, decltype(epilogue)>(rows, n, z.dim, {q[query], q.stride}, {k[key], k.stride, true}, s,
-                                            kPitch, false, epilogue);
+      return gemm<T, A, decltype(epilogue)>(rows, n, z.dim, {q[query], q.stride}, {k[key], k.stride, true}, s, kPitch,
+                                            false, epilogue);
     };
     return scale_scores(product);
   }
@@ -154,9 +154,8 @@ struct Heads {
   Status scores(HeadRows<const T> q, PackedMatrix<A> k, int64_t query, int64_t rows, int64_t n, A *s) const {
     const auto product = [&](auto epilogue) {
       using Product = CpuGemm<T, A, decltype(epilogue), InPlace<T>, PackedMatrix<A>>;
-      return gemm_batch(1, [&](int64_t) {
-        return Product{rows, n, z.dim, {q[query], q.stride}, k, s, kPitch, false, epilogue};
-      });
+      return gemm_batch(
+          1, [&](int64_t) { return Product{rows, n, z.dim, {q[query], q.stride}, k, s, kPitch, false, epilogue}; });
     };
     return scale_scores(product);
   }
@@ -256,8 +255,8 @@ Status add_product(int64_t rows, int64_t dim, int64_t n, const T *x, const T *of
   else return gemm<T, A>(rows, dim, n, {x, kPitch}, {of_keys, stride}, sums, ld, true);
 }
 
-// What products with a block of keys take of it, packed once for all queries. Only what has the dtype of sums is packed.
-// Calls of few queries, which would not share it, do not use it.
+// What products with a block of keys take of it, packed once for all queries. Only what has the dtype of sums is
+// packed. Calls of few queries, which would not share it, do not use it.
 template <typename T, typename A = Accumulate<T>>
 struct PackedKeys {
   static constexpr bool kMay = std::is_same_v<T, A>;
@@ -300,7 +299,8 @@ void clear_outside(T *x, Range range, int64_t n) {
 
 // (2^r - 1) / r for |r| <= 1/2, lowest coefficient first: the error of 2^r is 2e-8, and 3e-6 for 16 bits.
 template <typename T>
-constexpr float kPower[] = {6.931471825e-01f, 2.402264774e-01f, 5.550332367e-02f, 9.618437849e-03f, 1.339888782e-03f, 1.535335177e-04f};
+constexpr float kPower[] = {6.931471825e-01f, 2.402264774e-01f, 5.550332367e-02f,
+                            9.618437849e-03f, 1.339888782e-03f, 1.535335177e-04f};
 template <>
 constexpr float kPower<bfloat16>[] = {6.931241751e-01f, 2.402409911e-01f, 5.590650439e-02f, 9.582845494e-03f};
 template <>
@@ -372,8 +372,8 @@ struct RunningSoftmax {
     const A block = largest(s, n) * times, before = most;
     most = block > most ? block : most;
     const A shrink = before == most ? 1 : std::exp(before - most), base = hidden && most == most_of_none() ? 0 : most;
-    const double sum = converts_to<T>() ? exponentials<true>(s, p, n, times, base)
-                                        : exponentials<false>(s, p, n, times, base);
+    const double sum =
+        converts_to<T>() ? exponentials<true>(s, p, n, times, base) : exponentials<false>(s, p, n, times, base);
     total = total * shrink + static_cast<A>(sum);
     return shrink;
   }
@@ -686,8 +686,7 @@ class GradientBlock {
       if (packs_) {
         AOT_TRY(x_.scores(q, k_, query, rows, n, s_));
         using Product = CpuGemm<T, A, NoEpilogue, InPlace<A>, PackedMatrix<A>>;
-        return gemm_batch(
-            1, [&](int64_t) { return Product{rows, n, dim, {dy[query], dy.stride}, v_, dp_, kPitch}; });
+        return gemm_batch(1, [&](int64_t) { return Product{rows, n, dim, {dy[query], dy.stride}, v_, dp_, kPitch}; });
       }
     AOT_TRY(x_.scores(q, k, query, key, rows, n, s_));
     return gemm<T, A>(rows, n, dim, {dy[query], dy.stride}, {v[key], v.stride, true}, dp_, kPitch);
