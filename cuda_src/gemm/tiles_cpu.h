@@ -60,16 +60,7 @@ class TileRegisters {
   // sums[i * ld + j] of kSide x kSide = the sum over `steps` * kPairs pairs p of terms of a(i, p) * b(p, j).
   void multiply(TileOperand a, TileOperand b, int64_t steps, float *sums, int64_t ld) const {
     asm volatile("tilezero %%tmm0\n\ttilezero %%tmm1\n\ttilezero %%tmm2\n\ttilezero %%tmm3" ::: "memory");
-    static const int ahead = [] {
-      const char *s = std::getenv("AOTOPS_TILE_AHEAD");
-      return s ? std::atoi(s) : 0;
-    }();
-    for (int64_t i = 0; i < steps; ++i) {
-      if (ahead)
-        for (int r = 0; r < kSide; ++r)
-          __builtin_prefetch(static_cast<const char *>(a.data) + (i + ahead) * 64 + r * a.row_bytes);
-      load_left(a, i), load_right(b, i), add();
-    }
+    for (int64_t i = 0; i < steps; ++i) load_left(a, i), load_right(b, i), add();
     float *const below = sums + kSide / 2 * ld;
     asm volatile(
         "tilestored %%tmm0, (%0,%4,1)\n\t"
