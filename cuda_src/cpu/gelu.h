@@ -32,7 +32,8 @@ constexpr bool kFusedGelu = false;
 // |x| * tail of the normal distribution as Normal has it, in units of kSize, by fewer operations: the square is exact
 // within a fused multiply-add, and no exponent is too low, since t ends at kFar, where that of the density is 0. With
 // AVX-512 the division, which takes 16 cycles on Intel's processors, is a product with a reciprocal. -inf gives NaN.
-// Largest measured errors of x Phi(x) in units in the last place: with AVX-512 5 for |x| <= 1 and 7 beyond, else 4 and 10.
+// The largest measured errors of x Phi(x) in units in the last place are 5 for |x| <= 1 and 7 beyond with AVX-512,
+// else 4 and 10.
 template <typename T>
 struct FusedTail {
   using C = Constants<T>;

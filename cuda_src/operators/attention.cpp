@@ -150,7 +150,7 @@ struct Heads {
     };
     return scale_scores(product);
   }
-  // The same of what is packed of the keys.
+  // This one reads the packed keys.
   Status scores(HeadRows<const T> q, PackedMatrix<A> k, int64_t query, int64_t rows, int64_t n, A *s) const {
     const auto product = [&](auto epilogue) {
       using Product = CpuGemm<T, A, decltype(epilogue), InPlace<T>, PackedMatrix<A>>;
@@ -255,8 +255,8 @@ Status add_product(int64_t rows, int64_t dim, int64_t n, const T *x, const T *of
   else return gemm<T, A>(rows, dim, n, {x, kPitch}, {of_keys, stride}, sums, ld, true);
 }
 
-// What products with a block of keys take of it, packed once for all queries. Only what has the dtype of sums is
-// packed. Calls of few queries, which would not share it, do not use it.
+// A block of keys as products take it, packed once for all queries. Only operands of the dtype of sums are packed.
+// Calls of few queries, which would not share it, do not use it.
 template <typename T, typename A = Accumulate<T>>
 struct PackedKeys {
   static constexpr bool kMay = std::is_same_v<T, A>;
@@ -446,7 +446,7 @@ class QueryBlocks {
   using Keys = PackedKeys<T>;
   static constexpr bool kNarrow = sizeof(T) < sizeof(A);
 
-  // What n keys from `key` on give to queries [query, end).
+  // The function adds what n keys, from `key` on, give to queries [query, end).
   Status add(int64_t query, int64_t end, int64_t key, int64_t n, int64_t length, bool sums) {
     const AttentionSizes &z = x_.z;
     const int64_t rows = end - query;

@@ -8,7 +8,7 @@ namespace aot {
 inline namespace AOT_ISA {
 namespace {
 
-// Of a lambda, whose constants then stay in registers.
+// A lambda with this attribute keeps its constants in registers.
 #define AOT_INLINED __attribute__((always_inline))
 
 // ------------------------------------------------------------------------------------------------------ formulas
