@@ -29,11 +29,9 @@ template <typename T>
 constexpr bool kFusedGelu = false;
 #endif
 
-// |x| * tail of the normal distribution as Normal has it, in units of kSize, by fewer operations: the square is exact
-// within a fused multiply-add, and no exponent is too low, since t ends at kFar, where that of the density is 0. With
-// AVX-512 the division, which takes 16 cycles on Intel's processors, is a product with a reciprocal. -inf gives NaN.
-// The largest measured errors of x Phi(x) in units in the last place are 5 for |x| <= 1 and 7 beyond with AVX-512,
-// else 4 and 10.
+// |x| * tail of the normal distribution as Normal has it, in units of 1 / kUnit, by fewer operations: the square is
+// exact within a fused multiply-add, and no exponent is too low, since t ends at kFar, where that of the density is 0.
+// -inf gives NaN.
 template <typename T>
 struct FusedTail {
   using C = Constants<T>;
@@ -45,30 +43,11 @@ struct FusedTail {
 
   static Vec<T> product(Vec<T> x) {
     const Vec<T> far = Vec<T>{} + kFar, size = abs<T>(lesser<T>(far, x)), t = lesser<T>(far, size);
-    const Vec<T> density = exponential(t);
-#if defined(__AVX512F__)
-    const Vec<T> inverse = reciprocal(t + C::kTailPole), s = t * inverse;
-    return density * inverse * (s * in_pairs(s, kTail) + 0.5f) * size;
-#else
-    const Vec<T> s = t / (t + C::kTailPole);
+    const Vec<T> density = exponential(t), s = t / (t + C::kTailPole);
     return (density - density * s) * (s * in_pairs(s, kTail) + 0.5f) * size;
-#endif
   }
-#if defined(__AVX512F__)
-  static constexpr float kSize = C::kTailPole / C::kUnit;  // 1 - s is kTailPole * inverse
-#else
-  static constexpr float kSize = 1 / C::kUnit;
-#endif
 
  private:
-#if defined(__AVX512F__)
-  // The instruction has an error of 2^-14, which suffices for bfloat16, and a step of Newton's method squares it.
-  AOT_INLINE static Vec<T> reciprocal(Vec<T> x) {
-    const Vec<T> y = (Vec<T>)_mm512_maskz_rcp14_ps(-1, (__m512)x);
-    if constexpr (std::is_same_v<T, bfloat16>) return y;
-    return y * (1 - x * y) + y;
-  }
-#endif
   static constexpr float kFar = 16.27f;  // kFar^2 / 2 is 190.95 log(2)
 
   // exp(-t^2 / 2) * kUnit, of r = t^2 - 2 n log(2).
@@ -129,7 +108,7 @@ struct ExactGelu {
   explicit ExactGelu(Vec<T> x) : normal(x) {}
   // max(x, -0) - |x| * tail: a zero result has the sign of x, and |x| is finite where the tail is 0.
   Vec<T> value(Vec<T> x) const {
-    if constexpr (kFusedGelu<T>) return larger<T>(-Vec<T>{}, x) - FusedTail<T>::product(x) * FusedTail<T>::kSize;
+    if constexpr (kFusedGelu<T>) return larger<T>(-Vec<T>{}, x) - FusedTail<T>::product(x) * (1 / Constants<T>::kUnit);
     return (-Vec<T>{} > x ? -Vec<T>{} : x) - abs<T>(clamp_far<T>(x)) * normal.tail * normal.unit.down;
   }
   Vec<T> gradient(Vec<T> dy, Vec<T> x) const {

@@ -150,8 +150,7 @@ _RANGES = {
 #   silu        exp, 1 + e, a division and a product are 6; 1 - s for x > 0 is one more
 #   its slope   of s (1 - s) two more, a product and the sum: 11
 #   gelu        Phi(-t) = e^(-t^2 / 2) (1 - s) (...) with s = t / (t + pole): two roundings of s and one of its product
-#               count t / pole times in 1 - s, which cancels, and up to once more in the polynomial, which adds 5 to exp.
-#               With AVX-512 1 - s is pole / (t + pole), by a reciprocal: two roundings of it instead of those t / pole
+#               count t / pole times in 1 - s, which cancels, and up to once more in the polynomial, which adds 5 to exp
 #   its slope   x times the density is larger than Phi: exp, two products, a sum; of Phi as many as of s
 #   gelu_tanh   as silu, of u(x) = 2 k x (1 + c x^2), whose 5 roundings e^-|u| magnifies by |u| for x < 0
 #
