@@ -13,6 +13,7 @@
 #pragma once
 #include "attention.cuh"
 #include "cuda/mma.cuh"
+#include <cstdlib>
 
 namespace aot {
 inline namespace AOT_ISA {
@@ -127,6 +128,23 @@ __device__ inline void copy_rows(uint32_t tile, HeadRows<const T> from, int64_t 
   }
 }
 
+// Copies rows [begin, begin + kCount), all of which exist if `all`, and all columns.
+template <class Shape, int kCount, class Order, typename T>
+__device__ inline void copy_more_rows(uint32_t tile, HeadRows<const T> from, int begin, int end, int dim) {
+  if (begin + kCount > end || dim != Shape::kDim)
+    return copy_rows<Shape, kCount, Order>(tile, from, begin, end, dim);
+  constexpr int kAlong = 8, kStep = Shape::kThreads / kAlong;
+  const int row = threadIdx.x / kAlong, along = threadIdx.x % kAlong;
+  const T *const at = from[begin + Order::at(row)] + along * 8;
+#pragma unroll
+  for (int i = 0; i < kCount; i += kStep) {
+    const T *const more = at + Order::at(i) * from.stride;
+#pragma unroll
+    for (int j = 0; j < Shape::kDim / 8; j += kAlong)
+      copy_async(piece_address<Shape::kDim>(tile, i + row, along + j), more + j * 8, true);
+  }
+}
+
 // The addresses of a lane for ldmatrix, from the first row of a tile: piece 2 k + `piece` of a row of 16.
 template <int kDim>
 class LaneRows {
@@ -151,12 +169,46 @@ using MmaSums = float[kM][kN / 8][4];
 template <int kM, int kN>
 using MmaFactor = uint32_t[kM][kN / 16][4];
 
+// sums += a b over kSteps steps of 16. Of a the next step is loaded ahead, of b kAhead pieces of 16 columns.
+template <int kM, int kN, int kSteps, int kAhead = kN / 16, class Left, class Right, typename T>
+__device__ inline void multiply_ahead(MmaSums<kM, kN> &sums, Left left, Right right, T zero) {
+  constexpr int kPieces = kN / 16, kAll = kSteps * kPieces;
+  uint32_t a[2][kM][4], b[kAhead + 1][4];
+  const auto load = [&](int p) {
+    const int k = p / kPieces;
+    if (p % kPieces == 0) {
+#pragma unroll
+      for (int i = 0; i < kM; ++i) left(a[k % 2][i], k, i);
+    }
+    right(b[p % (kAhead + 1)], k, p % kPieces);
+  };
+#pragma unroll
+  for (int p = 0; p < kAhead && p < kAll; ++p) load(p);
+#pragma unroll
+  for (int p = 0; p < kAll; ++p) {
+    if (p + kAhead < kAll) load(p + kAhead);
+    const int k = p / kPieces, n = p % kPieces;
+    const uint32_t(&four)[4] = b[p % (kAhead + 1)];
+#pragma unroll
+    for (int i = 0; i < kM; ++i) {
+      multiply_add(sums[i][2 * n], a[k % 2][i], four[0], four[1], zero);
+      multiply_add(sums[i][2 * n + 1], a[k % 2][i], four[2], four[3], zero);
+    }
+  }
+}
+
 // sums += the products of this warp's rows of a, from `row` on, a multiple of 16, and rows of b.
 template <int kDim, int kM, int kN, int kUnroll, typename T>
 __device__ inline void multiply_rows(MmaSums<kM, kN> &sums, uint32_t a, int row, uint32_t b, T zero) {
   const int lane = lane_index(), eighth = lane % 8, low = lane / 8 % 2, high = lane / 16;
   const LaneRows<kDim> of_a(a + row * kDim * 2, 8 * low + eighth, high), of_b(b, 8 * high + eighth, low);
-#pragma unroll kUnroll
+  if constexpr (kUnroll == 0) {
+    multiply_ahead<kM, kN, kDim / 16>(
+        sums, [&](uint32_t(&to)[4], int k, int i) { load_matrices(to, of_a(k) + i * 16 * kDim * 2); },
+        [&](uint32_t(&to)[4], int k, int n) { load_matrices(to, of_b(k) + n * 16 * kDim * 2); }, zero);
+    return;
+  }
+#pragma unroll (kUnroll > 0 ? kUnroll : 1)
   for (int k = 0; k < kDim / 16; ++k) {
     uint32_t left[kM][4];
 #pragma unroll
@@ -446,6 +498,12 @@ struct QueryTile {
   }
   // k and v of a step.
   __device__ void fetch(uint32_t stage, int step) const {
+    if constexpr (Shape::kUnroll == 0) {
+      copy_more_rows<Shape, kKeys, Spread<kKeys>>(stage, k, key(step), length, static_cast<int>(x.z.dim));
+      copy_more_rows<Shape, kKeys, Spread<kKeys>>(stage + Shape::kOtherTile, v, key(step), length,
+                                                  static_cast<int>(x.z.v_dim));
+      return;
+    }
     copy_rows<Shape, kKeys, Spread<kKeys>>(stage, k, key(step), length, static_cast<int>(x.z.dim));
     copy_rows<Shape, kKeys, Spread<kKeys>>(stage + Shape::kOtherTile, v, key(step), length,
                                            static_cast<int>(x.z.v_dim));
@@ -1175,6 +1233,18 @@ Status run_mma_forward(const char *op, const AttentionInputs<T> &x, T *y, float 
       return run_mma_forward_of<MmaExtraShapes<128>::Y, true, true>(op, x, y, lse, stream);
     if (x.extra.dropout) return run_mma_forward_of<Extra::Dropped, true, true>(op, x, y, lse, stream);
     return run_mma_forward_of<Extra::Y, true, false>(op, x, y, lse, stream);
+  }
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    const char *const text = std::getenv("MMA_Y");
+    const int64_t most = std::max(x.z.dim, x.z.v_dim);
+    if (text && std::atoi(text) == 1 && most == 64)
+      return run_mma_forward_of<MmaShape<64, 2, 4, 64, 2, 0>, false, false>(op, x, y, lse, stream);
+    if (text && std::atoi(text) == 1 && most == 128)
+      return run_mma_forward_of<MmaShape<128, 2, 4, 64, 2, 0>, false, false>(op, x, y, lse, stream);
+    if (text && std::atoi(text) == 2 && most == 128)
+      return run_mma_forward_of<MmaShape<128, 2, 4, 32, 2, 0>, false, false>(op, x, y, lse, stream);
+    if (text && std::atoi(text) == 2 && most == 64)
+      return run_mma_forward_of<MmaShape<64, 1, 4, 64, 3, 0>, false, false>(op, x, y, lse, stream);
   }
   return dispatch_mma(x.z, [&](auto shapes) {
     return run_mma_forward_of<typename decltype(shapes)::Y, false, false>(op, x, y, lse, stream);

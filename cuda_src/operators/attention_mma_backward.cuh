@@ -38,6 +38,7 @@ struct MmaPass {
   T *dq, *dk, *dv;
   float *sums;  // of dq: for each warp's part of a tile as its lanes have it
   int *turns;   // of each part: 1 + the block of keys that was the last to add to it
+  float *lse = nullptr;  // of each query, in units of log(2)
 };
 
 // --------------------------------------------------------------------------------------------------------- clearing
@@ -67,7 +68,10 @@ __global__ void __launch_bounds__(kDeltaBlock)
       for (int e = 0; e < kAtOnce; ++e) sum += widen(a[e]) * widen(c[e]);
     }
     sum = sum_lanes<8>(sum);
-    if (present && lane_index() % 8 == 0) delta[i] = sum;
+    if (present && lane_index() % 8 == 0) {
+      delta[i] = sum;
+      if (pass.lse) pass.lse[i] = x.lse[i] == -__builtin_huge_valf() ? __builtin_huge_valf() : x.lse[i] * static_cast<float>(kLog2E);
+    }
   }
   if (all_seen || !pass.dq) return;
   bool wrong = false;
@@ -95,8 +99,7 @@ template <typename T, class Shape, class Order>
 struct KeyTile {
   static constexpr int kQueries = Shape::kOthers, kM = Shape::kM, kRows = Shape::kRows;
   using Bits = uint32_t[kM];
-  static constexpr uint32_t kAllBits = ((1u << kQueries / 4) - 1) * 0x10001u;
-  static_assert(kQueries <= 64);
+  static constexpr uint32_t kAllBits = ((1u << kQueries % 128 / 4) - 1) * 0x10001u;
 
   const AttentionInputs<T> &x;
   int64_t b, kv;
