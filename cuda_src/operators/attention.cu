@@ -109,37 +109,10 @@ Status run_backward(const char *op, const AttentionInputs<T> &x, const T *y, Acc
   if constexpr (sizeof(T) == 2) {
     DeviceLimits limits;
     AOT_TRY(device_limits(op, &limits));
-    if (kernels == AttentionKernels::mma && mma_pass_takes(x, limits.shared_memory))
-    {
-      if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-        const char *const text = std::getenv("MMA_VARIANT");
-        const int variant = text ? std::atoi(text) : 0;
-        const int64_t most = std::max(x.z.dim, x.z.v_dim);
-        const bool plain = !x.extra.mask && !x.extra.bias && !x.extra.dropout;
-        float *const space = delta + 2 * x.z.rows();
-        if (plain && most == 128) {
-          using S = PairShape<128, 4, 2, 64, 1>;
-          if (variant == 1) return run_mma_pairs<S, 0>(op, x, y, delta, dq, dk, dv, space, stream);
-          if (variant == 2) return run_mma_pairs<S, 1>(op, x, y, delta, dq, dk, dv, space, stream);
-          if (variant == 3) return run_mma_pairs<S, 2>(op, x, y, delta, dq, dk, dv, space, stream);
-          if (variant == 4) return run_mma_pairs<PairShape<128, 2, 2, 32, 2>, 0>(op, x, y, delta, dq, dk, dv, space, stream);
-          if (variant == 5) return run_mma_pairs<PairShape<128, 2, 2, 64, 2>, 0>(op, x, y, delta, dq, dk, dv, space, stream);
-          if (variant == 6) return run_mma_pairs<S, 4>(op, x, y, delta, dq, dk, dv, space, stream);
-        }
-        if (plain && most == 64) {
-          using S = PairShape<64, 4, 2, 128, 1>;
-          using R = PairShape<64, 4, 1, 32, 2>;
-          if (variant == 1) return run_mma_pairs<S, 0>(op, x, y, delta, dq, dk, dv, space, stream);
-          if (variant == 2) return run_mma_pairs<S, 1>(op, x, y, delta, dq, dk, dv, space, stream);
-          if (variant == 3) return run_mma_pairs<S, 2>(op, x, y, delta, dq, dk, dv, space, stream);
-          if (variant == 4) return run_mma_pairs<R, 0>(op, x, y, delta, dq, dk, dv, space, stream);
-          if (variant == 5) return run_mma_pairs<R, 1>(op, x, y, delta, dq, dk, dv, space, stream);
-          if (variant == 6) return run_mma_pairs<R, 2>(op, x, y, delta, dq, dk, dv, space, stream);
-          if (variant == 7) return run_mma_pairs<PairShape<64, 4, 2, 64, 1>, 0>(op, x, y, delta, dq, dk, dv, space, stream);
-          if (variant == 8) return run_mma_pairs<S, 4>(op, x, y, delta, dq, dk, dv, space, stream);
-        }
-      }
-      return run_mma_pass(op, x, y, delta, dq, dk, dv, delta + 2 * x.z.rows(), stream);
+    if (kernels == AttentionKernels::mma && mma_pass_takes(x, limits.shared_memory)) {
+      float *const space = delta + 2 * x.z.rows();
+      if (adds_to_scores(x)) return run_mma_pass(op, x, y, delta, dq, dk, dv, space, stream);
+      return run_mma_pairs(op, x, y, delta, dq, dk, dv, space, limits.shared_memory, stream);
     }
     if (x.extra.dropout) kernels = AttentionKernels::any;
   }

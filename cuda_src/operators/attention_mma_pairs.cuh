@@ -41,8 +41,7 @@ __device__ inline void load_four(uint32_t (&x)[4], uint32_t at) {
                : "memory");
 }
 
-// kTrial: 1: no turns; 2: nothing is added; 3: p is not of registers.
-template <typename T, class Shape, int kTrial>
+template <typename T, class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pairs_kernel(MmaPass<T> pass) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   constexpr int kDim = Shape::kDim, kM = 2, kQueries = Shape::kOthers, kMine = Shape::kMine, kAcross = Shape::kAcross;
@@ -54,7 +53,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pai
   const uint32_t p_tile = k_tile + Shape::kP, ds_tile = k_tile + Shape::kDs, numbers = k_tile + Shape::kLse;
   const auto stage = [=](int parity) { return k_tile + Shape::kStages + parity * (2 * Shape::kOtherTile); };
   const KeyTile<T, Shape, InOrder> tile(
-      x, reinterpret_cast<int2 *>(reinterpret_cast<char *>(attention_shared) + Shape::kOwn));
+      pass, reinterpret_cast<int2 *>(reinterpret_cast<char *>(attention_shared) + Shape::kOwn));
   const int dim = static_cast<int>(z.dim), v_dim = static_cast<int>(z.v_dim), queries = static_cast<int>(z.queries);
   const int of_head = tile.met.end - tile.met.begin, query_tiles = (queries - 1) / kQueries + 1;
   const int lane = lane_index(), eighth = lane % 8, low = lane / 8 % 2, high = lane / 16;
@@ -64,15 +63,14 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pai
     const int64_t h = tile.kv * z.group() + next.head;
     const int query = (tile.met.begin + next.tile) * kQueries;
     using Order = Chunked<kMine>;
-    copy_more_rows<Shape, kQueries, Order>(stage(next.parity), x.of_queries(x.q, tile.b, h, z.dim), query, queries,
-                                           dim);
-    copy_more_rows<Shape, kQueries, Order>(stage(next.parity) + Shape::kOtherTile, x.of_results(x.dy, tile.b, h), query,
-                                           queries, v_dim);
+    copy_tile<Shape, kQueries, Order>(stage(next.parity), x.of_queries(x.q, tile.b, h, z.dim), query, queries, dim);
+    copy_tile<Shape, kQueries, Order>(stage(next.parity) + Shape::kOtherTile, x.of_results(x.dy, tile.b, h), query,
+                                      queries, v_dim);
     if (threadIdx.x < 2 * kQueries) {
       const int of_delta = threadIdx.x / kQueries, i = query + Order::at(threadIdx.x % kQueries);
       const float *const from = of_delta ? x.delta : pass.lse;
-      copy_async<4>(numbers + next.parity * (8 * kQueries) + threadIdx.x * 4, from + x.row(tile.b, h, i < queries ? i : 0),
-                    i < queries);
+      copy_async<4>(numbers + next.parity * (8 * kQueries) + threadIdx.x * 4,
+                    from + x.row(tile.b, h, i < queries ? i : 0), i < queries);
     }
   };
   copy_rows<Shape, Shape::kRows>(k_tile, x.of_keys(x.k, tile.b, tile.kv, z.dim), tile.begin, tile.last, dim);
@@ -92,13 +90,13 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pai
                                uint32_t b) {
     const LaneRows<kDim> of_b(b, 8 * low + eighth, 2 * (across * kColumns / 16) + high);
     const auto rows = [&](int chunk) {
-      return [=](uint32_t(&to)[4], int k, int n) {
+      return [=](uint32_t (&to)[4], int k, int n) {
         load_transposed_matrices(to, of_b(n) + (chunk * kMine + k * 16) * kDim * 2);
       };
     };
     multiply_ahead<kM, kColumns, kK>(
         sums,
-        [&](uint32_t(&to)[4], int k, int i) {
+        [&](uint32_t (&to)[4], int k, int i) {
 #pragma unroll
           for (int j = 0; j < 4; ++j) to[j] = weights[i][k][j];
         },
@@ -106,7 +104,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pai
     if constexpr (kAcross > 1)
       multiply_ahead<kM, kColumns, kK>(
           sums,
-          [&](uint32_t(&to)[4], int k, int i) {
+          [&](uint32_t (&to)[4], int k, int i) {
             const uint32_t at = weights_tile + ((2 * down + i) * kAll + (1 - across) * kK + k) * 512;
             if (weights_tile == p_tile) load_four(to, at + lane * 16);
             else load_matrices(to, at + lane * 16);
@@ -117,11 +115,13 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pai
   for (; of_head && step.head < z.group(); step = step.next(of_head)) {
     wait_copies<0>();
     __syncthreads();
-    const MmaStep next = step.next(of_head);
-    if constexpr (kTrial != 4) {
-      if (next.head < z.group()) fetch(next);
-      commit_copies();
+    if (pass.early && turn_before && threadIdx.x == Shape::kThreads - 32) {
+      asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(turn_before), "r"(tile.number + 1) : "memory");
+      turn_before = nullptr;
     }
+    const MmaStep next = step.next(of_head);
+    if (next.head < z.group()) fetch(next);
+    commit_copies();
     const uint32_t q_tile = stage(step.parity), dy_tile = q_tile + Shape::kOtherTile;
     const int query_tile = tile.met.begin + step.tile, first_query = query_tile * kQueries + across * kMine;
     const int64_t h = tile.kv * z.group() + step.head;
@@ -145,8 +145,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pai
         const LaneRows<kDim> of_a(keys + down * 32 * kDim * 2, 8 * low + eighth, high),
             of_b(others + across * kMine * kDim * 2, 8 * high + eighth, low);
         multiply_ahead<kM, kMine, kDim / 16>(
-            sums, [&](uint32_t(&to)[4], int k, int i) { load_matrices(to, of_a(k) + i * 16 * kDim * 2); },
-            [&](uint32_t(&to)[4], int k, int n) { load_matrices(to, of_b(k) + n * 16 * kDim * 2); }, T());
+            sums, [&](uint32_t (&to)[4], int k, int i) { load_matrices(to, of_a(k) + i * 16 * kDim * 2); },
+            [&](uint32_t (&to)[4], int k, int n) { load_matrices(to, of_b(k) + n * 16 * kDim * 2); }, T());
       };
       const float *const lse =
           reinterpret_cast<const float *>(reinterpret_cast<const char *>(attention_shared) + Shape::kLse) +
@@ -189,15 +189,11 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pai
           asm volatile("st.shared.u32 [%0], %1;" ::"r"(ds_tile + at + j * 128 + lane * 4), "r"(ds[i][k][j]) : "memory");
       }
     __syncthreads();
-    if constexpr (kTrial == 4) {
-      if (next.head < z.group()) fetch(next);
-      commit_copies();
-    }
     const int64_t tile_of_dq = (tile.b * z.heads + h) * query_tiles + query_tile;
     int *const turn = pass.turns + tile_of_dq;
     const bool first = !tile.of_next.has(query_tile), final = !tile.of_before.has(query_tile);
     int found = 0;
-    if (pass.dq && (kTrial == 0 || kTrial == 4)) {
+    if (pass.dq) {
       if (turn_before && threadIdx.x == Shape::kThreads - 32)
         asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(turn_before), "r"(tile.number + 1) : "memory");
       turn_before = final ? nullptr : turn;
@@ -214,10 +210,10 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pai
       const uint32_t of_a = ds_tile + dq_row / 16 * 512 + (low * 2 + high) * 128 + eighth * 16;
       const LaneRows<kDim> of_b(k_tile, 8 * low + eighth, dq_column / 8 + high);
       multiply_ahead<kDqM, kDqColumns, Shape::kRows / 16>(
-          sums, [&](uint32_t(&to)[4], int k, int i) { load_transposed_matrices(to, of_a + (k * kAll + i) * 512); },
-          [&](uint32_t(&to)[4], int k, int n) { load_transposed_matrices(to, of_b(n) + k * 16 * kDim * 2); }, T());
+          sums, [&](uint32_t (&to)[4], int k, int i) { load_transposed_matrices(to, of_a + (k * kAll + i) * 512); },
+          [&](uint32_t (&to)[4], int k, int n) { load_transposed_matrices(to, of_b(n) + k * 16 * kDim * 2); }, T());
     }
-    if ((kTrial == 0 || kTrial == 4) && !first) {
+    if (!first) {
       if (lane == 0)
         while (found != tile.number + 2) {
           __nanosleep(20);
@@ -228,15 +224,10 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pai
     float *const at = pass.sums + (tile_of_dq * Shape::kWarps + warp_index()) * (32 * Shape::kDqWords) + lane * 4;
     constexpr int kFours = Shape::kDqWords / 4, kAlong = kDqColumns / 8;
     if (!final) {
-      if (kTrial == 2) {
-        float all = 0;
-#pragma unroll
-        for (int i = 0; i < kFours; ++i) all += sums[i / kAlong][i % kAlong][0] + sums[i / kAlong][i % kAlong][2];
-        if (all == 12345.678f) *at = all;
-      } else if (first) {
+      if (first) {
 #pragma unroll
         for (int i = 0; i < kFours; ++i) {
-          const float(&four)[4] = sums[i / kAlong][i % kAlong];
+          const float (&four)[4] = sums[i / kAlong][i % kAlong];
           __stcg(reinterpret_cast<float4 *>(at + i * 128), make_float4(four[0], four[1], four[2], four[3]));
         }
       } else {
@@ -249,7 +240,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pai
 #pragma unroll
       for (int i = 0; i < kFours; ++i) {
         const float4 more = __ldcg(reinterpret_cast<const float4 *>(at + i * 128));
-        float(&four)[4] = sums[i / kAlong][i % kAlong];
+        float (&four)[4] = sums[i / kAlong][i % kAlong];
         four[0] += more.x, four[1] += more.y, four[2] += more.z, four[3] += more.w;
       }
     }
@@ -269,7 +260,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pai
       }
   }
   __syncthreads();
-  if (pass.dq && (kTrial == 0 || kTrial == 4) && turn_before && threadIdx.x == Shape::kThreads - 32)
+  if (pass.dq && turn_before && threadIdx.x == Shape::kThreads - 32)
     asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(turn_before), "r"(tile.number + 1) : "memory");
   const int row = tile.begin + down * 32, column = across * kColumns;
   const float times = tile.times;
@@ -283,21 +274,59 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pai
 #endif
 }
 
-template <class Shape, int kTrial, typename T>
-Status run_mma_pairs(const char *op, const AttentionInputs<T> &x, const T *y, float *delta, T *dq, T *dk, T *dv,
-                     float *space, void *stream) {
+// ------------------------------------------------------------------------------------------------------- launchers
+
+// Large: where a block may have so much shared memory; Small: where it has no more than 99 KiB.
+template <int kDim>
+struct PairShapes;
+template <>
+struct PairShapes<64> {
+  using Large = PairShape<64, 4, 2, 128, 1>;
+  using Small = PairShape<64, 4, 2, 64, 1>;
+};
+template <>
+struct PairShapes<128> {
+  using Large = PairShape<128, 4, 2, 64, 1>;
+  using Small = PairShape<128, 2, 2, 32, 2>;
+};
+
+template <class Shape, typename T>
+Status run_mma_pairs_of(const char *op, const AttentionInputs<T> &x, const T *y, float *delta, T *dq, T *dk, T *dv,
+                        float *space, void *stream) {
   const AttentionSizes &z = x.z;
   const int64_t tiles = z.batch * z.heads * ceil_div(z.queries, Shape::kOthers);
   const int64_t padded = z.batch * z.heads * ceil_div(z.queries, 128) * 128;
   float *const sums = reinterpret_cast<float *>((reinterpret_cast<uintptr_t>(space) + 15) / 16 * 16);
   float *const lse = sums + padded * Shape::kDim;
-  const MmaPass<T> pass = {x, dq, dk, dv, sums, reinterpret_cast<int *>(lse + padded), lse};
+  const MmaPass<T> pass = {x,
+                           dq,
+                           dk,
+                           dv,
+                           sums,
+                           reinterpret_cast<int *>(lse + padded),
+                           lse,
+                           heads_at_once(z),
+                           std::getenv("MMA_EARLY") != nullptr};
   if (z.rows())
     AOT_TRY(launch_kernel(op, attention_pass_begin_kernel<T>,
                           {grid_size(ceil_div(z.rows(), kDeltaBlock / 8)), kDeltaBlock}, stream, pass, y, delta, tiles,
                           every_query_meets(z, x.lengths != nullptr, x.extra.offsets != nullptr)));
-  return launch_mma<Shape>(op, attention_pairs_kernel<T, Shape, kTrial>, z.batch * z.kv_heads, z.keys, x.extra.offsets ? Shape::kShared : Shape::kOwn,
-                           stream, pass);
+  return launch_mma<Shape>(op, attention_pairs_kernel<T, Shape>, z.batch * z.kv_heads, z.keys,
+                           x.extra.offsets ? Shape::kShared : Shape::kOwn, stream, pass);
+}
+
+template <typename T>
+Status run_mma_pairs(const char *op, const AttentionInputs<T> &x, const T *y, float *delta, T *dq, T *dk, T *dv,
+                     float *space, int shared_memory, void *stream) {
+  const auto run = [&](auto shapes) {
+    using Shapes = decltype(shapes);
+    static_assert(Shapes::Small::kShared <= kMmaShared);
+    if (std::getenv("MMA_SMALL")) shared_memory = kMmaShared;
+    const auto of = Shapes::Large::kShared <= shared_memory ? run_mma_pairs_of<typename Shapes::Large, T>
+                                                            : run_mma_pairs_of<typename Shapes::Small, T>;
+    return of(op, x, y, delta, dq, dk, dv, space, stream);
+  };
+  return std::max(x.z.dim, x.z.v_dim) <= 64 ? run(PairShapes<64>()) : run(PairShapes<128>());
 }
 
 }  // namespace AOT_ISA
