@@ -7,8 +7,6 @@
 // wait only for blocks that were started before them. If the call is causal they do not wait at all as long as they are
 // equally fast: each begins at the tile of its own rows, where the ones with higher keys have not been.
 #pragma once
-#include <cstdlib>
-
 #include "attention_mma.cuh"
 
 namespace aot {
@@ -30,7 +28,6 @@ struct MmaPass {
   int *turns;   // of each part: 1 + the block of keys that was the last to add to it
   float *lse;   // of each query, in units of log(2), or null
   int heads_at_once;
-  bool early = false;
 };
 
 // --------------------------------------------------------------------------------------------------------- clearing
@@ -595,11 +592,7 @@ inline bool every_query_meets(const AttentionSizes &z, bool lengths, bool packed
 
 // Heads whose blocks of the same number are started one after another. Blocks of one head that do not begin at tiles of
 // their own wait for one another, each for the one before: so it is well if few of them are there at once.
-inline int heads_at_once(const AttentionSizes &z) {
-  const char *const trial = std::getenv("MMA_HEADS");
-  if (trial) return std::atoi(trial);
-  return z.right >= 0 ? 1 : 16;
-}
+inline int heads_at_once(const AttentionSizes &z) { return z.right >= 0 ? 4 : 16; }
 
 template <class Shape>
 constexpr int kPassShared = Shape::shared(2, true, true) + Shape::kRows * Shape::kOthers * 2;

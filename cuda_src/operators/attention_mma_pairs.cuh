@@ -115,10 +115,6 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pai
   for (; of_head && step.head < z.group(); step = step.next(of_head)) {
     wait_copies<0>();
     __syncthreads();
-    if (pass.early && turn_before && threadIdx.x == Shape::kThreads - 32) {
-      asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(turn_before), "r"(tile.number + 1) : "memory");
-      turn_before = nullptr;
-    }
     const MmaStep next = step.next(of_head);
     if (next.head < z.group()) fetch(next);
     commit_copies();
@@ -298,15 +294,7 @@ Status run_mma_pairs_of(const char *op, const AttentionInputs<T> &x, const T *y,
   const int64_t padded = z.batch * z.heads * ceil_div(z.queries, 128) * 128;
   float *const sums = reinterpret_cast<float *>((reinterpret_cast<uintptr_t>(space) + 15) / 16 * 16);
   float *const lse = sums + padded * Shape::kDim;
-  const MmaPass<T> pass = {x,
-                           dq,
-                           dk,
-                           dv,
-                           sums,
-                           reinterpret_cast<int *>(lse + padded),
-                           lse,
-                           heads_at_once(z),
-                           std::getenv("MMA_EARLY") != nullptr};
+  const MmaPass<T> pass = {x, dq, dk, dv, sums, reinterpret_cast<int *>(lse + padded), lse, heads_at_once(z)};
   if (z.rows())
     AOT_TRY(launch_kernel(op, attention_pass_begin_kernel<T>,
                           {grid_size(ceil_div(z.rows(), kDeltaBlock / 8)), kDeltaBlock}, stream, pass, y, delta, tiles,
@@ -321,7 +309,6 @@ Status run_mma_pairs(const char *op, const AttentionInputs<T> &x, const T *y, fl
   const auto run = [&](auto shapes) {
     using Shapes = decltype(shapes);
     static_assert(Shapes::Small::kShared <= kMmaShared);
-    if (std::getenv("MMA_SMALL")) shared_memory = kMmaShared;
     const auto of = Shapes::Large::kShared <= shared_memory ? run_mma_pairs_of<typename Shapes::Large, T>
                                                             : run_mma_pairs_of<typename Shapes::Small, T>;
     return of(op, x, y, delta, dq, dk, dv, space, stream);
