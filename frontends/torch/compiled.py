@@ -21,6 +21,9 @@ from . import call, private
 from .registered import dispatched, in_c
 from .tensors import READS_TENSORS, prototypes
 
+_IMPORT = "add_import_once"
+"""The function of Inductor's writer that adds a line to the head of the module, once."""
+
 
 @functools.lru_cache(maxsize=1024)
 def bound(library: str, name: str, attrs: tuple[Attr, ...], wanted: tuple[str, ...]) -> Callable[..., Any]:
@@ -29,6 +32,11 @@ def bound(library: str, name: str, attrs: tuple[Attr, ...], wanted: tuple[str, .
     op = next((op for op in dispatched if (op.library.name, op.name) == (library, name)), None)
     if op is None:
         raise LibraryError(f"compiled code calls {library}::{name}, which is not registered: load its library first")
+    if len(attrs) != len(op.attrs) or not set(wanted) <= set(op.results):
+        found = f"compiled code calls {library}::{name} as another version of the library has it: attributes {attrs}, "
+        expected = f"results {wanted}, expected attributes {(*op.attrs,)}, results {op.results}: empty Inductor's cache"
+        raise LibraryError(found + expected)
+    attrs = op.canonical(attrs)
     overload, rest = dispatched[op], (*attrs, *mask(op, wanted))
 
     def fallback(*inputs):
@@ -85,13 +93,14 @@ def _name_in_code(key: tuple[Any, ...]) -> str | None:
     graph = import_module(private.LOWERING).V.graph
     if graph.cpp_wrapper or getattr(graph, "fx_wrapper", False):
         return None
-    if (module := graph.wrapper_code) is None:
+    if (module := graph.wrapper_code) is None or not hasattr(module, _IMPORT):
         return None
     while (parent := getattr(module, "parent_wrapper", None)) is not None:  # of a part of the graph
         module = parent
     names = vars(module).setdefault("_aotops_names", {})
     if key not in names:
         names[key] = f"aotops_{len(names)}_{key[1]}"
-        module.add_import_once(f"from {__name__} import bound as aotops_bound")
-        module.add_import_once(f"{names[key]} = aotops_bound{key!r}")
+        write = getattr(module, _IMPORT)
+        write(f"from {__name__} import bound as aotops_bound")
+        write(f"{names[key]} = aotops_bound{key!r}")
     return names[key]

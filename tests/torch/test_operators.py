@@ -65,7 +65,7 @@ def test_opcheck(name, where):
 
 
 @ON
-@pytest.mark.parametrize("name", [op.name for op in ours.registered.in_c if op.name in DISPATCHED])
+@pytest.mark.parametrize("name", sorted(op.name for op in ours.registered.in_c if op.name in DISPATCHED))
 def test_a_bound_call_has_the_bits_of_the_dispatchers(name, where):
     """In the code that Inductor writes."""
     op = BACKWARDS.get(name) or OPS[name]
