@@ -13,6 +13,14 @@ template <typename T>
 Status attention_sm90(const char *op, const AttentionInputs<T> &x, T *y, float *lse, void *stream) {
   AttentionWgmma<T> c = {};
   c.x = x, c.y = y, c.lse = lse;
+  if (x.extra.mask || x.extra.bias)
+    return dispatch_wgmma(x.z, [&](auto shapes) -> Status {
+      using Shapes = decltype(shapes);
+      if (x.extra.mask) return launch_attention_wgmma<T, typename Shapes::YMask, WgmmaResult::y>(op, c, stream);
+      if (x.extra.wide_bias)
+        return launch_attention_wgmma<T, typename Shapes::YWideBias, WgmmaResult::y>(op, c, stream);
+      return launch_attention_wgmma<T, typename Shapes::YBias, WgmmaResult::y>(op, c, stream);
+    });
   if (!x.plain() || x.z.softcap != 0)
     return dispatch_wgmma(x.z, [&](auto shapes) -> Status {
       return launch_attention_wgmma<T, typename decltype(shapes)::YExtra, WgmmaResult::y>(op, c, stream);

@@ -1,0 +1,237 @@
+// What is added to the scores of attention on Hopper (attention_wgmma.cuh): a mask or a bias. Two warps bring a step's
+// tile of it to shared memory ahead of its scores: a mask as bits, of 16 bytes of it in each load, and a bias by
+// asynchronous copies. A tile that is the same for all queries has one row.
+#pragma once
+#include "attention_mma.cuh"
+#include "cuda/mbarrier.cuh"
+#include "cuda/wgmma.cuh"
+
+namespace aot {
+inline namespace AOT_ISA {
+
+// wide_bias: in float32. Each has instances of its own.
+enum class WgmmaAdded { none, mask, bias, wide_bias };
+
+constexpr int kAddedThreads = 64;
+
+// Bytes of a row of a tile, and of a tile.
+template <WgmmaAdded kAdded, int kRows, int kKeys>
+struct AddedShape {
+  static constexpr int kBytes = kAdded == WgmmaAdded::wide_bias ? 4 : 2;  // of an element of a bias
+  static constexpr int kPitch = kAdded == WgmmaAdded::none   ? 0
+                                : kAdded == WgmmaAdded::mask ? kKeys / 8
+                                                             : kKeys * kBytes;
+  static constexpr int kTile = kRows * kPitch;
+  // Stages that fit beside what else a block has, of 225 KiB: barriers are in the rest.
+  static constexpr int stages(int others) {
+    return kAdded == WgmmaAdded::none ? 0 : std::min(4, ((225 << 10) - others) / kTile);
+  }
+};
+
+// Whether the kernels add what a call has besides, if nothing else is in it. Copies have 4 bytes at least.
+template <typename T>
+bool wgmma_adds(const AttentionInputs<T> &x) {
+  const AttentionExtras &extra = x.extra;
+  if (!extra.mask == !extra.bias || extra.sinks || extra.offsets || x.z.softcap != 0) return false;
+  if (extra.mask) return extra.of_mask.key == 1;
+  const auto at = reinterpret_cast<uintptr_t>(extra.bias);
+  return extra.of_bias.key == 1 && (at | static_cast<uintptr_t>(x.z.keys) * (extra.wide_bias ? 4 : 2)) % 4 == 0;
+}
+
+#ifdef CUTE_ARCH_MMA_SM90A_ENABLED
+
+// Arrives when the copies that this thread has started have ended.
+__device__ inline void mbarrier_arrive_after_copies(uint64_t *barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// The tiles of one head.
+template <typename T, class Shape>
+struct AddedTiles {
+  static constexpr int kKeys = Shape::kOthers, kRows = Shape::kRows;
+  static constexpr bool kMask = Shape::kAdded == WgmmaAdded::mask, kWide = Shape::kAdded == WgmmaAdded::wide_bias;
+  static constexpr bool kHides = !kMask;  // whether hide may find keys that add has not hidden
+  using Of = typename Shape::OfAdded;
+  static constexpr int kPitch = Of::kPitch;
+
+  const AttentionExtras &extra;
+
+  __device__ bool one_row() const { return (kMask ? extra.of_mask.query : extra.of_bias.query) == 0; }
+  // Where piece `piece` of 16 bytes of a row of a bias lies: those that a warp reads at once are in different banks.
+  __device__ static int piece_at(int row, int piece) {
+    return row * kPitch + (piece ^ (kWide ? row % 4 * 2 : row % 8)) * 16;
+  }
+
+  // ------------------------------------------------------------------------------------------------------ its loads
+
+  // Brings rows from `query` on, of which there are `rows`, and keys from `key` on, of which there are `keys`. The
+  // threads are two warps.
+  __device__ void bring(uint32_t to, uint64_t *full, int64_t head, int query, int rows, int key, int keys) const {
+    const int present = one_row() ? 1 : min(rows, kRows);
+    if constexpr (kMask) {
+      const char *const from = reinterpret_cast<const char *>(extra.mask) + head + query * extra.of_mask.query + key;
+      const bool aligned = (reinterpret_cast<uintptr_t>(from) | static_cast<uintptr_t>(extra.of_mask.query)) % 16 == 0;
+      if (aligned) bring_mask<true, 8>(to, from, present, keys);
+      else bring_mask<false, 4>(to, from, present, keys);
+      mbarrier_arrive(full);
+    } else {
+      const int64_t step = extra.of_bias.query * Of::kBytes;
+      const char *const from =
+          static_cast<const char *>(extra.bias) + (head + query * extra.of_bias.query + key) * Of::kBytes;
+      const auto all = reinterpret_cast<uintptr_t>(from) | static_cast<uintptr_t>(step | keys * Of::kBytes);
+      if (all % 16 == 0) copy<16>(to, from, step, present, keys * Of::kBytes);
+      else if (all % 8 == 0) copy<8>(to, from, step, present, keys * Of::kBytes);
+      else copy<4>(to, from, step, present, keys * Of::kBytes);
+      mbarrier_arrive_after_copies(full);
+    }
+  }
+  __device__ static int thread() { return static_cast<int>(threadIdx.x) % kAddedThreads; }
+
+  // Starts to copy rows of a bias, in pieces of kEach bytes.
+  template <int kEach>
+  __device__ void copy(uint32_t to, const char *from, int64_t step, int rows, int bytes) const {
+    constexpr int kAlong = std::min(kAddedThreads, kPitch / kEach), kAtOnce = kAddedThreads / kAlong;
+    const int first = thread() / kAlong;
+#pragma unroll
+    for (int j = 0; j < kPitch / kEach; j += kAlong) {
+      const int at = (thread() % kAlong + j) * kEach;
+      const bool present = at < bytes;
+      const char *row = present ? from + at + first * step : static_cast<const char *>(extra.bias);
+      const int64_t more = present ? kAtOnce * step : 0;
+#pragma unroll 4
+      for (int i = first; i < rows; i += kAtOnce, row += more)
+        copy_async<kEach>(to + piece_at(i, at / 16) + at % 16, row, present);
+    }
+  }
+
+  // Eight threads have a row of 128 keys, 16 each, and kEach loads on their way. Those of a row that does not begin at
+  // a multiple of 16 bytes load what is around it, and shift its bits.
+  template <bool kAligned, int kEach>
+  __device__ void bring_mask(uint32_t to, const char *from, int rows, int keys) const {
+    static_assert(kKeys == 128);
+    const int j = thread() % 8;
+#pragma unroll 1
+    for (int first = thread() / 8; first - thread() / 8 < rows; first += 8 * kEach) {
+      uint4 words[kEach], behind[kEach];
+      int shift[kEach];
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        const char *const at = from + min(first + 8 * i, rows - 1) * extra.of_mask.query + 16 * j;
+        shift[i] = kAligned ? 0 : static_cast<int>(reinterpret_cast<uintptr_t>(at) % 16);
+        const uint4 *const begin = reinterpret_cast<const uint4 *>(at - shift[i]);
+        words[i] = 16 * j - shift[i] < keys ? __ldg(begin) : uint4{};
+        if (!kAligned) behind[i] = j == 7 && shift[i] > 0 && 128 - shift[i] < keys ? __ldg(begin + 1) : uint4{};
+      }
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        uint32_t bits = bits_of(words[i]);
+        if constexpr (!kAligned) {
+          const uint32_t next = __shfl_down_sync(~0u, bits, 1);
+          bits = (bits | (j == 7 ? bits_of(behind[i]) : next) << 16) >> shift[i];
+        }
+        if (first + 8 * i < rows)
+          asm volatile("st.shared.b16 [%0], %1;" ::"r"(to + (first + 8 * i) * kPitch + 2 * j),
+                       "h"(static_cast<uint16_t>(bits))
+                       : "memory");
+      }
+    }
+  }
+  // A bit for each byte, whether it is not 0.
+  __device__ static uint32_t bits_of(uint4 bytes) {
+    return bits_of(bytes.x) | bits_of(bytes.y) << 4 | bits_of(bytes.z) << 8 | bits_of(bytes.w) << 12;
+  }
+  __device__ static uint32_t bits_of(uint32_t bytes) {
+    const uint32_t tops = (((bytes & 0x7f7f7f7f) + 0x7f7f7f7f) | bytes) & 0x80808080;
+    return tops * 0x00204081 >> 28;
+  }
+
+  // ------------------------------------------------------------------------------------------------------- its uses
+
+  using Scores = float[kKeys / 2];
+
+  // Adds a tile to the scores of a warpgroup's 64 rows, of the tile's from `row` on. over: 1 / scale. What a bias of
+  // -inf makes NaN is hide's.
+  __device__ void add(Scores &s, uint32_t tile, int row, float over) const {
+    if constexpr (kMask) {
+      hide_masked(s, tile, row);
+    } else {
+      each(tile, row, [&](float &score, float bias) { score = fmaf(bias, over, score); }, s);
+    }
+  }
+  // Hides the keys whose bias is -inf, whatever their score is.
+  __device__ void hide(Scores &s, uint32_t tile, int row, float over) const {
+    if constexpr (!kMask)
+      each(tile, row, [&](float &score, float bias) { score = bias * over == -kInfinity ? -kInfinity : score; }, s);
+  }
+
+ private:
+  __device__ void hide_masked(Scores &s, uint32_t tile, int row) const {
+    constexpr int kWords = kKeys / 32;
+    const int lane = lane_index(), of_lane = one_row() ? 0 : row + warp_index() % 4 * 16 + lane / 4;
+    uint32_t bits[2][kWords], all = ~0u;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t at = tile + (one_row() ? 0 : of_lane + 8 * half) * kPitch;
+      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(bits[half][0]), "=r"(bits[half][1]), "=r"(bits[half][2]), "=r"(bits[half][3])
+                   : "r"(at)
+                   : "memory");
+#pragma unroll
+      for (const uint32_t word : bits[half]) all &= word;
+    }
+    if (__all_sync(~0u, all == ~0u)) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+        const uint32_t word = bits[half][w] >> lane % 4 * 2;
+#pragma unroll
+        for (int n = 0; n < 4; ++n)
+#pragma unroll
+          for (int e = 0; e < 2; ++e)
+            if (!(word >> (8 * n + e) & 1)) s[16 * w + 4 * n + 2 * half + e] = -kInfinity;
+      }
+  }
+
+  // f(score, its bias) for all of a thread.
+  template <class F>
+  __device__ void each(uint32_t tile, int row, F f, Scores &s) const {
+    if constexpr (kWide) each_wide(tile, row, f, s);
+    else each_narrow(tile, row, f, s);
+  }
+  template <class F>
+  __device__ void each_narrow(uint32_t tile, int row, F f, Scores &s) const {
+    const int lane = lane_index(), of_lane = one_row() ? 0 : row + warp_index() % 4 * 16 + lane % 16;
+#pragma unroll
+    for (int n = 0; n < kKeys / 8; n += 2) {
+      uint32_t words[4];
+      load_matrices(words, tile + piece_at(of_lane, n + lane / 16));
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+          f(s[4 * (n + i / 2) + 2 * (i % 2) + e], widen(reinterpret_cast<const T(&)[2]>(words[i])[e]));
+    }
+  }
+  template <class F>
+  __device__ void each_wide(uint32_t tile, int row, F f, Scores &s) const {
+    const int lane = lane_index(), of_lane = one_row() ? 0 : row + warp_index() % 4 * 16 + lane / 4;
+#pragma unroll
+    for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float2 pair;
+        const int of_half = one_row() ? 0 : of_lane + 8 * half;
+        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                     : "=f"(pair.x), "=f"(pair.y)
+                     : "r"(tile + piece_at(of_half, 2 * n + lane % 4 / 2) + lane % 2 * 8)
+                     : "memory");
+        f(s[4 * n + 2 * half], pair.x), f(s[4 * n + 2 * half + 1], pair.y);
+      }
+  }
+};
+
+#endif
+
+}  // namespace AOT_ISA
+}  // namespace aot
