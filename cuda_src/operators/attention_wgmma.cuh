@@ -13,6 +13,8 @@
 #include "cuda/tma.cuh"
 #include "cuda/wgmma.cuh"
 
+#include <cstdlib>
+
 namespace aot {
 inline namespace AOT_ISA {
 
@@ -38,7 +40,13 @@ struct WgmmaShape {
   static constexpr int kAddedStages = OfAdded::stages(kOnce), kWithAdded = kOnce + kAddedStages * OfAdded::kTile;
   static constexpr int kQueryTiles = kWithAdded + kTile <= 224 << 10 ? 2 : 1;
   static constexpr int kOfY = kWithAdded + (kQueryTiles - 1) * kTile;
-  static constexpr int kOfDq = kOnce + kTile + 2 * 2 * 4 * kRows, kOfDkv = kOnce + kTile + kStages * kNumbers;
+  static constexpr int kOfDqAlone = kOnce + kTile + 2 * 2 * 4 * kRows;
+  static constexpr int kDqAddedStages = OfAdded::stages(kOfDqAlone);
+  static constexpr int kOfDq = kOfDqAlone + kDqAddedStages * OfAdded::kTile;
+  using OfDkvAdded = AddedShape<kAdded, kOthers, kRows>;
+  static constexpr int kOfDkvAlone = kOnce + kTile + kStages * kNumbers;
+  static constexpr int kDkvAddedStages = OfDkvAdded::stages(kOfDkvAlone);
+  static constexpr int kOfDkv = kOfDkvAlone + kDkvAddedStages * OfDkvAdded::kTile;
 };
 
 // The fastest of those tried on an H200, of 512 to 16384 queries. Y of 64 has four warpgroups, whose exponentials fill
@@ -53,6 +61,10 @@ struct WgmmaShapes<64> {
   using YMask = WgmmaShape<64, 2, 128, 3, true, false, 64, WgmmaAdded::mask>;
   using YBias = WgmmaShape<64, 2, 128, 3, true, false, 64, WgmmaAdded::bias>;
   using YWideBias = WgmmaShape<64, 2, 128, 2, true, false, 64, WgmmaAdded::wide_bias>;
+  template <WgmmaAdded kAdded>
+  using DqAdded = WgmmaShape<64, 2, 64, 3, false, false, 64, kAdded>;
+  template <WgmmaAdded kAdded>
+  using DkvAdded = WgmmaShape<64, 2, 64, 3, false, false, 64, kAdded>;
   using Dq = WgmmaShape<64, 2, 128, 3, false>;
   using Dkv = WgmmaShape<64, 2, 96, 3, false>;
 };
@@ -67,6 +79,10 @@ struct WgmmaShapes<128> {
   using YMask = WgmmaShape<128, 2, 128, 2, true, false, 128, WgmmaAdded::mask>;
   using YBias = WgmmaShape<128, 2, 128, 2, true, false, 128, WgmmaAdded::bias>;
   using YWideBias = WgmmaShape<128, 2, 64, 3, true, false, 128, WgmmaAdded::wide_bias>;
+  template <WgmmaAdded kAdded>
+  using DqAdded = WgmmaShape<128, 2, 64, 2, false, false, 128, kAdded>;
+  template <WgmmaAdded kAdded>
+  using DkvAdded = WgmmaShape<128, 2, 64, 2, false, false, 128, kAdded>;
   using Dq = WgmmaShape<128, 2, 96, 3, false>;
   using Dkv = WgmmaShape<128, 2, 64, 3, false>;
 };
@@ -215,6 +231,14 @@ struct Ring {
     mbarrier_arrive(&empty[i % kStages]);
   }
 };
+
+// The ring of tiles of what is added to scores; none where nothing is.
+template <int kStages>
+struct AddedRing {
+  Ring<kStages> added;
+};
+template <>
+struct AddedRing<0> {};
 
 // ----------------------------------------------------------------------------------------------------------- tiles
 
@@ -451,12 +475,9 @@ template <typename T, class Shape>
 struct WgmmaY {
   static constexpr int kDim = Shape::kDim, kVDim = Shape::kVDim, kKeys = Shape::kOthers, kGroups = Shape::kGroups;
   using Tile = WgmmaQueries<Shape>;
+  using Added = AddedTiles<T, typename Shape::OfAdded>;
   static constexpr int kPlanned = 4, kNone = -1;  // kNone: steps of what is behind the last tile
-  struct NoAdded {};
-  struct RingOfAdded {
-    Ring<std::max(1, Shape::kAddedStages)> added;
-  };
-  struct Barriers : std::conditional_t<Shape::kAdds, RingOfAdded, NoAdded> {
+  struct Barriers : AddedRing<Shape::kAddedStages> {
     Ring<kPlanned> plan;
     Ring<Shape::kQueryTiles> q[kGroups];
     Ring<Shape::kStages> k, v;
@@ -466,7 +487,6 @@ struct WgmmaY {
 
     __device__ void init() {
       plan.init(128 * kGroups + 1 + (Shape::kAdds ? kAddedThreads : 0), 32);
-      if constexpr (Shape::kAdds) this->added.init(4 * kGroups, kAddedThreads);
       for (auto &group : q) group.init(4);
       k.init(4 * kGroups), v.init(4 * kGroups);
     }
@@ -539,10 +559,10 @@ struct WgmmaY {
 
   // By two warps.
   __device__ void bring() const {
-    const AddedTiles<T, Shape> added{c.x.extra};
+    const Added added{c.x.extra};
     for (unsigned n = 0, steps = 0; planned(n, 0).steps != kNone; ++n) {
       const Tile &tile = this->tile(n);
-      const int64_t head = (AddedTiles<T, Shape>::kMask ? c.x.extra.of_mask : c.x.extra.of_bias).at(tile.b, tile.h);
+      const int64_t head = added.steps().at(tile.b, tile.h);
       for (int i = 0; i < tile.steps; ++i, ++steps) {
         barriers.added.wait_empty(steps);
         added.bring(added_tile(steps), &barriers.added.full[steps % Shape::kAddedStages], head, tile.begin,
@@ -691,7 +711,7 @@ struct WgmmaY {
   __device__ void add(Scores &s, int group, unsigned step) const {
     if constexpr (Shape::kAdds) {
       barriers.added.wait(step);
-      AddedTiles<T, Shape>{c.x.extra}.add(s, added_tile(step), 64 * group, 1 / static_cast<float>(c.x.z.scale));
+      Added{c.x.extra}.add(s, added_tile(step), 64 * group, 1 / static_cast<float>(c.x.z.scale));
     }
   }
 
@@ -703,8 +723,8 @@ struct WgmmaY {
     float found[2];
     find_most(s, found);
     if constexpr (Shape::kAdds) {
-      if (AddedTiles<T, Shape>::kHides && __any_sync(~0u, isnan(found[0] + found[1]))) {
-        AddedTiles<T, Shape>{c.x.extra}.hide(s, added_tile(step), 64 * group, 1 / static_cast<float>(c.x.z.scale));
+      if (Added::kHides && __any_sync(~0u, isnan(found[0] + found[1]))) {
+        Added{c.x.extra}.hide(s, added_tile(step), 64 * group, 1 / static_cast<float>(c.x.z.scale), -kInfinity);
         find_most(s, found);
       }
       barriers.added.release(step);
@@ -785,12 +805,11 @@ struct WgmmaBlock<T, Shape, WgmmaResult::y> {
 // --------------------------------------------------------------------------------------------------------- kernels
 
 // Registers of a thread that computes, and of one that loads or prepares numbers: as many as the block starts with.
-template <WgmmaResult kResult, int kGroups, bool kExtra = false, bool kAdds = false>
+template <WgmmaResult kResult, int kGroups, bool kExtra = false, bool kAdds = false, int kDim = 0>
 struct WgmmaRegisters {
-  static constexpr int kSpare = kResult == WgmmaResult::dkv            ? 24
-                                : kResult == WgmmaResult::y && kAdds   ? 72
-                                : kResult == WgmmaResult::y && !kExtra ? 40
-                                                                       : 56;
+  static constexpr int kOfAdded = kResult != WgmmaResult::dkv ? 72 : kDim > 64 ? 24 : 88;
+  static constexpr int kPlain = kResult == WgmmaResult::dkv ? 24 : kResult == WgmmaResult::y && !kExtra ? 40 : 56;
+  static constexpr int kSpare = kAdds ? kOfAdded : kPlain;
   static constexpr int kFew = kGroups == 2 ? kSpare : kResult == WgmmaResult::dq ? 56 : 32;
   static constexpr int kMany = kGroups == 2 ? (504 - kFew) / 2 : kGroups == 3 ? (512 - kFew) / 24 * 8 : 112;
   static constexpr int kAtStart = 65536 / 128 / (kGroups + 1) / 8 * 8;
@@ -802,9 +821,11 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     attention_wgmma_kernel(const __grid_constant__ AttentionWgmma<T> c) {
 #ifdef CUTE_ARCH_MMA_SM90A_ENABLED
   using Block = typename WgmmaBlock<T, Shape, kResult>::type;
-  using Registers = WgmmaRegisters<kResult, Shape::kGroups, Shape::kExtra, Shape::kAdds>;
+  using Registers = WgmmaRegisters<kResult, Shape::kGroups, Shape::kExtra, Shape::kAdds, Shape::kDim>;
   constexpr int kGroups = Shape::kGroups, kWarps = 4 * kGroups;
-  constexpr int kPreparing = kResult == WgmmaResult::y ? 0 : kResult == WgmmaResult::dq ? 3 : 1;  // warps
+  constexpr int kPreparing = kResult == WgmmaResult::y                     ? 0
+                             : kResult == WgmmaResult::dq && !Shape::kAdds ? 3
+                                                                           : 1;  // warps
   extern __shared__ __align__(1024) uint4 attention_shared[];
   __shared__ typename Block::Barriers barriers;
   Block block{c, barriers, (shared_address(attention_shared) + 1023) & ~1023u};
@@ -821,6 +842,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     } else {
       barriers.rows.init(kWarps), barriers.others.init(32 * kWarps, 1 + 32 * kPreparing);
     }
+    if constexpr (Shape::kAdds) barriers.added.init(kWarps, kAddedThreads);
     mbarrier_init_fence();
   }
   __syncthreads();
@@ -849,14 +871,15 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
 constexpr int kSectionRounds = 4;   // even, so that a block has a heavy tile for each light one
 constexpr int kMostRows = 1 << 28;  // differences of indices and bounds are then within int
 
-// Whether these kernels take a call that mma_takes: with cu_seqlens, a softcap, sinks, a mask or a bias the forward
-// alone, and these two alone. A warpgroup goes through keys up to where its last query stands: keys have no sequences
-// of their own.
+// Whether these kernels take a call that mma_takes: with cu_seqlens, a softcap or sinks the forward alone, and a mask
+// or a bias alone. A warpgroup goes through keys up to where its last query stands: keys have no sequences of their
+// own.
 template <typename T>
 bool wgmma_takes(const AttentionInputs<T> &x, bool forward) {
   const AttentionSizes &z = x.z;
   const bool plain = x.plain() && z.softcap == 0, adds = x.extra.mask || x.extra.bias;
-  if (x.extra.crossed() || (adds && !wgmma_adds(x)) || (!forward && !plain)) return false;
+  if (x.extra.crossed() || (adds && !wgmma_adds(x)) || (!forward && !plain && !adds)) return false;
+  if (!forward && adds && !std::getenv("MASK_BWD")) return false;
   const int64_t most_dim = forward && plain ? 256 : 128;
   const bool fits = std::max({z.queries, z.keys, z.rows() / 8}) <= kMostRows && std::max(z.dim, z.v_dim) <= most_dim;
   return fits && z.scale > 0 && z.keys > 0 && z.rows() > 0 && TensorMaps::get().tiled;

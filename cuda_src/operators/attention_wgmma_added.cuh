@@ -15,12 +15,12 @@ enum class WgmmaAdded { none, mask, bias, wide_bias };
 constexpr int kAddedThreads = 64;
 
 // Bytes of a row of a tile, and of a tile.
-template <WgmmaAdded kAdded, int kRows, int kKeys>
+template <WgmmaAdded kAdded_, int kRows_, int kKeys_>
 struct AddedShape {
+  static constexpr WgmmaAdded kAdded = kAdded_;
+  static constexpr int kRows = kRows_, kKeys = kKeys_;
   static constexpr int kBytes = kAdded == WgmmaAdded::wide_bias ? 4 : 2;  // of an element of a bias
-  static constexpr int kPitch = kAdded == WgmmaAdded::none   ? 0
-                                : kAdded == WgmmaAdded::mask ? kKeys / 8
-                                                             : kKeys * kBytes;
+  static constexpr int kPitch = kAdded == WgmmaAdded::none ? 0 : kAdded == WgmmaAdded::mask ? 16 : kKeys * kBytes;
   static constexpr int kTile = kRows * kPitch;
   // Stages that fit beside what else a block has, of 225 KiB: barriers are in the rest.
   static constexpr int stages(int others) {
@@ -46,17 +46,17 @@ __device__ inline void mbarrier_arrive_after_copies(uint64_t *barrier) {
 }
 
 // The tiles of one head.
-template <typename T, class Shape>
+template <typename T, class Of>
 struct AddedTiles {
-  static constexpr int kKeys = Shape::kOthers, kRows = Shape::kRows;
-  static constexpr bool kMask = Shape::kAdded == WgmmaAdded::mask, kWide = Shape::kAdded == WgmmaAdded::wide_bias;
+  static constexpr int kKeys = Of::kKeys, kRows = Of::kRows;
+  static constexpr bool kMask = Of::kAdded == WgmmaAdded::mask, kWide = Of::kAdded == WgmmaAdded::wide_bias;
   static constexpr bool kHides = !kMask;  // whether hide may find keys that add has not hidden
-  using Of = typename Shape::OfAdded;
   static constexpr int kPitch = Of::kPitch;
 
   const AttentionExtras &extra;
 
-  __device__ bool one_row() const { return (kMask ? extra.of_mask.query : extra.of_bias.query) == 0; }
+  __device__ const ScoreSteps &steps() const { return kMask ? extra.of_mask : extra.of_bias; }
+  __device__ bool one_row() const { return steps().query == 0; }
   // Where piece `piece` of 16 bytes of a row of a bias lies: those that a warp reads at once are in different banks.
   __device__ static int piece_at(int row, int piece) {
     return row * kPitch + (piece ^ (kWide ? row % 4 * 2 : row % 8)) * 16;
@@ -66,29 +66,30 @@ struct AddedTiles {
 
   // Brings rows from `query` on, of which there are `rows`, and keys from `key` on, of which there are `keys`. The
   // threads are two warps.
+  template <int kLoads = 8>
   __device__ void bring(uint32_t to, uint64_t *full, int64_t head, int query, int rows, int key, int keys) const {
     const int present = one_row() ? 1 : min(rows, kRows);
     if constexpr (kMask) {
       const char *const from = reinterpret_cast<const char *>(extra.mask) + head + query * extra.of_mask.query + key;
       const bool aligned = (reinterpret_cast<uintptr_t>(from) | static_cast<uintptr_t>(extra.of_mask.query)) % 16 == 0;
-      if (aligned) bring_mask<true, 8>(to, from, present, keys);
-      else bring_mask<false, 4>(to, from, present, keys);
+      if (aligned) bring_mask<true, kLoads>(to, from, present, keys);
+      else bring_mask<false, kLoads / 2>(to, from, present, keys);
       mbarrier_arrive(full);
     } else {
       const int64_t step = extra.of_bias.query * Of::kBytes;
       const char *const from =
           static_cast<const char *>(extra.bias) + (head + query * extra.of_bias.query + key) * Of::kBytes;
       const auto all = reinterpret_cast<uintptr_t>(from) | static_cast<uintptr_t>(step | keys * Of::kBytes);
-      if (all % 16 == 0) copy<16>(to, from, step, present, keys * Of::kBytes);
-      else if (all % 8 == 0) copy<8>(to, from, step, present, keys * Of::kBytes);
-      else copy<4>(to, from, step, present, keys * Of::kBytes);
+      if (all % 16 == 0) copy<16, kLoads / 2>(to, from, step, present, keys * Of::kBytes);
+      else if (all % 8 == 0) copy<8, kLoads / 2>(to, from, step, present, keys * Of::kBytes);
+      else copy<4, kLoads / 2>(to, from, step, present, keys * Of::kBytes);
       mbarrier_arrive_after_copies(full);
     }
   }
   __device__ static int thread() { return static_cast<int>(threadIdx.x) % kAddedThreads; }
 
   // Starts to copy rows of a bias, in pieces of kEach bytes.
-  template <int kEach>
+  template <int kEach, int kUnroll>
   __device__ void copy(uint32_t to, const char *from, int64_t step, int rows, int bytes) const {
     constexpr int kAlong = std::min(kAddedThreads, kPitch / kEach), kAtOnce = kAddedThreads / kAlong;
     const int first = thread() / kAlong;
@@ -98,17 +99,17 @@ struct AddedTiles {
       const bool present = at < bytes;
       const char *row = present ? from + at + first * step : static_cast<const char *>(extra.bias);
       const int64_t more = present ? kAtOnce * step : 0;
-#pragma unroll 4
+#pragma unroll kUnroll
       for (int i = first; i < rows; i += kAtOnce, row += more)
         copy_async<kEach>(to + piece_at(i, at / 16) + at % 16, row, present);
     }
   }
 
-  // Eight threads have a row of 128 keys, 16 each, and kEach loads on their way. Those of a row that does not begin at
-  // a multiple of 16 bytes load what is around it, and shift its bits.
+  // Eight threads have a row of up to 128 keys, 16 each, and kEach loads on their way. Those of a row that does not
+  // begin at a multiple of 16 bytes load what is around it, and shift its bits.
   template <bool kAligned, int kEach>
   __device__ void bring_mask(uint32_t to, const char *from, int rows, int keys) const {
-    static_assert(kKeys == 128);
+    static_assert(kKeys <= 128);
     const int j = thread() % 8;
 #pragma unroll 1
     for (int first = thread() / 8; first - thread() / 8 < rows; first += 8 * kEach) {
@@ -152,23 +153,30 @@ struct AddedTiles {
   // Adds a tile to the scores of a warpgroup's 64 rows, of the tile's from `row` on. over: 1 / scale. What a bias of
   // -inf makes NaN is hide's.
   __device__ void add(Scores &s, uint32_t tile, int row, float over) const {
-    if constexpr (kMask) {
-      hide_masked(s, tile, row);
-    } else {
-      each(tile, row, [&](float &score, float bias) { score = fmaf(bias, over, score); }, s);
-    }
+    if constexpr (kMask) hide_masked(s, tile, row, -kInfinity);
+    else each(tile, row, [&](float &score, float bias) { score = fmaf(bias, over, score); }, s);
   }
-  // Hides the keys whose bias is -inf, whatever their score is.
-  __device__ void hide(Scores &s, uint32_t tile, int row, float over) const {
-    if constexpr (!kMask)
-      each(tile, row, [&](float &score, float bias) { score = bias * over == -kInfinity ? -kInfinity : score; }, s);
+  // Sets what belongs to keys that the mask hides, or whose bias is -inf, to `hidden`, whatever it is.
+  __device__ void hide(Scores &s, uint32_t tile, int row, float over, float hidden) const {
+    if constexpr (kMask) hide_masked(s, tile, row, hidden);
+    else each(tile, row, [&](float &x, float bias) { x = bias * over == -kInfinity ? hidden : x; }, s);
+  }
+
+  // The same, where a warpgroup's rows are the tile's keys from `key` on, and columns its queries.
+  using Across = float[kRows / 2];
+  __device__ void add_across(Across &s, uint32_t tile, int key, float over) const {
+    if constexpr (!kMask) each_across(tile, key, [&](float &score, float bias) { score = fmaf(bias, over, score); }, s);
+  }
+  __device__ void hide_across(Across &s, uint32_t tile, int key, float over) const {
+    if constexpr (kMask) hide_masked_across(s, tile, key);
+    else each_across(tile, key, [&](float &x, float bias) { x = bias * over == -kInfinity ? 0 : x; }, s);
   }
 
  private:
-  __device__ void hide_masked(Scores &s, uint32_t tile, int row) const {
+  __device__ void hide_masked(Scores &s, uint32_t tile, int row, float hidden) const {
     constexpr int kWords = kKeys / 32;
     const int lane = lane_index(), of_lane = one_row() ? 0 : row + warp_index() % 4 * 16 + lane / 4;
-    uint32_t bits[2][kWords], all = ~0u;
+    uint32_t bits[2][4], all = ~0u;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const uint32_t at = tile + (one_row() ? 0 : of_lane + 8 * half) * kPitch;
@@ -177,7 +185,7 @@ struct AddedTiles {
                    : "r"(at)
                    : "memory");
 #pragma unroll
-      for (const uint32_t word : bits[half]) all &= word;
+      for (int w = 0; w < kWords; ++w) all &= bits[half][w];
     }
     if (__all_sync(~0u, all == ~0u)) return;
 #pragma unroll
@@ -189,7 +197,7 @@ struct AddedTiles {
         for (int n = 0; n < 4; ++n)
 #pragma unroll
           for (int e = 0; e < 2; ++e)
-            if (!(word >> (8 * n + e) & 1)) s[16 * w + 4 * n + 2 * half + e] = -kInfinity;
+            if (!(word >> (8 * n + e) & 1)) s[16 * w + 4 * n + 2 * half + e] = hidden;
       }
   }
 
@@ -228,6 +236,52 @@ struct AddedTiles {
                      : "memory");
         f(s[4 * n + 2 * half], pair.x), f(s[4 * n + 2 * half + 1], pair.y);
       }
+  }
+
+  // A warp has 16 keys: bits of half a word of each query.
+  __device__ void hide_masked_across(Across &s, uint32_t tile, int key) const {
+    const int lane = lane_index(), of_warp = (key + warp_index() % 4 * 16) / 8;
+#pragma unroll
+    for (int n = 0; n < kRows / 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        uint16_t bits;
+        const int query = one_row() ? 0 : 8 * n + lane % 4 * 2 + e;
+        asm volatile("ld.shared.b16 %0, [%1];" : "=h"(bits) : "r"(tile + query * kPitch + of_warp) : "memory");
+        const uint32_t of_lane = static_cast<uint32_t>(bits) >> lane / 4;
+        if (!(of_lane & 1)) s[4 * n + e] = 0;
+        if (!(of_lane >> 8 & 1)) s[4 * n + 2 + e] = 0;
+      }
+  }
+  template <class F>
+  __device__ void each_across(uint32_t tile, int key, F f, Across &s) const {
+    const int lane = lane_index(), of_warp = key + warp_index() % 4 * 16;
+    if constexpr (kWide) {
+#pragma unroll
+      for (int n = 0; n < kRows / 8; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int query = one_row() ? 0 : 8 * n + lane % 4 * 2 + i % 2, at = of_warp + i / 2 * 8 + lane / 4;
+          float bias;
+          asm volatile("ld.shared.f32 %0, [%1];"
+                       : "=f"(bias)
+                       : "r"(tile + piece_at(query, at / 4) + at % 4 * 4)
+                       : "memory");
+          f(s[4 * n + i], bias);
+        }
+    } else {
+#pragma unroll
+      for (int n = 0; n < kRows / 8; n += 2) {
+        uint32_t words[4];
+        const int query = one_row() ? 0 : 8 * (n + lane / 16) + lane % 8;
+        load_transposed_matrices(words, tile + piece_at(query, of_warp / 8 + lane / 8 % 2));
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+#pragma unroll
+          for (int e = 0; e < 2; ++e)
+            f(s[4 * (n + i / 2) + 2 * (i % 2) + e], widen(reinterpret_cast<const T(&)[2]>(words[i])[e]));
+      }
+    }
   }
 };
 
