@@ -25,6 +25,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .models.timing import Turns
+
 IMPLS = ("transformers", "aotops", "aotops_head", "aotops_all", "liger")
 ALSO = {"aotops_head": ("linear_cross_entropy",), "aotops_all": ("linear_cross_entropy", "attention")}
 MODES = ("eager", "compiled")
@@ -68,18 +70,19 @@ MODELS = {
 # -------------------------------------------------------------------------------------------------------- measurements
 
 
-def rows(name: str, impls: Iterable[str], modes: Iterable[str], steps: int, tiny: bool) -> list[Row]:
+def rows(name: str, impls: Iterable[str], modes: Iterable[str], steps: int, tiny: bool, turns: Turns) -> list[Row]:
     """Measured in this process."""
     import torch
 
     found = []
     for impl in sorted(impls, key=IMPLS.index):
         for mode in sorted(modes, key=MODES.index):
+            turns.prepare()
             model = build(name, impl, tiny)
             if model is None:
                 print(f"{name}: {impl} has no kernels for it", flush=True)
                 break
-            row = {"model": name, "impl": impl, "mode": mode} | measure(model, name, mode, steps, tiny)
+            row = {"model": name, "impl": impl, "mode": mode} | measure(model, name, mode, steps, tiny, turns)
             print(line(row), flush=True)
             found.append(row)
             del model
@@ -115,7 +118,7 @@ def build(name: str, impl: str, tiny: bool) -> Any:
     return model
 
 
-def measure(model: Any, name: str, mode: str, steps: int, tiny: bool) -> Row:
+def measure(model: Any, name: str, mode: str, steps: int, tiny: bool, turns: Turns) -> Row:
     import torch
 
     from .models.torch_train import Clock
@@ -137,12 +140,15 @@ def measure(model: Any, name: str, mode: str, steps: int, tiny: bool) -> Row:
     step(inputs)
     clock.synchronize()
     first = time.perf_counter() - began
-    for _ in range(WARM_UP):
-        step(inputs)
-    clock.synchronize()
-    clock.reset_peak()
+    clock.give_back()
+    with turns:
+        for _ in range(WARM_UP):
+            step(inputs)
+        clock.synchronize()
+        clock.reset_peak()
+        times = clock.times(step, [inputs] * steps)
     return {
-        **clock.times(step, [inputs] * steps),
+        **times,
         "peak_gib": clock.peak_gib(),
         "first_step_s": round(first, 1),
         "losses": [round(float(loss), 4) for loss in losses],
@@ -227,6 +233,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--modes", default=",".join(MODES), help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=STEPS, help="timed steps; default: %(default)s")
     parser.add_argument("--tiny", action="store_true", help="tiny models, to try this program, on a CPU too")
+    parser.add_argument("--turns", metavar="FILE", help="others run beside it, but for timed steps, which lock FILE")
     parser.add_argument("--json", default=str(RESULTS), metavar="FILE", help="adds the rows to it; - for none")
     args = parser.parse_args(argv)
     args.models = args.models or [*MODELS]
@@ -250,7 +257,7 @@ def main(argv: list[str] | None = None) -> None:
             if subprocess.run([sys.executable, "-m", "benchmarks.replaced", name, *given], cwd=root).returncode
         ]
         sys.exit(f"replaced: {', '.join(failed)} failed" if failed else 0)
-    found = rows(args.models[0], args.impls, args.modes, args.steps, args.tiny)
+    found = rows(args.models[0], args.impls, args.modes, args.steps, args.tiny, Turns(args.turns))
     for row, ratio, apart, spread in differences(found):
         what = f"{row['model']:6} {row['impl']:12} {row['mode']:8}"
         print(f"{what} {ratio} of its time; losses {apart} apart, spread {spread}")

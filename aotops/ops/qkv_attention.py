@@ -5,9 +5,9 @@ from __future__ import annotations
 from math import prod
 
 from ..op import Autocast, Product, operator
+from ._qkv import head_counts, joined, split
 from .attention import _backward_formula as attention_backward_formula
 from .attention import _formula as attention_formula
-from .qkv_rope import head_counts, joined, split
 
 # -------------------------------------------------------------------------------------------------------------- shapes
 

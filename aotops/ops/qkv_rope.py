@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 from ..op import Autocast, operator
+from ._qkv import head_counts, joined, split
 from ._rope import gradient_dims, rotated_heads, sequence_axis, table_dims, table_gradients
-
-
-def head_counts(heads, kv_heads):
-    """The heads of q, k and v."""
-    return heads, *(2 * [heads if kv_heads is None else kv_heads])
-
 
 # -------------------------------------------------------------------------------------------------------------- shapes
 
@@ -92,31 +87,6 @@ def _backward_formula(
 def _laid_out(m, x, layout):
     """(..., sequence, heads, head_dim) in this layout, or the other way."""
     return m.swapaxes(x, x.ndim - 3, x.ndim - 2) if layout == "BHSD" else x
-
-
-def split(m, qkv, counts, grouped):
-    """q, k and v: (..., sequence, heads, head_dim)."""
-    heads, kv_heads, _ = counts
-    *lead, row = qkv.shape
-    dim = row // sum(counts)
-    if grouped:  # as if each group were a row
-        qkv = m.reshape(qkv, (*lead, kv_heads, row // kv_heads))
-    of_q = (heads // kv_heads if grouped else heads) * dim
-    of_k = dim if grouped else kv_heads * dim
-    parts = qkv[..., :of_q], qkv[..., of_q : of_q + of_k], qkv[..., of_q + of_k :]
-    return tuple(m.reshape(x, (*lead, n, dim)) for x, n in zip(parts, counts, strict=True))
-
-
-def joined(m, parts, counts, grouped):
-    """dqkv of its parts, (..., sequence, heads, head_dim)."""
-    *lead, _, dim = parts[0].shape
-    _, kv_heads, _ = counts
-
-    def rows(n):
-        return (*lead, kv_heads, n // kv_heads * dim) if grouped else (*lead, n * dim)
-
-    joined = m.concatenate([m.reshape(x, rows(n)) for x, n in zip(parts, counts, strict=True)])
-    return m.reshape(joined, (*lead, sum(counts) * dim))
 
 
 # ---------------------------------------------------------------------------------------------------------- definition

@@ -76,11 +76,11 @@ def warm(specs: list[Spec], caches: Path, jobs: int) -> None:
 
 def merged_rounds(spec: Spec, rounds: list[Row]) -> Row:
     """The medians of the times. The first step is that of a process that found nothing compiled: no other is recorded
-    where there is something to compile."""
+    where there is something to compile, and none where other processes run beside it."""
     row: Row = {key: getattr(spec, key) for key in KEY}
     row |= {key: statistics.median(r[key] for r in rounds) for key in ("ms", "wall_ms", "host_ms", "tokens_per_s")}
     row["peak_gib"] = rounds[0]["peak_gib"]
-    if rounds[0]["cold"] or not spec.compiled:
+    if not spec.turns and (rounds[0]["cold"] or not spec.compiled):
         row["first_step_s"] = rounds[0]["first_step_s"]
     row |= {"loss": rounds[0]["loss"], "losses": rounds[0]["losses"], "rounds": [r["ms"] for r in rounds]}
     if len(rounds) > 1:
@@ -166,6 +166,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--deterministic", action="store_true", help="with torch.use_deterministic_algorithms")
     parser.add_argument("--profile", action="store_true", help="also the kernels of a step (GPU)")
     parser.add_argument("--warm", type=int, default=0, metavar="JOBS", help="compile JOBS models at once, ahead")
+    parser.add_argument(
+        "--turns", default="", metavar="FILE", help="others run beside it, but for timed steps, which lock FILE (torch)"
+    )
     parser.add_argument("--caches", type=Path, metavar="FOLDER", help="of compiled code; default: a new one")
     parser.add_argument("--tiny", action="store_true", help="tiny models, to try this program")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
@@ -187,7 +190,17 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     specs = [
-        Spec(model, impl, precision, args.steps, args.tiny, args.deterministic, args.profile, framework=args.framework)
+        Spec(
+            model,
+            impl,
+            precision,
+            args.steps,
+            args.tiny,
+            args.deterministic,
+            args.profile,
+            framework=args.framework,
+            turns=args.turns,
+        )
         for model in args.models
         for precision in args.precision
         for impl in args.impls

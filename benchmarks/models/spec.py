@@ -82,6 +82,8 @@ class Spec:
     profile: bool = False
     compile_only: bool = False
     framework: str = "torch"
+    turns: str = ""
+    """The file whose lock the timed steps hold (timing.Turns); of torch."""
 
     @property
     def flavour(self) -> str:

@@ -29,7 +29,7 @@ def measure(spec: Spec) -> dict[str, Any]:
     """The figures of a row."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.use_deterministic_algorithms(spec.deterministic)
-    clock = Clock(device)
+    clock, turns = Clock(device), timing.Turns(spec.turns)
     model = build_model(spec, device)
     optimizer = FLAVOURS[spec.flavour].optimizer(model.parameters())
     loss_of = torch.compile(model) if spec.compiled else model
@@ -58,22 +58,27 @@ def measure(spec: Spec) -> dict[str, Any]:
         clock.synchronize()
         return {"first_step_s": first}
     timed = steps - spec.timed
-    for batch in batches[1:timed]:
-        step(batch)
-    clock.synchronize()
-    clock.reset_peak()
-    times = clock.times(step, batches[timed:steps])
+    clock.give_back()
+    with turns:
+        for batch in batches[1:timed]:
+            step(batch)
+        clock.synchronize()
+        clock.reset_peak()
+        times = clock.times(step, batches[timed:steps])
+        peak = clock.peak_gib()
+        held_out = exact_loss(spec, model, device)
     row = {
         **times,
         "tokens_per_s": round(spec.size.tokens_per_step / times["ms"] * 1e3),
-        "peak_gib": clock.peak_gib(),
+        "peak_gib": peak,
         "first_step_s": round(first, 2),
         "losses": [round(float(loss), 6) for loss in losses],
         "bits": bits(losses, model),
-        "loss": round(exact_loss(spec, model, device), 6),
+        "loss": round(held_out, 6),
     }
     if spec.profile and device == "cuda":
-        row["kernels"] = kernels.profile(lambda: [step(batch) for batch in batches[steps : steps + PROFILED]], PROFILED)
+        with turns:
+            row["kernels"] = kernels.profile(lambda: [step(b) for b in batches[steps : steps + PROFILED]], PROFILED)
         row["kernels"]["gaps_ms"] = round(row["ms"] - row["kernels"]["total_ms"], 3)
     return row
 
@@ -130,6 +135,11 @@ class Clock:
     def synchronize(self) -> None:
         if self.cuda:
             torch.cuda.synchronize()
+
+    def give_back(self) -> None:
+        """Frees memory that is kept for later steps, so that another process has it meanwhile."""
+        if self.cuda:
+            torch.cuda.empty_cache()
 
     def reset_peak(self) -> None:
         if self.cuda:

@@ -215,7 +215,7 @@ struct AttentionAttrs {
     AOT_TRY(check_heads(op, "v", v, q.dtype));
     AOT_TRY(check_keys(op, q, k));
     AOT_TRY(check_values(op, q, k, v));
-    if (lengths) AOT_TRY(check_lengths(op, q, lengths));
+    if (lengths) AOT_TRY(check_lengths(op, "q", q, q.ndim - 3, lengths));
     *y = q, *lse = Spec::unknown_rank(accumulate_dtype(q.dtype));
     if (!q.rank_known()) return kOk;
     y->shape[y->ndim - 1] = v.rank_known() ? dim(v) : kUnknownDim;
@@ -237,6 +237,19 @@ struct AttentionAttrs {
     AOT_TRY(check_seed(op, seed));
     if (key_offsets) return check_key_offsets(op, offsets, key_offsets);
     return offsets ? check_offsets(op, q, k, offsets) : kOk;
+  }
+
+  // Lengths have the last of the leading axes of x.
+  static Status check_lengths(const char *op, const char *slot, const Spec &x, int leading, const Spec &lengths) {
+    AOT_TRY(check_integer(op, "lengths", lengths));
+    if (!lengths.rank_known() || !x.rank_known()) return kOk;
+    const int n = lengths.ndim;
+    bool same = n <= leading;
+    for (int i = 1; i <= n && same; ++i) same = same_dim(lengths.shape[n - i], x.shape[leading - i]);
+    if (same) return kOk;
+    return fail(kInvalidArgument,
+                "%s: lengths has shape %s, expected the leading axes of %s, which has shape %s, or the last of them",
+                op, ShapeText(lengths).text, slot, ShapeText(x).text);
   }
 
  private:
@@ -299,20 +312,6 @@ struct AttentionAttrs {
     for (int i = 0; i < a.ndim - 3; ++i)
       if (!same_dim(a.shape[i], b.shape[i])) return false;
     return true;
-  }
-
-  // The last leading axes of q.
-  static Status check_lengths(const char *op, const Spec &q, const Spec &lengths) {
-    AOT_TRY(check_integer(op, "lengths", lengths));
-    if (!lengths.rank_known() || !q.rank_known()) return kOk;
-    const int leading = q.ndim - 3, n = lengths.ndim;
-    bool same = n <= leading;
-    for (int i = 1; i <= n && same; ++i) same = same_dim(lengths.shape[n - i], q.shape[leading - i]);
-    if (same) return kOk;
-    return fail(kInvalidArgument,
-                "%s: lengths has shape %s, expected the leading axes of q, which has shape %s, or the "
-                "last of them",
-                op, ShapeText(lengths).text, ShapeText(q).text);
   }
 
   // What is added to scores: of q's dtype, or of that of its sums.

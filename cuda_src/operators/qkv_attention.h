@@ -4,6 +4,7 @@
 // gradient dqkv: dq, dk and dv
 #pragma once
 #include "attention.h"
+#include "head_counts.h"
 
 namespace aot {
 inline namespace AOT_ISA {
@@ -22,8 +23,7 @@ Status attention_launcher(const Op &op, const Tensor *in, const Tensor *out, voi
 template <class Op>
 Status attention_backward_launcher(const Op &op, const Tensor *in, const Tensor *out, void *stream);
 
-struct QkvAttentionAttrs : AttentionAttrs {
-  static constexpr int64_t kHeads = INT64_MIN, kMostHeads = (int64_t{1} << 30) - 1;  // kHeads: as many as heads
+struct QkvAttentionAttrs : AttentionAttrs, HeadCounts {
   int64_t heads = 0, kv_heads = kHeads;
 
   Status init(const Attrs &attrs) {
@@ -75,7 +75,7 @@ struct QkvAttentionAttrs : AttentionAttrs {
       return fail(kInvalidArgument, "%s: kv_heads is %lld, expected a divisor of heads, which is %lld", op,
                   static_cast<long long>(of_keys()), static_cast<long long>(heads));
     AOT_TRY(check_packed(op, qkv));
-    if (lengths) AOT_TRY(check_lengths(op, qkv, lengths));
+    if (lengths) AOT_TRY(check_lengths(op, "qkv", qkv, qkv.ndim - 2, lengths));
     const Spec k = part(qkv, of_keys());
     AOT_TRY(AttentionAttrs::check(op, part(qkv, heads), k, k, {}, y, lse));
     if (!qkv.rank_known()) return kOk;
@@ -86,12 +86,6 @@ struct QkvAttentionAttrs : AttentionAttrs {
   }
 
  private:
-  static Status check_count(const char *op, const char *name, int64_t n) {
-    if (n >= 1 && n <= kMostHeads) return kOk;
-    return fail(kInvalidArgument, "%s: %s is %lld, expected 1 to %lld", op, name, static_cast<long long>(n),
-                static_cast<long long>(kMostHeads));
-  }
-
   Status check_packed(const char *op, const Spec &qkv) const {
     AOT_TRY(check_floating(op, "qkv", qkv));
     if (!qkv.rank_known()) return kOk;
@@ -102,19 +96,6 @@ struct QkvAttentionAttrs : AttentionAttrs {
     return fail(kInvalidArgument,
                 "%s: qkv has shape %s, expected (..., sequence, a multiple of %lld, heads + 2 kv_heads)", op,
                 ShapeText(qkv).text, static_cast<long long>(of_row()));
-  }
-
-  // Lengths have the last leading axes of qkv.
-  static Status check_lengths(const char *op, const Spec &qkv, const Spec &lengths) {
-    AOT_TRY(check_integer(op, "lengths", lengths));
-    if (!lengths.rank_known() || !qkv.rank_known()) return kOk;
-    const int leading = qkv.ndim - 2, n = lengths.ndim;
-    bool same = n <= leading;
-    for (int i = 1; i <= n && same; ++i) same = same_dim(lengths.shape[n - i], qkv.shape[leading - i]);
-    if (same) return kOk;
-    return fail(kInvalidArgument,
-                "%s: lengths has shape %s, expected the leading axes of qkv, which has shape %s, or the last of them",
-                op, ShapeText(lengths).text, ShapeText(qkv).text);
   }
 };
 

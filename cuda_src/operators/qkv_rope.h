@@ -4,6 +4,7 @@
 // gradient dqkv: dq and dk, rotated by the opposite angle, and dv
 //          dcos, dsin as rope's, summed over the heads of q and k
 #pragma once
+#include "head_counts.h"
 #include "rope.h"
 
 #ifdef __CUDACC__
@@ -74,8 +75,7 @@ struct HeadAddresses {
   }
 };
 
-struct QkvRopeAttrs : RopeAttrs {
-  static constexpr int64_t kHeads = INT64_MIN, kMostHeads = (int64_t{1} << 30) - 1;  // kHeads: as many as heads
+struct QkvRopeAttrs : RopeAttrs, HeadCounts {
   int64_t heads = 0, kv_heads = kHeads;
   bool grouped = false;
 
@@ -166,13 +166,6 @@ struct QkvRopeAttrs : RopeAttrs {
     s.ndim = of.leading + 2, s.shape[of.leading] = of.seq;
     s.shape[of.leading + 1] = of.dim < 0 ? kUnknownDim : bounded_product(of.dim, order().count());
     return s;
-  }
-
- private:
-  static Status check_count(const char *op, const char *name, int64_t n) {
-    if (n >= 1 && n <= kMostHeads) return kOk;
-    return fail(kInvalidArgument, "%s: %s is %lld, expected 1 to %lld", op, name, static_cast<long long>(n),
-                static_cast<long long>(kMostHeads));
   }
 };
 

@@ -159,7 +159,7 @@ def _general(op: Op, disp: Callable[..., Any], inputs: Tensors, attrs: tuple[Any
     if inputs[0] is not None and inputs[0].numel() < KEEP_RESIDUALS_FROM and not is_worth_binding(op, attrs):
         try:
             return _dispatch(op, disp, inputs, attrs)
-        except Exception:  # the entry refuses the call: run_eager says why
+        except (RuntimeError, TypeError, ValueError):  # the entry refuses the call: run_eager says why
             pass
     return run_eager(op, inputs, attrs)
 

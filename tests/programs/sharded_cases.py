@@ -35,10 +35,13 @@ def qkv(qkv: tuple[int, ...], table: Any, positions: tuple[int, ...] | None = No
 
 
 def attention(lead: tuple[int, ...], kv_heads: int, lengths: tuple[int, ...] | None = None, **given: Any) -> Case:
-    """``bias``, ``sinks``: their shapes; else attributes."""
-    shapes = {slot: (*lead, seq, n, 6) for slot, seq, n in (("q", 8, 4), ("k", 5, kv_heads), ("v", 5, kv_heads))}
+    """``bias``, ``sinks``: their shapes; else attributes. v's heads are of 8 with dropout, which splits these alone."""
+    of_v = 8 if given.get("dropout") else 6
+    shapes = {"q": (*lead, 8, 4, 6), "k": (*lead, 5, kv_heads, 6), "v": (*lead, 5, kv_heads, of_v)}
     shapes |= {"lengths": lengths, **{slot: given.pop(slot, None) for slot in ("bias", "sinks")}}
-    return Case(shapes, given, classes={"lengths": 6} if lengths else {})
+    shapes["seed"] = (2,) if given.get("dropout") else None
+    classes = {"lengths": 6, "seed": 2**31}
+    return Case(shapes, given, classes={slot: n for slot, n in classes.items() if shapes[slot] is not None})
 
 
 def decoding(keys: int, kv_heads: int, block_size: int | None = None, **attrs: Any) -> Case:

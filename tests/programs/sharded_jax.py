@@ -104,6 +104,7 @@ CASES: dict[str, list[Case]] = {
         attention((2, 4), 4, (4,), window=(2, 1), softcap=2.0),
         attention((4,), 4, bias=(4, 8, 5), sinks=(4,)),
         attention((4,), 4, bias=(4, 1, 1, 5), causal=True),
+        attention((4,), 2, (4,), causal=True, dropout=0.4),
     ],
     "qkv_attention": [
         Case({"qkv": (4, 8, 16), "lengths": None}, {"heads": 2, "kv_heads": 1, "causal": True}),

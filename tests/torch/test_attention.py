@@ -210,6 +210,16 @@ def test_dropout_in_a_checkpoint_and_compiled(only_ours):
             torch.testing.assert_close(a, b)
 
 
+def test_a_checkpoint_of_numbers_that_are_new(only_ours):
+    """torch stops what it calls again by an exception, as soon as all is there, and that comes out of the call."""
+    for i in range(12):  # more than are bound at their first use
+        call = functools.partial(ours.scaled_dot_product_attention, scale=0.1 + i / 64)
+        tensors = inputs(5, 7)
+        again = gradients(functools.partial(checkpoint, call, use_reentrant=False), tensors)
+        for a, b in zip(again, gradients(call, tensors), strict=True):
+            torch.testing.assert_close(a, b)
+
+
 def test_dropout_under_vmap(only_ours):
     """vmap's ``randomness`` decides, as of torch's random functions."""
     tensors = [x.detach().expand(3, *x.shape) for x in identity(5, 40)]
