@@ -13,8 +13,6 @@
 #include "cuda/tma.cuh"
 #include "cuda/wgmma.cuh"
 
-#include <cstdlib>
-
 namespace aot {
 inline namespace AOT_ISA {
 
@@ -879,7 +877,6 @@ bool wgmma_takes(const AttentionInputs<T> &x, bool forward) {
   const AttentionSizes &z = x.z;
   const bool plain = x.plain() && z.softcap == 0, adds = x.extra.mask || x.extra.bias;
   if (x.extra.crossed() || (adds && !wgmma_adds(x)) || (!forward && !plain && !adds)) return false;
-  if (!forward && adds && !std::getenv("MASK_BWD")) return false;
   const int64_t most_dim = forward && plain ? 256 : 128;
   const bool fits = std::max({z.queries, z.keys, z.rows() / 8}) <= kMostRows && std::max(z.dim, z.v_dim) <= most_dim;
   return fits && z.scale > 0 && z.keys > 0 && z.rows() > 0 && TensorMaps::get().tiled;

@@ -137,13 +137,15 @@ struct AddedTiles {
       }
     }
   }
-  // A bit for each byte, whether it is not 0.
+  // A bit for each byte, whether it is not 0. Bytes of a bool are 0 or 1, which needs no more than four dot products.
   __device__ static uint32_t bits_of(uint4 bytes) {
-    return bits_of(bytes.x) | bits_of(bytes.y) << 4 | bits_of(bytes.z) << 8 | bits_of(bytes.w) << 12;
+    if ((bytes.x | bytes.y | bytes.z | bytes.w) & 0xfefefefe)
+      bytes = {ones_of(bytes.x), ones_of(bytes.y), ones_of(bytes.z), ones_of(bytes.w)};
+    constexpr unsigned kLow = 0x08040201, kHigh = kLow << 4;
+    return __dp4a(bytes.y, kHigh, __dp4a(bytes.x, kLow, 0u)) | __dp4a(bytes.w, kHigh, __dp4a(bytes.z, kLow, 0u)) << 8;
   }
-  __device__ static uint32_t bits_of(uint32_t bytes) {
-    const uint32_t tops = (((bytes & 0x7f7f7f7f) + 0x7f7f7f7f) | bytes) & 0x80808080;
-    return tops * 0x00204081 >> 28;
+  __device__ static uint32_t ones_of(uint32_t bytes) {
+    return (((bytes & 0x7f7f7f7f) + 0x7f7f7f7f) | bytes) >> 7 & 0x01010101;
   }
 
   // ------------------------------------------------------------------------------------------------------- its uses

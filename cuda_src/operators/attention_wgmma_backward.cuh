@@ -227,6 +227,12 @@ struct WgmmaKeys {
   __device__ void hide(const AttentionWgmma<T> &c, At step, float (&s)[kQueries / 2], float hidden) const {
     if (!whole(step)) hide(c, query(step), s, hidden);
   }
+  // Weights of queries from the last one on, to which stale memory may have been added.
+  template <typename T>
+  __device__ static void hide_absent(const AttentionWgmma<T> &c, int query, float (&s)[kQueries / 2]) {
+    const int present = c.queries - query - lane_index() % 4 * 2;
+    hide_from<kQueries>(s, 0, present, 0), hide_from<kQueries>(s, 1, present, 0);
+  }
   template <int n, typename T>
   __device__ void hide(const AttentionWgmma<T> &c, int query, float (&s)[n], float hidden) const {
     const int from = query + lane_index() % 4 * 2;
@@ -378,6 +384,7 @@ struct WgmmaDkv {
         tile.hide(c, at, s, 0);
         if constexpr (Shape::kAdds) {
           if (Added::kMask || any_nan(s)) Added{c.x.extra}.hide_across(s, added_tile(steps), 64 * group, over);
+          if (tile.query(at) + kQueries > c.queries) tile.hide_absent(c, tile.query(at), s);
           barriers.added.release(steps);
         }
         round_to_factor(p, s, T());

@@ -26,7 +26,7 @@ def heads_first(x, layout):
     return x.double() if layout == "BHSD" else x.double().transpose(1, 2)
 
 
-def exact(q, k, v, lengths, causal, window, layout, softcap=0, ends=None):
+def exact(q, k, v, lengths, causal, window, layout, softcap=0, ends=None, mask=None, bias=None):
     q, k, v = (heads_first(x, layout) for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     n, m = q.shape[2], k.shape[2]
@@ -44,12 +44,30 @@ def exact(q, k, v, lengths, causal, window, layout, softcap=0, ends=None):
         sequence = torch.searchsorted(ends, at, right=True)
         seen = seen & (sequence[:, None] == sequence) & ((at >= ends[0]) & (at < ends[-1]))
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    if mask is not None:
+        seen = seen & mask
+    if bias is not None:
+        scores, seen = scores + bias, seen & (bias != -float("inf"))
     scores = (softcap * torch.tanh(scores / softcap) if softcap else scores).masked_fill(~seen, -1e30)
     y = (torch.softmax(scores, -1) * seen) @ v
     return y if layout == "BHSD" else y.transpose(1, 2)
 
 
-# batch, heads, kv_heads, queries, keys, head_dim, that of v, causal, window, layout, lengths, softcap, cu_seqlens
+# A mask or a bias (of the call's dtype, or a wide one). Axes that are "1" are broadcast.
+def added_of(b, h, n, m, kind, axes, dtype):
+    shape = [size if axis != "1" else 1 for axis, size in zip(axes, (b, h, n, m))]
+    if kind == "mask":
+        x = torch.rand(shape, device="cuda") < 0.7
+    else:
+        x = torch.randn(shape, device="cuda").to(torch.float32 if kind == "wide" else dtype)
+    x[..., 3::7] = hidden = False if kind == "mask" else -float("inf")
+    if axes[2] != "1":
+        x[..., 5, :] = hidden  # a query that sees nothing
+    return {"mask" if kind == "mask" else "bias": x}
+
+
+# batch, heads, kv_heads, queries, keys, head_dim, that of v, causal, window, layout, lengths, softcap, cu_seqlens, what
+# is added to scores and along which axes
 CALLS = [
     (1, 1, 1, 64, 64, 64, 64, False, None, "BSHD", None),
     (2, 3, 3, 200, 200, 64, 64, False, None, "BSHD", None),
@@ -86,10 +104,23 @@ CALLS = [
     # a head_dim of 64 and many keys
     (2, 2, 1, 300, 2300, 64, 64, False, None, "BSHD", [2300, 2055]),
     (1, 3, 3, 450, 2500, 64, 40, True, None, "BHSD", None),
+    # masks and biases; queries and keys end within a tile
+    (2, 3, 3, 200, 200, 64, 64, False, None, "BSHD", None, 0, None, "mask", "b1qk"),
+    (2, 4, 2, 333, 521, 128, 128, True, None, "BSHD", None, 0, None, "mask", "bhqk"),
+    (2, 2, 2, 512, 512, 64, 64, False, None, "BHSD", [100, 512], 0, None, "mask", "b11k"),
+    (2, 2, 1, 300, 700, 96, 80, False, (50, 20), "BSHD", [700, 333], 0, None, "mask", "11qk"),
+    (2, 50, 25, 260, 390, 128, 128, False, None, "BHSD", None, 0, None, "mask", "b1qk"),
+    (2, 4, 1, 333, 518, 64, 64, False, None, "BHSD", None, 0, None, "bias", "1hqk"),
+    (2, 4, 2, 333, 520, 128, 128, True, None, "BSHD", [520, 77], 0, None, "bias", "bhqk"),
+    (2, 2, 2, 700, 300, 40, 64, True, None, "BHSD", None, 0, None, "bias", "1h1k"),
+    (2, 4, 2, 100, 517, 128, 128, True, None, "BSHD", None, 0, None, "bias", "1hqk"),  # of words of no two keys
+    (2, 4, 2, 333, 517, 128, 128, False, None, "BSHD", None, 0, None, "wide", "bhqk"),
+    (2, 35, 5, 1030, 390, 64, 64, False, (300, -1), "BHSD", None, 0, None, "wide", "1h1k"),
 ]
 for dtype in (torch.float16, torch.bfloat16):
     for b, h, kv, n, m, d, e, causal, window, layout, lengths, *more in CALLS:
-        softcap, ends = [*more, *(0, None)[len(more) :]]
+        softcap, ends, *added = [*more, *(0, None)[len(more) :]]
+        added = added_of(b, h, n, m, *added, dtype) if added else {}
         sizes = [(b, n, h, d), (b, m, kv, d), (b, m, kv, e), (b, n, h, e)]
         if layout == "BHSD":
             sizes = [(b, heads, seq, dim) for b, seq, heads, dim in sizes]
@@ -97,14 +128,14 @@ for dtype in (torch.float16, torch.bfloat16):
         wide = [x.double().requires_grad_() for x in (q, k, v)]
         lengths = None if lengths is None else torch.tensor(lengths, device="cuda")
         ends = None if ends is None else torch.tensor(ends, device="cuda")
-        right = exact(*wide, lengths, causal, window, layout, softcap, ends)
+        right = exact(*wide, lengths, causal, window, layout, softcap, ends, **added)
         right = [right.detach(), *torch.autograd.grad(right, wide, dy.double())]
         if lengths is not None:  # what is not there is not read
             for i, length in enumerate(lengths.tolist()):
                 for x in (k, v):
                     (x[i, :, length:] if layout == "BHSD" else x[i, length:]).fill_(float("nan"))
         leaves = [x.requires_grad_() for x in (q, k, v)]
-        attributes = dict(causal=causal, window=window, layout=layout, softcap=softcap, cu_seqlens=ends)
+        attributes = dict(causal=causal, window=window, layout=layout, softcap=softcap, cu_seqlens=ends, **added)
         results = []
         for _ in range(2):
             y = ours.attention(*leaves, lengths, **attributes)
@@ -133,6 +164,17 @@ for dtype in (torch.float16, torch.bfloat16):
                 one, of = one[..., 1:], of[..., 1:]
             error = (one.double() - of).norm() / of.norm()
             assert error <= 2 * torch.finfo(dtype).eps, (dtype, bias is None, name, float(error))
+
+    # A key that no query sees may be anything. Of queries that are absent from a tile there is stale memory.
+    for kind in ("mask", "bias", "wide"):
+        for d in (64, 128):
+            leaves = [torch.randn(2, n, 3, d, device="cuda").to(dtype) for n in (200, 320, 320)]
+            added = added_of(2, 3, 200, 320, kind, "bhqk", dtype)
+            leaves[1][:, 3::7] = float("nan")
+            leaves = [x.requires_grad_() for x in leaves]
+            y = ours.attention(*leaves, **added)
+            for one in [y, *torch.autograd.grad(y, leaves[1:], torch.randn_like(y))]:
+                assert one.isfinite().all(), (dtype, kind, d)
 # A thread of torch's may still let go of a graph, which aborts while the interpreter ends (pytorch issue 190489).
 os._exit(0)
 """
