@@ -13,14 +13,13 @@ template <typename T>
 Status attention_sm90(const char *op, const AttentionInputs<T> &x, T *y, float *lse, void *stream) {
   AttentionWgmma<T> c = {};
   c.x = x, c.y = y, c.lse = lse;
-  if (x.extra.mask || x.extra.bias)
-    return dispatch_wgmma(x.z, [&](auto shapes) -> Status {
-      using Shapes = decltype(shapes);
-      if (x.extra.mask) return launch_attention_wgmma<T, typename Shapes::YMask, WgmmaResult::y>(op, c, stream);
-      if (x.extra.wide_bias)
-        return launch_attention_wgmma<T, typename Shapes::YWideBias, WgmmaResult::y>(op, c, stream);
-      return launch_attention_wgmma<T, typename Shapes::YBias, WgmmaResult::y>(op, c, stream);
-    });
+  if constexpr (kWgmmaAdds<T>)
+    if (x.extra.mask || x.extra.bias)
+      return dispatch_wgmma(x.z, [&](auto shapes) -> Status {
+        using Shapes = decltype(shapes);
+        if (x.extra.mask) return launch_attention_wgmma<T, typename Shapes::YMask, WgmmaResult::y>(op, c, stream);
+        return launch_attention_wgmma<T, typename Shapes::YBias, WgmmaResult::y>(op, c, stream);
+      });
   if (!x.plain() || x.z.softcap != 0)
     return dispatch_wgmma(x.z, [&](auto shapes) -> Status {
       return launch_attention_wgmma<T, typename decltype(shapes)::YExtra, WgmmaResult::y>(op, c, stream);
@@ -43,13 +42,13 @@ Status attention_backward_sm90(const char *op, const AttentionInputs<T> &x, cons
                                T *dv, float *space, void *stream) {
   AttentionWgmma<T> c = {};
   c.x = x, c.dq = dq, c.dk = dk, c.dv = dv, c.of_delta = y, c.delta = delta;
-  if (x.extra.mask || x.extra.bias)
-    return dispatch_wgmma(x.z, [&](auto shapes) -> Status {
-      using Shapes = decltype(shapes);
-      if (x.extra.mask) return run_added_backward<Shapes, WgmmaAdded::mask>(op, c, stream);
-      if (x.extra.wide_bias) return run_added_backward<Shapes, WgmmaAdded::wide_bias>(op, c, stream);
-      return run_added_backward<Shapes, WgmmaAdded::bias>(op, c, stream);
-    });
+  if constexpr (kWgmmaAdds<T>)
+    if (x.extra.mask || x.extra.bias)
+      return dispatch_wgmma(x.z, [&](auto shapes) -> Status {
+        using Shapes = decltype(shapes);
+        if (x.extra.mask) return run_added_backward<Shapes, WgmmaAdded::mask>(op, c, stream);
+        return run_added_backward<Shapes, WgmmaAdded::bias>(op, c, stream);
+      });
   if (dq && dk && dv) {
     if (std::max(x.z.dim, x.z.v_dim) <= 64)
       return launch_one_pass<T, OnePassShape<64, 128, 2, 2, 1, true>>(op, c, space, stream);

@@ -58,7 +58,6 @@ struct WgmmaShapes<64> {
   using YExtra = WgmmaShape<64, 2, 128, 3, true, true>;
   using YMask = WgmmaShape<64, 2, 128, 3, true, false, 64, WgmmaAdded::mask>;
   using YBias = WgmmaShape<64, 2, 128, 3, true, false, 64, WgmmaAdded::bias>;
-  using YWideBias = WgmmaShape<64, 2, 128, 2, true, false, 64, WgmmaAdded::wide_bias>;
   template <WgmmaAdded kAdded>
   using DqAdded = WgmmaShape<64, 2, 64, 3, false, false, 64, kAdded>;
   template <WgmmaAdded kAdded>
@@ -76,7 +75,6 @@ struct WgmmaShapes<128> {
   using YExtra = WgmmaShape<128, 2, 128, 2, true, true>;
   using YMask = WgmmaShape<128, 2, 128, 2, true, false, 128, WgmmaAdded::mask>;
   using YBias = WgmmaShape<128, 2, 128, 2, true, false, 128, WgmmaAdded::bias>;
-  using YWideBias = WgmmaShape<128, 2, 64, 3, true, false, 128, WgmmaAdded::wide_bias>;
   template <WgmmaAdded kAdded>
   using DqAdded = WgmmaShape<128, 2, 64, 2, false, false, 128, kAdded>;
   template <WgmmaAdded kAdded>

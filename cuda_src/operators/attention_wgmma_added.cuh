@@ -9,8 +9,8 @@
 namespace aot {
 inline namespace AOT_ISA {
 
-// wide_bias: in float32. Each has instances of its own.
-enum class WgmmaAdded { none, mask, bias, wide_bias };
+// Each has instances of its own. A bias has the dtype of q.
+enum class WgmmaAdded { none, mask, bias };
 
 constexpr int kAddedThreads = 64;
 
@@ -19,7 +19,7 @@ template <WgmmaAdded kAdded_, int kRows_, int kKeys_>
 struct AddedShape {
   static constexpr WgmmaAdded kAdded = kAdded_;
   static constexpr int kRows = kRows_, kKeys = kKeys_;
-  static constexpr int kBytes = kAdded == WgmmaAdded::wide_bias ? 4 : 2;  // of an element of a bias
+  static constexpr int kBytes = 2;  // of an element of a bias
   static constexpr int kPitch = kAdded == WgmmaAdded::none ? 0 : kAdded == WgmmaAdded::mask ? 16 : kKeys * kBytes;
   static constexpr int kTile = kRows * kPitch;
   // Stages that fit beside what else a block has, of 225 KiB: barriers are in the rest.
@@ -28,14 +28,21 @@ struct AddedShape {
   }
 };
 
+// The types that have kernels with a mask or a bias. Those of __half too, and of a bias in float32, would make a wheel
+// larger by 0.55 MB: such calls have mma.sync's kernels.
+template <typename T>
+constexpr bool kWgmmaAdds = std::is_same_v<T, __nv_bfloat16>;
+
 // Whether the kernels add what a call has besides, if nothing else is in it. Copies have 4 bytes at least.
 template <typename T>
 bool wgmma_adds(const AttentionInputs<T> &x) {
   const AttentionExtras &extra = x.extra;
-  if (!extra.mask == !extra.bias || extra.sinks || extra.offsets || x.z.softcap != 0) return false;
+  if (!kWgmmaAdds<T> || extra.wide_bias || !extra.mask == !extra.bias || extra.sinks || extra.offsets ||
+      x.z.softcap != 0)
+    return false;
   if (extra.mask) return extra.of_mask.key == 1;
   const auto at = reinterpret_cast<uintptr_t>(extra.bias);
-  return extra.of_bias.key == 1 && (at | static_cast<uintptr_t>(x.z.keys) * (extra.wide_bias ? 4 : 2)) % 4 == 0;
+  return extra.of_bias.key == 1 && (at | static_cast<uintptr_t>(x.z.keys) * 2) % 4 == 0;
 }
 
 #ifdef CUTE_ARCH_MMA_SM90A_ENABLED
@@ -49,7 +56,7 @@ __device__ inline void mbarrier_arrive_after_copies(uint64_t *barrier) {
 template <typename T, class Of>
 struct AddedTiles {
   static constexpr int kKeys = Of::kKeys, kRows = Of::kRows;
-  static constexpr bool kMask = Of::kAdded == WgmmaAdded::mask, kWide = Of::kAdded == WgmmaAdded::wide_bias;
+  static constexpr bool kMask = Of::kAdded == WgmmaAdded::mask;
   static constexpr bool kHides = !kMask;  // whether hide may find keys that add has not hidden
   static constexpr int kPitch = Of::kPitch;
 
@@ -58,9 +65,7 @@ struct AddedTiles {
   __device__ const ScoreSteps &steps() const { return kMask ? extra.of_mask : extra.of_bias; }
   __device__ bool one_row() const { return steps().query == 0; }
   // Where piece `piece` of 16 bytes of a row of a bias lies: those that a warp reads at once are in different banks.
-  __device__ static int piece_at(int row, int piece) {
-    return row * kPitch + (piece ^ (kWide ? row % 4 * 2 : row % 8)) * 16;
-  }
+  __device__ static int piece_at(int row, int piece) { return row * kPitch + (piece ^ row % 8) * 16; }
 
   // ------------------------------------------------------------------------------------------------------ its loads
 
@@ -206,11 +211,6 @@ struct AddedTiles {
   // f(score, its bias) for all of a thread.
   template <class F>
   __device__ void each(uint32_t tile, int row, F f, Scores &s) const {
-    if constexpr (kWide) each_wide(tile, row, f, s);
-    else each_narrow(tile, row, f, s);
-  }
-  template <class F>
-  __device__ void each_narrow(uint32_t tile, int row, F f, Scores &s) const {
     const int lane = lane_index(), of_lane = one_row() ? 0 : row + warp_index() % 4 * 16 + lane % 16;
 #pragma unroll
     for (int n = 0; n < kKeys / 8; n += 2) {
@@ -222,22 +222,6 @@ struct AddedTiles {
         for (int e = 0; e < 2; ++e)
           f(s[4 * (n + i / 2) + 2 * (i % 2) + e], widen(reinterpret_cast<const T(&)[2]>(words[i])[e]));
     }
-  }
-  template <class F>
-  __device__ void each_wide(uint32_t tile, int row, F f, Scores &s) const {
-    const int lane = lane_index(), of_lane = one_row() ? 0 : row + warp_index() % 4 * 16 + lane / 4;
-#pragma unroll
-    for (int n = 0; n < kKeys / 8; ++n)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float2 pair;
-        const int of_half = one_row() ? 0 : of_lane + 8 * half;
-        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
-                     : "=f"(pair.x), "=f"(pair.y)
-                     : "r"(tile + piece_at(of_half, 2 * n + lane % 4 / 2) + lane % 2 * 8)
-                     : "memory");
-        f(s[4 * n + 2 * half], pair.x), f(s[4 * n + 2 * half + 1], pair.y);
-      }
   }
 
   // A warp has 16 keys: bits of half a word of each query.
@@ -258,31 +242,16 @@ struct AddedTiles {
   template <class F>
   __device__ void each_across(uint32_t tile, int key, F f, Across &s) const {
     const int lane = lane_index(), of_warp = key + warp_index() % 4 * 16;
-    if constexpr (kWide) {
 #pragma unroll
-      for (int n = 0; n < kRows / 8; ++n)
+    for (int n = 0; n < kRows / 8; n += 2) {
+      uint32_t words[4];
+      const int query = one_row() ? 0 : 8 * (n + lane / 16) + lane % 8;
+      load_transposed_matrices(words, tile + piece_at(query, of_warp / 8 + lane / 8 % 2));
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int query = one_row() ? 0 : 8 * n + lane % 4 * 2 + i % 2, at = of_warp + i / 2 * 8 + lane / 4;
-          float bias;
-          asm volatile("ld.shared.f32 %0, [%1];"
-                       : "=f"(bias)
-                       : "r"(tile + piece_at(query, at / 4) + at % 4 * 4)
-                       : "memory");
-          f(s[4 * n + i], bias);
-        }
-    } else {
+      for (int i = 0; i < 4; ++i)
 #pragma unroll
-      for (int n = 0; n < kRows / 8; n += 2) {
-        uint32_t words[4];
-        const int query = one_row() ? 0 : 8 * (n + lane / 16) + lane % 8;
-        load_transposed_matrices(words, tile + piece_at(query, of_warp / 8 + lane / 8 % 2));
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-#pragma unroll
-          for (int e = 0; e < 2; ++e)
-            f(s[4 * (n + i / 2) + 2 * (i % 2) + e], widen(reinterpret_cast<const T(&)[2]>(words[i])[e]));
-      }
+        for (int e = 0; e < 2; ++e)
+          f(s[4 * (n + i / 2) + 2 * (i % 2) + e], widen(reinterpret_cast<const T(&)[2]>(words[i])[e]));
     }
   }
 };
