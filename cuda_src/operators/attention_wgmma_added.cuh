@@ -169,7 +169,8 @@ struct AddedTiles {
     else each(tile, row, [&](float &x, float bias) { x = bias * over == -kInfinity ? hidden : x; }, s);
   }
 
-  // The same, where a warpgroup's rows are the tile's keys from `key` on, and columns its queries.
+  // add_across and hide_across do so where a warpgroup's rows are the tile's keys from `key` on, and columns its
+  // queries.
   using Across = float[kRows / 2];
   __device__ void add_across(Across &s, uint32_t tile, int key, float over) const {
     if constexpr (!kMask) each_across(tile, key, [&](float &score, float bias) { score = fmaf(bias, over, score); }, s);
