@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from aotops.flops import flops
 from aotops.spec import DEVICES
 
 from .calls import run_on_cpu, run_on_cuda
@@ -21,6 +22,9 @@ Attempt = Callable[[Trial], None]
 
 MOST_ATTEMPTS = 80
 """To make a failing case smaller."""
+
+MOST_ELEMENTS, MOST_FLOPS = 1 << 26, 1 << 32
+"""A case is made no larger: NumPy computes what is expected, in float64."""
 
 
 def searched(
@@ -132,7 +136,7 @@ def smaller_cases(subject: Subject, case: Case, dtype: str) -> Iterator[Case]:
 
 def resized(subject: Subject, case: Case, old: int, new: int, dtype: str) -> Case | None:
     """With ``new`` for each length ``old``, and in the attributes too where the operator wants that; None if it accepts
-    neither."""
+    neither, or takes more than MOST_ELEMENTS or MOST_FLOPS."""
     shapes = {
         slot: None if shape is None else tuple(new if dim == old else dim for dim in shape)
         for slot, shape in case.shapes.items()
@@ -144,9 +148,19 @@ def resized(subject: Subject, case: Case, old: int, new: int, dtype: str) -> Cas
         replace(case, shapes=shapes, classes=classes),
         replace(case, shapes=shapes, attrs=attrs, classes=classes),
     ):
-        if subject.valid(changed, dtype):
+        if _is_affordable(subject, changed) and subject.valid(changed, dtype):
             return changed
     return None
+
+
+def _is_affordable(subject: Subject, case: Case) -> bool:
+    op = subject.op
+    try:
+        shapes, attrs = op.bind(**case.given, **case.attrs)
+        work = flops(op, op.canonical(attrs), shapes)
+    except Exception:  # whatever a definition raises for a shape that is not for it, which ``valid`` refuses
+        work = 0
+    return elements(case) <= MOST_ELEMENTS and work <= MOST_FLOPS
 
 
 def _fewer(classes: int, old: int, new: int, lengths: Container[int]) -> int:

@@ -10,6 +10,7 @@
 // Blocks are persistent: the warp that loads is a tile ahead.
 #pragma once
 #include "attention_wgmma_added.cuh"
+#include "cuda/overlap.cuh"
 #include "cuda/tma.cuh"
 #include "cuda/wgmma.cuh"
 
@@ -55,7 +56,7 @@ template <>
 struct WgmmaShapes<64> {
   using Y = WgmmaShape<64, 4, 64, 4, true>;
   using YLong = WgmmaShape<64, 3, 128, 2, true>;
-  using YExtra = WgmmaShape<64, 2, 128, 3, true, true>;
+  using YExtra = WgmmaShape<64, 4, 64, 8, true, true>;
   using YMask = WgmmaShape<64, 2, 128, 3, true, false, 64, WgmmaAdded::mask>;
   using YBias = WgmmaShape<64, 2, 128, 3, true, false, 64, WgmmaAdded::bias>;
   template <WgmmaAdded kAdded>
@@ -291,9 +292,9 @@ __device__ inline void hide_from(float (&s)[kOthers / 2], int half, int end, flo
 }
 
 // Steps of a tile: those that a warpgroup computes, of which from whole_begin to whole_end all its rows see all keys;
-// and all of the tile.
+// and all of the tile. `idle`: turns that it passes on after its steps, until all warpgroups have had as many.
 struct WgmmaPart {
-  int own, whole_begin, whole_end, steps;
+  int own, whole_begin, whole_end, steps, idle;
 };
 
 // A tile of queries, as QueryTile is: the keys that it goes through.
@@ -355,12 +356,12 @@ struct WgmmaQueries {
   template <typename T>
   __device__ WgmmaPart part(const AttentionWgmma<T> &c, int group, const int2 *sequences) const {
     const int low = begin + 64 * group, high = min(end, low + 64) - 1;
-    if (low >= end) return {0, 0, 0, steps};
+    if (low >= end) return {0, 0, 0, steps, 0};
     int from = first_key(c, high), to = last_key(c, low);
     if constexpr (Shape::kExtra) from = max(from, sequences[high - begin].x), to = min(to, sequences[low - begin].y);
     from = max(0, from - first), to = max(0, to - first);
-    return {max(steps_of(c, group, sequences), steps - (Shape::kStages - 1)), (from + kKeys - 1) / kKeys, to / kKeys,
-            steps};
+    const int least = steps - (Shape::kStages - 1);
+    return {max(steps_of(c, group, sequences), least), (from + kKeys - 1) / kKeys, to / kKeys, steps, 0};
   }
   __device__ int key(int step) const { return first + step * kKeys; }
   // The keys from here on no row sees, and they may not be there.
@@ -373,21 +374,12 @@ struct WgmmaQueries {
   // Sets the elements of s to `hidden` whose keys their queries do not see.
   template <typename T>
   __device__ void hide(const AttentionWgmma<T> &c, int step, float (&s)[kKeys / 2], float hidden) const {
-    if (!whole(step)) hide(c, step, s, hidden, nullptr);
-  }
-  template <typename T>
-  __device__ void hide(const AttentionWgmma<T> &c, int step, float (&s)[kKeys / 2], float hidden,
-                       const int2 *sequences) const {
+    if (whole(step)) return;
     const int from = key(step) + lane_index() % 4 * 2;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      int seen_begin = first_key(c, query(half)), seen_end = last_key(c, query(half));
-      if constexpr (Shape::kExtra) {
-        const int2 own = sequences[query(half) - begin];
-        seen_begin = max(seen_begin, own.x), seen_end = min(seen_end, own.y);
-      }
-      hide_from<kKeys>(s, half, seen_end - from, hidden);
-      if (Shape::kExtra || c.left >= 0) hide_before<kKeys>(s, half, seen_begin - from, hidden);
+      hide_from<kKeys>(s, half, last_key(c, query(half)) - from, hidden);
+      if (c.left >= 0) hide_before<kKeys>(s, half, first_key(c, query(half)) - from, hidden);
     }
   }
 };
@@ -467,6 +459,8 @@ __device__ inline float max_or_nan(float a, float b) {
 // A warpgroup's products go on across tiles: the first scores of the next tile are computed beside the last product of
 // one, and beside its store. One warp finds the tiles, whose divisions and searches take as long as a step or two, for
 // the others to read; the one that loads is a tile ahead.
+// The kernel starts while the one before it ends (cuda/overlap.cuh): each thread waits for that one before it reads or
+// writes global memory.
 template <typename T, class Shape>
 struct WgmmaY {
   static constexpr int kDim = Shape::kDim, kVDim = Shape::kVDim, kKeys = Shape::kOthers, kGroups = Shape::kGroups;
@@ -505,6 +499,7 @@ struct WgmmaY {
 
   // By a warp.
   __device__ void plan() const {
+    if (c.x.lengths || Shape::kExtra) wait_for_kernel_before();
     WgmmaTiles<Shape, T> tiles(c, order, wrong);
     const int lane = lane_index();
     bool any = true;
@@ -522,7 +517,10 @@ struct WgmmaY {
       for (int i = lane; i < Shape::kRows; i += 32) sequences[i] = tile.sequence(c, min(tile.begin + i, tile.end - 1));
     __syncwarp();
     if (lane == 0) barriers.tiles[slot] = tile;
-    if (lane < kGroups) barriers.parts[slot][lane] = tile.part(c, lane, sequences);
+    WgmmaPart part = tile.part(c, min(lane, kGroups - 1), sequences);
+    const int turns = max(1, part.own);
+    part.idle = __reduce_max_sync(~0u, turns) - turns;
+    if (lane < kGroups) barriers.parts[slot][lane] = part;
   }
   __device__ WgmmaPart planned(unsigned n, int group) const {
     barriers.plan.wait(n);
@@ -531,6 +529,7 @@ struct WgmmaY {
   __device__ const Tile &tile(unsigned n) const { return barriers.tiles[n % kPlanned]; }
 
   __device__ void load() const {
+    wait_for_kernel_before();
     for (unsigned n = 0, steps = 0; planned(n, 0).steps != kNone; ++n) {
       const Tile tile = this->tile(n);
       barriers.plan.loaded(n);
@@ -556,6 +555,7 @@ struct WgmmaY {
   // By two warps.
   __device__ void bring() const {
     const Added added{c.x.extra};
+    wait_for_kernel_before();
     for (unsigned n = 0, steps = 0; planned(n, 0).steps != kNone; ++n) {
       const Tile &tile = this->tile(n);
       const int64_t head = added.steps().at(tile.b, tile.h);
@@ -584,6 +584,7 @@ struct WgmmaY {
   using Weights = uint32_t[kKeys / 16][4];
 
   __device__ void compute(int group) const {
+    wait_for_kernel_before();  // which may read where this one writes
     const MmaScores scores(c.x.z);
     const float scale = Shape::kExtra && scores.inner != 0 ? 1 : scores.scale;
     Sums sums;
@@ -634,7 +635,7 @@ struct WgmmaY {
         round_to_factor(p, s, T());
         if (shrinks) shrink(sums, rows);
       }
-      skip(group, own, steps, part.steps);
+      skip(group, own, steps, part.steps, part.idle);
       const unsigned last = steps + max(0, own - 1);
       steps += part.steps;
       const WgmmaPart next = planned(n + 1, group);
@@ -657,15 +658,34 @@ struct WgmmaY {
     wgmma_wait<0>();
     fence_registers(s);
   }
+  // Sets scores to -infinity whose keys their queries do not see.
   __device__ void hide(unsigned n, const WgmmaPart &part, int step, Scores &s) const {
-    if (step < part.whole_begin || step >= part.whole_end)
-      tile(n).hide(c, step, s, -kInfinity, barriers.sequences[n % kPlanned]);
+    const Tile &tile = this->tile(n);
+    const int from = tile.key(step) + lane_index() % 4 * 2;
+    if (step >= part.whole_end) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) hide_from<kKeys>(s, half, seen(n, tile.query(half)).y - from, -kInfinity);
+    }
+    if (step < part.whole_begin) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) hide_before<kKeys>(s, half, seen(n, tile.query(half)).x - from, -kInfinity);
+    }
+  }
+  __device__ int2 seen(unsigned n, int query) const {
+    const Tile &tile = this->tile(n);
+    int2 keys = {tile.first_key(c, query), tile.last_key(c, query)};
+    if constexpr (Shape::kExtra) {
+      const int2 own = barriers.sequences[n % kPlanned][query - tile.begin];
+      keys = {max(keys.x, own.x), min(keys.y, own.y)};
+    }
+    return keys;
   }
 
-  __device__ void skip(int group, int own, unsigned steps, int all) const {
+  __device__ void skip(int group, int own, unsigned steps, int all, int idle) const {
 #pragma unroll 1
-    for (int i = own; i < all; ++i) {
-      if (i > 0) take_turn(group), pass_turn(group);
+    for (int i = own; i < all || idle > 0; ++i) {
+      if (idle-- > 0) take_turn(group), pass_turn(group);
+      if (i >= all) continue;
       barriers.k.wait(steps + i), barriers.k.release(steps + i);
       barriers.v.wait(steps + i), barriers.v.release(steps + i);
       if constexpr (Shape::kAdds) barriers.added.wait(steps + i), barriers.added.release(steps + i);
@@ -825,8 +845,10 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   extern __shared__ __align__(1024) uint4 attention_shared[];
   __shared__ typename Block::Barriers barriers;
   Block block{c, barriers, (shared_address(attention_shared) + 1023) & ~1023u};
+  if constexpr (kResult == WgmmaResult::y) launch_next();
   if constexpr (Shape::kExtra) {
     __shared__ WgmmaOrder order;
+    wait_for_kernel_before();
     block.order = &order, block.wrong = c.x.wrong_offsets();
     if (c.sorted) order.find<Shape>(c);
   }
@@ -864,7 +886,6 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
 
 // ------------------------------------------------------------------------------------------------------- launchers
 
-constexpr int kSectionRounds = 4;   // even, so that a block has a heavy tile for each light one
 constexpr int kMostRows = 1 << 28;  // differences of indices and bounds are then within int
 
 // Whether these kernels take a call that mma_takes: with cu_seqlens, a softcap or sinks the forward alone, and a mask
@@ -890,6 +911,21 @@ bool map_heads(CUtensorMap *map, const AttentionSizes &z, const T *data, int64_t
                       {row, head, row_heads * seq * dim}, {64, uint32_t(rows), 1, 1});
 }
 
+// About as many keys as a query sees on average.
+inline int64_t mean_keys(const AttentionSizes &z) {
+  const int64_t before = z.right < 0 ? z.keys : z.keys - z.queries / 2;
+  return z.left < 0 ? before : std::min(before, z.left);
+}
+
+// The rounds of tiles that a section has: an even number, so that a block has a heavy tile for each light one. A short
+// tile waits for its keys, which L2 keeps where sections are small. A long one has products meanwhile, and of large
+// sections the heads fill the rounds better. With cu_seqlens, a few tiles may be far heavier than the others
+// (docs/lab_notes.md).
+inline int section_rounds(const AttentionSizes &z, bool packed) {
+  constexpr int64_t kShortKeys = 512;
+  return packed ? 8 : mean_keys(z) <= kShortKeys ? 2 : 4;
+}
+
 // Sections as WgmmaTiles goes through them: where tiles of a head differ in work, of so many rounds that a block has
 // one of each weight, and the keys of a section's heads stay in the L2 cache.
 template <typename T>
@@ -897,7 +933,8 @@ void order_tiles(AttentionWgmma<T> *c, int blocks) {
   const bool packed = c->x.extra.offsets;
   c->across_heads = packed || (c->right >= 0 && c->left < 0);
   c->sorted = packed && c->row_tiles <= kMostSorted;
-  const int of_section = c->across_heads && (c->sorted || !packed) ? kSectionRounds * blocks / c->row_tiles : 0;
+  const int rounds = section_rounds(c->x.z, packed);
+  const int of_section = c->across_heads && (c->sorted || !packed) ? rounds * blocks / c->row_tiles : 0;
   c->section_heads = of_section > 0 ? std::min(of_section, c->all_heads) : c->all_heads;
   c->sections = c->all_heads / c->section_heads;
   c->section_rounds = static_cast<int>(ceil_div(int64_t{c->section_heads} * c->row_tiles, blocks));
@@ -937,7 +974,9 @@ Status launch_attention_wgmma(const char *op, AttentionWgmma<T> c, void *stream)
   c.heads_of_rows = static_cast<int>(heads), c.all_heads = static_cast<int>(z.batch * heads);
   c.row_tiles = static_cast<int>(row_tiles);
   if (kResult == WgmmaResult::y) order_tiles(&c, static_cast<int>(grid));
-  return launch_kernel(op, attention_wgmma_kernel<T, Shape, kResult>, {grid, Shape::kThreads, kShared}, stream, c);
+  LaunchShape shape{grid, Shape::kThreads, kShared};
+  shape.overlap = kResult == WgmmaResult::y;
+  return launch_kernel(op, attention_wgmma_kernel<T, Shape, kResult>, shape, stream, c);
 }
 
 // f(WgmmaShapes<kDim>()) with the head_dim that q, k and v are padded to: 64 or 128.
@@ -946,13 +985,9 @@ Status dispatch_wgmma(const AttentionSizes &z, F f) {
   return std::max(z.dim, z.v_dim) <= 64 ? f(WgmmaShapes<64>()) : f(WgmmaShapes<128>());
 }
 
-// About as many keys as a query sees on average, and as many as YLong needs: with 16384 tokens of 16 heads YLong is
-// 1.6 % faster at 2048 (causal, 4096 keys) and 2.7 % at 8192, and at 1024 Y is 1.3 % (causal) to 10 % faster.
+// As many mean_keys as YLong needs: with 16384 tokens of 16 heads YLong is 1.6 % faster at 2048 (causal, 4096 keys) and
+// 2.7 % at 8192, and at 1024 Y is 1.3 % (causal) to 10 % faster.
 constexpr int64_t kLongKeys = 2048;
-inline int64_t mean_keys(const AttentionSizes &z) {
-  const int64_t before = z.right < 0 ? z.keys : z.keys - z.queries / 2;
-  return z.left < 0 ? before : std::min(before, z.left);
-}
 
 // f(shape) with the shape of a plain forward.
 template <class F>

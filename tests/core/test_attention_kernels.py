@@ -101,6 +101,7 @@ CALLS = [
     (2, 35, 5, 200, 450, 136, 72, False, (100, 30), "BSHD", [450, 77]),
     (2, 40, 20, 390, 390, 256, 256, True, None, "BSHD", [390, 333]),
     (1, 2, 1, 100, 333, 160, 200, False, None, "BHSD", None),
+    (20, 16, 8, 260, 260, 128, 128, True, None, "BSHD", None),  # sections of two rounds
     # a head_dim of 64 and many keys
     (2, 2, 1, 300, 2300, 64, 64, False, None, "BSHD", [2300, 2055]),
     (1, 3, 3, 450, 2500, 64, 40, True, None, "BHSD", None),
@@ -175,6 +176,30 @@ for dtype in (torch.float16, torch.bfloat16):
             y = ours.attention(*leaves, **added)
             for one in [y, *torch.autograd.grad(y, leaves[1:], torch.randn_like(y))]:
                 assert one.isfinite().all(), (dtype, kind, d)
+# A kernel that starts while those before it write what it reads would find NaN, and empty sequences.
+for d, ends in ((64, None), (128, None), (256, None), (64, [0, 300, 1024]), (128, [0, 300, 1024])):
+    written = [torch.randn(4, 1024, 16, d, device="cuda").bfloat16() for _ in range(3)]
+    read, ends = [x.clone() for x in written], None if ends is None else torch.tensor(ends, device="cuda")
+    of_read = None if ends is None else ends.clone()
+    expected, wrong = ours.attention(*read, causal=True, cu_seqlens=of_read), torch.zeros((), device="cuda")
+
+    def step():
+        if ends is not None:
+            of_read.zero_(), of_read.add_(ends)
+        for to, x in zip(read, written):
+            to.fill_(float("nan")), torch.mul(x, 1, out=to)
+        y = ours.attention(*read, causal=True, cu_seqlens=of_read)
+        wrong.add_((y.view(torch.int16) != expected.view(torch.int16)).any())
+
+    torch.cuda._sleep(10_000_000)  # the steps are queued behind it
+    for _ in range(50):
+        step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(), step()
+    for _ in range(50):
+        graph.replay()
+    assert wrong.item() == 0, (d, ends, wrong.item())
 # A thread of torch's may still let go of a graph, which aborts while the interpreter ends (pytorch issue 190489).
 os._exit(0)
 """
