@@ -33,14 +33,14 @@ struct AddedShape {
 template <typename T>
 constexpr bool kWgmmaAdds = std::is_same_v<T, __nv_bfloat16>;
 
-// Whether the kernels add what a call has besides, if nothing else is in it. Copies have 4 bytes at least.
+// Whether the kernels add what a call has besides, if nothing else is in it. Copies have 4 bytes at least. wide_bias
+// says nothing where there is no bias.
 template <typename T>
 bool wgmma_adds(const AttentionInputs<T> &x) {
   const AttentionExtras &extra = x.extra;
-  if (!kWgmmaAdds<T> || extra.wide_bias || !extra.mask == !extra.bias || extra.sinks || extra.offsets ||
-      x.z.softcap != 0)
-    return false;
+  if (!kWgmmaAdds<T> || !extra.mask == !extra.bias || extra.sinks || extra.offsets || x.z.softcap != 0) return false;
   if (extra.mask) return extra.of_mask.key == 1;
+  if (extra.wide_bias) return false;
   const auto at = reinterpret_cast<uintptr_t>(extra.bias);
   return extra.of_bias.key == 1 && (at | static_cast<uintptr_t>(x.z.keys) * 2) % 4 == 0;
 }
