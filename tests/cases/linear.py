@@ -79,6 +79,7 @@ ROW = Row(
         _linear((1040, 72), 1029),  # lines of y that are not aligned
         _linear((261, 72), 131, activation="silu", scale=0.5),
     ),
+    under_load=(_linear((1030, 1023), 1025),),  # large enough for copies of lines that are not aligned
     draw=_draw,
     bad=(
         Bad(
