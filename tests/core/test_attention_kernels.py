@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -53,9 +56,12 @@ def exact(q, k, v, lengths, causal, window, layout, softcap=0, ends=None, mask=N
     return y if layout == "BHSD" else y.transpose(1, 2)
 
 
-# A mask or a bias (of the call's dtype, or a wide one). Axes that are "1" are broadcast.
+# A mask or a bias (of the call's dtype, or a wide one). Axes that are "1" are broadcast. A mask of tiles has whole ones
+# that see everything.
 def added_of(b, h, n, m, kind, axes, dtype):
     shape = [size if axis != "1" else 1 for axis, size in zip(axes, (b, h, n, m))]
+    if kind == "tiles":
+        return {"mask": (torch.arange(m, device="cuda") < m // 2) | (torch.rand(shape, device="cuda") < 0.7)}
     if kind == "mask":
         x = torch.rand(shape, device="cuda") < 0.7
     else:
@@ -111,6 +117,11 @@ CALLS = [
     (2, 2, 2, 512, 512, 64, 64, False, None, "BHSD", [100, 512], 0, None, "mask", "b11k"),
     (2, 2, 1, 300, 700, 96, 80, False, (50, 20), "BSHD", [700, 333], 0, None, "mask", "11qk"),
     (2, 50, 25, 260, 390, 128, 128, False, None, "BHSD", None, 0, None, "mask", "b1qk"),
+    (3, 4, 2, 333, 521, 128, 128, True, None, "BSHD", None, 0, None, "mask", "b11k"),
+    (2, 3, 3, 1030, 777, 64, 64, True, None, "BHSD", [777, 300], 0, None, "mask", "b1qk"),
+    (2, 4, 4, 384, 512, 128, 128, False, None, "BSHD", None, 0, None, "mask", "b1qk"),  # rows of whole 16 bytes
+    (1, 3, 3, 530, 1040, 64, 64, True, None, "BSHD", None, 0, None, "tiles", "b1qk"),
+    (2, 4, 2, 300, 901, 128, 128, False, None, "BHSD", None, 0, None, "tiles", "b11k"),
     (2, 4, 1, 333, 518, 64, 64, False, None, "BHSD", None, 0, None, "bias", "1hqk"),
     (2, 4, 2, 333, 520, 128, 128, True, None, "BSHD", [520, 77], 0, None, "bias", "bhqk"),
     (2, 2, 2, 700, 300, 40, 64, True, None, "BHSD", None, 0, None, "bias", "1h1k"),
@@ -167,15 +178,16 @@ for dtype in (torch.float16, torch.bfloat16):
             assert error <= 2 * torch.finfo(dtype).eps, (dtype, bias is None, name, float(error))
 
     # A key that no query sees may be anything. Of queries that are absent from a tile there is stale memory.
-    for kind in ("mask", "bias", "wide"):
+    hidden = [("mask", "bhqk", 320), ("mask", "b1qk", 331), ("mask", "b11k", 331), ("bias", "bhqk", 320)]
+    for kind, axes, m in [*hidden, ("wide", "bhqk", 320)]:
         for d in (64, 128):
-            leaves = [torch.randn(2, n, 3, d, device="cuda").to(dtype) for n in (200, 320, 320)]
-            added = added_of(2, 3, 200, 320, kind, "bhqk", dtype)
+            leaves = [torch.randn(2, n, 3, d, device="cuda").to(dtype) for n in (200, m, m)]
+            added = added_of(2, 3, 200, m, kind, axes, dtype)
             leaves[1][:, 3::7] = float("nan")
             leaves = [x.requires_grad_() for x in leaves]
             y = ours.attention(*leaves, **added)
             for one in [y, *torch.autograd.grad(y, leaves[1:], torch.randn_like(y))]:
-                assert one.isfinite().all(), (dtype, kind, d)
+                assert one.isfinite().all(), (dtype, kind, axes, d)
 # A kernel that starts while those before it write what it reads would find NaN, and empty sequences.
 for d, ends in ((64, None), (128, None), (256, None), (64, [0, 300, 1024]), (128, [0, 300, 1024])):
     written = [torch.randn(4, 1024, 16, d, device="cuda").bfloat16() for _ in range(3)]
@@ -217,6 +229,53 @@ def test_the_choice_of_the_kernels(mode):
     """Values and gradients beside float64, and the same bits again."""
     result = run(mode)
     assert result.returncode == 0, result.stderr[-2000:]
+
+
+def kernels_of(step: Callable[[], Any]) -> tuple[set[str], Any]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        result = step()
+        torch.cuda.synchronize()
+    names = {event.name() for event in profile.profiler.kineto_results.events()}
+    found = {word for name in names for word in re.findall(r"attention_\w+_kernel", name)}
+    if not found:
+        pytest.skip("the profiler finds no kernels")
+    return found, result
+
+
+# What is added, its dtype, axes, the dtype of q, the keys, and whether the kernels are Hopper's.
+TAKEN = [
+    (None, None, "bfloat16", 320, True),
+    (None, None, "float16", 331, True),
+    ("bool", "b11k", "bfloat16", 320, True),
+    ("bool", "b1qk", "bfloat16", 320, True),
+    ("bool", "bhqk", "bfloat16", 331, True),
+    ("bool", "b1qk", "float16", 320, False),
+    ("bfloat16", "1hqk", "bfloat16", 320, True),
+    ("bfloat16", "1h1k", "bfloat16", 320, True),
+    ("bfloat16", "1hqk", "bfloat16", 331, False),
+    ("float32", "1hqk", "bfloat16", 320, False),
+    ("float16", "1hqk", "float16", 320, False),
+]
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(("added", "axes", "of_q", "keys", "hopper"), TAKEN)
+def test_which_kernels_a_call_takes(added, axes, of_q, keys, hopper, dim):
+    if torch.cuda.get_device_capability() != (9, 0) or "AOTOPS_ATTENTION" in os.environ:
+        pytest.skip("the GPU is not of compute capability 9.0, or the kernels are chosen")
+    from aotops.frontends import torch as ours
+
+    leaves = [torch.randn(2, n, 3, dim, device="cuda", dtype=getattr(torch, of_q)) for n in (200, keys, keys)]
+    leaves = [x.requires_grad_() for x in leaves]
+    more = {}
+    if added:
+        shape = [1 if axis == "1" else size for axis, size in zip(axes, (2, 3, 200, keys), strict=True)]
+        x = torch.ones(shape, device="cuda", dtype=getattr(torch, added))
+        more = {"mask" if added == "bool" else "bias": x}
+    forward, y = kernels_of(lambda: ours.attention(*leaves, **more))
+    backward, _ = kernels_of(lambda: torch.autograd.grad(y, leaves, torch.ones_like(y)))
+    for found in (forward, backward):
+        assert bool(found & {"attention_wgmma_kernel", "attention_one_pass_kernel"}) == hopper, found
 
 
 def test_an_unknown_choice_is_named():
