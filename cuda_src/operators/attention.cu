@@ -136,7 +136,7 @@ Status run_bias(const char *op, const AttentionInputs<T> &x, void *dbias, void *
   AttentionKernels kernels;
   AOT_TRY(choose<T>(op, x, false, &kernels, x.q, x.k, x.v, x.dy));
   if constexpr (sizeof(T) == 2)
-    if (kernels == AttentionKernels::mma) return run_mma_bias(op, x, dbias, stream);
+    if (kernels != AttentionKernels::any) return run_mma_bias(op, x, dbias, stream);
   constexpr int kSide = AttentionTile<T, AttentionResult::dbias>::kSide;
   int64_t blocks;
   AOT_TRY(count_bias_tiles(op, x, kSide, kSide, &blocks));
