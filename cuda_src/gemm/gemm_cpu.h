@@ -12,8 +12,9 @@
 // pack again. C is of T or of Accumulate<T>; sums are computed in Accumulate<T> and rounded to C's type once. The
 // epilogue takes a vector of sums, Vec<T>, with the row and column of its first element, and returns what to store; it
 // runs while the tile is in a cache. An epilogue with kStores has a function store(row, column, rows, cols, sums,
-// stride), which stores a tile by itself. k = 0 gives sums of zero. All functions may be called inside a parallel loop,
-// and then run on the calling thread.
+// stride), which stores a tile by itself; one with kBlocks has store_block(row, column, rows, cols, sums, stride, c,
+// ldc), which stores the block of it that registers held, to c, and adds to nothing. k = 0 gives sums of zero. All
+// functions may be called inside a parallel loop, and then run on the calling thread.
 //
 // C is divided into tiles, which threads take one by one. The order in which the terms of a sum are added depends on m
 // and k only, so the result is the same on any number of threads. For a tile, panels of A and B are packed and widened
@@ -74,6 +75,10 @@ template <class Epilogue, class = void>
 constexpr bool kStoresTiles = false;
 template <class Epilogue>
 constexpr bool kStoresTiles<Epilogue, std::enable_if_t<Epilogue::kStores>> = true;
+template <class Epilogue, class = void>
+constexpr bool kStoresBlocks = false;
+template <class Epilogue>
+constexpr bool kStoresBlocks<Epilogue, std::enable_if_t<Epilogue::kBlocks>> = true;
 
 // Up to kDotRows rows of C are computed as dot products if B is stored transposed. Up to kFewRows rows, B is not packed
 // otherwise: packing would cost more than it saves.
@@ -608,13 +613,17 @@ struct GemmTile {
 
   // Applies the epilogue to the sums of rows x cols of c, from (i, j) on, and stores them.
   void store_sums(int64_t i, int64_t j, int64_t rows, int64_t cols, const A *sums, int64_t stride) const {
-    for (int64_t end = i + rows; i < end; ++i, sums += stride)
-      sweep<T>(cols, [=](int64_t l, auto part) {
-        Vec<T> v = load(sums + l, part);
-        C *to = c + i * ldc + j + l;
-        if (add) v += load(to, part);
-        store(to, epilogue(v, row + i, column + j + l, part), part);
-      });
+    if constexpr (kStoresBlocks<Epilogue>) {
+      epilogue.store_block(row + i, column + j, rows, cols, sums, stride, c + i * ldc + j, ldc);
+    } else {
+      for (int64_t end = i + rows; i < end; ++i, sums += stride)
+        sweep<T>(cols, [=](int64_t l, auto part) {
+          Vec<T> v = load(sums + l, part);
+          C *to = c + i * ldc + j + l;
+          if (add) v += load(to, part);
+          store(to, epilogue(v, row + i, column + j + l, part), part);
+        });
+    }
   }
 
   // all_rows: of C. They decide how sums are computed, not the tile's rows: the bits must not depend on the tiling. So
@@ -634,6 +643,11 @@ struct GemmTile {
   Status compute_as(int64_t all_rows) const {
     if constexpr (!kGathers)
       if (all_rows <= kDotRows && !a.transposed && b.transposed) return compute_by_dots<Terms>(), kOk;
+    if constexpr (!kGathers && std::is_same_v<T, A>)  // few columns would share a panel of A
+      if (!a.transposed && n <= 2 * B::kCols) {
+        using InPlaceTile = GemmTile<T, C, Epilogue, InPlace<T>, Right>;
+        return InPlaceTile{m, n, k, {a.data, a.stride}, b, c, ldc, add, row, column, epilogue}.compute(all_rows, false);
+      }
     bool unpacked = false;
     if constexpr (!kPacked) unpacked = !kTiles<Terms> && all_rows <= kFewRows && !b.transposed;
     return compute_by_panels<Terms>(unpacked) ? kOk : out_of_memory("a matrix product");

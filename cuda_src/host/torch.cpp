@@ -67,6 +67,12 @@ struct Differentiable {
   uint64_t last_use;  // Public::clock at its last call
 };
 
+// A call in code that torch.compile has made.
+struct Compiled {
+  Function *function;
+  void *fallback;  // takes the inputs of a call that is not plain, or that is refused
+};
+
 // A public function of the torch frontend. Below, "argument k" is an input, or after them an attribute.
 struct Public {
   int n_inputs, n_attrs, n_parameters;
@@ -532,6 +538,14 @@ void *run_plain(Public &p, void *const *given, intptr_t count, void *names) {
   return run_function(*d->function, nullptr, arguments, p.n_inputs);
 }
 
+// Nothing is recorded: the compiler has made the backward too. Autocast has been traced.
+void *run_compiled(const Compiled &c, void *const *inputs, intptr_t count) {
+  error_is_ours = false;
+  if (!gate.records_calls() && is_plain_call(true, inputs, static_cast<int>(count)))
+    if (void *result = run_function(*c.function, nullptr, inputs, count)) return result;
+  return must_fall_back() ? PyObject_VectorcallDict(c.fallback, inputs, count, nullptr) : nullptr;
+}
+
 void *run_public(Public &p, void *const *given, intptr_t count, void *names) {
   error_is_ours = false;
   if (void *result = run_plain(p, given, count, names)) return result;
@@ -584,7 +598,7 @@ AOT_API void aot_torch_install_vectorcall(void *function, void *capsule) {
 // The structs that frontends/torch/call.py mirrors. A change of one of them raises the version here and there.
 AOT_API const char *aot_torch_structs() {
   static const std::string text =
-      "version 8" +
+      "version 9" +
       AOT_DESCRIBE(GateFacts, tensor_keys, autocast_keys, inference, impl_offset, key_offset, forward_ad, level,
                    no_level) +
       AOT_DESCRIBE(Torch, exchange, types, size_type, empty_like, gate) +
@@ -592,7 +606,7 @@ AOT_API const char *aot_torch_structs() {
                    n_saved, saved, instead, saved_for, none_for_unread, hooks, make_prototypes, prototypes) +
       AOT_DESCRIBE(Backward, function, n_grads, n_inputs, source, gradient, fallback, over_output, over_input,
                    over_from, may_overwrite, drop_inputs) +
-      AOT_DESCRIBE(Differentiable, function, apply, last_use) +
+      AOT_DESCRIBE(Differentiable, function, apply, last_use) + AOT_DESCRIBE(Compiled, function, fallback) +
       AOT_DESCRIBE(Public, n_inputs, n_attrs, n_parameters, position, names, defaults, n_transposable, transposable,
                    transposes, kinds, has_autocast, constants, most_bound, clock, bind, bound, last_attrs, last,
                    fallback);
@@ -613,6 +627,11 @@ AOT_API int aot_torch_setup(const Torch *facts) {
 // One object for each input; returns the output, or a tuple of them.
 AOT_API void *aot_torch_run(void *capsule, void *const *inputs, intptr_t count) {
   return run_function(*capsule_pointer<Function>(capsule), nullptr, inputs, count);
+}
+
+// As aot_torch_run, in code of torch.compile's.
+AOT_API void *aot_torch_compiled(void *capsule, void *const *inputs, intptr_t count) {
+  return run_compiled(*capsule_pointer<Compiled>(capsule), inputs, count);
 }
 
 // The forward of a torch.autograd.Function: its context, then one object for each input.

@@ -3,7 +3,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "attention_mma_backward.cuh"
+#include "attention_mma_pairs.cuh"
 
 namespace aot {
 inline namespace AOT_ISA {
@@ -109,8 +109,11 @@ Status run_backward(const char *op, const AttentionInputs<T> &x, const T *y, Acc
   if constexpr (sizeof(T) == 2) {
     DeviceLimits limits;
     AOT_TRY(device_limits(op, &limits));
-    if (kernels == AttentionKernels::mma && mma_pass_takes(x, limits.shared_memory))
-      return run_mma_pass(op, x, y, delta, dq, dk, dv, delta + 2 * x.z.rows(), stream);
+    if (kernels == AttentionKernels::mma && mma_pass_takes(x, limits.shared_memory)) {
+      float *const space = delta + 2 * x.z.rows();
+      if (adds_to_scores(x)) return run_mma_pass(op, x, y, delta, dq, dk, dv, space, stream);
+      return run_mma_pairs(op, x, y, delta, dq, dk, dv, space, limits.shared_memory, stream);
+    }
     if (x.extra.dropout) kernels = AttentionKernels::any;
   }
   if (const int64_t rows = x.z.rows(); rows && (kernels != AttentionKernels::wgmma || !dq))
@@ -133,7 +136,7 @@ Status run_bias(const char *op, const AttentionInputs<T> &x, void *dbias, void *
   AttentionKernels kernels;
   AOT_TRY(choose<T>(op, x, false, &kernels, x.q, x.k, x.v, x.dy));
   if constexpr (sizeof(T) == 2)
-    if (kernels == AttentionKernels::mma) return run_mma_bias(op, x, dbias, stream);
+    if (kernels != AttentionKernels::any) return run_mma_bias(op, x, dbias, stream);
   constexpr int kSide = AttentionTile<T, AttentionResult::dbias>::kSide;
   int64_t blocks;
   AOT_TRY(count_bias_tiles(op, x, kSide, kSide, &blocks));

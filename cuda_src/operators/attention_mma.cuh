@@ -5,8 +5,8 @@
 // them stay in registers, where they are the left factor of the next product: of y, p v; of dq, ds k; and, where rows
 // are keys, of dv, p^T dy, and of dk, ds^T q. So nothing is summed by two blocks, and the order of sums is fixed; dq
 // computes the scores once more for it. Exponentials are powers of 2. Most gradients are of one pass instead
-// (attention_mma_backward.cuh): those here are for head_dims above 128, and above 64 on GPUs where a block may have no
-// more than 99 KiB of shared memory.
+// (attention_mma_pairs.cuh, attention_mma_backward.cuh): those here are for head_dims above 128; and above 64 with a
+// mask or a bias on GPUs where a block may have no more than 99 KiB of shared memory.
 //
 // kExtra: the call may have what AttentionExtras has. Such kernels are instances of their own, of fewer rows, since
 // what is added to a score takes registers.
@@ -17,8 +17,10 @@
 namespace aot {
 inline namespace AOT_ISA {
 
+constexpr int kAhead = 0;  // a value of kUnroll: all steps are, each loaded ahead of the one before
+
 // kDim: head_dim, padded with zeros; a block has 16 kM kWarps rows; kBlocks: blocks for which a multiprocessor must
-// have registers; kUnroll: steps of a product of rows that are unrolled.
+// have registers; kUnroll: steps of a product of rows that are unrolled, or kAhead.
 template <int kDim_, int kM_, int kWarps_, int kOthers_, int kBlocks_, int kUnroll_>
 struct MmaShape {
   static constexpr int kDim = kDim_, kM = kM_, kWarps = kWarps_, kOthers = kOthers_;
@@ -40,19 +42,15 @@ template <int kDim>
 struct MmaShapes;
 template <>
 struct MmaShapes<64> {
-  using Y = MmaShape<64, 2, 4, 64, 2, 4>;
+  using Y = MmaShape<64, 2, 4, 64, 2, kAhead>;
 };
 template <>
 struct MmaShapes<96> {
   using Y = MmaShape<96, 2, 4, 32, 2, 2>;
-  using Dq = MmaShape<96, 2, 4, 32, 2, 2>;
-  using Dkv = MmaShape<96, 1, 8, 32, 1, 2>;
 };
 template <>
 struct MmaShapes<128> {
-  using Y = MmaShape<128, 2, 4, 64, 2, 1>;
-  using Dq = MmaShape<128, 2, 4, 32, 2, 1>;
-  using Dkv = MmaShape<128, 1, 8, 32, 1, 2>;
+  using Y = MmaShape<128, 2, 4, 64, 2, kAhead>;
 };
 template <>
 struct MmaShapes<256> {
@@ -127,6 +125,22 @@ __device__ inline void copy_rows(uint32_t tile, HeadRows<const T> from, int64_t 
   }
 }
 
+// As copy_rows, in fewer instructions where all rows exist and have kDim columns.
+template <class Shape, int kCount, class Order, typename T>
+__device__ inline void copy_tile(uint32_t tile, HeadRows<const T> from, int begin, int end, int dim) {
+  if (begin + kCount > end || dim != Shape::kDim) return copy_rows<Shape, kCount, Order>(tile, from, begin, end, dim);
+  constexpr int kAlong = 8, kStep = Shape::kThreads / kAlong;
+  const int row = threadIdx.x / kAlong, along = threadIdx.x % kAlong;
+  const T *const at = from[begin + Order::at(row)] + along * 8;
+#pragma unroll
+  for (int i = 0; i < kCount; i += kStep) {
+    const T *const more = at + Order::at(i) * from.stride;
+#pragma unroll
+    for (int j = 0; j < Shape::kDim / 8; j += kAlong)
+      copy_async(piece_address<Shape::kDim>(tile, i + row, along + j), more + j * 8, true);
+  }
+}
+
 // The addresses of a lane for ldmatrix, from the first row of a tile: piece 2 k + `piece` of a row of 16.
 template <int kDim>
 class LaneRows {
@@ -151,24 +165,58 @@ using MmaSums = float[kM][kN / 8][4];
 template <int kM, int kN>
 using MmaFactor = uint32_t[kM][kN / 16][4];
 
+// sums += a b over kSteps steps of 16, each loaded ahead of the one before.
+template <int kM, int kN, int kSteps, class Left, class Right, typename T>
+__device__ inline void multiply_ahead(MmaSums<kM, kN> &sums, Left left, Right right, T zero) {
+  constexpr int kPieces = kN / 16, kAll = kSteps * kPieces;
+  uint32_t a[2][kM][4], b[kPieces + 1][4];
+  const auto load = [&](int p) {
+    const int k = p / kPieces;
+    if (p % kPieces == 0) {
+#pragma unroll
+      for (int i = 0; i < kM; ++i) left(a[k % 2][i], k, i);
+    }
+    right(b[p % (kPieces + 1)], k, p % kPieces);
+  };
+#pragma unroll
+  for (int p = 0; p < kPieces; ++p) load(p);
+#pragma unroll
+  for (int p = 0; p < kAll; ++p) {
+    if (p + kPieces < kAll) load(p + kPieces);
+    const int k = p / kPieces, n = p % kPieces;
+    const uint32_t (&four)[4] = b[p % (kPieces + 1)];
+#pragma unroll
+    for (int i = 0; i < kM; ++i) {
+      multiply_add(sums[i][2 * n], a[k % 2][i], four[0], four[1], zero);
+      multiply_add(sums[i][2 * n + 1], a[k % 2][i], four[2], four[3], zero);
+    }
+  }
+}
+
 // sums += the products of this warp's rows of a, from `row` on, a multiple of 16, and rows of b.
 template <int kDim, int kM, int kN, int kUnroll, typename T>
 __device__ inline void multiply_rows(MmaSums<kM, kN> &sums, uint32_t a, int row, uint32_t b, T zero) {
   const int lane = lane_index(), eighth = lane % 8, low = lane / 8 % 2, high = lane / 16;
   const LaneRows<kDim> of_a(a + row * kDim * 2, 8 * low + eighth, high), of_b(b, 8 * high + eighth, low);
+  if constexpr (kUnroll == kAhead) {
+    multiply_ahead<kM, kN, kDim / 16>(
+        sums, [&](uint32_t (&to)[4], int k, int i) { load_matrices(to, of_a(k) + i * 16 * kDim * 2); },
+        [&](uint32_t (&to)[4], int k, int n) { load_matrices(to, of_b(k) + n * 16 * kDim * 2); }, zero);
+  } else {
 #pragma unroll kUnroll
-  for (int k = 0; k < kDim / 16; ++k) {
-    uint32_t left[kM][4];
+    for (int k = 0; k < kDim / 16; ++k) {
+      uint32_t left[kM][4];
 #pragma unroll
-    for (int i = 0; i < kM; ++i) load_matrices(left[i], of_a(k) + i * 16 * kDim * 2);
+      for (int i = 0; i < kM; ++i) load_matrices(left[i], of_a(k) + i * 16 * kDim * 2);
 #pragma unroll
-    for (int n = 0; n < kN / 16; ++n) {
-      uint32_t right[4];
-      load_matrices(right, of_b(k) + n * 16 * kDim * 2);
+      for (int n = 0; n < kN / 16; ++n) {
+        uint32_t right[4];
+        load_matrices(right, of_b(k) + n * 16 * kDim * 2);
 #pragma unroll
-      for (int i = 0; i < kM; ++i) {
-        multiply_add(sums[i][2 * n], left[i], right[0], right[1], zero);
-        multiply_add(sums[i][2 * n + 1], left[i], right[2], right[3], zero);
+        for (int i = 0; i < kM; ++i) {
+          multiply_add(sums[i][2 * n], left[i], right[0], right[1], zero);
+          multiply_add(sums[i][2 * n + 1], left[i], right[2], right[3], zero);
+        }
       }
     }
   }
@@ -446,6 +494,12 @@ struct QueryTile {
   }
   // k and v of a step.
   __device__ void fetch(uint32_t stage, int step) const {
+    if constexpr (Shape::kUnroll == kAhead) {
+      copy_tile<Shape, kKeys, Spread<kKeys>>(stage, k, key(step), length, static_cast<int>(x.z.dim));
+      copy_tile<Shape, kKeys, Spread<kKeys>>(stage + Shape::kOtherTile, v, key(step), length,
+                                             static_cast<int>(x.z.v_dim));
+      return;
+    }
     copy_rows<Shape, kKeys, Spread<kKeys>>(stage, k, key(step), length, static_cast<int>(x.z.dim));
     copy_rows<Shape, kKeys, Spread<kKeys>>(stage + Shape::kOtherTile, v, key(step), length,
                                            static_cast<int>(x.z.v_dim));
@@ -1080,16 +1134,12 @@ inline bool mma_takes(const AttentionSizes &z) {
   return fits && z.dim % 8 == 0 && z.v_dim % 8 == 0 && z.v_dim > 0;
 }
 
-// f(MmaShapes<kDim>()) with the head_dim that q, k and v are padded to; of a backward that the pass does not take, one
-// above 64.
-template <class F>
-Status dispatch_mma_backward(const AttentionSizes &z, F f) {
-  const int64_t dim = std::max(z.dim, z.v_dim);
-  return dim <= 96 ? f(MmaShapes<96>()) : dim <= 128 ? f(MmaShapes<128>()) : f(MmaShapes<256>());
-}
+// f(MmaShapes<kDim>()) with the head_dim that q, k and v are padded to.
 template <class F>
 Status dispatch_mma(const AttentionSizes &z, F f) {
-  return std::max(z.dim, z.v_dim) <= 64 ? f(MmaShapes<64>()) : dispatch_mma_backward(z, f);
+  const int64_t dim = std::max(z.dim, z.v_dim);
+  if (dim <= 64) return f(MmaShapes<64>());
+  return dim <= 96 ? f(MmaShapes<96>()) : dim <= 128 ? f(MmaShapes<128>()) : f(MmaShapes<256>());
 }
 // Kernels with kExtra: whether they take a call that the others take, and their shapes.
 template <typename T>
@@ -1183,10 +1233,9 @@ Status run_mma_forward(const char *op, const AttentionInputs<T> &x, T *y, float 
 
 template <typename T>
 Status run_mma_backward(const char *op, const AttentionInputs<T> &x, T *dq, T *dk, T *dv, void *stream) {
-  if (x.extra.mask || x.extra.bias || x.extra.offsets)
-    return run_mma_backward_of<true>(MmaExtraShapes<128>(), op, x, dq, dk, dv, stream);
-  return dispatch_mma_backward(
-      x.z, [&](auto shapes) { return run_mma_backward_of<false>(shapes, op, x, dq, dk, dv, stream); });
+  if (std::max(x.z.dim, x.z.v_dim) > 128)
+    return run_mma_backward_of<false>(MmaShapes<256>(), op, x, dq, dk, dv, stream);
+  return run_mma_backward_of<true>(MmaExtraShapes<128>(), op, x, dq, dk, dv, stream);
 }
 
 }  // namespace AOT_ISA

@@ -12,23 +12,11 @@
 namespace aot {
 inline namespace AOT_ISA {
 
-// kDown: of DqPart. Added: of calls with a mask, a bias or dropout.
+// kDown: of DqPart.
 template <class Shape_, int kDown_>
 struct MmaPassShape {
   using Shape = Shape_;
   static constexpr int kDown = kDown_;
-};
-template <int kDim>
-struct MmaPassShapes;
-template <>
-struct MmaPassShapes<64> {
-  using Plain = MmaPassShape<MmaShape<64, 2, 4, 32, 2, 4>, 1>;
-  using Added = MmaPassShape<MmaShape<64, 1, 4, 32, 3, 2>, 1>;
-};
-template <>
-struct MmaPassShapes<128> {
-  using Plain = MmaPassShape<MmaShape<128, 1, 8, 64, 1, 2>, 2>;
-  using Added = MmaPassShape<MmaShape<128, 1, 8, 32, 1, 2>, 2>;
 };
 
 // The inputs and results of a pass. dq, dk, dv: null if not wanted.
@@ -38,6 +26,8 @@ struct MmaPass {
   T *dq, *dk, *dv;
   float *sums;  // of dq: for each warp's part of a tile as its lanes have it
   int *turns;   // of each part: 1 + the block of keys that was the last to add to it
+  float *lse;   // of each query, in units of log(2), or null
+  int heads_at_once;
 };
 
 // --------------------------------------------------------------------------------------------------------- clearing
@@ -67,7 +57,10 @@ __global__ void __launch_bounds__(kDeltaBlock)
       for (int e = 0; e < kAtOnce; ++e) sum += widen(a[e]) * widen(c[e]);
     }
     sum = sum_lanes<8>(sum);
-    if (present && lane_index() % 8 == 0) delta[i] = sum;
+    if (present && lane_index() % 8 == 0) {
+      delta[i] = sum;
+      if (pass.lse) pass.lse[i] = x.lse[i] == -kInfinity ? kInfinity : x.lse[i] * static_cast<float>(kLog2E);
+    }
   }
   if (all_seen || !pass.dq) return;
   bool wrong = false;
@@ -95,8 +88,6 @@ template <typename T, class Shape, class Order>
 struct KeyTile {
   static constexpr int kQueries = Shape::kOthers, kM = Shape::kM, kRows = Shape::kRows;
   using Bits = uint32_t[kM];
-  static constexpr uint32_t kAllBits = ((1u << kQueries / 4) - 1) * 0x10001u;
-  static_assert(kQueries <= 64);
 
   const AttentionInputs<T> &x;
   int64_t b, kv;
@@ -105,12 +96,14 @@ struct KeyTile {
   const int2 *own;  // of a packed call: the sequence of each row, in shared memory
   float times;
 
-  __device__ KeyTile(const AttentionInputs<T> &inputs, int2 *sequences) : x(inputs), own(sequences) {
+  __device__ KeyTile(const MmaPass<T> &pass, int2 *sequences) : x(pass.x), own(sequences) {
     const AttentionSizes &z = x.z;
-    const int keys = static_cast<int>(z.keys), tiles = (keys - 1) / kRows + 1;
-    const int head = static_cast<int>(blockIdx.x) / tiles;
+    const int keys = static_cast<int>(z.keys), tiles = (keys - 1) / kRows + 1, block = static_cast<int>(blockIdx.x);
+    const int first_head = block / (pass.heads_at_once * tiles) * pass.heads_at_once, rest = block - first_head * tiles;
+    const int at_once = static_cast<int>(min(pass.heads_at_once, z.batch * z.kv_heads - first_head));
+    const int head = first_head + rest % at_once;
     b = head / z.kv_heads, kv = head % z.kv_heads;
-    number = tiles - 1 - static_cast<int>(blockIdx.x) % tiles, begin = number * kRows;
+    number = tiles - 1 - rest / at_once, begin = number * kRows;
     end = keys - begin < kRows ? keys : begin + kRows;
     auto length = x.length(b);
     Range by_all = {z.seeing(end - 1, end).begin, z.seeing(begin, begin + 1).end};
@@ -149,6 +142,10 @@ struct KeyTile {
     return {first, first < past ? past : first};
   }
 
+  __device__ static constexpr uint32_t all_bits() {
+    static_assert(kQueries <= 64);
+    return ((1u << kQueries / 4) - 1) * 0x10001u;
+  }
   __device__ static int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
   __device__ static int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -160,7 +157,7 @@ struct KeyTile {
     const int query = tile * kQueries;
     if (query >= whole_begin && query + kQueries <= whole_end) {
 #pragma unroll
-      for (uint32_t &word : bits) word = kAllBits;
+      for (uint32_t &word : bits) word = all_bits();
       return false;
     }
 #pragma unroll
@@ -194,10 +191,10 @@ struct KeyTile {
     }
   }
   __device__ static bool any(const Bits &bits, bool *partial) {
-    uint32_t any = 0, all = kAllBits;
+    uint32_t any = 0, all = all_bits();
 #pragma unroll
     for (const uint32_t word : bits) any |= word, all &= word;
-    *partial = __any_sync(~0u, all != kAllBits);
+    *partial = __any_sync(~0u, all != all_bits());
     return __any_sync(~0u, any);
   }
 };
@@ -409,7 +406,7 @@ class Turns {
   int found_ = 0;
 };
 
-template <typename T, class Shape, int kDown, bool kAdded, bool kDrops>
+template <typename T, class Shape, int kDown, bool kDrops>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pass_kernel(MmaPass<T> pass) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   constexpr int kDim = Shape::kDim, kM = Shape::kM, kQueries = Shape::kOthers;
@@ -424,9 +421,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pas
   constexpr int kDsBytes = Shape::kRows * kQueries * 2;
   float (*const numbers)[2][kQueries] =
       reinterpret_cast<float (*)[2][kQueries]>(shared + Shape::shared(2, false) + kDsBytes);
-  using Order = std::conditional_t<kAdded, Adjacent<kM>, InOrder>;
+  using Order = Adjacent<kM>;
   using Tile = KeyTile<T, Shape, Order>;
-  const Tile tile(x, reinterpret_cast<int2 *>(shared + Shape::shared(2, true) + kDsBytes));
+  const Tile tile(pass, reinterpret_cast<int2 *>(shared + Shape::shared(2, true) + kDsBytes));
   const int dim = static_cast<int>(z.dim), v_dim = static_cast<int>(z.v_dim), begin = tile.begin;
   const int of_head = tile.met.end - tile.met.begin;
   const int query_tiles = (static_cast<int>(z.queries) - 1) / kQueries + 1;
@@ -456,7 +453,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pas
   const float q_scale = static_cast<float>(z.scale) * tile.times;
   const int warp_row = warp_index() * Shape::kWarpRows;
   MmaSums<kM, kDim> dk_sums = {}, dv_sums = {};
-  std::conditional_t<kAdded, AddedColumns<T, Shape>, NothingAdded> added(tile, scaled);
+  AddedColumns<T, Shape> added(tile, scaled);
   const bool fused = scaled && !added.adds_later();
   const float scale = fused ? scores.scale : 1;
   const float kept_times = kDrops ? static_cast<float>(x.extra.dropout.times) : 1;
@@ -479,7 +476,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pas
     MmaSums<kM, kQueries> s, dp = {};
     const int64_t h = tile.kv * z.group() + step.head;
     added.begin(s, bits, h, query_tile);
-    if (!(kAdded || partial) || tile.any(bits, &partial)) {
+    if (tile.any(bits, &partial)) {
       multiply_rows<kDim, kM, kQueries, Shape::kUnroll>(s, k_tile, warp_row, q_tile, T());
       multiply_rows<kDim, kM, kQueries, Shape::kUnroll>(dp, v_tile, warp_row, dy_tile, T());
       if constexpr (kDrops) {
@@ -593,55 +590,60 @@ inline bool every_query_meets(const AttentionSizes &z, bool lengths, bool packed
   return !lengths && !packed && z.left < 0 && (z.right < 0 || z.keys >= z.queries) && z.keys > 0;
 }
 
+// Heads whose blocks of the same number are started one after another. Blocks of one head that do not begin at tiles of
+// their own wait for one another, each for the one before: so it is well if few of them are there at once.
+inline int heads_at_once(const AttentionSizes &z) { return z.right >= 0 ? 4 : 16; }
+
 template <class Shape>
 constexpr int kPassShared = Shape::shared(2, true, true) + Shape::kRows * Shape::kOthers * 2;
 
-template <class Shape, int kDown, bool kAdded, bool kDrops, typename T>
+template <class Shape, int kDown, bool kDrops, typename T>
 Status run_mma_pass_of(const char *op, const AttentionInputs<T> &x, const T *y, float *delta, T *dq, T *dk, T *dv,
                        float *space, void *stream) {
   using Part = DqPart<Shape, kDown>;
   const AttentionSizes &z = x.z;
   const int64_t parts = z.batch * z.heads * ceil_div(z.queries, Shape::kOthers) * Shape::kWarps;
   float *const sums = reinterpret_cast<float *>((reinterpret_cast<uintptr_t>(space) + 15) / 16 * 16);
-  const MmaPass<T> pass = {x, dq, dk, dv, sums, reinterpret_cast<int *>(sums + parts * 32 * Part::kWords)};
+  const MmaPass<T> pass = {
+      x, dq, dk, dv, sums, reinterpret_cast<int *>(sums + parts * 32 * Part::kWords), nullptr, heads_at_once(z)};
   if (z.rows())
     AOT_TRY(launch_kernel(op, attention_pass_begin_kernel<T>,
                           {grid_size(ceil_div(z.rows(), kDeltaBlock / 8)), kDeltaBlock}, stream, pass, y, delta, parts,
                           every_query_meets(z, x.lengths != nullptr, x.extra.offsets != nullptr)));
-  return launch_mma<Shape>(op, attention_pass_kernel<T, Shape, kDown, kAdded, kDrops>, z.batch * z.kv_heads, z.keys,
+  return launch_mma<Shape>(op, attention_pass_kernel<T, Shape, kDown, kDrops>, z.batch * z.kv_heads, z.keys,
                            kPassShared<Shape>, stream, pass);
 }
 
-// f(shape, added, drops) with the MmaPassShape of a call whose head_dims are up to 128, and whether it has a mask or a
-// bias, or dropout, which is of the same kernel.
-template <class Of, typename T, class F>
-auto dispatch_pass_of(const AttentionInputs<T> &x, F f) {
-  if (x.extra.dropout) return f(typename Of::Added(), std::true_type(), std::true_type());
-  if (x.extra.mask || x.extra.bias) return f(typename Of::Added(), std::true_type(), std::false_type());
-  return f(typename Of::Plain(), std::false_type(), std::false_type());
-}
+// f(a MmaPassShape) of a call whose head_dims are up to 128.
 template <typename T, class F>
 auto dispatch_pass(const AttentionInputs<T> &x, F f) {
-  return std::max(x.z.dim, x.z.v_dim) <= 64 ? dispatch_pass_of<MmaPassShapes<64>>(x, f)
-                                            : dispatch_pass_of<MmaPassShapes<128>>(x, f);
+  if (std::max(x.z.dim, x.z.v_dim) <= 64) return f(MmaPassShape<MmaShape<64, 1, 4, 32, 3, 2>, 1>());
+  return f(MmaPassShape<MmaShape<128, 1, 8, 32, 1, 2>, 2>());
 }
 
-// Whether one pass takes a call that the kernels of attention_mma.cuh take: all of head_dims up to 64, and up to 128
-// where a block may have more shared memory than 99 KiB.
+// Whether a call has what the kernels of this file are for.
+template <typename T>
+bool adds_to_scores(const AttentionInputs<T> &x) {
+  return x.extra.mask || x.extra.bias || x.extra.dropout;
+}
+
+// Whether one pass takes a call that the kernels of attention_mma.cuh take: all of head_dims up to 128, but with a
+// mask, a bias or dropout those above 64 only where a block may have more shared memory than 99 KiB.
 template <typename T>
 bool mma_pass_takes(const AttentionInputs<T> &x, int shared_memory) {
   if (std::max(x.z.dim, x.z.v_dim) > 128) return false;
-  return dispatch_pass(x,
-                       [&](auto of, auto, auto) { return kPassShared<typename decltype(of)::Shape> <= shared_memory; });
+  if (!adds_to_scores(x)) return true;
+  return dispatch_pass(x, [&](auto of) { return kPassShared<typename decltype(of)::Shape> <= shared_memory; });
 }
 
 template <typename T>
 Status run_mma_pass(const char *op, const AttentionInputs<T> &x, const T *y, float *delta, T *dq, T *dk, T *dv,
                     float *space, void *stream) {
-  return dispatch_pass(x, [&](auto of, auto added, auto drops) {
+  return dispatch_pass(x, [&](auto of) {
     using Of = decltype(of);
-    return run_mma_pass_of<typename Of::Shape, Of::kDown, decltype(added)::value, decltype(drops)::value>(
-        op, x, y, delta, dq, dk, dv, space, stream);
+    const auto run = x.extra.dropout ? run_mma_pass_of<typename Of::Shape, Of::kDown, true, T>
+                                     : run_mma_pass_of<typename Of::Shape, Of::kDown, false, T>;
+    return run(op, x, y, delta, dq, dk, dv, space, stream);
   });
 }
 

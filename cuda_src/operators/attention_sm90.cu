@@ -13,6 +13,13 @@ template <typename T>
 Status attention_sm90(const char *op, const AttentionInputs<T> &x, T *y, float *lse, void *stream) {
   AttentionWgmma<T> c = {};
   c.x = x, c.y = y, c.lse = lse;
+  if constexpr (kWgmmaAdds<T>)
+    if (x.extra.mask || x.extra.bias)
+      return dispatch_wgmma(x.z, [&](auto shapes) -> Status {
+        using Shapes = decltype(shapes);
+        if (x.extra.mask) return launch_attention_wgmma<T, typename Shapes::YMask, WgmmaResult::y>(op, c, stream);
+        return launch_attention_wgmma<T, typename Shapes::YBias, WgmmaResult::y>(op, c, stream);
+      });
   if (!x.plain() || x.z.softcap != 0)
     return dispatch_wgmma(x.z, [&](auto shapes) -> Status {
       return launch_attention_wgmma<T, typename decltype(shapes)::YExtra, WgmmaResult::y>(op, c, stream);
@@ -22,11 +29,26 @@ Status attention_sm90(const char *op, const AttentionInputs<T> &x, T *y, float *
   });
 }
 
+template <class Shapes, WgmmaAdded kAdded, typename T>
+Status run_added_backward(const char *op, const AttentionWgmma<T> &c, void *stream) {
+  using Dq = typename Shapes::template DqAdded<kAdded>;
+  using Dkv = typename Shapes::template DkvAdded<kAdded>;
+  if (c.dq) AOT_TRY((launch_attention_wgmma<T, Dq, WgmmaResult::dq>(op, c, stream)));
+  return c.dk || c.dv ? launch_attention_wgmma<T, Dkv, WgmmaResult::dkv>(op, c, stream) : kOk;
+}
+
 template <typename T>
 Status attention_backward_sm90(const char *op, const AttentionInputs<T> &x, const T *y, float *delta, T *dq, T *dk,
                                T *dv, float *space, void *stream) {
   AttentionWgmma<T> c = {};
   c.x = x, c.dq = dq, c.dk = dk, c.dv = dv, c.of_delta = y, c.delta = delta;
+  if constexpr (kWgmmaAdds<T>)
+    if (x.extra.mask || x.extra.bias)
+      return dispatch_wgmma(x.z, [&](auto shapes) -> Status {
+        using Shapes = decltype(shapes);
+        if (x.extra.mask) return run_added_backward<Shapes, WgmmaAdded::mask>(op, c, stream);
+        return run_added_backward<Shapes, WgmmaAdded::bias>(op, c, stream);
+      });
   if (dq && dk && dv) {
     if (std::max(x.z.dim, x.z.v_dim) <= 64)
       return launch_one_pass<T, OnePassShape<64, 128, 2, 2, 1, true>>(op, c, space, stream);

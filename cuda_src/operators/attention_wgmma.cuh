@@ -9,7 +9,7 @@
 //   dk, dv   keys      queries   s = k q^T,  dp = v dy^T       dv += p dy,  dk += ds q
 // Blocks are persistent: the warp that loads is a tile ahead.
 #pragma once
-#include "attention_mma.cuh"
+#include "attention_wgmma_added.cuh"
 #include "cuda/overlap.cuh"
 #include "cuda/tma.cuh"
 #include "cuda/wgmma.cuh"
@@ -19,11 +19,13 @@ inline namespace AOT_ISA {
 
 // kDim: head_dim, padded with zeros, and kVDim that of v; kOthers: of a step; kTurns: whether warpgroups issue their
 // products in turns, so that one has exponentials beside the products of another.
-// kExtra: of y, the call may have cu_seqlens, a softcap or sinks.
-template <int kDim_, int kGroups_, int kOthers_, int kStages_, bool kTurns_, bool kExtra_ = false, int kVDim_ = kDim_>
+// kExtra: of y, the call may have cu_seqlens, a softcap or sinks. kAdded: and what it adds to scores.
+template <int kDim_, int kGroups_, int kOthers_, int kStages_, bool kTurns_, bool kExtra_ = false, int kVDim_ = kDim_,
+          WgmmaAdded kAdded_ = WgmmaAdded::none>
 struct WgmmaShape {
   static constexpr int kDim = kDim_, kGroups = kGroups_, kOthers = kOthers_, kStages = kStages_, kVDim = kVDim_;
-  static constexpr bool kTurns = kTurns_, kExtra = kExtra_;
+  static constexpr bool kTurns = kTurns_, kExtra = kExtra_, kAdds = kAdded_ != WgmmaAdded::none;
+  static constexpr WgmmaAdded kAdded = kAdded_;
   static constexpr int kRows = 64 * kGroups, kThreads = 128 * (kGroups + 1);
   static constexpr int kBoxes = (kDim + 63) / 64, kVBoxes = (kVDim + 63) / 64;             // of 128 bytes of a row
   static constexpr int kTile = kRows * kBoxes * 128, kOtherTile = kOthers * kBoxes * 128;  // bytes
@@ -33,8 +35,17 @@ struct WgmmaShape {
   // Bytes of shared memory; tiles are aligned to 1024. Of y, queries have two tiles where there is room; of dq, lse and
   // delta of two tiles; of dk and dv, of each stage.
   static constexpr int kOnce = 1024 + kTile + kStages * (kOtherTile + kVTile);
-  static constexpr int kQueryTiles = kOnce + kTile <= 224 << 10 ? 2 : 1, kOfY = kOnce + (kQueryTiles - 1) * kTile;
-  static constexpr int kOfDq = kOnce + kTile + 2 * 2 * 4 * kRows, kOfDkv = kOnce + kTile + kStages * kNumbers;
+  using OfAdded = AddedShape<kAdded, kRows, kOthers>;
+  static constexpr int kAddedStages = OfAdded::stages(kOnce), kWithAdded = kOnce + kAddedStages * OfAdded::kTile;
+  static constexpr int kQueryTiles = kWithAdded + kTile <= 224 << 10 ? 2 : 1;
+  static constexpr int kOfY = kWithAdded + (kQueryTiles - 1) * kTile;
+  static constexpr int kOfDqAlone = kOnce + kTile + 2 * 2 * 4 * kRows;
+  static constexpr int kDqAddedStages = OfAdded::stages(kOfDqAlone);
+  static constexpr int kOfDq = kOfDqAlone + kDqAddedStages * OfAdded::kTile;
+  using OfDkvAdded = AddedShape<kAdded, kOthers, kRows>;
+  static constexpr int kOfDkvAlone = kOnce + kTile + kStages * kNumbers;
+  static constexpr int kDkvAddedStages = OfDkvAdded::stages(kOfDkvAlone);
+  static constexpr int kOfDkv = kOfDkvAlone + kDkvAddedStages * OfDkvAdded::kTile;
 };
 
 // The fastest of those tried on an H200, of 512 to 16384 queries. Y of 64 has four warpgroups, whose exponentials fill
@@ -46,6 +57,12 @@ struct WgmmaShapes<64> {
   using Y = WgmmaShape<64, 4, 64, 4, true>;
   using YLong = WgmmaShape<64, 3, 128, 2, true>;
   using YExtra = WgmmaShape<64, 4, 64, 8, true, true>;
+  using YMask = WgmmaShape<64, 2, 128, 3, true, false, 64, WgmmaAdded::mask>;
+  using YBias = WgmmaShape<64, 2, 128, 3, true, false, 64, WgmmaAdded::bias>;
+  template <WgmmaAdded kAdded>
+  using DqAdded = WgmmaShape<64, 2, 64, 3, false, false, 64, kAdded>;
+  template <WgmmaAdded kAdded>
+  using DkvAdded = WgmmaShape<64, 2, 64, 3, false, false, 64, kAdded>;
   using Dq = WgmmaShape<64, 2, 128, 3, false>;
   using Dkv = WgmmaShape<64, 2, 96, 3, false>;
 };
@@ -57,6 +74,12 @@ template <>
 struct WgmmaShapes<128> {
   using Y = WgmmaShape<128, 2, 128, 2, true>;
   using YExtra = WgmmaShape<128, 2, 128, 2, true, true>;
+  using YMask = WgmmaShape<128, 2, 128, 2, true, false, 128, WgmmaAdded::mask>;
+  using YBias = WgmmaShape<128, 2, 128, 2, true, false, 128, WgmmaAdded::bias>;
+  template <WgmmaAdded kAdded>
+  using DqAdded = WgmmaShape<128, 2, 64, 2, false, false, 128, kAdded>;
+  template <WgmmaAdded kAdded>
+  using DkvAdded = WgmmaShape<128, 2, 64, 2, false, false, 128, kAdded>;
   using Dq = WgmmaShape<128, 2, 96, 3, false>;
   using Dkv = WgmmaShape<128, 2, 64, 3, false>;
 };
@@ -205,6 +228,14 @@ struct Ring {
     mbarrier_arrive(&empty[i % kStages]);
   }
 };
+
+// The ring of tiles of what is added to scores; none where nothing is.
+template <int kStages>
+struct AddedRing {
+  Ring<kStages> added;
+};
+template <>
+struct AddedRing<0> {};
 
 // ----------------------------------------------------------------------------------------------------------- tiles
 
@@ -434,8 +465,9 @@ template <typename T, class Shape>
 struct WgmmaY {
   static constexpr int kDim = Shape::kDim, kVDim = Shape::kVDim, kKeys = Shape::kOthers, kGroups = Shape::kGroups;
   using Tile = WgmmaQueries<Shape>;
+  using Added = AddedTiles<T, typename Shape::OfAdded>;
   static constexpr int kPlanned = 4, kNone = -1;  // kNone: steps of what is behind the last tile
-  struct Barriers {
+  struct Barriers : AddedRing<Shape::kAddedStages> {
     Ring<kPlanned> plan;
     Ring<Shape::kQueryTiles> q[kGroups];
     Ring<Shape::kStages> k, v;
@@ -444,7 +476,7 @@ struct WgmmaY {
     int2 sequences[kPlanned][Shape::kExtra ? Shape::kRows : 1];
 
     __device__ void init() {
-      plan.init(128 * kGroups + 1, 32);
+      plan.init(128 * kGroups + 1 + (Shape::kAdds ? kAddedThreads : 0), 32);
       for (auto &group : q) group.init(4);
       k.init(4 * kGroups), v.init(4 * kGroups);
     }
@@ -520,6 +552,26 @@ struct WgmmaY {
                       tile.begin + 64 * g, tile.h, tile.b);
   }
 
+  // By two warps.
+  __device__ void bring() const {
+    const Added added{c.x.extra};
+    wait_for_kernel_before();
+    for (unsigned n = 0, steps = 0; planned(n, 0).steps != kNone; ++n) {
+      const Tile &tile = this->tile(n);
+      const int64_t head = added.steps().at(tile.b, tile.h);
+      for (int i = 0; i < tile.steps; ++i, ++steps) {
+        barriers.added.wait_empty(steps);
+        added.bring(added_tile(steps), &barriers.added.full[steps % Shape::kAddedStages], head, tile.begin,
+                    tile.end - tile.begin, tile.key(i), c.keys - tile.key(i));
+      }
+      barriers.plan.loaded(n);
+    }
+  }
+  __device__ uint32_t added_tile(unsigned i) const {
+    return k_tile(0) + Shape::kStages * (Shape::kOtherTile + Shape::kVTile) +
+           i % Shape::kAddedStages * Shape::OfAdded::kTile;
+  }
+
   __device__ void take_turn(int group) const {
     if (Shape::kTurns) wait_named(1 + group, 256);
   }
@@ -555,8 +607,9 @@ struct WgmmaY {
       if (own) {
         barriers.k.release(steps);
         cap(s, scores);
+        add(s, group, steps);
         hide(n, part, 0, s);
-        weigh(s, scale, rows);
+        weigh(s, scale, rows, group, steps);
         round_to_factor(p, s, T());
       }
 #pragma unroll 1
@@ -573,8 +626,9 @@ struct WgmmaY {
         barriers.k.release(step);
         if (i == own - 1) barriers.q[group].release(n);
         cap(s, scores);
+        add(s, group, step);
         hide(n, part, i, s);
-        const bool shrinks = weigh(s, scale, rows);
+        const bool shrinks = weigh(s, scale, rows, group, step);
         wgmma_wait<0>();
         fence_registers(sums), fence_registers(p);
         barriers.v.release(step - 1);
@@ -634,6 +688,7 @@ struct WgmmaY {
       if (i >= all) continue;
       barriers.k.wait(steps + i), barriers.k.release(steps + i);
       barriers.v.wait(steps + i), barriers.v.release(steps + i);
+      if constexpr (Shape::kAdds) barriers.added.wait(steps + i), barriers.added.release(steps + i);
     }
   }
   // Waits for what the first product of a tile reads, and the last one.
@@ -668,21 +723,28 @@ struct WgmmaY {
     }
   }
 
+  // Adds a tile to scores; weigh releases it.
+  __device__ void add(Scores &s, int group, unsigned step) const {
+    if constexpr (Shape::kAdds) {
+      barriers.added.wait(step);
+      Added{c.x.extra}.add(s, added_tile(step), 64 * group, 1 / static_cast<float>(c.x.z.scale));
+    }
+  }
+
   // Scores become weights. `most` follows the largest score where that is more than kSlack above it, and what was
   // summed before is then to be multiplied by shrink, if weigh says so: weights of up to 2^kSlack are as exact. All
   // weights of a row that has a NaN, or infinity, are NaN, and so is lse, for the backward to make them so too.
-  __device__ static bool weigh(Scores &s, float scale, Rows &rows) {
+  __device__ bool weigh(Scores &s, float scale, Rows &rows, int group, unsigned step) const {
     constexpr float kSlack = 8;
-    float found[2] = {-kInfinity, -kInfinity};
-#pragma unroll
-    for (int n = 0; n < kKeys / 8; ++n)
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        found[half] = max_or_nan(found[half], max_or_nan(s[4 * n + 2 * half], s[4 * n + 2 * half + 1]));
-#pragma unroll
-    for (int lanes = 1; lanes < 4; lanes *= 2)
-#pragma unroll
-      for (float &most : found) most = max_or_nan(most, __shfl_xor_sync(~0u, most, lanes));
+    float found[2];
+    find_most(s, found);
+    if constexpr (Shape::kAdds) {
+      if (Added::kHides && __any_sync(~0u, isnan(found[0] + found[1]))) {
+        Added{c.x.extra}.hide(s, added_tile(step), 64 * group, 1 / static_cast<float>(c.x.z.scale), -kInfinity);
+        find_most(s, found);
+      }
+      barriers.added.release(step);
+    }
     found[0] *= scale, found[1] *= scale;
     const bool rises = !(found[0] <= rows.most[0] + kSlack && found[1] <= rows.most[1] + kSlack);
     const bool shrinks = __any_sync(~0u, rises);
@@ -710,6 +772,18 @@ struct WgmmaY {
       rows.total[half] += sum;
     }
     return shrinks;
+  }
+  __device__ static void find_most(const Scores &s, float (&found)[2]) {
+    found[0] = found[1] = -kInfinity;
+#pragma unroll
+    for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        found[half] = max_or_nan(found[half], max_or_nan(s[4 * n + 2 * half], s[4 * n + 2 * half + 1]));
+#pragma unroll
+    for (int lanes = 1; lanes < 4; lanes *= 2)
+#pragma unroll
+      for (float &most : found) most = max_or_nan(most, __shfl_xor_sync(~0u, most, lanes));
   }
   __device__ static void shrink(Sums &sums, const Rows &rows) {
 #pragma unroll
@@ -747,9 +821,11 @@ struct WgmmaBlock<T, Shape, WgmmaResult::y> {
 // --------------------------------------------------------------------------------------------------------- kernels
 
 // Registers of a thread that computes, and of one that loads or prepares numbers: as many as the block starts with.
-template <WgmmaResult kResult, int kGroups, bool kExtra = false>
+template <WgmmaResult kResult, int kGroups, bool kExtra = false, bool kAdds = false, int kDim = 0>
 struct WgmmaRegisters {
-  static constexpr int kSpare = kResult == WgmmaResult::dkv ? 24 : kResult == WgmmaResult::y && !kExtra ? 40 : 56;
+  static constexpr int kOfAdded = kResult != WgmmaResult::dkv ? 72 : kDim > 64 ? 24 : 88;
+  static constexpr int kPlain = kResult == WgmmaResult::dkv ? 24 : kResult == WgmmaResult::y && !kExtra ? 40 : 56;
+  static constexpr int kSpare = kAdds ? kOfAdded : kPlain;
   static constexpr int kFew = kGroups == 2 ? kSpare : kResult == WgmmaResult::dq ? 56 : 32;
   static constexpr int kMany = kGroups == 2 ? (504 - kFew) / 2 : kGroups == 3 ? (512 - kFew) / 24 * 8 : 112;
   static constexpr int kAtStart = 65536 / 128 / (kGroups + 1) / 8 * 8;
@@ -761,9 +837,11 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     attention_wgmma_kernel(const __grid_constant__ AttentionWgmma<T> c) {
 #ifdef CUTE_ARCH_MMA_SM90A_ENABLED
   using Block = typename WgmmaBlock<T, Shape, kResult>::type;
-  using Registers = WgmmaRegisters<kResult, Shape::kGroups, Shape::kExtra>;
+  using Registers = WgmmaRegisters<kResult, Shape::kGroups, Shape::kExtra, Shape::kAdds, Shape::kDim>;
   constexpr int kGroups = Shape::kGroups, kWarps = 4 * kGroups;
-  constexpr int kPreparing = kResult == WgmmaResult::y ? 0 : kResult == WgmmaResult::dq ? 3 : 1;  // warps
+  constexpr int kPreparing = kResult == WgmmaResult::y                     ? 0
+                             : kResult == WgmmaResult::dq && !Shape::kAdds ? 3
+                                                                           : 1;  // warps
   extern __shared__ __align__(1024) uint4 attention_shared[];
   __shared__ typename Block::Barriers barriers;
   Block block{c, barriers, (shared_address(attention_shared) + 1023) & ~1023u};
@@ -782,6 +860,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     } else {
       barriers.rows.init(kWarps), barriers.others.init(32 * kWarps, 1 + 32 * kPreparing);
     }
+    if constexpr (Shape::kAdds) barriers.added.init(kWarps, kAddedThreads);
     mbarrier_init_fence();
   }
   __syncthreads();
@@ -795,6 +874,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     if (warp == 0 && lane_index() == 0) block.load();
     if constexpr (kResult == WgmmaResult::y)
       if (warp == 1) block.plan();
+    if constexpr (Shape::kAdds)
+      if (warp >= 2) block.bring();
     if constexpr (kPreparing > 0)
       if (warp > 0 && warp <= kPreparing) block.prepare(warp - 1, kPreparing);
   }
@@ -807,13 +888,14 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
 
 constexpr int kMostRows = 1 << 28;  // differences of indices and bounds are then within int
 
-// Whether these kernels take a call that mma_takes: with cu_seqlens, a softcap or sinks the forward alone, and no other
-// extras. A warpgroup goes through keys up to where its last query stands: keys have no sequences of their own.
+// Whether these kernels take a call that mma_takes: with cu_seqlens, a softcap or sinks the forward alone, and a mask
+// or a bias alone. A warpgroup goes through keys up to where its last query stands: keys have no sequences of their
+// own.
 template <typename T>
 bool wgmma_takes(const AttentionInputs<T> &x, bool forward) {
   const AttentionSizes &z = x.z;
-  const bool plain = x.plain() && z.softcap == 0, foreign = x.extra.mask || x.extra.bias || x.extra.crossed();
-  if (foreign || (!forward && !plain)) return false;
+  const bool plain = x.plain() && z.softcap == 0, adds = x.extra.mask || x.extra.bias;
+  if (x.extra.crossed() || (adds && !wgmma_adds(x)) || (!forward && !plain && !adds)) return false;
   const int64_t most_dim = forward && plain ? 256 : 128;
   const bool fits = std::max({z.queries, z.keys, z.rows() / 8}) <= kMostRows && std::max(z.dim, z.v_dim) <= most_dim;
   return fits && z.scale > 0 && z.keys > 0 && z.rows() > 0 && TensorMaps::get().tiled;

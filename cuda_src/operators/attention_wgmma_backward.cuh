@@ -8,12 +8,29 @@ inline namespace AOT_ISA {
 
 #ifdef CUTE_ARCH_MMA_SM90A_ENABLED
 
+// What is taken from scores in units of log(2). With what is added, a row that sees nothing takes infinity: weights of
+// keys whose bias is -inf are then 0.
+template <class Shape>
+__device__ inline float base_of(float lse) {
+  if (Shape::kAdds && lse == -kInfinity) return kInfinity;
+  return lse * static_cast<float>(kLog2E);
+}
+// Whether one of a warp's is NaN.
+template <int n>
+__device__ inline bool any_nan(const float (&s)[n]) {
+  float most = 0;
+#pragma unroll
+  for (int i = 0; i < n; ++i) most = max_or_nan(most, s[i]);
+  return __any_sync(~0u, isnan(most));
+}
+
 // --------------------------------------------------------------------------------------------------------------- dq
 
 template <typename T, class Shape>
 struct WgmmaDq {
   static constexpr int kDim = Shape::kDim, kKeys = Shape::kOthers, kGroups = Shape::kGroups;
-  struct Barriers {
+  using Added = AddedTiles<T, typename Shape::OfAdded>;
+  struct Barriers : AddedRing<Shape::kDqAddedStages> {
     Ring<1> rows;
     Ring<Shape::kStages> others;
     Ring<2> numbers;
@@ -47,6 +64,23 @@ struct WgmmaDq {
     });
   }
 
+  __device__ uint32_t added_tile(int i) const {
+    return q_tile + Shape::kOfDqAlone - 1024 + i % Shape::kDqAddedStages * Shape::OfAdded::kTile;
+  }
+  // By two warps.
+  __device__ void bring() const {
+    const Added added{c.x.extra};
+    int steps = 0;
+    each_query_tile<Shape>(c, [&](const WgmmaQueries<Shape> &tile) {
+      const int64_t head = added.steps().at(tile.b, tile.h);
+      for (int i = 0; i < tile.steps; ++i, ++steps) {
+        barriers.added.wait_empty(steps);
+        added.bring(added_tile(steps), &barriers.added.full[steps % Shape::kDqAddedStages], head, tile.begin,
+                    tile.end - tile.begin, tile.key(i), c.keys - tile.key(i));
+      }
+    });
+  }
+
   // Computes numbers of the next tile beside products of this one: 8 rows of a warp at once.
   __device__ void prepare(int warp, int warps) const {
     int tiles = 0;
@@ -57,7 +91,7 @@ struct WgmmaDq {
         const int row = 8 * i + lane_index() / 4, query = tile.begin + row;
         const bool present = query < tile.end, first = lane_index() % 4 == 0;
         const int64_t at = c.x.row(tile.b, tile.h, query);
-        const float lse = present && first ? c.x.lse[at] * static_cast<float>(kLog2E) : kInfinity;
+        const float lse = present && first ? base_of<Shape>(c.x.lse[at]) : kInfinity;
         const float delta = sum_lanes<4>(present ? partial_delta(tile, query) : 0);
         if (first) numbers(tiles)[row] = {lse, delta};
         if (first && present) c.delta[at] = delta;
@@ -90,7 +124,7 @@ struct WgmmaDq {
   }
 
   __device__ void compute(int group) const {
-    const float scale = static_cast<float>(c.x.z.scale * kLog2E);
+    const float scale = static_cast<float>(c.x.z.scale * kLog2E), over = 1 / static_cast<float>(c.x.z.scale);
     int tiles = 0, steps = 0;
     each_query_tile<Shape>(c, [&](const WgmmaQueries<Shape> &tile) {
       float sums[kDim / 2];
@@ -114,9 +148,17 @@ struct WgmmaDq {
         wgmma_wait<1>();
         fence_registers(s), fence_registers(sums), fence_registers(ds);
         if (i) barriers.others.release(steps - 1);
+        if constexpr (Shape::kAdds) {
+          barriers.added.wait(steps);
+          if (!Added::kMask) Added{c.x.extra}.add(s, added_tile(steps), 64 * group, over);
+        }
 #pragma unroll
         for (int n = 0; n < kKeys / 2; ++n) s[n] = fast_exp2(fmaf(s[n], scale, -rows[n / 2 % 2].x));
         tile.hide(c, i, s, 0);
+        if constexpr (Shape::kAdds) {
+          if (Added::kMask || any_nan(s)) Added{c.x.extra}.hide(s, added_tile(steps), 64 * group, over, 0);
+          barriers.added.release(steps);
+        }
         wgmma_wait<0>();
         fence_registers(dp);
 #pragma unroll
@@ -128,7 +170,10 @@ struct WgmmaDq {
       fence_registers(sums);
       barriers.rows.release(tiles++);
       if (own) barriers.others.release(steps - 1);
-      for (int i = own; i < tile.steps; ++i, ++steps) barriers.others.wait(steps), barriers.others.release(steps);
+      for (int i = own; i < tile.steps; ++i, ++steps) {
+        barriers.others.wait(steps), barriers.others.release(steps);
+        if constexpr (Shape::kAdds) barriers.added.wait(steps), barriers.added.release(steps);
+      }
       const float times = static_cast<float>(c.x.z.scale) * tile.times, both[] = {times, times};
       const int dim = static_cast<int>(c.x.z.dim);
       store_rows<kDim>(sums, c.x.of_queries(c.dq, tile.b, tile.h, dim), tile.begin + 64 * group, tile.end, dim, both);
@@ -182,6 +227,12 @@ struct WgmmaKeys {
   __device__ void hide(const AttentionWgmma<T> &c, At step, float (&s)[kQueries / 2], float hidden) const {
     if (!whole(step)) hide(c, query(step), s, hidden);
   }
+  // Weights of queries from the last one on, to which stale memory may have been added.
+  template <typename T>
+  __device__ static void hide_absent(const AttentionWgmma<T> &c, int query, float (&s)[kQueries / 2]) {
+    const int present = c.queries - query - lane_index() % 4 * 2;
+    hide_from<kQueries>(s, 0, present, 0), hide_from<kQueries>(s, 1, present, 0);
+  }
   template <int n, typename T>
   __device__ void hide(const AttentionWgmma<T> &c, int query, float (&s)[n], float hidden) const {
     const int from = query + lane_index() % 4 * 2;
@@ -197,7 +248,8 @@ struct WgmmaKeys {
 template <typename T, class Shape>
 struct WgmmaDkv {
   static constexpr int kDim = Shape::kDim, kQueries = Shape::kOthers, kGroups = Shape::kGroups;
-  struct Barriers {
+  using Added = AddedTiles<T, typename Shape::OfDkvAdded>;
+  struct Barriers : AddedRing<Shape::kDkvAddedStages> {
     Ring<1> rows;
     Ring<Shape::kStages> others;
   };
@@ -238,6 +290,27 @@ struct WgmmaDkv {
     });
   }
 
+  __device__ uint32_t added_tile(int i) const {
+    return k_tile + Shape::kOfDkvAlone - 1024 + i % Shape::kDkvAddedStages * Shape::OfDkvAdded::kTile;
+  }
+  // By two warps.
+  __device__ void bring() const {
+    const Added added{c.x.extra};
+    int steps = 0;
+    each_tile([&](const WgmmaKeys<Shape> &tile) {
+      typename WgmmaKeys<Shape>::At at = {};
+      int64_t head = 0;
+      for (int i = 0; i < tile.steps; ++i, ++steps, tile.go_on(at)) {
+        if (at.tile == 0) head = added.steps().at(tile.b, tile.kv * c.group + at.of_group);
+        const int query = tile.query(at);
+        barriers.added.wait_empty(steps);
+        added.template bring<kDim == 64 ? 8 : 2>(added_tile(steps),
+                                                 &barriers.added.full[steps % Shape::kDkvAddedStages], head, query,
+                                                 c.queries - query, tile.begin, c.keys - tile.begin);
+      }
+    });
+  }
+
   // By one warp. Numbers are on their way to registers while their stage is not yet empty.
   __device__ void prepare(int, int) const {
     constexpr int kEach = kQueries / 32;
@@ -258,15 +331,14 @@ struct WgmmaDkv {
         barriers.others.wait_empty(steps);
         float *const to = reinterpret_cast<float *>(numbers(steps)) + lane;
 #pragma unroll
-        for (int j = 0; j < kEach; ++j)
-          to[32 * j] = lse[j] * static_cast<float>(kLog2E), to[kQueries + 32 * j] = delta[j];
+        for (int j = 0; j < kEach; ++j) to[32 * j] = base_of<Shape>(lse[j]), to[kQueries + 32 * j] = delta[j];
         barriers.others.filled(steps);
       }
     });
   }
 
   __device__ void compute(int group) const {
-    const float scale = static_cast<float>(c.x.z.scale * kLog2E);
+    const float scale = static_cast<float>(c.x.z.scale * kLog2E), over = 1 / static_cast<float>(c.x.z.scale);
     int tiles = 0, steps = 0;
     each_tile([&](const WgmmaKeys<Shape> &tile) {
       float dk[kDim / 2], dv[kDim / 2];
@@ -284,6 +356,7 @@ struct WgmmaDkv {
           if (reading >= 0) barriers.others.loaded(reading);
           reading = -1;
           barriers.others.wait(steps), barriers.others.loaded(steps);
+          if constexpr (Shape::kAdds) barriers.added.wait(steps), barriers.added.release(steps);
           continue;
         }
         float s[kQueries / 2], dp[kQueries / 2];
@@ -295,6 +368,10 @@ struct WgmmaDkv {
         fence_registers(s), fence_registers(dk), fence_registers(ds);
         if (reading >= 0) barriers.others.loaded(reading);
         reading = steps;
+        if constexpr (Shape::kAdds) {
+          barriers.added.wait(steps);
+          Added{c.x.extra}.add_across(s, added_tile(steps), 64 * group, over);
+        }
 #pragma unroll
         for (int n = 0; n < kQueries / 8; ++n) {
           const float2 base = lse[4 * n];
@@ -305,6 +382,11 @@ struct WgmmaDkv {
           }
         }
         tile.hide(c, at, s, 0);
+        if constexpr (Shape::kAdds) {
+          if (Added::kMask || any_nan(s)) Added{c.x.extra}.hide_across(s, added_tile(steps), 64 * group, over);
+          if (tile.query(at) + kQueries > c.queries) tile.hide_absent(c, tile.query(at), s);
+          barriers.added.release(steps);
+        }
         round_to_factor(p, s, T());
         start_weights<Shape>(dv, p, dy_tile(steps), true, T());
         wgmma_wait<1>();

@@ -8,23 +8,10 @@ namespace aot {
 inline namespace AOT_ISA {
 namespace {
 
-// ------------------------------------------------------------------------------------------------------ formulas
+// A lambda with this attribute keeps its constants in registers.
+#define AOT_INLINED __attribute__((always_inline))
 
-template <typename T>
-Vec<T> activate(Vec<T> x, Activation activation) {
-  switch (activation) {
-    case kActivationRelu:
-      return x < 0 ? Vec<T>{} : x;  // NaN stays NaN
-    case kActivationGelu:
-      return ExactGelu<T>(x).value(x);
-    case kActivationGeluTanh:
-      return TanhGelu<T>(x).value(x);
-    case kActivationSilu:
-      return Logistic<T>(x).times(x);
-    default:
-      return x;
-  }
-}
+// ------------------------------------------------------------------------------------------------------ formulas
 
 // dy * activation'(x). relu'(NaN) is 1; where relu' is 0, the result is 0 even if dy is not finite.
 template <typename T>
@@ -50,11 +37,31 @@ struct LinearEpilogue {
   int64_t n;
   Activation activation;
 
-  template <class P>
-  Vec<T> operator()(Vec<T> sum, int64_t i, int64_t j, P part) const {
-    if (bias) sum += load(bias + j, part);
-    if (pre_activation) store(pre_activation + i * n + j, sum, part);
-    return activate<T>(sum, activation);
+  static constexpr bool kBlocks = true;
+
+  void store_block(int64_t row, int64_t column, int64_t rows, int64_t cols, const Accumulate<T> *sums, int64_t stride,
+                   T *y, int64_t ldy) const {
+    const auto all = [=](auto activated) {
+      for (int64_t i = 0; i < rows; ++i)
+        sweep<T>(cols, [=, sums = sums + i * stride, y = y + i * ldy](int64_t j, auto part) AOT_INLINED {
+          Vec<T> v = load(sums + j, part);
+          if (bias) v += load(bias + column + j, part);
+          if (pre_activation) store(pre_activation + (row + i) * n + column + j, v, part);
+          store(y + j, activated(v), part);
+        });
+    };
+    switch (activation) {
+      case kActivationNone:
+        return all([](Vec<T> x) AOT_INLINED { return x; });
+      case kActivationRelu:
+        return all([](Vec<T> x) AOT_INLINED { return x < 0 ? Vec<T>{} : x; });  // NaN stays NaN
+      case kActivationGelu:
+        return all([](Vec<T> x) AOT_INLINED { return ExactGelu<T>(x).value(x); });
+      case kActivationGeluTanh:
+        return all([](Vec<T> x) AOT_INLINED { return TanhGelu<T>(x).value(x); });
+      case kActivationSilu:
+        return all([](Vec<T> x) AOT_INLINED { return Logistic<T>(x).times(x); });
+    }
   }
 };
 

@@ -84,6 +84,8 @@ def autograd_kernel(op: Op, forward: Op, dispatched: Any) -> Callable[..., Any]:
     apply = super(torch.autograd.Function, function).apply  # the wrapper would choose a level of torch.func
 
     def kernel(keyset, *args):
+        if not torch.is_grad_enabled() and private.forward_level() < 0:
+            return below(keyset, args)
         inputs, attrs, names = split(args)
         moved = has_tangents(inputs)
         recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)

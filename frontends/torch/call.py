@@ -76,6 +76,10 @@ class _Differentiable(Structure):
     _fields_ = [("function", c_void_p), ("apply", c_void_p), ("last_use", c_uint64)]
 
 
+class _Compiled(Structure):
+    _fields_ = [("function", c_void_p), ("fallback", c_void_p)]
+
+
 class _Public(Structure):
     _fields_ = [
         ("n_inputs", c_int), ("n_attrs", c_int), ("n_parameters", c_int), ("position", c_int * _Parameters),
@@ -89,7 +93,8 @@ class _Public(Structure):
 @cache
 def lib() -> ctypes.CDLL:
     """The library, with its structs compared with those above. Raises LibraryError if they differ."""
-    call.check_structs("aot_torch_structs", 8, (GateFacts, _Torch, _Function, _Backward, _Differentiable, _Public))
+    structs = GateFacts, _Torch, _Function, _Backward, _Differentiable, _Compiled, _Public
+    call.check_structs("aot_torch_structs", 9, structs)
     return call.lib()
 
 
@@ -189,7 +194,10 @@ def _function_handle(
     prototypes: Callable[..., tuple[Any, ...] | None],
     keep_residuals_from: int,
     hooks: Callable[..., Any] | None = None,
+    wanted: Iterable[str] | None = None,
 ) -> Any:
+    """``wanted``: the results to write. By default these are the outputs, some as a call asks for them, and are what is
+    returned; else all results are."""
     slots = {slot: i for i, slot in enumerate(op.slots)}
     written = range(len(op.inputs), len(slots))
     prototype = [slots.get(op.same_spec_as.get(slot, ""), -1) for slot in op.slots]
@@ -200,16 +208,17 @@ def _function_handle(
     handle, make_prototypes = handle_of(op, attrs), partial(prototypes, op, attrs)
     made_prototypes: dict[Any, Any] = {}
     replaced = op.replaced(attrs) if hooks else {}
+    always = (y for y in op.outputs if y in slots and y not in op.optional) if wanted is None else wanted
     made = _Function(
         call=pointer_of(handle),
         prototype=_Slots(*prototype),
         has_prototypes=any(prototype[i] < 0 for i in written),
-        equal=_Slots(*(slots.get(op.duplicates.get(slot, ""), -1) for slot in op.slots)),
-        always=bits([*(y for y in op.outputs if y in slots and y not in op.optional), *op.workspace]),
+        equal=_Slots(*(slots.get(op.duplicates.get(slot, "") if wanted is None else "", -1) for slot in op.slots)),
+        always=bits([*always, *op.workspace]),
         residuals=bits(op.kept_residuals(attrs)),
         scratch=bits(op.workspace),
         keep_from=-1 if op.always_save_residuals else keep_residuals_from,
-        n_returned=len(op.outputs),
+        n_returned=len(op.outputs if wanted is None else op.results),
         n_saved=len(op.saved),
         saved=_Slots(*(slots[slot] for slot in op.saved)),
         instead=_Slots(*(slots.get(replaced.get(slot, ""), -1) for slot in op.saved)),
@@ -220,6 +229,20 @@ def _function_handle(
         prototypes=id(made_prototypes),
     )
     return struct_capsule(made, handle, hooks, make_prototypes, made_prototypes)
+
+
+def compiled(
+    op: Op,
+    attrs: tuple[Attr, ...],
+    wanted: Iterable[str],
+    prototypes: Callable[..., tuple[Any, ...] | None],
+    fallback: Callable[..., Any],
+) -> Callable[..., Any]:
+    """A builtin of one tensor, or None, for each input, which returns what the dispatcher's operator does: every result
+    of its own memory, None for those that are not ``wanted``. ``fallback``: it, for a call that is not plain."""
+    handle = _function_handle(op, attrs, prototypes, -1, wanted=wanted)
+    made = _Compiled(function=pointer_of(handle), fallback=id(fallback))
+    return builtin(op.name, "aot_torch_compiled", struct_capsule(made, handle, fallback))
 
 
 def none_for_unread(op: Op) -> bool:

@@ -33,7 +33,7 @@ from aotops.op import Op
 
 from ..imports import after_import
 from ..torch_schema import splitter
-from . import padding, private, views
+from . import compiled, padding, private, views
 from .mathematics import Mathematics, all_narrow
 from .tensors import packed
 
@@ -220,6 +220,7 @@ def _register(lowering: ModuleType, operators: Sequence[Operator], composed: Cal
     try:
         for one in operators:
             _make_fallback(lowering, one.overload)
+            lowering.lowerings[one.overload] = compiled.binding(one.op, lowering.lowerings[one.overload])
             if one.overwriting is not None:
                 lowering.lowerings[one.overload] = _overwriting(lowering, one)
         # after the fallbacks, which an operator with a decomposition is refused

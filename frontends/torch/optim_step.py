@@ -96,10 +96,18 @@ class _Batch:
             self.lists["master"] = [state[MASTER] for state in states]
         self.keys = [MASTER if name == "master" else name for name in self.lists if name != "param"]
         self.grads: list[Tensor] = [p.grad for p in params]  # type: ignore[misc]
+        self.orders = list(map(_order, params))
         self.is_plain = self.dtype not in _REAL and _are_plain([*chain(*self.lists.values()), *self.grads])
+        like_params = (each for name, each in self.lists.items() if name != "step")
+        self.is_plain = (
+            self.is_plain and None not in self.orders and all(map(self._has_orders, (*like_params, self.grads)))
+        )
         if self.is_plain:
             self._check(self.lists, self.grads)
             self.sizes, self.addresses = _sizes(params), {n: _addresses(each) for n, each in self.lists.items()}
+
+    def _has_orders(self, tensors: list[Tensor]) -> bool:
+        return list(map(_order, tensors)) == self.orders
 
     def holds(self, states: dict[Tensor, dict[str, Any]]) -> bool:
         named = zip(self.keys, [each for name, each in self.lists.items() if name != "param"], strict=True)
@@ -114,6 +122,8 @@ class _Batch:
                 and _sizes(self.params) == self.sizes == _sizes(self.grads)
                 and _are_plain(self.params)
                 and _are_plain(self.grads)
+                and self._has_orders(self.params)
+                and self._has_orders(self.grads)
             )
         except (KeyError, AttributeError):  # of a state that lacks a tensor, of a parameter without a gradient
             return False
@@ -196,13 +206,21 @@ def _number(t: Tensor | None, device: torch.device) -> Tensor | None:
 
 
 def _are_plain(tensors: list[Tensor]) -> bool:
-    """Whether all are contiguous, and have memory of their own that is read as it is."""
+    """Whether all have memory of their own that is read as it is."""
     return (
         {torch.Tensor, torch.nn.Parameter}.issuperset(map(type, tensors))
         and {torch.strided}.issuperset(map(_layout, tensors))
-        and all(map(Tensor.is_contiguous, tensors))
         and not any(map(Tensor.is_neg, tensors))
     )
+
+
+def _order(t: Tensor) -> tuple[int, ...] | None:
+    """The order of the elements in memory, the same for tensors of a shape that are alike: the strides, () if it is
+    contiguous. None if they do not fill their memory, each once."""
+    if t.is_contiguous():
+        return ()
+    strides = _strides(t)
+    return strides and tuple(stride if n != 1 else 0 for stride, n in zip(strides, t.shape, strict=True))
 
 
 # ------------------------------------------------------------------------------------------------------- other tensors

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from . import replaced_globals
 from .known_modules import ORIGINAL
-from .replaced_forwards import MADE_FOR, learn, operator_of, serve_of
+from .replaced_forwards import FUSED, MADE_FOR, learn, operator_of, serve_of
+from .tensors import is_compiling
 
 _KINDS = "_aotops_kinds"
 """The attribute with the kinds of its operators."""
@@ -37,15 +38,19 @@ def _forward(original: type[nn.Module], kinds: tuple[str, ...]) -> Any:
     theirs = original.forward
     if replaced_globals.kinds_of(original):
         return replaced_globals.exchanged(theirs, kinds)
-    serve = serve_of(*learn(original))  # type: ignore[misc]
-    return _of_a_model(serve, theirs) if kinds[0] == "linear_cross_entropy" else _of_a_layer(serve, theirs)
+    form, names = learn(original)  # type: ignore[misc]
+    serve = serve_of(form, names)
+    if kinds[0] == "linear_cross_entropy":
+        return _of_a_model(serve, theirs)
+    return _of_a_layer(serve, theirs, form.kind in FUSED)
 
 
-def _of_a_layer(serve, theirs):
+def _of_a_layer(serve, theirs, is_fused):
     @functools.wraps(theirs)
     def forward(self, *args, **kwargs):
         if args and not kwargs and isinstance(args[0], Tensor):  # torch.fx traces the original
-            result = serve(self, *args)
+            left = is_fused and args[0].is_cuda and is_compiling()
+            result = NotImplemented if left else serve(self, *args)
             if result is not NotImplemented:
                 return result
         return theirs(self, *args, **kwargs)

@@ -50,10 +50,9 @@ def refusal(module: nn.Module, form: Form, names: Names) -> str | None:
     return check(module, form, names) if check else ""
 
 
-def _is_fused(x: Tensor) -> bool:
-    """Whether torch's compiler makes one kernel of what the original computes and of what stands around it, as a sum or
-    a conversion: on a GPU that is as fast as the library's kernel is alone."""
-    return x.is_cuda and is_compiling()
+FUSED = ("layer_norm", "rms_norm", "softmax")
+"""Kinds whose calls, compiled on a GPU, are left to the original: torch's compiler makes one kernel of what it computes
+and of what stands around it, as a sum or a conversion, which is as fast as the library's kernel is alone."""
 
 
 # ---------------------------------------------------------------------------------------------------------------- norms
@@ -61,7 +60,7 @@ def _is_fused(x: Tensor) -> bool:
 
 def _layer_norm(names: Names, switch: str = "", **_: Any) -> Serve:
     def serve(self, x):
-        if _is_fused(x) or not as_it_is(x, self.weight, self.bias) or (switch and getattr(self, switch)):
+        if not as_it_is(x, self.weight, self.bias) or (switch and getattr(self, switch)):
             return NotImplemented
         return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
 
@@ -73,15 +72,13 @@ def _rms_norm(names: Names, torchs: Any = None, **options: Any) -> Serve:
 
 
 def _torchs_rms_norm(self, x):
-    if _is_fused(x) or not as_it_is(x, self.weight) or (self.eps is None and x.element_size() == 2):
+    if not as_it_is(x, self.weight) or (self.eps is None and x.element_size() == 2):
         return NotImplemented  # torch's epsilon is x's
     return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
 
 
 def _rms_norm_of(eps: str, offset=0.0, weighted=True, like_weight=False, switch="") -> Serve:
     def serve(self, x):
-        if _is_fused(x):
-            return NotImplemented
         weight = self.weight if weighted and (not switch or getattr(self, switch)) else None
         if weight is not None and weight.dtype is not x.dtype:
             wide = weight.dtype is torch.float32 and x.element_size() == 2
@@ -240,7 +237,7 @@ def _linear_refusal(module: Any, form: Form, names: Names) -> str | None:
 
 def _softmax(names: Names, **_: Any) -> Serve:
     def serve(self, x):
-        if _is_fused(x) or self.dim is None or not x.is_floating_point():
+        if self.dim is None or not x.is_floating_point():
             return NotImplemented
         return F.softmax(x, self.dim)
 

@@ -105,8 +105,9 @@ def empty_arguments(spec: TensorSpec) -> dict[str, Any]:
 
 
 def prototypes(op: Op, attrs: tuple[Attr, ...], *inputs: Any) -> tuple[Tensor | None, ...] | None:
-    """For each output that is not like an input, a tensor for ``empty_like``, with the memory of one element. None if
-    the operator refuses the inputs: a composition may serve them (compositions.py)."""
+    """For each output that is not like an input, a tensor for ``empty_like``, without memory: a CUDA graph's pool must
+    hold none that is not of its own tensors. None if the operator refuses the inputs: a composition may serve them
+    (compositions.py)."""
     try:
         specs = infer(op, attrs, tuple(map(spec_of, inputs)), inputs[0].device.type)
     except (TypeError, ValueError):
@@ -114,7 +115,9 @@ def prototypes(op: Op, attrs: tuple[Attr, ...], *inputs: Any) -> tuple[Tensor | 
     device = inputs[0].device
 
     def one(spec: TensorSpec) -> Tensor:
-        return torch.empty_strided(**empty_arguments(spec), stride=(0,) * len(spec.shape), device=device)
+        made = torch.empty_strided(**empty_arguments(spec), stride=(0,) * len(spec.shape), device=device)
+        made.untyped_storage().resize_(0)
+        return made
 
     return tuple(None if name in op.same_spec_as else one(specs[name]) for name in op.entry_outputs)
 

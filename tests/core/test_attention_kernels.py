@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -26,7 +29,7 @@ def heads_first(x, layout):
     return x.double() if layout == "BHSD" else x.double().transpose(1, 2)
 
 
-def exact(q, k, v, lengths, causal, window, layout, softcap=0, ends=None):
+def exact(q, k, v, lengths, causal, window, layout, softcap=0, ends=None, mask=None, bias=None):
     q, k, v = (heads_first(x, layout) for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     n, m = q.shape[2], k.shape[2]
@@ -44,12 +47,33 @@ def exact(q, k, v, lengths, causal, window, layout, softcap=0, ends=None):
         sequence = torch.searchsorted(ends, at, right=True)
         seen = seen & (sequence[:, None] == sequence) & ((at >= ends[0]) & (at < ends[-1]))
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    if mask is not None:
+        seen = seen & mask
+    if bias is not None:
+        scores, seen = scores + bias, seen & (bias != -float("inf"))
     scores = (softcap * torch.tanh(scores / softcap) if softcap else scores).masked_fill(~seen, -1e30)
     y = (torch.softmax(scores, -1) * seen) @ v
     return y if layout == "BHSD" else y.transpose(1, 2)
 
 
-# batch, heads, kv_heads, queries, keys, head_dim, that of v, causal, window, layout, lengths, softcap, cu_seqlens
+# A mask or a bias (of the call's dtype, or a wide one). Axes that are "1" are broadcast. A mask of tiles has whole ones
+# that see everything.
+def added_of(b, h, n, m, kind, axes, dtype):
+    shape = [size if axis != "1" else 1 for axis, size in zip(axes, (b, h, n, m))]
+    if kind == "tiles":
+        return {"mask": (torch.arange(m, device="cuda") < m // 2) | (torch.rand(shape, device="cuda") < 0.7)}
+    if kind == "mask":
+        x = torch.rand(shape, device="cuda") < 0.7
+    else:
+        x = torch.randn(shape, device="cuda").to(torch.float32 if kind == "wide" else dtype)
+    x[..., 3::7] = hidden = False if kind == "mask" else -float("inf")
+    if axes[2] != "1":
+        x[..., 5, :] = hidden  # a query that sees nothing
+    return {"mask" if kind == "mask" else "bias": x}
+
+
+# batch, heads, kv_heads, queries, keys, head_dim, that of v, causal, window, layout, lengths, softcap, cu_seqlens, what
+# is added to scores and along which axes
 CALLS = [
     (1, 1, 1, 64, 64, 64, 64, False, None, "BSHD", None),
     (2, 3, 3, 200, 200, 64, 64, False, None, "BSHD", None),
@@ -87,10 +111,28 @@ CALLS = [
     # a head_dim of 64 and many keys
     (2, 2, 1, 300, 2300, 64, 64, False, None, "BSHD", [2300, 2055]),
     (1, 3, 3, 450, 2500, 64, 40, True, None, "BHSD", None),
+    # masks and biases; queries and keys end within a tile
+    (2, 3, 3, 200, 200, 64, 64, False, None, "BSHD", None, 0, None, "mask", "b1qk"),
+    (2, 4, 2, 333, 521, 128, 128, True, None, "BSHD", None, 0, None, "mask", "bhqk"),
+    (2, 2, 2, 512, 512, 64, 64, False, None, "BHSD", [100, 512], 0, None, "mask", "b11k"),
+    (2, 2, 1, 300, 700, 96, 80, False, (50, 20), "BSHD", [700, 333], 0, None, "mask", "11qk"),
+    (2, 50, 25, 260, 390, 128, 128, False, None, "BHSD", None, 0, None, "mask", "b1qk"),
+    (3, 4, 2, 333, 521, 128, 128, True, None, "BSHD", None, 0, None, "mask", "b11k"),
+    (2, 3, 3, 1030, 777, 64, 64, True, None, "BHSD", [777, 300], 0, None, "mask", "b1qk"),
+    (2, 4, 4, 384, 512, 128, 128, False, None, "BSHD", None, 0, None, "mask", "b1qk"),  # rows of whole 16 bytes
+    (1, 3, 3, 530, 1040, 64, 64, True, None, "BSHD", None, 0, None, "tiles", "b1qk"),
+    (2, 4, 2, 300, 901, 128, 128, False, None, "BHSD", None, 0, None, "tiles", "b11k"),
+    (2, 4, 1, 333, 518, 64, 64, False, None, "BHSD", None, 0, None, "bias", "1hqk"),
+    (2, 4, 2, 333, 520, 128, 128, True, None, "BSHD", [520, 77], 0, None, "bias", "bhqk"),
+    (2, 2, 2, 700, 300, 40, 64, True, None, "BHSD", None, 0, None, "bias", "1h1k"),
+    (2, 4, 2, 100, 517, 128, 128, True, None, "BSHD", None, 0, None, "bias", "1hqk"),  # of words of no two keys
+    (2, 4, 2, 333, 517, 128, 128, False, None, "BSHD", None, 0, None, "wide", "bhqk"),
+    (2, 35, 5, 1030, 390, 64, 64, False, (300, -1), "BHSD", None, 0, None, "wide", "1h1k"),
 ]
 for dtype in (torch.float16, torch.bfloat16):
     for b, h, kv, n, m, d, e, causal, window, layout, lengths, *more in CALLS:
-        softcap, ends = [*more, *(0, None)[len(more) :]]
+        softcap, ends, *added = [*more, *(0, None)[len(more) :]]
+        added = added_of(b, h, n, m, *added, dtype) if added else {}
         sizes = [(b, n, h, d), (b, m, kv, d), (b, m, kv, e), (b, n, h, e)]
         if layout == "BHSD":
             sizes = [(b, heads, seq, dim) for b, seq, heads, dim in sizes]
@@ -98,14 +140,14 @@ for dtype in (torch.float16, torch.bfloat16):
         wide = [x.double().requires_grad_() for x in (q, k, v)]
         lengths = None if lengths is None else torch.tensor(lengths, device="cuda")
         ends = None if ends is None else torch.tensor(ends, device="cuda")
-        right = exact(*wide, lengths, causal, window, layout, softcap, ends)
+        right = exact(*wide, lengths, causal, window, layout, softcap, ends, **added)
         right = [right.detach(), *torch.autograd.grad(right, wide, dy.double())]
         if lengths is not None:  # what is not there is not read
             for i, length in enumerate(lengths.tolist()):
                 for x in (k, v):
                     (x[i, :, length:] if layout == "BHSD" else x[i, length:]).fill_(float("nan"))
         leaves = [x.requires_grad_() for x in (q, k, v)]
-        attributes = dict(causal=causal, window=window, layout=layout, softcap=softcap, cu_seqlens=ends)
+        attributes = dict(causal=causal, window=window, layout=layout, softcap=softcap, cu_seqlens=ends, **added)
         results = []
         for _ in range(2):
             y = ours.attention(*leaves, lengths, **attributes)
@@ -135,6 +177,17 @@ for dtype in (torch.float16, torch.bfloat16):
             error = (one.double() - of).norm() / of.norm()
             assert error <= 2 * torch.finfo(dtype).eps, (dtype, bias is None, name, float(error))
 
+    # A key that no query sees may be anything. Of queries that are absent from a tile there is stale memory.
+    hidden = [("mask", "bhqk", 320), ("mask", "b1qk", 331), ("mask", "b11k", 331), ("bias", "bhqk", 320)]
+    for kind, axes, m in [*hidden, ("wide", "bhqk", 320)]:
+        for d in (64, 128):
+            leaves = [torch.randn(2, n, 3, d, device="cuda").to(dtype) for n in (200, m, m)]
+            added = added_of(2, 3, 200, m, kind, axes, dtype)
+            leaves[1][:, 3::7] = float("nan")
+            leaves = [x.requires_grad_() for x in leaves]
+            y = ours.attention(*leaves, **added)
+            for one in [y, *torch.autograd.grad(y, leaves[1:], torch.randn_like(y))]:
+                assert one.isfinite().all(), (dtype, kind, axes, d)
 # A kernel that starts while those before it write what it reads would find NaN, and empty sequences.
 for d, ends in ((64, None), (128, None), (256, None), (64, [0, 300, 1024]), (128, [0, 300, 1024])):
     written = [torch.randn(4, 1024, 16, d, device="cuda").bfloat16() for _ in range(3)]
@@ -176,6 +229,53 @@ def test_the_choice_of_the_kernels(mode):
     """Values and gradients beside float64, and the same bits again."""
     result = run(mode)
     assert result.returncode == 0, result.stderr[-2000:]
+
+
+def kernels_of(step: Callable[[], Any]) -> tuple[set[str], Any]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        result = step()
+        torch.cuda.synchronize()
+    names = {event.name() for event in profile.profiler.kineto_results.events()}
+    found = {word for name in names for word in re.findall(r"attention_\w+_kernel", name)}
+    if not found:
+        pytest.skip("the profiler finds no kernels")
+    return found, result
+
+
+# What is added, its dtype, axes, the dtype of q, the keys, and whether the kernels are Hopper's.
+TAKEN = [
+    (None, None, "bfloat16", 320, True),
+    (None, None, "float16", 331, True),
+    ("bool", "b11k", "bfloat16", 320, True),
+    ("bool", "b1qk", "bfloat16", 320, True),
+    ("bool", "bhqk", "bfloat16", 331, True),
+    ("bool", "b1qk", "float16", 320, False),
+    ("bfloat16", "1hqk", "bfloat16", 320, True),
+    ("bfloat16", "1h1k", "bfloat16", 320, True),
+    ("bfloat16", "1hqk", "bfloat16", 331, False),
+    ("float32", "1hqk", "bfloat16", 320, False),
+    ("float16", "1hqk", "float16", 320, False),
+]
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(("added", "axes", "of_q", "keys", "hopper"), TAKEN)
+def test_which_kernels_a_call_takes(added, axes, of_q, keys, hopper, dim):
+    if torch.cuda.get_device_capability() != (9, 0) or "AOTOPS_ATTENTION" in os.environ:
+        pytest.skip("the GPU is not of compute capability 9.0, or the kernels are chosen")
+    from aotops.frontends import torch as ours
+
+    leaves = [torch.randn(2, n, 3, dim, device="cuda", dtype=getattr(torch, of_q)) for n in (200, keys, keys)]
+    leaves = [x.requires_grad_() for x in leaves]
+    more = {}
+    if added:
+        shape = [1 if axis == "1" else size for axis, size in zip(axes, (2, 3, 200, keys), strict=True)]
+        x = torch.ones(shape, device="cuda", dtype=getattr(torch, added))
+        more = {"mask" if added == "bool" else "bias": x}
+    forward, y = kernels_of(lambda: ours.attention(*leaves, **more))
+    backward, _ = kernels_of(lambda: torch.autograd.grad(y, leaves, torch.ones_like(y)))
+    for found in (forward, backward):
+        assert bool(found & {"attention_wgmma_kernel", "attention_one_pass_kernel"}) == hopper, found
 
 
 def test_an_unknown_choice_is_named():

@@ -14,7 +14,8 @@ from contexts import OPERATORS  # noqa: E402
 from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 
 from aotops.frontends import torch as ours  # noqa: E402
-from aotops.frontends.torch_schema import maskable  # noqa: E402
+from aotops.frontends.torch import compiled, tensors  # noqa: E402
+from aotops.frontends.torch_schema import maskable, splitter  # noqa: E402
 from aotops.ops import OPS  # noqa: E402
 from aotops.testing.cases import CASES, row_samples  # noqa: E402
 
@@ -61,6 +62,25 @@ def samples(name, where):
 def test_opcheck(name, where):
     for args in samples(name, where):
         torch.library.opcheck(getattr(torch.ops.aotops, name).default, args)
+
+
+@ON
+@pytest.mark.parametrize("name", sorted(op.name for op in ours.registered.in_c if op.name in DISPATCHED))
+def test_a_bound_call_has_the_bits_of_the_dispatchers(name, where):
+    """In the code that Inductor writes."""
+    op = BACKWARDS.get(name) or OPS[name]
+    op = op.backward if name in BACKWARDS else op
+    for args in samples(name, where):
+        given, attrs, wanted = splitter(op)(args)
+        with torch.no_grad():
+            expected = tensors.results_of(getattr(torch.ops.aotops, name)(*args))
+            got = tensors.results_of(compiled.bound("aotops", name, op.canonical(attrs), wanted)(*given))
+        assert len(got) == len(expected)
+        for one, other in zip(got, expected, strict=True):
+            assert (one is None) == (other is None)
+            if other is not None:
+                assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+                assert torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
 def test_every_kernel_is_a_custom_operator():

@@ -283,6 +283,30 @@ def test_layouts(layout, grad_layout, amsgrad, where):
     close(*results)
 
 
+def test_a_plan_of_channels_last_parameters_is_kept():
+    """Unless a gradient, or a loaded state, has its elements in another order."""
+    results = []
+    for kind in (torch.optim.AdamW, ours.AdamW):
+        shapes = (4, 3, 3, 5), (4, 3, 1, 1), (7,)
+        params = [Parameter(p.detach().to(memory_format=torch.channels_last)) for p in parameters(shapes=shapes[:2])]
+        params += parameters(shapes=shapes[2:])
+        optimizer, plans = kind(params), []
+        for order in (torch.channels_last, torch.channels_last, torch.contiguous_format, torch.channels_last):
+            for p in params:
+                p.grad = torch.sin(p.detach() * 3)
+            params[0].grad = params[0].grad.contiguous(memory_format=order)
+            optimizer.step()
+            plans.append(getattr(optimizer, "_plans", {}).get(0))
+        params[0].grad = params[0].grad.contiguous(memory_format=torch.channels_last)
+        optimizer.state[params[0]]["exp_avg"] = optimizer.state[params[0]]["exp_avg"].contiguous()
+        optimizer.step()
+        results.append(params)
+    assert plans[0] is plans[1]
+    assert plans[2] is not plans[1]
+    assert [plan.is_kept for plan in plans] == [True, True, False, True]
+    close(*results)
+
+
 @pytest.mark.parametrize("where", [pytest.param("cuda", marks=gpu)])
 def test_a_graph_repeats_steps(where):
     lr, other = (torch.tensor(0.01, device=where) for _ in range(2))

@@ -405,11 +405,11 @@ def test_a_head_of_uneven_sizes_that_is_replaced():
 
 def test_the_compiler_fuses_norms_on_a_gpu(monkeypatch):
     """It is left what it makes one kernel of with the sums around it."""
-    forwards = importlib.import_module("aotops.frontends.torch.replaced_forwards")
+    classes = importlib.import_module("aotops.frontends.torch.replaced_classes")
     for module in (lambda: nn.LayerNorm(8), lambda: nn.RMSNorm(8, eps=1e-5), lambda: nn.Softmax(-1)):
         assert len(computed_by(module, 2, 8)) == 1
         with monkeypatch.context() as patch:
-            patch.setattr(forwards, "is_compiling", lambda: True)
+            patch.setattr(classes, "is_compiling", lambda: True)
             assert computed_by(module, 2, 8) == []
             assert len(computed_by(module, 2, 8, device="cpu")) == 1
 
