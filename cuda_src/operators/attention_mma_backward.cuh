@@ -406,9 +406,13 @@ class Turns {
   int found_ = 0;
 };
 
+template <class Shape>
+constexpr int kPassShared = Shape::shared(2, true, true) + Shape::kRows * Shape::kOthers * 2;
+
 template <typename T, class Shape, int kDown, bool kDrops>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pass_kernel(MmaPass<T> pass) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  if constexpr (!runs_here(kPassShared<Shape>)) return;
   constexpr int kDim = Shape::kDim, kM = Shape::kM, kQueries = Shape::kOthers;
   using Part = DqPart<Shape, kDown>;
   extern __shared__ __align__(1024) uint4 attention_shared[];
@@ -593,9 +597,6 @@ inline bool every_query_meets(const AttentionSizes &z, bool lengths, bool packed
 // Heads whose blocks of the same number are started one after another. Blocks of one head that do not begin at tiles of
 // their own wait for one another, each for the one before: so it is well if few of them are there at once.
 inline int heads_at_once(const AttentionSizes &z) { return z.right >= 0 ? 4 : 16; }
-
-template <class Shape>
-constexpr int kPassShared = Shape::shared(2, true, true) + Shape::kRows * Shape::kOthers * 2;
 
 template <class Shape, int kDown, bool kDrops, typename T>
 Status run_mma_pass_of(const char *op, const AttentionInputs<T> &x, const T *y, float *delta, T *dq, T *dk, T *dv,
