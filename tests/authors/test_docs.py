@@ -153,7 +153,7 @@ def shell(commands: str, python: Path, folder: Path) -> str:
 def settled(text: str) -> str:
     """Without what depends on the machine: folders of the package, versions of libraries, GPUs, seconds."""
     text = re.sub(r"\S*aotops/libaotops\.so", "aotops/libaotops.so", text)
-    text = re.sub(r"(library +drivers +pass).*", r"\1", text)
+    text = re.sub(r"(library +drivers +pass)\s+.*", r"\1", text)  # of many GPUs on a line of its own
     return re.sub(r"(it needs GLIBC).*|( in )[\d.]+ s", r"\1\2", text).strip()
 
 

@@ -1,11 +1,11 @@
-"""benchmarks.replaced and benchmarks.optimizer: the committed records have the rows that the documents name."""
+"""benchmarks.replaced, optimizer and long_runs: the committed records have the rows that the documents name."""
 
 from __future__ import annotations
 
 import json
 from itertools import pairwise
 
-from benchmarks import optimizer, replaced
+from benchmarks import long_runs, optimizer, replaced
 
 
 def test_the_steps_of_each_replaced_model_stand_beside_those_of_transformers():
@@ -29,3 +29,16 @@ def test_the_record_of_adamw_has_every_kind_of_state():
     found = [(row["dtype"], {k: v for k, v in row.items() if k not in {"dtype", *measured}}) for row in record["rows"]]
     assert found == kinds
     assert all(row["of_copy"] >= 0.9 for row in record["rows"])
+
+
+def test_the_record_of_long_runs():
+    """All that were repeated had the first's bits, and our losses are torch.compile's but for what rounding makes."""
+    record = json.loads(long_runs.RESULT.read_text())
+    calls = [(call.operator, how) for call in long_runs.CALLS for how in ("graph", "stream")]
+    assert [(row["operator"], row["how"]) for row in record["bits"]] == calls
+    assert all(row["repeats"] >= 10_000 and row["wrong"] == 0 for row in record["bits"])
+    assert [row["impl"] for row in record["training"]] == list(long_runs.IMPLS)
+    assert all(row["finite"] and row["steps"] >= 1000 for row in record["training"])
+    assert all(row["curve"][-1] < row["curve"][0] - 1 for row in record["training"])
+    assert record["apart"] == long_runs.apart(record["training"])
+    assert record["apart"] <= 0.05

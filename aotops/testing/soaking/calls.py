@@ -131,7 +131,7 @@ def _long(subject: Subject) -> Case | None:
     """The plain case with a longer first axis."""
     plain, dtype = subject.plain, subject.dtypes[0]
     for old in _lengths(plain):
-        if case := resized(subject, plain, old, -(-LARGE * old // max(elements(plain), 1)), dtype):
+        if case := resized(subject, plain, old, -(-LARGE * old // max(elements(plain), 1)), dtype, True):
             return case
     return None
 
@@ -143,7 +143,7 @@ def _wide(subject: Subject) -> Case | None:
     if rank not in _WIDE:
         return None
     for old in _lengths(case):
-        longer = resized(subject, case, old, _WIDE[rank], subject.dtypes[0])
+        longer = resized(subject, case, old, _WIDE[rank], subject.dtypes[0], True)
         if longer is None:
             return None
         case = longer
