@@ -32,6 +32,7 @@ from .spec import DEVICES, TensorSpec
 CALL_PATHS = ("ctypes", "addresses", "tensors")
 METH_FASTCALL = 0x80
 MOST_SLOTS = 63
+MOST_OPTIONAL = 14  # cuda_src/host/calls.h: kMaxOptional
 MOST_BOUND = 256
 """Cached bindings of operators to attributes. A program has few, unless an attribute changes with each call."""
 _N_STATUSES = len(library.ERRORS) + 1
@@ -175,7 +176,7 @@ def handle_of(op: Op, attrs: tuple[Attr, ...]) -> Any:
     if not handle:
         raise NotImplementedError(
             f"{op.name} has {n} tensors, {sum(map(op.is_optional, op.slots))} of them optional, expected at most "
-            f"{MOST_SLOTS} and 13"
+            f"{MOST_SLOTS} and {MOST_OPTIONAL}"
         )
     return _capsule(handle, "aot_call_capsule_delete")
 
