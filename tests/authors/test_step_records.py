@@ -32,7 +32,8 @@ def test_the_record_of_adamw_has_every_kind_of_state():
 
 
 def test_the_record_of_long_runs():
-    """All that were repeated had the first's bits, and our losses are torch.compile's but for what rounding makes."""
+    """All that were repeated had the first's bits, and ours ends at torch.compile's loss. What rounding makes of a
+    curve in between is not known: no two runs of torch are recorded."""
     record = json.loads(long_runs.RESULT.read_text())
     calls = [(call.operator, how) for call in long_runs.CALLS for how in ("graph", "stream")]
     assert [(row["operator"], row["how"]) for row in record["bits"]] == calls
@@ -41,4 +42,5 @@ def test_the_record_of_long_runs():
     assert all(row["finite"] and row["steps"] >= 1000 for row in record["training"])
     assert all(row["curve"][-1] < row["curve"][0] - 1 for row in record["training"])
     assert record["apart"] == long_runs.apart(record["training"])
-    assert record["apart"] <= 0.05
+    theirs, ours = (row["curve"][-1] for row in record["training"])
+    assert abs(ours - theirs) <= 0.05
