@@ -40,7 +40,7 @@ constexpr int kMmaShared = 99 << 10;  // bytes that a block may have on every GP
 
 // Whether a GPU that loads this machine code runs a kernel with so many bytes of shared memory, that of 8.0 being for
 // GPUs of all kinds. A block may have 227 KiB on 9.0, where `small`, a shape for GPUs with less, is not taken, and 99
-// on 12.0.
+// on 12.0. What is not here traps, on a GPU that another's PTX was compiled for.
 __device__ constexpr bool runs_here(int shared, bool small = false) {
 #if __CUDA_ARCH__ >= 1200
   return shared <= kMmaShared;
