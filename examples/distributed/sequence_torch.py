@@ -40,7 +40,7 @@ class Ring(torch.autograd.Function):
         for step in range(size):
             of = (rank - step) % size  # the process whose keys are here
             if of <= rank or not causal:
-                found = torch.ops.aotops.attention(q, *parts, *[None] * 6, *attributes(causal and of == rank))
+                found = torch.ops.aotops.attention(q, *parts, *[None] * 7, *attributes(causal and of == rank))
                 y, lse = found if y is None else merged(y, lse, *found)
             if step + 1 < size:
                 parts = passed_on(parts)
@@ -60,7 +60,7 @@ class Ring(torch.autograd.Function):
             of = (rank - step) % size
             if of <= rank or not ctx.causal:
                 # The result and the sums are those of all keys, so each part's gradients are summands of the whole.
-                rows = dy, q, k, v, *[None] * 6, y, lse, *attributes(ctx.causal and of == rank)
+                rows = dy, q, k, v, *[None] * 7, y, lse, *attributes(ctx.causal and of == rank)
                 for to, part in zip((dq, dk, dv), torch.ops.aotops.attention_backward(*rows), strict=False):
                     to += part
             k, v, dk, dv = passed_on((k, v, dk, dv))  # after the last step everything is where it began
@@ -68,8 +68,8 @@ class Ring(torch.autograd.Function):
 
 
 def attributes(causal: bool) -> tuple:
-    """causal, scale, window, softcap, layout."""
-    return causal, None, (-1, -1), 0.0, "BSHD"
+    """causal, scale, window, softcap, layout, dropout."""
+    return causal, None, (-1, -1), 0.0, "BSHD", 0.0
 
 
 def merged(y: Tensor, lse: Tensor, more: Tensor, of_more: Tensor) -> tuple[Tensor, Tensor]:
