@@ -98,7 +98,8 @@ FATBIN    ?= $(if $(OWN_NVCC),--compress-mode=none)
 GENCODE   := $(foreach a,$(ARCHS),-gencode arch=compute_$(a),code=sm_$(a)) $(foreach a,$(PTX),-gencode arch=compute_$(a),code=compute_$(a))
 CCBIN     := $(if $(CROSS),-ccbin $(CROSS)g++)
 NVCCFLAGS := $(CCBIN) -std=c++17 -O3 -Icuda_src -DAOT_ISA=cuda -MMD -MP -Werror cross-execution-space-call \
-             -Xcompiler -fPIC,-fvisibility=hidden,-Wall $(FATBIN) $(if $(filter 90,$(ARCHS)),-DAOT_HAVE_SM90)
+             -Xcompiler -fPIC,-fvisibility=hidden,-Wall $(FATBIN) $(if $(filter 90,$(ARCHS)),-DAOT_HAVE_SM90) \
+             $(if $(filter 90 120,$(PTX)),,-DAOT_NO_OTHER_GPUS)
 comma     := ,
 pinned     = $(shell sed -n 's/.*"\($(1)==[^"]*\)".*/\1/p' pyproject.toml)
 LDFLAGS   := -z,defs,-z,now,-z,nodelete,--version-script=cuda_src/host/exports.map

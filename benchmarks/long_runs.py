@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import shlex
 import sys
 import tempfile
 import time
@@ -173,16 +174,15 @@ def head() -> dict[str, Any]:
     return {
         "device": torch.cuda.get_device_name(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": "python -m benchmarks.long_runs",
+        "command": shlex.join(["python", "-m", "benchmarks.long_runs", *sys.argv[1:]]),
         "versions": {"aotops": aotops.__version__, "python": platform.python_version(), "torch": torch.__version__},
         "sources": {op: of_kernel(op) for op in ("attention", "qkv_attention")},
     }
 
 
 def save(parts: dict[str, Any], file: Path) -> None:
-    """The parts in place of earlier ones; a row a line, for diff."""
-    earlier = json.loads(file.read_text()) if file.exists() else {}
-    whole = head() | {part: (earlier | parts).get(part) for part in (*PARTS, "apart")}
+    """A row a line, for diff. A part that was not run is null: rows of another run have another date and sources."""
+    whole = head() | {part: parts.get(part) for part in (*PARTS, "apart")}
     lines = [
         f"{json.dumps(key)}: "
         + ("[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]" if isinstance(value, list) else json.dumps(value))

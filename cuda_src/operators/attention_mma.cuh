@@ -38,13 +38,13 @@ struct MmaShape {
 
 constexpr int kMmaShared = 99 << 10;  // bytes that a block may have on every GPU from compute capability 8.0 on
 
-// Whether a GPU that loads this machine code runs a kernel with so many bytes of shared memory, that of 8.0 being for
-// GPUs of all kinds. A block may have 227 KiB on 9.0, where `small`, a shape for GPUs with less, is not taken, and 99
-// on 12.0. What is not here traps, on a GPU that another's PTX was compiled for.
+// Whether a GPU that loads this machine code runs a kernel with so many bytes of shared memory. A block may have 227
+// KiB on 9.0, where `small`, a shape for GPUs with less, is not taken, and 99 on 12.0. PTX of these would be for other
+// GPUs too: AOT_NO_OTHER_GPUS says that none is made.
 __device__ constexpr bool runs_here(int shared, bool small = false) {
-#if __CUDA_ARCH__ >= 1200
+#if defined(AOT_NO_OTHER_GPUS) && __CUDA_ARCH__ == 1200
   return shared <= kMmaShared;
-#elif __CUDA_ARCH__ == 900
+#elif defined(AOT_NO_OTHER_GPUS) && __CUDA_ARCH__ == 900
   return !small;
 #else
   return true;

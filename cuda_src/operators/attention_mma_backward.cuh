@@ -412,7 +412,7 @@ constexpr int kPassShared = Shape::shared(2, true, true) + Shape::kRows * Shape:
 template <typename T, class Shape, int kDown, bool kDrops>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pass_kernel(MmaPass<T> pass) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-  if constexpr (!runs_here(kPassShared<Shape>)) return __trap();
+  if constexpr (!runs_here(kPassShared<Shape>)) return;
   constexpr int kDim = Shape::kDim, kM = Shape::kM, kQueries = Shape::kOthers;
   using Part = DqPart<Shape, kDown>;
   extern __shared__ __align__(1024) uint4 attention_shared[];

@@ -44,7 +44,7 @@ __device__ inline void load_four(uint32_t (&x)[4], uint32_t at) {
 template <typename T, class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pairs_kernel(MmaPass<T> pass) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-  if constexpr (!runs_here(Shape::kShared, Shape::kShared <= kMmaShared)) return __trap();
+  if constexpr (!runs_here(Shape::kShared, Shape::kShared <= kMmaShared)) return;
   constexpr int kDim = Shape::kDim, kM = 2, kQueries = Shape::kOthers, kMine = Shape::kMine, kAcross = Shape::kAcross;
   constexpr int kK = kMine / 16, kAll = kQueries / 16, kColumns = Shape::kColumns;
   extern __shared__ __align__(1024) uint4 attention_shared[];

@@ -1,8 +1,8 @@
 """Calls of operators in the code that Inductor writes.
 
-A fallback calls ``torch.ops.<library>.<op>.default``, which takes 3 to 4 us to read arguments by a schema, and as long
-in the operator's autograd kernel, though nothing is recorded there. Where the attributes are constants the code calls a
-builtin that is bound to them instead, whose way to the kernel is that of a plain eager call: 1 to 2 us.
+A fallback calls ``torch.ops.<library>.<op>.default``, which reads arguments by a schema and passes an autograd kernel
+in Python, though nothing is recorded there. Where the attributes are constants the code calls a builtin that is bound
+to them instead, whose way to the kernel is that of a plain eager call.
 """
 
 from __future__ import annotations

@@ -97,10 +97,12 @@ class _Batch:
         self.keys = [MASTER if name == "master" else name for name in self.lists if name != "param"]
         self.grads: list[Tensor] = [p.grad for p in params]  # type: ignore[misc]
         self.orders = list(map(_order, params))
-        self.is_plain = self.dtype not in _REAL and _are_plain([*chain(*self.lists.values()), *self.grads])
         like_params = (each for name, each in self.lists.items() if name != "step")
         self.is_plain = (
-            self.is_plain and None not in self.orders and all(map(self._has_orders, (*like_params, self.grads)))
+            self.dtype not in _REAL
+            and _are_plain([*chain(*self.lists.values()), *self.grads])
+            and None not in self.orders
+            and all(map(self._has_orders, (*like_params, self.grads)))
         )
         if self.is_plain:
             self._check(self.lists, self.grads)
