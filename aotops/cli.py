@@ -320,6 +320,7 @@ def _soak(
 @click.option(
     "--jobs", type=int, metavar="N", help="Processes that compile ahead what torch.compile and quack want compiled."
 )
+@click.option("--turns", type=FILE, help="Others run beside it, but for measurements, which lock this file.")
 @click.option("--json", type=FILE, help="Write the results there.")
 @click.option("--plots", type=FOLDER, help="Draw there, one PNG an operator.")
 @click.option("--cases", type=FOLDER, help="The rows of the built-in operators.")

@@ -1,8 +1,9 @@
 """Every operator on the CPU beside torch's, at several counts of threads: `python -m benchmarks.cpu`.
 
 Forward and backward, small and large, in float32 and bfloat16, as `aotops bench` measures them. The runtime of the
-threads reads their number when it starts, so each count has a process of its own. Writes one file of all counts, and
-prints the cases in which torch is more than 5 % ahead.
+threads reads their number when it starts, so each count has a process of its own; with `--at-once` all have cores of
+their own at the same time, and those of few threads are divided into several processes of some of the operators each.
+Writes one file of all counts, and prints the cases in which torch is more than 5 % ahead.
 """
 
 from __future__ import annotations
@@ -14,16 +15,20 @@ import shlex
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from aotops.ops import OPS
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks/results/cpu.json"
 THREADS = (1, 2, 8, 16)
 SECONDS = 0.3
 """A case ends after so many, if each implementation has had three turns: four counts take some 4 minutes."""
+PARTS = {1: 4, 2: 2}
+"""How many processes a count is divided into by `--at-once`: 32 cores then do all counts in some 2 minutes."""
 ALLOWED = 1.05
 
 Row = dict[str, Any]
@@ -36,7 +41,7 @@ from aotops.bench import cases
 from aotops.bench.run import Options, run
 
 cases.use(Path(sys.argv[1]))
-run(Options(device="cpu", impls=["aotops", "torch"], dtypes=["float32", "bfloat16"], quick=True,
+run(Options(ops=sys.argv[4:], device="cpu", impls=["aotops", "torch"], dtypes=["float32", "bfloat16"], quick=True,
             seconds=float(sys.argv[3]), json=Path(sys.argv[2])))
 """
 
@@ -45,34 +50,59 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--threads", type=int, nargs="+", default=THREADS)
     parser.add_argument("--seconds", type=float, default=SECONDS, help="Of a case, after which three turns are enough")
+    parser.add_argument("--at-once", action="store_true", help="All counts at the same time, on cores of their own")
     parser.add_argument("--json", type=Path, default=RESULT, help="Default: %(default)s")
     parser.add_argument("--merge", action="store_true", help="Keep the other counts of that file")
     options = parser.parse_args()
     command = shlex.join(["python", "-m", "benchmarks.cpu", *sys.argv[1:]])
     earlier = json.loads(options.json.read_text()) if options.merge and options.json.exists() else None
     record: dict[str, Any] = {}
-    for found in measured(options.threads, options.seconds):  # written after each count, for a run that is cut off
+    for found in measured(
+        options.threads, options.seconds, options.at_once
+    ):  # written after each count, for a run that is cut off
         record = merged(earlier, found | {"command": command})
         options.json.write_text(json.dumps(record, indent=1) + "\n")
     for line in summary(record["rows"]):
         print(line)
 
 
-def measured(threads: Sequence[int], seconds: float) -> Iterator[dict[str, Any]]:
+def measured(threads: Sequence[int], seconds: float, at_once: bool = False) -> Iterator[dict[str, Any]]:
     """After each count the result of `aotops bench` with it, and the rows so far, which say of how many threads they
     are."""
     record: dict[str, Any] = {}
     rows: list[Row] = []
-    for count in threads:
-        began = time.perf_counter()
-        found = _of_process(count, seconds)
-        copies = {**record.get("copy_gbs", {}), str(count): found["copy_gbs"]}
-        rows += [{"threads": count} | row for row in found["rows"]]
-        device = found["device"].rpartition(", ")[0]
-        record = {**found, "device": device, "cores": len(os.sched_getaffinity(0)), "copy_gbs": copies, "rows": rows}
+    found_of = _at_once(threads, seconds) if at_once else ((n, [_of_process(n, seconds, [*OPS])]) for n in threads)
+    for count, parts in found_of:
+        copies = {**record.get("copy_gbs", {}), str(count): parts[0]["copy_gbs"]}
+        of_count = [{"threads": count} | row for part in parts for row in part["rows"]]
+        rows += of_count
+        device = parts[0]["device"].rpartition(", ")[0]
+        cores = len(os.sched_getaffinity(0))
+        record = {**parts[0], "device": device, "cores": cores, "copy_gbs": copies, "rows": rows}
         record.pop("copies", None)
-        print(f"{count} threads: {len(found['rows'])} rows, {time.perf_counter() - began:.0f} s", flush=True)
+        print(f"{count} threads: {len(of_count)} rows", flush=True)
         yield record
+
+
+def _at_once(threads: Sequence[int], seconds: float) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """The results of each count, which are those of its parts.
+
+    Raises:
+        ValueError: there are too few cores.
+    """
+    parts = [(count, [*OPS][i :: PARTS.get(count, 1)]) for count in threads for i in range(PARTS.get(count, 1))]
+    cores = sorted(os.sched_getaffinity(0))
+    if (needed := sum(count for count, _ in parts)) > len(cores):
+        raise ValueError(
+            f"cpu: --at-once needs {needed} cores for {[*threads]} threads, expected no more than {len(cores)}"
+        )
+    with ThreadPoolExecutor(len(parts)) as pool:
+        running = []
+        for count, ops in parts:
+            own, cores = cores[:count], cores[count:]
+            running.append((count, pool.submit(_of_process, count, seconds, ops, own)))
+        for count in threads:
+            yield count, [job.result() for of, job in running if of == count]
 
 
 def merged(earlier: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
@@ -92,10 +122,13 @@ def merged(earlier: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any
     return new | {"command": "; ".join(commands), "copy_gbs": copies, "rows": kept + new["rows"]}
 
 
-def _of_process(threads: int, seconds: float) -> dict[str, Any]:
+def _of_process(threads: int, seconds: float, ops: Sequence[str], cores: Sequence[int] = ()) -> dict[str, Any]:
+    """``cores``: those that it may use; () for all."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rows.json"
-        command = [sys.executable, "-c", MEASURE, str(ROOT / "tests/cases"), str(file), str(seconds)]
+        command = [sys.executable, "-c", MEASURE, str(ROOT / "tests/cases"), str(file), str(seconds), *ops]
+        if cores:
+            command = ["taskset", "-c", ",".join(map(str, cores)), *command]
         environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
         subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=True)
         return dict(json.loads(file.read_text()))

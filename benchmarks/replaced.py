@@ -25,7 +25,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .models.timing import Turns
+from aotops.bench.turns import Turns
 
 IMPLS = ("transformers", "aotops", "aotops_head", "aotops_all", "liger")
 ALSO = {"aotops_head": ("linear_cross_entropy",), "aotops_all": ("linear_cross_entropy", "attention")}

@@ -18,6 +18,7 @@ from .baselines import Impl, Unavailable
 from .cases import Case, cases
 from .measure import Cpu, Cuda, Turn, samples, spread, versions, wait_asleep
 from .tensors import FRAMEWORKS, Call, Framework
+from .turns import Turns
 from .work import DTYPES, Shape
 
 Row = dict[str, Any]
@@ -48,6 +49,8 @@ class Options:
     merge: Sequence[Path] = ()
     command: str = ""
     """For the record."""
+    turns: Path | None = None
+    """Other processes use the device too, but for measurements, which lock this file."""
 
 
 def run(options: Options) -> None:
@@ -99,13 +102,17 @@ def _measured(options: Options, operators: Sequence[str], earlier: Result | None
         raise ValueError(f"bench: {', '.join(operators)}: no case has these shapes, dtypes and passes")
     impls = baselines.available(device, options.impls, operators)
     precompile.precompile(todo, impls, device, options.jobs)
+    turns = Turns(options.turns)
     machine = Cuda(quick) if device == "cuda" else Cpu(quick, options.seconds)
-    bench = Bench(machine, impls, device)
+    bench = Bench(machine, impls, device, turns)
+    with turns:
+        copy_gbs = machine.copy_gbs(machine.COPIED)
+    machine.free()
     head: Result = {
         "device": machine.name,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": options.command,
-        "copy_gbs": round(machine.copy_gbs(machine.COPIED), 1),
+        "copy_gbs": round(copy_gbs, 1),
         "versions": versions(("torch", "triton", "quack", "liger", "mindspore", "numpy")),
     }
     rows: list[Row] = []
@@ -135,22 +142,26 @@ def _origin(row: Row, date: str) -> Row:
 
 
 class Bench:
-    def __init__(self, machine: Cuda | Cpu, impls: Sequence[Impl], device: str) -> None:
-        self.machine, self.impls, self.device = machine, impls, device
+    def __init__(self, machine: Cuda | Cpu, impls: Sequence[Impl], device: str, turns: Turns) -> None:
+        self.machine, self.impls, self.device, self.turns = machine, impls, device, turns
         self.frameworks = {name: FRAMEWORKS[name](device) for name in {impl.framework for impl in impls}}
         self.skipped: dict[str, None] = {}
 
     def rows(self, case: Case) -> list[Row]:
         """One row for each implementation that has the case."""
+        self.turns.prepare()
         with self._entered(lambda framework: framework.settings(case)):
             with self._entered(lambda framework: framework.recording(False)):
                 contenders = self._contenders(case)
-                turns = {name: turn for name, (_, turn) in contenders.items()}
-                taken = samples(turns, self.machine.repeats, self.machine.budget)
-                times = {name: self.machine.figure(seconds) for name, seconds in taken.items()}
-                hosts = times if self.machine.HOST_IS_DEVICE else self._hosts(case, contenders, list(contenders))
-            with self._entered(lambda framework: framework.recording(True)):
-                with_grad = self._hosts(case, contenders, self._recorders(case, contenders))
+            with self.turns:
+                with self._entered(lambda framework: framework.recording(False)):
+                    turns = {name: turn for name, (_, turn) in contenders.items()}
+                    taken = samples(turns, self.machine.repeats, self.machine.budget)
+                    times = {name: self.machine.figure(seconds) for name, seconds in taken.items()}
+                    hosts = times if self.machine.HOST_IS_DEVICE else self._hosts(case, contenders, list(contenders))
+                with self._entered(lambda framework: framework.recording(True)):
+                    with_grad = self._hosts(case, contenders, self._recorders(case, contenders))
+                self.machine.copy_gbs(case.bytes)
         rows = [self._row(case, name, times[name], hosts[name], with_grad.get(name)) for name in contenders]
         if self.machine.HOST_IS_DEVICE:
             rows = [row | {"spread": round(spread(taken[row["impl"]]), 2)} for row in rows]

@@ -83,7 +83,7 @@ class Spec:
     compile_only: bool = False
     framework: str = "torch"
     turns: str = ""
-    """The file whose lock the timed steps hold (timing.Turns); of torch."""
+    """The file whose lock the timed steps hold (aotops.bench.turns); of torch."""
 
     @property
     def flavour(self) -> str:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from aotops.bench.turns import Turns
+
 from . import data, kernels, timing
 from .operators import FLAVOURS
 from .spec import IGNORED, Spec
@@ -29,7 +31,7 @@ def measure(spec: Spec) -> dict[str, Any]:
     """The figures of a row."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.use_deterministic_algorithms(spec.deterministic)
-    clock, turns = Clock(device), timing.Turns(spec.turns)
+    clock, turns = Clock(device), Turns(spec.turns)
     model = build_model(spec, device)
     optimizer = FLAVOURS[spec.flavour].optimizer(model.parameters())
     loss_of = torch.compile(model) if spec.compiled else model
