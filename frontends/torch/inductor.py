@@ -33,7 +33,7 @@ from aotops.op import Op
 
 from ..imports import after_import
 from ..torch_schema import splitter
-from . import compiled, padding, private, views
+from . import compiled, padding, private, recomputed, views
 from .mathematics import Mathematics, all_narrow
 from .tensors import packed
 
@@ -240,19 +240,31 @@ def _register_passes(operators: Sequence[Operator]) -> None:
                 on_each(passes.early_patterns, overload, partial(_pad, op, overloads[op.backward]))
             if op.has_gradient:
                 on_each(passes.pass_patterns[-1], overload, views.read_through)
+        elementwise = [op for op in overloads if op.elementwise and op.backward in overloads]
+        names = {str(overloads[op]): str(overloads[op.backward]) for op in elementwise}
+        for last in recomputed.LAST if names else ():
+            on_each(passes.pass_patterns[-1], last, recomputed.mark, partial(recomputed.costs_a_write, names))
     except Exception as error:
         warnings.warn(f"aotops: Inductor {torch.__version__} took no passes: {error!r}", stacklevel=2)
 
 
 def _joint_graph_passes() -> tuple[ModuleType, Callable[..., None]]:
-    """Inductor's passes, and what adds a function of each call of an operator to one."""
+    """Inductor's passes, and what adds a function of each call of an operator to one, if a condition holds."""
     matcher = import_module(private.PATTERNS)
 
-    def on_each(passes: Any, overload: Any, function: Callable[[torch.fx.Node], None]) -> None:
+    def on_each(
+        passes: Any,
+        overload: Any,
+        function: Callable[[torch.fx.Node], None],
+        condition: Callable[[torch.fx.Node], bool] = lambda _: True,
+    ) -> None:
         def handler(match: Any, *_: Any, **__: Any) -> None:
             function(match.output_node())
 
-        matcher.register_graph_pattern(matcher.CallFunctionVarArgs([overload]), pass_dict=passes)(handler)
+        def holds(match: Any) -> bool:
+            return condition(match.output_node())
+
+        matcher.register_graph_pattern(matcher.CallFunctionVarArgs([overload]), holds, pass_dict=passes)(handler)
 
     return import_module(private.JOINT_GRAPH), on_each
 

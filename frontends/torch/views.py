@@ -18,6 +18,11 @@ _PART = "partitioner_tag"
 _permute = torch.ops.aten.permute.default
 
 
+def is_backward(node: Node) -> bool:
+    """Whether it is of the backward, as far as this torch says so."""
+    return node.meta.get(_PART) == "is_backward"
+
+
 def read_through(kernel: Node) -> None:
     """Lets the readers of each tensor of which the kernel reads a permuted view read that view."""
     for view in kernel.all_input_nodes:

@@ -6,6 +6,7 @@ it would otherwise write the operator's arguments down, which before torch 2.13 
 
 from __future__ import annotations
 
+import functools
 import time
 
 import pytest
@@ -342,19 +343,13 @@ def test_an_activation_is_computed_again_in_the_backward(as_on_a_gpu, monkeypatc
 # ---------------------------------------------------------------------------------------------------------------- kept
 
 
-def _kept(convolution, x):
-    """The gradients of a block with norms and ReLUs around a convolution, and what its backward keeps of activations:
-    bytes for each dtype."""
+def _keeping(function, on_backward):
+    """``function``, compiled by Inductor's passes of the whole graph and its partition, and run by torch.
+    ``on_backward`` takes the inputs of the backward's graph."""
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._functorch.aot_autograd import aot_module_simplified
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.fx_passes import joint_graph
-
-    torch.manual_seed(0)
-    layers = [convolution(8, 8, 3, padding=1), torch.nn.BatchNorm2d(8), torch.nn.ReLU()]
-    model = torch.nn.Sequential(convolution(8, 8, 1), *layers, *layers, convolution(8, 4, 1))
-    model = model.to(x.device, memory_format=torch.channels_last)
-    kept = {}
 
     def partition(module, inputs, **kwargs):
         for one in (joint_graph.early_patterns, *joint_graph.pass_patterns):
@@ -363,21 +358,36 @@ def _kept(convolution, x):
         module.recompile()
         return min_cut_rematerialization_partition(module, inputs, **kwargs)
 
+    def forward(module, _):
+        return make_boxed_func(module.forward)
+
     def backward(module, _):
-        for node in module.graph.nodes:
-            value = node.meta.get("val")
-            if node.op == "placeholder" and "tangents" not in node.name and value.numel() >= x.numel() // 2:
-                kept[value.dtype] = kept.get(value.dtype, 0) + value.nbytes
+        on_backward([node for node in module.graph.nodes if node.op == "placeholder" and "tangents" not in node.name])
         return make_boxed_func(module.forward)
 
     def backend(module, inputs):
         tools = {"partition_fn": partition, "decompositions": select_decomp_table()}
-        return aot_module_simplified(
-            module, inputs, fw_compiler=lambda module, _: make_boxed_func(module.forward), bw_compiler=backward, **tools
-        )
+        return aot_module_simplified(module, inputs, fw_compiler=forward, bw_compiler=backward, **tools)
 
     torch._dynamo.reset()
-    y = torch.compile(model, backend=backend, fullgraph=True)(x)
+    return torch.compile(function, backend=backend, fullgraph=True)
+
+
+def _kept(convolution, x):
+    """The gradients of a block with norms and ReLUs around a convolution, and what its backward keeps of activations:
+    bytes for each dtype."""
+    torch.manual_seed(0)
+    layers = [convolution(8, 8, 3, padding=1), torch.nn.BatchNorm2d(8), torch.nn.ReLU()]
+    model = torch.nn.Sequential(convolution(8, 8, 1), *layers, *layers, convolution(8, 4, 1))
+    model = model.to(x.device, memory_format=torch.channels_last)
+    kept = {}
+
+    def count(nodes):
+        for value in (node.meta.get("val") for node in nodes):
+            if value.numel() >= x.numel() // 2:
+                kept[value.dtype] = kept.get(value.dtype, 0) + value.nbytes
+
+    y = _keeping(model, count)(x)
     return torch.autograd.grad(y.square().sum(), list(model.parameters())), kept
 
 
@@ -390,6 +400,61 @@ def test_as_much_is_kept_around_a_convolution_as_around_torchs():
         torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)  # sums of 512 in another order, through norms
     assert kept == kept_of_torch
     assert {*kept} == {torch.float32}
+
+
+def _gated(x, gate, up):
+    return ours.swiglu(ours.linear(x, gate), ours.linear(x, up))
+
+
+def _of_halves(x, gate, up):
+    return ours.swiglu(*ours.linear(x, torch.cat((gate, up))).chunk(2, -1))
+
+
+def _checkpointed(x, gate, up):
+    from torch.utils.checkpoint import checkpoint
+
+    return checkpoint(ours.swiglu, ours.linear(x, gate), ours.linear(x, up), use_reentrant=False)
+
+
+HIDDEN = {
+    "swiglu": (_gated, True, 2),
+    "halves": (_of_halves, True, 2),
+    "gelu": (lambda x, gate, up: ours.gelu(ours.linear(x, gate)), True, 1),
+    "gelu tanh": (lambda x, gate, up: ours.gelu(ours.linear(x, gate), "tanh"), True, 1),
+    "constant": (_gated, False, 1),
+    "gate alone": (lambda x, gate, up: ours.swiglu(ours.linear(x, gate), ours.linear(x, up).detach()), True, 2),
+    "checkpoint": (_checkpointed, True, 2),
+}
+"""Hidden units of an MLP; whether what they are made of needs a gradient; how many times their size is kept."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", HIDDEN)
+def test_hidden_units_are_computed_again_in_the_backward(as_on_a_gpu, case, dtype):
+    """Where the kernel of their gradients reads all that they are made of, they are not kept."""
+    hidden, needs_gradient, expected = HIDDEN[case]
+    kept = []
+
+    def mlp(x, gate, up, down):
+        return ours.linear(hidden(x, gate, up), down)
+
+    def count(nodes):
+        kept.extend(n for n in (node.meta["val"].numel() / (6 * 32) for node in nodes) if n.is_integer())
+
+    torch.manual_seed(0)
+    leaves = [(_draw(*shape) / 2).to(dtype) for shape in ((6, 8), (32, 8), (32, 8), (8, 32))]
+    wanted = [t.requires_grad_() for t in leaves[0 if needs_gradient else 3 :]]
+    results = [
+        torch.autograd.grad(f(*leaves).float().square().sum(), wanted, allow_unused=True)
+        for f in (_keeping(mlp, count), mlp)
+    ]
+    for got, other in zip(*results, strict=True):
+        assert (got is None) == (other is None)
+        if other is not None:
+            # three products of up to 32 terms; in 16 bits, each is rounded
+            tolerance = 1e-5 if dtype == torch.float32 else 5e-2
+            torch.testing.assert_close(got, other, rtol=tolerance, atol=tolerance)
+    assert sum(kept) == expected
 
 
 # -------------------------------------------------------------------------------------------------------------- unread

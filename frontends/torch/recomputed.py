@@ -1,0 +1,63 @@
+"""Results of elementwise operators that a backward computes again, in Inductor's joint graphs of forward and backward.
+
+A product keeps its operand for its backward. Where swiglu has made the operand, its own backward keeps what it was made
+of as well. The partition of the graph keeps all three: it recomputes nothing that a product reads, since that must be
+written once more. But the kernel of swiglu's gradients has the inputs in registers, so that one write is all, for as
+much memory from the forward to the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+from . import views
+
+_aten = torch.ops.aten
+LAST = (_aten.mul.Tensor, torch.ops.prims.convert_element_type.default)
+"""The last steps of what such operators are decomposed to, in 32 bits and in 16."""
+_VIEWS = {_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default, _aten.permute.default, _aten.t.default}
+_POLICY = "recompute"
+"""In the meta of a node: what a checkpoint says of it."""
+
+
+def mark(node: Node) -> None:
+    """Lets the partition recompute it."""
+    # the number is a checkpoint's, which torch 2.6 and before expect beside a policy
+    node.meta |= {_POLICY: CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": 0}
+
+
+def costs_a_write(backwards: Mapping[str, str], node: Node) -> bool:
+    """Whether it is the result of an operator, which the backward reads, and the operator's own backward reads all of
+    which it is made. ``backwards``: the names of the operators' backwards, by theirs."""
+    operator = _operator(node)
+    if operator not in backwards or _POLICY in node.meta or not any(map(views.is_backward, _readers(node, operator))):
+        return False
+    return all(backwards[operator] in map(_operator, x.users) for x in _inputs(node, operator))
+
+
+def _operator(node: Node) -> str:
+    """The name of the operator that was decomposed to the node among others. The operator itself is copied."""
+    return str(node.meta.get("original_aten"))
+
+
+def _readers(node: Node, operator: str) -> Iterator[Node]:
+    """The users of a node and of its views, beyond the operator that it is a part of."""
+    for user in node.users:
+        if user.target in _VIEWS:
+            yield from _readers(user, operator)
+        elif _operator(user) != operator:
+            yield user
+
+
+def _inputs(node: Node, operator: str) -> set[Node]:
+    """The tensors that an operator's result is made of."""
+    found, left = set(), [node]
+    while left:
+        for x in left.pop().all_input_nodes:
+            (left.append if _operator(x) == operator else found.add)(x)
+    return found
