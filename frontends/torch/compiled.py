@@ -55,8 +55,9 @@ def binding(op: Op, lowered: Callable[..., Any]) -> Callable[..., Any]:
 
     def lower(*args, **kwargs):
         result = lowered(*args, **kwargs)
-        _, attrs, wanted = split(args)
-        if not kwargs and all(map(_is_constant, attrs)) and (kernel := _fallback_of(result)) is not None:
+        # the mask alone may come by name: torch adds its default so
+        _, attrs, wanted = split((*args, *kwargs.values()))
+        if all(map(_is_constant, attrs)) and (kernel := _fallback_of(result)) is not None:
             _bind(kernel, op, (op.library.name, op.name, op.canonical(attrs), wanted))
         return result
 
@@ -83,9 +84,10 @@ def _fallback_of(result: Any) -> Any:
 
 def _bind(kernel: Any, op: Op, key: tuple[Any, ...]) -> None:
     """Replaces the name that the node is called by, and its arguments, as the code is written."""
-    theirs, arguments = kernel.get_kernel_name, kernel.codegen_args
+    theirs, arguments, named = kernel.get_kernel_name, kernel.codegen_args, kernel.codegen_kwargs
     kernel.get_kernel_name = lambda: _name_in_code(key) or theirs()
     kernel.codegen_args = lambda: arguments()[: len(op.inputs)] if _name_in_code(key) else arguments()
+    kernel.codegen_kwargs = lambda *given, **options: [] if _name_in_code(key) else named(*given, **options)
 
 
 def _name_in_code(key: tuple[Any, ...]) -> str | None:

@@ -159,6 +159,20 @@ def _thrice(x, weight):
     return x
 
 
+def test_a_backward_of_every_input_is_bound():
+    """torch then adds by name that all results are wanted."""
+    x, weight, bias = (t.requires_grad_() for t in (torch.randn(4, 6), torch.randn(6), torch.randn(6)))
+
+    def gradients(norm):
+        return torch.autograd.grad(norm(x, 6, weight, bias).square().sum(), (x, weight, bias))
+
+    got, code = _code_of(gradients, torch.compile(ours.layer_norm))
+    for one, other in zip(got, gradients(ours.layer_norm), strict=True):
+        torch.testing.assert_close(one, other)
+    assert "torch.ops.aotops.layer_norm_backward.default(" not in code
+    assert code.count("aotops_0_layer_norm_backward(") == 1
+
+
 @pytest.mark.parametrize("without", ["fallback", "imports", "tensors"])
 def test_a_torch_that_is_not_as_it_was(monkeypatch, without):
     """The code calls the dispatcher then."""
