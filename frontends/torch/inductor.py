@@ -240,8 +240,8 @@ def _register_passes(operators: Sequence[Operator]) -> None:
                 on_each(passes.early_patterns, overload, partial(_pad, op, overloads[op.backward]))
             if op.has_gradient:
                 on_each(passes.pass_patterns[-1], overload, views.read_through)
-        elementwise = [op for op in overloads if op.elementwise and op.backward in overloads]
-        names = {str(overloads[op]): str(overloads[op.backward]) for op in elementwise}
+        pairs = [(op, op.backward) for op in overloads if op.elementwise and op.backward is not None]
+        names = {str(overloads[op]): str(overloads[backward]) for op, backward in pairs if backward in overloads}
         for last in recomputed.LAST if names else ():
             on_each(passes.pass_patterns[-1], last, recomputed.mark, partial(recomputed.costs_a_write, names))
     except Exception as error:

@@ -9,7 +9,6 @@ much memory from the forward to the backward.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 from torch.fx import Node
@@ -27,7 +26,7 @@ _POLICY = "recompute"
 
 def mark(node: Node) -> None:
     """Lets the partition recompute it."""
-    # the number is a checkpoint's, which torch 2.6 and before expect beside a policy
+    # older versions of torch read the number of a checkpoint beside its policy
     node.meta |= {_POLICY: CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": 0}
 
 
@@ -56,7 +55,8 @@ def _readers(node: Node, operator: str) -> Iterator[Node]:
 
 def _inputs(node: Node, operator: str) -> set[Node]:
     """The tensors that an operator's result is made of."""
-    found, left = set(), [node]
+    found: set[Node] = set()
+    left = [node]
     while left:
         for x in left.pop().all_input_nodes:
             (left.append if _operator(x) == operator else found.add)(x)

@@ -6,7 +6,6 @@ it would otherwise write the operator's arguments down, which before torch 2.13 
 
 from __future__ import annotations
 
-import functools
 import time
 
 import pytest
