@@ -2,7 +2,9 @@
 //
 // frontends/torch/call.py makes builtins of the functions at the end, and fills and keeps the structs that they are
 // bound to. gate.h decides which calls are made here. Everything else goes back to Python, to a `fallback`.
+#include <new>
 #include <unordered_map>
+#include <vector>
 
 #include "calls.h"
 #include "gate.h"
@@ -649,6 +651,30 @@ AOT_API void *aot_torch_backward(void *capsule, void *const *objects, intptr_t c
 // A public function, with Python's calling convention.
 AOT_API void *aot_torch_public(void *capsule, void *const *arguments, intptr_t count, void *names) {
   return run_public(*capsule_pointer<Public>(capsule), arguments, count, names);
+}
+
+// The facts about tensors that a step of an optimizer depends on: bytes of their addresses, and of their dtypes,
+// devices, shapes and strides, which are 0 for an axis of one element. None where one of them is not plain.
+AOT_API void *aot_torch_facts(void *, void *const *tensors, intptr_t count) try {
+  std::vector<int64_t> addresses, forms;
+  for (intptr_t i = 0; i < count; ++i) {
+    DLTensor t;
+    if (!is_plain(tensors[i])) return finish(kOk);
+    if (torch.exchange->read(tensors[i], &t)) return PyErr_Clear(), finish(kOk);
+    addresses.push_back(reinterpret_cast<int64_t>(t.data) + static_cast<int64_t>(t.byte_offset));
+    forms.insert(forms.end(), {t.code, t.bits, t.lanes, t.device_type, t.device_id, t.ndim});
+    forms.insert(forms.end(), t.shape, t.shape + t.ndim);
+    for (int k = 0; k < t.ndim; ++k) forms.push_back(t.shape[k] == 1 ? 0 : t.strides ? t.strides[k] : -1);
+  }
+  Ref both = PyTuple_New(2);
+  for (int i = 0; both && i < 2; ++i) {
+    const std::vector<int64_t> &each = i ? forms : addresses;
+    void *bytes = PyBytes_FromStringAndSize(reinterpret_cast<const char *>(each.data()), each.size() * sizeof each[0]);
+    if (!bytes || PyTuple_SetItem(both, i, bytes)) return nullptr;
+  }
+  return both.release();
+} catch (const std::bad_alloc &) {
+  return finish(kOk);
 }
 
 // Whether a call on these tensors is plain, with autocast on or off.

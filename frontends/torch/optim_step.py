@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
+from ctypes import c_int
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any
@@ -12,8 +13,9 @@ import torch
 from torch import Tensor
 
 from aotops import adamw
+from aotops.call import builtin, struct_capsule
 
-from .tensors import name_of
+from .tensors import READS_TENSORS, name_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 MASTER = "master_param"
@@ -96,36 +98,32 @@ class _Batch:
             self.lists["master"] = [state[MASTER] for state in states]
         self.keys = [MASTER if name == "master" else name for name in self.lists if name != "param"]
         self.grads: list[Tensor] = [p.grad for p in params]  # type: ignore[misc]
-        self.orders = list(map(_order, params))
+        orders = list(map(_order, params))
         like_params = (each for name, each in self.lists.items() if name != "step")
         self.is_plain = (
             self.dtype not in _REAL
             and _are_plain([*chain(*self.lists.values()), *self.grads])
-            and None not in self.orders
-            and all(map(self._has_orders, (*like_params, self.grads)))
+            and None not in orders
+            and all(list(map(_order, each)) == orders for each in (*like_params, self.grads))
         )
         if self.is_plain:
             self._check(self.lists, self.grads)
             self.sizes, self.addresses = _sizes(params), {n: _addresses(each) for n, each in self.lists.items()}
-
-    def _has_orders(self, tensors: list[Tensor]) -> bool:
-        return list(map(_order, tensors)) == self.orders
+            (_, *self.form), (self.grad_addresses, *self.grad_form) = _facts(params), _facts(self.grads)
 
     def holds(self, states: dict[Tensor, dict[str, Any]]) -> bool:
-        named = zip(self.keys, [each for name, each in self.lists.items() if name != "param"], strict=True)
+        others = {name: each for name, each in self.lists.items() if name != "param"}
         try:
             self.grads = list(map(_grad, self.params))
+            (addresses, *form), (self.grad_addresses, *grad_form) = _facts(self.params), _facts(self.grads)
             return (
-                all(map(is_, map(states.get, self.params), self.states))
-                and all(all(map(is_, map(itemgetter(key), self.states), each)) for key, each in named)
-                and all(_addresses(each) == self.addresses[name] for name, each in self.lists.items())
-                and {self.dtype}.issuperset(map(_dtype, self.params))
-                and {self.dtype}.issuperset(map(_dtype, self.grads))
-                and _sizes(self.params) == self.sizes == _sizes(self.grads)
-                and _are_plain(self.params)
-                and _are_plain(self.grads)
-                and self._has_orders(self.params)
-                and self._has_orders(self.grads)
+                addresses == self.addresses["param"]
+                and (form, grad_form) == (self.form, self.grad_form)
+                and all(map(is_, map(states.get, self.params), self.states))
+                and all(
+                    all(map(is_, map(itemgetter(key), self.states), each)) and _addresses(each) == self.addresses[name]
+                    for key, (name, each) in zip(self.keys, others.items(), strict=True)
+                )
             )
         except (KeyError, AttributeError):  # of a state that lacks a tensor, of a parameter without a gradient
             return False
@@ -133,12 +131,13 @@ class _Batch:
     def run(self, scaling: dict[str, Tensor | None]) -> None:
         try:
             if self.is_plain:
-                return self._launch(self.sizes, self.addresses, self.params, self.grads, scaling)
+                addresses = {**self.addresses, "grad": self.grad_addresses}
+                return self._launch(self.sizes, addresses, self.params, self.grads, scaling)
             writes_grad = scaling["grad_scale"] is not None
             laid_out, copies = _laid_out(self.lists, self.grads, writes_grad)
             grads, steps = laid_out.pop("grad"), {"step": self.lists["step"]}
             self._check(laid_out | steps, grads)
-            addresses = {name: _addresses(each) for name, each in (laid_out | steps).items()}
+            addresses = {name: _addresses(each) for name, each in (laid_out | steps | {"grad": grads}).items()}
             self._launch(_sizes(laid_out["param"]), addresses, laid_out["param"], grads, scaling)
             for original, used in copies:
                 original.copy_(used)
@@ -157,7 +156,7 @@ class _Batch:
         adamw.step(
             device.type,
             sizes,
-            {**addresses, "grad": _addresses(grads)},
+            addresses,
             **{name: t.data_ptr() for name, t in numbers.items() if t is not None},
             lr=0.0 if "lr_number" in numbers else float(lr),
             beta1=float(group["betas"][0]),
@@ -200,7 +199,18 @@ def _sizes(tensors: list[Tensor]) -> array[int]:
 
 
 def _addresses(tensors: list[Tensor]) -> array[int]:
-    return array("Q", map(Tensor.data_ptr, tensors))
+    return array("Q", found[0] if (found := _read(*tensors)) else map(Tensor.data_ptr, tensors))
+
+
+def _facts(tensors: list[Tensor]) -> tuple[Any, ...]:
+    """The addresses, and what else a step depends on: dtypes, sizes and orders. (None,) if not all are plain."""
+    if READS_TENSORS:
+        return (array("Q", found[0]), found[1]) if (found := _read(*tensors)) else (None,)
+    own = _are_plain(tensors)
+    return (_addresses(tensors), *(list(map(f, tensors)) for f in (_dtype, Tensor.numel, _order))) if own else (None,)
+
+
+_read = builtin("facts", "aot_torch_facts", struct_capsule(c_int())) if READS_TENSORS else lambda *_: None
 
 
 def _number(t: Tensor | None, device: torch.device) -> Tensor | None:

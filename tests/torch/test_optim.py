@@ -327,12 +327,17 @@ def test_a_graph_repeats_steps(where):
         eager.step()
 
 
-def test_a_negated_gradient():
+@pytest.mark.parametrize("first", [torch.positive, torch._neg_view, lambda t: t.mT.contiguous().mT])
+@pytest.mark.parametrize("then", [torch.positive, torch._neg_view, strided])
+def test_gradients_that_mean_something_else(first, then):
+    """Negated ones, and those in another order, from the first step on and after a plan was made."""
     results = []
     for kind in (torch.optim.AdamW, ours.AdamW):
-        p = Parameter(torch.ones(5))
-        p.grad = torch._neg_view(torch.arange(5.0))
-        kind([p]).step()
+        p = Parameter(torch.ones(3, 5))
+        optimizer = kind([p])
+        for change in (first, first, then, first):
+            p.grad = change(torch.arange(15.0).view(3, 5))
+            optimizer.step()
         results.append([p])
     close(*results)
 
