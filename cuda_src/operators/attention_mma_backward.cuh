@@ -453,7 +453,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pas
   commit_copies();
 
   const MmaScores scores(z);
-  const bool scaled = scores.inner == 0 && scores.scale > 0;
+  const bool scaled = scores.scaled();
   const float q_scale = static_cast<float>(z.scale) * tile.times;
   const int warp_row = warp_index() * Shape::kWarpRows;
   MmaSums<kM, kDim> dk_sums = {}, dv_sums = {};

@@ -42,7 +42,7 @@ bool wgmma_adds(const AttentionInputs<T> &x) {
   const AttentionExtras &extra = x.extra;
   if (!kWgmmaAdds<T> || !extra.mask == !extra.bias || extra.sinks || extra.offsets || x.z.softcap != 0) return false;
   if (extra.mask) return extra.of_mask.key == 1;
-  if (extra.wide_bias) return false;
+  if (extra.wide_bias || x.z.scale < kLeastScale) return false;
   const auto at = reinterpret_cast<uintptr_t>(extra.bias);
   return extra.of_bias.key == 1 && (at | static_cast<uintptr_t>(x.z.keys) * 2) % 4 == 0;
 }

@@ -291,6 +291,7 @@ ROW = Row(
         # where a head is larger than a mask's kernels take
         _attention((2,), 77, 301, 4, 40, 2, 64, mask=(2, 1, 77, 1), bias=(4, 1, 301)),
         _attention((2,), 77, 301, 4, 128, 2, bias=(4, 1, 301), wide=("bias",), causal=True),
+        _attention((1,), 70, 136, 2, 64, 1, bias=(2, 70, 136), scale=1e-40),  # whose reciprocal is no float
         _attention((1,), 130, 130, 2, 160, sinks=True),
         _attention((2,), 150, 140, 4, 64, 2, sinks=True, causal=True, lengths=(2,)),
         _attention((1,), 70, 200, 2, 128, 1, sinks=True, window=(30, 5)),
