@@ -884,6 +884,17 @@ struct MmaStep {
   }
 };
 
+// Waits for what fetch has begun to load of a step, and begins to load the next one, which it returns.
+template <class Fetch>
+__device__ inline MmaStep next_step(const MmaStep &step, int tiles, int64_t heads, const Fetch &fetch) {
+  wait_copies<0>();
+  __syncthreads();
+  const MmaStep next = step.next(tiles);
+  if (next.head < heads) fetch(next);
+  commit_copies();
+  return next;
+}
+
 // dk, dv: null if not wanted. One of them alone needs half as many registers: kDk and kDv.
 template <typename T, class Shape, bool kDk, bool kDv, bool kExtra>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
@@ -935,10 +946,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   MmaSums<kM, kDim> dk_sums = {}, dv_sums = {};
 #pragma unroll 1
   for (; of_head && step.head < z.group(); step = step.next(of_head)) {
-    wait_copies<0>();
-    __syncthreads();
-    if (const MmaStep next = step.next(of_head); next.head < z.group()) fetch(next);
-    commit_copies();
+    next_step(step, of_head, z.group(), fetch);
     const uint32_t q_tile = stage(step.parity), dy_tile = q_tile + Shape::kOtherTile;
     const float *const lse = numbers[step.parity][0], *const delta = numbers[step.parity][1];
     const int64_t query = first + int64_t{step.tile} * kQueries;
