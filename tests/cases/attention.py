@@ -285,6 +285,8 @@ ROW = Row(
         ),
         _attention((2,), 140, 270, 4, 64, 2, mask=(2, 1, 140, 270), causal=True),
         _attention((2,), 140, 270, 2, 64, bias=(1, 2, 140, 270), wide=("bias",), layout="BHSD"),
+        _attention((1,), 140, 270, 2, 64, bias=(2, 140, 270)),  # Hopper's, as the next one
+        _attention((1,), 140, 270, 2, 128, 1, mask=(140, 270), causal=True),
         _attention((2,), 140, 270, 2, 96, bias=(2, 1, 1, 270), mask=(140, 1), sinks=True, v_dim=128),
         _attention((1,), 65, 97, 2, 256, bias=(2, 65, 1), window=(20, 7), softcap=5.0),
         # rows of a bias that no word of several keys fits, which ends with the last key of the last head; sinks alone,
