@@ -303,6 +303,9 @@ __device__ inline int2 within(Range range, int64_t from, int n) {
   return {static_cast<int>(begin < 0 ? 0 : begin < n ? begin : n), static_cast<int>(end < 0 ? 0 : end < n ? end : n)};
 }
 
+// The least scale by which a bias is divided to be added to products: the quotients of those below 2^64 are finite.
+constexpr double kLeastScale = 0x1p-64;
+
 // Scores in units of log(2).
 struct MmaScores {
   float scale, cap, inner;  // inner: of the tangent's argument, 0 without a cap
@@ -312,6 +315,8 @@ struct MmaScores {
         cap(static_cast<float>(z.softcap * kLog2E)),
         inner(z.softcap == 0 ? 0.0f : static_cast<float>(z.scale / z.softcap)) {}
 
+  // Whether the largest product is the largest score's, and the scale can be divided by.
+  __device__ bool scaled() const { return inner == 0 && scale >= static_cast<float>(kLeastScale); }
   __device__ static float tangent(float x) {
     return 1 - 2 * fast_reciprocal(1 + fast_exp2(x * static_cast<float>(2 * kLog2E)));
   }
@@ -696,7 +701,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   commit_copies();
 
   const MmaScores scores(x.z);
-  const bool scaled = scores.inner == 0 && scores.scale > 0;  // the largest product is then the largest score's
+  const bool scaled = scores.scaled();
   std::conditional_t<kAdded, AddedRows<T, Shape>, NothingAdded> added(tile, scaled);
   const bool fused = scaled && !added.adds_later();
   const float scale = fused ? scores.scale : 1;
@@ -808,7 +813,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_dq_
   commit_copies();
 
   const MmaScores scores(x.z);
-  const bool scaled = scores.inner == 0 && scores.scale > 0;
+  const bool scaled = scores.scaled();
   std::conditional_t<kAdded, AddedRows<T, Shape>, NothingAdded> added(tile, scaled);
   const bool fused = scaled && !added.adds_later();
   const float scale = fused ? scores.scale : 1;
@@ -879,6 +884,17 @@ struct MmaStep {
   }
 };
 
+// Waits for what fetch has begun to load of a step, and begins to load the next one, which it returns.
+template <class Fetch>
+__device__ inline MmaStep next_step(const MmaStep &step, int tiles, int64_t heads, const Fetch &fetch) {
+  wait_copies<0>();
+  __syncthreads();
+  const MmaStep next = step.next(tiles);
+  if (next.head < heads) fetch(next);
+  commit_copies();
+  return next;
+}
+
 // dk, dv: null if not wanted. One of them alone needs half as many registers: kDk and kDv.
 template <typename T, class Shape, bool kDk, bool kDv, bool kExtra>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
@@ -930,10 +946,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   MmaSums<kM, kDim> dk_sums = {}, dv_sums = {};
 #pragma unroll 1
   for (; of_head && step.head < z.group(); step = step.next(of_head)) {
-    wait_copies<0>();
-    __syncthreads();
-    if (const MmaStep next = step.next(of_head); next.head < z.group()) fetch(next);
-    commit_copies();
+    next_step(step, of_head, z.group(), fetch);
     const uint32_t q_tile = stage(step.parity), dy_tile = q_tile + Shape::kOtherTile;
     const float *const lse = numbers[step.parity][0], *const delta = numbers[step.parity][1];
     const int64_t query = first + int64_t{step.tile} * kQueries;

@@ -453,7 +453,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pas
   commit_copies();
 
   const MmaScores scores(z);
-  const bool scaled = scores.inner == 0 && scores.scale > 0;
+  const bool scaled = scores.scaled();
   const float q_scale = static_cast<float>(z.scale) * tile.times;
   const int warp_row = warp_index() * Shape::kWarpRows;
   MmaSums<kM, kDim> dk_sums = {}, dv_sums = {};
@@ -466,11 +466,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pas
   Turns turns;
 #pragma unroll 1
   for (; of_head && step.head < z.group(); step = step.next(of_head)) {
-    wait_copies<0>();
-    __syncthreads();
-    const MmaStep next = step.next(of_head);
-    if (next.head < z.group()) fetch(next);
-    commit_copies();
+    const MmaStep next = next_step(step, of_head, z.group(), fetch);
     const uint32_t q_tile = stage(step.parity), dy_tile = q_tile + Shape::kOtherTile;
     const float *const lse = numbers[step.parity][0], *const delta = numbers[step.parity][1];
     const int query_tile = tile.met.begin + step.tile;

@@ -114,11 +114,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pai
   };
 #pragma unroll 1
   for (; of_head && step.head < z.group(); step = step.next(of_head)) {
-    wait_copies<0>();
-    __syncthreads();
-    const MmaStep next = step.next(of_head);
-    if (next.head < z.group()) fetch(next);
-    commit_copies();
+    next_step(step, of_head, z.group(), fetch);
     const uint32_t q_tile = stage(step.parity), dy_tile = q_tile + Shape::kOtherTile;
     const int query_tile = tile.met.begin + step.tile, first_query = query_tile * kQueries + across * kMine;
     const int64_t h = tile.kv * z.group() + step.head;

@@ -189,8 +189,8 @@ __device__ inline void arrive_named(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// A ring of stages. `full` counts the threads that fill a stage, and bytes; `empty` the warps that have read it. A use
-// i is counted from the block's first on.
+// A ring of stages. `full` counts the threads that fill a stage, and bytes; `empty` the warps, or threads, that have
+// read it. A use i is counted from the block's first on.
 template <int kStages>
 struct Ring {
   uint64_t full[kStages], empty[kStages];
@@ -229,7 +229,7 @@ struct Ring {
   }
 };
 
-// The ring of tiles of what is added to scores; none where nothing is.
+// The ring of tiles of what is added to scores; none where nothing is. Each computing thread arrives for itself.
 template <int kStages>
 struct AddedRing {
   Ring<kStages> added;
@@ -688,7 +688,7 @@ struct WgmmaY {
       if (i >= all) continue;
       barriers.k.wait(steps + i), barriers.k.release(steps + i);
       barriers.v.wait(steps + i), barriers.v.release(steps + i);
-      if constexpr (Shape::kAdds) barriers.added.wait(steps + i), barriers.added.release(steps + i);
+      if constexpr (Shape::kAdds) barriers.added.wait(steps + i), barriers.added.loaded(steps + i);
     }
   }
   // Waits for what the first product of a tile reads, and the last one.
@@ -743,7 +743,7 @@ struct WgmmaY {
         Added{c.x.extra}.hide(s, added_tile(step), 64 * group, 1 / static_cast<float>(c.x.z.scale), -kInfinity);
         find_most(s, found);
       }
-      barriers.added.release(step);
+      barriers.added.loaded(step);
     }
     found[0] *= scale, found[1] *= scale;
     const bool rises = !(found[0] <= rows.most[0] + kSlack && found[1] <= rows.most[1] + kSlack);
@@ -860,7 +860,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     } else {
       barriers.rows.init(kWarps), barriers.others.init(32 * kWarps, 1 + 32 * kPreparing);
     }
-    if constexpr (Shape::kAdds) barriers.added.init(kWarps, kAddedThreads);
+    if constexpr (Shape::kAdds) barriers.added.init(32 * kWarps, kAddedThreads);
     mbarrier_init_fence();
   }
   __syncthreads();

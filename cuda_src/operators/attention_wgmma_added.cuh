@@ -20,7 +20,9 @@ struct AddedShape {
   static constexpr WgmmaAdded kAdded = kAdded_;
   static constexpr int kRows = kRows_, kKeys = kKeys_;
   static constexpr int kBytes = 2;  // of an element of a bias
-  static constexpr int kPitch = kAdded == WgmmaAdded::none ? 0 : kAdded == WgmmaAdded::mask ? 16 : kKeys * kBytes;
+  static constexpr int kPitch = kAdded == WgmmaAdded::none   ? 0
+                                : kAdded == WgmmaAdded::mask ? kKeys / 8
+                                                             : kKeys * kBytes;
   static constexpr int kTile = kRows * kPitch;
   // Stages that fit beside what else a block has, of 225 KiB: barriers are in the rest.
   static constexpr int stages(int others) {
@@ -40,7 +42,7 @@ bool wgmma_adds(const AttentionInputs<T> &x) {
   const AttentionExtras &extra = x.extra;
   if (!kWgmmaAdds<T> || !extra.mask == !extra.bias || extra.sinks || extra.offsets || x.z.softcap != 0) return false;
   if (extra.mask) return extra.of_mask.key == 1;
-  if (extra.wide_bias) return false;
+  if (extra.wide_bias || x.z.scale < kLeastScale) return false;
   const auto at = reinterpret_cast<uintptr_t>(extra.bias);
   return extra.of_bias.key == 1 && (at | static_cast<uintptr_t>(x.z.keys) * 2) % 4 == 0;
 }
@@ -110,33 +112,34 @@ struct AddedTiles {
     }
   }
 
-  // Eight threads have a row of up to 128 keys, 16 each, and kEach loads on their way. Those of a row that does not
-  // begin at a multiple of 16 bytes load what is around it, and shift its bits.
+  // A thread has 16 keys of a row, and kEach loads on their way. Those of a row that does not begin at a multiple of 16
+  // bytes load what is around it, and shift its bits.
   template <bool kAligned, int kEach>
   __device__ void bring_mask(uint32_t to, const char *from, int rows, int keys) const {
-    static_assert(kKeys <= 128);
-    const int j = thread() % 8;
+    constexpr int kAlong = kKeys / 16, kAtOnce = kAddedThreads / kAlong;
+    const int j = thread() % kAlong;
 #pragma unroll 1
-    for (int first = thread() / 8; first - thread() / 8 < rows; first += 8 * kEach) {
+    for (int first = thread() / kAlong; first - thread() / kAlong < rows; first += kAtOnce * kEach) {
       uint4 words[kEach], behind[kEach];
       int shift[kEach];
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
-        const char *const at = from + min(first + 8 * i, rows - 1) * extra.of_mask.query + 16 * j;
+        const char *const at = from + min(first + kAtOnce * i, rows - 1) * extra.of_mask.query + 16 * j;
         shift[i] = kAligned ? 0 : static_cast<int>(reinterpret_cast<uintptr_t>(at) % 16);
         const uint4 *const begin = reinterpret_cast<const uint4 *>(at - shift[i]);
         words[i] = 16 * j - shift[i] < keys ? __ldg(begin) : uint4{};
-        if (!kAligned) behind[i] = j == 7 && shift[i] > 0 && 128 - shift[i] < keys ? __ldg(begin + 1) : uint4{};
+        if (!kAligned)
+          behind[i] = j == kAlong - 1 && shift[i] > 0 && kKeys - shift[i] < keys ? __ldg(begin + 1) : uint4{};
       }
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
         uint32_t bits = bits_of(words[i]);
         if constexpr (!kAligned) {
           const uint32_t next = __shfl_down_sync(~0u, bits, 1);
-          bits = (bits | (j == 7 ? bits_of(behind[i]) : next) << 16) >> shift[i];
+          bits = (bits | (j == kAlong - 1 ? bits_of(behind[i]) : next) << 16) >> shift[i];
         }
-        if (first + 8 * i < rows)
-          asm volatile("st.shared.b16 [%0], %1;" ::"r"(to + (first + 8 * i) * kPitch + 2 * j),
+        if (first + kAtOnce * i < rows)
+          asm volatile("st.shared.b16 [%0], %1;" ::"r"(to + (first + kAtOnce * i) * kPitch + 2 * j),
                        "h"(static_cast<uint16_t>(bits))
                        : "memory");
       }
@@ -181,17 +184,22 @@ struct AddedTiles {
   }
 
  private:
+  __device__ static void load_bits(uint32_t (&to)[4], uint32_t at) {
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(at)
+                 : "memory");
+  }
+  __device__ static void load_bits(uint32_t (&to)[2], uint32_t at) {
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(at) : "memory");
+  }
   __device__ void hide_masked(Scores &s, uint32_t tile, int row, float hidden) const {
     constexpr int kWords = kKeys / 32;
     const int lane = lane_index(), of_lane = one_row() ? 0 : row + warp_index() % 4 * 16 + lane / 4;
-    uint32_t bits[2][4], all = ~0u;
+    uint32_t bits[2][kWords], all = ~0u;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const uint32_t at = tile + (one_row() ? 0 : of_lane + 8 * half) * kPitch;
-      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(bits[half][0]), "=r"(bits[half][1]), "=r"(bits[half][2]), "=r"(bits[half][3])
-                   : "r"(at)
-                   : "memory");
+      load_bits(bits[half], tile + (one_row() ? 0 : of_lane + 8 * half) * kPitch);
 #pragma unroll
       for (int w = 0; w < kWords; ++w) all &= bits[half][w];
     }

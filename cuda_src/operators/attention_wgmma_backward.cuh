@@ -157,7 +157,7 @@ struct WgmmaDq {
         tile.hide(c, i, s, 0);
         if constexpr (Shape::kAdds) {
           if (Added::kMask || any_nan(s)) Added{c.x.extra}.hide(s, added_tile(steps), 64 * group, over, 0);
-          barriers.added.release(steps);
+          barriers.added.loaded(steps);
         }
         wgmma_wait<0>();
         fence_registers(dp);
@@ -172,7 +172,7 @@ struct WgmmaDq {
       if (own) barriers.others.release(steps - 1);
       for (int i = own; i < tile.steps; ++i, ++steps) {
         barriers.others.wait(steps), barriers.others.release(steps);
-        if constexpr (Shape::kAdds) barriers.added.wait(steps), barriers.added.release(steps);
+        if constexpr (Shape::kAdds) barriers.added.wait(steps), barriers.added.loaded(steps);
       }
       const float times = static_cast<float>(c.x.z.scale) * tile.times, both[] = {times, times};
       const int dim = static_cast<int>(c.x.z.dim);
@@ -356,7 +356,7 @@ struct WgmmaDkv {
           if (reading >= 0) barriers.others.loaded(reading);
           reading = -1;
           barriers.others.wait(steps), barriers.others.loaded(steps);
-          if constexpr (Shape::kAdds) barriers.added.wait(steps), barriers.added.release(steps);
+          if constexpr (Shape::kAdds) barriers.added.wait(steps), barriers.added.loaded(steps);
           continue;
         }
         float s[kQueries / 2], dp[kQueries / 2];
@@ -385,7 +385,7 @@ struct WgmmaDkv {
         if constexpr (Shape::kAdds) {
           if (Added::kMask || any_nan(s)) Added{c.x.extra}.hide_across(s, added_tile(steps), 64 * group, over);
           if (tile.query(at) + kQueries > c.queries) tile.hide_absent(c, tile.query(at), s);
-          barriers.added.release(steps);
+          barriers.added.loaded(steps);
         }
         round_to_factor(p, s, T());
         start_weights<Shape>(dv, p, dy_tile(steps), true, T());

@@ -285,12 +285,15 @@ ROW = Row(
         ),
         _attention((2,), 140, 270, 4, 64, 2, mask=(2, 1, 140, 270), causal=True),
         _attention((2,), 140, 270, 2, 64, bias=(1, 2, 140, 270), wide=("bias",), layout="BHSD"),
+        _attention((1,), 140, 270, 2, 64, bias=(2, 140, 270)),  # Hopper's, as the next one
+        _attention((1,), 140, 270, 2, 128, 1, mask=(140, 270), causal=True),
         _attention((2,), 140, 270, 2, 96, bias=(2, 1, 1, 270), mask=(140, 1), sinks=True, v_dim=128),
         _attention((1,), 65, 97, 2, 256, bias=(2, 65, 1), window=(20, 7), softcap=5.0),
         # rows of a bias that no word of several keys fits, which ends with the last key of the last head; sinks alone,
         # where a head is larger than a mask's kernels take
         _attention((2,), 77, 301, 4, 40, 2, 64, mask=(2, 1, 77, 1), bias=(4, 1, 301)),
         _attention((2,), 77, 301, 4, 128, 2, bias=(4, 1, 301), wide=("bias",), causal=True),
+        _attention((1,), 70, 136, 2, 64, 1, bias=(2, 70, 136), scale=1e-40),  # whose reciprocal is no float
         _attention((1,), 130, 130, 2, 160, sinks=True),
         _attention((2,), 150, 140, 4, 64, 2, sinks=True, causal=True, lengths=(2,)),
         _attention((1,), 70, 200, 2, 128, 1, sinks=True, window=(30, 5)),

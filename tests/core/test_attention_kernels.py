@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")]
 
 MODES = """
+import itertools
 import os
 
 import torch
@@ -212,6 +213,33 @@ for d, ends in ((64, None), (128, None), (256, None), (64, [0, 300, 1024]), (128
     for _ in range(50):
         graph.replay()
     assert wrong.item() == 0, (d, ends, wrong.item())
+# So would one of a backward, by the kernels of all three gradients and by those without dq.
+for d, kind, all_three in itertools.product((64, 128), (None, "mask", "bias"), (True, False)):
+    written = [torch.randn(4, 512, 8, d, device="cuda").bfloat16() for _ in range(4)]
+    added = added_of(4, 8, 512, 512, kind, "b1qk", torch.bfloat16) if kind else {}
+    *leaves, dy = [x.clone() for x in written]
+    leaves, of_read = [x.requires_grad_() for x in leaves], {name: x.clone() for name, x in added.items()}
+    wanted, wrong = leaves if all_three else leaves[1:], torch.zeros((), device="cuda")
+    expected = torch.autograd.grad(ours.attention(*leaves, causal=True, **of_read), wanted, dy)
+
+    def step():
+        y = ours.attention(*leaves, causal=True, **of_read)
+        for to, x in zip([*leaves, dy], written):
+            to.data.fill_(float("nan")), torch.mul(x, 1, out=to.data)
+        for name, x in added.items():
+            of_read[name].data.fill_(0), of_read[name].data.copy_(x)
+        for one, of in zip(torch.autograd.grad(y, wanted, dy), expected):
+            wrong.add_((one.view(torch.int16) != of.view(torch.int16)).any())
+
+    torch.cuda._sleep(10_000_000)
+    for _ in range(50):
+        step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(), step()
+    for _ in range(50):
+        graph.replay()
+    assert wrong.item() == 0, (d, kind, all_three, wrong.item())
 # A thread of torch's may still let go of a graph, which aborts while the interpreter ends (pytorch issue 190489).
 os._exit(0)
 """
