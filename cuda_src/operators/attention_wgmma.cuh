@@ -435,7 +435,7 @@ class WgmmaTiles {
     return false;
   }
   __device__ WgmmaQueries<Shape> tile() const { return {c_, tile_, head_, wrong_}; }
-  // The same place as one of a tile of keys, of which a causal call has the heaviest first.
+  // A tile of keys at the same place: of a causal call the first keys are the heaviest.
   __device__ int key_tile() const { return c_.across_heads ? c_.row_tiles - 1 - tile_ : tile_; }
   __device__ int head() const { return head_; }
 

@@ -404,7 +404,7 @@ Status run(const char *op, AttentionWgmma<T> c, int64_t heads, int64_t rows, int
   const int grid = static_cast<int>(std::min<int64_t>(tiles, multiprocessors));
   c.heads_of_rows = static_cast<int>(heads), c.all_heads = static_cast<int>(c.x.z.batch * heads);
   c.row_tiles = static_cast<int>(row_tiles);
-  // What the heads of two rounds read is within L2.
+  // The L2 cache holds what the heads of two rounds read.
   order_tiles(&c, grid, 2 * static_cast<int>(ceil_div(row_tiles, 2 * grid)));
   return launch_kernel(op, attention_wide_kernel<T, Block>, {static_cast<unsigned>(grid), kWideThreads, Block::kShared},
                        stream, c);
