@@ -10,8 +10,14 @@ namespace aot {
 inline namespace AOT_ISA {
 namespace {
 
-constexpr int kWideDim = 256, kWideThreads = 384, kWideStep = 64;  // step: rows of what tiles go through
-constexpr int kWideTile = kWideStep * kWideDim * 2;                // bytes
+constexpr int kWideThreads = 384, kWideStep = 64;  // step: rows of what tiles go through
+
+// kDim: head_dim of q and k, and kVDim that of v, padded with zeros.
+template <int kDim_, int kVDim_>
+struct WideShape {
+  static constexpr int kDim = kDim_, kVDim = kVDim_;
+  static constexpr int kTile = kWideStep * kDim * 2, kVTile = kWideStep * kVDim * 2;  // bytes of a step
+};
 
 #ifdef CUTE_ARCH_MMA_SM90A_ENABLED
 
@@ -53,11 +59,14 @@ struct WideTiles {
 #endif
 
 // dq of 128 queries. Keys have two stages and values one, of which products are done before those of ds.
-template <typename T>
+template <typename T, class Wide>
 struct WideDq {
-  using Shape = WgmmaShape<kWideDim, 2, kWideStep, 2, false>;
+  static constexpr int kDim = Wide::kDim, kVDim = Wide::kVDim;
+  using Shape = WgmmaShape<kDim, 2, kWideStep, 2, false>;
+  using OfValues = WgmmaShape<kVDim, 2, kWideStep, 2, false>;
   static constexpr int kPreparing = 3;  // warps
-  static constexpr int kAtValues = 2 * Shape::kTile + 2 * kWideTile, kAtNumbers = kAtValues + kWideTile;
+  static constexpr int kAtKeys = Shape::kTile + OfValues::kTile, kAtValues = kAtKeys + 2 * Wide::kTile,
+                       kAtNumbers = kAtValues + Wide::kVTile;
   static constexpr int kShared = kAtNumbers + 2 * Shape::kRows * 8;
 
 #ifdef CUTE_ARCH_MMA_SM90A_ENABLED
@@ -75,7 +84,7 @@ struct WideDq {
   uint32_t q_tile;
 
   __device__ uint32_t dy_tile() const { return q_tile + Shape::kTile; }
-  __device__ uint32_t k_tile(int i) const { return q_tile + 2 * Shape::kTile + i % 2 * kWideTile; }
+  __device__ uint32_t k_tile(int i) const { return q_tile + kAtKeys + i % 2 * Wide::kTile; }
   __device__ uint32_t v_tile() const { return q_tile + kAtValues; }
   // lse, in units of log(2), and delta of a tile's queries.
   __device__ float2 *numbers(int i) const {
@@ -84,17 +93,17 @@ struct WideDq {
   __device__ void load() const {
     int tiles = 0, steps = 0;
     barriers.template find<Shape>(c, [&](const Tile &tile) {
-      uint64_t *const rows = barriers.rows.fill(tiles++, 2 * Shape::kTile);
+      uint64_t *const rows = barriers.rows.fill(tiles++, kAtKeys);
       for (int g = 0; g < 2; ++g) {
         const int at = g * 64 * 128, begin = tile.begin + 64 * g;
-        load_tile<kWideDim>(c.q, q_tile + at, rows, Shape::kRows, begin, tile.h, tile.b);
-        load_tile<kWideDim>(c.dy, dy_tile() + at, rows, Shape::kRows, begin, tile.h, tile.b);
+        load_tile<kDim>(c.q, q_tile + at, rows, Shape::kRows, begin, tile.h, tile.b);
+        load_tile<kVDim>(c.dy, dy_tile() + at, rows, Shape::kRows, begin, tile.h, tile.b);
       }
       for (int i = 0; i < tile.steps; ++i, ++steps) {
-        uint64_t *const k = barriers.k.fill(steps, kWideTile);
-        load_tile<kWideDim>(c.k, k_tile(steps), k, kWideStep, tile.key(i), tile.kv, tile.b);
-        uint64_t *const v = barriers.v.fill(steps, kWideTile);
-        load_tile<kWideDim>(c.v, v_tile(), v, kWideStep, tile.key(i), tile.kv, tile.b);
+        uint64_t *const k = barriers.k.fill(steps, Wide::kTile);
+        load_tile<kDim>(c.k, k_tile(steps), k, kWideStep, tile.key(i), tile.kv, tile.b);
+        uint64_t *const v = barriers.v.fill(steps, Wide::kVTile);
+        load_tile<kVDim>(c.v, v_tile(), v, kWideStep, tile.key(i), tile.kv, tile.b);
       }
     });
   }
@@ -110,7 +119,7 @@ struct WideDq {
         const bool present = query < tile.end, first = lane_index() % 4 == 0;
         const int64_t at = c.x.row(tile.b, tile.h, query);
         const float lse = present && first ? base_of<Shape>(c.x.lse[at]) : kInfinity;
-        const float delta = sum_lanes<4>(present ? partial_delta<kWideDim>(c, tile.b, tile.h, query) : 0);
+        const float delta = sum_lanes<4>(present ? partial_delta<kVDim>(c, tile.b, tile.h, query) : 0);
         if (first) numbers(tiles)[row] = {lse, delta};
         if (first && present) c.delta[at] = delta;
       }
@@ -122,9 +131,9 @@ struct WideDq {
     const float scale = static_cast<float>(c.x.z.scale * kLog2E);
     int tiles = 0, steps = 0;
     barriers.each([&](const Tile &tile) {
-      float sums[kWideDim / 2];
+      float sums[kDim / 2];
 #pragma unroll
-      for (int n = 0; n < kWideDim / 2; ++n) sums[n] = 0;
+      for (int n = 0; n < kDim / 2; ++n) sums[n] = 0;
       barriers.numbers.wait(tiles);
       const float2 *const of_row = numbers(tiles) + tile.query(0) - tile.begin;
       const float2 rows[] = {of_row[0], of_row[8]};
@@ -143,7 +152,7 @@ struct WideDq {
         fence_registers(sums), fence_registers(ds);  // whose registers dp may have
         if (i) barriers.k.release(steps - 1);
         barriers.v.wait(steps);
-        start_rows<Shape>(dp, dy_tile(), 64 * group, v_tile(), T());
+        start_rows<OfValues>(dp, dy_tile(), 64 * group, v_tile(), T());
         wgmma_wait<1>();
         fence_registers(s);
 #pragma unroll
@@ -169,19 +178,20 @@ struct WideDq {
       ++tiles;
       const float times = static_cast<float>(c.x.z.scale) * tile.times, both[] = {times, times};
       const int dim = static_cast<int>(c.x.z.dim);
-      store_rows<kWideDim>(sums, c.x.of_queries(c.dq, tile.b, tile.h, dim), tile.begin + 64 * group, tile.end, dim,
-                           both);
+      store_rows<kDim>(sums, c.x.of_queries(c.dq, tile.b, tile.h, dim), tile.begin + 64 * group, tile.end, dim, both);
     });
   }
 #endif
 };
 
 // dk and dv of 64 keys.
-template <typename T>
+template <typename T, class Wide>
 struct WideDkv {
-  using Shape = WgmmaShape<kWideDim, 1, kWideStep, 2, false>;
+  static constexpr int kDim = Wide::kDim, kVDim = Wide::kVDim;
+  using Shape = WgmmaShape<kDim, 1, kWideStep, 2, false>;
+  using OfValues = WgmmaShape<kVDim, 1, kWideStep, 2, false>;
   static constexpr int kPreparing = 1;  // warps
-  static constexpr int kAtWeights = 2 * Shape::kTile + 4 * kWideTile, kWeights = kWideStep * kWideStep * 4;
+  static constexpr int kStep = Wide::kTile + Wide::kVTile, kAtWeights = 3 * kStep, kWeights = kWideStep * kWideStep * 4;
   static constexpr int kAtNumbers = kAtWeights + 2 * kWeights, kNumbers = 4 * kWideStep;
   static constexpr int kShared = kAtNumbers + 4 * kNumbers;
 
@@ -202,9 +212,9 @@ struct WideDkv {
   Barriers &barriers;
   uint32_t k_tile;
 
-  __device__ uint32_t v_tile() const { return k_tile + Shape::kTile; }
-  __device__ uint32_t q_tile(int i) const { return k_tile + 2 * Shape::kTile + i % 2 * 2 * kWideTile; }
-  __device__ uint32_t dy_tile(int i) const { return q_tile(i) + kWideTile; }
+  __device__ uint32_t v_tile() const { return k_tile + Wide::kTile; }
+  __device__ uint32_t q_tile(int i) const { return k_tile + kStep + i % 2 * kStep; }
+  __device__ uint32_t dy_tile(int i) const { return q_tile(i) + Wide::kTile; }
   __device__ uint32_t weights(int i) const {
     return k_tile + kAtWeights + i % 2 * kWeights + static_cast<int>(threadIdx.x) % 128 * 16;
   }
@@ -215,20 +225,20 @@ struct WideDkv {
   __device__ void load() const {
     int tiles = 0, steps = 0;
     barriers.template find<Shape>(c, [&](const Tile &tile) {
-      load_tile<kWideDim>(c.k, k_tile, barriers.k.fill(tiles, kWideTile), kWideStep, tile.begin, tile.kv, tile.b);
+      load_tile<kDim>(c.k, k_tile, barriers.k.fill(tiles, Wide::kTile), kWideStep, tile.begin, tile.kv, tile.b);
       At at = {};
       for (int i = 0; i < tile.steps; ++i, ++steps, tile.go_on(at)) {
         const int h = tile.kv * c.group + at.of_group, query = tile.query(at);
-        load_tile<kWideDim>(c.q, q_tile(steps), barriers.q.fill(steps, kWideTile), kWideStep, query, h, tile.b);
+        load_tile<kDim>(c.q, q_tile(steps), barriers.q.fill(steps, Wide::kTile), kWideStep, query, h, tile.b);
         if (i == 0) load_values(tile, tiles);
-        load_tile<kWideDim>(c.dy, dy_tile(steps), barriers.dy.fill(steps, kWideTile), kWideStep, query, h, tile.b);
+        load_tile<kVDim>(c.dy, dy_tile(steps), barriers.dy.fill(steps, Wide::kVTile), kWideStep, query, h, tile.b);
       }
       if (!tile.steps) load_values(tile, tiles);
       ++tiles;
     });
   }
   __device__ void load_values(const Tile &tile, int tiles) const {
-    load_tile<kWideDim>(c.v, v_tile(), barriers.v.fill(tiles, kWideTile), kWideStep, tile.begin, tile.kv, tile.b);
+    load_tile<kVDim>(c.v, v_tile(), barriers.v.fill(tiles, Wide::kVTile), kWideStep, tile.begin, tile.kv, tile.b);
   }
 
   // Numbers are on their way to registers while their stage is not yet empty.
@@ -267,9 +277,9 @@ struct WideDkv {
     const float scale = static_cast<float>(c.x.z.scale * kLog2E);
     int tiles = 0, steps = 0;
     barriers.each([&](const Tile &tile) {
-      float dv[kWideDim / 2];
+      float dv[kVDim / 2];
 #pragma unroll
-      for (int n = 0; n < kWideDim / 2; ++n) dv[n] = 0;
+      for (int n = 0; n < kVDim / 2; ++n) dv[n] = 0;
       uint32_t p[kWideStep / 16][4];
       At at = {};
       barriers.k.wait(tiles);
@@ -305,7 +315,7 @@ struct WideDkv {
         barriers.weights.filled(steps);
         round_to_factor(p, s, T());
         barriers.dy.wait(steps);
-        start_weights<Shape>(dv, p, dy_tile(steps), true, T());
+        start_weights<OfValues>(dv, p, dy_tile(steps), true, T());
       }
       wgmma_wait<0>();
       fence_registers(dv);
@@ -314,22 +324,22 @@ struct WideDkv {
       ++tiles;
       const float both[] = {tile.times, tile.times};
       const int v_dim = static_cast<int>(c.x.z.v_dim);
-      if (c.dv) store_rows<kWideDim>(dv, c.x.of_keys(c.dv, tile.b, tile.kv, v_dim), tile.begin, tile.end, v_dim, both);
+      if (c.dv) store_rows<kVDim>(dv, c.x.of_keys(c.dv, tile.b, tile.kv, v_dim), tile.begin, tile.end, v_dim, both);
     });
   }
   __device__ void compute_dk() const {
     int tiles = 0, steps = 0;
     barriers.each([&](const Tile &tile) {
-      float dk[kWideDim / 2];
+      float dk[kDim / 2];
 #pragma unroll
-      for (int n = 0; n < kWideDim / 2; ++n) dk[n] = 0;
+      for (int n = 0; n < kDim / 2; ++n) dk[n] = 0;
       uint32_t ds[kWideStep / 16][4];
       barriers.v.wait(tiles);
 #pragma unroll 1
       for (int i = 0; i < tile.steps; ++i, ++steps) {
         float dp[kWideStep / 2];
         barriers.dy.wait(steps);
-        start_rows<Shape>(dp, v_tile(), 0, dy_tile(steps), T());
+        start_rows<OfValues>(dp, v_tile(), 0, dy_tile(steps), T());
         wgmma_wait<1>();
         fence_registers(dk), fence_registers(ds);
         if (i) barriers.q.loaded(steps - 1);
@@ -362,7 +372,7 @@ struct WideDkv {
       ++tiles;
       const float times = static_cast<float>(c.x.z.scale) * tile.times, both[] = {times, times};
       const int dim = static_cast<int>(c.x.z.dim);
-      if (c.dk) store_rows<kWideDim>(dk, c.x.of_keys(c.dk, tile.b, tile.kv, dim), tile.begin, tile.end, dim, both);
+      if (c.dk) store_rows<kDim>(dk, c.x.of_keys(c.dk, tile.b, tile.kv, dim), tile.begin, tile.end, dim, both);
     });
   }
 #endif
@@ -428,8 +438,13 @@ Status attention_backward_wide_sm90(const char *op, const AttentionInputs<T> &x,
   const auto bound = [](int64_t n) { return static_cast<int>(std::min<int64_t>(n, kMostRows)); };
   c.left = bound(z.left), c.right = bound(z.right), c.shift = static_cast<int>(z.keys - z.queries);
   c.queries = static_cast<int>(z.queries), c.keys = static_cast<int>(z.keys), c.group = static_cast<int>(z.group());
-  if (dq) AOT_TRY(run<WideDq<T>>(op, c, z.heads, z.queries, limits.multiprocessors, stream));
-  return dk || dv ? run<WideDkv<T>>(op, c, z.kv_heads, z.keys, limits.multiprocessors, stream) : kOk;
+  const auto run_both = [&](auto wide) -> Status {
+    using Wide = decltype(wide);
+    if (dq) AOT_TRY((run<WideDq<T, Wide>>(op, c, z.heads, z.queries, limits.multiprocessors, stream)));
+    return dk || dv ? run<WideDkv<T, Wide>>(op, c, z.kv_heads, z.keys, limits.multiprocessors, stream) : kOk;
+  };
+  if (z.dim <= 192 && z.v_dim <= 128) return run_both(WideShape<192, 128>());
+  return run_both(WideShape<256, 256>());
 }
 
 #define AOT_ATTENTION(T)                                                                                               \
