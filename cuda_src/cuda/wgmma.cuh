@@ -74,10 +74,11 @@ struct Wgmma {
   template <size_t... i>
   static __device__ void a_in_registers(const uint32_t (&a)[4], uint64_t b, float (&sum)[kCols / 2],
                                         cute::SM90::GMMA::ScaleOut scale, std::index_sequence<i...>) {
-    static_assert(kCols == 64 || kCols == 96 || kCols == 128 || kCols == 256);
+    static_assert(kCols == 96 || (kCols % 64 == 0 && kCols <= 256));
     AOT_WGMMA(64)
     AOT_WGMMA(96)
     AOT_WGMMA(128)
+    AOT_WGMMA(192)
     AOT_WGMMA(256)
   }
 #undef AOT_WGMMA

@@ -492,6 +492,10 @@ Status attention_sm90(const char *op, const AttentionInputs<T> &x, T *y, float *
 template <typename T>
 Status attention_backward_sm90(const char *op, const AttentionInputs<T> &x, const T *y, float *delta, T *dq, T *dk,
                                T *dv, float *space, void *stream);
+// attention_wide_sm90.cu: the same at head sizes above 128.
+template <typename T>
+Status attention_backward_wide_sm90(const char *op, const AttentionInputs<T> &x, const T *y, float *delta, T *dq, T *dk,
+                                    T *dv, void *stream);
 
 }  // namespace AOT_ISA
 }  // namespace aot

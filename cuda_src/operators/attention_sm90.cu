@@ -49,6 +49,7 @@ Status attention_backward_sm90(const char *op, const AttentionInputs<T> &x, cons
         if (x.extra.mask) return run_added_backward<Shapes, WgmmaAdded::mask>(op, c, stream);
         return run_added_backward<Shapes, WgmmaAdded::bias>(op, c, stream);
       });
+  if (std::max(x.z.dim, x.z.v_dim) > 128) return attention_backward_wide_sm90<T>(op, x, y, delta, dq, dk, dv, stream);
   if (dq && dk && dv) {
     if (std::max(x.z.dim, x.z.v_dim) <= 64)
       return launch_one_pass<T, OnePassShape<64, 128, 2, 2, 1, true>>(op, c, space, stream);

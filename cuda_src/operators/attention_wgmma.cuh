@@ -435,6 +435,9 @@ class WgmmaTiles {
     return false;
   }
   __device__ WgmmaQueries<Shape> tile() const { return {c_, tile_, head_, wrong_}; }
+  // A tile of keys at the same place: of a causal call the first keys are the heaviest.
+  __device__ int key_tile() const { return c_.across_heads ? c_.row_tiles - 1 - tile_ : tile_; }
+  __device__ int head() const { return head_; }
 
  private:
   __device__ int of_rank(int rank) const {
@@ -896,7 +899,7 @@ bool wgmma_takes(const AttentionInputs<T> &x, bool forward) {
   const AttentionSizes &z = x.z;
   const bool plain = x.plain() && z.softcap == 0, adds = x.extra.mask || x.extra.bias;
   if (x.extra.crossed() || (adds && !wgmma_adds(x)) || (!forward && !plain && !adds)) return false;
-  const int64_t most_dim = forward && plain ? 256 : 128;
+  const int64_t most_dim = plain ? 256 : 128;
   const bool fits = std::max({z.queries, z.keys, z.rows() / 8}) <= kMostRows && std::max(z.dim, z.v_dim) <= most_dim;
   return fits && z.scale > 0 && z.keys > 0 && z.rows() > 0 && TensorMaps::get().tiled;
 }
@@ -929,11 +932,10 @@ inline int section_rounds(const AttentionSizes &z, bool packed) {
 // Sections as WgmmaTiles goes through them: where tiles of a head differ in work, of so many rounds that a block has
 // one of each weight, and the keys of a section's heads stay in the L2 cache.
 template <typename T>
-void order_tiles(AttentionWgmma<T> *c, int blocks) {
+void order_tiles(AttentionWgmma<T> *c, int blocks, int rounds) {
   const bool packed = c->x.extra.offsets;
   c->across_heads = packed || (c->right >= 0 && c->left < 0);
   c->sorted = packed && c->row_tiles <= kMostSorted;
-  const int rounds = section_rounds(c->x.z, packed);
   const int of_section = c->across_heads && (c->sorted || !packed) ? rounds * blocks / c->row_tiles : 0;
   c->section_heads = of_section > 0 ? std::min(of_section, c->all_heads) : c->all_heads;
   c->sections = c->all_heads / c->section_heads;
@@ -973,7 +975,7 @@ Status launch_attention_wgmma(const char *op, AttentionWgmma<T> c, void *stream)
   c.queries = static_cast<int>(z.queries), c.keys = static_cast<int>(z.keys), c.group = static_cast<int>(z.group());
   c.heads_of_rows = static_cast<int>(heads), c.all_heads = static_cast<int>(z.batch * heads);
   c.row_tiles = static_cast<int>(row_tiles);
-  if (kResult == WgmmaResult::y) order_tiles(&c, static_cast<int>(grid));
+  if (kResult == WgmmaResult::y) order_tiles(&c, static_cast<int>(grid), section_rounds(z, c.x.extra.offsets));
   LaunchShape shape{grid, Shape::kThreads, kShared};
   shape.overlap = kResult == WgmmaResult::y;
   return launch_kernel(op, attention_wgmma_kernel<T, Shape, kResult>, shape, stream, c);

@@ -24,6 +24,31 @@ __device__ inline bool any_nan(const float (&s)[n]) {
   return __any_sync(~0u, isnan(most));
 }
 
+// The share of a lane, one of four, in sum(dy y) of a query.
+template <int kDim, typename T>
+__device__ inline float partial_delta(const AttentionWgmma<T> &c, int b, int h, int query) {
+  const int dim = static_cast<int>(c.x.z.v_dim), from = lane_index() % 4 * 8;
+  const T *const dy = c.x.of_results(c.x.dy, b, h)[query] + from;
+  const T *const y = c.x.of_results(c.of_delta, b, h)[query] + from;
+  uint4 of_dy[2], of_y[2];
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < kDim; i += 64) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const bool there = i + 32 * j + from < dim;
+      of_dy[j] = there ? *reinterpret_cast<const uint4 *>(dy + i + 32 * j) : uint4{};
+      of_y[j] = there ? *reinterpret_cast<const uint4 *>(y + i + 32 * j) : uint4{};
+    }
+#pragma unroll
+    for (int j = 0; j < 2; ++j)
+#pragma unroll
+      for (int e = 0; e < 8; ++e)
+        sum += widen(reinterpret_cast<const T *>(&of_dy[j])[e]) * widen(reinterpret_cast<const T *>(&of_y[j])[e]);
+  }
+  return sum;
+}
+
 // --------------------------------------------------------------------------------------------------------------- dq
 
 template <typename T, class Shape>
@@ -92,35 +117,12 @@ struct WgmmaDq {
         const bool present = query < tile.end, first = lane_index() % 4 == 0;
         const int64_t at = c.x.row(tile.b, tile.h, query);
         const float lse = present && first ? base_of<Shape>(c.x.lse[at]) : kInfinity;
-        const float delta = sum_lanes<4>(present ? partial_delta(tile, query) : 0);
+        const float delta = sum_lanes<4>(present ? partial_delta<kDim>(c, tile.b, tile.h, query) : 0);
         if (first) numbers(tiles)[row] = {lse, delta};
         if (first && present) c.delta[at] = delta;
       }
       barriers.numbers.filled(tiles++);
     });
-  }
-  // The share of a lane, one of four, in sum(dy y) of a query.
-  __device__ float partial_delta(const WgmmaQueries<Shape> &tile, int query) const {
-    const int dim = static_cast<int>(c.x.z.v_dim), from = lane_index() % 4 * 8;
-    const T *const dy = c.x.of_results(c.x.dy, tile.b, tile.h)[query] + from;
-    const T *const y = c.x.of_results(c.of_delta, tile.b, tile.h)[query] + from;
-    uint4 a[2], b[2];
-    float sum = 0;
-#pragma unroll
-    for (int i = 0; i < kDim; i += 64) {
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const bool there = i + 32 * j + from < dim;
-        a[j] = there ? *reinterpret_cast<const uint4 *>(dy + i + 32 * j) : uint4{};
-        b[j] = there ? *reinterpret_cast<const uint4 *>(y + i + 32 * j) : uint4{};
-      }
-#pragma unroll
-      for (int j = 0; j < 2; ++j)
-#pragma unroll
-        for (int e = 0; e < 8; ++e)
-          sum += widen(reinterpret_cast<const T *>(&a[j])[e]) * widen(reinterpret_cast<const T *>(&b[j])[e]);
-    }
-    return sum;
   }
 
   __device__ void compute(int group) const {

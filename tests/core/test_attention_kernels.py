@@ -287,8 +287,10 @@ TAKEN = [
 ]
 
 
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize(("added", "axes", "of_q", "keys", "hopper"), TAKEN)
+@pytest.mark.parametrize(
+    ("added", "axes", "of_q", "keys", "hopper", "dim"),
+    [*((*row, dim) for row in TAKEN for dim in (64, 128)), *((*row, dim) for row in TAKEN[:2] for dim in (192, 256))],
+)
 def test_which_kernels_a_call_takes(added, axes, of_q, keys, hopper, dim):
     if torch.cuda.get_device_capability() != (9, 0) or "AOTOPS_ATTENTION" in os.environ:
         pytest.skip("the GPU is not of compute capability 9.0, or the kernels are chosen")
@@ -304,7 +306,7 @@ def test_which_kernels_a_call_takes(added, axes, of_q, keys, hopper, dim):
     forward, y = kernels_of(lambda: ours.attention(*leaves, **more))
     backward, _ = kernels_of(lambda: torch.autograd.grad(y, leaves, torch.ones_like(y)))
     for found in (forward, backward):
-        assert bool(found & {"attention_wgmma_kernel", "attention_one_pass_kernel"}) == hopper, found
+        assert bool(found & {f"attention_{name}_kernel" for name in ("wgmma", "one_pass", "wide")}) == hopper, found
 
 
 def test_an_unknown_choice_is_named():
