@@ -480,7 +480,30 @@ __global__ void __launch_bounds__(kAttentionBlock) attention_dbias_kernel(Attent
   AttentionTile<T, AttentionResult::dbias>(x, tiles).run_bias(to);
 }
 
-// -------------------------------------------------------------------------------------------------------- on Hopper
+// How many tiles of so many queries and keys the planes of a bias have.
+template <typename T>
+Status count_bias_tiles(const char *op, const AttentionInputs<T> &x, int rows, int columns, int64_t *blocks) {
+  const ScoreSteps &steps = x.extra.of_bias;
+  *blocks =
+      steps.planes * (steps.query ? ceil_div(x.z.queries, rows) : 1) * (steps.key ? ceil_div(x.z.keys, columns) : 1);
+  if (*blocks <= INT32_MAX) return kOk;
+  return fail(kNotImplemented, "%s: %lld tiles of the bias are more than a grid has", op,
+              static_cast<long long>(*blocks));
+}
+
+// ------------------------------------------------------------------------------------------------ in other sources
+
+// attention_any.cu: the kernels of this header. One result; lse: of y, or null.
+template <AttentionResult kResult, typename T>
+Status attention_any(const char *op, const AttentionInputs<T> &x, T *to, Accumulate<T> *lse, void *stream);
+template <typename T>
+Status attention_any_bias(const char *op, const AttentionInputs<T> &x, void *dbias, void *stream);
+
+// attention_float.cu: the kernels of attention_float.cuh. Whether they take a call whose tensors are aligned.
+bool attention_float_takes(const AttentionInputs<float> &x, bool forward);
+Status attention_float(const char *op, const AttentionInputs<float> &x, float *y, float *lse, void *stream);
+Status attention_float_backward(const char *op, const AttentionInputs<float> &x, float *dq, float *dk, float *dv,
+                                void *stream);
 
 // attention_sm90.cu: the kernels of attention_wgmma.cuh, for __half and __nv_bfloat16. *takes: whether they take a call
 // whose tensors are aligned.

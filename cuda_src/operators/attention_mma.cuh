@@ -1204,17 +1204,6 @@ Status run_mma_backward_of(Shapes, const char *op, const AttentionInputs<T> &x, 
   }
 }
 
-// How many tiles of so many queries and keys the planes of a bias have.
-template <typename T>
-Status count_bias_tiles(const char *op, const AttentionInputs<T> &x, int rows, int columns, int64_t *blocks) {
-  const ScoreSteps &steps = x.extra.of_bias;
-  *blocks =
-      steps.planes * (steps.query ? ceil_div(x.z.queries, rows) : 1) * (steps.key ? ceil_div(x.z.keys, columns) : 1);
-  if (*blocks <= INT32_MAX) return kOk;
-  return fail(kNotImplemented, "%s: %lld tiles of the bias are more than a grid has", op,
-              static_cast<long long>(*blocks));
-}
-
 template <typename T>
 Status run_mma_bias(const char *op, const AttentionInputs<T> &x, void *dbias, void *stream) {
   return dispatch_mma_extra(x.z, [&](auto shapes) -> Status {
