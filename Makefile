@@ -220,12 +220,6 @@ $(WITH_CUTLASS): NVCCFLAGS += -DNDEBUG --expt-relaxed-constexpr -isystem $(CUTLA
 $(WITH_CUTLASS): | $(CUTLASS)/include
 $(SM90:cuda_src/%=$(BUILD)/%.o): GENCODE := -gencode arch=compute_90a,code=sm_90a
 
-# Machine code for 8.0, 10.0 or 12.0 runs on later GPUs of its major version: of these there is none of their own.
-MINOR := $(if $(filter 80,$(ARCHS)),86 89) $(if $(filter 100,$(ARCHS)),103) $(if $(filter 120,$(ARCHS)),121)
-$(BUILD)/operators/attention_any.cu.o $(BUILD)/operators/attention_float.cu.o: \
-  GENCODE := $(foreach a,$(filter-out $(MINOR),$(ARCHS)),-gencode arch=compute_$(a),code=sm_$(a)) \
-             $(foreach a,$(PTX),-gencode arch=compute_$(a),code=compute_$(a))
-
 # The wheel has no library, only headers.
 $(CUTLASS)/include: pyproject.toml
 	@echo "fetch $(call pinned,nvidia-cutlass)"

@@ -29,7 +29,23 @@ Status attention_inputs(const Op &op, const Tensor *in, AttentionInputs<T> *x) {
                    in[op.kSeed], &x->extra);
 }
 
-// The kernels of attention.cuh, attention_mma.cuh and attention_wgmma.cuh.
+// One result. lse: of y, or null.
+template <AttentionResult kResult, typename T>
+Status run_any(const char *op, const AttentionInputs<T> &x, T *to, Accumulate<T> *lse, void *stream) {
+  using Tile = AttentionTile<T, kResult>;
+  const AttentionSizes &z = x.z;
+  const int64_t heads = Tile::kOfKeys ? z.kv_heads : z.heads, rows = Tile::kOfKeys ? z.keys : z.queries;
+  const int64_t blocks = z.batch * heads * ceil_div(rows, Tile::kSide);
+  const int64_t columns = to ? ceil_div(Tile::kOfScores ? z.dim : z.v_dim, Tile::kSide) : 0;
+  if (!blocks) return kOk;
+  if (blocks > INT32_MAX || columns > UINT16_MAX)
+    return fail(kNotImplemented, "%s: %lld tiles of %lld columns are more than a grid has", op,
+                static_cast<long long>(blocks), static_cast<long long>(columns));
+  const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(std::max<int64_t>(columns, 1)));
+  return launch_kernel(op, attention_kernel<T, kResult>, {grid, kAttentionBlock}, stream, x, to, lse);
+}
+
+// The kernels of attention.cuh, attention_mma.cuh (in float32 attention_float.cuh) and attention_wgmma.cuh.
 enum class AttentionKernels { any, mma, wgmma };
 
 // The values of $AOTOPS_ATTENTION (docs/building.md).
@@ -67,7 +83,7 @@ Status choose(const char *op, const AttentionInputs<T> &x, bool forward, Attenti
     AOT_TRY(attention_sm90_takes(op, x, forward, &wgmma));
     if (wgmma) *kernels = AttentionKernels::wgmma;
 #endif
-  } else if constexpr (std::is_same_v<T, float>) {
+  } else if constexpr (sizeof(T) == 4) {
     if (!attention_float_takes(x, forward) || !aligned(tensors...)) return kOk;
     DeviceLimits limits;
     AOT_TRY(device_limits(op, &limits));
@@ -85,10 +101,10 @@ Status run_forward(const char *op, const AttentionInputs<T> &x, T *y, Accumulate
     if (kernels == AttentionKernels::wgmma) return attention_sm90<T>(op, x, y, lse, stream);
 #endif
     if (kernels == AttentionKernels::mma) return run_mma_forward(op, x, y, lse, stream);
-  } else if constexpr (std::is_same_v<T, float>) {
+  } else if constexpr (sizeof(T) == 4) {
     if (kernels == AttentionKernels::mma) return attention_float(op, x, y, lse, stream);
   }
-  return attention_any<AttentionResult::y>(op, x, y, lse, stream);
+  return run_any<AttentionResult::y>(op, x, y, lse, stream);
 }
 
 // Writes delta too.
@@ -116,12 +132,12 @@ Status run_backward(const char *op, const AttentionInputs<T> &x, const T *y, Acc
       return attention_backward_sm90<T>(op, x, y, delta, dq, dk, dv, delta + 2 * x.z.rows(), stream);
 #endif
     if (kernels == AttentionKernels::mma) return run_mma_backward(op, x, dq, dk, dv, stream);
-  } else if constexpr (std::is_same_v<T, float>) {
+  } else if constexpr (sizeof(T) == 4) {
     if (kernels == AttentionKernels::mma) return attention_float_backward(op, x, dq, dk, dv, stream);
   }
-  if (dq) AOT_TRY(attention_any<AttentionResult::dq>(op, x, dq, nullptr, stream));
-  if (dk) AOT_TRY(attention_any<AttentionResult::dk>(op, x, dk, nullptr, stream));
-  return dv ? attention_any<AttentionResult::dv>(op, x, dv, nullptr, stream) : kOk;
+  if (dq) AOT_TRY(run_any<AttentionResult::dq>(op, x, dq, nullptr, stream));
+  if (dk) AOT_TRY(run_any<AttentionResult::dk>(op, x, dk, nullptr, stream));
+  return dv ? run_any<AttentionResult::dv>(op, x, dv, nullptr, stream) : kOk;
 }
 
 template <typename T>
@@ -130,7 +146,12 @@ Status run_bias(const char *op, const AttentionInputs<T> &x, void *dbias, void *
   AOT_TRY(choose<T>(op, x, false, &kernels, x.q, x.k, x.v, x.dy));
   if constexpr (sizeof(T) == 2)
     if (kernels != AttentionKernels::any) return run_mma_bias(op, x, dbias, stream);
-  return attention_any_bias(op, x, dbias, stream);
+  constexpr int kSide = AttentionTile<T, AttentionResult::dbias>::kSide;
+  int64_t blocks;
+  AOT_TRY(count_bias_tiles(op, x, kSide, kSide, &blocks));
+  if (!blocks) return kOk;
+  return launch_kernel(op, attention_dbias_kernel<T>, {static_cast<unsigned>(blocks), kAttentionBlock}, stream, x,
+                       dbias);
 }
 
 }  // namespace

@@ -202,24 +202,58 @@ __device__ inline void multiply_float_weights(MmaSums<kM, Shape::kDim> &sums, co
 
 // --------------------------------------------------------------------------------------------------------- scores
 
-// Scores in units of log(2).
+// The scores of a head, in units of log(2).
 struct FloatScores {
-  float scale, product_scale, softcap;
+  float scale, softcap;
+  bool plain;  // whether a score is a product times scale, which is positive
+  MmaAddends<float> addends;
 
-  __device__ explicit FloatScores(const AttentionSizes &z)
-      : scale(static_cast<float>(z.scale * kLog2E)),
-        product_scale(static_cast<float>(z.scale)),
-        softcap(static_cast<float>(z.softcap)) {}
+  __device__ FloatScores(const AttentionInputs<float> &x, int64_t b, int64_t h)
+      : scale(static_cast<float>(x.z.scale * kLog2E)),
+        softcap(static_cast<float>(x.z.softcap)),
+        plain(!x.extra.mask && !x.extra.bias && softcap == 0 && scale > 0),
+        addends(x, b, h) {}
 
-  // *slope: the derivative over scale.
-  __device__ float operator()(float product, float *slope) const {
-    *slope = 1;
-    if (softcap == 0) return product * scale;
-    const float t = tanhf(product * product_scale / softcap);
-    *slope = 1 - t * t;
-    return static_cast<float>(kLog2E) * (softcap * t);
+  // Makes a product the score of a query and a key, if they are before these ends; its derivative over scale.
+  __device__ float complete(float &score, int query, int queries, int key, int keys) const {
+    float slope = 1;
+    score *= scale;
+    if (softcap != 0) {
+      const float t = tanhf(score / (softcap * static_cast<float>(kLog2E)));
+      score = softcap * static_cast<float>(kLog2E) * t, slope = 1 - t * t;
+    }
+    if (query >= queries || key >= keys) return slope;
+    const float more = addends(query, key);
+    score = more == -kInfinity ? more : score + more;
+    return slope;
   }
 };
+
+// Where all scores of a row are huge their differences from lse are what rounding leaves. A NaN stays one.
+__device__ inline float probability(float below) { return fast_exp2(below > 0 ? 0 : below); }
+
+// The key that column 8 n + 2 t + e of a tile is.
+template <int kKeys>
+__device__ inline int tile_key(int begin, int n, int e) {
+  return begin + lane_index() % 4 * (kKeys / 4) + 2 * n + e;
+}
+
+// Calls f(i, n, half, e, score) for each score; what it returns is a factor of that element of dp, if there is one. The
+// loop is not unrolled: few calls need it, and it would be half of a kernel's code.
+template <int kM, int kN, class F>
+__device__ inline void add_to_scores(MmaSums<kM, kN> &s, MmaSums<kM, kN> *dp, F f) {
+  float scores[kM * kN / 2], factors[kM * kN / 2];
+#pragma unroll
+  for (int at = 0; at < kM * kN / 2; ++at) scores[at] = s[at / (kN / 2)][at / 4 % (kN / 8)][at % 4];
+#pragma unroll 1
+  for (int at = 0; at < kM * kN / 2; ++at)
+    factors[at] = f(at / (kN / 2), at / 4 % (kN / 8), at / 2 % 2, at % 2, scores[at]);
+#pragma unroll
+  for (int at = 0; at < kM * kN / 2; ++at) {
+    s[at / (kN / 2)][at / 4 % (kN / 8)][at % 4] = scores[at];
+    if (dp) (*dp)[at / (kN / 2)][at / 4 % (kN / 8)][at % 4] *= factors[at];
+  }
+}
 
 // Stores columns below dim of the rows that exist, times a number.
 template <class Shape, int kM, class Times>
@@ -266,10 +300,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
                                                 dim);
   fetch_keys(0);
 
-  const FloatScores scores(x.z);
-  const bool adds = x.extra.mask || x.extra.bias, fused = !adds && scores.softcap == 0 && scores.scale > 0;
-  const float scale = fused ? scores.scale : 1;
-  const MmaAddends<float> addends(x, tile.b, tile.h);
+  const FloatScores scores(x, tile.b, tile.h);
+  const float scale = scores.plain ? scores.scale : 1;
 
   const int warp_row = warp_index() * Shape::kWarpRows;
   MmaSums<kM, kDim> sums = {};
@@ -299,22 +331,11 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     __syncthreads();
     fetch_keys(step + 1);
     if (!sees) continue;
-    if (!fused) {
-      for_scores<kM, kKeys>([&](int i, int n, int half, int e, uint32_t) {
-        float slope, &score = s[i][n][2 * half + e];
-        score = scores(score, &slope);
+    if (!scores.plain)
+      add_to_scores<kM, kKeys>(s, nullptr, [&](int i, int n, int half, int e, float &score) {
+        return scores.complete(score, tile.query(i, half), tile.end, tile_key<kKeys>(tile.key(step), n, e),
+                               tile.length);
       });
-      if (adds) {
-        partial = true;
-        for_scores<kM, kKeys>([&](int i, int n, int half, int e, uint32_t bit) {
-          if (!(bits[i] & bit)) return;
-          const int query = tile.query(i, half), key = tile.key(step) + lane_index() % 4 * (kKeys / 4) + 2 * n + e;
-          const float more = addends(query < tile.end ? query : tile.end - 1, key);
-          s[i][n][2 * half + e] += more;
-          if (more == -kInfinity) bits[i] &= ~bit;
-        });
-      }
-    }
     if (partial)  // whatever the score of a hidden key is
       for_scores<kM, kKeys>([&](int i, int n, int half, int e, uint32_t bit) {
         if (!(bits[i] & bit)) s[i][n][2 * half + e] = -kInfinity;
@@ -385,9 +406,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
                                                 dim);
   copy_float_rows<Shape, Shape::kRows, InOrder>(dy_tile, x.of_results(x.dy, tile.b, tile.h), tile.begin, tile.end,
                                                 v_dim);
-  const FloatScores scores(x.z);
-  const bool adds = x.extra.mask || x.extra.bias;
-  const MmaAddends<float> addends(x, tile.b, tile.h);
+  const FloatScores scores(x, tile.b, tile.h);
+  const float scale = scores.plain ? scores.scale : 1;
   const int warp_row = warp_index() * Shape::kWarpRows;
   MmaSums<kM, kDim> sums = {};
   float lse[kM][2], delta[kM][2];
@@ -415,15 +435,16 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     MmaSums<kM, kKeys> s = {}, dp = {};
     multiply_float_rows<Shape, kM, kKeys>(s, q_tile, warp_row, k_tile);
     multiply_float_rows<Shape, kM, kKeys>(dp, dy_tile, warp_row, v_tile);
+    for_scores<kM, kKeys>([&](int i, int n, int half, int e, uint32_t) { dp[i][n][2 * half + e] -= delta[i][half]; });
+    if (!scores.plain)
+      add_to_scores<kM, kKeys>(s, &dp, [&](int i, int n, int half, int e, float &score) {
+        return scores.complete(score, tile.query(i, half), tile.end, tile_key<kKeys>(tile.key(step), n, e),
+                               tile.length);
+      });
     for_scores<kM, kKeys>([&](int i, int n, int half, int e, uint32_t bit) {
-      float slope, more = 0, &score = s[i][n][2 * half + e];
-      score = scores(score, &slope);
-      if (adds && bits[i] & bit) {
-        const int query = tile.query(i, half), key = tile.key(step) + lane_index() % 4 * (kKeys / 4) + 2 * n + e;
-        more = addends(query < tile.end ? query : tile.end - 1, key);
-      }
-      score = fast_exp2(score + more - lse[i][half]) * (dp[i][n][2 * half + e] - delta[i][half]) * slope;
-      if (!(bits[i] & bit) || more == -kInfinity) score = 0;
+      float &score = s[i][n][2 * half + e];
+      const float p = score == -kInfinity || !(bits[i] & bit) ? 0 : probability(score * scale - lse[i][half]);
+      score = p == 0 ? 0 : p * dp[i][n][2 * half + e];
     });
     multiply_float_weights<Shape, kM, kKeys>(sums, s, k_tile);
   }
@@ -464,8 +485,6 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   copy_float_rows<Shape, Shape::kRows, InOrder>(v_tile, x.of_keys(x.v, b, kv, v_dim), static_cast<int>(begin), rows_end,
                                                 v_dim);
   const Range by_last = z.seeing(end - 1, end), by_first = z.seeing(begin, begin + 1);
-  const FloatScores scores(z);
-  const bool adds = x.extra.mask || x.extra.bias;
   const int warp_row = warp_index() * Shape::kWarpRows;
   MmaSums<kM, kDim> dk_sums = {}, dv_sums = {};
 #pragma unroll 1
@@ -484,12 +503,23 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
       }
       wait_copies<0>();
       __syncthreads();
-      const MmaAddends<float> addends(x, b, h);
+      const FloatScores scores(x, b, h);
+      const float scale = scores.plain ? scores.scale : 1;
       const bool whole = !x.extra.offsets && last == begin + Shape::kRows && query >= by_last.begin &&
                          query + kQueries <= by_first.end;
       MmaSums<kM, kQueries> s = {}, dp = {};
       multiply_float_rows<Shape, kM, kQueries>(s, k_tile, warp_row, q_tile);
       multiply_float_rows<Shape, kM, kQueries>(dp, v_tile, warp_row, dy_tile);
+      for_scores<kM, kQueries>([&](int i, int n, int half, int e, uint32_t) {
+        dp[i][n][2 * half + e] -= delta[8 * n + lane_index() % 4 * 2 + e];
+      });
+      if (!scores.plain)
+        add_to_scores<kM, kQueries>(s, &dp, [&](int i, int n, int half, int e, float &score) {
+          const int column = 8 * n + lane_index() % 4 * 2 + e;
+          return scores.complete(score, query + column, queries,
+                                 static_cast<int>(begin) + warp_row + 16 * i + 8 * half + lane_index() / 4,
+                                 static_cast<int>(last));
+        });
 #pragma unroll
       for (int i = 0; i < kM; ++i)
 #pragma unroll
@@ -507,11 +537,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
             for (int e = 0; e < 2; ++e) {
               const int column = 8 * n + lane_index() % 4 * 2 + e;
               const bool present = column >= range.x && column < range.y;
-              float slope, &score = s[i][n][2 * half + e], &of_p = dp[i][n][2 * half + e];
-              const float more = adds && present ? addends(query + column, key) : 0;
-              const float p = fast_exp2(scores(score, &slope) + more - lse[column]);
-              score = present && more != -kInfinity ? p : 0;
-              of_p = score == 0 ? 0 : score * (of_p - delta[column]) * slope;
+              float &score = s[i][n][2 * half + e], &of_p = dp[i][n][2 * half + e];
+              const float p = score == -kInfinity || !present ? 0 : probability(score * scale - lse[column]);
+              score = p, of_p = p == 0 ? 0 : p * of_p;
             }
         }
       multiply_float_weights<Shape, kM, kQueries>(dv_sums, s, dy_tile);

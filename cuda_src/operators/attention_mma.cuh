@@ -340,7 +340,10 @@ class MmaAddends {
     if (mask_ && !mask_[query * extra.of_mask.query + key * extra.of_mask.key]) return -kInfinity;
     if (!extra.bias) return 0;
     const int64_t at = bias_ + query * extra.of_bias.query + key * extra.of_bias.key;
-    return x_.number(extra.bias, extra.wide_bias, at) * static_cast<float>(kLog2E);
+    const float bias = x_.number(extra.bias, extra.wide_bias, at);
+    if constexpr (sizeof(T) == 4)  // the least of float32's numbers hides no key from a row that has them all so
+      return bias == -kInfinity ? bias : fmaxf(bias * static_cast<float>(kLog2E), -3e38f);
+    return bias * static_cast<float>(kLog2E);
   }
 
  private:
@@ -1202,6 +1205,17 @@ Status run_mma_backward_of(Shapes, const char *op, const AttentionInputs<T> &x, 
     if (dk) AOT_TRY(run(attention_dkv_kernel<T, Dkv, true, false, kExtra>));
     return dv ? run(attention_dkv_kernel<T, Dkv, false, true, kExtra>) : kOk;
   }
+}
+
+// How many tiles of so many queries and keys the planes of a bias have.
+template <typename T>
+Status count_bias_tiles(const char *op, const AttentionInputs<T> &x, int rows, int columns, int64_t *blocks) {
+  const ScoreSteps &steps = x.extra.of_bias;
+  *blocks =
+      steps.planes * (steps.query ? ceil_div(x.z.queries, rows) : 1) * (steps.key ? ceil_div(x.z.keys, columns) : 1);
+  if (*blocks <= INT32_MAX) return kOk;
+  return fail(kNotImplemented, "%s: %lld tiles of the bias are more than a grid has", op,
+              static_cast<long long>(*blocks));
 }
 
 template <typename T>
