@@ -30,7 +30,7 @@ struct FloatShape {
 
 // ------------------------------------------------------------------------------------------------- shared memory
 
-// What the number of a piece of four is combined with: both loads are then from different banks.
+// The number of a piece of four is combined with this: both loads are then from different banks.
 __device__ inline int float_mix(int row) { return ((row >> 2 ^ row) & 1) << 2 | (row & 2); }
 
 template <int kDim>
