@@ -45,7 +45,7 @@ Status run_any(const char *op, const AttentionInputs<T> &x, T *to, Accumulate<T>
   return launch_kernel(op, attention_kernel<T, kResult>, {grid, kAttentionBlock}, stream, x, to, lse);
 }
 
-// The kernels of attention.cuh, attention_mma.cuh and attention_wgmma.cuh.
+// The kernels of attention.cuh, attention_mma.cuh (in float32 attention_float.cuh) and attention_wgmma.cuh.
 enum class AttentionKernels { any, mma, wgmma };
 
 // The values of $AOTOPS_ATTENTION (docs/building.md).
@@ -83,6 +83,11 @@ Status choose(const char *op, const AttentionInputs<T> &x, bool forward, Attenti
     AOT_TRY(attention_sm90_takes(op, x, forward, &wgmma));
     if (wgmma) *kernels = AttentionKernels::wgmma;
 #endif
+  } else if constexpr (sizeof(T) == 4) {
+    if (!attention_float_takes(x, forward) || !aligned(tensors...)) return kOk;
+    DeviceLimits limits;
+    AOT_TRY(device_limits(op, &limits));
+    if (limits.major >= 8) *kernels = AttentionKernels::mma;
   }
   return kOk;
 }
@@ -96,6 +101,8 @@ Status run_forward(const char *op, const AttentionInputs<T> &x, T *y, Accumulate
     if (kernels == AttentionKernels::wgmma) return attention_sm90<T>(op, x, y, lse, stream);
 #endif
     if (kernels == AttentionKernels::mma) return run_mma_forward(op, x, y, lse, stream);
+  } else if constexpr (sizeof(T) == 4) {
+    if (kernels == AttentionKernels::mma) return attention_float(op, x, y, lse, stream);
   }
   return run_any<AttentionResult::y>(op, x, y, lse, stream);
 }
@@ -125,6 +132,8 @@ Status run_backward(const char *op, const AttentionInputs<T> &x, const T *y, Acc
       return attention_backward_sm90<T>(op, x, y, delta, dq, dk, dv, delta + 2 * x.z.rows(), stream);
 #endif
     if (kernels == AttentionKernels::mma) return run_mma_backward(op, x, dq, dk, dv, stream);
+  } else if constexpr (sizeof(T) == 4) {
+    if (kernels == AttentionKernels::mma) return attention_float_backward(op, x, dq, dk, dv, stream);
   }
   if (dq) AOT_TRY(run_any<AttentionResult::dq>(op, x, dq, nullptr, stream));
   if (dk) AOT_TRY(run_any<AttentionResult::dk>(op, x, dk, nullptr, stream));

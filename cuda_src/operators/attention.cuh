@@ -332,7 +332,7 @@ class AttentionTile {
         tiles_.right[row][column] = within && b_begin + row < b_end ? widen(b[b_begin + row][d + column]) : A(0);
       }
       __syncthreads();
-#pragma unroll 8
+#pragma unroll 4
       for (int p = 0; p < Tiles::kDepth; ++p) {
         A left[kEach], right[kEach];
 #pragma unroll
@@ -356,7 +356,7 @@ class AttentionTile {
       factor[row][column] = present ? widen(from[begin + row][column_ + column]) : A(0);
     }
     __syncthreads();
-#pragma unroll 8
+#pragma unroll 4
     for (int p = 0; p < kSide; ++p) {
       A left[kEach], right[kEach];
 #pragma unroll
@@ -395,16 +395,25 @@ class AttentionTile {
   // The weights of y: exponentials of scores below the largest of each row so far.
   __device__ void weigh(Sums &s, int64_t begin, int64_t other) {
     const bool plain = x_.extra.none();
+    A products[kEach * kEach];
+#pragma unroll
+    for (int at = 0; at < kEach * kEach; ++at) products[at] = s[at / kEach][at % kEach];
+#pragma unroll 1
+    for (int at = 0; at < kEach * kEach; ++at) {
+      const int64_t row = begin + ty() + 16 * (at / kEach), key = other + tx() + 16 * (at % kEach);
+      const Range seen = z_.seen_by(row, row + 1, length_);
+      A slope, bias;
+      const bool sees = key >= seen.begin && key < seen.end && meets(ty() + 16 * (at / kEach), key, row, key, &bias);
+      products[at] = sees ? score(products[at], &slope) + bias : lowest();
+    }
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       const int64_t row = begin + ty() + 16 * i;
       const Range seen = z_.seen_by(row, row + 1, length_);
-      A most = lowest(), slope, bias;
+      A most = lowest();
 #pragma unroll
       for (int j = 0; j < kEach; ++j) {
-        const int64_t key = other + tx() + 16 * j;
-        const bool sees = key >= seen.begin && key < seen.end && meets(ty() + 16 * i, key, row, key, &bias);
-        s[i][j] = sees ? score(s[i][j], &slope) + bias : lowest();
+        s[i][j] = products[i * kEach + j];
         most = s[i][j] > most || s[i][j] != s[i][j] ? s[i][j] : most;
       }
 #pragma unroll
@@ -431,28 +440,35 @@ class AttentionTile {
   // The weights of a gradient: p, or ds; or adds dt to the sums.
   __device__ void slopes(const Sums &s, const Sums &dp, int64_t b, int64_t h, int64_t begin, int64_t end,
                          int64_t other) {
+    A products[kEach * kEach], of_p[kEach * kEach];
 #pragma unroll
-    for (int i = 0; i < kEach; ++i)
-#pragma unroll
-      for (int j = 0; j < kEach; ++j) {
-        const int64_t row = begin + ty() + 16 * i, column = other + tx() + 16 * j;
-        const int64_t query = kOfKeys ? column : row, key = kOfKeys ? row : column;
-        const Range seen = z_.seen_by(query, query + 1, length_);
-        A weight = 0;
-        A slope, bias;
-        if (query < z_.queries && key >= seen.begin && key < seen.end &&
-            meets(ty() + 16 * i, column, query, key, &bias)) {
-          const int64_t at = x_.row(b, h, query);
-          weight = exponential<T>(score(s[i][j], &slope) + bias - x_.lse[at]);
-          const bool kept = is_kept(i, j);
-          if (kOfScores)
-            weight *=
-                ((kept ? dp[i][j] * kept_ : A(0)) - x_.delta[at]) * (kResult == AttentionResult::dbias ? A(1) : slope);
-          else if (!kept) weight = 0;
-        }
-        if constexpr (kResult == AttentionResult::dbias) sum_[i][j] += weight;
-        else tiles_.weights[ty() + 16 * i][tx() + 16 * j] = weight;
+    for (int at = 0; at < kEach * kEach; ++at)
+      products[at] = s[at / kEach][at % kEach], of_p[at] = dp[at / kEach][at % kEach];
+#pragma unroll 1
+    for (int at = 0; at < kEach * kEach; ++at) {
+      const int i = at / kEach, j = at % kEach;
+      const int64_t row = begin + ty() + 16 * i, column = other + tx() + 16 * j;
+      const int64_t query = kOfKeys ? column : row, key = kOfKeys ? row : column;
+      const Range seen = z_.seen_by(query, query + 1, length_);
+      A weight = 0;
+      A slope, bias;
+      if (query < z_.queries && key >= seen.begin && key < seen.end &&
+          meets(ty() + 16 * i, column, query, key, &bias)) {
+        const int64_t at_row = x_.row(b, h, query);
+        weight = exponential<T>(score(products[at], &slope) + bias - x_.lse[at_row]);
+        const bool kept = is_kept(i, j);
+        if (kOfScores)
+          weight *= ((kept ? of_p[at] * kept_ : A(0)) - x_.delta[at_row]) *
+                    (kResult == AttentionResult::dbias ? A(1) : slope);
+        else if (!kept) weight = 0;
       }
+      products[at] = weight;
+      if constexpr (kResult != AttentionResult::dbias) tiles_.weights[ty() + 16 * i][tx() + 16 * j] = weight;
+    }
+    if constexpr (kResult == AttentionResult::dbias) {
+#pragma unroll
+      for (int at = 0; at < kEach * kEach; ++at) sum_[at / kEach][at % kEach] += products[at];
+    }
   }
 
   const AttentionInputs<T> &x_;
@@ -479,6 +495,14 @@ __global__ void __launch_bounds__(kAttentionBlock) attention_dbias_kernel(Attent
   __shared__ AttentionTiles<Accumulate<T>> tiles;
   AttentionTile<T, AttentionResult::dbias>(x, tiles).run_bias(to);
 }
+
+// -------------------------------------------------------------------------------------------------- in float32
+
+// attention_float.cu: the kernels of attention_float.cuh. Whether they take a call whose tensors are aligned.
+bool attention_float_takes(const AttentionInputs<float> &x, bool forward);
+Status attention_float(const char *op, const AttentionInputs<float> &x, float *y, float *lse, void *stream);
+Status attention_float_backward(const char *op, const AttentionInputs<float> &x, float *dq, float *dk, float *dv,
+                                void *stream);
 
 // -------------------------------------------------------------------------------------------------------- on Hopper
 

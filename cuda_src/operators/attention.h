@@ -62,12 +62,18 @@ struct ScoreSteps {
 
   AOT_BOTH_SIDES int64_t at(int64_t b, int64_t h) const {
     int64_t at = h * head;
+#ifdef __CUDA_ARCH__
+#pragma unroll 1  // a division of 64 bits is a hundred instructions
+#endif
     for (int i = 0; i < runs; ++i) at += b % sizes[i] * steps[i], b /= sizes[i];
     return at;
   }
   // One of the heads whose scores share a plane: example * heads + head.
   AOT_BOTH_SIDES int64_t sharer(int64_t plane, int64_t member, int64_t heads) const {
     int64_t found = digit(head, heads, &plane, &member), times = heads;
+#ifdef __CUDA_ARCH__
+#pragma unroll 1
+#endif
     for (int i = 0; i < runs; times *= sizes[i++]) found += digit(steps[i], sizes[i], &plane, &member) * times;
     return found;
   }

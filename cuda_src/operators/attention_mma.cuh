@@ -345,7 +345,10 @@ class MmaAddends {
     if (mask_ && !mask_[query * extra.of_mask.query + key * extra.of_mask.key]) return -kInfinity;
     if (!extra.bias) return 0;
     const int64_t at = bias_ + query * extra.of_bias.query + key * extra.of_bias.key;
-    return x_.number(extra.bias, extra.wide_bias, at) * static_cast<float>(kLog2E);
+    const float bias = x_.number(extra.bias, extra.wide_bias, at);
+    if constexpr (sizeof(T) == 4)  // the least of float32's numbers hides no key from a row that has them all so
+      return bias == -kInfinity ? bias : fmaxf(bias * static_cast<float>(kLog2E), -3e38f);
+    return bias * static_cast<float>(kLog2E);
   }
 
  private:
