@@ -19,7 +19,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib import import_module, metadata, util
 from itertools import combinations
 from pathlib import Path
@@ -70,11 +70,10 @@ MODELS = {
 # -------------------------------------------------------------------------------------------------------- measurements
 
 
-def rows(name: str, impls: Iterable[str], modes: Iterable[str], steps: int, tiny: bool, turns: Turns) -> list[Row]:
+def rows(name: str, impls: Iterable[str], modes: Iterable[str], steps: int, tiny: bool, turns: Turns) -> Iterator[Row]:
     """Measured in this process."""
     import torch
 
-    found = []
     for impl in sorted(impls, key=IMPLS.index):
         for mode in sorted(modes, key=MODES.index):
             turns.prepare()
@@ -84,12 +83,11 @@ def rows(name: str, impls: Iterable[str], modes: Iterable[str], steps: int, tiny
                 break
             row = {"model": name, "impl": impl, "mode": mode} | measure(model, name, mode, steps, tiny, turns)
             print(line(row), flush=True)
-            found.append(row)
+            yield row
             del model
             gc.collect()
             torch._dynamo.reset()
             torch.cuda.empty_cache()
-    return found
 
 
 def build(name: str, impl: str, tiny: bool) -> Any:
@@ -257,12 +255,14 @@ def main(argv: list[str] | None = None) -> None:
             if subprocess.run([sys.executable, "-m", "benchmarks.replaced", name, *given], cwd=root).returncode
         ]
         sys.exit(f"replaced: {', '.join(failed)} failed" if failed else 0)
-    found = rows(args.models[0], args.impls, args.modes, args.steps, args.tiny, Turns(args.turns))
+    found = []
+    for row in rows(args.models[0], args.impls, args.modes, args.steps, args.tiny, Turns(args.turns)):
+        found.append(row)
+        if args.json != "-":  # after each row, for a run that is cut off
+            add(Path(args.json), "python -m benchmarks.replaced", [row])
     for row, ratio, apart, spread in differences(found):
         what = f"{row['model']:6} {row['impl']:12} {row['mode']:8}"
         print(f"{what} {ratio} of its time; losses {apart} apart, spread {spread}")
-    if args.json != "-":
-        add(Path(args.json), "python -m benchmarks.replaced", found)
 
 
 if __name__ == "__main__":
