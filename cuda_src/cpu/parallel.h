@@ -80,7 +80,7 @@ inline int64_t rows_per_task(int64_t n) { return n < kGrain ? kGrain / (n > 0 ? 
 // Not inlined, so that each loop gets all registers.
 template <bool stream, typename T, class F>
 [[gnu::noinline]] void each_piece(const T *y, int64_t begin, int64_t end, F f) {
-  auto step = [=](int64_t i, auto part) { f(begin + i, part); };
+  auto step = [=](int64_t i, auto part) AOT_INLINED { f(begin + i, part); };
   if constexpr (stream) {
     sweep_stream(y + begin, end - begin, step);
     end_stream();
@@ -102,7 +102,7 @@ void each(const T *y, int64_t n, bool stream, F f) {
 // y[i] = f(i, part), elementwise; f returns a Vec<T>.
 template <typename T, class F>
 void map(T *y, int64_t n, F f) {
-  each(y, n, true, [=](int64_t i, auto part) { store(y + i, f(i, part), part); });
+  each(y, n, true, [=](int64_t i, auto part) AOT_INLINED { store(y + i, f(i, part), part); });
 }
 
 // sum[j] = the sum of column j of x (rows, n): partial sums of kPiece terms, added up in double.

@@ -141,6 +141,8 @@ A sum(typename VectorOf<A, lanes>::type v) {
 
 // Always inlined, so that sums captured by f stay in registers.
 #define AOT_INLINE [[gnu::always_inline]] inline
+// A lambda with this attribute keeps its constants in registers.
+#define AOT_INLINED __attribute__((always_inline))
 
 // f(j, part) for every vector of n elements of T, or of a type with T's Accumulate.
 template <typename T, class F>

@@ -12,7 +12,7 @@ namespace {
 
 template <template <typename> class Formula, typename T>
 void gelu_loop(const T *x, T *y, int64_t n) {
-  map(y, n, [=](int64_t i, auto part) {
+  map(y, n, [=](int64_t i, auto part) AOT_INLINED {
     Vec<T> v = load(x + i, part);
     return Formula<T>(v).value(v);
   });
@@ -20,7 +20,7 @@ void gelu_loop(const T *x, T *y, int64_t n) {
 
 template <template <typename> class Formula, typename T>
 void gelu_backward_loop(const T *dy, const T *x, T *dx, int64_t n) {
-  map(dx, n, [=](int64_t i, auto part) {
+  map(dx, n, [=](int64_t i, auto part) AOT_INLINED {
     Vec<T> v = load(x + i, part);
     return Formula<T>(v).gradient(load(dy + i, part), v);
   });

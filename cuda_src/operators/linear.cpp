@@ -8,9 +8,6 @@ namespace aot {
 inline namespace AOT_ISA {
 namespace {
 
-// A lambda with this attribute keeps its constants in registers.
-#define AOT_INLINED __attribute__((always_inline))
-
 // ------------------------------------------------------------------------------------------------------ formulas
 
 // dy * activation'(x). relu'(NaN) is 1; where relu' is 0, the result is 0 even if dy is not finite.
