@@ -17,7 +17,9 @@ from aotops import registry
 from aotops.bench import baselines, report
 from aotops.bench.cases import Case, cases, find, rows, use, works
 from aotops.bench.measure import Cpu, Cuda, samples, spread, wait_asleep
+from aotops.bench.run import Bench
 from aotops.bench.tensors import FRAMEWORKS
+from aotops.bench.turns import Turns
 from aotops.bench.work import (
     Attention,
     Cell,
@@ -248,6 +250,25 @@ def test_on_a_cpu_the_fastest_repeat_counts():
     assert {name: Cpu.figure(times) for name, times in taken.items()} == {"a": 2e-4, "b": 2e-4}
     assert [round(spread(times), 1) for times in taken.values()] == [40, 1.5]
     assert Cuda.figure(taken["a"]) == 8e-3
+
+
+def test_on_a_cpu_contenders_have_inputs_of_their_own(monkeypatch):
+    """Inputs that they share would be in a cache for all but the first."""
+    pytest.importorskip("torch")
+    impls = baselines.available("cpu", ["aotops", "torch"], ["add"])
+    bench = Bench(Cpu(quick=True, seconds=0.01), impls, "cpu", Turns(None))
+    framework = bench.frameworks["torch"]
+    given_to: dict[str, list[object]] = {}
+
+    def noted(impl, case, given, call=framework.call):
+        given_to.setdefault(impl.name, []).extend(given)
+        return call(impl, case, given)
+
+    monkeypatch.setattr(framework, "call", noted)
+    bench.rows(next(cases("cpu", ["float32"], ["add"], quick=True)))
+    ours, theirs = ({id(x) for x in given_to[name]} for name in ("aotops", "torch"))
+    assert ours
+    assert not ours & theirs
 
 
 def test_a_busy_machine_is_told(capsys, monkeypatch):
