@@ -194,7 +194,7 @@ struct Backward {
     double c1[K] = {}, c2[K] = {};
     for_blocks(n, [&](int64_t begin, int64_t size) {
       Vec<T> g1[K] = {}, g2[K] = {};
-      sweep<T>(size, [&](int64_t i, auto part) {
+      sweep<T>(size, [&](int64_t i, auto part) AOT_INLINED {
         const int64_t j = begin + i;
         Vec<T> w = affine.scale(j, part), sum1{}, sum2{};
         for (int r = 0; r < K; ++r) {
