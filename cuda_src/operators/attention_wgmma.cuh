@@ -106,6 +106,7 @@ struct AttentionWgmma {
   float *lse;
   const T *of_delta;  // y, for the kernel of dq to compute delta from
   float *delta;
+  const char *mask_end;
 };
 
 enum class WgmmaResult { y, dq, dkv };
@@ -557,7 +558,7 @@ struct WgmmaY {
 
   // By two warps.
   __device__ void bring() const {
-    const Added added{c.x.extra};
+    const Added added{c.x.extra, c.mask_end};
     wait_for_kernel_before();
     for (unsigned n = 0, steps = 0; planned(n, 0).steps != kNone; ++n) {
       const Tile &tile = this->tile(n);
@@ -975,6 +976,7 @@ Status launch_attention_wgmma(const char *op, AttentionWgmma<T> c, void *stream)
   c.queries = static_cast<int>(z.queries), c.keys = static_cast<int>(z.keys), c.group = static_cast<int>(z.group());
   c.heads_of_rows = static_cast<int>(heads), c.all_heads = static_cast<int>(z.batch * heads);
   c.row_tiles = static_cast<int>(row_tiles);
+  if (Shape::kAdds && c.x.extra.mask) c.mask_end = end_of_mask(c.x);
   if (kResult == WgmmaResult::y) order_tiles(&c, static_cast<int>(grid), section_rounds(z, c.x.extra.offsets));
   LaunchShape shape{grid, Shape::kThreads, kShared};
   shape.overlap = kResult == WgmmaResult::y;

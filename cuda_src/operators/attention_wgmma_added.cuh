@@ -30,6 +30,9 @@ struct AddedShape {
   }
 };
 
+// A mask that has fewer keys has several rows in its first 16 bytes (AddedTiles::bring).
+constexpr int kLeastMaskKeys = 16;
+
 // The types that have kernels with a mask or a bias. Those of __half too, and of a bias in float32, would make a wheel
 // larger by 0.55 MB: such calls have mma.sync's kernels.
 template <typename T>
@@ -41,10 +44,17 @@ template <typename T>
 bool wgmma_adds(const AttentionInputs<T> &x) {
   const AttentionExtras &extra = x.extra;
   if (!kWgmmaAdds<T> || !extra.mask == !extra.bias || extra.sinks || extra.offsets || x.z.softcap != 0) return false;
-  if (extra.mask) return extra.of_mask.key == 1;
+  if (extra.mask) return extra.of_mask.key == 1 && x.z.keys >= kLeastMaskKeys;
   if (extra.wide_bias || x.z.scale < kLeastScale) return false;
   const auto at = reinterpret_cast<uintptr_t>(extra.bias);
   return extra.of_bias.key == 1 && (at | static_cast<uintptr_t>(x.z.keys) * 2) % 4 == 0;
+}
+
+// Where a mask ends that these kernels take.
+template <typename T>
+const char *end_of_mask(const AttentionInputs<T> &x) {
+  const ScoreSteps &steps = x.extra.of_mask;
+  return reinterpret_cast<const char *>(x.extra.mask) + steps.planes * x.z.keys * (steps.query ? x.z.queries : 1);
 }
 
 #ifdef CUTE_ARCH_MMA_SM90A_ENABLED
@@ -63,6 +73,7 @@ struct AddedTiles {
   static constexpr int kPitch = Of::kPitch;
 
   const AttentionExtras &extra;
+  const char *mask_end = nullptr;  // for bring
 
   __device__ const ScoreSteps &steps() const { return kMask ? extra.of_mask : extra.of_bias; }
   __device__ bool one_row() const { return steps().query == 0; }
@@ -77,10 +88,18 @@ struct AddedTiles {
   __device__ void bring(uint32_t to, uint64_t *full, int64_t head, int query, int rows, int key, int keys) const {
     const int present = one_row() ? 1 : min(rows, kRows);
     if constexpr (kMask) {
-      const char *const from = reinterpret_cast<const char *>(extra.mask) + head + query * extra.of_mask.query + key;
-      const bool aligned = (reinterpret_cast<uintptr_t>(from) | static_cast<uintptr_t>(extra.of_mask.query)) % 16 == 0;
-      if (aligned) bring_mask<true, kLoads>(to, from, present, keys);
-      else bring_mask<false, kLoads / 2>(to, from, present, keys);
+      const int64_t step = extra.of_mask.query;
+      const char *const all = reinterpret_cast<const char *>(extra.mask), *const from = all + head + query * step + key;
+      const bool first = from == all && reinterpret_cast<uintptr_t>(all) % 16,
+                 last = from + (present - 1) * step + keys == mask_end && keys < kKeys + 16 &&
+                        reinterpret_cast<uintptr_t>(mask_end) % 16;
+      if (thread() < 32 ? first : last) bring_row(to, from, thread() < 32 ? 0 : present - 1, keys);
+      const uint32_t to_words = to + first * kPitch;
+      const char *const words = from + first * step;
+      const int rows_of_words = present - first - last;
+      if ((reinterpret_cast<uintptr_t>(from) | static_cast<uintptr_t>(step)) % 16 == 0)
+        bring_mask<true, kLoads>(to_words, words, rows_of_words, keys);
+      else bring_mask<false, kLoads / 2>(to_words, words, rows_of_words, keys);
       mbarrier_arrive(full);
     } else {
       const int64_t step = extra.of_bias.query * Of::kBytes;
@@ -138,12 +157,24 @@ struct AddedTiles {
           const uint32_t next = __shfl_down_sync(~0u, bits, 1);
           bits = (bits | (j == kAlong - 1 ? bits_of(behind[i]) : next) << 16) >> shift[i];
         }
-        if (first + kAtOnce * i < rows)
-          asm volatile("st.shared.b16 [%0], %1;" ::"r"(to + (first + kAtOnce * i) * kPitch + 2 * j),
-                       "h"(static_cast<uint16_t>(bits))
-                       : "memory");
+        if (first + kAtOnce * i < rows) store_bits(to + (first + kAtOnce * i) * kPitch + 2 * j, bits);
       }
     }
+  }
+  // Brings the mask's first row, or its last: words of 16 bytes there begin before the mask, or end behind it.
+  __device__ void bring_row(uint32_t to, const char *from, int row, int keys) const {
+    constexpr int kUnroll = kKeys / 64;
+#pragma unroll kUnroll
+    for (int first = 0; first < kKeys; first += 32) {
+      const int key = first + lane_index();
+      const bool seen = key < keys && __ldg(from + row * extra.of_mask.query + key);
+      const uint32_t bits = __ballot_sync(~0u, seen);
+      if (lane_index() == 0)
+        asm volatile("st.shared.b32 [%0], %1;" ::"r"(to + row * kPitch + first / 8), "r"(bits) : "memory");
+    }
+  }
+  __device__ static void store_bits(uint32_t to, uint32_t bits) {
+    asm volatile("st.shared.b16 [%0], %1;" ::"r"(to), "h"(static_cast<uint16_t>(bits)) : "memory");
   }
   // A bit for each byte, whether it is not 0. Bytes of a bool are 0 or 1, which needs no more than four dot products.
   __device__ static uint32_t bits_of(uint4 bytes) {

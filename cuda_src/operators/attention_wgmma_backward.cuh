@@ -94,7 +94,7 @@ struct WgmmaDq {
   }
   // By two warps.
   __device__ void bring() const {
-    const Added added{c.x.extra};
+    const Added added{c.x.extra, c.mask_end};
     int steps = 0;
     each_query_tile<Shape>(c, [&](const WgmmaQueries<Shape> &tile) {
       const int64_t head = added.steps().at(tile.b, tile.h);
@@ -297,7 +297,7 @@ struct WgmmaDkv {
   }
   // By two warps.
   __device__ void bring() const {
-    const Added added{c.x.extra};
+    const Added added{c.x.extra, c.mask_end};
     int steps = 0;
     each_tile([&](const WgmmaKeys<Shape> &tile) {
       typename WgmmaKeys<Shape>::At at = {};

@@ -58,19 +58,21 @@ def exact(q, k, v, lengths, causal, window, layout, softcap=0, ends=None, mask=N
 
 
 # A mask or a bias (of the call's dtype, or a wide one). Axes that are "1" are broadcast. A mask of tiles has whole ones
-# that see everything.
+# that see everything. One that is moved begins at no multiple of 16 bytes.
 def added_of(b, h, n, m, kind, axes, dtype):
     shape = [size if axis != "1" else 1 for axis, size in zip(axes, (b, h, n, m))]
     if kind == "tiles":
         return {"mask": (torch.arange(m, device="cuda") < m // 2) | (torch.rand(shape, device="cuda") < 0.7)}
-    if kind == "mask":
+    if kind in ("mask", "moved"):
         x = torch.rand(shape, device="cuda") < 0.7
     else:
         x = torch.randn(shape, device="cuda").to(torch.float32 if kind == "wide" else dtype)
-    x[..., 3::7] = hidden = False if kind == "mask" else -float("inf")
+    x[..., 3::7] = hidden = False if x.dtype == torch.bool else -float("inf")
     if axes[2] != "1":
         x[..., 5, :] = hidden  # a query that sees nothing
-    return {"mask" if kind == "mask" else "bias": x}
+    if kind == "moved":
+        x = torch.cat([~x.flatten()[:5], x.flatten()])[5:].view(shape)
+    return {"mask" if x.dtype == torch.bool else "bias": x}
 
 
 # batch, heads, kv_heads, queries, keys, head_dim, that of v, causal, window, layout, lengths, softcap, cu_seqlens, what
@@ -121,6 +123,9 @@ CALLS = [
     (3, 4, 2, 333, 521, 128, 128, True, None, "BSHD", None, 0, None, "mask", "b11k"),
     (2, 3, 3, 1030, 777, 64, 64, True, None, "BHSD", [777, 300], 0, None, "mask", "b1qk"),
     (2, 4, 4, 384, 512, 128, 128, False, None, "BSHD", None, 0, None, "mask", "b1qk"),  # rows of whole 16 bytes
+    (2, 3, 3, 200, 200, 64, 64, False, None, "BSHD", None, 0, None, "moved", "b1qk"),
+    (2, 4, 2, 65, 143, 128, 128, False, None, "BSHD", None, 0, None, "moved", "bhqk"),
+    (2, 4, 2, 100, 30, 64, 64, False, None, "BSHD", None, 0, None, "moved", "b11k"),
     (1, 3, 3, 530, 1040, 64, 64, True, None, "BSHD", None, 0, None, "tiles", "b1qk"),
     (2, 4, 2, 300, 901, 128, 128, False, None, "BHSD", None, 0, None, "tiles", "b11k"),
     (2, 4, 1, 333, 518, 64, 64, False, None, "BHSD", None, 0, None, "bias", "1hqk"),
