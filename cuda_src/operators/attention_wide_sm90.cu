@@ -56,6 +56,33 @@ struct WideTiles {
   }
 };
 
+// The tile of k or v. Each warp holds the first 64 columns of its rows in registers: products are limited by what they
+// read of shared memory, and of these no step reads anything there.
+template <typename T, class Shape>
+struct HeldRows {
+  static constexpr int kHeld = 4;
+  uint32_t tile, held[kHeld][4];
+
+  __device__ explicit HeldRows(uint32_t of) : tile(of) {
+    const int lane = lane_index(), row = warp_index() % 4 * 16 + lane % 16;
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) load_matrices(held[k], tile + row * 128 + ((2 * k + lane / 16) ^ lane % 8) * 16);
+  }
+  // s = the products of these rows and those of b.
+  __device__ void start(float (&s)[kWideStep / 2], uint32_t b) {
+    const uint64_t of_a = along_rows(tile, 0), of_b = along_rows(b, 0);
+    fence_registers(s), fence_registers(held);
+    wgmma_begin();
+#pragma unroll
+    for (int k = 0; k < Shape::kDim / 16; ++k) {
+      const uint64_t at = of_b + units_along(kWideStep, k);
+      if (k < kHeld) Wgmma<T, kWideStep, false, false>::run(held[k % kHeld], at, s, k > 0);
+      else Wgmma<T, kWideStep, false, false>::run(of_a + units_along(Shape::kRows, k), at, s, k > 0);
+    }
+    wgmma_end();
+  }
+};
+
 #endif
 
 // dq of 128 queries. Keys have two stages and values one, of which products are done before those of ds.
@@ -283,11 +310,12 @@ struct WideDkv {
       uint32_t p[kWideStep / 16][4];
       At at = {};
       barriers.k.wait(tiles);
+      HeldRows<T, Shape> k(k_tile);
 #pragma unroll 1
       for (int i = 0; i < tile.steps; ++i, ++steps, tile.go_on(at)) {
         float s[kWideStep / 2];
         barriers.q.wait(steps);
-        start_rows<Shape>(s, k_tile, 0, q_tile(steps), T());
+        k.start(s, q_tile(steps));
         wgmma_wait<1>();
         fence_registers(dv), fence_registers(p);
         if (i) barriers.dy.loaded(steps - 1);
@@ -335,11 +363,12 @@ struct WideDkv {
       for (int n = 0; n < kDim / 2; ++n) dk[n] = 0;
       uint32_t ds[kWideStep / 16][4];
       barriers.v.wait(tiles);
+      HeldRows<T, OfValues> v(v_tile());
 #pragma unroll 1
       for (int i = 0; i < tile.steps; ++i, ++steps) {
         float dp[kWideStep / 2];
         barriers.dy.wait(steps);
-        start_rows<OfValues>(dp, v_tile(), 0, dy_tile(steps), T());
+        v.start(dp, dy_tile(steps));
         wgmma_wait<1>();
         fence_registers(dk), fence_registers(ds);
         if (i) barriers.q.loaded(steps - 1);
