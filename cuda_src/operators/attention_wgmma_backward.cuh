@@ -440,9 +440,7 @@ struct WgmmaBlock<T, Shape, WgmmaResult::dkv> {
 // for their half of what the keys add to dq. That goes through shared memory, and one thread adds it in float32 to
 // memory, in the order of tiles of keys: `turns` counts for each tile of queries how many have added. The first one
 // stores, and the last one rounds. Blocks take tiles by a counter, and wait for tiles taken before their own alone, so
-// they cannot block each other. Of a causal call the lightest tiles are first, the last keys: each begins at queries of
-// its own, so that no turn is awaited at the start. The last heads have the heaviest first, so that blocks end
-// together. As many heads as the L2 cache holds are in work at once. kSums: steps whose part of dq may be on its way to
+// they cannot block each other. launch_one_pass has their order. kSums: steps whose part of dq may be on its way to
 // memory; kHeld: whether fragments of k and v stay in registers.
 template <int kDim_, int kQueries_, int kStages_, int kRowStages_, int kSums_, bool kHeld_>
 struct OnePassShape : WgmmaShape<kDim_, 2, kQueries_, kStages_, false> {
@@ -467,9 +465,10 @@ struct OnePassShape : WgmmaShape<kDim_, 2, kQueries_, kStages_, false> {
 struct OnePassSpace {
   float *numbers, *sums;
   int *turns, *next;
-  float scale;                            // in units of log(2)
-  bool rises;                             // whether the light tiles of keys are first
-  int query_tiles, tiles, heads_at_once;  // tiles: of keys, of all heads
+  float scale;             // in units of log(2)
+  bool rises;              // whether the light tiles of keys are first, but for those of `last_heads`
+  int query_tiles, tiles;  // tiles: of keys, of all heads
+  int heads_at_once, last_heads;
 };
 
 #ifdef CUTE_ARCH_MMA_SM90A_ENABLED
@@ -524,7 +523,8 @@ struct WgmmaOnePass {
   static constexpr int kPart = 64 * 128;  // bytes of 64 queries in a box; there is one box where there are parts
   using Part = typename Shape::Part;
   // A tile of keys. Where the light ones are first (rises), queries rise, and the last keys add to dq first; else
-  // queries fall, and the first keys add first.
+  // queries fall, and the first keys add first. All tiles of a head then begin at the same queries, and heads of a
+  // group are in turn at each: one after another, light tiles would wait at each head for the heaviest.
   struct Keys : WgmmaKeys<Shape> {
     bool rises;
 
@@ -583,10 +583,11 @@ struct WgmmaOnePass {
   }
 
   __device__ Keys tile_of(int id) const {
-    const int chunk = id / (space.heads_at_once * c.row_tiles), rest = id - chunk * space.heads_at_once * c.row_tiles;
-    const int heads = min(space.heads_at_once, c.all_heads - chunk * space.heads_at_once), rank = rest / heads;
-    const bool rises = space.rises && (chunk + 1) * space.heads_at_once < c.all_heads;
-    const int head = chunk * space.heads_at_once + rest - rank * heads;
+    const int others = c.all_heads - space.last_heads;
+    const bool is_last = id >= others * c.row_tiles, rises = space.rises && !is_last;
+    const int before = is_last ? others : id / (space.heads_at_once * c.row_tiles) * space.heads_at_once;
+    const int heads = is_last ? space.last_heads : min(space.heads_at_once, others - before);
+    const int rest = id - before * c.row_tiles, rank = rest / heads, head = before + rest - rank * heads;
     return {WgmmaKeys<Shape>(c, rises ? c.row_tiles - 1 - rank : rank, head), rises};
   }
   // f(a tile of keys, its number among those of the block), by each thread that reads tiles.
@@ -601,9 +602,9 @@ struct WgmmaOnePass {
     }
   }
   __device__ static At start(const Keys &tile) { return {0, tile.rises ? 0 : tile.of_head - 1}; }
-  __device__ static void go_on(const Keys &tile, At &at) {
+  __device__ void go_on(const Keys &tile, At &at) const {
     if (tile.rises) tile.go_on(at);
-    else if (--at.tile < 0) at = {at.of_group + 1, tile.of_head - 1};
+    else if (++at.of_group == c.group) at = {0, at.tile - 1};
   }
   __device__ int query_tile(const Keys &tile, At at) const {
     return (tile.b * c.heads_of_rows * c.group + tile.kv * c.group + at.of_group) * space.query_tiles +
@@ -1070,6 +1071,29 @@ OnePassSpace one_pass_space(const AttentionSizes &z, float *space) {
 // Bytes of the heads in work at once: less than the 50 MB of L2. With 16 MB a head_dim of 128 has 0.75 to 0.95 of the
 // rate.
 constexpr int64_t kCached = 32 << 20;
+// Full rows: the most tiles of one head in work at once, which move together, at the pace of the slowest. With 16 L2
+// has less of what they share.
+constexpr int kTogether = 32;
+
+// The order of tiles of keys. Of a causal call the light ones are first, the last keys: each begins at queries of its
+// own, so that no turn is awaited at the start. The last heads have the heavy ones first, so that blocks end together:
+// one tile for each block, or two where there are few. As many heads as L2 holds are in work at once. Where those of
+// groups have fewer tiles than there are blocks, heavy ones are first in sections of two tiles for each block: all
+// tiles of a head then go through the same queries, of which L2 holds those of more heads.
+inline void order_tiles(OnePassSpace &space, const AttentionSizes &z, int64_t of_head, int64_t row_tiles,
+                        int64_t blocks) {
+  const int64_t heads = z.batch * z.kv_heads, tiles = heads * row_tiles;
+  const bool causal = z.right >= 0;
+  int64_t at_once = std::max<int64_t>(kCached / of_head, 1);
+  const bool falls = z.group() > 1 && at_once * row_tiles < blocks;
+  if (!causal) at_once = std::max(at_once, ceil_div(blocks, kTogether));
+  else if (falls) at_once = ceil_div(heads, std::max<int64_t>((tiles + blocks) / (2 * blocks), 1));
+  space.rises = causal && !falls;
+  space.heads_at_once = static_cast<int>(std::min(at_once, heads));
+  const int64_t last = (tiles < 8 * blocks ? 2 : 1) * blocks;
+  if (space.rises)
+    space.last_heads = static_cast<int>(std::clamp<int64_t>((last + row_tiles / 2) / row_tiles, 1, heads));
+}
 
 template <typename T, class Shape>
 Status launch_one_pass(const char *op, AttentionWgmma<T> c, float *memory, void *stream) {
@@ -1094,12 +1118,11 @@ Status launch_one_pass(const char *op, AttentionWgmma<T> c, float *memory, void 
   c.row_tiles = static_cast<int>(row_tiles), space.tiles = static_cast<int>(tiles);
   const int64_t of_head = (z.queries * z.group() * 8 + z.keys * 4) * Shape::kDim;  // bytes of q, dy, sums; k, v
   space.scale = static_cast<float>(z.scale * kLog2E);
-  space.rises = z.right >= 0;
-  space.heads_at_once = static_cast<int>(std::clamp<int64_t>(kCached / of_head, 1, heads));
+  const int64_t blocks = std::min<int64_t>(tiles, limits.multiprocessors);
+  order_tiles(space, z, of_head, row_tiles, blocks);
   AOT_TRY(launch_kernel(op, attention_numbers_kernel<T, Shape>, {static_cast<unsigned>(query_tiles), kNumbersBlock},
                         stream, c, space));
-  LaunchShape shape{static_cast<unsigned>(std::min<int64_t>(tiles, limits.multiprocessors)), Shape::kThreads,
-                    Shape::kOfAll};
+  LaunchShape shape{static_cast<unsigned>(blocks), Shape::kThreads, Shape::kOfAll};
   shape.overlap = true;
   return launch_kernel(op, attention_one_pass_kernel<T, Shape>, shape, stream, c, space);
 }

@@ -103,6 +103,7 @@ CALLS = [
     (1, 8, 8, 700, 700, 64, 64, False, None, "BHSD", None, 0, [3, 129, 700]),
     (1, 2, 1, 1000, 1000, 72, 96, True, (200, 0), "BSHD", None, 4.0, [0, 500, 1000]),
     (3, 40, 40, 520, 520, 64, 64, True, None, "BSHD", [520, 0, 200], 0, [0, 128, 256, 520]),  # sections of heads
+    (27, 6, 3, 600, 600, 128, 128, True, None, "BSHD", None),  # sections of 41 and 40 groups
     # head sizes that have kernels of their own in a forward
     (2, 4, 2, 333, 517, 96, 96, True, None, "BSHD", [517, 200]),
     (1, 70, 70, 300, 300, 80, 96, True, None, "BHSD", None),
