@@ -10,7 +10,7 @@ template <>
 struct FloatShapes<64> {
   using Y = FloatShape<64, 1, 4, 32, 3>;
   using Dq = FloatShape<64, 1, 4, 32, 3>;
-  using Dkv = FloatShape<64, 1, 4, 32, 2>;
+  using Dkv = FloatShape<64, 1, 4, 32, 3>;
 };
 template <>
 struct FloatShapes<128> {
@@ -47,10 +47,10 @@ Status run_gradients(const char *op, const AttentionInputs<float> &x, float *dq,
 
 }  // namespace
 
+// Sums of fewer than 16 terms would be less exact than float32's, by what each term loses.
 bool attention_float_takes(const AttentionInputs<float> &x, bool forward) {
-  const int64_t dim = std::max(x.z.dim, x.z.v_dim);
-  const bool fits =
-      x.z.v_dim > 0 && x.z.dim % 4 == 0 && x.z.v_dim % 4 == 0 && std::max(x.z.queries, x.z.keys) <= 1 << 30;
+  const int64_t dim = std::max(x.z.dim, x.z.v_dim), least = std::min(x.z.dim, x.z.v_dim);
+  const bool fits = least >= 16 && x.z.dim % 4 == 0 && x.z.v_dim % 4 == 0 && std::max(x.z.queries, x.z.keys) <= 1 << 30;
   return fits && (dim <= 128 ? forward || !x.extra.dropout : forward && dim <= 256 && !x.extra.dropout);
 }
 
