@@ -78,7 +78,7 @@ Status choose(const char *op, const AttentionInputs<T> &x, bool forward, Attenti
     AOT_TRY(device_limits(op, &limits));
     if (limits.major >= 8) *kernels = AttentionKernels::mma;
 #ifdef AOT_HAVE_SM90
-    if (limits.major != 9 || attention_mode() == AttentionMode::general || x.extra.dropout) return kOk;
+    if (limits.major != 9 || attention_mode() == AttentionMode::general) return kOk;
     bool wgmma;
     AOT_TRY(attention_sm90_takes(op, x, forward, &wgmma));
     if (wgmma) *kernels = AttentionKernels::wgmma;
@@ -118,7 +118,7 @@ Status run_backward(const char *op, const AttentionInputs<T> &x, const T *y, Acc
     AOT_TRY(device_limits(op, &limits));
     if (kernels == AttentionKernels::mma && mma_pass_takes(x, limits.shared_memory)) {
       float *const space = delta + 2 * x.z.rows();
-      if (adds_to_scores(x)) return run_mma_pass(op, x, y, delta, dq, dk, dv, space, stream);
+      if (!mma_pairs_takes(x, limits.shared_memory)) return run_mma_pass(op, x, y, delta, dq, dk, dv, space, stream);
       return run_mma_pairs(op, x, y, delta, dq, dk, dv, space, limits.shared_memory, stream);
     }
     if (x.extra.dropout) kernels = AttentionKernels::any;

@@ -33,13 +33,18 @@ struct Philox {
 struct KeptKeys {
   uint32_t low, high, head, least;  // the seed; the number of the head; numbers from `least` on are kept
 
-  // Bit j: whether key 8 eight + j is.
-  AOT_BOTH_SIDES uint32_t operator()(uint32_t query, uint32_t eight) const {
+  // The numbers of keys 8 eight to 8 eight + 7.
+  AOT_BOTH_SIDES Philox numbers(uint32_t query, uint32_t eight) const {
     Philox x = {eight, query, head, 0};
 #ifdef __CUDA_ARCH__
 #pragma unroll
 #endif
     for (uint32_t i = 0; i < Philox::kRounds; ++i) x.round(low + i * Philox::kLowStep, high + i * Philox::kHighStep);
+    return x;
+  }
+  // Bit j: whether key 8 eight + j is kept.
+  AOT_BOTH_SIDES uint32_t operator()(uint32_t query, uint32_t eight) const {
+    const Philox x = numbers(query, eight);
     return both(x.a) | both(x.b) << 2 | both(x.c) << 4 | both(x.d) << 6;
   }
 

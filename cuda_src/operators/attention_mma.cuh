@@ -77,7 +77,6 @@ struct MmaExtraShapes;
 template <>
 struct MmaExtraShapes<64> {
   using Y = MmaShape<64, 2, 4, 64, 2, 4>;
-  using Dropped = MmaShape<64, 2, 4, 32, 2, 4>;  // with dropout, of half the code
   using Dbias = MmaShape<64, 1, 4, 64, 2, 2>;
 };
 template <>
@@ -206,14 +205,29 @@ __device__ inline void multiply_ahead(MmaSums<kM, kN> &sums, Left left, Right ri
   }
 }
 
-// sums += the products of this warp's rows of a, from `row` on, a multiple of 16, and rows of b.
-template <int kDim, int kM, int kN, int kUnroll, typename T>
-__device__ inline void multiply_rows(MmaSums<kM, kN> &sums, uint32_t a, int row, uint32_t b, T zero) {
+// In the place of what only some instances have.
+struct Nothing {
+  template <class... Any>
+  __device__ Nothing(const Any &...) {}
+  __device__ void operator()(int, uint32_t) const {}
+  __device__ Nothing of(int64_t) const { return {}; }
+};
+
+// sums += the products of this warp's rows of a, from `row` on, a multiple of 16, and rows of b. With kAhead, beside(k,
+// a word that is loaded for step k) is work amid the products of the step before. If it depends on the word, the
+// compiler does not move it ahead of all products.
+template <int kDim, int kM, int kN, int kUnroll, typename T, class Beside = Nothing>
+__device__ inline void multiply_rows(MmaSums<kM, kN> &sums, uint32_t a, int row, uint32_t b, T zero,
+                                     Beside beside = {}) {
   const int lane = lane_index(), eighth = lane % 8, low = lane / 8 % 2, high = lane / 16;
   const LaneRows<kDim> of_a(a + row * kDim * 2, 8 * low + eighth, high), of_b(b, 8 * high + eighth, low);
   if constexpr (kUnroll == kAhead) {
     multiply_ahead<kM, kN, kDim / 16>(
-        sums, [&](uint32_t (&to)[4], int k, int i) { load_matrices(to, of_a(k) + i * 16 * kDim * 2); },
+        sums,
+        [&](uint32_t (&to)[4], int k, int i) {
+          load_matrices(to, of_a(k) + i * 16 * kDim * 2);
+          if (i == kM - 1) beside(k, to[0]);
+        },
         [&](uint32_t (&to)[4], int k, int n) { load_matrices(to, of_b(k) + n * 16 * kDim * 2); }, zero);
   } else {
 #pragma unroll kUnroll
@@ -355,6 +369,58 @@ class MmaAddends {
   const AttentionInputs<T> &x_;
   const bool *mask_;
   int64_t bias_;
+};
+
+// ------------------------------------------------------------------------------------------------------- dropout
+
+// The keys of a head that dropout keeps, as KeptKeys has them, in fewer instructions. Numbers that are the same in a
+// warp are results of reductions, from which the compiler knows that: so keys of rounds are in uniform registers.
+class MmaKept {
+ public:
+  __device__ explicit MmaKept(const AttentionDropout &dropout) : of_(dropout.of(0)) {
+    zero_ = of_.least >> 16, below_ = (of_.least & 0x7fff) * 0x10001, either_ = of_.least < 0x8000 ? ~0u : 0;
+  }
+
+  // head: as AttentionDropout::of has it.
+  __device__ MmaKept of(int64_t head) const {
+    MmaKept other = *this;
+    other.of_.head = static_cast<uint32_t>(head);
+#ifdef __CUDA_ARCH__
+    other.of_.low = __reduce_or_sync(~0u, of_.low), other.of_.high = __reduce_or_sync(~0u, of_.high);
+#endif
+    return other;
+  }
+  // Sets bit `bit` of byte j of kept[w], which is 0, if key 8 eight + 4 w + j is kept.
+  __device__ void find(uint32_t (&kept)[2], int bit, uint32_t query, uint32_t eight) const {
+    const Philox x = of_.numbers(query, eight);
+    kept[0] |= bytes(x.a, x.b) & 0x01010101u << bit, kept[1] |= bytes(x.c, x.d) & 0x01010101u << bit;
+  }
+  // 0, for the compiler a function of a word.
+  __device__ uint32_t opaque_zero(uint32_t word) const { return word & zero_; }
+  // Clears the halves of a weights' word, of two keys, whose bits in two bytes of `kept`, the lower ones or the upper,
+  // are 0.
+  __device__ static void mask(uint32_t &weights, uint32_t kept, int bit, bool upper) {
+    weights &= signs(kept << (7 - bit), 0, upper ? 0xbbaa : 0x9988);
+  }
+
+ private:
+  // Bytes of the signs of bytes.
+  __device__ static uint32_t signs(uint32_t a, uint32_t b, uint32_t which) {
+    uint32_t bytes;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(a), "r"(b), "r"(which));
+    return bytes;
+  }
+  // Four numbers: 0xff for those that are at least `least`, else 0.
+  __device__ uint32_t bytes(uint32_t a, uint32_t b) const { return signs(reaching(a), reaching(b), 0xfdb9); }
+  // The highest bit of each half: whether the number there is at least `least`. Of numbers of 15 bits that is the
+  // highest bit of a difference.
+  __device__ uint32_t reaching(uint32_t two) const {
+    const uint32_t difference = (two | 0x80008000) - below_;
+    return (difference & two) | ((difference | two) & either_);
+  }
+
+  KeptKeys of_;
+  uint32_t below_, either_, zero_;
 };
 
 // -------------------------------------------------------------------------------------------------------- packed
@@ -688,7 +754,8 @@ struct NothingAdded {
 
 // ---------------------------------------------------------------------------------------------------------------- y
 
-// kAdded: the call may have a mask or a bias. kDrops: and dropout besides.
+// kAdded: the call may have a mask or a bias, and dropout besides. kDrops: it has dropout, no mask or bias, and
+// drops_fast.
 template <typename T, class Shape, bool kAdded, bool kDrops>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     attention_y_kernel(AttentionInputs<T> x, T *y, float *lse) {
@@ -706,9 +773,12 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   const MmaScores scores(x.z);
   const bool scaled = scores.scaled();
   std::conditional_t<kAdded, AddedRows<T, Shape>, NothingAdded> added(tile, scaled);
-  const bool fused = scaled && !added.adds_later();
+  const bool drops_too = kAdded && x.extra.dropout;
+  const bool fused = kDrops || (scaled && !added.adds_later());
   const float scale = fused ? scores.scale : 1;
   if (tile.steps) added.load(0);
+  using Kept = std::conditional_t<kDrops, MmaKept, Nothing>;
+  const Kept keeps = Kept(x.extra.dropout).of(tile.b * x.z.heads + tile.h);
 
   const int warp_row = warp_index() * Shape::kWarpRows;
   MmaSums<kM, kDim> sums = {};
@@ -737,7 +807,26 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
       if (step + 1 < tile.steps) added.load(step + 1);
       continue;
     }
-    multiply_rows<kDim, kM, kKeys, Shape::kUnroll>(s, q_tile, warp_row, stage(step), T());
+    constexpr int kOfRow = kKeys / 32, kCalls = 2 * kM * kOfRow, kSteps = kDim / 16;
+    const uint32_t eight = (tile.key(step) + lane_index() % 4 * (kKeys / 4)) / 8;
+    uint32_t kept[2] = {};
+    constexpr bool kBefore = kOfRow > 1;  // the product, while few registers are in use; else behind it
+    if (drops_too && kBefore) {
+      const MmaKept too = MmaKept(x.extra.dropout).of(tile.b * x.z.heads + tile.h);
+#pragma unroll 1
+      for (int j = 0; j < kCalls; ++j)
+        too.find(kept, j, tile.query(j / kOfRow / 2, j / kOfRow % 2), eight + j % kOfRow);
+    }
+    multiply_rows<kDim, kM, kKeys, Shape::kUnroll>(s, q_tile, warp_row, stage(step), T(), [&](int k, uint32_t word) {
+      if constexpr (kDrops) {
+        static_assert(kCalls <= 8);
+#pragma unroll
+        for (int j = 0; j < kCalls; ++j)
+          if (j >= k * kCalls / kSteps && j < (k + 1) * kCalls / kSteps)
+            keeps.find(kept, j, tile.query(j / kOfRow / 2, j / kOfRow % 2) + keeps.opaque_zero(word),
+                       eight + j % kOfRow);
+      }
+    });
     if (!fused) {
       for_scores<kM, kKeys>([&](int i, int n, int half, int e, uint32_t) {
         float &score = s[i][n][2 * half + e];
@@ -769,15 +858,21 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
 #pragma unroll
         for (int n = 0; n < kDim / 8; ++n) sums[i][n][2 * half] *= shrink, sums[i][n][2 * half + 1] *= shrink;
       }
-    if (kDrops && x.extra.dropout) {
-      typename Tile::Bits kept;
-      tile.find_kept(kept, step);
+    if (drops_too && !kBefore) {
+      typename Tile::Bits kept_too;
+      tile.find_kept(kept_too, step);
       for_scores<kM, kKeys>([&](int i, int n, int half, int e, uint32_t bit) {
-        if (!(kept[i] & bit)) s[i][n][2 * half + e] = 0;
+        if (!(kept_too[i] & bit)) s[i][n][2 * half + e] = 0;
       });
     }
     MmaFactor<kM, kKeys> p;
     round_weights<kM, kKeys>(p, s, T());
+    if (kDrops || (drops_too && kBefore))
+#pragma unroll
+      for (int row = 0; row < 2 * kM; ++row)
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n)
+          MmaKept::mask(p[row / 2][n / 2][n % 2 * 2 + row % 2], kept[n / 2 % 2], row * kOfRow + n / 4, n % 2);
     if (step + 1 < tile.steps) added.load(step + 1);
     multiply_weights<kDim, kM, kKeys>(sums, p, stage(step) + Shape::kOtherTile, T());
   }
@@ -791,7 +886,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
       if (lse && query < tile.end && lane_index() % 4 == 0)
         lse[tile.row(query)] = (most[i][half] + log2f(total[i][half])) * static_cast<float>(1 / kLog2E);
     }
-  const float times = kDrops && x.extra.dropout ? tile.times * static_cast<float>(x.extra.dropout.times) : tile.times;
+  const float times =
+      (kAdded || kDrops) && x.extra.dropout ? tile.times * static_cast<float>(x.extra.dropout.times) : tile.times;
   if (y)
     store_sums<kM, kDim>(sums, x.of_results(y, tile.b, tile.h), tile.begin + warp_row, tile.end,
                          static_cast<int>(x.z.v_dim),
@@ -804,6 +900,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
 template <typename T, class Shape, bool kAdded>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_dq_kernel(AttentionInputs<T> x, T *dq) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  if constexpr (!runs_here(0, kAdded)) return;  // with a mask or a bias for blocks that have no room for one pass
   constexpr int kDim = Shape::kDim, kM = Shape::kM, kKeys = Shape::kOthers;
   extern __shared__ __align__(1024) uint4 attention_shared[];
   const uint32_t q_tile = shared_address(attention_shared), dy_tile = q_tile + Shape::kTile;
@@ -903,6 +1000,7 @@ template <typename T, class Shape, bool kDk, bool kDv, bool kExtra>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     attention_dkv_kernel(AttentionInputs<T> x, T *dk, T *dv) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  if constexpr (!runs_here(0, kExtra)) return;
   constexpr int kDim = Shape::kDim, kM = Shape::kM, kQueries = Shape::kOthers;
   extern __shared__ __align__(1024) uint4 attention_shared[];
   const AttentionSizes &z = x.z;
@@ -1192,11 +1290,11 @@ Status launch_mma(const char *op, void (*kernel)(Parameters...), int64_t heads, 
   return launch_kernel(op, kernel, {static_cast<unsigned>(blocks), Shape::kThreads, shared}, stream, arguments...);
 }
 
-template <class Shape, bool kExtra, bool kDrops, typename T>
+template <class Shape, bool kAdded, bool kDrops, typename T>
 Status run_mma_forward_of(const char *op, const AttentionInputs<T> &x, T *y, float *lse, void *stream) {
   constexpr int kShared = Shape::shared(1, false, true);
   static_assert(kShared <= kMmaShared);
-  return launch_mma<Shape>(op, attention_y_kernel<T, Shape, kExtra, kDrops>, x.z.batch * x.z.heads, x.z.queries,
+  return launch_mma<Shape>(op, attention_y_kernel<T, Shape, kAdded, kDrops>, x.z.batch * x.z.heads, x.z.queries,
                            kShared, stream, x, y, lse);
 }
 
@@ -1245,15 +1343,20 @@ Status run_mma_bias(const char *op, const AttentionInputs<T> &x, void *dbias, vo
   });
 }
 
+// Whether kernels of dropout alone take a call that has it.
+inline bool drops_fast(const AttentionSizes &z) { return z.softcap == 0 && z.scale >= kLeastScale; }
+
 // Calls with what is in `extra` have shapes of their own.
 template <typename T>
 Status run_mma_forward(const char *op, const AttentionInputs<T> &x, T *y, float *lse, void *stream) {
-  using Extra = MmaExtraShapes<64>;
-  if (x.extra.mask || x.extra.bias || x.extra.dropout) {
-    if (std::max(x.z.dim, x.z.v_dim) > 64)
-      return run_mma_forward_of<MmaExtraShapes<128>::Y, true, true>(op, x, y, lse, stream);
-    if (x.extra.dropout) return run_mma_forward_of<Extra::Dropped, true, true>(op, x, y, lse, stream);
-    return run_mma_forward_of<Extra::Y, true, false>(op, x, y, lse, stream);
+  const bool wide = std::max(x.z.dim, x.z.v_dim) > 64, drops(x.extra.dropout);
+  if (x.extra.mask || x.extra.bias || (drops && !drops_fast(x.z))) {
+    if (wide) return run_mma_forward_of<MmaExtraShapes<128>::Y, true, false>(op, x, y, lse, stream);
+    return run_mma_forward_of<MmaExtraShapes<64>::Y, true, false>(op, x, y, lse, stream);
+  }
+  if (drops) {
+    if (wide) return run_mma_forward_of<MmaShapes<128>::Y, false, true>(op, x, y, lse, stream);
+    return run_mma_forward_of<MmaShapes<64>::Y, false, true>(op, x, y, lse, stream);
   }
   return dispatch_mma(x.z, [&](auto shapes) {
     return run_mma_forward_of<typename decltype(shapes)::Y, false, false>(op, x, y, lse, stream);

@@ -409,7 +409,7 @@ class Turns {
 template <class Shape>
 constexpr int kPassShared = Shape::shared(2, true, true) + Shape::kRows * Shape::kOthers * 2;
 
-template <typename T, class Shape, int kDown, bool kDrops>
+template <typename T, class Shape, int kDown>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pass_kernel(MmaPass<T> pass) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   if constexpr (!runs_here(kPassShared<Shape>)) return;
@@ -460,7 +460,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pas
   AddedColumns<T, Shape> added(tile, scaled);
   const bool fused = scaled && !added.adds_later();
   const float scale = fused ? scores.scale : 1;
-  const float kept_times = kDrops ? static_cast<float>(x.extra.dropout.times) : 1;
+  const bool drops(x.extra.dropout);
+  const float kept_times = drops ? static_cast<float>(x.extra.dropout.times) : 1;
   const auto prepare = [&](MmaStep next) { added.load(tile.kv * z.group() + next.head, tile.met.begin + next.tile); };
   if (of_head) prepare(step);
   Turns turns;
@@ -477,10 +478,10 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pas
     const int64_t h = tile.kv * z.group() + step.head;
     added.begin(s, bits, h, query_tile);
     if (tile.any(bits, &partial)) {
+      if (drops) tile.find_kept(kept, h, query_tile);
       multiply_rows<kDim, kM, kQueries, Shape::kUnroll>(s, k_tile, warp_row, q_tile, T());
       multiply_rows<kDim, kM, kQueries, Shape::kUnroll>(dp, v_tile, warp_row, dy_tile, T());
-      if constexpr (kDrops) {
-        tile.find_kept(kept, h, query_tile);
+      if (drops) {
         for_scores<kM, kQueries>([&](int i, int n, int half, int e, uint32_t bit) {
           float &of_p = dp[i][n][2 * half + e];
           of_p = kept[i] & bit ? of_p * kept_times : 0;
@@ -503,7 +504,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pas
         for_scores<kM, kQueries>([&](int i, int n, int half, int e, uint32_t bit) {
           if (!(bits[i] & bit)) s[i][n][2 * half + e] = dp[i][n][2 * half + e] = 0;
         });
-      if constexpr (kDrops)
+      if (drops)
         for_scores<kM, kQueries>([&](int i, int n, int half, int e, uint32_t bit) {
           if (!(kept[i] & bit)) s[i][n][2 * half + e] = 0;
         });
@@ -594,7 +595,7 @@ inline bool every_query_meets(const AttentionSizes &z, bool lengths, bool packed
 // their own wait for one another, each for the one before: so it is well if few of them are there at once.
 inline int heads_at_once(const AttentionSizes &z) { return z.right >= 0 ? 4 : 16; }
 
-template <class Shape, int kDown, bool kDrops, typename T>
+template <class Shape, int kDown, typename T>
 Status run_mma_pass_of(const char *op, const AttentionInputs<T> &x, const T *y, float *delta, T *dq, T *dk, T *dv,
                        float *space, void *stream) {
   using Part = DqPart<Shape, kDown>;
@@ -607,8 +608,8 @@ Status run_mma_pass_of(const char *op, const AttentionInputs<T> &x, const T *y, 
     AOT_TRY(launch_kernel(op, attention_pass_begin_kernel<T>,
                           {grid_size(ceil_div(z.rows(), kDeltaBlock / 8)), kDeltaBlock}, stream, pass, y, delta, parts,
                           every_query_meets(z, x.lengths != nullptr, x.extra.offsets != nullptr)));
-  return launch_mma<Shape>(op, attention_pass_kernel<T, Shape, kDown, kDrops>, z.batch * z.kv_heads, z.keys,
-                           kPassShared<Shape>, stream, pass);
+  return launch_mma<Shape>(op, attention_pass_kernel<T, Shape, kDown>, z.batch * z.kv_heads, z.keys, kPassShared<Shape>,
+                           stream, pass);
 }
 
 // f(a MmaPassShape) of a call whose head_dims are up to 128.
@@ -638,9 +639,7 @@ Status run_mma_pass(const char *op, const AttentionInputs<T> &x, const T *y, flo
                     float *space, void *stream) {
   return dispatch_pass(x, [&](auto of) {
     using Of = decltype(of);
-    const auto run = x.extra.dropout ? run_mma_pass_of<typename Of::Shape, Of::kDown, true, T>
-                                     : run_mma_pass_of<typename Of::Shape, Of::kDown, false, T>;
-    return run(op, x, y, delta, dq, dk, dv, space, stream);
+    return run_mma_pass_of<typename Of::Shape, Of::kDown>(op, x, y, delta, dq, dk, dv, space, stream);
   });
 }
 

@@ -1,4 +1,4 @@
-// attention's gradients in one pass for calls without a mask, a bias or dropout: warps of keys and of queries.
+// attention's gradients in one pass for calls without a mask or a bias: warps of keys and of queries.
 //
 // A block has kRows keys, 32 for each of its rows of warps, of which there are kAcross, each with kMine queries of a
 // tile. p and ds stay in registers where a warp has them as left factors of dv and dk, and go through shared memory to
@@ -41,7 +41,37 @@ __device__ inline void load_four(uint32_t (&x)[4], uint32_t at) {
                : "memory");
 }
 
-template <typename T, class Shape>
+// The bits of a lane's elements that dropout keeps. A lane has four adjacent keys, and half of the numbers of eight
+// keys are those of another lane: each finds them for half of the queries, of which there are kMine / 4.
+template <int kMine>
+class MmaKeptPairs {
+ public:
+  static constexpr int kCalls = kMine / 8, kWords = kMine / 32;
+
+  // key: of the warp, a multiple of 32.
+  __device__ MmaKeptPairs(const MmaKept &keeps, int query, int key) : odd_(lane_index() / 4 % 2) {
+    const uint32_t first = query + lane_index() % 4 * (kMine / 4) + odd_ * kCalls, eight = key / 8 + lane_index() / 8;
+#pragma unroll
+    for (int j = 0; j < kCalls; ++j) keeps.find(found_, j, first + j, eight);
+  }
+  // This ends the search: is_kept is known then.
+  __device__ void exchange() {
+    const uint32_t own = odd_ ? found_[1] : found_[0], out = odd_ ? found_[0] : found_[1];
+    const uint32_t others = __shfl_xor_sync(~0u, out, 4);
+    const uint32_t first = odd_ ? others : own, second = odd_ ? own : others;
+    if constexpr (kWords == 2) bits_[0] = first, bits_[1] = second;
+    else bits_[0] = first | second << kCalls;
+  }
+  // This is of key j of the lane, and its query i.
+  __device__ bool is_kept(int j, int i) const { return bits_[i / 8] >> (8 * j + i % 8) & 1; }
+
+ private:
+  int odd_;
+  uint32_t found_[2] = {}, bits_[kWords];
+};
+
+// kDrops: the call has dropout, and drops_fast.
+template <typename T, class Shape, bool kDrops>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pairs_kernel(MmaPass<T> pass) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   if constexpr (!runs_here(Shape::kShared, Shape::kShared <= kMmaShared)) return;
@@ -53,7 +83,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pai
   const uint32_t k_tile = shared_address(attention_shared), v_tile = k_tile + Shape::kTile;
   const uint32_t p_tile = k_tile + Shape::kP, ds_tile = k_tile + Shape::kDs, numbers = k_tile + Shape::kLse;
   const auto stage = [=](int parity) { return k_tile + Shape::kStages + parity * (2 * Shape::kOtherTile); };
-  const KeyTile<T, Shape, InOrder> tile(
+  using Keys = std::conditional_t<kDrops, Adjacent<kM>, InOrder>;
+  const KeyTile<T, Shape, Keys> tile(
       pass, reinterpret_cast<int2 *>(reinterpret_cast<char *>(attention_shared) + Shape::kOwn));
   const int dim = static_cast<int>(z.dim), v_dim = static_cast<int>(z.v_dim), queries = static_cast<int>(z.queries);
   const int of_head = tile.met.end - tile.met.begin, query_tiles = (queries - 1) / kQueries + 1;
@@ -74,8 +105,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pai
                     from + x.row(tile.b, h, i < queries ? i : 0), i < queries);
     }
   };
-  copy_rows<Shape, Shape::kRows>(k_tile, x.of_keys(x.k, tile.b, tile.kv, z.dim), tile.begin, tile.last, dim);
-  copy_rows<Shape, Shape::kRows>(v_tile, x.of_keys(x.v, tile.b, tile.kv, z.v_dim), tile.begin, tile.last, v_dim);
+  copy_rows<Shape, Shape::kRows, Keys>(k_tile, x.of_keys(x.k, tile.b, tile.kv, z.dim), tile.begin, tile.last, dim);
+  copy_rows<Shape, Shape::kRows, Keys>(v_tile, x.of_keys(x.v, tile.b, tile.kv, z.v_dim), tile.begin, tile.last, v_dim);
   MmaStep step;
   if (of_head) fetch(step);
   commit_copies();
@@ -83,8 +114,12 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pai
   const MmaScores scores(z);
   const bool fused = scores.inner == 0;
   const float scale = fused ? scores.scale : 1;
-  const float q_scale = static_cast<float>(z.scale) * tile.times;
+  const float kept_times = kDrops ? static_cast<float>(x.extra.dropout.times) : 1;
+  const float over_times = kDrops ? fast_reciprocal(kept_times) : 1;
+  const float q_scale = static_cast<float>(z.scale) * tile.times * kept_times;
   MmaSums<kM, kColumns> dk_sums = {}, dv_sums = {};
+  using Kept = std::conditional_t<kDrops, MmaKeptPairs<kMine>, Nothing>;
+  const std::conditional_t<kDrops, MmaKept, Nothing> keeps(x.extra.dropout);
   int *turn_before = nullptr;
   // dv or dk: weights of this warp's queries, and of those of the other
   const auto add_product = [&](MmaSums<kM, kColumns> &sums, const MmaFactor<kM, kMine> &weights, uint32_t weights_tile,
@@ -125,7 +160,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pai
       for (int i = 0; i < kM; ++i)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int row = down * 32 + 16 * i + 8 * half + lane / 4, key = tile.begin + row;
+          const int row = down * 32 + Keys::at(16 * i + 8 * half + lane / 4), key = tile.begin + row;
           int2 range = within(z.seeing(key, key + 1), first_query, kMine);
           if (x.extra.offsets) range = within_sequence(range, tile.own[row], first_query);
           if (key < tile.last) bits[i] |= lane_bits<kMine>(range) << 16 * half;
@@ -145,8 +180,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pai
           reinterpret_cast<const float *>(reinterpret_cast<const char *>(attention_shared) + Shape::kLse) +
           step.parity * (2 * kQueries) + across * kMine + lane % 4 * 2;
       const float *const delta = lse + kQueries;
+      Kept kept(keeps.of(tile.b * z.heads + h), first_query, tile.begin + down * 32);
       product(s, k_tile, q_tile);
-      if (fused) {
+      if (kDrops || fused) {
         for_scores<kM, kMine>([&](int i, int n, int half, int e, uint32_t) {
           float &score = s[i][n][2 * half + e];
           score = fast_exp2(score * scale - lse[8 * n + e]);
@@ -164,11 +200,21 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pai
         for_scores<kM, kMine>([&](int i, int n, int half, int e, uint32_t bit) {
           if (!(bits[i] & bit)) s[i][n][2 * half + e] = 0, dp[i][n][2 * half + e] = 0;
         });
+      if constexpr (kDrops) {
+        kept.exchange();
+        for_scores<kM, kMine>([&](int i, int n, int half, int e, uint32_t) {
+          float &weight = s[i][n][2 * half + e], &of_p = dp[i][n][2 * half + e];
+          const float p_delta = weight * (delta[8 * n + e] * over_times);
+          if (!kept.is_kept(2 * i + half, 2 * n + e)) weight = 0;
+          of_p = weight * of_p - p_delta;
+        });
+      }
       round_weights<kM, kMine>(p, s, T());
-      for_scores<kM, kMine>([&](int i, int n, int half, int e, uint32_t) {
-        float &of_p = dp[i][n][2 * half + e];
-        of_p = s[i][n][2 * half + e] * (of_p - delta[8 * n + e]);
-      });
+      if constexpr (!kDrops)
+        for_scores<kM, kMine>([&](int i, int n, int half, int e, uint32_t) {
+          float &of_p = dp[i][n][2 * half + e];
+          of_p = s[i][n][2 * half + e] * (of_p - delta[8 * n + e]);
+        });
       round_weights<kM, kMine>(ds, dp, T());
     }
 #pragma unroll
@@ -256,14 +302,14 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_pai
   if (pass.dq && turn_before && threadIdx.x == Shape::kThreads - 32)
     asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(turn_before), "r"(tile.number + 1) : "memory");
   const int row = tile.begin + down * 32, column = across * kColumns;
-  const float times = tile.times;
+  const float times = kDrops ? tile.times * static_cast<float>(x.extra.dropout.times) : tile.times;
   const auto shifted = [=](HeadRows<T> to) { return HeadRows<T>{to.data + column, to.stride}; };
   if (pass.dk)
-    store_sums<kM, kColumns>(dk_sums, shifted(x.of_keys(pass.dk, tile.b, tile.kv, z.dim)), row, tile.end, dim - column,
-                             [=](int, int) { return q_scale; });
+    store_sums<kM, kColumns, Keys>(dk_sums, shifted(x.of_keys(pass.dk, tile.b, tile.kv, z.dim)), row, tile.end,
+                                   dim - column, [=](int, int) { return q_scale; });
   if (pass.dv)
-    store_sums<kM, kColumns>(dv_sums, shifted(x.of_keys(pass.dv, tile.b, tile.kv, z.v_dim)), row, tile.end,
-                             v_dim - column, [=](int, int) { return times; });
+    store_sums<kM, kColumns, Keys>(dv_sums, shifted(x.of_keys(pass.dv, tile.b, tile.kv, z.v_dim)), row, tile.end,
+                                   v_dim - column, [=](int, int) { return times; });
 #endif
 }
 
@@ -283,7 +329,7 @@ struct PairShapes<128> {
   using Small = PairShape<128, 2, 2, 32, 2>;
 };
 
-template <class Shape, typename T>
+template <class Shape, bool kDrops, typename T>
 Status run_mma_pairs_of(const char *op, const AttentionInputs<T> &x, const T *y, float *delta, T *dq, T *dk, T *dv,
                         float *space, void *stream) {
   const AttentionSizes &z = x.z;
@@ -296,21 +342,35 @@ Status run_mma_pairs_of(const char *op, const AttentionInputs<T> &x, const T *y,
     AOT_TRY(launch_kernel(op, attention_pass_begin_kernel<T>,
                           {grid_size(ceil_div(z.rows(), kDeltaBlock / 8)), kDeltaBlock}, stream, pass, y, delta, tiles,
                           every_query_meets(z, x.lengths != nullptr, x.extra.offsets != nullptr)));
-  return launch_mma<Shape>(op, attention_pairs_kernel<T, Shape>, z.batch * z.kv_heads, z.keys,
+  return launch_mma<Shape>(op, attention_pairs_kernel<T, Shape, kDrops>, z.batch * z.kv_heads, z.keys,
                            x.extra.offsets ? Shape::kShared : Shape::kOwn, stream, pass);
+}
+
+// f(PairShapes<kDim>()) of a call whose head_dims are up to 128.
+template <class F>
+auto dispatch_pairs(const AttentionSizes &z, F f) {
+  return std::max(z.dim, z.v_dim) <= 64 ? f(PairShapes<64>()) : f(PairShapes<128>());
+}
+
+// Whether these kernels take a call that mma_pass_takes.
+template <typename T>
+bool mma_pairs_takes(const AttentionInputs<T> &x, int shared_memory) {
+  if (x.extra.mask || x.extra.bias) return false;
+  const int large = dispatch_pairs(x.z, [](auto shapes) { return decltype(shapes)::Large::kShared; });
+  return !x.extra.dropout || (drops_fast(x.z) && large <= shared_memory);
 }
 
 template <typename T>
 Status run_mma_pairs(const char *op, const AttentionInputs<T> &x, const T *y, float *delta, T *dq, T *dk, T *dv,
                      float *space, int shared_memory, void *stream) {
-  const auto run = [&](auto shapes) {
+  return dispatch_pairs(x.z, [&](auto shapes) {
     using Shapes = decltype(shapes);
     static_assert(Shapes::Small::kShared <= kMmaShared);
-    const auto of = Shapes::Large::kShared <= shared_memory ? run_mma_pairs_of<typename Shapes::Large, T>
-                                                            : run_mma_pairs_of<typename Shapes::Small, T>;
+    const auto of = x.extra.dropout                           ? run_mma_pairs_of<typename Shapes::Large, true, T>
+                    : Shapes::Large::kShared <= shared_memory ? run_mma_pairs_of<typename Shapes::Large, false, T>
+                                                              : run_mma_pairs_of<typename Shapes::Small, false, T>;
     return of(op, x, y, delta, dq, dk, dv, space, stream);
-  };
-  return std::max(x.z.dim, x.z.v_dim) <= 64 ? run(PairShapes<64>()) : run(PairShapes<128>());
+  });
 }
 
 }  // namespace AOT_ISA

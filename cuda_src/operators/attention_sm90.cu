@@ -20,6 +20,11 @@ Status attention_sm90(const char *op, const AttentionInputs<T> &x, T *y, float *
         if (x.extra.mask) return launch_attention_wgmma<T, typename Shapes::YMask, WgmmaResult::y>(op, c, stream);
         return launch_attention_wgmma<T, typename Shapes::YBias, WgmmaResult::y>(op, c, stream);
       });
+  if constexpr (kWgmmaAdds<T>)
+    if (x.extra.dropout)
+      return dispatch_wgmma(x.z, [&](auto shapes) -> Status {
+        return launch_attention_wgmma<T, typename decltype(shapes)::YDropped, WgmmaResult::y>(op, c, stream);
+      });
   if (!x.plain() || x.z.softcap != 0)
     return dispatch_wgmma(x.z, [&](auto shapes) -> Status {
       return launch_attention_wgmma<T, typename decltype(shapes)::YExtra, WgmmaResult::y>(op, c, stream);

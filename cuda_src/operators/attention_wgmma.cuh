@@ -19,12 +19,13 @@ inline namespace AOT_ISA {
 
 // kDim: head_dim, padded with zeros, and kVDim that of v; kOthers: of a step; kTurns: whether warpgroups issue their
 // products in turns, so that one has exponentials beside the products of another.
-// kExtra: of y, the call may have cu_seqlens, a softcap or sinks. kAdded: and what it adds to scores.
+// kExtra: of y, the call may have cu_seqlens, a softcap or sinks. kAdded: and what it adds to scores. kDrops: of y, it
+// has dropout.
 template <int kDim_, int kGroups_, int kOthers_, int kStages_, bool kTurns_, bool kExtra_ = false, int kVDim_ = kDim_,
-          WgmmaAdded kAdded_ = WgmmaAdded::none>
+          WgmmaAdded kAdded_ = WgmmaAdded::none, bool kDrops_ = false>
 struct WgmmaShape {
   static constexpr int kDim = kDim_, kGroups = kGroups_, kOthers = kOthers_, kStages = kStages_, kVDim = kVDim_;
-  static constexpr bool kTurns = kTurns_, kExtra = kExtra_, kAdds = kAdded_ != WgmmaAdded::none;
+  static constexpr bool kTurns = kTurns_, kExtra = kExtra_, kAdds = kAdded_ != WgmmaAdded::none, kDrops = kDrops_;
   static constexpr WgmmaAdded kAdded = kAdded_;
   static constexpr int kRows = 64 * kGroups, kThreads = 128 * (kGroups + 1);
   static constexpr int kBoxes = (kDim + 63) / 64, kVBoxes = (kVDim + 63) / 64;             // of 128 bytes of a row
@@ -57,6 +58,7 @@ struct WgmmaShapes<64> {
   using Y = WgmmaShape<64, 4, 64, 4, true>;
   using YLong = WgmmaShape<64, 3, 128, 2, true>;
   using YExtra = WgmmaShape<64, 4, 64, 8, true, true>;
+  using YDropped = WgmmaShape<64, 4, 64, 4, true, false, 64, WgmmaAdded::none, true>;
   using YMask = WgmmaShape<64, 2, 128, 3, true, false, 64, WgmmaAdded::mask>;
   using YBias = WgmmaShape<64, 2, 128, 3, true, false, 64, WgmmaAdded::bias>;
   template <WgmmaAdded kAdded>
@@ -74,6 +76,7 @@ template <>
 struct WgmmaShapes<128> {
   using Y = WgmmaShape<128, 2, 128, 2, true>;
   using YExtra = WgmmaShape<128, 2, 128, 2, true, true>;
+  using YDropped = WgmmaShape<128, 2, 128, 2, true, false, 128, WgmmaAdded::none, true>;
   using YMask = WgmmaShape<128, 2, 128, 2, true, false, 128, WgmmaAdded::mask>;
   using YBias = WgmmaShape<128, 2, 128, 2, true, false, 128, WgmmaAdded::bias>;
   template <WgmmaAdded kAdded>
@@ -598,13 +601,17 @@ struct WgmmaY {
     unsigned steps = 0;  // of this block, before those of the tile
     WgmmaPart part = planned(0, group);
     if (part.steps == kNone) return;
+    const std::conditional_t<Shape::kDrops, MmaKept, Nothing> seeded(c.x.extra.dropout);
     if (group == kGroups - 1) pass_turn(group);
     wait_first(part, group, 0, 0);
     start_rows<Shape>(s, q_tile(0), 64 * group, k_tile(0), T());
 #pragma unroll 1
     for (unsigned n = 0;; ++n) {
       const int own = part.own;
+      const auto keeps = seeded.of(int64_t{tile(n).b} * c.x.z.heads + tile(n).h);
+      uint32_t kept[2] = {};
       rows = begin(n);
+      find_kept(kept, keeps, n, 0);
       wgmma_wait<0>();
       fence_registers(s);
       if (own <= 1) barriers.q[group].release(n);
@@ -615,6 +622,7 @@ struct WgmmaY {
         hide(n, part, 0, s);
         weigh(s, scale, rows, group, steps);
         round_to_factor(p, s, T());
+        drop(p, kept);
       }
 #pragma unroll 1
       for (int i = 1; i < own; ++i) {
@@ -625,6 +633,7 @@ struct WgmmaY {
         barriers.v.wait(step - 1);
         start_weights<Shape>(sums, p, v_tile(step - 1), i > 1, T());
         pass_turn(group);
+        find_kept(kept, keeps, n, i);
         wgmma_wait<1>();
         fence_registers(s);
         barriers.k.release(step);
@@ -637,6 +646,7 @@ struct WgmmaY {
         fence_registers(sums), fence_registers(p);
         barriers.v.release(step - 1);
         round_to_factor(p, s, T());
+        drop(p, kept);
         if (shrinks) shrink(sums, rows);
       }
       skip(group, own, steps, part.steps, part.idle);
@@ -662,6 +672,38 @@ struct WgmmaY {
     wgmma_wait<0>();
     fence_registers(s);
   }
+  // The keys of a step that dropout keeps, beside products: bits as MmaKept::mask takes them. Four lanes have two each
+  // of eight adjacent keys, whose numbers one of them finds: the bits go to their lanes then. The compiler would move
+  // all this behind the wait that follows, were it not for a trap, which is never taken.
+  template <class Keeps>
+  __device__ void find_kept(uint32_t (&kept)[2], const Keeps &keeps, unsigned n, int step) const {
+    if constexpr (Shape::kDrops) {
+      static_assert(kKeys <= 128);
+      const Tile &tile = this->tile(n);
+      const int fourth = lane_index() % 4;
+      uint32_t found[2] = {};
+#pragma unroll
+      for (int j = 0; j < kKeys / 16; ++j)
+        keeps.find(found, j, tile.query(j % 2), tile.key(step) / 8 + j / 2 * 4 + fourth);
+      const bool high = fourth >= 2, odd = fourth % 2;
+      const uint32_t other = __shfl_xor_sync(~0u, high ? found[0] : found[1], 2);
+      const uint32_t first = high ? other : found[0], second = high ? found[1] : other;
+      const uint32_t more = __shfl_xor_sync(~0u, __byte_perm(first, second, odd ? 0x5410 : 0x7632), 1);
+      kept[0] = __byte_perm(first, more, odd ? 0x3254 : 0x5410);
+      kept[1] = __byte_perm(second, more, odd ? 0x3276 : 0x7610);
+      if (keeps.opaque_zero(kept[0] ^ kept[1])) __trap();
+    }
+  }
+  __device__ static void drop(Weights &p, const uint32_t (&kept)[2]) {
+    if constexpr (Shape::kDrops) {
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          MmaKept::mask(p[n / 2][n % 2 * 2 + half], kept[n / 2 % 2], n / 4 * 2 + half, n % 2);
+    }
+  }
+
   // Sets scores to -infinity whose keys their queries do not see.
   __device__ void hide(unsigned n, const WgmmaPart &part, int step, Scores &s) const {
     const Tile &tile = this->tile(n);
@@ -804,7 +846,8 @@ struct WgmmaY {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float total = sum_lanes<4>(rows.total[half]);
-      times[half] = total == 0 ? 0 * tile.times : tile.times / total;
+      const float all = Shape::kDrops ? tile.times * static_cast<float>(c.x.extra.dropout.times) : tile.times;
+      times[half] = total == 0 ? 0 * all : all / total;
       const int query = tile.query(half);
       if (c.lse && query < tile.end && lane_index() % 4 == 0)
         c.lse[c.x.row(tile.b, tile.h, query)] = (rows.most[half] + log2f(total)) * static_cast<float>(1 / kLog2E);
@@ -892,13 +935,14 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
 
 constexpr int kMostRows = 1 << 28;  // differences of indices and bounds are then within int
 
-// Whether these kernels take a call that mma_takes: with cu_seqlens, a softcap or sinks the forward alone, and a mask
-// or a bias alone. A warpgroup goes through keys up to where its last query stands: keys have no sequences of their
-// own.
+// Whether these kernels take a call that mma_takes: with cu_seqlens, a softcap or sinks the forward alone, and a
+// mask, a bias or, in the forward, dropout alone. A warpgroup goes through keys up to where its last query stands: keys
+// have no sequences of their own.
 template <typename T>
 bool wgmma_takes(const AttentionInputs<T> &x, bool forward) {
   const AttentionSizes &z = x.z;
   const bool plain = x.plain() && z.softcap == 0, adds = x.extra.mask || x.extra.bias;
+  if (x.extra.dropout && (!forward || !kWgmmaAdds<T> || !plain || std::max(z.dim, z.v_dim) > 128)) return false;
   if (x.extra.crossed() || (adds && !wgmma_adds(x)) || (!forward && !plain && !adds)) return false;
   const int64_t most_dim = plain ? 256 : 128;
   const bool fits = std::max({z.queries, z.keys, z.rows() / 8}) <= kMostRows && std::max(z.dim, z.v_dim) <= most_dim;

@@ -33,8 +33,8 @@ struct AddedShape {
 // A mask that has fewer keys has several rows in its first 16 bytes (AddedTiles::bring).
 constexpr int kLeastMaskKeys = 16;
 
-// The types that have kernels with a mask or a bias. Those of __half too, and of a bias in float32, would make a wheel
-// larger by 0.55 MB: such calls have mma.sync's kernels.
+// The types that have kernels with a mask, a bias or dropout. Those of __half too, and of a bias in float32, would make
+// a wheel larger by 0.6 MB: such calls have mma.sync's kernels.
 template <typename T>
 constexpr bool kWgmmaAdds = std::is_same_v<T, __nv_bfloat16>;
 

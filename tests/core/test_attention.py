@@ -300,17 +300,22 @@ def test_the_numbers_of_dropout_are_philoxs():
 @PLACES
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("dim", [8, 64, 128, 136])
-def test_what_dropout_keeps_is_the_same_in_every_kernel(place, dtype, dim):
+@pytest.mark.parametrize(
+    ("dropout", "more"),
+    [(0.25, {}), (0.7, {}), (0.25, {"softcap": 3.0}), (0.25, {"mask": torch.ones(1, 200, dtype=torch.bool)})],
+)
+def test_what_dropout_keeps_is_the_same_in_every_kernel(place, dtype, dim, dropout, more):
     """Forward and backward, for a seed of more than 32 bits and with a sign. Without scores the probabilities are
-    1 / 200, and the result those of the first keys."""
+    1 / 200, and the result those of the first keys. A softcap and a mask have kernels of their own."""
     seed = torch.tensor([-5, 2**40 + 7])
     numbers = torch.stack(_numbers(Mathematics(None), seed, 8, 70, 25), -1).flatten(-2)
-    kept = (numbers >= 2**14).view(2, 4, 70, 200)
+    kept = (numbers >= int(dropout * 2**16)).view(2, 4, 70, 200)
+    more = {name: x.to(place) if name == "mask" else x for name, x in more.items()}
     q, k, v = torch.zeros(2, 70, 4, dim), torch.zeros(2, 200, 2, dim), torch.zeros(2, 200, 2, dim)
     v[:, :dim] = torch.eye(dim)[:, None]
     q, k, v = (x.to(place, dtype).requires_grad_() for x in (q, k, v))
-    y = ours.attention(q, k, v, seed=seed.to(place), dropout=0.25)
+    y = ours.attention(q, k, v, seed=seed.to(place), dropout=dropout, **more)
     assert torch.equal((y != 0).cpu(), kept[..., :dim].transpose(1, 2))
     (dv,) = torch.autograd.grad(y.sum(), v)
-    sums = kept.view(2, 2, 2, 70, 200).sum((2, 3)).transpose(1, 2) / 150
+    sums = kept.view(2, 2, 2, 70, 200).sum((2, 3)).transpose(1, 2) / (200 * (1 - dropout))
     torch.testing.assert_close(dv[..., 0].float().cpu(), sums, rtol=2e-2 if dtype.itemsize == 2 else 1e-5, atol=0)

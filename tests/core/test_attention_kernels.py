@@ -353,5 +353,26 @@ def test_which_kernels_a_call_in_float32_takes(dim, v_dim, offset, dropout, forw
     assert found & ours_of_both == (ours_of_both if backward else set()), found
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+def test_which_kernels_a_call_with_dropout_takes(dim):
+    """The forward has one on Hopper, the backward one of mma.sync; with a softcap both are those of masks."""
+    if torch.cuda.get_device_capability() != (9, 0) or "AOTOPS_ATTENTION" in os.environ:
+        pytest.skip("the GPU is not of compute capability 9.0, or the kernels are chosen")
+    from aotops.frontends import torch as ours
+
+    leaves = [torch.randn(2, n, 3, dim, device="cuda", dtype=torch.bfloat16) for n in (200, 331, 331)]
+    leaves = [x.requires_grad_() for x in leaves]
+    seed = torch.tensor([3, 4], device="cuda")
+    for softcap, wanted, first, second in [
+        (0.0, leaves, "attention_wgmma_kernel", "attention_pairs_kernel"),
+        (0.0, leaves[1:], "attention_wgmma_kernel", "attention_pairs_kernel"),
+        (5.0, leaves, "attention_y_kernel", "attention_pass_kernel"),
+    ]:
+        forward, y = kernels_of(lambda: ours.attention(*leaves, seed=seed, dropout=0.2, softcap=softcap))  # noqa: B023
+        backward, _ = kernels_of(lambda: torch.autograd.grad(y, wanted, torch.ones_like(y)))  # noqa: B023
+        assert first in forward
+        assert second in backward
+
+
 def test_an_unknown_choice_is_named():
     assert "attention: AOTOPS_ATTENTION is 'fast', expected 'auto' or 'general'" in run("fast").stderr
