@@ -8,6 +8,7 @@ transformers for the process.
 
     python -m benchmarks.replaced                                          # all, into results/replaced_h200.json
     python -m benchmarks.replaced llama gpt2 --modes eager --impls transformers,aotops --json -
+    python -m benchmarks.replaced --page                                   # the table of docs/replace.md, of the record
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import datetime
 import gc
 import json
+import re
 import subprocess
 import sys
 import time
@@ -33,6 +35,13 @@ MODES = ("eager", "compiled")
 WARM_UP = 4
 STEPS = 10
 RESULTS = Path(__file__).parent / "results" / "replaced_h200.json"
+PAGE = Path(__file__).parents[1] / "docs" / "replace.md"
+SECTION = re.compile(r"(<!-- replaced: steps -->\n).*?(<!-- end -->)", re.DOTALL)
+TITLES = {"llama": "Llama", "qwen": "Qwen", "gpt2": "GPT-2", "bert": "BERT", "vit": "ViT"}
+LABELS = {
+    "transformers": "transformers", "aotops": "`replace`", "aotops_head": '`also="linear_cross_entropy"`',
+    "aotops_all": "attention too", "liger": "Liger",
+}  # fmt: skip
 
 Row = dict[str, Any]
 
@@ -198,6 +207,22 @@ def _apart(a: list[float], b: list[float]) -> float:
     return round(max(abs(x - y) for x, y in zip(a, b, strict=True)), 4)
 
 
+def page(text: str, record: dict[str, Any]) -> str:
+    """The page with the table of a record: ms, and GiB at the peak."""
+    found = {
+        (row["model"], row["impl"], row["mode"]): f"{row['ms']:.1f}, {row['peak_gib']:.1f}" for row in record["rows"]
+    }
+    lines = [f"| | {' | '.join(TITLES.values())} |", "|---|" + "--:|" * len(TITLES)]
+    for mode in MODES:
+        for impl in IMPLS:
+            cells = [found.get((model, impl, mode), "") for model in TITLES]
+            if any(cells):
+                lines.append(f"| {LABELS[impl]}, {mode} | {' | '.join(cells)} |")
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    lines += ["", f"{record['device']}, {versions}, {record['date']}."]
+    return SECTION.sub(lambda section: section[1] + "\n".join(lines) + "\n" + section[2], text)
+
+
 def environment(command: str) -> dict[str, Any]:
     import torch
 
@@ -231,6 +256,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--modes", default=",".join(MODES), help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=STEPS, help="timed steps; default: %(default)s")
     parser.add_argument("--tiny", action="store_true", help="tiny models, to try this program, on a CPU too")
+    parser.add_argument("--page", action="store_true", help="measure nothing: write the table of docs/replace.md")
     parser.add_argument("--turns", metavar="FILE", help="others run beside it, but for timed steps, which lock FILE")
     parser.add_argument("--json", default=str(RESULTS), metavar="FILE", help="adds the rows to it; - for none")
     args = parser.parse_args(argv)
@@ -246,6 +272,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     args = parse(argv)
+    if args.page:
+        PAGE.write_text(page(PAGE.read_text(), json.loads(RESULTS.read_text())))
+        return
     if len(args.models) > 1:
         given = [word for word in argv if word not in args.models]
         root = Path(__file__).parents[1]

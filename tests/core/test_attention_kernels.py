@@ -276,7 +276,7 @@ def kernels_of(step: Callable[[], Any]) -> tuple[set[str], Any]:
     names = {event.name() for event in profile.profiler.kineto_results.events()}
     if not names:
         pytest.skip("the profiler finds nothing")
-    found = {word for name in names for word in re.findall(r"attention_\w+_kernel", name)}
+    found = {word for name in names for word in re.findall(r"attention_\w*kernel", name)}
     assert found, f"no kernel of attention is among {names}"
     return found, result
 
