@@ -1,4 +1,4 @@
-"""benchmarks.cpu: the committed record is whole for each count of threads that it has; other counts are added."""
+"""benchmarks.cpu: a committed record is whole for each count of threads that it has; other counts are added."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import pytest
 
 from benchmarks import cpu
 
-RECORD = json.loads(cpu.RESULT.read_text())
+RECORDS = {file.name: json.loads(file.read_text()) for file in sorted(cpu.RESULT.parent.glob("cpu*.json"))}
+COUNTS = [(name, int(threads)) for name, record in RECORDS.items() for threads in record["copy_gbs"]]
 
 
-@pytest.mark.parametrize("threads", map(int, RECORD["copy_gbs"]))
-def test_a_count_of_threads_has_each_case_beside_torch(threads):
-    rows = [row for row in RECORD["rows"] if row["threads"] == threads]
+@pytest.mark.parametrize(("name", "threads"), COUNTS)
+def test_a_count_of_threads_has_each_case_beside_torch(name, threads):
+    rows = [row for row in RECORDS[name]["rows"] if row["threads"] == threads]
     found = {impl: {case(row) for row in rows if row["impl"] == impl} for impl in ("aotops", "torch")}
     assert found["aotops"] == found["torch"]
     assert len(found["aotops"]) > 170
@@ -25,9 +26,10 @@ def case(row):
     return row["op"], row["variant"], row["pass"], tuple(row["shape"]), row["dtype"]
 
 
-def test_rows_say_what_they_measured():
-    assert {row["threads"] for row in RECORD["rows"]} == set(map(int, RECORD["copy_gbs"])) <= set(cpu.THREADS)
-    for row in RECORD["rows"]:
+@pytest.mark.parametrize("record", RECORDS.values(), ids=RECORDS)
+def test_rows_say_what_they_measured(record):
+    assert {row["threads"] for row in record["rows"]} == set(map(int, record["copy_gbs"])) <= set(cpu.THREADS)
+    for row in record["rows"]:
         assert row["us"] > 0
         assert row["impl"] != "aotops" or (row["version"] and len(row["kernel"]) == 12)
 
