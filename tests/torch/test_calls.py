@@ -92,7 +92,7 @@ def test_a_plain_backward_is_a_call_in_c(where, monkeypatch):
 @NEEDS_GATE
 def test_exclusions_of_keys_that_plain_tensors_do_not_have():
     """They change no call: torch 2.11 excludes Named in a backward on CUDA."""
-    x, keys = torch.ones(3), torch._C.DispatchKey
+    x, keys = torch.ones(3, dtype=torch.float64), torch._C.DispatchKey
     for key, plain in ((keys.Functionalize, True), (keys.AutogradCPU, False)):
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
             assert ours.tensors.is_plain(x) is plain
