@@ -57,10 +57,9 @@ def main() -> None:
     command = shlex.join(["python", "-m", "benchmarks.cpu", *sys.argv[1:]])
     earlier = json.loads(options.json.read_text()) if options.merge and options.json.exists() else None
     record: dict[str, Any] = {}
-    for found in measured(
-        options.threads, options.seconds, options.at_once
-    ):  # written after each count, for a run that is cut off
+    for found in measured(options.threads, options.seconds, options.at_once):
         record = merged(earlier, found | {"command": command})
+        # written after each count, for a run that is cut off
         options.json.write_text(json.dumps(record, indent=1) + "\n")
     for line in summary(record["rows"]):
         print(line)

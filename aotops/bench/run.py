@@ -161,8 +161,7 @@ class Bench:
                     hosts = times if self.machine.HOST_IS_DEVICE else self._hosts(case, contenders, list(contenders))
                 with self._entered(lambda framework: framework.recording(True)):
                     with_grad = self._hosts(case, contenders, self._recorders(case, contenders))
-                self.machine.copy_gbs(case.bytes)
-        rows = [self._row(case, name, times[name], hosts[name], with_grad.get(name)) for name in contenders]
+                rows = [self._row(case, name, times[name], hosts[name], with_grad.get(name)) for name in contenders]
         if self.machine.HOST_IS_DEVICE:
             rows = [row | {"spread": round(spread(taken[row["impl"]]), 2)} for row in rows]
         if case.flops:

@@ -754,6 +754,32 @@ struct NothingAdded {
 
 // ---------------------------------------------------------------------------------------------------------------- y
 
+// The weights of a step's scores, and what was summed so far multiplied so that both are of the same largest score.
+template <int kM, int kKeys, int kDim>
+__device__ inline void weigh_scores(MmaSums<kM, kKeys> &s, MmaSums<kM, kDim> &sums, float (&most)[kM][2],
+                                    float (&total)[kM][2], float scale) {
+#pragma unroll
+  for (int i = 0; i < kM; ++i)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float block = -kInfinity, sum = 0;
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n) block = fmaxf(block, fmaxf(s[i][n][2 * half], s[i][n][2 * half + 1]));
+      block = fmaxf(block, __shfl_xor_sync(~0u, block, 1));
+      block = fmaxf(block, __shfl_xor_sync(~0u, block, 2));
+      const float before = most[i][half], now = fmaxf(before, scale * block), base = now == -kInfinity ? 0 : now;
+      const float shrink = fast_exp2(before - base);
+      most[i][half] = now;
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) sum += s[i][n][2 * half + e] = fast_exp2(s[i][n][2 * half + e] * scale - base);
+      total[i][half] = total[i][half] * shrink + sum;
+#pragma unroll
+      for (int n = 0; n < kDim / 8; ++n) sums[i][n][2 * half] *= shrink, sums[i][n][2 * half + 1] *= shrink;
+    }
+}
+
 // kAdded: the call may have a mask or a bias, and dropout besides. kDrops: it has dropout, no mask or bias, and
 // drops_fast.
 template <typename T, class Shape, bool kAdded, bool kDrops>
@@ -838,26 +864,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
       for_scores<kM, kKeys>([&](int i, int n, int half, int e, uint32_t bit) {
         if (!(bits[i] & bit)) s[i][n][2 * half + e] = -kInfinity;
       });
-#pragma unroll
-    for (int i = 0; i < kM; ++i)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float block = -kInfinity, sum = 0;
-#pragma unroll
-        for (int n = 0; n < kKeys / 8; ++n) block = fmaxf(block, fmaxf(s[i][n][2 * half], s[i][n][2 * half + 1]));
-        block = fmaxf(block, __shfl_xor_sync(~0u, block, 1));
-        block = fmaxf(block, __shfl_xor_sync(~0u, block, 2));
-        const float before = most[i][half], now = fmaxf(before, scale * block), base = now == -kInfinity ? 0 : now;
-        const float shrink = fast_exp2(before - base);
-        most[i][half] = now;
-#pragma unroll
-        for (int n = 0; n < kKeys / 8; ++n)
-#pragma unroll
-          for (int e = 0; e < 2; ++e) sum += s[i][n][2 * half + e] = fast_exp2(s[i][n][2 * half + e] * scale - base);
-        total[i][half] = total[i][half] * shrink + sum;
-#pragma unroll
-        for (int n = 0; n < kDim / 8; ++n) sums[i][n][2 * half] *= shrink, sums[i][n][2 * half + 1] *= shrink;
-      }
+    weigh_scores<kM, kKeys, kDim>(s, sums, most, total, scale);
     if (drops_too && !kBefore) {
       typename Tile::Bits kept_too;
       tile.find_kept(kept_too, step);

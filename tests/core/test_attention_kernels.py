@@ -75,6 +75,19 @@ def added_of(b, h, n, m, kind, axes, dtype):
     return {"mask" if x.dtype == torch.bool else "bias": x}
 
 
+# Steps of which "wrong" counts the results with other bits: in a queue behind a kernel that waits, and in a graph.
+def repeat(step, wrong, *which):
+    torch.cuda._sleep(10_000_000)  # the steps are queued behind it
+    for _ in range(50):
+        step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(), step()
+    for _ in range(50):
+        graph.replay()
+    assert wrong.item() == 0, (*which, wrong.item())
+
+
 # batch, heads, kv_heads, queries, keys, head_dim, that of v, causal, window, layout, lengths, softcap, cu_seqlens, what
 # is added to scores and along which axes
 CALLS = [
@@ -214,15 +227,7 @@ for d, ends in ((64, None), (128, None), (256, None), (64, [0, 300, 1024]), (128
         y = ours.attention(*read, causal=True, cu_seqlens=of_read)
         wrong.add_((y.view(torch.int16) != expected.view(torch.int16)).any())
 
-    torch.cuda._sleep(10_000_000)  # the steps are queued behind it
-    for _ in range(50):
-        step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step(), step()
-    for _ in range(50):
-        graph.replay()
-    assert wrong.item() == 0, (d, ends, wrong.item())
+    repeat(step, wrong, d, ends)
 # So would one of a backward, by the kernels of all three gradients and by those without dq.
 for d, kind, all_three in itertools.product((64, 128), (None, "mask", "bias"), (True, False)):
     written = [torch.randn(4, 512, 8, d, device="cuda").bfloat16() for _ in range(4)]
@@ -241,15 +246,7 @@ for d, kind, all_three in itertools.product((64, 128), (None, "mask", "bias"), (
         for one, of in zip(torch.autograd.grad(y, wanted, dy), expected):
             wrong.add_((one.view(torch.int16) != of.view(torch.int16)).any())
 
-    torch.cuda._sleep(10_000_000)
-    for _ in range(50):
-        step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step(), step()
-    for _ in range(50):
-        graph.replay()
-    assert wrong.item() == 0, (d, kind, all_three, wrong.item())
+    repeat(step, wrong, d, kind, all_three)
 # A thread of torch's may still let go of a graph, which aborts while the interpreter ends (pytorch issue 190489).
 os._exit(0)
 """
