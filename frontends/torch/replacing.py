@@ -226,8 +226,8 @@ def _calls(module: nn.Module, kinds: Collection[str], uneven: str) -> Iterator[t
     """The operators for the functions that the forward of a module calls, and why they are left nevertheless."""
     if hasattr(type(module), ORIGINAL):
         return
-    for kind, known in called_by(type(module)).items():
-        reason = _unselected(kind, kinds) or ("" if known else f"its {CALLED[kind].name} is not a known one")
+    for kind, unknown in called_by(type(module)).items():
+        reason = _unselected(kind, kinds) or (f"its {unknown} is not a known one" if unknown else "")
         reason = reason or (uneven if kind == "rope" else "") or _own_ways(module, ())
         yield kind, f"{kind}: {reason}" if reason else ""
 
