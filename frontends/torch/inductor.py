@@ -136,19 +136,9 @@ def _decomposition(op: Op, forward: Op, overload: Any, composed: Callable[..., A
         inputs, attrs, wanted = split(args)
         if op.fuses and not op.fuses.issuperset(wanted):
             return NotImplemented
-        return _packed(op, wanted, composed(op, attrs, _made_once(inputs), wanted, all_narrow(inputs)))
+        return _packed(op, wanted, composed(op, attrs, recomputed.made_once(inputs), wanted, all_narrow(inputs)))
 
     return decomposed
-
-
-def _made_once(inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Inputs of fewer axes, as views that Inductor computes what they are of for. Else it computes a table of cosines
-    again wherever it is read: for each head of each layer."""
-    axes = max(t.dim() for t in inputs if t is not None)
-    return [
-        t.as_strided(t.shape, t.stride()) if t is not None and t.dim() < axes and t.is_floating_point() else t
-        for t in inputs
-    ]
 
 
 # ----------------------------------------------------------------------------------------------------------- lowerings

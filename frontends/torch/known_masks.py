@@ -1,4 +1,4 @@
-"""What forwards of transformers' models make causal masks of, known by the bytecode of those statements: positions that
+"""Statements of transformers' models that make causal masks, known by their bytecode: those that make positions, which
 rise by one, where a call gives none, and the calls of the functions that make the masks.
 
 A name in capitals stands for any other, but END, which ends what is compared.

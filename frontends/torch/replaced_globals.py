@@ -28,7 +28,7 @@ class Called(NamedTuple):
     ours: Callable[[Any], Any]
     methods: tuple[str, ...] = ("forward",)
     unknown: Callable[[FunctionType], str] = lambda function: ""
-    """What else in a method is not known, or ""."""
+    """Another name in a method that is not known, or ""."""
 
 
 def kinds_of(cls: type) -> tuple[str, ...]:

@@ -105,7 +105,7 @@ def replace(
     Args:
         model: on any device, in any dtype, training or not.
         only: the kinds to replace: "layer_norm", "rms_norm", "gelu", "swiglu", "linear" (with the activation after it),
-            "softmax", "cross_entropy", "conv2d" and "rope". Default: all.
+            "softmax", "cross_entropy", "conv2d", "rope" and "mask". Default: all.
         without: kinds to leave.
         also: kinds that are replaced only where they are asked for. "linear_cross_entropy": the head of a model for
             language and its loss, where the model is called in training with ``labels=``: its result then has no
