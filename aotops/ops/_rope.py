@@ -40,13 +40,13 @@ def gradient_dims(stated):
 
 
 def rotated_heads(m, x, cos, sin, positions, interleaved, layout, rotary_dim, back=False):
-    """x by the angles of its positions, wide. ``back``: by the opposite ones."""
+    """x by the angles of its positions. ``back``: by the opposite ones. Rounded before it is joined: a compiler may keep
+    what is joined in memory."""
     rotated, rest = _parts(x, rotary_dim)
     c, s = (_rows(m, t, x, positions, layout, rotated) for t in (cos, sin))
     a, b = _pairs(m, m.wide(rotated), interleaved)
-    if back:
-        return _joined(m, a * c + b * s, b * c - a * s, rest, interleaved)
-    return _joined(m, a * c - b * s, b * c + a * s, rest, interleaved)
+    a, b = (a * c + b * s, b * c - a * s) if back else (a * c - b * s, b * c + a * s)
+    return _joined(m, m.like(a, x), m.like(b, x), rest, interleaved)
 
 
 def table_gradients(m, dy, x, cos, positions, interleaved, layout, rotary_dim):
@@ -77,7 +77,7 @@ def _joined(m, a, b, rest, interleaved):
         y = m.reshape(m.concatenate([a[..., None], b[..., None]]), (*a.shape[:-1], 2 * a.shape[-1]))
     else:
         y = m.concatenate([a, b])
-    return y if rest is None else m.concatenate([y, m.wide(rest)])
+    return y if rest is None else m.concatenate([y, rest])
 
 
 def _rows(m, table, x, positions, layout, rotated):

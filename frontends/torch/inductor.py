@@ -136,7 +136,7 @@ def _decomposition(op: Op, forward: Op, overload: Any, composed: Callable[..., A
         inputs, attrs, wanted = split(args)
         if op.fuses and not op.fuses.issuperset(wanted):
             return NotImplemented
-        return _packed(op, wanted, composed(op, attrs, inputs, wanted, all_narrow(inputs)))
+        return _packed(op, wanted, composed(op, attrs, recomputed.made_once(inputs), wanted, all_narrow(inputs)))
 
     return decomposed
 

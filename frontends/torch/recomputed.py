@@ -4,13 +4,16 @@ A product keeps its operand for its backward. Where swiglu has made the operand,
 of as well. The partition of the graph keeps all three: it recomputes nothing that a product reads, since that must be
 written once more. But the kernel of swiglu's gradients has the inputs in registers, so that one write is all, for as
 much memory from the forward to the backward.
+
+Tables are what must not be computed again: of cosines, Inductor would for each head of each layer that reads them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -61,3 +64,15 @@ def _inputs(node: Node, operator: str) -> set[Node]:
         for x in left.pop().all_input_nodes:
             (left.append if _operator(x) == operator else found.add)(x)
     return found
+
+
+def made_once(inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Inputs of fewer axes as views for which Inductor keeps in memory what they are of."""
+    axes = max(t.dim() for t in inputs if t is not None)
+
+    def is_table(t: Tensor) -> bool:
+        begin = t.storage_offset()
+        begins = isinstance(begin, int) and begin == 0  # Inductor may take a view for one of its memory's beginning
+        return begins and t.dim() < axes and t.is_floating_point() and t.is_contiguous()
+
+    return [t.as_strided(t.shape, t.stride()) if t is not None and is_table(t) else t for t in inputs]

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from . import replaced_globals
+from . import replaced_globals, replaced_masks
 from .known_modules import ORIGINAL
 from .replaced_forwards import FUSED, MADE_FOR, learn, operator_of, serve_of
 from .tensors import is_compiling
@@ -26,7 +26,7 @@ def class_for(original: type[nn.Module], kinds: tuple[str, ...]) -> type[nn.Modu
 
 def _made(original: type[nn.Module], kinds: tuple[str, ...]) -> type[nn.Module]:
     """It has the name of the original, by which others know a module."""
-    own: dict[str, Any] = {"forward": _forward(original, kinds), "__reduce_ex__": _reduced, ORIGINAL: original}
+    own: dict[str, Any] = {"__reduce_ex__": _reduced, ORIGINAL: original, **_methods(original, kinds)}
     own |= {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")} | {_KINDS: kinds}
     made = type(original.__name__, (original,), own)
     MADE_FOR[made] = original
@@ -34,13 +34,17 @@ def _made(original: type[nn.Module], kinds: tuple[str, ...]) -> type[nn.Module]:
     return made
 
 
-def _forward(original: type[nn.Module], kinds: tuple[str, ...]) -> Any:
-    theirs = original.forward
+def _methods(original: type[nn.Module], kinds: tuple[str, ...]) -> dict[str, Any]:
     if replaced_globals.kinds_of(original):
-        return replaced_globals.exchanged(theirs, kinds)
+        return replaced_masks.without_positions(original, kinds, replaced_globals.methods_of(original, kinds))
+    return {"forward": _forward(original)}
+
+
+def _forward(original: type[nn.Module]) -> Any:
+    theirs = original.forward
     form, names = learn(original)  # type: ignore[misc]
     serve = serve_of(form, names)
-    if kinds[0] == "linear_cross_entropy":
+    if form.kind == "linear_cross_entropy":
         return _of_a_model(serve, theirs)
     return _of_a_layer(serve, theirs, form.kind in FUSED)
 
@@ -91,5 +95,5 @@ def _loss(theirs: type[nn.Module]) -> type[nn.Module]:
 
 
 replaced_globals.CALLED["cross_entropy"] = replaced_globals.Called(
-    "CrossEntropyLoss", lambda value: value is nn.CrossEntropyLoss, _loss
+    ("CrossEntropyLoss",), lambda value: value is nn.CrossEntropyLoss, _loss
 )

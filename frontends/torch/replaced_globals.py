@@ -8,6 +8,7 @@ They are copied when the class is made: a name that is assigned to later in tran
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import CellType, FunctionType
 from typing import Any, NamedTuple
 
@@ -20,31 +21,57 @@ from .known_rotations import is_partial, is_rotation
 
 
 class Called(NamedTuple):
-    """A global name of a forward, and the function that makes ours of what it means."""
+    """Global names of a forward, and the function that makes ours of what they mean."""
 
-    name: str
+    names: tuple[str, ...]
     is_known: Callable[[Any], bool]
     ours: Callable[[Any], Any]
+    methods: tuple[str, ...] = ("forward",)
+    unknown: Callable[[FunctionType], str] = lambda function: ""
+    """Another name in a method that is not known, or ""."""
 
 
 def kinds_of(cls: type) -> tuple[str, ...]:
-    """The kinds of operators whose functions a class's forward calls."""
-    return tuple(kind for kind, known in called_by(cls).items() if known)
+    """The kinds of operators whose functions a class's methods call."""
+    return tuple(kind for kind, unknown in called_by(cls).items() if not unknown)
 
 
-def called_by(cls: type) -> dict[str, bool]:
-    """The kinds whose names a class's forward has, and whether the name means what it is known to mean."""
-    forward = _undecorated(getattr(cls, "forward", None))
-    if forward is None:
-        return {}
-    return {
-        kind: bool(called.is_known(global_of(forward, called.name)))
-        for kind, called in CALLED.items()
-        if called.name in forward.__code__.co_names and called.name in forward.__globals__
-    }
+def called_by(cls: type) -> dict[str, str]:
+    """The kinds whose names a class's methods have, and the name that does not mean what it is known to mean, or ""."""
+    found = {}
+    for kind, called in CALLED.items():
+        functions = [each for each in map(partial(_caller, cls, called), called.methods) if each]
+        if functions:
+            unknown = (
+                next((name for name in _names(each, called) if not called.is_known(global_of(each, name))), "")
+                or called.unknown(each)
+                for each in functions
+            )
+            found[kind] = next(filter(None, unknown), "")
+    return found
 
 
-def _undecorated(function: Any) -> FunctionType | None:
+def _caller(cls: type, called: Called, method: str) -> FunctionType | None:
+    """The method of a class, without decorators, if it has one of the names."""
+    function = undecorated(getattr(cls, method, None))
+    return function if function and _names(function, called) else None
+
+
+def _names(function: FunctionType, called: Called) -> list[str]:
+    return [name for name in called.names if name in function.__code__.co_names and name in function.__globals__]
+
+
+def methods_of(cls: type, kinds: tuple[str, ...]) -> dict[str, FunctionType]:
+    """The methods of a class that call functions of these kinds, on ours."""
+    callers: dict[str, list[Called]] = {}
+    for kind in kinds:
+        for method in CALLED[kind].methods:
+            if _caller(cls, CALLED[kind], method):
+                callers.setdefault(method, []).append(CALLED[kind])
+    return {method: exchanged(getattr(cls, method), all_called) for method, all_called in callers.items()}
+
+
+def undecorated(function: Any) -> FunctionType | None:
     """The function below decorators, each of which holds the next one in its closure; else None."""
     while isinstance(function, FunctionType) and hasattr(function, "__wrapped__"):
         inner = function.__wrapped__
@@ -59,16 +86,18 @@ def _holds(cell: CellType, value: Any) -> bool:
         return False
 
 
-def exchanged(forward: Any, kinds: tuple[str, ...]) -> FunctionType:
-    """Torch's compiler takes a global of a function without ``__name__`` from the function, not from the module of that
+def exchanged(forward: Any, all_called: list[Called]) -> FunctionType:
+    """A function, or one below its decorators, with ours for the names that it calls.
+
+    Torch's compiler takes a global of a function without ``__name__`` from the function, not from the module of that
     name."""
     others, closure = forward.__globals__, forward.__closure__
     inner = getattr(forward, "__wrapped__", None)
     if inner is None:
-        own = {CALLED[kind].name: CALLED[kind].ours(global_of(forward, CALLED[kind].name)) for kind in kinds}
+        own = {name: each.ours(global_of(forward, name)) for each in all_called for name in _names(forward, each)}
         others = {name: value for name, value in others.items() if name != "__name__"} | own
     else:
-        made_inner = exchanged(inner, kinds)
+        made_inner = exchanged(inner, all_called)
         closure = tuple(CellType(made_inner) if _holds(cell, inner) else cell for cell in closure)
     made = FunctionType(forward.__code__, others, forward.__name__, forward.__defaults__, closure)
     for name in ("__kwdefaults__", "__annotations__", "__doc__", "__module__", "__qualname__"):
@@ -167,6 +196,6 @@ def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 CALLED = {
-    "rope": Called("apply_rotary_pos_emb", is_rotation, _rotation),
-    "attention": Called("ALL_ATTENTION_FUNCTIONS", _is_table, _attentions),
+    "rope": Called(("apply_rotary_pos_emb",), is_rotation, _rotation),
+    "attention": Called(("ALL_ATTENTION_FUNCTIONS",), _is_table, _attentions),
 }

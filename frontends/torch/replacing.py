@@ -105,7 +105,7 @@ def replace(
     Args:
         model: on any device, in any dtype, training or not.
         only: the kinds to replace: "layer_norm", "rms_norm", "gelu", "swiglu", "linear" (with the activation after it),
-            "softmax", "cross_entropy", "conv2d" and "rope". Default: all.
+            "softmax", "cross_entropy", "conv2d", "rope" and "mask". Default: all.
         without: kinds to leave.
         also: kinds that are replaced only where they are asked for. "linear_cross_entropy": the head of a model for
             language and its loss, where the model is called in training with ``labels=``: its result then has no
@@ -226,8 +226,8 @@ def _calls(module: nn.Module, kinds: Collection[str], uneven: str) -> Iterator[t
     """The operators for the functions that the forward of a module calls, and why they are left nevertheless."""
     if hasattr(type(module), ORIGINAL):
         return
-    for kind, known in called_by(type(module)).items():
-        reason = _unselected(kind, kinds) or ("" if known else f"its {CALLED[kind].name} is not a known one")
+    for kind, unknown in called_by(type(module)).items():
+        reason = _unselected(kind, kinds) or (f"its {unknown} is not a known one" if unknown else "")
         reason = reason or (uneven if kind == "rope" else "") or _own_ways(module, ())
         yield kind, f"{kind}: {reason}" if reason else ""
 

@@ -459,6 +459,32 @@ def test_hidden_units_are_computed_again_in_the_backward(as_on_a_gpu, case, dtyp
 # -------------------------------------------------------------------------------------------------------------- unread
 
 
+@pytest.mark.parametrize(("first", "rows"), [(0, 8), (0, 5), (3, 5)])
+def test_a_table_is_computed_once(formatted, first, rows):
+    """A table of cosines and one of sines, by the code of forward and backward together, however many read them; and
+    the rows that are read, where they are some of a table."""
+    from torch._inductor.utils import run_and_get_code
+
+    def turned(x, y, frequencies):
+        angles = torch.arange(8)[:, None] * frequencies
+        cos, sin = (t.to(x.dtype)[first : first + rows] for t in (angles.cos(), angles.sin()))
+        x, y = (ours.rope(t, cos, sin) for t in (x, y))
+        return ours.rope(x * 2, cos, sin) * y.sum(2, keepdim=True)
+
+    def losses(call):
+        torch.manual_seed(0)
+        given = [torch.randn(2, rows, n, 8, requires_grad=True) for n in (4, 2)]
+        result = call(*given, torch.rand(4))
+        return result, *torch.autograd.grad(result.square().sum(), given)
+
+    expected = losses(turned)
+    found, code = run_and_get_code(losses, torch.compile(turned))
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    if not first:
+        assert "\n".join(code).count("cos(") <= 2  # the forward's, and the backward's
+
+
 @pytest.mark.parametrize("name", ["add_layer_norm", "add_rms_norm"])
 @pytest.mark.parametrize("read", [(True, False), (False, True), (True, True)], ids=str)
 def test_nothing_is_computed_for_a_sum_that_nobody_reads(name, read):

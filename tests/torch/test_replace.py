@@ -105,13 +105,13 @@ def timm_resnet():
 
 
 MODELS = {
-    gpt2: {"layer_norm": 5, "linear": 2, "gelu": 2, "cross_entropy": 1},
-    llama: {"rms_norm": 5, "swiglu": 2, "cross_entropy": 1, "rope": 2},
-    qwen: {"rms_norm": 9, "swiglu": 2, "cross_entropy": 1, "rope": 2},
-    gemma2: {"rms_norm": 9, "gelu": 2, "cross_entropy": 1, "rope": 2},
-    gpt_neox: {"layer_norm": 5, "linear": 2, "gelu": 2, "cross_entropy": 1, "rope": 2},
-    bert: {"layer_norm": 6, "linear": 3, "gelu": 3, "cross_entropy": 1},
-    vit: {"layer_norm": 5, "linear": 2, "gelu": 2, "conv2d": 1},
+    gpt2: {"layer_norm": 5, "linear": 2, "gelu": 2, "cross_entropy": 1, "mask": 1},
+    llama: {"rms_norm": 5, "swiglu": 2, "cross_entropy": 1, "rope": 2, "mask": 1},
+    qwen: {"rms_norm": 9, "swiglu": 2, "cross_entropy": 1, "rope": 2, "mask": 1},
+    gemma2: {"rms_norm": 9, "gelu": 2, "cross_entropy": 1, "rope": 2, "mask": 1},
+    gpt_neox: {"layer_norm": 5, "linear": 2, "gelu": 2, "cross_entropy": 1, "rope": 2, "mask": 1},
+    bert: {"layer_norm": 6, "linear": 3, "gelu": 3, "cross_entropy": 1, "mask": 1},
+    vit: {"layer_norm": 5, "linear": 2, "gelu": 2, "conv2d": 1, "mask": 1},
     timm_vit: {"layer_norm": 5, "linear": 2, "gelu": 2, "conv2d": 1},
     timm_resnet: {"conv2d": 1},
 }
