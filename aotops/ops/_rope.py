@@ -40,8 +40,8 @@ def gradient_dims(stated):
 
 
 def rotated_heads(m, x, cos, sin, positions, interleaved, layout, rotary_dim, back=False):
-    """x by the angles of its positions. ``back``: by the opposite ones. Rounded before it is joined: a compiler may keep
-    what is joined in memory."""
+    """x by the angles of its positions. ``back``: by the opposite ones. Each half is rounded before both are joined: a
+    compiler may keep what is joined in memory."""
     rotated, rest = _parts(x, rotary_dim)
     c, s = (_rows(m, t, x, positions, layout, rotated) for t in (cos, sin))
     a, b = _pairs(m, m.wide(rotated), interleaved)
