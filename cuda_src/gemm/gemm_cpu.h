@@ -211,6 +211,10 @@ struct Block {
   static constexpr int kRows = k32Registers ? (kLanesA == 16 ? 12 : 8) : kLanesA == 8 ? 6 : kLanesA;
   static constexpr int kVectors = k32Registers ? (kLanesA == 16 ? 2 : 3) : kLanesA == 8 ? 2 : kLanesA == 4 ? 3 : 4;
   static constexpr int kCols = kVectors * kLanesA;
+  // Rows that are gathered, by one strip of columns, and by two, if so: more pointers than fit the registers are
+  // slower.
+  static constexpr bool kTwoStrips = k32Registers && kLanesA == 16;
+  static constexpr int kGatheredRows = kTwoStrips ? 8 : kRows, kGatheredRowsOfTwo = 6;
   // Panels that fit a thread's second-level cache: of A (kPanelRows, kDepth), of B (kDepth, kPanelCols).
   static constexpr int kDepth = 256, kPanelRows = 240, kPanelCols = 480;
 };
@@ -271,12 +275,14 @@ GatheredA<A, n> rows_of(Gathered<A> a) {
 // kCols columns of B: packed (depth, kCols), or unpacked in rows of B.
 template <typename A>
 struct PackedB {
+  static constexpr int kVectors = Block<A>::kVectors;
   const A *b;
 
   VecOf<A> operator()(int64_t p, int64_t column) const { return load(b + p * Block<A>::kCols + column); }
 };
 template <class Terms, typename T>
 struct UnpackedB {
+  static constexpr int kVectors = Block<Accumulate<T>>::kVectors;
   Matrix<T> b;
   int64_t terms;
 
@@ -289,22 +295,36 @@ struct UnpackedB {
   }
 };
 
-// rows x kCols of C (+)= a times b.
+// Two adjacent strips of a packed B, whose distance is `next`.
+template <typename A>
+struct TwoStrips {
+  static constexpr int kVectors = 2 * Block<A>::kVectors;
+  const A *b;
+  int64_t next;
+
+  VecOf<A> operator()(int64_t p, int64_t column) const {
+    constexpr int kCols = Block<A>::kCols;
+    return load(b + (column < kCols ? 0 : next) + p * kCols + column % kCols);
+  }
+};
+
+// rows of C (+)= a times b, which has Columns::kVectors vectors of columns.
 template <class Terms, int rows, typename A, class Rows, class Columns>
 void micro_kernel(int64_t depth, Rows a, Columns b, bool add, A *c, int64_t ldc) {
   using B = Block<A>;
-  VecOf<A> sum[rows][B::kVectors];
+  constexpr int kVectors = Columns::kVectors;
+  VecOf<A> sum[rows][kVectors];
   auto each = [](auto f) {
 #pragma GCC unroll 16
     for (int i = 0; i < rows; ++i)
 #pragma GCC unroll 4
-      for (int v = 0; v < B::kVectors; ++v) f(i, v);
+      for (int v = 0; v < kVectors; ++v) f(i, v);
   };
   each([&](int i, int v) { sum[i][v] = VecOf<A>{}; });
   for (int64_t p = 0; p < depth; ++p, a.next()) {
-    VecOf<A> right[B::kVectors];
+    VecOf<A> right[kVectors];
 #pragma GCC unroll 4
-    for (int v = 0; v < B::kVectors; ++v) right[v] = b(p, v * B::kLanesA);
+    for (int v = 0; v < kVectors; ++v) right[v] = b(p, v * B::kLanesA);
     each([&](int i, int v) { sum[i][v] = Terms::add(sum[i][v], Terms::spread(a(i)), right[v]); });
   }
   // partial sums of kDepth terms, so that rounding errors grow more slowly
@@ -314,11 +334,11 @@ void micro_kernel(int64_t depth, Rows a, Columns b, bool add, A *c, int64_t ldc)
   });
 }
 
-template <class Terms, typename A, class Left, class Columns, int rows = Block<A>::kRows>
+template <class Terms, int rows, typename A, class Left, class Columns>
 void run_micro_kernel(int64_t n, int64_t depth, Left a, Columns b, bool add, A *c, int64_t ldc) {
   if constexpr (rows > 0) {
     if (n == rows) return micro_kernel<Terms, rows>(depth, rows_of<rows>(a), b, add, c, ldc);
-    run_micro_kernel<Terms, A, Left, Columns, rows - 1>(n, depth, a, b, add, c, ldc);
+    run_micro_kernel<Terms, rows - 1>(n, depth, a, b, add, c, ldc);
   }
 }
 
@@ -717,14 +737,17 @@ struct GemmTile {
   // for the last columns, which are not a whole block.
   template <class Terms>
   bool compute_by_panels(bool unpacked_b) const {
-    constexpr int64_t kBlockRows = kTiles<Terms> ? B::kCols : B::kRows;
+    constexpr bool kPoints = kGathers && !std::is_same_v<Left, InPlace<A>>;
+    constexpr bool kMayTakeTwo = kPoints && B::kTwoStrips && !kTiles<Terms>;
+    constexpr int kRows = kPoints ? B::kGatheredRows : B::kRows;
     const bool long_sum = k > kPartialTerms;
     const int64_t most = panel_depth<Terms>();
     const Panels<A> panels(long_sum);
     if (!panels.a) return false;
     const bool one_panel = k <= most;
-    const int64_t stride = one_panel && !kStores ? B::kCols : ceil_div(n, B::kCols) * B::kCols;
+    const int64_t stride = one_panel && !kStores ? (kMayTakeTwo ? 2 : 1) * B::kCols : ceil_div(n, B::kCols) * B::kCols;
     const int64_t unpacked_cols = unpacked_b ? n / B::kCols * B::kCols : 0;
+    const bool takes_two = kMayTakeTwo && !unpacked_b;
     [[maybe_unused]] const RegistersOf<Terms> registers;
     int64_t p = 0;
     do {
@@ -742,20 +765,30 @@ struct GemmTile {
           if constexpr (kGathers) return a.at(i, p);
           else return static_cast<const A *>(panels.a + i / B::kRows * strip<B::kRows, A>(depth));
         }();
+        if constexpr (kMayTakeTwo)
+          if (takes_two && n - j > B::kCols) {
+            TwoStrips<A> right{panels.b + j / B::kCols * strip<B::kCols, A>(depth), strip<B::kCols, A>(depth)};
+            if constexpr (kPacked) right = {b.block(p, j).b, strip<B::kCols, A>(b.k)};
+            return run_micro_kernel<Terms, B::kGatheredRowsOfTwo>(rows, depth, left, right, added, sums, ld);
+          }
         if constexpr (kPacked) {
-          run_micro_kernel<Terms>(rows, depth, left, b.block(p, j), added, sums, ld);
+          run_micro_kernel<Terms, kRows>(rows, depth, left, b.block(p, j), added, sums, ld);
         } else {
           if (j < unpacked_cols)
-            return run_micro_kernel<Terms>(rows, depth, left, UnpackedB<Terms, T>{b.at(p, j), terms}, added, sums, ld);
+            return run_micro_kernel<Terms, kRows>(rows, depth, left, UnpackedB<Terms, T>{b.at(p, j), terms}, added,
+                                                  sums, ld);
           const PackedB<A> right{panels.b + (j - unpacked_cols) / B::kCols * strip<B::kCols, A>(depth)};
-          run_micro_kernel<Terms>(rows, depth, left, right, added, sums, ld);
+          run_micro_kernel<Terms, kRows>(rows, depth, left, right, added, sums, ld);
         }
       };
-      for (int64_t j = 0; j < n; j += B::kCols)
-        for (int64_t i = 0; i < m; i += kBlockRows) {
-          const int64_t rows = m - i < kBlockRows ? m - i : kBlockRows, cols = n - j < B::kCols ? n - j : B::kCols;
+      for (int64_t j = 0, block_cols; j < n; j += block_cols) {
+        const bool two = takes_two && n - j > B::kCols;
+        block_cols = two ? 2 * B::kCols : B::kCols;
+        const int64_t block_rows = kTiles<Terms> ? B::kCols : two ? B::kGatheredRowsOfTwo : kRows;
+        for (int64_t i = 0; i < m; i += block_rows) {
+          const int64_t rows = m - i < block_rows ? m - i : block_rows, cols = n - j < block_cols ? n - j : block_cols;
           if constexpr (std::is_same_v<Epilogue, NoEpilogue> && std::is_same_v<C, A>)
-            if (cols == B::kCols && !long_sum) {
+            if (cols == block_cols && !long_sum) {
               accumulate(i, j, rows, add || p, c + i * ldc + j, ldc);
               continue;
             }
@@ -771,6 +804,7 @@ struct GemmTile {
           if constexpr (!kStores)
             if (all) store_sums(i, j, rows, cols, sums, stride);
         }
+      }
       p += terms;
     } while (p < k);
     if constexpr (kStores) epilogue.store(row, column, m, n, panels.c, stride);
