@@ -43,12 +43,12 @@ struct Moments {
 };
 
 // Two passes over the row, which stays in a cache: the mean, then the squares; rms_norm needs only the second. That one
-// prefetches the next row, because the memory is idle.
-template <bool kCentred, typename T, typename R, bool kAdd, typename A = Accumulate<T>>
-Moments<A> row_moments(Row<T, R, kAdd> x, Row<T, R, kAdd> next, int64_t n, double eps) {
+// prefetches the next row, because the memory is idle. first(j, part) is the row in the first pass.
+template <bool kCentred, typename T, class First, class X, class Next, typename A = Accumulate<T>>
+Moments<A> row_moments(First first, X x, Next next, int64_t n, double eps) {
   const double inverse_n = 1. / n;
   double sum_x = 0, sum_d = 0, sum_d2 = 0;
-  if constexpr (kCentred) sum_x = sum_row<T>(n, x);
+  if constexpr (kCentred) sum_x = sum_row<T>(n, first);
   const A mean = sum_x * inverse_n;
   for_blocks(n, [&](int64_t begin, int64_t size) {
     Vec<T> d1[4] = {}, d2[4] = {};
@@ -58,7 +58,7 @@ Moments<A> row_moments(Row<T, R, kAdd> x, Row<T, R, kAdd> next, int64_t n, doubl
         Vec<T> d = keep<T>(x(begin + j, part) - mean, part);
         d1[k] += d, d2[k] += d * d;
       } else {
-        Vec<T> v = x(begin + j, part);
+        Vec<T> v = first(begin + j, part);
         d2[k] += v * v;
       }
     });
@@ -108,9 +108,24 @@ struct Forward {
     constexpr int kStats = kCentred ? 2 : 1;
     for (int64_t i = begin; i < end; ++i) {
       const Row<T, R, kAdd> row = x + i * n, next = i + 1 < end ? row + n : row;
-      const Moments<A> m = row_moments<kCentred>(row, next, n, eps);
       const int64_t line = affine.lines == 1 ? 0 : i % affine.lines;
-      write(row, affine.line(line * n), y + i * n, kAdd ? h + i * n : nullptr, m);
+      const auto moments = [=](auto first, auto x)
+                               AOT_INLINED { return row_moments<kCentred, T>(first, x, next, n, eps); };
+      Moments<A> m;
+      if (kAdd && !stream) {  // the first pass stores the sums, which the others read
+        R *const sums = h + i * n;
+        const Row<R, R, false> stored{sums, nullptr};
+        m = moments(
+            [=](int64_t j, auto part) AOT_INLINED {
+              const Vec<T> v = row(j, part);
+              return store(sums + j, v, part), v;
+            },
+            stored);
+        write(stored, affine.line(line * n), y + i * n, nullptr, m);
+      } else {
+        m = moments(row, row);
+        write(row, affine.line(line * n), y + i * n, kAdd ? h + i * n : nullptr, m);
+      }
       if (!stats) continue;
       if (kCentred) stats[kStats * i] = m.mean + m.mean_error;
       stats[kStats * i + kStats - 1] = m.rstd;
@@ -119,10 +134,13 @@ struct Forward {
   }
 
  private:
-  void write(Row<T, R, kAdd> row, Affine<W> affine, T *y, R *h, Moments<A> m) const {
+  // h: null if it is stored already.
+  template <class X>
+  void write(X row, Affine<W> affine, T *y, R *h, Moments<A> m) const {
     auto step = [=](int64_t j, auto part) {
       Vec<T> v = row(j, part);
-      if constexpr (kAdd) store(h + j, v, part);
+      if constexpr (kAdd)
+        if (h) store(h + j, v, part);
       if constexpr (kCentred) v = (v - m.mean) * m.rstd - m.mean_error * m.rstd;
       else v *= m.rstd;
       v = v * affine.scale(j, part);
@@ -171,7 +189,7 @@ struct Backward {
   Moments<A> moments(int64_t i) const {
     if (stats) return {kCentred ? stats[kStats * i] : A(0), stats[kStats * i + kStats - 1], 0};
     const Row<R, R, false> row{x + i * n, nullptr};
-    return row_moments<kCentred>(row, row, n, eps);
+    return row_moments<kCentred, T>(row, row, row, n, eps);
   }
 
   // K rows of a line, from row i on. `next`: how many elements further on to prefetch.
