@@ -1,9 +1,9 @@
 """Every operator on the CPU beside torch's, at several counts of threads: `python -m benchmarks.cpu`.
 
 Forward and backward, small and large, in float32 and bfloat16, as `aotops bench` measures them. The runtime of the
-threads reads their number when it starts, so each count has a process of its own; with `--at-once` all have cores of
-their own at the same time, and those of few threads are divided into several processes of some of the operators each.
-Writes one file of all counts, and prints the cases in which torch is more than 5 % ahead.
+threads reads their number when it starts, so each count has a process of its own; with `--at-once` they run at the same
+time, on cores of their own, and those of few threads are divided into several processes of some of the operators each.
+Writes one file of all counts as they are measured, and prints the cases in which torch is more than 5 % ahead.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ SECONDS = 0.3
 """A case ends after so many, if each implementation has had three turns: four counts take some 4 minutes."""
 PARTS = {1: 4, 2: 2}
 """How many processes a count is divided into by `--at-once`: 32 cores then do all counts in some 2 minutes."""
+POLL_SECONDS = 1
 ALLOWED = 1.05
 
 Row = dict[str, Any]
@@ -46,62 +49,111 @@ run(Options(ops=sys.argv[4:], device="cpu", impls=["aotops", "torch"], dtypes=["
 """
 
 
+@dataclass
+class Job:
+    """A process that measures some operators with one count of threads."""
+
+    threads: int
+    ops: Sequence[str]
+    file: Path
+    cores: list[int] = field(default_factory=list)
+    """Those that it may use; [] for all."""
+    process: subprocess.Popen[bytes] | None = None
+    found: dict[str, Any] | None = None
+    """What it has measured so far."""
+
+    def start(self, seconds: float) -> None:
+        cases = str(ROOT / "tests/cases")
+        command = [sys.executable, "-c", MEASURE, cases, str(self.file), str(seconds), *self.ops]
+        if self.cores:
+            command = ["taskset", "-c", ",".join(map(str, self.cores)), *command]
+        environment = os.environ | {"OMP_NUM_THREADS": str(self.threads)}
+        self.process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+
+    def read(self) -> None:
+        with suppress(FileNotFoundError, json.JSONDecodeError):  # nothing yet; being written
+            self.found = json.loads(self.file.read_text())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--threads", type=int, nargs="+", default=THREADS)
     parser.add_argument("--seconds", type=float, default=SECONDS, help="Of a case, after which three turns are enough")
-    parser.add_argument("--at-once", action="store_true", help="All counts at the same time, on cores of their own")
+    parser.add_argument("--at-once", action="store_true", help="As many counts at the same time as there are cores for")
     parser.add_argument("--json", type=Path, default=RESULT, help="Default: %(default)s")
     parser.add_argument("--merge", action="store_true", help="Keep the other counts of that file")
     options = parser.parse_args()
     command = shlex.join(["python", "-m", "benchmarks.cpu", *sys.argv[1:]])
     earlier = json.loads(options.json.read_text()) if options.merge and options.json.exists() else None
-    record: dict[str, Any] = {}
-    for found in measured(options.threads, options.seconds, options.at_once):
-        record = merged(earlier, found | {"command": command})
-        # written after each count, for a run that is cut off
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
-    for line in summary(record["rows"]):
+    record: dict[str, Any] = {"rows": []}
+    failed: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for found in measured(jobs(options.threads, Path(folder), options.at_once), options.seconds, failed):
+            record = merged(earlier, found | {"command": command})
+            # written while it is measured, for a run that is cut off
+            options.json.write_text(json.dumps(record, indent=1) + "\n")
+    for line in [*summary(record["rows"]), *failed]:
         print(line)
+    if failed:
+        raise SystemExit(1)
 
 
-def measured(threads: Sequence[int], seconds: float, at_once: bool = False) -> Iterator[dict[str, Any]]:
-    """After each count the result of `aotops bench` with it, and the rows so far, which say of how many threads they
-    are."""
-    record: dict[str, Any] = {}
-    rows: list[Row] = []
-    found_of = _at_once(threads, seconds) if at_once else ((n, [_of_process(n, seconds, [*OPS])]) for n in threads)
-    for count, parts in found_of:
-        copies = {**record.get("copy_gbs", {}), str(count): parts[0]["copy_gbs"]}
-        of_count = [{"threads": count} | row for part in parts for row in part["rows"]]
-        rows += of_count
-        device = parts[0]["device"].rpartition(", ")[0]
-        cores = len(os.sched_getaffinity(0))
-        record = {**parts[0], "device": device, "cores": cores, "copy_gbs": copies, "rows": rows}
-        record.pop("copies", None)
-        print(f"{count} threads: {len(of_count)} rows", flush=True)
-        yield record
-
-
-def _at_once(threads: Sequence[int], seconds: float) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """The results of each count, which are those of its parts.
+def jobs(threads: Sequence[int], folder: Path, at_once: bool) -> list[Job]:
+    """Those of many threads first. ``at_once``: on cores of their own, in parts.
 
     Raises:
-        ValueError: there are too few cores.
+        ValueError: a count has more threads than there are cores.
     """
-    parts = [(count, [*OPS][i :: PARTS.get(count, 1)]) for count in threads for i in range(PARTS.get(count, 1))]
-    cores = sorted(os.sched_getaffinity(0))
-    if (needed := sum(count for count, _ in parts)) > len(cores):
-        raise ValueError(
-            f"cpu: --at-once needs {needed} cores for {[*threads]} threads, expected no more than {len(cores)}"
-        )
-    with ThreadPoolExecutor(len(parts)) as pool:
-        running = []
-        for count, ops in parts:
-            own, cores = cores[:count], cores[count:]
-            running.append((count, pool.submit(_of_process, count, seconds, ops, own)))
-        for count in threads:
-            yield count, [job.result() for of, job in running if of == count]
+    parts = {count: PARTS.get(count, 1) if at_once else 1 for count in threads}
+    if at_once and (most := max(threads)) > (cores := len(os.sched_getaffinity(0))):
+        raise ValueError(f"cpu: --at-once: {most} threads, expected no more than {cores}, the number of cores")
+    counts = sorted(parts, reverse=True) if at_once else [*parts]
+    todo = [Job(n, [*OPS][i :: parts[n]], folder / f"{n}.{i}.json") for n in counts for i in range(parts[n])]
+    for job in todo:
+        job.cores = [-1] * job.threads if at_once else []
+    return todo
+
+
+def measured(todo: Sequence[Job], seconds: float, failed: list[str]) -> Iterator[dict[str, Any]]:
+    """After each change the results of `aotops bench` so far, whose rows say of how many threads they are. Appends to
+    ``failed`` a line of each process that fails; its rows so far count."""
+    free = sorted(os.sched_getaffinity(0))
+    waiting, running, seen = [*todo], list[Job](), 0
+    try:
+        while waiting or running:
+            while waiting and len(waiting[0].cores or free) <= len(free) and (waiting[0].cores or not running):
+                job = waiting.pop(0)
+                job.cores, free = free[: len(job.cores)], free[len(job.cores) :]
+                job.start(seconds)
+                running.append(job)
+            time.sleep(POLL_SECONDS)
+            ended = [job for job in running if job.process and job.process.poll() is not None]
+            for job in running:
+                job.read()
+            for job in ended:
+                running.remove(job)
+                free = sorted([*free, *job.cores])
+                print(f"{job.threads} threads: {len(job.found['rows']) if job.found else 0} rows", flush=True)
+                if job.process and job.process.returncode:
+                    failed.append(f"{job.threads} threads: a process ended with {job.process.returncode}")
+            results = [(job.threads, job.found) for job in todo if job.found]
+            if results and (count := sum(len(found["rows"]) for _, found in results)) != seen:
+                seen = count
+                yield _together(results)
+    finally:
+        for job in running:
+            if job.process:
+                job.process.kill()
+
+
+def _together(results: Sequence[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
+    first = results[0][1]
+    rows = [{"threads": count} | row for count, found in results for row in found["rows"]]
+    copies = {str(count): found["copy_gbs"] for count, found in reversed(results)}
+    device, cores = first["device"].rpartition(", ")[0], len(os.sched_getaffinity(0))
+    return {key: value for key, value in first.items() if key != "copies"} | {
+        "device": device, "cores": cores, "copy_gbs": copies, "rows": rows,
+    }  # fmt: skip
 
 
 def merged(earlier: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
@@ -119,18 +171,6 @@ def merged(earlier: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any
     commands = dict.fromkeys([*earlier["command"].split("; "), new["command"]])
     copies = earlier["copy_gbs"] | new["copy_gbs"]
     return new | {"command": "; ".join(commands), "copy_gbs": copies, "rows": kept + new["rows"]}
-
-
-def _of_process(threads: int, seconds: float, ops: Sequence[str], cores: Sequence[int] = ()) -> dict[str, Any]:
-    """``cores``: those that it may use; () for all."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "rows.json"
-        command = [sys.executable, "-c", MEASURE, str(ROOT / "tests/cases"), str(file), str(seconds), *ops]
-        if cores:
-            command = ["taskset", "-c", ",".join(map(str, cores)), *command]
-        environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-        subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=True)
-        return dict(json.loads(file.read_text()))
 
 
 def summary(rows: Sequence[Row]) -> list[str]:

@@ -113,7 +113,6 @@ struct Weight {
   // Packs the matrices (depth, n) of all groups. contiguous: term t is at t.
   void pack(int64_t groups, int64_t depth, int64_t n, bool contiguous, Accumulate<T> *packed) const {
     constexpr int kCols = Block<Accumulate<T>>::kCols;
-    const int64_t strips = ceil_div(n, kCols);
     auto pack_strip = [=, *this](int64_t group, int64_t j) {
       const T *from = data + group * size + j * column;
       const int64_t cols = n - j < kCols ? n - j : kCols;
@@ -127,8 +126,50 @@ struct Weight {
           for (int64_t o = 0; o < kCols; ++o) to[o] = o < cols ? load_one(from + at[t] + o * column) : 0;
       }
     };
+    each_strip(groups, depth, n, pack_strip);
+  }
+
+#if defined(__AVX512F__)
+  // The same in pairs of adjacent channels, `depth` of them, with zeros behind. taps: in NCHW, else 0, where the terms
+  // may be contiguous.
+  void pack_pairs(int64_t groups, int64_t depth, int64_t n, int64_t taps, bool contiguous, float *packed) const {
+    constexpr int kCols = Block<float>::kCols;
+    const int64_t all = padded_pairs(depth);
+    auto pack_strip = [=, *this](int64_t group, int64_t j) {
+      const T *from = data + group * size + j * column;
+      const int64_t cols = n - j < kCols ? n - j : kCols;
+      float *to = packed + group * PackedMatrix<float>::size(all, n) + j / kCols * strip<kCols, float>(all);
+      std::memset(to + depth * kCols, 0, (all - depth) * kCols * sizeof *to);
+      if (contiguous) return aot::pack<BFloat16Pairs, kCols>(Matrix<T>{from, column}, cols, 2 * depth, to);
+      for (int64_t t = 0; t < depth; ++t, to += kCols) {
+        const int64_t first = taps ? 2 * (t / taps) * taps + t % taps : 2 * t, second = first + (taps ? taps : 1);
+        const int64_t next = at[second] - at[first];
+        for (int64_t o = 0; o < kCols; o += kLanes<T>) {
+          const T *pair = from + at[first] + o * column;
+          const int64_t left = cols - o < 0 ? 0 : cols - o < kLanes<T> ? cols - o : kLanes<T>;
+          if (column == 1) {
+            store(to + o, BFloat16Pairs::across(pair, next, 2, Part{left}));
+            continue;
+          }
+          VecBits pairs{};
+          for (int64_t l = 0; l < left; ++l)
+            pairs[l] = pair[l * column].bits | uint32_t{pair[l * column + next].bits} << 16;
+          store(to + o, (Vec<float>)pairs);
+        }
+      }
+    };
+    each_strip(groups, 2 * depth, n, pack_strip);
+  }
+#endif
+
+ private:
+  // f(group, column) for each strip of all groups, in threads.
+  template <class F>
+  static void each_strip(int64_t groups, int64_t depth, int64_t n, F f) {
+    constexpr int kCols = Block<Accumulate<T>>::kCols;
+    const int64_t strips = ceil_div(n, kCols);
     parallel_pieces(groups * strips, ceil_div(kGrain, depth * kCols + 1), [=](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) pack_strip(i / strips, i % strips * kCols);
+      for (int64_t i = begin; i < end; ++i) f(i / strips, i % strips * kCols);
     });
   }
 };

@@ -7,13 +7,13 @@
 //   gemm_each(products);                           products of any sizes
 //
 // a is Matrix<T>{data, stride}, or Matrix<T>{data, stride, true} if it is stored transposed, (k, m); b likewise. A and
-// B are of the same T: float16, bfloat16, float or double. Of CpuGemm a may also be a Gathered<Accumulate<T>> or an
-// InPlace<Accumulate<T>>, and b then a PackedMatrix<Accumulate<T>>, which products with several A or tiles need not
-// pack again. C is of T or of Accumulate<T>; sums are computed in Accumulate<T> and rounded to C's type once. The
-// epilogue takes a vector of sums, Vec<T>, with the row and column of its first element, and returns what to store; it
-// runs while the tile is in a cache. An epilogue with kStores has a function store(row, column, rows, cols, sums,
-// stride), which stores a tile by itself; one with kBlocks has store_block(row, column, rows, cols, sums, stride, c,
-// ldc), which stores the block of it that registers held, to c, and adds to nothing. k = 0 gives sums of zero. All
+// B are of the same T: float16, bfloat16, float or double. Of CpuGemm a may also be a Gathered<Accumulate<T>>, an
+// InPlace<Accumulate<T>> or GatheredPairs, and b then a PackedMatrix<Accumulate<T>>, which products with several A or
+// tiles need not pack again. C is of T or of Accumulate<T>; sums are computed in Accumulate<T> and rounded to C's type
+// once. The epilogue takes a vector of sums, Vec<T>, with the row and column of its first element, and returns what to
+// store; it runs while the tile is in a cache. An epilogue with kStores has a function store(row, column, rows, cols,
+// sums, stride), which stores a tile by itself; one with kBlocks has store_block(row, column, rows, cols, sums, stride,
+// c, ldc), which stores the block of it that registers held, to c, and adds to nothing. k = 0 gives sums of zero. All
 // functions may be called inside a parallel loop, and then run on the calling thread.
 //
 // C is divided into tiles, which threads take one by one. The order in which the terms of a sum are added depends on m
@@ -49,6 +49,11 @@ struct Gathered {
   const int64_t *rows, *terms;
 
   Gathered at(int64_t i, int64_t p) const { return {data, rows + i, terms + p}; }
+};
+
+// The same with pairs of bfloat16 terms in the 32 bits of a float: p counts pairs, of B too. Where `multiplies_pairs`.
+struct GatheredPairs : Gathered<float> {
+  GatheredPairs at(int64_t i, int64_t p) const { return {Gathered::at(i, p)}; }
 };
 
 // Element (i, p) is data[i * stride + p]. It is read where it lies, which pays if few columns share a packed panel.
@@ -139,10 +144,16 @@ struct BFloat16Pairs {
   }
 };
 
+// Terms that are pairs already.
+struct WholePairs : BFloat16Pairs {
+  static constexpr int kTerms = 1;
+};
+
 // Pairs for the tile registers.
 struct TileTerms : BFloat16Pairs {};
+struct TilePairs : WholePairs {};
 template <class Terms>
-constexpr bool kTiles = std::is_same_v<Terms, TileTerms>;
+constexpr bool kTiles = std::is_same_v<Terms, TileTerms> || std::is_same_v<Terms, TilePairs>;
 template <class Terms>
 using RegistersOf = std::conditional_t<kTiles<Terms>, TileRegisters, NoEpilogue>;
 #else
@@ -157,6 +168,15 @@ template <typename T>
 bool in_tiles([[maybe_unused]] int64_t m) {
 #if defined(__AVX512F__)
   if constexpr (std::is_same_v<T, bfloat16>) return m > kDotRows && TileRegisters::available();
+#endif
+  return false;
+}
+
+// Whether the processor multiplies pairs of T.
+template <typename T>
+bool multiplies_pairs() {
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<T, bfloat16>) return BFloat16Pairs::available() || TileRegisters::available();
 #endif
   return false;
 }
@@ -191,6 +211,10 @@ struct Block {
   static constexpr int kRows = k32Registers ? (kLanesA == 16 ? 12 : 8) : kLanesA == 8 ? 6 : kLanesA;
   static constexpr int kVectors = k32Registers ? (kLanesA == 16 ? 2 : 3) : kLanesA == 8 ? 2 : kLanesA == 4 ? 3 : 4;
   static constexpr int kCols = kVectors * kLanesA;
+  // Rows that are gathered, by one strip of columns, and by two, if so: more pointers than fit the registers are
+  // slower.
+  static constexpr bool kTwoStrips = k32Registers && kLanesA == 16;
+  static constexpr int kGatheredRows = kTwoStrips ? 8 : kRows, kGatheredRowsOfTwo = 6;
   // Panels that fit a thread's second-level cache: of A (kPanelRows, kDepth), of B (kDepth, kPanelCols).
   static constexpr int kDepth = 256, kPanelRows = 240, kPanelCols = 480;
 };
@@ -251,12 +275,14 @@ GatheredA<A, n> rows_of(Gathered<A> a) {
 // kCols columns of B: packed (depth, kCols), or unpacked in rows of B.
 template <typename A>
 struct PackedB {
+  static constexpr int kVectors = Block<A>::kVectors;
   const A *b;
 
   VecOf<A> operator()(int64_t p, int64_t column) const { return load(b + p * Block<A>::kCols + column); }
 };
 template <class Terms, typename T>
 struct UnpackedB {
+  static constexpr int kVectors = Block<Accumulate<T>>::kVectors;
   Matrix<T> b;
   int64_t terms;
 
@@ -269,22 +295,36 @@ struct UnpackedB {
   }
 };
 
-// rows x kCols of C (+)= a times b.
+// Two adjacent strips of a packed B, whose distance is `next`.
+template <typename A>
+struct TwoStrips {
+  static constexpr int kVectors = 2 * Block<A>::kVectors;
+  const A *b;
+  int64_t next;
+
+  VecOf<A> operator()(int64_t p, int64_t column) const {
+    constexpr int kCols = Block<A>::kCols;
+    return load(b + (column < kCols ? 0 : next) + p * kCols + column % kCols);
+  }
+};
+
+// rows of C (+)= a times b, which has Columns::kVectors vectors of columns.
 template <class Terms, int rows, typename A, class Rows, class Columns>
 void micro_kernel(int64_t depth, Rows a, Columns b, bool add, A *c, int64_t ldc) {
   using B = Block<A>;
-  VecOf<A> sum[rows][B::kVectors];
+  constexpr int kVectors = Columns::kVectors;
+  VecOf<A> sum[rows][kVectors];
   auto each = [](auto f) {
 #pragma GCC unroll 16
     for (int i = 0; i < rows; ++i)
 #pragma GCC unroll 4
-      for (int v = 0; v < B::kVectors; ++v) f(i, v);
+      for (int v = 0; v < kVectors; ++v) f(i, v);
   };
   each([&](int i, int v) { sum[i][v] = VecOf<A>{}; });
   for (int64_t p = 0; p < depth; ++p, a.next()) {
-    VecOf<A> right[B::kVectors];
+    VecOf<A> right[kVectors];
 #pragma GCC unroll 4
-    for (int v = 0; v < B::kVectors; ++v) right[v] = b(p, v * B::kLanesA);
+    for (int v = 0; v < kVectors; ++v) right[v] = b(p, v * B::kLanesA);
     each([&](int i, int v) { sum[i][v] = Terms::add(sum[i][v], Terms::spread(a(i)), right[v]); });
   }
   // partial sums of kDepth terms, so that rounding errors grow more slowly
@@ -294,11 +334,11 @@ void micro_kernel(int64_t depth, Rows a, Columns b, bool add, A *c, int64_t ldc)
   });
 }
 
-template <class Terms, typename A, class Left, class Columns, int rows = Block<A>::kRows>
+template <class Terms, int rows, typename A, class Left, class Columns>
 void run_micro_kernel(int64_t n, int64_t depth, Left a, Columns b, bool add, A *c, int64_t ldc) {
   if constexpr (rows > 0) {
     if (n == rows) return micro_kernel<Terms, rows>(depth, rows_of<rows>(a), b, add, c, ldc);
-    run_micro_kernel<Terms, A, Left, Columns, rows - 1>(n, depth, a, b, add, c, ldc);
+    run_micro_kernel<Terms, rows - 1>(n, depth, a, b, add, c, ldc);
   }
 }
 
@@ -379,6 +419,7 @@ class TileKernel {
   // Rows of a tile of C: of packed rows, and of those that are read where they lie, of which more share a panel of B.
   static constexpr int64_t kPanelRows = 256, kTallRows = 512, kPanelCols = Block<float>::kPanelCols;
   static constexpr int64_t kDepth = Block<float>::kDepth;  // pairs
+  static constexpr int64_t kWorth = 1 << 20;               // multiplications that pay for waking a thread
 
   explicit TileKernel(int64_t terms) : terms_(terms), depth_(ceil_div(terms, 2 * kPairs) * kPairs) {}
 
@@ -399,6 +440,13 @@ class TileKernel {
       for (int64_t l = 0; l < kPairs; ++l) store(to + l * pitch, lines[l]);
     });
   }
+  // All rows, of pairs that lie anywhere.
+  void pack_rows(GatheredPairs a, int64_t m, float *panel) const {
+    const int64_t pairs = terms_ / 2, pitch = row_pitch();
+    for (int64_t i = 0; i < ceil_div(m, kSide) * kSide; ++i, panel += pitch)
+      for (int64_t p = 0; p < depth_; p += kPairs)
+        store(panel + p, i < m ? gather(a.data + a.rows[i], a.terms + p, pairs - p) : Vec<float>{});
+  }
   // columns: the transpose of B
   void pack_columns(Matrix<bfloat16> columns, int64_t n, float *panel) const {
     each_chunk(columns, 0, n, [=](int64_t j, int64_t p) {
@@ -412,19 +460,38 @@ class TileKernel {
   // The block of sums at (i, j), of n rows, at most kSide, the first of which begins at a.
   void multiply(const TileRegisters &registers, Matrix<bfloat16> a, int64_t n, int64_t i, int64_t j,
                 const float *packed_a, const float *packed_b, bool add, float *sums, int64_t ld) const {
-    const bool here = in_place(a, terms_) && n == kSide, whole = n == kSide && !add;
-    TileOperand left{packed_a + (here ? 0 : place(a, i)), row_pitch() * int64_t{sizeof(float)}};
-    if (here) left = {a.data, a.stride * int64_t{sizeof(bfloat16)}};
-    const TileOperand right{packed_b + j / kSide * strip<kSide, float>(depth_), kSide * sizeof(float)};
+    const float *const right = packed_b + j / kSide * strip<kSide, float>(depth_);
+    if (in_place(a, terms_) && n == kSide)
+      return multiply(registers, {a.data, a.stride * int64_t{sizeof(bfloat16)}}, n, right, add, sums, ld);
+    multiply(registers, packed_rows(packed_a + place(a, i)), n, right, add, sums, ld);
+  }
+  // The block of n packed rows from row i on, with a strip of packed pairs of B.
+  void multiply(const TileRegisters &registers, int64_t n, int64_t i, const float *packed_a, const float *strip_of_b,
+                bool add, float *sums, int64_t ld) const {
+    multiply(registers, packed_rows(packed_a + i * row_pitch()), n, strip_of_b, add, sums, ld);
+  }
+
+ private:
+  void multiply(const TileRegisters &registers, TileOperand left, int64_t n, const float *right, bool add, float *sums,
+                int64_t ld) const {
+    const bool whole = n == kSide && !add;
     alignas(64) float found[kSide * kSide];
-    registers.multiply(left, right, depth_ / kPairs, whole ? sums : found, whole ? ld : kSide);
+    registers.multiply(left, {right, kSide * sizeof(float)}, depth_ / kPairs, whole ? sums : found, whole ? ld : kSide);
     for (int64_t r = 0; r < n && !whole; ++r)
       sweep<float>(kSide, [=, more = found + r * kSide, to = sums + r * ld](int64_t l, auto part) {
         store(to + l, add ? load(to + l, part) + load(more + l, part) : load(more + l, part), part);
       });
   }
 
- private:
+  // The pairs at `terms` from `row` on, of which `left` remain.
+  static Vec<float> gather(const float *row, const int64_t *terms, int64_t left) {
+    if (left >= kPairs && terms[kPairs - 1] - terms[0] == kPairs - 1) return load(row + terms[0]);
+    Vec<float> pairs{};
+    for (int64_t l = 0; l < kPairs && l < left; ++l) pairs[l] = row[terms[l]];
+    return pairs;
+  }
+
+  TileOperand packed_rows(const float *at) const { return {at, row_pitch() * int64_t{sizeof(float)}}; }
   // The additional pairs keep packed rows from the same sets of a cache.
   int64_t row_pitch() const { return depth_ + kPairs; }
   // Where the packed rows from i on begin.
@@ -471,6 +538,9 @@ class TileKernel {
   int64_t terms_, depth_;  // depth_: in pairs
 };
 #endif
+
+// The pairs of a packed B for GatheredPairs: those behind the last one, up to whole registers, are zeros.
+constexpr int64_t padded_pairs(int64_t pairs) { return ceil_div(pairs, 16) * 16; }
 
 // The whole of a B (k, n), packed in strips of kCols columns: `size` elements.
 template <typename A>
@@ -593,7 +663,8 @@ struct Panels {
 // Whether products of these operands may use the tile registers.
 template <typename T, class Left, class Right>
 constexpr bool kMayUseTiles =
-    std::is_same_v<T, bfloat16> && std::is_same_v<Left, Matrix<T>> && std::is_same_v<Right, Matrix<T>>;
+    std::is_same_v<T, bfloat16> &&
+    (std::is_same_v<Left, GatheredPairs> || (std::is_same_v<Left, Matrix<T>> && std::is_same_v<Right, Matrix<T>>));
 
 // A tile of C on the calling thread.
 template <typename T, typename C, class Epilogue = NoEpilogue, class Left = Matrix<T>, class Right = Matrix<T>>
@@ -601,7 +672,7 @@ struct GemmTile {
   using A = Accumulate<T>;
   using B = Block<A>;
   static constexpr bool kGathers = !std::is_same_v<Left, Matrix<T>>, kStores = kStoresTiles<Epilogue>;
-  static constexpr bool kPacked = !std::is_same_v<Right, Matrix<T>>;
+  static constexpr bool kPacked = !std::is_same_v<Right, Matrix<T>>, kPairs = std::is_same_v<Left, GatheredPairs>;
   int64_t m, n, k;
   Left a;
   Right b;
@@ -630,12 +701,16 @@ struct GemmTile {
   // does in_tiles.
   Status compute(int64_t all_rows, [[maybe_unused]] bool tiled) const {
 #if defined(__AVX512F__)
-    if constexpr (kMayUseTiles<T, Left, Right>)
-      if (tiled) return compute_as<TileTerms>(all_rows);
-    if constexpr (std::is_same_v<T, bfloat16> && !kGathers)
-      if (BFloat16Pairs::available()) return compute_as<BFloat16Pairs>(all_rows);
+    if constexpr (kPairs) {
+      return tiled ? compute_as<TilePairs>(all_rows) : compute_as<WholePairs>(all_rows);
+    } else {
+      if constexpr (kMayUseTiles<T, Left, Right>)
+        if (tiled) return compute_as<TileTerms>(all_rows);
+      if constexpr (std::is_same_v<T, bfloat16> && !kGathers)
+        if (BFloat16Pairs::available()) return compute_as<BFloat16Pairs>(all_rows);
+    }
 #endif
-    return compute_as<WidenedTerms<T>>(all_rows);
+    if constexpr (!kPairs) return compute_as<WidenedTerms<T>>(all_rows);
   }
 
  private:
@@ -662,42 +737,58 @@ struct GemmTile {
   // for the last columns, which are not a whole block.
   template <class Terms>
   bool compute_by_panels(bool unpacked_b) const {
-    constexpr int64_t kDepth = B::kDepth * Terms::kTerms, kBlockRows = kTiles<Terms> ? B::kCols : B::kRows;
+    constexpr bool kPoints = kGathers && !std::is_same_v<Left, InPlace<A>>;
+    constexpr bool kMayTakeTwo = kPoints && B::kTwoStrips && !kTiles<Terms>;
+    constexpr int kRows = kPoints ? B::kGatheredRows : B::kRows;
     const bool long_sum = k > kPartialTerms;
+    const int64_t most = panel_depth<Terms>();
     const Panels<A> panels(long_sum);
     if (!panels.a) return false;
-    const bool one_panel = k <= kDepth;
-    const int64_t stride = one_panel && !kStores ? B::kCols : ceil_div(n, B::kCols) * B::kCols;
+    const bool one_panel = k <= most;
+    const int64_t stride = one_panel && !kStores ? (kMayTakeTwo ? 2 : 1) * B::kCols : ceil_div(n, B::kCols) * B::kCols;
     const int64_t unpacked_cols = unpacked_b ? n / B::kCols * B::kCols : 0;
+    const bool takes_two = kMayTakeTwo && !unpacked_b;
     [[maybe_unused]] const RegistersOf<Terms> registers;
     int64_t p = 0;
     do {
-      const int64_t terms = k - p < kDepth ? k - p : kDepth, depth = ceil_div(terms, Terms::kTerms);
+      const int64_t terms = k - p < most ? k - p : most, depth = ceil_div(terms, Terms::kTerms);
       const bool begins = p % kPartialTerms == 0, all = p + terms == k, ends = all || (p + terms) % kPartialTerms == 0;
       pack_panels<Terms>(p, terms, unpacked_cols, panels);
       auto accumulate = [=, &registers](int64_t i, int64_t j, int64_t rows, bool added, A *sums, int64_t ld) {
 #if defined(__AVX512F__)
-        if constexpr (kTiles<Terms>)
+        if constexpr (kTiles<Terms> && kPairs)
+          return TileKernel(2 * terms).multiply(registers, rows, i, panels.a, b.block(p, j).b, added, sums, ld);
+        else if constexpr (kTiles<Terms>)
           return TileKernel(terms).multiply(registers, a.at(i, p), rows, i, j, panels.a, panels.b, added, sums, ld);
 #endif
         const auto left = [=] {
           if constexpr (kGathers) return a.at(i, p);
           else return static_cast<const A *>(panels.a + i / B::kRows * strip<B::kRows, A>(depth));
         }();
+        if constexpr (kMayTakeTwo)
+          if (takes_two && n - j > B::kCols) {
+            TwoStrips<A> right{panels.b + j / B::kCols * strip<B::kCols, A>(depth), strip<B::kCols, A>(depth)};
+            if constexpr (kPacked) right = {b.block(p, j).b, strip<B::kCols, A>(b.k)};
+            return run_micro_kernel<Terms, B::kGatheredRowsOfTwo>(rows, depth, left, right, added, sums, ld);
+          }
         if constexpr (kPacked) {
-          run_micro_kernel<Terms>(rows, depth, left, b.block(p, j), added, sums, ld);
+          run_micro_kernel<Terms, kRows>(rows, depth, left, b.block(p, j), added, sums, ld);
         } else {
           if (j < unpacked_cols)
-            return run_micro_kernel<Terms>(rows, depth, left, UnpackedB<Terms, T>{b.at(p, j), terms}, added, sums, ld);
+            return run_micro_kernel<Terms, kRows>(rows, depth, left, UnpackedB<Terms, T>{b.at(p, j), terms}, added,
+                                                  sums, ld);
           const PackedB<A> right{panels.b + (j - unpacked_cols) / B::kCols * strip<B::kCols, A>(depth)};
-          run_micro_kernel<Terms>(rows, depth, left, right, added, sums, ld);
+          run_micro_kernel<Terms, kRows>(rows, depth, left, right, added, sums, ld);
         }
       };
-      for (int64_t j = 0; j < n; j += B::kCols)
-        for (int64_t i = 0; i < m; i += kBlockRows) {
-          const int64_t rows = m - i < kBlockRows ? m - i : kBlockRows, cols = n - j < B::kCols ? n - j : B::kCols;
+      for (int64_t j = 0, block_cols; j < n; j += block_cols) {
+        const bool two = takes_two && n - j > B::kCols;
+        block_cols = two ? 2 * B::kCols : B::kCols;
+        const int64_t block_rows = kTiles<Terms> ? B::kCols : two ? B::kGatheredRowsOfTwo : kRows;
+        for (int64_t i = 0; i < m; i += block_rows) {
+          const int64_t rows = m - i < block_rows ? m - i : block_rows, cols = n - j < block_cols ? n - j : block_cols;
           if constexpr (std::is_same_v<Epilogue, NoEpilogue> && std::is_same_v<C, A>)
-            if (cols == B::kCols && !long_sum) {
+            if (cols == block_cols && !long_sum) {
               accumulate(i, j, rows, add || p, c + i * ldc + j, ldc);
               continue;
             }
@@ -713,17 +804,29 @@ struct GemmTile {
           if constexpr (!kStores)
             if (all) store_sums(i, j, rows, cols, sums, stride);
         }
+      }
       p += terms;
     } while (p < k);
     if constexpr (kStores) epilogue.store(row, column, m, n, panels.c, stride);
     return true;
   }
 
+  // The terms of a panel. Where none is packed, they may be more, so that few are not left for one of their own.
+  template <class Terms>
+  int64_t panel_depth() const {
+    constexpr int64_t kDepth = B::kDepth * Terms::kTerms;
+    if (!kGathers || !kPacked || kTiles<Terms> || k > kPartialTerms) return kDepth;
+    const int64_t panels = (k + kDepth / 2) / kDepth;
+    return panels > 1 ? ceil_div(k, panels) : k;
+  }
+
   // Terms [p, p + terms) of A's rows, and of B's columns from `column` on.
   template <class Terms>
   void pack_panels(int64_t p, int64_t terms, int64_t column, const Panels<A> &panels) const {
 #if defined(__AVX512F__)
-    if constexpr (kTiles<Terms>) {
+    if constexpr (kTiles<Terms> && kPairs) {
+      return TileKernel(2 * terms).pack_rows(a.at(0, p), m, panels.a);
+    } else if constexpr (kTiles<Terms>) {
       const TileKernel tiles(terms);
       tiles.pack_rows(a.at(0, p), m, panels.a);
       return tiles.pack_columns(Matrix<T>{b.data, b.stride, !b.transposed}.at(0, p), n, panels.b);
@@ -821,17 +924,26 @@ struct CpuGemm {
     if constexpr (kMayUseTiles<T, Left, Right>) return in_tiles<T>(m);
     return false;
   }
+#if defined(__AVX512F__)
+  // Rows that are read where they lie.
+  TileLimits tall_limits() const {
+    using K = TileKernel;
+    const int64_t rows = ceil_div(m < K::kTallRows ? m : K::kTallRows, K::kSide) * K::kSide;
+    const int64_t cols = Panels<float>::kC / rows / K::kSide * K::kSide;
+    return {rows, cols < K::kPanelCols ? cols : K::kPanelCols, K::kSide, K::kSide, K::kWorth, true};
+  }
+#endif
   TileLimits limits() const {
     using B = Block<Accumulate<T>>;
 #if defined(__AVX512F__)
     if constexpr (kMayUseTiles<T, Left, Right>)
       if (uses_tiles()) {
         using K = TileKernel;
-        constexpr int64_t kWorth = 1 << 20;
-        if (!K::in_place(a, k)) return {K::kPanelRows, K::kPanelCols, K::kSide, K::kSide, kWorth, false};
-        const int64_t rows = ceil_div(m < K::kTallRows ? m : K::kTallRows, K::kSide) * K::kSide;
-        const int64_t cols = Panels<float>::kC / rows / K::kSide * K::kSide;
-        return {rows, cols < K::kPanelCols ? cols : K::kPanelCols, K::kSide, K::kSide, kWorth, true};
+        constexpr int64_t kWorth = K::kWorth;
+        if constexpr (std::is_same_v<Left, GatheredPairs>)
+          return {K::kPanelRows, K::kPanelCols, K::kSide, K::kSide, kWorth / 2, false};
+        else if (!K::in_place(a, k)) return {K::kPanelRows, K::kPanelCols, K::kSide, K::kSide, kWorth, false};
+        else return tall_limits();
       }
 #endif
     // The panel of B is packed for each tile, unless all of B is. Without a panel of A, more rows share it.

@@ -15,11 +15,15 @@ namespace {
 // its position and its place in the sum contribute, so that the product reads it where it lies, in a copy of x with
 // zeros around each image. dx is divided into the phases of the stride: the positions of one meet the same elements of
 // the kernel.
+//
+// Where the processor multiplies pairs of bfloat16, an element is a pair of adjacent channels; dweight, whose pairs are
+// of adjacent positions, then has its columns made.
 
-// The images of a source with zeros around each, in the type of the sums.
-template <typename T>
+// The images of a source with zeros around each, in the type of the sums, or in pairs of adjacent channels.
+template <typename T, bool kPairs = false>
 struct Padded {
   using A = Accumulate<T>;
+  static constexpr int64_t kEach = kPairs ? 2 : 1;  // channels of an element
   Source<T> source;
   Margin h, w;
 
@@ -27,31 +31,37 @@ struct Padded {
 
   int64_t height() const { return h.before + source.h.source + h.after; }
   int64_t width() const { return w.before + source.w.source + w.after; }
-  int64_t image() const { return height() * width() * source.all; }
+  int64_t channels() const { return source.channels / kEach; }  // of a group, in elements
+  int64_t all() const { return source.all / kEach; }
+  int64_t image() const { return height() * width() * all(); }
   // strides in an image
   int64_t channel() const { return source.nhwc ? 1 : height() * width(); }
-  int64_t column() const { return source.nhwc ? source.all : 1; }
+  int64_t column() const { return source.nhwc ? all() : 1; }
   int64_t row() const { return width() * column(); }
 
-  bool is_source() const { return std::is_same_v<T, A> && !(h.before || h.after || w.before || w.after); }
+  bool is_source() const {
+    const bool elements = kPairs ? source.nhwc : std::is_same_v<T, A>;
+    return elements && !(h.before || h.after || w.before || w.after);
+  }
 
   // The images from `first` on: n of them, copied unless they may be read where they are.
   const A *images(int64_t first, int64_t n, A *copy) const {
-    if constexpr (std::is_same_v<T, A>)
-      if (is_source()) return source.data + first * image();
+    if constexpr (kPairs || std::is_same_v<T, A>)
+      if (is_source()) return reinterpret_cast<const A *>(source.data) + first * image();
     // NHWC: an image is a plane of rows of pixels; NCHW: each of its channels is one of rows of elements
-    const int64_t planes = source.nhwc ? n : n * source.all, line = source.w.source * column();
+    const int64_t planes = source.nhwc ? n : n * all(), line = source.w.source * column();
     const T *from = source.data + first * source.all * source.h.source * source.w.source;
     parallel_pieces(planes * height(), ceil_div(kGrain, row() + 1), [=, *this](int64_t begin, int64_t end) {
       const int64_t before = w.before * column(), after = w.after * column();
       for (int64_t i = begin; i < end; ++i) {
         const int64_t plane = i / height(), y = i % height() - h.before;
         const bool outside = y < 0 || y >= source.h.source;
-        const T *at = from + (plane * source.h.source + (outside ? 0 : y)) * line;
+        const int64_t above = plane * source.h.source, inside = outside ? 0 : y;
+        const T *at = from + (source.nhwc ? (above + inside) * kEach : above * kEach + inside) * line;
         A *to = copy + i * row();
         std::memset(to, 0, (outside ? row() : before) * sizeof(A));
         if (outside) continue;
-        sweep<T>(line, [=](int64_t j, auto part) { store(to + before + j, load(at + j, part), part); });
+        copy_line(at, line, to + before);
         std::memset(to + before + line, 0, after * sizeof(A));
       }
     });
@@ -75,13 +85,28 @@ struct Padded {
   // The offset of each term of a sum from its position: (channels, taps) in NCHW, (taps, channels) in NHWC, as in a
   // weight.
   void list_terms(const Phase &i, const Phase &j, int64_t *to) const {
-    const int64_t outer = source.nhwc ? 1 : source.channels, inner = source.nhwc ? source.channels : 1;
+    const int64_t outer = source.nhwc ? 1 : channels(), inner = source.nhwc ? channels() : 1;
     for (int64_t a = 0; a < outer; ++a)
       i.each_tap([&](int64_t, int64_t y) {
         j.each_tap([&](int64_t, int64_t x) {
           for (int64_t b = 0; b < inner; ++b) *to++ = (a + b) * channel() + y * row() + x * column();
         });
       });
+  }
+
+ private:
+  void copy_line(const T *from, int64_t n, A *to) const {
+#if defined(__AVX512F__)
+    if constexpr (kPairs) {
+      const int64_t next = source.h.source * source.w.source;
+      if (source.nhwc) std::memcpy(to, from, n * sizeof(A));
+      else
+        sweep<T>(
+            n, [=](int64_t j, auto part) { aot::store(to + j, BFloat16Pairs::across(from + j, next, 2, part), part); });
+      return;
+    }
+#endif
+    sweep<T>(n, [=](int64_t j, auto part) { aot::store(to + j, load(from + j, part), part); });
   }
 };
 
@@ -173,22 +198,24 @@ Status convolve_pixels(const Source<T> &source, const T *weight, const T *bias, 
 }
 
 // result = the source convolved with any weight. For dx weight is as it was given: (groups, channels of dy, ...).
-template <typename T>
+template <typename T, bool kPairs = false>
 Status convolve_gathered(const char *op, const Source<T> &source, const T *weight, const T *bias, int64_t groups,
                          int64_t out_channels, T *result) {
   using A = Accumulate<T>;
-  const Padded<T> padded(source);
+  using Left = std::conditional_t<kPairs, GatheredPairs, Gathered<A>>;
+  const Padded<T, kPairs> padded(source);
   const int64_t images = padded.at_a_time(), positions = source.positions(), all = groups * out_channels;
   const int64_t pixel = source.nhwc ? all : 1, channel = source.nhwc ? 1 : positions;  // strides of the result
   int64_t packed_size = 0;
   auto each = [&](auto f) {  // phase, with its positions of an image and its depth
     each_phase(source.h, [&](const Phase &i) {
       each_phase(source.w,
-                 [&](const Phase &j) { f(i, j, i.count() * j.count(), source.channels * i.taps() * j.taps()); });
+                 [&](const Phase &j) { f(i, j, i.count() * j.count(), padded.channels() * i.taps() * j.taps()); });
     });
   };
+  auto packed_depth = [](int64_t depth) { return kPairs ? padded_pairs(depth) : depth; };
   each([&](const Phase &, const Phase &, int64_t, int64_t depth) {
-    packed_size += groups * PackedMatrix<A>::size(depth, out_channels);
+    packed_size += groups * PackedMatrix<A>::size(packed_depth(depth), out_channels);
   });
   const Buffer<A> copy(padded.is_source() ? 0 : images * padded.image()), all_packed(packed_size);
   const Buffer<int64_t> all_rows(images * positions), all_to(images * positions), all_terms(source.depth());
@@ -206,17 +233,20 @@ Status convolve_gathered(const char *op, const Source<T> &source, const T *weigh
         padded.list_terms(i, j, terms);
         list_places(i, j, images, positions * all, pixel, to);
         Weight<T>::list_terms(source, i, j, out_channels, weight_terms);
-        Weight<T>::of(source, weight, out_channels, weight_terms)
-            .pack(groups, depth, out_channels, !source.h.transposed, packed);
+        const auto w = Weight<T>::of(source, weight, out_channels, weight_terms);
+        const bool contiguous = !source.h.transposed;
+        [[maybe_unused]] const int64_t taps = source.nhwc ? 0 : i.taps() * j.taps();
+        if constexpr (kPairs) w.pack_pairs(groups, depth, out_channels, taps, contiguous && source.nhwc, packed);
+        else w.pack(groups, depth, out_channels, contiguous, packed);
       }
       T *const y = result + first * positions * all;
-      const int64_t size = PackedMatrix<A>::size(depth, out_channels);
-      const Status failed = gemm_batch(groups, [=, &source, &padded](int64_t group) {
-        const Gathered<A> x{data + group * source.channels * padded.channel(), rows, terms};
+      const int64_t size = PackedMatrix<A>::size(packed_depth(depth), out_channels);
+      const Status failed = gemm_batch(groups, [=, &padded](int64_t group) {
+        const Left x{data + group * padded.channels() * padded.channel(), rows, terms};
         const T *add = bias ? bias + group * out_channels : nullptr;
         const Scatter<T> scatter{y + group * out_channels * channel, to, channel, add};
-        return CpuGemm<T, T, Scatter<T>, Gathered<A>, PackedMatrix<A>>{
-            n * m, out_channels, depth, x, {packed + group * size, depth}, y, 0, false, scatter};
+        return CpuGemm<T, T, Scatter<T>, Left, PackedMatrix<A>>{
+            n * m, out_channels, depth, x, {packed + group * size, packed_depth(depth)}, y, 0, false, scatter};
       });
       if (failed) status = failed;
       rows += images * m, to += images * m, terms += depth, packed += groups * size;
@@ -239,6 +269,11 @@ Status convolve(const char *op, const Source<T> &source, const T *weight, const 
     bands.divide(source.batch * ceil_div(groups, bands.chunk), i.count());
     return convolve_lines(op, source, weight, bias, groups, out_channels, planes, bands, result);
   }
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<T, bfloat16>)
+    if (source.channels % 2 == 0 && multiplies_pairs<T>())
+      return convolve_gathered<T, true>(op, source, weight, bias, groups, out_channels, result);
+#endif
   return convolve_gathered(op, source, weight, bias, groups, out_channels, result);
 }
 
@@ -305,6 +340,58 @@ Status sum_gathered(const char *op, const Source<T> &source, const T *dy, int64_
   return kOk;
 }
 
+#if defined(__AVX512F__)
+// The same in NHWC with an even number of channels, where pairs of adjacent positions are multiplied. The columns are
+// made: what a product reads of them, it packs.
+template <typename T>
+Status sum_columns_made(const char *op, const Source<T> &source, const T *dy, int64_t groups, int64_t out_channels,
+                        Accumulate<T> *sums) {
+  constexpr int64_t kMost = 1 << 20;  // pairs
+  const Padded<T, true> padded(source);
+  const int64_t depth = source.depth(), pairs = depth / 2, positions = source.positions(), all = groups * out_channels;
+  const int64_t images = padded.at_a_time(), fit = kMost / (groups * pairs + 1), most = fit < 256 ? 256 : fit;
+  const int64_t piece = images * positions < most ? images * positions : most;
+  const Buffer<float> copy(padded.is_source() ? 0 : images * padded.image()), columns(groups * piece * pairs);
+  const Buffer<int64_t> rows(images * positions), terms(pairs);
+  if (!(copy && columns && rows && terms)) return out_of_memory(op);
+  if (source.batch * positions == 0) std::memset(sums, 0, all * depth * sizeof *sums);
+  padded.list_positions({source.h, 0}, {source.w, 0}, images, rows);
+  padded.list_terms({source.h, 0}, {source.w, 0}, terms);
+  // pairs that are adjacent in columns and in the copy
+  const int64_t run = groups == 1 && source.w.dilation == 1 ? padded.channels() * source.w.kernel : padded.channels();
+  for (int64_t first = 0; first < source.batch; first += images) {
+    const int64_t n = (source.batch - first < images ? source.batch - first : images) * positions;
+    const float *data = padded.images(first, n / positions, copy);
+    for (int64_t begin = 0; begin < n; begin += piece) {
+      const int64_t size = n - begin < piece ? n - begin : piece;
+      parallel_pieces(groups * size, ceil_div(kGrain, pairs + 1),
+                      [=, &padded, &rows, &terms, &columns](int64_t i, int64_t end) {
+                        for (; i < end; ++i) {
+                          const float *from = data + rows[begin + i % size] + i / size * padded.channels();
+                          float *to = columns + i * pairs;
+                          for (int64_t t = 0; t < pairs; t += run)
+                            sweep<float>(run, [=, at = from + terms[t], to = to + t](int64_t l, auto part) {
+                              store(to + l, load(at + l, part), part);
+                            });
+                        }
+                      });
+      AOT_TRY(gemm_batch(groups, [=, &columns](int64_t group) {
+        const T *x = reinterpret_cast<const T *>(columns + group * size * pairs);
+        return CpuGemm<T, float>{depth,
+                                 out_channels,
+                                 size,
+                                 {x, depth, true},
+                                 {dy + (first * positions + begin) * all + group * out_channels, all},
+                                 sums + group * depth * out_channels,
+                                 out_channels,
+                                 first + begin > 0};
+      }));
+    }
+  }
+  return kOk;
+}
+#endif
+
 // dweight (groups, out_channels, depth) of such sums.
 template <typename T>
 Status turn_sums(const char *op, const Accumulate<T> *sums, int64_t groups, int64_t out_channels, int64_t depth,
@@ -344,7 +431,15 @@ Status sum_products(const char *op, const Source<T> &source, const T *dy, int64_
     AOT_TRY(sum_pixels(source, dy, groups, out_channels, sums));
     return map(dweight, weights, [=](int64_t i, auto part) { return load(sums + i, part); }), kOk;
   }
-  AOT_TRY(sum_gathered(op, source, dy, groups, out_channels, sums));
+  auto sum_products_of = [&] {
+#if defined(__AVX512F__)
+    if constexpr (std::is_same_v<T, bfloat16>)
+      if (source.nhwc && source.channels % 2 == 0 && multiplies_pairs<T>())
+        return sum_columns_made(op, source, dy, groups, out_channels, sums);
+#endif
+    return sum_gathered(op, source, dy, groups, out_channels, sums);
+  };
+  AOT_TRY(sum_products_of());
   return turn_sums(op, sums, groups, out_channels, source.depth(), dweight);
 }
 

@@ -1,8 +1,10 @@
-"""benchmarks.cpu: a committed record is whole for each count of threads that it has; other counts are added."""
+"""benchmarks.cpu: a committed record is whole for each count of threads that it has; other counts are added. What was
+measured before a process failed is kept."""
 
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -64,3 +66,31 @@ def test_the_summary_has_the_cases_in_which_torch_is_ahead():
         "  0.50  add forward 8 float32: 1.0 us, torch 0.5",
         "1 threads: torch is more than 5 % ahead in 0 of 1 cases",
     ]
+
+
+MEASURED = """
+import json, os, sys
+from pathlib import Path
+
+threads = int(os.environ["OMP_NUM_THREADS"])
+rows = [{"op": op, "cores": sorted(os.sched_getaffinity(0))} for op in sys.argv[4:]]
+Path(sys.argv[2]).write_text(json.dumps({"device": "a, 1 threads", "copy_gbs": 1.0, "rows": rows}))
+sys.exit("add" in sys.argv[4:])
+"""
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_the_rows_of_a_process_that_fails_are_kept(tmp_path, monkeypatch, at_once):
+    monkeypatch.setattr(cpu, "MEASURE", MEASURED)
+    monkeypatch.setattr(cpu, "POLL_SECONDS", 0.01)
+    failed = []
+    *_, found = cpu.measured(cpu.jobs([1], tmp_path, at_once), 0.1, failed)
+    assert sorted(row["op"] for row in found["rows"]) == sorted(cpu.OPS)
+    assert {row["threads"] for row in found["rows"]} == {1}
+    assert {len(row["cores"]) for row in found["rows"]} == {1 if at_once else len(os.sched_getaffinity(0))}
+    assert failed == ["1 threads: a process ended with 1"]
+
+
+def test_more_threads_than_cores_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="1024 threads, expected no more than"):
+        cpu.jobs([1024], tmp_path, True)

@@ -43,12 +43,12 @@ struct Moments {
 };
 
 // Two passes over the row, which stays in a cache: the mean, then the squares; rms_norm needs only the second. That one
-// prefetches the next row, because the memory is idle.
-template <bool kCentred, typename T, typename R, bool kAdd, typename A = Accumulate<T>>
-Moments<A> row_moments(Row<T, R, kAdd> x, Row<T, R, kAdd> next, int64_t n, double eps) {
+// prefetches the next row, because the memory is idle. first(j, part) is the row in the first pass.
+template <bool kCentred, typename T, class First, class X, class Next, typename A = Accumulate<T>>
+Moments<A> row_moments(First first, X x, Next next, int64_t n, double eps) {
   const double inverse_n = 1. / n;
   double sum_x = 0, sum_d = 0, sum_d2 = 0;
-  if constexpr (kCentred) sum_x = sum_row<T>(n, x);
+  if constexpr (kCentred) sum_x = sum_row<T>(n, first);
   const A mean = sum_x * inverse_n;
   for_blocks(n, [&](int64_t begin, int64_t size) {
     Vec<T> d1[4] = {}, d2[4] = {};
@@ -58,7 +58,7 @@ Moments<A> row_moments(Row<T, R, kAdd> x, Row<T, R, kAdd> next, int64_t n, doubl
         Vec<T> d = keep<T>(x(begin + j, part) - mean, part);
         d1[k] += d, d2[k] += d * d;
       } else {
-        Vec<T> v = x(begin + j, part);
+        Vec<T> v = first(begin + j, part);
         d2[k] += v * v;
       }
     });
@@ -108,9 +108,24 @@ struct Forward {
     constexpr int kStats = kCentred ? 2 : 1;
     for (int64_t i = begin; i < end; ++i) {
       const Row<T, R, kAdd> row = x + i * n, next = i + 1 < end ? row + n : row;
-      const Moments<A> m = row_moments<kCentred>(row, next, n, eps);
       const int64_t line = affine.lines == 1 ? 0 : i % affine.lines;
-      write(row, affine.line(line * n), y + i * n, kAdd ? h + i * n : nullptr, m);
+      const auto moments = [=](auto first, auto x)
+                               AOT_INLINED { return row_moments<kCentred, T>(first, x, next, n, eps); };
+      Moments<A> m;
+      if (kAdd && !stream) {  // the first pass stores the sums, which the others read
+        R *const sums = h + i * n;
+        const Row<R, R, false> stored{sums, nullptr};
+        m = moments(
+            [=](int64_t j, auto part) AOT_INLINED {
+              const Vec<T> v = row(j, part);
+              return store(sums + j, v, part), v;
+            },
+            stored);
+        write(stored, affine.line(line * n), y + i * n, nullptr, m);
+      } else {
+        m = moments(row, row);
+        write(row, affine.line(line * n), y + i * n, kAdd ? h + i * n : nullptr, m);
+      }
       if (!stats) continue;
       if (kCentred) stats[kStats * i] = m.mean + m.mean_error;
       stats[kStats * i + kStats - 1] = m.rstd;
@@ -119,10 +134,13 @@ struct Forward {
   }
 
  private:
-  void write(Row<T, R, kAdd> row, Affine<W> affine, T *y, R *h, Moments<A> m) const {
+  // h: null if it is stored already.
+  template <class X>
+  void write(X row, Affine<W> affine, T *y, R *h, Moments<A> m) const {
     auto step = [=](int64_t j, auto part) {
       Vec<T> v = row(j, part);
-      if constexpr (kAdd) store(h + j, v, part);
+      if constexpr (kAdd)
+        if (h) store(h + j, v, part);
       if constexpr (kCentred) v = (v - m.mean) * m.rstd - m.mean_error * m.rstd;
       else v *= m.rstd;
       v = v * affine.scale(j, part);
@@ -139,6 +157,10 @@ template <bool kCentred, bool kAdd, typename T, typename R, typename W>
 struct Backward {
   using A = Accumulate<T>;
   static constexpr int kStats = kCentred ? 2 : 1;
+  // Rows that are processed together. Four of 16 bits leave the first-level cache room for the next four, which the
+  // second pass prefetches. Of wider ones the first pass prefetches two to the second-level cache.
+  static constexpr bool kNarrow = sizeof(T) == 2 && sizeof(R) == 2;
+  static constexpr int kRows = kNarrow ? 4 : 2;
   const T *dy;
   const R *dh, *x;  // dh may be null
   Affine<W> affine;
@@ -152,7 +174,7 @@ struct Backward {
   // dx of rows begin to end of each line. Adds the rows' terms to dweight and dbias, (lines, n), unless they are null.
   void chunk(int64_t begin, int64_t end, A *dweight, A *dbias) const {
     int64_t i = begin;
-    for (; i + 4 <= end; i += 4) lines<4>(i, end, dweight, dbias);
+    for (; i + kRows <= end; i += kRows) lines<kRows>(i, end, dweight, dbias);
     for (; i < end; ++i) lines<1>(i, end, dweight, dbias);
     if (stream) end_stream();
   }
@@ -171,7 +193,7 @@ struct Backward {
   Moments<A> moments(int64_t i) const {
     if (stats) return {kCentred ? stats[kStats * i] : A(0), stats[kStats * i + kStats - 1], 0};
     const Row<R, R, false> row{x + i * n, nullptr};
-    return row_moments<kCentred>(row, row, n, eps);
+    return row_moments<kCentred, T>(row, row, row, n, eps);
   }
 
   // K rows of a line, from row i on. `next`: how many elements further on to prefetch.
@@ -185,6 +207,10 @@ struct Backward {
       const Moments<A> m = moments(i + r * affine.lines);
       mean[r] = m.mean + m.mean_error, rstd[r] = m.rstd;
     }
+    const auto prefetch = [=](int64_t at) AOT_INLINED {
+      __builtin_prefetch(dy + at, 0, kNarrow ? 3 : 2);
+      __builtin_prefetch(x + at, 0, kNarrow ? 3 : 2);
+    };
     auto normalized = [=](const R *p, A mean, A rstd, auto part) {
       if constexpr (kCentred) return (load(p, part) - mean) * rstd;
       else return load(p, part) * rstd;
@@ -198,6 +224,7 @@ struct Backward {
         const int64_t j = begin + i;
         Vec<T> w = affine.scale(j, part), sum1{}, sum2{};
         for (int r = 0; r < K; ++r) {
+          if constexpr (!kNarrow) prefetch(next + r * step + j);
           Vec<T> d = load(dy + r * step + j, part), xhat = normalized(x + r * step + j, mean[r], rstd[r], part);
           if constexpr (kCentred) xhat = keep<T>(xhat, part);
           sum1 += d, sum2 += d * xhat;
@@ -216,8 +243,7 @@ struct Backward {
       T *dx = with_dx ? this->dx + i * n + r * step : nullptr;
       R *dresidual = with_dresidual ? this->dresidual + i * n + r * step : nullptr;
       auto column = [=](int64_t j, auto part) {
-        __builtin_prefetch(dy + next + r * step + j);
-        __builtin_prefetch(x + next + r * step + j);
+        if constexpr (kNarrow) prefetch(next + r * step + j);
         Vec<T> g = load(dy + r * step + j, part) * affine.scale(j, part);
         Vec<T> xhat = normalized(x + r * step + j, mean_r, rstd_r, part);
         if constexpr (kCentred) g -= mean_g;
