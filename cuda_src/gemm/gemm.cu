@@ -3,6 +3,7 @@
 
 #include "activation.cuh"
 #include "cuda/elementwise.cuh"
+#include "cuda/overlap.cuh"
 #include "cuda/sum_slices.cuh"
 #include "gemm_unaligned.h"
 #include "tile.cuh"
@@ -186,9 +187,23 @@ Status gemm_on_ampere(const char *op, const GemmParams &gemm, cudaStream_t strea
   return run(op, gemm, has_vectors(gemm), stream, done);
 }
 
-template <typename T>
-__global__ void __launch_bounds__(kMapBlock) activate_kernel(const T *x, T *y, int64_t n, Activation activation) {
-  map<T, 1>([=](auto x) { return activate<T>(x, activation); }, n, {y}, {x});
+template <Activation activation>
+struct Constant {
+  __device__ operator Activation() const { return activation; }
+};
+
+// Chosen: an Activation, or in float32 a constant: GELU chosen for each element took 71 us at 8192 x 4096 on an H200,
+// torch's 59.
+template <typename T, int kVectors, class Chosen>
+__global__ void __launch_bounds__(kMapBlock) activate_kernel(const T *x, T *y, int64_t n, Chosen activation) {
+  wait_for_kernel_before();
+  map<T, kVectors>([=](auto x) { return activate<T>(x, activation); }, n, {y}, {x});
+}
+
+template <typename T, int kVectors = 1, class Chosen>
+Status run_activation(const char *op, const T *x, T *y, int64_t n, Chosen activation, cudaStream_t stream) {
+  return launch_kernel(op, activate_kernel<T, kVectors, Chosen>, {map_grid<T, kVectors>(n), kMapBlock, 0, 1, true},
+                       stream, x, y, n, activation);
 }
 
 // The product with its bias, and then the activation in a kernel of its own.
@@ -199,10 +214,23 @@ Status gemm_and_activation(const char *op, const GemmParams &g, cudaStream_t str
   AOT_TRY(gemm(op, product, stream));
   return dispatch(g.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
+    const T *const x = static_cast<const T *>(product.c.data);
+    T *const y = static_cast<T *>(g.c.data);
     const int64_t n = g.m * g.n;
-    activate_kernel<T><<<map_grid<T, 1>(n), kMapBlock, 0, stream>>>(static_cast<const T *>(product.c.data),
-                                                                    static_cast<T *>(g.c.data), n, g.activation);
-    return check_launch(op);
+    if constexpr (std::is_same_v<T, float>) {
+      switch (g.activation) {
+        case kActivationGelu:  // in two vectors, as gelu
+          return run_activation<T, 2>(op, x, y, n, Constant<kActivationGelu>(), stream);
+        case kActivationGeluTanh:
+          return run_activation(op, x, y, n, Constant<kActivationGeluTanh>(), stream);
+        case kActivationSilu:
+          return run_activation(op, x, y, n, Constant<kActivationSilu>(), stream);
+        default:
+          return run_activation(op, x, y, n, Constant<kActivationRelu>(), stream);
+      }
+    } else {
+      return run_activation(op, x, y, n, g.activation, stream);
+    }
   });
 }
 

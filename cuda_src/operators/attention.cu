@@ -3,6 +3,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "attention_few.cuh"
 #include "attention_mma_pairs.cuh"
 
 namespace aot {
@@ -45,8 +46,9 @@ Status run_any(const char *op, const AttentionInputs<T> &x, T *to, Accumulate<T>
   return launch_kernel(op, attention_kernel<T, kResult>, {grid, kAttentionBlock}, stream, x, to, lse);
 }
 
-// The kernels of attention.cuh, attention_mma.cuh (in float32 attention_float.cuh) and attention_wgmma.cuh.
-enum class AttentionKernels { any, mma, wgmma };
+// The kernels of attention.cuh, attention_few.cuh, attention_mma.cuh (in float32 attention_float.cuh) and
+// attention_wgmma.cuh.
+enum class AttentionKernels { any, few, mma, wgmma };
 
 // The values of $AOTOPS_ATTENTION (docs/building.md).
 enum class AttentionMode { automatic, general, unknown };
@@ -72,6 +74,8 @@ Status choose(const char *op, const AttentionInputs<T> &x, bool forward, Attenti
               const Tensors *...tensors) {
   AOT_TRY(check_mode(op));
   *kernels = AttentionKernels::any;
+  if (attention_mode() == AttentionMode::automatic && few_takes(x) && aligned(tensors...))
+    return *kernels = AttentionKernels::few, kOk;
   if constexpr (sizeof(T) == 2) {
     if (!mma_takes(x.z) || !mma_takes_extra(x) || !aligned(tensors...)) return kOk;
     DeviceLimits limits;
@@ -96,6 +100,8 @@ template <typename T>
 Status run_forward(const char *op, const AttentionInputs<T> &x, T *y, Accumulate<T> *lse, void *stream) {
   AttentionKernels kernels;
   AOT_TRY(choose<T>(op, x, true, &kernels, x.q, x.k, x.v, y));
+  if constexpr (sizeof(T) <= 4)
+    if (kernels == AttentionKernels::few) return run_few(op, x, y, lse, stream);
   if constexpr (sizeof(T) == 2) {
 #ifdef AOT_HAVE_SM90
     if (kernels == AttentionKernels::wgmma) return attention_sm90<T>(op, x, y, lse, stream);
@@ -107,12 +113,16 @@ Status run_forward(const char *op, const AttentionInputs<T> &x, T *y, Accumulate
   return run_any<AttentionResult::y>(op, x, y, lse, stream);
 }
 
-// Writes delta too.
+// Writes delta too, and x's lse where `lse` is not null; neither where there are few queries and keys, whose calls have
+// no other gradients.
 template <typename T>
-Status run_backward(const char *op, const AttentionInputs<T> &x, const T *y, Accumulate<T> *delta, T *dq, T *dk, T *dv,
-                    void *stream) {
+Status run_backward(const char *op, const AttentionInputs<T> &x, const T *y, Accumulate<T> *lse, Accumulate<T> *delta,
+                    T *dq, T *dk, T *dv, void *stream) {
   AttentionKernels kernels;
   AOT_TRY(choose<T>(op, x, false, &kernels, x.q, x.k, x.v, x.dy, y, dq, dk, dv));
+  if constexpr (sizeof(T) <= 4)
+    if (kernels == AttentionKernels::few) return run_few_backward(op, x, dq, dk, dv, stream);
+  if (lse) AOT_TRY(run_forward<T>(op, x, nullptr, lse, stream));
   if constexpr (sizeof(T) == 2) {
     DeviceLimits limits;
     AOT_TRY(device_limits(op, &limits));
@@ -176,10 +186,9 @@ Status attention_backward_launcher(const Op &op, const Tensor *in, const Tensor 
     AttentionInputs<T> x;
     AOT_TRY(attention_inputs(op, in, &x));
     const int64_t rows = x.z.rows();
-    A *const delta = work.as<A>(), *const lse = in[op.kLse] ? in[op.kLse].template as<A>() : delta + rows;
-    if (!in[op.kLse]) AOT_TRY(run_forward<T>(op.name, x, nullptr, lse, stream));
-    x.dy = in[op.kDy].template as<const T>(), x.lse = lse, x.delta = delta;
-    AOT_TRY(run_backward(op.name, x, in[op.kY].template as<const T>(), delta, out[op.kDq].template as<T>(),
+    A *const delta = work.as<A>(), *const lse = in[op.kLse] ? nullptr : delta + rows;
+    x.dy = in[op.kDy].template as<const T>(), x.lse = lse ? lse : in[op.kLse].template as<const A>(), x.delta = delta;
+    AOT_TRY(run_backward(op.name, x, in[op.kY].template as<const T>(), lse, delta, out[op.kDq].template as<T>(),
                          out[op.kDk].template as<T>(), out[op.kDv].template as<T>(), stream));
     if (out[op.kDbias] && x.extra.bias) AOT_TRY(run_bias(op.name, x, out[op.kDbias].data, stream));
     if (out[op.kDsinks] && x.extra.sinks && x.z.heads)

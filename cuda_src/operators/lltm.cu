@@ -162,10 +162,21 @@ __global__ void __launch_bounds__(kSumBlock) lltm_lanes_kernel(Operands<T> x, Ce
 }
 
 // Many gates: they are a product of joined = [old_h, input].
+template <typename T>
+struct Joined {
+  Operands<T> x;
+  T *data;
+
+  template <int kSize>
+  __device__ void write(int64_t packet) const {
+    const int64_t at = packet * kSize;
+    if (at < x.rows * x.width()) store_packet(data + at, load_packet<kSize>(x.at(at / x.width(), at % x.width())));
+  }
+};
+
 template <typename T, int kSize>
-__global__ void __launch_bounds__(256) lltm_join_kernel(Operands<T> x, T *joined, int64_t packets) {
-  const int64_t packet = int64_t{blockIdx.x} * 256 + threadIdx.x, at = packet * kSize;
-  if (packet < packets) store_packet(joined + at, load_packet<kSize>(x.at(at / x.width(), at % x.width())));
+__global__ void __launch_bounds__(256) lltm_join_kernel(Joined<T> joined) {
+  joined.template write<kSize>(int64_t{blockIdx.x} * 256 + threadIdx.x);
 }
 
 // The cell, from the sums of that product, which may lie where the gates are to be.
@@ -194,12 +205,18 @@ struct Gradients {
 };
 
 // dpre and dold_cell. `sums`, unless null, receives the partial sums of dbias over each block's rows, (gridDim.y, 3S).
+// Blocks behind the first cell_blocks of each gridDim.x write joined.
 constexpr int kCellWarps = 8;
 
 template <typename T, int kCount>
 __global__ void __launch_bounds__(kCellWarps * 32)
-    lltm_cell_backward_kernel(CellBackward<T> cell, T *dpre, Accumulate<T> *sums, int64_t rows) {
+    lltm_cell_backward_kernel(CellBackward<T> cell, T *dpre, Accumulate<T> *sums, int64_t rows, unsigned cell_blocks,
+                              Joined<T> joined) {
   using A = Accumulate<T>;
+  if (blockIdx.x >= cell_blocks) {
+    const int64_t block = int64_t{blockIdx.x - cell_blocks} * gridDim.y + blockIdx.y;
+    return joined.template write<kCount>(block * kCellWarps * 32 + threadIdx.x);
+  }
   const int64_t j = (int64_t{blockIdx.x} * 32 + lane_index()) * kCount, all = 3 * cell.state;
   const int64_t piece = ceil_div(rows, gridDim.y), first = blockIdx.y * piece, last = min(first + piece, rows);
   A total[3 * kCount];
@@ -228,6 +245,25 @@ __global__ void __launch_bounds__(kCellWarps * 32)
     for (int w = 0; w < kCellWarps; ++w) sum += of_warps[w][n][lane_index()];
     sums[blockIdx.y * all + n / kCount * cell.state + j + n % kCount] = sum;
   }
+}
+
+// What is left of few products: dold_h and dinput of joined = [dold_h, dinput], and dbias, the sums of partial sums.
+template <typename T, int kCount>
+__global__ void __launch_bounds__(256) lltm_part_kernel(const T *joined, Operands<T> x, Gradients<T> d,
+                                                        const Accumulate<T> *sums, int parts, unsigned sum_blocks) {
+  const int64_t i = int64_t{blockIdx.x} * 256 + threadIdx.x, all = 3 * x.state;
+  if (blockIdx.x < sum_blocks) {
+    if (i >= all) return;
+    double total = 0;
+#pragma unroll 8
+    for (int part = 0; part < parts; ++part) total += sums[part * all + i];
+    d.dbias[i] = narrow<T>(static_cast<Accumulate<T>>(total));
+    return;
+  }
+  const int64_t at = (i - int64_t{sum_blocks} * 256) * kCount, row = at / x.width(), k = at % x.width();
+  if (row >= x.rows) return;
+  T *const to = k < x.state ? d.dold_h + row * x.state + k : d.dinput + row * x.features + k - x.state;
+  store_packet(to, load_packet<kCount>(joined + at));
 }
 
 // Few rows: all gradients in one kernel. A lane has a column, and a warp kFewRows results of each. dweights and dbias
@@ -382,7 +418,7 @@ template <typename T, int kSize>
 Status join(const char *op, const Operands<T> &x, T *joined, cudaStream_t stream) {
   const int64_t packets = x.rows * x.width() / kSize;
   if (packets == 0) return kOk;
-  lltm_join_kernel<T, kSize><<<grid_size(ceil_div(packets, 256)), 256, 0, stream>>>(x, joined, packets);
+  lltm_join_kernel<T, kSize><<<grid_size(ceil_div(packets, 256)), 256, 0, stream>>>({x, joined});
   return check_launch(op);
 }
 
@@ -436,6 +472,9 @@ Status lltm_cuda(const Lltm &op, const Tensor *in, const Tensor *out, void *stre
   });
 }
 
+// The most elements of [dold_h, dinput] that are one product, and then copied.
+constexpr int64_t kOneProduct = 1 << 20;
+
 // recompute: the gates, which then are memory.gates.
 template <typename T, int kSize>
 Status lltm_backward(const LltmBackward &op, const Operands<T> &x, const T *bias, const CellBackward<T> &cell, T *dpre,
@@ -449,19 +488,36 @@ Status lltm_backward(const LltmBackward &op, const Operands<T> &x, const T *bias
                                     few_gates, memory, stream)));
   if (few && width <= 256)
     return launch_few(op.name, x, ComputedGradients<T>{cell}, d, weights || cell.dold_cell, stream);
+  // Where a launch takes longer than a copy of few elements, [dold_h, dinput] is one product, and neither is joined
+  // written by a kernel of its own nor dbias.
+  const bool packets = kCount == 1 || aligned(d.dold_h, d.dinput);
+  const bool one_product = !few && d.dold_h && d.dinput && packets && x.rows * width <= kOneProduct;
+  const bool joins = !few && d.dweights && (!recompute || few_gates), joins_here = joins && one_product;
+  const int parts = op.parts(x.rows);
+  Accumulate<T> *const sums = d.dbias && !few ? memory.sums : nullptr;
   if (x.rows > 0 && x.state > 0) {
-    const dim3 grid(grid_size(ceil_div(x.state, 32 * kCount)), op.parts(x.rows));
+    const unsigned cell_blocks = grid_size(ceil_div(x.state, 32 * kCount));
+    const int64_t joining = joins_here ? ceil_div(x.rows * width, int64_t{kCellWarps} * 32 * kCount * parts) : 0;
+    const dim3 grid(cell_blocks + static_cast<unsigned>(joining), parts);
     lltm_cell_backward_kernel<T, kCount>
-        <<<grid, kCellWarps * 32, 0, stream>>>(cell, dpre, d.dbias && !few ? memory.sums : nullptr, x.rows);
+        <<<grid, kCellWarps * 32, 0, stream>>>(cell, dpre, sums, x.rows, cell_blocks, {x, memory.joined});
     AOT_TRY(check_launch(op.name));
   }
   if (few) return launch_few(op.name, x, LoadedGradients<T>{dpre, all}, d, weights, stream);
-  if (d.dbias) AOT_TRY(sum_slices<double>(op.name, memory.sums, op.parts(x.rows), d.dbias, all, stream));
-  if (d.dweights && (!recompute || few_gates)) AOT_TRY((join<T, kSize>(op.name, x, memory.joined, stream)));
+  if (d.dbias && !one_product) AOT_TRY(sum_slices<double>(op.name, memory.sums, parts, d.dbias, all, stream));
+  if (joins && !joins_here) AOT_TRY((join<T, kSize>(op.name, x, memory.joined, stream)));
   auto product = [&](int64_t m, int64_t n, int64_t k, Operand a, Operand b, T *c) {
     return multiply(op.name, x.dtype, x.dtype, m, n, k, a, b, {c, n}, memory, stream);
   };
   AOT_TRY(product(all, width, x.rows, matrix(dpre, all, true), matrix(memory.joined, width), d.dweights));
+  if (one_product) {
+    AOT_TRY(product(x.rows, width, all, matrix(dpre, all), matrix(x.weights, width), memory.joined));
+    const unsigned sum_blocks = d.dbias ? grid_size(ceil_div(all, 256)) : 0;
+    const unsigned blocks = grid_size(ceil_div(x.rows * width, 256 * kCount));
+    lltm_part_kernel<T, kCount>
+        <<<sum_blocks + blocks, 256, 0, stream>>>(memory.joined, x, d, memory.sums, parts, sum_blocks);
+    return check_launch(op.name);
+  }
   AOT_TRY(product(x.rows, x.state, all, matrix(dpre, all), matrix(x.weights, width), d.dold_h));
   return product(x.rows, x.features, all, matrix(dpre, all), matrix(x.weights + x.state, width), d.dinput);
 }

@@ -152,8 +152,8 @@ struct LltmBackward : LltmAttrs {
     return LltmAttrs::scratch(input, old_h, dpre, kIsCuda || !have_gates, !have_gates,
                               kIsCuda ? workspace_elements(sums, accumulate_dtype(old_h.dtype)) : 0);
   }
-  // The parts of the rows for which dbias has partial sums.
-  static int parts(int64_t rows) { return static_cast<int>(rows < 64 ? 1 : rows < 64 * 64 ? rows / 64 : 64); }
+  // The parts of the rows for which dbias has partial sums: of eight rows, one for each warp of a block, or of more.
+  static int parts(int64_t rows) { return static_cast<int>(rows < 8 ? 1 : rows < 8 * 64 ? rows / 8 : 64); }
 
  private:
   Status check_incoming(const char *slot, const Spec &s, const Spec &old_h) const {

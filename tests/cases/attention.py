@@ -252,6 +252,9 @@ ROW = Row(
         _attention((1,), 9, 300, 1, 300),
         _attention((3,), 1, 700, 8, 64, 2, lengths=(3,)),
         _attention((1,), 64, 64, 16, 64, causal=True),
+        # few queries and keys
+        _attention((3,), 5, 7, 8, 128, 2, causal=True),
+        _attention((2,), 4, 6, 3, 12, 3, 20, lengths=(2,), window=(2, 1), layout="BHSD"),
         # masks, biases, sinks and packed sequences: each alone, broadcast along each axis, and together
         _attention((2,), 3, 5, 4, 6, mask=(2, 1, 3, 5)),
         _attention((2,), 3, 5, 4, 6, 2, mask=(3, 5), causal=True, layout="BHSD"),

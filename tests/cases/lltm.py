@@ -62,6 +62,7 @@ ROW = Row(
         _lltm((6144,), 8, 128, scale=0.3),
         _lltm((60,), 64, 448, scale=0.2),
         _lltm((600,), 32, 32, scale=0.3),
+        _lltm((2050,), 300, 212, scale=0.2),
     ),
     under_load=(_lltm((600,), 32, 32, scale=0.3),),  # the gradients' products, too small for cuBLASLt's scratch
     draw=_draw,

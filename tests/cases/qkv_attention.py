@@ -80,6 +80,8 @@ ROW = Row(
         _packed((1,), 130, 2, 128, softcap=5.0),
         _packed((1,), 97, 2, 160, causal=True),
         _packed((1,), 131, 2, 20),
+        _packed((9,), 1, 8, 128, 2, causal=True),
+        _packed((3,), 6, 4, 32, 2, (3,)),
     ),
     draw=_draw,
     bad=(

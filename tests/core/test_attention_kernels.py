@@ -316,6 +316,27 @@ def test_which_kernels_a_call_takes(added, axes, of_q, keys, hopper, dim):
         assert bool(found & {f"attention_{name}_kernel" for name in ("wgmma", "one_pass", "wide")}) == hopper, found
 
 
+# Queries, keys, heads that share one of keys, head_dim, and whether the kernels of few keys take the call.
+FEW = [(1, 1, 4, 128, True), (8, 8, 4, 64, True), (32, 7, 1, 20, True), (8, 9, 1, 64, False), (9, 8, 4, 64, False),
+       (4, 4, 1, 160, False), (4, 4, 1, 6, False)]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize(("queries", "keys", "group", "dim", "few"), FEW)
+def test_calls_of_few_keys_have_kernels_of_their_own(queries, keys, group, dim, few, dtype):
+    if "AOTOPS_ATTENTION" in os.environ:
+        pytest.skip("the kernels are chosen")
+    from aotops.frontends import torch as ours
+
+    sizes = ((queries, 2 * group), (keys, 2), (keys, 2))
+    leaves = [torch.randn(3, *size, dim, device="cuda", dtype=getattr(torch, dtype)) for size in sizes]
+    leaves = [x.requires_grad_() for x in leaves]
+    forward, y = kernels_of(lambda: ours.attention(*leaves))
+    backward, _ = kernels_of(lambda: torch.autograd.grad(y, leaves, torch.ones_like(y)))
+    assert (forward == {"attention_few_kernel"}) == few, forward
+    assert (backward == {"attention_few_backward_kernel"}) == few, backward
+
+
 # head_dim, that of v, elements that q begins after a multiple of 16 bytes, dropout, and whether TF32's kernels take the
 # forward and the backward.
 FLOAT = [
