@@ -57,10 +57,10 @@ class Job:
     ops: Sequence[str]
     file: Path
     cores: list[int] = field(default_factory=list)
-    """Those that it may use; [] for all."""
+    """It may use these; [] for all."""
     process: subprocess.Popen[bytes] | None = None
     found: dict[str, Any] | None = None
-    """What it has measured so far."""
+    """The job has measured this so far."""
 
     def start(self, seconds: float) -> None:
         cases = str(ROOT / "tests/cases")
@@ -99,7 +99,7 @@ def main() -> None:
 
 
 def jobs(threads: Sequence[int], folder: Path, at_once: bool) -> list[Job]:
-    """Those of many threads first. ``at_once``: on cores of their own, in parts.
+    """The jobs, those of many threads first. ``at_once``: on cores of their own, in parts.
 
     Raises:
         ValueError: a count has more threads than there are cores.

@@ -130,8 +130,8 @@ struct Weight {
   }
 
 #if defined(__AVX512F__)
-  // The same in pairs of adjacent channels, `depth` of them, with zeros behind. taps: in NCHW, else 0, where the terms
-  // may be contiguous.
+  // pack_pairs packs pairs of adjacent channels, `depth` of them, with zeros behind. taps: in NCHW, else 0, where the
+  // terms may be contiguous.
   void pack_pairs(int64_t groups, int64_t depth, int64_t n, int64_t taps, bool contiguous, float *packed) const {
     constexpr int kCols = Block<float>::kCols;
     const int64_t all = padded_pairs(depth);

@@ -51,7 +51,8 @@ struct Gathered {
   Gathered at(int64_t i, int64_t p) const { return {data, rows + i, terms + p}; }
 };
 
-// The same with pairs of bfloat16 terms in the 32 bits of a float: p counts pairs, of B too. Where `multiplies_pairs`.
+// GatheredPairs has pairs of bfloat16 terms in the 32 bits of a float: p counts pairs, of B too. It is for processors
+// where `multiplies_pairs`.
 struct GatheredPairs : Gathered<float> {
   GatheredPairs at(int64_t i, int64_t p) const { return {Gathered::at(i, p)}; }
 };

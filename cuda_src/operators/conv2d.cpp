@@ -341,8 +341,8 @@ Status sum_gathered(const char *op, const Source<T> &source, const T *dy, int64_
 }
 
 #if defined(__AVX512F__)
-// The same in NHWC with an even number of channels, where pairs of adjacent positions are multiplied. The columns are
-// made: what a product reads of them, it packs.
+// The gradient of the weight in NHWC with an even number of channels, where pairs of adjacent positions are multiplied.
+// The columns are made: what a product reads of them, it packs.
 template <typename T>
 Status sum_columns_made(const char *op, const Source<T> &source, const T *dy, int64_t groups, int64_t out_channels,
                         Accumulate<T> *sums) {
