@@ -44,7 +44,7 @@ enum Attribute {
 enum Epilogue { kDefault = 1, kRelu = 2, kBias = 4 };
 enum DataType { kFloat32Type = 0, kFloat64Type = 1, kFloat16Type = 2, kBFloat16Type = 14 };
 enum ComputeType { kCompute32 = 68, kCompute64 = 70, kComputeTf32 = 77 };
-constexpr uint32_t kReduceInComputeType = 2;
+enum Reductions : uint32_t { kReduceInPlace = 1, kReduceInComputeType = 2 };
 
 struct Library {
   int (*create)(Object *handle);
@@ -203,6 +203,14 @@ std::map<Key, CachedAlgorithm> &cache() {
   return *map;
 }
 
+// Whether parts of the sums of a float32 product may be added in place. Counters keep their order, so that a call has
+// the same bits each time. It is faster where the result is small: 1317 us instead of 1472 for 4096 x 1024 from sums of
+// 8192, but 2657 instead of 2557 for 4096 x 4096 from 4096.
+bool sums_in_place(const GemmParams &gemm) {
+  return gemm.dtype == DType::float32 && gemm.c_dtype == DType::float32 && !gemm.allow_tf32 &&
+         gemm.m * gemm.n <= 1 << 23;
+}
+
 // cuBLASLt is column-major, and row-major c = a b is column-major c^T = b^T a^T: its A is b.
 struct CublasLtCall {
   const Library &lib;
@@ -223,7 +231,8 @@ struct CublasLtCall {
 
   bool set_epilogue(int epilogue) { return !set(kEpilogue, uint32_t(epilogue)); }
 
-  // The best algorithm by cuBLASLt's estimate. Those that sum in the type of the result are excluded.
+  // The best algorithm by cuBLASLt's estimate. Those that sum in the type of the result are excluded where it is
+  // narrower than what the product is computed in.
   CachedAlgorithm find_algorithm(Object handle) {
     OwnedObject preference(lib.preference_destroy);
     if (lib.preference_create(&preference.object)) return {};
@@ -231,7 +240,7 @@ struct CublasLtCall {
       return lib.preference_set(preference.object, attribute, &value, sizeof value);
     };
     prefer(kMaxWorkspace, uint64_t(gemm.workspace_bytes));
-    prefer(kReductions, kReduceInComputeType);
+    prefer(kReductions, uint32_t(sums_in_place(gemm) ? kReduceInComputeType | kReduceInPlace : kReduceInComputeType));
     prefer(kAlignment, alignment(gemm.b.data)), prefer(kAlignment + 1, alignment(gemm.a.data));
     prefer(kAlignment + 2, alignment(gemm.c.data)), prefer(kAlignment + 3, alignment(gemm.c.data));
     Heuristic best = {};
