@@ -133,6 +133,14 @@ Status run_backward(const char *op, const AttentionInputs<T> &x, const T *y, Acc
     }
     if (x.extra.dropout) kernels = AttentionKernels::any;
   }
+#ifdef AOT_HAVE_SM90
+  if constexpr (std::is_same_v<T, float>) {
+    DeviceLimits limits;
+    AOT_TRY(device_limits(op, &limits));
+    if (kernels == AttentionKernels::mma && limits.major == 9)
+      return attention_float_backward_sm90(op, x, y, delta, dq, dk, dv, delta + 2 * x.z.rows(), stream);
+  }
+#endif
   if (const int64_t rows = x.z.rows(); rows && (kernels != AttentionKernels::wgmma || !dq))
     AOT_TRY(launch_kernel(op, attention_delta_kernel<T>, {grid_size(ceil_div(rows, kDeltaBlock / 32)), kDeltaBlock},
                           stream, x, y, delta));

@@ -506,6 +506,11 @@ Status attention_float_backward(const char *op, const AttentionInputs<float> &x,
 
 // -------------------------------------------------------------------------------------------------------- on Hopper
 
+// attention_float_sm90.cu: the gradients in one pass. It writes delta, and has turns in `space`
+// (AttentionBackward::pass_space).
+Status attention_float_backward_sm90(const char *op, const AttentionInputs<float> &x, const float *y, float *delta,
+                                     float *dq, float *dk, float *dv, float *space, void *stream);
+
 // attention_sm90.cu: the kernels of attention_wgmma.cuh, for __half and __nv_bfloat16. *takes: whether they take a call
 // whose tensors are aligned.
 template <typename T>
