@@ -498,8 +498,9 @@ __global__ void __launch_bounds__(kAttentionBlock) attention_dbias_kernel(Attent
 
 // -------------------------------------------------------------------------------------------------- in float32
 
-// attention_float.cu: the kernels of attention_float.cuh. Whether they take a call whose tensors are aligned.
-bool attention_float_takes(const AttentionInputs<float> &x, bool forward);
+// attention_float.cu: the kernels of attention_float.cuh. Whether they take a call whose tensors are aligned, or
+// those of attention_float_sm90.cu if the GPU has them (one_pass).
+bool attention_float_takes(const AttentionInputs<float> &x, bool forward, bool one_pass);
 Status attention_float(const char *op, const AttentionInputs<float> &x, float *y, float *lse, void *stream);
 Status attention_float_backward(const char *op, const AttentionInputs<float> &x, float *dq, float *dk, float *dv,
                                 void *stream);

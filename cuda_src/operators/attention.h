@@ -480,7 +480,7 @@ struct AttentionBackward : AttentionAttrs {
   // In float32 (attention_float_sm90.cu) a turn for each tile of at least 32 queries.
   int64_t pass_space(const Spec &q, const Spec &v) const {
     const int64_t columns = std::max(dim(q), dim(v)), of_heads = q.product(0, q.ndim - 3) * heads(q);
-    if (!kIsCuda || q.dtype == DType::float64 || columns > 128) return 0;
+    if (!kIsCuda || q.dtype == DType::float64 || columns > (q.dtype == DType::float32 ? 256 : 128)) return 0;
     if (q.dtype == DType::float32) return of_heads * ((seq(q) + 31) / 32);
     return of_heads * ((seq(q) + 127) / 128 * 128) * ((columns <= 64 ? 64 : 128) + 3) + 64;
   }

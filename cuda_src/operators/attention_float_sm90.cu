@@ -1,11 +1,13 @@
 // attention's gradients in float32 on Hopper, by mma.sync of TF32, in one pass: five products, where two kernels
 // (attention_float.cuh) have seven.
 //
-// A block has 16 rows of keys for each warp, and goes through tiles of queries, the last one first. Blocks add their
-// parts of dq to dq itself, the one with the lowest keys first, as in attention_mma_backward.cuh: so a causal call
-// starts the blocks that take longest first.
+// A block has 64 keys, and goes through tiles of queries, the last one first. Two warps have the same 16 keys: the
+// first computes s and dv, and sends p through shared memory to the second, which computes dp, ds and dk. So a warp has
+// one result in its registers, which have room for a head_dim of 256. All warps share dq, the product of ds and the
+// block's keys. Blocks add their parts to dq itself, the one with the lowest keys first, as in
+// attention_mma_backward.cuh: so a causal call starts the blocks that take longest first.
 //
-// Its warps have no registers for sums of larger and of smaller parts, as in attention_float.cuh: a sum is of all three
+// There are no registers for sums of larger and of smaller parts, as in attention_float.cuh: a sum is of all three
 // products. So tensor cores add half as many terms: 32 of a score and 16 of a result.
 #include "attention_float.cuh"
 #include "attention_mma_backward.cuh"
@@ -14,11 +16,12 @@ namespace aot {
 inline namespace AOT_ISA {
 namespace {
 
-template <int kDim_, int kOthers_>
-struct FloatPassShape : FloatShape<kDim_, 1, 8, kOthers_, 1> {
-  using Base = FloatShape<kDim_, 1, 8, kOthers_, 1>;
-  static constexpr int kStage = 2 * Base::kTile, kDs = kStage + 4 * Base::kOtherTile;
-  static constexpr int kNumbers = kDs + Base::kRows * kOthers_ * 4, kOwn = kNumbers + 16 * kOthers_;
+template <int kDim_, int kOthers_, int kBlocks_>
+struct FloatPassShape : FloatShape<kDim_, 1, 4, kOthers_, kBlocks_> {
+  using Base = FloatShape<kDim_, 1, 4, kOthers_, kBlocks_>;
+  static constexpr int kWarps = 8, kThreads = 32 * kWarps;
+  static constexpr int kStage = 2 * Base::kTile, kDs = kStage + 2 * Base::kOtherTile;
+  static constexpr int kNumbers = kDs + Base::kRows * kOthers_ * 4, kOwn = kNumbers + 8 * kOthers_;
   static constexpr int kShared = kOwn + Base::kRows * 8;
   // Warps that share columns of dq, each of 16 queries, and how many columns they have.
   static constexpr int kDown = kOthers_ / 16, kColumns = kDim_ / (8 / kDown);
@@ -151,35 +154,31 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_flo
   const AttentionSizes &z = x.z;
   const uint32_t k_tile = shared_address(attention_shared), v_tile = k_tile + Shape::kTile;
   const uint32_t ds_tile = k_tile + Shape::kDs, numbers = k_tile + Shape::kNumbers;
-  const auto stage = [=](int parity) { return k_tile + Shape::kStage + parity * (2 * Shape::kOtherTile); };
+  const uint32_t q_tile = k_tile + Shape::kStage, dy_tile = q_tile + Shape::kOtherTile;
   const KeyTile<float, Shape, InOrder> tile(pass, reinterpret_cast<int2 *>(shared + Shape::kOwn), true);
   const int dim = static_cast<int>(z.dim), v_dim = static_cast<int>(z.v_dim), queries = static_cast<int>(z.queries);
   const int of_head = tile.met.end - tile.met.begin, query_tiles = (queries - 1) / kQueries + 1;
   const int lane = lane_index(), g = lane / 4, t = lane % 4, warp = warp_index();
 
-  const auto fetch = [&](MmaStep next) {
-    const int64_t h = tile.kv * z.group() + next.head;
-    const int query = (tile.met.end - 1 - next.tile) * kQueries;
-    copy_float_rows<Shape, kQueries, Order>(stage(next.parity), x.of_queries(x.q, tile.b, h, dim), query, queries, dim);
-    copy_float_rows<Shape, kQueries, Order>(stage(next.parity) + Shape::kOtherTile, x.of_results(x.dy, tile.b, h),
-                                            query, queries, v_dim);
+  const auto fetch = [&](int64_t h, int query) {
+    copy_float_rows<Shape, kQueries, Order>(q_tile, x.of_queries(x.q, tile.b, h, dim), query, queries, dim);
+    copy_float_rows<Shape, kQueries, Order>(dy_tile, x.of_results(x.dy, tile.b, h), query, queries, v_dim);
     if (threadIdx.x < 2 * kQueries) {
       const int of_delta = threadIdx.x / kQueries, i = query + Order::at(threadIdx.x % kQueries);
-      copy_async<4>(numbers + next.parity * (8 * kQueries) + threadIdx.x * 4,
-                    (of_delta ? x.delta : x.lse) + x.row(tile.b, h, i < queries ? i : 0), i < queries);
+      copy_async<4>(numbers + threadIdx.x * 4, (of_delta ? x.delta : x.lse) + x.row(tile.b, h, i < queries ? i : 0),
+                    i < queries);
     }
+    commit_copies();
   };
   copy_float_rows<Shape, Shape::kRows, InOrder>(k_tile, x.of_keys(x.k, tile.b, tile.kv, dim), tile.begin, tile.last,
                                                 dim);
   copy_float_rows<Shape, Shape::kRows, InOrder>(v_tile, x.of_keys(x.v, tile.b, tile.kv, v_dim), tile.begin, tile.last,
                                                 v_dim);
-  MmaStep step;
-  if (of_head) fetch(step);
-  commit_copies();
 
   const float q_scale = static_cast<float>(z.scale) * tile.times;
-  const int warp_row = warp * 16;
-  MmaSums<1, kDim> dk_sums = {}, dv_sums = {};
+  const int group = warp % 4, warp_row = group * 16;
+  const bool second = warp >= 4;  // of its pair
+  MmaSums<1, kDim> sums = {};     // of the second warp dk, else dv
   int *turn_before = nullptr;
   const auto pass_on = [&] {
     if (turn_before && threadIdx.x == Shape::kThreads - 32)
@@ -187,26 +186,27 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_flo
     turn_before = nullptr;
   };
 #pragma unroll 1
-  for (; of_head && step.head < z.group(); step = step.next(of_head)) {
-    next_step(step, of_head, z.group(), fetch);
-    const uint32_t q_tile = stage(step.parity), dy_tile = q_tile + Shape::kOtherTile;
+  for (MmaStep step; of_head && step.head < z.group(); step = step.next(of_head)) {
     const int query_tile = tile.met.end - 1 - step.tile;
     const int64_t h = tile.kv * z.group() + step.head;
+    __syncthreads();
+    fetch(h, query_tile * kQueries);
+    wait_copies<0>();
+    __syncthreads();
     typename KeyTile<float, Shape, InOrder>::Bits bits;
     bool partial = tile.find_partial(bits, query_tile);
     const bool met = !partial || tile.any(bits, &partial);
-    MmaSums<1, kQueries> s = {}, dp = {};
-    const float *const lse =
-        reinterpret_cast<const float *>(shared + Shape::kNumbers) + step.parity * (2 * kQueries) + t * 2;
+    MmaSums<1, kQueries> s = {};  // of the second warp dp, and ds
+    const float *const lse = reinterpret_cast<const float *>(shared + Shape::kNumbers) + t * 2;
     const float *const delta = lse + kQueries;
     const FloatScores scores(x, tile.b, h);
-    float *const slopes = reinterpret_cast<float *>(shared + Shape::kDs) + warp * (kQueries * 16) + lane;
-    if (met) add_float_rows<Shape, kQueries>(s, k_tile, warp_row, q_tile);
+    float *const weights = reinterpret_cast<float *>(shared + Shape::kDs) + group * (kQueries * 16) + lane;
+    if (met) add_float_rows<Shape, kQueries>(s, second ? v_tile : k_tile, warp_row, second ? dy_tile : q_tile);
     pass_on();  // what the step before has added is likely there
-    if (met) {
+    if (met && !second) {
       if (!scores.plain)
         add_to_scores<1, kQueries>(s, nullptr, [&](int, int n, int half, int e, float &score) {
-          slopes[(4 * n + 2 * half + e) * 32] =
+          weights[(4 * n + 2 * half + e) * 32] =
               scores.complete(score, query_tile * kQueries + t * kEach + 2 * n + e, queries,
                               tile.begin + warp_row + 8 * half + g, tile.last);
           return 0.f;
@@ -225,28 +225,33 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_flo
             score = score == -kInfinity || !present ? 0 : probability(score * scale - below);
           }
         }
-      add_float_weights<Shape, kQueries>(dv_sums, s, dy_tile);
-      add_float_rows<Shape, kQueries>(dp, v_tile, warp_row, dy_tile);
+    }
+    if (met && !second)
       for_scores<1, kQueries>([&](int i, int n, int half, int e, uint32_t) {
         const float p = s[i][n][2 * half + e];
-        float &of_p = dp[i][n][2 * half + e];
-        of_p -= delta[8 * n + e];
-        if (!scores.plain) of_p *= slopes[(4 * n + 2 * half + e) * 32];
-        of_p = p == 0 ? 0 : p * of_p;
+        float &weight = weights[(4 * n + 2 * half + e) * 32];
+        weight = scores.plain || p == 0 ? p : p * weight;  // the slope may be NaN
       });
-      __syncwarp();  // ds takes the place of slopes
+    __syncthreads();
+    if (met && second) {
+      for_scores<1, kQueries>([&](int i, int n, int half, int e, uint32_t) {
+        const float weight = weights[(4 * n + 2 * half + e) * 32];
+        s[i][n][2 * half + e] = weight == 0 ? 0 : weight * (s[i][n][2 * half + e] - delta[8 * n + e]);
+      });
+      __syncwarp();  // ds takes the place of weights
     }
     // Left factors of dq as its warps' lanes have them: pieces of four, of 16 queries and 8 keys.
-    const uint32_t to = ds_tile + warp * (kQueries * 64) + ((((2 * t * 4 + g / 2) ^ 2 * t) * 4 + g % 2 * 2) * 4);
+    const uint32_t to = ds_tile + group * (kQueries * 64) + ((((2 * t * 4 + g / 2) ^ 2 * t) * 4 + g % 2 * 2) * 4);
+    if (second)
 #pragma unroll
-    for (int n = 0; n < kQueries / 8; n += 2)
+      for (int n = 0; n < kQueries / 8; n += 2)
 #pragma unroll
-      for (int half = 0; half < 2; ++half)
+        for (int half = 0; half < 2; ++half)
 #pragma unroll
-        for (int e = 0; e < 2; ++e)
-          asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"((to ^ e * 64) + (n + half) * 512),
-                       "f"(dp[0][n][2 * half + e]), "f"(dp[0][n + 1][2 * half + e])
-                       : "memory");
+          for (int e = 0; e < 2; ++e)
+            asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"((to ^ e * 64) + (n + half) * 512),
+                         "f"(s[0][n][2 * half + e]), "f"(s[0][n + 1][2 * half + e])
+                         : "memory");
     __syncthreads();
     const int64_t tile_of_dq = (tile.b * z.heads + h) * query_tiles + query_tile;
     int *const turn = pass.turns + tile_of_dq;
@@ -254,10 +259,10 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_flo
     int found = 0;
     if (pass.dq && !first && lane == 0)
       asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(found) : "l"(turn) : "memory");
-    if (met) add_float_weights<Shape, kQueries>(dk_sums, dp, q_tile);
+    if (met) add_float_weights<Shape, kQueries>(sums, s, second ? q_tile : dy_tile);
     if (!pass.dq) continue;
     constexpr int kParts = Shape::kColumns / 32;
-    float sums[4 * kParts][4] = {};
+    float part[4 * kParts][4] = {};
     const int down = warp % Shape::kDown, column = warp / Shape::kDown * Shape::kColumns;
     {
       const uint32_t of_a = ds_tile + down * 1024 + ((lane ^ lane / 8 * 2) * 16);
@@ -267,15 +272,15 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_flo
       for (int k = 0; k < Shape::kRows / 16; ++k) {
         FloatLeft<1> left[2];
 #pragma unroll
-        for (int part = 0; part < 2; ++part) {
+        for (int eight = 0; eight < 2; ++eight) {
           float a[4];
-          load_piece(a, of_a + k * (kQueries * 64) + part * 512);
+          load_piece(a, of_a + k * (kQueries * 64) + eight * 512);
 #pragma unroll
-          for (int j = 0; j < 4; ++j) split(a[j], left[part].big[0][j], left[part].small[0][j]);
+          for (int j = 0; j < 4; ++j) split(a[j], left[eight].big[0][j], left[eight].small[0][j]);
         }
 #pragma unroll
         for (int c = 0; c < kParts; ++c)
-          add_float_columns(sums, 4 * c, left, of_b, k * (16 * kDim * 4) + c * 128, 8 * kDim * 4);
+          add_float_columns(part, 4 * c, left, of_b, k * (16 * kDim * 4) + c * 128, 8 * kDim * 4);
       }
     }
     if (!first) {
@@ -299,7 +304,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_flo
         if (column + t * 8 + more >= dim) continue;
         float four[4];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) four[j] = sums[c / 2 * 4 + j][2 * half + e];
+        for (int j = 0; j < 4; ++j) four[j] = part[c / 2 * 4 + j][2 * half + e];
         float4 *const at = reinterpret_cast<float4 *>(row + more);
         if (!final && !first) {
           add_in_memory(row + more, four);
@@ -316,13 +321,11 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) attention_flo
   }
   __syncthreads();
   pass_on();
-  const int row = tile.begin + warp_row;
-  const float times = tile.times;
-  if (pass.dk)
-    store_float_sums<Shape, 1>(dk_sums, x.of_keys(pass.dk, tile.b, tile.kv, z.dim), row, tile.end, dim,
-                               [=](int, int) { return q_scale; });
-  if (pass.dv)
-    store_float_sums<Shape, 1>(dv_sums, x.of_keys(pass.dv, tile.b, tile.kv, z.v_dim), row, tile.end, v_dim,
+  float *const to = second ? pass.dk : pass.dv;
+  const int columns = second ? dim : v_dim;
+  const float times = second ? q_scale : tile.times;
+  if (to)
+    store_float_sums<Shape, 1>(sums, x.of_keys(to, tile.b, tile.kv, columns), tile.begin + warp_row, tile.end, columns,
                                [=](int, int) { return times; });
 }
 
@@ -344,8 +347,10 @@ Status attention_float_backward_sm90(const char *op, const AttentionInputs<float
   const AttentionSizes &z = x.z;
   const int heads = static_cast<int>(std::min<int64_t>(z.batch * z.kv_heads, 1 << 30));
   const MmaPass<float> pass = {x, dq, dk, dv, nullptr, reinterpret_cast<int *>(space), nullptr, heads};
-  const auto run =
-      std::max(z.dim, z.v_dim) <= 64 ? run_pass<FloatPassShape<64, 64>> : run_pass<FloatPassShape<128, 32>>;
+  const int64_t dim = std::max(z.dim, z.v_dim);
+  const auto run = dim <= 64    ? run_pass<FloatPassShape<64, 64, 2>>
+                   : dim <= 128 ? run_pass<FloatPassShape<128, 32, 2>>
+                                : run_pass<FloatPassShape<256, 32, 1>>;
   return run(op, pass, y, delta, every_query_meets(z, x.lengths != nullptr, x.extra.offsets != nullptr), stream);
 }
 

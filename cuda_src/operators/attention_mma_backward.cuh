@@ -151,7 +151,9 @@ struct KeyTile {
   __device__ static int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 
   __device__ static int local(int i, int half) {
-    return warp_index() * Shape::kWarpRows + 16 * i + 8 * half + lane_index() / 4;
+    constexpr int kGroups = kRows / Shape::kWarpRows;  // fewer than warps if pairs have the same rows
+    const int group = kGroups < Shape::kThreads / 32 ? warp_index() % kGroups : warp_index();
+    return group * Shape::kWarpRows + 16 * i + 8 * half + lane_index() / 4;
   }
   // Whether there are queries of a tile and keys that do not meet; the bits of those that do.
   __device__ bool find_partial(Bits &bits, int tile) const {
