@@ -68,6 +68,15 @@ Status check_mode(const char *op) {
               std::getenv("AOTOPS_ATTENTION"));
 }
 
+// Whether gradients in float32 are those of attention_float_sm90.cu.
+bool has_float_pass(const DeviceLimits &limits) {
+#ifdef AOT_HAVE_SM90
+  return limits.major == 9;
+#else
+  return false;
+#endif
+}
+
 // The kernels that take a forward or backward; tensors that are absent are null.
 template <typename T, typename... Tensors>
 Status choose(const char *op, const AttentionInputs<T> &x, bool forward, AttentionKernels *kernels,
@@ -88,10 +97,10 @@ Status choose(const char *op, const AttentionInputs<T> &x, bool forward, Attenti
     if (wgmma) *kernels = AttentionKernels::wgmma;
 #endif
   } else if constexpr (sizeof(T) == 4) {
-    if (!attention_float_takes(x, forward) || !aligned(tensors...)) return kOk;
     DeviceLimits limits;
     AOT_TRY(device_limits(op, &limits));
-    if (limits.major >= 8) *kernels = AttentionKernels::mma;
+    if (limits.major < 8 || !aligned(tensors...)) return kOk;
+    if (attention_float_takes(x, forward, has_float_pass(limits))) *kernels = AttentionKernels::mma;
   }
   return kOk;
 }
@@ -133,6 +142,14 @@ Status run_backward(const char *op, const AttentionInputs<T> &x, const T *y, Acc
     }
     if (x.extra.dropout) kernels = AttentionKernels::any;
   }
+#ifdef AOT_HAVE_SM90
+  if constexpr (std::is_same_v<T, float>) {
+    DeviceLimits limits;
+    AOT_TRY(device_limits(op, &limits));
+    if (kernels == AttentionKernels::mma && has_float_pass(limits))
+      return attention_float_backward_sm90(op, x, y, delta, dq, dk, dv, delta + 2 * x.z.rows(), stream);
+  }
+#endif
   if (const int64_t rows = x.z.rows(); rows && (kernels != AttentionKernels::wgmma || !dq))
     AOT_TRY(launch_kernel(op, attention_delta_kernel<T>, {grid_size(ceil_div(rows, kDeltaBlock / 32)), kDeltaBlock},
                           stream, x, y, delta));

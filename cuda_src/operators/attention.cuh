@@ -498,13 +498,19 @@ __global__ void __launch_bounds__(kAttentionBlock) attention_dbias_kernel(Attent
 
 // -------------------------------------------------------------------------------------------------- in float32
 
-// attention_float.cu: the kernels of attention_float.cuh. Whether they take a call whose tensors are aligned.
-bool attention_float_takes(const AttentionInputs<float> &x, bool forward);
+// attention_float.cu: the kernels of attention_float.cuh. Whether they take a call whose tensors are aligned, or
+// those of attention_float_sm90.cu if the GPU has them (one_pass).
+bool attention_float_takes(const AttentionInputs<float> &x, bool forward, bool one_pass);
 Status attention_float(const char *op, const AttentionInputs<float> &x, float *y, float *lse, void *stream);
 Status attention_float_backward(const char *op, const AttentionInputs<float> &x, float *dq, float *dk, float *dv,
                                 void *stream);
 
 // -------------------------------------------------------------------------------------------------------- on Hopper
+
+// attention_float_sm90.cu: the gradients in one pass. It writes delta, and has turns in `space`
+// (AttentionBackward::pass_space).
+Status attention_float_backward_sm90(const char *op, const AttentionInputs<float> &x, const float *y, float *delta,
+                                     float *dq, float *dk, float *dv, float *space, void *stream);
 
 // attention_sm90.cu: the kernels of attention_wgmma.cuh, for __half and __nv_bfloat16. *takes: whether they take a call
 // whose tensors are aligned.

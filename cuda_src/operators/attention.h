@@ -477,12 +477,12 @@ struct AttentionBackward : AttentionAttrs {
 
   // The floats that a GPU needs for one pass over 16 bits (attention_wgmma_backward.cuh, attention_mma_backward.cuh):
   // for each query, in whole tiles of 128, a row of dq, two numbers and less than one turn; a counter; and alignment.
+  // In float32 (attention_float_sm90.cu) a turn for each tile of at least 32 queries.
   int64_t pass_space(const Spec &q, const Spec &v) const {
-    const bool wide = q.dtype == DType::float32 || q.dtype == DType::float64;
-    const int64_t columns = std::max(dim(q), dim(v));
-    if (!kIsCuda || wide || columns > 128) return 0;
-    const int64_t rows = q.product(0, q.ndim - 3) * heads(q) * ((seq(q) + 127) / 128 * 128);
-    return rows * ((columns <= 64 ? 64 : 128) + 3) + 64;
+    const int64_t columns = std::max(dim(q), dim(v)), of_heads = q.product(0, q.ndim - 3) * heads(q);
+    if (!kIsCuda || q.dtype == DType::float64 || columns > (q.dtype == DType::float32 ? 256 : 128)) return 0;
+    if (q.dtype == DType::float32) return of_heads * ((seq(q) + 31) / 32);
+    return of_heads * ((seq(q) + 127) / 128 * 128) * ((columns <= 64 ? 64 : 128) + 3) + 64;
   }
 };
 

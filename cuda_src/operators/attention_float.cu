@@ -48,10 +48,11 @@ Status run_gradients(const char *op, const AttentionInputs<float> &x, float *dq,
 }  // namespace
 
 // Sums of fewer than 16 terms would be less exact than float32's, by what each term loses.
-bool attention_float_takes(const AttentionInputs<float> &x, bool forward) {
+bool attention_float_takes(const AttentionInputs<float> &x, bool forward, bool one_pass) {
   const int64_t dim = std::max(x.z.dim, x.z.v_dim), least = std::min(x.z.dim, x.z.v_dim);
   const bool fits = least >= 16 && x.z.dim % 4 == 0 && x.z.v_dim % 4 == 0 && std::max(x.z.queries, x.z.keys) <= 1 << 30;
-  return fits && (dim <= 128 ? forward || !x.extra.dropout : forward && dim <= 256 && !x.extra.dropout);
+  if (x.extra.dropout) return fits && forward && dim <= 128;
+  return fits && dim <= (forward || one_pass ? 256 : 128);
 }
 
 Status attention_float(const char *op, const AttentionInputs<float> &x, float *y, float *lse, void *stream) {

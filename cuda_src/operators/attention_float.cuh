@@ -376,6 +376,7 @@ template <class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     attention_float_dq_kernel(AttentionInputs<float> x, float *dq) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  if constexpr (!runs_here(0, true)) return;  // on 9.0 attention_float_sm90.cu has all gradients
   constexpr int kDim = Shape::kDim, kM = Shape::kM, kKeys = Shape::kOthers;
   extern __shared__ __align__(1024) uint4 attention_shared[];
   const uint32_t q_tile = shared_address(attention_shared), dy_tile = q_tile + Shape::kTile;
@@ -442,6 +443,7 @@ template <class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     attention_float_dkv_kernel(AttentionInputs<float> x, float *dk, float *dv) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  if constexpr (!runs_here(0, true)) return;  // on 9.0 attention_float_sm90.cu has all gradients
   constexpr int kDim = Shape::kDim, kM = Shape::kM, kQueries = Shape::kOthers;
   extern __shared__ __align__(1024) uint4 attention_shared[];
   const AttentionSizes &z = x.z;

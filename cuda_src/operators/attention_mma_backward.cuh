@@ -36,7 +36,7 @@ struct MmaPass {
 template <typename T>
 __global__ void __launch_bounds__(kDeltaBlock)
     attention_pass_begin_kernel(MmaPass<T> pass, const T *y, float *delta, int64_t turns, bool all_seen) {
-  constexpr int kAtOnce = 8;
+  constexpr int kAtOnce = 16 / sizeof(T);
   const AttentionInputs<T> &x = pass.x;
   const AttentionSizes &z = x.z;
   const int64_t threads = int64_t{gridDim.x} * kDeltaBlock, thread = int64_t{blockIdx.x} * kDeltaBlock + threadIdx.x;
@@ -96,14 +96,15 @@ struct KeyTile {
   const int2 *own;  // of a packed call: the sequence of each row, in shared memory
   float times;
 
-  __device__ KeyTile(const MmaPass<T> &pass, int2 *sequences) : x(pass.x), own(sequences) {
+  // ascending: whether the blocks with the lowest keys are started first.
+  __device__ KeyTile(const MmaPass<T> &pass, int2 *sequences, bool ascending = false) : x(pass.x), own(sequences) {
     const AttentionSizes &z = x.z;
     const int keys = static_cast<int>(z.keys), tiles = (keys - 1) / kRows + 1, block = static_cast<int>(blockIdx.x);
     const int first_head = block / (pass.heads_at_once * tiles) * pass.heads_at_once, rest = block - first_head * tiles;
     const int at_once = static_cast<int>(min(pass.heads_at_once, z.batch * z.kv_heads - first_head));
     const int head = first_head + rest % at_once;
     b = head / z.kv_heads, kv = head % z.kv_heads;
-    number = tiles - 1 - rest / at_once, begin = number * kRows;
+    number = ascending ? rest / at_once : tiles - 1 - rest / at_once, begin = number * kRows;
     end = keys - begin < kRows ? keys : begin + kRows;
     auto length = x.length(b);
     Range by_all = {z.seeing(end - 1, end).begin, z.seeing(begin, begin + 1).end};
@@ -150,7 +151,9 @@ struct KeyTile {
   __device__ static int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 
   __device__ static int local(int i, int half) {
-    return warp_index() * Shape::kWarpRows + 16 * i + 8 * half + lane_index() / 4;
+    constexpr int kGroups = kRows / Shape::kWarpRows;  // fewer than warps if pairs have the same rows
+    const int group = kGroups < Shape::kThreads / 32 ? warp_index() % kGroups : warp_index();
+    return group * Shape::kWarpRows + 16 * i + 8 * half + lane_index() / 4;
   }
   // Whether there are queries of a tile and keys that do not meet; the bits of those that do.
   __device__ bool find_partial(Bits &bits, int tile) const {
