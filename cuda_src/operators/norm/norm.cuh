@@ -4,6 +4,7 @@
 //            row length       kernel                                                             blocks
 //   forward  up to 2 KiB      norm_kernel, 1 to 4 rows for each warp                             one-shot
 //            up to 32 KiB     norm_kernel, a row for each block (up to 64 KiB with kMost = 8)    one-shot
+//            2 or 4 times it  norm_kernel, a row for each cluster, if kSplit                     one-shot
 //            up to 512 KiB    norm_long_kernel, a row for each cluster                           persistent
 //   backward up to 512 bytes  norm_backward_kernel, 1 to 4 rows for each warp                    persistent
 //            up to 32 KiB     norm_backward_kernel, one or more rows for each block              persistent

@@ -22,9 +22,14 @@ struct NormBackwardTensors {
 
 constexpr int kStages = 2;
 
+// Whether dh is loaded to registers instead, where a pipeline with it leaves too little shared memory.
+template <class Shape, class N>
+constexpr bool kDirectDh = N::kAdd && sizeof(typename N::R) > 2 && Shape::kVectors == 4;
+
 template <class Shape, class N, int kKept = NormParameters<N>::kKeptBytes>
 using BackwardPipeline =
-    std::conditional_t<N::kAdd, SmemPipeline<Shape, kStages, kKept, typename N::R, typename N::T, typename N::R>,
+    std::conditional_t<N::kAdd && !kDirectDh<Shape, N>,
+                       SmemPipeline<Shape, kStages, kKept, typename N::R, typename N::T, typename N::R>,
                        SmemPipeline<Shape, kStages, kKept, typename N::R, typename N::T>>;
 
 template <int kSize, typename A>
@@ -84,6 +89,7 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
   using R = typename N::R;
   using A = typename N::A;
   constexpr int kStats = N::kStats, kSums = N::kSums;
+  constexpr bool kDirect = kDirectDh<Shape, N>;
   RowPart<Shape> part(a.cols, row_warps);
   NormParameters<N> &p = a.parameters;
   bool has_weight = p.weight != nullptr, has_dx = a.dx != nullptr, has_dresidual = a.dresidual != nullptr;
@@ -97,7 +103,7 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
   auto load_row = [&](int stage, int64_t row) {
     pipeline.load(kX, stage, a.x + row * a.cols, part, row < a.rows);
     pipeline.load(kDy, stage, a.dy + row * a.cols, part, row < a.rows);
-    if constexpr (N::kAdd) pipeline.load(kDh, stage, a.dh + row * a.cols, part, has_dh && row < a.rows);
+    if constexpr (N::kAdd && !kDirect) pipeline.load(kDh, stage, a.dh + row * a.cols, part, has_dh && row < a.rows);
     commit_copies();
   };
   KeptParameter<N, Shape> weight;
@@ -127,6 +133,11 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
       for (int k = 0; k < Shape::kSize; ++k) f(k, N::kCentred ? x[k] - mean : x[k], d[k], d[k] * w[k]);
     };
 
+    Vector<R> direct[kDirect ? Shape::kVectors : 1];
+    if constexpr (kDirect)
+#pragma unroll
+      for (int i = 0; i < Shape::kVectors; ++i)
+        direct[i] = load_present(a.dh + row * a.cols + part.offset(i), has_dh && row < a.rows && part.holds(i));
     wait_copies<kStages - 1>();
     Sums<kStats, A> sums = {};  // the row's, of g * xhat and of g
 #pragma unroll
@@ -151,7 +162,9 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
           Widened<R> dx;
           each(i, [&](int k, A x, A, A g) { dx[k] = g * rstd + (x * c1 + c0); });
           if constexpr (N::kAdd) {
-            auto dh = widen(pipeline.read(kDh, stage, i));
+            Widened<R> dh;
+            if constexpr (kDirect) dh = widen(direct[i]);
+            else dh = widen(pipeline.read(kDh, stage, i));
 #pragma unroll
             for (int k = 0; k < Shape::kSize; ++k) dx[k] += dh[k];
           }
