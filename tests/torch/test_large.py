@@ -134,3 +134,40 @@ def test_norms_of_long_rows(cols, narrow, wide, lines):
         for a, again, b in zip(*found, strict=True):
             assert torch.equal(a, again)
             torch.testing.assert_close(a.double(), b, rtol=2**-7, atol=2**-6 if narrow == torch.bfloat16 else 1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="torch finds no GPU")
+@pytest.mark.parametrize("shape", [(8, 256), (4096, 1024), (200, 40000)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_norm_waits_for_what_the_kernel_before_writes(shape, dtype):
+    """It may start before that one has ended. Kernels in a row, and in a graph, give what they give one at a time."""
+    cols = shape[1]
+    x = torch.randn(shape, generator=torch.Generator("cuda").manual_seed(0), device="cuda").to(dtype)
+    weight = torch.linspace(0.5, 1.5, cols, device="cuda").to(dtype).requires_grad_()
+    steps = (
+        lambda y: ours.add(y, x, alpha=0.5),
+        lambda y: ours.rms_norm(y, cols, weight),
+        lambda y: ours.add_layer_norm(y, x, cols, weight)[0],
+        lambda y: ours.gelu(y),
+        lambda y: ours.layer_norm(y, cols, weight),
+        lambda y: ours.add_rms_norm(y, x, cols, weight)[0],
+    )
+
+    def run(each=lambda: None):
+        y = start = x.clone().requires_grad_()
+        for step in steps * 4:
+            y = step(y)
+            each()
+        gradients = torch.autograd.grad(y.float().square().mean(), (start, weight))
+        return [y.detach(), *gradients]
+
+    expected = run(torch.cuda.synchronize)
+    for _ in range(5):
+        assert all(map(torch.equal, run(), expected))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run()
+    for _ in range(3):
+        graph.replay()
+        assert all(map(torch.equal, found, expected))

@@ -1,5 +1,6 @@
 // The forward of the norms on CUDA (norm.cuh).
 #pragma once
+#include "cuda/overlap.cuh"
 #include "norm.cuh"
 
 namespace aot {
@@ -67,6 +68,8 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
   constexpr int kVectors = Shape::kVectors;
   constexpr bool kEarly = kVectors <= kEarlyVectors;
   constexpr int kTogether = kEarly ? kVectors : kParameterVectors<kVectors, N::kBias, Parameter::kMayBeWide>;
+  wait_for_kernel_before();  // before launch_next(): the next kernel may read, before it waits, what older ones wrote
+  launch_next();
   RowPart<Shape> part(a.cols, Shape::kSpan == Span::warp ? 1 : blockDim.x / 32);
   int64_t row = part.first_row();
   bool present = row < a.rows;
@@ -264,7 +267,7 @@ Status norm_short(const char *op, const NormForward<N> &a, const RowPlan &plan, 
   using Threads = std::conditional_t<kWithinWarp, Threads<64, 1024>, Threads<512, 1024>>;
   int teams = kWithinWarp ? Threads::kBlock / 32 : 1;
   unsigned blocks = grid_size(ceil_div(a.rows, int64_t{teams} * Shape::kRowsPerWarp) * plan.cluster);
-  const LaunchShape shape{blocks, 32u * teams * plan.warps, 0, dim3(plan.cluster)};
+  const LaunchShape shape{blocks, 32u * teams * plan.warps, 0, dim3(plan.cluster), true};
   return launch_kernel(op, norm_kernel<Shape, Threads, N>, shape, stream, a);
 }
 
