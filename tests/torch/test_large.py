@@ -78,3 +78,96 @@ def test_many_elements():
         torch.testing.assert_close(y[-1], expected)
         torch.testing.assert_close(y[0], torch.zeros_like(y[0]))
         del y
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="torch finds no GPU")
+@pytest.mark.parametrize("lines", [(), (2,)])
+@pytest.mark.parametrize("cols", [6008, 16392, 40000, 131072])
+@pytest.mark.parametrize(
+    ("narrow", "wide"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)],
+)
+def test_norms_of_long_rows(cols, narrow, wide, lines):
+    """A row is spread over several blocks; the last ones have a part, or none of it."""
+    random = torch.Generator("cuda").manual_seed(0)
+
+    def drawn(*shape, dtype=narrow):
+        return torch.randn(shape, generator=random, device="cuda", dtype=torch.float64).to(dtype)
+
+    x, residual = drawn(3, 2, cols) + 2, drawn(3, 2, cols, dtype=wide)
+    weight, bias, dy, dh = drawn(*lines, cols), drawn(*lines, cols), drawn(3, 2, cols), drawn(3, 2, cols, dtype=wide)
+
+    def added(x, residual):
+        """The sum, and the same rounded, whose gradient is the sum's."""
+        h = x + residual
+        return h, h + (h.to(wide) - h).detach()
+
+    def add_layer_norm(x, residual, weight, bias):
+        h, rounded = added(x, residual)
+        return F.layer_norm(rounded, (cols,)) * weight + bias, h
+
+    def add_rms_norm(x, residual, weight):
+        h, rounded = added(x, residual)
+        return F.rms_norm(rounded, (cols,), eps=1e-5) * weight, h
+
+    cases = [
+        (lambda x, r, w, b: ours.add_layer_norm(x, r, cols, w, b), add_layer_norm, (x, residual, weight, bias)),
+        (lambda x, r, w: ours.add_rms_norm(x, r, cols, w, 1e-5), add_rms_norm, (x, residual, weight)),
+    ]
+    if narrow == wide:
+        cases += [
+            (
+                lambda x, w: (ours.rms_norm(x, cols, w, 1e-5),),
+                lambda x, w: (F.rms_norm(x, (cols,), eps=1e-5) * w,),
+                (x, weight),
+            )
+        ]
+    for f, expected, args in cases:
+        found = []
+        for g, given in ((f, args), (f, args), (expected, [t.double() for t in args])):
+            given = [t.detach().clone().requires_grad_() for t in given]
+            outputs = g(*given)
+            cotangents = [d.to(y.dtype) for d, y in zip((dy, dh), outputs, strict=False)]
+            gradients = torch.autograd.grad(outputs, given, cotangents)
+            found.append([*outputs, *gradients])
+        for a, again, b in zip(*found, strict=True):
+            assert torch.equal(a, again)
+            torch.testing.assert_close(a.double(), b, rtol=2**-7, atol=2**-6 if narrow == torch.bfloat16 else 1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="torch finds no GPU")
+@pytest.mark.parametrize("shape", [(8, 256), (4096, 1024), (200, 40000)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_norm_waits_for_what_the_kernel_before_writes(shape, dtype):
+    """It may start before that one has ended. Kernels in a row, and in a graph, give what they give one at a time."""
+    cols = shape[1]
+    x = torch.randn(shape, generator=torch.Generator("cuda").manual_seed(0), device="cuda").to(dtype)
+    weight = torch.linspace(0.5, 1.5, cols, device="cuda").to(dtype).requires_grad_()
+    steps = (
+        lambda y: ours.add(y, x, alpha=0.5),
+        lambda y: ours.rms_norm(y, cols, weight),
+        lambda y: ours.add_layer_norm(y, x, cols, weight)[0],
+        lambda y: ours.gelu(y),
+        lambda y: ours.layer_norm(y, cols, weight),
+        lambda y: ours.add_rms_norm(y, x, cols, weight)[0],
+    )
+
+    def run(each=lambda: None):
+        y = start = x.clone().requires_grad_()
+        for step in steps * 4:
+            y = step(y)
+            each()
+        gradients = torch.autograd.grad(y.float().square().mean(), (start, weight))
+        return [y.detach(), *gradients]
+
+    expected = run(torch.cuda.synchronize)
+    for _ in range(5):
+        assert all(map(torch.equal, run(), expected))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run()
+    for _ in range(3):
+        graph.replay()
+        assert all(map(torch.equal, found, expected))

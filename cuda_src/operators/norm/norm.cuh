@@ -4,6 +4,7 @@
 //            row length       kernel                                                             blocks
 //   forward  up to 2 KiB      norm_kernel, 1 to 4 rows for each warp                             one-shot
 //            up to 32 KiB     norm_kernel, a row for each block (up to 64 KiB with kMost = 8)    one-shot
+//            2 or 4 times it  norm_kernel, a row for each cluster, if kSplit                     one-shot
 //            up to 512 KiB    norm_long_kernel, a row for each cluster                           persistent
 //   backward up to 512 bytes  norm_backward_kernel, 1 to 4 rows for each warp                    persistent
 //            up to 32 KiB     norm_backward_kernel, one or more rows for each block              persistent
@@ -15,7 +16,7 @@
 //
 // Others are longer rows, rows that are not aligned to 16 bytes, rows for whose pipelines the device has too little
 // shared memory, and rows that need clusters before compute capability 9.0. norm_rows() and norm_backward_rows()
-// choose. After each backward, sum_partials_kernel adds up dweight and dbias.
+// choose. After each backward of more than one block, sum_partials_kernel adds up dweight and dbias.
 #pragma once
 #include "norm.h"
 #include "persistent_rows.cuh"

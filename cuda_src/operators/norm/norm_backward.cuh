@@ -8,6 +8,19 @@ inline namespace AOT_ISA {
 
 // --------------------------------------------------------------------------------------------------------- kernels
 
+// dweight and dbias, (lines, cols), each of T, or of float if `wide`; may be null.
+template <typename T>
+struct ParameterGradients {
+  void *dweight, *dbias;
+  bool wide;
+
+  template <typename A>
+  __device__ void store(void *to, int64_t at, A sum) const {
+    if (sizeof(T) == 2 && wide) static_cast<A *>(to)[at] = sum;
+    else static_cast<T *>(to)[at] = narrow<T>(sum);
+  }
+};
+
 template <class N>
 struct NormBackwardTensors {
   const typename N::T *dy;
@@ -18,13 +31,20 @@ struct NormBackwardTensors {
   typename N::R *dresidual;  // if kMixed; may be null
   typename N::A *partials;   // (sums, kSums, cols), of which sum s is of line s % lines; may be null
   int64_t rows, cols;
+  ParameterGradients<typename N::T> gradients;
+  bool alone = false;  // whether a single block has all rows, of one line, and writes the gradients instead of partials
 };
 
 constexpr int kStages = 2;
 
+// Whether dh is loaded to registers instead, where a pipeline with it leaves too little shared memory.
+template <class Shape, class N>
+constexpr bool kDirectDh = N::kAdd && sizeof(typename N::R) > 2 && Shape::kVectors == 4;
+
 template <class Shape, class N, int kKept = NormParameters<N>::kKeptBytes>
 using BackwardPipeline =
-    std::conditional_t<N::kAdd, SmemPipeline<Shape, kStages, kKept, typename N::R, typename N::T, typename N::R>,
+    std::conditional_t<N::kAdd && !kDirectDh<Shape, N>,
+                       SmemPipeline<Shape, kStages, kKept, typename N::R, typename N::T, typename N::R>,
                        SmemPipeline<Shape, kStages, kKept, typename N::R, typename N::T>>;
 
 template <int kSize, typename A>
@@ -36,13 +56,15 @@ __device__ inline void store_sums(A *to, const A (&sums)[kSize]) {
 
 // Adds up the sums of a block's rows of each line, always in the same order, and writes them to the block's lines of
 // partial sums. The rows of a thread are all of one line.
-template <class Shape, int kSums, typename A>
+template <class Shape, class N, int kSums, typename A>
 __device__ inline void write_partials(A (&sums)[kSums][Shape::kVectors][Shape::kSize], const RowPart<Shape> &part,
-                                      int row_warps, A *partials, int64_t cols, int64_t lines) {
+                                      int row_warps, const NormBackwardTensors<N> &a) {
+  const int64_t cols = a.cols;
+  int64_t lines = N::kPlain ? 1 : a.parameters.lines;
   int teams = blockDim.x / (32 * row_warps), rows = teams * Shape::kRowsPerWarp;
   int64_t group = Shape::kSpan == Span::cluster ? blockIdx.x / cluster_size() : blockIdx.x;
   lines = lines_of_block(rows, lines);
-  partials += kSums * group * lines * cols;
+  A *partials = a.partials + kSums * group * lines * cols;
   bool whole_warp = lines == 1;  // its rows are of one line
   if (whole_warp)
 #pragma unroll
@@ -63,7 +85,7 @@ __device__ inline void write_partials(A (&sums)[kSums][Shape::kVectors][Shape::k
         if ((part.row_of_warp() == 0 || !whole_warp) && part.holds(i))
           store_sums(to + s * cols + part.column() + part.offset(i), sums[s][i]);
   };
-  if (slots == lines) return store_all(partials);
+  if (slots == lines && !a.alone) return store_all(partials);
   extern __shared__ uint4 memory[];  // the pipeline's, which has no copy in flight any more
   A *shared = reinterpret_cast<A *>(memory);
   __syncthreads();
@@ -73,7 +95,9 @@ __device__ inline void write_partials(A (&sums)[kSums][Shape::kVectors][Shape::k
   for (int c = threadIdx.x; c < numbers; c += blockDim.x) {
     A sum = 0;
     for (int at = c; at < all; at += numbers) sum += shared[at];
-    partials[c] = sum;
+    void *to = c < cols ? a.gradients.dweight : a.gradients.dbias;
+    if (!a.alone) partials[c] = sum;
+    else if (to) a.gradients.store(to, c < cols ? c : c - cols, sum);
   }
 }
 
@@ -84,6 +108,7 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
   using R = typename N::R;
   using A = typename N::A;
   constexpr int kStats = N::kStats, kSums = N::kSums;
+  constexpr bool kDirect = kDirectDh<Shape, N>;
   RowPart<Shape> part(a.cols, row_warps);
   NormParameters<N> &p = a.parameters;
   bool has_weight = p.weight != nullptr, has_dx = a.dx != nullptr, has_dresidual = a.dresidual != nullptr;
@@ -97,7 +122,7 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
   auto load_row = [&](int stage, int64_t row) {
     pipeline.load(kX, stage, a.x + row * a.cols, part, row < a.rows);
     pipeline.load(kDy, stage, a.dy + row * a.cols, part, row < a.rows);
-    if constexpr (N::kAdd) pipeline.load(kDh, stage, a.dh + row * a.cols, part, has_dh && row < a.rows);
+    if constexpr (N::kAdd && !kDirect) pipeline.load(kDh, stage, a.dh + row * a.cols, part, has_dh && row < a.rows);
     commit_copies();
   };
   KeptParameter<N, Shape> weight;
@@ -127,6 +152,11 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
       for (int k = 0; k < Shape::kSize; ++k) f(k, N::kCentred ? x[k] - mean : x[k], d[k], d[k] * w[k]);
     };
 
+    Vector<R> direct[kDirect ? Shape::kVectors : 1];
+    if constexpr (kDirect)
+#pragma unroll
+      for (int i = 0; i < Shape::kVectors; ++i)
+        direct[i] = load_present(a.dh + row * a.cols + part.offset(i), has_dh && row < a.rows && part.holds(i));
     wait_copies<kStages - 1>();
     Sums<kStats, A> sums = {};  // the row's, of g * xhat and of g
 #pragma unroll
@@ -151,7 +181,9 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
           Widened<R> dx;
           each(i, [&](int k, A x, A, A g) { dx[k] = g * rstd + (x * c1 + c0); });
           if constexpr (N::kAdd) {
-            auto dh = widen(pipeline.read(kDh, stage, i));
+            Widened<R> dh;
+            if constexpr (kDirect) dh = widen(direct[i]);
+            else dh = widen(pipeline.read(kDh, stage, i));
 #pragma unroll
             for (int k = 0; k < Shape::kSize; ++k) dx[k] += dh[k];
           }
@@ -168,15 +200,8 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
   }
   launch_next();
   wait_copies<0>();
-  if (a.partials) write_partials<Shape>(columns, part, row_warps, a.partials, a.cols, N::kPlain ? 1 : p.lines);
+  if (a.partials) write_partials(columns, part, row_warps, a);
 }
-
-// dweight and dbias, (lines, cols), each of T, or of float if `wide`; may be null.
-template <typename T>
-struct SummedPartials {
-  void *dweight, *dbias;
-  bool wide;
-};
 
 // Adds up the partial sums, (sums, kSums, cols), in a fixed order: dweight if blockIdx.y is 0, dbias if it is 1. Sum s
 // is of line s % lines. Without any, results are 0. This kernel overlaps the end of the one before (overlap.cuh).
@@ -184,7 +209,7 @@ constexpr int kSumCols = 16, kSumRows = 32;
 
 template <typename T, typename A>
 __global__ void __launch_bounds__(kSumCols *kSumRows)
-    sum_partials_kernel(const A *partials, SummedPartials<T> to, int64_t rows, int64_t lines, int64_t cols) {
+    sum_partials_kernel(const A *partials, ParameterGradients<T> to, int64_t rows, int64_t lines, int64_t cols) {
   __shared__ A sums[kSumRows][kSumCols];
   void *out = blockIdx.y == 0 ? to.dweight : to.dbias;
   wait_for_kernel_before();
@@ -201,8 +226,7 @@ __global__ void __launch_bounds__(kSumCols *kSumRows)
     __syncthreads();
     if (threadIdx.y == 0 && at < lines * cols) {
       for (int r = 1; r < kSumRows; ++r) sum += sums[r][threadIdx.x];
-      if (sizeof(T) == 2 && to.wide) static_cast<A *>(out)[at] = sum;
-      else static_cast<T *>(out)[at] = narrow<T>(sum);
+      to.store(out, at, sum);
     }
     __syncthreads();
   }
@@ -267,17 +291,20 @@ Status norm_backward_any(const char *op, const NormBackwardTensors<N> &a, int64_
   return launch_kernel(op, norm_partials_any_kernel<N>, {grid, block}, stream, a, sums);
 }
 
-// dx and the partial sums. *sums: on entry the most lines of partial sums, on return those written.
+// dx and the partial sums. *sums: on entry the most lines of partial sums, on return those written, or -1 if dweight
+// and dbias are.
 template <class Shape, class Threads, class N>
-Status norm_backward_shape(const char *op, const NormBackwardTensors<N> &a, const RowPlan &plan,
-                           const DeviceLimits &device, int64_t *sums, void *stream) {
+Status norm_backward_shape(const char *op, NormBackwardTensors<N> a, const RowPlan &plan, const DeviceLimits &device,
+                           int64_t *sums, void *stream) {
   constexpr auto kernel = norm_backward_kernel<Shape, Threads, N>;
   const NormParameters<N> &p = a.parameters;
   RowGrid grid;
   AOT_TRY((row_grid<kernel, Shape, Threads>(op, plan, device, a.rows, p.lines, *sums,
                                             BackwardPipeline<Shape, N>::kBytesPerWarp, &grid)));
   if (grid.blocks == 0) return norm_backward_any(op, a, *sums, stream);
-  *sums = grid.sums;
+  constexpr int kAloneCols = 4096;  // of 8192 it takes longer than two kernels
+  a.alone = grid.sums == 1 && p.lines == 1 && plan.cluster == 1 && a.cols <= kAloneCols;
+  *sums = a.alone ? -1 : grid.sums;
   return launch_kernel(op, kernel, grid.launch(plan), stream, a, plan.warps);
 }
 
@@ -331,16 +358,14 @@ Status norm_backward_rows(const char *op, const NormBackwardTensors<N> &a, const
 
 // dweight and dbias of `sums` lines of partial sums.
 template <class N>
-Status sum_partials(const char *op, const NormBackwardTensors<N> &a, const Tensor &dweight, const Tensor &dbias,
-                    int64_t sums, void *stream) {
+Status sum_partials(const char *op, const NormBackwardTensors<N> &a, int64_t sums, void *stream) {
   using T = typename N::T;
-  const bool wide = (dweight ? dweight : dbias).dtype == DType::float32;
   const int64_t lines = a.parameters.lines;
   LaunchShape shape;
   shape.grid = {grid_size(ceil_div(lines * a.cols, kSumCols)), N::kSums}, shape.block = {kSumCols, kSumRows};
   shape.overlap = sums > 0;  // else no kernel of this call is before it
-  return launch_kernel(op, sum_partials_kernel<T, typename N::A>, shape, stream, a.partials,
-                       SummedPartials<T>{dweight.data, dbias.data, wide}, sums / lines, lines, a.cols);
+  return launch_kernel(op, sum_partials_kernel<T, typename N::A>, shape, stream, a.partials, a.gradients, sums / lines,
+                       lines, a.cols);
 }
 
 template <class Op>
@@ -373,10 +398,11 @@ Status norm_backward_cuda(const Op &op, const Tensor *in, const Tensor *out, voi
                              N::kMixed ? dresidual.as<R>() : nullptr,
                              wants_sums ? work.as<A>() : nullptr,
                              rows,
-                             cols};
+                             cols,
+                             {dweight.data, dbias.data, (dweight ? dweight : dbias).dtype == DType::float32}};
     if (x.size() == 0) sums = 0;
     else AOT_TRY(norm_backward_rows(Op::name, a, device, &sums, stream));
-    if (wants_sums) AOT_TRY(sum_partials(Op::name, a, dweight, dbias, sums, stream));
+    if (wants_sums && sums >= 0) AOT_TRY(sum_partials(Op::name, a, sums, stream));
     if (N::kMixed || !dresidual || dx.data == dresidual.data) return kOk;
     return check_cuda(Op::name, cudaMemcpyAsync(dresidual.data, dx.data, x.size() * sizeof(R), cudaMemcpyDeviceToDevice,
                                                 static_cast<cudaStream_t>(stream)));

@@ -1,5 +1,6 @@
 // The forward of the norms on CUDA (norm.cuh).
 #pragma once
+#include "cuda/overlap.cuh"
 #include "norm.cuh"
 
 namespace aot {
@@ -67,6 +68,8 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
   constexpr int kVectors = Shape::kVectors;
   constexpr bool kEarly = kVectors <= kEarlyVectors;
   constexpr int kTogether = kEarly ? kVectors : kParameterVectors<kVectors, N::kBias, Parameter::kMayBeWide>;
+  wait_for_kernel_before();  // before launch_next(): the next kernel may read, before it waits, what older ones wrote
+  launch_next();
   RowPart<Shape> part(a.cols, Shape::kSpan == Span::warp ? 1 : blockDim.x / 32);
   int64_t row = part.first_row();
   bool present = row < a.rows;
@@ -261,10 +264,11 @@ __global__ void __launch_bounds__(kAnyThreads) norm_any_kernel(NormForward<N> a)
 template <class Shape, class N>
 Status norm_short(const char *op, const NormForward<N> &a, const RowPlan &plan, void *stream) {
   constexpr bool kWithinWarp = Shape::kSpan == Span::warp;
-  using Threads = std::conditional_t<kWithinWarp, Threads<256, 1024>, Threads<512, 1024>>;
+  using Threads = std::conditional_t<kWithinWarp, Threads<64, 1024>, Threads<512, 1024>>;
   int teams = kWithinWarp ? Threads::kBlock / 32 : 1;
-  unsigned blocks = grid_size(ceil_div(a.rows, int64_t{teams} * Shape::kRowsPerWarp));
-  return launch_kernel(op, norm_kernel<Shape, Threads, N>, {blocks, 32u * teams * plan.warps}, stream, a);
+  unsigned blocks = grid_size(ceil_div(a.rows, int64_t{teams} * Shape::kRowsPerWarp) * plan.cluster);
+  const LaunchShape shape{blocks, 32u * teams * plan.warps, 0, dim3(plan.cluster), true};
+  return launch_kernel(op, norm_kernel<Shape, Threads, N>, shape, stream, a);
 }
 
 template <class N>
@@ -285,12 +289,17 @@ Status norm_long(const char *op, const NormForward<N> &a, const RowPlan &plan, c
 }
 
 // The plans are those measured fastest on an H200 (docs/lab_notes.md). Eight vectors for each thread need too many
-// registers if kCrowded.
+// registers if kCrowded. Rows in registers of a cluster are faster than persistent clusters only if kSplit, and two
+// vectors for each thread than four if kPairs.
 template <class N>
 Status norm_rows(const char *op, const NormForward<N> &a, const DeviceLimits &device, void *stream) {
   using R = typename N::R;
   constexpr bool kCrowded = N::kAdd || N::kRare || (N::kCentred && sizeof(R) == 2);
   constexpr int kVectors = 4, kMost = kCrowded ? 4 : 8;
+  constexpr bool kFloat = std::is_same_v<typename N::T, float> && !N::kRare;
+  constexpr bool kSplit = N::kCentred ? N::kAdd && N::kPlain : N::kPlain || kFloat;
+  constexpr bool kPairs = !N::kCentred && !N::kAdd && (N::kPlain || kFloat);
+  constexpr int kMostSplit = N::kAdd && !N::kCentred ? 4 : 2;
   using LongShape = RowShape<R, 32, kMost, Span::cluster>;
   const NormParameters<N> &p = a.parameters;
   constexpr int kBytes = LongPipeline<LongShape, N>::kBytesPerVector;
@@ -299,7 +308,13 @@ Status norm_rows(const char *op, const NormForward<N> &a, const DeviceLimits &de
   if (a.cols > 0 && a.cols % kVectorSize<R> == 0 && p.can_divide(a.rows, p.lines) &&
       aligned(a.x, a.residual, static_cast<const char *>(p.weight), static_cast<const char *>(p.bias), a.y, a.h)) {
     if constexpr (!N::kRare) plan = plan_within_warp(vectors, kVectors);
+    if (kPairs && plan.lanes == 0) plan = first_that_holds(vectors, {{32, 2, 8}}, 0, device);
     if (plan.lanes == 0) plan = first_that_holds(vectors, {{32, kVectors, 16}, {32, kMost, 16}}, 0, device);
+    if constexpr (kSplit)
+      if (plan.lanes == 0) {
+        plan = first_that_holds(vectors, {{32, kMost, 16, 2}, {32, kMost, 16, kMostSplit}}, 0, device);
+        if (plan.lanes > 0) return norm_short<RowShape<R, 32, kMost, Span::cluster>>(op, a, plan, stream);
+      }
     if (plan.lanes == 0 && p.lines == 1)
       plan = first_that_holds(vectors,
                               {{32, kMost, 8, 2},
@@ -315,6 +330,8 @@ Status norm_rows(const char *op, const NormForward<N> &a, const DeviceLimits &de
   auto run = [&](auto shape) { return norm_short<decltype(shape)>(op, a, plan, stream); };
   if constexpr (!N::kRare)
     if (plan.warps == 1) return dispatch_within_warp<R, kVectors>(plan, run);
+  if constexpr (kPairs)
+    if (plan.vectors == 2) return run(RowShape<R, 32, 2, Span::block>());
   if (plan.vectors == kVectors) return run(RowShape<R, 32, kVectors, Span::block>());
   return run(RowShape<R, 32, kMost, Span::block>());
 }
