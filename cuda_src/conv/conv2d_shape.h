@@ -27,8 +27,9 @@ struct Conv2dParams {
   bool nhwc() const { return layout == 1; }
 
   // Sums over pixels are split in slices, whose partial sums a second kernel adds in their order. dbias: kSlices
-  // slices. dweight: as many as give kFullGrid blocks, two for each multiprocessor of an H200.
-  static constexpr int64_t kSlices = 128, kFullGrid = 264;
+  // slices. dweight: as many as give kFullGrid blocks, two for each multiprocessor of an H200; of kMinSlice pixels at
+  // least.
+  static constexpr int64_t kSlices = 128, kFullGrid = 264, kMinSlice = 256;
 
   // The kernels that a result is for. Sizes alone decide, as they decide the workspace; the launchers may find that the
   // device lacks a kernel, or that a tensor is missing, and then use the direct kernels, which need none.
@@ -292,12 +293,35 @@ struct Conv2dParams {
     p.weight = words(p.out_channels * s.kernel() * p.channels, size);
     p.y = p.packed_y ? words(s.pixels() * p.out_channels, size) : 0;
     if (p.of_dweight == few_channels) return p;
-    constexpr int64_t kWidest = 8;  // elements in a vector of the narrowest dtype
-    const int64_t rows = round_up(s.out_channels, kWidest), cols = s.kernel() * round_up(s.channels, kWidest);
-    const int64_t tiles = divide_up(rows, s.out_channels <= 64 ? 64 : 128) * divide_up(cols, 128);
-    p.slices = tiles > 0 ? divide_up(kFullGrid, tiles) : 1;
+    if (dtype == DType::float32) {
+      p.slices = slices_of_float32(p, s);
+    } else {
+      constexpr int64_t kWidest = 8;  // elements in a vector of the narrowest dtype
+      const int64_t rows = round_up(s.out_channels, kWidest), cols = s.kernel() * round_up(s.channels, kWidest);
+      const int64_t tiles = divide_up(rows, s.out_channels <= 64 ? 64 : 128) * divide_up(cols, 128);
+      p.slices = tiles > 0 ? divide_up(kFullGrid, tiles) : 1;
+    }
     p.slice = p.out_channels * s.kernel() * p.channels;
     return p;
+  }
+
+  // The slices with which dweight's blocks, all but filling the GPU once or several times, take the least time: adding
+  // a slice takes as long as its product of some 128 pixels. A multiprocessor has two blocks of 128 x 128, or three of
+  // 64 x 64.
+  int64_t slices_of_float32(const Plan &p, const Conv2dShape &s) const {
+    const bool large = allow_tf32 && p.out_channels > 64;
+    const int64_t side = large ? 128 : 64, places = kFullGrid / 2 * (large ? 2 : 3), pixels = s.pixels();
+    const int64_t tiles = divide_up(p.out_channels, side) * divide_up(s.kernel() * p.channels, side);
+    int64_t best = 1;
+    double least = 0;
+    for (int64_t times = 1; times <= 4; ++times) {
+      const int64_t n = std::max<int64_t>(std::min(times * places / tiles, pixels / kMinSlice), 1);
+      const double products = static_cast<double>(divide_up(tiles * n, places)) / static_cast<double>(n);
+      const double time = products * static_cast<double>(places) / static_cast<double>(tiles) +
+                          128 * static_cast<double>(n) / static_cast<double>(pixels);
+      if (times == 1 || time < least) best = n, least = time;
+    }
+    return best;
   }
 
   // Along an axis, with the shift for which a position meets the fewest elements of dy. A dilation with a stride is not

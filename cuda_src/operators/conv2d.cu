@@ -325,9 +325,8 @@ class ImplicitGemmCall {
       AOT_TRY(conv2d_sm90(launch_, of_dweight));
       if (!of_dweight.slices) return kOk;
     } else {
-      constexpr int64_t kMinPixels = 256;  // of a slice
       of_dweight.to = slices;
-      of_dweight.slices = static_cast<int>(std::min(plan_.slices, ceil_div(call_.pixels, kMinPixels)));
+      of_dweight.slices = static_cast<int>(std::min(plan_.slices, ceil_div(call_.pixels, Conv2dParams::kMinSlice)));
       AOT_TRY(run_cutlass(of_dweight));
     }
     return sum_dweight(call_, slices, of_dweight.slices, plan_.slice, plan_.channels, dweight, launch_);
