@@ -10,6 +10,7 @@
 #include <type_traits>
 
 #include "conv2d_gemm.h"
+#include "conv2d_three_tf32.cuh"
 #include "cuda/launch.cuh"
 #include "gemm/from_sm80.cuh"
 
@@ -18,19 +19,19 @@ inline namespace AOT_ISA {
 
 using cutlass::gemm::GemmShape;
 
-// The multiply-add: of T, on tensor cores, or with kSimt on the ordinary cores.
-template <typename T_, class Instruction_, bool kSimt_ = false>
+// The multiply-add, of T, on tensor cores.
+template <typename T_, class Instruction_, class Operator_ = cutlass::arch::OpMultiplyAdd>
 struct CutlassMath {
   using T = T_;
   using Instruction = Instruction_;
-  static constexpr bool kSimt = kSimt_;
-  using Class = std::conditional_t<kSimt, cutlass::arch::OpClassSimt, cutlass::arch::OpClassTensorOp>;
+  using Operator = Operator_;
 };
 
-// kStrided: dx with a stride other than 1. To: the type of the result; float for dweight, whose slices are summed
-// later.
+// kStrided: dx with a stride other than 1. kOneVector: y, of a vector of channels, whose kernel elements are summed
+// without gaps. kBlocks: of a multiprocessor, at least. To: the type of the result; float for dweight, whose slices are
+// summed later.
 template <class Math, typename To_, Conv2dGemm::Pass kPass_, class Tile_, class WarpTile_, int kStages_,
-          bool kStrided_ = false>
+          bool kStrided_ = false, bool kOneVector = false, int kBlocks_ = 1>
 struct CutlassConv2d {
   using T = typename Math::T;
   using To = To_;
@@ -38,27 +39,44 @@ struct CutlassConv2d {
   using Tile = Tile_;
   static constexpr auto kPass = kPass_;
   static constexpr bool kStrided = kStrided_;
+  static constexpr int kBlocks = kBlocks_;
   static constexpr auto kStrideSupport = kPass == Conv2dGemm::dx && !kStrided ? cutlass::conv::StrideSupport::kUnity
                                                                               : cutlass::conv::StrideSupport::kStrided;
-  static constexpr int kVector = Math::kSimt ? 1 : 128 / cutlass::sizeof_bits<T>::value;
-  static constexpr int kToVector = Math::kSimt ? 1 : 128 / cutlass::sizeof_bits<To>::value;
+  static constexpr auto kIterator =
+      kOneVector ? cutlass::conv::IteratorAlgorithm::kFixedChannels : cutlass::conv::IteratorAlgorithm::kOptimized;
+  static constexpr int kVector = 128 / cutlass::sizeof_bits<T>::value;
+  static constexpr int kToVector = 128 / cutlass::sizeof_bits<To>::value;
   using Epilogue = cutlass::epilogue::thread::LinearCombination<To, kToVector, float, float>;
   using Swizzle = std::conditional_t<kStrided, cutlass::conv::threadblock::StridedDgradIdentityThreadblockSwizzle<4>,
                                      cutlass::gemm::threadblock::GemmIdentityThreadblockSwizzle<4>>;
 
-#define AOT_CUTLASS_CONV2D(Default)                                                                                  \
-  cutlass::conv::kernel::Default<T, Layout, T, Layout, To, Layout, float, typename Math::Class, cutlass::arch::Sm80, \
-                                 Tile, WarpTile_, typename Math::Instruction, Epilogue, Swizzle, kStages_,           \
-                                 cutlass::arch::OpMultiplyAdd, cutlass::conv::IteratorAlgorithm::kOptimized,         \
-                                 kStrideSupport, kVector, kVector>::Kernel
+#define AOT_CUTLASS_CONV2D(Default)                                                                                   \
+  cutlass::conv::kernel::Default<T, Layout, T, Layout, To, Layout, float, cutlass::arch::OpClassTensorOp,             \
+                                 cutlass::arch::Sm80, Tile, WarpTile_, typename Math::Instruction, Epilogue, Swizzle, \
+                                 kStages_, typename Math::Operator, kIterator, kStrideSupport, kVector,               \
+                                 kVector>::Kernel
   static auto kernel() {
     if constexpr (kPass == Conv2dGemm::y) return Type<typename AOT_CUTLASS_CONV2D(DefaultConv2dFprop)>();
     else if constexpr (kPass == Conv2dGemm::dx) return Type<typename AOT_CUTLASS_CONV2D(DefaultConv2dDgrad)>();
     else return Type<typename AOT_CUTLASS_CONV2D(DefaultConv2dWgrad)>();
   }
 #undef AOT_CUTLASS_CONV2D
-  using Kernel = FromSm80<typename decltype(kernel())::type>;
+  template <class K>
+  static auto with_blocks() {
+    if constexpr (std::is_same_v<typename Math::Operator, ThreeTf32>)
+      return Type<typename OfThreeTf32<K, kOneVector>::type>();
+    else return Type<K>();
+  }
+  using Kernel = FromSm80<typename decltype(with_blocks<typename decltype(kernel())::type>())::type>;
 };
+
+// A multiprocessor has registers for kBlocks blocks of it.
+template <class Kernel, int kBlocks>
+__global__ void __launch_bounds__(Kernel::kThreadCount, kBlocks)
+    conv2d_kernel(CUTLASS_GRID_CONSTANT const typename Kernel::Params params) {
+  extern __shared__ int shared[];
+  Kernel::invoke(params, *reinterpret_cast<typename Kernel::SharedStorage *>(shared));
+}
 
 template <class Conv>
 Status launch_cutlass(const char *op, const Conv2dGemm &p, void *stream) {
@@ -84,8 +102,12 @@ Status launch_cutlass(const char *op, const Conv2dGemm &p, void *stream) {
   const typename Kernel::Params params(arguments, nullptr);
   const dim3 grid = typename Conv::Swizzle().get_grid_shape(params.grid_tiled_shape);
   constexpr int shared = sizeof(typename Kernel::SharedStorage);
-  AOT_TRY(allow(op, cutlass::Kernel<Kernel>, 1, shared));
-  cutlass::Kernel<Kernel><<<grid, Kernel::kThreadCount, shared, static_cast<cudaStream_t>(stream)>>>(params);
+  constexpr auto kernel = [] {
+    if constexpr (Conv::kBlocks > 1) return conv2d_kernel<Kernel, Conv::kBlocks>;
+    else return cutlass::Kernel<Kernel>;
+  }();
+  AOT_TRY(allow(op, kernel, 1, shared));
+  kernel<<<grid, Kernel::kThreadCount, shared, static_cast<cudaStream_t>(stream)>>>(params);
   return check_launch(op);
 }
 

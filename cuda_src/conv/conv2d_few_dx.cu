@@ -29,6 +29,8 @@ Status few_dx(LaunchSequence &launch, const Conv2dParams &params, const Conv2dCa
   auto with_tiles = [&](auto tiles) {
     return c.nhwc ? run(few_dx_kernel<T, tiles.value, true>) : run(few_dx_kernel<T, tiles.value, false>);
   };
+  if constexpr (std::is_same_v<T, float>)
+    if (plan.three) return c.nhwc ? run(few_dx_kernel<T, 2, true, true>) : run(few_dx_kernel<T, 2, false, true>);
   return plan.tiles == 1   ? with_tiles(std::integral_constant<int, 1>())
          : plan.tiles == 2 ? with_tiles(std::integral_constant<int, 2>())
          : plan.tiles == 4 ? with_tiles(std::integral_constant<int, 4>())

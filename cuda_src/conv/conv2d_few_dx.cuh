@@ -1,5 +1,5 @@
 // dx of a convolution of few channels: an implicit GEMM by mma.sync, whose operand from dy is read from shared memory.
-// For 16 bits and TF32; any kernel, stride, padding and dilation, but no dilation with a stride; no groups.
+// For 16 bits, TF32 and float32; any kernel, stride, padding and dilation, but no dilation with a stride; no groups.
 //
 //   rows of a product   16 positions of a row
 //   columns             pixels of a position x channels, in 8s
@@ -19,6 +19,8 @@
 //
 // A zero of the weight times an infinity of dy would be NaN in a pixel that does not meet this element. If a tile's
 // results are not all finite, the block computes them again, a pixel of the columns at a time, without such products.
+//
+// A product of float32 is three of TF32 (conv2d_three_tf32.cuh): `kThree`.
 //
 // Predicted for a stem, 3 channels of 224 x 224 to 64, 7 x 7, stride 2, bfloat16, batch 128, on an H200, in
 // microseconds (the machine's figures are those of conv2d_few_channels.cuh):
@@ -44,6 +46,7 @@ struct FewDxCall {
   int window_h, window_w, part, pitch, window;
   unsigned window_w_reciprocal;  // ceil(2^32 / window_w)
   bool vectors, pairs;           // whether vectors of dy may be loaded, and pairs of columns stored
+  bool three;                    // whether operands are not rounded
   Strides x, weight, y;
 
   FewDxCall(const Conv2dCall &c, const Conv2dParams::FewDx &f)
@@ -74,6 +77,7 @@ struct FewDxCall {
         pitch(f.pitch),
         window(f.window),
         window_w_reciprocal(static_cast<unsigned>(((uint64_t{1} << 32) + f.width - 1) / f.width)),
+        three(f.three),
         x(c.x),
         weight(c.weight),
         y(c.y) {}
@@ -130,6 +134,13 @@ __host__ __device__ constexpr int dx_output(int word, int lane) {
 
 // ------------------------------------------------------------------------------------------------------------- weight
 
+// The bits of an element, without rounding.
+__device__ inline uint32_t stored_bits(const float *p) { return __float_as_uint(__ldg(p)); }
+template <typename T>
+__device__ inline uint32_t stored_bits(const T *p) {
+  return element_bits(p);
+}
+
 // The weight as operands: (groups, chunks, steps, tiles, lanes), 16 bytes each. A thread writes one.
 template <typename T, bool kNhwc>
 __global__ void __launch_bounds__(kDxThreads)
@@ -151,7 +162,8 @@ __global__ void __launch_bounds__(kDxThreads)
 #pragma unroll
     for (int e = 0; e < kElements; ++e) {
       const bool there = element >= 0 && output + e < f.out_channels;
-      bits[e] = there ? element_bits(from + (output + e) * f.weight.image) : 0;
+      const T *at = from + (output + e) * f.weight.image;
+      bits[e] = !there ? 0 : f.three ? stored_bits(at) : element_bits(at);
     }
     words[word] = kElements == 2 ? bits[0] | bits[kElements - 1] << 16 : bits[0];
   }
@@ -169,13 +181,6 @@ struct DxTile {
         row(index / f.tiles_w % f.tiles_h * rows),
         column(index % f.tiles_w * kFewColumns) {}
 };
-
-// The bits of an element, without rounding.
-__device__ inline uint32_t stored_bits(const float *p) { return __float_as_uint(__ldg(p)); }
-template <typename T>
-__device__ inline uint32_t stored_bits(const T *p) {
-  return element_bits(p);
-}
 
 // Writes the tile's window of dy to shared memory, for the output channels of a chunk.
 template <typename T, bool kNhwc>
@@ -237,15 +242,53 @@ __device__ inline void stage_dy_window(const FewDxCall &f, const DxTile &tile, i
 // ----------------------------------------------------------------------------------------------------------------- dx
 
 // 16 positions x 32 bytes of output channels, at a lane's part of them.
-__device__ inline uint4 load_positions(uint32_t at, float) {
+template <typename T, bool kThree>
+__device__ inline uint4 load_positions(uint32_t at) {
   const uint4 a = load_dy<false>(at);
+  if constexpr (sizeof(T) == 2 || kThree) return a;
   return {product_bits(__uint_as_float(a.x)), product_bits(__uint_as_float(a.y)), product_bits(__uint_as_float(a.z)),
           product_bits(__uint_as_float(a.w))};
 }
-template <typename T>
-__device__ inline uint4 load_positions(uint32_t at, T) {
-  return load_dy<false>(at);
+
+// The two parts of numbers.
+__device__ inline void split(uint32_t x, uint32_t &big, uint32_t &small) {
+  big = (x + 0x1000) & 0xffffe000;
+  small = __float_as_uint(__uint_as_float(x) - __uint_as_float(big));
 }
+__device__ inline void split(const uint4 &x, uint4 &big, uint4 &small) {
+  split(x.x, big.x, small.x), split(x.y, big.y, small.y), split(x.z, big.z, small.z), split(x.w, big.w, small.w);
+}
+
+// A warp's sums, and with kThree those of products with smaller parts.
+template <int kTiles, bool kThree>
+struct DxSums {
+  static constexpr int kRows = Conv2dParams::kDxRows<kTiles>;
+  float of[kRows][kTiles][4], small[kThree ? kRows : 1][kTiles][4];
+
+  // Adds the product of a row of positions and of a tile of columns. An operand is its larger part, then its smaller.
+  template <typename T>
+  __device__ void add(int row, int tile, const uint4 (&a)[2], const uint2 (&b)[2], T type) {
+    if constexpr (kThree) {
+      float products[4] = {};
+      multiply_add(products, a[0], b[0], type);
+      multiply_add(small[row][tile], a[1], b[0], type), multiply_add(small[row][tile], a[0], b[1], type);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) of[row][tile][e] += products[e];
+    } else {
+      multiply_add(of[row][tile], a[0], b[0], type);
+    }
+  }
+  __device__ void end() {
+    if constexpr (kThree) {
+#pragma unroll
+      for (int k = 0; k < kRows; ++k)
+#pragma unroll
+        for (int q = 0; q < kTiles; ++q)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) of[k][q][e] += isfinite(of[k][q][e]) ? small[k][q][e] : 0;
+    }
+  }
+};
 
 // Bits of the tiles of columns whose pixel `pixel` meets dy at a step.
 template <int kTiles, bool kNhwc>
@@ -259,10 +302,10 @@ __device__ inline unsigned tiles_there(const FewDxCall &f, int group, int pixel,
 }
 
 // Adds the products of a chunk. pixel: the only pixel of each 8 columns whose products are wanted, or -1: all.
-template <typename T, int kTiles, bool kNhwc, bool kOnePixel>
+template <typename T, int kTiles, bool kNhwc, bool kOnePixel, bool kThree>
 __device__ inline void add_chunk(const FewDxCall &f, uint32_t window_at, const uint4 *weights, int pixel,
-                                 float (&sum)[Conv2dParams::kDxRows<kTiles>][kTiles][4]) {
-  constexpr int kRows = Conv2dParams::kDxRows<kTiles>, kPixel = Conv2dParams::kDxPixel;
+                                 DxSums<kTiles, kThree> &sum) {
+  constexpr int kRows = Conv2dParams::kDxRows<kTiles>, kPixel = Conv2dParams::kDxPixel, kParts = kThree ? 2 : 1;
   // ldmatrix: lanes address 16 positions, and again their last 16 bytes
   const int lane = lane_index(), row_bytes = f.pitch * kPixel;
   const uint32_t lane_at = window_at + warp_index() * kRows * row_bytes + lane % 16 * kPixel + lane / 16 * 16;
@@ -273,19 +316,29 @@ __device__ inline void add_chunk(const FewDxCall &f, uint32_t window_at, const u
     for (int j = 0; j < f.w.count; ++j, weights += kTiles * 32) {
       const unsigned there =
           kOnePixel ? tiles_there<kTiles, kNhwc>(f, blockIdx.y, pixel, i * f.w.count + j) : (1u << kTiles) - 1;
-      uint4 w[kTiles];
+      uint4 w[kTiles][2];
 #pragma unroll
-      for (int q = 0; q < kTiles; ++q) w[q] = weights[q * 32];
+      for (int q = 0; q < kTiles; ++q) {
+        const uint4 both = weights[q * 32];
+        if constexpr (kThree) split(both, w[q][0], w[q][1]);
+        else w[q][0] = both;
+      }
       uint32_t at = line_at + dy_window_offset(f, 0, j * f.w.step);
 #pragma unroll
       for (int k = 0; k < kRows; ++k, at += row_bytes) {
-        const uint4 first = load_positions(at, T()), last = load_positions(at + 32, T());
+        const uint4 loaded[] = {load_positions<T, kThree>(at), load_positions<T, kThree>(at + 32)};
 #pragma unroll
-        for (int q = 0; q < kTiles; ++q)
-          if (!kOnePixel || there >> q & 1) multiply_add(sum[k][q], first, uint2{w[q].x, w[q].y}, T());
+        for (int half = 0; half < 2; ++half) {
+          uint4 a[2] = {loaded[half]};
+          if constexpr (kThree) split(loaded[half], a[0], a[1]);
 #pragma unroll
-        for (int q = 0; q < kTiles; ++q)
-          if (!kOnePixel || there >> q & 1) multiply_add(sum[k][q], last, uint2{w[q].z, w[q].w}, T());
+          for (int q = 0; q < kTiles; ++q) {
+            uint2 b[2];
+#pragma unroll
+            for (int i = 0; i < kParts; ++i) b[i] = half ? uint2{w[q][i].z, w[q][i].w} : uint2{w[q][i].x, w[q][i].y};
+            if (!kOnePixel || there >> q & 1) sum.add(k, q, a, b, T());
+          }
+        }
       }
     }
   }
@@ -338,8 +391,8 @@ __device__ inline void store_dx(const FewDxCall &f, const DxTile &tile, int pixe
 }
 
 // weights: of few_dx_weight_kernel.
-template <typename T, int kTiles, bool kNhwc>
-__global__ void __launch_bounds__(kDxThreads, kTiles == 8 ? 3 : Conv2dParams::kDxBlocks)
+template <typename T, int kTiles, bool kNhwc, bool kThree = false>
+__global__ void __launch_bounds__(kDxThreads, kTiles == 8 || kThree ? 3 : Conv2dParams::kDxBlocks)
     few_dx_kernel(const __grid_constant__ FewDxCall f, const T *dy, const uint4 *weights, T *dx) {
 #if __CUDA_ARCH__ >= 800
   constexpr int kRows = Conv2dParams::kDxRows<kTiles>;
@@ -350,7 +403,7 @@ __global__ void __launch_bounds__(kDxThreads, kTiles == 8 ? 3 : Conv2dParams::kD
   const bool has_rows = tile.row + warp_index() * kRows < f.positions_h;
   weights += int64_t{blockIdx.y} * f.chunks * chunk_words;
 
-  float sum[kRows][kTiles][4] = {};
+  DxSums<kTiles, kThree> sum = {};
   for (int chunk = 0; chunk < f.chunks; ++chunk) {
     if (chunk) __syncthreads();  // the window is free
     stage_dy_window<T, kNhwc>(f, tile, chunk, dy, window);
@@ -359,6 +412,7 @@ __global__ void __launch_bounds__(kDxThreads, kTiles == 8 ? 3 : Conv2dParams::kD
     if (chunk == 0) wait_for_kernel_before();
     if (has_rows) add_chunk<T, kTiles, kNhwc, false>(f, window_at, weights + chunk * chunk_words, -1, sum);
   }
+  sum.end();
   // a sum of zeros unless an element is not finite
   float zero = 0;
 #pragma unroll
@@ -366,17 +420,12 @@ __global__ void __launch_bounds__(kDxThreads, kTiles == 8 ? 3 : Conv2dParams::kD
 #pragma unroll
     for (int q = 0; q < kTiles; ++q)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) zero += sum[k][q][e] * 0.f;
-  if (!__syncthreads_or(zero != 0)) return store_dx<T, kTiles, kNhwc>(f, tile, -1, sum, dx);
+      for (int e = 0; e < 4; ++e) zero += sum.of[k][q][e] * 0.f;
+  if (!__syncthreads_or(zero != 0)) return store_dx<T, kTiles, kNhwc>(f, tile, -1, sum.of, dx);
 
 #pragma unroll 1
   for (int pixel = 0; pixel < f.per_tile; ++pixel) {
-#pragma unroll
-    for (int k = 0; k < kRows; ++k)
-#pragma unroll
-      for (int q = 0; q < kTiles; ++q)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) sum[k][q][e] = 0;
+    sum = {};
 #pragma unroll 1
     for (int chunk = 0; chunk < f.chunks; ++chunk) {
       __syncthreads();
@@ -385,7 +434,8 @@ __global__ void __launch_bounds__(kDxThreads, kTiles == 8 ? 3 : Conv2dParams::kD
       __syncthreads();
       if (has_rows) add_chunk<T, kTiles, kNhwc, true>(f, window_at, weights + chunk * chunk_words, pixel, sum);
     }
-    store_dx<T, kTiles, kNhwc>(f, tile, pixel, sum, dx);
+    sum.end();
+    store_dx<T, kTiles, kNhwc>(f, tile, pixel, sum.of, dx);
   }
 #endif
 }

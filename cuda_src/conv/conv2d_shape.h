@@ -27,8 +27,9 @@ struct Conv2dParams {
   bool nhwc() const { return layout == 1; }
 
   // Sums over pixels are split in slices, whose partial sums a second kernel adds in their order. dbias: kSlices
-  // slices. dweight: as many as give kFullGrid blocks, two for each multiprocessor of an H200.
-  static constexpr int64_t kSlices = 128, kFullGrid = 264;
+  // slices. dweight: as many as give kFullGrid blocks, two for each multiprocessor of an H200; of kMinSlice pixels at
+  // least.
+  static constexpr int64_t kSlices = 128, kFullGrid = 264, kMinSlice = 256;
 
   // The kernels that a result is for. Sizes alone decide, as they decide the workspace; the launchers may find that the
   // device lacks a kernel, or that a tensor is missing, and then use the direct kernels, which need none.
@@ -115,7 +116,8 @@ struct Conv2dParams {
     int positions(int64_t size) const { return static_cast<int>(divide_up(size + shift, pixels)); }
   };
   struct FewDx {
-    int rows = 0;  // of positions in a tile of kFewColumns columns; 0: the kernel does not take the call
+    int rows = 0;        // of positions in a tile of kFewColumns columns; 0: the kernel does not take the call
+    bool three = false;  // float32 as three products of TF32, for which there is a kernel of two 8s of columns
     DxAxis h, w;
     int per_tile = 0, tiles = 0, groups = 0;         // pixels in 8 columns; 8s of columns in a block; blocks of them
     int chunks = 0, outputs = 0;                     // of kDxChunk bytes of output channels; how many these are
@@ -128,17 +130,17 @@ struct Conv2dParams {
   template <int kTiles>
   static constexpr int kDxRows = kTiles == 8 ? 2 : 4;  // of positions of a warp, for so many 8s of columns
   FewDx few_dx(const Conv2dShape &s, DType dtype) const {
-    if (!few_fits(s, dtype)) return {};
     const int64_t across = stride.value[0] * stride.value[1];  // parameters are below 2^15
-    if (across > 1024) return {};
+    if (!few_fits(s) || dtype == DType::float64 || across > 1024) return {};
     FewDx f;
+    f.three = dtype == DType::float32 && !allow_tf32;
     const int64_t dilations[] = {s.kernel_h > 1 ? dilation.value[0] : 1, s.kernel_w > 1 ? dilation.value[1] : 1};
     f.h = dx_axis(s.kernel_h, stride.value[0], padding.value[0], dilations[0], 1);
     f.w = dx_axis(s.kernel_w, stride.value[1], padding.value[1], dilations[1], across == 1 && s.channels <= 4 ? 2 : 1);
     if (!f.h.count || !f.w.count) return {};
     f.per_tile = s.channels > 4 ? 1 : static_cast<int>(8 / s.channels);
     const int tiles = static_cast<int>(divide_up(f.h.pixels * f.w.pixels, f.per_tile));
-    f.tiles = tiles > 4 ? 8 : tiles > 2 ? 4 : tiles;
+    f.tiles = f.three ? 2 : tiles > 4 ? 8 : tiles > 2 ? 4 : tiles;
     f.groups = static_cast<int>(divide_up(tiles, f.tiles));
     f.outputs = static_cast<int>(kDxChunk / itemsize(dtype));
     f.chunks = static_cast<int>(divide_up(s.out_channels, f.outputs));
@@ -291,12 +293,35 @@ struct Conv2dParams {
     p.weight = words(p.out_channels * s.kernel() * p.channels, size);
     p.y = p.packed_y ? words(s.pixels() * p.out_channels, size) : 0;
     if (p.of_dweight == few_channels) return p;
-    constexpr int64_t kWidest = 8;  // elements in a vector of the narrowest dtype
-    const int64_t rows = round_up(s.out_channels, kWidest), cols = s.kernel() * round_up(s.channels, kWidest);
-    const int64_t tiles = divide_up(rows, s.out_channels <= 64 ? 64 : 128) * divide_up(cols, 128);
-    p.slices = tiles > 0 ? divide_up(kFullGrid, tiles) : 1;
+    if (dtype == DType::float32) {
+      p.slices = slices_of_float32(p, s);
+    } else {
+      constexpr int64_t kWidest = 8;  // elements in a vector of the narrowest dtype
+      const int64_t rows = round_up(s.out_channels, kWidest), cols = s.kernel() * round_up(s.channels, kWidest);
+      const int64_t tiles = divide_up(rows, s.out_channels <= 64 ? 64 : 128) * divide_up(cols, 128);
+      p.slices = tiles > 0 ? divide_up(kFullGrid, tiles) : 1;
+    }
     p.slice = p.out_channels * s.kernel() * p.channels;
     return p;
+  }
+
+  // The slices with which dweight's blocks, all but filling the GPU once or several times, take the least time: adding
+  // a slice takes as long as its product of some 128 pixels. A multiprocessor has two blocks of 128 x 128, or three of
+  // 64 x 64.
+  int64_t slices_of_float32(const Plan &p, const Conv2dShape &s) const {
+    const bool large = allow_tf32 && p.out_channels > 64;
+    const int64_t side = large ? 128 : 64, places = kFullGrid / 2 * (large ? 2 : 3), pixels = s.pixels();
+    const int64_t tiles = divide_up(p.out_channels, side) * divide_up(s.kernel() * p.channels, side);
+    int64_t best = 1;
+    double least = 0;
+    for (int64_t times = 1; times <= 4; ++times) {
+      const int64_t n = std::max<int64_t>(std::min(times * places / tiles, pixels / kMinSlice), 1);
+      const double products = static_cast<double>(divide_up(tiles * n, places)) / static_cast<double>(n);
+      const double time = products * static_cast<double>(places) / static_cast<double>(tiles) +
+                          128 * static_cast<double>(n) / static_cast<double>(pixels);
+      if (times == 1 || time < least) best = n, least = time;
+    }
+    return best;
   }
 
   // Along an axis, with the shift for which a position meets the fewest elements of dy. A dilation with a stride is not
@@ -345,23 +370,23 @@ struct Conv2dParams {
            s.out_channels * depth < kMost && s.out_channels * s.out_h * s.out_w < kMost << 8;
   }
 
-  // Whether the kernels of few channels take the call, if their windows fit in shared memory.
-  bool few_fits(const Conv2dShape &s, DType dtype) const {
+  // Whether the kernels of few channels take a call of such sizes, if their windows fit in shared memory.
+  bool few_fits(const Conv2dShape &s) const {
     constexpr int64_t kMost = 0x7fffffff, kMaxParam = 1 << 15;
-    const bool tensor_cores = itemsize(dtype) == 2 || (dtype == DType::float32 && allow_tf32);
     const int64_t h = s.kernel_h > 1 ? dilation.value[0] : 1, w = s.kernel_w > 1 ? dilation.value[1] : 1;
     for (int64_t param : {stride.value[0], stride.value[1], padding.value[0], padding.value[1], h, w})
       if (param >= kMaxParam) return false;
-    return tensor_cores && groups == 1 && 0 < s.channels && s.channels <= kMaxFewChannels && s.kernel_h <= 256 &&
-           s.kernel_w <= 256 && s.channels * s.height * s.width < kMost && s.out_channels * s.out_h * s.out_w < kMost &&
-           s.batch < kMost && s.out_channels <= kMost / 8 && divide_up(s.out_channels, kFewOutputs) <= 65535;
+    return groups == 1 && 0 < s.channels && s.channels <= kMaxFewChannels && s.kernel_h <= 256 && s.kernel_w <= 256 &&
+           s.channels * s.height * s.width < kMost && s.out_channels * s.out_h * s.out_w < kMost && s.batch < kMost &&
+           s.out_channels <= kMost / 8 && divide_up(s.out_channels, kFewOutputs) <= 65535;
   }
 
   // The largest tiles for which kFewBlocks fit; else the smallest. other(tiles): bytes beside the window.
   template <class F>
   FewTiles few_tiles(const Conv2dShape &s, DType dtype, F other) const {
     constexpr int64_t kMost = 0x7fffffff;
-    if (!few_fits(s, dtype)) return {};
+    const bool multiplies = itemsize(dtype) == 2 || (dtype == DType::float32 && allow_tf32);
+    if (!multiplies || !few_fits(s)) return {};
     const int64_t h = s.kernel_h > 1 ? dilation.value[0] : 1, w = s.kernel_w > 1 ? dilation.value[1] : 1;
     for (int rows : {16, 8}) {
       FewTiles f;

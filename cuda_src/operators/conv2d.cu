@@ -300,34 +300,40 @@ class ImplicitGemmCall {
     Conv2dGemm of_dx = p_, of_dweight = p_;
     of_dx.pass = Conv2dGemm::dx, of_dx.to = dx, of_dx.to_strides = call_.x, of_dx.to_channels = s.channels;
     of_dx.whole_vectors = !plan_.packed;
+    // A phase of a strided dx would write single elements of every other pixel of NCHW: dx is packed first.
+    bool apart = dx && plan_.packed && !call_.nhwc && s.channels == plan_.channels && p_.stride_w > 1;
+    if (apart)
+      of_dx.to = x_at, of_dx.to_strides = strides(true, s.channels, s.height, s.width), of_dx.whole_vectors = true;
     of_dweight.pass = Conv2dGemm::dweight, of_dweight.to_strides.channel = 1, of_dweight.whole_vectors = true;
     const bool dx_sm90 = dx && conv2d_sm90_takes(op(), &of_dx, kMaxCluster, true);
+    if (!dx_sm90) apart = false, of_dx.to = dx;
     const bool whole = sizeof(T) == 2 && !plan_.packed;
     const bool dweight_sm90 = dweight && conv2d_sm90_takes(op(), &of_dweight, static_cast<int>(plan_.slices), whole);
 
     AOT_TRY(pack_images(plan_.packed_y, &dy, dy_at, y_planes(), plan_.out_channels));
     auto pack_x = [&] { return pack_images(plan_.packed, &x, x_at, x_planes(), plan_.channels); };
-    // x is packed before dx is computed, so that dweight's kernel may overlap dx's; except that CUTLASS's packed dx
-    // takes the place of packed x
-    const bool x_first = dx_sm90 || !dx;
+    // x is packed before dx is computed, so that dweight's kernel may overlap dx's; except that packed dx takes the
+    // place of packed x
+    const bool x_first = !dx || (dx_sm90 && !apart);
     if (dweight && x_first) AOT_TRY(pack_x());
     if (dx) {
       const bool transposed = dx_sm90 && sizeof(T) == 4;
       AOT_TRY(transposed ? transpose_weight(&weight, weight_at, &of_dx) : pack_weight(&weight, weight_at));
       of_dx.a = dy, of_dx.b = weight;
       AOT_TRY(dx_sm90 ? conv2d_sm90(launch_, of_dx) : cutlass(of_dx, plan_.packed, x_at, x_planes(), plan_.channels));
+      if (apart) AOT_TRY(unpack(false, x_at, plan_.channels, x_planes(), dx, launch_));
     }
     if (!dweight) return kOk;
     if (!x_first) AOT_TRY(pack_x());
     of_dweight.a = dy, of_dweight.b = x;
     if (dweight_sm90) {
-      of_dweight.to = of_dweight.slices ? static_cast<void *>(slices) : dweight, of_dweight.independent = dx_sm90;
+      of_dweight.to = of_dweight.slices ? static_cast<void *>(slices) : dweight;
+      of_dweight.independent = dx_sm90 && x_first;
       AOT_TRY(conv2d_sm90(launch_, of_dweight));
       if (!of_dweight.slices) return kOk;
     } else {
-      constexpr int64_t kMinPixels = 256;  // of a slice
       of_dweight.to = slices;
-      of_dweight.slices = static_cast<int>(std::min(plan_.slices, ceil_div(call_.pixels, kMinPixels)));
+      of_dweight.slices = static_cast<int>(std::min(plan_.slices, ceil_div(call_.pixels, Conv2dParams::kMinSlice)));
       AOT_TRY(run_cutlass(of_dweight));
     }
     return sum_dweight(call_, slices, of_dweight.slices, plan_.slice, plan_.channels, dweight, launch_);

@@ -151,11 +151,36 @@ def test_conv2d_on_tensor_cores(shape, outputs, kernel, options, dtype, format):
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="torch finds no GPU")
 @pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
+@pytest.mark.parametrize("wide", range(3))
+@pytest.mark.parametrize(("shape", "outputs", "kernel", "options"), CONVOLUTIONS, ids=str)
+def test_conv2d_in_float32_has_all_bits(shape, outputs, kernel, options, wide, format):
+    """With one operand's integers of 12 bits and a sign, which TF32 has not: products of three of TF32 are exact."""
+    random = torch.Generator("cuda").manual_seed(0)
+
+    def integers(*size, most=2):
+        t = torch.randint(-most, most + 1, size, generator=random, device="cuda", dtype=torch.float64)
+        return t.to(memory_format=format) if t.dim() == 4 else t
+
+    sizes = [4095 if wide == i else 2 for i in range(3)]
+    x, bias = integers(*shape, most=sizes[0]), integers(outputs)
+    weight = integers(outputs, shape[1] // options.get("groups", 1), *kernel, most=sizes[1])
+    dy = integers(*F.conv2d(x, weight, bias, **options).shape, most=sizes[2])
+    expected = convolved(F.conv2d, x, weight, bias, dy, **options)
+    results = convolved(ours.conv2d, x.float(), weight.float(), bias.float(), dy.float(), **options)
+    for t, exact in zip(results, expected, strict=True):
+        assert exact.abs().max() < 2**24
+        assert torch.equal(t, exact.float())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="torch finds no GPU")
+@pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("channels", "stride", "kernel"), [(3, 2, 7), (3, 1, 3), (1, 2, 5), (7, 2, 5), (3, 4, 11)])
-def test_infinite_dy_stays_in_its_window(channels, stride, kernel, format):
+def test_infinite_dy_stays_in_its_window(channels, stride, kernel, dtype, format):
     """dx of few channels has pixels as columns of one product, where those that do not meet an element have zeros."""
-    x = torch.zeros(1, channels, 40, 43, device="cuda", dtype=torch.bfloat16).to(memory_format=format)
-    weight = torch.ones(8, channels, kernel, kernel, device="cuda", dtype=torch.bfloat16)
+    x = torch.zeros(1, channels, 40, 43, device="cuda", dtype=dtype).to(memory_format=format)
+    weight = torch.ones(8, channels, kernel, kernel, device="cuda", dtype=dtype)
     y = ours.conv2d(x.requires_grad_(), weight, None, stride=stride, padding=2)
     dy = torch.ones_like(y)
     dy[0, 1, 2, 3] = float("inf")
@@ -165,6 +190,32 @@ def test_infinite_dy_stays_in_its_window(channels, stride, kernel, format):
     window[max(top, 0) : top + kernel, max(left, 0) : left + kernel] = True
     assert torch.equal(dx[0].isinf(), window.expand(channels, -1, -1))
     assert not dx.isnan().any()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="torch finds no GPU")
+@pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
+@pytest.mark.parametrize(("channels", "kernel", "stride"), [(3, 7, 2), (4, 3, 1), (24, 3, 1), (24, 3, 2)])
+def test_infinities_in_float32(channels, kernel, stride, format):
+    """An infinity has no second part of TF32, nor some NaN a first: what they meet is as in float32, and all else as
+    without them."""
+    random = torch.Generator("cuda").manual_seed(0)
+    sizes = ((2, channels, 19, 22), (20, channels, kernel, kernel), (20,))
+    x, weight, bias = (torch.randn(*size, generator=random, device="cuda") for size in sizes)
+    options = {"stride": stride, "padding": kernel // 2}
+    dy = torch.randn_like(F.conv2d(x, weight, bias, **options))
+    for t in (x, weight, dy):
+        kept = t.clone()
+        t[1, 2, 1, 2], t[0, 1, 2, 0] = float("inf"), float("-inf")
+        t[0, 2, 0, 1] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)  # the NaN of a GPU's arithmetic
+        exact = convolved(F.conv2d, *(t.double().cpu() for t in (x, weight, bias, dy)), **options)
+        given = (t.contiguous(memory_format=format) if t.dim() == 4 else t for t in (x, weight, bias, dy))
+        results = list(zip(convolved(ours.conv2d, *given, **options), exact, strict=True))
+        if t is weight:  # zeros beside dy are its factors in dx
+            results[1] = tuple(dx[..., 3:-3, 3:-3] for dx in results[1])
+        for a, b in results:
+            torch.testing.assert_close(a.cpu().double(), b, rtol=1e-5, atol=1e-4, equal_nan=True)
+        t.copy_(kept)
 
 
 @pytest.mark.gpu
