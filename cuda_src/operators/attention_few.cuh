@@ -2,7 +2,9 @@
 // softmax. In the other kernels' tiles nearly all rows and columns would be empty.
 #pragma once
 #include "attention.cuh"
-#include "gemm/tile.cuh"
+#include "cuda/launch.cuh"
+#include "cuda/packet.cuh"
+#include "cuda/reduce.cuh"
 
 namespace aot {
 inline namespace AOT_ISA {
