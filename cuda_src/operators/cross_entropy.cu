@@ -77,7 +77,7 @@ Status cross_entropy_extra_rows(const char *op, const CrossEntropyAttrs &attrs, 
                                                  results, scale, extras, rows, cols, smoothing);
   };
   const int64_t vectors = unaligned_row_vectors<T>(cols, from, results.slope ? results.slope : from);
-  return dispatch_register_rows(unaligned_shapes<T>(), vectors, device, launch, any);
+  return dispatch_register_rows(extra_shapes<T>(), vectors, device, launch, any);
 }
 
 template <typename T>
