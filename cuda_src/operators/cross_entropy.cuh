@@ -210,6 +210,14 @@ struct RowWithExtras {
 
 // --------------------------------------------------------------------------------------------------------- kernels
 
+// Whether a row's loads are under way before its class is awaited, not after it. Which is faster was measured for rows
+// of float32 and bfloat16.
+template <class Shape, bool kSlope>
+constexpr bool kRowFirst =
+    Shape::kSpan == Span::block     ? sizeof(typename Shape::T) <= (kSlope ? 4 : 2)
+    : Shape::kSpan == Span::cluster ? sizeof(typename Shape::T) > 2 || Shape::kCluster < kMaxCluster
+                                    : true;
+
 // Row: a RegisterRow or an UnalignedRow. kSmoothing: with label smoothing; kSlope: results.slope may be given. It
 // overlaps the end of the kernel that counts, if there is one.
 template <class Row, bool kSmoothing, bool kSlope, bool kPadded, class Shape = typename Row::Shape,
@@ -223,34 +231,37 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   bool present = part.present(rows);
   Vector<T> v[Shape::kVectors];
   part.load(x, present, kMinusInfinity, v);
+  // The compiler moves no load over this.
+  if constexpr (kRowFirst<Shape, kSlope>) wait_for_kernel_before();
   Class c(present ? targets[part.row()] : targets.ignore_index, targets.ignore_index, cols);
   bool mine = present && part.has(c.column());  // for one thread of the row
   A at_target = mine ? widen(x[part.row() * cols + c.column()]) : A(0);
+  if constexpr (!kRowFirst<Shape, kSlope>) wait_for_kernel_before();
+  typename Scale<T, A>::Quotient quotient = {1, 1};
+  if (kSlope && results.slope) quotient = scale.load(part.row(), present);
 
-  A factor = 1;
-  if (kSlope && results.slope) {
-    wait_for_kernel_before();
-    factor = scale.of(part.row(), present);
-  }
   RowExchange<Shape, Exponentials<A>> exchange;
   auto [row, to_row] = row_exponentials<kSmoothing>(v, part, exchange);
-  if (mine) results.write_loss(part.row(), row_loss(row, at_target, c, smoothing));
-  if (!kSlope || !results.slope) return;
-  if constexpr (kPadded) results.clear_padding(part.row(), present, part.column(0) / Shape::kSize, cols);
-
-  if (c.ignored) {
-    if constexpr (Row::kEnds) part.store_end(results.slope, present, 0);
-    return part.store(results.slope, present, [&](int, int) { return A(0); });
+  // The terms of a loss with smoothing have no registers later.
+  if (kSmoothing && mine) results.write_loss(part.row(), row_loss(row, at_target, c, smoothing));
+  if (kSlope && results.slope) {
+    if constexpr (kPadded) results.clear_padding(part.row(), present, part.column(0) / Shape::kSize, cols);
+    if (c.ignored) {
+      if constexpr (Row::kEnds) part.store_end(results.slope, present, 0);
+      part.store(results.slope, present, [&](int, int) { return A(0); });
+    } else {
+      const A factor = c.in_range ? quotient.value() : nan<A>();
+      Probability<T, A> p(row, to_row, factor);
+      A off_target = smoothing.per_class * factor, on_target = (1 - smoothing.total) * factor;
+      part.store(results.slope, present, [&](int i, int k) {
+        A slope = p.of_exponential(widen(v[i])[k]);
+        return kSmoothing ? slope - off_target : slope;
+      });
+      if constexpr (Row::kEnds) part.store_end(results.slope, present, p.of(part.end()) - off_target);
+      if (mine) results.slope[part.row() * cols + c.column()] = narrow<T>(p.of(at_target) - off_target - on_target);
+    }
   }
-  if (!c.in_range) factor = nan<A>();
-  Probability<T, A> p(row, to_row, factor);
-  A off_target = smoothing.per_class * factor, on_target = (1 - smoothing.total) * factor;
-  part.store(results.slope, present, [&](int i, int k) {
-    A slope = p.of_exponential(widen(v[i])[k]);
-    return kSmoothing ? slope - off_target : slope;
-  });
-  if constexpr (Row::kEnds) part.store_end(results.slope, present, p.of(part.end()) - off_target);
-  if (mine) results.slope[part.row() * cols + c.column()] = narrow<T>(p.of(at_target) - off_target - on_target);
+  if (!kSmoothing && mine) results.write_loss(part.row(), row_loss(row, at_target, c, smoothing));
 }
 
 // cross_entropy_kernel with extras, but not with weights and label smoothing. Row: an UnalignedRow, which may have
@@ -504,8 +515,28 @@ __global__ void __launch_bounds__(kSumThreads) cross_entropy_count_kernel(Target
   int64_t first = blockIdx.x * kSumThreads + threadIdx.x, step = gridDim.x * kSumThreads;
   Exchange<kSpan, Sums<1, int64_t>> exchange;
   Sums<1, int64_t> all = {};
-#pragma unroll kSumUnroll
-  for (int64_t row = first; row < rows; row += step) all.value[0] += targets[row] == targets.ignore_index ? 0 : 1;
+  auto add = [&](int64_t target) { all.value[0] += target == targets.ignore_index ? 0 : 1; };
+  // Sixteen bytes at a time: the kernel of rows waits, and few multiprocessors bring as much as is in flight.
+  const int64_t each = targets.wide ? 2 : 4;
+  const int64_t vectors = reinterpret_cast<uintptr_t>(targets.data) % 16 == 0 ? rows / each : 0;
+  for (int64_t i = first; i < vectors; i += kSumUnroll * step) {
+    Vector<float> v[kSumUnroll];
+#pragma unroll
+    for (int j = 0; j < kSumUnroll; ++j)
+      if (i + j * step < vectors) v[j] = load_once(static_cast<const float *>(targets.data) + (i + j * step) * 4);
+#pragma unroll
+    for (int j = 0; j < kSumUnroll; ++j) {
+      if (i + j * step >= vectors) continue;
+      const uint32_t (&w)[4] = v[j].word;
+      if (targets.wide) {
+        add(static_cast<int64_t>(uint64_t{w[1]} << 32 | w[0])), add(static_cast<int64_t>(uint64_t{w[3]} << 32 | w[2]));
+      } else {
+#pragma unroll
+        for (uint32_t word : w) add(static_cast<int32_t>(word));
+      }
+    }
+  }
+  for (int64_t row = vectors * each + first; row < rows; row += step) add(targets[row]);
   all = sum_row(all, exchange);
   if (first == 0) *count = static_cast<A>(all.value[0]);
 }
