@@ -313,14 +313,18 @@ def _quack(operators: Sequence[str]) -> Impl:
     from quack.softmax import softmax
 
     layer_norm = _quack_layer_norm()
+
+    def with_gradient(x, target):
+        """The mean, as aotops returns it, and the gradient of the sum, which quack does not divide."""
+        losses, dx = cross_entropy_fwd(x.detach(), target, return_dx=True)
+        return losses.mean(), dx
+
     return Impl("quack", "torch", {
         "layer_norm": lambda shape, variant: layer_norm,
         "rms_norm": lambda shape, variant: lambda x, w: rmsnorm(x, w, eps=RMS_EPS),
         "add_rms_norm": lambda shape, variant: lambda x, r, w: rmsnorm(x, w, residual=r, eps=RMS_EPS, prenorm=True),
         "softmax": lambda shape, variant: softmax,
-        "cross_entropy": lambda shape, variant: (
-            (lambda x, t: cross_entropy_fwd(x.detach(), t, return_dx=True)) if variant else cross_entropy
-        ),
+        "cross_entropy": lambda shape, variant: with_gradient if variant else cross_entropy,
     }, adapt=_with_float32_weights)  # fmt: skip
 
 

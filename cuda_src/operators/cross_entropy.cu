@@ -17,7 +17,7 @@ constexpr auto slope_shapes() {
                              BlockRow<T, 8>, ClusterRow<T, 13, 256, 768, 2>, ClusterRow<T, 8, 256>, ClusterRow<T, 8>>();
   else if constexpr (sizeof(T) == 4)
     return RegisterRowShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 8, 4>, WarpRow<T, 16, 4>, WarpRow<T, 32, 4>,
-                             WarpRow<T, 32, 6>, BlockRow<T, 4>, BlockRow<T, 8, 1024>, ClusterRow<T, 8, 256>,
+                             WarpRow<T, 32, 6>, BlockRow<T, 4, 512, 1536>, BlockRow<T, 8, 1024>, ClusterRow<T, 8, 256>,
                              ClusterRow<T, 16, 256, 512>>();
   else
     return RegisterRowShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 8, 4>, WarpRow<T, 16, 4>, WarpRow<T, 32, 4>,
@@ -77,7 +77,7 @@ Status cross_entropy_extra_rows(const char *op, const CrossEntropyAttrs &attrs, 
                                                  results, scale, extras, rows, cols, smoothing);
   };
   const int64_t vectors = unaligned_row_vectors<T>(cols, from, results.slope ? results.slope : from);
-  return dispatch_register_rows(unaligned_shapes<T>(), vectors, device, launch, any);
+  return dispatch_register_rows(extra_shapes<T>(), vectors, device, launch, any);
 }
 
 template <typename T>

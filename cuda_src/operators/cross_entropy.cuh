@@ -44,10 +44,11 @@ template <typename T, typename A>
 class Softcap {
  public:
   __device__ explicit Softcap(A cap) : cap_(cap), inverse_(cap == 0 ? A(0) : 1 / cap) {}
-  __device__ A operator()(A x) const { return cap_ == 0 ? x : cap_ * hyperbolic_tangent(x * inverse_); }
+  __device__ bool caps() const { return cap_ != 0; }
+  __device__ A operator()(A x) const { return caps() ? cap_ * hyperbolic_tangent(x * inverse_) : x; }
   // The derivative, from the value.
   __device__ A slope(A capped) const {
-    if (cap_ == 0) return 1;
+    if (!caps()) return 1;
     const A t = capped * inverse_;
     return (1 - t) * (1 + t);
   }
@@ -90,31 +91,30 @@ struct Best {
   }
 };
 
-// The best column of the row in v, as it was loaded from x.
-template <class Row, typename T, int kVectors, typename A = Accumulate<T>>
-__device__ inline int best_column(const Vector<T> (&v)[kVectors], const Row &part, const T *x, int64_t cols) {
+// The first column, among the row's in v and the lanes of a warp, whose element is() holds for; Best::kNone if there is
+// none. x: where v is from.
+template <class Row, typename T, int kVectors, class F, typename A = Accumulate<T>>
+__device__ inline int first_column(const Vector<T> (&v)[kVectors], const Row &part, const T *x, int64_t cols, F is) {
   using Shape = typename Row::Shape;
-  int head = 0;  // columns before the first vector
-  Best<A> best;
-  if constexpr (Row::kEnds) {
-    head = static_cast<int>(min(misaligned_elements(x + part.row() * cols, sizeof(T)), cols));
-    const int first = part.column(0) / Shape::kSize, tail = static_cast<int>(cols - head) % Shape::kSize;
-    if (part.has_end())
-      best = {part.end(), first < head ? first : static_cast<int>(cols) - tail + first - Shape::kSize};
-  }
+  static_assert(Row::kEnds, "columns count from the first vector");
+  constexpr int kNone = Best<A>::kNone;
+  int found = kNone;
 #pragma unroll
-  for (int i = 0; i < Shape::kVectors; ++i) {
-    if (!part.holds(i)) continue;
+  for (int i = Shape::kVectors - 1; i >= 0; --i) {
     auto a = widen(v[i]);
 #pragma unroll
-    for (int k = 0; k < Shape::kSize; ++k) best.add({a[k], head + part.column(i) + k});
+    for (int k = Shape::kSize - 1; k >= 0; --k)
+      if (is(a[k])) found = i * Shape::kLanes * Shape::kSize + k;
   }
-  best.template add_lanes<Shape::kLanes>();
-  if constexpr (Shape::kSpan != Span::warp) {
-    RowExchange<Shape, Best<A>> exchange;
-    best = Best<A>::of_warps(exchange.all(best), exchange.warps());
+  const int head = static_cast<int>(min(misaligned_elements(x + part.row() * cols, sizeof(T)), cols));
+  if (found != kNone) found += head + part.column(0);
+  if (part.has_end() && is(part.end())) {
+    const int first = part.column(0) / Shape::kSize, tail = static_cast<int>(cols - head) % Shape::kSize;
+    found = min(found, first < head ? first : static_cast<int>(cols) - tail + first - Shape::kSize);
   }
-  return best.column;
+#pragma unroll
+  for (int offset = Shape::kLanes / 2; offset > 0; offset /= 2) found = min(found, __shfl_xor_sync(~0u, found, offset));
+  return found;
 }
 
 // Adds one element to a thread's sums, of which shifted_sum and count are weighted.
@@ -130,42 +130,56 @@ __device__ inline void add_weighted(Exponentials<A> &s, A x, A weight) {
   s.count += weight;
 }
 
-// row_exponentials() of the capped elements, which leaves v as it is.
-template <class Row, class Exchange, typename T, int kVectors, typename A = Accumulate<T>>
-__device__ inline Exponentials<A> capped_exponentials(Vector<T> (&v)[kVectors], const Row &part, Exchange &exchange,
-                                                      const Softcap<T, A> &cap) {
-  using Shape = typename Row::Shape;
-  using E = CappedAs<T>;
-  Exponentials<A> mine = Exponentials<A>::none();
-  A largest = max_element(v);
-  if constexpr (Row::kEnds) largest = max(largest, part.end());
-  mine.max = cap(max_lanes<Shape::kLanes>(largest));
-  const A base = mine.base();
-  ShiftedExp<E, A> exponential(base);
+// Caps the elements that have more than 16 bits. Those of 16 bits, which that would round, are capped in each pass.
+template <class Row, typename T, int kVectors, typename A>
+__device__ inline void cap_wide(Vector<T> (&v)[kVectors], const Row &part, const Softcap<T, A> &cap) {
+  if constexpr (sizeof(T) > 2) {
+    if (!cap.caps()) return;
 #pragma unroll
-  for (int i = 0; i < Shape::kVectors; ++i) {
-    auto x = widen(v[i]);
-    A sum = 0, shifted_sum = 0;
+    for (int i = 0; i < kVectors; ++i) {
+      if (!part.holds(i)) continue;  // stays -inf
+      auto a = widen(v[i]);
 #pragma unroll
-    for (int k = 0; k < Shape::kSize; ++k) {
-      const A capped = cap(x[k]);
-      sum += exponential(capped);
-      shifted_sum += capped - base;
+      for (int k = 0; k < Row::Shape::kSize; ++k) a[k] = cap(a[k]);
+      v[i] = narrow(a);
     }
-    if (part.holds(i)) mine.sum += sum, mine.shifted_sum += shifted_sum;
-    if constexpr (sizeof(T) == 2) keep_packed(v[i], part.opaque_zero());
   }
-  if constexpr (Row::kEnds) {
-    const A capped = cap(part.end());
-    if (part.has_end()) mine.sum += exponential(capped), mine.shifted_sum += capped - base;
-  }
+}
+
+// The sums of the capped elements in the lanes of a warp, which leave v as it is. most: the largest, before the cap;
+// end: part's, capped; shifts: whether shifted_sum is wanted.
+template <class Row, typename T, int kVectors, typename A>
+__device__ inline Exponentials<A> capped_exponentials(Vector<T> (&v)[kVectors], const Row &part,
+                                                      const Softcap<T, A> &cap, A most, A end, bool shifts) {
+  using Shape = typename Row::Shape;
+  Exponentials<A> mine = Exponentials<A>::none();
+  mine.max = cap(most);
+  const A base = mine.base();
+  ShiftedExp<CappedAs<T>, A> exponential(base);
+  auto add = [&](auto kind) {
+    constexpr bool kGeneral = decltype(kind)::value;
+#pragma unroll
+    for (int i = 0; i < Shape::kVectors; ++i) {
+      auto x = widen(v[i]);
+      A sum = 0, shifted_sum = 0;
+#pragma unroll
+      for (int k = 0; k < Shape::kSize; ++k) {
+        const A capped = kGeneral && sizeof(T) == 2 ? cap(x[k]) : x[k];
+        sum += exponential(capped);
+        if (kGeneral) shifted_sum += capped - base;
+      }
+      if (!kGeneral) mine.sum += sum;  // past the row's end it is that of -inf, 0
+      else if (part.holds(i)) mine.sum += sum, mine.shifted_sum += shifted_sum;
+      if constexpr (sizeof(T) == 2) keep_packed(v[i], part.opaque_zero());
+    }
+  };
+  // Few calls have a cap or smoothing. In 16 bits others have fewer instructions.
+  if (sizeof(T) > 2 || shifts || cap.caps()) add(std::true_type());
+  else add(std::false_type());
+  if (part.has_end()) mine.sum += exponential(end), mine.shifted_sum += end - base;
   mine.sum = sum_lanes<Shape::kLanes>(mine.sum);
-  mine.shifted_sum = sum_lanes<Shape::kLanes>(mine.shifted_sum);
-  if constexpr (Shape::kSpan == Span::warp) return mine;
-  else {
-    mine.count = part.share(exchange.warp());
-    return combine_warps<E, true>(exchange.all(mine), exchange.warps());
-  }
+  if (shifts) mine.shifted_sum = sum_lanes<Shape::kLanes>(mine.shifted_sum);
+  return mine;
 }
 
 // The loss of a row and the coefficients of its derivative: of_p * p - off_target * w - on_target * onehot.
@@ -196,6 +210,14 @@ struct RowWithExtras {
 
 // --------------------------------------------------------------------------------------------------------- kernels
 
+// Whether a row's loads are under way before its class is awaited, not after it. Which is faster was measured for rows
+// of float32 and bfloat16.
+template <class Shape, bool kSlope>
+constexpr bool kRowFirst =
+    Shape::kSpan == Span::block     ? sizeof(typename Shape::T) <= (kSlope ? 4 : 2)
+    : Shape::kSpan == Span::cluster ? sizeof(typename Shape::T) > 2 || Shape::kCluster < kMaxCluster
+                                    : true;
+
 // Row: a RegisterRow or an UnalignedRow. kSmoothing: with label smoothing; kSlope: results.slope may be given. It
 // overlaps the end of the kernel that counts, if there is one.
 template <class Row, bool kSmoothing, bool kSlope, bool kPadded, class Shape = typename Row::Shape,
@@ -209,34 +231,37 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   bool present = part.present(rows);
   Vector<T> v[Shape::kVectors];
   part.load(x, present, kMinusInfinity, v);
+  // The compiler moves no load over this.
+  if constexpr (kRowFirst<Shape, kSlope>) wait_for_kernel_before();
   Class c(present ? targets[part.row()] : targets.ignore_index, targets.ignore_index, cols);
   bool mine = present && part.has(c.column());  // for one thread of the row
   A at_target = mine ? widen(x[part.row() * cols + c.column()]) : A(0);
+  if constexpr (!kRowFirst<Shape, kSlope>) wait_for_kernel_before();
+  typename Scale<T, A>::Quotient quotient = {1, 1};
+  if (kSlope && results.slope) quotient = scale.load(part.row(), present);
 
-  A factor = 1;
-  if (kSlope && results.slope) {
-    wait_for_kernel_before();
-    factor = scale.of(part.row(), present);
-  }
   RowExchange<Shape, Exponentials<A>> exchange;
   auto [row, to_row] = row_exponentials<kSmoothing>(v, part, exchange);
-  if (mine) results.write_loss(part.row(), row_loss(row, at_target, c, smoothing));
-  if (!kSlope || !results.slope) return;
-  if constexpr (kPadded) results.clear_padding(part.row(), present, part.column(0) / Shape::kSize, cols);
-
-  if (c.ignored) {
-    if constexpr (Row::kEnds) part.store_end(results.slope, present, 0);
-    return part.store(results.slope, present, [&](int, int) { return A(0); });
+  // The terms of a loss with smoothing have no registers later.
+  if (kSmoothing && mine) results.write_loss(part.row(), row_loss(row, at_target, c, smoothing));
+  if (kSlope && results.slope) {
+    if constexpr (kPadded) results.clear_padding(part.row(), present, part.column(0) / Shape::kSize, cols);
+    if (c.ignored) {
+      if constexpr (Row::kEnds) part.store_end(results.slope, present, 0);
+      part.store(results.slope, present, [&](int, int) { return A(0); });
+    } else {
+      const A factor = c.in_range ? quotient.value() : nan<A>();
+      Probability<T, A> p(row, to_row, factor);
+      A off_target = smoothing.per_class * factor, on_target = (1 - smoothing.total) * factor;
+      part.store(results.slope, present, [&](int i, int k) {
+        A slope = p.of_exponential(widen(v[i])[k]);
+        return kSmoothing ? slope - off_target : slope;
+      });
+      if constexpr (Row::kEnds) part.store_end(results.slope, present, p.of(part.end()) - off_target);
+      if (mine) results.slope[part.row() * cols + c.column()] = narrow<T>(p.of(at_target) - off_target - on_target);
+    }
   }
-  if (!c.in_range) factor = nan<A>();
-  Probability<T, A> p(row, to_row, factor);
-  A off_target = smoothing.per_class * factor, on_target = (1 - smoothing.total) * factor;
-  part.store(results.slope, present, [&](int i, int k) {
-    A slope = p.of_exponential(widen(v[i])[k]);
-    return kSmoothing ? slope - off_target : slope;
-  });
-  if constexpr (Row::kEnds) part.store_end(results.slope, present, p.of(part.end()) - off_target);
-  if (mine) results.slope[part.row() * cols + c.column()] = narrow<T>(p.of(at_target) - off_target - on_target);
+  if (!kSmoothing && mine) results.write_loss(part.row(), row_loss(row, at_target, c, smoothing));
 }
 
 // cross_entropy_kernel with extras, but not with weights and label smoothing. Row: an UnalignedRow, which may have
@@ -251,26 +276,45 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   bool present = part.present(rows);
   Vector<T> v[Shape::kVectors];
   part.load(x, present, kMinusInfinity, v);
+  wait_for_kernel_before();  // the row's loads are under way: the compiler moves none over this
   Class c(present ? targets[part.row()] : targets.ignore_index, targets.ignore_index, cols);
-  bool mine = present && part.has(c.column());
-  const Softcap<T, A> cap(extras.softcap);
-  A at_target = mine ? cap(widen(x[part.row() * cols + c.column()])) : A(0);
-
-  A factor = 1;
-  if (results.slope) {
-    wait_for_kernel_before();
-    factor = scale.of(part.row(), present);
-  }
-  if (extras.predictions.data) {
-    const int best = best_column(v, part, x, cols);
-    if (mine) extras.predictions.write(part.row(), best == Best<A>::kNone ? 0 : best);
-  }
-  RowExchange<Shape, Exponentials<A>> exchange;
-  Exponentials<A> row = capped_exponentials(v, part, exchange, cap);
-  row.count = cols;
   const bool has_dlse = extras.dlse;
-  const RowWithExtras<A> with(row, at_target, c, smoothing, extras.weight_of(c), extras.z_loss, factor, has_dlse,
-                              has_dlse && present ? extras.dlse[part.row()] : A(0));
+  const A dlse = has_dlse && present ? extras.dlse[part.row()] : A(0);
+  typename Scale<T, A>::Quotient quotient = {1, 1};
+  if (results.slope) quotient = scale.load(part.row(), present);
+  bool mine = present && part.has(c.column());
+  A at_target = mine ? widen(x[part.row() * cols + c.column()]) : A(0);
+  const A weight = extras.weight_of(c);
+
+  const Softcap<T, A> cap(extras.softcap);
+  const A most = max_lanes<Shape::kLanes>(max(max_element(v), part.end()));
+  Best<A> best;
+  if (extras.predictions.data) best = {most, first_column(v, part, x, cols, [=](A a) { return a == most; })};
+  if constexpr (sizeof(T) == 2)
+#pragma unroll
+    for (auto &vector : v) keep_packed(vector, part.opaque_zero());
+  cap_wide(v, part, cap);
+  const A end = part.has_end() ? cap(part.end()) : A(0);
+  Exponentials<A> row = capped_exponentials(v, part, cap, most, end, smoothing.total != 0);
+  if (extras.predictions.data) {
+    if (__any_sync(~0u, row.sum != row.sum)) {  // a NaN may be among them
+      const int column = first_column(v, part, x, cols, [](A a) { return a != a; });
+      if (column != Best<A>::kNone) best = {nan<A>(), column};
+    }
+    if constexpr (Shape::kSpan != Span::warp) {
+      RowExchange<Shape, Best<A>> exchange;
+      best = Best<A>::of_warps(exchange.all(best), exchange.warps());
+    }
+    if (mine) extras.predictions.write(part.row(), best.column == Best<A>::kNone ? 0 : best.column);
+  }
+  if constexpr (Shape::kSpan != Span::warp) {
+    RowExchange<Shape, Exponentials<A>> exchange;
+    row.count = part.share(exchange.warp());
+    row = combine_warps<CappedAs<T>, true>(exchange.all(row), exchange.warps());
+  }
+  row.count = cols;
+  at_target = cap(at_target);
+  const RowWithExtras<A> with(row, at_target, c, smoothing, weight, extras.z_loss, quotient.value(), has_dlse, dlse);
   if (mine) {
     results.write_loss(part.row(), with.loss);
     if (extras.lse) extras.lse[part.row()] = with.lse;
@@ -279,13 +323,17 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   results.clear_padding(part.row(), present, part.column(0) / Shape::kSize, cols);
 
   if (with.zero) {
-    if constexpr (Row::kEnds) part.store_end(results.slope, present, 0);
+    part.store_end(results.slope, present, 0);
     return part.store(results.slope, present, [&](int, int) { return A(0); });
   }
   Probability<CappedAs<T>, A> p(row, 1, with.of_p);
   auto slope = [&](A capped, A on_target) { return (p.of(capped) - with.off_target - on_target) * cap.slope(capped); };
-  part.store(results.slope, present, [&](int i, int k) { return slope(cap(widen(v[i])[k]), 0); });
-  if constexpr (Row::kEnds) part.store_end(results.slope, present, slope(cap(part.end()), 0));
+  auto store = [&](auto capped) {
+    part.store(results.slope, present, [&](int i, int k) { return slope(capped(widen(v[i])[k]), 0); });
+  };
+  if (sizeof(T) == 2 && cap.caps()) store(cap);
+  else store([](A x) { return x; });
+  part.store_end(results.slope, present, slope(end, 0));
   if (mine) results.slope[part.row() * cols + c.column()] = narrow<T>(slope(at_target, with.on_target));
 }
 
@@ -467,8 +515,28 @@ __global__ void __launch_bounds__(kSumThreads) cross_entropy_count_kernel(Target
   int64_t first = blockIdx.x * kSumThreads + threadIdx.x, step = gridDim.x * kSumThreads;
   Exchange<kSpan, Sums<1, int64_t>> exchange;
   Sums<1, int64_t> all = {};
-#pragma unroll kSumUnroll
-  for (int64_t row = first; row < rows; row += step) all.value[0] += targets[row] == targets.ignore_index ? 0 : 1;
+  auto add = [&](int64_t target) { all.value[0] += target == targets.ignore_index ? 0 : 1; };
+  // Sixteen bytes at a time: the kernel of rows waits, and few multiprocessors bring as much as is in flight.
+  const int64_t each = targets.wide ? 2 : 4;
+  const int64_t vectors = reinterpret_cast<uintptr_t>(targets.data) % 16 == 0 ? rows / each : 0;
+  for (int64_t i = first; i < vectors; i += kSumUnroll * step) {
+    Vector<float> v[kSumUnroll];
+#pragma unroll
+    for (int j = 0; j < kSumUnroll; ++j)
+      if (i + j * step < vectors) v[j] = load_once(static_cast<const float *>(targets.data) + (i + j * step) * 4);
+#pragma unroll
+    for (int j = 0; j < kSumUnroll; ++j) {
+      if (i + j * step >= vectors) continue;
+      const uint32_t (&w)[4] = v[j].word;
+      if (targets.wide) {
+        add(static_cast<int64_t>(uint64_t{w[1]} << 32 | w[0])), add(static_cast<int64_t>(uint64_t{w[3]} << 32 | w[2]));
+      } else {
+#pragma unroll
+        for (uint32_t word : w) add(static_cast<int32_t>(word));
+      }
+    }
+  }
+  for (int64_t row = vectors * each + first; row < rows; row += step) add(targets[row]);
   all = sum_row(all, exchange);
   if (first == 0) *count = static_cast<A>(all.value[0]);
 }
@@ -536,6 +604,15 @@ constexpr auto unaligned_shapes() {
     return RegisterRowShapes<WarpRow<T, 8, 4>, WarpRow<T, 32, 4>, BlockRow<T, 8, 1024>, ClusterRow<T, 8, 256>,
                              ClusterRow<T, 16, 256, 512>>();
   else return RegisterRowShapes<WarpRow<T, 32, 4>, BlockRow<T, 8, 512, 512>>();
+}
+
+// An UnalignedRow with extras.
+template <typename T>
+constexpr auto extra_shapes() {
+  if constexpr (sizeof(T) == 4)
+    return RegisterRowShapes<WarpRow<T, 8, 4>, WarpRow<T, 16, 4>, WarpRow<T, 32, 4>, WarpRow<T, 32, 8, 896>,
+                             BlockRow<T, 8, 1024>, ClusterRow<T, 8, 256>, ClusterRow<T, 16, 256, 512>>();
+  else return unaligned_shapes<T>();
 }
 
 template <typename T, typename A = Accumulate<T>>

@@ -61,9 +61,17 @@ struct Scale {
   bool each_row;
   const A *count;
 
+  // To be divided where the factor is needed: the numbers are loaded meanwhile.
+  struct Quotient {
+    A dy, count;
+    __device__ A value() const { return dy / count; }
+  };
+  __device__ Quotient load(int64_t row, bool present) const {
+    return {dy.data && present ? dy.read(each_row ? row : 0) : A(1), count ? *count : A(1)};
+  }
   __device__ A of(int64_t row, bool present) const {
-    A scale = dy.data && present ? dy.read(each_row ? row : 0) : A(1);
-    return count ? scale / *count : scale;
+    const Quotient q = load(row, present);
+    return count ? q.value() : q.dy;
   }
 };
 

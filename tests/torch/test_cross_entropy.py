@@ -115,12 +115,13 @@ def test_predictions_as_argmax(where):
     """The first of equal numbers; NaN before all; a row of -inf alone."""
     inf, nan = float("inf"), float("nan")
     rows = [[1, 3, 3, 2], [nan, 5, nan, 1], [0, 5, nan, nan], [-inf] * 4, [-inf, -inf, -1, -inf], [inf, 1, inf, 0]]
-    for columns in (4, 9, 1001, 20000):
-        x = torch.full((len(rows), columns), -inf)
-        x[:, -4:] = torch.tensor(rows)
-        x[3] = -inf
+    for columns in (4, 9, 200, 700, 1001, 20000, 40000):
+        x = torch.full((len(rows) + 3, columns), -inf)
+        x[: len(rows), -4:] = torch.tensor(rows)
+        x[-3:] = 0  # equal numbers in each thread
+        x[-2, columns // 2], x[-1, columns // 3 :: 2] = nan, nan
         for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-            given, target = x.to(where, dtype), torch.zeros(len(rows), dtype=torch.int32, device=where)
+            given, target = x.to(where, dtype), torch.zeros(len(x), dtype=torch.int32, device=where)
             predictions = ours.cross_entropy_lse(given, target)[2]
             assert predictions.dtype == torch.int32
             assert torch.equal(predictions.long(), given.argmax(-1))
