@@ -30,7 +30,8 @@ THREADS = (1, 2, 8, 16)
 SECONDS = 0.3
 """A case ends after so many, if each implementation has had three turns: four counts take some 4 minutes."""
 PARTS = {1: 4, 2: 2}
-"""How many processes a count is divided into by `--at-once`: 32 cores then do all counts in some 2 minutes."""
+"""How many processes a count is divided into by `--at-once`: 32 cores then do all counts in some 2 minutes. Twice as many
+cores have twice as many."""
 POLL_SECONDS = 1
 ALLOWED = 1.05
 
@@ -105,8 +106,11 @@ def jobs(threads: Sequence[int], folder: Path, at_once: bool) -> list[Job]:
         ValueError: a count has more threads than there are cores.
     """
     parts = {count: PARTS.get(count, 1) if at_once else 1 for count in threads}
-    if at_once and (most := max(threads)) > (cores := len(os.sched_getaffinity(0))):
+    cores = len(os.sched_getaffinity(0))
+    if at_once and (most := max(threads)) > cores:
         raise ValueError(f"cpu: --at-once: {most} threads, expected no more than {cores}, the number of cores")
+    if at_once and (times := cores // sum(count * of_count for count, of_count in parts.items())) > 1:
+        parts = {count: of_count * times for count, of_count in parts.items()}
     counts = sorted(parts, reverse=True) if at_once else [*parts]
     todo = [Job(n, [*OPS][i :: parts[n]], folder / f"{n}.{i}.json") for n in counts for i in range(parts[n])]
     for job in todo:
