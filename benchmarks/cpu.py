@@ -30,8 +30,8 @@ THREADS = (1, 2, 8, 16)
 SECONDS = 0.3
 """A case ends after so many, if each implementation has had three turns: four counts take some 4 minutes."""
 PARTS = {1: 4, 2: 2}
-"""How many processes a count is divided into by `--at-once`: 32 cores then do all counts in some 2 minutes. Twice as many
-cores have twice as many."""
+"""How many processes a count is divided into by `--at-once`: 32 cores then do all counts in some 2 minutes. On
+twice as many cores a count has twice as many."""
 POLL_SECONDS = 1
 ALLOWED = 1.05
 

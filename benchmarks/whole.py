@@ -53,7 +53,7 @@ def main() -> None:
     folder = options.parts or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(len(options.gpus)) as pool:
-        jobs = [pool.submit(of_gpu, gpu, parts, folder, options) for gpu, parts in divided(options).items()]
+        jobs = [pool.submit(of_gpu, gpu, parts, folder, options) for gpu, parts in divided(folder, options).items()]
         failed = [name for job in jobs for name in job.result()]
     files = sorted(folder.glob("*.json"))
     record = report.load(files)
@@ -64,14 +64,19 @@ def main() -> None:
         sys.exit(f"whole: these failed: {', '.join(failed)}")
 
 
+def file_of(folder: Path, op: str, dtype: str) -> Path:
+    return folder / f"{op}.{dtype}.json"
+
+
 def count(op: str, dtype: str, options: argparse.Namespace) -> int:
     """The cases of a part."""
     return len(list(cases.cases(options.device, [dtype], [op], quick=options.quick)))
 
 
-def divided(options: argparse.Namespace) -> dict[int, list[Part]]:
-    """The parts of each GPU, longest first."""
-    lengths = {(op, dtype): count(op, dtype, options) for op in options.ops for dtype in options.dtypes}
+def divided(folder: Path, options: argparse.Namespace) -> dict[int, list[Part]]:
+    """The parts of each GPU that are not in the folder yet, longest first."""
+    todo = [(op, dtype) for op in options.ops for dtype in options.dtypes if not file_of(folder, op, dtype).exists()]
+    lengths = {(op, dtype): count(op, dtype, options) for op, dtype in todo}
     found: dict[int, list[Part]] = {gpu: [] for gpu in options.gpus}
     for part in sorted(filter(lengths.get, lengths), key=lengths.__getitem__, reverse=True):
         least = min(found, key=lambda gpu: sum(lengths[each] for each in found[gpu]))
@@ -89,14 +94,13 @@ def ahead(options: argparse.Namespace) -> None:
 def of_gpu(gpu: int, parts: Sequence[Part], folder: Path, options: argparse.Namespace) -> list[str]:
     """Measures these parts; the names of those that failed."""
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu)}
-    todo = [part for part in parts if not (folder / f"{'.'.join(part)}.json").exists()]
     given = ["--quick"] * options.quick
 
     def run(*words: str) -> int:
         return subprocess.run([sys.executable, "-m", *words, *given], env=environment, cwd=ROOT).returncode
 
-    if options.device == "cuda" and todo:
-        ops, dtypes = dict.fromkeys(op for op, _ in todo), dict.fromkeys(dtype for _, dtype in todo)
+    if options.device == "cuda" and parts:
+        ops, dtypes = dict.fromkeys(op for op, _ in parts), dict.fromkeys(dtype for _, dtype in parts)
         several = "--ops", *ops, "--dtypes", *dtypes, "--impls", *options.impls
         run("benchmarks.whole", "--compile-only", *several, "--processes", str(options.processes))
 
@@ -108,11 +112,11 @@ def of_gpu(gpu: int, parts: Sequence[Part], folder: Path, options: argparse.Name
         arguments += ["--jobs", "1", "--cases", str(ROWS), "--turns", str(folder / f"gpu{gpu}"), "--json"]
         if run("aotops", *arguments, str(unfinished)):
             return name
-        unfinished.rename(folder / f"{name}.json")
+        unfinished.rename(file_of(folder, op, dtype))
         return None
 
     with ThreadPoolExecutor(options.processes) as pool:
-        return [name for name in pool.map(measure, todo) if name]
+        return [name for name in pool.map(measure, parts) if name]
 
 
 if __name__ == "__main__":
