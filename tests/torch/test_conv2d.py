@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -198,16 +199,18 @@ def test_infinite_dy_stays_in_its_window(channels, stride, kernel, dtype, format
 @pytest.mark.parametrize(("channels", "kernel", "stride"), [(3, 7, 2), (4, 3, 1), (24, 3, 1), (24, 3, 2)])
 def test_infinities_in_float32(channels, kernel, stride, format):
     """An infinity has no second part of TF32, nor some NaN a first: what they meet is as in float32, and all else as
-    without them."""
+    without them. An infinity hides such a NaN in a sum of both, so that each has calls of its own."""
     random = torch.Generator("cuda").manual_seed(0)
     sizes = ((2, channels, 19, 22), (20, channels, kernel, kernel), (20,))
     x, weight, bias = (torch.randn(*size, generator=random, device="cuda") for size in sizes)
     options = {"stride": stride, "padding": kernel // 2}
     dy = torch.randn_like(F.conv2d(x, weight, bias, **options))
-    for t in (x, weight, dy):
+    of_a_gpu = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)  # the NaN of a GPU's arithmetic
+    infinities = {(1, 2, 1, 2): float("inf"), (0, 1, 2, 0): float("-inf")}
+    for t, special in itertools.product((x, weight, dy), (infinities, {(0, 2, 0, 1): of_a_gpu})):
         kept = t.clone()
-        t[1, 2, 1, 2], t[0, 1, 2, 0] = float("inf"), float("-inf")
-        t[0, 2, 0, 1] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)  # the NaN of a GPU's arithmetic
+        for place, value in special.items():
+            t[place] = value
         exact = convolved(F.conv2d, *(t.double().cpu() for t in (x, weight, bias, dy)), **options)
         given = (t.contiguous(memory_format=format) if t.dim() == 4 else t for t in (x, weight, bias, dy))
         results = list(zip(convolved(ours.conv2d, *given, **options), exact, strict=True))
