@@ -5,8 +5,8 @@
 // cores truncate what they add to: 8 products of larger parts are added to 0, and ordinary additions gather such sums.
 // The others are 2^-11 of these, and may be one long sum. It is left out where theirs is not finite: an infinity has no
 // smaller part, and the larger ones alone make of it what float32 does, and an infinity of numbers from 2^128 (1 -
-// 2^-12) on. Of a NaN at least one part is NaN; where it is the smaller one, as of 0x7fffffff, an infinity in the same sum
-// hides it.
+// 2^-12) on. Of a NaN at least one part is NaN; where it is the smaller one, as of 0x7fffffff, an infinity in the same
+// sum hides it.
 #pragma once
 #include <cutlass/conv/kernel/implicit_gemm_convolution.h>
 #include <cutlass/conv/kernel/implicit_gemm_convolution_strided_dgrad.h>
