@@ -320,16 +320,18 @@ Status norm_backward_rows(const char *op, const NormBackwardTensors<N> &a, const
   constexpr int kOneVectorWarps = kCrowded ? 2 : 8;
   const NormParameters<N> &p = a.parameters;
   constexpr int kBytes = BackwardPipeline<LongShape, N>::kBytesPerVector;
+  constexpr int kShortBytes = BackwardPipeline<RowShape<R, 32, 2, Span::block>, N>::kBytesPerVector;
   int64_t vectors = a.cols / kVectorSize<R>;
   RowPlan plan;
   if (a.cols % kVectorSize<R> == 0 && p.can_divide(a.rows, p.lines) &&
       aligned(a.dy, a.dh, a.x, static_cast<const char *>(p.weight), a.dx, a.dresidual, a.partials)) {
-    if constexpr (N::kRare) plan = first_that_holds(vectors, {{32, 2, 16}}, kBytes, device);
+    if constexpr (N::kRare) plan = first_that_holds(vectors, {{32, 2, 16}}, kShortBytes, device);
     else plan = plan_within_warp(vectors, 1);
     if (!N::kRare && plan.lanes == 0)
       plan = kCrowded && vectors > 64 && vectors <= 96
                  ? RowPlan{32, 3}  // no idle lanes
-                 : first_that_holds(vectors, {{32, 1, kOneVectorWarps}, {32, 2, 16}, {32, 4, 16}}, kBytes, device);
+                 : first_that_holds(vectors, {{32, 1, kOneVectorWarps}, {32, 2, 16}}, kShortBytes, device);
+    if (!N::kRare && plan.lanes == 0) plan = first_that_holds(vectors, {{32, 4, 16}}, kBytes, device);
     if (plan.lanes == 0 && sizeof(R) == 2)
       plan =
           first_that_holds(vectors, {{32, 4, 16, 2}, {32, 4, 16, 4}, {32, 4, 16, 8}, {32, 4, 16, 16}}, kBytes, device);

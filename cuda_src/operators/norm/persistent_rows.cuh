@@ -184,7 +184,7 @@ struct RowGrid {
 };
 
 // `warp_bytes`: of a warp's pipeline. `max_sums`: the most lines of partial sums. The grid has 0 blocks if the device
-// does not support clusters of this size, or if max_sums are too few.
+// does not support clusters of this size or has too little shared memory for a block, or if max_sums are too few.
 template <auto kernel, class Shape, class Threads>
 Status row_grid(const char *op, const RowPlan &plan, const DeviceLimits &device, int64_t rows, int64_t lines,
                 int64_t max_sums, int warp_bytes, RowGrid *grid) {
@@ -200,7 +200,7 @@ Status row_grid(const char *op, const RowPlan &plan, const DeviceLimits &device,
     AOT_TRY(clusters_at_once<kernel>(op, 32 * warps, plan.cluster, shared, &at_once));
   } else {
     int blocks = std::min(Threads::kResident / (32 * warps), device.shared_memory / (shared + kForExchange));
-    at_once = int64_t{std::max(1, blocks)} * device.multiprocessors;
+    at_once = int64_t{blocks} * device.multiprocessors;
   }
   int64_t rows_at_once = int64_t{teams} * Shape::kRowsPerWarp, block_lines = lines_of_block(rows_at_once, lines);
   int64_t groups = std::min({ceil_div(rows, rows_at_once), at_once, max_sums / block_lines});
