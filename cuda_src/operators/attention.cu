@@ -46,8 +46,8 @@ Status run_any(const char *op, const AttentionInputs<T> &x, T *to, Accumulate<T>
   return launch_kernel(op, attention_kernel<T, kResult>, {grid, kAttentionBlock}, stream, x, to, lse);
 }
 
-// The kernels of attention.cuh, attention_few.cuh, attention_mma.cuh (in float32 attention_float.cuh) and
-// attention_wgmma.cuh.
+// The kernels of attention.cuh, attention_few.cuh, attention_mma.cuh (in float32 attention_float.cuh, on Hopper with
+// attention_float_sm90.cu) and attention_wgmma.cuh.
 enum class AttentionKernels { any, few, mma, wgmma };
 
 // The values of $AOTOPS_ATTENTION (docs/building.md).

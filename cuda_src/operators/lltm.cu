@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(kCellWarps * 32)
   }
 }
 
-// What is left of few products: dold_h and dinput of joined = [dold_h, dinput], and dbias, the sums of partial sums.
+// What is left of one product: dold_h and dinput of joined = [dold_h, dinput], and dbias, the sums of partial sums.
 template <typename T, int kCount>
 __global__ void __launch_bounds__(256) lltm_part_kernel(const T *joined, Operands<T> x, Gradients<T> d,
                                                         const Accumulate<T> *sums, int parts, unsigned sum_blocks) {
@@ -488,8 +488,8 @@ Status lltm_backward(const LltmBackward &op, const Operands<T> &x, const T *bias
                                     few_gates, memory, stream)));
   if (few && width <= 256)
     return launch_few(op.name, x, ComputedGradients<T>{cell}, d, weights || cell.dold_cell, stream);
-  // Where a launch takes longer than a copy of few elements, [dold_h, dinput] is one product, and neither is joined
-  // written by a kernel of its own nor dbias.
+  // Where a launch takes longer than a copy of few elements, [dold_h, dinput] is one product, and joined and dbias have
+  // no kernels of their own.
   const bool packets = kCount == 1 || aligned(d.dold_h, d.dinput);
   const bool one_product = !few && d.dold_h && d.dinput && packets && x.rows * width <= kOneProduct;
   const bool joins = !few && d.dweights && (!recompute || few_gates), joins_here = joins && one_product;

@@ -16,7 +16,8 @@
 //
 // Others are longer rows, rows that are not aligned to 16 bytes, rows for whose pipelines the device has too little
 // shared memory, and rows that need clusters before compute capability 9.0. norm_rows() and norm_backward_rows()
-// choose. After each backward of more than one block, sum_partials_kernel adds up dweight and dbias.
+// choose. After each backward but those of a single block that has all rows, sum_partials_kernel adds up
+// dweight and dbias.
 #pragma once
 #include "norm.h"
 #include "persistent_rows.cuh"
