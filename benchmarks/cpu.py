@@ -57,8 +57,9 @@ class Job:
     threads: int
     ops: Sequence[str]
     file: Path
+    own_cores: int
+    """As many cores are its own; 0: it is alone and may use all."""
     cores: list[int] = field(default_factory=list)
-    """It may use these; [] for all."""
     process: subprocess.Popen[bytes] | None = None
     found: dict[str, Any] | None = None
     """The job has measured this so far."""
@@ -112,10 +113,11 @@ def jobs(threads: Sequence[int], folder: Path, at_once: bool) -> list[Job]:
     if at_once and (times := cores // sum(count * of_count for count, of_count in parts.items())) > 1:
         parts = {count: of_count * times for count, of_count in parts.items()}
     counts = sorted(parts, reverse=True) if at_once else [*parts]
-    todo = [Job(n, [*OPS][i :: parts[n]], folder / f"{n}.{i}.json") for n in counts for i in range(parts[n])]
-    for job in todo:
-        job.cores = [-1] * job.threads if at_once else []
-    return todo
+    return [
+        Job(n, [*OPS][i :: parts[n]], folder / f"{n}.{i}.json", n if at_once else 0)
+        for n in counts
+        for i in range(parts[n])
+    ]
 
 
 def measured(todo: Sequence[Job], seconds: float, failed: list[str]) -> Iterator[dict[str, Any]]:
@@ -125,9 +127,9 @@ def measured(todo: Sequence[Job], seconds: float, failed: list[str]) -> Iterator
     waiting, running, seen = [*todo], list[Job](), 0
     try:
         while waiting or running:
-            while waiting and len(waiting[0].cores or free) <= len(free) and (waiting[0].cores or not running):
+            while waiting and waiting[0].own_cores <= len(free) and (waiting[0].own_cores or not running):
                 job = waiting.pop(0)
-                job.cores, free = free[: len(job.cores)], free[len(job.cores) :]
+                job.cores, free = free[: job.own_cores], free[job.own_cores :]
                 job.start(seconds)
                 running.append(job)
             time.sleep(POLL_SECONDS)

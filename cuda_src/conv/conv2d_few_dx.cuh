@@ -31,6 +31,7 @@
 //   all             200, NCHW 260
 #pragma once
 #include "conv2d_few_channels.cuh"
+#include "cuda/two_tf32.cuh"
 
 namespace aot {
 inline namespace AOT_ISA {
@@ -250,11 +251,8 @@ __device__ inline uint4 load_positions(uint32_t at) {
           product_bits(__uint_as_float(a.w))};
 }
 
-// The two parts of numbers.
-__device__ inline void split(uint32_t x, uint32_t &big, uint32_t &small) {
-  big = (x + 0x1000) & 0xffffe000;
-  small = __float_as_uint(__uint_as_float(x) - __uint_as_float(big));
-}
+// The two parts of numbers, given by their bits.
+__device__ inline void split(uint32_t x, uint32_t &big, uint32_t &small) { split(__uint_as_float(x), big, small); }
 __device__ inline void split(const uint4 &x, uint4 &big, uint4 &small) {
   split(x.x, big.x, small.x), split(x.y, big.y, small.y), split(x.z, big.z, small.z), split(x.w, big.w, small.w);
 }

@@ -1,19 +1,17 @@
 // float32 by tensor cores, in CUTLASS's kernels: a product is three of TF32.
 //
-// A number is the sum of two of TF32, which has 11 bits: it rounded, and the rest, of which a tensor core drops at most
-// the last bit. A product is that of the larger parts, and of each with the smaller part of the other factor. Tensor
+// A product is that of the larger parts (two_tf32.cuh), and of each with the smaller part of the other factor. Tensor
 // cores truncate what they add to: 8 products of larger parts are added to 0, and ordinary additions gather such sums.
-// The others are 2^-11 of these, and may be one long sum. It is left out where theirs is not finite: an infinity has no
-// smaller part, and the larger ones alone make of it what float32 does, and an infinity of numbers from 2^128 (1 -
-// 2^-12) on. Of a NaN at least one part is NaN; where it is the smaller one, as of 0x7fffffff, an infinity in the same
-// sum hides it.
+// The others are 2^-11 of these, and may be one long sum. It is left out where theirs is not finite: the larger parts
+// alone make of an infinity what float32 does. It hides a NaN that only the smaller part of a number in the same sum
+// is.
 #pragma once
 #include <cutlass/conv/kernel/implicit_gemm_convolution.h>
 #include <cutlass/conv/kernel/implicit_gemm_convolution_strided_dgrad.h>
 #include <cutlass/conv/threadblock/implicit_gemm_multistage.h>
 #include <cutlass/gemm/warp/mma_tensor_op_fast_f32.h>
 
-#include "aot.h"
+#include "cuda/two_tf32.cuh"
 
 namespace aot {
 inline namespace AOT_ISA {
@@ -69,10 +67,9 @@ class ThreeTf32Mma : public FastF32 {
   CUTLASS_DEVICE static void split(const From &from, int index, Part &big, Part &small) {
 #pragma unroll
     for (int i = 0; i < Part::kElements; ++i) {
-      const float x = from[index * Part::kElements + i];
-      const uint32_t rounded = (__float_as_uint(x) + 0x1000) & 0xffffe000;
-      big[i] = cutlass::tfloat32_t::bitcast(rounded);
-      small[i] = cutlass::tfloat32_t::bitcast(__float_as_uint(x - __uint_as_float(rounded)));
+      uint32_t bits, rest;
+      aot::split(from[index * Part::kElements + i], bits, rest);
+      big[i] = cutlass::tfloat32_t::bitcast(bits), small[i] = cutlass::tfloat32_t::bitcast(rest);
     }
   }
 };

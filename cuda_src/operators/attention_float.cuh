@@ -1,9 +1,8 @@
 // attention in float32 on tensor cores, by mma.sync of TF32, from compute capability 8.0 on.
 //
-// A number is a sum of two of TF32, which has 11 bits: it rounded, and the rest, of which a tensor core drops at most
-// the last bit. A product is three: of the larger parts, and of each with the smaller one of the other factor, whose
-// sums are apart. The tensor cores truncate the sums that they add to: they add few terms to sums that begin at 0,
-// which ordinary additions gather.
+// A product is three: of the larger parts of numbers (two_tf32.cuh), and of each with the smaller one of the other
+// factor, whose sums are apart. The tensor cores truncate the sums that they add to: they add few terms to sums that
+// begin at 0, which ordinary additions gather.
 //
 // Rows of shared memory have pieces of four numbers. Lane l of a warp is g = l / 4 and t = l % 4 here. Of a product of
 // rows, lane (g, t) loads piece t of each four of row g, which are two terms of two steps of 8, in an order that both
@@ -11,6 +10,7 @@
 // are, which is a column of four products: a lane has four adjacent columns of the result.
 #pragma once
 #include "attention_mma.cuh"
+#include "cuda/two_tf32.cuh"
 
 namespace aot {
 inline namespace AOT_ISA {
@@ -65,12 +65,6 @@ __device__ inline void load_piece(float (&x)[4], uint32_t at) {
 }
 
 // ------------------------------------------------------------------------------------------------------- products
-
-// The two parts of a number. The lower 13 bits of the rest are ignored.
-__device__ inline void split(float x, uint32_t &big, uint32_t &small) {
-  big = (__float_as_uint(x) + 0x1000) & 0xffffe000;
-  small = __float_as_uint(x - __uint_as_float(big));
-}
 
 // sum (16, 8) += a (16, 8) b (8, 8)
 __device__ inline void multiply_add_tf32(float (&sum)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import inspect
+import re
 from collections.abc import Collection, Iterator, Mapping
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -56,34 +57,29 @@ def _same_arguments(function: Any, reference: Any) -> bool:
 
 
 def _steps(function: Any) -> Iterator[tuple[str, Any]]:
-    """The instructions: opcode, and its argument. A local variable is a number, in the order of their use."""
-    known: dict[str, int] = {}
-    steps, places = _called_alike(function)
-    for step in steps:
-        value = step.argval
-        if "FAST" in step.opname:  # two variables, in some instructions of Python 3.13
-            value = tuple(known.setdefault(n, len(known)) for n in (value if isinstance(value, tuple) else (value,)))
-        elif step.opcode in dis.hasconst:
-            value = repr(value)  # 1 is not 1.0, and code is no other code
-        elif step.opcode in dis.hasjrel or step.opcode in dis.hasjabs:
-            value = places[value]
-        yield step.opname.replace("LOAD_METHOD", "LOAD_ATTR"), value
+    """The instructions: opcode, and its argument. A local variable is a number: arguments in their order, others in
+    that of their use."""
+    code = function.__code__
+    arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    known = {name: i for i, name in enumerate(arguments)}
+    for opname, value in steps_of(function):
+        yield opname, known.setdefault(value, len(known)) if "FAST" in opname else value
 
 
 def steps_of(function: Any) -> Iterator[tuple[str, Any]]:
-    """The instructions, with names of local variables, which Python 3.13 takes two at a time. A jump is by how many."""
+    """The instructions, with names of local variables. A jump is by how many. Python from 3.13 on takes two variables
+    at a time, and from 3.14 on borrows some: here each has a step of its own, and is loaded."""
     steps, places = _called_alike(function)
     for i, step in enumerate(steps):
-        value = step.argval
-        if isinstance(value, tuple) and "FAST" in step.opname:
-            first, second = step.opname.replace("FAST_", "FAST ").split()
-            yield from ((first, value[0]), (second, value[1]))
+        value, opname = step.argval, step.opname.replace("LOAD_METHOD", "LOAD_ATTR").replace("_BORROW", "")
+        if isinstance(value, tuple) and "FAST" in opname:
+            yield from zip(re.findall("[A-Z]+_FAST", opname), value, strict=True)
             continue
         if step.opcode in dis.hasconst:
-            value = repr(value)
+            value = repr(value)  # 1 is not 1.0, and code is no other code
         elif step.opcode in dis.hasjrel or step.opcode in dis.hasjabs:
             value = places[value] - i
-        yield step.opname.replace("LOAD_METHOD", "LOAD_ATTR"), value
+        yield opname, value
 
 
 def places_of(reference: Any, steps: list[tuple[str, Any]]) -> set[int]:

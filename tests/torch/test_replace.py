@@ -19,6 +19,7 @@ from aotops.frontends import torch as ours  # noqa: E402
 from aotops.frontends.torch import known_heads as heads  # noqa: E402
 from aotops.frontends.torch import known_modules as known  # noqa: E402
 from aotops.frontends.torch import known_rotations as rotations  # noqa: E402
+from aotops.frontends.torch.bytecode import named  # noqa: E402
 from benchmarks import replaced  # noqa: E402
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 8e-3}
@@ -587,6 +588,19 @@ def test_a_name_makes_no_form():
         cls = type(module)
         assert ours.replace(module).rows == [("", "LlamaRMSNorm", None, "no operator has its forward")]
         assert type(module) is cls
+
+
+def difference(x, y):
+    return x - y
+
+
+def turned_difference(x, y):
+    return y - x
+
+
+def test_a_function_of_arguments_in_another_order_is_another():
+    assert named(difference, lambda a, b: a - b) == {}
+    assert named(turned_difference, difference) is None
 
 
 class Doubled(nn.LayerNorm):
