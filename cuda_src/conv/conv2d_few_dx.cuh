@@ -20,7 +20,7 @@
 // A zero of the weight times an infinity of dy would be NaN in a pixel that does not meet this element. If a tile's
 // results are not all finite, the block computes them again, a pixel of the columns at a time, without such products.
 //
-// A product of float32 is three of TF32 (conv2d_three_tf32.cuh): `kThree`.
+// With kThree a product of float32 is three of TF32 (two_tf32.cuh).
 //
 // Predicted for a stem, 3 channels of 224 x 224 to 64, 7 x 7, stride 2, bfloat16, batch 128, on an H200, in
 // microseconds (the machine's figures are those of conv2d_few_channels.cuh):

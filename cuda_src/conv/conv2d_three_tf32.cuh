@@ -3,8 +3,7 @@
 // A product is that of the larger parts (two_tf32.cuh), and of each with the smaller part of the other factor. Tensor
 // cores truncate what they add to: 8 products of larger parts are added to 0, and ordinary additions gather such sums.
 // The others are 2^-11 of these, and may be one long sum. It is left out where theirs is not finite: the larger parts
-// alone make of an infinity what float32 does. It hides a NaN that only the smaller part of a number in the same sum
-// is.
+// alone make of an infinity what float32 does. A NaN whose larger part is finite is lost in a sum with an infinity.
 #pragma once
 #include <cutlass/conv/kernel/implicit_gemm_convolution.h>
 #include <cutlass/conv/kernel/implicit_gemm_convolution_strided_dgrad.h>

@@ -199,7 +199,7 @@ def test_infinite_dy_stays_in_its_window(channels, stride, kernel, dtype, format
 @pytest.mark.parametrize(("channels", "kernel", "stride"), [(3, 7, 2), (4, 3, 1), (24, 3, 1), (24, 3, 2)])
 def test_infinities_in_float32(channels, kernel, stride, format):
     """An infinity has no second part of TF32, nor some NaN a first: what they meet is as in float32, and all else as
-    without them. An infinity hides such a NaN in a sum of both, so that each has calls of its own."""
+    without them. Such a NaN is lost in a sum with an infinity, so each has calls of its own."""
     random = torch.Generator("cuda").manual_seed(0)
     sizes = ((2, channels, 19, 22), (20, channels, kernel, kernel), (20,))
     x, weight, bias = (torch.randn(*size, generator=random, device="cuda") for size in sizes)
