@@ -73,16 +73,13 @@ class _Machine:
         """The number of sets of inputs that exceeds three times the cache, so that it serves none."""
         return min(MOST_SETS, math.ceil(3 * self.cache / nbytes) + 1)
 
-    def host_turn(self, call: Call, small: bool) -> Turn:
-        """The host's time: kernels are queued, and synchronized between turns only."""
-        calls, warm_up = (HOST_CALLS, WARM_UP) if small else (20, 2)
+    def host_turn(self, call: Call) -> Turn:
+        """The host's time of a small call: kernels are queued, and synchronized between turns only."""
 
         def turn() -> float:
-            for _ in range(warm_up):
+            for _ in range(WARM_UP):
                 call()
-            if not small:
-                self.synchronize()
-            seconds = _seconds(call, calls)
+            seconds = _seconds(call, HOST_CALLS)
             self.synchronize()
             return seconds
 
@@ -121,7 +118,7 @@ class Cuda(_Machine):
         # one stream for all, not the default one: a backward runs on the stream of its forward
         torch.cuda.set_stream(torch.cuda.Stream())
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        super().__init__(properties.name, properties.L2_cache_size, 5 if quick else 15, 5 if quick else 31, 10.0)
+        super().__init__(properties.name, properties.L2_cache_size, 5 if quick else 15, 5 if quick else 15, 4.0)
 
     def turn(self, calls: Sequence[Call], small: bool = False, records: bool = True) -> Turn:
         seconds = self._estimate(calls)
@@ -220,7 +217,7 @@ class Cpu(_Machine):
         for call in calls:
             call()
         if small:
-            return self.host_turn(calls[0], small)
+            return self.host_turn(calls[0])
         at = 0
 
         def turn() -> float:

@@ -158,10 +158,15 @@ class Bench:
                     turns = {name: turn for name, (_, turn) in contenders.items()}
                     taken = samples(turns, self.machine.repeats, self.machine.budget)
                     times = {name: self.machine.figure(seconds) for name, seconds in taken.items()}
-                    hosts = times if self.machine.HOST_IS_DEVICE else self._hosts(case, contenders, list(contenders))
+                    hosts = self._hosts(case, contenders, times)
                 with self._entered(lambda framework: framework.recording(True)):
-                    with_grad = self._hosts(case, contenders, self._recorders(case, contenders))
-                rows = [self._row(case, name, times[name], hosts[name], with_grad.get(name)) for name in contenders]
+                    with_grad = self._taken(contenders, self._recorders(case, contenders))
+                rows = [
+                    self._row(case, name, times[name])
+                    | _microseconds("host_us", hosts.get(name))
+                    | _microseconds("host_us_grad", with_grad.get(name))
+                    for name in contenders
+                ]
         if self.machine.HOST_IS_DEVICE:
             rows = [row | {"spread": round(spread(taken[row["impl"]]), 2)} for row in rows]
         if case.flops:
@@ -197,9 +202,17 @@ class Bench:
                 contenders[impl.name] = calls[0], self.machine.turn(calls, case.small, records)
         return contenders
 
-    def _hosts(self, case: Case, contenders: Mapping[str, tuple[Call, Turn]], names: Sequence[str]) -> dict[str, float]:
-        turns = {name: self.machine.host_turn(contenders[name][0], case.small) for name in names}
-        taken = samples(turns, self.machine.host_repeats if case.small else 5, self.machine.budget)
+    def _hosts(
+        self, case: Case, contenders: Mapping[str, tuple[Call, Turn]], times: dict[str, float]
+    ) -> dict[str, float]:
+        """The host's time of a small call: of others only the device's time counts."""
+        if not case.small:
+            return {}
+        return times if self.machine.HOST_IS_DEVICE else self._taken(contenders, [*contenders])
+
+    def _taken(self, contenders: Mapping[str, tuple[Call, Turn]], names: Sequence[str]) -> dict[str, float]:
+        turns = {name: self.machine.host_turn(contenders[name][0]) for name in names}
+        taken = samples(turns, self.machine.host_repeats, self.machine.budget)
         return {name: self.machine.figure(seconds) for name, seconds in taken.items()}
 
     def _recorders(self, case: Case, contenders: Mapping[str, tuple[Call, Turn]]) -> list[str]:
@@ -227,9 +240,9 @@ class Bench:
             lines = str(error).strip().splitlines() or [""]
             self.skipped[f"{impl.name}, {case}: {type(error).__name__}: {lines[0][:160]}"] = None
 
-    def _row(self, case: Case, name: str, seconds: float, host: float, with_grad: float | None) -> Row:
+    def _row(self, case: Case, name: str, seconds: float) -> Row:
         gbs = case.bytes / seconds / 1e9
-        row = {
+        return {
             "op": case.work.op,
             "variant": case.work.variant,
             "pass": case.pass_,
@@ -239,6 +252,9 @@ class Bench:
             "us": round(seconds * 1e6, 3),
             "gbs": round(gbs, 4),  # small for a small call on a busy machine
             "of_copy": round(gbs / self.machine.copy_gbs(case.bytes), 4),
-            "host_us": round(host * 1e6, 3),
         }
-        return row if with_grad is None else row | {"host_us_grad": round(with_grad * 1e6, 3)}
+
+
+def _microseconds(key: str, seconds: float | None) -> Row:
+    """Nothing where there are none."""
+    return {} if seconds is None else {key: round(seconds * 1e6, 3)}

@@ -49,7 +49,7 @@ TINY = {
     Attention: (2, 3, 2, 1, 4),
     Decoding: (2, 3, 2, 1, 4),
 }
-ROW = {"op", "variant", "pass", "shape", "dtype", "impl", "us", "gbs", "of_copy", "host_us", "date"}
+ROW = {"op", "variant", "pass", "shape", "dtype", "impl", "us", "gbs", "of_copy", "date"}
 X, N = 1024 * 4096, 4096
 WORKS = works()
 
@@ -199,11 +199,12 @@ def test_a_run_writes_what_it_says(tmp_path, capsys):
     assert shapes_and_impls == [(s, i) for s in ([8, 256], [64, 128]) for i in ("aotops", "numpy")]
     for row in result["rows"]:
         own = {"version", "kernel"} if row["impl"] == "aotops" else set()
-        assert row.keys() - {"host_us_grad", "spread"} == ROW | own
+        small = {"host_us"} if row["shape"] == [8, 256] else set()
+        assert row.keys() - {"host_us_grad", "spread"} == ROW | own | small
         assert row["spread"] >= 1
         assert row["us"] > 0
         assert row["gbs"] > 0
-        assert row["host_us"] > 0
+        assert row.get("host_us", 1) > 0
     assert "add" in capsys.readouterr().out
 
 
@@ -219,7 +220,7 @@ def test_a_run_of_products(tmp_path, capsys):
     assert len(rows) == 2 * 2 * (2 + 2 + 2)  # passes, implementations, and the dtypes of each operator
     for row in rows:
         own = {"version", "kernel"} if row["impl"] == "aotops" else set()
-        assert row.keys() - {"host_us_grad", "spread"} == ROW | own | {"tflops", "of_peer", "peer"}
+        assert row.keys() - {"host_us", "host_us_grad", "spread"} == ROW | own | {"tflops", "of_peer", "peer"}
         assert row["peer"] == "torch"
         assert row["of_peer"] == 1 if row["impl"] == "torch" else row["of_peer"] > 0
     told = capsys.readouterr().out
