@@ -1,9 +1,10 @@
 """Whole training steps: ms a step, tokens a second, memory, the first step, losses, and in torch the kernels.
 
 A step is forward, backward and AdamW on a batch of a synthetic text. Each row runs in a process of its own, the
-implementations of a model in turn, and as often as --rounds says; the last rounds use what the first compiled. The
-figures are the medians over rounds. In "bfloat16" the parameters are of this dtype, in "autocast" of float32. Tiny rows
-may be merged into the file of another device.
+implementations of a model in turn, and as often as --rounds says; the last rounds use what the first compiled. With
+--at-once several processes prepare at the same time, and one after another takes its timed steps, alone on the machine.
+The figures are the medians over rounds. In "bfloat16" the parameters are of this dtype, in "autocast" of float32. Tiny
+rows may be merged into the file of another device.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -108,6 +110,14 @@ def measure(specs: list[Spec], rounds: int, caches: Path) -> tuple[list[Row], di
     return [merged_rounds(spec, found[spec]) for spec in specs if found[spec]], last
 
 
+def groups(specs: Sequence[Spec], at_once: int) -> list[list[Spec]]:
+    """The rows of a model and precision, which take turns in one job; of several at once each row alone."""
+    if at_once > 1:
+        return [[spec] for spec in specs]
+    names = dict.fromkeys((spec.model, spec.precision) for spec in specs)
+    return [[spec for spec in specs if (spec.model, spec.precision) == name] for name in names]
+
+
 def _line(spec: Spec, row: Row) -> str:
     impl = spec.impl + (" determ." if spec.deterministic else "")
     name = f"{spec.framework:5} {spec.model:6} {spec.precision:9} {impl:23}"
@@ -167,6 +177,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--profile", action="store_true", help="also the kernels of a step (GPU)")
     parser.add_argument("--warm", type=int, default=0, metavar="JOBS", help="compile JOBS models at once, ahead")
     parser.add_argument(
+        "--at-once", type=int, default=1, metavar="ROWS", help="rows at the same time, but for timed steps (torch)"
+    )
+    parser.add_argument(
         "--turns", default="", metavar="FILE", help="others run beside it, but for timed steps, which lock FILE (torch)"
     )
     parser.add_argument("--caches", type=Path, metavar="FOLDER", help="of compiled code; default: a new one")
@@ -189,6 +202,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
+    if args.at_once > 1:
+        args.turns = args.turns or os.path.join(tempfile.mkdtemp(), "turns")
+        threads = max(1, len(os.sched_getaffinity(0)) // args.at_once)
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
     specs = [
         Spec(
             model,
@@ -213,15 +230,16 @@ def main(argv: list[str] | None = None) -> None:
         caches = args.caches or Path(temporary)
         if args.warm:
             warm(specs, caches, args.warm)
-        for group in dict.fromkeys((spec.model, spec.precision) for spec in specs):
-            of_group = [spec for spec in specs if (spec.model, spec.precision) == group]
-            rows, answer = measure(of_group, args.rounds, caches)
-            measured += len(rows)
-            if rows:
-                new = head(args.framework, answer, command) | {"rows": rows}
-                result = merge(result, new) if result else new
-            if result and args.json:  # after each model: what was measured stays if a later one fails
-                save(result, args.json)
+        with ThreadPoolExecutor(args.at_once) as pool:
+            jobs = [pool.submit(measure, group, args.rounds, caches) for group in groups(specs, args.at_once)]
+            for job in as_completed(jobs):
+                rows, answer = job.result()
+                measured += len(rows)
+                if rows:
+                    new = head(args.framework, answer, command) | {"rows": rows}
+                    result = merge(result, new) if result else new
+                if result and args.json:  # after each group: what was measured stays if a later one fails
+                    save(result, args.json)
     if measured < len(specs):
         sys.exit(f"models: {len(specs) - measured} of {len(specs)} rows failed")
 

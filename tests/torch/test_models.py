@@ -90,6 +90,16 @@ def test_command(tmp_path):
         command.merge(result, large)
 
 
+def test_rows_at_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # restored, whatever the command sets
+    file = tmp_path / "models.json"
+    command.main(["gpt2", "--tiny", "--steps", "4", "--impls", "torch,aotops", "--at-once", "2", "--json", str(file)])
+    result = json.loads(file.read_text())
+    assert {row["impl"] for row in result["rows"]} == {"torch", "aotops"}
+    assert result["command"].count("--at-once") == 1  # a run is one command, however many jobs it has
+    assert not any("first_step_s" in row for row in result["rows"])  # another process ran beside it
+
+
 def test_parameters_are_those_of_the_model():
     size = spec.SIZES["gpt2"][1]
     model = build("gpt2", FLAVOURS["torch"], size, torch.float32, "cpu")
