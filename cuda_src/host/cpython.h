@@ -40,6 +40,7 @@ WEAK int PyDict_Next(void *dict, intptr_t *position, void **key, void **value);
 WEAK void *PyCapsule_GetContext(void *capsule);
 WEAK void *PyLong_AsVoidPtr(void *object);
 WEAK long PyLong_AsLong(void *object);
+WEAK double PyFloat_AsDouble(void *object);
 
 namespace aot {
 

@@ -63,9 +63,23 @@ struct CallSlot {
   bool accepts_scalar;  // where all elements are one number in memory, the entry accepts it as a tensor without axes
 };
 
+constexpr int kMostMoved = 8;  // slots whose second axis is read as their last
+
+// Describes the tensor with its second axis as its last, in arrays of the caller's. False: it has none, or no strides.
+inline bool move_channels(DLTensor *t, int64_t *shape, int64_t *strides) {
+  if (t->ndim < 3 || t->ndim > kMaxNdim || !t->strides) return false;
+  for (int k = 0; k < t->ndim; ++k) {
+    const int from = k == 0 ? 0 : k + 1 < t->ndim ? k + 1 : 1;
+    shape[k] = t->shape[from], strides[k] = t->strides[from];
+  }
+  t->shape = shape, t->strides = strides;
+  return true;
+}
+
 // The arguments of an entry, as read from Python objects. The errors of its functions are those of aot::fail; where one
 // of Python's is set already, the status is kConventionMisused.
 struct Arguments : EntryArguments<kMaxSlots> {
+  uint64_t channels_last = 0;  // bit i: slot i, of a DLPack tensor, is read with its second axis as its last
   uint64_t given = 0;          // bit i: slot i
   int64_t elements = 0;        // of all tensors
   int64_t first_elements = 0;  // of the first
@@ -82,7 +96,7 @@ struct Arguments : EntryArguments<kMaxSlots> {
                       slots[i].name.c_str());
         continue;
       }
-      AOT_TRY(read(slots[i], slots[0], objects[i]));
+      AOT_TRY(read(slots[i], slots[0], objects[i], channels_last >> i & 1));
       given |= uint64_t{1} << i;
       ++n;
     }
@@ -107,20 +121,23 @@ struct Arguments : EntryArguments<kMaxSlots> {
   Status check_overlap(const CallSlot *slots, int n_slots) const;
 
  private:
-  Status read(const CallSlot &slot, const CallSlot &first, void *object) {
-    if (is_dlpack(object)) return read_dlpack(slot, first, object);
+  Status read(const CallSlot &slot, const CallSlot &first, void *object, bool moves) {
+    if (is_dlpack(object)) return read_dlpack(slot, first, object, moves);
     if (type_of(object) == numpy.type) return read_numpy(slot, first, object);
     return fail(kUnsupportedDtype, "%s: %s is a %s, expected a tensor", slot.op.c_str(), slot.name.c_str(),
                 type_name(object));
   }
 
-  Status read_dlpack(const CallSlot &slot, const CallSlot &first, void *object) {
+  Status read_dlpack(const CallSlot &slot, const CallSlot &first, void *object, bool moves) {
     DLTensor t;
     if (!dlpack.is_plain(object)) return refuse(slot, "is not a plain tensor");
     if (dlpack.exchange->read(object, &t)) return kConventionMisused;
     if (t.ndim > kMaxNdim)
       return fail(kInvalidArgument, "%s: %s has %d dimensions, expected at most %d", slot.op.c_str(), slot.name.c_str(),
                   t.ndim, kMaxNdim);
+    int64_t strides[kMaxNdim];
+    if (moves && (n_moved_ == kMostMoved || !move_channels(&t, moved_[n_moved_++], strides)))
+      return refuse(slot, "is not contiguous");
     set(static_cast<char *>(t.data) + t.byte_offset, t.ndim, t.shape, dlpack_dtype(t));
     const Layout layout(t);
     count(layout.size);
@@ -172,6 +189,9 @@ struct Arguments : EntryArguments<kMaxSlots> {
   Status wrong_device(const CallSlot &slot, const CallSlot &first, bool is_cpu, int id) const;
   int64_t bytes(int i) const;
   const char *slot_name(const CallSlot *slots, int i) const;
+
+  int64_t moved_[kMostMoved][kMaxNdim];  // the shapes of slots of channels_last
+  int n_moved_ = 0;
 };
 
 }  // namespace aot

@@ -41,6 +41,7 @@ struct Function {
   int saved[kMaxSlots];      // the slot of each,
   int instead[kMaxSlots];    // and the residual that is saved in its place if it is written; -1: none
   uint64_t saved_for[kMaxSlots];  // and, as bits, the inputs for whose gradients alone it is saved; 0: always
+  uint64_t channels_last;         // bit i: the entry reads or writes slot i with its second axis as its last
   bool none_for_unread;   // the gradient of an output that nobody has read is None, which autograd else makes zeros of
   void *hooks;            // takes False; returns None unless a hook packs what is saved: then nothing is replaced
   void *make_prototypes;  // takes the inputs; returns None for those that the operator refuses, whose error is then
@@ -86,12 +87,18 @@ struct Public {
   int transposes[kMaxSlots];      // and the attribute, a bool, that transposes it
   char kinds[2 * kMaxSlots];      // by attribute: the first letter of its type in Op.attrs; "l" for a list of integers;
                                   // "x" for one that Python binds
-  bool has_autocast;
-  uint64_t constants;       // bit i: the backward has no gradient for input i
-  int most_bound;           // limit of entries in `bound`
-  uint64_t clock;           // number of calls
-  void *bind;               // takes the attributes; returns a capsule of the Differentiable, or None: the fallback runs
-  void *bound;              // a dict of what it returned, by attributes
+  uint64_t images;  // bit i: input i has channels as its second axis where argument `layout` is `first_layout`,
+  int layout;       // as its last where it is `last_layout`
+  int most_axes;    // of an image; the least is 4
+  void *first_layout, *last_layout;
+  Public *channels_last;  // binds the operator for images in channels_last, seen with `last_layout`; null: none
+  void *cast;             // for an operator that autocast changes: takes the arguments; returns a tuple of those to run
+                          // with, or None: the fallback runs. null: autocast changes nothing
+  uint64_t constants;     // bit i: the backward has no gradient for input i
+  int most_bound;         // limit of entries in `bound`
+  uint64_t clock;         // number of calls
+  void *bind;             // takes the attributes; returns a capsule of the Differentiable, or None: the fallback runs
+  void *bound;            // a dict of what it returned, by attributes
   void *last_attrs, *last;  // of the last call: a tuple of the attributes, which are immutable, and the capsule; owned
   void *fallback;           // takes the arguments of a call that is not plain, or that is refused
 };
@@ -133,11 +140,12 @@ Ref prototypes(const Function &f, const Arguments &a, void *const *inputs) {
   return made;
 }
 
-// An uninitialized, contiguous tensor like this one. Null: Python's error is set.
-Ref empty_like(void *prototype) {
+// An uninitialized tensor like this one, contiguous or in channels_last; where `torch.empty_like` makes a contiguous
+// one instead, the call is refused. Null: Python's error is set.
+Ref empty_like(void *prototype, bool channels_last) {
   DLTensor t;
   if (torch.exchange->read(prototype, &t)) return nullptr;
-  if (Ref made = tensors.empty(t)) return made;
+  if (Ref made = tensors.empty(t, channels_last)) return made;
   return PyObject_VectorcallDict(torch.empty_like, &prototype, 1, nullptr);
 }
 
@@ -153,6 +161,7 @@ struct Slots {
   int run(const Function &f, uint64_t wanted, uint64_t residuals) {
     Call &call = *f.call;
     Arguments a;
+    a.channels_last = f.channels_last;
     AOT_TRY(a.read(call.slots, objects, 0, call.n_in));
     const bool may_keep = a.device == kCuda || f.keep_from < 0;
     if (may_keep && a.first_elements > f.keep_from) wanted |= residuals;
@@ -172,7 +181,7 @@ struct Slots {
       }
       void *prototype = f.prototype[i] >= 0 ? objects[f.prototype[i]] : PyTuple_GetItem(made, i - call.n_in);
       if (f.scratch >> i & 1 && a.device == kCpu && a.use(scratch, sizeof scratch, i, prototype)) continue;
-      if (!(objects[i] = outputs.keep(empty_like(prototype)))) return kConventionMisused;
+      if (!(objects[i] = outputs.keep(empty_like(prototype, f.channels_last >> i & 1)))) return kConventionMisused;
       AOT_TRY(a.read(call.slots, objects, i, i + 1));
     }
     return run_entry(call, a);
@@ -289,10 +298,12 @@ void *run_function(const Function &f, void *context, void *const *inputs, intptr
 
 bool is_plain(void *object) { return is_dlpack(object) && gate.plain_tensor(object); }
 
-// Whether the slot accepts a plain tensor without a copy.
-bool is_accepted(const CallSlot &slot, void *object) {
+// Whether the slot accepts a plain tensor without a copy. `moves`: with the second axis as the last.
+bool is_accepted(const CallSlot &slot, void *object, bool moves) {
   DLTensor t;
+  int64_t shape[kMaxNdim], strides[kMaxNdim];
   if (torch.exchange->read(object, &t)) return PyErr_Clear(), false;
+  if (moves && !move_channels(&t, shape, strides)) return false;
   const Layout layout(t);
   return layout.contiguous || layout.as_scalar(slot.accepts_scalar);
 }
@@ -331,8 +342,11 @@ Ref run_plain_backward(const Backward &b, void *needed, void *saved, void *const
     tensor = source < b.n_grads ? grads[source] : PyTuple_GetItem(saved, source - b.n_grads);
     const bool given = tensor != python.none;
     if (given ? !is_plain(tensor) : source < b.n_grads && f.call->slots[i].optional_bit < 0) return nullptr;
-    if (given && has_kernel && source < b.n_grads && !is_accepted(f.call->slots[i], tensor))
+    const bool moves = f.channels_last >> i & 1;
+    if (given && has_kernel && source < b.n_grads && !is_accepted(f.call->slots[i], tensor, moves)) {
+      if (moves) return nullptr;
       tensor = copies.keep(PyObject_VectorcallMethod(contiguous, &tensor, 1, nullptr));
+    }
     if (!tensor) return nullptr;
   }
   int gradient[kMaxSlots];
@@ -426,6 +440,22 @@ bool absorb_transposed_views(const Public &p, void **arguments, Refs &matrices) 
     transposed = transposed == no ? yes : no;
   }
   return true;
+}
+
+// Whether images have their channels as the second axis, and in memory as the last: one at least as that axis alone.
+bool has_channels_last(const Public &p, void *const *arguments) {
+  if (!p.channels_last || arguments[p.layout] != p.first_layout) return false;
+  bool alone = false;
+  for (int i = 0; i < p.n_inputs; ++i) {
+    DLTensor t;
+    int64_t shape[kMaxNdim], strides[kMaxNdim];
+    if (!(p.images >> i & 1) || arguments[i] == python.none) continue;
+    if (torch.exchange->read(arguments[i], &t)) return PyErr_Clear(), false;
+    if (t.ndim < 4 || t.ndim > p.most_axes) return false;
+    alone = alone || !Layout(t).contiguous;
+    if (!move_channels(&t, shape, strides) || !Layout(t).contiguous) return false;
+  }
+  return alone;
 }
 
 bool is_int(void *value) { return type_of(value) == python.int_type; }
@@ -528,10 +558,20 @@ bool is_plain_call(bool autocast, void *const *inputs, int n) {
 void *run_plain(Public &p, void *const *given, intptr_t count, void *names) {
   void *arguments[2 * kMaxSlots];
   if (!sort_arguments(p, given, count, names, arguments)) return nullptr;
-  if (!is_plain_call(!p.has_autocast, arguments, p.n_inputs) || gate.records_calls()) return nullptr;
+  if (gate.records_calls()) return nullptr;
+  Ref cast;
+  if (!is_plain_call(!p.cast, arguments, p.n_inputs)) {
+    if (!p.cast || !is_plain_call(true, arguments, p.n_inputs)) return nullptr;
+    cast = PyObject_VectorcallDict(p.cast, arguments, p.n_inputs + p.n_attrs, nullptr);
+    if (!cast || cast == python.none) return nullptr;
+    for (int i = 0; i < p.n_inputs + p.n_attrs; ++i) arguments[i] = PyTuple_GetItem(cast, i);
+    if (!is_plain_call(true, arguments, p.n_inputs)) return nullptr;
+  }
   Refs matrices;
   if (!absorb_transposed_views(p, arguments, matrices)) return nullptr;
-  Ref bound = bind_attributes(p, arguments + p.n_inputs);
+  const bool channels_last = has_channels_last(p, arguments);
+  if (channels_last) arguments[p.layout] = p.last_layout;
+  Ref bound = bind_attributes(channels_last ? *p.channels_last : p, arguments + p.n_inputs);
   if (!bound) return nullptr;
   auto *d = capsule_pointer<Differentiable>(bound);
   int gradient = wants_gradient(p, arguments);
@@ -600,18 +640,19 @@ AOT_API void aot_torch_install_vectorcall(void *function, void *capsule) {
 // The structs that frontends/torch/call.py mirrors. A change of one of them raises the version here and there.
 AOT_API const char *aot_torch_structs() {
   static const std::string text =
-      "version 9" +
+      "version 10" +
       AOT_DESCRIBE(GateFacts, tensor_keys, autocast_keys, inference, impl_offset, key_offset, forward_ad, level,
                    no_level) +
       AOT_DESCRIBE(Torch, exchange, types, size_type, empty_like, gate) +
       AOT_DESCRIBE(Function, call, prototype, has_prototypes, equal, always, residuals, scratch, keep_from, n_returned,
-                   n_saved, saved, instead, saved_for, none_for_unread, hooks, make_prototypes, prototypes) +
+                   n_saved, saved, instead, saved_for, channels_last, none_for_unread, hooks, make_prototypes,
+                   prototypes) +
       AOT_DESCRIBE(Backward, function, n_grads, n_inputs, source, gradient, fallback, over_output, over_input,
                    over_from, may_overwrite, drop_inputs) +
       AOT_DESCRIBE(Differentiable, function, apply, last_use) + AOT_DESCRIBE(Compiled, function, fallback) +
       AOT_DESCRIBE(Public, n_inputs, n_attrs, n_parameters, position, names, defaults, n_transposable, transposable,
-                   transposes, kinds, has_autocast, constants, most_bound, clock, bind, bound, last_attrs, last,
-                   fallback);
+                   transposes, kinds, images, layout, most_axes, first_layout, last_layout, channels_last, cast,
+                   constants, most_bound, clock, bind, bound, last_attrs, last, fallback);
   return text.c_str();
 }
 

@@ -21,14 +21,17 @@ class TorchTensors {
     return empty_strided_;
   }
 
-  // A contiguous tensor of the shape, dtype and device of `t`; null, without an error of Python's, where empty_like
-  // must be called.
-  Ref empty(const DLTensor &t) const {
+  // A contiguous tensor of the shape, dtype and device of `t`, or one in channels_last; null, without an error of
+  // Python's, where empty_like must be called.
+  Ref empty(const DLTensor &t, bool channels_last = false) const {
     const int dtype = scalar_type(t);
     if (!empty_strided_ || dtype < 0 || t.ndim > kMaxNdim || (t.device_type != kCpuType && t.device_type != kCudaType))
       return nullptr;
     int64_t strides[kMaxNdim], size = 1;
-    for (int k = t.ndim - 1; k >= 0; --k) strides[k] = size, size *= std::max<int64_t>(t.shape[k], 1);
+    const auto add = [&](int axis) { strides[axis] = size, size *= std::max<int64_t>(t.shape[axis], 1); };
+    if (channels_last) add(1);
+    for (int k = t.ndim - 1; k >= 0; --k)
+      if (k != 1 || !channels_last) add(k);
     const bool cuda = t.device_type == kCudaType;
     void *handle = nullptr;
     void *thread = cuda ? PyEval_SaveThread() : nullptr;  // torch's CUDA allocator may wait for another thread

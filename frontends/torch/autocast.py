@@ -41,8 +41,30 @@ def autocast_kernel(op: Op, dispatched: Callable[..., Any], device: str) -> Call
     return kernel
 
 
+def caster(op: Op) -> Callable[..., tuple[Any, ...] | None] | None:
+    """For plain calls of an operator that autocast changes, a function of its inputs and public attributes: it returns
+    those that it then runs with, or None where ``run_eager`` must make the call."""
+    if op.autocast in (None, Autocast.IF_REFUSED):
+        return None
+    n, are_public = len(op.inputs), op.public_attrs == tuple(op.attrs)
+
+    def cast_arguments(*arguments: Any) -> tuple[Any, ...] | None:
+        if arguments[0] is None or not are_public:
+            return None
+        device = arguments[0].device.type
+        if not torch.is_autocast_enabled(device):
+            return arguments
+        inputs, attrs, back = cast_inputs(op, arguments[n:], device, arguments[:n])
+        return (*inputs, *attrs) if back is None else None
+
+    return cast_arguments
+
+
 def cast_inputs(op: Op, attrs: tuple[Any, ...], device: str, inputs: Tensors):
     """The inputs as autocast casts them, the attributes, and the dtype to cast the results to, or None."""
+    if op.autocast is Autocast.LOWER:
+        lower = torch.get_autocast_dtype(device)
+        return [cast(t, lower) if t is not None and _is_cast(t, lower) else t for t in inputs], attrs, None
     if op.autocast is Autocast.WIDE_LOSS:
         return inputs, _with_wide_loss(op, attrs, inputs[0].dtype), None
     if op.autocast is Autocast.IF_REFUSED:
@@ -50,16 +72,18 @@ def cast_inputs(op: Op, attrs: tuple[Any, ...], device: str, inputs: Tensors):
             specs_of(op, attrs, inputs)
             return inputs, attrs, None
     floating = [t for t in inputs if t is not None and t.is_floating_point()]
-    lowers = op.autocast in (Autocast.LOWER, Autocast.LOWER_WIDE_LOSS)
+    lowers = op.autocast is Autocast.LOWER_WIDE_LOSS
     dtype, back = torch.get_autocast_dtype(device) if lowers else None, None
     if op.autocast is Autocast.FLOAT32_ON_CUDA and device == "cuda":
         dtype = torch.float32
     if dtype is None:
+        if len({t.dtype for t in floating}) == 1:
+            return inputs, attrs, None
         dtype = _widest(floating)
         rows = [t for slot, t in zip(op.inputs, inputs, strict=True) if slot in op.vmappable]
         back = _widest(rows) if rows else dtype
         back = None if back == dtype else back
-    casts = {id(t) for t in floating if t.dtype not in (dtype, torch.float64)}
+    casts = {id(t) for t in floating if _is_cast(t, dtype)}
     kept = op.constants if op.autocast is Autocast.LOWER_WIDE_LOSS else ()
     inputs = [
         cast(t, dtype) if id(t) in casts and slot not in kept else t for slot, t in zip(op.inputs, inputs, strict=True)
@@ -69,10 +93,16 @@ def cast_inputs(op: Op, attrs: tuple[Any, ...], device: str, inputs: Tensors):
     return inputs, attrs, back
 
 
+def _is_cast(t: Tensor, dtype: torch.dtype) -> bool:
+    return t.dtype not in (dtype, torch.float64) and t.is_floating_point()
+
+
 def _with_wide_loss(op: Op, attrs: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
     """The attributes for an x of this dtype."""
+    if not dtype.is_floating_point or dtype.itemsize != 2:
+        return attrs
     given = dict(zip(op.attrs, attrs, strict=True))
-    if given["dtype"] is None and dtype.is_floating_point and dtype.itemsize == 2:
+    if given["dtype"] is None:
         given["dtype"] = "float32"
     return tuple(given.values())
 
@@ -97,7 +127,7 @@ def _caster() -> Callable[[Tensor, torch.dtype], Tensor]:
 
 
 def _from_cache(cached: Callable[..., Tensor | None], t: Tensor, dtype: torch.dtype) -> Tensor | None:
-    return cached(t._cdata, _number(f"dtype_{dtype}"), _number(f"device_type_{t.device.type}"))
+    return cached(t._cdata, *_numbers(dtype, t.device.type))
 
 
 def _works(cached: Callable[..., Tensor | None]) -> bool:
@@ -125,10 +155,10 @@ def _is_current(cast: Tensor, source: Tensor) -> bool:
 
 
 @functools.cache
-def _number(name: str) -> int:
-    """LibTorch's number of a dtype, or of a type of device."""
-    library = ctypes.CDLL("libtorch_cpu.so", os.RTLD_NOW | os.RTLD_NOLOAD)
-    return getattr(library, f"aoti_torch_{name.replace('torch.', '')}")()
+def _numbers(dtype: torch.dtype, device: str) -> tuple[int, int]:
+    """LibTorch's numbers of a dtype and a type of device."""
+    library, name = ctypes.CDLL("libtorch_cpu.so", os.RTLD_NOW | os.RTLD_NOLOAD), str(dtype).removeprefix("torch.")
+    return getattr(library, f"aoti_torch_dtype_{name}")(), getattr(library, f"aoti_torch_device_type_{device}")()
 
 
 cast = _caster() if READS_TENSORS else Tensor.to

@@ -10,12 +10,8 @@ import ctypes
 import sys
 from collections.abc import Callable, Iterable
 from ctypes import (
-    Structure,
-    c_bool,
-    c_char,
     c_char_p,
     c_int,
-    c_int64,
     c_uint64,
     c_void_p,
     py_object,
@@ -29,76 +25,23 @@ import torch
 
 from aotops import call, library
 from aotops.call import builtin, handle_of, keep, pointer_of, struct_capsule
-from aotops.op import ATTRIBUTE_TYPES, Attr, Autocast, Op
+from aotops.op import ATTRIBUTE_TYPES, Attr, Op
 
-from . import overwrite, private
+from . import overwrite, private, structs
+from .images import Images
+from .structs import Slots
 
 _METH_KEYWORDS = 0x02
-_Slots = c_int * call.MOST_SLOTS
-_Parameters = call.MOST_SLOTS * 2
-
-
-class GateFacts(Structure):
-    """Facts of this torch for cuda_src/host/gate.h; gate.py fills it."""
-
-    _fields_ = [
-        ("tensor_keys", c_uint64 * 4), ("autocast_keys", c_uint64), ("inference", c_uint64 * 2),
-        ("impl_offset", c_int64), ("key_offset", c_int64), ("forward_ad", c_void_p), ("level", c_void_p),
-        ("no_level", c_void_p),
-    ]  # fmt: skip
-
-
-class _Torch(Structure):
-    _fields_ = [
-        ("exchange", c_void_p), ("types", c_void_p * 2), ("size_type", c_void_p), ("empty_like", c_void_p),
-        ("gate", GateFacts),
-    ]  # fmt: skip
-
-
-class _Function(Structure):
-    _fields_ = [
-        ("call", c_void_p), ("prototype", _Slots), ("has_prototypes", c_bool), ("equal", _Slots), ("always", c_uint64),
-        ("residuals", c_uint64), ("scratch", c_uint64), ("keep_from", c_int64), ("n_returned", c_int),
-        ("n_saved", c_int), ("saved", _Slots), ("instead", _Slots), ("saved_for", c_uint64 * call.MOST_SLOTS),
-        ("none_for_unread", c_bool), ("hooks", c_void_p), ("make_prototypes", c_void_p), ("prototypes", c_void_p),
-    ]  # fmt: skip
-
-
-class _Backward(Structure):
-    _fields_ = [
-        ("function", c_void_p), ("n_grads", c_int), ("n_inputs", c_int), ("source", _Slots), ("gradient", _Slots),
-        ("fallback", c_void_p), ("over_output", c_int), ("over_input", c_int), ("over_from", c_int64),
-        ("may_overwrite", c_void_p), ("drop_inputs", c_void_p),
-    ]  # fmt: skip
-
-
-class _Differentiable(Structure):
-    _fields_ = [("function", c_void_p), ("apply", c_void_p), ("last_use", c_uint64)]
-
-
-class _Compiled(Structure):
-    _fields_ = [("function", c_void_p), ("fallback", c_void_p)]
-
-
-class _Public(Structure):
-    _fields_ = [
-        ("n_inputs", c_int), ("n_attrs", c_int), ("n_parameters", c_int), ("position", c_int * _Parameters),
-        ("names", c_void_p * _Parameters), ("defaults", c_void_p * _Parameters), ("n_transposable", c_int),
-        ("transposable", _Slots), ("transposes", _Slots), ("kinds", c_char * _Parameters), ("has_autocast", c_bool),
-        ("constants", c_uint64), ("most_bound", c_int), ("clock", c_uint64), ("bind", c_void_p), ("bound", c_void_p),
-        ("last_attrs", c_void_p), ("last", c_void_p), ("fallback", c_void_p),
-    ]  # fmt: skip
 
 
 @cache
 def lib() -> ctypes.CDLL:
-    """The library, with its structs compared with those above. Raises LibraryError if they differ."""
-    structs = GateFacts, _Torch, _Function, _Backward, _Differentiable, _Compiled, _Public
-    call.check_structs("aot_torch_structs", 9, structs)
+    """The library, with its structs compared with those of structs.py. Raises LibraryError if they differ."""
+    call.check_structs("aot_torch_structs", 10, structs.ALL)
     return call.lib()
 
 
-def set_up(gate: GateFacts | None) -> bool:
+def set_up(gate: structs.GateFacts | None) -> bool:
     """Lets builtins take torch tensors. False if this torch has no exchange table (before 2.10) or no gate."""
     capsule = private.exchange_table
     if call.call_path() != "tensors" or capsule is None or gate is None:
@@ -107,7 +50,9 @@ def set_up(gate: GateFacts | None) -> bool:
     get.restype, get.argtypes = c_void_p, [py_object, c_char_p]
     types = (c_void_p * 2)(id(torch.Tensor), id(torch.nn.Parameter))
     exchange = get(capsule, b"dlpack_exchange_api")
-    facts = _Torch(exchange=exchange, types=types, size_type=id(torch.Size), empty_like=id(torch.empty_like), gate=gate)
+    facts = structs.Torch(
+        exchange=exchange, types=types, size_type=id(torch.Size), empty_like=id(torch.empty_like), gate=gate
+    )
     lib()
     assigns_only = torch.autograd.function.FunctionCtx.save_for_backward.__code__.co_names == ("to_save",)
     if not assigns_only:  # torch.cpp assigns too
@@ -139,23 +84,28 @@ def function(
     prototypes: Callable[..., tuple[Any, ...] | None],
     keep_residuals_from: int,
     fallback: Callable[..., Any],
+    channels_last: Images | None = None,
 ) -> Function:
     """An operator with its attributes as builtins.
 
     Args:
-        prototypes: takes an operator, its attributes and one tensor, or None, for each input; returns, for each of
-            ``op.entry_outputs`` that is not like an input, a tensor of its shape, dtype and device, else None.
+        prototypes: takes an operator, its attributes, one tensor, or None, for each input, and the slots whose second
+            axis the operator has as its last; returns, for each of ``op.entry_outputs`` that is not like an input, a
+            tensor of its shape, dtype and device, else None.
         keep_residuals_from: for a first input on a GPU with fewer elements no residuals are kept.
         fallback: the backward in Python, for a call that is not plain, and for an operator without a backward: a
             function of the saved tensors, the gradients of the outputs, for each input whether its gradient is needed,
             and the context, which has as ``inputs`` those that were replaced by a residual (Op.replaced).
+        channels_last: the images that the entry reads and writes with their second axis as their last.
     """
     hooks = private.saved_tensor_hooks if op.replaced(attrs) else None
-    handle = _function_handle(op, attrs, prototypes, keep_residuals_from, hooks)
+    last = channels_last.among if channels_last else lambda _: ()
+    handle = _function_handle(op, attrs, prototypes, keep_residuals_from, hooks, channels_last=last(op.slots))
     run, forward = (builtin(op.name, f"aot_torch_{kind}", handle) for kind in ("run", "forward"))
     if op.backward is None or op.backward.factors(attrs):
         return Function(run, forward, lambda ctx, *dys: fallback(ctx.saved_tensors, dys, ctx.needs_input_grad, ctx))
-    backward_handle = _function_handle(op.backward, attrs, prototypes, keep_residuals_from)
+    of_backward = last(op.backward.slots)
+    backward_handle = _function_handle(op.backward, attrs, prototypes, keep_residuals_from, channels_last=of_backward)
     drop = overwrite.drop_inputs if hooks else None
     return Function(run, forward, _backward(op, op.backward, backward_handle, fallback, drop))
 
@@ -172,12 +122,12 @@ def _backward(
         for y, x in backward.overwrites.items():
             over_output, over_input = slots[y], slots[x]
             asked = partial(overwrite.may_overwrite, op.saved.index(x))
-    made = _Backward(
+    made = structs.Backward(
         function=pointer_of(handle),
         n_grads=len(op.outputs),
         n_inputs=len(op.inputs),
-        source=_Slots(*(sources.index(slot) for slot in backward.inputs)),
-        gradient=_Slots(*(slots.get(gradient, -1) for gradient in gradients)),
+        source=Slots(*(sources.index(slot) for slot in backward.inputs)),
+        gradient=Slots(*(slots.get(gradient, -1) for gradient in gradients)),
         fallback=id(fallback),
         over_output=over_output,
         over_input=over_input,
@@ -195,6 +145,7 @@ def _function_handle(
     keep_residuals_from: int,
     hooks: Callable[..., Any] | None = None,
     wanted: Iterable[str] | None = None,
+    channels_last: Iterable[str] = (),
 ) -> Any:
     """``wanted``: the results to write. By default these are the outputs, some as a call asks for them, and are what is
     returned; else all results are."""
@@ -205,24 +156,25 @@ def _function_handle(
     def bits(names: Iterable[str]) -> int:
         return sum(1 << slots[name] for name in names)
 
-    handle, make_prototypes = handle_of(op, attrs), partial(prototypes, op, attrs)
+    handle, make_prototypes = handle_of(op, attrs), partial(prototypes, op, attrs, channels_last=channels_last)
     made_prototypes: dict[Any, Any] = {}
     replaced = op.replaced(attrs) if hooks else {}
     always = (y for y in op.outputs if y in slots and y not in op.optional) if wanted is None else wanted
-    made = _Function(
+    made = structs.Function(
         call=pointer_of(handle),
-        prototype=_Slots(*prototype),
+        prototype=Slots(*prototype),
         has_prototypes=any(prototype[i] < 0 for i in written),
-        equal=_Slots(*(slots.get(op.duplicates.get(slot, "") if wanted is None else "", -1) for slot in op.slots)),
+        equal=Slots(*(slots.get(op.duplicates.get(slot, "") if wanted is None else "", -1) for slot in op.slots)),
         always=bits([*always, *op.workspace]),
         residuals=bits(op.kept_residuals(attrs)),
         scratch=bits(op.workspace),
         keep_from=-1 if op.always_save_residuals else keep_residuals_from,
         n_returned=len(op.outputs if wanted is None else op.results),
         n_saved=len(op.saved),
-        saved=_Slots(*(slots[slot] for slot in op.saved)),
-        instead=_Slots(*(slots.get(replaced.get(slot, ""), -1) for slot in op.saved)),
+        saved=Slots(*(slots[slot] for slot in op.saved)),
+        instead=Slots(*(slots.get(replaced.get(slot, ""), -1) for slot in op.saved)),
         saved_for=(c_uint64 * call.MOST_SLOTS)(*(bits(op.saved_for.get(slot, ())) for slot in op.saved)),
+        channels_last=bits(channels_last),
         none_for_unread=none_for_unread(op),
         hooks=None if hooks is None else id(hooks),
         make_prototypes=id(make_prototypes),
@@ -241,41 +193,63 @@ def compiled(
     """A builtin of one tensor, or None, for each input, which returns what the dispatcher's operator does: every result
     of its own memory, None for those that are not ``wanted``. ``fallback``: it, for a call that is not plain."""
     handle = _function_handle(op, attrs, prototypes, -1, wanted=wanted)
-    made = _Compiled(function=pointer_of(handle), fallback=id(fallback))
+    made = structs.Compiled(function=pointer_of(handle), fallback=id(fallback))
     return builtin(op.name, "aot_torch_compiled", struct_capsule(made, handle, fallback))
 
 
 def none_for_unread(op: Op) -> bool:
     """Whether the backward is given None for the gradients of outputs that nobody has read. Where it needs zeros in the
-    place of one of them, their specs are inferred from the inputs, which must be saved."""
-    return bool(op.unread) and set(op.inputs) <= set(op.saved)
+    place of one of them, what is saved must tell their spec: an input like it, or all inputs."""
+    always = set(op.saved) - set(op.saved_for) - set(op.optional)
+    like = {op.same_spec_as.get(y) for y in op.outputs if y not in op.unread}
+    return bool(op.unread) and (set(op.inputs) <= set(op.saved) or like <= always)
 
 
 def differentiable(function: Function, apply: Callable[..., Any]) -> Any:
     """For ``bind`` of ``public``: an operator bound to attributes, and the ``apply`` of its autograd
     function."""
     handle = function.run.__self__  # type: ignore[attr-defined]
-    return struct_capsule(_Differentiable(function=pointer_of(handle), apply=id(apply)), handle, apply)
+    return struct_capsule(structs.Differentiable(function=pointer_of(handle), apply=id(apply)), handle, apply)
 
 
-def public(op: Op, bind: Callable[..., Any], fallback: Callable[..., Any]) -> Callable[..., Any]:
+def public(
+    op: Op,
+    bind: Callable[..., Any],
+    fallback: Callable[..., Any],
+    cast: Callable[..., Any] | None = None,
+    images: Images | None = None,
+    bind_last: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:
     """A builtin with the signature of ``op.bind`` that executes plain calls.
 
     Args:
         bind: takes the public attributes as they are given; returns what ``differentiable`` makes of them, or None for
             the fallback to run the call.
         fallback: the function in Python, for a call that is not plain, or that the entry refuses.
+        cast: takes inputs and public attributes; returns those that autocast makes of them, or None for the fallback to
+            run the call.
+        images, bind_last: as ``bind``, for images in channels_last, with the attribute for channels that are last.
     """
+    handle = _public_handle(op, bind, fallback, cast, images, bind_last)
+    return builtin(op.name, "aot_torch_public", handle, call.METH_FASTCALL | _METH_KEYWORDS)
+
+
+def _public_handle(
+    op: Op,
+    bind: Callable[..., Any],
+    fallback: Callable[..., Any],
+    cast: Callable[..., Any] | None,
+    images: Images | None,
+    bind_last: Callable[..., Any] | None,
+) -> Any:
     parameters = signature(op.bind).parameters.values()
     positions = {name: i for i, name in enumerate((*op.inputs, *op.public_attrs))}
     names, defaults = [sys.intern(p.name) for p in parameters], [p.default for p in parameters]
     bound: dict[Any, Any] = {}
-    casts = op.autocast not in (None, Autocast.IF_REFUSED)
-    made = _Public(
+    made = structs.Public(
         n_inputs=len(op.inputs),
         n_attrs=len(op.public_attrs),
         n_parameters=len(names),
-        has_autocast=casts,
         constants=sum(1 << i for i, slot in enumerate(op.inputs) if slot in op.constants),
         most_bound=call.MOST_BOUND,
     )
@@ -288,8 +262,16 @@ def public(op: Op, bind: Callable[..., Any], fallback: Callable[..., Any]) -> Ca
     kinds = (ATTRIBUTE_TYPES[op.attrs[name].removesuffix("?")] for name in op.public_attrs)
     made.kinds = "".join(kind.key for kind in kinds).encode()
     made.bind, made.bound, made.fallback = id(bind), id(bound), id(fallback)
-    handle = struct_capsule(made, names, defaults, bound, bind, fallback)
-    return builtin(op.name, "aot_torch_public", handle, call.METH_FASTCALL | _METH_KEYWORDS)
+    made.cast = None if cast is None else id(cast)
+    last = None
+    if images and bind_last:
+        last = _public_handle(op, bind_last, fallback, None, None, None)
+        slots = images.among(op.inputs)
+        made.images = sum(1 << i for i, slot in enumerate(op.inputs) if slot in slots)
+        made.layout, made.most_axes = positions[images.attr], images.most_axes
+        made.first_layout, made.last_layout = id(images.second), id(images.last)
+        made.channels_last = pointer_of(last)
+    return struct_capsule(made, names, defaults, bound, bind, fallback, cast, images, last)
 
 
 def install_vectorcall(function: Callable[..., Any], builtin: Any) -> None:

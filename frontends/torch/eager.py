@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable
+from ctypes import py_object, pythonapi
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from aotops.spec import check_devices
 from . import call, private
 from .autocast import cast_inputs
 from .gradients import run_backward, with_zeros
+from .images import Images, images_of, moved_backward
 from .registered import in_c
 from .tensors import (
     DTYPES,
@@ -35,11 +37,12 @@ from .tensors import (
 
 class Eager:
     """An operator bound to its attributes, for plain tensors. Only the entry checks the call; ``_general`` handles a
-    call that it refuses."""
+    call that it refuses. ``last``: images in channels_last, which the attributes describe with their channels last."""
 
-    def __init__(self, op: Op, attrs: tuple[Attr, ...]) -> None:
-        fallback = functools.partial(_run_backward, op, attrs)
-        builtins = call.function(op, attrs, prototypes, KEEP_RESIDUALS_FROM, fallback)
+    def __init__(self, op: Op, attrs: tuple[Attr, ...], last: Images | None) -> None:
+        run = functools.partial(_run_backward, op, attrs)
+        fallback = moved_backward(last, op, run) if last else run
+        builtins = call.function(op, attrs, prototypes, KEEP_RESIDUALS_FROM, fallback, last)
         members = {"forward": staticmethod(builtins.forward), "backward": staticmethod(builtins.backward)}
         function = type(op.name.title().replace("_", ""), (torch.autograd.Function,), members)
         self.run = builtins.run
@@ -53,10 +56,17 @@ class Eager:
 
 def _run_backward(op: Op, attrs: tuple[Attr, ...], saved: Tensors, grads: Tensors, needed: Any, ctx: Any):
     if call.none_for_unread(op) and not all_given(grads):
-        inputs = [saved[op.saved.index(slot)] for slot in op.inputs]
-        specs = specs_of(op, attrs, inputs)
-        grads = with_zeros(op, [(specs[y].shape, DTYPES[specs[y].dtype]) for y in op.outputs], saved, grads)
+        grads = with_zeros(op, _specs_of_outputs(op, attrs, dict(zip(op.saved, saved, strict=True))), saved, grads)
     return run_backward(op, attrs, saved, grads, needed, ctx)
+
+
+def _specs_of_outputs(op: Op, attrs: tuple[Attr, ...], saved: dict[str, Tensor]) -> list[tuple[Any, torch.dtype]]:
+    """The shape and dtype of each output that may not be left unread, which is given no zeros."""
+    if set(op.inputs) <= set(saved):
+        specs = specs_of(op, attrs, [saved[slot] for slot in op.inputs])
+        return [(specs[y].shape, DTYPES[specs[y].dtype]) for y in op.outputs]
+    like = [None if y in op.unread else saved[op.same_spec_as[y]] for y in op.outputs]
+    return [((), torch.float32) if t is None else (t.shape, t.dtype) for t in like]
 
 
 def _apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
@@ -69,12 +79,17 @@ def _apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     for parent in reversed(function.__mro__[: function.__mro__.index(base)]):
         members |= vars(parent)
     own = {"apply", "__dict__", "__weakref__"}
-    return type(base)(function.__name__, (base,), {k: v for k, v in members.items() if k not in own}).apply
+    made = type(base)(function.__name__, (base,), {k: v for k, v in members.items() if k not in own})
+    # what a node calls: the backward itself, without the method in Python that looks for it, which takes 1 us
+    bind = pythonapi.PyInstanceMethod_New
+    bind.restype, bind.argtypes = py_object, [py_object]
+    made._backward_cls.apply = bind(made.backward)
+    return made.apply
 
 
 @functools.lru_cache(maxsize=MOST_BOUND)
-def eager(op: Op, attrs: tuple[Attr, ...]) -> Eager:
-    return Eager(op, attrs)
+def eager(op: Op, attrs: tuple[Attr, ...], channels_last: bool = False) -> Eager:
+    return Eager(op, attrs, images_of(op) if channels_last else None)
 
 
 _VALUES, _USES = 8, 16

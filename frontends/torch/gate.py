@@ -15,8 +15,8 @@ import torch
 from torch.autograd import forward_ad
 
 from . import private
-from .call import GateFacts
 from .private import LEVEL, NO_LEVEL, DispatchKey, DispatchKeySet
+from .structs import GateFacts
 
 _WORD = ctypes.sizeof(ctypes.c_void_p)
 

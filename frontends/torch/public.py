@@ -18,8 +18,10 @@ from aotops.spec import check_broadcast
 
 from ..torch_schema import EXTRA, has_out
 from . import call, dispatcher
+from .autocast import caster
 from .compositions import COMPOSED
 from .eager import eager, is_worth_binding, run_eager
+from .images import images_of
 from .out import check_unrecorded, copied, write
 from .registered import dispatched, namespaces
 from .tensors import (
@@ -107,14 +109,15 @@ def _public(op: Op, module: str) -> Callable[..., Any]:
     def general(*args, **kwargs):
         return route(_general, args, kwargs)
 
-    def bind(*attrs):
+    def bind(last, *attrs):
         if not is_worth_binding(op, attrs):
             return None
         named = dict.fromkeys(op.inputs) | dict(zip(op.public_attrs, attrs, strict=True))
-        return eager(op, op.canonical(op.bind(**named)[1])).differentiable
+        return eager(op, op.canonical(op.bind(**named)[1]), last).differentiable
 
     is_builtin = READS_TENSORS and not op.mutates
-    plain = call.public(op, bind, general) if is_builtin else general
+    parts = functools.partial(bind, False), general, caster(op), images_of(op), functools.partial(bind, True)
+    plain = call.public(op, *parts) if is_builtin else general
 
     @functools.wraps(op.bind)
     def function(*args, **kwargs):

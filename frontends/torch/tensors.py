@@ -104,22 +104,29 @@ def empty_arguments(spec: TensorSpec) -> dict[str, Any]:
     return {"size": spec.shape, "dtype": DTYPES[spec.dtype]}
 
 
-def prototypes(op: Op, attrs: tuple[Attr, ...], *inputs: Any) -> tuple[Tensor | None, ...] | None:
+def prototypes(
+    op: Op, attrs: tuple[Attr, ...], *inputs: Any, channels_last: Container[str] = ()
+) -> tuple[Tensor | None, ...] | None:
     """For each output that is not like an input, a tensor for ``empty_like``, without memory: a CUDA graph's pool must
     hold none that is not of its own tensors. None if the operator refuses the inputs: a composition may serve them
-    (compositions.py)."""
+    (compositions.py). ``channels_last``: slots that the operator has with their second axis as their last."""
+
+    def spec_in(slot: str, t: Tensor | None) -> TensorSpec | None:
+        return spec_of(t.movedim(1, -1) if t is not None and slot in channels_last else t)
+
     try:
-        specs = infer(op, attrs, tuple(map(spec_of, inputs)), inputs[0].device.type)
+        specs = infer(op, attrs, tuple(map(spec_in, op.inputs, inputs)), inputs[0].device.type)
     except (TypeError, ValueError):
         return None
     device = inputs[0].device
 
-    def one(spec: TensorSpec) -> Tensor:
-        made = torch.empty_strided(**empty_arguments(spec), stride=(0,) * len(spec.shape), device=device)
+    def one(slot: str, shape: tuple[int, ...], dtype: str) -> Tensor:
+        shape = (*shape[:1], *shape[-1:], *shape[1:-1]) if slot in channels_last else shape
+        made = torch.empty_strided(shape, (0,) * len(shape), dtype=DTYPES[dtype], device=device)
         made.untyped_storage().resize_(0)
         return made
 
-    return tuple(None if name in op.same_spec_as else one(specs[name]) for name in op.entry_outputs)
+    return tuple(None if y in op.same_spec_as else one(y, specs[y].shape, specs[y].dtype) for y in op.entry_outputs)
 
 
 # ------------------------------------------------------------------------------------------------------------- results
