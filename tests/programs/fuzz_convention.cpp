@@ -505,7 +505,8 @@ Outcome spoil(Call &call, void **extra, std::vector<std::unique_ptr<Extra>> &kep
     case 3:
       if (g.shape.empty()) return kNothingDone;
       // nothing else tells how many classes there are: as many as a tensor may have would be a valid call
-      if (call.op.name == "cross_entropy" && g.slot.name == "x") return g.shape.back() = INT64_MAX, kRefused;
+      if ((call.op.name == "cross_entropy" || call.op.name == "cross_entropy_lse") && g.slot.name == "x")
+        return g.shape.back() = INT64_MAX, kRefused;
       g.shape[bits() % g.shape.size()] = any(kLarge);
       if (flip() && g.shape.size() > 1)
         for (int64_t &dim : g.shape) dim = any(kLarge);
