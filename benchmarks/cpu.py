@@ -2,14 +2,16 @@
 
 Forward and backward, small and large, in float32 and bfloat16, as `aotops bench` measures them. The runtime of the
 threads reads their number when it starts, so each count has a process of its own; with `--at-once` they run at the same
-time, on cores of their own, and those of few threads are divided into several processes of some of the operators each.
-Writes one file of all counts as they are measured, and prints the cases in which torch is more than 5 % ahead.
+time, on cores of their own, and a count is divided into as many processes, of some of the operators each, as there are
+cores for. Writes one file of all counts as they are measured, and prints the cases in which torch is more than 5 %
+ahead.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shlex
 import subprocess
@@ -29,10 +31,11 @@ RESULT = ROOT / "benchmarks/results/cpu.json"
 THREADS = (1, 2, 8, 16)
 SECONDS = 0.3
 """A case ends after so many, if each implementation has had three turns: four counts take some 4 minutes."""
-PARTS = {1: 4, 2: 2}
-"""How many processes a count is divided into by `--at-once`: 32 cores then do all counts in some 2 minutes. On
-twice as many cores a count has twice as many."""
-POLL_SECONDS = 1
+MOST_PARTS = 12
+"""Processes that `--at-once` divides a count into, whose operators then take about as long."""
+LONG = ("attention", "linear", "rope", "matmul", "conv2d", "qkv_attention", "paged_attention", "linear_cross_entropy")
+"""The operators that take longest come first, and are divided among the parts."""
+POLL_SECONDS = 0.5
 ALLOWED = 1.05
 
 Row = dict[str, Any]
@@ -41,12 +44,12 @@ MEASURE = """
 import sys
 from pathlib import Path
 
-from aotops.bench import cases
-from aotops.bench.run import Options, run
+from aotops.bench import cases, run
 
 cases.use(Path(sys.argv[1]))
-run(Options(ops=sys.argv[4:], device="cpu", impls=["aotops", "torch"], dtypes=["float32", "bfloat16"], quick=True,
-            seconds=float(sys.argv[3]), json=Path(sys.argv[2])))
+run.SAVE_SECONDS = 1
+given = {"device": "cpu", "impls": ["aotops", "torch"], "dtypes": ["float32", "bfloat16"], "quick": True}
+run.run(run.Options(ops=sys.argv[4:], seconds=float(sys.argv[3]), json=Path(sys.argv[2]), **given))
 """
 
 
@@ -61,6 +64,7 @@ class Job:
     """As many cores are its own; 0: it is alone and may use all."""
     cores: list[int] = field(default_factory=list)
     process: subprocess.Popen[bytes] | None = None
+    started: float = 0
     found: dict[str, Any] | None = None
     """The job has measured this so far."""
 
@@ -70,6 +74,7 @@ class Job:
         if self.cores:
             command = ["taskset", "-c", ",".join(map(str, self.cores)), *command]
         environment = os.environ | {"OMP_NUM_THREADS": str(self.threads)}
+        self.started = time.monotonic()
         self.process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
 
     def read(self) -> None:
@@ -82,6 +87,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=THREADS)
     parser.add_argument("--seconds", type=float, default=SECONDS, help="Of a case, after which three turns are enough")
     parser.add_argument("--at-once", action="store_true", help="As many counts at the same time as there are cores for")
+    parser.add_argument("--within", type=float, default=math.inf, help="Seconds after which all ends as it is")
+    parser.add_argument("--ops", nargs="+", choices=OPS, default=[*OPS], metavar="OP", help="Default: all")
     parser.add_argument("--json", type=Path, default=RESULT, help="Default: %(default)s")
     parser.add_argument("--merge", action="store_true", help="Keep the other counts of that file")
     options = parser.parse_args()
@@ -90,7 +97,8 @@ def main() -> None:
     record: dict[str, Any] = {"rows": []}
     failed: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
-        for found in measured(jobs(options.threads, Path(folder), options.at_once), options.seconds, failed):
+        todo = jobs(options.threads, Path(folder), options.at_once, options.ops)
+        for found in measured(todo, options.seconds, failed, options.within):
             record = merged(earlier, found | {"command": command})
             # written while it is measured, for a run that is cut off
             options.json.write_text(json.dumps(record, indent=1) + "\n")
@@ -100,47 +108,66 @@ def main() -> None:
         raise SystemExit(1)
 
 
-def jobs(threads: Sequence[int], folder: Path, at_once: bool) -> list[Job]:
-    """The jobs, those of many threads first. ``at_once``: on cores of their own, in parts.
+def jobs(threads: Sequence[int], folder: Path, at_once: bool, ops: Sequence[str] = tuple(OPS)) -> list[Job]:
+    """The jobs. ``at_once``: on cores of their own, in parts, those of few threads first.
 
     Raises:
         ValueError: a count has more threads than there are cores.
     """
-    parts = {count: PARTS.get(count, 1) if at_once else 1 for count in threads}
-    cores = len(os.sched_getaffinity(0))
+    cores = cores_here()
     if at_once and (most := max(threads)) > cores:
         raise ValueError(f"cpu: --at-once: {most} threads, expected no more than {cores}, the number of cores")
-    if at_once and (times := cores // sum(count * of_count for count, of_count in parts.items())) > 1:
-        parts = {count: of_count * times for count, of_count in parts.items()}
-    counts = sorted(parts, reverse=True) if at_once else [*parts]
+    ordered = sorted(ops, key=lambda op: LONG.index(op) if op in LONG else len(LONG))
+
+    def parts(count: int) -> int:  # counts of one and of two threads fit side by side
+        return max(1, min(cores // max(count, 2 * min(count, 2)), MOST_PARTS, len(ops))) if at_once else 1
+
     return [
-        Job(n, [*OPS][i :: parts[n]], folder / f"{n}.{i}.json", n if at_once else 0)
-        for n in counts
-        for i in range(parts[n])
+        Job(n, ordered[i :: parts(n)], folder / f"{n}.{i}.json", n if at_once else 0)
+        for n in (sorted(threads) if at_once else threads)
+        for i in range(parts(n))
     ]
 
 
-def measured(todo: Sequence[Job], seconds: float, failed: list[str]) -> Iterator[dict[str, Any]]:
+def cores_here() -> int:
+    """The cores that this process may use, also if a control group limits their time rather than their number."""
+    cores = len(os.sched_getaffinity(0))
+    with suppress(OSError, ValueError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        cores = max(1, min(cores, int(quota) // int(period)))
+    return cores
+
+
+def measured(
+    todo: Sequence[Job], seconds: float, failed: list[str], within: float = math.inf
+) -> Iterator[dict[str, Any]]:
     """After each change the results of `aotops bench` so far, whose rows say of how many threads they are. Appends to
-    ``failed`` a line of each process that fails; its rows so far count."""
-    free = sorted(os.sched_getaffinity(0))
-    waiting, running, seen = [*todo], list[Job](), 0
+    ``failed`` a line of each process that fails, and of each that has not ended ``within`` so many seconds; their rows
+    so far count."""
+    free = sorted(os.sched_getaffinity(0))[: cores_here()]
+    waiting, running, seen, begun = [*todo], list[Job](), 0, time.monotonic()
     try:
         while waiting or running:
+            if late := time.monotonic() - begun > within:
+                failed += [f"{job.threads} threads: not ended within {within:g} s" for job in [*running, *waiting]]
+                waiting.clear()
             while waiting and waiting[0].own_cores <= len(free) and (waiting[0].own_cores or not running):
                 job = waiting.pop(0)
                 job.cores, free = free[: job.own_cores], free[job.own_cores :]
                 job.start(seconds)
                 running.append(job)
             time.sleep(POLL_SECONDS)
-            ended = [job for job in running if job.process and job.process.poll() is not None]
+            ended = [job for job in running if late or (job.process and job.process.poll() is not None)]
             for job in running:
                 job.read()
             for job in ended:
                 running.remove(job)
                 free = sorted([*free, *job.cores])
-                print(f"{job.threads} threads: {len(job.found['rows']) if job.found else 0} rows", flush=True)
-                if job.process and job.process.returncode:
+                rows, taken = len(job.found["rows"]) if job.found else 0, time.monotonic() - job.started
+                print(f"{job.threads} threads: {rows} rows in {taken:.0f} s: {' '.join(job.ops)}", flush=True)
+                if late and job.process:
+                    job.process.kill()
+                elif job.process and job.process.returncode:
                     failed.append(f"{job.threads} threads: a process ended with {job.process.returncode}")
             results = [(job.threads, job.found) for job in todo if job.found]
             if results and (count := sum(len(found["rows"]) for _, found in results)) != seen:
@@ -156,7 +183,7 @@ def _together(results: Sequence[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
     first = results[0][1]
     rows = [{"threads": count} | row for count, found in results for row in found["rows"]]
     copies = {str(count): found["copy_gbs"] for count, found in reversed(results)}
-    device, cores = first["device"].rpartition(", ")[0], len(os.sched_getaffinity(0))
+    device, cores = first["device"].rpartition(", ")[0], cores_here()
     return {key: value for key, value in first.items() if key != "copies"} | {
         "device": device, "cores": cores, "copy_gbs": copies, "rows": rows,
     }  # fmt: skip

@@ -73,6 +73,10 @@ class _Machine:
         """The number of sets of inputs that exceeds three times the cache, so that it serves none."""
         return min(MOST_SETS, math.ceil(3 * self.cache / nbytes) + 1)
 
+    def enough(self, sets: int, call: Call) -> int:
+        """The number of these sets of inputs that turns of such a call use."""
+        return sets
+
     def host_turn(self, call: Call) -> Turn:
         """The host's time of a small call: kernels are queued, and synchronized between turns only."""
 
@@ -205,6 +209,7 @@ class Cpu(_Machine):
 
     HOST_IS_DEVICE = True
     COPIED = 1 << 28
+    MOST_BYTES = 1 << 29
     figure = staticmethod(lambda times: min(times))
 
     def __init__(self, quick: bool, seconds: float | None = None) -> None:
@@ -212,9 +217,18 @@ class Cpu(_Machine):
         name = f"{processor()}, {n} thread{'s' if n != 1 else ''}"
         super().__init__(name, _cache_size(), 51, 11 if quick else 31, seconds or (2.0 if quick else 10.0))
 
+    def sets(self, nbytes: int) -> int:
+        """Fewer of large inputs: a virtual machine tells the whole cache that it has a share of, such as 300 MiB."""
+        return min(super().sets(nbytes), max(2, self.MOST_BYTES // nbytes))
+
+    def enough(self, sets: int, call: Call) -> int:
+        """No more than fit the budget: the other sets would be made, and warmed up, for nothing."""
+        call()
+        return min(sets, max(2, math.ceil(self.budget / _seconds(call, 1))))
+
     def turn(self, calls: Sequence[Call], small: bool = False, records: bool = True) -> Turn:
         """An untimed call, which also wakes the threads of this contender, and a timed one on the next inputs."""
-        for call in calls:
+        for call in calls[:2]:  # each would take longer than the turns
             call()
         if small:
             return self.host_turn(calls[0])

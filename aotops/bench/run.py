@@ -185,7 +185,7 @@ class Bench:
 
     def _contenders(self, case: Case) -> dict[str, tuple[Call, Turn]]:
         """For each implementation a call, rotating over the inputs."""
-        n = self.machine.sets(case.work.bytes("forward", case.shape, case.dtype))
+        sets, n = self.machine.sets(case.work.bytes("forward", case.shape, case.dtype)), 0
         inputs: dict[str, list[list[Any]]] = {}
         contenders = {}
         for impl in self.impls:
@@ -196,8 +196,11 @@ class Bench:
                 # On a CPU a contender would find inputs that it shares in a cache, where the one before left them.
                 owner = impl.name if self.machine.HOST_IS_DEVICE else impl.framework
                 if owner not in inputs:
-                    inputs[owner] = [framework.inputs(case) for _ in range(n)]
-                calls = [framework.call(impl, case, given) for given in inputs[owner]]
+                    inputs[owner] = [framework.inputs(case)]
+                calls = [framework.call(impl, case, inputs[owner][0])]
+                n = n or self.machine.enough(sets, calls[0])
+                inputs[owner] += [framework.inputs(case) for _ in range(n - len(inputs[owner]))]
+                calls += [framework.call(impl, case, given) for given in inputs[owner][1:]]
                 records = case.work.op not in impl.synchronizes
                 contenders[impl.name] = calls[0], self.machine.turn(calls, case.small, records)
         return contenders

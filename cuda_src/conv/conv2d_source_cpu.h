@@ -130,16 +130,14 @@ struct Weight {
   }
 
 #if defined(__AVX512F__)
-  // pack_pairs packs pairs of adjacent channels, `depth` of them, with zeros behind. taps: in NCHW, else 0, where the
-  // terms may be contiguous.
+  // pack_pairs packs pairs of adjacent channels, `depth` of them. taps: in NCHW, else 0, where the terms may be
+  // contiguous.
   void pack_pairs(int64_t groups, int64_t depth, int64_t n, int64_t taps, bool contiguous, float *packed) const {
     constexpr int kCols = Block<float>::kCols;
-    const int64_t all = padded_pairs(depth);
     auto pack_strip = [=, *this](int64_t group, int64_t j) {
       const T *from = data + group * size + j * column;
       const int64_t cols = n - j < kCols ? n - j : kCols;
-      float *to = packed + group * PackedMatrix<float>::size(all, n) + j / kCols * strip<kCols, float>(all);
-      std::memset(to + depth * kCols, 0, (all - depth) * kCols * sizeof *to);
+      float *to = packed + group * PackedMatrix<float>::size(depth, n) + j / kCols * strip<kCols, float>(depth);
       if (contiguous) return aot::pack<BFloat16Pairs, kCols>(Matrix<T>{from, column}, cols, 2 * depth, to);
       for (int64_t t = 0; t < depth; ++t, to += kCols) {
         const int64_t first = taps ? 2 * (t / taps) * taps + t % taps : 2 * t, second = first + (taps ? taps : 1);

@@ -152,9 +152,8 @@ struct WholePairs : BFloat16Pairs {
 
 // Pairs for the tile registers.
 struct TileTerms : BFloat16Pairs {};
-struct TilePairs : WholePairs {};
 template <class Terms>
-constexpr bool kTiles = std::is_same_v<Terms, TileTerms> || std::is_same_v<Terms, TilePairs>;
+constexpr bool kTiles = std::is_same_v<Terms, TileTerms>;
 template <class Terms>
 using RegistersOf = std::conditional_t<kTiles<Terms>, TileRegisters, NoEpilogue>;
 #else
@@ -173,11 +172,11 @@ bool in_tiles([[maybe_unused]] int64_t m) {
   return false;
 }
 
-// Whether the processor multiplies pairs of T.
+// Whether the processor multiplies vectors of pairs of T.
 template <typename T>
 bool multiplies_pairs() {
 #if defined(__AVX512F__)
-  if constexpr (std::is_same_v<T, bfloat16>) return BFloat16Pairs::available() || TileRegisters::available();
+  if constexpr (std::is_same_v<T, bfloat16>) return BFloat16Pairs::available();
 #endif
   return false;
 }
@@ -441,13 +440,6 @@ class TileKernel {
       for (int64_t l = 0; l < kPairs; ++l) store(to + l * pitch, lines[l]);
     });
   }
-  // All rows, of pairs that lie anywhere.
-  void pack_rows(GatheredPairs a, int64_t m, float *panel) const {
-    const int64_t pairs = terms_ / 2, pitch = row_pitch();
-    for (int64_t i = 0; i < ceil_div(m, kSide) * kSide; ++i, panel += pitch)
-      for (int64_t p = 0; p < depth_; p += kPairs)
-        store(panel + p, i < m ? gather(a.data + a.rows[i], a.terms + p, pairs - p) : Vec<float>{});
-  }
   // columns: the transpose of B
   void pack_columns(Matrix<bfloat16> columns, int64_t n, float *panel) const {
     each_chunk(columns, 0, n, [=](int64_t j, int64_t p) {
@@ -466,11 +458,6 @@ class TileKernel {
       return multiply(registers, {a.data, a.stride * int64_t{sizeof(bfloat16)}}, n, right, add, sums, ld);
     multiply(registers, packed_rows(packed_a + place(a, i)), n, right, add, sums, ld);
   }
-  // The block of n packed rows from row i on, with a strip of packed pairs of B.
-  void multiply(const TileRegisters &registers, int64_t n, int64_t i, const float *packed_a, const float *strip_of_b,
-                bool add, float *sums, int64_t ld) const {
-    multiply(registers, packed_rows(packed_a + i * row_pitch()), n, strip_of_b, add, sums, ld);
-  }
 
  private:
   void multiply(const TileRegisters &registers, TileOperand left, int64_t n, const float *right, bool add, float *sums,
@@ -482,14 +469,6 @@ class TileKernel {
       sweep<float>(kSide, [=, more = found + r * kSide, to = sums + r * ld](int64_t l, auto part) {
         store(to + l, add ? load(to + l, part) + load(more + l, part) : load(more + l, part), part);
       });
-  }
-
-  // The pairs at `terms` from `row` on, of which `left` remain.
-  static Vec<float> gather(const float *row, const int64_t *terms, int64_t left) {
-    if (left >= kPairs && terms[kPairs - 1] - terms[0] == kPairs - 1) return load(row + terms[0]);
-    Vec<float> pairs{};
-    for (int64_t l = 0; l < kPairs && l < left; ++l) pairs[l] = row[terms[l]];
-    return pairs;
   }
 
   TileOperand packed_rows(const float *at) const { return {at, row_pitch() * int64_t{sizeof(float)}}; }
@@ -539,9 +518,6 @@ class TileKernel {
   int64_t terms_, depth_;  // depth_: in pairs
 };
 #endif
-
-// The pairs of a packed B for GatheredPairs: those behind the last one, up to whole registers, are zeros.
-constexpr int64_t padded_pairs(int64_t pairs) { return ceil_div(pairs, 16) * 16; }
 
 // The whole of a B (k, n), packed in strips of kCols columns: `size` elements.
 template <typename A>
@@ -664,8 +640,7 @@ struct Panels {
 // Whether products of these operands may use the tile registers.
 template <typename T, class Left, class Right>
 constexpr bool kMayUseTiles =
-    std::is_same_v<T, bfloat16> &&
-    (std::is_same_v<Left, GatheredPairs> || (std::is_same_v<Left, Matrix<T>> && std::is_same_v<Right, Matrix<T>>));
+    std::is_same_v<T, bfloat16> && std::is_same_v<Left, Matrix<T>> && std::is_same_v<Right, Matrix<T>>;
 
 // A tile of C on the calling thread.
 template <typename T, typename C, class Epilogue = NoEpilogue, class Left = Matrix<T>, class Right = Matrix<T>>
@@ -703,7 +678,7 @@ struct GemmTile {
   Status compute(int64_t all_rows, [[maybe_unused]] bool tiled) const {
 #if defined(__AVX512F__)
     if constexpr (kPairs) {
-      return tiled ? compute_as<TilePairs>(all_rows) : compute_as<WholePairs>(all_rows);
+      return compute_as<WholePairs>(all_rows);
     } else {
       if constexpr (kMayUseTiles<T, Left, Right>)
         if (tiled) return compute_as<TileTerms>(all_rows);
@@ -739,7 +714,7 @@ struct GemmTile {
   template <class Terms>
   bool compute_by_panels(bool unpacked_b) const {
     constexpr bool kPoints = kGathers && !std::is_same_v<Left, InPlace<A>>;
-    constexpr bool kMayTakeTwo = kPoints && B::kTwoStrips && !kTiles<Terms>;
+    constexpr bool kMayTakeTwo = kPoints && B::kTwoStrips;
     constexpr int kRows = kPoints ? B::kGatheredRows : B::kRows;
     const bool long_sum = k > kPartialTerms;
     const int64_t most = panel_depth<Terms>();
@@ -757,9 +732,7 @@ struct GemmTile {
       pack_panels<Terms>(p, terms, unpacked_cols, panels);
       auto accumulate = [=, &registers](int64_t i, int64_t j, int64_t rows, bool added, A *sums, int64_t ld) {
 #if defined(__AVX512F__)
-        if constexpr (kTiles<Terms> && kPairs)
-          return TileKernel(2 * terms).multiply(registers, rows, i, panels.a, b.block(p, j).b, added, sums, ld);
-        else if constexpr (kTiles<Terms>)
+        if constexpr (kTiles<Terms>)
           return TileKernel(terms).multiply(registers, a.at(i, p), rows, i, j, panels.a, panels.b, added, sums, ld);
 #endif
         const auto left = [=] {
@@ -816,7 +789,7 @@ struct GemmTile {
   template <class Terms>
   int64_t panel_depth() const {
     constexpr int64_t kDepth = B::kDepth * Terms::kTerms;
-    if (!kGathers || !kPacked || kTiles<Terms> || k > kPartialTerms) return kDepth;
+    if (!kGathers || !kPacked || k > kPartialTerms) return kDepth;
     const int64_t panels = (k + kDepth / 2) / kDepth;
     return panels > 1 ? ceil_div(k, panels) : k;
   }
@@ -825,9 +798,7 @@ struct GemmTile {
   template <class Terms>
   void pack_panels(int64_t p, int64_t terms, int64_t column, const Panels<A> &panels) const {
 #if defined(__AVX512F__)
-    if constexpr (kTiles<Terms> && kPairs) {
-      return TileKernel(2 * terms).pack_rows(a.at(0, p), m, panels.a);
-    } else if constexpr (kTiles<Terms>) {
+    if constexpr (kTiles<Terms>) {
       const TileKernel tiles(terms);
       tiles.pack_rows(a.at(0, p), m, panels.a);
       return tiles.pack_columns(Matrix<T>{b.data, b.stride, !b.transposed}.at(0, p), n, panels.b);
@@ -940,11 +911,8 @@ struct CpuGemm {
     if constexpr (kMayUseTiles<T, Left, Right>)
       if (uses_tiles()) {
         using K = TileKernel;
-        constexpr int64_t kWorth = K::kWorth;
-        if constexpr (std::is_same_v<Left, GatheredPairs>)
-          return {K::kPanelRows, K::kPanelCols, K::kSide, K::kSide, kWorth / 2, false};
-        else if (!K::in_place(a, k)) return {K::kPanelRows, K::kPanelCols, K::kSide, K::kSide, kWorth, false};
-        else return tall_limits();
+        if (!K::in_place(a, k)) return {K::kPanelRows, K::kPanelCols, K::kSide, K::kSide, +K::kWorth, false};
+        return tall_limits();
       }
 #endif
     // The panel of B is packed for each tile, unless all of B is. Without a panel of A, more rows share it.

@@ -59,8 +59,43 @@ class TileRegisters {
 
   // sums[i * ld + j] of kSide x kSide = the sum over `steps` * kPairs pairs p of terms of a(i, p) * b(p, j).
   void multiply(TileOperand a, TileOperand b, int64_t steps, float *sums, int64_t ld) const {
+    zero();
+    const char *left = static_cast<const char *>(a.data), *right = static_cast<const char *>(b.data);
+    for (int64_t i = 0; i < steps; ++i, left += kPairs * 4, right += kPairs * b.row_bytes)
+      add({left, a.row_bytes}, {right, b.row_bytes});
+    store(sums, ld);
+  }
+
+  // multiply in parts: the sums become zero or are loaded, steps are added, and the sums are stored.
+  void zero() const {
     asm volatile("tilezero %%tmm0\n\ttilezero %%tmm1\n\ttilezero %%tmm2\n\ttilezero %%tmm3" ::: "memory");
-    for (int64_t i = 0; i < steps; ++i) load_left(a, i), load_right(b, i), add();
+  }
+  void load(const float *sums, int64_t ld = kSide) const {
+    const float *const below = sums + kSide / 2 * ld;
+    asm volatile(
+        "tileloadd (%0,%4,1), %%tmm0\n\t"
+        "tileloadd (%1,%4,1), %%tmm1\n\t"
+        "tileloadd (%2,%4,1), %%tmm2\n\t"
+        "tileloadd (%3,%4,1), %%tmm3" ::"r"(sums),
+        "r"(sums + kSide / 2), "r"(below), "r"(below + kSide / 2), "r"(ld * int64_t{sizeof(float)})
+        : "memory");
+  }
+  // kSide rows of kPairs pairs, and kPairs rows of kSide pairs.
+  void add(TileOperand a, TileOperand b) const {
+    const char *const upper = static_cast<const char *>(a.data), *const left = static_cast<const char *>(b.data);
+    asm volatile(
+        "tileloadd (%0,%4,1), %%tmm4\n\t"
+        "tileloadd (%2,%5,1), %%tmm6\n\t"
+        "tileloadd (%3,%5,1), %%tmm7\n\t"
+        "tdpbf16ps %%tmm6, %%tmm4, %%tmm0\n\t"
+        "tileloadd (%1,%4,1), %%tmm5\n\t"
+        "tdpbf16ps %%tmm7, %%tmm4, %%tmm1\n\t"
+        "tdpbf16ps %%tmm6, %%tmm5, %%tmm2\n\t"
+        "tdpbf16ps %%tmm7, %%tmm5, %%tmm3" ::"r"(upper),
+        "r"(upper + kSide / 2 * a.row_bytes), "r"(left), "r"(left + 64), "r"(a.row_bytes), "r"(b.row_bytes)
+        : "memory");
+  }
+  void store(float *sums, int64_t ld = kSide) const {
     float *const below = sums + kSide / 2 * ld;
     asm volatile(
         "tilestored %%tmm0, (%0,%4,1)\n\t"
@@ -82,28 +117,6 @@ class TileRegisters {
   }
 
  private:
-  // 32 rows of a step, and of b 16 rows of 32 pairs.
-  static void load_left(TileOperand a, int64_t step) {
-    const char *const upper = static_cast<const char *>(a.data) + step * 64;
-    asm volatile("tileloadd (%0,%2,1), %%tmm4\n\ttileloadd (%1,%2,1), %%tmm5" ::"r"(upper),
-                 "r"(upper + kSide / 2 * a.row_bytes), "r"(a.row_bytes)
-                 : "memory");
-  }
-  static void load_right(TileOperand b, int64_t step) {
-    const char *const left = static_cast<const char *>(b.data) + step * kPairs * b.row_bytes;
-    asm volatile("tileloadd (%0,%2,1), %%tmm6\n\ttileloadd (%1,%2,1), %%tmm7" ::"r"(left), "r"(left + 64),
-                 "r"(b.row_bytes)
-                 : "memory");
-  }
-  static void add() {
-    asm volatile(
-        "tdpbf16ps %%tmm6, %%tmm4, %%tmm0\n\t"
-        "tdpbf16ps %%tmm7, %%tmm4, %%tmm1\n\t"
-        "tdpbf16ps %%tmm6, %%tmm5, %%tmm2\n\t"
-        "tdpbf16ps %%tmm7, %%tmm5, %%tmm3" ::
-            : "memory");
-  }
-
   static bool present() {
     unsigned a, b, c, d;
     constexpr unsigned kBFloat16 = 1u << 22, kTiles = 1u << 24, kBoth = kBFloat16 | kTiles;

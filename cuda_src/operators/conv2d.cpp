@@ -3,6 +3,7 @@
 #include <cstdlib>
 
 #include "conv/conv2d_pixels_cpu.h"
+#include "conv/conv2d_tiles_cpu.h"
 #include "cpu/entry.h"
 
 namespace aot {
@@ -16,8 +17,9 @@ namespace {
 // zeros around each image. dx is divided into the phases of the stride: the positions of one meet the same elements of
 // the kernel.
 //
-// Where the processor multiplies pairs of bfloat16, an element is a pair of adjacent channels; dweight, whose pairs are
-// of adjacent positions, then has its columns made.
+// Where the processor multiplies vectors of pairs of bfloat16, an element is a pair of adjacent channels; dweight,
+// whose pairs are of adjacent positions, then has its columns made. Tile registers have a way of their own
+// (conv/conv2d_tiles_cpu.h).
 
 // The images of a source with zeros around each, in the type of the sums, or in pairs of adjacent channels.
 template <typename T, bool kPairs = false>
@@ -213,9 +215,8 @@ Status convolve_gathered(const char *op, const Source<T> &source, const T *weigh
                  [&](const Phase &j) { f(i, j, i.count() * j.count(), padded.channels() * i.taps() * j.taps()); });
     });
   };
-  auto packed_depth = [](int64_t depth) { return kPairs ? padded_pairs(depth) : depth; };
   each([&](const Phase &, const Phase &, int64_t, int64_t depth) {
-    packed_size += groups * PackedMatrix<A>::size(packed_depth(depth), out_channels);
+    packed_size += groups * PackedMatrix<A>::size(depth, out_channels);
   });
   const Buffer<A> copy(padded.is_source() ? 0 : images * padded.image()), all_packed(packed_size);
   const Buffer<int64_t> all_rows(images * positions), all_to(images * positions), all_terms(source.depth());
@@ -240,13 +241,13 @@ Status convolve_gathered(const char *op, const Source<T> &source, const T *weigh
         else w.pack(groups, depth, out_channels, contiguous, packed);
       }
       T *const y = result + first * positions * all;
-      const int64_t size = PackedMatrix<A>::size(packed_depth(depth), out_channels);
+      const int64_t size = PackedMatrix<A>::size(depth, out_channels);
       const Status failed = gemm_batch(groups, [=, &padded](int64_t group) {
         const Left x{data + group * padded.channels() * padded.channel(), rows, terms};
         const T *add = bias ? bias + group * out_channels : nullptr;
         const Scatter<T> scatter{y + group * out_channels * channel, to, channel, add};
         return CpuGemm<T, T, Scatter<T>, Left, PackedMatrix<A>>{
-            n * m, out_channels, depth, x, {packed + group * size, packed_depth(depth)}, y, 0, false, scatter};
+            n * m, out_channels, depth, x, {packed + group * size, depth}, y, 0, false, scatter};
       });
       if (failed) status = failed;
       rows += images * m, to += images * m, terms += depth, packed += groups * size;
@@ -255,6 +256,90 @@ Status convolve_gathered(const char *op, const Source<T> &source, const T *weigh
   }
   return kOk;
 }
+
+#if defined(__AVX512F__)
+// Whether a convolution whose sums are over so many channels is computed in tile registers, which take 32 at a time.
+template <typename T>
+bool worth_tiles([[maybe_unused]] int64_t channels) {
+  if constexpr (std::is_same_v<T, bfloat16>) return channels >= 16 && TileRegisters::available();
+  return false;
+}
+
+Status convolve_in_tiles(const char *op, const Source<bfloat16> &source, const bfloat16 *weight, const bfloat16 *bias,
+                         int64_t groups, int64_t out_channels, bfloat16 *result) {
+  const int64_t kernel = source.h.kernel * source.w.kernel, positions = source.positions(), all = groups * out_channels;
+  const int64_t pixel = source.nhwc ? all : 1, channel = source.nhwc ? 1 : positions;  // strides of the result
+  if (source.batch * positions * all == 0) return kOk;
+  const bool turned = source.h.transposed;
+  const auto w = Weight<bfloat16>::of(source, weight, out_channels, nullptr);
+  const int64_t tap = !source.nhwc ? 1 : turned ? out_channels : source.channels;
+  const TileWeight columns{weight,          w.size,
+                           w.column,        turned ? kernel * out_channels : source.nhwc ? 1 : kernel,
+                           source.channels, out_channels};
+  const Buffer<int64_t> to(positions);
+  const Buffer<TileTap> taps(kernel);
+  if (!(to && taps)) return out_of_memory(op);
+  Status status = kOk;
+  each_phase(source.h, [&](const Phase &i) {
+    each_phase(source.w, [&](const Phase &j) {
+      list_places(i, j, 1, 0, pixel, to);
+      TileTap *end = taps;
+      i.each_tap([&](int64_t r, int64_t y) {
+        j.each_tap([&](int64_t s, int64_t x) { *end++ = {(r * source.w.kernel + s) * tap, y, x}; });
+      });
+      auto store = [=, &to](int64_t image, int64_t group) {
+        return Scatter<bfloat16>{result + image * positions * all + group * out_channels * channel, to, channel,
+                                 bias ? bias + group * out_channels : nullptr};
+      };
+      const TileLines lines{source.data, source.nhwc, source.channels, source.all, TileAxis(i), TileAxis(j)};
+      if (const Status failed = convolve_tiles(op, lines, source.batch, groups, taps, end - taps, columns, store))
+        status = failed;
+    });
+  });
+  return status;
+}
+
+// dweight (groups, out_channels, ...).
+Status sum_in_tiles(const char *op, const Source<bfloat16> &source, const bfloat16 *dy, int64_t groups,
+                    int64_t out_channels, bfloat16 *dweight) {
+  const int64_t kernel = source.h.kernel * source.w.kernel, depth = source.depth();
+  const int64_t weights = groups * out_channels * depth;
+  if (source.batch * source.positions() * weights == 0) return std::memset(dweight, 0, weights * sizeof *dweight), kOk;
+  const TileLines x{source.data,
+                    source.nhwc,
+                    source.channels,
+                    source.all,
+                    TileAxis(Phase{source.h, 0}),
+                    TileAxis(Phase{source.w, 0})};
+  const TileLines other{
+      dy, source.nhwc, out_channels, groups * out_channels, TileAxis(source.h.result), TileAxis(source.w.result)};
+  const Buffer<int64_t> rows(source.h.kernel), columns(source.w.kernel), to(kernel);
+  if (!(rows && columns && to)) return out_of_memory(op);
+  Phase{source.h, 0}.each_tap([&](int64_t r, int64_t y) { rows[r] = y; });
+  Phase{source.w, 0}.each_tap([&](int64_t s, int64_t at) { columns[s] = at; });
+  for (int64_t t = 0; t < kernel; ++t) to[t] = t * (source.nhwc ? source.channels : 1);
+  const TileSums of(x, other, source.batch, groups, rows, source.h.kernel, columns, source.w.kernel);
+  const Buffer<float> sums(of.parts * of.size());
+  if (!sums) return out_of_memory(op);
+  AOT_TRY(of.add_all(op, sums));
+  parallel(groups * of.blocks_o() * of.blocks_c(), [=, &to, &sums](int64_t index) {
+    const int64_t c = index % of.blocks_c() * kTileSide, o = index / of.blocks_c() % of.blocks_o() * kTileSide;
+    const int64_t group = index / of.blocks_c() / of.blocks_o(), each = kernel * kBlock;
+    float *const total = sums + index * each;
+    for (int64_t part = 1; part < of.parts; ++part)
+      sweep<float>(each, [=, more = total + part * of.size()](int64_t i, auto of_all) {
+        store(total + i, load(total + i, of_all) + load(more + i, of_all), of_all);
+      });
+    for (int64_t i = 0; i < kTileSide && o + i < out_channels; ++i) {
+      const int64_t at = (group * out_channels + o + i) * depth;
+      const Scatter<bfloat16> scatter{dweight + at, to, source.nhwc ? 1 : kernel, nullptr};
+      scatter.store(0, c, kernel, source.channels - c < kTileSide ? source.channels - c : kTileSide,
+                    total + i * kTileSide, kBlock);
+    }
+  });
+  return kOk;
+}
+#endif
 
 template <typename T>
 Status convolve(const char *op, const Source<T> &source, const T *weight, const T *bias, int64_t groups,
@@ -270,9 +355,12 @@ Status convolve(const char *op, const Source<T> &source, const T *weight, const 
     return convolve_lines(op, source, weight, bias, groups, out_channels, planes, bands, result);
   }
 #if defined(__AVX512F__)
-  if constexpr (std::is_same_v<T, bfloat16>)
+  if constexpr (std::is_same_v<T, bfloat16>) {
+    if (worth_tiles<T>(source.channels))
+      return convolve_in_tiles(op, source, weight, bias, groups, out_channels, result);
     if (source.channels % 2 == 0 && multiplies_pairs<T>())
       return convolve_gathered<T, true>(op, source, weight, bias, groups, out_channels, result);
+  }
 #endif
   return convolve_gathered(op, source, weight, bias, groups, out_channels, result);
 }
@@ -424,6 +512,11 @@ Status sum_products(const char *op, const Source<T> &source, const T *dy, int64_
     return sum_lines(op, source, dy, groups, out_channels, planes, bands, dweight);
   if constexpr (std::is_same_v<T, A>)
     if (source.identity()) return sum_pixels(source, dy, groups, out_channels, dweight);
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<T, bfloat16>)
+    if (!source.identity() && worth_tiles<T>(source.channels))
+      return sum_in_tiles(op, source, dy, groups, out_channels, dweight);
+#endif
   const Buffer<A> buffer(weights);
   A *const sums = buffer;
   if (!sums) return out_of_memory(op);

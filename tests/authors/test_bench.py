@@ -8,6 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -270,6 +271,18 @@ def test_on_a_cpu_contenders_have_inputs_of_their_own(monkeypatch):
     ours, theirs = ({id(x) for x in given_to[name]} for name in ("aotops", "torch"))
     assert ours
     assert not ours & theirs
+
+
+def test_on_a_cpu_long_calls_have_few_inputs():
+    """The turns that fit the budget use no more; to make them, and a warm-up with each, takes longer than the turns."""
+    machine = Cpu(quick=True, seconds=0.02)
+    machine.cache = 300 << 20
+    assert [machine.sets(nbytes) for nbytes in (1 << 10, 64 << 20, 1 << 30)] == [16, 8, 2]
+    called = []
+    assert machine.enough(16, lambda: time.sleep(0.05)) == 2
+    assert machine.enough(16, lambda: called.append(1)) == 16
+    machine.turn([lambda: called.append(2), *[lambda: called.append(3)] * 15])
+    assert called == [1, 1, 2, 3]
 
 
 def test_a_busy_machine_is_told(capsys, monkeypatch):

@@ -91,6 +91,28 @@ def test_the_rows_of_a_process_that_fails_are_kept(tmp_path, monkeypatch, at_onc
     assert failed == ["1 threads: a process ended with 1"]
 
 
+WAITING = MEASURED.replace("sys.exit", "import time\ntime.sleep(60)\nsys.exit")
+
+
+def test_what_was_measured_in_time_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(cpu, "MEASURE", WAITING)
+    monkeypatch.setattr(cpu, "POLL_SECONDS", 0.01)
+    failed = []
+    *_, found = cpu.measured(cpu.jobs([1, 2], tmp_path, False, ["gelu", "add"]), 0.1, failed, 2)
+    assert [(row["threads"], row["op"]) for row in found["rows"]] == [(1, "gelu"), (1, "add")]
+    assert failed == ["1 threads: not ended within 2 s", "2 threads: not ended within 2 s"]
+
+
+def test_counts_fill_the_cores(tmp_path, monkeypatch):
+    monkeypatch.setattr(cpu, "cores_here", lambda: 16)
+    jobs = cpu.jobs([16, 8, 2, 1], tmp_path, True)
+    parts = {count: [job for job in jobs if job.threads == count] for count in cpu.THREADS}
+    assert {count: len(of_count) for count, of_count in parts.items()} == {1: 8, 2: 4, 8: 2, 16: 1}
+    for of_count in parts.values():
+        assert sorted(op for job in of_count for op in job.ops) == sorted(cpu.OPS)
+    assert [job.threads for job in jobs] == sorted(job.threads for job in jobs)
+
+
 def test_more_threads_than_cores_are_refused(tmp_path):
     with pytest.raises(ValueError, match="1024 threads, expected no more than"):
         cpu.jobs([1024], tmp_path, True)

@@ -149,6 +149,51 @@ def test_conv2d_on_tensor_cores(shape, outputs, kernel, options, dtype, format):
         assert torch.equal(t, exact.to(dtype))
 
 
+ON_A_CPU = [
+    ((2, 32, 9, 9), 40, 3, {"padding": 1}),
+    ((3, 20, 13, 13), 70, 3, {"padding": 1, "stride": 2}),
+    ((2, 64, 12, 12), 96, 5, {"padding": 2, "groups": 2}),
+    ((2, 24, 11, 11), 33, 3, {"padding": 2, "stride": 3, "dilation": 2}),
+    ((1, 16, 7, 7), 50, 1, {"stride": 2}),
+    ((2, 18, 10, 10), 34, 2, {"stride": 3}),  # columns of x that no window has
+    ((1, 17, 8, 8), 40, 3, {"padding": 1}),
+    ((1, 600, 7, 7), 40, 3, {"padding": 1}),
+    ((2, 64, 23, 40), 64, 3, {"padding": 1, "stride": 2}),  # dweight in several bands of lines
+    ((1, 32, 5, 600), 32, 3, {"padding": 1}),
+    ((1, 32, 3, 3), 64, 7, {"padding": 3}),
+    ((2, 48, 6, 6), 16, 3, {"padding": 5}),
+    ((1, 32, 30, 30), 32, 3, {"padding": 1, "stride": 4}),
+    ((2, 160, 8, 8), 160, 3, {"padding": 1, "groups": 5}),
+]
+
+
+@pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
+@pytest.mark.parametrize(("shape", "outputs", "kernel", "options"), ON_A_CPU, ids=str)
+def test_conv2d_in_bfloat16_on_a_cpu(shape, outputs, kernel, options, format):
+    """With small integers, as on a GPU: in pairs or tile registers where the processor has them. An infinity reaches
+    what meets it, and no more."""
+    random = torch.Generator().manual_seed(0)
+
+    def integers(*size):
+        t = torch.randint(-3, 4, size, generator=random).double()
+        return t.to(memory_format=format) if t.dim() == 4 else t
+
+    x, bias = integers(*shape), integers(outputs)
+    weight = integers(outputs, shape[1] // options.get("groups", 1), kernel, kernel).abs() + 1
+    dy = integers(*F.conv2d(x, weight, bias, **options).shape).abs() + 1
+
+    def check():
+        exact = convolved(F.conv2d, x, weight, bias, dy, **options)
+        results = convolved(ours.conv2d, *(t.bfloat16() for t in (x, weight, bias, dy)), **options)
+        for t, expected in zip(results, exact, strict=True):
+            torch.testing.assert_close(t, expected.bfloat16(), rtol=0, atol=0, equal_nan=True)
+
+    check()
+    x[0, 3, shape[2] // 2, -1] = x[-1, 5, 0, 0] = float("inf")
+    dy[-1, 1, 0, -1] = float("inf")
+    check()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="torch finds no GPU")
 @pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
