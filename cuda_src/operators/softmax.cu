@@ -137,8 +137,8 @@ template <typename T>
 constexpr auto softmax_shapes() {
   if constexpr (sizeof(T) == 2)
     return RegisterRowShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 16, 2>, WarpRow<T, 32, 2>,
-                             WarpRow<T, 32, 3>, WarpRow<T, 32, 4>, BlockRow<T, 4>, BlockRow<T, 8>,
-                             ClusterRow<T, 8, 256>, ClusterRow<T, 8>>();
+                             WarpRow<T, 32, 3>, RegisterRowShape<T, 32, 4, Span::warp, 64, 1024>, BlockRow<T, 4>,
+                             BlockRow<T, 8>, ClusterRow<T, 8, 256>, ClusterRow<T, 8>>();
   else if constexpr (sizeof(T) == 4)
     return RegisterRowShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 16, 2>, WarpRow<T, 32, 2>, BlockRow<T, 4>,
                              BlockRow<T, 8, 1024>, ClusterRow<T, 8, 256>, ClusterRow<T, 16, 256, 512>>();
