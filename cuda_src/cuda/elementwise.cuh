@@ -1,6 +1,7 @@
 // Elementwise functions of contiguous tensors of the same size. A kernel calls map(), and is launched with map_grid()
 // blocks of kMapBlock threads.
 #pragma once
+#include "keep.cuh"
 #include "launch.cuh"
 
 namespace aot {
@@ -56,8 +57,8 @@ __device__ inline Vectors<T, kOutputs> map_vector(F f, const Vector<T> (&v)[kInp
 
 // y[0][i], ... = f(x[0][i], ...) for i < n. f returns a number, or Elements if there are several outputs. Accesses are
 // vectorized if all tensors reach a 16-byte boundary at the same element, except for less than a vector at each end.
-// Otherwise all elements are processed one by one.
-template <typename T, int kVectors, class F, int kOutputs, int kInputs>
+// Otherwise all elements are processed one by one. kKept: loads are as keep.cuh has them.
+template <typename T, int kVectors, bool kKept = false, class F, int kOutputs, int kInputs>
 __device__ inline void map(F f, int64_t n, T *const (&y)[kOutputs], const T *const (&x)[kInputs]) {
   constexpr int kSize = kVectorSize<T>;
   int64_t head = misaligned_elements(y[0], sizeof(T));
@@ -85,7 +86,10 @@ __device__ inline void map(F f, int64_t n, T *const (&y)[kOutputs], const T *con
 #pragma unroll
   for (int k = 0; k < kVectors; ++k)
     for (int j = 0; j < kInputs; ++j)
-      if (k * kMapBlock < left) v[k][j] = load_once(x[j] + at + k * kMapBlock * kSize);
+      if (k * kMapBlock < left) {
+        const T *from = x[j] + at + k * kMapBlock * kSize;
+        v[k][j] = kKept ? load_kept(from) : load_once(from);
+      }
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {
     if (k * kMapBlock >= left) continue;

@@ -1,5 +1,6 @@
 // The rotation of heads on a GPU, for rope and qkv_rope.
 #pragma once
+#include "cuda/keep.cuh"
 #include "cuda/launch.cuh"
 #include "rope.h"
 
@@ -22,7 +23,7 @@ struct Piece {
 
   __device__ void load(const T *p) {
     if constexpr (n == 1) raw = *p;
-    else raw = load_once(p);
+    else raw = load_kept(p);
   }
   __device__ Numbers<T, n> numbers() const {
     Numbers<T, n> x;

@@ -1,5 +1,6 @@
 #include "softmax.h"
 
+#include "cuda/keep.cuh"
 #include "cuda/rows.cuh"
 #include "cuda/softmax.cuh"
 
@@ -18,13 +19,25 @@ __device__ Accumulate<T> dot(const Vector<T> &v, const Vector<T> &w) {
   return sum;
 }
 
+// RegisterRow::load, by load_kept.
+template <class Shape, typename T = typename Shape::T>
+__device__ void load(const RegisterRow<Shape> &part, const T *x, int64_t cols, bool present, float fallback,
+                     Vector<T> (&v)[Shape::kVectors]) {
+  const T *from = x + part.row() * cols + part.column(0);
+#pragma unroll
+  for (int i = 0; i < Shape::kVectors; ++i) {
+    v[i] = filled<T>(fallback);
+    if (present && part.holds(i)) v[i] = load_kept(from + i * Shape::kLanes * Shape::kSize);
+  }
+}
+
 template <class Shape, typename T = typename Shape::T, typename A = Accumulate<T>>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     softmax_kernel(const T *x, T *y, int64_t rows, int64_t cols) {
   RegisterRow<Shape> part(cols);
   bool present = part.present(rows);
   Vector<T> v[Shape::kVectors];
-  part.load(x, present, kMinusInfinity, v);
+  load(part, x, cols, present, kMinusInfinity, v);
   RowExchange<Shape, Exponentials<A>> exchange;
   auto [row, scale] = row_exponentials<false>(v, part, exchange);
   Probability<T, A> p(row, scale);
@@ -37,8 +50,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   RegisterRow<Shape> part(cols);
   bool present = part.present(rows);
   Vector<T> d[Shape::kVectors], v[Shape::kVectors];
-  part.load(dy, present, 0, d);
-  part.load(y, present, 0, v);
+  load(part, dy, cols, present, 0, d);
+  load(part, y, cols, present, 0, v);
   RowExchange<Shape, Sums<1, A>> exchange;
   Sums<1, A> sum = {};
 #pragma unroll
@@ -137,8 +150,8 @@ template <typename T>
 constexpr auto softmax_shapes() {
   if constexpr (sizeof(T) == 2)
     return RegisterRowShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 16, 2>, WarpRow<T, 32, 2>,
-                             WarpRow<T, 32, 3>, WarpRow<T, 32, 4>, BlockRow<T, 4>, BlockRow<T, 8>,
-                             ClusterRow<T, 8, 256>, ClusterRow<T, 8>>();
+                             WarpRow<T, 32, 3>, RegisterRowShape<T, 32, 4, Span::warp, 64, 1024>, BlockRow<T, 4>,
+                             BlockRow<T, 8>, ClusterRow<T, 8, 256>, ClusterRow<T, 8>>();
   else if constexpr (sizeof(T) == 4)
     return RegisterRowShapes<WarpRow<T, 8, 1>, WarpRow<T, 8, 2>, WarpRow<T, 16, 2>, WarpRow<T, 32, 2>, BlockRow<T, 4>,
                              BlockRow<T, 8, 1024>, ClusterRow<T, 8, 256>, ClusterRow<T, 16, 256, 512>>();

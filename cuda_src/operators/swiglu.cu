@@ -23,8 +23,8 @@ __device__ inline Elements<A, 2> swiglu_gradient(A dy, A gate, A up) {
 template <typename T>
 __global__ void __launch_bounds__(kMapBlock)
     swiglu_backward_kernel(const T *dy, const T *gate, const T *up, T *dgate, T *dup, int64_t n) {
-  map<T, 1>([](auto dy, auto gate, auto up) { return swiglu_gradient<T>(dy, gate, up); }, n, {dgate, dup},
-            {dy, gate, up});
+  map<T, 1, true>([](auto dy, auto gate, auto up) { return swiglu_gradient<T>(dy, gate, up); }, n, {dgate, dup},
+                  {dy, gate, up});
 }
 
 // ------------------------------------------------------------------------------------------------------- launchers

@@ -326,7 +326,7 @@ Status norm_backward_rows(const char *op, const NormBackwardTensors<N> &a, const
   if (a.cols % kVectorSize<R> == 0 && p.can_divide(a.rows, p.lines) &&
       aligned(a.dy, a.dh, a.x, static_cast<const char *>(p.weight), a.dx, a.dresidual, a.partials)) {
     if constexpr (N::kRare) plan = first_that_holds(vectors, {{32, 2, 16}}, kShortBytes, device);
-    else plan = plan_within_warp(vectors, 1);
+    else plan = first_that_holds(vectors, {{8, 1}, {16, 1}, {32, 1}}, 0, device);
     if (!N::kRare && plan.lanes == 0)
       plan = kCrowded && vectors > 64 && vectors <= 96
                  ? RowPlan{32, 3}  // no idle lanes
@@ -351,7 +351,9 @@ Status norm_backward_rows(const char *op, const NormBackwardTensors<N> &a, const
     if constexpr (kCrowded)
       if (plan.vectors == 3) return run(RowShape<R, 32, 3, Span::warp>(), Threads<256, 512>());
     if (plan.warps == 1)
-      return dispatch_within_warp<R, 1>(plan, [&](auto shape) { return run(shape, Threads<256, 1024>()); });
+      return dispatch_shape<RowShape<R, 8, 1, Span::warp>, RowShape<R, 16, 1, Span::warp>,
+                            RowShape<R, 32, 1, Span::warp>>(
+          plan, [&](auto shape) { return run(shape, Threads<256, 1024>()); });
     if (plan.vectors == 1) return run(RowShape<R, 32, 1, Span::block>(), Threads<512, 1024>());
     if (plan.vectors == 2) return run(RowShape<R, 32, 2, Span::block>(), Threads<512, 512>());
     return run(RowShape<R, 32, 4, Span::block>(), Threads<512, 512>());

@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(Threads::kBlock, Threads::kResident / Threads:
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     x[i] = load_beside<R>(a.x + at + part.offset(i), present && part.holds(i));
-    if constexpr (N::kAdd) v[i] = load_present(a.residual + at + part.offset(i), present && part.holds(i));
+    if constexpr (N::kAdd) v[i] = load_kept(a.residual + at + part.offset(i), present && part.holds(i));
     else v[i] = x[i];
   }
   RowExchange<Shape, Share<N::kCentred, A>> exchange;
@@ -261,10 +261,12 @@ __global__ void __launch_bounds__(kAnyThreads) norm_any_kernel(NormForward<N> a)
 
 // ------------------------------------------------------------------------------------------------------- launchers
 
+// A block of rows within warps has 4 KiB of them where a thread has two vectors or more: a kernel that overlaps starts
+// at most 0.82 blocks a nanosecond on an H200 (docs/lab_notes.md), and small blocks would take longer than their rows.
 template <class Shape, class N>
 Status norm_short(const char *op, const NormForward<N> &a, const RowPlan &plan, void *stream) {
   constexpr bool kWithinWarp = Shape::kSpan == Span::warp;
-  using Threads = std::conditional_t<kWithinWarp, Threads<64, 1024>, Threads<512, 1024>>;
+  using Threads = Threads<kWithinWarp ? (Shape::kVectors > 2 ? 64 : 128) : 512, 1024>;
   int teams = kWithinWarp ? Threads::kBlock / 32 : 1;
   unsigned blocks = grid_size(ceil_div(a.rows, int64_t{teams} * Shape::kRowsPerWarp) * plan.cluster);
   const LaunchShape shape{blocks, 32u * teams * plan.warps, 0, dim3(plan.cluster), true};
@@ -289,8 +291,8 @@ Status norm_long(const char *op, const NormForward<N> &a, const RowPlan &plan, c
 }
 
 // The plans are those measured fastest on an H200 (docs/lab_notes.md). Eight vectors for each thread need too many
-// registers if kCrowded. Rows in registers of a cluster are faster than persistent clusters only if kSplit, and two
-// vectors for each thread than four if kPairs.
+// registers if kCrowded. Rows in registers of a cluster are faster than persistent clusters only if kSplit, two vectors
+// for each thread than four if kPairs, and eight than four in rows of more than eight warps if kLongShares.
 template <class N>
 Status norm_rows(const char *op, const NormForward<N> &a, const DeviceLimits &device, void *stream) {
   using R = typename N::R;
@@ -298,7 +300,8 @@ Status norm_rows(const char *op, const NormForward<N> &a, const DeviceLimits &de
   constexpr int kVectors = 4, kMost = kCrowded ? 4 : 8;
   constexpr bool kFloat = std::is_same_v<typename N::T, float> && !N::kRare;
   constexpr bool kSplit = N::kCentred ? N::kAdd && N::kPlain : N::kPlain || kFloat;
-  constexpr bool kPairs = !N::kCentred && !N::kAdd && (N::kPlain || kFloat);
+  constexpr bool kPairs = !N::kCentred && (kFloat || (N::kPlain && !N::kAdd));
+  constexpr bool kLongShares = N::kCentred && !N::kAdd && kFloat;
   constexpr int kMostSplit = N::kAdd && !N::kCentred ? 4 : 2;
   using LongShape = RowShape<R, 32, kMost, Span::cluster>;
   const NormParameters<N> &p = a.parameters;
@@ -307,9 +310,11 @@ Status norm_rows(const char *op, const NormForward<N> &a, const DeviceLimits &de
   RowPlan plan;
   if (a.cols > 0 && a.cols % kVectorSize<R> == 0 && p.can_divide(a.rows, p.lines) &&
       aligned(a.x, a.residual, static_cast<const char *>(p.weight), static_cast<const char *>(p.bias), a.y, a.h)) {
-    if constexpr (!N::kRare) plan = plan_within_warp(vectors, kVectors);
-    if (kPairs && plan.lanes == 0) plan = first_that_holds(vectors, {{32, 2, 8}}, 0, device);
-    if (plan.lanes == 0) plan = first_that_holds(vectors, {{32, kVectors, 16}, {32, kMost, 16}}, 0, device);
+    if constexpr (!N::kRare)
+      plan = first_that_holds(vectors, {{8, 1}, {8, 2}, {16, 2}, {32, 2}, {32, 3}, {32, 4}}, 0, device);
+    if (kPairs && plan.lanes == 0) plan = first_that_holds(vectors, {{32, 2, N::kAdd ? 16 : 8}}, 0, device);
+    if (plan.lanes == 0)
+      plan = first_that_holds(vectors, {{32, kVectors, kLongShares ? 8 : 16}, {32, kMost, 16}}, 0, device);
     if constexpr (kSplit)
       if (plan.lanes == 0) {
         plan = first_that_holds(vectors, {{32, kMost, 16, 2}, {32, kMost, 16, kMostSplit}}, 0, device);
@@ -329,7 +334,10 @@ Status norm_rows(const char *op, const NormForward<N> &a, const DeviceLimits &de
   if (plan.cluster > 1) return norm_long<LongShape>(op, a, plan, device, stream);
   auto run = [&](auto shape) { return norm_short<decltype(shape)>(op, a, plan, stream); };
   if constexpr (!N::kRare)
-    if (plan.warps == 1) return dispatch_within_warp<R, kVectors>(plan, run);
+    if (plan.warps == 1)
+      return dispatch_shape<RowShape<R, 8, 1, Span::warp>, RowShape<R, 8, 2, Span::warp>,
+                            RowShape<R, 16, 2, Span::warp>, RowShape<R, 32, 2, Span::warp>,
+                            RowShape<R, 32, 3, Span::warp>, RowShape<R, 32, 4, Span::warp>>(plan, run);
   if constexpr (kPairs)
     if (plan.vectors == 2) return run(RowShape<R, 32, 2, Span::block>());
   if (plan.vectors == kVectors) return run(RowShape<R, 32, kVectors, Span::block>());

@@ -1,5 +1,6 @@
 // Vectors of the tensors of a norm, which may have two dtypes, and its parameters: weight and bias.
 #pragma once
+#include "cuda/keep.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/row_shape.cuh"
 
@@ -53,11 +54,11 @@ __device__ inline VectorBeside<T, R> narrow_to(const Widened<R> &x) {
   else return {{narrow_word(x[0], x[1], T()), narrow_word(x[2], x[3], T())}};
 }
 
-// load_present and store of as many elements as a vector of R has.
+// load_kept and store of as many elements as a vector of R has.
 template <typename R, typename T>
 __device__ inline VectorBeside<T, R> load_beside(const T *p, bool present) {
   if constexpr (sizeof(T) == sizeof(R)) {
-    return load_present(p, present);
+    return load_kept(p, present);
   } else {
     HalfVector<T> v = {};
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\n@p ld.global.v2.u32 {%0, %1}, [%2];\n}"

@@ -135,21 +135,13 @@ struct RowPlan {
   int cluster = 1;  // blocks of a row
 };
 
-// The plan for rows of `vectors` vectors within warps, with up to max_vectors vectors for each thread.
-inline RowPlan plan_within_warp(int64_t vectors, int max_vectors) {
-  for (int lanes : {8, 16, 32})
-    for (int v = lanes == 8 ? 1 : max_vectors / 2 + 1; v <= max_vectors; ++v)
-      if (vectors <= lanes * v) return {lanes, v};
-  return {};
-}
-
 // The first of the plans, whose warps are upper limits, that holds a row of `vectors` vectors. `bytes`: of shared
 // memory for each vector.
 template <int n>
 RowPlan first_that_holds(int64_t vectors, const RowPlan (&plans)[n], int bytes, const DeviceLimits &device) {
   constexpr int kForExchange = 17 << 10;  // 4 sets of slots for 256 warps of two doubles, and their barriers
   for (RowPlan plan : plans) {
-    int64_t needed = ceil_div(vectors, int64_t{32} * plan.vectors * plan.cluster);
+    int64_t needed = ceil_div(vectors, int64_t{plan.lanes} * plan.vectors * plan.cluster);
     if (needed > plan.warps || needed * 32 * plan.vectors * bytes > device.shared_memory - kForExchange) continue;
     if (plan.cluster > 1 && !device.clusters) continue;
     plan.warps = static_cast<int>(needed);
@@ -210,19 +202,12 @@ Status row_grid(const char *op, const RowPlan &plan, const DeviceLimits &device,
   return kOk;
 }
 
-template <typename T, int kLanes, int kFirst, int kLast, class F>
-Status dispatch_vectors(int vectors, F f) {
-  if constexpr (kFirst < kLast)
-    if (vectors > kFirst) return dispatch_vectors<T, kLanes, kFirst + 1, kLast>(vectors, f);
-  return f(RowShape<T, kLanes, kFirst, Span::warp>());
-}
-
-// Returns f(RowShape) with the shape of a plan within warps.
-template <typename T, int kVectors, class F>
-Status dispatch_within_warp(const RowPlan &plan, F f) {
-  if (plan.lanes == 8) return dispatch_vectors<T, 8, 1, kVectors>(plan.vectors, f);
-  if (plan.lanes == 16) return dispatch_vectors<T, 16, kVectors / 2 + 1, kVectors>(plan.vectors, f);
-  return dispatch_vectors<T, 32, kVectors / 2 + 1, kVectors>(plan.vectors, f);
+// Returns f(shape) with the one of the shapes that has the plan's lanes and vectors.
+template <class Shape, class... More, class F>
+Status dispatch_shape(const RowPlan &plan, F f) {
+  if constexpr (sizeof...(More) > 0)
+    if (plan.lanes != Shape::kLanes || plan.vectors != Shape::kVectors) return dispatch_shape<More...>(plan, f);
+  return f(Shape());
 }
 
 }  // namespace AOT_ISA
