@@ -64,7 +64,9 @@ struct Wgmma {
 
 #define AOT_WGMMA(n)                                                                                                \
   if constexpr (kCols == n) {                                                                                       \
-    if constexpr (std::is_same_v<T, __half>)                                                                        \
+    if constexpr (std::is_same_v<T, float>)                                                                         \
+      cute::SM90::GMMA::MMA_64x##n##x8_F32TF32TF32_RS_TN<>::fma(a[0], a[1], a[2], a[3], b, sum[i]..., scale);       \
+    else if constexpr (std::is_same_v<T, __half>)                                                                   \
       cute::SM90::GMMA::MMA_64x##n##x16_F32F16F16_RS<major_a, major_b>::fma(a[0], a[1], a[2], a[3], b, sum[i]...,   \
                                                                             scale);                                 \
     else                                                                                                            \
@@ -74,7 +76,8 @@ struct Wgmma {
   template <size_t... i>
   static __device__ void a_in_registers(const uint32_t (&a)[4], uint64_t b, float (&sum)[kCols / 2],
                                         cute::SM90::GMMA::ScaleOut scale, std::index_sequence<i...>) {
-    static_assert(kCols == 96 || (kCols % 64 == 0 && kCols <= 256));
+    static_assert(kCols == 32 || kCols == 96 || (kCols % 64 == 0 && kCols <= 256));
+    AOT_WGMMA(32)
     AOT_WGMMA(64)
     AOT_WGMMA(96)
     AOT_WGMMA(128)

@@ -117,7 +117,14 @@ Status run_forward(const char *op, const AttentionInputs<T> &x, T *y, Accumulate
 #endif
     if (kernels == AttentionKernels::mma) return run_mma_forward(op, x, y, lse, stream);
   } else if constexpr (sizeof(T) == 4) {
-    if (kernels == AttentionKernels::mma) return attention_float(op, x, y, lse, stream);
+    if (kernels == AttentionKernels::mma) {
+#ifdef AOT_HAVE_SM90
+      DeviceLimits limits;
+      AOT_TRY(device_limits(op, &limits));
+      if (limits.major == 9 && std::max(x.z.dim, x.z.v_dim) <= 128) return attention_float_sm90(op, x, y, lse, stream);
+#endif
+      return attention_float(op, x, y, lse, stream);
+    }
   }
   return run_any<AttentionResult::y>(op, x, y, lse, stream);
 }

@@ -507,8 +507,9 @@ Status attention_float_backward(const char *op, const AttentionInputs<float> &x,
 
 // -------------------------------------------------------------------------------------------------------- on Hopper
 
-// attention_float_sm90.cu: the gradients in one pass. It writes delta, and has turns in `space`
-// (AttentionBackward::pass_space).
+// attention_float_sm90.cu: y up to a head_dim of 128, and the gradients in one pass, which writes delta, and has turns
+// in `space` (AttentionBackward::pass_space).
+Status attention_float_sm90(const char *op, const AttentionInputs<float> &x, float *y, float *lse, void *stream);
 Status attention_float_backward_sm90(const char *op, const AttentionInputs<float> &x, const float *y, float *delta,
                                      float *dq, float *dk, float *dv, float *space, void *stream);
 

@@ -278,6 +278,7 @@ template <class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     attention_float_y_kernel(AttentionInputs<float> x, float *y, float *lse) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  if constexpr (!runs_here(0, Shape::kDim <= 128)) return;  // on 9.0 attention_float_sm90.cu has those
   constexpr int kDim = Shape::kDim, kM = Shape::kM, kKeys = Shape::kOthers;
   extern __shared__ __align__(1024) uint4 attention_shared[];
   const uint32_t q_tile = shared_address(attention_shared), k_tile = q_tile + Shape::kTile;

@@ -1,5 +1,5 @@
-// attention's gradients in float32 on Hopper, by mma.sync of TF32, in one pass: five products, where two kernels
-// (attention_float.cuh) have seven.
+// attention's gradients in float32 on Hopper, in one pass: five products, where two kernels (attention_float.cuh) have
+// seven. Of head_dims of 65 to 128 they are wgmma's (attention_float_wgmma.cuh), of others by mma.sync of TF32, here.
 //
 // A block has 64 keys, and goes through tiles of queries, the last one first. Two warps have the same 16 keys: the
 // first computes s and dv, and sends p through shared memory to the second, which computes dp, ds and dk. So a warp has
@@ -10,6 +10,7 @@
 // There are no registers for sums of larger and of smaller parts, as in attention_float.cuh: a sum is of all three
 // products. So tensor cores add half as many terms: 32 of a score and 16 of a result.
 #include "attention_float.cuh"
+#include "attention_float_wgmma.cuh"
 #include "attention_mma_backward.cuh"
 
 namespace aot {
@@ -336,11 +337,24 @@ Status run_pass(const char *op, const MmaPass<float> &pass, const float *y, floa
     AOT_TRY(launch_kernel(op, attention_pass_begin_kernel<float>,
                           {grid_size(ceil_div(z.rows(), kDeltaBlock / 8)), kDeltaBlock}, stream, pass, y, delta,
                           z.batch * z.heads * ceil_div(z.queries, Shape::kOthers), all_seen));
-  return launch_mma<Shape>(op, attention_float_pass_kernel<Shape>, z.batch * z.kv_heads, z.keys, Shape::kShared, stream,
-                           pass);
+  void (*kernel)(MmaPass<float>);
+  if constexpr (Shape::kDim == 128) kernel = attention_float_wgmma_kernel<Shape>;
+  else kernel = attention_float_pass_kernel<Shape>;
+  return launch_mma<Shape>(op, kernel, z.batch * z.kv_heads, z.keys, Shape::kShared, stream, pass);
+}
+
+template <class Shape>
+Status run_y(const char *op, const AttentionInputs<float> &x, float *y, float *lse, void *stream) {
+  return launch_mma<Shape>(op, attention_float_wgmma_y_kernel<Shape>, x.z.batch * x.z.heads, x.z.queries,
+                           Shape::kShared, stream, x, y, lse);
 }
 
 }  // namespace
+
+Status attention_float_sm90(const char *op, const AttentionInputs<float> &x, float *y, float *lse, void *stream) {
+  const auto run = std::max(x.z.dim, x.z.v_dim) <= 64 ? run_y<FloatWgmmaY<64, 64>> : run_y<FloatWgmmaY<128, 32>>;
+  return run(op, x, y, lse, stream);
+}
 
 Status attention_float_backward_sm90(const char *op, const AttentionInputs<float> &x, const float *y, float *delta,
                                      float *dq, float *dk, float *dv, float *space, void *stream) {
@@ -349,7 +363,7 @@ Status attention_float_backward_sm90(const char *op, const AttentionInputs<float
   const MmaPass<float> pass = {x, dq, dk, dv, nullptr, reinterpret_cast<int *>(space), nullptr, heads};
   const int64_t dim = std::max(z.dim, z.v_dim);
   const auto run = dim <= 64    ? run_pass<FloatPassShape<64, 64, 2>>
-                   : dim <= 128 ? run_pass<FloatPassShape<128, 32, 2>>
+                   : dim <= 128 ? run_pass<FloatWgmmaShape<128, 32>>
                                 : run_pass<FloatPassShape<256, 32, 1>>;
   return run(op, pass, y, delta, every_query_meets(z, x.lengths != nullptr, x.extra.offsets != nullptr), stream);
 }

@@ -367,12 +367,15 @@ def test_which_kernels_a_call_in_float32_takes(dim, v_dim, offset, dropout, forw
     leaves = [x.requires_grad_() for x in leaves]
     more = {"seed": torch.tensor([3, 5], device="cuda"), "dropout": dropout} if dropout else {}
     found, y = kernels_of(lambda: ours.attention(*leaves, **more))
-    assert ("attention_float_y_kernel" in found) == forward, found
+    hopper, most = torch.cuda.get_device_capability()[0] == 9, max(dim, v_dim)
+    of_y, of_wgmma_y = {"attention_float_y_kernel"}, {"attention_float_wgmma_y_kernel"}
+    right = of_wgmma_y if hopper and most <= 128 else of_y
+    assert found & (of_y | of_wgmma_y) == (right if forward else set()), found
     found, _ = kernels_of(lambda: torch.autograd.grad(y, leaves, torch.ones_like(y)))
-    of_pass, of_two = {"attention_float_pass_kernel"}, {"attention_float_dq_kernel", "attention_float_dkv_kernel"}
-    hopper = torch.cuda.get_device_capability()[0] == 9
-    right = of_pass if hopper else of_two if max(dim, v_dim) <= 128 else set()
-    assert found & (of_pass | of_two) == (right if backward else set()), found
+    of_two = {"attention_float_dq_kernel", "attention_float_dkv_kernel"}
+    of_wgmma, of_pass = {"attention_float_wgmma_kernel"}, {"attention_float_pass_kernel"}
+    right = (of_wgmma if 64 < most <= 128 else of_pass) if hopper else of_two if most <= 128 else set()
+    assert found & (of_two | of_wgmma | of_pass) == (right if backward else set()), found
 
 
 @pytest.mark.parametrize("dim", [64, 128])
