@@ -105,6 +105,7 @@ struct Sm90Kernel {
         {static_cast<const T *>(g.a.data), a_stride, static_cast<const T *>(g.b.data), b_stride},
         {{}, nullptr, c_stride, static_cast<T *>(g.c.data), c_stride}};
     arguments.hw_info.sm_count = multiprocessors;
+    if (sizeof(T) == 2 && std::min(m, n) >= 4096) arguments.scheduler.max_swizzle_size = 4;  // 1 % at 8192 x 8192
     auto &epilogue = arguments.epilogue.thread;
     epilogue.bias_ptr = static_cast<const T *>(g.bias);
     epilogue.activation = {g.activation};
@@ -125,8 +126,18 @@ using Sm90Pingpong =
     Sm90Kernel<T, cute::Shape<cute::Int<m>, cute::_128, cute::_64>, cute::Shape<cute::_2, cute::_1, cute::_1>,
                cute::Shape<cute::_64, cute::_64>, true, kPreActivation, kTransposedA, kTransposedB>;
 
+// Tiles of 128 x 64 by both warpgroups, which share the epilogue, where a block has one tile and so no other to overlap
+// with it: 8.1 us instead of 8.8 for 1024 x 1024 x 1024 with GELU.
+template <typename T, bool kPreActivation, bool kTransposedA, bool kTransposedB>
+using Sm90Halves =
+    Sm90Kernel<T, cute::Shape<cute::_128, cute::_64, cute::_64>, cute::Shape<cute::_2, cute::_1, cute::_1>,
+               cute::Shape<cute::_128, cute::_32>, false, kPreActivation, kTransposedA, kTransposedB>;
+
 template <typename T, bool kPreActivation, bool kTransposedA, bool kTransposedB>
 Status gemm_sm90(const char *op, const GemmParams &g, int rows, int multiprocessors, cudaStream_t stream, bool *done) {
+  if constexpr (!kTransposedA && kTransposedB)
+    if (rows < 128 && g.m > 64 && ceil_div(g.m, 128) * ceil_div(g.n, 64) * g.count <= multiprocessors)
+      return Sm90Halves<T, kPreActivation, kTransposedA, kTransposedB>::run(op, g, multiprocessors, stream, done);
   auto run = rows < 128 ? Sm90Pingpong<T, 64, kPreActivation, kTransposedA, kTransposedB>::run
                         : Sm90Pingpong<T, 128, kPreActivation, kTransposedA, kTransposedB>::run;
   return run(op, g, multiprocessors, stream, done);
